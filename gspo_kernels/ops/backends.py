@@ -1,0 +1,129 @@
+"""Which backend serves a call: the protocol that each one implements, and the lazy table that finds it."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor
+
+from gspo_kernels.types import ClippedSequenceRatio, LogitTransform, RowStats, SequenceRatioStats
+
+
+class RowBackend(Protocol):
+    """What a backend module offers. All functions run without autograd and never modify inputs but ``out``.
+
+    Logits are [B, T, V] with any strides (0 and overlapping included), fp16, bf16, fp32 or fp64; packed rows come as
+    [1, N, V]. Labels are int64 or int32 [B, T], any strides. A row whose label is ``ignore_index`` is *ignored*: its
+    logits are never read, its statistics are 0.0, its gradient row is zero. Any other label outside [0, V) makes the
+    row's log-prob NaN and is never used as an address. Statistics are fp32, fp64 for fp64 logits.
+    """
+
+    def unavailable(self, device: torch.device) -> str | None:
+        """None where the backend can serve tensors on ``device``, otherwise the reason why not."""
+
+    def logprobs_forward(
+        self, logits: Tensor, labels: Tensor, transform: LogitTransform, *, ignore_index: int, entropy: bool
+    ) -> RowStats:
+        """Log-prob of the label, log-sum-exp and, where asked for, entropy of each row."""
+
+    def logprobs_backward(
+        self,
+        logits: Tensor,
+        labels: Tensor,
+        stats: RowStats,
+        grad_logprobs: Tensor,
+        grad_entropy: Tensor | None,
+        grad_scale: Tensor | None,
+        transform: LogitTransform,
+        *,
+        ignore_index: int,
+        out: Tensor,
+    ) -> None:
+        """Write d/dlogits of ``grad_scale * sum(grad_logprobs * logprobs + grad_entropy * entropy)`` into ``out``.
+
+        ``grad_logprobs`` and ``grad_entropy`` are [B, T] floats with any strides, ``grad_scale`` a 0-d float tensor or
+        None for 1. ``out`` is [B, T, V], a float dtype of its own, vocabulary stride 1; it may be ``logits`` itself.
+        Every element is written; a row whose gradients are zero, or that is ignored, gets zeros without being read.
+        """
+
+    def logprobs_and_grad(
+        self,
+        logits: Tensor,
+        labels: Tensor,
+        coefficients: Tensor,
+        transform: LogitTransform,
+        *,
+        ignore_index: int,
+        out: Tensor,
+    ) -> RowStats:
+        """Forward and backward in one go, for coefficients dLoss/dlogprobs [B, T] that are known beforehand."""
+
+
+class SequenceRatioBackend(RowBackend, Protocol):
+    """A backend that also has the whole sequence-ratio forward as one launch."""
+
+    def sequence_ratio_forward(
+        self,
+        logits: Tensor,
+        labels: Tensor,
+        old_logprobs: Tensor,
+        advantages: Tensor,
+        form: ClippedSequenceRatio,
+        transform: LogitTransform,
+        *,
+        ignore_index: int,
+        sequence_weights: Tensor | None,
+        lengths: Tensor | None,
+        normalizer: Tensor | None,
+        cu_seqlens: Tensor | None,
+    ) -> SequenceRatioStats:
+        """Loss, coefficients and metrics of a clipped sequence ratio, straight from the logits.
+
+        ``old_logprobs`` is [B, T] (any strides and float dtype), ``advantages``, ``sequence_weights`` and ``lengths``
+        are [B]; L is ``lengths`` where given, otherwise the number of rows that are not ignored. ``normalizer`` is a
+        0-d tensor on the device that replaces what ``form.divisor`` counts. Packed calls have B=1 in the logits'
+        layout and int32 ``cu_seqlens`` [sequences + 1].
+        """
+
+
+_MODULES = {
+    "triton": "gspo_kernels.kernels",
+    "cpp": "gspo_kernels.cpp",
+    "reference": "gspo_kernels.reference.rows",
+}
+_AUTO = {"cuda": ("triton", "reference"), "cpu": ("cpp", "reference")}
+
+BACKENDS = tuple(_MODULES)
+
+
+def load(name: str) -> RowBackend:
+    """The backend module called ``name``, imported on first use."""
+    return cast(RowBackend, importlib.import_module(_MODULES[name]))
+
+
+def why_not(name: str, device: torch.device) -> str | None:
+    """None where ``name`` can serve tensors on ``device``, otherwise the reason why it can't."""
+    try:
+        return load(name).unavailable(device)
+    except ImportError as error:
+        return f"{_MODULES[name]} can't be imported: {error}"
+
+
+def resolve(name: str, device: torch.device) -> str:
+    """Turn "auto" into the first backend that can serve ``device``; check that a named one can.
+
+    Raises:
+        ValueError: ``name`` is no backend.
+        RuntimeError: the named backend can't serve ``device``; the message says why.
+    """
+    if name == "auto":
+        candidates = _AUTO.get(device.type, ("reference",))
+        return next(candidate for candidate in candidates if why_not(candidate, device) is None)
+    if name not in _MODULES:
+        raise ValueError(f"backend: got {name!r}, expected 'auto' or one of {', '.join(map(repr, BACKENDS))}")
+    reason = why_not(name, device)
+    if reason is not None:
+        raise RuntimeError(f"backend={name!r} can't serve tensors on {device}: {reason}")
+    return name

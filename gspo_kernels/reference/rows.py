@@ -1,0 +1,95 @@
+"""Row operations in plain PyTorch: the oracle for the other backends, and a backend of its own.
+
+Everything is written the obvious way, through ``log_softmax`` and autograd; it materialises the transformed logits.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gspo_kernels.types import LogitTransform, RowStats, stats_dtype
+
+
+def unavailable(device: torch.device) -> str | None:
+    """The reference runs wherever PyTorch does."""
+    return None
+
+
+def transform_logits(logits: Tensor, transform: LogitTransform) -> Tensor:
+    """z of ``LogitTransform`` in the statistics' dtype; differentiable."""
+    z = logits.to(stats_dtype(logits.dtype)) * transform.logit_scale
+    if transform.softcap:
+        z = transform.softcap * torch.tanh(z / transform.softcap)
+    if transform.row_temperature is not None:
+        return z / transform.row_temperature.unsqueeze(-1)
+    return z / transform.temperature
+
+
+def token_statistics(logits: Tensor, labels: Tensor, transform: LogitTransform, ignore_index: int) -> RowStats:
+    """Differentiable log-prob, log-sum-exp and entropy of each row; logits [..., V], labels [...]."""
+    vocabulary = logits.shape[-1]
+    ignored = labels == ignore_index
+    in_range = (labels >= 0) & (labels < vocabulary)
+    z = transform_logits(logits.masked_fill(ignored.unsqueeze(-1), 0.0), transform)
+    logp = torch.log_softmax(z, dim=-1)
+    index = labels.to(torch.int64).clamp(0, max(vocabulary - 1, 0)).unsqueeze(-1)
+    logprobs = logp.gather(-1, index).squeeze(-1).masked_fill(~in_range, float("nan"))
+    p = logp.exp()
+    entropy = -torch.where(p > 0, p * logp, 0.0).sum(-1)
+    lse = torch.logsumexp(z, dim=-1)
+    return RowStats(*(stat.masked_fill(ignored, 0.0) for stat in (logprobs, lse, entropy)))
+
+
+def logprobs_forward(
+    logits: Tensor, labels: Tensor, transform: LogitTransform, *, ignore_index: int, entropy: bool
+) -> RowStats:
+    """See ``ops.backends.RowBackend.logprobs_forward``."""
+    stats = token_statistics(logits, labels, transform, ignore_index)
+    return stats if entropy else stats._replace(entropy=None)
+
+
+def logprobs_backward(
+    logits: Tensor,
+    labels: Tensor,
+    stats: RowStats,
+    grad_logprobs: Tensor,
+    grad_entropy: Tensor | None,
+    grad_scale: Tensor | None,
+    transform: LogitTransform,
+    *,
+    ignore_index: int,
+    out: Tensor,
+) -> None:
+    """See ``ops.backends.RowBackend.logprobs_backward``."""
+    del stats
+    with torch.enable_grad():
+        leaf = logits.detach().to(stats_dtype(logits.dtype)).requires_grad_()
+        again = token_statistics(leaf, labels, transform, ignore_index)
+        assert again.entropy is not None
+        outputs, grads = [again.logprobs], [grad_logprobs]
+        if grad_entropy is not None:
+            outputs, grads = [*outputs, again.entropy], [*grads, grad_entropy]
+        scale = 1.0 if grad_scale is None else grad_scale
+        grads = [grad.to(leaf.dtype) * scale for grad in grads]
+        (grad_logits,) = torch.autograd.grad(outputs, leaf, grads)
+    ignored = labels == ignore_index
+    idle = grads[0] == 0 if grad_entropy is None else (grads[0] == 0) & (grads[1] == 0)
+    out.copy_(grad_logits.masked_fill((ignored | idle).unsqueeze(-1), 0.0))
+
+
+def logprobs_and_grad(
+    logits: Tensor,
+    labels: Tensor,
+    coefficients: Tensor,
+    transform: LogitTransform,
+    *,
+    ignore_index: int,
+    out: Tensor,
+) -> RowStats:
+    """See ``ops.backends.RowBackend.logprobs_and_grad``."""
+    stats = logprobs_forward(logits, labels, transform, ignore_index=ignore_index, entropy=False)
+    logprobs_backward(
+        logits, labels, stats, coefficients, None, None, transform, ignore_index=ignore_index, out=out
+    )
+    return stats

@@ -1,0 +1,134 @@
+"""Words that every layer shares: shape letters, the logit transform, the row statistics, the two named outputs.
+
+Shape letters: B sequences, T padded length, N tokens, V vocabulary, H width. Inside the package rows are always
+laid out as [B, T] (padded) or as [1, N] with ``cu_seqlens`` (packed); a suffix such as ``logits_BTV`` says so.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+METRICS = (
+    "ratio/mean",
+    "ratio/min",
+    "ratio/max",
+    "clip_fraction/low",
+    "clip_fraction/high",
+    "clip_fraction/tokens",
+    "kl/old",
+    "active_fraction",
+)
+"""Names of the metrics that every loss reports, in the order in which kernels and ops store them."""
+
+
+class TokenLogprobs(NamedTuple):
+    """Per-token log-probabilities.
+
+    Attributes:
+        logprobs: log pi(label) in nats, the labels' shape, fp32 (fp64 for fp64 inputs); 0.0 where ignored.
+        entropy: entropy of the distribution in nats, same shape and dtype, 0.0 where ignored; None unless asked for.
+    """
+
+    logprobs: Tensor
+    entropy: Tensor | None
+
+
+class LossOutput(NamedTuple):
+    """What every loss returns.
+
+    Attributes:
+        loss: 0-d tensor that carries the gradient, fp32 (fp64 for fp64 inputs).
+        logprobs: detached log-probabilities in nats, the labels' shape.
+        entropy: detached entropy in nats, the labels' shape; None where it was not computed.
+        metrics: detached 0-d tensors by name.
+    """
+
+    loss: Tensor
+    logprobs: Tensor
+    entropy: Tensor | None
+    metrics: dict[str, Tensor]
+
+
+class RowStats(NamedTuple):
+    """Statistics of logit rows, each [B, T] in the statistics' dtype; zeros for ignored rows.
+
+    Attributes:
+        logprobs: log-probability of the label, never above 0; NaN where the label is out of range.
+        lse: log-sum-exp of the transformed logits.
+        entropy: entropy in nats, or None where it was not asked for.
+    """
+
+    logprobs: Tensor
+    lse: Tensor
+    entropy: Tensor | None
+
+
+class LogitTransform(NamedTuple):
+    """From raw logits x to the z that enters the softmax.
+
+    ``z = logit_scale * x; z = softcap * tanh(z / softcap); z = z / temperature``
+
+    Attributes:
+        logit_scale: factor on the raw logits.
+        softcap: bound of the tanh soft-capping; 0.0 means none.
+        temperature: the same for all rows; 1.0 where ``row_temperature`` is given.
+        row_temperature: [B, T] in the statistics' dtype, any strides, or None.
+    """
+
+    logit_scale: float = 1.0
+    softcap: float = 0.0
+    temperature: float = 1.0
+    row_temperature: Tensor | None = None
+
+
+class ClippedSequenceRatio(NamedTuple):
+    """A form that a fused forward can serve: PPO's clip on one length-normalised ratio per sequence.
+
+    ``log s = sum_t (logp_t - old_t) / L;  loss_i = -w_i min(s A, clip(s, low, high) A)``, for A < 0 bounded above
+    by ``-w_i dual A``. The bounds are log-ratios, because clip decisions are taken on log s.
+
+    Attributes:
+        log_low: log of the lower clip bound, <= 0.
+        log_high: log of the upper clip bound, >= 0.
+        log_dual: log of the dual clip's bound, above ``log_high``; +inf means none.
+        count_tokens: a sequence's loss enters L times ("token_mean" and its kin) instead of once.
+        divisor: what the outer divisor counts where no normalizer is given: "sequences" with a counted token, "tokens"
+            (the sum of L over them) or "one".
+        divisor_scale: constant factor on that divisor, or on the normalizer.
+    """
+
+    log_low: float
+    log_high: float
+    log_dual: float
+    count_tokens: bool
+    divisor: str
+    divisor_scale: float
+
+
+class SequenceRatioStats(NamedTuple):
+    """What the fused sequence-ratio forward returns, statistics' dtype unless said otherwise.
+
+    Attributes:
+        loss: 0-d.
+        logprobs: [B, T] (or [1, N]); zeros where ignored.
+        lse: the same shape.
+        coefficients: [B], dLoss/dlogprobs of each counted token of a sequence times the divisor; exactly 0.0 for
+            clipped and empty sequences and for those with zero advantage or weight.
+        divisor: 0-d, what the coefficients are still to be divided by (already times ``divisor_scale``).
+        metrics: [len(METRICS)], in the order of ``METRICS``.
+    """
+
+    loss: Tensor
+    logprobs: Tensor
+    lse: Tensor
+    coefficients: Tensor
+    divisor: Tensor
+    metrics: Tensor
+
+
+def stats_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of statistics, ratios and losses for inputs of ``dtype``: fp64 for fp64, otherwise fp32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
