@@ -1,0 +1,141 @@
+"""The C++ CPU backend: ``ops.backends.RowBackend`` over the operators of ``gspo_kernels._C`` (csrc/)."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from gspo_kernels.types import LogitTransform, RowStats, stats_dtype
+
+_OUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@functools.cache
+def _why_not_loaded() -> str | None:
+    """None once the extension is loaded, otherwise the reason why it can't be."""
+    try:
+        importlib.import_module("gspo_kernels._C")
+    except ModuleNotFoundError:
+        note = Path(__file__).parent.parent / "_C.unavailable"
+        reason = note.read_text().strip() if note.is_file() else "no build has been tried here"
+        return f"the C++ extension gspo_kernels._C is missing: {reason}"
+    except (ImportError, OSError, RuntimeError) as error:
+        return f"the C++ extension gspo_kernels._C does not load: {error}"
+    return None
+
+
+def unavailable(device: torch.device) -> str | None:
+    """See ``ops.backends.RowBackend.unavailable``."""
+    if device.type != "cpu":
+        return f"the cpp backend serves CPU tensors only, not {device.type}"
+    return _why_not_loaded()
+
+
+def logprobs_forward(
+    logits: Tensor, labels: Tensor, transform: LogitTransform, *, ignore_index: int, entropy: bool
+) -> RowStats:
+    """See ``ops.backends.RowBackend.logprobs_forward``."""
+    stats = _empty_stats(logits, entropy)
+    _operators().logprobs_forward(*_row_arguments(logits, labels, transform, ignore_index), *stats)
+    return stats
+
+
+def logprobs_backward(
+    logits: Tensor,
+    labels: Tensor,
+    stats: RowStats,
+    grad_logprobs: Tensor,
+    grad_entropy: Tensor | None,
+    grad_scale: Tensor | None,
+    transform: LogitTransform,
+    *,
+    ignore_index: int,
+    out: Tensor,
+) -> None:
+    """See ``ops.backends.RowBackend.logprobs_backward``."""
+    if grad_entropy is not None and stats.entropy is None:
+        raise ValueError("stats.entropy: got None, expected a tensor because grad_entropy is given")
+    _check_out(logits, out)
+    _operators().logprobs_backward(
+        *_row_arguments(logits, labels, transform, ignore_index),
+        *(_vector(stat, logits) for stat in stats),
+        _vector(grad_logprobs, logits, grad_scale),
+        _vector(grad_entropy, logits, grad_scale),
+        out,
+    )
+
+
+def logprobs_and_grad(
+    logits: Tensor,
+    labels: Tensor,
+    coefficients: Tensor,
+    transform: LogitTransform,
+    *,
+    ignore_index: int,
+    out: Tensor,
+) -> RowStats:
+    """See ``ops.backends.RowBackend.logprobs_and_grad``."""
+    _check_out(logits, out)
+    stats = _empty_stats(logits, entropy=False)
+    _operators().logprobs_and_grad(
+        *_row_arguments(logits, labels, transform, ignore_index),
+        _vector(coefficients, logits),
+        stats.logprobs,
+        stats.lse,
+        out,
+    )
+    return stats
+
+
+def _operators() -> torch._ops._OpNamespace:
+    reason = _why_not_loaded()
+    if reason is not None:
+        raise RuntimeError(reason)
+    return torch.ops.gspo_kernels_cpp
+
+
+def _empty_stats(logits: Tensor, entropy: bool) -> RowStats:
+    def empty() -> Tensor:
+        return torch.empty(logits.shape[:2], dtype=stats_dtype(logits.dtype))
+
+    return RowStats(empty(), empty(), empty() if entropy else None)
+
+
+def _vector(values: Tensor | None, logits: Tensor, scale: Tensor | None = None) -> Tensor | None:
+    """One value per row as the operators take it: contiguous, in the dtype of statistics."""
+    if values is None:
+        return None
+    values = values.detach().to(stats_dtype(logits.dtype))
+    if scale is not None:
+        values = values * scale.detach().to(values.dtype)
+    return values.contiguous()
+
+
+def _row_arguments(
+    logits: Tensor, labels: Tensor, transform: LogitTransform, ignore_index: int
+) -> tuple[Tensor | float | None, ...]:
+    if labels.shape != logits.shape[:2]:
+        raise ValueError(f"labels: got shape {tuple(labels.shape)}, expected {tuple(logits.shape[:2])}")
+    return (
+        logits.detach(),
+        labels.to(torch.int64).contiguous(),
+        _vector(transform.row_temperature, logits),
+        transform.logit_scale,
+        transform.softcap,
+        transform.temperature,
+        ignore_index,
+    )
+
+
+def _check_out(logits: Tensor, out: Tensor) -> None:
+    if out.shape != logits.shape or (out.shape[-1] > 1 and out.stride(-1) != 1):
+        raise ValueError(
+            f"out: got shape {tuple(out.shape)} with strides {out.stride()}, "
+            f"expected shape {tuple(logits.shape)} with vocabulary stride 1"
+        )
+    if out.dtype not in _OUT_DTYPES:
+        raise TypeError(f"out: got {out.dtype}, expected a float dtype of 16, 32 or 64 bits")

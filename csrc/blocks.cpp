@@ -1,0 +1,139 @@
+// Each loop is compiled once per instruction set; the dynamic loader picks the best one that the machine has.
+//
+// `#pragma omp simd` (-fopenmp-simd: no OpenMP runtime) lets just these sums be reordered over vector lanes. The order
+// depends on the instruction set alone, so results don't change from run to run or with the number of threads.
+#include "blocks.h"
+
+#include <algorithm>
+
+// target_clones needs the GNU loader's indirect functions; x86-64-v3 and v4 are known as dispatch targets since GCC 12.
+#if defined(__x86_64__) && defined(__ELF__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__) && \
+    __GNUC__ >= 12
+#define GSPO_CLONES __attribute__((target_clones("default", "arch=x86-64-v3", "arch=x86-64-v4")))
+#else
+#define GSPO_CLONES
+#endif
+
+namespace gspo_kernels {
+namespace {
+
+template <class S>
+GSPO_INLINE S maximum_of(const S* z, int64_t n) {
+    S result = -std::numeric_limits<S>::infinity();
+#pragma omp simd reduction(max : result)
+    for (int64_t i = 0; i < n; ++i) result = z[i] > result ? z[i] : result;
+    return result;
+}
+
+template <class S>
+GSPO_INLINE S sum_exp_of(const S* z, int64_t n, S shift) {
+    S sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = 0; i < n; ++i) sum += exp_nonpositive(z[i] - shift);
+    return sum;
+}
+
+template <class S>
+GSPO_INLINE ExpSums<S> sum_exp_weighted_of(const S* z, int64_t n, S shift) {
+    S sum = 0, weighted = 0;
+#pragma omp simd reduction(+ : sum, weighted)
+    for (int64_t i = 0; i < n; ++i) {
+        const S x = z[i] - shift;
+        const S e = exp_nonpositive(x);
+        sum += e;
+        // exp(-inf) * -inf has the limit 0.
+        weighted += e * select(x < ExpConstants<S>::lowest, S(0), x);
+    }
+    return {sum, weighted};
+}
+
+template <class S>
+GSPO_INLINE void transform_of(S* z, int64_t n, const Transform<S>& parameters, S* slope) {
+    const auto [scale, softcap, temperature] = parameters;
+    if (softcap == 0) {
+#pragma GCC ivdep
+        for (int64_t i = 0; i < n; ++i) z[i] = z[i] * scale / temperature;
+    } else if (slope == nullptr) {
+#pragma GCC ivdep
+        for (int64_t i = 0; i < n; ++i) z[i] = softcap * tanh_and_slope(z[i] * scale / softcap).tanh / temperature;
+    } else {
+#pragma GCC ivdep
+        for (int64_t i = 0; i < n; ++i) {
+            const auto [tanh, derivative] = tanh_and_slope(z[i] * scale / softcap);
+            z[i] = softcap * tanh / temperature;
+            slope[i] = derivative;
+        }
+    }
+}
+
+template <class S>
+GSPO_INLINE void gradient_of(const S* z, int64_t n, const RowGradient<S>& row, S* out) {
+    const auto [shift, log_sum, c, entropy_c, entropy] = row;
+    if (entropy_c == 0) {
+#pragma GCC ivdep
+        for (int64_t i = 0; i < n; ++i) out[i] = -c * exp_nonpositive((z[i] - shift) - log_sum);
+    } else {
+#pragma GCC ivdep
+        for (int64_t i = 0; i < n; ++i) {
+            const S log_p = (z[i] - shift) - log_sum;
+            const S p = exp_nonpositive(log_p);
+            const S surprise = select(log_p < ExpConstants<S>::lowest, S(0), log_p + entropy);
+            out[i] = -p * (c + entropy_c * surprise);
+        }
+    }
+}
+
+template <class T, class S>
+GSPO_INLINE void load_of(const T* x, int64_t stride, int64_t n, S* __restrict z) {
+    if (stride == 1) {
+        for (int64_t i = 0; i < n; ++i) z[i] = to_float(x[i]);
+    } else {
+        for (int64_t i = 0; i < n; ++i) z[i] = to_float(x[i * stride]);
+    }
+}
+
+template <class S, class T>
+GSPO_INLINE void store_of(const S* __restrict g, int64_t n, T* out) {
+#pragma GCC ivdep
+    for (int64_t i = 0; i < n; ++i) from_float(g[i], out[i]);
+}
+
+}  // namespace
+
+#define GSPO_DEFINE_FOR_STATS(S)                                                                     \
+    GSPO_CLONES S maximum(const S* z, int64_t n) { return maximum_of(z, n); }                        \
+    GSPO_CLONES S sum_exp(const S* z, int64_t n, S shift) { return sum_exp_of(z, n, shift); }        \
+    GSPO_CLONES ExpSums<S> sum_exp_weighted(const S* z, int64_t n, S shift) {                        \
+        return sum_exp_weighted_of(z, n, shift);                                                     \
+    }                                                                                                \
+    GSPO_CLONES void transform(S* z, int64_t n, const Transform<S>& parameters, S* slope) {          \
+        transform_of(z, n, parameters, slope);                                                       \
+    }                                                                                                \
+    GSPO_CLONES void gradient(const S* z, int64_t n, const RowGradient<S>& row, S* out) {            \
+        gradient_of(z, n, row, out);                                                                 \
+    }                                                                                                \
+    GSPO_CLONES void multiply(S* out, const S* factor, int64_t n) {                                  \
+        for (int64_t i = 0; i < n; ++i) out[i] *= factor[i];                                         \
+    }
+GSPO_DEFINE_FOR_STATS(float)
+GSPO_DEFINE_FOR_STATS(double)
+
+#define GSPO_DEFINE_LOAD(T, S) \
+    GSPO_CLONES void load(const T* x, int64_t stride, int64_t n, S* z) { load_of(x, stride, n, z); }
+GSPO_DEFINE_LOAD(float, float)
+GSPO_DEFINE_LOAD(BFloat16, float)
+GSPO_DEFINE_LOAD(Half, float)
+GSPO_DEFINE_LOAD(double, double)
+
+#define GSPO_DEFINE_STORE(S, T) \
+    GSPO_CLONES void store(const S* g, int64_t n, T* out) { store_of(g, n, out); }
+GSPO_DEFINE_STORE(float, float)
+GSPO_DEFINE_STORE(float, BFloat16)
+GSPO_DEFINE_STORE(float, Half)
+GSPO_DEFINE_STORE(float, double)
+GSPO_DEFINE_STORE(double, float)
+GSPO_DEFINE_STORE(double, BFloat16)
+GSPO_DEFINE_STORE(double, Half)
+GSPO_DEFINE_STORE(double, double)
+
+}  // namespace gspo_kernels

@@ -1,0 +1,368 @@
+#include "rows.h"
+
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <type_traits>
+
+#include "blocks.h"
+
+namespace gspo_kernels {
+namespace {
+
+template <class T>
+using StatsOf = std::conditional_t<std::is_same_v<T, double>, double, float>;
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
+
+// ---- Rows and threads ----------------------------------------------------------------------------------------------
+
+template <class T>
+struct Rows {
+    T* data;
+    int64_t length, vocabulary, stride_b, stride_t, stride_v;
+
+    Rows(const Tensor& tensor, void* pointer)
+        : data(static_cast<T*>(pointer)),
+          length(tensor.size(1)),
+          vocabulary(tensor.size(2)),
+          stride_b(tensor.stride(0)),
+          stride_t(tensor.stride(1)),
+          stride_v(tensor.size(2) == 1 ? 1 : tensor.stride(2)) {}
+
+    T* row(int64_t index) const { return data + (index / length) * stride_b + (index % length) * stride_t; }
+};
+
+template <class S>
+const S* values(const Tensor& tensor) {
+    return static_cast<const S*>(tensor.const_data_ptr());
+}
+
+template <class S>
+const S* values(const std::optional<Tensor>& tensor) {
+    return tensor ? values<S>(*tensor) : nullptr;
+}
+
+template <class S>
+S* mutable_values(const Tensor& tensor) {
+    return static_cast<S*>(tensor.mutable_data_ptr());
+}
+
+// Threads take chunks from a shared counter: masked rows cost nothing, so equal shares would not be equal work.
+template <class F>
+void for_each_row(int64_t rows, int64_t vocabulary, const F& work) {
+    constexpr int64_t kChunkElements = 1 << 15;
+    const int64_t chunk = std::max<int64_t>(1, kChunkElements / vocabulary);
+    const int64_t threads = std::min<int64_t>(torch::stable::get_num_threads(), (rows + chunk - 1) / chunk);
+    std::atomic<int64_t> next{0};
+    torch::stable::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
+        for (;;) {
+            const int64_t begin = next.fetch_add(chunk, std::memory_order_relaxed);
+            if (begin >= rows) return;
+            for (int64_t row = begin; row < std::min(rows, begin + chunk); ++row) work(row);
+        }
+    });
+}
+
+// ---- One row -------------------------------------------------------------------------------------------------------
+
+// The transformed logits of one row, a block at a time.
+template <class T>
+class Row {
+  public:
+    using S = StatsOf<T>;
+
+    Row(const Rows<const T>& rows, int64_t index, int64_t label, const Transform<S>& parameters)
+        : data_(rows.row(index)), stride_(rows.stride_v), vocabulary_(rows.vocabulary), transform_(parameters),
+          label_(label >= 0 && label < rows.vocabulary ? label : -1) {}
+
+    int64_t vocabulary() const { return vocabulary_; }
+    int64_t label() const { return label_; }  // -1 where out of range
+    bool label_in(int64_t begin, int64_t n) const { return label_ >= begin && label_ < begin + n; }
+
+    // In `buffer`, or straight in the tensor where nothing has to be converted.
+    const S* block(int64_t begin, int64_t n, S* buffer, S* slope = nullptr) const {
+        const bool identity = transform_.is_identity();
+        if constexpr (std::is_same_v<T, S>) {
+            if (identity && stride_ == 1) return data_ + begin;
+        }
+        load(data_ + begin * stride_, stride_, n, buffer);
+        if (!identity) transform(buffer, n, transform_, slope);
+        return buffer;
+    }
+
+    // The same bits as in block(); NaN where the label is out of range.
+    S label_logit() const {
+        S buffer[1] = {static_cast<S>(kNaN)};
+        return label_ < 0 ? buffer[0] : *block(label_, 1, buffer);
+    }
+
+  private:
+    const T* data_;
+    int64_t stride_, vocabulary_;
+    Transform<S> transform_;
+    int64_t label_;
+};
+
+struct Statistics {
+    double logprob, lse, entropy;
+    double maximum, log_sum;  // lse = maximum + log_sum, kept apart because lse in fp32 can't hold both
+};
+
+// One pass over the row. The label's column stays out of the sums, so that
+//   log p(label) = -log(1 + exp(lse_others - z_label)) = -softplus(lse_others - z_label)
+// is never above 0 and keeps its relative precision when p(label) is near 1.
+template <class T>
+Statistics row_statistics(const Row<T>& row, bool with_entropy) {
+    using S = StatsOf<T>;
+    alignas(64) S buffer[kBlock];
+    double maximum_others = -kInfinity, sum = 0, weighted = 0;  // sums of exp(z - max) and exp(z - max) (z - max)
+    for (int64_t begin = 0; begin < row.vocabulary(); begin += kBlock) {
+        const int64_t n = std::min(kBlock, row.vocabulary() - begin);
+        const S* z = row.block(begin, n, buffer);
+        if (row.label_in(begin, n)) {
+            if (z != buffer) std::copy_n(z, n, buffer);
+            buffer[row.label() - begin] = -std::numeric_limits<S>::infinity();
+            z = buffer;
+        }
+        const double block_maximum = maximum(z, n);
+        if (block_maximum > maximum_others) {
+            if (maximum_others != -kInfinity) {
+                const double shift = maximum_others - block_maximum, factor = std::exp(shift);
+                weighted = factor == 0 ? 0 : factor * (weighted + sum * shift);
+                sum *= factor;
+            }
+            maximum_others = block_maximum;
+        }
+        // Still -inf: only -inf and NaN so far; any finite shift keeps the one at 0 and the other NaN.
+        const S shift = maximum_others == -kInfinity ? S(0) : static_cast<S>(maximum_others);
+        if (with_entropy) {
+            const auto [exp_sum, weighted_sum] = sum_exp_weighted(z, n, shift);
+            sum += exp_sum;
+            weighted += weighted_sum;
+        } else {
+            sum += sum_exp(z, n, shift);
+        }
+    }
+
+    const double z_label = row.label_logit();
+    const double lse_minus_label = (maximum_others - z_label) + std::log(sum);  // of the others
+    Statistics result;
+    if (row.label() < 0) {
+        result.logprob = kNaN;
+        result.maximum = maximum_others;
+        result.log_sum = std::log(sum);
+    } else if (lse_minus_label <= 0) {
+        result.log_sum = std::log1p(std::exp(lse_minus_label));
+        result.logprob = 0.0 - result.log_sum;
+        result.maximum = z_label;
+    } else {
+        const double softplus_rest = std::log1p(std::exp(-lse_minus_label));
+        result.logprob = -(lse_minus_label + softplus_rest);
+        result.maximum = maximum_others;
+        result.log_sum = std::log(sum) + softplus_rest;
+    }
+    result.lse = result.maximum + result.log_sum;
+    // log_softmax of a row that holds +inf is NaN, its log-sum-exp +inf.
+    if (z_label == kInfinity) result.logprob = kNaN;
+    if (z_label == kInfinity || maximum_others == kInfinity) result.lse = kInfinity;
+
+    // H = log S - W / S with S = sum exp(z - m), W = sum exp(z - m) (z - m) over all columns: two terms >= 0.
+    result.entropy = kNaN;
+    if (with_entropy && std::isfinite(result.lse)) {
+        const double others = maximum_others - result.maximum, factor = sum == 0 ? 0 : std::exp(others);
+        double total = factor * sum, total_weighted = factor == 0 ? 0 : factor * (weighted + sum * others);
+        if (row.label() >= 0 && z_label != -kInfinity) {
+            const double label = z_label - result.maximum, p = std::exp(label);
+            total += p;
+            total_weighted += p == 0 ? 0 : p * label;
+        }
+        result.entropy = result.log_sum - total_weighted / total;
+    }
+    return result;
+}
+
+// The normalizer of log p = (z - shift) - log_sum. `lse` was rounded to S, which log p inherits in absolute terms; but
+// z_label - logprob is lse too, and rounded only as logprob was. The smaller of the two magnitudes is the better source;
+// where both are large (logits far from 0 and an improbable label) the row is summed again.
+template <class T, class S>
+void set_normalizer(const Row<T>& row, S logprob, S lse, RowGradient<S>& gradient) {
+    constexpr S kLarge = 16;  // up to here log p is off by half an ulp of 16 at most, as plain log_softmax's is
+    const S from_label = std::isnan(logprob) ? std::numeric_limits<S>::infinity() : std::abs(logprob);
+    if (std::abs(lse) <= std::min(from_label, kLarge)) {
+        gradient.shift = lse;
+        gradient.log_sum = 0;
+    } else if (from_label <= kLarge) {
+        gradient.shift = row.label_logit();
+        gradient.log_sum = -logprob;
+    } else {
+        const Statistics statistics = row_statistics(row, false);
+        gradient.shift = static_cast<S>(statistics.maximum);
+        gradient.log_sum = static_cast<S>(statistics.log_sum);
+    }
+}
+
+template <class O>
+void write_zeros(O* out, int64_t n) {
+    std::fill_n(reinterpret_cast<char*>(out), n * sizeof(O), 0);
+}
+
+template <class O>
+void write_nan(O* out, int64_t n) {
+    O nan;
+    from_float(std::numeric_limits<float>::quiet_NaN(), nan);
+    std::fill_n(out, n, nan);
+}
+
+// Blocks upwards, each read before it is written: `out` may be the logits, or narrower rows inside their memory.
+// chain is dz/dx without the soft cap's part.
+template <class T, class O, class S>
+void write_gradient(const Row<T>& row, S logprob, const RowGradient<S>& gradient_row, bool soft_capped, S chain,
+                    O* out) {
+    alignas(64) S buffer[kBlock], slope[kBlock];
+    RowGradient<S> scaled = gradient_row;
+    scaled.c *= chain;
+    scaled.entropy_c *= chain;
+    for (int64_t begin = 0; begin < row.vocabulary(); begin += kBlock) {
+        const int64_t n = std::min(kBlock, row.vocabulary() - begin);
+        const S* z = row.block(begin, n, buffer, slope);
+        gradient(z, n, scaled, buffer);
+        if (row.label_in(begin, n)) {
+            // c (1 - p) through expm1: p near 1 cancels nothing.
+            S value = scaled.c * -std::expm1(logprob);
+            if (scaled.entropy_c != 0 && logprob != -std::numeric_limits<S>::infinity()) {
+                value -= scaled.entropy_c * std::exp(logprob) * (logprob + scaled.entropy);
+            }
+            buffer[row.label() - begin] = value;
+        }
+        if (soft_capped) multiply(buffer, slope, n);
+        store(buffer, n, out + begin);
+    }
+}
+
+// ---- Dtypes --------------------------------------------------------------------------------------------------------
+
+template <class F>
+void visit_dtype(const Tensor& tensor, const F& work) {
+    using torch::headeronly::ScalarType;
+    switch (tensor.scalar_type()) {
+        case ScalarType::Float:
+            return work(float{});
+        case ScalarType::Double:
+            return work(double{});
+        case ScalarType::BFloat16:
+            return work(BFloat16{});
+        case ScalarType::Half:
+            return work(Half{});
+        default:
+            STD_TORCH_CHECK(false, "expected a floating-point tensor of 16, 32 or 64 bits, got ",
+                            torch::headeronly::toString(tensor.scalar_type()));
+    }
+}
+
+template <class S>
+Transform<S> transform_of_row(const LogitOptions& options, const S* row_temperature, int64_t row) {
+    return {static_cast<S>(options.logit_scale), static_cast<S>(options.softcap),
+            row_temperature ? row_temperature[row] : static_cast<S>(options.temperature)};
+}
+
+}  // namespace
+
+// ---- Operations ----------------------------------------------------------------------------------------------------
+
+void logprobs_forward(const Tensor& logits, const Tensor& labels, const LogitOptions& options, Tensor& logprobs,
+                      Tensor& lse, std::optional<Tensor>& entropy) {
+    visit_dtype(logits, [&](auto dtype) {
+        using T = decltype(dtype);
+        using S = StatsOf<T>;
+        const Rows<const T> rows(logits, const_cast<void*>(logits.const_data_ptr()));
+        const auto* label = values<int64_t>(labels);
+        const auto* row_temperature = values<S>(options.row_temperature);
+        S *logprob_out = mutable_values<S>(logprobs), *lse_out = mutable_values<S>(lse);
+        S* entropy_out = entropy ? mutable_values<S>(*entropy) : nullptr;
+        for_each_row(labels.numel(), rows.vocabulary, [&](int64_t i) {
+            Statistics statistics{};
+            if (label[i] != options.ignore_index) {
+                const Row<T> row(rows, i, label[i], transform_of_row(options, row_temperature, i));
+                statistics = row_statistics(row, entropy_out != nullptr);
+            }
+            logprob_out[i] = static_cast<S>(statistics.logprob);
+            lse_out[i] = static_cast<S>(statistics.lse);
+            if (entropy_out) entropy_out[i] = static_cast<S>(statistics.entropy);
+        });
+    });
+}
+
+void logprobs_backward(const Tensor& logits, const Tensor& labels, const LogitOptions& options,
+                       const Tensor& logprobs, const Tensor& lse, const std::optional<Tensor>& entropy,
+                       const Tensor& grad_logprobs, const std::optional<Tensor>& grad_entropy, Tensor& out) {
+    const auto work = [&](auto dtype, auto out_dtype) {
+        using T = decltype(dtype);
+        using O = decltype(out_dtype);
+        using S = StatsOf<T>;
+        const Rows<const T> rows(logits, const_cast<void*>(logits.const_data_ptr()));
+        const Rows<O> out_rows(out, out.mutable_data_ptr());
+        const auto* label = values<int64_t>(labels);
+        const auto* row_temperature = values<S>(options.row_temperature);
+        const S *logprob_in = values<S>(logprobs), *lse_in = values<S>(lse), *entropy_in = values<S>(entropy);
+        const S *c = values<S>(grad_logprobs), *entropy_c = values<S>(grad_entropy);
+        for_each_row(labels.numel(), rows.vocabulary, [&](int64_t i) {
+            O* out_row = out_rows.row(i);
+            const Transform<S> parameters = transform_of_row(options, row_temperature, i);
+            const Row<T> row(rows, i, label[i], parameters);
+            RowGradient<S> gradient{};
+            // A label out of range has a constant (NaN) log-prob.
+            gradient.c = row.label() < 0 ? S(0) : c[i];
+            gradient.entropy_c = entropy_c ? entropy_c[i] : S(0);
+            gradient.entropy = entropy_in ? entropy_in[i] : S(0);
+            if (label[i] == options.ignore_index || (gradient.c == 0 && gradient.entropy_c == 0)) {
+                return write_zeros(out_row, rows.vocabulary);
+            }
+            if (!std::isfinite(lse_in[i])) return write_nan(out_row, rows.vocabulary);
+            set_normalizer(row, logprob_in[i], lse_in[i], gradient);
+            write_gradient(row, logprob_in[i], gradient, parameters.softcap != 0,
+                           parameters.logit_scale / parameters.temperature, out_row);
+        });
+    };
+    visit_dtype(logits, [&](auto dtype) { visit_dtype(out, [&](auto out_dtype) { work(dtype, out_dtype); }); });
+}
+
+void logprobs_and_grad(const Tensor& logits, const Tensor& labels, const LogitOptions& options,
+                       const Tensor& coefficients, Tensor& logprobs, Tensor& lse, Tensor& out) {
+    const auto work = [&](auto dtype, auto out_dtype) {
+        using T = decltype(dtype);
+        using O = decltype(out_dtype);
+        using S = StatsOf<T>;
+        const Rows<const T> rows(logits, const_cast<void*>(logits.const_data_ptr()));
+        const Rows<O> out_rows(out, out.mutable_data_ptr());
+        const auto* label = values<int64_t>(labels);
+        const auto* row_temperature = values<S>(options.row_temperature);
+        const S* c = values<S>(coefficients);
+        S *logprob_out = mutable_values<S>(logprobs), *lse_out = mutable_values<S>(lse);
+        for_each_row(labels.numel(), rows.vocabulary, [&](int64_t i) {
+            O* out_row = out_rows.row(i);
+            if (label[i] == options.ignore_index) {
+                logprob_out[i] = lse_out[i] = 0;
+                return write_zeros(out_row, rows.vocabulary);
+            }
+            const Transform<S> parameters = transform_of_row(options, row_temperature, i);
+            const Row<T> row(rows, i, label[i], parameters);
+            const Statistics statistics = row_statistics(row, false);
+            const S logprob = static_cast<S>(statistics.logprob);
+            logprob_out[i] = logprob;
+            lse_out[i] = static_cast<S>(statistics.lse);
+            if (c[i] == 0 || row.label() < 0) return write_zeros(out_row, rows.vocabulary);
+            if (!std::isfinite(lse_out[i])) return write_nan(out_row, rows.vocabulary);
+            const RowGradient<S> gradient{static_cast<S>(statistics.maximum), static_cast<S>(statistics.log_sum),
+                                          c[i], 0, 0};
+            write_gradient(row, logprob, gradient, parameters.softcap != 0,
+                           parameters.logit_scale / parameters.temperature, out_row);
+        });
+    };
+    visit_dtype(logits, [&](auto dtype) { visit_dtype(out, [&](auto out_dtype) { work(dtype, out_dtype); }); });
+}
+
+}  // namespace gspo_kernels

@@ -1,0 +1,33 @@
+// Row operations on logits [B, T, V]; `gspo_kernels.ops.backends.RowBackend` says what they mean.
+//
+// Vectors are contiguous and have one element per row: labels int64, the others in the dtype of statistics (fp32, or
+// fp64 for fp64 logits). Null means absent. Rows are handed to threads as they become free; a row is never split, so
+// results don't depend on the number of threads.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstdint>
+#include <optional>
+
+namespace gspo_kernels {
+
+using torch::stable::Tensor;
+
+struct LogitOptions {
+    std::optional<Tensor> row_temperature;  // replaces temperature
+    double logit_scale, softcap, temperature;
+    int64_t ignore_index;
+};
+
+void logprobs_forward(const Tensor& logits, const Tensor& labels, const LogitOptions& options, Tensor& logprobs,
+                      Tensor& lse, std::optional<Tensor>& entropy);
+
+void logprobs_backward(const Tensor& logits, const Tensor& labels, const LogitOptions& options,
+                       const Tensor& logprobs, const Tensor& lse, const std::optional<Tensor>& entropy,
+                       const Tensor& grad_logprobs, const std::optional<Tensor>& grad_entropy, Tensor& out);
+
+void logprobs_and_grad(const Tensor& logits, const Tensor& labels, const LogitOptions& options,
+                       const Tensor& coefficients, Tensor& logprobs, Tensor& lse, Tensor& out);
+
+}  // namespace gspo_kernels
