@@ -1,0 +1,29 @@
+"""The Triton backend: ``ops.backends.SequenceRatioBackend`` as a module, for NVIDIA and AMD GPUs.
+
+Kernels know rows, addresses and segments of rows; of reinforcement learning they know the form they are handed.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from gspo_kernels.kernels.launch import INTERPRETED
+from gspo_kernels.kernels.logprobs import logprobs_and_grad, logprobs_backward, logprobs_forward
+from gspo_kernels.kernels.sequence_ratio import sequence_ratio_forward
+
+__all__ = [
+    "logprobs_and_grad",
+    "logprobs_backward",
+    "logprobs_forward",
+    "sequence_ratio_forward",
+    "unavailable",
+]
+
+
+def unavailable(device: torch.device) -> str | None:
+    """None for GPUs, and for the CPU under Triton's interpreter."""
+    if device.type == "cuda":
+        return None
+    if device.type == "cpu":
+        return None if INTERPRETED else "Triton kernels run on the CPU only under TRITON_INTERPRET=1"
+    return f"Triton kernels are tried on CUDA and ROCm devices, not on {device.type}"

@@ -1,0 +1,515 @@
+"""Log-prob, log-sum-exp and entropy of logit rows, their gradient, and both at once where coefficients are known.
+
+One program owns one row. Statistics are contiguous [B, T]; everything else comes with its strides.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gspo_kernels.kernels.launch import (
+    BACKWARD,
+    FOLD,
+    FOLD_AND_GRAD,
+    INTERPRETED,
+    Slopes,
+    is_aligned,
+    launch,
+    stats_type,
+)
+from gspo_kernels.kernels.rows import (
+    element,
+    fold_row,
+    load_columns,
+    narrowed,
+    one_minus_exp,
+    readable_width,
+    row_pointer,
+    row_slopes,
+    transformed,
+)
+from gspo_kernels.types import LogitTransform, RowStats, stats_dtype
+
+_LOG_FLOOR: tl.constexpr = tl.constexpr(-1e30)
+"""Stands in for log 0, so that 0 log 0 is 0."""
+
+# Shapes, strides and addresses never enter the specialisation key: a kernel compiles once for given dtypes and flags,
+# whatever T, N and V are. What vectorised loads need to know of them travels as ALIGNED and UNIT_STRIDE.
+_FORWARD_RUNTIME = (
+    "logits_ptr labels_ptr row_temperature_ptr logprobs_ptr lse_ptr entropy_ptr T V ignore_index slope inner outer "
+    "logits_stride_b logits_stride_t logits_stride_v labels_stride_b labels_stride_t "
+    "temperature_stride_b temperature_stride_t"
+).split()
+
+
+@triton.jit(do_not_specialize=_FORWARD_RUNTIME)
+def logprobs_forward_kernel(
+    logits_ptr,
+    labels_ptr,
+    row_temperature_ptr,
+    logprobs_ptr,
+    lse_ptr,
+    entropy_ptr,
+    T: tl.int32,
+    V: tl.int32,
+    ignore_index: tl.int64,
+    slope: tl.float64,
+    inner: tl.float64,
+    outer: tl.float64,
+    logits_stride_b: tl.int64,
+    logits_stride_t: tl.int64,
+    logits_stride_v: tl.int64,
+    labels_stride_b: tl.int64,
+    labels_stride_t: tl.int64,
+    temperature_stride_b: tl.int64,
+    temperature_stride_t: tl.int64,
+    STATS: tl.constexpr,
+    SCALED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    UNIT_STRIDE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One row's statistics."""
+    n = tl.program_id(0)
+    b = n // T
+    t = n - b * T
+    label = tl.load(element(labels_ptr, b, t, labels_stride_b, labels_stride_t)).to(tl.int64)
+    counted = label != ignore_index
+    slope, inner, outer = row_slopes(
+        slope, inner, outer, row_temperature_ptr, b, t, temperature_stride_b, temperature_stride_t, STATS
+    )
+    logp, lse, entropy = fold_row(
+        row_pointer(logits_ptr, b, t, logits_stride_b, logits_stride_t, ALIGNED),
+        label,
+        counted & (label >= 0) & (label < V),
+        readable_width(counted, V, ALIGNED),
+        logits_stride_v,
+        slope,
+        inner,
+        outer,
+        STATS,
+        SCALED,
+        SOFTCAP,
+        entropy_ptr is not None,
+        UNIT_STRIDE,
+        BLOCK,
+        "evict_first",
+    )
+    tl.store(logprobs_ptr + n, tl.where(counted, logp, 0.0))
+    tl.store(lse_ptr + n, tl.where(counted, lse, 0.0))
+    if entropy_ptr is not None:
+        tl.store(entropy_ptr + n, tl.where(counted, entropy, 0.0))
+
+
+def logprobs_forward(
+    logits: Tensor, labels: Tensor, transform: LogitTransform, *, ignore_index: int, entropy: bool
+) -> RowStats:
+    """See ``ops.backends.RowBackend.logprobs_forward``."""
+    B, T, V = logits.shape
+    options = {"dtype": stats_dtype(logits.dtype), "device": logits.device}
+    stats = RowStats(
+        torch.empty(B, T, **options),
+        torch.empty(B, T, **options),
+        torch.empty(B, T, **options) if entropy else None,
+    )
+    slopes = Slopes.of(transform)
+    tile = FOLD[logits.element_size()]
+    launch(
+        logprobs_forward_kernel,
+        B * T,
+        logits.device,
+        tile,
+        logits,
+        labels,
+        slopes.row_temperature,
+        *stats,
+        T,
+        V,
+        ignore_index,
+        slopes.slope,
+        slopes.inner,
+        slopes.outer,
+        *logits.stride(),
+        *labels.stride(),
+        slopes.stride_b,
+        slopes.stride_t,
+        STATS=stats_type(logits.dtype),
+        SCALED=slopes.scaled,
+        SOFTCAP=slopes.softcap,
+        UNIT_STRIDE=logits.stride(2) == 1,
+        ALIGNED=is_aligned(logits),
+        BLOCK=tile.block,
+    )
+    return stats
+
+
+# --- gradient ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _write_gradient(
+    row,
+    out_row,
+    label,
+    width,
+    vocabulary,
+    stride_v,
+    logp,
+    lse,
+    grad_logp,
+    entropy,
+    grad_entropy,
+    slope,
+    inner,
+    outer,
+    STATS: tl.constexpr,
+    SCALED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    UNIT_STRIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Walk a row of ``width`` columns and write its gradient; zeros on all ``vocabulary`` columns if width is 0.
+
+    With l = log p: dlogp/dz_v = onehot_v - p_v and dH/dz_v = -p_v (l_v + H). At the label both start from its own
+    log-prob, because 1 - p(label) taken from exp(z - lse) would be all rounding where p(label) is close to 1.
+    """
+    lanes = tl.arange(0, BLOCK)
+    if SCALED and not SOFTCAP:
+        grad_logp *= slope
+        grad_entropy *= slope
+    at_label = grad_logp * one_minus_exp(logp, STATS)
+    if ENTROPY:
+        at_label -= grad_entropy * tl.exp(logp) * (tl.maximum(logp, _LOG_FLOOR) + entropy)
+    ahead = load_columns(row, 0, width, stride_v, BLOCK, UNIT_STRIDE, "evict_first")
+    for start in range(0, width, BLOCK):
+        raw = ahead
+        columns = start + lanes
+        # Before this block's store: out may be the logits themselves, so the compiler can't move loads across it.
+        ahead = load_columns(row, start + BLOCK, width, stride_v, BLOCK, UNIT_STRIDE, "evict_first")
+        z, chain = transformed(raw, columns, width, slope, inner, outer, STATS, SCALED, SOFTCAP)
+        log_p = z - lse
+        weight = -grad_logp
+        if ENTROPY:
+            weight -= grad_entropy * (tl.maximum(log_p, _LOG_FLOOR) + entropy)
+        grad = tl.where(columns == label, at_label, tl.exp(log_p) * weight)
+        if SOFTCAP:
+            grad = grad * chain
+        grad = narrowed(grad, out_row.dtype.element_ty, INTERPRETED)
+        tl.store(out_row + columns, grad, mask=columns < width, eviction_policy="evict_first")
+    for start in range(width, vocabulary, BLOCK):
+        columns = start + lanes
+        zeros = tl.zeros([BLOCK], out_row.dtype.element_ty)
+        tl.store(out_row + columns, zeros, mask=columns < vocabulary, eviction_policy="evict_first")
+
+
+_BACKWARD_RUNTIME = (
+    "logits_ptr labels_ptr row_temperature_ptr logprobs_ptr lse_ptr entropy_ptr grad_logprobs_ptr grad_entropy_ptr "
+    "grad_scale_ptr out_ptr T V ignore_index slope inner outer logits_stride_b logits_stride_t logits_stride_v "
+    "labels_stride_b labels_stride_t temperature_stride_b temperature_stride_t "
+    "grad_logprobs_stride_b grad_logprobs_stride_t grad_entropy_stride_b grad_entropy_stride_t "
+    "out_stride_b out_stride_t"
+).split()
+
+
+@triton.jit(do_not_specialize=_BACKWARD_RUNTIME)
+def logprobs_backward_kernel(
+    logits_ptr,
+    labels_ptr,
+    row_temperature_ptr,
+    logprobs_ptr,
+    lse_ptr,
+    entropy_ptr,
+    grad_logprobs_ptr,
+    grad_entropy_ptr,
+    grad_scale_ptr,
+    out_ptr,
+    T: tl.int32,
+    V: tl.int32,
+    ignore_index: tl.int64,
+    slope: tl.float64,
+    inner: tl.float64,
+    outer: tl.float64,
+    logits_stride_b: tl.int64,
+    logits_stride_t: tl.int64,
+    logits_stride_v: tl.int64,
+    labels_stride_b: tl.int64,
+    labels_stride_t: tl.int64,
+    temperature_stride_b: tl.int64,
+    temperature_stride_t: tl.int64,
+    grad_logprobs_stride_b: tl.int64,
+    grad_logprobs_stride_t: tl.int64,
+    grad_entropy_stride_b: tl.int64,
+    grad_entropy_stride_t: tl.int64,
+    out_stride_b: tl.int64,
+    out_stride_t: tl.int64,
+    STATS: tl.constexpr,
+    SCALED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    UNIT_STRIDE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """One row's gradient."""
+    n = tl.program_id(0)
+    b = n // T
+    t = n - b * T
+    label = tl.load(element(labels_ptr, b, t, labels_stride_b, labels_stride_t)).to(tl.int64)
+    counted = label != ignore_index
+    labelled = (label >= 0) & (label < V)
+    scale = tl.full([], 1.0, STATS)
+    if grad_scale_ptr is not None:
+        scale = tl.load(grad_scale_ptr).to(STATS)
+    grad_logp = tl.load(element(grad_logprobs_ptr, b, t, grad_logprobs_stride_b, grad_logprobs_stride_t))
+    # A NaN log-prob for want of a label depends on no logit.
+    grad_logp = tl.where(labelled, grad_logp.to(STATS) * scale, 0.0)
+    logp = tl.load(logprobs_ptr + n)
+    lse = tl.load(lse_ptr + n)
+    active = counted & (grad_logp != 0)
+    entropy = lse
+    grad_entropy = grad_logp
+    if grad_entropy_ptr is not None:
+        entropy = tl.load(entropy_ptr + n)
+        grad_entropy = tl.load(element(grad_entropy_ptr, b, t, grad_entropy_stride_b, grad_entropy_stride_t))
+        grad_entropy = grad_entropy.to(STATS) * scale
+        active = counted & ((grad_logp != 0) | (grad_entropy != 0))
+    slope, inner, outer = row_slopes(
+        slope, inner, outer, row_temperature_ptr, b, t, temperature_stride_b, temperature_stride_t, STATS
+    )
+    _write_gradient(
+        row_pointer(logits_ptr, b, t, logits_stride_b, logits_stride_t, ALIGNED),
+        row_pointer(out_ptr, b, t, out_stride_b, out_stride_t, ALIGNED),
+        tl.where(labelled, label, -1).to(tl.int32),
+        readable_width(active, V, ALIGNED),
+        readable_width(V >= 0, V, ALIGNED),
+        logits_stride_v,
+        logp,
+        lse,
+        grad_logp,
+        entropy,
+        grad_entropy,
+        slope,
+        inner,
+        outer,
+        STATS,
+        SCALED,
+        SOFTCAP,
+        grad_entropy_ptr is not None,
+        UNIT_STRIDE,
+        BLOCK,
+        INTERPRETED,
+    )
+
+
+def logprobs_backward(
+    logits: Tensor,
+    labels: Tensor,
+    stats: RowStats,
+    grad_logprobs: Tensor,
+    grad_entropy: Tensor | None,
+    grad_scale: Tensor | None,
+    transform: LogitTransform,
+    *,
+    ignore_index: int,
+    out: Tensor,
+) -> None:
+    """See ``ops.backends.RowBackend.logprobs_backward``."""
+    B, T, V = logits.shape
+    if V == 0:
+        return
+    slopes = Slopes.of(transform)
+    tile = BACKWARD[max(logits.element_size(), out.element_size())]
+    launch(
+        logprobs_backward_kernel,
+        B * T,
+        logits.device,
+        tile,
+        logits,
+        labels,
+        slopes.row_temperature,
+        stats.logprobs.contiguous(),
+        stats.lse.contiguous(),
+        None if grad_entropy is None or stats.entropy is None else stats.entropy.contiguous(),
+        grad_logprobs,
+        grad_entropy,
+        grad_scale,
+        out,
+        T,
+        V,
+        ignore_index,
+        slopes.slope,
+        slopes.inner,
+        slopes.outer,
+        *logits.stride(),
+        *labels.stride(),
+        slopes.stride_b,
+        slopes.stride_t,
+        *grad_logprobs.stride(),
+        *((0, 0) if grad_entropy is None else grad_entropy.stride()),
+        *out.stride()[:2],
+        STATS=stats_type(logits.dtype),
+        SCALED=slopes.scaled,
+        SOFTCAP=slopes.softcap,
+        UNIT_STRIDE=logits.stride(2) == 1,
+        ALIGNED=is_aligned(logits) and is_aligned(out),
+        BLOCK=tile.block,
+        INTERPRETED=INTERPRETED,
+    )
+
+
+# --- both at once -----------------------------------------------------------------------------------------------------
+
+_AND_GRAD_RUNTIME = (
+    "logits_ptr labels_ptr row_temperature_ptr coefficients_ptr logprobs_ptr lse_ptr out_ptr T V ignore_index "
+    "slope inner outer logits_stride_b logits_stride_t logits_stride_v labels_stride_b labels_stride_t "
+    "temperature_stride_b temperature_stride_t coefficients_stride_b coefficients_stride_t out_stride_b out_stride_t"
+).split()
+
+
+@triton.jit(do_not_specialize=_AND_GRAD_RUNTIME)
+def logprobs_and_grad_kernel(
+    logits_ptr,
+    labels_ptr,
+    row_temperature_ptr,
+    coefficients_ptr,
+    logprobs_ptr,
+    lse_ptr,
+    out_ptr,
+    T: tl.int32,
+    V: tl.int32,
+    ignore_index: tl.int64,
+    slope: tl.float64,
+    inner: tl.float64,
+    outer: tl.float64,
+    logits_stride_b: tl.int64,
+    logits_stride_t: tl.int64,
+    logits_stride_v: tl.int64,
+    labels_stride_b: tl.int64,
+    labels_stride_t: tl.int64,
+    temperature_stride_b: tl.int64,
+    temperature_stride_t: tl.int64,
+    coefficients_stride_b: tl.int64,
+    coefficients_stride_t: tl.int64,
+    out_stride_b: tl.int64,
+    out_stride_t: tl.int64,
+    STATS: tl.constexpr,
+    SCALED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    UNIT_STRIDE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """One row's statistics, then its gradient: the second walk finds the row in the cache."""
+    n = tl.program_id(0)
+    b = n // T
+    t = n - b * T
+    label = tl.load(element(labels_ptr, b, t, labels_stride_b, labels_stride_t)).to(tl.int64)
+    counted = label != ignore_index
+    labelled = counted & (label >= 0) & (label < V)
+    coefficient = tl.load(element(coefficients_ptr, b, t, coefficients_stride_b, coefficients_stride_t))
+    coefficient = tl.where(labelled, coefficient.to(STATS), 0.0)
+    slope, inner, outer = row_slopes(
+        slope, inner, outer, row_temperature_ptr, b, t, temperature_stride_b, temperature_stride_t, STATS
+    )
+    row = row_pointer(logits_ptr, b, t, logits_stride_b, logits_stride_t, ALIGNED)
+    logp, lse, _ = fold_row(
+        row,
+        label,
+        labelled,
+        readable_width(counted, V, ALIGNED),
+        logits_stride_v,
+        slope,
+        inner,
+        outer,
+        STATS,
+        SCALED,
+        SOFTCAP,
+        False,
+        UNIT_STRIDE,
+        BLOCK,
+        "evict_last",
+    )
+    tl.store(logprobs_ptr + n, tl.where(counted, logp, 0.0))
+    tl.store(lse_ptr + n, tl.where(counted, lse, 0.0))
+    # In place, no thread may overwrite what another still folds.
+    tl.debug_barrier()
+    _write_gradient(
+        row,
+        row_pointer(out_ptr, b, t, out_stride_b, out_stride_t, ALIGNED),
+        tl.where(labelled, label, -1).to(tl.int32),
+        readable_width(coefficient != 0, V, ALIGNED),
+        readable_width(V >= 0, V, ALIGNED),
+        logits_stride_v,
+        logp,
+        lse,
+        coefficient,
+        lse,
+        coefficient,
+        slope,
+        inner,
+        outer,
+        STATS,
+        SCALED,
+        SOFTCAP,
+        False,
+        UNIT_STRIDE,
+        BLOCK,
+        INTERPRETED,
+    )
+
+
+def logprobs_and_grad(
+    logits: Tensor,
+    labels: Tensor,
+    coefficients: Tensor,
+    transform: LogitTransform,
+    *,
+    ignore_index: int,
+    out: Tensor,
+) -> RowStats:
+    """See ``ops.backends.RowBackend.logprobs_and_grad``."""
+    B, T, V = logits.shape
+    options = {"dtype": stats_dtype(logits.dtype), "device": logits.device}
+    stats = RowStats(torch.empty(B, T, **options), torch.empty(B, T, **options), None)
+    slopes = Slopes.of(transform)
+    tile = FOLD_AND_GRAD[max(logits.element_size(), out.element_size())]
+    launch(
+        logprobs_and_grad_kernel,
+        B * T,
+        logits.device,
+        tile,
+        logits,
+        labels,
+        slopes.row_temperature,
+        coefficients,
+        stats.logprobs,
+        stats.lse,
+        out,
+        T,
+        V,
+        ignore_index,
+        slopes.slope,
+        slopes.inner,
+        slopes.outer,
+        *logits.stride(),
+        *labels.stride(),
+        slopes.stride_b,
+        slopes.stride_t,
+        *coefficients.stride(),
+        *out.stride()[:2],
+        STATS=stats_type(logits.dtype),
+        SCALED=slopes.scaled,
+        SOFTCAP=slopes.softcap,
+        UNIT_STRIDE=logits.stride(2) == 1,
+        ALIGNED=is_aligned(logits) and is_aligned(out),
+        BLOCK=tile.block,
+        INTERPRETED=INTERPRETED,
+    )
+    return stats
