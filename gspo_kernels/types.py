@@ -1,7 +1,9 @@
-"""Words that every layer shares: shape letters, the logit transform, the row statistics, the two named outputs.
+"""Words that every layer shares: shape letters, the logit transform, the row statistics, the two named
+outputs.
 
-Shape letters: B sequences, T padded length, N tokens, V vocabulary, H width. Inside the package rows are always
-laid out as [B, T] (padded) or as [1, N] with ``cu_seqlens`` (packed); a suffix such as ``logits_BTV`` says so.
+Shape letters: B sequences, T padded length, N tokens, V vocabulary, H width. Inside the package rows are
+always laid out as [B, T] (padded) or as [1, N] with ``cu_seqlens`` (packed); a suffix such as ``logits_BTV``
+says so.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ class TokenLogprobs(NamedTuple):
 
     Attributes:
         logprobs: log pi(label) in nats, the labels' shape, fp32 (fp64 for fp64 inputs); 0.0 where ignored.
-        entropy: entropy of the distribution in nats, same shape and dtype, 0.0 where ignored; None unless asked for.
+        entropy: entropy of the distribution in nats, same shape and dtype, 0.0 where ignored; None unless
+            asked for.
     """
 
     logprobs: Tensor
@@ -87,16 +90,16 @@ class LogitTransform(NamedTuple):
 class ClippedSequenceRatio(NamedTuple):
     """A form that a fused forward can serve: PPO's clip on one length-normalised ratio per sequence.
 
-    ``log s = sum_t (logp_t - old_t) / L;  loss_i = -w_i min(s A, clip(s, low, high) A)``, for A < 0 bounded above
-    by ``-w_i dual A``. The bounds are log-ratios, because clip decisions are taken on log s.
+    ``log s = sum_t (logp_t - old_t) / L;  loss_i = -w_i min(s A, clip(s, low, high) A)``, for A < 0 bounded
+    above by ``-w_i dual A``. The bounds are log-ratios, because clip decisions are taken on log s.
 
     Attributes:
         log_low: log of the lower clip bound, <= 0.
         log_high: log of the upper clip bound, >= 0.
         log_dual: log of the dual clip's bound, above ``log_high``; +inf means none.
         count_tokens: a sequence's loss enters L times ("token_mean" and its kin) instead of once.
-        divisor: what the outer divisor counts where no normalizer is given: "sequences" with a counted token, "tokens"
-            (the sum of L over them) or "one".
+        divisor: what the outer divisor counts where no normalizer is given: "sequences" with a counted token,
+            "tokens" (the sum of L over them) or "one".
         divisor_scale: constant factor on that divisor, or on the normalizer.
     """
 
@@ -115,8 +118,8 @@ class SequenceRatioStats(NamedTuple):
         loss: 0-d.
         logprobs: [B, T] (or [1, N]); zeros where ignored.
         lse: the same shape.
-        coefficients: [B], dLoss/dlogprobs of each counted token of a sequence times the divisor; exactly 0.0 for
-            clipped and empty sequences and for those with zero advantage or weight.
+        coefficients: [B], dLoss/dlogprobs of each counted token of a sequence times the divisor; exactly 0.0
+            for clipped and empty sequences and for those with zero advantage or weight.
         divisor: 0-d, what the coefficients are still to be divided by (already times ``divisor_scale``).
         metrics: [len(METRICS)], in the order of ``METRICS``.
     """

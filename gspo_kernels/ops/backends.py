@@ -14,10 +14,11 @@ from gspo_kernels.types import ClippedSequenceRatio, LogitTransform, RowStats, S
 class RowBackend(Protocol):
     """What a backend module offers. All functions run without autograd and never modify inputs but ``out``.
 
-    Logits are [B, T, V] with any strides (0 and overlapping included), fp16, bf16, fp32 or fp64; packed rows come as
-    [1, N, V]. Labels are int64 or int32 [B, T], any strides. A row whose label is ``ignore_index`` is *ignored*: its
-    logits are never read, its statistics are 0.0, its gradient row is zero. Any other label outside [0, V) makes the
-    row's log-prob NaN and is never used as an address. Statistics are fp32, fp64 for fp64 logits.
+    Logits are [B, T, V] with any strides (0 and overlapping included), fp16, bf16, fp32 or fp64; packed rows
+    come as [1, N, V]. Labels are int64 or int32 [B, T], any strides. A row whose label is ``ignore_index`` is
+    *ignored*: its logits are never read, its statistics are 0.0, its gradient row is zero. Any other label
+    outside [0, V) makes the row's log-prob NaN and is never used as an address. Statistics are fp32, fp64 for
+    fp64 logits.
     """
 
     def unavailable(self, device: torch.device) -> str | None:
@@ -41,11 +42,13 @@ class RowBackend(Protocol):
         ignore_index: int,
         out: Tensor,
     ) -> None:
-        """Write d/dlogits of ``grad_scale * sum(grad_logprobs * logprobs + grad_entropy * entropy)`` into ``out``.
+        """Write d/dlogits of ``grad_scale * sum(grad_logprobs * logprobs + grad_entropy * entropy)`` into
+        ``out``.
 
-        ``grad_logprobs`` and ``grad_entropy`` are [B, T] floats with any strides, ``grad_scale`` a 0-d float tensor or
-        None for 1. ``out`` is [B, T, V], a float dtype of its own, vocabulary stride 1; it may be ``logits`` itself.
-        Every element is written; a row whose gradients are zero, or that is ignored, gets zeros without being read.
+        ``grad_logprobs`` and ``grad_entropy`` are [B, T] floats with any strides, ``grad_scale`` a 0-d float
+        tensor or None for 1. ``out`` is [B, T, V], a float dtype of its own, vocabulary stride 1; it may be
+        ``logits`` itself. Every element is written; a row whose gradients are zero, or that is ignored, gets
+        zeros without being read.
         """
 
     def logprobs_and_grad(
@@ -81,10 +84,10 @@ class SequenceRatioBackend(RowBackend, Protocol):
     ) -> SequenceRatioStats:
         """Loss, coefficients and metrics of a clipped sequence ratio, straight from the logits.
 
-        ``old_logprobs`` is [B, T] (any strides and float dtype), ``advantages``, ``sequence_weights`` and ``lengths``
-        are [B]; L is ``lengths`` where given, otherwise the number of rows that are not ignored. ``normalizer`` is a
-        0-d tensor on the device that replaces what ``form.divisor`` counts. Packed calls have B=1 in the logits'
-        layout and int32 ``cu_seqlens`` [sequences + 1].
+        ``old_logprobs`` is [B, T] (any strides and float dtype), ``advantages``, ``sequence_weights`` and
+        ``lengths`` are [B]; L is ``lengths`` where given, otherwise the number of rows that are not ignored.
+        ``normalizer`` is a 0-d tensor on the device that replaces what ``form.divisor`` counts. Packed calls
+        have B=1 in the logits' layout and int32 ``cu_seqlens`` [sequences + 1].
         """
 
 

@@ -1,6 +1,7 @@
 """Row operations in plain PyTorch: the oracle for the other backends, and a backend of its own.
 
-Everything is written the obvious way, through ``log_softmax`` and autograd; it materialises the transformed logits.
+Everything is written the obvious way, through ``log_softmax`` and autograd; it materialises the transformed
+logits.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ def unavailable(device: torch.device) -> str | None:
 
 
 def transform_logits(logits: Tensor, transform: LogitTransform) -> Tensor:
-    """z of ``LogitTransform`` in the statistics' dtype; differentiable."""
+    """Z of ``LogitTransform`` in the statistics' dtype; differentiable."""
     z = logits.to(stats_dtype(logits.dtype)) * transform.logit_scale
     if transform.softcap:
         z = transform.softcap * torch.tanh(z / transform.softcap)
@@ -26,7 +27,9 @@ def transform_logits(logits: Tensor, transform: LogitTransform) -> Tensor:
     return z / transform.temperature
 
 
-def token_statistics(logits: Tensor, labels: Tensor, transform: LogitTransform, ignore_index: int) -> RowStats:
+def token_statistics(
+    logits: Tensor, labels: Tensor, transform: LogitTransform, ignore_index: int
+) -> RowStats:
     """Differentiable log-prob, log-sum-exp and entropy of each row; logits [..., V], labels [...]."""
     vocabulary = logits.shape[-1]
     ignored = labels == ignore_index

@@ -1,0 +1,41 @@
+"""Fused losses for sequence-level policy optimization of language models: Triton on the GPU, C++ on the CPU."""
+
+from importlib.metadata import PackageNotFoundError, version
+
+from gspo_kernels import advantages, objectives
+from gspo_kernels.losses import (
+    explain_schedule,
+    fused_linear_policy_loss,
+    fused_policy_loss,
+    linear_token_logprobs,
+    policy_coefficients,
+    policy_loss,
+    token_logprobs,
+)
+from gspo_kernels.objectives import GRPO, GSPO, GSPOToken, Linear
+from gspo_kernels.off_policy import rollout_weights
+from gspo_kernels.types import LossOutput, TokenLogprobs
+
+try:
+    __version__ = version("gspo_kernels")
+except PackageNotFoundError:  # a source tree that was never installed
+    __version__ = "0+unknown"
+
+__all__ = [
+    "GRPO",
+    "GSPO",
+    "GSPOToken",
+    "Linear",
+    "LossOutput",
+    "TokenLogprobs",
+    "advantages",
+    "explain_schedule",
+    "fused_linear_policy_loss",
+    "fused_policy_loss",
+    "linear_token_logprobs",
+    "objectives",
+    "policy_coefficients",
+    "policy_loss",
+    "rollout_weights",
+    "token_logprobs",
+]

@@ -1,0 +1,131 @@
+"""Argument checks of the public functions: what was got, what was expected, before any work.
+
+These read shapes, dtypes and devices only. Values are checked inside the operators
+(``policy.check_term_values``).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+INTEGERS = (torch.int64, torch.int32)
+
+
+def _described(value: object) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{value!r}"
+
+
+def tensor(
+    name: str, value: object, shape: tuple[int, ...] | None, meaning: str, device: torch.device | None
+) -> Tensor:
+    """A tensor of a shape (None: any) on a device (None: any)."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name}: got {type(value).__name__}, expected a tensor {meaning}")
+    if shape is not None and tuple(value.shape) != shape:
+        raise ValueError(f"{name}: got shape {tuple(value.shape)}, expected {meaning} = {shape}")
+    if device is not None and value.device != device:
+        raise ValueError(f"{name}: is on {value.device}, expected {device} like the other tensors")
+    return value
+
+
+def dtype(name: str, value: Tensor, allowed: tuple[torch.dtype, ...]) -> Tensor:
+    """A tensor of one of the allowed dtypes."""
+    if value.dtype not in allowed:
+        names = ", ".join(str(each).removeprefix("torch.") for each in allowed)
+        raise TypeError(f"{name}: got {value.dtype}, expected one of {names}")
+    return value
+
+
+def floats(
+    name: str, value: object, shape: tuple[int, ...] | None, meaning: str, device: torch.device | None
+) -> Tensor:
+    """A floating-point tensor."""
+    return dtype(name, tensor(name, value, shape, meaning, device), FLOATS)
+
+
+def number(name: str, value: object, *, positive: bool = False, minimum: float | None = None) -> float:
+    """A finite Python number."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name}: got {type(value).__name__}, expected a number")
+    if not math.isfinite(value):
+        raise ValueError(f"{name}: got {value}, expected a finite number")
+    if positive and not value > 0:
+        raise ValueError(f"{name}: got {value}, expected a positive number")
+    if minimum is not None and value < minimum:
+        raise ValueError(f"{name}: got {value}, expected at least {minimum}")
+    return float(value)
+
+
+def integer(name: str, value: object) -> int:
+    """A Python integer."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}: got {type(value).__name__}, expected an int")
+    return value
+
+
+def flag(name: str, value: object) -> bool:
+    """A Python bool."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: got {type(value).__name__}, expected a bool")
+    return value
+
+
+def choice(name: str, value: object, allowed: tuple[str, ...]) -> str:
+    """One of some strings."""
+    if not isinstance(value, str):
+        raise TypeError(
+            f"{name}: got {type(value).__name__}, expected one of {', '.join(map(repr, allowed))}"
+        )
+    if value not in allowed:
+        raise ValueError(f"{name}: got {value!r}, expected one of {', '.join(map(repr, allowed))}")
+    return value
+
+
+def layout(name: str, tokens: Tensor, cu_seqlens: object) -> Tensor | None:
+    """Padded [B, T] without ``cu_seqlens``, packed [N] with it."""
+    if cu_seqlens is None:
+        if tokens.ndim != 2:
+            raise ValueError(
+                f"{name}: got shape {tuple(tokens.shape)}, expected [B, T]; packed [N] tensors need cu_seqlens"
+            )
+        return None
+    offsets = tensor("cu_seqlens", cu_seqlens, None, "[B + 1]", tokens.device)
+    dtype("cu_seqlens", offsets, INTEGERS)
+    if offsets.ndim != 1 or offsets.shape[0] < 1:
+        raise ValueError(f"cu_seqlens: got shape {tuple(offsets.shape)}, expected [B + 1]")
+    if tokens.ndim != 1:
+        raise ValueError(f"{name}: got shape {tuple(tokens.shape)}, expected packed [N] with cu_seqlens")
+    return offsets
+
+
+def broadcastable(name: str, value: object, shape: tuple[int, ...], device: torch.device) -> Tensor | None:
+    """A number or tensor that broadcasts to ``shape``; None where it is the number 0."""
+    if not isinstance(value, Tensor):
+        as_number = number(name, value)
+        return None if as_number == 0 else torch.tensor(as_number, dtype=torch.float64)
+    dtype(name, value, FLOATS)
+    if value.ndim and value.device != device:
+        raise ValueError(f"{name}: is on {value.device}, expected {device} like the other tensors")
+    try:
+        fits = torch.broadcast_shapes(tuple(value.shape), shape) == torch.Size(shape)
+    except RuntimeError:
+        fits = False
+    if not fits:
+        raise ValueError(f"{name}: got shape {tuple(value.shape)}, expected one that broadcasts to {shape}")
+    return value
+
+
+def objective(value: Any, base: type) -> Any:
+    """An instance of an objective."""
+    if isinstance(value, type) and issubclass(value, base):
+        raise TypeError(
+            f"objective: got the class {value.__name__}, expected an instance such as {value.__name__}()"
+        )
+    if not isinstance(value, base):
+        raise TypeError(f"objective: got {_described(value)}, expected an instance such as GSPO()")
+    return value

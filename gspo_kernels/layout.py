@@ -1,0 +1,99 @@
+"""Where sequences begin and end: one interface over padded [B, T] and packed [1, N] + ``cu_seqlens`` token
+tensors.
+
+Packed tensors keep a leading dimension of 1 inside the package, so that tokens always have two dimensions.
+
+Sums over sequences are the only reductions that a sequence-level loss needs. They are deterministic on every
+device: no atomics, and the adjoint of ``expand`` is ``sum`` instead of an ``index_add``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Padded:
+    """Tokens are [B, T]; row i is sequence i."""
+
+    sequences: int
+    length: int
+
+    def sum(self, tokens: Tensor) -> Tensor:
+        """[B, T] -> [B]."""
+        return tokens.sum(dim=1)
+
+    def expand(self, values: Tensor) -> Tensor:
+        """[B] -> [B, T], without copying."""
+        return values.unsqueeze(1).expand(self.sequences, self.length)
+
+
+@dataclass(frozen=True, eq=False)
+class Packed:
+    """Tokens are [1, N]; sequence i is ``tokens[0, cu_seqlens[i]:cu_seqlens[i + 1]]``."""
+
+    offsets: Tensor
+    segments: Tensor
+
+    @property
+    def sequences(self) -> int:
+        """Number of sequences, empty ones included."""
+        return self.offsets.numel() - 1
+
+    def sum(self, tokens: Tensor) -> Tensor:
+        """[1, N] -> [B]."""
+        return _SegmentSum.apply(tokens, self.offsets, self.segments)
+
+    def expand(self, values: Tensor) -> Tensor:
+        """[B] -> [1, N]."""
+        return _SegmentExpand.apply(values, self.offsets, self.segments)
+
+
+Layout = Padded | Packed
+
+
+def layout_of(tokens: Tensor, cu_seqlens: Tensor | None) -> Layout:
+    """The layout of a token tensor: [B, T] without ``cu_seqlens``, [1, N] with it."""
+    if cu_seqlens is None:
+        return Padded(tokens.shape[0], tokens.shape[1])
+    return Packed(cu_seqlens.to(torch.int64), segment_ids(cu_seqlens, tokens.numel()))
+
+
+def segment_ids(cu_seqlens: Tensor, tokens: int) -> Tensor:
+    """[B + 1] offsets -> [N] index of the sequence that each token belongs to; int64, no host synchronisation."""
+    positions = torch.arange(tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+    return torch.searchsorted(cu_seqlens[1:].contiguous(), positions, right=True)
+
+
+def _segment_sum(tokens: Tensor, offsets: Tensor) -> Tensor:
+    if tokens.numel() == 0:
+        return tokens.new_zeros(offsets.numel() - 1)
+    return torch.segment_reduce(tokens.flatten(), "sum", offsets=offsets, unsafe=True, initial=0)
+
+
+class _SegmentSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, offsets: Tensor, segments: Tensor) -> Tensor:
+        ctx.save_for_backward(segments)
+        return _segment_sum(tokens, offsets)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (segments,) = ctx.saved_tensors
+        return grad[segments].unsqueeze(0), None, None
+
+
+class _SegmentExpand(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, offsets: Tensor, segments: Tensor) -> Tensor:
+        ctx.save_for_backward(offsets)
+        return values[segments].unsqueeze(0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (offsets,) = ctx.saved_tensors
+        return _segment_sum(grad, offsets), None, None

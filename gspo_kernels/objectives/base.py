@@ -1,0 +1,244 @@
+"""What an objective is: a pure function of per-token log-probs, and what it declares about itself.
+
+An objective sees a ``PolicyBatch`` and returns an ``ObjectiveLoss``, one value per token or per sequence
+before any aggregation. Everything around it (KL, entropy bonus, aggregation, normalizer, metrics, gradients,
+schedules) is shared and never asks for the objective's name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gspo_kernels.layout import Layout
+from gspo_kernels.objectives import finite
+from gspo_kernels.types import ClippedSequenceRatio
+
+AGGREGATIONS = ("sequence_mean", "token_mean", "sequence_mean_token_sum", "constant", "sum")
+SCOPES = ("nothing", "token", "turn", "sequence", "group", "batch")
+
+
+@dataclass(frozen=True)
+class PolicyBatch:
+    """The inputs of an objective in fp64. "Tokens" is [B, T] padded or [1, N] packed; masked tokens hold
+    zeros.
+
+    Attributes:
+        layout: sums over sequences and expands from them.
+        mask: bool, tokens that count.
+        lengths: [B], |y_i|: counted tokens, or the caller's ``lengths``; at least 1.
+        logprobs: tokens, the tensor that carries the gradient.
+        log_ratio: tokens, ``token_weights * (logprobs - old_logprobs)``.
+        advantages: [B] or tokens; None only for objectives with ``needs_advantages = False``.
+        rollout_weights: [B] or tokens, or None for 1.
+        token_weights: tokens, or None for 1.
+        ref_logprobs: tokens or None.
+        entropy: tokens or None; detached.
+        group_ids: [B] integers or None.
+        turn_ids: tokens, integers, -1 = none; or None.
+    """
+
+    layout: Layout
+    mask: Tensor
+    lengths: Tensor
+    logprobs: Tensor
+    log_ratio: Tensor
+    advantages: Tensor | None = None
+    rollout_weights: Tensor | None = None
+    token_weights: Tensor | None = None
+    ref_logprobs: Tensor | None = None
+    entropy: Tensor | None = None
+    group_ids: Tensor | None = None
+    turn_ids: Tensor | None = None
+
+    def per_token(self, values: Tensor) -> Tensor:
+        """Expand [B] to tokens; leave tokens alone."""
+        return self.layout.expand(values) if values.ndim == 1 else values
+
+    def per_sequence(self, values: Tensor) -> Tensor:
+        """Mean of tokens over each sequence's counted tokens; leaves [B] alone."""
+        if values.ndim == 1:
+            return values
+        counts = self.layout.sum(self.mask.to(values.dtype)).clamp(min=1.0)
+        return self.layout.sum(torch.where(self.mask, values, 0.0)) / counts
+
+    def sequence_log_ratio(self) -> Tensor:
+        """[B], log s_i: the log-ratios' sum over the length (GSPO's Eq. 7)."""
+        return self.layout.sum(self.log_ratio) / self.lengths
+
+    def weighted(self, loss: Tensor) -> Tensor:
+        """``loss`` (tokens or [B]) times the rollout weights at its level."""
+        if self.rollout_weights is None:
+            return loss
+        level = self.per_sequence if loss.ndim == 1 else self.per_token
+        return finite.mul(loss, level(self.rollout_weights))
+
+
+class ObjectiveLoss(NamedTuple):
+    """An objective's value before aggregation, all of the same shape: tokens or [B].
+
+    Attributes:
+        loss: differentiable with respect to ``PolicyBatch.logprobs``.
+        log_ratio: the log importance ratio at this level, differentiable.
+        clipped_low: bool, the lower bound cut the gradient off.
+        clipped_high: bool, an upper bound did.
+    """
+
+    loss: Tensor
+    log_ratio: Tensor
+    clipped_low: Tensor
+    clipped_high: Tensor
+
+
+def ppo_clip(
+    log_ratio: Tensor, advantages: Tensor, low: float, high: float, dual: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """PPO's clipped loss ``-min(r A, clip(r, 1-low, 1+high) A)``, and for A < 0 at most ``-dual A``.
+
+    Clip decisions are taken on the log-ratio; exactly on a bound counts as inside. Returns the loss and the
+    masks of what the lower and the upper bounds cut off.
+    """
+    log_low, log_high, log_dual = log_bounds(low, high, dual)
+    gains, losses = advantages > 0, advantages < 0
+    clipped_low = losses & (log_ratio < log_low)
+    over_high, over_dual = gains & (log_ratio > log_high), losses & (log_ratio > log_dual)
+    bounded = torch.where(clipped_low, log_low, log_ratio)
+    bounded = torch.where(over_high, log_high, bounded)
+    bounded = torch.where(over_dual, log_dual, bounded)
+    return -finite.mul(advantages, finite.exp(bounded)), clipped_low, over_high | over_dual
+
+
+def log_bounds(low: float, high: float, dual: float | None) -> tuple[float, float, float]:
+    """Clip range as log-ratios: log(1-low), log(1+high), log(dual) with +inf for none."""
+    log_low = math.log1p(-low) if low < 1 else -math.inf
+    return log_low, math.log1p(high), math.inf if dual is None else math.log(dual)
+
+
+_REGISTRY: dict[str, type[Objective]] = {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Objective(ABC):
+    """Base of all objectives: options every one has, and the declarations that schedules and losses read.
+
+    Subclasses are frozen dataclasses whose fields are numbers, strings, bools or None.
+
+    Args:
+        aggregation: how values become one loss; |y_i| is the number of counted tokens or ``lengths[i]``.
+            "sequence_mean": mean over a sequence's tokens, then over sequences. "token_mean": sum over tokens
+            (a sequence-level value counts |y_i| times) over the number of tokens. "sequence_mean_token_sum":
+            the same sum over the number of sequences. "constant": the same sum over sequences *
+            ``aggregation_constant``. "sum".
+        aggregation_constant: for "constant" only (Dr. GRPO takes the maximum completion length).
+
+    Raises:
+        TypeError, ValueError: an option has the wrong type or value; the message names it.
+    """
+
+    aggregation: str = "sequence_mean"
+    aggregation_constant: float | None = None
+
+    coefficient_scope: ClassVar[Literal["nothing", "token", "turn", "sequence", "group", "batch"]]
+    """What dLoss/dlogprob of one token depends on besides masks, lengths, weights and advantages."""
+
+    level: ClassVar[Literal["token", "sequence"]]
+    """The shape of what ``evaluate`` returns."""
+
+    needs: ClassVar[tuple[str, ...]] = ()
+    """Optional arguments of the losses that this objective can't do without."""
+
+    needs_advantages: ClassVar[bool] = True
+    """False: the objective has no advantages and refuses them."""
+
+    takes_token_advantages: ClassVar[bool] = True
+    """False: advantages must be [B]."""
+
+    zero_advantage_is_inactive: ClassVar[bool] = True
+    """A zero advantage means a zero gradient, whatever the log-probs."""
+
+    ratio_only: ClassVar[bool] = True
+    """The gradient depends on log-probs only through their difference from ``old_logprobs``."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        _REGISTRY[f"{cls.__module__}:{cls.__qualname__}"] = cls
+
+    def __post_init__(self) -> None:
+        if self.aggregation not in AGGREGATIONS:
+            raise ValueError(
+                f"aggregation: got {self.aggregation!r}, expected one of {', '.join(AGGREGATIONS)}"
+            )
+        constant = self.aggregation_constant
+        if self.aggregation == "constant":
+            if constant is None:
+                raise ValueError(
+                    'aggregation_constant: aggregation="constant" needs a positive number, got None'
+                )
+            _require_number("aggregation_constant", constant)
+            if not constant > 0:
+                raise ValueError(f"aggregation_constant: got {constant}, expected a positive number")
+        elif constant is not None:
+            raise ValueError(
+                f'aggregation_constant: got {constant}, but it only has a meaning with aggregation="constant", '
+                f"not {self.aggregation!r}"
+            )
+
+    @abstractmethod
+    def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
+        """The loss before aggregation; must be differentiable in ``batch.logprobs``."""
+
+    def sequence_ratio_form(self) -> ClippedSequenceRatio | None:
+        """The parameters under which a fused sequence-ratio forward equals this objective, or None."""
+        return None
+
+    def outer_divisor(self) -> tuple[str, float]:
+        """What the outer divisor counts ("sequences", "tokens" or "one") and a constant factor on it."""
+        counts = {"token_mean": "tokens", "sum": "one"}.get(self.aggregation, "sequences")
+        return counts, 1.0 if self.aggregation_constant is None else float(self.aggregation_constant)
+
+    @property
+    def spec(self) -> str:
+        """The objective as a string, as it travels through opaque operators."""
+        return _spec(self)
+
+
+@functools.lru_cache(maxsize=1024)
+def _spec(objective: Objective) -> str:
+    cls = type(objective)
+    return json.dumps([f"{cls.__module__}:{cls.__qualname__}", dataclasses.asdict(objective)])
+
+
+@functools.lru_cache(maxsize=1024)
+def from_spec(spec: str) -> Objective:
+    """The inverse of ``Objective.spec``."""
+    name, fields = json.loads(spec)
+    return _REGISTRY[name](**fields)
+
+
+def require_clip_range(low: float, high: float, dual: float | None) -> None:
+    """Check PPO-style clip options: 0 <= low <= 1, 0 <= high, dual > 1 + high."""
+    for name, value in (("clip_low", low), ("clip_high", high)):
+        _require_number(name, value)
+        if not 0.0 <= value < math.inf:
+            raise ValueError(f"{name}: got {value}, expected a finite number of at least 0")
+    if low > 1.0:
+        raise ValueError(f"clip_low: got {low}, expected at most 1: ratios are never below 1 - 1 = 0")
+    if dual is not None:
+        _require_number("dual_clip", dual)
+        if not dual > 1.0 + high:
+            raise ValueError(
+                f"dual_clip: got {dual}, expected None or a ratio above 1 + clip_high = {1.0 + high}"
+            )
+
+
+def _require_number(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name}: got {type(value).__name__}, expected a number")

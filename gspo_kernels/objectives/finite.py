@@ -1,0 +1,75 @@
+"""Arithmetic in which an exact zero wins over infinity.
+
+A sequence that is clipped, masked or has no advantage contributes zero however far its ratio ran off. IEEE
+arithmetic disagrees (0 * inf is NaN, forward and backward), so objectives multiply and exponentiate through
+these functions. Wherever all operands are finite they are the ordinary product and exponential.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    return torch.where((a == 0) | (b == 0), torch.zeros_like(a * b), a * b)
+
+
+def _reduce_to(grad: Tensor, shape: torch.Size) -> Tensor:
+    return grad if grad.shape == shape else grad.sum_to_size(shape)
+
+
+class _Multiply(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(a, b)
+        return _product(a, b)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        a, b = ctx.saved_tensors
+        need_a, need_b = ctx.needs_input_grad
+        return (
+            _reduce_to(_product(grad, b), a.shape) if need_a else None,
+            _reduce_to(_product(grad, a), b.shape) if need_b else None,
+        )
+
+
+class _Exp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y = x.exp()
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (y,) = ctx.saved_tensors
+        return _product(grad, y)
+
+
+class _ZeroWithGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return torch.zeros_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def mul(a: Tensor, b: Tensor) -> Tensor:
+    """``a * b`` with broadcasting; 0 where either is 0."""
+    return _Multiply.apply(a, b)
+
+
+def exp(x: Tensor) -> Tensor:
+    """``exp(x)``; its gradient is 0 where the incoming gradient is 0."""
+    return _Exp.apply(x)
+
+
+def zero_with_gradient(x: Tensor) -> Tensor:
+    """``x - stop_gradient(x)``, also where x is infinite: zeros with the gradient of x."""
+    return _ZeroWithGradient.apply(x)

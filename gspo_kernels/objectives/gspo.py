@@ -1,0 +1,56 @@
+"""GSPO: one length-normalised, clipped importance ratio per sequence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from gspo_kernels.objectives.base import (
+    Objective,
+    ObjectiveLoss,
+    PolicyBatch,
+    log_bounds,
+    ppo_clip,
+    require_clip_range,
+)
+from gspo_kernels.types import ClippedSequenceRatio
+
+
+@dataclass(frozen=True)
+class GSPO(Objective):
+    """Group Sequence Policy Optimization, from the paper's Eqs. 5 and 7 (arXiv 2507.18071).
+
+    ``s_i = exp(mean_t(logp_t - old_t))``; ``loss_i = -min(s_i A_i, clip(s_i, 1 - clip_low, 1 + clip_high)
+    A_i)``; ``dloss_i/dlogp_t = -s_i A_i / |y_i|`` for every counted token of an unclipped sequence, else 0.
+
+    Rollout weights act by their mean over the sequence (as in TRL); advantages are one per sequence.
+
+    Args:
+        clip_low, clip_high: clip range below and above 1; the defaults are the paper's.
+        dual_clip: upper bound on the ratio of sequences with negative advantage (TRL's ``delta``), or None.
+    """
+
+    clip_low: float = 3e-4
+    clip_high: float = 4e-4
+    dual_clip: float | None = None
+
+    coefficient_scope: ClassVar[Literal["sequence"]] = "sequence"
+    level: ClassVar[Literal["sequence"]] = "sequence"
+    takes_token_advantages: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_clip_range(self.clip_low, self.clip_high, self.dual_clip)
+
+    def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
+        """One value per sequence."""
+        assert batch.advantages is not None
+        log_ratio = batch.sequence_log_ratio()
+        loss, low, high = ppo_clip(log_ratio, batch.advantages, self.clip_low, self.clip_high, self.dual_clip)
+        return ObjectiveLoss(batch.weighted(loss), log_ratio, low, high)
+
+    def sequence_ratio_form(self) -> ClippedSequenceRatio:
+        """GSPO is the clipped sequence ratio."""
+        divisor, scale = self.outer_divisor()
+        bounds = log_bounds(self.clip_low, self.clip_high, self.dual_clip)
+        return ClippedSequenceRatio(*bounds, self.aggregation != "sequence_mean", divisor, scale)

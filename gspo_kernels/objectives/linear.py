@@ -1,0 +1,36 @@
+"""Linear: given coefficients times log-probs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+
+from gspo_kernels.objectives.base import Objective, ObjectiveLoss, PolicyBatch
+from gspo_kernels.objectives.finite import mul
+
+
+@dataclass(frozen=True)
+class Linear(Objective):
+    """``loss = sum(token_weights * logp)``: carries any gradient computed elsewhere through the fused paths.
+
+    With ``policy_coefficients`` on the whole batch it takes an objective over groups or the batch through any
+    split into micro-batches: the coefficients of each part are its ``token_weights``. There are no
+    advantages, and the aggregation is "sum" unless another is asked for.
+    """
+
+    aggregation: str = "sum"
+
+    coefficient_scope: ClassVar[Literal["nothing"]] = "nothing"
+    level: ClassVar[Literal["token"]] = "token"
+    needs: ClassVar[tuple[str, ...]] = ("token_weights",)
+    needs_advantages: ClassVar[bool] = False
+    zero_advantage_is_inactive: ClassVar[bool] = False
+
+    def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
+        """One value per token."""
+        assert batch.token_weights is not None
+        never = torch.zeros_like(batch.mask)
+        loss = mul(batch.token_weights, batch.logprobs)
+        return ObjectiveLoss(batch.weighted(loss), batch.log_ratio, never, never)
