@@ -1,16 +1,15 @@
-"""Fused losses for sequence-level policy optimization of language models: Triton on the GPU, C++ on the CPU."""
+"""Fused losses for sequence-level policy optimization: Triton kernels on the GPU, C++ kernels on the CPU."""
 
 from importlib.metadata import PackageNotFoundError, version
 
 from gspo_kernels import advantages, objectives
+from gspo_kernels.logprobs import linear_token_logprobs, token_logprobs
 from gspo_kernels.losses import (
     explain_schedule,
     fused_linear_policy_loss,
     fused_policy_loss,
-    linear_token_logprobs,
     policy_coefficients,
     policy_loss,
-    token_logprobs,
 )
 from gspo_kernels.objectives import GRPO, GSPO, GSPOToken, Linear
 from gspo_kernels.off_policy import rollout_weights

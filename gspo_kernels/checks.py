@@ -91,7 +91,7 @@ def layout(name: str, tokens: Tensor, cu_seqlens: object) -> Tensor | None:
     if cu_seqlens is None:
         if tokens.ndim != 2:
             raise ValueError(
-                f"{name}: got shape {tuple(tokens.shape)}, expected [B, T]; packed [N] tensors need cu_seqlens"
+                f"{name}: got shape {tuple(tokens.shape)}, expected [B, T] or, with cu_seqlens, packed [N]"
             )
         return None
     offsets = tensor("cu_seqlens", cu_seqlens, None, "[B + 1]", tokens.device)

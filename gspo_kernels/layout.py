@@ -64,7 +64,7 @@ def layout_of(tokens: Tensor, cu_seqlens: Tensor | None) -> Layout:
 
 
 def segment_ids(cu_seqlens: Tensor, tokens: int) -> Tensor:
-    """[B + 1] offsets -> [N] index of the sequence that each token belongs to; int64, no host synchronisation."""
+    """[B + 1] offsets -> [N] index of each token's sequence; int64, no host synchronisation."""
     positions = torch.arange(tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     return torch.searchsorted(cu_seqlens[1:].contiguous(), positions, right=True)
 

@@ -17,13 +17,13 @@ from gspo_kernels.objectives.linear import Linear
 from gspo_kernels.ops import linear
 from gspo_kernels.ops.backends import load
 from gspo_kernels.ops.library import operator
-from gspo_kernels.ops.logprobs import check_labels
-from gspo_kernels.policy import PolicyTerms, check_term_values, evaluate, token_shares
-from gspo_kernels.types import RowStats
+from gspo_kernels.ops.logprobs import check_labels, fake_stats
+from gspo_kernels.ops.values import check_temperature
+from gspo_kernels.policy import TERMS, PolicyTerms, check_term_values, evaluate, token_shares
 
 
 def coefficients_depend_on(objective: Objective, terms: PolicyTerms) -> str:
-    """What a token's coefficient depends on in this call: "nothing" (known beforehand), "token", or the objective's scope."""
+    """What a token's coefficient depends on in this call: "nothing" (known beforehand), "token" or more."""
     on_policy = terms.old_logprobs is None and objective.ratio_only
     if terms.kl_beta is not None and terms.kl_ratio_weighted and objective.coefficient_scope != "token":
         return objective.coefficient_scope
@@ -34,7 +34,7 @@ def coefficients_depend_on(objective: Objective, terms: PolicyTerms) -> str:
 
 
 def known_coefficients(tokens: Tensor, terms: PolicyTerms) -> Tensor:
-    """dLoss/dlogprobs of the objective alone, where it doesn't depend on the log-probs; ``tokens`` gives the shape."""
+    """dLoss/dlogprobs of the objective alone, where log-probs don't matter; ``tokens`` gives the shape."""
     alone = terms._replace(old_logprobs=None, ref_logprobs=None, kl_beta=None, entropy_coef=None)
     return evaluate(
         torch.zeros_like(tokens, dtype=torch.float64), None, alone, want_metrics=False
@@ -83,30 +83,26 @@ def _token_terms(labels: Tensor, terms: PolicyTerms) -> PolicyTerms:
 
 def _chunk_terms(terms: PolicyTerms, where: slice | Tensor) -> PolicyTerms:
     """Rows of token terms, each its own sequence of one token."""
-    return PolicyTerms(
-        *(value.flatten()[where].unsqueeze(1) if isinstance(value, Tensor) else value for value in terms)
-    )
-
-
-_TERMS = (
-    "Tensor? old_logprobs, Tensor? advantages, Tensor? loss_mask, Tensor? cu_seqlens, Tensor? ref_logprobs, "
-    "Tensor? kl_beta, Tensor? entropy_coef, Tensor? rollout_weights, Tensor? token_weights, Tensor? lengths, "
-    "Tensor? group_ids, Tensor? turn_ids, Tensor? normalizer, Tensor? skipped, Tensor? token_shares, "
-    "str objective, str kl_estimator, bool kl_ratio_weighted"
-)
+    tensors = {
+        name: value.flatten()[where].unsqueeze(1)
+        for name, value in terms._asdict().items()
+        if isinstance(value, Tensor)
+    }
+    return terms._replace(**tensors)
 
 
 @operator(
-    f"linear_policy_known({linear._LINEAR}, {_TERMS}, bool entropy, bool need_hidden, bool need_weight, bool need_bias, "
-    "bool skip) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+    f"linear_policy_known({linear.LINEAR}, {TERMS}, bool entropy, bool need_hidden, "
+    "bool need_weight, bool need_bias, bool skip) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 def linear_policy_known(*args: Any) -> tuple[Tensor, ...]:
-    """Log-probs, entropy (empty unless asked for) and the gradients of hidden, weight and bias for an upstream of 1."""
-    call = linear._Call.of(*args[:13])
+    """Log-probs, entropy (empty unless asked for) and gradients of hidden, weight, bias for an upstream of 1."""
+    call = linear.Call.of(*args[:13])
     fields = len(PolicyTerms._fields)
     terms = PolicyTerms(*args[13 : 13 + fields])
     entropy, *needs, skip = args[13 + fields :]
     check_labels(call.labels, call.head.vocabulary, call.ignore_index)
+    check_temperature(call.transform.row_temperature)
     check_term_values(call.labels, terms)
 
     backend, rows = load(call.backend), call.rows()
@@ -120,9 +116,9 @@ def linear_policy_known(*args: Any) -> tuple[Tensor, ...]:
         stats = backend.logprobs_forward(
             logits.unsqueeze(0), labels, transform, ignore_index=call.ignore_index, entropy=entropy
         )
-        stats = RowStats(*(None if stat is None else stat.squeeze(0) for stat in stats))
+        stats = stats.each(lambda stat: stat.squeeze(0))
         logprobs.view(-1)[where] = stats.logprobs
-        if entropies is not None:
+        if entropies is not None and stats.entropy is not None:
             entropies.view(-1)[where] = stats.entropy
         step = evaluate(
             stats.logprobs.unsqueeze(1),
@@ -140,7 +136,7 @@ def linear_policy_known(*args: Any) -> tuple[Tensor, ...]:
 @linear_policy_known.register_fake
 def _(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, *args: Any) -> tuple[Tensor, ...]:
     entropy, *needs, _ = args[-5:]
-    logprobs, _, entropies = linear.fake_stats(labels, hidden.dtype, entropy)
+    logprobs, _, entropies = fake_stats(labels, hidden.dtype, entropy)
     return logprobs, entropies, *linear.fake_gradients(hidden, weight, bias, tuple(needs))
 
 

@@ -49,6 +49,15 @@ class PolicyTerms(NamedTuple):
     kl_ratio_weighted: bool
 
 
+TERMS = (
+    "Tensor? old_logprobs, Tensor? advantages, Tensor? loss_mask, Tensor? cu_seqlens, Tensor? ref_logprobs, "
+    "Tensor? kl_beta, Tensor? entropy_coef, Tensor? rollout_weights, Tensor? token_weights, Tensor? lengths, "
+    "Tensor? group_ids, Tensor? turn_ids, Tensor? normalizer, Tensor? skipped, Tensor? token_shares, "
+    "str objective, str kl_estimator, bool kl_ratio_weighted"
+)
+"""``PolicyTerms`` as operands of an operator."""
+
+
 class PolicyStep(NamedTuple):
     """The operator's outputs in the statistics' dtype; empty tensors stand for what was not asked for."""
 
@@ -247,13 +256,7 @@ def _metrics(
     return torch.stack([result.to(torch.float64) for result in results])
 
 
-@operator(
-    "policy_step(Tensor logprobs, Tensor? entropy, Tensor? old_logprobs, Tensor? advantages, Tensor? loss_mask, "
-    "Tensor? cu_seqlens, Tensor? ref_logprobs, Tensor? kl_beta, Tensor? entropy_coef, Tensor? rollout_weights, "
-    "Tensor? token_weights, Tensor? lengths, Tensor? group_ids, Tensor? turn_ids, Tensor? normalizer, "
-    "Tensor? skipped, Tensor? token_shares, str objective, str kl_estimator, bool kl_ratio_weighted) "
-    "-> (Tensor, Tensor, Tensor, Tensor)"
-)
+@operator(f"policy_step(Tensor logprobs, Tensor? entropy, {TERMS}) -> (Tensor, Tensor, Tensor, Tensor)")
 def policy_step(logprobs: Tensor, entropy: Tensor | None, *terms: Any) -> tuple[Tensor, ...]:
     """``evaluate`` as an operator, after checking values that only the device knows."""
     named = PolicyTerms(*terms)
@@ -275,7 +278,7 @@ def _(logprobs: Tensor, entropy: Tensor | None, *terms: Any) -> tuple[Tensor, ..
 
 
 def check_term_values(tokens: Tensor, terms: PolicyTerms) -> None:
-    """Check what needs a look at the values: always on CPU tensors, on others with GSPO_KERNELS_VALIDATE=1."""
+    """Check what needs a look at the values; see ``ops.values``."""
     values.check_cu_seqlens(terms.cu_seqlens, tokens)
     values.check_mask(terms.loss_mask)
     values.check_normalizer(terms.normalizer)

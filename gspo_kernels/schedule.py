@@ -37,9 +37,9 @@ class SchedulePlan:
     def __str__(self) -> str:
         """One paragraph for people."""
         return (
-            f"schedule {self.schedule}: {self.gemms} GEMMs, {self.chunks} chunk(s) of up to {self.chunk_rows} rows "
-            f"({self.chunk_bytes / 2**20:.1f} MiB of logits), {self.accumulator_bytes / 2**20:.1f} MiB of accumulators; "
-            f"{self.reason}"
+            f"schedule {self.schedule}: {self.gemms} GEMMs, {self.chunks} chunk(s) of up to "
+            f"{self.chunk_rows} rows ({self.chunk_bytes / 2**20:.1f} MiB of logits), "
+            f"{self.accumulator_bytes / 2**20:.1f} MiB of accumulators; {self.reason}"
         )
 
 
@@ -62,8 +62,8 @@ def choose(schedule: str, depends_on: str, why: str, needs_gradient: bool) -> tu
     exact = depends_on in ("nothing", "token")
     if schedule == "known" and not exact:
         raise ValueError(
-            f"schedule: 'known' needs coefficients that depend on one token alone, but {why} makes them depend on "
-            f"the {depends_on}; use 'two_pass' or 'auto'"
+            f"schedule: 'known' needs coefficients that depend on one token alone, but {why} makes them "
+            f"depend on the {depends_on}; use 'two_pass' or 'auto'"
         )
     if schedule != "auto":
         return schedule, "asked for"

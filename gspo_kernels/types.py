@@ -8,6 +8,7 @@ says so.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -67,6 +68,11 @@ class RowStats(NamedTuple):
     logprobs: Tensor
     lse: Tensor
     entropy: Tensor | None
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> RowStats:
+        """The same statistics, reshaped or selected."""
+        entropy = None if self.entropy is None else change(self.entropy)
+        return RowStats(change(self.logprobs), change(self.lse), entropy)
 
 
 class LogitTransform(NamedTuple):

@@ -187,7 +187,7 @@ class Objective(ABC):
                 raise ValueError(f"aggregation_constant: got {constant}, expected a positive number")
         elif constant is not None:
             raise ValueError(
-                f'aggregation_constant: got {constant}, but it only has a meaning with aggregation="constant", '
+                f'aggregation_constant: got {constant}, but that goes with aggregation="constant", '
                 f"not {self.aggregation!r}"
             )
 

@@ -61,7 +61,10 @@ class RowBackend(Protocol):
         ignore_index: int,
         out: Tensor,
     ) -> RowStats:
-        """Forward and backward in one go, for coefficients dLoss/dlogprobs [B, T] that are known beforehand."""
+        """Forward and backward in one go, for coefficients dLoss/dlogprobs [B, T] known beforehand."""
+
+    def scale_(self, values: Tensor, factor: Tensor) -> None:
+        """Multiply contiguous ``values`` in place by a 0-d tensor, without touching them where that is 1."""
 
 
 class SequenceRatioBackend(RowBackend, Protocol):

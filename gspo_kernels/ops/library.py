@@ -14,7 +14,7 @@ _LIBRARY = torch.library.Library("gspo_kernels", "FRAGMENT")
 
 
 class Operator:
-    """A registered operator: calling it dispatches through torch; ``register_fake`` gives it a shape function."""
+    """A registered operator: a call dispatches through torch; ``register_fake`` gives it a shape function."""
 
     def __init__(self, schema: str, implementation: Callable[..., Any]):
         self.name = schema.split("(", 1)[0]
@@ -39,7 +39,7 @@ def operator(schema: str) -> Callable[[Callable[..., Any]], Operator]:
 
 
 def _isolated(implementation: Callable[..., Any]) -> Callable[..., Any]:
-    """An operator computes what it says: no autograd inside, and no autocast or TF32 that the caller has on."""
+    """An operator computes what it says: no autograd, and no autocast or TF32 that the caller has on."""
 
     @functools.wraps(implementation)
     def call(*args: Any) -> Any:

@@ -20,11 +20,12 @@ from torch import Tensor
 
 from gspo_kernels.ops.backends import load
 from gspo_kernels.ops.library import operator
-from gspo_kernels.ops.logprobs import check_labels, fake_stats, restore_options, save_options
+from gspo_kernels.ops.logprobs import OPTIONS, check_labels, fake_stats, restore_options, save_options
+from gspo_kernels.ops.values import check_temperature
 from gspo_kernels.types import LogitTransform, RowStats, stats_dtype
 
 DEFAULT_CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 2 * 2**30}
-"""Logits that exist at once when ``max_chunk_bytes`` is not given: fits a laptop, keeps a GPU's products large."""
+"""Logits that exist at once unless ``max_chunk_bytes`` says so: fits a laptop, feeds a GPU."""
 
 _SLAB_ROWS = 8192
 
@@ -106,7 +107,7 @@ class Rows:
     def of(
         hidden: Tensor, labels: Tensor, row_temperature: Tensor | None, keep: Tensor | None, chunk: int
     ) -> Rows:
-        """Rows of hidden [B, T, H] where ``keep`` [B, T] holds; None keeps all without a look at the device."""
+        """Rows of hidden [B, T, H] where ``keep`` [B, T] holds; None: all, with no look at the device."""
         index = None if keep is None or bool(keep.all()) else keep.flatten().nonzero().squeeze(1)
         return Rows(hidden, labels, row_temperature, index, chunk)
 
@@ -135,14 +136,17 @@ class Rows:
         return options._replace(row_temperature=self.row_temperature.flatten()[where].unsqueeze(0))
 
 
-_LINEAR = (
-    "Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, float logit_scale, float softcap, float temperature, "
-    "Tensor? row_temperature, int ignore_index, str backend, str logits_dtype, int max_chunk_bytes, bool compact"
+LINEAR = (
+    f"Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, {OPTIONS}, "
+    "str logits_dtype, int max_chunk_bytes, bool compact"
 )
+"""The operands of ``Call.of``."""
 
 
 @dataclass(frozen=True)
-class _Call:
+class Call:
+    """One call of a linear operator."""
+
     hidden: Tensor
     head: Head
     labels: Tensor
@@ -167,11 +171,11 @@ class _Call:
         logits_dtype: str,
         max_chunk_bytes: int,
         compact: bool,
-    ) -> _Call:
+    ) -> Call:
         head = Head(weight, bias, logits_dtype)
         chunk = chunk_rows(head.vocabulary, head.dtype.itemsize, max_chunk_bytes, weight.device.type)
         transform = LogitTransform(logit_scale, softcap, temperature, row_temperature)
-        return _Call(hidden, head, labels, transform, ignore_index, backend, chunk, compact)
+        return Call(hidden, head, labels, transform, ignore_index, backend, chunk, compact)
 
     def rows(self, keep: Tensor | None = None) -> Rows:
         counted = self.labels != self.ignore_index if self.compact else None
@@ -185,13 +189,15 @@ class _Call:
         )
 
 
-@operator(f"linear_token_logprobs({_LINEAR}, bool entropy) -> (Tensor, Tensor, Tensor)")
+@operator(f"linear_token_logprobs({LINEAR}, bool entropy) -> (Tensor, Tensor, Tensor)")
 def linear_token_logprobs(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probs, log-sum-exp and entropy (empty unless asked for) of hidden [B, T, H] at labels [B, T]."""
-    call, entropy = _Call.of(*args[:-1]), args[-1]
+    call, entropy = Call.of(*args[:-1]), args[-1]
     check_labels(call.labels, call.head.vocabulary, call.ignore_index)
+    check_temperature(call.transform.row_temperature)
     backend, rows = load(call.backend), call.rows()
-    outputs = [call.new_rows(), call.new_rows(), call.new_rows() if entropy else None]
+    logprobs, lse = call.new_rows(), call.new_rows()
+    entropies = call.new_rows() if entropy else logprobs.new_empty(0)
     for where, hidden in rows:
         logits = call.head.logits(hidden)
         stats = backend.logprobs_forward(
@@ -201,11 +207,10 @@ def linear_token_logprobs(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
             ignore_index=call.ignore_index,
             entropy=entropy,
         )
-        for output, stat in zip(outputs, stats, strict=True):
-            if output is not None:
-                output.view(-1)[where] = stat.squeeze(0)
-    logprobs, lse, entropies = outputs
-    return logprobs, lse, logprobs.new_empty(0) if entropies is None else entropies
+        logprobs.view(-1)[where], lse.view(-1)[where] = stats.logprobs.squeeze(0), stats.lse.squeeze(0)
+        if stats.entropy is not None:
+            entropies.view(-1)[where] = stats.entropy.squeeze(0)
+    return logprobs, lse, entropies
 
 
 @linear_token_logprobs.register_fake
@@ -213,10 +218,14 @@ def _(hidden: Tensor, weight: Tensor, bias: Any, labels: Tensor, *args: Any) -> 
     return fake_stats(labels, hidden.dtype, args[-1])
 
 
+def _at(stats: RowStats, where: slice | Tensor) -> RowStats:
+    return stats.each(lambda stat: stat.flatten()[where])
+
+
 class GradientAccumulator:
     """dHidden, dWeight and dBias of a chunked call; accumulates in the statistics' dtype and casts once."""
 
-    def __init__(self, call: _Call, needs: tuple[bool, bool, bool]):
+    def __init__(self, call: Call, needs: tuple[bool, bool, bool]):
         self.call, self.needs = call, needs
         hidden, head = call.hidden, call.head
         accumulate = stats_dtype(hidden.dtype)
@@ -267,7 +276,7 @@ class GradientAccumulator:
                 hidden[keep],
                 position[keep],
                 labels[:, keep],
-                RowStats(*(None if stat is None else stat[keep] for stat in stats)),
+                stats.each(lambda stat: stat[keep]),
                 grad_logprobs[keep],
                 None if grad_entropy is None else grad_entropy[keep],
                 transform
@@ -294,7 +303,7 @@ class GradientAccumulator:
         load(call.backend).logprobs_backward(
             logits.unsqueeze(0),
             labels,
-            RowStats(*(None if stat is None else stat.unsqueeze(0) for stat in stats)),
+            stats.each(lambda stat: stat.unsqueeze(0)),
             (unit if in_rows else torch.ones_like(unit)).unsqueeze(0),
             None if grad_entropy is None else (grad_entropy / scale).unsqueeze(0),
             None,
@@ -345,15 +354,16 @@ def fake_gradients(
 
 
 @operator(
-    f"linear_token_logprobs_backward({_LINEAR}, Tensor logprobs, Tensor lse, Tensor entropy, Tensor grad_logprobs, "
-    "Tensor? grad_entropy, bool need_hidden, bool need_weight, bool need_bias, bool skip) -> (Tensor, Tensor, Tensor)"
+    f"linear_token_logprobs_backward({LINEAR}, Tensor logprobs, Tensor lse, Tensor entropy, "
+    "Tensor grad_logprobs, Tensor? grad_entropy, bool need_hidden, bool need_weight, "
+    "bool need_bias, bool skip) -> (Tensor, Tensor, Tensor)"
 )
 def linear_token_logprobs_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of hidden, weight and bias (empty where not needed), recomputing logits chunk by chunk.
 
     ``skip`` leaves rows without gradient out of every product.
     """
-    call = _Call.of(*args[:13])
+    call = Call.of(*args[:13])
     logprobs, lse, entropy, grad_logprobs, grad_entropy, *needs, skip = args[13:]
     active = None
     if skip:
@@ -367,7 +377,7 @@ def linear_token_logprobs_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
             hidden,
             where,
             call.labels.flatten()[where].unsqueeze(0),
-            RowStats(*(None if stat is None else stat.flatten()[where] for stat in stats)),
+            _at(stats, where),
             grad_logprobs.flatten()[where],
             None if grad_entropy is None else grad_entropy.flatten()[where],
             rows.transform(call.transform, where),

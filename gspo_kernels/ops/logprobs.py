@@ -12,20 +12,26 @@ from torch import Tensor
 
 from gspo_kernels.ops.backends import load
 from gspo_kernels.ops.library import checked_values, operator
+from gspo_kernels.ops.values import check_temperature
 from gspo_kernels.types import LogitTransform, RowStats, stats_dtype
 
-_OPTIONS = "float logit_scale, float softcap, float temperature, Tensor? row_temperature, int ignore_index, str backend"
+OPTIONS = (
+    "float logit_scale, float softcap, float temperature, Tensor? row_temperature, int ignore_index, "
+    "str backend"
+)
+"""Operands that say how logits become log-probs, and who computes them."""
 
 
 def check_labels(labels: Tensor, vocabulary: int, ignore_index: int) -> None:
-    """Every label is ``ignore_index`` or inside the vocabulary; looked at where ``checked_values`` says so."""
+    """Every label must be ``ignore_index`` or in the vocabulary; looked at as ``ops.values`` says."""
     if not checked_values(labels.device):
         return
     wrong = (labels != ignore_index) & ((labels < 0) | (labels >= vocabulary))
     if bool(wrong.any()):
         value = int(labels[wrong][0])
         raise ValueError(
-            f"labels: got {value} in a counted position, expected 0 <= label < {vocabulary} or ignore_index={ignore_index}"
+            f"labels: got {value} in a counted position, expected 0 <= label < {vocabulary} "
+            f"or ignore_index={ignore_index}"
         )
 
 
@@ -39,7 +45,7 @@ def fake_stats(labels: Tensor, dtype: torch.dtype, entropy: bool) -> tuple[Tenso
 
 
 @operator(
-    f"token_logprobs(Tensor logits, Tensor labels, {_OPTIONS}, bool entropy) -> (Tensor, Tensor, Tensor)",
+    f"token_logprobs(Tensor logits, Tensor labels, {OPTIONS}, bool entropy) -> (Tensor, Tensor, Tensor)",
 )
 def token_logprobs(
     logits: Tensor,
@@ -54,6 +60,7 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probs, log-sum-exp and entropy (empty unless asked for) of logits [B, T, V] at labels [B, T]."""
     check_labels(labels, logits.shape[-1], ignore_index)
+    check_temperature(row_temperature)
     transform = LogitTransform(logit_scale, softcap, temperature, row_temperature)
     stats = load(backend).logprobs_forward(
         logits, labels, transform, ignore_index=ignore_index, entropy=entropy
@@ -67,8 +74,8 @@ def _(logits: Tensor, labels: Tensor, *options: Any) -> tuple[Tensor, Tensor, Te
 
 
 _BACKWARD = (
-    f"Tensor labels, Tensor logprobs, Tensor lse, Tensor entropy, Tensor grad_logprobs, Tensor? grad_entropy, "
-    f"Tensor? grad_scale, {_OPTIONS}"
+    "Tensor labels, Tensor logprobs, Tensor lse, Tensor entropy, Tensor grad_logprobs, "
+    f"Tensor? grad_entropy, Tensor? grad_scale, {OPTIONS}"
 )
 
 
@@ -127,7 +134,7 @@ def _(logits: Tensor, *args: Any) -> None:
 
 
 @operator(
-    f"token_logprobs_and_grad(Tensor logits, Tensor labels, Tensor coefficients, {_OPTIONS}) "
+    f"token_logprobs_and_grad(Tensor logits, Tensor labels, Tensor coefficients, {OPTIONS}) "
     "-> (Tensor, Tensor, Tensor)"
 )
 def token_logprobs_and_grad(
@@ -143,6 +150,7 @@ def token_logprobs_and_grad(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probs, log-sum-exp, and the logits' gradient for coefficients dLoss/dlogprobs known beforehand."""
     check_labels(labels, logits.shape[-1], ignore_index)
+    check_temperature(row_temperature)
     out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     transform = LogitTransform(logit_scale, softcap, temperature, row_temperature)
     stats = load(backend).logprobs_and_grad(
@@ -190,7 +198,7 @@ class TokenLogprobsFunction(torch.autograd.Function):
 
 
 def save_options(ctx: Any, options: tuple[Any, ...], *tensors: Tensor) -> None:
-    """Save tensors and the logit options of ``_OPTIONS``, of which the fourth is a tensor or None."""
+    """Save tensors and the logit options of ``OPTIONS``, of which the fourth is a tensor or None."""
     row_temperature = options[3]
     ctx.options = options[:3], options[4:]
     ctx.save_for_backward(*tensors, *(() if row_temperature is None else (row_temperature,)))
@@ -240,10 +248,6 @@ class KnownCoefficientsFunction(torch.autograd.Function):
 @operator("scale_(Tensor(a!) values, Tensor factor, str backend) -> ()")
 def scale_(values: Tensor, factor: Tensor, backend: str) -> None:
     """Multiply in place by a 0-d tensor; costs nothing where that is 1."""
-    if values.device.type == "cpu":
-        if factor.item() != 1.0:
-            values.mul_(factor)
-        return
     load(backend).scale_(values, factor)
 
 

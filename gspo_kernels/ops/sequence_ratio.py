@@ -11,14 +11,14 @@ from gspo_kernels.layout import layout_of
 from gspo_kernels.ops.backends import SequenceRatioBackend, load
 from gspo_kernels.ops.library import operator
 from gspo_kernels.ops.logprobs import (
-    _OPTIONS,
+    OPTIONS,
     check_labels,
     restore_options,
     save_options,
     token_logprobs_backward,
     token_logprobs_backward_,
 )
-from gspo_kernels.ops.values import check_cu_seqlens, check_lengths, check_normalizer
+from gspo_kernels.ops.values import check_cu_seqlens, check_lengths, check_normalizer, check_temperature
 from gspo_kernels.types import METRICS, ClippedSequenceRatio, LogitTransform, stats_dtype
 
 
@@ -28,7 +28,7 @@ def has_single_launch(backend: str) -> bool:
 
 
 @operator(
-    f"sequence_ratio(Tensor logits, Tensor labels, {_OPTIONS}, Tensor old_logprobs, Tensor advantages, "
+    f"sequence_ratio(Tensor logits, Tensor labels, {OPTIONS}, Tensor old_logprobs, Tensor advantages, "
     "Tensor? sequence_weights, Tensor? lengths, Tensor? normalizer, Tensor? cu_seqlens, float log_low, "
     "float log_high, float log_dual, bool count_tokens, str divisor, float divisor_scale) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
@@ -52,6 +52,7 @@ def sequence_ratio(
 ) -> tuple[Tensor, ...]:
     """See ``ops.backends.SequenceRatioBackend``."""
     check_labels(labels, logits.shape[-1], ignore_index)
+    check_temperature(row_temperature)
     check_cu_seqlens(cu_seqlens, labels)
     check_normalizer(normalizer)
     if lengths is not None:

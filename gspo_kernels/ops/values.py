@@ -1,4 +1,4 @@
-"""Checks of values: always on CPU tensors, on other devices only with GSPO_KERNELS_VALIDATE=1 (they synchronise)."""
+"""Checks of values: always on CPU tensors, on others with GSPO_KERNELS_VALIDATE=1 (they synchronise)."""
 
 from __future__ import annotations
 
@@ -43,6 +43,14 @@ def check_normalizer(normalizer: Tensor | None) -> None:
         return
     if not bool(normalizer > 0):
         raise ValueError(f"normalizer: got {normalizer.item()}, expected a positive number")
+
+
+def check_temperature(temperature: Tensor | None) -> None:
+    """Temperatures must be positive."""
+    if temperature is None or not checked_values(temperature.device):
+        return
+    if not bool((temperature > 0).all()):
+        raise ValueError("temperature: expected only positive numbers")
 
 
 @operator("mask_labels(Tensor labels, Tensor? loss_mask, Tensor? cu_seqlens, int ignore_index) -> Tensor")

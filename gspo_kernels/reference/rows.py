@@ -81,6 +81,12 @@ def logprobs_backward(
     out.copy_(grad_logits.masked_fill((ignored | idle).unsqueeze(-1), 0.0))
 
 
+def scale_(values: Tensor, factor: Tensor) -> None:
+    """See ``ops.backends.RowBackend.scale_``."""
+    if factor.item() != 1.0:
+        values.mul_(factor)
+
+
 def logprobs_and_grad(
     logits: Tensor,
     labels: Tensor,
