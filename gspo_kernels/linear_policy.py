@@ -83,7 +83,7 @@ def _token_terms(labels: Tensor, terms: PolicyTerms) -> PolicyTerms:
 
 def _chunk_terms(terms: PolicyTerms, where: slice | Tensor) -> PolicyTerms:
     """Rows of token terms, each its own sequence of one token."""
-    tensors = {
+    tensors: dict[str, Any] = {
         name: value.flatten()[where].unsqueeze(1)
         for name, value in terms._asdict().items()
         if isinstance(value, Tensor)
@@ -96,11 +96,11 @@ def _chunk_terms(terms: PolicyTerms, where: slice | Tensor) -> PolicyTerms:
     "bool need_weight, bool need_bias, bool skip) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 def linear_policy_known(*args: Any) -> tuple[Tensor, ...]:
-    """Log-probs, entropy (empty unless asked for) and gradients of hidden, weight, bias for an upstream of 1."""
-    call = linear.Call.of(*args[:13])
+    """Log-probs, entropy (empty unless asked for), gradients of hidden, weight and bias for upstream 1."""
+    call, rest = linear.Call.split(args)
     fields = len(PolicyTerms._fields)
-    terms = PolicyTerms(*args[13 : 13 + fields])
-    entropy, *needs, skip = args[13 + fields :]
+    terms = PolicyTerms(*rest[:fields])
+    entropy, *needs, skip = rest[fields:]
     check_labels(call.labels, call.head.vocabulary, call.ignore_index)
     check_temperature(call.transform.row_temperature)
     check_term_values(call.labels, terms)

@@ -143,8 +143,8 @@ def policy_coefficients(
     checks.layout("logprobs", logprobs, cu_seqlens)
     if isinstance(entropy_coef, Tensor) or entropy_coef != 0:
         raise ValueError(
-            "entropy_coef: coefficients of log-probs can't carry the entropy's gradient; pass entropy_coef to "
-            "the loss with objective=Linear() that takes these coefficients as token_weights"
+            "entropy_coef: coefficients of log-probs can't carry the entropy's gradient; pass entropy_coef "
+            "to the loss with objective=Linear() that takes these coefficients as token_weights"
         )
     terms = policy_terms(
         logprobs, old_logprobs, advantages, loss_mask, cu_seqlens, ref_logprobs, kl_beta, kl_estimator,

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from gspo_kernels.autograd import inner_autograd
 from gspo_kernels.layout import Layout, layout_of
 from gspo_kernels.objectives import finite
 from gspo_kernels.objectives.base import ObjectiveLoss, PolicyBatch, from_spec
@@ -149,62 +150,72 @@ def evaluate(
         terms: the rest.
         want_metrics: False leaves the metrics empty.
     """
+    with inner_autograd():
+        # tensors made under inference_mode can't take part in a graph, not even as constants
+        return _evaluate(
+            _usable(logprobs),
+            None if entropy is None else _usable(entropy),
+            terms._replace(**{k: _usable(v) for k, v in terms._asdict().items() if isinstance(v, Tensor)}),
+            want_metrics,
+        )
+
+
+def _usable(tensor: Tensor) -> Tensor:
+    return tensor.clone() if tensor.is_inference() else tensor.detach()
+
+
+def _evaluate(logprobs: Tensor, entropy: Tensor | None, terms: PolicyTerms, want_metrics: bool) -> PolicyStep:
     objective = from_spec(terms.objective)
     layout = layout_of(logprobs, terms.cu_seqlens)
     mask = torch.ones_like(logprobs, dtype=torch.bool) if terms.loss_mask is None else terms.loss_mask != 0
     aggregation = _Aggregation(layout, mask, terms)
     present = mask if terms.skipped is None else mask & ~layout.expand(terms.skipped)
-    dtype = stats_dtype(logprobs.dtype)
 
-    with torch.enable_grad():
-        logp = torch.where(present, logprobs.detach().to(torch.float64), 0.0).requires_grad_()
-        old = _selected(terms.old_logprobs, present)
-        log_ratio = logp - (logp.detach() if old is None else old)
-        token_weights = _selected(terms.token_weights, mask)
-        weighted_ratio = log_ratio if token_weights is None else finite.mul(token_weights, log_ratio)
-        reference = _selected(terms.ref_logprobs, present)
-        leaf_entropy = _selected(None if entropy is None else entropy.detach(), present)
-        batch = PolicyBatch(
-            layout=layout,
-            mask=mask,
-            lengths=aggregation.lengths,
-            logprobs=logp,
-            log_ratio=weighted_ratio,
-            advantages=aggregation.selected(terms.advantages),
-            rollout_weights=aggregation.selected(terms.rollout_weights),
-            token_weights=token_weights,
-            ref_logprobs=reference,
-            entropy=leaf_entropy,
-            group_ids=terms.group_ids,
-            turn_ids=terms.turn_ids,
-        )
-        result = objective.evaluate(batch)
-        token_shares = aggregation.token_shares() if terms.token_shares is None else terms.token_shares
-        sequence_level = objective.level == "sequence"
-        loss = _weighted_sum(result.loss, aggregation.sequence_shares() if sequence_level else token_shares)
+    logp = torch.where(present, logprobs.to(torch.float64), 0.0).requires_grad_()
+    old = _selected(terms.old_logprobs, present)
+    log_ratio = logp - (logp.detach() if old is None else old)
+    token_weights = _selected(terms.token_weights, mask)
+    reference = _selected(terms.ref_logprobs, present)
+    entropy = _selected(entropy, present)
+    batch = PolicyBatch(
+        layout=layout,
+        mask=mask,
+        lengths=aggregation.lengths,
+        logprobs=logp,
+        log_ratio=log_ratio if token_weights is None else finite.mul(token_weights, log_ratio),
+        advantages=aggregation.selected(terms.advantages),
+        rollout_weights=aggregation.selected(terms.rollout_weights),
+        token_weights=token_weights,
+        ref_logprobs=reference,
+        entropy=entropy,
+        group_ids=terms.group_ids,
+        turn_ids=terms.turn_ids,
+    )
+    result = objective.evaluate(batch)
+    token_shares = aggregation.token_shares() if terms.token_shares is None else terms.token_shares
+    sequence_level = objective.level == "sequence"
+    loss = _weighted_sum(result.loss, aggregation.sequence_shares() if sequence_level else token_shares)
 
-        kl = None
-        if reference is not None:
-            kl = kl_penalty(logp - reference, terms.kl_estimator)
-            if terms.kl_beta is not None:
-                penalty = kl
-                if terms.kl_ratio_weighted:
-                    penalty = finite.mul(kl, batch.per_token(finite.exp(result.log_ratio)))
-                loss = loss + _weighted_sum(_times(penalty, terms.kl_beta), token_shares)
-        if leaf_entropy is not None and terms.entropy_coef is not None:
-            leaf_entropy.requires_grad_()
-            loss = loss - _weighted_sum(_times(leaf_entropy, terms.entropy_coef), token_shares)
+    kl = None if reference is None else kl_penalty(logp - reference, terms.kl_estimator)
+    if kl is not None and terms.kl_beta is not None:
+        penalty = kl
+        if terms.kl_ratio_weighted:
+            penalty = finite.mul(kl, batch.per_token(finite.exp(result.log_ratio)))
+        loss = loss + _weighted_sum(_times(penalty, terms.kl_beta), token_shares)
+    leaves = [logp]
+    if entropy is not None and terms.entropy_coef is not None:
+        leaves.append(entropy.requires_grad_())
+        loss = loss - _weighted_sum(_times(entropy, terms.entropy_coef), token_shares)
 
-        leaves = [logp] if leaf_entropy is None or not leaf_entropy.requires_grad else [logp, leaf_entropy]
-        grads = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
-    grad_logprobs = torch.where(present, grads[0], 0.0)
-    grad_entropy = torch.where(present, grads[1], 0.0) if len(grads) > 1 else logp.new_empty(0)
+    grads = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
+    grads = [torch.where(present, grad, 0.0) for grad in grads]
+    metrics = logp.new_empty(0)
     if want_metrics:
-        active = grad_logprobs != 0 if len(grads) == 1 else (grad_logprobs != 0) | (grad_entropy != 0)
-        metrics = _metrics(batch, present, result, log_ratio, active, kl, leaf_entropy)
-    else:
-        metrics = logp.new_empty(0)
-    return PolicyStep(*(output.detach().to(dtype) for output in (loss, grad_logprobs, grad_entropy, metrics)))
+        active = torch.stack([grad != 0 for grad in grads]).any(0)
+        metrics = _metrics(batch, present, result, log_ratio, active, kl, entropy)
+    grad_entropy = grads[1] if len(grads) > 1 else logp.new_empty(0)
+    dtype = stats_dtype(logprobs.dtype)
+    return PolicyStep(*(output.detach().to(dtype) for output in (loss, grads[0], grad_entropy, metrics)))
 
 
 def _times(values: Tensor, factor: Tensor) -> Tensor:

@@ -131,6 +131,12 @@ def _row_arguments(
     )
 
 
+def scale_(values: Tensor, factor: Tensor) -> None:
+    """See ``ops.backends.RowBackend.scale_``."""
+    if factor.item() != 1.0:
+        values.mul_(factor)
+
+
 def _check_out(logits: Tensor, out: Tensor) -> None:
     if out.shape != logits.shape or (out.shape[-1] > 1 and out.stride(-1) != 1):
         raise ValueError(

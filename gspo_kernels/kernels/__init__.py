@@ -9,12 +9,14 @@ import torch
 
 from gspo_kernels.kernels.launch import INTERPRETED
 from gspo_kernels.kernels.logprobs import logprobs_and_grad, logprobs_backward, logprobs_forward
+from gspo_kernels.kernels.scale import scale_
 from gspo_kernels.kernels.sequence_ratio import sequence_ratio_forward
 
 __all__ = [
     "logprobs_and_grad",
     "logprobs_backward",
     "logprobs_forward",
+    "scale_",
     "sequence_ratio_forward",
     "unavailable",
 ]

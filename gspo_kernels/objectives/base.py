@@ -210,7 +210,7 @@ class Objective(ABC):
         return _spec(self)
 
 
-@functools.lru_cache(maxsize=1024)
+@torch.compiler.assume_constant_result
 def _spec(objective: Objective) -> str:
     cls = type(objective)
     return json.dumps([f"{cls.__module__}:{cls.__qualname__}", dataclasses.asdict(objective)])

@@ -117,6 +117,7 @@ def why_not(name: str, device: torch.device) -> str | None:
         return f"{_MODULES[name]} can't be imported: {error}"
 
 
+@torch.compiler.assume_constant_result
 def resolve(name: str, device: torch.device) -> str:
     """Turn "auto" into the first backend that can serve ``device``; check that a named one can.
 

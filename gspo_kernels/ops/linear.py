@@ -156,6 +156,12 @@ class Call:
     chunk: int
     compact: bool
 
+    @classmethod
+    def split(cls, args: tuple[Any, ...]) -> tuple[Call, tuple[Any, ...]]:
+        """The operands of ``LINEAR`` that lead an operator's arguments, and the rest."""
+        count = LINEAR.count(",") + 1
+        return cls.of(*args[:count]), args[count:]
+
     @staticmethod
     def of(
         hidden: Tensor,
@@ -192,7 +198,7 @@ class Call:
 @operator(f"linear_token_logprobs({LINEAR}, bool entropy) -> (Tensor, Tensor, Tensor)")
 def linear_token_logprobs(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probs, log-sum-exp and entropy (empty unless asked for) of hidden [B, T, H] at labels [B, T]."""
-    call, entropy = Call.of(*args[:-1]), args[-1]
+    call, (entropy,) = Call.split(args)
     check_labels(call.labels, call.head.vocabulary, call.ignore_index)
     check_temperature(call.transform.row_temperature)
     backend, rows = load(call.backend), call.rows()
@@ -363,8 +369,8 @@ def linear_token_logprobs_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 
     ``skip`` leaves rows without gradient out of every product.
     """
-    call = Call.of(*args[:13])
-    logprobs, lse, entropy, grad_logprobs, grad_entropy, *needs, skip = args[13:]
+    call, rest = Call.split(args)
+    logprobs, lse, entropy, grad_logprobs, grad_entropy, *needs, skip = rest
     active = None
     if skip:
         active = grad_logprobs != 0 if grad_entropy is None else (grad_logprobs != 0) | (grad_entropy != 0)

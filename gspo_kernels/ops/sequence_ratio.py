@@ -22,6 +22,7 @@ from gspo_kernels.ops.values import check_cu_seqlens, check_lengths, check_norma
 from gspo_kernels.types import METRICS, ClippedSequenceRatio, LogitTransform, stats_dtype
 
 
+@torch.compiler.assume_constant_result
 def has_single_launch(backend: str) -> bool:
     """Whether a backend offers ``sequence_ratio_forward``."""
     return hasattr(load(backend), "sequence_ratio_forward")

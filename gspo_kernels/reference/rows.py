@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from gspo_kernels.autograd import inner_autograd
 from gspo_kernels.types import LogitTransform, RowStats, stats_dtype
 
 
@@ -66,7 +67,7 @@ def logprobs_backward(
 ) -> None:
     """See ``ops.backends.RowBackend.logprobs_backward``."""
     del stats
-    with torch.enable_grad():
+    with inner_autograd():
         leaf = logits.detach().to(stats_dtype(logits.dtype)).requires_grad_()
         again = token_statistics(leaf, labels, transform, ignore_index)
         assert again.entropy is not None
