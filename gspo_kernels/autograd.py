@@ -12,8 +12,8 @@ import torch
 def inner_autograd() -> Iterator[None]:
     """Let autograd work inside an operator's implementation.
 
-    A compiled graph calls operators with autograd's dispatch keys excluded, and ``enable_grad`` doesn't bring them
-    back. PyTorch has no public way to do it.
+    A compiled graph calls operators with autograd's dispatch keys excluded, and ``enable_grad`` doesn't bring
+    them back. PyTorch has no public way to do it.
     """
     excluded = torch._C._dispatch_tls_local_exclude_set()
     for key in (torch._C.DispatchKey.AutogradOther, torch._C.DispatchKey.ADInplaceOrView):
