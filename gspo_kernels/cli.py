@@ -1,0 +1,123 @@
+"""The command line: ``gspo train``, ``gspo demo``, ``gspo doctor``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from gspo_kernels.trainer.config import TrainConfig
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; return the exit status: 0 done, 1 cannot be done, 2 wrong usage, 130 interrupted."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    parser = argparse.ArgumentParser(
+        prog="gspo", description="Group Sequence Policy Optimization for language models."
+    )
+    parser.add_argument("--version", action="version", version=_version())
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands.add_parser("train", help="train a model; gspo train --help lists all options", add_help=False)
+    commands.add_parser("demo", help="make a tiny model, train it and show what it learned", add_help=False)
+    commands.add_parser("doctor", help="say which backends work here, and why others do not", add_help=False)
+    command = parser.parse_args(arguments[:1]).command
+    try:
+        {"train": _train, "demo": _demo, "doctor": _doctor}[command](arguments[1:])
+    except KeyboardInterrupt:
+        print("\ninterrupted; --resume goes on from the last checkpoint", file=sys.stderr)
+        return 130
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("gspo_kernels"):
+            raise
+        print(f"gspo {command}: error: {error}; pip install 'gspo-kernels[train]'", file=sys.stderr)
+        return 1
+    except (ValueError, OSError) as error:
+        from gspo_kernels.trainer.errors import InputError
+
+        if not isinstance(error, InputError | OSError):
+            raise
+        print(f"gspo {command}: error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _version() -> str:
+    try:
+        return f"gspo_kernels {version('gspo_kernels')}"
+    except PackageNotFoundError:
+        return "gspo_kernels, not installed"
+
+
+def _doctor(arguments: list[str]) -> None:
+    argparse.ArgumentParser(prog="gspo doctor", description="Say which backends work here.").parse_args(
+        arguments
+    )
+    from gspo_kernels.doctor import report
+
+    print(report())
+
+
+def _train(arguments: list[str]) -> None:
+    from gspo_kernels.trainer.arguments import parse_train_arguments
+
+    chosen = parse_train_arguments(arguments)
+    _run(chosen.config, resume=chosen.resume, overwrite=chosen.overwrite)
+
+
+def _demo(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(
+        prog="gspo demo",
+        description="Make a tiny Qwen3 and its tokenizer, warm the model up on sorting five digits, and "
+        "train it with GSPO, on this machine and without any download.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path("runs/demo"), help="directory for everything that is made"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of every random choice")
+    parser.add_argument("--steps", type=int, default=300, help="rollouts")
+    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --output")
+    parser.add_argument("--overwrite", action="store_true", help="replace the run in --output")
+    chosen = parser.parse_args(arguments)
+    from gspo_kernels.trainer import demo
+    from gspo_kernels.trainer.checkpoint import RunDirectory
+
+    config = demo.make_config(chosen.output, seed=chosen.seed, steps=chosen.steps)
+    if not chosen.resume:
+        RunDirectory(chosen.output).refuse_a_run(overwrite=chosen.overwrite)
+        print(f"making a tiny model, its tokenizer and its tasks in {chosen.output}", flush=True)
+        _quiet_transformers()
+        demo.prepare(chosen.output, seed=chosen.seed)
+    _run(config, resume=chosen.resume, overwrite=chosen.overwrite)
+
+
+def _run(config: TrainConfig, *, resume: bool, overwrite: bool) -> None:
+    from gspo_kernels.trainer.data import load_prompts
+    from gspo_kernels.trainer.errors import ConfigError
+    from gspo_kernels.trainer.rewards import load_reward
+
+    for key in ("model", "dataset", "reward"):
+        if not getattr(config, key):
+            raise ConfigError(f"{key} is missing: give --{key}, or the key in the configuration file")
+    train_dataset = load_prompts(config.dataset)
+    eval_dataset = None if config.eval_dataset is None else load_prompts(config.eval_dataset)
+    rewards = [load_reward(spec) for spec in config.reward]
+    _quiet_transformers()
+    from gspo_kernels.trainer import GSPOTrainer
+
+    trainer = GSPOTrainer(config.model, None, rewards, train_dataset, eval_dataset, config)
+    trainer.train(resume=resume, overwrite=overwrite)
+
+
+def _quiet_transformers() -> None:
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,140 @@
+"""Checkpoints that are either whole or not there, and the directory of a run.
+
+A checkpoint is written into a hidden directory beside its final place, flushed to disk and renamed.
+Whatever happens in between, the newest directory with a final name can be loaded.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from gspo_kernels.trainer.errors import RunDirectoryError
+
+_NAME = re.compile(r"step_(\d{6,})")
+
+
+class RunDirectory:
+    """Names of everything that a run writes, and the checkpoints among it."""
+
+    def __init__(self, path: str | Path) -> None:
+        """Name the files; nothing is created."""
+        self.path = Path(path)
+        self.config = self.path / "config.yaml"
+        self.metrics = self.path / "metrics.jsonl"
+        self.checkpoints = self.path / "checkpoints"
+        self.model = self.path / "model"
+        self.plot = self.path / "progress.png"
+
+    def holds_a_run(self) -> bool:
+        """Whether a run has written here."""
+        return any(path.exists() for path in (self.config, self.metrics, self.checkpoints, self.model))
+
+    def refuse_a_run(self, *, overwrite: bool) -> None:
+        """Raise if a run would be lost that nobody asked to overwrite."""
+        if self.holds_a_run() and not overwrite:
+            raise RunDirectoryError(
+                f"{self.path} already holds a run: go on with --resume, replace it with --overwrite, or "
+                "choose another --output"
+            )
+
+    def prepare(self, *, resume: bool, overwrite: bool) -> None:
+        """Make the directory usable, or raise before anything is lost.
+
+        With ``overwrite`` exactly the files of the earlier run are removed, and nothing else that lies there.
+        """
+        if resume and overwrite:
+            raise RunDirectoryError("resume and overwrite exclude each other")
+        if resume and not self.holds_a_run():
+            raise RunDirectoryError(f"there is no run in {self.path} to resume")
+        if self.holds_a_run() and not resume:
+            self.refuse_a_run(overwrite=overwrite)
+            for path in (self.config, self.metrics, self.plot):
+                path.unlink(missing_ok=True)
+            for folder in (self.checkpoints, self.model):
+                shutil.rmtree(folder, ignore_errors=True)
+        self.checkpoints.mkdir(parents=True, exist_ok=True)
+        for unfinished in self.checkpoints.glob(".unfinished-*"):
+            shutil.rmtree(unfinished, ignore_errors=True)
+
+    def latest_checkpoint(self) -> Path | None:
+        """Return the newest whole checkpoint, or None."""
+        found = self._whole_checkpoints()
+        return found[-1] if found else None
+
+    def save_checkpoint(self, step: int, write: Callable[[Path], None], keep: int) -> Path:
+        """Let ``write`` fill the checkpoint of ``step``; drop all but the newest ``keep``."""
+        final = self.checkpoints / f"step_{step:06d}"
+        write_directory(final, write)
+        for old in self._whole_checkpoints()[:-keep]:
+            shutil.rmtree(old)
+        return final
+
+    def _whole_checkpoints(self) -> list[Path]:
+        if not self.checkpoints.is_dir():
+            return []
+        found = [
+            (int(m[1]), path) for path in self.checkpoints.iterdir() if (m := _NAME.fullmatch(path.name))
+        ]
+        return [path for _, path in sorted(found)]
+
+
+def write_directory(final: Path, write: Callable[[Path], None]) -> None:
+    """Create the directory ``final`` with what ``write`` puts into it, all or nothing."""
+    unfinished = final.parent / f".unfinished-{final.name}"
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    write(unfinished)
+    for path in unfinished.rglob("*"):
+        _flush(path)
+    _flush(unfinished)
+    if final.exists():
+        replaced = final.parent / f".unfinished-replaced-{final.name}"
+        shutil.rmtree(replaced, ignore_errors=True)
+        final.rename(replaced)
+        unfinished.rename(final)
+        shutil.rmtree(replaced)
+    else:
+        unfinished.rename(final)
+    _flush(final.parent)
+
+
+def _flush(path: Path) -> None:
+    if os.name == "nt" and path.is_dir():
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def random_state() -> dict[str, Any]:
+    """Return the state of every global random generator, as plain containers and tensors."""
+    name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
+    state: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": (name, torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, gauss),
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    return state
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """Restore what `random_state` returned."""
+    random.setstate(state["python"])
+    name, keys, position, has_gauss, gauss = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(state["cuda"])

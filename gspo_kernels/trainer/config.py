@@ -1,0 +1,225 @@
+"""Configuration of a training run: nested, frozen, validated dataclasses.
+
+Every option is documented once, in the ``help`` of its field; ``gspo train --help`` prints the same words.
+A run is described by one YAML file and dotted overrides: ``rollout: {group_size: 8}`` and
+``--rollout.group_size 8`` are the same thing (`config_file` reads them).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import gspo_kernels as gk
+from gspo_kernels.trainer.errors import ConfigError
+from gspo_kernels.trainer.options import coerce, near_matches, option, require
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """How completions are sampled."""
+
+    prompts_per_rollout: int = option(32, "prompts in one rollout")
+    group_size: int = option(
+        8, "completions sampled for each prompt; advantages compare them with each other"
+    )
+    max_new_tokens: int = option(
+        256, "longest completion, in tokens; what has no end token by then is truncated"
+    )
+    temperature: float = option(1.0, "sampling temperature; the training log-probs use the same one")
+    top_p: float = option(1.0, "nucleus sampling (training log-probs stay those of the whole vocabulary)")
+    top_k: int = option(0, "sample among the k most likely tokens; 0 means all (see top_p)")
+    batch_size: int = option(256, "completions generated at once; changes memory and speed")
+    truncated: str = option(
+        "keep", "completions without an end token: 'keep' trains on them, 'mask' leaves them out of the loss"
+    )
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        for name in ("prompts_per_rollout", "max_new_tokens", "batch_size"):
+            require(getattr(self, name) >= 1, f"rollout.{name}", "at least 1", getattr(self, name))
+        require(
+            self.group_size >= 2,
+            "rollout.group_size",
+            "at least 2 (a group of one has no advantage)",
+            self.group_size,
+        )
+        require(0.0 < self.temperature < math.inf, "rollout.temperature", "above 0", self.temperature)
+        require(0.0 < self.top_p <= 1.0, "rollout.top_p", "in (0, 1]", self.top_p)
+        require(self.top_k >= 0, "rollout.top_k", "0 or more", self.top_k)
+        require(self.truncated in ("keep", "mask"), "rollout.truncated", "'keep' or 'mask'", self.truncated)
+
+
+@dataclass(frozen=True)
+class UpdateConfig:
+    """How the weights move. One step is one rollout and one optimizer update for each of its minibatches."""
+
+    steps: int = option(300, "rollouts in the whole run")
+    minibatches: int = option(
+        4, "optimizer updates per rollout; 2 or more, as the first one sees ratios of exactly 1"
+    )
+    micro_batch_size: int = option(
+        64, "completions per forward pass; changes memory and speed, not the gradient"
+    )
+    learning_rate: float = option(1e-6, "AdamW's learning rate, constant after the warmup")
+    warmup_updates: int = option(0, "optimizer updates over which the learning rate rises from 0")
+    weight_decay: float = option(0.0, "AdamW's weight decay")
+    adam_beta1: float = option(0.9, "AdamW's beta1")
+    adam_beta2: float = option(0.999, "AdamW's beta2")
+    max_grad_norm: float = option(1.0, "gradients are scaled down to this norm")
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        for name in ("steps", "minibatches", "micro_batch_size"):
+            require(getattr(self, name) >= 1, f"update.{name}", "at least 1", getattr(self, name))
+        require(0.0 < self.learning_rate < math.inf, "update.learning_rate", "above 0", self.learning_rate)
+        require(self.warmup_updates >= 0, "update.warmup_updates", "0 or more", self.warmup_updates)
+        require(self.weight_decay >= 0.0, "update.weight_decay", "0 or more", self.weight_decay)
+        for name in ("adam_beta1", "adam_beta2"):
+            require(0.0 <= getattr(self, name) < 1.0, f"update.{name}", "in [0, 1)", getattr(self, name))
+        require(self.max_grad_norm > 0.0, "update.max_grad_norm", "above 0", self.max_grad_norm)
+
+
+@dataclass(frozen=True)
+class ObjectiveConfig:
+    """Which policy loss is minimised."""
+
+    name: str = option("GSPO", "name of the objective")
+    options: Mapping[str, Any] = field(default_factory=dict, metadata={"help": "the objective's own fields"})
+
+    def __post_init__(self) -> None:
+        """Build the objective once, so that a wrong name or field fails before any work."""
+        self.build()
+
+    def build(self) -> Any:
+        """Return the objective; fields that are not given keep the objective's defaults."""
+        classes = trainable_objectives()
+        if self.name not in classes:
+            hint = near_matches(self.name, classes)
+            raise ConfigError(
+                f"objective.name: no objective {self.name!r}{hint}; there are {', '.join(classes)}"
+            )
+        cls = classes[self.name]
+        known = {f.name for f in dataclasses.fields(cls) if f.init}
+        for key in self.options:
+            if key not in known:
+                hint = near_matches(key, known)
+                raise ConfigError(
+                    f"unknown key objective.{key} for {self.name}{hint}; it has {', '.join(sorted(known))}"
+                )
+        hints = typing.get_type_hints(cls)
+        values = {key: coerce(value, hints[key], f"objective.{key}") for key, value in self.options.items()}
+        try:
+            return cls(**values)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"objective {self.name}: {error}") from error
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    """How progress on the held-out prompts is measured: greedily, and sampled as in rollouts."""
+
+    every: int = option(
+        25, "steps between two evaluations; the first is before training, the last at its end"
+    )
+    prompts: int = option(256, "held-out prompts, from the start of the eval dataset")
+    accuracy: str | None = option(
+        None, "reward whose mean is shown as the accuracy; the first one if not given"
+    )
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        require(self.every >= 1, "evaluation.every", "at least 1", self.every)
+        require(self.prompts >= 1, "evaluation.prompts", "at least 1", self.prompts)
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """When the state of the run is saved."""
+
+    every: int = option(50, "steps between two checkpoints; there is always one at the end")
+    keep: int = option(2, "newest checkpoints that are kept")
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        require(self.every >= 1, "checkpoint.every", "at least 1", self.every)
+        require(self.keep >= 1, "checkpoint.keep", "at least 1", self.keep)
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """One training run."""
+
+    model: str = option("", "directory (or hub name) of the causal language model that is trained")
+    dataset: str = option("", "jsonl file with a 'prompt' column; its other columns reach the rewards")
+    eval_dataset: str | None = option(None, "jsonl file of prompts that are never trained on")
+    reward: tuple[str, ...] = option(
+        (), "reward function, 'module:function' or 'file.py:function'; may be repeated"
+    )
+    reward_weights: tuple[float, ...] | None = option(None, "one weight for each reward; all 1 if not given")
+    advantage_scale: str = option(
+        "group", "what centred rewards are divided by: the 'group' or 'batch' deviation, or 'none'"
+    )
+    output: str = option("runs/gspo", "directory for metrics, checkpoints, the plot and the trained model")
+    seed: int = option(0, "seed of every random choice")
+    threads: int | None = option(
+        None, "PyTorch's CPU threads; a tiny model on a busy machine is fastest with 1"
+    )
+    log_every: int = option(10, "steps between two lines of output where there is no terminal")
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    update: UpdateConfig = field(default_factory=UpdateConfig)
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+
+    def __post_init__(self) -> None:
+        """Check the ranges and what spans several sections."""
+        require(
+            self.advantage_scale in ("group", "batch", "none"),
+            "advantage_scale",
+            "'group', 'batch' or 'none'",
+            self.advantage_scale,
+        )
+        require(self.threads is None or self.threads >= 1, "threads", "at least 1", self.threads)
+        require(self.log_every >= 1, "log_every", "at least 1", self.log_every)
+        if self.reward_weights is not None and self.reward:
+            require(
+                len(self.reward_weights) == len(self.reward),
+                "reward_weights",
+                f"one number for each of the {len(self.reward)} rewards",
+                self.reward_weights,
+            )
+        completions = self.rollout.prompts_per_rollout * self.rollout.group_size
+        require(
+            self.update.minibatches <= completions,
+            "update.minibatches",
+            f"at most the {completions} completions of a rollout",
+            self.update.minibatches,
+        )
+        clips_sequences = self.objective.build().coefficient_scope == "sequence"
+        if self.update.minibatches == 1 and clips_sequences:
+            raise ConfigError(
+                "update.minibatches must be at least 2: the first minibatch after a rollout is trained with "
+                f"the weights that sampled it, so with one minibatch the ratio of {self.objective.name} is "
+                "always exactly 1 and nothing is ever clipped. Use 2 to 8, or another objective if on-policy "
+                "updates are meant."
+            )
+
+
+def trainable_objectives() -> dict[str, Any]:
+    """Return the registered objectives that this trainer can serve, by name.
+
+    They need nothing beside advantages, and depend on no other sequences, so that micro-batches add up.
+    """
+    classes: dict[str, Any] = {name: getattr(gk.objectives, name) for name in gk.objectives.__all__}
+    return {
+        name: cls
+        for name, cls in classes.items()
+        if cls.needs_advantages
+        and not cls.needs
+        and cls.coefficient_scope in ("nothing", "token", "sequence")
+    }

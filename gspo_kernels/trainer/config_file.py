@@ -1,0 +1,140 @@
+"""Reading a configuration, strictly: YAML files, dotted overrides, and comparing two runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import yaml
+
+from gspo_kernels.trainer.config import ObjectiveConfig, TrainConfig, trainable_objectives
+from gspo_kernels.trainer.errors import ConfigError
+from gspo_kernels.trainer.options import coerce, near_matches
+
+_Config = TypeVar("_Config")
+
+FREE_ON_RESUME = (
+    "model",
+    "dataset",
+    "eval_dataset",
+    "output",
+    "log_every",
+    "threads",
+    "update.steps",
+    "update.micro_batch_size",
+    "rollout.batch_size",
+)
+"""Keys that may change when a run is resumed, with every key of ``evaluation`` and ``checkpoint``."""
+
+
+def options() -> Iterator[tuple[str, dataclasses.Field[Any], Any]]:
+    """Yield ``(dotted key, field, type)`` of every option, in the order in which they are declared."""
+    hints = typing.get_type_hints(TrainConfig)
+    for top in dataclasses.fields(TrainConfig):
+        section = hints[top.name]
+        if not dataclasses.is_dataclass(section):
+            yield top.name, top, hints[top.name]
+            continue
+        inner = typing.get_type_hints(section)
+        for leaf in dataclasses.fields(section):
+            if leaf.name != "options":
+                yield f"{top.name}.{leaf.name}", leaf, inner[leaf.name]
+
+
+def objective_options() -> dict[str, list[str]]:
+    """Return the fields of all trainable objectives, each with the names of the objectives that have it."""
+    fields: dict[str, list[str]] = {}
+    for name, cls in trainable_objectives().items():
+        for leaf in dataclasses.fields(cls):
+            if leaf.init:
+                fields.setdefault(leaf.name, []).append(name)
+    return fields
+
+
+def from_mapping(values: Mapping[str, Any], cls: type[_Config], section: str = "") -> _Config:
+    """Build a config dataclass from nested mappings, as YAML gives them."""
+    if not isinstance(values, Mapping):
+        raise ConfigError(
+            f"{section or 'the configuration'} must be a mapping of keys to values, got {values!r}"
+        )
+    prefix = f"{section}." if section else ""
+    if cls is ObjectiveConfig:
+        name = coerce(values.get("name", "GSPO"), str, "objective.name")
+        own = {key: value for key, value in values.items() if key != "name"}
+        return cast(Any, cls)(name=name, options=own)
+    hints = typing.get_type_hints(cls)
+    arguments: dict[str, Any] = {}
+    for key, value in values.items():
+        if key not in hints:
+            known = [name for name, _, _ in options()] + [f"objective.{name}" for name in objective_options()]
+            raise ConfigError(f"unknown key {prefix}{key}{near_matches(f'{prefix}{key}', known)}")
+        if dataclasses.is_dataclass(hints[key]):
+            arguments[key] = from_mapping(value or {}, cast(Any, hints[key]), key)
+        else:
+            arguments[key] = coerce(value, hints[key], f"{prefix}{key}")
+    return cls(**arguments)
+
+
+def load_config(path: str | Path | None, overrides: Mapping[str, Any] | None = None) -> TrainConfig:
+    """Read a YAML file and put dotted overrides on top; without a file the defaults are the start."""
+    values: dict[str, Any] = {}
+    if path is not None:
+        path = Path(path)
+        if not path.is_file():
+            raise ConfigError(f"there is no configuration file {path}")
+        try:
+            values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{path} is not valid YAML: {error}") from error
+        if not isinstance(values, dict):
+            raise ConfigError(f"{path} must hold a mapping of keys to values, got {type(values).__name__}")
+    for dotted, value in (overrides or {}).items():
+        *sections, key = dotted.split(".")
+        target = values
+        for name in sections:
+            target[name] = target.get(name) or {}
+            target = target[name]
+        target[key] = value
+    return from_mapping(values, TrainConfig)
+
+
+def to_mapping(config: TrainConfig) -> dict[str, Any]:
+    """Return the nested mapping that `from_mapping` reads back as an equal config."""
+    values = {}
+    for top in dataclasses.fields(config):
+        value = getattr(config, top.name)
+        if isinstance(value, ObjectiveConfig):
+            value = {"name": value.name, **value.options}
+        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+            value = dataclasses.asdict(value)
+        values[top.name] = list(value) if isinstance(value, tuple) else value
+    return values
+
+
+def save_config(config: TrainConfig, path: Path) -> None:
+    """Write the resolved configuration as YAML."""
+    path.write_text(yaml.safe_dump(to_mapping(config), sort_keys=False), encoding="utf-8")
+
+
+def require_same_run(saved: TrainConfig, current: TrainConfig) -> None:
+    """Raise a `ConfigError` if a run would go on with other settings than those it was started with."""
+    before, now = _flat(to_mapping(saved)), _flat(to_mapping(current))
+    changed = [
+        f"{key}: {before.get(key)!r} -> {now.get(key)!r}"
+        for key in {**before, **now}
+        if before.get(key) != now.get(key)
+        and key not in FREE_ON_RESUME
+        and not key.startswith(("evaluation.", "checkpoint."))
+    ]
+    if changed:
+        raise ConfigError(f"a run cannot be resumed with other settings ({'; '.join(changed)})")
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return flat

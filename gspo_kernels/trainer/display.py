@@ -1,0 +1,130 @@
+"""What a person sees of a run: live progress on a terminal, plain lines elsewhere, a table at the end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from types import TracebackType
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+
+Metrics = Mapping[str, float | None]
+
+
+def _text(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def summary_line(metrics: Metrics) -> str:
+    """Return the metrics of one step that matter while watching, in one line."""
+    low, high = metrics.get("ratio/min"), metrics.get("ratio/max")
+    return (
+        f"reward {_text(metrics.get('reward/mean'), '.3f')}  "
+        f"no-variance groups {_text(metrics.get('groups_without_variance'), '.0%')}  "
+        f"ratio {_text(low, '.4f')}..{_text(high, '.4f')}  "
+        f"clipped {_text(metrics.get('clip_fraction/low'), '.0%')} low "
+        f"{_text(metrics.get('clip_fraction/high'), '.0%')} high  "
+        f"entropy {_text(metrics.get('entropy'), '.2f')}  "
+        f"{_text(metrics.get('tokens_per_second'), ',.0f')} tok/s"
+    )
+
+
+def evaluation_line(metrics: Metrics) -> str:
+    """Return the held-out accuracies of one evaluation, in one line."""
+    return (
+        f"held-out accuracy: greedy {_text(metrics.get('eval/greedy_accuracy'), '.1%')}, "
+        f"sampled {_text(metrics.get('eval/sampled_accuracy'), '.1%')}"
+    )
+
+
+class Display:
+    """Progress of one run. Use as a context manager around the loop."""
+
+    def __init__(self, steps: int, *, console: Console | None = None, log_every: int = 10) -> None:
+        """Show up to ``steps`` steps; without a terminal one line every ``log_every`` steps."""
+        self.console = console or Console()
+        self.steps = steps
+        self.log_every = log_every
+        self.started = time.monotonic()
+        self.first_step: int | None = None
+        self.live = (
+            Progress(
+                TextColumn("[bold]{task.description}"),
+                BarColumn(bar_width=24),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                TextColumn("left"),
+                TimeRemainingColumn(),
+                TextColumn("\n{task.fields[metrics]}\n{task.fields[accuracy]}", style="cyan"),
+                console=self.console,
+                transient=True,
+            )
+            if self.console.is_terminal
+            else None
+        )
+        self.task = (
+            self.live.add_task("training", total=steps, metrics="", accuracy="") if self.live else None
+        )
+
+    def __enter__(self) -> Display:
+        """Start the live display."""
+        if self.live is not None:
+            self.live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stop the live display and leave what it showed last."""
+        if self.live is not None:
+            self.live.stop()
+
+    def step(self, step: int, metrics: Metrics) -> None:
+        """Show one step's metrics; an evaluation among them as well."""
+        if self.first_step is None:
+            self.first_step = step
+        evaluated = "eval/greedy_accuracy" in metrics
+        if self.live is not None and self.task is not None:
+            fields = {"metrics": summary_line(metrics)} if "reward/mean" in metrics else {}
+            if evaluated:
+                fields["accuracy"] = evaluation_line(metrics)
+            self.live.update(self.task, completed=step, **fields)  # type: ignore[arg-type]
+            return
+        if evaluated:
+            self.line(f"step {step}/{self.steps}  {evaluation_line(metrics)}")
+        if "reward/mean" in metrics and (step % self.log_every == 0 or step == self.steps):
+            done = max(step - self.first_step, 1)
+            left = (time.monotonic() - self.started) / done * (self.steps - step)
+            self.line(f"step {step}/{self.steps}  {summary_line(metrics)}  {left:.0f} s left")
+
+    def line(self, text: str) -> None:
+        """Print a line above the live display."""
+        self.console.print(escape(text), soft_wrap=True, highlight=False)
+
+    def warn(self, text: str) -> None:
+        """Print a warning above the live display."""
+        self.console.print(f"[yellow]warning:[/yellow] {escape(text)}", soft_wrap=True, highlight=False)
+
+    def accuracy_table(self, title: str, before: Metrics, after: Metrics) -> None:
+        """Print held-out accuracies before and after, and what was gained."""
+        table = Table(title=title, title_justify="left")
+        table.add_column("held-out accuracy")
+        for heading in ("before", "after", "gain"):
+            table.add_column(heading, justify="right")
+        for label in ("greedy", "sampled"):
+            first, last = before.get(f"eval/{label}_accuracy"), after.get(f"eval/{label}_accuracy")
+            gain = None if first is None or last is None else 100 * (last - first)
+            table.add_row(
+                label, _text(first, ".1%"), _text(last, ".1%"), "-" if gain is None else f"{gain:+.1f} points"
+            )
+        self.console.print(table)

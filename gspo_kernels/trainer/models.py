@@ -1,0 +1,137 @@
+"""Models and tokenizers: loading them, and taking a causal language model apart into backbone and head.
+
+The fused loss needs the hidden states before the head and the head's weight. What lies between raw logits
+and softmax (soft-capping, logit scaling) is read from the model's config, and checked once against the
+model's own logits, so that a model whose head does something else is refused instead of being trained on
+wrong log-probs.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import gspo_kernels as gk
+from gspo_kernels.trainer.errors import ModelError
+
+IGNORED = -100
+"""Label of positions that do not count."""
+
+
+def load_model(path: str) -> Any:
+    """Load a causal language model in fp32: 16-bit weights would lose the small steps of RL."""
+    from transformers import AutoModelForCausalLM
+
+    try:
+        return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"model {path!r} cannot be loaded: {error}") from error
+
+
+def load_tokenizer(path: str) -> Any:
+    """Load the tokenizer that lies beside the model."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"the tokenizer of {path!r} cannot be loaded: {error}") from error
+
+
+def end_token_ids(model: Any, tokenizer: Any) -> list[int]:
+    """Return the ids that end a completion: the tokenizer's, and those of the model's generation config."""
+    configured = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    ids = configured if isinstance(configured, list) else [configured]
+    found = sorted({int(i) for i in [tokenizer.eos_token_id, *ids] if i is not None})
+    if not found:
+        raise ModelError(
+            "neither the tokenizer nor the model's generation config has an end-of-sequence token"
+        )
+    return found
+
+
+def padding_token_id(tokenizer: Any) -> int:
+    """Return the id that fills rows; an end token where there is no padding token, as padding is masked."""
+    if tokenizer.pad_token_id is not None:
+        return int(tokenizer.pad_token_id)
+    if tokenizer.eos_token_id is None:
+        raise ModelError("the tokenizer has neither a padding nor an end-of-sequence token")
+    return int(tokenizer.eos_token_id)
+
+
+@dataclass(frozen=True)
+class Head:
+    """A language model's head, as the keyword arguments of the linear entries.
+
+    Attributes:
+        weight: [V, H], the parameter itself.
+        bias: [V] or None.
+        logit_scale: factor on the raw logits.
+        softcap: bound of the tanh soft-capping, or None.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    logit_scale: float
+    softcap: float | None
+
+    def options(self) -> dict[str, Any]:
+        """Return the keyword arguments beside hidden states and weight."""
+        return {"bias": self.bias, "logit_scale": self.logit_scale, "softcap": self.softcap}
+
+
+def head_of(model: Any) -> Head:
+    """Find the head of a causal language model and what its config says about the logits.
+
+    ``final_logit_softcapping`` (Gemma) bounds the logits, ``logit_scale`` (Cohere) multiplies and
+    ``logits_scaling`` (Granite) divides them.
+    """
+    output = model.get_output_embeddings()
+    if output is None or getattr(output, "weight", None) is None or output.weight.dim() != 2:
+        raise ModelError(f"{type(model).__name__} has no linear lm_head that could be found")
+    config = model.config.get_text_config()
+    scale = float(getattr(config, "logit_scale", None) or 1.0) / float(
+        getattr(config, "logits_scaling", None) or 1.0
+    )
+    softcap = getattr(config, "final_logit_softcapping", None)
+    return Head(output.weight, getattr(output, "bias", None), scale, float(softcap) if softcap else None)
+
+
+def hidden_states(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    """Run the backbone on left-padded rows and return what enters the head, [B, T, H].
+
+    Positions count from each row's first real token, as generation counts them.
+    """
+    arguments: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask}
+    accepted = inspect.signature(model.base_model.forward).parameters
+    if "position_ids" in accepted:
+        arguments["position_ids"] = (attention_mask.cumsum(1) - 1).clamp_min(0)
+    if "use_cache" in accepted or any(p.kind is p.VAR_KEYWORD for p in accepted.values()):
+        arguments["use_cache"] = False
+    hidden: Tensor = model.base_model(**arguments).last_hidden_state
+    return hidden
+
+
+@torch.no_grad()
+def check_head(model: Any, input_ids: Tensor, attention_mask: Tensor) -> None:
+    """Refuse a model whose own next-token log-probs differ from those of backbone and head taken apart."""
+    last = input_ids[:, -1:]
+    hidden = hidden_states(model, input_ids, attention_mask)[:, -1:]
+    head = head_of(model)
+    ours = gk.linear_token_logprobs(hidden, head.weight, last, **head.options()).logprobs
+    arguments: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask}
+    if "position_ids" in inspect.signature(model.forward).parameters:
+        arguments["position_ids"] = (attention_mask.cumsum(1) - 1).clamp_min(0)
+    logits = model(**arguments).logits[:, -1:].float()
+    theirs = nn.functional.log_softmax(logits, dim=-1).gather(-1, last.unsqueeze(-1)).squeeze(-1)
+    tolerance = 1e-3 if head.weight.dtype == torch.float32 else 0.1
+    difference = (ours - theirs).abs().max().item()
+    if not difference <= tolerance * (1.0 + theirs.abs().max().item()):
+        raise ModelError(
+            f"the head of {type(model).__name__} does something that this trainer does not know: "
+            f"log-probs from its hidden states and lm_head differ from the model's own by {difference:.3g}"
+        )

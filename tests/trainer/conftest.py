@@ -1,0 +1,85 @@
+"""A tiny model, a toy task and a small configuration for the trainer's tests."""
+
+import json
+
+import pytest
+import torch
+from gspo_kernels.trainer import demo
+from gspo_kernels.trainer.config import TrainConfig
+from gspo_kernels.trainer.config_file import from_mapping
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """The models are so small that a second thread only makes them wait when the machine is busy."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    return demo.make_tokenizer()
+
+
+def tiny_qwen3(tokenizer, seed=0, **changes):
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(seed)
+    options = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "max_position_embeddings": 64,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    return Qwen3ForCausalLM(Qwen3Config(**(options | changes)))
+
+
+@pytest.fixture
+def model(tokenizer):
+    return tiny_qwen3(tokenizer)
+
+
+@pytest.fixture
+def rows():
+    return [{"prompt": prompt, "letter": prompt[0]} for prompt in ("ab", "bcd", "c", "dabc", "ea", "fgh")]
+
+
+def letter_share(prompts, completions, completion_ids, *, letter, **columns):
+    """Share of a completion's bytes below 'a', which a random byte model varies in."""
+    assert len(prompts) == len(completions) == len(completion_ids) == len(letter)
+    return [sum(i % 2 for i in ids) / max(len(ids), 1) for ids in completion_ids]
+
+
+@pytest.fixture
+def reward():
+    return letter_share
+
+
+def small_config(output, **sections) -> TrainConfig:
+    values = {
+        "output": str(output),
+        "threads": 1,
+        "rollout": {"prompts_per_rollout": 3, "group_size": 4, "max_new_tokens": 5},
+        "update": {"steps": 4, "minibatches": 2, "micro_batch_size": 4, "learning_rate": 1e-3},
+        "evaluation": {"every": 2, "prompts": 4},
+        "checkpoint": {"every": 2},
+    }
+    for name, changes in sections.items():
+        values[name] = values.get(name, {}) | changes if isinstance(changes, dict) else changes
+    return from_mapping(values, TrainConfig)
+
+
+@pytest.fixture
+def jsonl(tmp_path, rows):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path

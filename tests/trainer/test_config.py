@@ -1,0 +1,163 @@
+"""Configuration: what is read, what is refused, and that the message says which key."""
+
+import gspo_kernels as gk
+import pytest
+from gspo_kernels.trainer.arguments import parse_train_arguments, train_parser
+from gspo_kernels.trainer.config import TrainConfig
+from gspo_kernels.trainer.config_file import (
+    from_mapping,
+    load_config,
+    options,
+    require_same_run,
+    save_config,
+    to_mapping,
+)
+from gspo_kernels.trainer.errors import ConfigError
+
+WRONG = [
+    ({"rollot": {}}, ["unknown key rollot", "rollout"]),
+    ({"group_size": 4}, ["unknown key group_size", "did you mean", "rollout.group_size"]),
+    ({"rollout": {"gruop_size": 4}}, ["unknown key rollout.gruop_size", "rollout.group_size"]),
+    ({"update": {"lr": 1e-4}}, ["unknown key update.lr"]),
+    ({"rollout": [1, 2]}, ["rollout", "mapping"]),
+    ({"rollout": {"group_size": 1}}, ["rollout.group_size", "at least 2", "1"]),
+    ({"rollout": {"group_size": 2.5}}, ["rollout.group_size", "whole number", "2.5"]),
+    ({"rollout": {"group_size": True}}, ["rollout.group_size", "whole number"]),
+    ({"rollout": {"group_size": "many"}}, ["rollout.group_size", "'many'"]),
+    ({"rollout": {"group_size": None}}, ["rollout.group_size", "None"]),
+    ({"rollout": {"prompts_per_rollout": 0}}, ["rollout.prompts_per_rollout"]),
+    ({"rollout": {"max_new_tokens": 0}}, ["rollout.max_new_tokens"]),
+    ({"rollout": {"temperature": 0.0}}, ["rollout.temperature"]),
+    ({"rollout": {"temperature": "nan"}}, ["rollout.temperature"]),
+    ({"rollout": {"top_p": 1.5}}, ["rollout.top_p"]),
+    ({"rollout": {"top_k": -1}}, ["rollout.top_k"]),
+    ({"rollout": {"truncated": "drop"}}, ["rollout.truncated", "'keep' or 'mask'"]),
+    ({"update": {"steps": 0}}, ["update.steps"]),
+    ({"update": {"minibatches": 1}}, ["update.minibatches", "always exactly 1", "nothing is ever clipped"]),
+    ({"update": {"minibatches": 1}, "objective": {"name": "GSPOToken"}}, ["update.minibatches"]),
+    (
+        {"update": {"minibatches": 9}, "rollout": {"prompts_per_rollout": 1, "group_size": 8}},
+        ["update.minibatches", "at most the 8"],
+    ),
+    ({"update": {"learning_rate": -1}}, ["update.learning_rate"]),
+    ({"update": {"learning_rate": "fast"}}, ["update.learning_rate", "a number"]),
+    ({"update": {"adam_beta2": 1.0}}, ["update.adam_beta2"]),
+    ({"update": {"max_grad_norm": 0}}, ["update.max_grad_norm"]),
+    ({"objective": {"name": "GPSO"}}, ["objective.name", "GPSO", "did you mean GSPO"]),
+    ({"objective": {"name": "Linear"}}, ["objective.name", "Linear"]),
+    ({"objective": {"clip_lo": 0.1}}, ["objective.clip_lo", "did you mean clip_low"]),
+    ({"objective": {"clip_low": -0.1}}, ["objective GSPO", "clip_low"]),
+    ({"objective": {"clip_low": "low"}}, ["objective.clip_low", "a number"]),
+    ({"evaluation": {"every": 0}}, ["evaluation.every"]),
+    ({"checkpoint": {"keep": 0}}, ["checkpoint.keep"]),
+    ({"advantage_scale": "std"}, ["advantage_scale", "'group'"]),
+    ({"reward": ["a:b"], "reward_weights": [1.0, 2.0]}, ["reward_weights", "1 rewards"]),
+    ({"threads": 0}, ["threads"]),
+    ({"log_every": 0}, ["log_every"]),
+]
+
+
+@pytest.mark.parametrize(("values", "words"), WRONG, ids=[str(values)[:60] for values, _ in WRONG])
+def test_wrong_values_are_refused_by_name(values, words):
+    with pytest.raises(ConfigError) as caught:
+        from_mapping(values, TrainConfig)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_one_minibatch_is_allowed_for_a_token_level_objective():
+    config = from_mapping({"update": {"minibatches": 1}, "objective": {"name": "GRPO"}}, TrainConfig)
+    assert isinstance(config.objective.build(), gk.GRPO)
+
+
+def test_yaml_and_overrides(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "model: m\nupdate:\n  learning_rate: 3e-5\n  steps: 7\nobjective: {clip_low: 2e-4}\nrollout:\n"
+    )
+    config = load_config(path, {"update.steps": "9", "rollout.top_p": "0.9", "reward": ["a:f", "b:g"]})
+    # YAML reads 3e-5 as text
+    assert config.update.learning_rate == 3e-5
+    assert config.update.steps == 9
+    assert config.rollout.top_p == 0.9
+    assert config.reward == ("a:f", "b:g")
+    assert config.objective.build() == gk.GSPO(clip_low=2e-4)
+
+
+def test_saved_configuration_reads_back_equal(tmp_path):
+    config = from_mapping(
+        {
+            "model": "m",
+            "reward": ["a:f"],
+            "reward_weights": [2],
+            "objective": {"name": "GRPO", "clip_low": 0.1},
+        },
+        TrainConfig,
+    )
+    save_config(config, tmp_path / "config.yaml")
+    assert load_config(tmp_path / "config.yaml") == config
+    assert from_mapping(to_mapping(TrainConfig()), TrainConfig) == TrainConfig()
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [("a: [", "not valid YAML"), ("- a\n", "mapping"), (None, "there is no configuration file")],
+)
+def test_unreadable_files(tmp_path, content, words):
+    path = tmp_path / "run.yaml"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ConfigError, match=words):
+        load_config(path)
+
+
+def test_resuming_with_other_settings_is_refused():
+    started = TrainConfig()
+    longer = from_mapping({"update": {"steps": 999}, "log_every": 3, "evaluation": {"every": 7}}, TrainConfig)
+    require_same_run(started, longer)
+    other = from_mapping({"update": {"learning_rate": 0.5}}, TrainConfig)
+    with pytest.raises(ConfigError, match=r"update\.learning_rate: 1e-06 -> 0\.5"):
+        require_same_run(started, other)
+
+
+def test_command_line(tmp_path):
+    line = ["--model", "m", "--dataset=d.jsonl", "--reward", "a.py:f", "--reward", "b.py:g"]
+    line += ["--rollout.group-size", "4", "--update.learning_rate=2e-4", "--objective.clip_high", "5e-4"]
+    chosen = parse_train_arguments([*line, "--overwrite"])
+    assert (chosen.resume, chosen.overwrite) == (False, True)
+    config = chosen.config
+    assert (config.model, config.dataset, config.reward) == ("m", "d.jsonl", ("a.py:f", "b.py:g"))
+    assert (config.rollout.group_size, config.update.learning_rate) == (4, 2e-4)
+    assert config.objective.build() == gk.GSPO(clip_high=5e-4)
+
+
+def test_resume_takes_the_configuration_of_the_run(tmp_path):
+    save_config(from_mapping({"model": "m", "seed": 5}, TrainConfig), tmp_path / "config.yaml")
+    chosen = parse_train_arguments(["--resume", "--output", str(tmp_path)])
+    assert chosen.resume
+    assert (chosen.config.seed, chosen.config.output) == (5, str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (["--rolout.group_size", "4"], ["--rolout.group_size", "rollout.group_size"]),
+        (["--learning_rate", "1"], ["--learning_rate", "update.learning_rate"]),
+        (["--resume", "--overwrite"], ["not allowed with"]),
+        (["a.yaml", "b.yaml"], ["b.yaml"]),
+    ],
+)
+def test_wrong_command_lines(capsys, line, words):
+    with pytest.raises(SystemExit) as caught:
+        parse_train_arguments(line)
+    assert caught.value.code == 2
+    message = capsys.readouterr().err
+    for word in words:
+        assert word in message
+
+
+def test_help_documents_every_option():
+    text = train_parser()[0].format_help()
+    for key, leaf, _ in options():
+        assert f"--{key} " in text
+        assert leaf.metadata["help"], key
