@@ -16,6 +16,7 @@ SOURCES = [str(path) for path in sorted(Path("csrc").glob("*.cpp"))]
 COMPILE_ARGS = [
     "-std=c++20",
     "-O3",
+    "-g0",
     # Vector pragmas without the OpenMP runtime. Never -ffast-math: it would change the importing thread.
     "-fopenmp-simd",
     "-fno-math-errno",

@@ -9,22 +9,23 @@ namespace {
 
 using OptionalTensor = std::optional<Tensor>;
 
-void boxed_forward(Tensor logits, Tensor labels, OptionalTensor row_temperature, double logit_scale, double softcap,
-                   double temperature, int64_t ignore_index, Tensor logprobs, Tensor lse, OptionalTensor entropy) {
+void boxed_forward(Tensor logits, Tensor labels, OptionalTensor row_temperature, double logit_scale,
+                   double softcap, double temperature, int64_t ignore_index, Tensor logprobs, Tensor lse,
+                   OptionalTensor entropy) {
     const LogitOptions options{row_temperature, logit_scale, softcap, temperature, ignore_index};
     logprobs_forward(logits, labels, options, logprobs, lse, entropy);
 }
 
-void boxed_backward(Tensor logits, Tensor labels, OptionalTensor row_temperature, double logit_scale, double softcap,
-                    double temperature, int64_t ignore_index, Tensor logprobs, Tensor lse, OptionalTensor entropy,
-                    Tensor grad_logprobs, OptionalTensor grad_entropy, Tensor out) {
+void boxed_backward(Tensor logits, Tensor labels, OptionalTensor row_temperature, double logit_scale,
+                    double softcap, double temperature, int64_t ignore_index, Tensor logprobs, Tensor lse,
+                    OptionalTensor entropy, Tensor grad_logprobs, OptionalTensor grad_entropy, Tensor out) {
     const LogitOptions options{row_temperature, logit_scale, softcap, temperature, ignore_index};
     logprobs_backward(logits, labels, options, logprobs, lse, entropy, grad_logprobs, grad_entropy, out);
 }
 
-void boxed_and_grad(Tensor logits, Tensor labels, OptionalTensor row_temperature, double logit_scale, double softcap,
-                    double temperature, int64_t ignore_index, Tensor coefficients, Tensor logprobs, Tensor lse,
-                    Tensor out) {
+void boxed_and_grad(Tensor logits, Tensor labels, OptionalTensor row_temperature, double logit_scale,
+                    double softcap, double temperature, int64_t ignore_index, Tensor coefficients,
+                    Tensor logprobs, Tensor lse, Tensor out) {
     const LogitOptions options{row_temperature, logit_scale, softcap, temperature, ignore_index};
     logprobs_and_grad(logits, labels, options, coefficients, logprobs, lse, out);
 }
@@ -32,12 +33,13 @@ void boxed_and_grad(Tensor logits, Tensor labels, OptionalTensor row_temperature
 }  // namespace
 }  // namespace gspo_kernels
 
-#define GSPO_ROWS                                                                              \
+#define GSPO_ROWS                                                                               \
     "Tensor logits, Tensor labels, Tensor? row_temperature, float logit_scale, float softcap, " \
     "float temperature, int ignore_index, "
 
 STABLE_TORCH_LIBRARY(gspo_kernels_cpp, library) {
-    library.def("logprobs_forward(" GSPO_ROWS "Tensor(a!) logprobs, Tensor(b!) lse, Tensor(c!)? entropy) -> ()");
+    library.def("logprobs_forward(" GSPO_ROWS
+                "Tensor(a!) logprobs, Tensor(b!) lse, Tensor(c!)? entropy) -> ()");
     library.def("logprobs_backward(" GSPO_ROWS
                 "Tensor logprobs, Tensor lse, Tensor? entropy, Tensor grad_logprobs, Tensor? grad_entropy, "
                 "Tensor(a!) out) -> ()");
@@ -53,6 +55,7 @@ STABLE_TORCH_LIBRARY_IMPL(gspo_kernels_cpp, CPU, library) {
 
 // Importing the module is what registers the operators; it has no contents of its own.
 extern "C" PyMODINIT_FUNC PyInit__C() {
-    static PyModuleDef module = {PyModuleDef_HEAD_INIT, "_C", nullptr, 0, nullptr, nullptr, nullptr, nullptr, nullptr};
+    static PyModuleDef module = {
+        PyModuleDef_HEAD_INIT, "_C", nullptr, 0, nullptr, nullptr, nullptr, nullptr, nullptr};
     return PyModule_Create(&module);
 }

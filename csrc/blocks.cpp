@@ -1,14 +1,16 @@
 // Each loop is compiled once per instruction set; the dynamic loader picks the best one that the machine has.
 //
-// `#pragma omp simd` (-fopenmp-simd: no OpenMP runtime) lets just these sums be reordered over vector lanes. The order
-// depends on the instruction set alone, so results don't change from run to run or with the number of threads.
+// `#pragma omp simd` (-fopenmp-simd: no OpenMP runtime) lets just these sums be reordered over vector lanes.
+// The order depends on the instruction set alone, so results don't change from run to run or with the number
+// of threads.
 #include "blocks.h"
 
 #include <algorithm>
 
-// target_clones needs the GNU loader's indirect functions; x86-64-v3 and v4 are known as dispatch targets since GCC 12.
-#if defined(__x86_64__) && defined(__ELF__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__) && \
-    __GNUC__ >= 12
+// target_clones needs the GNU loader's indirect functions; x86-64-v3 and v4 are known as dispatch targets
+// since GCC 12.
+#if defined(__x86_64__) && defined(__ELF__) && defined(__GLIBC__) && defined(__GNUC__) && \
+    !defined(__clang__) && __GNUC__ >= 12
 #define GSPO_CLONES __attribute__((target_clones("default", "arch=x86-64-v3", "arch=x86-64-v4")))
 #else
 #define GSPO_CLONES
@@ -55,7 +57,8 @@ GSPO_INLINE void transform_of(S* z, int64_t n, const Transform<S>& parameters, S
         for (int64_t i = 0; i < n; ++i) z[i] = z[i] * scale / temperature;
     } else if (slope == nullptr) {
 #pragma GCC ivdep
-        for (int64_t i = 0; i < n; ++i) z[i] = softcap * tanh_and_slope(z[i] * scale / softcap).tanh / temperature;
+        for (int64_t i = 0; i < n; ++i)
+            z[i] = softcap * tanh_and_slope(z[i] * scale / softcap).tanh / temperature;
     } else {
 #pragma GCC ivdep
         for (int64_t i = 0; i < n; ++i) {
@@ -100,33 +103,41 @@ GSPO_INLINE void store_of(const S* __restrict g, int64_t n, T* out) {
 
 }  // namespace
 
-#define GSPO_DEFINE_FOR_STATS(S)                                                                     \
-    GSPO_CLONES S maximum(const S* z, int64_t n) { return maximum_of(z, n); }                        \
-    GSPO_CLONES S sum_exp(const S* z, int64_t n, S shift) { return sum_exp_of(z, n, shift); }        \
-    GSPO_CLONES ExpSums<S> sum_exp_weighted(const S* z, int64_t n, S shift) {                        \
-        return sum_exp_weighted_of(z, n, shift);                                                     \
-    }                                                                                                \
-    GSPO_CLONES void transform(S* z, int64_t n, const Transform<S>& parameters, S* slope) {          \
-        transform_of(z, n, parameters, slope);                                                       \
-    }                                                                                                \
-    GSPO_CLONES void gradient(const S* z, int64_t n, const RowGradient<S>& row, S* out) {            \
-        gradient_of(z, n, row, out);                                                                 \
-    }                                                                                                \
-    GSPO_CLONES void multiply(S* out, const S* factor, int64_t n) {                                  \
-        for (int64_t i = 0; i < n; ++i) out[i] *= factor[i];                                         \
+#define GSPO_DEFINE_FOR_STATS(S)                                                            \
+    GSPO_CLONES S maximum(const S* z, int64_t n) {                                          \
+        return maximum_of(z, n);                                                            \
+    }                                                                                       \
+    GSPO_CLONES S sum_exp(const S* z, int64_t n, S shift) {                                 \
+        return sum_exp_of(z, n, shift);                                                     \
+    }                                                                                       \
+    GSPO_CLONES ExpSums<S> sum_exp_weighted(const S* z, int64_t n, S shift) {               \
+        return sum_exp_weighted_of(z, n, shift);                                            \
+    }                                                                                       \
+    GSPO_CLONES void transform(S* z, int64_t n, const Transform<S>& parameters, S* slope) { \
+        transform_of(z, n, parameters, slope);                                              \
+    }                                                                                       \
+    GSPO_CLONES void gradient(const S* z, int64_t n, const RowGradient<S>& row, S* out) {   \
+        gradient_of(z, n, row, out);                                                        \
+    }                                                                                       \
+    GSPO_CLONES void multiply(S* out, const S* factor, int64_t n) {                         \
+        for (int64_t i = 0; i < n; ++i) out[i] *= factor[i];                                \
     }
 GSPO_DEFINE_FOR_STATS(float)
 GSPO_DEFINE_FOR_STATS(double)
 
-#define GSPO_DEFINE_LOAD(T, S) \
-    GSPO_CLONES void load(const T* x, int64_t stride, int64_t n, S* z) { load_of(x, stride, n, z); }
+#define GSPO_DEFINE_LOAD(T, S)                                           \
+    GSPO_CLONES void load(const T* x, int64_t stride, int64_t n, S* z) { \
+        load_of(x, stride, n, z);                                        \
+    }
 GSPO_DEFINE_LOAD(float, float)
 GSPO_DEFINE_LOAD(BFloat16, float)
 GSPO_DEFINE_LOAD(Half, float)
 GSPO_DEFINE_LOAD(double, double)
 
-#define GSPO_DEFINE_STORE(S, T) \
-    GSPO_CLONES void store(const S* g, int64_t n, T* out) { store_of(g, n, out); }
+#define GSPO_DEFINE_STORE(S, T)                             \
+    GSPO_CLONES void store(const S* g, int64_t n, T* out) { \
+        store_of(g, n, out);                                \
+    }
 GSPO_DEFINE_STORE(float, float)
 GSPO_DEFINE_STORE(float, BFloat16)
 GSPO_DEFINE_STORE(float, Half)

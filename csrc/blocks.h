@@ -1,6 +1,8 @@
-// The vectorised loops: each works on one block of a row, at most kBlock elements, small enough to stay in L1.
+// The vectorised loops: each works on one block of a row, at most kBlock elements, small enough to stay in
+// L1.
 //
-// S is the dtype of statistics (float, or double for fp64 logits), T the dtype of a tensor. z are transformed logits.
+// S is the dtype of statistics (float, or double for fp64 logits), T the dtype of a tensor. z are transformed
+// logits.
 #pragma once
 
 #include <cstdint>
@@ -24,19 +26,20 @@ struct ExpSums {
     S weighted;  // sum of exp(z - shift) * (z - shift)
 };
 
-// d/dz of c * logp(label) + entropy_c * entropy, but for the one-hot term: -p (c + entropy_c (log p + entropy)).
-// log p = (z - shift) - log_sum; two terms because one float can't hold log-sum-exp when the logits are large.
+// d/dz of c * logp(label) + entropy_c * entropy, but for the one-hot term: -p (c + entropy_c (log p +
+// entropy)). log p = (z - shift) - log_sum; two terms because one float can't hold log-sum-exp when the
+// logits are large.
 template <class S>
 struct RowGradient {
     S shift, log_sum, c, entropy_c, entropy;
 };
 
-#define GSPO_DECLARE_FOR_STATS(S)                                                         \
-    S maximum(const S* z, int64_t n); /* NaN is passed over; -inf where n is 0 */         \
-    S sum_exp(const S* z, int64_t n, S shift);                                            \
-    ExpSums<S> sum_exp_weighted(const S* z, int64_t n, S shift);                          \
-    /* In place; slope, where not null, becomes d tanh / d its argument. */               \
-    void transform(S* z, int64_t n, const Transform<S>& parameters, S* slope);            \
+#define GSPO_DECLARE_FOR_STATS(S)                                                           \
+    S maximum(const S* z, int64_t n); /* NaN is passed over; -inf where n is 0 */           \
+    S sum_exp(const S* z, int64_t n, S shift);                                              \
+    ExpSums<S> sum_exp_weighted(const S* z, int64_t n, S shift);                            \
+    /* In place; slope, where not null, becomes d tanh / d its argument. */                 \
+    void transform(S* z, int64_t n, const Transform<S>& parameters, S* slope);              \
     void gradient(const S* z, int64_t n, const RowGradient<S>& row, S* out); /* z or not */ \
     void multiply(S* out, const S* factor, int64_t n);
 GSPO_DECLARE_FOR_STATS(float)
@@ -48,10 +51,10 @@ void load(const BFloat16* x, int64_t stride, int64_t n, float* z);
 void load(const Half* x, int64_t stride, int64_t n, float* z);
 void load(const double* x, int64_t stride, int64_t n, double* z);
 
-#define GSPO_DECLARE_STORE(S)                       \
-    void store(const S* g, int64_t n, float* out);  \
+#define GSPO_DECLARE_STORE(S)                         \
+    void store(const S* g, int64_t n, float* out);    \
     void store(const S* g, int64_t n, BFloat16* out); \
-    void store(const S* g, int64_t n, Half* out);   \
+    void store(const S* g, int64_t n, Half* out);     \
     void store(const S* g, int64_t n, double* out);
 GSPO_DECLARE_STORE(float)
 GSPO_DECLARE_STORE(double)

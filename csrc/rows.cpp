@@ -7,6 +7,10 @@
 #include <cmath>
 #include <type_traits>
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
 #include "blocks.h"
 
 namespace gspo_kernels {
@@ -17,8 +21,6 @@ using StatsOf = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
-
-// ---- Rows and threads ----------------------------------------------------------------------------------------------
 
 template <class T>
 struct Rows {
@@ -51,7 +53,8 @@ S* mutable_values(const Tensor& tensor) {
     return static_cast<S*>(tensor.mutable_data_ptr());
 }
 
-// Threads take chunks from a shared counter: masked rows cost nothing, so equal shares would not be equal work.
+// Threads take chunks from a shared counter: masked rows cost little, so equal shares would not be equal
+// work.
 template <class F>
 void for_each_row(int64_t rows, int64_t vocabulary, const F& work) {
     constexpr int64_t kChunkElements = 1 << 15;
@@ -67,7 +70,19 @@ void for_each_row(int64_t rows, int64_t vocabulary, const F& work) {
     });
 }
 
-// ---- One row -------------------------------------------------------------------------------------------------------
+// Memory fresh from the allocator costs a page fault every 4 KiB at its first write, which takes longer than
+// the gradient itself. Every element of `out` is about to be written, so ask for huge pages; the kernel may
+// decline.
+void prepare_for_writing(const Tensor& out, const Tensor& logits) {
+#if defined(MADV_HUGEPAGE)
+    constexpr uintptr_t kHugePage = 2 << 20;
+    const auto begin = reinterpret_cast<uintptr_t>(out.mutable_data_ptr());
+    if (!out.is_contiguous() || begin == reinterpret_cast<uintptr_t>(logits.const_data_ptr())) return;
+    const uintptr_t first = (begin + kHugePage - 1) / kHugePage * kHugePage;
+    const uintptr_t last = (begin + out.numel() * out.element_size()) / kHugePage * kHugePage;
+    if (last >= first + 8 * kHugePage) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+#endif
+}
 
 // The transformed logits of one row, a block at a time.
 template <class T>
@@ -76,7 +91,10 @@ class Row {
     using S = StatsOf<T>;
 
     Row(const Rows<const T>& rows, int64_t index, int64_t label, const Transform<S>& parameters)
-        : data_(rows.row(index)), stride_(rows.stride_v), vocabulary_(rows.vocabulary), transform_(parameters),
+        : data_(rows.row(index)),
+          stride_(rows.stride_v),
+          vocabulary_(rows.vocabulary),
+          transform_(parameters),
           label_(label >= 0 && label < rows.vocabulary ? label : -1) {}
 
     int64_t vocabulary() const { return vocabulary_; }
@@ -94,9 +112,9 @@ class Row {
         return buffer;
     }
 
-    // The same bits as in block(); NaN where the label is out of range.
+    // -inf where the label is out of range: it has no part in the sums.
     S label_logit() const {
-        S buffer[1] = {static_cast<S>(kNaN)};
+        S buffer[1] = {-std::numeric_limits<S>::infinity()};
         return label_ < 0 ? buffer[0] : *block(label_, 1, buffer);
     }
 
@@ -119,7 +137,8 @@ template <class T>
 Statistics row_statistics(const Row<T>& row, bool with_entropy) {
     using S = StatsOf<T>;
     alignas(64) S buffer[kBlock];
-    double maximum_others = -kInfinity, sum = 0, weighted = 0;  // sums of exp(z - max) and exp(z - max) (z - max)
+    // Sums of exp(z - maximum) and exp(z - maximum) (z - maximum).
+    double maximum_others = -kInfinity, sum = 0, weighted = 0;
     for (int64_t begin = 0; begin < row.vocabulary(); begin += kBlock) {
         const int64_t n = std::min(kBlock, row.vocabulary() - begin);
         const S* z = row.block(begin, n, buffer);
@@ -149,33 +168,32 @@ Statistics row_statistics(const Row<T>& row, bool with_entropy) {
     }
 
     const double z_label = row.label_logit();
-    const double lse_minus_label = (maximum_others - z_label) + std::log(sum);  // of the others
+    const double lse_minus_label = (maximum_others - z_label) + std::log(sum);  // lse of the others
     Statistics result;
-    if (row.label() < 0) {
-        result.logprob = kNaN;
-        result.maximum = maximum_others;
-        result.log_sum = std::log(sum);
-    } else if (lse_minus_label <= 0) {
+    if (lse_minus_label <= 0) {
+        result.maximum = z_label;
         result.log_sum = std::log1p(std::exp(lse_minus_label));
         result.logprob = 0.0 - result.log_sum;
-        result.maximum = z_label;
     } else {
-        const double softplus_rest = std::log1p(std::exp(-lse_minus_label));
-        result.logprob = -(lse_minus_label + softplus_rest);
+        const double rest = std::log1p(std::exp(-lse_minus_label));
         result.maximum = maximum_others;
-        result.log_sum = std::log(sum) + softplus_rest;
+        result.log_sum = std::log(sum) + rest;
+        result.logprob = -(lse_minus_label + rest);
     }
     result.lse = result.maximum + result.log_sum;
-    // log_softmax of a row that holds +inf is NaN, its log-sum-exp +inf.
-    if (z_label == kInfinity) result.logprob = kNaN;
-    if (z_label == kInfinity || maximum_others == kInfinity) result.lse = kInfinity;
+    // As in PyTorch: log_softmax of a row with +inf is NaN, its logsumexp +inf; that of nothing but -inf is
+    // -inf.
+    const double highest = std::max(z_label, maximum_others);
+    if (highest == kInfinity) result.lse = kInfinity;
+    if (highest == -kInfinity && sum == 0) result.lse = -kInfinity;
+    if (z_label == kInfinity || row.label() < 0) result.logprob = kNaN;
 
     // H = log S - W / S with S = sum exp(z - m), W = sum exp(z - m) (z - m) over all columns: two terms >= 0.
     result.entropy = kNaN;
     if (with_entropy && std::isfinite(result.lse)) {
         const double others = maximum_others - result.maximum, factor = sum == 0 ? 0 : std::exp(others);
         double total = factor * sum, total_weighted = factor == 0 ? 0 : factor * (weighted + sum * others);
-        if (row.label() >= 0 && z_label != -kInfinity) {
+        if (z_label != -kInfinity) {
             const double label = z_label - result.maximum, p = std::exp(label);
             total += p;
             total_weighted += p == 0 ? 0 : p * label;
@@ -185,23 +203,47 @@ Statistics row_statistics(const Row<T>& row, bool with_entropy) {
     return result;
 }
 
-// The normalizer of log p = (z - shift) - log_sum. `lse` was rounded to S, which log p inherits in absolute terms; but
-// z_label - logprob is lse too, and rounded only as logprob was. The smaller of the two magnitudes is the better source;
-// where both are large (logits far from 0 and an improbable label) the row is summed again.
-template <class T, class S>
+template <class T>
+double row_maximum(const Row<T>& row) {
+    alignas(64) StatsOf<T> buffer[kBlock];
+    double result = -kInfinity;
+    for (int64_t begin = 0; begin < row.vocabulary(); begin += kBlock) {
+        const int64_t n = std::min(kBlock, row.vocabulary() - begin);
+        result = std::max<double>(result, maximum(row.block(begin, n, buffer), n));
+    }
+    return result;
+}
+
+// The unit roundoff of a dtype, doubled.
+template <class T>
+constexpr double kEps = std::is_same_v<T, double>     ? 0x1p-52
+                        : std::is_same_v<T, float>    ? 0x1p-23
+                        : std::is_same_v<T, BFloat16> ? 0x1p-7
+                                                      : 0x1p-10;
+
+// Chooses shift and log_sum of log p = (z - shift) - log_sum. `lse` was rounded to S, and log p inherits that
+// in absolute terms; z_label - logprob is lse too, rounded as logprob was. The smaller of the two magnitudes
+// is the better source. Its error times the largest p is what the gradient gets: where an output of type O
+// could show it, the row, in cache by now, is summed again. The entropy's gradient p (log p + H) cancels on
+// peaked rows: always.
+template <class O, class T, class S>
 void set_normalizer(const Row<T>& row, S logprob, S lse, RowGradient<S>& gradient) {
-    constexpr S kLarge = 16;  // up to here log p is off by half an ulp of 16 at most, as plain log_softmax's is
-    const S from_label = std::isnan(logprob) ? std::numeric_limits<S>::infinity() : std::abs(logprob);
-    if (std::abs(lse) <= std::min(from_label, kLarge)) {
-        gradient.shift = lse;
-        gradient.log_sum = 0;
-    } else if (from_label <= kLarge) {
-        gradient.shift = row.label_logit();
-        gradient.log_sum = -logprob;
-    } else {
+    const double from_label = std::isnan(logprob) ? kInfinity : std::abs(logprob), from_lse = std::abs(lse);
+    const double magnitude = std::min(from_label, from_lse);
+    const double tolerated = std::max(1.0, kEps<O> / kEps<S>);
+    const bool precise =
+        gradient.entropy_c == 0 &&
+        (magnitude <= tolerated || magnitude * std::exp(row_maximum(row) - lse) <= tolerated);
+    if (!precise) {
         const Statistics statistics = row_statistics(row, false);
         gradient.shift = static_cast<S>(statistics.maximum);
         gradient.log_sum = static_cast<S>(statistics.log_sum);
+    } else if (from_lse <= from_label) {
+        gradient.shift = lse;
+        gradient.log_sum = 0;
+    } else {
+        gradient.shift = row.label_logit();
+        gradient.log_sum = -logprob;
     }
 }
 
@@ -217,11 +259,11 @@ void write_nan(O* out, int64_t n) {
     std::fill_n(out, n, nan);
 }
 
-// Blocks upwards, each read before it is written: `out` may be the logits, or narrower rows inside their memory.
-// chain is dz/dx without the soft cap's part.
+// Blocks upwards, each read before it is written: `out` may be the logits, or narrower rows inside their
+// memory. chain is dz/dx without the soft cap's part.
 template <class T, class O, class S>
-void write_gradient(const Row<T>& row, S logprob, const RowGradient<S>& gradient_row, bool soft_capped, S chain,
-                    O* out) {
+void write_gradient(const Row<T>& row, S logprob, const RowGradient<S>& gradient_row, bool soft_capped,
+                    S chain, O* out) {
     alignas(64) S buffer[kBlock], slope[kBlock];
     RowGradient<S> scaled = gradient_row;
     scaled.c *= chain;
@@ -242,8 +284,6 @@ void write_gradient(const Row<T>& row, S logprob, const RowGradient<S>& gradient
         store(buffer, n, out + begin);
     }
 }
-
-// ---- Dtypes --------------------------------------------------------------------------------------------------------
 
 template <class F>
 void visit_dtype(const Tensor& tensor, const F& work) {
@@ -271,10 +311,8 @@ Transform<S> transform_of_row(const LogitOptions& options, const S* row_temperat
 
 }  // namespace
 
-// ---- Operations ----------------------------------------------------------------------------------------------------
-
-void logprobs_forward(const Tensor& logits, const Tensor& labels, const LogitOptions& options, Tensor& logprobs,
-                      Tensor& lse, std::optional<Tensor>& entropy) {
+void logprobs_forward(const Tensor& logits, const Tensor& labels, const LogitOptions& options,
+                      Tensor& logprobs, Tensor& lse, std::optional<Tensor>& entropy) {
     visit_dtype(logits, [&](auto dtype) {
         using T = decltype(dtype);
         using S = StatsOf<T>;
@@ -305,6 +343,7 @@ void logprobs_backward(const Tensor& logits, const Tensor& labels, const LogitOp
         using S = StatsOf<T>;
         const Rows<const T> rows(logits, const_cast<void*>(logits.const_data_ptr()));
         const Rows<O> out_rows(out, out.mutable_data_ptr());
+        prepare_for_writing(out, logits);
         const auto* label = values<int64_t>(labels);
         const auto* row_temperature = values<S>(options.row_temperature);
         const S *logprob_in = values<S>(logprobs), *lse_in = values<S>(lse), *entropy_in = values<S>(entropy);
@@ -322,12 +361,13 @@ void logprobs_backward(const Tensor& logits, const Tensor& labels, const LogitOp
                 return write_zeros(out_row, rows.vocabulary);
             }
             if (!std::isfinite(lse_in[i])) return write_nan(out_row, rows.vocabulary);
-            set_normalizer(row, logprob_in[i], lse_in[i], gradient);
+            set_normalizer<O>(row, logprob_in[i], lse_in[i], gradient);
             write_gradient(row, logprob_in[i], gradient, parameters.softcap != 0,
                            parameters.logit_scale / parameters.temperature, out_row);
         });
     };
-    visit_dtype(logits, [&](auto dtype) { visit_dtype(out, [&](auto out_dtype) { work(dtype, out_dtype); }); });
+    visit_dtype(logits,
+                [&](auto dtype) { visit_dtype(out, [&](auto out_dtype) { work(dtype, out_dtype); }); });
 }
 
 void logprobs_and_grad(const Tensor& logits, const Tensor& labels, const LogitOptions& options,
@@ -338,6 +378,7 @@ void logprobs_and_grad(const Tensor& logits, const Tensor& labels, const LogitOp
         using S = StatsOf<T>;
         const Rows<const T> rows(logits, const_cast<void*>(logits.const_data_ptr()));
         const Rows<O> out_rows(out, out.mutable_data_ptr());
+        prepare_for_writing(out, logits);
         const auto* label = values<int64_t>(labels);
         const auto* row_temperature = values<S>(options.row_temperature);
         const S* c = values<S>(coefficients);
@@ -356,13 +397,14 @@ void logprobs_and_grad(const Tensor& logits, const Tensor& labels, const LogitOp
             lse_out[i] = static_cast<S>(statistics.lse);
             if (c[i] == 0 || row.label() < 0) return write_zeros(out_row, rows.vocabulary);
             if (!std::isfinite(lse_out[i])) return write_nan(out_row, rows.vocabulary);
-            const RowGradient<S> gradient{static_cast<S>(statistics.maximum), static_cast<S>(statistics.log_sum),
-                                          c[i], 0, 0};
+            const RowGradient<S> gradient{static_cast<S>(statistics.maximum),
+                                          static_cast<S>(statistics.log_sum), c[i], 0, 0};
             write_gradient(row, logprob, gradient, parameters.softcap != 0,
                            parameters.logit_scale / parameters.temperature, out_row);
         });
     };
-    visit_dtype(logits, [&](auto dtype) { visit_dtype(out, [&](auto out_dtype) { work(dtype, out_dtype); }); });
+    visit_dtype(logits,
+                [&](auto dtype) { visit_dtype(out, [&](auto out_dtype) { work(dtype, out_dtype); }); });
 }
 
 }  // namespace gspo_kernels

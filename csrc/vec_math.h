@@ -12,7 +12,8 @@
 
 namespace gspo_kernels {
 
-// 16-bit floats as bits: every conversion below is integer work, exact, and indifferent to flush-to-zero modes.
+// 16-bit floats as bits: every conversion below is integer work, exact, and indifferent to flush-to-zero
+// modes.
 struct BFloat16 {
     uint16_t bits;
 };
@@ -25,10 +26,16 @@ GSPO_INLINE S select(bool condition, S yes, S no) {
     return condition ? yes : no;
 }
 
-GSPO_INLINE float to_float(float x) { return x; }
-GSPO_INLINE double to_float(double x) { return x; }
+GSPO_INLINE float to_float(float x) {
+    return x;
+}
+GSPO_INLINE double to_float(double x) {
+    return x;
+}
 
-GSPO_INLINE float to_float(BFloat16 x) { return std::bit_cast<float>(static_cast<uint32_t>(x.bits) << 16); }
+GSPO_INLINE float to_float(BFloat16 x) {
+    return std::bit_cast<float>(static_cast<uint32_t>(x.bits) << 16);
+}
 
 GSPO_INLINE float to_float(Half x) {
     const uint32_t magnitude = x.bits & 0x7fffu;
@@ -36,15 +43,24 @@ GSPO_INLINE float to_float(Half x) {
     // Exponents are rebased by 127 - 15; subnormals are integers in units of 2^-24.
     const uint32_t normal = (magnitude << 13) + (112u << 23);
     const uint32_t infinite_or_nan = (magnitude << 13) | 0x7f800000u;
-    const uint32_t subnormal = std::bit_cast<uint32_t>(static_cast<float>(static_cast<int32_t>(magnitude)) * 0x1p-24f);
+    const uint32_t subnormal =
+        std::bit_cast<uint32_t>(static_cast<float>(static_cast<int32_t>(magnitude)) * 0x1p-24f);
     const uint32_t finite = select(magnitude < 0x0400u, subnormal, normal);
     return std::bit_cast<float>(select(magnitude < 0x7c00u, finite, infinite_or_nan) | sign);
 }
 
-GSPO_INLINE void from_float(float x, float& out) { out = x; }
-GSPO_INLINE void from_float(double x, double& out) { out = x; }
-GSPO_INLINE void from_float(float x, double& out) { out = x; }
-GSPO_INLINE void from_float(double x, float& out) { out = static_cast<float>(x); }
+GSPO_INLINE void from_float(float x, float& out) {
+    out = x;
+}
+GSPO_INLINE void from_float(double x, double& out) {
+    out = x;
+}
+GSPO_INLINE void from_float(float x, double& out) {
+    out = x;
+}
+GSPO_INLINE void from_float(double x, float& out) {
+    out = static_cast<float>(x);
+}
 
 // Round to nearest even.
 GSPO_INLINE void from_float(float x, BFloat16& out) {
@@ -68,8 +84,12 @@ GSPO_INLINE void from_float(float x, Half& out) {
     out.bits = static_cast<uint16_t>(result | sign);
 }
 
-GSPO_INLINE void from_float(double x, BFloat16& out) { from_float(static_cast<float>(x), out); }
-GSPO_INLINE void from_float(double x, Half& out) { from_float(static_cast<float>(x), out); }
+GSPO_INLINE void from_float(double x, BFloat16& out) {
+    from_float(static_cast<float>(x), out);
+}
+GSPO_INLINE void from_float(double x, Half& out) {
+    from_float(static_cast<float>(x), out);
+}
 
 // exp(r) = 1 + r + r^2 P(r) on |r| <= ln(2) / 2: P is the Chebyshev fit whose error, times r^2, is below a
 // twentieth of the type's rounding. ln 2 is split so that n * ln2_high is exact without a fused multiply-add.
@@ -81,7 +101,8 @@ struct ExpConstants<float> {
     using Bits = uint32_t;
     static constexpr float lowest = -0x1.5d589ep+6f;  // ln of the smallest normal number
     static constexpr float log2_e = 0x1.715476p+0f, ln2_high = 0x1.62e4p-1f, ln2_low = 0x1.7f7d1cp-20f;
-    static constexpr float round = 0x1.8p23f;  // adding it leaves the rounded integer in the low mantissa bits
+    static constexpr float round =
+        0x1.8p23f;  // adding it leaves the rounded integer in the low mantissa bits
     static constexpr int mantissa = 23;
     static constexpr float p[] = {0x1.0p-1f, 0x1.5554dcp-3f, 0x1.555518p-5f, 0x1.120be2p-7f, 0x1.6d117cp-10f};
 };
@@ -134,16 +155,18 @@ struct TanhAndSlope {
     S slope;  // 1 - tanh^2, without its cancellation
 };
 
-// Through e = exp(-2|u|): tanh = (1 - e) / (1 + e) with 1 - e computed as -expm1, slope = 4 e / (1 + e)^2.
+// Through e = exp(-2|u|): tanh is 1 - 2e / (1 + e) where e is small, -expm1(-2|u|) / (1 + e) where u is.
 template <class S>
 GSPO_INLINE TanhAndSlope<S> tanh_and_slope(S u) {
     S x = S(-2) * select(u < 0, -u, u);
     x = select(x < ExpConstants<S>::lowest, ExpConstants<S>::lowest, x);
     const auto [power, reduced] = reduced_exp(x);
-    const S expm1 = power * reduced + (power - 1);
-    const S magnitude = -expm1 / (2 + expm1);
-    const S tanh = select(u < 0, -magnitude, magnitude);
-    return {tanh, 4 * (1 + expm1) / ((2 + expm1) * (2 + expm1))};
+    const S e = power + power * reduced;
+    const S minus_expm1 = (1 - power) - power * reduced;
+    const bool e_is_small = e < S(0.25);
+    const S quotient = select(e_is_small, 2 * e, minus_expm1) / (1 + e);
+    const S magnitude = select(e_is_small, 1 - quotient, quotient);
+    return {select(u < 0, -magnitude, magnitude), 4 * e / ((1 + e) * (1 + e))};
 }
 
 }  // namespace gspo_kernels

@@ -91,6 +91,12 @@ def logprobs_and_grad(
     return stats
 
 
+def scale_(values: Tensor, factor: Tensor) -> None:
+    """See ``ops.backends.RowBackend.scale_``."""
+    if factor.item() != 1.0:
+        values.mul_(factor)
+
+
 def _operators() -> torch._ops._OpNamespace:
     reason = _why_not_loaded()
     if reason is not None:
@@ -129,12 +135,6 @@ def _row_arguments(
         transform.temperature,
         ignore_index,
     )
-
-
-def scale_(values: Tensor, factor: Tensor) -> None:
-    """See ``ops.backends.RowBackend.scale_``."""
-    if factor.item() != 1.0:
-        values.mul_(factor)
 
 
 def _check_out(logits: Tensor, out: Tensor) -> None:

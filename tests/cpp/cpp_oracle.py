@@ -1,0 +1,96 @@
+"""What the C++ backend is held against: a long-double oracle in NumPy, and plain PyTorch for the budget."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gspo_kernels.types import LogitTransform, stats_dtype
+
+IGNORE = -100
+
+
+class Result(NamedTuple):
+    """Statistics [B, T]; grad [B, T, V] of ``sum(grad_logprobs * logprobs + grad_entropy * entropy)``."""
+
+    logprobs: np.ndarray
+    lse: np.ndarray
+    entropy: np.ndarray
+    grad: np.ndarray
+
+
+def exact(
+    logits: Tensor,
+    labels: Tensor,
+    transform: LogitTransform,
+    grad_logprobs: Tensor,
+    grad_entropy: Tensor | None = None,
+) -> Result:
+    """The formulas in long double. Finite logits, labels in range or ``IGNORE``."""
+    x, g = _wide(logits), _wide(grad_logprobs)[..., None]
+    ge = np.zeros_like(g) if grad_entropy is None else _wide(grad_entropy)[..., None]
+    temperature = (
+        np.longdouble(transform.temperature)
+        if transform.row_temperature is None
+        else _wide(transform.row_temperature)[..., None]
+    )
+    u = x * np.longdouble(transform.logit_scale)
+    slope = np.longdouble(transform.logit_scale) / temperature
+    if transform.softcap:
+        tanh = np.tanh(u / np.longdouble(transform.softcap))
+        u, slope = np.longdouble(transform.softcap) * tanh, slope * (1 - tanh**2)
+    z = u / temperature
+    maximum = z.max(-1, keepdims=True)
+    log_sum = np.log(np.exp(z - maximum).sum(-1, keepdims=True))
+    log_p = z - maximum - log_sum
+    p = np.exp(log_p)
+    entropy = -(p * log_p).sum(-1, keepdims=True)
+    counted = labels.numpy() != IGNORE
+    index = np.where(counted, labels.numpy(), 0)[..., None]
+    one_hot = (np.arange(x.shape[-1]) == index).astype(np.longdouble)
+    grad = (g * (one_hot - p) - ge * p * (log_p + entropy)) * slope
+    stats = np.take_along_axis(log_p, index, -1), maximum + log_sum, entropy
+    return Result(*(np.where(counted, s[..., 0], 0) for s in stats), np.where(counted[..., None], grad, 0))
+
+
+def plain(
+    logits: Tensor,
+    labels: Tensor,
+    transform: LogitTransform,
+    grad_logprobs: Tensor,
+    grad_entropy: Tensor | None = None,
+) -> Result:
+    """What a user would write in PyTorch, in the statistics' dtype, its gradient in the logits' dtype."""
+    leaf = logits.detach().clone().requires_grad_()
+    z = leaf.to(stats_dtype(logits.dtype)) * transform.logit_scale
+    if transform.softcap:
+        z = transform.softcap * torch.tanh(z / transform.softcap)
+    z = z / (
+        transform.temperature if transform.row_temperature is None else transform.row_temperature[..., None]
+    )
+    log_p = torch.log_softmax(z, -1)
+    counted = labels != IGNORE
+    logprobs = log_p.gather(-1, labels.long().where(counted, 0)[..., None])[..., 0].where(counted, 0)
+    entropy = -(log_p.exp() * log_p).sum(-1).where(counted, 0)
+    objective = (logprobs * grad_logprobs).sum()
+    if grad_entropy is not None:
+        objective = objective + (entropy * grad_entropy).sum()
+    (grad,) = torch.autograd.grad(objective, leaf)
+    lse = torch.logsumexp(z, -1).where(counted, 0)
+    return Result(*(_wide(t.detach()) for t in (logprobs, lse, entropy, grad)))
+
+
+def assert_within_budget(name: str, ours: Tensor, plain_values: np.ndarray, exact_values: np.ndarray) -> None:
+    """Error <= 2 x the error of plain PyTorch + eps * max|exact|, eps that of our result's dtype."""
+    assert not ours.isnan().any(), name
+    error = np.abs(_wide(ours) - exact_values).max(initial=0)
+    plain_error = np.abs(plain_values - exact_values).max(initial=0)
+    budget = 2 * plain_error + torch.finfo(ours.dtype).eps * np.abs(exact_values).max(initial=0)
+    assert error <= budget, f"{name}: error {error:.3e}, plain PyTorch {plain_error:.3e}, budget {budget:.3e}"
+
+
+def _wide(tensor: Tensor) -> np.ndarray:
+    return tensor.double().numpy().astype(np.longdouble)

@@ -1,0 +1,112 @@
+"""The package without its extension: it builds, imports, and says what is missing and why."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from gspo_kernels import cpp
+
+ROOT = Path(__file__).parents[2]
+CPU = torch.device("cpu")
+
+
+def tree(destination: Path) -> Path:
+    """A copy of what the build and the backend need, without any extension built before."""
+    shutil.copytree(ROOT / "csrc", destination / "csrc")
+    shutil.copy(ROOT / "setup.py", destination)
+    for source in ("cpp/__init__.py", "types.py"):
+        (destination / "gspo_kernels" / source).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / "gspo_kernels" / source, destination / "gspo_kernels" / source)
+    (destination / "gspo_kernels" / "__init__.py").touch()
+    return destination
+
+
+def run(cwd: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, **environment}
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=cwd,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
+
+
+def reported(cwd: Path) -> str:
+    code = "import torch; from gspo_kernels import cpp; print(cpp.unavailable(torch.device('cpu')))"
+    return run(cwd, "-c", code, PYTHONPATH=str(cwd)).stdout
+
+
+@pytest.mark.parametrize(
+    ("environment", "reason"),
+    [
+        ({"GSPO_KERNELS_NO_EXT": "1"}, "left out of this build by GSPO_KERNELS_NO_EXT"),
+        ({"CXX": "/nonexistent/c++", "CC": "/nonexistent/cc"}, "compiling it failed"),
+        ({"CXX": "false", "CC": "false"}, "compiling it failed"),
+        ({"PYTHONPATH": "no_torch"}, "PyTorch can't be imported by the build"),
+    ],
+    ids=["switched off", "no compiler", "broken compiler", "no torch"],
+)
+def test_build_goes_on_without_the_extension_and_says_why(tmp_path, environment, reason):
+    root = tree(tmp_path)
+    (root / "no_torch" / "torch").mkdir(parents=True)
+    (root / "no_torch" / "torch" / "__init__.py").write_text("raise ImportError('not here')\n")
+    built = run(root, "setup.py", "build_ext", "--inplace", **environment)
+    assert "WARNING: gspo_kernels is built without its C++ CPU backend" in built.stderr
+    assert not list(root.rglob("_C*.so"))
+    message = reported(root)
+    assert "gspo_kernels._C is missing" in message and reason in message
+
+
+def test_wheel_build_carries_the_reason(tmp_path):
+    root = tree(tmp_path)
+    run(root, "setup.py", "build_ext", "--build-lib", "lib", GSPO_KERNELS_NO_EXT="1")
+    assert "GSPO_KERNELS_NO_EXT" in (root / "lib" / "gspo_kernels" / "_C.unavailable").read_text()
+    assert not (root / "gspo_kernels" / "_C.unavailable").exists()
+
+
+def test_nothing_built_yet(tmp_path):
+    assert "no build has been tried" in reported(tree(tmp_path))
+
+
+def test_extension_that_does_not_load(tmp_path):
+    root = tree(tmp_path)
+    (root / "gspo_kernels" / "_C.abi3.so").write_bytes(b"not a library")
+    assert "gspo_kernels._C does not load" in reported(root)
+
+
+@pytest.mark.parametrize("device", ["cuda", "meta", "mps"])
+def test_other_devices_are_refused(device):
+    assert "CPU tensors only" in str(cpp.unavailable(torch.device(device)))
+
+
+def test_calls_without_the_extension_raise_its_reason(monkeypatch):
+    monkeypatch.setattr(cpp, "_why_not_loaded", lambda: "the reason")
+    assert cpp.unavailable(CPU) == "the reason"
+    with pytest.raises(RuntimeError, match="the reason"):
+        cpp.logprobs_forward(
+            torch.zeros(1, 1, 2),
+            torch.zeros(1, 1, dtype=torch.int64),
+            cpp.LogitTransform(),
+            ignore_index=-100,
+            entropy=False,
+        )
+
+
+def test_extension_is_stable_abi_and_needs_no_openmp_of_its_own():
+    if cpp.unavailable(CPU) is not None:
+        pytest.skip(str(cpp.unavailable(CPU)))
+    import gspo_kernels._C as extension
+
+    assert extension.__file__.endswith(".abi3.so")
+    needed = Path(extension.__file__).read_bytes()
+    assert b"libgomp" not in needed and b"libtorch_python" not in needed

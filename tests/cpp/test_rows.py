@@ -1,0 +1,531 @@
+"""Row operations of the C++ backend: values, layouts, special values, determinism, addressing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from cpp_oracle import IGNORE, assert_within_budget, exact, plain
+from torch import Tensor
+
+from gspo_kernels import cpp
+from gspo_kernels.types import LogitTransform, RowStats, stats_dtype
+
+pytestmark = pytest.mark.skipif(
+    cpp.unavailable(torch.device("cpu")) is not None, reason=str(cpp.unavailable(torch.device("cpu")))
+)
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+IDENTITY = LogitTransform()
+TRANSFORMS = {
+    "identity": IDENTITY,
+    "temperature": LogitTransform(temperature=0.7),
+    "scale": LogitTransform(logit_scale=1.7),
+    "softcap": LogitTransform(softcap=5.0),
+    "all": LogitTransform(logit_scale=0.3, softcap=2.0, temperature=1.3),
+}
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+def make(vocabulary: int, dtype: torch.dtype, *, rows: tuple[int, int] = (2, 5), spread: float = 3.0):
+    """Logits, labels (one ignored, one the row's maximum), gradients of log-probs and entropy."""
+    logits = (torch.randn(*rows, vocabulary, dtype=torch.float64) * spread).to(dtype)
+    labels = torch.randint(0, vocabulary, rows)
+    labels[0, 0] = logits[0, 0].argmax()
+    labels[-1, 1] = IGNORE
+    return logits, labels, torch.randn(rows), torch.randn(rows)
+
+
+def forward(
+    logits: Tensor, labels: Tensor, transform: LogitTransform = IDENTITY, entropy: bool = True
+) -> RowStats:
+    return cpp.logprobs_forward(logits, labels, transform, ignore_index=IGNORE, entropy=entropy)
+
+
+def backward(
+    logits: Tensor,
+    labels: Tensor,
+    stats: RowStats,
+    grad_logprobs: Tensor,
+    grad_entropy: Tensor | None = None,
+    transform: LogitTransform = IDENTITY,
+    *,
+    scale: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """The gradient, in memory poisoned with NaN unless ``out`` is given."""
+    if out is None:
+        out = torch.full(logits.shape, float("nan"), dtype=logits.dtype)
+    cpp.logprobs_backward(
+        logits, labels, stats, grad_logprobs, grad_entropy, scale, transform, ignore_index=IGNORE, out=out
+    )
+    return out
+
+
+def and_grad(logits: Tensor, labels: Tensor, c: Tensor, transform: LogitTransform = IDENTITY, out=None):
+    if out is None:
+        out = torch.full(logits.shape, float("nan"), dtype=logits.dtype)
+    return cpp.logprobs_and_grad(logits, labels, c, transform, ignore_index=IGNORE, out=out), out
+
+
+def equal(a, b) -> bool:
+    """Same bits, NaN included."""
+    return all(
+        x is y is None or (x.dtype == y.dtype and torch.equal(x.nan_to_num(7.0), y.nan_to_num(7.0)))
+        for x, y in zip(a, b, strict=True)
+    )
+
+
+# 1, 2: degenerate; 7..33, 257: around vector widths; 2047..4097: around the block; 32000: a real vocabulary.
+@pytest.mark.parametrize("vocabulary", [1, 2, 7, 8, 9, 31, 33, 257, 1009, 2047, 2048, 2049, 4097, 32000])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS.keys())
+def test_values_and_gradients_are_within_budget(vocabulary, dtype, transform):
+    logits, labels, g, ge = make(vocabulary, dtype, rows=(2, 2) if vocabulary > 10_000 else (2, 5))
+    stats = forward(logits, labels, transform)
+    assert stats.logprobs.dtype == stats.lse.dtype == stats.entropy.dtype == stats_dtype(dtype)
+    assert (stats.logprobs <= 0).all() and (stats.entropy >= 0).all()
+
+    want, usual = exact(logits, labels, transform, g, ge), plain(logits, labels, transform, g, ge)
+    assert_within_budget("logprobs", stats.logprobs, usual.logprobs, want.logprobs)
+    assert_within_budget("lse", stats.lse, usual.lse, want.lse)
+    assert_within_budget("entropy", stats.entropy, usual.entropy, want.entropy)
+    grad = backward(logits, labels, stats, g, ge, transform)
+    assert_within_budget("grad with entropy", grad, usual.grad, want.grad)
+
+    want, usual = exact(logits, labels, transform, g), plain(logits, labels, transform, g)
+    without_entropy = forward(logits, labels, transform, entropy=False)
+    assert without_entropy.entropy is None
+    assert equal(without_entropy[:2], stats[:2])
+    assert_within_budget("grad", backward(logits, labels, stats, g, None, transform), usual.grad, want.grad)
+
+    one_pass, grad = and_grad(logits, labels, g, transform)
+    assert equal(one_pass, without_entropy)
+    assert_within_budget("grad in one pass", grad, usual.grad, want.grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_temperature_per_row(dtype):
+    logits, labels, g, ge = make(1009, dtype)
+    temperature = torch.rand(5, 2, dtype=dtype).t() + 0.5
+    transform = LogitTransform(softcap=4.0, row_temperature=temperature)
+    stats = forward(logits, labels, transform)
+    want, usual = exact(logits, labels, transform, g, ge), plain(logits, labels, transform, g, ge)
+    assert_within_budget("logprobs", stats.logprobs, usual.logprobs, want.logprobs)
+    assert_within_budget("entropy", stats.entropy, usual.entropy, want.entropy)
+    assert_within_budget("grad", backward(logits, labels, stats, g, ge, transform), usual.grad, want.grad)
+
+
+@pytest.mark.parametrize("spread", [0.0, 30.0])
+@pytest.mark.parametrize("offset", [0.0, 1e3, -1e5])
+def test_logits_far_from_zero_and_far_apart(spread, offset):
+    logits, labels, g, ge = make(5000, torch.float32, rows=(1, 40), spread=spread)
+    logits += offset
+    want, usual = exact(logits, labels, IDENTITY, g, ge), plain(logits, labels, IDENTITY, g, ge)
+    stats = forward(logits, labels)
+    assert_within_budget("logprobs", stats.logprobs, usual.logprobs, want.logprobs)
+    assert_within_budget("entropy", stats.entropy, usual.entropy, want.entropy)
+    assert_within_budget("grad", backward(logits, labels, stats, g, ge), usual.grad, want.grad)
+    want, usual = exact(logits, labels, IDENTITY, g), plain(logits, labels, IDENTITY, g)
+    assert_within_budget("one pass", and_grad(logits, labels, g)[1], usual.grad, want.grad)
+
+
+@pytest.mark.parametrize("gap", [5.0, 12.0, 17.0, 30.0, 80.0])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_peaked_rows_keep_relative_precision(gap, dtype):
+    """p(label) rounds to 1 while log p and the gradient at the label must still tell how far it is from 1."""
+    logits = torch.randn(1, 4, 3001).to(dtype)
+    labels = torch.tensor([[0, 1500, 3000, 2048]])
+    logits.scatter_(-1, labels[..., None], gap + 9.0)
+    c = torch.ones(1, 4)
+    stats = forward(logits, labels)
+    odds = logits.double().numpy().astype(np.longdouble) - (gap + 9)
+    np.put_along_axis(odds, labels.numpy()[..., None], -np.inf, -1)
+    odds = np.exp(odds).sum(-1)  # of all others together
+    eps = torch.finfo(stats.logprobs.dtype).eps
+    assert (stats.logprobs < 0).all()
+    # The sum over the others is all that is rounded. Only in fp64, with nothing wider to compute in, their
+    # distance to the label is rounded too, which shifts an exponent.
+    eps *= 2 if dtype != torch.float64 else 2 + gap + 9
+    assert (np.abs(stats.logprobs.double().numpy() + np.log1p(odds)) <= eps * np.log1p(odds)).all()
+    for grad in (backward(logits, labels, stats, c), and_grad(logits, labels, c)[1]):
+        at_label = grad.gather(-1, labels[..., None])[..., 0]
+        expected = odds / (1 + odds)
+        subnormal = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+        slack = (eps + torch.finfo(dtype).eps) * np.abs(expected) + subnormal
+        assert (np.abs(at_label.double().numpy() - expected) <= slack).all()
+
+
+def views(base: Tensor) -> dict[str, Tensor]:
+    """Tensors [2, 4, 300] of any layout; ``base`` is [8, 8, 700]."""
+    return {
+        "sliced rows": base[::4, 1:8:2, :300],
+        "sliced vocabulary": base[:2, :4, 5:305],
+        "every other column": base[:2, :4, 1:601:2],
+        "transposed": base[:2, :, :4].expand(2, 8, 4)[:, :1].expand(2, 300, 4).transpose(1, 2),
+        "vocabulary first": base[:, :2, :].reshape(-1)[: 300 * 8].view(300, 2, 4).permute(1, 2, 0),
+        "expanded batch": base[:1, :4, :300].expand(2, 4, 300),
+        "expanded rows": base[:2, :1, :300].expand(2, 4, 300),
+        "expanded vocabulary": base[:2, :4, :1].expand(2, 4, 300),
+        "one element": base[:1, :1, :1].expand(2, 4, 300),
+        "overlapping": base.reshape(-1).as_strided((2, 4, 300), (11, 3, 2)),
+    }
+
+
+@pytest.mark.parametrize("layout", views(torch.zeros(8, 8, 700)))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_any_strides_give_the_bits_of_contiguous_logits(layout, dtype):
+    logits = views(torch.randn(8, 8, 700).to(dtype))[layout]
+    before = logits.clone()
+    assert logits.shape == (2, 4, 300) and not logits.is_contiguous()
+    labels = torch.randint(0, 300, (4, 2)).t()
+    g, ge, scale = torch.randn(1, 1).expand(2, 4), torch.randn(2, 8)[:, ::2], torch.tensor(2.0)
+    stats = forward(logits, labels)
+    assert equal(stats, forward(before, labels.contiguous()))
+    got = backward(logits, labels, stats, g, ge, scale=scale)
+    assert equal([got], [backward(before, labels, stats, g.contiguous() * 2, ge.contiguous() * 2)])
+    assert equal(and_grad(logits, labels, g)[1:], and_grad(before, labels, g)[1:])
+    assert equal([logits], [before])
+
+
+def test_strided_gradient_rows_touch_nothing_between_them():
+    logits, labels, g, _ = make(300, torch.float32)
+    padded = torch.full((2, 10, 320), 7.0)
+    backward(logits, labels, forward(logits, labels), g, out=padded[:, ::2, 10:310])
+    assert equal([padded[:, ::2, 10:310]], [backward(logits, labels, forward(logits, labels), g)])
+    padded[:, ::2, 10:310] = 7.0
+    assert (padded == 7.0).all()
+
+
+@pytest.mark.parametrize("labels_dtype", [torch.int32, torch.int64])
+def test_packed_rows_and_narrow_labels(labels_dtype):
+    logits, labels, _, _ = make(300, torch.float32)
+    packed = forward(logits.view(1, 10, 300), labels.view(1, 10).to(labels_dtype))
+    assert equal([s.view(2, 5) for s in packed], forward(logits, labels))
+    assert packed.logprobs.shape == (1, 10)
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_ignored_and_idle_rows_are_zeros_and_never_read(poison, dtype):
+    logits, labels, g, ge = make(2500, dtype)
+    stats = forward(logits, labels)
+    grad = backward(logits, labels, stats, g, ge)
+    g0, ge0 = g.clone(), ge.clone()
+    g0[0, 2] = ge0[0, 2] = 0.0
+    assert (stats.logprobs[-1, 1], stats.lse[-1, 1], stats.entropy[-1, 1]) == (0, 0, 0)
+    assert (grad[-1, 1] == 0).all()
+
+    poisoned = logits.clone()
+    poisoned[-1, 1] = poison
+    assert equal(forward(poisoned, labels), stats)
+    one_pass = and_grad(poisoned, labels, g0)
+    assert (one_pass[1][-1, 1] == 0).all() and (one_pass[1][0, 2] == 0).all()
+    assert equal(one_pass[0], stats._replace(entropy=None))
+
+    poisoned[0, 2] = poison
+    idle = backward(poisoned, labels, stats, g0, ge0)
+    expected = grad.clone()
+    expected[0, 2] = 0
+    assert equal([idle], [expected])
+
+
+def test_entropy_gradient_alone_and_logprob_gradient_alone_keep_a_row_alive():
+    logits, labels, g, ge = make(100, torch.float32)
+    zero = torch.zeros_like(g)
+    stats = forward(logits, labels)
+    both = backward(logits, labels, stats, g, ge)
+    parts = backward(logits, labels, stats, g, zero), backward(logits, labels, stats, zero, ge)
+    assert all((part[0] != 0).any() for part in parts)
+    torch.testing.assert_close(parts[0] + parts[1], both)
+
+
+def test_gradient_scale_zero_reads_nothing():
+    logits, labels, g, ge = make(100, torch.float32)
+    stats = forward(logits, labels)
+    grad = backward(torch.full_like(logits, float("nan")), labels, stats, g, ge, scale=torch.tensor(0.0))
+    assert (grad == 0).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("transform", [TRANSFORMS["identity"], TRANSFORMS["all"]], ids=["identity", "all"])
+def test_in_place_gives_the_same_bits(dtype, transform):
+    logits, labels, g, ge = make(5003, dtype)
+    stats = forward(logits, labels, transform)
+    expected, one_pass = (
+        backward(logits, labels, stats, g, ge, transform),
+        and_grad(logits, labels, g, transform),
+    )
+    scratch = logits.clone()
+    assert equal([backward(scratch, labels, stats, g, ge, transform, out=scratch)], [expected])
+    scratch = logits.clone()
+    in_place = and_grad(scratch, labels, g, transform, out=scratch)
+    assert equal(in_place[0], one_pass[0]) and equal(in_place[1:], one_pass[1:])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_16_bit_gradient_inside_the_memory_of_its_own_fp32_rows(dtype):
+    logits, labels, g, ge = make(5003, torch.float32)
+    stats = forward(logits, labels)
+    expected = backward(logits, labels, stats, g, ge, out=torch.empty_like(logits, dtype=dtype))
+    scratch = logits.clone()
+    narrow = scratch.view(dtype)[..., :5003]
+    assert equal([backward(scratch, labels, stats, g, ge, out=narrow)], [expected])
+
+
+@pytest.mark.parametrize("out_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_any_gradient_dtype_is_the_wide_gradient_rounded_to_nearest_even(dtype, out_dtype):
+    logits, labels, g, ge = make(5003, dtype, spread=4.0)
+    g[0, :] = torch.tensor(
+        [1.0, 1e-4, 1e5, 3e38, 1e-30]
+    )  # fp16 normals, subnormals, overflow; bf16 near its end
+    stats = forward(logits, labels)
+    wide = torch.full(logits.shape, float("nan"), dtype=stats_dtype(dtype))
+    backward(logits, labels, stats, g, ge, out=wide)
+    out = torch.full(logits.shape, float("nan"), dtype=out_dtype)
+    backward(logits, labels, stats, g, ge, out=out)
+    # PyTorch rounds fp64 to 16 bits by way of fp32, as we do.
+    assert equal([out], [wide.to(out_dtype)])
+    assert equal(
+        and_grad(logits, labels, g, out=out)[1:], [and_grad(logits, labels, g, out=wide)[1].to(out_dtype)]
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_every_16_bit_logit_is_read_exactly(dtype):
+    """With one column, log-sum-exp is the logit. Among 40, one of them a label at -inf, vectors read it."""
+    bits = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
+    x = bits.view(dtype)
+    x = x[x.isfinite()].view(1, -1, 1)
+    zeros = torch.zeros(x.shape[:2], dtype=torch.int64)
+    assert equal([forward(x, zeros).lse], [x[..., 0].float()])
+    wide = x.expand(-1, -1, 40).contiguous()
+    wide[..., 33] = -float("inf")
+    lse = forward(wide, zeros + 33).lse.double()
+    torch.testing.assert_close(lse, x[..., 0].double() + np.log(39), rtol=1.2e-7, atol=2e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_every_kind_of_gradient_is_rounded_as_pytorch_rounds(dtype):
+    """A label at -inf has p = 0, so its gradient is the coefficient itself: any bits can be sent through."""
+    values = (
+        torch.randint(-(2**31), 2**31, (1, 200_000), dtype=torch.int64).to(torch.int32).view(torch.float32)
+    )
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype).float()
+    halfway = torch.nextafter(every, torch.tensor(float("inf"))) * 0.5 + every * 0.5
+    values = torch.cat(
+        [values, every[None], halfway[None], (every * (1 + 2**-9))[None], (every * 0.75)[None]], 1
+    )
+    values = values[values != 0][None]
+    logits = torch.tensor([0.0, -float("inf")]).expand(1, values.shape[1], 2)
+    labels = torch.ones(values.shape, dtype=torch.int64)
+    out = and_grad(logits, labels, values, out=torch.empty(logits.shape, dtype=dtype))[1][..., 1]
+    assert equal([out], [values.to(dtype)])
+
+
+@pytest.mark.parametrize("label", [-1, 300, 301, 2**40, -(2**62)])
+def test_label_out_of_range_is_nan_and_no_address(label):
+    logits, labels, g, ge = make(300, torch.float32)
+    labels[0, 0] = 5
+    stats = forward(logits, labels)
+    only_entropy = torch.where(torch.arange(10).view(2, 5) == 0, 0.0, g)
+    expected = backward(logits, labels, stats, only_entropy, ge)
+    labels[0, 0] = label
+    bad = forward(logits, labels)
+    assert bad.logprobs[0, 0].isnan() and not bad.logprobs.flatten()[1:].isnan().any()
+    torch.testing.assert_close(bad.lse, stats.lse, rtol=2e-7, atol=0)
+    torch.testing.assert_close(bad.entropy, stats.entropy, rtol=1e-6, atol=0)
+    # Only the entropy has a gradient there.
+    got = backward(logits, labels, bad, g, ge)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-8)
+    assert (backward(logits, labels, bad, g)[0, 0] == 0).all()
+    one_pass = and_grad(logits, labels, g)
+    assert one_pass[0].logprobs[0, 0].isnan() and (one_pass[1][0, 0] == 0).all()
+
+
+def special_rows(dtype: torch.dtype) -> dict[str, Tensor]:
+    """Rows of 5000 columns; the label is column 3."""
+    info, inf = torch.finfo(dtype), float("inf")
+    row = torch.randn(5000).to(dtype)
+
+    def change(where, value) -> Tensor:
+        changed = row.clone()
+        changed[where] = value
+        return changed
+
+    return {
+        "some -inf": change(slice(100, 2100, 3), -inf),
+        "first blocks -inf": change(slice(0, 4200), -inf),
+        "all but the label -inf": change(torch.arange(5000) != 3, -inf),
+        "all but another -inf": change(torch.arange(5000) != 4, -inf),
+        "label -inf": change(3, -inf),
+        "all -inf": change(slice(None), -inf),
+        "a NaN": change(4999, float("nan")),
+        "a NaN among -inf": change(slice(0, 4999), -inf).index_fill(0, torch.tensor([10]), float("nan")),
+        "label NaN": change(3, float("nan")),
+        "a +inf": change(2500, inf),
+        "label +inf": change(3, inf),
+        "some finfo.min": change(slice(0, 5000, 2), info.min),
+        "all finfo.min": change(slice(None), info.min),
+        "label finfo.max": change(3, info.max),
+        "another finfo.max": change(4999, info.max),
+        "all finfo.max": change(slice(None), info.max),
+        "both ends": change(slice(0, 5000, 2), info.min).index_fill(0, torch.tensor([3]), info.max),
+    }
+
+
+@pytest.mark.parametrize("kind", special_rows(torch.float32))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_special_values_behave_as_log_softmax(kind, dtype):
+    logits = special_rows(dtype)[kind].view(1, 1, -1)
+    labels, c = torch.tensor([[3]]), torch.tensor([[-1.5]])
+    leaf = logits.to(stats_dtype(dtype)).requires_grad_()
+    expected = torch.log_softmax(leaf, -1)[0, 0, 3]
+    (expected_grad,) = torch.autograd.grad(expected * -1.5, leaf)
+    stats = forward(logits, labels)
+    eps = torch.finfo(leaf.dtype).eps
+    close = {"rtol": 8 * eps, "atol": 8 * eps, "equal_nan": True}
+    torch.testing.assert_close(stats.logprobs[0, 0], expected.detach(), **close)
+    torch.testing.assert_close(stats.lse, torch.logsumexp(leaf.detach(), -1), **close)
+    one_pass = and_grad(logits, labels, c, out=torch.full_like(leaf.detach(), 7.0))
+    two_pass = backward(logits, labels, stats, c, out=torch.full_like(leaf.detach(), 7.0))
+    assert equal(one_pass[0], stats._replace(entropy=None))
+    for grad in (one_pass[1], two_pass):
+        torch.testing.assert_close(grad, expected_grad, rtol=1e2 * eps, atol=8 * eps, equal_nan=True)
+    finite = logits.isfinite().any() and not (logits.isnan() | (logits == float("inf"))).any()
+    assert stats.entropy.isfinite().all() == finite
+    entropy_grad = backward(logits, labels, stats, c, c)
+    assert entropy_grad.isfinite().all() == finite
+    if finite:
+        masked = logits == -float("inf")
+        masked[0, 0, 3] = False
+        assert (entropy_grad[masked] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_bits_depend_neither_on_threads_nor_on_the_run(dtype):
+    logits, labels, g, ge = make(4099, dtype, rows=(3, 17))
+
+    def everything():
+        stats = forward(logits, labels)
+        one_pass = and_grad(logits, labels, g)
+        return *stats, backward(logits, labels, stats, g, ge), *one_pass[0][:2], one_pass[1]
+
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        expected = everything()
+        for threads in (1, 2, 2, 3, 64):
+            torch.set_num_threads(threads)
+            assert equal(everything(), expected)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_two_threads_share_the_work():
+    logits, labels = torch.randn(1, 400, 32000), torch.zeros(1, 400, dtype=torch.int64)
+    labels[:, :200] = IGNORE  # equal shares of the rows would leave one thread idle
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        forward(logits, labels)
+        process, thread = time.process_time(), time.thread_time()
+        for _ in range(20):
+            forward(logits, labels)
+        process, thread = time.process_time() - process, time.thread_time() - thread
+    finally:
+        torch.set_num_threads(before)
+    assert thread < 0.9 * process
+
+
+def test_every_statistic_is_written(monkeypatch):
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    logits, labels, g, _ = make(100, torch.float32, rows=(7, 9))
+    before = torch.are_deterministic_algorithms_enabled()
+    try:
+        torch.use_deterministic_algorithms(True)  # torch.empty fills with NaN
+        assert torch.empty(3).isnan().all()
+        stats, (one_pass, _) = forward(logits, labels), and_grad(logits, labels, g)
+    finally:
+        torch.use_deterministic_algorithms(before)
+    assert not any(values.isnan().any() for values in (*stats, *one_pass[:2]))
+
+
+@pytest.mark.parametrize("shape", [(0, 4, 10), (3, 0, 10), (0, 0, 1)])
+def test_no_rows(shape):
+    logits, labels, c = torch.empty(shape), torch.empty(shape[:2], dtype=torch.int64), torch.empty(shape[:2])
+    stats = forward(logits, labels)
+    assert stats.logprobs.shape == stats.entropy.shape == shape[:2]
+    assert backward(logits, labels, stats, c).shape == shape
+    assert and_grad(logits, labels, c)[1].shape == shape
+
+
+def test_offsets_beyond_32_bits():
+    """Memory that is reserved but, save for the few rows in use, never touched."""
+    far, vocabulary = 2**31 + 64, 1000
+    rows = torch.randn(1, 2, vocabulary).bfloat16()
+    labels, c = torch.tensor([[1, 2]]), torch.ones(1, 2)
+
+    def spread_out() -> Tensor:
+        memory = torch.empty(far + vocabulary, dtype=torch.bfloat16)
+        return memory.as_strided((1, 2, vocabulary), (0, far, 1))
+
+    logits, out = spread_out(), spread_out()
+    logits.copy_(rows)
+    stats = forward(logits, labels)
+    assert equal(stats, forward(rows, labels))
+    assert equal([backward(logits, labels, stats, c, out=out)], [backward(rows, labels, stats, c)])
+
+    columns = torch.empty(2**32 + 1, dtype=torch.bfloat16).as_strided((1, 1, 3), (0, 0, 2**31))
+    columns.copy_(rows[:, :1, :3])
+    assert equal(forward(columns, labels[:, 1:]), forward(rows[:, :1, :3].contiguous(), labels[:, 1:]))
+
+
+def test_more_than_2_to_31_logits():
+    logits = torch.randn(32768).bfloat16().expand(1, 70000, 32768)
+    assert logits.numel() > 2**31
+    labels = torch.full((1, 70000), IGNORE)
+    labels[0, [0, 69999]] = torch.tensor([32767, 5])
+    logprobs = forward(logits, labels, entropy=False).logprobs
+    expected = torch.log_softmax(logits[0, 0].double(), -1)
+    torch.testing.assert_close(logprobs[0, [0, 69999]].double(), expected[[32767, 5]], rtol=2e-7, atol=0)
+    assert logprobs.count_nonzero() == 2
+
+
+def test_the_thread_keeps_its_subnormals():
+    forward(torch.randn(1, 2, 100), torch.zeros(1, 2, dtype=torch.int64))
+    assert (torch.tensor([1e-40]) * 1.0).item() != 0.0
+
+
+REFUSED: dict[str, tuple[type[Exception], Callable[[Tensor, Tensor, RowStats], object]]] = {
+    "out: got shape": (ValueError, lambda x, y, s: backward(x, y, s, s.lse, out=torch.empty(2, 5, 11))),
+    "vocabulary stride 1": (
+        ValueError,
+        lambda x, y, s: backward(x, y, s, s.lse, out=torch.empty(12, 2, 5).permute(1, 2, 0)),
+    ),
+    "out: got torch.int64": (
+        TypeError,
+        lambda x, y, s: backward(x, y, s, s.lse, out=torch.empty_like(x, dtype=torch.int64)),
+    ),
+    "stats.entropy": (
+        ValueError,
+        lambda x, y, s: backward(x, y, s._replace(entropy=None), s.lse, s.lse),
+    ),
+    "labels: got shape": (ValueError, lambda x, y, s: forward(x, y[:1])),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_refused(message):
+    logits, labels, _, _ = make(12, torch.float32)
+    error, call = REFUSED[message]
+    with pytest.raises(error, match=message):
+        call(logits, labels, forward(logits, labels))
