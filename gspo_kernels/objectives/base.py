@@ -183,8 +183,8 @@ class Objective(ABC):
                     'aggregation_constant: aggregation="constant" needs a positive number, got None'
                 )
             _require_number("aggregation_constant", constant)
-            if not constant > 0:
-                raise ValueError(f"aggregation_constant: got {constant}, expected a positive number")
+            if not 0 < constant < math.inf:
+                raise ValueError(f"aggregation_constant: got {constant}, expected a positive, finite number")
         elif constant is not None:
             raise ValueError(
                 f'aggregation_constant: got {constant}, but that goes with aggregation="constant", '
