@@ -1,0 +1,506 @@
+"""Calls to compare with the oracle: how they are built, run through an entry point, and judged.
+
+The budget is the data's own. Plain PyTorch (the oracle in the kernel's dtype of statistics) has some error
+against fp64, measured here over a few orders of the vocabulary and width so that no single lucky rounding
+decides. A kernel may have twice that, plus one rounding of the largest value:
+``error <= 2 * plain + eps * max|ref|``.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import oracle
+import torch
+from torch import Tensor
+
+import gspo_kernels as gk
+
+LAYOUTS = ("padded", "packed")
+BACKENDS = ("reference", "cpp", "triton")
+AGGREGATIONS = ("sequence_mean", "token_mean", "sequence_mean_token_sum", "constant", "sum")
+FUSED_ENTRIES = ("token_logprobs", "fused_policy_loss", "linear_token_logprobs", "fused_linear_policy_loss")
+KIND = {
+    "policy_loss": "logprobs",
+    "token_logprobs": "logits",
+    "fused_policy_loss": "logits",
+    "linear_token_logprobs": "linear",
+    "fused_linear_policy_loss": "linear",
+}
+
+# Short and long, none, one; every clip branch of GSPO meets both signs of the advantage and zero.
+LENGTHS = (3, 0, 1, 4, 2, 1)
+LOG_S = (5e-3, 0.0, -2e-4, -5e-3, 0.4, 1e-4)
+ADVANTAGES = (1.0, -0.4, -0.7, -1.3, -0.5, 0.0)
+
+LOGIT_OPTIONS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "temperature": {"temperature": 0.7},
+    "temperature per sequence": {"temperature": torch.tensor([0.5, 1.0, 2.0, 1.3, 0.8, 1.1])},
+    "softcap": {"softcap": 3.0},
+    "logit_scale": {"logit_scale": -0.4},
+    "together": {
+        "logit_scale": 1.7,
+        "softcap": 4.0,
+        "temperature": torch.tensor([0.5, 1.0, 2.0, 1.3, 0.8, 1.1]),
+    },
+}
+
+_PERMUTATIONS = 3
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """Arguments of one call. ``inputs`` receive gradients, ``terms`` and ``logit_options`` are keywords."""
+
+    kind: str
+    labels: Tensor
+    inputs: dict[str, Tensor]
+    old_logprobs: Tensor | None
+    advantages: Tensor | None
+    cu_seqlens: Tensor | None = None
+    loss_mask: Tensor | None = None
+    terms: dict[str, Any] = field(default_factory=dict)
+    logit_options: dict[str, Any] = field(default_factory=dict)
+    logits_dtype: str = "float32"
+    ignore_index: int = -100
+
+    @property
+    def counted(self) -> Tensor:
+        return oracle.counted_tokens(self.labels, self.loss_mask, self.ignore_index)
+
+    @property
+    def wants_entropy(self) -> bool:
+        coefficient = self.terms.get("entropy_coef", 0.0)
+        return isinstance(coefficient, Tensor) or coefficient != 0.0
+
+
+@dataclass(frozen=True)
+class Result:
+    loss: Tensor
+    logprobs: Tensor
+    grads: dict[str, Tensor]
+    entropy: Tensor | None = None
+    sensitivity: dict[str, float] = field(default_factory=dict)
+    """Sums of abs(dLoss/dlogprob) and abs(dLoss/dentropy): how far the tokens' errors can move the loss."""
+
+    def values(self) -> dict[str, Tensor]:
+        named = {
+            "loss": self.loss,
+            "logprobs": self.logprobs,
+            **{f"grad {k}": v for k, v in self.grads.items()},
+        }
+        return named if self.entropy is None else {**named, "entropy": self.entropy}
+
+
+# --- building
+
+
+def offsets(lengths: tuple[int, ...], dtype: torch.dtype = torch.int32) -> Tensor:
+    return torch.tensor([0, *torch.tensor(lengths, dtype=torch.int64).cumsum(0).tolist()], dtype=dtype)
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+@functools.cache
+def make_case(
+    kind: str = "logits",
+    layout: str = "packed",
+    terms: str = "plain",
+    *,
+    lengths: tuple[int, ...] = LENGTHS,
+    log_s: tuple[float, ...] | None = None,
+    advantages: tuple[float, ...] | None = None,
+    vocabulary: int = 61,
+    width: int = 16,
+    dtype: torch.dtype = torch.float32,
+    padding: int = 2,
+    seed: int = 0,
+    noise: float = 0.3,
+    logit_options: str = "default",
+    logits_dtype: str = "float32",
+    bias: bool = True,
+    label_dtype: torch.dtype = torch.int64,
+    masked: bool = True,
+) -> Case:
+    """A case whose sequences have the given log s, up to rounding: old log-probs are the true ones less that.
+
+    The packed and the padded case of one seed hold the same sequences. Cases are shared between tests.
+    """
+    rng = generator(seed)
+    batch, tokens = len(lengths), sum(lengths)
+    cycle = range(batch)
+    log_s = tuple(LOG_S[i % len(LOG_S)] for i in cycle) if log_s is None else log_s
+    values = tuple(ADVANTAGES[i % len(ADVANTAGES)] for i in cycle) if advantages is None else advantages
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=rng, dtype=torch.float64)
+
+    labels = torch.randint(0, vocabulary, (tokens,), generator=rng)
+    inputs: dict[str, Tensor] = {}
+    if kind == "linear":
+        inputs["hidden"], inputs["weight"] = (
+            normal(tokens, width).to(dtype),
+            normal(vocabulary, width).to(dtype),
+        )
+        if bias:
+            inputs["bias"] = normal(vocabulary).to(dtype)
+    elif kind == "logits":
+        inputs["logits"] = (2.0 * normal(tokens, vocabulary)).to(dtype)
+    else:
+        inputs["logprobs"] = (-normal(tokens).abs()).to(dtype)
+
+    options = dict(LOGIT_OPTIONS[logit_options])
+    cu_seqlens = offsets(lengths)
+    everything = torch.ones(tokens, dtype=torch.bool)
+    if kind == "logprobs":
+        truth = inputs["logprobs"].double()
+    else:
+        scores = _scores({name: value.double() for name, value in inputs.items()}, None)
+        truth, _ = oracle.token_logprobs(scores, labels, everything, cu_seqlens=cu_seqlens, **options)
+
+    named = _terms(terms, rng, lengths, tokens)
+    counted = everything.clone()
+    loss_mask = named.pop("loss_mask", None)
+    if loss_mask is not None:
+        counted = loss_mask.clone()
+    old = truth.clone()
+    for sequence in oracle.sequences(counted, cu_seqlens):
+        where = sequence.where
+        wiggle = noise * normal(sequence.counted.numel())
+        if sequence.count:
+            wiggle = wiggle - wiggle[sequence.counted].mean() + log_s[sequence.index]
+        old[where] -= wiggle
+    reference = truth + 0.2 * normal(tokens)
+    if "ref_logprobs" in named:
+        named["ref_logprobs"] = reference.float()
+    if kind == "logprobs" and "entropy_coef" in named:
+        inputs["entropy"] = normal(tokens).abs().to(dtype)
+
+    advantage = torch.tensor(values, dtype=torch.float64).float()
+    if named.pop("token_advantages", False):
+        # both signs, and a zero, within a sequence
+        advantage = normal(tokens).float()
+        advantage[1 % max(tokens, 1) : 2] = 0.0
+    case = Case(
+        kind=kind,
+        labels=labels.to(label_dtype),
+        inputs=inputs,
+        old_logprobs=None if named.pop("on_policy", False) else old.to(_stats(dtype)),
+        advantages=advantage,
+        cu_seqlens=cu_seqlens,
+        loss_mask=loss_mask,
+        terms=named,
+        logit_options=options,
+        logits_dtype=logits_dtype,
+    )
+    return case if layout == "packed" else pad(case, padding, masked=masked)
+
+
+TERMS: dict[str, tuple[str, ...]] = {
+    "plain": (),
+    "on_policy": ("on_policy", "loss_mask"),
+    "weighted": ("loss_mask", "lengths", "rollout_sequence", "normalizer"),
+    "all": ("loss_mask", "lengths", "rollout_token", "token_weights", "k2", "entropy", "normalizer_tensor"),
+    "holes": ("loss_mask",),
+    "k1": ("k1",),
+    "k2": ("k2",),
+    "k3": ("k3",),
+    "kl_tensor": ("k3", "beta_tensor", "loss_mask"),
+    "kl_ratio_weighted": ("k3", "ratio_weighted", "loss_mask"),
+    "entropy": ("entropy",),
+    "entropy_tensor": ("entropy_tensor", "loss_mask"),
+    "rollout_sequence": ("rollout_sequence",),
+    "rollout_token": ("rollout_token", "loss_mask"),
+    "token_weights": ("token_weights",),
+    "lengths": ("lengths",),
+    "normalizer": ("normalizer",),
+    "on_policy_terms": ("on_policy", "k3", "entropy", "rollout_token"),
+}
+"""Names of what a case carries besides log-probs and advantages."""
+
+
+def _terms(name: str, rng: torch.Generator, lengths: tuple[int, ...], tokens: int) -> dict[str, Any]:
+    def uniform(*shape: int) -> Tensor:
+        return 0.5 + torch.rand(*shape, generator=rng, dtype=torch.float64).float()
+
+    named: dict[str, Any] = {}
+    parts = TERMS[name.removesuffix("+token_advantages")]
+    if name.endswith("+token_advantages"):
+        named["token_advantages"] = True
+    for part in parts:
+        if part == "loss_mask":
+            mask = torch.ones(tokens, dtype=torch.bool)
+            # a hole in the middle of the first sequence, and the last sequence without any counted token
+            mask[1 : min(2, lengths[0])] = False
+            mask[tokens - lengths[-1] :] = False
+            named["loss_mask"] = mask
+        elif part in ("k1", "k2", "k3"):
+            named |= {"ref_logprobs": None, "kl_beta": 0.1, "kl_estimator": part}
+        elif part == "beta_tensor":
+            named["kl_beta"] = uniform(tokens)
+        elif part == "ratio_weighted":
+            named["kl_ratio_weighted"] = True
+        elif part == "entropy":
+            named["entropy_coef"] = 0.05
+        elif part == "entropy_tensor":
+            named["entropy_coef"] = 0.1 * uniform(tokens)
+        elif part == "rollout_sequence":
+            named["rollout_weights"] = uniform(len(lengths))
+        elif part == "rollout_token":
+            named["rollout_weights"] = uniform(tokens)
+        elif part == "token_weights":
+            named["token_weights"] = uniform(tokens)
+        elif part == "lengths":
+            named["lengths"] = torch.tensor([length + 1.5 for length in lengths])
+        elif part == "normalizer":
+            named["normalizer"] = 7.5
+        elif part == "normalizer_tensor":
+            named["normalizer"] = torch.tensor(5.0)
+        else:
+            named[part] = True
+    return named
+
+
+@functools.cache
+def for_objective(case: Case, objective: gk.objectives.base.Objective) -> Case:
+    """The same case for an objective that has no advantages but token weights."""
+    if type(objective).__name__ != "Linear":
+        return case
+    weights = torch.linspace(-1.5, 1.0, case.labels.numel()).reshape(case.labels.shape)
+    terms = {"token_weights": weights, **case.terms}
+    return replace(case, advantages=None, terms=terms)
+
+
+def pad(case: Case, padding: int, *, masked: bool = True, fill: float = 0.0) -> Case:
+    """A packed case as [B, T], ``padding`` columns wider than its longest sequence.
+
+    Padding is left out by ``loss_mask``, or by ``ignore_index`` labels with ``masked=False``.
+    """
+    ends = case.cu_seqlens.tolist()
+    longest = max((b - a for a, b in itertools.pairwise(ends)), default=0)
+    shape = (len(ends) - 1, longest + padding)
+
+    def spread(tokens: Tensor, value: float = fill) -> Tensor:
+        out = torch.full((*shape, *tokens.shape[1:]), value, dtype=tokens.dtype)
+        for i, (a, b) in enumerate(itertools.pairwise(ends)):
+            out[i, : b - a] = tokens[a:b]
+        return out
+
+    def spread_if(value: Any) -> Any:
+        is_tokens = isinstance(value, Tensor) and value.shape[:1] == case.labels.shape
+        return spread(value) if is_tokens else value
+
+    present = spread(torch.ones(case.labels.shape, dtype=torch.bool), False)
+    labels = spread(case.labels, 0).masked_fill(~present, 0 if masked else case.ignore_index)
+    mask = spread(case.counted, False)
+    per_row = {name for name in case.inputs if name not in ("weight", "bias")}
+    return replace(
+        case,
+        labels=labels,
+        inputs={name: spread(value) if name in per_row else value for name, value in case.inputs.items()},
+        old_logprobs=spread_if(case.old_logprobs),
+        advantages=spread_if(case.advantages),
+        cu_seqlens=None,
+        loss_mask=mask if masked or case.loss_mask is not None else None,
+        terms={name: spread_if(value) for name, value in case.terms.items()},
+    )
+
+
+# --- running
+
+
+def device_of(backend: str) -> torch.device:
+    """Triton runs on a GPU where there is one, otherwise on the CPU by its interpreter."""
+    return torch.device("cuda" if backend == "triton" and torch.cuda.is_available() else "cpu")
+
+
+def run(case: Case, entry: str, objective: Any, backend: str = "auto", **options: Any) -> Result:
+    """Forward and backward of a case through one entry point."""
+    device = device_of(backend)
+
+    def moved(value: Any) -> Any:
+        return value.to(device) if isinstance(value, Tensor) else value
+
+    leaves = {name: moved(value.detach()).requires_grad_() for name, value in case.inputs.items()}
+    output = call(case, leaves, entry, objective, backend, moved, **options)
+    output.loss.backward()
+    logprobs, entropy = output.logprobs.cpu(), None if output.entropy is None else output.entropy.cpu()
+    if entry in ("token_logprobs", "linear_token_logprobs"):
+        # only the loss knows loss_mask here, so tokens it leaves out still have log-probs
+        logprobs = torch.where(case.counted, logprobs, 0.0)
+        entropy = None if entropy is None else torch.where(case.counted, entropy, 0.0)
+    grads = {name: leaf.grad.cpu() for name, leaf in leaves.items()}
+    return Result(output.loss.detach().cpu(), logprobs, grads, entropy)
+
+
+def call(
+    case: Case,
+    leaves: dict[str, Tensor],
+    entry: str,
+    objective: Any,
+    backend: str = "auto",
+    moved: Callable[[Any], Any] = lambda value: value,
+    **options: Any,
+) -> gk.LossOutput:
+    """The forward of a case through one entry point, on inputs given separately."""
+    terms = {name: moved(value) for name, value in case.terms.items()}
+    layout = {"loss_mask": moved(case.loss_mask), "cu_seqlens": moved(case.cu_seqlens)}
+    labels, old, advantages = moved(case.labels), moved(case.old_logprobs), moved(case.advantages)
+    logit_options = {name: moved(value) for name, value in case.logit_options.items()}
+    logit_options["ignore_index"] = case.ignore_index
+    shared = {**layout, **terms, "objective": objective}
+    linear = {"bias": leaves.get("bias"), "logits_dtype": case.logits_dtype}
+    if entry == "policy_loss":
+        return gk.policy_loss(
+            leaves["logprobs"], old, advantages, entropy=leaves.get("entropy"), **shared, **options
+        )
+    if entry == "fused_policy_loss":
+        return gk.fused_policy_loss(
+            leaves["logits"], labels, old, advantages, **shared, **logit_options, backend=backend, **options
+        )
+    if entry == "fused_linear_policy_loss":
+        return gk.fused_linear_policy_loss(
+            leaves["hidden"], leaves["weight"], labels, old, advantages,
+            **linear, **shared, **logit_options, backend=backend, **options,
+        )  # fmt: skip
+    if isinstance(temperature := logit_options.get("temperature"), Tensor) and case.cu_seqlens is not None:
+        counts = case.cu_seqlens.diff().long().to(temperature.device)
+        logit_options["temperature"] = temperature.repeat_interleave(counts)
+    logit_options |= {"return_entropy": case.wants_entropy, "backend": backend}
+    if entry == "token_logprobs":
+        tokens = gk.token_logprobs(leaves["logits"], labels, **logit_options, **options)
+    else:
+        tokens = gk.linear_token_logprobs(
+            leaves["hidden"], leaves["weight"], labels, **linear, **logit_options, **options
+        )
+    return gk.policy_loss(tokens.logprobs, old, advantages, entropy=tokens.entropy, **shared)
+
+
+# --- judging
+
+
+def _stats(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _scores(inputs: dict[str, Tensor], width_order: Tensor | None, rounded: bool = False) -> Tensor:
+    """Logits from the inputs: themselves, or the product, in the order of summation that is given."""
+    if "logits" in inputs:
+        return inputs["logits"]
+    hidden, weight, bias = inputs["hidden"], inputs["weight"], inputs.get("bias")
+    if width_order is not None:
+        hidden, weight = hidden[..., width_order], weight[..., width_order]
+    out = hidden @ weight.T
+    out = out if bias is None else out + bias
+    return out.to(_stats(out.dtype)) if rounded else out
+
+
+def expect(
+    case: Case, objective: Any, dtype: torch.dtype | None = torch.float64, order: int | None = None
+) -> Result:
+    """The oracle's answer in fp64, or plain PyTorch's: ``dtype=None`` takes the inputs' dtype of statistics.
+
+    ``order`` shuffles vocabulary and width, which changes nothing but roundings.
+    """
+    leaves = {
+        name: value.detach().to(dtype or value.dtype).clone().requires_grad_()
+        for name, value in case.inputs.items()
+    }
+    rounded = dtype is None and case.logits_dtype == "input"
+    raised = {name: leaf if rounded else leaf.to(_stats(leaf.dtype)) for name, leaf in leaves.items()}
+    labels, counted = case.labels, case.counted
+    entropy = None
+    if case.kind == "logprobs":
+        logprobs, entropy = raised["logprobs"], raised.get("entropy")
+    else:
+        some = next(iter(case.inputs.values()))
+        width = None
+        if order is not None and case.kind == "linear":
+            width = torch.randperm(some.shape[-1], generator=generator(order))
+        scores = _scores(raised, width, rounded)
+        if order is not None:
+            shuffled = torch.randperm(scores.shape[-1], generator=generator(order))
+            scores = scores[..., shuffled]
+            labels = torch.where(
+                counted, shuffled.argsort()[labels.clamp(0, scores.shape[-1] - 1).long()], labels
+            )
+        logprobs, entropy = oracle.token_logprobs(
+            scores, labels, counted, cu_seqlens=case.cu_seqlens, **case.logit_options
+        )
+    loss = oracle.policy_loss(
+        logprobs,
+        case.old_logprobs,
+        case.advantages,
+        counted,
+        objective,
+        cu_seqlens=case.cu_seqlens,
+        entropy=entropy if case.wants_entropy else None,
+        **case.terms,
+    )
+    between = {"logprobs": logprobs} if entropy is None else {"logprobs": logprobs, "entropy": entropy}
+    between = {name: value for name, value in between.items() if value.requires_grad}
+    grads = torch.autograd.grad(
+        loss, [*leaves.values(), *between.values()], allow_unused=True, materialize_grads=True
+    )
+    moved_by = [float(grad.abs().sum()) for grad in grads[len(leaves) :]]
+    shown = torch.where(counted, logprobs, 0.0) if case.kind != "logprobs" else logprobs
+    return Result(
+        loss.detach(),
+        shown.detach(),
+        dict(zip(leaves, grads[: len(leaves)], strict=True)),
+        entropy.detach() if case.wants_entropy else None,
+        dict(zip(between, moved_by, strict=True)),
+    )
+
+
+def error(actual: Tensor, reference: Tensor) -> float:
+    if actual.numel() == 0:
+        return 0.0
+    return float((actual.double() - reference.double()).abs().max())
+
+
+@functools.lru_cache(maxsize=4096)
+def _judged(case: Case, objective: Any) -> tuple[Result, dict[str, float]]:
+    """The fp64 answer and plain PyTorch's error against it."""
+    reference = expect(case, objective)
+    plain: dict[str, float] = {}
+    for order in range(_PERMUTATIONS):
+        for name, value in expect(case, objective, None, order).values().items():
+            plain[name] = max(plain.get(name, 0.0), error(value, reference.values()[name]))
+    # errors of tokens cancel in a sum by luck only
+    carried = sum(plain.get(name, 0.0) * weight for name, weight in reference.sensitivity.items())
+    plain["loss"] = max(plain["loss"], carried)
+    return reference, plain
+
+
+def budget(reference: Tensor, plain_error: float, eps: float) -> float:
+    largest = float(reference.abs().max()) if reference.numel() else 0.0
+    return 2.0 * plain_error + eps * largest
+
+
+def assert_equals_oracle(actual: Result, case: Case, objective: Any, *, ignore: tuple[str, ...] = ()) -> None:
+    """Every output of a call is within the budget of its data."""
+    reference, plain = _judged(case, objective)
+    references, answers = reference.values(), actual.values()
+    assert answers.keys() >= references.keys()
+    for name, expected in references.items():
+        got = answers[name]
+        if name in ignore:
+            continue
+        assert got.shape == expected.shape, name
+        if name.startswith("grad "):
+            assert got.dtype == case.inputs[name.removeprefix("grad ")].dtype, name
+        allowed = budget(expected, plain[name], torch.finfo(got.dtype).eps)
+        assert math.isfinite(allowed), name
+        assert error(got, expected) <= allowed, (
+            f"{name}: error {error(got, expected):.3e} against fp64, allowed {allowed:.3e} "
+            f"(plain PyTorch has {plain[name]:.3e})"
+        )

@@ -1,0 +1,191 @@
+"""What every loss must equal, written the obvious way: loops over sequences and tokens, plain autograd.
+
+The oracle knows nothing of the package. An objective is any object with the option names of the formula
+sheet, told apart by its class's name. It computes in the dtype of the scores it is given: fp64 makes it the
+reference, fp32 makes it the plain PyTorch whose own error the kernels are allowed twice.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+
+class Sequence:
+    """One sequence: which tokens it has, and which of them count."""
+
+    def __init__(self, index, where, counted):
+        self.index, self.where, self.counted = index, where, counted[where]
+        self.count = int(self.counted.sum())
+
+    def pick(self, tokens):
+        """The counted tokens of a token tensor, in order."""
+        return tokens[self.where][self.counted]
+
+
+def sequences(counted: Tensor, cu_seqlens: Tensor | None) -> list[Sequence]:
+    if cu_seqlens is None:
+        return [Sequence(i, (i, slice(None)), counted) for i in range(counted.shape[0])]
+    ends = cu_seqlens.tolist()
+    return [Sequence(i, slice(ends[i], ends[i + 1]), counted) for i in range(len(ends) - 1)]
+
+
+def counted_tokens(labels: Tensor, loss_mask: Tensor | None, ignore_index: int) -> Tensor:
+    counted = labels != ignore_index
+    return counted if loss_mask is None else counted & (loss_mask != 0)
+
+
+def token_logprobs(
+    logits: Tensor,
+    labels: Tensor,
+    counted: Tensor,
+    *,
+    cu_seqlens: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropy, 0 where not counted; a tensor ``temperature`` has one value per sequence."""
+    logprobs = torch.zeros(labels.shape, dtype=logits.dtype)
+    entropy = torch.zeros(labels.shape, dtype=logits.dtype)
+    for sequence in sequences(counted, cu_seqlens):
+        if sequence.count == 0:
+            continue
+        z = logit_scale * sequence.pick(logits)
+        if softcap is not None:
+            z = softcap * torch.tanh(z / softcap)
+        if isinstance(temperature, Tensor):
+            z = z / temperature[sequence.index].to(z.dtype)
+        else:
+            z = z / temperature
+        logp = torch.log_softmax(z, dim=-1)
+        chosen = logp.gather(-1, sequence.pick(labels).long().unsqueeze(-1)).squeeze(-1)
+        here = torch.zeros_like(counted)
+        here[sequence.where] = sequence.counted
+        logprobs = logprobs.masked_scatter(here, chosen)
+        entropy = entropy.masked_scatter(here, -(logp.exp() * logp).sum(-1))
+    return logprobs, entropy
+
+
+def ppo_clip(log_ratio: Tensor, advantage: float, low: float, high: float, dual: float | None) -> Tensor:
+    """-min(r A, clip(r, 1 - low, 1 + high) A), for A < 0 at most -dual A; one value, branch by branch."""
+    zero = 0.0 * torch.where(log_ratio.isfinite(), log_ratio, 0.0)
+    if advantage == 0:
+        return zero
+    if advantage > 0 and log_ratio.item() > math.log1p(high):
+        return zero - (1 + high) * advantage
+    if advantage < 0 and low < 1 and log_ratio.item() < math.log1p(-low):
+        return zero - (1 - low) * advantage
+    if advantage < 0 and dual is not None and log_ratio.item() > math.log(dual):
+        return zero - dual * advantage
+    return -log_ratio.exp() * advantage
+
+
+def kl_penalty(d: Tensor, estimator: str) -> Tensor:
+    return {"k1": d, "k2": d * d / 2, "k3": torch.exp(-d) + d - 1}[estimator]
+
+
+def policy_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor | None,
+    advantages: Tensor | None,
+    counted: Tensor,
+    objective,
+    *,
+    cu_seqlens: Tensor | None = None,
+    entropy: Tensor | None = None,
+    ref_logprobs: Tensor | None = None,
+    kl_beta: float | Tensor = 0.0,
+    kl_estimator: str = "k3",
+    kl_ratio_weighted: bool = False,
+    entropy_coef: float | Tensor = 0.0,
+    rollout_weights: Tensor | None = None,
+    token_weights: Tensor | None = None,
+    lengths: Tensor | None = None,
+    normalizer: float | Tensor | None = None,
+) -> Tensor:
+    """The loss as a 0-d tensor, differentiable in ``logprobs`` and ``entropy``."""
+    name = type(objective).__name__
+    aggregation = objective.aggregation
+    per_sequence_mean = aggregation == "sequence_mean"
+    total = logprobs.new_zeros(())
+    nonempty, length_sum = 0, 0.0
+
+    for sequence in sequences(counted, cu_seqlens):
+        if sequence.count == 0:
+            continue
+        i = sequence.index
+        length = sequence.count if lengths is None else float(lengths[i])
+        nonempty, length_sum = nonempty + 1, length_sum + length
+        # what a token's value weighs before the outer divisor
+        share = 1.0 / length if per_sequence_mean else 1.0
+
+        def numbers(values, sequence=sequence):
+            if values is None:
+                return [1.0] * sequence.count
+            if values.ndim == counted.ndim and values.shape == counted.shape:
+                return sequence.pick(values).tolist()
+            return [float(values[sequence.index])] * sequence.count
+
+        new = sequence.pick(logprobs)
+        old = new.detach() if old_logprobs is None else sequence.pick(old_logprobs).to(new.dtype)
+        log_ratios = new - old
+        if token_weights is not None:
+            log_ratios = log_ratios * sequence.pick(token_weights).to(new.dtype)
+        log_s = log_ratios.sum() / length
+        weights = numbers(rollout_weights)
+        token_ratios = []  # log importance ratios of each token, for a KL term that is weighted by them
+
+        if name == "GSPO":
+            clip = (objective.clip_low, objective.clip_high, objective.dual_clip)
+            value = ppo_clip(log_s, float(advantages[i]), *clip) * (sum(weights) / sequence.count)
+            total = total + (value if per_sequence_mean else value * length)
+            token_ratios = [log_s] * sequence.count
+        elif name == "GSPOToken":
+            clip = (objective.clip_low, objective.clip_high, objective.dual_clip)
+            for log_r, advantage, weight in zip(
+                log_ratios.unbind(), numbers(advantages), weights, strict=True
+            ):
+                log_st = log_s.detach() + (log_r - log_r.detach() if log_r.isfinite() else 0.0)
+                total = total + ppo_clip(log_st, advantage, *clip) * weight * share
+                token_ratios.append(log_st)
+        elif name == "GRPO":
+            clip = (objective.clip_low, objective.clip_high, objective.dual_clip)
+            for log_r, advantage, weight in zip(
+                log_ratios.unbind(), numbers(advantages), weights, strict=True
+            ):
+                total = total + ppo_clip(log_r, advantage, *clip) * weight * share
+                token_ratios.append(log_r)
+        elif name == "Linear":
+            for logp, factor, weight in zip(new.unbind(), numbers(token_weights), weights, strict=True):
+                total = total + factor * logp * weight * share
+        else:
+            raise NotImplementedError(name)
+
+        if ref_logprobs is not None:
+            betas = sequence.pick(
+                torch.as_tensor(kl_beta, dtype=torch.float64).expand(counted.shape)
+            ).tolist()
+            kl = kl_penalty(new - sequence.pick(ref_logprobs).to(new.dtype), kl_estimator)
+            for t, beta in enumerate(betas):
+                weight = token_ratios[t].exp() if kl_ratio_weighted else 1.0
+                total = total + beta * kl[t] * weight * share
+        if entropy is not None:
+            coefs = sequence.pick(
+                torch.as_tensor(entropy_coef, dtype=torch.float64).expand(counted.shape)
+            ).tolist()
+            for coef, h in zip(coefs, sequence.pick(entropy).unbind(), strict=True):
+                total = total - coef * h * share
+
+    if normalizer is not None:
+        divisor = float(normalizer)
+    elif aggregation == "token_mean":
+        divisor = length_sum
+    elif aggregation == "sum":
+        divisor = 1.0
+    else:
+        divisor = nonempty
+    if aggregation == "constant":
+        divisor = divisor * objective.aggregation_constant
+    # an empty batch has nothing to divide
+    return total / (divisor or 1.0) + 0.0 * torch.where(counted, logprobs, 0.0).sum()
