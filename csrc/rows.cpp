@@ -7,10 +7,6 @@
 #include <cmath>
 #include <type_traits>
 
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
-
 #include "blocks.h"
 
 namespace gspo_kernels {
@@ -68,20 +64,6 @@ void for_each_row(int64_t rows, int64_t vocabulary, const F& work) {
             for (int64_t row = begin; row < std::min(rows, begin + chunk); ++row) work(row);
         }
     });
-}
-
-// Memory fresh from the allocator costs a page fault every 4 KiB at its first write, which takes longer than
-// the gradient itself. Every element of `out` is about to be written, so ask for huge pages; the kernel may
-// decline.
-void prepare_for_writing(const Tensor& out, const Tensor& logits) {
-#if defined(MADV_HUGEPAGE)
-    constexpr uintptr_t kHugePage = 2 << 20;
-    const auto begin = reinterpret_cast<uintptr_t>(out.mutable_data_ptr());
-    if (!out.is_contiguous() || begin == reinterpret_cast<uintptr_t>(logits.const_data_ptr())) return;
-    const uintptr_t first = (begin + kHugePage - 1) / kHugePage * kHugePage;
-    const uintptr_t last = (begin + out.numel() * out.element_size()) / kHugePage * kHugePage;
-    if (last >= first + 8 * kHugePage) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
-#endif
 }
 
 // The transformed logits of one row, a block at a time.
@@ -143,7 +125,7 @@ Statistics row_statistics(const Row<T>& row, bool with_entropy) {
         const int64_t n = std::min(kBlock, row.vocabulary() - begin);
         const S* z = row.block(begin, n, buffer);
         if (row.label_in(begin, n)) {
-            if (z != buffer) std::copy_n(z, n, buffer);
+            if (z != buffer) load(z, 1, n, buffer);
             buffer[row.label() - begin] = -std::numeric_limits<S>::infinity();
             z = buffer;
         }
@@ -259,29 +241,31 @@ void write_nan(O* out, int64_t n) {
     std::fill_n(out, n, nan);
 }
 
+// c (1 - p), through expm1 because p near 1 cancels, and the entropy's part.
+template <class S>
+S label_gradient(S logprob, const RowGradient<S>& row) {
+    const S value = row.c * -std::expm1(logprob);
+    if (row.entropy_c == 0 || logprob == -std::numeric_limits<S>::infinity()) return value;
+    return value - row.entropy_c * std::exp(logprob) * (logprob + row.entropy);
+}
+
 // Blocks upwards, each read before it is written: `out` may be the logits, or narrower rows inside their
 // memory. chain is dz/dx without the soft cap's part.
 template <class T, class O, class S>
-void write_gradient(const Row<T>& row, S logprob, const RowGradient<S>& gradient_row, bool soft_capped,
-                    S chain, O* out) {
+void write_gradient(const Row<T>& row, S logprob, RowGradient<S> gradient_row, bool soft_capped, S chain,
+                    O* out) {
     alignas(64) S buffer[kBlock], slope[kBlock];
-    RowGradient<S> scaled = gradient_row;
-    scaled.c *= chain;
-    scaled.entropy_c *= chain;
-    for (int64_t begin = 0; begin < row.vocabulary(); begin += kBlock) {
+    gradient_row.c *= chain;
+    gradient_row.entropy_c *= chain;
+    for (int64_t begin = 0; begin < row.vocabulary(); begin += kBlock, out += kBlock) {
         const int64_t n = std::min(kBlock, row.vocabulary() - begin);
         const S* z = row.block(begin, n, buffer, slope);
-        gradient(z, n, scaled, buffer);
-        if (row.label_in(begin, n)) {
-            // c (1 - p) through expm1: p near 1 cancels nothing.
-            S value = scaled.c * -std::expm1(logprob);
-            if (scaled.entropy_c != 0 && logprob != -std::numeric_limits<S>::infinity()) {
-                value -= scaled.entropy_c * std::exp(logprob) * (logprob + scaled.entropy);
-            }
-            buffer[row.label() - begin] = value;
-        }
-        if (soft_capped) multiply(buffer, slope, n);
-        store(buffer, n, out + begin);
+        S* g = buffer;
+        if constexpr (std::is_same_v<O, S>) g = out;
+        gradient(z, n, gradient_row, g);
+        if (row.label_in(begin, n)) g[row.label() - begin] = label_gradient(logprob, gradient_row);
+        if (soft_capped) multiply(g, slope, n);
+        if constexpr (!std::is_same_v<O, S>) store(g, n, out);
     }
 }
 
@@ -343,7 +327,6 @@ void logprobs_backward(const Tensor& logits, const Tensor& labels, const LogitOp
         using S = StatsOf<T>;
         const Rows<const T> rows(logits, const_cast<void*>(logits.const_data_ptr()));
         const Rows<O> out_rows(out, out.mutable_data_ptr());
-        prepare_for_writing(out, logits);
         const auto* label = values<int64_t>(labels);
         const auto* row_temperature = values<S>(options.row_temperature);
         const S *logprob_in = values<S>(logprobs), *lse_in = values<S>(lse), *entropy_in = values<S>(entropy);
@@ -378,7 +361,6 @@ void logprobs_and_grad(const Tensor& logits, const Tensor& labels, const LogitOp
         using S = StatsOf<T>;
         const Rows<const T> rows(logits, const_cast<void*>(logits.const_data_ptr()));
         const Rows<O> out_rows(out, out.mutable_data_ptr());
-        prepare_for_writing(out, logits);
         const auto* label = values<int64_t>(labels);
         const auto* row_temperature = values<S>(options.row_temperature);
         const S* c = values<S>(coefficients);

@@ -37,16 +37,15 @@ GSPO_INLINE float to_float(BFloat16 x) {
     return std::bit_cast<float>(static_cast<uint32_t>(x.bits) << 16);
 }
 
+// Magnitudes are compared as signed integers, which is what vector units have.
 GSPO_INLINE float to_float(Half x) {
-    const uint32_t magnitude = x.bits & 0x7fffu;
-    const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000u) << 16;
-    // Exponents are rebased by 127 - 15; subnormals are integers in units of 2^-24.
-    const uint32_t normal = (magnitude << 13) + (112u << 23);
-    const uint32_t infinite_or_nan = (magnitude << 13) | 0x7f800000u;
-    const uint32_t subnormal =
-        std::bit_cast<uint32_t>(static_cast<float>(static_cast<int32_t>(magnitude)) * 0x1p-24f);
-    const uint32_t finite = select(magnitude < 0x0400u, subnormal, normal);
-    return std::bit_cast<float>(select(magnitude < 0x7c00u, finite, infinite_or_nan) | sign);
+    const int32_t magnitude = x.bits & 0x7fff;
+    const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000) << 16;
+    // Exponents are rebased by 127 - 15, those of infinities and NaN by as much again; subnormals are
+    // integers in units of 2^-24.
+    const int32_t rebased = (magnitude << 13) + select(magnitude < 0x7c00, 112 << 23, 224 << 23);
+    const int32_t subnormal = std::bit_cast<int32_t>(static_cast<float>(magnitude) * 0x1p-24f);
+    return std::bit_cast<float>(select(magnitude < 0x0400, subnormal, rebased) | sign);
 }
 
 GSPO_INLINE void from_float(float x, float& out) {
@@ -66,22 +65,20 @@ GSPO_INLINE void from_float(double x, float& out) {
 GSPO_INLINE void from_float(float x, BFloat16& out) {
     const uint32_t bits = std::bit_cast<uint32_t>(x);
     const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    const uint32_t is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
-    out.bits = static_cast<uint16_t>(select(is_nan != 0, 0x7fc0u, rounded));
+    out.bits = static_cast<uint16_t>(select(x != x, 0x7fc0u, rounded));
 }
 
 GSPO_INLINE void from_float(float x, Half& out) {
     const uint32_t bits = std::bit_cast<uint32_t>(x);
-    const uint32_t magnitude = bits & 0x7fffffffu;
-    const uint32_t sign = (bits >> 16) & 0x8000u;
-    const uint32_t normal = (magnitude - (112u << 23) + 0x0fffu + ((magnitude >> 13) & 1u)) >> 13;
+    const int32_t magnitude = bits & 0x7fffffffu;
+    const int32_t normal = (magnitude - (112 << 23) + 0x0fff + ((magnitude >> 13) & 1)) >> 13;
     // In [0.5, 1) a float counts in units of 2^-24, as fp16 subnormals do: adding 0.5 rounds to them.
-    const uint32_t subnormal =
-        std::bit_cast<uint32_t>(std::bit_cast<float>(magnitude) + 0.5f) - std::bit_cast<uint32_t>(0.5f);
-    uint32_t result = select(magnitude < 0x38800000u, subnormal, normal);
-    result = select(magnitude < 0x477ff000u, result, 0x7c00u);  // 65520 and above round to infinity
-    result = select(magnitude > 0x7f800000u, 0x7e00u, result);
-    out.bits = static_cast<uint16_t>(result | sign);
+    const int32_t subnormal =
+        std::bit_cast<int32_t>(std::bit_cast<float>(magnitude) + 0.5f) - std::bit_cast<int32_t>(0.5f);
+    int32_t result = select(magnitude < 0x38800000, subnormal, normal);
+    result = select(magnitude < 0x477ff000, result, 0x7c00);  // 65520 and above round to infinity
+    result = select(magnitude > 0x7f800000, 0x7e00, result);
+    out.bits = static_cast<uint16_t>(result | ((bits >> 16) & 0x8000u));
 }
 
 GSPO_INLINE void from_float(double x, BFloat16& out) {

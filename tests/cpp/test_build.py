@@ -51,10 +51,9 @@ def reported(cwd: Path) -> str:
     [
         ({"GSPO_KERNELS_NO_EXT": "1"}, "left out of this build by GSPO_KERNELS_NO_EXT"),
         ({"CXX": "/nonexistent/c++", "CC": "/nonexistent/cc"}, "compiling it failed"),
-        ({"CXX": "false", "CC": "false"}, "compiling it failed"),
         ({"PYTHONPATH": "no_torch"}, "PyTorch can't be imported by the build"),
     ],
-    ids=["switched off", "no compiler", "broken compiler", "no torch"],
+    ids=["switched off", "no compiler", "no torch"],
 )
 def test_build_goes_on_without_the_extension_and_says_why(tmp_path, environment, reason):
     root = tree(tmp_path)
