@@ -1,6 +1,6 @@
 """The Triton backend: ``ops.backends.SequenceRatioBackend`` as a module, for NVIDIA and AMD GPUs.
 
-Kernels know rows, addresses and segments of rows; of reinforcement learning they know the form they are handed.
+Kernels know rows, addresses and segments of rows; of reinforcement learning only the form they are handed.
 """
 
 from __future__ import annotations

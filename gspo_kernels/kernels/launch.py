@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +19,13 @@ INTERPRETED = not isinstance(fold_row, triton.runtime.JITFunction)
 """Whether the kernels were imported under TRITON_INTERPRET=1 and so run on CPU tensors."""
 
 
+def platform() -> str:
+    """What the kernels are compiled for: "interpreter", "hip" or "cuda"."""
+    if INTERPRETED:
+        return "interpreter"
+    return "cuda" if torch.version.hip is None else "hip"
+
+
 class Tile(NamedTuple):
     """Columns per block and warps per program."""
 
@@ -24,13 +33,16 @@ class Tile(NamedTuple):
     warps: int
 
 
-# A fold keeps two (with entropy three) fp32 registers per lane, so its blocks are 32 bytes per thread: two 16-byte
-# loads, with the next block's two already under way. The backward keeps nothing and takes 64 bytes per thread.
+# Bytes of logits per element -> tile, the same on all devices. A fold keeps two (with entropy three)
+# registers per lane, so its blocks are 32 bytes per thread: two 16-byte loads, with four more always under
+# way. On sm_90 that is 48 to 64 registers, hence 4 or 5 programs and 64 KiB under way per multiprocessor. The
+# backward keeps nothing and takes 64 bytes per thread.
 FOLD = {2: Tile(4096, 8), 4: Tile(2048, 8), 8: Tile(1024, 8)}
 BACKWARD = {2: Tile(8192, 8), 4: Tile(4096, 8), 8: Tile(2048, 8)}
 
-# The on-policy kernel reads its row twice, the second time from the L2 cache: few rows may be in flight, so one
-# program takes as many threads as a multiprocessor can give it.
+# The on-policy kernel reads its row twice, the second time from the L2 cache. Few rows may be in flight at a
+# time, so a program takes 16 warps: at 80 registers only one fits on an sm_90 multiprocessor. More warps
+# would be more than the 1,024 threads of an AMD workgroup.
 FOLD_AND_GRAD = {2: Tile(8192, 16), 4: Tile(4096, 16), 8: Tile(2048, 16)}
 
 _STATS = {torch.float32: tl.float32, torch.float64: tl.float64}
@@ -42,7 +54,7 @@ def stats_type(dtype: torch.dtype) -> tl.dtype:
 
 
 def is_aligned(tensor_BTV: Tensor) -> bool:
-    """Whether each row starts at a multiple of 16 bytes and each 16-byte load stays inside or outside the row."""
+    """Whether each row starts at a multiple of 16 bytes and no 16-byte access crosses its end."""
     vocabulary = tensor_BTV.shape[-1]
     size = tensor_BTV.element_size()
     return (
@@ -55,7 +67,9 @@ def is_aligned(tensor_BTV: Tensor) -> bool:
 
 
 class Slopes(NamedTuple):
-    """A ``LogitTransform`` as the kernels take it: z = slope * x, or z = outer * tanh(inner * x) under a softcap."""
+    """A ``LogitTransform`` as kernels take it: z = slope * x, or z = outer * tanh(inner * x) with a
+    softcap.
+    """
 
     slope: float
     inner: float
@@ -77,11 +91,25 @@ class Slopes(NamedTuple):
         return Slopes(slope, inner, outer, row_temperature, stride_b, stride_t, scaled, bool(softcap))
 
 
-def launch(kernel: Any, programs: int, device: torch.device, tile: Tile, *args: Any, **constants: Any) -> None:
+def row_kernel(function: Callable[..., None]) -> Any:
+    """``triton.jit`` for kernels that must not be compiled anew when shapes, strides or addresses change.
+
+    Only dtypes, the presence of optional tensors and the constants enter the specialisation. What vectorised
+    accesses need to know of strides and addresses travels in the constants ALIGNED and UNIT_STRIDE.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    runtime = [parameter.name for parameter in parameters if "constexpr" not in str(parameter.annotation)]
+    return triton.jit(function, do_not_specialize=runtime)
+
+
+def launch(
+    kernel: Any, programs: int, device: torch.device, tile: Tile, *args: Any, **constants: Any
+) -> None:
     """Run ``programs`` programs of ``kernel`` on ``device``, which needn't be the current one.
 
-    Fusing of multiplications and additions is off, so that the same helper rounds the same in every kernel: old
-    log-probs from one kernel and new ones from another then differ by nothing. Kernels ask for fma where it pays.
+    Fusing of multiplications and additions is off, so that the same helper rounds the same in every kernel:
+    old log-probs from one kernel and new ones from another then don't differ at all. Kernels ask for fma
+    where it pays.
     """
     if programs == 0:
         return

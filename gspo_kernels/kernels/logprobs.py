@@ -1,4 +1,4 @@
-"""Log-prob, log-sum-exp and entropy of logit rows, their gradient, and both at once where coefficients are known.
+"""Log-prob, log-sum-exp and entropy of logit rows, their gradient, and both at once for known coefficients.
 
 One program owns one row. Statistics are contiguous [B, T]; everything else comes with its strides.
 """
@@ -14,18 +14,22 @@ from gspo_kernels.kernels.launch import (
     BACKWARD,
     FOLD,
     FOLD_AND_GRAD,
-    INTERPRETED,
     Slopes,
     is_aligned,
     launch,
+    platform,
+    row_kernel,
     stats_type,
 )
 from gspo_kernels.kernels.rows import (
     element,
+    exp_flushed,
     fold_row,
+    joined,
     load_columns,
     narrowed,
     one_minus_exp,
+    parted,
     readable_width,
     row_pointer,
     row_slopes,
@@ -36,16 +40,8 @@ from gspo_kernels.types import LogitTransform, RowStats, stats_dtype
 _LOG_FLOOR: tl.constexpr = tl.constexpr(-1e30)
 """Stands in for log 0, so that 0 log 0 is 0."""
 
-# Shapes, strides and addresses never enter the specialisation key: a kernel compiles once for given dtypes and flags,
-# whatever T, N and V are. What vectorised loads need to know of them travels as ALIGNED and UNIT_STRIDE.
-_FORWARD_RUNTIME = (
-    "logits_ptr labels_ptr row_temperature_ptr logprobs_ptr lse_ptr entropy_ptr T V ignore_index slope inner outer "
-    "logits_stride_b logits_stride_t logits_stride_v labels_stride_b labels_stride_t "
-    "temperature_stride_b temperature_stride_t"
-).split()
 
-
-@triton.jit(do_not_specialize=_FORWARD_RUNTIME)
+@row_kernel
 def logprobs_forward_kernel(
     logits_ptr,
     labels_ptr,
@@ -72,6 +68,7 @@ def logprobs_forward_kernel(
     UNIT_STRIDE: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
+    PLATFORM: tl.constexpr,
 ):
     """One row's statistics."""
     n = tl.program_id(0)
@@ -79,18 +76,16 @@ def logprobs_forward_kernel(
     t = n - b * T
     label = tl.load(element(labels_ptr, b, t, labels_stride_b, labels_stride_t)).to(tl.int64)
     counted = label != ignore_index
-    slope, inner, outer = row_slopes(
-        slope, inner, outer, row_temperature_ptr, b, t, temperature_stride_b, temperature_stride_t, STATS
+    slopes = row_slopes(
+        (slope, inner, outer), row_temperature_ptr, b, t, temperature_stride_b, temperature_stride_t, STATS
     )
-    logp, lse, entropy = fold_row(
+    logp, base, rest, entropy = fold_row(
         row_pointer(logits_ptr, b, t, logits_stride_b, logits_stride_t, ALIGNED),
         label,
         counted & (label >= 0) & (label < V),
         readable_width(counted, V, ALIGNED),
         logits_stride_v,
-        slope,
-        inner,
-        outer,
+        slopes,
         STATS,
         SCALED,
         SOFTCAP,
@@ -98,9 +93,10 @@ def logprobs_forward_kernel(
         UNIT_STRIDE,
         BLOCK,
         "evict_first",
+        PLATFORM,
     )
     tl.store(logprobs_ptr + n, tl.where(counted, logp, 0.0))
-    tl.store(lse_ptr + n, tl.where(counted, lse, 0.0))
+    tl.store(lse_ptr + n, tl.where(counted, joined(base, rest, lse_ptr.dtype.element_ty), 0.0))
     if entropy_ptr is not None:
         tl.store(entropy_ptr + n, tl.where(counted, entropy, 0.0))
 
@@ -110,12 +106,8 @@ def logprobs_forward(
 ) -> RowStats:
     """See ``ops.backends.RowBackend.logprobs_forward``."""
     B, T, V = logits.shape
-    options = {"dtype": stats_dtype(logits.dtype), "device": logits.device}
-    stats = RowStats(
-        torch.empty(B, T, **options),
-        torch.empty(B, T, **options),
-        torch.empty(B, T, **options) if entropy else None,
-    )
+    logprobs = torch.empty(B, T, dtype=stats_dtype(logits.dtype), device=logits.device)
+    stats = RowStats(logprobs, torch.empty_like(logprobs), torch.empty_like(logprobs) if entropy else None)
     slopes = Slopes.of(transform)
     tile = FOLD[logits.element_size()]
     launch(
@@ -143,11 +135,9 @@ def logprobs_forward(
         UNIT_STRIDE=logits.stride(2) == 1,
         ALIGNED=is_aligned(logits),
         BLOCK=tile.block,
+        PLATFORM=platform(),
     )
     return stats
-
-
-# --- gradient ---------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -156,68 +146,58 @@ def _write_gradient(
     out_row,
     label,
     width,
-    vocabulary,
+    idle_width,
     stride_v,
     logp,
-    lse,
+    base,
+    rest,
     grad_logp,
     entropy,
     grad_entropy,
-    slope,
-    inner,
-    outer,
+    slopes,
     STATS: tl.constexpr,
     SCALED: tl.constexpr,
     SOFTCAP: tl.constexpr,
     ENTROPY: tl.constexpr,
     UNIT_STRIDE: tl.constexpr,
     BLOCK: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    PLATFORM: tl.constexpr,
 ):
-    """Walk a row of ``width`` columns and write its gradient; zeros on all ``vocabulary`` columns if width is 0.
+    """Walk ``width`` columns of a row and write their gradient, or zeros on ``idle_width`` columns unread.
 
-    With l = log p: dlogp/dz_v = onehot_v - p_v and dH/dz_v = -p_v (l_v + H). At the label both start from its own
+    dlogp/dz_v = onehot_v - p_v and dH/dz_v = -p_v (log p_v + H). At the label both start from its own
     log-prob, because 1 - p(label) taken from exp(z - lse) would be all rounding where p(label) is close to 1.
     """
     lanes = tl.arange(0, BLOCK)
-    if SCALED and not SOFTCAP:
-        grad_logp *= slope
-        grad_entropy *= slope
-    at_label = grad_logp * one_minus_exp(logp, STATS)
+    if SCALED or SOFTCAP:
+        grad_logp *= slopes[0][0]
+        grad_entropy *= slopes[0][0]
+    at_label = grad_logp * one_minus_exp(logp, STATS, PLATFORM)
     if ENTROPY:
         at_label -= grad_entropy * tl.exp(logp) * (tl.maximum(logp, _LOG_FLOOR) + entropy)
     ahead = load_columns(row, 0, width, stride_v, BLOCK, UNIT_STRIDE, "evict_first")
     for start in range(0, width, BLOCK):
         raw = ahead
         columns = start + lanes
-        # Before this block's store: out may be the logits themselves, so the compiler can't move loads across it.
+        # Before this block's store, across which the compiler can't move a load: out may be the logits.
         ahead = load_columns(row, start + BLOCK, width, stride_v, BLOCK, UNIT_STRIDE, "evict_first")
-        z, chain = transformed(raw, columns, width, slope, inner, outer, STATS, SCALED, SOFTCAP)
-        log_p = z - lse
+        z, bend = transformed(raw, columns, width, slopes, STATS, SCALED, SOFTCAP, PLATFORM)
+        log_p = (z - base) - rest
         weight = -grad_logp
         if ENTROPY:
             weight -= grad_entropy * (tl.maximum(log_p, _LOG_FLOOR) + entropy)
-        grad = tl.where(columns == label, at_label, tl.exp(log_p) * weight)
+        grad = tl.where(columns == label, at_label, exp_flushed(log_p, PLATFORM) * weight)
         if SOFTCAP:
-            grad = grad * chain
-        grad = narrowed(grad, out_row.dtype.element_ty, INTERPRETED)
+            grad = grad * bend
+        grad = narrowed(grad, out_row.dtype.element_ty, PLATFORM)
         tl.store(out_row + columns, grad, mask=columns < width, eviction_policy="evict_first")
-    for start in range(width, vocabulary, BLOCK):
+    for start in range(0, idle_width, BLOCK):
         columns = start + lanes
         zeros = tl.zeros([BLOCK], out_row.dtype.element_ty)
-        tl.store(out_row + columns, zeros, mask=columns < vocabulary, eviction_policy="evict_first")
+        tl.store(out_row + columns, zeros, mask=columns < idle_width, eviction_policy="evict_first")
 
 
-_BACKWARD_RUNTIME = (
-    "logits_ptr labels_ptr row_temperature_ptr logprobs_ptr lse_ptr entropy_ptr grad_logprobs_ptr grad_entropy_ptr "
-    "grad_scale_ptr out_ptr T V ignore_index slope inner outer logits_stride_b logits_stride_t logits_stride_v "
-    "labels_stride_b labels_stride_t temperature_stride_b temperature_stride_t "
-    "grad_logprobs_stride_b grad_logprobs_stride_t grad_entropy_stride_b grad_entropy_stride_t "
-    "out_stride_b out_stride_t"
-).split()
-
-
-@triton.jit(do_not_specialize=_BACKWARD_RUNTIME)
+@row_kernel
 def logprobs_backward_kernel(
     logits_ptr,
     labels_ptr,
@@ -254,7 +234,7 @@ def logprobs_backward_kernel(
     UNIT_STRIDE: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    PLATFORM: tl.constexpr,
 ):
     """One row's gradient."""
     n = tl.program_id(0)
@@ -270,40 +250,39 @@ def logprobs_backward_kernel(
     # A NaN log-prob for want of a label depends on no logit.
     grad_logp = tl.where(labelled, grad_logp.to(STATS) * scale, 0.0)
     logp = tl.load(logprobs_ptr + n)
-    lse = tl.load(lse_ptr + n)
+    base, rest = parted(tl.load(lse_ptr + n), STATS)
     active = counted & (grad_logp != 0)
-    entropy = lse
+    entropy = logp
     grad_entropy = grad_logp
     if grad_entropy_ptr is not None:
         entropy = tl.load(entropy_ptr + n)
         grad_entropy = tl.load(element(grad_entropy_ptr, b, t, grad_entropy_stride_b, grad_entropy_stride_t))
         grad_entropy = grad_entropy.to(STATS) * scale
         active = counted & ((grad_logp != 0) | (grad_entropy != 0))
-    slope, inner, outer = row_slopes(
-        slope, inner, outer, row_temperature_ptr, b, t, temperature_stride_b, temperature_stride_t, STATS
+    slopes = row_slopes(
+        (slope, inner, outer), row_temperature_ptr, b, t, temperature_stride_b, temperature_stride_t, STATS
     )
     _write_gradient(
         row_pointer(logits_ptr, b, t, logits_stride_b, logits_stride_t, ALIGNED),
         row_pointer(out_ptr, b, t, out_stride_b, out_stride_t, ALIGNED),
         tl.where(labelled, label, -1).to(tl.int32),
         readable_width(active, V, ALIGNED),
-        readable_width(V >= 0, V, ALIGNED),
+        readable_width(active == 0, V, ALIGNED),
         logits_stride_v,
         logp,
-        lse,
+        base,
+        rest,
         grad_logp,
         entropy,
         grad_entropy,
-        slope,
-        inner,
-        outer,
+        slopes,
         STATS,
         SCALED,
         SOFTCAP,
         grad_entropy_ptr is not None,
         UNIT_STRIDE,
         BLOCK,
-        INTERPRETED,
+        PLATFORM,
     )
 
 
@@ -359,20 +338,11 @@ def logprobs_backward(
         UNIT_STRIDE=logits.stride(2) == 1,
         ALIGNED=is_aligned(logits) and is_aligned(out),
         BLOCK=tile.block,
-        INTERPRETED=INTERPRETED,
+        PLATFORM=platform(),
     )
 
 
-# --- both at once -----------------------------------------------------------------------------------------------------
-
-_AND_GRAD_RUNTIME = (
-    "logits_ptr labels_ptr row_temperature_ptr coefficients_ptr logprobs_ptr lse_ptr out_ptr T V ignore_index "
-    "slope inner outer logits_stride_b logits_stride_t logits_stride_v labels_stride_b labels_stride_t "
-    "temperature_stride_b temperature_stride_t coefficients_stride_b coefficients_stride_t out_stride_b out_stride_t"
-).split()
-
-
-@triton.jit(do_not_specialize=_AND_GRAD_RUNTIME)
+@row_kernel
 def logprobs_and_grad_kernel(
     logits_ptr,
     labels_ptr,
@@ -404,7 +374,7 @@ def logprobs_and_grad_kernel(
     UNIT_STRIDE: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    PLATFORM: tl.constexpr,
 ):
     """One row's statistics, then its gradient: the second walk finds the row in the cache."""
     n = tl.program_id(0)
@@ -415,19 +385,17 @@ def logprobs_and_grad_kernel(
     labelled = counted & (label >= 0) & (label < V)
     coefficient = tl.load(element(coefficients_ptr, b, t, coefficients_stride_b, coefficients_stride_t))
     coefficient = tl.where(labelled, coefficient.to(STATS), 0.0)
-    slope, inner, outer = row_slopes(
-        slope, inner, outer, row_temperature_ptr, b, t, temperature_stride_b, temperature_stride_t, STATS
+    slopes = row_slopes(
+        (slope, inner, outer), row_temperature_ptr, b, t, temperature_stride_b, temperature_stride_t, STATS
     )
     row = row_pointer(logits_ptr, b, t, logits_stride_b, logits_stride_t, ALIGNED)
-    logp, lse, _ = fold_row(
+    logp, base, rest, _ = fold_row(
         row,
         label,
         labelled,
         readable_width(counted, V, ALIGNED),
         logits_stride_v,
-        slope,
-        inner,
-        outer,
+        slopes,
         STATS,
         SCALED,
         SOFTCAP,
@@ -435,9 +403,10 @@ def logprobs_and_grad_kernel(
         UNIT_STRIDE,
         BLOCK,
         "evict_last",
+        PLATFORM,
     )
     tl.store(logprobs_ptr + n, tl.where(counted, logp, 0.0))
-    tl.store(lse_ptr + n, tl.where(counted, lse, 0.0))
+    tl.store(lse_ptr + n, tl.where(counted, joined(base, rest, lse_ptr.dtype.element_ty), 0.0))
     # In place, no thread may overwrite what another still folds.
     tl.debug_barrier()
     _write_gradient(
@@ -445,23 +414,22 @@ def logprobs_and_grad_kernel(
         row_pointer(out_ptr, b, t, out_stride_b, out_stride_t, ALIGNED),
         tl.where(labelled, label, -1).to(tl.int32),
         readable_width(coefficient != 0, V, ALIGNED),
-        readable_width(V >= 0, V, ALIGNED),
+        readable_width(coefficient == 0, V, ALIGNED),
         logits_stride_v,
         logp,
-        lse,
+        base,
+        rest,
         coefficient,
-        lse,
+        logp,
         coefficient,
-        slope,
-        inner,
-        outer,
+        slopes,
         STATS,
         SCALED,
         SOFTCAP,
         False,
         UNIT_STRIDE,
         BLOCK,
-        INTERPRETED,
+        PLATFORM,
     )
 
 
@@ -476,8 +444,8 @@ def logprobs_and_grad(
 ) -> RowStats:
     """See ``ops.backends.RowBackend.logprobs_and_grad``."""
     B, T, V = logits.shape
-    options = {"dtype": stats_dtype(logits.dtype), "device": logits.device}
-    stats = RowStats(torch.empty(B, T, **options), torch.empty(B, T, **options), None)
+    logprobs = torch.empty(B, T, dtype=stats_dtype(logits.dtype), device=logits.device)
+    stats = RowStats(logprobs, torch.empty_like(logprobs), None)
     slopes = Slopes.of(transform)
     tile = FOLD_AND_GRAD[max(logits.element_size(), out.element_size())]
     launch(
@@ -510,6 +478,6 @@ def logprobs_and_grad(
         UNIT_STRIDE=logits.stride(2) == 1,
         ALIGNED=is_aligned(logits) and is_aligned(out),
         BLOCK=tile.block,
-        INTERPRETED=INTERPRETED,
+        PLATFORM=platform(),
     )
     return stats

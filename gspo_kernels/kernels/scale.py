@@ -1,4 +1,4 @@
-"""Multiply a tensor in place by a number that only the device knows: for the gradient that a forward already wrote."""
+"""Multiply a tensor in place by a number that only the device knows: for a gradient that a forward wrote."""
 
 from __future__ import annotations
 
@@ -6,22 +6,34 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gspo_kernels.kernels.launch import Tile, launch, platform
+from gspo_kernels.kernels.launch import Tile, launch, platform, stats_type
 from gspo_kernels.kernels.rows import narrowed
 
 _TILE = Tile(8192, 8)
 
 
-@triton.jit(do_not_specialize=["count"])
-def scale_kernel(values_ptr, factor_ptr, count: tl.int64, BLOCK: tl.constexpr, PLATFORM: tl.constexpr):
+@triton.jit(do_not_specialize=["factor_ptr", "count"])
+def scale_kernel(
+    values_ptr,
+    factor_ptr,
+    count: tl.int64,
+    STATS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PLATFORM: tl.constexpr,
+):
     """One block; a factor of 1, the usual upstream gradient, costs the launch and nothing else."""
-    factor = tl.load(factor_ptr)
-    if factor != 1.0:
-        offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        inside = offsets < count
-        values = tl.load(values_ptr + offsets, mask=inside, other=0.0)
-        scaled = values.to(factor.dtype) * factor
-        tl.store(values_ptr + offsets, narrowed(scaled, values_ptr.dtype.element_ty, PLATFORM), mask=inside)
+    factor = tl.load(factor_ptr).to(STATS)
+    if factor != 1:
+        start = tl.program_id(0).to(tl.int64) * BLOCK
+        pointers = values_ptr + (start + tl.arange(0, BLOCK))
+        # Without a mask where nothing is to mask: one of unknown alignment would split 16-byte accesses.
+        if start + BLOCK <= count:
+            values = tl.load(pointers).to(STATS) * factor
+            tl.store(pointers, narrowed(values, values_ptr.dtype.element_ty, PLATFORM))
+        else:
+            inside = start + tl.arange(0, BLOCK) < count
+            values = tl.load(pointers, mask=inside, other=0.0).to(STATS) * factor
+            tl.store(pointers, narrowed(values, values_ptr.dtype.element_ty, PLATFORM), mask=inside)
 
 
 def scale_(values: Tensor, factor: Tensor) -> None:
@@ -35,6 +47,7 @@ def scale_(values: Tensor, factor: Tensor) -> None:
         values,
         factor,
         count,
+        STATS=stats_type(values.dtype),
         BLOCK=_TILE.block,
         PLATFORM=platform(),
     )

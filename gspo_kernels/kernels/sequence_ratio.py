@@ -1,11 +1,14 @@
-"""The whole clipped-sequence-ratio forward in one launch: log-probs, ratios, clip decisions, loss and metrics.
+"""The whole clipped-sequence-ratio forward in one launch: log-probs, ratios, clip decisions, loss and
+metrics.
 
-N + B programs. Program n < N folds one row and arrives at its sequence's counter; program N + i only arrives, for
-sequence i, so that (rows of i) + 1 arrivals complete a sequence, an empty one too. Whoever completes a sequence
-reduces its log-ratios; whoever completes the last sequence reduces the loss and the metrics. Nobody waits for
-anybody, and every reduction runs over memory in a fixed order, so the order of programs leaves no trace in the result.
+N + B programs. Program n < N folds one row and arrives at its sequence's counter; program N + i only arrives,
+for sequence i, so that (rows of i) + 1 arrivals complete a sequence, an empty one too. Whoever completes a
+sequence reduces its log-ratios; whoever completes the last sequence reduces the loss and the metrics. Nobody
+waits for anybody, and every reduction runs over memory in a fixed order, so the order of programs leaves no
+trace in the result.
 """
 
+# ruff: noqa: SIM108 - in Triton, branches choose code.
 from __future__ import annotations
 
 import torch
@@ -13,12 +16,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gspo_kernels.kernels.launch import FOLD, Slopes, is_aligned, launch, stats_type
-from gspo_kernels.kernels.rows import element, fold_row, readable_width, row_pointer, row_slopes
+from gspo_kernels.kernels.launch import FOLD, Slopes, is_aligned, launch, platform, row_kernel, stats_type
+from gspo_kernels.kernels.rows import element, fold_row, joined, readable_width, row_pointer, row_slopes
 from gspo_kernels.types import METRICS, ClippedSequenceRatio, LogitTransform, SequenceRatioStats, stats_dtype
 
 _TOKENS_PER_BLOCK = 1024
-_SEQUENCES_PER_BLOCK = 512
+_SEQUENCES_PER_BLOCK = 256
 
 # Rows of the [8, sequences] fp64 scratch through which sequences reach the final reduction.
 _RATIO: tl.constexpr = tl.constexpr(0)
@@ -34,7 +37,9 @@ _SCRATCH_ROWS = 8
 
 @triton.jit
 def _sequence_of(n, cu_seqlens_ptr, sequences):
-    """The sequence that holds row n: the last one that starts at or before it, which is never an empty one."""
+    """The sequence that holds row n: the last one that starts at or before it, which is never an empty
+    one.
+    """
     low = sequences * 0
     high = sequences
     while high - low > 1:
@@ -47,7 +52,9 @@ def _sequence_of(n, cu_seqlens_ptr, sequences):
 
 @triton.jit
 def _arrive(counter_ptr):
-    """Publish what this program has written, count it in, and see what those counted in before it have written."""
+    """Publish what this program has written, count it in, and see what those counted in before it have
+    written.
+    """
     tl.debug_barrier()
     before = tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu")
     tl.debug_barrier()
@@ -87,8 +94,8 @@ def _reduce_sequence(
 ):
     """Ratio, loss, coefficient and clip flags of one sequence, from its rows' log-probs.
 
-    Sums and products are fp64, so that no intermediate overflows where the result doesn't; the clip decision is taken
-    on log s in the statistics' dtype, as everywhere else.
+    Sums and products are fp64, so that no intermediate overflows where the result doesn't; the clip decision
+    is taken on log s in the statistics' dtype, as everywhere else.
     """
     lanes = tl.arange(0, BLOCK)
     counts = tl.zeros([BLOCK], tl.int32)
@@ -240,16 +247,7 @@ def _reduce_batch(
     tl.store(metrics_ptr + 7, _share(tl.sum(actives, axis=0), number).to(STATS))
 
 
-_RUNTIME = (
-    "logits_ptr labels_ptr row_temperature_ptr old_ptr advantages_ptr weights_ptr lengths_ptr normalizer_ptr "
-    "cu_seqlens_ptr logprobs_ptr lse_ptr coefficients_ptr loss_ptr divisor_ptr metrics_ptr scratch_ptr counters_ptr "
-    "N T V sequences ignore_index slope inner outer log_low log_high log_dual divisor_scale "
-    "logits_stride_b logits_stride_t logits_stride_v labels_stride_b labels_stride_t "
-    "temperature_stride_b temperature_stride_t old_stride_b old_stride_t advantages_stride weights_stride lengths_stride"
-).split()
-
-
-@triton.jit(do_not_specialize=_RUNTIME)
+@row_kernel
 def sequence_ratio_kernel(
     logits_ptr,
     labels_ptr,
@@ -302,6 +300,7 @@ def sequence_ratio_kernel(
     BLOCK: tl.constexpr,
     TOKENS_PER_BLOCK: tl.constexpr,
     SEQUENCES_PER_BLOCK: tl.constexpr,
+    PLATFORM: tl.constexpr,
 ):
     """One row or one bare arrival; see the module."""
     n = tl.program_id(0)
@@ -315,18 +314,22 @@ def sequence_ratio_kernel(
             sequence = b
         label = tl.load(element(labels_ptr, b, t, labels_stride_b, labels_stride_t)).to(tl.int64)
         counted = label != ignore_index
-        row_slope, row_inner, row_outer = row_slopes(
-            slope, inner, outer, row_temperature_ptr, b, t, temperature_stride_b, temperature_stride_t, STATS
+        slopes = row_slopes(
+            (slope, inner, outer),
+            row_temperature_ptr,
+            b,
+            t,
+            temperature_stride_b,
+            temperature_stride_t,
+            STATS,
         )
-        logp, lse, _ = fold_row(
+        logp, base, rest, _ = fold_row(
             row_pointer(logits_ptr, b, t, logits_stride_b, logits_stride_t, ALIGNED),
             label,
             counted & (label >= 0) & (label < V),
             readable_width(counted, V, ALIGNED),
             logits_stride_v,
-            row_slope,
-            row_inner,
-            row_outer,
+            slopes,
             STATS,
             SCALED,
             SOFTCAP,
@@ -334,12 +337,14 @@ def sequence_ratio_kernel(
             UNIT_STRIDE,
             BLOCK,
             "evict_first",
+            PLATFORM,
         )
         tl.store(logprobs_ptr + n, tl.where(counted, logp, 0.0))
-        tl.store(lse_ptr + n, tl.where(counted, lse, 0.0))
+        tl.store(lse_ptr + n, tl.where(counted, joined(base, rest, lse_ptr.dtype.element_ty), 0.0))
 
     if cu_seqlens_ptr is not None:
-        # Clamped: cu_seqlens whose values nobody has checked may give nonsense, but no address outside the rows.
+        # Clamped: cu_seqlens whose values nobody has checked may give nonsense, but no address outside the
+        # rows.
         first = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + sequence), 0), N)
         last = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + sequence + 1), first), N)
     else:
@@ -408,19 +413,20 @@ def sequence_ratio_forward(
     """See ``ops.backends.SequenceRatioBackend.sequence_ratio_forward``."""
     B, T, V = logits.shape
     sequences = advantages.shape[0]
-    options = {"dtype": stats_dtype(logits.dtype), "device": logits.device}
+    logprobs = torch.empty(B, T, dtype=stats_dtype(logits.dtype), device=logits.device)
     stats = SequenceRatioStats(
-        loss=torch.empty((), **options),
-        logprobs=torch.empty(B, T, **options),
-        lse=torch.empty(B, T, **options),
-        coefficients=torch.empty(sequences, **options),
-        divisor=torch.empty((), **options),
-        metrics=torch.empty(len(METRICS), **options),
+        loss=logprobs.new_empty(()),
+        logprobs=logprobs,
+        lse=torch.empty_like(logprobs),
+        coefficients=logprobs.new_empty(sequences),
+        divisor=logprobs.new_empty(()),
+        metrics=logprobs.new_empty(len(METRICS)),
     )
     if sequences == 0:
-        base = 1.0 if normalizer is None else torch.where(normalizer == 0, 1.0, normalizer)
         stats.loss.zero_()
-        stats.divisor.fill_(form.divisor_scale).mul_(base)
+        stats.divisor.fill_(form.divisor_scale)
+        if normalizer is not None:
+            stats.divisor.mul_(torch.where(normalizer == 0, 1.0, normalizer))
         stats.metrics.zero_()[:3] = 1.0
         stats.logprobs.zero_()
         stats.lse.zero_()
@@ -479,5 +485,6 @@ def sequence_ratio_forward(
         BLOCK=tile.block,
         TOKENS_PER_BLOCK=_TOKENS_PER_BLOCK,
         SEQUENCES_PER_BLOCK=_SEQUENCES_PER_BLOCK,
+        PLATFORM=platform(),
     )
     return stats
