@@ -61,7 +61,8 @@ def columns_of(rows: Rows) -> dict[str, list[Any]]:
 
 def encode_prompts(tokenizer: Any, rows: Rows, name: str, longest: int | None) -> list[list[int]]:
     """Return the token ids of every prompt; refuse one that is empty or longer than ``longest`` tokens."""
-    encoded: list[list[int]] = tokenizer([row["prompt"] for row in rows])["input_ids"]
+    texts = [row["prompt"] for row in rows]
+    encoded: list[list[int]] = tokenizer(texts)["input_ids"] if texts else []
     for number, tokens in enumerate(encoded, start=1):
         if not tokens:
             raise DataError(f"{name}, row {number}: the tokenizer makes no token of the prompt")

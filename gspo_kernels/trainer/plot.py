@@ -102,7 +102,7 @@ def _draw_clipping(ax: Any, steps: Sequence[Record]) -> None:
         ax.plot(x, smoothed(both, width), color=color, linewidth=1.8, label=f"minibatch {number}")
     ax.set_ylim(-0.02, 1)
     ax.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-    if len(numbers) <= 8:
+    if 0 < len(numbers) <= 8:
         ax.legend(frameon=False, loc="upper right", ncols=2, fontsize=9, labelcolor=INK)
 
 

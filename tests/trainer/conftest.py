@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+
 from gspo_kernels.trainer import demo
 from gspo_kernels.trainer.config import TrainConfig
 from gspo_kernels.trainer.config_file import from_mapping

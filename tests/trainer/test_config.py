@@ -1,7 +1,8 @@
 """Configuration: what is read, what is refused, and that the message says which key."""
 
-import gspo_kernels as gk
 import pytest
+
+import gspo_kernels as gk
 from gspo_kernels.trainer.arguments import parse_train_arguments, train_parser
 from gspo_kernels.trainer.config import TrainConfig
 from gspo_kernels.trainer.config_file import (

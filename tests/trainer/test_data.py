@@ -3,6 +3,7 @@
 import json
 
 import pytest
+
 from gspo_kernels.trainer.data import PromptOrder, check_rows, columns_of, encode_prompts, load_prompts
 from gspo_kernels.trainer.errors import DataError
 

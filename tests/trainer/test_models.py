@@ -1,7 +1,8 @@
-"""Taking a model apart: what lies between hidden states and log-probs, and refusing what is not understood."""
+"""Taking a model apart: what lies between hidden states and log-probs; refusing what is not understood."""
 
 import pytest
 import torch
+
 from gspo_kernels.trainer.errors import ModelError
 from gspo_kernels.trainer.models import (
     check_head,

@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+
 from gspo_kernels.trainer.errors import RewardError
 from gspo_kernels.trainer.rewards import RewardSet, load_reward
 
@@ -79,7 +80,8 @@ def test_a_reward_that_raises_is_named():
 def test_loading_from_a_module_and_from_a_file(tmp_path, monkeypatch):
     assert load_reward("math:sqrt") is math.sqrt
     text = "from __future__ import annotations\nfrom dataclasses import dataclass\n"
-    text += "@dataclass\nclass Level:\n    value: int = 3\n\ndef level(*a, **k):\n    return [Level().value] * 2\n"
+    text += "@dataclass\nclass Level:\n    value: int = 3\n\n"
+    text += "def level(*a, **k):\n    return [Level().value] * 2\n"
     (tmp_path / "levels.py").write_text(text)
     assert load_reward(f"{tmp_path}/levels.py:level")() == [3, 3]
     monkeypatch.chdir(tmp_path)

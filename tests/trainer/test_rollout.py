@@ -1,7 +1,8 @@
-"""Rollouts against hand-made cases: masks, padding, the layout for training, and who decides how tokens are drawn."""
+"""Rollouts against hand-made cases: masks, padding, the layout for training, how tokens are drawn."""
 
 import pytest
 import torch
+
 from gspo_kernels.trainer.models import IGNORED
 from gspo_kernels.trainer.rollout import Completions, Sampling, completion_mask, left_pad, sample_completions
 

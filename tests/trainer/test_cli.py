@@ -1,0 +1,206 @@
+"""The command line: a local model of another family on a jsonl file, and errors a person can act on."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import gspo_kernels
+from gspo_kernels import cli
+from gspo_kernels.trainer import demo
+from gspo_kernels.trainer.checkpoint import RunDirectory
+from gspo_kernels.trainer.metrics import read_metrics
+
+
+@pytest.fixture
+def llama(tmp_path, tokenizer):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    path = tmp_path / "llama"
+    LlamaForCausalLM(config).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def reward_file(tmp_path):
+    path = tmp_path / "my_rewards.py"
+    path.write_text(
+        "def odd(prompts, completions, completion_ids, *, letter):\n"
+        "    return [sum(i % 2 for i in ids) / max(len(ids), 1) for ids in completion_ids]\n"
+    )
+    return path
+
+
+def options(model, jsonl, reward_file, output):
+    return [
+        *("--model", str(model), "--dataset", str(jsonl), "--eval_dataset", str(jsonl)),
+        *("--reward", f"{reward_file}:odd", "--output", str(output), "--threads", "1"),
+        *("--rollout.prompts_per_rollout", "2", "--rollout.group_size=4", "--rollout.max-new-tokens", "4"),
+        *("--update.steps", "2", "--update.minibatches", "2", "--update.learning_rate", "1e-3"),
+    ]
+
+
+def test_any_local_model_on_any_jsonl(tmp_path, llama, jsonl, reward_file, capsys):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    line = options(llama, jsonl, reward_file, tmp_path / "run")
+    assert cli.main(["train", *line]) == 0
+    assert "held-out accuracy" in capsys.readouterr().out
+    before = AutoModelForCausalLM.from_pretrained(llama)
+    after = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
+    assert type(after).__name__ == "LlamaForCausalLM"
+    assert any(not torch.equal(a, b) for a, b in zip(before.parameters(), after.parameters(), strict=True))
+    AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
+    assert [record["step"] for record in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [0, 1, 2]
+
+    # the same command again is refused, and nothing is lost
+    assert cli.main(["train", *line]) == 1
+    assert "--resume" in capsys.readouterr().err
+    # the run goes on from its own configuration
+    assert cli.main(["train", "--resume", "--output", str(tmp_path / "run"), "--update.steps", "3"]) == 0
+    assert [record["step"] for record in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [0, 1, 2, 3]
+    assert cli.main(["train", *line, "--overwrite"]) == 0
+    assert [record["step"] for record in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [0, 1, 2]
+
+
+def test_a_configuration_file(tmp_path, llama, jsonl, reward_file):
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        f"model: {llama}\ndataset: {jsonl}\nreward: ['{reward_file}:odd']\noutput: {tmp_path}/run\n"
+        "threads: 1\n"
+        "rollout: {prompts_per_rollout: 2, group_size: 2, max_new_tokens: 3}\n"
+        "update: {steps: 1, minibatches: 2}\nobjective: {name: GRPO, clip_low: 0.1}\n"
+    )
+    assert cli.main(["train", str(path), "--update.steps", "2"]) == 0
+    assert len(read_metrics(tmp_path / "run" / "metrics.jsonl")) == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"--model": "no/such/model"}, ["no/such/model", "cannot be loaded"]),
+        ({"--dataset": "no/such/file.jsonl"}, ["there is no dataset file no/such/file.jsonl"]),
+        ({"--eval_dataset": "no/such/file.jsonl"}, ["there is no dataset file"]),
+        ({"--reward": "no_such_file.py:f"}, ["there is no file no_such_file.py"]),
+        ({"--reward": "math:sqrt"}, ["reward function sqrt raised"]),
+        ({"--update.minibatches": "1"}, ["update.minibatches", "nothing is ever clipped"]),
+        ({"--update.learning_rate": "quick"}, ["update.learning_rate", "'quick'"]),
+        ({"--rollout.max-new-tokens": "64"}, ["row 1", "leaves room for 0"]),
+        ({"--model": None}, ["model is missing"]),
+        ({"--dataset": None}, ["dataset is missing"]),
+        ({"--reward": None}, ["reward is missing"]),
+    ],
+    ids=str,
+)
+def test_errors_are_one_line_that_says_what_to_change(
+    tmp_path, llama, jsonl, reward_file, changes, words, capsys
+):
+    line = options(llama, jsonl, reward_file, tmp_path / "run")
+    for key, value in changes.items():
+        position = line.index(key)
+        line[position : position + 2] = [] if value is None else [key, value]
+    assert cli.main(["train", *line]) == 1
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert message.startswith("gspo train: error: ")
+    for word in words:
+        assert word in message
+
+
+def test_a_killed_run_resumes_to_the_same_weights(tmp_path, llama, jsonl, reward_file):
+    """SIGKILL in a process of its own, then --resume here: the weights of a run that was never killed."""
+    from transformers import AutoModelForCausalLM
+
+    line = options(llama, jsonl, reward_file, tmp_path / "killed")
+    line += ["--checkpoint.every", "1", "--evaluation.every", "100", "--update.steps", "40"]
+    environment = os.environ | {"PYTHONPATH": str(Path(gspo_kernels.__file__).parents[1])}
+    process = subprocess.Popen([sys.executable, "-m", "gspo_kernels.cli", "train", *line], env=environment)
+    try:
+        run = RunDirectory(tmp_path / "killed")
+        deadline = time.monotonic() + 120
+        while run.latest_checkpoint() is None and time.monotonic() < deadline and process.poll() is None:
+            time.sleep(0.01)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert run.latest_checkpoint() is not None
+    assert not run.model.exists(), "the run was over before it could be killed"
+    reached = int(run.latest_checkpoint().name.removeprefix("step_"))
+
+    # a few steps beyond where the kill struck are enough
+    steps = ["--update.steps", str(reached + 2)]
+    assert cli.main(["train", *line, *steps, "--resume"]) == 0
+    straight = [str(tmp_path / "straight") if word == str(tmp_path / "killed") else word for word in line]
+    assert cli.main(["train", *straight, *steps]) == 0
+    resumed = AutoModelForCausalLM.from_pretrained(tmp_path / "killed" / "model").state_dict()
+    never_killed = AutoModelForCausalLM.from_pretrained(tmp_path / "straight" / "model").state_dict()
+    assert all(torch.equal(resumed[name], never_killed[name]) for name in never_killed)
+
+
+def test_version_doctor_and_help(capsys):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["--version"])
+    assert caught.value.code == 0
+    assert "gspo_kernels" in capsys.readouterr().out
+    assert cli.main(["doctor"]) == 0
+    assert "cpp" in capsys.readouterr().out
+    for command in ([], ["train"], ["demo"], ["doctor"]):
+        with pytest.raises(SystemExit) as caught:
+            cli.main([*command, "--help"])
+        assert caught.value.code == 0
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["tarin"])
+    assert caught.value.code == 2
+
+
+def test_importing_the_package_imports_no_trainer():
+    code = "import sys, gspo_kernels, gspo_kernels.cli; print([m for m in sys.modules if m.split('.')[0] in "
+    code += "('transformers', 'accelerate') or m.startswith('gspo_kernels.trainer')])"
+    environment = os.environ | {"PYTHONPATH": str(Path(gspo_kernels.__file__).parents[1])}
+    found = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert found.stdout.strip() == "[]", found.stderr
+
+
+def test_the_demonstration_keeps_its_prompts_apart(tmp_path):
+    train, held_out = demo.make_rows(0)
+    assert len({row["prompt"] for row in train}) == len(train)
+    assert not {row["prompt"] for row in train} & {row["prompt"] for row in held_out}
+    assert not {row["answer"] for row in train} & {row["answer"] for row in held_out}
+    for row in train[:50] + held_out[:50]:
+        assert "".join(sorted(row["prompt"].removesuffix("="))) == row["answer"]
+    assert demo.make_rows(1) != (train, held_out)
+    rewards = [
+        f([], ["1234", "12345", "21345", ""], [], answer=["12345"] * 4) for f in (demo.exact, demo.per_digit)
+    ]
+    assert rewards == [[0, 1, 0, 0], [0, 1, 0.6, 0]]
+
+
+def test_the_demonstration_runs(tmp_path, capsys):
+    line = ["demo", "--output", str(tmp_path / "demo"), "--steps", "1"]
+    assert cli.main(line) == 0
+    out = capsys.readouterr().out
+    assert "greedy" in out and "sampled" in out and "points" in out
+    assert (tmp_path / "demo" / "progress.png").exists()
+    rows = [json.loads(text) for text in (tmp_path / "demo" / "held_out.jsonl").read_text().splitlines()]
+    assert rows == demo.make_rows(0)[1]
+    assert cli.main(line) == 1
+    assert "already holds a run" in capsys.readouterr().err
