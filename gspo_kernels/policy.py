@@ -81,9 +81,8 @@ def kl_penalty(log_ratio: Tensor, estimator: str) -> Tensor:
     if estimator == "k1":
         return log_ratio
     if estimator == "k2":
-        return 0.5 * log_ratio.square()
-    # expm1 keeps small d from cancelling; the product of infinities can't arise, as exp(-d) outgrows d
-    return torch.expm1(-log_ratio) + log_ratio
+        return finite.mul(0.5 * log_ratio, log_ratio)
+    return finite.k3(log_ratio)
 
 
 class _Aggregation:

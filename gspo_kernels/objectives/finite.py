@@ -50,6 +50,19 @@ class _Exp(torch.autograd.Function):
         return _product(grad, y)
 
 
+class _K3(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, d: Tensor) -> Tensor:
+        ctx.save_for_backward(d)
+        # exp(-d) outgrows d, also where both are infinite
+        return torch.expm1(-d) + d.clamp(min=torch.finfo(d.dtype).min)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (d,) = ctx.saved_tensors
+        return _product(grad, -torch.expm1(-d))
+
+
 class _ZeroWithGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -68,6 +81,11 @@ def mul(a: Tensor, b: Tensor) -> Tensor:
 def exp(x: Tensor) -> Tensor:
     """``exp(x)``; its gradient is 0 where the incoming gradient is 0."""
     return _Exp.apply(x)
+
+
+def k3(d: Tensor) -> Tensor:
+    """``exp(-d) + d - 1``, without cancelling for small d; its gradient is 0 where d or grad is."""
+    return _K3.apply(d)
 
 
 def zero_with_gradient(x: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ fp32 products are faster there.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -228,6 +229,13 @@ def _at(stats: RowStats, where: slice | Tensor) -> RowStats:
     return stats.each(lambda stat: stat.flatten()[where])
 
 
+def _power_of_two(largest: Tensor) -> Tensor:
+    """About ``largest``, so that dividing by it rounds nothing; 1 where that is 0 or infinite."""
+    top = math.frexp(torch.finfo(largest.dtype).max)[1] - 1
+    power = torch.exp2(torch.log2(largest).ceil().clamp(1 - top, top))
+    return torch.where((largest > 0) & largest.isfinite(), power, 1.0)
+
+
 class GradientAccumulator:
     """dHidden, dWeight and dBias of a chunked call; accumulates in the statistics' dtype and casts once."""
 
@@ -297,8 +305,7 @@ class GradientAccumulator:
         largest = grad_logprobs.abs().amax()
         if grad_entropy is not None:
             largest = torch.maximum(largest, grad_entropy.abs().amax())
-        # a power of two: taking it out and putting it back rounds nothing
-        scale = torch.where(largest > 0, torch.exp2(torch.log2(largest).ceil()), 1.0)
+        scale = _power_of_two(largest)
         unit = (grad_logprobs / scale).to(accumulate)
         # with an entropy gradient a row has two coefficients, so they go into the rows themselves
         in_rows = grad_entropy is not None
@@ -320,7 +327,8 @@ class GradientAccumulator:
         factor = None if in_rows else unit.unsqueeze(1)
         if self.hidden is not None:
             grad = call.head.grad_hidden(rows)
-            grad = grad * (scale if factor is None else factor * scale)
+            # an overflowed coefficient makes infinities, and leaves zeros alone
+            grad = torch.where(grad == 0, 0.0, grad * (scale if factor is None else factor * scale))
             self.hidden.view(-1, hidden.shape[1])[where] = grad.to(self.hidden.dtype)
         if self.weight is not None:
             # selected: the hidden state of a row without gradient may be anything

@@ -40,7 +40,8 @@ def token_statistics(
     index = labels.to(torch.int64).clamp(0, max(vocabulary - 1, 0)).unsqueeze(-1)
     logprobs = logp.gather(-1, index).squeeze(-1).masked_fill(~in_range, float("nan"))
     p = logp.exp()
-    entropy = -torch.where(p > 0, p * logp, 0.0).sum(-1)
+    # selected before the product: its gradient would multiply 0 with infinity
+    entropy = -(p * torch.where(p > 0, logp, 0.0)).sum(-1)
     lse = torch.logsumexp(z, dim=-1)
     return RowStats(*(stat.masked_fill(ignored, 0.0) for stat in (logprobs, lse, entropy)))
 
@@ -71,15 +72,18 @@ def logprobs_backward(
         leaf = logits.detach().to(stats_dtype(logits.dtype)).requires_grad_()
         again = token_statistics(leaf, labels, transform, ignore_index)
         assert again.entropy is not None
-        outputs, grads = [again.logprobs], [grad_logprobs]
+        given = [(again.logprobs, grad_logprobs)]
         if grad_entropy is not None:
-            outputs, grads = [*outputs, again.entropy], [*grads, grad_entropy]
-        scale = 1.0 if grad_scale is None else grad_scale
-        grads = [grad.to(leaf.dtype) * scale for grad in grads]
-        (grad_logits,) = torch.autograd.grad(outputs, leaf, grads)
-    ignored = labels == ignore_index
-    idle = grads[0] == 0 if grad_entropy is None else (grads[0] == 0) & (grads[1] == 0)
-    out.copy_(grad_logits.masked_fill((ignored | idle).unsqueeze(-1), 0.0))
+            given.append((again.entropy, grad_entropy))
+        idle = labels == ignore_index
+        idle = idle | torch.stack([grad == 0 for _, grad in given]).all(0)
+        grad_logits = torch.zeros_like(leaf)
+        for output, grad in given:
+            (slope,) = torch.autograd.grad(output.sum(), leaf, retain_graph=True)
+            weight = grad.to(leaf.dtype) * (1.0 if grad_scale is None else grad_scale)
+            # an overflowed gradient makes infinities, and leaves zeros alone
+            grad_logits = grad_logits + torch.where(slope == 0, 0.0, slope * weight.unsqueeze(-1))
+    out.copy_(grad_logits.masked_fill(idle.unsqueeze(-1), 0.0))
 
 
 def scale_(values: Tensor, factor: Tensor) -> None:
