@@ -20,12 +20,17 @@ class Operator:
         self.name = schema.split("(", 1)[0]
         _LIBRARY.define(schema)
         _LIBRARY.impl(self.name, _isolated(implementation), "CompositeExplicitAutograd")
+        self.mutates_first = "(a!)" in schema
         self.default = getattr(torch.ops.gspo_kernels, self.name).default
         self.__doc__ = implementation.__doc__
 
     def __call__(self, *args: Any) -> Any:
         """Dispatch."""
-        return self.default(*args)
+        result = self.default(*args)
+        if self.mutates_first and not torch.compiler.is_compiling():
+            # a kernel writes unseen by autograd, which must refuse what it has saved of the tensor
+            torch.autograd.graph.increment_version(args[0])
+        return result
 
     def register_fake(self, fake: Callable[..., Any]) -> Callable[..., Any]:
         """Use ``fake`` for shapes and dtypes under tracing."""
