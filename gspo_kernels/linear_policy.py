@@ -76,6 +76,7 @@ def _token_terms(labels: Tensor, terms: PolicyTerms) -> PolicyTerms:
         group_ids=None,
         turn_ids=None,
         normalizer=None,
+        skipped=None,
         token_shares=shares,
         objective=objective,
     )
