@@ -1,0 +1,733 @@
+"""What holds for every call, whatever the data: DESIGN.md's invariants beside equality with the oracle."""
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from cases import (
+    FUSED_ENTRIES,
+    KIND,
+    LAYOUTS,
+    assert_equals_oracle,
+    call,
+    device_of,
+    for_objective,
+    generator,
+    make_case,
+    offsets,
+    run,
+)
+
+import gspo_kernels as gk
+from gspo_kernels.types import METRICS
+
+ENTRIES = ("policy_loss", *FUSED_ENTRIES)
+LOSSES = ("policy_loss", "fused_policy_loss", "fused_linear_policy_loss")
+SHORT = {"lengths": (2, 0, 1, 2), "log_s": (5e-3, 0.0, 0.4, -5e-3), "advantages": (1.0, 1.0, -0.5, -1.0)}
+
+
+def leaves_of(case, backend="auto"):
+    device = device_of(backend)
+    return {name: value.detach().to(device).requires_grad_() for name, value in case.inputs.items()}
+
+
+def on_device(backend):
+    device = device_of(backend)
+    return lambda value: value.to(device) if isinstance(value, torch.Tensor) else value
+
+
+def forward(case, entry, objective, backend="auto", leaves=None, **options):
+    leaves = leaves_of(case, backend) if leaves is None else leaves
+    return leaves, call(case, leaves, entry, objective, backend, on_device(backend), **options)
+
+
+def assert_same_bits(one, other):
+    assert one.values().keys() == other.values().keys()
+    for name, value in one.values().items():
+        assert torch.equal(value, other.values()[name]), name
+
+
+# --- the same bits, run to run
+
+
+@pytest.mark.parametrize("terms", ["weighted", "on_policy"])
+@pytest.mark.parametrize("entry", FUSED_ENTRIES)
+def test_bit_identical_from_run_to_run(entry, terms, backend):
+    case = make_case(KIND[entry], "packed", terms, vocabulary=1009)
+    assert_same_bits(*(run(case, entry, gk.GSPO(), backend) for _ in range(2)))
+
+
+def test_bit_identical_with_several_threads():
+    case = make_case("linear", "packed", "all", vocabulary=4097, width=64, lengths=(40, 50, 60))
+    assert_same_bits(*(run(case, "fused_linear_policy_loss", gk.GSPO(), "cpp") for _ in range(2)))
+
+
+# --- masked positions are inert
+
+POISONS = (float("nan"), float("inf"), -float("inf"))
+
+
+def poisoned(case, poison):
+    """``poison`` at masked tokens, and in the [B] terms of sequences without counted tokens."""
+    tokens = case.counted
+    if case.cu_seqlens is None:
+        some = tokens.any(1)
+    else:
+        ends = case.cu_seqlens.tolist()
+        some = torch.tensor([bool(tokens[a:b].any()) for a, b in itertools.pairwise(ends)])
+
+    def spoil(value):
+        if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.ndim == 0:
+            return value
+        if value.shape[: tokens.ndim] == tokens.shape:
+            return value.masked_fill(
+                ~tokens.reshape(tokens.shape + (1,) * (value.ndim - tokens.ndim)), poison
+            )
+        return value.masked_fill(~some, poison) if value.shape == some.shape else value
+
+    per_row = {name for name in case.inputs if name not in ("weight", "bias")}
+    return replace(
+        case,
+        inputs={name: spoil(value) if name in per_row else value for name, value in case.inputs.items()},
+        old_logprobs=spoil(case.old_logprobs),
+        advantages=spoil(case.advantages),
+        terms={name: spoil(value) for name, value in case.terms.items()},
+    )
+
+
+@pytest.mark.parametrize("poison", POISONS)
+@pytest.mark.parametrize("terms", ["weighted", "kl_tensor", "entropy_tensor", "all"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ["GSPO", "GSPOToken", "GRPO", "Linear"])
+def test_masked_positions_of_policy_loss_are_inert(name, layout, terms, poison):
+    objective = getattr(gk, name)()
+    terms += "+token_advantages" if name in ("GSPOToken", "GRPO") else ""
+    case = for_objective(make_case("logprobs", layout, terms), objective)
+    if layout == "padded" and case.loss_mask is None:
+        case = replace(case, loss_mask=case.counted)
+    spoiled = poisoned(case, poison)
+    assert not spoiled.inputs["logprobs"].isfinite().all() or case.counted.all()
+    clean, got = run(case, "policy_loss", objective), run(spoiled, "policy_loss", objective)
+    assert torch.equal(clean.loss, got.loss)
+    for key, grad in got.grads.items():
+        assert torch.equal(grad, clean.grads[key]), key
+        assert (grad[~case.counted] == 0).all()
+
+
+@pytest.mark.parametrize("poison", POISONS)
+@pytest.mark.parametrize("terms", ["weighted", "all"])
+@pytest.mark.parametrize("entry", FUSED_ENTRIES)
+def test_masked_positions_are_inert(entry, terms, poison, backend):
+    case = make_case(KIND[entry], "padded", terms, **SHORT)
+    spoiled = poisoned(case, poison)
+    assert not spoiled.inputs["logits" if KIND[entry] == "logits" else "hidden"].isfinite().all()
+    clean, got = run(case, entry, gk.GSPO(), backend), run(spoiled, entry, gk.GSPO(), backend)
+    assert_same_bits(got, clean)
+    assert all(grad.isfinite().all() for grad in got.grads.values())
+
+
+@pytest.mark.parametrize("schedule", ["known", "two_pass"])
+@pytest.mark.parametrize("skip_inactive", ["none", "backward"])
+def test_masked_hidden_states_are_inert_in_every_schedule(schedule, skip_inactive, backend):
+    case = make_case("linear", "packed", "holes", **SHORT)
+    options = {"schedule": schedule, "skip_inactive": skip_inactive, "max_chunk_bytes": 2 * 61 * 4}
+    got = run(poisoned(case, math.nan), "fused_linear_policy_loss", gk.GRPO(), backend, **options)
+    assert_same_bits(got, run(case, "fused_linear_policy_loss", gk.GRPO(), backend, **options))
+
+
+@pytest.mark.parametrize("name", ["GSPO", "Linear"])
+def test_masked_positions_are_inert_on_policy(name, backend):
+    objective = getattr(gk, name)()
+    case = for_objective(make_case("logits", "padded", "on_policy", **SHORT), objective)
+    got = run(poisoned(case, math.nan), "fused_policy_loss", objective, backend)
+    assert_same_bits(got, run(case, "fused_policy_loss", objective, backend))
+
+
+# --- extreme ratios
+
+
+def clipped_value(advantage, log_ratio, low, high, dual):
+    """Loss of one sequence of one token, and its coefficient; fp32's infinities."""
+    if advantage == 0:
+        return 0.0, 0.0
+    if advantage > 0 and log_ratio > math.log1p(high):
+        return -(1 + high) * advantage, 0.0
+    if advantage < 0 and log_ratio < math.log1p(-low):
+        return -(1 - low) * advantage, 0.0
+    if advantage < 0 and dual is not None and log_ratio > math.log(dual):
+        return -dual * advantage, 0.0
+    ratio = math.exp(log_ratio) if log_ratio < 700 else math.inf
+    value = -ratio * advantage
+    value = math.copysign(math.inf, value) if abs(value) > torch.finfo(torch.float32).max else value
+    return value, value
+
+
+EXTREMES = (-1e4, -200.0, -87.0, 0.0, 87.0, 200.0, 1e4)
+
+
+@pytest.mark.parametrize("log_ratio", EXTREMES)
+@pytest.mark.parametrize("advantage", [1.5, -1.5, 0.0])
+@pytest.mark.parametrize("dual", [None, 3.0])
+@pytest.mark.parametrize("name", ["GSPO", "GSPOToken", "GRPO"])
+def test_extreme_ratios(name, dual, advantage, log_ratio):
+    objective = getattr(gk, name)(dual_clip=dual)
+    logprobs = torch.tensor([[-1.0], [-2.0]]).requires_grad_()
+    old = torch.tensor([[-1.0 - log_ratio], [-2.0]])
+    output = gk.policy_loss(logprobs, old, torch.tensor([advantage, 1.0]), objective=objective, normalizer=1)
+    output.loss.backward()
+    value, coefficient = clipped_value(advantage, log_ratio, objective.clip_low, objective.clip_high, dual)
+    assert output.loss.item() == pytest.approx(value - 1.0, rel=1e-6)
+    # the neighbour's gradient is its own, whatever happens beside it
+    assert logprobs.grad.flatten().tolist() == pytest.approx([coefficient, -1.0], rel=1e-6)
+    assert not any(metric.isnan() for metric in output.metrics.values())
+
+
+@pytest.mark.parametrize("entry", ["fused_policy_loss", "fused_linear_policy_loss"])
+@pytest.mark.parametrize("name", ["GSPO", "GRPO"])
+def test_extreme_ratios_fused(name, entry, backend):
+    """All combinations in one batch: each sequence's gradient is as if it were alone."""
+    if backend == "triton" and (name, entry) != ("GSPO", "fused_policy_loss"):
+        backend = "cpp"
+    objective = getattr(gk, name)()
+    pairs = list(itertools.product(EXTREMES, (1.5, -1.5, 0.0)))
+    case = make_case(
+        KIND[entry], "packed", "plain", lengths=(1,) * len(pairs), bias=False,
+        log_s=tuple(log_ratio for log_ratio, _ in pairs), advantages=tuple(a for _, a in pairs),
+    )  # fmt: skip
+    leaves, output = forward(case, entry, objective, backend)
+    output.loss.backward()
+    expected = [
+        clipped_value(advantage, log_ratio, objective.clip_low, objective.clip_high, None)
+        for log_ratio, advantage in pairs
+    ]
+    assert output.loss.item() == math.inf
+    grad = leaves["logits" if "logits" in leaves else "hidden"].grad.cpu()
+    assert not grad.isnan().any()
+    for (_, coefficient), row in zip(expected, grad, strict=True):
+        if coefficient == 0:
+            assert (row == 0).all()
+        elif math.isinf(coefficient):
+            assert not row.isfinite().all()
+        else:
+            # exp(-1e4) and exp(-200) are zeros of fp32
+            assert row.isfinite().all() and (row != 0).any() == (abs(coefficient) > 1e-40)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_extreme_kl(weighted, estimator, sign):
+    logprobs = torch.tensor([[-1.0, -2.0]]).requires_grad_()
+    reference = logprobs.detach() - sign * torch.tensor([[1e4, 0.0]])
+    output = gk.policy_loss(
+        logprobs, logprobs.detach() - sign * 1e4, torch.tensor([0.0]), ref_logprobs=reference, kl_beta=0.5,
+        kl_estimator=estimator, kl_ratio_weighted=weighted,
+    )  # fmt: skip
+    output.loss.backward()
+    assert not output.loss.isnan() and not logprobs.grad.isnan().any()
+    if not weighted and (estimator, sign) != ("k3", -1):
+        value = {"k1": sign * 1e4, "k2": 5e7, "k3": 1e4 - 1}[estimator]
+        assert output.loss.item() == pytest.approx(0.25 * value, rel=1e-6)
+        assert logprobs.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["GSPO", "GSPOToken", "GRPO"])
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_equality_with_a_bound_is_inside(name, advantage):
+    objective = getattr(gk, name)(clip_low=0.5, clip_high=1.0)
+    bound = math.log1p(1.0) if advantage > 0 else math.log1p(-0.5)
+    logprobs = torch.zeros(1, 1, dtype=torch.float64, requires_grad=True)
+    old = torch.full((1, 1), -bound, dtype=torch.float64)
+    for shift, inside in ((0.0, True), (math.copysign(1e-12, advantage), False)):
+        logprobs.grad = None
+        output = gk.policy_loss(logprobs, old - shift, torch.tensor([advantage]), objective=objective)
+        output.loss.backward()
+        assert (logprobs.grad.item() != 0) == inside
+        clipped = output.metrics["clip_fraction/low"] + output.metrics["clip_fraction/high"]
+        assert clipped.item() == (0.0 if inside else 1.0)
+
+
+# --- log-probs
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("vocabulary", [1, 2, 1009, 4097])
+def test_logprobs_are_never_positive(vocabulary, dtype, backend):
+    peaks = (0.0, 5.0, 20.0, 200.0, 3e4)
+    logits = torch.randn(len(peaks), 1, vocabulary, generator=generator(0)).to(dtype)
+    labels = torch.full((len(peaks), 1), vocabulary - 1)
+    for row, peak in enumerate(peaks):
+        logits[row, 0, -1] += peak
+    device = device_of(backend)
+    leaf = logits.to(device).requires_grad_()
+    output = gk.token_logprobs(leaf, labels.to(device), return_entropy=True, backend=backend)
+    assert (output.logprobs <= 0).all() and (output.entropy >= 0).all()
+    assert output.logprobs.isfinite().all() and output.entropy.isfinite().all()
+    if vocabulary == 1:
+        assert (output.logprobs == 0).all() and (output.entropy == 0).all()
+    (output.logprobs.sum() + output.entropy.sum()).backward()
+    assert leaf.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("vocabulary", [61, 4097])
+def test_logits_of_minus_infinity(vocabulary, backend):
+    """A whole first block without probability, as a constrained decoder leaves it."""
+    logits = torch.randn(2, 1, vocabulary, generator=generator(0))
+    logits[:, :, : vocabulary - 3] = -math.inf
+    device = device_of(backend)
+    leaf = logits.to(device).requires_grad_()
+    labels = torch.full((2, 1), vocabulary - 2, device=device)
+    output = gk.token_logprobs(leaf, labels, return_entropy=True, backend=backend)
+    (output.logprobs.sum() + output.entropy.sum()).backward()
+    tail = logits[:, :, -3:].double()
+    expected = torch.log_softmax(tail, -1)
+    assert torch.allclose(output.logprobs.cpu().double(), expected[..., 1], rtol=0, atol=1e-6)
+    assert torch.allclose(
+        output.entropy.cpu().double(), -(expected.exp() * expected).sum(-1), rtol=0, atol=1e-6
+    )
+    assert leaf.grad.isfinite().all() and (leaf.grad[:, :, :-3] == 0).all()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ["GSPO", "GSPOToken", "GRPO"])
+@pytest.mark.parametrize("linear", [False, True])
+def test_ratio_is_exactly_one_on_the_identical_path(linear, name, layout, backend):
+    if backend == "triton" and layout == "padded":
+        layout = "packed"
+    case = make_case("linear" if linear else "logits", layout, "holes", vocabulary=1009, **SHORT)
+    entry = "fused_linear_policy_loss" if linear else "fused_policy_loss"
+    objective = getattr(gk, name)()
+    with torch.no_grad():
+        old = forward(case, entry, objective, backend)[1].logprobs.cpu()
+    _, output = forward(replace(case, old_logprobs=old), entry, objective, backend)
+    assert output.metrics["ratio/min"].item() == output.metrics["ratio/max"].item() == 1.0
+    assert output.metrics["ratio/mean"].item() == 1.0 and output.metrics["kl/old"].item() == 0.0
+    assert output.metrics["clip_fraction/tokens"].item() == 0.0
+    composed = "linear_token_logprobs" if linear else "token_logprobs"
+    assert torch.equal(run(case, composed, objective, backend).logprobs, old)
+
+
+def test_ratio_is_one_through_any_other_path_of_ours():
+    packed = make_case("linear", "packed", lengths=(16, 8, 24), vocabulary=1009, width=32)
+    padded = make_case("linear", "padded", lengths=(16, 8, 24), vocabulary=1009, width=32)
+    assert torch.equal(packed.inputs["hidden"], padded.inputs["hidden"][padded.counted])
+    found = {}
+    for name in ("reference", "cpp", "triton"):
+        device = device_of(name)
+        sizes = (None, 7 * 1009 * 4) if name == "triton" else (None, 1009 * 4, 7 * 1009 * 4)
+        for case, size in itertools.product((packed, padded), sizes):
+            moved = [value.to(device) for value in (*case.inputs.values(), case.labels)]
+            hidden, weight, bias, labels = moved
+            output = gk.linear_token_logprobs(
+                hidden, weight, labels, bias=bias, max_chunk_bytes=size, backend=name
+            )
+            shape = "padded" if case is padded else "packed"
+            found[name, shape, size] = output.logprobs.cpu()[case.counted]
+            if size is None:
+                logits = torch.nn.functional.linear(hidden, weight, bias)
+                output = gk.token_logprobs(logits, labels, backend=name)
+                found[name, shape, "logits"] = output.logprobs.cpu()[case.counted]
+    for (one, a), (other, b) in itertools.combinations(found.items(), 2):
+        log_s = torch.stack([part.double().mean() for part in (a - b).split((16, 8, 24))])
+        assert log_s.abs().max() <= 1e-6, (one, other, log_s)
+
+
+# --- nothing to do
+
+
+def empty_case(kind, what):
+    shape, cu_seqlens, batch = {
+        "no sequences": ((0, 4), None, 0),
+        "no positions": ((3, 0), None, 3),
+        "no tokens": ((0,), offsets((0, 0)), 2),
+        "nothing at all": ((0,), offsets(()), 0),
+        "all masked": ((2, 3), None, 2),
+        "all masked, packed": ((5,), offsets((2, 0, 3)), 3),
+    }[what]
+    case = make_case(kind, "packed", "plain")
+    rows = {
+        name: value if name in ("weight", "bias") else torch.zeros(*shape, *value.shape[1:])
+        for name, value in case.inputs.items()
+    }
+    return replace(
+        case, labels=torch.zeros(shape, dtype=torch.int64), inputs=rows, old_logprobs=torch.zeros(shape),
+        advantages=torch.ones(batch), cu_seqlens=cu_seqlens, loss_mask=torch.zeros(shape, dtype=torch.bool),
+    )  # fmt: skip
+
+
+EMPTY = ("no sequences", "no positions", "no tokens", "nothing at all", "all masked", "all masked, packed")
+
+
+@pytest.mark.parametrize("what", EMPTY)
+@pytest.mark.parametrize("name", ["GSPO", "GSPOToken", "GRPO", "Linear"])
+@pytest.mark.parametrize("entry", LOSSES)
+def test_nothing_to_do(entry, name, what, backend):
+    objective = getattr(gk, name)()
+    case = for_objective(empty_case(KIND[entry], what), objective)
+    for old in (case.old_logprobs, None):
+        leaves, output = forward(replace(case, old_logprobs=old), entry, objective, backend)
+        assert output.loss.item() == 0.0 and output.loss.requires_grad
+        output.loss.backward()
+        for leaf in leaves.values():
+            assert leaf.grad is not None and leaf.grad.shape == leaf.shape and (leaf.grad == 0).all()
+        assert output.logprobs.shape == case.labels.shape
+        assert all(metric.isfinite() for metric in output.metrics.values()), output.metrics
+
+
+@pytest.mark.parametrize("entry", ["fused_policy_loss", "fused_linear_policy_loss"])
+def test_nothing_to_do_with_every_term(entry):
+    case = make_case(KIND[entry], "padded", "all")
+    case = replace(case, loss_mask=torch.zeros_like(case.loss_mask))
+    result = run(case, entry, gk.GSPO())
+    assert result.loss.item() == 0.0 and all((grad == 0).all() for grad in result.grads.values())
+
+
+# --- backward, as trainers use it
+
+
+@pytest.mark.parametrize("terms", ["plain", "on_policy"])
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_two_backward_passes(entry, terms, backend):
+    case = make_case(KIND[entry], "packed", terms, **SHORT)
+    leaves, output = forward(case, entry, gk.GSPO(), backend)
+    once = torch.autograd.grad(output.loss, list(leaves.values()), retain_graph=True)
+    kept = [grad.clone() for grad in once]
+    # what the first pass handed out belongs to the caller, who may write to it
+    for grad in once:
+        grad.fill_(7.0)
+    twice = torch.autograd.grad(output.loss, list(leaves.values()))
+    for first, second in zip(kept, twice, strict=True):
+        assert (first != 0).any() and torch.equal(first, second)
+    with pytest.raises(RuntimeError, match=r"second time|freed"):
+        output.loss.backward()
+
+
+@pytest.mark.parametrize("terms", ["plain", "on_policy"])
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_upstream_gradient_of_three(entry, terms, backend):
+    case = make_case(KIND[entry], "packed", terms, **SHORT)
+    leaves, output = forward(case, entry, gk.GRPO(), backend)
+    (output.loss * 3.0).backward()
+    thirds = {name: leaf.grad.cpu() / 3.0 for name, leaf in leaves.items()}
+    result = run(case, entry, gk.GRPO(), backend)
+    assert_equals_oracle(replace(result, grads=thirds), case, gk.GRPO())
+
+
+def upstreams(logprobs):
+    """Ways in which a gradient reaches log-probs, each with the dense gradient that it amounts to."""
+    rows, columns = logprobs.shape
+    ramp = torch.arange(1.0, rows * columns + 1, device=logprobs.device).reshape(columns, rows)
+    inner = torch.zeros(rows, columns, device=logprobs.device)
+    inner[:, 1:] = 1.0
+    every_other = torch.zeros(rows, columns, device=logprobs.device)
+    every_other[::2] = 2.0
+    return {
+        "sum (stride 0)": (logprobs.sum(), torch.ones(rows, columns)),
+        "mean (stride 0)": (logprobs.mean(), torch.full((rows, columns), 1.0 / (rows * columns))),
+        "transposed": ((logprobs.t() * ramp).sum(), ramp.t()),
+        "slice": (logprobs[:, 1:].sum(), inner),
+        "strided slice": (2.0 * logprobs[::2].sum(), every_other),
+        "expanded": (logprobs.expand(3, rows, columns).sum(), torch.full((rows, columns), 3.0)),
+    }
+
+
+@pytest.mark.parametrize("kind", ["logits", "linear"])
+def test_upstream_gradients_of_any_strides(kind, backend):
+    entry = "token_logprobs" if kind == "logits" else "linear_token_logprobs"
+    case = make_case(kind, "padded", "plain", padding=0, lengths=(3, 2))
+    for name in upstreams(torch.zeros(2, 3)):
+        gradients = []
+        for dense in (False, True):
+            leaves = leaves_of(case, backend)
+            moved = on_device(backend)
+            if kind == "logits":
+                output = gk.token_logprobs(leaves["logits"], moved(case.labels), backend=backend)
+            else:
+                output = gk.linear_token_logprobs(
+                    leaves["hidden"],
+                    leaves["weight"],
+                    moved(case.labels),
+                    bias=leaves["bias"],
+                    backend=backend,
+                )
+            value, upstream = upstreams(output.logprobs)[name]
+            if dense:
+                output.logprobs.backward(upstream.contiguous().to(output.logprobs.device))
+            else:
+                value.backward()
+            gradients.append({key: leaf.grad for key, leaf in leaves.items()})
+        for key, grad in gradients[0].items():
+            assert torch.equal(grad, gradients[1][key]), (entry, name, key)
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpp", "triton"], indirect=True)
+def test_only_the_entropy_is_used(backend):
+    device = device_of(backend)
+    leaf = torch.randn(2, 3, 61, generator=generator(0)).to(device).requires_grad_()
+    labels = torch.zeros(2, 3, dtype=torch.int64, device=device)
+    gk.token_logprobs(leaf, labels, return_entropy=True, backend=backend).entropy.sum().backward()
+    fp64 = leaf.detach().cpu().double().requires_grad_()
+    logp = torch.log_softmax(fp64, -1)
+    (-(logp.exp() * logp).sum()).backward()
+    assert torch.allclose(leaf.grad.cpu().double(), fp64.grad, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("schedule", ["known", "two_pass"])
+@pytest.mark.parametrize("trained", [("hidden",), ("weight",), ("bias",), ("hidden", "bias")])
+def test_frozen_inputs(trained, schedule, backend):
+    case = make_case("linear", "packed", "kl_tensor", **SHORT)
+    entry, objective = "fused_linear_policy_loss", gk.GRPO()
+    leaves = {name: leaf.requires_grad_(name in trained) for name, leaf in leaves_of(case, backend).items()}
+    _, output = forward(case, entry, objective, backend, leaves, schedule=schedule)
+    output.loss.backward()
+    whole = run(case, entry, objective, backend, schedule=schedule)
+    assert torch.equal(output.loss.detach().cpu(), whole.loss)
+    for name, leaf in leaves.items():
+        if name in trained:
+            assert torch.equal(leaf.grad.cpu(), whole.grads[name])
+        else:
+            assert leaf.grad is None
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_without_gradients(entry, mode, backend):
+    case = make_case(KIND[entry], "packed", "on_policy", **SHORT)
+    expected = forward(case, entry, gk.GSPO(), backend)[1]
+    with mode():
+        output = forward(case, entry, gk.GSPO(), backend)[1]
+    frozen = {name: leaf.detach() for name, leaf in leaves_of(case, backend).items()}
+    detached = forward(case, entry, gk.GSPO(), backend, frozen)[1]
+    for other in (output, detached):
+        assert not other.loss.requires_grad
+        assert torch.equal(other.loss, expected.loss) and torch.equal(other.logprobs, expected.logprobs)
+        for key, metric in other.metrics.items():
+            # known coefficients and one launch count what is active the same way
+            assert torch.equal(metric, expected.metrics[key]), key
+
+
+@pytest.mark.parametrize("entry", ["linear_token_logprobs", "fused_linear_policy_loss"])
+def test_autocast(entry, backend):
+    case = make_case("linear", "padded", "plain", vocabulary=1009)
+    rounded = replace(case, inputs={name: value.bfloat16() for name, value in case.inputs.items()})
+    device = device_of(backend)
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        got = run(case, entry, gk.GSPO(), backend)
+    expected = run(rounded, entry, gk.GSPO(), backend)
+    assert got.loss.dtype == torch.float32
+    assert torch.equal(got.logprobs, expected.logprobs)
+    for name, grad in got.grads.items():
+        assert grad.dtype == torch.float32
+        assert torch.equal(grad, expected.grads[name].float()), name
+    # the product stays in fp32: rounding the logits to bf16 would show at once
+    assert_equals_oracle(expected, rounded, gk.GSPO())
+
+
+def test_autocast_takes_hidden_states_of_the_other_dtype():
+    case = make_case("linear", "padded", "plain")
+    mixed = replace(case, inputs={**case.inputs, "hidden": case.inputs["hidden"].bfloat16()})
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        result = run(mixed, "fused_linear_policy_loss", gk.GSPO())
+    assert result.grads["hidden"].dtype == torch.bfloat16
+    assert result.grads["weight"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("entry", ["fused_policy_loss", "token_logprobs"])
+def test_autocast_leaves_given_logits_alone(entry):
+    case = make_case("logits", "padded", "plain")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = run(case, entry, gk.GSPO())
+    assert_same_bits(got, run(case, entry, gk.GSPO()))
+
+
+@pytest.mark.parametrize("entry", FUSED_ENTRIES)
+def test_fp16_with_a_loss_scale(entry, backend):
+    case = make_case(KIND[entry], "packed", "plain", dtype=torch.float16, vocabulary=1009, **SHORT)
+    # a normalizer such that the scaled gradients fit fp16
+    case = replace(case, terms={"normalizer": 200.0})
+    scale = 65536.0
+    leaves, output = forward(case, entry, gk.GSPO(), backend)
+    (output.loss * scale).backward()
+    unscaled = run(case, entry, gk.GSPO(), backend)
+    # small gradients keep digits that the unscaled ones have lost to fp16's subnormals
+    fp32 = replace(case, inputs={name: value.float() for name, value in case.inputs.items()})
+    exact = run(fp32, entry, gk.GSPO(), backend)
+    for name, leaf in leaves.items():
+        grad = leaf.grad.cpu().float() / scale
+        assert grad.isfinite().all()
+        reference = exact.grads[name]
+        allowed = torch.finfo(torch.float16).eps * float(reference.abs().max())
+        assert float((grad - reference).abs().max()) <= allowed, name
+        assert (grad != 0).sum() >= (unscaled.grads[name] != 0).sum()
+
+
+# --- inputs are the caller's
+
+
+@pytest.mark.parametrize("terms", ["all", "on_policy"])
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_inputs_are_never_modified(entry, terms, backend):
+    case = make_case(KIND[entry], "padded", terms, **SHORT)
+    moved = on_device(backend)
+    case = replace(
+        case, labels=moved(case.labels.clone()), loss_mask=moved(case.loss_mask.clone()),
+        old_logprobs=None if case.old_logprobs is None else moved(case.old_logprobs.clone()),
+        advantages=moved(case.advantages.clone()),
+        terms={name: moved(value) for name, value in case.terms.items()},
+    )  # fmt: skip
+    leaves = leaves_of(case, backend)
+    given = {
+        **leaves, **case.terms, "labels": case.labels, "loss_mask": case.loss_mask,
+        "old_logprobs": case.old_logprobs, "advantages": case.advantages,
+    }  # fmt: skip
+    given = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
+    before = {name: (value.detach().clone(), value._version) for name, value in given.items()}
+    forward(case, entry, gk.GSPO(), backend, leaves)[1].loss.backward()
+    for name, value in given.items():
+        assert torch.equal(value.detach(), before[name][0]), name
+        assert value._version == before[name][1], name
+
+
+@pytest.mark.parametrize("terms", ["plain", "on_policy", "entropy"])
+@pytest.mark.parametrize("entry", ["token_logprobs", "fused_policy_loss"])
+def test_inplace_backward(entry, terms, backend):
+    case = make_case("logits", "packed", terms, **SHORT)
+    expected = run(case, entry, gk.GSPO(), backend)
+    start = case.inputs["logits"].clone().to(device_of(backend)).requires_grad_()
+    # a leaf's gradient is never its own storage, so the logits are an activation, as in a trainer
+    logits = start * 1.0
+    kept = logits.detach()
+    _, output = forward(case, entry, gk.GSPO(), backend, {"logits": logits}, inplace_backward=True)
+    output.loss.backward(retain_graph=True)
+    assert torch.equal(start.grad.cpu(), expected.grads["logits"])
+    assert torch.equal(kept.cpu(), expected.grads["logits"]), "the gradient was not written over the logits"
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation"):
+        output.loss.backward()
+
+
+# --- metrics and outputs
+
+
+def small_case(objective):
+    """Uniform logits over 4 tokens; three sequences of 2, 1 and 1 counted tokens, and one without."""
+    labels = torch.tensor([[0, 1, 2], [3, 0, 0], [1, 1, 1], [0, 0, 0]])
+    mask = torch.tensor([[1, 0, 1], [1, 0, 0], [0, 1, 0], [0, 0, 0]])
+    log_ratios = torch.tensor([[0.2, 9.0, 0.4], [-0.5, 9.0, 9.0], [9.0, 0.1, 9.0], [9.0, 9.0, 9.0]])
+    old = -math.log(4) - log_ratios
+    advantages = torch.tensor([1.0, -1.0, -1.0, 5.0])
+    return labels, mask, old, advantages
+
+
+E = math.exp
+BY_HAND = {
+    # clip 0.2: the first sequence is over 1.2, the second under 0.8, the third inside
+    "GSPO": {
+        "ratio/mean": (E(0.3) + E(-0.5) + E(0.1)) / 3, "ratio/min": E(-0.5), "ratio/max": E(0.3),
+        "clip_fraction/low": 1 / 3, "clip_fraction/high": 1 / 3, "clip_fraction/tokens": 3 / 4,
+        "kl/old": -0.05, "active_fraction": 1 / 3,
+    },
+    # per token; r = exp(0.2) is over 1.2 too
+    "GRPO": {
+        "ratio/mean": (E(0.2) + E(0.4) + E(-0.5) + E(0.1)) / 4, "ratio/min": E(-0.5), "ratio/max": E(0.4),
+        "clip_fraction/low": 1 / 4, "clip_fraction/high": 2 / 4, "clip_fraction/tokens": 3 / 4,
+        "kl/old": -0.05, "active_fraction": 1 / 3,
+    },
+    # the sequence's ratio on each of its tokens
+    "GSPOToken": {
+        "ratio/mean": (2 * E(0.3) + E(-0.5) + E(0.1)) / 4, "ratio/min": E(-0.5), "ratio/max": E(0.3),
+        "clip_fraction/low": 1 / 4, "clip_fraction/high": 2 / 4, "clip_fraction/tokens": 3 / 4,
+        "kl/old": -0.05, "active_fraction": 1 / 3,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+@pytest.mark.parametrize("entry", LOSSES)
+def test_metrics_by_hand(entry, name, backend):
+    objective = getattr(gk, name)(clip_low=0.2, clip_high=0.2)
+    labels, mask, old, advantages = (value.to(device_of(backend)) for value in small_case(objective))
+    terms = {"loss_mask": mask, "objective": objective}
+    if entry == "policy_loss":
+        output = gk.policy_loss(torch.full_like(old, -math.log(4)), old, advantages, **terms)
+    elif entry == "fused_policy_loss":
+        logits = torch.zeros(4, 3, 4, device=old.device)
+        output = gk.fused_policy_loss(logits, labels, old, advantages, backend=backend, **terms)
+    else:
+        hidden, weight = torch.ones(4, 3, 2, device=old.device), torch.ones(4, 2, device=old.device)
+        output = gk.fused_linear_policy_loss(
+            hidden, weight, labels, old, advantages, backend=backend, **terms
+        )
+    assert tuple(output.metrics) == METRICS
+    for key, value in BY_HAND[name].items():
+        assert output.metrics[key].item() == pytest.approx(value, rel=1e-6), key
+    assert not output.metrics["ratio/mean"].requires_grad
+    sequence_loss = (-1.2 + 0.8 + E(0.1)) / 3
+    token_loss = ((-1.2 - 1.2) / 2 + 0.8 + E(0.1)) / 3
+    expected = sequence_loss if name == "GSPO" else token_loss
+    assert output.loss.item() == pytest.approx(expected, rel=1e-6)
+
+
+def test_metrics_of_kl_and_entropy():
+    case = make_case("logits", "padded", "kl_tensor")
+    _, output = forward(case, "fused_policy_loss", gk.GRPO(), return_entropy=True)
+    counted = case.counted
+    d = (output.logprobs - case.terms["ref_logprobs"])[counted].double()
+    assert output.metrics["kl/ref"].item() == pytest.approx(float((torch.exp(-d) + d - 1).mean()), rel=1e-5)
+    entropies = output.entropy[counted].double()
+    assert output.metrics["entropy"].item() == pytest.approx(float(entropies.mean()), rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["GSPO", "GSPOToken", "GRPO"])
+def test_metrics_agree_between_entries_and_backends(name, backend):
+    objective = getattr(gk, name)()
+    case = make_case("logits", "packed", "weighted")
+    found = {
+        entry: forward(case, entry, objective, other)[1].metrics
+        for entry, other in (("fused_policy_loss", backend), ("token_logprobs", "reference"))
+    }
+    for key, value in found["token_logprobs"].items():
+        assert found["fused_policy_loss"][key].item() == pytest.approx(value.item(), rel=1e-5, abs=1e-6), key
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("terms", ["plain", "on_policy", "entropy"])
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_outputs(entry, terms, dtype):
+    case = make_case(KIND[entry], "packed", terms, dtype=dtype)
+    leaves, output = forward(case, entry, gk.GSPO())
+    stats = torch.float64 if dtype == torch.float64 else torch.float32
+    assert isinstance(output, gk.LossOutput) and len(output) == 4
+    assert output.loss.shape == () and output.loss.dtype == stats and output.loss.requires_grad
+    assert output.logprobs.shape == case.labels.shape and not output.logprobs.requires_grad
+    if entry != "policy_loss":
+        assert output.logprobs.dtype == stats
+    assert (output.entropy is not None) == (terms == "entropy")
+    if output.entropy is not None:
+        assert output.entropy.shape == case.labels.shape and not output.entropy.requires_grad
+    expected = set(METRICS) | ({"entropy"} if terms == "entropy" else set())
+    assert set(output.metrics) == expected
+    for metric in output.metrics.values():
+        assert metric.shape == () and metric.dtype == stats and not metric.requires_grad
+        assert metric.isfinite()
+    output.loss.backward()
+    for name, leaf in leaves.items():
+        assert leaf.grad.dtype == dtype and leaf.grad.shape == leaf.shape, name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("entropy", [False, True])
+def test_token_logprobs_outputs(entropy, dtype, backend):
+    device = device_of(backend)
+    logits = torch.randn(2, 3, 7, generator=generator(0)).to(dtype).to(device)
+    labels = torch.tensor([[0, -100, 6], [1, 2, 3]], device=device)
+    output = gk.token_logprobs(logits, labels, return_entropy=entropy, backend=backend)
+    assert isinstance(output, gk.TokenLogprobs) and len(output) == 2
+    stats = torch.float64 if dtype == torch.float64 else torch.float32
+    assert output.logprobs.dtype == stats and output.logprobs.shape == labels.shape
+    assert output.logprobs[0, 1] == 0
+    assert (output.entropy is not None) == entropy
+    if entropy:
+        assert output.entropy.dtype == stats and output.entropy.shape == labels.shape
+        assert output.entropy[0, 1] == 0
