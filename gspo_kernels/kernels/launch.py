@@ -43,7 +43,7 @@ BACKWARD = {2: Tile(8192, 8), 4: Tile(4096, 8), 8: Tile(2048, 8)}
 # The on-policy kernel reads its row twice, the second time from the L2 cache. Few rows may be in flight at a
 # time, so a program takes 16 warps: at 80 registers only one fits on an sm_90 multiprocessor. More warps
 # would be more than the 1,024 threads of an AMD workgroup.
-FOLD_AND_GRAD = {2: Tile(8192, 16), 4: Tile(4096, 16), 8: Tile(2048, 16)}
+FOLD_AND_GRAD = {2: Tile(8192, 16), 4: Tile(8192, 16), 8: Tile(2048, 16)}
 
 _STATS = {torch.float32: tl.float32, torch.float64: tl.float64}
 

@@ -177,7 +177,9 @@ def row_slopes(
 
 @triton.jit
 def _scaled(x, factor):
-    return tl.fma(x, factor[0], x * factor[1])
+    """Return x times a sum of two; an infinite x must not meet the second, which may be 0 or of the other sign."""
+    finite = tl.minimum(tl.maximum(x, -_HUGE), _HUGE)
+    return tl.fma(x, factor[0], finite * factor[1])
 
 
 @triton.jit

@@ -1,0 +1,176 @@
+"""Compile the kernels as they ship, with no GPU, and print what came out as JSON. Run as a script.
+
+The launchers themselves say what is compiled: their ``launch`` is replaced by one that records the arguments, and
+Triton's own binder turns these into the specialisation that a launch on the target would ask for.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import create_function_from_signature
+
+from gspo_kernels import kernels
+from gspo_kernels.kernels import launch as launching
+from gspo_kernels.kernels import logprobs, scale, sequence_ratio
+from gspo_kernels.types import ClippedSequenceRatio, LogitTransform
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "sm_120": GPUTarget("cuda", 120, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+FORM = ClippedSequenceRatio(math.log(1 - 3e-4), math.log(1 + 4e-4), math.inf, False, "sequences", 1.0)
+PLAIN = LogitTransform()
+BENT = LogitTransform(0.5, 30.0, 0.7)
+_CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+
+
+class Recorder:
+    """Stands in for ``launch``."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+        logprobs.launch = scale.launch = sequence_ratio.launch = self
+
+    def __call__(
+        self, kernel: Any, programs: int, device: Any, tile: Any, *args: Any, **constants: Any
+    ) -> None:
+        options = {"num_warps": tile.warps, "num_stages": 1, "enable_fp_fusion": False}
+        self.calls.append((kernel, args, constants | options))
+
+
+def specialisation(call: tuple[Any, tuple[Any, ...], dict[str, Any]], target: GPUTarget) -> Any:
+    """What Triton makes of a call: kernel, the launch's cache key, and the ingredients of a compilation."""
+    kernel, args, keywords = call
+    keywords = keywords | {"PLATFORM": target.backend}
+    backend = make_backend(target)
+    binder = create_function_from_signature(kernel.signature, kernel.params, backend)
+    bound, special, rest = binder(*args, **keywords)
+    options, signature, constants, attributes = kernel._pack_args(backend, keywords, bound, special, rest)
+    return str(special) + str(rest), ASTSource(kernel, signature, constants, attributes), options
+
+
+def call_all(
+    recorder: Recorder, B: int, T: int, V: int, dtype: torch.dtype, transform: LogitTransform
+) -> None:
+    """Every launcher, with every optional argument given and left out."""
+    logits = torch.empty(B, T, V, dtype=dtype)
+    labels = torch.zeros(B, T, dtype=torch.int64)
+    floats = torch.zeros(B, T)
+    for entropy in (False, True):
+        stats = kernels.logprobs_forward(logits, labels, transform, ignore_index=-100, entropy=entropy)
+        kernels.logprobs_backward(
+            logits,
+            labels,
+            stats,
+            floats,
+            floats if entropy else None,
+            torch.ones(()),
+            transform,
+            ignore_index=-100,
+            out=logits,
+        )
+    kernels.logprobs_and_grad(logits, labels, floats, transform, ignore_index=-100, out=logits)
+    if dtype == torch.float32:
+        for narrow in (torch.bfloat16, torch.float16):
+            out = torch.empty(B, T, V, dtype=narrow)
+            kernels.logprobs_backward(
+                logits, labels, stats, floats, None, None, transform, ignore_index=-100, out=out
+            )
+            kernels.logprobs_and_grad(logits, labels, floats, transform, ignore_index=-100, out=out)
+    for cu_seqlens in (None, torch.zeros(B + 1, dtype=torch.int32)):
+        kernels.sequence_ratio_forward(
+            logits if cu_seqlens is None else logits.view(1, B * T, V),
+            labels if cu_seqlens is None else labels.view(1, B * T),
+            floats if cu_seqlens is None else floats.view(1, B * T),
+            torch.zeros(B),
+            FORM if cu_seqlens is None else FORM._replace(count_tokens=True, divisor="tokens"),
+            transform,
+            ignore_index=-100,
+            sequence_weights=None if cu_seqlens is None else torch.zeros(B),
+            lengths=None if cu_seqlens is None else torch.zeros(B),
+            normalizer=None if cu_seqlens is None else torch.zeros(()),
+            cu_seqlens=cu_seqlens,
+        )
+
+
+def resources(cubin: bytes) -> dict[str, int]:
+    """Registers, spilled bytes (a kernel of ours has no other use for a stack or local memory) and shared memory."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        usage = subprocess.run(
+            [_CUOBJDUMP, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    found = {key: int(value) for key, value in re.findall(r"\b(REG|STACK|LOCAL|SHARED):(\d+)", usage)}
+    return found
+
+
+def sass(cubin: bytes) -> str:
+    """The machine code."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run(
+            [_CUOBJDUMP, "--dump-sass", file.name], capture_output=True, text=True, check=True
+        ).stdout
+
+
+def name_of(call: tuple[Any, tuple[Any, ...], dict[str, Any]]) -> str:
+    """A readable name of a recorded call."""
+    kernel, args, keywords = call
+    dtypes = "/".join(
+        str(arg.dtype).removeprefix("torch.")
+        for arg in args
+        if isinstance(arg, torch.Tensor) and arg.dim() == 3
+    )
+    given = "".join(
+        "1" if isinstance(arg, torch.Tensor) else "0" for arg in args if arg is None or torch.is_tensor(arg)
+    )
+    flags = [key for key in ("SCALED", "SOFTCAP", "ALIGNED") if keywords[key]]
+    return f"{kernel.fn.__name__} {dtypes} {given} {' '.join(flags)}"
+
+
+def compile_calls(calls: list[Any], targets: list[str]) -> list[dict[str, Any]]:
+    """Compile each call for each target."""
+    report = []
+    for target in targets:
+        for call in calls:
+            _, source, options = specialisation(call, TARGETS[target])
+            compiled = triton.compile(source, target=TARGETS[target], options=options.__dict__)
+            entry: dict[str, Any] = {"target": target, "kernel": name_of(call), "warps": call[2]["num_warps"]}
+            if "cubin" in compiled.asm:
+                entry |= resources(compiled.asm["cubin"])
+                code = sass(compiled.asm["cubin"])
+                loads = re.findall(r"\bLDG\.E\S*", code)
+                entry["wide_loads"] = sum(".128" in load for load in loads)
+                entry["wide_stores"] = len(re.findall(r"\bSTG\.E\S*\.128", code))
+                entry["exponentials"] = code.count("MUFU.EX2")
+            report.append(entry)
+    return report
+
+
+def main() -> None:
+    """Print the report."""
+    recorder = Recorder()
+    for dtype in (torch.bfloat16, torch.float32):
+        call_all(recorder, 2, 3, 4096, dtype, PLAIN)
+    print(json.dumps(compile_calls(recorder.calls, sys.argv[1:] or list(TARGETS)), indent=1))
+
+
+if __name__ == "__main__":
+    main()
