@@ -348,11 +348,12 @@ class GradientAccumulator:
 
     def result(self) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients in the parameters' dtypes; empty where not needed."""
-        head, nothing = self.call.head, self.call.hidden.new_empty(0)
+        head, hidden = self.call.head, self.call.hidden
+        # one empty tensor each: an operator's outputs may not be the same tensor
         return (
-            nothing if self.hidden is None else self.hidden,
-            nothing.to(head.weight.dtype) if self.weight is None else self.weight.to(head.weight.dtype),
-            nothing if self.bias is None or head.bias is None else self.bias.to(head.bias.dtype),
+            hidden.new_empty(0) if self.hidden is None else self.hidden,
+            head.weight.new_empty(0) if self.weight is None else self.weight.to(head.weight.dtype),
+            hidden.new_empty(0) if self.bias is None or head.bias is None else self.bias.to(head.bias.dtype),
         )
 
 
