@@ -52,7 +52,7 @@ def number(name: str, value: object, *, positive: bool = False, minimum: float |
     """A finite Python number."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name}: got {type(value).__name__}, expected a number")
-    if not math.isfinite(value):
+    if not -math.inf < value < math.inf:
         raise ValueError(f"{name}: got {value}, expected a finite number")
     if positive and not value > 0:
         raise ValueError(f"{name}: got {value}, expected a positive number")
