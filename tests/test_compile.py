@@ -1,0 +1,323 @@
+"""Compiled equals eager, gradients equal finite differences, and every operator keeps PyTorch's rules."""
+
+import pytest
+import torch
+from cases import KIND, LAYOUTS, call, generator, make_case, offsets
+
+import gspo_kernels as gk
+from gspo_kernels.types import ClippedSequenceRatio
+
+ENTRIES = (
+    "policy_loss",
+    "token_logprobs",
+    "fused_policy_loss",
+    "linear_token_logprobs",
+    "fused_linear_policy_loss",
+)
+SCHEDULES = {
+    "known": (gk.GRPO(), "weighted"),
+    "two_pass": (gk.GSPO(), "weighted"),
+    "known on-policy": (gk.GSPO(), "on_policy_terms"),
+}
+
+
+def outcome(function, case):
+    leaves = {name: value.detach().requires_grad_() for name, value in case.inputs.items()}
+    output = function(leaves)
+    output.loss.backward()
+    return output, {name: leaf.grad for name, leaf in leaves.items()}
+
+
+def assert_compiles(case, entry, objective, backend="auto", compiler="aot_eager", **options):
+    def step(leaves):
+        return call(case, leaves, entry, objective, backend, **options)
+
+    torch._dynamo.reset()
+    eager, eager_grads = outcome(step, case)
+    compiled, grads = outcome(torch.compile(step, fullgraph=True, backend=compiler), case)
+    assert isinstance(compiled, gk.LossOutput)
+    tolerance = {"rtol": 1e-6, "atol": 1e-7} if compiler == "inductor" else {"rtol": 0.0, "atol": 0.0}
+    if case.terms == {} and case.old_logprobs is None and entry == "fused_policy_loss":
+        # eager takes the one-pass kernel here, a compiled graph the two separate ones
+        tolerance = {"rtol": 1e-6, "atol": 1e-7}
+    torch.testing.assert_close(compiled.loss, eager.loss, **tolerance)
+    torch.testing.assert_close(compiled.logprobs, eager.logprobs, **tolerance)
+    assert compiled.metrics.keys() == eager.metrics.keys()
+    for name, metric in eager.metrics.items():
+        torch.testing.assert_close(compiled.metrics[name], metric, **tolerance)
+    for name, grad in eager_grads.items():
+        assert (grad != 0).any()
+        torch.testing.assert_close(grads[name], grad, **tolerance)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ["GSPO", "GSPOToken", "GRPO"])
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_compiled_equals_eager(entry, name, layout):
+    case = make_case(KIND[entry], layout, "all")
+    assert_compiles(case, entry, getattr(gk, name)())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_compiled_equals_eager_on_policy(entry, layout):
+    assert_compiles(make_case(KIND[entry], layout, "on_policy"), entry, gk.GSPO())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("skip_inactive", ["backward", "none"])
+def test_compiled_schedules(skip_inactive, name, layout):
+    objective, terms = SCHEDULES[name]
+    options = {"schedule": name.split()[0], "skip_inactive": skip_inactive, "max_chunk_bytes": 4 * 61 * 4}
+    assert_compiles(make_case("linear", layout, terms), "fused_linear_policy_loss", objective, **options)
+
+
+@pytest.mark.parametrize("entry", ["fused_policy_loss", "fused_linear_policy_loss"])
+def test_compiled_on_every_backend(entry, backend):
+    if torch.cuda.is_available() and backend == "triton":
+        pytest.skip("compiled on the device in tests/kernels")
+    assert_compiles(make_case(KIND[entry], "packed", "weighted"), entry, gk.GSPO(), backend)
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_inductor(entry):
+    """Once per entry: graphs consist of opaque operators, so there is little that inductor could change."""
+    assert_compiles(make_case(KIND[entry], "padded", "all"), entry, gk.GSPO(), compiler="inductor")
+
+
+@pytest.mark.parametrize("entry", ["policy_loss", "fused_policy_loss", "fused_linear_policy_loss"])
+def test_dynamic_shapes(entry):
+    """One graph serves any number of sequences and tokens."""
+    graphs = []
+
+    def counting(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    def loss_of(leaf, weight, labels, old, advantages):
+        if entry == "policy_loss":
+            return gk.policy_loss(leaf, old, advantages).loss
+        if entry == "fused_policy_loss":
+            return gk.fused_policy_loss(leaf, labels, old, advantages).loss
+        return gk.fused_linear_policy_loss(leaf, weight, labels, old, advantages).loss
+
+    torch._dynamo.reset()
+    compiled = torch.compile(loss_of, fullgraph=True, dynamic=True, backend=counting)
+    weight = torch.randn(23, 4, generator=generator(1))
+    for batch, length in ((2, 3), (5, 4), (3, 9), (7, 2)):
+        rng = generator(batch)
+        shape = {
+            "policy_loss": (batch, length),
+            "fused_policy_loss": (batch, length, 23),
+            "fused_linear_policy_loss": (batch, length, 4),
+        }[entry]
+        value = torch.randn(*shape, generator=rng)
+        labels = torch.randint(0, 23, (batch, length), generator=rng)
+        old, advantages = -torch.rand(batch, length, generator=rng), torch.randn(batch, generator=rng)
+        grads = []
+        for function in (loss_of, compiled):
+            leaf = value.clone().requires_grad_()
+            function(leaf, weight, labels, old, advantages).backward()
+            grads.append(leaf.grad)
+        torch.testing.assert_close(grads[1], grads[0], rtol=0, atol=0)
+    assert len(graphs) == 1
+
+
+# --- finite differences
+
+
+def gradcheck(function, *inputs):
+    assert torch.autograd.gradcheck(function, inputs, eps=1e-6, atol=1e-7, rtol=1e-5)
+
+
+def small(*shape, seed=0):
+    return torch.randn(*shape, generator=generator(seed), dtype=torch.float64).requires_grad_()
+
+
+LABELS = torch.tensor([[0, 3, 2], [4, -100, 1]])
+LOGIT_OPTIONS = {
+    "temperature": torch.tensor([0.7, 1.3], dtype=torch.float64),
+    "logit_scale": 1.5,
+    "softcap": 4.0,
+}
+
+
+def labels_for(backend):
+    """By the interpreter two tokens, one of them ignored: a gradcheck makes a call for every element."""
+    return LABELS[:, 1:2] if backend == "triton" else LABELS
+
+
+@pytest.mark.parametrize("options", [{}, LOGIT_OPTIONS], ids=["plain", "options"])
+def test_gradcheck_token_logprobs(options, backend):
+    labels = labels_for(backend)
+
+    def function(logits):
+        return gk.token_logprobs(logits, labels, return_entropy=True, backend=backend, **options)
+
+    gradcheck(function, small(*labels.shape, 5))
+
+
+@pytest.mark.parametrize("options", [{}, LOGIT_OPTIONS], ids=["plain", "options"])
+def test_gradcheck_linear_token_logprobs(options, backend):
+    labels = labels_for(backend)
+
+    def function(hidden, weight, bias):
+        return gk.linear_token_logprobs(
+            hidden, weight, labels, bias=bias, return_entropy=True, backend=backend, **options
+        )
+
+    gradcheck(function, small(*labels.shape, 3), small(5, 3, seed=1), small(5, seed=2))
+
+
+OLD = -torch.tensor([[1.0, 1.5, 2.0], [0.5, 1.0, 1.2]], dtype=torch.float64)
+TERMS = {
+    "ref_logprobs": OLD + 0.3, "kl_beta": 0.2, "rollout_weights": torch.tensor([0.7, 1.2]), "normalizer": 3.0,
+    "token_weights": torch.tensor([[1.0, 0.5, 2.0], [1.0, 1.0, 0.7]]), "entropy_coef": 0.3,
+}  # fmt: skip
+WIDE = {"clip_low": 0.9, "clip_high": 1e6}  # gradients everywhere: the bounds themselves have none
+
+
+@pytest.mark.parametrize("kl_ratio_weighted", [False, True])
+@pytest.mark.parametrize("kl_estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("name", ["GSPO", "GRPO"])
+def test_gradcheck_policy_loss(name, kl_estimator, kl_ratio_weighted):
+    def function(logprobs, entropy):
+        return gk.policy_loss(
+            logprobs, OLD, torch.tensor([0.7, -1.1]), entropy=entropy, kl_estimator=kl_estimator,
+            kl_ratio_weighted=kl_ratio_weighted, objective=getattr(gk, name)(**WIDE), **TERMS,
+        ).loss  # fmt: skip
+
+    gradcheck(function, small(2, 3), small(2, 3, seed=1))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("with_terms", [False, True], ids=["plain", "terms"])
+@pytest.mark.parametrize("name", ["GSPO", "GRPO"])
+def test_gradcheck_fused_losses(name, with_terms, packed):
+    objective = getattr(gk, name)(**WIDE)
+    terms = {**TERMS} if with_terms else {}
+    labels, old = LABELS, OLD
+    if packed:
+        labels, old = labels.reshape(-1), old.reshape(-1)
+        terms |= {key: terms[key].reshape(-1) for key in ("ref_logprobs", "token_weights") if key in terms}
+        terms["cu_seqlens"] = offsets((3, 3))
+    advantages = torch.tensor([0.7, -1.1])
+
+    def from_logits(logits):
+        return gk.fused_policy_loss(logits, labels, old, advantages, objective=objective, **terms).loss
+
+    def from_hidden(hidden, weight, bias):
+        return gk.fused_linear_policy_loss(
+            hidden,
+            weight,
+            labels,
+            old,
+            advantages,
+            bias=bias,
+            objective=objective,
+            max_chunk_bytes=120,
+            **terms,
+        ).loss
+
+    gradcheck(from_logits, small(*labels.shape, 5))
+    gradcheck(from_hidden, small(*labels.shape, 4), small(5, 4, seed=1), small(5, seed=2))
+
+
+def test_gradcheck_linear_objective():
+    weights = torch.tensor([[1.0, -0.5, 2.0], [0.3, 1.0, 0.7]])
+
+    def function(hidden, weight):
+        return gk.fused_linear_policy_loss(
+            hidden, weight, LABELS, None, None, token_weights=weights, objective=gk.Linear()
+        ).loss
+
+    gradcheck(function, small(2, 3, 4), small(5, 4, seed=1))
+
+
+# --- operators
+
+
+def operator_inputs():
+    """Representative arguments of each operator of the namespace, several where branches differ."""
+    rng = generator(0)
+    logits, labels = torch.randn(2, 3, 7, generator=rng), torch.tensor([[0, 6, -100], [3, 2, 1]])
+    hidden, weight, bias = (torch.randn(*shape, generator=rng) for shape in ((2, 3, 4), (7, 4), (7,)))
+    options = (1.5, 4.0, 0.7, None, -100, "cpp")
+    by_row = (1.0, 0.0, 1.0, torch.full((2, 3), 0.8), -100, "reference")
+    ops = torch.ops.gspo_kernels
+    logprobs, lse, entropy = ops.token_logprobs(logits, labels, *options, True)
+    nothing, upstream = entropy.new_empty(0), torch.randn(2, 3, generator=rng)
+    chunks = ("float32", 2 * 7 * 4, True)
+    old, advantages = logprobs - 0.1, torch.tensor([1.0, -1.0])
+    offsets_ = torch.tensor([0, 2, 6], dtype=torch.int32)
+    objective = (gk.GRPO().spec, "k3", False)
+    # old, advantages, mask, cu_seqlens, ref, beta, entropy_coef, rollout, token_weights, lengths, group,
+    # turn, normalizer, skipped, shares, objective
+    plain = (old, advantages, *(None,) * 13, *objective)
+    number = torch.tensor(0.1, dtype=torch.float64)
+    full = (
+        old, advantages, labels != -100, None, old - 0.2, number, number, upstream.abs(), upstream,
+        advantages.abs(), None, None, number, None, None, *objective,
+    )  # fmt: skip
+    packed_rows = [value.reshape(1, 6, *value.shape[2:]) for value in (logits, labels, old)]
+    form = tuple(ClippedSequenceRatio(-0.2, 0.2, float("inf"), False, "sequences", 1.0))
+    return {
+        "token_logprobs": [(logits, labels, *options, True), (logits, labels, *by_row, False)],
+        "token_logprobs_backward": [
+            (logits, labels, logprobs, lse, entropy, upstream, upstream, None, *options),
+            (logits, labels, logprobs, lse, nothing, upstream, None, torch.tensor(2.0), *options),
+        ],
+        "token_logprobs_backward_": [
+            (logits.clone(), labels, logprobs, lse, entropy, upstream, upstream, None, *options)
+        ],
+        "token_logprobs_and_grad": [(logits, labels, upstream, *options)],
+        "scale_": [
+            (logits.clone(), torch.tensor(2.0), "cpp"),
+            (logits.clone(), torch.tensor(1.0), "reference"),
+        ],
+        "mask_labels": [(labels, None, None, -100), (labels, labels > 2, None, -100)],
+        "linear_token_logprobs": [
+            (hidden, weight, bias, labels, *options, *chunks, True),
+            (hidden, weight, None, labels, *by_row, *chunks, False),
+        ],
+        "linear_token_logprobs_backward": [
+            (hidden, weight, bias, labels, *options, *chunks, logprobs, lse, entropy, upstream, upstream,
+             True, True, True, True),
+            (hidden, weight, None, labels, *options, *chunks, logprobs, lse, nothing, upstream, None,
+             True, False, False, False),
+        ],
+        "policy_step": [(logprobs, None, *plain), (logprobs, entropy, *full)],
+        "linear_policy_known": [
+            (hidden, weight, bias, labels, *options, *chunks, *plain, False, True, True, True, True),
+            (hidden, weight, None, labels, *by_row, *chunks, *full, True, False, True, False, False),
+        ],
+        "sequence_ratio": [
+            (logits, labels, *options[:-1], "triton", old, advantages, None, None, None, None, *form),
+            (*packed_rows[:2], *options[:-1], "triton", packed_rows[2], advantages, advantages.abs(),
+             None, number, offsets_, *form),
+        ],
+    }  # fmt: skip
+
+
+def registered():
+    names = torch._C._dispatch_get_all_op_names()
+    return sorted({name.split("::")[1].split(".")[0] for name in names if name.startswith("gspo_kernels::")})
+
+
+def test_every_operator_has_representative_inputs():
+    # an operator is registered when the module that holds it is imported; the public package imports them all
+    assert registered() == sorted(operator_inputs())
+
+
+@pytest.mark.parametrize("name", registered())
+def test_opcheck(name):
+    for arguments in operator_inputs()[name]:
+        torch.library.opcheck(getattr(torch.ops.gspo_kernels, name).default, arguments)
+
+
+def test_mutating_operators_declare_it():
+    mutable = {
+        name for name in registered() if getattr(torch.ops.gspo_kernels, name).default._schema.is_mutable
+    }
+    assert mutable == {"token_logprobs_backward_", "scale_"}
