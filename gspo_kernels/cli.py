@@ -71,7 +71,7 @@ def _train(arguments: list[str]) -> None:
 def _demo(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(
         prog="gspo demo",
-        description="Make a tiny Qwen3 and its tokenizer, warm the model up on sorting five digits, and "
+        description="Make a tiny Qwen3 and its tokenizer, warm the model up on sorting four digits, and "
         "train it with GSPO, on this machine and without any download.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )

@@ -1,8 +1,8 @@
 """The demonstration: a tiny model that learns to sort digits, from nothing, on a CPU, in minutes.
 
 Model, tokenizer and datasets are made in code and written as an ordinary model directory and jsonl files;
-training then takes them through the same path as any other model. The task is to sort five digits,
-``"40972="`` to ``"02479"``. Held-out prompts are those whose multiset of digits is never trained on,
+training then takes them through the same path as any other model. The task is to sort four digits,
+``"4097="`` to ``"0479"``. Held-out prompts are those whose multiset of digits is never trained on,
 neither in the supervised warm-up nor by RL, so that neither they nor their answers can be remembered.
 """
 
@@ -19,8 +19,8 @@ import torch
 from gspo_kernels.trainer.config import TrainConfig
 from gspo_kernels.trainer.config_file import from_mapping
 
-DIGITS = 5
-TRAIN_PROMPTS, HELD_OUT_PROMPTS = 8192, 512
+DIGITS = 4
+TRAIN_PROMPTS, HELD_OUT_PROMPTS = 4096, 512
 REWARDS = ("gspo_kernels.trainer.demo:exact", "gspo_kernels.trainer.demo:per_digit")
 
 
@@ -95,7 +95,7 @@ def make_model(tokenizer: Any, seed: int) -> Any:
 def warm_up(model: Any, tokenizer: Any, rows: list[dict[str, str]], *, steps: int, seed: int) -> float:
     """Train on right answers for a few steps, so that sampling finds some; return the last loss in nats."""
     generator = random.Random(seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10))
     loss = torch.zeros(())
     model.train()
@@ -116,7 +116,7 @@ def warm_up(model: Any, tokenizer: Any, rows: list[dict[str, str]], *, steps: in
     return loss.item()
 
 
-def prepare(directory: Path, *, seed: int, warm_up_steps: int = 30) -> None:
+def prepare(directory: Path, *, seed: int, warm_up_steps: int = 40) -> None:
     """Write ``base/`` (model and tokenizer), ``train.jsonl`` and ``held_out.jsonl`` into a directory."""
     train, held_out = make_rows(seed)
     directory.mkdir(parents=True, exist_ok=True)
@@ -143,7 +143,13 @@ def make_config(directory: Path, *, seed: int, steps: int = 300) -> TrainConfig:
             "threads": 1,
             "log_every": 20,
             "rollout": {"prompts_per_rollout": 32, "group_size": 8, "max_new_tokens": DIGITS + 1},
-            "update": {"steps": steps, "minibatches": 4, "micro_batch_size": 64, "learning_rate": 1e-4},
+            "update": {
+                "steps": steps,
+                "minibatches": 4,
+                "micro_batch_size": 64,
+                "learning_rate": 1e-4,
+                "adam_beta2": 0.99,
+            },
             "objective": {"name": "GSPO", "clip_low": 3e-4, "clip_high": 4e-4},
             "evaluation": {"every": 25, "prompts": HELD_OUT_PROMPTS, "accuracy": "exact"},
             "checkpoint": {"every": 100},

@@ -115,7 +115,7 @@ def _draw_ratios(ax: Any, steps: Sequence[Record]) -> None:
     ax.plot(x, low, color=ORANGE, linewidth=1, label="min")
     ax.axhline(1.0, color=INK, linewidth=0.8)
     ax.ticklabel_format(useOffset=False)
-    ax.legend(frameon=False, loc="upper right", labelcolor=INK)
+    ax.legend(frameon=False, loc="upper left", ncols=2, labelcolor=INK)
 
 
 def _minibatches(steps: Sequence[Record]) -> list[int]:

@@ -1,0 +1,23 @@
+"""Reward functions for `gspo train`: plain functions on lists, one value per completion.
+
+They get the prompts, the completions as text and as token ids, and every other column of the dataset by
+name. None means that the reward does not apply to that completion.
+"""
+
+import re
+
+
+def right_number(prompts, completions, completion_ids, *, answer, **columns):
+    """1 if the last number in the completion is the answer, otherwise 0; None where there is no answer."""
+    rewards = []
+    for text, expected in zip(completions, answer, strict=True):
+        numbers = re.findall(r"-?\d+(?:\.\d+)?", text)
+        rewards.append(
+            None if expected is None else float(bool(numbers) and float(numbers[-1]) == float(expected))
+        )
+    return rewards
+
+
+def brief(prompts, completions, completion_ids, **columns):
+    """From 1 for an empty completion down to 0 for 256 tokens and more."""
+    return [1.0 - min(len(ids), 256) / 256 for ids in completion_ids]
