@@ -20,6 +20,7 @@ from torch import Tensor
 
 from gspo_kernels.layout import Layout
 from gspo_kernels.objectives import finite
+from gspo_kernels.tracing import constant_when_traced, plain_constant
 from gspo_kernels.types import ClippedSequenceRatio
 
 AGGREGATIONS = ("sequence_mean", "token_mean", "sequence_mean_token_sum", "constant", "sum")
@@ -207,13 +208,19 @@ class Objective(ABC):
     @property
     def spec(self) -> str:
         """The objective as a string, as it travels through opaque operators."""
-        return _spec(self)
+        cls = type(self)
+        names = _field_names(cls)
+        return _spec(cls, names, tuple([plain_constant(getattr(self, name)) for name in names]))
 
 
-@torch.compiler.assume_constant_result
-def _spec(objective: Objective) -> str:
-    cls = type(objective)
-    return json.dumps([f"{cls.__module__}:{cls.__qualname__}", dataclasses.asdict(objective)])
+@constant_when_traced
+def _field_names(cls: type[Objective]) -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(cls))
+
+
+@constant_when_traced
+def _spec(cls: type[Objective], names: tuple[str, ...], values: tuple[Any, ...]) -> str:
+    return json.dumps([f"{cls.__module__}:{cls.__qualname__}", dict(zip(names, values, strict=True))])
 
 
 @functools.lru_cache(maxsize=1024)

@@ -8,6 +8,7 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
+from gspo_kernels.tracing import constant_when_traced
 from gspo_kernels.types import ClippedSequenceRatio, LogitTransform, RowStats, SequenceRatioStats
 
 
@@ -117,7 +118,7 @@ def why_not(name: str, device: torch.device) -> str | None:
         return f"{_MODULES[name]} can't be imported: {error}"
 
 
-@torch.compiler.assume_constant_result
+@constant_when_traced
 def resolve(name: str, device: torch.device) -> str:
     """Turn "auto" into the first backend that can serve ``device``; check that a named one can.
 

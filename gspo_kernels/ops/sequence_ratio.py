@@ -19,10 +19,11 @@ from gspo_kernels.ops.logprobs import (
     token_logprobs_backward_,
 )
 from gspo_kernels.ops.values import check_cu_seqlens, check_lengths, check_normalizer, check_temperature
+from gspo_kernels.tracing import constant_when_traced
 from gspo_kernels.types import METRICS, ClippedSequenceRatio, LogitTransform, stats_dtype
 
 
-@torch.compiler.assume_constant_result
+@constant_when_traced
 def has_single_launch(backend: str) -> bool:
     """Whether a backend offers ``sequence_ratio_forward``."""
     return hasattr(load(backend), "sequence_ratio_forward")
