@@ -151,10 +151,11 @@ def evaluate(
     """
     with inner_autograd():
         # tensors made under inference_mode can't take part in a graph, not even as constants
+        usable: dict[str, Any] = {k: _usable(v) for k, v in terms._asdict().items() if isinstance(v, Tensor)}
         return _evaluate(
             _usable(logprobs),
             None if entropy is None else _usable(entropy),
-            terms._replace(**{k: _usable(v) for k, v in terms._asdict().items() if isinstance(v, Tensor)}),
+            terms._replace(**usable),
             want_metrics,
         )
 
@@ -206,8 +207,8 @@ def _evaluate(logprobs: Tensor, entropy: Tensor | None, terms: PolicyTerms, want
         leaves.append(entropy.requires_grad_())
         loss = loss - _weighted_sum(_times(entropy, terms.entropy_coef), token_shares)
 
-    grads = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
-    grads = [torch.where(present, grad, 0.0) for grad in grads]
+    everywhere = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
+    grads = [torch.where(present, grad, 0.0) for grad in everywhere]
     metrics = logp.new_empty(0)
     if want_metrics:
         active = torch.stack([grad != 0 for grad in grads]).any(0)
