@@ -124,6 +124,35 @@ def test_dynamic_shapes(entry):
     assert len(graphs) == 1
 
 
+def test_objectives_made_in_compiled_code_keep_their_options():
+    """Also where an option has become a symbol: a stale or default value would be silent."""
+    logprobs = torch.tensor([[-1.0, -2.0]])
+
+    def loss_of(logprobs, clip_high, aggregation):
+        objective = gk.GSPO(clip_high=clip_high, aggregation=aggregation)
+        return gk.policy_loss(logprobs, logprobs - 0.3, torch.tensor([1.0]), objective=objective).loss
+
+    def loss_with(logprobs, objective):
+        return gk.policy_loss(logprobs, logprobs - 0.3, torch.tensor([1.0]), objective=objective).loss
+
+    torch._dynamo.reset()
+    compiled = torch.compile(loss_of, fullgraph=True, backend="aot_eager")
+    for clip_high in (0.1, 0.2, 0.25):
+        for aggregation in ("sequence_mean", "sum"):
+            assert torch.equal(
+                compiled(logprobs, clip_high, aggregation), loss_of(logprobs, clip_high, aggregation)
+            )
+    compiled = torch.compile(loss_with, fullgraph=True, backend="aot_eager")
+    for objective in (
+        gk.GSPO(),
+        gk.GSPO(clip_high=0.1),
+        gk.GSPO(clip_high=0.2),
+        gk.GRPO(),
+        gk.GRPO(clip_high=1),
+    ):
+        assert torch.equal(compiled(logprobs, objective), loss_with(logprobs, objective))
+
+
 # --- finite differences
 
 

@@ -1,4 +1,4 @@
-"""Does it learn? Three seeds of a shortened demonstration, on prompts and answers that were never trained on."""
+"""Does it learn? Three seeds of a shortened demonstration, on prompts and answers never trained on."""
 
 import pytest
 

@@ -1,0 +1,187 @@
+"""The public contract, the arrows between modules, and clean tools."""
+
+import importlib.util
+import inspect
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import gspo_kernels as gk
+
+ROOT = Path(__file__).parent.parent
+
+LAYOUT = "loss_mask cu_seqlens"
+TERMS = (
+    "ref_logprobs kl_beta kl_estimator kl_ratio_weighted entropy_coef rollout_weights token_weights lengths "
+    "group_ids turn_ids normalizer"
+)
+LOGITS = "temperature logit_scale softcap ignore_index"
+POLICY = f"{LAYOUT} {TERMS}"
+
+# positional parameters | keyword-only parameters
+CONTRACT = {
+    "token_logprobs": ("logits labels", f"{LOGITS} return_entropy inplace_backward backend"),
+    "linear_token_logprobs": (
+        "hidden weight labels",
+        f"bias {LOGITS} return_entropy logits_dtype max_chunk_bytes backend",
+    ),
+    "policy_loss": ("logprobs old_logprobs advantages", f"{POLICY} entropy objective"),
+    "policy_coefficients": ("logprobs old_logprobs advantages", f"{POLICY} objective"),
+    "fused_policy_loss": (
+        "logits labels old_logprobs advantages",
+        f"{POLICY} {LOGITS} return_entropy inplace_backward objective backend",
+    ),
+    "fused_linear_policy_loss": (
+        "hidden weight labels old_logprobs advantages",
+        f"bias {POLICY} {LOGITS} return_entropy logits_dtype max_chunk_bytes schedule skip_inactive "
+        "objective backend",
+    ),
+    "rollout_weights": ("old_logprobs rollout_logprobs", f"{LAYOUT} level reduce mode low high"),
+    "advantages.group_normalized": ("rewards", "group_size group_ids scale eps"),
+    "explain_schedule": ("hidden weight labels old_logprobs advantages", None),
+}
+
+DEFAULTS = {
+    "kl_beta": 0.0, "kl_estimator": "k3", "kl_ratio_weighted": False, "entropy_coef": 0.0, "temperature": 1.0,
+    "logit_scale": 1.0, "softcap": None, "ignore_index": -100, "return_entropy": False,
+    "inplace_backward": False, "logits_dtype": "float32", "max_chunk_bytes": None, "schedule": "auto",
+    "skip_inactive": "backward", "backend": "auto", "objective": gk.GSPO(), "loss_mask": None,
+    "cu_seqlens": None, "normalizer": None, "lengths": None, "bias": None, "entropy": None, "scale": "group",
+    "eps": 1e-4, "level": "token", "reduce": "mean", "mode": "truncate",
+}  # fmt: skip
+
+
+def function(name):
+    found = gk
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found
+
+
+@pytest.mark.parametrize("name", CONTRACT)
+def test_signatures(name):
+    parameters = inspect.signature(function(name)).parameters
+    positional, keywords = CONTRACT[name]
+    kinds = {key: parameter.kind for key, parameter in parameters.items()}
+    assert [key for key, kind in kinds.items() if kind is inspect.Parameter.POSITIONAL_OR_KEYWORD] == (
+        positional.split()
+    )
+    assert inspect.Parameter.VAR_KEYWORD not in kinds.values()
+    assert inspect.Parameter.VAR_POSITIONAL not in kinds.values()
+    named = {key for key, kind in kinds.items() if kind is inspect.Parameter.KEYWORD_ONLY}
+    if keywords is not None:
+        assert named == set(keywords.split())
+    for key in named:
+        required = name == "policy_coefficients" and key == "objective"
+        expected = inspect.Parameter.empty if required else DEFAULTS.get(key)
+        assert parameters[key].default == expected, key
+
+
+def test_named_outputs():
+    assert gk.TokenLogprobs._fields == ("logprobs", "entropy")
+    assert gk.LossOutput._fields == ("loss", "logprobs", "entropy", "metrics")
+    assert gk.types.METRICS == (
+        "ratio/mean", "ratio/min", "ratio/max", "clip_fraction/low", "clip_fraction/high",
+        "clip_fraction/tokens", "kl/old", "active_fraction",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["GSPO", "GSPOToken", "GRPO"])
+def test_options_of_objectives(name):
+    assert set(inspect.signature(getattr(gk, name)).parameters) == {
+        "clip_low", "clip_high", "dual_clip", "aggregation", "aggregation_constant",
+    }  # fmt: skip
+
+
+def test_public_names_exist_and_are_documented():
+    assert sorted(gk.__all__) == list(gk.__all__)
+    for name in gk.__all__:
+        assert getattr(gk, name).__doc__, name
+
+
+@pytest.mark.parametrize("name", CONTRACT)
+def test_docstrings_name_every_parameter(name):
+    target = function(name)
+    text = target.__doc__ if name not in ("policy_coefficients", "explain_schedule") else ""
+    if not text:
+        # these two say whose arguments they share
+        assert re.search("policy_loss|fused_linear_policy_loss", target.__doc__)
+        return
+    for key in inspect.signature(target).parameters:
+        assert re.search(rf"\b{key}\b", text.split("Args:")[1]), key
+    assert "Returns:" in text and "Raises:" in text
+
+
+# --- imports
+
+
+def run(*command, **options):
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, **options)
+
+
+@pytest.mark.parametrize(
+    "use", ["", "gk.token_logprobs(torch.zeros(1, 1, 3), torch.zeros(1, 1, dtype=torch.int64))"]
+)
+def test_importing_the_package_stays_light(use):
+    """A CPU user pays for neither Triton nor transformers."""
+    code = (
+        f"import sys, torch; before = set(sys.modules); import gspo_kernels as gk; {use}\n"
+        "heavy = ('triton', 'transformers', 'accelerate', 'datasets', 'matplotlib', 'gspo_kernels.kernels', "
+        "'gspo_kernels.trainer')\n"
+        "assert 'gspo_kernels' not in before\n"
+        "print([name for name in heavy if name in sys.modules and name not in before])"
+    )
+    result = run(sys.executable, "-c", code)
+    assert result.stdout.strip() == "[]", result.stdout + result.stderr
+
+
+def tool(name):
+    """The path of a development tool; they come with the extra "test", so they are never skipped."""
+    beside = Path(sys.executable).parent / name
+    found = str(beside) if beside.exists() else shutil.which(name)
+    assert found, f'{name} is missing: pip install "gspo_kernels[test]"'
+    return found
+
+
+def test_import_contracts_hold():
+    result = run(tool("lint-imports"), "--no-cache")
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("command", [("check",), ("format", "--check")], ids=" ".join)
+def test_ruff(command):
+    folders = [name for name in ("gspo_kernels", "tests", "benchmarks") if (ROOT / name).exists()]
+    result = run(tool("ruff"), *command, "--no-cache", *folders)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_types():
+    assert importlib.util.find_spec("mypy"), 'mypy is missing: pip install "gspo_kernels[test]"'
+    result = run(sys.executable, "-m", "mypy")
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+# --- what the design forbids
+
+
+SOURCES = sorted((ROOT / "gspo_kernels").rglob("*.py"))
+
+
+def test_no_kernel_or_loss_switches_on_an_objectives_name():
+    names = "|".join(gk.objectives.__all__)
+    for path in SOURCES:
+        if "objectives" in path.parts or "trainer" in path.parts or path.name in ("__init__.py", "cli.py"):
+            continue
+        for line in path.read_text().splitlines():
+            assert not re.search(rf"isinstance\([^)]*\b({names})\b|__name__ (==|in)", line), (path, line)
+
+
+def test_csrc_leaves_the_importing_thread_alone():
+    flags = (ROOT / "setup.py").read_text()
+    arguments = flags.split("COMPILE_ARGS = [")[1].split("]")[0]
+    options = re.findall(r'"(-[^"]+)"', arguments)
+    assert not {"-ffast-math", "-Ofast", "-fopenmp", "-funsafe-math-optimizations"} & set(options)
