@@ -177,7 +177,7 @@ def row_slopes(
 
 @triton.jit
 def _scaled(x, factor):
-    """Return x times a sum of two; an infinite x must not meet the second, which may be 0 or of the other sign."""
+    """Return x times a sum of two, of which an infinite x must not meet the second, perhaps 0 or negative."""
     finite = tl.minimum(tl.maximum(x, -_HUGE), _HUGE)
     return tl.fma(x, factor[0], finite * factor[1])
 

@@ -1,7 +1,7 @@
 """Compile the kernels as they ship, with no GPU, and print what came out as JSON. Run as a script.
 
-The launchers themselves say what is compiled: their ``launch`` is replaced by one that records the arguments, and
-Triton's own binder turns these into the specialisation that a launch on the target would ask for.
+The launchers themselves say what is compiled: their ``launch`` is replaced by one that records the arguments,
+and Triton's own binder turns these into the specialisation that a launch on the target would ask for.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
 from gspo_kernels import kernels
-from gspo_kernels.kernels import launch as launching
 from gspo_kernels.kernels import logprobs, scale, sequence_ratio
 from gspo_kernels.types import ClippedSequenceRatio, LogitTransform
 
@@ -36,6 +35,7 @@ TARGETS = {
 FORM = ClippedSequenceRatio(math.log(1 - 3e-4), math.log(1 + 4e-4), math.inf, False, "sequences", 1.0)
 PLAIN = LogitTransform()
 BENT = LogitTransform(0.5, 30.0, 0.7)
+WARM = LogitTransform(1.0, 0.0, 0.7)
 _CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
@@ -109,7 +109,7 @@ def call_all(
 
 
 def resources(cubin: bytes) -> dict[str, int]:
-    """Registers, spilled bytes (a kernel of ours has no other use for a stack or local memory) and shared memory."""
+    """Registers, spilled bytes (nothing but spills would use a stack or local memory) and shared memory."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -131,18 +131,37 @@ def sass(cubin: bytes) -> str:
 
 
 def name_of(call: tuple[Any, tuple[Any, ...], dict[str, Any]]) -> str:
-    """A readable name of a recorded call."""
+    """A readable name of a call: kernel, dtypes of logits and gradient, flags, arguments left out."""
     kernel, args, keywords = call
-    dtypes = "/".join(
-        str(arg.dtype).removeprefix("torch.")
-        for arg in args
-        if isinstance(arg, torch.Tensor) and arg.dim() == 3
-    )
-    given = "".join(
-        "1" if isinstance(arg, torch.Tensor) else "0" for arg in args if arg is None or torch.is_tensor(arg)
-    )
-    flags = [key for key in ("SCALED", "SOFTCAP", "ALIGNED") if keywords[key]]
-    return f"{kernel.fn.__name__} {dtypes} {given} {' '.join(flags)}"
+    names = list(kernel.signature.parameters)
+    tensors = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.dim() == 3]
+    dtypes = "->".join(str(tensor.dtype).removeprefix("torch.") for tensor in tensors)
+    flags = [key.lower() for key in ("SCALED", "SOFTCAP", "ALIGNED") if keywords.get(key)]
+    missing = [f"no {name}" for name, arg in zip(names, args, strict=False) if arg is None]
+    return " ".join([kernel.fn.__name__, dtypes, *flags, *missing])
+
+
+def keys(kind: str) -> dict[str, int]:
+    """How many specialisations the launchers ask for over calls that differ in the way named."""
+    recorder = Recorder()
+    shapes = {
+        "same": [(2, 3, 4096)] * 2,
+        "rows": [(2, 3, 4096), (1, 1, 4096), (16, 1, 4096), (1, 16, 4096), (3, 17, 4096)],
+        "aligned vocabulary": [(2, 3, 4096), (2, 3, 32000), (2, 3, 16), (2, 3, 151936)],
+        "odd vocabulary": [(2, 3, 1009), (16, 16, 1009), (2, 3, 4097), (1, 1, 1), (5, 7, 50257)],
+        "alignment": [(2, 3, 4096), (2, 3, 4097)],
+    }[kind]
+    for B, T, V in shapes:
+        call_all(recorder, B, T, V, torch.bfloat16, PLAIN)
+    if kind == "rows":
+        # Parameters of the transform and of the loss, too.
+        call_all(recorder, 2, 3, 4096, torch.bfloat16, PLAIN._replace(logit_scale=1.0))
+    found: dict[str, set[str]] = {}
+    for call in recorder.calls:
+        found.setdefault(name_of(call).replace(" aligned", ""), set()).add(
+            specialisation(call, TARGETS["sm_90"])[0]
+        )
+    return {name: len(specialisations) for name, specialisations in found.items()}
 
 
 def compile_calls(calls: list[Any], targets: list[str]) -> list[dict[str, Any]]:
@@ -158,6 +177,7 @@ def compile_calls(calls: list[Any], targets: list[str]) -> list[dict[str, Any]]:
                 code = sass(compiled.asm["cubin"])
                 loads = re.findall(r"\bLDG\.E\S*", code)
                 entry["wide_loads"] = sum(".128" in load for load in loads)
+                entry["narrow_logit_loads"] = sum(".U16" in load for load in loads)
                 entry["wide_stores"] = len(re.findall(r"\bSTG\.E\S*\.128", code))
                 entry["exponentials"] = code.count("MUFU.EX2")
             report.append(entry)
@@ -166,10 +186,20 @@ def compile_calls(calls: list[Any], targets: list[str]) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Print the report."""
+    targets = sys.argv[1:] or list(TARGETS)
     recorder = Recorder()
     for dtype in (torch.bfloat16, torch.float32):
         call_all(recorder, 2, 3, 4096, dtype, PLAIN)
-    print(json.dumps(compile_calls(recorder.calls, sys.argv[1:] or list(TARGETS)), indent=1))
+    kernels.scale_(torch.empty(3, dtype=torch.bfloat16), torch.ones(()))
+    report = compile_calls(recorder.calls, targets)
+    # Once each: what fp64, the transform and odd strides make of the kernels.
+    rest = Recorder()
+    call_all(rest, 2, 3, 4096, torch.bfloat16, BENT)
+    call_all(rest, 2, 3, 4096, torch.float64, PLAIN)
+    call_all(rest, 2, 3, 1009, torch.float16, WARM)
+    report += compile_calls(rest.calls, [target for target in targets if target in ("sm_90", "gfx942")])
+    kinds = ("same", "rows", "aligned vocabulary", "odd vocabulary", "alignment")
+    print(json.dumps({"compiled": report, "keys": {kind: keys(kind) for kind in kinds}}))
 
 
 if __name__ == "__main__":

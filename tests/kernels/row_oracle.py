@@ -1,4 +1,4 @@
-"""Row formulas twice: in extended precision with numpy, and as plain PyTorch, whose error sets the budgets."""
+"""Row formulas twice: in extended precision with numpy, and as plain PyTorch, whose error sets budgets."""
 
 import numpy as np
 import torch
@@ -7,7 +7,7 @@ from gspo_kernels.types import LogitTransform, stats_dtype
 
 
 def exact(logits, labels, transform, grad_logprobs=None, grad_entropy=None):
-    """(logprobs, lse, entropy, grad) of finite rows in long double; every label a column. Rounded to fp64 tensors."""
+    """(logprobs, lse, entropy, grad) of finite rows whose labels are columns, in long double."""
     wide = np.longdouble
     x = np.array(logits.double().numpy(), dtype=wide)
     scale, cap = wide(transform.logit_scale), wide(transform.softcap)
@@ -39,7 +39,7 @@ def exact(logits, labels, transform, grad_logprobs=None, grad_entropy=None):
 
 
 def plain(logits, labels, transform, grad_logprobs, grad_entropy, through_lse):
-    """The same with autograd, in the statistics' dtype: through log_softmax, or through logsumexp as TRL does."""
+    """The same with autograd, in the statistics' dtype: by log_softmax, or by logsumexp as TRL does."""
     dtype = stats_dtype(logits.dtype)
     leaf = logits.to(dtype, copy=True).requires_grad_()
     z = leaf * transform.logit_scale
@@ -59,7 +59,7 @@ def plain(logits, labels, transform, grad_logprobs, grad_entropy, through_lse):
 
 
 def assert_within_budget(got, reference, *baselines, eps):
-    """Error at most twice that of plain PyTorch (the worse of its formulas), plus one rounding of the largest value."""
+    """Error at most twice plain PyTorch's (its worse formula's), plus one rounding of the largest value."""
     assert torch.isfinite(got).all()
     allowed = max((base.double() - reference).abs().max().item() for base in baselines)
     budget = 2 * allowed + eps * reference.abs().max().item()

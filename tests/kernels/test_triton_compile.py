@@ -1,0 +1,96 @@
+"""The kernels as they ship, compiled for GPUs that needn't be here, in a process without the interpreter."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+ROOT = Path(__file__).parents[2]
+NVIDIA = ("sm_80", "sm_90", "sm_100", "sm_120")
+
+
+@pytest.fixture(scope="module")
+def report():
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
+    script = Path(__file__).with_name("compile_all.py")
+    run = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout)
+
+
+def entries(report, target, *words):
+    found = [
+        entry
+        for entry in report["compiled"]
+        if entry["target"] == target and all(word in entry["kernel"] for word in words)
+    ]
+    assert found
+    return found
+
+
+@pytest.mark.parametrize("target", (*NVIDIA, "gfx942"))
+def test_every_kernel_compiles(report, target):
+    found = {entry["kernel"].split()[0] for entry in entries(report, target)}
+    assert found == {
+        "logprobs_forward_kernel",
+        "logprobs_backward_kernel",
+        "logprobs_and_grad_kernel",
+        "sequence_ratio_kernel",
+        "scale_kernel",
+    }
+
+
+@pytest.mark.parametrize("target", NVIDIA)
+def test_nothing_spills(report, target):
+    spilled = [e for e in entries(report, target) if e["STACK"] or e["LOCAL"]]
+    assert not spilled
+    assert all(entry["REG"] * 32 * entry["warps"] <= 65536 for entry in entries(report, target))
+
+
+@pytest.mark.parametrize("target", NVIDIA)
+@pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
+def test_aligned_rows_move_16_bytes_at_a_time(report, target, dtype):
+    # The label's block, and two in the loop with two under way, of two loads each.
+    for kernel in ("logprobs_forward_kernel", "sequence_ratio_kernel"):
+        for entry in entries(report, target, kernel, f" {dtype} aligned"):
+            assert entry["wide_loads"] == 10 and entry["narrow_logit_loads"] == 0, entry
+    for entry in entries(report, target, "logprobs_backward_kernel", f" {dtype}->{dtype} aligned"):
+        assert entry["wide_loads"] == 8 and entry["wide_stores"] == 8, entry
+    for entry in entries(report, target, "logprobs_and_grad_kernel", f" {dtype}->{dtype} aligned"):
+        assert entry["wide_loads"] >= 10 and entry["wide_stores"] >= 4, entry
+
+
+def test_odd_rows_do_not(report):
+    """What the test above counts can be absent."""
+    (entry, *_) = [
+        e
+        for e in entries(report, "sm_90", "logprobs_forward_kernel", "float16")
+        if "aligned" not in e["kernel"]
+    ]
+    assert entry["wide_loads"] == 0
+
+
+def test_one_exponential_per_element(report):
+    """16 bf16 or 8 fp32 elements per thread and block, three copies of the fold; the rest is once per row."""
+    for dtype, width in (("bfloat16", 16), ("float32", 8)):
+        for entry in entries(
+            report, "sm_90", "logprobs_forward_kernel", f" {dtype} aligned", "no entropy_ptr"
+        ):
+            once = width + 2
+            assert 3 * width < entry["exponentials"] <= 3 * width + once, entry
+
+
+@pytest.mark.parametrize("kind", ("same", "rows", "aligned vocabulary", "odd vocabulary"))
+def test_shapes_do_not_recompile(report, kind):
+    assert set(report["keys"][kind].values()) == {1}, report["keys"][kind]
+
+
+def test_alignment_does(report):
+    """The keys that are counted above can differ."""
+    assert set(report["keys"]["alignment"].values()) == {2}

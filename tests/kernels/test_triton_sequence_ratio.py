@@ -1,0 +1,337 @@
+"""The one-launch sequence ratio against closed forms over its own log-probs, in any order of programs."""
+
+import contextlib
+import math
+import random
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from gspo_kernels import kernels
+from gspo_kernels.kernels import sequence_ratio
+from gspo_kernels.types import METRICS, ClippedSequenceRatio, LogitTransform, stats_dtype
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+IGNORE = -100
+GSPO = ClippedSequenceRatio(math.log(1 - 3e-4), math.log(1 + 4e-4), math.inf, False, "sequences", 1.0)
+DUAL = ClippedSequenceRatio(math.log(0.8), math.log(1.2), math.log(3.0), False, "sequences", 1.0)
+V = 40
+
+
+def closed_form(
+    logprobs, labels, old, advantages, form, segments, weights=None, lengths=None, normalizer=None
+):
+    """(loss, coefficients, divisor, metrics by name), sequence by sequence, in Python floats."""
+    losses, coefficients, sizes, ratios = [], [], [], []
+    low, high, clipped_tokens, tokens, drift, active = 0, 0, 0, 0, 0.0, 0
+    for i, where in enumerate(segments):
+        counted = labels[where] != IGNORE
+        new, before = logprobs[where][counted].double(), old[where][counted].double()
+        count = len(new)
+        if count == 0:
+            coefficients.append(0.0)
+            continue
+        A, w = float(advantages[i]), 1.0 if weights is None else float(weights[i])
+        L = count if lengths is None else float(lengths[i])
+        log_s = (new - before).sum().item() / L
+        below = A < 0 and log_s < form.log_low
+        above = (A > 0 and log_s > form.log_high) or (A < 0 and log_s > form.log_dual)
+        bound = form.log_low if below else form.log_high if A > 0 else form.log_dual
+        enters = L if form.count_tokens else 1.0
+        s = math.exp(log_s) if log_s < 709 else math.inf
+        idle = A == 0 or w == 0
+        bounded = bound if below or above else log_s
+        losses.append(0.0 if idle else -enters * w * A * (math.exp(bounded) if bounded < 709 else math.inf))
+        coefficients.append(0.0 if idle or below or above else -enters * w * A * s / L)
+        sizes.append(L)
+        ratios.append(s)
+        low, high, tokens = low + below, high + above, tokens + count
+        clipped_tokens += count * (below or above)
+        drift -= (new - before).sum().item()
+        active += coefficients[-1] != 0
+    n = len(ratios)
+    divisor = {"sequences": n, "tokens": sum(sizes), "one": 1}[form.divisor]
+    divisor = (divisor if normalizer is None else float(normalizer)) or 1.0
+    divisor *= form.divisor_scale
+    some = n > 0
+    metrics = {
+        "ratio/mean": sum(ratios) / n if some else 1.0,
+        "ratio/min": min(ratios, default=1.0),
+        "ratio/max": max(ratios, default=1.0),
+        "clip_fraction/low": low / n if some else 0.0,
+        "clip_fraction/high": high / n if some else 0.0,
+        "clip_fraction/tokens": clipped_tokens / tokens if some else 0.0,
+        "kl/old": drift / tokens if some else 0.0,
+        "active_fraction": active / n if some else 0.0,
+    }
+    return sum(losses) / divisor, coefficients, divisor, metrics
+
+
+def batch(lengths, width, *, spread, dtype=torch.float32, seed=0):
+    """Padded logits, labels with holes, current log-probs and old ones that differ by about ``spread``."""
+    generator = torch.Generator().manual_seed(seed)
+    B = len(lengths)
+    logits = (torch.randn(B, width, V, generator=generator) * 2).to(dtype)
+    labels = torch.randint(0, V, (B, width), generator=generator)
+    labels[torch.arange(width) >= torch.tensor(lengths).unsqueeze(1)] = IGNORE
+    labels[:, 2::5] = IGNORE
+    logits[labels == IGNORE] = float("nan")
+    new = torch.log_softmax(logits.double(), -1).gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    shift = torch.randn(B, 1, generator=generator) + 0.1 * torch.randn(B, width, generator=generator)
+    old = (new - spread * shift).to(stats_dtype(dtype))
+    hole = labels == IGNORE
+    old[hole] = torch.where(torch.arange(int(hole.sum())) % 2 == 0, float("nan"), float("inf")).to(old.dtype)
+    advantages = torch.randn(B, generator=generator)
+    return logits, labels, old, advantages
+
+
+def run(logits, labels, old, advantages, form=GSPO, cu=None, weights=None, lengths=None, normalizer=None):
+    def move(value):
+        return None if value is None else value.to(DEVICE)
+
+    stats = kernels.sequence_ratio_forward(
+        move(logits),
+        move(labels),
+        move(old),
+        move(advantages),
+        form,
+        LogitTransform(),
+        ignore_index=IGNORE,
+        sequence_weights=move(weights),
+        lengths=move(lengths),
+        normalizer=move(normalizer),
+        cu_seqlens=move(cu),
+    )
+    return type(stats)(*(value.cpu() for value in stats))
+
+
+def packed(tensor, lengths):
+    """[1, N, ...]: the first ``lengths[i]`` positions of each row, one after another."""
+    return torch.cat([row[:length] for row, length in zip(tensor, lengths, strict=True)]).unsqueeze(0)
+
+
+def offsets(lengths):
+    return torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+
+
+def check(stats, expected, dtype=torch.float32):
+    loss, coefficients, divisor, metrics = expected
+    # log s is rounded once, to the statistics' dtype; a ratio then carries that rounding as a relative error.
+    tolerance = (
+        4 * torch.finfo(dtype).eps * max(1.0, *(abs(math.log(m)) for m in list(metrics.values())[1:3]))
+    )
+    near = {"rtol": tolerance, "atol": tolerance}
+    torch.testing.assert_close(stats.loss.item(), loss, rtol=tolerance, atol=tolerance * 10)
+    torch.testing.assert_close(
+        stats.coefficients.double(), torch.tensor(coefficients, dtype=torch.float64), **near
+    )
+    torch.testing.assert_close(stats.divisor.item(), float(divisor), rtol=1e-6, atol=0.0)
+    for name, got in zip(METRICS, stats.metrics.tolist(), strict=True):
+        torch.testing.assert_close(got, metrics[name], **near, msg=lambda m, name=name: f"{name}: {m}")
+
+
+FORMS = {
+    "gspo": GSPO,
+    "dual": DUAL,
+    "token mean": DUAL._replace(count_tokens=True, divisor="tokens"),
+    "sum": DUAL._replace(divisor="one"),
+    "constant": GSPO._replace(divisor_scale=7.5),
+}
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+@pytest.mark.parametrize("options", ["plain", "weights", "lengths", "normalizer"])
+def test_padded_and_packed_equal_the_closed_form(form, options):
+    lengths = [0, 1, 3, 9, 0, 12, 7, 11, 4, 0]
+    spread = (4e-4 if form.log_low > -0.01 else 1.0) * (4.0 if options == "lengths" else 1.0)
+    logits, labels, old, advantages = batch(lengths, 12, spread=spread)
+    advantages[5] = 0.0
+    extra = {}
+    if options == "weights":
+        extra["weights"] = torch.rand(10)
+        extra["weights"][3] = 0.0
+    if options == "lengths":
+        extra["lengths"] = torch.arange(3.0, 13.0)
+    if options == "normalizer":
+        extra["normalizer"] = torch.tensor(40)
+    stats = run(logits, labels, old, advantages, form, **extra)
+    rows = [(i, slice(None)) for i in range(10)]
+    expected = closed_form(stats.logprobs, labels, old, advantages, form, rows, **extra)
+    assert 0 < expected[3]["clip_fraction/tokens"] < 1 and 0 < expected[3]["active_fraction"] < 1
+    check(stats, expected)
+
+    ends = offsets(lengths)
+    args = [packed(value, lengths) for value in (logits, labels, old)]
+    flat = run(*args, advantages, form, cu=ends, **extra)
+    rows = [(0, slice(ends[i], ends[i + 1])) for i in range(10)]
+    check(flat, closed_form(flat.logprobs, args[1], args[2], advantages, form, rows, **extra))
+    assert torch.equal(flat.logprobs, packed(stats.logprobs, lengths))
+    # Sums are fp64, so the layout leaves no trace.
+    assert torch.equal(flat.loss, stats.loss) and torch.equal(flat.coefficients, stats.coefficients)
+    assert torch.equal(flat.metrics, stats.metrics)
+
+
+@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16, torch.float64))
+def test_dtypes(dtype):
+    logits, labels, old, advantages = batch([5, 8, 3], 8, spread=4e-4, dtype=dtype)
+    stats = run(logits, labels, old, advantages)
+    rows = [(i, slice(None)) for i in range(3)]
+    assert stats.loss.dtype == stats.metrics.dtype == stats_dtype(dtype)
+    check(stats, closed_form(stats.logprobs, labels, old, advantages, GSPO, rows), stats_dtype(dtype))
+
+
+def test_more_tokens_and_sequences_than_a_block(monkeypatch):
+    """Several rounds of the reducing loops."""
+    monkeypatch.setattr(sequence_ratio, "_SEQUENCES_PER_BLOCK", 4)
+    lengths = [1100, *[1] * 8, 5]
+    args = list(batch(lengths, 1100, spread=4e-4))
+    args[:3] = [packed(value, lengths) for value in args[:3]]
+    ends = offsets(lengths)
+    stats = run(*args, cu=ends)
+    rows = [(0, slice(ends[i], ends[i + 1])) for i in range(10)]
+    check(stats, closed_form(stats.logprobs, *args[1:], GSPO, rows))
+
+
+@pytest.mark.parametrize("size", (30.0, 80.0, 1e3, 1e4))
+@pytest.mark.parametrize("sign", (-1, 1))
+@pytest.mark.parametrize("form", (GSPO, DUAL), ids=("gspo", "dual"))
+def test_enormous_log_ratios(size, sign, form):
+    logits, labels, old, _ = batch([3, 3, 3], 3, spread=0.0)
+    old[labels != IGNORE] -= sign * size
+    advantages = torch.tensor([1.0, -1.0, 0.0])
+    stats = run(logits, labels, old, advantages, form)
+    for value in (stats.loss, stats.coefficients, stats.metrics):
+        assert not value.isnan().any()
+    rows = [(i, slice(None)) for i in range(3)]
+    want = closed_form(stats.logprobs, labels, old, advantages, form, rows)
+    limit = torch.finfo(torch.float32).max
+    fits = [
+        (got, ref) for got, ref in zip(stats.coefficients.tolist(), want[1], strict=True) if abs(ref) < limit
+    ]
+    for got, ref in [*fits, *([(stats.loss.item(), want[0])] if abs(want[0]) < limit else [])]:
+        assert math.isfinite(got)
+        assert got == pytest.approx(ref, rel=1e-6 * max(size, 1.0))
+    if sign > 0 and size > 100 and form is GSPO:
+        assert stats.loss == math.inf and stats.coefficients[1] == math.inf
+    assert stats.coefficients[2] == 0 and stats.coefficients[0 if sign > 0 else 1] == 0
+
+
+def test_overflow_that_the_advantage_undoes_is_finite():
+    """exp(100) doesn't fit fp32; 1e-20 times it does."""
+    logits, labels, old, _ = batch([2], 2, spread=0.0)
+    old[labels != IGNORE] -= 100.0
+    stats = run(logits, labels, old, torch.tensor([-1e-20]))
+    assert stats.loss.item() == pytest.approx(1e-20 * math.exp(100.0), rel=1e-4)
+    assert stats.metrics[0] == math.inf
+
+
+def test_bounds_themselves_are_not_clipped():
+    logits, labels, old, _ = batch([1, 1], 1, spread=0.0)
+    high = 0.25
+    old = torch.where(labels == IGNORE, 0.0, old - high)
+    new = kernels.logprobs_forward(
+        logits.to(DEVICE), labels.to(DEVICE), LogitTransform(), ignore_index=IGNORE, entropy=False
+    ).logprobs.cpu()
+    exactly = (new - old).flatten().tolist()
+    for index, advantage in ((0, 1.0), (1, -1.0)):
+        at = exactly[index]
+        form = ClippedSequenceRatio(min(at, 0.0), max(at, 0.0), math.inf, False, "one", 1.0)
+        stats = run(
+            logits[index : index + 1],
+            labels[index : index + 1],
+            old[index : index + 1],
+            torch.tensor([advantage]),
+            form,
+        )
+        assert stats.coefficients[0] != 0 and stats.metrics[3:6].sum() == 0
+    form = ClippedSequenceRatio(-1.0, math.nextafter(exactly[0], 0.0) - 1e-6, math.inf, False, "one", 1.0)
+    stats = run(logits[:1], labels[:1], old[:1], torch.tensor([1.0]), form)
+    assert stats.coefficients[0] == 0 and stats.metrics[4] == 1
+
+
+def test_same_weights_give_a_ratio_of_exactly_one():
+    logits, labels, _, advantages = batch([7, 9, 2], 9, spread=0.0, dtype=torch.bfloat16)
+    old = run(logits, labels, torch.zeros(labels.shape), advantages).logprobs
+    stats = run(logits, labels, old, advantages)
+    assert stats.metrics[:3].tolist() == [1.0, 1.0, 1.0] and stats.metrics[6] == 0
+    rows = kernels.logprobs_forward(
+        logits.to(DEVICE), labels.to(DEVICE), LogitTransform(), ignore_index=IGNORE, entropy=True
+    )
+    assert torch.equal(rows.logprobs.cpu(), old) and torch.equal(rows.lse.cpu(), stats.lse)
+
+
+def test_nan_in_a_counted_row_reaches_its_own_sequence_only():
+    logits, labels, old, advantages = batch([6, 6, 6], 6, spread=1e-4)
+    advantages = torch.tensor([1.0, -1.0, 1.0])
+    logits[1, 0] = float("nan")
+    stats = run(logits, labels, old, advantages)
+    assert stats.logprobs.isnan().sum() == 1 and stats.loss.isnan() and stats.metrics[:3].isnan().all()
+    assert stats.coefficients.isnan().tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("normalizer", (None, 0.0, 3.0))
+def test_nothing_counted(normalizer):
+    logits, labels, old, advantages = batch([0, 0], 4, spread=0.0)
+    normalizer = None if normalizer is None else torch.tensor(normalizer)
+    cases = [(logits, labels, old, advantages, None)]
+    cases.append((logits[:, :0], labels[:, :0], old[:, :0], advantages, None))
+    cases.append((logits[:0], labels[:0], old[:0], advantages[:0], None))
+    cases.append((logits[:1, :0], labels[:1, :0], old[:1, :0], advantages, torch.zeros(3, dtype=torch.int32)))
+    for *args, cu in cases:
+        stats = run(*args, cu=cu, normalizer=normalizer)
+        assert stats.loss == 0 and stats.divisor == (3.0 if normalizer == 3.0 else 1.0)
+        assert (stats.coefficients == 0).all() and (stats.logprobs == 0).all()
+        assert stats.metrics.tolist() == [1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+
+
+@contextlib.contextmanager
+def order_of_programs(arrange):
+    """The interpreter runs programs one after another: let it do so in another order."""
+    from triton.runtime import interpreter
+
+    class Shuffled(type(interpreter.interpreter_builder)):
+        def set_grid_dim(self, x, y, z):
+            super().set_grid_dim(x, y, z)
+            self.order = arrange(x)
+            seen.append(self.order)
+
+        def set_grid_idx(self, x, y, z):
+            super().set_grid_idx(self.order[x], y, z)
+
+    builder, seen = interpreter.interpreter_builder, []
+    plain, builder.__class__ = builder.__class__, Shuffled
+    try:
+        yield seen
+    finally:
+        builder.__class__ = plain
+
+
+def shuffle(seed):
+    def arrange(count):
+        order = list(range(count))
+        random.Random(seed).shuffle(order)
+        return order
+
+    return arrange
+
+
+@pytest.mark.skipif(GPU, reason="the order of programs can be chosen only under the interpreter")
+@pytest.mark.parametrize("layout", ("padded", "packed"))
+def test_the_order_of_programs_leaves_no_trace(layout):
+    lengths = [0, 1, 3, 9, 12]
+    args = list(batch(lengths, 12, spread=1.0))
+    cu = None
+    if layout == "packed":
+        args[:3] = [packed(value, lengths) for value in args[:3]]
+        cu = offsets(lengths)
+    want = run(*args, DUAL, cu=cu)
+    orders = [lambda count: list(reversed(range(count))), *(shuffle(seed) for seed in range(8))]
+    for arrange in orders:
+        with order_of_programs(arrange) as seen:
+            got = run(*args, DUAL, cu=cu)
+        assert len(seen) == 1 and seen[0] != sorted(seen[0])
+        for name, a, b in zip(want._fields, got, want, strict=True):
+            assert torch.equal(a, b), name

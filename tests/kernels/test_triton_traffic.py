@@ -1,0 +1,149 @@
+"""How often the kernels read and write each logit, counted in the interpreter's loads and stores.
+
+An access counts where its mask lets it through. That says what the kernels ask for: whether a second walk
+of a row is served by a cache is for a device to measure.
+"""
+
+import contextlib
+import math
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from gspo_kernels import kernels
+from gspo_kernels.types import ClippedSequenceRatio, LogitTransform
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="accesses are counted under the interpreter"
+)
+
+GSPO = ClippedSequenceRatio(math.log(1 - 3e-4), math.log(1 + 4e-4), math.inf, False, "sequences", 1.0)
+PLAIN = LogitTransform()
+IGNORE = -100
+V = 4096 * 2 + 77
+
+
+class Traffic:
+    """Reads and writes per element of the tensors that it watches."""
+
+    def __init__(self, *tensors):
+        self.tensors = tensors
+        self.reads = [torch.zeros(tensor.numel(), dtype=torch.int64) for tensor in tensors]
+        self.writes = [torch.zeros(tensor.numel(), dtype=torch.int64) for tensor in tensors]
+
+    def record(self, counts, pointers, mask):
+        addresses = np.broadcast_to(pointers.data, np.broadcast_shapes(pointers.data.shape, mask.data.shape))
+        addresses = addresses[np.broadcast_to(mask.data, addresses.shape).astype(bool)].astype(np.int64)
+        for tensor, count in zip(self.tensors, counts, strict=True):
+            start, size = tensor.data_ptr(), tensor.element_size()
+            inside = addresses[(addresses >= start) & (addresses < start + tensor.numel() * size)]
+            count += torch.from_numpy(np.bincount((inside - start) // size, minlength=tensor.numel()))
+
+    def per_row(self, counts, index):
+        """One number per row where all its elements have the same count, otherwise an error."""
+        rows = counts[index].view(-1, self.tensors[index].shape[-1])
+        assert (rows == rows[:, :1]).all()
+        return rows[:, 0].tolist()
+
+
+@contextlib.contextmanager
+def counted(*tensors):
+    from triton.runtime import interpreter
+
+    traffic = Traffic(*tensors)
+
+    class Counting(type(interpreter.interpreter_builder)):
+        def create_masked_load(self, pointers, mask, *rest):
+            traffic.record(traffic.reads, pointers, mask)
+            return super().create_masked_load(pointers, mask, *rest)
+
+        def create_masked_store(self, pointers, value, mask, *rest):
+            traffic.record(traffic.writes, pointers, mask)
+            return super().create_masked_store(pointers, value, mask, *rest)
+
+    builder = interpreter.interpreter_builder
+    plain, builder.__class__ = builder.__class__, Counting
+    try:
+        yield traffic
+    finally:
+        builder.__class__ = plain
+
+
+@pytest.fixture(params=(torch.bfloat16, torch.float32))
+def batch(request):
+    logits = torch.randn(2, 3, V).to(request.param)
+    labels = torch.tensor([[0, V - 1, IGNORE], [5000, IGNORE, 4096]])
+    return logits, labels
+
+
+COUNTED = [1, 1, 0, 1, 0, 1]
+
+
+def test_the_forward_reads_each_counted_logit_once(batch):
+    logits, labels = batch
+    with counted(logits) as traffic:
+        kernels.logprobs_forward(logits, labels, PLAIN, ignore_index=IGNORE, entropy=True)
+    assert traffic.per_row(traffic.reads, 0) == COUNTED
+    assert traffic.per_row(traffic.writes, 0) == [0] * 6
+
+
+def test_the_sequence_forward_reads_each_counted_logit_once(batch):
+    logits, labels = batch
+    old = torch.zeros(2, 3)
+    with counted(logits, old) as traffic:
+        kernels.sequence_ratio_forward(
+            logits,
+            labels,
+            old,
+            torch.ones(2),
+            GSPO,
+            PLAIN,
+            ignore_index=IGNORE,
+            sequence_weights=None,
+            lengths=None,
+            normalizer=None,
+            cu_seqlens=None,
+        )
+    assert traffic.per_row(traffic.reads, 0) == COUNTED
+    assert traffic.reads[1].tolist() == COUNTED
+    assert traffic.per_row(traffic.writes, 0) == [0] * 6
+
+
+@pytest.mark.parametrize("in_place", (False, True))
+def test_the_backward_reads_once_and_writes_once(batch, in_place):
+    logits, labels = batch
+    stats = kernels.logprobs_forward(logits, labels, PLAIN, ignore_index=IGNORE, entropy=False)
+    grad = torch.tensor([[1.0, 0.0, 1.0], [-1.0, 0.0, 2.0]])
+    out = logits if in_place else torch.empty_like(logits)
+    with counted(logits, out) as traffic:
+        kernels.logprobs_backward(
+            logits, labels, stats, grad, None, None, PLAIN, ignore_index=IGNORE, out=out
+        )
+    # Row 1 has no gradient: written, not read, like the masked rows.
+    assert traffic.per_row(traffic.reads, 0) == [1, 0, 0, 1, 0, 1]
+    assert traffic.per_row(traffic.writes, 1) == [1] * 6
+
+
+@pytest.mark.parametrize("in_place", (False, True))
+def test_forward_and_gradient_walk_twice_and_write_once(batch, in_place):
+    """The second walk over a row is meant for the cache; rows without gradient are walked once."""
+    logits, labels = batch
+    coefficients = torch.tensor([[1.0, 0.0, 1.0], [-1.0, 0.0, 2.0]])
+    out = logits if in_place else torch.empty_like(logits)
+    with counted(logits, out) as traffic:
+        kernels.logprobs_and_grad(logits, labels, coefficients, PLAIN, ignore_index=IGNORE, out=out)
+    assert traffic.per_row(traffic.reads, 0) == [2, 1, 0, 2, 0, 2]
+    assert traffic.per_row(traffic.writes, 1) == [1] * 6
+
+
+def test_scaling_by_one_touches_nothing():
+    values = torch.randn(20000)
+    with counted(values) as traffic:
+        kernels.scale_(values, torch.tensor(1.0))
+    assert traffic.reads[0].sum() == 0 and traffic.writes[0].sum() == 0
+    with counted(values) as traffic:
+        kernels.scale_(values, torch.tensor(0.5))
+    assert (traffic.reads[0] == 1).all() and (traffic.writes[0] == 1).all()
