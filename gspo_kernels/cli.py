@@ -79,7 +79,7 @@ def _demo(arguments: list[str]) -> None:
         "--output", type=Path, default=Path("runs/demo"), help="directory for everything that is made"
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of every random choice")
-    parser.add_argument("--steps", type=int, default=300, help="rollouts")
+    parser.add_argument("--steps", type=int, default=250, help="rollouts")
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --output")
     parser.add_argument("--overwrite", action="store_true", help="replace the run in --output")
     chosen = parser.parse_args(arguments)

@@ -129,7 +129,7 @@ def prepare(directory: Path, *, seed: int, warm_up_steps: int = 40) -> None:
     tokenizer.save_pretrained(directory / "base")
 
 
-def make_config(directory: Path, *, seed: int, steps: int = 300) -> TrainConfig:
+def make_config(directory: Path, *, seed: int, steps: int = 250) -> TrainConfig:
     """Return the configuration of the demonstration, over the files that `prepare` wrote."""
     return from_mapping(
         {

@@ -84,11 +84,20 @@ class PolicyUpdater:
         self.temperature = temperature
 
     def update(self, experience: Experience) -> dict[str, float]:
-        """Take one optimizer step for each minibatch; return the metrics, averaged and by minibatch."""
+        """Take one optimizer step for each minibatch; return the metrics, averaged and by minibatch.
+
+        Metrics cover the completions that can have a gradient: those with an advantage.
+        """
         B = experience.advantages.shape[0]
-        minibatches = torch.randperm(B).to(self.model.device).tensor_split(self.config.minibatches)
+        all_rows = torch.randperm(B).to(self.model.device).tensor_split(self.config.minibatches)
+        divisors = [outer_count(self.objective, experience.loss_mask[rows]) for rows in all_rows]
+        active = self._active(experience)
+        minibatches = [rows[active[rows]] for rows in all_rows]
         old_logprobs_BC, entropy = self.score(experience, minibatches)
-        each = [self._update_minibatch(experience, old_logprobs_BC, rows) for rows in minibatches]
+        each = [
+            self._update_minibatch(experience, old_logprobs_BC, rows, divisor)
+            for rows, divisor in zip(minibatches, divisors, strict=True)
+        ]
         metrics: dict[str, float] = {"entropy": entropy}
         for name in each[0]:
             metrics[name] = sum([values[name] for values in each]) / len(each)
@@ -103,7 +112,7 @@ class PolicyUpdater:
 
     @torch.no_grad()
     def score(self, experience: Experience, minibatches: Sequence[Tensor]) -> tuple[Tensor, float]:
-        """Return ([B, C] log-probs under the current weights, mean entropy of a token), both in nats.
+        """Return ([B, C] log-probs under the current weights, their tokens' mean entropy), in nats.
 
         Cut into the micro-batches of the update, because results may depend on a batch's shape in the last
         bit.
@@ -111,7 +120,7 @@ class PolicyUpdater:
         logprobs_BC = torch.zeros(experience.loss_mask.shape, device=self.model.device)
         entropy_BC = torch.zeros_like(logprobs_BC)
         head = head_of(self.model)
-        for micro in (m for rows in minibatches for m in rows.split(self.config.micro_batch_size)):
+        for micro in (m for rows in minibatches for m in self._micro_batches(rows)):
             hidden, labels = self._hidden_and_labels(experience.completions, micro)
             scores = gk.linear_token_logprobs(
                 hidden,
@@ -124,18 +133,17 @@ class PolicyUpdater:
             logprobs_BC[micro, : labels.shape[1]] = scores.logprobs
             assert scores.entropy is not None
             entropy_BC[micro, : labels.shape[1]] = scores.entropy
-        tokens = experience.completions.completion_mask.sum().clamp_min(1)
+        tokens = experience.completions.completion_mask[torch.cat(list(minibatches))].sum()
         return logprobs_BC, float(entropy_BC.sum() / tokens)
 
     def accumulate(
-        self, experience: Experience, old_logprobs_BC: Tensor, rows: Tensor
+        self, experience: Experience, old_logprobs_BC: Tensor, rows: Tensor, divisor: int
     ) -> tuple[float, Tensor]:
-        """Add a minibatch's gradient to the parameters; return (loss, its rows' new log-probs [b, C])."""
-        divisor = outer_count(self.objective, experience.loss_mask[rows])
+        """Add the gradient of some rows to the parameters; return (loss, their new log-probs [b, C])."""
         head = head_of(self.model)
         logprobs_BC = old_logprobs_BC.clone()
         loss = 0.0
-        for micro in rows.split(self.config.micro_batch_size):
+        for micro in self._micro_batches(rows):
             hidden, labels = self._hidden_and_labels(experience.completions, micro)
             C = labels.shape[1]
             output = gk.fused_linear_policy_loss(
@@ -156,9 +164,9 @@ class PolicyUpdater:
         return loss, logprobs_BC[rows]
 
     def _update_minibatch(
-        self, experience: Experience, old_logprobs_BC: Tensor, rows: Tensor
+        self, experience: Experience, old_logprobs_BC: Tensor, rows: Tensor, divisor: int
     ) -> dict[str, float]:
-        loss, logprobs = self.accumulate(experience, old_logprobs_BC, rows)
+        loss, logprobs = self.accumulate(experience, old_logprobs_BC, rows, divisor)
         norm = float(self.accelerator.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm))
         if math.isfinite(norm):
             self.optimizer.step()
@@ -174,6 +182,16 @@ class PolicyUpdater:
         ).metrics
         values = {name: float(value) for name, value in metrics.items()}
         return values | {"loss": loss, "grad_norm": norm, "updates_left_out": float(not math.isfinite(norm))}
+
+    def _active(self, experience: Experience) -> Tensor:
+        """Return [B] bool: rows that can have a gradient; the others cost no forward pass but count."""
+        counted = experience.loss_mask.any(1)
+        if not self.objective.zero_advantage_is_inactive:
+            return counted
+        return counted & (experience.advantages != 0)
+
+    def _micro_batches(self, rows: Tensor) -> Sequence[Tensor]:
+        return rows.split(self.config.micro_batch_size) if len(rows) else ()
 
     def _hidden_and_labels(self, completions: Completions, rows: Tensor) -> tuple[Tensor, Tensor]:
         input_ids, attention_mask, labels = completions.inputs(rows)

@@ -55,7 +55,8 @@ def test_micro_batches_add_up(tokenizer, objective):
         updater = make_updater(tokenizer, objective, micro_batch_size=micro_batch_size)
         old_logprobs, _ = updater.score(experience, [rows])
         old_logprobs = old_logprobs + 1e-4 * torch.randn(B, C, generator=torch.Generator().manual_seed(2))
-        loss, logprobs = updater.accumulate(experience, old_logprobs, rows)
+        divisor = outer_count(objective, experience.loss_mask)
+        loss, logprobs = updater.accumulate(experience, old_logprobs, rows, divisor)
         gradients = {name: p.grad.clone() for name, p in updater.model.named_parameters()}
         found.append((loss, logprobs * experience.loss_mask[rows], gradients))
     for loss, logprobs, gradients in found[1:]:
@@ -73,7 +74,7 @@ def test_gradient_is_that_of_the_whole_minibatch_by_autograd(tokenizer):
     updater = make_updater(tokenizer, gk.GSPO(), temperature=temperature, micro_batch_size=3)
     rows = torch.arange(B)
     old_logprobs, _ = updater.score(experience, [rows])
-    updater.accumulate(experience, old_logprobs, rows)
+    updater.accumulate(experience, old_logprobs, rows, 7)  # one of the eight does not count
     ours = {name: p.grad.clone() for name, p in updater.model.named_parameters()}
     updater.model.zero_grad()
 
@@ -116,7 +117,7 @@ def test_what_does_not_count_is_inert(tokenizer):
     for each in (experience, other):
         updater = make_updater(tokenizer, gk.GSPO(), micro_batch_size=4)
         old_logprobs, _ = updater.score(each, [rows])
-        loss, _ = updater.accumulate(each, old_logprobs, rows)
+        loss, _ = updater.accumulate(each, old_logprobs, rows, outer_count(gk.GSPO(), each.loss_mask))
         gradients.append([loss, *(p.grad.clone() for p in updater.model.parameters())])
     assert gradients[0][0] == gradients[1][0]
     assert all(torch.equal(a, b) for a, b in zip(gradients[0][1:], gradients[1][1:], strict=True))
@@ -156,3 +157,37 @@ def test_dropout_stays_off(tokenizer):
     updater = make_updater(tokenizer, gk.GSPO(), model=tiny_qwen3(tokenizer, attention_dropout=0.5))
     assert not updater.model.training
     assert updater.update(make_experience())["minibatch_1/ratio/max"] == 1.0
+
+
+def test_completions_without_advantage_cost_nothing_and_still_count(tokenizer, monkeypatch):
+    """The gradient is that of all of them: the divisor counts what the forward pass leaves out."""
+    found = []
+    for skip in (True, False):
+        torch.manual_seed(0)
+        updater = make_updater(tokenizer, gk.GSPO())
+        experience = make_experience()
+        experience.advantages[:4] = 0.0
+        if not skip:
+            monkeypatch.setattr(updater, "_active", lambda e: torch.ones(B, dtype=torch.bool))
+        scored, inner = [], updater._hidden_and_labels
+
+        def spy(completions, rows, scored=scored, inner=inner):
+            scored.extend(rows.tolist())
+            return inner(completions, rows)
+
+        monkeypatch.setattr(updater, "_hidden_and_labels", spy)
+        metrics = updater.update(experience)
+        found.append((sorted(set(scored)), [metrics[f"minibatch_{n}/grad_norm"] for n in (1, 2)]))
+    assert found[0][0] == [4, 5, 6, 7]
+    assert found[1][0] == list(range(B))
+    assert found[0][1] == pytest.approx(found[1][1], rel=1e-3)
+
+
+def test_a_rollout_without_any_advantage_changes_nothing(tokenizer):
+    updater = make_updater(tokenizer, gk.GSPO())
+    before = [p.clone() for p in updater.model.parameters()]
+    experience = make_experience()
+    experience.advantages[:] = 0.0
+    metrics = updater.update(experience)
+    assert metrics["loss"] == metrics["grad_norm"] == 0.0
+    assert all(torch.equal(a, b) for a, b in zip(before, updater.model.parameters(), strict=True))
