@@ -383,19 +383,35 @@ def linear_token_logprobs_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     active = None
     if skip:
         active = grad_logprobs != 0 if grad_entropy is None else (grad_logprobs != 0) | (grad_entropy != 0)
-    rows = call.rows(active)
+    rows, backend = call.rows(active), load(call.backend)
     gradients = GradientAccumulator(call, tuple(needs))
     stats = RowStats(logprobs, lse, entropy if entropy.numel() == lse.numel() else None)
+    # A product over other rows may round otherwise, and exp(z - lse) of a peaked row shows the last bit of z.
+    # 16-bit gradients don't.
+    exact = call.head.weight.dtype in (torch.float32, torch.float64)
+    anew = active is not None and exact and not torch.equal(active, call.labels != call.ignore_index)
     for where, hidden in rows:
+        logits, labels = call.head.logits(hidden), call.labels.flatten()[where].unsqueeze(0)
+        transform = rows.transform(call.transform, where)
+        at_rows = _at(stats, where)
+        if anew:
+            found = backend.logprobs_forward(
+                logits.unsqueeze(0),
+                labels,
+                transform,
+                ignore_index=call.ignore_index,
+                entropy=grad_entropy is not None,
+            )
+            at_rows = _at(RowStats(*found), slice(None))
         gradients.add(
-            call.head.logits(hidden),
+            logits,
             hidden,
             where,
-            call.labels.flatten()[where].unsqueeze(0),
-            _at(stats, where),
+            labels,
+            at_rows,
             grad_logprobs.flatten()[where],
             None if grad_entropy is None else grad_entropy.flatten()[where],
-            rows.transform(call.transform, where),
+            transform,
             False,
         )
     return gradients.result()
