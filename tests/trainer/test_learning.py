@@ -1,5 +1,7 @@
 """Does it learn? Three seeds of a shortened demonstration, on prompts and answers never trained on."""
 
+from dataclasses import replace
+
 import pytest
 
 from gspo_kernels.trainer import GSPOTrainer, demo
@@ -15,6 +17,7 @@ STEPS = 150
 def test_held_out_accuracy_rises_by_thirty_points(tmp_path, seed):
     demo.prepare(tmp_path, seed=seed)
     config = demo.make_config(tmp_path, seed=seed, steps=STEPS)
+    config = replace(config, evaluation=replace(config.evaluation, every=STEPS))
     trainer = GSPOTrainer(
         config.model,
         None,
