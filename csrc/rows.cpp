@@ -185,48 +185,26 @@ Statistics row_statistics(const Row<T>& row, bool with_entropy) {
     return result;
 }
 
+// Chooses shift and log_sum of log p = (z - shift) - log_sum, so that p keeps its relative precision.
 template <class T>
-double row_maximum(const Row<T>& row) {
-    alignas(64) StatsOf<T> buffer[kBlock];
-    double result = -kInfinity;
-    for (int64_t begin = 0; begin < row.vocabulary(); begin += kBlock) {
-        const int64_t n = std::min(kBlock, row.vocabulary() - begin);
-        result = std::max<double>(result, maximum(row.block(begin, n, buffer), n));
-    }
-    return result;
-}
-
-// The unit roundoff of a dtype, doubled.
-template <class T>
-constexpr double kEps = std::is_same_v<T, double>     ? 0x1p-52
-                        : std::is_same_v<T, float>    ? 0x1p-23
-                        : std::is_same_v<T, BFloat16> ? 0x1p-7
-                                                      : 0x1p-10;
-
-// Chooses shift and log_sum of log p = (z - shift) - log_sum. `lse` was rounded to S, and log p inherits that
-// in absolute terms; z_label - logprob is lse too, rounded as logprob was. The smaller of the two magnitudes
-// is the better source. Its error times the largest p is what the gradient gets: where an output of type O
-// could show it, the row, in cache by now, is summed again. The entropy's gradient p (log p + H) cancels on
-// peaked rows: always.
-template <class O, class T, class S>
-void set_normalizer(const Row<T>& row, S logprob, S lse, RowGradient<S>& gradient) {
-    const double from_label = std::isnan(logprob) ? kInfinity : std::abs(logprob), from_lse = std::abs(lse);
-    const double magnitude = std::min(from_label, from_lse);
-    const double tolerated = std::max(1.0, kEps<O> / kEps<S>);
-    const bool precise =
-        gradient.entropy_c == 0 &&
-        (magnitude <= tolerated || magnitude * std::exp(row_maximum(row) - lse) <= tolerated);
-    if (!precise) {
-        const Statistics statistics = row_statistics(row, false);
-        gradient.shift = static_cast<S>(statistics.maximum);
-        gradient.log_sum = static_cast<S>(statistics.log_sum);
-    } else if (from_lse <= from_label) {
-        gradient.shift = lse;
-        gradient.log_sum = 0;
-    } else {
+void set_normalizer(const Row<T>& row, float logprob, double lse, RowGradient<float>& gradient) {
+    gradient.shift = static_cast<float>(lse);
+    gradient.log_sum = static_cast<float>(lse - gradient.shift);
+    // Even a sum of two can't hold log V beside finfo.min, with which some mask; z_label - logprob is lse,
+    // too.
+    if (std::abs(lse) > 0x1p24 * std::abs(logprob)) {
         gradient.shift = row.label_logit();
         gradient.log_sum = -logprob;
     }
+}
+
+// For fp64 rows `lse` is rounded like everything else, and log p inherits that in absolute terms. The row, in
+// cache by now, is summed again.
+template <class T>
+void set_normalizer(const Row<T>& row, double, double, RowGradient<double>& gradient) {
+    const Statistics statistics = row_statistics(row, false);
+    gradient.shift = statistics.maximum;
+    gradient.log_sum = statistics.log_sum;
 }
 
 template <class O>
@@ -303,7 +281,8 @@ void logprobs_forward(const Tensor& logits, const Tensor& labels, const LogitOpt
         const Rows<const T> rows(logits, const_cast<void*>(logits.const_data_ptr()));
         const auto* label = values<int64_t>(labels);
         const auto* row_temperature = values<S>(options.row_temperature);
-        S *logprob_out = mutable_values<S>(logprobs), *lse_out = mutable_values<S>(lse);
+        S* logprob_out = mutable_values<S>(logprobs);
+        double* lse_out = mutable_values<double>(lse);
         S* entropy_out = entropy ? mutable_values<S>(*entropy) : nullptr;
         for_each_row(labels.numel(), rows.vocabulary, [&](int64_t i) {
             Statistics statistics{};
@@ -312,7 +291,7 @@ void logprobs_forward(const Tensor& logits, const Tensor& labels, const LogitOpt
                 statistics = row_statistics(row, entropy_out != nullptr);
             }
             logprob_out[i] = static_cast<S>(statistics.logprob);
-            lse_out[i] = static_cast<S>(statistics.lse);
+            lse_out[i] = statistics.lse;
             if (entropy_out) entropy_out[i] = static_cast<S>(statistics.entropy);
         });
     });
@@ -329,7 +308,8 @@ void logprobs_backward(const Tensor& logits, const Tensor& labels, const LogitOp
         const Rows<O> out_rows(out, out.mutable_data_ptr());
         const auto* label = values<int64_t>(labels);
         const auto* row_temperature = values<S>(options.row_temperature);
-        const S *logprob_in = values<S>(logprobs), *lse_in = values<S>(lse), *entropy_in = values<S>(entropy);
+        const S *logprob_in = values<S>(logprobs), *entropy_in = values<S>(entropy);
+        const double* lse_in = values<double>(lse);
         const S *c = values<S>(grad_logprobs), *entropy_c = values<S>(grad_entropy);
         for_each_row(labels.numel(), rows.vocabulary, [&](int64_t i) {
             O* out_row = out_rows.row(i);
@@ -344,7 +324,7 @@ void logprobs_backward(const Tensor& logits, const Tensor& labels, const LogitOp
                 return write_zeros(out_row, rows.vocabulary);
             }
             if (!std::isfinite(lse_in[i])) return write_nan(out_row, rows.vocabulary);
-            set_normalizer<O>(row, logprob_in[i], lse_in[i], gradient);
+            set_normalizer(row, logprob_in[i], lse_in[i], gradient);
             write_gradient(row, logprob_in[i], gradient, parameters.softcap != 0,
                            parameters.logit_scale / parameters.temperature, out_row);
         });
@@ -364,11 +344,13 @@ void logprobs_and_grad(const Tensor& logits, const Tensor& labels, const LogitOp
         const auto* label = values<int64_t>(labels);
         const auto* row_temperature = values<S>(options.row_temperature);
         const S* c = values<S>(coefficients);
-        S *logprob_out = mutable_values<S>(logprobs), *lse_out = mutable_values<S>(lse);
+        S* logprob_out = mutable_values<S>(logprobs);
+        double* lse_out = mutable_values<double>(lse);
         for_each_row(labels.numel(), rows.vocabulary, [&](int64_t i) {
             O* out_row = out_rows.row(i);
             if (label[i] == options.ignore_index) {
-                logprob_out[i] = lse_out[i] = 0;
+                logprob_out[i] = 0;
+                lse_out[i] = 0;
                 return write_zeros(out_row, rows.vocabulary);
             }
             const Transform<S> parameters = transform_of_row(options, row_temperature, i);
@@ -376,7 +358,7 @@ void logprobs_and_grad(const Tensor& logits, const Tensor& labels, const LogitOp
             const Statistics statistics = row_statistics(row, false);
             const S logprob = static_cast<S>(statistics.logprob);
             logprob_out[i] = logprob;
-            lse_out[i] = static_cast<S>(statistics.lse);
+            lse_out[i] = statistics.lse;
             if (c[i] == 0 || row.label() < 0) return write_zeros(out_row, rows.vocabulary);
             if (!std::isfinite(lse_out[i])) return write_nan(out_row, rows.vocabulary);
             const RowGradient<S> gradient{static_cast<S>(statistics.maximum),

@@ -57,11 +57,13 @@ class LossOutput(NamedTuple):
 
 
 class RowStats(NamedTuple):
-    """Statistics of logit rows, each [B, T] in the statistics' dtype; zeros for ignored rows.
+    """Statistics of logit rows, each [B, T]; zeros for ignored rows.
 
     Attributes:
         logprobs: log-probability of the label, never above 0; NaN where the label is out of range.
-        lse: log-sum-exp of the transformed logits.
+            Statistics' dtype, like the entropy.
+        lse: log-sum-exp of the transformed logits, always fp64: a gradient's exp(z - lse) would show the
+            rounding of a large lse to fp32.
         entropy: entropy in nats, or None where it was not asked for.
     """
 
@@ -123,7 +125,7 @@ class SequenceRatioStats(NamedTuple):
     Attributes:
         loss: 0-d.
         logprobs: [B, T] (or [1, N]); zeros where ignored.
-        lse: the same shape.
+        lse: the same shape, fp64.
         coefficients: [B], dLoss/dlogprobs of each counted token of a sequence times the divisor; exactly 0.0
             for clipped and empty sequences and for those with zero advantage or weight.
         divisor: 0-d, what the coefficients are still to be divided by (already times ``divisor_scale``).

@@ -70,7 +70,10 @@ POISONS = (float("nan"), float("inf"), -float("inf"))
 
 
 def poisoned(case, poison):
-    """``poison`` at masked tokens, and in the [B] terms of sequences without counted tokens."""
+    """``poison`` at masked tokens, and in the [B] terms of sequences without counted tokens.
+
+    "mixed" takes each kind in turn.
+    """
     tokens = case.counted
     if case.cu_seqlens is None:
         some = tokens.any(1)
@@ -78,14 +81,17 @@ def poisoned(case, poison):
         ends = case.cu_seqlens.tolist()
         some = torch.tensor([bool(tokens[a:b].any()) for a, b in itertools.pairwise(ends)])
 
+    def filled(value, kept):
+        kinds = POISONS if poison == "mixed" else (poison,)
+        turns = torch.tensor(list(itertools.islice(itertools.cycle(kinds), value.numel())), dtype=value.dtype)
+        return torch.where(kept, value, turns.reshape(value.shape))
+
     def spoil(value):
         if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.ndim == 0:
             return value
         if value.shape[: tokens.ndim] == tokens.shape:
-            return value.masked_fill(
-                ~tokens.reshape(tokens.shape + (1,) * (value.ndim - tokens.ndim)), poison
-            )
-        return value.masked_fill(~some, poison) if value.shape == some.shape else value
+            return filled(value, tokens.reshape(tokens.shape + (1,) * (value.ndim - tokens.ndim)))
+        return filled(value, some) if value.shape == some.shape else value
 
     per_row = {name for name in case.inputs if name not in ("weight", "bias")}
     return replace(
@@ -116,7 +122,7 @@ def test_masked_positions_of_policy_loss_are_inert(name, layout, terms, poison):
         assert (grad[~case.counted] == 0).all()
 
 
-@pytest.mark.parametrize("poison", POISONS)
+@pytest.mark.parametrize("poison", ["mixed"])
 @pytest.mark.parametrize("terms", ["weighted", "all"])
 @pytest.mark.parametrize("entry", FUSED_ENTRIES)
 def test_masked_positions_are_inert(entry, terms, poison, backend):
@@ -310,14 +316,15 @@ def test_ratio_is_exactly_one_on_the_identical_path(linear, name, layout, backen
 
 
 def test_ratio_is_one_through_any_other_path_of_ours():
-    packed = make_case("linear", "packed", lengths=(16, 8, 24), vocabulary=1009, width=32)
-    padded = make_case("linear", "padded", lengths=(16, 8, 24), vocabulary=1009, width=32)
+    packed = make_case("linear", "packed", lengths=(6, 8, 12), vocabulary=1009, width=32)
+    padded = make_case("linear", "padded", lengths=(6, 8, 12), vocabulary=1009, width=32)
     assert torch.equal(packed.inputs["hidden"], padded.inputs["hidden"][padded.counted])
     found = {}
     for name in ("reference", "cpp", "triton"):
         device = device_of(name)
-        sizes = (None, 7 * 1009 * 4) if name == "triton" else (None, 1009 * 4, 7 * 1009 * 4)
-        for case, size in itertools.product((packed, padded), sizes):
+        sizes = (None, 1009 * 4, 7 * 1009 * 4)
+        interpreted = name == "triton" and device.type == "cpu"
+        for case, size in itertools.product((packed, padded), sizes[:1] if interpreted else sizes):
             moved = [value.to(device) for value in (*case.inputs.values(), case.labels)]
             hidden, weight, bias, labels = moved
             output = gk.linear_token_logprobs(
@@ -330,7 +337,7 @@ def test_ratio_is_one_through_any_other_path_of_ours():
                 output = gk.token_logprobs(logits, labels, backend=name)
                 found[name, shape, "logits"] = output.logprobs.cpu()[case.counted]
     for (one, a), (other, b) in itertools.combinations(found.items(), 2):
-        log_s = torch.stack([part.double().mean() for part in (a - b).split((16, 8, 24))])
+        log_s = torch.stack([part.double().mean() for part in (a - b).split((6, 8, 12))])
         assert log_s.abs().max() <= 1e-6, (one, other, log_s)
 
 
@@ -438,8 +445,8 @@ def upstreams(logprobs):
 @pytest.mark.parametrize("kind", ["logits", "linear"])
 def test_upstream_gradients_of_any_strides(kind, backend):
     entry = "token_logprobs" if kind == "logits" else "linear_token_logprobs"
-    case = make_case(kind, "padded", "plain", padding=0, lengths=(3, 2))
-    for name in upstreams(torch.zeros(2, 3)):
+    case = make_case(kind, "padded", "plain", padding=0, lengths=(2, 1))
+    for name in upstreams(torch.zeros(2, 2)):
         gradients = []
         for dense in (False, True):
             leaves = leaves_of(case, backend)

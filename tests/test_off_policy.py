@@ -79,6 +79,13 @@ def test_sequence_level_equals_the_loop(layout, reduce, mode, low, high):
     assert got.tolist() == pytest.approx(expected, rel=1e-13)
 
 
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_a_weight_on_a_bound_is_kept(level):
+    same = torch.tensor([[-1.0], [-2.0]])
+    for bounds in ({"low": 1.0}, {"high": 1.0}, {"low": 1.0, "high": 1.0}):
+        assert (gk.rollout_weights(same, same, level=level, mode="mask", **bounds) == 1).all()
+
+
 @pytest.mark.parametrize("mode", ["truncate", "mask"])
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_masked_tokens_are_inert(level, mode):

@@ -62,7 +62,9 @@ def logprobs_backward(
     _check_out(logits, out)
     _operators().logprobs_backward(
         *_row_arguments(logits, labels, transform, ignore_index),
-        *(_vector(stat, logits) for stat in stats),
+        _vector(stats.logprobs, logits),
+        stats.lse.contiguous(),
+        _vector(stats.entropy, logits),
         _vector(grad_logprobs, logits, grad_scale),
         _vector(grad_entropy, logits, grad_scale),
         out,
@@ -108,7 +110,7 @@ def _empty_stats(logits: Tensor, entropy: bool) -> RowStats:
     def empty() -> Tensor:
         return torch.empty(logits.shape[:2], dtype=stats_dtype(logits.dtype))
 
-    return RowStats(empty(), empty(), empty() if entropy else None)
+    return RowStats(empty(), empty().to(torch.float64), empty() if entropy else None)
 
 
 def _vector(values: Tensor | None, logits: Tensor, scale: Tensor | None = None) -> Tensor | None:

@@ -107,7 +107,8 @@ def logprobs_forward(
     """See ``ops.backends.RowBackend.logprobs_forward``."""
     B, T, V = logits.shape
     logprobs = torch.empty(B, T, dtype=stats_dtype(logits.dtype), device=logits.device)
-    stats = RowStats(logprobs, torch.empty_like(logprobs), torch.empty_like(logprobs) if entropy else None)
+    lse = torch.empty_like(logprobs, dtype=torch.float64)
+    stats = RowStats(logprobs, lse, torch.empty_like(logprobs) if entropy else None)
     slopes = Slopes.of(transform)
     tile = FOLD[logits.element_size()]
     launch(
@@ -445,7 +446,7 @@ def logprobs_and_grad(
     """See ``ops.backends.RowBackend.logprobs_and_grad``."""
     B, T, V = logits.shape
     logprobs = torch.empty(B, T, dtype=stats_dtype(logits.dtype), device=logits.device)
-    stats = RowStats(logprobs, torch.empty_like(logprobs), None)
+    stats = RowStats(logprobs, torch.empty_like(logprobs, dtype=torch.float64), None)
     slopes = Slopes.of(transform)
     tile = FOLD_AND_GRAD[max(logits.element_size(), out.element_size())]
     launch(

@@ -417,7 +417,7 @@ def sequence_ratio_forward(
     stats = SequenceRatioStats(
         loss=logprobs.new_empty(()),
         logprobs=logprobs,
-        lse=torch.empty_like(logprobs),
+        lse=torch.empty_like(logprobs, dtype=torch.float64),
         coefficients=logprobs.new_empty(sequences),
         divisor=logprobs.new_empty(()),
         metrics=logprobs.new_empty(len(METRICS)),

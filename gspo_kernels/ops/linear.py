@@ -203,7 +203,7 @@ def linear_token_logprobs(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     check_labels(call.labels, call.head.vocabulary, call.ignore_index)
     check_temperature(call.transform.row_temperature)
     backend, rows = load(call.backend), call.rows()
-    logprobs, lse = call.new_rows(), call.new_rows()
+    logprobs, lse = call.new_rows(), call.new_rows().to(torch.float64)
     entropies = call.new_rows() if entropy else logprobs.new_empty(0)
     for where, hidden in rows:
         logits = call.head.logits(hidden)

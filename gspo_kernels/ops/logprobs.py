@@ -41,7 +41,8 @@ def fake_stats(labels: Tensor, dtype: torch.dtype, entropy: bool) -> tuple[Tenso
     def rows(shape: Any) -> Tensor:
         return labels.new_empty(shape, dtype=stats_dtype(dtype))
 
-    return rows(labels.shape), rows(labels.shape), rows(labels.shape if entropy else (0,))
+    lse = labels.new_empty(labels.shape, dtype=torch.float64)
+    return rows(labels.shape), lse, rows(labels.shape if entropy else (0,))
 
 
 @operator(
@@ -65,7 +66,7 @@ def token_logprobs(
     stats = load(backend).logprobs_forward(
         logits, labels, transform, ignore_index=ignore_index, entropy=entropy
     )
-    return stats.logprobs, stats.lse, stats.lse.new_empty(0) if stats.entropy is None else stats.entropy
+    return stats.logprobs, stats.lse, stats.logprobs.new_empty(0) if stats.entropy is None else stats.entropy
 
 
 @token_logprobs.register_fake
@@ -238,7 +239,7 @@ class KnownCoefficientsFunction(torch.autograd.Function):
         nothing = (None,) * (2 + len(options))
         grad_logits, ctx.grad_logits = ctx.grad_logits, None
         if grad_logits is None:
-            args = (labels, logprobs, lse, lse.new_empty(0), coefficients, None, grad, *options)
+            args = (labels, logprobs, lse, logprobs.new_empty(0), coefficients, None, grad, *options)
             grad_logits = token_logprobs_backward(logits, *args)
         else:
             scale_(grad_logits, grad, options[-1])

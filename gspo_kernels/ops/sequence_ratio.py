@@ -82,7 +82,8 @@ def _(logits: Tensor, labels: Tensor, *args: Any) -> tuple[Tensor, ...]:
     def new(*shape: int) -> Tensor:
         return logits.new_empty(shape, dtype=stats_dtype(logits.dtype))
 
-    return new(), new(*labels.shape), new(*labels.shape), new(*advantages.shape), new(), new(len(METRICS))
+    lse = logits.new_empty(labels.shape, dtype=torch.float64)
+    return new(), new(*labels.shape), lse, new(*advantages.shape), new(), new(len(METRICS))
 
 
 class SequenceRatioFunction(torch.autograd.Function):
@@ -106,7 +107,7 @@ class SequenceRatioFunction(torch.autograd.Function):
         logits, labels, logprobs, lse, coefficients, divisor, *packed = saved
         layout = layout_of(labels, packed[0] if packed else None)
         rows = layout.expand(coefficients)
-        args = (labels, logprobs, lse, lse.new_empty(0), rows, None, grad / divisor, *options)
+        args = (labels, logprobs, lse, logprobs.new_empty(0), rows, None, grad / divisor, *options)
         nothing = (None,) * (3 + ctx.rest)
         if ctx.inplace:
             token_logprobs_backward_(logits, *args)

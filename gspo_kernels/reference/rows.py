@@ -42,7 +42,7 @@ def token_statistics(
     p = logp.exp()
     # selected before the product: its gradient would multiply 0 with infinity
     entropy = -(p * torch.where(p > 0, logp, 0.0)).sum(-1)
-    lse = torch.logsumexp(z, dim=-1)
+    lse = torch.logsumexp(z.detach().to(torch.float64), dim=-1)
     return RowStats(*(stat.masked_fill(ignored, 0.0) for stat in (logprobs, lse, entropy)))
 
 
