@@ -138,7 +138,7 @@ def test_masked_positions_are_inert(entry, terms, poison, backend):
 @pytest.mark.parametrize("skip_inactive", ["none", "backward"])
 def test_masked_hidden_states_are_inert_in_every_schedule(schedule, skip_inactive, backend):
     case = make_case("linear", "packed", "holes", **SHORT)
-    options = {"schedule": schedule, "skip_inactive": skip_inactive, "max_chunk_bytes": 2 * 61 * 4}
+    options = {"schedule": schedule, "skip_inactive": skip_inactive, "max_chunk_bytes": 3 * 61 * 4}
     got = run(poisoned(case, math.nan), "fused_linear_policy_loss", gk.GRPO(), backend, **options)
     assert_same_bits(got, run(case, "fused_linear_policy_loss", gk.GRPO(), backend, **options))
 
@@ -316,8 +316,13 @@ def test_ratio_is_exactly_one_on_the_identical_path(linear, name, layout, backen
 
 
 def test_ratio_is_one_through_any_other_path_of_ours():
-    packed = make_case("linear", "packed", lengths=(6, 8, 12), vocabulary=1009, width=32)
-    padded = make_case("linear", "padded", lengths=(6, 8, 12), vocabulary=1009, width=32)
+    def usual(layout):
+        # logits of a language model's size: the last bit of fp32 at 25 is 2e-6 already
+        case = make_case("linear", layout, lengths=(6, 8, 12), vocabulary=1009, width=32)
+        hidden = case.inputs["hidden"] * (2.0 / math.sqrt(32))
+        return replace(case, inputs={**case.inputs, "hidden": hidden})
+
+    packed, padded = usual("packed"), usual("padded")
     assert torch.equal(packed.inputs["hidden"], padded.inputs["hidden"][padded.counted])
     found = {}
     for name in ("reference", "cpp", "triton"):
