@@ -256,7 +256,8 @@ def policy_terms(
     if beta is not None and ref_logprobs is None:
         raise ValueError("ref_logprobs: got None, but kl_beta asks for a KL term")
     checks.choice("kl_estimator", kl_estimator, KL_ESTIMATORS)
-    checks.flag("kl_ratio_weighted", kl_ratio_weighted)
+    if checks.flag("kl_ratio_weighted", kl_ratio_weighted) and objective.coefficient_scope == "nothing":
+        raise ValueError(f"kl_ratio_weighted: {name} has no importance ratio, expected False")
     coefficient = checks.broadcastable("entropy_coef", entropy_coef, shape, device)
     if coefficient is not None and not has_entropy:
         raise ValueError("entropy: got None, but entropy_coef asks for an entropy bonus")

@@ -149,6 +149,12 @@ WRONG = [
     (policy, {"kl_estimator": "k4"}, ValueError, "kl_estimator"),
     (policy, {"kl_estimator": 3}, TypeError, "kl_estimator"),
     (policy, {"kl_ratio_weighted": 1}, TypeError, "kl_ratio_weighted"),
+    (
+        policy,
+        {"objective": gk.Linear(), "advantages": None, "token_weights": one(B, T), "kl_ratio_weighted": True},
+        ValueError,
+        "kl_ratio_weighted",
+    ),
     (policy, {"entropy_coef": 0.1}, ValueError, "entropy"),
     (policy, {"entropy": one(B)}, ValueError, "entropy"),
     (policy, {"entropy_coef": one(3, 3), "entropy": one(B, T)}, ValueError, "entropy_coef"),

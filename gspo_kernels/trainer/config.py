@@ -65,8 +65,9 @@ class UpdateConfig:
     micro_batch_size: int = option(
         64, "completions per forward pass; changes memory and speed, not the gradient"
     )
-    learning_rate: float = option(1e-6, "AdamW's learning rate, constant after the warmup")
+    learning_rate: float = option(1e-6, "AdamW's learning rate at the end of the warmup")
     warmup_updates: int = option(0, "optimizer updates over which the learning rate rises from 0")
+    learning_rate_decay: str = option("none", "after the warmup: none, or linear to 0 at the last step")
     weight_decay: float = option(0.0, "AdamW's weight decay")
     adam_beta1: float = option(0.9, "AdamW's beta1")
     adam_beta2: float = option(0.999, "AdamW's beta2")
@@ -78,6 +79,9 @@ class UpdateConfig:
             require(getattr(self, name) >= 1, f"update.{name}", "at least 1", getattr(self, name))
         require(0.0 < self.learning_rate < math.inf, "update.learning_rate", "above 0", self.learning_rate)
         require(self.warmup_updates >= 0, "update.warmup_updates", "0 or more", self.warmup_updates)
+        decays = ("none", "linear")
+        decay = self.learning_rate_decay
+        require(decay in decays, "update.learning_rate_decay", "none or linear", decay)
         require(self.weight_decay >= 0.0, "update.weight_decay", "0 or more", self.weight_decay)
         for name in ("adam_beta1", "adam_beta2"):
             require(0.0 <= getattr(self, name) < 1.0, f"update.{name}", "in [0, 1)", getattr(self, name))

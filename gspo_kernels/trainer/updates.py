@@ -44,10 +44,20 @@ def outer_count(objective: Any, loss_mask: Tensor) -> int:
 
     Given to every micro-batch as its normalizer, it makes their gradients add up to the minibatch's.
     """
-    if objective.aggregation == "sum":
-        return 1
-    counted = loss_mask if objective.aggregation == "token_mean" else loss_mask.any(1)
-    return max(int(counted.sum()), 1)
+    counted, _ = objective.outer_divisor()
+    counts = {"one": 1, "tokens": int(loss_mask.sum()), "sequences": int(loss_mask.any(1).sum())}
+    return max(counts[counted], 1)
+
+
+def learning_rate_factor(update: int, config: UpdateConfig) -> float:
+    """Return what the learning rate is multiplied by in the optimizer update of this index, from 0."""
+    warmup = config.warmup_updates
+    if update < warmup:
+        return (update + 1) / (warmup + 1)
+    if config.learning_rate_decay == "none":
+        return 1.0
+    rest = max(config.steps * config.minibatches - warmup, 1)
+    return max(1.0 - (update - warmup) / rest, 0.0)
 
 
 class PolicyUpdater:
@@ -70,9 +80,8 @@ class PolicyUpdater:
             betas=(config.adam_beta1, config.adam_beta2),
             weight_decay=config.weight_decay,
         )
-        warmup = config.warmup_updates
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda update: min(1.0, (update + 1) / (warmup + 1))
+            optimizer, lambda update: learning_rate_factor(update, config)
         )
         self.accelerator = accelerator
         prepared, self.optimizer = accelerator.prepare(model, optimizer)

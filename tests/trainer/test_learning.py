@@ -33,8 +33,7 @@ def test_held_out_accuracy_rises_by_thirty_points(tmp_path, seed):
         label: last[f"eval/{label}_accuracy"] - first[f"eval/{label}_accuracy"]
         for label in ("greedy", "sampled")
     }
-    assert gains["sampled"] >= 0.3, gains
-    assert gains["greedy"] >= 0.2, gains
+    assert min(gains.values()) >= 0.3, gains
     # GSPO as it should be: nothing is clipped before the weights move, much of it afterwards
     for record in records[1:]:
         assert record["minibatch_1/ratio/min"] == record["minibatch_1/ratio/max"] == 1.0
