@@ -1,14 +1,17 @@
 """Updates: old log-probs, the first minibatch's ratio, gradients that no micro-batch split changes."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from accelerate import Accelerator
 
 import gspo_kernels as gk
 from gspo_kernels.trainer.config import UpdateConfig
+from gspo_kernels.trainer.errors import ConfigError
 from gspo_kernels.trainer.rewards import Rewards
 from gspo_kernels.trainer.rollout import Completions, completion_mask, left_pad
-from gspo_kernels.trainer.updates import Experience, PolicyUpdater, outer_count
+from gspo_kernels.trainer.updates import Experience, PolicyUpdater, learning_rate_factor, outer_count
 
 from .conftest import tiny_qwen3
 
@@ -191,3 +194,14 @@ def test_a_rollout_without_any_advantage_changes_nothing(tokenizer):
     metrics = updater.update(experience)
     assert metrics["loss"] == metrics["grad_norm"] == 0.0
     assert all(torch.equal(a, b) for a, b in zip(before, updater.model.parameters(), strict=True))
+
+
+def test_the_learning_rate_rises_and_then_falls_only_when_asked():
+    config = UpdateConfig(steps=2, minibatches=4, warmup_updates=3)
+    rates = [learning_rate_factor(update, config) for update in range(8)]
+    assert rates == [0.25, 0.5, 0.75, 1, 1, 1, 1, 1]
+    falling = replace(config, learning_rate_decay="linear")
+    rates = [learning_rate_factor(update, falling) for update in range(9)]
+    assert rates == pytest.approx([0.25, 0.5, 0.75, 1.0, 0.8, 0.6, 0.4, 0.2, 0.0])
+    with pytest.raises(ConfigError, match=r"update\.learning_rate_decay"):
+        replace(config, learning_rate_decay="cosine")
