@@ -17,7 +17,7 @@ help:
 $(READY): pyproject.toml setup.py constraints.txt $(wildcard csrc/*)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip setuptools wheel ninja
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch numpy
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[test]'
 	@touch $(READY)
 

@@ -42,7 +42,11 @@ def run(cwd: Path, *arguments: str, **environment: str) -> subprocess.CompletedP
 
 
 def reported(cwd: Path) -> str:
-    code = "import torch; from gspo_kernels import cpp; print(cpp.unavailable(torch.device('cpu')))"
+    # An editable install of the real tree would lend the copy its extension.
+    code = (
+        "import sys; sys.meta_path = [finder for finder in sys.meta_path if 'editable' not in str(finder)]; "
+        "import torch; from gspo_kernels import cpp; print(cpp.unavailable(torch.device('cpu')))"
+    )
     return run(cwd, "-c", code, PYTHONPATH=str(cwd)).stdout
 
 
