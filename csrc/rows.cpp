@@ -66,6 +66,8 @@ void for_each_row(int64_t rows, int64_t vocabulary, const F& work) {
     });
 }
 
+constexpr int64_t kPiece = 512;
+
 // The transformed logits of one row, a block at a time.
 template <class T>
 class Row {
@@ -92,6 +94,13 @@ class Row {
         load(data_ + begin * stride_, stride_, n, buffer);
         if (!identity) transform(buffer, n, transform_, slope);
         return buffer;
+    }
+
+    void prefetch(int64_t begin, int64_t n) const {
+        if (stride_ != 1) return;
+        const char* data = reinterpret_cast<const char*>(data_ + begin);
+        const char* end = reinterpret_cast<const char*>(data_ + std::min(begin + n, vocabulary_));
+        for (; data < end; data += 64) __builtin_prefetch(data);
     }
 
     // -inf where the label is out of range: it has no part in the sums.
@@ -140,12 +149,17 @@ Statistics row_statistics(const Row<T>& row, bool with_entropy) {
         }
         // Still -inf: only -inf and NaN so far; any finite shift keeps the one at 0 and the other NaN.
         const S shift = maximum_others == -kInfinity ? S(0) : static_cast<S>(maximum_others);
-        if (with_entropy) {
-            const auto [exp_sum, weighted_sum] = sum_exp_weighted(z, n, shift);
-            sum += exp_sum;
-            weighted += weighted_sum;
-        } else {
-            sum += sum_exp(z, n, shift);
+        // Memory would idle while the exponentials run: it brings the next block meanwhile.
+        for (int64_t i = 0; i < n; i += kPiece) {
+            const int64_t piece = std::min(kPiece, n - i);
+            row.prefetch(begin + kBlock + i, kPiece);
+            if (with_entropy) {
+                const auto [exp_sum, weighted_sum] = sum_exp_weighted(z + i, piece, shift);
+                sum += exp_sum;
+                weighted += weighted_sum;
+            } else {
+                sum += sum_exp(z + i, piece, shift);
+            }
         }
     }
 
