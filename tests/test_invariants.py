@@ -312,7 +312,9 @@ def test_ratio_is_exactly_one_on_the_identical_path(linear, name, layout, backen
     assert output.metrics["ratio/mean"].item() == 1.0 and output.metrics["kl/old"].item() == 0.0
     assert output.metrics["clip_fraction/tokens"].item() == 0.0
     composed = "linear_token_logprobs" if linear else "token_logprobs"
-    assert torch.equal(run(case, composed, objective, backend).logprobs, old)
+    # over the same rows: a product over more of them may round otherwise
+    same = replace(case, labels=case.labels.masked_fill(~case.counted, case.ignore_index))
+    assert torch.equal(run(same, composed, objective, backend).logprobs, old)
 
 
 def test_ratio_is_one_through_any_other_path_of_ours():
