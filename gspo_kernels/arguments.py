@@ -96,8 +96,8 @@ def check_linear(
         raise ValueError(
             f"weight: got shape {tuple(weight.shape)}, expected [V, H] with H = {hidden.shape[-1]}"
         )
-    if weight.shape[0] == 0:
-        raise ValueError("weight: the vocabulary is empty, expected V >= 1")
+    if 0 in weight.shape:
+        raise ValueError(f"weight: got shape {tuple(weight.shape)}, expected V >= 1 and H >= 1")
     if bias is not None:
         checks.floats("bias", bias, (weight.shape[0],), "[V]", labels.device)
     if torch.is_autocast_enabled(hidden.device.type):
@@ -322,11 +322,3 @@ def leave_out_inactive(
         moving = ~idle & (terms.loss_mask != 0)
         idle = layout.sum(moving.to(torch.float64)) == 0
     return row_labels.masked_fill(layout.expand(idle), ignore_index), terms._replace(skipped=idle)
-
-
-def what_couples_tokens(objective: Objective, terms: PolicyTerms) -> str:
-    """What makes coefficients depend on more than a token, in words."""
-    name = f"{type(objective).__name__} off-policy" if objective.ratio_only else type(objective).__name__
-    if terms.kl_beta is not None and terms.kl_ratio_weighted:
-        return f"kl_ratio_weighted with {name}"
-    return name

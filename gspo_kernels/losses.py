@@ -9,6 +9,7 @@ from torch import Tensor
 
 from gspo_kernels import checks
 from gspo_kernels.arguments import (
+    LogitOptions,
     as_rows,
     check_inplace,
     check_linear,
@@ -21,18 +22,24 @@ from gspo_kernels.arguments import (
     merge_mask,
     policy_terms,
     row_temperature,
-    what_couples_tokens,
 )
 from gspo_kernels.layout import layout_of
-from gspo_kernels.linear_policy import KnownLinearFunction, coefficients_depend_on, known_coefficients
+from gspo_kernels.linear_policy import (
+    LinearPolicyFunction,
+    Scopes,
+    coefficients_depend_on,
+    known_coefficients,
+    refusals,
+    shapes_of,
+)
 from gspo_kernels.objectives import GSPO
 from gspo_kernels.objectives.base import Objective
-from gspo_kernels.ops.linear import Head, LinearTokenLogprobsFunction, chunk_rows
+from gspo_kernels.ops.linear import Call, LinearTokenLogprobsFunction
 from gspo_kernels.ops.logprobs import KnownCoefficientsFunction, TokenLogprobsFunction
 from gspo_kernels.ops.sequence_ratio import SequenceRatioFunction, has_single_launch
 from gspo_kernels.policy import PolicyLoss, PolicyTerms, metric_names, policy_step
-from gspo_kernels.schedule import SchedulePlan, choose
-from gspo_kernels.types import METRICS, LossOutput, stats_dtype
+from gspo_kernels.schedule import SchedulePlan, choose, explain
+from gspo_kernels.types import METRICS, LossOutput
 
 SKIP_INACTIVE = ("backward", "all", "none")
 
@@ -289,8 +296,12 @@ def fused_linear_policy_loss(
         logit_scale, softcap, ignore_index, logits_dtype, max_chunk_bytes, backend: as in
             ``linear_token_logprobs``.
         return_entropy: also return the entropy, detached; an entropy bonus computes it anyway.
-        schedule: "auto", "known" or "two_pass"; see ``explain_schedule``.
-        skip_inactive: "backward": rows without gradient enter no gradient product. "all": sequences whose
+        schedule: "auto", "known", "aligned", "deferred", "frozen", "cached" or "two_pass": how the batch is
+            cut into chunks and products. All give the same result; one that can't is refused with the reason.
+            "auto" chooses by a cost model, for each sequence; see ``explain_schedule``. All but "two_pass"
+            compute the gradient along with the loss.
+        skip_inactive: "backward": rows without gradient enter no gradient product, where the schedule knows
+            them in time ("deferred" and "frozen" don't, but for zero advantages). "all": sequences whose
             gradient is known to be zero beforehand (zero advantage, no KL or entropy term) enter no product
             at all; their log-probs are NaN and metrics cover the rest. "none": nothing is left out, no look
             at the device.
@@ -317,29 +328,54 @@ def fused_linear_policy_loss(
         kl_ratio_weighted, entropy_coef, rollout_weights, token_weights, lengths, group_ids, turn_ids,
         normalizer, objective, wants_entropy,
     )  # fmt: skip
-    learns = torch.is_grad_enabled() and any(
-        x is not None and x.requires_grad for x in (hidden, weight, bias)
-    )
-    depends_on = coefficients_depend_on(objective, terms)
-    name, _ = choose(schedule, depends_on, what_couples_tokens(objective, terms), learns)
-
-    packed = cu_seqlens is not None
-    rows, row_labels = (hidden.unsqueeze(0), labels.unsqueeze(0)) if packed else (hidden, labels)
-    row_labels, terms = merge_mask(row_labels, terms, ignore_index)
-    if skip_inactive == "all":
-        row_labels, terms = leave_out_inactive(row_labels, terms, objective, ignore_index)
-    temperatures = row_temperature(temperature, row_labels, packed, cu_seqlens, hidden.dtype)
-    call = (*options.positional(temperatures), *chunked)
-    skip = skip_inactive != "none"
-    if name == "known":
-        carrier, logprobs, entropy = KnownLinearFunction.apply(
-            rows, weight, bias, wants_entropy, skip, row_labels, *call, *terms
+    call = _LinearCall(hidden, weight, bias, labels, terms, options, temperature, skip_inactive, objective)
+    name, _ = call.choose(schedule)
+    operands = (call.labels, *options.positional(call.temperatures), *chunked)
+    if name == "two_pass":
+        logprobs, entropy = LinearTokenLogprobsFunction.apply(
+            call.hidden, weight, bias, operands[0], wants_entropy, call.skip, *operands[1:]
         )
-        return _carried(carrier, logprobs, entropy if wants_entropy else None, terms, packed)
-    logprobs, entropy = LinearTokenLogprobsFunction.apply(
-        rows, weight, bias, row_labels, wants_entropy, skip, *call
-    )
-    return _policy_loss(logprobs, entropy if wants_entropy else None, terms, packed)
+        return _policy_loss(logprobs, entropy if wants_entropy else None, call.terms, call.packed)
+    carrier, logprobs, entropy = LinearPolicyFunction.apply(
+        call.hidden, weight, bias, name, wants_entropy, call.skip, options.backend,
+        torch.compiler.is_compiling(), *operands, *call.terms,
+    )  # fmt: skip
+    return _carried(carrier, logprobs, entropy if wants_entropy else None, call.terms, call.packed)
+
+
+class _LinearCall:
+    """A hidden-state loss in the operators' form: rows, terms, and what may serve it."""
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        terms: PolicyTerms,
+        options: LogitOptions,
+        temperature: float | Tensor,
+        skip_inactive: str,
+        objective: Objective,
+    ):
+        self.packed = terms.cu_seqlens is not None
+        self.hidden = hidden.unsqueeze(0) if self.packed else hidden
+        rows = labels.unsqueeze(0) if self.packed else labels
+        rows, terms = merge_mask(rows, terms, options.ignore_index)
+        if skip_inactive == "all":
+            rows, terms = leave_out_inactive(rows, terms, objective, options.ignore_index)
+        self.labels, self.terms = rows, terms
+        self.temperatures = row_temperature(temperature, rows, self.packed, terms.cu_seqlens, hidden.dtype)
+        self.skip = skip_inactive != "none"
+        inputs = (hidden, weight, bias)
+        learns = torch.is_grad_enabled()
+        self.needs = tuple(learns and x is not None and x.requires_grad for x in inputs)
+        self.refusals = refusals(objective, terms, self.needs[1] or self.needs[2])
+
+    def choose(self, schedule: str) -> tuple[str, str]:
+        """See ``schedule.choose``."""
+        lengths_known = self.skip or not self.packed or not self.hidden.is_cuda
+        return choose(schedule, self.refusals, any(self.needs), lengths_known)
 
 
 def explain_schedule(
@@ -356,45 +392,44 @@ def explain_schedule(
     kl_beta: float | Tensor = 0.0,
     kl_ratio_weighted: bool = False,
     entropy_coef: float | Tensor = 0.0,
+    rollout_weights: Tensor | None = None,
     token_weights: Tensor | None = None,
+    group_ids: Tensor | None = None,
+    turn_ids: Tensor | None = None,
+    ignore_index: int = -100,
     logits_dtype: str = "float32",
     max_chunk_bytes: int | None = None,
     schedule: str = "auto",
+    skip_inactive: str = "backward",
     objective: Objective = GSPO(),
 ) -> SchedulePlan:
     """The plan of a ``fused_linear_policy_loss`` call with these arguments, without running it; print it to
-    read it.
+    read it: matrix products, memory, the cost model's time, the reason, and the alternatives.
 
-    Arguments of the loss that can't change the plan are left out here.
+    Arguments of the loss that can't change the plan are left out here. Which inputs need a gradient does, so
+    call it under the same grad mode. Sequence lengths are read from the device.
 
     Raises:
         TypeError, ValueError: as the loss itself.
     """
     hidden, weight, bias = check_linear(hidden, weight, bias, labels)
     checks.layout("labels", labels, cu_seqlens)
-    chunked = chunking(logits_dtype, max_chunk_bytes, compact=True)
+    checks.choice("skip_inactive", skip_inactive, SKIP_INACTIVE)
+    chunked = chunking(logits_dtype, max_chunk_bytes, compact=skip_inactive != "none")
+    sequences = labels.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    options = logit_options(hidden, labels, sequences, 1.0, 1.0, None, ignore_index, "auto")
     terms = policy_terms(
         labels, old_logprobs, advantages, loss_mask, cu_seqlens, ref_logprobs, kl_beta, "k3",
-        kl_ratio_weighted, entropy_coef, None, token_weights, None, None, None, None, objective, True,
+        kl_ratio_weighted, entropy_coef, rollout_weights, token_weights, None, group_ids, turn_ids, None,
+        objective, True,
     )  # fmt: skip
-    learns = torch.is_grad_enabled() and any(
-        x is not None and x.requires_grad for x in (hidden, weight, bias)
-    )
-    depends_on = coefficients_depend_on(objective, terms)
-    name, reason = choose(schedule, depends_on, what_couples_tokens(objective, terms), learns)
-    itemsize = Head(weight, bias, logits_dtype).dtype.itemsize
-    rows = chunk_rows(weight.shape[0], itemsize, chunked[1], weight.device.type)
-    gradients = int(hidden.requires_grad) + int(weight.requires_grad) if learns else 0
-    accumulated = sum(x.numel() for x in (weight, bias) if x is not None and x.requires_grad) if learns else 0
-    return SchedulePlan(
-        schedule=name,
-        gemms=1 + gradients + int(name == "two_pass" and gradients > 0),
-        chunk_rows=min(rows, max(labels.numel(), 1)),
-        chunks=-(-labels.numel() // rows),
-        chunk_bytes=min(rows, max(labels.numel(), 1)) * weight.shape[0] * itemsize,
-        accumulator_bytes=accumulated * stats_dtype(weight.dtype).itemsize,
-        reason=reason,
-    )
+    call = _LinearCall(hidden, weight, bias, labels, terms, options, 1.0, skip_inactive, objective)
+    name, reason = call.choose(schedule)
+    operands = (*options.positional(None), *chunked)
+    rows = Call.of(call.hidden, weight, bias, call.labels, *operands)
+    scopes = Scopes(rows, call.terms, call.skip)
+    shapes = shapes_of(rows, call.needs)
+    return explain(name, reason, scopes.rows, scopes.idle, shapes, call.refusals, weight.element_size())
 
 
 def _named_metrics(values: Tensor, names: tuple[str, ...]) -> dict[str, Tensor]:

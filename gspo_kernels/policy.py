@@ -105,7 +105,8 @@ class _Aggregation:
             divisor = self.nonempty.sum().to(torch.float64)
         else:
             divisor = torch.ones((), dtype=torch.float64, device=mask.device)
-        self.divisor = torch.where(divisor == 0, 1.0, divisor) * scale
+        self.total = torch.where(divisor == 0, 1.0, divisor)
+        self.divisor = self.total * scale
 
     def selected(self, values: Tensor | None) -> Tensor | None:
         """[B] or tokens as fp64, zeros where nothing is counted."""
@@ -127,6 +128,11 @@ class _Aggregation:
 def token_shares(tokens: Tensor, mask: Tensor, terms: PolicyTerms) -> Tensor:
     """What one token's value weighs in the loss, fp64, ``tokens``' shape."""
     return _Aggregation(layout_of(tokens, terms.cu_seqlens), mask, terms).token_shares()
+
+
+def outer_total(tokens: Tensor, mask: Tensor, terms: PolicyTerms) -> Tensor:
+    """What the outer divisor counts over the whole call, 0-d fp64: the ``normalizer`` of any part of it."""
+    return _Aggregation(layout_of(tokens, terms.cu_seqlens), mask, terms).total
 
 
 def _weighted_sum(values: Tensor, shares: Tensor) -> Tensor:

@@ -16,6 +16,10 @@ ENTRIES = (
 )
 SCHEDULES = {
     "known": (gk.GRPO(), "weighted"),
+    "auto": (gk.GSPO(), "weighted"),
+    "aligned": (gk.GSPO(), "all"),
+    "deferred": (gk.GSPO(), "weighted"),
+    "cached": (gk.GSPO(), "weighted"),
     "two_pass": (gk.GSPO(), "weighted"),
     "known on-policy": (gk.GSPO(), "on_policy_terms"),
 }
@@ -69,7 +73,7 @@ def test_compiled_equals_eager_on_policy(entry, layout):
 @pytest.mark.parametrize("skip_inactive", ["backward", "none"])
 def test_compiled_schedules(skip_inactive, name, layout):
     objective, terms = SCHEDULES[name]
-    options = {"schedule": name.split()[0], "skip_inactive": skip_inactive, "max_chunk_bytes": 4 * 61 * 4}
+    options = {"schedule": name.split()[0], "skip_inactive": skip_inactive, "max_chunk_bytes": 6 * 61 * 4}
     assert_compiles(make_case("linear", layout, terms), "fused_linear_policy_loss", objective, **options)
 
 
@@ -317,9 +321,13 @@ def operator_inputs():
              True, False, False, False),
         ],
         "policy_step": [(logprobs, None, *plain), (logprobs, entropy, *full)],
-        "linear_policy_known": [
-            (hidden, weight, bias, labels, *options, *chunks, *plain, False, True, True, True, True),
-            (hidden, weight, None, labels, *by_row, *chunks, *full, True, False, True, False, False),
+        "linear_policy": [
+            (hidden, weight, bias, labels, *options, *chunks, *plain, schedule, False, True, True, True, True)
+            for schedule in ("known", "deferred", "cached", "auto")
+        ]
+        + [
+            (hidden, weight, None, labels, *by_row, *fitting, *full, schedule, True, False, True, False, False)
+            for fitting, schedule in ((("float32", 0, False), "aligned"), (chunks, "auto"))
         ],
         "sequence_ratio": [
             (logits, labels, *options[:-1], "triton", old, advantages, None, None, None, None, *form),

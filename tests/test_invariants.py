@@ -134,13 +134,14 @@ def test_masked_positions_are_inert(entry, terms, poison, backend):
     assert all(grad.isfinite().all() for grad in got.grads.values())
 
 
-@pytest.mark.parametrize("schedule", ["known", "two_pass"])
+@pytest.mark.parametrize("schedule", ["known", "aligned", "deferred", "cached", "two_pass", "auto"])
 @pytest.mark.parametrize("skip_inactive", ["none", "backward"])
 def test_masked_hidden_states_are_inert_in_every_schedule(schedule, skip_inactive, backend):
     case = make_case("linear", "packed", "holes", **SHORT)
-    options = {"schedule": schedule, "skip_inactive": skip_inactive, "max_chunk_bytes": 3 * 61 * 4}
-    got = run(poisoned(case, math.nan), "fused_linear_policy_loss", gk.GRPO(), backend, **options)
-    assert_same_bits(got, run(case, "fused_linear_policy_loss", gk.GRPO(), backend, **options))
+    objective = gk.GRPO() if schedule == "known" else gk.GSPO()
+    options = {"schedule": schedule, "skip_inactive": skip_inactive, "max_chunk_bytes": 4 * 61 * 4}
+    got = run(poisoned(case, math.nan), "fused_linear_policy_loss", objective, backend, **options)
+    assert_same_bits(got, run(case, "fused_linear_policy_loss", objective, backend, **options))
 
 
 @pytest.mark.parametrize("name", ["GSPO", "Linear"])
@@ -490,7 +491,7 @@ def test_only_the_entropy_is_used(backend):
     assert torch.allclose(leaf.grad.cpu().double(), fp64.grad, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("schedule", ["known", "two_pass"])
+@pytest.mark.parametrize("schedule", ["known", "aligned", "cached", "two_pass"])
 @pytest.mark.parametrize("trained", [("hidden",), ("weight",), ("bias",), ("hidden", "bias")])
 def test_frozen_inputs(trained, schedule, backend):
     case = make_case("linear", "packed", "kl_tensor", **SHORT)

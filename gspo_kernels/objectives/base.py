@@ -168,6 +168,10 @@ class Objective(ABC):
     ratio_only: ClassVar[bool] = True
     """The gradient depends on log-probs only through their difference from ``old_logprobs``."""
 
+    factorizes: ClassVar[bool] = False
+    """With one advantage per sequence dLoss/dlogprob_t is ``c_i * token_weights_t``: one number c_i for all
+    tokens of sequence i. (Rollout weights one per sequence too, unless ``level`` is "sequence".)"""
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         _REGISTRY[f"{cls.__module__}:{cls.__qualname__}"] = cls

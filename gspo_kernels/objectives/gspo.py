@@ -37,6 +37,7 @@ class GSPO(Objective):
     coefficient_scope: ClassVar[Literal["sequence"]] = "sequence"
     level: ClassVar[Literal["sequence"]] = "sequence"
     takes_token_advantages: ClassVar[bool] = False
+    factorizes: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

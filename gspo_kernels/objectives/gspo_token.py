@@ -30,6 +30,7 @@ class GSPOToken(Objective):
 
     coefficient_scope: ClassVar[Literal["sequence"]] = "sequence"
     level: ClassVar[Literal["token"]] = "token"
+    factorizes: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,12 +1,12 @@
 """Operators over hidden states: logits exist only a chunk of rows at a time.
 
 Matrix products belong to the vendor library through torch, rows to the backend. Counted rows are compacted
-first: masked tokens are never projected, and in the backward neither are rows whose gradient is zero.
+first: masked tokens are never projected, and rows whose gradient is zero enter no gradient product.
 
 16-bit inputs: the product leaves in fp32 (``logits_dtype="float32"``). On CUDA the rows that enter the
-gradient products are 16-bit and unscaled (p - onehot); coefficients, normalised to at most 1, multiply the
-hidden rows and the result, so that nothing underflows. On CPU 16-bit weights are raised to fp32 in slabs, as
-fp32 products are faster there.
+gradient products are 16-bit and unscaled (p - onehot), written into the memory of the fp32 logits;
+coefficients, normalised to at most 1, multiply the hidden rows and the result, so that nothing underflows. On
+CPU 16-bit weights are raised to fp32 in slabs, as fp32 products are faster there.
 """
 
 from __future__ import annotations
@@ -22,19 +22,11 @@ from torch import Tensor
 from gspo_kernels.ops.backends import load
 from gspo_kernels.ops.library import operator
 from gspo_kernels.ops.logprobs import OPTIONS, check_labels, fake_stats, restore_options, save_options
+from gspo_kernels.ops.memory import chunk_rows
 from gspo_kernels.ops.values import check_temperature
 from gspo_kernels.types import LogitTransform, RowStats, stats_dtype
 
-DEFAULT_CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 2 * 2**30}
-"""Logits that exist at once unless ``max_chunk_bytes`` says so: fits a laptop, feeds a GPU."""
-
 _SLAB_ROWS = 8192
-
-
-def chunk_rows(vocabulary: int, itemsize: int, max_chunk_bytes: int, device: str) -> int:
-    """How many rows of logits fit the budget (0: the device's default); at least one."""
-    budget = max_chunk_bytes or DEFAULT_CHUNK_BYTES.get(device, DEFAULT_CHUNK_BYTES["cuda"])
-    return max(1, budget // max(1, vocabulary * itemsize))
 
 
 @dataclass(frozen=True)
@@ -60,17 +52,35 @@ class Head:
         """The dtype of the logits."""
         return self.weight.dtype if self.native else torch.float32
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[n, H] -> [n, V]."""
+    @property
+    def rows_dtype(self) -> torch.dtype:
+        """The dtype of the rows that enter the gradient products."""
+        on_gpu = self.weight.is_cuda
+        return self.weight.dtype if on_gpu or self.weight.dtype == torch.float64 else torch.float32
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row of logits, and of the row that enters the gradient products unless it fits there."""
+        rows = self.rows_dtype.itemsize
+        return self.vocabulary * (self.dtype.itemsize + (rows if rows > self.dtype.itemsize else 0))
+
+    @property
+    def writes_into(self) -> bool:
+        """Whether ``logits`` can use memory that exists: CUDA's product of 16-bit inputs in fp32 can't."""
+        return self.native or not self.weight.is_cuda
+
+    def logits(self, hidden: Tensor, out: Tensor | None) -> Tensor:
+        """[n, H] -> [n, V], in ``out`` where ``writes_into``."""
+        if out is None:
+            product = torch.mm(hidden, self.weight.t(), out_dtype=torch.float32)
+            return product if self.bias is None else product.add_(self.bias)
         if self.native:
-            return torch.nn.functional.linear(hidden, self.weight, self.bias)
-        if hidden.is_cuda:
-            out = torch.mm(hidden, self.weight.t(), out_dtype=torch.float32)
-        else:
-            out = torch.empty(hidden.shape[0], self.vocabulary, dtype=torch.float32, device=hidden.device)
-            raised = hidden.float()
-            for slab in self._slabs():
-                torch.mm(raised, self.weight[slab].float().t(), out=out[:, slab])
+            if self.bias is None:
+                return torch.mm(hidden, self.weight.t(), out=out)
+            return torch.addmm(self.bias, hidden, self.weight.t(), out=out)
+        raised = hidden.float()
+        for slab in self._slabs():
+            torch.mm(raised, self.weight[slab].float().t(), out=out[:, slab])
         return out if self.bias is None else out.add_(self.bias)
 
     def grad_hidden(self, rows: Tensor) -> Tensor:
@@ -84,57 +94,40 @@ class Head:
             out.addmm_(rows[:, slab], self.weight[slab].to(rows.dtype))
         return out
 
-    def rows_dtype(self) -> torch.dtype:
-        """The dtype of the rows that enter the gradient products."""
-        on_gpu = self.weight.is_cuda
-        return self.weight.dtype if on_gpu or self.weight.dtype == torch.float64 else torch.float32
-
     def _slabs(self) -> Iterator[slice]:
         for start in range(0, self.vocabulary, _SLAB_ROWS):
             yield slice(start, min(start + _SLAB_ROWS, self.vocabulary))
 
 
 @dataclass(frozen=True)
-class Rows:
-    """The counted rows of a call, compacted, in chunks."""
+class Chunk:
+    """Rows that are projected together.
 
+    Attributes:
+        where: their positions among the flattened rows of the call.
+        hidden: [n, H].
+        labels: [1, n].
+        transform: with a ``row_temperature`` of [1, n] or None.
+    """
+
+    where: slice | Tensor
     hidden: Tensor
     labels: Tensor
-    row_temperature: Tensor | None
-    index: Tensor | None
-    chunk: int
+    transform: LogitTransform
 
-    @staticmethod
-    def of(
-        hidden: Tensor, labels: Tensor, row_temperature: Tensor | None, keep: Tensor | None, chunk: int
-    ) -> Rows:
-        """Rows of hidden [B, T, H] where ``keep`` [B, T] holds; None: all, with no look at the device."""
-        index = None if keep is None or bool(keep.all()) else keep.flatten().nonzero().squeeze(1)
-        return Rows(hidden, labels, row_temperature, index, chunk)
+    def __len__(self) -> int:
+        return self.labels.shape[1]
 
-    def __iter__(self) -> Iterator[tuple[slice | Tensor, Tensor]]:
-        """Pairs of (position among the flattened rows, hidden rows [n, H])."""
-        count = self.labels.numel() if self.index is None else self.index.numel()
-        length = self.labels.shape[1]
-        flat = self.hidden.flatten(0, 1) if self.hidden.is_contiguous() else None
-        for start in range(0, count, self.chunk):
-            stop = min(start + self.chunk, count)
-            if self.index is None and flat is not None:
-                yield slice(start, stop), flat[start:stop]
-                continue
-            where = (
-                torch.arange(start, stop, device=self.labels.device)
-                if self.index is None
-                else self.index[start:stop]
-            )
-            rows = flat[where] if flat is not None else self.hidden[where // length, where % length]
-            yield where, rows
-
-    def transform(self, options: LogitTransform, where: slice | Tensor) -> LogitTransform:
-        """The logit transform of some rows, as [1, n]."""
-        if self.row_temperature is None:
-            return options
-        return options._replace(row_temperature=self.row_temperature.flatten()[where].unsqueeze(0))
+    def select(self, keep: Tensor) -> Chunk:
+        """Some of the rows, by index."""
+        where = self.where
+        if isinstance(where, slice):
+            where = torch.arange(where.start, where.stop, device=keep.device)
+        temperature = self.transform.row_temperature
+        transform = self.transform
+        if temperature is not None:
+            transform = transform._replace(row_temperature=temperature[:, keep])
+        return Chunk(where[keep], self.hidden[keep], self.labels[:, keep], transform)
 
 
 LINEAR = (
@@ -154,14 +147,17 @@ class Call:
     transform: LogitTransform
     ignore_index: int
     backend: str
-    chunk: int
+    chunk_rows: int
     compact: bool
 
     @classmethod
     def split(cls, args: tuple[Any, ...]) -> tuple[Call, tuple[Any, ...]]:
-        """The operands of ``LINEAR`` that lead an operator's arguments, and the rest."""
+        """The operands of ``LINEAR`` that lead an operator's arguments, checked, and the rest."""
         count = LINEAR.count(",") + 1
-        return cls.of(*args[:count]), args[count:]
+        call = cls.of(*args[:count])
+        check_labels(call.labels, call.head.vocabulary, call.ignore_index)
+        check_temperature(call.transform.row_temperature)
+        return call, args[count:]
 
     @staticmethod
     def of(
@@ -180,44 +176,107 @@ class Call:
         compact: bool,
     ) -> Call:
         head = Head(weight, bias, logits_dtype)
-        chunk = chunk_rows(head.vocabulary, head.dtype.itemsize, max_chunk_bytes, weight.device.type)
         transform = LogitTransform(logit_scale, softcap, temperature, row_temperature)
-        return Call(hidden, head, labels, transform, ignore_index, backend, chunk, compact)
+        rows = chunk_rows(head.row_bytes, max_chunk_bytes, weight.device)
+        return Call(hidden, head, labels, transform, ignore_index, backend, rows, compact)
 
-    def rows(self, keep: Tensor | None = None) -> Rows:
-        counted = self.labels != self.ignore_index if self.compact else None
-        if keep is not None:
-            counted = keep if counted is None else counted & keep
-        return Rows.of(self.hidden, self.labels, self.transform.row_temperature, counted, self.chunk)
+    @property
+    def counted(self) -> Tensor:
+        """Tokens that have a log-prob."""
+        return self.labels != self.ignore_index
+
+    def index(self, keep: Tensor | None) -> slice | Tensor:
+        """Positions of the rows where ``keep`` holds; None: all. Looks at the device."""
+        if keep is None or bool(keep.all()):
+            return slice(0, self.labels.numel())
+        return keep.flatten().nonzero().squeeze(1)
+
+    def chunks(self, where: slice | Tensor) -> Iterator[Chunk]:
+        """The rows at some positions in chunks of about the same size."""
+        first, count = (
+            (where.start, where.stop - where.start) if isinstance(where, slice) else (0, len(where))
+        )
+        pieces = -(-count // self.chunk_rows)
+        for piece in range(pieces):
+            at = slice(first + count * piece // pieces, first + count * (piece + 1) // pieces)
+            yield self.chunk(at if isinstance(where, slice) else where[at])
+
+    def chunk(self, where: slice | Tensor) -> Chunk:
+        """The rows at some positions."""
+        transform, labels = self.transform, self.labels.flatten()[where]
+        if transform.row_temperature is not None:
+            rows = transform.row_temperature.flatten()[where]
+            transform = transform._replace(row_temperature=rows.unsqueeze(0))
+        if self.hidden.is_contiguous():
+            hidden = self.hidden.flatten(0, 1)[where]
+        else:
+            if isinstance(where, slice):
+                where = torch.arange(where.start, where.stop, device=self.labels.device)
+            length = self.labels.shape[1]
+            hidden = self.hidden[where // length, where % length]
+        return Chunk(where, hidden, labels.unsqueeze(0), transform)
 
     def new_rows(self, fill: float = 0.0) -> Tensor:
+        """[B, T] in the statistics' dtype."""
         return torch.full(
             self.labels.shape, fill, dtype=stats_dtype(self.hidden.dtype), device=self.labels.device
         )
+
+
+class Scores:
+    """Log-probs, log-sum-exp and entropy of a call, filled chunk by chunk; one chunk of logits at a time."""
+
+    def __init__(self, call: Call, entropy: bool):
+        self.call, self.backend = call, load(call.backend)
+        self.logprobs, self.lse = call.new_rows(), call.new_rows().to(torch.float64)
+        self.entropy = call.new_rows() if entropy else None
+        self._logits: Tensor | None = None
+
+    def logits(self, chunk: Chunk) -> Tensor:
+        """[n, V], in memory that the next call of this writes over."""
+        head, rows = self.call.head, len(chunk)
+        if not head.writes_into:
+            return head.logits(chunk.hidden, None)
+        if self._logits is None:
+            most = max(rows, min(self.call.chunk_rows, self.call.labels.numel()))
+            self._logits = torch.empty(most, head.vocabulary, dtype=head.dtype, device=chunk.hidden.device)
+        return head.logits(chunk.hidden, self._logits[:rows])
+
+    def statistics(self, logits: Tensor, chunk: Chunk, entropy: bool) -> RowStats:
+        """Of a chunk's logits, [n] each."""
+        stats = self.backend.logprobs_forward(
+            logits.unsqueeze(0),
+            chunk.labels,
+            chunk.transform,
+            ignore_index=self.call.ignore_index,
+            entropy=entropy,
+        )
+        return RowStats(*stats).each(lambda stat: stat.squeeze(0))
+
+    def add(self, chunk: Chunk) -> tuple[Tensor, RowStats]:
+        """Project a chunk and keep its statistics; returns its logits [n, V] and statistics [n]."""
+        logits = self.logits(chunk)
+        stats = self.statistics(logits, chunk, self.entropy is not None)
+        self.logprobs.view(-1)[chunk.where] = stats.logprobs
+        self.lse.view(-1)[chunk.where] = stats.lse
+        if self.entropy is not None and stats.entropy is not None:
+            self.entropy.view(-1)[chunk.where] = stats.entropy
+        return logits, stats
+
+    def at(self, where: slice | Tensor) -> RowStats:
+        """The statistics of some rows, [n] each."""
+        return RowStats(self.logprobs, self.lse, self.entropy).each(lambda stat: stat.view(-1)[where])
 
 
 @operator(f"linear_token_logprobs({LINEAR}, bool entropy) -> (Tensor, Tensor, Tensor)")
 def linear_token_logprobs(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probs, log-sum-exp and entropy (empty unless asked for) of hidden [B, T, H] at labels [B, T]."""
     call, (entropy,) = Call.split(args)
-    check_labels(call.labels, call.head.vocabulary, call.ignore_index)
-    check_temperature(call.transform.row_temperature)
-    backend, rows = load(call.backend), call.rows()
-    logprobs, lse = call.new_rows(), call.new_rows().to(torch.float64)
-    entropies = call.new_rows() if entropy else logprobs.new_empty(0)
-    for where, hidden in rows:
-        logits = call.head.logits(hidden)
-        stats = backend.logprobs_forward(
-            logits.unsqueeze(0),
-            call.labels.flatten()[where].unsqueeze(0),
-            rows.transform(call.transform, where),
-            ignore_index=call.ignore_index,
-            entropy=entropy,
-        )
-        logprobs.view(-1)[where], lse.view(-1)[where] = stats.logprobs.squeeze(0), stats.lse.squeeze(0)
-        if stats.entropy is not None:
-            entropies.view(-1)[where] = stats.entropy.squeeze(0)
-    return logprobs, lse, entropies
+    scores = Scores(call, entropy)
+    for chunk in call.chunks(call.index(call.counted if call.compact else None)):
+        scores.add(chunk)
+    missing = scores.logprobs.new_empty(0)
+    return scores.logprobs, scores.lse, missing if scores.entropy is None else scores.entropy
 
 
 @linear_token_logprobs.register_fake
@@ -225,126 +284,192 @@ def _(hidden: Tensor, weight: Tensor, bias: Any, labels: Tensor, *args: Any) -> 
     return fake_stats(labels, hidden.dtype, args[-1])
 
 
-def _at(stats: RowStats, where: slice | Tensor) -> RowStats:
-    return stats.each(lambda stat: stat.flatten()[where])
-
-
-def _power_of_two(largest: Tensor) -> Tensor:
-    """About ``largest``, so that dividing by it rounds nothing; 1 where that is 0 or infinite."""
+def power_of_two(largest: Tensor) -> Tensor:
+    """About ``largest``, so that dividing by it rounds nothing; 1 where that is 0, infinite or NaN."""
     top = math.frexp(torch.finfo(largest.dtype).max)[1] - 1
     power = torch.exp2(torch.log2(largest).ceil().clamp(1 - top, top))
     return torch.where((largest > 0) & largest.isfinite(), power, 1.0)
 
 
-class GradientAccumulator:
-    """dHidden, dWeight and dBias of a chunked call; accumulates in the statistics' dtype and casts once."""
+def times(values: Tensor, factor: Tensor) -> Tensor:
+    """The product, where an exact zero beats an overflowed factor."""
+    return torch.where(values == 0, 0.0, values * factor)
 
-    def __init__(self, call: Call, needs: tuple[bool, bool, bool]):
-        self.call, self.needs = call, needs
-        hidden, head = call.hidden, call.head
-        accumulate = stats_dtype(hidden.dtype)
-        device = hidden.device
-        self.hidden = torch.zeros(hidden.shape, dtype=hidden.dtype, device=device) if needs[0] else None
-        self.weight = torch.zeros(head.weight.shape, dtype=accumulate, device=device) if needs[1] else None
-        self.bias = torch.zeros(head.vocabulary, dtype=accumulate, device=device) if needs[2] else None
+
+def move_up(values: Tensor, keep: Tensor) -> Tensor:
+    """Rows ``keep`` (ascending) of [n, V], moved to the front of the same memory a few at a time."""
+    step = max(1, values.shape[0] // 16)
+    for start in range(0, keep.numel(), step):
+        rows = keep[start : start + step]
+        # what is overwritten here lies before every row that is still to be read
+        values[start : start + rows.numel()] = values[rows]
+    return values[: keep.numel()]
+
+
+class Gradients:
+    """dHidden, dWeight and dBias of a chunked call; sums are in the statistics' dtype.
+
+    Attributes:
+        hidden: [B, T, H] in hidden's dtype, or None.
+        scales: None, or [B, T] in the statistics' dtype: dHidden is ``scales * hidden``. Rows of ``hidden``
+            are then normalised by powers of two, so that fp16 loses nothing whatever the coefficients.
+        weight: [V, H] in the statistics' dtype, or None.
+        bias: [V] in the statistics' dtype, or None.
+    """
+
+    def __init__(self, call: Call, needs: tuple[bool, ...], normalised: bool):
+        hidden = call.hidden
+        self.call, self.backend = call, load(call.backend)
+        self.hidden = (
+            torch.zeros(hidden.shape, dtype=hidden.dtype, device=hidden.device) if needs[0] else None
+        )
+        self.scales = call.new_rows(1.0) if normalised else None
+        self.accumulate = stats_dtype(hidden.dtype)
+        self._trained = needs[1], needs[2]
+        self.weight, self.bias = self.new_sums()
+
+    def new_sums(self) -> tuple[Tensor | None, Tensor | None]:
+        """Zeros to sum dWeight [V, H] and dBias [V] in, where they are wanted."""
+        weight = self.call.head.weight
+        shapes = (weight.shape, weight.shape[:1])
+        made = (
+            torch.zeros(shape, dtype=self.accumulate, device=weight.device) if trained else None
+            for shape, trained in zip(shapes, self._trained, strict=True)
+        )
+        return next(made), next(made)
 
     def add(
         self,
         logits: Tensor,
-        hidden: Tensor,
-        where: slice | Tensor,
-        labels: Tensor,
+        chunk: Chunk,
         stats: RowStats,
-        grad_logprobs: Tensor,
+        grad: Tensor,
         grad_entropy: Tensor | None,
-        transform: LogitTransform,
         skip: bool,
     ) -> None:
-        """Add one chunk; overwrites the logits.
+        """Add one chunk, given its coefficients; overwrites the logits.
 
         Args:
             logits: [n, V].
-            hidden: [n, H].
-            where: position of the rows among the flattened rows of the call.
-            labels: [1, n].
+            chunk: the rows.
             stats: [n] each.
-            grad_logprobs, grad_entropy: [n], or None.
-            transform: with a ``row_temperature`` of [1, n].
+            grad, grad_entropy: dLoss/dlogprobs and dLoss/dentropy, [n], or None.
             skip: leave rows without gradient out of the products.
         """
-        active = grad_logprobs != 0
+        active = grad != 0
         if grad_entropy is not None:
             active = active | (grad_entropy != 0)
         if skip and not bool(active.all()):
             keep = active.nonzero().squeeze(1)
             if keep.numel() == 0:
                 return
-            position = (
-                torch.arange(where.start, where.stop, device=keep.device)
-                if isinstance(where, slice)
-                else where
-            )
-            temperature = transform.row_temperature
-            self.add(
-                logits[keep],
-                hidden[keep],
-                position[keep],
-                labels[:, keep],
-                stats.each(lambda stat: stat[keep]),
-                grad_logprobs[keep],
-                None if grad_entropy is None else grad_entropy[keep],
-                transform
-                if temperature is None
-                else transform._replace(row_temperature=temperature[:, keep]),
-                False,
-            )
+            logits, chunk, grad = move_up(logits, keep), chunk.select(keep), grad[keep]
+            stats, active = stats.each(lambda stat: stat[keep]), active[keep]
+            grad_entropy = None if grad_entropy is None else grad_entropy[keep]
+        if grad_entropy is None:
+            self.add_rows(self.rows(logits, chunk, stats), chunk, grad, active)
             return
+        # a row then has two coefficients, so they go into the rows themselves
+        largest = torch.maximum(grad.abs().amax(), grad_entropy.abs().amax())
+        scale = power_of_two(largest.to(self.accumulate))
+        rows = self.rows(logits, chunk, stats, grad / scale, grad_entropy / scale)
+        self.add_rows(rows, chunk, scale.expand(len(chunk)), active)
 
-        call = self.call
-        accumulate = stats_dtype(hidden.dtype)
-        largest = grad_logprobs.abs().amax()
-        if grad_entropy is not None:
-            largest = torch.maximum(largest, grad_entropy.abs().amax())
-        scale = _power_of_two(largest)
-        unit = (grad_logprobs / scale).to(accumulate)
-        # with an entropy gradient a row has two coefficients, so they go into the rows themselves
-        in_rows = grad_entropy is not None
-        dtype = call.head.rows_dtype()
-        rows = (
-            logits if logits.dtype == dtype else torch.empty(logits.shape, dtype=dtype, device=logits.device)
-        )
-        load(call.backend).logprobs_backward(
+    def rows(
+        self,
+        logits: Tensor,
+        chunk: Chunk,
+        stats: RowStats,
+        grad: Tensor | None = None,
+        grad_entropy: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """[n, V], what enters the gradient products: d(grad * logprob + grad_entropy * entropy)/dlogits.
+
+        In ``out``, or in the memory of the logits where it fits. ``grad=None`` means 1.
+        """
+        dtype = self.call.head.rows_dtype
+        if out is not None:
+            rows = out
+        elif logits.dtype == dtype:
+            rows = logits
+        elif logits.element_size() > dtype.itemsize:
+            rows = logits.view(dtype)[:, : logits.shape[1]]
+        else:
+            rows = torch.empty(logits.shape, dtype=dtype, device=logits.device)
+        ones = stats.logprobs.new_ones(()).expand(len(chunk))
+        self.backend.logprobs_backward(
             logits.unsqueeze(0),
-            labels,
+            chunk.labels,
             stats.each(lambda stat: stat.unsqueeze(0)),
-            (unit if in_rows else torch.ones_like(unit)).unsqueeze(0),
-            None if grad_entropy is None else (grad_entropy / scale).unsqueeze(0),
+            (ones if grad is None else grad).unsqueeze(0),
+            None if grad_entropy is None else grad_entropy.unsqueeze(0),
             None,
-            transform,
-            ignore_index=call.ignore_index,
+            chunk.transform,
+            ignore_index=self.call.ignore_index,
             out=rows.unsqueeze(0),
         )
-        factor = None if in_rows else unit.unsqueeze(1)
-        if self.hidden is not None:
-            grad = call.head.grad_hidden(rows)
-            # an overflowed coefficient makes infinities, and leaves zeros alone
-            grad = torch.where(grad == 0, 0.0, grad * (scale if factor is None else factor * scale))
-            self.hidden.view(-1, hidden.shape[1])[where] = grad.to(self.hidden.dtype)
-        if self.weight is not None:
-            # selected: the hidden state of a row without gradient may be anything
-            raised = torch.where(active.unsqueeze(1), hidden.to(accumulate), 0.0)
-            self._add_weight(rows, raised if factor is None else raised * factor, scale)
-        if self.bias is not None:
-            total = rows.to(accumulate)
-            self.bias += (total if factor is None else total * factor).sum(0) * scale
+        return rows
 
-    def _add_weight(self, rows: Tensor, hidden: Tensor, scale: Tensor) -> None:
-        assert self.weight is not None
-        if rows.is_cuda and rows.dtype in (torch.float16, torch.bfloat16):
-            product = torch.mm(rows.t(), hidden.to(rows.dtype), out_dtype=torch.float32)
-            self.weight.addcmul_(product, scale.to(product.dtype))
+    def add_rows(self, rows: Tensor, chunk: Chunk, coefficients: Tensor, active: Tensor) -> None:
+        """Add rows [n, V] times coefficients [n], the inactive ones of which are zero."""
+        coefficients = coefficients.to(self.accumulate)
+        scale = power_of_two(coefficients.abs().amax())
+        unit = coefficients / scale
+        self.add_hidden(rows, chunk, unit, scale)
+        self.sum_head((self.weight, self.bias), rows, chunk, unit, active, scale)
+
+    def add_hidden(self, rows: Tensor, chunk: Chunk, unit: Tensor, scale: Tensor) -> None:
+        """Add the dHidden of rows [n, V] times ``unit`` [n] times ``scale``, a power of two."""
+        if self.hidden is None:
+            return
+        values = times(self.call.head.grad_hidden(rows), unit.unsqueeze(1))
+        if self.scales is None:
+            values = times(values, scale)
         else:
-            self.weight.addmm_(rows.t(), hidden * scale)
+            power = power_of_two(values.abs().amax(1))
+            values = values / power.unsqueeze(1)
+            self.scales.view(-1)[chunk.where] = power * scale
+        self.hidden.view(-1, values.shape[1])[chunk.where] = values.to(self.hidden.dtype)
+
+    def sum_head(
+        self,
+        sums: tuple[Tensor | None, Tensor | None],
+        rows: Tensor,
+        chunk: Chunk,
+        unit: Tensor,
+        active: Tensor,
+        scale: Tensor,
+    ) -> None:
+        """Add to dWeight [V, H] and dBias [V] those of rows [n, V] times ``unit`` [n] times ``scale``."""
+        weight, bias = sums
+        if weight is not None:
+            # selected: the hidden state of a row without gradient may be anything
+            hidden = torch.where(active.unsqueeze(1), chunk.hidden.to(self.accumulate), 0.0) * unit.unsqueeze(
+                1
+            )
+            if rows.dtype == weight.dtype:
+                weight.addmm_(rows.t(), hidden * scale)
+            else:
+                weight.addcmul_(self.products(rows, hidden), scale)
+        if bias is not None:
+            bias += self.products(rows, unit.unsqueeze(1)).squeeze(1) * scale
+
+    def add_sums(self, sums: tuple[Tensor | None, Tensor | None], coefficient: Tensor) -> None:
+        """Add sums times a coefficient that has come late."""
+        # an overflowed one makes numbers as large as there are, and leaves zeros alone
+        top = torch.finfo(self.accumulate).max
+        factor = coefficient.to(self.accumulate).clamp(-top, top)
+        for total, own in zip((self.weight, self.bias), sums, strict=True):
+            if total is not None and own is not None:
+                total.addcmul_(own, factor)
+
+    @staticmethod
+    def products(rows: Tensor, operand: Tensor) -> Tensor:
+        """[n, V].T @ [n, k] in the operand's dtype."""
+        if rows.dtype == operand.dtype:
+            return torch.mm(rows.t(), operand)
+        return torch.mm(rows.t(), operand.to(rows.dtype), out_dtype=operand.dtype)
 
     def result(self) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients in the parameters' dtypes; empty where not needed."""
@@ -355,6 +480,32 @@ class GradientAccumulator:
             head.weight.new_empty(0) if self.weight is None else self.weight.to(head.weight.dtype),
             hidden.new_empty(0) if self.bias is None or head.bias is None else self.bias.to(head.bias.dtype),
         )
+
+
+def recompute(
+    scores: Scores,
+    gradients: Gradients,
+    index: slice | Tensor,
+    anew: bool,
+    grad: Tensor,
+    grad_entropy: Tensor | None,
+) -> None:
+    """Project the rows at ``index`` once more and add their gradient.
+
+    Args:
+        scores: with the statistics of the first pass.
+        gradients: to add to.
+        index: positions of the rows with a gradient.
+        anew: take the statistics anew: a product over other rows may round otherwise, and exp(z - lse) of a
+            peaked row shows the last bit of z.
+        grad, grad_entropy: dLoss/dlogprobs and dLoss/dentropy of all rows, flat, or None.
+    """
+    for chunk in scores.call.chunks(index):
+        logits = scores.logits(chunk)
+        stats = scores.statistics(logits, chunk, grad_entropy is not None) if anew else scores.at(chunk.where)
+        entropy = None if grad_entropy is None else grad_entropy[chunk.where]
+        gradients.add(logits, chunk, stats, grad[chunk.where], entropy, skip=False)
+        del logits
 
 
 def fake_gradients(
@@ -380,41 +531,23 @@ def linear_token_logprobs_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     """
     call, rest = Call.split(args)
     logprobs, lse, entropy, grad_logprobs, grad_entropy, *needs, skip = rest
-    active = None
+    keep = call.counted if call.compact else None
     if skip:
-        active = grad_logprobs != 0 if grad_entropy is None else (grad_logprobs != 0) | (grad_entropy != 0)
-    rows, backend = call.rows(active), load(call.backend)
-    gradients = GradientAccumulator(call, tuple(needs))
-    stats = RowStats(logprobs, lse, entropy if entropy.numel() == lse.numel() else None)
-    # A product over other rows may round otherwise, and exp(z - lse) of a peaked row shows the last bit of z.
-    # 16-bit gradients don't.
-    exact = call.head.weight.dtype in (torch.float32, torch.float64)
-    anew = active is not None and exact and not torch.equal(active, call.labels != call.ignore_index)
-    for where, hidden in rows:
-        logits, labels = call.head.logits(hidden), call.labels.flatten()[where].unsqueeze(0)
-        transform = rows.transform(call.transform, where)
-        at_rows = _at(stats, where)
-        if anew:
-            found = backend.logprobs_forward(
-                logits.unsqueeze(0),
-                labels,
-                transform,
-                ignore_index=call.ignore_index,
-                entropy=grad_entropy is not None,
-            )
-            at_rows = _at(RowStats(*found), slice(None))
-        gradients.add(
-            logits,
-            hidden,
-            where,
-            labels,
-            at_rows,
-            grad_logprobs.flatten()[where],
-            None if grad_entropy is None else grad_entropy.flatten()[where],
-            transform,
-            False,
-        )
+        keep = grad_logprobs != 0 if grad_entropy is None else (grad_logprobs != 0) | (grad_entropy != 0)
+        keep = keep & call.counted
+    anew = skip and exact(call) and keep is not None and not torch.equal(keep, call.counted)
+    scores = Scores(call, False)
+    scores.logprobs, scores.lse = logprobs, lse
+    scores.entropy = entropy if entropy.numel() == lse.numel() else None
+    gradients = Gradients(call, tuple(needs), normalised=False)
+    grad_entropy = None if grad_entropy is None else grad_entropy.flatten()
+    recompute(scores, gradients, call.index(keep), anew, grad_logprobs.flatten(), grad_entropy)
     return gradients.result()
+
+
+def exact(call: Call) -> bool:
+    """Whether gradients show the last bit of the logits; 16-bit ones don't."""
+    return call.head.weight.dtype in (torch.float32, torch.float64)
 
 
 @linear_token_logprobs_backward.register_fake
