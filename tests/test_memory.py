@@ -1,0 +1,132 @@
+"""Peak memory of the fused loss from hidden states: a chunk of logits, the gradients, and little else.
+
+Each measurement is a process of its own: inputs are built, the high-water mark of its resident memory is
+read, a forward and backward run, and it is read again. That mark (VmHWM, Linux) is what ``getrusage`` reports
+too, except that a child's ru_maxrss starts at the peak of the process that started it, here all of pytest.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+MIB = 2**20
+# Schedule, dtype and number of sequences. A chunk holds 441 rows: whole sequences only where there are 32.
+# "cached" is absent: by name it keeps the rows of the whole batch.
+CASES = (
+    ("auto", "fp32", 8),
+    ("auto", "bf16", 8),
+    ("aligned", "fp32", 32),
+    ("deferred", "fp32", 8),
+    ("frozen", "fp32", 8),
+    ("two_pass", "fp32", 8),
+)
+# Schedules that keep, or may choose to keep, a further fp32 [V, H] accumulator.
+FURTHER_ACCUMULATORS = {"auto": 1, "deferred": 1}
+TOKENS, VOCABULARY, WIDTH = 8192, 151936, 64
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+# More than everything else here together, so that a second chunk alive can't pass for allowance.
+CHUNK = 256 * MIB
+# Buffers of the matrix library, compacted rows, statistics per token, a slab of a raised weight: 10 MiB here.
+ALLOWANCE = 32 * MIB
+# Short enough to measure plain PyTorch, long enough for its logits to outweigh all else.
+NAIVE_TOKENS = 256
+
+# Bytes per logit of plain PyTorch at its peak, in the backward of log_softmax: the logits, which a variable
+# holds (4, or 2 in bf16); the log_softmax that its backward needs (4); the gradient of that, which gather's
+# backward makes from zeros (4); the gradient of the logits, in bf16 of their fp32 copy, whose own 4 were
+# released in the forward (4).
+NAIVE_BYTES = {"fp32": 4 + 4 + 4 + 4, "bf16": 2 + 4 + 4 + 4}
+
+
+def naive(hidden, weight, labels, old, advantages):
+    logits = torch.nn.functional.linear(hidden, weight)
+    logprobs = logits.float().log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    ratio = (logprobs - old).mean(-1).exp()
+    clipped = ratio.clamp(1 - 3e-4, 1 + 4e-4)
+    (-torch.minimum(ratio * advantages, clipped * advantages).mean()).backward()
+
+
+def ours(schedule):
+    import gspo_kernels as gk
+
+    def call(*arguments):
+        out = gk.fused_linear_policy_loss(*arguments, schedule=schedule, max_chunk_bytes=CHUNK)
+        out.loss.backward()
+
+    return call
+
+
+def promised(schedule, arguments):
+    """What the package itself says it takes beyond inputs and gradients."""
+    import gspo_kernels as gk
+
+    return gk.explain_schedule(*arguments, schedule=schedule, max_chunk_bytes=CHUNK).peak_bytes
+
+
+def inputs(tokens, vocabulary, dtype, sequences, trains_weight):
+    """Nothing is clipped: ratios are far below 1 and advantages positive. So every row has a gradient."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (sequences, tokens // sequences)
+    # filled in place: a temporary would raise the mark beforehand
+    hidden = torch.empty(*shape, WIDTH, dtype=dtype).normal_(generator=generator).requires_grad_()
+    weight = torch.empty(vocabulary, WIDTH, dtype=dtype).normal_(std=0.1, generator=generator)
+    labels = torch.randint(vocabulary, shape, generator=generator)
+    return hidden, weight.requires_grad_(trains_weight), labels, torch.zeros(shape), torch.ones(sequences)
+
+
+def resident(what):
+    """Bytes of resident memory: "VmRSS" now, "VmHWM" at most so far."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.split(f"{what}:")[1].split()[0]) * 1024
+
+
+def child(contestant, tokens, dtype, sequences):
+    """Print by how many bytes a forward and backward raise the peak, and what was promised."""
+    call = naive if contestant == "naive" else ours(contestant)
+    case = DTYPES[dtype], int(sequences), contestant != "frozen"
+    call(*inputs(64, 1000, *case))
+    arguments = inputs(int(tokens), VOCABULARY, *case)
+    promise = 0 if contestant == "naive" else promised(contestant, arguments)
+    before = resident("VmHWM")
+    # an earlier peak could hide what comes
+    assert before - resident("VmRSS") < 4 * MIB
+    call(*arguments)
+    assert bool((arguments[0].grad != 0).any(-1).all())
+    print(resident("VmHWM") - before, promise)
+
+
+def measure(contestant, tokens, dtype, sequences):
+    command = [sys.executable, __file__, contestant, str(tokens), dtype, str(sequences)]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    used, promise = map(int, run.stdout.split())
+    return used, promise
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("schedule", "dtype", "sequences"), CASES)
+def test_peak_is_a_chunk_and_the_gradients(schedule, dtype, sequences):
+    itemsize = DTYPES[dtype].itemsize
+    trained = 0 if schedule == "frozen" else VOCABULARY * WIDTH
+    accumulators = FURTHER_ACCUMULATORS.get(schedule, 0) + (itemsize < 4)
+    gradients = (TOKENS * WIDTH + trained) * itemsize
+    limit = CHUNK + gradients + accumulators * trained * 4 + ALLOWANCE
+    used, promise = measure(schedule, TOKENS, dtype, sequences)
+    assert used <= limit, f"{used / MIB:.0f} MiB, expected at most {limit / MIB:.0f}"
+    assert used <= promise + gradients + ALLOWANCE, f"{used / MIB:.0f} MiB, promised {promise / MIB:.0f}"
+    assert used <= NAIVE_BYTES[dtype] * TOKENS * VOCABULARY / 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_plain_pytorch_takes(dtype):
+    """The formula that ours is compared with, and the measurement itself."""
+    expected = NAIVE_BYTES[dtype] * NAIVE_TOKENS * VOCABULARY
+    assert measure("naive", NAIVE_TOKENS, dtype, 8)[0] == pytest.approx(expected, rel=0.05)
+
+
+if __name__ == "__main__":
+    child(*sys.argv[1:])
