@@ -85,7 +85,7 @@ class Ours:
     def plan(self, problem: Problem) -> str:
         """What the schedule says of itself."""
         operands = (*gspo.leaves(problem), problem.labels, problem.old_logprobs, problem.advantages)
-        return str(gk.explain_schedule(*operands, schedule=self.schedule, logits_dtype=self.logits_dtype))
+        return str(gk.explain_schedule(*operands, **asdict(self)))
 
 
 def _trl() -> Callable[[Problem], Result]:
@@ -151,7 +151,9 @@ def peers(situation: str) -> list[Contestant]:
 def contestants(situation: str, dtype: torch.dtype) -> list[Contestant]:
     """Everyone in a situation but the floor."""
     skips = ("backward", "all") if situation == "half inactive" else ("backward",)
-    schedules = ("auto", *SCHEDULES) if situation == "all active" else ("auto",)
+    schedules = {"all active": ("auto", *SCHEDULES), "frozen head": ("auto", "frozen")}.get(
+        situation, ("auto",)
+    )
     precisions = ("float32", "input") if dtype == torch.bfloat16 else ("float32",)
     entrants = []
     for logits, schedule, skip in itertools.product(precisions, schedules, skips):
@@ -256,9 +258,10 @@ def table(outcomes: Sequence[Outcome]) -> str:
                 f"{o.name:<{width}}{times[0]:>10.3f}{times[1]:>9.3f}{times[2]:>9.3f}"
                 f"{o.to_floor or float('nan'):>9.2f}{share:>15.2f}"
             )
-            if o.name.startswith("ours, auto") and o.reason not in plans:
-                plans.add(o.reason)
-                lines.append(f"    {o.reason}")
+            plan = o.reason.split("\n", 1)[0]
+            if o.name.startswith("ours, auto") and plan not in plans:
+                plans.add(plan)
+                lines.append(f"    {plan}")
     return "\n".join(lines)
 
 
