@@ -167,14 +167,25 @@ def contestants(situation: str, dtype: torch.dtype) -> list[Contestant]:
     return entrants
 
 
-def floors(problem: Problem, situation: str) -> list[Contestant]:
-    """The products alone, of operands as they are and raised to fp32."""
+def floors(problem: Problem, wanted: Sequence[str]) -> list[Contestant]:
+    """The products alone, of operands as they are and raised to fp32; the latter are never left out."""
     dtype = problem.weight.dtype
-    found = [Contestant(FLOOR, situation, "input", ThreeGemms(problem, dtype), has_loss=False)]
-    if dtype != torch.float32:
-        name, raised = f"{FLOOR}, raised to fp32", ThreeGemms(problem, torch.float32)
-        found.append(Contestant(name, situation, "float32", raised, has_loss=False))
-    return found
+    names = (
+        {dtype: FLOOR}
+        if dtype == torch.float32
+        else {dtype: FLOOR, torch.float32: f"{FLOOR}, raised to fp32"}
+    )
+    return [
+        Contestant(
+            name,
+            "all active",
+            "float32" if operands == torch.float32 else "input",
+            ThreeGemms(problem, operands),
+            has_loss=False,
+        )
+        for operands, name in names.items()
+        if operands == torch.float32 or not wanted or any(word in name for word in wanted)
+    ]
 
 
 def measure(
@@ -189,7 +200,7 @@ def measure(
     for repeat in range(repeats + 1):
         for contestant, outcome in running[:: 1 if repeat % 2 else -1]:
             assert contestant.call is not None
-            if outcome.seconds and outcome.seconds[0] > patience:
+            if outcome.first_seconds > patience and repeat != 1:
                 continue
             start = time.perf_counter()
             result = contestant.call(problems[contestant.situation])
@@ -223,7 +234,7 @@ def run(
         if wanted:
             here = [e for e in here if any(word in f"{e.name} ({e.situation})" for word in wanted)]
         if situation == "all active":
-            here = [*floors(case, situation), *here]
+            here = [*floors(case, wanted), *here]
         if not here:
             continue
         judge = Judge(case)
@@ -285,10 +296,16 @@ def main(argv: Sequence[str] | None = None, extra: Sequence[Contestant] = ()) ->
     parser.add_argument("--dtypes", nargs="+", default=list(gspo.DTYPES), choices=list(gspo.DTYPES))
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument(
-        "--patience", type=float, default=60, help="who takes longer than these seconds is timed once"
+        "--patience",
+        type=float,
+        default=60,
+        help="who takes longer to be judged is timed once, not warmed up",
     )
     parser.add_argument(
-        "--contestants", nargs="+", default=[], help="parts of names or situations; the floor always runs"
+        "--contestants",
+        nargs="+",
+        default=[],
+        help="parts of names or situations; the fp32 floor always runs",
     )
     parser.add_argument("--json", type=Path, help="also write device, versions, shapes and all times there")
     arguments = parser.parse_args(argv)

@@ -7,6 +7,7 @@ every budget, must stay below what the precision of the logits explains.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -48,6 +49,7 @@ class Outcome:
         status: "right", "wrong", "refused" (the call raised) or "missing".
         reason: why it has no time; for ours that has one, the schedule's own account.
         errors, budgets: largest absolute errors of loss, dHidden, dWeight against fp64, and what was allowed.
+        first_seconds: of the call that was judged; it counts for nothing.
         seconds: of each repeat.
         to_floor: median over the faster floor's.
     """
@@ -59,6 +61,7 @@ class Outcome:
     reason: str = ""
     errors: dict[str, float] = field(default_factory=dict)
     budgets: dict[str, float] = field(default_factory=dict)
+    first_seconds: float = 0.0
     seconds: list[float] = field(default_factory=list)
     to_floor: float | None = None
 
@@ -76,11 +79,13 @@ class Judge:
         if contestant.call is None:
             outcome.status, outcome.reason = "missing", contestant.missing
             return
+        start = time.perf_counter()
         try:
             result = contestant.call(self.problem)
         except (ValueError, TypeError, RuntimeError) as error:
             outcome.status, outcome.reason = "refused", f"{error}"
             return
+        outcome.first_seconds = time.perf_counter() - start
         outcome.errors, outcome.budgets = self._errors(result), self._budgets(contestant.logits)
         if not contestant.has_loss:
             del outcome.errors["loss"]

@@ -17,6 +17,15 @@ problem = importlib.import_module("benchmarks.problem")
 SHAPE = (48, 130, 16)
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Nothing here is worth a second thread, and waiting for one takes seconds on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.mark.parametrize("situation", problem.SITUATIONS)
 def test_the_reference_is_that_of_autograd(situation):
     case = problem.draw(*SHAPE, 8, torch.float32).situation(situation)
