@@ -66,6 +66,45 @@ def is_aligned(tensor_BTV: Tensor) -> bool:
     )
 
 
+def _extent(tensor: Tensor) -> range:
+    """The addresses from a tensor's first element to its last."""
+    if tensor.numel() == 0:
+        return range(0)
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return range(tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size())
+
+
+def narrows_in_place(logits_BTV: Tensor, out_BTV: Tensor) -> bool:
+    """Whether ``out`` holds values narrower than the logits, in the memory of the logits' own rows.
+
+    Raises:
+        ValueError: the two share memory otherwise and aren't the same tensor.
+    """
+    logits, out = _extent(logits_BTV), _extent(out_BTV)
+    if not range(max(logits.start, out.start), min(logits.stop, out.stop)):
+        return False
+    wide, narrow = logits_BTV.element_size(), out_BTV.element_size()
+    dims = [dim for dim in range(2) if out_BTV.shape[dim] > 1]
+    same_rows = logits_BTV.data_ptr() == out_BTV.data_ptr() and all(
+        logits_BTV.stride(dim) * wide == out_BTV.stride(dim) * narrow for dim in dims
+    )
+    # Row by row, the inner dimension first: how far the rows so far reach is where the next may begin.
+    reach = logits_BTV.shape[2]
+    for dim in sorted(dims, key=logits_BTV.stride):
+        same_rows = same_rows and logits_BTV.stride(dim) >= reach
+        reach += (logits_BTV.shape[dim] - 1) * logits_BTV.stride(dim)
+    if same_rows and logits_BTV.dtype == out_BTV.dtype and logits_BTV.stride(2) == out_BTV.stride(2):
+        return False
+    if same_rows and narrow < wide and logits_BTV.stride(2) == out_BTV.stride(2) == 1:
+        return True
+    raise ValueError(
+        f"out: shares memory with logits; got {out_BTV.dtype} with strides {out_BTV.stride()}, "
+        f"{out.start - logits.start} bytes after logits of {logits_BTV.dtype} with strides "
+        f"{logits_BTV.stride()}; expected memory of its own, logits itself, or a narrower dtype whose rows "
+        "begin where those of the logits do"
+    )
+
+
 class Slopes(NamedTuple):
     """A ``LogitTransform`` as kernels take it: z = slope * x, or z = outer * tanh(inner * x) with a
     softcap.

@@ -17,6 +17,7 @@ from gspo_kernels.kernels.launch import (
     Slopes,
     is_aligned,
     launch,
+    narrows_in_place,
     platform,
     row_kernel,
     stats_type,
@@ -161,6 +162,7 @@ def _write_gradient(
     SOFTCAP: tl.constexpr,
     ENTROPY: tl.constexpr,
     UNIT_STRIDE: tl.constexpr,
+    NARROWS_IN_PLACE: tl.constexpr,
     BLOCK: tl.constexpr,
     PLATFORM: tl.constexpr,
 ):
@@ -191,6 +193,10 @@ def _write_gradient(
         if SOFTCAP:
             grad = grad * bend
         grad = narrowed(grad, out_row.dtype.element_ty, PLATFORM)
+        if NARROWS_IN_PLACE:
+            # Block k of the gradient covers logits of blocks before k or of block 0, which another thread may
+            # have yet to read.
+            tl.debug_barrier()
         tl.store(out_row + columns, grad, mask=columns < width, eviction_policy="evict_first")
     for start in range(0, idle_width, BLOCK):
         columns = start + lanes
@@ -234,6 +240,7 @@ def logprobs_backward_kernel(
     SOFTCAP: tl.constexpr,
     UNIT_STRIDE: tl.constexpr,
     ALIGNED: tl.constexpr,
+    NARROWS_IN_PLACE: tl.constexpr,
     BLOCK: tl.constexpr,
     PLATFORM: tl.constexpr,
 ):
@@ -282,6 +289,7 @@ def logprobs_backward_kernel(
         SOFTCAP,
         grad_entropy_ptr is not None,
         UNIT_STRIDE,
+        NARROWS_IN_PLACE,
         BLOCK,
         PLATFORM,
     )
@@ -299,7 +307,13 @@ def logprobs_backward(
     ignore_index: int,
     out: Tensor,
 ) -> None:
-    """See ``ops.backends.RowBackend.logprobs_backward``."""
+    """See ``ops.backends.RowBackend.logprobs_backward``.
+
+    ``out`` may also be narrower values in the memory of the logits, each row where its logits begin.
+
+    Raises:
+        ValueError: ``out`` overlaps the logits in any other way.
+    """
     B, T, V = logits.shape
     if V == 0:
         return
@@ -338,6 +352,7 @@ def logprobs_backward(
         SOFTCAP=slopes.softcap,
         UNIT_STRIDE=logits.stride(2) == 1,
         ALIGNED=is_aligned(logits) and is_aligned(out),
+        NARROWS_IN_PLACE=narrows_in_place(logits, out),
         BLOCK=tile.block,
         PLATFORM=platform(),
     )
@@ -374,6 +389,7 @@ def logprobs_and_grad_kernel(
     SOFTCAP: tl.constexpr,
     UNIT_STRIDE: tl.constexpr,
     ALIGNED: tl.constexpr,
+    NARROWS_IN_PLACE: tl.constexpr,
     BLOCK: tl.constexpr,
     PLATFORM: tl.constexpr,
 ):
@@ -429,6 +445,7 @@ def logprobs_and_grad_kernel(
         SOFTCAP,
         False,
         UNIT_STRIDE,
+        NARROWS_IN_PLACE,
         BLOCK,
         PLATFORM,
     )
@@ -443,7 +460,13 @@ def logprobs_and_grad(
     ignore_index: int,
     out: Tensor,
 ) -> RowStats:
-    """See ``ops.backends.RowBackend.logprobs_and_grad``."""
+    """See ``ops.backends.RowBackend.logprobs_and_grad``.
+
+    ``out`` may also be narrower values in the memory of the logits, each row where its logits begin.
+
+    Raises:
+        ValueError: ``out`` overlaps the logits in any other way.
+    """
     B, T, V = logits.shape
     logprobs = torch.empty(B, T, dtype=stats_dtype(logits.dtype), device=logits.device)
     stats = RowStats(logprobs, torch.empty_like(logprobs, dtype=torch.float64), None)
@@ -478,6 +501,7 @@ def logprobs_and_grad(
         SOFTCAP=slopes.softcap,
         UNIT_STRIDE=logits.stride(2) == 1,
         ALIGNED=is_aligned(logits) and is_aligned(out),
+        NARROWS_IN_PLACE=narrows_in_place(logits, out),
         BLOCK=tile.block,
         PLATFORM=platform(),
     )

@@ -92,6 +92,12 @@ def call_all(
                 logits, labels, stats, floats, None, None, transform, ignore_index=-100, out=out
             )
             kernels.logprobs_and_grad(logits, labels, floats, transform, ignore_index=-100, out=out)
+        out = logits.view(torch.bfloat16)[..., :V]
+        for entropy in (None, floats):
+            kernels.logprobs_backward(
+                logits, labels, stats, floats, entropy, None, transform, ignore_index=-100, out=out
+            )
+        kernels.logprobs_and_grad(logits, labels, floats, transform, ignore_index=-100, out=out)
     for cu_seqlens in (None, torch.zeros(B + 1, dtype=torch.int32)):
         kernels.sequence_ratio_forward(
             logits if cu_seqlens is None else logits.view(1, B * T, V),
@@ -106,6 +112,13 @@ def call_all(
             normalizer=None if cu_seqlens is None else torch.zeros(()),
             cu_seqlens=cu_seqlens,
         )
+
+
+def resources_on_amd(assembly: str) -> dict[str, int]:
+    """The same from the metadata of the assembly; spills to scratch memory are the "STACK"."""
+    names = {"REG": "vgpr_count", "STACK": "private_segment_fixed_size", "LOCAL": "vgpr_spill_count"}
+    names["SHARED"] = "group_segment_fixed_size"
+    return {key: int(re.findall(rf"\.{name}: +(\d+)", assembly)[0]) for key, name in names.items()}
 
 
 def resources(cubin: bytes) -> dict[str, int]:
@@ -136,7 +149,7 @@ def name_of(call: tuple[Any, tuple[Any, ...], dict[str, Any]]) -> str:
     names = list(kernel.signature.parameters)
     tensors = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.dim() == 3]
     dtypes = "->".join(str(tensor.dtype).removeprefix("torch.") for tensor in tensors)
-    flags = [key.lower() for key in ("SCALED", "SOFTCAP", "ALIGNED") if keywords.get(key)]
+    flags = [key.lower() for key in ("SCALED", "SOFTCAP", "ALIGNED", "NARROWS_IN_PLACE") if keywords.get(key)]
     missing = [f"no {name}" for name, arg in zip(names, args, strict=False) if arg is None]
     return " ".join([kernel.fn.__name__, dtypes, *flags, *missing])
 
@@ -179,7 +192,10 @@ def compile_calls(calls: list[Any], targets: list[str]) -> list[dict[str, Any]]:
                 entry["wide_loads"] = sum(".128" in load for load in loads)
                 entry["narrow_logit_loads"] = sum(".U16" in load for load in loads)
                 entry["wide_stores"] = len(re.findall(r"\bSTG\.E\S*\.128", code))
+                entry["barriers"] = len(re.findall(r"\bBAR\.SYNC", code))
                 entry["exponentials"] = code.count("MUFU.EX2")
+            else:
+                entry |= resources_on_amd(compiled.asm["amdgcn"])
             report.append(entry)
     return report
 

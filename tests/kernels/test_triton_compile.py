@@ -46,11 +46,23 @@ def test_every_kernel_compiles(report, target):
     }
 
 
-@pytest.mark.parametrize("target", NVIDIA)
+@pytest.mark.parametrize("target", (*NVIDIA, "gfx942"))
 def test_nothing_spills(report, target):
     spilled = [e for e in entries(report, target) if e["STACK"] or e["LOCAL"]]
     assert not spilled
+
+
+@pytest.mark.parametrize("target", NVIDIA)
+def test_a_program_fits_a_multiprocessor(report, target):
     assert all(entry["REG"] * 32 * entry["warps"] <= 65536 for entry in entries(report, target))
+
+
+@pytest.mark.parametrize("target", NVIDIA)
+def test_only_narrowing_in_place_pays_for_a_barrier(report, target):
+    for entry in entries(report, target, "logprobs_backward_kernel"):
+        assert entry["barriers"] == ("narrows_in_place" in entry["kernel"]), entry
+    for entry in entries(report, target, "logprobs_backward_kernel", "aligned narrows_in_place"):
+        assert entry["wide_loads"] == 8, entry
 
 
 @pytest.mark.parametrize("target", NVIDIA)

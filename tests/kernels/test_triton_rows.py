@@ -278,6 +278,89 @@ def test_gradients_in_another_dtype_are_rounded_to_nearest_even(narrow):
     assert torch.equal(room.cpu()[..., :1009], wide.to(narrow)) and room.cpu()[..., 1009:].isnan().all()
 
 
+def room_for(logits, narrow):
+    """A chunk of fp32 rows padded to 64 elements: logits [1, n, V] and the 16-bit rows in their memory."""
+    B, T, V = logits.shape
+    room = torch.full((B, T, (V + 63) // 64 * 64), float("nan"), device=logits.device)
+    room[..., :V] = logits
+    return room[..., :V], room.view(narrow)[..., :V]
+
+
+@pytest.mark.parametrize("narrow", (torch.bfloat16, torch.float16))
+@pytest.mark.parametrize(
+    "V",
+    [
+        1,
+        1009,  # less than a block
+        4096 * 3 + 16,  # aligned, last block nearly empty
+        4096 * 4 + 5,  # the last block's gradient ends in the third block of logits
+    ],
+)
+def test_narrowing_in_place(V, narrow):
+    logits, labels, grad, other = rows(V, torch.float32, B=1, T=4)
+    labels[0, 2] = IGNORE
+    logits[0, 2] = float("nan")
+    grad[0, 3] = 0.0
+    for transform in (PLAIN, SOFT):
+        stats = forward(logits, labels, transform)
+        for entropy in (None, other):
+            elsewhere = torch.full(logits.shape, float("nan"), dtype=narrow)
+            want = backward(logits, labels, stats, grad, entropy, transform=transform, out=elsewhere)
+            chunk, out = room_for(to(logits), narrow)
+            got = backward(chunk, labels, stats, grad, entropy, transform=transform, out=out)
+            assert torch.equal(got, want)
+            assert (want[0, 2] == 0).all() and want.isfinite().all()
+        chunk, out = room_for(to(logits), narrow)
+        known, got = and_grad(chunk, labels, grad, transform, out=out)
+        want_known, want = and_grad(logits, labels, grad, transform, out=elsewhere)
+        assert torch.equal(got, want) and torch.equal(known.logprobs, want_known.logprobs)
+
+
+@pytest.mark.skipif(not GPU, reason="threads race on a GPU only")
+@pytest.mark.parametrize("V", (32000, 50257, 151936))
+def test_narrowing_in_place_races_with_nothing(V):
+    generator = torch.Generator("cuda").manual_seed(0)
+    logits = torch.randn(1, 1024, V, device="cuda", generator=generator)
+    labels = torch.randint(0, V, (1, 1024), device="cuda", generator=generator)
+    grad = torch.ones(1, 1024, device="cuda")
+    stats = kernels.logprobs_forward(logits, labels, PLAIN, ignore_index=IGNORE, entropy=False)
+    want = torch.empty(logits.shape, dtype=torch.bfloat16, device="cuda")
+    kernels.logprobs_backward(logits, labels, stats, grad, None, None, PLAIN, ignore_index=IGNORE, out=want)
+    for _ in range(20):
+        chunk, out = room_for(logits, torch.bfloat16)
+        kernels.logprobs_backward(chunk, labels, stats, grad, None, None, PLAIN, ignore_index=IGNORE, out=out)
+        assert torch.equal(out, want)
+        chunk, out = room_for(logits, torch.bfloat16)
+        kernels.logprobs_and_grad(chunk, labels, grad, PLAIN, ignore_index=IGNORE, out=out)
+        torch.testing.assert_close(out, want)
+
+
+def test_other_overlaps_are_refused():
+    logits, labels, grad, _ = rows(128, torch.float32, B=1, T=4)
+    narrow, shared = logits.view(torch.bfloat16), logits[:, :1].expand(1, 4, 128)
+    overlaps = {
+        "rows begin elsewhere": (logits, narrow.flatten()[: 4 * 128].view(1, 4, 128)),
+        "upper half": (logits, narrow[..., 128:]),
+        "the next rows": (logits[:, :3], logits[:, 1:]),
+        "other rows": (logits.view(2, 2, 128), logits.view(2, 2, 128).transpose(0, 1)),
+        "wider": (logits[..., :64], logits.view(torch.float64)),
+        "one row for all": (shared, shared),
+        "every other column": (logits[..., ::2], narrow[..., :64]),
+    }
+    for name, (given, out) in overlaps.items():
+        with pytest.raises(ValueError, match=r"out: shares memory with logits.* bytes after"):
+            pytest.fail(f"{name}: {launching.narrows_in_place(given, out)}")
+    assert not launching.narrows_in_place(logits, logits)
+    assert not launching.narrows_in_place(logits[:, :2], logits[:, 2:])
+    stats = forward(logits, labels)
+    with pytest.raises(ValueError, match="out: shares memory"):
+        kernels.logprobs_backward(
+            logits, labels, stats, grad, None, None, PLAIN, ignore_index=IGNORE, out=narrow[..., 128:]
+        )
+    with pytest.raises(ValueError, match="out: shares memory"):
+        kernels.logprobs_and_grad(logits, labels, grad, PLAIN, ignore_index=IGNORE, out=narrow[..., 128:])
+
+
 @pytest.mark.parametrize("transform", (PLAIN, WARM, SOFT))
 def test_infinite_and_extreme_logits(transform):
     # Only without a transform do the products stay in range.
