@@ -134,9 +134,16 @@ def policy_coefficients(
     group_ids: Tensor | None = None,
     turn_ids: Tensor | None = None,
     normalizer: float | Tensor | None = None,
+    entropy: Tensor | None = None,
     objective: Objective,
 ) -> Tensor:
     """dLoss/dlogprobs of ``policy_loss`` with the same arguments: what ``Linear`` takes as ``token_weights``.
+
+    Args:
+        logprobs, old_logprobs, advantages, loss_mask, cu_seqlens, ref_logprobs, kl_beta, kl_estimator,
+        kl_ratio_weighted, rollout_weights, token_weights, lengths, group_ids, turn_ids, normalizer,
+        objective: as in ``policy_loss``.
+        entropy: the shape of ``logprobs``; only for objectives that look at it.
 
     Returns:
         The shape of ``logprobs``, fp32 (fp64 for fp64 log-probs), exactly 0.0 where there is no gradient.
@@ -153,13 +160,23 @@ def policy_coefficients(
             "entropy_coef: coefficients of log-probs can't carry the entropy's gradient; pass entropy_coef "
             "to the loss with objective=Linear() that takes these coefficients as token_weights"
         )
+    if entropy is not None:
+        checks.floats("entropy", entropy, tuple(logprobs.shape), "the shape of logprobs", logprobs.device)
     terms = policy_terms(
         logprobs, old_logprobs, advantages, loss_mask, cu_seqlens, ref_logprobs, kl_beta, kl_estimator,
         kl_ratio_weighted, entropy_coef, rollout_weights, token_weights, lengths, group_ids, turn_ids,
-        normalizer, objective, False,
+        normalizer, objective, entropy is not None,
     )  # fmt: skip
     packed = cu_seqlens is not None
-    return from_rows(policy_step(as_rows(logprobs.detach(), packed), None, *terms)[1], packed)
+    looked_at = None if entropy is None else as_rows(entropy.detach(), packed)
+    return from_rows(policy_step(as_rows(logprobs.detach(), packed), looked_at, *terms)[1], packed)
+
+
+def _wants_entropy(return_entropy: bool, entropy_coef: float | Tensor, objective: Objective) -> bool:
+    """Whether the entropy must be computed: asked for, in the loss, or looked at by the objective."""
+    checks.flag("return_entropy", return_entropy)
+    checks.objective(objective, Objective)
+    return return_entropy or is_nonzero(entropy_coef) or "entropy" in objective.needs
 
 
 def fused_policy_loss(
@@ -219,7 +236,7 @@ def fused_policy_loss(
         logits, labels, sequences, temperature, logit_scale, softcap, ignore_index, backend
     )
     check_inplace(logits, inplace_backward)
-    wants_entropy = checks.flag("return_entropy", return_entropy) or is_nonzero(entropy_coef)
+    wants_entropy = _wants_entropy(return_entropy, entropy_coef, objective)
     terms = policy_terms(
         labels, old_logprobs, advantages, loss_mask, cu_seqlens, ref_logprobs, kl_beta, kl_estimator,
         kl_ratio_weighted, entropy_coef, rollout_weights, token_weights, lengths, group_ids, turn_ids,
@@ -320,7 +337,7 @@ def fused_linear_policy_loss(
     options = logit_options(
         hidden, labels, sequences, temperature, logit_scale, softcap, ignore_index, backend
     )
-    wants_entropy = checks.flag("return_entropy", return_entropy) or is_nonzero(entropy_coef)
+    wants_entropy = _wants_entropy(return_entropy, entropy_coef, objective)
     checks.choice("skip_inactive", skip_inactive, SKIP_INACTIVE)
     chunked = chunking(logits_dtype, max_chunk_bytes, compact=skip_inactive != "none")
     terms = policy_terms(

@@ -201,6 +201,9 @@ def _strategy(rows: int, shapes: Shapes, refusals: Refusals) -> str:
     candidates = {"aligned"} if rows <= shapes.chunk_rows else {"deferred", "frozen", "cached", "two_pass"}
     if _over_budget(rows, shapes):
         candidates.discard("cached")
+    if refusals.of("frozen") is None:
+        # the same products, but one evaluation for all sequences
+        candidates.discard("deferred")
     allowed = [name for name in SCHEDULES if name in candidates and refusals.of(name) is None]
     return min(allowed or ["two_pass"], key=lambda name: cost(name, rows, shapes).seconds)
 
@@ -243,7 +246,7 @@ class SchedulePlan:
     """What a call will do, and what the cost model expects of it.
 
     Attributes:
-        schedule: a name, or "mixed" where parts differ.
+        schedule: a name, "mixed" where parts differ, or "forward" where nothing has a gradient.
         gemms: products over all counted rows, forward and backward: 3.0 is 6NHV operations. Rows that turn
             out to have no gradient make it fewer; ``ACTIVE_FRACTION`` is assumed where that isn't known.
         chunk_rows: rows of logits that exist at once, at most.
@@ -282,7 +285,7 @@ class SchedulePlan:
         if len(self.parts) > 1:
             lines.append("  tokens: " + ", ".join(f"{name} {rows}" for name, rows in self.parts.items()))
         for name, value in self.alternatives.items():
-            lines.append(f"  {name}: " + (value if isinstance(value, str) else f"{value * 1e3:.3g} ms"))
+            lines.append(f"  not {name}: " + (value if isinstance(value, str) else f"{value * 1e3:.3g} ms"))
         return "\n".join(lines)
 
 
@@ -323,18 +326,18 @@ def explain(
     def alternative(schedule: str) -> float | str:
         refused = refusals.of(schedule)
         if refused is not None:
-            return f"not exact: {refused}"
+            return refused
         try:
             return seconds_of(parts_of(schedule))
         except ValueError as error:
-            return f"not possible: {error}".replace(f"schedule: {schedule!r} ", "")
+            return str(error).removeprefix(f"schedule: {schedule!r} ")
 
     parts = parts_of(name)
     by_strategy: dict[str, int] = {}
     for part in parts:
         by_strategy[part.strategy] = by_strategy.get(part.strategy, 0) + part.rows
-    used = [strategy for strategy in by_strategy if strategy != "forward"]
-    schedule = (used[0] if len(used) == 1 else "mixed") if name == "auto" and used else name
+    used = [strategy for strategy in by_strategy if strategy != "forward"] or ["forward"]
+    schedule = name if name != "auto" else used[0] if len(used) == 1 else "mixed"
     total = sum(rows)
     most = min(shapes.chunk_rows, max((part.rows for part in parts), default=0))
     chunk_bytes = most * shapes.vocabulary * max(shapes.logits_itemsize, shapes.rows_itemsize)

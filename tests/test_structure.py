@@ -30,7 +30,7 @@ CONTRACT = {
         f"bias {LOGITS} return_entropy logits_dtype max_chunk_bytes backend",
     ),
     "policy_loss": ("logprobs old_logprobs advantages", f"{POLICY} entropy objective"),
-    "policy_coefficients": ("logprobs old_logprobs advantages", f"{POLICY} objective"),
+    "policy_coefficients": ("logprobs old_logprobs advantages", f"{POLICY} entropy objective"),
     "fused_policy_loss": (
         "logits labels old_logprobs advantages",
         f"{POLICY} {LOGITS} return_entropy inplace_backward objective backend",
