@@ -1,4 +1,8 @@
-"""Rewards to advantages."""
+"""Rewards to advantages.
+
+Rewards that are NaN are left out of every mean and std and get 0. A group with one reward, or with all
+rewards equal, gets exactly 0. Everything is computed in fp64 and carries no gradient.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,10 @@ import torch
 from torch import Tensor
 
 from gspo_kernels import checks
+from gspo_kernels.layout import layout_of
+from gspo_kernels.ops.library import checked_values
+from gspo_kernels.ops.values import check_cu_seqlens
+from gspo_kernels.types import stats_dtype
 
 SCALES = ("group", "batch", "none")
 
@@ -37,45 +45,305 @@ def group_normalized(
     Raises:
         TypeError, ValueError: a wrong argument, named in the message.
     """
-    checks.floats("rewards", rewards, None, "[B]", None)
-    if rewards.ndim != 1:
-        raise ValueError(f"rewards: got shape {tuple(rewards.shape)}, expected [B]")
+    _check_rewards(rewards, "[B]")
     checks.choice("scale", scale, SCALES)
     checks.number("eps", eps, minimum=0.0)
-    order, offsets = _groups(rewards, group_size, group_ids)
+    groups = _Groups(rewards, group_size, group_ids)
+    return _normalized(_values(rewards), groups, scale, eps).to(stats_dtype(rewards.dtype))
 
-    values = rewards.detach().to(torch.float64)[order]
-    present = ~values.isnan()
-    values = torch.where(present, values, 0.0)
-    members = torch.repeat_interleave(offsets.diff(), output_size=values.numel())
 
-    def group_sum(x: Tensor) -> Tensor:
-        return torch.segment_reduce(x, "sum", offsets=offsets, unsafe=True, initial=0)[members]
+def leave_one_out(
+    rewards: Tensor, *, group_size: int | None = None, group_ids: Tensor | None = None
+) -> Tensor:
+    """RLOO: each reward less the mean of its group's others, ``A_i = G / (G - 1) (R_i - mean_group)``, from
+    the paper (arXiv 2402.14740).
 
-    if values.numel() == 0:
-        return torch.zeros_like(
-            rewards, dtype=torch.float64 if rewards.dtype == torch.float64 else torch.float32
+    Args:
+        rewards: [B], floating point.
+        group_size, group_ids: as in ``group_normalized``.
+
+    Returns:
+        [B], fp32 (fp64 for fp64 rewards).
+
+    Raises:
+        TypeError, ValueError: a wrong argument, named in the message.
+    """
+    _check_rewards(rewards, "[B]")
+    groups, values = _Groups(rewards, group_size, group_ids), _values(rewards)
+    count = groups.count(values)
+    advantages = groups.centred(values) * count / (count - 1.0).clamp(min=1.0)
+    return advantages.to(stats_dtype(rewards.dtype))
+
+
+def optimal_baseline(
+    rewards: Tensor, lengths: Tensor, *, group_size: int | None = None, group_ids: Tensor | None = None
+) -> Tensor:
+    """OPO: each reward less its group's length-weighted mean, ``A_i = R_i - sum_j |y_j| R_j / sum_j |y_j|``,
+    without std, from the paper (arXiv 2505.23585), which trains exactly on-policy.
+
+    Args:
+        rewards: [B], floating point.
+        lengths: [B], numbers of counted tokens, not negative.
+        group_size, group_ids: as in ``group_normalized``.
+
+    Returns:
+        [B], fp32 (fp64 for fp64 rewards).
+
+    Raises:
+        TypeError, ValueError: a wrong argument, named in the message.
+    """
+    _check_rewards(rewards, "[B]")
+    weights = _check_lengths(lengths, rewards)
+    groups, values = _Groups(rewards, group_size, group_ids), _values(rewards)
+    return groups.centred(values, weights).to(stats_dtype(rewards.dtype))
+
+
+def gdpo(
+    rewards: Tensor,
+    *,
+    group_size: int | None = None,
+    group_ids: Tensor | None = None,
+    weights: Tensor | None = None,
+    eps: float = 1e-4,
+) -> Tensor:
+    """GDPO: several rewards, each normalized over its group before they are added, from the paper (arXiv
+    2601.05242).
+
+    ``A_i = sum_n w_n (R_in - mean_group,n) / (std_group,n + eps)``, then whitened over the batch:
+    ``(A_i - mean) / (std + eps)``. A sequence whose rewards are all NaN gets 0 and is left out of both.
+
+    Args:
+        rewards: [B, K], floating point: K rewards per sequence.
+        group_size, group_ids: as in ``group_normalized``.
+        weights: [K], the weight of each reward; None: 1.
+        eps: added to every std.
+
+    Returns:
+        [B], fp32 (fp64 for fp64 rewards).
+
+    Raises:
+        TypeError, ValueError: a wrong argument, named in the message.
+    """
+    _check_rewards(rewards, "[B, K]")
+    checks.number("eps", eps, minimum=0.0)
+    kinds = rewards.shape[1]
+    if weights is not None:
+        checks.floats("weights", weights, (kinds,), "[K], one per reward", rewards.device)
+    groups = _Groups(rewards.sum(1), group_size, group_ids)
+    total = torch.zeros(rewards.shape[0], dtype=torch.float64, device=rewards.device)
+    for kind in range(kinds):
+        each = _normalized(_values(rewards[:, kind]), groups, "group", eps)
+        total += each if weights is None else weights[kind].detach().to(torch.float64) * each
+    absent = rewards.detach().isnan().all(1)
+    whitened = _whitened(total.masked_fill(absent, torch.nan), eps)
+    return whitened.to(stats_dtype(rewards.dtype))
+
+
+def reinforce_plus_plus(
+    rewards: Tensor,
+    *,
+    group_size: int | None = None,
+    group_ids: Tensor | None = None,
+    lengths: Tensor | None = None,
+    eps: float = 1e-8,
+) -> Tensor:
+    """REINFORCE++: returns whitened over the whole batch, ``A_i = (R_i - mean) / sqrt(var + eps)``; with
+    groups the baseline form, which subtracts the group's mean first. After verl's code for the paper (arXiv
+    2501.03262).
+
+    Outcome rewards without discount: every token's return is its sequence's reward. Code that whitens over
+    tokens (verl, OpenRLHF) counts a sequence as often as it has tokens: ``lengths`` does that. A group of one
+    gets 0 before whitening, where verl keeps its reward. A KL penalty inside the reward is the caller's.
+
+    Args:
+        rewards: [B], floating point.
+        group_size, group_ids: as in ``group_normalized``, for the baseline form; None for both: no groups.
+        lengths: [B], how often a sequence counts in mean and variance; None: once.
+        eps: added to the (unbiased) variance.
+
+    Returns:
+        [B], fp32 (fp64 for fp64 rewards).
+
+    Raises:
+        TypeError, ValueError: a wrong argument, named in the message.
+    """
+    _check_rewards(rewards, "[B]")
+    checks.number("eps", eps, minimum=0.0)
+    weights = None if lengths is None else _check_lengths(lengths, rewards)
+    values = _values(rewards)
+    if group_size is not None or group_ids is not None:
+        centred = _Groups(rewards, group_size, group_ids).centred(values)
+        values = centred.masked_fill(values.isnan(), torch.nan)
+    return _whitened(values, eps, weights, squared=True).to(stats_dtype(rewards.dtype))
+
+
+def turn_normalized(
+    rewards: Tensor,
+    turn_ids: Tensor,
+    *,
+    group_size: int | None = None,
+    group_ids: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    scale: str = "group",
+    eps: float = 1e-4,
+) -> Tensor:
+    """TL-GRPO: ``A_t`` is the normalized reward of the token's turn; groups are formed turn by turn.
+
+    Turn k of a sequence is compared with turn k of the sequences in its group, as ``group_normalized`` does.
+    The structure is the paper's (arXiv 2601.16480), whose exact advantage is not public: a template.
+
+    Args:
+        rewards: [B, K], floating point: the reward of each turn; NaN where a sequence has no such turn.
+        turn_ids: [B, T], or [N] with ``cu_seqlens``, integers: which turn of its sequence, 0 to K - 1, a
+            token belongs to; -1: none (prompts, tool output).
+        group_size, group_ids, eps: as in ``group_normalized``.
+        cu_seqlens: int32 or int64 [B + 1], offsets of packed sequences.
+        scale: "group": divide by the std of the group's turn. "batch": by the std over all rewards. "none".
+
+    Returns:
+        The shape of ``turn_ids``, fp32 (fp64 for fp64 rewards): per-token advantages; 0 outside turns.
+
+    Raises:
+        TypeError, ValueError: a wrong argument, named in the message.
+    """
+    _check_rewards(rewards, "[B, K]")
+    checks.choice("scale", scale, SCALES)
+    checks.number("eps", eps, minimum=0.0)
+    checks.tensor("turn_ids", turn_ids, None, "[B, T], or [N] with cu_seqlens", rewards.device)
+    checks.dtype("turn_ids", turn_ids, checks.INTEGERS)
+    checks.layout("turn_ids", turn_ids, cu_seqlens)
+    packed = cu_seqlens is not None
+    sequences, turns = rewards.shape
+    expected = turn_ids.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    if sequences != expected:
+        raise ValueError(f"rewards: got shape {tuple(rewards.shape)}, expected [B, K] with B = {expected}")
+    check_cu_seqlens(cu_seqlens, turn_ids)
+    if checked_values(turn_ids.device) and bool(((turn_ids < -1) | (turn_ids >= turns)).any()):
+        raise ValueError(f"turn_ids: expected -1 or a turn from 0 to K - 1 = {turns - 1}")
+
+    groups = _Groups(rewards.sum(1), group_size, group_ids)
+    values, within = _values(rewards), "none" if scale == "batch" else scale
+    columns = [_normalized(values[:, turn], groups, within, eps) for turn in range(turns)]
+    if scale == "batch":
+        columns = [column / (_std(values.flatten()) + eps) for column in columns]
+    nothing = torch.zeros(sequences, 1, dtype=torch.float64, device=rewards.device)
+    table = torch.cat([*(column.unsqueeze(1) for column in columns), nothing], 1)
+
+    ids = (turn_ids.unsqueeze(0) if packed else turn_ids).to(torch.int64)
+    layout = layout_of(ids, cu_seqlens)
+    rows = layout.expand(torch.arange(sequences, device=ids.device))
+    advantages = table[rows, torch.where((ids < 0) | (ids >= turns), turns, ids)]
+    return (advantages.squeeze(0) if packed else advantages).to(stats_dtype(rewards.dtype))
+
+
+def class_normalized(rewards: Tensor, *, scale: str = "group", eps: float = 1e-4) -> Tensor:
+    """GRPO-RM: the classes are the responses and form the group, each a sequence of one token.
+
+    ``group_normalized`` over the classes of each example. The result flattened goes with labels [P * C, 1]
+    (each class a sequence, for any objective); as it is, it is per-token advantages for labels [P, C]. From
+    second-hand text about the paper (arXiv 2511.15256).
+
+    Args:
+        rewards: [P, C], floating point: the reward of each class for each example.
+        scale, eps: as in ``group_normalized``.
+
+    Returns:
+        [P, C], fp32 (fp64 for fp64 rewards).
+
+    Raises:
+        TypeError, ValueError: a wrong argument, named in the message.
+    """
+    _check_rewards(rewards, "[P, C]")
+    flat = rewards.flatten()
+    return group_normalized(flat, group_size=max(1, rewards.shape[1]), scale=scale, eps=eps).reshape(
+        rewards.shape
+    )
+
+
+class _Groups:
+    """Reductions of [B] over groups, expanded back to [B]."""
+
+    def __init__(self, rewards: Tensor, group_size: int | None, group_ids: Tensor | None):
+        self.order, self.offsets = _groups(rewards, group_size, group_ids)
+        self.members = torch.repeat_interleave(self.offsets.diff(), output_size=rewards.numel())
+
+    def reduce(self, values: Tensor, how: str) -> Tensor:
+        if values.numel() == 0:
+            return values
+        sums = torch.segment_reduce(
+            values[self.order], how, offsets=self.offsets, unsafe=True, initial=0 if how == "sum" else None
         )
-    count = group_sum(present.to(torch.float64))
-    centred = values - group_sum(values) / count.clamp(min=1.0)
-    # equal rewards have no advantage, whatever their mean rounds to
-    high = torch.segment_reduce(
-        torch.where(present, values, -torch.inf), "max", offsets=offsets, unsafe=True
-    )[members]
-    low = torch.segment_reduce(torch.where(present, values, torch.inf), "min", offsets=offsets, unsafe=True)[
-        members
-    ]
-    advantages = torch.where(present & (high > low), centred, 0.0)
+        result = torch.empty_like(values)
+        result[self.order] = sums[self.members]
+        return result
+
+    def count(self, values: Tensor) -> Tensor:
+        """How many of each value's group are not NaN."""
+        return self.reduce((~values.isnan()).to(torch.float64), "sum")
+
+    def centred(self, values: Tensor, weights: Tensor | None = None) -> Tensor:
+        """Values less their group's (weighted) mean: 0 where NaN, and exactly 0 where all are equal."""
+        present = ~values.isnan()
+        kept = torch.where(present, values, 0.0)
+        share = present.to(torch.float64)
+        if weights is not None:
+            share = torch.where(present, weights, 0.0)
+        total = self.reduce(share, "sum")
+        mean = self.reduce(share * kept, "sum") / torch.where(total == 0, 1.0, total)
+        # equal rewards have no advantage, whatever their mean rounds to
+        high = self.reduce(torch.where(present, values, -torch.inf), "max")
+        low = self.reduce(torch.where(present, values, torch.inf), "min")
+        return torch.nan_to_num(torch.where(present & (high > low), kept - mean, 0.0), nan=0.0)
+
+
+def _normalized(values: Tensor, groups: _Groups, scale: str, eps: float) -> Tensor:
+    advantages = groups.centred(values)
     if scale == "group":
-        variance = group_sum(advantages.square()) / (count - 1.0).clamp(min=1.0)
+        variance = groups.reduce(advantages.square(), "sum") / (groups.count(values) - 1.0).clamp(min=1.0)
         advantages = advantages / (variance.sqrt() + eps)
     elif scale == "batch":
-        kept = values[present]
-        std = kept.std() if kept.numel() > 1 else kept.new_zeros(())
-        advantages = advantages / (std + eps)
-    result = torch.empty_like(advantages)
-    result[order] = torch.nan_to_num(advantages, nan=0.0)
-    return result.to(torch.float64 if rewards.dtype == torch.float64 else torch.float32)
+        advantages = advantages / (_std(values) + eps)
+    return torch.nan_to_num(advantages, nan=0.0)
+
+
+def _std(values: Tensor) -> Tensor:
+    """The unbiased std of what is not NaN; 0 of one value."""
+    kept = values[~values.isnan()]
+    return kept.std() if kept.numel() > 1 else kept.new_zeros(())
+
+
+def _whitened(values: Tensor, eps: float, weights: Tensor | None = None, squared: bool = False) -> Tensor:
+    """Less the batch's mean, over its unbiased std, with ``eps`` on the std or its square; 0 for NaN."""
+    present = ~values.isnan()
+    kept = values[present]
+    if kept.numel() == 0 or bool((kept == kept[0]).all()):
+        return torch.zeros_like(values)
+    share = torch.ones_like(kept) if weights is None else weights[present]
+    total = share.sum()
+    mean = (share * kept).sum() / torch.where(total == 0, 1.0, total)
+    variance = (share * (kept - mean).square()).sum() / (total - 1.0).clamp(min=1.0)
+    divisor = (variance + eps).sqrt() if squared else variance.sqrt() + eps
+    result = torch.zeros_like(values)
+    result[present] = (kept - mean) / divisor
+    return torch.nan_to_num(result, nan=0.0)
+
+
+def _values(rewards: Tensor) -> Tensor:
+    return rewards.detach().to(torch.float64)
+
+
+def _check_rewards(rewards: Tensor, shape: str) -> None:
+    checks.floats("rewards", rewards, None, shape, None)
+    if rewards.ndim != shape.count(",") + 1:
+        raise ValueError(f"rewards: got shape {tuple(rewards.shape)}, expected {shape}")
+
+
+def _check_lengths(lengths: Tensor, rewards: Tensor) -> Tensor:
+    checks.tensor("lengths", lengths, tuple(rewards.shape), "the rewards' shape", rewards.device)
+    checks.dtype("lengths", lengths, (*checks.FLOATS, *checks.INTEGERS))
+    if checked_values(lengths.device) and not bool((lengths >= 0).all()):
+        raise ValueError("lengths: expected no negative number")
+    return lengths.detach().to(torch.float64)
 
 
 def _groups(rewards: Tensor, group_size: int | None, group_ids: Tensor | None) -> tuple[Tensor, Tensor]:
