@@ -43,12 +43,7 @@ def rollout_weights(
     Raises:
         TypeError, ValueError: a wrong argument, named in the message.
     """
-    checks.floats("old_logprobs", old_logprobs, None, "[B, T], or [N] with cu_seqlens", None)
-    checks.layout("old_logprobs", old_logprobs, cu_seqlens)
-    shape, device = tuple(old_logprobs.shape), old_logprobs.device
-    checks.floats("rollout_logprobs", rollout_logprobs, shape, "the shape of old_logprobs", device)
-    if loss_mask is not None:
-        checks.tensor("loss_mask", loss_mask, shape, "the shape of old_logprobs", device)
+    _check_tokens("old_logprobs", old_logprobs, "rollout_logprobs", rollout_logprobs, loss_mask, cu_seqlens)
     checks.choice("level", level, ("token", "sequence"))
     checks.choice("reduce", reduce, ("mean", "sum"))
     checks.choice("mode", mode, ("truncate", "mask"))
@@ -65,15 +60,7 @@ def rollout_weights(
     check_mask(loss_mask)
 
     packed = cu_seqlens is not None
-
-    def rows(tokens: Tensor) -> Tensor:
-        return tokens.detach().unsqueeze(0) if packed else tokens.detach()
-
-    counted = (
-        torch.ones_like(rows(old_logprobs), dtype=torch.bool) if loss_mask is None else rows(loss_mask) != 0
-    )
-    log_ratio = rows(old_logprobs).to(torch.float64) - rows(rollout_logprobs).to(torch.float64)
-    log_ratio = torch.where(counted, log_ratio, 0.0)
+    log_ratio, counted = _log_ratio(old_logprobs, rollout_logprobs, loss_mask, packed)
     if level == "sequence":
         layout = layout_of(log_ratio, cu_seqlens)
         log_ratio = layout.sum(log_ratio)
@@ -91,3 +78,90 @@ def rollout_weights(
         weights = torch.where(inside, weights, 0.0)
     weights = torch.where(counted, weights, 1.0).to(stats_dtype(old_logprobs.dtype))
     return weights.squeeze(0) if packed and level == "token" else weights
+
+
+def off_policy_mask(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    *,
+    delta: float,
+    loss_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
+    """Drop what has a negative advantage and a sequence that went far off policy: 0 where ``A < 0`` and
+    ``mean_t(old_t - logp_t) > delta``, else 1. From DeepSeek-V3.2's report and TRL's code.
+
+    The result belongs into ``rollout_weights`` (times others, where there are any), not into ``loss_mask``:
+    a dropped sequence keeps its place in every divisor. It multiplies the policy term only, so a KL term or
+    an entropy bonus still holds for it. All losses take it. From logits or hidden states the current
+    log-probs come from ``token_logprobs`` or ``linear_token_logprobs`` without gradient.
+
+    Args:
+        logprobs: [B, T], or [N] with ``cu_seqlens``: current log-probs, nats.
+        old_logprobs: the same shape: log-probs under the policy that sampled.
+        advantages: [B], or per token in the shape of ``logprobs``: then tokens are dropped one by one, by
+            their own advantage and their sequence's mean.
+        delta: how far off policy a sequence may be, in nats per token.
+        loss_mask: labels' shape: tokens that count; None: all.
+        cu_seqlens: int32 or int64 [B + 1], offsets of packed sequences.
+
+    Returns:
+        The shape of ``advantages``, 0.0 or 1.0 in fp32 (fp64 for fp64 log-probs), without gradient; 1.0 where
+        nothing is counted.
+
+    Raises:
+        TypeError, ValueError: a wrong argument, named in the message.
+    """
+    _check_tokens("logprobs", logprobs, "old_logprobs", old_logprobs, loss_mask, cu_seqlens)
+    sequences = logprobs.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    checks.floats("advantages", advantages, None, "[B] or the shape of logprobs", logprobs.device)
+    shape = tuple(advantages.shape)
+    if shape not in ((sequences,), tuple(logprobs.shape)):
+        raise ValueError(
+            f"advantages: got shape {shape}, expected [B] = ({sequences},) or the shape of logprobs "
+            f"{tuple(logprobs.shape)}"
+        )
+    checks.number("delta", delta)
+    check_cu_seqlens(cu_seqlens, logprobs)
+    check_mask(loss_mask)
+
+    packed = cu_seqlens is not None
+    gap, counted = _log_ratio(old_logprobs, logprobs, loss_mask, packed)
+    layout = layout_of(gap, cu_seqlens)
+    counts = layout.sum(counted.to(torch.float64))
+    far = (layout.sum(gap) / counts.clamp(min=1.0) > delta) & (counts > 0)
+    negative = advantages.detach() < 0
+    if shape == (sequences,):
+        dropped = negative & far
+    else:
+        dropped = _rows(negative, packed) & layout.expand(far) & counted
+        dropped = dropped.squeeze(0) if packed else dropped
+    return (~dropped).to(stats_dtype(logprobs.dtype))
+
+
+def _check_tokens(
+    name: str,
+    tokens: Tensor,
+    other_name: str,
+    other: Tensor,
+    loss_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> None:
+    checks.floats(name, tokens, None, "[B, T], or [N] with cu_seqlens", None)
+    checks.layout(name, tokens, cu_seqlens)
+    shape, device = tuple(tokens.shape), tokens.device
+    checks.floats(other_name, other, shape, f"the shape of {name}", device)
+    if loss_mask is not None:
+        checks.tensor("loss_mask", loss_mask, shape, f"the shape of {name}", device)
+
+
+def _rows(tokens: Tensor, packed: bool) -> Tensor:
+    return tokens.detach().unsqueeze(0) if packed else tokens.detach()
+
+
+def _log_ratio(one: Tensor, other: Tensor, loss_mask: Tensor | None, packed: bool) -> tuple[Tensor, Tensor]:
+    """``one - other`` in fp64, 0 where not counted, and what is counted; rows as in ``layout``."""
+    one, other = _rows(one, packed), _rows(other, packed)
+    counted = torch.ones_like(one, dtype=torch.bool) if loss_mask is None else _rows(loss_mask, packed) != 0
+    return torch.where(counted, one.to(torch.float64) - other.to(torch.float64), 0.0), counted

@@ -1,4 +1,4 @@
-"""Rollout weights against plain loops."""
+"""Rollout weights and the off-policy mask against plain loops."""
 
 import itertools
 import math
@@ -6,7 +6,7 @@ import math
 import oracle
 import pytest
 import torch
-from cases import LAYOUTS, generator, offsets
+from cases import LAYOUTS, generator, make_case, offsets, replace, run
 
 import gspo_kernels as gk
 
@@ -142,3 +142,105 @@ def test_they_fit_the_losses(layout, level, objective):
     assert output.loss.item() == pytest.approx(-float(sum(means)) / len(means), rel=1e-12)
     # the ratio itself never sees them
     assert output.metrics["ratio/mean"].item() == 1.0
+
+
+# --- the off-policy mask
+
+
+def kept_by_loop(logprobs, old, advantages, mask, cu_seqlens, delta):
+    """One number per sequence, or per token where the advantages are."""
+    per_token = advantages.shape == logprobs.shape
+    out = torch.ones(advantages.shape, dtype=torch.float64)
+    for sequence in oracle.sequences(mask, cu_seqlens):
+        gaps = (sequence.pick(old) - sequence.pick(logprobs)).tolist()
+        if not gaps or sum(gaps) / len(gaps) <= delta:
+            continue
+        if per_token:
+            out[sequence.where] = 1.0 - (sequence.counted & (advantages[sequence.where] < 0)).double()
+        elif advantages[sequence.index] < 0:
+            out[sequence.index] = 0.0
+    return out
+
+
+@pytest.mark.parametrize("delta", [-0.2, 0.0, 0.02, 0.3])
+@pytest.mark.parametrize("per_token", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_off_policy_mask_equals_the_loop(layout, per_token, delta):
+    old, logprobs, mask, cu_seqlens = example(layout)
+    shape = old.shape if per_token else (len(LENGTHS),)
+    for seed in range(4):
+        advantages = torch.randn(shape, generator=generator(seed))
+        got = gk.off_policy.off_policy_mask(
+            logprobs, old, advantages, loss_mask=mask, cu_seqlens=cu_seqlens, delta=delta
+        )
+        expected = kept_by_loop(logprobs, old, advantages, mask, cu_seqlens, delta)
+        assert torch.equal(got, expected)
+
+
+def test_off_policy_mask_by_hand():
+    old = torch.tensor([[-1.0, -1.0]] * 5)
+    # mean(old - logp): 0.5, 0.5, 0.25, -0.5, 0.5
+    gap = torch.tensor([[0.0, 1.0], [1.0, 0.0], [0.5, 0.0], [-0.5, -0.5], [0.5, 0.5]])
+    advantages = torch.tensor([-1.0, 1.0, -1.0, -1.0, 0.0])
+    got = gk.off_policy.off_policy_mask(old - gap, old, advantages, delta=0.25)
+    # far and worse; far but better; exactly at delta; moved the other way; far but indifferent
+    assert got.tolist() == [0.0, 1.0, 1.0, 1.0, 1.0]
+
+
+def test_off_policy_mask_ignores_what_is_masked():
+    old, logprobs, mask, cu_seqlens = example("packed")
+    advantages = torch.tensor([-1.0, math.nan, -1.0, -1.0])
+    clean = gk.off_policy.off_policy_mask(
+        logprobs, old, advantages, loss_mask=mask, cu_seqlens=cu_seqlens, delta=0.0
+    )
+    for poison in (math.nan, math.inf, -math.inf):
+        got = gk.off_policy.off_policy_mask(
+            logprobs.masked_fill(~mask, poison), old.masked_fill(~mask, -poison), advantages, loss_mask=mask,
+            cu_seqlens=cu_seqlens, delta=0.0,
+        )  # fmt: skip
+        assert torch.equal(got, clean)
+    assert clean[1] == clean[2] == 1  # nothing counted
+
+
+@pytest.mark.parametrize("objective", [gk.GSPO(), gk.GSPOToken(), gk.GRPO()], ids=lambda o: type(o).__name__)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("entry", ["policy_loss", "fused_policy_loss", "fused_linear_policy_loss"])
+def test_off_policy_mask_drops_sequences_from_every_loss(entry, layout, objective):
+    """No gradient for what is dropped, the others' unchanged: the divisor doesn't shrink."""
+    kind = {"policy_loss": "logprobs", "fused_policy_loss": "logits"}.get(entry, "linear")
+    case = make_case(kind, layout, "holes", dtype=torch.float64, log_s=(1e-4, 0.0, -0.4, -5e-5, -0.3, 0.1))
+    whole = run(case, entry, objective)
+    logprobs = whole.logprobs
+    weights = gk.off_policy.off_policy_mask(
+        logprobs, case.old_logprobs, case.advantages, loss_mask=case.loss_mask, cu_seqlens=case.cu_seqlens,
+        delta=0.1,
+    )  # fmt: skip
+    assert weights.tolist() == [1.0, 1.0, 0.0, 1.0, 0.0, 1.0]
+    masked = run(replace(case, terms={"rollout_weights": weights}), entry, objective)
+    key = {"policy_loss": "logprobs", "fused_policy_loss": "logits"}.get(entry, "hidden")
+    for sequence in oracle.sequences(case.counted, case.cu_seqlens):
+        got, before = (result.grads[key][sequence.where] for result in (masked, whole))
+        if weights[sequence.index] == 0:
+            assert (got == 0).all()
+        else:
+            torch.testing.assert_close(got, before, rtol=1e-12, atol=0)
+
+
+TOKENS = torch.zeros(2, 3)
+WRONG = [
+    ((torch.zeros(3), TOKENS, torch.zeros(2)), {"delta": 0.1}, ValueError, "logprobs"),
+    ((TOKENS, torch.zeros(2, 2), torch.zeros(2)), {"delta": 0.1}, ValueError, "old_logprobs"),
+    ((TOKENS, None, torch.zeros(2)), {"delta": 0.1}, TypeError, "old_logprobs"),
+    ((TOKENS, TOKENS, torch.zeros(3)), {"delta": 0.1}, ValueError, "advantages"),
+    ((TOKENS, TOKENS, torch.zeros(2, dtype=torch.int64)), {"delta": 0.1}, TypeError, "advantages"),
+    ((TOKENS, TOKENS, torch.zeros(2)), {"delta": "0.1"}, TypeError, "delta"),
+    ((TOKENS, TOKENS, torch.zeros(2)), {"delta": math.nan}, ValueError, "delta"),
+    ((TOKENS, TOKENS, torch.zeros(2)), {"delta": 0.1, "loss_mask": torch.ones(2)}, ValueError, "loss_mask"),
+    ((TOKENS, TOKENS, torch.zeros(2)), {"delta": 0.1, "loss_mask": TOKENS + 2}, ValueError, "loss_mask"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "options", "kind", "named"), WRONG)
+def test_off_policy_mask_errors_name_the_argument(arguments, options, kind, named):
+    with pytest.raises(kind, match=f"^{named}: "):
+        gk.off_policy.off_policy_mask(*arguments, **options)
