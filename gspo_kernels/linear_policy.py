@@ -302,8 +302,9 @@ class _Run:
             if terms.loss_mask is None
             else terms.loss_mask != 0
         )
+        self.scores.expect(min(call.chunk_rows, max((part.rows for part in parts), default=0)))
         self.total = outer_total(call.labels, mask, terms)
-        self.scratch: tuple[Tensor | None, Tensor | None] | None = None
+        self.scratch: linear.HeadSums | None = None
         strategies: dict[str, Callable[[Part], None]] = {
             "forward": self._forward,
             "aligned": self._aligned,
@@ -394,10 +395,8 @@ class _Run:
         call, gradients, where = self.call, self.gradients, self.scopes.rows_of(part)
         factors = self.scopes.terms_of(part, self.total).token_weights
         if self.scratch is None:
-            self.scratch = gradients.new_sums()
-        for total in self.scratch:
-            if total is not None:
-                total.zero_()
+            self.scratch = linear.HeadSums(call.head, gradients.trained)
+        self.scratch.clear()
         dtype, one, done = gradients.accumulate, self.scores.logprobs.new_ones(()), 0
         weights = one.expand(part.rows) if factors is None else factors.squeeze(0).to(dtype)
         for chunk in call.chunks(where):
@@ -407,7 +406,7 @@ class _Run:
             rows = gradients.rows(logits, chunk, stats)
             gradients.add_hidden(rows, chunk, unit, one)
             counted = chunk.labels.squeeze(0) != call.ignore_index
-            gradients.sum_head(self.scratch, rows, chunk, unit, counted, one)
+            self.scratch.add(rows, chunk.hidden, unit, counted, one)
             del logits, rows
         grad, _ = self._coefficients(part)
         # one number for the sequence, taken where rounding matters least
@@ -415,7 +414,7 @@ class _Run:
         most = torch.where(counted, weights.abs(), -1.0).argmax()
         coefficient = torch.where(weights[most] == 0, 0.0, grad[most] / weights[most])
         self._scale(part, coefficient.expand(part.rows))
-        gradients.add_sums(self.scratch, coefficient)
+        gradients.sums.add_sums(self.scratch, coefficient)
 
 
 def _flat(step: PolicyStep) -> tuple[Tensor, Tensor | None]:
@@ -446,7 +445,7 @@ def linear_policy(*args: Any) -> tuple[Tensor, ...]:
     else:
         run.by_scopes(schedule, tuple(needs))
     scores, gradients = run.scores, run.gradients
-    outputs = (scores.entropy, gradients.hidden, gradients.scales, gradients.weight, gradients.bias)
+    outputs = (scores.entropy, gradients.hidden, gradients.scales, *gradients.sums.result())
     # one empty tensor each: an operator's outputs may not be the same tensor
     return scores.logprobs, *(scores.logprobs.new_empty(0) if x is None else x for x in outputs)
 

@@ -1,21 +1,41 @@
-"""The README's Python runs, top to bottom, as a reader would paste it."""
+"""The Python of the README and of docs/ runs, top to bottom, as a reader would paste it."""
 
 import re
 from pathlib import Path
 
-README = Path(__file__).parent.parent / "README.md"
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = ("README.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")))
 
 
-def blocks():
-    return re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)
+def blocks(page):
+    return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), flags=re.DOTALL)
 
 
-def test_every_block_runs():
-    assert len(blocks()) == 3
-    namespace = {"__name__": "readme"}
-    for block in blocks():
-        exec(compile(block, str(README), "exec"), namespace)
+def run(page):
+    namespace = {"__name__": page}
+    for block in blocks(page):
+        exec(compile(block, page, "exec"), namespace)
+    return namespace
+
+
+def test_the_readme_does_what_it_says():
+    assert len(blocks("README.md")) == 3
+    namespace = run("README.md")
     assert namespace["hidden"].grad.isfinite().all()
     assert namespace["hidden"].grad.abs().sum() > 0
     assert namespace["logits"].grad.isfinite().all()
     assert float(namespace["out"].metrics["ratio/max"]) == 1.0
+
+
+@pytest.mark.parametrize("page", PAGES[1:])
+def test_every_page_runs(page):
+    run(page)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#]+)\)", (ROOT / page).read_text()):
+        if not target.startswith("http"):
+            assert ((ROOT / page).parent / target).exists(), target

@@ -260,7 +260,7 @@ def test_groups_and_batch(kind, schedule, rows, layout):
 def products(monkeypatch):
     """Rows that enter each kind of product, and the most that exist at once."""
     rows = {"forward": 0, "hidden": 0, "weight": 0, "most": 0}
-    logits, grad_hidden, sum_head = linear.Head.logits, linear.Head.grad_hidden, linear.Gradients.sum_head
+    logits, grad_hidden, sum_head = linear.Head.logits, linear.Head.grad_hidden, linear.HeadSums.add
 
     def counted_logits(self, hidden, out):
         rows["forward"] += hidden.shape[0]
@@ -271,13 +271,13 @@ def products(monkeypatch):
         rows["hidden"] += scores.shape[0]
         return grad_hidden(self, scores)
 
-    def counted_weight(self, sums, scores, *args):
+    def counted_weight(self, scores, *args):
         rows["weight"] += scores.shape[0]
-        return sum_head(self, sums, scores, *args)
+        return sum_head(self, scores, *args)
 
     monkeypatch.setattr(linear.Head, "logits", counted_logits)
     monkeypatch.setattr(linear.Head, "grad_hidden", counted_hidden)
-    monkeypatch.setattr(linear.Gradients, "sum_head", counted_weight)
+    monkeypatch.setattr(linear.HeadSums, "add", counted_weight)
     return rows
 
 

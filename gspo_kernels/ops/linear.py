@@ -230,7 +230,12 @@ class Scores:
         self.call, self.backend = call, load(call.backend)
         self.logprobs, self.lse = call.new_rows(), call.new_rows().to(torch.float64)
         self.entropy = call.new_rows() if entropy else None
+        self._most = min(call.chunk_rows, call.labels.numel())
         self._logits: Tensor | None = None
+
+    def expect(self, rows: int) -> None:
+        """Make room for chunks of so many rows instead of as many as the budget allows."""
+        self._most = rows
 
     def logits(self, chunk: Chunk) -> Tensor:
         """[n, V], in memory that the next call of this writes over."""
@@ -238,7 +243,7 @@ class Scores:
         if not head.writes_into:
             return head.logits(chunk.hidden, None)
         if self._logits is None:
-            most = max(rows, min(self.call.chunk_rows, self.call.labels.numel()))
+            most = max(rows, self._most)
             self._logits = torch.empty(most, head.vocabulary, dtype=head.dtype, device=chunk.hidden.device)
         return head.logits(chunk.hidden, self._logits[:rows])
 
@@ -306,15 +311,79 @@ def move_up(values: Tensor, keep: Tensor) -> Tensor:
     return values[: keep.numel()]
 
 
+class HeadSums:
+    """dWeight [V, H] and dBias [V] summed over chunks, where they are wanted; in the statistics' dtype."""
+
+    def __init__(self, head: Head, trained: tuple[bool, bool]):
+        dtype, device = stats_dtype(head.weight.dtype), head.weight.device
+        self._weight = torch.empty(head.weight.shape, dtype=dtype, device=device) if trained[0] else None
+        self._bias = torch.zeros(head.vocabulary, dtype=dtype, device=device) if trained[1] else None
+        self._empty = True
+
+    def clear(self) -> None:
+        """Begin anew."""
+        self._empty = True
+        if self._bias is not None:
+            self._bias.zero_()
+
+    def add(self, rows: Tensor, hidden: Tensor, unit: Tensor, active: Tensor, scale: Tensor) -> None:
+        """Add those of rows [n, V] times ``unit`` [n] times ``scale``, 0-d, with hidden states [n, H]."""
+        if self._weight is not None:
+            # selected: the hidden state of a row without gradient may be anything
+            chosen = torch.where(active.unsqueeze(1), hidden.to(self._weight.dtype), 0.0) * unit.unsqueeze(1)
+            if rows.dtype != self._weight.dtype:
+                product = _transposed_product(rows, chosen)
+                if self._empty:
+                    torch.mul(product, scale, out=self._weight)
+                else:
+                    self._weight.addcmul_(product, scale)
+            elif self._empty:
+                # not to zeros: they would cost as much as the memory that the sum fills
+                torch.mm(rows.t(), chosen * scale, out=self._weight)
+            else:
+                self._weight.addmm_(rows.t(), chosen * scale)
+        if self._bias is not None:
+            self._bias += _transposed_product(rows, unit.unsqueeze(1)).squeeze(1) * scale
+        self._empty = False
+
+    def add_sums(self, sums: HeadSums, coefficient: Tensor) -> None:
+        """Add other sums times a coefficient that has come late."""
+        weight, bias = sums.result()
+        for total, own in ((self._weight, weight), (self._bias, bias)):
+            if total is None or own is None:
+                continue
+            # an overflowed one makes numbers as large as there are, and leaves zeros alone
+            top = torch.finfo(total.dtype).max
+            factor = coefficient.to(total.dtype).clamp(-top, top)
+            if self._empty and total is self._weight:
+                torch.mul(own, factor, out=total)
+            else:
+                total.addcmul_(own, factor)
+        self._empty = False
+
+    def result(self) -> tuple[Tensor | None, Tensor | None]:
+        """The two sums."""
+        if self._empty and self._weight is not None:
+            self._weight.zero_()
+            self._empty = False
+        return self._weight, self._bias
+
+
+def _transposed_product(rows: Tensor, operand: Tensor) -> Tensor:
+    """[n, V].T @ [n, k] in the operand's dtype."""
+    if rows.dtype == operand.dtype:
+        return torch.mm(rows.t(), operand)
+    return torch.mm(rows.t(), operand.to(rows.dtype), out_dtype=operand.dtype)
+
+
 class Gradients:
-    """dHidden, dWeight and dBias of a chunked call; sums are in the statistics' dtype.
+    """dHidden, dWeight and dBias of a chunked call.
 
     Attributes:
         hidden: [B, T, H] in hidden's dtype, or None.
         scales: None, or [B, T] in the statistics' dtype: dHidden is ``scales * hidden``. Rows of ``hidden``
             are then normalised by powers of two, so that fp16 loses nothing whatever the coefficients.
-        weight: [V, H] in the statistics' dtype, or None.
-        bias: [V] in the statistics' dtype, or None.
+        sums: of dWeight and dBias.
     """
 
     def __init__(self, call: Call, needs: tuple[bool, ...], normalised: bool):
@@ -325,18 +394,8 @@ class Gradients:
         )
         self.scales = call.new_rows(1.0) if normalised else None
         self.accumulate = stats_dtype(hidden.dtype)
-        self._trained = needs[1], needs[2]
-        self.weight, self.bias = self.new_sums()
-
-    def new_sums(self) -> tuple[Tensor | None, Tensor | None]:
-        """Zeros to sum dWeight [V, H] and dBias [V] in, where they are wanted."""
-        weight = self.call.head.weight
-        shapes = (weight.shape, weight.shape[:1])
-        made = (
-            torch.zeros(shape, dtype=self.accumulate, device=weight.device) if trained else None
-            for shape, trained in zip(shapes, self._trained, strict=True)
-        )
-        return next(made), next(made)
+        self.trained = needs[1], needs[2]
+        self.sums = HeadSums(call.head, self.trained)
 
     def add(
         self,
@@ -417,7 +476,7 @@ class Gradients:
         scale = power_of_two(coefficients.abs().amax())
         unit = coefficients / scale
         self.add_hidden(rows, chunk, unit, scale)
-        self.sum_head((self.weight, self.bias), rows, chunk, unit, active, scale)
+        self.sums.add(rows, chunk.hidden, unit, active, scale)
 
     def add_hidden(self, rows: Tensor, chunk: Chunk, unit: Tensor, scale: Tensor) -> None:
         """Add the dHidden of rows [n, V] times ``unit`` [n] times ``scale``, a power of two."""
@@ -432,53 +491,15 @@ class Gradients:
             self.scales.view(-1)[chunk.where] = power * scale
         self.hidden.view(-1, values.shape[1])[chunk.where] = values.to(self.hidden.dtype)
 
-    def sum_head(
-        self,
-        sums: tuple[Tensor | None, Tensor | None],
-        rows: Tensor,
-        chunk: Chunk,
-        unit: Tensor,
-        active: Tensor,
-        scale: Tensor,
-    ) -> None:
-        """Add to dWeight [V, H] and dBias [V] those of rows [n, V] times ``unit`` [n] times ``scale``."""
-        weight, bias = sums
-        if weight is not None:
-            # selected: the hidden state of a row without gradient may be anything
-            hidden = torch.where(active.unsqueeze(1), chunk.hidden.to(self.accumulate), 0.0) * unit.unsqueeze(
-                1
-            )
-            if rows.dtype == weight.dtype:
-                weight.addmm_(rows.t(), hidden * scale)
-            else:
-                weight.addcmul_(self.products(rows, hidden), scale)
-        if bias is not None:
-            bias += self.products(rows, unit.unsqueeze(1)).squeeze(1) * scale
-
-    def add_sums(self, sums: tuple[Tensor | None, Tensor | None], coefficient: Tensor) -> None:
-        """Add sums times a coefficient that has come late."""
-        # an overflowed one makes numbers as large as there are, and leaves zeros alone
-        top = torch.finfo(self.accumulate).max
-        factor = coefficient.to(self.accumulate).clamp(-top, top)
-        for total, own in zip((self.weight, self.bias), sums, strict=True):
-            if total is not None and own is not None:
-                total.addcmul_(own, factor)
-
-    @staticmethod
-    def products(rows: Tensor, operand: Tensor) -> Tensor:
-        """[n, V].T @ [n, k] in the operand's dtype."""
-        if rows.dtype == operand.dtype:
-            return torch.mm(rows.t(), operand)
-        return torch.mm(rows.t(), operand.to(rows.dtype), out_dtype=operand.dtype)
-
     def result(self) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients in the parameters' dtypes; empty where not needed."""
         head, hidden = self.call.head, self.call.hidden
+        weight, bias = self.sums.result()
         # one empty tensor each: an operator's outputs may not be the same tensor
         return (
             hidden.new_empty(0) if self.hidden is None else self.hidden,
-            head.weight.new_empty(0) if self.weight is None else self.weight.to(head.weight.dtype),
-            hidden.new_empty(0) if self.bias is None or head.bias is None else self.bias.to(head.bias.dtype),
+            hidden.new_empty(0) if weight is None else weight.to(head.weight.dtype),
+            hidden.new_empty(0) if bias is None or head.bias is None else bias.to(head.bias.dtype),
         )
 
 
