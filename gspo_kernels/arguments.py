@@ -252,6 +252,12 @@ def policy_terms(
         if given[label] is not None and label not in objective.needs:
             raise ValueError(f"{label}: {name} would ignore it, expected None")
 
+    if objective.coefficient_scope == "batch" and normalizer is not None:
+        raise ValueError(
+            f"normalizer: got {normalizer}, but {name} looks at the whole batch and can't be called on a "
+            "part of it, expected None; take policy_coefficients of the whole batch and give each part's to "
+            "objective=Linear() as token_weights"
+        )
     beta = checks.broadcastable("kl_beta", kl_beta, shape, device)
     if beta is not None and ref_logprobs is None:
         raise ValueError("ref_logprobs: got None, but kl_beta asks for a KL term")

@@ -17,7 +17,7 @@ from gspo_kernels.layout import Layout, layout_of
 from gspo_kernels.objectives import finite
 from gspo_kernels.objectives.base import ObjectiveLoss, PolicyBatch, from_spec
 from gspo_kernels.ops import values
-from gspo_kernels.ops.library import operator
+from gspo_kernels.ops.library import checked_values, operator
 from gspo_kernels.types import METRICS, stats_dtype
 
 KL_ESTIMATORS = ("k1", "k2", "k3")
@@ -103,6 +103,10 @@ class _Aggregation:
             divisor = torch.where(self.nonempty, lengths, 0.0).sum()
         elif counted == "sequences":
             divisor = self.nonempty.sum().to(torch.float64)
+        elif counted == "pairs":
+            advantages = self.selected(terms.advantages)
+            assert advantages is not None and terms.group_ids is not None
+            divisor = objective.count_pairs(advantages, terms.group_ids, self.nonempty)
         else:
             divisor = torch.ones((), dtype=torch.float64, device=mask.device)
         self.total = torch.where(divisor == 0, 1.0, divisor)
@@ -302,6 +306,20 @@ def check_term_values(tokens: Tensor, terms: PolicyTerms) -> None:
     if terms.lengths is not None:
         mask = torch.ones_like(tokens, dtype=torch.bool) if terms.loss_mask is None else terms.loss_mask != 0
         values.check_lengths(terms.lengths, layout_of(tokens, terms.cu_seqlens).sum(mask.to(torch.float64)))
+    if terms.group_ids is not None and checked_values(terms.group_ids.device):
+        _check_groups(terms.group_ids)
+
+
+def _check_groups(group_ids: Tensor) -> None:
+    """Refuse a group of one sequence: where groups are cut into micro-batches, these are what shows."""
+    ids, counts = torch.unique(group_ids, return_counts=True)
+    alone = ids[counts == 1]
+    if alone.numel():
+        raise ValueError(
+            f"group_ids: group {int(alone[0])} has a single sequence, expected whole groups of at least two; "
+            "for parts of groups take policy_coefficients of the whole batch and give each part's to "
+            "objective=Linear() as token_weights"
+        )
 
 
 class PolicyLoss(torch.autograd.Function):

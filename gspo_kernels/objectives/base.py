@@ -205,9 +205,13 @@ class Objective(ABC):
         return None
 
     def outer_divisor(self) -> tuple[str, float]:
-        """What the outer divisor counts ("sequences", "tokens" or "one") and a constant factor on it."""
+        """What the outer divisor counts ("sequences", "tokens", "pairs" or "one") and a factor on it."""
         counts = {"token_mean": "tokens", "sum": "one"}.get(self.aggregation, "sequences")
         return counts, 1.0 if self.aggregation_constant is None else float(self.aggregation_constant)
+
+    def count_pairs(self, advantages: Tensor, group_ids: Tensor, nonempty: Tensor) -> Tensor:
+        """How many pairs a call has, 0-d fp64, where the outer divisor counts them; arguments are [B]."""
+        raise NotImplementedError(f"{type(self).__name__} has no pairs")
 
     @property
     def spec(self) -> str:
