@@ -1,0 +1,50 @@
+"""AGRO: the regularised reward should be the same for all responses of a group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+
+from gspo_kernels.objectives.base import Objective, ObjectiveLoss, PolicyBatch, require_numbers
+from gspo_kernels.objectives.groups import Groups, reference_log_ratio
+
+
+@dataclass(frozen=True)
+class AGRO(Objective):
+    """Any-Generation Reward Optimization's off-policy form (arXiv 2503.19612); a template, not verified
+    against the paper.
+
+    ``q_i = R_i - beta sum_t(logp_t - ref_t)``; ``loss_i = (q_i - mean_group(q))^2 / 2``, whose mean over a
+    group is half its variance; ``dloss/dlogp_t = -beta (q_i - mean_group(q)) / G``. No importance ratio:
+    the responses may come from any policy.
+
+    ``advantages`` hold rewards.
+
+    Args:
+        beta: strength of the reference; its default is ours.
+    """
+
+    beta: float = 0.1
+
+    coefficient_scope: ClassVar[Literal["group"]] = "group"
+    level: ClassVar[Literal["sequence"]] = "sequence"
+    needs: ClassVar[tuple[str, ...]] = ("ref_logprobs", "group_ids")
+    takes_token_advantages: ClassVar[bool] = False
+    zero_advantage_is_inactive: ClassVar[bool] = False
+    ratio_only: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_numbers(beta=self.beta)
+
+    def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
+        """One value per sequence."""
+        assert batch.advantages is not None
+        groups = Groups.of(batch)
+        regularised = batch.advantages - self.beta * batch.layout.sum(reference_log_ratio(batch))
+        table = groups.table(regularised)
+        residual = torch.where(groups.present, table - groups.mean(table), 0.0)
+        loss = groups.flat(0.5 * residual.square())
+        return ObjectiveLoss(batch.weighted(loss), batch.sequence_log_ratio())

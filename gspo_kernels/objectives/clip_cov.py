@@ -1,0 +1,94 @@
+"""Clip-Cov: no gradient for a few tokens whose log-prob and advantage vary together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from gspo_kernels.objectives.base import (
+    Objective,
+    ObjectiveLoss,
+    PolicyBatch,
+    ppo_clip,
+    require_clip_range,
+    require_numbers,
+)
+
+
+@dataclass(frozen=True)
+class ClipCov(Objective):
+    """Clip-Cov of "The Entropy Mechanism" (arXiv 2505.22617), after verl's code.
+
+    ``cov_t = (A_t - mean A)(logp_t - mean logp)``, means over all counted tokens of the batch. GRPO's clipped
+    loss, but 0 for ``max(1, int(clip_cov_ratio N))`` tokens drawn at random among those that are not clipped
+    and have ``clip_cov_lb < cov_t < clip_cov_ub``; ``dloss_t/dlogp_t = -r_t A_t`` for the others where not
+    clipped, else 0. The metric "clip_fraction/high" counts the drawn tokens too.
+
+    The draw depends on ``seed`` and on the candidates in the order of their covariance: not on the device,
+    the layout or the order of sequences. Take another seed in each step (``dataclasses.replace``). The whole
+    batch is needed: for micro-batches, ``policy_coefficients`` on the batch, then ``Linear`` on each part.
+
+    Args:
+        clip_low, clip_high: clip range below and above 1.
+        clip_cov_ratio: how many of all tokens are drawn.
+        clip_cov_lb, clip_cov_ub: between which covariances.
+        seed: of the draw.
+    """
+
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    clip_cov_ratio: float = 2e-4
+    clip_cov_lb: float = 1.0
+    clip_cov_ub: float = 5.0
+    seed: int = 0
+
+    coefficient_scope: ClassVar[Literal["batch"]] = "batch"
+    level: ClassVar[Literal["token"]] = "token"
+    # its log-probs enter the covariance of the others
+    zero_advantage_is_inactive: ClassVar[bool] = False
+    ratio_only: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_clip_range(self.clip_low, self.clip_high, None)
+        require_numbers(most=1.0, clip_cov_ratio=self.clip_cov_ratio)
+        require_numbers(-float("inf"), clip_cov_lb=self.clip_cov_lb)
+        require_numbers(self.clip_cov_lb, clip_cov_ub=self.clip_cov_ub)
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise TypeError(f"seed: got {type(self.seed).__name__}, expected an int")
+
+    def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
+        """One value per token."""
+        assert batch.advantages is not None
+        advantages = batch.per_token(batch.advantages)
+        loss, low, high = ppo_clip(batch.log_ratio, advantages, self.clip_low, self.clip_high, None)
+        covariance = token_covariance(batch)
+        candidates = batch.mask & ~(low | high)
+        candidates &= (covariance > self.clip_cov_lb) & (covariance < self.clip_cov_ub)
+        drawn = self._draw(covariance, candidates, int(batch.mask.sum()))
+        return ObjectiveLoss(
+            batch.weighted(torch.where(drawn, 0.0, loss)), batch.log_ratio, low, high | drawn
+        )
+
+    def _draw(self, covariance: Tensor, candidates: Tensor, tokens: int) -> Tensor:
+        where = candidates.flatten().nonzero().squeeze(1)
+        where = where[covariance.flatten()[where].argsort(stable=True)]
+        shuffled = torch.randperm(where.numel(), generator=torch.Generator().manual_seed(self.seed))
+        count = max(1, int(self.clip_cov_ratio * tokens))
+        drawn = torch.zeros_like(candidates).flatten()
+        drawn[where[shuffled[:count].to(where.device)]] = True
+        return drawn.view_as(candidates)
+
+
+def token_covariance(batch: PolicyBatch) -> Tensor:
+    """Tokens: ``(A_t - mean A)(logp_t - mean logp)``, detached; anything where not counted."""
+    assert batch.advantages is not None
+    count = batch.mask.sum().clamp(min=1)
+
+    def centred(values: Tensor) -> Tensor:
+        return values - torch.where(batch.mask, values, 0.0).sum() / count
+
+    return centred(batch.per_token(batch.advantages)) * centred(batch.logprobs.detach())

@@ -1,0 +1,49 @@
+"""DPO: log-sigmoid of the difference between a preferred and another sequence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from gspo_kernels.objectives.base import PolicyBatch, require_numbers
+from gspo_kernels.objectives.groups import Pairwise, reference_log_ratio
+
+
+@dataclass(frozen=True)
+class DPO(Pairwise):
+    """Direct Preference Optimization, from the paper's Eq. 7 (arXiv 2305.18290).
+
+    ``S_i = sum_t(logp_t - ref_t)``; ``loss = mean over pairs of -log sigmoid(beta (S_w - S_l))``;
+    ``dloss/dlogp_t = -beta sigmoid(-h) / P`` for every token of the winner, ``+`` for the loser's, with h the
+    argument of the sigmoid and P the number of pairs.
+
+    ``advantages`` hold levels: a lower level is preferred (chosen 1, rejected 2), and all sequences of a
+    group with different levels form pairs. VerIPO (arXiv 2505.19000) alternates this loss with GRPO; its
+    terms are known from second-hand text only.
+
+    Args:
+        beta: strength of the reference; the default is the usual one.
+    """
+
+    beta: float = 0.1
+
+    needs: ClassVar[tuple[str, ...]] = ("ref_logprobs", "group_ids")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_numbers(beta=self.beta)
+
+    def score(self, batch: PolicyBatch) -> Tensor:
+        """S_i."""
+        return batch.layout.sum(reference_log_ratio(batch))
+
+    def pairs(self, values: Tensor) -> Tensor:
+        """The first has the lower level."""
+        return values.unsqueeze(2) < values.unsqueeze(1)
+
+    def pair_loss(self, gap: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        """-log sigmoid."""
+        return -torch.nn.functional.logsigmoid(self.beta * gap)

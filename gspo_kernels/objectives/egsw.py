@@ -1,0 +1,65 @@
+"""EGSW: GRPO's loss, weighted by a softmax of advantage and entropy over the group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from gspo_kernels.objectives import finite
+from gspo_kernels.objectives.base import (
+    Objective,
+    ObjectiveLoss,
+    PolicyBatch,
+    ppo_clip,
+    require_clip_range,
+    require_numbers,
+)
+from gspo_kernels.objectives.groups import Groups
+
+
+@dataclass(frozen=True)
+class EGSW(Objective):
+    """Entropy-Guided Sequence Weighting (arXiv 2503.22456), from second-hand text; a template: the paper's
+    alpha and temperature are not public.
+
+    ``w_i = softmax over the group of (A_i + alpha H_i) / temperature`` with H_i the mean entropy of the
+    sequence's tokens; ``loss_t = w_i`` times GRPO's; ``dloss_t/dlogp_t = -w_i r_t A_t`` where not clipped,
+    else 0. The weights are detached and sum to 1 over a group. This is the trajectory-wise form; the paper
+    also has one that weighs position by position.
+
+    Args:
+        clip_low, clip_high, dual_clip: GRPO's.
+        alpha: what a nat of entropy is worth in advantage; its default is ours.
+        temperature: of the softmax; its default is ours.
+    """
+
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float | None = None
+    alpha: float = 1.0
+    temperature: float = 1.0
+
+    coefficient_scope: ClassVar[Literal["group"]] = "group"
+    level: ClassVar[Literal["token"]] = "token"
+    needs: ClassVar[tuple[str, ...]] = ("entropy", "group_ids")
+    # its entropy enters the weights of the others
+    zero_advantage_is_inactive: ClassVar[bool] = False
+    ratio_only: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_clip_range(self.clip_low, self.clip_high, self.dual_clip)
+        require_numbers(alpha=self.alpha, temperature=self.temperature)
+        if self.temperature == 0:
+            raise ValueError("temperature: got 0, expected a positive number")
+
+    def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
+        """One value per token."""
+        assert batch.advantages is not None and batch.entropy is not None
+        groups = Groups.of(batch)
+        merit = batch.per_sequence(batch.advantages) + self.alpha * batch.per_sequence(batch.entropy)
+        weights = groups.flat(groups.softmax(groups.table(merit.detach() / self.temperature)))
+        advantages = batch.per_token(batch.advantages)
+        loss, low, high = ppo_clip(batch.log_ratio, advantages, self.clip_low, self.clip_high, self.dual_clip)
+        loss = finite.mul(batch.per_token(weights), loss)
+        return ObjectiveLoss(batch.weighted(loss), batch.log_ratio, low, high)

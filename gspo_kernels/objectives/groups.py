@@ -1,0 +1,127 @@
+"""Groups of sequences as rows of a table, and losses over the pairs within them."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from gspo_kernels.objectives import finite
+from gspo_kernels.objectives.base import Objective, ObjectiveLoss, PolicyBatch
+
+
+class Groups:
+    """Values [B] as a table [groups, size], one row per group; every sequence has one place.
+
+    Attributes:
+        present: the places that hold a sequence with a counted token.
+    """
+
+    def __init__(self, group_ids: Tensor, nonempty: Tensor):
+        ordered, self._order = torch.sort(group_ids, stable=True)
+        _, rows, counts = torch.unique_consecutive(ordered, return_inverse=True, return_counts=True)
+        columns = torch.arange(rows.numel(), device=rows.device) - (counts.cumsum(0) - counts)[rows]
+        self._places = (rows, columns)
+        self._shape = (counts.numel(), int(counts.max()) if counts.numel() else 0)
+        self.present = self.table(nonempty)
+
+    @classmethod
+    def of(cls, batch: PolicyBatch) -> Groups:
+        """The groups of a batch."""
+        assert batch.group_ids is not None
+        return cls(batch.group_ids, batch.layout.sum(batch.mask.to(torch.float64)) > 0)
+
+    def table(self, values: Tensor) -> Tensor:
+        """[B] -> [groups, size], zeros in places without a sequence."""
+        return values.new_zeros(self._shape).index_put(self._places, values[self._order])
+
+    def flat(self, table: Tensor) -> Tensor:
+        """[groups, size] -> [B]."""
+        return table[self._places][self._order.argsort()]
+
+    def sum(self, table: Tensor) -> Tensor:
+        """Each place's sum over the sequences present in its group."""
+        return torch.where(self.present, table, 0.0).sum(1, keepdim=True).expand(self._shape)
+
+    def mean(self, table: Tensor) -> Tensor:
+        """Each place's mean over the sequences present in its group."""
+        return self.sum(table) / self.sum(torch.ones_like(table)).clamp(min=1.0)
+
+    def softmax(self, table: Tensor) -> Tensor:
+        """Over the sequences present in a group; 0 elsewhere."""
+        weights = torch.where(self.present, table, -torch.inf).softmax(1)
+        return torch.where(self.present, weights, 0.0)
+
+    def both_present(self) -> Tensor:
+        """[groups, size, size]: both places hold a sequence."""
+        return self.present.unsqueeze(2) & self.present.unsqueeze(1)
+
+
+def reference_log_ratio(batch: PolicyBatch) -> Tensor:
+    """Tokens: ``token_weights * (logprobs - ref_logprobs)``."""
+    assert batch.ref_logprobs is not None
+    d = batch.logprobs - batch.ref_logprobs
+    return d if batch.token_weights is None else finite.mul(batch.token_weights, d)
+
+
+@dataclass(frozen=True)
+class Pairwise(Objective):
+    """A loss of pairs (i, j) of sequences within a group, which looks at the difference of their scores.
+
+    The aggregation "sequence_mean" is the mean over all pairs of the call, and a ``normalizer`` stands for
+    their number. A pair's value belongs to its two sequences by halves: that decides what other aggregations
+    make of it, and its rollout weight is the mean of the two.
+    """
+
+    coefficient_scope: ClassVar[Literal["group"]] = "group"
+    level: ClassVar[Literal["sequence"]] = "sequence"
+    needs: ClassVar[tuple[str, ...]] = ("group_ids",)
+    takes_token_advantages: ClassVar[bool] = False
+    zero_advantage_is_inactive: ClassVar[bool] = False
+    ratio_only: ClassVar[bool] = False
+
+    @abstractmethod
+    def score(self, batch: PolicyBatch) -> Tensor:
+        """[B], differentiable in ``batch.logprobs``."""
+
+    @abstractmethod
+    def pairs(self, values: Tensor) -> Tensor:
+        """Which (i, j) are pairs, [groups, size, size], of the table of ``advantages``."""
+
+    @abstractmethod
+    def pair_loss(self, gap: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        """The loss of ``gap = score_i - score_j``; ``first`` and ``second`` are i's and j's advantages."""
+
+    def penalty(self, batch: PolicyBatch) -> Tensor | None:
+        """[B] or None: a pair's loss also gets the mean of its two sequences' penalties."""
+        return None
+
+    def outer_divisor(self) -> tuple[str, float]:
+        """Pairs instead of sequences for "sequence_mean"."""
+        return ("pairs", 1.0) if self.aggregation == "sequence_mean" else super().outer_divisor()
+
+    def count_pairs(self, advantages: Tensor, group_ids: Tensor, nonempty: Tensor) -> Tensor:
+        """How many pairs the call has."""
+        groups = Groups(group_ids, nonempty)
+        return self._pairs(groups, groups.table(advantages)).sum().to(torch.float64)
+
+    def _pairs(self, groups: Groups, values: Tensor) -> Tensor:
+        return self.pairs(values) & groups.both_present()
+
+    def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
+        """One value per sequence: half of each of its pairs."""
+        assert batch.advantages is not None
+        groups = Groups.of(batch)
+        scores, values = groups.table(self.score(batch)), groups.table(batch.advantages)
+        pairs = self._pairs(groups, values)
+        gap = torch.where(pairs, scores.unsqueeze(2) - scores.unsqueeze(1), 0.0)
+        each = torch.where(pairs, self.pair_loss(gap, values.unsqueeze(2), values.unsqueeze(1)), 0.0)
+        loss = groups.flat(0.5 * (each.sum(1) + each.sum(2)))
+        penalty = self.penalty(batch)
+        if penalty is not None:
+            times = groups.flat((pairs.sum(1) + pairs.sum(2)).to(penalty.dtype))
+            loss = loss + finite.mul(0.5 * times, penalty)
+        return ObjectiveLoss(batch.weighted(loss), batch.sequence_log_ratio())

@@ -1,0 +1,56 @@
+"""KL-Cov: a KL penalty on the tokens whose log-prob and advantage vary together most."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+
+from gspo_kernels.objectives import finite
+from gspo_kernels.objectives.base import Objective, ObjectiveLoss, PolicyBatch, require_numbers
+from gspo_kernels.objectives.clip_cov import token_covariance
+
+
+@dataclass(frozen=True)
+class KLCov(Objective):
+    """KL-Cov of "The Entropy Mechanism" (arXiv 2505.22617), after verl's code.
+
+    ``cov_t = (A_t - mean A)(logp_t - mean logp)``, means over all counted tokens of the batch;
+    ``loss_t = -r_t A_t``, unclipped, and ``+ ppo_kl_coef |l_t|`` with ``l_t = logp_t - old_t`` for the
+    ``max(1, int(kl_cov_ratio N))`` tokens of largest covariance; ``dloss_t/dlogp_t = -r_t A_t``, there
+    ``+ ppo_kl_coef sign(l_t)``.
+
+    The whole batch is needed: for micro-batches, ``policy_coefficients`` on the batch, then ``Linear`` on
+    each part.
+
+    Args:
+        kl_cov_ratio: how many of all tokens are penalised.
+        ppo_kl_coef: weight of the penalty; 1 is the default of verl's code, 0.1 that of its configuration.
+    """
+
+    kl_cov_ratio: float = 2e-4
+    ppo_kl_coef: float = 1.0
+
+    coefficient_scope: ClassVar[Literal["batch"]] = "batch"
+    level: ClassVar[Literal["token"]] = "token"
+    zero_advantage_is_inactive: ClassVar[bool] = False
+    ratio_only: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_numbers(most=1.0, kl_cov_ratio=self.kl_cov_ratio)
+        require_numbers(ppo_kl_coef=self.ppo_kl_coef)
+
+    def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
+        """One value per token."""
+        assert batch.advantages is not None
+        # short of infinity, so that tokens with advantages of both signs never add up to NaN
+        bounded = batch.log_ratio.detach().clamp(max=700.0) + finite.zero_with_gradient(batch.log_ratio)
+        loss = -finite.mul(batch.per_token(batch.advantages), finite.exp(bounded))
+        covariance = torch.where(batch.mask, token_covariance(batch), -torch.inf).flatten()
+        count = max(1, int(self.kl_cov_ratio * int(batch.mask.sum())))
+        largest = torch.zeros_like(batch.mask).flatten()
+        largest[covariance.argsort(descending=True, stable=True)[:count]] = True
+        penalty = torch.where(largest.view_as(batch.mask), self.ppo_kl_coef * batch.log_ratio.abs(), 0.0)
+        return ObjectiveLoss(batch.weighted(loss + penalty), batch.log_ratio)

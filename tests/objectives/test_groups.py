@@ -1,0 +1,670 @@
+"""Objectives over groups and over the batch: the formula sheet, all ways into them, and what they refuse."""
+
+import functools
+import itertools
+import math
+
+import oracle
+import pytest
+import torch
+from cases import LAYOUTS, generator, make_case, pad, replace, run
+
+import gspo_kernels as gk
+from gspo_kernels.objectives.agro import AGRO
+from gspo_kernels.objectives.clip_cov import ClipCov
+from gspo_kernels.objectives.dpo import DPO
+from gspo_kernels.objectives.egsw import EGSW
+from gspo_kernels.objectives.groups import Groups
+from gspo_kernels.objectives.kl_cov import KLCov
+from gspo_kernels.objectives.rebel import REBEL
+from gspo_kernels.objectives.trpa import TRPA
+
+# Groups of four (one sequence without a token), of two and of three, not side by side.
+LENGTHS = (3, 2, 1, 4, 2, 0, 3, 2, 5)
+IDS = (5, -1, 5, 7, -1, 5, 7, 5, 7)
+LEVELS = (1.0, 2.0, 3.0, 2.0, 2.0, 1.0, 1.0, 1.0, 4.0)  # the group of two has no pair
+REWARDS = (0.7, -1.2, 0.0, 2.0, 1.4, 9.0, -0.5, 0.3, 1.1)
+
+OBJECTIVES = {
+    "TRPA": TRPA(beta=0.7, kl_coef=0.2),
+    "DPO": DPO(beta=0.3),
+    "REBEL": REBEL(eta=0.8),
+    "AGRO": AGRO(beta=0.4),
+    "EGSW": EGSW(alpha=0.7, temperature=0.6, dual_clip=1.5),
+    "ClipCov": ClipCov(clip_cov_ratio=0.1, clip_cov_lb=0.05, clip_cov_ub=3.0),
+    "KLCov": KLCov(kl_cov_ratio=0.2, ppo_kl_coef=0.6),
+}
+PAIRWISE, BATCHWIDE = ("TRPA", "DPO", "REBEL"), ("ClipCov", "KLCov")
+ENTRIES = {
+    "policy_loss": "logprobs",
+    "fused_policy_loss": "logits",
+    "fused_linear_policy_loss": "linear",
+}
+every = pytest.mark.parametrize("name", OBJECTIVES)
+layouts = pytest.mark.parametrize("layout", LAYOUTS)
+
+
+@functools.cache
+def case_of(name, layout="packed", kind="logprobs", rollout=False):
+    """A case with all that an objective needs, and a hole in its first sequence."""
+    values = LEVELS if name in ("TRPA", "DPO") else REWARDS
+    log_s = (0.2, -0.3, 0.1, 0.4, -0.2, 0.0, -0.4, 0.05, 0.3)
+    case = make_case(
+        kind, "packed", lengths=LENGTHS, advantages=values, log_s=log_s, dtype=torch.float64, noise=0.15
+    )
+    rng, needs, tokens = generator(7), OBJECTIVES[name].needs, sum(LENGTHS)
+    mask = torch.ones(tokens, dtype=torch.bool)
+    mask[1] = False
+    terms = {}
+    if "ref_logprobs" in needs:
+        terms["ref_logprobs"] = case.old_logprobs + 0.3 * torch.randn(tokens, generator=rng).double()
+    if "group_ids" in needs:
+        terms["group_ids"] = torch.tensor(IDS)
+    if rollout:
+        terms["rollout_weights"] = 0.5 + torch.rand(len(LENGTHS), generator=rng).double()
+    inputs = dict(case.inputs)
+    if "entropy" in needs and kind == "logprobs":
+        inputs["entropy"] = torch.rand(tokens, generator=rng).double()
+    case = replace(case, inputs=inputs, terms=terms, loss_mask=mask)
+    return case if layout == "packed" else pad(case, 2)
+
+
+def arguments(case, objective, **changes):
+    """Keywords of ``policy_loss`` from logprobs."""
+    given = {"loss_mask": case.loss_mask, "cu_seqlens": case.cu_seqlens, **case.terms, "objective": objective}
+    if "entropy" in case.inputs:
+        given["entropy"] = case.inputs["entropy"]
+    return {**given, **changes}
+
+
+def coefficients(case, objective, **changes):
+    return gk.policy_coefficients(
+        case.inputs["logprobs"], case.old_logprobs, case.advantages, **arguments(case, objective, **changes)
+    )
+
+
+# --- the formula sheet in plain Python
+
+
+class Plain:
+    """The sequences of a packed case as lists of floats."""
+
+    def __init__(self, case):
+        found = oracle.sequences(case.counted, case.cu_seqlens)
+        pick = lambda tokens: [s.pick(tokens).tolist() for s in found]  # noqa: E731
+        self.logp, self.old = pick(case.inputs["logprobs"]), pick(case.old_logprobs)
+        self.ref = pick(case.terms["ref_logprobs"]) if "ref_logprobs" in case.terms else self.old
+        self.entropy = pick(case.inputs["entropy"]) if "entropy" in case.inputs else self.old
+        self.values = case.advantages.tolist()
+        weights = case.terms.get("rollout_weights", torch.ones(len(found)))
+        self.weights = weights.tolist()
+        self.present = [i for i, tokens in enumerate(self.logp) if tokens]
+        self.where = [s.where for s in found]
+        self.counted = [s.counted for s in found]
+
+    def l(self, i):  # noqa: E743
+        return [a - b for a, b in zip(self.logp[i], self.old[i], strict=True)]
+
+    def d(self, i):
+        return [a - b for a, b in zip(self.logp[i], self.ref[i], strict=True)]
+
+    def groups(self):
+        return [[i for i in self.present if IDS[i] == group] for group in sorted(set(IDS))]
+
+    def tokens(self, case, per_sequence):
+        out = torch.zeros(case.labels.shape, dtype=torch.float64)
+        for i in self.present:
+            out[self.where[i]] = out[self.where[i]].masked_scatter(
+                self.counted[i], torch.tensor(per_sequence[i], dtype=torch.float64)
+            )
+        return out
+
+
+def sigmoid(x):
+    return 1 / (1 + math.exp(-x))
+
+
+def ppo(r, a, low=0.2, high=0.2, dual=None):
+    """PPO's loss and its slope in log r."""
+    if (a > 0 and r > 1 + high) or (a < 0 and r < 1 - low):
+        return -(1 + high if a > 0 else 1 - low) * a, 0.0
+    if dual is not None and a < 0 and r > dual:
+        return -dual * a, 0.0
+    return -r * a, -r * a
+
+
+def stated_pairs(o, q, pairs, slope, value):
+    """Mean over pairs; ``slope(i, j, sign)`` is the pair's slope in each of the tokens of i or j."""
+    loss, g = 0.0, [[0.0] * len(tokens) for tokens in q.logp]
+    for i, j in pairs:
+        weight = (q.weights[i] + q.weights[j]) / 2 / len(pairs)
+        loss += weight * value(i, j)
+        for k, sign in ((i, 1), (j, -1)):
+            g[k] = [a + weight * sign * slope(i, j) / (len(g[k]) if o == "TRPA" else 1) for a in g[k]]
+    return loss, g
+
+
+def stated(name, q):
+    """Loss and coefficients of the sheet: aggregation included, "sequence_mean"."""
+    o = OBJECTIVES[name]
+    if name in PAIRWISE:
+        within = [(i, j) for members in q.groups() for i, j in itertools.permutations(members, 2)]
+        if name == "REBEL":
+            pairs = [(i, j) for i, j in within if i < j]
+
+            def residual(i, j):
+                return sum(q.l(i)) - sum(q.l(j)) - o.eta * (q.values[i] - q.values[j])
+
+            return stated_pairs(
+                name, q, pairs, lambda i, j: 2 * residual(i, j), lambda i, j: residual(i, j) ** 2
+            )
+        pairs = [(i, j) for i, j in within if q.values[i] < q.values[j]]
+
+        def strength(i):
+            return o.beta * (o.anisotropy if name == "TRPA" and q.values[i] == 1 else 1)
+
+        def h(i, j):
+            score = lambda k: sum(q.d(k)) / (len(q.d(k)) if name == "TRPA" else 1)  # noqa: E731
+            return strength(i) * (score(i) - score(j))
+
+        loss, g = stated_pairs(
+            name, q, pairs, lambda i, j: -strength(i) * sigmoid(-h(i, j)),
+            lambda i, j: -math.log(sigmoid(h(i, j))),
+        )  # fmt: skip
+        if name == "TRPA":
+            for pair in pairs:
+                for k in pair:
+                    l = q.l(k)  # noqa: E741
+                    share = o.kl_coef * q.weights[k] / (2 * len(pairs) * len(l))
+                    loss += share * sum(math.exp(-x) + x - 1 for x in l)
+                    g[k] = [a + share * (1 - math.exp(-x)) for a, x in zip(g[k], l, strict=True)]
+        return loss, g
+    loss, g = 0.0, [[0.0] * len(tokens) for tokens in q.logp]
+    count = len(q.present)
+    if name == "AGRO":
+        for members in q.groups():
+            regularised = {i: q.values[i] - o.beta * sum(q.d(i)) for i in members}
+            mean = sum(regularised.values()) / len(members)
+            for i in members:
+                loss += (regularised[i] - mean) ** 2 / 2 / count
+                g[i] = [-o.beta * (regularised[i] - mean) / count] * len(g[i])
+        return loss, g
+    everything = [(i, t) for i in q.present for t in range(len(q.logp[i]))]
+    if name == "EGSW":
+        weight = {}
+        for members in q.groups():
+            merit = [
+                math.exp((q.values[i] + o.alpha * sum(q.entropy[i]) / len(q.entropy[i])) / o.temperature)
+                for i in members
+            ]
+            weight |= {i: m / sum(merit) for i, m in zip(members, merit, strict=True)}
+        for i, t in everything:
+            value, slope = ppo(math.exp(q.l(i)[t]), q.values[i], dual=o.dual_clip)
+            share = weight[i] / len(g[i]) / count
+            loss, g[i][t] = loss + share * value, share * slope
+        return loss, g
+    mean_a = sum(q.values[i] for i, _ in everything) / len(everything)
+    mean_logp = sum(q.logp[i][t] for i, t in everything) / len(everything)
+    cov = {(i, t): (q.values[i] - mean_a) * (q.logp[i][t] - mean_logp) for i, t in everything}
+    special = max(1, int((o.clip_cov_ratio if name == "ClipCov" else o.kl_cov_ratio) * len(everything)))
+    if name == "ClipCov":
+        terms = {(i, t): ppo(math.exp(q.l(i)[t]), q.values[i]) for i, t in everything}
+        candidates = sorted(
+            (c, at) for at, c in cov.items()
+            if o.clip_cov_lb < c < o.clip_cov_ub and (terms[at][1] != 0 or q.values[at[0]] == 0)
+        )  # fmt: skip
+        shuffled = torch.randperm(len(candidates), generator=generator(o.seed)).tolist()
+        assert len(candidates) > special
+        for k in shuffled[:special]:
+            terms[candidates[k][1]] = (0.0, 0.0)
+    else:
+        terms = {}
+        for i, t in everything:
+            l = q.l(i)[t]  # noqa: E741
+            terms[i, t] = (-math.exp(l) * q.values[i],) * 2
+        for _, at in sorted((-c, at) for at, c in cov.items())[:special]:
+            l = q.l(at[0])[at[1]]  # noqa: E741
+            value, slope = terms[at]
+            terms[at] = (value + o.ppo_kl_coef * abs(l), slope + o.ppo_kl_coef * math.copysign(1, l))
+    for (i, t), (value, slope) in terms.items():
+        share = 1 / len(g[i]) / count
+        loss, g[i][t] = loss + share * value, share * slope
+    return loss, g
+
+
+@every
+def test_loss_and_coefficients_are_the_formula_sheets(name):
+    case, objective = case_of(name), OBJECTIVES[name]
+    plain = Plain(case)
+    loss, per_sequence = stated(name, plain)
+    leaf = case.inputs["logprobs"].clone().requires_grad_()
+    output = gk.policy_loss(leaf, case.old_logprobs, case.advantages, **arguments(case, objective))
+    output.loss.backward()
+    assert output.loss.item() == pytest.approx(loss, rel=1e-12)
+    expected = plain.tokens(case, per_sequence)
+    torch.testing.assert_close(leaf.grad, expected, rtol=1e-11, atol=1e-14)
+    assert torch.equal(coefficients(case, objective), leaf.grad)
+    assert expected.count_nonzero() > 3
+
+
+@pytest.mark.parametrize("name", PAIRWISE)
+def test_a_pairs_rollout_weight_is_the_mean_of_its_two(name):
+    if name == "TRPA":
+        pytest.skip("its KL takes each sequence's own")
+    case = case_of(name, rollout=True)
+    plain = Plain(case)
+    expected = plain.tokens(case, stated(name, plain)[1])
+    torch.testing.assert_close(coefficients(case, OBJECTIVES[name]), expected, rtol=1e-11, atol=1e-14)
+
+
+@every
+def test_coefficients_are_central_differences(name):
+    case, objective = case_of(name), OBJECTIVES[name]
+    logprobs, h = case.inputs["logprobs"], 1e-6
+    got = coefficients(case, objective)
+    for t in range(logprobs.numel()):
+        up, down = (
+            gk.policy_loss(
+                logprobs + sign * h * torch.eye(logprobs.numel(), dtype=torch.float64)[t],
+                case.old_logprobs, case.advantages, **arguments(case, objective),
+            ).loss
+            for sign in (1, -1)
+        )  # fmt: skip
+        assert got[t].item() == pytest.approx(float(up - down) / (2 * h), rel=1e-6, abs=1e-9)
+
+
+# --- by hand
+
+
+def fp64(*values):
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def loss_and_gradient(objective, logprobs, old, advantages, **terms):
+    logprobs = logprobs.clone().requires_grad_()
+    output = gk.policy_loss(logprobs, old, advantages, objective=objective, **terms)
+    output.loss.backward()
+    return output.loss.item(), logprobs.grad
+
+
+PAIR = {"group_ids": torch.tensor([3, 3])}
+
+
+def test_dpo_by_hand():
+    """Chosen 1, rejected 2: h = 0.5 (0.2 - -0.6) = 0.4."""
+    ref, d = fp64([-1.0, -1.0], [-2.0, -2.0]), fp64([0.1, 0.1], [-0.3, -0.3])
+    loss, g = loss_and_gradient(DPO(beta=0.5), ref + d, None, fp64(1.0, 2.0), ref_logprobs=ref, **PAIR)
+    assert loss == pytest.approx(math.log(1 + math.exp(-0.4)), rel=1e-14)
+    slope = 0.5 * sigmoid(-0.4)
+    assert g.tolist() == [pytest.approx([-slope, -slope]), pytest.approx([slope, slope])]
+    # without a preference there is no pair
+    loss, g = loss_and_gradient(DPO(beta=0.5), ref + d, None, fp64(2.0, 2.0), ref_logprobs=ref, **PAIR)
+    assert loss == 0 and not g.any()
+
+
+def test_trpa_by_hand():
+    """Means instead of sums, and level 1 counts 2.5 times: h = 2.5 * 0.5 (0.1 - -0.3)."""
+    ref, d = fp64([-1.0, -1.0], [-2.0, -2.0]), fp64([0.1, 0.1], [-0.3, -0.3])
+    for levels, h in ((fp64(1.0, 2.0), 2.5 * 0.5 * 0.4), (fp64(2.0, 3.0), 0.5 * 0.4)):
+        loss, g = loss_and_gradient(
+            TRPA(beta=0.5, kl_coef=0.0), ref + d, None, levels, ref_logprobs=ref, **PAIR
+        )
+        assert loss == pytest.approx(math.log(1 + math.exp(-h)), rel=1e-14)
+        assert g[0].tolist() == pytest.approx([-h / 0.4 * sigmoid(-h) / 2] * 2)
+    old = ref + d - 0.2
+    both, _ = loss_and_gradient(TRPA(kl_coef=3.0), ref + d, old, fp64(1.0, 2.0), ref_logprobs=ref, **PAIR)
+    none, _ = loss_and_gradient(TRPA(kl_coef=0.0), ref + d, old, fp64(1.0, 2.0), ref_logprobs=ref, **PAIR)
+    assert both - none == pytest.approx(3 * (math.exp(-0.2) + 0.2 - 1), rel=1e-10)
+
+
+def test_trpa_defaults_are_the_codes():
+    assert (TRPA().beta, TRPA().anisotropy, TRPA().kl_coef) == (0.1, 2.5, 1e-3)
+
+
+def test_rebel_by_hand():
+    """Residual 0.2 - -0.6 - 0.5 (1 - 0) = 0.3; at 0 the log-ratios explain the rewards."""
+    old, l = fp64([-1.0, -1.0], [-2.0, -2.0]), fp64([0.1, 0.1], [-0.3, -0.3])  # noqa: E741
+    loss, g = loss_and_gradient(REBEL(eta=0.5), old + l, old, fp64(1.0, 0.0), **PAIR)
+    assert loss == pytest.approx(0.09)
+    assert g.tolist() == [pytest.approx([0.6, 0.6]), pytest.approx([-0.6, -0.6])]
+    loss, _ = loss_and_gradient(REBEL(), old + l, old, fp64(0.8, 0.0), **PAIR)
+    assert loss == pytest.approx(0.0, abs=1e-30)
+
+
+def test_rebel_on_policy_is_a_policy_gradient_with_leave_one_out_advantages():
+    """Over a group of G: -2 eta / P sum_j (R_i - R_j) = -4 eta / G of the leave-one-out advantage."""
+    rewards = fp64(1.0, 0.0, 0.5, 3.0)
+    logprobs = -torch.rand(4, 3, generator=generator(0), dtype=torch.float64)
+    got = gk.policy_coefficients(
+        logprobs, None, rewards, objective=REBEL(), group_ids=torch.zeros(4, dtype=torch.int64)
+    )
+    expected = -4 / 4 * gk.advantages.leave_one_out(rewards, group_size=4).unsqueeze(1).expand(4, 3)
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=0)
+
+
+def test_agro_by_hand():
+    """Regularised rewards 1 - 0.5 * 0.2 = 0.9 and 0 + 0.5 * 0.6 = 0.3: half the variance is 0.045."""
+    ref, d = fp64([-1.0, -1.0], [-2.0, -2.0]), fp64([0.1, 0.1], [-0.3, -0.3])
+    loss, g = loss_and_gradient(AGRO(beta=0.5), ref + d, None, fp64(1.0, 0.0), ref_logprobs=ref, **PAIR)
+    assert loss == pytest.approx(0.045)
+    assert g.tolist() == [pytest.approx([-0.5 * 0.3 / 2] * 2), pytest.approx([0.5 * 0.3 / 2] * 2)]
+
+
+def test_egsw_by_hand():
+    """Weights of softmax((1, -1 + 0.5 * 2)) on GRPO's loss; equal merit halves it."""
+    logprobs, entropy = fp64([-1.0], [-2.0]), fp64([0.0], [2.0])
+    weight = 1 / (1 + math.exp(0 - 1))
+    loss, g = loss_and_gradient(EGSW(alpha=0.5), logprobs, logprobs, fp64(1.0, -1.0), entropy=entropy, **PAIR)
+    assert loss == pytest.approx((-weight + (1 - weight)) / 2)
+    assert g.tolist() == [[pytest.approx(-weight / 2)], [pytest.approx((1 - weight) / 2)]]
+    _, g = loss_and_gradient(EGSW(alpha=1.0), logprobs, logprobs, fp64(1.0, -1.0), entropy=entropy, **PAIR)
+    _, grpo = loss_and_gradient(gk.GRPO(), logprobs, logprobs, fp64(1.0, -1.0))
+    torch.testing.assert_close(g, grpo / 2)
+
+
+def test_clip_cov_by_hand():
+    """Means 0.5 and -2; covariances 0.5, -0.5, -0.5, 0.5: two candidates, one is drawn."""
+    logprobs, advantages = fp64([-1.0, -3.0], [-1.0, -3.0]), fp64(1.0, 0.0)
+    objective = ClipCov(clip_cov_lb=0.1)
+    _, plain = loss_and_gradient(gk.GRPO(), logprobs, logprobs, advantages)
+    _, g = loss_and_gradient(objective, logprobs, logprobs, advantages)
+    drawn = {ClipCov(clip_cov_lb=0.1, seed=s): None for s in range(20)}
+    for one in drawn:
+        _, found = loss_and_gradient(one, logprobs, logprobs, advantages)
+        drawn[one] = tuple((found != plain).flatten().tolist())
+    # the first token with its gradient, or the fourth, which has none to lose
+    assert set(drawn.values()) == {(True, False, False, False), (False,) * 4}
+    assert torch.equal(g, loss_and_gradient(objective, logprobs, logprobs, advantages)[1])
+
+
+@pytest.mark.parametrize("bounds", [(0.5, 0.6), (0.4, 0.5), (0.6, 9.0)])
+def test_covariances_on_the_bounds_are_no_candidates(bounds):
+    logprobs, advantages = fp64([-1.0, -3.0], [-1.0, -3.0]), fp64(1.0, 0.0)
+    objective = ClipCov(clip_cov_ratio=1.0, clip_cov_lb=bounds[0], clip_cov_ub=bounds[1])
+    _, g = loss_and_gradient(objective, logprobs, logprobs, advantages)
+    assert torch.equal(g, loss_and_gradient(gk.GRPO(), logprobs, logprobs, advantages)[1])
+
+
+def test_cov_defaults_are_verls():
+    assert (ClipCov().clip_cov_ratio, ClipCov().clip_cov_lb, ClipCov().clip_cov_ub) == (2e-4, 1.0, 5.0)
+    assert (KLCov().kl_cov_ratio, KLCov().ppo_kl_coef) == (2e-4, 1.0)
+
+
+def test_kl_cov_by_hand():
+    """Covariances 1.5, -0.5, -0.5 ..: the first token is penalised, and nothing is clipped."""
+    logprobs = fp64([-1.0, -3.0], [-2.0, -2.0])
+    old = logprobs - fp64([0.3, 0.5], [-0.5, 0.5])
+    _, g = loss_and_gradient(KLCov(ppo_kl_coef=0.7), logprobs, old, fp64(3.0, 1.0))
+    e = math.exp
+    expected = [[(-3 * e(0.3) + 0.7) / 4, -3 * e(0.5) / 4], [-e(-0.5) / 4, -e(0.5) / 4]]
+    assert g.tolist() == [pytest.approx(row, rel=1e-13) for row in expected]
+    _, g = loss_and_gradient(KLCov(kl_cov_ratio=1.0, ppo_kl_coef=0.7), logprobs, old, fp64(3.0, 1.0))
+    assert g[1].tolist() == pytest.approx([(-e(-0.5) - 0.7) / 4, (-e(0.5) + 0.7) / 4], rel=1e-13)
+
+
+def test_groups_are_tables():
+    ids, nonempty = torch.tensor([4, -1, 4, 9, 4]), torch.tensor([True, True, False, True, True])
+    groups, values = Groups(ids, nonempty), fp64(1.0, 2.0, 3.0, 4.0, 5.0)
+    table = groups.table(values)
+    assert table.tolist() == [[2, 0, 0], [1, 3, 5], [4, 0, 0]]
+    assert groups.present.tolist() == [[True, False, False], [True, False, True], [True, False, False]]
+    assert torch.equal(groups.flat(table), values)
+    assert groups.flat(groups.mean(table)).tolist() == [3, 2, 3, 4, 3]
+    weights = groups.flat(groups.softmax(table))
+    assert weights.tolist() == pytest.approx([sigmoid(-4), 1, 0, 1, sigmoid(4)])
+    empty = Groups(ids[:0], nonempty[:0])
+    assert empty.flat(empty.mean(empty.table(values[:0]))).shape == (0,)
+
+
+# --- all ways in
+
+
+@every
+def test_padded_and_packed_agree(name):
+    packed, padded = case_of(name), case_of(name, "padded")
+    got = coefficients(padded, OBJECTIVES[name])[pad(replace(packed, loss_mask=None), 2).counted]
+    torch.testing.assert_close(got, coefficients(packed, OBJECTIVES[name]), rtol=1e-11, atol=1e-14)
+
+
+@every
+@layouts
+@pytest.mark.parametrize("entry", ["fused_policy_loss", "fused_linear_policy_loss"])
+def test_all_entry_points_agree(entry, layout, name):
+    """From hidden states, from logits, and from the log-probs that these give: one loss, one gradient."""
+    objective, kind = OBJECTIVES[name], ENTRIES[entry]
+    case = case_of(name, layout, kind)
+    found = run(case, entry, objective)
+    other = "linear_token_logprobs" if kind == "linear" else "token_logprobs"
+    with_entropy = run_with_entropy(case, other, objective)
+    torch.testing.assert_close(found.loss, with_entropy[0], rtol=1e-11, atol=1e-14)
+    torch.testing.assert_close(found.grads, with_entropy[1], rtol=1e-10, atol=1e-13)
+
+
+def run_with_entropy(case, entry, objective):
+    """``policy_loss`` of log-probs by a fused operator."""
+    leaves = {key: value.detach().requires_grad_() for key, value in case.inputs.items()}
+    if entry == "token_logprobs":
+        tokens = gk.token_logprobs(leaves["logits"], case.labels, return_entropy=True)
+    else:
+        tokens = gk.linear_token_logprobs(
+            leaves["hidden"], leaves["weight"], case.labels, bias=leaves["bias"], return_entropy=True
+        )
+    entropy = {"entropy": tokens.entropy} if "entropy" in objective.needs else {}
+    loss = gk.policy_loss(
+        tokens.logprobs, case.old_logprobs, case.advantages, **arguments(case, objective), **entropy
+    ).loss
+    loss.backward()
+    return loss.detach(), {key: leaf.grad for key, leaf in leaves.items()}
+
+
+@every
+@layouts
+def test_all_schedules_agree(layout, name):
+    case, objective = case_of(name, layout, "linear"), OBJECTIVES[name]
+    # a chunk holds any group but not two, and for "aligned" the batch where that is the scope
+    rows = {"aligned": 21 if name in BATCHWIDE else 12}
+    found = {
+        schedule: run(
+            case, "fused_linear_policy_loss", objective, schedule=schedule,
+            max_chunk_bytes=rows.get(schedule, 5) * 61 * 8,
+        )
+        for schedule in ("two_pass", "aligned", "cached", "auto")
+    }  # fmt: skip
+    for schedule in ("aligned", "cached", "auto"):
+        torch.testing.assert_close(found[schedule].loss, found["two_pass"].loss, rtol=1e-12, atol=0)
+        torch.testing.assert_close(
+            found[schedule].grads, found["two_pass"].grads, rtol=1e-10, atol=1e-13, msg=schedule
+        )
+    for schedule in ("known", "deferred"):
+        with pytest.raises(ValueError, match=r"schedule: .*not exact"):
+            run(case, "fused_linear_policy_loss", objective, schedule=schedule)
+    with pytest.raises(ValueError, match="skip_inactive: 'all'"):
+        run(case, "fused_linear_policy_loss", objective, skip_inactive="all")
+
+
+@every
+def test_a_frozen_head_may_defer_everything(name):
+    case, objective = case_of(name, "packed", "linear"), OBJECTIVES[name]
+    expected = run(case, "fused_linear_policy_loss", objective, schedule="two_pass").grads["hidden"]
+    hidden = case.inputs["hidden"].clone().requires_grad_()
+    given = {key: value for key, value in arguments(case, objective).items() if key != "entropy"}
+    gk.fused_linear_policy_loss(
+        hidden, case.inputs["weight"], case.labels, case.old_logprobs, case.advantages,
+        bias=case.inputs["bias"], schedule="frozen", **given,
+    ).loss.backward()  # fmt: skip
+    torch.testing.assert_close(hidden.grad, expected, rtol=1e-10, atol=1e-13)
+
+
+@every
+@pytest.mark.parametrize("entry", ["fused_policy_loss", "fused_linear_policy_loss"])
+@pytest.mark.parametrize("parts", [[[0, 3], [1, 2, 5], [4, 6, 7, 8]], [[i] for i in range(9)]], ids=len)
+def test_any_split_into_micro_batches_gives_the_same(parts, entry, name):
+    """Coefficients of the whole batch, then each part's through ``Linear``, groups cut or not."""
+    objective, kind = OBJECTIVES[name], ENTRIES[entry]
+    case = case_of(name, "padded", kind)
+    whole = run(case, entry, objective)
+    entropy = {}
+    if "entropy" in objective.needs:
+        scores = case.inputs["logits"] if kind == "logits" else None
+        if scores is None:
+            scores = case.inputs["hidden"] @ case.inputs["weight"].T + case.inputs["bias"]
+        entropy["entropy"] = gk.token_logprobs(scores, case.labels, return_entropy=True).entropy
+    weights = gk.policy_coefficients(
+        whole.logprobs, case.old_logprobs, case.advantages, **arguments(case, objective), **entropy
+    )
+    total = {key: torch.zeros_like(value) for key, value in case.inputs.items()}
+    for rows in parts:
+        part = replace(
+            case, advantages=None, old_logprobs=None, labels=case.labels[rows],
+            loss_mask=case.loss_mask[rows], terms={"token_weights": weights[rows]},
+            inputs={k: v if k in ("weight", "bias") else v[rows] for k, v in case.inputs.items()},
+        )  # fmt: skip
+        for key, grad in run(part, entry, gk.Linear()).grads.items():
+            if key in ("weight", "bias"):
+                total[key] += grad
+            else:
+                total[key][rows] = grad
+    torch.testing.assert_close(total, whole.grads, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("name", [name for name in OBJECTIVES if name not in BATCHWIDE])
+def test_micro_batches_of_whole_groups_add_up_with_a_normalizer(name):
+    """The normalizer stands for what the divisor counts: pairs for pairwise objectives."""
+    case, objective = case_of(name, "padded"), OBJECTIVES[name]
+    # group 5: levels 1, 3, 1; group 7: levels 2, 1, 4; the group of two has no pair of different levels
+    counted = {"TRPA": 2 + 3, "DPO": 2 + 3, "REBEL": 3 + 3 + 1, "AGRO": 8, "EGSW": 8}
+    whole = coefficients(case, objective)
+    for ids in ((5,), (7, -1)):
+        rows = [i for i, group in enumerate(IDS) if group in ids]
+        terms = {key: value[rows] for key, value in case.terms.items()}
+        inputs = {key: value[rows] for key, value in case.inputs.items()}
+        part = replace(
+            case, terms=terms, inputs=inputs, advantages=case.advantages[rows], labels=case.labels[rows],
+            old_logprobs=case.old_logprobs[rows], loss_mask=case.loss_mask[rows],
+        )  # fmt: skip
+        got = coefficients(part, objective, normalizer=float(counted[name]))
+        torch.testing.assert_close(got, whole[rows], rtol=1e-11, atol=1e-14)
+
+
+@every
+def test_sequences_in_any_order(name):
+    case, objective = case_of(name, "padded"), OBJECTIVES[name]
+    whole = coefficients(case, objective)
+    for seed in range(3):
+        order = torch.randperm(9, generator=generator(seed))
+        moved = replace(
+            case, terms={key: value[order] for key, value in case.terms.items()},
+            inputs={key: value[order] for key, value in case.inputs.items()},
+            advantages=case.advantages[order], old_logprobs=case.old_logprobs[order],
+            labels=case.labels[order], loss_mask=case.loss_mask[order],
+        )  # fmt: skip
+        torch.testing.assert_close(coefficients(moved, objective), whole[order], rtol=1e-10, atol=1e-14)
+
+
+@every
+def test_masked_positions_are_inert(name):
+    case, objective = case_of(name, "padded"), OBJECTIVES[name]
+    clean = coefficients(case, objective)
+    for poison in (math.nan, math.inf, -math.inf):
+
+        def spoil(value, poison=poison):
+            if not value.is_floating_point() or value.shape != case.labels.shape:
+                return value
+            return value.masked_fill(~case.counted, poison)
+
+        advantages = case.advantages.clone()
+        advantages[5] = poison  # a sequence without tokens
+        spoiled = replace(
+            case, terms={key: spoil(value) for key, value in case.terms.items()}, advantages=advantages,
+            inputs={key: spoil(value) for key, value in case.inputs.items()},
+            old_logprobs=spoil(case.old_logprobs),
+        )  # fmt: skip
+        assert torch.equal(coefficients(spoiled, objective), clean)
+
+
+@every
+@pytest.mark.parametrize("size", [30.0, 1e4])
+def test_extreme_log_ratios(name, size):
+    """Finite wherever fp64 fits: everything but exp of what a ratio overflows by. Never NaN."""
+    case, objective = case_of(name), OBJECTIVES[name]
+    for seed in range(5):
+        sign = torch.randn(sum(LENGTHS), generator=generator(seed)).sign().double()
+        old = case.inputs["logprobs"] - size * sign
+        terms = {key: old if key == "ref_logprobs" else value for key, value in case.terms.items()}
+        extreme = replace(case, old_logprobs=old, terms=terms)
+        got = coefficients(extreme, objective)
+        loss = gk.policy_loss(
+            extreme.inputs["logprobs"], old, extreme.advantages, **arguments(extreme, objective)
+        ).loss
+        assert not got.isnan().any() and not loss.isnan()
+        if size == 30.0 or name in ("DPO", "REBEL", "AGRO"):
+            assert got.isfinite().all() and loss.isfinite()
+
+
+@every
+def test_nothing_counted(name):
+    case, objective = case_of(name), OBJECTIVES[name]
+    logprobs = case.inputs["logprobs"].clone().requires_grad_()
+    nothing = torch.zeros_like(case.loss_mask)
+    loss = gk.policy_loss(
+        logprobs, case.old_logprobs, case.advantages, **arguments(case, objective, loss_mask=nothing)
+    ).loss
+    loss.backward()
+    assert loss == 0 and not logprobs.grad.any()
+
+
+# --- what they refuse
+
+
+@pytest.mark.parametrize("name", BATCHWIDE)
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_objectives_over_the_batch_refuse_micro_batches(entry, name):
+    case = case_of(name, "packed", ENTRIES[entry])
+    part = replace(case, terms={**case.terms, "normalizer": 8.0})
+    with pytest.raises(ValueError, match=r"normalizer: .*policy_coefficients of the whole batch.*Linear"):
+        run(part, entry, OBJECTIVES[name])
+
+
+@pytest.mark.parametrize("name", [name for name in OBJECTIVES if name not in BATCHWIDE])
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_groups_of_one_are_refused(entry, name):
+    case = case_of(name, "packed", ENTRIES[entry])
+    cut = torch.tensor((5, -1, 5, 7, 3, 5, 7, 5, 7))
+    part = replace(case, terms={**case.terms, "group_ids": cut})
+    with pytest.raises(ValueError, match=r"group_ids: group -1 has a single sequence.*Linear"):
+        run(part, entry, OBJECTIVES[name])
+
+
+@every
+def test_what_is_needed_is_asked_for_by_name(name):
+    case, objective = case_of(name), OBJECTIVES[name]
+    for needed in objective.needs:
+        with pytest.raises(ValueError, match=f"{needed}: got None, but {name} needs it"):
+            coefficients(case, objective, **{needed: None})
+    if not objective.takes_token_advantages:
+        with pytest.raises(ValueError, match=r"advantages: .* takes one per sequence"):
+            coefficients(replace(case, advantages=case.inputs["logprobs"]), objective)
+
+
+@pytest.mark.parametrize(
+    ("cls", "options", "kind", "named"),
+    [
+        (DPO, {"beta": -0.1}, ValueError, "beta"),
+        (DPO, {"beta": "0.1"}, TypeError, "beta"),
+        (TRPA, {"anisotropy": math.inf}, ValueError, "anisotropy"),
+        (TRPA, {"kl_coef": -1.0}, ValueError, "kl_coef"),
+        (REBEL, {"eta": math.nan}, ValueError, "eta"),
+        (AGRO, {"beta": None}, TypeError, "beta"),
+        (EGSW, {"temperature": 0.0}, ValueError, "temperature"),
+        (EGSW, {"clip_low": 2.0}, ValueError, "clip_low"),
+        (EGSW, {"alpha": -1.0}, ValueError, "alpha"),
+        (ClipCov, {"clip_cov_ratio": 1.5}, ValueError, "clip_cov_ratio"),
+        (ClipCov, {"clip_cov_lb": 6.0}, ValueError, "clip_cov_ub"),
+        (ClipCov, {"seed": 1.5}, TypeError, "seed"),
+        (KLCov, {"kl_cov_ratio": -0.1}, ValueError, "kl_cov_ratio"),
+        (KLCov, {"ppo_kl_coef": -0.1}, ValueError, "ppo_kl_coef"),
+    ],
+)  # fmt: skip
+def test_wrong_options_are_named(cls, options, kind, named):
+    with pytest.raises(kind, match=f"^{named}: "):
+        cls(**options)
