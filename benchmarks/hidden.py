@@ -1,9 +1,10 @@
 """``python -m benchmarks.hidden`` times a GSPO loss from hidden states, forward and backward, on CPU.
 
 Contestants: the three matrix products alone (logits, dHidden, dWeight, in the inputs' dtype, to memory that
-exists), which are the floor; ours with every schedule; naive PyTorch; TRL's chunked log-probs with the
-formula in PyTorch; Liger's fused GRPO loss. Where 16-bit products are slower than fp32 ones, products of
-operands raised beforehand are the floor: "x GEMMs" is against the faster.
+exists), which are the floor; the same where each result takes fresh memory, as ``a @ b`` does; ours with each
+schedule; naive PyTorch; TRL's chunked log-probs with the formula in PyTorch; Liger's fused GRPO loss. Where
+16-bit products are slower than fp32 ones, products of operands raised beforehand are the floor: "x GEMMs" is
+against the faster.
 
 Situations: every sequence active; half of them at zero advantage, which only ours makes use of, so that the
 others' times are those of "all active"; a head without gradient, as under LoRA; on-policy.
@@ -43,14 +44,16 @@ from benchmarks.problem import Problem, Result
 from gspo_kernels.schedule import SCHEDULES
 
 FLOOR = "three GEMMs alone"
+FRESH = "the same, to fresh memory"
 SHAPES = ((2048, 32000, 512), (1024, 151936, 896))
-PACKAGES = ("gspo_kernels", "torch", "trl", "liger_kernel", "transformers", "triton")
+PACKAGES = ("torch", "trl", "liger_kernel", "transformers", "triton")
 
 
 class ThreeGemms:
-    """The floor: it is given its operands in some dtype, dLoss/dlogits too, and its outputs exist."""
+    """The floor: given its operands in some dtype, dLoss/dlogits too, and its outputs unless ``fresh``."""
 
-    def __init__(self, problem: Problem, dtype: torch.dtype):
+    def __init__(self, problem: Problem, dtype: torch.dtype, fresh: bool = False):
+        self.fresh = fresh
         self.weight, self.hidden = problem.weight.to(dtype), problem.hidden.flatten(0, 1).to(dtype)
         self.logits = torch.empty(len(self.hidden), len(self.weight), dtype=self.weight.dtype)
         self.gradients = torch.empty_like(self.logits)
@@ -61,6 +64,10 @@ class ThreeGemms:
         self.grad_hidden, self.grad_weight = torch.empty_like(self.hidden), torch.empty_like(self.weight)
 
     def __call__(self, problem: Problem) -> Result:
+        if self.fresh:
+            torch.mm(self.hidden, self.weight.t())
+            hidden = torch.mm(self.gradients, self.weight)
+            return Result(None, hidden.view(problem.hidden.shape), torch.mm(self.gradients.t(), self.hidden))
         torch.mm(self.hidden, self.weight.t(), out=self.logits)
         torch.mm(self.gradients, self.weight, out=self.grad_hidden)
         torch.mm(self.gradients.t(), self.hidden, out=self.grad_weight)
@@ -175,6 +182,8 @@ def floors(problem: Problem, wanted: Sequence[str]) -> list[Contestant]:
         if dtype == torch.float32
         else {dtype: FLOOR, torch.float32: f"{FLOOR}, raised to fp32"}
     )
+    raised = ThreeGemms(problem, torch.float32, fresh=True)
+    fresh = Contestant(FRESH, "all active", "float32", raised, has_loss=False)
     return [
         Contestant(
             name,
@@ -185,7 +194,7 @@ def floors(problem: Problem, wanted: Sequence[str]) -> list[Contestant]:
         )
         for operands, name in names.items()
         if operands == torch.float32 or not wanted or any(word in name for word in wanted)
-    ]
+    ] + [fresh]
 
 
 def measure(
@@ -277,7 +286,7 @@ def table(outcomes: Sequence[Outcome]) -> str:
 
 
 def versions() -> dict[str, str]:
-    found = {}
+    found = {"gspo_kernels": gk.__version__}
     for package in PACKAGES:
         try:
             found[package] = version(package)

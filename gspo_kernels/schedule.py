@@ -153,12 +153,16 @@ class Refusals:
 
 @dataclass(frozen=True)
 class Part:
-    """Scopes ``start`` to ``stop`` (as ordered by the plan) and how they are worked through."""
+    """Scopes ``start`` to ``stop`` (as ordered by the plan) and how they are worked through.
+
+    The last ``resting`` of the ``rows`` have no gradient: they only share the projection.
+    """
 
     strategy: str
     start: int
     stop: int
     rows: int
+    resting: int = 0
 
 
 def plan_parts(
@@ -179,8 +183,21 @@ def plan_parts(
     """
     working = len(rows) - idle
     parts = _working_parts(schedule, rows[:working], shapes, refusals)
-    rest = sum(rows[working:])
-    return [*parts, Part("forward", working, len(rows), rest)] if rest else parts
+    stop = working
+    if parts and parts[-1].strategy == "aligned":
+        last, held = parts[-1], parts[-1].rows
+        while stop < len(rows) and held + rows[stop] <= shapes.chunk_rows:
+            held += rows[stop]
+            stop += 1
+        parts[-1] = Part("aligned", last.start, stop, held, held - last.rows)
+    rest = sum(rows[stop:])
+    return [*parts, Part("forward", stop, len(rows), rest)] if rest else parts
+
+
+def _costs(part: Part, shapes: Shapes, active: float = ACTIVE_FRACTION) -> list[Cost]:
+    """Of the rows with a gradient and of those without."""
+    costs = [cost(part.strategy, part.rows - part.resting, shapes, active)]
+    return [*costs, cost("forward", part.resting, shapes)] if part.resting else costs
 
 
 def _working_parts(schedule: str, rows: Sequence[int], shapes: Shapes, refusals: Refusals) -> list[Part]:
@@ -321,7 +338,7 @@ def explain(
         return plan_parts(schedule, rows, idle, shapes, refusals)
 
     def seconds_of(parts: list[Part]) -> float:
-        return sum(cost(part.strategy, part.rows, shapes).seconds for part in parts)
+        return sum(price.seconds for part in parts for price in _costs(part, shapes))
 
     def alternative(schedule: str) -> float | str:
         refused = refusals.of(schedule)
@@ -335,7 +352,9 @@ def explain(
     parts = parts_of(name)
     by_strategy: dict[str, int] = {}
     for part in parts:
-        by_strategy[part.strategy] = by_strategy.get(part.strategy, 0) + part.rows
+        by_strategy[part.strategy] = by_strategy.get(part.strategy, 0) + part.rows - part.resting
+        if part.resting:
+            by_strategy["forward"] = by_strategy.get("forward", 0) + part.resting
     used = [strategy for strategy in by_strategy if strategy != "forward"] or ["forward"]
     schedule = name if name != "auto" else used[0] if len(used) == 1 else "mixed"
     total = sum(rows)
@@ -344,7 +363,7 @@ def explain(
     copy = shapes.accumulator_bytes if shapes.accumulator_itemsize > weight_itemsize else 0
     return SchedulePlan(
         schedule=schedule,
-        gemms=sum(cost(part.strategy, part.rows, shapes, 1.0).products for part in parts) / max(total, 1),
+        gemms=sum(price.products for part in parts for price in _costs(part, shapes, 1.0)) / max(total, 1),
         chunk_rows=most,
         chunks=sum(-(-part.rows // shapes.chunk_rows) for part in parts),
         chunk_bytes=chunk_bytes,

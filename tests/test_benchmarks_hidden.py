@@ -76,8 +76,8 @@ def test_command_line(tmp_path, capsys):
         listed = {(line["name"], line["situation"]) for line in run["contestants"]}
         floors = {name for name, _ in listed - expected}
         assert listed >= expected
-        assert all(name.startswith(hidden.FLOOR) for name in floors)
-        assert len(floors) == (1 if run["dtype"] == "fp32" else 2)
+        assert all(name.startswith((hidden.FLOOR, hidden.FRESH)) for name in floors)
+        assert len(floors) == (2 if run["dtype"] == "fp32" else 3)
         for line in run["contestants"]:
             assert line["name"] in printed
             must_run = line["name"].startswith(("ours, auto", "ours, two_pass", "naive", hidden.FLOOR))
@@ -134,7 +134,7 @@ def test_a_wrong_contestant_is_refused_its_time(capsys):
     arguments = ["--shape", *map(str, SHAPE), "--repeats", "1", "--dtypes", "fp32", "--contestants"]
     record = hidden.main([*arguments, "honest", *WRONG], extra=entrants)
     lines = {line["name"]: line for line in record["runs"][0]["contestants"]}
-    assert set(lines) == {hidden.FLOOR, "honest", *WRONG}
+    assert set(lines) == {hidden.FLOOR, hidden.FRESH, "honest", *WRONG}
     assert lines["honest"]["status"] == "right"
     printed = capsys.readouterr().out
     for name, (what, _) in WRONG.items():
@@ -151,5 +151,9 @@ def test_unequal_sequences_are_refused():
 
 def test_the_slow_are_timed_once():
     outcomes = hidden.run(SHAPE, torch.float32, repeats=3, patience=0.0, wanted=["naive PyTorch"])
-    assert {outcome.name for outcome in outcomes} == {hidden.FLOOR, "naive PyTorch, float32 logits"}
+    assert {outcome.name for outcome in outcomes} == {
+        hidden.FLOOR,
+        hidden.FRESH,
+        "naive PyTorch, float32 logits",
+    }
     assert all(len(outcome.seconds) == 1 for outcome in outcomes)
