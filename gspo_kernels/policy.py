@@ -183,7 +183,8 @@ def _evaluate(logprobs: Tensor, entropy: Tensor | None, terms: PolicyTerms, want
 
     logp = torch.where(present, logprobs.to(torch.float64), 0.0).requires_grad_()
     old = _selected(terms.old_logprobs, present)
-    log_ratio = logp - (logp.detach() if old is None else old)
+    old = logp.detach() if old is None else old
+    log_ratio = logp - old
     token_weights = _selected(terms.token_weights, mask)
     reference = _selected(terms.ref_logprobs, present)
     entropy = _selected(entropy, present)
@@ -192,6 +193,7 @@ def _evaluate(logprobs: Tensor, entropy: Tensor | None, terms: PolicyTerms, want
         mask=mask,
         lengths=aggregation.lengths,
         logprobs=logp,
+        old_logprobs=old,
         log_ratio=log_ratio if token_weights is None else finite.mul(token_weights, log_ratio),
         advantages=aggregation.selected(terms.advantages),
         rollout_weights=aggregation.selected(terms.rollout_weights),
@@ -245,18 +247,22 @@ def _metrics(
     layout = batch.layout
     tokens = present.sum().clamp(min=1)
     sequences_present = layout.sum(present.to(torch.float64)) > 0
-    items = present if result.loss.ndim == present.ndim else sequences_present
-    count = items.sum().clamp(min=1)
     ratio = result.log_ratio.detach().exp()
+    items = present if ratio.ndim == present.ndim else sequences_present
+    count = items.sum().clamp(min=1)
     neutral = torch.where(items.any(), 0.0, 1.0)
 
-    def share(chosen: Tensor, among: Tensor, total: Tensor) -> Tensor:
-        return (chosen & among).sum() / total
+    def share(chosen: Tensor) -> Tensor:
+        among = present if chosen.ndim == present.ndim else sequences_present
+        return (chosen & among).sum() / among.sum().clamp(min=1)
 
     def token_mean(values: Tensor) -> Tensor:
         return torch.where(present, values.detach(), 0.0).sum() / tokens
 
-    clipped = batch.per_token(result.clipped_low | result.clipped_high)
+    never = torch.zeros_like(items)
+    low, high = (
+        never if clipped is None else clipped for clipped in (result.clipped_low, result.clipped_high)
+    )
     sequence_active = layout.sum(active.to(torch.float64)) > 0
     padded = torch.cat([ratio.flatten(), ratio.new_ones(1)])
     inside = torch.cat([items.flatten(), ~items.any().reshape(1)])
@@ -264,11 +270,11 @@ def _metrics(
         torch.where(items, ratio, 0.0).sum() / count + neutral,
         torch.where(inside, padded, float("inf")).amin(),
         torch.where(inside, padded, float("-inf")).amax(),
-        share(result.clipped_low, items, count),
-        share(result.clipped_high, items, count),
-        share(clipped, present, tokens),
+        share(low),
+        share(high),
+        share(batch.per_token(low) | batch.per_token(high)),
         token_mean(-log_ratio),
-        share(sequence_active, sequences_present, sequences_present.sum().clamp(min=1)),
+        share(sequence_active),
     ]
     if kl is not None:
         results.append(token_mean(kl))

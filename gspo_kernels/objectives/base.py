@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from gspo_kernels.layout import Layout
+from gspo_kernels.layout import Layout, Packed
 from gspo_kernels.objectives import finite
 from gspo_kernels.tracing import constant_when_traced, plain_constant
 from gspo_kernels.types import ClippedSequenceRatio
@@ -37,6 +37,7 @@ class PolicyBatch:
         mask: bool, tokens that count.
         lengths: [B], |y_i|: counted tokens, or the caller's ``lengths``; at least 1.
         logprobs: tokens, the tensor that carries the gradient.
+        old_logprobs: tokens; on-policy the detached ``logprobs``.
         log_ratio: tokens, ``token_weights * (logprobs - old_logprobs)``.
         advantages: [B] or tokens; None only for objectives with ``needs_advantages = False``.
         rollout_weights: [B] or tokens, or None for 1.
@@ -51,6 +52,7 @@ class PolicyBatch:
     mask: Tensor
     lengths: Tensor
     logprobs: Tensor
+    old_logprobs: Tensor
     log_ratio: Tensor
     advantages: Tensor | None = None
     rollout_weights: Tensor | None = None
@@ -71,9 +73,70 @@ class PolicyBatch:
         counts = self.layout.sum(self.mask.to(values.dtype)).clamp(min=1.0)
         return self.layout.sum(torch.where(self.mask, values, 0.0)) / counts
 
+    def range_of(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """[B], [B]: smallest and largest among each sequence's counted tokens; inf and -inf without any."""
+        sequences = self.sequence_ids().flatten()
+
+        def extreme(how: str, nothing: float) -> Tensor:
+            kept = torch.where(self.mask, values, nothing).flatten()
+            return values.new_full((self.layout.sequences,), nothing).scatter_reduce(0, sequences, kept, how)
+
+        return extreme("amin", math.inf), extreme("amax", -math.inf)
+
+    def sequence_ids(self) -> Tensor:
+        """Tokens: the index of each token's sequence."""
+        return self.layout.expand(torch.arange(self.layout.sequences, device=self.mask.device))
+
     def sequence_log_ratio(self) -> Tensor:
         """[B], log s_i: the log-ratios' sum over the length (GSPO's Eq. 7)."""
         return self.layout.sum(self.log_ratio) / self.lengths
+
+    def turn_log_ratio(self) -> Tensor:
+        """Tokens: mean log-ratio over the counted tokens of each token's turn; 0 outside turns. Detached."""
+        assert self.turn_ids is not None
+        sequences = self.sequence_ids().flatten()
+        inside = self.mask & (self.turn_ids >= 0)
+        order = self.turn_ids.flatten().argsort(stable=True)
+        order = order[sequences[order].argsort(stable=True)]
+        changes = torch.zeros_like(order, dtype=torch.bool)
+        for ids in (sequences[order], self.turn_ids.flatten()[order]):
+            changes[1:] |= ids[1:] != ids[:-1]
+        segments = changes.cumsum(0)
+        # as many segments as tokens, so that their number stays on the device
+        turns = Packed(
+            torch.searchsorted(segments, torch.arange(order.numel() + 1, device=order.device)), segments
+        )
+
+        def total(values: Tensor) -> Tensor:
+            return turns.sum(torch.where(inside, values, 0.0).flatten()[order].unsqueeze(0))
+
+        log_ratio = self.log_ratio.detach()
+        means = turns.expand(total(log_ratio) / total(torch.ones_like(log_ratio)).clamp(min=1.0))
+        result = torch.empty_like(means.squeeze(0)).scatter(0, order, means.squeeze(0))
+        return torch.where(inside, result.view_as(log_ratio), 0.0)
+
+    def log_ratio_of(self, level: str) -> Tensor:
+        """Tokens: the log-ratio of the "token", or of the "turn" or "sequence" it belongs to.
+
+        A longer segment's value comes with the gradient of each token's own log-ratio, as in GSPO-token's
+        ``sg[s_i] pi_t / sg[pi_t]``.
+        """
+        if level == "token":
+            return self.log_ratio
+        turn = level == "turn"
+        mean = self.turn_log_ratio() if turn else self.per_token(self.sequence_log_ratio().detach())
+        return mean + finite.zero_with_gradient(self.log_ratio)
+
+    def token_advantages(self) -> Tensor:
+        """The advantages as tokens."""
+        assert self.advantages is not None
+        return self.per_token(self.advantages)
+
+    def weighted_logprobs(self) -> Tensor:
+        """Tokens: ``token_weights * logprobs``."""
+        if self.token_weights is None:
+            return self.logprobs
+        return finite.mul(self.token_weights, self.logprobs)
 
     def weighted(self, loss: Tensor) -> Tensor:
         """``loss`` (tokens or [B]) times the rollout weights at its level."""
@@ -84,19 +147,19 @@ class PolicyBatch:
 
 
 class ObjectiveLoss(NamedTuple):
-    """An objective's value before aggregation, all of the same shape: tokens or [B].
+    """An objective's value before aggregation. Each is tokens or [B]; ``loss`` is what ``level`` says.
 
     Attributes:
         loss: differentiable with respect to ``PolicyBatch.logprobs``.
-        log_ratio: the log importance ratio at this level, differentiable.
-        clipped_low: bool, the lower bound cut the gradient off.
+        log_ratio: the log importance ratio, differentiable.
+        clipped_low: bool, the lower bound cut the gradient off, or bounded its weight. None: there is none.
         clipped_high: bool, an upper bound did.
     """
 
     loss: Tensor
     log_ratio: Tensor
-    clipped_low: Tensor
-    clipped_high: Tensor
+    clipped_low: Tensor | None = None
+    clipped_high: Tensor | None = None
 
 
 def ppo_clip(
@@ -130,7 +193,8 @@ _REGISTRY: dict[str, type[Objective]] = {}
 class Objective(ABC):
     """Base of all objectives: options every one has, and the declarations that schedules and losses read.
 
-    Subclasses are frozen dataclasses whose fields are numbers, strings, bools or None.
+    Subclasses are frozen dataclasses whose fields are numbers, strings, bools or None. What the class
+    declares holds for its default options; other options may ``_declare`` otherwise for their instance.
 
     Args:
         aggregation: how values become one loss; |y_i| is the number of counted tokens or ``lengths[i]``.
@@ -196,6 +260,11 @@ class Objective(ABC):
                 f"not {self.aggregation!r}"
             )
 
+    def _declare(self, **declarations: Any) -> None:
+        """Set declarations of this instance, from ``__post_init__``."""
+        for name, value in declarations.items():
+            object.__setattr__(self, name, value)
+
     @abstractmethod
     def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
         """The loss before aggregation; must be differentiable in ``batch.logprobs``."""
@@ -252,6 +321,21 @@ def require_clip_range(low: float, high: float, dual: float | None) -> None:
             raise ValueError(
                 f"dual_clip: got {dual}, expected None or a ratio above 1 + clip_high = {1.0 + high}"
             )
+
+
+def require_numbers(least: float = 0.0, most: float = math.inf, **values: object) -> None:
+    """Check options that are numbers: finite, from ``least`` to ``most``."""
+    for name, value in values.items():
+        _require_number(name, value)
+        if not (least <= value <= most and value < math.inf):  # type: ignore[operator]
+            expected = f"from {least} to {most}" if most < math.inf else f"of at least {least}"
+            raise ValueError(f"{name}: got {value}, expected a finite number {expected}")
+
+
+def require_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    """Check an option that is one of a few words."""
+    if value not in choices:
+        raise ValueError(f"{name}: got {value!r}, expected one of {', '.join(map(repr, choices))}")
 
 
 def _require_number(name: str, value: object) -> None:

@@ -50,7 +50,7 @@ class GSPO(Objective):
         loss, low, high = ppo_clip(log_ratio, batch.advantages, self.clip_low, self.clip_high, self.dual_clip)
         return ObjectiveLoss(batch.weighted(loss), log_ratio, low, high)
 
-    def sequence_ratio_form(self) -> ClippedSequenceRatio:
+    def sequence_ratio_form(self) -> ClippedSequenceRatio | None:
         """GSPO is the clipped sequence ratio."""
         divisor, scale = self.outer_divisor()
         bounds = log_bounds(self.clip_low, self.clip_high, self.dual_clip)

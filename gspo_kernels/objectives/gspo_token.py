@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from gspo_kernels.objectives.base import Objective, ObjectiveLoss, PolicyBatch, ppo_clip, require_clip_range
-from gspo_kernels.objectives.finite import zero_with_gradient
+from gspo_kernels.objectives.parts import ClippedRatio
 
 
 @dataclass(frozen=True)
-class GSPOToken(Objective):
+class GSPOToken(ClippedRatio):
     """The token-level variant of GSPO, from the paper's Eqs. 13 and 14 (arXiv 2507.18071).
 
     ``s_{i,t} = sg[s_i] pi_t / sg[pi_t]``; ``loss_t = -min(s_{i,t} A_t, clip(s_{i,t}, 1 - clip_low, 1 +
@@ -26,21 +25,7 @@ class GSPOToken(Objective):
 
     clip_low: float = 3e-4
     clip_high: float = 4e-4
-    dual_clip: float | None = None
 
+    ratio_level: ClassVar[Literal["sequence"]] = "sequence"
     coefficient_scope: ClassVar[Literal["sequence"]] = "sequence"
-    level: ClassVar[Literal["token"]] = "token"
     factorizes: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_clip_range(self.clip_low, self.clip_high, self.dual_clip)
-
-    def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
-        """One value per token."""
-        assert batch.advantages is not None
-        sequence_ratio = batch.per_token(batch.sequence_log_ratio().detach())
-        log_ratio = sequence_ratio + zero_with_gradient(batch.log_ratio)
-        advantages = batch.per_token(batch.advantages)
-        loss, low, high = ppo_clip(log_ratio, advantages, self.clip_low, self.clip_high, self.dual_clip)
-        return ObjectiveLoss(batch.weighted(loss), log_ratio, low, high)

@@ -1,0 +1,52 @@
+"""ABC-GRPO: bounds on both sides for either sign of the advantage."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+
+from gspo_kernels.objectives import finite
+from gspo_kernels.objectives.base import Objective, ObjectiveLoss, PolicyBatch, require_numbers
+from gspo_kernels.objectives.parts import by_sign, surrogate
+
+
+@dataclass(frozen=True)
+class ABCGRPO(Objective):
+    """Adaptive-Boundary-Clipping GRPO (arXiv 2601.03895): four bounds and no minimum.
+
+    ``loss_t = -A_t clip(r_t, 1 - low, 1 + high)`` with the bounds of the advantage's sign; ``dloss_t/dlogp_t
+    = -A_t r_t`` inside them, on either side 0. From the paper.
+
+    Args:
+        positive_low, positive_high: clip range below and above 1 for A > 0; the paper's e2 and e1.
+        negative_low, negative_high: the same for A <= 0; the paper's e4 and e3.
+    """
+
+    positive_low: float = 0.2
+    positive_high: float = 0.2
+    negative_low: float = 0.2
+    negative_high: float = 0.2
+
+    coefficient_scope: ClassVar[Literal["token"]] = "token"
+    level: ClassVar[Literal["token"]] = "token"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_numbers(0.0, 1.0, positive_low=self.positive_low, negative_low=self.negative_low)
+        require_numbers(positive_high=self.positive_high, negative_high=self.negative_high)
+
+    def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
+        """One value per token."""
+        log_ratio = batch.log_ratio
+        log_low = by_sign(batch, _log1p(-self.positive_low), _log1p(-self.negative_low))
+        log_high = by_sign(batch, _log1p(self.positive_high), _log1p(self.negative_high))
+        low, high = log_ratio < log_low, log_ratio > log_high
+        bounded = torch.where(low, log_low, torch.where(high, log_high, log_ratio))
+        return surrogate(batch, finite.exp(bounded), log_ratio, low, high)
+
+
+def _log1p(x: float) -> float:
+    return math.log1p(x) if x > -1.0 else -math.inf

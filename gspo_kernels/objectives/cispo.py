@@ -1,0 +1,45 @@
+"""CISPO: a policy gradient weighted by the clipped ratio."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from gspo_kernels.objectives import finite
+from gspo_kernels.objectives.base import Objective, ObjectiveLoss, PolicyBatch, require_numbers
+from gspo_kernels.objectives.parts import policy_gradient
+
+
+@dataclass(frozen=True)
+class CISPO(Objective):
+    """Clipped importance-sampling weights of MiniMax-M1 (arXiv 2506.13585): every token keeps a gradient.
+
+    ``loss_t = -sg[clip(r_t, min_ratio, max_ratio)] A_t logp_t``; ``dloss_t/dlogp_t = -clip(r_t, min_ratio,
+    max_ratio) A_t``, never cut off. From the paper. The bounds are ratios, so both conventions can be said:
+    TRL's ``epsilon_high`` is ``max_ratio``; verl's ``clip_ratio_low`` and ``clip_ratio_high`` are
+    ``min_ratio=1 - low, max_ratio=1 + high``. The paper's bounds are not public; 5 is what TRL recommends.
+
+    Args:
+        min_ratio, max_ratio: bounds of the weight, ``0 <= min_ratio <= 1 <= max_ratio``.
+    """
+
+    min_ratio: float = 0.0
+    max_ratio: float = 5.0
+    aggregation: str = "token_mean"
+
+    coefficient_scope: ClassVar[Literal["token"]] = "token"
+    level: ClassVar[Literal["token"]] = "token"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_numbers(0.0, 1.0, min_ratio=self.min_ratio)
+        require_numbers(1.0, max_ratio=self.max_ratio)
+
+    def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
+        """One value per token."""
+        low = math.log(self.min_ratio) if self.min_ratio else -math.inf
+        high = math.log(self.max_ratio)
+        weight = finite.exp(batch.log_ratio.clamp(low, high))
+        below, above = batch.log_ratio < low, batch.log_ratio > high
+        return policy_gradient(batch, weight, batch.log_ratio, below, above)

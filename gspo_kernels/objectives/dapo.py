@@ -1,0 +1,23 @@
+"""DAPO: GRPO with a higher upper bound and a mean over all tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gspo_kernels.objectives.grpo import GRPO
+
+
+@dataclass(frozen=True)
+class DAPO(GRPO):
+    """Decoupled clip and token-level loss of DAPO (arXiv 2503.14476).
+
+    GRPO with bounds 0.2 below and 0.28 above 1 and one mean over all tokens of the *global* batch: under
+    gradient accumulation pass its token count as ``normalizer``. From the paper. Dynamic sampling and
+    overlong reward shaping are the trainer's.
+
+    Args:
+        clip_low, clip_high, dual_clip: as in GRPO.
+    """
+
+    clip_high: float = 0.28
+    aggregation: str = "token_mean"

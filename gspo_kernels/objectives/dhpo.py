@@ -1,0 +1,81 @@
+"""DHPO: token and sequence ratios, each clipped, then mixed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from gspo_kernels.objectives import finite
+from gspo_kernels.objectives.base import (
+    Objective,
+    ObjectiveLoss,
+    PolicyBatch,
+    ppo_clip,
+    require_clip_range,
+    require_numbers,
+)
+
+
+@dataclass(frozen=True)
+class DHPO(Objective):
+    """Dynamic Hybrid Policy Optimization (arXiv 2601.05607), a template: its constants are not public.
+
+    Token ratios r_t and the sequence's ratio s are clipped as PPO does, each in its own range, and mixed:
+    ``loss_t = alpha_t clipped(r_t, A_t) + (1 - alpha_t) clipped(s, A_t)``. In a mean over the sequence a
+    token's coefficient is ``-(A / |y_i|) (alpha_t r_t [r_t unclipped] + mean_u(1 - alpha_u) s [s
+    unclipped])``. alpha 1 is GRPO, alpha 0 GSPO. The structure (two clipped branches, a fixed or an
+    entropy-guided mix) is from the paper. How the entropy guides is assumed: alpha_t is the token's entropy,
+    detached, scaled from the smallest to the largest among the sequence's counted tokens to 0 to 1 (0.5 where
+    all are equal), so that uncertain tokens follow their own ratio.
+
+    Args:
+        mix: alpha, a number from 0 to 1, or "entropy".
+        clip_low, clip_high: clip range of the token ratios; GRPO's.
+        sequence_clip_low, sequence_clip_high: clip range of the sequence ratio; GSPO's.
+    """
+
+    mix: float | str = 0.5
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    sequence_clip_low: float = 3e-4
+    sequence_clip_high: float = 4e-4
+
+    coefficient_scope: ClassVar[Literal["sequence"]] = "sequence"
+    level: ClassVar[Literal["token"]] = "token"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_clip_range(self.clip_low, self.clip_high, None)
+        require_clip_range(self.sequence_clip_low, self.sequence_clip_high, None)
+        if isinstance(self.mix, str):
+            if self.mix != "entropy":
+                raise ValueError(f"mix: got {self.mix!r}, expected a number from 0 to 1, or 'entropy'")
+            # the entropy is known no sooner than the log-probs
+            self._declare(needs=("entropy",), ratio_only=False)
+        else:
+            require_numbers(0.0, 1.0, mix=self.mix)
+
+    def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
+        """One value per token."""
+        advantages = batch.token_advantages()
+        sequence_ratio = batch.per_token(batch.sequence_log_ratio())
+        tokens, *by_token = ppo_clip(batch.log_ratio, advantages, self.clip_low, self.clip_high, None)
+        sequences, *by_sequence = ppo_clip(
+            sequence_ratio, advantages, self.sequence_clip_low, self.sequence_clip_high, None
+        )
+        alpha = self._alpha(batch)
+        loss = finite.mul(alpha, tokens) + finite.mul(1.0 - alpha, sequences)
+        low, high = (one & other for one, other in zip(by_token, by_sequence, strict=True))
+        return ObjectiveLoss(batch.weighted(loss), batch.log_ratio, low, high)
+
+    def _alpha(self, batch: PolicyBatch) -> Tensor:
+        if not isinstance(self.mix, str):
+            return torch.full_like(batch.log_ratio, self.mix, requires_grad=False)
+        assert batch.entropy is not None
+        entropy = batch.entropy.detach()
+        least, most = map(batch.per_token, batch.range_of(entropy))
+        spread = most - least
+        return torch.where(spread > 0, (entropy - least) / torch.where(spread > 0, spread, 1.0), 0.5)

@@ -1,0 +1,77 @@
+"""DPPO: a trust region in probabilities instead of ratios."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from gspo_kernels.objectives import finite
+from gspo_kernels.objectives.base import (
+    Objective,
+    ObjectiveLoss,
+    PolicyBatch,
+    require_choice,
+    require_numbers,
+)
+from gspo_kernels.objectives.parts import policy_gradient
+
+
+@dataclass(frozen=True)
+class DPPO(Objective):
+    """Divergence PPO in its binary form (arXiv 2602.04879), after verl's ``dppo_tv`` and ``dppo_kl``.
+
+    ``loss_t = -keep_t A_t sg[min(r_t, max_ratio)] logp_t``; ``dloss_t/dlogp_t = -keep_t A_t min(r_t,
+    max_ratio)``. With p and p_old the label's probabilities, a token with A > 0 is kept while ``p - p_old <=
+    bound_high`` (total variation) or while ``KL(Bern(p_old), Bern(p)) <= bound_high`` or ``p <= p_old``; one
+    with A <= 0 while ``p - p_old >= -bound_low``, or KL ``<= bound_low`` or ``p >= p_old``. verl adds 1e-8 to
+    the probabilities inside its KL, and clamps log-ratios to +-20; this does not.
+
+    Args:
+        divergence: "tv" or "kl".
+        bound_low, bound_high: of the divergence, for either sign; 0.2 is verl's default for any method's clip
+            range, not a constant of the paper.
+        max_ratio: bound of the ratio as a weight; 20 in verl's code, 3 from its config.
+    """
+
+    divergence: str = "tv"
+    bound_low: float = 0.2
+    bound_high: float = 0.2
+    max_ratio: float = 20.0
+    aggregation: str = "token_mean"
+
+    coefficient_scope: ClassVar[Literal["token"]] = "token"
+    level: ClassVar[Literal["token"]] = "token"
+    ratio_only: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_choice("divergence", self.divergence, ("tv", "kl"))
+        require_numbers(bound_low=self.bound_low, bound_high=self.bound_high)
+        require_numbers(1.0, max_ratio=self.max_ratio)
+
+    def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
+        """One value per token."""
+        logp = batch.logprobs.detach()
+        old, gains = batch.old_logprobs, batch.token_advantages() > 0
+        if self.divergence == "tv":
+            change = logp.exp() - old.exp()
+            low, high = ~gains & (change < -self.bound_low), gains & (change > self.bound_high)
+        else:
+            divergence = _bernoulli_kl(old, logp)
+            low = ~gains & (divergence > self.bound_low) & (logp < old)
+            high = gains & (divergence > self.bound_high) & (logp > old)
+        weight = finite.exp(batch.log_ratio.clamp(max=math.log(self.max_ratio)))
+        weight = torch.where(low | high, 0.0, weight)
+        return policy_gradient(batch, weight, batch.log_ratio, low, high)
+
+
+def _bernoulli_kl(old: Tensor, new: Tensor) -> Tensor:
+    """KL(Bern(p_old), Bern(p)) from log-probs; rounding above 0 counts as 0."""
+    old, new = old.clamp(max=0.0), new.clamp(max=0.0)
+    chosen = finite.mul(old.exp(), old - new)
+    others = finite.mul(-torch.expm1(old), torch.log(-torch.expm1(old)) - torch.log(-torch.expm1(new)))
+    return chosen + others

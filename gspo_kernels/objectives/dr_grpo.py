@@ -1,0 +1,23 @@
+"""Dr. GRPO: GRPO with a constant divisor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gspo_kernels.objectives.grpo import GRPO
+
+
+@dataclass(frozen=True)
+class DrGRPO(GRPO):
+    """GRPO Done Right (arXiv 2503.20783): GRPO whose token sums are divided by a constant, not by |y_i|.
+
+    Loss and coefficient of a token are GRPO's; a sequence's tokens add up and are divided by
+    ``aggregation_constant``, the maximum completion length, which has no default: ``DrGRPO(
+    aggregation_constant=4096)``. From the paper and its code. The paper's advantages leave the standard
+    deviation out: ``advantages.group_normalized(..., scale="none")``.
+
+    Args:
+        clip_low, clip_high, dual_clip: as in GRPO.
+    """
+
+    aggregation: str = "constant"

@@ -1,0 +1,56 @@
+"""ESPO: GSPO on the ELBO of a diffusion language model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from gspo_kernels.objectives import finite
+from gspo_kernels.objectives.base import ObjectiveLoss, PolicyBatch, require_numbers
+from gspo_kernels.objectives.gspo import GSPO
+
+
+@dataclass(frozen=True)
+class ESPO(GSPO):
+    """ELBO-based Sequence-level Policy Optimization for diffusion language models (arXiv 2512.03759).
+
+    The sequence's likelihood is its ELBO, ``E = sum_t w_t logp_t`` over the masked tokens with ``w_t = 1 /
+    p_mask`` as ``token_weights``; ``rho = exp((E - E_old) / L)`` with L as ``lengths`` (there the padded
+    length); ``loss_i = -min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A) + elbo_kl_beta (E - E_ref)^2 /
+    (2 L)``; ``dloss_i/dlogp_t = (-A rho [unclipped] + elbo_kl_beta (E - E_ref)) w_t / L``. From the paper.
+    The quadratic KL is this objective's own, not the losses' ``kl_beta``; rollout weights leave it alone.
+
+    Args:
+        clip_low, clip_high, dual_clip: as in GSPO; the defaults are the paper's.
+        elbo_kl_beta: weight of the quadratic KL; the paper's. 0 leaves it out and needs no ``ref_logprobs``.
+    """
+
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    elbo_kl_beta: float = 0.01
+
+    needs: ClassVar[tuple[str, ...]] = ("token_weights", "lengths", "ref_logprobs")
+    zero_advantage_is_inactive: ClassVar[bool] = False
+    ratio_only: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_numbers(elbo_kl_beta=self.elbo_kl_beta)
+        if self.elbo_kl_beta == 0:
+            self._declare(
+                needs=("token_weights", "lengths"), zero_advantage_is_inactive=True, ratio_only=True
+            )
+
+    def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
+        """One value per sequence."""
+        result = super().evaluate(batch)
+        if self.elbo_kl_beta == 0:
+            return result
+        assert batch.ref_logprobs is not None and batch.token_weights is not None
+        distance = batch.layout.sum(finite.mul(batch.token_weights, batch.logprobs - batch.ref_logprobs))
+        kl = finite.mul(0.5 * self.elbo_kl_beta * distance, distance) / batch.lengths
+        return result._replace(loss=result.loss + kl)
+
+    def sequence_ratio_form(self) -> None:
+        """The single launch knows no token weights."""
+        return None

@@ -1,0 +1,47 @@
+"""GMPO: the geometric mean of clipped token ratios."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+
+from gspo_kernels.objectives import finite
+from gspo_kernels.objectives.base import Objective, ObjectiveLoss, PolicyBatch, require_numbers
+from gspo_kernels.objectives.parts import surrogate
+
+
+@dataclass(frozen=True)
+class GMPO(Objective):
+    """Geometric-Mean Policy Optimization (arXiv 2507.20673).
+
+    ``l_t = logp_t - old_t``, cut at ``log_clip_high`` from above for A > 0, at ``-log_clip_low`` from below
+    for A < 0; ``loss_i = -A_i exp(mean_t l_t)``; ``dloss_i/dlogp_t = -(A_i / |y_i|) exp(mean_u l_u)`` where
+    l_t is not cut, else 0. From the paper; its range is (e^-0.4, e^0.4). verl takes the geometric mean of
+    per-token rollout weights, this package their mean.
+
+    Args:
+        log_clip_low, log_clip_high: clip range of the log-ratio below and above 0.
+    """
+
+    log_clip_low: float = 0.4
+    log_clip_high: float = 0.4
+
+    coefficient_scope: ClassVar[Literal["sequence"]] = "sequence"
+    level: ClassVar[Literal["sequence"]] = "sequence"
+    takes_token_advantages: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_numbers(log_clip_low=self.log_clip_low, log_clip_high=self.log_clip_high)
+
+    def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
+        """One value per sequence."""
+        log_ratio, advantages = batch.log_ratio, batch.token_advantages()
+        low = (advantages < 0) & (log_ratio < -self.log_clip_low)
+        high = (advantages > 0) & (log_ratio > self.log_clip_high)
+        bounded = torch.where(low, -self.log_clip_low, log_ratio)
+        bounded = torch.where(high, self.log_clip_high, bounded)
+        mean = batch.layout.sum(bounded) / batch.lengths
+        return surrogate(batch, finite.exp(mean), mean, low, high)

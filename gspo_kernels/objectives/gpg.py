@@ -1,0 +1,29 @@
+"""GPG: the plain policy gradient."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+
+from gspo_kernels.objectives.base import Objective, ObjectiveLoss, PolicyBatch
+from gspo_kernels.objectives.parts import policy_gradient
+
+
+@dataclass(frozen=True)
+class GPG(Objective):
+    """Group Policy Gradient (arXiv 2504.02546), after verl's ``gpg``: no ratio, no clip.
+
+    ``loss_t = -A_t logp_t``; ``dloss_t/dlogp_t = -A_t``. Old log-probs only enter metrics.
+    """
+
+    aggregation: str = "token_mean"
+
+    coefficient_scope: ClassVar[Literal["nothing"]] = "nothing"
+    level: ClassVar[Literal["token"]] = "token"
+    factorizes: ClassVar[bool] = True
+
+    def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
+        """One value per token."""
+        return policy_gradient(batch, torch.ones_like(batch.logprobs), batch.log_ratio)

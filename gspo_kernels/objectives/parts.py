@@ -1,0 +1,80 @@
+"""Parts that objectives are made of: a clipped ratio at some level, and a weighted policy gradient."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from gspo_kernels.objectives import finite
+from gspo_kernels.objectives.base import Objective, ObjectiveLoss, PolicyBatch, ppo_clip, require_clip_range
+
+
+@dataclass(frozen=True)
+class ClippedRatio(Objective):
+    """PPO's clip, token by token, on the ratio of the token or of the segment that it belongs to.
+
+    ``loss_t = -min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t)``; ``dloss_t/dlogp_t = -r_t A_t``
+    where not clipped, decided by the sign of A_t, else 0. A subclass says by ``ratio_level`` whose ratio.
+
+    Args:
+        clip_low, clip_high: clip range below and above 1.
+        dual_clip: for A < 0 the loss is at most ``-dual_clip A`` and has no gradient beyond (dual-clip PPO,
+            arXiv 1912.09729), or None.
+    """
+
+    clip_low: float
+    clip_high: float
+    dual_clip: float | None = None
+
+    ratio_level: ClassVar[Literal["token", "turn", "sequence"]]
+    level: ClassVar[Literal["token"]] = "token"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_clip_range(self.clip_low, self.clip_high, self.dual_clip)
+
+    def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
+        """One value per token."""
+        log_ratio, advantages = batch.log_ratio_of(self.ratio_level), batch.token_advantages()
+        loss, low, high = ppo_clip(log_ratio, advantages, self.clip_low, self.clip_high, self.dual_clip)
+        return ObjectiveLoss(batch.weighted(loss), log_ratio, low, high)
+
+
+def by_sign(batch: PolicyBatch, positive: float, negative: float) -> Tensor:
+    """Tokens: ``positive`` where A > 0, else ``negative``."""
+    advantages = batch.token_advantages()
+    return torch.where(advantages > 0, advantages.new_tensor(positive), negative)
+
+
+def surrogate(
+    batch: PolicyBatch,
+    gain: Tensor,
+    log_ratio: Tensor,
+    clipped_low: Tensor | None = None,
+    clipped_high: Tensor | None = None,
+) -> ObjectiveLoss:
+    """``-A gain``, for a function of the ratio: tokens or [B]."""
+    assert batch.advantages is not None
+    advantages = batch.advantages if gain.ndim == 1 else batch.token_advantages()
+    loss = -finite.mul(advantages, gain)
+    return ObjectiveLoss(batch.weighted(loss), log_ratio, clipped_low, clipped_high)
+
+
+def policy_gradient(
+    batch: PolicyBatch,
+    weight: Tensor,
+    log_ratio: Tensor,
+    clipped_low: Tensor | None = None,
+    clipped_high: Tensor | None = None,
+) -> ObjectiveLoss:
+    """``-sg[weight] A logp`` per token: a gradient of ``-weight A``, whatever the weight is made of."""
+    return surrogate(
+        batch,
+        finite.mul(batch.per_token(weight.detach()), batch.weighted_logprobs()),
+        batch.per_token(log_ratio),
+        clipped_low,
+        clipped_high,
+    )

@@ -1,0 +1,56 @@
+"""VESPO: a smooth weight on the trajectory's ratio."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+
+from gspo_kernels.objectives.base import Objective, ObjectiveLoss, PolicyBatch, require_numbers
+from gspo_kernels.objectives.parts import by_sign, policy_gradient
+
+_LOG_MOST = 20.0
+_LOG_LEAST = math.log(1e-8)
+
+
+@dataclass(frozen=True)
+class VESPO(Objective):
+    """Variational Sequence-level Soft Policy Optimization (arXiv 2602.10693).
+
+    ``W = exp(sum_t (logp_t - old_t))``; ``phi(W) = W^k exp(lambda (1 - W))``; ``loss_t = -sg[phi(W)] A_t
+    logp_t``; ``dloss_t/dlogp_t = -phi(W) A_t``, with k and lambda by the sign of the advantage. As in the
+    official code and TRL, log-ratios are clamped to +-20 and log W to [log 1e-8, 20]. TRL puts the ratio to
+    the rollout's policy into W: pass the rollout's log-probs as ``old_logprobs`` for that, rollout weights
+    multiply the loss here. The mean over all tokens is TRL's.
+
+    Args:
+        k_positive, lambda_positive: for A >= 0; the defaults are TRL's.
+        k_negative, lambda_negative: for A < 0.
+    """
+
+    k_positive: float = 2.0
+    lambda_positive: float = 3.0
+    k_negative: float = 3.0
+    lambda_negative: float = 2.0
+    aggregation: str = "token_mean"
+
+    coefficient_scope: ClassVar[Literal["sequence"]] = "sequence"
+    level: ClassVar[Literal["token"]] = "token"
+    factorizes: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_numbers(k_positive=self.k_positive, k_negative=self.k_negative)
+        require_numbers(1e-4, lambda_positive=self.lambda_positive, lambda_negative=self.lambda_negative)
+
+    def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
+        """One value per token."""
+        total = batch.layout.sum(batch.log_ratio.clamp(-_LOG_MOST, _LOG_MOST))
+        log_ratio = batch.per_token(total.clamp(_LOG_LEAST, _LOG_MOST))
+        # phi at A = 0 doesn't matter
+        k = by_sign(batch, self.k_positive, self.k_negative)
+        decay = by_sign(batch, self.lambda_positive, self.lambda_negative)
+        weight = torch.exp(k * log_ratio - decay * torch.expm1(log_ratio))
+        return policy_gradient(batch, weight, log_ratio)

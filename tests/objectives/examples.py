@@ -1,0 +1,156 @@
+"""Every registered objective with the options worth testing, and batches that have all they ask for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import gspo_kernels as gk
+
+EVERY = {name: getattr(gk.objectives, name) for name in gk.objectives.__all__}
+
+OPTIONS: dict[str, tuple[dict[str, Any], ...]] = {
+    "GRPO": ({"dual_clip": 1.5},),
+    "GSPO": ({"clip_low": 0.1, "clip_high": 0.15, "dual_clip": 1.5},),
+    "GSPOToken": ({"clip_low": 0.1, "clip_high": 0.15, "dual_clip": 1.5},),
+    "LUSPO": ({"clip_low": 0.1, "clip_high": 0.15},),
+    "TLGRPO": ({"clip_low": 0.1, "clip_high": 0.15},),
+    "DrGRPO": ({"aggregation_constant": 16},),
+    "CISPO": ({"min_ratio": 0.8, "max_ratio": 1.2},),
+    "SSPO": ({"gate": "identity"},),
+    "DHPO": ({"mix": 0.3, "sequence_clip_low": 0.1, "sequence_clip_high": 0.1}, {"mix": "entropy"}),
+    "ESPO": ({"elbo_kl_beta": 0.0},),
+    "TOPR": ({"ratio_level": "token"},),
+    "DPPO": (
+        {"bound_low": 0.02, "bound_high": 0.03},
+        {"divergence": "kl", "bound_low": 0.01, "bound_high": 0.02},
+    ),
+    "ABCGRPO": ({"positive_low": 0.1, "positive_high": 0.3, "negative_low": 1.0, "negative_high": 0.05},),
+}
+"""Beyond the defaults."""
+
+NO_DEFAULTS = {"DrGRPO"}
+"""What can't be made without options."""
+
+
+def examples(*, max_scope: str = "batch") -> list[gk.objectives.base.Objective]:
+    """Each objective with its defaults and with its ``OPTIONS``."""
+    made = []
+    for name, cls in EVERY.items():
+        options = OPTIONS.get(name, ())
+        made += [cls(**given) for given in (options if name in NO_DEFAULTS else ({}, *options))]
+    scopes = ("nothing", "token", "turn", "sequence", "group", "batch")
+    return [one for one in made if scopes.index(one.coefficient_scope) <= scopes.index(max_scope)]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Padded arguments of ``policy_loss`` in fp64; masked positions hold NaN."""
+
+    logprobs: Tensor
+    old_logprobs: Tensor
+    advantages: Tensor | None
+    loss_mask: Tensor
+    terms: dict[str, Tensor] = field(default_factory=dict)
+
+    def call(self, function: Any, objective: Any, **changes: Any) -> Any:
+        """``policy_loss`` or ``policy_coefficients`` of the batch, with changed arguments."""
+        given = {
+            "logprobs": self.logprobs,
+            "old_logprobs": self.old_logprobs,
+            "advantages": self.advantages,
+            "loss_mask": self.loss_mask,
+            **self.terms,
+            **changes,
+        }
+        return function(
+            given.pop("logprobs"),
+            given.pop("old_logprobs"),
+            given.pop("advantages"),
+            objective=objective,
+            **given,
+        )
+
+    def rows(self, chosen: Any) -> Batch:
+        """Some of the sequences."""
+        return Batch(
+            self.logprobs[chosen],
+            self.old_logprobs[chosen],
+            None if self.advantages is None else self.advantages[chosen],
+            self.loss_mask[chosen],
+            {name: value[chosen] for name, value in self.terms.items()},
+        )
+
+    def packed(self) -> Batch:
+        """The same sequences without padding: terms as for ``cu_seqlens``, which is among them."""
+        lengths = [self.logprobs.shape[1]] * len(self.logprobs)
+
+        def flat(value: Tensor | None) -> Tensor | None:
+            return value.flatten() if value is not None and value.ndim == 2 else value
+
+        ends = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+        terms = {name: flat(value) for name, value in self.terms.items()}
+        return Batch(
+            flat(self.logprobs), flat(self.old_logprobs), flat(self.advantages), flat(self.loss_mask),
+            {**terms, "cu_seqlens": ends},
+        )  # fmt: skip
+
+
+ADVANTAGES = (1.0, -0.7, 0.0, -1.3, 2.0, 0.4)
+
+
+def make_batch(
+    objective: Any,
+    *,
+    seed: int = 0,
+    spread: float = 0.25,
+    length: int = 7,
+    token_advantages: bool = False,
+    everything: bool = False,
+) -> Batch:
+    """Six sequences, one of them empty, with holes in their masks.
+
+    ``everything`` adds token weights and rollout weights.
+
+    Each sequence's log-ratios lie around 0.0, +-0.05 or +-0.2, so that all branches of all clips are met.
+    """
+    rng = torch.Generator().manual_seed(seed)
+    shape = (len(ADVANTAGES), length)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(*size, generator=rng, dtype=torch.float64)
+
+    def uniform(*size: int) -> Tensor:
+        return 0.5 + torch.rand(*size, generator=rng, dtype=torch.float64)
+
+    mask = torch.rand(shape, generator=rng) < 0.75
+    mask[:, 0] = True
+    mask[5] = False
+    logprobs = -normal(*shape).abs() - 0.05
+    centre = torch.tensor([0.2, -0.2, 0.05, 0.2, -0.05, 0.0], dtype=torch.float64).unsqueeze(1)
+    old = (logprobs - centre - spread * normal(*shape)).clamp(max=-1e-3)
+    advantages = torch.tensor(ADVANTAGES, dtype=torch.float64)
+    if token_advantages:
+        advantages = advantages.unsqueeze(1) * normal(*shape).sign()
+    has = {
+        "token_weights": uniform(*shape),
+        "lengths": mask.sum(1) + 2.5,
+        "ref_logprobs": logprobs + 0.3 * normal(*shape),
+        "turn_ids": torch.randint(-1, 2, shape, generator=rng),
+        "group_ids": torch.tensor([0, 0, 1, 1, 0, 1]),
+        "entropy": uniform(*shape),
+        "rollout_weights": uniform(len(ADVANTAGES)),
+    }
+    wanted = {*objective.needs, *(("token_weights", "rollout_weights") if everything else ())}
+    for name in ("token_weights", "ref_logprobs", "entropy"):
+        has[name] = has[name].masked_fill(~mask, float("nan"))
+    return Batch(
+        logprobs.masked_fill(~mask, float("nan")),
+        old.masked_fill(~mask, float("nan")),
+        advantages if objective.needs_advantages else None,
+        mask,
+        {name: value for name, value in has.items() if name in wanted},
+    )
