@@ -1,0 +1,281 @@
+"""Small cases worked out by hand, and what objectives become in their limits."""
+
+import math
+
+import pytest
+import torch
+
+import gspo_kernels as gk
+from examples import make_batch
+from gspo_kernels.objectives.sspo import LOG_GATES
+
+E = math.exp
+
+
+def fp64(*values):
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def run(log_ratios, advantages, objective, logp=-2.0, **terms):
+    """Loss of [B, T] log-ratios, and the coefficients."""
+    logprobs = torch.full_like(log_ratios, logp)
+    arguments = (logprobs, logprobs - log_ratios, advantages)
+    loss = gk.policy_loss(*arguments, objective=objective, **terms).loss.item()
+    return loss, gk.policy_coefficients(*arguments, objective=objective, **terms).tolist()
+
+
+def near(*values):
+    return pytest.approx(list(values), rel=1e-12, abs=1e-15)
+
+
+# --- by hand
+
+
+def test_defaults():
+    assert (gk.DAPO().clip_low, gk.DAPO().clip_high, gk.DAPO().aggregation) == (0.2, 0.28, "token_mean")
+    assert (gk.BNPO().clip_low, gk.BNPO().clip_high, gk.BNPO().aggregation) == (0.2, 0.2, "token_mean")
+    assert (gk.LUSPO().clip_low, gk.LUSPO().clip_high) == (2e-3, 2.5e-3)
+    assert (gk.GMPO().log_clip_low, gk.GMPO().log_clip_high) == (0.4, 0.4)
+    assert (gk.SAPO().tau_positive, gk.SAPO().tau_negative) == (1.0, 1.05)
+    vespo = gk.VESPO()
+    assert (vespo.k_positive, vespo.lambda_positive, vespo.k_negative, vespo.lambda_negative) == (2, 3, 3, 2)
+    assert (gk.ESPO().clip_low, gk.ESPO().elbo_kl_beta) == (0.2, 0.01)
+    assert gk.DRO().beta == 0.1 and gk.DPPO().max_ratio == 20.0 and gk.CISPO().max_ratio == 5.0
+
+
+def test_dr_grpo():
+    loss, (g,) = run(fp64([0.1, 0.5]), fp64(2.0), gk.DrGRPO(aggregation_constant=10))
+    assert loss == pytest.approx(-2 * (E(0.1) + 1.2) / 10, rel=1e-12)
+    assert g == near(-2 * E(0.1) / 10, 0.0)
+
+
+@pytest.mark.parametrize("bounds", [{"max_ratio": 1.5}, {"min_ratio": 0.8, "max_ratio": 1.5}])
+def test_cispo(bounds):
+    """TRL bounds the ratio from above alone, verl on both sides; clipped tokens keep a gradient."""
+    low = bounds.get("min_ratio", 0.0)
+    loss, (g,) = run(fp64([0.1, 1.0, -1.0]), fp64(-3.0), gk.CISPO(**bounds))
+    weights = [E(0.1), 1.5, max(low, E(-1.0))]
+    assert g == near(*(w * 3 / 3 for w in weights))
+    assert loss == pytest.approx(-2.0 * sum(weights), rel=1e-12)
+
+
+def test_gmpo():
+    """One-sided by the sign of the advantage: only 0.9 is cut for A > 0, only -0.6 for A < 0."""
+    log_ratios = fp64([0.9, -0.6], [0.9, -0.6])
+    loss, (first, second) = run(log_ratios, fp64(1.0, -1.0), gk.GMPO())
+    better, worse = E((0.4 - 0.6) / 2), E((0.9 - 0.4) / 2)
+    assert loss == pytest.approx((-better + worse) / 2, rel=1e-12)
+    assert first == near(0.0, -better / 4) and second == near(worse / 4, 0.0)
+
+
+def test_sapo():
+    loss, (g,) = run(fp64([0.0, 0.3]), fp64(1.0), gk.SAPO())
+    sig = 1 / (1 + E(-(E(0.3) - 1)))
+    assert loss == pytest.approx(-(4 * 0.5 + 4 * sig) / 2, rel=1e-12)
+    assert g == near(-1 / 2, -4 * sig * (1 - sig) * E(0.3) / 2)
+
+
+def test_luspo():
+    """GSPO's coefficient without the length: -s A."""
+    loss, (g,) = run(fp64([0.1, 0.3]), fp64(2.0), gk.LUSPO(clip_high=0.5))
+    assert loss == pytest.approx(-2 * 2 * E(0.2), rel=1e-12)
+    assert g == near(-2 * E(0.2), -2 * E(0.2))
+
+
+def test_vespo():
+    _, ((better,), (worse,)) = run(fp64([0.5], [0.5]), fp64(1.0, -1.0), gk.VESPO())
+    w = E(0.5)
+    assert better == pytest.approx(-(w**2) * E(3 - 3 * w) / 2, rel=1e-12)
+    assert worse == pytest.approx(w**3 * E(2 - 2 * w) / 2, rel=1e-12)
+    # each log-ratio is clamped to 20 before they add up
+    _, ((cut, _),) = run(fp64([1e4, -19.0]), fp64(1.0), gk.VESPO())
+    assert cut == pytest.approx(-E(2) * E(3 - 3 * E(1)) / 2, rel=1e-12)
+
+
+def test_topr():
+    log_ratios, advantages = fp64([0.5, -0.9], [0.5, -0.9], [0.5, 0.9]), fp64(1.0, -1.0, -1.0)
+    loss, (better, worse, over) = run(log_ratios, advantages, gk.TOPR())
+    w = E(-0.4)
+    assert better == near(-1 / 3, -1 / 3) and worse == near(w / 3, w / 3) and over == near(1 / 3, 1 / 3)
+    assert loss == pytest.approx((2 * 2 - 2 * 2 * w - 2 * 2) / 3, rel=1e-12)
+    _, (_, worse, _) = run(log_ratios, advantages, gk.TOPR(ratio_level="token"))
+    assert worse == near(1 / 3, E(-0.9) / 3)
+
+
+def test_abc_grpo():
+    """Unlike PPO's, both sides are closed for either sign."""
+    log_ratios = fp64([1.0, -1.0, 0.1], [1.0, -1.0, 0.1])
+    loss, (better, worse) = run(log_ratios, fp64(1.0, -1.0), gk.ABCGRPO(negative_high=0.5))
+    assert better == near(0.0, 0.0, -E(0.1) / 6) and worse == near(0.0, 0.0, E(0.1) / 6)
+    assert loss == pytest.approx((-(1.2 + 0.8) + (1.5 + 0.8)) / 6, rel=1e-12)
+
+
+def test_sspo():
+    """At ratio 1 the gate is 1/2 and phi tau/2."""
+    loss, (g,) = run(fp64([0.0, 0.0]), fp64(-2.0), gk.SSPO())
+    assert loss == pytest.approx(2 * 0.5, rel=1e-12)
+    assert g == near(0.5 * 1.05 / 2, 0.5 * 1.05 / 2)
+
+
+def test_dhpo():
+    objective = gk.DHPO(mix=0.25, sequence_clip_low=0.5, sequence_clip_high=0.5)
+    loss, (g,) = run(fp64([0.1, 0.3]), fp64(1.0), objective)
+    s = E(0.2)
+    assert loss == pytest.approx(-(0.25 * (E(0.1) + 1.2) + 0.75 * 2 * s) / 2, rel=1e-12)
+    assert g == near(-(0.25 * E(0.1) + 0.75 * s) / 2, -0.75 * s / 2)
+
+
+def test_dhpo_guided_by_entropy():
+    """alpha 0, 1 and 1/2; tokens of a sequence with one entropy take 1/2."""
+    objective = gk.DHPO(mix="entropy", sequence_clip_low=0.5, sequence_clip_high=0.5)
+    entropy = fp64([1.0, 3.0, 2.0], [7.0, 7.0, 7.0])
+    log_ratios = fp64([0.1, 0.05, 0.15], [0.1, 0.05, 0.15])
+    _, (g, even) = run(log_ratios, fp64(1.0, 1.0), objective, entropy=entropy)
+    s = E(0.1)
+    assert g == near(
+        *(-(a * E(x) + 0.5 * s) / 6 for a, x in zip((0, 1, 0.5), (0.1, 0.05, 0.15), strict=True))
+    )
+    assert even == near(*(-(0.5 * E(x) + 0.5 * s) / 6 for x in (0.1, 0.05, 0.15)))
+
+
+def test_espo():
+    """E - E_old and E - E_ref weigh tokens by 1/p_mask; rollout weights leave the KL alone."""
+    weights, lengths, advantage = fp64([2.0, 4.0]), fp64(10.0), fp64(1.5)
+    terms = {"token_weights": weights, "lengths": lengths, "ref_logprobs": fp64([-2.5, -1.0])}
+    loss, (g,) = run(fp64([0.1, 0.2]), advantage, gk.ESPO(), rollout_weights=fp64(0.5), **terms)
+    rho, distance = E((2 * 0.1 + 4 * 0.2) / 10), 2 * 0.5 + 4 * -1.0
+    assert loss == pytest.approx(-0.5 * 1.5 * rho + 0.01 * distance**2 / 20, rel=1e-12)
+    c = (-0.5 * 1.5 * rho + 0.01 * distance) / 10
+    assert g == near(2 * c, 4 * c)
+
+
+def test_gpg_and_dro():
+    log_ratios, advantages = fp64([0.1, -0.3]), fp64(2.0)
+    assert run(log_ratios, advantages, gk.GPG())[1] == [near(-1.0, -1.0)]
+    loss, (g,) = run(log_ratios, advantages, gk.DRO(beta=0.5))
+    assert g == near((-2 + 0.05) / 2, (-2 - 0.15) / 2)
+    assert loss == pytest.approx((4 + 0.25 * 0.01 + 4 + 0.25 * 0.09) / 2, rel=1e-12)
+
+
+@pytest.mark.parametrize("divergence", ["tv", "kl"])
+def test_dppo(divergence):
+    """The same ratio is outside at a likely token and inside at a rare one."""
+    objective = gk.DPPO(divergence=divergence, bound_low=0.02, bound_high=0.02, max_ratio=1.1)
+    up, down = fp64([0.3]), fp64([-0.3])
+    for log_ratio, advantage, logp, expected in (
+        (up, 1.0, -0.5, 0.0),
+        (up, -1.0, -0.5, 1.1),
+        (down, -1.0, -0.5, 0.0),
+        (down, 1.0, -0.5, -E(-0.3)),
+        (up, 1.0, -9.0, -1.1),
+        (down, -1.0, -9.0, E(-0.3)),
+    ):
+        assert run(log_ratio, fp64(advantage), objective, logp)[1] == [near(expected)]
+
+
+def test_tl_grpo():
+    """Turns 7 and 2 have a ratio each, wherever their tokens are; a token of no turn has ratio 1."""
+    log_ratios, turns = fp64([0.1, 0.2, 0.3, 0.5, 9.0]), torch.tensor([[7, 2, 7, 2, -1]])
+    advantages = fp64([1.0, -1.0, 1.0, -1.0, 0.5])
+    objective = gk.TLGRPO(clip_low=0.3, clip_high=0.3)
+    loss, (g,) = run(log_ratios, advantages, objective, turn_ids=turns)
+    first, second = E(0.2), E(0.35)
+    assert g == near(-first / 5, second / 5, -first / 5, second / 5, -0.5 / 5)
+    assert loss == pytest.approx((-2 * first + 2 * second - 0.5) / 5, rel=1e-12)
+
+
+# --- limits
+
+
+def coefficients(objective, **changes):
+    batch = make_batch(objective, seed=3)
+    return batch.call(gk.policy_coefficients, objective, **changes)
+
+
+def same(one, other):
+    torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("cls", [gk.DAPO, gk.BNPO, gk.DrGRPO])
+def test_grpo_up_to_aggregation(cls):
+    ours = {"clip_low": 0.1, "clip_high": 0.3, "dual_clip": 2.0, "aggregation": "token_mean"}
+    same(coefficients(cls(**ours)), coefficients(gk.GRPO(**ours)))
+
+
+def test_dhpo_at_its_ends_is_its_branches():
+    clips = {"clip_low": 0.15, "clip_high": 0.1}
+    same(coefficients(gk.DHPO(mix=1.0, **clips)), coefficients(gk.GRPO(**clips)))
+    theirs = {f"sequence_{name}": value for name, value in clips.items()}
+    same(coefficients(gk.DHPO(mix=0, **theirs)), coefficients(gk.GSPO(**clips)))
+
+
+def test_sapo_at_ratio_one_is_the_policy_gradient():
+    for tau in (0.3, 1.0, 5.0):
+        objective = gk.SAPO(tau_positive=tau, tau_negative=tau, aggregation="token_mean")
+        same(coefficients(objective, old_logprobs=None), coefficients(gk.GPG()))
+
+
+def test_abc_grpo_inside_its_bounds_is_the_policy_gradient():
+    bounds = dict.fromkeys(("positive_low", "negative_low"), 0.9) | dict.fromkeys(
+        ("positive_high", "negative_high"), 9.0
+    )
+    inside = coefficients(gk.ABCGRPO(**bounds, aggregation="token_mean"))
+    same(inside, coefficients(gk.CISPO(max_ratio=99.0)))
+
+
+def test_sspo_with_an_identity_gate_is_gspo_without_a_clip():
+    wide = {"clip_low": 1.0, "clip_high": 1e6}
+    same(coefficients(gk.SSPO(gate="identity")), coefficients(gk.GSPO(**wide)))
+
+
+def test_a_gate_of_ones_own(monkeypatch):
+    monkeypatch.setitem(LOG_GATES, "halved", lambda log_ratio, tau: 0.5 * log_ratio)
+    _, (g,) = run(fp64([0.2, 0.4]), fp64(1.0), gk.SSPO(gate="halved"))
+    assert g == near(-0.5 * E(0.15) / 2, -0.5 * E(0.15) / 2)
+
+
+def test_one_turn_is_gspo_token_and_a_turn_per_token_grpo():
+    clips = {"clip_low": 0.1, "clip_high": 0.1}
+    turns = torch.zeros(6, 7, dtype=torch.int64)
+    same(coefficients(gk.TLGRPO(**clips), turn_ids=turns), coefficients(gk.GSPOToken(**clips)))
+    turns = torch.arange(42).view(6, 7)
+    same(coefficients(gk.TLGRPO(**clips), turn_ids=turns), coefficients(gk.GRPO(**clips)))
+
+
+def test_unbounded_weights_on_policy_are_the_policy_gradient():
+    plain = coefficients(gk.GPG())
+    for objective in (gk.CISPO(), gk.VESPO(), gk.DPPO(), gk.DRO(), gk.TOPR(aggregation="token_mean")):
+        same(coefficients(objective, old_logprobs=None), plain)
+
+
+# --- options
+
+
+@pytest.mark.parametrize(
+    ("cls", "options", "match"),
+    [
+        (gk.CISPO, {"min_ratio": 1.5}, "min_ratio"),
+        (gk.CISPO, {"max_ratio": 0.5}, "max_ratio"),
+        (gk.GMPO, {"log_clip_low": -0.1}, "log_clip_low"),
+        (gk.SAPO, {"tau_positive": 0.0}, "tau_positive"),
+        (gk.ABCGRPO, {"positive_low": 1.1}, "positive_low"),
+        (gk.TOPR, {"ratio_level": "turn"}, "ratio_level"),
+        (gk.VESPO, {"lambda_negative": math.nan}, "lambda_negative"),
+        (gk.DRO, {"beta": math.inf}, "beta"),
+        (gk.DPPO, {"divergence": "js"}, "divergence"),
+        (gk.SSPO, {"gate": "none"}, "gate"),
+        (gk.DHPO, {"mix": 1.5}, "mix"),
+        (gk.DHPO, {"mix": "more"}, "mix"),
+        (gk.ESPO, {"elbo_kl_beta": -1.0}, "elbo_kl_beta"),
+        (gk.DrGRPO, {}, "aggregation_constant"),
+    ],
+)
+def test_options_are_validated(cls, options, match):
+    with pytest.raises(ValueError, match=match):
+        cls(**options)
+
+
+def test_luspo_has_the_single_launch_form():
+    form = gk.LUSPO().sequence_ratio_form()
+    assert form.count_tokens and form.divisor == "sequences" and form.divisor_scale == 1.0
+    assert gk.ESPO().sequence_ratio_form() is None
