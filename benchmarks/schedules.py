@@ -44,7 +44,10 @@ class Case:
     @property
     def best(self) -> str:
         """The fastest schedule by name."""
-        return min((name for name in self.seconds if name != "auto"), key=self.seconds.__getitem__)
+        names = [name for name in self.seconds if name != "auto"]
+        if self.sequences * self.length > self.chunk_rows:
+            names.remove("cached")  # takes more memory than was allowed
+        return min(names, key=self.seconds.__getitem__)
 
     @property
     def loss(self) -> float:

@@ -160,6 +160,8 @@ class Scopes:
         else:
             working, resting = scopes, []
         self.idle = len(resting)
+        # those that fit a chunk together, next to those that only need a projection
+        working.sort(key=lambda scope: sum(counts[i] for i in scope) <= call.chunk_rows)
         scopes = working + resting
         self.rows = [sum(counts[i] for i in scope) for scope in scopes]
         self._sequences = [i for scope in scopes for i in scope]

@@ -123,7 +123,7 @@ def cost(strategy: str, rows: int, shapes: Shapes, active: float = ACTIVE_FRACTI
     machine = shapes.machine
     operations = 2.0 * shapes.vocabulary * shapes.width * rows * products
     seconds = operations / machine.operations[shapes.operand_itemsize] + moved / machine.bandwidth
-    return Cost(products * rows, moved, seconds + (0.0 if strategy in ("forward", "known") else machine.step))
+    return Cost(products * rows, moved, seconds)
 
 
 @dataclass(frozen=True)
@@ -200,6 +200,14 @@ def _costs(part: Part, shapes: Shapes, active: float = ACTIVE_FRACTION) -> list[
     return [*costs, cost("forward", part.resting, shapes)] if part.resting else costs
 
 
+def seconds_of(parts: Sequence[Part], shapes: Shapes) -> float:
+    """What the model expects of parts."""
+    steps = sum(part.strategy not in ("forward", "known") for part in parts)
+    return steps * shapes.machine.step + sum(
+        price.seconds for part in parts for price in _costs(part, shapes)
+    )
+
+
 def _working_parts(schedule: str, rows: Sequence[int], shapes: Shapes, refusals: Refusals) -> list[Part]:
     if schedule in ("frozen", "cached", "two_pass"):
         return [Part(schedule, 0, len(rows), sum(rows))] if rows else []
@@ -210,19 +218,37 @@ def _working_parts(schedule: str, rows: Sequence[int], shapes: Shapes, refusals:
             f"schedule: 'aligned' needs chunks that hold whole sequences (or groups), one has {max(rows)} "
             f"counted tokens but a chunk {shapes.chunk_rows} rows; raise max_chunk_bytes or use 'auto'"
         )
-    return _joined(rows, [_strategy(count, shapes, refusals) for count in rows], shapes)
+    if schedule == "aligned":
+        return _joined(rows, [schedule] * len(rows), shapes)
+    return _cheapest_parts(rows, shapes, refusals)
 
 
-def _strategy(rows: int, shapes: Shapes, refusals: Refusals) -> str:
-    """The cheapest strategy for one scope: none does less than "aligned", where that is possible."""
-    candidates = {"aligned"} if rows <= shapes.chunk_rows else {"deferred", "frozen", "cached", "two_pass"}
-    if _over_budget(rows, shapes):
-        candidates.discard("cached")
-    if refusals.of("frozen") is None:
-        # the same products, but one evaluation for all sequences
-        candidates.discard("deferred")
-    allowed = [name for name in SCHEDULES if name in candidates and refusals.of(name) is None]
-    return min(allowed or ["two_pass"], key=lambda name: cost(name, rows, shapes).seconds)
+def _cheapest_parts(rows: Sequence[int], shapes: Shapes, refusals: Refusals) -> list[Part]:
+    """Of scopes that fit a chunk all go one way, each longer one goes its own."""
+
+    def allowed(names: Sequence[str], budgeted: int) -> list[str]:
+        over = {"cached"} if _over_budget(budgeted, shapes) else set()
+        return [name for name in names if name not in over and refusals.of(name) is None]
+
+    fitting = [count for count in rows if count <= shapes.chunk_rows]
+    prices = {
+        name: seconds_of([Part(name, 0, len(fitting), sum(fitting))], shapes)
+        for name in allowed(("frozen", "cached", "two_pass"), sum(fitting))
+    }
+    # first, so that it wins where the price is the same
+    prices = {"aligned": seconds_of(_joined(fitting, ["aligned"] * len(fitting), shapes), shapes), **prices}
+    short = min(prices, key=prices.__getitem__)
+
+    def strategy(count: int) -> str:
+        if count <= shapes.chunk_rows:
+            return short
+        # neighbours share an evaluation, unless deferred; with a frozen head that would do the same products
+        deferred = () if refusals.of("frozen") is None else ("deferred",)
+        names = allowed((*deferred, "frozen", "cached", "two_pass"), count)
+        steps = {"deferred": shapes.machine.step}
+        return min(names, key=lambda name: cost(name, count, shapes).seconds + steps.get(name, 0.0))
+
+    return _joined(rows, [strategy(count) for count in rows], shapes)
 
 
 def _overfull(strategy: str, scopes: int, rows: int, shapes: Shapes) -> bool:
@@ -337,15 +363,12 @@ def explain(
             return [Part("known", 0, len(rows), sum(rows))]
         return plan_parts(schedule, rows, idle, shapes, refusals)
 
-    def seconds_of(parts: list[Part]) -> float:
-        return sum(price.seconds for part in parts for price in _costs(part, shapes))
-
     def alternative(schedule: str) -> float | str:
         refused = refusals.of(schedule)
         if refused is not None:
             return refused
         try:
-            return seconds_of(parts_of(schedule))
+            return seconds_of(parts_of(schedule), shapes)
         except ValueError as error:
             return str(error).removeprefix(f"schedule: {schedule!r} ")
 
@@ -371,7 +394,7 @@ def explain(
         peak_bytes=chunk_bytes
         + copy
         + max((extra_bytes(p.strategy, p.rows, shapes) for p in parts), default=0),
-        seconds=seconds_of(parts),
+        seconds=seconds_of(parts, shapes),
         reason=reason,
         parts=by_strategy,
         alternatives={other: alternative(other) for other in SCHEDULES if other not in (name, schedule)},

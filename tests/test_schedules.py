@@ -16,7 +16,7 @@ from gspo_kernels.linear_policy import refusals
 from gspo_kernels.objectives.base import Objective, ObjectiveLoss
 from gspo_kernels.objectives.finite import exp, mul
 from gspo_kernels.ops import linear, memory
-from gspo_kernels.schedule import SCHEDULES, Part, Refusals, Shapes, cost, plan_parts
+from gspo_kernels.schedule import MACHINES, SCHEDULES, Part, Refusals, Shapes, cost, plan_parts
 
 ENTRY = "fused_linear_policy_loss"
 V = 61
@@ -309,8 +309,10 @@ TOKENS, ADVANTAGE, ACTIVE = 21, 16, 12
         ("auto", "all", 8, ADVANTAGE, ACTIVE),
     ],
 )
-def test_rows_in_products(products, schedule, skip_inactive, rows, forward, gradient, layout):
+def test_rows_in_products(products, schedule, skip_inactive, rows, forward, gradient, layout, monkeypatch):
     """Rows without gradient enter no gradient product, masked ones (padding) none at all."""
+    # at this size evaluations cost more than products, and "auto" knows
+    monkeypatch.setitem(MACHINES, "cpu", replace(MACHINES["cpu"], step=0.0))
     options = {"schedule": schedule, "skip_inactive": skip_inactive, "max_chunk_bytes": rows * ROW}
     run(work_case(layout), ENTRY, gk.GSPO(), **options)
     assert (products["forward"], products["hidden"], products["weight"]) == (forward, gradient, gradient)
@@ -453,6 +455,15 @@ def shapes(**changes):
     return Shapes(**{**values, **changes})
 
 
+TRAINED = Refusals({"frozen": "the head is trained"})
+
+
+def test_small_parts_are_joined_where_evaluations_cost_more_than_products():
+    tiny = shapes(vocabulary=61, width=16, chunk_rows=8)
+    assert [part.strategy for part in plan_parts("auto", [4] * 20, 0, tiny, TRAINED)] == ["two_pass"]
+    assert {part.strategy for part in plan_parts("auto", [4] * 2, 0, tiny, TRAINED)} == {"aligned"}
+
+
 @pytest.mark.parametrize("schedule", ["auto", *SCHEDULES[1:]])
 def test_parts_cover_every_scope_once(schedule):
     rng = generator(11)
@@ -474,7 +485,7 @@ def test_parts_cover_every_scope_once(schedule):
 
 
 def test_sequences_that_fit_share_chunks_of_about_the_same_size():
-    parts = plan_parts("auto", [30] * 11, 0, shapes(), Refusals())
+    parts = plan_parts("auto", [30] * 11, 0, shapes(), TRAINED)
     assert [part.rows for part in parts] == [90, 90, 90, 60]
     assert {part.strategy for part in parts} == {"aligned"}
 
@@ -482,8 +493,7 @@ def test_sequences_that_fit_share_chunks_of_about_the_same_size():
 def test_long_sequences_are_deferred_where_that_pays_and_recomputed_where_not():
     """Reading and writing [V, H] for each chunk of a sequence must cost less than a fourth product."""
     wide = shapes(width=4096, chunk_rows=1000)
-    trained = Refusals({"frozen": "the head is trained"})
-    strategies = {rows: plan_parts("auto", [rows], 0, wide, trained)[0].strategy for rows in (500, 20000)}
+    strategies = {rows: plan_parts("auto", [rows], 0, wide, TRAINED)[0].strategy for rows in (500, 20000)}
     assert strategies == {500: "aligned", 20000: "deferred"}
     narrow = replace(wide, width=64, chunk_rows=8)
     assert plan_parts("auto", [40], 0, narrow, Refusals())[0].strategy != "aligned"
