@@ -411,6 +411,7 @@ def explain_schedule(
     entropy_coef: float | Tensor = 0.0,
     rollout_weights: Tensor | None = None,
     token_weights: Tensor | None = None,
+    lengths: Tensor | None = None,
     group_ids: Tensor | None = None,
     turn_ids: Tensor | None = None,
     ignore_index: int = -100,
@@ -437,7 +438,7 @@ def explain_schedule(
     options = logit_options(hidden, labels, sequences, 1.0, 1.0, None, ignore_index, "auto")
     terms = policy_terms(
         labels, old_logprobs, advantages, loss_mask, cu_seqlens, ref_logprobs, kl_beta, "k3",
-        kl_ratio_weighted, entropy_coef, rollout_weights, token_weights, None, group_ids, turn_ids, None,
+        kl_ratio_weighted, entropy_coef, rollout_weights, token_weights, lengths, group_ids, turn_ids, None,
         objective, True,
     )  # fmt: skip
     call = _LinearCall(hidden, weight, bias, labels, terms, options, 1.0, skip_inactive, objective)

@@ -326,8 +326,8 @@ def operator_inputs():
             for schedule in ("known", "deferred", "cached", "auto")
         ]
         + [
-            (hidden, weight, None, labels, *by_row, *fitting, *full, schedule, True, False, True, False, False)
-            for fitting, schedule in ((("float32", 0, False), "aligned"), (chunks, "auto"))
+            (hidden, weight, None, labels, *by_row, *fit, *full, schedule, True, False, True, False, False)
+            for fit, schedule in ((("float32", 0, False), "aligned"), (chunks, "auto"))
         ],
         "sequence_ratio": [
             (logits, labels, *options[:-1], "triton", old, advantages, None, None, None, None, *form),
