@@ -368,7 +368,10 @@ def explain(
         if refused is not None:
             return refused
         try:
-            return seconds_of(parts_of(schedule), shapes)
+            seconds = seconds_of(parts_of(schedule), shapes)
+            if schedule == "cached" and _over_budget(sum(rows) - sum(rows[len(rows) - idle :]), shapes):
+                return f"{seconds * 1e3:.3g} ms, but its rows take more memory than another chunk"
+            return seconds
         except ValueError as error:
             return str(error).removeprefix(f"schedule: {schedule!r} ")
 
@@ -427,4 +430,4 @@ def choose(schedule: str, refusals: Refusals, learns: bool, may_synchronise: boo
         return "two_pass", str(refusals.of("aligned"))
     if not may_synchronise:
         return "two_pass", "skip_inactive='none' reads no sequence lengths from the device"
-    return "auto", "it is the cheapest by the cost model"
+    return "auto", "it is the cheapest by the cost model within the memory of two chunks"

@@ -650,3 +650,30 @@ def test_16_bit_rows_live_in_the_memory_of_the_logits(dtype, schedule, monkeypat
         # rows are rounded once more than fp32 rows are
         allowed = 4 * torch.finfo(dtype).eps * reference.grads[name].abs().max()
         assert (grad.float() - reference.grads[name].float()).abs().max() <= allowed, name
+
+
+@pytest.mark.parametrize("schedule", ["auto", "two_pass"])
+def test_tied_embeddings(schedule):
+    """The lm_head's weight is the embedding too: both gradients reach it."""
+    rng = generator(5)
+    embedding = torch.randn(V, 8, generator=rng)
+    ids, labels = torch.randint(0, V, (2, 5), generator=rng), torch.randint(0, V, (2, 5), generator=rng)
+    old, advantages = -torch.rand(2, 5, generator=rng) - 3, torch.tensor([1.0, -0.5])
+
+    def gradient(fused, dtype=torch.float32):
+        weight = embedding.to(dtype).requires_grad_()
+        hidden = torch.tanh(torch.nn.functional.embedding(ids, weight))
+        if fused:
+            loss = gk.fused_linear_policy_loss(
+                hidden, weight, labels, old, advantages, objective=gk.GSPO(clip_low=1.0, clip_high=1e9),
+                schedule=schedule,
+            ).loss  # fmt: skip
+        else:
+            logprobs = (hidden @ weight.T).log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+            loss = -((logprobs - old).mean(1).exp() * advantages).mean()
+        loss.backward()
+        return weight.grad
+
+    exact, plain, ours = gradient(False, torch.float64), gradient(False), gradient(True)
+    allowed = 2 * (plain - exact).abs().max() + torch.finfo(torch.float32).eps * exact.abs().max()
+    assert (ours - exact).abs().max() <= allowed
