@@ -10,9 +10,12 @@ import torch
 from gspo_kernels.kernels.launch import INTERPRETED
 from gspo_kernels.kernels.logprobs import logprobs_and_grad, logprobs_backward, logprobs_forward
 from gspo_kernels.kernels.scale import scale_
+from gspo_kernels.kernels.scoring import linear_logprobs_forward, linear_logprobs_unavailable
 from gspo_kernels.kernels.sequence_ratio import sequence_ratio_forward
 
 __all__ = [
+    "linear_logprobs_forward",
+    "linear_logprobs_unavailable",
     "logprobs_and_grad",
     "logprobs_backward",
     "logprobs_forward",

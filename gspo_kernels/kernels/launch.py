@@ -27,10 +27,11 @@ def platform() -> str:
 
 
 class Tile(NamedTuple):
-    """Columns per block and warps per program."""
+    """Columns per block, warps per program, and stages of the pipeline that feeds a product."""
 
     block: int
     warps: int
+    stages: int = 1
 
 
 # Bytes of logits per element -> tile, the same on all devices. A fold keeps two (with entropy three)
@@ -160,4 +161,6 @@ def launch(
     elif device.index != torch.cuda.current_device():
         guard = torch.cuda.device(device)
     with guard:
-        kernel[(programs,)](*args, **constants, num_warps=tile.warps, num_stages=1, enable_fp_fusion=False)
+        kernel[(programs,)](
+            *args, **constants, num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False
+        )

@@ -19,12 +19,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-_HUGE: tl.constexpr = tl.constexpr(1e30)
-"""Stands in for infinity where a product with an exponential that is 0 must be 0; exp(-_HUGE) is 0."""
+HUGE: tl.constexpr = tl.constexpr(1e30)
+"""Stands in for infinity where a product with an exponential that is 0 must be 0; exp(-HUGE) is 0."""
 
 
 @triton.jit
-def _lowest(STATS: tl.constexpr):
+def lowest(STATS: tl.constexpr):
     """The lowest finite value: unlike -inf, subtracting it from -inf is no NaN."""
     if STATS == tl.float64:
         return tl.full([], -1.7976931348623157e308, STATS)
@@ -178,7 +178,7 @@ def row_slopes(
 @triton.jit
 def _scaled(x, factor):
     """Return x times a sum of two, of which an infinite x must not meet the second, perhaps 0 or negative."""
-    finite = tl.minimum(tl.maximum(x, -_HUGE), _HUGE)
+    finite = tl.minimum(tl.maximum(x, -HUGE), HUGE)
     return tl.fma(x, factor[0], finite * factor[1])
 
 
@@ -219,11 +219,26 @@ def _fold_block(peak, total, spread, z, ENTROPY: tl.constexpr, PLATFORM: tl.cons
     e = exp_flushed(-tl.abs(distance), PLATFORM)
     if ENTROPY:
         # A distance of infinity belongs to an exponential of 0; the NaN of a NaN logit lives on in `total`.
-        a = tl.minimum(tl.abs(distance), _HUGE)
+        a = tl.minimum(tl.abs(distance), HUGE)
         spread = tl.where(rises, e * (spread - a * total), spread - e * a)
     total = tl.where(rises, tl.fma(total, e, 1.0), total + e)
     peak = tl.maximum(peak, z)
     return peak, total, spread
+
+
+@triton.jit
+def joined_folds(one, other, ENTROPY: tl.constexpr, PLATFORM: tl.constexpr):
+    """The (peak, total, spread) of two folds' columns together; of the peaks only the other may be -inf."""
+    peak = tl.maximum(one[0], other[0])
+    down = one[0] - peak
+    other_down = other[0] - peak
+    e = exp_flushed(down, PLATFORM)
+    other_e = exp_flushed(other_down, PLATFORM)
+    spread = one[2]
+    if ENTROPY:
+        spread = e * (one[2] + tl.maximum(down, -HUGE) * one[1])
+        spread += other_e * (other[2] + tl.maximum(other_down, -HUGE) * other[1])
+    return peak, e * one[1] + other_e * other[1], spread
 
 
 @triton.jit
@@ -270,7 +285,7 @@ def fold_row(
     is_label = (start + lanes == label) & labelled
     z_label = tl.sum(tl.where(is_label, z, 0.0), axis=0)
     others = tl.where(is_label, -float("inf"), z)
-    peak = tl.zeros([BLOCK], STATS) + _lowest(STATS)
+    peak = tl.zeros([BLOCK], STATS) + lowest(STATS)
     total = tl.zeros([BLOCK], STATS)
     spread = tl.zeros([BLOCK], STATS)
     peak, total, spread = _fold_block(peak, total, spread, others, ENTROPY, PLATFORM)
@@ -288,11 +303,11 @@ def fold_row(
         )
         peak, total, spread = _fold_block(peak, total, spread, z, ENTROPY, PLATFORM)
 
-    return _combine_lanes(peak, total, spread, z_label, labelled, STATS, ENTROPY)
+    return combine_lanes(peak, total, spread, z_label, labelled, STATS, ENTROPY)
 
 
 @triton.jit
-def _combine_lanes(peak, total, spread, z_label, labelled, STATS: tl.constexpr, ENTROPY: tl.constexpr):
+def combine_lanes(peak, total, spread, z_label, labelled, STATS: tl.constexpr, ENTROPY: tl.constexpr):
     """From the lanes of the other columns and the label's logit to the row's statistics."""
     top = tl.max(peak, axis=0)
     distance = peak - top
@@ -314,11 +329,11 @@ def _combine_lanes(peak, total, spread, z_label, labelled, STATS: tl.constexpr, 
     entropy = logp
     if ENTROPY:
         # Move all lanes to the common peak, then the label's column with them.
-        down = tl.maximum(distance, -_HUGE)
+        down = tl.maximum(distance, -HUGE)
         others_spread = tl.sum(e * (spread + down * total), axis=0)
         height = tl.maximum(top, z_label)
-        down_others = tl.maximum(top - height, -_HUGE)
-        down_label = tl.maximum(z_label - height, -_HUGE)
+        down_others = tl.maximum(top - height, -HUGE)
+        down_label = tl.maximum(z_label - height, -HUGE)
         e_others = tl.exp(down_others)
         # A label at +inf or NaN makes the row NaN; the term of one at -inf is 0.
         e_label = tl.exp(z_label - height)

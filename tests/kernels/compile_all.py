@@ -22,7 +22,7 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
 from gspo_kernels import kernels
-from gspo_kernels.kernels import logprobs, scale, sequence_ratio
+from gspo_kernels.kernels import logprobs, scale, scoring, sequence_ratio
 from gspo_kernels.types import ClippedSequenceRatio, LogitTransform
 
 TARGETS = {
@@ -32,6 +32,7 @@ TARGETS = {
     "sm_120": GPUTarget("cuda", 120, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
+SHARED_MEMORY = {"sm_80": 166912, "sm_90": 232448, "sm_100": 232448, "sm_120": 101376, "gfx942": 65536}
 FORM = ClippedSequenceRatio(math.log(1 - 3e-4), math.log(1 + 4e-4), math.inf, False, "sequences", 1.0)
 PLAIN = LogitTransform()
 BENT = LogitTransform(0.5, 30.0, 0.7)
@@ -44,12 +45,12 @@ class Recorder:
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
-        logprobs.launch = scale.launch = sequence_ratio.launch = self
+        logprobs.launch = scale.launch = scoring.launch = sequence_ratio.launch = self
 
     def __call__(
         self, kernel: Any, programs: int, device: Any, tile: Any, *args: Any, **constants: Any
     ) -> None:
-        options = {"num_warps": tile.warps, "num_stages": 1, "enable_fp_fusion": False}
+        options = {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": False}
         self.calls.append((kernel, args, constants | options))
 
 
@@ -114,6 +115,25 @@ def call_all(
         )
 
 
+def score(
+    N: int, H: int, V: int, dtype: torch.dtype, transform: LogitTransform, everything: bool, target: str
+) -> None:
+    """The scoring launcher as on the target, with every optional argument or with none."""
+    scoring.platform = lambda: TARGETS[target].backend
+    scoring.shared_memory = lambda device: SHARED_MEMORY[target]
+    if everything:
+        transform = transform._replace(temperature=1.0, row_temperature=torch.ones(1, N))
+    kernels.linear_logprobs_forward(
+        torch.empty(N, H, dtype=dtype),
+        torch.empty(V, H, dtype=dtype),
+        torch.empty(V) if everything else None,
+        torch.zeros(N, dtype=torch.int64),
+        transform,
+        ignore_index=-100,
+        entropy=everything,
+    )
+
+
 def resources_on_amd(assembly: str) -> dict[str, int]:
     """The same from the metadata of the assembly; spills to scratch memory are the "STACK"."""
     names = {"REG": "vgpr_count", "STACK": "private_segment_fixed_size", "LOCAL": "vgpr_spill_count"}
@@ -147,7 +167,7 @@ def name_of(call: tuple[Any, tuple[Any, ...], dict[str, Any]]) -> str:
     """A readable name of a call: kernel, dtypes of logits and gradient, flags, arguments left out."""
     kernel, args, keywords = call
     names = list(kernel.signature.parameters)
-    tensors = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.dim() == 3]
+    tensors = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.dim() == 3] or args[:1]
     dtypes = "->".join(str(tensor.dtype).removeprefix("torch.") for tensor in tensors)
     flags = [key.lower() for key in ("SCALED", "SOFTCAP", "ALIGNED", "NARROWS_IN_PLACE") if keywords.get(key)]
     missing = [f"no {name}" for name, arg in zip(names, args, strict=False) if arg is None]
@@ -177,6 +197,20 @@ def keys(kind: str) -> dict[str, int]:
     return {name: len(specialisations) for name, specialisations in found.items()}
 
 
+def scoring_keys(kind: str) -> dict[str, int]:
+    """The same for the scoring kernels."""
+    recorder = Recorder()
+    for N, H, V in {
+        "scored rows": [(N, 128, V) for N in (1, 16, 17, 4096) for V in (1, 16, 1009)],
+        "scored widths": [(16, 128, 16), (16, 129, 16)],
+    }[kind]:
+        score(N, H, V, torch.bfloat16, PLAIN, False, "sm_90")
+    found: dict[str, set[str]] = {}
+    for call in recorder.calls:
+        found.setdefault(call[0].fn.__name__, set()).add(specialisation(call, TARGETS["sm_90"])[0])
+    return {name: len(specialisations) for name, specialisations in found.items()}
+
+
 def compile_calls(calls: list[Any], targets: list[str]) -> list[dict[str, Any]]:
     """Compile each call for each target."""
     report = []
@@ -185,6 +219,7 @@ def compile_calls(calls: list[Any], targets: list[str]) -> list[dict[str, Any]]:
             _, source, options = specialisation(call, TARGETS[target])
             compiled = triton.compile(source, target=TARGETS[target], options=options.__dict__)
             entry: dict[str, Any] = {"target": target, "kernel": name_of(call), "warps": call[2]["num_warps"]}
+            entry["fits"] = compiled.metadata.shared <= SHARED_MEMORY[target]
             if "cubin" in compiled.asm:
                 entry |= resources(compiled.asm["cubin"])
                 code = sass(compiled.asm["cubin"])
@@ -192,6 +227,10 @@ def compile_calls(calls: list[Any], targets: list[str]) -> list[dict[str, Any]]:
                 entry["wide_loads"] = sum(".128" in load for load in loads)
                 entry["narrow_logit_loads"] = sum(".U16" in load for load in loads)
                 entry["wide_stores"] = len(re.findall(r"\bSTG\.E\S*\.128", code))
+                entry["tensor_cores"] = len(re.findall(r"\b(?:HMMA|HGMMA|UTCHMMA|UTCQMMA)\b", code))
+                copies = re.findall(r"\bLDGSTS\S*", code)
+                entry["wide_copies"] = sum(".128" in copy for copy in copies)
+                entry["narrow_copies"] = len(copies) - entry["wide_copies"]
                 entry["barriers"] = len(re.findall(r"\bBAR\.SYNC", code))
                 entry["exponentials"] = code.count("MUFU.EX2")
             else:
@@ -214,8 +253,16 @@ def main() -> None:
     call_all(rest, 2, 3, 4096, torch.float64, PLAIN)
     call_all(rest, 2, 3, 1009, torch.float16, WARM)
     report += compile_calls(rest.calls, [target for target in targets if target in ("sm_90", "gfx942")])
+    for target in targets:
+        scores = Recorder()
+        for dtype, H in ((torch.bfloat16, 4096), (torch.float32, 4096), (torch.bfloat16, 1009)):
+            score(64, H, 1009, dtype, PLAIN, False, target)
+            score(64, H, 1009, dtype, BENT, True, target)
+        report += compile_calls(scores.calls, [target])
     kinds = ("same", "rows", "aligned vocabulary", "odd vocabulary", "alignment")
-    print(json.dumps({"compiled": report, "keys": {kind: keys(kind) for kind in kinds}}))
+    counts = {kind: keys(kind) for kind in kinds}
+    counts |= {kind: scoring_keys(kind) for kind in ("scored rows", "scored widths")}
+    print(json.dumps({"compiled": report, "keys": counts}))
 
 
 if __name__ == "__main__":

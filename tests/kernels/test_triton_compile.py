@@ -43,6 +43,8 @@ def test_every_kernel_compiles(report, target):
         "logprobs_and_grad_kernel",
         "sequence_ratio_kernel",
         "scale_kernel",
+        "score_tile_kernel",
+        "combine_splits_kernel",
     }
 
 
@@ -52,9 +54,20 @@ def test_nothing_spills(report, target):
     assert not spilled
 
 
-@pytest.mark.parametrize("target", NVIDIA)
+@pytest.mark.parametrize("target", (*NVIDIA, "gfx942"))
 def test_a_program_fits_a_multiprocessor(report, target):
-    assert all(entry["REG"] * 32 * entry["warps"] <= 65536 for entry in entries(report, target))
+    assert all(entry["fits"] for entry in entries(report, target))
+    if target in NVIDIA:
+        assert all(entry["REG"] * 32 * entry["warps"] <= 65536 for entry in entries(report, target))
+
+
+@pytest.mark.parametrize("target", NVIDIA)
+def test_scoring_copies_16_bytes_at_a_time_and_knows_no_tf32(report, target):
+    for entry in entries(report, target, "score_tile_kernel", " aligned"):
+        assert entry["wide_copies"] and not entry["narrow_copies"], entry
+    for dtype in ("bfloat16", "float32"):
+        for entry in entries(report, target, "score_tile_kernel", f" {dtype}"):
+            assert bool(entry["tensor_cores"]) == (dtype == "bfloat16"), entry
 
 
 @pytest.mark.parametrize("target", NVIDIA)
@@ -98,7 +111,7 @@ def test_one_exponential_per_element(report):
             assert 3 * width < entry["exponentials"] <= 3 * width + once, entry
 
 
-@pytest.mark.parametrize("kind", ("same", "rows", "aligned vocabulary", "odd vocabulary"))
+@pytest.mark.parametrize("kind", ("same", "rows", "aligned vocabulary", "odd vocabulary", "scored rows"))
 def test_shapes_do_not_recompile(report, kind):
     assert set(report["keys"][kind].values()) == {1}, report["keys"][kind]
 
@@ -106,3 +119,4 @@ def test_shapes_do_not_recompile(report, kind):
 def test_alignment_does(report):
     """The keys that are counted above can differ."""
     assert set(report["keys"]["alignment"].values()) == {2}
+    assert report["keys"]["scored widths"] == {"score_tile_kernel": 2, "combine_splits_kernel": 1}

@@ -14,6 +14,7 @@ import torch
 pytest.importorskip("triton")
 
 from gspo_kernels import kernels
+from gspo_kernels.kernels import scoring
 from gspo_kernels.types import ClippedSequenceRatio, LogitTransform
 
 pytestmark = pytest.mark.skipif(
@@ -137,6 +138,19 @@ def test_forward_and_gradient_walk_twice_and_write_once(batch, in_place):
         kernels.logprobs_and_grad(logits, labels, coefficients, PLAIN, ignore_index=IGNORE, out=out)
     assert traffic.per_row(traffic.reads, 0) == [2, 1, 0, 2, 0, 2]
     assert traffic.per_row(traffic.writes, 1) == [1] * 6
+
+
+def test_scoring_reads_no_tile_of_ignored_rows(monkeypatch):
+    monkeypatch.setattr(scoring, "_INTERPRETED", scoring.ProductTile(16, 64, 32, 1, 1, 1))
+    hidden, weight = torch.randn(48, 64), torch.randn(192, 64)
+    labels = torch.arange(48)
+    labels[16:32] = labels[40] = IGNORE
+    with counted(hidden, weight) as traffic:
+        kernels.linear_logprobs_forward(
+            hidden, weight, None, labels, PLAIN, ignore_index=IGNORE, entropy=True
+        )
+    assert traffic.per_row(traffic.reads, 0) == [3] * 16 + [0] * 16 + [3] * 16
+    assert traffic.per_row(traffic.reads, 1) == [2] * 192
 
 
 def test_scaling_by_one_touches_nothing():
