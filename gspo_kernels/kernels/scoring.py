@@ -45,7 +45,7 @@ class ProductTile(NamedTuple):
 # 16-bit inputs: 192 KiB of shared memory, which sm_90 and sm_100 have, or 96 KiB for other NVIDIA GPUs. Rows
 # that don't come in 16-byte pieces go through registers, where less fits. fp32 products are fused
 # multiply-adds, 8 x 8 per thread.
-_LARGE = ProductTile(128, 256, 64, 8, 4, 4)
+_LARGE = ProductTile(128, 256, 64, 8, 4, 8)
 _SMALL = ProductTile(128, 128, 64, 8, 4, 2)
 _UNALIGNED = ProductTile(128, 128, 32, 8, 3, 2)
 _IEEE = ProductTile(128, 64, 16, 4, 3, 1)
