@@ -48,8 +48,9 @@ class RowBackend(Protocol):
 
         ``grad_logprobs`` and ``grad_entropy`` are [B, T] floats with any strides, ``grad_scale`` a 0-d float
         tensor or None for 1. ``out`` is [B, T, V], a float dtype of its own, vocabulary stride 1; it may be
-        ``logits`` itself. Every element is written; a row whose gradients are zero, or that is ignored, gets
-        zeros without being read.
+        ``logits`` itself, and for Triton a narrower dtype in their memory, each row from its row's address.
+        Every element is written; a row whose gradients are zero, or that is ignored, gets zeros without being
+        read.
         """
 
     def logprobs_and_grad(
