@@ -483,9 +483,10 @@ class _Gradients(NamedTuple):
         if not self.hidden.numel():
             return self.hidden, *sums
         factor = (self.scales * upstream).unsqueeze(-1)
-        if backend is None:
-            return torch.where(factor == 0, 0.0, self.hidden * factor).to(dtype), *sums
-        return self.hidden.mul_(factor).masked_fill_(factor == 0, 0.0), *sums
+        # an exact zero beats an overflowed factor, and the reverse
+        zero = (self.hidden == 0) | (factor == 0)
+        scaled = (self.hidden * factor).to(dtype) if backend is None else self.hidden.mul_(factor)
+        return scaled.masked_fill_(zero, 0.0), *sums
 
 
 def _scaled(total: Tensor, upstream: Tensor, dtype: torch.dtype, backend: str) -> Tensor:

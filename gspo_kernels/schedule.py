@@ -385,7 +385,10 @@ def explain(
     schedule = name if name != "auto" else used[0] if len(used) == 1 else "mixed"
     total = sum(rows)
     most = min(shapes.chunk_rows, max((part.rows for part in parts), default=0))
-    chunk_bytes = most * shapes.vocabulary * max(shapes.logits_itemsize, shapes.rows_itemsize)
+    wider = shapes.rows_itemsize > shapes.logits_itemsize
+    # rows that don't fit into the logits' memory have their own
+    row = shapes.logits_itemsize + (shapes.rows_itemsize if wider else 0)
+    chunk_bytes = most * shapes.vocabulary * row
     copy = shapes.accumulator_bytes if shapes.accumulator_itemsize > weight_itemsize else 0
     return SchedulePlan(
         schedule=schedule,
@@ -430,4 +433,4 @@ def choose(schedule: str, refusals: Refusals, learns: bool, may_synchronise: boo
         return "two_pass", str(refusals.of("aligned"))
     if not may_synchronise:
         return "two_pass", "skip_inactive='none' reads no sequence lengths from the device"
-    return "auto", "it is the cheapest by the cost model within the memory of two chunks"
+    return "auto", "it is the cheapest by the cost model"

@@ -224,12 +224,18 @@ class Call:
 
 
 class Scores:
-    """Log-probs, log-sum-exp and entropy of a call, filled chunk by chunk; one chunk of logits at a time."""
+    """Log-probs, log-sum-exp and entropy of a call, filled chunk by chunk; one chunk of logits at a time.
 
-    def __init__(self, call: Call, entropy: bool):
+    ``known`` are those of an earlier pass, [B, T] each.
+    """
+
+    def __init__(self, call: Call, entropy: bool, known: RowStats | None = None):
         self.call, self.backend = call, load(call.backend)
-        self.logprobs, self.lse = call.new_rows(), call.new_rows().to(torch.float64)
-        self.entropy = call.new_rows() if entropy else None
+        if known is None:
+            known = RowStats(
+                call.new_rows(), call.new_rows().to(torch.float64), call.new_rows() if entropy else None
+            )
+        self.logprobs, self.lse, self.entropy = known
         self._most = min(call.chunk_rows, call.labels.numel())
         self._logits: Tensor | None = None
 
@@ -301,6 +307,12 @@ def times(values: Tensor, factor: Tensor) -> Tensor:
     return torch.where(values == 0, 0.0, values * factor)
 
 
+def bounded_for_sums(coefficients: Tensor) -> Tensor:
+    """Coefficients so bounded that no product overflows: infinities of both signs would add to NaN."""
+    most = torch.finfo(coefficients.dtype).max * 2.0**-24
+    return coefficients.clamp(-most, most)
+
+
 def move_up(values: Tensor, keep: Tensor) -> Tensor:
     """Rows ``keep`` (ascending) of [n, V], moved to the front of the same memory a few at a time."""
     if int(keep[-1]) + 1 == keep.numel():
@@ -354,9 +366,7 @@ class HeadSums:
         for total, own in ((self._weight, weight), (self._bias, bias)):
             if total is None or own is None:
                 continue
-            # an overflowed one makes numbers as large as there are, and leaves zeros alone
-            top = torch.finfo(total.dtype).max
-            factor = coefficient.to(total.dtype).clamp(-top, top)
+            factor = bounded_for_sums(coefficient.to(total.dtype))
             if self._empty and total is self._weight:
                 torch.mul(own, factor, out=total)
             else:
@@ -475,10 +485,10 @@ class Gradients:
     def add_rows(self, rows: Tensor, chunk: Chunk, coefficients: Tensor, active: Tensor) -> None:
         """Add rows [n, V] times coefficients [n], the inactive ones of which are zero."""
         coefficients = coefficients.to(self.accumulate)
-        scale = power_of_two(coefficients.abs().amax())
-        unit = coefficients / scale
-        self.add_hidden(rows, chunk, unit, scale)
-        self.sums.add(rows, chunk.hidden, unit, active, scale)
+        bounded = bounded_for_sums(coefficients)
+        scale = power_of_two(bounded.abs().amax())
+        self.add_hidden(rows, chunk, coefficients / scale, scale)
+        self.sums.add(rows, chunk.hidden, bounded / scale, active, scale)
 
     def add_hidden(self, rows: Tensor, chunk: Chunk, unit: Tensor, scale: Tensor) -> None:
         """Add the dHidden of rows [n, V] times ``unit`` [n] times ``scale``, a power of two."""
@@ -559,9 +569,8 @@ def linear_token_logprobs_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
         keep = grad_logprobs != 0 if grad_entropy is None else (grad_logprobs != 0) | (grad_entropy != 0)
         keep = keep & call.counted
     anew = skip and exact(call) and keep is not None and not torch.equal(keep, call.counted)
-    scores = Scores(call, False)
-    scores.logprobs, scores.lse = logprobs, lse
-    scores.entropy = entropy if entropy.numel() == lse.numel() else None
+    known = RowStats(logprobs, lse, entropy if entropy.numel() == lse.numel() else None)
+    scores = Scores(call, False, known)
     gradients = Gradients(call, tuple(needs), normalised=False)
     grad_entropy = None if grad_entropy is None else grad_entropy.flatten()
     recompute(scores, gradients, call.index(keep), anew, grad_logprobs.flatten(), grad_entropy)
