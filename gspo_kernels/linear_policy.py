@@ -359,9 +359,7 @@ class _Run:
         for chunk in self.call.chunks(self.scopes.rows_of(part)):
             logits, stats = self.scores.add(chunk)
             rows = gradients.rows(logits, chunk, stats)
-            gradients.add_hidden(
-                rows, chunk, stats.logprobs.new_ones(len(chunk)), stats.logprobs.new_ones(())
-            )
+            gradients.add_hidden(rows, chunk, torch.ones_like(stats.logprobs))
             del logits, rows
         self._scale(part, self._coefficients(part)[0])
 
@@ -406,7 +404,7 @@ class _Run:
             unit = weights[done : done + len(chunk)]
             done += len(chunk)
             rows = gradients.rows(logits, chunk, stats)
-            gradients.add_hidden(rows, chunk, unit, one)
+            gradients.add_hidden(rows, chunk, unit)
             counted = chunk.labels.squeeze(0) != call.ignore_index
             self.scratch.add(rows, chunk.hidden, unit, counted, one)
             del logits, rows

@@ -487,16 +487,17 @@ class Gradients:
         coefficients = coefficients.to(self.accumulate)
         bounded = bounded_for_sums(coefficients)
         scale = power_of_two(bounded.abs().amax())
-        self.add_hidden(rows, chunk, coefficients / scale, scale)
+        self.add_hidden(rows, chunk, coefficients)
         self.sums.add(rows, chunk.hidden, bounded / scale, active, scale)
 
-    def add_hidden(self, rows: Tensor, chunk: Chunk, unit: Tensor, scale: Tensor) -> None:
-        """Add the dHidden of rows [n, V] times ``unit`` [n] times ``scale``, a power of two."""
+    def add_hidden(self, rows: Tensor, chunk: Chunk, coefficients: Tensor) -> None:
+        """Add the dHidden of rows [n, V] times coefficients [n]; no row's depends on another's."""
         if self.hidden is None:
             return
-        values = times(self.call.head.grad_hidden(rows), unit.unsqueeze(1))
+        scale = power_of_two(coefficients.abs())
+        values = times(self.call.head.grad_hidden(rows), (coefficients / scale).unsqueeze(1))
         if self.scales is None:
-            values = times(values, scale)
+            values = times(values, scale.unsqueeze(1))
         else:
             power = power_of_two(values.abs().amax(1))
             values = values / power.unsqueeze(1)
