@@ -30,6 +30,7 @@ class AGRO(Objective):
 
     coefficient_scope: ClassVar[Literal["group"]] = "group"
     level: ClassVar[Literal["sequence"]] = "sequence"
+    advantages_are: ClassVar[Literal["rewards"]] = "rewards"
     needs: ClassVar[tuple[str, ...]] = ("ref_logprobs", "group_ids")
     takes_token_advantages: ClassVar[bool] = False
     zero_advantage_is_inactive: ClassVar[bool] = False

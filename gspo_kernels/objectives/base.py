@@ -223,6 +223,9 @@ class Objective(ABC):
     needs_advantages: ClassVar[bool] = True
     """False: the objective has no advantages and refuses them."""
 
+    advantages_are: ClassVar[Literal["advantages", "rewards", "levels"]] = "advantages"
+    """What ``advantages`` hold: compared within groups, raw rewards, or ranks in the group, 1 for the best."""
+
     takes_token_advantages: ClassVar[bool] = True
     """False: advantages must be [B]."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ class DPO(Pairwise):
 
     beta: float = 0.1
 
+    advantages_are: ClassVar[Literal["levels"]] = "levels"
     needs: ClassVar[tuple[str, ...]] = ("ref_logprobs", "group_ids")
 
     def __post_init__(self) -> None:

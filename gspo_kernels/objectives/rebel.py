@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ class REBEL(Pairwise):
 
     eta: float = 1.0
 
+    advantages_are: ClassVar[Literal["rewards"]] = "rewards"
     ratio_only: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
