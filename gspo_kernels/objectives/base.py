@@ -224,7 +224,7 @@ class Objective(ABC):
     """False: the objective has no advantages and refuses them."""
 
     advantages_are: ClassVar[Literal["advantages", "rewards", "levels"]] = "advantages"
-    """What ``advantages`` hold: compared within groups, raw rewards, or ranks in the group, 1 for the best."""
+    """What ``advantages`` hold: compared within groups, raw rewards, or ranks in the group, best is 1."""
 
     takes_token_advantages: ClassVar[bool] = True
     """False: advantages must be [B]."""
