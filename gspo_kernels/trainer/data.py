@@ -1,9 +1,11 @@
-"""Prompts: where they come from and in which order they are used."""
+"""Prompts: where they come from, what they are in tokens, and in which order they are used."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +15,48 @@ from gspo_kernels.trainer.errors import DataError
 
 Rows = Sequence[Mapping[str, Any]]
 
+RESERVED = ("prompts", "completions", "completion_ids")
+"""What reward functions get beside the columns, and therefore no column may be called."""
 
-def load_prompts(path: str | Path) -> list[dict[str, Any]]:
-    """Read a jsonl file: one JSON object per line, with the text of a prompt under ``"prompt"``.
 
-    Empty lines are skipped. All other columns are kept and reach the reward functions.
+def load_prompts(
+    source: str | Path, *, split: str | None = None, subset: str | None = None, prompt_column: str = "prompt"
+) -> Rows:
+    """Read rows with a prompt; all other columns are kept and reach the reward functions.
+
+    A prompt is text, or a conversation: a list of messages ``{"role": ..., "content": ...}``.
+
+    Args:
+        source: a jsonl file (one JSON object per line, values of any type), a parquet file, a directory
+            that ``save_to_disk`` wrote, a directory of data files, or the name of a dataset on the Hub.
+        split: which split, "train" by default; in the syntax of datasets also a part of one
+            ("train[:1000]"), but not for what ``save_to_disk`` wrote. Files have none.
+        subset: which configuration of a dataset on the Hub or of a directory of data files.
+        prompt_column: the column that is the prompt; it is called "prompt" from here on.
+
+    Returns:
+        A list of mappings (jsonl) or a ``datasets.Dataset``.
+
+    Raises:
+        DataError: there is nothing to read, or rows are not prompts; names the source and the row.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise DataError(f"there is no dataset file {path}")
+    path, name = Path(source), str(source)
+    if path.is_dir() or not (path.exists() or path.suffix in (".json", ".jsonl", ".parquet")):
+        rows = _load_dataset(path, name, split, subset)
+    elif not path.is_file():
+        raise DataError(f"there is no dataset file {name}")
+    else:
+        for option, value in (("split", split), ("subset", subset)):
+            if value is not None:
+                raise DataError(f"{name} is a single file and has no {option} {value!r}")
+        rows = _read_parquet(path) if path.suffix == ".parquet" else _read_jsonl(path)
+    if prompt_column != "prompt":
+        rows = _rename(rows, prompt_column, name)
+    check_rows(rows, name)
+    return rows
+
+
+def _read_jsonl(path: Path) -> Rows:
     rows = []
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, start=1):
@@ -34,23 +69,93 @@ def load_prompts(path: str | Path) -> list[dict[str, Any]]:
             if not isinstance(row, dict):
                 raise DataError(f"{path}, line {number}: expected a JSON object, got {type(row).__name__}")
             rows.append(row)
-    check_rows(rows, str(path))
     return rows
 
 
+def _read_parquet(path: Path) -> Rows:
+    from datasets import Dataset
+    from pyarrow import ArrowException
+    from pyarrow.parquet import read_table
+
+    try:
+        rows: Rows = Dataset(read_table(path))
+    except (ArrowException, OSError) as error:
+        raise DataError(f"{path} cannot be read as parquet: {error}") from error
+    return rows
+
+
+def _load_dataset(path: Path, name: str, split: str | None, subset: str | None) -> Any:
+    from datasets import DatasetDict, load_dataset, load_from_disk
+
+    saved = any((path / mark).is_file() for mark in ("dataset_dict.json", "state.json"))
+    if not saved and not path.is_dir() and not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name):
+        raise DataError(f"there is no dataset file {name}")
+    try:
+        if not saved:
+            return load_dataset(name, subset, split=split or "train")
+        found = load_from_disk(name)
+    except Exception as error:  # datasets lets through what its readers raise
+        missing = "" if path.is_dir() else "there is no such file or directory, and from the Hub "
+        raise DataError(f"dataset {name}: {missing}it cannot be loaded: {error!r}") from error
+    if subset is not None:
+        raise DataError(f"{name} was written by save_to_disk and has no subset {subset!r}")
+    if isinstance(found, DatasetDict):
+        wanted = split or ("train" if len(found) > 1 else next(iter(found), "train"))
+        if wanted not in found:
+            raise DataError(f"{name} has no split {wanted!r}; there are {', '.join(found) or 'none'}")
+        return found[wanted]
+    if split is not None:
+        raise DataError(f"{name} holds a single dataset without splits, and so no {split!r}")
+    return found
+
+
+def _rename(rows: Any, column: str, name: str) -> Rows:
+    if hasattr(rows, "rename_column"):
+        if column not in rows.column_names:
+            raise DataError(f"{name}: no {column!r} among the columns ({', '.join(rows.column_names)})")
+        renamed: Rows = rows.select_columns(
+            [other for other in rows.column_names if other != "prompt"]
+        ).rename_column(column, "prompt")
+        return renamed
+    for number, row in enumerate(rows, start=1):
+        if column not in row:
+            raise DataError(f"{name}, row {number}: no {column!r} among the columns ({', '.join(row)})")
+    return [{**{k: v for k, v in row.items() if k != column}, "prompt": row[column]} for row in rows]
+
+
 def check_rows(rows: Rows, name: str) -> None:
-    """Raise a `DataError` unless there are rows and each has a prompt that is plain text."""
+    """Raise a `DataError` unless there are rows and each has a prompt: text, or a list of messages."""
     if len(rows) == 0:
         raise DataError(f"{name} is empty: it has no prompts")
     for number, row in enumerate(rows, start=1):
         if "prompt" not in row:
             columns = ", ".join(map(repr, row)) or "none"
-            raise DataError(f"{name}, row {number}: no 'prompt' among the columns ({columns})")
-        if not isinstance(row["prompt"], str) or not row["prompt"]:
             raise DataError(
-                f"{name}, row {number}: 'prompt' must be non-empty text, got {row['prompt']!r:.80}"
-                + (" (apply the chat template first)" if isinstance(row["prompt"], list) else "")
+                f"{name}, row {number}: no 'prompt' among the columns ({columns}); data.prompt_column says "
+                "which one it is"
             )
+        for column in RESERVED:
+            if column in row:
+                raise DataError(
+                    f"{name}, row {number}: a column must not be called {column!r}, because reward functions "
+                    "get an argument of that name"
+                )
+        prompt = row["prompt"]
+        if isinstance(prompt, list) and prompt and all(map(_is_message, prompt)):
+            continue
+        if not isinstance(prompt, str) or not prompt:
+            raise DataError(
+                f"{name}, row {number}: 'prompt' must be non-empty text, or a list of messages with a text "
+                f"as 'role' and as 'content', got {prompt!r:.80}"
+            )
+
+
+def _is_message(message: Any) -> bool:
+    return (
+        isinstance(message, Mapping)
+        and isinstance(message.get("role"), str)
+        and isinstance(message.get("content"), str)
+    )
 
 
 def columns_of(rows: Rows) -> dict[str, list[Any]]:
@@ -59,19 +164,115 @@ def columns_of(rows: Rows) -> dict[str, list[Any]]:
     return {name: [row.get(name) for row in rows] for name in names}
 
 
+@dataclass(frozen=True)
+class Prompts:
+    """Rows and the token ids of their prompts.
+
+    Attributes:
+        rows: the rows that are used.
+        tokens: one list of token ids for each of them.
+        dropped: how many rows were left out because their prompt is too long.
+    """
+
+    rows: Rows
+    tokens: list[list[int]]
+    dropped: int
+
+
+def prepare_prompts(
+    tokenizer: Any,
+    rows: Rows,
+    name: str,
+    longest: int | None,
+    *,
+    too_long: str = "error",
+    template_options: Mapping[str, Any] | None = None,
+) -> Prompts:
+    """Turn prompts into tokens.
+
+    Text is encoded as it is, with the special tokens that the tokenizer adds by itself. A conversation goes
+    through the tokenizer's chat template, which opens the assistant's turn; one that ends with a message of
+    the assistant is continued there.
+
+    Args:
+        tokenizer: a transformers tokenizer.
+        rows: what `check_rows` accepts.
+        name: what to call the rows in messages.
+        longest: tokens that a prompt may have, or None for any number.
+        too_long: "error", or "drop" to leave out rows with longer prompts.
+        template_options: keyword arguments of the chat template (Qwen3: ``{"enable_thinking": False}``).
+
+    Raises:
+        DataError: a prompt is too long, makes no token, or the template does not take it; names the row.
+    """
+    if too_long not in ("error", "drop"):
+        raise DataError(f"too_long must be 'error' or 'drop', got {too_long!r}")
+    if longest is not None and longest < 1:
+        raise DataError(
+            f"{name}: the model's context leaves no room for a prompt beside rollout.max_new_tokens"
+        )
+    tokens = _encode(tokenizer, rows, name, template_options or {})
+    for number, ids in enumerate(tokens, start=1):
+        if not ids:
+            raise DataError(f"{name}, row {number}: the tokenizer makes no token of the prompt")
+        if longest is not None and len(ids) > longest and too_long == "error":
+            raise DataError(
+                f"{name}, row {number}: the prompt has {len(ids)} tokens, but the model's context leaves "
+                f"room for {longest} beside rollout.max_new_tokens; data.too_long: drop leaves such rows out"
+            )
+    kept = [i for i, ids in enumerate(tokens) if longest is None or len(ids) <= longest]
+    if tokens and not kept:
+        raise DataError(f"{name}: every prompt is longer than the {longest} tokens that there is room for")
+    if len(kept) == len(tokens):
+        return Prompts(rows, tokens, 0)
+    selected = rows.select(kept) if hasattr(rows, "select") else [rows[i] for i in kept]
+    return Prompts(selected, [tokens[i] for i in kept], len(tokens) - len(kept))
+
+
 def encode_prompts(tokenizer: Any, rows: Rows, name: str, longest: int | None) -> list[list[int]]:
     """Return the token ids of every prompt; refuse one that is empty or longer than ``longest`` tokens."""
-    texts = [row["prompt"] for row in rows]
-    encoded: list[list[int]] = tokenizer(texts)["input_ids"] if texts else []
-    for number, tokens in enumerate(encoded, start=1):
-        if not tokens:
-            raise DataError(f"{name}, row {number}: the tokenizer makes no token of the prompt")
-        if longest is not None and len(tokens) > longest:
-            raise DataError(
-                f"{name}, row {number}: the prompt has {len(tokens)} tokens, but the model's context leaves "
-                f"room for {longest} beside rollout.max_new_tokens"
-            )
-    return encoded
+    return prepare_prompts(tokenizer, rows, name, longest).tokens
+
+
+def _encode(tokenizer: Any, rows: Rows, name: str, options: Mapping[str, Any]) -> list[list[int]]:
+    tokens: list[list[int]] = [[] for _ in rows]
+    texts: dict[int, str] = {}
+    conversations: dict[int, str] = {}
+    for index, row in enumerate(rows):
+        prompt = row["prompt"]
+        if isinstance(prompt, str):
+            texts[index] = prompt
+        else:
+            conversations[index] = _render(tokenizer, prompt, f"{name}, row {index + 1}", options)
+    # A template writes its special tokens itself.
+    for part, arguments in ((texts, {}), (conversations, {"add_special_tokens": False})):
+        if part:
+            for index, ids in zip(
+                part, tokenizer(list(part.values()), **arguments)["input_ids"], strict=True
+            ):
+                tokens[index] = ids
+    return tokens
+
+
+def _render(tokenizer: Any, messages: list[Any], name: str, options: Mapping[str, Any]) -> str:
+    from jinja2 import TemplateError
+
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise DataError(f"{name}: the prompt is a conversation, but the tokenizer has no chat template")
+    continued = messages[-1]["role"] == "assistant"
+    # Arrow fills the keys that a message lacks with None.
+    messages = [{key: value for key, value in m.items() if value is not None} for m in messages]
+    try:
+        text: str = tokenizer.apply_chat_template(
+            messages,
+            tokenize=False,
+            add_generation_prompt=not continued,
+            continue_final_message=continued,
+            **options,
+        )
+    except (TemplateError, ValueError, TypeError) as error:
+        raise DataError(f"{name}: the chat template does not take the conversation: {error}") from error
+    return text
 
 
 class PromptOrder:

@@ -4,8 +4,21 @@ import json
 
 import pytest
 
-from gspo_kernels.trainer.data import PromptOrder, check_rows, columns_of, encode_prompts, load_prompts
+from gspo_kernels.trainer import demo
+from gspo_kernels.trainer.data import (
+    PromptOrder,
+    check_rows,
+    columns_of,
+    encode_prompts,
+    load_prompts,
+    prepare_prompts,
+)
 from gspo_kernels.trainer.errors import DataError
+
+CHATML = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% if brief %}!{% endif %}{% endif %}"
+)
 
 
 def write(tmp_path, text):
@@ -32,7 +45,10 @@ def test_rows_keep_their_columns(tmp_path):
         ('{"prompt": "a"}\n{"question": "b"}\n', ["row 2", "'prompt'", "'question'"]),
         ('{"prompt": ""}\n', ["row 1", "non-empty text"]),
         ('{"prompt": 3}\n', ["row 1", "text", "3"]),
-        (json.dumps({"prompt": [{"role": "user", "content": "a"}]}), ["row 1", "chat template"]),
+        ('{"prompt": []}\n', ["row 1", "list of messages", "[]"]),
+        ('{"prompt": [{"role": "user"}]}\n', ["row 1", "list of messages", "'content'"]),
+        ('{"prompt": [{"role": "user", "content": ["a"]}]}\n', ["row 1", "list of messages", "['a']"]),
+        ('{"prompt": "a"}\n{"prompt": "b", "completions": 3}\n', ["row 2", "'completions'"]),
     ],
 )
 def test_what_is_not_a_dataset_is_refused(tmp_path, text, words):
@@ -41,6 +57,112 @@ def test_what_is_not_a_dataset_is_refused(tmp_path, text, words):
         load_prompts(path)
     for word in ["data.jsonl", *words]:
         assert word in str(caught.value)
+
+
+ROWS = [{"prompt": "a", "answer": 1, "level": "x"}, {"prompt": "bc", "answer": 2, "level": None}]
+
+
+@pytest.fixture
+def saved(tmp_path, monkeypatch):
+    """Datasets of every kind in one folder; nothing is written into the user's own cache."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    datasets.disable_progress_bars()
+    rows, other = datasets.Dataset.from_list(ROWS), datasets.Dataset.from_list([{"prompt": "test"}])
+    rows.to_parquet(tmp_path / "rows.parquet")
+    rows.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict(train=rows, test=other).save_to_disk(tmp_path / "splits")
+    datasets.DatasetDict(validation=rows).save_to_disk(tmp_path / "validation")
+    (tmp_path / "files").mkdir()
+    rows.to_parquet(tmp_path / "files" / "train-00000.parquet")
+    other.to_parquet(tmp_path / "files" / "test-00000.parquet")
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ["rows.parquet", "one", "splits", "validation", "files"])
+def test_datasets_of_every_kind(saved, name):
+    rows = load_prompts(saved / name)
+    assert [dict(row) for row in rows] == ROWS
+    assert columns_of([rows[i] for i in (1, 1, 0)]) == {"answer": [2, 2, 1], "level": [None, None, "x"]}
+
+
+@pytest.mark.parametrize("name", ["splits", "files"])
+def test_splits(saved, name):
+    assert [row["prompt"] for row in load_prompts(saved / name, split="test")] == ["test"]
+    with pytest.raises(DataError, match=rf"{name}.*nowhere"):
+        load_prompts(saved / name, split="nowhere")
+
+
+def test_part_of_a_split(saved):
+    assert [dict(row) for row in load_prompts(saved / "files", split="train[1:]")] == ROWS[1:]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("rows.parquet", {"split": "train"}, "a single file and has no split 'train'"),
+        ("rows.parquet", {"subset": "main"}, "a single file and has no subset 'main'"),
+        ("one", {"split": "train"}, "a single dataset without splits"),
+        ("splits", {"split": "dev"}, "no split 'dev'; there are train, test"),
+        ("splits", {"subset": "main"}, "no subset 'main'"),
+        ("one", {"prompt_column": "question"}, "no 'question' among the columns"),
+        ("broken.parquet", {}, "cannot be read as parquet"),
+        ("empty", {}, "cannot be loaded"),
+    ],
+)
+def test_what_a_dataset_does_not_have(saved, name, options, words):
+    (saved / "broken.parquet").write_bytes(b"PAR1 no")
+    (saved / "empty").mkdir()
+    with pytest.raises(DataError, match=words) as caught:
+        load_prompts(saved / name, **options)
+    assert name in str(caught.value)
+
+
+def test_an_empty_dataset_is_refused(saved):
+    import datasets
+
+    none = datasets.Dataset.from_list(ROWS).filter(lambda row: False)
+    none.to_parquet(saved / "none.parquet")
+    with pytest.raises(DataError, match=r"none.parquet is empty"):
+        load_prompts(saved / "none.parquet")
+    none.save_to_disk(saved / "nothing")
+    with pytest.raises(DataError, match=r"nothing(:| is empty)"):
+        load_prompts(saved / "nothing")
+
+
+def test_names_of_the_hub_are_given_to_datasets(monkeypatch):
+    import datasets
+
+    def load_dataset(name, subset, *, split):
+        if subset is None:
+            raise ValueError("Config name is missing. Please pick one among ['main']")
+        return datasets.Dataset.from_list([{"prompt": f"{name} {subset} {split}"}])
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert load_prompts("org/name", subset="main", split="test")[0] == {"prompt": "org/name main test"}
+    assert load_prompts("org/name", subset="main")[0] == {"prompt": "org/name main train"}
+    with pytest.raises(DataError, match=r"org/name: there is no such file.*pick one among"):
+        load_prompts("org/name")
+    for name in ("no/such/file", "prompts.jsonl", "./name"):
+        with pytest.raises(DataError, match=f"there is no dataset file {name}"):
+            load_prompts(name)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_another_column_may_be_the_prompt(tmp_path, kind):
+    import datasets
+
+    rows, path = [{"prompt": "old", "question": "a"}, {"prompt": "older", "question": "b"}], tmp_path / kind
+    if kind == "jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        path = path.with_suffix(".parquet")
+        datasets.Dataset.from_list(rows).to_parquet(path)
+    found = load_prompts(path, prompt_column="question")
+    assert [dict(row) for row in found] == [{"prompt": "a"}, {"prompt": "b"}]
+    with pytest.raises(DataError, match=r"no 'answer' among the columns.*question"):
+        load_prompts(path, prompt_column="answer")
 
 
 def test_rows_given_in_python_are_checked_as_well():
@@ -61,6 +183,55 @@ def test_order_needs_nothing_but_the_position():
     assert [i for start in range(0, 40, 4) for i in pieces.indices(start, 4)] == straight
     assert PromptOrder(7, seed=1).indices(13, 9) == straight[13:22]
     assert PromptOrder(7, seed=2).indices(0, 40) != straight
+
+
+@pytest.fixture
+def chat_tokenizer():
+    tokenizer = demo.make_tokenizer()
+    tokenizer.chat_template = CHATML
+    return tokenizer
+
+
+def test_conversations_go_through_the_chat_template(chat_tokenizer):
+    question = {"role": "user", "content": "hi"}
+    answer = {"role": "assistant", "content": "He"}
+    rows = [{"prompt": [question]}, {"prompt": "plain"}, {"prompt": [{**question, "name": None}, answer]}]
+    encoded = prepare_prompts(chat_tokenizer, rows, "data", None).tokens
+    assert chat_tokenizer.batch_decode(encoded) == [
+        "<|user|>hi<|end|><|assistant|>",
+        "plain",
+        "<|user|>hi<|end|><|assistant|>He",  # an answer that has begun is continued
+    ]
+    assert encoded[0].count(chat_tokenizer.eos_token_id) == 1
+    encoded = prepare_prompts(chat_tokenizer, rows, "data", None, template_options={"brief": True}).tokens
+    assert chat_tokenizer.decode(encoded[0]).endswith("<|assistant|>!")
+
+
+def test_conversations_that_cannot_be_rendered(tokenizer, chat_tokenizer):
+    rows = [{"prompt": "a"}, {"prompt": [{"role": "user", "content": "hi"}]}]
+    with pytest.raises(DataError, match=r"data, row 2: .* has no chat template"):
+        encode_prompts(tokenizer, rows, "data", None)
+    chat_tokenizer.chat_template = "{{ raise_exception('no system role') }}"
+    with pytest.raises(DataError, match=r"data, row 2: .*no system role"):
+        encode_prompts(chat_tokenizer, rows, "data", None)
+
+
+@pytest.mark.parametrize("kind", ["list", "dataset"])
+def test_prompts_that_do_not_fit_are_dropped_when_asked(tokenizer, kind):
+    import datasets
+
+    rows = [{"prompt": "a" * length, "n": length} for length in (3, 6, 5, 7)]
+    rows = rows if kind == "list" else datasets.Dataset.from_list(rows)
+    prompts = prepare_prompts(tokenizer, rows, "data", 5, too_long="drop")
+    assert [row["n"] for row in prompts.rows] == [len(ids) for ids in prompts.tokens] == [3, 5]
+    assert prompts.dropped == 2
+    assert prepare_prompts(tokenizer, rows, "data", 7, too_long="drop").dropped == 0
+    with pytest.raises(DataError, match="every prompt is longer than the 2 tokens"):
+        prepare_prompts(tokenizer, rows, "data", 2, too_long="drop")
+    with pytest.raises(DataError, match=r"no room for a prompt beside rollout.max_new_tokens"):
+        prepare_prompts(tokenizer, rows, "data", 0, too_long="drop")
+    with pytest.raises(DataError, match="'error' or 'drop', got 'cut'"):
+        prepare_prompts(tokenizer, rows, "data", 5, too_long="cut")
 
 
 def test_prompts_that_do_not_fit_are_refused(tokenizer):
