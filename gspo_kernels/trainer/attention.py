@@ -40,6 +40,8 @@ def attention_implementation(model: Any) -> str:
     reason = None
     if "position_ids" not in accepted or "logits_to_keep" not in accepted:
         reason = "its forward takes no position_ids or no logits_to_keep"
+    elif getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+        reason = "its adapter puts tokens of its own before every row"
     elif strange or getattr(causal, "_is_stateful", False):
         reason = f"no mask is known that keeps them apart in its layers ({', '.join(strange) or 'recurrent'})"
     elif name not in MASKED_ATTENTION and "flash" not in name:

@@ -166,7 +166,7 @@ def compare_with_alone(
     if not difference <= bound:
         raise ModelError(
             f"{type(unwrapped(model)).__name__} cannot hold several sequences in one row: its hidden "
-            f"states differ from those of the sequences alone by {difference:.3g} (rounding: below {bound:.3g})"
+            f"states differ from those of the sequences alone by {difference:.3g} (rounding: < {bound:.3g})"
         )
 
 
