@@ -1,0 +1,159 @@
+"""NeMo-RL: ``PolicyLoss`` is the ``loss_fn`` that its trainers hand to the policy's workers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gspo_kernels import checks
+from gspo_kernels.integrations.errors import IntegrationError
+from gspo_kernels.integrations.hooks import (
+    RolloutCorrection,
+    check_correction,
+    check_objective,
+    count,
+    fitting_advantages,
+    refuse_other_versions,
+)
+from gspo_kernels.losses import policy_loss
+from gspo_kernels.objectives import GSPO
+from gspo_kernels.objectives.base import Objective
+from gspo_kernels.policy import KL_ESTIMATORS
+
+SUPPORTED = ">=0.6,<0.8"
+
+__all__ = ["PolicyLoss", "RolloutCorrection"]
+
+
+class PolicyLoss:
+    """Any objective as a NeMo-RL loss function of log-probs.
+
+    Divides by the global batch's number of sequences or tokens, as the objective's aggregation asks, so that
+    micro-batches and ranks add up.
+
+    Args:
+        objective: GSPO() by default.
+        kl_beta: weight of the KL to the reference policy; not clamped, as NeMo-RL's is.
+        kl_estimator: "k1", "k2" or "k3".
+        correction: weights for rollouts from the inference engine, or None.
+        on_policy: take the current log-probs as the old ones. For ``loss_fn.force_on_policy_ratio=true``,
+            with which NeMo-RL passes zeros for the old ones.
+
+    Raises:
+        TypeError, ValueError: a wrong argument, named in the message.
+        IntegrationError: NeMo-RL is missing or at another version, or the objective doesn't fit.
+
+    Attributes:
+        loss_type: NeMo-RL's: what the loss is divided by.
+        input_type: NeMo-RL's: log-probs.
+        reference_policy_kl_penalty: ``kl_beta``; NeMo-RL looks at it when it filters by top-k or top-p.
+    """
+
+    def __init__(
+        self,
+        objective: Objective = GSPO(),
+        *,
+        kl_beta: float = 0.0,
+        kl_estimator: str = "k3",
+        correction: RolloutCorrection | None = None,
+        on_policy: bool = False,
+    ) -> None:
+        self.objective = check_objective(objective, "NeMo-RL", divides_by=("sequences", "tokens"))
+        self.reference_policy_kl_penalty = checks.number("kl_beta", kl_beta)
+        self.kl_estimator = checks.choice("kl_estimator", kl_estimator, KL_ESTIMATORS)
+        self.correction = check_correction(correction)
+        self.on_policy = checks.flag("on_policy", on_policy)
+        refuse_other_versions("nemo-rl", SUPPORTED)
+        try:
+            from nemo_rl.algorithms.loss.interfaces import LossInputType, LossType
+        except ImportError as error:
+            raise IntegrationError(
+                f"nemo-rl: its loss interface can't be imported ({error}); this adapter needs NeMo-RL{SUPPORTED}, "
+                "installed from its repository: the package registry has only a placeholder"
+            ) from None
+        by_token = objective.outer_divisor()[0] == "tokens"
+        self.loss_type = LossType.TOKEN_LEVEL if by_token else LossType.SEQUENCE_LEVEL
+        self.input_type = LossInputType.LOGPROB
+
+    def __call__(
+        self,
+        next_token_logprobs: Tensor,
+        data: Mapping[str, Any],
+        global_valid_seqs: Tensor,
+        global_valid_toks: Tensor,
+    ) -> tuple[Tensor, dict[str, float]]:
+        """One micro-batch's part of the global batch's loss.
+
+        Args:
+            next_token_logprobs: [B, S - 1].
+            data: ``token_mask``, ``advantages``, ``prev_logprobs``, ``generation_logprobs`` and
+                ``reference_policy_logprobs`` [B, S], ``sample_mask`` [B].
+            global_valid_seqs, global_valid_toks: 0-d, of the global batch over all ranks.
+
+        Returns:
+            The loss, and metrics that add up over micro-batches and ranks (``probs_ratio_min`` and
+            ``probs_ratio_max`` but for themselves), under NeMo-RL's names where it has one.
+        """
+        logprobs = next_token_logprobs
+        mask = data["token_mask"][:, 1:] * data["sample_mask"].unsqueeze(-1)
+        old = logprobs.detach() if self.on_policy else data["prev_logprobs"][:, 1:]
+        if not self.on_policy:
+            _refuse_placeholder("prev_logprobs", old, logprobs, mask, "give on_policy=True")
+        reference = None
+        if self.reference_policy_kl_penalty != 0:
+            if "curr_logprobs_unfiltered" in data:
+                raise ValueError(
+                    "kl_beta: under top-k or top-p sampling NeMo-RL's KL takes unfiltered log-probs, which this "
+                    "loss does not; expected kl_beta=0, or sampling without a filter"
+                )
+            reference = data["reference_policy_logprobs"][:, 1:]
+            _refuse_placeholder(
+                "reference_policy_logprobs", reference, logprobs, mask,
+                "set loss_fn.reference_policy_kl_penalty above 0 and "
+                "grpo.skip_reference_policy_logprobs_calculation to false",
+            )  # fmt: skip
+        weights = None
+        if self.correction is not None:
+            weights = self.correction.weights(old, data["generation_logprobs"][:, 1:], mask)
+        counted, _ = self.objective.outer_divisor()
+        out = policy_loss(
+            logprobs,
+            old,
+            fitting_advantages(self.objective, data["advantages"][:, 1:], mask),
+            loss_mask=mask,
+            ref_logprobs=reference,
+            kl_beta=self.reference_policy_kl_penalty,
+            kl_estimator=self.kl_estimator,
+            rollout_weights=weights,
+            normalizer=global_valid_toks if counted == "tokens" else global_valid_seqs,
+            objective=self.objective,
+        )
+        tokens = count("tokens", mask)
+        of_tokens, of_sequences = tokens / global_valid_toks, count("sequences", mask) / global_valid_seqs
+        mean = out.metrics
+        metrics = {
+            "loss": out.loss.detach(),
+            "probs_ratio": mean["ratio/mean"]
+            * (of_sequences if self.objective.level == "sequence" else of_tokens),
+            "clip_fraction": mean["clip_fraction/tokens"] * of_tokens,
+            "kl_old": mean["kl/old"] * of_tokens,
+            "kl_penalty": mean["kl/ref"] * of_tokens if "kl/ref" in mean else tokens * 0,
+            "active_fraction": mean["active_fraction"] * of_sequences,
+            "num_valid_samples": data["sample_mask"].sum(),
+            # without a token there is no ratio; NeMo-RL leaves infinities out
+            "probs_ratio_min": torch.where(tokens > 0, mean["ratio/min"], math.inf),
+            "probs_ratio_max": torch.where(tokens > 0, mean["ratio/max"], -math.inf),
+        }
+        return out.loss, {name: float(value) for name, value in metrics.items()}
+
+
+def _refuse_placeholder(name: str, values: Tensor, current: Tensor, mask: Tensor, advice: str) -> None:
+    """NeMo-RL passes zeros for log-probs that it did not compute."""
+    counts = mask != 0
+    if bool(((values != 0) & counts).any()) or not bool(((current.detach() < -0.01) & counts).any()):
+        return
+    raise ValueError(f"{name}: all zeros, NeMo-RL's sign that they were not computed; {advice}")

@@ -1,0 +1,123 @@
+"""OpenRLHF: ``PolicyLoss`` takes the place of the actor's ``actor_loss_fn``."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gspo_kernels.integrations.hooks import (
+    RolloutCorrection,
+    check_correction,
+    check_objective,
+    fitting_advantages,
+    refuse_other_versions,
+)
+from gspo_kernels.losses import policy_loss
+from gspo_kernels.objectives import GSPO
+from gspo_kernels.objectives.base import Objective
+
+SUPPORTED = ">=0.11.2,<0.12"
+
+__all__ = ["PolicyLoss", "PolicyLossOutput", "RolloutCorrection"]
+
+
+class PolicyLossOutput(NamedTuple):
+    """What OpenRLHF 0.11.2 unpacks; each is 0-d. (Before 0.11.2 it unpacked four values.)
+
+    Attributes:
+        loss: carries the gradient.
+        clip_ratio: share of tokens that were clipped.
+        ppo_kl: mean of old - current log-prob.
+        vllm_kl: mean of the engine's - old log-prob; None without a correction.
+        is_filter_ratio: share of tokens or sequences whose weight was bounded; None without a correction.
+    """
+
+    loss: Tensor
+    clip_ratio: Tensor
+    ppo_kl: Tensor
+    vllm_kl: Tensor | None
+    is_filter_ratio: Tensor | None
+
+
+class PolicyLoss(torch.nn.Module):
+    """Any objective with the signature of ``openrlhf.models.PolicyLoss``.
+
+    Divides by the whole optimizer step's number of sequences or tokens, as the objective's aggregation asks.
+    OpenRLHF adds its KL loss and its entropy bonus outside.
+
+    Args:
+        objective: GSPO() by default.
+        correction: weights for rollouts from the inference engine, or None. OpenRLHF's own
+            ``is_correction_*`` options belong to the class that this one replaces.
+
+    Raises:
+        IntegrationError: OpenRLHF is installed at another version, or the objective doesn't fit.
+
+    Attributes:
+        metrics: of the last call; see ``gspo_kernels.LossOutput``.
+    """
+
+    def __init__(self, objective: Objective = GSPO(), *, correction: RolloutCorrection | None = None) -> None:
+        super().__init__()
+        refuse_other_versions("openrlhf", SUPPORTED)
+        self.objective = check_objective(objective, "OpenRLHF", divides_by=("sequences", "tokens"))
+        self.correction = check_correction(correction)
+        self.metrics: dict[str, Tensor] = {}
+
+    def forward(
+        self,
+        log_probs: Tensor,
+        old_log_probs: Tensor,
+        advantages: Tensor,
+        action_mask: Tensor | None = None,
+        rollout_log_probs: Tensor | None = None,
+        dp_size: int = 1,
+        batch_num_tokens: float | Tensor | None = None,
+        global_batch_size: float | Tensor | None = None,
+    ) -> PolicyLossOutput:
+        """One micro-batch's part of the step's loss, times ``dp_size``, because ranks are averaged.
+
+        Args:
+            log_probs, old_log_probs, advantages: [B, T].
+            action_mask: [B, T], tokens that count; None: all.
+            rollout_log_probs: [B, T], by the inference engine; for the correction.
+            dp_size: data-parallel ranks.
+            batch_num_tokens, global_batch_size: tokens and non-empty sequences of the step over all ranks,
+                divided by the accumulation steps; None: this micro-batch's own, whatever ``dp_size``.
+        """
+        counted, _ = self.objective.outer_divisor()
+        total = batch_num_tokens if counted == "tokens" else global_batch_size
+        weights = vllm_kl = is_filter_ratio = None
+        if self.correction is not None:
+            if rollout_log_probs is None:
+                raise ValueError("rollout_log_probs: got None, but the correction needs them")
+            weights, vllm_kl, is_filter_ratio = _corrected(
+                self.correction, old_log_probs, rollout_log_probs, action_mask
+            )
+        out = policy_loss(
+            log_probs,
+            old_log_probs,
+            fitting_advantages(self.objective, advantages, action_mask),
+            loss_mask=action_mask,
+            rollout_weights=weights,
+            normalizer=None if total is None else total / dp_size,
+            objective=self.objective,
+        )
+        self.metrics = out.metrics
+        return PolicyLossOutput(
+            out.loss, out.metrics["clip_fraction/tokens"], out.metrics["kl/old"], vllm_kl, is_filter_ratio
+        )
+
+
+def _corrected(
+    correction: RolloutCorrection, old: Tensor, rollout: Tensor, mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The weights, the mean of rollout - old, and the share of bounded weights."""
+    weights = correction.weights(old, rollout, mask)
+    unbounded = RolloutCorrection(correction.level, correction.reduce, low=0.0).weights(old, rollout, mask)
+    counts = torch.ones_like(old, dtype=torch.bool) if mask is None else mask != 0
+    units = counts if weights.ndim == old.ndim else counts.any(dim=1)
+    share = ((weights != unbounded) & units).sum() / units.sum().clamp(min=1)
+    return weights, torch.where(counts, rollout - old, 0.0).sum() / counts.sum().clamp(min=1), share

@@ -1,0 +1,84 @@
+"""prime-rl: ``PolicyLoss`` is a custom loss, ``[trainer.loss] type = "custom"``."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from gspo_kernels import checks
+from gspo_kernels.integrations.hooks import check_objective, fitting_advantages, refuse_other_versions
+from gspo_kernels.losses import policy_loss
+from gspo_kernels.objectives import GSPO
+from gspo_kernels.objectives.base import Objective
+from gspo_kernels.policy import KL_ESTIMATORS
+
+SUPPORTED = ">=0.7,<0.9"
+
+
+class LossInputs(Protocol):
+    """What prime-rl passes for one sequence; each tensor is [T]."""
+
+    trainer_logprobs: Tensor
+    inference_logprobs: Tensor
+    ref_logprobs: Tensor | None
+    advantages: Tensor
+    loss_mask: Tensor
+    loss_weights: Tensor | None
+
+
+class LossOutputs(NamedTuple):
+    """What prime-rl reads of a loss: the sum over tokens, and 0-d metrics."""
+
+    loss: Tensor
+    metrics: dict[str, Tensor]
+
+
+class PolicyLoss:
+    """Any objective as prime-rl's custom loss, a sum over the tokens of one sequence.
+
+    prime-rl divides the sum over all sequences by the number of tokens in the whole batch, so the objective
+    must aggregate by "token_mean": GSPO's loss of a sequence then counts once per token.
+
+    Args:
+        objective: ``GSPO(aggregation="token_mean")`` by default. The ratio's old log-probs are the inference
+            engine's: its rounding enters the ratio.
+        kl_beta: weight of the KL to the reference, which the batch must then carry.
+        kl_estimator: "k1", "k2" or "k3".
+
+    Raises:
+        TypeError, ValueError: a wrong argument, named in the message.
+        IntegrationError: prime-rl is installed at another version, or the objective doesn't fit.
+    """
+
+    def __init__(
+        self,
+        objective: Objective = GSPO(aggregation="token_mean"),
+        *,
+        kl_beta: float = 0.0,
+        kl_estimator: str = "k3",
+    ) -> None:
+        refuse_other_versions("prime-rl", SUPPORTED)
+        self.objective = check_objective(objective, "prime-rl", divides_by=("tokens",))
+        self.kl_beta = checks.number("kl_beta", kl_beta)
+        self.kl_estimator = checks.choice("kl_estimator", kl_estimator, KL_ESTIMATORS)
+
+    def __call__(self, inputs: LossInputs) -> LossOutputs:
+        """The loss of one sequence, summed over its counted tokens, each times its ``loss_weights``."""
+        weights, reference = inputs.loss_weights, inputs.ref_logprobs
+        mask, advantages = inputs.loss_mask[None], inputs.advantages[None]
+        if self.kl_beta != 0 and reference is None:
+            raise ValueError("ref_logprobs: got None, but kl_beta asks for a KL term")
+        out = policy_loss(
+            inputs.trainer_logprobs[None],
+            inputs.inference_logprobs[None],
+            fitting_advantages(self.objective, advantages, mask),
+            loss_mask=mask,
+            ref_logprobs=None if reference is None else reference[None],
+            kl_beta=self.kl_beta if weights is None else self.kl_beta * weights[None],
+            kl_estimator=self.kl_estimator,
+            rollout_weights=None if weights is None else weights[None],
+            normalizer=1.0,
+            objective=self.objective,
+        )
+        return LossOutputs(out.loss, out.metrics)

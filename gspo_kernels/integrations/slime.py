@@ -1,0 +1,222 @@
+"""slime: ``PolicyLoss`` is a ``--custom-loss-function-path``, straight from the packed logits."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gspo_kernels import checks
+from gspo_kernels.integrations.errors import IntegrationError
+from gspo_kernels.integrations.hooks import (
+    RolloutCorrection,
+    check_correction,
+    check_objective,
+    fitting_advantages,
+    refuse_other_versions,
+)
+from gspo_kernels.layout import layout_of
+from gspo_kernels.losses import fused_policy_loss
+from gspo_kernels.objectives import GSPO
+from gspo_kernels.objectives.base import Objective
+from gspo_kernels.ops.backends import BACKENDS
+from gspo_kernels.policy import KL_ESTIMATORS
+
+SUPPORTED = ">=0.3,<0.4"
+IGNORE = -100
+
+__all__ = ["PolicyLoss", "RolloutCorrection"]
+
+_REFUSED: dict[str, tuple[Any, str]] = {
+    "tensor_model_parallel_size": (
+        1,
+        "each rank holds a part of the vocabulary, the fused loss needs whole rows",
+    ),
+    "context_parallel_size": (1, "each rank holds a part of a sequence, the loss needs whole ones"),
+    "allgather_cp": (False, "each rank holds a part of a sequence, the loss needs whole ones"),
+    "rollout_top_p": (1.0, "the fused loss has no mask of sampled tokens"),
+    "use_opsm": (False, "off-policy sequence masking is not part of this loss"),
+    "use_tis": (False, "give PolicyLoss a correction=RolloutCorrection(...) instead"),
+    "get_mismatch_metrics": (False, "it also changes slime's loss; these metrics are not part of this one"),
+    "custom_pg_loss_reducer_function_path": (None, "the reduction is the objective's aggregation"),
+    "use_unbiased_kl": (False, "the KL is not weighted by the ratio of tokens here"),
+}
+"""Arguments that change slime's loss: the only value that is served, and why."""
+
+
+class PolicyLoss:
+    """Any objective as a slime loss function, from the logits of a packed micro-batch.
+
+    Returns the *sum* over the micro-batch's samples (or tokens, under ``--calculate-per-token-loss``), which
+    slime itself divides by the step's number. Of slime's arguments ``entropy_coef``, ``use_kl_loss``,
+    ``kl_loss_coef``, ``kl_loss_type``, ``rollout_temperature`` and ``use_rollout_logprobs`` are followed; the
+    clip range is the objective's, not ``eps_clip``.
+
+    Args:
+        objective: GSPO() by default.
+        correction: weights for rollouts from the inference engine, or None.
+        inplace_backward: overwrite the logits with their gradient; see ``gspo_kernels.fused_policy_loss``.
+        backend: "auto", "triton", "cpp" or "reference".
+
+    Raises:
+        TypeError, ValueError: a wrong argument, named in the message.
+        IntegrationError: slime is installed at another version, or the objective doesn't fit.
+    """
+
+    def __init__(
+        self,
+        objective: Objective = GSPO(),
+        *,
+        correction: RolloutCorrection | None = None,
+        inplace_backward: bool = False,
+        backend: str = "auto",
+    ) -> None:
+        refuse_other_versions("slime", SUPPORTED)
+        self.objective = check_objective(objective, "slime", divides_by=("sequences", "tokens"))
+        self.correction = check_correction(correction)
+        self.inplace_backward = checks.flag("inplace_backward", inplace_backward)
+        self.backend = checks.choice("backend", backend, ("auto", *BACKENDS))
+
+    def __call__(
+        self,
+        args: Namespace,
+        batch: Mapping[str, Any],
+        logits: Tensor,
+        sum_of_sample_mean: Callable[[Tensor], Tensor],
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss of one micro-batch, and metrics as sums that slime divides like the loss.
+
+        Args:
+            args: slime's arguments.
+            batch: lists with one entry per sample: ``unconcat_tokens`` (prompt and response),
+                ``total_lengths``, ``response_lengths``, ``loss_masks``, ``advantages`` and ``log_probs`` (of
+                the response), ``rollout_mask_sums``, and as asked for ``ref_log_probs``,
+                ``rollout_log_probs``. Without ``log_probs``: on-policy.
+            logits: [1, T, V], fp32; T counts all tokens and some padding.
+            sum_of_sample_mean: slime's reduction of response tokens, for metrics.
+
+        Raises:
+            IntegrationError: an argument that changes slime's loss and is not served here.
+        """
+        self.check_arguments(args)
+        where, cu_seqlens = _positions(batch["total_lengths"], batch["response_lengths"], logits)
+
+        def rows(name: str, dtype: torch.dtype = torch.float32) -> Tensor:
+            values = torch.cat([*batch[name]]).to(logits.device, dtype)
+            return torch.zeros(logits.shape[1], dtype=dtype, device=logits.device).index_copy(
+                0, where, values
+            )
+
+        labels = _labels(batch["unconcat_tokens"], batch["response_lengths"], where, logits)
+        mask = rows("loss_masks")
+        old = "rollout_log_probs" if args.use_rollout_logprobs else "log_probs"
+        old_logprobs = rows(old) if args.use_rollout_logprobs or batch.get(old) else None
+        weights = None
+        if self.correction is not None:
+            if old_logprobs is None or not batch.get("rollout_log_probs"):
+                raise ValueError("correction: needs the batch's log_probs and rollout_log_probs, got None")
+            weights = self.correction.weights(old_logprobs, rows("rollout_log_probs"), mask, cu_seqlens)
+        kl_beta: float | Tensor = args.kl_loss_coef if args.use_kl_loss else 0.0
+        entropy_coef: float | Tensor = args.entropy_coef
+        shares = self._shares(batch, mask, cu_seqlens)
+        if shares is not None:
+            of_tokens = layout_of(mask[None], cu_seqlens).expand(shares)[0]
+            kl_beta, entropy_coef = kl_beta * of_tokens, entropy_coef * of_tokens
+            if weights is None:
+                weights = shares
+            else:
+                weights = weights * (of_tokens if weights.shape == mask.shape else shares)
+        out = fused_policy_loss(
+            logits[0],
+            labels,
+            old_logprobs,
+            fitting_advantages(self.objective, rows("advantages"), mask, cu_seqlens),
+            loss_mask=mask,
+            cu_seqlens=cu_seqlens,
+            ref_logprobs=rows("ref_log_probs") if args.use_kl_loss else None,
+            kl_beta=kl_beta if args.use_kl_loss else 0.0,
+            kl_estimator=args.kl_loss_type,
+            entropy_coef=entropy_coef if args.entropy_coef != 0 else 0.0,
+            rollout_weights=weights,
+            normalizer=1.0,
+            temperature=float(args.rollout_temperature),
+            inplace_backward=self.inplace_backward,
+            objective=self.objective,
+            backend=self.backend,
+        )
+        logprobs = out.logprobs[where]
+        before = logprobs if old_logprobs is None else old_logprobs[where]
+        counted = self.objective.outer_divisor()[0]
+        clipped = out.metrics["clip_fraction/tokens"]
+        metrics = {
+            "loss": out.loss.detach(),
+            "pg_clipfrac": clipped * (mask.sum() if counted == "tokens" else len(batch["total_lengths"])),
+            "ppo_kl": sum_of_sample_mean(before - logprobs),
+        }
+        if out.entropy is not None:
+            metrics["entropy_loss"] = sum_of_sample_mean(out.entropy[where])
+        if batch.get("rollout_log_probs"):
+            difference = (before - torch.cat([*batch["rollout_log_probs"]])).abs()
+            metrics["train_rollout_logprob_abs_diff"] = sum_of_sample_mean(difference)
+        return out.loss, metrics
+
+    def check_arguments(self, args: Namespace) -> None:
+        """Raise IntegrationError for slime's arguments that this loss can't serve; every call does so."""
+        for name, (served, reason) in _REFUSED.items():
+            got = getattr(args, name, served)
+            if got != served:
+                raise IntegrationError(f"{name}: got {got!r}, expected {served!r}: {reason}")
+        if args.use_kl_loss and args.kl_loss_type not in KL_ESTIMATORS:
+            raise IntegrationError(
+                f"kl_loss_type: got {args.kl_loss_type!r}, expected one of {', '.join(KL_ESTIMATORS)}"
+                ": the KL is not clamped here"
+            )
+        by_token = self.objective.outer_divisor()[0] == "tokens"
+        if bool(args.calculate_per_token_loss) != by_token:
+            raise IntegrationError(
+                f"calculate_per_token_loss: got {args.calculate_per_token_loss}, but the objective's "
+                f"aggregation={self.objective.aggregation!r} divides by the number of "
+                f"{'tokens' if by_token else 'sequences'}, expected {by_token}"
+            )
+
+    def _shares(self, batch: Mapping[str, Any], mask: Tensor, cu_seqlens: Tensor) -> Tensor | None:
+        """[B + 1] with 1 for the padding: a sample's part of the tokens of its rollout, which is one to slime.
+
+        None where a sequence's mean over its tokens is not what the objective takes.
+        """
+        if self.objective.aggregation != "sequence_mean" or batch.get("rollout_mask_sums") is None:
+            return None
+        layout = layout_of(mask[None], cu_seqlens)
+        totals = torch.stack([torch.as_tensor(each) for each in batch["rollout_mask_sums"]]).to(mask)
+        return layout.sum(mask[None]) / torch.cat([totals.clamp(min=1.0), totals.new_ones(1)])
+
+
+def _positions(
+    total_lengths: Sequence[int], response_lengths: Sequence[int], logits: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Rows of the logits that predict response tokens, and ``cu_seqlens`` with the padding as a sequence."""
+    checks.floats("logits", logits, (1, *logits.shape[1:]), "[1, T, V]", None)
+    ends = torch.tensor([0, *total_lengths]).cumsum(0).tolist()
+    if ends[-1] > logits.shape[1]:
+        raise ValueError(f"logits: got {logits.shape[1]} rows for {ends[-1]} tokens in total_lengths")
+    rows = []
+    for end, total, response in zip(ends[1:], total_lengths, response_lengths, strict=True):
+        if not 0 <= response < total:
+            raise ValueError(
+                f"response_lengths: got {response} of {total} tokens, expected room for a prompt"
+            )
+        rows.append(torch.arange(end - response - 1, end - 1))
+    offsets = torch.tensor([*ends, logits.shape[1]], dtype=torch.int32)
+    return torch.cat(rows).to(logits.device), offsets.to(logits.device)
+
+
+def _labels(
+    tokens: Sequence[Tensor], response_lengths: Sequence[int], where: Tensor, logits: Tensor
+) -> Tensor:
+    """[T]: the response token that each row predicts, ``IGNORE`` elsewhere."""
+    responses = [each[each.numel() - length :] for each, length in zip(tokens, response_lengths, strict=True)]
+    labels = torch.full((logits.shape[1],), IGNORE, device=logits.device)
+    return labels.index_copy(0, where, torch.cat(responses).to(labels))
