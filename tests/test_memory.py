@@ -128,5 +128,29 @@ def test_what_plain_pytorch_takes(dtype):
     assert measure("naive", NAIVE_TOKENS, dtype, 8)[0] == pytest.approx(expected, rel=0.05)
 
 
+def flags_of(address):
+    """The kernel's flags of the mapping that holds an address."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first = line.split()[0]
+        if not first.endswith(":"):
+            start, end = (int(bound, 16) for bound in first.split("-"))
+            inside = start <= address < end
+        elif inside and first == "VmFlags:":
+            return line.split()[1:]
+    return []
+
+
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage/enabled").exists(), reason="a kernel without huge pages"
+)
+def test_large_blocks_ask_for_huge_pages():
+    from gspo_kernels.ops.memory import new_memory
+
+    memory = new_memory((64, MIB // 4), torch.float32, torch.device("cpu"))
+    assert memory.shape == (64, MIB // 4) and memory.dtype == torch.float32
+    assert "hg" in flags_of(memory.data_ptr() + 32 * MIB)
+
+
 if __name__ == "__main__":
     child(*sys.argv[1:])

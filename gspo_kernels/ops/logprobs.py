@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gspo_kernels.ops.backends import load
 from gspo_kernels.ops.library import checked_values, operator
+from gspo_kernels.ops.memory import new_memory
 from gspo_kernels.ops.values import check_temperature
 from gspo_kernels.types import LogitTransform, RowStats, stats_dtype
 
@@ -113,7 +114,7 @@ def _backward_into(
 @operator(f"token_logprobs_backward(Tensor logits, {_BACKWARD}) -> Tensor")
 def token_logprobs_backward(logits: Tensor, *args: Any) -> Tensor:
     """The logits' gradient in their dtype, contiguous."""
-    out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    out = new_memory(logits.shape, logits.dtype, logits.device)
     _backward_into(out, logits, *args)
     return out
 
@@ -152,7 +153,7 @@ def token_logprobs_and_grad(
     """Log-probs, log-sum-exp, and the logits' gradient for coefficients dLoss/dlogprobs known beforehand."""
     check_labels(labels, logits.shape[-1], ignore_index)
     check_temperature(row_temperature)
-    out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    out = new_memory(logits.shape, logits.dtype, logits.device)
     transform = LogitTransform(logit_scale, softcap, temperature, row_temperature)
     stats = load(backend).logprobs_and_grad(
         logits, labels, coefficients, transform, ignore_index=ignore_index, out=out
