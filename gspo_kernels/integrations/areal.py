@@ -1,4 +1,4 @@
-"""AReaL: ``PolicyLoss`` is the ``loss_fn`` of ``TrainEngine.train_batch``, its ``weight`` the ``loss_weight_fn``."""
+"""AReaL: ``PolicyLoss`` is the ``loss_fn`` of ``train_batch``, and its ``weight`` the ``loss_weight_fn``."""
 
 from __future__ import annotations
 
@@ -98,12 +98,8 @@ class PolicyLoss:
         )
         if self.log is not None:
             metrics = {name: float(value) for name, value in out.metrics.items()}
-            for name, values in (
-                ("vocab_min_logits", vocab_min_logits),
-                ("vocab_max_logits", vocab_max_logits),
-            ):
-                if values is not None:
-                    metrics[name] = float(values.float().mean())
+            ranges = {"vocab_min_logits": vocab_min_logits, "vocab_max_logits": vocab_max_logits}
+            metrics |= {name: float(each.float().mean()) for name, each in ranges.items() if each is not None}
             self.log(metrics)
         return out.loss
 

@@ -59,8 +59,8 @@ def check_objective(
         )
     if objective.advantages_are != "advantages":
         raise IntegrationError(
-            f"objective: {name} takes {objective.advantages_are} in the place of advantages, which {hook} does "
-            "not pass to a loss"
+            f"objective: {name} takes {objective.advantages_are} in the place of advantages, which {hook} "
+            "does not pass to a loss"
         )
     if objective.coefficient_scope in ("group", "batch"):
         raise IntegrationError(
@@ -113,8 +113,8 @@ def fitting_advantages(
         spread = torch.where(counts, exact - layout.expand(means), 0.0).abs()
         if bool((spread > ROUNDING * torch.finfo(advantages.dtype).eps * exact.abs().max()).any()):
             raise ValueError(
-                f"advantages: differ within a sequence, but {type(objective).__name__} takes one per sequence; "
-                "keep a KL penalty out of the reward, or take an objective with one per token, such as "
+                f"advantages: differ within a sequence, but {type(objective).__name__} takes one per "
+                "sequence; keep a KL penalty out of the reward, or take one with token advantages, such as "
                 "GSPOToken()"
             )
     return means.to(advantages.dtype)

@@ -72,8 +72,8 @@ class PolicyLoss:
             from nemo_rl.algorithms.loss.interfaces import LossInputType, LossType
         except ImportError as error:
             raise IntegrationError(
-                f"nemo-rl: its loss interface can't be imported ({error}); this adapter needs NeMo-RL{SUPPORTED}, "
-                "installed from its repository: the package registry has only a placeholder"
+                f"nemo-rl: its loss interface can't be imported ({error}); this adapter needs NeMo-RL "
+                f"{SUPPORTED}, installed from its repository: the package registry has only a placeholder"
             ) from None
         by_token = objective.outer_divisor()[0] == "tokens"
         self.loss_type = LossType.TOKEN_LEVEL if by_token else LossType.SEQUENCE_LEVEL
@@ -107,8 +107,8 @@ class PolicyLoss:
         if self.reference_policy_kl_penalty != 0:
             if "curr_logprobs_unfiltered" in data:
                 raise ValueError(
-                    "kl_beta: under top-k or top-p sampling NeMo-RL's KL takes unfiltered log-probs, which this "
-                    "loss does not; expected kl_beta=0, or sampling without a filter"
+                    "kl_beta: under top-k or top-p sampling NeMo-RL's KL takes unfiltered log-probs, which "
+                    "this loss does not; expected kl_beta=0, or sampling without a filter"
                 )
             reference = data["reference_policy_logprobs"][:, 1:]
             _refuse_placeholder(

@@ -24,7 +24,7 @@ __all__ = ["PolicyLoss", "PolicyLossOutput", "RolloutCorrection"]
 
 
 class PolicyLossOutput(NamedTuple):
-    """What OpenRLHF 0.11.2 unpacks; each is 0-d. (Before 0.11.2 it unpacked four values.)
+    """What OpenRLHF 0.11.2 unpacks; each is 0-d. Older versions unpack four values.
 
     Attributes:
         loss: carries the gradient.

@@ -33,10 +33,10 @@ __all__ = ["PolicyLoss", "RolloutCorrection"]
 _REFUSED: dict[str, tuple[Any, str]] = {
     "tensor_model_parallel_size": (
         1,
-        "each rank holds a part of the vocabulary, the fused loss needs whole rows",
+        "a rank holds a part of the vocabulary, the fused loss needs whole rows",
     ),
-    "context_parallel_size": (1, "each rank holds a part of a sequence, the loss needs whole ones"),
-    "allgather_cp": (False, "each rank holds a part of a sequence, the loss needs whole ones"),
+    "context_parallel_size": (1, "a rank holds a part of a sequence, the loss needs whole ones"),
+    "allgather_cp": (False, "a rank holds a part of a sequence, the loss needs whole ones"),
     "rollout_top_p": (1.0, "the fused loss has no mask of sampled tokens"),
     "use_opsm": (False, "off-policy sequence masking is not part of this loss"),
     "use_tis": (False, "give PolicyLoss a correction=RolloutCorrection(...) instead"),
@@ -104,11 +104,9 @@ class PolicyLoss:
         self.check_arguments(args)
         where, cu_seqlens = _positions(batch["total_lengths"], batch["response_lengths"], logits)
 
-        def rows(name: str, dtype: torch.dtype = torch.float32) -> Tensor:
-            values = torch.cat([*batch[name]]).to(logits.device, dtype)
-            return torch.zeros(logits.shape[1], dtype=dtype, device=logits.device).index_copy(
-                0, where, values
-            )
+        def rows(name: str) -> Tensor:
+            values = torch.cat([*batch[name]]).to(logits)
+            return logits.new_zeros(logits.shape[1]).index_copy(0, where, values)
 
         labels = _labels(batch["unconcat_tokens"], batch["response_lengths"], where, logits)
         mask = rows("loss_masks")
@@ -183,9 +181,9 @@ class PolicyLoss:
             )
 
     def _shares(self, batch: Mapping[str, Any], mask: Tensor, cu_seqlens: Tensor) -> Tensor | None:
-        """[B + 1] with 1 for the padding: a sample's part of the tokens of its rollout, which is one to slime.
+        """[B + 1] with 0 for the padding: a sample's part of the tokens of its rollout, which slime counts.
 
-        None where a sequence's mean over its tokens is not what the objective takes.
+        None where the objective doesn't take a sequence's mean over its tokens.
         """
         if self.objective.aggregation != "sequence_mean" or batch.get("rollout_mask_sums") is None:
             return None
@@ -206,7 +204,7 @@ def _positions(
     for end, total, response in zip(ends[1:], total_lengths, response_lengths, strict=True):
         if not 0 <= response < total:
             raise ValueError(
-                f"response_lengths: got {response} of {total} tokens, expected room for a prompt"
+                f"response_lengths: got {response} of {total} tokens, expected fewer, for a prompt"
             )
         rows.append(torch.arange(end - response - 1, end - 1))
     offsets = torch.tensor([*ends, logits.shape[1]], dtype=torch.int32)
