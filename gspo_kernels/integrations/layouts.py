@@ -236,33 +236,6 @@ def response_predictions(cu_seqlens: Tensor, response_cu_seqlens: Tensor) -> Ten
     return before[segment_ids(response_cu_seqlens, tokens)] + torch.arange(tokens, device=before.device)
 
 
-def per_sequence(name: str, tokens: Tensor, mask: Tensor) -> Tensor:
-    """[B] from values [B, T] that are one and the same, but for rounding, where ``mask`` counts; else 0.
-
-    Args:
-        name: the argument's name, for the message.
-        tokens: [B, T], float; anything where not counted.
-        mask: [B, T], bool or 0/1.
-
-    Raises:
-        ValueError: they differ within a sequence. This looks at the values on any device.
-    """
-    checks.floats(name, tokens, None, "[B, T]", None)
-    counted = _checked_mask(name, tokens, "mask", mask)
-    # one more column, so that there is something to reduce where T is 0
-    pad = torch.nn.functional.pad
-    high = pad(torch.where(counted, tokens, -torch.inf), (0, 1), value=-torch.inf).amax(1)
-    low = pad(torch.where(counted, tokens, torch.inf), (0, 1), value=torch.inf).amin(1)
-    rounding = 4 * torch.finfo(tokens.dtype).eps * torch.maximum(high.abs(), low.abs())
-    same = (high - low <= rounding) | ~counted.any(1)
-    if not bool(same.all()):
-        raise ValueError(
-            f"{name}: differ within sequence {int(same.logical_not().nonzero()[0])}, expected one value for "
-            "all counted tokens of a sequence"
-        )
-    return torch.where(counted.any(1), high, 0.0)
-
-
 def _shift(
     values: Tensor, cu_seqlens: Tensor | None, attention_mask: Tensor | None, fill: float, by: int
 ) -> Tensor:

@@ -212,18 +212,6 @@ def test_one_loss_in_every_layout(schedule):
         torch.testing.assert_close(loss_and_gradient(hidden, function), expected, rtol=1e-12, atol=1e-14)
 
 
-def test_per_sequence():
-    mask = torch.tensor([[1, 1, 0], [0, 0, 0], [0, 1, 1]])
-    tokens = torch.tensor([[0.5, 0.5, torch.nan], [1.0, 2.0, 3.0], [9.0, -1.0, -1.0]])
-    assert layouts.per_sequence("advantages", tokens, mask).tolist() == [0.5, 0.0, -1.0]
-    almost = tokens.clone()
-    almost[0, 1] = torch.nextafter(almost[0, 1], torch.tensor(1.0))
-    assert layouts.per_sequence("advantages", almost, mask)[0] == almost[0, 1]
-    with pytest.raises(ValueError, match="advantages: differ within sequence 2"):
-        layouts.per_sequence("advantages", tokens + torch.tensor([0.0, 0.1, 0.0]) * mask[2:], mask[[1, 1, 2]])
-    assert layouts.per_sequence("advantages", tokens[:, :0], mask[:, :0]).tolist() == [0.0] * 3
-
-
 OFFSETS = torch.tensor([0, 2, 5], dtype=torch.int32)
 FIVE = torch.arange(5.0)
 
@@ -263,7 +251,6 @@ FIVE = torch.arange(5.0)
         ),
         (lambda: layouts.response_predictions(OFFSETS, OFFSETS), ValueError, "a response is as"),
         (lambda: layouts.response_predictions(OFFSETS, OFFSETS[:2]), ValueError, "response_cu_seqlens: got"),
-        (lambda: layouts.per_sequence("x", torch.ones(1, 2).long(), torch.ones(1, 2)), TypeError, "x: got"),
     ],
 )  # fmt: skip
 def test_errors_name_the_argument(call, error, message):
