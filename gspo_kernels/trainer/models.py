@@ -9,13 +9,14 @@ wrong log-probs.
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import gspo_kernels as gk
+from gspo_kernels.integrations.errors import IntegrationError
+from gspo_kernels.integrations.transformers import LMHead, lm_head_of
 from gspo_kernels.trainer.errors import ModelError
 
 IGNORED = -100
@@ -63,42 +64,12 @@ def padding_token_id(tokenizer: Any) -> int:
     return int(tokenizer.eos_token_id)
 
 
-@dataclass(frozen=True)
-class Head:
-    """A language model's head, as the keyword arguments of the linear entries.
-
-    Attributes:
-        weight: [V, H], the parameter itself.
-        bias: [V] or None.
-        logit_scale: factor on the raw logits.
-        softcap: bound of the tanh soft-capping, or None.
-    """
-
-    weight: Tensor
-    bias: Tensor | None
-    logit_scale: float
-    softcap: float | None
-
-    def options(self) -> dict[str, Any]:
-        """Return the keyword arguments beside hidden states and weight."""
-        return {"bias": self.bias, "logit_scale": self.logit_scale, "softcap": self.softcap}
-
-
-def head_of(model: Any) -> Head:
-    """Find the head of a causal language model and what its config says about the logits.
-
-    ``final_logit_softcapping`` (Gemma) bounds the logits, ``logit_scale`` (Cohere) multiplies and
-    ``logits_scaling`` (Granite) divides them.
-    """
-    output = model.get_output_embeddings()
-    if output is None or getattr(output, "weight", None) is None or output.weight.dim() != 2:
-        raise ModelError(f"{type(model).__name__} has no linear lm_head that could be found")
-    config = model.config.get_text_config()
-    scale = float(getattr(config, "logit_scale", None) or 1.0) / float(
-        getattr(config, "logits_scaling", None) or 1.0
-    )
-    softcap = getattr(config, "final_logit_softcapping", None)
-    return Head(output.weight, getattr(output, "bias", None), scale, float(softcap) if softcap else None)
+def head_of(model: Any) -> LMHead:
+    """Find the head of a causal language model; see `lm_head_of`."""
+    try:
+        return lm_head_of(model)
+    except IntegrationError as error:
+        raise ModelError(str(error)) from error
 
 
 def hidden_states(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
