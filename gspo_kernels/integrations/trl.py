@@ -1,0 +1,374 @@
+"""TRL: ``FusedGRPOTrainer`` is ``GRPOTrainer`` whose log-probs and loss come from here.
+
+TRL keeps generation, rewards, advantages, metrics and its entropy controller. What is replaced is the head:
+scoring (old, reference and current log-probs) and the loss, computed inside the model's forward so that the
+hooks of DDP, FSDP and ZeRO fire.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gspo_kernels.integrations.errors import IntegrationError, require_package
+from gspo_kernels.losses import policy_loss
+from gspo_kernels.objectives import CISPO, GRPO, GSPO, SAPO, VESPO
+from gspo_kernels.objectives.base import Objective, ObjectiveLoss, PolicyBatch
+
+SUPPORTED = ">=1.16,<1.17"
+require_package("trl", SUPPORTED)
+
+from trl import GRPOConfig, GRPOTrainer  # noqa: E402
+from trl.trainer.utils import nanmax, nanmin  # noqa: E402
+
+from gspo_kernels.integrations.transformers import fuse_lm_head  # noqa: E402
+
+GSPO_RANGE = 0.01
+"""A clip range of sequence ratios beyond this is rather one of token ratios; the paper's is 3e-4 and 4e-4."""
+
+_AGGREGATION = {
+    "grpo": "sequence_mean",
+    "sapo": "sequence_mean",
+    "bnpo": "token_mean",
+    "dapo": "token_mean",
+    "cispo": "token_mean",
+    "vespo": "token_mean",
+    "dr_grpo": "constant",
+    "luspo": "sequence_mean_token_sum",
+}
+_CLIPPED = ("grpo", "bnpo", "dapo", "dr_grpo", "luspo")
+_WINDOW_NORMALIZED = ("dapo", "cispo", "vespo")
+_LEVELS = ("token", "sequence")
+# GRPOConfig's name of each option of an objective
+_OPTION = {
+    "clip_low": "epsilon",
+    "clip_high": "epsilon_high",
+    "dual_clip": "delta",
+    "max_ratio": "epsilon_high",
+    "tau_positive": "sapo_temperature_pos",
+    "tau_negative": "sapo_temperature_neg",
+    "k_positive": "vespo_k_pos",
+    "lambda_positive": "vespo_lambda_pos",
+    "k_negative": "vespo_k_neg",
+    "lambda_negative": "vespo_lambda_neg",
+    "aggregation_constant": "max_completion_length",
+}
+
+
+def _sequence_ratios(batch: PolicyBatch) -> Tensor:
+    """Tokens: each sequence's log-ratio, with its gradient."""
+    return batch.per_token(batch.sequence_log_ratio())
+
+
+@dataclass(frozen=True)
+class _SequenceCISPO(CISPO):
+    """CISPO whose ratio is GSPO's: TRL's ``importance_sampling_level="sequence"``."""
+
+    coefficient_scope: ClassVar[Literal["sequence"]] = "sequence"  # type: ignore[assignment]
+    factorizes: ClassVar[bool] = True
+
+    def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
+        """One value per token."""
+        return super().evaluate(dataclasses.replace(batch, log_ratio=_sequence_ratios(batch)))
+
+
+@dataclass(frozen=True)
+class _SequenceSAPO(SAPO):
+    """SAPO whose ratio is GSPO's: TRL's ``importance_sampling_level="sequence"``."""
+
+    coefficient_scope: ClassVar[Literal["sequence"]] = "sequence"  # type: ignore[assignment]
+    factorizes: ClassVar[bool] = True
+
+    def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
+        """One value per token."""
+        return super().evaluate(dataclasses.replace(batch, log_ratio=_sequence_ratios(batch)))
+
+
+@dataclass(frozen=True)
+class _TrlVESPO(VESPO):
+    """VESPO as TRL has it.
+
+    Rollout weights enter the trajectory's ratio instead of multiplying the loss, and the ratio that weighs
+    the KL is that of ``ratio_level``, not the trajectory's.
+    """
+
+    ratio_level: str = "token"
+
+    def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
+        """One value per token."""
+        trajectory = batch.log_ratio
+        if batch.rollout_weights is not None:
+            weights = batch.per_token(batch.rollout_weights).clamp(1e-8, math.exp(20.0))
+            trajectory = trajectory + torch.where(batch.mask, weights.log(), 0.0)
+        result = super().evaluate(dataclasses.replace(batch, log_ratio=trajectory, rollout_weights=None))
+        sequence = self.ratio_level == "sequence"
+        return result._replace(log_ratio=_sequence_ratios(batch) if sequence else batch.log_ratio)
+
+
+def objective_of(args: Any) -> Objective:
+    """The objective that a GRPOConfig describes.
+
+    Raises:
+        IntegrationError: an option has no equal here; the message names it as GRPOConfig does.
+    """
+    kind, level = args.loss_type, args.importance_sampling_level
+    for option, value, known in (
+        ("loss_type", kind, tuple(_AGGREGATION)),
+        ("importance_sampling_level", level, _LEVELS),
+    ):
+        if value not in known:
+            raise IntegrationError(f"{option}: got {value!r}, expected one of {', '.join(map(repr, known))}")
+    high = args.epsilon if args.epsilon_high is None else args.epsilon_high
+    at_sequence = level == "sequence"
+    shared: dict[str, Any] = {"aggregation": _AGGREGATION[kind]}
+    if kind == "dr_grpo":
+        shared["aggregation_constant"] = args.max_completion_length
+    try:
+        if kind == "cispo":
+            return (_SequenceCISPO if at_sequence else CISPO)(max_ratio=high, **shared)
+        if kind == "sapo":
+            return (_SequenceSAPO if at_sequence else SAPO)(
+                tau_positive=args.sapo_temperature_pos, tau_negative=args.sapo_temperature_neg, **shared
+            )
+        if kind == "vespo":
+            # TRL raises smaller lambdas to 1e-4
+            return _TrlVESPO(
+                k_positive=args.vespo_k_pos,
+                lambda_positive=max(args.vespo_lambda_pos, 1e-4),
+                k_negative=args.vespo_k_neg,
+                lambda_negative=max(args.vespo_lambda_neg, 1e-4),
+                ratio_level=level,
+                **shared,
+            )
+        # a ratio is never below 1 - 1, so a wider lower range is the same
+        clip: dict[str, Any] = {
+            "clip_low": min(args.epsilon, 1.0),
+            "clip_high": high,
+            "dual_clip": args.delta,
+        }
+        return (GSPO if at_sequence else GRPO)(**clip, **shared)
+    except (TypeError, ValueError) as error:
+        option, _, reason = str(error).partition(": ")
+        for ours, theirs in _OPTION.items():
+            reason = reason.replace(ours, theirs)
+        raise IntegrationError(
+            f"{_OPTION[option]}: {reason.strip()} (loss_type={kind!r}, importance_sampling_level={level!r})"
+        ) from None
+
+
+def _check(args: GRPOConfig) -> None:
+    """Refuse what would change the loss and has no equal here; warn about what is rarely meant."""
+    objective_of(args)
+    if args.use_liger_kernel:
+        raise IntegrationError(
+            "use_liger_kernel: got True, but Liger patches the model when training starts, when this trainer's "
+            "head is already there; leave it False"
+        )
+    if args.importance_sampling_level == "sequence" and args.loss_type in _CLIPPED:
+        widest = max(args.epsilon, args.epsilon if args.epsilon_high is None else args.epsilon_high)
+        if widest > GSPO_RANGE:
+            warnings.warn(
+                f"epsilon: a clip range of {widest:g} hardly ever clips a sequence's ratio; GSPO's paper has "
+                "epsilon=3e-4, epsilon_high=4e-4",
+                stacklevel=3,
+            )
+
+
+@dataclass
+class _Step:
+    """Stands in for the model while TRL's ``_compute_loss`` runs: its log-probs come with our loss."""
+
+    model: Any
+    inputs: dict[str, Any]
+    loss: Tensor | None = None
+
+
+class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
+    """``trl.GRPOTrainer`` with the loss of this package: the same arguments, GRPOConfig and metrics.
+
+    The loss is that of GRPOConfig's ``loss_type`` and ``importance_sampling_level``; GSPO is
+    ``loss_type="grpo", importance_sampling_level="sequence"``. Old, reference and current log-probs all come
+    from this package's head, in fp32 from bf16 weights, and logits never exist as a whole. Metrics are TRL's,
+    and ``ratio/min``, ``ratio/max`` and ``active_fraction``.
+
+    Args:
+        model, reward_funcs, args, more, named: as ``GRPOTrainer`` takes them.
+
+    Raises:
+        IntegrationError: an option or model that would not give TRL's loss; the message names it.
+    """
+
+    def __init__(
+        self, model: Any, reward_funcs: Any = None, args: GRPOConfig | None = None, *more: Any, **named: Any
+    ):
+        if args is not None:
+            _check(args)
+        super().__init__(model, reward_funcs, args, *more, **named)
+        self._objective = objective_of(self.args)
+        for each in (self.model, self.ref_model):
+            if each is not None:
+                inner = self.accelerator.unwrap_model(each)
+                fuse_lm_head(inner, fp32_head=self.args.cast_lm_head_to_fp32)
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        """Our loss; TRL's own code sees detached log-probs and does the rest: metrics, entropy control."""
+        step = _Step(model, inputs)
+        super()._compute_loss(step, inputs)
+        assert step.loss is not None
+        return step.loss
+
+    def _get_per_token_logps_and_entropies(
+        self, model: Any, *call: Any, **options: Any
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """TRL's scoring through our head, and where the loss is due, that too."""
+        if not isinstance(model, _Step):
+            return self._through_head(model, {}, call, options)[0]
+        terms, mask = self._terms(model.inputs)
+        if self.top_entropy_quantile < 1.0 or self.off_policy_mask_threshold is not None:
+            scored, _ = self._through_head(model.model, {}, call, options)
+            logprobs, entropy, _ = scored
+            assert entropy is not None
+            effective = self._leave_out(terms, mask, logprobs.detach(), entropy.detach(), model.inputs)
+            terms["entropy_coef"] = self._entropy_coef(terms, effective)
+            output = policy_loss(logprobs, entropy=entropy, **terms)
+        else:
+            terms["entropy_coef"] = self._entropy_coef(terms, mask)
+            terms["router_aux_loss_coef"] = 0.0  # added below, once for both ways
+            scored, output = self._through_head(model.model, terms, call, options)
+        aux_loss = scored[2]
+        model.loss = output.loss
+        if aux_loss is not None:
+            model.loss = output.loss + self.router_aux_loss_coef * aux_loss / self._accumulated()
+        shown = [output.metrics[name] for name in ("ratio/min", "ratio/max", "active_fraction")]
+        lowest, highest, active = self.accelerator.gather(torch.stack(shown).unsqueeze(0)).unbind(1)
+        metrics = self._metrics["train" if self.model.training else "eval"]
+        metrics["ratio/min"].append(nanmin(lowest).item())
+        metrics["ratio/max"].append(nanmax(highest).item())
+        metrics["active_fraction"].append(active.mean().item())
+        return tuple(None if value is None else value.detach() for value in scored)  # type: ignore[return-value]
+
+    def _through_head(
+        self, model: Any, terms: dict[str, Any], call: tuple[Any, ...], options: dict[str, Any]
+    ) -> tuple[tuple[Tensor, Tensor | None, Tensor | None], Any]:
+        """TRL's scoring with our head in the place of its own, and the output of the model's last call.
+
+        ``terms`` of the loss, [B] or [B, C] over the completions, go into a call of the whole batch.
+        """
+        output = None
+
+        def head(*, input_ids: Tensor, labels: Tensor, fused_lm_head: bool, **inputs: Any) -> SimpleNamespace:
+            nonlocal output
+            # position t predicts token t + 1; the last one predicts nothing
+            shifted = F.pad(labels[:, 1:], (0, 1), value=-100)
+            completions = call[2]
+            placed = {
+                name: F.pad(value, (input_ids.shape[1] - completions - 1, 1))
+                if isinstance(value, Tensor) and value.ndim == 2
+                else value
+                for name, value in terms.items()
+            }
+            output = model(
+                input_ids=input_ids,
+                **inputs,
+                shift_labels=shifted,
+                **({} if terms else {"return_logprobs": True}),
+                return_entropy=options.get("compute_entropy", False),
+                temperature=self.temperature,
+                **placed,
+            )
+            entropy = None if output.entropy is None else output.entropy[:, :-1]
+            return SimpleNamespace(
+                log_probs=output.logprobs[:, :-1], entropy=entropy, aux_loss=output.aux_loss
+            )
+
+        return super()._get_per_token_logps_and_entropies(head, *call, **options), output
+
+    def _terms(self, inputs: dict[str, Any]) -> tuple[dict[str, Any], Tensor]:
+        """Terms of the loss over the completions, as ``policy_loss`` names them, and TRL's loss mask."""
+        mask = inputs["completion_mask"]
+        if "tool_mask" in inputs:
+            mask = mask * inputs["tool_mask"]
+        if self.loss_type in _WINDOW_NORMALIZED:
+            # the number of tokens spans the generation batch; the share of one accumulation window
+            normalizer = inputs["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes
+            if self.model.training:
+                steps = self.args.steps_per_generation
+                normalizer = normalizer * self.current_gradient_accumulation_steps / steps
+        elif self.loss_type == "bnpo":
+            normalizer = mask.sum().clamp(min=1) * self._accumulated()
+        else:
+            # sequences, those without a counted token included
+            normalizer = mask.shape[0] * self._accumulated()
+        terms: dict[str, Any] = {
+            "old_logprobs": inputs.get("old_per_token_logps"),
+            "advantages": inputs["advantages"],
+            "loss_mask": mask,
+            "normalizer": normalizer,
+            "objective": self._objective,
+        }
+        if self.beta != 0.0:
+            terms["ref_logprobs"] = inputs["ref_per_token_logps"]
+            terms["kl_beta"] = self.beta
+            terms["kl_ratio_weighted"] = self.args.use_bias_correction_kl
+        if self.use_vllm and self.vllm_importance_sampling_correction:
+            terms["rollout_weights"] = _narrow(inputs["importance_sampling_ratio"])
+        return terms, mask
+
+    def _accumulated(self) -> int:
+        """How many micro-batches share an optimizer step; evaluation accumulates nothing."""
+        return self.current_gradient_accumulation_steps if self.model.training else 1
+
+    def _leave_out(
+        self, terms: dict[str, Any], mask: Tensor, logprobs: Tensor, entropy: Tensor, inputs: dict[str, Any]
+    ) -> Tensor:
+        """Take tokens and sequences that TRL's masks drop out of the policy term; returns tokens left."""
+        kept, effective = torch.ones_like(mask[:, :1]), mask
+        if self.off_policy_mask_threshold is not None:
+            old = terms["old_logprobs"]
+            sampled = inputs.get("sampling_per_token_logps", logprobs if old is None else old)
+            kept = self.get_off_policy_mask(
+                advantages=_wide(terms["advantages"]),
+                per_token_logps=logprobs,
+                sampling_per_token_logps=sampled,
+                mask=mask,
+                off_policy_threshold=self.off_policy_mask_threshold,
+            )
+        if self.top_entropy_quantile < 1.0:
+            high = self.get_high_entropy_mask(entropy, mask, 1 - self.top_entropy_quantile)
+            kept, effective = kept * high, mask * high
+        # VESPO's rollout weights are a part of its ratio
+        where = "advantages" if self.loss_type == "vespo" else "rollout_weights"
+        weights = terms.get(where)
+        kept = kept.to(terms["advantages"].dtype)
+        terms[where] = _narrow(kept if weights is None else _wide(weights) * kept)
+        return effective
+
+    def _entropy_coef(self, terms: dict[str, Any], effective: Tensor) -> float | Tensor:
+        """The entropy bonus, TRL's mean over ``effective`` tokens, in the shares of the objective's sum."""
+        idle = self.use_adaptive_entropy and self._last_world_entropy > self.args.entropy_target
+        if idle or self.entropy_coef == 0.0:
+            return 0.0
+        share: Tensor = self.entropy_coef * effective / (effective.sum().clamp(min=1) * self._accumulated())
+        objective, mask = terms["objective"], terms["loss_mask"]
+        divisor: Tensor = terms["normalizer"] * objective.outer_divisor()[1]
+        if objective.aggregation == "sequence_mean":
+            divisor = divisor * mask.sum(1, keepdim=True).clamp(min=1)
+        return share * divisor
+
+
+def _wide(values: Tensor) -> Tensor:
+    """[B] as [B, 1]."""
+    return values.unsqueeze(1) if values.ndim == 1 else values
+
+
+def _narrow(values: Tensor) -> Tensor:
+    """[B, 1] as [B]."""
+    return values.squeeze(1) if values.shape[1] == 1 else values
