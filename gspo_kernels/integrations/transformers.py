@@ -9,23 +9,23 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 import types
-from collections import OrderedDict
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gspo_kernels import checks
 from gspo_kernels.integrations.errors import IntegrationError, require_package
+from gspo_kernels.integrations.head_call import LOW_PRECISION, HeadCall, replaced_product
+from gspo_kernels.integrations.lm_head import LMHead, causal_lm_of, head_module, lm_head_of
 from gspo_kernels.layout import segment_ids
 from gspo_kernels.logprobs import linear_token_logprobs
 from gspo_kernels.losses import fused_linear_policy_loss
 from gspo_kernels.ops.library import checked_values
+
+__all__ = ["FusedLMOutput", "IntegrationError", "LMHead", "fuse_lm_head", "lm_head_of", "unfuse_lm_head"]  # noqa: F822
 
 VERSIONS = ">=5.0,<6"
 """The versions of transformers that this adapter serves."""
@@ -34,96 +34,6 @@ _OF_THE_HEAD = {"hidden", "weight", "labels", "bias", "logit_scale", "softcap"}
 _SCORING = {*inspect.signature(linear_token_logprobs).parameters} - _OF_THE_HEAD | {"cu_seqlens"}
 _POLICY = {*inspect.signature(fused_linear_policy_loss).parameters} - _OF_THE_HEAD | {"router_aux_loss_coef"}
 _OURS = _SCORING | _POLICY | {"return_logprobs"}
-
-
-@dataclass(frozen=True)
-class LMHead:
-    """A language model's head, as arguments of the linear entries.
-
-    Attributes:
-        weight: [V, H], the parameter itself (a DTensor where it is sharded).
-        bias: [V] or None.
-        logit_scale: factor on the raw logits.
-        softcap: bound of the tanh soft-capping, or None.
-    """
-
-    weight: Tensor
-    bias: Tensor | None
-    logit_scale: float
-    softcap: float | None
-
-    def options(self) -> dict[str, Any]:
-        """The keyword arguments beside hidden states and weight."""
-        return {"bias": self.bias, "logit_scale": self.logit_scale, "softcap": self.softcap}
-
-    def transform(self, logits: Tensor) -> Tensor:
-        """From the head's product to the logits, at temperature 1."""
-        logits = self.logit_scale * logits
-        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
-
-
-def lm_head_of(model: Any) -> LMHead:
-    """Find the head of a causal language model, and what its config says about the logits.
-
-    ``final_logit_softcapping`` (Gemma) bounds logits, ``logit_scale`` (Cohere) multiplies and
-    ``logits_scaling`` (Granite) divides them. Adapters and data-parallel wrappers are looked through.
-
-    Raises:
-        IntegrationError: there is no linear head, it carries an adapter, or it is quantized.
-    """
-    model = causal_lm_of(model)
-    head = _head_module(model)
-    scale, softcap = _logit_transform(model.config.get_text_config())
-    return LMHead(head.weight, getattr(head, "bias", None), scale, softcap)
-
-
-def causal_lm_of(model: Any) -> Any:
-    """The transformers model inside PEFT and data-parallel wrappers."""
-    while isinstance(model, nn.parallel.DistributedDataParallel):
-        model = model.module
-    if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
-        for name, config in model.peft_config.items():
-            if getattr(config, "is_prompt_learning", False):
-                raise IntegrationError(
-                    f"model: its adapter {name!r} ({type(config).__name__}) puts virtual tokens before the "
-                    "prompt, so that labels no longer lie at their positions"
-                )
-        model = model.get_base_model()
-    return model
-
-
-def _head_module(model: Any) -> Any:
-    name = type(model).__name__
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    weight = getattr(head, "weight", None)
-    if weight is None or getattr(model.config, "is_encoder_decoder", False):
-        raise IntegrationError(f"model: {name} is no causal language model with a linear lm_head")
-    tuners = sys.modules.get("peft.tuners.tuners_utils")  # an adapter can't be there if it was never imported
-    if tuners is not None and isinstance(head, tuners.BaseTunerLayer):
-        raise IntegrationError(
-            f"model: the lm_head of {name} carries an adapter ({type(head).__name__}), whose product is not "
-            "part of its weight; leave lm_head out of target_modules, or train it whole with "
-            "modules_to_save=['lm_head']"
-        )
-    if not weight.is_floating_point() or (weight.dim() != 2 and weight.numel()):
-        raise IntegrationError(
-            f"model: the lm_head of {name} holds a {weight.dtype} weight of shape {tuple(weight.shape)}, "
-            "expected [V, H] in floating point; leave it out of quantization"
-        )
-    return head
-
-
-def _logit_transform(config: Any) -> tuple[float, float | None]:
-    """(factor, softcap or None), from the names that the models of the field use."""
-    scale = 1.0
-    for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):
-        if getattr(config, name, None) is not None:
-            scale = float(getattr(config, name))
-    scaling = getattr(config, "logits_scaling", None)
-    if scaling is not None and config.model_type != "minicpm3":  # there it divides the hidden states
-        scale *= float(scaling) if config.model_type == "hyperclovax" else 1 / float(scaling)
-    softcap = getattr(config, "final_logit_softcapping", None) or getattr(config, "logits_soft_cap", None)
-    return scale, float(softcap) if softcap else None
 
 
 @functools.cache
@@ -202,7 +112,7 @@ def fuse_lm_head(model: Any, *, fp32_head: bool = False) -> Any:
     require_package("transformers", VERSIONS)
     checks.flag("fp32_head", fp32_head)
     inner = causal_lm_of(model)
-    _head_module(inner)
+    head_module(inner)
     if "_gspo_fused" in inner.__dict__:
         inner._gspo_fused.fp32_head = fp32_head
         return model
@@ -251,60 +161,71 @@ class _Fused:
         earlier: the ``forward`` that the instance itself had before, or None for its class's.
         patched: the one that it has now.
         fp32_head: see ``fuse_lm_head``.
-        checked: the logit transform that was compared with the model's own, or None.
+        head_checked: the logit transform that was found to be the model's own, or None.
+        packing_checked: packed sequences were found not to see each other.
     """
 
     earlier: Any
     patched: Any
     fp32_head: bool
-    checked: tuple[float, float | None] | None = None
+    head_checked: tuple[float, float | None] | None = None
+    packing_checked: bool = False
 
 
 def _forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The model's own forward, with the head's product replaced if our arguments ask for it."""
+    """The model's own forward; if our arguments are there, with the loss in place of the head's product."""
     fused = model._gspo_fused
     own = fused.earlier or functools.partial(type(model).forward, model)
     ours = {name: kwargs[name] for name in kwargs if name in _OURS}
+    kwargs = {name: value for name, value in kwargs.items() if name != "return_logprobs"}
     scores = checks.flag("return_logprobs", ours.pop("return_logprobs", False))
-    kwargs.pop("return_logprobs", None)
-    if not scores and not ours.keys() - {"ignore_index"}:  # transformers' own loss takes that too
+    if not scores and not ours.keys() - {"ignore_index"}:  # transformers' own loss takes that one too
         return own(*args, **kwargs)
     for name in ours:
         del kwargs[name]
-    _check_names(ours, scores)
+    _check_terms(ours, scores)
     aux_weight = ours.pop("router_aux_loss_coef", None)
-    labels = _labels_and_layout(model, ours, kwargs)
-    call = _HeadCall(_head_module(model), lm_head_of(model), fused, labels, ours, scores)
-    with call.in_place_of_the_product():
-        outputs = own(*args, **kwargs)
-    call.check_logits(outputs.logits)
-    loss, logprobs, entropy = call.result()
+    labels = _labels(ours, kwargs)
+    packed = ours.get("cu_seqlens") is not None
+    _complete(model, kwargs, packed)
+    if packed:
+        labels = _lay_out_packed(model, own, labels, ours, kwargs)
+    if packed and scores:
+        _score_packed(ours, labels)
+    lm_head = lm_head_of(model)
+    transform = lm_head.logit_scale, lm_head.softcap
+    call = HeadCall(
+        head_module(model),
+        lm_head,
+        labels,
+        ours,
+        scores=scores,
+        fp32_head=fused.fp32_head,
+        compare=fused.head_checked != transform,
+    )
+    outputs, loss, *per_token = call.run(lambda: own(*args, **kwargs))
+    fused.head_checked = transform
+    logprobs, entropy = (x.unsqueeze(0) if packed and x is not None else x for x in per_token)
     aux_loss = getattr(outputs, "aux_loss", None)
-    if loss is not None:
-        loss = _with_aux_loss(model, loss, aux_loss, aux_weight)
+    others = ("past_key_values", "hidden_states", "attentions", "router_logits")
     return _output_class()(
-        loss=loss,
+        loss=None if loss is None else _with_aux_loss(model, loss, aux_loss, aux_weight),
         logprobs=logprobs,
         entropy=entropy,
         metrics=call.metrics,
         aux_loss=aux_loss,
-        **{
-            name: getattr(outputs, name, None)
-            for name in ("past_key_values", "hidden_states", "attentions", "router_logits")
-        },
+        **{name: getattr(outputs, name, None) for name in others},
     )
 
 
-def _check_names(ours: dict[str, Any], scores: bool) -> None:
-    """Refuse what is neither a scoring call nor a policy call."""
-    if scores:
-        wrong = ours.keys() - _SCORING
-        if wrong:
-            raise IntegrationError(
-                f"{min(wrong)}: goes with a policy call (advantages=), not with return_logprobs=True"
-            )
-        return
-    for name in ("advantages", "old_logprobs"):
+def _check_terms(ours: dict[str, Any], scores: bool) -> None:
+    """Refuse what is neither a scoring call nor a policy call, and what was rounded on its way."""
+    if scores and ours.keys() - _SCORING:
+        raise IntegrationError(
+            f"{min(ours.keys() - _SCORING)}: goes with a policy call (advantages=), not with "
+            "return_logprobs=True"
+        )
+    for name in () if scores else ("advantages", "old_logprobs"):
         if name not in ours:
             raise IntegrationError(
                 f"{name}: missing beside {min(ours)!r}; a policy call needs advantages= (None where the "
@@ -312,11 +233,7 @@ def _check_names(ours: dict[str, Any], scores: bool) -> None:
                 "return_logprobs=True"
             )
     for name, value in ours.items():
-        if (
-            isinstance(value, Tensor)
-            and value.dtype in (torch.float16, torch.bfloat16)
-            and name != "loss_mask"
-        ):
+        if isinstance(value, Tensor) and value.dtype in LOW_PRECISION and name != "loss_mask":
             raise IntegrationError(
                 f"{name}: arrives as {value.dtype}, too coarse for a policy ratio; pass fp32, and if a "
                 "wrapper rounds it (FSDP2: MixedPrecisionPolicy with output_dtype or cast_forward_inputs) "
@@ -324,55 +241,56 @@ def _check_names(ours: dict[str, Any], scores: bool) -> None:
             )
 
 
-def _labels_and_layout(model: Any, ours: dict[str, Any], kwargs: dict[str, Any]) -> Tensor:
-    """Labels as the losses take them; brings ``ours`` into their layout, and ``kwargs`` into ours."""
-    labels, shifted = kwargs.pop("labels", None), kwargs.pop("shift_labels", None)
-    if (labels is None) == (shifted is None):
+def _labels(ours: dict[str, Any], kwargs: dict[str, Any]) -> Tensor:
+    """[B, T], or [1, N] with ``cu_seqlens``: the token that each position predicts."""
+    given = {name: kwargs.pop(name) for name in ("labels", "shift_labels") if kwargs.get(name) is not None}
+    kwargs.pop("labels", None)  # PEFT passes labels=None
+    kwargs.pop("shift_labels", None)
+    if len(given) != 1:
         raise IntegrationError(
             "labels, shift_labels: expected exactly one of them, as a keyword: labels[t] is the token at "
             "position t, shift_labels[t] the one that position t predicts"
         )
-    name, given = ("labels", labels) if shifted is None else ("shift_labels", shifted)
-    checks.tensor(name, given, None, "[B, T] like input_ids", None)
-    if given.ndim != 2:
-        raise IntegrationError(f"{name}: got shape {tuple(given.shape)}, expected [B, T] like input_ids")
-    cu_seqlens = ours.get("cu_seqlens")
-    if labels is not None and ours.get("loss_mask") is not None:
+    name, labels = next(iter(given.items()))
+    packed = ours.get("cu_seqlens") is not None
+    labels = checks.tensor(name, labels, None, "[B, T] like input_ids", None)
+    checks.dtype(name, labels, checks.INTEGERS)
+    if labels.ndim != 2 or (packed and labels.shape[0] != 1):
+        expected = "[1, N] with cu_seqlens" if packed else "[B, T] like input_ids"
+        raise IntegrationError(f"{name}: got shape {tuple(labels.shape)}, expected {expected}")
+    if packed:
+        checks.layout(name, labels.squeeze(0), ours["cu_seqlens"])
+    if name == "shift_labels":
+        return labels
+    if ours.get("loss_mask") is not None:
         raise IntegrationError(
-            "loss_mask: belongs to the tokens that positions predict and labels do not; mark tokens that do "
+            "loss_mask: belongs to the tokens that positions predict, and labels do not; mark tokens that do "
             "not count by ignore_index in labels, or pass shift_labels"
         )
+    ignore_index = ours.get("ignore_index", -100)
+    shifted = labels.roll(-1, dims=1)
+    shifted[:, -1:] = ignore_index
+    if packed and labels.shape[1]:  # -1, before an empty first sequence, is the last position of the row
+        shifted[0, ours["cu_seqlens"][1:].long() - 1] = ignore_index
+    return shifted
+
+
+def _complete(model: Any, kwargs: dict[str, Any], packed: bool) -> None:
+    """Arguments that every fused call gives to the model's own forward."""
     accepts = inspect.signature(type(model).forward).parameters
     anything = any(p.kind is p.VAR_KEYWORD for p in accepts.values())
     for name, value in (("use_cache", False), ("return_dict", True)):
         if kwargs.get(name) is None and (anything or name in accepts):
             kwargs[name] = value
     if kwargs.get("return_dict") is False:
-        raise IntegrationError("return_dict: a fused call returns named outputs only, got False")
-    if cu_seqlens is None:
-        _refuse_packed_positions(kwargs)
-        return given if labels is None else _shift(given, None, ours.get("ignore_index", -100))
-    _lay_out_packed(model, given, ours, kwargs, "position_ids" in accepts)
-    return (given if labels is None else _shift(given, cu_seqlens, ours.get("ignore_index", -100))).squeeze(0)
-
-
-def _shift(labels: Tensor, cu_seqlens: Tensor | None, ignore_index: int) -> Tensor:
-    """``labels[t]``, the token at position t, to the token that position t predicts."""
-    shifted = labels.roll(-1, dims=1)
-    shifted[:, -1] = ignore_index
-    if (
-        cu_seqlens is not None
-    ):  # the last of a sequence predicts nothing; -1 before an empty first one is that
-        shifted[0, cu_seqlens[1:].long() - 1] = ignore_index
-    return shifted
-
-
-def _refuse_packed_positions(kwargs: dict[str, Any]) -> None:
-    """Without ``cu_seqlens`` a row is one sequence, so its positions may not restart."""
+        raise IntegrationError("return_dict: a fused call returns named outputs, got False")
+    keep = kwargs.get("logits_to_keep", 0)
+    if isinstance(keep, Tensor) or keep:
+        raise IntegrationError("logits_to_keep: a fused call scores all positions; mark others in the labels")
     positions = kwargs.get("position_ids")
-    if not isinstance(positions, Tensor) or kwargs.get("attention_mask") is not None:
+    if packed or positions is None or kwargs.get("attention_mask") is not None:
         return
-    if checked_values(positions.device) and bool((positions.diff(dim=-1) < 0).any()):
+    if checked_values(positions.device) and bool((positions.diff() < 0).any()):
         raise IntegrationError(
             "position_ids: restart within a row, which then holds several sequences; pass cu_seqlens with "
             "one row [1, N]"
@@ -380,18 +298,14 @@ def _refuse_packed_positions(kwargs: dict[str, Any]) -> None:
 
 
 def _lay_out_packed(
-    model: Any, labels: Tensor, ours: dict[str, Any], kwargs: dict[str, Any], takes_positions: bool
-) -> None:
-    """Check and complete a packed call; per-token terms [1, N] become [N]."""
-    name, cu_seqlens = type(model).__name__, ours["cu_seqlens"]
-    if labels.shape[0] != 1:
+    model: Any, own: Any, labels: Tensor, ours: dict[str, Any], kwargs: dict[str, Any]
+) -> Tensor:
+    """Check and complete a packed call; labels and per-token terms [1, N] become [N]."""
+    cu_seqlens = ours["cu_seqlens"]
+    if "position_ids" not in inspect.signature(type(model).forward).parameters:
         raise IntegrationError(
-            f"labels: got shape {tuple(labels.shape)}, expected one row [1, N] with cu_seqlens"
-        )
-    layers = getattr(model.config.get_text_config(), "layer_types", None) or ()
-    if not takes_positions or getattr(model, "_is_stateful", False) or "linear_attention" in layers:
-        raise IntegrationError(
-            f"cu_seqlens: {name} carries a state from one packed sequence to the next; pass padded rows"
+            f"cu_seqlens: {type(model).__name__} takes no position_ids, so it can't keep packed sequences "
+            "apart; pass padded rows"
         )
     mask = kwargs.get("attention_mask")
     if (mask is not None and mask.ndim == 2) or kwargs["use_cache"]:
@@ -399,157 +313,65 @@ def _lay_out_packed(
             "cu_seqlens: with a 2-D attention_mask or use_cache=True packed sequences attend to each other; "
             "pass neither"
         )
-    checks.layout("labels", labels.squeeze(0), cu_seqlens)
     N = labels.shape[1]
     segments = segment_ids(cu_seqlens, N)
-    positions = (torch.arange(N, device=labels.device) - cu_seqlens.long()[segments]).unsqueeze(0)
-    if kwargs.get("position_ids") is None:
-        kwargs["position_ids"] = positions
-    elif mask is None and checked_values(labels.device):
-        given = kwargs["position_ids"]
-        if given.shape != positions.shape or bool(((given.diff() == 1) != (segments.diff() == 0)).any()):
-            raise IntegrationError("position_ids: do not restart where cu_seqlens says that sequences begin")
+    given = kwargs.get("position_ids")
+    if given is None:
+        positions = torch.arange(N, device=labels.device) - cu_seqlens.long()[segments]
+        kwargs["position_ids"] = positions.unsqueeze(0)
+    elif checked_values(labels.device) and (
+        given.shape != labels.shape or not torch.equal(given.diff() == 1, segments.diff().unsqueeze(0) == 0)
+    ):
+        raise IntegrationError("position_ids: do not restart where cu_seqlens says that sequences begin")
+    own_attention = mask is not None or "cu_seq_lens_q" in kwargs
+    if not own_attention and not model._gspo_fused.packing_checked:
+        _check_packing(model, own, labels.device)
+        model._gspo_fused.packing_checked = True
     for term, value in ours.items():
         if isinstance(value, Tensor) and value.shape == labels.shape:
             ours[term] = value.squeeze(0)
-    if "advantages" not in ours and isinstance(ours.get("temperature"), Tensor):
-        checks.floats(
-            "temperature", ours["temperature"], (cu_seqlens.shape[0] - 1,), "one per sequence", None
-        )
-        ours["temperature"] = ours["temperature"][segments]
+    return labels.squeeze(0)
 
 
-class _HeadCall:
-    """One fused call: takes the place of the head's product inside the model's own forward.
-
-    The head's module returns the loss or log-probs, so that hooks which gather its weight (FSDP2, ZeRO-3) see
-    them and their gradient. The model's forward then gets one row of made-up logits instead, and what it
-    makes of them is compared with the transform that the loss applied.
-    """
-
-    def __init__(
-        self, head: Any, lm_head: LMHead, fused: _Fused, labels: Tensor, options: dict[str, Any], scores: bool
-    ) -> None:
-        self.head, self.lm_head, self.fused, self.labels, self.scores = head, lm_head, fused, labels, scores
-        self.packed = options.get("cu_seqlens") is not None
-        self.options = {n: v for n, v in options.items() if not (scores and n == "cu_seqlens")}
-        self.own_forward = head.forward
-        self.tensors: list[tuple[Tensor, ...]] = []
-        self.metrics: dict[str, Tensor] | None = None
-        self.probe: Tensor | None = None
-
-    @contextmanager
-    def in_place_of_the_product(self) -> Iterator[None]:
-        """Patch the head for the time of one forward."""
-        head = self.head
-        before = head.__dict__.get("forward")
-        hooks = head._forward_pre_hooks, head._forward_hooks
-        if getattr(head, "_distribute_module_applied", False):
-            # Tensor parallelism: its hooks would make DTensors of what is no logits
-            head._forward_pre_hooks, head._forward_hooks = OrderedDict(), OrderedDict()
-        head.forward = self._project
-        handle = head.register_forward_hook(self._keep)
-        try:
-            yield
-        finally:
-            handle.remove()
-            head._forward_pre_hooks, head._forward_hooks = hooks
-            del head.forward
-            if before is not None:
-                head.forward = before
-
-    def _project(self, hidden: Tensor) -> tuple[Tensor, ...]:
-        """What the head's module returns in this call: the tensors that carry gradients, in order."""
-        hidden, weight = _whole(hidden), _whole(self.head.weight)
-        bias = getattr(self.head, "bias", None)
-        bias = None if bias is None else _whole(bias)
-        if weight.dim() != 2 or weight.numel() == 0:
-            raise IntegrationError(
-                f"lm_head: its weight has shape {tuple(weight.shape)} inside the forward, expected [V, H]; "
-                "sharded weights are gathered by hooks, so call the outermost module itself"
-            )
-        if self.fused.checked is None:
-            self._check_product(hidden, weight, bias)
-        self.probe = torch.linspace(-30.0, 30.0, weight.shape[0], device=hidden.device).view(1, 1, -1)
-        if self.packed:
-            hidden = hidden.squeeze(0)
-        device = hidden.device.type
-        autocast = torch.is_autocast_enabled(device) and not self.fused.fp32_head
-        if not autocast and (self.fused.fp32_head or weight.dtype == torch.float32):
-            hidden, weight = hidden.float(), weight.float()
-            bias = None if bias is None else bias.float()
-        options = self.lm_head.options() | {"bias": bias} | self.options
-        with nullcontext() if autocast else torch.autocast(device, enabled=False):
-            if self.scores:
-                scored = linear_token_logprobs(hidden, weight, self.labels, **options)
-                return tuple(x for x in scored if x is not None)
-            loss, logprobs, entropy, self.metrics = fused_linear_policy_loss(
-                hidden, weight, self.labels, **options
-            )
-        return tuple(x for x in (loss, logprobs, entropy) if x is not None)
-
-    def _check_product(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-        """Compare the module's own product of one row with that of its weight."""
-        if weight is not self.head.weight:
-            return  # gathered here: its own forward can't run on a plain row
-        row = torch.linspace(-1, 1, weight.shape[1], device=hidden.device, dtype=hidden.dtype).view(1, 1, -1)
-        theirs = self.own_forward(row).detach().float()
-        ours = nn.functional.linear(row.to(weight.dtype), weight, bias).detach().float()
-        if theirs.shape != ours.shape or not (theirs - ours).abs().max() <= ours.abs().max() / 64:
-            raise IntegrationError(
-                f"model: its lm_head ({type(self.head).__name__}) is not the product with its weight and bias"
-            )
-
-    def _keep(self, module: Any, inputs: Any, output: tuple[Tensor, ...]) -> Tensor:
-        """The last hook of the head: takes what others have made of its output."""
-        self.tensors.append(output)
-        assert self.probe is not None
-        return self.probe
-
-    def check_logits(self, logits: Tensor) -> None:
-        """Compare what the model makes of its head's output with the transform that the loss applied."""
-        if len(self.tensors) != 1:
-            raise IntegrationError(
-                f"model: its forward called the lm_head {len(self.tensors)} times, expected once"
-            )
-        transform = self.lm_head.logit_scale, self.lm_head.softcap
-        if self.fused.checked == transform:
-            return
-        assert self.probe is not None
-        expected = self.lm_head.transform(self.probe.double())
-        same = logits.shape == expected.shape
-        if not same or not (logits - expected).abs().max() <= 1e-4 * expected.abs().max():
-            raise IntegrationError(
-                "model: its forward changes the logits after the lm_head in a way that is not understood: "
-                f"logit_scale={transform[0]:g} and softcap={transform[1]}, read from its config, do not "
-                "describe it"
-            )
-        self.fused.checked = transform
-
-    def result(self) -> tuple[Tensor | None, Tensor, Tensor | None]:
-        """(loss or None, log-probs, entropy or None), per token in the layout of the caller."""
-        loss, *per_token = ((None,) if self.scores else ()) + self.tensors[0]
-        shaped = [x.unsqueeze(0) if self.packed else x for x in per_token if x is not None]
-        if any(x.dtype in (torch.float16, torch.bfloat16) for x in shaped):
-            raise IntegrationError(
-                "lm_head: a wrapper of the lm_head rounds its output (FSDP2: MixedPrecisionPolicy with "
-                "output_dtype); turn that off, log-probs need fp32"
-            )
-        return loss, shaped[0], shaped[1] if len(shaped) > 1 else None
-
-
-def _whole(tensor: Any) -> Tensor:
-    """A DTensor's whole; every rank then computes the same loss, so its gradient is a replicated one."""
-    if not hasattr(tensor, "full_tensor"):
-        assert isinstance(tensor, Tensor)
-        return tensor
-    if tensor.device_mesh.ndim > 1:
+@torch.no_grad()
+def _check_packing(model: Any, own: Any, device: torch.device) -> None:
+    """Refuse a model in which packed sequences see each other; the same few tokens in every process."""
+    tokens = torch.arange(1, 7, device=device).unsqueeze(0) % model.config.get_text_config().vocab_size
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2]], device=device)
+    training = [module for module in model.modules() if module.training]
+    for module in training:  # dropout would differ
+        module.training = False
+    try:
+        with replaced_product(head_module(model), lambda hidden: hidden, lambda hidden: hidden) as hidden:
+            for part in (slice(0, 6), slice(3, 6)):
+                own(
+                    input_ids=tokens[:, part],
+                    position_ids=positions[:, part],
+                    use_cache=False,
+                    return_dict=True,
+                )
+    finally:
+        for module in training:
+            module.training = True
+    packed, alone = (x.double() for x in (hidden[0][:, 3:], hidden[1]))
+    # rounding only; at 16 bits a router may send a token to another expert
+    tolerance = 0.1 if hidden[0].dtype in LOW_PRECISION else 1e-3
+    difference = float((packed - alone).norm() / alone.norm())
+    if not difference <= tolerance:
         raise IntegrationError(
-            f"lm_head: a DTensor over {tensor.device_mesh.ndim} mesh dimensions reaches its product, "
-            "expected tensor parallelism alone"
+            f"cu_seqlens: packed sequences see each other in {type(model).__name__} with "
+            f"{model.config._attn_implementation!r} attention (hidden states change by {difference:.1%}); "
+            "pass padded rows, or a 4-D attention_mask"
         )
-    whole: Tensor = tensor.full_tensor()
-    return whole
+
+
+def _score_packed(ours: dict[str, Any], labels: Tensor) -> None:
+    """Turn what is one per sequence into one per token, as scoring takes it."""
+    cu_seqlens, temperature = ours.pop("cu_seqlens"), ours.get("temperature")
+    if isinstance(temperature, Tensor):
+        shape = (cu_seqlens.shape[0] - 1,)
+        checks.floats("temperature", temperature, shape, "one per sequence", labels.device)
+        ours["temperature"] = temperature[segment_ids(cu_seqlens, labels.numel())]
 
 
 def _with_aux_loss(model: Any, loss: Tensor, aux_loss: Tensor | None, weight: float | None) -> Tensor:

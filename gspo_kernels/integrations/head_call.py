@@ -1,0 +1,166 @@
+"""The loss in the place of the head's product, for one forward of a causal language model."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gspo_kernels.integrations.errors import IntegrationError
+from gspo_kernels.integrations.lm_head import LMHead
+from gspo_kernels.logprobs import linear_token_logprobs
+from gspo_kernels.losses import fused_linear_policy_loss
+
+LOW_PRECISION = (torch.float16, torch.bfloat16)
+
+
+@contextmanager
+def replaced_product(
+    head: Any, product: Callable[[Tensor], Any], stand_in: Callable[[Any], Tensor]
+) -> Iterator[list[Any]]:
+    """Let the head's module compute ``product(hidden)``, and the model's forward see ``stand_in`` of it.
+
+    The module's own hooks run: those that gather its weight (FSDP2, ZeRO-3) also see what ``product``
+    returned, and attach to its gradient.
+
+    Yields:
+        One entry for each call of the head: what its hooks made of ``product(hidden)``.
+    """
+    outputs: list[Any] = []
+
+    def keep(module: Any, inputs: Any, output: Any) -> Tensor:
+        outputs.append(output)
+        return stand_in(output)
+
+    before, hooks = head.__dict__.get("forward"), (head._forward_pre_hooks, head._forward_hooks)
+    if getattr(head, "_distribute_module_applied", False):
+        # those of tensor parallelism would make DTensors of what is no logits
+        head._forward_pre_hooks, head._forward_hooks = OrderedDict(), OrderedDict()
+    handle = head.register_forward_hook(keep)
+    head.forward = product
+    try:
+        yield outputs
+    finally:
+        del head.forward
+        if before is not None:
+            head.forward = before
+        handle.remove()
+        head._forward_pre_hooks, head._forward_hooks = hooks
+
+
+class HeadCall:
+    """The head's part of one fused call.
+
+    Until ``compare`` is done once for a model, the head's module is compared with the product of its weight,
+    and what the model's forward does to a row of made-up logits with the transform that the loss applies.
+
+    Args:
+        head: the module.
+        lm_head: its parameters, and what follows its product.
+        labels: [B, T], or [N] for a packed call.
+        options: of ``linear_token_logprobs`` where ``scores``, otherwise of ``fused_linear_policy_loss``.
+        scores: return log-probs and no loss.
+        fp32_head: project in fp32 outside autocast.
+        compare: make the comparisons.
+    """
+
+    def __init__(
+        self,
+        head: Any,
+        lm_head: LMHead,
+        labels: Tensor,
+        options: dict[str, Any],
+        *,
+        scores: bool,
+        fp32_head: bool,
+        compare: bool,
+    ) -> None:
+        self.head, self.lm_head, self.labels, self.options = head, lm_head, labels, options
+        self.scores, self.fp32_head, self.compare = scores, fp32_head, compare
+        self.own_forward = head.forward
+        self.metrics: dict[str, Tensor] | None = None
+        self._made_up = torch.empty(0)
+
+    def run(self, forward: Callable[[], Any]) -> tuple[Any, Tensor | None, Tensor, Tensor | None]:
+        """(outputs of the model's ``forward``, loss or None, log-probs, entropy or None); labels' shape."""
+        with replaced_product(self.head, self._project, lambda output: self._made_up) as calls:
+            outputs = forward()
+        if len(calls) != 1:
+            raise IntegrationError(f"model: its forward calls the lm_head {len(calls)} times, expected once")
+        if self.compare:
+            self._compare_logits(outputs.logits)
+        loss, logprobs, *entropy = ((None,) if self.scores else ()) + calls[0]
+        if logprobs.dtype in LOW_PRECISION:
+            raise IntegrationError(
+                "model: a wrapper of its lm_head rounds log-probs (FSDP2: MixedPrecisionPolicy with "
+                "output_dtype); turn that off"
+            )
+        return outputs, loss, logprobs, entropy[0] if entropy else None
+
+    def _project(self, hidden: Tensor) -> tuple[Tensor, ...]:
+        """What the head's module returns: (loss unless scoring, log-probs, entropy if computed)."""
+        hidden, weight = _whole(hidden), _whole(self.head.weight)
+        bias = None if self.lm_head.bias is None else _whole(self.head.bias)
+        if weight.dim() != 2 or weight.numel() == 0:
+            raise IntegrationError(
+                f"model: the weight of its lm_head has shape {tuple(weight.shape)} inside the forward, "
+                "expected [V, H]; hooks gather sharded weights, so call the outermost module"
+            )
+        if self.compare and weight is self.head.weight:  # the module's own product can't take a gathered one
+            self._compare_product(hidden, weight, bias)
+        self._made_up = torch.linspace(-30.0, 30.0, weight.shape[0], device=hidden.device).view(1, 1, -1)
+        if self.labels.ndim == 1:
+            hidden = hidden.squeeze(0)
+        device = hidden.device.type
+        autocast = torch.is_autocast_enabled(device) and not self.fp32_head
+        if self.fp32_head or (weight.dtype == torch.float32 and not autocast):
+            hidden, weight = _at_least_fp32(hidden), _at_least_fp32(weight)
+            bias = None if bias is None else _at_least_fp32(bias)
+        options = self.lm_head.options() | {"bias": bias} | self.options
+        with nullcontext() if autocast else torch.autocast(device, enabled=False):
+            if self.scores:
+                scored = linear_token_logprobs(hidden, weight, self.labels, **options)
+                return tuple(x for x in scored if x is not None)
+            out = fused_linear_policy_loss(hidden, weight, self.labels, **options)
+        self.metrics = out.metrics
+        return tuple(x for x in out[:3] if x is not None)
+
+    def _compare_product(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        row = torch.linspace(-1, 1, weight.shape[1], device=hidden.device, dtype=hidden.dtype).view(1, 1, -1)
+        theirs = self.own_forward(row).detach().float()
+        ours = nn.functional.linear(row.to(weight.dtype), weight, bias).detach().float()
+        # 1/64: far above bf16 rounding, far below what another product would differ by
+        if theirs.shape != ours.shape or not (theirs - ours).abs().max() <= ours.abs().max() / 64:
+            raise IntegrationError(
+                f"model: its lm_head, {type(self.head).__name__}, is not the product with its weight and bias"
+            )
+
+    def _compare_logits(self, logits: Tensor) -> None:
+        expected = self.lm_head.transform(self._made_up.double())
+        same = logits.shape == expected.shape
+        if not same or not (logits - expected).abs().max() <= 1e-4 * expected.abs().max():
+            raise IntegrationError(
+                "model: its forward changes logits after the lm_head in a way that is not understood: "
+                f"logit_scale={self.lm_head.logit_scale:g} and softcap={self.lm_head.softcap}, read from its "
+                "config, do not describe it"
+            )
+
+
+def _at_least_fp32(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in LOW_PRECISION else tensor
+
+
+def _whole(tensor: Any) -> Any:
+    """A DTensor's whole. All its ranks then compute the same loss, so the gradient is a replicated one."""
+    if not hasattr(tensor, "full_tensor"):
+        return tensor
+    if tensor.device_mesh.ndim > 1:
+        raise IntegrationError(
+            f"model: a DTensor over {tensor.device_mesh.ndim} mesh dimensions reaches its lm_head's product, "
+            "expected tensor parallelism alone"
+        )
+    return tensor.full_tensor()

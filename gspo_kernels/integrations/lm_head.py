@@ -1,0 +1,103 @@
+"""The head of a causal language model: where it is, and what lies between its product and the logits."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gspo_kernels.integrations.errors import IntegrationError
+
+
+@dataclass(frozen=True)
+class LMHead:
+    """A language model's head, as arguments of the linear entries.
+
+    Attributes:
+        weight: [V, H], the parameter itself (a DTensor where it is sharded).
+        bias: [V] or None.
+        logit_scale: factor on the raw logits.
+        softcap: bound of the tanh soft-capping, or None.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    logit_scale: float
+    softcap: float | None
+
+    def options(self) -> dict[str, Any]:
+        """The keyword arguments beside hidden states and weight."""
+        return {"bias": self.bias, "logit_scale": self.logit_scale, "softcap": self.softcap}
+
+    def transform(self, logits: Tensor) -> Tensor:
+        """From the head's product to the logits, at temperature 1."""
+        logits = self.logit_scale * logits
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+
+
+def lm_head_of(model: Any) -> LMHead:
+    """Find the head of a causal language model, and what its config says about the logits.
+
+    ``final_logit_softcapping`` (Gemma) bounds logits, ``logit_scale`` (Cohere) multiplies and
+    ``logits_scaling`` (Granite) divides them. Adapters and data-parallel wrappers are looked through.
+
+    Raises:
+        IntegrationError: there is no linear head, it carries an adapter, or it is quantized.
+    """
+    model = causal_lm_of(model)
+    head = head_module(model)
+    scale, softcap = _logit_transform(model.config.get_text_config())
+    return LMHead(head.weight, getattr(head, "bias", None), scale, softcap)
+
+
+def causal_lm_of(model: Any) -> Any:
+    """The transformers model inside PEFT and data-parallel wrappers."""
+    while isinstance(model, nn.parallel.DistributedDataParallel):
+        model = model.module
+    if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
+        for name, config in model.peft_config.items():
+            if getattr(config, "is_prompt_learning", False):
+                raise IntegrationError(
+                    f"model: its adapter {name!r} ({type(config).__name__}) puts virtual tokens before the "
+                    "prompt, so that labels no longer lie at their positions"
+                )
+        model = model.get_base_model()
+    return model
+
+
+def head_module(model: Any) -> Any:
+    """The module that computes the logits of a transformers model; refused if its weight doesn't say how."""
+    name = type(model).__name__
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    weight = getattr(head, "weight", None)
+    if weight is None or getattr(model.config, "is_encoder_decoder", False):
+        raise IntegrationError(f"model: {name} is no causal language model with a linear lm_head")
+    tuners = sys.modules.get("peft.tuners.tuners_utils")  # an adapter can't be there if it was never imported
+    if tuners is not None and isinstance(head, tuners.BaseTunerLayer):
+        raise IntegrationError(
+            f"model: the lm_head of {name} carries an adapter ({type(head).__name__}), whose product is not "
+            "part of its weight; leave lm_head out of target_modules, or train it whole with "
+            "modules_to_save=['lm_head']"
+        )
+    if not weight.is_floating_point() or (weight.dim() != 2 and weight.numel()):
+        raise IntegrationError(
+            f"model: the lm_head of {name} holds a {weight.dtype} weight of shape {tuple(weight.shape)}, "
+            "expected [V, H] in floating point; leave it out of quantization"
+        )
+    return head
+
+
+def _logit_transform(config: Any) -> tuple[float, float | None]:
+    """(factor, softcap or None), from the names that the models of the field use."""
+    scale = 1.0
+    for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"):
+        if getattr(config, name, None) is not None:
+            scale = float(getattr(config, name))
+    scaling = getattr(config, "logits_scaling", None)
+    if scaling is not None and config.model_type != "minicpm3":  # there it divides the hidden states
+        scale *= float(scaling) if config.model_type == "hyperclovax" else 1 / float(scaling)
+    softcap = getattr(config, "final_logit_softcapping", None) or getattr(config, "logits_soft_cap", None)
+    return scale, float(softcap) if softcap else None
