@@ -1,13 +1,19 @@
 """Reward functions: finding them, calling them, and refusing what they must not return."""
 
+import asyncio
+import contextlib
+import functools
 import math
+import threading
+import time
 
 import numpy as np
 import pytest
 import torch
 
-from gspo_kernels.trainer.errors import RewardError
-from gspo_kernels.trainer.rewards import RewardSet, load_reward
+import gspo_kernels as gk
+from gspo_kernels.trainer.errors import ConfigError, RewardError
+from gspo_kernels.trainer.rewards import ADVANTAGES, Rewards, RewardSet, advantages_of, load_reward
 
 ARGUMENTS = (["p", "q"], ["x", "yy"], [[1], [2, 2]], {"answer": ["x", "z"]})
 
@@ -40,8 +46,6 @@ def test_equal_names_are_told_apart():
     "values", [[1, 0], [True, False], np.array([1.0, 0.0]), (1.0, 0.0), torch.tensor([1, 0])]
 )
 def test_what_counts_as_numbers(values):
-    if isinstance(values, np.ndarray):
-        values = list(values)
     assert RewardSet([lambda *a, **k: values])(*ARGUMENTS).total.tolist() == [1.0, 0.0]
 
 
@@ -69,12 +73,227 @@ def test_wrong_returns_name_the_function(returned, words):
         assert word in str(caught.value)
 
 
-def test_a_reward_that_raises_is_named():
+def test_a_wrong_value_shows_its_sample():
+    with pytest.raises(RewardError, match=r"completion 1.*prompt 'q', completion 'yy'"):
+        RewardSet([lambda *a, **k: [1.0, math.nan]])(*ARGUMENTS)
+
+
+async def raise_later():
+    raise LookupError("later")
+
+
+@pytest.mark.parametrize("timeout", [None, 10.0])
+@pytest.mark.parametrize("kind", ["plain", "async"])
+def test_a_reward_that_raises_is_named_with_the_place(kind, timeout):
+    def my_reward(prompts, completions, completion_ids, **columns):
+        raise LookupError("later")
+
+    async def my_async_reward(prompts, completions, completion_ids, **columns):
+        await raise_later()
+
+    function = my_reward if kind == "plain" else my_async_reward
+    with pytest.raises(RewardError, match=r"reward raised LookupError\('later'\) \(.*test_rewards.py, line"):
+        RewardSet([function], timeouts=timeout)(*ARGUMENTS)
+
+
+def test_columns_that_do_not_fit_are_found_beforehand():
     def my_reward(prompts, completions, completion_ids, *, solution):
         return [0.0, 0.0]
 
-    with pytest.raises(RewardError, match=r"my_reward raised TypeError.*'answer'"):
+    with pytest.raises(RewardError, match=r"my_reward cannot be called .*\(answer\).*'solution'"):
+        RewardSet([my_reward]).check(["answer"])
+    with pytest.raises(RewardError, match="my_reward cannot be called"):
         RewardSet([my_reward])(*ARGUMENTS)
+    RewardSet([my_reward, max]).check(["solution"])
+    with pytest.raises(RewardError, match="my_reward: solution is an option and a column"):
+        RewardSet([functools.partial(my_reward, solution=3)]).check(["solution"])
+
+
+def test_arguments_go_by_name_as_in_trl():
+    def my_reward(completions, **kwargs):
+        return [float(len(text)) for text in completions]
+
+    assert RewardSet([my_reward])(*ARGUMENTS).total.tolist() == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("timeout", [None, 10.0])
+def test_async_rewards_run_at_the_same_time_and_keep_their_loop(timeout):
+    loops, meet = [], []
+
+    def make(name):
+        async def reward(prompts, completions, completion_ids, **columns):
+            loops.append((name, asyncio.get_running_loop()))
+            meet.append(name)
+            while len(meet) < 2:  # each waits for the other
+                await asyncio.sleep(0.001)
+            return [float(name), None]
+
+        return reward
+
+    rewards = RewardSet([make(1), lambda *a, **k: [0.5, 0.25], make(2)], [1.0, 1.0, 10.0], timeouts=timeout)
+    for _ in range(2):
+        meet.clear()
+        result = rewards(*ARGUMENTS)
+        assert result.total.tolist() == [21.5, 0.25]
+        assert [values[0].item() for values in result.by_name.values()] == [1.0, 0.5, 2.0]
+    assert len(set(loops)) == 2
+
+
+def hanging(kind):
+    """A function that hangs until the event is set, and the event."""
+    stop = threading.Event()
+
+    def plain(prompts, completions, completion_ids, **columns):
+        stop.wait()
+        return [1.0, 2.0]
+
+    async def waits(prompts, completions, completion_ids, **columns):
+        await asyncio.sleep(0 if stop.is_set() else 60)
+        return [1.0, 2.0]
+
+    async def refuses_to_stop(prompts, completions, completion_ids, **columns):
+        while not stop.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(0.05)
+        return [1.0, 2.0]
+
+    async def blocks(prompts, completions, completion_ids, **columns):
+        return plain(prompts, completions, completion_ids)
+
+    return {f.__name__: f for f in (plain, waits, refuses_to_stop, blocks)}[kind], stop
+
+
+@pytest.mark.parametrize("kind", ["plain", "waits", "refuses_to_stop", "blocks"])
+def test_a_reward_that_hangs_is_given_up(kind):
+    function, stop = hanging(kind)
+
+    async def innocent(prompts, completions, completion_ids, **columns):
+        return [0.0, 0.0]
+
+    rewards = RewardSet([innocent, function], timeouts=[5.0, 0.2])
+    started = time.monotonic()
+    try:
+        with pytest.raises(RewardError, match=rf"{kind} took more than 0.2 seconds for 2 completions"):
+            rewards(*ARGUMENTS)
+    finally:
+        stop.set()
+    assert time.monotonic() - started < 5.0
+    assert rewards(*ARGUMENTS).total.tolist() == [1.0, 2.0]
+
+
+def test_an_exception_called_timeout_is_not_ours():
+    async def slow_server(prompts, completions, completion_ids, **columns):
+        raise TimeoutError("no answer")
+
+    with pytest.raises(RewardError, match="slow_server raised TimeoutError"):
+        RewardSet([slow_server], timeouts=5.0)(*ARGUMENTS)
+
+
+def test_an_interrupt_inside_a_thread_reaches_the_caller():
+    def interrupted(prompts, completions, completion_ids, **columns):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        RewardSet([interrupted], timeouts=5.0)(*ARGUMENTS)
+
+
+def test_rewards_compute_no_gradients_in_their_thread():
+    def grad_mode(prompts, completions, completion_ids, **columns):
+        return [float(torch.is_grad_enabled())] * 2
+
+    with torch.no_grad():
+        assert RewardSet([grad_mode], timeouts=5.0)(*ARGUMENTS).total.tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("timeouts", "words"), [([1.0, 2.0], "2 timeouts for 1"), (0.0, "above 0"), (math.nan, "above 0")]
+)
+def test_timeouts_are_checked(timeouts, words):
+    with pytest.raises(RewardError, match=words):
+        RewardSet([lambda *a, **k: [0, 0]], timeouts=timeouts)
+
+
+def test_a_process_is_killed_and_started_again(tmp_path):
+    """The function holds Python's lock, so that no thread of its process gets to run."""
+    (tmp_path / "own.py").write_text(
+        "calls = 0\n"
+        "def own(prompts, completions, completion_ids, *, answer, factor=1):\n"
+        "    global calls\n"
+        "    calls += 1\n"
+        "    print('not into the pipe')\n"
+        "    if answer == ['raise', 'z']:\n"
+        "        raise LookupError('no')\n"
+        "    if answer == ['hang', 'z']:\n"
+        "        sum(range(10**12))\n"
+        "    return [factor * calls, None]\n"
+    )
+    rewards = RewardSet([load_reward(f"{tmp_path}/own.py:own(factor=2)", own_process=True)], timeouts=1.0)
+
+    def total(answer):
+        return rewards(*ARGUMENTS[:3], {"answer": [answer, "z"]}).total[0].item()
+
+    assert [total("x"), total("x")] == [2.0, 4.0]
+    with pytest.raises(RewardError, match=r"own raised LookupError\('no'\) \(.*own.py, line 7\)"):
+        total("raise")
+    with pytest.raises(RewardError, match=r"own took more than 1 seconds"):
+        total("hang")
+    rewards.timeouts["own"] = None  # starting takes seconds
+    assert total("x") == 2.0
+    with pytest.raises(RewardError, match=r"own cannot be called .*\(question\)"):
+        rewards.check(["question"])
+
+
+GROUPS = torch.tensor([[1.0, 2.0, 4.0, 0.0], [0.0, 0.0, 3.0, 1.0]])
+OTHER = torch.tensor([[0.5, math.nan, 0.0, 1.0], [2.0, 2.0, 2.0, 2.0]])
+
+
+def make_rewards():
+    total = (GROUPS + 0.5 * OTHER.nan_to_num(0.0)).flatten()
+    return Rewards(total, {"a": GROUPS.flatten(), "b": OTHER.flatten()}, {"a": 1.0, "b": 0.5})
+
+
+def by_hand(method):
+    """Each formula in plain numpy."""
+    total = make_rewards().total.double().view(2, 4).numpy()
+    centred = total - total.mean(1, keepdims=True)
+    if method == "group_normalized":
+        return centred / (total.std(1, ddof=1, keepdims=True) + 1e-4)
+    if method == "leave_one_out":
+        return total - (total.sum(1, keepdims=True) - total) / 3
+    if method == "optimal_baseline":
+        lengths = np.arange(1.0, 9.0).reshape(2, 4)
+        return total - (lengths * total).sum(1, keepdims=True) / lengths.sum(1, keepdims=True)
+    if method == "reinforce_plus_plus":
+        return (total - total.mean()) / np.sqrt(total.var(ddof=1) + 1e-8)
+    if method == "reinforce_plus_plus_baseline":
+        return (centred - centred.mean()) / np.sqrt(centred.var(ddof=1) + 1e-8)
+    parts = []
+    for values, weight in ((GROUPS, 1.0), (OTHER, 0.5)):
+        values = values.double().numpy()
+        mean, std = np.nanmean(values, 1, keepdims=True), np.nanstd(values, 1, ddof=1, keepdims=True)
+        parts.append(weight * np.nan_to_num((values - mean) / (std + 1e-4)))
+    summed = sum(parts)
+    return (summed - summed.mean()) / (summed.std(ddof=1) + 1e-4)
+
+
+@pytest.mark.parametrize("method", ADVANTAGES)
+def test_advantages_by_name(method):
+    found = advantages_of(make_rewards(), group_size=4, method=method, lengths=torch.arange(1.0, 9.0))
+    assert found.dtype == torch.float32
+    np.testing.assert_allclose(found.view(2, 4), by_hand(method), rtol=1e-5, atol=1e-6)
+
+
+def test_a_wrong_choice_of_advantages_is_refused():
+    rewards = make_rewards()
+    expected = gk.advantages.group_normalized(rewards.total, group_size=4, scale="none")
+    assert torch.equal(advantages_of(rewards, group_size=4, scale="none"), expected)
+    for options, words in (
+        ({"method": "grpo"}, "advantages must be one of group_normalized.*gdpo, got 'grpo'"),
+        ({"method": "gdpo", "scale": "batch"}, "advantage_scale 'batch' is for group_normalized"),
+        ({"method": "optimal_baseline"}, "needs lengths"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            advantages_of(rewards, group_size=4, **options)
 
 
 def test_loading_from_a_module_and_from_a_file(tmp_path, monkeypatch):
@@ -88,6 +307,12 @@ def test_loading_from_a_module_and_from_a_file(tmp_path, monkeypatch):
     assert load_reward("levels:level")() == [3, 3]
 
 
+def test_options_are_bound_to_literals():
+    function = load_reward(r"gspo_kernels.rewards:regex_format(pattern=r'a:\d(\)|b)')")
+    assert RewardSet([function]).names == ["regex_format"]
+    assert function([], ["a:1)", "a:1b", "a:1"], []) == [1.0, 1.0, 0.0]
+
+
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
@@ -99,6 +324,10 @@ def test_loading_from_a_module_and_from_a_file(tmp_path, monkeypatch):
         ("no_such_module:f", "no_such_module"),
         ("no_such_file.py:f", "there is no file"),
         ("{tmp}/broken.py:f", "SyntaxError"),
+        ("math:pow(1)", "(name=value, ...)"),
+        ("math:pow(a=b)", "(name=value, ...)"),
+        ("math:pow(a=1", "(name=value, ...)"),
+        ("math:pow(**{'a': 1})", "(name=value, ...)"),
     ],
 )
 def test_what_cannot_be_loaded(tmp_path, spec, words):

@@ -1,0 +1,83 @@
+"""Ready-made rewards on cases by hand."""
+
+import functools
+import sys
+import threading
+
+import pytest
+
+from gspo_kernels.rewards import exact_match, math_answer, regex_format
+
+NONE = [None] * 4
+
+
+def test_exact_match():
+    completions = ["42", " 42\n", "it is 42", [{"role": "assistant", "content": "42"}]]
+    answers = {"answer": [42, "42", "42", "42"]}
+    assert exact_match(NONE, completions, NONE, **answers) == [1.0, 1.0, 0.0, 1.0]
+    assert exact_match(NONE[:2], ["a", "b"], NONE[:2], answer=["A", None]) == [0.0, None]
+    function = functools.partial(exact_match, column="solution", ignore_case=True)
+    assert function(NONE[:2], ["Straße", "b"], NONE[:2], answer=["?", "?"], solution=["STRASSE", "c"]) == [
+        1,
+        0,
+    ]
+    with pytest.raises(KeyError, match=r"no column 'solution'; there are answer"):
+        function(NONE[:1], ["a"], NONE[:1], answer=["a"])
+
+
+def test_regex_format():
+    pattern = r"<think>.*</think>\s*\d+"
+    completions = ["<think>a\nb</think> 3", "so: <think>a</think> 3", "<think></think>3.", "3"]
+    assert regex_format(NONE, completions, NONE, pattern=pattern, answer=NONE) == [1.0, 0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("answer", "completion", "reward"),
+    [
+        ("42", "The answer is 42.", 1),
+        (42, "so $x = 42$", 1),
+        ("42", "I think 41", 0),
+        ("42", "", 0),
+        ("2", "first 2, then 3", 0),
+        ("1/2", r"thus \boxed{0.5}", 1),
+        (r"\frac{1}{2}", "it is 1/2", 1),
+        (r"\frac{a}{2}", "$a/2$", 1),
+        (r"\frac{a}{2}", "2", 0),
+        ("(1,2)", "$(1, 2)$", 1),
+        ("The answer is $5$", "5", 1),
+        ("1234", "1,234", 1),
+        ("42", "$9^{9^{9^{9}}}$", 0),  # cannot be computed
+        (None, "3", None),
+        ("", "3", None),
+    ],
+)
+def test_math_answer(answer, completion, reward):
+    pytest.importorskip("math_verify")
+    assert math_answer([None], [completion], [None], answer=[answer], seconds=1) == [reward]
+
+
+def test_math_answer_needs_a_main_thread_and_gets_one_in_the_trainer():
+    pytest.importorskip("math_verify")
+    from gspo_kernels.trainer.rewards import RewardSet
+
+    caught = []
+
+    def call():
+        try:
+            math_answer([None], ["3"], [None], answer=["3"])
+        except RuntimeError as error:
+            caught.append(str(error))
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+    assert "main thread" in caught[0]
+    rewards = RewardSet([functools.partial(math_answer, seconds=1)], timeouts=60.0)
+    answers = {"answer": ["1/2", "42"]}
+    assert rewards(NONE[:2], ["0.5", "$9^{9^{9^{9}}}$"], NONE[:2], answers).total.tolist() == [1.0, 0.0]
+
+
+def test_without_math_verify_the_package_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    with pytest.raises(ModuleNotFoundError, match="pip install math-verify"):
+        math_answer([None], ["3"], [None], answer=["3"])
