@@ -75,7 +75,7 @@ class PolicyLoss:
             fitting_advantages(self.objective, advantages, mask),
             loss_mask=mask,
             ref_logprobs=None if reference is None else reference[None],
-            kl_beta=self.kl_beta if weights is None else self.kl_beta * weights[None],
+            kl_beta=self.kl_beta if weights is None or self.kl_beta == 0 else self.kl_beta * weights[None],
             kl_estimator=self.kl_estimator,
             rollout_weights=None if weights is None else weights[None],
             normalizer=1.0,

@@ -1,0 +1,143 @@
+"""prime-rl's hook as published in 0.8.0 (git tag v0.8.0, 60bc295), and its own code where that is there."""
+
+import dataclasses
+from typing import NamedTuple
+
+import pytest
+import torch
+
+import gspo_kernels as gk
+from gspo_kernels.integrations.errors import IntegrationError
+from gspo_kernels.integrations.prime_rl import PolicyLoss
+from tests.integrations import hook_problem, peers
+from tests.integrations.hook_problem import SPLITS, assert_close, expected, expected32, problem
+
+GSPO = gk.GSPO(clip_low=0.1, clip_high=0.15, aggregation="token_mean")
+
+
+class LossInputs(NamedTuple):
+    """The published fields."""
+
+    trainer_logprobs: torch.Tensor
+    inference_logprobs: torch.Tensor
+    ref_logprobs: torch.Tensor | None
+    advantages: torch.Tensor
+    loss_mask: torch.Tensor
+    loss_weights: torch.Tensor | None = None
+
+
+def step(
+    loss_fn, given, splits=SPLITS[1], dtype=torch.float32, *, weights=None, reference=False, compute=None
+):
+    """Loss and gradient: every sequence alone, divided by the global number of tokens; ranks are summed."""
+    gradient, total = torch.zeros_like(given.logprobs), 0.0
+    tokens = int(given.mask.sum())
+    for rows in splits:
+        part, rows = given.part(rows, dtype), list(rows)
+        logprobs = part.logprobs.requires_grad_()
+        scale = None if weights is None else [*weights[rows].to(dtype)]
+        reference_logprobs = [*part.reference] if reference else None
+        if compute is None:
+            loss = logprobs.new_zeros(())
+            for i in range(len(rows)):
+                inputs = LossInputs(
+                    logprobs[i], part.old[i], reference_logprobs and reference_logprobs[i],
+                    part.token_advantages[i], part.mask[i], scale and scale[i],
+                )  # fmt: skip
+                loss = loss + loss_fn(inputs).loss / tokens
+        else:
+            loss, _ = compute(
+                [*logprobs], [*part.old], reference_logprobs, [*part.token_advantages], [*part.mask], scale,
+                None, None, loss_fn, tokens, 1, 1,
+            )  # fmt: skip
+        loss.backward()
+        total += loss.detach().double()
+        gradient[rows] += logprobs.grad.double()
+    return total, gradient
+
+
+@pytest.mark.parametrize("objective", [GSPO, gk.GRPO(aggregation="token_mean", dual_clip=1.5)])
+@pytest.mark.parametrize("splits", SPLITS)
+def test_sequences_add_up_to_the_mean_over_the_batch_s_tokens(objective, splits):
+    assert_close(
+        lambda given: step(PolicyLoss(objective), given, splits),
+        lambda given: expected(given, objective),
+        lambda given: expected32(given, objective),
+    )
+
+
+def test_weights_scale_every_token_of_the_loss_and_of_the_kl():
+    weights = 0.5 + torch.rand(6, 7, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+
+    def terms(given):
+        return {"rollout_weights": weights, "ref_logprobs": given.reference, "kl_beta": 0.1 * weights}
+
+    for objective in (GSPO, gk.GRPO(aggregation="token_mean")):
+        loss_fn = PolicyLoss(objective, kl_beta=0.1)
+        assert_close(
+            lambda given, loss_fn=loss_fn: step(loss_fn, given, weights=weights, reference=True),
+            lambda given, objective=objective: expected(given, objective, **terms(given)),
+            lambda given, objective=objective: expected32(given, objective, **terms(given)),
+        )
+
+
+def test_every_fitting_objective_runs_and_reports():
+    given = problem()
+    objectives = hook_problem.fitting("token_mean")
+    assert len(objectives) >= 8
+    for objective in objectives:
+        part = LossInputs(given.logprobs[0], given.old[0], None, given.token_advantages[0], given.mask[0])
+        loss, metrics = PolicyLoss(objective)(part)
+        assert loss.ndim == 0 and loss.isfinite()
+        assert all(each.ndim == 0 and not each.requires_grad for each in metrics.values())
+        whole = gk.policy_loss(
+            given.logprobs, given.old, given.advantages, loss_mask=given.mask, objective=objective
+        )
+        torch.testing.assert_close(step(PolicyLoss(objective), given, dtype=torch.float64)[0], whole.loss)
+
+
+def test_a_sequence_without_tokens_has_a_zero_loss_that_can_go_backward():
+    given = problem()
+    logprobs = given.logprobs[5].requires_grad_()
+    part = LossInputs(logprobs, given.old[5], None, given.token_advantages[5], given.mask[5])
+    loss, _ = PolicyLoss()(part)
+    loss.backward()
+    assert loss == 0 and (logprobs.grad == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("objective", "reason"),
+    [
+        (
+            gk.GSPO(),
+            "aggregation='sequence_mean' divides by the number of sequences, but prime-rl divides by the",
+        ),
+        (gk.DrGRPO(aggregation_constant=8.0), "aggregation='constant' divides"),
+        (gk.AGRO(), "needs ref_logprobs and group_ids"),
+    ],
+)
+def test_what_does_not_fit_is_refused_at_construction(objective, reason):
+    with pytest.raises(IntegrationError, match=reason):
+        PolicyLoss(objective)
+
+
+def test_a_missing_reference_is_named():
+    given = problem()
+    part = LossInputs(given.logprobs[0], given.old[0], None, given.token_advantages[0], given.mask[0])
+    with pytest.raises(ValueError, match="ref_logprobs: got None, but kl_beta asks"):
+        PolicyLoss(kl_beta=0.1)(part)
+
+
+def test_inside_prime_rl_s_compute_loss():
+    names = dict.fromkeys(("Float", "Bool", "Int", "Any", "LossFn"), peers.Anything)
+    real = peers.extract(
+        peers.source("prime_rl", "prime_rl/trainer/rl/loss.py"), "LossInputs", "compute_loss",
+        torch=torch, Tensor=torch.Tensor, dataclass=dataclasses.dataclass, field=dataclasses.field, **names,
+    )  # fmt: skip
+    assert [each.name for each in dataclasses.fields(real["LossInputs"])] == [*LossInputs._fields]
+    compute, weights = real["compute_loss"], torch.linspace(0.5, 1.5, 42, dtype=torch.float64).view(6, 7)
+    for options in ({}, {"reference": True}, {"weights": weights}, {"weights": weights, "reference": True}):
+        loss_fn = PolicyLoss(GSPO, kl_beta=0.1 if "reference" in options else 0.0)
+        want = step(loss_fn, problem(), dtype=torch.float64, **options)
+        got = step(loss_fn, problem(), dtype=torch.float64, compute=compute, **options)
+        torch.testing.assert_close(got, want)
