@@ -14,7 +14,7 @@ from gspo_kernels.arguments import (
     logit_options,
     row_temperature,
 )
-from gspo_kernels.ops.linear import LinearTokenLogprobsFunction
+from gspo_kernels.ops.linear import LinearTokenLogprobsFunction, check_unwritten, unwritten_token_logprobs
 from gspo_kernels.ops.logprobs import TokenLogprobsFunction
 from gspo_kernels.types import TokenLogprobs
 
@@ -102,8 +102,10 @@ def linear_token_logprobs(
         return_entropy: also return the differentiable entropy.
         logits_dtype: "float32": products of 16-bit inputs leave the matrix product in fp32. "input": they are
             rounded to the inputs' dtype, as other trainers do.
-        max_chunk_bytes: bytes of logits that exist at once; default 64 MiB on CPU and 2 GiB on GPU, at least
-            a row.
+        max_chunk_bytes: bytes of logits that exist at once, at least a row; by default 1,024 rows on the CPU
+            and 4,096 on a GPU, at least 64 MiB, at most 1/16 of the memory. 0: logits are never written at
+            all; for scoring without a gradient, by a Triton kernel. Never chosen by itself: its sums have
+            another order, so that ratios with the losses' log-probs are 1 to rounding instead of exactly.
         backend: "auto", "triton", "cpp" or "reference".
 
     Returns:
@@ -119,10 +121,19 @@ def linear_token_logprobs(
         hidden, labels, labels.shape[0], temperature, logit_scale, softcap, ignore_index, backend
     )
     checks.flag("return_entropy", return_entropy)
-    chunked = chunking(logits_dtype, max_chunk_bytes, compact=True)
+    unwritten = max_chunk_bytes == 0 and not isinstance(max_chunk_bytes, bool)
+    if unwritten:
+        check_unwritten(hidden, weight, bias, logits_dtype, options.backend)
+    chunked = chunking(logits_dtype, None if unwritten else max_chunk_bytes, compact=True)
     rows, row_labels = (hidden.unsqueeze(0), labels.unsqueeze(0)) if packed else (hidden, labels)
     temperatures = row_temperature(temperature, row_labels, packed, None, hidden.dtype)
-    logprobs, entropy = LinearTokenLogprobsFunction.apply(
-        rows, weight, bias, row_labels, return_entropy, True, *options.positional(temperatures), *chunked
-    )
+    operands = (*options.positional(temperatures), *chunked)
+    if unwritten:
+        logprobs, entropy = unwritten_token_logprobs(
+            rows, weight, bias, row_labels, *operands, return_entropy
+        )
+    else:
+        logprobs, entropy = LinearTokenLogprobsFunction.apply(
+            rows, weight, bias, row_labels, return_entropy, True, *operands
+        )
     return TokenLogprobs(from_rows(logprobs, packed), from_rows(entropy, packed) if return_entropy else None)

@@ -295,6 +295,55 @@ def _(hidden: Tensor, weight: Tensor, bias: Any, labels: Tensor, *args: Any) -> 
     return fake_stats(labels, hidden.dtype, args[-1])
 
 
+@operator(f"unwritten_token_logprobs({LINEAR}, bool entropy) -> (Tensor, Tensor)")
+def unwritten_token_logprobs(*args: Any) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropy of hidden [B, T, H] at labels [B, T]; no logits are written. Triton only."""
+    from gspo_kernels.kernels import linear_logprobs_forward
+
+    call, (entropy,) = Call.split(args)
+    rows = call.chunk(call.index(call.counted))
+    stats = linear_logprobs_forward(
+        rows.hidden,
+        call.head.weight,
+        call.head.bias,
+        rows.labels.squeeze(0),
+        rows.transform,
+        ignore_index=call.ignore_index,
+        entropy=entropy,
+    )
+    logprobs, entropies = call.new_rows(), call.new_rows() if entropy else stats.logprobs.new_empty(0)
+    logprobs.view(-1)[rows.where] = stats.logprobs
+    if stats.entropy is not None:
+        entropies.view(-1)[rows.where] = stats.entropy
+    return logprobs, entropies
+
+
+@unwritten_token_logprobs.register_fake
+def _(hidden: Tensor, weight: Tensor, bias: Any, labels: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    logprobs, _, entropy = fake_stats(labels, hidden.dtype, args[-1])
+    return logprobs, entropy
+
+
+def check_unwritten(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, logits_dtype: str, backend: str
+) -> None:
+    """Refuse what can't be scored without writing logits."""
+    trained = [x for x in (hidden, weight, bias) if x is not None and x.requires_grad]
+    reason: str | None
+    if trained and torch.is_grad_enabled():
+        reason = "there is no gradient; call it under torch.no_grad()"
+    elif logits_dtype != "float32":
+        reason = f"logits_dtype={logits_dtype!r} rounds what is not written"
+    elif backend != "triton":
+        reason = f"it takes the Triton backend, and this call's is {backend!r}"
+    else:
+        from gspo_kernels.kernels import linear_logprobs_unavailable
+
+        reason = linear_logprobs_unavailable(hidden, weight)
+    if reason is not None:
+        raise ValueError(f"max_chunk_bytes: got 0 (logits are never written), but {reason}")
+
+
 def power_of_two(largest: Tensor) -> Tensor:
     """About ``largest``, so that dividing by it rounds nothing; 1 where that is 0, infinite or NaN."""
     top = math.frexp(torch.finfo(largest.dtype).max)[1] - 1

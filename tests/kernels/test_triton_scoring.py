@@ -6,6 +6,7 @@ from row_oracle import PLAIN, assert_within_budget, exact, plain
 
 pytest.importorskip("triton")
 
+import gspo_kernels as gk
 from gspo_kernels import kernels
 from gspo_kernels.kernels import launch as launching
 from gspo_kernels.kernels import scoring
@@ -246,3 +247,62 @@ def test_unavailable_says_why():
     assert "strides (1, 5)" in kernels.linear_logprobs_unavailable(hidden, turned)
     with pytest.raises(ValueError, match="linear_logprobs_forward: weight has strides"):
         forward(hidden, turned, None, torch.zeros(3, dtype=torch.int64))
+
+
+def scored(layout, *, entropy=True, **options):
+    hidden, weight, bias, labels = (x.to(DEVICE) for x in head(12, 64, 300))
+    labels[3] = -100
+    hidden[3] = float("nan")
+    temperature = torch.full((12,) if layout == "packed" else (3,), 0.7, device=DEVICE)
+    if layout == "padded":
+        hidden, labels = hidden.view(3, 4, 64), labels.view(3, 4)
+    out = gk.linear_token_logprobs(
+        hidden, weight, labels, bias=bias, temperature=temperature, softcap=20.0, return_entropy=entropy,
+        backend="triton", **options,
+    )  # fmt: skip
+    return out, (hidden, weight, bias, labels, temperature)
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_no_chunk_at_all(layout):
+    got, (hidden, weight, bias, labels, temperature) = scored(layout, max_chunk_bytes=0)
+    want, _ = scored(layout)
+    rows = temperature.double() if layout == "packed" else temperature.double().unsqueeze(1)
+    exact = gk.linear_token_logprobs(
+        hidden.double(), weight.double(), labels, bias=bias.double(), temperature=rows.squeeze(-1),
+        softcap=20.0, return_entropy=True, backend="reference",
+    )  # fmt: skip
+    eps = torch.finfo(torch.float32).eps
+    for mine, theirs, truth in zip(got, want, exact, strict=True):
+        assert mine.shape == labels.shape and mine.dtype == torch.float32
+        budget = 2 * (theirs - truth).abs().max() + eps * truth.abs().max()
+        assert (mine - truth).abs().max() <= budget
+    assert not got.logprobs.flatten()[3] and not got.entropy.flatten()[3]
+    assert scored(layout, max_chunk_bytes=0, entropy=False)[0].entropy is None
+
+
+def test_no_chunk_at_all_compiles():
+    hidden, weight, bias, labels = (x.to(DEVICE) for x in head(12, 64, 300))
+    options = {"bias": bias, "max_chunk_bytes": 0, "backend": "triton"}
+    compiled = torch.compile(gk.linear_token_logprobs, fullgraph=True, backend="aot_eager")
+    got = compiled(hidden, weight, labels, **options)
+    assert torch.equal(got.logprobs, gk.linear_token_logprobs(hidden, weight, labels, **options).logprobs)
+
+
+@pytest.mark.parametrize(
+    ("reason", "grad", "dtype", "options"),
+    [
+        ("no gradient", True, torch.float32, {}),
+        ("rounds what is not written", False, torch.float32, {"logits_dtype": "input"}),
+        ("this call's is 'reference'", False, torch.float32, {"backend": "reference"}),
+        ("hidden is torch.float64", False, torch.float64, {}),
+    ],
+)
+def test_what_needs_a_chunk_is_refused(reason, grad, dtype, options):
+    hidden = torch.ones(3, 64, dtype=dtype, device=DEVICE, requires_grad=grad)
+    weight = torch.ones(5, 64, dtype=dtype, device=DEVICE)
+    labels = torch.zeros(3, dtype=torch.int64, device=DEVICE)
+    with pytest.raises(ValueError, match=f"max_chunk_bytes: got 0 .*{reason}"):
+        gk.linear_token_logprobs(
+            hidden, weight, labels, max_chunk_bytes=0, **({"backend": "triton"} | options)
+        )
