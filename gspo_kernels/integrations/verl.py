@@ -1,0 +1,321 @@
+"""verl: the objectives of this package as policy losses of its registry.
+
+Importing this module registers them, and verl imports it by itself through the entry-point group
+``verl.plugins``. Per objective there are two names, and ``register`` adds your own:
+
+- ``gk_<objective>`` (``gk_gspo``, ``gk_dapo``, ...) aggregates as the objective's source does,
+- ``gk_<objective>_config`` as the actor's ``loss_agg_mode`` says.
+
+Options come from the actor's config where it has a word for them (``OPTIONS``) and are the objective's
+defaults elsewhere.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import importlib.util
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from gspo_kernels import checks, objectives
+from gspo_kernels.integrations.errors import IntegrationError, require_package
+from gspo_kernels.integrations.hooks import check_objective, fitting_advantages
+from gspo_kernels.losses import policy_loss
+from gspo_kernels.objectives.base import Objective
+
+SUPPORTED = ">=0.9.1,<0.10"
+
+AGGREGATIONS = {
+    "token-mean": "token_mean",
+    "token-sum": "sum",
+    "seq-mean-token-mean": "sequence_mean",
+    "seq-mean-token-sum": "sequence_mean_token_sum",
+    "seq-mean-token-sum-norm": "constant",
+}
+"""verl's ``loss_agg_mode`` to this package's ``aggregation``."""
+
+SEQUENCE_RANGE = 0.01
+"""A wider clip range hardly ever clips a sequence's ratio: it is meant for ratios of tokens."""
+
+_TOTALS = {"token_mean": "batch_num_tokens", "sum": None}
+
+
+def _option(config: Any, path: str, default: float | None = None) -> float:
+    value = config
+    for name in path.split("."):
+        value = getattr(value, name, None)
+    value = default if value is None else value
+    if value is None:
+        raise IntegrationError(f"config.{path}: missing in the actor's config, expected a number")
+    return float(value)
+
+
+def _low(config: Any) -> float:
+    return _option(config, "clip_ratio_low", getattr(config, "clip_ratio", None))
+
+
+def _high(config: Any) -> float:
+    return _option(config, "clip_ratio_high", getattr(config, "clip_ratio", None))
+
+
+def _dual(config: Any) -> float:
+    return _option(config, "clip_ratio_c", 3.0)
+
+
+_Reads = dict[str, Callable[[Any], float]]
+_CLIP: _Reads = {"clip_low": _low, "clip_high": _high}
+_TAU: _Reads = {
+    "tau_positive": lambda config: _option(config, "tau_pos", 1.0),
+    "tau_negative": lambda config: _option(config, "tau_neg", 1.05),
+}
+
+OPTIONS: dict[type[Objective], _Reads] = {
+    objectives.ABCGRPO: {
+        "positive_low": _low,
+        "positive_high": _high,
+        "negative_low": _low,
+        "negative_high": _high,
+    },
+    objectives.CISPO: {
+        "min_ratio": lambda config: 1.0 - _low(config),
+        "max_ratio": lambda config: 1.0 + _high(config),
+    },
+    objectives.DHPO: _CLIP,
+    objectives.DPPO: {"bound_low": _low, "bound_high": _high, "max_ratio": _dual},
+    objectives.DRO: {"beta": lambda config: _option(config, "policy_loss.dro_beta")},
+    objectives.GMPO: {"log_clip_low": _low, "log_clip_high": _high},
+    objectives.GRPO: {**_CLIP, "dual_clip": _dual},
+    objectives.GSPO: _CLIP,
+    objectives.GSPOToken: _CLIP,
+    objectives.SAPO: _TAU,
+    objectives.SSPO: _TAU,
+}
+"""What an objective (or one derived from it) reads from the actor's config, as verl's own losses do."""
+
+
+@dataclass(frozen=True)
+class VerlPolicyLoss:
+    """A policy loss with the signature of verl's registry.
+
+    Args:
+        name: under which it is registered, for messages.
+        objective: a class, whose options then come from the config of each call, or an instance, which is
+            taken as it is.
+        follow_config: aggregate as ``loss_agg_mode`` says instead of as the objective does. Not with an
+            instance.
+    """
+
+    name: str
+    objective: type[Objective] | Objective
+    follow_config: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.objective, type):
+            _check(self.objective)
+            if self.follow_config:
+                raise ValueError("follow_config: got True, but an instance says its own aggregation")
+
+    def __call__(
+        self,
+        old_log_prob: Tensor,
+        log_prob: Tensor,
+        advantages: Tensor,
+        response_mask: Tensor,
+        loss_agg_mode: str = "token-mean",
+        config: Any = None,
+        rollout_is_weights: Tensor | None = None,
+    ) -> tuple[Tensor, dict[str, float]]:
+        """Loss and metrics of a micro-batch.
+
+        Args:
+            old_log_prob, log_prob, advantages: [B, T]; advantages may differ within a sequence only where the
+                objective takes one per token. Only ``log_prob`` receives a gradient.
+            response_mask: [B, T], bool or 0/1.
+            loss_agg_mode: one of verl's five; the names without ``_config`` warn where it is not theirs.
+            config: verl's ActorConfig: clip ranges (``OPTIONS``), and ``global_batch_info`` with dp_size,
+                batch_num_tokens, global_batch_size and loss_scale_factor for the divisor.
+            rollout_is_weights: [B, T] or None: multiply the loss, never the ratio.
+
+        Returns:
+            The loss, divided by what the whole batch counts and times dp_size (as FSDP averages over ranks),
+            and floats under verl's names.
+
+        Raises:
+            IntegrationError: an objective, mode or config that can't be served; the message says why.
+        """
+        if config is None:
+            raise IntegrationError("config: got None, expected the actor's config")
+        info = getattr(config, "global_batch_info", None) or {}
+        objective = self._objective(loss_agg_mode, config, info, response_mask)
+        _check(objective)
+        terms: dict[str, Any] = {
+            "old_logprobs": old_log_prob,
+            "advantages": fitting_advantages(objective, advantages, response_mask),
+            "loss_mask": response_mask,
+            "rollout_weights": rollout_is_weights,
+            "normalizer": _normalizer(objective, info),
+        }
+        output = policy_loss(log_prob, objective=objective, **terms)
+        return output.loss, _metrics(objective, log_prob, output.metrics, terms)
+
+    def _objective(self, mode: str, config: Any, info: Mapping[str, Any], response_mask: Tensor) -> Objective:
+        if isinstance(self.objective, Objective):
+            return self.objective
+        theirs = AGGREGATIONS[checks.choice("loss_agg_mode", mode, tuple(AGGREGATIONS))]
+        aggregation = theirs if self.follow_config else _own_aggregation(self.objective)
+        if aggregation != theirs:
+            _warn_once(
+                f"{self.name}: aggregates by {_mode(aggregation)!r}, while loss_agg_mode={mode!r} holds "
+                f"for verl's own entropy and KL terms; set it too, or take {self.name}_config"
+            )
+        options = {}
+        for cls in reversed(self.objective.__mro__):
+            options.update({name: read(config) for name, read in OPTIONS.get(cls, {}).items()})
+        _check_range(self.name, self.objective, options)
+        if aggregation == "constant":
+            scale = info.get("loss_scale_factor")
+            options["aggregation_constant"] = response_mask.shape[-1] if scale is None else scale
+        try:
+            return self.objective(aggregation=aggregation, **options)
+        except (TypeError, ValueError) as error:
+            read = ", ".join(f"{name}={value}" for name, value in options.items())
+            raise IntegrationError(f"{self.name}: {error} (the actor's config gave {read})") from None
+
+
+def _check(objective: Objective) -> None:
+    check_objective(objective, "verl", divides_by=("sequences", "tokens", "one"))
+
+
+def _own_aggregation(objective: type[Objective]) -> str:
+    field = next(each for each in dataclasses.fields(objective) if each.name == "aggregation")
+    return str(field.default)
+
+
+def _mode(aggregation: str) -> str:
+    return next(mode for mode, ours in AGGREGATIONS.items() if ours == aggregation)
+
+
+def _check_range(name: str, objective: type[Objective], options: Mapping[str, float]) -> None:
+    """Warn where a range meant for tokens' ratios meets an objective whose own is one of sequences'."""
+    defaults = {each.name: each.default for each in dataclasses.fields(objective)}
+    meant = defaults.get("clip_high")
+    if "clip_high" not in options or not isinstance(meant, float) or meant > SEQUENCE_RANGE:
+        return
+    widest = max(options["clip_low"], options["clip_high"])
+    if widest > SEQUENCE_RANGE:
+        _warn_once(
+            f"{name}: a clip range of {widest:g} hardly ever clips a sequence's ratio; its paper has "
+            f"clip_ratio_low={defaults['clip_low']}, clip_ratio_high={meant}"
+        )
+
+
+def _normalizer(objective: Objective, info: Mapping[str, Any]) -> float | None:
+    """The outer divisor over all ranks; FSDP's mean over ranks divides by dp_size once more."""
+    ranks = info.get("dp_size") or 1
+    name = _TOTALS.get(objective.aggregation, "global_batch_size")
+    if name is None:
+        return 1.0 / ranks
+    total = info.get(name)
+    if total is None and ranks > 1:
+        raise IntegrationError(
+            f"global_batch_info: has dp_size={ranks} but no {name}, which aggregation="
+            f"{objective.aggregation!r} divides by"
+        )
+    # an empty batch has nothing to divide
+    return float(total) / ranks if total else None
+
+
+def _metrics(
+    objective: Objective, log_prob: Tensor, metrics: Mapping[str, Tensor], terms: Mapping[str, Any]
+) -> dict[str, float]:
+    cut = metrics["clip_fraction/tokens"]
+    dual = torch.zeros_like(cut)
+    if getattr(objective, "dual_clip", None) is not None:
+        once: Any = dataclasses.replace(objective, dual_clip=None)  # type: ignore[call-arg]
+        by_range = policy_loss(log_prob.detach(), objective=once, **terms).metrics["clip_fraction/tokens"]
+        cut, dual = by_range, cut - by_range
+    values = {
+        "actor/pg_clipfrac": cut,
+        "actor/ppo_kl": metrics["kl/old"],
+        "actor/pg_clipfrac_lower": dual,
+        "actor/ratio/mean": metrics["ratio/mean"],
+        "actor/ratio/min": metrics["ratio/min"],
+        "actor/ratio/max": metrics["ratio/max"],
+        "actor/active_fraction": metrics["active_fraction"],
+    }
+    return dict(zip(values, torch.stack(list(values.values())).tolist(), strict=True))
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, stacklevel=2)
+
+
+def _losses() -> dict[str, VerlPolicyLoss]:
+    losses = {}
+    for name in objectives.__all__:
+        objective = getattr(objectives, name)
+        short = "gk_" + objective.__module__.rpartition(".")[2]  # one file per objective
+        losses[short] = VerlPolicyLoss(short, objective)
+        losses[f"{short}_config"] = VerlPolicyLoss(f"{short}_config", objective, follow_config=True)
+    return losses
+
+
+LOSSES = _losses()
+"""All losses by name. One that verl can't serve says why when it is called."""
+
+
+def _refusal(reason: str) -> Callable[..., NoReturn]:
+    def refuse(*args: Any, **keywords: Any) -> NoReturn:
+        raise IntegrationError(reason)
+
+    return refuse
+
+
+def register(name: str, objective: Objective) -> VerlPolicyLoss:
+    """Register an objective of your own, or one with options that verl's config has no words for.
+
+    To be called in a module that all workers import: name it in ``VERL_USE_EXTERNAL_MODULES``.
+
+    Args:
+        name: for ``actor.policy_loss.loss_mode``.
+        objective: an instance; taken as it is, ``aggregation`` included. From verl come the log-probs,
+            advantages, mask and weights, and the divisor over the whole batch.
+
+    Raises:
+        TypeError: not an instance of an objective.
+        IntegrationError: no verl in ``SUPPORTED`` is installed, or it can't serve the objective.
+    """
+    loss = VerlPolicyLoss(name, checks.objective(objective, Objective))
+    require_package("verl", SUPPORTED)
+    _registry()(name)(loss)
+    return loss
+
+
+def _registry() -> Any:
+    return importlib.import_module("verl.trainer.ppo.core_algos").register_policy_loss
+
+
+def _register_all() -> None:
+    """Put all names into verl's registry; at another version they say so when they are called.
+
+    verl hides what a plugin raises, so this must not.
+    """
+    try:
+        require_package("verl", SUPPORTED)
+        losses: Mapping[str, Callable[..., Any]] = LOSSES
+    except IntegrationError as error:
+        losses = dict.fromkeys(LOSSES, _refusal(str(error)))
+    for name, loss in losses.items():
+        _registry()(name)(loss)
+
+
+if importlib.util.find_spec("verl") is not None:
+    _register_all()
