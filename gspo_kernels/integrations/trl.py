@@ -8,7 +8,9 @@ hooks of DDP, FSDP and ZeRO fire.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+import types
 import warnings
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -29,6 +31,7 @@ require_package("trl", SUPPORTED)
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 from trl.trainer.utils import nanmax, nanmin  # noqa: E402
 
+from gspo_kernels.integrations.lm_head import causal_lm_of  # noqa: E402
 from gspo_kernels.integrations.transformers import fuse_lm_head  # noqa: E402
 
 GSPO_RANGE = 0.01
@@ -169,8 +172,8 @@ def _check(args: GRPOConfig) -> None:
     objective_of(args)
     if args.use_liger_kernel:
         raise IntegrationError(
-            "use_liger_kernel: got True, but Liger patches the model when training starts, when this trainer's "
-            "head is already there; leave it False"
+            "use_liger_kernel: got True, but Liger patches the model when training starts, when the head of "
+            "this trainer is already there; leave it False"
         )
     if args.importance_sampling_level == "sequence" and args.loss_type in _CLIPPED:
         widest = max(args.epsilon, args.epsilon if args.epsilon_high is None else args.epsilon_high)
@@ -189,6 +192,48 @@ class _Step:
     model: Any
     inputs: dict[str, Any]
     loss: Tensor | None = None
+
+
+class _Box:
+    """Arguments on their way into a model's forward, and what it returned.
+
+    Mixed precision of FSDP rounds every tensor that enters or leaves the outermost forward, at any depth of
+    tuples, dicts and dataclasses. A ratio of log-probs does not survive that; here they are out of its sight.
+    """
+
+    def __init__(self, arguments: dict[str, Any]):
+        self.arguments = arguments
+        self.output: Any = None
+
+    @classmethod
+    def call(cls, model: Any, arguments: dict[str, Any], **inputs: Any) -> SimpleNamespace:
+        """The fused forward's output, in its own dtype, with the gradient of what the wrappers returned."""
+        box = cls(arguments)
+        returned = model(**inputs, boxed=box)
+
+        def exact(name: str) -> Any:
+            value, seen = getattr(box.output, name), getattr(returned, name)
+            if not isinstance(value, Tensor) or value.dtype == seen.dtype:
+                return seen if isinstance(value, Tensor) else value
+            return value.detach() + (seen - seen.detach())
+
+        return SimpleNamespace(
+            **{name: exact(name) for name in ("loss", "logprobs", "entropy", "aux_loss", "metrics")}
+        )
+
+
+def _take_boxes(model: Any) -> None:
+    """Let the forward of a fused causal LM open a ``_Box``."""
+    fused = model.forward
+
+    @functools.wraps(type(model).forward)
+    def forward(self: Any, *args: Any, boxed: _Box | None = None, **inputs: Any) -> Any:
+        if boxed is None:
+            return fused(*args, **inputs)
+        boxed.output = fused(*args, **inputs, **boxed.arguments)
+        return boxed.output
+
+    model.forward = types.MethodType(forward, model)
 
 
 class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
@@ -215,8 +260,10 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         self._objective = objective_of(self.args)
         for each in (self.model, self.ref_model):
             if each is not None:
-                inner = self.accelerator.unwrap_model(each)
-                fuse_lm_head(inner, fp32_head=self.args.cast_lm_head_to_fp32)
+                fused = fuse_lm_head(
+                    self.accelerator.unwrap_model(each), fp32_head=self.args.cast_lm_head_to_fp32
+                )
+                _take_boxes(causal_lm_of(fused))
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         """Our loss; TRL's own code sees detached log-probs and does the rest: metrics, entropy control."""
@@ -275,18 +322,15 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
                 else value
                 for name, value in terms.items()
             }
-            output = model(
-                input_ids=input_ids,
-                **inputs,
-                shift_labels=shifted,
-                **({} if terms else {"return_logprobs": True}),
-                return_entropy=options.get("compute_entropy", False),
-                temperature=self.temperature,
-                **placed,
-            )
-            entropy = None if output.entropy is None else output.entropy[:, :-1]
+            placed["temperature"] = self.temperature
+            placed["return_entropy"] = options.get("compute_entropy", False)
+            if not terms:
+                placed["return_logprobs"] = True
+            output = _Box.call(model, placed, input_ids=input_ids, shift_labels=shifted, **inputs)
             return SimpleNamespace(
-                log_probs=output.logprobs[:, :-1], entropy=entropy, aux_loss=output.aux_loss
+                log_probs=output.logprobs[:, :-1],
+                entropy=None if output.entropy is None else output.entropy[:, :-1],
+                aux_loss=output.aux_loss,
             )
 
         return super()._get_per_token_logps_and_entropies(head, *call, **options), output

@@ -41,6 +41,7 @@ class Case:
     inputs: tuple = ("old_per_token_logps",)
     attributes: dict = field(default_factory=dict)
     matters: bool = True
+    model: str = "qwen3"
 
     @property
     def options(self):
@@ -63,6 +64,9 @@ KL = {"beta": 0.1}
 MEASURED = {"_last_world_entropy": 5.0}
 # TRL rounds these temperatures to fp32, so not 1.05
 SAPO = {"loss_type": "sapo", "sapo_temperature_neg": 1.0625}
+# the grouped product has no fp64
+EAGER = {"router_aux_loss_coef": 0.0, "model_init_kwargs": {"experts_implementation": "eager"}}
+ROUTERS = {"router_aux_loss_coef": 0.5}
 EVERYTHING = KL | BONUS | HIGH_ENTROPY | OFF_POLICY
 
 CASES = {
@@ -105,6 +109,8 @@ CASES = {
         attributes=MEASURED,
         matters=False,
     ),
+    "experts": Case(GSPO | EAGER, ROUTERS, model="qwen3-moe"),
+    "experts, high entropy tokens": Case(GSPO | EAGER | HIGH_ENTROPY, ROUTERS, model="qwen3-moe"),
     "vLLM, sequence weights": vllm(GSPO, "sequence_ratio"),
     "vLLM, token weights": vllm(GSPO, "token_ratio"),
     "vLLM, token weights, dapo": vllm(DAPO, "token_ratio"),
@@ -115,14 +121,18 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
+def models(tmp_path_factory):
     from tests.integrations.trl_problem import save_model
 
-    return save_model(tmp_path_factory.mktemp("model"))
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    return {
+        "qwen3": save_model(tmp_path_factory.mktemp("qwen3")),
+        "qwen3-moe": save_model(tmp_path_factory.mktemp("qwen3-moe"), **experts),
+    }
 
 
 @pytest.fixture(scope="module")
-def problem(model_path, tmp_path_factory):
+def problem(models, tmp_path_factory):
     """Inputs of the loss in fp64, all that any case asks for."""
     from tests.integrations.trl_problem import PlainTrainer, make_trainer
 
@@ -146,7 +156,7 @@ def problem(model_path, tmp_path_factory):
         means = noise.sum(1, keepdim=True) / completion_mask.sum(1, keepdim=True).clamp(min=1)
         return (noise - means) * completion_mask
 
-    trainer = make_trainer(PlainTrainer, model_path, tmp_path_factory.mktemp("plain"), **GSPO)
+    trainer = make_trainer(PlainTrainer, models["qwen3"], tmp_path_factory.mktemp("plain"), **GSPO)
     trainer.model.double()
     ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
     with torch.no_grad():
@@ -179,11 +189,11 @@ def selected(problem, case, dtype):
     }
 
 
-def evaluate(kind, model_path, folder, case, problem, dtype=torch.float32, training=True):
+def evaluate(kind, models, folder, case, problem, dtype=torch.float32, training=True):
     """Loss, gradient over all weights, and metrics."""
     from tests.integrations.trl_problem import make_trainer
 
-    trainer = make_trainer(kind, model_path, folder, **case.options)
+    trainer = make_trainer(kind, models[case.model], folder, **case.options)
     trainer.model.to(dtype).train(training)
     trainer.current_gradient_accumulation_steps = 2
     for name, value in case.attributes.items():
@@ -204,16 +214,16 @@ def assert_close(name, ours, theirs, truth, scale):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_loss_gradient_and_metrics_are_those_of_trl(name, model_path, problem, tmp_path):
+def test_loss_gradient_and_metrics_are_those_of_trl(name, models, problem, tmp_path):
     from trl import GRPOTrainer
 
     from gspo_kernels.integrations.trl import FusedGRPOTrainer
     from tests.integrations.trl_problem import PlainTrainer
 
     case = CASES[name]
-    truth, exact, expected = evaluate(PlainTrainer, model_path, tmp_path, case, problem, torch.float64)
-    theirs, their_gradient, their_metrics = evaluate(GRPOTrainer, model_path, tmp_path, case, problem)
-    ours, gradient, metrics = evaluate(FusedGRPOTrainer, model_path, tmp_path, case, problem)
+    truth, exact, expected = evaluate(PlainTrainer, models, tmp_path, case, problem, torch.float64)
+    theirs, their_gradient, their_metrics = evaluate(GRPOTrainer, models, tmp_path, case, problem)
+    ours, gradient, metrics = evaluate(FusedGRPOTrainer, models, tmp_path, case, problem)
 
     largest = problem["old_per_token_logps"].abs().max() * problem["advantages"].abs().max()
     assert_close("loss", ours, theirs, truth, largest)
@@ -223,7 +233,7 @@ def test_loss_gradient_and_metrics_are_those_of_trl(name, model_path, problem, t
     assert set(metrics) == set(their_metrics) | {"ratio/min", "ratio/max", "active_fraction"}
     for key in their_metrics:
         assert_close(key, metrics[key], their_metrics[key], expected[key], largest)
-    base = Case(case.like)
+    base = Case(case.like, model=case.model)
     if case != base:
-        without = evaluate(PlainTrainer, model_path, tmp_path, base, problem, torch.float64)[0]
+        without = evaluate(PlainTrainer, models, tmp_path, base, problem, torch.float64)[0]
         assert (without != truth) == case.matters

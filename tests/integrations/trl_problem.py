@@ -18,8 +18,8 @@ COMPLETION = 8
 
 
 def save_model(folder: Path, seed: int = 0, **changes) -> str:
-    """A random Qwen3 on disk, where TRL looks for its reference model too."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    """A random Qwen3, with experts if ``changes`` have some, on disk, where TRL looks for a reference too."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     tokenizer = make_tokenizer()
     torch.manual_seed(seed)
@@ -30,7 +30,11 @@ def save_model(folder: Path, seed: int = 0, **changes) -> str:
         # wide enough for log-probs to differ from token to token
         "initializer_range": 0.1,
     }  # fmt: skip
-    Qwen3ForCausalLM(Qwen3Config(**(options | changes))).save_pretrained(folder)
+    if "num_experts" in changes:
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**(options | changes)))
+    else:
+        model = Qwen3ForCausalLM(Qwen3Config(**(options | changes)))
+    model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
 
@@ -107,13 +111,16 @@ class PlainTrainer(GRPOTrainer):
     """TRL's loss from log-probs of plain PyTorch, in the model's dtype: with an fp64 model, the reference."""
 
     def _get_per_token_logps_and_entropies(
-        self, model, input_ids, attention_mask, logits_to_keep, compute_entropy=False, **options
-    ):
+        self, model, input_ids, attention_mask, logits_to_keep, compute_entropy=False, compute_aux_loss=False,
+        **options,
+    ):  # fmt: skip
+        routers = {"output_router_logits": True} if compute_aux_loss else {}
         with self.accelerator.autocast():
-            logits = model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
+            output = model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False, **routers)
+        logits = output.logits
         logprobs = (logits[:, -logits_to_keep - 1 : -1] / self.temperature).log_softmax(-1)
         labels = input_ids[:, -logits_to_keep:]
         counted = attention_mask[:, -logits_to_keep:] != 0
         entropy = torch.where(counted, -(logprobs.exp() * logprobs).sum(-1), 0.0)
         chosen = torch.where(counted, logprobs.gather(-1, labels.unsqueeze(-1)).squeeze(-1), 0.0)
-        return chosen, entropy if compute_entropy else None, None
+        return chosen, entropy if compute_entropy else None, output.aux_loss if compute_aux_loss else None
