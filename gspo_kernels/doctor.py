@@ -1,12 +1,17 @@
-"""``gspo doctor``: what this machine offers, which backend "auto" picks, and why the others can't serve."""
+"""``gspo doctor``: what this machine offers, which backend "auto" picks, which frameworks adapters serve."""
 
 from __future__ import annotations
 
 import platform
+import re
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
+from gspo_kernels import integrations
+from gspo_kernels.integrations.errors import IntegrationError, require_package
 from gspo_kernels.ops import backends
 
 _PACKAGES = (
@@ -14,11 +19,30 @@ _PACKAGES = (
     "torch",
     "triton",
     "numpy",
-    "transformers",
     "accelerate",
     "datasets",
     "flash-attn",
-    "trl",
+)
+
+
+class _Framework(NamedTuple):
+    """A framework with an adapter: its file in ``integrations``, its name for pip, and how to get it."""
+
+    adapter: str
+    distribution: str
+    how: str
+
+
+_FRAMEWORKS = (
+    _Framework("transformers", "transformers", "pip install 'gspo_kernels[train]'"),
+    _Framework("trl", "trl", "pip install 'gspo_kernels[trl]'"),
+    _Framework("verl", "verl", "pip install 'verl{range}', in an environment of its own"),
+    _Framework("skyrl", "skyrl", "pip install 'skyrl{range}', in an environment of its own"),
+    _Framework("openrlhf", "openrlhf", "pip install 'openrlhf{range}'"),
+    _Framework("nemo_rl", "nemo-rl", "from github.com/NVIDIA-NeMo/RL (pip has a placeholder of this name)"),
+    _Framework("slime", "slime", "from github.com/THUDM/slime (pip has another project of this name)"),
+    _Framework("prime_rl", "prime-rl", "from github.com/PrimeIntellect-ai/prime-rl"),
+    _Framework("areal", "areal", "pip install 'areal{range}'"),
 )
 
 
@@ -29,11 +53,45 @@ def _version(package: str) -> str:
         return "not installed"
 
 
+def supported_versions(adapter: str) -> str | None:
+    """The version range that an adapter's file declares; None if there is no such adapter.
+
+    Read from the text: importing an adapter may import its framework.
+    """
+    file = Path(next(iter(integrations.__path__)), f"{adapter}.py")
+    if not file.is_file():
+        return None
+    declared = re.search(r'^(?:SUPPORTED|VERSIONS) = "(.+)"$', file.read_text(), flags=re.MULTILINE)
+    return None if declared is None else declared.group(1)
+
+
+def _frameworks() -> list[str]:
+    """One line each: version, and whether the adapter serves it."""
+    lines = []
+    for adapter, distribution, how in _FRAMEWORKS:
+        installed, supported = _version(distribution), supported_versions(adapter)
+        if supported is None:
+            verdict = "no adapter in this version of gspo_kernels"
+        elif installed == "not installed":
+            verdict = f"adapter for {supported}: {how.format(range=supported)}"
+        else:
+            try:
+                require_package(distribution, supported)
+                verdict = f"supported ({supported})"
+            except IntegrationError:
+                verdict = f"not supported, the adapter needs {supported}: {how.format(range=supported)}"
+        lines.append(f"  {distribution:<13} {installed:<14} {verdict}")
+    return lines
+
+
 def report() -> str:
     """Several lines of text for people."""
     lines = [
         f"python {platform.python_version()} on {platform.system()} {platform.machine()}",
         *(f"{package:<13} {_version(package)}" for package in _PACKAGES),
+        "",
+        "frameworks that an adapter serves (docs/integrations.md):",
+        *_frameworks(),
         "",
     ]
     devices = [torch.device("cpu")]

@@ -157,7 +157,8 @@ class PolicyLoss:
         if out.entropy is not None:
             metrics["entropy_loss"] = sum_of_sample_mean(out.entropy[where])
         if batch.get("rollout_log_probs"):
-            difference = (before - torch.cat([*batch["rollout_log_probs"]])).abs()
+            trained = logprobs if args.use_rollout_logprobs else before
+            difference = (trained - torch.cat([*batch["rollout_log_probs"]])).abs()
             metrics["train_rollout_logprob_abs_diff"] = sum_of_sample_mean(difference)
         return out.loss, metrics
 

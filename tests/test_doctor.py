@@ -1,0 +1,67 @@
+"""``gspo doctor``: frameworks, their versions, and whether an adapter serves them."""
+
+import re
+from pathlib import Path
+
+import pytest
+from packaging.specifiers import SpecifierSet
+
+from gspo_kernels import doctor, integrations
+from gspo_kernels.integrations import errors
+
+NAMES = ("transformers", "trl", "verl", "skyrl", "openrlhf", "nemo-rl", "slime", "prime-rl", "areal")
+
+
+def pretend(monkeypatch, **versions):
+    """What is installed, by pip's name with underscores; the rest isn't."""
+
+    def version(name):
+        found = versions.get(name.replace("-", "_"))
+        if found is None:
+            raise doctor.PackageNotFoundError(name)
+        return found
+
+    monkeypatch.setattr(doctor, "version", version)
+    monkeypatch.setattr(errors, "version", version)
+
+
+def lines():
+    """The frameworks' lines by name."""
+    text = doctor.report()
+    found = {name: re.search(rf"^  {name} +(.*)$", text, flags=re.MULTILINE) for name in NAMES}
+    return {name: match and match.group(1) for name, match in found.items()}
+
+
+def test_each_framework_has_a_line_and_each_line_a_way_to_get_it(monkeypatch):
+    pretend(monkeypatch)
+    for name, line in lines().items():
+        assert line is not None, name
+        assert re.match(r"not installed +(adapter for [><=.,0-9]+: (pip|from )|no adapter)", line), line
+    assert "{" not in doctor.report()
+
+
+def test_versions_are_judged_by_the_adapter_s_own_range(monkeypatch):
+    pretend(monkeypatch, openrlhf="0.11.2", slime="0.0.0", areal="0.9.0", prime_rl="0.8.0")
+    found = lines()
+    assert found["openrlhf"].split(maxsplit=1) == ["0.11.2", "supported (>=0.11.2,<0.12)"]
+    assert found["prime-rl"].startswith("0.8.0")
+    assert "not supported, the adapter needs >=0.3,<0.4: from github.com/THUDM/slime" in found["slime"]
+    assert "not supported, the adapter needs >=1.0.4,<1.1: pip install 'areal>=1.0.4,<1.1'" in found["areal"]
+
+
+def test_what_is_installed_here_is_found():
+    trl = pytest.importorskip("trl")
+    assert lines()["trl"].split()[0] == trl.__version__
+
+
+@pytest.mark.parametrize(
+    "file", sorted(Path(next(iter(integrations.__path__))).glob("*.py")), ids=lambda f: f.stem
+)
+def test_every_adapter_is_listed_with_its_range(file):
+    if not re.search("require_package|refuse_other_versions", file.read_text()) or file.stem in (
+        "errors",
+        "hooks",
+    ):
+        pytest.skip("no adapter")
+    assert file.stem in {each.adapter for each in doctor._FRAMEWORKS}
+    assert len(SpecifierSet(doctor.supported_versions(file.stem))) >= 1
