@@ -18,6 +18,7 @@ from gspo_kernels.integrations.hooks import (
     fitting_advantages,
     refuse_other_versions,
 )
+from gspo_kernels.integrations.layouts import offsets_of, response_predictions
 from gspo_kernels.layout import layout_of
 from gspo_kernels.losses import fused_policy_loss
 from gspo_kernels.objectives import GSPO
@@ -198,18 +199,12 @@ def _positions(
 ) -> tuple[Tensor, Tensor]:
     """Rows of the logits that predict response tokens, and ``cu_seqlens`` with the padding as a sequence."""
     checks.floats("logits", logits, (1, *logits.shape[1:]), "[1, T, V]", None)
-    ends = torch.tensor([0, *total_lengths]).cumsum(0).tolist()
-    if ends[-1] > logits.shape[1]:
-        raise ValueError(f"logits: got {logits.shape[1]} rows for {ends[-1]} tokens in total_lengths")
-    rows = []
-    for end, total, response in zip(ends[1:], total_lengths, response_lengths, strict=True):
-        if not 0 <= response < total:
-            raise ValueError(
-                f"response_lengths: got {response} of {total} tokens, expected fewer, for a prompt"
-            )
-        rows.append(torch.arange(end - response - 1, end - 1))
-    offsets = torch.tensor([*ends, logits.shape[1]], dtype=torch.int32)
-    return torch.cat(rows).to(logits.device), offsets.to(logits.device)
+    offsets, rows = offsets_of(torch.tensor(total_lengths)), logits.shape[1]
+    if offsets[-1] > rows:
+        raise ValueError(f"logits: got {rows} rows for {int(offsets[-1])} tokens in total_lengths")
+    where = response_predictions(offsets, offsets_of(torch.tensor(response_lengths)))
+    padding = offsets.new_tensor([rows])
+    return where.to(logits.device), torch.cat([offsets, padding]).to(logits.device)
 
 
 def _labels(

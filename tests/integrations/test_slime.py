@@ -250,6 +250,10 @@ def test_wrong_setups_are_refused_at_construction():
         )
     with pytest.raises(ValueError, match="logits: got 9 rows for 15 tokens in total_lengths"):
         PolicyLoss()(arguments(), rollout.batch([0, 1]), rollout.logits[0][None], None)
+    with pytest.raises(ValueError, match="as long as its sequence or longer, expected a prompt"):
+        PolicyLoss()(
+            arguments(), rollout.batch([0]) | {"response_lengths": [9]}, rollout.logits[0][None], None
+        )
 
 
 def real(loss_fn=None):
