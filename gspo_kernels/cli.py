@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("train", help="train a model; gspo train --help lists all options", add_help=False)
     commands.add_parser("demo", help="make a tiny model, train it and show what it learned", add_help=False)
-    commands.add_parser("doctor", help="say which backends and frameworks work here, or why not", add_help=False)
+    commands.add_parser("doctor", help="say what works here, and why the rest does not", add_help=False)
     command = parser.parse_args(arguments[:1]).command
     try:
         {"train": _train, "demo": _demo, "doctor": _doctor}[command](arguments[1:])

@@ -199,10 +199,10 @@ def _positions(
 ) -> tuple[Tensor, Tensor]:
     """Rows of the logits that predict response tokens, and ``cu_seqlens`` with the padding as a sequence."""
     checks.floats("logits", logits, (1, *logits.shape[1:]), "[1, T, V]", None)
-    offsets, rows = offsets_of(torch.tensor(total_lengths)), logits.shape[1]
+    offsets, rows = offsets_of(torch.tensor(total_lengths, dtype=torch.int64)), logits.shape[1]
     if offsets[-1] > rows:
         raise ValueError(f"logits: got {rows} rows for {int(offsets[-1])} tokens in total_lengths")
-    where = response_predictions(offsets, offsets_of(torch.tensor(response_lengths)))
+    where = response_predictions(offsets, offsets_of(torch.tensor(response_lengths, dtype=torch.int64)))
     padding = offsets.new_tensor([rows])
     return where.to(logits.device), torch.cat([offsets, padding]).to(logits.device)
 
