@@ -6,20 +6,29 @@ the first completion token of every row.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from gspo_kernels.trainer.errors import ModelError
 from gspo_kernels.trainer.models import IGNORED
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn; greedy where ``temperature`` is 0."""
+    """How tokens are drawn; greedy where ``temperature`` is 0.
+
+    Attributes:
+        max_new_tokens: the longest completion.
+        temperature: logits are divided by it.
+        top_p: then only the most likely tokens whose probabilities reach this sum are drawn; 1: all.
+        top_k: and before that, only this many of the most likely; 0: all.
+    """
 
     max_new_tokens: int
     temperature: float = 1.0
@@ -37,6 +46,12 @@ class Completions:
         completion_ids: [B, C], right-padded.
         completion_mask: [B, C] bool, true up to and including the first end token.
         finished: [B] bool, whether there is an end token.
+        logprobs: [B, C] fp32, the log-prob of each token under the distribution that it was drawn from, so
+            after temperature, top-k and top-p; 0 outside ``completion_mask``. None where the engine gives
+            none, and for greedy completions.
+        sampled: [B, C] bool, which tokens the policy wrote: false for what a tool or an environment put
+            between them. None: all of ``completion_mask``.
+        turn_ids: [B, C] int64, which turn, from 0, a token belongs to; -1: none. None: all is one turn.
     """
 
     prompt_ids: Tensor
@@ -44,6 +59,21 @@ class Completions:
     completion_ids: Tensor
     completion_mask: Tensor
     finished: Tensor
+    logprobs: Tensor | None = None
+    sampled: Tensor | None = None
+    turn_ids: Tensor | None = None
+
+    def loss_mask(self, truncated: str = "keep") -> Tensor:
+        """Return [B, C] bool, the tokens that a loss counts: those that the policy wrote.
+
+        Args:
+            truncated: what completions without an end token do: "keep" trains on them, "mask" leaves them out
+                of the loss (their rewards still count in their group's mean).
+        """
+        if truncated not in ("keep", "mask"):
+            raise ValueError(f"truncated: got {truncated!r}, expected 'keep' or 'mask'")
+        mask = self.completion_mask if self.sampled is None else self.completion_mask & self.sampled
+        return mask & self.finished.unsqueeze(1) if truncated == "mask" else mask
 
     def token_lists(self) -> list[list[int]]:
         """Return the ids of each completion, with the end token and without padding."""
@@ -82,6 +112,63 @@ def completion_mask(completion_ids: Tensor, end_ids: list[int]) -> tuple[Tensor,
     return ends_before == 0, is_end.any(1)
 
 
+class RolloutEngine(Protocol):
+    """What completes prompts for the trainer."""
+
+    def generate(
+        self, prompts: list[list[int]], sampling: Sampling, *, seeds: Sequence[int] | None = None
+    ) -> Completions:
+        """Complete every prompt once, with the policy's current weights.
+
+        Args:
+            prompts: B lists of token ids, none empty; a prompt with several completions is there as often.
+            sampling: how tokens are drawn.
+            seeds: one for each prompt, which alone decides its random numbers; None: taken from torch's
+                default generator.
+
+        Returns:
+            B completions in the order of the prompts.
+        """
+        ...
+
+
+class TransformersEngine:
+    """The embedded engine: the model's own ``generate``.
+
+    Args:
+        model: the model that is trained, so that completions always come from its current weights.
+        end_ids: tokens that end a completion.
+        pad_id: token that fills rows.
+        batch_size: completions generated at once; changes memory and speed only.
+        synced_gpus: every process runs as many forward passes as the slowest one: needed where the weights
+            are sharded (FSDP). Every process must then generate for as many prompts.
+    """
+
+    def __init__(
+        self, model: Any, *, end_ids: list[int], pad_id: int, batch_size: int, synced_gpus: bool = False
+    ) -> None:
+        self.model = model
+        self.end_ids = end_ids
+        self.pad_id = pad_id
+        self.batch_size = batch_size
+        self.synced_gpus = synced_gpus
+
+    def generate(
+        self, prompts: list[list[int]], sampling: Sampling, *, seeds: Sequence[int] | None = None
+    ) -> Completions:
+        """See `RolloutEngine.generate`."""
+        return sample_completions(
+            self.model,
+            prompts,
+            sampling,
+            end_ids=self.end_ids,
+            pad_id=self.pad_id,
+            batch_size=self.batch_size,
+            seeds=seeds,
+            synced_gpus=self.synced_gpus,
+        )
+
+
 @torch.no_grad()
 def sample_completions(
     model: Any,
@@ -91,40 +178,129 @@ def sample_completions(
     end_ids: list[int],
     pad_id: int,
     batch_size: int,
+    seeds: Sequence[int] | None = None,
+    synced_gpus: bool = False,
 ) -> Completions:
     """Complete every prompt once, ``batch_size`` at a time, with the model's own generation.
 
     Only ``sampling`` decides how tokens are drawn: the defaults in the model's generation config (a top-k, a
     repetition penalty) would sample from another policy than the one that is trained, and are set aside.
+    Prompts of similar length are batched together. Each completion has random numbers of its own, so that it
+    does not depend on its batch, beyond the rounding of a forward pass.
+
+    Raises:
+        ModelError: the model's probabilities are not numbers.
     """
     from transformers import GenerationConfig
 
+    B, C = len(prompts), sampling.max_new_tokens
     prompt_ids, prompt_mask = left_pad(prompts, pad_id)
     prompt_ids, prompt_mask = prompt_ids.to(model.device), prompt_mask.to(model.device)
-    greedy = sampling.temperature == 0.0
-    draws = (
-        {}
-        if greedy
-        else {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
-    )
-    config = GenerationConfig(
-        max_new_tokens=sampling.max_new_tokens,
-        do_sample=not greedy,
-        pad_token_id=pad_id,
-        eos_token_id=end_ids,
-        **draws,
-    )
-    B, C = len(prompts), sampling.max_new_tokens
     completion_ids = torch.full((B, C), pad_id, device=model.device)
+    logprobs_BC = None
+    if sampling.temperature != 0.0:
+        logprobs_BC = torch.zeros(B, C, device=model.device)
+        uniforms_BC = torch.from_numpy(_uniforms(seeds, B, C)).to(model.device)
+    # Drawing is greedy to transformers: `_Draw` leaves it one possible token.
+    config = GenerationConfig(max_new_tokens=C, do_sample=False, pad_token_id=pad_id, eos_token_id=end_ids)
+    longest_first = sorted(range(B), key=lambda row: -len(prompts[row]))
     with _own_generation_defaults_set_aside(model):
         for start in range(0, B, batch_size):
-            rows = slice(start, min(start + batch_size, B))
-            P = int(prompt_mask[rows].sum(1).max())
-            ids, mask = prompt_ids[rows, -P:], prompt_mask[rows, -P:]
-            produced = model.generate(input_ids=ids, attention_mask=mask, generation_config=config)[:, P:]
+            rows = torch.tensor(longest_first[start : start + batch_size], device=model.device)
+            P = len(prompts[longest_first[start]])
+            draw = None if logprobs_BC is None else _Draw(sampling, uniforms_BC[rows])
+            produced = model.generate(
+                input_ids=prompt_ids[rows, -P:],
+                attention_mask=prompt_mask[rows, -P:],
+                generation_config=config,
+                logits_processor=[] if draw is None else [draw],
+                synced_gpus=synced_gpus,
+            )[:, P:]
             completion_ids[rows, : produced.shape[1]] = produced
+            if draw is not None and logprobs_BC is not None:
+                logprobs_BC[rows, : produced.shape[1]] = draw.logprobs()[:, : produced.shape[1]]
     mask, finished = completion_mask(completion_ids, end_ids)
-    return Completions(prompt_ids, prompt_mask, completion_ids, mask, finished)
+    if logprobs_BC is not None:
+        logprobs_BC = torch.where(mask, logprobs_BC, 0.0)
+        if bool(logprobs_BC.isnan().any()):
+            raise ModelError(
+                "the model's probabilities are not numbers (NaN): its weights or its logits are not finite"
+            )
+    return Completions(prompt_ids, prompt_mask, completion_ids, mask, finished, logprobs_BC)
+
+
+class _Draw:
+    """Draws the next tokens inside ``generate``, as its last logits processor, and keeps their log-probs.
+
+    By inversion: a uniform number picks the token whose interval of the cumulative probabilities it lies in.
+    One random number per token comes from a stream of the row's own, where a multinomial draw takes one per
+    entry of the vocabulary from a stream that the whole batch shares; the token's probability is at hand, so
+    that neither scores are kept nor a second forward pass is needed.
+    """
+
+    def __init__(self, sampling: Sampling, uniforms: Tensor) -> None:
+        from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+        self.warpers: list[Any] = []
+        if sampling.temperature != 1.0:
+            self.warpers.append(TemperatureLogitsWarper(sampling.temperature))
+        if sampling.top_k > 0:
+            self.warpers.append(TopKLogitsWarper(sampling.top_k))
+        if sampling.top_p < 1.0:
+            self.warpers.append(TopPLogitsWarper(sampling.top_p))
+        self.uniforms = uniforms
+        self.steps: list[Tensor] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Return [b, V] scores whose greatest is that of the drawn token."""
+        for warper in self.warpers:
+            scores = warper(input_ids, scores)
+        probs = scores.softmax(-1)
+        cumulative = probs.cumsum(-1, dtype=torch.float64)
+        # The factor keeps the product below the total where it would round up to it.
+        places = self.uniforms[:, len(self.steps), None] * cumulative[:, -1:] * (1.0 - 2.0**-40)
+        # To the right: the first sum above the place, so never a token of probability 0.
+        tokens = torch.searchsorted(cumulative, places, right=True).clamp(max=probs.shape[1] - 1)
+        self.steps.append(probs.gather(-1, tokens).squeeze(-1).log())
+        return probs.scatter_(-1, tokens, torch.inf)
+
+    def logprobs(self) -> Tensor:
+        """Return [b, steps] log-probs of what was drawn."""
+        return torch.stack(self.steps, 1)
+
+
+def _uniforms(seeds: Sequence[int] | None, rows: int, steps: int) -> np.ndarray:
+    """Return [rows, steps] numbers in [0, 1), each row from its seed alone and begun alike for any length."""
+    if seeds is None:
+        seeds = torch.randint(2**63 - 1, (rows,)).tolist()
+    if len(seeds) != rows:
+        raise ValueError(f"seeds: got {len(seeds)}, expected one for each of the {rows} prompts")
+    return np.stack([np.random.Generator(np.random.Philox(key=seed)).random(steps) for seed in seeds])
+
+
+def sampling_mismatch(logprobs: Tensor, sampling_logprobs: Tensor, mask: Tensor) -> dict[str, float]:
+    """Compare log-probs of the same tokens from training and from sampling.
+
+    They differ by rounding where both take the same weights, temperature and vocabulary; with top-k or top-p
+    also by the log of the probability that was cut off, as training takes the whole vocabulary.
+
+    Args:
+        logprobs: [B, C] or [N], from training, before the first update.
+        sampling_logprobs: the same shape, `Completions.logprobs`.
+        mask: the same shape, bool, the tokens that were scored and count.
+
+    Returns:
+        "mismatch/mean" and "mismatch/max": of the absolute differences, in nats; "mismatch/ratio": the mean
+        over tokens of exp(training - sampling), 1 where both agree. NaN where no token counts.
+    """
+    difference = logprobs[mask].double() - sampling_logprobs[mask].double()
+    if difference.numel() == 0:
+        return dict.fromkeys(("mismatch/mean", "mismatch/max", "mismatch/ratio"), float("nan"))
+    return {
+        "mismatch/mean": float(difference.abs().mean()),
+        "mismatch/max": float(difference.abs().max()),
+        "mismatch/ratio": float(difference.exp().mean()),
+    }
 
 
 @contextmanager

@@ -1,10 +1,25 @@
 """Rollouts against hand-made cases: masks, padding, the layout for training, how tokens are drawn."""
 
+import copy
+import math
+
 import pytest
 import torch
 
-from gspo_kernels.trainer.models import IGNORED
-from gspo_kernels.trainer.rollout import Completions, Sampling, completion_mask, left_pad, sample_completions
+import gspo_kernels as gk
+from gspo_kernels.trainer import demo
+from gspo_kernels.trainer.errors import ModelError
+from gspo_kernels.trainer.models import IGNORED, head_of, hidden_states
+from gspo_kernels.trainer.rollout import (
+    Completions,
+    Sampling,
+    TransformersEngine,
+    _Draw,
+    completion_mask,
+    left_pad,
+    sample_completions,
+    sampling_mismatch,
+)
 
 from .conftest import tiny_qwen3
 
@@ -56,11 +71,26 @@ def test_token_lists_have_no_padding():
     assert hand_made().token_lists() == [[7, END], [1, 2, END], [END]]
 
 
-def sample(model, tokenizer, prompts, sampling, batch_size=64):
-    encoded = tokenizer(prompts)["input_ids"]
-    end = tokenizer.eos_token_id
-    pad = tokenizer.pad_token_id
-    return sample_completions(model, encoded, sampling, end_ids=[end], pad_id=pad, batch_size=batch_size)
+def test_loss_mask():
+    completions = hand_made()
+    ended = completions.completion_mask
+    assert torch.equal(completions.loss_mask(), ended)
+    assert torch.equal(completions.loss_mask("mask"), ended)
+    ids = torch.tensor([[7, 1, 1, 7], [1, 2, END, PAD], [END, PAD, PAD, PAD]])  # the first is truncated
+    tool = torch.tensor([[1, 0, 0, 1], [1, 1, 1, 1], [1, 1, 1, 1]], dtype=torch.bool)
+    prompts = (completions.prompt_ids, completions.prompt_mask)
+    completions = Completions(*prompts, ids, *completion_mask(ids, [END]), sampled=tool)
+    assert completions.loss_mask("keep").int().tolist() == [[1, 0, 0, 1], [1, 1, 1, 0], [1, 0, 0, 0]]
+    assert completions.loss_mask("mask").int().tolist() == [[0, 0, 0, 0], [1, 1, 1, 0], [1, 0, 0, 0]]
+    with pytest.raises(ValueError, match="truncated: got 'drop'"):
+        completions.loss_mask("drop")
+
+
+def sample(model, tokenizer, prompts, sampling, batch_size=64, seeds=None):
+    engine = TransformersEngine(
+        model, end_ids=[tokenizer.eos_token_id], pad_id=tokenizer.pad_token_id, batch_size=batch_size
+    )
+    return engine.generate(tokenizer(prompts)["input_ids"], sampling, seeds=seeds)
 
 
 def test_greedy_completions_do_not_depend_on_padding_or_batches(model, tokenizer):
@@ -112,3 +142,181 @@ def test_temperature_and_top_k_reach_the_sampler(model, tokenizer):
     assert distinct(Sampling(4, top_k=1)) == 1
     assert distinct(Sampling(4, temperature=1e-4)) == 1
     assert distinct(Sampling(4)) > 16
+
+
+def test_draws_have_the_probabilities_of_the_scores():
+    """Evenly spread uniform numbers must give each token as often as its probability says."""
+    n, scores = 4096, torch.randn(1, 300, generator=torch.Generator().manual_seed(0)) * 2
+    scores[0, 0] = scores[0, 7] = scores[0, -1] = -torch.inf
+    draw = _Draw(Sampling(1), ((torch.arange(n, dtype=torch.float64) + 0.5) / n).unsqueeze(1))
+    tokens = draw(torch.zeros(n, 1), scores.expand(n, -1)).argmax(-1)
+    counts = torch.bincount(tokens, minlength=300)
+    expected = n * scores[0].double().softmax(-1)
+    assert ((counts - expected).abs() <= 1.0).all()
+    torch.testing.assert_close(draw.logprobs()[:, 0], scores[0].log_softmax(-1)[tokens])
+
+
+def test_a_token_of_probability_zero_is_never_drawn():
+    impossible = [0, 3, 4, 9]
+    scores = torch.zeros(3, 10)
+    scores[:, impossible] = -torch.inf
+    draw = _Draw(Sampling(1), torch.tensor([[0.0], [1.0 - 2.0**-53], [2 / 6 + 1e-6]], dtype=torch.float64))
+    assert draw(torch.zeros(3, 1), scores).argmax(-1).tolist() == [1, 8, 5]
+
+
+def sampling_logprobs(model, completions, sampling):
+    """[B, C] by a forward pass without a cache, and the definitions of temperature, top-k and top-p."""
+    rows = []
+    for prompt, mask, completion in zip(
+        completions.prompt_ids, completions.prompt_mask.bool(), completions.completion_ids, strict=True
+    ):
+        ids = torch.cat([prompt[mask], completion]).unsqueeze(0)
+        logits = model(ids).logits[0, -len(completion) - 1 : -1] / sampling.temperature
+        if sampling.top_k:
+            smallest = logits.sort(-1, descending=True).values[:, sampling.top_k - 1 : sampling.top_k]
+            logits = logits.masked_fill(logits < smallest, -torch.inf)
+        probs, order = logits.softmax(-1).sort(-1, descending=True)
+        needed = probs.cumsum(-1) - probs < sampling.top_p
+        logits = logits.masked_fill(~torch.zeros_like(needed).scatter(-1, order, needed), -torch.inf)
+        rows.append(logits.log_softmax(-1).gather(-1, completion.unsqueeze(-1)).squeeze(-1))
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [Sampling(6), Sampling(6, 0.7), Sampling(6, 1.3, top_k=20), Sampling(6, 0.9, top_p=0.8, top_k=50)],
+    ids=str,
+)
+@torch.no_grad()
+def test_logprobs_are_those_of_the_sampling_distribution(tokenizer, sampling):
+    model = tiny_qwen3(tokenizer, initializer_range=0.2)  # so that logits differ
+    completions = sample(model, tokenizer, ["ab", "hello", "c", "xyz"] * 8, sampling, batch_size=8)
+    mask = completions.completion_mask
+    assert completions.logprobs[~mask].eq(0.0).all()
+    plain = sampling_logprobs(model, completions, sampling)[mask]
+    exact = sampling_logprobs(copy.deepcopy(model).double(), completions, sampling)[mask]
+    assert exact.isfinite().all() and exact.std() > 0.3
+    budget = 2 * (plain - exact).abs().max() + torch.finfo(torch.float32).eps * exact.abs().max()
+    assert (completions.logprobs[mask] - exact).abs().max() <= budget
+
+
+def test_completions_do_not_depend_on_their_batch(tokenizer):
+    """Nor on order, on the number of processes that share the prompts, or on the longest completion."""
+    model = tiny_qwen3(tokenizer, initializer_range=0.2)
+    prompts = ["a", "hello", "xyz", "abcdefg", "b", "hello", "q" * 30, "hello"]
+    seeds = list(range(100, 108))
+    whole = sample(model, tokenizer, prompts, Sampling(6, 1.2), seeds=seeds)
+    assert len({tuple(ids) for ids in whole.token_lists()}) == 8, "equal prompts have their own numbers"
+    for batch_size in (1, 3):
+        other = sample(model, tokenizer, prompts, Sampling(6, 1.2), batch_size, seeds)
+        assert other.token_lists() == whole.token_lists()
+        torch.testing.assert_close(other.logprobs, whole.logprobs, atol=1e-5, rtol=1e-5)
+        assert torch.equal(other.prompt_ids, whole.prompt_ids)
+    order = [5, 2, 7, 0, 6, 1]
+    some = sample(
+        model, tokenizer, [prompts[i] for i in order], Sampling(6, 1.2), 2, [seeds[i] for i in order]
+    )
+    assert some.token_lists() == [whole.token_lists()[i] for i in order]
+    shorter = sample(model, tokenizer, prompts, Sampling(3, 1.2), seeds=seeds)
+    assert torch.equal(shorter.completion_ids, whole.completion_ids[:, :3])
+    with pytest.raises(ValueError, match="seeds: got 3"):
+        sample(model, tokenizer, prompts, Sampling(6), seeds=seeds[:3])
+
+
+def test_without_seeds_the_default_generator_decides(model, tokenizer):
+    found = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        found.append([sample(model, tokenizer, ["ab"] * 4, Sampling(6)).completion_ids for _ in range(2)])
+    assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
+    assert not torch.equal(found[0][0], found[0][1])
+    assert not torch.equal(found[0][0], found[2][0])
+
+
+def test_prompts_of_similar_length_are_batched_together(model, tokenizer, monkeypatch):
+    shapes, generate = [], model.generate
+
+    def spy(input_ids, **arguments):
+        shapes.append(tuple(input_ids.shape))
+        return generate(input_ids=input_ids, **arguments)
+
+    monkeypatch.setattr(model, "generate", spy)
+    sample(model, tokenizer, ["a" * n for n in (2, 20, 3, 19, 1)], Sampling(2), batch_size=2)
+    assert shapes == [(2, 20), (2, 3), (1, 1)]
+
+
+def test_logits_that_are_not_numbers_are_refused(tokenizer):
+    model = tiny_qwen3(tokenizer)
+    with torch.no_grad():
+        model.model.norm.weight.fill_(torch.nan)
+    with pytest.raises(ModelError, match="not numbers"):
+        sample(model, tokenizer, ["a", "b"], Sampling(4))
+
+
+def test_greedy_completions_have_no_logprobs(model, tokenizer):
+    assert sample(model, tokenizer, ["a"], Sampling(2, temperature=0.0)).logprobs is None
+
+
+@torch.no_grad()
+def test_mismatch_with_training_logprobs(tokenizer):
+    model = tiny_qwen3(tokenizer, initializer_range=0.2)
+    head = head_of(model)
+
+    def mismatch(sampling):
+        completions = sample(model, tokenizer, ["ab", "hello", "c"] * 4, sampling, seeds=range(12))
+        input_ids, attention_mask, labels = completions.inputs(torch.arange(12))
+        hidden = hidden_states(model, input_ids, attention_mask)[:, -labels.shape[1] - 1 : -1]
+        training = gk.linear_token_logprobs(
+            hidden, head.weight, labels, temperature=sampling.temperature, **head.options()
+        ).logprobs
+        C = labels.shape[1]
+        return sampling_mismatch(training, completions.logprobs[:, :C], completions.completion_mask[:, :C])
+
+    same = mismatch(Sampling(6, 0.8))
+    assert 0.0 < same["mismatch/mean"] <= same["mismatch/max"] < 1e-5
+    assert same["mismatch/ratio"] == pytest.approx(1.0, abs=1e-5)
+    cut = mismatch(Sampling(6, 0.8, top_k=5))  # training takes the whole vocabulary
+    assert cut["mismatch/mean"] > 0.1
+    assert cut["mismatch/ratio"] < 0.9
+
+
+def test_mismatch_by_hand():
+    training = torch.tensor([[-1.0, -2.0, torch.nan], [-3.0, 5.0, -1.0]])
+    sampled = torch.tensor([[-1.5, -2.0, 0.0], [-2.0, 0.0, torch.nan]])
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]], dtype=torch.bool)
+    found = sampling_mismatch(training, sampled, mask)
+    assert found["mismatch/mean"] == pytest.approx(0.5)
+    assert found["mismatch/max"] == pytest.approx(1.0)
+    assert found["mismatch/ratio"] == pytest.approx((math.exp(0.5) + 1.0 + math.exp(-1.0)) / 3)
+    assert all(math.isnan(value) for value in sampling_mismatch(training, sampled, mask & False).values())
+
+
+def generate_in_step(rank, address):
+    """Return the number of forward passes and the completions' lengths of one of two processes."""
+    import datetime
+
+    import torch.distributed as dist
+
+    timeout = datetime.timedelta(seconds=120)
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2, timeout=timeout)
+    try:
+        model, calls = tiny_qwen3(demo.make_tokenizer()), []
+        model.register_forward_hook(lambda *_: calls.append(1))
+        ends = list(range(258)) if rank == 0 else [257]  # process 0 is done after one token
+        engine = TransformersEngine(model, end_ids=ends, pad_id=256, batch_size=2, synced_gpus=True)
+        completions = engine.generate([[1, 2], [3]], Sampling(5), seeds=[1, 2])
+        return len(calls), [len(ids) for ids in completions.token_lists()]
+    finally:
+        dist.destroy_process_group()
+
+
+def test_processes_in_step_when_completions_end_at_different_times(tmp_path):
+    import concurrent.futures
+    import multiprocessing
+
+    address = f"file://{tmp_path}/meet"
+    with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        other = pool.submit(generate_in_step, 1, address)
+        calls, lengths = generate_in_step(0, address)
+        assert lengths == [1, 1]
+        assert other.result() == (calls, [5, 5])
