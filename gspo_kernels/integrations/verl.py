@@ -13,10 +13,8 @@ defaults elsewhere.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import importlib
 import importlib.util
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -25,6 +23,8 @@ import torch
 from torch import Tensor
 
 from gspo_kernels import checks, objectives
+from gspo_kernels.integrations import configured
+from gspo_kernels.integrations.configured import Reads, read
 from gspo_kernels.integrations.errors import IntegrationError, require_package
 from gspo_kernels.integrations.hooks import check_objective, fitting_advantages
 from gspo_kernels.losses import policy_loss
@@ -41,42 +41,28 @@ AGGREGATIONS = {
 }
 """verl's ``loss_agg_mode`` to this package's ``aggregation``."""
 
-SEQUENCE_RANGE = 0.01
-"""A wider clip range hardly ever clips a sequence's ratio: it is meant for ratios of tokens."""
-
 _TOTALS = {"token_mean": "batch_num_tokens", "sum": None}
 
 
-def _option(config: Any, path: str, default: float | None = None) -> float:
-    value = config
-    for name in path.split("."):
-        value = getattr(value, name, None)
-    value = default if value is None else value
-    if value is None:
-        raise IntegrationError(f"config.{path}: missing in the actor's config, expected a number")
-    return float(value)
-
-
 def _low(config: Any) -> float:
-    return _option(config, "clip_ratio_low", getattr(config, "clip_ratio", None))
+    return float(read(config, "clip_ratio_low", getattr(config, "clip_ratio", None)))
 
 
 def _high(config: Any) -> float:
-    return _option(config, "clip_ratio_high", getattr(config, "clip_ratio", None))
+    return float(read(config, "clip_ratio_high", getattr(config, "clip_ratio", None)))
 
 
 def _dual(config: Any) -> float:
-    return _option(config, "clip_ratio_c", 3.0)
+    return float(read(config, "clip_ratio_c", 3.0))
 
 
-_Reads = dict[str, Callable[[Any], float]]
-_CLIP: _Reads = {"clip_low": _low, "clip_high": _high}
-_TAU: _Reads = {
-    "tau_positive": lambda config: _option(config, "tau_pos", 1.0),
-    "tau_negative": lambda config: _option(config, "tau_neg", 1.05),
+_CLIP: Reads = {"clip_low": _low, "clip_high": _high}
+_TAU: Reads = {
+    "tau_positive": lambda config: read(config, "tau_pos", 1.0),
+    "tau_negative": lambda config: read(config, "tau_neg", 1.05),
 }
 
-OPTIONS: dict[type[Objective], _Reads] = {
+OPTIONS: dict[type[Objective], Reads] = {
     objectives.ABCGRPO: {
         "positive_low": _low,
         "positive_high": _high,
@@ -89,7 +75,7 @@ OPTIONS: dict[type[Objective], _Reads] = {
     },
     objectives.DHPO: _CLIP,
     objectives.DPPO: {"bound_low": _low, "bound_high": _high, "max_ratio": _dual},
-    objectives.DRO: {"beta": lambda config: _option(config, "policy_loss.dro_beta")},
+    objectives.DRO: {"beta": lambda config: read(config, "policy_loss.dro_beta")},
     objectives.GMPO: {"log_clip_low": _low, "log_clip_high": _high},
     objectives.GRPO: {**_CLIP, "dual_clip": _dual},
     objectives.GSPO: _CLIP,
@@ -138,7 +124,7 @@ class VerlPolicyLoss:
             old_log_prob, log_prob, advantages: [B, T]; advantages may differ within a sequence only where the
                 objective takes one per token. Only ``log_prob`` receives a gradient.
             response_mask: [B, T], bool or 0/1.
-            loss_agg_mode: one of verl's five; the names without ``_config`` warn where it is not theirs.
+            loss_agg_mode: one of verl's five; without ``follow_config`` a warning where it is another.
             config: verl's ActorConfig: clip ranges (``OPTIONS``), and ``global_batch_info`` with dp_size,
                 batch_num_tokens, global_batch_size and loss_scale_factor for the divisor.
             rollout_is_weights: [B, T] or None: multiply the loss, never the ratio.
@@ -166,54 +152,31 @@ class VerlPolicyLoss:
         return output.loss, _metrics(objective, log_prob, output.metrics, terms)
 
     def _objective(self, mode: str, config: Any, info: Mapping[str, Any], response_mask: Tensor) -> Objective:
+        theirs = AGGREGATIONS[checks.choice("loss_agg_mode", mode, tuple(AGGREGATIONS))]
+        fixed = isinstance(self.objective, Objective)
+        aggregation = theirs if self.follow_config else self.objective.aggregation
+        if aggregation != theirs:
+            configured.warn_once(
+                f"{self.name}: aggregates by {_mode(aggregation)!r}, while loss_agg_mode={mode!r} holds "
+                "for verl's own entropy and KL terms; set it too"
+                + ("" if fixed else f", or take {self.name}_config")
+            )
         if isinstance(self.objective, Objective):
             return self.objective
-        theirs = AGGREGATIONS[checks.choice("loss_agg_mode", mode, tuple(AGGREGATIONS))]
-        aggregation = theirs if self.follow_config else _own_aggregation(self.objective)
-        if aggregation != theirs:
-            _warn_once(
-                f"{self.name}: aggregates by {_mode(aggregation)!r}, while loss_agg_mode={mode!r} holds "
-                f"for verl's own entropy and KL terms; set it too, or take {self.name}_config"
-            )
-        options = {}
-        for cls in reversed(self.objective.__mro__):
-            options.update({name: read(config) for name, read in OPTIONS.get(cls, {}).items()})
-        _check_range(self.name, self.objective, options)
+        options = configured.read_options(self.objective, OPTIONS, config)
+        configured.warn_wide_range(self.name, self.objective, options, "clip_ratio_low", "clip_ratio_high")
         if aggregation == "constant":
             scale = info.get("loss_scale_factor")
             options["aggregation_constant"] = response_mask.shape[-1] if scale is None else scale
-        try:
-            return self.objective(aggregation=aggregation, **options)
-        except (TypeError, ValueError) as error:
-            read = ", ".join(f"{name}={value}" for name, value in options.items())
-            raise IntegrationError(f"{self.name}: {error} (the actor's config gave {read})") from None
+        return configured.build(self.name, self.objective, aggregation=aggregation, **options)
 
 
 def _check(objective: Objective) -> None:
     check_objective(objective, "verl", divides_by=("sequences", "tokens", "one"))
 
 
-def _own_aggregation(objective: type[Objective]) -> str:
-    field = next(each for each in dataclasses.fields(objective) if each.name == "aggregation")
-    return str(field.default)
-
-
 def _mode(aggregation: str) -> str:
     return next(mode for mode, ours in AGGREGATIONS.items() if ours == aggregation)
-
-
-def _check_range(name: str, objective: type[Objective], options: Mapping[str, float]) -> None:
-    """Warn where a range meant for tokens' ratios meets an objective whose own is one of sequences'."""
-    defaults = {each.name: each.default for each in dataclasses.fields(objective)}
-    meant = defaults.get("clip_high")
-    if "clip_high" not in options or not isinstance(meant, float) or meant > SEQUENCE_RANGE:
-        return
-    widest = max(options["clip_low"], options["clip_high"])
-    if widest > SEQUENCE_RANGE:
-        _warn_once(
-            f"{name}: a clip range of {widest:g} hardly ever clips a sequence's ratio; its paper has "
-            f"clip_ratio_low={defaults['clip_low']}, clip_ratio_high={meant}"
-        )
 
 
 def _normalizer(objective: Objective, info: Mapping[str, Any]) -> float | None:
@@ -253,18 +216,11 @@ def _metrics(
     return dict(zip(values, torch.stack(list(values.values())).tolist(), strict=True))
 
 
-@functools.cache
-def _warn_once(message: str) -> None:
-    warnings.warn(message, stacklevel=2)
-
-
 def _losses() -> dict[str, VerlPolicyLoss]:
     losses = {}
-    for name in objectives.__all__:
-        objective = getattr(objectives, name)
-        short = "gk_" + objective.__module__.rpartition(".")[2]  # one file per objective
-        losses[short] = VerlPolicyLoss(short, objective)
-        losses[f"{short}_config"] = VerlPolicyLoss(f"{short}_config", objective, follow_config=True)
+    for name, objective in configured.named_objectives().items():
+        losses[name] = VerlPolicyLoss(name, objective)
+        losses[f"{name}_config"] = VerlPolicyLoss(f"{name}_config", objective, follow_config=True)
     return losses
 
 

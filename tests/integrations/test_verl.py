@@ -19,6 +19,7 @@ import torch
 
 import gspo_kernels as gk
 from gspo_kernels import objectives
+from gspo_kernels.integrations import configured
 from gspo_kernels.integrations import verl as adapter
 from gspo_kernels.integrations.errors import IntegrationError
 
@@ -48,7 +49,7 @@ SERVED = sorted(name for name in adapter.LOSSES if name.removesuffix("_config") 
 
 @pytest.fixture(autouse=True)
 def warn_anew():
-    adapter._warn_once.cache_clear()
+    configured.warn_once.cache_clear()
 
 
 def config(**changed):
@@ -268,7 +269,7 @@ def test_other_wrong_calls():
     with pytest.raises(ValueError, match="loss_agg_mode: got 'mean'"):
         quietly(*call, mode="mean", config=config())
     given = config(policy_loss=SimpleNamespace(dro_beta=None))
-    with pytest.raises(IntegrationError, match=r"config.policy_loss.dro_beta: missing"):
+    with pytest.raises(IntegrationError, match=r"config\.policy_loss\.dro_beta: missing"):
         quietly(adapter.LOSSES["gk_dro"], start, old, advantages, config=given)
     with pytest.raises(TypeError, match="objective: got the class GSPO"):
         adapter.register("mine", gk.GSPO)
@@ -289,7 +290,8 @@ def test_an_objective_of_ones_own_is_taken_as_it_is():
     start, old, advantages, _ = batch()
     objective = gk.GSPO(0.1, 0.2, dual_clip=1.3, aggregation="token_mean")
     loss = adapter.VerlPolicyLoss("mine", objective)
-    got = values(loss, start, old, advantages, mode="seq-mean-token-sum", config=config())
+    with pytest.warns(UserWarning, match="mine: aggregates by 'token-mean', while .* set it too$"):
+        got = values(loss, start, old, advantages, mode="seq-mean-token-sum", config=config())
     expected = gk.policy_loss(start, old, advantages[:, 0], loss_mask=MASK, objective=objective)
     assert_equal(got[0], expected.loss)
     clipped = got[2]["actor/pg_clipfrac"] + got[2]["actor/pg_clipfrac_lower"]
