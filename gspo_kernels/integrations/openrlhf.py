@@ -49,8 +49,8 @@ class PolicyLoss(torch.nn.Module):
 
     Args:
         objective: GSPO() by default.
-        correction: weights for rollouts from the inference engine, or None. OpenRLHF's own
-            ``is_correction_*`` options belong to the class that this one replaces.
+        correction: weights for rollouts from the inference engine, or None. Of OpenRLHF's own options
+            ``is_correction_level`` must then be other than "off": it makes the engine return log-probs.
 
     Raises:
         IntegrationError: OpenRLHF is installed at another version, or the objective doesn't fit.
@@ -82,7 +82,7 @@ class PolicyLoss(torch.nn.Module):
         Args:
             log_probs, old_log_probs, advantages: [B, T].
             action_mask: [B, T], tokens that count; None: all.
-            rollout_log_probs: [B, T], by the inference engine; for the correction.
+            rollout_log_probs: [B, T], by the inference engine; with a correction, and only then.
             dp_size: data-parallel ranks.
             batch_num_tokens, global_batch_size: tokens and non-empty sequences of the step over all ranks,
                 divided by the accumulation steps; None: this micro-batch's own, whatever ``dp_size``.
@@ -90,9 +90,13 @@ class PolicyLoss(torch.nn.Module):
         counted, _ = self.objective.outer_divisor()
         total = batch_num_tokens if counted == "tokens" else global_batch_size
         weights = vllm_kl = is_filter_ratio = None
-        if self.correction is not None:
-            if rollout_log_probs is None:
-                raise ValueError("rollout_log_probs: got None, but the correction needs them")
+        if (self.correction is None) != (rollout_log_probs is None):
+            made = "without" if self.correction is None else "with"
+            raise ValueError(
+                "rollout_log_probs: OpenRLHF passes them with --algo.advantage.is_correction_level other than "
+                f"off, and this loss was made {made} a correction; set both or none"
+            )
+        if self.correction is not None and rollout_log_probs is not None:
             weights, vllm_kl, is_filter_ratio = _corrected(
                 self.correction, old_log_probs, rollout_log_probs, action_mask
             )

@@ -4,8 +4,10 @@ import enum
 import inspect
 import math
 import pickle
+import re
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -162,6 +164,15 @@ def test_what_does_not_fit_is_refused_at_construction(nemo_rl):
         PolicyLoss(gk.DPO())
     with pytest.raises(ValueError, match="kl_estimator: got 'k4'"):
         PolicyLoss(GSPO, kl_estimator="k4")
+
+
+def test_the_page_s_example_runs_with_nemo_rl(nemo_rl, capsys):
+    page = Path(__file__).parents[2] / "docs" / "nemo_rl.md"
+    (block,) = re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL)
+    namespace = {}
+    exec(compile(block, page.name, "exec"), namespace)
+    assert namespace["metrics"]["probs_ratio"] == 1.0
+    assert namespace["next_token_logprobs"].grad.abs().sum() > 0
 
 
 def real(name, path, **namespace):
