@@ -207,10 +207,7 @@ def prepare_prompts(
     """
     if too_long not in ("error", "drop"):
         raise DataError(f"too_long must be 'error' or 'drop', got {too_long!r}")
-    if longest is not None and longest < 1:
-        raise DataError(
-            f"{name}: the model's context leaves no room for a prompt beside rollout.max_new_tokens"
-        )
+    longest = None if longest is None else max(longest, 0)
     tokens = _encode(tokenizer, rows, name, template_options or {})
     for number, ids in enumerate(tokens, start=1):
         if not ids:
