@@ -7,10 +7,12 @@ Whatever happens in between, the newest directory with a final name can be loade
 from __future__ import annotations
 
 import os
+import pickle
 import random
 import re
 import shutil
-from collections.abc import Callable
+import zipfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ import torch
 
 from gspo_kernels.trainer.errors import RunDirectoryError
 
+_STATE = "state.pt"
 _NAME = re.compile(r"step_(\d{6,})")
 
 
@@ -115,6 +118,30 @@ def _flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def save_state(state: Mapping[str, Any], path: Path) -> None:
+    """Write the state of a run into a checkpoint's directory."""
+    torch.save(dict(state), path / _STATE)
+
+
+def load_state(path: Path) -> dict[str, Any]:
+    """Read what `save_state` wrote, after comparing every byte with its checksum.
+
+    Raises:
+        RunDirectoryError: a file is missing or was damaged.
+    """
+    try:
+        with zipfile.ZipFile(path / _STATE) as file:
+            damaged = file.testzip()
+        if damaged is not None:
+            raise zipfile.BadZipFile(f"bad checksum of {damaged}")
+        state: dict[str, Any] = torch.load(path / _STATE, map_location="cpu", weights_only=True)
+    except (OSError, zipfile.BadZipFile, RuntimeError, pickle.UnpicklingError) as error:
+        raise RunDirectoryError(
+            f"the checkpoint {path} is damaged ({error}); remove it to go on from the one before"
+        ) from error
+    return state
 
 
 def random_state() -> dict[str, Any]:

@@ -14,9 +14,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+from torch import Tensor
+
 import gspo_kernels as gk
 from gspo_kernels.trainer.errors import ConfigError
 from gspo_kernels.trainer.options import coerce, near_matches, option, require
+
+LAYOUTS = ("packed", "padded", "shared_prefix")
 
 
 @dataclass(frozen=True)
@@ -60,11 +65,24 @@ class UpdateConfig:
 
     steps: int = option(300, "rollouts in the whole run")
     minibatches: int = option(
-        4, "optimizer updates per rollout; 2 or more, as the first one sees ratios of exactly 1"
+        4, "parts of a rollout, with an optimizer update each; the first one sees ratios of exactly 1"
     )
-    micro_batch_size: int = option(
-        64, "completions per forward pass; changes memory and speed, not the gradient"
+    epochs: int = option(1, "passes over a rollout; its order is drawn anew in each")
+    micro_batch_tokens: int = option(
+        16384, "tokens per forward pass, prompts included; changes memory and speed, not the gradient"
     )
+    layout: str = option(
+        "packed",
+        "'packed': one row without padding (quick with flash-attention); 'padded': one row per completion; "
+        "'shared_prefix': one row per prompt, which is encoded once for all of its completions",
+    )
+    precision: str = option(
+        "fp32", "'fp32', or 'bf16': products in bfloat16, weights and logits in float32; sampling as well"
+    )
+    gradient_checkpointing: bool = option(
+        False, "compute activations again in the backward pass: less memory, about a third slower"
+    )
+    entropy_coef: float = option(0.0, "weight of the entropy bonus in the loss")
     learning_rate: float = option(1e-6, "AdamW's learning rate at the end of the warmup")
     warmup_updates: int = option(0, "optimizer updates over which the learning rate rises from 0")
     learning_rate_decay: str = option("none", "after the warmup: none, or linear to 0 at the last step")
@@ -75,10 +93,13 @@ class UpdateConfig:
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        for name in ("steps", "minibatches", "micro_batch_size"):
+        for name in ("steps", "minibatches", "epochs", "micro_batch_tokens"):
             require(getattr(self, name) >= 1, f"update.{name}", "at least 1", getattr(self, name))
         require(0.0 < self.learning_rate < math.inf, "update.learning_rate", "above 0", self.learning_rate)
         require(self.warmup_updates >= 0, "update.warmup_updates", "0 or more", self.warmup_updates)
+        require(self.layout in LAYOUTS, "update.layout", f"one of {', '.join(LAYOUTS)}", self.layout)
+        require(self.precision in ("fp32", "bf16"), "update.precision", "fp32 or bf16", self.precision)
+        require(math.isfinite(self.entropy_coef), "update.entropy_coef", "a finite number", self.entropy_coef)
         decays = ("none", "linear")
         decay = self.learning_rate_decay
         require(decay in decays, "update.learning_rate_decay", "none or linear", decay)
@@ -86,6 +107,72 @@ class UpdateConfig:
         for name in ("adam_beta1", "adam_beta2"):
             require(0.0 <= getattr(self, name) < 1.0, f"update.{name}", "in [0, 1)", getattr(self, name))
         require(self.max_grad_norm > 0.0, "update.max_grad_norm", "above 0", self.max_grad_norm)
+
+
+@dataclass(frozen=True)
+class KLConfig:
+    """A penalty on the distance to the reference policy: the model as it was before training."""
+
+    beta: float = option(0.0, "weight of the KL term; 0 leaves it out")
+    estimator: str = option("k3", "k1, k2 or k3, per token, of log-probs under policy and reference")
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        require(0.0 <= self.beta < math.inf, "kl.beta", "0 or more", self.beta)
+        require(self.estimator in ("k1", "k2", "k3"), "kl.estimator", "k1, k2 or k3", self.estimator)
+
+
+@dataclass(frozen=True)
+class OffPolicyConfig:
+    """Importance weights for what the sampling engine computes otherwise than the trainer (TIS, MIS)."""
+
+    level: str = option("none", "'none', one weight for each 'token', or one for each 'sequence'")
+    reduce: str = option("mean", "log-ratios of a sequence become one by their 'mean' or 'sum'")
+    mode: str = option("truncate", "outside the bounds weights are 'truncate'd, or become 0 ('mask')")
+    low: float | None = option(None, "lower bound of a weight")
+    high: float | None = option(2.0, "upper bound of a weight")
+
+    def __post_init__(self) -> None:
+        """Check the ranges, by computing one weight."""
+        require(
+            self.level in ("none", "token", "sequence"),
+            "off_policy.level",
+            "none, token or sequence",
+            self.level,
+        )
+        if self.level != "none":
+            one = torch.zeros(1, 1)
+            try:
+                self.weights(one, one, one == 0)
+            except ValueError as error:
+                raise ConfigError(f"off_policy: {error}") from error
+
+    def weights(self, old_logprobs: Tensor, rollout_logprobs: Tensor, loss_mask: Tensor) -> Tensor:
+        """Return `gk.rollout_weights` of [B, C] log-probs: [B, C], or [B] for one weight per sequence."""
+        return gk.rollout_weights(
+            old_logprobs,
+            rollout_logprobs,
+            loss_mask=loss_mask,
+            level=self.level,
+            reduce=self.reduce,
+            mode=self.mode,
+            low=self.low,
+            high=self.high,
+        )
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """Train small adapters instead of the weights, through peft; the reference is the model without them."""
+
+    rank: int = option(0, "rank of the adapters; 0 trains all weights")
+    alpha: int = option(32, "adapters are scaled by alpha / rank")
+    target_modules: str = option("all-linear", "names of the layers that get one, by comma; or 'all-linear'")
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        require(self.rank >= 0, "lora.rank", "0 or more", self.rank)
+        require(self.alpha >= 1, "lora.alpha", "at least 1", self.alpha)
 
 
 @dataclass(frozen=True)
@@ -177,6 +264,9 @@ class TrainConfig:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     update: UpdateConfig = field(default_factory=UpdateConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    kl: KLConfig = field(default_factory=KLConfig)
+    off_policy: OffPolicyConfig = field(default_factory=OffPolicyConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
@@ -197,33 +287,39 @@ class TrainConfig:
                 f"one number for each of the {len(self.reward)} rewards",
                 self.reward_weights,
             )
-        completions = self.rollout.prompts_per_rollout * self.rollout.group_size
+        groups, size = self.rollout.prompts_per_rollout, self.rollout.group_size
+        together = (
+            self.update.layout == "shared_prefix" or self.objective.build().coefficient_scope == "group"
+        )
+        what = f"{groups} prompts" if together else f"{groups * size} completions"
         require(
-            self.update.minibatches <= completions,
+            self.update.minibatches <= (groups if together else groups * size),
             "update.minibatches",
-            f"at most the {completions} completions of a rollout",
+            f"at most the {what} of a rollout",
             self.update.minibatches,
         )
-        clips_sequences = self.objective.build().coefficient_scope == "sequence"
-        if self.update.minibatches == 1 and clips_sequences:
-            raise ConfigError(
-                "update.minibatches must be at least 2: the first minibatch after a rollout is trained with "
-                f"the weights that sampled it, so with one minibatch the ratio of {self.objective.name} is "
-                "always exactly 1 and nothing is ever clipped. Use 2 to 8, or another objective if on-policy "
-                "updates are meant."
+
+    def needs_reference(self) -> bool:
+        """Whether a term of the loss compares with the reference policy."""
+        return self.kl.beta > 0 or "ref_logprobs" in self.objective.build().needs
+
+    def warnings(self) -> list[str]:
+        """Return what is allowed and probably not meant."""
+        update, found = self.update, []
+        if update.minibatches * update.epochs == 1 and self.objective.build().coefficient_scope == "sequence":
+            found.append(
+                f"with one minibatch and one epoch every ratio of {self.objective.name} is exactly 1 and "
+                "nothing is ever clipped: the only update after a rollout uses the weights that sampled it. "
+                "Use 2 to 8 minibatches unless on-policy updates are meant"
             )
+        return found
 
 
 def trainable_objectives() -> dict[str, Any]:
     """Return the registered objectives that this trainer can serve, by name.
 
-    They need nothing beside advantages, and depend on no other sequences, so that micro-batches add up.
+    All but those that need terms which no rollout gives: coefficients or weights of single tokens.
     """
     classes: dict[str, Any] = {name: getattr(gk.objectives, name) for name in gk.objectives.__all__}
-    return {
-        name: cls
-        for name, cls in classes.items()
-        if cls.needs_advantages
-        and not cls.needs
-        and cls.coefficient_scope in ("nothing", "token", "sequence")
-    }
+    given = {"ref_logprobs", "group_ids", "turn_ids", "entropy"}
+    return {name: cls for name, cls in classes.items() if given.issuperset(cls.needs)}

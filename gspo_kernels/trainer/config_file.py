@@ -24,7 +24,7 @@ FREE_ON_RESUME = (
     "log_every",
     "threads",
     "update.steps",
-    "update.micro_batch_size",
+    "update.micro_batch_tokens",
     "rollout.batch_size",
 )
 """Keys that may change when a run is resumed, with every key of ``evaluation`` and ``checkpoint``."""

@@ -146,7 +146,7 @@ def make_config(directory: Path, *, seed: int, steps: int = 250) -> TrainConfig:
             "update": {
                 "steps": steps,
                 "minibatches": 4,
-                "micro_batch_size": 64,
+                "layout": "padded",
                 "learning_rate": 2e-4,
                 "learning_rate_decay": "linear",
                 "adam_beta2": 0.99,

@@ -50,9 +50,11 @@ def evaluation_line(metrics: Metrics) -> str:
 class Display:
     """Progress of one run. Use as a context manager around the loop."""
 
-    def __init__(self, steps: int, *, console: Console | None = None, log_every: int = 10) -> None:
+    def __init__(
+        self, steps: int, *, console: Console | None = None, log_every: int = 10, quiet: bool = False
+    ) -> None:
         """Show up to ``steps`` steps; without a terminal one line every ``log_every`` steps."""
-        self.console = console or Console()
+        self.console = console or Console(quiet=quiet)
         self.steps = steps
         self.log_every = log_every
         self.started = time.monotonic()

@@ -9,6 +9,7 @@ wrong log-probs.
 from __future__ import annotations
 
 import inspect
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,20 +18,58 @@ from torch import Tensor, nn
 import gspo_kernels as gk
 from gspo_kernels.integrations.errors import IntegrationError
 from gspo_kernels.integrations.transformers import LMHead, lm_head_of
+from gspo_kernels.trainer.config import LoraConfig
 from gspo_kernels.trainer.errors import ModelError
 
 IGNORED = -100
 """Label of positions that do not count."""
 
 
-def load_model(path: str) -> Any:
-    """Load a causal language model in fp32: 16-bit weights would lose the small steps of RL."""
+def load_model(path: str, *, half: bool = False) -> Any:
+    """Load a causal language model in fp32, as 16-bit weights would lose the small steps of RL.
+
+    With ``half`` in bfloat16, for weights that only adapters change.
+    """
     from transformers import AutoModelForCausalLM
 
     try:
-        return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        return AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16 if half else torch.float32)
     except (OSError, ValueError) as error:
         raise ModelError(f"model {path!r} cannot be loaded: {error}") from error
+
+
+def add_adapters(model: Any, config: LoraConfig) -> Any:
+    """Inject LoRA adapters in place; return peft's model around it, for ``disable_adapter``."""
+    import peft
+
+    targets = config.target_modules
+    options = peft.LoraConfig(
+        r=config.rank,
+        lora_alpha=config.alpha,
+        target_modules=targets if targets == "all-linear" else [name.strip() for name in targets.split(",")],
+        task_type="CAUSAL_LM",
+    )
+    try:
+        adapted = peft.get_peft_model(model, options)
+    except ValueError as error:
+        raise ModelError(f"lora.target_modules: {error}") from error
+    head_of(model)
+    return adapted
+
+
+@torch.no_grad()
+def export_model(model: Any, path: Path) -> None:
+    """Write a directory that ``from_pretrained`` loads; adapters are added to the weights they adapt."""
+    state = dict(model.named_parameters(remove_duplicate=False))
+    for prefix, module in model.named_modules():
+        kept = module._buffers.keys() - module._non_persistent_buffers_set
+        state |= {f"{prefix}.{name}".lstrip("."): module._buffers[name] for name in kept}
+    for prefix, module in model.named_modules():
+        if hasattr(module, "get_delta_weight"):
+            delta = module.get_delta_weight("default")
+            state[f"{prefix}.base_layer.weight"] = state[f"{prefix}.base_layer.weight"] + delta
+    whole = {name.replace(".base_layer.", "."): w for name, w in state.items() if ".lora_" not in name}
+    model.save_pretrained(path, state_dict=whole)
 
 
 def load_tokenizer(path: str) -> Any:

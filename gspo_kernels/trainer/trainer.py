@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import copy
+import signal
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
-from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import gather_object, set_seed
+from torch import Tensor
 
 import gspo_kernels as gk
-from gspo_kernels.trainer.checkpoint import RunDirectory, random_state, set_random_state, write_directory
+from gspo_kernels.trainer.checkpoint import (
+    RunDirectory,
+    load_state,
+    random_state,
+    save_state,
+    set_random_state,
+    write_directory,
+)
 from gspo_kernels.trainer.config import TrainConfig
 from gspo_kernels.trainer.config_file import load_config, require_same_run, save_config
 from gspo_kernels.trainer.data import PromptOrder, Rows, check_rows, columns_of, encode_prompts
@@ -21,20 +33,31 @@ from gspo_kernels.trainer.errors import ConfigError, ModelError, RunDirectoryErr
 from gspo_kernels.trainer.health import Health
 from gspo_kernels.trainer.metrics import Record, append_metrics, finite, keep_until, read_metrics
 from gspo_kernels.trainer.models import (
+    add_adapters,
     check_head,
     end_token_ids,
+    export_model,
     load_model,
     load_tokenizer,
     padding_token_id,
 )
 from gspo_kernels.trainer.plot import plot_progress
+from gspo_kernels.trainer.policy import Policy
+from gspo_kernels.trainer.processes import (
+    check_processes,
+    make_accelerator,
+    on_all,
+    peak_memory,
+    prepare_frozen,
+    whole_weights,
+)
 from gspo_kernels.trainer.rewards import RewardFunction, Rewards, RewardSet
 from gspo_kernels.trainer.rollout import Completions, Sampling, left_pad, sample_completions
 from gspo_kernels.trainer.updates import Experience, PolicyUpdater
 
 
 class GSPOTrainer:
-    """Trains a causal language model on prompts and reward functions.
+    """Trains a causal language model on prompts and reward functions, in one process or several.
 
     Args:
         model: a transformers causal language model, or a directory to load one from.
@@ -43,6 +66,7 @@ class GSPOTrainer:
         train_dataset: rows (mappings) with a ``"prompt"``; other columns reach the reward functions.
         eval_dataset: rows that are never trained on, or None.
         config: everything else.
+        accelerator: accelerate's, for what its own environment variables do not say.
 
     Raises:
         ValueError: the model, a dataset, a reward or the configuration cannot be used; nothing was written.
@@ -56,6 +80,8 @@ class GSPOTrainer:
         train_dataset: Rows,
         eval_dataset: Rows | None = None,
         config: TrainConfig | None = None,
+        *,
+        accelerator: Any = None,
     ) -> None:
         self.config = config = config or TrainConfig()
         if tokenizer is None and not isinstance(model, str | Path):
@@ -77,15 +103,9 @@ class GSPOTrainer:
 
         if config.threads is not None:
             torch.set_num_threads(config.threads)
-        self.accelerator = Accelerator(mixed_precision="no")
-        if self.accelerator.num_processes > 1:
-            raise ConfigError("training in several processes is not supported yet; start a single one")
-        if isinstance(model, str | Path):
-            model = load_model(str(model))
-        self.updater = PolicyUpdater(
-            self.accelerator, model, config.objective.build(), config.update, config.rollout.temperature
-        )
-        self.model = self.updater.model
+        self.accelerator = accelerator or make_accelerator(config.update.precision)
+        check_processes(self.accelerator)
+        self._build(model)
         self.end_ids = end_token_ids(self.model, self.tokenizer)
         self.pad_id = padding_token_id(self.tokenizer)
         context = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
@@ -94,60 +114,83 @@ class GSPOTrainer:
         self.eval_prompts = encode_prompts(
             self.tokenizer, self.eval_dataset or [], "the eval dataset", longest
         )
-        probe, mask = left_pad([tokens[:64] for tokens in self.train_prompts[:2]], self.pad_id)
-        check_head(self.model, probe.to(self.model.device), mask.to(self.model.device))
-
         self.order = PromptOrder(len(self.train_prompts), config.seed)
         self.directory = RunDirectory(config.output)
         self.health = Health()
-        self.display = Display(config.update.steps, log_every=config.log_every)
+        self.display = Display(
+            config.update.steps, log_every=config.log_every, quiet=not self.accelerator.is_main_process
+        )
         self.step = 0
+
+    def _build(self, model: Any) -> None:
+        """Make the policy and, where a term of the loss asks for it, its reference."""
+        config, accelerator = self.config, self.accelerator
+        adapted = config.lora.rank > 0
+        if isinstance(model, str | Path):
+            model = load_model(str(model), half=adapted and config.update.precision == "bf16")
+        elif not adapted:
+            model = model.float()
+        model.to(accelerator.device)
+        check_head(model, *left_pad([[1, 2, 3], [4]], 0))
+        options: dict[str, Any] = {
+            "layout": config.update.layout,
+            "temperature": config.rollout.temperature,
+        }
+        Policy(model, **options).check_layout()
+        reference, reference_mode = None, nullcontext
+        if adapted:
+            set_seed(config.seed)
+            reference_mode = add_adapters(model, config.lora).disable_adapter
+        elif config.needs_reference():
+            reference = prepare_frozen(accelerator, Policy(copy.deepcopy(model), **options))
+        policy = Policy(model, gradient_checkpointing=config.update.gradient_checkpointing, **options)
+        self.model = model
+        self.updater = PolicyUpdater(
+            accelerator, policy, config, reference=reference, reference_mode=reference_mode
+        )
 
     def train(self, *, resume: bool = False, overwrite: bool = False) -> Record:
         """Run to the configured number of steps; return the metrics of the last evaluation.
 
         Writes ``config.yaml``, ``metrics.jsonl``, ``checkpoints/``, ``progress.png`` and the trained
-        ``model/`` into the output directory.
+        ``model/`` into the output directory. SIGTERM ends the run after the step in progress, with a
+        checkpoint and `SystemExit`.
         """
         config = self.config
         self._start(resume=resume, overwrite=overwrite)
-        with self.display:
+        with self.display, _terminated() as terminated:
             if self.step == 0:
                 self._report({"step": 0, **self.evaluate()})
             while self.step < config.update.steps:
                 started = time.monotonic()
                 self.step += 1
-                experience = self.rollout()
-                metrics = self._rollout_metrics(experience) | self.updater.update(experience)
-                seconds = time.monotonic() - started
-                metrics["seconds"] = seconds
-                metrics["tokens_per_second"] = int(experience.completions.completion_mask.sum()) / seconds
+                experience, metrics = self.rollout()
+                sampled = time.monotonic()
+                metrics |= self.updater.update(experience, self.step)
+                metrics |= self._speed(experience, started, sampled)
                 last = self.step == config.update.steps
                 if last or self.step % config.evaluation.every == 0:
                     metrics.update(self.evaluate())
                 self._report({"step": self.step, **metrics})
-                if last or self.step % config.checkpoint.every == 0:
-                    self.directory.save_checkpoint(self.step, self._write_checkpoint, config.checkpoint.keep)
+                stop = any(gather_object([terminated.is_set()]))
+                if last or stop or self.step % config.checkpoint.every == 0:
+                    self._save_checkpoint()
+                if stop and not last:
+                    self.display.line(f"terminated after step {self.step}; --resume goes on from there")
+                    raise SystemExit(128 + signal.SIGTERM)
         return self._finish()
 
     @torch.no_grad()
-    def rollout(self) -> Experience:
-        """Sample, score and compare the completions of the next prompts, and move on in the data."""
+    def rollout(self) -> tuple[Experience, dict[str, float]]:
+        """Sample, score and compare the completions of the next prompts, and move on in the data.
+
+        Every process samples for its share of the prompts, and all get the whole.
+        """
         config = self.config.rollout
         picked = self.order.indices((self.step - 1) * config.prompts_per_rollout, config.prompts_per_rollout)
-        repeated = [index for index in picked for _ in range(config.group_size)]
         sampling = Sampling(config.max_new_tokens, config.temperature, config.top_p, config.top_k)
-        completions = self._sample([self.train_prompts[index] for index in repeated], sampling)
-        rewards = self._score([self.train_dataset[index] for index in repeated], completions)
-        advantages = gk.advantages.group_normalized(
-            rewards.total, group_size=config.group_size, scale=self.config.advantage_scale
-        )
-        counts = ~rewards.total.isnan().to(self.model.device)
-        if config.truncated == "mask":
-            counts &= completions.finished
-        loss_mask = completions.completion_mask & counts.unsqueeze(1)
-        advantages = advantages.nan_to_num(0.0).to(self.model.device)
-        return Experience(completions, rewards, advantages, loss_mask)
+        samples = self._sample(self.train_dataset, self.train_prompts, picked, config.group_size, sampling)
+        return self._experience(samples), self._rollout_metrics(samples)
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
@@ -159,21 +202,44 @@ class GSPOTrainer:
             return {}
         config = self.config.rollout
         state = random_state()
-        set_seed(self.config.seed)
+        set_seed(self.config.seed, device_specific=True)
         metrics = {}
         for label, sampling in (
             ("greedy", Sampling(config.max_new_tokens, temperature=0.0)),
             ("sampled", Sampling(config.max_new_tokens, config.temperature, config.top_p, config.top_k)),
         ):
-            completions = self._sample(self.eval_prompts, sampling)
-            rewards = self._score(self.eval_dataset, completions)
-            means = {name: float(values.nanmean()) for name, values in rewards.by_name.items()}
+            everything = list(range(len(self.eval_prompts)))
+            samples = self._sample(self.eval_dataset, self.eval_prompts, everything, 1, sampling)
+            means = {name: float(values.nanmean()) for name, values in samples.rewards.by_name.items()}
             metrics[f"eval/{label}_accuracy"] = means[self.accuracy_reward]
             metrics |= {f"eval/{label}/{name}": value for name, value in means.items()}
         set_random_state(state)
         return metrics
 
-    def _sample(self, prompts: list[list[int]], sampling: Sampling) -> Completions:
+    def _sample(
+        self,
+        dataset: Rows,
+        prompts: Sequence[list[int]],
+        picked: Sequence[int],
+        group_size: int,
+        sampling: Sampling,
+    ) -> _Samples:
+        """Complete and score some prompts, each process its share; every process gets all of it."""
+
+        def share() -> _Samples:
+            world, rank = self.accelerator.num_processes, self.accelerator.process_index
+            own = [int(index) for index in np.array_split(picked, world)[rank] for _ in range(group_size)]
+            if not own:
+                nothing = torch.zeros(0)
+                return _Samples([], [], nothing, Rewards(nothing, dict.fromkeys(self.rewards.names, nothing)))
+            completions = self._complete([prompts[index] for index in own], sampling)
+            rewards = self._score([dataset[index] for index in own], completions)
+            return _Samples(own, completions.token_lists(), completions.finished.cpu(), rewards)
+
+        with whole_weights(self.accelerator, self.updater.policy), self.accelerator.autocast():
+            return _Samples.joined(on_all(self.accelerator, share))
+
+    def _complete(self, prompts: list[list[int]], sampling: Sampling) -> Completions:
         return sample_completions(
             self.model,
             prompts,
@@ -188,55 +254,105 @@ class GSPOTrainer:
         texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
         return self.rewards([row["prompt"] for row in rows], texts, ids, columns_of(rows))
 
-    def _rollout_metrics(self, experience: Experience) -> dict[str, float]:
-        rewards, completions = experience.rewards, experience.completions
+    def _experience(self, samples: _Samples) -> Experience:
+        device, size = self.accelerator.device, self.config.rollout.group_size
+        rewards = samples.rewards.total
+        completions = [torch.tensor(ids, device=device) for ids in samples.completions]
+        lengths = torch.tensor([len(ids) for ids in samples.completions])
+        counts = ~rewards.isnan()
+        if self.config.rollout.truncated == "mask":
+            counts &= samples.finished
+        loss_mask = (torch.arange(int(lengths.max())) < lengths.unsqueeze(1)) & counts.unsqueeze(1)
+        return Experience(
+            prompts=[torch.tensor(self.train_prompts[index], device=device) for index in samples.rows],
+            completions=completions,
+            advantages=self._advantages(rewards).nan_to_num(0.0).to(device),
+            loss_mask=loss_mask.to(device),
+            group_ids=torch.arange(len(rewards), device=device) // size,
+        )
+
+    def _advantages(self, rewards: Tensor) -> Tensor:
+        """Return what the objective takes for advantages, [B]."""
+        size, kind = self.config.rollout.group_size, self.updater.objective.advantages_are
+        if kind == "rewards":
+            return rewards
+        if kind == "levels":
+            return levels(rewards, size)
+        return gk.advantages.group_normalized(rewards, group_size=size, scale=self.config.advantage_scale)
+
+    def _rollout_metrics(self, samples: _Samples) -> dict[str, float]:
+        rewards = samples.rewards
         groups = rewards.total.view(-1, self.config.rollout.group_size)
         lowest, highest = groups.nan_to_num(torch.inf).amin(1), groups.nan_to_num(-torch.inf).amax(1)
         metrics = {"reward/mean": float(rewards.total.nanmean())}
         metrics |= {f"reward/{name}": float(values.nanmean()) for name, values in rewards.by_name.items()}
         metrics["groups_without_variance"] = float((highest <= lowest).float().mean())
-        metrics["completions/length"] = float(completions.completion_mask.sum(1).float().mean())
-        metrics["completions/finished"] = float(completions.finished.float().mean())
+        metrics["completions/length"] = float(np.mean([len(ids) for ids in samples.completions]))
+        metrics["completions/finished"] = float(samples.finished.float().mean())
         return metrics
 
-    def _report(self, metrics: dict[str, float]) -> None:
+    def _speed(self, experience: Experience, started: float, sampled: float) -> dict[str, float]:
+        now = time.monotonic()
+        tokens = sum(len(completion) for completion in experience.completions)
+        return {
+            "seconds": now - started,
+            "seconds/rollout": sampled - started,
+            "seconds/update": now - sampled,
+            "tokens_per_second": tokens / (now - started),
+            "memory/peak_gib": max(gather_object([peak_memory(self.accelerator.device)])) / 2**30,
+        }
+
+    def _report(self, metrics: Mapping[str, float]) -> None:
         record = finite(metrics)
-        append_metrics(self.directory.metrics, record)
+        if self.accelerator.is_main_process:
+            append_metrics(self.directory.metrics, record)
         self.display.step(self.step, record)
         if self.step > 0:
             for warning in self.health.check(record):
                 self.display.warn(f"step {self.step}: {warning}")
 
     def _start(self, *, resume: bool, overwrite: bool) -> None:
-        directory = self.directory
-        directory.prepare(resume=resume, overwrite=overwrite)
+        directory, main = self.directory, self.accelerator.is_main_process
+
+        def prepare() -> None:
+            if main:
+                directory.prepare(resume=resume, overwrite=overwrite)
+                if resume and directory.config.exists():
+                    require_same_run(load_config(directory.config), self.config)
+
+        on_all(self.accelerator, prepare)
         checkpoint = directory.latest_checkpoint() if resume else None
-        if resume and directory.config.exists():
-            require_same_run(load_config(directory.config), self.config)
         if checkpoint is not None:
             self._load_checkpoint(checkpoint)
             self.display.line(f"resuming {directory.path} after step {self.step}")
         else:
-            set_seed(self.config.seed)
-        keep_until(directory.metrics, self.step if checkpoint is not None else -1)
-        save_config(self.config, directory.config)
+            set_seed(self.config.seed, device_specific=True)
+        if main:
+            keep_until(directory.metrics, self.step if checkpoint is not None else -1)
+            save_config(self.config, directory.config)
+        for warning in self.config.warnings():
+            self.display.warn(warning)
         if self.eval_dataset is None:
             self.display.line("no eval dataset: accuracy on held-out prompts is not measured")
 
-    def _write_checkpoint(self, path: Path) -> None:
-        self._export(path / "model")
+    def _save_checkpoint(self) -> None:
         state = {
             "step": self.step,
             "prompts": len(self.train_prompts),
-            "optimizer": self.updater.optimizer.state_dict(),
-            "scheduler": {"last_epoch": self.updater.scheduler.last_epoch},
+            "updater": self.updater.state_dict(),
             "health": self.health.streaks,
-            "random": random_state(),
+            "random": gather_object([random_state()]),
         }
-        torch.save(state, path / "state.pt")
+        config = self.config.checkpoint
+
+        def save() -> None:
+            if self.accelerator.is_main_process:
+                self.directory.save_checkpoint(self.step, lambda path: save_state(state, path), config.keep)
+
+        on_all(self.accelerator, save)
 
     def _load_checkpoint(self, path: Path) -> None:
-        state = torch.load(path / "state.pt", map_location="cpu", weights_only=True)
+        state = load_state(path)
         if state["step"] >= self.config.update.steps and self.directory.model.exists():
             raise RunDirectoryError(
                 f"the run in {self.directory.path} is finished ({state['step']} steps); "
@@ -247,28 +363,83 @@ class GSPOTrainer:
                 f"the training dataset has {len(self.train_prompts)} prompts, but the run "
                 f"in {self.directory.path} was started with {state['prompts']}"
             )
-        saved = type(self.model).from_pretrained(path / "model", dtype=next(self.model.parameters()).dtype)
-        self.model.load_state_dict(saved.state_dict())
-        self.updater.optimizer.load_state_dict(state["optimizer"])
-        self.updater.scheduler.load_state_dict({**self.updater.scheduler.state_dict(), **state["scheduler"]})
+        self.updater.load_state_dict(state["updater"])
         self.health.streaks = state["health"]
         self.step = state["step"]
-        set_random_state(state["random"])
+        if len(state["random"]) == self.accelerator.num_processes:
+            set_random_state(state["random"][self.accelerator.process_index])
+        else:
+            set_seed(self.config.seed + self.step, device_specific=True)
+            self.display.line("another number of processes than before: sampling goes on with new seeds")
 
     def _export(self, path: Path) -> None:
-        self.model.save_pretrained(path)
+        export_model(self.model, path)
         self.tokenizer.save_pretrained(path)
 
     def _finish(self) -> Record:
-        write_directory(self.directory.model, self._export)
+        def write() -> None:
+            if self.accelerator.is_main_process:
+                write_directory(self.directory.model, self._export)
+                plot_progress(read_metrics(self.directory.metrics), self.directory.plot)
+
+        with whole_weights(self.accelerator, self.updater.policy):
+            on_all(self.accelerator, write)
         records = read_metrics(self.directory.metrics)
-        plot_progress(records, self.directory.plot)
         evaluations = [record for record in records if "eval/greedy_accuracy" in record]
         if evaluations:
             title = f"{self.step} steps of {self.config.objective.name}"
             self.display.accuracy_table(title, evaluations[0], evaluations[-1])
         self.display.line(f"trained model: {self.directory.model}   plot: {self.directory.plot}")
         return evaluations[-1] if evaluations else records[-1]
+
+
+class _Samples(NamedTuple):
+    """Completions of some rows of a dataset, in order, on the CPU.
+
+    Attributes:
+        rows: the row of the dataset that each one completes.
+        completions: token ids.
+        finished: [B] bool, whether there is an end token.
+        rewards: what the reward functions said.
+    """
+
+    rows: list[int]
+    completions: list[list[int]]
+    finished: Tensor
+    rewards: Rewards
+
+    @classmethod
+    def joined(cls, parts: Sequence[_Samples]) -> _Samples:
+        names = parts[0].rewards.by_name
+        return cls(
+            [row for part in parts for row in part.rows],
+            [ids for part in parts for ids in part.completions],
+            torch.cat([part.finished for part in parts]),
+            Rewards(
+                torch.cat([part.rewards.total for part in parts]),
+                {name: torch.cat([part.rewards.by_name[name] for part in parts]) for name in names},
+            ),
+        )
+
+
+def levels(rewards: Tensor, group_size: int) -> Tensor:
+    """Return ranks within groups of this size, 1 for the highest reward and equal for equal ones, [B]."""
+    groups = [torch.unique(-group, return_inverse=True)[1] + 1 for group in rewards.split(group_size)]
+    return torch.cat(groups).to(rewards.dtype)
+
+
+@contextmanager
+def _terminated() -> Iterator[threading.Event]:
+    """Note SIGTERM inside instead of dying of it; only where signals arrive, in the main thread."""
+    event = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield event
+        return
+    previous = signal.signal(signal.SIGTERM, lambda *_: event.set())
+    try:
+        yield event
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 def _head_rows(rows: Rows, count: int) -> Rows:

@@ -1,42 +1,332 @@
 """From a scored rollout to new weights: old log-probs once, then one optimizer update per minibatch.
 
-Every minibatch uses the log-probs that the rollout's weights gave its tokens, computed by the same kernel
-from the same rows; so the ratio of the first minibatch is exactly 1, and what the clip range sees later is
-the policy's change and not the difference between two code paths.
+Old, new and reference log-probs come from one path: the same module, layout and kernel. What the clip range
+sees is then the policy's change and not the difference between two code paths.
+
+Every process holds the whole rollout and takes the same decisions about it; each one runs its share of the
+micro-batches, and as many of them as the others. So the number of collectives never depends on what a process
+got, and one process or several take the same step.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 import gspo_kernels as gk
-from gspo_kernels.trainer.config import UpdateConfig
-from gspo_kernels.trainer.models import head_of, hidden_states
-from gspo_kernels.trainer.rewards import Rewards
-from gspo_kernels.trainer.rollout import Completions
+from gspo_kernels.trainer.config import TrainConfig, UpdateConfig
+from gspo_kernels.trainer.packing import token_budget_batches
+from gspo_kernels.trainer.policy import Policy
+from gspo_kernels.trainer.shared_prefix import shared_prefix_tokens
+
+Metrics = dict[str, float]
+
+_WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True, strict=False)
 
 
 @dataclass(frozen=True)
 class Experience:
-    """One rollout, scored.
+    """One rollout, scored: B completions, the rows of a group consecutive, all on one device.
 
     Attributes:
-        completions: B = prompts * group_size rows; a group's rows are consecutive.
-        rewards: what the reward functions said.
-        advantages: [B] fp32.
-        loss_mask: [B, C] bool, tokens that the loss counts.
+        prompts: B tensors of token ids, [P_i].
+        completions: B tensors of token ids, [C_i], C_i > 0; C is the longest.
+        advantages: [B] fp32, or what the objective takes for them.
+        loss_mask: [B, C] bool, tokens that the loss counts; false outside the completion.
+        group_ids: [B] int64, which prompt a row completes.
+        rollout_logprobs: [B, C] fp32, by the engine that sampled; None where it gave none.
+        turn_ids: [B, C] int64, -1 outside turns; None: every completion is one turn.
     """
 
-    completions: Completions
-    rewards: Rewards
+    prompts: Sequence[Tensor]
+    completions: Sequence[Tensor]
     advantages: Tensor
     loss_mask: Tensor
+    group_ids: Tensor
+    rollout_logprobs: Tensor | None = None
+    turn_ids: Tensor | None = None
+
+    def places(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the indices of these rows' completion tokens in [B, C], one completion after the other."""
+        lengths = torch.tensor([len(self.completions[row]) for row in rows.tolist()], device=rows.device)
+        columns = torch.cat([torch.arange(length, device=rows.device) for length in lengths.tolist()])
+        return rows.repeat_interleave(lengths), columns
+
+
+class PolicyUpdater:
+    """Owns the optimizer, the learning rate's schedule and the objective.
+
+    Args:
+        accelerator: accelerate's, which wraps the policy for its devices.
+        policy: what is trained; its trainable parameters get the optimizer.
+        config: objective, terms of the loss, minibatches and AdamW.
+        reference: what KL terms compare with: a frozen copy, prepared by the accelerator; None for the policy
+            itself under ``reference_mode``.
+        reference_mode: returns a context manager that switches the policy's adapter off.
+    """
+
+    def __init__(
+        self,
+        accelerator: Any,
+        policy: Policy,
+        config: TrainConfig,
+        *,
+        reference: Any = None,
+        reference_mode: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        update = config.update
+        optimizer = torch.optim.AdamW(
+            [parameter for parameter in policy.parameters() if parameter.requires_grad],
+            lr=update.learning_rate,
+            betas=(update.adam_beta1, update.adam_beta2),
+            weight_decay=update.weight_decay,
+        )
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda number: learning_rate_factor(number, update)
+        )
+        self.accelerator = accelerator
+        self.layout = policy.layout
+        self.policy, self.optimizer = accelerator.prepare(policy, optimizer)
+        self.config = config
+        self.objective = config.objective.build()
+        self.reference = self.policy if reference is None else reference
+        self.reference_mode = reference_mode
+        # Such gradients look at other sequences: they are known only once all of these are scored.
+        self.looks_around = self.objective.coefficient_scope in ("group", "batch")
+        corrects = config.off_policy.level != "none"
+        # The first minibatch of a rollout needs no old log-probs: they are its new ones.
+        self.scores_first = self.looks_around or corrects
+
+    def update(self, experience: Experience, step: int = 0) -> Metrics:
+        """Take one optimizer step for each minibatch; return the metrics, averaged and by minibatch.
+
+        Metrics cover the completions that can have a gradient.
+        """
+        minibatches = self._minibatches(experience, step)
+        terms = self._terms(experience, minibatches[: self.config.update.minibatches])
+        each = [
+            self._update_minibatch(experience, terms, rows, on_policy=number == 0 and not self.scores_first)
+            for number, rows in enumerate(minibatches)
+        ]
+        metrics: Metrics = {name: sum(values[name] for values in each) / len(each) for name in each[0]}
+        metrics["ratio/min"] = min(values["ratio/min"] for values in each)
+        metrics["ratio/max"] = max(values["ratio/max"] for values in each)
+        clipped = [values["clip_fraction/low"] + values["clip_fraction/high"] for values in each]
+        metrics["clip_fraction/after_first"] = sum(clipped[1:]) / max(len(clipped) - 1, 1)
+        metrics["learning_rate"] = float(self.scheduler.get_last_lr()[0])
+        for number, values in enumerate(each, start=1):
+            metrics |= {f"minibatch_{number}/{name}": value for name, value in values.items()}
+        return metrics | self._mismatch(experience, terms["old_logprobs"])
+
+    @torch.no_grad()
+    def score(self, policy: Any, experience: Experience, micro_batches: Sequence[Tensor]) -> gk.TokenLogprobs:
+        """Return log-probs and entropy of the rows in all processes' micro-batches, [B, C], 0 elsewhere.
+
+        Cut into the micro-batches of the update, because results may depend on a batch's shape in the last
+        bit.
+        """
+        found = torch.zeros(2, *experience.loss_mask.shape, device=experience.loss_mask.device)
+        for micro in micro_batches:
+            rows = _rows_or_first(micro)
+            prompts, completions = _tokens(experience, rows)
+            scores = policy(prompts, completions, return_entropy=True)
+            if len(micro):
+                found[(slice(None), *experience.places(rows))] = torch.stack(scores)
+        return gk.TokenLogprobs(*self.accelerator.reduce(found, "sum"))
+
+    def accumulate(
+        self, experience: Experience, micro_batches: Sequence[Tensor], terms: Mapping[str, Any]
+    ) -> gk.TokenLogprobs:
+        """Add the gradient of some micro-batches to the parameters; return log-probs and entropy, [B, C].
+
+        Tensors among the terms are [B] or [B, C].
+        """
+        found = torch.zeros(2, *experience.loss_mask.shape, device=experience.loss_mask.device)
+        for number, micro in enumerate(micro_batches, start=1):
+            rows = _rows_or_first(micro)
+            places = experience.places(rows)
+            own = {name: _pick(value, rows, places) for name, value in terms.items()}
+            own["loss_mask"] &= len(micro) > 0
+            with self._without_sync(number < len(micro_batches)):
+                output = self.policy(*_tokens(experience, rows), own, return_entropy=True)
+                self.accelerator.backward(output.loss)
+            if len(micro):
+                found[(slice(None), *places)] = torch.stack([output.logprobs, output.entropy])
+        return gk.TokenLogprobs(*self.accelerator.reduce(found, "sum"))
+
+    def micro_batches(self, experience: Experience, rows: Tensor) -> list[Tensor]:
+        """Cut rows by the token budget and return this process's part.
+
+        Every process gets the same number, so some may be empty.
+        """
+        world, budget = self.accelerator.num_processes, self.config.update.micro_batch_tokens
+        units = self._units(experience, rows)
+        lengths = self._row_lengths(experience, units)
+        shares = token_budget_batches(lengths, max(sum(lengths), 1), count=world)
+        shares += [[]] * (world - len(shares))
+        share_lengths = [[lengths[unit] for unit in share] for share in shares]
+        count = max(len(token_budget_batches(each, budget)) for each in share_lengths)
+        rank = self.accelerator.process_index
+        cut = token_budget_batches(share_lengths[rank], budget, count=count)
+        return [_rows([row for i in batch for row in units[shares[rank][i]]], rows) for batch in cut]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return trained weights and optimizer, whole and on the CPU; all processes must call it."""
+        weights, optimizer = get_state_dict(self.policy, self.optimizer.optimizer, options=_WHOLE)
+        return {"weights": weights, "optimizer": optimizer, "updates": self.scheduler.last_epoch}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned, into any number of processes."""
+        set_state_dict(
+            self.policy,
+            self.optimizer.optimizer,
+            model_state_dict=state["weights"],
+            optim_state_dict=state["optimizer"],
+            options=_WHOLE,
+        )
+        self.scheduler.load_state_dict({**self.scheduler.state_dict(), "last_epoch": state["updates"]})
+
+    def _units(self, experience: Experience, rows: Tensor) -> list[list[int]]:
+        """Return what stays together in a micro-batch: single rows, or those that share a prompt."""
+        if self.layout != "shared_prefix":
+            return [[row] for row in rows.tolist()]
+        groups: dict[int, list[int]] = {}
+        for row in sorted(rows.tolist()):
+            groups.setdefault(int(experience.group_ids[row]), []).append(row)
+        return list(groups.values())
+
+    def _row_lengths(self, experience: Experience, units: Sequence[Sequence[int]]) -> list[int]:
+        """Return what each unit takes of the token budget."""
+        lengths = [
+            shared_prefix_tokens(
+                len(experience.prompts[unit[0]]), [len(experience.completions[row]) for row in unit]
+            )
+            for unit in units
+        ]
+        # Padded rows are as long as the longest of their micro-batch, which may hold the longest of all.
+        return lengths if self.layout == "packed" or not lengths else [max(lengths)] * len(lengths)
+
+    def _minibatches(self, experience: Experience, step: int) -> list[Tensor]:
+        """Return the rows of every minibatch of every epoch, in an order drawn from seed, step and epoch."""
+        B, device = len(experience.completions), experience.advantages.device
+        together = self.objective.coefficient_scope == "group" or self.layout == "shared_prefix"
+        units = experience.group_ids if together else torch.arange(B, device=device)
+        names = units.unique().cpu().numpy()
+        minibatches = []
+        for epoch in range(self.config.update.epochs):
+            order = np.random.default_rng([self.config.seed, step, epoch]).permutation(names)
+            for part in np.array_split(order, self.config.update.minibatches):
+                chosen = [(units == int(name)).nonzero().flatten() for name in part]
+                minibatches.append(torch.cat([*chosen, units.new_empty(0)]))
+        return minibatches
+
+    def _active(self, experience: Experience, rows: Tensor) -> Tensor:
+        """Return the rows that can have a gradient; the others cost no forward pass but count."""
+        counted = experience.loss_mask[rows].any(1)
+        beyond = self.looks_around or self.config.kl.beta > 0 or self.config.update.entropy_coef != 0
+        if self.objective.zero_advantage_is_inactive and not beyond:
+            counted &= experience.advantages[rows] != 0
+        return rows[counted]
+
+    def _terms(self, experience: Experience, first_epoch: Sequence[Tensor]) -> dict[str, Any]:
+        """Return the terms of the loss that stay the same for all minibatches; tensors are [B] or [B, C]."""
+        config = self.config
+        cut = [self.micro_batches(experience, self._active(experience, rows)) for rows in first_epoch]
+        unscored = [micro for micros in cut[0 if self.scores_first else 1 :] for micro in micros]
+        terms: dict[str, Any] = {
+            "old_logprobs": self.score(self.policy, experience, unscored).logprobs,
+            "advantages": experience.advantages,
+            "loss_mask": experience.loss_mask,
+            "entropy_coef": config.update.entropy_coef,
+        }
+        if config.needs_reference():
+            everything = [micro for micros in cut for micro in micros]
+            with self.reference_mode():
+                terms["ref_logprobs"] = self.score(self.reference, experience, everything).logprobs
+            terms |= {"kl_beta": config.kl.beta, "kl_estimator": config.kl.estimator}
+        if config.off_policy.level != "none":
+            assert experience.rollout_logprobs is not None
+            terms["rollout_weights"] = config.off_policy.weights(
+                terms["old_logprobs"], experience.rollout_logprobs, experience.loss_mask
+            )
+        if "group_ids" in self.objective.needs:
+            terms["group_ids"] = experience.group_ids
+        if "turn_ids" in self.objective.needs:
+            one_turn = torch.zeros_like(experience.loss_mask, dtype=torch.int64)
+            terms["turn_ids"] = one_turn if experience.turn_ids is None else experience.turn_ids
+        return terms
+
+    def _update_minibatch(
+        self, experience: Experience, terms: dict[str, Any], rows: Tensor, *, on_policy: bool
+    ) -> Metrics:
+        active = self._active(experience, rows)
+        micro_batches = self.micro_batches(experience, active)
+        objective, world = self._objective(), self.accelerator.num_processes
+        if self.looks_around:
+            current = self.score(self.policy, experience, micro_batches)
+            whole, coefficients = _coefficients(terms, current, rows, objective)
+            # Gradients are averaged over the processes, and each of them has its own share of the sum.
+            own = {name: world * value for name, value in coefficients.items()}
+            own |= {"loss_mask": terms["loss_mask"], "old_logprobs": None, "advantages": None}
+            self.accumulate(experience, micro_batches, own | {"objective": gk.Linear()})
+        else:
+            divisor = outer_count(objective, experience.loss_mask[rows])
+            own = terms | {"objective": objective, "normalizer": divisor / world}
+            if on_policy:
+                own["old_logprobs"] = None
+            current = self.accumulate(experience, micro_batches, own)
+            assert current.entropy is not None
+            if on_policy:
+                terms["old_logprobs"] += current.logprobs
+            # Over the whole minibatch, so that metrics do not depend on how it was cut.
+            whole = gk.policy_loss(
+                current.logprobs[active],
+                **{name: _pick(value, active) for name, value in terms.items()},
+                entropy=current.entropy[active],
+                normalizer=divisor,
+                objective=objective,
+            )
+        values = {name: float(value) for name, value in whole.metrics.items()}
+        return values | {"loss": float(whole.loss.detach())} | self._step()
+
+    def _step(self) -> Metrics:
+        norm = self.accelerator.clip_grad_norm_(self.policy.parameters(), self.config.update.max_grad_norm)
+        norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+        if math.isfinite(norm):
+            self.optimizer.step()
+            self.scheduler.step()
+        self.optimizer.zero_grad()
+        return {"grad_norm": norm, "updates_left_out": float(not math.isfinite(norm))}
+
+    def _objective(self) -> Any:
+        """Return the objective, with a seed of its own for each update where it draws."""
+        if not hasattr(self.objective, "seed"):
+            return self.objective
+        return dataclasses.replace(self.objective, seed=self.objective.seed + self.scheduler.last_epoch)
+
+    def _mismatch(self, experience: Experience, old_logprobs: Tensor) -> Metrics:
+        """Return how far the sampling engine's log-probs are from ours, in nats per token."""
+        everything = torch.arange(len(experience.completions), device=old_logprobs.device)
+        rows = self._active(experience, everything)
+        if experience.rollout_logprobs is None or not len(rows):
+            return {}
+        gap = (old_logprobs - experience.rollout_logprobs)[rows][experience.loss_mask[rows]].abs()
+        return {"mismatch/mean": float(gap.mean()), "mismatch/max": float(gap.max())}
+
+    def _without_sync(self, more: bool) -> AbstractContextManager[Any]:
+        """Leave gradients unreduced until the last micro-batch; FSDP reduces each, to keep only shards."""
+        if more and not self.accelerator.is_fsdp2:
+            return self.accelerator.no_sync(self.policy)
+        return nullcontext()
 
 
 def outer_count(objective: Any, loss_mask: Tensor) -> int:
@@ -56,153 +346,48 @@ def learning_rate_factor(update: int, config: UpdateConfig) -> float:
         return (update + 1) / (warmup + 1)
     if config.learning_rate_decay == "none":
         return 1.0
-    rest = max(config.steps * config.minibatches - warmup, 1)
+    rest = max(config.steps * config.epochs * config.minibatches - warmup, 1)
     return max(1.0 - (update - warmup) / rest, 0.0)
 
 
-class PolicyUpdater:
-    """Owns the optimizer, the learning rate's schedule and the objective.
+def _coefficients(
+    terms: Mapping[str, Any], current: gk.TokenLogprobs, rows: Tensor, objective: Any
+) -> tuple[gk.LossOutput, dict[str, Tensor]]:
+    """Return the loss of a whole minibatch, and its gradient as `gk.Linear` takes it, [B, C]."""
+    assert current.entropy is not None
+    logprobs = current.logprobs[rows].requires_grad_()
+    entropy = current.entropy[rows].requires_grad_()
+    whole = gk.policy_loss(
+        logprobs,
+        **{name: _pick(value, rows) for name, value in terms.items()},
+        entropy=entropy,
+        objective=objective,
+    )
+    gradients = torch.autograd.grad(whole.loss, (logprobs, entropy), materialize_grads=True)
+    token_weights, entropy_coef = torch.zeros(2, *current.logprobs.shape, device=rows.device)
+    token_weights[rows], entropy_coef[rows] = gradients[0], -gradients[1]
+    coefficients = {"token_weights": token_weights}
+    if terms["entropy_coef"] != 0:
+        coefficients["entropy_coef"] = entropy_coef
+    return whole, coefficients
 
-    Args:
-        accelerator: accelerate's, which runs backward passes and clips gradients.
-        model: the causal language model that is trained; it is moved to the accelerator's device.
-        objective: the policy objective.
-        config: minibatches and AdamW.
-        temperature: what the completions were sampled with, and are therefore scored with.
-    """
 
-    def __init__(
-        self, accelerator: Any, model: Any, objective: Any, config: UpdateConfig, temperature: float
-    ) -> None:
-        optimizer = torch.optim.AdamW(
-            model.parameters(),
-            lr=config.learning_rate,
-            betas=(config.adam_beta1, config.adam_beta2),
-            weight_decay=config.weight_decay,
-        )
-        self.scheduler = torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda update: learning_rate_factor(update, config)
-        )
-        self.accelerator = accelerator
-        prepared, self.optimizer = accelerator.prepare(model, optimizer)
-        self.model = accelerator.unwrap_model(prepared)
-        # Dropout would make the ratio differ from 1 with equal weights, so it stays off in training too.
-        self.model.eval()
-        self.objective = objective
-        self.config = config
-        self.temperature = temperature
+def _pick(value: Any, rows: Tensor, places: tuple[Tensor, Tensor] | None = None) -> Any:
+    """Return the part of a term that belongs to some rows, packed if their places are given."""
+    if not isinstance(value, Tensor) or value.dim() == 0:
+        return value
+    return value[places] if places is not None and value.dim() == 2 else value[rows]
 
-    def update(self, experience: Experience) -> dict[str, float]:
-        """Take one optimizer step for each minibatch; return the metrics, averaged and by minibatch.
 
-        Metrics cover the completions that can have a gradient: those with an advantage.
-        """
-        B = experience.advantages.shape[0]
-        all_rows = torch.randperm(B).to(self.model.device).tensor_split(self.config.minibatches)
-        divisors = [outer_count(self.objective, experience.loss_mask[rows]) for rows in all_rows]
-        active = self._active(experience)
-        minibatches = [rows[active[rows]] for rows in all_rows]
-        old_logprobs_BC, entropy = self.score(experience, minibatches)
-        each = [
-            self._update_minibatch(experience, old_logprobs_BC, rows, divisor)
-            for rows, divisor in zip(minibatches, divisors, strict=True)
-        ]
-        metrics: dict[str, float] = {"entropy": entropy}
-        for name in each[0]:
-            metrics[name] = sum([values[name] for values in each]) / len(each)
-        metrics["ratio/min"] = min(values["ratio/min"] for values in each)
-        metrics["ratio/max"] = max(values["ratio/max"] for values in each)
-        clipped = [values["clip_fraction/low"] + values["clip_fraction/high"] for values in each]
-        metrics["clip_fraction/after_first"] = sum(clipped[1:]) / max(len(clipped) - 1, 1)
-        metrics["learning_rate"] = float(self.scheduler.get_last_lr()[0])
-        for number, values in enumerate(each, start=1):
-            metrics |= {f"minibatch_{number}/{name}": value for name, value in values.items()}
-        return metrics
+def _rows_or_first(micro: Tensor) -> Tensor:
+    """Return the rows; the first one for an empty micro-batch, which runs only to keep step."""
+    return micro if len(micro) else micro.new_zeros(1)
 
-    @torch.no_grad()
-    def score(self, experience: Experience, minibatches: Sequence[Tensor]) -> tuple[Tensor, float]:
-        """Return ([B, C] log-probs under the current weights, their tokens' mean entropy), in nats.
 
-        Cut into the micro-batches of the update, because results may depend on a batch's shape in the last
-        bit.
-        """
-        logprobs_BC = torch.zeros(experience.loss_mask.shape, device=self.model.device)
-        entropy_BC = torch.zeros_like(logprobs_BC)
-        head = head_of(self.model)
-        for micro in (m for rows in minibatches for m in self._micro_batches(rows)):
-            hidden, labels = self._hidden_and_labels(experience.completions, micro)
-            scores = gk.linear_token_logprobs(
-                hidden,
-                head.weight,
-                labels,
-                temperature=self.temperature,
-                return_entropy=True,
-                **head.options(),
-            )
-            logprobs_BC[micro, : labels.shape[1]] = scores.logprobs
-            assert scores.entropy is not None
-            entropy_BC[micro, : labels.shape[1]] = scores.entropy
-        tokens = experience.completions.completion_mask[torch.cat(list(minibatches))].sum()
-        return logprobs_BC, float(entropy_BC.sum() / tokens)
+def _rows(rows: list[int], like: Tensor) -> Tensor:
+    return torch.tensor(rows, dtype=torch.int64, device=like.device)
 
-    def accumulate(
-        self, experience: Experience, old_logprobs_BC: Tensor, rows: Tensor, divisor: int
-    ) -> tuple[float, Tensor]:
-        """Add the gradient of some rows to the parameters; return (loss, their new log-probs [b, C])."""
-        head = head_of(self.model)
-        logprobs_BC = old_logprobs_BC.clone()
-        loss = 0.0
-        for micro in self._micro_batches(rows):
-            hidden, labels = self._hidden_and_labels(experience.completions, micro)
-            C = labels.shape[1]
-            output = gk.fused_linear_policy_loss(
-                hidden,
-                head.weight,
-                labels,
-                old_logprobs_BC[micro, :C],
-                experience.advantages[micro],
-                loss_mask=experience.loss_mask[micro, :C],
-                normalizer=divisor,
-                temperature=self.temperature,
-                objective=self.objective,
-                **head.options(),
-            )
-            self.accelerator.backward(output.loss)
-            logprobs_BC[micro, :C] = output.logprobs
-            loss += output.loss.item()
-        return loss, logprobs_BC[rows]
 
-    def _update_minibatch(
-        self, experience: Experience, old_logprobs_BC: Tensor, rows: Tensor, divisor: int
-    ) -> dict[str, float]:
-        loss, logprobs = self.accumulate(experience, old_logprobs_BC, rows, divisor)
-        norm = float(self.accelerator.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm))
-        if math.isfinite(norm):
-            self.optimizer.step()
-            self.scheduler.step()
-        self.optimizer.zero_grad()
-        # Over the whole minibatch, so that they do not depend on how it was cut into micro-batches.
-        metrics = gk.policy_loss(
-            logprobs,
-            old_logprobs_BC[rows],
-            experience.advantages[rows],
-            loss_mask=experience.loss_mask[rows],
-            objective=self.objective,
-        ).metrics
-        values = {name: float(value) for name, value in metrics.items()}
-        return values | {"loss": loss, "grad_norm": norm, "updates_left_out": float(not math.isfinite(norm))}
-
-    def _active(self, experience: Experience) -> Tensor:
-        """Return [B] bool: rows that can have a gradient; the others cost no forward pass but count."""
-        counted = experience.loss_mask.any(1)
-        if not self.objective.zero_advantage_is_inactive:
-            return counted
-        return counted & (experience.advantages != 0)
-
-    def _micro_batches(self, rows: Tensor) -> Sequence[Tensor]:
-        return rows.split(self.config.micro_batch_size) if len(rows) else ()
-
-    def _hidden_and_labels(self, completions: Completions, rows: Tensor) -> tuple[Tensor, Tensor]:
-        input_ids, attention_mask, labels = completions.inputs(rows)
-        first = input_ids.shape[1] - labels.shape[1] - 1
-        return hidden_states(self.model, input_ids, attention_mask)[:, first:-1], labels
+def _tokens(experience: Experience, rows: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    chosen = rows.tolist()
+    return [experience.prompts[row] for row in chosen], [experience.completions[row] for row in chosen]

@@ -19,6 +19,21 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
+def make_accelerator(precision="fp32"):
+    """Accelerate keeps its first precision for the whole process, unless told to forget it."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    return Accelerator(mixed_precision="no" if precision == "fp32" else precision)
+
+
+@pytest.fixture(autouse=True)
+def forget_the_accelerator():
+    yield
+    make_accelerator()
+
+
 @pytest.fixture(scope="session")
 def tokenizer():
     return demo.make_tokenizer()
@@ -70,7 +85,7 @@ def small_config(output, **sections) -> TrainConfig:
         "output": str(output),
         "threads": 1,
         "rollout": {"prompts_per_rollout": 3, "group_size": 4, "max_new_tokens": 5},
-        "update": {"steps": 4, "minibatches": 2, "micro_batch_size": 4, "learning_rate": 1e-3},
+        "update": {"steps": 4, "minibatches": 2, "micro_batch_tokens": 24, "learning_rate": 1e-3},
         "evaluation": {"every": 2, "prompts": 4},
         "checkpoint": {"every": 2},
     }

@@ -34,11 +34,28 @@ WRONG = [
     ({"rollout": {"top_k": -1}}, ["rollout.top_k"]),
     ({"rollout": {"truncated": "drop"}}, ["rollout.truncated", "'keep' or 'mask'"]),
     ({"update": {"steps": 0}}, ["update.steps"]),
-    ({"update": {"minibatches": 1}}, ["update.minibatches", "always exactly 1", "nothing is ever clipped"]),
-    ({"update": {"minibatches": 1}, "objective": {"name": "GSPOToken"}}, ["update.minibatches"]),
+    ({"update": {"minibatches": 0}}, ["update.minibatches"]),
+    ({"update": {"epochs": 0}}, ["update.epochs"]),
+    ({"update": {"micro_batch_tokens": 0}}, ["update.micro_batch_tokens"]),
+    ({"update": {"layout": "ragged"}}, ["update.layout", "packed, padded, shared_prefix"]),
+    ({"update": {"precision": "fp16"}}, ["update.precision", "bf16"]),
+    ({"update": {"entropy_coef": "nan"}}, ["update.entropy_coef"]),
+    ({"update": {"gradient_checkpointing": "perhaps"}}, ["update.gradient_checkpointing", "true or false"]),
+    ({"kl": {"beta": -0.1}}, ["kl.beta"]),
+    ({"kl": {"estimator": "k4"}}, ["kl.estimator"]),
+    ({"off_policy": {"level": "word"}}, ["off_policy.level"]),
+    ({"off_policy": {"level": "token", "mode": "drop"}}, ["off_policy", "mode", "'truncate'"]),
+    ({"off_policy": {"level": "token", "low": 3, "high": 2}}, ["off_policy", "low"]),
+    ({"lora": {"rank": -1}}, ["lora.rank"]),
+    ({"lora": {"alpha": 0}}, ["lora.alpha"]),
+    ({"objective": {"name": "ESPO"}}, ["objective.name", "ESPO"]),
     (
         {"update": {"minibatches": 9}, "rollout": {"prompts_per_rollout": 1, "group_size": 8}},
-        ["update.minibatches", "at most the 8"],
+        ["update.minibatches", "at most the 8 completions"],
+    ),
+    (
+        {"update": {"minibatches": 9}, "rollout": {"prompts_per_rollout": 8}, "objective": {"name": "DPO"}},
+        ["update.minibatches", "at most the 8 prompts"],
     ),
     ({"update": {"learning_rate": -1}}, ["update.learning_rate"]),
     ({"update": {"learning_rate": "fast"}}, ["update.learning_rate", "a number"]),
@@ -66,9 +83,15 @@ def test_wrong_values_are_refused_by_name(values, words):
         assert word in str(caught.value)
 
 
-def test_one_minibatch_is_allowed_for_a_token_level_objective():
-    config = from_mapping({"update": {"minibatches": 1}, "objective": {"name": "GRPO"}}, TrainConfig)
-    assert isinstance(config.objective.build(), gk.GRPO)
+@pytest.mark.parametrize(
+    ("update", "name", "warns"),
+    [({"minibatches": 1}, "GSPO", True), ({"minibatches": 1, "epochs": 2}, "GSPO", False),
+     ({"minibatches": 2}, "GSPO", False), ({"minibatches": 1}, "GRPO", False)],
+)  # fmt: skip
+def test_a_ratio_that_never_moves_is_warned_about(update, name, warns):
+    config = from_mapping({"update": update, "objective": {"name": name}}, TrainConfig)
+    assert isinstance(config.objective.build(), getattr(gk, name))
+    assert [("nothing is ever clipped" in warning) for warning in config.warnings()] == [True] * warns
 
 
 def test_yaml_and_overrides(tmp_path):

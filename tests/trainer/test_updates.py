@@ -1,129 +1,358 @@
-"""Updates: old log-probs, the first minibatch's ratio, gradients that no micro-batch split changes."""
+"""Updates: gradients against plain PyTorch for every objective, layout and term; what costs nothing."""
 
 from dataclasses import replace
 
 import pytest
 import torch
-from accelerate import Accelerator
 
 import gspo_kernels as gk
-from gspo_kernels.trainer.config import UpdateConfig
+from gspo_kernels.trainer.config import TrainConfig, UpdateConfig, trainable_objectives
+from gspo_kernels.trainer.config_file import from_mapping
 from gspo_kernels.trainer.errors import ConfigError
-from gspo_kernels.trainer.rewards import Rewards
-from gspo_kernels.trainer.rollout import Completions, completion_mask, left_pad
+from gspo_kernels.trainer.policy import Policy
 from gspo_kernels.trainer.updates import Experience, PolicyUpdater, learning_rate_factor, outer_count
 
-from .conftest import tiny_qwen3
+from .conftest import make_accelerator, tiny_qwen3
 
-B, C, END = 8, 5, 9
+B, C, SIZE, TEMPERATURE = 12, 5, 3, 0.7
 
 
 def make_experience(seed=0):
     generator = torch.Generator().manual_seed(seed)
-    prompts = [torch.randint(10, 60, (1 + i % 4,), generator=generator).tolist() for i in range(B)]
-    completion_ids = torch.randint(10, 60, (B, C), generator=generator)
-    for row in range(B):
-        completion_ids[row, 1 + row % C :] = END  # lengths 2 to C, the last ones truncated
-    mask, finished = completion_mask(completion_ids, [END])
-    completions = Completions(*left_pad(prompts, 0), completion_ids, mask, finished)
-    advantages = torch.randn(B, generator=generator)
-    loss_mask = mask & (torch.arange(B) != 2).unsqueeze(1)  # one completion does not count
-    return Experience(completions, Rewards(advantages, {}), advantages, loss_mask)
+
+    def tokens(length):
+        return torch.randint(10, 60, (length,), generator=generator)
+
+    group_ids = torch.arange(B) // SIZE
+    prompts = [tokens(1 + 2 * group) for group in range(B // SIZE)]
+    completions = [tokens(1 + row % C) for row in range(B)]
+    mask = torch.arange(C) < torch.tensor([len(c) for c in completions]).unsqueeze(1)
+    mask[2] = False  # one completion does not count
+    mask[4, 0] = False  # nor does a token in the middle
+    return Experience(
+        [prompts[group] for group in group_ids.tolist()],
+        completions,
+        torch.randn(B, generator=generator),
+        mask,
+        group_ids,
+        torch.where(mask, -4 + 0.3 * torch.randn(B, C, generator=generator), 0.0),
+    )
 
 
-def make_updater(tokenizer, objective, *, temperature=1.0, model=None, **changes):
-    config = UpdateConfig(**({"minibatches": 2, "micro_batch_size": B, "learning_rate": 1e-3} | changes))
-    model = model or tiny_qwen3(tokenizer)
-    return PolicyUpdater(Accelerator(mixed_precision="no"), model, objective, config, temperature)
+def make_config(name="GSPO", objective=None, **sections):
+    values = {
+        "update": {"minibatches": 2, "learning_rate": 1e-3},
+        "rollout": {"prompts_per_rollout": B // SIZE, "group_size": SIZE, "temperature": TEMPERATURE},
+        "objective": {"name": name, **(objective or {})},
+    }
+    for section, changes in sections.items():
+        values[section] = values.get(section, {}) | changes
+    return from_mapping(values, TrainConfig)
 
 
-OBJECTIVES = [
-    gk.GSPO(),
-    gk.GSPO(aggregation="token_mean"),
-    gk.GSPOToken(clip_low=0.1, clip_high=0.1),
-    gk.GRPO(),
-    gk.GRPO(aggregation="token_mean"),
-    gk.GRPO(aggregation="sequence_mean_token_sum"),
-    gk.GRPO(aggregation="sum"),
-    gk.GRPO(aggregation="constant", aggregation_constant=7),
-]
+def make_updater(tokenizer, config, model=None, **options):
+    policy = Policy(
+        model or tiny_qwen3(tokenizer),
+        layout=config.update.layout,
+        temperature=config.rollout.temperature,
+        gradient_checkpointing=config.update.gradient_checkpointing,
+    )
+    return PolicyUpdater(make_accelerator(config.update.precision), policy, config, **options)
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES, ids=str)
-def test_micro_batches_add_up(tokenizer, objective):
-    experience = make_experience()
-    rows = torch.randperm(B, generator=torch.Generator().manual_seed(1))
+def record_steps(updater, found):
+    """Let weights change a little after each minibatch, by a rule that forgives rounding; keep gradients."""
+
+    def step():
+        parameters = dict(updater.policy.named_parameters())
+        found.append({name: p.grad.clone() for name, p in parameters.items() if p.grad is not None})
+        with torch.no_grad():
+            for p in parameters.values():
+                p.mul_(1.02)
+        updater.optimizer.zero_grad()
+        updater.scheduler.step()
+        return {}
+
+    updater._step = step
+
+
+def plain_scores(model, experience, rows):
+    """Log-probs and entropies, [b, C], by the model's own logits, one sequence at a time."""
+    logprobs, entropy = torch.zeros(2, len(rows), C)
+    for i, row in enumerate(rows.tolist()):
+        prompt, completion = experience.prompts[row], experience.completions[row]
+        logits = model(torch.cat([prompt, completion]).unsqueeze(0)).logits[0, len(prompt) - 1 : -1]
+        logp = torch.log_softmax(logits / TEMPERATURE, -1)
+        picked = logp.gather(-1, completion.unsqueeze(-1)).squeeze(-1)
+        logprobs = logprobs.index_put((torch.tensor(i), torch.arange(len(completion))), picked)
+        h = -(logp.exp() * logp).sum(-1)
+        entropy = entropy.index_put((torch.tensor(i), torch.arange(len(completion))), h)
+    return logprobs, entropy
+
+
+def plain_gradients(tokenizer, config, experience, reference=None):
+    """What `record_steps` sees, by autograd through log-softmax and `policy_loss` of whole minibatches."""
+    model, objective = tiny_qwen3(tokenizer), config.objective.build()
+    updater = make_updater(tokenizer, config)
+    everything = torch.arange(B)
+    with torch.no_grad():
+        old, _ = plain_scores(model, experience, everything)
+        ref = plain_scores(reference, experience, everything)[0] if reference is not None else None
     found = []
-    for micro_batch_size in (B, 3, 1):
-        updater = make_updater(tokenizer, objective, micro_batch_size=micro_batch_size)
-        old_logprobs, _ = updater.score(experience, [rows])
-        old_logprobs = old_logprobs + 1e-4 * torch.randn(B, C, generator=torch.Generator().manual_seed(2))
-        divisor = outer_count(objective, experience.loss_mask)
-        loss, logprobs = updater.accumulate(experience, old_logprobs, rows, divisor)
-        gradients = {name: p.grad.clone() for name, p in updater.model.named_parameters()}
-        found.append((loss, logprobs * experience.loss_mask[rows], gradients))
-    for loss, logprobs, gradients in found[1:]:
-        assert loss == pytest.approx(found[0][0], rel=1e-4, abs=1e-6)
-        torch.testing.assert_close(logprobs, found[0][1], atol=1e-5, rtol=1e-5)
-        for name, gradient in gradients.items():
-            scale = float(found[0][2][name].abs().max())
-            assert scale > 0
-            torch.testing.assert_close(gradient, found[0][2][name], atol=1e-4 * scale, rtol=1e-3)
+    for number, rows in enumerate(updater._minibatches(experience, 0)):
+        terms = {
+            "loss_mask": experience.loss_mask[rows],
+            "entropy_coef": config.update.entropy_coef,
+            "kl_beta": config.kl.beta,
+            "kl_estimator": config.kl.estimator,
+        }
+        if ref is not None:
+            terms["ref_logprobs"] = ref[rows]
+        if "group_ids" in objective.needs:
+            terms["group_ids"] = experience.group_ids[rows]
+        if "turn_ids" in objective.needs:
+            terms["turn_ids"] = torch.zeros(len(rows), C, dtype=torch.int64)
+        if config.off_policy.level != "none":
+            options = {"level": config.off_policy.level, "high": config.off_policy.high}
+            weights = gk.rollout_weights(
+                old, experience.rollout_logprobs, loss_mask=experience.loss_mask, **options
+            )
+            terms["rollout_weights"] = weights[rows]
+        if hasattr(objective, "seed"):
+            objective = replace(objective, seed=number)
+        logprobs, entropy = plain_scores(model, experience, rows)
+        loss = gk.policy_loss(
+            logprobs, old[rows], experience.advantages[rows], entropy=entropy, objective=objective, **terms
+        ).loss
+        gradients = torch.autograd.grad(loss, list(model.parameters()))
+        found.append(dict(zip((n for n, _ in model.named_parameters()), gradients, strict=True)))
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(1.02)
+    return found
 
 
-def test_gradient_is_that_of_the_whole_minibatch_by_autograd(tokenizer):
-    """Against plain PyTorch: the model's own logits, log-softmax, and GSPO's Eq. 5 and 7 written out."""
-    experience, temperature = make_experience(), 0.7
-    updater = make_updater(tokenizer, gk.GSPO(), temperature=temperature, micro_batch_size=3)
-    rows = torch.arange(B)
-    old_logprobs, _ = updater.score(experience, [rows])
-    updater.accumulate(experience, old_logprobs, rows, 7)  # one of the eight does not count
-    ours = {name: p.grad.clone() for name, p in updater.model.named_parameters()}
-    updater.model.zero_grad()
-
-    input_ids, attention_mask, _ = experience.completions.inputs(rows)
-    P = input_ids.shape[1] - C
-    positions = (attention_mask.cumsum(1) - 1).clamp(min=0)
-    logits = updater.model(input_ids, attention_mask=attention_mask, position_ids=positions).logits
-    logp = torch.log_softmax(logits[:, P - 1 : -1] / temperature, -1)
-    logp = logp.gather(-1, input_ids[:, P:].unsqueeze(-1)).squeeze(-1)
-    mask = experience.loss_mask
-    torch.testing.assert_close(old_logprobs[mask], logp.detach()[mask], atol=1e-5, rtol=1e-5)
-    lengths = mask.sum(1)
-    ratios = (torch.where(mask, logp - logp.detach(), 0.0).sum(1) / lengths.clamp(min=1)).exp()
-    loss = -(ratios * experience.advantages)[lengths > 0].sum() / (lengths > 0).sum()
-    loss.backward()
-    for name, parameter in updater.model.named_parameters():
-        scale = float(parameter.grad.abs().max())
-        torch.testing.assert_close(ours[name], parameter.grad, atol=1e-4 * scale, rtol=1e-3)
+def assert_same_gradients(found, expected):
+    assert len(found) == len(expected) > 1
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.keys() == {f"model.{name}" for name in theirs}
+        largest = max(float(g.abs().max()) for g in theirs.values())
+        assert largest > 0
+        for name, gradient in theirs.items():
+            # both sides are fp32; the largest entry of the model sets the scale of the rounding
+            torch.testing.assert_close(ours[f"model.{name}"], gradient, rtol=1e-4, atol=2e-6 * largest)
 
 
-@pytest.mark.parametrize("micro_batch_size", [B, 3])
-def test_first_minibatch_has_ratio_one_and_later_ones_move(tokenizer, micro_batch_size):
-    torch.manual_seed(0)
-    updater = make_updater(tokenizer, gk.GSPO(), micro_batch_size=micro_batch_size)
-    metrics = updater.update(make_experience())
-    assert metrics["minibatch_1/ratio/min"] == metrics["minibatch_1/ratio/max"] == 1.0
-    assert metrics["minibatch_1/clip_fraction/low"] == metrics["minibatch_1/clip_fraction/high"] == 0.0
-    assert metrics["minibatch_2/ratio/max"] != 1.0
-    assert metrics["ratio/min"] == min(metrics["minibatch_1/ratio/min"], metrics["minibatch_2/ratio/min"])
-    assert 0.0 < metrics["entropy"] < 6.0
+def wide(name):
+    """Fields that keep most sequences inside the clip range after a change of the weights by 2 %."""
+    fields = trainable_objectives()[name].__dataclass_fields__
+    options = {field: 0.9 for field in ("clip_low", "clip_high") if field in fields}
+    return options | ({"aggregation_constant": 7} if name == "DrGRPO" else {})
+
+
+@pytest.mark.parametrize("name", trainable_objectives())
+def test_every_objective_takes_its_step(tokenizer, name):
+    """Gradients in small micro-batches are those of whole minibatches by autograd."""
+    experience = make_experience()
+    kind = trainable_objectives()[name].advantages_are
+    if kind == "levels":
+        experience.advantages[:] = torch.tensor([1, 2, 3, 2, 1, 2, 1, 1, 2, 3, 2, 1]).float()
+    config = make_config(name, wide(name), update={"micro_batch_tokens": 14, "layout": "padded"})
+    reference = tiny_qwen3(tokenizer, seed=1) if config.needs_reference() else None
+    wrapped = reference and Policy(reference, layout="padded", temperature=TEMPERATURE)
+    updater = make_updater(tokenizer, config, reference=wrapped)
+    found = []
+    record_steps(updater, found)
+    metrics = updater.update(experience)
+    assert_same_gradients(found, plain_gradients(tokenizer, config, experience, reference))
+    assert metrics["minibatch_1/ratio/max"] == pytest.approx(1.0, abs=1e-6)
+    assert 0 < metrics["entropy"] < 6
+
+
+TERMS = {
+    "packed": {"update": {"layout": "packed"}},
+    "packed in small parts": {"update": {"layout": "packed", "micro_batch_tokens": 9}},
+    "padded in small parts": {"update": {"layout": "padded", "micro_batch_tokens": 9}},
+    "shared prefix": {"update": {"layout": "shared_prefix"}},
+    "shared prefix in parts": {"update": {"layout": "shared_prefix", "micro_batch_tokens": 9}},
+    "epochs": {"update": {"epochs": 2, "minibatches": 3}},
+    "checkpointing": {"update": {"gradient_checkpointing": True}},
+    "entropy": {"update": {"entropy_coef": 0.01, "micro_batch_tokens": 20}},
+    "kl": {"kl": {"beta": 0.1, "estimator": "k2"}, "update": {"micro_batch_tokens": 20}},
+    "token weights": {"off_policy": {"level": "token"}, "update": {"micro_batch_tokens": 20}},
+    "sequence weights": {"off_policy": {"level": "sequence", "high": 1.01}},
+    "entropy of pairs": {"name": "REBEL", "objective": {}, "update": {"entropy_coef": 0.01}},
+    "kl of groups": {"name": "EGSW", "kl": {"beta": 0.1}, "update": {"micro_batch_tokens": 20}},
+    "token mean": {"objective": {"aggregation": "token_mean", "clip_high": 0.9}, "update": {"epochs": 2}},
+    "sum": {"objective": {"aggregation": "sum", "clip_high": 0.9}},
+    "constant": {"name": "GRPO", "objective": {"aggregation": "constant", "aggregation_constant": 7}},
+}
+
+
+@pytest.mark.parametrize("case", TERMS)
+def test_every_layout_and_term(tokenizer, case):
+    experience, options = make_experience(), dict(TERMS[case])
+    name = options.pop("name", "GSPO")
+    objective = {} if name == "EGSW" else options.pop("objective", wide(name))
+    config = make_config(name, objective, **options)
+    reference = tiny_qwen3(tokenizer, seed=1) if config.needs_reference() else None
+    wrapped = reference and Policy(reference, layout="packed", temperature=TEMPERATURE)
+    updater = make_updater(tokenizer, config, reference=wrapped)
+    found = []
+    record_steps(updater, found)
+    updater.update(experience)
+    assert_same_gradients(found, plain_gradients(tokenizer, config, experience, reference))
+
+
+def test_bf16_computes_in_bf16_and_steps_in_fp32(tokenizer):
+    experience, found = make_experience(), {}
+    for precision in ("fp32", "bf16"):
+        config = make_config(update={"precision": precision, "learning_rate": 1e-7, "minibatches": 1})
+        updater = make_updater(tokenizer, config)
+        before = {name: p.detach().clone() for name, p in updater.policy.named_parameters()}
+        kept = []
+        record_steps(updater, kept)
+        updater.update(experience)
+        found[precision] = torch.cat([g.flatten() for g in kept[0].values()])
+        del updater._step
+        with torch.no_grad():
+            for name, p in updater.policy.named_parameters():
+                p.copy_(before[name])
+        updater.update(experience)
+        assert all(p.dtype == torch.float32 for p in updater.policy.parameters())
+        # AdamW's first step is the learning rate in size, far below what a weight in bf16 could take up
+        moved = [(p - before[name]).abs().max() for name, p in updater.policy.named_parameters()]
+        assert min(moved) > 0
+    difference = (found["bf16"] - found["fp32"]).norm() / found["fp32"].norm()
+    assert 1e-4 < difference < 0.1
+
+
+def test_the_first_minibatch_needs_no_old_logprobs(tokenizer, monkeypatch):
+    """It is scored by its own loss, ratio exactly 1; with rollout weights it has to be scored before."""
+    for sections, scored in (({}, 6), ({"off_policy": {"level": "token"}}, 12)):
+        updater = make_updater(tokenizer, make_config(**sections))
+        seen, inner = [], updater.score
+
+        def spy(policy, experience, micro_batches, seen=seen, inner=inner):
+            seen.extend(row for micro in micro_batches for row in micro.tolist())
+            return inner(policy, experience, micro_batches)
+
+        monkeypatch.setattr(updater, "score", spy)
+        experience = make_experience()
+        experience.loss_mask[2, 0] = True
+        metrics = updater.update(experience)
+        assert len(seen) == len(set(seen)) == scored
+        assert metrics["minibatch_1/ratio/min"] == metrics["minibatch_1/ratio/max"] == 1.0
+        assert metrics["minibatch_1/clip_fraction/low"] == metrics["minibatch_1/clip_fraction/high"] == 0.0
+        assert metrics["minibatch_2/ratio/max"] != 1.0
+        assert metrics["ratio/min"] == min(metrics["minibatch_1/ratio/min"], metrics["minibatch_2/ratio/min"])
+        assert 0 < metrics["mismatch/mean"] < metrics["mismatch/max"]
+
+
+def test_epochs_draw_their_order_anew_and_group_what_must_stay_together(tokenizer):
+    experience = make_experience()
+    updater = make_updater(tokenizer, make_config(update={"epochs": 2}))
+    rows = [part.tolist() for part in updater._minibatches(experience, 1)]
+    assert [len(part) for part in rows] == [6, 6, 6, 6]
+    assert sorted(rows[0] + rows[1]) == sorted(rows[2] + rows[3]) == list(range(B))
+    assert sorted(rows[0]) != sorted(rows[2])
+    assert [part.tolist() for part in updater._minibatches(experience, 1)] == rows
+    assert [part.tolist() for part in updater._minibatches(experience, 2)] != rows
+    grouped = make_updater(tokenizer, make_config("DPO"))._minibatches(experience, 1)
+    for part in grouped:
+        assert all(count == SIZE for count in experience.group_ids[part].unique(return_counts=True)[1])
 
 
 def test_what_does_not_count_is_inert(tokenizer):
     """Row 2 is left out of the loss: its tokens and its advantage change neither gradient nor loss."""
-    experience, rows = make_experience(), torch.arange(B)
     other = make_experience()
-    other.completions.completion_ids[2, 0] = 11
+    other.completions[2][:] = 11
     other.advantages[2] = 1e6
-    gradients = []
-    for each in (experience, other):
-        updater = make_updater(tokenizer, gk.GSPO(), micro_batch_size=4)
-        old_logprobs, _ = updater.score(each, [rows])
-        loss, _ = updater.accumulate(each, old_logprobs, rows, outer_count(gk.GSPO(), each.loss_mask))
-        gradients.append([loss, *(p.grad.clone() for p in updater.model.parameters())])
-    assert gradients[0][0] == gradients[1][0]
-    assert all(torch.equal(a, b) for a, b in zip(gradients[0][1:], gradients[1][1:], strict=True))
+    results = []
+    for experience in (make_experience(), other):
+        updater = make_updater(tokenizer, make_config())
+        metrics = updater.update(experience)
+        results.append([metrics, *(p.detach().clone() for p in updater.policy.parameters())])
+    assert results[0][0] == results[1][0]
+    assert all(torch.equal(a, b) for a, b in zip(results[0][1:], results[1][1:], strict=True))
+
+
+def test_completions_without_advantage_cost_nothing_unless_a_term_needs_them(tokenizer, monkeypatch):
+    """The gradient is that of all of them: the divisor counts what the forward pass leaves out."""
+    experience = make_experience()
+    experience.advantages[:6] = 0.0
+    counted = [row for row in range(B) if row != 2]
+    norms = []
+    for sections, expected in (
+        ({}, list(range(6, B))),
+        ({"update": {"entropy_coef": 1e-12}}, counted),
+        ({"name": "DRO"}, counted),
+    ):
+        updater = make_updater(tokenizer, make_config(**sections))
+        seen, inner = set(), updater.policy.forward
+
+        def spy(prompts, completions, *rest, seen=seen, inner=inner, **more):
+            seen.update(row for row in range(B) for c in completions if c is experience.completions[row])
+            return inner(prompts, completions, *rest, **more)
+
+        monkeypatch.setattr(updater.policy, "forward", spy)
+        metrics = updater.update(experience)
+        assert sorted(seen) == expected
+        norms.append(metrics["minibatch_1/grad_norm"])
+    assert norms[0] == pytest.approx(norms[1], rel=1e-3)
+
+
+def test_a_rollout_without_any_advantage_changes_nothing(tokenizer):
+    updater = make_updater(tokenizer, make_config())
+    before = [p.clone() for p in updater.policy.parameters()]
+    experience = make_experience()
+    experience.advantages[:] = 0.0
+    metrics = updater.update(experience)
+    assert metrics["loss"] == metrics["grad_norm"] == 0.0
+    assert all(torch.equal(a, b) for a, b in zip(before, updater.policy.parameters(), strict=True))
+
+
+def test_an_update_with_gradients_that_are_not_finite_is_left_out(tokenizer):
+    updater = make_updater(tokenizer, make_config())
+    before = [p.clone() for p in updater.policy.parameters()]
+    experience = make_experience()
+    experience.advantages[0] = torch.inf
+    metrics = updater.update(experience)
+    assert sorted(metrics[f"minibatch_{n}/updates_left_out"] for n in (1, 2)) == [0.0, 1.0]
+    assert all(torch.isfinite(p).all() for p in updater.policy.parameters())
+    assert any(not torch.equal(a, b) for a, b in zip(before, updater.policy.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("gradient_checkpointing", [False, True])
+def test_dropout_stays_off(tokenizer, gradient_checkpointing):
+    config = make_config(update={"gradient_checkpointing": gradient_checkpointing})
+    updater = make_updater(tokenizer, config, model=tiny_qwen3(tokenizer, attention_dropout=0.5))
+    scores = [updater.score(updater.policy, make_experience(), [torch.arange(B)]) for _ in range(2)]
+    assert torch.equal(scores[0].logprobs, scores[1].logprobs)
+    found = []
+    record_steps(updater, found)
+    updater.update(make_experience())
+    assert_same_gradients(found, plain_gradients(tokenizer, config, make_experience()))
+
+
+def test_adapters_are_trained_alone_and_switched_off_for_the_reference(tokenizer):
+    peft = pytest.importorskip("peft")
+    model = tiny_qwen3(tokenizer)
+    base = {name: p.clone() for name, p in model.named_parameters()}
+    lora = peft.get_peft_model(
+        model, peft.LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
+    )
+    config = make_config(kl={"beta": 1e-9}, update={"learning_rate": 0.1, "minibatches": 3})
+    updater = make_updater(
+        tokenizer, config, model=lora.get_base_model(), reference_mode=lora.disable_adapter
+    )
+    first, second = (updater.update(make_experience()) for _ in range(2))
+    # every minibatch of the first step but the first, and all of the second, are away from the base model
+    assert first["minibatch_1/kl/ref"] == pytest.approx(0.0, abs=1e-12)
+    assert min(first["minibatch_3/kl/ref"], second["minibatch_1/kl/ref"]) > 1e-6
+    for name, p in model.named_parameters():
+        if "lora" not in name:
+            assert torch.equal(p, base[name.replace(".base_layer", "")])
 
 
 def test_outer_count():
@@ -135,69 +364,14 @@ def test_outer_count():
 
 
 def test_learning_rate_rises_then_stays(tokenizer):
-    updater = make_updater(tokenizer, gk.GSPO(), warmup_updates=3, learning_rate=0.4)
-    rates = []
-    for _ in range(3):
-        rates.append(updater.update(make_experience())["learning_rate"])
+    config = make_config(update={"warmup_updates": 3, "learning_rate": 0.4})
+    updater = make_updater(tokenizer, config)
+    rates = [updater.update(make_experience())["learning_rate"] for _ in range(3)]
     assert rates == pytest.approx([0.3, 0.4, 0.4])
 
 
-def test_an_update_with_gradients_that_are_not_finite_is_left_out(tokenizer):
-    model = tiny_qwen3(tokenizer)
-    updater = make_updater(tokenizer, gk.GSPO(), model=model)
-    before = {name: p.clone() for name, p in model.named_parameters()}
-    experience = make_experience()
-    experience.advantages[0] = torch.inf
-    metrics = updater.update(experience)
-    assert metrics["updates_left_out"] > 0
-    left_out = [metrics[f"minibatch_{n}/updates_left_out"] for n in (1, 2)]
-    assert sorted(left_out) == [0.0, 1.0]
-    assert all(torch.isfinite(p).all() for p in model.parameters())
-    assert any(not torch.equal(p, before[name]) for name, p in model.named_parameters())
-
-
-def test_dropout_stays_off(tokenizer):
-    updater = make_updater(tokenizer, gk.GSPO(), model=tiny_qwen3(tokenizer, attention_dropout=0.5))
-    assert not updater.model.training
-    assert updater.update(make_experience())["minibatch_1/ratio/max"] == 1.0
-
-
-def test_completions_without_advantage_cost_nothing_and_still_count(tokenizer, monkeypatch):
-    """The gradient is that of all of them: the divisor counts what the forward pass leaves out."""
-    found = []
-    for skip in (True, False):
-        torch.manual_seed(0)
-        updater = make_updater(tokenizer, gk.GSPO())
-        experience = make_experience()
-        experience.advantages[:4] = 0.0
-        if not skip:
-            monkeypatch.setattr(updater, "_active", lambda e: torch.ones(B, dtype=torch.bool))
-        scored, inner = [], updater._hidden_and_labels
-
-        def spy(completions, rows, scored=scored, inner=inner):
-            scored.extend(rows.tolist())
-            return inner(completions, rows)
-
-        monkeypatch.setattr(updater, "_hidden_and_labels", spy)
-        metrics = updater.update(experience)
-        found.append((sorted(set(scored)), [metrics[f"minibatch_{n}/grad_norm"] for n in (1, 2)]))
-    assert found[0][0] == [4, 5, 6, 7]
-    assert found[1][0] == list(range(B))
-    assert found[0][1] == pytest.approx(found[1][1], rel=1e-3)
-
-
-def test_a_rollout_without_any_advantage_changes_nothing(tokenizer):
-    updater = make_updater(tokenizer, gk.GSPO())
-    before = [p.clone() for p in updater.model.parameters()]
-    experience = make_experience()
-    experience.advantages[:] = 0.0
-    metrics = updater.update(experience)
-    assert metrics["loss"] == metrics["grad_norm"] == 0.0
-    assert all(torch.equal(a, b) for a, b in zip(before, updater.model.parameters(), strict=True))
-
-
 def test_the_learning_rate_rises_and_then_falls_only_when_asked():
-    config = UpdateConfig(steps=2, minibatches=4, warmup_updates=3)
+    config = UpdateConfig(steps=2, minibatches=2, epochs=2, warmup_updates=3)
     rates = [learning_rate_factor(update, config) for update in range(8)]
     assert rates == [0.25, 0.5, 0.75, 1, 1, 1, 1, 1]
     falling = replace(config, learning_rate_decay="linear")
