@@ -93,7 +93,7 @@ class PolicyLoss(torch.nn.Module):
         if (self.correction is None) != (rollout_log_probs is None):
             made = "without" if self.correction is None else "with"
             raise ValueError(
-                "rollout_log_probs: OpenRLHF passes them with --algo.advantage.is_correction_level other than "
+                "rollout_log_probs: OpenRLHF passes them with --algo.advantage.is_correction_level not "
                 f"off, and this loss was made {made} a correction; set both or none"
             )
         if self.correction is not None and rollout_log_probs is not None:
