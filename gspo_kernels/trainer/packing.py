@@ -10,7 +10,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gspo_kernels.trainer.attention import attention_implementation, attention_masks, unwrapped
+from gspo_kernels.trainer.attention import (
+    Row,
+    attention_implementation,
+    attention_masks,
+    positions_of,
+    unwrapped,
+)
 from gspo_kernels.trainer.errors import ModelError
 from gspo_kernels.trainer.models import IGNORED
 
@@ -56,11 +62,11 @@ def packed_inputs(
     check_sequences(prompts, completions)
     pairs = list(zip(prompts, completions, strict=True))
     lengths = [len(prompt) + len(completion) - 1 for prompt, completion in pairs]
-    device = prompts[0].device
+    device, row = prompts[0].device, Row(0, lengths)
     shifted = [part for p, c in pairs for part in (p.new_full((len(p) - 1,), IGNORED), c)]
     inputs: dict[str, Any] = {
         "input_ids": torch.cat([part for p, c in pairs for part in (p, c[:-1])]).unsqueeze(0),
-        "position_ids": ranges([0] * len(lengths), lengths, device).unsqueeze(0),
+        "position_ids": positions_of([row], device),
         "shift_labels": torch.cat(shifted).unsqueeze(0),
         "cu_seqlens": offsets(lengths, device),
         "use_cache": False,
@@ -73,9 +79,7 @@ def packed_inputs(
     if "flash" in implementation:
         inputs |= {"cu_seq_lens_q": inputs["cu_seqlens"], "cu_seq_lens_k": inputs["cu_seqlens"]}
         return inputs | {"max_length_q": max(lengths), "max_length_k": max(lengths)}
-    branches = torch.arange(1, len(lengths) + 1).repeat_interleave(torch.tensor(lengths)).to(device)
-    mask = attention_masks(model, branches.unsqueeze(0), inputs["position_ids"], max(lengths))
-    return inputs | {"attention_mask": mask}
+    return inputs | {"attention_mask": attention_masks(model, [row], device)}
 
 
 def packed_hidden_states(model: Any, prompts: Sequence[Tensor], completions: Sequence[Tensor]) -> Packed:

@@ -15,7 +15,12 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from gspo_kernels.trainer.attention import attention_implementation, attention_masks
+from gspo_kernels.trainer.attention import (
+    Row,
+    attention_implementation,
+    attention_masks,
+    positions_of,
+)
 from gspo_kernels.trainer.errors import ModelError
 from gspo_kernels.trainer.packing import (
     Packed,
@@ -42,7 +47,7 @@ def shared_prefix_hidden_states(
     """Run the backbone over each prompt once, followed by all of its completions.
 
     Equal to running every completion behind its own copy of the prompt, values and gradients, up to rounding.
-    Groups are the rows of a batch, padded to the longest of T tokens; the mask has [groups, T, T] entries.
+    Groups are the rows of a batch, padded to the longest.
 
     Args:
         model: causal language model, plain, with a PEFT adapter, or wrapped (DDP); its own ``__call__`` runs.
@@ -65,22 +70,21 @@ def shared_prefix_hidden_states(
             f"{name} takes no mask, and a shared prompt needs one; load the model with "
             "attn_implementation='sdpa'"
         )
-    groups = [_Group(prompt, group) for prompt, group in zip(prompts, completions, strict=True)]
-    position_ids = pad_sequence([group.position_ids for group in groups], batch_first=True)
-    # Padding is a branch of its own.
-    branches = pad_sequence([group.branches for group in groups], batch_first=True, padding_value=-1)
-    longest = max(group.longest for group in groups)
+    device = prompts[0].device
+    pairs = list(zip(prompts, completions, strict=True))
+    rows = [Row(len(prompt), [len(completion) - 1 for completion in group]) for prompt, group in pairs]
+    tokens = [torch.cat([prompt, *(completion[:-1] for completion in group)]) for prompt, group in pairs]
     inputs = {
-        "input_ids": pad_sequence([group.input_ids for group in groups], batch_first=True),
-        "position_ids": position_ids,
-        "attention_mask": attention_masks(model, branches, position_ids, longest),
+        "input_ids": pad_sequence(tokens, batch_first=True),
+        "position_ids": positions_of(rows, device),
+        "attention_mask": attention_masks(model, rows, device),
     }
-    hidden = last_hidden_states(model, inputs).flatten(0, 1)
-    T = branches.shape[1]
-    predicting = torch.cat([group.predicting + number * T for number, group in enumerate(groups)])
+    hidden = last_hidden_states(model, inputs)
     each = [completion for group in completions for completion in group]
     return Packed(
-        hidden[predicting], torch.cat(each), offsets([len(completion) for completion in each], hidden.device)
+        hidden.flatten(0, 1)[_predicting(rows, hidden.shape[1], device)],
+        torch.cat(each),
+        offsets([len(completion) for completion in each], device),
     )
 
 
@@ -99,28 +103,16 @@ def check_shared_prefix(model: Any) -> None:
     )
 
 
-class _Group:
-    """A prompt and its completions as one row of T = P + sum(C_i - 1) tokens.
+def _predicting(rows: Sequence[Row], T: int, device: torch.device) -> Tensor:
+    """Return which of the [rows * T] positions predicts each completion token, [N].
 
-    Attributes:
-        input_ids, position_ids: [T].
-        branches: [T], 0 in the prompt, i + 1 in completion i.
-        predicting: [sum(C_i)], the position that predicts each completion token; the prompt's last one
-            predicts the first token of every completion.
-        longest: tokens of the longest sequence.
+    The prompt's last one predicts the first token of every completion, the completion's own all others.
     """
-
-    def __init__(self, prompt: Tensor, completions: Sequence[Tensor]) -> None:
-        device, P = prompt.device, len(prompt)
-        lengths = [len(completion) - 1 for completion in completions]
-        starts = offsets([P, *lengths]).tolist()[1:-1]
-        branches = torch.arange(len(lengths) + 1).repeat_interleave(torch.tensor([P, *lengths]))
-        self.input_ids = torch.cat([prompt, *(completion[:-1] for completion in completions)])
-        self.position_ids = ranges([0] + [P] * len(lengths), [P, *lengths], device)
-        self.branches = branches.to(device)
-        self.predicting = ranges(
-            [first for start in starts for first in (P - 1, start)],
-            [length for own in lengths for length in (1, own)],
-            device,
-        )
-        self.longest = P + max(lengths)
+    starts, lengths = [], []
+    for number, row in enumerate(rows):
+        first = number * T + row.prefix
+        for length in row.lengths:
+            starts += [number * T + row.prefix - 1, first]
+            lengths += [1, length]
+            first += length
+    return ranges(starts, lengths, device)

@@ -6,7 +6,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.functional import scaled_dot_product_attention
 
+from gspo_kernels.trainer.attention import Row, SegmentMask, dense_mask
 from gspo_kernels.trainer.errors import ModelError
 from gspo_kernels.trainer.packing import (
     check_packing,
@@ -191,6 +193,36 @@ def test_flash_attention_gets_the_offsets_and_no_mask(monkeypatch):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_check_accepts_what_is_exact(family):
     check_packing(build(family).train())
+
+
+ROWS = {
+    "packed": [Row(0, [3, 1, 6])],
+    "shared": [Row(4, [2, 0, 5]), Row(1, [3]), Row(2, [0, 1])],
+}
+
+
+@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
+@pytest.mark.parametrize("window", [None, 3])
+def test_a_segment_mask_is_the_dense_mask(rows, window):
+    mask = SegmentMask(rows, window, torch.device("cpu"))
+    dense = dense_mask(rows, window, torch.device("cpu"))
+    assert mask.shape == dense.shape
+    assert torch.equal(mask | False, dense)  # any operation but attention
+    shape = (len(rows), 2, dense.shape[-1], 4)
+    qkv = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    real = torch.zeros(shape)
+    for row, own in zip(rows, real, strict=True):
+        own[:, : row.tokens] = 1
+
+    def attend(qkv, mask):
+        output = scaled_dot_product_attention(*qkv, attn_mask=mask, scale=0.7)
+        (gradient,) = torch.autograd.grad((output.square() * real).sum(), qkv)
+        return [(output * real).detach(), gradient]
+
+    truth, plain, ours = attend(qkv.double(), dense), attend(qkv, dense), attend(qkv, mask)
+    for exact, same_dtype, mine in zip(truth, plain, ours, strict=True):
+        budget = 2 * (same_dtype - exact).norm() + torch.finfo(torch.float32).eps * exact.norm()
+        assert (mine - exact).norm() <= budget
 
 
 def recurrent(name):
