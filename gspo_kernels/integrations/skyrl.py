@@ -1,0 +1,256 @@
+"""SkyRL: the objectives of this package as policy losses of its registry.
+
+SkyRL scales advantages by its ``loss_reduction`` beforehand, and a policy loss is a plain sum. So every loss
+here aggregates by "sum", and objectives that are not proportional to their advantages don't fit.
+
+Call ``register_all`` (or ``register``) once in the script that starts the training; SkyRL's registry brings
+the losses to the workers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gspo_kernels import checks, objectives
+from gspo_kernels.integrations import configured
+from gspo_kernels.integrations.configured import Reads, read
+from gspo_kernels.integrations.errors import IntegrationError, require_package
+from gspo_kernels.integrations.hooks import check_objective, fitting_advantages
+from gspo_kernels.losses import policy_loss
+from gspo_kernels.objectives.base import Objective
+
+SUPPORTED = ">=0.3,<0.4"
+
+REDUCTIONS = {
+    "token_mean": "token_mean",
+    "token_mean_legacy": "token_mean",
+    "sequence_mean": "sequence_mean",
+    "seq_mean_token_sum_norm": "constant",
+}
+"""SkyRL's ``loss_reduction`` to this package's ``aggregation``; "prompt_mean" is none of ours."""
+
+UNBOUNDED = math.exp(20.0)
+"""The largest ratio that SkyRL's losses let through."""
+
+
+def _low(config: Any) -> float:
+    return float(read(config, "eps_clip_low"))
+
+
+def _high(config: Any) -> float:
+    return float(read(config, "eps_clip_high"))
+
+
+_CLIP: Reads = {"clip_low": _low, "clip_high": _high}
+_TAU: Reads = {
+    "tau_positive": lambda config: read(config, "sapo.tau_pos"),
+    "tau_negative": lambda config: read(config, "sapo.tau_neg"),
+}
+
+OPTIONS: dict[type[Objective], Reads] = {
+    objectives.ABCGRPO: {
+        "positive_low": _low,
+        "positive_high": _high,
+        "negative_low": _low,
+        "negative_high": _high,
+    },
+    objectives.CISPO: {
+        "min_ratio": lambda config: 1.0 - read(config, "cispo.cispo_eps_clip_low"),
+        "max_ratio": lambda config: 1.0 + read(config, "cispo.cispo_eps_clip_high"),
+    },
+    objectives.DHPO: _CLIP,
+    objectives.DPPO: {
+        "divergence": lambda config: read(config, "dppo.dppo_type").removeprefix("binary_"),
+        "bound_low": lambda config: read(config, "dppo.delta_low"),
+        "bound_high": lambda config: read(config, "dppo.delta_high"),
+        "max_ratio": lambda config: UNBOUNDED,
+    },
+    objectives.GMPO: {"log_clip_low": _low, "log_clip_high": _high},
+    objectives.GRPO: _CLIP,
+    objectives.GSPO: _CLIP,
+    objectives.GSPOToken: _CLIP,
+    objectives.SAPO: _TAU,
+    objectives.SSPO: _TAU,
+}
+"""What an objective (or one derived from it) reads from ``trainer.algorithm``, as SkyRL's own losses do."""
+
+
+@dataclass(frozen=True)
+class SkyRLPolicyLoss:
+    """A policy loss with the signature of SkyRL's registry.
+
+    Args:
+        name: under which it is registered, for messages.
+        objective: a class, whose options then come from the config of each call, or an instance, which is
+            taken as it is, but for the aggregation.
+
+    Raises:
+        IntegrationError: an objective that SkyRL can't serve; the message says why.
+    """
+
+    name: str
+    objective: type[Objective] | Objective
+
+    def __post_init__(self) -> None:
+        if isinstance(self.objective, type):
+            _summing(self.objective(aggregation="sum"))
+        else:
+            _summing(self.objective)
+
+    def __call__(
+        self,
+        log_probs: Tensor,
+        old_log_probs: Tensor,
+        advantages: Tensor,
+        config: Any,
+        loss_mask: Tensor | None = None,
+        rollout_logprobs: Tensor | None = None,
+    ) -> tuple[Tensor, dict[str, float]]:
+        """Sum over a micro-batch, and metrics.
+
+        Args:
+            log_probs, old_log_probs: [B, T]. Only ``log_probs`` receives a gradient.
+            advantages: [B, T], scaled by SkyRL's ``loss_reduction``; they may differ within a sequence only
+                where the objective takes one per token.
+            config: SkyRL's AlgorithmConfig: clip ranges (``OPTIONS``), ``loss_reduction`` for a warning, and
+                ``off_policy_correction``.
+            loss_mask: [B, T], bool or 0/1; None: all.
+            rollout_logprobs: [B, T] or None: of the engine that sampled. SkyRL's own correction makes weights
+                and a mask of them that multiply the loss, never the ratio.
+
+        Returns:
+            The loss, and floats: ``clip_ratio`` of tokens, SkyRL's metrics of the correction, ``ratio_mean``,
+            ``ratio_min``, ``ratio_max`` and ``active_fraction``.
+
+        Raises:
+            IntegrationError: a config that can't be served; the message says why.
+        """
+        checks.tensor("old_log_probs", old_log_probs, tuple(log_probs.shape), "[B, T]", log_probs.device)
+        reduction = read(config, "loss_reduction")
+        if REDUCTIONS.get(reduction) != self.objective.aggregation:
+            configured.warn_once(
+                f"{self.name}: SkyRL's advantages come scaled by loss_reduction={reduction!r}, while the "
+                f"objective aggregates by {self.objective.aggregation!r}"
+            )
+        objective = self._objective(config)
+        weights, corrections = _correction(config, log_probs, old_log_probs, loss_mask, rollout_logprobs)
+        output = policy_loss(
+            log_probs,
+            old_log_probs,
+            fitting_advantages(objective, advantages, loss_mask),
+            loss_mask=loss_mask,
+            rollout_weights=weights,
+            objective=objective,
+        )
+        values = {
+            "clip_ratio": output.metrics["clip_fraction/tokens"],
+            "ratio_mean": output.metrics["ratio/mean"],
+            "ratio_min": output.metrics["ratio/min"],
+            "ratio_max": output.metrics["ratio/max"],
+            "active_fraction": output.metrics["active_fraction"],
+        }
+        floats = torch.stack(list(values.values())).tolist()
+        return output.loss, {**dict(zip(values, floats, strict=True)), **corrections}
+
+    def _objective(self, config: Any) -> Objective:
+        if isinstance(self.objective, Objective):
+            return _summing(self.objective)
+        options = configured.read_options(self.objective, OPTIONS, config)
+        configured.warn_wide_range(self.name, self.objective, options, "eps_clip_low", "eps_clip_high")
+        return configured.build(self.name, self.objective, aggregation="sum", **options)
+
+
+def _summing(objective: Objective) -> Objective:
+    """The objective as a plain sum, if it is proportional to the advantages."""
+    checks.objective(objective, Objective)
+    whole: Any = dataclasses.replace(objective, aggregation="sum", aggregation_constant=None)
+    check_objective(whole, "SkyRL", divides_by=("one",))
+    if not whole.zero_advantage_is_inactive:
+        raise IntegrationError(
+            f"objective: {type(whole).__name__} is not proportional to its advantages, but SkyRL's carry the "
+            "divisor of the mean"
+        )
+    return whole  # type: ignore[no-any-return]
+
+
+def _correction(
+    config: Any,
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    loss_mask: Tensor | None,
+    rollout_logprobs: Tensor | None,
+) -> tuple[Tensor | None, dict[str, float]]:
+    """Weights of SkyRL's off-policy correction and its metrics; None where there is none."""
+    options = getattr(config, "off_policy_correction", None)
+    if rollout_logprobs is None or options is None:
+        return None, {}
+    theirs = _utilities("off_policy_correction_utils")
+    if not theirs.off_policy_correction_enabled(options):
+        return None, {}
+    ones = torch.ones_like(old_log_probs)
+    mask = ones if loss_mask is None else loss_mask
+    weights, kept, metrics = theirs.apply_off_policy_correction(
+        ones, old_log_probs, rollout_logprobs, mask, options
+    )
+    return torch.where(kept != 0, weights, 0.0), metrics
+
+
+def _losses() -> tuple[dict[str, SkyRLPolicyLoss], dict[str, str]]:
+    served, refused = {}, {}
+    for name, objective in configured.named_objectives().items():
+        try:
+            served[name] = SkyRLPolicyLoss(name, objective)
+        except IntegrationError as error:
+            refused[name] = str(error)
+    return served, refused
+
+
+LOSSES, REFUSED = _losses()
+"""All losses that SkyRL can serve, by name; and why it can't serve the others."""
+
+
+@functools.cache
+def _utilities(name: str) -> Any:
+    require_package("skyrl", SUPPORTED)
+    return importlib.import_module(f"skyrl.backends.skyrl_train.utils.{name}")
+
+
+def _registry() -> Any:
+    return _utilities("ppo_utils").PolicyLossRegistry
+
+
+def register(name: str, objective: Objective) -> SkyRLPolicyLoss:
+    """Register an objective of your own, or one with options that SkyRL's config has no words for.
+
+    Args:
+        name: for ``trainer.algorithm.policy_loss_type``; SkyRL refuses one that is taken.
+        objective: an instance; taken as it is, but for the aggregation, which is ``loss_reduction``'s.
+
+    Raises:
+        TypeError: not an instance of an objective.
+        IntegrationError: no SkyRL in ``SUPPORTED`` is installed, or it can't serve the objective.
+    """
+    loss = SkyRLPolicyLoss(name, checks.objective(objective, Objective))
+    _registry().register(name, loss)
+    return loss
+
+
+def register_all() -> None:
+    """Register ``LOSSES``: ``gk_gspo``, ``gk_dapo``, ...; those that are there already stay.
+
+    Raises:
+        IntegrationError: no SkyRL in ``SUPPORTED`` is installed.
+    """
+    registry = _registry()
+    there = set(registry.list_available())
+    for name, loss in LOSSES.items():
+        if name not in there:
+            registry.register(name, loss)
