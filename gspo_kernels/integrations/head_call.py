@@ -84,22 +84,23 @@ class HeadCall:
         self.own_forward = head.forward
         self.metrics: dict[str, Tensor] | None = None
         self._made_up = torch.empty(0)
+        self._returned: tuple[Tensor, ...] = ()
 
     def run(self, forward: Callable[[], Any]) -> tuple[Any, Tensor | None, Tensor, Tensor | None]:
         """(outputs of the model's ``forward``, loss or None, log-probs, entropy or None); labels' shape."""
-        with replaced_product(self.head, self._project, lambda output: self._made_up) as calls:
+        with replaced_product(self.head, self._product, lambda output: self._made_up) as calls:
             outputs = forward()
         if len(calls) != 1:
             raise IntegrationError(f"model: its forward calls the lm_head {len(calls)} times, expected once")
         if self.compare:
             self._compare_logits(outputs.logits)
-        loss, logprobs, *entropy = ((None,) if self.scores else ()) + calls[0]
-        if logprobs.dtype in LOW_PRECISION:
-            raise IntegrationError(
-                "model: a wrapper of its lm_head rounds log-probs (FSDP2: MixedPrecisionPolicy with "
-                "output_dtype); turn that off"
-            )
-        return outputs, loss, logprobs, entropy[0] if entropy else None
+        values = [exact(*pair) for pair in zip(self._returned, calls[0], strict=True)]
+        loss = None if self.scores else values.pop(0)
+        return outputs, loss, values[0], values[1] if len(values) > 1 else None
+
+    def _product(self, hidden: Tensor) -> tuple[Tensor, ...]:
+        self._returned = self._project(hidden)
+        return self._returned
 
     def _project(self, hidden: Tensor) -> tuple[Tensor, ...]:
         """What the head's module returns: (loss unless scoring, log-probs, entropy if computed)."""
@@ -148,6 +149,16 @@ class HeadCall:
                 f"logit_scale={self.lm_head.logit_scale:g} and softcap={self.lm_head.softcap}, read from its "
                 "config, do not describe it"
             )
+
+
+def exact(value: Tensor, seen: Tensor) -> Tensor:
+    """``value`` with the gradient of ``seen``, which is what a wrapper made of it.
+
+    FSDP2's MixedPrecisionPolicy rounds what a module returns to ``output_dtype``, and hooks on the rounded
+    tensors gather the weights for the backward. accelerate sets it, for the lm_head too, and no ratio of
+    log-probs would survive it.
+    """
+    return seen if seen.dtype == value.dtype else value.detach() + (seen - seen.detach())
 
 
 def _at_least_fp32(tensor: Tensor) -> Tensor:

@@ -31,6 +31,7 @@ require_package("trl", SUPPORTED)
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 from trl.trainer.utils import nanmax, nanmin  # noqa: E402
 
+from gspo_kernels.integrations.head_call import exact  # noqa: E402
 from gspo_kernels.integrations.lm_head import causal_lm_of  # noqa: E402
 from gspo_kernels.integrations.transformers import fuse_lm_head  # noqa: E402
 
@@ -211,15 +212,12 @@ class _Box:
         box = cls(arguments)
         returned = model(**inputs, boxed=box)
 
-        def exact(name: str) -> Any:
-            value, seen = getattr(box.output, name), getattr(returned, name)
-            if not isinstance(value, Tensor) or value.dtype == seen.dtype:
-                return seen if isinstance(value, Tensor) else value
-            return value.detach() + (seen - seen.detach())
+        def unrounded(name: str) -> Any:
+            value = getattr(box.output, name)
+            return exact(value, getattr(returned, name)) if isinstance(value, Tensor) else value
 
-        return SimpleNamespace(
-            **{name: exact(name) for name in ("loss", "logprobs", "entropy", "aux_loss", "metrics")}
-        )
+        names = ("loss", "logprobs", "entropy", "aux_loss", "metrics")
+        return SimpleNamespace(**{name: unrounded(name) for name in names})
 
 
 def _take_boxes(model: Any) -> None:

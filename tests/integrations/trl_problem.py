@@ -15,6 +15,8 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # rollout functions
 
 LETTERS = 40
 COMPLETION = 8
+# as many as one generation of two processes takes
+PROMPTS = ["ab", "bcd", "c", "dabc", "ea", "fgh", "hgfe", "aa"] * 2
 
 
 def save_model(folder: Path, seed: int = 0, **changes) -> str:
@@ -91,9 +93,7 @@ def make_trainer(kind, model, output, *, tool_tokens=False, peft_config=None, **
             model,
             reward,
             configuration(output, **options),
-            train_dataset=Dataset.from_dict(
-                {"prompt": ["ab", "bcd", "c", "dabc", "ea", "fgh", "hgfe", "aa"]}
-            ),
+            train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
             processing_class=tokenizer,
             rollout_func=Rollouts(tool_tokens),
             peft_config=peft_config,
