@@ -10,7 +10,7 @@ help:
 	@echo "make demo   environment, install, and a tiny model that learns with GSPO (minutes, CPU)"
 	@echo "make test   environment, install, all tests"
 	@echo "make lint   formatting, lint, types, import arrows"
-	@echo "make bench  CPU kernels and the loss from hidden states against naive PyTorch"
+	@echo "make bench  everyone's losses, judged, timed, in tables and plots (under ten minutes, CPU)"
 
 # torch comes first and pinned: the extension is compiled against it (hence no build isolation), and its own pins decide
 # everything below it. Users of the package are free to choose; see the ranges in pyproject.toml.
@@ -34,9 +34,8 @@ lint: $(READY)
 	$(BIN)/lint-imports
 
 bench: $(READY)
-	$(BIN)/python -m benchmarks.cpu_rows
-	$(BIN)/python -m benchmarks.hidden --shape 2048 32000 512 --dtypes fp32
-	$(BIN)/python -m benchmarks.fidelity
+	$(BIN)/python -m benchmarks run all --out runs/bench
+	$(BIN)/python -m benchmarks report --results runs/bench
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info gspo_kernels/_C*.so runs

@@ -1,7 +1,8 @@
-"""``python -m benchmarks.fidelity`` asks whether log-probs of bf16 models leave GSPO's clip decisions intact.
+"""The suite ``fidelity``: whether log-probs of bf16 models leave GSPO's clip decisions intact.
 
 GSPO clips 3e-4 below and 4e-4 above 1, so log s, the mean of logp - logp_old over a sequence, must be known
-better than that. Two measurements, both against fp64 on the same bf16 hidden states and weight:
+better than that. Two measurements, both against fp64 on the same bf16 hidden states and weight, of everyone
+who computes log-probs from hidden states:
 
 - *error of log s*: RMS over random sequences of the error of the mean log-prob;
 - *clip decisions*: share of sequences that the objective clips and fp64 doesn't, or the reverse. Sequences
@@ -12,34 +13,29 @@ How near a bound fp32 can decide follows from the data: a stored log-prob is off
 fp32 numbers there, and the mean of these halves, over new and old ones, is a sequence's *resolution*, up to
 5e-7. Sequences nearer than theirs have no side for anyone who stores log-probs in fp32, and do not count.
 A second table goes below that, to show where decisions do turn into coin tosses.
-
-"ours, float32" is the default of ``linear_token_logprobs`` and the losses; "input" rounds logits to bf16, as
-"bf16 logits" does in plain PyTorch (fp32 products rounded, which is what bf16 products are).
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
-import platform
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 import gspo_kernels as gk
 from benchmarks import problem as gspo
 from benchmarks.problem import Problem
+from benchmarks.registry import Missing, Options, entrants, suite
+from benchmarks.tables import aligned, number
 
 LENGTHS = (64, 256, 1024)
 BOUNDS = (math.log1p(-gspo.CLIP_LOW), math.log1p(gspo.CLIP_HIGH))
 BANDS = ((1e-6, 1e-5), (1e-5, 1e-4), (1e-4, 1e-3))
 BELOW = ((1e-8, 1e-7), (1e-7, 4e-7), (4e-7, 1e-6))
-OURS = "ours, float32"
+OURS = "ours, float32 logits"
 
 
 @dataclass(frozen=True)
@@ -65,28 +61,24 @@ class Drawn:
     resolution: Tensor
 
 
-def pool(rows: int, vocabulary: int, width: int) -> Problem:
+def pool(rows: int, vocabulary: int, width: int, device: torch.device | str = "cpu") -> Problem:
     """Rows that sequences are made of, with their exact log-probs."""
-    return gspo.draw(rows, vocabulary, width, 1, torch.bfloat16)
+    return gspo.draw("scoring", rows, vocabulary, width, 1, torch.bfloat16, device)
 
 
-def logprobs(rows: Problem) -> dict[str, Tensor]:
-    """[rows] log-probs of the pool by each path."""
-    hidden, labels = rows.hidden[0], rows.labels[0]
-    raised = F.linear(hidden.float(), rows.weight.float())
-
-    def plain(logits: Tensor) -> Tensor:
-        return logits.float().log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
-
-    def ours(logits_dtype: str) -> Tensor:
-        return gk.linear_token_logprobs(hidden, rows.weight, labels, logits_dtype=logits_dtype).logprobs
-
-    return {
-        OURS: ours("float32"),
-        "ours, input": ours("input"),
-        "fp32 logits": plain(raised),
-        "bf16 logits": plain(raised.bfloat16()),
-    }
+def logprobs(rows: Problem, options: Options) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """[rows] log-probs of the pool by everyone who can, and why the others can't."""
+    found, missing = {}, dict(options.without)
+    for one in entrants("scoring", (".*",), options, torch.bfloat16):
+        if one.name in missing:
+            continue
+        try:
+            found[one.name] = rows.call(one.get(options.device), rows.leaves())[0].float().cpu()
+        except Missing as reason:
+            missing[one.name] = str(reason)
+        except Exception as error:
+            missing[one.name] = f"{type(error).__name__}: {str(error).splitlines()[0][:300]}"
+    return found, missing
 
 
 def log_s_errors(rows: Problem, paths: dict[str, Tensor], sequences: int) -> dict[int, dict[str, float]]:
@@ -96,7 +88,7 @@ def log_s_errors(rows: Problem, paths: dict[str, Tensor], sequences: int) -> dic
     for length in LENGTHS:
         picked = torch.randint(rows.labels.numel(), (sequences, length), generator=generator)
         errors[length] = {
-            name: (values.double() - rows.logprobs[0])[picked].mean(1).square().mean().sqrt().item()
+            name: (values.double() - rows.logprobs[0].cpu())[picked].mean(1).square().mean().sqrt().item()
             for name, values in paths.items()
         }
     return errors
@@ -112,7 +104,7 @@ def draw(rows: Problem, count: int, length: int, nearest: float, farthest: float
     """Sequences on both sides of both bounds."""
     generator = torch.Generator().manual_seed(seed)
     picked = torch.randint(rows.labels.numel(), (count, length), generator=generator)
-    exact = rows.logprobs[0][picked]
+    exact = rows.logprobs[0].cpu()[picked]
     upper = torch.arange(count) % 2 == 0
     outside = torch.arange(count) // 2 % 2 == 0
     bound = torch.where(upper, BOUNDS[1], BOUNDS[0]).double()
@@ -148,13 +140,13 @@ def wrong(values: Tensor, drawn: Drawn) -> Tensor:
 def wrong_in_the_loss(rows: Problem, drawn: Drawn, nearest: int) -> Tensor:
     """The same of ``fused_linear_policy_loss`` itself, whose dHidden is zero where it clips."""
     near = drawn.distance.masked_fill(~drawn.counts, torch.inf).argsort()[:nearest]
-    hidden = rows.hidden[0][drawn.rows[near]].requires_grad_()
-    labels = rows.labels[0][drawn.rows[near]]
-    out = gk.fused_linear_policy_loss(
-        hidden, rows.weight, labels, drawn.old_logprobs[near], drawn.advantages[near]
-    )
+    first, weight = rows.inputs
+    picked = drawn.rows[near].to(first.device)
+    hidden = first[0][picked].requires_grad_()
+    terms = (drawn.old_logprobs[near].to(first.device), drawn.advantages[near].to(first.device))
+    out = gk.fused_linear_policy_loss(hidden, weight, rows.labels[0][picked], *terms)
     (grad,) = torch.autograd.grad(out.loss, hidden)
-    return (grad.flatten(1) == 0).all(1) != drawn.clipped[near]
+    return (grad.flatten(1) == 0).all(1).cpu() != drawn.clipped[near]
 
 
 @dataclass(frozen=True)
@@ -195,6 +187,7 @@ class Report:
         left_out: sequences drawn for ``counted`` but nearer than their resolution.
         resolution: largest of the sequences.
         in_the_loss: (wrong, sequences) of the fused loss on the nearest that count.
+        missing: who has no log-probs here, and why.
     """
 
     rows: int
@@ -206,12 +199,15 @@ class Report:
     left_out: int
     resolution: float
     in_the_loss: tuple[int, int]
+    missing: dict[str, str]
 
 
-def run(rows: int = 4096, vocabulary: int = 8192, width: int = 256, sequences: int = 10_200) -> Report:
+def run(
+    options: Options, rows: int = 4096, vocabulary: int = 8192, width: int = 256, sequences: int = 10_200
+) -> Report:
     """Everything, from fixed seeds."""
-    source = pool(rows, vocabulary, width)
-    paths = logprobs(source)
+    source = pool(rows, vocabulary, width, options.device)
+    paths, missing = logprobs(source, options)
     counted, below, left_out, resolution = [], [], 0, 0.0
     in_the_loss = (0, 0)
     for seed, length in enumerate(LENGTHS):
@@ -225,63 +221,34 @@ def run(rows: int = 4096, vocabulary: int = 8192, width: int = 256, sequences: i
         nearer = draw(source, sequences // 10, length, BELOW[0][0], BELOW[-1][1], 20 + seed)
         below += decisions(nearer, paths, BELOW, False)
     errors = log_s_errors(source, paths, 1024)
-    return Report(rows, vocabulary, width, errors, counted, below, left_out, resolution, in_the_loss)
+    return Report(rows, vocabulary, width, errors, counted, below, left_out, resolution, in_the_loss, missing)
 
 
 def table(report: Report) -> str:
     """Lines of text."""
-    names = list(next(iter(report.log_s.values())))
-    columns = "".join(f"{name:>15}" for name in names)
-    lines = [f"{'RMS error of log s':<36}{columns}"]
-    for length, errors in report.log_s.items():
-        lines.append(f"{f'{length} tokens':<36}" + "".join(f"{errors[name]:>15.1e}" for name in names))
-    for title, found in (
-        ("wrong clip decisions", report.counted),
-        ("nearer, shown but not counted", report.below),
-    ):
-        lines += ["", f"{title:<36}{columns}"]
-        for line in found:
-            where = f"{line.length} tokens, {line.nearest:.0e} to {line.farthest:.0e}"
-            shares = "".join(f"{line.wrong[name] / max(1, line.sequences):>15.2%}" for name in names)
-            lines.append(f"{where:<36}{shares}  of {line.sequences}")
-        total = sum(line.sequences for line in found)
-        shares = "".join(
-            f"{sum(line.wrong[name] for line in found) / max(1, total):>15.2%}" for name in names
-        )
-        lines.append(f"{'all':<36}{shares}  of {total}")
-    lines += [
-        "",
-        f"{report.left_out} sequences are nearer to the bound than the resolution of their stored log-probs "
-        f"(at most {report.resolution:.1e}) and do not count",
-        f"fused_linear_policy_loss itself, on the {report.in_the_loss[1]} nearest of {LENGTHS[0]} tokens: "
-        f"{report.in_the_loss[0]} wrong",
-    ]
-    return "\n".join(lines)
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.fidelity", description=(__doc__ or "").split("\n", 1)[0]
+    lengths = [f"{length} tokens" for length in report.log_s]
+    rows = [["RMS error of log s", *lengths, "wrong decisions", "nearer, not counted"]]
+    for name in next(iter(report.log_s.values())):
+        shares = [
+            sum(line.wrong[name] for line in found) / max(1, sum(line.sequences for line in found))
+            for found in (report.counted, report.below)
+        ]
+        errors = [number(errors[name], 2) for errors in report.log_s.values()]
+        rows.append([name, *errors, *(f"{share:.2%}" for share in shares)])
+    rows += [[name, f"missing: {reason}"] for name, reason in report.missing.items()]
+    counted = sum(line.sequences for line in report.counted)
+    wrong, near = report.in_the_loss
+    return (
+        f"{aligned(rows)}\n{counted} sequences counted; {report.left_out} more are nearer to the bound than "
+        f"the resolution of their stored log-probs (at most {report.resolution:.1e})\n"
+        f"fused_linear_policy_loss itself, on the {near} nearest of {LENGTHS[0]} tokens: {wrong} wrong"
     )
-    parser.add_argument("--rows", type=int, default=4096, help="of the pool that sequences are made of")
-    parser.add_argument("--vocabulary", type=int, default=8192)
-    parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--sequences", type=int, default=10_200)
-    parser.add_argument("--json", type=Path, help="also write device, versions and all figures to this file")
-    arguments = parser.parse_args(argv)
-    report = run(arguments.rows, arguments.vocabulary, arguments.width, arguments.sequences)
-    print(f"bf16, V={report.vocabulary}, H={report.width}, {report.rows} rows\n\n{table(report)}")
-    if arguments.json:
-        record = {
-            "benchmark": "fidelity",
-            "device": f"{platform.machine()} CPU, {torch.get_num_threads()} threads",
-            "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-            "torch": torch.__version__,
-            **asdict(report),
-        }
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(record, indent=1) + "\n")
 
 
-if __name__ == "__main__":
-    main()
+@suite("fidelity", "Errors of log s, and flipped clip decisions")
+def fidelity(options: Options) -> dict[str, Any]:
+    """bf16 hidden states and weight."""
+    sizes = (64, 50, 8, 60) if options.tiny else (4096, 8192, 256, 10_200)
+    report = run(options, *sizes)
+    print(f"bf16, V={report.vocabulary}, H={report.width}, {report.rows} rows\n{table(report)}")
+    return asdict(report)

@@ -1,133 +1,161 @@
-"""No time without a right answer: who computes a problem, and how far from fp64 it may be.
+"""No time without a right answer.
 
-``error <= 2 x the error of plain PyTorch whose logits have the same precision + one rounding of the largest
-value``, for loss, dHidden and dWeight, on the very problem that is timed. Plain PyTorch itself, and with it
-every budget, must stay below what the precision of the logits explains.
+``error <= 2 x the error of plain PyTorch at the same precision + one rounding of the largest value``, for
+loss and gradients (scoring: log-probs), on the very problem that is timed, against fp64. Plain PyTorch
+itself, and with it every budget, must stay below what the precision of the logits explains. A contestant that
+sums gradients in 16 bits is granted half a rounding for each of its sums: that is its own precision.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from benchmarks import problem as gspo
-from benchmarks.problem import Problem, Result
+from benchmarks.problem import Problem
+from benchmarks.registry import Contestant
 
 _LARGEST_LOGIT = 21.0
 """Seven standard deviations."""
-
-
-@dataclass(frozen=True)
-class Contestant:
-    """A forward and backward of a situation's problem.
-
-    Attributes:
-        name: how the table calls it.
-        situation: one of ``problem.SITUATIONS``.
-        logits: "float32" or "input": the plain PyTorch that it is held against.
-        call: problem -> result; None where it can't be had.
-        missing: why.
-        has_loss: False for the bare products.
-    """
-
-    name: str
-    situation: str
-    logits: str
-    call: Callable[[Problem], Result] | None
-    missing: str = ""
-    has_loss: bool = True
+_KEPT = 2**27
+"""Elements of fp64 gradients that are kept in memory."""
+_SINGLE = torch.finfo(torch.float32).eps
 
 
 @dataclass
-class Outcome:
-    """A line of the table.
+class Verdict:
+    """Largest absolute errors against fp64 and what was allowed, by name; infinite where one is missing."""
 
-    Attributes:
-        status: "right", "wrong", "refused" (the call raised) or "missing".
-        reason: why it has no time; for ours that has one, the schedule's own account.
-        errors, budgets: largest absolute errors of loss, dHidden, dWeight against fp64, and what was allowed.
-        first_seconds: of the call that was judged; it counts for nothing.
-        seconds: of each repeat.
-        to_floor: median over the faster floor's.
-    """
+    errors: dict[str, float]
+    allowed: dict[str, float]
 
-    name: str
-    situation: str
-    logits: str
-    status: str = "right"
-    reason: str = ""
-    errors: dict[str, float] = field(default_factory=dict)
-    budgets: dict[str, float] = field(default_factory=dict)
-    first_seconds: float = 0.0
-    seconds: list[float] = field(default_factory=list)
-    to_floor: float | None = None
+    @property
+    def share(self) -> float:
+        """The worst error as a share of what was allowed."""
+        return max((error / self.allowed[name] for name, error in self.errors.items()), default=math.inf)
+
+    @property
+    def complaint(self) -> str:
+        """What is wrong, empty if nothing."""
+        return "; ".join(
+            f"{name} is off by {error:.1e}, allowed {self.allowed[name]:.1e}"
+            for name, error in self.errors.items()
+            if not error <= self.allowed[name]
+        )
+
+
+def _distance(got: Tensor | None, wanted: Tensor) -> float:
+    if got is None or got.shape != wanted.shape:
+        return math.inf
+    found = (got.double() - wanted).abs().max().item() if wanted.numel() else 0.0
+    return math.inf if math.isnan(found) else found
 
 
 class Judge:
-    """Holds results of a problem against fp64."""
+    """Holds results of a padded problem against fp64."""
 
     def __init__(self, problem: Problem):
         self.problem, self.exact = problem, gspo.exact(problem)
-        self.exact_losses, _ = gspo.exact_losses(problem)
-        self._plain_errors: dict[str, dict[str, float]] = {}
+        self._plain: dict[str, tuple[dict[str, float], dict[str, float]]] = {}
+        self._rows: list[Tensor] = []
 
-    def judge(self, contestant: Contestant, outcome: Outcome) -> None:
-        """Fill in errors, budgets and status."""
-        if contestant.call is None:
-            outcome.status, outcome.reason = "missing", contestant.missing
-            return
-        start = time.perf_counter()
-        try:
-            result = contestant.call(self.problem)
-        except (ValueError, TypeError, RuntimeError) as error:
-            outcome.status, outcome.reason = "refused", f"{error}"
-            return
-        outcome.first_seconds = time.perf_counter() - start
-        outcome.errors, outcome.budgets = self._errors(result), self._budgets(contestant.logits)
-        if not contestant.has_loss:
-            del outcome.errors["loss"]
-        beyond = [
-            f"{name} is off by {error:.1e}, allowed {outcome.budgets[name]:.1e}"
-            for name, error in outcome.errors.items()
-            if not error <= outcome.budgets[name]
-        ]
-        if beyond:
-            outcome.status, outcome.reason = "wrong", "; ".join(beyond)
-
-    def _errors(self, result: Result) -> dict[str, float]:
-        """Largest absolute errors; infinite where something is missing; no dWeight for a frozen head."""
-        found = {}
-        for name in ("loss", "hidden", "weight"):
-            got, wanted = getattr(result, name), getattr(self.exact, name)
+    def verdict(
+        self, contestant: Contestant, result: Tensor | None, gradients: tuple[Tensor | None, ...]
+    ) -> Verdict:
+        """Judge a loss (scoring: log-probs) and the gradients of the leaves, in the contestant's layout."""
+        counted = self.problem.mask.bool()
+        exact, found = self.exact.loss, {}
+        assert exact is not None
+        if self.problem.task == "scoring":
+            got = result
+            if got is not None and contestant.layout != "packed":
+                got = got[counted] if got.shape == exact.shape else None
+            found["logprobs"] = _distance(got, exact[counted])
+        else:
+            found["loss"] = _distance(result, exact.mean())
+        for name, gradient in zip(self.problem.names, gradients, strict=True):
+            if name == "logits":
+                found[name] = self._logits(gradient, contestant.layout)
+                continue
+            wanted = self.exact.gradients.get(name)
             if wanted is None:
                 continue
-            comparable = got is not None and got.shape == wanted.shape
-            found[name] = got.double().sub_(wanted).abs_().max().item() if comparable else float("inf")
-        return found
-
-    def _plain(self, logits: str) -> dict[str, float]:
-        if logits not in self._plain_errors:
-            hidden, weight = gspo.leaves(self.problem)
-            losses = gspo.plain_losses(hidden, weight, self.problem, logits, native=False)
-            errors = self._errors(gspo.differentiate(losses.mean(), hidden, weight))
-            # in the mean, errors of sequences cancel by luck; their sizes don't
-            errors["loss"] = (losses.double() - self.exact_losses).abs().mean().item()
-            self._plain_errors[logits] = errors
-        return self._plain_errors[logits]
-
-    def _budgets(self, logits: str) -> dict[str, float]:
-        dtype, width = self.problem.weight.dtype, self.problem.hidden.shape[-1]
-        single = torch.finfo(torch.float32).eps
-        of_logits = _LARGEST_LOGIT * (
-            single * width**0.5 + (torch.finfo(dtype).eps if logits == "input" else single)
+            if name == "hidden" and contestant.layout == "packed":
+                wanted = wanted[counted]
+            found[name] = _distance(gradient, wanted)
+        errors, largest = self._of_plain(contestant.precision_for(self.problem.task))
+        return Verdict(
+            found,
+            {name: self._allowed(name, errors[name], largest[name], contestant) for name in found},
         )
-        budgets = {}
-        for name, error in self._plain(logits).items():
-            wanted = self.exact_losses if name == "loss" else getattr(self.exact, name)
-            rounding = single if name == "loss" else torch.finfo(dtype).eps
-            largest = wanted.abs().max().item()
-            budgets[name] = min(2 * error + rounding * largest, (4 * of_logits + rounding) * largest)
-        return budgets
+
+    def _logits(self, gradient: Tensor | None, layout: str) -> float:
+        logits = self.problem.inputs[0]
+        if gradient is not None and layout == "next":
+            gradient = gradient[:, :-1]
+        counted = self.problem.mask.bool().flatten()
+        shape = logits.shape if layout != "packed" else (int(counted.sum()), logits.shape[2])
+        if gradient is None or gradient.shape != shape:
+            return math.inf
+        flat = gradient.flatten(0, -2)
+        before = counted.cumsum(0) - counted.long()
+        worst = 0.0
+        for rows, wanted in self._logit_gradients():
+            got = flat[rows]
+            if layout == "packed":
+                wanted = wanted[counted[rows]]
+                start = int(before[rows.start])
+                got = flat[start : start + len(wanted)]
+            worst = max(worst, _distance(got, wanted))
+        return worst
+
+    def _logit_gradients(self) -> Iterator[tuple[slice, Tensor]]:
+        """fp64 dLogits by slices of rows; kept where they are few enough."""
+        logits = self.problem.inputs[0]
+        _, c = gspo.coefficients(self.problem, self.problem.logprobs)
+        slices = list(gspo.row_chunks(c.numel(), self.problem.vocabulary, logits.device))
+        if not self._rows and logits.numel() <= _KEPT:
+            self._rows = [gspo.logit_gradients(self.problem, rows, None, c) for rows in slices]
+        for index, rows in enumerate(slices):
+            yield rows, self._rows[index] if self._rows else gspo.logit_gradients(self.problem, rows, None, c)
+
+    def _of_plain(self, precision: str) -> tuple[dict[str, float], dict[str, float]]:
+        """Errors of plain PyTorch, and the largest values of the answer."""
+        if precision in self._plain:
+            return self._plain[precision]
+        answer, rows_of = gspo.plain(self.problem, precision)
+        exact = self.exact.loss
+        assert answer.loss is not None and exact is not None
+        name = "logprobs" if self.problem.task == "scoring" else "loss"
+        # in the mean, errors of sequences cancel by luck; their sizes don't
+        difference = (answer.loss.double() - exact).abs()
+        if name == "logprobs":
+            difference = difference * self.problem.mask
+        errors = {name: (difference.max() if name == "logprobs" else difference.mean()).item()}
+        largest = {name: (exact * self.problem.mask if name == "logprobs" else exact).abs().max().item()}
+        for key, wanted in self.exact.gradients.items():
+            errors[key], largest[key] = _distance(answer.gradients[key], wanted), wanted.abs().max().item()
+        if rows_of is not None:
+            errors["logits"] = largest["logits"] = 0.0
+            for rows, wanted in self._logit_gradients():
+                errors["logits"] = max(errors["logits"], _distance(rows_of(rows), wanted))
+                largest["logits"] = max(largest["logits"], wanted.abs().max().item())
+        self._plain[precision] = errors, largest
+        return self._plain[precision]
+
+    def _allowed(self, name: str, error: float, largest: float, contestant: Contestant) -> float:
+        dtype = self.problem.inputs[0].dtype
+        width = 0 if self.problem.task == "logits" else self.problem.inputs[0].shape[-1]
+        of_input = (
+            torch.finfo(dtype).eps if contestant.precision_for(self.problem.task) == "input" else _SINGLE
+        )
+        of_logits = _LARGEST_LOGIT * (_SINGLE * width**0.5 + of_input)
+        rounding = _SINGLE if name in ("loss", "logprobs") else torch.finfo(dtype).eps
+        budget = min(2 * error + rounding * largest, (4 * of_logits + rounding) * max(largest, 1e-30))
+        if name in ("hidden", "weight"):
+            budget += (contestant.roundings(self.problem) - 1) * rounding / 2 * largest
+        return budget

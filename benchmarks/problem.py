@@ -1,13 +1,15 @@
-"""A GSPO loss from hidden states to compute, its fp64 answer, and plain PyTorch's.
+"""Losses to compute, and their fp64 answers.
 
-Hidden states are standard normal and the weight is scaled so that logits have a standard deviation of 3.
-Tokens are drawn from the policy itself. Old log-probs put every sequence on the side of the clip range where
-its advantage can't be clipped, 5% from it: the noise of bf16 logits turns no gradient off, for anyone.
+Hidden states are standard normal and the weight is scaled so that logits have a standard deviation of 3; from
+logits, they are drawn so themselves. Tokens are drawn from the policy. Old log-probs put every sequence 5%
+from the clip range, on the side where its advantage can't be clipped unless the problem says that it is: the
+noise of bf16 logits turns no gradient on or off, for anyone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,166 +17,351 @@ import torch.nn.functional as F
 from torch import Tensor
 
 CLIP_LOW, CLIP_HIGH = 3e-4, 4e-4
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SITUATIONS = ("all active", "half inactive", "frozen head", "on-policy")
-_LOGITS_AT_ONCE = 2**24
 _DISTANCE = 0.05
+_GROUP = 4
 
 
 @dataclass(frozen=True)
 class Problem:
-    """B sequences of T tokens, all counted.
+    """B sequences of up to T tokens; packed, T is all there is and B is in ``cu_seqlens``.
 
     Attributes:
-        hidden: [B, T, H].
-        weight: [V, H], the same dtype.
+        task: one of ``registry.TASKS``.
+        inputs: (logits [B, T, V],) or (hidden [B, T, H], weight [V, H]), one dtype.
         labels: [B, T].
         old_logprobs: [B, T], fp32, or None: on-policy.
         advantages: [B], fp32.
+        mask: [B, T], fp32, 1 where a token counts; every sequence has one.
         logprobs: [B, T], fp64, of exactly these inputs.
         trains_weight: whether the weight receives a gradient.
+        cu_seqlens: [B + 1], int32, where tokens are packed.
     """
 
-    hidden: Tensor
-    weight: Tensor
+    task: str
+    inputs: tuple[Tensor, ...]
     labels: Tensor
     old_logprobs: Tensor | None
     advantages: Tensor
+    mask: Tensor
     logprobs: Tensor
     trains_weight: bool = True
+    cu_seqlens: Tensor | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What the leaves are called."""
+        return ("logits",) if self.task == "logits" else ("hidden", "weight")
+
+    @property
+    def vocabulary(self) -> int:
+        return self.inputs[-1].shape[-1 if self.task == "logits" else 0]
 
     def situation(self, name: str) -> Problem:
         """The same problem with every second advantage zero, a head without gradient, or on-policy."""
         if name == "half inactive":
-            return replace(self, advantages=self.advantages * (torch.arange(len(self.advantages)) % 2))
+            odd = torch.arange(len(self.advantages), device=self.advantages.device) % 2
+            return replace(self, advantages=self.advantages * odd)
         if name == "frozen head":
             return replace(self, trains_weight=False)
         return replace(self, old_logprobs=None) if name == "on-policy" else self
 
+    def layout(self, name: str) -> Problem:
+        """As it is ("padded"), without padding ("packed"), or with one more position ("next")."""
+        if name == "packed":
+            counted = self.mask.bool()
+            lengths = F.pad(counted.sum(1).cumsum(0), (1, 0)).int()
+            old = None if self.old_logprobs is None else self.old_logprobs[counted]
+            return replace(
+                self,
+                inputs=(self.inputs[0][counted], *self.inputs[1:]),
+                labels=self.labels[counted],
+                old_logprobs=old,
+                mask=self.mask[counted],
+                logprobs=self.logprobs[counted],
+                cu_seqlens=lengths,
+            )
+        if name == "next":
+            return replace(self, inputs=(F.pad(self.inputs[0], (0, 0, 0, 1)), *self.inputs[1:]))
+        return self
+
+    def leaves(self, copy: bool = False) -> tuple[Tensor, ...]:
+        """Fresh inputs for autograd, or copies to overwrite; the weight takes part where it is trained."""
+        first, *weight = (tensor.detach() for tensor in self.inputs)
+        first = first.clone() if copy else first
+        wants = self.task != "scoring"
+        return (
+            first.requires_grad_(wants),
+            *(tensor.requires_grad_(wants and self.trains_weight) for tensor in weight),
+        )
+
+    def call(self, compute: Callable[..., Tensor], leaves: tuple[Tensor, ...]) -> Tensor:
+        """The loss, or the log-probs where only they are wanted."""
+        if self.task == "scoring":
+            with torch.no_grad():
+                return compute(self, *leaves)
+        return compute(self, *leaves)
+
+    def finish(self, leaves: tuple[Tensor, ...], gradients: tuple[Tensor, ...]) -> None:
+        """What a step does with its gradients: nothing here."""
+
 
 @dataclass(frozen=True)
-class Result:
-    """What a contestant returns; ``loss`` is None for the bare products, ``weight`` for a frozen head."""
+class Answer:
+    """What is compared: [B] losses (or their mean) and gradients by leaf; for scoring, log-probs."""
 
     loss: Tensor | None
-    hidden: Tensor
-    weight: Tensor | None
+    gradients: dict[str, Tensor]
 
 
-def gspo(logprobs: Tensor, old_logprobs: Tensor | None, advantages: Tensor) -> Tensor:
+def gspo(logprobs: Tensor, old_logprobs: Tensor | None, advantages: Tensor, mask: Tensor) -> Tensor:
     """[B] losses: -min(s A, clip(s) A) with s = exp(mean_t(logp - logp_old)) (arXiv 2507.18071)."""
     old = logprobs.detach() if old_logprobs is None else old_logprobs
-    ratio = (logprobs - old).mean(-1).exp()
+    ratio = (((logprobs - old) * mask).sum(-1) / mask.sum(-1)).exp()
     clipped = ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
     return -torch.minimum(ratio * advantages, clipped * advantages)
 
 
-def plain_losses(hidden: Tensor, weight: Tensor, problem: Problem, logits: str, native: bool) -> Tensor:
-    """[B] losses as one writes them in PyTorch; statistics are at least fp32.
+def losses(problem: Problem, logprobs: Tensor) -> Tensor:
+    """[B] losses of a problem, given log-probs that autograd may follow."""
+    dtype = logprobs.dtype if logprobs.dtype == torch.float64 else torch.float32
+    return gspo(logprobs, problem.old_logprobs, problem.advantages.to(dtype), problem.mask.to(dtype))
+
+
+def coefficients(problem: Problem, logprobs: Tensor) -> tuple[Tensor, Tensor]:
+    """[B] losses and dLoss/dlogprobs of their mean, [B, T]."""
+    logprobs = logprobs.detach().requires_grad_()
+    found = losses(problem, logprobs)
+    (gradient,) = torch.autograd.grad(found.mean(), logprobs)
+    return found.detach(), gradient
+
+
+def picked(logits: Tensor, labels: Tensor) -> Tensor:
+    """The log-probs of labels, as one writes them in PyTorch."""
+    return logits.log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+
+
+def project(hidden: Tensor, weight: Tensor, precision: str, native: bool) -> Tensor:
+    """Logits in fp32 (fp64 for fp64 inputs).
 
     Args:
-        hidden, weight: those of the problem, which autograd follows.
-        problem: the rest.
-        logits: "input": 16-bit products are rounded to 16 bits, "float32": they stay as they are.
-        native: 16-bit operands enter a product that is to be rounded to 16 bits. Otherwise they are raised
-            and the product is rounded: the same precision, also where a CPU has no fast 16-bit products.
+        hidden, weight: one dtype, or the weight in fp32 already. precision: "input": 16-bit products are
+        rounded to 16 bits, "float32": they stay as they are. native: 16-bit operands enter a product that is
+        to be rounded to 16 bits. Otherwise they are raised and
+            the product is rounded: the same precision, also where a CPU has no fast 16-bit products.
     """
     dtype = hidden.dtype
-    if dtype != torch.float64 and not (native and logits == "input"):
-        hidden, weight = hidden.float(), weight.float()
-    scores = F.linear(hidden, weight)
-    if logits == "input":
-        scores = scores.to(dtype)
-    wide = scores if dtype == torch.float64 else scores.float()
-    chosen = wide.log_softmax(-1).gather(-1, problem.labels.unsqueeze(-1)).squeeze(-1)
-    return gspo(chosen, problem.old_logprobs, problem.advantages)
+    if dtype == torch.float64 or (native and precision == "input"):
+        return F.linear(hidden, weight).to(torch.promote_types(dtype, torch.float32))
+    logits = F.linear(hidden.float(), weight.float())
+    return logits.to(dtype).float() if precision == "input" else logits
 
 
-def leaves(problem: Problem) -> tuple[Tensor, Tensor]:
-    """Fresh hidden states and weight for autograd; the weight only takes part where it is trained."""
-    return (
-        problem.hidden.detach().requires_grad_(),
-        problem.weight.detach().requires_grad_(problem.trains_weight),
-    )
-
-
-def differentiate(loss: Tensor, hidden: Tensor, weight: Tensor) -> Result:
-    """The result of a loss that autograd knows."""
-    wanted = (hidden, weight) if weight.requires_grad else (hidden,)
-    gradients = torch.autograd.grad(loss, wanted)
-    return Result(loss.detach(), gradients[0], gradients[1] if weight.requires_grad else None)
-
-
-def plain(problem: Problem, logits: str, native: bool = True) -> Result:
-    """Naive PyTorch, forward and backward."""
-    hidden, weight = leaves(problem)
-    losses = plain_losses(hidden, weight, problem, logits, native)
-    return differentiate(losses.mean(), hidden, weight)
-
-
-def row_chunks(rows: int, vocabulary: int) -> Iterator[slice]:
-    """Slices of rows whose fp64 logits take 128 MiB."""
-    step = max(1, _LOGITS_AT_ONCE // vocabulary)
+def row_chunks(rows: int, vocabulary: int, device: torch.device) -> Iterator[slice]:
+    """Slices of rows whose fp64 logits take 256 MiB, on a GPU 2 GiB."""
+    step = max(1, 2 ** (25 if device.type == "cpu" else 28) // vocabulary)
     yield from (slice(start, min(start + step, rows)) for start in range(0, rows, step))
 
 
-def draw(tokens: int, vocabulary: int, width: int, sequences: int, dtype: torch.dtype) -> Problem:
-    """The problem of a shape, from a fixed seed."""
+def draw(
+    task: str,
+    tokens: int,
+    vocabulary: int,
+    width: int,
+    sequences: int,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    lengths: Sequence[int] | None = None,
+    advantages: Sequence[float] | None = None,
+    clipped: Sequence[bool] | None = None,
+) -> Problem:
+    """The problem of a shape, from a fixed seed.
+
+    Args:
+        tokens: B * T, padding included.
+        width: of hidden states; no matter from logits.
+        lengths: counted tokens of each sequence, the first of its T; default T.
+        advantages, clipped: of each sequence; default: both signs, and none clipped.
+    """
     if tokens % sequences:
         raise ValueError(f"{tokens} tokens are not {sequences} sequences of equal length")
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(tokens, width, generator=generator).to(dtype)
-    weight = torch.randn(vocabulary, width, generator=generator).mul_(3 / width**0.5).to(dtype)
-    labels = torch.empty(tokens, dtype=torch.int64)
-    logprobs = torch.empty(tokens, dtype=torch.float64)
+    device = torch.device(device)
+    generator = torch.Generator(device).manual_seed(0)
+    weight = torch.empty(0, 0, device=device)
+    if task == "logits":
+        first = torch.empty(tokens, vocabulary, dtype=dtype, device=device)
+        for rows in row_chunks(tokens, vocabulary, device):
+            part = torch.randn(first[rows].shape, generator=generator, device=device)
+            first[rows] = part.mul_(3)
+    else:
+        first = torch.randn(tokens, width, generator=generator, device=device).to(dtype)
+        weight = torch.randn(vocabulary, width, generator=generator, device=device)
+        weight = weight.mul_(3 / width**0.5).to(dtype)
+    labels = torch.empty(tokens, dtype=torch.int64, device=device)
+    logprobs = torch.empty(tokens, dtype=torch.float64, device=device)
     raised = weight.double()
-    for rows in row_chunks(tokens, vocabulary):
-        all_logprobs = (hidden[rows].double() @ raised.t()).log_softmax(-1)
-        labels[rows] = torch.multinomial(all_logprobs.exp(), 1, generator=generator).squeeze(1)
-        logprobs[rows] = all_logprobs.gather(1, labels[rows].unsqueeze(1)).squeeze(1)
+    for rows in row_chunks(tokens, vocabulary, device):
+        logits = first[rows].double() if task == "logits" else first[rows].double() @ raised.t()
+        every = logits.log_softmax(-1)
+        labels[rows] = torch.multinomial(every.exp(), 1, generator=generator).squeeze(1)
+        logprobs[rows] = every.gather(1, labels[rows].unsqueeze(1)).squeeze(1)
     shape = (sequences, tokens // sequences)
-    sign = 1.0 - 2.0 * (torch.arange(sequences) // 2 % 2)
-    advantages = sign * torch.linspace(0.5, 1.5, sequences)
-    noise = 0.02 * torch.randn(shape, generator=generator, dtype=torch.float64)
-    log_ratio = noise - noise.mean(1, keepdim=True) - _DISTANCE * sign.double().unsqueeze(1)
+    sizes = torch.tensor(lengths or [shape[1]] * sequences, device=device)
+    mask = (torch.arange(shape[1], device=device) < sizes.unsqueeze(1)).double()
+    index = torch.arange(sequences, device=device)
+    sign = 1.0 - 2.0 * (index // 2 % 2)
+    given = sign * torch.linspace(0.5, 1.5, sequences, device=device)
+    if advantages is not None:
+        given = torch.tensor(advantages, device=device)
+        sign = torch.where(given < 0, -1.0, 1.0)
+    beyond = torch.tensor(clipped or [False] * sequences, device=device)
+    noise = 0.02 * torch.randn(shape, generator=generator, dtype=torch.float64, device=device)
+    noise = noise - ((noise * mask).sum(1) / mask.sum(1)).unsqueeze(1)
+    log_ratio = noise + _DISTANCE * torch.where(beyond, sign, -sign).double().unsqueeze(1)
     logprobs = logprobs.view(shape)
+    inputs = (first.view(*shape, -1),) if task == "logits" else (first.view(*shape, -1), weight)
     return Problem(
-        hidden.view(*shape, width),
-        weight,
+        task,
+        inputs,
         labels.view(shape),
         (logprobs - log_ratio).float(),
-        advantages,
+        given.float(),
+        mask.float(),
         logprobs,
     )
 
 
-def logit_gradients(problem: Problem, rows: slice, raised: Tensor, coefficients: Tensor) -> Tensor:
-    """dLoss/dlogits of some rows, fp64 [n, V]: coefficient * (onehot - p)."""
-    hidden = problem.hidden.flatten(0, 1)[rows].double()
-    chunk = (hidden @ raised.t()).softmax(-1).neg_()
-    chunk.scatter_add_(1, problem.labels.flatten()[rows, None], torch.ones(chunk.shape[0], 1).double())
-    return chunk.mul_(coefficients[rows, None])
+def realistic(
+    task: str,
+    sequences: int,
+    longest: int,
+    vocabulary: int,
+    width: int,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    median: float = 0.25,
+    spread: float = 0.8,
+    without_variance: float = 0.4,
+    clipped_tokens: float = 0.15,
+) -> Problem:
+    """A batch as training meets it, from a fixed seed.
+
+    Args:
+        sequences: a multiple of the group size, 4.
+        longest: T; lengths are log-normal around ``median`` of it, cut off there.
+        spread: standard deviation of the logarithm of lengths.
+        without_variance: share of the groups whose advantages are all zero.
+        clipped_tokens: share of the counted tokens whose sequences are clipped.
+    """
+    generator = torch.Generator().manual_seed(1)
+    drawn = torch.randn(sequences, generator=generator) * spread + math.log(median * longest)
+    sizes = drawn.exp().round().clamp(1, longest).int().tolist()
+    groups = sequences // _GROUP
+    rewards = torch.randn(groups, _GROUP, generator=generator)
+    values = (rewards - rewards.mean(1, keepdim=True)) / rewards.std(1, keepdim=True)
+    values[torch.randperm(groups, generator=generator)[: round(without_variance * groups)]] = 0.0
+    advantages = values.flatten()
+    target, clipped, held = clipped_tokens * sum(sizes), [False] * sequences, 0
+    for index in torch.randperm(sequences, generator=generator).tolist():
+        # the nearest to the target that whole sequences allow, in this order
+        if advantages[index] != 0 and abs(held + sizes[index] - target) < abs(held - target):
+            clipped[index], held = True, held + sizes[index]
+    return draw(
+        task,
+        sequences * longest,
+        vocabulary,
+        width,
+        sequences,
+        dtype,
+        device,
+        sizes,
+        advantages.tolist(),
+        clipped,
+    )
 
 
-def exact_losses(problem: Problem) -> tuple[Tensor, Tensor]:
-    """[B] losses in fp64 and dLoss/dlogprobs of their mean, [B * T]."""
-    logprobs = problem.logprobs.clone().requires_grad_()
-    losses = gspo(logprobs, problem.old_logprobs, problem.advantages.double())
-    (coefficients,) = torch.autograd.grad(losses.mean(), logprobs)
-    return losses.detach(), coefficients.flatten()
+def about(problem: Problem) -> dict[str, float]:
+    """What a batch is like: padding, and tokens at zero advantage, clipped, with a gradient."""
+    _, gradient = coefficients(problem, problem.logprobs)
+    counted = problem.mask.sum()
+    idle = (problem.mask * (problem.advantages == 0).unsqueeze(1)).sum() / counted
+    active = (gradient != 0).sum() / counted
+    return {
+        "counted tokens": int(counted),
+        "padding": float(1 - counted / problem.mask.numel()),
+        "tokens at zero advantage": float(idle),
+        "clipped tokens": float(1 - idle - active),
+        "tokens with a gradient": float(active),
+    }
 
 
-def exact(problem: Problem) -> Result:
-    """The fp64 answer, with the gradient of log-softmax written out; a chunk of logits at a time."""
-    losses, coefficients = exact_losses(problem)
-    raised, hidden = problem.weight.double(), problem.hidden.flatten(0, 1)
-    grad_hidden = torch.zeros(hidden.shape, dtype=torch.float64)
-    grad_weight = torch.zeros_like(raised) if problem.trains_weight else None
-    for rows in row_chunks(len(hidden), len(raised)):
-        if not coefficients[rows].any():
+def logit_gradients(problem: Problem, rows: slice, raised: Tensor | None, c: Tensor) -> Tensor:
+    """dLoss/dlogits of some rows of the padded problem, fp64 [n, V]: c * (onehot - p)."""
+    part = problem.inputs[0].flatten(0, 1)[rows].double()
+    chunk = (part if raised is None else part @ raised.t()).softmax(-1).neg_()
+    ones = torch.ones(len(chunk), 1, dtype=torch.float64, device=chunk.device)
+    chunk.scatter_add_(1, problem.labels.flatten()[rows, None], ones)
+    return chunk.mul_(c.flatten()[rows, None])
+
+
+def exact(problem: Problem) -> Answer:
+    """The fp64 answer but for dLogits, which ``logit_gradients`` gives a chunk at a time."""
+    if problem.task == "scoring":
+        return Answer(problem.logprobs, {})
+    found, c = coefficients(problem, problem.logprobs)
+    if problem.task == "logits":
+        return Answer(found, {})
+    first, raised = problem.inputs[0].flatten(0, 1), problem.inputs[1].double()
+    hidden = torch.zeros(first.shape, dtype=torch.float64, device=first.device)
+    weight = torch.zeros_like(raised) if problem.trains_weight else None
+    for rows in row_chunks(len(first), len(raised), first.device):
+        if not c.flatten()[rows].any():
             continue
-        chunk = logit_gradients(problem, rows, raised, coefficients)
-        torch.mm(chunk, raised, out=grad_hidden[rows])
-        if grad_weight is not None:
-            grad_weight.addmm_(chunk.t(), hidden[rows].double())
-    return Result(losses.mean(), grad_hidden.view(problem.hidden.shape), grad_weight)
+        chunk = logit_gradients(problem, rows, raised, c)
+        torch.mm(chunk, raised, out=hidden[rows])
+        if weight is not None:
+            weight.addmm_(chunk.t(), first[rows].double())
+    gradients = {"hidden": hidden.view(problem.inputs[0].shape)}
+    return Answer(found, gradients | ({} if weight is None else {"weight": weight}))
+
+
+def plain(problem: Problem, precision: str) -> tuple[Answer, Callable[[slice], Tensor] | None]:
+    """What plain PyTorch gives, a chunk of rows at a time: the measure of what a precision may cost.
+
+    Returns:
+        The answer but for dLogits, and those of some rows as a function of the slice.
+    """
+    first, *others = problem.inputs
+    rows_of, labels = first.flatten(0, 1), problem.labels.flatten()
+    raised = others[0].detach().float().requires_grad_(problem.trains_weight) if others else None
+
+    def scores(part: Tensor, rows: slice) -> Tensor:
+        if raised is not None:
+            return picked(project(part, raised, precision, native=False), labels[rows])
+        return picked(part if precision == "input" else part.float(), labels[rows]).float()
+
+    chunks = list(row_chunks(len(rows_of), problem.vocabulary, first.device))
+    with torch.no_grad():
+        logprobs = torch.cat([scores(rows_of[rows], rows) for rows in chunks]).view(problem.labels.shape)
+    if problem.task == "scoring":
+        return Answer(logprobs, {}), None
+    found, c = coefficients(problem, logprobs)
+
+    def gradient(rows: slice) -> tuple[Tensor, ...]:
+        part = rows_of[rows].detach().requires_grad_()
+        wanted = (part, raised) if raised is not None and problem.trains_weight else (part,)
+        with torch.enable_grad():
+            return torch.autograd.grad(scores(part, rows), wanted, c.flatten()[rows])
+
+    if raised is None:
+        return Answer(found, {}), lambda rows: gradient(rows)[0]
+    hidden, weight = torch.empty_like(rows_of), None
+    for rows in chunks:
+        hidden[rows], *rest = gradient(rows)
+        if rest:
+            weight = rest[0] if weight is None else weight.add_(rest[0])
+    gradients = {"hidden": hidden.view(first.shape)}
+    if weight is not None:
+        gradients["weight"] = weight.to(others[0].dtype)
+    return Answer(found, gradients), None

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.schedules`` times every schedule over a grid of shapes, and the cost model's choice.
+"""The suite ``schedules``: every schedule over a grid of shapes, and the cost model's choice.
 
 Each case runs all schedules that are exact for GSPO with the head trained or frozen, forward and backward, in
 turn. "auto / best" is what the cost model's choice costs over the fastest; "model / measured" tells how well
@@ -7,21 +7,16 @@ the model knows the machine's rates, which don't matter to the choice, only thei
 
 from __future__ import annotations
 
-import argparse
-import json
-import platform
 import statistics
-import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 
 import gspo_kernels as gk
 from benchmarks import problem as gspo
-from benchmarks.hidden import versions
+from benchmarks.measure import Entrant, rounds
+from benchmarks.registry import Contestant, Options, suite
 from gspo_kernels.schedule import SCHEDULES
 
 
@@ -64,42 +59,38 @@ GRID = [
 ]
 
 
-def measure(case: Case, repeats: int) -> Case:
+def measure(case: Case, repeats: int, device: torch.device) -> Case:
     """Fill in the times of a case."""
-    problem = gspo.draw(
-        case.sequences * case.length, case.vocabulary, case.width, case.sequences, torch.float32
-    )
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    tokens = case.sequences * case.length
+    problem = gspo.draw("hidden", tokens, case.vocabulary, case.width, case.sequences, dtype, device)
     if case.frozen:
         problem = problem.situation("frozen head")
     if case.inactive:
         problem = problem.situation("half inactive")
+    terms = (problem.labels, problem.old_logprobs, problem.advantages)
 
     def options(schedule: str) -> dict[str, Any]:
         return {"schedule": schedule, "max_chunk_bytes": case.chunk_rows * case.vocabulary * 4}
 
-    def arguments() -> tuple[Any, ...]:
-        return (*gspo.leaves(problem), problem.labels, problem.old_logprobs, problem.advantages)
+    def entrant(schedule: str) -> Entrant:
+        def call(problem: Any, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            return gk.fused_linear_policy_loss(hidden, weight, *terms, **options(schedule)).loss
 
-    def run(schedule: str) -> None:
-        hidden, weight, *rest = arguments()
-        loss = gk.fused_linear_policy_loss(hidden, weight, *rest, **options(schedule)).loss
-        gspo.differentiate(loss, hidden, weight)
+        return Entrant(Contestant(schedule, ("hidden",), lambda device: call), problem, call)
 
-    plan = gk.explain_schedule(*arguments(), **options("auto"))
+    plan = gk.explain_schedule(*problem.leaves(), *terms, **options("auto"))
     case.chosen, case.predicted = plan.schedule, plan.seconds
-    times: dict[str, list[float]] = {}
+    running = []
     for name in ("auto", *SCHEDULES):
         try:
-            run(name)
-            times[name] = []
+            one = entrant(name)
+            one.once(device)
+            running.append(one)
         except ValueError as error:
             case.refused[name] = str(error)
-    for repeat in range(repeats):
-        for name in list(times)[:: 1 if repeat % 2 else -1]:
-            start = time.perf_counter()
-            run(name)
-            times[name].append(time.perf_counter() - start)
-    case.seconds = {name: statistics.median(found) for name, found in times.items()}
+    times, _ = rounds(running, {}, repeats, device)
+    case.seconds = {one.name: statistics.median(t[one.name]["both"] for t in times) for one in running}
     return case
 
 
@@ -112,35 +103,15 @@ def line(case: Case) -> str:
     return f"{shape}  {kind:<8}{case.chosen:<10}{case.best:<10}{case.loss:>6.2f}{model:>7.2f}  {times}"
 
 
-def main(argv: Sequence[str] | None = None) -> list[Case]:
-    """Run the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.schedules", description=(__doc__ or "").split("\n", 1)[0]
-    )
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--cases", type=int, nargs="+", help="indices into the grid; default: all")
-    parser.add_argument("--json", type=Path, help="also write device, versions and all times there")
-    given = parser.parse_args(argv)
-    grid = GRID if given.cases is None else [GRID[i] for i in given.cases]
+@suite("schedules", "The cost model's choice against every schedule", everything=False)
+def schedules(options: Options) -> dict[str, Any]:
+    """36 shapes."""
     print("sequences      V     H  rows          chosen    best      auto/best  model/measured  ms")
     cases = []
-    for case in grid:
-        cases.append(measure(case, given.repeats))
-        print(line(case), flush=True)
+    for case in GRID[:1] if options.tiny else GRID:
+        cases.append(measure(replace(case, seconds={}, refused={}), options.repeats or 5, options.device))
+        print(line(cases[-1]), flush=True)
     worst = max(cases, key=lambda case: case.loss)
     print(f"worst choice: {worst.loss:.2f} of the best's time; {line(worst)}")
-    if given.json:
-        record = {
-            "benchmark": "schedules",
-            "device": f"{platform.machine()} CPU, {torch.get_num_threads()} threads",
-            "versions": versions(),
-            "repeats": given.repeats,
-            "cases": [asdict(case) for case in cases],
-        }
-        given.json.parent.mkdir(parents=True, exist_ok=True)
-        given.json.write_text(json.dumps(record, indent=1) + "\n")
-    return cases
-
-
-if __name__ == "__main__":
-    main()
+    found = [{**asdict(case), "best": case.best, "loss": case.loss} for case in cases]
+    return {"grid": found, "median_loss": statistics.median(case.loss for case in cases), "worst": worst.loss}

@@ -4,10 +4,11 @@ An access counts where its mask lets it through. That says what the kernels ask 
 of a row is served by a cache is for a device to measure.
 """
 
-import contextlib
+import importlib
 import math
+import sys
+from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -17,6 +18,9 @@ from gspo_kernels import kernels
 from gspo_kernels.kernels import scoring
 from gspo_kernels.types import ClippedSequenceRatio, LogitTransform
 
+sys.path.append(str(Path(__file__).parent.parent.parent))
+counted = importlib.import_module("benchmarks.traffic").counted
+
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="accesses are counted under the interpreter"
 )
@@ -25,52 +29,6 @@ GSPO = ClippedSequenceRatio(math.log(1 - 3e-4), math.log(1 + 4e-4), math.inf, Fa
 PLAIN = LogitTransform()
 IGNORE = -100
 V = 4096 * 2 + 77
-
-
-class Traffic:
-    """Reads and writes per element of the tensors that it watches."""
-
-    def __init__(self, *tensors):
-        self.tensors = tensors
-        self.reads = [torch.zeros(tensor.numel(), dtype=torch.int64) for tensor in tensors]
-        self.writes = [torch.zeros(tensor.numel(), dtype=torch.int64) for tensor in tensors]
-
-    def record(self, counts, pointers, mask):
-        addresses = np.broadcast_to(pointers.data, np.broadcast_shapes(pointers.data.shape, mask.data.shape))
-        addresses = addresses[np.broadcast_to(mask.data, addresses.shape).astype(bool)].astype(np.int64)
-        for tensor, count in zip(self.tensors, counts, strict=True):
-            start, size = tensor.data_ptr(), tensor.element_size()
-            inside = addresses[(addresses >= start) & (addresses < start + tensor.numel() * size)]
-            count += torch.from_numpy(np.bincount((inside - start) // size, minlength=tensor.numel()))
-
-    def per_row(self, counts, index):
-        """One number per row where all its elements have the same count, otherwise an error."""
-        rows = counts[index].view(-1, self.tensors[index].shape[-1])
-        assert (rows == rows[:, :1]).all()
-        return rows[:, 0].tolist()
-
-
-@contextlib.contextmanager
-def counted(*tensors):
-    from triton.runtime import interpreter
-
-    traffic = Traffic(*tensors)
-
-    class Counting(type(interpreter.interpreter_builder)):
-        def create_masked_load(self, pointers, mask, *rest):
-            traffic.record(traffic.reads, pointers, mask)
-            return super().create_masked_load(pointers, mask, *rest)
-
-        def create_masked_store(self, pointers, value, mask, *rest):
-            traffic.record(traffic.writes, pointers, mask)
-            return super().create_masked_store(pointers, value, mask, *rest)
-
-    builder = interpreter.interpreter_builder
-    plain, builder.__class__ = builder.__class__, Counting
-    try:
-        yield traffic
-    finally:
-        builder.__class__ = plain
 
 
 @pytest.fixture(params=(torch.bfloat16, torch.float32))

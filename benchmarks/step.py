@@ -1,0 +1,141 @@
+"""One training step of a small model: backbone, loss, backward, optimizer, with each contestant's loss."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks import problem as gspo
+from benchmarks.judge import Verdict
+from benchmarks.measure import Case, run_cases
+from benchmarks.problem import Problem
+from benchmarks.registry import Contestant, Options, suite
+
+
+@dataclass
+class Step:
+    """A model, a batch, and what a ``Problem`` offers to those who measure; leaves are the parameters."""
+
+    model: Any
+    optimizer: Any
+    ids: Tensor
+    inner: Problem
+
+    task = "hidden"
+
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        return (self.model.lm_head.weight,)
+
+    def layout(self, name: str) -> Step:
+        if name != "padded":
+            raise ValueError(f"a step has no layout {name!r}")
+        return self
+
+    def leaves(self, copy: bool = False) -> tuple[Tensor, ...]:
+        return tuple(self.model.parameters())
+
+    def call(self, compute: Callable[..., Tensor], leaves: tuple[Tensor, ...]) -> Tensor:
+        hidden = self.model.model(input_ids=self.ids, use_cache=False).last_hidden_state[:, :-1]
+        return compute(self.inner, hidden, self.model.lm_head.weight)
+
+    def finish(self, leaves: tuple[Tensor, ...], gradients: tuple[Tensor | None, ...]) -> None:
+        """The optimizer's step; its learning rate is 0, so that every round computes the same."""
+        for leaf, gradient in zip(leaves, gradients, strict=True):
+            leaf.grad = gradient
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+
+def naive(problem: Problem, hidden: Tensor, weight: Tensor) -> Tensor:
+    """[B] losses: what the errors of a step are measured with, and against in fp64."""
+    logits = gspo.project(hidden, weight, "input", native=False)
+    return gspo.losses(problem, gspo.picked(logits, problem.labels))
+
+
+class StepJudge:
+    """Holds a step's loss and gradients against the same model in fp64."""
+
+    def __init__(self, step: Step):
+        exact = replace(step, model=copy.deepcopy(step.model).double())
+        self.exact, self.plain = self._run(exact), self._run(step)
+        self.names = [name for name, _ in step.model.named_parameters()]
+
+    @staticmethod
+    def _run(step: Step) -> tuple[Tensor, ...]:
+        leaves = step.leaves()
+        losses = step.call(naive, leaves)
+        return (losses.detach(), *torch.autograd.grad(losses.mean(), leaves))
+
+    def verdict(self, contestant: Contestant, loss: Tensor, gradients: tuple[Tensor, ...]) -> Verdict:
+        """Of the loss and of the parameter that is worst."""
+        found = {}
+        for name, got, plain, exact in zip(
+            ("loss", *self.names), (loss, *gradients), self.plain, self.exact, strict=True
+        ):
+            rounding = torch.finfo(torch.float32 if name == "loss" else plain.dtype).eps
+            errors = (plain.double() - exact).abs()
+            # in the mean, errors of sequences cancel by luck; their sizes don't
+            usual = errors.mean() if name == "loss" else errors.max()
+            target = exact.mean() if name == "loss" else exact
+            error = (got.double() - target).abs().max().item()
+            found[name] = error, float(2 * usual + rounding * exact.abs().max().clamp_min(1e-12))
+        worst = max(self.names, key=lambda name: found[name][0] / found[name][1])
+        kept = {name: found[name] for name in ("loss", worst)}
+        return Verdict({n: e for n, (e, _) in kept.items()}, {n: a for n, (_, a) in kept.items()})
+
+
+def make(B: int, T: int, V: int, H: int, layers: int, device: torch.device, dtype: torch.dtype) -> Step:
+    """A Qwen3 with random weights, and tokens drawn at random: its loss is what a step computes."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=V, hidden_size=H, intermediate_size=3 * H, num_hidden_layers=layers,
+        num_attention_heads=max(1, H // 64), num_key_value_heads=max(1, H // 128), head_dim=min(64, H),
+        tie_word_embeddings=False, max_position_embeddings=T + 1,
+    )  # fmt: skip
+    model = Qwen3ForCausalLM(config).to(device, dtype).train()
+    ids = torch.randint(V, (B, T + 1), device=device)
+    sign = (1.0 - 2.0 * (torch.arange(B, device=device) % 2)).double()
+    with torch.no_grad():
+        hidden = copy.deepcopy(model).double().model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
+        logprobs = gspo.picked(hidden @ model.lm_head.weight.double().t(), ids[:, 1:])
+    ones = torch.ones(B, T, device=device)
+    old = (logprobs + 0.05 * sign.unsqueeze(1)).float()
+    inner = Problem("hidden", (), ids[:, 1:].contiguous(), old, sign.float(), ones, logprobs)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0)
+    return Step(model, optimizer, ids, inner)
+
+
+@suite("step", "One training step of a small model")
+def step(options: Options) -> dict[str, Any]:
+    """Qwen3 with random weights, AdamW; everything but the loss is the same for all."""
+    on_cpu = options.device.type == "cpu"
+    B, T, V, H, layers = (8, 128, 32000, 256, 4) if on_cpu else (16, 1024, 151936, 1024, 12)
+    if options.tiny:
+        B, T, V, H, layers = 2, 8, 300, 64, 1
+    dtype = "fp32" if on_cpu else "bf16"
+    shape = {"dtype": dtype, "sequences": B, "length": T, "V": V, "H": H, "layers": layers}
+    wanted = (
+        "naive PyTorch",
+        "torch.compile.*",
+        "TRL.*",
+        "Liger.*",
+        "ours, auto",
+        "CCE, unfiltered",
+        "verl.*",
+    )
+    case = Case(
+        "step",
+        lambda device: make(B, T, V, H, layers, device, gspo.DTYPES[dtype]),
+        shape,
+        wanted,
+        judge=StepJudge,
+    )
+    return {"cases": run_cases([case], options)}

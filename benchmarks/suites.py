@@ -1,0 +1,252 @@
+"""The suites that time contestants on one problem each: from logits, from hidden states, and sweeps."""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from benchmarks import problem as gspo
+from benchmarks.measure import Case, run_cases
+from benchmarks.problem import Problem
+from benchmarks.registry import Options, suite
+
+PRODUCTS = {"logits": 1.0, "dHidden": 1.0, "dWeight": 1.0}
+THREE_PRODUCTS = "the three products"
+# Everyone but our own variants, of which each case names those that it is about.
+OTHERS = r"(?!ours).*"
+HALF = (r"ours, auto", r"ours, auto, skip .*", r"naive PyTorch", r"ours, auto, 16-bit logits")
+
+
+def shape_of(B: int, T: int, V: int, H: int | None, dtype: str) -> dict[str, Any]:
+    """What tables say of a problem."""
+    shape: dict[str, Any] = {"dtype": dtype, "sequences": B, "length": T, "V": V}
+    return shape if H is None else {**shape, "H": H}
+
+
+def _drawn(
+    task: str, B: int, T: int, V: int, H: int, dtype: str, situation: str = "all active"
+) -> Callable[[torch.device], Problem]:
+    def make(device: torch.device) -> Problem:
+        drawn = gspo.draw(task, B * T, V, H, B, gspo.DTYPES[dtype], device)
+        return drawn.situation(situation)
+
+    return make
+
+
+def _case(
+    task: str,
+    name: str,
+    size: Sequence[int],
+    dtype: str,
+    wanted: Sequence[str],
+    situation: str = "all active",
+    floor: dict[str, float] | None = None,
+    floor_name: str = "",
+    repeats: int = 5,
+) -> Case:
+    B, T, V, H = size
+    make = _drawn(task, B, T, V, H, dtype, situation)
+    shape = shape_of(B, T, V, None if task == "logits" else H, dtype)
+    return Case(name, make, shape, wanted, floor or {}, floor_name, repeats)
+
+
+# --- from logits
+
+
+@suite("logits", "Loss and gradient from logits")
+def logits(options: Options) -> dict[str, Any]:
+    """Forward, backward and both; the floor is the least traffic at the rate of a plain copy."""
+    size = (8, 128, 32000, 0) if options.device.type == "cpu" else (16, 1024, 151936, 0)
+    size = (2, 8, 300, 0) if options.tiny else size
+    dtypes = ("fp32", "bf16") if options.device.type == "cpu" else ("bf16", "fp32")
+    everyone, few = (OTHERS, r"ours, (?!packed).*"), (r"ours, (cpp|triton)(, in place)?", r"naive PyTorch")
+
+    def case(name: str, dtype: str, situation: str, units: float, wanted: Sequence[str]) -> Case:
+        # a copy moves two units, one of which is every logit once
+        floor, words = {"copy": units / 2}, f"{units:g} accesses per logit at the rate of a copy"
+        return _case("logits", name, size, dtype, wanted, situation, floor, words, 9)
+
+    cases = [case(f"{dtype}, all active", dtype, "all active", 3, everyone) for dtype in dtypes]
+    cases.append(
+        case(
+            f"{dtypes[-1 if options.device.type == 'cpu' else 0]}, on-policy",
+            dtypes[-1 if options.device.type == "cpu" else 0],
+            "on-policy",
+            2,
+            few,
+        )
+    )
+    cases.append(
+        case(
+            "fp32, half inactive" if dtypes[0] == "fp32" else "bf16, half inactive",
+            dtypes[0],
+            "half inactive",
+            2.5,
+            few,
+        )
+    )
+    tiny = (4, 16, 1000, 0) if not options.tiny else (2, 4, 50, 0)
+    cases.append(
+        _case(
+            "logits",
+            "tiny, fp32",
+            tiny,
+            "fp32",
+            everyone,
+            floor={"copy": 1.5},
+            floor_name="3 accesses per logit",
+            repeats=9,
+        )
+    )
+    return {"cases": run_cases(cases, options)}
+
+
+# --- from hidden states
+
+
+@suite("hidden", "Loss and gradients from hidden states")
+def hidden(options: Options) -> dict[str, Any]:
+    """Every schedule; half of the sequences without gradient; a frozen head; on-policy; a tiny shape."""
+    on_cpu = options.device.type == "cpu"
+    size = (8, 128, 32000, 512) if on_cpu else (16, 1024, 151936, 4096)
+    size, dtype = ((2, 8, 300, 16) if options.tiny else size), "fp32" if on_cpu else "bf16"
+    case = functools.partial(_case, "hidden", floor=PRODUCTS, floor_name=THREE_PRODUCTS)
+    schedules = r"ours, (auto|known|aligned|deferred|frozen|cached|two_pass)(, 16-bit logits)?"
+    cases = [
+        case("all active", size, dtype, (OTHERS, schedules)),
+        case("half inactive", size, dtype, HALF, "half inactive"),
+        case("frozen head", size, dtype, (r"ours, (auto|frozen)", r"naive PyTorch"), "frozen head"),
+        case("on-policy", size, dtype, (r"ours, (auto|known)", r"naive PyTorch"), "on-policy"),
+    ]
+    if not on_cpu and not options.tiny:
+        narrow = (*size[:3], 2048)
+        cases.append(case("all active, H=2048", narrow, dtype, (OTHERS, r"ours, auto")))
+    tiny = (4, 16, 1000, 64) if not options.tiny else (2, 4, 50, 8)
+    cases.append(case("tiny", tiny, "fp32", (OTHERS, r"ours, auto(, reference backend)?"), repeats=9))
+    return {"cases": run_cases(cases, options)}
+
+
+@suite("scoring", "Log-probs from hidden states, no gradient")
+def scoring(options: Options) -> dict[str, Any]:
+    """The floor is one product."""
+    on_cpu = options.device.type == "cpu"
+    size = (8, 128, 32000, 512) if on_cpu else (16, 1024, 151936, 4096)
+    size, dtype = ((2, 8, 300, 16) if options.tiny else size), "fp32" if on_cpu else "bf16"
+    floor = {"floor": {"logits": 1.0}, "floor_name": "one product"}
+    cases = [_case("scoring", "all tokens", size, dtype, (".*",), repeats=9, **floor)]
+    if not on_cpu and not options.tiny:
+        cases.append(_case("scoring", "all tokens, H=2048", (*size[:3], 2048), dtype, (".*",), **floor))
+    return {"cases": run_cases(cases, options)}
+
+
+# --- a batch as training meets it
+
+
+@suite("realistic", "A batch as training meets it")
+def realistic(options: Options) -> dict[str, Any]:
+    """Log-normal lengths, groups without variance, clipped sequences; the floor is that of counted tokens."""
+    on_cpu = options.device.type == "cpu"
+    B, T, V, H = (16, 128, 32000, 512) if on_cpu else (32, 1024, 151936, 4096)
+    if options.tiny:
+        B, T, V, H = 8, 16, 300, 16
+    dtype = "fp32" if on_cpu else "bf16"
+
+    def make(device: torch.device) -> Problem:
+        return gspo.realistic("hidden", B, T, V, H, gspo.DTYPES[dtype], device)
+
+    wanted = (OTHERS, r"ours, auto(, skip all)?", r"ours, auto, packed tokens(, skip all)?")
+    case = Case(
+        "realistic",
+        make,
+        shape_of(B, T, V, H, dtype),
+        wanted,
+        PRODUCTS,
+        "three products of the counted tokens",
+    )
+    about = gspo.about(gspo.realistic("hidden", B, T, 50, 4, torch.float32))
+    return {"about": about, "cases": run_cases([case], options)}
+
+
+# --- memory alone, and sweeps
+
+
+@suite("memory", "Peak memory beyond inputs")
+def memory(options: Options) -> dict[str, Any]:
+    """A large vocabulary; nothing is timed."""
+    on_cpu = options.device.type == "cpu"
+    size = (4, 256, 151936, 64) if on_cpu else (8, 1024, 151936, 1024)
+    size, dtype = ((2, 8, 300, 16) if options.tiny else size), "fp32" if on_cpu else "bf16"
+    every = (OTHERS, r"ours, auto(, 16-bit logits)?", r"ours, (deferred|cached|two_pass)")
+    head = _case("hidden", "from hidden states", size, dtype, every, repeats=0)
+    small = size if not on_cpu or options.tiny else (2, 128, 151936, 0)
+    rows = _case("logits", "from logits", (*small[:3], 0), dtype, (OTHERS, r"ours, .*"), repeats=0)
+    return {"cases": run_cases([head, rows], options)}
+
+
+@suite("scaling", "How time and memory grow")
+def scaling(options: Options) -> dict[str, Any]:
+    """Tokens, vocabulary and length, each over two decades; the other sizes stay."""
+    on_cpu = options.device.type == "cpu"
+    dtype, H = ("fp32", 128) if on_cpu else ("bf16", 2048)
+    tokens, V, N = (
+        ((40, 126, 400, 1264, 4000), 8000, 512) if on_cpu else ((400, 1264, 4000, 12640, 40000), 65536, 8192)
+    )
+    vocabularies = (1000, 3160, 10000, 31600, 100000) if on_cpu else (2000, 6320, 20000, 63200, 200000)
+    total = 4096 if on_cpu else 16384
+    lengths = (32, 128, 512, 1024, 4096) if on_cpu else (128, 512, 2048, 8192, 16384)
+    if options.tiny:
+        tokens, V, N, H, vocabularies, total, lengths = (8, 16), 60, 8, 8, (50, 100), 32, (8, 32)
+    sweeps = {
+        "tokens": [(max(1, n // 128) if n % max(1, n // 128) == 0 else 1, n, V) for n in tokens],
+        "vocabulary": [(4, N, v) for v in vocabularies],
+        "length": [(total // t, total, V // 4) for t in lengths],
+    }
+    cases = []
+    for name, points in sweeps.items():
+        for (B, n, v), value in zip(
+            points, {"tokens": tokens, "vocabulary": vocabularies, "length": lengths}[name], strict=True
+        ):
+            size, label = (B, n // B, v, H), f"{name} {value}"
+            wanted = (r"ours, auto", r"naive PyTorch")
+            cases.append(
+                _case(
+                    "hidden", label, size, dtype, wanted, floor=PRODUCTS, floor_name=THREE_PRODUCTS, repeats=3
+                )
+            )
+    records = run_cases(cases, options)
+    return {"slopes": slopes(records), "cases": records}
+
+
+def slopes(records: Sequence[dict[str, Any]]) -> dict[str, dict[str, dict[str, float]]]:
+    """Exponents of growth, sweep -> contestant -> "time" and "memory", over the upper half of each sweep.
+
+    By least squares on logarithms; 1 is linear, 0 constant. The lower half is left out because there the
+    constant costs of a call, not its growth, are what is measured.
+    """
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    points: dict[tuple[str, str, str], list[tuple[float, float]]] = {}
+    for record in records:
+        match = re.fullmatch(r"(\w+) (\d+)", record["name"])
+        assert match
+        for result in record["results"]:
+            if "seconds" in result:
+                values = {
+                    "time": statistics.median(result["seconds"]["both"]),
+                    "memory": result.get("peak_bytes"),
+                }
+                for what, value in values.items():
+                    if value:
+                        key = (match[1], result["contestant"], what)
+                        points.setdefault(key, []).append((math.log(int(match[2])), math.log(value)))
+    for (sweep, name, what), pairs in points.items():
+        upper = pairs[len(pairs) // 2 :] if len(pairs) > 3 else pairs
+        if len(upper) > 1:
+            slope = statistics.linear_regression(*zip(*upper, strict=True)).slope
+            found.setdefault(sweep, {}).setdefault(name, {})[what] = slope
+    return found

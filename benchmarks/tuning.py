@@ -1,0 +1,166 @@
+"""A sweep of kernel configurations: which tiles are fastest on this device, beside those that are chosen now.
+
+Row kernels take their block and warps from tables of ``kernels.launch``; the scoring kernel its tile from
+``kernels.scoring``. Each configuration replaces the entry for its time only, and must give the same answer as
+the present one before it is timed (bit for bit but for the order of sums: within a rounding of fp32
+log-probs).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.measure import Clock
+from benchmarks.registry import Options, suite
+from benchmarks.tables import aligned, number
+
+SECONDS = 60.0
+"""That the sweep may take; what was not reached is listed."""
+
+
+@contextlib.contextmanager
+def _entry(table: dict[int, Any], key: int, value: Any) -> Iterator[None]:
+    before = table[key]
+    table[key] = value
+    try:
+        yield
+    finally:
+        table[key] = before
+
+
+@contextlib.contextmanager
+def _attribute(module: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, before)
+
+
+def _median(call: Callable[[], Any], device: torch.device, repeats: int) -> float:
+    call()
+    seconds = []
+    for _ in range(repeats):
+        clock = Clock(device)
+        clock.mark()
+        call()
+        clock.mark()
+        seconds += clock.seconds()
+    return statistics.median(seconds)
+
+
+def configurations(tiny: bool) -> list[tuple[str, str, tuple[int, ...]]]:
+    """(kernel, what its numbers mean, numbers): the present ones first, then the kernels in turn."""
+    from gspo_kernels.kernels import launch, scoring
+
+    blocks, warps = ((4096, 8192) if tiny else (2048, 4096, 8192, 16384)), ((8,) if tiny else (4, 8, 16))
+    columns: list[list[tuple[str, str, tuple[int, ...]]]] = []
+    tables = {"fold": launch.FOLD, "backward": launch.BACKWARD, "fold_and_grad": launch.FOLD_AND_GRAD}
+    for kernel, table in tables.items():
+        present = (table[2].block, table[2].warps)
+        others = [(b, w) for b in blocks for w in warps if (b, w) != present]
+        columns.append([(kernel, "block, warps", numbers) for numbers in (present, *others)])
+    fields = "rows, columns, depth, warps, stages, slices"
+    tiles = [tuple(scoring._LARGE), (128, 256, 64, 8, 3, 8), (128, 256, 64, 8, 4, 4), (128, 128, 64, 4, 4, 4)]
+    tiles += [
+        (128, 128, 64, 8, 4, 4),
+        (256, 128, 64, 8, 3, 4),
+        (64, 256, 64, 4, 4, 8),
+        (128, 256, 32, 8, 5, 8),
+    ]
+    kept: list[tuple[int, ...]] = list(dict.fromkeys(tiles))
+    columns.append([("scoring", fields, tile) for tile in (kept[:1] if tiny else kept)])
+    return [one for turn in itertools.zip_longest(*columns) for one in turn if one is not None]
+
+
+def tune(options: Options) -> list[dict[str, Any]]:
+    """Seconds of every configuration that time allows."""
+    from gspo_kernels import kernels
+    from gspo_kernels.kernels import launch, scoring
+    from gspo_kernels.types import LogitTransform
+
+    device, plain = options.device, LogitTransform()
+    N, V, H = (4, 300, 64) if options.tiny else (4096, 151936, 4096)
+    generator = torch.Generator(device).manual_seed(0)
+    logits = torch.randn(1, N, V, generator=generator, device=device).mul_(3).bfloat16()
+    labels = torch.randint(V, (1, N), generator=generator, device=device)
+    c = torch.randn(1, N, generator=generator, device=device)
+    out = torch.empty_like(logits)
+    hidden = torch.randn(N, H, generator=generator, device=device).bfloat16()
+    weight = (torch.randn(V, H, generator=generator, device=device) * 3 / H**0.5).bfloat16()
+    stats = kernels.logprobs_forward(logits, labels, plain, ignore_index=-100, entropy=False)
+
+    def backward() -> Tensor:
+        kernels.logprobs_backward(logits, labels, stats, c, None, None, plain, ignore_index=-100, out=out)
+        return out
+
+    calls: dict[str, Callable[[], Tensor]] = {
+        "fold": lambda: (
+            kernels.logprobs_forward(logits, labels, plain, ignore_index=-100, entropy=False).logprobs
+        ),
+        "backward": backward,
+        "fold_and_grad": lambda: (
+            kernels.logprobs_and_grad(logits, labels, c, plain, ignore_index=-100, out=out).logprobs
+        ),
+        "scoring": lambda: (
+            kernels.linear_logprobs_forward(
+                hidden, weight, None, labels[0], plain, ignore_index=-100, entropy=False
+            ).logprobs
+        ),
+    }
+    tables = {"fold": launch.FOLD, "backward": launch.BACKWARD, "fold_and_grad": launch.FOLD_AND_GRAD}
+    wanted: dict[str, Tensor] = {}
+    start, found = time.perf_counter(), []
+    for kernel, fields, numbers in configurations(options.tiny):
+        line: dict[str, Any] = {"kernel": kernel, "fields": fields, "configuration": list(numbers)}
+        found.append(line)
+        if time.perf_counter() - start > SECONDS:
+            line["skipped"] = "out of time"
+            continue
+        if kernel == "scoring":
+            change = _attribute(scoring, "_LARGE", scoring.ProductTile(*numbers))
+        else:
+            change = _entry(tables[kernel], 2, launch.Tile(*numbers))
+        try:
+            with change:
+                got = calls[kernel]().clone()
+                present = kernel not in wanted
+                line["present"] = present
+                want = wanted.setdefault(kernel, got)
+                error = (got.float() - want.float()).abs().max().item()
+                allowed = 4 * torch.finfo(got.dtype).eps * want.float().abs().max().item()
+                if not error <= allowed:
+                    line["wrong"] = f"differs by {error:.1e}, allowed {allowed:.1e}"
+                    continue
+                line["seconds"] = _median(calls[kernel], device, 2 if options.tiny else 7)
+        except Exception as error:
+            line["refused"] = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+    return found
+
+
+@suite("tuning", "Kernel configurations", everything=False)
+def tuning(options: Options) -> dict[str, Any]:
+    """bf16; needs a GPU, or Triton's interpreter and a tiny size."""
+    lines = tune(options)
+    rows = [["", "configuration", "ms", "x present"]]
+    for kernel in dict.fromkeys(line["kernel"] for line in lines):
+        mine = [line for line in lines if line["kernel"] == kernel]
+        timed = sorted((line for line in mine if "seconds" in line), key=lambda line: line["seconds"])
+        present = next((line["seconds"] for line in timed if line["present"]), None)
+        for line in timed[:5]:
+            ratio = number(line["seconds"] / present) if present else ""
+            name = f"{kernel} ({line['fields']}){' *' if line['present'] else ''}"
+            rows.append([name, str(line["configuration"]), number(1e3 * line["seconds"]), ratio])
+    print(aligned(rows), "\n* the present one")
+    return {"lines": lines}
