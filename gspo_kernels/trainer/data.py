@@ -207,7 +207,10 @@ def prepare_prompts(
     """
     if too_long not in ("error", "drop"):
         raise DataError(f"too_long must be 'error' or 'drop', got {too_long!r}")
-    longest = None if longest is None else max(longest, 0)
+    if longest is not None and longest < 1:
+        raise DataError(
+            f"{name}: the model's context leaves no room for a prompt beside rollout.max_new_tokens"
+        )
     tokens = _encode(tokenizer, rows, name, template_options or {})
     for number, ids in enumerate(tokens, start=1):
         if not ids:

@@ -228,8 +228,8 @@ def test_prompts_that_do_not_fit_are_dropped_when_asked(tokenizer, kind):
     assert prepare_prompts(tokenizer, rows, "data", 7, too_long="drop").dropped == 0
     with pytest.raises(DataError, match="every prompt is longer than the 2 tokens"):
         prepare_prompts(tokenizer, rows, "data", 2, too_long="drop")
-    with pytest.raises(DataError, match="every prompt is longer than the 0 tokens"):
-        prepare_prompts(tokenizer, rows, "data", -3, too_long="drop")
+    with pytest.raises(DataError, match=r"no room for a prompt beside rollout.max_new_tokens"):
+        prepare_prompts(tokenizer, rows, "data", 0, too_long="drop")
     with pytest.raises(DataError, match="'error' or 'drop', got 'cut'"):
         prepare_prompts(tokenizer, rows, "data", 5, too_long="cut")
 
