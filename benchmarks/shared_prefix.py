@@ -14,7 +14,7 @@ import time
 import torch
 import transformers
 
-from gspo_kernels.trainer.packing import packed_hidden_states
+from gspo_kernels.trainer.packing import packed_hidden_states, packed_inputs
 from gspo_kernels.trainer.shared_prefix import shared_prefix_hidden_states
 
 
@@ -53,7 +53,15 @@ def step(model, run):
     return seconds, tokens[0], model.model.embed_tokens.weight.grad.clone()
 
 
-def compare(model, prompt, group, repeats):
+def packed_by_positions(model, prompts, group):
+    """A packed row whose mask transformers builds from the positions: T x T entries."""
+    row = packed_inputs(prompts, group)
+    counted = row.pop("shift_labels")[0] >= 0
+    del row["cu_seqlens"]
+    return model.model(**row).last_hidden_state[0, counted]
+
+
+def compare(model, prompt, group, repeats, by_positions):
     """Print a line per layout; nothing is timed whose gradient is not that of padding."""
     copies = [prompt] * len(group)
     layouts = {
@@ -61,6 +69,8 @@ def compare(model, prompt, group, repeats):
         "packed": lambda: packed_hidden_states(model, copies, group).hidden,
         "shared": lambda: shared_prefix_hidden_states(model, [prompt], [group]).hidden,
     }
+    if by_positions:
+        layouts["positions"] = lambda: packed_by_positions(model, copies, group)
     warm = {name: step(model, run) for name, run in layouts.items()}
     reference = warm["padded"][2]
     for name, (_, _, gradient) in warm.items():
@@ -85,6 +95,9 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument(
+        "--by-positions", action="store_true", help="also packed with the mask that transformers builds"
+    )
     options = parser.parse_args()
     model = model_of(options.width, options.layers)
     low, high = options.completions
@@ -97,7 +110,7 @@ def main() -> None:
         generator = torch.Generator().manual_seed(0)
         sizes = torch.linspace(low, high, options.group).round().int().tolist()
         prompt, *group = (torch.randint(1, 1024, (n,), generator=generator) for n in (length, *sizes))
-        compare(model, prompt, group, options.repeats)
+        compare(model, prompt, group, options.repeats, options.by_positions)
 
 
 if __name__ == "__main__":
