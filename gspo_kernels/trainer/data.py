@@ -158,10 +158,22 @@ def _is_message(message: Any) -> bool:
     )
 
 
-def columns_of(rows: Rows) -> dict[str, list[Any]]:
-    """Return every column but the prompt as a list; None where a row lacks it."""
-    names = dict.fromkeys(key for row in rows for key in row if key != "prompt")
-    return {name: [row.get(name) for row in rows] for name in names}
+def column_names(rows: Rows) -> list[str]:
+    """Return the names of all columns but the prompt that any of the rows has."""
+    names = getattr(rows, "column_names", None) or dict.fromkeys(key for row in rows for key in row)
+    return [name for name in names if name != "prompt"]
+
+
+def columns_of(rows: Rows, names: Sequence[str] | None = None) -> dict[str, list[Any]]:
+    """Return every column but the prompt as a list; None where a row lacks it.
+
+    Args:
+        rows: some rows of a dataset.
+        names: the columns of the whole dataset, which these rows may all lack; those of the rows if not given.
+    """
+    return {
+        name: [row.get(name) for row in rows] for name in (column_names(rows) if names is None else names)
+    }
 
 
 @dataclass(frozen=True)
@@ -172,11 +184,13 @@ class Prompts:
         rows: the rows that are used.
         tokens: one list of token ids for each of them.
         dropped: how many rows were left out because their prompt is too long.
+        columns: the other columns, which the reward functions get.
     """
 
     rows: Rows
     tokens: list[list[int]]
     dropped: int
+    columns: list[str]
 
 
 def prepare_prompts(
@@ -224,9 +238,9 @@ def prepare_prompts(
     if tokens and not kept:
         raise DataError(f"{name}: every prompt is longer than the {longest} tokens that there is room for")
     if len(kept) == len(tokens):
-        return Prompts(rows, tokens, 0)
+        return Prompts(rows, tokens, 0, column_names(rows))
     selected = rows.select(kept) if hasattr(rows, "select") else [rows[i] for i in kept]
-    return Prompts(selected, [tokens[i] for i in kept], len(tokens) - len(kept))
+    return Prompts(selected, [tokens[i] for i in kept], len(tokens) - len(kept), column_names(rows))
 
 
 def encode_prompts(tokenizer: Any, rows: Rows, name: str, longest: int | None) -> list[list[int]]:

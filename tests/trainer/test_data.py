@@ -32,6 +32,7 @@ def test_rows_keep_their_columns(tmp_path):
     rows = load_prompts(path)
     assert rows == [{"prompt": "a", "answer": 1}, {"prompt": "é\n", "answer": [2], "level": 3}]
     assert columns_of(rows) == {"answer": [1, [2]], "level": [None, 3]}
+    assert columns_of(rows[:1], ["level"]) == {"level": [None]}  # a batch may lack what the dataset has
 
 
 @pytest.mark.parametrize(
@@ -225,6 +226,7 @@ def test_prompts_that_do_not_fit_are_dropped_when_asked(tokenizer, kind):
     prompts = prepare_prompts(tokenizer, rows, "data", 5, too_long="drop")
     assert [row["n"] for row in prompts.rows] == [len(ids) for ids in prompts.tokens] == [3, 5]
     assert prompts.dropped == 2
+    assert prompts.columns == ["n"]
     assert prepare_prompts(tokenizer, rows, "data", 7, too_long="drop").dropped == 0
     with pytest.raises(DataError, match="every prompt is longer than the 2 tokens"):
         prepare_prompts(tokenizer, rows, "data", 2, too_long="drop")
