@@ -102,9 +102,9 @@ def main() -> None:
     model = model_of(options.width, options.layers)
     low, high = options.completions
     print(
-        f"torch {torch.__version__}, {torch.get_num_threads()} threads, fp32 Qwen3, {options.layers} layers"
+        f"torch {torch.__version__}, {torch.get_num_threads()} threads, fp32; Qwen3, {options.layers} layers"
     )
-    print(f"of width {options.width}, fp32; {options.group} completions of {low} to {high} tokens")
+    print(f"of width {options.width}; {options.group} completions of {low} to {high} tokens")
     print(f"{'prompt':>8}{'layout':>10}{'tokens':>8}{'seconds':>10}{'x padded':>10}")
     for length in options.prompts:
         generator = torch.Generator().manual_seed(0)
