@@ -30,6 +30,10 @@ class Problem:
     def token_advantages(self) -> Tensor:
         return self.advantages.unsqueeze(1).expand(self.mask.shape).contiguous()
 
+    def weights(self, high: float) -> Tensor:
+        """Token-level TIS: pi_old / mu, at most ``high``."""
+        return (self.old - self.rollout).exp().clamp(max=high)
+
     def part(self, rows, dtype=torch.float64) -> "Problem":
         rows = list(rows)
         return Problem(

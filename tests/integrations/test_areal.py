@@ -72,6 +72,15 @@ def test_any_split_adds_up(objective, splits, packed):
     )
 
 
+def test_the_correction_weighs_the_policy_term():
+    loss_fn = PolicyLoss(GSPO, correction=RolloutCorrection(high=1.1))
+    assert_close(
+        lambda given: step(loss_fn, given),
+        lambda given: expected(given, GSPO, rollout_weights=given.weights(1.1)),
+        lambda given: expected32(given, GSPO, rollout_weights=given.weights(1.1)),
+    )
+
+
 def test_every_fitting_objective_splits():
     given = problem()
     for objective in hook_problem.fitting():

@@ -47,15 +47,15 @@ class Data(dict):
 
 
 def data_of(part) -> Data:
-    """What the loss reads: one position more than there are next tokens, and the fourth sequence invalid."""
+    """What the loss reads: one position more than there are next tokens."""
 
     def pad(values):
         return torch.nn.functional.pad(values, (1, 0), value=0.25)
 
+    # a sequence that is left out still has tokens
+    tokens = part.mask | ~part.mask.any(1, keepdim=True)
     return Data(
-        token_mask=pad(torch.ones_like(part.old)).masked_fill(
-            ~torch.nn.functional.pad(part.mask, (1, 0)), 0.0
-        ),
+        token_mask=pad(tokens.to(part.old.dtype)),
         sample_mask=part.mask.any(1).to(part.old.dtype),
         advantages=pad(part.token_advantages),
         prev_logprobs=pad(part.old),
@@ -105,6 +105,15 @@ def test_any_split_over_micro_batches_and_ranks_adds_up(nemo_rl, objective, spli
         lambda given: step(PolicyLoss(objective, kl_beta=0.1), given, splits),
         lambda given: expected(given, objective, ref_logprobs=given.reference, kl_beta=0.1),
         lambda given: expected32(given, objective, ref_logprobs=given.reference.float(), kl_beta=0.1),
+    )
+
+
+def test_the_correction_weighs_the_policy_term(nemo_rl):
+    loss_fn = PolicyLoss(GSPO, correction=RolloutCorrection(high=1.1))
+    assert_close(
+        lambda given: step(loss_fn, given),
+        lambda given: expected(given, GSPO, rollout_weights=given.weights(1.1)),
+        lambda given: expected32(given, GSPO, rollout_weights=given.weights(1.1)),
     )
 
 

@@ -83,6 +83,22 @@ def test_any_split_over_micro_batches_and_ranks_adds_up_to_the_step(objective, s
     )
 
 
+@pytest.mark.parametrize("objective", OBJECTIVES[:4])
+def test_the_correction_weighs_the_policy_term(objective):
+    loss_fn = PolicyLoss(objective, correction=RolloutCorrection(high=1.1))
+    assert_close(
+        lambda given: step(loss_fn, given, SPLITS[1], 3),
+        lambda given: expected(given, objective, rollout_weights=given.weights(1.1)),
+        lambda given: expected32(given, objective, rollout_weights=given.weights(1.1)),
+    )
+    given = problem()
+    *_, vllm_kl, bounded = loss_fn(
+        given.logprobs, given.old, given.token_advantages, given.mask, rollout_log_probs=given.rollout
+    )
+    torch.testing.assert_close(vllm_kl, (given.rollout - given.old)[given.mask].mean())
+    assert bounded == ((given.old - given.rollout).exp() > 1.1)[given.mask].float().mean()
+
+
 def test_every_fitting_objective_splits():
     given = problem()
     objectives = hook_problem.fitting()
