@@ -169,7 +169,7 @@ def columns_of(rows: Rows, names: Sequence[str] | None = None) -> dict[str, list
 
     Args:
         rows: some rows of a dataset.
-        names: the columns of the whole dataset, which these rows may all lack; those of the rows if not given.
+        names: the columns of the whole dataset, which these rows may all lack; by default those of the rows.
     """
     return {
         name: [row.get(name) for row in rows] for name in (column_names(rows) if names is None else names)

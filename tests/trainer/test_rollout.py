@@ -13,9 +13,11 @@ from gspo_kernels.trainer.models import IGNORED, head_of, hidden_states
 from gspo_kernels.trainer.rollout import (
     Completions,
     Sampling,
+    Segment,
     TransformersEngine,
     _Draw,
     completion_mask,
+    join_segments,
     left_pad,
     sample_completions,
     sampling_mismatch,
@@ -84,6 +86,25 @@ def test_loss_mask():
     assert completions.loss_mask("mask").int().tolist() == [[0, 0, 0, 0], [1, 1, 1, 0], [1, 0, 0, 0]]
     with pytest.raises(ValueError, match="truncated: got 'drop'"):
         completions.loss_mask("drop")
+
+
+def test_segments_of_several_turns():
+    segments = [
+        [Segment([7, 8], [-0.5, -1.0]), Segment([5], sampled=False), Segment([6, END], [-2.0, -0.25])],
+        [Segment([5, 5], sampled=False), Segment([3], [-3.0])],
+    ]
+    completions = join_segments([[1, 2], [4]], segments, [True, False], PAD)
+    assert completions.prompt_ids.tolist() == [[1, 2], [PAD, 4]]
+    assert completions.completion_ids.tolist() == [[7, 8, 5, 6, END], [5, 5, 3, PAD, PAD]]
+    assert completions.completion_mask.int().tolist() == [[1] * 5, [1, 1, 1, 0, 0]]
+    assert completions.turn_ids.tolist() == [[0, 0, -1, 1, 1], [-1, -1, 0, -1, -1]]
+    assert completions.logprobs.tolist() == [[-0.5, -1.0, 0.0, -2.0, -0.25], [0.0, 0.0, -3.0, 0.0, 0.0]]
+    assert completions.loss_mask().int().tolist() == [[1, 1, 0, 1, 1], [0, 0, 1, 0, 0]]
+    assert not completions.loss_mask("mask")[1].any()
+    unknown = [segments[0], [Segment([3])]]
+    assert join_segments([[1], [4]], unknown, [True, False], PAD).logprobs is None
+    with pytest.raises(ValueError, match="logprobs: got 1 for 2 tokens"):
+        Segment([1, 2], [0.0])
 
 
 def sample(model, tokenizer, prompts, sampling, batch_size=64, seeds=None):
