@@ -2,8 +2,8 @@
 
 A case draws a problem, judges every contestant on it, and lets those with a right answer and the *probes* (a
 plain copy; the bare matrix products) take turns, in alternating direction. The floor of a case is a sum of
-probes; each round gives one ratio, so that a machine that slows down slows both. Peak memory, beyond inputs,
-is measured in a process of its own on CPU (resident memory, Linux), and by the allocator on a GPU.
+probes, by their medians. Peak memory, beyond inputs, is measured in a process of its own on CPU (resident
+memory, Linux), and by the allocator on a GPU.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ PACKAGES = (
 )
 PATIENCE = 20.0
 """Seconds: who takes longer is timed once."""
-_LEAST = 2e-3
+ALLOTTED = 4.0
+"""Seconds that a contestant may take of a case's rounds, but at least three."""
+_LEAST = 2e-2
 """Seconds that one measurement takes at least, by repetition."""
 Call = Callable[..., Any]
 
@@ -160,7 +162,8 @@ class Entrant:
     call: Call | None = None
     record: dict[str, Any] = field(default_factory=dict)
     inner: int = 1
-    patient: bool = True
+    rounds: int = 1
+    warm: bool = True
 
     @property
     def name(self) -> str:
@@ -234,11 +237,14 @@ def enter(case: Case, problem: Any, options: Options, judge: Any) -> list[Entran
             if verdict.complaint:
                 record.update(status="wrong", reason=verdict.complaint)
             else:
-                # the first call warmed up; how often the next ones are repeated follows from a second
-                entrant.patient = sum(seconds) < PATIENCE
-                if case.repeats and entrant.patient:
+                # the first call warmed up, compiled perhaps; what a call takes follows from a second, unless
+                # it takes long and compiles nothing
+                if case.repeats and (sum(seconds) < 0.5 or "compile" in contestant.name):
                     *seconds, _ = entrant.once(device)
-                    entrant.inner = max(1, min(200, math.ceil(_LEAST / max(sum(seconds), 1e-6))))
+                took = max(sum(seconds), 1e-6)
+                entrant.warm = took < 0.5
+                entrant.inner = max(1, min(200, math.ceil(_LEAST / took)))
+                entrant.rounds = 1 if took > PATIENCE else max(3, int(ALLOTTED / took))
         except Exception as error:
             record.update(status="refused", reason=_reason(error))
             del error
@@ -271,6 +277,19 @@ def _survive(name: str, reason: str, device: torch.device) -> None:
         raise DeviceBroken(name, reason) from error
 
 
+def _probe(call: Call, device: torch.device) -> float:
+    """Mean seconds of a probe, over as many calls as a measurement takes."""
+    seconds: list[float] = []
+    while not seconds or (sum(seconds) < _LEAST and len(seconds) < 200):
+        synchronize(device)
+        clock = Clock(device)
+        clock.mark()
+        call()
+        clock.mark()
+        seconds += clock.seconds()
+    return statistics.mean(seconds)
+
+
 def rounds(
     running: Sequence[Entrant], bare: dict[str, Call], repeats: int, device: torch.device
 ) -> tuple[list[dict[str, dict[str, float]]], list[dict[str, float]]]:
@@ -281,15 +300,17 @@ def rounds(
     for repeat in range(repeats + 1):
         here, found = {}, {}
         for name, call in bare.items():
-            synchronize(device)
-            clock = Clock(device)
-            clock.mark()
-            call()
-            clock.mark()
-            found[name] = clock.seconds()[0]
+            found[name] = _probe(call, device)
         for entrant in running[:: 1 if repeat % 2 else -1]:
-            if entrant.patient or repeat == 1:
-                here[entrant.name] = entrant.time(device)
+            # those who take long are no warmer after another time
+            if 1 <= repeat <= entrant.rounds or (repeat == 0 and entrant.warm):
+                try:
+                    here[entrant.name] = entrant.time(device)
+                except Exception as error:
+                    entrant.record.update(status="refused", reason=_reason(error))
+                    entrant.rounds = 0
+                    del error
+                    _survive(entrant.name, entrant.record["reason"], device)
         if repeat:
             times.append(here)
             probed.append(found)
@@ -315,13 +336,15 @@ def run_case(case: Case, options: Options) -> dict[str, Any]:
     running = [entrant for entrant in found if entrant.record["status"] == "right" and repeats]
     bare = probes(problem, case.floor) if repeats else {}
     times, probed = rounds(running, bare, repeats, device)
+    running = [entrant for entrant in running if entrant.record["status"] == "right"]
     floors = [sum(case.floor[name] * one[name] for name in case.floor) for one in probed]
     for entrant in running:
         mine = [one[entrant.name] for one in times if entrant.name in one]
         kept = {phase: [one[phase] for one in mine] for phase in ("forward", "backward", "both")}
         entrant.record["seconds"] = kept
         if case.floor:
-            entrant.record["x_floor"] = spread([b / f for b, f in zip(kept["both"], floors, strict=False)])
+            usual = statistics.median(floors)
+            entrant.record["x_floor"] = spread([seconds / usual for seconds in kept["both"]])
         entrant.record["x_contestants"] = {
             other.name: statistics.median(
                 one[entrant.name]["both"] / one[other.name]["both"]
@@ -386,7 +409,8 @@ def peaks_in_a_process(found: Sequence[Entrant], problem: Any) -> dict[str, int]
         return {}
     with tempfile.TemporaryDirectory() as folder:
         where = Path(folder) / "problem.pt"
-        torch.save((problem, [entrant.name for entrant in found]), where)
+        asked = [(entrant.name, entrant.warm or "compile" in entrant.name) for entrant in found]
+        torch.save((problem, asked), where)
         # large blocks go back to the system when they are freed, so that resident memory is what is in use
         environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
         command = [sys.executable, "-m", "benchmarks", "peaks", str(where)]
@@ -419,13 +443,14 @@ def peak_of_this_process() -> Iterator[Callable[[], int]]:
 
 
 def print_peaks(where: Path) -> None:
-    """A line per contestant; each runs twice, and the second time counts."""
-    problem, names = torch.load(where, weights_only=False)
+    """A line per contestant; where a first call would be felt, the second counts."""
+    problem, asked = torch.load(where, weights_only=False)
     device = torch.device("cpu")
-    for name in names:
+    for name, twice in asked:
         entrant = Entrant(CONTESTANTS[name], problem.layout(CONTESTANTS[name].layout))
         entrant.call = entrant.contestant.get(device)
-        entrant.once(device)
+        if twice:
+            entrant.once(device)
         leaves = entrant.problem.leaves(entrant.contestant.overwrites)
         wanted = [leaf for leaf in leaves if leaf.requires_grad]
         with peak_of_this_process() as peak:

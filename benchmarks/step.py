@@ -117,7 +117,7 @@ def make(B: int, T: int, V: int, H: int, layers: int, device: torch.device, dtyp
 def step(options: Options) -> dict[str, Any]:
     """Qwen3 with random weights, AdamW; everything but the loss is the same for all."""
     on_cpu = options.device.type == "cpu"
-    B, T, V, H, layers = (8, 128, 32000, 256, 4) if on_cpu else (16, 1024, 151936, 1024, 12)
+    B, T, V, H, layers = (8, 64, 32000, 256, 2) if on_cpu else (16, 1024, 151936, 1024, 12)
     if options.tiny:
         B, T, V, H, layers = 2, 8, 300, 64, 1
     dtype = "fp32" if on_cpu else "bf16"

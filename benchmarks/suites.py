@@ -62,48 +62,26 @@ def _case(
 @suite("logits", "Loss and gradient from logits")
 def logits(options: Options) -> dict[str, Any]:
     """Forward, backward and both; the floor is the least traffic at the rate of a plain copy."""
-    size = (8, 128, 32000, 0) if options.device.type == "cpu" else (16, 1024, 151936, 0)
-    size = (2, 8, 300, 0) if options.tiny else size
-    dtypes = ("fp32", "bf16") if options.device.type == "cpu" else ("bf16", "fp32")
-    everyone, few = (OTHERS, r"ours, (?!packed).*"), (r"ours, (cpp|triton)(, in place)?", r"naive PyTorch")
+    on_cpu = options.device.type == "cpu"
+    size = (8, 64, 32000, 0) if on_cpu else (16, 1024, 151936, 0)
+    small = (4, 16, 1000, 0)
+    if options.tiny:
+        size, small = (2, 8, 300, 0), (2, 4, 50, 0)
+    ours, plain = r"ours, (cpp|triton)(, in place)?", r"naive PyTorch"
+    first, second = ("fp32", "bf16") if on_cpu else ("bf16", "fp32")
 
-    def case(name: str, dtype: str, situation: str, units: float, wanted: Sequence[str]) -> Case:
-        # a copy moves two units, one of which is every logit once
-        floor, words = {"copy": units / 2}, f"{units:g} accesses per logit at the rate of a copy"
+    def case(name: str, dtype: str, situation: str, accesses: float, *wanted: str, size: Any = size) -> Case:
+        # a copy is two accesses per logit
+        floor, words = {"copy": accesses / 2}, f"{accesses:g} accesses per logit, at the rate of a copy"
         return _case("logits", name, size, dtype, wanted, situation, floor, words, 9)
 
-    cases = [case(f"{dtype}, all active", dtype, "all active", 3, everyone) for dtype in dtypes]
-    cases.append(
-        case(
-            f"{dtypes[-1 if options.device.type == 'cpu' else 0]}, on-policy",
-            dtypes[-1 if options.device.type == "cpu" else 0],
-            "on-policy",
-            2,
-            few,
-        )
-    )
-    cases.append(
-        case(
-            "fp32, half inactive" if dtypes[0] == "fp32" else "bf16, half inactive",
-            dtypes[0],
-            "half inactive",
-            2.5,
-            few,
-        )
-    )
-    tiny = (4, 16, 1000, 0) if not options.tiny else (2, 4, 50, 0)
-    cases.append(
-        _case(
-            "logits",
-            "tiny, fp32",
-            tiny,
-            "fp32",
-            everyone,
-            floor={"copy": 1.5},
-            floor_name="3 accesses per logit",
-            repeats=9,
-        )
-    )
+    cases = [
+        case(f"{first}, all active", first, "all active", 3, OTHERS, ours, r"ours, reference"),
+        case(f"{second}, all active", second, "all active", 3, OTHERS, ours),
+        case("bf16, on-policy", "bf16", "on-policy", 2, plain, ours),
+        case(f"{first}, half inactive", first, "half inactive", 2.5, plain, ours),
+        case("fp32, tiny", "fp32", "all active", 3, OTHERS, ours, r"ours, reference", size=small),
+    ]
     return {"cases": run_cases(cases, options)}
 
 
@@ -114,7 +92,7 @@ def logits(options: Options) -> dict[str, Any]:
 def hidden(options: Options) -> dict[str, Any]:
     """Every schedule; half of the sequences without gradient; a frozen head; on-policy; a tiny shape."""
     on_cpu = options.device.type == "cpu"
-    size = (8, 128, 32000, 512) if on_cpu else (16, 1024, 151936, 4096)
+    size = (4, 128, 32000, 512) if on_cpu else (16, 1024, 151936, 4096)
     size, dtype = ((2, 8, 300, 16) if options.tiny else size), "fp32" if on_cpu else "bf16"
     case = functools.partial(_case, "hidden", floor=PRODUCTS, floor_name=THREE_PRODUCTS)
     schedules = r"ours, (auto|known|aligned|deferred|frozen|cached|two_pass)(, 16-bit logits)?"
@@ -136,10 +114,10 @@ def hidden(options: Options) -> dict[str, Any]:
 def scoring(options: Options) -> dict[str, Any]:
     """The floor is one product."""
     on_cpu = options.device.type == "cpu"
-    size = (8, 128, 32000, 512) if on_cpu else (16, 1024, 151936, 4096)
+    size = (4, 128, 32000, 512) if on_cpu else (16, 1024, 151936, 4096)
     size, dtype = ((2, 8, 300, 16) if options.tiny else size), "fp32" if on_cpu else "bf16"
     floor = {"floor": {"logits": 1.0}, "floor_name": "one product"}
-    cases = [_case("scoring", "all tokens", size, dtype, (".*",), repeats=9, **floor)]
+    cases = [_case("scoring", "all tokens", size, dtype, (".*",), **floor)]
     if not on_cpu and not options.tiny:
         cases.append(_case("scoring", "all tokens, H=2048", (*size[:3], 2048), dtype, (".*",), **floor))
     return {"cases": run_cases(cases, options)}
@@ -152,7 +130,7 @@ def scoring(options: Options) -> dict[str, Any]:
 def realistic(options: Options) -> dict[str, Any]:
     """Log-normal lengths, groups without variance, clipped sequences; the floor is that of counted tokens."""
     on_cpu = options.device.type == "cpu"
-    B, T, V, H = (16, 128, 32000, 512) if on_cpu else (32, 1024, 151936, 4096)
+    B, T, V, H = (16, 64, 32000, 512) if on_cpu else (32, 1024, 151936, 4096)
     if options.tiny:
         B, T, V, H = 8, 16, 300, 16
     dtype = "fp32" if on_cpu else "bf16"
@@ -180,12 +158,19 @@ def realistic(options: Options) -> dict[str, Any]:
 def memory(options: Options) -> dict[str, Any]:
     """A large vocabulary; nothing is timed."""
     on_cpu = options.device.type == "cpu"
-    size = (4, 256, 151936, 64) if on_cpu else (8, 1024, 151936, 1024)
+    size = (4, 128, 151936, 64) if on_cpu else (8, 1024, 151936, 1024)
     size, dtype = ((2, 8, 300, 16) if options.tiny else size), "fp32" if on_cpu else "bf16"
     every = (OTHERS, r"ours, auto(, 16-bit logits)?", r"ours, (deferred|cached|two_pass)")
     head = _case("hidden", "from hidden states", size, dtype, every, repeats=0)
     small = size if not on_cpu or options.tiny else (2, 128, 151936, 0)
-    rows = _case("logits", "from logits", (*small[:3], 0), dtype, (OTHERS, r"ours, .*"), repeats=0)
+    rows = _case(
+        "logits",
+        "from logits",
+        (*small[:3], 0),
+        dtype,
+        (OTHERS, r"ours, (cpp|triton)(, in place)?"),
+        repeats=0,
+    )
     return {"cases": run_cases([head, rows], options)}
 
 
@@ -194,32 +179,23 @@ def scaling(options: Options) -> dict[str, Any]:
     """Tokens, vocabulary and length, each over two decades; the other sizes stay."""
     on_cpu = options.device.type == "cpu"
     dtype, H = ("fp32", 128) if on_cpu else ("bf16", 2048)
-    tokens, V, N = (
-        ((40, 126, 400, 1264, 4000), 8000, 512) if on_cpu else ((400, 1264, 4000, 12640, 40000), 65536, 8192)
-    )
-    vocabularies = (1000, 3160, 10000, 31600, 100000) if on_cpu else (2000, 6320, 20000, 63200, 200000)
-    total = 4096 if on_cpu else 16384
-    lengths = (32, 128, 512, 1024, 4096) if on_cpu else (128, 512, 2048, 8192, 16384)
     if options.tiny:
-        tokens, V, N, H, vocabularies, total, lengths = (8, 16), 60, 8, 8, (50, 100), 32, (8, 32)
-    sweeps = {
-        "tokens": [(max(1, n // 128) if n % max(1, n // 128) == 0 else 1, n, V) for n in tokens],
-        "vocabulary": [(4, N, v) for v in vocabularies],
-        "length": [(total // t, total, V // 4) for t in lengths],
-    }
-    cases = []
-    for name, points in sweeps.items():
-        for (B, n, v), value in zip(
-            points, {"tokens": tokens, "vocabulary": vocabularies, "length": lengths}[name], strict=True
-        ):
-            size, label = (B, n // B, v, H), f"{name} {value}"
-            wanted = (r"ours, auto", r"naive PyTorch")
-            cases.append(
-                _case(
-                    "hidden", label, size, dtype, wanted, floor=PRODUCTS, floor_name=THREE_PRODUCTS, repeats=3
-                )
-            )
-    records = run_cases(cases, options)
+        # sizes of a sweep, then what stays: the vocabulary, (sequences, length), (tokens, vocabulary)
+        tokens, V, batch, vocabularies, total, lengths = (8, 16), 60, (4, 2), (50, 100), (32, 15), (8, 32)
+        H = 8
+    elif on_cpu:
+        tokens, V, total, lengths = (40, 400, 1200, 4000), 8000, (4096, 2000), (32, 512, 4096)
+        batch, vocabularies = (4, 128), (1000, 10000, 30000, 100000)
+    else:
+        tokens, V, total, lengths = (400, 2000, 10000, 40000), 65536, (16384, 16384), (128, 1024, 4096, 16384)
+        batch, vocabularies = (8, 1024), (2000, 10000, 50000, 200000)
+    sizes = [(f"tokens {n}", (4, n // 4, V, H)) for n in tokens]
+    sizes += [(f"vocabulary {v}", (*batch, v, H)) for v in vocabularies]
+    sizes += [(f"length {t}", (total[0] // t, t, total[1], H)) for t in lengths]
+    wanted = (r"ours, auto", r"naive PyTorch")
+    records = run_cases(
+        [_case("hidden", name, size, dtype, wanted, repeats=3) for name, size in sizes], options
+    )
     return {"slopes": slopes(records), "cases": records}
 
 

@@ -93,7 +93,7 @@ def heading(case: dict[str, Any]) -> str:
         for key, value in case["shape"].items()
     )
     text = f"{case['name']}: {shape}"
-    if case["floor"]["seconds"]:
+    if case["floor"]["probes"] and case["floor"]["seconds"]:
         seconds = statistics.median(case["floor"]["seconds"])
         text += f"; floor ({case['floor']['name']}) {number(seconds * 1e3)} ms"
     return text

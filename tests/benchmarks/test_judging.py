@@ -186,6 +186,24 @@ def test_errors_and_absence_have_reasons(monkeypatch):
     assert found["left out"]["status"] == "missing" and found["left out"]["reason"] == "broke the device"
 
 
+def test_who_fails_while_being_timed_is_refused(monkeypatch):
+    calls = iter(range(100))
+
+    def tires(problem, *leaves):
+        if next(calls) == 3:
+            raise RuntimeError("enough")
+        return honest(problem, *leaves)
+
+    monkeypatch.setattr(measure, "_LEAST", 0.0)
+    options = registry.Options(CPU, repeats=3, memory=False)
+    found = outcomes(
+        "hidden", {"honest": honest, "tires": tires}, monkeypatch, tiny_problem("hidden"), options
+    )
+    assert found["tires"]["status"] == "refused" and found["tires"]["reason"] == "RuntimeError: enough"
+    assert "seconds" not in found["tires"] and "tires" not in found["honest"]["x_contestants"]
+    assert len(found["honest"]["seconds"]["both"]) == 3
+
+
 def test_a_missing_package_says_so():
     with pytest.raises(registry.Missing, match="no_such_package is not installed"):
         contestants._package("no_such_package.module", CPU)
@@ -203,7 +221,7 @@ def test_the_slow_are_timed_once(monkeypatch):
     assert len(found["honest"]["seconds"]["both"]) == 1
 
 
-def test_ratios_are_those_of_their_round(monkeypatch):
+def test_ratios_are_to_the_floor_and_to_each_other(monkeypatch):
     options = registry.Options(CPU, repeats=3, memory=False)
     monkeypatch.setattr(measure, "_LEAST", 0.0)
     ticks = iter(range(10_000))

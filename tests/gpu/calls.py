@@ -97,6 +97,7 @@ CALLS = {
     "hidden, two_pass": lambda *to: from_hidden(*to, schedule="two_pass"),
     "hidden, on-policy, fp16": lambda *to: from_hidden(*to, dtype=torch.float16, on_policy=True),
     "scoring": scores,
+    "scoring without logits": lambda *to: scores(*to, max_chunk_bytes=0),
 }
 
 

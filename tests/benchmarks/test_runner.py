@@ -1,0 +1,278 @@
+"""The command line, comparing, reporting, and a campaign that survives whatever its stages do."""
+
+import copy
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import gspo_kernels.cli
+from benchmarks import __main__ as command_line
+from benchmarks import campaign, compare, report, suites, traffic
+from benchmarks.registry import CONTESTANTS, SUITES, contestant, suite
+from benchmarks.tables import number
+from gspo_kernels.schedule import SCHEDULES
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A rehearsal's results."""
+    out = tmp_path_factory.mktemp("results")
+    chosen = ["ours, auto", "ours, cpp", "ours, triton", "ours, two_pass", "naive PyTorch", "CCE, unfiltered"]
+    options = ["--size", "tiny", "--repeats", "3", "--no-memory", "--contestants", *chosen]
+    assert command_line.main(["run", "logits", "hidden", *options, "--out", str(out)]) == 0
+    return out
+
+
+def test_a_run_writes_what_was_found(folder):
+    record = json.loads((folder / "hidden.json").read_text())
+    assert {"device", "type", "versions", "title", "size", "wall_seconds"} <= set(record)
+    assert record["versions"]["torch"] == torch.__version__
+    assert [case["name"] for case in record["cases"]] == [
+        "all active", "half inactive", "frozen head", "on-policy", "tiny",
+    ]  # fmt: skip
+    for case in record["cases"]:
+        assert case["shape"]["V"] and len(case["floor"]["seconds"]) == case["repeats"] == 3
+        assert set(case["rates"]) == {f"gemm_rate {name}" for name in suites.PRODUCTS}
+        for result in case["results"]:
+            timed = result["status"] == "right"
+            assert timed == ("seconds" in result) and timed == (not result["reason"])
+            if timed:
+                assert {len(values) for values in result["seconds"].values()} == {3}
+                assert result["x_floor"]["low"] <= result["x_floor"]["median"] <= result["x_floor"]["high"]
+        names = {result["contestant"]: result["status"] for result in case["results"]}
+        assert names["naive PyTorch"] == names["ours, auto"] == "right"
+    missing = {one["contestant"]: one for one in record["cases"][0]["results"]}["CCE, unfiltered"]
+    assert missing["status"] == "missing" and "cut_cross_entropy" in missing["reason"]
+
+
+def test_unknown_suites_are_refused(capsys):
+    with pytest.raises(SystemExit):
+        command_line.main(["run", "no such suite"])
+    assert "no such suite" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
+@pytest.mark.parametrize("command", (["run", "logits"], ["campaign", "--out", "nowhere"]))
+def test_without_a_gpu_it_says_so(command, capsys):
+    assert command_line.main([*command, "--device", "cuda"]) == 2
+    assert "no CUDA device" in capsys.readouterr().err
+
+
+def test_names_are_registered_once():
+    with pytest.raises(ValueError, match="registered before"):
+        contestant("naive PyTorch", "hidden")(lambda device: None)
+    with pytest.raises(ValueError, match="no task"):
+        contestant("new", "no such task")(lambda device: None)
+    with pytest.raises(ValueError, match="registered before"):
+        suite("logits", "again")(lambda options: {})
+    for name in (
+        "logits",
+        "hidden",
+        "scoring",
+        "fidelity",
+        "memory",
+        "traffic",
+        "realistic",
+        "step",
+        "scaling",
+    ):
+        assert SUITES[name].everything
+    assert {f"ours, {schedule}" for schedule in SCHEDULES} <= CONTESTANTS.keys()
+
+
+def test_the_listing_names_everyone():
+    text = command_line.listing()
+    assert all(name in text for name in [*CONTESTANTS, *SUITES])
+
+
+# --- gspo bench
+
+
+def test_gspo_bench_is_the_same_command(capsys):
+    with pytest.raises(SystemExit) as stop:
+        gspo_kernels.cli.main(["bench", "list"])
+    assert stop.value.code == 0 and "naive PyTorch" in capsys.readouterr().out
+
+
+def test_gspo_bench_outside_a_checkout_says_where_they_are(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(gspo_kernels.cli, "__file__", str(tmp_path / "gspo_kernels" / "cli.py"))
+    assert gspo_kernels.cli.main(["bench", "list"]) == 1
+    assert "come with the source" in capsys.readouterr().err
+
+
+# --- comparing
+
+
+def altered(folder, tmp_path, factor):
+    """The results with our times in one case changed."""
+    record = json.loads((folder / "hidden.json").read_text())
+    ratio = record["cases"][0]["results"][0]["x_floor"]
+    ratio.update({key: value * factor for key, value in ratio.items()})
+    (tmp_path / "hidden.json").write_text(json.dumps(record))
+    return record["cases"][0]["results"][0]["contestant"]
+
+
+def test_a_run_agrees_with_itself(folder, capsys):
+    assert compare.main(folder, folder) == 0
+    assert "slower" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("factor", "word"), ((1000.0, "slower"), (0.001, "faster")))
+def test_what_changed_is_named(folder, tmp_path, factor, word, capsys):
+    name = altered(folder, tmp_path, factor)
+    assert compare.main(folder, tmp_path) == 1
+    [line] = [line for line in capsys.readouterr().out.splitlines() if line.endswith(word)]
+    assert name in line and line.startswith("hidden, all active")
+
+
+def test_nothing_to_compare(tmp_path, capsys):
+    assert compare.main(tmp_path, tmp_path) == 2
+    assert "no results" in capsys.readouterr().out
+
+
+def test_without_a_floor_ratios_are_to_naive_pytorch(folder):
+    case = copy.deepcopy(json.loads((folder / "hidden.json").read_text())["cases"][0])
+    case["floor"]["probes"] = {}
+    found = compare.ratios(case)
+    assert found["naive PyTorch"] == {"median": 1, "low": 1, "high": 1}
+    times = {one["contestant"]: one["seconds"]["both"] for one in case["results"] if "seconds" in one}
+    pairs = sorted(a / b for a, b in zip(times["ours, auto"], times["naive PyTorch"], strict=True))
+    assert found["ours, auto"] == pytest.approx(dict(zip(("low", "median", "high"), pairs, strict=True)))
+
+
+# --- reporting
+
+
+def test_the_page_is_up_to_date():
+    assert report.PAGE.read_text() == report.page(), "run `python -m benchmarks report`"
+    for folder in report.folders():
+        assert report.PAGE.with_name(f"benchmarks_{folder.name}.png").exists()
+        assert not any("unfinished" in record for record in compare.load(folder).values())
+
+
+def test_the_page_names_where_others_win(folder):
+    """At tiny shapes naive PyTorch does."""
+    records = compare.load(folder)
+    assert any(line.startswith("- naive PyTorch in hidden, tiny") for line in report.wins(records))
+    assert all("ours" not in line.split(" in ")[0] for line in report.wins(records))
+
+
+def test_a_report_on_a_run(folder, capsys):
+    assert command_line.main(["report", "--results", str(folder)]) == 0
+    text = (folder / "benchmarks.md").read_text()
+    for case in ("all active", "half inactive", "tiny"):
+        assert f"**{case}: " in text
+    assert "Missing: CCE, unfiltered (cut_cross_entropy is not installed)" in text
+    assert (folder / f"benchmarks_{folder.name}.png").stat().st_size > 10_000
+
+
+def test_numbers():
+    values = {0.012345: "0.0123", 1.0: "1", 1234.5: "1,230", 12: "12", 2e-8: "2.0e-08", None: "", 0.0: "0"}
+    assert {value: number(value) for value in values} == values
+
+
+def test_slopes_are_those_of_growth():
+    def case(n, seconds, peak):
+        result = {"contestant": "it", "seconds": {"both": [seconds]}, "peak_bytes": peak}
+        return {"name": f"tokens {n}", "results": [result]}
+
+    found = suites.slopes([case(n, 1e-3 * n**2 + (n < 100), 7 * n) for n in (10, 100, 1000, 10000)])
+    assert found == {"tokens": {"it": pytest.approx({"time": 2.0, "memory": 1.0})}}
+
+
+# --- traffic
+
+
+def test_traffic_of_plain_operators():
+    """exp reads and writes, gather touches an element per row, a view nothing."""
+    x = torch.randn(4, 1000)
+    index = torch.zeros(4, 1, dtype=torch.int64)
+    with traffic.Operators(2000) as operators:
+        x.exp()
+    assert operators.bytes == 2 * 4 * x.numel()
+    with traffic.Operators(2000) as operators:
+        x.view(2, 2000).gather(1, index[:2])
+    assert operators.bytes == 0
+
+
+# --- the campaign
+
+
+def script(text):
+    return [sys.executable, "-c", text]
+
+
+def test_a_hanging_stage_is_stopped_with_its_children(tmp_path):
+    child = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"
+    start = time.perf_counter()
+    assert campaign.run_limited(script(child), 1.0, "cpu", tmp_path / "log") is None
+    assert time.perf_counter() - start < 20
+
+
+STAGES = {
+    "passes": "",
+    "fails": "raise SystemExit('the reason')",
+    "hangs": "import time; time.sleep(60)",
+}
+
+
+def test_a_campaign_goes_on_whatever_happens(tmp_path, monkeypatch):
+    monkeypatch.setattr(campaign, "command", lambda stage, device, out: script(STAGES[stage.name]))
+    plan = [campaign.Stage(name, "suite", 6.0) for name in ("fails", "hangs", "passes")]
+    assert campaign.main(tmp_path, "cpu", 0.4, plan) == 0
+    record = json.loads((tmp_path / "campaign.json").read_text())
+    assert record["rehearsal"] and record["versions"]["torch"] == torch.__version__
+    found = {stage["name"]: stage for stage in record["stages"]}
+    assert {name: stage["status"] for name, stage in found.items()} == {
+        "fails": "failed", "hangs": "out of time", "passes": "done",
+    }  # fmt: skip
+    assert "the reason" in found["fails"]["reason"]
+
+
+def test_who_breaks_the_device_is_left_out_of_the_next_try(tmp_path, monkeypatch):
+    asked = []
+
+    def command(stage, device, out):
+        asked.append(dict(stage.without))
+        if len(asked) == 1:
+            broken = {"broken": {"by": "rough kernel", "reason": "illegal access"}}
+            (tmp_path / "hidden.json").write_text(json.dumps(broken))
+            return script(f"raise SystemExit({command_line.DEVICE_BROKEN})")
+        return script("")
+
+    monkeypatch.setattr(campaign, "command", command)
+    stage = campaign.Stage("hidden", "suite", 30.0)
+    campaign.run_stage(stage, "cpu", tmp_path, 30.0)
+    assert asked == [{}, {"rough kernel": "broke the device: illegal access"}]
+    assert stage.status == "done"
+
+
+def test_reports_of_tests_are_read(tmp_path):
+    tests, xml = tmp_path / "test_it.py", tmp_path / "report.xml"
+    tests.write_text(
+        "import pytest\ndef test_a(): pass\ndef test_b(): assert 1 == 2, 'no'\ndef test_c(): pytest.skip('x')"
+    )
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"--junit-xml={xml}", str(tests)]
+    subprocess.run([*command, "--rootdir", str(tmp_path)], capture_output=True, check=False)
+    stage = campaign.Stage("gpu tests", "tests", 1.0)
+    campaign.read_tests(stage, xml)
+    assert stage.tests == {"tests": 3, "failures": 1, "errors": 0, "skipped": 1}
+    assert len(stage.failures) == 1 and "test_b" in stage.failures[0] and "no" in stage.failures[0]
+
+
+def test_the_stages_fit_into_nine_minutes():
+    plan = campaign.stages()
+    assert sum(stage.seconds for stage in plan) <= 540
+    for stage in plan:
+        words = campaign.command(stage, "cuda", Path("out"))
+        if stage.kind == "suite":
+            assert stage.name in SUITES and words[words.index("--device") + 1] == "cuda"
+        for path in (word for word in stage.arguments if word.startswith("tests/")):
+            assert (ROOT / path).exists(), path
