@@ -85,7 +85,7 @@ def head_module(model: Any) -> Any:
     if not weight.is_floating_point() or (weight.dim() != 2 and weight.numel()):
         raise IntegrationError(
             f"model: the lm_head of {name} holds a {weight.dtype} weight of shape {tuple(weight.shape)}, "
-            "expected [V, H] in floating point; leave it out of quantization"
+            "expected [V, H] in floating point; leave it out of quantization, and of FSDP1's units"
         )
     return head
 
