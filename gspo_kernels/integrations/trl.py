@@ -244,14 +244,22 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
 
     Args:
         model, reward_funcs, args, more, named: as ``GRPOTrainer`` takes them.
+        max_chunk_bytes: the most bytes of logits at a time; None: as ``fused_linear_policy_loss`` has it.
 
     Raises:
         IntegrationError: an option or model that would not give TRL's loss; the message names it.
     """
 
     def __init__(
-        self, model: Any, reward_funcs: Any = None, args: GRPOConfig | None = None, *more: Any, **named: Any
+        self,
+        model: Any,
+        reward_funcs: Any = None,
+        args: GRPOConfig | None = None,
+        *more: Any,
+        max_chunk_bytes: int | None = None,
+        **named: Any,
     ):
+        self._max_chunk_bytes = max_chunk_bytes
         if args is not None:
             _check(args)
         super().__init__(model, reward_funcs, args, *more, **named)
@@ -321,6 +329,7 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
                 for name, value in terms.items()
             }
             placed["temperature"] = self.temperature
+            placed["max_chunk_bytes"] = self._max_chunk_bytes
             placed["return_entropy"] = options.get("compute_entropy", False)
             if not terms:
                 placed["return_logprobs"] = True
