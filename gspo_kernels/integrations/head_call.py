@@ -104,8 +104,8 @@ class HeadCall:
 
     def _project(self, hidden: Tensor) -> tuple[Tensor, ...]:
         """What the head's module returns: (loss unless scoring, log-probs, entropy if computed)."""
-        hidden, weight = _whole(hidden), _whole(self.head.weight)
-        bias = None if self.lm_head.bias is None else _whole(self.head.bias)
+        hidden, weight = self._whole(hidden), self._whole(self.head.weight)
+        bias = None if self.lm_head.bias is None else self._whole(self.head.bias)
         if weight.dim() != 2 or weight.numel() == 0:
             raise IntegrationError(
                 f"model: the weight of its lm_head has shape {tuple(weight.shape)} inside the forward, "
@@ -129,6 +129,19 @@ class HeadCall:
             out = fused_linear_policy_loss(hidden, weight, self.labels, **options)
         self.metrics = out.metrics
         return tuple(x for x in out[:3] if x is not None)
+
+    def _whole(self, tensor: Any) -> Any:
+        """A DTensor's whole. Its ranks all compute the same loss then, so the gradient is a replicated one."""
+        if not hasattr(tensor, "full_tensor"):
+            return tensor
+        from torch.distributed.fsdp import FSDPModule
+
+        if tensor.device_mesh.ndim > 1 or any(isinstance(m, FSDPModule) for m in self.head.modules()):
+            raise IntegrationError(
+                f"model: a DTensor over {tensor.device_mesh} reaches the product of its lm_head, where FSDP2 "
+                "should have gathered it; shard the lm_head with the root module"
+            )
+        return tensor.full_tensor()
 
     def _compare_product(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         row = torch.linspace(-1, 1, weight.shape[1], device=hidden.device, dtype=hidden.dtype).view(1, 1, -1)
@@ -163,15 +176,3 @@ def exact(value: Tensor, seen: Tensor) -> Tensor:
 
 def _at_least_fp32(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in LOW_PRECISION else tensor
-
-
-def _whole(tensor: Any) -> Any:
-    """A DTensor's whole. All its ranks then compute the same loss, so the gradient is a replicated one."""
-    if not hasattr(tensor, "full_tensor"):
-        return tensor
-    if tensor.device_mesh.ndim > 1:
-        raise IntegrationError(
-            f"model: a DTensor over {tensor.device_mesh.ndim} mesh dimensions reaches its lm_head's product, "
-            "expected tensor parallelism alone"
-        )
-    return tensor.full_tensor()

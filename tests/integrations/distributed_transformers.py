@@ -111,8 +111,8 @@ def shard(model, head_alone=False, **options):
     return model
 
 
-def data_parallel(name, wrap, run=step, changed=lambda inputs: inputs):
-    model = fuse_lm_head(tiny(name))
+def data_parallel(name, wrap, run=step, changed=lambda inputs: inputs, adapted=lambda model: model):
+    model = fuse_lm_head(adapted(tiny(name)))
     want, gradients = mean_gradients(copy.deepcopy(model), run, changed)
     model = wrap(model)
     inputs, advantages = rows(dist.get_rank())
@@ -143,6 +143,33 @@ def fsdp2_head_alone():
 
 def fsdp2_packed():
     data_parallel("Qwen3", shard, changed=packed)
+
+
+def fsdp2_lora():
+    """Adapters in the backbone and a trained copy of the head; a wrapped unit of its own is refused."""
+    import peft
+
+    config = peft.LoraConfig(
+        target_modules=["q_proj"], modules_to_save=["lm_head"], init_lora_weights=False, r=4
+    )
+
+    def adapted(model):
+        torch.manual_seed(1)
+        return peft.get_peft_model(model, config)
+
+    def shard_all(model):
+        shard(model.get_base_model())
+        return fully_shard(model)
+
+    data_parallel("Qwen3", shard_all, adapted=adapted)
+    model = fuse_lm_head(adapted(tiny()))
+    fully_shard(model.get_output_embeddings().modules_to_save["default"])
+    try:
+        model(**rows(dist.get_rank())[0], return_logprobs=True)
+    except IntegrationError as error:
+        assert "shard the lm_head with the root module" in str(error), error
+    else:
+        raise AssertionError("a head that its own hooks do not gather was not refused")
 
 
 def fsdp2_bf16():
@@ -182,7 +209,7 @@ def tensor_parallel():
         assert torch.equal(model(input_ids=inputs["input_ids"]).logits, logits)
 
 
-CASES = (ddp, fsdp2, fsdp2_head_alone, fsdp2_packed, fsdp2_bf16, tensor_parallel)
+CASES = (ddp, fsdp2, fsdp2_head_alone, fsdp2_packed, fsdp2_lora, fsdp2_bf16, tensor_parallel)
 
 
 def main(rank, store, result):

@@ -624,7 +624,7 @@ def two_processes(tmp_path_factory):
     ]
     try:
         for process in processes:
-            assert process.wait(timeout=240) == 0
+            assert process.wait(timeout=400) == 0
     finally:
         for process in processes:
             process.kill()
