@@ -1,7 +1,8 @@
 """Reward functions for `gspo train`: plain functions on lists, one value per completion.
 
 They get the prompts, the completions as text and as token ids, and every other column of the dataset by
-name. None means that the reward does not apply to that completion.
+name. None means that the reward does not apply to that completion. They may be async; docs/rewards.md says
+more and names ready-made ones.
 """
 
 import re
