@@ -149,7 +149,9 @@ def run_stage(stage: Stage, device: str, out: Path, limit: float) -> None:
         stage.without[broken["by"]] = f"broke the device: {broken['reason']}".replace("=", " ")
     stage.took = round(time.perf_counter() - start, 1)
     stage.status = "out of time" if code is None else "done" if code == 0 else "failed"
-    if stage.status != "done":
+    if code is None:
+        stage.reason = f"stopped after {limit:.0f} s; what was written until then is kept"
+    elif code:
         lines = [line for line in log.read_text().splitlines() if line.strip()]
         stage.reason = " | ".join(lines[-3:])[:600]
     if stage.kind == "tests":

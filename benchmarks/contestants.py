@@ -154,24 +154,16 @@ def _load_naive_fp32(device: torch.device) -> Call:
     return functools.partial(_naive, precision="float32")
 
 
+@contestant("naive PyTorch, packed tokens", "hidden", layout="packed")
+def _load_naive_packed(device: torch.device) -> Call:
+    return _naive
+
+
 @contestant("torch.compile of naive", *EVERYTHING, precision=_OF_NAIVE)
 def _load_compiled(device: torch.device) -> Call:
     torch._dynamo.reset()
 
-    @functools.partial(torch.compile, dynamic=False)
-    def compiled(
-        task: str, labels: Tensor, old: Tensor | None, advantages: Tensor, mask: Tensor, *leaves: Tensor
-    ) -> Tensor:
-        logits = leaves[0].float() if task == "logits" else gspo.project(*leaves, "input", native=True)
-        logprobs = gspo.picked(logits, labels)
-        return logprobs if task == "scoring" else gspo.gspo(logprobs, old, advantages, mask).mean()
-
-    def call(problem: Problem, *leaves: Tensor) -> Tensor:
-        return compiled(
-            problem.task, problem.labels, problem.old_logprobs, problem.advantages, problem.mask, *leaves
-        )
-
-    return call
+    return torch.compile(_naive, dynamic=False)
 
 
 # --- TRL

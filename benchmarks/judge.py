@@ -153,7 +153,10 @@ class Judge:
         of_input = (
             torch.finfo(dtype).eps if contestant.precision_for(self.problem.task) == "input" else _SINGLE
         )
-        of_logits = _LARGEST_LOGIT * (_SINGLE * width**0.5 + of_input)
+        # of logits, and of summing V exponentials in fp32
+        of_logits = (
+            _LARGEST_LOGIT * (_SINGLE * width**0.5 + of_input) + _SINGLE * self.problem.vocabulary**0.5
+        )
         rounding = _SINGLE if name in ("loss", "logprobs") else torch.finfo(dtype).eps
         budget = min(2 * error + rounding * largest, (4 * of_logits + rounding) * max(largest, 1e-30))
         if name in ("hidden", "weight"):

@@ -115,10 +115,9 @@ class Answer:
     gradients: dict[str, Tensor]
 
 
-def gspo(logprobs: Tensor, old_logprobs: Tensor | None, advantages: Tensor, mask: Tensor) -> Tensor:
+def gspo(log_s: Tensor, advantages: Tensor) -> Tensor:
     """[B] losses: -min(s A, clip(s) A) with s = exp(mean_t(logp - logp_old)) (arXiv 2507.18071)."""
-    old = logprobs.detach() if old_logprobs is None else old_logprobs
-    ratio = (((logprobs - old) * mask).sum(-1) / mask.sum(-1)).exp()
+    ratio = log_s.exp()
     clipped = ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
     return -torch.minimum(ratio * advantages, clipped * advantages)
 
@@ -126,7 +125,13 @@ def gspo(logprobs: Tensor, old_logprobs: Tensor | None, advantages: Tensor, mask
 def losses(problem: Problem, logprobs: Tensor) -> Tensor:
     """[B] losses of a problem, given log-probs that autograd may follow."""
     dtype = logprobs.dtype if logprobs.dtype == torch.float64 else torch.float32
-    return gspo(logprobs, problem.old_logprobs, problem.advantages.to(dtype), problem.mask.to(dtype))
+    old = logprobs.detach() if problem.old_logprobs is None else problem.old_logprobs
+    differences, advantages = (logprobs - old) * problem.mask, problem.advantages.to(dtype)
+    if problem.cu_seqlens is None:
+        return gspo(differences.sum(-1) / problem.mask.sum(-1), advantages)
+    lengths = problem.cu_seqlens.diff()
+    sums = torch.segment_reduce(differences, "sum", lengths=lengths.long())
+    return gspo(sums / lengths, advantages)
 
 
 def coefficients(problem: Problem, logprobs: Tensor) -> tuple[Tensor, Tensor]:
@@ -240,7 +245,7 @@ def realistic(
     width: int,
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
-    median: float = 0.25,
+    median: float = 0.35,
     spread: float = 0.8,
     without_variance: float = 0.4,
     clipped_tokens: float = 0.15,
@@ -260,7 +265,12 @@ def realistic(
     groups = sequences // _GROUP
     rewards = torch.randn(groups, _GROUP, generator=generator)
     values = (rewards - rewards.mean(1, keepdim=True)) / rewards.std(1, keepdim=True)
-    values[torch.randperm(groups, generator=generator)[: round(without_variance * groups)]] = 0.0
+    # of some draws of that many groups the one whose tokens are nearest to that share
+    tokens = torch.tensor(sizes).view(groups, _GROUP).sum(1)
+    draws = [
+        torch.randperm(groups, generator=generator)[: round(without_variance * groups)] for _ in range(64)
+    ]
+    values[min(draws, key=lambda some: abs(tokens[some].sum() / tokens.sum() - without_variance))] = 0.0
     advantages = values.flatten()
     target, clipped, held = clipped_tokens * sum(sizes), [False] * sequences, 0
     for index in torch.randperm(sequences, generator=generator).tolist():

@@ -75,6 +75,7 @@ def test_a_realistic_batch():
     groups = (problem.advantages.view(-1, 4) == 0).all(1)
     assert groups.sum() == round(0.4 * 16) and (problem.advantages == 0).sum() == 4 * groups.sum()
     assert about["clipped tokens"] == pytest.approx(0.15, abs=0.03)
+    assert about["tokens at zero advantage"] == pytest.approx(0.4, abs=0.05)
     total = sum(about[name] for name in about if name.startswith("tokens") or name == "clipped tokens")
     assert total == pytest.approx(1)
 
