@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from gspo_kernels.trainer.config import TrainConfig
+    from gspo_kernels.trainer.data import Rows
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -120,11 +121,12 @@ def _run(config: TrainConfig, *, resume: bool, overwrite: bool) -> None:
         if not getattr(config, key):
             raise ConfigError(f"{key} is missing: give --{key}, or the key in the configuration file")
     data = config.data
-    options = {"subset": data.subset, "prompt_column": data.prompt_column}
-    train_dataset = load_prompts(config.dataset, split=data.split, **options)
-    eval_dataset = None
-    if config.eval_dataset is not None:
-        eval_dataset = load_prompts(config.eval_dataset, split=data.eval_split, **options)
+
+    def load(source: str, split: str | None) -> Rows:
+        return load_prompts(source, split=split, subset=data.subset, prompt_column=data.prompt_column)
+
+    train_dataset = load(config.dataset, data.split)
+    eval_dataset = None if config.eval_dataset is None else load(config.eval_dataset, data.eval_split)
     rewards = [load_reward(spec) for spec in config.reward]
     _quiet_transformers()
     from gspo_kernels.trainer import GSPOTrainer

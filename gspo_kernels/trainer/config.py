@@ -20,6 +20,7 @@ from torch import Tensor
 import gspo_kernels as gk
 from gspo_kernels.trainer.errors import ConfigError
 from gspo_kernels.trainer.options import coerce, near_matches, option, require
+from gspo_kernels.trainer.rewards import ADVANTAGES
 
 LAYOUTS = ("packed", "padded", "shared_prefix")
 
@@ -211,6 +212,25 @@ class ObjectiveConfig:
 
 
 @dataclass(frozen=True)
+class DataConfig:
+    """What of the datasets is used, and how a prompt becomes tokens."""
+
+    split: str | None = option(None, "split of the training dataset, as 'train[:1000]'; files have none")
+    eval_split: str | None = option(None, "split of the eval dataset")
+    subset: str | None = option(None, "configuration of a dataset on the Hub")
+    prompt_column: str = option("prompt", "column that holds the prompt: text, or a list of messages")
+    too_long: str = option("error", "a prompt that leaves no room in the context: 'error', or 'drop' the row")
+    template_options: Mapping[str, Any] = field(
+        default_factory=dict,
+        metadata={"help": "arguments of the chat template, as JSON: '{\"enable_thinking\": false}'"},
+    )
+
+    def __post_init__(self) -> None:
+        """Check the choices."""
+        require(self.too_long in ("error", "drop"), "data.too_long", "'error' or 'drop'", self.too_long)
+
+
+@dataclass(frozen=True)
 class EvaluationConfig:
     """How progress on the held-out prompts is measured: greedily, and sampled as in rollouts."""
 
@@ -246,14 +266,21 @@ class TrainConfig:
     """One training run."""
 
     model: str = option("", "directory (or hub name) of the causal language model that is trained")
-    dataset: str = option("", "jsonl file with a 'prompt' column; its other columns reach the rewards")
-    eval_dataset: str | None = option(None, "jsonl file of prompts that are never trained on")
+    dataset: str = option(
+        "",
+        "prompts: a jsonl or parquet file, a directory, a name on the Hub; other columns reach the rewards",
+    )
+    eval_dataset: str | None = option(None, "prompts that are never trained on")
     reward: tuple[str, ...] = option(
-        (), "reward function, 'module:function' or 'file.py:function'; may be repeated"
+        (), "reward function, 'module:function' or 'file.py:function', with '(name=value)'; may be repeated"
     )
     reward_weights: tuple[float, ...] | None = option(None, "one weight for each reward; all 1 if not given")
+    reward_timeout: float | None = option(None, "seconds that a call of a reward function may take")
+    advantages: str = option(
+        "group_normalized", f"how rewards become advantages: one of {', '.join(ADVANTAGES)}"
+    )
     advantage_scale: str = option(
-        "group", "what centred rewards are divided by: the 'group' or 'batch' deviation, or 'none'"
+        "group", "what group_normalized divides by: the 'group' or 'batch' deviation, or 'none'"
     )
     output: str = option("runs/gspo", "directory for metrics, checkpoints, the plot and the trained model")
     seed: int = option(0, "seed of every random choice")
@@ -261,6 +288,7 @@ class TrainConfig:
         None, "PyTorch's CPU threads; a tiny model on a busy machine is fastest with 1"
     )
     log_every: int = option(10, "steps between two lines of output where there is no terminal")
+    data: DataConfig = field(default_factory=DataConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     update: UpdateConfig = field(default_factory=UpdateConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
@@ -277,6 +305,17 @@ class TrainConfig:
             "advantage_scale",
             "'group', 'batch' or 'none'",
             self.advantage_scale,
+        )
+        require(
+            self.advantages in ADVANTAGES, "advantages", f"one of {', '.join(ADVANTAGES)}", self.advantages
+        )
+        plain = self.advantages == "group_normalized" or self.advantage_scale == "group"
+        require(plain, "advantage_scale", f"left alone with {self.advantages}", self.advantage_scale)
+        require(
+            self.reward_timeout is None or 0.0 < self.reward_timeout < math.inf,
+            "reward_timeout",
+            "above 0 seconds",
+            self.reward_timeout,
         )
         require(self.threads is None or self.threads >= 1, "threads", "at least 1", self.threads)
         require(self.log_every >= 1, "log_every", "at least 1", self.log_every)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import json
 import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import field
 from typing import Any
 
@@ -46,6 +47,8 @@ def coerce(value: Any, expected: Any, key: str) -> Any:
             raise ConfigError(f"{key} must not be empty")
         inner = [argument for argument in arguments if argument is not type(None)]
         return coerce(value, inner[0], key) if len(inner) == 1 else value
+    if origin is Mapping:
+        return _mapping(value, key)
     if origin is tuple:
         values = value if isinstance(value, list | tuple) else [value]
         return tuple(coerce(item, arguments[0], key) for item in values)
@@ -74,3 +77,14 @@ def coerce(value: Any, expected: Any, key: str) -> Any:
         return value
     names = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
     raise ConfigError(f"{key} must be {names[expected]}, got {value!r}")
+
+
+def _mapping(value: Any, key: str) -> Mapping[str, Any]:
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"{key} is not valid JSON: {error}") from error
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{key} must be a mapping of names to values, got {value!r}")
+    return value

@@ -9,14 +9,12 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 from accelerate.utils import gather_object, set_seed
 from torch import Tensor
 
-import gspo_kernels as gk
 from gspo_kernels.trainer.checkpoint import (
     RunDirectory,
     load_state,
@@ -27,7 +25,7 @@ from gspo_kernels.trainer.checkpoint import (
 )
 from gspo_kernels.trainer.config import TrainConfig
 from gspo_kernels.trainer.config_file import load_config, require_same_run, save_config
-from gspo_kernels.trainer.data import PromptOrder, Rows, check_rows, columns_of, encode_prompts
+from gspo_kernels.trainer.data import PromptOrder, Prompts, Rows, check_rows, column_names, prepare_prompts
 from gspo_kernels.trainer.display import Display
 from gspo_kernels.trainer.errors import ConfigError, ModelError, RunDirectoryError
 from gspo_kernels.trainer.health import Health
@@ -51,8 +49,9 @@ from gspo_kernels.trainer.processes import (
     prepare_frozen,
     whole_weights,
 )
-from gspo_kernels.trainer.rewards import RewardFunction, Rewards, RewardSet
-from gspo_kernels.trainer.rollout import Completions, Sampling, left_pad, sample_completions
+from gspo_kernels.trainer.rewards import RewardFunction, RewardSet, advantages_of
+from gspo_kernels.trainer.rollout import RolloutEngine, Sampling, TransformersEngine, left_pad
+from gspo_kernels.trainer.samples import Sampler, Samples, experience_of, levels
 from gspo_kernels.trainer.updates import Experience, PolicyUpdater
 
 
@@ -66,6 +65,7 @@ class GSPOTrainer:
         train_dataset: rows (mappings) with a ``"prompt"``; other columns reach the reward functions.
         eval_dataset: rows that are never trained on, or None.
         config: everything else.
+        engine: what completes prompts; by default the model's own generation.
         accelerator: accelerate's, for what its own environment variables do not say.
 
     Raises:
@@ -81,6 +81,7 @@ class GSPOTrainer:
         eval_dataset: Rows | None = None,
         config: TrainConfig | None = None,
         *,
+        engine: RolloutEngine | None = None,
         accelerator: Any = None,
     ) -> None:
         self.config = config = config or TrainConfig()
@@ -88,33 +89,53 @@ class GSPOTrainer:
             raise ModelError("a model that is already loaded needs its tokenizer")
         self.tokenizer = tokenizer if tokenizer is not None else load_tokenizer(str(model))
         functions = [reward_functions] if callable(reward_functions) else list(reward_functions)
-        self.rewards = RewardSet(functions, config.reward_weights)
+        self.rewards = RewardSet(functions, config.reward_weights, config.reward_timeout)
         self.accuracy_reward = config.evaluation.accuracy or self.rewards.names[0]
         if self.accuracy_reward not in self.rewards.names:
             names = ", ".join(self.rewards.names)
             raise ConfigError(f"evaluation.accuracy: no reward {self.accuracy_reward!r}; there are {names}")
-        self.train_dataset = train_dataset
-        self.eval_dataset = (
-            eval_dataset if eval_dataset is None else _head_rows(eval_dataset, config.evaluation.prompts)
-        )
         check_rows(train_dataset, "the training dataset")
-        if self.eval_dataset is not None:
-            check_rows(self.eval_dataset, "the eval dataset")
+        self.rewards.check(column_names(train_dataset))
+        if eval_dataset is not None:
+            eval_dataset = _head_rows(eval_dataset, config.evaluation.prompts)
+            check_rows(eval_dataset, "the eval dataset")
 
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         self.accelerator = accelerator or make_accelerator(config.update.precision)
         check_processes(self.accelerator)
         self._build(model)
-        self.end_ids = end_token_ids(self.model, self.tokenizer)
-        self.pad_id = padding_token_id(self.tokenizer)
         context = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         longest = None if context is None else context - config.rollout.max_new_tokens
-        self.train_prompts = encode_prompts(self.tokenizer, train_dataset, "the training dataset", longest)
-        self.eval_prompts = encode_prompts(
-            self.tokenizer, self.eval_dataset or [], "the eval dataset", longest
+
+        def prepared(rows: Rows, name: str) -> Prompts:
+            return prepare_prompts(
+                self.tokenizer,
+                rows,
+                name,
+                longest,
+                too_long=config.data.too_long,
+                template_options=config.data.template_options,
+            )
+
+        self.train_prompts = prepared(train_dataset, "the training dataset")
+        self.eval_prompts = None if eval_dataset is None else prepared(eval_dataset, "the eval dataset")
+        self.engine = engine or TransformersEngine(
+            self.model,
+            end_ids=end_token_ids(self.model, self.tokenizer),
+            pad_id=padding_token_id(self.tokenizer),
+            batch_size=config.rollout.batch_size,
         )
-        self.order = PromptOrder(len(self.train_prompts), config.seed)
+        self.sampler = Sampler(
+            self.accelerator,
+            self.updater.policy,
+            self.engine,
+            self.tokenizer,
+            self.rewards,
+            truncated=config.rollout.truncated,
+            seed=config.seed,
+        )
+        self.order = PromptOrder(len(self.train_prompts.tokens), config.seed)
         self.directory = RunDirectory(config.output)
         self.health = Health()
         self.display = Display(
@@ -188,9 +209,11 @@ class GSPOTrainer:
         """
         config = self.config.rollout
         picked = self.order.indices((self.step - 1) * config.prompts_per_rollout, config.prompts_per_rollout)
-        sampling = Sampling(config.max_new_tokens, config.temperature, config.top_p, config.top_k)
-        samples = self._sample(self.train_dataset, self.train_prompts, picked, config.group_size, sampling)
-        return self._experience(samples), self._rollout_metrics(samples)
+        samples = self.sampler(self.train_prompts, picked, config.group_size, self._sampling(), self.step)
+        experience = experience_of(
+            samples, self.train_prompts, config.group_size, self._advantages(samples), self.accelerator.device
+        )
+        return experience, self._rollout_metrics(samples)
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
@@ -198,97 +221,50 @@ class GSPOTrainer:
 
         Random states are put back afterwards: evaluating more often changes nothing in the training.
         """
-        if self.eval_dataset is None:
+        if self.eval_prompts is None:
             return {}
-        config = self.config.rollout
-        state = random_state()
+        state, everything, metrics = random_state(), range(len(self.eval_prompts.tokens)), {}
         set_seed(self.config.seed, device_specific=True)
-        metrics = {}
         for label, sampling in (
-            ("greedy", Sampling(config.max_new_tokens, temperature=0.0)),
-            ("sampled", Sampling(config.max_new_tokens, config.temperature, config.top_p, config.top_k)),
+            ("greedy", Sampling(self.config.rollout.max_new_tokens, temperature=0.0)),
+            ("sampled", self._sampling()),
         ):
-            everything = list(range(len(self.eval_prompts)))
-            samples = self._sample(self.eval_dataset, self.eval_prompts, everything, 1, sampling)
+            samples = self.sampler(self.eval_prompts, everything, 1, sampling, 0)
             means = {name: float(values.nanmean()) for name, values in samples.rewards.by_name.items()}
             metrics[f"eval/{label}_accuracy"] = means[self.accuracy_reward]
             metrics |= {f"eval/{label}/{name}": value for name, value in means.items()}
         set_random_state(state)
         return metrics
 
-    def _sample(
-        self,
-        dataset: Rows,
-        prompts: Sequence[list[int]],
-        picked: Sequence[int],
-        group_size: int,
-        sampling: Sampling,
-    ) -> _Samples:
-        """Complete and score some prompts, each process its share; every process gets all of it."""
+    def _sampling(self) -> Sampling:
+        config = self.config.rollout
+        return Sampling(config.max_new_tokens, config.temperature, config.top_p, config.top_k)
 
-        def share() -> _Samples:
-            world, rank = self.accelerator.num_processes, self.accelerator.process_index
-            own = [int(index) for index in np.array_split(picked, world)[rank] for _ in range(group_size)]
-            if not own:
-                nothing = torch.zeros(0)
-                return _Samples([], [], nothing, Rewards(nothing, dict.fromkeys(self.rewards.names, nothing)))
-            completions = self._complete([prompts[index] for index in own], sampling)
-            rewards = self._score([dataset[index] for index in own], completions)
-            return _Samples(own, completions.token_lists(), completions.finished.cpu(), rewards)
-
-        with whole_weights(self.accelerator, self.updater.policy), self.accelerator.autocast():
-            return _Samples.joined(on_all(self.accelerator, share))
-
-    def _complete(self, prompts: list[list[int]], sampling: Sampling) -> Completions:
-        return sample_completions(
-            self.model,
-            prompts,
-            sampling,
-            end_ids=self.end_ids,
-            pad_id=self.pad_id,
-            batch_size=self.config.rollout.batch_size,
-        )
-
-    def _score(self, rows: Rows, completions: Completions) -> Rewards:
-        ids = completions.token_lists()
-        texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
-        return self.rewards([row["prompt"] for row in rows], texts, ids, columns_of(rows))
-
-    def _experience(self, samples: _Samples) -> Experience:
-        device, size = self.accelerator.device, self.config.rollout.group_size
-        rewards = samples.rewards.total
-        completions = [torch.tensor(ids, device=device) for ids in samples.completions]
-        lengths = torch.tensor([len(ids) for ids in samples.completions])
-        counts = ~rewards.isnan()
-        if self.config.rollout.truncated == "mask":
-            counts &= samples.finished
-        loss_mask = (torch.arange(int(lengths.max())) < lengths.unsqueeze(1)) & counts.unsqueeze(1)
-        return Experience(
-            prompts=[torch.tensor(self.train_prompts[index], device=device) for index in samples.rows],
-            completions=completions,
-            advantages=self._advantages(rewards).nan_to_num(0.0).to(device),
-            loss_mask=loss_mask.to(device),
-            group_ids=torch.arange(len(rewards), device=device) // size,
-        )
-
-    def _advantages(self, rewards: Tensor) -> Tensor:
+    def _advantages(self, samples: Samples) -> Tensor:
         """Return what the objective takes for advantages, [B]."""
-        size, kind = self.config.rollout.group_size, self.updater.objective.advantages_are
+        config, kind = self.config, self.updater.objective.advantages_are
         if kind == "rewards":
-            return rewards
+            return samples.rewards.total
         if kind == "levels":
-            return levels(rewards, size)
-        return gk.advantages.group_normalized(rewards, group_size=size, scale=self.config.advantage_scale)
+            return levels(samples.rewards.total, config.rollout.group_size)
+        return advantages_of(
+            samples.rewards,
+            group_size=config.rollout.group_size,
+            method=config.advantages,
+            scale=config.advantage_scale,
+            lengths=torch.tensor([int(sample.counted.sum()) for sample in samples.each]),
+        )
 
-    def _rollout_metrics(self, samples: _Samples) -> dict[str, float]:
+    def _rollout_metrics(self, samples: Samples) -> dict[str, float]:
         rewards = samples.rewards
         groups = rewards.total.view(-1, self.config.rollout.group_size)
         lowest, highest = groups.nan_to_num(torch.inf).amin(1), groups.nan_to_num(-torch.inf).amax(1)
         metrics = {"reward/mean": float(rewards.total.nanmean())}
         metrics |= {f"reward/{name}": float(values.nanmean()) for name, values in rewards.by_name.items()}
         metrics["groups_without_variance"] = float((highest <= lowest).float().mean())
-        metrics["completions/length"] = float(np.mean([len(ids) for ids in samples.completions]))
-        metrics["completions/finished"] = float(samples.finished.float().mean())
+        count = len(samples.each)
+        metrics["completions/length"] = sum(len(sample.ids) for sample in samples.each) / count
+        metrics["completions/finished"] = sum(sample.finished for sample in samples.each) / count
         return metrics
 
     def _speed(self, experience: Experience, started: float, sampled: float) -> dict[str, float]:
@@ -332,13 +308,16 @@ class GSPOTrainer:
             save_config(self.config, directory.config)
         for warning in self.config.warnings():
             self.display.warn(warning)
-        if self.eval_dataset is None:
+        for name, prompts in (("training", self.train_prompts), ("eval", self.eval_prompts)):
+            if prompts is not None and prompts.dropped:
+                self.display.warn(f"{prompts.dropped} rows of the {name} dataset were dropped: too long")
+        if self.eval_prompts is None:
             self.display.line("no eval dataset: accuracy on held-out prompts is not measured")
 
     def _save_checkpoint(self) -> None:
         state = {
             "step": self.step,
-            "prompts": len(self.train_prompts),
+            "prompts": len(self.train_prompts.tokens),
             "updater": self.updater.state_dict(),
             "health": self.health.streaks,
             "random": gather_object([random_state()]),
@@ -358,9 +337,9 @@ class GSPOTrainer:
                 f"the run in {self.directory.path} is finished ({state['step']} steps); "
                 "raise update.steps to train on"
             )
-        if state["prompts"] != len(self.train_prompts):
+        if state["prompts"] != len(self.train_prompts.tokens):
             raise RunDirectoryError(
-                f"the training dataset has {len(self.train_prompts)} prompts, but the run "
+                f"the training dataset has {len(self.train_prompts.tokens)} prompts, but the run "
                 f"in {self.directory.path} was started with {state['prompts']}"
             )
         self.updater.load_state_dict(state["updater"])
@@ -391,41 +370,6 @@ class GSPOTrainer:
             self.display.accuracy_table(title, evaluations[0], evaluations[-1])
         self.display.line(f"trained model: {self.directory.model}   plot: {self.directory.plot}")
         return evaluations[-1] if evaluations else records[-1]
-
-
-class _Samples(NamedTuple):
-    """Completions of some rows of a dataset, in order, on the CPU.
-
-    Attributes:
-        rows: the row of the dataset that each one completes.
-        completions: token ids.
-        finished: [B] bool, whether there is an end token.
-        rewards: what the reward functions said.
-    """
-
-    rows: list[int]
-    completions: list[list[int]]
-    finished: Tensor
-    rewards: Rewards
-
-    @classmethod
-    def joined(cls, parts: Sequence[_Samples]) -> _Samples:
-        names = parts[0].rewards.by_name
-        return cls(
-            [row for part in parts for row in part.rows],
-            [ids for part in parts for ids in part.completions],
-            torch.cat([part.finished for part in parts]),
-            Rewards(
-                torch.cat([part.rewards.total for part in parts]),
-                {name: torch.cat([part.rewards.by_name[name] for part in parts]) for name in names},
-            ),
-        )
-
-
-def levels(rewards: Tensor, group_size: int) -> Tensor:
-    """Return ranks within groups of this size, 1 for the highest reward and equal for equal ones, [B]."""
-    groups = [torch.unique(-group, return_inverse=True)[1] + 1 for group in rewards.split(group_size)]
-    return torch.cat(groups).to(rewards.dtype)
 
 
 @contextmanager

@@ -26,6 +26,7 @@ import gspo_kernels as gk
 from gspo_kernels.trainer.config import TrainConfig, UpdateConfig
 from gspo_kernels.trainer.packing import token_budget_batches
 from gspo_kernels.trainer.policy import Policy
+from gspo_kernels.trainer.rollout import sampling_mismatch
 from gspo_kernels.trainer.shared_prefix import shared_prefix_tokens
 
 Metrics = dict[str, float]
@@ -317,10 +318,11 @@ class PolicyUpdater:
         """Return how far the sampling engine's log-probs are from ours, in nats per token."""
         everything = torch.arange(len(experience.completions), device=old_logprobs.device)
         rows = self._active(experience, everything)
-        if experience.rollout_logprobs is None or not len(rows):
+        if experience.rollout_logprobs is None:
             return {}
-        gap = (old_logprobs - experience.rollout_logprobs)[rows][experience.loss_mask[rows]].abs()
-        return {"mismatch/mean": float(gap.mean()), "mismatch/max": float(gap.max())}
+        return sampling_mismatch(
+            old_logprobs[rows], experience.rollout_logprobs[rows], experience.loss_mask[rows]
+        )
 
     def _without_sync(self, more: bool) -> AbstractContextManager[Any]:
         """Leave gradients unreduced until the last micro-batch; FSDP reduces each, to keep only shards."""

@@ -171,12 +171,12 @@ def test_truncated_completions_are_kept_or_masked(tmp_path, tokenizer, rows, rew
     for choice in ("keep", "mask"):
         config = small_config(tmp_path, rollout={"truncated": choice, "max_new_tokens": 20})
         trainer = make_trainer(tokenizer, rows, reward, config)
-        trainer.end_ids = list(range(20))  # one token in thirteen ends a completion
+        trainer.engine.end_ids = list(range(20))  # one token in thirteen ends a completion
         trainer.step = 1
         torch.manual_seed(0)
         experiences[choice], _ = trainer.rollout()
     completions = experiences["keep"].completions
-    finished = torch.tensor([int(ids[-1]) in trainer.end_ids for ids in completions])
+    finished = torch.tensor([int(ids[-1]) in trainer.engine.end_ids for ids in completions])
     assert finished.any() and not finished.all()
     lengths = torch.tensor([len(ids) for ids in completions])
     assert torch.equal(experiences["keep"].loss_mask.sum(1), lengths)
@@ -232,7 +232,7 @@ def test_a_reward_that_fails_in_the_middle_loses_nothing(tmp_path, tokenizer, ro
         ({"train_dataset": []}, DataError, "the training dataset is empty"),
         ({"train_dataset": [{"question": "a"}]}, DataError, "no 'prompt'"),
         ({"eval_dataset": []}, DataError, "the eval dataset is empty"),
-        ({"train_dataset": [{"prompt": "a" * 60}]}, DataError, "60 tokens.*59"),
+        ({"train_dataset": [{"prompt": "a" * 60, "letter": "a"}]}, DataError, "60 tokens.*59"),
         ({"reward_functions": []}, RewardError, "no reward function"),
         ({"tokenizer": None}, ModelError, "tokenizer"),
         ({"model": "no/such/directory", "tokenizer": None}, ModelError, "no/such/directory"),
