@@ -3,6 +3,7 @@
 import functools
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -23,6 +24,20 @@ def test_exact_match():
     ]
     with pytest.raises(KeyError, match=r"no column 'solution'; there are answer"):
         function(NONE[:1], ["a"], NONE[:1], answer=["a"])
+
+
+def test_the_example_rewards():
+    from gspo_kernels.trainer.data import column_names, columns_of, load_prompts
+    from gspo_kernels.trainer.rewards import RewardSet, load_reward
+
+    folder = Path(__file__).parent.parent / "examples"
+    rows = load_prompts(folder / "sums.jsonl")
+    rewards = RewardSet([load_reward(f"{folder}/rewards.py:{name}") for name in ("right_number", "brief")])
+    rewards.check(column_names(rows))
+    texts = ["17 + 25 = 42"] * len(rows)
+    found = rewards([row["prompt"] for row in rows], texts, [[1] * 64] * len(rows), columns_of(rows))
+    assert found.by_name["right_number"].tolist() == [1.0] + [0.0] * (len(rows) - 1)
+    assert found.by_name["brief"].tolist() == [0.75] * len(rows)
 
 
 def test_regex_format():
