@@ -131,7 +131,7 @@ class HeadCall:
         return tuple(x for x in out[:3] if x is not None)
 
     def _whole(self, tensor: Any) -> Any:
-        """A DTensor's whole. Its ranks all compute the same loss then, so the gradient is a replicated one."""
+        """A DTensor's whole. Its ranks then all compute the same loss, and its gradient is replicated."""
         if not hasattr(tensor, "full_tensor"):
             return tensor
         from torch.distributed.fsdp import FSDPModule
