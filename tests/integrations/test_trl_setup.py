@@ -114,6 +114,12 @@ def test_prompt_learning_is_refused(model_path, tmp_path):
         )
 
 
+def test_max_chunk_bytes_reaches_the_head(model_path, tmp_path):
+    trainer = ours(model_path, tmp_path, max_chunk_bytes=-1, **GSPO)
+    with pytest.raises(ValueError, match="max_chunk_bytes: got -1"):
+        trainer.train()
+
+
 @pytest.mark.parametrize("cast", [True, False])
 def test_log_probs_of_an_fp32_head_under_bf16(cast, model_path, tmp_path):
     """TRL's head, cast to fp32, sees what ours always sees; not cast, it rounds logits to bf16."""

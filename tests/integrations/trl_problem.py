@@ -81,7 +81,9 @@ def configuration(output: Path, **options) -> GRPOConfig:
     return GRPOConfig(**(values | options))
 
 
-def make_trainer(kind, model, output, *, tool_tokens=False, peft_config=None, **options) -> GRPOTrainer:
+def make_trainer(
+    kind, model, output, *, tool_tokens=False, peft_config=None, max_chunk_bytes=None, **options
+):
     """A trainer of class ``kind`` for the model at path ``model`` with GRPOConfig ``options``."""
     from datasets import Dataset
 
@@ -97,6 +99,7 @@ def make_trainer(kind, model, output, *, tool_tokens=False, peft_config=None, **
             processing_class=tokenizer,
             rollout_func=Rollouts(tool_tokens),
             peft_config=peft_config,
+            **({} if max_chunk_bytes is None else {"max_chunk_bytes": max_chunk_bytes}),
         )
     trainer.remove_callback(PrinterCallback)
     return trainer
