@@ -60,13 +60,15 @@ class RunDirectory:
             raise RunDirectoryError(f"there is no run in {self.path} to resume")
         if self.holds_a_run() and not resume:
             self.refuse_a_run(overwrite=overwrite)
-            for path in (self.config, self.metrics, self.plot):
-                path.unlink(missing_ok=True)
             for folder in (self.checkpoints, self.model):
-                shutil.rmtree(folder, ignore_errors=True)
+                if folder.exists():  # at once, so that a kill leaves no half of it
+                    folder.rename(self.path / f".unfinished-removed-{folder.name}")
+            for path in (self.metrics, self.plot, self.config):
+                path.unlink(missing_ok=True)
         self.checkpoints.mkdir(parents=True, exist_ok=True)
-        for unfinished in self.checkpoints.glob(".unfinished-*"):
-            shutil.rmtree(unfinished, ignore_errors=True)
+        for parent in (self.path, self.checkpoints):
+            for unfinished in parent.glob(".unfinished-*"):
+                unfinished.unlink() if unfinished.is_file() else shutil.rmtree(unfinished)
 
     def latest_checkpoint(self) -> Path | None:
         """Return the newest whole checkpoint, or None."""
@@ -74,9 +76,20 @@ class RunDirectory:
         return found[-1] if found else None
 
     def save_checkpoint(self, step: int, write: Callable[[Path], None], keep: int) -> Path:
-        """Let ``write`` fill the checkpoint of ``step``; drop all but the newest ``keep``."""
+        """Let ``write`` fill the checkpoint of ``step``; drop all but the newest ``keep``.
+
+        Raises:
+            RunDirectoryError: it cannot be written (a full disk); earlier checkpoints are as they were.
+        """
         final = self.checkpoints / f"step_{step:06d}"
-        write_directory(final, write)
+        try:
+            write_directory(final, write)
+        except (OSError, RuntimeError) as error:  # torch.save raises both
+            last = self.latest_checkpoint()
+            raise RunDirectoryError(
+                f"the checkpoint of step {step} cannot be written: {error}; --resume goes on from "
+                f"{last.name if last else 'the start'} when there is room"
+            ) from error
         for old in self._whole_checkpoints()[:-keep]:
             shutil.rmtree(old)
         return final
@@ -95,10 +108,14 @@ def write_directory(final: Path, write: Callable[[Path], None]) -> None:
     unfinished = final.parent / f".unfinished-{final.name}"
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
-    write(unfinished)
-    for path in unfinished.rglob("*"):
-        _flush(path)
-    _flush(unfinished)
+    try:
+        write(unfinished)
+        for path in unfinished.rglob("*"):
+            _flush(path)
+        _flush(unfinished)
+    except Exception:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
     if final.exists():
         replaced = final.parent / f".unfinished-replaced-{final.name}"
         shutil.rmtree(replaced, ignore_errors=True)
@@ -108,6 +125,14 @@ def write_directory(final: Path, write: Callable[[Path], None]) -> None:
     else:
         unfinished.rename(final)
     _flush(final.parent)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file, all or nothing."""
+    unfinished = path.parent / f".unfinished-{path.name}"
+    unfinished.write_text(text, encoding="utf-8")
+    _flush(unfinished)
+    unfinished.replace(path)
 
 
 def _flush(path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar, cast
 
 import yaml
 
+from gspo_kernels.trainer.checkpoint import write_text
 from gspo_kernels.trainer.config import ObjectiveConfig, TrainConfig, trainable_objectives
 from gspo_kernels.trainer.errors import ConfigError
 from gspo_kernels.trainer.options import coerce, near_matches
@@ -116,7 +117,7 @@ def to_mapping(config: TrainConfig) -> dict[str, Any]:
 
 def save_config(config: TrainConfig, path: Path) -> None:
     """Write the resolved configuration as YAML."""
-    path.write_text(yaml.safe_dump(to_mapping(config), sort_keys=False), encoding="utf-8")
+    write_text(path, yaml.safe_dump(to_mapping(config), sort_keys=False))
 
 
 def require_same_run(saved: TrainConfig, current: TrainConfig) -> None:

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from gspo_kernels.trainer.checkpoint import write_text
+
 Record = dict[str, Any]
 
 
@@ -38,6 +40,4 @@ def read_metrics(path: Path) -> list[Record]:
 def keep_until(path: Path, step: int) -> None:
     """Drop the lines after ``step``, which a resumed run writes again."""
     kept = [record for record in read_metrics(path) if record["step"] <= step]
-    replacement = path.with_suffix(".tmp")
-    replacement.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
-    replacement.replace(path)
+    write_text(path, "".join(json.dumps(record) + "\n" for record in kept))

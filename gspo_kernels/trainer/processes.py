@@ -36,6 +36,9 @@ def check_processes(accelerator: Any) -> None:
         )
     if kind == "FSDP" and not accelerator.is_fsdp2:
         raise ConfigError("FSDP version 1 is not supported; use --fsdp_version 2")
+    if kind == "FSDP" and accelerator.state.fsdp_plugin.cpu_ram_efficient_loading:
+        # Only the first process would load weights, which the check of the model's head needs everywhere.
+        accelerator.state.fsdp_plugin.cpu_ram_efficient_loading = False
     if kind not in ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP"):
         raise ConfigError(f"accelerate set up {kind}; supported are one process, DDP and FSDP version 2")
 
