@@ -15,11 +15,10 @@ from typing import Any
 import torch
 
 from benchmarks.measure import DeviceBroken, machine, print_peaks
-from benchmarks.registry import CONTESTANTS, SUITES, Missing, Options
+from benchmarks.registry import CONTESTANTS, SUITES, Missing, Options, ordered
 
-# In this order they register, run and are reported.
 for _module in ("contestants", "suites", "step", "fidelity", "traffic", "schedules", "tuning"):
-    importlib.import_module(f"benchmarks.{_module}")
+    importlib.import_module(f"benchmarks.{_module}")  # they register what they have
 
 DEVICE_BROKEN = 3
 """Exit status of a run whose device a contestant broke."""
@@ -107,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             device, given.size, given.repeats, tuple(given.contestants), tuple(given.cases), without,
             not given.no_memory,
         )  # fmt: skip
-        names = [name for name in SUITES if SUITES[name].everything] if "all" in given.suite else given.suite
+        names = [one.name for one in ordered() if one.everything] if "all" in given.suite else given.suite
         for name in names:
             try:
                 run_suite(name, options, given.out)
@@ -137,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def listing() -> str:
     """Suites, and contestants with the reason where one is missing here."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    lines = [f"{'*' if one.everything else ' '} {name:<12} {one.title}" for name, one in SUITES.items()]
+    lines = [f"{'*' if one.everything else ' '} {one.name:<12} {one.title}" for one in ordered()]
     lines.append("")
     for name, one in CONTESTANTS.items():
         try:

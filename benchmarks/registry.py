@@ -105,6 +105,20 @@ class Options:
         return self.size == "tiny"
 
 
+ORDER = [
+    "logits",
+    "hidden",
+    "scoring",
+    "realistic",
+    "step",
+    "memory",
+    "scaling",
+    "fidelity",
+    "traffic",
+    "schedules",
+    "tuning",
+]
+"""In which suites run and are reported; others come last."""
 CONTESTANTS: dict[str, Contestant] = {}
 SUITES: dict[str, Suite] = {}
 
@@ -131,6 +145,11 @@ def suite(name: str, title: str, **about: Any) -> Callable[[Callable[..., Any]],
         return run
 
     return register
+
+
+def ordered() -> list[Suite]:
+    """All suites."""
+    return sorted(SUITES.values(), key=lambda one: ORDER.index(one.name) if one.name in ORDER else len(ORDER))
 
 
 def entrants(task: str, wanted: Sequence[str], options: Options, dtype: torch.dtype) -> list[Contestant]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.compare import load, ratios
-from benchmarks.registry import SUITES
+from benchmarks.registry import ordered
 from benchmarks.tables import heading, markdown, number, result_rows
 
 ROOT = Path(__file__).parent.parent
@@ -215,6 +215,21 @@ def wins(records: dict[str, dict[str, Any]]) -> list[str]:
     return found
 
 
+def smaller(records: dict[str, dict[str, Any]]) -> list[str]:
+    """Where a contestant's peak is at least 5% below all of ours beside it, and ours worth a MiB."""
+    found = []
+    for name, record in records.items():
+        for case in record.get("cases", []):
+            right = [one for one in case["results"] if one["status"] == "right" and "peak_bytes" in one]
+            ours = min((one["peak_bytes"] for one in right if one["ours"]), default=0)
+            for one in right:
+                if not one["ours"] and one["peak_bytes"] < 0.95 * ours and ours > 2**20:
+                    theirs, least = (number(peak / 2**20) for peak in (one["peak_bytes"], ours))
+                    where = f"{one['contestant']} in {name}, {case['name']}"
+                    found.append(f"- {where}: {theirs} MiB, our least {least} MiB")
+    return found
+
+
 # --- plots
 
 INK, GRID, OURS, OTHER = "#30343b", "#e4e6ea", "#2166ac", "#b9bec6"
@@ -300,6 +315,10 @@ def plot_scaling(record: dict[str, Any], path: Path) -> None:
                 ax.plot(*zip(*points, strict=True), marker="o", markersize=4, color=color, label=name)
             ax.set_xscale("log")
             ax.set_yscale("log")
+            ax.minorticks_off()
+            low, high = ax.get_ylim()
+            if high < 10 * low:
+                ax.set_ylim(low / 4, high * 4)  # what stays the same should look so
             ax.set_xlabel(sweep if sweep != "length" else "length (tokens fixed)", fontsize=9, color=INK)
             ax.set_title(what, loc="left", fontsize=10.5, color=INK)
             _clean(ax, "both")
@@ -325,10 +344,14 @@ def section(folder: Path, link: str) -> str:
             f"![Ratios](benchmarks_{folder.name}.png)\n\n"
             "Blue: this package, without its reference backend. Bars: medians; lines: lowest to highest.\n"
         )
-    better = wins(records)
+    note = folder / "note.txt"
+    if note.exists():
+        parts.append(note.read_text())
+    better = [*wins(records), *smaller(records)]
     if better:
         parts.append("### Where others win\n\n" + "\n".join(better) + "\n")
-    for name, suite in SUITES.items():
+    for suite in ordered():
+        name = suite.name
         if name in records:
             text = TEXTS.get(name, cases_text)(records[name])
             introduction = f"{INTRODUCTIONS[name]}\n\n" if name in INTRODUCTIONS else ""
