@@ -39,6 +39,7 @@ def check_processes(accelerator: Any) -> None:
     if kind == "FSDP" and accelerator.state.fsdp_plugin.cpu_ram_efficient_loading:
         # Only the first process would load weights, which the check of the model's head needs everywhere.
         accelerator.state.fsdp_plugin.cpu_ram_efficient_loading = False
+        os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     if kind not in ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP"):
         raise ConfigError(f"accelerate set up {kind}; supported are one process, DDP and FSDP version 2")
 

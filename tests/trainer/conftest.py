@@ -50,6 +50,10 @@ def forked(work):
         os._exit(status)
 
 
+def exit_code(child):
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
 @pytest.fixture(autouse=True)
 def forget_the_accelerator():
     yield
