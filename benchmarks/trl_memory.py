@@ -4,7 +4,7 @@ Each contestant runs in a process of its own: trainer and inputs are built, the 
 memory is read (VmHWM, Linux), ``compute_loss`` and ``backward`` run, and it is read again. The model is one
 narrow layer, so that the head is what shows. Gradients of the two [V, H] weights are part of it for both.
 
-    python -m benchmarks.trl_memory --completion 1024 --prompt 1024
+    python -m benchmarks.trl_memory --prompt 256 --completion 256
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ def measure(contestant: str, prompt: int, completion: int) -> int:
 def main() -> None:
     """Run one contestant, or all of them and print a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--prompt", type=int, default=512, help="tokens per prompt")
-    parser.add_argument("--completion", type=int, default=512, help="tokens per completion")
+    parser.add_argument("--prompt", type=int, default=256, help="tokens per prompt")
+    parser.add_argument("--completion", type=int, default=256, help="tokens per completion")
     parser.add_argument("--contestant", choices=CONTESTANTS, help="this one alone, in this process")
     asked = parser.parse_args()
     if asked.contestant:
