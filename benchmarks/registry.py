@@ -105,19 +105,10 @@ class Options:
         return self.size == "tiny"
 
 
-ORDER = [
-    "logits",
-    "hidden",
-    "scoring",
-    "realistic",
-    "step",
-    "memory",
-    "scaling",
-    "fidelity",
-    "traffic",
-    "schedules",
-    "tuning",
-]
+ORDER = (
+    *("logits", "hidden", "scoring", "realistic", "step", "memory"),
+    *("scaling", "fidelity", "traffic", "schedules", "tuning"),
+)
 """In which suites run and are reported; others come last."""
 CONTESTANTS: dict[str, Contestant] = {}
 SUITES: dict[str, Suite] = {}
