@@ -364,7 +364,7 @@ def bounded_for_sums(coefficients: Tensor) -> Tensor:
 
 def move_up(values: Tensor, keep: Tensor) -> Tensor:
     """Rows ``keep`` (ascending) of [n, V], moved to the front of the same memory a few at a time."""
-    if int(keep[-1]) + 1 == keep.numel():
+    if keep.numel() == 0 or int(keep[-1]) + 1 == keep.numel():
         return values[: keep.numel()]
     step = max(1, values.shape[0] // 32)
     for start in range(0, keep.numel(), step):
