@@ -163,9 +163,8 @@ def objective_of(args: Any) -> Objective:
         option, _, reason = str(error).partition(": ")
         for ours, theirs in _OPTION.items():
             reason = reason.replace(ours, theirs)
-        raise IntegrationError(
-            f"{_OPTION[option]}: {reason.strip()} (loss_type={kind!r}, importance_sampling_level={level!r})"
-        ) from None
+        named = f"{_OPTION.get(option, option)}: {reason.strip()}"
+        raise IntegrationError(f"{named} (loss_type={kind!r}, importance_sampling_level={level!r})") from None
 
 
 def _check(args: GRPOConfig) -> None:
