@@ -6,7 +6,8 @@ parameters are all there while it runs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import groupby
 from typing import Any
 
@@ -84,9 +85,8 @@ class Policy(nn.Module):
         Returns:
             Packed: [N], completion after completion.
         """
-        for layer in self._checkpointed:
-            layer.training = torch.is_grad_enabled()
-        hidden, labels, cu_seqlens = self._hidden_states(prompts, completions)
+        with self._checkpointing(torch.is_grad_enabled()):
+            hidden, labels, cu_seqlens = self._hidden_states(prompts, completions)
         head = head_of(self.model)
         options = {"temperature": self.temperature, "return_entropy": return_entropy, **head.options()}
         if terms is None:
@@ -94,6 +94,17 @@ class Policy(nn.Module):
         return gk.fused_linear_policy_loss(
             hidden, head.weight, labels, cu_seqlens=cu_seqlens, **terms, **options
         )
+
+    @contextmanager
+    def _checkpointing(self, enabled: bool) -> Iterator[None]:
+        """Layers forget their activations in training mode only, where generation would lose its cache."""
+        for layer in self._checkpointed:
+            layer.training = enabled
+        try:
+            yield
+        finally:
+            for layer in self._checkpointed:
+                layer.training = False
 
     def _hidden_states(self, prompts: Sequence[Tensor], completions: Sequence[Tensor]) -> Packed:
         if self.layout == "packed":

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from gspo_kernels.trainer.errors import ConfigError, InputError
 
@@ -26,7 +27,10 @@ def make_accelerator(precision: str, **options: Any) -> Any:
 
 
 def check_processes(accelerator: Any) -> None:
-    """Refuse a way of running in several processes that is not supported, or was asked for and not set up."""
+    """Refuse a way of running in several processes that is not supported, or was asked for and not set up.
+
+    FSDP's options are set to what the policy needs.
+    """
     kind = accelerator.distributed_type.value
     fsdp_asked = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
     if fsdp_asked and kind != "FSDP":
@@ -36,12 +40,20 @@ def check_processes(accelerator: Any) -> None:
         )
     if kind == "FSDP" and not accelerator.is_fsdp2:
         raise ConfigError("FSDP version 1 is not supported; use --fsdp_version 2")
-    if kind == "FSDP" and accelerator.state.fsdp_plugin.cpu_ram_efficient_loading:
-        # Only the first process would load weights, which the check of the model's head needs everywhere.
-        accelerator.state.fsdp_plugin.cpu_ram_efficient_loading = False
-        os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     if kind not in ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP"):
         raise ConfigError(f"accelerate set up {kind}; supported are one process, DDP and FSDP version 2")
+    if kind == "FSDP":
+        plugin = accelerator.state.fsdp_plugin
+        # Only the first process would load weights, which the check of the model's head needs everywhere.
+        plugin.cpu_ram_efficient_loading = False
+        os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
+        if accelerator.mixed_precision != "no":
+            # By default the policy's inputs and outputs, advantages and log-probs, would be rounded as well.
+            plugin.mixed_precision_policy = MixedPrecisionPolicy(
+                param_dtype=torch.bfloat16,
+                reduce_dtype=torch.float32,
+                cast_forward_inputs=False,
+            )
 
 
 def on_all(accelerator: Any, work: Callable[[], _Result]) -> list[_Result]:
@@ -75,26 +87,41 @@ def prepare_frozen(accelerator: Any, policy: nn.Module) -> nn.Module:
     return accelerator.prepare_model(policy, evaluation_mode=True)
 
 
+def is_sharded(policy: nn.Module) -> bool:
+    """Whether FSDP2 manages the policy's weights.
+
+    Not asked of accelerate, whose state falls back to DDP when it is looked up again (1.15).
+    """
+    return isinstance(policy, FSDPModule)
+
+
 @contextmanager
 def whole_weights(accelerator: Any, policy: nn.Module) -> Iterator[None]:
     """Hold all weights on every device inside, as sampling and export need them; outside FSDP they are there.
 
     Forward passes inside gather nothing, so processes may run different numbers of them.
     """
-    if not accelerator.is_fsdp2:
+    if not is_sharded(policy):
         yield
         return
-    from torch.distributed.fsdp import FSDPModule
-
     modules = [module for module in policy.modules() if isinstance(module, FSDPModule)]
     for module in modules:
-        module.set_reshard_after_forward(False)
+        module.set_reshard_after_forward(False, recurse=False)
         module.unshard()
     try:
         yield
     finally:
+        again = bool(accelerator.state.fsdp_plugin.reshard_after_forward)
         for module in modules:
-            module.set_reshard_after_forward(accelerator.state.fsdp_plugin.reshard_after_forward)
+            # The outermost one keeps its weights from forward to backward, as FSDP has it by default.
+            module.set_reshard_after_forward(again and module is not policy, recurse=False)
+        shard_again(policy)
+
+
+def shard_again(policy: nn.Module) -> None:
+    """Give up whole weights, which FSDP keeps of the outermost module after a forward without backward."""
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
             module.reshard()
 
 

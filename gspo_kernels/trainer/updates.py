@@ -26,6 +26,7 @@ import gspo_kernels as gk
 from gspo_kernels.trainer.config import TrainConfig, UpdateConfig
 from gspo_kernels.trainer.packing import token_budget_batches
 from gspo_kernels.trainer.policy import Policy
+from gspo_kernels.trainer.processes import is_sharded, shard_again
 from gspo_kernels.trainer.rollout import sampling_mismatch
 from gspo_kernels.trainer.shared_prefix import shared_prefix_tokens
 
@@ -97,6 +98,13 @@ class PolicyUpdater:
         self.accelerator = accelerator
         self.layout = policy.layout
         self.policy, self.optimizer = accelerator.prepare(policy, optimizer)
+        self.sharded = is_sharded(self.policy)
+        if self.sharded:
+            # FSDP takes the first module that runs for the root of all; an engine would run a layer.
+            token = torch.ones(1, dtype=torch.int64, device=accelerator.device)
+            with torch.no_grad():
+                self.policy([token], [token])
+            shard_again(self.policy)
         self.config = config
         self.objective = config.objective.build()
         self.reference = self.policy if reference is None else reference
@@ -182,6 +190,7 @@ class PolicyUpdater:
 
     def state_dict(self) -> dict[str, Any]:
         """Return trained weights and optimizer, whole and on the CPU; all processes must call it."""
+        shard_again(self.policy)
         weights, optimizer = get_state_dict(self.policy, self.optimizer.optimizer, options=_WHOLE)
         return {"weights": weights, "optimizer": optimizer, "updates": self.scheduler.last_epoch}
 
@@ -326,7 +335,7 @@ class PolicyUpdater:
 
     def _without_sync(self, more: bool) -> AbstractContextManager[Any]:
         """Leave gradients unreduced until the last micro-batch; FSDP reduces each, to keep only shards."""
-        if more and not self.accelerator.is_fsdp2:
+        if more and not self.sharded:
             return self.accelerator.no_sync(self.policy)
         return nullcontext()
 
