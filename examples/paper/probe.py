@@ -10,17 +10,13 @@ import torch
 
 import gspo_kernels as gk
 from examples.paper.old_logprobs import RoutingRecorder, changed_experts, parse
+from examples.paper.training import OBJECTIVES
 from gspo_kernels.trainer.policy import Policy
 from gspo_kernels.trainer.rollout import Sampling, sample_completions
 
 SOURCES = {
     "dense": ("bf16", "noise=0.01", "noise=0.05"),
     "moe": ("bf16", "routing=0.2", "noise=0.01", "noise=0.05"),
-}
-OBJECTIVES = {
-    "GRPO": gk.GRPO(clip_low=0.2, clip_high=0.27),
-    "GSPO": gk.GSPO(clip_low=3e-4, clip_high=4e-4),
-    "GSPO, GRPO's range": gk.GSPO(clip_low=0.2, clip_high=0.27),
 }
 SEQUENCES = 64
 

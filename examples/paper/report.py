@@ -5,16 +5,16 @@ from statistics import mean
 
 from gspo_kernels.trainer.plot import BLUE, GRID, INK, ORANGE, smoothed
 
-COLORS = {"GRPO": ORANGE, "GSPO": BLUE}
+COLORS = {"GRPO": ORANGE, "GSPO": BLUE, "GSPO, GRPO's range": "#1b7837"}
 PAPER_CLIPPED = {"GRPO": 0.0013, "GSPO": 0.15}
 """Shares of clipped tokens in the paper's figure 2."""
-NAMES = {"dense": "Dense", "moe": "Mixture of experts"}
+NAMES = {"dense": "Dense", "moe": "MoE"}
 LAST = 10
 
 
 def write(records, output):
     """Draw both plots into a directory, and renew the tables of its page if there is one."""
-    runs = [record for record in records if record["kind"] == "run"]
+    runs = runs_of(records)
     probes = [record for record in records if record["kind"] == "probe"]
     draw_training(runs, output / "training.png")
     draw_perturbation(runs, probes, output / "perturbation.png")
@@ -23,9 +23,23 @@ def write(records, output):
         page.write_text(renewed(page.read_text(encoding="utf-8"), records), encoding="utf-8")
 
 
+def runs_of(records):
+    """Return the training runs: by model, source of old log-probs, objective and seed."""
+    sources, objectives = ["exact", "bf16", "noise", "routing"], list(COLORS)
+    return sorted(
+        (record for record in records if record["kind"] == "run"),
+        key=lambda run: (
+            list(NAMES).index(run["model"]),
+            sources.index(run["old_logprobs"].split("=")[0]),
+            objectives.index(run["objective"]),
+            run["seed"],
+        ),
+    )
+
+
 def renewed(text, records):
     """Return the page with what stands between its markers made anew."""
-    runs = [record for record in records if record["kind"] == "run"]
+    runs = runs_of(records)
     probes = [record for record in records if record["kind"] == "probe"]
     tables = {
         "settings": settings_line(records),
@@ -79,7 +93,7 @@ def runs_table(runs):
 
 def probes_table(probes):
     """Return one row per model, source and length, means over seeds."""
-    entries = [{**entry, "model": probe["model"]} for probe in probes for entry in probe["entries"]]
+    entries = [{**entry, "model": kind} for kind in NAMES for entry in entries_of(probes, kind)]
     rows = []
     for (kind, source, length), group in grouped(entries, "model", "old_logprobs", "length").items():
         row = [NAMES[kind], source, str(length)]
@@ -96,6 +110,13 @@ def probes_table(probes):
     return markdown(heads, rows)
 
 
+def entries_of(probes, kind):
+    """Return the entries of one model's probes, lengths of a source together."""
+    entries = [entry for probe in probes if probe["model"] == kind for entry in probe["entries"]]
+    sources = list(grouped(entries, "old_logprobs"))
+    return sorted(entries, key=lambda entry: (sources.index((entry["old_logprobs"],)), entry["length"]))
+
+
 def experts_table(runs):
     """Return the share of activated experts that changed, by minibatch, means over steps and seeds."""
     rows = []
@@ -104,7 +125,7 @@ def experts_table(runs):
         steps = [step for run in group for step in run["experts_changed"] if step]
         shares = [mean(step[n] for step in steps) for n in range(4)] if steps else []
         rows.append([source, objective, *(f"{share:.2%}" for share in shares)])
-    return markdown(["old log-probs", "objective", *(f"after {n} updates" for n in range(4))], rows)
+    return markdown(["old log-probs", "objective", "no update", "1 update", "2 updates", "3 updates"], rows)
 
 
 def clipped(runs, minibatch=None):
@@ -128,7 +149,7 @@ def values(numbers, form):
 
 def markdown(heads, rows):
     """Return a table; everything but its first columns of words is right-aligned."""
-    rule = ["---" if not rows or not re.match(r"[\d-]", row) else "---:" for row in (rows or [heads])[0]]
+    rule = ["---:" if re.match(r"[\d-]", cell) else "---" for cell in (rows or [heads])[0]]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in (heads, rule, *rows))
 
 
@@ -166,55 +187,54 @@ def draw_clipping(ax, runs, kind):
         shares = smoothed([mean(mean(step) for step in steps) for steps in by_step], 5)
         color = COLORS[objective]
         x = range(1, len(shares) + 1)
-        ax.plot(x, shares, color=color, linewidth=2, label=f"{objective} {clipped(group):.2%}")
-        paper = PAPER_CLIPPED[objective]
-        ax.axhline(paper, color=color, linewidth=1, linestyle=":", label=f"the paper's {paper:.2%}")
+        drawn = [share or float("nan") for share in shares]  # a log scale has no zero
+        ax.plot(x, drawn, color=color, linewidth=2, label=f"{objective}: {clipped(group):.2%}")
+        if objective in PAPER_CLIPPED:
+            paper = PAPER_CLIPPED[objective]
+            ax.axhline(paper, color=color, linewidth=1, linestyle=":", label=f"paper: {paper:.2%}")
     ax.set_yscale("log")
-    ax.set_ylim(1e-5, 1)
+    ax.set_ylim(1e-4, 1)
     ax.set_xlabel("step", color=INK)
-    legend(ax, loc="lower right", ncols=2)
+    legend(ax, loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=3, columnspacing=1)
 
 
 def draw_sources(ax, runs, kind):
     """Draw the last rewards of every run, by where its old log-probs came from."""
-    title(ax, f"{NAMES[kind]}: reward, last {LAST} steps, by old log-probs")
+    title(ax, f"{NAMES[kind]}: last rewards, by old log-probs")
     sources = [source for (source,) in grouped(runs, "old_logprobs")]
     for number, ((objective,), group) in enumerate(grouped(runs, "objective").items()):
-        x = [sources.index(run["old_logprobs"]) + 0.2 * (number - 0.5) for run in group]
+        x = [sources.index(run["old_logprobs"]) + 0.2 * (number - 1) for run in group]
         y = [mean(run["reward"][-LAST:]) for run in group]
         ax.scatter(x, y, color=COLORS[objective], s=36, label=objective)
     ax.set_xticks(range(len(sources)), sources)
     ax.set_xlim(-0.5, max(len(sources), 1) - 0.5)
-    legend(ax, loc="best")
+    legend(ax, loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=3, columnspacing=1)
 
 
 def draw_perturbation(runs, probes, path):
-    """Draw the cosine between perturbed and exact gradients by length, and how experts change."""
-    figure, axes = panels(1, 3, (13, 4.2))
+    """Draw the cosine between perturbed and exact gradients, and how experts change."""
+    figure, axes = panels(1, 3, (13, 5))
     for ax, kind in zip(axes, NAMES, strict=False):
+        draw_cosines(ax, entries_of(probes, kind))
         title(ax, f"{NAMES[kind]}: cosine with the exact gradient")
-        entries = [entry for probe in probes if probe["model"] == kind for entry in probe["entries"]]
-        markers = dict(zip((s for (s,) in grouped(entries, "old_logprobs")), "osD^", strict=False))
-        for (objective, source), group in grouped(entries, "objective", "old_logprobs").items():
-            if objective in COLORS:
-                by_length = grouped(group, "length")
-                ax.plot(
-                    [length for (length,) in by_length],
-                    [mean(entry["cosine"] for entry in found) for found in by_length.values()],
-                    color=COLORS[objective],
-                    marker=markers[source],
-                    markersize=5,
-                    linewidth=1.2,
-                    label=f"{objective}, {source}",
-                )
-        ax.set_xscale("log")
-        lengths = sorted({entry["length"] for entry in entries})
-        ax.set_xticks(lengths, [str(length) for length in lengths], minor=False)
-        ax.minorticks_off()
-        ax.set_xlabel("tokens per completion", color=INK)
-        legend(ax, loc="best", ncols=2)
     draw_experts(axes[2], [run for run in runs if run["experts_changed"] and run["old_logprobs"] == "exact"])
     figure.savefig(path)
+
+
+def draw_cosines(ax, entries):
+    """Draw a dot per seed and objective, one row for each source and length."""
+    rows = list(grouped(entries, "old_logprobs", "length"))
+    objectives = [name for (name,) in grouped(entries, "objective")]
+    for number, name in enumerate(objectives):
+        found = [entry for entry in entries if entry["objective"] == name]
+        y = [rows.index((entry["old_logprobs"], entry["length"])) + 0.24 * (number - 1) for entry in found]
+        x = [entry["cosine"] for entry in found]
+        ax.scatter(x, y, s=24, alpha=0.8, color=COLORS[name], label=name)
+    ax.set_yticks(range(len(rows)), [f"{source}, {length} tokens" for source, length in rows], fontsize=8)
+    ax.invert_yaxis()
+    ax.set_xlim(right=1.02)
+    ax.set_xlabel("cosine", color=INK)
+    legend(ax, loc="upper center", bbox_to_anchor=(0.4, -0.11), ncols=3, columnspacing=1)
 
 
 def draw_experts(ax, runs):

@@ -5,16 +5,18 @@ import time
 
 import torch
 
+import gspo_kernels as gk
 from examples.paper.old_logprobs import RoutingRecorder, changed_experts, parse
 from gspo_kernels.trainer import GSPOTrainer, TrainConfig, demo
 from gspo_kernels.trainer.config_file import from_mapping
 
 MINIBATCHES = 4
 OBJECTIVES = {
-    "GRPO": {"name": "GRPO", "clip_low": 0.2, "clip_high": 0.27},
-    "GSPO": {"name": "GSPO", "clip_low": 3e-4, "clip_high": 4e-4},
+    "GRPO": gk.GRPO(clip_low=0.2, clip_high=0.27),
+    "GSPO": gk.GSPO(clip_low=3e-4, clip_high=4e-4),
+    "GSPO, GRPO's range": gk.GSPO(clip_low=0.2, clip_high=0.27),
 }
-"""The clip ranges of the paper's section 5.1."""
+"""The first two as in the paper's section 5.1; the third tells the effect of the ratio from the range's."""
 
 
 def train(start, rows, held_out, *, objective, source, seed, steps, prompts=16, learning_rate=2e-4):
@@ -51,6 +53,7 @@ def train(start, rows, held_out, *, objective, source, seed, steps, prompts=16, 
 def make_trainer(start, rows, held_out, objective, seed, *, steps, prompts, learning_rate):
     """Return the trainer of a copy of a starting point; its loop is driven from outside."""
     model, tokenizer = copy.deepcopy(start[0]), start[1]
+    chosen = OBJECTIVES[objective]
     config = from_mapping(
         {
             "seed": seed,
@@ -69,7 +72,11 @@ def make_trainer(start, rows, held_out, objective, seed, *, steps, prompts, lear
                 "learning_rate_decay": "linear",
                 "adam_beta2": 0.99,
             },
-            "objective": OBJECTIVES[objective],
+            "objective": {
+                "name": type(chosen).__name__,
+                "clip_low": chosen.clip_low,
+                "clip_high": chosen.clip_high,
+            },
             "evaluation": {"prompts": len(held_out), "accuracy": "exact"},
         },
         TrainConfig,
