@@ -106,7 +106,7 @@ class Options:
 
 
 ORDER = (
-    *("logits", "hidden", "scoring", "realistic", "step", "memory"),
+    *("logits", "hidden", "scoring", "large", "realistic", "step", "memory"),
     *("scaling", "fidelity", "traffic", "schedules", "tuning"),
 )
 """In which suites run and are reported; others come last."""

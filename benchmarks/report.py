@@ -61,6 +61,7 @@ that lengths have long tails ([arXiv 2605.30859](https://arxiv.org/abs/2605.3085
 INTRODUCTIONS = {
     "logits": "The loss and dLogits. In place, the gradient overwrites the logits.",
     "hidden": "Schedules are [ours](hidden_states.md). Half inactive: every second advantage is 0.",
+    "large": "Not part of `make bench`, as it takes many minutes; without peaks.",
     "realistic": REALISTIC,
     "memory": "What one forward and backward adds to its inputs.",
     "step": "A Qwen3 with random weights, AdamW; only the loss differs.",

@@ -123,6 +123,31 @@ def scoring(options: Options) -> dict[str, Any]:
     return {"cases": run_cases(cases, options)}
 
 
+@suite("large", "Larger problems on a CPU", everything=False)
+def large(options: Options) -> dict[str, Any]:
+    """From logits and hidden states at thousands of tokens, or 152k words; minutes. A GPU's are large."""
+    sizes = ((8, 256, 32000, 512), (4, 256, 151936, 896))
+    rows, small = (8, 128, 32000, 0), (4, 128, 8000, 256)
+    if options.tiny:
+        sizes, rows, small = ((2, 8, 300, 16),), (2, 8, 300, 0), (2, 8, 300, 16)
+    ours = (OTHERS, r"ours, (cpp|triton)(, in place)?")
+    copies = {"floor": {"copy": 1.5}, "floor_name": "3 accesses per logit, at the rate of a copy"}
+    cases = [
+        _case("logits", f"from logits, {dtype}", rows, dtype, ours, **copies) for dtype in ("fp32", "bf16")
+    ]
+    auto = r"ours, auto(, 16-bit logits)?"
+    head = functools.partial(_case, "hidden", floor=PRODUCTS, floor_name=THREE_PRODUCTS, repeats=3)
+    for size in sizes:
+        vocabulary = f"V={size[2]:,}"
+        cases += [
+            head(f"all active, {vocabulary}", size, "fp32", (OTHERS, auto)),
+            head(f"half inactive, {vocabulary}", size, "fp32", HALF, "half inactive"),
+            head(f"frozen head, {vocabulary}", size, "fp32", (auto, "naive PyTorch"), "frozen head"),
+        ]
+    cases.append(head("all active, bf16", small, "bf16", (OTHERS, auto)))
+    return {"cases": run_cases(cases, options)}
+
+
 # --- a batch as training meets it
 
 
