@@ -19,8 +19,9 @@ Train a causal language model with GSPO on prompts and reward functions.
   gspo train config.yaml --update.learning_rate 1e-6
   gspo train --model DIR --dataset prompts.jsonl --reward rewards.py:correct
 
-CONFIG is a YAML file with the keys below, nested by section; options on the command line come on top of it.
-A reward is a function f(prompts, completions, completion_ids, **columns) -> list[float | None].
+CONFIG is a YAML or TOML file with the keys below, nested by section; options on the command line come on top
+of it. A reward is a function f(prompts, completions, completion_ids, **columns) -> list[float | None].
+Several devices: accelerate launch [...] -m gspo_kernels.cli train CONFIG [...].
 """
 
 
@@ -58,7 +59,7 @@ def train_parser() -> tuple[argparse.ArgumentParser, list[str]]:
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
-    parser.add_argument("CONFIG", nargs="?", default=None, help="YAML file")
+    parser.add_argument("CONFIG", nargs="?", default=None, help="YAML or TOML file")
     start = parser.add_mutually_exclusive_group()
     start.add_argument(
         "--resume", action="store_true", default=False, help="go on from the last checkpoint in --output"

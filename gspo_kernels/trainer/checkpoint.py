@@ -36,6 +36,7 @@ class RunDirectory:
         self.checkpoints = self.path / "checkpoints"
         self.model = self.path / "model"
         self.plot = self.path / "progress.png"
+        self.trackers = self.path / "trackers"
 
     def holds_a_run(self) -> bool:
         """Whether a run has written here."""
@@ -60,7 +61,7 @@ class RunDirectory:
             raise RunDirectoryError(f"there is no run in {self.path} to resume")
         if self.holds_a_run() and not resume:
             self.refuse_a_run(overwrite=overwrite)
-            for folder in (self.checkpoints, self.model):
+            for folder in (self.checkpoints, self.model, self.trackers):
                 if folder.exists():  # at once, so that a kill leaves no half of it
                     folder.rename(self.path / f".unfinished-removed-{folder.name}")
             for path in (self.metrics, self.plot, self.config):

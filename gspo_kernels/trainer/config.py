@@ -1,7 +1,7 @@
 """Configuration of a training run: nested, frozen, validated dataclasses.
 
 Every option is documented once, in the ``help`` of its field; ``gspo train --help`` prints the same words.
-A run is described by one YAML file and dotted overrides: ``rollout: {group_size: 8}`` and
+A run is described by one YAML or TOML file and dotted overrides: ``rollout: {group_size: 8}`` and
 ``--rollout.group_size 8`` are the same thing (`config_file` reads them).
 """
 
@@ -288,6 +288,10 @@ class TrainConfig:
         None, "PyTorch's CPU threads; a tiny model on a busy machine is fastest with 1"
     )
     log_every: int = option(10, "steps between two lines of output where there is no terminal")
+    show_samples: int = option(3, "completions shown with their rewards after each evaluation")
+    trackers: tuple[str, ...] = option(
+        (), "where metrics go besides metrics.jsonl: tensorboard, wandb, trackio, ...; may be repeated"
+    )
     data: DataConfig = field(default_factory=DataConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     update: UpdateConfig = field(default_factory=UpdateConfig)
@@ -318,6 +322,7 @@ class TrainConfig:
             self.reward_timeout,
         )
         require(self.threads is None or self.threads >= 1, "threads", "at least 1", self.threads)
+        require(self.show_samples >= 0, "show_samples", "0 or more", self.show_samples)
         require(self.log_every >= 1, "log_every", "at least 1", self.log_every)
         if self.reward_weights is not None and self.reward:
             require(

@@ -1,8 +1,9 @@
-"""Reading a configuration, strictly: YAML files, dotted overrides, and comparing two runs."""
+"""Reading a configuration, strictly: YAML or TOML files, dotted overrides, and comparing two runs."""
 
 from __future__ import annotations
 
 import dataclasses
+import sys
 import typing
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,6 +16,11 @@ from gspo_kernels.trainer.config import ObjectiveConfig, TrainConfig, trainable_
 from gspo_kernels.trainer.errors import ConfigError
 from gspo_kernels.trainer.options import coerce, near_matches
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
 _Config = TypeVar("_Config")
 
 FREE_ON_RESUME = (
@@ -23,7 +29,9 @@ FREE_ON_RESUME = (
     "eval_dataset",
     "output",
     "log_every",
+    "show_samples",
     "threads",
+    "trackers",
     "update.steps",
     "update.micro_batch_tokens",
     "rollout.batch_size",
@@ -80,16 +88,18 @@ def from_mapping(values: Mapping[str, Any], cls: type[_Config], section: str = "
 
 
 def load_config(path: str | Path | None, overrides: Mapping[str, Any] | None = None) -> TrainConfig:
-    """Read a YAML file and put dotted overrides on top; without a file the defaults are the start."""
+    """Read a YAML or TOML file and put dotted overrides on top; without a file the defaults are the start."""
     values: dict[str, Any] = {}
     if path is not None:
         path = Path(path)
         if not path.is_file():
             raise ConfigError(f"there is no configuration file {path}")
+        form = "TOML" if path.suffix == ".toml" else "YAML"
         try:
-            values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-        except yaml.YAMLError as error:
-            raise ConfigError(f"{path} is not valid YAML: {error}") from error
+            text = path.read_text(encoding="utf-8")
+            values = (tomllib.loads(text) if form == "TOML" else yaml.safe_load(text)) or {}
+        except (yaml.YAMLError, tomllib.TOMLDecodeError) as error:
+            raise ConfigError(f"{path} is not valid {form}: {error}") from error
         if not isinstance(values, dict):
             raise ConfigError(f"{path} must hold a mapping of keys to values, got {type(values).__name__}")
     for dotted, value in (overrides or {}).items():
@@ -122,7 +132,7 @@ def save_config(config: TrainConfig, path: Path) -> None:
 
 def require_same_run(saved: TrainConfig, current: TrainConfig) -> None:
     """Raise a `ConfigError` if a run would go on with other settings than those it was started with."""
-    before, now = _flat(to_mapping(saved)), _flat(to_mapping(current))
+    before, now = flat(to_mapping(saved)), flat(to_mapping(current))
     changed = [
         f"{key}: {before.get(key)!r} -> {now.get(key)!r}"
         for key in {**before, **now}
@@ -134,8 +144,9 @@ def require_same_run(saved: TrainConfig, current: TrainConfig) -> None:
         raise ConfigError(f"a run cannot be resumed with other settings ({'; '.join(changed)})")
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the leaves of nested mappings by their dotted keys."""
+    leaves: dict[str, Any] = {}
     for key, value in values.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return flat
+        leaves |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return leaves

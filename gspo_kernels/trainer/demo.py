@@ -147,7 +147,7 @@ def make_config(directory: Path, *, seed: int, steps: int = 250) -> TrainConfig:
                 "steps": steps,
                 "minibatches": 4,
                 "layout": "padded",
-                "learning_rate": 2e-4,
+                "learning_rate": 3e-4,
                 "learning_rate_decay": "linear",
                 "adam_beta2": 0.99,
             },

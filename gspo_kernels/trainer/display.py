@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import TracebackType
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -25,6 +26,12 @@ def _text(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 
+def _shortened(text: str, longest: int = 400) -> str:
+    """Leave the middle of a long text out."""
+    half = longest // 2
+    return text if len(text) <= longest else f"{text[:half]} [...] {text[-half:]}"
+
+
 def summary_line(metrics: Metrics) -> str:
     """Return the metrics of one step that matter while watching, in one line."""
     low, high = metrics.get("ratio/min"), metrics.get("ratio/max")
@@ -35,7 +42,9 @@ def summary_line(metrics: Metrics) -> str:
         f"clipped {_text(metrics.get('clip_fraction/low'), '.0%')} low "
         f"{_text(metrics.get('clip_fraction/high'), '.0%')} high  "
         f"entropy {_text(metrics.get('entropy'), '.2f')}  "
-        f"{_text(metrics.get('tokens_per_second'), ',.0f')} tok/s"
+        f"kl {_text(metrics.get('kl/ref', metrics.get('kl/old')), '.1e')}  "
+        f"{_text(metrics.get('tokens_per_second'), ',.0f')} tok/s  "
+        f"{_text(metrics.get('memory/peak_gib'), '.1f')} GiB"
     )
 
 
@@ -108,6 +117,19 @@ class Display:
             done = max(step - self.first_step, 1)
             left = (time.monotonic() - self.started) / done * (self.steps - step)
             self.line(f"step {step}/{self.steps}  {summary_line(metrics)}  {left:.0f} s left")
+
+    def samples(self, step: int, shown: Sequence[tuple[Any, str, float]]) -> None:
+        """Print completions of one step: (prompt, completion, reward)."""
+        if not shown:
+            return
+        table = Table(title=f"completions of step {step}", title_justify="left", show_lines=True)
+        for heading in ("prompt", "completion"):
+            table.add_column(heading, ratio=1)
+        table.add_column("reward", justify="right")
+        for prompt, completion, reward in shown:
+            text = prompt if isinstance(prompt, str) else str(prompt[-1].get("content"))
+            table.add_row(escape(_shortened(text)), escape(_shortened(completion)), f"{reward:.3f}")
+        self.console.print(table)
 
     def line(self, text: str) -> None:
         """Print a line above the live display."""

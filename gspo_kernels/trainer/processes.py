@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -16,14 +17,23 @@ from gspo_kernels.trainer.errors import ConfigError, InputError
 _Result = TypeVar("_Result")
 
 
-def make_accelerator(precision: str, **options: Any) -> Any:
-    """Return accelerate's `Accelerator` for "fp32" or "bf16"."""
+def make_accelerator(precision: str, trackers: Sequence[str] = (), folder: str | Path = ".") -> Any:
+    """Return accelerate's `Accelerator` for "fp32" or "bf16", with trackers that write into a folder."""
     from accelerate import Accelerator
 
     try:
-        return Accelerator(mixed_precision={"fp32": "no"}.get(precision, precision), **options)
+        accelerator = Accelerator(
+            mixed_precision={"fp32": "no"}.get(precision, precision),
+            log_with=list(trackers) or None,
+            project_dir=folder,
+        )
     except ValueError as error:
-        raise ConfigError(f"update.precision: {error}") from error
+        raise ConfigError(f"update.precision or trackers: {error}") from error
+    there = [str(getattr(tracker, "value", tracker)) for tracker in accelerator.log_with]
+    for name in trackers:  # accelerate leaves out silently what is not installed
+        if name not in there:
+            raise ConfigError(f"trackers: {name} is not installed")
+    return accelerator
 
 
 def check_processes(accelerator: Any) -> None:

@@ -24,7 +24,7 @@ from gspo_kernels.trainer.checkpoint import (
     write_directory,
 )
 from gspo_kernels.trainer.config import TrainConfig
-from gspo_kernels.trainer.config_file import load_config, require_same_run, save_config
+from gspo_kernels.trainer.config_file import flat, load_config, require_same_run, save_config, to_mapping
 from gspo_kernels.trainer.data import PromptOrder, Prompts, Rows, check_rows, column_names, prepare_prompts
 from gspo_kernels.trainer.display import Display
 from gspo_kernels.trainer.errors import ConfigError, ModelError, RunDirectoryError
@@ -102,7 +102,10 @@ class GSPOTrainer:
 
         if config.threads is not None:
             torch.set_num_threads(config.threads)
-        self.accelerator = accelerator or make_accelerator(config.update.precision)
+        self.directory = RunDirectory(config.output)
+        self.accelerator = accelerator or make_accelerator(
+            config.update.precision, config.trackers, self.directory.trackers
+        )
         check_processes(self.accelerator)
         self._build(model)
         context = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
@@ -136,7 +139,6 @@ class GSPOTrainer:
             seed=config.seed,
         )
         self.order = PromptOrder(len(self.train_prompts.tokens), config.seed)
-        self.directory = RunDirectory(config.output)
         self.health = Health()
         self.display = Display(
             config.update.steps, log_every=config.log_every, quiet=not self.accelerator.is_main_process
@@ -193,6 +195,8 @@ class GSPOTrainer:
                 if last or self.step % config.evaluation.every == 0:
                     metrics.update(self.evaluate())
                 self._report({"step": self.step, **metrics})
+                if "eval/greedy_accuracy" in metrics or last:
+                    self.display.samples(self.step, self.shown)
                 stop = any(gather_object([terminated.is_set()]))
                 if last or stop or self.step % config.checkpoint.every == 0:
                     self._save_checkpoint()
@@ -213,6 +217,11 @@ class GSPOTrainer:
         experience = experience_of(
             samples, self.train_prompts, config.group_size, self._advantages(samples), self.accelerator.device
         )
+        rewards = samples.rewards.total.tolist()
+        self.shown = [
+            (self.train_prompts.rows[sample.row]["prompt"], sample.text, reward)
+            for sample, reward in list(zip(samples.each, rewards, strict=True))[: self.config.show_samples]
+        ]
         return experience, self._rollout_metrics(samples)
 
     @torch.no_grad()
@@ -282,6 +291,7 @@ class GSPOTrainer:
         record = finite(metrics)
         if self.accelerator.is_main_process:
             append_metrics(self.directory.metrics, record)
+        self.accelerator.log({name: value for name, value in record.items() if value is not None}, self.step)
         self.display.step(self.step, record)
         if self.step > 0:
             for warning in self.health.check(record):
@@ -306,6 +316,7 @@ class GSPOTrainer:
         if main:
             keep_until(directory.metrics, self.step if checkpoint is not None else -1)
             save_config(self.config, directory.config)
+        self.accelerator.init_trackers("gspo", flat(to_mapping(self.config)))
         for warning in self.config.warnings():
             self.display.warn(warning)
         for name, prompts in (("training", self.train_prompts), ("eval", self.eval_prompts)):
@@ -363,6 +374,8 @@ class GSPOTrainer:
 
         with whole_weights(self.accelerator, self.updater.policy):
             on_all(self.accelerator, write)
+        for tracker in self.accelerator.trackers:
+            tracker.finish()
         records = read_metrics(self.directory.metrics)
         evaluations = [record for record in records if "eval/greedy_accuracy" in record]
         if evaluations:

@@ -70,6 +70,11 @@ WRONG = [
     ({"checkpoint": {"keep": 0}}, ["checkpoint.keep"]),
     ({"advantage_scale": "std"}, ["advantage_scale", "'group'"]),
     ({"reward": ["a:b"], "reward_weights": [1.0, 2.0]}, ["reward_weights", "1 rewards"]),
+    ({"reward_timeout": 0}, ["reward_timeout", "above 0"]),
+    ({"advantages": "grpo"}, ["advantages", "group_normalized", "gdpo"]),
+    ({"advantages": "gdpo", "advantage_scale": "batch"}, ["advantage_scale", "gdpo"]),
+    ({"data": {"too_long": "cut"}}, ["data.too_long", "'error' or 'drop'"]),
+    ({"show_samples": -1}, ["show_samples"]),
     ({"threads": 0}, ["threads"]),
     ({"log_every": 0}, ["log_every"]),
 ]
@@ -106,6 +111,30 @@ def test_yaml_and_overrides(tmp_path):
     assert config.rollout.top_p == 0.9
     assert config.reward == ("a:f", "b:g")
     assert config.objective.build() == gk.GSPO(clip_low=2e-4)
+
+
+def test_toml_says_the_same_as_yaml(tmp_path):
+    (tmp_path / "run.yaml").write_text("model: m\nreward: ['a:f']\nupdate: {steps: 7, learning_rate: 3e-5}\n")
+    (tmp_path / "run.toml").write_text(
+        'model = "m"\nreward = ["a:f"]\n[update]\nsteps = 7\nlearning_rate = 3e-5\n'
+    )
+    assert load_config(tmp_path / "run.toml") == load_config(tmp_path / "run.yaml")
+    (tmp_path / "run.toml").write_text("[update\n")
+    with pytest.raises(ConfigError, match="not valid TOML"):
+        load_config(tmp_path / "run.toml")
+    (tmp_path / "run.toml").write_text("[update]\nlr = 1\n")
+    with pytest.raises(ConfigError, match=r"unknown key update\.lr"):
+        load_config(tmp_path / "run.toml")
+
+
+def test_mappings_are_given_as_json(tmp_path):
+    chosen = parse_train_arguments(["--data.template_options", '{"enable_thinking": false}'])
+    assert chosen.config.data.template_options == {"enable_thinking": False}
+    save_config(chosen.config, tmp_path / "config.yaml")
+    assert load_config(tmp_path / "config.yaml") == chosen.config
+    for wrong in ("{", "[1]"):
+        with pytest.raises(ConfigError, match=r"data\.template_options"):
+            parse_train_arguments(["--data.template_options", wrong])
 
 
 def test_saved_configuration_reads_back_equal(tmp_path):

@@ -102,6 +102,18 @@ def test_live_display_on_a_terminal():
     assert "greedy 50.0%" in out.getvalue()
 
 
+def test_table_of_samples():
+    out = io.StringIO()
+    display = Display(3, console=Console(file=out, width=200))
+    display.samples(4, [("2+2=", "4[/b]", 1.0), ([{"role": "user", "content": "hi"}], "x" * 999, -0.5)])
+    text = out.getvalue()
+    for words in ("step 4", "2+2=", "4[/b]", "1.000", "hi", "[...]", "-0.500"):
+        assert words in text
+    out.truncate(0)
+    display.samples(5, [])
+    assert not out.getvalue().strip("\0")
+
+
 def test_table_of_gains():
     out = io.StringIO()
     display = Display(3, console=Console(file=out, width=100))

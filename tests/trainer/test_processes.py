@@ -74,11 +74,9 @@ def vector(model):
 
 SECTIONS = {
     "ddp": {},
-    "ddp in small parts": {"update": {"micro_batch_tokens": 9}},
     "ddp without work for one": {"update": {"minibatches": 12}},
     "ddp of groups with a reference": {"objective": {"name": "DPO"}},
     "ddp with adapters": {"lora": {"rank": 2}, "kl": {"beta": 0.1}},
-    "fsdp2": {},
     "fsdp2 in small parts": {"update": {"micro_batch_tokens": 9}},
     "fsdp2 without work for one": {"update": {"minibatches": 12}},
     "fsdp2 with a reference": {"kl": {"beta": 0.1}},

@@ -12,7 +12,7 @@ from gspo_kernels.trainer.checkpoint import RunDirectory
 from gspo_kernels.trainer.errors import ConfigError, DataError, InputError, ModelError, RewardError
 from gspo_kernels.trainer.metrics import read_metrics
 
-from .conftest import small_config, tiny_qwen3
+from .conftest import make_accelerator, small_config, tiny_qwen3
 
 
 def make_trainer(own_tokenizer, rows, reward, config, **changes):
@@ -272,3 +272,73 @@ def test_warnings_when_nothing_can_be_learned(tmp_path, tokenizer, rows, capsys)
     assert "nothing can be learned" in " ".join(capsys.readouterr().out.split())
     # and indeed, without weight decay, nothing moves
     assert same(before, weights(trainer.model))
+
+
+def test_adapters_are_exported_with_the_weights_and_resume_bit_for_bit(tmp_path, tokenizer, rows, reward):
+    pytest.importorskip("peft")
+    sections = {"lora": {"rank": 2}, "kl": {"beta": 0.05}, "update": {"learning_rate": 0.05}}
+    straight = make_trainer(tokenizer, rows, reward, small_config(tmp_path / "straight", **sections))
+    base = weights(straight.model)
+    straight.train()
+    trained = weights(straight.model)
+    assert all(same({n: base[n]}, {n: trained[n]}) == ("lora" not in n) for n in base)
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "straight" / "model")
+    ids = torch.tensor([[5, 6, 7, 8]])
+    with torch.no_grad():
+        ours, plain = straight.model(ids).logits, tiny_qwen3(tokenizer)(ids).logits
+        torch.testing.assert_close(exported(ids).logits, ours, atol=1e-5, rtol=1e-5)
+    assert (ours - plain).abs().max() > 1e-2
+
+    changes = sections | {"update": sections["update"] | {"steps": 2}}
+    make_trainer(tokenizer, rows, reward, small_config(tmp_path / "resumed", **changes)).train()
+    resumed = make_trainer(tokenizer, rows, reward, small_config(tmp_path / "resumed", **sections))
+    resumed.train(resume=True)
+    assert same(weights(resumed.model), trained)
+    assert (tmp_path / "resumed" / "checkpoints" / "step_000004" / "state.pt").stat().st_size < 150_000
+
+
+def test_adapters_on_the_head_are_refused(tmp_path, tokenizer, rows, reward):
+    pytest.importorskip("peft")
+    for targets, words in (("lm_head", "lm_head"), ("no_such_layer", "lora.target_modules")):
+        config = small_config(tmp_path, lora={"rank": 2, "target_modules": targets})
+        with pytest.raises(ModelError, match=words):
+            make_trainer(tokenizer, rows, reward, config)
+
+
+def test_trackers_get_the_metrics(tmp_path, tokenizer, rows, reward):
+    from accelerate import Accelerator
+    from accelerate.tracking import GeneralTracker
+
+    class Kept(GeneralTracker):
+        name, requires_logging_directory, main_process_only = "kept", False, True
+        logged, finished, config, tracker = {}, False, None, None
+
+        def store_init_configuration(self, values):
+            Kept.config = values
+
+        def log(self, values, step=None, **options):
+            Kept.logged[step] = values
+
+        def finish(self):
+            Kept.finished = True
+
+    make_accelerator()
+    accelerator = Accelerator(log_with=[Kept()])
+    make_trainer(tokenizer, rows, reward, small_config(tmp_path), accelerator=accelerator).train()
+    assert Kept.finished and Kept.config["update.steps"] == 4
+    assert sorted(Kept.logged) == [0, 1, 2, 3, 4]
+    assert Kept.logged[4]["reward/mean"] == read_metrics(tmp_path / "metrics.jsonl")[4]["reward/mean"]
+    make_accelerator()
+    with pytest.raises(ConfigError, match="comet_ml is not installed"):
+        make_trainer(tokenizer, rows, reward, small_config(tmp_path, trackers=["comet_ml"]))
+
+
+def test_levels_and_rewards_reach_the_objectives_that_take_them(tmp_path, tokenizer, rows):
+    def ranks(prompts, *args, **columns):
+        return [3.0, 1.0, 3.0, 2.0] * (len(prompts) // 4)
+
+    for name, expected in (("DPO", [1, 3, 1, 2]), ("REBEL", [3, 1, 3, 2])):
+        trainer = make_trainer(tokenizer, rows, ranks, small_config(tmp_path, objective={"name": name}))
+        trainer.step = 1
+        experience, _ = trainer.rollout()
+        assert experience.advantages.tolist() == expected * 3
