@@ -160,6 +160,9 @@ class GSPOTrainer:
             "temperature": config.rollout.temperature,
         }
         Policy(model, **options).check_layout()
+        # What no checkpoint holds and no run may change: weights below adapters, and the reference.
+        fixed = adapted or config.needs_reference()
+        self.fingerprint = sum(p.double().abs().sum().item() for p in model.parameters()) if fixed else None
         reference, reference_mode = None, nullcontext
         if adapted:
             set_seed(config.seed)
@@ -330,6 +333,7 @@ class GSPOTrainer:
             "step": self.step,
             "prompts": len(self.train_prompts.tokens),
             "updater": self.updater.state_dict(),
+            "fingerprint": self.fingerprint,
             "health": self.health.streaks,
             "random": gather_object([random_state()]),
         }
@@ -352,6 +356,12 @@ class GSPOTrainer:
             raise RunDirectoryError(
                 f"the training dataset has {len(self.train_prompts.tokens)} prompts, but the run "
                 f"in {self.directory.path} was started with {state['prompts']}"
+            )
+        begun, now = state["fingerprint"], self.fingerprint
+        if begun is not None and now is not None and abs(begun - now) > 1e-6 * begun:
+            raise RunDirectoryError(
+                f"the model has other weights than the one that the run in {self.directory.path} was started "
+                "with, which it still needs: as the reference, or below its adapters"
             )
         self.updater.load_state_dict(state["updater"])
         self.health.streaks = state["health"]

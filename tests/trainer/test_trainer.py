@@ -342,3 +342,15 @@ def test_levels_and_rewards_reach_the_objectives_that_take_them(tmp_path, tokeni
         trainer.step = 1
         experience, _ = trainer.rollout()
         assert experience.advantages.tolist() == expected * 3
+
+
+@pytest.mark.parametrize("sections", [{"kl": {"beta": 0.1}}, {"lora": {"rank": 2}}], ids=str)
+def test_a_run_that_needs_its_first_weights_does_not_go_on_with_others(
+    tmp_path, tokenizer, rows, reward, sections
+):
+    config = small_config(tmp_path, update={"steps": 2}, **sections)
+    make_trainer(tokenizer, rows, reward, config).train()
+    longer = small_config(tmp_path, update={"steps": 3}, **sections)
+    with pytest.raises(InputError, match="other weights than the one"):
+        make_trainer(tokenizer, rows, reward, longer, model=tiny_qwen3(tokenizer, seed=1)).train(resume=True)
+    make_trainer(tokenizer, rows, reward, longer).train(resume=True)
