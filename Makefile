@@ -25,7 +25,7 @@ demo: $(READY)
 	$(BIN)/gspo demo --output runs/demo --overwrite
 
 test: $(READY)
-	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -314,6 +314,10 @@ def operator_inputs():
             (hidden, weight, bias, labels, *options, *chunks, True),
             (hidden, weight, None, labels, *by_row, *chunks, False),
         ],
+        "unwritten_token_logprobs": [
+            (hidden, weight, bias, labels, *options[:-1], "triton", *chunks, True),
+            (hidden, weight, None, labels, *by_row[:-1], "triton", *chunks, False),
+        ],
         "linear_token_logprobs_backward": [
             (hidden, weight, bias, labels, *options, *chunks, logprobs, lse, entropy, upstream, upstream,
              True, True, True, True),

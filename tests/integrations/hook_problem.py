@@ -8,7 +8,7 @@ from torch import Tensor
 import gspo_kernels as gk
 from tests import oracle
 from tests.cases import budget, error
-from tests.objectives.examples import ADVANTAGES, examples, make_batch
+from tests.objectives.sample_batches import ADVANTAGES, examples, make_batch
 
 GSPO = gk.GSPO(clip_low=0.1, clip_high=0.15)
 SPLITS = ((0, 1, 2, 3, 4, 5),), ((0, 1), (2, 5, 3), (4,)), ((5,), (4, 3, 2, 1, 0))

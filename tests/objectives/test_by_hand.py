@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
+from sample_batches import make_batch
 
 import gspo_kernels as gk
-from examples import make_batch
 from gspo_kernels.objectives.sspo import LOG_GATES
 
 E = math.exp

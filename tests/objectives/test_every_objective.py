@@ -8,9 +8,9 @@ from dataclasses import FrozenInstanceError
 import pytest
 import torch
 from formulas import FORMULAS, Sequence, slopes, value
+from sample_batches import EVERY, NO_DEFAULTS, OPTIONS, examples, make_batch
 
 import gspo_kernels as gk
-from examples import EVERY, NO_DEFAULTS, OPTIONS, examples, make_batch
 from gspo_kernels.objectives.base import from_spec
 from gspo_kernels.schedule import SCHEDULES
 

@@ -1,4 +1,4 @@
-"""Does it learn? Two seeds of a shortened demonstration, on prompts and answers never trained on."""
+"""Does it learn? Three seeds of a shortened demonstration, on prompts and answers never trained on."""
 
 from dataclasses import replace
 
@@ -9,12 +9,12 @@ from gspo_kernels.trainer.data import load_prompts
 from gspo_kernels.trainer.metrics import read_metrics
 from gspo_kernels.trainer.rewards import load_reward
 
-STEPS = 150
+STEPS = 200
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1])
-def test_held_out_accuracy_rises(tmp_path, seed):
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_held_out_accuracy_rises_by_thirty_points(tmp_path, seed):
     demo.prepare(tmp_path, seed=seed)
     config = demo.make_config(tmp_path, seed=seed, steps=STEPS)
     config = replace(config, evaluation=replace(config.evaluation, every=STEPS))
@@ -33,8 +33,7 @@ def test_held_out_accuracy_rises(tmp_path, seed):
         label: last[f"eval/{label}_accuracy"] - first[f"eval/{label}_accuracy"]
         for label in ("greedy", "sampled")
     }
-    # seen on these seeds: 31 to 35 points greedily, which starts at 50 %, and 57 to 63 points sampled
-    assert gains["greedy"] >= 0.25 and gains["sampled"] >= 0.45, gains
+    assert min(gains.values()) >= 0.30, gains
     # GSPO as it should be: nothing is clipped before the weights move, much of it afterwards
     for record in records[1:]:
         assert record["minibatch_1/ratio/min"] == record["minibatch_1/ratio/max"] == 1.0
