@@ -20,7 +20,6 @@ from gspo_kernels.objectives.linear import Linear
 from gspo_kernels.ops import linear
 from gspo_kernels.ops.library import operator
 from gspo_kernels.ops.logprobs import fake_stats, scale_
-from gspo_kernels.ops.memory import new_memory
 from gspo_kernels.policy import (
     TERMS,
     PolicyStep,
@@ -373,7 +372,7 @@ class _Run:
     def _cached(self, part: Part) -> None:
         call, gradients, where = self.call, self.gradients, self.scopes.rows_of(part)
         head = call.head
-        cache = new_memory((part.rows, head.vocabulary), head.rows_dtype, call.hidden.device)
+        cache = torch.empty(part.rows, head.vocabulary, dtype=head.rows_dtype, device=call.hidden.device)
         done = 0
         for chunk in call.chunks(where):
             logits, stats = self.scores.add(chunk)
@@ -490,7 +489,7 @@ class _Gradients(NamedTuple):
 
 def _scaled(total: Tensor, upstream: Tensor, dtype: torch.dtype, backend: str) -> Tensor:
     if total.dtype != dtype:
-        return torch.mul(total, upstream, out=new_memory(total.shape, dtype, total.device))
+        return torch.mul(total, upstream, out=torch.empty(total.shape, dtype=dtype, device=total.device))
     if total.numel():
         scale_(total, upstream, backend)
     return total

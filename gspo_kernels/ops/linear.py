@@ -22,7 +22,7 @@ from torch import Tensor
 from gspo_kernels.ops.backends import load
 from gspo_kernels.ops.library import operator
 from gspo_kernels.ops.logprobs import OPTIONS, check_labels, fake_stats, restore_options, save_options
-from gspo_kernels.ops.memory import chunk_rows, new_memory
+from gspo_kernels.ops.memory import chunk_rows
 from gspo_kernels.ops.values import check_temperature
 from gspo_kernels.types import LogitTransform, RowStats, stats_dtype
 
@@ -250,7 +250,7 @@ class Scores:
             return head.logits(chunk.hidden, None)
         if self._logits is None:
             most = max(rows, self._most)
-            self._logits = new_memory((most, head.vocabulary), head.dtype, chunk.hidden.device)
+            self._logits = torch.empty(most, head.vocabulary, dtype=head.dtype, device=chunk.hidden.device)
         return head.logits(chunk.hidden, self._logits[:rows])
 
     def statistics(self, logits: Tensor, chunk: Chunk, entropy: bool) -> RowStats:
@@ -379,7 +379,7 @@ class HeadSums:
 
     def __init__(self, head: Head, trained: tuple[bool, bool]):
         dtype, device = stats_dtype(head.weight.dtype), head.weight.device
-        self._weight = new_memory(head.weight.shape, dtype, device) if trained[0] else None
+        self._weight = torch.empty(head.weight.shape, dtype=dtype, device=device) if trained[0] else None
         self._bias = torch.zeros(head.vocabulary, dtype=dtype, device=device) if trained[1] else None
         self._empty = True
 
@@ -516,7 +516,7 @@ class Gradients:
         elif logits.element_size() > dtype.itemsize:
             rows = logits.view(dtype)[:, : logits.shape[1]]
         else:
-            rows = new_memory(logits.shape, dtype, logits.device)
+            rows = torch.empty(logits.shape, dtype=dtype, device=logits.device)
         ones = stats.logprobs.new_ones(()).expand(len(chunk))
         self.backend.logprobs_backward(
             logits.unsqueeze(0),

@@ -58,10 +58,12 @@ HUGE_PAGES_FROM = 16 * 2**20
 
 
 def new_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """An uninitialised tensor for logits or a gradient of their size.
+    """An uninitialised tensor for the gradient of logits.
 
     Large blocks are new to the process at every call, so their first writes fault in page after page. On
     Linux they ask for huge pages, which takes a fraction of that time; where there are none nothing changes.
+    Chunks of logits stay with ordinary pages: each is written many times, and on a virtual machine whose host
+    backs huge pages late they cost more than they saved.
     """
     memory = torch.empty(shape, dtype=dtype, device=device)
     size = memory.numel() * memory.element_size()
