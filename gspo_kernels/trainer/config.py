@@ -163,6 +163,111 @@ class OffPolicyConfig:
 
 
 @dataclass(frozen=True)
+class VeriPOConfig:
+    """Steps of the objective and steps of DPO in turn, over pairs that a verifier makes (VerIPO)."""
+
+    grpo_steps: int = option(20, "steps with the configured objective before each phase of DPO")
+    dpo_steps: int = option(0, "steps of DPO then, each on one of the last rollouts; 0: no DPO at all")
+    verifier: str | None = option(
+        None, "reward function that ranks completions for DPO; without one the run's own reward does"
+    )
+    reward_weight: float = option(
+        1.0, "weight of the run's own reward beside the verifier; 0: the verifier alone ranks"
+    )
+    min_gap: float = option(0.0, "completions of a prompt are a pair where scores differ by more than this")
+    beta: float = option(0.1, "DPO's beta: how firmly it holds to the policy that its phase began with")
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        require(self.grpo_steps >= 1, "veripo.grpo_steps", "at least 1", self.grpo_steps)
+        require(
+            0 <= self.dpo_steps <= self.grpo_steps,
+            "veripo.dpo_steps",
+            f"from 0 to veripo.grpo_steps ({self.grpo_steps}), because each takes one rollout of that phase "
+            "(update.epochs goes through it several times)",
+            self.dpo_steps,
+        )
+        for name in ("reward_weight", "min_gap"):
+            require(0.0 <= getattr(self, name) < math.inf, f"veripo.{name}", "0 or more", getattr(self, name))
+        require(0.0 < self.beta < math.inf, "veripo.beta", "above 0", self.beta)
+        require(
+            self.reward_weight > 0 or self.verifier is not None,
+            "veripo.reward_weight",
+            "above 0 where there is no veripo.verifier",
+            self.reward_weight,
+        )
+        require(
+            self.verifier is None or self.dpo_steps > 0,
+            "veripo.dpo_steps",
+            "above 0 where there is a veripo.verifier",
+            self.dpo_steps,
+        )
+
+    def compares(self, step: int) -> bool:
+        """Whether this step of the run, from 1, is one of DPO."""
+        return self._place(step) >= self.grpo_steps
+
+    def keeps(self, step: int) -> bool:
+        """Whether a step of DPO will take the rollout of this step."""
+        return self.grpo_steps - self.dpo_steps <= self._place(step) < self.grpo_steps
+
+    def rollouts_until(self, step: int) -> int:
+        """Return how many of the steps up to this one sample."""
+        phases, rest = divmod(step, self.grpo_steps + self.dpo_steps)
+        return phases * self.grpo_steps + min(rest, self.grpo_steps)
+
+    def _place(self, step: int) -> int:
+        return (step - 1) % (self.grpo_steps + self.dpo_steps)
+
+
+@dataclass(frozen=True)
+class IGRPOConfig:
+    """Update on refinements of the best of several drafts, which goes into the prompt (iGRPO)."""
+
+    drafts: int = option(
+        0,
+        "completions of a prompt, beside those of rollout.group_size, of which the best is the draft; 0: off",
+    )
+    template: str = option(
+        "{prompt}\n\nThe best of several earlier answers:\n{draft}\n\nWrite a better answer.",
+        "what the policy then completes; {prompt} is the prompt, or the last message of the user",
+    )
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        require(self.drafts >= 0, "igrpo.drafts", "0 or more", self.drafts)
+        for name in ("{prompt}", "{draft}"):
+            require(name in self.template, "igrpo.template", f"a text with {name} in it", self.template)
+
+
+@dataclass(frozen=True)
+class TurnsConfig:
+    """Several turns on the same task with an environment's feedback between, each its own group (TL-GRPO)."""
+
+    count: int = option(1, "turns on each prompt, each with rollout.group_size completions; 1: off")
+    feedback: str | None = option(
+        None,
+        "function f(prompts, completions, rewards, **columns) -> list[str] that says what the policy reads "
+        "after a turn; 'module:function' or 'file.py:function', called like a reward",
+    )
+    keep: str = option(
+        "first",
+        "completion that stays in the history: the 'first', which is as good as a random one, or the 'best'",
+    )
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        require(self.count >= 1, "turns.count", "at least 1", self.count)
+        require(self.keep in ("first", "best"), "turns.keep", "'first' or 'best'", self.keep)
+        require(
+            (self.feedback is not None) == (self.count > 1),
+            "turns.feedback",
+            "given where turns.count is at least 2, and only there",
+            self.feedback,
+        )
+
+
+@dataclass(frozen=True)
 class LoraConfig:
     """Train small adapters instead of the weights, through peft; the reference is the model without them."""
 
@@ -275,7 +380,12 @@ class TrainConfig:
         (), "reward function, 'module:function' or 'file.py:function', with '(name=value)'; may be repeated"
     )
     reward_weights: tuple[float, ...] | None = option(None, "one weight for each reward; all 1 if not given")
-    reward_timeout: float | None = option(None, "seconds that a call of a reward function may take")
+    reward_timeout: float | None = option(
+        600.0, "seconds that a call of a reward function may take; none: no limit"
+    )
+    reward_process: bool = option(
+        False, "call every reward function in a process of its own, which can be stopped whatever it does"
+    )
     advantages: str = option(
         "group_normalized", f"how rewards become advantages: one of {', '.join(ADVANTAGES)}"
     )
@@ -298,6 +408,9 @@ class TrainConfig:
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     kl: KLConfig = field(default_factory=KLConfig)
     off_policy: OffPolicyConfig = field(default_factory=OffPolicyConfig)
+    veripo: VeriPOConfig = field(default_factory=VeriPOConfig)
+    igrpo: IGRPOConfig = field(default_factory=IGRPOConfig)
+    turns: TurnsConfig = field(default_factory=TurnsConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -331,21 +444,55 @@ class TrainConfig:
                 f"one number for each of the {len(self.reward)} rewards",
                 self.reward_weights,
             )
-        groups, size = self.rollout.prompts_per_rollout, self.rollout.group_size
+        require(
+            self.igrpo.drafts == 0 or self.turns.count == 1,
+            "igrpo.drafts",
+            "0 where turns.count is more than 1: either a draft or an environment's feedback is refined",
+            self.igrpo.drafts,
+        )
+        turns, size = self.turns.count, self.rollout.group_size
+        groups = self.rollout.prompts_per_rollout * turns
         together = (
             self.update.layout == "shared_prefix" or self.objective.build().coefficient_scope == "group"
         )
-        what = f"{groups} prompts" if together else f"{groups * size} completions"
+        kind = "prompts" if turns == 1 else "turns of prompts"
+        what = f"{groups} {kind}" if together else f"{groups * size} completions"
         require(
             self.update.minibatches <= (groups if together else groups * size),
             "update.minibatches",
             f"at most the {what} of a rollout",
             self.update.minibatches,
         )
+        if self.veripo.dpo_steps > 0:
+            require(
+                not self.needs_reference(),
+                "veripo.dpo_steps",
+                f"0 with kl.beta {self.kl.beta:g} and objective {self.objective.name}: DPO's reference is "
+                "the policy that its phase began with, and there is no second one for a KL term or an objective",
+                self.veripo.dpo_steps,
+            )
+            self.of_dpo()
 
     def needs_reference(self) -> bool:
         """Whether a term of the loss compares with the reference policy."""
         return self.kl.beta > 0 or "ref_logprobs" in self.objective.build().needs
+
+    def of_dpo(self) -> TrainConfig:
+        """Return what the DPO steps of ``veripo`` minimise; off-policy weights are about sampled completions.
+
+        Raises:
+            ConfigError: a minibatch would hold less than a group.
+        """
+        options = {"beta": self.veripo.beta, "min_gap": self.veripo.min_gap}
+        try:
+            return dataclasses.replace(
+                self,
+                objective=ObjectiveConfig("DPO", options),
+                off_policy=OffPolicyConfig(),
+                veripo=VeriPOConfig(),
+            )
+        except ConfigError as error:
+            raise ConfigError(f"veripo.dpo_steps: {error}") from error
 
     def warnings(self) -> list[str]:
         """Return what is allowed and probably not meant."""

@@ -225,7 +225,7 @@ def prepare_prompts(
         raise DataError(
             f"{name}: the model's context leaves no room for a prompt beside rollout.max_new_tokens"
         )
-    tokens = _encode(tokenizer, rows, name, template_options or {})
+    tokens = tokens_of(tokenizer, [row["prompt"] for row in rows], name, template_options or {})
     for number, ids in enumerate(tokens, start=1):
         if not ids:
             raise DataError(f"{name}, row {number}: the tokenizer makes no token of the prompt")
@@ -248,16 +248,18 @@ def encode_prompts(tokenizer: Any, rows: Rows, name: str, longest: int | None) -
     return prepare_prompts(tokenizer, rows, name, longest).tokens
 
 
-def _encode(tokenizer: Any, rows: Rows, name: str, options: Mapping[str, Any]) -> list[list[int]]:
-    tokens: list[list[int]] = [[] for _ in rows]
+def tokens_of(
+    tokenizer: Any, prompts: Sequence[Any], name: str, template_options: Mapping[str, Any]
+) -> list[list[int]]:
+    """Return the token ids of prompts, text or conversations, as `prepare_prompts` encodes them."""
+    tokens: list[list[int]] = [[] for _ in prompts]
     texts: dict[int, str] = {}
     conversations: dict[int, str] = {}
-    for index, row in enumerate(rows):
-        prompt = row["prompt"]
+    for index, prompt in enumerate(prompts):
         if isinstance(prompt, str):
             texts[index] = prompt
         else:
-            conversations[index] = _render(tokenizer, prompt, f"{name}, row {index + 1}", options)
+            conversations[index] = _render(tokenizer, prompt, f"{name}, row {index + 1}", template_options)
     # A template writes its special tokens itself.
     for part, arguments in ((texts, {}), (conversations, {"add_special_tokens": False})):
         if part:

@@ -16,7 +16,7 @@ class DataError(InputError):
 
 
 class RewardError(InputError):
-    """A reward function that cannot be found or did not return rewards; the message names it."""
+    """A reward or feedback function that cannot be found or returned something else; the message names it."""
 
 
 class ModelError(InputError):

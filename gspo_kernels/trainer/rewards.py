@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 import gspo_kernels as gk
+from gspo_kernels.trainer.data import RESERVED
 from gspo_kernels.trainer.errors import ConfigError, RewardError
 from gspo_kernels.trainer.reward_calls import OutOfTimeError, RewardLoop, call_within, is_async
 from gspo_kernels.trainer.reward_loading import (
@@ -173,22 +174,8 @@ class RewardSet:
 
     def check(self, columns: Iterable[str]) -> None:
         """Raise a `RewardError` if a function cannot be called with these columns of the dataset."""
-        arguments = dict.fromkeys(["prompts", "completions", "completion_ids", *columns])
         for name, function in self.functions.items():
-            inner = function.function if isinstance(function, ProcessReward) else function
-            if isinstance(inner, functools.partial) and (twice := arguments.keys() & inner.keywords.keys()):
-                raise RewardError(f"reward function {name}: {', '.join(twice)} is an option and a column")
-            try:
-                signature = inspect.signature(inner)
-            except ValueError:  # some builtin functions have none
-                continue
-            try:
-                signature.bind(**arguments)
-            except TypeError as error:
-                raise RewardError(
-                    f"reward function {name} cannot be called with the dataset's columns "
-                    f"({', '.join(columns) or 'none'}): {error}"
-                ) from error
+            check_call(f"reward function {name}", function, RESERVED, columns)
 
     def __call__(
         self,
@@ -239,6 +226,24 @@ class RewardSet:
         weighted = torch.stack([self.weights[name] * values for name, values in by_name.items()])
         total = torch.where(weighted.isnan().all(0), torch.nan, weighted.nansum(0))
         return Rewards(total, by_name, self.weights)
+
+
+def check_call(what: str, function: RewardFunction, given: Iterable[str], columns: Iterable[str]) -> None:
+    """Raise a `RewardError` if a function cannot be called with what is given and the dataset's columns."""
+    inner = function.function if isinstance(function, ProcessReward) else function
+    arguments = dict.fromkeys([*given, *columns])
+    if isinstance(inner, functools.partial) and (twice := arguments.keys() & inner.keywords.keys()):
+        raise RewardError(f"{what}: {', '.join(twice)} is an option and a column")
+    try:
+        signature = inspect.signature(inner)
+    except ValueError:  # some builtin functions have none
+        return
+    try:
+        signature.bind(**arguments)
+    except TypeError as error:
+        raise RewardError(
+            f"{what} cannot be called with the dataset's columns ({', '.join(columns) or 'none'}): {error}"
+        ) from error
 
 
 def _checked(name: str, values: Any, prompts: Sequence[Any], completions: Sequence[str]) -> Tensor:

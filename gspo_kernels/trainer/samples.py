@@ -23,7 +23,8 @@ class Sample:
     """One completion, on the CPU.
 
     Attributes:
-        row: which prompt it completes.
+        row: which row of the data it belongs to.
+        prompt: the token ids that it completes.
         text: what the reward functions saw.
         ids: [C] int64, with the end token if there is one.
         counted: [C] bool, tokens that a loss may count.
@@ -33,6 +34,7 @@ class Sample:
     """
 
     row: int
+    prompt: list[int]
     text: str
     ids: Tensor
     counted: Tensor
@@ -42,10 +44,27 @@ class Sample:
 
 
 class Samples(NamedTuple):
-    """B completions and their rewards; the completions of a prompt are consecutive."""
+    """B completions and their rewards; the completions of a group are consecutive."""
 
     each: list[Sample]
     rewards: Rewards
+
+
+def joined(parts: Sequence[Samples]) -> Samples:
+    """Put samples one after the other; at least one part."""
+    rewards = [part.rewards for part in parts]
+    by_name = {name: torch.cat([r.by_name[name] for r in rewards]) for name in rewards[0].by_name}
+    total = torch.cat([r.total for r in rewards])
+    return Samples(
+        [sample for part in parts for sample in part.each], Rewards(total, by_name, rewards[0].weights)
+    )
+
+
+def own_share(accelerator: Any, count: int) -> list[int]:
+    """Return which of ``count`` things this process works on; all shares make up the whole, in order."""
+    shares = np.array_split(np.arange(count), accelerator.num_processes)
+    own: list[int] = shares[accelerator.process_index].tolist()
+    return own
 
 
 class Sampler:
@@ -82,44 +101,58 @@ class Sampler:
 
     @torch.no_grad()
     def __call__(
-        self, prompts: Prompts, picked: Sequence[int], group_size: int, sampling: Sampling, step: int
+        self,
+        prompts: Prompts,
+        picked: Sequence[int],
+        group_size: int,
+        sampling: Sampling,
+        step: int,
+        *,
+        tokens: Sequence[list[int]] | None = None,
+        stage: int = 0,
     ) -> Samples:
         """Complete each of the picked prompts ``group_size`` times.
 
-        A completion's random numbers come from the run's seed, the step and its place, so they are the same
-        in any number of processes and after a restart.
+        A completion's random numbers come from the run's seed, the step, the stage and its place, so they are
+        the same in any number of processes and after a restart.
+
+        Args:
+            prompts: the data.
+            picked: rows of it.
+            group_size: completions of each.
+            sampling: how tokens are drawn.
+            step: of the run; 0 for evaluations.
+            tokens: what is completed in place of each picked prompt. The reward functions see the prompt of
+                the data all the same.
+            stage: which part of the step it is, where a step samples several times.
         """
-        places = np.random.SeedSequence([self.seed, step])
+        if tokens is None:
+            tokens = [prompts.tokens[row] for row in picked]
+        places = np.random.SeedSequence([self.seed, step, stage])
         seeds = places.generate_state(len(picked) * group_size, np.uint64).reshape(-1, group_size)
 
         def share() -> Samples:
-            world, rank = self.accelerator.num_processes, self.accelerator.process_index
-            own = np.array_split(np.arange(len(picked)), world)[rank]
-            rows = [picked[place] for place in own.tolist() for _ in range(group_size)]
-            if not rows:
+            own = own_share(self.accelerator, len(picked))
+            if not own:
                 return Samples([], Rewards(torch.zeros(0), {}))
-            completions = self.engine.generate(
-                [prompts.tokens[row] for row in rows], sampling, seeds=seeds[own].flatten().tolist()
-            )
+            rows = [picked[place] for place in own for _ in range(group_size)]
+            given = [tokens[place] for place in own for _ in range(group_size)]
+            completions = self.engine.generate(given, sampling, seeds=seeds[own].flatten().tolist())
             ids = completions.token_lists()
             texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
             data = [prompts.rows[row] for row in rows]
             rewards = self.rewards(
                 [row["prompt"] for row in data], texts, ids, columns_of(data, prompts.columns)
             )
-            return Samples(_samples(rows, texts, completions, self.truncated), rewards)
+            return Samples(_samples(rows, given, texts, completions, self.truncated), rewards)
 
         with whole_weights(self.accelerator, self.policy), self.accelerator.autocast():
-            parts = [part for part in on_all(self.accelerator, share) if part.each]
-        rewards = [part.rewards for part in parts]
-        by_name = {name: torch.cat([r.by_name[name] for r in rewards]) for name in rewards[0].by_name}
-        total = torch.cat([r.total for r in rewards])
-        return Samples(
-            [sample for part in parts for sample in part.each], Rewards(total, by_name, rewards[0].weights)
-        )
+            return joined([part for part in on_all(self.accelerator, share) if part.each])
 
 
-def _samples(rows: list[int], texts: list[str], completions: Completions, truncated: str) -> list[Sample]:
+def _samples(
+    rows: list[int], prompts: list[list[int]], texts: list[str], completions: Completions, truncated: str
+) -> list[Sample]:
     counted, finished = completions.loss_mask(truncated), completions.finished.tolist()
     samples = []
     for i, mask in enumerate(completions.completion_mask):
@@ -128,13 +161,11 @@ def _samples(rows: list[int], texts: list[str], completions: Completions, trunca
             for values in (completions.completion_ids, counted, completions.logprobs, completions.turn_ids)
         )
         assert ids is not None and used is not None
-        samples.append(Sample(rows[i], texts[i], ids, used, finished[i], logprobs, turn_ids))
+        samples.append(Sample(rows[i], prompts[i], texts[i], ids, used, finished[i], logprobs, turn_ids))
     return samples
 
 
-def experience_of(
-    samples: Samples, prompts: Prompts, group_size: int, advantages: Tensor, device: torch.device
-) -> Experience:
+def experience_of(samples: Samples, group_size: int, advantages: Tensor, device: torch.device) -> Experience:
     """Return what the update takes; completions without a reward or an advantage do not count in it."""
     applies = ~samples.rewards.total.isnan()
 
@@ -145,7 +176,7 @@ def experience_of(
     counted = padded("counted", False)
     assert counted is not None
     return Experience(
-        prompts=[torch.tensor(prompts.tokens[sample.row], device=device) for sample in samples.each],
+        prompts=[torch.tensor(sample.prompt, device=device) for sample in samples.each],
         completions=[sample.ids.to(device) for sample in samples.each],
         advantages=advantages.nan_to_num(0.0).to(device),
         loss_mask=counted & applies.unsqueeze(1).to(device),

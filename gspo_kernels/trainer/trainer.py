@@ -25,7 +25,15 @@ from gspo_kernels.trainer.checkpoint import (
 )
 from gspo_kernels.trainer.config import TrainConfig
 from gspo_kernels.trainer.config_file import flat, load_config, require_same_run, save_config, to_mapping
-from gspo_kernels.trainer.data import PromptOrder, Prompts, Rows, check_rows, column_names, prepare_prompts
+from gspo_kernels.trainer.data import (
+    PromptOrder,
+    Prompts,
+    Rows,
+    check_rows,
+    column_names,
+    prepare_prompts,
+    tokens_of,
+)
 from gspo_kernels.trainer.display import Display
 from gspo_kernels.trainer.errors import ConfigError, ModelError, RunDirectoryError
 from gspo_kernels.trainer.health import Health
@@ -49,9 +57,10 @@ from gspo_kernels.trainer.processes import (
     prepare_frozen,
     whole_weights,
 )
+from gspo_kernels.trainer.recipes import recipe_of
 from gspo_kernels.trainer.rewards import RewardFunction, RewardSet, advantages_of
 from gspo_kernels.trainer.rollout import RolloutEngine, Sampling, TransformersEngine, left_pad
-from gspo_kernels.trainer.samples import Sampler, Samples, experience_of, levels
+from gspo_kernels.trainer.samples import Sample, Sampler, Samples, experience_of, levels
 from gspo_kernels.trainer.updates import Experience, PolicyUpdater
 
 
@@ -138,6 +147,14 @@ class GSPOTrainer:
             truncated=config.rollout.truncated,
             seed=config.seed,
         )
+        self.recipe = recipe_of(config)(
+            config,
+            self.sampler,
+            self._sampling(),
+            self.train_prompts,
+            lambda prompts: tokens_of(self.tokenizer, prompts, "new prompts", config.data.template_options),
+            longest,
+        )
         self.order = PromptOrder(len(self.train_prompts.tokens), config.seed)
         self.health = Health()
         self.display = Display(
@@ -216,16 +233,14 @@ class GSPOTrainer:
         """
         config = self.config.rollout
         picked = self.order.indices((self.step - 1) * config.prompts_per_rollout, config.prompts_per_rollout)
-        samples = self.sampler(self.train_prompts, picked, config.group_size, self._sampling(), self.step)
+        samples, metrics = self.recipe.rollout(picked, self.step)
         experience = experience_of(
-            samples, self.train_prompts, config.group_size, self._advantages(samples), self.accelerator.device
+            samples, config.group_size, self._advantages(samples), self.accelerator.device
         )
-        rewards = samples.rewards.total.tolist()
-        self.shown = [
-            (self.train_prompts.rows[sample.row]["prompt"], sample.text, reward)
-            for sample, reward in list(zip(samples.each, rewards, strict=True))[: self.config.show_samples]
-        ]
-        return experience, self._rollout_metrics(samples)
+        pairs = list(zip(samples.each, samples.rewards.total.tolist(), strict=True))
+        last = pairs[max(len(pairs) - self.config.show_samples, 0) :]
+        self.shown = [(self._shown_prompt(sample), sample.text, reward) for sample, reward in last]
+        return experience, self._rollout_metrics(samples) | metrics
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
@@ -235,16 +250,16 @@ class GSPOTrainer:
         """
         if self.eval_prompts is None:
             return {}
-        state, everything, metrics = random_state(), range(len(self.eval_prompts.tokens)), {}
+        state, metrics = random_state(), {}
         set_seed(self.config.seed, device_specific=True)
         for label, sampling in (
             ("greedy", Sampling(self.config.rollout.max_new_tokens, temperature=0.0)),
             ("sampled", self._sampling()),
         ):
-            samples = self.sampler(self.eval_prompts, everything, 1, sampling, 0)
+            samples, others = self.recipe.evaluate(self.eval_prompts, sampling)
             means = {name: float(values.nanmean()) for name, values in samples.rewards.by_name.items()}
             metrics[f"eval/{label}_accuracy"] = means[self.accuracy_reward]
-            metrics |= {f"eval/{label}/{name}": value for name, value in means.items()}
+            metrics |= {f"eval/{label}/{name}": value for name, value in (means | others).items()}
         set_random_state(state)
         return metrics
 
@@ -266,6 +281,12 @@ class GSPOTrainer:
             scale=config.advantage_scale,
             lengths=torch.tensor([int(sample.counted.sum()) for sample in samples.each]),
         )
+
+    def _shown_prompt(self, sample: Sample) -> Any:
+        """Return the prompt as the dataset has it, or what a recipe made of it."""
+        if sample.prompt == self.train_prompts.tokens[sample.row]:
+            return self.train_prompts.rows[sample.row]["prompt"]
+        return self.tokenizer.decode(sample.prompt)
 
     def _rollout_metrics(self, samples: Samples) -> dict[str, float]:
         rewards = samples.rewards
