@@ -1,28 +1,34 @@
-"""The options of ``gspo train``, made from the configuration's own documentation."""
+"""The command line of ``gspo train``: tyro's, made from the configuration's own documentation."""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
+import typing
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import tyro
 
 from gspo_kernels.trainer.config import TrainConfig
-from gspo_kernels.trainer.config_file import load_config, objective_options, options
-from gspo_kernels.trainer.options import near_matches
+from gspo_kernels.trainer.config_file import flat, load_config, options
 
+# tyro keeps the line breaks before what is indented or a point of a list, and does not wrap
 DESCRIPTION = """\
 Train a causal language model with GSPO on prompts and reward functions.
-
   gspo train config.yaml --update.learning_rate 1e-6
   gspo train --model DIR --dataset prompts.jsonl --reward rewards.py:correct
-
-CONFIG is a YAML or TOML file with the keys below, nested by section; options on the command line come on top
-of it. A reward is a function f(prompts, completions, completion_ids, **columns) -> list[float | None].
-Several devices: accelerate launch [...] -m gspo_kernels.cli train CONFIG [...].
+- CONFIG is a YAML or TOML file with the keys below, nested by section;
+  options on the command line come on top of it.
+- A reward is a function
+  f(prompts, completions, completion_ids, **columns) -> list[float | None].
+- Several devices:
+  accelerate launch [...] -m gspo_kernels.cli train CONFIG [...]
 """
+
+NOT_GIVEN = "\0"
+"""Default of the options of the command line; no argument of a process can hold this character."""
 
 
 @dataclass(frozen=True)
@@ -36,61 +42,55 @@ class TrainArguments:
 
 def parse_train_arguments(arguments: Sequence[str]) -> TrainArguments:
     """Read a command line; ``--resume --output DIR`` without CONFIG takes the one that DIR holds."""
-    parser, keys = train_parser()
-    arguments = [_with_underscores(argument) for argument in arguments]
-    for argument in arguments:
-        name = argument.removeprefix("--").split("=")[0]
-        if argument.startswith("--") and name and name not in {*keys, "resume", "overwrite", "help"}:
-            parser.error(f"unknown option --{name}{near_matches(name, keys)}")
-    values: dict[str, Any] = vars(parser.parse_args(arguments))
-    path, resume, overwrite = (values.pop(name) for name in ("CONFIG", "resume", "overwrite"))
+    chosen: Any = tyro.cli(
+        command_line(),
+        prog="gspo train",
+        description=DESCRIPTION,
+        args=arguments,
+        use_underscores=True,
+        config=(tyro.conf.FlagCreatePairsOff,),
+    )
+    given = flat(dataclasses.asdict(chosen))
+    values = {key: value for key, value in given.items() if value not in (NOT_GIVEN, ())}
+    for key, value in values.items():
+        if isinstance(value, tuple) and len(value) == 1:
+            values[key] = value[0]  # a list of one, or none
+    resume, overwrite, path = values.pop("resume"), values.pop("overwrite"), values.pop("CONFIG", None)
     if path is None and resume and "output" in values:
         path = Path(values["output"]) / "config.yaml"
     return TrainArguments(load_config(path, values), resume, overwrite)
 
 
-def train_parser() -> tuple[argparse.ArgumentParser, list[str]]:
-    """Return the parser and its dotted keys."""
-    parser = argparse.ArgumentParser(
-        prog="gspo train",
-        usage="gspo train [CONFIG] [--key VALUE ...] [--section.key VALUE ...] [--resume | --overwrite]",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        argument_default=argparse.SUPPRESS,
-        allow_abbrev=False,
-    )
-    parser.add_argument("CONFIG", nargs="?", default=None, help="YAML or TOML file")
-    start = parser.add_mutually_exclusive_group()
-    start.add_argument(
-        "--resume", action="store_true", default=False, help="go on from the last checkpoint in --output"
-    )
-    start.add_argument("--overwrite", action="store_true", default=False, help="replace the run in --output")
-    groups = {"": parser.add_argument_group("run", "What is trained, on what, and where it goes.")}
-    for leaf in dataclasses.fields(TrainConfig):
-        if isinstance(leaf.default_factory, type):
-            groups[leaf.name] = parser.add_argument_group(leaf.name, leaf.default_factory.__doc__)
-    keys = []
-    for key, leaf, kind in options():
+def command_line() -> Any:
+    """Return the dataclass that tyro fills: every option as text, as `load_config` takes it."""
+    start = tyro.conf.create_mutex_group(required=False, title="start")
+    config = tyro.conf.arg(help="YAML or TOML file", help_behavior_hint="", metavar="[CONFIG]")
+    resume = tyro.conf.arg(help="go on from the last checkpoint in --output", help_behavior_hint="")
+    overwrite = tyro.conf.arg(help="replace the run in --output", help_behavior_hint="")
+    sections: dict[str, list[tuple[str, Any, Any]]] = {
+        "": [
+            ("CONFIG", tyro.conf.Positional[Annotated[str, config]], NOT_GIVEN),
+            ("resume", Annotated[bool, resume, start], False),
+            ("overwrite", Annotated[bool, overwrite, start], False),
+        ]
+    }
+    for key, text, default, kind in options():
         section, _, name = key.rpartition(".")
-        default = "" if leaf.default in (None, "", ()) else f" (default: {leaf.default})"
-        groups[section].add_argument(
-            f"--{key}",
-            dest=key,
-            metavar=name.upper(),
-            help=(leaf.metadata["help"] + default).replace("%", "%%"),
-            action="append" if "tuple" in str(kind) else "store",
-        )
-        keys.append(key)
-    for name, owners in objective_options().items():
-        key = f"objective.{name}"
-        text = f"field of {', '.join(owners)}"
-        groups["objective"].add_argument(f"--{key}", dest=key, metavar=name.upper(), help=text)
-        keys.append(key)
-    return parser, keys
+        shown = "" if default in (None, "", ()) else f"(default: {default})"
+        about = tyro.conf.arg(help=text, help_behavior_hint=shown, metavar=_metavar(kind))
+        leaf: tuple[str, Any, Any] = (name, Annotated[str, about], NOT_GIVEN)
+        if "tuple" in str(kind):
+            leaf = (name, tyro.conf.UseAppendAction[Annotated[tuple[str, ...], about]], ())
+        sections.setdefault(section, []).append(leaf)
+    top = sections.pop("")
+    hints = typing.get_type_hints(TrainConfig)
+    for name, leaves in sections.items():
+        section_type = dataclasses.make_dataclass(name, leaves, namespace={"__doc__": hints[name].__doc__})
+        top.append((name, section_type, field(default_factory=section_type)))
+    return dataclasses.make_dataclass("train", top)
 
 
-def _with_underscores(argument: str) -> str:
-    if not argument.startswith("--"):
-        return argument
-    name, separator, value = argument.partition("=")
-    return "--" + name[2:].replace("-", "_") + separator + value
+def _metavar(kind: Any) -> str:
+    """Return what an option takes, from its type: of ``float | None`` and ``tuple[float, ...]`` FLOAT."""
+    inner = typing.get_args(kind)
+    return _metavar(inner[0]) if inner else str(kind.__name__).upper()

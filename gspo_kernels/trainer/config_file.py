@@ -27,6 +27,8 @@ FREE_ON_RESUME = (
     "model",
     "dataset",
     "eval_dataset",
+    "reward_timeout",
+    "reward_process",
     "output",
     "log_every",
     "show_samples",
@@ -39,28 +41,30 @@ FREE_ON_RESUME = (
 """Keys that may change when a run is resumed, with every key of ``evaluation`` and ``checkpoint``."""
 
 
-def options() -> Iterator[tuple[str, dataclasses.Field[Any], Any]]:
-    """Yield ``(dotted key, field, type)`` of every option, in the order in which they are declared."""
-    hints = typing.get_type_hints(TrainConfig)
-    for top in dataclasses.fields(TrainConfig):
-        section = hints[top.name]
-        if not dataclasses.is_dataclass(section):
-            yield top.name, top, hints[top.name]
-            continue
-        inner = typing.get_type_hints(section)
-        for leaf in dataclasses.fields(section):
-            if leaf.name != "options":
-                yield f"{top.name}.{leaf.name}", leaf, inner[leaf.name]
+def options(cls: Any = TrainConfig, section: str = "") -> Iterator[tuple[str, str, Any, Any]]:
+    """Yield ``(dotted key, help, default, type)`` of every option, in the order of their declaration."""
+    hints = typing.get_type_hints(cls)
+    prefix = f"{section}." if section else ""
+    for leaf in dataclasses.fields(cls):
+        if dataclasses.is_dataclass(hints[leaf.name]):
+            yield from options(hints[leaf.name], leaf.name)
+        elif leaf.name == "options" and cls is ObjectiveConfig:
+            yield from _objective_options(f"{section}.")
+        else:
+            default = None if leaf.default is dataclasses.MISSING else leaf.default
+            yield f"{prefix}{leaf.name}", leaf.metadata["help"], default, hints[leaf.name]
 
 
-def objective_options() -> dict[str, list[str]]:
-    """Return the fields of all trainable objectives, each with the names of the objectives that have it."""
-    fields: dict[str, list[str]] = {}
-    for name, cls in trainable_objectives().items():
+def _objective_options(prefix: str) -> Iterator[tuple[str, str, Any, Any]]:
+    classes = trainable_objectives()
+    owners: dict[str, list[str]] = {}
+    for name, cls in classes.items():
         for leaf in dataclasses.fields(cls):
             if leaf.init:
-                fields.setdefault(leaf.name, []).append(name)
-    return fields
+                owners.setdefault(leaf.name, []).append(name)
+    for key, names in owners.items():
+        whose = "every objective" if len(names) == len(classes) else ", ".join(names)
+        yield f"{prefix}{key}", f"field of {whose}", None, typing.get_type_hints(classes[names[0]])[key]
 
 
 def from_mapping(values: Mapping[str, Any], cls: type[_Config], section: str = "") -> _Config:
@@ -78,10 +82,10 @@ def from_mapping(values: Mapping[str, Any], cls: type[_Config], section: str = "
     arguments: dict[str, Any] = {}
     for key, value in values.items():
         if key not in hints:
-            known = [name for name, _, _ in options()] + [f"objective.{name}" for name in objective_options()]
+            known = (name for name, *_ in options())
             raise ConfigError(f"unknown key {prefix}{key}{near_matches(f'{prefix}{key}', known)}")
         if dataclasses.is_dataclass(hints[key]):
-            arguments[key] = from_mapping(value or {}, cast(Any, hints[key]), key)
+            arguments[key] = from_mapping({} if value is None else value, cast(Any, hints[key]), key)
         else:
             arguments[key] = coerce(value, hints[key], f"{prefix}{key}")
     return cls(**arguments)
@@ -98,17 +102,17 @@ def load_config(path: str | Path | None, overrides: Mapping[str, Any] | None = N
         try:
             text = path.read_text(encoding="utf-8")
             values = (tomllib.loads(text) if form == "TOML" else yaml.safe_load(text)) or {}
-        except (yaml.YAMLError, tomllib.TOMLDecodeError) as error:
+        except (yaml.YAMLError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path} is not valid {form}: {error}") from error
         if not isinstance(values, dict):
             raise ConfigError(f"{path} must hold a mapping of keys to values, got {type(values).__name__}")
     for dotted, value in (overrides or {}).items():
-        *sections, key = dotted.split(".")
-        target = values
-        for name in sections:
-            target[name] = target.get(name) or {}
-            target = target[name]
-        target[key] = value
+        section, _, key = dotted.rpartition(".")
+        if section and values.get(section) is None:
+            values[section] = {}
+        target = values[section] if section else values
+        if isinstance(target, dict):  # what else it may be is refused below
+            target[key] = value
     return from_mapping(values, TrainConfig)
 
 

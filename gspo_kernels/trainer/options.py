@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import difflib
-import json
 import types
 import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import field
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field, TypeAdapter, ValidationError
 
 from gspo_kernels.trainer.errors import ConfigError
 
@@ -36,55 +37,23 @@ def near_matches(key: str, known: Iterable[str]) -> str:
 def coerce(value: Any, expected: Any, key: str) -> Any:
     """Return ``value`` as the annotated type, or raise a `ConfigError` that names the key.
 
-    Numbers may be written as strings, because YAML reads ``3e-4`` as one and the command line has nothing
-    else.
+    The conversions are pydantic's, which takes numbers written as text: YAML reads ``3e-4`` as text, and a
+    command line has nothing else. For the same reason ``none`` is None where None is allowed, a single value
+    is a list of one, and a mapping may be JSON.
     """
-    origin, arguments = typing.get_origin(expected), typing.get_args(expected)
-    if origin in (typing.Union, types.UnionType):
-        if value is None or (isinstance(value, str) and value.lower() in ("none", "null")):
-            if type(None) in arguments:
-                return None
-            raise ConfigError(f"{key} must not be empty")
-        inner = [argument for argument in arguments if argument is not type(None)]
-        return coerce(value, inner[0], key) if len(inner) == 1 else value
-    if origin is Mapping:
-        return _mapping(value, key)
-    if origin is tuple:
-        values = value if isinstance(value, list | tuple) else [value]
-        return tuple(coerce(item, arguments[0], key) for item in values)
-    if expected is bool:
-        text = str(value).lower()
-        if text in ("true", "false"):
-            return text == "true"
-    elif expected is int:
-        if isinstance(value, int) and not isinstance(value, bool):
-            return value
-        if isinstance(value, str):
-            try:
-                return int(value)
-            except ValueError:
-                pass
-    elif expected is float:
-        if not isinstance(value, bool) and isinstance(value, int | float | str):
-            try:
-                return float(value)
-            except ValueError:
-                pass
-    elif expected is str:
-        if isinstance(value, str):
-            return value
-    else:
-        return value
-    names = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
-    raise ConfigError(f"{key} must be {names[expected]}, got {value!r}")
-
-
-def _mapping(value: Any, key: str) -> Mapping[str, Any]:
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"{key} is not valid JSON: {error}") from error
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"{key} must be a mapping of names to values, got {value!r}")
-    return value
+    kinds = {typing.get_origin(kind) or kind for kind in (expected, *typing.get_args(expected))}
+    if isinstance(value, str) and value.lower() in ("none", "null") and type(None) in kinds:
+        return None
+    given, schema = value, expected
+    if isinstance(value, bool):
+        given = str(value) if kinds & {int, float} else value  # pydantic would take True for 1
+    elif tuple in kinds and isinstance(value, str | int | float):
+        given = [value]
+    if kinds & {typing.Union, types.UnionType} and type(None) not in kinds:
+        schema = Annotated[expected, Field(union_mode="left_to_right")]  # "0.5" is a number before it is text
+    try:
+        if isinstance(value, str) and Mapping in kinds:
+            return TypeAdapter(schema).validate_json(value)
+        return TypeAdapter(schema).validate_python(given)
+    except ValidationError as error:
+        raise ConfigError(f"{key}: {error.errors()[0]['msg']}, got {value!r}") from error

@@ -1,9 +1,12 @@
 """Configuration: what is read, what is refused, and that the message says which key."""
 
+import dataclasses
+import typing
+
 import pytest
 
 import gspo_kernels as gk
-from gspo_kernels.trainer.arguments import parse_train_arguments, train_parser
+from gspo_kernels.trainer.arguments import parse_train_arguments
 from gspo_kernels.trainer.config import TrainConfig
 from gspo_kernels.trainer.config_file import (
     from_mapping,
@@ -21,9 +24,10 @@ WRONG = [
     ({"rollout": {"gruop_size": 4}}, ["unknown key rollout.gruop_size", "rollout.group_size"]),
     ({"update": {"lr": 1e-4}}, ["unknown key update.lr"]),
     ({"rollout": [1, 2]}, ["rollout", "mapping"]),
+    ({"rollout": 0}, ["rollout", "mapping"]),
     ({"rollout": {"group_size": 1}}, ["rollout.group_size", "at least 2", "1"]),
-    ({"rollout": {"group_size": 2.5}}, ["rollout.group_size", "whole number", "2.5"]),
-    ({"rollout": {"group_size": True}}, ["rollout.group_size", "whole number"]),
+    ({"rollout": {"group_size": 2.5}}, ["rollout.group_size", "valid integer", "2.5"]),
+    ({"rollout": {"group_size": True}}, ["rollout.group_size", "valid integer", "True"]),
     ({"rollout": {"group_size": "many"}}, ["rollout.group_size", "'many'"]),
     ({"rollout": {"group_size": None}}, ["rollout.group_size", "None"]),
     ({"rollout": {"prompts_per_rollout": 0}}, ["rollout.prompts_per_rollout"]),
@@ -40,7 +44,10 @@ WRONG = [
     ({"update": {"layout": "ragged"}}, ["update.layout", "packed, padded, shared_prefix"]),
     ({"update": {"precision": "fp16"}}, ["update.precision", "bf16"]),
     ({"update": {"entropy_coef": "nan"}}, ["update.entropy_coef"]),
-    ({"update": {"gradient_checkpointing": "perhaps"}}, ["update.gradient_checkpointing", "true or false"]),
+    (
+        {"update": {"gradient_checkpointing": "perhaps"}},
+        ["update.gradient_checkpointing", "valid boolean", "'perhaps'"],
+    ),
     ({"kl": {"beta": -0.1}}, ["kl.beta"]),
     ({"kl": {"estimator": "k4"}}, ["kl.estimator"]),
     ({"off_policy": {"level": "word"}}, ["off_policy.level"]),
@@ -58,17 +65,21 @@ WRONG = [
         ["update.minibatches", "at most the 8 prompts"],
     ),
     ({"update": {"learning_rate": -1}}, ["update.learning_rate"]),
-    ({"update": {"learning_rate": "fast"}}, ["update.learning_rate", "a number"]),
+    ({"update": {"learning_rate": "fast"}}, ["update.learning_rate", "valid number", "'fast'"]),
     ({"update": {"adam_beta2": 1.0}}, ["update.adam_beta2"]),
     ({"update": {"max_grad_norm": 0}}, ["update.max_grad_norm"]),
     ({"objective": {"name": "GPSO"}}, ["objective.name", "GPSO", "did you mean GSPO"]),
     ({"objective": {"name": "Linear"}}, ["objective.name", "Linear"]),
     ({"objective": {"clip_lo": 0.1}}, ["objective.clip_lo", "did you mean clip_low"]),
     ({"objective": {"clip_low": -0.1}}, ["objective GSPO", "clip_low"]),
-    ({"objective": {"clip_low": "low"}}, ["objective.clip_low", "a number"]),
+    ({"objective": {"clip_low": "low"}}, ["objective.clip_low", "valid number", "'low'"]),
     ({"evaluation": {"every": 0}}, ["evaluation.every"]),
     ({"checkpoint": {"keep": 0}}, ["checkpoint.keep"]),
     ({"advantage_scale": "std"}, ["advantage_scale", "'group'"]),
+    ({"output": 5}, ["output", "valid string", "5"]),
+    ({"seed": "none"}, ["seed", "valid integer", "'none'"]),
+    ({"reward_weights": True}, ["reward_weights", "True"]),
+    ({"reward": [1]}, ["reward", "valid string"]),
     ({"reward": ["a:b"], "reward_weights": [1.0, 2.0]}, ["reward_weights", "1 rewards"]),
     ({"reward_timeout": 0}, ["reward_timeout", "above 0"]),
     ({"advantages": "grpo"}, ["advantages", "group_normalized", "gdpo"]),
@@ -113,6 +124,28 @@ def test_yaml_and_overrides(tmp_path):
     assert config.objective.build() == gk.GSPO(clip_low=2e-4)
 
 
+def test_text_becomes_what_an_option_is():
+    """YAML reads some numbers as text, and a command line has nothing else."""
+    values = {
+        "reward": "a.py:f",
+        "reward_weights": "0.5",
+        "reward_timeout": "NONE",
+        "eval_dataset": "none",
+        "output": "none",
+        "off_policy": {"low": None, "high": "1e1"},
+        "update": {"gradient_checkpointing": "true", "steps": "7"},
+        "objective": {"name": "DHPO", "mix": "0.25", "aggregation_constant": "none"},
+    }
+    config = from_mapping(values, TrainConfig)
+    assert (config.reward, config.reward_weights) == (("a.py:f",), (0.5,))
+    assert (config.reward_timeout, config.eval_dataset, config.output) == (None, None, "none")
+    assert (config.off_policy.low, config.off_policy.high) == (None, 10.0)
+    assert (config.update.gradient_checkpointing, config.update.steps) == (True, 7)
+    assert config.objective.build() == gk.objectives.DHPO(mix=0.25)
+    values["objective"]["mix"] = "entropy"
+    assert from_mapping(values, TrainConfig).objective.build() == gk.objectives.DHPO(mix="entropy")
+
+
 def test_toml_says_the_same_as_yaml(tmp_path):
     (tmp_path / "run.yaml").write_text("model: m\nreward: ['a:f']\nupdate: {steps: 7, learning_rate: 3e-5}\n")
     (tmp_path / "run.toml").write_text(
@@ -154,14 +187,22 @@ def test_saved_configuration_reads_back_equal(tmp_path):
 
 @pytest.mark.parametrize(
     ("content", "words"),
-    [("a: [", "not valid YAML"), ("- a\n", "mapping"), (None, "there is no configuration file")],
+    [
+        (b"a: [", "not valid YAML"),
+        (b"model: \xff", "not valid YAML"),
+        (b"- a\n", "mapping"),
+        (b"rollout: 3\n", "rollout must be a mapping"),
+        (b"rollout: [3]\n", "rollout must be a mapping"),
+        (None, "there is no configuration file"),
+    ],
 )
 def test_unreadable_files(tmp_path, content, words):
     path = tmp_path / "run.yaml"
     if content is not None:
-        path.write_text(content)
-    with pytest.raises(ConfigError, match=words):
-        load_config(path)
+        path.write_bytes(content)
+    for overrides in ({}, {"rollout.group_size": "4", "model": "m"}):
+        with pytest.raises(ConfigError, match=words):
+            load_config(path, overrides)
 
 
 def test_resuming_with_other_settings_is_refused():
@@ -184,6 +225,23 @@ def test_command_line(tmp_path):
     assert config.objective.build() == gk.GSPO(clip_high=5e-4)
 
 
+def test_the_command_line_comes_on_top_of_the_file(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("reward: ['a.py:f', 'b.py:g']\ntrackers: [wandb]\nrollout: {group_size: 4, top_k: 3}\n")
+    line = ["--reward", "c.py:h", "--rollout.group_size", "2", "--off_policy.high=none"]
+    config = parse_train_arguments([str(path), *line]).config
+    assert (config.reward, config.trackers) == (("c.py:h",), ("wandb",))
+    assert (config.rollout.group_size, config.rollout.top_k, config.off_policy.high) == (2, 3, None)
+
+
+def test_every_default_can_be_given_as_the_help_shows_it():
+    line = []
+    for key, _, default, kind in options():
+        if not key.startswith("objective.") and (default is not None or type(None) in typing.get_args(kind)):
+            line += [] if default == () else [f"--{key}={default}"]
+    assert parse_train_arguments(line).config == TrainConfig()
+
+
 def test_resume_takes_the_configuration_of_the_run(tmp_path):
     save_config(from_mapping({"model": "m", "seed": 5}, TrainConfig), tmp_path / "config.yaml")
     chosen = parse_train_arguments(["--resume", "--output", str(tmp_path)])
@@ -196,7 +254,8 @@ def test_resume_takes_the_configuration_of_the_run(tmp_path):
     [
         (["--rolout.group_size", "4"], ["--rolout.group_size", "rollout.group_size"]),
         (["--learning_rate", "1"], ["--learning_rate", "update.learning_rate"]),
-        (["--resume", "--overwrite"], ["not allowed with"]),
+        (["--update.steps"], ["--update.steps", "Missing value"]),
+        (["--resume", "--overwrite"], ["--resume", "--overwrite", "not allowed together"]),
         (["a.yaml", "b.yaml"], ["b.yaml"]),
     ],
 )
@@ -209,8 +268,20 @@ def test_wrong_command_lines(capsys, line, words):
         assert word in message
 
 
-def test_help_documents_every_option():
-    text = train_parser()[0].format_help()
-    for key, leaf, _ in options():
-        assert f"--{key} " in text
-        assert leaf.metadata["help"], key
+@pytest.mark.parametrize("columns", [80, 120])
+def test_help_documents_every_option(capsys, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    with pytest.raises(SystemExit) as caught:
+        parse_train_arguments(["--help"])
+    assert caught.value.code == 0
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= columns
+    words = " ".join(text.replace("│", " ").split())
+    for key, help, default, _ in options():
+        shown = f" (default: {default})" if default not in (None, "", ()) else ""
+        assert f"--{key} " in words
+        assert " ".join(f"{help}{shown}".split()) in words, key
+    for section in dataclasses.fields(TrainConfig):
+        if isinstance(section.default_factory, type):
+            assert f"{section.name} options" in words
+            assert " ".join(section.default_factory.__doc__.split()) in words
