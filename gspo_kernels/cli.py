@@ -127,7 +127,7 @@ def _run(config: TrainConfig, *, resume: bool, overwrite: bool) -> None:
 
     train_dataset = load(config.dataset, data.split)
     eval_dataset = None if config.eval_dataset is None else load(config.eval_dataset, data.eval_split)
-    rewards = [load_reward(spec) for spec in config.reward]
+    rewards = [load_reward(spec, own_process=config.reward_process) for spec in config.reward]
     _quiet_transformers()
     from gspo_kernels.trainer import GSPOTrainer
 

@@ -26,24 +26,26 @@ class DPO(Pairwise):
 
     Args:
         beta: strength of the reference; the default is the usual one.
+        min_gap: only levels that differ by more than this form pairs.
     """
 
     beta: float = 0.1
+    min_gap: float = 0.0
 
     advantages_are: ClassVar[Literal["levels"]] = "levels"
     needs: ClassVar[tuple[str, ...]] = ("ref_logprobs", "group_ids")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_numbers(beta=self.beta)
+        require_numbers(beta=self.beta, min_gap=self.min_gap)
 
     def score(self, batch: PolicyBatch) -> Tensor:
         """S_i."""
         return batch.layout.sum(reference_log_ratio(batch))
 
     def pairs(self, values: Tensor) -> Tensor:
-        """The first has the lower level."""
-        return values.unsqueeze(2) < values.unsqueeze(1)
+        """The first has the lower level, by more than ``min_gap``."""
+        return values.unsqueeze(1) - values.unsqueeze(2) > self.min_gap
 
     def pair_loss(self, gap: Tensor, first: Tensor, second: Tensor) -> Tensor:
         """-log sigmoid."""

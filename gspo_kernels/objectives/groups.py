@@ -108,6 +108,12 @@ class Pairwise(Objective):
         groups = Groups(group_ids, nonempty)
         return self._pairs(groups, groups.table(advantages)).sum().to(torch.float64)
 
+    def paired(self, advantages: Tensor, group_ids: Tensor, nonempty: Tensor) -> Tensor:
+        """[B] bool: the sequences that are in a pair."""
+        groups = Groups(group_ids, nonempty)
+        pairs = self._pairs(groups, groups.table(advantages))
+        return groups.flat(pairs.any(1) | pairs.any(2))
+
     def _pairs(self, groups: Groups, values: Tensor) -> Tensor:
         return self.pairs(values) & groups.both_present()
 

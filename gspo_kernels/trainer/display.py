@@ -34,8 +34,10 @@ def _shortened(text: str, longest: int = 400) -> str:
 
 def summary_line(metrics: Metrics) -> str:
     """Return the metrics of one step that matter while watching, in one line."""
+    if metrics.get("phase") == 1.0:
+        return preference_line(metrics)
     low, high = metrics.get("ratio/min"), metrics.get("ratio/max")
-    return (
+    return ("policy phase  " if "phase" in metrics else "") + (
         f"reward {_text(metrics.get('reward/mean'), '.3f')}  "
         f"no-variance groups {_text(metrics.get('groups_without_variance'), '.0%')}  "
         f"ratio {_text(low, '.4f')}..{_text(high, '.4f')}  "
@@ -44,6 +46,17 @@ def summary_line(metrics: Metrics) -> str:
         f"entropy {_text(metrics.get('entropy'), '.2f')}  "
         f"kl {_text(metrics.get('kl/ref', metrics.get('kl/old')), '.1e')}  "
         f"{_text(metrics.get('tokens_per_second'), ',.0f')} tok/s  "
+        f"{_text(metrics.get('memory/peak_gib'), '.1f')} GiB"
+    )
+
+
+def preference_line(metrics: Metrics) -> str:
+    """Return the metrics of a step of DPO, in one line."""
+    return (
+        f"DPO phase  pairs {_text(metrics.get('pairs'), '.0f')} "
+        f"in {_text(metrics.get('groups_with_pairs'), '.0%')} of the groups  "
+        f"loss {_text(metrics.get('loss'), '.4f')} (0.6931: no preference yet)  "
+        f"gradient norm {_text(metrics.get('grad_norm'), '.2g')}  "
         f"{_text(metrics.get('memory/peak_gib'), '.1f')} GiB"
     )
 
@@ -105,15 +118,16 @@ class Display:
         if self.first_step is None:
             self.first_step = step
         evaluated = "eval/greedy_accuracy" in metrics
+        updated = "reward/mean" in metrics or "phase" in metrics
         if self.live is not None and self.task is not None:
-            fields = {"metrics": summary_line(metrics)} if "reward/mean" in metrics else {}
+            fields = {"metrics": summary_line(metrics)} if updated else {}
             if evaluated:
                 fields["accuracy"] = evaluation_line(metrics)
             self.live.update(self.task, completed=step, **fields)  # type: ignore[arg-type]
             return
         if evaluated:
             self.line(f"step {step}/{self.steps}  {evaluation_line(metrics)}")
-        if "reward/mean" in metrics and (step % self.log_every == 0 or step == self.steps):
+        if updated and (step % self.log_every == 0 or step == self.steps):
             done = max(step - self.first_step, 1)
             left = (time.monotonic() - self.started) / done * (self.steps - step)
             self.line(f"step {step}/{self.steps}  {summary_line(metrics)}  {left:.0f} s left")

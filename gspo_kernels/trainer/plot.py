@@ -1,8 +1,9 @@
-"""The picture of a run: reward, held-out accuracy, clipping by minibatch, and the extremes of the ratio."""
+"""The picture of a run: what it learned, whether its updates were sound, and where its time went."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,29 +11,39 @@ from gspo_kernels.trainer.metrics import Record
 
 INK, GRID = "#30343b", "#e4e6ea"
 BLUE, ORANGE = "#2166ac", "#d95f0e"
+COLUMNS = 3
 
 
 def plot_progress(records: Sequence[Record], path: Path) -> None:
-    """Draw the metrics of a run into a PNG file."""
+    """Draw the metrics of a run into a PNG file; what was not measured gets no panel."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    figure = Figure(figsize=(11, 7), dpi=150, layout="constrained", facecolor="white")
+    shown = panels(records)
+    rows = max(-(-len(shown) // COLUMNS), 1)
+    layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12)
+    figure = Figure(figsize=(15, 3.4 * rows + 0.3), dpi=110, layout=layout, facecolor="white")
     FigureCanvasAgg(figure)
-    axes = figure.subplots(2, 2).flatten()
-    steps = [record for record in records if "reward/mean" in record]
-    _draw_rewards(axes[0], steps)
-    _draw_accuracy(axes[1], [record for record in records if "eval/greedy_accuracy" in record])
-    _draw_clipping(axes[2], steps)
-    _draw_ratios(axes[3], steps)
     last = records[-1]["step"] if records else 0
-    for ax in axes:
+    axes = figure.subplots(rows, min(COLUMNS, max(len(shown), 1)), squeeze=False).flatten()
+    for ax, (title, draw) in zip(axes, shown, strict=False):
+        ax.set_title(title, loc="left", fontsize=11, color=INK, pad=8)
+        draw(ax)
+        _shade_dpo(ax, records)
         ax.set_xlim(0, max(last, 1))
         ax.set_xlabel("step", color=INK)
+        ax.xaxis.get_major_locator().set_params(integer=True)
         ax.grid(color=GRID, linewidth=0.8)
         ax.set_axisbelow(True)
         ax.tick_params(colors=INK, length=0)
         ax.spines[["top", "right", "left", "bottom"]].set_visible(False)
+        if ax.get_legend_handles_labels()[1]:
+            ax.legend(frameon=False, loc="best", fontsize=9, labelcolor=INK)
+    for ax in axes[len(shown) :]:
+        ax.set_axis_off()
+    if not shown:
+        axes[0].text(0.5, 0.5, "no step was taken", transform=axes[0].transAxes, ha="center", color=INK)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
 
@@ -46,6 +57,66 @@ def smoothed(values: Sequence[float | None], width: int) -> list[float]:
     return means
 
 
+def panels(records: Sequence[Record]) -> list[tuple[str, Callable[[Any], None]]]:
+    """Return the title of every panel that has something to show, and what draws it."""
+    steps = [record for record in records if "reward/mean" in record]
+    dpo = [record for record in records if record.get("phase") == 1.0]
+    evaluations = [record for record in records if "eval/greedy_accuracy" in record]
+    to_reference = _measured(steps, "kl/ref")
+    candidates: list[tuple[str, bool, Callable[[Any], None]]] = [
+        ("Mean reward of the rollouts", bool(steps), lambda ax: _draw_rewards(ax, steps)),
+        ("Accuracy on held-out prompts", bool(evaluations), lambda ax: _draw_accuracy(ax, evaluations)),
+        ("Of the rollouts", _measured(steps, "groups_without_variance"), lambda ax: _draw_shares(ax, steps)),
+        (
+            "Clipped share by minibatch",
+            _measured(steps, "minibatch_1/clip_fraction/low"),
+            lambda ax: _draw_clipping(ax, steps),
+        ),
+        (
+            "Largest and smallest ratio of a step",
+            _measured(steps, "ratio/min"),
+            lambda ax: _draw_ratios(ax, steps),
+        ),
+        (
+            f"KL to the {'reference' if to_reference else 'policy that sampled'}, nats per token",
+            to_reference or _measured(steps, "kl/old"),
+            lambda ax: _draw_line(ax, steps, "kl/ref" if to_reference else "kl/old"),
+        ),
+        (
+            "Entropy, nats per token",
+            _measured(steps, "entropy"),
+            lambda ax: _draw_line(ax, steps, "entropy"),
+        ),
+        (
+            "Tokens per completion",
+            _measured(steps, "completions/length"),
+            lambda ax: _draw_from_zero(ax, steps, "completions/length"),
+        ),
+        (
+            "Gradient norm before clipping",
+            _measured(steps, "grad_norm"),
+            lambda ax: _draw_from_zero(ax, steps, "grad_norm"),
+        ),
+        (
+            "Sampling against training, nats per token",
+            _measured(steps, "mismatch/mean"),
+            lambda ax: _draw_mismatch(ax, steps),
+        ),
+        ("DPO's loss", _measured(dpo, "loss"), lambda ax: _draw_dpo(ax, dpo)),
+        (
+            "Completion tokens per second",
+            _measured(steps, "tokens_per_second"),
+            lambda ax: _draw_from_zero(ax, steps, "tokens_per_second"),
+        ),
+        ("Seconds per step", _measured(steps, "seconds/update"), lambda ax: _draw_seconds(ax, steps)),
+    ]
+    return [(title, draw) for title, there, draw in candidates if there]
+
+
+def _measured(records: Sequence[Record], key: str) -> bool:
+    return any(record.get(key) is not None for record in records)
+
+
 def _series(records: Sequence[Record], key: str) -> tuple[list[int], list[float]]:
     return (
         [record["step"] for record in records],
@@ -53,69 +124,114 @@ def _series(records: Sequence[Record], key: str) -> tuple[list[int], list[float]
     )
 
 
-def _title(ax: Any, text: str) -> None:
-    ax.set_title(text, loc="left", fontsize=11, color=INK, pad=10)
+def _width(steps: Sequence[Record]) -> int:
+    return max(1, len(steps) // 30)
+
+
+def _draw_line(
+    ax: Any, steps: Sequence[Record], key: str, *, color: str = BLUE, label: str | None = None
+) -> None:
+    """Draw a metric, smoothed and above its faint self."""
+    x, y = _series(steps, key)
+    ax.plot(x, y, color=color, alpha=0.25, linewidth=1)
+    mean = smoothed([record.get(key) for record in steps], _width(steps))
+    ax.plot(x, mean, color=color, linewidth=1.8, label=label)
+
+
+def _draw_from_zero(ax: Any, steps: Sequence[Record], key: str) -> None:
+    _draw_line(ax, steps, key)
+    ax.set_ylim(bottom=0.0)
 
 
 def _draw_rewards(ax: Any, steps: Sequence[Record]) -> None:
-    _title(ax, "Mean reward of the rollouts")
-    x, y = _series(steps, "reward/mean")
-    width = max(1, len(steps) // 30)
-    ax.plot(x, y, color=BLUE, alpha=0.25, linewidth=1)
-    ax.plot(x, smoothed([record.get("reward/mean") for record in steps], width), color=BLUE, linewidth=2)
+    from matplotlib import colormaps
+
+    parts = sorted({key for record in steps for key in record if key.startswith("reward/")} - {"reward/mean"})
+    for number, key in enumerate(parts if 1 < len(parts) <= 6 else []):
+        x, _ = _series(steps, key)
+        mean = smoothed([record.get(key) for record in steps], _width(steps))
+        color = colormaps["tab10"](number + 1)
+        ax.plot(x, mean, color=color, linewidth=1, label=key.removeprefix("reward/"))
+    _draw_line(ax, steps, "reward/mean", label="weighted sum" if 1 < len(parts) <= 6 else None)
 
 
 def _draw_accuracy(ax: Any, evaluations: Sequence[Record]) -> None:
-    _title(ax, "Accuracy on held-out prompts")
     for label, color in (("greedy", BLUE), ("sampled", ORANGE)):
         x, y = _series(evaluations, f"eval/{label}_accuracy")
-        gain = f"  {y[0]:.0%} to {y[-1]:.0%}" if y else ""
+        gain = f"  {y[0]:.0%} to {y[-1]:.0%}"
         ax.plot(x, y, color=color, linewidth=2, marker="o", markersize=3.5, label=f"{label}{gain}")
-    if not evaluations:
-        ax.text(0.5, 0.5, "no eval dataset", transform=ax.transAxes, ha="center", color=INK)
-        return
-    values = [r[f"eval/{label}_accuracy"] for r in evaluations for label in ("greedy", "sampled")]
+    values = [r.get(f"eval/{label}_accuracy") for r in evaluations for label in ("greedy", "sampled")]
     if all(value is not None and 0.0 <= value <= 1.0 for value in values):
-        ax.set_ylim(0, 1)
-        ax.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-    ax.legend(frameon=False, loc="lower right", labelcolor=INK)
+        _as_share(ax)
+
+
+def _draw_shares(ax: Any, steps: Sequence[Record]) -> None:
+    _draw_line(ax, steps, "groups_without_variance", label="groups without variance")
+    truncated = [
+        {"step": record["step"], "truncated": 1.0 - record["completions/finished"]}
+        for record in steps
+        if record.get("completions/finished") is not None
+    ]
+    _draw_line(ax, truncated, "truncated", color=ORANGE, label="truncated completions")
+    _as_share(ax)
 
 
 def _draw_clipping(ax: Any, steps: Sequence[Record]) -> None:
     from matplotlib import colormaps
 
-    _title(ax, "Clipped share by minibatch")
     numbers = _minibatches(steps)
-    colors = colormaps["viridis"]
-    width = max(1, len(steps) // 30)
     for position, number in enumerate(numbers):
         sides = [
-            (
-                record.get(f"minibatch_{number}/clip_fraction/low"),
-                record.get(f"minibatch_{number}/clip_fraction/high"),
-            )
+            [record.get(f"minibatch_{number}/clip_fraction/{side}") for side in ("low", "high")]
             for record in steps
         ]
         both = [None if low is None or high is None else low + high for low, high in sides]
-        color = colors(0.15 + 0.7 * position / max(len(numbers) - 1, 1))
+        color = colormaps["viridis"](0.15 + 0.7 * position / max(len(numbers) - 1, 1))
+        label = f"minibatch {number}" if len(numbers) <= 8 or number in (numbers[0], numbers[-1]) else None
         x = [record["step"] for record in steps]
-        ax.plot(x, smoothed(both, width), color=color, linewidth=1.8, label=f"minibatch {number}")
-    ax.set_ylim(-0.02, 1)
-    ax.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-    if 0 < len(numbers) <= 8:
-        ax.legend(frameon=False, loc="upper right", ncols=2, fontsize=9, labelcolor=INK)
+        ax.plot(x, smoothed(both, _width(steps)), color=color, linewidth=1.8, label=label)
+    _as_share(ax)
 
 
 def _draw_ratios(ax: Any, steps: Sequence[Record]) -> None:
-    _title(ax, "Largest and smallest ratio of a step")
     x, low = _series(steps, "ratio/min")
     _, high = _series(steps, "ratio/max")
     ax.fill_between(x, low, high, color=BLUE, alpha=0.2, linewidth=0)
-    ax.plot(x, high, color=BLUE, linewidth=1, label="max")
-    ax.plot(x, low, color=ORANGE, linewidth=1, label="min")
+    ax.plot(x, high, color=BLUE, linewidth=1, label="largest")
+    ax.plot(x, low, color=ORANGE, linewidth=1, label="smallest")
     ax.axhline(1.0, color=INK, linewidth=0.8)
     ax.ticklabel_format(useOffset=False)
-    ax.legend(frameon=False, loc="upper left", ncols=2, labelcolor=INK)
+
+
+def _draw_mismatch(ax: Any, steps: Sequence[Record]) -> None:
+    _draw_line(ax, steps, "mismatch/mean", label="mean")
+    _draw_line(ax, steps, "mismatch/max", color=ORANGE, label="largest")
+    ax.set_yscale("log", nonpositive="mask")
+
+
+def _draw_dpo(ax: Any, dpo: Sequence[Record]) -> None:
+    x, y = _series(dpo, "loss")
+    ax.plot(x, y, color=BLUE, linewidth=0, marker="o", markersize=3.5)
+    ax.axhline(math.log(2), color=INK, linewidth=0.8, label="no preference")
+
+
+def _draw_seconds(ax: Any, steps: Sequence[Record]) -> None:
+    x, rollout = _series(steps, "seconds/rollout")
+    _, update = _series(steps, "seconds/update")
+    ax.stackplot(x, rollout, update, colors=(BLUE, ORANGE), alpha=0.6, labels=("rollout", "update"))
+    ax.set_ylim(bottom=0.0)
+
+
+def _as_share(ax: Any) -> None:
+    ax.set_ylim(-0.02, 1.02)
+    ax.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+
+
+def _shade_dpo(ax: Any, records: Sequence[Record]) -> None:
+    """Shade the steps of DPO."""
+    for record in records:
+        if record.get("phase") == 1.0:
+            ax.axvspan(record["step"] - 0.5, record["step"] + 0.5, color=GRID, alpha=0.6, linewidth=0)
 
 
 def _minibatches(steps: Sequence[Record]) -> list[int]:

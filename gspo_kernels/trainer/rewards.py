@@ -135,6 +135,7 @@ class RewardSet:
         functions: the reward functions.
         weights: one for each; all 1 if not given.
         timeouts: seconds that a call may take, for all or one for each; None: no limit.
+        own_process: call every function in a process of its own, not only those that ask for one.
     """
 
     def __init__(
@@ -142,6 +143,8 @@ class RewardSet:
         functions: Sequence[RewardFunction],
         weights: Sequence[float] | None = None,
         timeouts: float | Sequence[float | None] | None = None,
+        *,
+        own_process: bool = False,
     ) -> None:
         if not functions:
             raise RewardError("no reward function was given")
@@ -160,8 +163,9 @@ class RewardSet:
             while name in self.functions:
                 count += 1
                 name = f"{base}_{count}"
-            process = wants_own_process(function) and not isinstance(function, ProcessReward)
-            self.functions[name] = ProcessReward(function) if process else function
+            process = own_process or wants_own_process(function)
+            started = isinstance(function, ProcessReward)
+            self.functions[name] = ProcessReward(function) if process and not started else function
         self.weights = dict(zip(self.functions, weights or [1.0] * len(functions), strict=True))
         self.timeouts = dict(zip(self.functions, limits, strict=True))
         # One each, so that a coroutine that blocks its loop is the one that runs out of time.

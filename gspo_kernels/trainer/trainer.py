@@ -62,6 +62,7 @@ from gspo_kernels.trainer.rewards import RewardFunction, RewardSet, advantages_o
 from gspo_kernels.trainer.rollout import RolloutEngine, Sampling, TransformersEngine, left_pad
 from gspo_kernels.trainer.samples import Sample, Sampler, Samples, experience_of, levels
 from gspo_kernels.trainer.updates import Experience, PolicyUpdater
+from gspo_kernels.trainer.veripo import VeriPO
 
 
 class GSPOTrainer:
@@ -98,7 +99,9 @@ class GSPOTrainer:
             raise ModelError("a model that is already loaded needs its tokenizer")
         self.tokenizer = tokenizer if tokenizer is not None else load_tokenizer(str(model))
         functions = [reward_functions] if callable(reward_functions) else list(reward_functions)
-        self.rewards = RewardSet(functions, config.reward_weights, config.reward_timeout)
+        self.rewards = RewardSet(
+            functions, config.reward_weights, config.reward_timeout, own_process=config.reward_process
+        )
         self.accuracy_reward = config.evaluation.accuracy or self.rewards.names[0]
         if self.accuracy_reward not in self.rewards.names:
             names = ", ".join(self.rewards.names)
@@ -156,11 +159,13 @@ class GSPOTrainer:
             longest,
         )
         self.order = PromptOrder(len(self.train_prompts.tokens), config.seed)
-        self.health = Health()
+        self.veripo = VeriPO(config, self.updater, self.train_prompts)
+        self.health = Health.of(config)
         self.display = Display(
             config.update.steps, log_every=config.log_every, quiet=not self.accelerator.is_main_process
         )
         self.step = 0
+        self.shown: list[tuple[Any, str, float]] = []
 
     def _build(self, model: Any) -> None:
         """Make the policy and, where a term of the loss asks for it, its reference."""
@@ -207,9 +212,14 @@ class GSPOTrainer:
             while self.step < config.update.steps:
                 started = time.monotonic()
                 self.step += 1
-                experience, metrics = self.rollout()
+                updater = self.updater
+                if config.veripo.compares(self.step):
+                    updater, self.shown = self.veripo.updater, []
+                    experience, metrics = self.veripo.pairs(self.step)
+                else:
+                    experience, metrics = self.rollout()
                 sampled = time.monotonic()
-                metrics |= self.updater.update(experience, self.step)
+                metrics |= updater.update(experience, self.step)
                 metrics |= self._speed(experience, started, sampled)
                 last = self.step == config.update.steps
                 if last or self.step % config.evaluation.every == 0:
@@ -232,7 +242,8 @@ class GSPOTrainer:
         Every process samples for its share of the prompts, and all get the whole.
         """
         config = self.config.rollout
-        picked = self.order.indices((self.step - 1) * config.prompts_per_rollout, config.prompts_per_rollout)
+        earlier = self.config.veripo.rollouts_until(self.step - 1)
+        picked = self.order.indices(earlier * config.prompts_per_rollout, config.prompts_per_rollout)
         samples, metrics = self.recipe.rollout(picked, self.step)
         experience = experience_of(
             samples, config.group_size, self._advantages(samples), self.accelerator.device
@@ -240,6 +251,7 @@ class GSPOTrainer:
         pairs = list(zip(samples.each, samples.rewards.total.tolist(), strict=True))
         last = pairs[max(len(pairs) - self.config.show_samples, 0) :]
         self.shown = [(self._shown_prompt(sample), sample.text, reward) for sample, reward in last]
+        metrics |= self.veripo.keep(self.step, samples, experience)
         return experience, self._rollout_metrics(samples) | metrics
 
     @torch.no_grad()
@@ -354,6 +366,7 @@ class GSPOTrainer:
             "step": self.step,
             "prompts": len(self.train_prompts.tokens),
             "updater": self.updater.state_dict(),
+            "veripo": self.veripo.state_dict(),
             "fingerprint": self.fingerprint,
             "health": self.health.streaks,
             "random": gather_object([random_state()]),
@@ -385,6 +398,7 @@ class GSPOTrainer:
                 "with, which it still needs: as the reference, or below its adapters"
             )
         self.updater.load_state_dict(state["updater"])
+        self.veripo.load_state_dict(state["veripo"])
         self.health.streaks = state["health"]
         self.step = state["step"]
         if len(state["random"]) == self.accelerator.num_processes:

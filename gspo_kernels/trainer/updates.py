@@ -10,6 +10,7 @@ got, and one process or several take the same step.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -47,6 +48,7 @@ class Experience:
         group_ids: [B] int64, which prompt a row completes.
         rollout_logprobs: [B, C] fp32, by the engine that sampled; None where it gave none.
         turn_ids: [B, C] int64, -1 outside turns; None: every completion is one turn.
+        ref_logprobs: [B, C] fp32, by the reference; None where the updater's own one is to score them.
     """
 
     prompts: Sequence[Tensor]
@@ -56,6 +58,7 @@ class Experience:
     group_ids: Tensor
     rollout_logprobs: Tensor | None = None
     turn_ids: Tensor | None = None
+    ref_logprobs: Tensor | None = None
 
     def places(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return the indices of these rows' completion tokens in [B, C], one completion after the other."""
@@ -105,15 +108,24 @@ class PolicyUpdater:
             with torch.no_grad():
                 self.policy([token], [token])
             shard_again(self.policy)
-        self.config = config
-        self.objective = config.objective.build()
         self.reference = self.policy if reference is None else reference
         self.reference_mode = reference_mode
+        self._minimise(config)
+
+    def _minimise(self, config: TrainConfig) -> None:
+        self.config = config
+        self.objective = config.objective.build()
         # Such gradients look at other sequences: they are known only once all of these are scored.
         self.looks_around = self.objective.coefficient_scope in ("group", "batch")
         corrects = config.off_policy.level != "none"
         # The first minibatch of a rollout needs no old log-probs: they are its new ones.
         self.scores_first = self.looks_around or corrects
+
+    def under(self, config: TrainConfig) -> PolicyUpdater:
+        """Return an updater of the same weights, by the same optimizer, with the loss of another config."""
+        other = copy.copy(self)
+        other._minimise(config)
+        return other
 
     def update(self, experience: Experience, step: int = 0) -> Metrics:
         """Take one optimizer step for each minibatch; return the metrics, averaged and by minibatch.
@@ -135,6 +147,12 @@ class PolicyUpdater:
         for number, values in enumerate(each, start=1):
             metrics |= {f"minibatch_{number}/{name}": value for name, value in values.items()}
         return metrics | self._mismatch(experience, terms["old_logprobs"])
+
+    def current_logprobs(self, experience: Experience, step: int) -> Tensor:
+        """Return [B, C] log-probs under the weights of now, cut as the update of this step will cut them."""
+        minibatches = self._minibatches(experience, step)[: self.config.update.minibatches]
+        cut = self._cut(experience, minibatches)
+        return self.score(self.policy, experience, [micro for micros in cut for micro in micros]).logprobs
 
     @torch.no_grad()
     def score(self, policy: Any, experience: Experience, micro_batches: Sequence[Tensor]) -> gk.TokenLogprobs:
@@ -247,10 +265,14 @@ class PolicyUpdater:
             counted &= experience.advantages[rows] != 0
         return rows[counted]
 
+    def _cut(self, experience: Experience, minibatches: Sequence[Tensor]) -> list[list[Tensor]]:
+        """Return this process's micro-batches of each minibatch."""
+        return [self.micro_batches(experience, self._active(experience, rows)) for rows in minibatches]
+
     def _terms(self, experience: Experience, first_epoch: Sequence[Tensor]) -> dict[str, Any]:
         """Return the terms of the loss that stay the same for all minibatches; tensors are [B] or [B, C]."""
         config = self.config
-        cut = [self.micro_batches(experience, self._active(experience, rows)) for rows in first_epoch]
+        cut = self._cut(experience, first_epoch)
         unscored = [micro for micros in cut[0 if self.scores_first else 1 :] for micro in micros]
         terms: dict[str, Any] = {
             "old_logprobs": self.score(self.policy, experience, unscored).logprobs,
@@ -259,9 +281,11 @@ class PolicyUpdater:
             "entropy_coef": config.update.entropy_coef,
         }
         if config.needs_reference():
-            everything = [micro for micros in cut for micro in micros]
-            with self.reference_mode():
-                terms["ref_logprobs"] = self.score(self.reference, experience, everything).logprobs
+            terms["ref_logprobs"] = experience.ref_logprobs
+            if experience.ref_logprobs is None:
+                everything = [micro for micros in cut for micro in micros]
+                with self.reference_mode():
+                    terms["ref_logprobs"] = self.score(self.reference, experience, everything).logprobs
             terms |= {"kl_beta": config.kl.beta, "kl_estimator": config.kl.estimator}
         if config.off_policy.level != "none":
             assert experience.rollout_logprobs is not None

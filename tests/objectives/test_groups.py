@@ -302,6 +302,23 @@ def test_dpo_by_hand():
     assert loss == 0 and not g.any()
 
 
+def test_dpo_pairs_only_what_differs_enough():
+    """Levels 1, 2, 3.5 in one group: gaps 1, 1.5 and 2.5; the middle one is left without a pair."""
+    ref, d = torch.zeros(3, 1, dtype=torch.float64), fp64([0.4], [0.1], [-0.2])
+    levels, group_ids, here = fp64(1.0, 2.0, 3.5), torch.zeros(3, dtype=torch.int64), torch.ones(3) > 0
+    for gap, pairs in ((1.0, [(0, 2), (1, 2)]), (1.5, [(0, 2)]), (2.5, [])):
+        dpo = DPO(beta=0.5, min_gap=gap)
+        loss, g = loss_and_gradient(dpo, ref + d, None, levels, ref_logprobs=ref, group_ids=group_ids)
+        losses = [math.log1p(math.exp(-0.5 * float(d[i] - d[j]))) for i, j in pairs]
+        assert loss == pytest.approx(sum(losses) / max(len(losses), 1), rel=1e-14)
+        paired = [any(i in pair for pair in pairs) for i in range(3)]
+        assert dpo.paired(levels, group_ids, here).tolist() == paired
+        assert dpo.count_pairs(levels, group_ids, here) == len(pairs)
+        assert (g.flatten() != 0).tolist() == paired
+    # who has no counted token is in no pair
+    assert DPO().paired(levels, group_ids, torch.tensor([True, False, True])).tolist() == [True, False, True]
+
+
 def test_trpa_by_hand():
     """Means instead of sums, and level 1 counts 2.5 times: h = 2.5 * 0.5 (0.1 - -0.3)."""
     ref, d = fp64([-1.0, -1.0], [-2.0, -2.0]), fp64([0.1, 0.1], [-0.3, -0.3])
@@ -651,6 +668,7 @@ def test_what_is_needed_is_asked_for_by_name(name):
     [
         (DPO, {"beta": -0.1}, ValueError, "beta"),
         (DPO, {"beta": "0.1"}, TypeError, "beta"),
+        (DPO, {"min_gap": -1.0}, ValueError, "min_gap"),
         (TRPA, {"anisotropy": math.inf}, ValueError, "anisotropy"),
         (TRPA, {"kl_coef": -1.0}, ValueError, "kl_coef"),
         (REBEL, {"eta": math.nan}, ValueError, "eta"),

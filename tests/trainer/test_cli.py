@@ -60,6 +60,18 @@ def options(model, jsonl, reward_file, output):
     ]
 
 
+def test_all_rewards_in_processes_of_their_own(tmp_path, llama, jsonl, capfd):
+    path = tmp_path / "where.py"
+    path.write_text(
+        "import os\ndef where(completions, **c):\n    return [float(os.getpid())] * len(completions)\n"
+    )
+    line = options(llama, jsonl, path, tmp_path / "run")
+    line[line.index(f"{path}:odd")] = f"{path}:where"
+    assert cli.main(["train", *line, "--reward_process", "true", "--update.steps", "1"]) == 0
+    (record,) = read_metrics(tmp_path / "run" / "metrics.jsonl")[1:]
+    assert 0 < record["reward/where"] != os.getpid()
+
+
 def test_any_local_model_on_any_jsonl(tmp_path, llama, jsonl, reward_file, capsys):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -195,12 +207,12 @@ def test_the_demonstration_keeps_its_prompts_apart(tmp_path):
     assert rewards == [[0, 1, 0, 0], [0, 1, 0.6, 0]]
 
 
-def test_the_demonstration_runs(tmp_path, capsys):
+def test_the_demonstration_runs(tmp_path, capsys, real_plots):
     line = ["demo", "--output", str(tmp_path / "demo"), "--steps", "1"]
     assert cli.main(line) == 0
     out = capsys.readouterr().out
     assert "greedy" in out and "sampled" in out and "points" in out
-    assert (tmp_path / "demo" / "progress.png").exists()
+    assert (tmp_path / "demo" / "progress.png").read_bytes().startswith(b"\x89PNG")
     rows = [json.loads(text) for text in (tmp_path / "demo" / "held_out.jsonl").read_text().splitlines()]
     assert rows == demo.make_rows(0)[1]
     assert cli.main(line) == 1

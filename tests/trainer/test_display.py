@@ -7,10 +7,12 @@ import math
 import pytest
 from rich.console import Console
 
+from gspo_kernels.trainer.config import TrainConfig
+from gspo_kernels.trainer.config_file import from_mapping
 from gspo_kernels.trainer.display import Display, evaluation_line, summary_line
 from gspo_kernels.trainer.health import Health
 from gspo_kernels.trainer.metrics import append_metrics, keep_until, read_metrics
-from gspo_kernels.trainer.plot import plot_progress, smoothed
+from gspo_kernels.trainer.plot import panels, plot_progress, smoothed
 
 STEP = {
     "step": 1,
@@ -60,14 +62,53 @@ def test_warnings_come_after_some_steps_and_once():
         ({"completions/finished": 0.0}, "truncated"),
         ({"reward/mean": None}, "no reward applies"),
         ({"updates_left_out": 1.0}, "not finite"),
+        ({"minibatch_2/ratio/max": 1.0, "ratio/min": 1.0, "ratio/max": 1.0}, "do not change the policy"),
+        ({"mismatch/mean": 0.2, "mismatch/ratio": 1.0}, "mismatch/mean"),
+        ({"mismatch/mean": 0.01, "mismatch/ratio": 0.85}, "ratio from 1, is at least 0.1"),
     ],
 )
 def test_every_symptom_has_words(symptom, words):
-    health = Health(patience=1)
+    health = Health(patience=1, mismatch=0.1)
     fine = {"reward/mean": 0.5, "groups_without_variance": 0.5, "completions/finished": 0.5}
     assert health.check(fine) == []
     (warning,) = health.check(fine | symptom)
     assert words in warning
+
+
+def test_what_looks_like_a_symptom_and_is_none():
+    """Ratios of 1 where no reward differs or there is one minibatch; rounding; a mismatch that is meant."""
+    still = {"ratio/min": 1.0, "ratio/max": 1.0, "groups_without_variance": 0.5}
+    for metrics in (
+        still,
+        still | {"minibatch_2/ratio/max": None, "ratio/min": None, "ratio/max": None},
+        still | {"minibatch_2/ratio/max": 1.01, "ratio/max": 1.01},
+        {"mismatch/mean": 0.05, "mismatch/ratio": 0.95},
+        {"mismatch/mean": None, "mismatch/ratio": None},
+    ):
+        assert Health(patience=1, mismatch=0.1).check(metrics) == []
+    equal = still | {"minibatch_2/ratio/max": 1.0, "groups_without_variance": 1.0}
+    (equal,) = Health(patience=1).check(equal)
+    assert "all rewards are equal" in equal
+    assert Health(patience=1).check({"mismatch/mean": 9.0, "mismatch/ratio": 9.0}) == []
+
+
+def test_steps_without_a_rollout_interrupt_no_symptom():
+    health = Health(patience=3)
+    flat, dpo = {"groups_without_variance": 1.0}, {"phase": 1.0, "loss": 0.69}
+    assert [len(health.check(metrics)) for metrics in (flat, dpo, flat, dpo, dpo, flat)] == [0, 0, 0, 0, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("sections", "bound"),
+    [
+        ({}, 1e-3),
+        ({"update": {"precision": "bf16"}}, 0.1),
+        ({"rollout": {"top_k": 5}}, None),
+        ({"rollout": {"top_p": 0.9}}, None),
+    ],
+)
+def test_the_bound_of_a_mismatch_follows_the_run(sections, bound):
+    assert Health.of(from_mapping(sections, TrainConfig)).mismatch == bound
 
 
 def test_plain_lines_without_a_terminal():
@@ -89,6 +130,17 @@ def test_plain_lines_without_a_terminal():
     ):
         assert words in lines[1]
     assert lines[-1] == "warning: [watch] out"
+
+
+def test_lines_of_phases():
+    out = io.StringIO()
+    dpo = {"phase": 1.0, "pairs": 34.0, "groups_with_pairs": 0.875, "loss": 0.6, "grad_norm": 1.5}
+    with Display(2, console=Console(file=out, width=300), log_every=1) as display:
+        display.step(1, STEP | {"phase": 0.0})
+        display.step(2, dpo)
+    first, second = out.getvalue().splitlines()
+    assert "policy phase  reward 0.250" in first
+    assert "DPO phase  pairs 34 in 88% of the groups  loss 0.6000" in second
 
 
 def test_live_display_on_a_terminal():
@@ -140,6 +192,37 @@ def test_plot_of_any_run(tmp_path, steps, evaluated):
             record |= {"eval/greedy_accuracy": 0.5, "eval/sampled_accuracy": 0.25}
     plot_progress(records, tmp_path / "plots" / "progress.png")
     assert (tmp_path / "plots" / "progress.png").read_bytes().startswith(b"\x89PNG")
+    titles = [title for title, _ in panels(records)]
+    assert ("Accuracy on held-out prompts" in titles) == evaluated
+    assert ("Clipped share by minibatch" in titles) == ("Entropy, nats per token" in titles) == (steps > 0)
+    assert "Gradient norm before clipping" not in titles and "DPO's loss" not in titles
+
+
+def test_plot_of_everything(tmp_path):
+    """Every metric has a panel, and a panel shows what its metric says."""
+    from matplotlib.figure import Figure
+
+    everything = STEP | {
+        "reward/a": 0.5, "reward/b": 0.0, "completions/finished": 0.75, "completions/length": 9.0,
+        "kl/ref": 0.1, "kl/old": 0.2, "grad_norm": 3.0, "mismatch/mean": 1e-6, "mismatch/max": 1e-5,
+        "seconds/rollout": 2.0,
+        "seconds/update": 3.0, "minibatch_1/clip_fraction/low": 0.125, "minibatch_1/clip_fraction/high": 0.25,
+    }  # fmt: skip
+    records = [everything | {"step": step} for step in range(1, 7)]
+    records += [{"step": 7, "phase": 1.0, "loss": 0.5}, {"step": 7, "phase": 1.0, "loss": None}]
+    plot_progress(records, tmp_path / "progress.png")
+    shown = {}
+    for title, draw in panels(records):
+        ax = Figure().subplots()
+        draw(ax)
+        lines = {line.get_label(): line.get_ydata()[-1] for line in ax.get_lines()}
+        shown[title] = {label: y for label, y in lines.items() if not label.startswith("_")}
+    assert len(shown) == 12
+    assert shown["Mean reward of the rollouts"] == {"weighted sum": 0.25, "a": 0.5, "b": 0.0}
+    assert shown["Of the rollouts"] == {"groups without variance": 0.5, "truncated completions": 0.25}
+    assert shown["Clipped share by minibatch"] == {"minibatch 1": 0.375}
+    assert shown["Largest and smallest ratio of a step"] == {"largest": 1.01, "smallest": 0.99}
+    assert "KL to the reference, nats per token" in shown
 
 
 def test_smoothing_skips_what_is_missing():

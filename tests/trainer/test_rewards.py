@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import functools
 import math
+import os
 import threading
 import time
 
@@ -337,3 +338,24 @@ def test_what_cannot_be_loaded(tmp_path, spec, words):
         load_reward(spec)
     assert spec in str(caught.value)
     assert words in str(caught.value)
+
+
+def test_every_function_in_a_process_of_its_own(tmp_path, monkeypatch):
+    """Asked for as a whole: importable functions, async ones too; the time limit kills what hangs."""
+    (tmp_path / "importable_rewards.py").write_text(
+        "import os\n"
+        "async def waits(completions, **columns):\n"
+        "    return [float(os.getpid())] * len(completions)\n"
+        "def hangs(completions, **columns):\n"
+        "    sum(range(10**12))\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    functions = [load_reward(f"importable_rewards:{name}") for name in ("waits", "hangs")]
+    rewards = RewardSet(functions, timeouts=[60.0, 0.5], own_process=True)
+    with pytest.raises(RewardError, match=r"hangs took more than 0.5 seconds"):
+        rewards(*ARGUMENTS)
+    alone = RewardSet(functions[:1], timeouts=60.0, own_process=True)
+    assert os.getpid() != alone(*ARGUMENTS).total[0].item() > 0
+    with pytest.raises(RewardError, match="cannot be sent to a process of its own"):
+        RewardSet([lambda **columns: []], own_process=True)
