@@ -33,6 +33,7 @@ import gspo_kernels as gk
 from benchmarks.judge import Judge
 from benchmarks.problem import Problem
 from benchmarks.registry import CONTESTANTS, Contestant, Missing, Options, entrants
+from gspo_kernels.ops import memory
 
 PACKAGES = (
     *("torch", "triton", "trl", "liger-kernel", "transformers", "cut-cross-entropy"),
@@ -435,6 +436,7 @@ def _resident(what: str) -> int:
 def peak_of_this_process() -> Iterator[Callable[[], int]]:
     """Yield what tells by how many bytes the block raised resident memory at most."""
     gc.collect()
+    memory.release()
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
     before = _resident("VmRSS")

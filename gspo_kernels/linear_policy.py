@@ -445,6 +445,7 @@ def linear_policy(*args: Any) -> tuple[Tensor, ...]:
     else:
         run.by_scopes(schedule, tuple(needs))
     scores, gradients = run.scores, run.gradients
+    scores.close()
     outputs = (scores.entropy, gradients.hidden, gradients.scales, *gradients.sums.result())
     # one empty tensor each: an operator's outputs may not be the same tensor
     return scores.logprobs, *(scores.logprobs.new_empty(0) if x is None else x for x in outputs)

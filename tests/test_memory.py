@@ -152,5 +152,94 @@ def test_large_blocks_ask_for_huge_pages():
     assert "hg" in flags_of(memory.data_ptr() + 32 * MIB)
 
 
+@pytest.fixture
+def kept():
+    """What stays between calls, nothing of it from or for other tests."""
+    from gspo_kernels.ops import memory
+
+    memory.release()
+    yield memory._kept
+    memory.release()
+
+
+def linear_call(tokens=64, **options):
+    """Loss and gradients of a call whose chunk takes more than malloc keeps by itself."""
+    import gspo_kernels as gk
+
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(4, tokens // 4, 8, generator=generator).requires_grad_()
+    weight = torch.randn(2**20, 8, generator=generator).requires_grad_()
+    labels = torch.randint(2**20, (4, tokens // 4), generator=generator)
+    out = gk.fused_linear_policy_loss(
+        hidden, weight, labels, None, torch.randn(4, generator=generator), **options
+    )
+    out.loss.backward()
+    return out.loss.detach(), out.logprobs, hidden.grad, weight.grad
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="elsewhere nothing is kept")
+def test_the_next_call_finds_the_chunk_again(kept):
+    fresh = linear_call()
+    (block,) = kept
+    address = block.data_ptr()
+    block.fill_(255)  # NaN in every dtype: nothing may be read before it is written
+    del block
+    for tokens in (64, 32, 64):
+        again = linear_call(tokens)
+        assert [each.data_ptr() for each in kept] == [address]
+    for before, after in zip(fresh, again, strict=True):
+        assert torch.equal(before, after)
+    linear_call(128)
+    assert len(kept) == 1 and kept[0].numel() >= 128 * 2**20 * 4
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="elsewhere nothing is kept")
+def test_the_system_may_take_what_is_kept(kept):
+    linear_call()
+    (block,) = kept
+    assert lazily_free(block.data_ptr() + 32 * MIB) > 100 * MIB
+
+
+def lazily_free(address):
+    """Bytes of the mapping that holds an address that the kernel may take without writing them anywhere."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, *rest = line.split()
+        if not first.endswith(":"):
+            start, end = (int(bound, 16) for bound in first.split("-"))
+            inside = start <= address < end
+        elif inside and first == "LazyFree:":
+            return int(rest[0]) * 1024
+    return 0
+
+
+def test_calls_at_the_same_time_share_no_memory(kept):
+    from gspo_kernels.ops.memory import Workspace
+
+    one, other = Workspace(), Workspace()
+    one.rows(16, MIB, torch.float32)
+    one.close()
+    first, second = (workspace.rows(16, MIB, torch.float32) for workspace in (one, other))
+    assert first.data_ptr() != second.data_ptr()
+    one.close()
+    other.close()
+    assert len(kept) <= 1
+
+
+def test_what_inference_mode_kept_serves_training(kept):
+    import gspo_kernels as gk
+
+    with torch.inference_mode():
+        gk.linear_token_logprobs(
+            torch.randn(1, 64, 8), torch.randn(2**20, 8), torch.zeros(1, 64, dtype=torch.int64)
+        )
+    linear_call()
+
+
+def test_little_memory_is_left_to_malloc(kept):
+    linear_call(16, max_chunk_bytes=4 * MIB)
+    assert not kept
+
+
 if __name__ == "__main__":
     child(*sys.argv[1:])

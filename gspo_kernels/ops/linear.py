@@ -22,7 +22,7 @@ from torch import Tensor
 from gspo_kernels.ops.backends import load
 from gspo_kernels.ops.library import operator
 from gspo_kernels.ops.logprobs import OPTIONS, check_labels, fake_stats, restore_options, save_options
-from gspo_kernels.ops.memory import chunk_rows
+from gspo_kernels.ops.memory import Workspace, chunk_rows
 from gspo_kernels.ops.values import check_temperature
 from gspo_kernels.types import LogitTransform, RowStats, stats_dtype
 
@@ -238,10 +238,16 @@ class Scores:
         self.logprobs, self.lse, self.entropy = known
         self._most = min(call.chunk_rows, call.labels.numel())
         self._logits: Tensor | None = None
+        self._workspace = Workspace()
 
     def expect(self, rows: int) -> None:
         """Make room for chunks of so many rows instead of as many as the budget allows."""
         self._most = rows
+
+    def close(self) -> None:
+        """The chunk's memory is no longer needed."""
+        self._logits = None
+        self._workspace.close()
 
     def logits(self, chunk: Chunk) -> Tensor:
         """[n, V], in memory that the next call of this writes over."""
@@ -249,8 +255,11 @@ class Scores:
         if not head.writes_into:
             return head.logits(chunk.hidden, None)
         if self._logits is None:
-            most = max(rows, self._most)
-            self._logits = torch.empty(most, head.vocabulary, dtype=head.dtype, device=chunk.hidden.device)
+            size = (max(rows, self._most), head.vocabulary)
+            if head.weight.is_cpu:
+                self._logits = self._workspace.rows(*size, head.dtype)
+            else:
+                self._logits = torch.empty(size, dtype=head.dtype, device=head.weight.device)
         return head.logits(chunk.hidden, self._logits[:rows])
 
     def statistics(self, logits: Tensor, chunk: Chunk, entropy: bool) -> RowStats:
@@ -286,6 +295,7 @@ def linear_token_logprobs(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     scores = Scores(call, entropy)
     for chunk in call.chunks(call.index(call.counted if call.compact else None)):
         scores.add(chunk)
+    scores.close()
     missing = scores.logprobs.new_empty(0)
     return scores.logprobs, scores.lse, missing if scores.entropy is None else scores.entropy
 
@@ -624,6 +634,7 @@ def linear_token_logprobs_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     gradients = Gradients(call, tuple(needs), normalised=False)
     grad_entropy = None if grad_entropy is None else grad_entropy.flatten()
     recompute(scores, gradients, call.index(keep), anew, grad_logprobs.flatten(), grad_entropy)
+    scores.close()
     return gradients.result()
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import mmap
 import os
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -62,22 +64,64 @@ def new_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -
 
     Large blocks are new to the process at every call, so their first writes fault in page after page. On
     Linux they ask for huge pages, which takes a fraction of that time; where there are none nothing changes.
-    Chunks of logits stay with ordinary pages: each is written many times, and on a virtual machine whose host
-    backs huge pages late they cost more than they saved.
     """
     memory = torch.empty(shape, dtype=dtype, device=device)
-    size = memory.numel() * memory.element_size()
-    advise = _madvise()
-    if device.type == "cpu" and size >= HUGE_PAGES_FROM and advise is not None:
-        start = -(-memory.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-        end = (memory.data_ptr() + size) // mmap.PAGESIZE * mmap.PAGESIZE
-        advise(start, end - start, mmap.MADV_HUGEPAGE)
+    if device.type == "cpu" and memory.nbytes >= HUGE_PAGES_FROM:
+        _advise(memory, "MADV_HUGEPAGE")
     return memory
+
+
+KEPT_FROM = 32 * 2**20
+"""Bytes from which malloc gives memory back to the system at once instead of keeping it."""
+_kept: list[Tensor] = []
+
+
+class Workspace:
+    """Memory for logits on the CPU, a chunk at a time, which the next call finds again.
+
+    Fresh pages would cost a twentieth of the products that fill them, and huge ones have cost more than they
+    saved where a virtual machine's host backs them late. What is kept between calls, one block at most, is
+    the system's to take whenever it needs memory (``MADV_FREE``).
+    """
+
+    def __init__(self) -> None:
+        self._block: Tensor | None = None
+
+    def rows(self, count: int, width: int, dtype: torch.dtype) -> Tensor:
+        """[count, width], uninitialised, in the memory that any earlier ones of this workspace were in."""
+        size = count * width * dtype.itemsize
+        if self._block is None and size >= KEPT_FROM:
+            with contextlib.suppress(IndexError):
+                self._block = _kept.pop()
+        if self._block is None or self._block.numel() < size:
+            self._block = torch.empty(size, dtype=torch.uint8)
+        return self._block[:size].view(dtype).view(count, width)
+
+    def close(self) -> None:
+        """Keep the block for the next call; nothing may use it any more."""
+        block, self._block = self._block, None
+        if block is not None and block.numel() >= KEPT_FROM and _advise(block, "MADV_FREE"):
+            _kept[:] = [block]
+
+
+def release() -> None:
+    """Give what is kept between calls back to the system now."""
+    _kept.clear()
+
+
+def _advise(memory: Tensor, advice: str) -> bool:
+    """Tell the system about the pages that lie within a tensor; whether it listens."""
+    kind, advise = getattr(mmap, advice, None), _madvise()
+    if kind is None or advise is None:
+        return False
+    start = -(-memory.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    end = (memory.data_ptr() + memory.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    return advise(start, end - start, kind) == 0
 
 
 @functools.cache
 def _madvise() -> Callable[[int, int, int], int] | None:
-    if not hasattr(mmap, "MADV_HUGEPAGE"):
+    if not sys.platform.startswith("linux"):
         return None
     function = ctypes.CDLL(None).madvise
     function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
