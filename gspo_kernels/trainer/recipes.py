@@ -63,6 +63,7 @@ class Recipe:
         return self.longest is None or len(tokens) <= self.longest
 
 
+@dataclass
 class IGRPO(Recipe):
     """iGRPO (arXiv 2602.09000): the best of several drafts goes into the prompt, refinements are trained.
 
@@ -122,6 +123,7 @@ class Turn(NamedTuple):
     kept: Tensor
 
 
+@dataclass
 class Turns(Recipe):
     """Groups by turn, after TL-GRPO (arXiv 2601.16480).
 
