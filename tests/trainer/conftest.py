@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from gspo_kernels.trainer import demo
+from gspo_kernels.trainer import trainer as trainer_module
 from gspo_kernels.trainer.config import TrainConfig
 from gspo_kernels.trainer.config_file import from_mapping
+from gspo_kernels.trainer.plot import plot_progress
 
 
 @pytest.fixture(autouse=True)
@@ -20,6 +22,19 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_plots():
+    """Drawing takes longer than training these models: runs leave an empty file; `real_plots` draws."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer_module, "plot_progress", lambda records, path: path.touch())
+        yield
+
+
+@pytest.fixture
+def real_plots(monkeypatch):
+    monkeypatch.setattr(trainer_module, "plot_progress", plot_progress)
 
 
 def make_accelerator(precision="fp32"):

@@ -35,7 +35,7 @@ def same(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def test_what_a_run_writes(tmp_path, tokenizer, rows, reward):
+def test_what_a_run_writes(tmp_path, tokenizer, rows, reward, real_plots):
     trainer = make_trainer(tokenizer, rows, reward, small_config(tmp_path / "run"))
     before = weights(trainer.model)
     last = trainer.train()
