@@ -17,7 +17,10 @@ import torch
 from benchmarks.measure import DeviceBroken, machine, print_peaks
 from benchmarks.registry import CONTESTANTS, SUITES, Missing, Options, ordered
 
-for _module in ("contestants", "suites", "step", "fidelity", "traffic", "schedules", "tuning"):
+for _module in (
+    *("contestants", "trainers", "suites", "step", "training"),
+    *("fidelity", "traffic", "schedules", "tuning"),
+):
     importlib.import_module(f"benchmarks.{_module}")  # they register what they have
 
 DEVICE_BROKEN = 3

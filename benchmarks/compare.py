@@ -2,7 +2,7 @@
 
 What is compared are ratios to the floor, not seconds: those are the machine's. Two runs agree on a contestant
 where their spreads (lowest to highest over the interleaved rounds) overlap; where they don't, B is faster or
-slower than A by the medians' quotient. Without a floor, the ratio is to naive PyTorch in the same run.
+slower than A by the medians' quotient. Without a floor, the ratio is to the case's yardstick in the same run.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from benchmarks.tables import aligned, between, number
 
 YARDSTICK = "naive PyTorch"
+"""What ratios are to where a case has neither a floor nor a yardstick of its own."""
 
 
 class Line(NamedTuple):
@@ -48,9 +49,10 @@ def ratios(case: dict[str, Any]) -> dict[str, dict[str, float]]:
     timed = {result["contestant"]: result for result in case["results"] if result.get("seconds")}
     if case["floor"]["probes"]:
         return {name: result["x_floor"] for name, result in timed.items()}
-    if YARDSTICK not in timed:
+    yardstick = case.get("yardstick", YARDSTICK)
+    if yardstick not in timed:
         return {}
-    base = timed[YARDSTICK]["seconds"]["both"]
+    base = timed[yardstick]["seconds"]["both"]
     found = {}
     for name, result in timed.items():
         # who is timed once is compared with the round that it was in, the first

@@ -45,6 +45,8 @@ ALLOTTED = 4.0
 """Seconds that a contestant may take of a case's rounds, but at least three."""
 _LEAST = 2e-2
 """Seconds that one measurement takes at least, by repetition."""
+FRUGAL = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
+"""Environment in which large blocks go back to the system when freed, so that resident memory is in use."""
 Call = Callable[..., Any]
 
 
@@ -197,7 +199,8 @@ class Entrant:
         return {"forward": forward, "backward": backward, "both": forward + backward}
 
 
-def _reason(error: BaseException) -> str:
+def reason(error: BaseException) -> str:
+    """The first line of an error, for the tables."""
     text = str(error).strip().split("\n")[0]
     return f"{type(error).__name__}: {text[:300]}"
 
@@ -247,7 +250,7 @@ def enter(case: Case, problem: Any, options: Options, judge: Any) -> list[Entran
                 entrant.inner = max(1, min(200, math.ceil(_LEAST / took)))
                 entrant.rounds = 1 if took > PATIENCE else max(3, int(ALLOTTED / took))
         except Exception as error:
-            record.update(status="refused", reason=_reason(error))
+            record.update(status="refused", reason=reason(error))
             del error
             _survive(contestant.name, record["reason"], device)
         record["share"] = record.get("share") if math.isfinite(record.get("share") or math.inf) else None
@@ -308,7 +311,7 @@ def rounds(
                 try:
                     here[entrant.name] = entrant.time(device)
                 except Exception as error:
-                    entrant.record.update(status="refused", reason=_reason(error))
+                    entrant.record.update(status="refused", reason=reason(error))
                     entrant.rounds = 0
                     del error
                     _survive(entrant.name, entrant.record["reason"], device)
@@ -412,12 +415,10 @@ def peaks_in_a_process(found: Sequence[Entrant], problem: Any) -> dict[str, int]
         where = Path(folder) / "problem.pt"
         asked = [(entrant.name, entrant.warm or "compile" in entrant.name) for entrant in found]
         torch.save((problem, asked), where)
-        # large blocks go back to the system when they are freed, so that resident memory is what is in use
-        environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
         command = [sys.executable, "-m", "benchmarks", "peaks", str(where)]
         run = subprocess.run(
             command,
-            env=environment,
+            env=os.environ | FRUGAL,
             capture_output=True,
             text=True,
             check=False,

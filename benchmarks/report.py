@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.compare import load, ratios
+from benchmarks.compare import YARDSTICK, load, ratios
 from benchmarks.registry import ordered
 from benchmarks.tables import heading, markdown, number, result_rows
 
@@ -44,8 +44,16 @@ Not measured yet. `python -m benchmarks campaign --out DIR` runs tests, suites a
 configurations on a GPU in nine minutes.
 """
 
-MAIN = {"logits", "hidden", "scoring", "realistic", "step"}
-"""Suites that the bars show."""
+TRAINING = """A Qwen3 with random weights, GSPO, AdamW, fp32. A step is a rollout by transformers' generation
+with its rewards, old log-probs where the trainer wants them, and all updates; tokens/s are completion tokens
+over the whole step. Each contestant has a process of its own and takes a step at a time, in turn. Gradients
+are judged first, on a small rollout given to all, in two updates between which the weights are moved; in
+the timed steps each samples for itself, other tokens but as many, which is counted. All completions have the
+same length: the end token is outside the model's vocabulary. A flat prompt gives all of its completions the
+same reward; ours leaves these out of the update. The peak is what training adds to a process that holds model
+and libraries. TRL runs with its defaults, but in fp32 and without gradient checkpointing, like everyone. The
+loop: [plain_loop.py](../benchmarks/plain_loop.py).
+"""
 
 REALISTIC = """Lengths are log-normal around a third of the longest with a spread of 0.8 in the logarithm,
 padded; 40% of the groups of four have no reward variance; sequences with about 15% of the tokens are clipped.
@@ -64,6 +72,7 @@ INTRODUCTIONS = {
     "large": "Not part of `make bench`, as it takes many minutes; without peaks.",
     "realistic": REALISTIC,
     "memory": "What one forward and backward adds to its inputs.",
+    "training": TRAINING,
     "step": "A Qwen3 with random weights, AdamW; only the loss differs.",
     "fidelity": "bf16 hidden states and weight, everyone who has log-probs from them. Wrong: clip decisions "
     "that differ from fp64's, of sequences 1e-6 to 1e-3 from a bound.",
@@ -252,16 +261,24 @@ def _clean(ax: Any, axis: str) -> None:
     ax.spines[["top", "right", "left", "bottom"]].set_visible(False)
 
 
-def plot_bars(records: dict[str, dict[str, Any]], path: Path) -> None:
-    """Ratios to the floor (the step: to naive PyTorch) of the main case of each suite, with spreads."""
-    chosen = [
-        (records[name], next(case for case in records[name]["cases"] if case["name"].endswith(which)))
+def main_cases(records: dict[str, dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """What the bars show: each suite's cases whose names end like this."""
+    return [
+        (records[name], case)
         for name, which in (
             ("logits", "fp32, all active"), ("logits", "bf16, all active"), ("hidden", "all active"),
             ("scoring", "all tokens"), ("realistic", "realistic"), ("step", "step"),
+            ("training", "every prompt counts"),
         )
-        if name in records and any(case["name"].endswith(which) for case in records[name]["cases"])
+        if name in records
+        for case in records[name]["cases"]
+        if case["name"].endswith(which)
     ]  # fmt: skip
+
+
+def plot_bars(records: dict[str, dict[str, Any]], path: Path) -> None:
+    """Ratios to the floor (steps: to a yardstick) of the main cases of each suite, with spreads."""
+    chosen = main_cases(records)
     shown = [{n: ratio for n, ratio in ratios(case).items() if "reference" not in n} for _, case in chosen]
     counts = [len(found) for found in shown]
     rows = [max(counts[i : i + 2]) for i in range(0, len(counts), 2)]
@@ -282,8 +299,9 @@ def plot_bars(records: dict[str, dict[str, Any]], path: Path) -> None:
                 number(ratio["median"]), (ratio["high"], name), (4, 0), textcoords="offset points",
                 va="center", fontsize=8.5, color=INK,
             )  # fmt: skip
-        floor = case["floor"]["name"] if case["floor"]["probes"] else "naive PyTorch"
-        label = f", {case['name'].split(',')[0]}" if record["suite"] == "logits" else ""
+        floor = case["floor"]["name"] if case["floor"]["probes"] else case.get("yardstick", YARDSTICK)
+        label = f", {case['name']}" if record["suite"] == "training" else ""
+        label = f", {case['name'].split(',')[0]}" if record["suite"] == "logits" else label
         ax.set_title(f"{record['title']}{label}", loc="left", fontsize=10.5, color=INK)
         ax.set_xlabel(f"time / {floor}", fontsize=9, color=INK)
         ax.axvline(1, color=INK, linewidth=0.8, linestyle=":")
@@ -340,7 +358,7 @@ def section(folder: Path, link: str) -> str:
     records = load(folder)
     first = next(iter(records.values()))
     parts = [f"## {device_title(first)}\n\nFiles: [{folder.name}]({link}).\n"]
-    if MAIN & records.keys():
+    if main_cases(records):
         parts.append(
             f"![Ratios](benchmarks_{folder.name}.png)\n\n"
             "Blue: this package, without its reference backend. Bars: medians; lines: lowest to highest.\n"
@@ -375,7 +393,7 @@ def page() -> str:
 def plots(folder: Path, beside: Path) -> list[Path]:
     """Draw what ``section`` shows."""
     records, drawn = load(folder), []
-    if MAIN & records.keys():
+    if main_cases(records):
         drawn.append(beside / f"benchmarks_{folder.name}.png")
         plot_bars(records, drawn[-1])
     if "scaling" in records:

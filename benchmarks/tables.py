@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 Row = Sequence[str]
+PHASES = {"scoring": (), "training": ("rollout", "update")}
+"""Parts of a time, by task; forward and backward elsewhere."""
 
 
 def number(value: float | None, digits: int = 3) -> str:
@@ -59,9 +61,11 @@ def result_rows(case: dict[str, Any], reasons: bool = True) -> list[Row]:
     """A header and a row per contestant."""
     timed = case["repeats"] > 0
     floor = bool(case["floor"]["probes"]) and timed
-    split = case["task"] != "scoring"
-    header = ["", *(["ms"] if timed else []), *(["forward", "backward"] if timed and split else [])]
-    header += [*(["x floor"] if floor else []), "peak MiB", "error / allowed"]
+    phases = PHASES.get(case["task"], ("forward", "backward")) if timed else ()
+    yardstick = case.get("yardstick")
+    header = ["", *(["ms"] if timed else []), *phases]
+    header += [*(["tokens/s", f"x {yardstick}"] if yardstick else []), *(["x floor"] if floor else [])]
+    header += ["peak MiB", "error / allowed"]
     rows: list[Row] = [header]
     for result in case["results"]:
         if result["status"] != "right":
@@ -72,8 +76,12 @@ def result_rows(case: dict[str, Any], reasons: bool = True) -> list[Row]:
         if timed:
             seconds = result["seconds"]
             cells.append(between(_spread(seconds["both"]), 1e3))
-            if split:
-                cells += [number(1e3 * statistics.median(seconds[name])) for name in ("forward", "backward")]
+            cells += [number(1e3 * statistics.median(seconds[name])) for name in phases]
+        if yardstick:
+            cells.append(number(result["tokens_per_second"]["median"]))
+            cells.append(
+                number(1.0 if result["contestant"] == yardstick else result["x_contestants"].get(yardstick))
+            )
         if floor:
             cells.append(between(result["x_floor"]))
         peak = result.get("peak_bytes")
