@@ -1,6 +1,7 @@
 """Rollouts against hand-made cases: masks, padding, the layout for training, how tokens are drawn."""
 
 import copy
+import json
 import math
 
 import pytest
@@ -23,7 +24,7 @@ from gspo_kernels.trainer.rollout import (
     sampling_mismatch,
 )
 
-from .conftest import tiny_qwen3
+from .conftest import exit_code, forked, tiny_qwen3
 
 END, OTHER_END, PAD = 9, 8, 0
 
@@ -332,12 +333,9 @@ def generate_in_step(rank, address):
 
 
 def test_processes_in_step_when_completions_end_at_different_times(tmp_path):
-    import concurrent.futures
-    import multiprocessing
-
-    address = f"file://{tmp_path}/meet"
-    with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        other = pool.submit(generate_in_step, 1, address)
-        calls, lengths = generate_in_step(0, address)
-        assert lengths == [1, 1]
-        assert other.result() == (calls, [5, 5])
+    address, other = f"file://{tmp_path}/meet", tmp_path / "other.json"
+    child = forked(lambda: other.write_text(json.dumps(generate_in_step(1, address))))
+    calls, lengths = generate_in_step(0, address)
+    assert exit_code(child) == 0
+    assert lengths == [1, 1]
+    assert json.loads(other.read_text()) == [calls, [5, 5]]
