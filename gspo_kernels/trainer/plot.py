@@ -24,20 +24,20 @@ def plot_progress(records: Sequence[Record], path: Path) -> None:
     height = 3.4 * rows
     figure = Figure(figsize=(15, height), dpi=110, facecolor="white")
     # Automatic layouts draw all text once more, which takes longer than the rest.
-    figure.subplots_adjust(0.05, 0.6 / height, 0.985, 1 - 0.4 / height, wspace=0.18, hspace=0.42)
+    figure.subplots_adjust(0.05, 0.6 / height, 0.985, 1 - 0.4 / height, wspace=0.22, hspace=0.42)
     FigureCanvasAgg(figure)
     last = records[-1]["step"] if records else 0
     axes = figure.subplots(rows, min(COLUMNS, max(len(shown), 1)), squeeze=False).flatten()
     for ax, (title, draw) in zip(axes, shown, strict=False):
         ax.set_title(title, loc="left", fontsize=11, color=INK, pad=8, y=1.0)
         draw(ax)
-        _shade_dpo(ax, records)
+        _shade_dpo(ax, records, label="steps of DPO" if ax is axes[0] else None)
         ax.set_xlim(0, max(last, 1))
         ax.set_xlabel("step", color=INK)
         ax.xaxis.get_major_locator().set_params(integer=True)
         ax.grid(color=GRID, linewidth=0.8)
         ax.set_axisbelow(True)
-        ax.tick_params(colors=INK, length=0)
+        ax.tick_params(which="both", colors=INK, length=0)
         ax.spines[["top", "right", "left", "bottom"]].set_visible(False)
         if ax.get_legend_handles_labels()[1]:
             ax.legend(frameon=False, loc="best", fontsize=9, labelcolor=INK)
@@ -62,12 +62,17 @@ def panels(records: Sequence[Record]) -> list[tuple[str, Callable[[Any], None]]]
     """Return the title of every panel that has something to show, and what draws it."""
     steps = [record for record in records if "reward/mean" in record]
     dpo = [record for record in records if record.get("phase") == 1.0]
+    timed = [record for record in records if "seconds/update" in record]
     evaluations = [record for record in records if "eval/greedy_accuracy" in record]
     to_reference = _measured(steps, "kl/ref")
     candidates: list[tuple[str, bool, Callable[[Any], None]]] = [
         ("Mean reward of the rollouts", bool(steps), lambda ax: _draw_rewards(ax, steps)),
         ("Accuracy on held-out prompts", bool(evaluations), lambda ax: _draw_accuracy(ax, evaluations)),
-        ("Of the rollouts", _measured(steps, "groups_without_variance"), lambda ax: _draw_shares(ax, steps)),
+        (
+            "Shares of a rollout",
+            _measured(steps, "groups_without_variance"),
+            lambda ax: _draw_shares(ax, steps),
+        ),
         (
             "Clipped share by minibatch",
             _measured(steps, "minibatch_1/clip_fraction/low"),
@@ -109,7 +114,7 @@ def panels(records: Sequence[Record]) -> list[tuple[str, Callable[[Any], None]]]
             _measured(steps, "tokens_per_second"),
             lambda ax: _draw_from_zero(ax, steps, "tokens_per_second"),
         ),
-        ("Seconds per step", _measured(steps, "seconds/update"), lambda ax: _draw_seconds(ax, steps)),
+        ("Seconds per step", bool(timed), lambda ax: _draw_seconds(ax, timed)),
     ]
     return [(title, draw) for title, there, draw in candidates if there]
 
@@ -141,7 +146,7 @@ def _draw_line(
 
 def _draw_from_zero(ax: Any, steps: Sequence[Record], key: str) -> None:
     _draw_line(ax, steps, key)
-    ax.set_ylim(bottom=0.0)
+    ax.set_ylim(0.0, 1.05 * ax.get_ylim()[1])
 
 
 def _draw_rewards(ax: Any, steps: Sequence[Record]) -> None:
@@ -220,7 +225,7 @@ def _draw_seconds(ax: Any, steps: Sequence[Record]) -> None:
     x, rollout = _series(steps, "seconds/rollout")
     _, update = _series(steps, "seconds/update")
     ax.stackplot(x, rollout, update, colors=(BLUE, ORANGE), alpha=0.6, labels=("rollout", "update"))
-    ax.set_ylim(bottom=0.0)
+    ax.set_ylim(0.0, 1.05 * ax.get_ylim()[1])
 
 
 def _as_share(ax: Any) -> None:
@@ -228,11 +233,12 @@ def _as_share(ax: Any) -> None:
     ax.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
 
 
-def _shade_dpo(ax: Any, records: Sequence[Record]) -> None:
-    """Shade the steps of DPO."""
+def _shade_dpo(ax: Any, records: Sequence[Record], label: str | None) -> None:
     for record in records:
         if record.get("phase") == 1.0:
-            ax.axvspan(record["step"] - 0.5, record["step"] + 0.5, color=GRID, alpha=0.6, linewidth=0)
+            ends = (record["step"] - 0.5, record["step"] + 0.5)
+            ax.axvspan(*ends, color=GRID, alpha=0.6, linewidth=0, zorder=0, label=label)
+            label = None
 
 
 def _minibatches(steps: Sequence[Record]) -> list[int]:

@@ -219,7 +219,7 @@ def test_plot_of_everything(tmp_path):
         shown[title] = {label: y for label, y in lines.items() if not label.startswith("_")}
     assert len(shown) == 12
     assert shown["Mean reward of the rollouts"] == {"weighted sum": 0.25, "a": 0.5, "b": 0.0}
-    assert shown["Of the rollouts"] == {"groups without variance": 0.5, "truncated completions": 0.25}
+    assert shown["Shares of a rollout"] == {"groups without variance": 0.5, "truncated completions": 0.25}
     assert shown["Clipped share by minibatch"] == {"minibatch 1": 0.375}
     assert shown["Largest and smallest ratio of a step"] == {"largest": 1.01, "smallest": 0.99}
     assert "KL to the reference, nats per token" in shown
