@@ -94,6 +94,7 @@ class PolicyUpdater:
             lr=update.learning_rate,
             betas=(update.adam_beta1, update.adam_beta2),
             weight_decay=update.weight_decay,
+            fused=True,  # the plain one makes temporary copies of every weight
         )
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda number: learning_rate_factor(number, update)
