@@ -34,6 +34,11 @@ __all__ = [
 ]
 
 
+_BLOCK = 256
+"""Tokens whose probabilities are summed up, where a vocabulary has more than a few."""
+_FEW = 16 * _BLOCK
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How tokens are drawn; greedy where ``temperature`` is 0.
@@ -195,17 +200,45 @@ class _Draw:
         for warper in self.warpers:
             scores = warper(input_ids, scores)
         probs = scores.softmax(-1)
-        cumulative = probs.cumsum(-1, dtype=torch.float64)
-        # The factor keeps the product below the total where it would round up to it.
-        places = self.uniforms[:, len(self.steps), None] * cumulative[:, -1:] * (1.0 - 2.0**-40)
-        # To the right: the first sum above the place, so never a token of probability 0.
-        tokens = torch.searchsorted(cumulative, places, right=True).clamp(max=probs.shape[1] - 1)
+        tokens = _by_inversion(probs, self.uniforms[:, len(self.steps), None])
         self.steps.append(probs.gather(-1, tokens).squeeze(-1).log())
         return probs.scatter_(-1, tokens, torch.inf)
 
     def logprobs(self) -> Tensor:
         """Return [b, steps] log-probs of what was drawn."""
         return torch.stack(self.steps, 1)
+
+
+def _by_inversion(probs: Tensor, uniforms: Tensor) -> Tensor:
+    """Return [b, 1], the tokens in whose intervals of the [b, V] cumulative probabilities the numbers lie.
+
+    First among the sums of blocks, then within one: cumulative sums of a large vocabulary take ten times as
+    long as its softmax.
+    """
+    V, size = probs.shape[1], _BLOCK
+    if V <= _FEW:
+        return _interval(probs, uniforms)[0]
+    whole = V - V % size
+    sums = probs[:, :whole].unflatten(1, (V // size, size)).sum(-1)
+    if whole < V:
+        sums = torch.cat([sums, probs[:, whole:].sum(-1, keepdim=True)], 1)
+    blocks, rest = _interval(sums, uniforms)
+    columns = blocks * size + torch.arange(size, device=probs.device)
+    inside = probs.gather(-1, columns.clamp(max=V - 1)).masked_fill(columns >= V, 0.0)
+    # NaN leads beyond the end.
+    return (blocks * size + _interval(inside, rest)[0]).clamp(max=V - 1)
+
+
+def _interval(weights: Tensor, shares: Tensor) -> tuple[Tensor, Tensor]:
+    """Return in which of [b, n] weights a share of their sum lies, and how far in it; all [b, 1]."""
+    cumulative = weights.cumsum(-1, dtype=torch.float64)
+    # The factor keeps the product below the total where it would round up to it.
+    places = shares * cumulative[:, -1:] * (1.0 - 2.0**-40)
+    # To the right: the first sum above the place, so never a weight of 0.
+    index = torch.searchsorted(cumulative, places, right=True).clamp(max=weights.shape[1] - 1)
+    weight = weights.gather(-1, index)
+    before = cumulative.gather(-1, index) - weight
+    return index, ((places - before) / weight).clamp(0.0, 1.0)
 
 
 def _uniforms(seeds: Sequence[int] | None, rows: int, steps: int) -> np.ndarray:
