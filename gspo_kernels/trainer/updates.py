@@ -131,7 +131,7 @@ class PolicyUpdater:
     def update(self, experience: Experience, step: int = 0) -> Metrics:
         """Take one optimizer step for each minibatch; return the metrics, averaged and by minibatch.
 
-        Metrics cover the completions that can have a gradient.
+        Metrics cover the completions that can have a gradient, and averages the minibatches that hold any.
         """
         minibatches = self._minibatches(experience, step)
         terms = self._terms(experience, minibatches[: self.config.update.minibatches])
@@ -139,11 +139,15 @@ class PolicyUpdater:
             self._update_minibatch(experience, terms, rows, on_policy=number == 0 and not self.scores_first)
             for number, rows in enumerate(minibatches)
         ]
-        metrics: Metrics = {name: sum(values[name] for values in each) / len(each) for name in each[0]}
-        metrics["ratio/min"] = min(values["ratio/min"] for values in each)
-        metrics["ratio/max"] = max(values["ratio/max"] for values in each)
-        clipped = [values["clip_fraction/low"] + values["clip_fraction/high"] for values in each]
-        metrics["clip_fraction/after_first"] = sum(clipped[1:]) / max(len(clipped) - 1, 1)
+        scored = [number for number, rows in enumerate(minibatches) if len(self._active(experience, rows))]
+        clipped = {n: each[n]["clip_fraction/low"] + each[n]["clip_fraction/high"] for n in scored if n > 0}
+        measured = [each[n] for n in scored] or each
+        metrics: Metrics = {
+            name: sum(values[name] for values in measured) / len(measured) for name in each[0]
+        }
+        metrics["ratio/min"] = min(values["ratio/min"] for values in measured)
+        metrics["ratio/max"] = max(values["ratio/max"] for values in measured)
+        metrics["clip_fraction/after_first"] = sum(clipped.values()) / max(len(clipped), 1)
         metrics["learning_rate"] = float(self.scheduler.get_last_lr()[0])
         for number, values in enumerate(each, start=1):
             metrics |= {f"minibatch_{number}/{name}": value for name, value in values.items()}

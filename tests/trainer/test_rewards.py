@@ -13,8 +13,11 @@ import pytest
 import torch
 
 import gspo_kernels as gk
+from gspo_kernels.trainer import GSPOTrainer
 from gspo_kernels.trainer.errors import ConfigError, RewardError
 from gspo_kernels.trainer.rewards import ADVANTAGES, Rewards, RewardSet, advantages_of, load_reward
+
+from .conftest import small_config, tiny_qwen3
 
 ARGUMENTS = (["p", "q"], ["x", "yy"], [[1], [2, 2]], {"answer": ["x", "z"]})
 
@@ -212,6 +215,25 @@ def test_rewards_compute_no_gradients_in_their_thread():
 def test_timeouts_are_checked(timeouts, words):
     with pytest.raises(RewardError, match=words):
         RewardSet([lambda *a, **k: [0, 0]], timeouts=timeouts)
+
+
+@pytest.mark.parametrize(("given", "seconds"), [({}, 600.0), ({"reward_timeout": "none"}, None)])
+def test_runs_have_a_limit_unless_told_otherwise(tmp_path, tokenizer, given, seconds):
+    """One for every function, the verifier of VerIPO among them."""
+
+    def plain(completions, **columns):
+        return [0.0] * len(completions)
+
+    async def waits(completions, **columns):
+        return [0.0] * len(completions)
+
+    verifier = {"dpo_steps": 1, "verifier": "gspo_kernels.rewards:regex_format(pattern='a')"}
+    config = small_config(tmp_path, veripo=verifier, **given)
+    trainer = GSPOTrainer(
+        tiny_qwen3(tokenizer), tokenizer, [plain, waits], [{"prompt": "a"}] * 3, config=config
+    )
+    assert trainer.rewards.timeouts == {"plain": seconds, "waits": seconds}
+    assert trainer.veripo.verifier.timeouts == {"regex_format": seconds}
 
 
 def test_a_process_is_killed_and_started_again(tmp_path):

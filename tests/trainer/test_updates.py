@@ -379,3 +379,22 @@ def test_the_learning_rate_rises_and_then_falls_only_when_asked():
     assert rates == pytest.approx([0.25, 0.5, 0.75, 1.0, 0.8, 0.6, 0.4, 0.2, 0.0])
     with pytest.raises(ConfigError, match=r"update\.learning_rate_decay"):
         replace(config, learning_rate_decay="cosine")
+
+
+@pytest.mark.parametrize("name", ["GSPO", "DPO"])
+def test_minibatches_without_a_gradient_do_not_dilute_the_metrics(tokenizer, name):
+    """Only one group of four has a gradient; what is averaged is the minibatch that holds it."""
+    experience = make_experience()
+    alone = experience.group_ids == 3
+    experience = replace(
+        experience,
+        advantages=torch.where(alone, torch.arange(B) % SIZE + 0.0, 0.0),
+        loss_mask=experience.loss_mask & alone.unsqueeze(1) if name == "DPO" else experience.loss_mask,
+        ref_logprobs=torch.full((B, C), -5.0) if name == "DPO" else None,
+    )
+    updater = make_updater(tokenizer, make_config(name, update={"layout": "shared_prefix", "minibatches": 4}))
+    metrics = updater.update(experience)
+    (number,) = [n for n in range(1, 5) if metrics[f"minibatch_{n}/grad_norm"] > 0]
+    for key in ("loss", "entropy", "ratio/mean", "ratio/min", "grad_norm"):
+        assert metrics[key] == metrics[f"minibatch_{number}/{key}"]
+    assert metrics["entropy"] > 4 and metrics["loss"] != 0
