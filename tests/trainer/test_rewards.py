@@ -13,7 +13,8 @@ import pytest
 import torch
 
 import gspo_kernels as gk
-from gspo_kernels.trainer import GSPOTrainer
+from gspo_kernels.trainer import GSPOTrainer, TrainConfig
+from gspo_kernels.trainer.config_file import require_same_run
 from gspo_kernels.trainer.errors import ConfigError, RewardError
 from gspo_kernels.trainer.rewards import ADVANTAGES, Rewards, RewardSet, advantages_of, load_reward
 
@@ -234,6 +235,11 @@ def test_runs_have_a_limit_unless_told_otherwise(tmp_path, tokenizer, given, sec
     )
     assert trainer.rewards.timeouts == {"plain": seconds, "waits": seconds}
     assert trainer.veripo.verifier.timeouts == {"regex_format": seconds}
+
+
+def test_a_run_that_a_reward_has_stopped_may_go_on_with_another_limit():
+    before, after = (TrainConfig(reward_timeout=limit, reward_process=limit is None) for limit in (5.0, None))
+    require_same_run(before, after)
 
 
 def test_a_process_is_killed_and_started_again(tmp_path):
