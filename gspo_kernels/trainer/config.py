@@ -468,7 +468,7 @@ class TrainConfig:
                 not self.needs_reference(),
                 "veripo.dpo_steps",
                 f"0 with kl.beta {self.kl.beta:g} and objective {self.objective.name}: DPO's reference is "
-                "the policy that its phase began with, and there is no second one for a KL term or an objective",
+                "the policy that its phase began with, and there is none beside it for KL or an objective",
                 self.veripo.dpo_steps,
             )
             self.of_dpo()
