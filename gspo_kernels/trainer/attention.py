@@ -65,8 +65,10 @@ def positions_of(rows: Sequence[Row], device: torch.device) -> Tensor:
 def unwrapped(model: Any) -> Any:
     """Return the transformers model inside DDP and PEFT wrappers."""
     from accelerate.utils import extract_model_from_parallel
+    from transformers import PreTrainedModel
 
-    model = extract_model_from_parallel(model)
+    if not isinstance(model, PreTrainedModel):  # searching it takes as long as a small forward pass
+        model = extract_model_from_parallel(model)
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
