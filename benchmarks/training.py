@@ -355,8 +355,8 @@ def run_case(
         }
     shape = {
         "dtype": "fp32", "V": setting.V, "H": setting.H, "layers": setting.layers,
-        "prompts": setting.prompts, "completions each": setting.group, "tokens of a prompt": setting.prompt,
-        "tokens of a completion": setting.completion, "updates": setting.updates,
+        "prompts": setting.prompts, "completions of each": setting.group, "prompt": setting.prompt,
+        "completion": setting.completion, "updates": setting.updates,
     }  # fmt: skip
     return {
         "name": name,
@@ -375,25 +375,22 @@ def training(options: Options) -> dict[str, Any]:
     """Two models, each with every prompt counting and with 40% of them without reward variance."""
     if options.device.type != "cpu":
         raise SystemExit("the suite 'training' runs on the CPU only: its contestants are set up for it")
-    sizes = {
-        "V=256": Setting(256, 96, 3, prompt=16, completion=16),
-        "V=32,000": Setting(32000, 256, 2, prompt=32, completion=24),
-    }
+    sizes = [(Setting(256, 96, 3, prompt=16, completion=16), 9), (Setting(32000, 256, 2, 16, 16), 3)]
     if options.tiny:
-        sizes = {"V=100": Setting(100, 32, 1, 6, 4, prompts=5, group=2, minibatches=2)}
+        sizes = [(Setting(100, 32, 1, 6, 4, prompts=5, group=2, minibatches=2), 1)]
     cases = []
-    for size, setting in sizes.items():
-        cases.append((f"{size}, every prompt counts", setting))
-        flat = 2 * setting.prompts // 5
-        cases.append((f"{size}, {flat} of {setting.prompts} prompts flat", replace(setting, flat=flat)))
-    repeats = options.repeats or (1 if options.tiny else 5)
+    for setting, repeats in sizes:
+        size, flat = f"V={setting.V:,}", 2 * setting.prompts // 5
+        cases.append((f"{size}, every prompt counts", setting, repeats))
+        flattened = replace(setting, flat=flat)
+        cases.append((f"{size}, {flat} of {setting.prompts} prompts flat", flattened, repeats))
     found = [Entrant(one, options) for one in entrants("training", (".*",), options, torch.float32)]
     records: list[dict[str, Any]] = []
     try:
-        for name, setting in cases:
+        for name, setting, repeats in cases:
             if options.cases and not any(part in name for part in options.cases):
                 continue
-            records.append(run_case(name, setting, repeats, found, options))
+            records.append(run_case(name, setting, options.repeats or repeats, found, options))
             if options.save is not None:
                 options.save(records)
             print(case_table(records[-1]), flush=True)
