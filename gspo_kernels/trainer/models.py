@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import gspo_kernels as gk
 from gspo_kernels.integrations.errors import IntegrationError
-from gspo_kernels.integrations.transformers import LMHead, lm_head_of
+from gspo_kernels.integrations.lm_head import LMHead, lm_head_of
 from gspo_kernels.trainer.config import LoraConfig
 from gspo_kernels.trainer.errors import ModelError
 
