@@ -3,6 +3,7 @@
 #include <torch/csrc/stable/library.h>
 
 #include "rows.h"
+#include "sequences.h"
 
 namespace gspo_kernels {
 namespace {
@@ -30,6 +31,18 @@ void boxed_and_grad(Tensor logits, Tensor labels, OptionalTensor row_temperature
     logprobs_and_grad(logits, labels, options, coefficients, logprobs, lse, out);
 }
 
+void boxed_sequence_ratio_step(Tensor logprobs, Tensor mask, OptionalTensor old_logprobs,
+                               OptionalTensor offsets, Tensor advantages, OptionalTensor weights,
+                               OptionalTensor lengths, OptionalTensor normalizer, double log_low,
+                               double log_high, double log_dual, bool count_tokens, int64_t divisor_kind,
+                               double divisor_scale, Tensor loss, Tensor coefficients, Tensor divisor,
+                               Tensor metrics) {
+    const SequenceTokens tokens{logprobs,   mask,    old_logprobs, offsets,
+                                advantages, weights, lengths,      normalizer};
+    const ClippedSequenceRatio form{log_low, log_high, log_dual, count_tokens, divisor_kind, divisor_scale};
+    sequence_ratio_step(tokens, form, loss, coefficients, divisor, metrics);
+}
+
 }  // namespace
 }  // namespace gspo_kernels
 
@@ -45,12 +58,18 @@ STABLE_TORCH_LIBRARY(gspo_kernels_cpp, library) {
                 "Tensor(a!) out) -> ()");
     library.def("logprobs_and_grad(" GSPO_ROWS
                 "Tensor coefficients, Tensor(a!) logprobs, Tensor(b!) lse, Tensor(c!) out) -> ()");
+    library.def(
+        "sequence_ratio_step(Tensor logprobs, Tensor mask, Tensor? old_logprobs, Tensor? offsets, "
+        "Tensor advantages, Tensor? weights, Tensor? lengths, Tensor? normalizer, float log_low, "
+        "float log_high, float log_dual, bool count_tokens, int divisor_kind, float divisor_scale, "
+        "Tensor(a!) loss, Tensor(b!) coefficients, Tensor(c!) divisor, Tensor(d!) metrics) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(gspo_kernels_cpp, CPU, library) {
     library.impl("logprobs_forward", TORCH_BOX(&gspo_kernels::boxed_forward));
     library.impl("logprobs_backward", TORCH_BOX(&gspo_kernels::boxed_backward));
     library.impl("logprobs_and_grad", TORCH_BOX(&gspo_kernels::boxed_and_grad));
+    library.impl("sequence_ratio_step", TORCH_BOX(&gspo_kernels::boxed_sequence_ratio_step));
 }
 
 // Importing the module is what registers the operators; it has no contents of its own.

@@ -30,6 +30,7 @@ from gspo_kernels.policy import (
     token_shares,
 )
 from gspo_kernels.schedule import Part, Refusals, Shapes, plan_parts
+from gspo_kernels.sequence_form import sequence_form, sequence_gradient
 from gspo_kernels.types import RowStats, stats_dtype
 
 
@@ -282,8 +283,15 @@ class _Run:
         self.gradients = linear.Gradients(call, needs, normalised=True)
 
     def known(self) -> None:
-        """Coefficients token by token."""
+        """Coefficients token by token, or beforehand where they depend on nothing."""
         call = self.call
+        if coefficients_depend_on(from_spec(self.terms.objective), self.terms) == "nothing":
+            coefficients = known_coefficients(call.labels, self.terms).flatten()
+            for chunk in call.chunks(call.index(call.counted if call.compact else None)):
+                logits, stats = self.scores.add(chunk)
+                self.gradients.add(logits, chunk, stats, coefficients[chunk.where], None, self.skip)
+                del logits
+            return
         per_token = _token_terms(call.labels, self.terms)
         for chunk in call.chunks(call.index(call.counted if call.compact else None)):
             logits, stats = self.scores.add(chunk)
@@ -321,6 +329,9 @@ class _Run:
     def _step(self, part: Part, stats: RowStats) -> tuple[Tensor, Tensor | None]:
         """dLoss/dlogprobs and dLoss/dentropy of a part's rows, given their statistics."""
         terms = self.scopes.terms_of(part, self.total)
+        form = sequence_form(from_spec(terms.objective), terms, self.call.backend)
+        if form is not None:
+            return sequence_gradient(stats.logprobs.unsqueeze(0), terms, form, self.call.backend), None
         entropy = None if stats.entropy is None else stats.entropy.unsqueeze(0)
         return _flat(evaluate(stats.logprobs.unsqueeze(0), entropy, terms, want_metrics=False))
 

@@ -36,10 +36,11 @@ from gspo_kernels.objectives import GSPO
 from gspo_kernels.objectives.base import Objective
 from gspo_kernels.ops.linear import Call, LinearTokenLogprobsFunction
 from gspo_kernels.ops.logprobs import KnownCoefficientsFunction, TokenLogprobsFunction
-from gspo_kernels.ops.sequence_ratio import SequenceRatioFunction, has_single_launch
+from gspo_kernels.ops.sequence_ratio import SequenceRatioFunction, sequence_ratio_step
 from gspo_kernels.policy import PolicyLoss, PolicyTerms, metric_names, policy_step
 from gspo_kernels.schedule import SchedulePlan, choose, explain
-from gspo_kernels.types import METRICS, LossOutput
+from gspo_kernels.sequence_form import present, sequence_form, sequence_operands
+from gspo_kernels.types import METRICS, ClippedSequenceRatio, LossOutput
 
 SKIP_INACTIVE = ("backward", "all", "none")
 
@@ -254,9 +255,11 @@ def fused_policy_loss(
     if one_pass and coefficients_depend_on(objective, terms) == "nothing":
         coefficients = known_coefficients(row_labels, terms)
         carrier, logprobs = KnownCoefficientsFunction.apply(rows, row_labels, coefficients, *positional)
-        return _carried(carrier, logprobs, None, terms, packed)
-    if not wants_entropy and _single_launch(options.backend, objective, terms):
-        return _sequence_ratio_loss(rows, row_labels, inplace_backward, positional, terms, objective, packed)
+        return _carried(carrier, logprobs, None, objective, terms, packed, options.backend)
+    off_policy = terms.old_logprobs is not None
+    form = sequence_form(objective, terms, options.backend) if off_policy and not wants_entropy else None
+    if form is not None:
+        return _sequence_ratio_loss(rows, row_labels, inplace_backward, positional, terms, form, packed)
     logprobs, entropy = TokenLogprobsFunction.apply(
         rows, row_labels, wants_entropy, inplace_backward, *positional
     )
@@ -357,7 +360,8 @@ def fused_linear_policy_loss(
         call.hidden, weight, bias, name, wants_entropy, call.skip, options.backend,
         torch.compiler.is_compiling(), *operands, *call.terms,
     )  # fmt: skip
-    return _carried(carrier, logprobs, entropy if wants_entropy else None, call.terms, call.packed)
+    shown = entropy if wants_entropy else None
+    return _carried(carrier, logprobs, shown, objective, call.terms, call.packed, options.backend)
 
 
 class _LinearCall:
@@ -478,22 +482,22 @@ def _policy_loss(logprobs: Tensor, entropy: Tensor | None, terms: PolicyTerms, p
 
 
 def _carried(
-    carrier: Tensor, logprobs: Tensor, entropy: Tensor | None, terms: PolicyTerms, packed: bool
+    carrier: Tensor,
+    logprobs: Tensor,
+    entropy: Tensor | None,
+    objective: Objective,
+    terms: PolicyTerms,
+    packed: bool,
+    backend: str,
 ) -> LossOutput:
     """The loss of a call whose forward computed the gradient: ``carrier`` is 0 and holds it."""
-    step = policy_step(logprobs, entropy, *terms)
-    return _output(carrier + step[0], step[3], logprobs, entropy, terms, packed)
-
-
-def _single_launch(backend: str, objective: Objective, terms: PolicyTerms) -> bool:
-    """Whether one launch serves the call: the objective has the form and no term goes beyond it."""
-    beyond = (terms.ref_logprobs, terms.token_weights, terms.kl_beta, terms.entropy_coef)
-    return (
-        objective.sequence_ratio_form() is not None
-        and terms.old_logprobs is not None
-        and all(term is None for term in beyond)
-        and has_single_launch(backend)
-    )
+    form = None if entropy is not None else sequence_form(objective, terms, backend)
+    if form is not None:
+        operands = sequence_operands(logprobs, terms)
+        loss, *_, metrics = sequence_ratio_step(logprobs, present(terms), backend, *operands, *form)
+    else:
+        loss, *_, metrics = policy_step(logprobs, entropy, *terms)
+    return _output(carrier + loss, metrics, logprobs, entropy, terms, packed)
 
 
 def _sequence_ratio_loss(
@@ -502,22 +506,11 @@ def _sequence_ratio_loss(
     inplace: bool,
     options: tuple[Any, ...],
     terms: PolicyTerms,
-    objective: Objective,
+    form: ClippedSequenceRatio,
     packed: bool,
 ) -> LossOutput:
-    form = objective.sequence_ratio_form()
-    assert form is not None
-    weights = terms.rollout_weights
-    if weights is not None and weights.ndim == 2:
-        layout = layout_of(row_labels, terms.cu_seqlens)
-        counted = row_labels != options[4]
-        counts = layout.sum(counted.to(torch.float64)).clamp(min=1)
-        weights = layout.sum(torch.where(counted, weights.double(), 0.0)) / counts
-    normalizer = terms.normalizer
-    if normalizer is not None:
-        normalizer = normalizer.to(rows.device)
+    operands = sequence_operands(row_labels, terms)
     loss, logprobs, metrics = SequenceRatioFunction.apply(
-        rows, row_labels, inplace, options, terms.old_logprobs, terms.advantages, weights, terms.lengths,
-        normalizer, terms.cu_seqlens, *form,
-    )  # fmt: skip
+        rows, row_labels, inplace, options, *operands, *form
+    )
     return LossOutput(loss, from_rows(logprobs, packed), None, _named_metrics(metrics, METRICS))

@@ -119,17 +119,30 @@ class ClippedSequenceRatio(NamedTuple):
     divisor_scale: float
 
 
-class SequenceRatioStats(NamedTuple):
-    """What the fused sequence-ratio forward returns, statistics' dtype unless said otherwise.
+class SequenceRatioStep(NamedTuple):
+    """A clipped sequence ratio's loss and what follows from it, in the statistics' dtype.
 
     Attributes:
         loss: 0-d.
-        logprobs: [B, T] (or [1, N]); zeros where ignored.
-        lse: the same shape, fp64.
         coefficients: [B], dLoss/dlogprobs of each counted token of a sequence times the divisor; exactly 0.0
             for clipped and empty sequences and for those with zero advantage or weight.
         divisor: 0-d, what the coefficients are still to be divided by (already times ``divisor_scale``).
         metrics: [len(METRICS)], in the order of ``METRICS``.
+    """
+
+    loss: Tensor
+    coefficients: Tensor
+    divisor: Tensor
+    metrics: Tensor
+
+
+class SequenceRatioStats(NamedTuple):
+    """What the fused sequence-ratio forward returns: the step, and statistics of the rows.
+
+    Attributes:
+        loss, coefficients, divisor, metrics: as in ``SequenceRatioStep``.
+        logprobs: [B, T] (or [1, N]); zeros where ignored.
+        lse: the same shape, fp64.
     """
 
     loss: Tensor

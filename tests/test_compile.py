@@ -338,6 +338,16 @@ def operator_inputs():
             (*packed_rows[:2], *options[:-1], "triton", packed_rows[2], advantages, advantages.abs(),
              None, number, offsets_, *form),
         ],
+        "sequence_ratio_step": [
+            (torch.full(labels.shape, -1.0, dtype=dtype), labels != -100, backend, before, advantages,
+             None, None, None, None, *form)
+            for backend in ("triton", "cpp")
+            for dtype in (torch.float32, torch.float64)
+            for before in (old, None)
+        ] + [
+            (packed_rows[2].float(), packed_rows[1] != -100, "triton", packed_rows[2], advantages,
+             advantages.abs(), None, number, offsets_, *form),
+        ],
     }  # fmt: skip
 
 

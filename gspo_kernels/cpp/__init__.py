@@ -1,4 +1,4 @@
-"""The C++ CPU backend: ``ops.backends.RowBackend`` over the operators of ``gspo_kernels._C`` (csrc/)."""
+"""The C++ CPU backend: ``ops.backends.SequenceRatioBackend`` over ``gspo_kernels._C``, built from csrc/."""
 
 from __future__ import annotations
 
@@ -9,8 +9,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from gspo_kernels.types import LogitTransform, RowStats, stats_dtype
+from gspo_kernels.types import (
+    METRICS,
+    ClippedSequenceRatio,
+    LogitTransform,
+    RowStats,
+    SequenceRatioStats,
+    SequenceRatioStep,
+    stats_dtype,
+)
 
+_DIVISORS = ("sequences", "tokens", "one")
 _OUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -93,6 +102,65 @@ def logprobs_and_grad(
     return stats
 
 
+def sequence_ratio_step(
+    logprobs: Tensor,
+    mask: Tensor,
+    old_logprobs: Tensor | None,
+    advantages: Tensor,
+    form: ClippedSequenceRatio,
+    *,
+    sequence_weights: Tensor | None,
+    lengths: Tensor | None,
+    normalizer: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> SequenceRatioStep:
+    """See ``ops.backends.SequenceRatioBackend.sequence_ratio_step``."""
+    new = logprobs.new_empty
+    step = SequenceRatioStep(new(()), new(advantages.shape), new(()), new(len(METRICS)))
+    _operators().sequence_ratio_step(
+        logprobs.detach().contiguous(),
+        mask.contiguous(),
+        _wide(old_logprobs),
+        None if cu_seqlens is None else cu_seqlens.to(torch.int64).contiguous(),
+        *(_wide(values) for values in (advantages, sequence_weights, lengths, normalizer)),
+        *form[:4],
+        _DIVISORS.index(form.divisor),
+        form.divisor_scale,
+        *step,
+    )
+    return step
+
+
+def sequence_ratio_forward(
+    logits: Tensor,
+    labels: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    form: ClippedSequenceRatio,
+    transform: LogitTransform,
+    *,
+    ignore_index: int,
+    sequence_weights: Tensor | None,
+    lengths: Tensor | None,
+    normalizer: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> SequenceRatioStats:
+    """See ``ops.backends.SequenceRatioBackend.sequence_ratio_forward``."""
+    stats = logprobs_forward(logits, labels, transform, ignore_index=ignore_index, entropy=False)
+    step = sequence_ratio_step(
+        stats.logprobs,
+        labels != ignore_index,
+        old_logprobs,
+        advantages,
+        form,
+        sequence_weights=sequence_weights,
+        lengths=lengths,
+        normalizer=normalizer,
+        cu_seqlens=cu_seqlens,
+    )
+    return SequenceRatioStats(logprobs=stats.logprobs, lse=stats.lse, **step._asdict())
+
+
 def scale_(values: Tensor, factor: Tensor) -> None:
     """See ``ops.backends.RowBackend.scale_``."""
     if factor.item() != 1.0:
@@ -121,6 +189,10 @@ def _vector(values: Tensor | None, logits: Tensor, scale: Tensor | None = None) 
     if scale is not None:
         values = values * scale.detach().to(values.dtype)
     return values.contiguous()
+
+
+def _wide(values: Tensor | None) -> Tensor | None:
+    return None if values is None else values.detach().to(torch.float64).contiguous()
 
 
 def _row_arguments(

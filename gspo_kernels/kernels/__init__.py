@@ -11,7 +11,7 @@ from gspo_kernels.kernels.launch import INTERPRETED
 from gspo_kernels.kernels.logprobs import logprobs_and_grad, logprobs_backward, logprobs_forward
 from gspo_kernels.kernels.scale import scale_
 from gspo_kernels.kernels.scoring import linear_logprobs_forward, linear_logprobs_unavailable
-from gspo_kernels.kernels.sequence_ratio import sequence_ratio_forward
+from gspo_kernels.kernels.sequence_ratio import sequence_ratio_forward, sequence_ratio_step
 
 __all__ = [
     "linear_logprobs_forward",
@@ -21,6 +21,7 @@ __all__ = [
     "logprobs_forward",
     "scale_",
     "sequence_ratio_forward",
+    "sequence_ratio_step",
     "unavailable",
 ]
 

@@ -1,9 +1,10 @@
-"""The whole clipped-sequence-ratio forward in one launch: log-probs, ratios, clip decisions, loss and
-metrics.
+"""A clipped sequence ratio in one launch: ratios, clip decisions, loss and metrics, from logits or from
+log-probs.
 
-N + B programs. Program n < N folds one row and arrives at its sequence's counter; program N + i only arrives,
-for sequence i, so that (rows of i) + 1 arrivals complete a sequence, an empty one too. Whoever completes a
-sequence reduces its log-ratios; whoever completes the last sequence reduces the loss and the metrics. Nobody
+From logits there are N + B programs. Program n < N folds one row and arrives at its sequence's counter;
+program N + i only arrives, for sequence i, so that (rows of i) + 1 arrivals complete a sequence, an empty one
+too. Whoever completes a sequence reduces its log-ratios; whoever completes the last sequence reduces the loss
+and the metrics. From log-probs there is one program per sequence, whose rows are complete beforehand. Nobody
 waits for anybody, and every reduction runs over memory in a fixed order, so the order of programs leaves no
 trace in the result.
 """
@@ -16,12 +17,29 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gspo_kernels.kernels.launch import FOLD, Slopes, is_aligned, launch, platform, row_kernel, stats_type
+from gspo_kernels.kernels.launch import (
+    FOLD,
+    Slopes,
+    Tile,
+    is_aligned,
+    launch,
+    platform,
+    row_kernel,
+    stats_type,
+)
 from gspo_kernels.kernels.rows import element, fold_row, joined, readable_width, row_pointer, row_slopes
-from gspo_kernels.types import METRICS, ClippedSequenceRatio, LogitTransform, SequenceRatioStats, stats_dtype
+from gspo_kernels.types import (
+    METRICS,
+    ClippedSequenceRatio,
+    LogitTransform,
+    SequenceRatioStats,
+    SequenceRatioStep,
+    stats_dtype,
+)
 
 _TOKENS_PER_BLOCK = 1024
 _SEQUENCES_PER_BLOCK = 256
+_STEP = Tile(_TOKENS_PER_BLOCK, 4)
 
 # Rows of the [8, sequences] fp64 scratch through which sequences reach the final reduction.
 _RATIO: tl.constexpr = tl.constexpr(0)
@@ -247,6 +265,20 @@ def _reduce_batch(
     tl.store(metrics_ptr + 7, _share(tl.sum(actives, axis=0), number).to(STATS))
 
 
+@triton.jit
+def _rows_of(sequence, cu_seqlens_ptr, N, T):
+    """The first row of a sequence, and the one after its last."""
+    if cu_seqlens_ptr is not None:
+        # Clamped: cu_seqlens whose values nobody has checked may give nonsense, but no address outside the
+        # rows.
+        first = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + sequence), 0), N)
+        last = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + sequence + 1), first), N)
+    else:
+        first = sequence * T
+        last = first + T
+    return first, last
+
+
 @row_kernel
 def sequence_ratio_kernel(
     logits_ptr,
@@ -342,14 +374,7 @@ def sequence_ratio_kernel(
         tl.store(logprobs_ptr + n, tl.where(counted, logp, 0.0))
         tl.store(lse_ptr + n, tl.where(counted, joined(base, rest, lse_ptr.dtype.element_ty), 0.0))
 
-    if cu_seqlens_ptr is not None:
-        # Clamped: cu_seqlens whose values nobody has checked may give nonsense, but no address outside the
-        # rows.
-        first = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + sequence), 0), N)
-        last = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + sequence + 1), first), N)
-    else:
-        first = sequence * T
-        last = first + T
+    first, last = _rows_of(sequence, cu_seqlens_ptr, N, T)
     if _arrive(counters_ptr + sequence) == last - first:
         _reduce_sequence(
             sequence,
@@ -396,6 +421,159 @@ def sequence_ratio_kernel(
             )
 
 
+@row_kernel
+def sequence_step_kernel(
+    logprobs_ptr,
+    mask_ptr,
+    old_ptr,
+    advantages_ptr,
+    weights_ptr,
+    lengths_ptr,
+    normalizer_ptr,
+    cu_seqlens_ptr,
+    coefficients_ptr,
+    loss_ptr,
+    divisor_ptr,
+    metrics_ptr,
+    scratch_ptr,
+    counter_ptr,
+    N: tl.int32,
+    T: tl.int32,
+    sequences: tl.int32,
+    log_low: tl.float64,
+    log_high: tl.float64,
+    log_dual: tl.float64,
+    divisor_scale: tl.float64,
+    mask_stride_b: tl.int64,
+    mask_stride_t: tl.int64,
+    old_stride_b: tl.int64,
+    old_stride_t: tl.int64,
+    advantages_stride: tl.int64,
+    weights_stride: tl.int64,
+    lengths_stride: tl.int64,
+    COUNT_TOKENS: tl.constexpr,
+    DIVISOR: tl.constexpr,
+    TOKENS_PER_BLOCK: tl.constexpr,
+    SEQUENCES_PER_BLOCK: tl.constexpr,
+):
+    """One sequence of tokens whose log-probs are there, all in fp64; see the module."""
+    sequence = tl.program_id(0)
+    first, last = _rows_of(sequence, cu_seqlens_ptr, N, T)
+    _reduce_sequence(
+        sequence,
+        first,
+        last,
+        T,
+        mask_ptr,
+        old_ptr,
+        logprobs_ptr,
+        advantages_ptr,
+        weights_ptr,
+        lengths_ptr,
+        coefficients_ptr,
+        scratch_ptr,
+        sequences,
+        0,
+        tl.full([], log_low, tl.float64),
+        tl.full([], log_high, tl.float64),
+        tl.full([], log_dual, tl.float64),
+        mask_stride_b,
+        mask_stride_t,
+        old_stride_b,
+        old_stride_t,
+        advantages_stride,
+        weights_stride,
+        lengths_stride,
+        cu_seqlens_ptr is not None,
+        COUNT_TOKENS,
+        tl.float64,
+        TOKENS_PER_BLOCK,
+    )
+    if _arrive(counter_ptr) == sequences - 1:
+        _reduce_batch(
+            scratch_ptr,
+            sequences,
+            normalizer_ptr,
+            tl.full([], divisor_scale, tl.float64),
+            loss_ptr,
+            divisor_ptr,
+            metrics_ptr,
+            DIVISOR,
+            tl.float64,
+            SEQUENCES_PER_BLOCK,
+        )
+
+
+def _without_sequences(
+    form: ClippedSequenceRatio, step: SequenceRatioStep, normalizer: Tensor | None
+) -> None:
+    """Fill in the step of an empty batch."""
+    step.loss.zero_()
+    step.divisor.fill_(form.divisor_scale)
+    if normalizer is not None:
+        step.divisor.mul_(torch.where(normalizer == 0, 1.0, normalizer))
+    step.metrics.zero_()[:3] = 1.0
+
+
+def sequence_ratio_step(
+    logprobs: Tensor,
+    mask: Tensor,
+    old_logprobs: Tensor | None,
+    advantages: Tensor,
+    form: ClippedSequenceRatio,
+    *,
+    sequence_weights: Tensor | None,
+    lengths: Tensor | None,
+    normalizer: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> SequenceRatioStep:
+    """See ``ops.backends.SequenceRatioBackend.sequence_ratio_step``."""
+    B, T = logprobs.shape
+    sequences, new = advantages.shape[0], logprobs.new_empty
+    step = SequenceRatioStep(new(()), new(sequences), new(()), new(len(METRICS)))
+    if sequences == 0:
+        _without_sequences(form, step, normalizer)
+        return step
+    old = logprobs if old_logprobs is None else old_logprobs
+    launch(
+        sequence_step_kernel,
+        sequences,
+        logprobs.device,
+        _STEP,
+        logprobs,
+        mask.view(torch.int8),
+        old,
+        advantages,
+        sequence_weights,
+        lengths,
+        normalizer,
+        None if cu_seqlens is None else cu_seqlens.to(torch.int32).contiguous(),
+        step.coefficients,
+        step.loss,
+        step.divisor,
+        step.metrics,
+        torch.empty(_SCRATCH_ROWS * sequences, dtype=torch.float64, device=logprobs.device),
+        torch.zeros(1, dtype=torch.int32, device=logprobs.device),
+        B * T,
+        T,
+        sequences,
+        form.log_low,
+        form.log_high,
+        form.log_dual,
+        form.divisor_scale,
+        *mask.stride(),
+        *old.stride(),
+        advantages.stride(0),
+        0 if sequence_weights is None else sequence_weights.stride(0),
+        0 if lengths is None else lengths.stride(0),
+        COUNT_TOKENS=form.count_tokens,
+        DIVISOR=form.divisor,
+        TOKENS_PER_BLOCK=_TOKENS_PER_BLOCK,
+        SEQUENCES_PER_BLOCK=_SEQUENCES_PER_BLOCK,
+    )
+    return step
+
+
 def sequence_ratio_forward(
     logits: Tensor,
     labels: Tensor,
@@ -423,11 +601,8 @@ def sequence_ratio_forward(
         metrics=logprobs.new_empty(len(METRICS)),
     )
     if sequences == 0:
-        stats.loss.zero_()
-        stats.divisor.fill_(form.divisor_scale)
-        if normalizer is not None:
-            stats.divisor.mul_(torch.where(normalizer == 0, 1.0, normalizer))
-        stats.metrics.zero_()[:3] = 1.0
+        step = SequenceRatioStep(stats.loss, stats.coefficients, stats.divisor, stats.metrics)
+        _without_sequences(form, step, normalizer)
         stats.logprobs.zero_()
         stats.lse.zero_()
         return stats

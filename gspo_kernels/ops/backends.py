@@ -9,7 +9,13 @@ import torch
 from torch import Tensor
 
 from gspo_kernels.tracing import constant_when_traced
-from gspo_kernels.types import ClippedSequenceRatio, LogitTransform, RowStats, SequenceRatioStats
+from gspo_kernels.types import (
+    ClippedSequenceRatio,
+    LogitTransform,
+    RowStats,
+    SequenceRatioStats,
+    SequenceRatioStep,
+)
 
 
 class RowBackend(Protocol):
@@ -70,7 +76,7 @@ class RowBackend(Protocol):
 
 
 class SequenceRatioBackend(RowBackend, Protocol):
-    """A backend that also has the whole sequence-ratio forward as one launch."""
+    """A backend that also has a clipped sequence ratio in one launch, from logits or from log-probs."""
 
     def sequence_ratio_forward(
         self,
@@ -93,6 +99,25 @@ class SequenceRatioBackend(RowBackend, Protocol):
         ``lengths`` are [B]; L is ``lengths`` where given, otherwise the number of rows that are not ignored.
         ``normalizer`` is a 0-d tensor on the device that replaces what ``form.divisor`` counts. Packed calls
         have B=1 in the logits' layout and int32 ``cu_seqlens`` [sequences + 1].
+        """
+
+    def sequence_ratio_step(
+        self,
+        logprobs: Tensor,
+        mask: Tensor,
+        old_logprobs: Tensor | None,
+        advantages: Tensor,
+        form: ClippedSequenceRatio,
+        *,
+        sequence_weights: Tensor | None,
+        lengths: Tensor | None,
+        normalizer: Tensor | None,
+        cu_seqlens: Tensor | None,
+    ) -> SequenceRatioStep:
+        """The same from log-probs [B, T] or [1, N], fp32 or fp64 and contiguous, with all sums in fp64.
+
+        ``mask`` is bool of the same shape: rows that are not ignored. ``old_logprobs`` is None where they are
+        the log-probs themselves. ``cu_seqlens`` may be int64.
         """
 
 

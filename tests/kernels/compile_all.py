@@ -23,7 +23,7 @@ from triton.runtime.jit import create_function_from_signature
 
 from gspo_kernels import kernels
 from gspo_kernels.kernels import logprobs, scale, scoring, sequence_ratio
-from gspo_kernels.types import ClippedSequenceRatio, LogitTransform
+from gspo_kernels.types import ClippedSequenceRatio, LogitTransform, stats_dtype
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -57,7 +57,8 @@ class Recorder:
 def specialisation(call: tuple[Any, tuple[Any, ...], dict[str, Any]], target: GPUTarget) -> Any:
     """What Triton makes of a call: kernel, the launch's cache key, and the ingredients of a compilation."""
     kernel, args, keywords = call
-    keywords = keywords | {"PLATFORM": target.backend}
+    if "PLATFORM" in keywords:
+        keywords = keywords | {"PLATFORM": target.backend}
     backend = make_backend(target)
     binder = create_function_from_signature(kernel.signature, kernel.params, backend)
     bound, special, rest = binder(*args, **keywords)
@@ -108,6 +109,18 @@ def call_all(
             FORM if cu_seqlens is None else FORM._replace(count_tokens=True, divisor="tokens"),
             transform,
             ignore_index=-100,
+            sequence_weights=None if cu_seqlens is None else torch.zeros(B),
+            lengths=None if cu_seqlens is None else torch.zeros(B),
+            normalizer=None if cu_seqlens is None else torch.zeros(()),
+            cu_seqlens=cu_seqlens,
+        )
+        stats_floats = floats.to(stats_dtype(dtype))
+        kernels.sequence_ratio_step(
+            stats_floats if cu_seqlens is None else stats_floats.view(1, B * T),
+            torch.ones(B, T, dtype=torch.bool).view(stats_floats.shape if cu_seqlens is None else (1, B * T)),
+            None if cu_seqlens is None else stats_floats.view(1, B * T),
+            torch.zeros(B),
+            FORM if cu_seqlens is None else FORM._replace(count_tokens=True, divisor="tokens"),
             sequence_weights=None if cu_seqlens is None else torch.zeros(B),
             lengths=None if cu_seqlens is None else torch.zeros(B),
             normalizer=None if cu_seqlens is None else torch.zeros(()),

@@ -1,4 +1,7 @@
-"""The one-launch sequence ratio against closed forms over its own log-probs, in any order of programs."""
+"""A sequence ratio in one launch against closed forms over its own log-probs, in any order of programs.
+
+From logits and from log-probs, in Triton and in C++.
+"""
 
 import contextlib
 import math
@@ -9,9 +12,15 @@ import torch
 
 pytest.importorskip("triton")
 
-from gspo_kernels import kernels
+from gspo_kernels import cpp, kernels
 from gspo_kernels.kernels import sequence_ratio
-from gspo_kernels.types import METRICS, ClippedSequenceRatio, LogitTransform, stats_dtype
+from gspo_kernels.types import (
+    METRICS,
+    ClippedSequenceRatio,
+    LogitTransform,
+    SequenceRatioStats,
+    stats_dtype,
+)
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -88,24 +97,72 @@ def batch(lengths, width, *, spread, dtype=torch.float32, seed=0):
     return logits, labels, old, advantages
 
 
-def run(logits, labels, old, advantages, form=GSPO, cu=None, weights=None, lengths=None, normalizer=None):
-    def move(value):
-        return None if value is None else value.to(DEVICE)
+class Way:
+    """How a test gets its results: a backend's launch from logits, or from that backend's log-probs."""
 
-    stats = kernels.sequence_ratio_forward(
-        move(logits),
-        move(labels),
-        move(old),
-        move(advantages),
-        form,
-        LogitTransform(),
-        ignore_index=IGNORE,
-        sequence_weights=move(weights),
-        lengths=move(lengths),
-        normalizer=move(normalizer),
-        cu_seqlens=move(cu),
-    )
-    return type(stats)(*(value.cpu() for value in stats))
+    def __init__(self, backend, source):
+        self.backend, self.source = {"triton": kernels, "cpp": cpp}[backend], source
+        self.device = torch.device(DEVICE if backend == "triton" else "cpu")
+        # where sums and clip decisions are fp64 whatever the log-probs
+        self.wide = backend == "cpp" or source == "log-probs"
+
+    def move(self, value):
+        return None if value is None else value.to(self.device)
+
+    def rows(self, logits, labels, entropy=False):
+        stats = self.backend.logprobs_forward(
+            self.move(logits), self.move(labels), LogitTransform(), ignore_index=IGNORE, entropy=entropy
+        )
+        return stats.each(lambda value: value.cpu())
+
+    def __call__(
+        self,
+        logits,
+        labels,
+        old,
+        advantages,
+        form=GSPO,
+        cu=None,
+        weights=None,
+        lengths=None,
+        normalizer=None,
+    ):
+        options = {
+            "sequence_weights": self.move(weights),
+            "lengths": self.move(lengths),
+            "normalizer": self.move(normalizer),
+            "cu_seqlens": self.move(cu),
+        }
+        old, advantages = self.move(old), self.move(advantages)
+        if self.source == "logits":
+            stats = self.backend.sequence_ratio_forward(
+                self.move(logits),
+                self.move(labels),
+                old,
+                advantages,
+                form,
+                LogitTransform(),
+                ignore_index=IGNORE,
+                **options,
+            )
+        else:
+            rows = self.rows(logits, labels).each(self.move)
+            mask = self.move(labels) != IGNORE
+            step = self.backend.sequence_ratio_step(rows.logprobs, mask, old, advantages, form, **options)
+            stats = SequenceRatioStats(logprobs=rows.logprobs, lse=rows.lse, **step._asdict())
+        return type(stats)(*(value.cpu() for value in stats))
+
+
+WAYS = [(backend, source) for backend in ("triton", "cpp") for source in ("logits", "log-probs")]
+
+
+@pytest.fixture(params=WAYS, ids="-".join)
+def run(request):
+    backend, source = request.param
+    reason = cpp.unavailable(torch.device("cpu")) if backend == "cpp" else None
+    if reason is not None:
+        pytest.skip(reason)
+    return Way(backend, source)
 
 
 def packed(tensor, lengths):
@@ -144,7 +201,7 @@ FORMS = {
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 @pytest.mark.parametrize("options", ["plain", "weights", "lengths", "normalizer"])
-def test_padded_and_packed_equal_the_closed_form(form, options):
+def test_padded_and_packed_equal_the_closed_form(run, form, options):
     lengths = [0, 1, 3, 9, 0, 12, 7, 11, 4, 0]
     spread = (4e-4 if form.log_low > -0.01 else 1.0) * (4.0 if options == "lengths" else 1.0)
     logits, labels, old, advantages = batch(lengths, 12, spread=spread)
@@ -175,7 +232,7 @@ def test_padded_and_packed_equal_the_closed_form(form, options):
 
 
 @pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16, torch.float64))
-def test_dtypes(dtype):
+def test_dtypes(run, dtype):
     logits, labels, old, advantages = batch([5, 8, 3], 8, spread=4e-4, dtype=dtype)
     stats = run(logits, labels, old, advantages)
     rows = [(i, slice(None)) for i in range(3)]
@@ -183,7 +240,7 @@ def test_dtypes(dtype):
     check(stats, closed_form(stats.logprobs, labels, old, advantages, GSPO, rows), stats_dtype(dtype))
 
 
-def test_more_tokens_and_sequences_than_a_block(monkeypatch):
+def test_more_tokens_and_sequences_than_a_block(run, monkeypatch):
     """Several rounds of the reducing loops."""
     monkeypatch.setattr(sequence_ratio, "_SEQUENCES_PER_BLOCK", 4)
     lengths = [1100, *[1] * 8, 5]
@@ -198,7 +255,7 @@ def test_more_tokens_and_sequences_than_a_block(monkeypatch):
 @pytest.mark.parametrize("size", (30.0, 80.0, 1e3, 1e4))
 @pytest.mark.parametrize("sign", (-1, 1))
 @pytest.mark.parametrize("form", (GSPO, DUAL), ids=("gspo", "dual"))
-def test_enormous_log_ratios(size, sign, form):
+def test_enormous_log_ratios(run, size, sign, form):
     logits, labels, old, _ = batch([3, 3, 3], 3, spread=0.0)
     old[labels != IGNORE] -= sign * size
     advantages = torch.tensor([1.0, -1.0, 0.0])
@@ -219,7 +276,7 @@ def test_enormous_log_ratios(size, sign, form):
     assert stats.coefficients[2] == 0 and stats.coefficients[0 if sign > 0 else 1] == 0
 
 
-def test_overflow_that_the_advantage_undoes_is_finite():
+def test_overflow_that_the_advantage_undoes_is_finite(run):
     """exp(100) doesn't fit fp32; 1e-20 times it does."""
     logits, labels, old, _ = batch([2], 2, spread=0.0)
     old[labels != IGNORE] -= 100.0
@@ -228,14 +285,12 @@ def test_overflow_that_the_advantage_undoes_is_finite():
     assert stats.metrics[0] == math.inf
 
 
-def test_bounds_themselves_are_not_clipped():
+def test_bounds_themselves_are_not_clipped(run):
     logits, labels, old, _ = batch([1, 1], 1, spread=0.0)
     high = 0.25
     old = torch.where(labels == IGNORE, 0.0, old - high)
-    new = kernels.logprobs_forward(
-        logits.to(DEVICE), labels.to(DEVICE), LogitTransform(), ignore_index=IGNORE, entropy=False
-    ).logprobs.cpu()
-    exactly = (new - old).flatten().tolist()
+    new = run.rows(logits, labels).logprobs
+    exactly = (new.double() - old.double() if run.wide else new - old).flatten().tolist()
     for index, advantage in ((0, 1.0), (1, -1.0)):
         at = exactly[index]
         form = ClippedSequenceRatio(min(at, 0.0), max(at, 0.0), math.inf, False, "one", 1.0)
@@ -252,18 +307,16 @@ def test_bounds_themselves_are_not_clipped():
     assert stats.coefficients[0] == 0 and stats.metrics[4] == 1
 
 
-def test_same_weights_give_a_ratio_of_exactly_one():
+def test_same_weights_give_a_ratio_of_exactly_one(run):
     logits, labels, _, advantages = batch([7, 9, 2], 9, spread=0.0, dtype=torch.bfloat16)
     old = run(logits, labels, torch.zeros(labels.shape), advantages).logprobs
     stats = run(logits, labels, old, advantages)
     assert stats.metrics[:3].tolist() == [1.0, 1.0, 1.0] and stats.metrics[6] == 0
-    rows = kernels.logprobs_forward(
-        logits.to(DEVICE), labels.to(DEVICE), LogitTransform(), ignore_index=IGNORE, entropy=True
-    )
-    assert torch.equal(rows.logprobs.cpu(), old) and torch.equal(rows.lse.cpu(), stats.lse)
+    rows = run.rows(logits, labels, entropy=True)
+    assert torch.equal(rows.logprobs, old) and torch.equal(rows.lse, stats.lse)
 
 
-def test_nan_in_a_counted_row_reaches_its_own_sequence_only():
+def test_nan_in_a_counted_row_reaches_its_own_sequence_only(run):
     logits, labels, old, advantages = batch([6, 6, 6], 6, spread=1e-4)
     advantages = torch.tensor([1.0, -1.0, 1.0])
     logits[1, 0] = float("nan")
@@ -273,7 +326,7 @@ def test_nan_in_a_counted_row_reaches_its_own_sequence_only():
 
 
 @pytest.mark.parametrize("normalizer", (None, 0.0, 3.0))
-def test_nothing_counted(normalizer):
+def test_nothing_counted(run, normalizer):
     logits, labels, old, advantages = batch([0, 0], 4, spread=0.0)
     normalizer = None if normalizer is None else torch.tensor(normalizer)
     cases = [(logits, labels, old, advantages, None)]
@@ -285,6 +338,40 @@ def test_nothing_counted(normalizer):
         assert stats.loss == 0 and stats.divisor == (3.0 if normalizer == 3.0 else 1.0)
         assert (stats.coefficients == 0).all() and (stats.logprobs == 0).all()
         assert stats.metrics.tolist() == [1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("backend", ("triton", "cpp"))
+def test_without_old_logprobs_every_ratio_is_one(backend):
+    if backend == "cpp" and cpp.unavailable(torch.device("cpu")) is not None:
+        pytest.skip(cpp.unavailable(torch.device("cpu")))
+    way = Way(backend, "log-probs")
+    logits, labels, _, advantages = batch([7, 0, 9, 2], 9, spread=0.0)
+    logprobs = way.rows(logits, labels).logprobs
+    with_them, without = way(logits, labels, logprobs, advantages), way(logits, labels, None, advantages)
+    for name, a, b in zip(with_them._fields, with_them, without, strict=True):
+        assert torch.equal(a, b), name
+    assert without.metrics[:3].tolist() == [1.0, 1.0, 1.0]
+
+
+def test_threads_leave_no_trace():
+    if cpp.unavailable(torch.device("cpu")) is not None:
+        pytest.skip(cpp.unavailable(torch.device("cpu")))
+    generator = torch.Generator().manual_seed(0)
+    # several times what one thread takes at once
+    logprobs = -torch.rand(64, 4096, generator=generator)
+    old = logprobs + 1e-3 * torch.randn(64, 4096, generator=generator)
+    mask = torch.rand(64, 4096, generator=generator) < 0.9
+    advantages = torch.randn(64, generator=generator)
+    options = dict.fromkeys(("sequence_weights", "lengths", "normalizer", "cu_seqlens"))
+    threads, results = torch.get_num_threads(), []
+    try:
+        for number in (1, 2, 3, 8):
+            torch.set_num_threads(number)
+            results.append(cpp.sequence_ratio_step(logprobs, mask, old, advantages, GSPO, **options))
+    finally:
+        torch.set_num_threads(threads)
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
 @contextlib.contextmanager
@@ -320,7 +407,9 @@ def shuffle(seed):
 
 @pytest.mark.skipif(GPU, reason="the order of programs can be chosen only under the interpreter")
 @pytest.mark.parametrize("layout", ("padded", "packed"))
-def test_the_order_of_programs_leaves_no_trace(layout):
+def test_the_order_of_programs_leaves_no_trace(run, layout):
+    if run.backend is cpp:
+        pytest.skip("C++ has threads, not programs")
     lengths = [0, 1, 3, 9, 12]
     args = list(batch(lengths, 12, spread=1.0))
     cu = None
@@ -332,6 +421,6 @@ def test_the_order_of_programs_leaves_no_trace(layout):
     for arrange in orders:
         with order_of_programs(arrange) as seen:
             got = run(*args, DUAL, cu=cu)
-        assert len(seen) == 1 and seen[0] != sorted(seen[0])
+        assert seen and seen[-1] != sorted(seen[-1])
         for name, a, b in zip(want._fields, got, want, strict=True):
             assert torch.equal(a, b), name
