@@ -58,12 +58,14 @@ def load_prompts(
 
 def _read_jsonl(path: Path) -> Rows:
     rows = []
-    with path.open(encoding="utf-8") as lines:
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
             try:
-                row = json.loads(line)
+                row = json.loads(line.decode("utf-8"))
+            except UnicodeDecodeError as error:
+                raise DataError(f"{path}, line {number}: not valid UTF-8 ({error})") from error
             except json.JSONDecodeError as error:
                 raise DataError(f"{path}, line {number}: not valid JSON ({error})") from error
             if not isinstance(row, dict):

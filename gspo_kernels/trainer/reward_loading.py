@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 import sys
 import traceback
+import zlib
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,9 @@ def _load_file(location: str, spec: str) -> Any:
     path = Path(location)
     if not path.is_file():
         raise RewardError(f"reward {spec!r}: there is no file {location}")
-    module_spec = importlib.util.spec_from_file_location(f"gspo_reward_file_{path.stem}", path)
+    # files of the same name in two folders are two modules
+    name = f"gspo_reward_file_{path.stem}_{zlib.crc32(str(path.resolve()).encode()):08x}"
+    module_spec = importlib.util.spec_from_file_location(name, path)
     assert module_spec is not None and module_spec.loader is not None
     module = importlib.util.module_from_spec(module_spec)
     sys.modules[module_spec.name] = module  # dataclasses look their module up there

@@ -35,6 +35,13 @@ def test_rows_keep_their_columns(tmp_path):
     assert columns_of(rows[:1], ["level"]) == {"level": [None]}  # a batch may lack what the dataset has
 
 
+def test_a_file_in_another_encoding_is_named_with_the_line(tmp_path):
+    path = tmp_path / "latin.jsonl"
+    path.write_bytes(b'{"prompt": "a"}\r\n' + '{"prompt": "é"}\n'.encode("latin-1"))
+    with pytest.raises(DataError, match=r"latin\.jsonl, line 2: not valid UTF-8"):
+        load_prompts(path)
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [

@@ -387,3 +387,13 @@ def test_every_function_in_a_process_of_its_own(tmp_path, monkeypatch):
     assert os.getpid() != alone(*ARGUMENTS).total[0].item() > 0
     with pytest.raises(RewardError, match="cannot be sent to a process of its own"):
         RewardSet([lambda **columns: []], own_process=True)
+
+
+def test_files_of_the_same_name_are_two_modules(tmp_path):
+    code = "import dataclasses, sys\n@dataclasses.dataclass\nclass C:\n    x: int = {0}\n"
+    code += "def f(completions, **_):\n    return [getattr(sys.modules[f.__module__], 'C')().x] * len(completions)\n"
+    for number in (1, 2):
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / str(number) / "same.py").write_text(code.format(number))
+    functions = [load_reward(f"{tmp_path / str(number) / 'same.py'}:f") for number in (1, 2)]
+    assert [function(completions=["a"]) for function in functions] == [[1], [2]]
