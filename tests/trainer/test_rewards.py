@@ -391,7 +391,7 @@ def test_every_function_in_a_process_of_its_own(tmp_path, monkeypatch):
 
 def test_files_of_the_same_name_are_two_modules(tmp_path):
     code = "import dataclasses, sys\n@dataclasses.dataclass\nclass C:\n    x: int = {0}\n"
-    code += "def f(completions, **_):\n    return [getattr(sys.modules[f.__module__], 'C')().x] * len(completions)\n"
+    code += "def f(completions, **_):\n    return [sys.modules[f.__module__].C().x] * len(completions)\n"
     for number in (1, 2):
         (tmp_path / str(number)).mkdir()
         (tmp_path / str(number) / "same.py").write_text(code.format(number))
