@@ -13,7 +13,6 @@ import ctypes
 import gc
 import json
 import math
-import os
 import platform
 import statistics
 import subprocess
@@ -45,8 +44,6 @@ ALLOTTED = 4.0
 """Seconds that a contestant may take of a case's rounds, but at least three."""
 _LEAST = 2e-2
 """Seconds that one measurement takes at least, by repetition."""
-FRUGAL = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
-"""Environment in which large blocks go back to the system when freed, so that resident memory is in use."""
 Call = Callable[..., Any]
 
 
@@ -418,7 +415,6 @@ def peaks_in_a_process(found: Sequence[Entrant], problem: Any) -> dict[str, int]
         command = [sys.executable, "-m", "benchmarks", "peaks", str(where)]
         run = subprocess.run(
             command,
-            env=os.environ | FRUGAL,
             capture_output=True,
             text=True,
             check=False,
@@ -431,6 +427,13 @@ def peaks_in_a_process(found: Sequence[Entrant], problem: Any) -> dict[str, int]
 def _resident(what: str) -> int:
     status = Path("/proc/self/status").read_text()
     return int(status.split(f"{what}:")[1].split()[0]) * 1024
+
+
+def give_memory_back() -> None:
+    """Let large blocks go back to the system when freed, so that resident memory is what is in use."""
+    with contextlib.suppress(OSError, AttributeError):
+        for threshold in (-3, -1):  # M_MMAP_THRESHOLD and M_TRIM_THRESHOLD of glibc
+            ctypes.CDLL(None).mallopt(threshold, 131072)
 
 
 @contextlib.contextmanager
@@ -447,6 +450,7 @@ def peak_of_this_process() -> Iterator[Callable[[], int]]:
 
 def print_peaks(where: Path) -> None:
     """A line per contestant; where a first call would be felt, the second counts."""
+    give_memory_back()
     problem, asked = torch.load(where, weights_only=False)
     device = torch.device("cpu")
     for name, twice in asked:

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from benchmarks.judge import Verdict
-from benchmarks.measure import FRUGAL, peak_of_this_process, reason, spread
+from benchmarks.measure import give_memory_back, peak_of_this_process, reason, spread
 from benchmarks.registry import CONTESTANTS, Contestant, Missing, Options, entrants, suite
 from benchmarks.tables import case_table
 from benchmarks.trainers import OURS, Finished, Setting, Turns, make_model
@@ -37,6 +37,13 @@ NOISE = 2e-3
 """Standard deviation of the noise between the two updates that are judged, relative to a parameter's own."""
 SMALLEST = 1e-30
 """A learning rate that moves no weight in fp32."""
+LIBRARIES = [
+    "benchmarks.trainers",
+    "transformers.models.qwen3.modeling_qwen3",
+    "gspo_kernels.trainer.trainer",
+    "trl.trainer.grpo_trainer",
+]
+"""What contestants import; who misses one of them says so later."""
 PEAKS = Path("/proc/self/clear_refs").exists()
 """Whether the system tells the peak of a process's memory."""
 
@@ -119,12 +126,13 @@ class Worker:
     """
 
     def __init__(self, contestant: Contestant, *, frugal: bool = False) -> None:
-        context = multiprocessing.get_context("spawn")
+        # forked from a server that has imported what all need, and computed nothing
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(LIBRARIES)
         self.pipe, other = context.Pipe()
-        arguments = other, contestant.load, torch.get_num_threads()
+        arguments = other, contestant.load, torch.get_num_threads(), frugal
         self.process = context.Process(target=_work, args=arguments, daemon=True)
-        with _environment(FRUGAL if frugal else {}):
-            self.process.start()
+        self.process.start()
         other.close()
 
     def send(self, request: str, setting: Setting | None = None) -> None:
@@ -161,19 +169,10 @@ class Worker:
             self.process.join()
 
 
-@contextmanager
-def _environment(changes: dict[str, str]) -> Iterator[None]:
-    kept = os.environ.copy()
-    os.environ.update(changes)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(kept)
-
-
-def _work(pipe: Any, load: Callable[..., Train], threads: int) -> None:
+def _work(pipe: Any, load: Callable[..., Train], threads: int, frugal: bool) -> None:
     """What a worker's process runs: answers to "judge" and "train" until the pipe is closed."""
+    if frugal:
+        give_memory_back()
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
@@ -294,14 +293,13 @@ class Entrant:
                 for phase, seconds in done["seconds"].items():
                     kept[phase].append(seconds)
 
-    def peak(self, setting: Setting, steps: int = 2) -> None:
-        """Bytes that training for some steps adds to a process that holds the model and its libraries."""
+    def peak(self, setting: Setting) -> None:
+        """Bytes that training for a step adds to a process that holds the model and its libraries."""
         with self.refusal():
             worker = self.workers[True]
             worker.receive()
             worker.ask("train", setting)
-            for _ in range(steps):
-                worker.ask("go")
+            worker.ask("go")
             self.record["peak_bytes"] = worker.ask("stop")
 
     def close(self) -> None:
@@ -314,7 +312,7 @@ class Entrant:
 def run_case(
     name: str, setting: Setting, repeats: int, found: list[Entrant], options: Options
 ) -> dict[str, Any]:
-    """Judge, time in turn, and measure peaks."""
+    """Judge, time in turn, and measure peaks, which are the highest where every prompt counts."""
     for entrant in found:
         entrant.begin(judged(setting))
     judge = TrainingJudge(setting)
@@ -332,7 +330,7 @@ def run_case(
         if entrant.right:
             with entrant.refusal():
                 entrant.workers[False].ask("stop")
-    if options.memory and PEAKS:
+    if options.memory and PEAKS and not setting.flat:
         for entrant in found:
             if entrant.right:
                 entrant.begin(judge.setting, frugal=True)

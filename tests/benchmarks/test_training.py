@@ -119,19 +119,20 @@ def folder(tmp_path_factory):
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     out = tmp_path_factory.mktemp("results")
-    run(out, "--contestants", "ours, packed rows", PLAIN, "--cases", "flat")
+    run(out, "--contestants", "ours, packed rows", PLAIN)
     torch.set_num_threads(threads)
     return out
 
 
 def test_a_rehearsal(folder):
     record = json.loads((folder / "training.json").read_text())
-    [case] = record["cases"]
-    assert case["name"] == "V=100, 2 of 5 prompts flat"
-    assert {one["contestant"]: one["status"] for one in case["results"]} == {
-        "ours, packed rows": "right", PLAIN: "right",
-    }  # fmt: skip
-    for one in case["results"]:
+    every, some = record["cases"]
+    assert (every["name"], some["name"]) == ("V=100, every prompt counts", "V=100, 2 of 5 prompts flat")
+    for case in (every, some):
+        names = {one["contestant"]: one["status"] for one in case["results"]}
+        assert names == {"ours, packed rows": "right", PLAIN: "right"}
+    assert all(one["peak_bytes"] > 0 for one in every["results"])
+    for one in every["results"] + some["results"]:
         seconds = one["seconds"]
         assert list(seconds) == ["rollout", "update", "both"]
         assert {len(values) for values in seconds.values()} == {2}
@@ -141,7 +142,6 @@ def test_a_rehearsal(folder):
             assert rollout > 0 and update > 0 and rollout + update == pytest.approx(both, rel=1e-3)
         speeds = sorted(TINY.tokens / both for both in seconds["both"])
         assert one["tokens_per_second"]["low"] == pytest.approx(speeds[0], rel=1e-3)
-        assert one["peak_bytes"] > 0
 
 
 def test_a_report_on_steps(folder, capsys):
