@@ -1,5 +1,6 @@
 """What the examples of recipes share: a tiny model that knows the form of its task, and little more."""
 
+import argparse
 import random
 from pathlib import Path
 
@@ -7,8 +8,7 @@ import torch
 
 from gspo_kernels.trainer.demo import make_model, make_tokenizer
 from gspo_kernels.trainer.metrics import read_metrics
-
-IGNORED = -100
+from gspo_kernels.trainer.models import IGNORED
 
 
 def make_start(pairs, *, steps, seed):
@@ -38,3 +38,18 @@ def first_and_last(output, key, steps=10):
     """Return the mean of a metric over the first and over the last steps of a run."""
     values = [record[key] for record in read_metrics(Path(output) / "metrics.jsonl") if key in record]
     return sum(values[:steps]) / steps, sum(values[-steps:]) / steps
+
+
+def rewards(trainer, rows):
+    """Return the mean rewards that the recipe reports for a rollout of these rows, always with one seed."""
+    _, metrics = trainer.recipe.rollout(rows, 0)
+    return {name: value for name, value in metrics.items() if name.startswith("reward/")}
+
+
+def arguments(description, output, steps):
+    """Return the parser of an example's command line."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--output", default=output, help="directory of the run")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=steps, help="rollouts")
+    return parser
