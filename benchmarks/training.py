@@ -368,7 +368,7 @@ def run_case(
     }
 
 
-@suite("training", "Whole training steps, trainer against trainer", everything=False)
+@suite("training", "Whole training steps", everything=False)
 def training(options: Options) -> dict[str, Any]:
     """Two models, each with every prompt counting and with 40% of them without reward variance."""
     if options.device.type != "cpu":
