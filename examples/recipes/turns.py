@@ -35,7 +35,7 @@ def higher_or_lower(completions, *, target, **columns):
 
 
 def warm_up_pairs(seed):
-    """Return (history, guess) pairs of games with one to three guesses; half of them heed what they were told."""
+    """Return (history, guess) pairs of games of one to three guesses; half of them heed the answers."""
     generator = random.Random(seed)
     pairs = []
     for number in range(4000):
