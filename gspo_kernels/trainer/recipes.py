@@ -139,7 +139,7 @@ class Turns(Recipe):
     def __post_init__(self) -> None:
         """Load the feedback function, and try a second turn."""
         try:
-            function = load_reward(str(self.config.turns.feedback))
+            function = load_reward(str(self.config.turns.feedback), own_process=self.config.reward_process)
         except RewardError as error:
             raise ConfigError(f"turns.feedback, which is loaded as rewards are: {error}") from error
         self.feedback = Feedback(function, self.prompts.columns, self.config.reward_timeout)

@@ -1,6 +1,7 @@
 """iGRPO and turn-level groups: samples by hand, what is refused, restart, processes, layouts, learning."""
 
 import math
+import os
 import re
 import time
 
@@ -10,6 +11,7 @@ import torch
 from examples.recipes import igrpo as igrpo_example
 from examples.recipes import turns as turns_example
 from examples.recipes.tiny import rewards
+from gspo_kernels.rewards import exact_match
 from gspo_kernels.trainer import GSPOTrainer
 from gspo_kernels.trainer.completions import Segment, join_segments
 from gspo_kernels.trainer.errors import ConfigError, DataError, RewardError
@@ -366,6 +368,18 @@ def test_feedback_that_cannot_work_is_refused_before_anything_is_written(
     with pytest.raises(error, match=words):
         scripted_trainer(tmp_path, tokenizer, rows, turn_script, **sections)
     assert not (tmp_path / "run").exists()
+
+
+def test_feedback_may_have_a_process_of_its_own(tmp_path, tokenizer):
+    file = tmp_path / "environment.py"
+    code = "def process(completions, **_):\n    return [str(os.getpid())] * len(completions)"
+    file.write_text(f"import os\n{code}")
+    rows = [{"prompt": prompt, "answer": "0"} for prompt in ("ab", "cd")]
+    sections = {"turns": {"count": 2, "feedback": f"{file}:process"}, "reward_process": True}
+    trainer = scripted_trainer(tmp_path, tokenizer, rows, lambda *_: "0", reward=exact_match, **sections)
+    trainer.rollout()
+    assert trainer.engine.calls[1][0] == f"ab0{trainer.recipe.feedback.function._process.pid}"
+    assert trainer.recipe.feedback.function._process.pid != os.getpid()
 
 
 # The configuration
