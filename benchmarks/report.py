@@ -300,7 +300,7 @@ def plot_bars(records: dict[str, dict[str, Any]], path: Path) -> None:
                 va="center", fontsize=8.5, color=INK,
             )  # fmt: skip
         floor = case["floor"]["name"] if case["floor"]["probes"] else case.get("yardstick", YARDSTICK)
-        label = f", {case['name']}" if record["suite"] == "training" else ""
+        label = f", {case['name'].split(', ')[0]}" if record["suite"] == "training" else ""
         label = f", {case['name'].split(',')[0]}" if record["suite"] == "logits" else label
         ax.set_title(f"{record['title']}{label}", loc="left", fontsize=10.5, color=INK)
         ax.set_xlabel(f"time / {floor}", fontsize=9, color=INK)
