@@ -51,7 +51,7 @@ class Stage:
 # The tests that take a backend, and the kernels' own. Compiling for other targets is the CPU's business.
 _ON_DEVICE = (
     "tests/kernels/test_triton_rows.py",
-    "tests/kernels/test_triton_sequence_ratio.py",
+    "tests/kernels/test_sequence_ratio.py",
     "tests/kernels/test_triton_scoring.py",
     "tests/test_invariants.py",
     "tests/test_equivalence.py",

@@ -254,7 +254,7 @@ def _metrics(
 
     def share(chosen: Tensor) -> Tensor:
         among = present if chosen.ndim == present.ndim else sequences_present
-        return (chosen & among).sum() / among.sum().clamp(min=1)
+        return (chosen & among).sum(dtype=torch.float64) / among.sum().clamp(min=1)
 
     def token_mean(values: Tensor) -> Tensor:
         return torch.where(present, values.detach(), 0.0).sum() / tokens
