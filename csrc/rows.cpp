@@ -8,6 +8,7 @@
 #include <type_traits>
 
 #include "blocks.h"
+#include "values.h"
 
 namespace gspo_kernels {
 namespace {
@@ -33,21 +34,6 @@ struct Rows {
 
     T* row(int64_t index) const { return data + (index / length) * stride_b + (index % length) * stride_t; }
 };
-
-template <class S>
-const S* values(const Tensor& tensor) {
-    return static_cast<const S*>(tensor.const_data_ptr());
-}
-
-template <class S>
-const S* values(const std::optional<Tensor>& tensor) {
-    return tensor ? values<S>(*tensor) : nullptr;
-}
-
-template <class S>
-S* mutable_values(const Tensor& tensor) {
-    return static_cast<S*>(tensor.mutable_data_ptr());
-}
 
 // Threads take chunks from a shared counter: masked rows cost little, so equal shares would not be equal
 // work.

@@ -7,20 +7,12 @@
 #include <limits>
 #include <vector>
 
+#include "values.h"
+
 namespace gspo_kernels {
 namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
-
-template <class S>
-const S* values(const Tensor& tensor) {
-    return static_cast<const S*>(tensor.const_data_ptr());
-}
-
-template <class S>
-const S* values(const std::optional<Tensor>& tensor) {
-    return tensor ? values<S>(*tensor) : nullptr;
-}
 
 struct Sequence {
     int64_t count = 0;  // of tokens that the loss counts
@@ -103,7 +95,7 @@ void sequence_ratio_step(const SequenceTokens& tokens, const ClippedSequenceRati
         const double *old = values<double>(tokens.old_logprobs), *advantages = values<double>(tokens.advantages);
         const double *weights = values<double>(tokens.weights), *lengths = values<double>(tokens.lengths);
         const int64_t* offsets = values<int64_t>(tokens.offsets);
-        S* coefficient = static_cast<S*>(coefficients.mutable_data_ptr());
+        S* coefficient = mutable_values<S>(coefficients);
         std::vector<Sequence> batch(sequences);
         const int64_t grain = std::max<int64_t>(1, (1 << 15) * sequences / std::max<int64_t>(1, count));
         torch::stable::parallel_for(0, sequences, grain, [&](int64_t first, int64_t last) {
@@ -127,9 +119,8 @@ void sequence_ratio_step(const SequenceTokens& tokens, const ClippedSequenceRati
             }
         }
         total = (total == 0 ? 1.0 : total) * form.divisor_scale;
-        *static_cast<S*>(divisor.mutable_data_ptr()) = static_cast<S>(total);
-        reduce_batch(batch, total, static_cast<S*>(loss.mutable_data_ptr()),
-                     static_cast<S*>(metrics.mutable_data_ptr()));
+        *mutable_values<S>(divisor) = static_cast<S>(total);
+        reduce_batch(batch, total, mutable_values<S>(loss), mutable_values<S>(metrics));
     };
     if (tokens.logprobs.scalar_type() == torch::headeronly::ScalarType::Double) {
         work(double{});
