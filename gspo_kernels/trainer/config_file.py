@@ -34,8 +34,6 @@ FREE_ON_RESUME = (
     "show_samples",
     "threads",
     "trackers",
-    "reward_timeout",
-    "reward_process",
     "update.steps",
     "update.micro_batch_tokens",
     "rollout.batch_size",
