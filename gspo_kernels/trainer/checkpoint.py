@@ -22,6 +22,8 @@ import torch
 from gspo_kernels.trainer.errors import RunDirectoryError
 
 _STATE = "state.pt"
+_FORMAT = 2
+"""Goes up when a run's state gains or loses something that going on needs."""
 _NAME = re.compile(r"step_(\d{6,})")
 
 
@@ -148,14 +150,14 @@ def _flush(path: Path) -> None:
 
 def save_state(state: Mapping[str, Any], path: Path) -> None:
     """Write the state of a run into a checkpoint's directory."""
-    torch.save(dict(state), path / _STATE)
+    torch.save({"format": _FORMAT, **state}, path / _STATE)
 
 
 def load_state(path: Path) -> dict[str, Any]:
     """Read what `save_state` wrote, after comparing every byte with its checksum.
 
     Raises:
-        RunDirectoryError: a file is missing or was damaged.
+        RunDirectoryError: a file is missing or was damaged, or another version wrote it.
     """
     try:
         with zipfile.ZipFile(path / _STATE) as file:
@@ -167,6 +169,11 @@ def load_state(path: Path) -> dict[str, Any]:
         raise RunDirectoryError(
             f"the checkpoint {path} is damaged ({error}); remove it to go on from the one before"
         ) from error
+    if state.pop("format", 1) != _FORMAT:
+        raise RunDirectoryError(
+            f"the checkpoint {path} was written by another version of gspo_kernels, the one that can "
+            "go on from it"
+        )
     return state
 
 

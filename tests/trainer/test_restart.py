@@ -137,3 +137,20 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_serves(tmp_path, token
     last.rmdir()
     run(tmp_path, tokenizer, rows, resume=True, steps=3)
     assert torch.isfinite(torch.cat([w.flatten() for w in outcome(tmp_path)[1].values()])).all()
+
+
+def test_a_checkpoint_of_another_version_is_refused_and_left(tmp_path, tokenizer, rows):
+    """Such as one from before a recipe had a state."""
+    run(tmp_path, tokenizer, rows, resume=False, steps=2)
+    file = RunDirectory(tmp_path).latest_checkpoint() / "state.pt"
+    state = torch.load(file, weights_only=True)
+    for changes in ({"format": state["format"] + 1}, {"format": None}):
+        older = {key: value for key, value in {**state, **changes}.items() if value is not None}
+        torch.save(older, file)
+        before = file.read_bytes()
+        with pytest.raises(RunDirectoryError, match=r"step_000002 was written by another version"):
+            run(tmp_path, tokenizer, rows, resume=True, steps=3)
+        assert file.read_bytes() == before
+    torch.save(state, file)
+    run(tmp_path, tokenizer, rows, resume=True, steps=3)
+    assert read_metrics(tmp_path / "metrics.jsonl")[-1]["step"] == 3
