@@ -162,7 +162,7 @@ class Entrant:
     call: Call | None = None
     record: dict[str, Any] = field(default_factory=dict)
     inner: int = 1
-    rounds: int = 1
+    rounds: float = math.inf
     warm: bool = True
 
     @property

@@ -59,7 +59,11 @@ GRID = [
 ]
 
 
-def measure(case: Case, repeats: int, device: torch.device) -> Case:
+LEAST, MOST, SPENT = 5, 31, 3.0
+"""Rounds of a case: as many as take ``SPENT`` seconds, within these bounds."""
+
+
+def measure(case: Case, repeats: int | None, device: torch.device) -> Case:
     """Fill in the times of a case."""
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     tokens = case.sequences * case.length
@@ -89,6 +93,9 @@ def measure(case: Case, repeats: int, device: torch.device) -> Case:
             running.append(one)
         except ValueError as error:
             case.refused[name] = str(error)
+    if repeats is None:
+        once = sum(one.time(device)["both"] for one in running)
+        repeats = max(LEAST, min(MOST, round(SPENT / once)))
     times, _ = rounds(running, {}, repeats, device)
     case.seconds = {one.name: statistics.median(t[one.name]["both"] for t in times) for one in running}
     return case
@@ -109,7 +116,7 @@ def schedules(options: Options) -> dict[str, Any]:
     print("sequences      V     H  rows          chosen    best      auto/best  model/measured  ms")
     cases = []
     for case in GRID[:1] if options.tiny else GRID:
-        cases.append(measure(replace(case, seconds={}, refused={}), options.repeats or 5, options.device))
+        cases.append(measure(replace(case, seconds={}, refused={}), options.repeats, options.device))
         print(line(cases[-1]), flush=True)
     worst = max(cases, key=lambda case: case.loss)
     print(f"worst choice: {worst.loss:.2f} of the best's time; {line(worst)}")

@@ -255,8 +255,8 @@ class Scopes:
         )
 
 
-def shapes_of(call: linear.Call, needs: tuple[bool, ...]) -> Shapes:
-    """The sizes that costs depend on."""
+def shapes_of(call: linear.Call, terms: PolicyTerms, needs: tuple[bool, ...]) -> Shapes:
+    """What costs depend on."""
     head = call.head
     return Shapes(
         vocabulary=head.vocabulary,
@@ -268,6 +268,7 @@ def shapes_of(call: linear.Call, needs: tuple[bool, ...]) -> Shapes:
         operand_itemsize=head.weight.dtype.itemsize,
         trains_hidden=needs[0],
         trains_weight=needs[1] or needs[2],
+        one_launch=sequence_form(from_spec(terms.objective), terms, call.backend) is not None,
         device=call.hidden.device.type,
     )
 
@@ -306,7 +307,8 @@ class _Run:
         call, terms = self.call, self.terms
         self.scopes = Scopes(call, terms, self.skip)
         reasons = refusals(from_spec(terms.objective), terms, needs[1] or needs[2])
-        parts = plan_parts(schedule, self.scopes.rows, self.scopes.idle, shapes_of(call, needs), reasons)
+        shapes = shapes_of(call, terms, needs)
+        parts = plan_parts(schedule, self.scopes.rows, self.scopes.idle, shapes, reasons)
         mask = (
             torch.ones_like(call.labels, dtype=torch.bool)
             if terms.loss_mask is None

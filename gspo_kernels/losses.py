@@ -450,7 +450,7 @@ def explain_schedule(
     operands = (*options.positional(None), *chunked)
     rows = Call.of(call.hidden, weight, bias, call.labels, *operands)
     scopes = Scopes(rows, call.terms, call.skip)
-    shapes = shapes_of(rows, call.needs)
+    shapes = shapes_of(rows, call.terms, call.needs)
     return explain(name, reason, scopes.rows, scopes.idle, shapes, call.refusals, weight.element_size())
 
 

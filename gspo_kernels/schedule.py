@@ -34,18 +34,21 @@ class Machine:
         operations: matrix products, by bytes of an operand's element.
         bandwidth: memory.
         step: one evaluation of the policy terms, with its look at the device.
+        launch: the same where a kernel of the backend does it.
     """
 
     operations: dict[int, float]
     bandwidth: float
     step: float
+    launch: float
 
 
 MACHINES = {
     # two AVX2 cores, measured; only ratios matter, and those change little with the number of cores
-    "cpu": Machine({2: 1.5e11, 4: 1.5e11, 8: 7e10}, 1.6e10, 2e-3),
-    # an H100 by its data sheet at the rates that large products reach; not measured yet
-    "cuda": Machine({2: 7e14, 4: 4.5e13, 8: 4.5e13}, 2.8e12, 3e-4),
+    "cpu": Machine({2: 1.5e11, 4: 1.5e11, 8: 7e10}, 1.6e10, 1.3e-3, 3.5e-4),
+    # an H100 by its data sheet at the rates that large products reach, a step as a few hundred launches; not
+    # measured yet
+    "cuda": Machine({2: 7e14, 4: 4.5e13, 8: 4.5e13}, 2.8e12, 2e-3, 2e-4),
 }
 
 
@@ -59,6 +62,7 @@ class Shapes:
         logits_itemsize, rows_itemsize, accumulator_itemsize, operand_itemsize: bytes of an element of the
             logits, of the rows p - onehot, of dWeight's sum, and of what the products multiply.
         trains_hidden, trains_weight: which gradients are wanted.
+        one_launch: whether a kernel of the backend evaluates the policy terms.
         device: "cpu", or a GPU.
     """
 
@@ -71,12 +75,18 @@ class Shapes:
     operand_itemsize: int
     trains_hidden: bool
     trains_weight: bool
+    one_launch: bool
     device: str
 
     @property
     def machine(self) -> Machine:
         """The rates of the device."""
         return MACHINES.get(self.device, MACHINES["cuda"])
+
+    @property
+    def step(self) -> float:
+        """Seconds of one evaluation of the policy terms."""
+        return self.machine.launch if self.one_launch else self.machine.step
 
     @property
     def accumulator_bytes(self) -> int:
@@ -203,9 +213,7 @@ def _costs(part: Part, shapes: Shapes, active: float = ACTIVE_FRACTION) -> list[
 def seconds_of(parts: Sequence[Part], shapes: Shapes) -> float:
     """What the model expects of parts."""
     steps = sum(part.strategy not in ("forward", "known") for part in parts)
-    return steps * shapes.machine.step + sum(
-        price.seconds for part in parts for price in _costs(part, shapes)
-    )
+    return steps * shapes.step + sum(price.seconds for part in parts for price in _costs(part, shapes))
 
 
 def _working_parts(schedule: str, rows: Sequence[int], shapes: Shapes, refusals: Refusals) -> list[Part]:
@@ -245,7 +253,7 @@ def _cheapest_parts(rows: Sequence[int], shapes: Shapes, refusals: Refusals) -> 
         # neighbours share an evaluation, unless deferred; with a frozen head that would do the same products
         deferred = () if refusals.of("frozen") is None else ("deferred",)
         names = allowed((*deferred, "frozen", "cached", "two_pass"), count)
-        steps = {"deferred": shapes.machine.step}
+        steps = {"deferred": shapes.step}
         return min(names, key=lambda name: cost(name, count, shapes).seconds + steps.get(name, 0.0))
 
     return _joined(rows, [strategy(count) for count in rows], shapes)

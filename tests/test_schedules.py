@@ -309,7 +309,7 @@ TOKENS, ADVANTAGE, ACTIVE = 21, 16, 12
 def test_rows_in_products(products, schedule, skip_inactive, rows, forward, gradient, layout, monkeypatch):
     """Rows without gradient enter no gradient product, masked ones (padding) none at all."""
     # at this size evaluations cost more than products, and "auto" knows
-    monkeypatch.setitem(MACHINES, "cpu", replace(MACHINES["cpu"], step=0.0))
+    monkeypatch.setitem(MACHINES, "cpu", replace(MACHINES["cpu"], launch=0.0))
     options = {"schedule": schedule, "skip_inactive": skip_inactive, "max_chunk_bytes": rows * ROW}
     run(work_case(layout), ENTRY, gk.GSPO(), **options)
     assert (products["forward"], products["hidden"], products["weight"]) == (forward, gradient, gradient)
@@ -456,7 +456,7 @@ def shapes(**changes):
     values = {
         "vocabulary": 32000, "width": 512, "chunk_rows": 100, "logits_itemsize": 4, "rows_itemsize": 4,
         "accumulator_itemsize": 4, "operand_itemsize": 4, "trains_hidden": True, "trains_weight": True,
-        "device": "cpu",
+        "one_launch": False, "device": "cpu",
     }  # fmt: skip
     return Shapes(**{**values, **changes})
 
@@ -468,6 +468,28 @@ def test_small_parts_are_joined_where_evaluations_cost_more_than_products():
     tiny = shapes(vocabulary=61, width=16, chunk_rows=8)
     assert [part.strategy for part in plan_parts("auto", [4] * 20, 0, tiny, TRAINED)] == ["two_pass"]
     assert {part.strategy for part in plan_parts("auto", [4] * 2, 0, tiny, TRAINED)} == {"aligned"}
+
+
+def test_an_evaluation_that_is_one_launch_counts_less():
+    """Six chunks of whole sequences, or one evaluation and a fourth product."""
+    short = shapes(vocabulary=4000, width=64, chunk_rows=96)
+    for one_launch, expected in ((True, "aligned"), (False, "two_pass")):
+        parts = plan_parts("auto", [16] * 32, 0, replace(short, one_launch=one_launch), TRAINED)
+        assert {part.strategy for part in parts} == {expected}
+
+
+def test_the_plan_knows_which_objectives_are_one_launch():
+    tensors = (
+        torch.zeros(2, 3, 8, requires_grad=True),
+        torch.zeros(V, 8),
+        torch.zeros(2, 3, dtype=torch.int64),
+    )
+    policy = (torch.zeros(2, 3), torch.ones(2))
+    plans = [
+        gk.explain_schedule(*tensors, *policy, objective=objective, schedule="aligned")
+        for objective in (gk.GSPO(), gk.GSPOToken())
+    ]
+    assert plans[0].parts == plans[1].parts and plans[0].seconds < plans[1].seconds
 
 
 @pytest.mark.parametrize("schedule", ["auto", *SCHEDULES[1:]])

@@ -52,6 +52,14 @@ def test_a_run_writes_what_was_found(folder):
     assert missing["status"] == "missing" and "cut_cross_entropy" in missing["reason"]
 
 
+def test_the_schedules_are_compared_with_the_choice(tmp_path):
+    assert command_line.main(["run", "schedules", "--size", "tiny", "--out", str(tmp_path)]) == 0
+    record = json.loads((tmp_path / "schedules.json").read_text())
+    (case,) = record["grid"]
+    assert set(case["seconds"]) | set(case["refused"]) == {"auto", *SCHEDULES}
+    assert case["chosen"] in case["seconds"] and record["worst"] == case["loss"] > 0
+
+
 def test_unknown_suites_are_refused(capsys):
     with pytest.raises(SystemExit):
         command_line.main(["run", "no such suite"])
