@@ -223,7 +223,7 @@ def test_calls_at_the_same_time_share_no_memory(kept):
     assert first.data_ptr() != second.data_ptr()
     one.close()
     other.close()
-    assert len(kept) <= 1
+    assert len(kept) == sys.platform.startswith("linux")
 
 
 def test_what_inference_mode_kept_serves_training(kept):
