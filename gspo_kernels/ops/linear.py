@@ -27,10 +27,8 @@ from gspo_kernels.ops.values import check_temperature
 from gspo_kernels.types import LogitTransform, RowStats, stats_dtype
 
 _LOGITS_SLAB, _HIDDEN_SLAB = 2048, 8192
-"""Rows of the weight that a product on the CPU takes at a time where it doesn't take all, for logits and for
-dHidden."""
-_FEW_ROWS = 256
-"""Of hidden states, up to which slabs of logits are faster than one product (16 rows: by a quarter)."""
+"""Rows of the weight that a product on the CPU takes at a time, for logits and, if it is 16-bit, for dHidden.
+Logits leave in columns that stay in cache: a twentieth faster, of 16 rows a quarter, bit for bit the same."""
 
 
 @dataclass(frozen=True)
@@ -82,9 +80,8 @@ class Head:
             if self.bias is None:
                 return torch.mm(hidden, self.weight.t(), out=out)
             return torch.addmm(self.bias, hidden, self.weight.t(), out=out)
-        whole = self.native and hidden.shape[0] > _FEW_ROWS
         hidden = hidden.to(out.dtype)
-        for slab in self._slabs(self.vocabulary if whole else _LOGITS_SLAB):
+        for slab in self._slabs(_LOGITS_SLAB):
             product = torch.mm(hidden, self.weight[slab].to(out.dtype).t(), out=out[:, slab])
             if self.bias is not None:
                 product += self.bias[slab]
