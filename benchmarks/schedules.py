@@ -112,7 +112,7 @@ def line(case: Case) -> str:
 
 @suite("schedules", "The cost model's choice against every schedule", everything=False)
 def schedules(options: Options) -> dict[str, Any]:
-    """54 shapes."""
+    """Every point of ``GRID``."""
     print("sequences      V     H  rows          chosen    best      auto/best  model/measured  ms")
     cases = []
     for case in GRID[:1] if options.tiny else GRID:

@@ -8,7 +8,17 @@ from typing import ClassVar, Literal
 import oracle
 import pytest
 import torch
-from cases import LAYOUTS, assert_equals_oracle, call, for_objective, generator, make_case, offsets, run
+from cases import (
+    LAYOUTS,
+    assert_equals_oracle,
+    budget,
+    call,
+    for_objective,
+    generator,
+    make_case,
+    offsets,
+    run,
+)
 
 import gspo_kernels as gk
 from gspo_kernels.objectives.base import Objective, ObjectiveLoss
@@ -374,6 +384,30 @@ def test_fp16_loses_nothing_under_a_loss_scale(schedule):
         # relative to each entry: a gradient that had been an fp16 subnormal would show here
         relative = (grad.double() - reference).abs() / reference.abs().clamp(min=1e-2 * reference.abs().max())
         assert relative.max() < 0.02
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_products_in_slabs_cover_the_vocabulary(dtype, bias):
+    """More columns than either slab holds, and a rest; the products alone, against fp64."""
+    rng, count = generator(5), linear._LOGITS_SLAB + linear._HIDDEN_SLAB + 77
+    hidden = torch.randn(6, 16, generator=rng).to(dtype)
+    weight, offset = (
+        torch.randn(count, 16, generator=rng).to(dtype),
+        torch.randn(count, generator=rng).to(dtype),
+    )
+    head = linear.Head(weight, offset if bias else None, "float32")
+    found = head.logits(hidden, torch.full((6, count), torch.nan, dtype=head.dtype))
+    rows = torch.randn(6, count, generator=rng).to(head.rows_dtype)
+    pairs = (
+        (found, lambda kind: hidden.to(kind) @ weight.to(kind).t() + (offset.to(kind) if bias else 0)),
+        (head.grad_hidden(rows), lambda kind: rows.to(kind) @ weight.to(kind)),
+    )
+    for got, product in pairs:
+        assert got.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+        expected, plain = product(torch.float64), product(got.dtype)
+        error, allowed = (got - expected).abs().max(), (plain - expected).abs().max()
+        assert error <= budget(expected, float(allowed), torch.finfo(got.dtype).eps)
 
 
 @pytest.mark.parametrize("schedule", ["aligned", "deferred", "cached", "two_pass", "auto", "known"])

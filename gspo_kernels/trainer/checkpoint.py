@@ -171,8 +171,8 @@ def load_state(path: Path) -> dict[str, Any]:
         ) from error
     if state.pop("format", 1) != _FORMAT:
         raise RunDirectoryError(
-            f"the checkpoint {path} was written by another version of gspo_kernels, the one that can "
-            "go on from it"
+            f"the checkpoint {path} was written by another version of gspo_kernels, whose state differs; go "
+            "on with that version, or begin anew in another --output"
         )
     return state
 
