@@ -88,6 +88,7 @@ def machine(device: torch.device) -> dict[str, Any]:
             found[package] = version(package)
         except PackageNotFoundError:
             found[package] = "not installed"
+    found["torch"] = torch.__version__  # with the build: its package metadata leave that out
     if device.type == "cuda":
         about = torch.cuda.get_device_properties(device)
         name = f"{about.name}, {about.total_memory / 2**30:.0f} GiB, {about.multi_processor_count} SMs"

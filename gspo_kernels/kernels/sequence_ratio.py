@@ -39,7 +39,7 @@ from gspo_kernels.types import (
 
 _TOKENS_PER_BLOCK = 1024
 _SEQUENCES_PER_BLOCK = 256
-_STEP = Tile(_TOKENS_PER_BLOCK, 4)
+_STEP = Tile(_TOKENS_PER_BLOCK, 8)
 
 # Rows of the [8, sequences] fp64 scratch through which sequences reach the final reduction.
 _RATIO: tl.constexpr = tl.constexpr(0)
@@ -204,17 +204,17 @@ def _reduce_batch(
     """Loss, divisor and metrics, from the sequences' scratch."""
     lanes = tl.arange(0, BLOCK)
     ratios = tl.zeros([BLOCK], tl.float64)
-    least = tl.full([BLOCK], float("inf"), tl.float64)
-    most = tl.full([BLOCK], -float("inf"), tl.float64)
+    least = tl.full([BLOCK], float("inf"), STATS)
+    most = tl.full([BLOCK], -float("inf"), STATS)
     losses = tl.zeros([BLOCK], tl.float64)
     lengths = tl.zeros([BLOCK], tl.float64)
     counts = tl.zeros([BLOCK], tl.float64)
     log_ratios = tl.zeros([BLOCK], tl.float64)
-    lows = tl.zeros([BLOCK], tl.float64)
-    highs = tl.zeros([BLOCK], tl.float64)
+    lows = tl.zeros([BLOCK], tl.int32)
+    highs = tl.zeros([BLOCK], tl.int32)
     clipped_counts = tl.zeros([BLOCK], tl.float64)
-    actives = tl.zeros([BLOCK], tl.float64)
-    filled = tl.zeros([BLOCK], tl.float64)
+    actives = tl.zeros([BLOCK], tl.int32)
+    filled = tl.zeros([BLOCK], tl.int32)
     for start in range(0, sequences, BLOCK):
         indices = start + lanes
         count = _column(scratch_ptr, _COUNT, indices, sequences)
@@ -223,19 +223,19 @@ def _reduce_batch(
         low = _column(scratch_ptr, _LOW, indices, sequences)
         high = _column(scratch_ptr, _HIGH, indices, sequences)
         ratios += tl.where(some, ratio, 0.0)
-        least = tl.minimum(least, tl.where(some, ratio, float("inf")))
-        most = tl.maximum(most, tl.where(some, ratio, -float("inf")))
+        least = tl.minimum(least, tl.where(some, ratio, float("inf")).to(STATS))
+        most = tl.maximum(most, tl.where(some, ratio, -float("inf")).to(STATS))
         losses += _column(scratch_ptr, _LOSS, indices, sequences)
         lengths += _column(scratch_ptr, _LENGTH, indices, sequences)
         counts += count
         log_ratios += _column(scratch_ptr, _LOG_RATIO, indices, sequences)
-        lows += low
-        highs += high
+        lows += low.to(tl.int32)
+        highs += high.to(tl.int32)
         clipped_counts += count * (low + high)
-        actives += _column(scratch_ptr, _ACTIVE, indices, sequences)
-        filled += tl.where(some, 1.0, 0.0)
+        actives += _column(scratch_ptr, _ACTIVE, indices, sequences).to(tl.int32)
+        filled += tl.where(some, 1, 0)
 
-    number = tl.sum(filled, axis=0)
+    number = tl.sum(filled, axis=0).to(tl.float64)
     length = tl.sum(lengths, axis=0)
     tokens = tl.sum(counts, axis=0)
     if normalizer_ptr is not None:

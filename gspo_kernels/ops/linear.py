@@ -680,9 +680,9 @@ class LinearTokenLogprobsFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Any, ...]:
         saved, options = restore_options(ctx)
-        hidden, weight, *rest = saved
-        bias = rest.pop(0) if ctx.has_bias else None
-        labels, logprobs, lse, entropies = rest
+        hidden, weight = saved[:2]
+        bias = saved[2] if ctx.has_bias else None
+        labels, logprobs, lse, entropies = saved[-4:]
         nothing = (None,) * (3 + len(options))
         if not ctx.entropy:
             grad_entropy = None
