@@ -31,6 +31,13 @@ void boxed_and_grad(Tensor logits, Tensor labels, OptionalTensor row_temperature
     logprobs_and_grad(logits, labels, options, coefficients, logprobs, lse, out);
 }
 
+void boxed_and_rows(Tensor logits, Tensor labels, OptionalTensor row_temperature, double logit_scale,
+                    double softcap, double temperature, int64_t ignore_index, Tensor logprobs, Tensor lse,
+                    Tensor factors, Tensor out) {
+    const LogitOptions options{row_temperature, logit_scale, softcap, temperature, ignore_index};
+    logprobs_and_rows(logits, labels, options, logprobs, lse, factors, out);
+}
+
 void boxed_sequence_ratio_step(Tensor logprobs, Tensor mask, OptionalTensor old_logprobs,
                                OptionalTensor offsets, Tensor advantages, OptionalTensor weights,
                                OptionalTensor lengths, OptionalTensor normalizer, double log_low,
@@ -58,6 +65,8 @@ STABLE_TORCH_LIBRARY(gspo_kernels_cpp, library) {
                 "Tensor(a!) out) -> ()");
     library.def("logprobs_and_grad(" GSPO_ROWS
                 "Tensor coefficients, Tensor(a!) logprobs, Tensor(b!) lse, Tensor(c!) out) -> ()");
+    library.def("logprobs_and_rows(" GSPO_ROWS
+                "Tensor(a!) logprobs, Tensor(b!) lse, Tensor(c!) factors, Tensor(d!) out) -> ()");
     library.def(
         "sequence_ratio_step(Tensor logprobs, Tensor mask, Tensor? old_logprobs, Tensor? offsets, "
         "Tensor advantages, Tensor? weights, Tensor? lengths, Tensor? normalizer, float log_low, "
@@ -69,6 +78,7 @@ STABLE_TORCH_LIBRARY_IMPL(gspo_kernels_cpp, CPU, library) {
     library.impl("logprobs_forward", TORCH_BOX(&gspo_kernels::boxed_forward));
     library.impl("logprobs_backward", TORCH_BOX(&gspo_kernels::boxed_backward));
     library.impl("logprobs_and_grad", TORCH_BOX(&gspo_kernels::boxed_and_grad));
+    library.impl("logprobs_and_rows", TORCH_BOX(&gspo_kernels::boxed_and_rows));
     library.impl("sequence_ratio_step", TORCH_BOX(&gspo_kernels::boxed_sequence_ratio_step));
 }
 

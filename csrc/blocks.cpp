@@ -50,6 +50,26 @@ GSPO_INLINE ExpSums<S> sum_exp_weighted_of(const S* z, int64_t n, S shift) {
 }
 
 template <class S>
+GSPO_INLINE S write_exp_of(const S* z, int64_t n, S shift, S* out) {
+    S sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = 0; i < n; ++i) {
+        const S e = exp_nonpositive(z[i] - shift);
+        out[i] = e;
+        sum += e;
+    }
+    return sum;
+}
+
+template <class S>
+GSPO_INLINE void shrink_of(S* out, int64_t n, S factor) {
+    for (int64_t i = 0; i < n; ++i) {
+        const S value = out[i] * factor;
+        out[i] = select(value < std::numeric_limits<S>::min(), S(0), value);
+    }
+}
+
+template <class S>
 GSPO_INLINE void transform_of(S* z, int64_t n, const Transform<S>& parameters, S* slope) {
     const auto [scale, softcap, temperature] = parameters;
     if (softcap == 0) {
@@ -113,6 +133,9 @@ GSPO_INLINE void store_of(const S* __restrict g, int64_t n, T* out) {
     GSPO_CLONES ExpSums<S> sum_exp_weighted(const S* z, int64_t n, S shift) {               \
         return sum_exp_weighted_of(z, n, shift);                                            \
     }                                                                                       \
+    GSPO_CLONES S write_exp(const S* z, int64_t n, S shift, S* out) {                       \
+        return write_exp_of(z, n, shift, out);                                              \
+    }                                                                                       \
     GSPO_CLONES void transform(S* z, int64_t n, const Transform<S>& parameters, S* slope) { \
         transform_of(z, n, parameters, slope);                                              \
     }                                                                                       \
@@ -121,6 +144,9 @@ GSPO_INLINE void store_of(const S* __restrict g, int64_t n, T* out) {
     }                                                                                       \
     GSPO_CLONES void multiply(S* out, const S* factor, int64_t n) {                         \
         for (int64_t i = 0; i < n; ++i) out[i] *= factor[i];                                \
+    }                                                                                       \
+    GSPO_CLONES void shrink(S* out, int64_t n, S factor) {                                  \
+        shrink_of(out, n, factor);                                                          \
     }
 GSPO_DEFINE_FOR_STATS(float)
 GSPO_DEFINE_FOR_STATS(double)

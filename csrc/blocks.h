@@ -38,10 +38,12 @@ struct RowGradient {
     S maximum(const S* z, int64_t n); /* NaN is passed over; -inf where n is 0 */           \
     S sum_exp(const S* z, int64_t n, S shift);                                              \
     ExpSums<S> sum_exp_weighted(const S* z, int64_t n, S shift);                            \
+    S write_exp(const S* z, int64_t n, S shift, S* out); /* z or not; their sum */          \
     /* In place; slope, where not null, becomes d tanh / d its argument. */                 \
     void transform(S* z, int64_t n, const Transform<S>& parameters, S* slope);              \
     void gradient(const S* z, int64_t n, const RowGradient<S>& row, S* out); /* z or not */ \
-    void multiply(S* out, const S* factor, int64_t n);
+    void multiply(S* out, const S* factor, int64_t n);                                      \
+    void shrink(S* out, int64_t n, S factor); /* at most 1; what would be subnormal is 0 */
 GSPO_DECLARE_FOR_STATS(float)
 GSPO_DECLARE_FOR_STATS(double)
 #undef GSPO_DECLARE_FOR_STATS

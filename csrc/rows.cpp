@@ -6,6 +6,7 @@
 #include <atomic>
 #include <cmath>
 #include <type_traits>
+#include <vector>
 
 #include "blocks.h"
 #include "values.h"
@@ -82,7 +83,17 @@ class Row {
         return buffer;
     }
 
-    void prefetch(int64_t begin, int64_t n) const {
+    // The same with -inf in the label's place.
+    const S* others(int64_t begin, int64_t n, S* buffer, S* slope = nullptr) const {
+        const S* z = block(begin, n, buffer, slope);
+        if (!label_in(begin, n)) return z;
+        if (z != buffer) load(z, 1, n, buffer);
+        buffer[label_ - begin] = -std::numeric_limits<S>::infinity();
+        return buffer;
+    }
+
+    // Inlined, as GCC takes a function that only prefetches for one without effect and drops its calls.
+    GSPO_INLINE void prefetch(int64_t begin, int64_t n) const {
         if (stride_ != 1) return;
         const char* data = reinterpret_cast<const char*>(data_ + begin);
         const char* end = reinterpret_cast<const char*>(data_ + std::min(begin + n, vocabulary_));
@@ -107,49 +118,32 @@ struct Statistics {
     double maximum, log_sum;  // lse = maximum + log_sum, kept apart because lse in fp32 can't hold both
 };
 
-// One pass over the row. The label's column stays out of the sums, so that
-//   log p(label) = -log(1 + exp(lse_others - z_label)) = -softplus(lse_others - z_label)
-// is never above 0 and keeps its relative precision when p(label) is near 1.
-template <class T>
-Statistics row_statistics(const Row<T>& row, bool with_entropy) {
-    using S = StatsOf<T>;
-    alignas(64) S buffer[kBlock];
-    // Sums of exp(z - maximum) and exp(z - maximum) (z - maximum).
-    double maximum_others = -kInfinity, sum = 0, weighted = 0;
-    for (int64_t begin = 0; begin < row.vocabulary(); begin += kBlock) {
-        const int64_t n = std::min(kBlock, row.vocabulary() - begin);
-        const S* z = row.block(begin, n, buffer);
-        if (row.label_in(begin, n)) {
-            if (z != buffer) load(z, 1, n, buffer);
-            buffer[row.label() - begin] = -std::numeric_limits<S>::infinity();
-            z = buffer;
+// Of the columns but the label's: sums of exp(z - maximum) and exp(z - maximum) (z - maximum), where the
+// maximum may be another number near it.
+struct Others {
+    double maximum = -kInfinity, sum = 0, weighted = 0;
+
+    void move_to(double new_maximum) {
+        if (maximum != -kInfinity) {
+            const double shift = maximum - new_maximum, factor = std::exp(shift);
+            weighted = factor == 0 ? 0 : factor * (weighted + sum * shift);
+            sum *= factor;
         }
-        const double block_maximum = maximum(z, n);
-        if (block_maximum > maximum_others) {
-            if (maximum_others != -kInfinity) {
-                const double shift = maximum_others - block_maximum, factor = std::exp(shift);
-                weighted = factor == 0 ? 0 : factor * (weighted + sum * shift);
-                sum *= factor;
-            }
-            maximum_others = block_maximum;
-        }
-        // Still -inf: only -inf and NaN so far; any finite shift keeps the one at 0 and the other NaN.
-        const S shift = maximum_others == -kInfinity ? S(0) : static_cast<S>(maximum_others);
-        // Memory would idle while the exponentials run: it brings the next block meanwhile.
-        for (int64_t i = 0; i < n; i += kPiece) {
-            const int64_t piece = std::min(kPiece, n - i);
-            row.prefetch(begin + kBlock + i, kPiece);
-            if (with_entropy) {
-                const auto [exp_sum, weighted_sum] = sum_exp_weighted(z + i, piece, shift);
-                sum += exp_sum;
-                weighted += weighted_sum;
-            } else {
-                sum += sum_exp(z + i, piece, shift);
-            }
-        }
+        maximum = new_maximum;
     }
 
-    const double z_label = row.label_logit();
+    // Still -inf: only -inf and NaN so far; any finite shift keeps the one at 0 and the other NaN.
+    template <class S>
+    S shift() const {
+        return maximum == -kInfinity ? S(0) : static_cast<S>(maximum);
+    }
+};
+
+// The label's column stays out of the sums, so that
+//   log p(label) = -log(1 + exp(lse_others - z_label)) = -softplus(lse_others - z_label)
+// is never above 0 and keeps its relative precision when p(label) is near 1.
+Statistics statistics_of(const Others& others, bool has_label, double z_label, bool with_entropy) {
+    const auto [maximum_others, sum, weighted] = others;
     const double lse_minus_label = (maximum_others - z_label) + std::log(sum);  // lse of the others
     Statistics result;
     if (lse_minus_label <= 0) {
@@ -168,13 +162,13 @@ Statistics row_statistics(const Row<T>& row, bool with_entropy) {
     const double highest = std::max(z_label, maximum_others);
     if (highest == kInfinity) result.lse = kInfinity;
     if (highest == -kInfinity && sum == 0) result.lse = -kInfinity;
-    if (z_label == kInfinity || row.label() < 0) result.logprob = kNaN;
+    if (z_label == kInfinity || !has_label) result.logprob = kNaN;
 
     // H = log S - W / S with S = sum exp(z - m), W = sum exp(z - m) (z - m) over all columns: two terms >= 0.
     result.entropy = kNaN;
     if (with_entropy && std::isfinite(result.lse)) {
-        const double others = maximum_others - result.maximum, factor = sum == 0 ? 0 : std::exp(others);
-        double total = factor * sum, total_weighted = factor == 0 ? 0 : factor * (weighted + sum * others);
+        const double down = maximum_others - result.maximum, factor = sum == 0 ? 0 : std::exp(down);
+        double total = factor * sum, total_weighted = factor == 0 ? 0 : factor * (weighted + sum * down);
         if (z_label != -kInfinity) {
             const double label = z_label - result.maximum, p = std::exp(label);
             total += p;
@@ -183,6 +177,34 @@ Statistics row_statistics(const Row<T>& row, bool with_entropy) {
         result.entropy = result.log_sum - total_weighted / total;
     }
     return result;
+}
+
+// One pass over the row.
+template <class T>
+Statistics row_statistics(const Row<T>& row, bool with_entropy) {
+    using S = StatsOf<T>;
+    alignas(64) S buffer[kBlock];
+    Others others;
+    for (int64_t begin = 0; begin < row.vocabulary(); begin += kBlock) {
+        const int64_t n = std::min(kBlock, row.vocabulary() - begin);
+        const S* z = row.others(begin, n, buffer);
+        const double block_maximum = maximum(z, n);
+        if (block_maximum > others.maximum) others.move_to(block_maximum);
+        const S shift = others.template shift<S>();
+        // Memory would idle while the exponentials run: it brings the next block meanwhile.
+        for (int64_t i = 0; i < n; i += kPiece) {
+            const int64_t piece = std::min(kPiece, n - i);
+            row.prefetch(begin + kBlock + i, kPiece);
+            if (with_entropy) {
+                const auto [exp_sum, weighted_sum] = sum_exp_weighted(z + i, piece, shift);
+                others.sum += exp_sum;
+                others.weighted += weighted_sum;
+            } else {
+                others.sum += sum_exp(z + i, piece, shift);
+            }
+        }
+    }
+    return statistics_of(others, row.label() >= 0, row.label_logit(), with_entropy);
 }
 
 // Chooses shift and log_sum of log p = (z - shift) - log_sum, so that p keeps its relative precision.
@@ -245,6 +267,50 @@ void write_gradient(const Row<T>& row, S logprob, RowGradient<S> gradient_row, b
         if (soft_capped) multiply(g, slope, n);
         if constexpr (!std::is_same_v<O, S>) store(g, n, out);
     }
+}
+
+// How far the exponentials of a row may rise above 1 before they are related to another number: e^32 times
+// any vocabulary is far from overflow, and few rows have a block that stands out so far.
+constexpr double kHeadroom = 32;
+
+// Statistics and what products take in one pass, one exponential an element: `out` is d logprob / d logits but
+// for a factor of the row, exp(z - shift) and at the label minus their sum.
+template <class T, class S>
+Statistics write_rows(const Row<T>& row, bool soft_capped, double chain, S* out, S& factor) {
+    alignas(64) S buffer[kBlock], slope[kBlock];
+    struct Stretch {
+        int64_t end;
+        double shift;
+    };
+    std::vector<Stretch> earlier;  // blocks that were related to another shift than the last
+    Others others;
+    const double z_label = row.label_logit();  // before `out`, which may be the logits, takes its place
+    S label_slope = 1;
+    for (int64_t begin = 0; begin < row.vocabulary(); begin += kBlock) {
+        const int64_t n = std::min(kBlock, row.vocabulary() - begin);
+        const S* z = row.others(begin, n, buffer, slope);
+        if (soft_capped && row.label_in(begin, n)) label_slope = slope[row.label() - begin];
+        const double block_maximum = maximum(z, n);
+        if (block_maximum > others.maximum + kHeadroom) {
+            if (others.maximum != -kInfinity) earlier.push_back({begin, others.maximum});
+            others.move_to(block_maximum);
+        }
+        const S shift = others.template shift<S>();
+        for (int64_t i = 0; i < n; i += kPiece) {
+            row.prefetch(begin + kBlock + i, kPiece);
+            others.sum += write_exp(z + i, std::min(kPiece, n - i), shift, out + begin + i);
+        }
+        if (soft_capped) multiply(out + begin, slope, n);
+    }
+    const Statistics statistics = statistics_of(others, row.label() >= 0, z_label, false);
+    int64_t begin = 0;
+    for (const auto [end, shift] : earlier) {
+        shrink(out + begin, end - begin, static_cast<S>(std::exp(shift - others.maximum)));
+        begin = end;
+    }
+    if (row.label() >= 0) out[row.label()] = static_cast<S>(0 - others.sum) * label_slope;
+    factor = static_cast<S>(-chain / (others.sum + std::exp(z_label - others.maximum)));
+    return statistics;
 }
 
 template <class F>
@@ -369,6 +435,42 @@ void logprobs_and_grad(const Tensor& logits, const Tensor& labels, const LogitOp
     };
     visit_dtype(logits,
                 [&](auto dtype) { visit_dtype(out, [&](auto out_dtype) { work(dtype, out_dtype); }); });
+}
+
+void logprobs_and_rows(const Tensor& logits, const Tensor& labels, const LogitOptions& options,
+                       Tensor& logprobs, Tensor& lse, Tensor& factors, Tensor& out) {
+    visit_dtype(logits, [&](auto dtype) {
+        using T = decltype(dtype);
+        using S = StatsOf<T>;
+        const Rows<const T> rows(logits, const_cast<void*>(logits.const_data_ptr()));
+        const Rows<S> out_rows(out, out.mutable_data_ptr());
+        const auto* label = values<int64_t>(labels);
+        const auto* row_temperature = values<S>(options.row_temperature);
+        S *logprob_out = mutable_values<S>(logprobs), *factor_out = mutable_values<S>(factors);
+        double* lse_out = mutable_values<double>(lse);
+        for_each_row(labels.numel(), rows.vocabulary, [&](int64_t i) {
+            S* out_row = out_rows.row(i);
+            factor_out[i] = 1;
+            if (label[i] == options.ignore_index) {
+                logprob_out[i] = 0;
+                lse_out[i] = 0;
+                return write_zeros(out_row, rows.vocabulary);
+            }
+            const Transform<S> parameters = transform_of_row(options, row_temperature, i);
+            const Row<T> row(rows, i, label[i], parameters);
+            const Statistics statistics =
+                write_rows(row, parameters.softcap != 0,
+                           static_cast<double>(parameters.logit_scale) / parameters.temperature, out_row,
+                           factor_out[i]);
+            logprob_out[i] = static_cast<S>(statistics.logprob);
+            lse_out[i] = statistics.lse;
+            if (row.label() >= 0 && std::isfinite(statistics.lse)) return;
+            factor_out[i] = 1;
+            // A label out of range has a constant (NaN) log-prob.
+            if (row.label() < 0) return write_zeros(out_row, rows.vocabulary);
+            write_nan(out_row, rows.vocabulary);
+        });
+    });
 }
 
 }  // namespace gspo_kernels

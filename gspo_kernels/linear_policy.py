@@ -257,7 +257,8 @@ class Scopes:
 
 def shapes_of(call: linear.Call, terms: PolicyTerms, needs: tuple[bool, ...]) -> Shapes:
     """What costs depend on."""
-    head = call.head
+    head, objective = call.head, from_spec(terms.objective)
+    entropy = terms.entropy_coef is not None or "entropy" in objective.needs
     return Shapes(
         vocabulary=head.vocabulary,
         width=call.hidden.shape[-1],
@@ -268,7 +269,8 @@ def shapes_of(call: linear.Call, terms: PolicyTerms, needs: tuple[bool, ...]) ->
         operand_itemsize=head.weight.dtype.itemsize,
         trains_hidden=needs[0],
         trains_weight=needs[1] or needs[2],
-        one_launch=sequence_form(from_spec(terms.objective), terms, call.backend) is not None,
+        one_launch=sequence_form(objective, terms, call.backend) is not None,
+        one_pass=call.one_pass(entropy),
         device=call.hidden.device.type,
     )
 
@@ -289,18 +291,19 @@ class _Run:
         if coefficients_depend_on(from_spec(self.terms.objective), self.terms) == "nothing":
             coefficients = known_coefficients(call.labels, self.terms).flatten()
             for chunk in call.chunks(call.index(call.counted if call.compact else None)):
-                logits, stats = self.scores.add(chunk)
-                self.gradients.add(logits, chunk, stats, coefficients[chunk.where], None, self.skip)
-                del logits
+                projected = self.scores.add(chunk)
+                self.gradients.add(projected, chunk, coefficients[chunk.where], None, self.skip)
+                del projected
             return
         per_token = _token_terms(call.labels, self.terms)
         for chunk in call.chunks(call.index(call.counted if call.compact else None)):
-            logits, stats = self.scores.add(chunk)
-            entropy = None if stats.entropy is None else stats.entropy.unsqueeze(1)
+            projected = self.scores.add(chunk)
+            logprobs, entropy = projected.stats.logprobs, projected.stats.entropy
+            entropy = None if entropy is None else entropy.unsqueeze(1)
             terms = _chunk_terms(per_token, chunk.where)
-            step = evaluate(stats.logprobs.unsqueeze(1), entropy, terms, want_metrics=False)
-            self.gradients.add(logits, chunk, stats, *_flat(step), self.skip)
-            del logits
+            step = evaluate(logprobs.unsqueeze(1), entropy, terms, want_metrics=False)
+            self.gradients.add(projected, chunk, *_flat(step), self.skip)
+            del projected
 
     def by_scopes(self, schedule: str, needs: tuple[bool, ...]) -> None:
         """Part by part."""
@@ -343,12 +346,12 @@ class _Run:
 
     def _forward(self, part: Part) -> None:
         for chunk in self.call.chunks(self.scopes.rows_of(part)):
-            self.scores.add(chunk)
+            self.scores.add_forward(chunk)
 
     def _aligned(self, part: Part) -> None:
         chunk = self.call.chunk(self.scopes.rows_of(part))
-        logits, stats = self.scores.add(chunk)
-        self.gradients.add(logits, chunk, stats, *self._step(part, stats), self.skip)
+        projected = self.scores.add(chunk)
+        self.gradients.add(projected, chunk, *self._step(part, projected.stats), self.skip)
 
     def _two_pass(self, part: Part) -> None:
         self._forward(part)
@@ -370,10 +373,10 @@ class _Run:
     def _frozen(self, part: Part) -> None:
         gradients = self.gradients
         for chunk in self.call.chunks(self.scopes.rows_of(part)):
-            logits, stats = self.scores.add(chunk)
-            rows = gradients.rows(logits, chunk, stats)
-            gradients.add_hidden(rows, chunk, torch.ones_like(stats.logprobs))
-            del logits, rows
+            projected = self.scores.add(chunk)
+            rows = gradients.rows(projected, chunk)
+            gradients.add_hidden(rows, chunk, torch.ones_like(projected.stats.logprobs))
+            del projected, rows
         self._scale(part, self._coefficients(part)[0])
 
     def _scale(self, part: Part, coefficients: Tensor) -> None:
@@ -386,23 +389,26 @@ class _Run:
         call, gradients, where = self.call, self.gradients, self.scopes.rows_of(part)
         head = call.head
         cache = torch.empty(part.rows, head.vocabulary, dtype=head.rows_dtype, device=call.hidden.device)
-        done = 0
+        factors, done = self.scores.logprobs.new_ones(part.rows), 0
         for chunk in call.chunks(where):
-            logits, stats = self.scores.add(chunk)
-            gradients.rows(logits, chunk, stats, out=cache[done : done + len(chunk)])
-            done += len(chunk)
-            del logits
+            now = slice(done, done + len(chunk))
+            projected = self.scores.add(chunk, out=cache[now])
+            rows = gradients.rows(projected, chunk, out=cache[now])
+            if rows.factors is not None:
+                factors[now] = rows.factors
+            done = now.stop
+            del projected
         grad, _ = self._coefficients(part)
         active = grad != 0
         if self.skip and not bool(active.all()):
             keep = active.nonzero().squeeze(1)
             cache, where = linear.move_up(cache, keep), _index(where, keep.device)[keep]
-            grad, active = grad[keep], active[keep]
+            grad, active, factors = grad[keep], active[keep], factors[keep]
         done = 0
         for chunk in call.chunks(where):
-            rows = slice(done, done + len(chunk))
-            gradients.add_rows(cache[rows], chunk, grad[rows], active[rows])
-            done = rows.stop
+            now = slice(done, done + len(chunk))
+            gradients.add_rows(linear.Rows(cache[now], factors[now]), chunk, grad[now], active[now])
+            done = now.stop
 
     def _deferred(self, part: Part) -> None:
         call, gradients, where = self.call, self.gradients, self.scopes.rows_of(part)
@@ -413,14 +419,14 @@ class _Run:
         dtype, one, done = gradients.accumulate, self.scores.logprobs.new_ones(()), 0
         weights = one.expand(part.rows) if factors is None else factors.squeeze(0).to(dtype)
         for chunk in call.chunks(where):
-            logits, stats = self.scores.add(chunk)
+            projected = self.scores.add(chunk)
             unit = weights[done : done + len(chunk)]
             done += len(chunk)
-            rows = gradients.rows(logits, chunk, stats)
+            rows = gradients.rows(projected, chunk)
             gradients.add_hidden(rows, chunk, unit)
             counted = chunk.labels.squeeze(0) != call.ignore_index
             self.scratch.add(rows, chunk.hidden, unit, counted, one)
-            del logits, rows
+            del projected, rows
         grad, _ = self._coefficients(part)
         # one number for the sequence, taken where rounding matters least
         counted = call.labels.flatten()[where] != call.ignore_index

@@ -63,6 +63,7 @@ class Shapes:
             logits, of the rows p - onehot, of dWeight's sum, and of what the products multiply.
         trains_hidden, trains_weight: which gradients are wanted.
         one_launch: whether a kernel of the backend evaluates the policy terms.
+        one_pass: whether the rows p - onehot of a chunk are written with its log-probs, gradient or not.
         device: "cpu", or a GPU.
     """
 
@@ -76,6 +77,7 @@ class Shapes:
     trains_hidden: bool
     trains_weight: bool
     one_launch: bool
+    one_pass: bool
     device: str
 
     @property
@@ -112,24 +114,25 @@ def cost(strategy: str, rows: int, shapes: Shapes, active: float = ACTIVE_FRACTI
     adding = 2.0 * shapes.accumulator_bytes  # read and written for each chunk that reaches dWeight
     active_chunks = -(-int(rows * active) // shapes.chunk_rows) if active else 0
     products, moved = 1.0, 2.0 * logits
+    making = scores if shapes.one_pass else logits + scores  # rows from logits
     if strategy == "known":
         products += gradients
-        moved += logits + scores + chunks * adding
+        moved += making + chunks * adding
     elif strategy == "aligned":
         products += active * gradients
-        moved += active * (logits + scores) + adding
+        moved += (1.0 if shapes.one_pass else active) * making + adding
     elif strategy == "deferred":
         products += gradients
-        moved += logits + scores + (chunks + 1.5) * adding
+        moved += making + (chunks + 1.5) * adding
     elif strategy == "frozen":
         products += shapes.trains_hidden
-        moved += logits + scores
+        moved += making
     elif strategy == "cached":
         products += active * gradients
-        moved += logits + scores + 2 * active * scores + active_chunks * adding
+        moved += making + 2 * active * scores + active_chunks * adding
     elif strategy == "two_pass":
         products += active * (1 + gradients)
-        moved += active * (3 * logits + scores) + active_chunks * adding
+        moved += active * (2 * logits + making) + active_chunks * adding
     machine = shapes.machine
     operations = 2.0 * shapes.vocabulary * shapes.width * rows * products
     seconds = operations / machine.operations[shapes.operand_itemsize] + moved / machine.bandwidth

@@ -102,6 +102,21 @@ def logprobs_and_grad(
     return stats
 
 
+def logprobs_and_rows(
+    logits: Tensor, labels: Tensor, transform: LogitTransform, *, ignore_index: int, out: Tensor
+) -> tuple[RowStats, Tensor]:
+    """See ``ops.backends.OnePassBackend.logprobs_and_rows``."""
+    _check_out(logits, out)
+    if out.dtype != stats_dtype(logits.dtype):
+        raise TypeError(f"out: got {out.dtype}, expected {stats_dtype(logits.dtype)}, as the statistics")
+    stats = _empty_stats(logits, entropy=False)
+    factors = torch.empty_like(stats.logprobs)
+    _operators().logprobs_and_rows(
+        *_row_arguments(logits, labels, transform, ignore_index), stats.logprobs, stats.lse, factors, out
+    )
+    return stats, factors
+
+
 def sequence_ratio_step(
     logprobs: Tensor,
     mask: Tensor,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from typing import Protocol, cast
 
@@ -75,6 +76,19 @@ class RowBackend(Protocol):
         """Multiply contiguous ``values`` in place by a 0-d tensor, without touching them where that is 1."""
 
 
+class OnePassBackend(RowBackend, Protocol):
+    """A backend to which the rows of gradient products are no more work than the statistics."""
+
+    def logprobs_and_rows(
+        self, logits: Tensor, labels: Tensor, transform: LogitTransform, *, ignore_index: int, out: Tensor
+    ) -> tuple[RowStats, Tensor]:
+        """The forward, and in ``out`` d logprob/dlogits but for a factor per row, returned as [B, T].
+
+        ``out`` is as in ``logprobs_backward``, in the statistics' dtype. With factors, elements can be the
+        exponentials that the log-sum-exp takes anyway, each computed once.
+        """
+
+
 class SequenceRatioBackend(RowBackend, Protocol):
     """A backend that also has a clipped sequence ratio in one launch, from logits or from log-probs."""
 
@@ -131,6 +145,7 @@ _AUTO = {"cuda": ("triton", "reference"), "cpu": ("cpp", "reference")}
 BACKENDS = tuple(_MODULES)
 
 
+@functools.cache
 def load(name: str) -> RowBackend:
     """The backend module called ``name``, imported on first use."""
     return cast(RowBackend, importlib.import_module(_MODULES[name]))

@@ -7,6 +7,9 @@ first: masked tokens are never projected, and rows whose gradient is zero enter 
 gradient products are 16-bit and unscaled (p - onehot), written into the memory of the fp32 logits;
 coefficients, normalised to at most 1, multiply the hidden rows and the result, so that nothing underflows. On
 CPU 16-bit weights are raised to fp32 in slabs, as fp32 products are faster there.
+
+The C++ backend makes rows of a chunk's logits along with their statistics: the same exponentials serve both,
+and what is missing to p - onehot is a factor per row, which multiplies where the coefficient does.
 """
 
 from __future__ import annotations
@@ -14,12 +17,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from gspo_kernels.ops.backends import load
+from gspo_kernels.ops.backends import OnePassBackend, load
 from gspo_kernels.ops.library import operator
 from gspo_kernels.ops.logprobs import OPTIONS, check_labels, fake_stats, restore_options, save_options
 from gspo_kernels.ops.memory import Workspace, chunk_rows
@@ -221,11 +224,46 @@ class Call:
             hidden = self.hidden[where // length, where % length]
         return Chunk(where, hidden, labels.unsqueeze(0), transform)
 
+    def one_pass(self, entropy: bool) -> bool:
+        """Whether the backend writes rows along with statistics."""
+        wide = self.head.rows_dtype == stats_dtype(self.head.dtype)
+        return wide and not entropy and hasattr(load(self.backend), "logprobs_and_rows")
+
+    def rows_of(self, logits: Tensor, out: Tensor | None) -> Tensor:
+        """Memory for the rows that come from logits [n, V]: ``out``, or that of the logits where they fit."""
+        dtype = self.head.rows_dtype
+        if out is not None:
+            return out
+        if logits.dtype == dtype:
+            return logits
+        if logits.element_size() > dtype.itemsize:
+            return logits.view(dtype)[:, : logits.shape[1]]
+        return torch.empty(logits.shape, dtype=dtype, device=logits.device)
+
     def new_rows(self, fill: float = 0.0) -> Tensor:
         """[B, T] in the statistics' dtype."""
         return torch.full(
             self.labels.shape, fill, dtype=stats_dtype(self.hidden.dtype), device=self.labels.device
         )
+
+
+class Projected(NamedTuple):
+    """A chunk on its way from logits to the gradient products.
+
+    Attributes:
+        values: [n, V], the logits; or already rows, d logprob/dlogits but for a factor of each.
+        stats: [n] each.
+        factors: [n] in the statistics' dtype, or None where ``values`` are the logits.
+    """
+
+    values: Tensor
+    stats: RowStats
+    factors: Tensor | None = None
+
+    def select(self, keep: Tensor) -> Projected:
+        """Some of the rows, by ascending index, in the same memory."""
+        factors = None if self.factors is None else self.factors[keep]
+        return Projected(move_up(self.values, keep), self.stats.each(lambda stat: stat[keep]), factors)
 
 
 class Scores:
@@ -278,15 +316,39 @@ class Scores:
         )
         return RowStats(*stats).each(lambda stat: stat.squeeze(0))
 
-    def add(self, chunk: Chunk) -> tuple[Tensor, RowStats]:
-        """Project a chunk and keep its statistics; returns its logits [n, V] and statistics [n]."""
+    def score(self, chunk: Chunk, entropy: bool, out: Tensor | None = None) -> Projected:
+        """Project a chunk whose gradient is wanted, too: where one pass does both, its rows come with the
+        statistics, in ``out`` or in the memory of the logits.
+        """
         logits = self.logits(chunk)
-        stats = self.statistics(logits, chunk, self.entropy is not None)
+        if not self.call.one_pass(entropy):
+            return Projected(logits, self.statistics(logits, chunk, entropy))
+        rows = self.call.rows_of(logits, out)
+        stats, factors = cast(OnePassBackend, self.backend).logprobs_and_rows(
+            logits.unsqueeze(0),
+            chunk.labels,
+            chunk.transform,
+            ignore_index=self.call.ignore_index,
+            out=rows.unsqueeze(0),
+        )
+        return Projected(rows, stats.each(lambda stat: stat.squeeze(0)), factors.squeeze(0))
+
+    def add(self, chunk: Chunk, out: Tensor | None = None) -> Projected:
+        """``score`` a chunk and keep its statistics."""
+        projected = self.score(chunk, self.entropy is not None, out)
+        self.keep(projected.stats, chunk)
+        return projected
+
+    def add_forward(self, chunk: Chunk) -> None:
+        """Project a chunk and keep its statistics; its logits are not needed."""
+        self.keep(self.statistics(self.logits(chunk), chunk, self.entropy is not None), chunk)
+
+    def keep(self, stats: RowStats, chunk: Chunk) -> None:
+        """Keep a chunk's statistics."""
         self.logprobs.view(-1)[chunk.where] = stats.logprobs
         self.lse.view(-1)[chunk.where] = stats.lse
         if self.entropy is not None and stats.entropy is not None:
             self.entropy.view(-1)[chunk.where] = stats.entropy
-        return logits, stats
 
     def at(self, where: slice | Tensor) -> RowStats:
         """The statistics of some rows, [n] each."""
@@ -299,7 +361,7 @@ def linear_token_logprobs(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     call, (entropy,) = Call.split(args)
     scores = Scores(call, entropy)
     for chunk in call.chunks(call.index(call.counted if call.compact else None)):
-        scores.add(chunk)
+        scores.add_forward(chunk)
     scores.close()
     missing = scores.logprobs.new_empty(0)
     return scores.logprobs, scores.lse, missing if scores.entropy is None else scores.entropy
@@ -381,12 +443,28 @@ def move_up(values: Tensor, keep: Tensor) -> Tensor:
     """Rows ``keep`` (ascending) of [n, V], moved to the front of the same memory a few at a time."""
     if keep.numel() == 0 or int(keep[-1]) + 1 == keep.numel():
         return values[: keep.numel()]
-    step = max(1, values.shape[0] // 32)
+    step = max(1, values.shape[0] // 32, 2**20 // (values.shape[1] * values.element_size()))
     for start in range(0, keep.numel(), step):
         rows = keep[start : start + step]
         # what is overwritten here lies before every row that is still to be read
         values[start : start + rows.numel()] = values[rows]
     return values[: keep.numel()]
+
+
+class Rows(NamedTuple):
+    """What enters the gradient products: d logprob/dlogits is each row times its factor.
+
+    Attributes:
+        values: [n, V].
+        factors: [n], or None for 1.
+    """
+
+    values: Tensor
+    factors: Tensor | None
+
+    def scaled(self, unit: Tensor) -> Tensor:
+        """What is to multiply a product over ``values`` for coefficients ``unit`` [n]."""
+        return unit if self.factors is None else times(self.factors, unit)
 
 
 class HeadSums:
@@ -404,24 +482,25 @@ class HeadSums:
         if self._bias is not None:
             self._bias.zero_()
 
-    def add(self, rows: Tensor, hidden: Tensor, unit: Tensor, active: Tensor, scale: Tensor) -> None:
-        """Add those of rows [n, V] times ``unit`` [n] times ``scale``, 0-d, with hidden states [n, H]."""
+    def add(self, rows: Rows, hidden: Tensor, unit: Tensor, active: Tensor, scale: Tensor) -> None:
+        """Add those of rows times ``unit`` [n] times ``scale``, 0-d, with hidden states [n, H]."""
+        values, unit = rows.values, rows.scaled(unit)
         if self._weight is not None:
             # selected: the hidden state of a row without gradient may be anything
             chosen = torch.where(active.unsqueeze(1), hidden.to(self._weight.dtype), 0.0) * unit.unsqueeze(1)
-            if rows.dtype != self._weight.dtype:
-                product = _transposed_product(rows, chosen)
+            if values.dtype != self._weight.dtype:
+                product = _transposed_product(values, chosen)
                 if self._empty:
                     torch.mul(product, scale, out=self._weight)
                 else:
                     self._weight.addcmul_(product, scale)
             elif self._empty:
                 # not to zeros: they would cost as much as the memory that the sum fills
-                torch.mm(rows.t(), chosen * scale, out=self._weight)
+                torch.mm(values.t(), chosen * scale, out=self._weight)
             else:
-                self._weight.addmm_(rows.t(), chosen * scale)
+                self._weight.addmm_(values.t(), chosen * scale)
         if self._bias is not None:
-            self._bias += _transposed_product(rows, unit.unsqueeze(1)).squeeze(1) * scale
+            self._bias += _transposed_product(values, unit.unsqueeze(1)).squeeze(1) * scale
         self._empty = False
 
     def add_sums(self, sums: HeadSums, coefficient: Tensor) -> None:
@@ -475,19 +554,17 @@ class Gradients:
 
     def add(
         self,
-        logits: Tensor,
+        projected: Projected,
         chunk: Chunk,
-        stats: RowStats,
         grad: Tensor,
         grad_entropy: Tensor | None,
         skip: bool,
     ) -> None:
-        """Add one chunk, given its coefficients; overwrites the logits.
+        """Add one chunk, given its coefficients; overwrites its logits.
 
         Args:
-            logits: [n, V].
+            projected: of the chunk.
             chunk: the rows.
-            stats: [n] each.
             grad, grad_entropy: dLoss/dlogprobs and dLoss/dentropy, [n], or None.
             skip: leave rows without gradient out of the products.
         """
@@ -498,46 +575,41 @@ class Gradients:
             keep = active.nonzero().squeeze(1)
             if keep.numel() == 0:
                 return
-            logits, chunk, grad = move_up(logits, keep), chunk.select(keep), grad[keep]
-            stats, active = stats.each(lambda stat: stat[keep]), active[keep]
+            projected, chunk, grad = projected.select(keep), chunk.select(keep), grad[keep]
+            active = active[keep]
             grad_entropy = None if grad_entropy is None else grad_entropy[keep]
         if grad_entropy is None:
-            self.add_rows(self.rows(logits, chunk, stats), chunk, grad, active)
+            self.add_rows(self.rows(projected, chunk), chunk, grad, active)
             return
         # a row then has two coefficients, so they go into the rows themselves
         largest = torch.maximum(grad.abs().amax(), grad_entropy.abs().amax())
         scale = power_of_two(largest.to(self.accumulate))
-        rows = self.rows(logits, chunk, stats, grad / scale, grad_entropy / scale)
-        self.add_rows(rows, chunk, scale.expand(len(chunk)), active)
+        rows = self._write(projected, chunk, grad / scale, grad_entropy / scale, None)
+        self.add_rows(Rows(rows, None), chunk, scale.expand(len(chunk)), active)
 
-    def rows(
+    def rows(self, projected: Projected, chunk: Chunk, out: Tensor | None = None) -> Rows:
+        """What enters the gradient products, in ``out`` or, where it fits, in the memory of the logits."""
+        if projected.factors is not None:
+            return Rows(projected.values, projected.factors)
+        ones = projected.stats.logprobs.new_ones(()).expand(len(chunk))
+        return Rows(self._write(projected, chunk, ones, None, out), None)
+
+    def _write(
         self,
-        logits: Tensor,
+        projected: Projected,
         chunk: Chunk,
-        stats: RowStats,
-        grad: Tensor | None = None,
-        grad_entropy: Tensor | None = None,
-        out: Tensor | None = None,
+        grad: Tensor,
+        grad_entropy: Tensor | None,
+        out: Tensor | None,
     ) -> Tensor:
-        """[n, V], what enters the gradient products: d(grad * logprob + grad_entropy * entropy)/dlogits.
-
-        In ``out``, or in the memory of the logits where it fits. ``grad=None`` means 1.
-        """
-        dtype = self.call.head.rows_dtype
-        if out is not None:
-            rows = out
-        elif logits.dtype == dtype:
-            rows = logits
-        elif logits.element_size() > dtype.itemsize:
-            rows = logits.view(dtype)[:, : logits.shape[1]]
-        else:
-            rows = torch.empty(logits.shape, dtype=dtype, device=logits.device)
-        ones = stats.logprobs.new_ones(()).expand(len(chunk))
+        """d(grad * logprob + grad_entropy * entropy)/dlogits."""
+        logits = projected.values
+        rows = self.call.rows_of(logits, out)
         self.backend.logprobs_backward(
             logits.unsqueeze(0),
             chunk.labels,
-            stats.each(lambda stat: stat.unsqueeze(0)),
-            (ones if grad is None else grad).unsqueeze(0),
+            projected.stats.each(lambda stat: stat.unsqueeze(0)),
+            grad.unsqueeze(0),
             None if grad_entropy is None else grad_entropy.unsqueeze(0),
             None,
             chunk.transform,
@@ -546,20 +618,21 @@ class Gradients:
         )
         return rows
 
-    def add_rows(self, rows: Tensor, chunk: Chunk, coefficients: Tensor, active: Tensor) -> None:
-        """Add rows [n, V] times coefficients [n], the inactive ones of which are zero."""
+    def add_rows(self, rows: Rows, chunk: Chunk, coefficients: Tensor, active: Tensor) -> None:
+        """Add rows times coefficients [n], the inactive ones of which are zero."""
         coefficients = coefficients.to(self.accumulate)
         bounded = bounded_for_sums(coefficients)
         scale = power_of_two(bounded.abs().amax())
         self.add_hidden(rows, chunk, coefficients)
         self.sums.add(rows, chunk.hidden, bounded / scale, active, scale)
 
-    def add_hidden(self, rows: Tensor, chunk: Chunk, coefficients: Tensor) -> None:
-        """Add the dHidden of rows [n, V] times coefficients [n]; no row's depends on another's."""
+    def add_hidden(self, rows: Rows, chunk: Chunk, coefficients: Tensor) -> None:
+        """Add the dHidden of rows times coefficients [n]; no row's depends on another's."""
         if self.hidden is None:
             return
         scale = power_of_two(coefficients.abs())
-        values = times(self.call.head.grad_hidden(rows), (coefficients / scale).unsqueeze(1))
+        unit = rows.scaled(coefficients / scale)
+        values = times(self.call.head.grad_hidden(rows.values), unit.unsqueeze(1))
         if self.scales is None:
             values = times(values, scale.unsqueeze(1))
         else:
@@ -599,11 +672,13 @@ def recompute(
         grad, grad_entropy: dLoss/dlogprobs and dLoss/dentropy of all rows, flat, or None.
     """
     for chunk in scores.call.chunks(index):
-        logits = scores.logits(chunk)
-        stats = scores.statistics(logits, chunk, grad_entropy is not None) if anew else scores.at(chunk.where)
+        if anew:
+            projected = scores.score(chunk, grad_entropy is not None)
+        else:
+            projected = Projected(scores.logits(chunk), scores.at(chunk.where))
         entropy = None if grad_entropy is None else grad_entropy[chunk.where]
-        gradients.add(logits, chunk, stats, grad[chunk.where], entropy, skip=False)
-        del logits
+        gradients.add(projected, chunk, grad[chunk.where], entropy, skip=False)
+        del projected
 
 
 def fake_gradients(

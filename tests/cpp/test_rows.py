@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from cpp_oracle import IGNORE, assert_within_budget, exact, plain
+from cpp_oracle import IGNORE, assert_within_budget, exact, plain, wide
 from torch import Tensor
 
 from gspo_kernels import cpp
@@ -75,6 +75,15 @@ def and_grad(logits: Tensor, labels: Tensor, c: Tensor, transform: LogitTransfor
     return cpp.logprobs_and_grad(logits, labels, c, transform, ignore_index=IGNORE, out=out), out
 
 
+def and_rows(logits: Tensor, labels: Tensor, transform: LogitTransform = IDENTITY, out=None):
+    """Statistics, rows, and the factors that make them d logprob/dlogits."""
+    if out is None:
+        out = torch.full(logits.shape, float("nan"), dtype=stats_dtype(logits.dtype))
+    stats, factors = cpp.logprobs_and_rows(logits, labels, transform, ignore_index=IGNORE, out=out)
+    assert factors.shape == labels.shape and factors.isfinite().all()
+    return stats, out, factors
+
+
 def equal(a, b) -> bool:
     """Same bits, NaN included."""
     return all(
@@ -113,6 +122,13 @@ def test_values_and_gradients_are_within_budget(vocabulary, dtype, transform):
     assert equal(one_pass, without_entropy)
     assert_within_budget("grad in one pass", grad, usual.grad, want.grad)
 
+    usual = plain(logits.to(stats_dtype(dtype)), labels, transform, g)
+    stats, rows, factors = and_rows(logits, labels, transform)
+    assert stats.entropy is None and (stats.logprobs <= 0).all()
+    assert_within_budget("logprobs with rows", stats.logprobs, usual.logprobs, want.logprobs)
+    assert_within_budget("lse with rows", stats.lse.to(stats_dtype(dtype)), usual.lse, want.lse)
+    assert_within_budget("rows", rows, usual.grad, want.grad, wide(g) * wide(factors))
+
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_temperature_per_row(dtype):
@@ -124,6 +140,9 @@ def test_temperature_per_row(dtype):
     assert_within_budget("logprobs", stats.logprobs, usual.logprobs, want.logprobs)
     assert_within_budget("entropy", stats.entropy, usual.entropy, want.entropy)
     assert_within_budget("grad", backward(logits, labels, stats, g, ge, transform), usual.grad, want.grad)
+    want, usual = exact(logits, labels, transform, g), plain(logits, labels, transform, g)
+    _, rows, factors = and_rows(logits, labels, transform)
+    assert_within_budget("rows", rows, usual.grad, want.grad, wide(g) * wide(factors))
 
 
 @pytest.mark.parametrize("spread", [0.0, 30.0])
@@ -138,6 +157,31 @@ def test_logits_far_from_zero_and_far_apart(spread, offset):
     assert_within_budget("grad", backward(logits, labels, stats, g, ge), usual.grad, want.grad)
     want, usual = exact(logits, labels, IDENTITY, g), plain(logits, labels, IDENTITY, g)
     assert_within_budget("one pass", and_grad(logits, labels, g)[1], usual.grad, want.grad)
+    stats, rows, factors = and_rows(logits, labels)
+    assert_within_budget("logprobs with rows", stats.logprobs, usual.logprobs, want.logprobs)
+    assert_within_budget("rows", rows, usual.grad, want.grad, wide(g) * wide(factors))
+
+
+@pytest.mark.parametrize("step", [-90.0, -33.0, 5.0, 31.0, 33.0, 60.0, 1000.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("softcap", [0.0, 80.0])
+def test_rows_whose_blocks_rise_and_fall(step, dtype, softcap):
+    """Exponentials are written before the row's maximum is known: they must come out as if it had been."""
+    logits, labels, g, _ = make(9001, dtype)
+    logits += step * torch.tensor([0, 1, 2, 2, 1, 3], dtype=dtype)[torch.arange(9001) // 2048]
+    labels[1, :2] = torch.tensor([100, 8999])
+    transform = LogitTransform(softcap=softcap)
+    want, usual = exact(logits, labels, transform, g), plain(logits, labels, transform, g)
+    stats, rows, factors = and_rows(logits, labels, transform)
+    assert_within_budget("logprobs", stats.logprobs, usual.logprobs, want.logprobs)
+    assert_within_budget("lse", stats.lse.to(dtype), usual.lse, want.lse)
+    factors = wide(g) * wide(factors)
+    assert_within_budget("rows", rows, usual.grad, want.grad, factors)
+    # the largest elements alone would hide the others: those that count for anything, each for itself
+    small = np.abs(want.grad) > 1e-30
+    error = np.abs((wide(rows) * factors[..., None])[small] / want.grad[small] - 1).max()
+    usual_error = np.abs(usual.grad[small] / want.grad[small] - 1).max()
+    assert error <= 2 * usual_error + 4 * torch.finfo(dtype).eps
 
 
 @pytest.mark.parametrize("gap", [5.0, 12.0, 17.0, 30.0, 80.0])
@@ -158,7 +202,9 @@ def test_peaked_rows_keep_relative_precision(gap, dtype):
     # distance to the label is rounded too, which shifts an exponent.
     eps *= 2 if dtype != torch.float64 else 2 + gap + 9
     assert (np.abs(stats.logprobs.double().numpy() + np.log1p(odds)) <= eps * np.log1p(odds)).all()
-    for grad in (backward(logits, labels, stats, c), and_grad(logits, labels, c)[1]):
+    _, rows, factors = and_rows(logits, labels)
+    rows = (rows * factors.unsqueeze(-1)).to(dtype)
+    for grad in (backward(logits, labels, stats, c), and_grad(logits, labels, c)[1], rows):
         at_label = grad.gather(-1, labels[..., None])[..., 0]
         expected = odds / (1 + odds)
         subnormal = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
@@ -195,6 +241,7 @@ def test_any_strides_give_the_bits_of_contiguous_logits(layout, dtype):
     got = backward(logits, labels, stats, g, ge, scale=scale)
     assert equal([got], [backward(before, labels, stats, g.contiguous() * 2, ge.contiguous() * 2)])
     assert equal(and_grad(logits, labels, g)[1:], and_grad(before, labels, g)[1:])
+    assert equal(and_rows(logits, labels)[1:], and_rows(before, labels)[1:])
     assert equal([logits], [before])
 
 
@@ -203,6 +250,8 @@ def test_strided_gradient_rows_touch_nothing_between_them():
     padded = torch.full((2, 10, 320), 7.0)
     backward(logits, labels, forward(logits, labels), g, out=padded[:, ::2, 10:310])
     assert equal([padded[:, ::2, 10:310]], [backward(logits, labels, forward(logits, labels), g)])
+    padded[:, ::2, 10:310] = 7.0
+    and_rows(logits, labels, out=padded[:, ::2, 10:310])
     padded[:, ::2, 10:310] = 7.0
     assert (padded == 7.0).all()
 
@@ -232,6 +281,9 @@ def test_ignored_and_idle_rows_are_zeros_and_never_read(poison, dtype):
     one_pass = and_grad(poisoned, labels, g0)
     assert (one_pass[1][-1, 1] == 0).all() and (one_pass[1][0, 2] == 0).all()
     assert equal(one_pass[0], stats._replace(entropy=None))
+    with_rows = and_rows(poisoned, labels)
+    assert (with_rows[0].logprobs[-1, 1], with_rows[0].lse[-1, 1]) == (0, 0)
+    assert (with_rows[1][-1, 1] == 0).all() and equal(with_rows[1:], and_rows(logits, labels)[1:])
 
     poisoned[0, 2] = poison
     idle = backward(poisoned, labels, stats, g0, ge0)
@@ -271,6 +323,13 @@ def test_in_place_gives_the_same_bits(dtype, transform):
     scratch = logits.clone()
     in_place = and_grad(scratch, labels, g, transform, out=scratch)
     assert equal(in_place[0], one_pass[0]) and equal(in_place[1:], one_pass[1:])
+    if dtype == stats_dtype(dtype):
+        scratch = logits.clone()
+        with_rows, in_place = (
+            and_rows(logits, labels, transform),
+            and_rows(scratch, labels, transform, scratch),
+        )
+        assert equal(in_place[0], with_rows[0]) and equal(in_place[1:], with_rows[1:])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -352,6 +411,8 @@ def test_label_out_of_range_is_nan_and_no_address(label):
     assert (backward(logits, labels, bad, g)[0, 0] == 0).all()
     one_pass = and_grad(logits, labels, g)
     assert one_pass[0].logprobs[0, 0].isnan() and (one_pass[1][0, 0] == 0).all()
+    with_rows = and_rows(logits, labels)
+    assert with_rows[0].logprobs[0, 0].isnan() and (with_rows[1][0, 0] == 0).all()
 
 
 def special_rows(dtype: torch.dtype) -> dict[str, Tensor]:
@@ -401,7 +462,10 @@ def test_special_values_behave_as_log_softmax(kind, dtype):
     one_pass = and_grad(logits, labels, c, out=torch.full_like(leaf.detach(), 7.0))
     two_pass = backward(logits, labels, stats, c, out=torch.full_like(leaf.detach(), 7.0))
     assert equal(one_pass[0], stats._replace(entropy=None))
-    for grad in (one_pass[1], two_pass):
+    with_rows = and_rows(logits, labels)
+    torch.testing.assert_close(with_rows[0].logprobs[0, 0], expected.detach(), **close)
+    torch.testing.assert_close(with_rows[0].lse, stats.lse, **close)
+    for grad in (one_pass[1], two_pass, -1.5 * with_rows[1] * with_rows[2].item()):
         torch.testing.assert_close(grad, expected_grad, rtol=1e2 * eps, atol=8 * eps, equal_nan=True)
     finite = logits.isfinite().any() and not (logits.isnan() | (logits == float("inf"))).any()
     assert stats.entropy.isfinite().all() == finite
@@ -419,8 +483,9 @@ def test_bits_depend_neither_on_threads_nor_on_the_run(dtype):
 
     def everything():
         stats = forward(logits, labels)
-        one_pass = and_grad(logits, labels, g)
-        return *stats, backward(logits, labels, stats, g, ge), *one_pass[0][:2], one_pass[1]
+        one_pass, with_rows = and_grad(logits, labels, g), and_rows(logits, labels)
+        ends = (*one_pass[0][:2], one_pass[1], *with_rows[0][:2], *with_rows[1:])
+        return *stats, backward(logits, labels, stats, g, ge), *ends
 
     before = torch.get_num_threads()
     try:
@@ -457,9 +522,10 @@ def test_every_statistic_is_written(monkeypatch):
         torch.use_deterministic_algorithms(True)  # torch.empty fills with NaN
         assert torch.empty(3).isnan().all()
         stats, (one_pass, _) = forward(logits, labels), and_grad(logits, labels, g)
+        with_rows, _, factors = and_rows(logits, labels)
     finally:
         torch.use_deterministic_algorithms(before)
-    assert not any(values.isnan().any() for values in (*stats, *one_pass[:2]))
+    assert not any(values.isnan().any() for values in (*stats, *one_pass[:2], *with_rows[:2], factors))
 
 
 @pytest.mark.parametrize("shape", [(0, 4, 10), (3, 0, 10), (0, 0, 1)])
@@ -468,7 +534,7 @@ def test_no_rows(shape):
     stats = forward(logits, labels)
     assert stats.logprobs.shape == stats.entropy.shape == shape[:2]
     assert backward(logits, labels, stats, c).shape == shape
-    assert and_grad(logits, labels, c)[1].shape == shape
+    assert and_grad(logits, labels, c)[1].shape == and_rows(logits, labels)[1].shape == shape
 
 
 def test_offsets_beyond_32_bits():
@@ -523,6 +589,10 @@ REFUSED: dict[str, tuple[type[Exception], Callable[[Tensor, Tensor, RowStats], o
         lambda x, y, s: backward(x, y, s._replace(entropy=None), s.lse, s.lse),
     ),
     "labels: got shape": (ValueError, lambda x, y, s: forward(x, y[:1])),
+    "out: got torch.bfloat16, expected torch.float32": (
+        TypeError,
+        lambda x, y, s: and_rows(x, y, out=torch.empty_like(x, dtype=torch.bfloat16)),
+    ),
 }
 
 

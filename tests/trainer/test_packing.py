@@ -1,5 +1,6 @@
 """Packed rows: equal to padding in values and gradients, sequences independent, what is refused."""
 
+import gc
 from itertools import pairwise
 
 import pytest
@@ -155,6 +156,10 @@ def test_through_ddp():
         wrapped = torch.nn.parallel.DistributedDataParallel(model)
         ours = values_and_gradients(wrapped, lambda m: pack(m, prompts, completions))
     finally:
+        # the wrapper first: were it the group's last owner, joining the group's threads could wait for the
+        # GIL that it holds
+        wrapped = None
+        gc.collect()
         distributed.destroy_process_group()
     assert ours.keys() == {"hidden states"} | {f"module.{n}" for n in alone if n != "hidden states"}
     assert all(torch.equal(alone[name.removeprefix("module.")], ours[name]) for name in ours)
