@@ -69,6 +69,12 @@ class Row {
           label_(label >= 0 && label < rows.vocabulary ? label : -1) {}
 
     int64_t vocabulary() const { return vocabulary_; }
+    bool soft_capped() const { return transform_.softcap != 0; }
+    // dz/dx without the soft cap's part, in the type it is wanted in.
+    template <class R>
+    R chain() const {
+        return static_cast<R>(transform_.logit_scale) / transform_.temperature;
+    }
     int64_t label() const { return label_; }  // -1 where out of range
     bool label_in(int64_t begin, int64_t n) const { return label_ >= begin && label_ < begin + n; }
 
@@ -250,11 +256,11 @@ S label_gradient(S logprob, const RowGradient<S>& row) {
 }
 
 // Blocks upwards, each read before it is written: `out` may be the logits, or narrower rows inside their
-// memory. chain is dz/dx without the soft cap's part.
+// memory.
 template <class T, class O, class S>
-void write_gradient(const Row<T>& row, S logprob, RowGradient<S> gradient_row, bool soft_capped, S chain,
-                    O* out) {
+void write_gradient(const Row<T>& row, S logprob, RowGradient<S> gradient_row, O* out) {
     alignas(64) S buffer[kBlock], slope[kBlock];
+    const S chain = row.template chain<S>();
     gradient_row.c *= chain;
     gradient_row.entropy_c *= chain;
     for (int64_t begin = 0; begin < row.vocabulary(); begin += kBlock, out += kBlock) {
@@ -264,7 +270,7 @@ void write_gradient(const Row<T>& row, S logprob, RowGradient<S> gradient_row, b
         if constexpr (std::is_same_v<O, S>) g = out;
         gradient(z, n, gradient_row, g);
         if (row.label_in(begin, n)) g[row.label() - begin] = label_gradient(logprob, gradient_row);
-        if (soft_capped) multiply(g, slope, n);
+        if (row.soft_capped()) multiply(g, slope, n);
         if constexpr (!std::is_same_v<O, S>) store(g, n, out);
     }
 }
@@ -276,7 +282,7 @@ constexpr double kHeadroom = 32;
 // Statistics and what products take in one pass, one exponential an element: `out` is d logprob / d logits but
 // for a factor of the row, exp(z - shift) and at the label minus their sum.
 template <class T, class S>
-Statistics write_rows(const Row<T>& row, bool soft_capped, double chain, S* out, S& factor) {
+Statistics write_rows(const Row<T>& row, S* out, S& factor) {
     alignas(64) S buffer[kBlock], slope[kBlock];
     struct Stretch {
         int64_t end;
@@ -289,7 +295,7 @@ Statistics write_rows(const Row<T>& row, bool soft_capped, double chain, S* out,
     for (int64_t begin = 0; begin < row.vocabulary(); begin += kBlock) {
         const int64_t n = std::min(kBlock, row.vocabulary() - begin);
         const S* z = row.others(begin, n, buffer, slope);
-        if (soft_capped && row.label_in(begin, n)) label_slope = slope[row.label() - begin];
+        if (row.soft_capped() && row.label_in(begin, n)) label_slope = slope[row.label() - begin];
         const double block_maximum = maximum(z, n);
         if (block_maximum > others.maximum + kHeadroom) {
             if (others.maximum != -kInfinity) earlier.push_back({begin, others.maximum});
@@ -300,7 +306,7 @@ Statistics write_rows(const Row<T>& row, bool soft_capped, double chain, S* out,
             row.prefetch(begin + kBlock + i, kPiece);
             others.sum += write_exp(z + i, std::min(kPiece, n - i), shift, out + begin + i);
         }
-        if (soft_capped) multiply(out + begin, slope, n);
+        if (row.soft_capped()) multiply(out + begin, slope, n);
     }
     const Statistics statistics = statistics_of(others, row.label() >= 0, z_label, false);
     int64_t begin = 0;
@@ -309,7 +315,7 @@ Statistics write_rows(const Row<T>& row, bool soft_capped, double chain, S* out,
         begin = end;
     }
     if (row.label() >= 0) out[row.label()] = static_cast<S>(0 - others.sum) * label_slope;
-    factor = static_cast<S>(-chain / (others.sum + std::exp(z_label - others.maximum)));
+    factor = static_cast<S>(-row.template chain<double>() / (others.sum + std::exp(z_label - others.maximum)));
     return statistics;
 }
 
@@ -331,11 +337,29 @@ void visit_dtype(const Tensor& tensor, const F& work) {
     }
 }
 
-template <class S>
-Transform<S> transform_of_row(const LogitOptions& options, const S* row_temperature, int64_t row) {
-    return {static_cast<S>(options.logit_scale), static_cast<S>(options.softcap),
-            row_temperature ? row_temperature[row] : static_cast<S>(options.temperature)};
-}
+// What all row operations read.
+template <class T>
+struct Inputs {
+    using S = StatsOf<T>;
+    Rows<const T> logits;
+    const int64_t* label;
+    const S* row_temperature;
+    const LogitOptions& options;
+
+    Inputs(const Tensor& logits, const Tensor& labels, const LogitOptions& options)
+        : logits(logits, const_cast<void*>(logits.const_data_ptr())),
+          label(values<int64_t>(labels)),
+          row_temperature(values<S>(options.row_temperature)),
+          options(options) {}
+
+    bool ignored(int64_t i) const { return label[i] == options.ignore_index; }
+
+    Row<T> row(int64_t i) const {
+        const S temperature = row_temperature ? row_temperature[i] : static_cast<S>(options.temperature);
+        return {logits, i, label[i],
+                {static_cast<S>(options.logit_scale), static_cast<S>(options.softcap), temperature}};
+    }
+};
 
 }  // namespace
 
@@ -344,18 +368,13 @@ void logprobs_forward(const Tensor& logits, const Tensor& labels, const LogitOpt
     visit_dtype(logits, [&](auto dtype) {
         using T = decltype(dtype);
         using S = StatsOf<T>;
-        const Rows<const T> rows(logits, const_cast<void*>(logits.const_data_ptr()));
-        const auto* label = values<int64_t>(labels);
-        const auto* row_temperature = values<S>(options.row_temperature);
+        const Inputs<T> inputs(logits, labels, options);
         S* logprob_out = mutable_values<S>(logprobs);
         double* lse_out = mutable_values<double>(lse);
         S* entropy_out = entropy ? mutable_values<S>(*entropy) : nullptr;
-        for_each_row(labels.numel(), rows.vocabulary, [&](int64_t i) {
+        for_each_row(labels.numel(), inputs.logits.vocabulary, [&](int64_t i) {
             Statistics statistics{};
-            if (label[i] != options.ignore_index) {
-                const Row<T> row(rows, i, label[i], transform_of_row(options, row_temperature, i));
-                statistics = row_statistics(row, entropy_out != nullptr);
-            }
+            if (!inputs.ignored(i)) statistics = row_statistics(inputs.row(i), entropy_out != nullptr);
             logprob_out[i] = static_cast<S>(statistics.logprob);
             lse_out[i] = statistics.lse;
             if (entropy_out) entropy_out[i] = static_cast<S>(statistics.entropy);
@@ -370,29 +389,25 @@ void logprobs_backward(const Tensor& logits, const Tensor& labels, const LogitOp
         using T = decltype(dtype);
         using O = decltype(out_dtype);
         using S = StatsOf<T>;
-        const Rows<const T> rows(logits, const_cast<void*>(logits.const_data_ptr()));
+        const Inputs<T> inputs(logits, labels, options);
         const Rows<O> out_rows(out, out.mutable_data_ptr());
-        const auto* label = values<int64_t>(labels);
-        const auto* row_temperature = values<S>(options.row_temperature);
         const S *logprob_in = values<S>(logprobs), *entropy_in = values<S>(entropy);
         const double* lse_in = values<double>(lse);
         const S *c = values<S>(grad_logprobs), *entropy_c = values<S>(grad_entropy);
-        for_each_row(labels.numel(), rows.vocabulary, [&](int64_t i) {
+        for_each_row(labels.numel(), inputs.logits.vocabulary, [&](int64_t i) {
             O* out_row = out_rows.row(i);
-            const Transform<S> parameters = transform_of_row(options, row_temperature, i);
-            const Row<T> row(rows, i, label[i], parameters);
+            const Row<T> row = inputs.row(i);
             RowGradient<S> gradient{};
             // A label out of range has a constant (NaN) log-prob.
             gradient.c = row.label() < 0 ? S(0) : c[i];
             gradient.entropy_c = entropy_c ? entropy_c[i] : S(0);
             gradient.entropy = entropy_in ? entropy_in[i] : S(0);
-            if (label[i] == options.ignore_index || (gradient.c == 0 && gradient.entropy_c == 0)) {
-                return write_zeros(out_row, rows.vocabulary);
+            if (inputs.ignored(i) || (gradient.c == 0 && gradient.entropy_c == 0)) {
+                return write_zeros(out_row, row.vocabulary());
             }
-            if (!std::isfinite(lse_in[i])) return write_nan(out_row, rows.vocabulary);
+            if (!std::isfinite(lse_in[i])) return write_nan(out_row, row.vocabulary());
             set_normalizer(row, logprob_in[i], lse_in[i], gradient);
-            write_gradient(row, logprob_in[i], gradient, parameters.softcap != 0,
-                           parameters.logit_scale / parameters.temperature, out_row);
+            write_gradient(row, logprob_in[i], gradient, out_row);
         });
     };
     visit_dtype(logits,
@@ -405,32 +420,28 @@ void logprobs_and_grad(const Tensor& logits, const Tensor& labels, const LogitOp
         using T = decltype(dtype);
         using O = decltype(out_dtype);
         using S = StatsOf<T>;
-        const Rows<const T> rows(logits, const_cast<void*>(logits.const_data_ptr()));
+        const Inputs<T> inputs(logits, labels, options);
         const Rows<O> out_rows(out, out.mutable_data_ptr());
-        const auto* label = values<int64_t>(labels);
-        const auto* row_temperature = values<S>(options.row_temperature);
         const S* c = values<S>(coefficients);
         S* logprob_out = mutable_values<S>(logprobs);
         double* lse_out = mutable_values<double>(lse);
-        for_each_row(labels.numel(), rows.vocabulary, [&](int64_t i) {
+        for_each_row(labels.numel(), inputs.logits.vocabulary, [&](int64_t i) {
             O* out_row = out_rows.row(i);
-            if (label[i] == options.ignore_index) {
+            if (inputs.ignored(i)) {
                 logprob_out[i] = 0;
                 lse_out[i] = 0;
-                return write_zeros(out_row, rows.vocabulary);
+                return write_zeros(out_row, out_rows.vocabulary);
             }
-            const Transform<S> parameters = transform_of_row(options, row_temperature, i);
-            const Row<T> row(rows, i, label[i], parameters);
+            const Row<T> row = inputs.row(i);
             const Statistics statistics = row_statistics(row, false);
             const S logprob = static_cast<S>(statistics.logprob);
             logprob_out[i] = logprob;
             lse_out[i] = statistics.lse;
-            if (c[i] == 0 || row.label() < 0) return write_zeros(out_row, rows.vocabulary);
-            if (!std::isfinite(lse_out[i])) return write_nan(out_row, rows.vocabulary);
+            if (c[i] == 0 || row.label() < 0) return write_zeros(out_row, row.vocabulary());
+            if (!std::isfinite(lse_out[i])) return write_nan(out_row, row.vocabulary());
             const RowGradient<S> gradient{static_cast<S>(statistics.maximum),
                                           static_cast<S>(statistics.log_sum), c[i], 0, 0};
-            write_gradient(row, logprob, gradient, parameters.softcap != 0,
-                           parameters.logit_scale / parameters.temperature, out_row);
+            write_gradient(row, logprob, gradient, out_row);
         });
     };
     visit_dtype(logits,
@@ -442,33 +453,27 @@ void logprobs_and_rows(const Tensor& logits, const Tensor& labels, const LogitOp
     visit_dtype(logits, [&](auto dtype) {
         using T = decltype(dtype);
         using S = StatsOf<T>;
-        const Rows<const T> rows(logits, const_cast<void*>(logits.const_data_ptr()));
+        const Inputs<T> inputs(logits, labels, options);
         const Rows<S> out_rows(out, out.mutable_data_ptr());
-        const auto* label = values<int64_t>(labels);
-        const auto* row_temperature = values<S>(options.row_temperature);
         S *logprob_out = mutable_values<S>(logprobs), *factor_out = mutable_values<S>(factors);
         double* lse_out = mutable_values<double>(lse);
-        for_each_row(labels.numel(), rows.vocabulary, [&](int64_t i) {
+        for_each_row(labels.numel(), inputs.logits.vocabulary, [&](int64_t i) {
             S* out_row = out_rows.row(i);
             factor_out[i] = 1;
-            if (label[i] == options.ignore_index) {
+            if (inputs.ignored(i)) {
                 logprob_out[i] = 0;
                 lse_out[i] = 0;
-                return write_zeros(out_row, rows.vocabulary);
+                return write_zeros(out_row, out_rows.vocabulary);
             }
-            const Transform<S> parameters = transform_of_row(options, row_temperature, i);
-            const Row<T> row(rows, i, label[i], parameters);
-            const Statistics statistics =
-                write_rows(row, parameters.softcap != 0,
-                           static_cast<double>(parameters.logit_scale) / parameters.temperature, out_row,
-                           factor_out[i]);
+            const Row<T> row = inputs.row(i);
+            const Statistics statistics = write_rows(row, out_row, factor_out[i]);
             logprob_out[i] = static_cast<S>(statistics.logprob);
             lse_out[i] = statistics.lse;
             if (row.label() >= 0 && std::isfinite(statistics.lse)) return;
             factor_out[i] = 1;
             // A label out of range has a constant (NaN) log-prob.
-            if (row.label() < 0) return write_zeros(out_row, rows.vocabulary);
-            write_nan(out_row, rows.vocabulary);
+            if (row.label() < 0) return write_zeros(out_row, row.vocabulary());
+            write_nan(out_row, row.vocabulary());
         });
     });
 }

@@ -21,6 +21,7 @@ from cases import (
 )
 
 import gspo_kernels as gk
+from gspo_kernels import cpp
 from gspo_kernels.objectives.base import Objective, ObjectiveLoss
 from gspo_kernels.objectives.finite import exp, mul
 from gspo_kernels.ops import linear, memory
@@ -526,6 +527,38 @@ def test_the_plan_knows_which_objectives_are_one_launch():
     assert plans[0].parts == plans[1].parts and plans[0].seconds < plans[1].seconds
 
 
+@pytest.mark.skipif(cpp.unavailable(torch.device("cpu")) is not None, reason="needs the C++ backend")
+@pytest.mark.parametrize(
+    ("schedule", "terms", "together"),
+    [
+        ("aligned", "holes", True),
+        ("deferred", "holes", True),
+        ("cached", "holes", True),
+        ("aligned", "entropy", False),
+        ("two_pass", "entropy", False),
+    ],
+)
+def test_rows_come_with_the_statistics_where_they_can(schedule, terms, together, monkeypatch):
+    """The results are the same either way, so only counting shows it; an entropy bonus needs the logits."""
+    rows, one_pass = [], cpp.logprobs_and_rows
+
+    def counted(logits, *args, **kwargs):
+        rows.append(logits.shape[1])
+        return one_pass(logits, *args, **kwargs)
+
+    monkeypatch.setattr(cpp, "logprobs_and_rows", counted)
+    case = make_case("linear", "packed", terms)
+    run(case, ENTRY, gk.GSPO(), "cpp", schedule=schedule)
+    mask = case.labels != -100 if case.loss_mask is None else case.loss_mask != 0
+    assert sum(rows) == (int(mask.sum()) if together else 0)
+
+
+def test_rows_that_come_with_the_statistics_are_cheaper():
+    for name in SCHEDULES:
+        apart, together = (cost(name, 1000, shapes(one_pass=one), 1.0).moved for one in (False, True))
+        assert together == apart - 1000 * 32000 * 4
+
+
 @pytest.mark.parametrize("schedule", ["auto", *SCHEDULES[1:]])
 def test_parts_cover_every_scope_once(schedule):
     rng = generator(11)
@@ -673,10 +706,10 @@ def test_16_bit_rows_live_in_the_memory_of_the_logits(dtype, schedule, monkeypat
     rows_of = linear.Gradients.rows
 
     def rows(self, projected, *args, out=None, **kwargs):
-        found = rows_of(self, projected, *args, out=out, **kwargs).values
-        shared.append(found.data_ptr() == projected.values.data_ptr())
-        assert found.dtype == dtype
-        return linear.Rows(found, None)
+        found = rows_of(self, projected, *args, out=out, **kwargs)
+        shared.append(found.values.data_ptr() == projected.values.data_ptr())
+        assert found.values.dtype == dtype
+        return found
 
     def transposed_product(scores, operand):
         return scores.float().t() @ operand.to(scores.dtype).float()

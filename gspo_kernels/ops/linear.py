@@ -229,7 +229,7 @@ class Call:
         wide = self.head.rows_dtype == stats_dtype(self.head.dtype)
         return wide and not entropy and hasattr(load(self.backend), "logprobs_and_rows")
 
-    def rows_of(self, logits: Tensor, out: Tensor | None) -> Tensor:
+    def rows_memory(self, logits: Tensor, out: Tensor | None) -> Tensor:
         """Memory for the rows that come from logits [n, V]: ``out``, or that of the logits where they fit."""
         dtype = self.head.rows_dtype
         if out is not None:
@@ -323,7 +323,7 @@ class Scores:
         logits = self.logits(chunk)
         if not self.call.one_pass(entropy):
             return Projected(logits, self.statistics(logits, chunk, entropy))
-        rows = self.call.rows_of(logits, out)
+        rows = self.call.rows_memory(logits, out)
         stats, factors = cast(OnePassBackend, self.backend).logprobs_and_rows(
             logits.unsqueeze(0),
             chunk.labels,
@@ -603,8 +603,9 @@ class Gradients:
         out: Tensor | None,
     ) -> Tensor:
         """d(grad * logprob + grad_entropy * entropy)/dlogits."""
+        assert projected.factors is None
         logits = projected.values
-        rows = self.call.rows_of(logits, out)
+        rows = self.call.rows_memory(logits, out)
         self.backend.logprobs_backward(
             logits.unsqueeze(0),
             chunk.labels,
