@@ -102,10 +102,11 @@ def linear_token_logprobs(
         return_entropy: also return the differentiable entropy.
         logits_dtype: "float32": products of 16-bit inputs leave the matrix product in fp32. "input": they are
             rounded to the inputs' dtype, as other trainers do.
-        max_chunk_bytes: bytes of logits that exist at once, at least a row; by default 1,024 rows on the CPU
-            and 4,096 on a GPU, at least 64 MiB, at most 1/16 of the memory. 0: logits are never written at
-            all; for scoring without a gradient, by a Triton kernel. Never chosen by itself: its sums have
-            another order, so that ratios with the losses' log-probs are 1 to rounding instead of exactly.
+        max_chunk_bytes: bytes of logits that exist at once, at least a row; by default 4,096 rows on a
+            GPU and 1,024 to 2,048 on the CPU, as many as fit 256 MiB; at least 64 MiB, at most 1/16 of the
+            memory. 0: logits are never written at all; for scoring without a gradient, by a Triton kernel.
+            Never chosen by itself: its sums have another order, so that ratios with the losses' log-probs
+            are 1 to rounding instead of exactly.
         backend: "auto", "triton", "cpp" or "reference".
 
     Returns:

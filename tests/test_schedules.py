@@ -680,6 +680,10 @@ def test_default_chunk_is_a_function_of_shapes_and_memory():
     gib = 2**30
     assert memory.default_chunk_bytes(4 * 151936, 80 * gib, "cuda") == 4096 * 4 * 151936
     assert memory.default_chunk_bytes(4 * 151936, 24 * gib, "cpu") == 1024 * 4 * 151936
+    assert memory.default_chunk_bytes(4 * 100000, 24 * gib, "cpu") == 1024 * 4 * 100000
+    assert memory.default_chunk_bytes(4 * 50000, 24 * gib, "cpu") == gib // 4
+    assert memory.default_chunk_bytes(4 * 32000, 24 * gib, "cpu") == 2048 * 4 * 32000
+    assert memory.default_chunk_bytes(4 * 32000, 2 * gib, "cpu") == gib // 8
     assert memory.default_chunk_bytes(4 * 151936, 4 * gib, "cpu") == gib // 4
     assert memory.default_chunk_bytes(4 * 1000, 24 * gib, "cpu") == memory.MIN_CHUNK_BYTES
     assert memory.host_memory() > gib

@@ -190,10 +190,11 @@ def _operators() -> torch._ops._OpNamespace:
 
 
 def _empty_stats(logits: Tensor, entropy: bool) -> RowStats:
-    def empty() -> Tensor:
-        return torch.empty(logits.shape[:2], dtype=stats_dtype(logits.dtype))
+    def empty(dtype: torch.dtype) -> Tensor:
+        return torch.empty(logits.shape[:2], dtype=dtype)
 
-    return RowStats(empty(), empty().to(torch.float64), empty() if entropy else None)
+    dtype = stats_dtype(logits.dtype)
+    return RowStats(empty(dtype), empty(torch.float64), empty(dtype) if entropy else None)
 
 
 def _vector(values: Tensor | None, logits: Tensor, scale: Tensor | None = None) -> Tensor | None:

@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 MIN_CHUNK_BYTES = 64 * 2**20
-CHUNK_ROWS = {"cpu": 1024, "cuda": 4096}
-"""Rows per chunk by default: enough that adding a chunk's dWeight costs little beside its products."""
+CHUNK_BYTES = 256 * 2**20
+CHUNK_ROWS = {"cpu": (1024, 2048), "cuda": (4096, 4096)}
+"""Rows per chunk by default, fewest and most: enough that adding a chunk's dWeight costs little beside its
+products."""
 MEMORY_SHARE = 16
 """The default chunk is never more than this part of the device's memory."""
 
@@ -24,15 +26,17 @@ MEMORY_SHARE = 16
 def default_chunk_bytes(row_bytes: int, total_memory: int, device: str) -> int:
     """The default of ``max_chunk_bytes``.
 
-    ``CHUNK_ROWS`` rows of logits, at least ``MIN_CHUNK_BYTES``, at most ``total_memory / MEMORY_SHARE``.
+    As many rows of logits as fit ``CHUNK_BYTES``, but within ``CHUNK_ROWS``; at least ``MIN_CHUNK_BYTES``, at
+    most ``total_memory / MEMORY_SHARE``.
 
     Args:
         row_bytes: of one row of logits.
         total_memory: of the device in bytes.
         device: its type; any that is not "cpu" counts as a GPU.
     """
-    rows = CHUNK_ROWS.get(device, CHUNK_ROWS["cuda"])
-    return min(max(rows * row_bytes, MIN_CHUNK_BYTES), max(total_memory // MEMORY_SHARE, 1))
+    fewest, most = CHUNK_ROWS.get(device, CHUNK_ROWS["cuda"])
+    wanted = max(fewest * row_bytes, min(most * row_bytes, CHUNK_BYTES), MIN_CHUNK_BYTES)
+    return min(wanted, max(total_memory // MEMORY_SHARE, 1))
 
 
 @functools.cache
@@ -73,6 +77,8 @@ def new_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -
 
 KEPT_FROM = 32 * 2**20
 """Bytes from which malloc gives memory back to the system at once instead of keeping it."""
+RESIDENT = CHUNK_BYTES
+"""Bytes of what is kept between calls that stay the process's own; the rest is the system's to take."""
 _kept: list[Tensor] = []
 
 
@@ -80,8 +86,9 @@ class Workspace:
     """Memory for logits on the CPU, a chunk at a time, which the next call finds again.
 
     Fresh pages would cost a twentieth of the products that fill them, and huge ones have cost more than they
-    saved where a virtual machine's host backs them late. What is kept between calls, one block at most, is
-    the system's to take whenever it needs memory (``MADV_FREE``).
+    saved where a virtual machine's host backs them late. One block at most is kept between calls. What it has
+    beyond ``RESIDENT`` the system may take whenever it needs memory (``MADV_FREE``). For all of it that would
+    cost a hundredth of the products: each page is marked, and marked again when it is next written to.
     """
 
     def __init__(self) -> None:
@@ -100,7 +107,9 @@ class Workspace:
     def close(self) -> None:
         """Keep the block for the next call; nothing may use it any more."""
         block, self._block = self._block, None
-        if block is not None and block.numel() >= KEPT_FROM and _advise(block, "MADV_FREE"):
+        if block is None or block.numel() < KEPT_FROM:
+            return
+        if block.numel() <= RESIDENT or _advise(block[RESIDENT:], "MADV_FREE"):
             _kept[:] = [block]
 
 
