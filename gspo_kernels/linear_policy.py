@@ -501,10 +501,10 @@ class _Gradients(NamedTuple):
         if not self.hidden.numel():
             return self.hidden, *sums
         factor = (self.scales * upstream).unsqueeze(-1)
-        # an exact zero beats an overflowed factor, and the reverse
+        if backend is not None:
+            return linear.times_(self.hidden, factor), *sums
         zero = (self.hidden == 0) | (factor == 0)
-        scaled = (self.hidden * factor).to(dtype) if backend is None else self.hidden.mul_(factor)
-        return scaled.masked_fill_(zero, 0.0), *sums
+        return (self.hidden * factor).to(dtype).masked_fill_(zero, 0.0), *sums
 
 
 def _scaled(total: Tensor, upstream: Tensor, dtype: torch.dtype, backend: str) -> Tensor:

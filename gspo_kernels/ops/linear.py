@@ -433,6 +433,17 @@ def times(values: Tensor, factor: Tensor) -> Tensor:
     return torch.where(values == 0, 0.0, values * factor)
 
 
+def times_(values: Tensor, factor: Tensor) -> Tensor:
+    """The product in place, where an exact zero of either beats an overflow of the other."""
+    if factor.is_cpu and bool(factor.isfinite().all()):
+        # looking at every value would take several times as long as the product
+        none = factor == 0
+        values.mul_(factor)
+        return values.masked_fill_(none, 0.0) if bool(none.any()) else values
+    zero = (values == 0) | (factor == 0)
+    return values.mul_(factor).masked_fill_(zero, 0.0)
+
+
 def bounded_for_sums(coefficients: Tensor) -> Tensor:
     """Coefficients so bounded that no product overflows: infinities of both signs would add to NaN."""
     most = torch.finfo(coefficients.dtype).max * 2.0**-24
@@ -486,8 +497,11 @@ class HeadSums:
         """Add those of rows times ``unit`` [n] times ``scale``, 0-d, with hidden states [n, H]."""
         values, unit = rows.values, rows.scaled(unit)
         if self._weight is not None:
-            # selected: the hidden state of a row without gradient may be anything
-            chosen = torch.where(active.unsqueeze(1), hidden.to(self._weight.dtype), 0.0) * unit.unsqueeze(1)
+            chosen = hidden.to(self._weight.dtype)
+            if not (active.is_cpu and bool(active.all())):
+                # selected: the hidden state of a row without gradient may be anything
+                chosen = torch.where(active.unsqueeze(1), chosen, 0.0)
+            chosen = chosen * unit.unsqueeze(1)
             if values.dtype != self._weight.dtype:
                 product = _transposed_product(values, chosen)
                 if self._empty:
@@ -633,12 +647,12 @@ class Gradients:
             return
         scale = power_of_two(coefficients.abs())
         unit = rows.scaled(coefficients / scale)
-        values = times(self.call.head.grad_hidden(rows.values), unit.unsqueeze(1))
+        values = times_(self.call.head.grad_hidden(rows.values), unit.unsqueeze(1))
         if self.scales is None:
-            values = times(values, scale.unsqueeze(1))
+            values = times_(values, scale.unsqueeze(1))
         else:
             power = power_of_two(values.abs().amax(1))
-            values = values / power.unsqueeze(1)
+            values.div_(power.unsqueeze(1))
             self.scales.view(-1)[chunk.where] = power * scale
         self.hidden.view(-1, values.shape[1])[chunk.where] = values.to(self.hidden.dtype)
 

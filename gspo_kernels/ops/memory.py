@@ -77,8 +77,6 @@ def new_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -
 
 KEPT_FROM = 32 * 2**20
 """Bytes from which malloc gives memory back to the system at once instead of keeping it."""
-RESIDENT = CHUNK_BYTES
-"""Bytes of what is kept between calls that stay the process's own; the rest is the system's to take."""
 _kept: list[Tensor] = []
 
 
@@ -87,8 +85,9 @@ class Workspace:
 
     Fresh pages would cost a twentieth of the products that fill them, and huge ones have cost more than they
     saved where a virtual machine's host backs them late. One block at most is kept between calls. What it has
-    beyond ``RESIDENT`` the system may take whenever it needs memory (``MADV_FREE``). For all of it that would
-    cost a hundredth of the products: each page is marked, and marked again when it is next written to.
+    beyond the most that a default chunk takes the system may take whenever it needs memory (``MADV_FREE``).
+    For all of it that would cost a hundredth of the products: each page is marked, and marked again when it
+    is next written to.
     """
 
     def __init__(self) -> None:
@@ -109,7 +108,8 @@ class Workspace:
         block, self._block = self._block, None
         if block is None or block.numel() < KEPT_FROM:
             return
-        if block.numel() <= RESIDENT or _advise(block[RESIDENT:], "MADV_FREE"):
+        resident = host_memory() // MEMORY_SHARE
+        if block.numel() <= resident or _advise(block[resident:], "MADV_FREE"):
             _kept[:] = [block]
 
 
