@@ -1,12 +1,40 @@
 """Sets up the session: Triton kernels run on CPU tensors by the interpreter unless there is a GPU."""
 
+import importlib.util
 import os
+from importlib.metadata import version
 
+import numpy as np
 import pytest
 import torch
+from packaging.version import Version
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def fuse_interpreted_fma():
+    """Let ``tl.fma`` of the interpreter round once, as hardware does; before Triton 3.9 it rounds twice.
+
+    The product of two fp32 numbers is exact in fp64. fp64 itself stays as it is.
+    """
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    theirs = InterpreterBuilder.create_fma
+
+    def create_fma(self, x, y, z):
+        if z.data.dtype != np.float32:
+            return theirs(self, x, y, z)
+        with np.errstate(over="ignore", invalid="ignore"):
+            product = x.data.astype(np.float64) * y.data.astype(np.float64)
+            return TensorHandle((product + z.data).astype(np.float32), z.dtype.scalar)
+
+    InterpreterBuilder.create_fma = create_fma
+
+
+INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
+if INTERPRETS and Version(version("triton")) < Version("3.9"):
+    fuse_interpreted_fma()
 # Under pytest-xdist the processes share the cores.
 PROCESSES = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 torch.set_num_threads(max(1, torch.get_num_threads() // PROCESSES))
