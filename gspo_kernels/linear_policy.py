@@ -503,8 +503,7 @@ class _Gradients(NamedTuple):
         factor = (self.scales * upstream).unsqueeze(-1)
         if backend is not None:
             return linear.times_(self.hidden, factor), *sums
-        zero = (self.hidden == 0) | (factor == 0)
-        return (self.hidden * factor).to(dtype).masked_fill_(zero, 0.0), *sums
+        return linear.times(self.hidden, factor).to(dtype), *sums
 
 
 def _scaled(total: Tensor, upstream: Tensor, dtype: torch.dtype, backend: str) -> Tensor:

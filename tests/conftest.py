@@ -2,7 +2,6 @@
 
 import importlib.util
 import os
-from importlib.metadata import version
 
 import numpy as np
 import pytest
@@ -32,9 +31,11 @@ def fuse_interpreted_fma():
     InterpreterBuilder.create_fma = create_fma
 
 
-INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
-if INTERPRETS and Version(version("triton")) < Version("3.9"):
-    fuse_interpreted_fma()
+if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None:
+    import triton
+
+    if Version(triton.__version__) < Version("3.9"):
+        fuse_interpreted_fma()
 # Under pytest-xdist the processes share the cores.
 PROCESSES = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 torch.set_num_threads(max(1, torch.get_num_threads() // PROCESSES))

@@ -177,7 +177,6 @@ def linear_call(tokens=64, **options):
     return out.loss.detach(), out.logprobs, hidden.grad, weight.grad
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="elsewhere nothing is kept")
 def test_the_next_call_finds_the_chunk_again(kept):
     fresh = linear_call()
     (block,) = kept

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
@@ -557,6 +558,16 @@ def test_rows_that_come_with_the_statistics_are_cheaper():
     for name in SCHEDULES:
         apart, together = (cost(name, 1000, shapes(one_pass=one), 1.0).moved for one in (False, True))
         assert together == apart - 1000 * 32000 * 4
+
+
+@pytest.mark.parametrize("factors", [(2.0, -0.5), (2.0, 0.0), (2.0, math.inf), (0.0, math.nan)])
+def test_an_exact_zero_beats_an_overflow(factors):
+    """In place and not, whichever way the factors have it done."""
+    values = [3.0, 0.0, math.inf, math.nan]
+    want = [[0.0 if 0 in (value, factor) else value * factor for value in values] for factor in factors]
+    rows, column = torch.tensor([values, values]), torch.tensor(factors).unsqueeze(1)
+    for got in (linear.times(rows, column), linear.times_(rows.clone(), column)):
+        assert torch.equal(got.nan_to_num(7.0), torch.tensor(want).nan_to_num(7.0))
 
 
 @pytest.mark.parametrize("schedule", ["auto", *SCHEDULES[1:]])

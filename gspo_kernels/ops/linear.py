@@ -429,19 +429,17 @@ def power_of_two(largest: Tensor) -> Tensor:
 
 
 def times(values: Tensor, factor: Tensor) -> Tensor:
-    """The product, where an exact zero beats an overflowed factor."""
-    return torch.where(values == 0, 0.0, values * factor)
+    """The product, where an exact zero of either beats an overflow of the other."""
+    return torch.where((values == 0) | (factor == 0), 0.0, values * factor)
 
 
 def times_(values: Tensor, factor: Tensor) -> Tensor:
-    """The product in place, where an exact zero of either beats an overflow of the other."""
-    if factor.is_cpu and bool(factor.isfinite().all()):
-        # looking at every value would take several times as long as the product
-        none = factor == 0
-        values.mul_(factor)
-        return values.masked_fill_(none, 0.0) if bool(none.any()) else values
-    zero = (values == 0) | (factor == 0)
-    return values.mul_(factor).masked_fill_(zero, 0.0)
+    """The same in place, for few factors beside many values (on the CPU, to look at each costs more)."""
+    zero = factor == 0
+    if not (factor.is_cpu and bool(factor.isfinite().all())):
+        zero = zero | (values == 0)
+    values.mul_(factor)
+    return values if factor.is_cpu and not bool(zero.any()) else values.masked_fill_(zero, 0.0)
 
 
 def bounded_for_sums(coefficients: Tensor) -> Tensor:

@@ -4,12 +4,11 @@ import json
 import os
 import subprocess
 import sys
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
 
 ROOT = Path(__file__).parents[2]
 RARE = (
@@ -57,8 +56,8 @@ def test_every_kernel_compiles(report, target):
 @pytest.mark.parametrize("target", (*NVIDIA, "gfx942"))
 def test_nothing_spills(report, target):
     spilled = [e for e in entries(report, target) if e["STACK"] or e["LOCAL"]]
-    if target == "sm_90" and version("triton").startswith("3.7."):
-        # one value of two rare variants, at half of the registers: its ptxas aims at more programs at a time
+    if target == "sm_90" and triton.__version__.startswith("3.7."):
+        # its ptxas takes 128 registers for one and 80 for the other, of 255, and puts one value on the stack
         spilled = [e for e in spilled if e["STACK"] > 8 or e["LOCAL"] or e["kernel"] not in RARE]
     assert not spilled
 
