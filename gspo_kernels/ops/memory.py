@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 MIN_CHUNK_BYTES = 64 * 2**20
+"""A default chunk may take this much whatever its rows."""
 CHUNK_BYTES = 256 * 2**20
+"""Rows beyond the fewest may fill a default chunk up to this."""
 CHUNK_ROWS = {"cpu": (1024, 2048), "cuda": (4096, 4096)}
 """Rows per chunk by default, fewest and most: enough that adding a chunk's dWeight costs little beside its
 products."""

@@ -20,7 +20,7 @@ from gspo_kernels.trainer.recipes import best_of, continued, refined_prompt
 
 from .conftest import make_accelerator, small_config, tiny_qwen3
 from .test_data import CHATML
-from .test_processes import in_two_processes
+from .test_processes import fsdp2, in_two_processes
 from .test_trainer import same, weights
 
 TEMPLATE = "{prompt}<{draft}>"
@@ -421,7 +421,7 @@ SHORT = {"update": {"steps": 3}, "evaluation": {"every": 5, "prompts": 2}}
 
 
 def run(output, tokenizer, rows, reward, *, resume=False, accelerator=None, **sections):
-    make_accelerator()
+    make_accelerator(sections["update"].get("precision", "fp32"))
     trainer = GSPOTrainer(
         tiny_qwen3(tokenizer),
         tokenizer,
@@ -456,14 +456,26 @@ def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one(tmp_path, tokenizer,
     assert same(found, expected)
 
 
+KINDS: dict[str, dict] = {
+    "ddp": {},
+    "fsdp2": {},
+    "fsdp2 with adapters": {"lora": {"rank": 2}},
+    "fsdp2 in bf16": {"update": {"precision": "bf16"}},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("recipe", RUNS)
-def test_two_processes_sample_what_one_does(tmp_path, tokenizer, rows, reward, recipe):
-    sections = RUNS[recipe] | SHORT | {"update": {"steps": 2}}
+def test_two_processes_sample_what_one_does(tmp_path, tokenizer, rows, reward, recipe, kind):
+    update = {"steps": 2} | KINDS[kind].get("update", {})
+    sections = RUNS[recipe] | SHORT | KINDS[kind] | {"update": update}
     run(tmp_path / "one", tokenizer, rows, reward, **sections)
 
     def train(rank):
-        accelerator = make_accelerator()
+        accelerator = make_accelerator(update.get("precision", "fp32"))
         assert accelerator.num_processes == 2
+        if kind.startswith("fsdp2"):
+            accelerator = fsdp2(accelerator)
         config = small_config(tmp_path / "two", **sections)
         GSPOTrainer(
             tiny_qwen3(tokenizer), tokenizer, reward, rows, rows[:3], config, accelerator=accelerator
@@ -472,10 +484,13 @@ def test_two_processes_sample_what_one_does(tmp_path, tokenizer, rows, reward, r
     in_two_processes(train)
     one, two = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("one", "two"))
     assert [record.keys() for record in one] == [record.keys() for record in two]
+    near = {"rel": 1e-6}
+    if "bf16" in kind:  # rounded in other places: now and then another token, and after a step other weights
+        near, one, two = {"abs": 0.1}, one[:2], two[:2]
     for a, b in zip(one, two, strict=True):
         for key in a:
             if key.startswith(("reward/", "eval/", "igrpo/", "turns/", "completions/")):
-                assert b[key] == pytest.approx(a[key], rel=1e-6), key
+                assert b[key] == pytest.approx(a[key], **near), key
 
 
 @pytest.mark.parametrize("recipe", RUNS)
