@@ -88,8 +88,10 @@ def from_logits(model, inputs, labels, terms, dtype=torch.float32):
     before = head.forward
 
     def precise(hidden):
-        bias = None if head.bias is None else head.bias.to(dtype)
-        return nn.functional.linear(hidden.to(dtype), head.weight.to(dtype), bias)
+        given = [hidden, head.weight] if head.bias is None else [hidden, head.weight, head.bias]
+        if torch.is_autocast_enabled("cpu"):  # it rounds what a product takes, but leaves fp64 alone
+            given = [each.to(torch.get_autocast_dtype("cpu")) for each in given]
+        return nn.functional.linear(*(each.to(dtype) for each in given))
 
     head.forward = precise if dtype == torch.float64 else before
     outputs = model(**inputs)
@@ -114,15 +116,15 @@ def gradients(model, loss):
     }
 
 
-def assert_within_budget(got, plain, truth):
-    """Lists of {name: tensor}, one for each problem, so that no single lucky rounding decides."""
+def assert_within_budget(got, plain, truth, times=2.0):
+    """Lists of {name: tensor}, one for each problem: RMS errors, so that no single lucky rounding decides."""
     for name in truth[0]:
         reference, ours, theirs = (
             torch.cat([each[name].double().flatten() for each in kind]) for kind in (truth, got, plain)
         )
         eps = torch.finfo(torch.float32).eps
-        allowed = 2 * (theirs - reference).abs().max() + eps * reference.abs().max()
-        error = (ours - reference).abs().max()
+        allowed = times * (theirs - reference).norm() + eps * reference.norm()
+        error = (ours - reference).norm()
         assert error <= allowed, f"{name}: error {error:.2e}, allowed {allowed:.2e}"
 
 
@@ -357,7 +359,7 @@ def test_gradient_checkpointing_changes_no_bit():
 def test_bf16_autocast(name):
     """Truth: an fp64 product of hidden states and weight in bf16; plain PyTorch rounds its logits to bf16."""
     with torch.autocast("cpu", torch.bfloat16):
-        assert_within_budget(*compared(tiny(name)))
+        assert_within_budget(*compared(tiny(name)), times=0.1)
 
 
 def test_fp32_heads():
