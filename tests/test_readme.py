@@ -31,6 +31,8 @@ def test_the_readme_does_what_it_says():
 
 @pytest.mark.parametrize("page", PAGES[1:])
 def test_every_page_runs(page):
+    if page == "docs/trl.md":
+        pytest.importorskip("trl", reason="needs Python 3.11")
     run(page)
 
 

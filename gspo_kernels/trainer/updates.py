@@ -172,7 +172,8 @@ class PolicyUpdater:
             prompts, completions = _tokens(experience, rows)
             scores = policy(prompts, completions, return_entropy=True)
             if len(micro):
-                found[(slice(None), *experience.places(rows))] = torch.stack(scores)
+                sequences, columns = experience.places(rows)
+                found[:, sequences, columns] = torch.stack(scores)
         return gk.TokenLogprobs(*self.accelerator.reduce(found, "sum"))
 
     def accumulate(
@@ -192,7 +193,8 @@ class PolicyUpdater:
                 output = self.policy(*_tokens(experience, rows), own, return_entropy=True)
                 self.accelerator.backward(output.loss)
             if len(micro):
-                found[(slice(None), *places)] = torch.stack([output.logprobs, output.entropy])
+                sequences, columns = places
+                found[:, sequences, columns] = torch.stack([output.logprobs, output.entropy])
         return gk.TokenLogprobs(*self.accelerator.reduce(found, "sum"))
 
     def micro_batches(self, experience: Experience, rows: Tensor) -> list[Tensor]:
