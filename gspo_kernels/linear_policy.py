@@ -29,8 +29,8 @@ from gspo_kernels.policy import (
     outer_total,
     token_shares,
 )
+from gspo_kernels.policy_step import policy_step, sequence_form
 from gspo_kernels.schedule import Part, Refusals, Shapes, plan_parts
-from gspo_kernels.sequence_form import sequence_form, sequence_gradient
 from gspo_kernels.types import RowStats, stats_dtype
 
 
@@ -333,12 +333,9 @@ class _Run:
 
     def _step(self, part: Part, stats: RowStats) -> tuple[Tensor, Tensor | None]:
         """dLoss/dlogprobs and dLoss/dentropy of a part's rows, given their statistics."""
-        terms = self.scopes.terms_of(part, self.total)
-        form = sequence_form(from_spec(terms.objective), terms, self.call.backend)
-        if form is not None:
-            return sequence_gradient(stats.logprobs.unsqueeze(0), terms, form, self.call.backend), None
+        logprobs, terms = stats.logprobs.unsqueeze(0), self.scopes.terms_of(part, self.total)
         entropy = None if stats.entropy is None else stats.entropy.unsqueeze(0)
-        return _flat(evaluate(stats.logprobs.unsqueeze(0), entropy, terms, want_metrics=False))
+        return _flat(policy_step(logprobs, entropy, terms, self.call.backend, want_metrics=False))
 
     def _coefficients(self, part: Part) -> tuple[Tensor, Tensor | None]:
         """The same from the statistics that are kept."""

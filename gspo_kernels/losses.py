@@ -34,12 +34,13 @@ from gspo_kernels.linear_policy import (
 )
 from gspo_kernels.objectives import GSPO
 from gspo_kernels.objectives.base import Objective
+from gspo_kernels.ops.backends import resolve
 from gspo_kernels.ops.linear import Call, LinearTokenLogprobsFunction
 from gspo_kernels.ops.logprobs import KnownCoefficientsFunction, TokenLogprobsFunction
-from gspo_kernels.ops.sequence_ratio import SequenceRatioFunction, sequence_ratio_step
-from gspo_kernels.policy import PolicyLoss, PolicyTerms, metric_names, policy_step
+from gspo_kernels.ops.sequence_ratio import SequenceRatioFunction
+from gspo_kernels.policy import PolicyTerms, metric_names
+from gspo_kernels.policy_step import PolicyLoss, checked_policy_step, sequence_form, sequence_operands
 from gspo_kernels.schedule import SchedulePlan, choose, explain
-from gspo_kernels.sequence_form import present, sequence_form, sequence_operands
 from gspo_kernels.types import METRICS, ClippedSequenceRatio, LossOutput
 
 SKIP_INACTIVE = ("backward", "all", "none")
@@ -112,9 +113,8 @@ def policy_loss(
     if entropy is not None:
         checks.floats("entropy", entropy, tuple(logprobs.shape), "the shape of logprobs", logprobs.device)
     packed = cu_seqlens is not None
-    return _policy_loss(
-        as_rows(logprobs, packed), None if entropy is None else as_rows(entropy, packed), terms, packed
-    )
+    looked_at = None if entropy is None else as_rows(entropy, packed)
+    return _policy_loss(as_rows(logprobs, packed), looked_at, resolve("auto", logprobs.device), terms, packed)
 
 
 def policy_coefficients(
@@ -170,7 +170,8 @@ def policy_coefficients(
     )  # fmt: skip
     packed = cu_seqlens is not None
     looked_at = None if entropy is None else as_rows(entropy.detach(), packed)
-    return from_rows(policy_step(as_rows(logprobs.detach(), packed), looked_at, *terms)[1], packed)
+    rows, backend = as_rows(logprobs.detach(), packed), resolve("auto", logprobs.device)
+    return from_rows(checked_policy_step(rows, looked_at, backend, *terms)[1], packed)
 
 
 def _wants_entropy(return_entropy: bool, entropy_coef: float | Tensor, objective: Objective) -> bool:
@@ -255,7 +256,7 @@ def fused_policy_loss(
     if one_pass and coefficients_depend_on(objective, terms) == "nothing":
         coefficients = known_coefficients(row_labels, terms)
         carrier, logprobs = KnownCoefficientsFunction.apply(rows, row_labels, coefficients, *positional)
-        return _carried(carrier, logprobs, None, objective, terms, packed, options.backend)
+        return _carried(carrier, logprobs, None, options.backend, terms, packed)
     off_policy = terms.old_logprobs is not None
     form = sequence_form(objective, terms, options.backend) if off_policy and not wants_entropy else None
     if form is not None:
@@ -263,7 +264,7 @@ def fused_policy_loss(
     logprobs, entropy = TokenLogprobsFunction.apply(
         rows, row_labels, wants_entropy, inplace_backward, *positional
     )
-    return _policy_loss(logprobs, entropy if wants_entropy else None, terms, packed)
+    return _policy_loss(logprobs, entropy if wants_entropy else None, options.backend, terms, packed)
 
 
 def fused_linear_policy_loss(
@@ -355,13 +356,15 @@ def fused_linear_policy_loss(
         logprobs, entropy = LinearTokenLogprobsFunction.apply(
             call.hidden, weight, bias, operands[0], wants_entropy, call.skip, *operands[1:]
         )
-        return _policy_loss(logprobs, entropy if wants_entropy else None, call.terms, call.packed)
+        return _policy_loss(
+            logprobs, entropy if wants_entropy else None, options.backend, call.terms, call.packed
+        )
     carrier, logprobs, entropy = LinearPolicyFunction.apply(
         call.hidden, weight, bias, name, wants_entropy, call.skip, options.backend,
         torch.compiler.is_compiling(), *operands, *call.terms,
     )  # fmt: skip
     shown = entropy if wants_entropy else None
-    return _carried(carrier, logprobs, shown, objective, call.terms, call.packed, options.backend)
+    return _carried(carrier, logprobs, shown, options.backend, call.terms, call.packed)
 
 
 class _LinearCall:
@@ -476,8 +479,10 @@ def _output(
     )
 
 
-def _policy_loss(logprobs: Tensor, entropy: Tensor | None, terms: PolicyTerms, packed: bool) -> LossOutput:
-    loss, metrics = PolicyLoss.apply(logprobs, entropy, *terms)
+def _policy_loss(
+    logprobs: Tensor, entropy: Tensor | None, backend: str, terms: PolicyTerms, packed: bool
+) -> LossOutput:
+    loss, metrics = PolicyLoss.apply(logprobs, entropy, backend, *terms)
     return _output(loss, metrics, logprobs, entropy, terms, packed)
 
 
@@ -485,18 +490,12 @@ def _carried(
     carrier: Tensor,
     logprobs: Tensor,
     entropy: Tensor | None,
-    objective: Objective,
+    backend: str,
     terms: PolicyTerms,
     packed: bool,
-    backend: str,
 ) -> LossOutput:
     """The loss of a call whose forward computed the gradient: ``carrier`` is 0 and holds it."""
-    form = None if entropy is not None else sequence_form(objective, terms, backend)
-    if form is not None:
-        operands = sequence_operands(logprobs, terms)
-        loss, *_, metrics = sequence_ratio_step(logprobs, present(terms), backend, *operands, *form)
-    else:
-        loss, *_, metrics = policy_step(logprobs, entropy, *terms)
+    loss, *_, metrics = checked_policy_step(logprobs, entropy, backend, *terms)
     return _output(carrier + loss, metrics, logprobs, entropy, terms, packed)
 
 

@@ -2,7 +2,7 @@
 
 Tensors here have one value per token or per sequence: a vocabulary's width smaller than the logits. So all of
 it runs in fp64, and coefficients come from autograd through the objective itself instead of a second copy of
-its formula. The whole step is one opaque operator; the objective travels as a string.
+its formula. The objective travels as a string.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from gspo_kernels.layout import Layout, layout_of
 from gspo_kernels.objectives import finite
 from gspo_kernels.objectives.base import ObjectiveLoss, PolicyBatch, from_spec
 from gspo_kernels.ops import values
-from gspo_kernels.ops.library import checked_values, operator
+from gspo_kernels.ops.library import checked_values
 from gspo_kernels.types import METRICS, stats_dtype
 
 KL_ESTIMATORS = ("k1", "k2", "k3")
@@ -234,6 +234,11 @@ def _times(values: Tensor, factor: Tensor) -> Tensor:
     return finite.mul(values, factor.to(values.device, torch.float64).expand_as(values))
 
 
+def token_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """Mean of the tokens in the mask, 0-d fp64; 0 where there is none."""
+    return torch.where(mask, values.detach().double(), 0.0).sum() / mask.sum().clamp(min=1)
+
+
 def _metrics(
     batch: PolicyBatch,
     present: Tensor,
@@ -245,7 +250,6 @@ def _metrics(
 ) -> Tensor:
     """Metrics in the order of ``metric_names``, over the sequences or tokens that have log-probs."""
     layout = batch.layout
-    tokens = present.sum().clamp(min=1)
     sequences_present = layout.sum(present.to(torch.float64)) > 0
     ratio = result.log_ratio.detach().exp()
     items = present if ratio.ndim == present.ndim else sequences_present
@@ -255,9 +259,6 @@ def _metrics(
     def share(chosen: Tensor) -> Tensor:
         among = present if chosen.ndim == present.ndim else sequences_present
         return (chosen & among).sum(dtype=torch.float64) / among.sum().clamp(min=1)
-
-    def token_mean(values: Tensor) -> Tensor:
-        return torch.where(present, values.detach(), 0.0).sum() / tokens
 
     never = torch.zeros_like(items)
     low, high = (
@@ -273,35 +274,14 @@ def _metrics(
         share(low),
         share(high),
         share(batch.per_token(low) | batch.per_token(high)),
-        token_mean(-log_ratio),
+        token_mean(-log_ratio, present),
         share(sequence_active),
     ]
     if kl is not None:
-        results.append(token_mean(kl))
+        results.append(token_mean(kl, present))
     if entropy is not None:
-        results.append(token_mean(entropy))
+        results.append(token_mean(entropy, present))
     return torch.stack([result.to(torch.float64) for result in results])
-
-
-@operator(f"policy_step(Tensor logprobs, Tensor? entropy, {TERMS}) -> (Tensor, Tensor, Tensor, Tensor)")
-def policy_step(logprobs: Tensor, entropy: Tensor | None, *terms: Any) -> tuple[Tensor, ...]:
-    """``evaluate`` as an operator, after checking values that only the device knows."""
-    named = PolicyTerms(*terms)
-    check_term_values(logprobs, named)
-    return tuple(evaluate(logprobs, entropy, named))
-
-
-@policy_step.register_fake
-def _(logprobs: Tensor, entropy: Tensor | None, *terms: Any) -> tuple[Tensor, ...]:
-    named = PolicyTerms(*terms)
-    dtype = stats_dtype(logprobs.dtype)
-    with_entropy = entropy is not None and named.entropy_coef is not None
-    return (
-        logprobs.new_empty((), dtype=dtype),
-        torch.empty_like(logprobs, dtype=dtype, memory_format=torch.contiguous_format),
-        logprobs.new_empty(logprobs.shape if with_entropy else (0,), dtype=dtype),
-        logprobs.new_empty(len(metric_names(named, entropy)), dtype=dtype),
-    )
 
 
 def check_term_values(tokens: Tensor, terms: PolicyTerms) -> None:
@@ -326,25 +306,3 @@ def _check_groups(group_ids: Tensor) -> None:
             "for parts of groups take policy_coefficients of the whole batch and give each part's to "
             "objective=Linear() as token_weights"
         )
-
-
-class PolicyLoss(torch.autograd.Function):
-    """Loss of given log-probs (and entropy); the backward multiplies what the forward already knows."""
-
-    @staticmethod
-    def forward(ctx: Any, logprobs: Tensor, entropy: Tensor | None, *terms: Any) -> tuple[Tensor, Tensor]:
-        loss, grad_logprobs, grad_entropy, metrics = policy_step(logprobs, entropy, *terms)
-        ctx.save_for_backward(grad_logprobs, grad_entropy)
-        ctx.dtypes = (logprobs.dtype, None if entropy is None else entropy.dtype)
-        ctx.mark_non_differentiable(metrics)
-        return loss, metrics
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
-        grad_logprobs, grad_entropy = ctx.saved_tensors
-        dtype, entropy_dtype = ctx.dtypes
-        to_entropy = None
-        if entropy_dtype is not None and grad_entropy.numel() == grad_logprobs.numel():
-            to_entropy = (grad_entropy * grad).to(entropy_dtype)
-        nothing = (None,) * len(PolicyTerms._fields)
-        return (grad_logprobs * grad).to(dtype), to_entropy, *nothing

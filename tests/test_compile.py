@@ -288,6 +288,7 @@ def operator_inputs():
     # old, advantages, mask, cu_seqlens, ref, beta, entropy_coef, rollout, token_weights, lengths, group,
     # turn, normalizer, skipped, shares, objective
     plain = (old, advantages, *(None,) * 13, *objective)
+    sequence = (gk.GSPO().spec, "k3", False)
     number = torch.tensor(0.1, dtype=torch.float64)
     full = (
         old, advantages, labels != -100, None, old - 0.2, number, number, upstream.abs(), upstream,
@@ -324,7 +325,16 @@ def operator_inputs():
             (hidden, weight, None, labels, *options, *chunks, logprobs, lse, nothing, upstream, None,
              True, False, False, False),
         ],
-        "policy_step": [(logprobs, None, *plain), (logprobs, entropy, *full)],
+        "policy_step": [(logprobs, None, "cpp", *plain), (logprobs, entropy, "reference", *full)] + [
+            (values, monitored, backend, before, advantages, *(None,) * 13, *sequence)
+            for backend in ("triton", "cpp")
+            for values, monitored, before in (
+                (logprobs, None, old), (logprobs.double(), entropy, None), (logprobs.bfloat16(), entropy, old)
+            )
+        ] + [
+            (packed_rows[2], packed_rows[2], "triton", packed_rows[2], advantages, packed_rows[1] != -100,
+             offsets_, None, None, None, advantages.abs(), *(None,) * 4, number, None, None, *sequence),
+        ],
         "linear_policy": [
             (hidden, weight, bias, labels, *options, *chunks, *plain, schedule, False, True, True, True, True)
             for schedule in ("known", "deferred", "cached", "auto")
@@ -337,16 +347,6 @@ def operator_inputs():
             (logits, labels, *options[:-1], "triton", old, advantages, None, None, None, None, *form),
             (*packed_rows[:2], *options[:-1], "triton", packed_rows[2], advantages, advantages.abs(),
              None, number, offsets_, *form),
-        ],
-        "sequence_ratio_step": [
-            (torch.full(labels.shape, -1.0, dtype=dtype), labels != -100, backend, before, advantages,
-             None, None, None, None, *form)
-            for backend in ("triton", "cpp")
-            for dtype in (torch.float32, torch.float64)
-            for before in (old, None)
-        ] + [
-            (packed_rows[2].float(), packed_rows[1] != -100, "triton", packed_rows[2], advantages,
-             advantages.abs(), None, number, offsets_, *form),
         ],
     }  # fmt: skip
 

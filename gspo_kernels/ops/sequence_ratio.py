@@ -1,6 +1,4 @@
-"""Operators: a clipped sequence ratio from logits or log-probs to loss in a single launch, where the backend
-has one.
-"""
+"""Operator: a clipped sequence ratio from logits to loss in a single launch, where the backend has one."""
 
 from __future__ import annotations
 
@@ -83,46 +81,6 @@ def _(logits: Tensor, labels: Tensor, *args: Any) -> tuple[Tensor, ...]:
 
     lse = logits.new_empty(labels.shape, dtype=torch.float64)
     return new(), new(*labels.shape), lse, new(*advantages.shape), new(), new(len(METRICS))
-
-
-@operator(
-    "sequence_ratio_step(Tensor logprobs, Tensor mask, str backend, Tensor? old_logprobs, Tensor advantages, "
-    "Tensor? sequence_weights, Tensor? lengths, Tensor? normalizer, Tensor? cu_seqlens, float log_low, "
-    "float log_high, float log_dual, bool count_tokens, str divisor, float divisor_scale) "
-    "-> (Tensor, Tensor, Tensor, Tensor)"
-)
-def sequence_ratio_step(
-    logprobs: Tensor,
-    mask: Tensor,
-    backend: str,
-    old_logprobs: Tensor | None,
-    advantages: Tensor,
-    sequence_weights: Tensor | None,
-    lengths: Tensor | None,
-    normalizer: Tensor | None,
-    cu_seqlens: Tensor | None,
-    *form: Any,
-) -> tuple[Tensor, ...]:
-    """See ``ops.backends.SequenceRatioBackend``."""
-    _check_values(mask, lengths, normalizer, cu_seqlens)
-    step = cast(SequenceRatioBackend, load(backend)).sequence_ratio_step(
-        logprobs,
-        mask,
-        old_logprobs,
-        advantages,
-        ClippedSequenceRatio(*form),
-        sequence_weights=sequence_weights,
-        lengths=lengths,
-        normalizer=normalizer,
-        cu_seqlens=cu_seqlens,
-    )
-    return tuple(step)
-
-
-@sequence_ratio_step.register_fake
-def _(logprobs: Tensor, mask: Tensor, backend: str, old_logprobs: Any, advantages: Tensor, *args: Any) -> Any:
-    new = logprobs.new_empty
-    return new(()), new(advantages.shape), new(()), new(len(METRICS))
 
 
 def _check_values(
