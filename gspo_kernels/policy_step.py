@@ -79,7 +79,7 @@ def policy_step(
     logprobs = logprobs.to(stats_dtype(logprobs.dtype)).contiguous()
     step = cast(SequenceRatioBackend, load(backend)).sequence_ratio_step(
         logprobs,
-        present.contiguous(),
+        present,
         form=form,
         **sequence_operands(logprobs, terms._replace(loss_mask=counted))._asdict(),
     )

@@ -55,7 +55,11 @@ def sequence_ratio(
     """See ``ops.backends.SequenceRatioBackend``."""
     check_labels(labels, logits.shape[-1], ignore_index)
     check_temperature(row_temperature)
-    _check_values(labels != ignore_index, lengths, normalizer, cu_seqlens)
+    check_cu_seqlens(cu_seqlens, labels)
+    check_normalizer(normalizer)
+    if lengths is not None:
+        counted = (labels != ignore_index).to(torch.float64)
+        check_lengths(lengths, layout_of(labels, cu_seqlens).sum(counted))
     stats = cast(SequenceRatioBackend, load(backend)).sequence_ratio_forward(
         logits,
         labels,
@@ -81,15 +85,6 @@ def _(logits: Tensor, labels: Tensor, *args: Any) -> tuple[Tensor, ...]:
 
     lse = logits.new_empty(labels.shape, dtype=torch.float64)
     return new(), new(*labels.shape), lse, new(*advantages.shape), new(), new(len(METRICS))
-
-
-def _check_values(
-    mask: Tensor, lengths: Tensor | None, normalizer: Tensor | None, cu_seqlens: Tensor | None
-) -> None:
-    check_cu_seqlens(cu_seqlens, mask)
-    check_normalizer(normalizer)
-    if lengths is not None:
-        check_lengths(lengths, layout_of(mask, cu_seqlens).sum(mask.to(torch.float64)))
 
 
 class SequenceRatioFunction(torch.autograd.Function):

@@ -84,8 +84,17 @@ def token_logprobs(device, scale, **options):
     return out.logprobs.detach(), out.entropy.detach(), grad
 
 
-# Which kernels: sequence_ratio, logprobs_forward, logprobs_backward, logprobs_and_grad (also in place and
-# narrowing in place), score_tile with combine_splits, scale.
+def from_logprobs(device, scale, on_policy=False):
+    """The device's own backend: this entry leaves no choice."""
+    _, _, old, advantages = problem(device, scale.tokens, 1)
+    leaf = (old + 3e-4).requires_grad_()
+    out = gk.policy_loss(leaf, None if on_policy else old, advantages, entropy=-old)
+    (grad,) = torch.autograd.grad(out.loss, leaf)
+    return out.loss.detach(), *out.metrics.values(), grad
+
+
+# Which kernels: sequence_ratio, sequence_step, logprobs_forward, logprobs_backward, logprobs_and_grad (also
+# in place and narrowing in place), score_tile with combine_splits, scale.
 CALLS = {
     "sequence ratio": from_logits,
     "sequence ratio, packed, in place": lambda *to: from_logits(*to, packed=True, in_place=True),
@@ -96,6 +105,8 @@ CALLS = {
     "hidden, deferred": lambda *to: from_hidden(*to, schedule="deferred"),
     "hidden, two_pass": lambda *to: from_hidden(*to, schedule="two_pass"),
     "hidden, on-policy, fp16": lambda *to: from_hidden(*to, dtype=torch.float16, on_policy=True),
+    "log-probs": from_logprobs,
+    "log-probs, on-policy": lambda *to: from_logprobs(*to, on_policy=True),
     "scoring": scores,
     "scoring without logits": lambda *to: scores(*to, max_chunk_bytes=0),
 }

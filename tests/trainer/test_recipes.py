@@ -485,7 +485,7 @@ def test_two_processes_sample_what_one_does(tmp_path, tokenizer, rows, reward, r
     one, two = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("one", "two"))
     assert [record.keys() for record in one] == [record.keys() for record in two]
     near = {"rel": 1e-6}
-    if "bf16" in kind:  # rounded in other places: now and then another token, and after a step other weights
+    if "bf16" in kind:  # rounded in other places: other tokens now and then, after a step other weights
         near, one, two = {"abs": 0.1}, one[:2], two[:2]
     for a, b in zip(one, two, strict=True):
         for key in a:
