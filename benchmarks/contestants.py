@@ -15,8 +15,8 @@ import gspo_kernels as gk
 from benchmarks import problem as gspo
 from benchmarks.problem import Problem
 from benchmarks.registry import Missing, contestant
+from gspo_kernels.linear.schedule import SCHEDULES
 from gspo_kernels.ops import backends
-from gspo_kernels.schedule import SCHEDULES
 
 Call = Callable[..., Tensor]
 EVERYTHING = ("logits", "hidden", "scoring")

@@ -17,7 +17,7 @@ import gspo_kernels as gk
 from benchmarks import problem as gspo
 from benchmarks.measure import Entrant, rounds
 from benchmarks.registry import Contestant, Options, suite
-from gspo_kernels.schedule import SCHEDULES
+from gspo_kernels.linear.schedule import SCHEDULES
 
 
 @dataclass

@@ -14,7 +14,11 @@ from gspo_kernels.arguments import (
     logit_options,
     row_temperature,
 )
-from gspo_kernels.ops.linear import LinearTokenLogprobsFunction, check_unwritten, unwritten_token_logprobs
+from gspo_kernels.linear.logprobs import (
+    LinearTokenLogprobsFunction,
+    check_unwritten,
+    unwritten_token_logprobs,
+)
 from gspo_kernels.ops.logprobs import TokenLogprobsFunction
 from gspo_kernels.types import TokenLogprobs
 

@@ -24,23 +24,21 @@ from gspo_kernels.arguments import (
     row_temperature,
 )
 from gspo_kernels.layout import layout_of
-from gspo_kernels.linear_policy import (
-    LinearPolicyFunction,
-    Scopes,
-    coefficients_depend_on,
-    known_coefficients,
-    refusals,
-    shapes_of,
-)
+from gspo_kernels.linear.chunks import Call
+from gspo_kernels.linear.exactness import coefficients_depend_on, refusals
+from gspo_kernels.linear.logprobs import LinearTokenLogprobsFunction
+from gspo_kernels.linear.loss import LinearPolicyFunction
+from gspo_kernels.linear.plan import SchedulePlan, explain
+from gspo_kernels.linear.run import shapes_of
+from gspo_kernels.linear.schedule import choose
+from gspo_kernels.linear.scopes import Scopes, known_coefficients
 from gspo_kernels.objectives import GSPO
 from gspo_kernels.objectives.base import Objective
 from gspo_kernels.ops.backends import resolve
-from gspo_kernels.ops.linear import Call, LinearTokenLogprobsFunction
 from gspo_kernels.ops.logprobs import KnownCoefficientsFunction, TokenLogprobsFunction
 from gspo_kernels.ops.sequence_ratio import SequenceRatioFunction
 from gspo_kernels.policy import PolicyTerms, metric_names
 from gspo_kernels.policy_step import PolicyLoss, checked_policy_step, sequence_form, sequence_operands
-from gspo_kernels.schedule import SchedulePlan, choose, explain
 from gspo_kernels.types import METRICS, ClippedSequenceRatio, LossOutput
 
 SKIP_INACTIVE = ("backward", "all", "none")

@@ -23,10 +23,16 @@ from cases import (
 
 import gspo_kernels as gk
 from gspo_kernels import cpp
+from gspo_kernels.linear import gradients
+from gspo_kernels.linear.cost import MACHINES, Shapes, cost
+from gspo_kernels.linear.gradients import Gradients, HeadSums
+from gspo_kernels.linear.head import HIDDEN_SLAB, LOGITS_SLAB, Head
+from gspo_kernels.linear.scaling import times, times_
+from gspo_kernels.linear.schedule import SCHEDULES, Part, Refusals, plan_parts
+from gspo_kernels.linear.scores import move_up
 from gspo_kernels.objectives.base import Objective, ObjectiveLoss
 from gspo_kernels.objectives.finite import exp, mul
-from gspo_kernels.ops import linear, memory
-from gspo_kernels.schedule import MACHINES, SCHEDULES, Part, Refusals, Shapes, cost, plan_parts
+from gspo_kernels.ops import memory
 
 ENTRY = "fused_linear_policy_loss"
 V = 61
@@ -269,7 +275,7 @@ def test_groups_and_batch(kind, schedule, rows, layout):
 def products(monkeypatch):
     """Rows that enter each kind of product, and the most that exist at once."""
     rows = {"forward": 0, "hidden": 0, "weight": 0, "most": 0}
-    logits, grad_hidden, sum_head = linear.Head.logits, linear.Head.grad_hidden, linear.HeadSums.add
+    logits, grad_hidden, sum_head = Head.logits, Head.grad_hidden, HeadSums.add
 
     def counted_logits(self, hidden, out):
         rows["forward"] += hidden.shape[0]
@@ -284,9 +290,9 @@ def products(monkeypatch):
         rows["weight"] += scores.values.shape[0]
         return sum_head(self, scores, *args)
 
-    monkeypatch.setattr(linear.Head, "logits", counted_logits)
-    monkeypatch.setattr(linear.Head, "grad_hidden", counted_hidden)
-    monkeypatch.setattr(linear.HeadSums, "add", counted_weight)
+    monkeypatch.setattr(Head, "logits", counted_logits)
+    monkeypatch.setattr(Head, "grad_hidden", counted_hidden)
+    monkeypatch.setattr(HeadSums, "add", counted_weight)
     return rows
 
 
@@ -348,7 +354,7 @@ def test_clipped_rows_never_reach_memory_again():
         keep = (torch.rand(size, generator=generator(size)) < share).nonzero().squeeze(1)
         values = torch.arange(size * 3.0).reshape(size, 3)
         expected, address = values[keep], values.data_ptr()
-        moved = linear.move_up(values, keep)
+        moved = move_up(values, keep)
         assert torch.equal(moved, expected)
         assert not keep.numel() or moved.data_ptr() == address
 
@@ -392,13 +398,13 @@ def test_fp16_loses_nothing_under_a_loss_scale(schedule):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 def test_products_in_slabs_cover_the_vocabulary(dtype, bias):
     """More columns than either slab holds, and a rest; the products alone, against fp64."""
-    rng, count = generator(5), linear._LOGITS_SLAB + linear._HIDDEN_SLAB + 77
+    rng, count = generator(5), LOGITS_SLAB + HIDDEN_SLAB + 77
     hidden = torch.randn(6, 16, generator=rng).to(dtype)
     weight, offset = (
         torch.randn(count, 16, generator=rng).to(dtype),
         torch.randn(count, generator=rng).to(dtype),
     )
-    head = linear.Head(weight, offset if bias else None, "float32")
+    head = Head(weight, offset if bias else None, "float32")
     found = head.logits(hidden, torch.full((6, count), torch.nan, dtype=head.dtype))
     rows = torch.randn(6, count, generator=rng).to(head.rows_dtype)
     pairs = (
@@ -566,7 +572,7 @@ def test_an_exact_zero_beats_an_overflow(factors):
     values = [3.0, 0.0, math.inf, math.nan]
     want = [[0.0 if 0 in (value, factor) else value * factor for value in values] for factor in factors]
     rows, column = torch.tensor([values, values]), torch.tensor(factors).unsqueeze(1)
-    for got in (linear.times(rows, column), linear.times_(rows.clone(), column)):
+    for got in (times(rows, column), times_(rows.clone(), column)):
         assert torch.equal(got.nan_to_num(7.0), torch.tensor(want).nan_to_num(7.0))
 
 
@@ -718,7 +724,7 @@ def test_16_bit_rows_live_in_the_memory_of_the_logits(dtype, schedule, monkeypat
     if torch.cuda.is_available():
         pytest.skip("the other tests of this file run it on the device")
     shared = []
-    rows_of = linear.Gradients.rows
+    rows_of = Gradients.rows
 
     def rows(self, projected, *args, out=None, **kwargs):
         found = rows_of(self, projected, *args, out=out, **kwargs)
@@ -729,9 +735,9 @@ def test_16_bit_rows_live_in_the_memory_of_the_logits(dtype, schedule, monkeypat
     def transposed_product(scores, operand):
         return scores.float().t() @ operand.to(scores.dtype).float()
 
-    monkeypatch.setattr(linear.Head, "rows_dtype", property(lambda head: head.weight.dtype))
-    monkeypatch.setattr(linear, "_transposed_product", transposed_product)
-    monkeypatch.setattr(linear.Gradients, "rows", rows)
+    monkeypatch.setattr(Head, "rows_dtype", property(lambda head: head.weight.dtype))
+    monkeypatch.setattr(gradients, "_transposed_product", transposed_product)
+    monkeypatch.setattr(Gradients, "rows", rows)
     case = make_case("linear", "packed", "holes", dtype=dtype)
     got = run(case, ENTRY, gk.GSPO(), "triton", schedule=schedule, max_chunk_bytes=4 * ROW)
     assert shared and all(shared) == (schedule != "cached")

@@ -15,7 +15,7 @@ from benchmarks import __main__ as command_line
 from benchmarks import campaign, compare, report, suites, traffic
 from benchmarks.registry import CONTESTANTS, SUITES, contestant, suite
 from benchmarks.tables import number
-from gspo_kernels.schedule import SCHEDULES
+from gspo_kernels.linear.schedule import SCHEDULES
 
 ROOT = Path(__file__).parent.parent.parent
 

@@ -11,8 +11,8 @@ from formulas import FORMULAS, Sequence, slopes, value
 from sample_batches import EVERY, NO_DEFAULTS, OPTIONS, examples, make_batch
 
 import gspo_kernels as gk
+from gspo_kernels.linear.schedule import SCHEDULES
 from gspo_kernels.objectives.base import from_spec
-from gspo_kernels.schedule import SCHEDULES
 
 ALL = examples()
 ALONE = examples(max_scope="sequence")

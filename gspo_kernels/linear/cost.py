@@ -1,0 +1,121 @@
+"""What working through rows by a schedule takes: products, bytes, and seconds by a model of the machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+ACTIVE_FRACTION = 0.85
+"""What is assumed of rows whose gradient is not known to be zero: published GSPO runs clip 15% of tokens."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the cost model knows of a device: rates in operations and bytes per second, seconds per step.
+
+    Attributes:
+        operations: matrix products, by bytes of an operand's element.
+        bandwidth: memory.
+        step: one evaluation of the policy terms, with its look at the device.
+        launch: the same where a kernel of the backend does it.
+    """
+
+    operations: dict[int, float]
+    bandwidth: float
+    step: float
+    launch: float
+
+
+MACHINES = {
+    # two AVX2 cores, measured; only ratios matter, and those change little with the number of cores
+    "cpu": Machine({2: 1.5e11, 4: 1.5e11, 8: 7e10}, 1.6e10, 1.3e-3, 3.5e-4),
+    # an H100 by its data sheet at the rates that large products reach, a step as a few hundred launches; not
+    # measured yet
+    "cuda": Machine({2: 7e14, 4: 4.5e13, 8: 4.5e13}, 2.8e12, 2e-3, 2e-4),
+}
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """The sizes that costs depend on.
+
+    Attributes:
+        vocabulary, width: V and H.
+        chunk_rows: rows of logits that fit the budget.
+        logits_itemsize, rows_itemsize, accumulator_itemsize, operand_itemsize: bytes of an element of the
+            logits, of the rows p - onehot, of dWeight's sum, and of what the products multiply.
+        trains_hidden, trains_weight: which gradients are wanted.
+        one_launch: whether a kernel of the backend evaluates the policy terms.
+        one_pass: whether the rows p - onehot of a chunk are written with its log-probs, gradient or not.
+        device: "cpu", or a GPU.
+    """
+
+    vocabulary: int
+    width: int
+    chunk_rows: int
+    logits_itemsize: int
+    rows_itemsize: int
+    accumulator_itemsize: int
+    operand_itemsize: int
+    trains_hidden: bool
+    trains_weight: bool
+    one_launch: bool
+    one_pass: bool
+    device: str
+
+    @property
+    def machine(self) -> Machine:
+        """The rates of the device."""
+        return MACHINES.get(self.device, MACHINES["cuda"])
+
+    @property
+    def step(self) -> float:
+        """Seconds of one evaluation of the policy terms."""
+        return self.machine.launch if self.one_launch else self.machine.step
+
+    @property
+    def accumulator_bytes(self) -> int:
+        """Of dWeight's sum."""
+        return self.vocabulary * self.width * self.accumulator_itemsize if self.trains_weight else 0
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The model's price of one part: products in units of 2VH operations per row, bytes moved, seconds."""
+
+    products: float
+    moved: float
+    seconds: float
+
+
+def cost(strategy: str, rows: int, shapes: Shapes, active: float = ACTIVE_FRACTION) -> Cost:
+    """What working through ``rows`` rows by ``strategy`` (a schedule, or "forward") takes."""
+    gradients = shapes.trains_hidden + shapes.trains_weight
+    logits = rows * shapes.vocabulary * shapes.logits_itemsize
+    scores = rows * shapes.vocabulary * shapes.rows_itemsize
+    chunks = -(-rows // shapes.chunk_rows)
+    adding = 2.0 * shapes.accumulator_bytes  # read and written for each chunk that reaches dWeight
+    active_chunks = -(-int(rows * active) // shapes.chunk_rows) if active else 0
+    products, moved = 1.0, 2.0 * logits
+    making = scores if shapes.one_pass else logits + scores  # rows from logits
+    if strategy == "known":
+        products += gradients
+        moved += making + chunks * adding
+    elif strategy == "aligned":
+        products += active * gradients
+        moved += (1.0 if shapes.one_pass else active) * making + adding
+    elif strategy == "deferred":
+        products += gradients
+        moved += making + (chunks + 1.5) * adding
+    elif strategy == "frozen":
+        products += shapes.trains_hidden
+        moved += making
+    elif strategy == "cached":
+        products += active * gradients
+        moved += making + 2 * active * scores + active_chunks * adding
+    elif strategy == "two_pass":
+        products += active * (1 + gradients)
+        moved += active * (2 * logits + making) + active_chunks * adding
+    machine = shapes.machine
+    operations = 2.0 * shapes.vocabulary * shapes.width * rows * products
+    seconds = operations / machine.operations[shapes.operand_itemsize] + moved / machine.bandwidth
+    return Cost(products * rows, moved, seconds)

@@ -1,0 +1,55 @@
+"""What a token's coefficient depends on in a call, and so which schedules are exact for it."""
+
+from __future__ import annotations
+
+from gspo_kernels.linear.schedule import Refusals
+from gspo_kernels.objectives.base import Objective
+from gspo_kernels.policy import PolicyTerms
+
+
+def coefficients_depend_on(objective: Objective, terms: PolicyTerms) -> str:
+    """What a token's coefficient depends on in this call: "nothing" (known beforehand), "token" or more."""
+    on_policy = terms.old_logprobs is None and objective.ratio_only
+    if terms.kl_beta is not None and terms.kl_ratio_weighted and objective.coefficient_scope != "token":
+        return objective.coefficient_scope
+    has_token_terms = terms.kl_beta is not None or terms.entropy_coef is not None
+    if on_policy or objective.coefficient_scope == "nothing":
+        return "token" if has_token_terms else "nothing"
+    return objective.coefficient_scope
+
+
+def what_couples_tokens(objective: Objective, terms: PolicyTerms) -> str:
+    """What makes coefficients depend on more than a token, in words."""
+    name = f"{type(objective).__name__} off-policy" if objective.ratio_only else type(objective).__name__
+    if terms.kl_beta is not None and terms.kl_ratio_weighted:
+        return f"kl_ratio_weighted with {name}"
+    return name
+
+
+def refusals(objective: Objective, terms: PolicyTerms, trains_head: bool) -> Refusals:
+    """Why schedules are not exact for a call."""
+    name, scope = type(objective).__name__, coefficients_depend_on(objective, terms)
+    reasons = {}
+    if scope not in ("nothing", "token"):
+        what = what_couples_tokens(objective, terms)
+        reasons["known"] = (
+            f"it needs coefficients that depend on one token alone, but {what} makes them "
+            f"depend on the {scope}"
+        )
+    if terms.kl_beta is not None:
+        reasons["deferred"] = "kl_beta adds a coefficient of each token's own"
+    elif not objective.factorizes:
+        reasons["deferred"] = f"{name}'s coefficients are not one number per sequence"
+    elif terms.advantages is not None and terms.advantages.ndim == 2:
+        reasons["deferred"] = f"advantages per token give {name} coefficients per token"
+    elif terms.rollout_weights is not None and terms.rollout_weights.ndim == 2 and objective.level == "token":
+        reasons["deferred"] = f"rollout_weights per token give {name} coefficients per token"
+    if terms.entropy_coef is not None:
+        for schedule in ("deferred", "frozen", "cached"):
+            reasons[schedule] = "entropy_coef adds a gradient that is no multiple of the log-prob's"
+    if trains_head:
+        reasons.setdefault("frozen", "the lm_head's weight or bias needs a gradient")
+    if terms.skipped is not None and scope in ("group", "batch"):
+        for schedule in ("aligned", "frozen", "cached"):
+            reasons[schedule] = f"skip_inactive='all' leaves out sequences that {name}'s coefficients look at"
+    return Refusals(reasons)

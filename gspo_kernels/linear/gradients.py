@@ -1,0 +1,249 @@
+"""Gradients of hidden states, weight and bias, summed over chunks."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gspo_kernels.linear.chunks import Call, Chunk
+from gspo_kernels.linear.head import Head
+from gspo_kernels.linear.scaling import bounded_for_sums, power_of_two, times, times_
+from gspo_kernels.linear.scores import Projected, Scores
+from gspo_kernels.ops.backends import load
+from gspo_kernels.types import stats_dtype
+
+
+class Rows(NamedTuple):
+    """What enters the gradient products: d logprob/dlogits is each row times its factor.
+
+    Attributes:
+        values: [n, V].
+        factors: [n], or None for 1.
+    """
+
+    values: Tensor
+    factors: Tensor | None
+
+    def scaled(self, unit: Tensor) -> Tensor:
+        """What is to multiply a product over ``values`` for coefficients ``unit`` [n]."""
+        return unit if self.factors is None else times(self.factors, unit)
+
+
+class HeadSums:
+    """dWeight [V, H] and dBias [V] summed over chunks, where they are wanted; in the statistics' dtype."""
+
+    def __init__(self, head: Head, trained: tuple[bool, bool]):
+        dtype, device = stats_dtype(head.weight.dtype), head.weight.device
+        self._weight = torch.empty(head.weight.shape, dtype=dtype, device=device) if trained[0] else None
+        self._bias = torch.zeros(head.vocabulary, dtype=dtype, device=device) if trained[1] else None
+        self._empty = True
+
+    def clear(self) -> None:
+        """Begin anew."""
+        self._empty = True
+        if self._bias is not None:
+            self._bias.zero_()
+
+    def add(self, rows: Rows, hidden: Tensor, unit: Tensor, active: Tensor, scale: Tensor) -> None:
+        """Add those of rows times ``unit`` [n] times ``scale``, 0-d, with hidden states [n, H]."""
+        values, unit = rows.values, rows.scaled(unit)
+        if self._weight is not None:
+            chosen = hidden.to(self._weight.dtype)
+            if not (active.is_cpu and bool(active.all())):
+                # selected: the hidden state of a row without gradient may be anything
+                chosen = torch.where(active.unsqueeze(1), chosen, 0.0)
+            chosen = chosen * unit.unsqueeze(1)
+            if values.dtype != self._weight.dtype:
+                product = _transposed_product(values, chosen)
+                if self._empty:
+                    torch.mul(product, scale, out=self._weight)
+                else:
+                    self._weight.addcmul_(product, scale)
+            elif self._empty:
+                # not to zeros: they would cost as much as the memory that the sum fills
+                torch.mm(values.t(), chosen * scale, out=self._weight)
+            else:
+                self._weight.addmm_(values.t(), chosen * scale)
+        if self._bias is not None:
+            self._bias += _transposed_product(values, unit.unsqueeze(1)).squeeze(1) * scale
+        self._empty = False
+
+    def add_sums(self, sums: HeadSums, coefficient: Tensor) -> None:
+        """Add other sums times a coefficient that has come late."""
+        weight, bias = sums.result()
+        for total, own in ((self._weight, weight), (self._bias, bias)):
+            if total is None or own is None:
+                continue
+            factor = bounded_for_sums(coefficient.to(total.dtype))
+            if self._empty and total is self._weight:
+                torch.mul(own, factor, out=total)
+            else:
+                total.addcmul_(own, factor)
+        self._empty = False
+
+    def result(self) -> tuple[Tensor | None, Tensor | None]:
+        """The two sums."""
+        if self._empty and self._weight is not None:
+            self._weight.zero_()
+            self._empty = False
+        return self._weight, self._bias
+
+
+def _transposed_product(rows: Tensor, operand: Tensor) -> Tensor:
+    """[n, V].T @ [n, k] in the operand's dtype."""
+    if rows.dtype == operand.dtype:
+        return torch.mm(rows.t(), operand)
+    return torch.mm(rows.t(), operand.to(rows.dtype), out_dtype=operand.dtype)
+
+
+class Gradients:
+    """dHidden, dWeight and dBias of a chunked call.
+
+    Attributes:
+        hidden: [B, T, H] in hidden's dtype, or None.
+        scales: None, or [B, T] in the statistics' dtype: dHidden is ``scales * hidden``. Rows of ``hidden``
+            are then normalised by powers of two, so that fp16 loses nothing whatever the coefficients.
+        sums: of dWeight and dBias.
+    """
+
+    def __init__(self, call: Call, needs: tuple[bool, ...], normalised: bool):
+        hidden = call.hidden
+        self.call, self.backend = call, load(call.backend)
+        self.hidden = (
+            torch.zeros(hidden.shape, dtype=hidden.dtype, device=hidden.device) if needs[0] else None
+        )
+        self.scales = call.new_rows(1.0) if normalised else None
+        self.accumulate = stats_dtype(hidden.dtype)
+        self.trained = needs[1], needs[2]
+        self.sums = HeadSums(call.head, self.trained)
+
+    def add(
+        self,
+        projected: Projected,
+        chunk: Chunk,
+        grad: Tensor,
+        grad_entropy: Tensor | None,
+        skip: bool,
+    ) -> None:
+        """Add one chunk, given its coefficients; overwrites its logits.
+
+        Args:
+            projected: of the chunk.
+            chunk: the rows.
+            grad, grad_entropy: dLoss/dlogprobs and dLoss/dentropy, [n], or None.
+            skip: leave rows without gradient out of the products.
+        """
+        active = grad != 0
+        if grad_entropy is not None:
+            active = active | (grad_entropy != 0)
+        if skip and not bool(active.all()):
+            keep = active.nonzero().squeeze(1)
+            if keep.numel() == 0:
+                return
+            projected, chunk, grad = projected.select(keep), chunk.select(keep), grad[keep]
+            active = active[keep]
+            grad_entropy = None if grad_entropy is None else grad_entropy[keep]
+        if grad_entropy is None:
+            self.add_rows(self.rows(projected, chunk), chunk, grad, active)
+            return
+        # a row then has two coefficients, so they go into the rows themselves
+        largest = torch.maximum(grad.abs().amax(), grad_entropy.abs().amax())
+        scale = power_of_two(largest.to(self.accumulate))
+        rows = self._write(projected, chunk, grad / scale, grad_entropy / scale, None)
+        self.add_rows(Rows(rows, None), chunk, scale.expand(len(chunk)), active)
+
+    def rows(self, projected: Projected, chunk: Chunk, out: Tensor | None = None) -> Rows:
+        """What enters the gradient products, in ``out`` or, where it fits, in the memory of the logits."""
+        if projected.factors is not None:
+            return Rows(projected.values, projected.factors)
+        ones = projected.stats.logprobs.new_ones(()).expand(len(chunk))
+        return Rows(self._write(projected, chunk, ones, None, out), None)
+
+    def _write(
+        self,
+        projected: Projected,
+        chunk: Chunk,
+        grad: Tensor,
+        grad_entropy: Tensor | None,
+        out: Tensor | None,
+    ) -> Tensor:
+        """d(grad * logprob + grad_entropy * entropy)/dlogits."""
+        assert projected.factors is None
+        logits = projected.values
+        rows = self.call.rows_memory(logits, out)
+        self.backend.logprobs_backward(
+            logits.unsqueeze(0),
+            chunk.labels,
+            projected.stats.each(lambda stat: stat.unsqueeze(0)),
+            grad.unsqueeze(0),
+            None if grad_entropy is None else grad_entropy.unsqueeze(0),
+            None,
+            chunk.transform,
+            ignore_index=self.call.ignore_index,
+            out=rows.unsqueeze(0),
+        )
+        return rows
+
+    def add_rows(self, rows: Rows, chunk: Chunk, coefficients: Tensor, active: Tensor) -> None:
+        """Add rows times coefficients [n], the inactive ones of which are zero."""
+        coefficients = coefficients.to(self.accumulate)
+        bounded = bounded_for_sums(coefficients)
+        scale = power_of_two(bounded.abs().amax())
+        self.add_hidden(rows, chunk, coefficients)
+        self.sums.add(rows, chunk.hidden, bounded / scale, active, scale)
+
+    def add_hidden(self, rows: Rows, chunk: Chunk, coefficients: Tensor) -> None:
+        """Add the dHidden of rows times coefficients [n]; no row's depends on another's."""
+        if self.hidden is None:
+            return
+        scale = power_of_two(coefficients.abs())
+        unit = rows.scaled(coefficients / scale)
+        values = times_(self.call.head.grad_hidden(rows.values), unit.unsqueeze(1))
+        if self.scales is None:
+            values = times_(values, scale.unsqueeze(1))
+        else:
+            power = power_of_two(values.abs().amax(1))
+            values.div_(power.unsqueeze(1))
+            self.scales.view(-1)[chunk.where] = power * scale
+        self.hidden.view(-1, values.shape[1])[chunk.where] = values.to(self.hidden.dtype)
+
+    def result(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradients in the parameters' dtypes; empty where not needed."""
+        head, hidden = self.call.head, self.call.hidden
+        weight, bias = self.sums.result()
+        # one empty tensor each: an operator's outputs may not be the same tensor
+        return (
+            hidden.new_empty(0) if self.hidden is None else self.hidden,
+            hidden.new_empty(0) if weight is None else weight.to(head.weight.dtype),
+            hidden.new_empty(0) if bias is None or head.bias is None else bias.to(head.bias.dtype),
+        )
+
+
+def recompute(
+    scores: Scores,
+    gradients: Gradients,
+    index: slice | Tensor,
+    anew: bool,
+    grad: Tensor,
+    grad_entropy: Tensor | None,
+) -> None:
+    """Project the rows at ``index`` once more and add their gradient.
+
+    Args:
+        scores: with the statistics of the first pass.
+        gradients: to add to.
+        index: positions of the rows with a gradient.
+        anew: take the statistics anew: a product over other rows may round otherwise, and exp(z - lse) of a
+            peaked row shows the last bit of z.
+        grad, grad_entropy: dLoss/dlogprobs and dLoss/dentropy of all rows, flat, or None.
+    """
+    for chunk in scores.call.chunks(index):
+        if anew:
+            projected = scores.score(chunk, grad_entropy is not None)
+        else:
+            projected = Projected(scores.logits(chunk), scores.at(chunk.where))
+        entropy = None if grad_entropy is None else grad_entropy[chunk.where]
+        gradients.add(projected, chunk, grad[chunk.where], entropy, skip=False)
+        del projected

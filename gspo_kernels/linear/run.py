@@ -1,0 +1,209 @@
+"""A hidden-state loss whose gradient is computed along with it, by the schedules of ``schedule``.
+
+Log-probs of whole scopes (sequences, groups) give their coefficients, so the gradient of a part of the batch
+can follow while its logits, or what is left of them, still exist. The outer divisor is known beforehand from
+masks and lengths alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from gspo_kernels.linear.chunks import Call
+from gspo_kernels.linear.cost import Shapes
+from gspo_kernels.linear.exactness import coefficients_depend_on, refusals
+from gspo_kernels.linear.gradients import Gradients, HeadSums, Rows, recompute
+from gspo_kernels.linear.schedule import Part, plan_parts
+from gspo_kernels.linear.scopes import Scopes, _chunk_terms, _token_terms, known_coefficients
+from gspo_kernels.linear.scores import Scores, move_up
+from gspo_kernels.objectives.base import from_spec
+from gspo_kernels.policy import PolicyStep, PolicyTerms, evaluate, outer_total
+from gspo_kernels.policy_step import policy_step, sequence_form
+from gspo_kernels.types import RowStats, stats_dtype
+
+
+def shapes_of(call: Call, terms: PolicyTerms, needs: tuple[bool, ...]) -> Shapes:
+    """What costs depend on."""
+    head, objective = call.head, from_spec(terms.objective)
+    entropy = terms.entropy_coef is not None or "entropy" in objective.needs
+    return Shapes(
+        vocabulary=head.vocabulary,
+        width=call.hidden.shape[-1],
+        chunk_rows=call.chunk_rows,
+        logits_itemsize=head.dtype.itemsize,
+        rows_itemsize=head.rows_dtype.itemsize,
+        accumulator_itemsize=stats_dtype(call.hidden.dtype).itemsize,
+        operand_itemsize=head.weight.dtype.itemsize,
+        trains_hidden=needs[0],
+        trains_weight=needs[1] or needs[2],
+        one_launch=sequence_form(objective, terms, call.backend) is not None,
+        one_pass=call.one_pass(entropy),
+        device=call.hidden.device.type,
+    )
+
+
+class Run:
+    """One call at work."""
+
+    def __init__(self, call: Call, terms: PolicyTerms, entropy: bool, needs: tuple[bool, ...], skip: bool):
+        self.call, self.terms, self.skip = call, terms, skip
+        self.scores = Scores(call, entropy)
+        self.gradients = Gradients(call, needs, normalised=True)
+
+    def known(self) -> None:
+        """Coefficients token by token, or beforehand where they depend on nothing."""
+        call = self.call
+        if coefficients_depend_on(from_spec(self.terms.objective), self.terms) == "nothing":
+            coefficients = known_coefficients(call.labels, self.terms).flatten()
+            for chunk in call.chunks(call.index(call.counted if call.compact else None)):
+                projected = self.scores.add(chunk)
+                self.gradients.add(projected, chunk, coefficients[chunk.where], None, self.skip)
+                del projected
+            return
+        per_token = _token_terms(call.labels, self.terms)
+        for chunk in call.chunks(call.index(call.counted if call.compact else None)):
+            projected = self.scores.add(chunk)
+            logprobs, entropy = projected.stats.logprobs, projected.stats.entropy
+            entropy = None if entropy is None else entropy.unsqueeze(1)
+            terms = _chunk_terms(per_token, chunk.where)
+            step = evaluate(logprobs.unsqueeze(1), entropy, terms, want_metrics=False)
+            self.gradients.add(projected, chunk, *_flat(step), self.skip)
+            del projected
+
+    def by_scopes(self, schedule: str, needs: tuple[bool, ...]) -> None:
+        """Part by part."""
+        call, terms = self.call, self.terms
+        self.scopes = Scopes(call, terms, self.skip)
+        reasons = refusals(from_spec(terms.objective), terms, needs[1] or needs[2])
+        shapes = shapes_of(call, terms, needs)
+        parts = plan_parts(schedule, self.scopes.rows, self.scopes.idle, shapes, reasons)
+        mask = (
+            torch.ones_like(call.labels, dtype=torch.bool)
+            if terms.loss_mask is None
+            else terms.loss_mask != 0
+        )
+        self.scores.expect(min(call.chunk_rows, max((part.rows for part in parts), default=0)))
+        self.total = outer_total(call.labels, mask, terms)
+        self.scratch: HeadSums | None = None
+        strategies: dict[str, Callable[[Part], None]] = {
+            "forward": self._forward,
+            "aligned": self._aligned,
+            "deferred": self._deferred,
+            "frozen": self._frozen,
+            "cached": self._cached,
+            "two_pass": self._two_pass,
+        }
+        for part in parts:
+            strategies[part.strategy](part)
+
+    def _step(self, part: Part, stats: RowStats) -> tuple[Tensor, Tensor | None]:
+        """dLoss/dlogprobs and dLoss/dentropy of a part's rows, given their statistics."""
+        logprobs, terms = stats.logprobs.unsqueeze(0), self.scopes.terms_of(part, self.total)
+        entropy = None if stats.entropy is None else stats.entropy.unsqueeze(0)
+        return _flat(policy_step(logprobs, entropy, terms, self.call.backend, want_metrics=False))
+
+    def _coefficients(self, part: Part) -> tuple[Tensor, Tensor | None]:
+        """The same from the statistics that are kept."""
+        return self._step(part, self.scores.at(self.scopes.rows_of(part)))
+
+    def _forward(self, part: Part) -> None:
+        for chunk in self.call.chunks(self.scopes.rows_of(part)):
+            self.scores.add_forward(chunk)
+
+    def _aligned(self, part: Part) -> None:
+        chunk = self.call.chunk(self.scopes.rows_of(part))
+        projected = self.scores.add(chunk)
+        self.gradients.add(projected, chunk, *self._step(part, projected.stats), self.skip)
+
+    def _two_pass(self, part: Part) -> None:
+        self._forward(part)
+        where = self.scopes.rows_of(part)
+        grad, grad_entropy = self._coefficients(part)
+        active = grad != 0 if grad_entropy is None else (grad != 0) | (grad_entropy != 0)
+        everything = not self.skip or bool(active.all())
+        gradient = self.call.new_rows().view(-1)
+        gradient[where] = grad
+        entropy_gradient = None
+        if grad_entropy is not None:
+            entropy_gradient = self.call.new_rows().view(-1)
+            entropy_gradient[where] = grad_entropy
+        if not everything:
+            where = _index(where, active.device)[active]
+        anew = not everything and self.call.head.exact
+        recompute(self.scores, self.gradients, where, anew, gradient, entropy_gradient)
+
+    def _frozen(self, part: Part) -> None:
+        gradients = self.gradients
+        for chunk in self.call.chunks(self.scopes.rows_of(part)):
+            projected = self.scores.add(chunk)
+            rows = gradients.rows(projected, chunk)
+            gradients.add_hidden(rows, chunk, torch.ones_like(projected.stats.logprobs))
+            del projected, rows
+        self._scale(part, self._coefficients(part)[0])
+
+    def _scale(self, part: Part, coefficients: Tensor) -> None:
+        """Let the coefficients that have come late multiply rows of dHidden."""
+        scales = self.gradients.scales
+        assert scales is not None
+        scales.view(-1)[self.scopes.rows_of(part)] *= coefficients
+
+    def _cached(self, part: Part) -> None:
+        call, gradients, where = self.call, self.gradients, self.scopes.rows_of(part)
+        head = call.head
+        cache = torch.empty(part.rows, head.vocabulary, dtype=head.rows_dtype, device=call.hidden.device)
+        factors, done = self.scores.logprobs.new_ones(part.rows), 0
+        for chunk in call.chunks(where):
+            now = slice(done, done + len(chunk))
+            projected = self.scores.add(chunk, out=cache[now])
+            rows = gradients.rows(projected, chunk, out=cache[now])
+            if rows.factors is not None:
+                factors[now] = rows.factors
+            done = now.stop
+            del projected
+        grad, _ = self._coefficients(part)
+        active = grad != 0
+        if self.skip and not bool(active.all()):
+            keep = active.nonzero().squeeze(1)
+            cache, where = move_up(cache, keep), _index(where, keep.device)[keep]
+            grad, active, factors = grad[keep], active[keep], factors[keep]
+        done = 0
+        for chunk in call.chunks(where):
+            now = slice(done, done + len(chunk))
+            gradients.add_rows(Rows(cache[now], factors[now]), chunk, grad[now], active[now])
+            done = now.stop
+
+    def _deferred(self, part: Part) -> None:
+        call, gradients, where = self.call, self.gradients, self.scopes.rows_of(part)
+        factors = self.scopes.terms_of(part, self.total).token_weights
+        if self.scratch is None:
+            self.scratch = HeadSums(call.head, gradients.trained)
+        self.scratch.clear()
+        dtype, one, done = gradients.accumulate, self.scores.logprobs.new_ones(()), 0
+        weights = one.expand(part.rows) if factors is None else factors.squeeze(0).to(dtype)
+        for chunk in call.chunks(where):
+            projected = self.scores.add(chunk)
+            unit = weights[done : done + len(chunk)]
+            done += len(chunk)
+            rows = gradients.rows(projected, chunk)
+            gradients.add_hidden(rows, chunk, unit)
+            counted = chunk.labels.squeeze(0) != call.ignore_index
+            self.scratch.add(rows, chunk.hidden, unit, counted, one)
+            del projected, rows
+        grad, _ = self._coefficients(part)
+        # one number for the sequence, taken where rounding matters least
+        counted = call.labels.flatten()[where] != call.ignore_index
+        most = torch.where(counted, weights.abs(), -1.0).argmax()
+        coefficient = torch.where(weights[most] == 0, 0.0, grad[most] / weights[most])
+        self._scale(part, coefficient.expand(part.rows))
+        gradients.sums.add_sums(self.scratch, coefficient)
+
+
+def _flat(step: PolicyStep) -> tuple[Tensor, Tensor | None]:
+    return step.grad_logprobs.flatten(), step.grad_entropy.flatten() if step.grad_entropy.numel() else None
+
+
+def _index(where: slice | Tensor, device: torch.device) -> Tensor:
+    return torch.arange(where.start, where.stop, device=device) if isinstance(where, slice) else where

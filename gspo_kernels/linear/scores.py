@@ -1,0 +1,133 @@
+"""From chunks of hidden states to statistics, and to the rows that enter the gradient products."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from gspo_kernels.linear.chunks import Call, Chunk
+from gspo_kernels.ops.backends import OnePassBackend, load
+from gspo_kernels.ops.memory import Workspace
+from gspo_kernels.types import RowStats
+
+
+def move_up(values: Tensor, keep: Tensor) -> Tensor:
+    """Rows ``keep`` (ascending) of [n, V], moved to the front of the same memory a few at a time."""
+    if keep.numel() == 0 or int(keep[-1]) + 1 == keep.numel():
+        return values[: keep.numel()]
+    step = max(1, values.shape[0] // 32, 2**20 // (values.shape[1] * values.element_size()))
+    for start in range(0, keep.numel(), step):
+        rows = keep[start : start + step]
+        # what is overwritten here lies before every row that is still to be read
+        values[start : start + rows.numel()] = values[rows]
+    return values[: keep.numel()]
+
+
+class Projected(NamedTuple):
+    """A chunk on its way from logits to the gradient products.
+
+    Attributes:
+        values: [n, V], the logits; or already rows, d logprob/dlogits but for a factor of each.
+        stats: [n] each.
+        factors: [n] in the statistics' dtype, or None where ``values`` are the logits.
+    """
+
+    values: Tensor
+    stats: RowStats
+    factors: Tensor | None = None
+
+    def select(self, keep: Tensor) -> Projected:
+        """Some of the rows, by ascending index, in the same memory."""
+        factors = None if self.factors is None else self.factors[keep]
+        return Projected(move_up(self.values, keep), self.stats.each(lambda stat: stat[keep]), factors)
+
+
+class Scores:
+    """Log-probs, log-sum-exp and entropy of a call, filled chunk by chunk; one chunk of logits at a time.
+
+    ``known`` are those of an earlier pass, [B, T] each.
+    """
+
+    def __init__(self, call: Call, entropy: bool, known: RowStats | None = None):
+        self.call, self.backend = call, load(call.backend)
+        if known is None:
+            known = RowStats(
+                call.new_rows(), call.new_rows().to(torch.float64), call.new_rows() if entropy else None
+            )
+        self.logprobs, self.lse, self.entropy = known
+        self._most = min(call.chunk_rows, call.labels.numel())
+        self._logits: Tensor | None = None
+        self._workspace = Workspace()
+
+    def expect(self, rows: int) -> None:
+        """Make room for chunks of so many rows instead of as many as the budget allows."""
+        self._most = rows
+
+    def close(self) -> None:
+        """The chunk's memory is no longer needed."""
+        self._logits = None
+        self._workspace.close()
+
+    def logits(self, chunk: Chunk) -> Tensor:
+        """[n, V], in memory that the next call of this writes over."""
+        head, rows = self.call.head, len(chunk)
+        if not head.writes_into:
+            return head.logits(chunk.hidden, None)
+        if self._logits is None:
+            size = (max(rows, self._most), head.vocabulary)
+            if head.weight.is_cpu:
+                self._logits = self._workspace.rows(*size, head.dtype)
+            else:
+                self._logits = torch.empty(size, dtype=head.dtype, device=head.weight.device)
+        return head.logits(chunk.hidden, self._logits[:rows])
+
+    def statistics(self, logits: Tensor, chunk: Chunk, entropy: bool) -> RowStats:
+        """Of a chunk's logits, [n] each."""
+        stats = self.backend.logprobs_forward(
+            logits.unsqueeze(0),
+            chunk.labels,
+            chunk.transform,
+            ignore_index=self.call.ignore_index,
+            entropy=entropy,
+        )
+        return RowStats(*stats).each(lambda stat: stat.squeeze(0))
+
+    def score(self, chunk: Chunk, entropy: bool, out: Tensor | None = None) -> Projected:
+        """Project a chunk whose gradient is wanted, too: where one pass does both, its rows come with the
+        statistics, in ``out`` or in the memory of the logits.
+        """
+        logits = self.logits(chunk)
+        if not self.call.one_pass(entropy):
+            return Projected(logits, self.statistics(logits, chunk, entropy))
+        rows = self.call.rows_memory(logits, out)
+        stats, factors = cast(OnePassBackend, self.backend).logprobs_and_rows(
+            logits.unsqueeze(0),
+            chunk.labels,
+            chunk.transform,
+            ignore_index=self.call.ignore_index,
+            out=rows.unsqueeze(0),
+        )
+        return Projected(rows, stats.each(lambda stat: stat.squeeze(0)), factors.squeeze(0))
+
+    def add(self, chunk: Chunk, out: Tensor | None = None) -> Projected:
+        """``score`` a chunk and keep its statistics."""
+        projected = self.score(chunk, self.entropy is not None, out)
+        self.keep(projected.stats, chunk)
+        return projected
+
+    def add_forward(self, chunk: Chunk) -> None:
+        """Project a chunk and keep its statistics; its logits are not needed."""
+        self.keep(self.statistics(self.logits(chunk), chunk, self.entropy is not None), chunk)
+
+    def keep(self, stats: RowStats, chunk: Chunk) -> None:
+        """Keep a chunk's statistics."""
+        self.logprobs.view(-1)[chunk.where] = stats.logprobs
+        self.lse.view(-1)[chunk.where] = stats.lse
+        if self.entropy is not None and stats.entropy is not None:
+            self.entropy.view(-1)[chunk.where] = stats.entropy
+
+    def at(self, where: slice | Tensor) -> RowStats:
+        """The statistics of some rows, [n] each."""
+        return RowStats(self.logprobs, self.lse, self.entropy).each(lambda stat: stat.view(-1)[where])
