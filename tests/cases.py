@@ -15,11 +15,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import oracle
 import torch
 from torch import Tensor
 
 import gspo_kernels as gk
+from tests import oracle
 
 LAYOUTS = ("padded", "packed")
 BACKENDS = ("reference", "cpp", "triton")

@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
-from cases import generator, offsets
 
 import gspo_kernels as gk
+from tests.cases import generator, offsets
 
 normalized = gk.advantages.group_normalized
 NAN = math.nan

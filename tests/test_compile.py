@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from cases import KIND, LAYOUTS, call, generator, make_case, offsets
 
 import gspo_kernels as gk
 from gspo_kernels.types import ClippedSequenceRatio
+from tests.cases import KIND, LAYOUTS, call, generator, make_case, offsets
 
 ENTRIES = (
     "policy_loss",

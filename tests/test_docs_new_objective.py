@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from cases import assert_equals_oracle, make_case, run
-from test_readme import run as read
 
 import gspo_kernels as gk
+from tests.cases import assert_equals_oracle, make_case, run
+from tests.test_readme import run as read
 
 PAGE = read("docs/new_objective.md")
 SCHEDULES = ("auto", "aligned", "deferred", "cached", "two_pass")

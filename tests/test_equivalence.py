@@ -4,10 +4,12 @@ import importlib
 import itertools
 from dataclasses import replace
 
-import oracle
 import pytest
 import torch
-from cases import (
+
+import gspo_kernels as gk
+from tests import oracle
+from tests.cases import (
     AGGREGATIONS,
     FUSED_ENTRIES,
     KIND,
@@ -23,8 +25,6 @@ from cases import (
     pad,
     run,
 )
-
-import gspo_kernels as gk
 
 OBJECTIVES = {
     "GSPO": gk.GSPO(),

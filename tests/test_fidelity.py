@@ -1,16 +1,10 @@
 """bf16 models: log s to 1e-6, and no clip decision that differs from fp64's."""
 
-import importlib
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
-sys.path.append(str(Path(__file__).parent.parent))
-fidelity = importlib.import_module("benchmarks.fidelity")
-registry = importlib.import_module("benchmarks.registry")
-importlib.import_module("benchmarks.contestants")
+import benchmarks.contestants  # noqa: F401  (registers them)
+from benchmarks import fidelity, registry
 
 
 @pytest.fixture(scope="module")

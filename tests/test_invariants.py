@@ -6,7 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import (
+
+import gspo_kernels as gk
+from gspo_kernels.types import METRICS
+from tests.cases import (
     FUSED_ENTRIES,
     KIND,
     LAYOUTS,
@@ -19,9 +22,6 @@ from cases import (
     offsets,
     run,
 )
-
-import gspo_kernels as gk
-from gspo_kernels.types import METRICS
 
 ENTRIES = ("policy_loss", *FUSED_ENTRIES)
 LOSSES = ("policy_loss", "fused_policy_loss", "fused_linear_policy_loss")

@@ -6,10 +6,10 @@ from typing import ClassVar
 
 import pytest
 import torch
-from cases import LAYOUTS, call, generator, make_case, replace, run
 
 import gspo_kernels as gk
 from gspo_kernels.objectives.base import Objective, ObjectiveLoss
+from tests.cases import LAYOUTS, call, generator, make_case, replace, run
 
 E = math.exp
 

@@ -3,12 +3,12 @@
 import itertools
 import math
 
-import oracle
 import pytest
 import torch
-from cases import LAYOUTS, generator, make_case, offsets, replace, run
 
 import gspo_kernels as gk
+from tests import oracle
+from tests.cases import LAYOUTS, generator, make_case, offsets, replace, run
 
 LENGTHS = (3, 0, 1, 4)
 BOUNDS = [(None, 1.1), (0.9, None), (0.9, 1.1), (0.0, 0.0)]

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from cases import generator
 
 import gspo_kernels as gk
 from gspo_kernels import losses, policy_step
 from gspo_kernels.ops.backends import why_not
+from tests.cases import generator
 
 B, T = 4, 9
 STEP = {

@@ -6,20 +6,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
-import oracle
 import pytest
 import torch
-from cases import (
-    LAYOUTS,
-    assert_equals_oracle,
-    budget,
-    call,
-    for_objective,
-    generator,
-    make_case,
-    offsets,
-    run,
-)
 
 import gspo_kernels as gk
 from gspo_kernels import cpp
@@ -33,6 +21,18 @@ from gspo_kernels.linear.scores import move_up
 from gspo_kernels.objectives.base import Objective, ObjectiveLoss
 from gspo_kernels.objectives.finite import exp, mul
 from gspo_kernels.ops import memory
+from tests import oracle
+from tests.cases import (
+    LAYOUTS,
+    assert_equals_oracle,
+    budget,
+    call,
+    for_objective,
+    generator,
+    make_case,
+    offsets,
+    run,
+)
 
 ENTRY = "fused_linear_policy_loss"
 V = 61

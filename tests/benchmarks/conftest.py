@@ -1,12 +1,7 @@
-"""The benchmarks are a package beside this one, not installed."""
-
-import sys
-from pathlib import Path
+"""The benchmarks are tested by small runs on the CPU."""
 
 import pytest
 import torch
-
-sys.path.append(str(Path(__file__).parent.parent.parent))
 
 
 @pytest.fixture(autouse=True)

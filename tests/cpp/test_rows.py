@@ -8,11 +8,11 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from cpp_oracle import IGNORE, assert_within_budget, exact, plain, wide
 from torch import Tensor
 
 from gspo_kernels import cpp
 from gspo_kernels.types import LogitTransform, RowStats, stats_dtype
+from tests.cpp.cpp_oracle import IGNORE, assert_within_budget, exact, plain, wide
 
 pytestmark = pytest.mark.skipif(
     cpp.unavailable(torch.device("cpu")) is not None, reason=str(cpp.unavailable(torch.device("cpu")))

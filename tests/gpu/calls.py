@@ -1,6 +1,6 @@
 """One call of every kernel, through the functions that users call.
 
-``python -m gpu.calls NAME...``, from tests/, runs some of them on a small case, for compute-sanitizer.
+``python -m tests.gpu.calls NAME...`` runs some of them on a small case, for compute-sanitizer.
 """
 
 import sys

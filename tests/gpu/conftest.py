@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from gpu.calls import Scale
+from tests.gpu.calls import Scale
 
 REHEARSAL = os.environ.get("GSPO_KERNELS_REHEARSE") == "1" and not torch.cuda.is_available()
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import gspo_kernels as gk
-from gpu.calls import CALLS, problem
 from gspo_kernels import kernels
 from gspo_kernels.types import LogitTransform
+from tests.gpu.calls import CALLS, problem
 
 PLAIN = LogitTransform()
 

@@ -9,9 +9,9 @@ from shutil import which
 import pytest
 import torch
 
-from gpu.calls import CALLS
+from tests.gpu.calls import CALLS
 
-TESTS = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -38,8 +38,10 @@ def test_compute_sanitizer_finds_nothing(tool, device):
     # racecheck and initcheck stop at cuBLAS's own kernels
     ours_alone = tool in ("racecheck", "initcheck")
     names = [name for name in CALLS if not (ours_alone and "hidden" in name)]
-    command = [sanitizer, "--tool", tool, "--error-exitcode", "9", sys.executable, "-m", "gpu.calls", *names]
+    command = [sanitizer, "--tool", tool, "--error-exitcode", "9", sys.executable, "-m", "tests.gpu.calls"]
     # memory that torch keeps would hide an access beyond a tensor
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    run = subprocess.run(command, cwd=TESTS, env=environment, capture_output=True, text=True, timeout=120)
+    run = subprocess.run(
+        [*command, *names], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
+    )
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-1000:]

@@ -20,8 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 import gspo_kernels as gk
 from gspo_kernels.integrations.errors import IntegrationError
 from gspo_kernels.integrations.transformers import fuse_lm_head
-
-from .tiny_models import tiny
+from tests.integrations.tiny_models import tiny
 
 SEQUENCES, LENGTH, PROMPT = 4, 9, 3
 ADVANTAGES = torch.tensor([1.0, -0.7, 0.5, -1.2])

@@ -10,7 +10,6 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
-import oracle
 import pytest
 import torch
 from torch import nn
@@ -19,9 +18,9 @@ import gspo_kernels as gk
 from gspo_kernels.integrations import errors, transformers
 from gspo_kernels.integrations.errors import IntegrationError
 from gspo_kernels.integrations.transformers import LMHead, fuse_lm_head, unfuse_lm_head
-
-from .distributed_transformers import CASES
-from .tiny_models import MODELS, tiny
+from tests import oracle
+from tests.integrations.distributed_transformers import CASES
+from tests.integrations.tiny_models import MODELS, tiny
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -614,12 +613,12 @@ def test_importing_the_adapter_imports_no_framework():
 def two_processes(tmp_path_factory):
     """What the cases of two gloo processes had to say, {case: traceback of either}."""
     folder = tmp_path_factory.mktemp("gloo")
-    command = [sys.executable, "-m", "integrations.distributed_transformers"]
+    command = [sys.executable, "-m", "tests.integrations.distributed_transformers"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     processes = [
         subprocess.Popen(
             [*command, str(rank), str(folder / "store"), str(folder / f"result{rank}")],
-            cwd=Path(__file__).parent.parent,
+            cwd=Path(__file__).parents[2],
             env=environment,
         )
         for rank in range(2)

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from row_oracle import PLAIN, assert_within_budget, exact, plain
+
+from tests.kernels.row_oracle import PLAIN, assert_within_budget, exact, plain
 
 pytest.importorskip("triton")
 

@@ -4,22 +4,17 @@ An access counts where its mask lets it through. That says what the kernels ask 
 of a row is served by a cache is for a device to measure.
 """
 
-import importlib
 import math
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
+from benchmarks.traffic import counted
 from gspo_kernels import kernels
 from gspo_kernels.kernels import scoring
 from gspo_kernels.types import ClippedSequenceRatio, LogitTransform
-
-sys.path.append(str(Path(__file__).parent.parent.parent))
-counted = importlib.import_module("benchmarks.traffic").counted
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="accesses are counted under the interpreter"

@@ -4,10 +4,10 @@ import math
 
 import pytest
 import torch
-from sample_batches import make_batch
 
 import gspo_kernels as gk
 from gspo_kernels.objectives.sspo import LOG_GATES
+from tests.objectives.sample_batches import make_batch
 
 E = math.exp
 

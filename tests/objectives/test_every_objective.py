@@ -7,12 +7,12 @@ from dataclasses import FrozenInstanceError
 
 import pytest
 import torch
-from formulas import FORMULAS, Sequence, slopes, value
-from sample_batches import EVERY, NO_DEFAULTS, OPTIONS, examples, make_batch
 
 import gspo_kernels as gk
 from gspo_kernels.linear.schedule import SCHEDULES
 from gspo_kernels.objectives.base import from_spec
+from tests.objectives.formulas import FORMULAS, Sequence, slopes, value
+from tests.objectives.sample_batches import EVERY, NO_DEFAULTS, OPTIONS, examples, make_batch
 
 ALL = examples()
 ALONE = examples(max_scope="sequence")

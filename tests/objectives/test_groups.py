@@ -4,10 +4,8 @@ import functools
 import itertools
 import math
 
-import oracle
 import pytest
 import torch
-from cases import LAYOUTS, generator, make_case, pad, replace, run
 
 import gspo_kernels as gk
 from gspo_kernels.objectives.agro import AGRO
@@ -18,6 +16,8 @@ from gspo_kernels.objectives.groups import Groups
 from gspo_kernels.objectives.kl_cov import KLCov
 from gspo_kernels.objectives.rebel import REBEL
 from gspo_kernels.objectives.trpa import TRPA
+from tests import oracle
+from tests.cases import LAYOUTS, generator, make_case, pad, replace, run
 
 # Groups of four (one sequence without a token), of two and of three, not side by side.
 LENGTHS = (3, 2, 1, 4, 2, 0, 3, 2, 5)

@@ -6,9 +6,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sample_batches import Batch, examples
 
 import gspo_kernels as gk
+from tests.objectives.sample_batches import Batch, examples
 
 
 def name_of(objective):

@@ -6,8 +6,7 @@ import pytest
 
 from gspo_kernels.trainer import GSPOTrainer
 from gspo_kernels.trainer.health import MISMATCH, PATIENCE
-
-from .conftest import make_accelerator, small_config, tiny_qwen3
+from tests.trainer.conftest import make_accelerator, small_config, tiny_qwen3
 
 
 def run(output, tokenizer, rows, reward, engine=None, precision="fp32"):

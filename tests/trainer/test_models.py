@@ -13,8 +13,7 @@ from gspo_kernels.trainer.models import (
     padding_token_id,
 )
 from gspo_kernels.trainer.rollout import left_pad
-
-from .conftest import tiny_qwen3
+from tests.trainer.conftest import tiny_qwen3
 
 SMALL = {
     "vocab_size": 64,

@@ -17,8 +17,7 @@ from gspo_kernels.trainer.packing import (
     packed_inputs,
     token_budget_batches,
 )
-
-from .packing_cases import (
+from tests.trainer.packing_cases import (
     FAMILIES,
     SMALL,
     assert_as_exact_as_padding,

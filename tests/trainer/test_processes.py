@@ -16,9 +16,8 @@ from gspo_kernels.trainer.checkpoint import RunDirectory
 from gspo_kernels.trainer.errors import ConfigError, RewardError
 from gspo_kernels.trainer.metrics import read_metrics
 from gspo_kernels.trainer.processes import check_processes
-
-from .conftest import exit_code, forked, make_accelerator, small_config, tiny_qwen3
-from .test_trainer import weights
+from tests.trainer.conftest import exit_code, forked, make_accelerator, small_config, tiny_qwen3
+from tests.trainer.test_trainer import weights
 
 ROWS = [{"prompt": prompt} for prompt in ("ab", "bcdefghijk", "c", "dabc", "ea", "fgh")]
 ENDS = list(range(90))  # a third of the vocabulary ends a completion: lengths from 1 to 5

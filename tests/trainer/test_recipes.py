@@ -17,11 +17,10 @@ from gspo_kernels.trainer.completions import Segment, join_segments
 from gspo_kernels.trainer.errors import ConfigError, DataError, RewardError
 from gspo_kernels.trainer.metrics import read_metrics
 from gspo_kernels.trainer.recipes import best_of, continued, refined_prompt
-
-from .conftest import make_accelerator, small_config, tiny_qwen3
-from .test_data import CHATML
-from .test_processes import fsdp2, in_two_processes
-from .test_trainer import same, weights
+from tests.trainer.conftest import make_accelerator, small_config, tiny_qwen3
+from tests.trainer.test_data import CHATML
+from tests.trainer.test_processes import fsdp2, in_two_processes
+from tests.trainer.test_trainer import same, weights
 
 TEMPLATE = "{prompt}<{draft}>"
 IGRPO = {"igrpo": {"drafts": 2, "template": TEMPLATE}}

@@ -14,9 +14,8 @@ from gspo_kernels.trainer import GSPOTrainer
 from gspo_kernels.trainer.checkpoint import RunDirectory
 from gspo_kernels.trainer.errors import RunDirectoryError
 from gspo_kernels.trainer.metrics import read_metrics
-
-from .conftest import exit_code, forked, make_accelerator, small_config, tiny_qwen3
-from .test_trainer import same, weights
+from tests.trainer.conftest import exit_code, forked, make_accelerator, small_config, tiny_qwen3
+from tests.trainer.test_trainer import same, weights
 
 STEPS = 8
 

@@ -17,8 +17,7 @@ from gspo_kernels.trainer import GSPOTrainer, TrainConfig
 from gspo_kernels.trainer.config_file import require_same_run
 from gspo_kernels.trainer.errors import ConfigError, RewardError
 from gspo_kernels.trainer.rewards import ADVANTAGES, Rewards, RewardSet, advantages_of, load_reward
-
-from .conftest import small_config, tiny_qwen3
+from tests.trainer.conftest import small_config, tiny_qwen3
 
 ARGUMENTS = (["p", "q"], ["x", "yy"], [[1], [2, 2]], {"answer": ["x", "z"]})
 

@@ -24,8 +24,7 @@ from gspo_kernels.trainer.rollout import (
     sample_completions,
     sampling_mismatch,
 )
-
-from .conftest import exit_code, forked, tiny_qwen3
+from tests.trainer.conftest import exit_code, forked, tiny_qwen3
 
 END, OTHER_END, PAD = 9, 8, 0
 

@@ -9,8 +9,7 @@ from gspo_kernels.trainer.shared_prefix import (
     shared_prefix_hidden_states,
     shared_prefix_tokens,
 )
-
-from .packing_cases import (
+from tests.trainer.packing_cases import (
     FAMILIES,
     assert_as_exact_as_padding,
     build,

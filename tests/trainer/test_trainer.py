@@ -11,8 +11,7 @@ from gspo_kernels.trainer import GSPOTrainer
 from gspo_kernels.trainer.checkpoint import RunDirectory
 from gspo_kernels.trainer.errors import ConfigError, DataError, InputError, ModelError, RewardError
 from gspo_kernels.trainer.metrics import read_metrics
-
-from .conftest import make_accelerator, small_config, tiny_qwen3
+from tests.trainer.conftest import make_accelerator, small_config, tiny_qwen3
 
 
 def make_trainer(own_tokenizer, rows, reward, config, **changes):

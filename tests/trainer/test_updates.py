@@ -11,8 +11,7 @@ from gspo_kernels.trainer.config_file import from_mapping
 from gspo_kernels.trainer.errors import ConfigError
 from gspo_kernels.trainer.policy import Policy
 from gspo_kernels.trainer.updates import Experience, PolicyUpdater, learning_rate_factor, outer_count
-
-from .conftest import make_accelerator, tiny_qwen3
+from tests.trainer.conftest import make_accelerator, tiny_qwen3
 
 B, C, SIZE, TEMPERATURE = 12, 5, 3, 0.7
 

@@ -16,11 +16,10 @@ from gspo_kernels.trainer.errors import ConfigError, RewardError
 from gspo_kernels.trainer.metrics import read_metrics
 from gspo_kernels.trainer.updates import Experience
 from gspo_kernels.trainer.veripo import combined, in_pairs
-
-from .conftest import letter_share, make_accelerator, small_config, tiny_qwen3
-from .test_processes import fsdp2, in_two_processes, vector
-from .test_restart import outcome
-from .test_trainer import same, weights
+from tests.trainer.conftest import letter_share, make_accelerator, small_config, tiny_qwen3
+from tests.trainer.test_processes import fsdp2, in_two_processes, vector
+from tests.trainer.test_restart import outcome
+from tests.trainer.test_trainer import same, weights
 
 NAN = math.nan
 SEEN = []
