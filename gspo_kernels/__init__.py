@@ -3,6 +3,7 @@
 from importlib.metadata import PackageNotFoundError, version
 
 from gspo_kernels import advantages, objectives
+from gspo_kernels.aggregation import normalizer
 from gspo_kernels.logprobs import linear_token_logprobs, token_logprobs
 from gspo_kernels.losses import (
     explain_schedule,
@@ -28,6 +29,7 @@ __all__ = [
     "fused_linear_policy_loss",
     "fused_policy_loss",
     "linear_token_logprobs",
+    "normalizer",
     "objectives",
     "off_policy_mask",
     "policy_coefficients",

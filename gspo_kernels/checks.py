@@ -1,7 +1,7 @@
 """Argument checks of the public functions: what was got, what was expected, before any work.
 
 These read shapes, dtypes and devices only. Values are checked inside the operators
-(``policy.check_term_values``).
+(``terms.check_values``).
 """
 
 from __future__ import annotations
@@ -118,6 +118,15 @@ def broadcastable(name: str, value: object, shape: tuple[int, ...], device: torc
     if not fits:
         raise ValueError(f"{name}: got shape {tuple(value.shape)}, expected one that broadcasts to {shape}")
     return value
+
+
+def scalar(name: str, value: object) -> Tensor:
+    """A positive number or a 0-d tensor."""
+    if not isinstance(value, Tensor):
+        return torch.tensor(number(name, value, positive=True), dtype=torch.float64)
+    if value.ndim != 0:
+        raise ValueError(f"{name}: got shape {tuple(value.shape)}, expected a number or a 0-d tensor")
+    return value.detach()
 
 
 def objective(value: Any, base: type) -> Any:

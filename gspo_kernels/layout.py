@@ -63,6 +63,16 @@ def layout_of(tokens: Tensor, cu_seqlens: Tensor | None) -> Layout:
     return Packed(cu_seqlens.to(torch.int64), segment_ids(cu_seqlens, tokens.numel()))
 
 
+def as_rows(tokens: Tensor, packed: bool) -> Tensor:
+    """[N] -> [1, N] where packed."""
+    return tokens.unsqueeze(0) if packed else tokens
+
+
+def from_rows(tokens: Tensor, packed: bool) -> Tensor:
+    """[1, N] -> [N] where packed."""
+    return tokens.squeeze(0) if packed else tokens
+
+
 def segment_ids(cu_seqlens: Tensor, tokens: int) -> Tensor:
     """[B + 1] offsets -> [N] index of each token's sequence; int64, no host synchronisation."""
     positions = torch.arange(tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)

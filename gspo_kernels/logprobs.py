@@ -5,24 +5,35 @@ from __future__ import annotations
 from torch import Tensor
 
 from gspo_kernels import checks
-from gspo_kernels.arguments import (
-    check_inplace,
-    check_linear,
-    check_logits,
-    chunking,
-    from_rows,
-    logit_options,
-    row_temperature,
-)
-from gspo_kernels.linear.logprobs import (
-    LinearTokenLogprobsFunction,
-    check_unwritten,
-    unwritten_token_logprobs,
-)
+from gspo_kernels.entry import implemented_by
+from gspo_kernels.layout import as_rows, from_rows
+from gspo_kernels.linear import calls
+from gspo_kernels.logits import LogitArguments, check_inplace, check_logits
 from gspo_kernels.ops.logprobs import TokenLogprobsFunction
 from gspo_kernels.types import TokenLogprobs
 
 
+def _token_logprobs(
+    logits: Tensor,
+    labels: Tensor,
+    logit_arguments: LogitArguments,
+    return_entropy: bool,
+    inplace_backward: bool,
+) -> TokenLogprobs:
+    check_logits(logits, labels)
+    packed = labels.ndim == 1
+    options = logit_arguments.checked(logits, labels, labels.shape[0])
+    checks.flag("return_entropy", return_entropy)
+    check_inplace(logits, inplace_backward)
+    rows, row_labels = as_rows(logits, packed), as_rows(labels, packed)
+    options = logit_arguments.with_temperature(options, row_labels, packed, None, logits.dtype)
+    logprobs, entropy = TokenLogprobsFunction.apply(
+        rows, row_labels, return_entropy, inplace_backward, options
+    )
+    return TokenLogprobs(from_rows(logprobs, packed), from_rows(entropy, packed) if return_entropy else None)
+
+
+@implemented_by(_token_logprobs)
 def token_logprobs(
     logits: Tensor,
     labels: Tensor,
@@ -59,21 +70,9 @@ def token_logprobs(
         TypeError, ValueError: a wrong argument, named in the message.
         RuntimeError: the backend can't serve the tensors' device.
     """
-    check_logits(logits, labels)
-    packed = labels.ndim == 1
-    options = logit_options(
-        logits, labels, labels.shape[0], temperature, logit_scale, softcap, ignore_index, backend
-    )
-    checks.flag("return_entropy", return_entropy)
-    check_inplace(logits, inplace_backward)
-    rows, row_labels = (logits.unsqueeze(0), labels.unsqueeze(0)) if packed else (logits, labels)
-    temperatures = row_temperature(temperature, row_labels, packed, None, logits.dtype)
-    logprobs, entropy = TokenLogprobsFunction.apply(
-        rows, row_labels, return_entropy, inplace_backward, *options.positional(temperatures)
-    )
-    return TokenLogprobs(from_rows(logprobs, packed), from_rows(entropy, packed) if return_entropy else None)
 
 
+@implemented_by(calls.linear_token_logprobs)
 def linear_token_logprobs(
     hidden: Tensor,
     weight: Tensor,
@@ -120,25 +119,3 @@ def linear_token_logprobs(
         TypeError, ValueError: a wrong argument, named in the message.
         RuntimeError: the backend can't serve the tensors' device.
     """
-    hidden, weight, bias = check_linear(hidden, weight, bias, labels)
-    packed = labels.ndim == 1
-    options = logit_options(
-        hidden, labels, labels.shape[0], temperature, logit_scale, softcap, ignore_index, backend
-    )
-    checks.flag("return_entropy", return_entropy)
-    unwritten = max_chunk_bytes == 0 and not isinstance(max_chunk_bytes, bool)
-    if unwritten:
-        check_unwritten(hidden, weight, bias, logits_dtype, options.backend)
-    chunked = chunking(logits_dtype, None if unwritten else max_chunk_bytes, compact=True)
-    rows, row_labels = (hidden.unsqueeze(0), labels.unsqueeze(0)) if packed else (hidden, labels)
-    temperatures = row_temperature(temperature, row_labels, packed, None, hidden.dtype)
-    operands = (*options.positional(temperatures), *chunked)
-    if unwritten:
-        logprobs, entropy = unwritten_token_logprobs(
-            rows, weight, bias, row_labels, *operands, return_entropy
-        )
-    else:
-        logprobs, entropy = LinearTokenLogprobsFunction.apply(
-            rows, weight, bias, row_labels, return_entropy, True, *operands
-        )
-    return TokenLogprobs(from_rows(logprobs, packed), from_rows(entropy, packed) if return_entropy else None)

@@ -2,48 +2,46 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from gspo_kernels import checks
-from gspo_kernels.arguments import (
-    LogitOptions,
-    as_rows,
-    check_inplace,
-    check_linear,
-    check_logits,
-    chunking,
-    from_rows,
-    is_nonzero,
-    leave_out_inactive,
-    logit_options,
-    merge_mask,
-    policy_terms,
-    row_temperature,
-)
-from gspo_kernels.layout import layout_of
-from gspo_kernels.linear.chunks import Call
-from gspo_kernels.linear.exactness import coefficients_depend_on, refusals
-from gspo_kernels.linear.logprobs import LinearTokenLogprobsFunction
-from gspo_kernels.linear.loss import LinearPolicyFunction
-from gspo_kernels.linear.plan import SchedulePlan, explain
-from gspo_kernels.linear.run import shapes_of
-from gspo_kernels.linear.schedule import choose
-from gspo_kernels.linear.scopes import Scopes, known_coefficients
+from gspo_kernels.entry import implemented_by
+from gspo_kernels.layout import as_rows, from_rows
+from gspo_kernels.linear import calls
+from gspo_kernels.linear.exactness import coefficients_depend_on
+from gspo_kernels.linear.plan import SchedulePlan
+from gspo_kernels.linear.scopes import known_coefficients
+from gspo_kernels.logits import LogitArguments, check_inplace, check_logits, wants_entropy
 from gspo_kernels.objectives import GSPO
 from gspo_kernels.objectives.base import Objective
 from gspo_kernels.ops.backends import resolve
 from gspo_kernels.ops.logprobs import KnownCoefficientsFunction, TokenLogprobsFunction
-from gspo_kernels.ops.sequence_ratio import SequenceRatioFunction
-from gspo_kernels.policy import PolicyTerms, metric_names
-from gspo_kernels.policy_step import PolicyLoss, checked_policy_step, sequence_form, sequence_operands
-from gspo_kernels.types import METRICS, ClippedSequenceRatio, LossOutput
-
-SKIP_INACTIVE = ("backward", "all", "none")
+from gspo_kernels.sequence_ratio import SequenceOperands, SequenceRatioFunction, sequence_form
+from gspo_kernels.step import carried_loss, loss_of, output_of, policy_step
+from gspo_kernels.terms import Terms, checked, merge_mask
+from gspo_kernels.types import LossOutput
 
 
+def _given_logprobs(
+    logprobs: Tensor, entropy: Tensor | None, terms: Terms, objective: Objective
+) -> tuple[Tensor, Tensor | None, str, Terms]:
+    """Log-probs and entropy in rows, the backend that serves them, and checked terms."""
+    checks.floats("logprobs", logprobs, None, "[B, T], or [N] with cu_seqlens", None)
+    packed = checks.layout("logprobs", logprobs, terms.cu_seqlens) is not None
+    checked_terms = checked(terms, logprobs, objective, entropy is not None)
+    if entropy is not None:
+        checks.floats("entropy", entropy, tuple(logprobs.shape), "the shape of logprobs", logprobs.device)
+        entropy = as_rows(entropy, packed)
+    return as_rows(logprobs, packed), entropy, resolve("auto", logprobs.device), checked_terms
+
+
+def _policy_loss(logprobs: Tensor, entropy: Tensor | None, terms: Terms, objective: Objective) -> LossOutput:
+    rows = _given_logprobs(logprobs, entropy, terms, objective)
+    return loss_of(*rows, packed=terms.cu_seqlens is not None)
+
+
+@implemented_by(_policy_loss)
 def policy_loss(
     logprobs: Tensor,
     old_logprobs: Tensor | None,
@@ -101,20 +99,22 @@ def policy_loss(
     Raises:
         TypeError, ValueError: a wrong argument, named in the message.
     """
-    checks.floats("logprobs", logprobs, None, "[B, T], or [N] with cu_seqlens", None)
-    checks.layout("logprobs", logprobs, cu_seqlens)
-    terms = policy_terms(
-        logprobs, old_logprobs, advantages, loss_mask, cu_seqlens, ref_logprobs, kl_beta, kl_estimator,
-        kl_ratio_weighted, entropy_coef, rollout_weights, token_weights, lengths, group_ids, turn_ids,
-        normalizer, objective, entropy is not None,
-    )  # fmt: skip
-    if entropy is not None:
-        checks.floats("entropy", entropy, tuple(logprobs.shape), "the shape of logprobs", logprobs.device)
-    packed = cu_seqlens is not None
-    looked_at = None if entropy is None else as_rows(entropy, packed)
-    return _policy_loss(as_rows(logprobs, packed), looked_at, resolve("auto", logprobs.device), terms, packed)
 
 
+def _policy_coefficients(
+    logprobs: Tensor, entropy: Tensor | None, terms: Terms, objective: Objective
+) -> Tensor:
+    if isinstance(terms.entropy_coef, Tensor) or terms.entropy_coef != 0:
+        raise ValueError(
+            "entropy_coef: coefficients of log-probs can't carry the entropy's gradient; pass entropy_coef "
+            "to the loss with objective=Linear() that takes these coefficients as token_weights"
+        )
+    rows = _given_logprobs(logprobs, entropy, terms, objective)
+    with torch.no_grad():
+        return from_rows(policy_step(*rows).grad_logprobs, terms.cu_seqlens is not None)
+
+
+@implemented_by(_policy_coefficients)
 def policy_coefficients(
     logprobs: Tensor,
     old_logprobs: Tensor | None,
@@ -152,33 +152,47 @@ def policy_coefficients(
             refused: the entropy's gradient is no coefficient of a log-prob; give it to the loss that takes
                 these coefficients.
     """
-    checks.floats("logprobs", logprobs, None, "[B, T], or [N] with cu_seqlens", None)
-    checks.layout("logprobs", logprobs, cu_seqlens)
-    if isinstance(entropy_coef, Tensor) or entropy_coef != 0:
-        raise ValueError(
-            "entropy_coef: coefficients of log-probs can't carry the entropy's gradient; pass entropy_coef "
-            "to the loss with objective=Linear() that takes these coefficients as token_weights"
+
+
+def _fused_policy_loss(
+    logits: Tensor,
+    labels: Tensor,
+    logit_arguments: LogitArguments,
+    terms: Terms,
+    return_entropy: bool,
+    inplace_backward: bool,
+    objective: Objective,
+) -> LossOutput:
+    check_logits(logits, labels)
+    packed = checks.layout("labels", labels, terms.cu_seqlens) is not None
+    sequences = labels.shape[0] if terms.cu_seqlens is None else terms.cu_seqlens.shape[0] - 1
+    options = logit_arguments.checked(logits, labels, sequences)
+    check_inplace(logits, inplace_backward)
+    with_entropy = wants_entropy(return_entropy, terms.entropy_coef, objective)
+    terms = checked(terms, labels, objective, with_entropy)
+    rows = as_rows(logits, packed)
+    row_labels, terms = merge_mask(as_rows(labels, packed), terms, options.ignore_index)
+    options = logit_arguments.with_temperature(options, row_labels, packed, terms.cu_seqlens, logits.dtype)
+
+    learns = torch.is_grad_enabled() and logits.requires_grad
+    tracing = torch.compiler.is_compiling()
+    one_pass = learns and not (tracing or inplace_backward or with_entropy)
+    if one_pass and coefficients_depend_on(objective, terms) == "nothing":
+        coefficients = known_coefficients(row_labels, terms)
+        carrier, logprobs = KnownCoefficientsFunction.apply(rows, row_labels, coefficients, options)
+        return carried_loss(carrier, logprobs, None, options.backend, terms, packed)
+    off_policy = terms.old_logprobs is not None
+    form = sequence_form(objective, terms, options.backend) if off_policy and not with_entropy else None
+    if form is not None:
+        loss, logprobs, metrics = SequenceRatioFunction.apply(
+            rows, row_labels, inplace_backward, options, SequenceOperands.of(row_labels, terms), form
         )
-    if entropy is not None:
-        checks.floats("entropy", entropy, tuple(logprobs.shape), "the shape of logprobs", logprobs.device)
-    terms = policy_terms(
-        logprobs, old_logprobs, advantages, loss_mask, cu_seqlens, ref_logprobs, kl_beta, kl_estimator,
-        kl_ratio_weighted, entropy_coef, rollout_weights, token_weights, lengths, group_ids, turn_ids,
-        normalizer, objective, entropy is not None,
-    )  # fmt: skip
-    packed = cu_seqlens is not None
-    looked_at = None if entropy is None else as_rows(entropy.detach(), packed)
-    rows, backend = as_rows(logprobs.detach(), packed), resolve("auto", logprobs.device)
-    return from_rows(checked_policy_step(rows, looked_at, backend, *terms)[1], packed)
+        return output_of(loss, metrics, logprobs, None, terms, packed)
+    logprobs, entropy = TokenLogprobsFunction.apply(rows, row_labels, with_entropy, inplace_backward, options)
+    return loss_of(logprobs, entropy if with_entropy else None, options.backend, terms, packed)
 
 
-def _wants_entropy(return_entropy: bool, entropy_coef: float | Tensor, objective: Objective) -> bool:
-    """Whether the entropy must be computed: asked for, in the loss, or looked at by the objective."""
-    checks.flag("return_entropy", return_entropy)
-    checks.objective(objective, Objective)
-    return return_entropy or is_nonzero(entropy_coef) or "entropy" in objective.needs
-
-
+@implemented_by(_fused_policy_loss)
 def fused_policy_loss(
     logits: Tensor,
     labels: Tensor,
@@ -229,42 +243,9 @@ def fused_policy_loss(
         TypeError, ValueError: a wrong argument, named in the message.
         RuntimeError: the backend can't serve the tensors' device.
     """
-    check_logits(logits, labels)
-    checks.layout("labels", labels, cu_seqlens)
-    sequences = labels.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    options = logit_options(
-        logits, labels, sequences, temperature, logit_scale, softcap, ignore_index, backend
-    )
-    check_inplace(logits, inplace_backward)
-    wants_entropy = _wants_entropy(return_entropy, entropy_coef, objective)
-    terms = policy_terms(
-        labels, old_logprobs, advantages, loss_mask, cu_seqlens, ref_logprobs, kl_beta, kl_estimator,
-        kl_ratio_weighted, entropy_coef, rollout_weights, token_weights, lengths, group_ids, turn_ids,
-        normalizer, objective, wants_entropy,
-    )  # fmt: skip
-    packed = cu_seqlens is not None
-    rows, row_labels = (logits.unsqueeze(0), labels.unsqueeze(0)) if packed else (logits, labels)
-    row_labels, terms = merge_mask(row_labels, terms, ignore_index)
-    temperatures = row_temperature(temperature, row_labels, packed, cu_seqlens, logits.dtype)
-    positional = options.positional(temperatures)
-
-    learns = torch.is_grad_enabled() and logits.requires_grad
-    tracing = torch.compiler.is_compiling()
-    one_pass = learns and not (tracing or inplace_backward or wants_entropy)
-    if one_pass and coefficients_depend_on(objective, terms) == "nothing":
-        coefficients = known_coefficients(row_labels, terms)
-        carrier, logprobs = KnownCoefficientsFunction.apply(rows, row_labels, coefficients, *positional)
-        return _carried(carrier, logprobs, None, options.backend, terms, packed)
-    off_policy = terms.old_logprobs is not None
-    form = sequence_form(objective, terms, options.backend) if off_policy and not wants_entropy else None
-    if form is not None:
-        return _sequence_ratio_loss(rows, row_labels, inplace_backward, positional, terms, form, packed)
-    logprobs, entropy = TokenLogprobsFunction.apply(
-        rows, row_labels, wants_entropy, inplace_backward, *positional
-    )
-    return _policy_loss(logprobs, entropy if wants_entropy else None, options.backend, terms, packed)
 
 
+@implemented_by(calls.fused_linear_policy_loss)
 def fused_linear_policy_loss(
     hidden: Tensor,
     weight: Tensor,
@@ -333,73 +314,9 @@ def fused_linear_policy_loss(
             call.
         RuntimeError: the backend can't serve the tensors' device.
     """
-    hidden, weight, bias = check_linear(hidden, weight, bias, labels)
-    checks.layout("labels", labels, cu_seqlens)
-    sequences = labels.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    options = logit_options(
-        hidden, labels, sequences, temperature, logit_scale, softcap, ignore_index, backend
-    )
-    wants_entropy = _wants_entropy(return_entropy, entropy_coef, objective)
-    checks.choice("skip_inactive", skip_inactive, SKIP_INACTIVE)
-    chunked = chunking(logits_dtype, max_chunk_bytes, compact=skip_inactive != "none")
-    terms = policy_terms(
-        labels, old_logprobs, advantages, loss_mask, cu_seqlens, ref_logprobs, kl_beta, kl_estimator,
-        kl_ratio_weighted, entropy_coef, rollout_weights, token_weights, lengths, group_ids, turn_ids,
-        normalizer, objective, wants_entropy,
-    )  # fmt: skip
-    call = _LinearCall(hidden, weight, bias, labels, terms, options, temperature, skip_inactive, objective)
-    name, _ = call.choose(schedule)
-    operands = (call.labels, *options.positional(call.temperatures), *chunked)
-    if name == "two_pass":
-        logprobs, entropy = LinearTokenLogprobsFunction.apply(
-            call.hidden, weight, bias, operands[0], wants_entropy, call.skip, *operands[1:]
-        )
-        return _policy_loss(
-            logprobs, entropy if wants_entropy else None, options.backend, call.terms, call.packed
-        )
-    carrier, logprobs, entropy = LinearPolicyFunction.apply(
-        call.hidden, weight, bias, name, wants_entropy, call.skip, options.backend,
-        torch.compiler.is_compiling(), *operands, *call.terms,
-    )  # fmt: skip
-    shown = entropy if wants_entropy else None
-    return _carried(carrier, logprobs, shown, options.backend, call.terms, call.packed)
 
 
-class _LinearCall:
-    """A hidden-state loss in the operators' form: rows, terms, and what may serve it."""
-
-    def __init__(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        labels: Tensor,
-        terms: PolicyTerms,
-        options: LogitOptions,
-        temperature: float | Tensor,
-        skip_inactive: str,
-        objective: Objective,
-    ):
-        self.packed = terms.cu_seqlens is not None
-        self.hidden = hidden.unsqueeze(0) if self.packed else hidden
-        rows = labels.unsqueeze(0) if self.packed else labels
-        rows, terms = merge_mask(rows, terms, options.ignore_index)
-        if skip_inactive == "all":
-            rows, terms = leave_out_inactive(rows, terms, objective, options.ignore_index)
-        self.labels, self.terms = rows, terms
-        self.temperatures = row_temperature(temperature, rows, self.packed, terms.cu_seqlens, hidden.dtype)
-        self.skip = skip_inactive != "none"
-        inputs = (hidden, weight, bias)
-        learns = torch.is_grad_enabled()
-        self.needs = tuple(learns and x is not None and x.requires_grad for x in inputs)
-        self.refusals = refusals(objective, terms, self.needs[1] or self.needs[2])
-
-    def choose(self, schedule: str) -> tuple[str, str]:
-        """See ``schedule.choose``."""
-        lengths_known = self.skip or not self.packed or not self.hidden.is_cuda
-        return choose(schedule, self.refusals, any(self.needs), lengths_known)
-
-
+@implemented_by(calls.explain_schedule)
 def explain_schedule(
     hidden: Tensor,
     weight: Tensor,
@@ -435,79 +352,3 @@ def explain_schedule(
     Raises:
         TypeError, ValueError: as the loss itself.
     """
-    hidden, weight, bias = check_linear(hidden, weight, bias, labels)
-    checks.layout("labels", labels, cu_seqlens)
-    checks.choice("skip_inactive", skip_inactive, SKIP_INACTIVE)
-    chunked = chunking(logits_dtype, max_chunk_bytes, compact=skip_inactive != "none")
-    sequences = labels.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    options = logit_options(hidden, labels, sequences, 1.0, 1.0, None, ignore_index, "auto")
-    terms = policy_terms(
-        labels, old_logprobs, advantages, loss_mask, cu_seqlens, ref_logprobs, kl_beta, "k3",
-        kl_ratio_weighted, entropy_coef, rollout_weights, token_weights, lengths, group_ids, turn_ids, None,
-        objective, True,
-    )  # fmt: skip
-    call = _LinearCall(hidden, weight, bias, labels, terms, options, 1.0, skip_inactive, objective)
-    name, reason = call.choose(schedule)
-    operands = (*options.positional(None), *chunked)
-    rows = Call.of(call.hidden, weight, bias, call.labels, *operands)
-    scopes = Scopes(rows, call.terms, call.skip)
-    shapes = shapes_of(rows, call.terms, call.needs)
-    return explain(name, reason, scopes.rows, scopes.idle, shapes, call.refusals, weight.element_size())
-
-
-def _named_metrics(values: Tensor, names: tuple[str, ...]) -> dict[str, Tensor]:
-    return dict(zip(names, values.detach().unbind(), strict=True))
-
-
-def _output(
-    loss: Tensor, metrics: Tensor, logprobs: Tensor, entropy: Tensor | None, terms: PolicyTerms, packed: bool
-) -> LossOutput:
-    shown = logprobs.detach()
-    if terms.skipped is not None and terms.loss_mask is not None:
-        layout = layout_of(shown, terms.cu_seqlens)
-        absent = layout.expand(terms.skipped) & (terms.loss_mask != 0)
-        shown = shown.masked_fill(absent, float("nan"))
-        entropy = None if entropy is None else entropy.masked_fill(absent, float("nan"))
-    names = metric_names(terms, entropy)
-    return LossOutput(
-        loss,
-        from_rows(shown, packed),
-        None if entropy is None else from_rows(entropy.detach(), packed),
-        _named_metrics(metrics, names),
-    )
-
-
-def _policy_loss(
-    logprobs: Tensor, entropy: Tensor | None, backend: str, terms: PolicyTerms, packed: bool
-) -> LossOutput:
-    loss, metrics = PolicyLoss.apply(logprobs, entropy, backend, *terms)
-    return _output(loss, metrics, logprobs, entropy, terms, packed)
-
-
-def _carried(
-    carrier: Tensor,
-    logprobs: Tensor,
-    entropy: Tensor | None,
-    backend: str,
-    terms: PolicyTerms,
-    packed: bool,
-) -> LossOutput:
-    """The loss of a call whose forward computed the gradient: ``carrier`` is 0 and holds it."""
-    loss, *_, metrics = checked_policy_step(logprobs, entropy, backend, *terms)
-    return _output(carrier + loss, metrics, logprobs, entropy, terms, packed)
-
-
-def _sequence_ratio_loss(
-    rows: Tensor,
-    row_labels: Tensor,
-    inplace: bool,
-    options: tuple[Any, ...],
-    terms: PolicyTerms,
-    form: ClippedSequenceRatio,
-    packed: bool,
-) -> LossOutput:
-    operands = sequence_operands(row_labels, terms)
-    loss, logprobs, metrics = SequenceRatioFunction.apply(
-        rows, row_labels, inplace, options, *operands, *form
-    )
-    return LossOutput(loss, from_rows(logprobs, packed), None, _named_metrics(metrics, METRICS))

@@ -95,6 +95,28 @@ class LogitTransform(NamedTuple):
     row_temperature: Tensor | None = None
 
 
+class RowOptions(NamedTuple):
+    """How logits become log-probs and who computes them: the options of every entry that has labels, checked.
+
+    Attributes:
+        logit_scale, softcap, temperature, row_temperature: the fields of ``LogitTransform``.
+        ignore_index: the label of rows that are left out.
+        backend: the name of one that can serve the tensors' device.
+    """
+
+    logit_scale: float
+    softcap: float
+    temperature: float
+    row_temperature: Tensor | None
+    ignore_index: int
+    backend: str
+
+    @property
+    def transform(self) -> LogitTransform:
+        """From raw logits to z."""
+        return LogitTransform(self.logit_scale, self.softcap, self.temperature, self.row_temperature)
+
+
 class ClippedSequenceRatio(NamedTuple):
     """A form that a fused forward can serve: PPO's clip on one length-normalised ratio per sequence.
 

@@ -4,7 +4,14 @@ import pytest
 import torch
 
 import gspo_kernels as gk
-from gspo_kernels.types import ClippedSequenceRatio
+from gspo_kernels.linear.chunks import Chunking
+from gspo_kernels.linear.gradients import Needs
+from gspo_kernels.linear.loss import Settings
+from gspo_kernels.ops.library import flat
+from gspo_kernels.ops.logprobs import RowGradients, logprobs_forward
+from gspo_kernels.sequence_ratio import SequenceOperands
+from gspo_kernels.terms import Terms
+from gspo_kernels.types import ClippedSequenceRatio, RowOptions, RowStats
 from tests.cases import KIND, LAYOUTS, call, generator, make_case, offsets
 
 ENTRIES = (
@@ -276,79 +283,84 @@ def operator_inputs():
     rng = generator(0)
     logits, labels = torch.randn(2, 3, 7, generator=rng), torch.tensor([[0, 6, -100], [3, 2, 1]])
     hidden, weight, bias = (torch.randn(*shape, generator=rng) for shape in ((2, 3, 4), (7, 4), (7,)))
-    options = (1.5, 4.0, 0.7, None, -100, "cpp")
-    by_row = (1.0, 0.0, 1.0, torch.full((2, 3), 0.8), -100, "reference")
-    ops = torch.ops.gspo_kernels
-    logprobs, lse, entropy = ops.token_logprobs(logits, labels, *options, True)
-    nothing, upstream = entropy.new_empty(0), torch.randn(2, 3, generator=rng)
-    chunks = ("float32", 2 * 7 * 4, True)
+    options = RowOptions(1.5, 4.0, 0.7, None, -100, "cpp")
+    by_row = RowOptions(1.0, 0.0, 1.0, torch.full((2, 3), 0.8), -100, "reference")
+    in_triton, by_row_in_triton = options._replace(backend="triton"), by_row._replace(backend="triton")
+    scored = logprobs_forward(logits, labels, options, True)
+    logprobs, entropy, upstream = scored.logprobs, scored.entropy, torch.randn(2, 3, generator=rng)
+    stats, without_entropy = RowStats(*scored), RowStats(logprobs, scored.lse, None)
+    chunks, fit = Chunking("float32", 2 * 7 * 4, True), Chunking("float32", 0, False)
     old, advantages = logprobs - 0.1, torch.tensor([1.0, -1.0])
     offsets_ = torch.tensor([0, 2, 6], dtype=torch.int32)
-    objective = (gk.GRPO().spec, "k3", False)
-    # old, advantages, mask, cu_seqlens, ref, beta, entropy_coef, rollout, token_weights, lengths, group,
-    # turn, normalizer, skipped, shares, objective
-    plain = (old, advantages, *(None,) * 13, *objective)
-    sequence = (gk.GSPO().spec, "k3", False)
     number = torch.tensor(0.1, dtype=torch.float64)
-    full = (
-        old, advantages, labels != -100, None, old - 0.2, number, number, upstream.abs(), upstream,
-        advantages.abs(), None, None, number, None, None, *objective,
+    plain = Terms(old_logprobs=old, advantages=advantages, objective=gk.GRPO().spec)
+    full = plain._replace(
+        loss_mask=labels != -100, ref_logprobs=old - 0.2, kl_beta=number, entropy_coef=number,
+        rollout_weights=upstream.abs(), token_weights=upstream, lengths=advantages.abs(), normalizer=number,
     )  # fmt: skip
+    sequence = plain._replace(objective=gk.GSPO().spec)
     packed_rows = [value.reshape(1, 6, *value.shape[2:]) for value in (logits, labels, old)]
-    form = tuple(ClippedSequenceRatio(-0.2, 0.2, float("inf"), False, "sequences", 1.0))
+    packed = sequence._replace(
+        old_logprobs=packed_rows[2], loss_mask=packed_rows[1] != -100, cu_seqlens=offsets_,
+        rollout_weights=advantages.abs(), normalizer=number,
+    )  # fmt: skip
+    form = ClippedSequenceRatio(-0.2, 0.2, float("inf"), False, "sequences", 1.0)
+    everything, trained = Needs(True, True, True), (hidden, weight, bias, labels)
+    frozen = (hidden, weight, None, labels)
     return {
-        "token_logprobs": [(logits, labels, *options, True), (logits, labels, *by_row, False)],
-        "token_logprobs_backward": [
-            (logits, labels, logprobs, lse, entropy, upstream, upstream, None, *options),
-            (logits, labels, logprobs, lse, nothing, upstream, None, torch.tensor(2.0), *options),
+        "logprobs_forward": [(logits, labels, options, True), (logits, labels, by_row, False)],
+        "logprobs_backward": [
+            (logits, labels, stats, RowGradients(upstream, upstream, None), options),
+            (logits, labels, without_entropy, RowGradients(upstream, None, torch.tensor(2.0)), options),
         ],
-        "token_logprobs_backward_": [
-            (logits.clone(), labels, logprobs, lse, entropy, upstream, upstream, None, *options)
+        "logprobs_backward_": [
+            (logits.clone(), labels, stats, RowGradients(upstream, upstream, None), options)
         ],
-        "token_logprobs_and_grad": [(logits, labels, upstream, *options)],
+        "logprobs_and_grad": [(logits, labels, upstream, options)],
         "scale_": [
             (logits.clone(), torch.tensor(2.0), "cpp"),
             (logits.clone(), torch.tensor(1.0), "reference"),
         ],
         "mask_labels": [(labels, None, None, -100), (labels, labels > 2, None, -100)],
-        "linear_token_logprobs": [
-            (hidden, weight, bias, labels, *options, *chunks, True),
-            (hidden, weight, None, labels, *by_row, *chunks, False),
+        "linear_logprobs_forward": [
+            (*trained, options, chunks, True),
+            (*frozen, by_row, chunks, False),
         ],
-        "unwritten_token_logprobs": [
-            (hidden, weight, bias, labels, *options[:-1], "triton", *chunks, True),
-            (hidden, weight, None, labels, *by_row[:-1], "triton", *chunks, False),
+        "unwritten_logprobs": [
+            (*trained, in_triton, chunks, True),
+            (*frozen, by_row_in_triton, chunks, False),
         ],
-        "linear_token_logprobs_backward": [
-            (hidden, weight, bias, labels, *options, *chunks, logprobs, lse, entropy, upstream, upstream,
-             True, True, True, True),
-            (hidden, weight, None, labels, *options, *chunks, logprobs, lse, nothing, upstream, None,
-             True, False, False, False),
+        "linear_logprobs_backward": [
+            (*trained, options, chunks, stats, upstream, upstream, everything, True),
+            (*frozen, options, chunks, without_entropy, upstream, None, Needs(True, False, False), False),
         ],
-        "policy_step": [(logprobs, None, "cpp", *plain), (logprobs, entropy, "reference", *full)] + [
-            (values, monitored, backend, before, advantages, *(None,) * 13, *sequence)
+        "policy_step": [
+            (logprobs, None, "cpp", plain),
+            (logprobs, entropy, "reference", full),
+            (packed_rows[2], packed_rows[2], "triton", packed),
+        ]
+        + [
+            (values, monitored, backend, sequence._replace(old_logprobs=before))
             for backend in ("triton", "cpp")
             for values, monitored, before in (
-                (logprobs, None, old), (logprobs.double(), entropy, None), (logprobs.bfloat16(), entropy, old)
+                (logprobs, None, old),
+                (logprobs.double(), entropy, None),
+                (logprobs.bfloat16(), entropy, old),
             )
-        ] + [
-            (packed_rows[2], packed_rows[2], "triton", packed_rows[2], advantages, packed_rows[1] != -100,
-             offsets_, None, None, None, advantages.abs(), *(None,) * 4, number, None, None, *sequence),
         ],
         "linear_policy": [
-            (hidden, weight, bias, labels, *options, *chunks, *plain, schedule, False, True, True, True, True)
+            (*trained, options, chunks, plain, Settings(schedule, False, True), everything)
             for schedule in ("known", "deferred", "cached", "auto")
         ]
         + [
-            (hidden, weight, None, labels, *by_row, *fit, *full, schedule, True, False, True, False, False)
-            for fit, schedule in ((("float32", 0, False), "aligned"), (chunks, "auto"))
+            (*frozen, by_row, cut, full, Settings(schedule, True, False), Needs(True, False, False))
+            for cut, schedule in ((fit, "aligned"), (chunks, "auto"))
         ],
         "sequence_ratio": [
-            (logits, labels, *options[:-1], "triton", old, advantages, None, None, None, None, *form),
-            (*packed_rows[:2], *options[:-1], "triton", packed_rows[2], advantages, advantages.abs(),
-             None, number, offsets_, *form),
+            (logits, labels, in_triton, SequenceOperands.of(labels, sequence), form),
+            (*packed_rows[:2], in_triton, SequenceOperands.of(packed_rows[1], packed), form),
         ],
-    }  # fmt: skip
+    }
 
 
 def registered():
@@ -364,11 +376,12 @@ def test_every_operator_has_representative_inputs():
 @pytest.mark.parametrize("name", registered())
 def test_opcheck(name):
     for arguments in operator_inputs()[name]:
-        torch.library.opcheck(getattr(torch.ops.gspo_kernels, name).default, arguments)
+        operands = tuple(flat(arguments))
+        torch.library.opcheck(getattr(torch.ops.gspo_kernels, name).default, operands)
 
 
 def test_mutating_operators_declare_it():
     mutable = {
         name for name in registered() if getattr(torch.ops.gspo_kernels, name).default._schema.is_mutable
     }
-    assert mutable == {"token_logprobs_backward_", "scale_"}
+    assert mutable == {"logprobs_backward_", "scale_"}

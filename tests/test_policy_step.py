@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import gspo_kernels as gk
-from gspo_kernels import losses, policy_step
+from gspo_kernels import losses, step
 from gspo_kernels.ops.backends import why_not
 from tests.cases import generator
 
@@ -68,9 +68,9 @@ def outcome(terms, objective, device="cpu", *, packed=False, dtype=torch.float32
 def test_one_launch_equals_the_evaluation(monkeypatch, launching, objective, terms, packed, dtype):
     arguments, options = (TERMS[terms], STEP[objective], launching), {"packed": packed, "dtype": dtype}
     with monkeypatch.context() as context:
-        context.setattr(policy_step, "evaluate", None)  # not even called
+        context.setattr(step, "evaluate", None)  # not even called
         got, grad = outcome(*arguments, **options, scale=3.0)
-    monkeypatch.setattr(policy_step, "sequence_form", lambda *_: None)
+    monkeypatch.setattr(step, "sequence_form", lambda *_: None)
     want, want_grad = outcome(*arguments, **options, scale=3.0)
     tolerance = {"rtol": 1e-12, "atol": 0} if dtype == torch.float64 else {"rtol": 1e-6, "atol": 1e-9}
     assert want_grad.count_nonzero() > 0 and got.metrics.keys() == want.metrics.keys()
@@ -94,7 +94,7 @@ BEYOND = {
 @pytest.mark.parametrize("terms", BEYOND)
 def test_terms_beyond_it_are_evaluated(monkeypatch, terms):
     called = []
-    evaluate = policy_step.evaluate
-    monkeypatch.setattr(policy_step, "evaluate", lambda *args: called.append(1) or evaluate(*args))
+    evaluate = step.evaluate
+    monkeypatch.setattr(step, "evaluate", lambda *args: called.append(1) or evaluate(*args))
     outcome(BEYOND[terms], gk.GSPO())
     assert called == [1]

@@ -2,6 +2,7 @@
 
 import importlib.util
 import inspect
+import os
 import re
 import shutil
 import subprocess
@@ -150,6 +151,45 @@ def tool(name):
 def test_import_contracts_hold():
     result = run(tool("lint-imports"), "--no-cache")
     assert result.returncode == 0, result.stdout + result.stderr
+
+
+PLANTED = {
+    "a kernel that knows an objective": ("kernels/rows.py", "from gspo_kernels.objectives import GSPO"),
+    "an operator that knows terms": ("ops/values.py", "from gspo_kernels.terms import Terms"),
+    "an objective that knows operators": ("objectives/gspo.py", "from gspo_kernels.ops import values"),
+    "a loss that knows the trainer": ("linear/calls.py", "import gspo_kernels.trainer"),
+    "an adapter that knows the command line": ("integrations/verl.py", "import gspo_kernels.cli"),
+    "a head that knows schedules": ("linear/head.py", "from gspo_kernels.linear import schedule"),
+    "a module in no layer": ("stray.py", ""),
+}
+
+
+@pytest.mark.parametrize("planted", PLANTED)
+def test_import_contracts_fail_for_what_they_forbid(planted, tmp_path):
+    where, line = PLANTED[planted]
+    package = tmp_path / "gspo_kernels"
+    shutil.copytree(ROOT / "gspo_kernels", package, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    target = package / where
+    source = target.read_text(encoding="utf-8") if target.exists() else ""
+    target.write_text(f"{source}\n{line}\n", encoding="utf-8")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    result = subprocess.run(
+        [tool("lint-imports"), "--no-cache"], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert result.returncode != 0 and "BROKEN" in result.stdout, result.stdout + result.stderr
+
+
+def test_objectives_may_not_import_layers(tmp_path):
+    package = tmp_path / "gspo_kernels" / "objectives"
+    package.mkdir(parents=True)
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    planted = package / "planted.py"
+    planted.write_text('"""Planted."""\n\nimport torch.nn\n\nprint(torch.nn)\n', encoding="utf-8")
+    result = subprocess.run(
+        [tool("ruff"), "check", "--no-cache", "."], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert result.returncode != 0 and "TID251" in result.stdout, result.stdout + result.stderr
 
 
 @pytest.mark.parametrize("command", [("check",), ("format", "--check")], ids=" ".join)

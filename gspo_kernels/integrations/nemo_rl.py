@@ -22,7 +22,7 @@ from gspo_kernels.integrations.hooks import (
 from gspo_kernels.losses import policy_loss
 from gspo_kernels.objectives import GSPO
 from gspo_kernels.objectives.base import Objective
-from gspo_kernels.policy import KL_ESTIMATORS
+from gspo_kernels.terms import KL_ESTIMATORS
 
 SUPPORTED = ">=0.6,<0.8"
 

@@ -11,7 +11,7 @@ from gspo_kernels.integrations.hooks import check_objective, fitting_advantages,
 from gspo_kernels.losses import policy_loss
 from gspo_kernels.objectives import GSPO
 from gspo_kernels.objectives.base import Objective
-from gspo_kernels.policy import KL_ESTIMATORS
+from gspo_kernels.terms import KL_ESTIMATORS
 
 SUPPORTED = ">=0.7,<0.9"
 

@@ -24,7 +24,7 @@ from gspo_kernels.losses import fused_policy_loss
 from gspo_kernels.objectives import GSPO
 from gspo_kernels.objectives.base import Objective
 from gspo_kernels.ops.backends import BACKENDS
-from gspo_kernels.policy import KL_ESTIMATORS
+from gspo_kernels.terms import KL_ESTIMATORS
 
 SUPPORTED = ">=0.3,<0.4"
 IGNORE = -100

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from gspo_kernels.linear.head import Head
 from gspo_kernels.ops.backends import load
-from gspo_kernels.ops.logprobs import OPTIONS, check_labels
+from gspo_kernels.ops.logprobs import check_rows
 from gspo_kernels.ops.memory import chunk_rows
-from gspo_kernels.ops.values import check_temperature
-from gspo_kernels.types import LogitTransform, stats_dtype
+from gspo_kernels.types import LogitTransform, RowOptions, stats_dtype
 
 
 @dataclass(frozen=True)
@@ -48,34 +47,30 @@ class Chunk:
         return Chunk(where[keep], self.hidden[keep], self.labels[:, keep], transform)
 
 
-LINEAR = (
-    f"Tensor hidden, Tensor weight, Tensor? bias, Tensor labels, {OPTIONS}, "
-    "str logits_dtype, int max_chunk_bytes, bool compact"
-)
-"""The operands of ``Call.of``."""
+class Chunking(NamedTuple):
+    """How a call over hidden states makes its logits.
+
+    Attributes:
+        logits_dtype: "float32", or "input": 16-bit products are rounded to the inputs' dtype.
+        max_chunk_bytes: of logits at once; 0: the default.
+        compact: leave masked rows out of every product, which looks at the device.
+    """
+
+    logits_dtype: str
+    max_chunk_bytes: int
+    compact: bool
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a linear operator."""
+    """One call over hidden states [B, T, H] (packed: [1, N, H]), as operators work on it."""
 
     hidden: Tensor
     head: Head
     labels: Tensor
-    transform: LogitTransform
-    ignore_index: int
-    backend: str
+    options: RowOptions
     chunk_rows: int
     compact: bool
-
-    @classmethod
-    def split(cls, args: tuple[Any, ...]) -> tuple[Call, tuple[Any, ...]]:
-        """The operands of ``LINEAR`` that lead an operator's arguments, checked, and the rest."""
-        count = LINEAR.count(",") + 1
-        call = cls.of(*args[:count])
-        check_labels(call.labels, call.head.vocabulary, call.ignore_index)
-        check_temperature(call.transform.row_temperature)
-        return call, args[count:]
 
     @staticmethod
     def of(
@@ -83,25 +78,28 @@ class Call:
         weight: Tensor,
         bias: Tensor | None,
         labels: Tensor,
-        logit_scale: float,
-        softcap: float,
-        temperature: float,
-        row_temperature: Tensor | None,
-        ignore_index: int,
-        backend: str,
-        logits_dtype: str,
-        max_chunk_bytes: int,
-        compact: bool,
+        options: RowOptions,
+        chunking: Chunking,
     ) -> Call:
-        head = Head(weight, bias, logits_dtype)
-        transform = LogitTransform(logit_scale, softcap, temperature, row_temperature)
-        rows = chunk_rows(head.row_bytes, max_chunk_bytes, weight.device)
-        return Call(hidden, head, labels, transform, ignore_index, backend, rows, compact)
+        """From an operator's arguments."""
+        head = Head(weight, bias, chunking.logits_dtype)
+        rows = chunk_rows(head.row_bytes, chunking.max_chunk_bytes, weight.device)
+        return Call(hidden, head, labels, options, rows, chunking.compact)
+
+    def check(self) -> Call:
+        """The call, after looking at its labels and temperatures as ``ops.values`` says."""
+        check_rows(self.labels, self.head.vocabulary, self.options)
+        return self
+
+    @property
+    def projected(self) -> slice | Tensor:
+        """Positions of the rows that have logits: the counted ones, or without compaction all."""
+        return self.index(self.counted if self.compact else None)
 
     @property
     def counted(self) -> Tensor:
         """Tokens that have a log-prob."""
-        return self.labels != self.ignore_index
+        return self.labels != self.options.ignore_index
 
     def index(self, keep: Tensor | None) -> slice | Tensor:
         """Positions of the rows where ``keep`` holds; None: all. Looks at the device."""
@@ -121,7 +119,7 @@ class Call:
 
     def chunk(self, where: slice | Tensor) -> Chunk:
         """The rows at some positions."""
-        transform, labels = self.transform, self.labels.flatten()[where]
+        transform, labels = self.options.transform, self.labels.flatten()[where]
         if transform.row_temperature is not None:
             rows = transform.row_temperature.flatten()[where]
             transform = transform._replace(row_temperature=rows.unsqueeze(0))
@@ -137,7 +135,7 @@ class Call:
     def one_pass(self, entropy: bool) -> bool:
         """Whether the backend writes rows along with statistics."""
         wide = self.head.rows_dtype == stats_dtype(self.head.dtype)
-        return wide and not entropy and hasattr(load(self.backend), "logprobs_and_rows")
+        return wide and not entropy and hasattr(load(self.options.backend), "logprobs_and_rows")
 
     def rows_memory(self, logits: Tensor, out: Tensor | None) -> Tensor:
         """Memory for the rows that come from logits [n, V]: ``out``, or that of the logits where they fit."""

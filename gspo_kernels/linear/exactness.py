@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from gspo_kernels.linear.schedule import Refusals
 from gspo_kernels.objectives.base import Objective
-from gspo_kernels.policy import PolicyTerms
+from gspo_kernels.terms import Terms
 
 
-def coefficients_depend_on(objective: Objective, terms: PolicyTerms) -> str:
+def coefficients_depend_on(objective: Objective, terms: Terms) -> str:
     """What a token's coefficient depends on in this call: "nothing" (known beforehand), "token" or more."""
     on_policy = terms.old_logprobs is None and objective.ratio_only
     if terms.kl_beta is not None and terms.kl_ratio_weighted and objective.coefficient_scope != "token":
@@ -18,7 +18,7 @@ def coefficients_depend_on(objective: Objective, terms: PolicyTerms) -> str:
     return objective.coefficient_scope
 
 
-def what_couples_tokens(objective: Objective, terms: PolicyTerms) -> str:
+def what_couples_tokens(objective: Objective, terms: Terms) -> str:
     """What makes coefficients depend on more than a token, in words."""
     name = f"{type(objective).__name__} off-policy" if objective.ratio_only else type(objective).__name__
     if terms.kl_beta is not None and terms.kl_ratio_weighted:
@@ -26,7 +26,7 @@ def what_couples_tokens(objective: Objective, terms: PolicyTerms) -> str:
     return name
 
 
-def refusals(objective: Objective, terms: PolicyTerms, trains_head: bool) -> Refusals:
+def refusals(objective: Objective, terms: Terms, trains_head: bool) -> Refusals:
     """Why schedules are not exact for a call."""
     name, scope = type(objective).__name__, coefficients_depend_on(objective, terms)
     reasons = {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,13 +31,44 @@ class Rows(NamedTuple):
         return unit if self.factors is None else times(self.factors, unit)
 
 
+class Needs(NamedTuple):
+    """Which of a call's inputs want a gradient."""
+
+    hidden: bool
+    weight: bool
+    bias: bool
+
+    @classmethod
+    def of(cls, ctx: Any, bias: Tensor | None) -> Needs:
+        """In a function whose first inputs are the three."""
+        hidden, weight, third, *_ = ctx.needs_input_grad
+        return cls(hidden, weight, bias is not None and third)
+
+    @property
+    def head(self) -> bool:
+        """Whether the head is trained."""
+        return self.weight or self.bias
+
+
+class HeadGradients(NamedTuple):
+    """Gradients of hidden, weight and bias in their dtypes; empty where not needed."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor
+
+    def wanted(self, needs: Needs) -> tuple[Tensor | None, ...]:
+        """None instead of those that nobody wants."""
+        return tuple(grad if need else None for grad, need in zip(self, needs, strict=True))
+
+
 class HeadSums:
     """dWeight [V, H] and dBias [V] summed over chunks, where they are wanted; in the statistics' dtype."""
 
-    def __init__(self, head: Head, trained: tuple[bool, bool]):
+    def __init__(self, head: Head, needs: Needs):
         dtype, device = stats_dtype(head.weight.dtype), head.weight.device
-        self._weight = torch.empty(head.weight.shape, dtype=dtype, device=device) if trained[0] else None
-        self._bias = torch.zeros(head.vocabulary, dtype=dtype, device=device) if trained[1] else None
+        self._weight = torch.empty(head.weight.shape, dtype=dtype, device=device) if needs.weight else None
+        self._bias = torch.zeros(head.vocabulary, dtype=dtype, device=device) if needs.bias else None
         self._empty = True
 
     def clear(self) -> None:
@@ -108,16 +139,16 @@ class Gradients:
         sums: of dWeight and dBias.
     """
 
-    def __init__(self, call: Call, needs: tuple[bool, ...], normalised: bool):
+    def __init__(self, call: Call, needs: Needs, normalised: bool):
         hidden = call.hidden
-        self.call, self.backend = call, load(call.backend)
+        self.call, self.backend = call, load(call.options.backend)
         self.hidden = (
-            torch.zeros(hidden.shape, dtype=hidden.dtype, device=hidden.device) if needs[0] else None
+            torch.zeros(hidden.shape, dtype=hidden.dtype, device=hidden.device) if needs.hidden else None
         )
         self.scales = call.new_rows(1.0) if normalised else None
         self.accumulate = stats_dtype(hidden.dtype)
-        self.trained = needs[1], needs[2]
-        self.sums = HeadSums(call.head, self.trained)
+        self.needs = needs
+        self.sums = HeadSums(call.head, needs)
 
     def add(
         self,
@@ -181,7 +212,7 @@ class Gradients:
             None if grad_entropy is None else grad_entropy.unsqueeze(0),
             None,
             chunk.transform,
-            ignore_index=self.call.ignore_index,
+            ignore_index=self.call.options.ignore_index,
             out=rows.unsqueeze(0),
         )
         return rows
@@ -209,12 +240,12 @@ class Gradients:
             self.scales.view(-1)[chunk.where] = power * scale
         self.hidden.view(-1, values.shape[1])[chunk.where] = values.to(self.hidden.dtype)
 
-    def result(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The gradients in the parameters' dtypes; empty where not needed."""
+    def result(self) -> HeadGradients:
+        """The gradients in the parameters' dtypes."""
         head, hidden = self.call.head, self.call.hidden
         weight, bias = self.sums.result()
         # one empty tensor each: an operator's outputs may not be the same tensor
-        return (
+        return HeadGradients(
             hidden.new_empty(0) if self.hidden is None else self.hidden,
             hidden.new_empty(0) if weight is None else weight.to(head.weight.dtype),
             hidden.new_empty(0) if bias is None or head.bias is None else bias.to(head.bias.dtype),

@@ -2,63 +2,101 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from gspo_kernels.linear.chunks import LINEAR, Call
-from gspo_kernels.linear.gradients import Gradients, recompute
+from gspo_kernels.linear.chunks import Call, Chunking
+from gspo_kernels.linear.gradients import Gradients, HeadGradients, Needs, recompute
 from gspo_kernels.linear.scores import Scores
 from gspo_kernels.ops.library import operator
-from gspo_kernels.ops.logprobs import fake_stats, restore_options, save_options
-from gspo_kernels.types import RowStats
+from gspo_kernels.ops.logprobs import ScoredRows, save_rows, saved_rows
+from gspo_kernels.types import RowOptions, RowStats
 
 
-@operator(f"linear_token_logprobs({LINEAR}, bool entropy) -> (Tensor, Tensor, Tensor)")
-def linear_token_logprobs(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probs, log-sum-exp and entropy (empty unless asked for) of hidden [B, T, H] at labels [B, T]."""
-    call, (entropy,) = Call.split(args)
+@operator
+def linear_logprobs_forward(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    options: RowOptions,
+    chunking: Chunking,
+    entropy: bool,
+) -> ScoredRows:
+    """Log-probs, log-sum-exp and entropy of hidden [B, T, H] at labels [B, T]."""
+    call = Call.of(hidden, weight, bias, labels, options, chunking).check()
     scores = Scores(call, entropy)
-    for chunk in call.chunks(call.index(call.counted if call.compact else None)):
+    for chunk in call.chunks(call.projected):
         scores.add_forward(chunk)
     scores.close()
-    missing = scores.logprobs.new_empty(0)
-    return scores.logprobs, scores.lse, missing if scores.entropy is None else scores.entropy
+    return ScoredRows.of(RowStats(scores.logprobs, scores.lse, scores.entropy))
 
 
-@linear_token_logprobs.register_fake
-def _(hidden: Tensor, weight: Tensor, bias: Any, labels: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return fake_stats(labels, hidden.dtype, args[-1])
+@linear_logprobs_forward.register_fake
+def _(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    options: RowOptions,
+    chunking: Chunking,
+    entropy: bool,
+) -> ScoredRows:
+    return ScoredRows.fake(labels, hidden.dtype, entropy)
 
 
-@operator(f"unwritten_token_logprobs({LINEAR}, bool entropy) -> (Tensor, Tensor)")
-def unwritten_token_logprobs(*args: Any) -> tuple[Tensor, Tensor]:
+class UnwrittenLogprobs(NamedTuple):
+    """Log-probs and entropy [B, T]; the entropy is empty where it was not asked for."""
+
+    logprobs: Tensor
+    entropy: Tensor
+
+
+@operator
+def unwritten_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    options: RowOptions,
+    chunking: Chunking,
+    entropy: bool,
+) -> UnwrittenLogprobs:
     """Log-probs and entropy of hidden [B, T, H] at labels [B, T]; no logits are written. Triton only."""
-    from gspo_kernels.kernels import linear_logprobs_forward
+    from gspo_kernels.kernels import linear_logprobs_forward as score
 
-    call, (entropy,) = Call.split(args)
+    call = Call.of(hidden, weight, bias, labels, options, chunking).check()
     rows = call.chunk(call.index(call.counted))
-    stats = linear_logprobs_forward(
+    stats = score(
         rows.hidden,
         call.head.weight,
         call.head.bias,
         rows.labels.squeeze(0),
         rows.transform,
-        ignore_index=call.ignore_index,
+        ignore_index=options.ignore_index,
         entropy=entropy,
     )
     logprobs, entropies = call.new_rows(), call.new_rows() if entropy else stats.logprobs.new_empty(0)
     logprobs.view(-1)[rows.where] = stats.logprobs
     if stats.entropy is not None:
         entropies.view(-1)[rows.where] = stats.entropy
-    return logprobs, entropies
+    return UnwrittenLogprobs(logprobs, entropies)
 
 
-@unwritten_token_logprobs.register_fake
-def _(hidden: Tensor, weight: Tensor, bias: Any, labels: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
-    logprobs, _, entropy = fake_stats(labels, hidden.dtype, args[-1])
-    return logprobs, entropy
+@unwritten_logprobs.register_fake
+def _(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    options: RowOptions,
+    chunking: Chunking,
+    entropy: bool,
+) -> UnwrittenLogprobs:
+    scored = ScoredRows.fake(labels, hidden.dtype, entropy)
+    return UnwrittenLogprobs(scored.logprobs, scored.entropy)
 
 
 def check_unwritten(
@@ -81,46 +119,57 @@ def check_unwritten(
         raise ValueError(f"max_chunk_bytes: got 0 (logits are never written), but {reason}")
 
 
-def fake_gradients(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: tuple[bool, bool, bool]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Empty gradients of what is needed."""
-    return (
-        hidden.new_empty(hidden.shape if needs[0] else (0,)),
-        weight.new_empty(weight.shape if needs[1] else (0,)),
-        hidden.new_empty(0) if bias is None or not needs[2] else bias.new_empty(bias.shape),
-    )
-
-
-@operator(
-    f"linear_token_logprobs_backward({LINEAR}, Tensor logprobs, Tensor lse, Tensor entropy, "
-    "Tensor grad_logprobs, Tensor? grad_entropy, bool need_hidden, bool need_weight, "
-    "bool need_bias, bool skip) -> (Tensor, Tensor, Tensor)"
-)
-def linear_token_logprobs_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of hidden, weight and bias (empty where not needed), recomputing logits chunk by chunk.
+@operator
+def linear_logprobs_backward(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    options: RowOptions,
+    chunking: Chunking,
+    stats: RowStats,
+    grad_logprobs: Tensor,
+    grad_entropy: Tensor | None,
+    needs: Needs,
+    skip: bool,
+) -> HeadGradients:
+    """Gradients of hidden, weight and bias, recomputing logits chunk by chunk.
 
     ``skip`` leaves rows without gradient out of every product.
     """
-    call, rest = Call.split(args)
-    logprobs, lse, entropy, grad_logprobs, grad_entropy, *needs, skip = rest
+    call = Call.of(hidden, weight, bias, labels, options, chunking).check()
     keep = call.counted if call.compact else None
     if skip:
         keep = grad_logprobs != 0 if grad_entropy is None else (grad_logprobs != 0) | (grad_entropy != 0)
         keep = keep & call.counted
     anew = skip and call.head.exact and keep is not None and not torch.equal(keep, call.counted)
-    known = RowStats(logprobs, lse, entropy if entropy.numel() == lse.numel() else None)
-    scores = Scores(call, False, known)
-    gradients = Gradients(call, tuple(needs), normalised=False)
+    scores = Scores(call, False, stats)
+    gradients = Gradients(call, needs, normalised=False)
     grad_entropy = None if grad_entropy is None else grad_entropy.flatten()
     recompute(scores, gradients, call.index(keep), anew, grad_logprobs.flatten(), grad_entropy)
     scores.close()
     return gradients.result()
 
 
-@linear_token_logprobs_backward.register_fake
-def _(hidden: Tensor, weight: Tensor, bias: Tensor | None, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return fake_gradients(hidden, weight, bias, args[-4:-1])
+@linear_logprobs_backward.register_fake
+def _(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    options: RowOptions,
+    chunking: Chunking,
+    stats: RowStats,
+    grad_logprobs: Tensor,
+    grad_entropy: Tensor | None,
+    needs: Needs,
+    skip: bool,
+) -> HeadGradients:
+    return HeadGradients(
+        hidden.new_empty(hidden.shape if needs.hidden else (0,)),
+        weight.new_empty(weight.shape if needs.weight else (0,)),
+        hidden.new_empty(0) if bias is None or not needs.bias else bias.new_empty(bias.shape),
+    )
 
 
 class LinearTokenLogprobsFunction(torch.autograd.Function):
@@ -135,44 +184,39 @@ class LinearTokenLogprobsFunction(torch.autograd.Function):
         labels: Tensor,
         entropy: bool,
         skip: bool,
-        *options: Any,
+        options: RowOptions,
+        chunking: Chunking,
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        logprobs, lse, entropies = linear_token_logprobs(hidden, weight, bias, labels, *options, entropy)
-        ctx.has_bias = bias is not None
-        tensors = (hidden, weight, *(() if bias is None else (bias,)), labels, logprobs, lse, entropies)
-        save_options(ctx, options, *tensors)
-        ctx.entropy, ctx.skip = entropy, skip
+        scored = linear_logprobs_forward(hidden, weight, bias, labels, options, chunking, entropy)
+        save_rows(ctx, options, hidden, weight, bias, labels, *scored)
+        ctx.entropy, ctx.skip, ctx.chunking = entropy, skip, chunking
         if not entropy:
-            ctx.mark_non_differentiable(entropies)
-        return logprobs, entropies
+            ctx.mark_non_differentiable(scored.entropy)
+        return scored.logprobs, scored.entropy
 
     @staticmethod
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Any, ...]:
-        saved, options = restore_options(ctx)
-        hidden, weight = saved[:2]
-        bias = saved[2] if ctx.has_bias else None
-        labels, logprobs, lse, entropies = saved[-4:]
-        nothing = (None,) * (3 + len(options))
+        (hidden, weight, bias, labels, logprobs, lse, entropy), options = saved_rows(ctx)
+        nothing = (None,) * 5
         if not ctx.entropy:
             grad_entropy = None
         if grad_logprobs is None:
             if grad_entropy is None:
                 return (None, None, None, *nothing)
             grad_logprobs = torch.zeros_like(grad_entropy)
-        needs = (ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.has_bias and ctx.needs_input_grad[2])
-        gradients = linear_token_logprobs_backward(
+        needs = Needs.of(ctx, bias)
+        gradients = linear_logprobs_backward(
             hidden,
             weight,
             bias,
             labels,
-            *options,
-            logprobs,
-            lse,
-            entropies,
+            options,
+            ctx.chunking,
+            RowStats(logprobs, lse, entropy if ctx.entropy else None),
             grad_logprobs,
             grad_entropy,
-            *needs,
+            needs,
             ctx.skip,
         )
-        return (*(grad if need else None for grad, need in zip(gradients, needs, strict=True)), *nothing)
+        return (*gradients.wanted(needs), *nothing)

@@ -12,20 +12,23 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from gspo_kernels.aggregation import Aggregation
+from gspo_kernels.evaluate import PolicyStep, evaluate
 from gspo_kernels.linear.chunks import Call
 from gspo_kernels.linear.cost import Shapes
 from gspo_kernels.linear.exactness import coefficients_depend_on, refusals
-from gspo_kernels.linear.gradients import Gradients, HeadSums, Rows, recompute
+from gspo_kernels.linear.gradients import Gradients, HeadSums, Needs, Rows, recompute
 from gspo_kernels.linear.schedule import Part, plan_parts
-from gspo_kernels.linear.scopes import Scopes, _chunk_terms, _token_terms, known_coefficients
+from gspo_kernels.linear.scopes import Scopes, chunk_terms, known_coefficients, token_terms
 from gspo_kernels.linear.scores import Scores, move_up
 from gspo_kernels.objectives.base import from_spec
-from gspo_kernels.policy import PolicyStep, PolicyTerms, evaluate, outer_total
-from gspo_kernels.policy_step import policy_step, sequence_form
+from gspo_kernels.sequence_ratio import sequence_form
+from gspo_kernels.step import take_step
+from gspo_kernels.terms import Terms
 from gspo_kernels.types import RowStats, stats_dtype
 
 
-def shapes_of(call: Call, terms: PolicyTerms, needs: tuple[bool, ...]) -> Shapes:
+def shapes_of(call: Call, terms: Terms, needs: Needs) -> Shapes:
     """What costs depend on."""
     head, objective = call.head, from_spec(terms.objective)
     entropy = terms.entropy_coef is not None or "entropy" in objective.needs
@@ -37,9 +40,9 @@ def shapes_of(call: Call, terms: PolicyTerms, needs: tuple[bool, ...]) -> Shapes
         rows_itemsize=head.rows_dtype.itemsize,
         accumulator_itemsize=stats_dtype(call.hidden.dtype).itemsize,
         operand_itemsize=head.weight.dtype.itemsize,
-        trains_hidden=needs[0],
-        trains_weight=needs[1] or needs[2],
-        one_launch=sequence_form(objective, terms, call.backend) is not None,
+        trains_hidden=needs.hidden,
+        trains_weight=needs.head,
+        one_launch=sequence_form(objective, terms, call.options.backend) is not None,
         one_pass=call.one_pass(entropy),
         device=call.hidden.device.type,
     )
@@ -48,7 +51,7 @@ def shapes_of(call: Call, terms: PolicyTerms, needs: tuple[bool, ...]) -> Shapes
 class Run:
     """One call at work."""
 
-    def __init__(self, call: Call, terms: PolicyTerms, entropy: bool, needs: tuple[bool, ...], skip: bool):
+    def __init__(self, call: Call, terms: Terms, entropy: bool, needs: Needs, skip: bool):
         self.call, self.terms, self.skip = call, terms, skip
         self.scores = Scores(call, entropy)
         self.gradients = Gradients(call, needs, normalised=True)
@@ -58,35 +61,30 @@ class Run:
         call = self.call
         if coefficients_depend_on(from_spec(self.terms.objective), self.terms) == "nothing":
             coefficients = known_coefficients(call.labels, self.terms).flatten()
-            for chunk in call.chunks(call.index(call.counted if call.compact else None)):
+            for chunk in call.chunks(call.projected):
                 projected = self.scores.add(chunk)
                 self.gradients.add(projected, chunk, coefficients[chunk.where], None, self.skip)
                 del projected
             return
-        per_token = _token_terms(call.labels, self.terms)
-        for chunk in call.chunks(call.index(call.counted if call.compact else None)):
+        per_token = token_terms(call.labels, self.terms)
+        for chunk in call.chunks(call.projected):
             projected = self.scores.add(chunk)
             logprobs, entropy = projected.stats.logprobs, projected.stats.entropy
             entropy = None if entropy is None else entropy.unsqueeze(1)
-            terms = _chunk_terms(per_token, chunk.where)
+            terms = chunk_terms(per_token, chunk.where)
             step = evaluate(logprobs.unsqueeze(1), entropy, terms, want_metrics=False)
             self.gradients.add(projected, chunk, *_flat(step), self.skip)
             del projected
 
-    def by_scopes(self, schedule: str, needs: tuple[bool, ...]) -> None:
+    def by_scopes(self, schedule: str, needs: Needs) -> None:
         """Part by part."""
         call, terms = self.call, self.terms
         self.scopes = Scopes(call, terms, self.skip)
-        reasons = refusals(from_spec(terms.objective), terms, needs[1] or needs[2])
+        reasons = refusals(from_spec(terms.objective), terms, needs.head)
         shapes = shapes_of(call, terms, needs)
         parts = plan_parts(schedule, self.scopes.rows, self.scopes.idle, shapes, reasons)
-        mask = (
-            torch.ones_like(call.labels, dtype=torch.bool)
-            if terms.loss_mask is None
-            else terms.loss_mask != 0
-        )
         self.scores.expect(min(call.chunk_rows, max((part.rows for part in parts), default=0)))
-        self.total = outer_total(call.labels, mask, terms)
+        self.total = Aggregation.of(call.labels, terms).total
         self.scratch: HeadSums | None = None
         strategies: dict[str, Callable[[Part], None]] = {
             "forward": self._forward,
@@ -103,7 +101,7 @@ class Run:
         """dLoss/dlogprobs and dLoss/dentropy of a part's rows, given their statistics."""
         logprobs, terms = stats.logprobs.unsqueeze(0), self.scopes.terms_of(part, self.total)
         entropy = None if stats.entropy is None else stats.entropy.unsqueeze(0)
-        return _flat(policy_step(logprobs, entropy, terms, self.call.backend, want_metrics=False))
+        return _flat(take_step(logprobs, entropy, terms, self.call.options.backend, want_metrics=False))
 
     def _coefficients(self, part: Part) -> tuple[Tensor, Tensor | None]:
         """The same from the statistics that are kept."""
@@ -179,7 +177,7 @@ class Run:
         call, gradients, where = self.call, self.gradients, self.scopes.rows_of(part)
         factors = self.scopes.terms_of(part, self.total).token_weights
         if self.scratch is None:
-            self.scratch = HeadSums(call.head, gradients.trained)
+            self.scratch = HeadSums(call.head, gradients.needs)
         self.scratch.clear()
         dtype, one, done = gradients.accumulate, self.scores.logprobs.new_ones(()), 0
         weights = one.expand(part.rows) if factors is None else factors.squeeze(0).to(dtype)
@@ -189,12 +187,12 @@ class Run:
             done += len(chunk)
             rows = gradients.rows(projected, chunk)
             gradients.add_hidden(rows, chunk, unit)
-            counted = chunk.labels.squeeze(0) != call.ignore_index
+            counted = chunk.labels.squeeze(0) != call.options.ignore_index
             self.scratch.add(rows, chunk.hidden, unit, counted, one)
             del projected, rows
         grad, _ = self._coefficients(part)
         # one number for the sequence, taken where rounding matters least
-        counted = call.labels.flatten()[where] != call.ignore_index
+        counted = call.labels.flatten()[where] != call.options.ignore_index
         most = torch.where(counted, weights.abs(), -1.0).argmax()
         coefficient = torch.where(weights[most] == 0, 0.0, grad[most] / weights[most])
         self._scale(part, coefficient.expand(part.rows))

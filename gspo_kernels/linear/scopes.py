@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from gspo_kernels.layout import Padded, layout_of
+from gspo_kernels.aggregation import Aggregation
+from gspo_kernels.evaluate import evaluate
+from gspo_kernels.layout import Padded
 from gspo_kernels.linear.chunks import Call
 from gspo_kernels.linear.exactness import coefficients_depend_on
 from gspo_kernels.linear.schedule import Part
 from gspo_kernels.objectives.base import from_spec
 from gspo_kernels.objectives.linear import Linear
-from gspo_kernels.policy import PolicyTerms, evaluate, token_shares
+from gspo_kernels.terms import Form, Terms, idle_sequences
 
 
-def known_coefficients(tokens: Tensor, terms: PolicyTerms) -> Tensor:
+def known_coefficients(tokens: Tensor, terms: Terms) -> Tensor:
     """dLoss/dlogprobs of the objective alone, where log-probs don't matter; ``tokens`` gives the shape."""
     alone = terms._replace(old_logprobs=None, ref_logprobs=None, kl_beta=None, entropy_coef=None)
     return evaluate(
@@ -25,54 +26,37 @@ def known_coefficients(tokens: Tensor, terms: PolicyTerms) -> Tensor:
     ).grad_logprobs
 
 
-def _per_token(value: Tensor | None, labels: Tensor) -> Tensor | None:
-    """A number, or what broadcasts to the labels, as tokens."""
-    return None if value is None else value.to(labels.device).expand(labels.shape)
+def token_terms(tokens: Tensor, terms: Terms) -> Terms:
+    """The same terms with every tensor expanded to tokens, and aggregation as a share per token."""
+    layout, mask = terms.layout(tokens), terms.counted(tokens)
+    shares = Aggregation(layout, mask, terms).token_shares()
 
+    def expanded(form: Form, value: Tensor) -> Tensor | None:
+        if form.shape == "broadcast":
+            return _per_token(value, tokens)
+        if form.shape == "either" and value.ndim == 1:
+            return layout.expand(value)
+        # what concerns a whole sequence is in its tokens' shares
+        return value if form.shape in ("tokens", "either") else None
 
-def _token_terms(labels: Tensor, terms: PolicyTerms) -> PolicyTerms:
-    """The same terms with every tensor expanded to tokens and aggregation as a share per token."""
-    layout = layout_of(labels, terms.cu_seqlens)
-    mask = torch.ones_like(labels, dtype=torch.bool) if terms.loss_mask is None else terms.loss_mask != 0
-    shares = token_shares(labels, mask, terms)
-    objective, weights, advantages = terms.objective, terms.token_weights, terms.advantages
-    if from_spec(objective).coefficient_scope not in ("nothing", "token"):
-        coefficients = known_coefficients(labels, terms)
-        weights, advantages = torch.where(shares != 0, coefficients / shares, 0.0), None
-        objective = Linear().spec
-        rollout_weights = None
-    else:
-        rollout_weights = terms.rollout_weights
-
-    def expand(values: Tensor | None) -> Tensor | None:
-        return layout.expand(values) if values is not None and values.ndim == 1 else values
-
-    return terms._replace(
-        loss_mask=mask,
-        cu_seqlens=None,
-        advantages=expand(advantages),
-        rollout_weights=expand(rollout_weights),
-        token_weights=weights,
-        kl_beta=_per_token(terms.kl_beta, labels),
-        entropy_coef=_per_token(terms.entropy_coef, labels),
-        lengths=None,
-        group_ids=None,
-        turn_ids=None,
-        normalizer=None,
-        skipped=None,
-        token_shares=shares,
-        objective=objective,
+    alone = terms.each(expanded)._replace(loss_mask=mask, token_shares=shares)
+    if from_spec(terms.objective).coefficient_scope in ("nothing", "token"):
+        return alone
+    coefficients = known_coefficients(tokens, terms)
+    weights = torch.where(shares != 0, coefficients / shares, 0.0)
+    return alone._replace(
+        advantages=None, rollout_weights=None, token_weights=weights, objective=Linear().spec
     )
 
 
-def _chunk_terms(terms: PolicyTerms, where: slice | Tensor) -> PolicyTerms:
+def chunk_terms(terms: Terms, where: slice | Tensor) -> Terms:
     """Rows of token terms, each its own sequence of one token."""
-    tensors: dict[str, Any] = {
-        name: value.flatten()[where].unsqueeze(1)
-        for name, value in terms._asdict().items()
-        if isinstance(value, Tensor)
-    }
-    return terms._replace(**tensors)
+    return terms.each(lambda _, value: value.flatten()[where].unsqueeze(1))
+
+
+def _per_token(value: Tensor, tokens: Tensor) -> Tensor:
+    """A number, or what broadcasts to the tokens, as tokens."""
+    return value.to(tokens.device).expand(tokens.shape)
 
 
 class Scopes:
@@ -83,12 +67,12 @@ class Scopes:
         idle: how many scopes, the last ones, have no gradient whatever the forward finds.
     """
 
-    def __init__(self, call: Call, terms: PolicyTerms, skip: bool):
+    def __init__(self, call: Call, terms: Terms, skip: bool):
         self.call, self.terms = call, terms
-        self.layout = layout_of(call.labels, terms.cu_seqlens)
+        self.layout = terms.layout(call.labels)
         counts = self._counts()
         scopes = self._scopes(counts)
-        idle = self._idle(terms) if skip else None
+        idle = idle_sequences(call.labels, terms) if skip else None
         if idle is not None:
             gone = idle.tolist()
             working = [scope for scope in scopes if not all(gone[i] for i in scope)]
@@ -124,22 +108,10 @@ class Scopes:
             groups.setdefault(group, []).append(i)
         return list(groups.values())
 
-    def _idle(self, terms: PolicyTerms) -> Tensor | None:
-        """[B], sequences without gradient whatever the forward finds; None where no advantage tells."""
-        terms_of_tokens = terms.kl_beta is not None or terms.entropy_coef is not None
-        if terms.advantages is None or terms_of_tokens:
-            return None
-        if not from_spec(terms.objective).zero_advantage_is_inactive:
-            return None
-        idle = terms.advantages == 0
-        if idle.ndim == 2:
-            idle = self.layout.sum((~idle & self.call.counted).to(torch.float64)) == 0
-        return idle
-
     def _positions(self, counts: list[int]) -> slice | Tensor:
         """Positions of all rows in the order of the scopes."""
         call = self.call
-        where = call.index(call.counted if call.compact else None)
+        where = call.projected
         present = [i for i, count in enumerate(counts) if count]
         if [i for i in self._sequences if counts[i]] == present:
             return where
@@ -156,7 +128,7 @@ class Scopes:
     def _sequence_range(self, part: Part) -> tuple[int, int]:
         return self._sequence_ends[part.start], self._sequence_ends[part.stop]
 
-    def terms_of(self, part: Part, total: Tensor) -> PolicyTerms:
+    def terms_of(self, part: Part, total: Tensor) -> Terms:
         """The part as a packed batch of its own; ``total`` is what the outer divisor counts in the call."""
         terms, labels = self.terms, self.call.labels
         first, last = self._sequence_range(part)
@@ -164,27 +136,15 @@ class Scopes:
         ends = self._row_ends[first : last + 1]
         sequences = torch.tensor(self._sequences[first:last], device=labels.device)
 
-        def select(value: Tensor | None) -> Tensor | None:
-            if value is None or value.ndim == 0:
+        def select(form: Form, value: Tensor) -> Tensor:
+            if value.ndim == 0 or form.shape in ("number", "offsets"):
                 return value
-            return value[sequences] if value.ndim == 1 else value.flatten()[where].unsqueeze(0)
+            if form.shape == "broadcast":
+                value = _per_token(value, labels)
+            elif value.ndim == 1:
+                return value[sequences]
+            return value.flatten()[where].unsqueeze(0)
 
-        def select_broadcast(value: Tensor | None) -> Tensor | None:
-            return value if value is None or value.ndim == 0 else select(_per_token(value, labels))
-
-        return terms._replace(
-            old_logprobs=select(terms.old_logprobs),
-            advantages=select(terms.advantages),
-            loss_mask=select(terms.loss_mask),
-            ref_logprobs=select(terms.ref_logprobs),
-            rollout_weights=select(terms.rollout_weights),
-            token_weights=select(terms.token_weights),
-            lengths=select(terms.lengths),
-            group_ids=select(terms.group_ids),
-            turn_ids=select(terms.turn_ids),
-            kl_beta=select_broadcast(terms.kl_beta),
-            entropy_coef=select_broadcast(terms.entropy_coef),
-            cu_seqlens=torch.tensor([end - ends[0] for end in ends], dtype=torch.int32, device=labels.device),
-            normalizer=total,
-            skipped=None,
-        )
+        offsets = torch.tensor([end - ends[0] for end in ends], dtype=torch.int32, device=labels.device)
+        part_terms = terms._replace(skipped=None).each(select)
+        return part_terms._replace(cu_seqlens=offsets, normalizer=total)

@@ -51,7 +51,7 @@ class Scores:
     """
 
     def __init__(self, call: Call, entropy: bool, known: RowStats | None = None):
-        self.call, self.backend = call, load(call.backend)
+        self.call, self.backend = call, load(call.options.backend)
         if known is None:
             known = RowStats(
                 call.new_rows(), call.new_rows().to(torch.float64), call.new_rows() if entropy else None
@@ -89,7 +89,7 @@ class Scores:
             logits.unsqueeze(0),
             chunk.labels,
             chunk.transform,
-            ignore_index=self.call.ignore_index,
+            ignore_index=self.call.options.ignore_index,
             entropy=entropy,
         )
         return RowStats(*stats).each(lambda stat: stat.squeeze(0))
@@ -106,7 +106,7 @@ class Scores:
             logits.unsqueeze(0),
             chunk.labels,
             chunk.transform,
-            ignore_index=self.call.ignore_index,
+            ignore_index=self.call.options.ignore_index,
             out=rows.unsqueeze(0),
         )
         return Projected(rows, stats.each(lambda stat: stat.squeeze(0)), factors.squeeze(0))

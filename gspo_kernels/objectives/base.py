@@ -20,7 +20,7 @@ from torch import Tensor
 
 from gspo_kernels.layout import Layout, Packed
 from gspo_kernels.objectives import finite
-from gspo_kernels.tracing import constant_when_traced, plain_constant
+from gspo_kernels.torch_internals import constant_when_traced, plain_constant
 from gspo_kernels.types import ClippedSequenceRatio
 
 AGGREGATIONS = ("sequence_mean", "token_mean", "sequence_mean_token_sum", "constant", "sum")

@@ -49,4 +49,4 @@ class DPO(Pairwise):
 
     def pair_loss(self, gap: Tensor, first: Tensor, second: Tensor) -> Tensor:
         """-log sigmoid."""
-        return -torch.nn.functional.logsigmoid(self.beta * gap)
+        return torch.logaddexp(-self.beta * gap, torch.zeros_like(gap))

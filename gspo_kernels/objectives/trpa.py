@@ -56,7 +56,7 @@ class TRPA(Pairwise):
     def pair_loss(self, gap: Tensor, first: Tensor, second: Tensor) -> Tensor:
         """-log sigmoid."""
         h = self.beta * torch.where(first == 1, self.anisotropy * gap, gap)
-        return -torch.nn.functional.logsigmoid(h)
+        return torch.logaddexp(-h, torch.zeros_like(h))
 
     def penalty(self, batch: PolicyBatch) -> Tensor | None:
         """Eta k3(new, old)."""

@@ -9,7 +9,7 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
-from gspo_kernels.tracing import constant_when_traced
+from gspo_kernels.torch_internals import constant_when_traced
 from gspo_kernels.types import (
     ClippedSequenceRatio,
     LogitTransform,

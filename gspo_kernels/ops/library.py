@@ -1,46 +1,136 @@
-"""How operators are registered: schema, one implementation for all devices, a fake for tracing."""
+"""How operators are registered: one implementation for all devices, its schema read from its annotations.
+
+An argument may be a *struct*, a named tuple of tensors, numbers and strings: the schema lists its fields one
+by one, and the two places here that take structs apart and put them together again are the only ones.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import os
+import typing
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 _LIBRARY = torch.library.Library("gspo_kernels", "FRAGMENT")
+_LEAVES = {Tensor: "Tensor", Tensor | None: "Tensor?", int: "int", float: "float", bool: "bool", str: "str"}
+
+
+class _Struct:
+    """How an argument becomes operands: a leaf is one, a named tuple those of its fields."""
+
+    def __init__(self, kind: Any):
+        self.kind = kind
+        self.fields: dict[str, _Struct] | None = None
+        if inspect.isclass(kind) and issubclass(kind, tuple) and hasattr(kind, "_fields"):
+            self.fields = {name: _Struct(inner) for name, inner in typing.get_type_hints(kind).items()}
+
+    def operands(self, name: str) -> Iterator[tuple[str, str]]:
+        """Name and schema type of each operand, for an argument of a name."""
+        if self.fields is None:
+            yield name, _LEAVES[self.kind]
+            return
+        for field, inner in self.fields.items():
+            yield from inner.operands(f"{name}_{field}")
+
+    def take(self, operands: Iterator[Any]) -> Any:
+        """The argument, from the next of the operands."""
+        if self.fields is None:
+            return next(operands)
+        return self.kind(*[inner.take(operands) for inner in self.fields.values()])
+
+
+def flat(values: Any) -> list[Any]:
+    """Arguments as operands: structs taken apart."""
+    operands = []
+    for value in values:
+        if isinstance(value, tuple):
+            operands.extend(flat(value))
+        else:
+            operands.append(value)
+    return operands
 
 
 class Operator:
-    """A registered operator: a call dispatches through torch; ``register_fake`` gives it a shape function."""
+    """A registered operator: a call dispatches through torch; ``register_fake`` gives it a shape function.
 
-    def __init__(self, schema: str, implementation: Callable[..., Any]):
-        self.name = schema.split("(", 1)[0]
-        _LIBRARY.define(schema)
-        _LIBRARY.impl(self.name, _isolated(implementation), "CompositeExplicitAutograd")
-        self.mutates_first = "(a!)" in schema
+    Args:
+        implementation: takes tensors, numbers, strings and structs; returns a tensor, a named tuple or plain
+            tuple of tensors, or None. Its name is the operator's.
+        mutates: the name of the argument that it writes into, which must be the first.
+    """
+
+    def __init__(self, implementation: Callable[..., Any], mutates: str | None = None):
+        hints = typing.get_type_hints(implementation)
+        result = hints.pop("return")
+        self.name, self.__doc__ = implementation.__name__, implementation.__doc__
+        self._arguments = {name: _Struct(kind) for name, kind in hints.items()}
+        self._implementation = _isolated(implementation)
+        self._mutates = mutates is not None
+        operands = [pair for name, struct in self._arguments.items() for pair in struct.operands(name)]
+        written = ", ".join(f"{'Tensor(a!)' if name == mutates else kind} {name}" for name, kind in operands)
+        outputs = _Struct(result).fields
+        self._result = None if outputs is None else result
+        if outputs is None:
+            returned = "()" if result is type(None) else "Tensor"
+        else:
+            returned = f"({', '.join('Tensor' for _ in outputs)})"
+        _LIBRARY.define(f"{self.name}({written}) -> {returned}")
+        _LIBRARY.impl(self.name, self._from_operands, "CompositeExplicitAutograd")
         self.default = getattr(torch.ops.gspo_kernels, self.name).default
-        self.__doc__ = implementation.__doc__
+
+    def _from_operands(self, *operands: Any) -> Any:
+        return self._with_structs(self._implementation, operands)
+
+    def _with_structs(self, function: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
+        left = iter(operands)
+        result = function(*[struct.take(left) for struct in self._arguments.values()])
+        return result if self._result is None else tuple(result)
 
     def __call__(self, *args: Any) -> Any:
-        """Dispatch."""
-        result = self.default(*args)
-        if self.mutates_first and not torch.compiler.is_compiling():
+        """Dispatch; the arguments are those of the implementation."""
+        result = self.default(*flat(args))
+        if self._mutates and not torch.compiler.is_compiling():
             # a kernel writes unseen by autograd, which must refuse what it has saved of the tensor
             torch.autograd.graph.increment_version(args[0])
-        return result
+        return result if self._result is None else self._result(*result)
 
-    def register_fake(self, fake: Callable[..., Any]) -> Callable[..., Any]:
-        """Use ``fake`` for shapes and dtypes under tracing."""
-        torch.library.register_fake(f"gspo_kernels::{self.name}", fake, lib=_LIBRARY)
+    def save(self, ctx: Any, *args: Any) -> None:
+        """Save the arguments of a call in an autograd context, for ``repeat``."""
+        operands = flat(args)
+        ctx.save_for_backward(*[x if isinstance(x, Tensor) else None for x in operands])
+        ctx.constants = [None if isinstance(x, Tensor) else x for x in operands]
+
+    def repeat(self, ctx: Any) -> Any:
+        """The call whose arguments were saved, once more."""
+        saved = zip(ctx.saved_tensors, ctx.constants, strict=True)
+        return self(*[constant if tensor is None else tensor for tensor, constant in saved])
+
+    def register_fake(self, fake: F) -> F:
+        """Use ``fake``, which takes the same arguments, for shapes and dtypes under tracing."""
+
+        def from_operands(*operands: Any) -> Any:
+            return self._with_structs(fake, operands)
+
+        torch.library.register_fake(f"gspo_kernels::{self.name}", from_operands, lib=_LIBRARY)
         return fake
 
 
-def operator(schema: str) -> Callable[[Callable[..., Any]], Operator]:
-    """Register the decorated function under ``schema`` as an operator of namespace ``gspo_kernels``."""
-    return functools.partial(Operator, schema)
+def operator(implementation: Callable[..., Any]) -> Operator:
+    """Register the decorated function as an operator of namespace ``gspo_kernels``."""
+    return Operator(implementation)
+
+
+def inplace_operator(implementation: Callable[..., Any]) -> Operator:
+    """The same for a function that writes into its first argument."""
+    return Operator(implementation, mutates=next(iter(inspect.signature(implementation).parameters)))
 
 
 def _isolated(implementation: Callable[..., Any]) -> Callable[..., Any]:
@@ -48,7 +138,7 @@ def _isolated(implementation: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(implementation)
     def call(*args: Any) -> Any:
-        device = next((arg.device.type for arg in args if isinstance(arg, torch.Tensor)), "cpu")
+        device = next((arg.device.type for arg in args if isinstance(arg, Tensor)), "cpu")
         with torch.no_grad(), torch.autocast(device, enabled=False), _exact_matmul(device):
             return implementation(*args)
 

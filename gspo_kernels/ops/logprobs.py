@@ -5,166 +5,163 @@ Rows are [B, T] (packed: [1, N]); see ``ops.backends.RowBackend`` for what each 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gspo_kernels.ops.backends import load
-from gspo_kernels.ops.library import checked_values, operator
+from gspo_kernels.ops.library import checked_values, inplace_operator, operator
 from gspo_kernels.ops.memory import new_memory
 from gspo_kernels.ops.values import check_temperature
-from gspo_kernels.types import LogitTransform, RowStats, stats_dtype
-
-OPTIONS = (
-    "float logit_scale, float softcap, float temperature, Tensor? row_temperature, int ignore_index, "
-    "str backend"
-)
-"""Operands that say how logits become log-probs, and who computes them."""
+from gspo_kernels.types import RowOptions, RowStats, stats_dtype
 
 
-def check_labels(labels: Tensor, vocabulary: int, ignore_index: int) -> None:
-    """Every label must be ``ignore_index`` or in the vocabulary; looked at as ``ops.values`` says."""
+class ScoredRows(NamedTuple):
+    """``RowStats`` as an operator returns them: the entropy is empty where it was not asked for."""
+
+    logprobs: Tensor
+    lse: Tensor
+    entropy: Tensor
+
+    @classmethod
+    def of(cls, stats: RowStats) -> ScoredRows:
+        """From statistics, whose tensors it takes."""
+        missing = stats.logprobs.new_empty(0)
+        return cls(stats.logprobs, stats.lse, missing if stats.entropy is None else stats.entropy)
+
+    @classmethod
+    def fake(cls, labels: Tensor, dtype: torch.dtype, entropy: bool) -> ScoredRows:
+        """Empty ones for inputs of ``dtype``."""
+        kind = stats_dtype(dtype)
+        return cls(
+            labels.new_empty(labels.shape, dtype=kind),
+            labels.new_empty(labels.shape, dtype=torch.float64),
+            labels.new_empty(labels.shape if entropy else (0,), dtype=kind),
+        )
+
+
+class LogitGradient(NamedTuple):
+    """Log-probs, log-sum-exp [B, T] and the gradient of logits [B, T, V]."""
+
+    logprobs: Tensor
+    lse: Tensor
+    grad_logits: Tensor
+
+
+def check_rows(labels: Tensor, vocabulary: int, options: RowOptions) -> None:
+    """Every label must be ``ignore_index`` or in the vocabulary, and temperatures positive; looked at as
+    ``ops.values`` says.
+    """
+    check_temperature(options.row_temperature)
     if not checked_values(labels.device):
         return
-    wrong = (labels != ignore_index) & ((labels < 0) | (labels >= vocabulary))
+    wrong = (labels != options.ignore_index) & ((labels < 0) | (labels >= vocabulary))
     if bool(wrong.any()):
         value = int(labels[wrong][0])
         raise ValueError(
             f"labels: got {value} in a counted position, expected 0 <= label < {vocabulary} "
-            f"or ignore_index={ignore_index}"
+            f"or ignore_index={options.ignore_index}"
         )
 
 
-def fake_stats(labels: Tensor, dtype: torch.dtype, entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Empty log-probs, log-sum-exp and entropy for inputs of ``dtype``."""
-
-    def rows(shape: Any) -> Tensor:
-        return labels.new_empty(shape, dtype=stats_dtype(dtype))
-
-    lse = labels.new_empty(labels.shape, dtype=torch.float64)
-    return rows(labels.shape), lse, rows(labels.shape if entropy else (0,))
-
-
-@operator(
-    f"token_logprobs(Tensor logits, Tensor labels, {OPTIONS}, bool entropy) -> (Tensor, Tensor, Tensor)",
-)
-def token_logprobs(
-    logits: Tensor,
-    labels: Tensor,
-    logit_scale: float,
-    softcap: float,
-    temperature: float,
-    row_temperature: Tensor | None,
-    ignore_index: int,
-    backend: str,
-    entropy: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probs, log-sum-exp and entropy (empty unless asked for) of logits [B, T, V] at labels [B, T]."""
-    check_labels(labels, logits.shape[-1], ignore_index)
-    check_temperature(row_temperature)
-    transform = LogitTransform(logit_scale, softcap, temperature, row_temperature)
-    stats = load(backend).logprobs_forward(
-        logits, labels, transform, ignore_index=ignore_index, entropy=entropy
+@operator
+def logprobs_forward(logits: Tensor, labels: Tensor, options: RowOptions, entropy: bool) -> ScoredRows:
+    """Log-probs, log-sum-exp and entropy of logits [B, T, V] at labels [B, T]."""
+    check_rows(labels, logits.shape[-1], options)
+    stats = load(options.backend).logprobs_forward(
+        logits, labels, options.transform, ignore_index=options.ignore_index, entropy=entropy
     )
-    return stats.logprobs, stats.lse, stats.logprobs.new_empty(0) if stats.entropy is None else stats.entropy
+    return ScoredRows.of(stats)
 
 
-@token_logprobs.register_fake
-def _(logits: Tensor, labels: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return fake_stats(labels, logits.dtype, options[-1])
+@logprobs_forward.register_fake
+def _(logits: Tensor, labels: Tensor, options: RowOptions, entropy: bool) -> ScoredRows:
+    return ScoredRows.fake(labels, logits.dtype, entropy)
 
 
-_BACKWARD = (
-    "Tensor labels, Tensor logprobs, Tensor lse, Tensor entropy, Tensor grad_logprobs, "
-    f"Tensor? grad_entropy, Tensor? grad_scale, {OPTIONS}"
-)
+class RowGradients(NamedTuple):
+    """What multiplies d logprob/dlogits and d entropy/dlogits of each row.
+
+    Attributes:
+        grad_logprobs: [B, T], any strides.
+        grad_entropy: the same, or None.
+        grad_scale: 0-d factor on both, or None for 1.
+    """
+
+    grad_logprobs: Tensor
+    grad_entropy: Tensor | None
+    grad_scale: Tensor | None
 
 
-def _backward_into(
-    out: Tensor,
-    logits: Tensor,
-    labels: Tensor,
-    logprobs: Tensor,
-    lse: Tensor,
-    entropy: Tensor,
-    grad_logprobs: Tensor,
-    grad_entropy: Tensor | None,
-    grad_scale: Tensor | None,
-    logit_scale: float,
-    softcap: float,
-    temperature: float,
-    row_temperature: Tensor | None,
-    ignore_index: int,
-    backend: str,
+def _write_gradient(
+    out: Tensor, logits: Tensor, labels: Tensor, stats: RowStats, grads: RowGradients, options: RowOptions
 ) -> None:
-    load(backend).logprobs_backward(
-        logits,
-        labels,
-        RowStats(logprobs, lse, entropy if entropy.numel() == lse.numel() else None),
-        grad_logprobs,
-        grad_entropy,
-        grad_scale,
-        LogitTransform(logit_scale, softcap, temperature, row_temperature),
-        ignore_index=ignore_index,
-        out=out,
+    load(options.backend).logprobs_backward(
+        logits, labels, stats, *grads, options.transform, ignore_index=options.ignore_index, out=out
     )
 
 
-@operator(f"token_logprobs_backward(Tensor logits, {_BACKWARD}) -> Tensor")
-def token_logprobs_backward(logits: Tensor, *args: Any) -> Tensor:
+@operator
+def logprobs_backward(
+    logits: Tensor, labels: Tensor, stats: RowStats, grads: RowGradients, options: RowOptions
+) -> Tensor:
     """The logits' gradient in their dtype, contiguous."""
     out = new_memory(logits.shape, logits.dtype, logits.device)
-    _backward_into(out, logits, *args)
+    _write_gradient(out, logits, labels, stats, grads, options)
     return out
 
 
-@token_logprobs_backward.register_fake
-def _(logits: Tensor, *args: Any) -> Tensor:
+@logprobs_backward.register_fake
+def _(logits: Tensor, labels: Tensor, stats: RowStats, grads: RowGradients, options: RowOptions) -> Tensor:
     return logits.new_empty(logits.shape)
 
 
-@operator(f"token_logprobs_backward_(Tensor(a!) logits, {_BACKWARD}) -> ()")
-def token_logprobs_backward_(logits: Tensor, *args: Any) -> None:
+@inplace_operator
+def logprobs_backward_(
+    logits: Tensor, labels: Tensor, stats: RowStats, grads: RowGradients, options: RowOptions
+) -> None:
     """The same, written over the logits."""
-    _backward_into(logits, logits, *args)
+    _write_gradient(logits, logits, labels, stats, grads, options)
 
 
-@token_logprobs_backward_.register_fake
-def _(logits: Tensor, *args: Any) -> None:
+@logprobs_backward_.register_fake
+def _(logits: Tensor, labels: Tensor, stats: RowStats, grads: RowGradients, options: RowOptions) -> None:
     return None
 
 
-@operator(
-    f"token_logprobs_and_grad(Tensor logits, Tensor labels, Tensor coefficients, {OPTIONS}) "
-    "-> (Tensor, Tensor, Tensor)"
-)
-def token_logprobs_and_grad(
+def gradient_of_logits(
     logits: Tensor,
     labels: Tensor,
-    coefficients: Tensor,
-    logit_scale: float,
-    softcap: float,
-    temperature: float,
-    row_temperature: Tensor | None,
-    ignore_index: int,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probs, log-sum-exp, and the logits' gradient for coefficients dLoss/dlogprobs known beforehand."""
-    check_labels(labels, logits.shape[-1], ignore_index)
-    check_temperature(row_temperature)
+    stats: RowStats,
+    grads: RowGradients,
+    options: RowOptions,
+    inplace: bool = False,
+) -> Tensor:
+    """The logits' gradient, in their own memory where ``inplace``."""
+    if not inplace:
+        return logprobs_backward(logits, labels, stats, grads, options)
+    logprobs_backward_(logits, labels, stats, grads, options)
+    return logits
+
+
+@operator
+def logprobs_and_grad(
+    logits: Tensor, labels: Tensor, coefficients: Tensor, options: RowOptions
+) -> LogitGradient:
+    """Log-probs and the logits' gradient for coefficients dLoss/dlogprobs [B, T] known beforehand."""
+    check_rows(labels, logits.shape[-1], options)
     out = new_memory(logits.shape, logits.dtype, logits.device)
-    transform = LogitTransform(logit_scale, softcap, temperature, row_temperature)
-    stats = load(backend).logprobs_and_grad(
-        logits, labels, coefficients, transform, ignore_index=ignore_index, out=out
+    stats = load(options.backend).logprobs_and_grad(
+        logits, labels, coefficients, options.transform, ignore_index=options.ignore_index, out=out
     )
-    return stats.logprobs, stats.lse, out
+    return LogitGradient(stats.logprobs, stats.lse, out)
 
 
-@token_logprobs_and_grad.register_fake
-def _(logits: Tensor, labels: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    logprobs, lse, _ = fake_stats(labels, logits.dtype, False)
-    return logprobs, lse, logits.new_empty(logits.shape)
+@logprobs_and_grad.register_fake
+def _(logits: Tensor, labels: Tensor, coefficients: Tensor, options: RowOptions) -> LogitGradient:
+    scored = ScoredRows.fake(labels, logits.dtype, False)
+    return LogitGradient(scored.logprobs, scored.lse, logits.new_empty(logits.shape))
 
 
 class TokenLogprobsFunction(torch.autograd.Function):
@@ -172,47 +169,41 @@ class TokenLogprobsFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, labels: Tensor, entropy: bool, inplace: bool, *options: Any
+        ctx: Any, logits: Tensor, labels: Tensor, entropy: bool, inplace: bool, options: RowOptions
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        logprobs, lse, entropies = token_logprobs(logits, labels, *options, entropy)
-        save_options(ctx, options, logits, labels, logprobs, lse, entropies)
+        scored = logprobs_forward(logits, labels, options, entropy)
+        save_rows(ctx, options, logits, labels, *scored)
         ctx.inplace, ctx.entropy = inplace, entropy
         if not entropy:
-            ctx.mark_non_differentiable(entropies)
-        return logprobs, entropies
+            ctx.mark_non_differentiable(scored.entropy)
+        return scored.logprobs, scored.entropy
 
     @staticmethod
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Any, ...]:
-        (logits, labels, logprobs, lse, entropies), options = restore_options(ctx)
-        nothing = (None,) * (3 + len(options))
+        (logits, labels, logprobs, lse, entropy), options = saved_rows(ctx)
+        nothing = (None, None, None, None)
         if not ctx.entropy:
             grad_entropy = None
         if grad_logprobs is None:
             if grad_entropy is None:
                 return (None, *nothing)
             grad_logprobs = grad_entropy.new_zeros(()).expand(labels.shape)
-        args = (labels, logprobs, lse, entropies, grad_logprobs, grad_entropy, None, *options)
-        if ctx.inplace:
-            token_logprobs_backward_(logits, *args)
-            return (logits, *nothing)
-        return (token_logprobs_backward(logits, *args), *nothing)
+        stats = RowStats(logprobs, lse, entropy if ctx.entropy else None)
+        grads = RowGradients(grad_logprobs, grad_entropy, None)
+        return (gradient_of_logits(logits, labels, stats, grads, options, ctx.inplace), *nothing)
 
 
-def save_options(ctx: Any, options: tuple[Any, ...], *tensors: Tensor) -> None:
-    """Save tensors and the logit options of ``OPTIONS``, of which the fourth is a tensor or None."""
-    row_temperature = options[3]
-    ctx.options = options[:3], options[4:]
-    ctx.save_for_backward(*tensors, *(() if row_temperature is None else (row_temperature,)))
-    ctx.tensors = len(tensors)
+def save_rows(ctx: Any, options: RowOptions, *tensors: Tensor | None) -> None:
+    """Save tensors and row options, one of which is a tensor or None, for the backward."""
+    ctx.options = options._replace(row_temperature=None)
+    ctx.save_for_backward(*tensors, options.row_temperature)
 
 
-def restore_options(ctx: Any) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
-    """The inverse of ``save_options``."""
-    saved = ctx.saved_tensors
-    before, after = ctx.options
-    row_temperature = saved[ctx.tensors] if len(saved) > ctx.tensors else None
-    return saved[: ctx.tensors], (*before, row_temperature, *after)
+def saved_rows(ctx: Any) -> tuple[tuple[Tensor, ...], RowOptions]:
+    """What ``save_rows`` saved."""
+    *tensors, row_temperature = ctx.saved_tensors
+    return tuple(tensors), ctx.options._replace(row_temperature=row_temperature)
 
 
 class KnownCoefficientsFunction(torch.autograd.Function):
@@ -225,29 +216,28 @@ class KnownCoefficientsFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, labels: Tensor, coefficients: Tensor, *options: Any
+        ctx: Any, logits: Tensor, labels: Tensor, coefficients: Tensor, options: RowOptions
     ) -> tuple[Tensor, Tensor]:
-        logprobs, lse, grad_logits = token_logprobs_and_grad(logits, labels, coefficients, *options)
-        save_options(ctx, options, logits, labels, logprobs, lse, coefficients)
-        ctx.grad_logits = grad_logits
-        ctx.mark_non_differentiable(logprobs)
+        known = logprobs_and_grad(logits, labels, coefficients, options)
+        save_rows(ctx, options, logits, labels, known.logprobs, known.lse, coefficients)
+        ctx.grad_logits = known.grad_logits
+        ctx.mark_non_differentiable(known.logprobs)
         # a scalar of value 0 to carry the gradient: the caller adds it to the loss that it evaluates
-        return logprobs.new_zeros(()), logprobs
+        return known.logprobs.new_zeros(()), known.logprobs
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
-        (logits, labels, logprobs, lse, coefficients), options = restore_options(ctx)
-        nothing = (None,) * (2 + len(options))
+        (logits, labels, logprobs, lse, coefficients), options = saved_rows(ctx)
         grad_logits, ctx.grad_logits = ctx.grad_logits, None
         if grad_logits is None:
-            args = (labels, logprobs, lse, logprobs.new_empty(0), coefficients, None, grad, *options)
-            grad_logits = token_logprobs_backward(logits, *args)
+            stats, grads = RowStats(logprobs, lse, None), RowGradients(coefficients, None, grad)
+            grad_logits = logprobs_backward(logits, labels, stats, grads, options)
         else:
-            scale_(grad_logits, grad, options[-1])
-        return (grad_logits, *nothing)
+            scale_(grad_logits, grad, options.backend)
+        return grad_logits, None, None, None
 
 
-@operator("scale_(Tensor(a!) values, Tensor factor, str backend) -> ()")
+@inplace_operator
 def scale_(values: Tensor, factor: Tensor, backend: str) -> None:
     """Multiply in place by a 0-d tensor; costs nothing where that is 1."""
     load(backend).scale_(values, factor)

@@ -53,7 +53,7 @@ def check_temperature(temperature: Tensor | None) -> None:
         raise ValueError("temperature: expected only positive numbers")
 
 
-@operator("mask_labels(Tensor labels, Tensor? loss_mask, Tensor? cu_seqlens, int ignore_index) -> Tensor")
+@operator
 def mask_labels(
     labels: Tensor, loss_mask: Tensor | None, cu_seqlens: Tensor | None, ignore_index: int
 ) -> Tensor:

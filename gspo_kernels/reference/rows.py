@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gspo_kernels.autograd import inner_autograd
+from gspo_kernels.torch_internals import inner_autograd
 from gspo_kernels.types import LogitTransform, RowStats, stats_dtype
 
 

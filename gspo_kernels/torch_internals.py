@@ -1,10 +1,13 @@
-"""What ``torch.compile`` is told about our Python."""
+"""What PyTorch has no public way for: autograd inside operators, and hints to its compiler."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
+
+import torch
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -25,3 +28,22 @@ def plain_constant(value: Any) -> Any:
     # of the traceable functions it is groupby that looks at values, and guards them, instead of symbols
     (constant,) = [key for key, _ in itertools.groupby([value])]
     return constant
+
+
+@contextlib.contextmanager
+def inner_autograd() -> Iterator[None]:
+    """Let autograd work inside an operator's implementation.
+
+    A compiled graph calls operators with autograd's dispatch keys excluded, and ``enable_grad`` doesn't bring
+    them back. PyTorch has no public way to do it.
+    """
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in (torch._C.DispatchKey.AutogradOther, torch._C.DispatchKey.ADInplaceOrView):
+        excluded = excluded.remove(key)
+    included = torch._C._dispatch_tls_local_include_set()
+    with (
+        torch._C._ForceDispatchKeyGuard(included, excluded),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+    ):
+        yield

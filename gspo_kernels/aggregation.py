@@ -1,0 +1,119 @@
+"""How values of tokens and sequences become one loss: the outer divisor, and each value's share."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gspo_kernels import checks
+from gspo_kernels.layout import Layout, as_rows
+from gspo_kernels.objectives.base import Objective, from_spec
+from gspo_kernels.terms import Terms, check_values, shaped
+
+
+def selected(values: Tensor | None, mask: Tensor) -> Tensor | None:
+    """As fp64, zeros outside the mask; what stands there may be anything."""
+    return None if values is None else torch.where(mask, values.to(torch.float64), 0.0)
+
+
+class Aggregation:
+    """Counts and weights that turn per-token and per-sequence values into one loss.
+
+    Attributes:
+        nonempty: [B] bool: sequences with a counted token.
+        lengths: [B] fp64, |y_i|; 1 for empty sequences.
+        total: 0-d fp64: what the outer divisor counts, or the normalizer in its place; never 0.
+        divisor: the same times the constant that belongs to the objective's aggregation.
+    """
+
+    def __init__(self, layout: Layout, mask: Tensor, terms: Terms):
+        objective = from_spec(terms.objective)
+        self.layout, self.mask = layout, mask
+        counts = layout.sum(mask.to(torch.float64))
+        self.nonempty = counts > 0
+        lengths = counts if terms.lengths is None else terms.lengths.to(torch.float64)
+        self.lengths = torch.where(self.nonempty, lengths, 1.0)
+        self._per_sequence = objective.aggregation == "sequence_mean"
+        what, scale = objective.outer_divisor()
+        if terms.normalizer is not None:
+            divisor = terms.normalizer.to(mask.device, torch.float64)
+        elif what == "tokens":
+            divisor = torch.where(self.nonempty, lengths, 0.0).sum()
+        elif what == "sequences":
+            divisor = self.nonempty.sum().to(torch.float64)
+        elif what == "pairs":
+            advantages = self.selected(terms.advantages)
+            assert advantages is not None and terms.group_ids is not None
+            divisor = objective.count_pairs(advantages, terms.group_ids, self.nonempty)
+        else:
+            divisor = torch.ones((), dtype=torch.float64, device=mask.device)
+        self.total = torch.where(divisor == 0, 1.0, divisor)
+        self.divisor = self.total * scale
+
+    @classmethod
+    def of(cls, tokens: Tensor, terms: Terms) -> Aggregation:
+        """That of a whole call; ``tokens`` gives shape and device."""
+        return cls(terms.layout(tokens), terms.counted(tokens), terms)
+
+    def selected(self, values: Tensor | None) -> Tensor | None:
+        """[B] or tokens as fp64, zeros where nothing is counted."""
+        if values is None:
+            return None
+        return selected(values, self.mask if values.ndim == self.mask.ndim else self.nonempty)
+
+    def token_shares(self) -> Tensor:
+        """Tokens: d loss / d value of each counted token, 0 elsewhere."""
+        share = torch.where(self.mask, 1.0 / self.divisor, 0.0)
+        return share / self.layout.expand(self.lengths) if self._per_sequence else share
+
+    def sequence_shares(self) -> Tensor:
+        """[B]: d loss / d value of each sequence with a counted token, 0 elsewhere."""
+        share = torch.where(self.nonempty, 1.0 / self.divisor, 0.0)
+        return share if self._per_sequence else share * self.lengths
+
+
+def normalizer(
+    objective: Objective,
+    loss_mask: Tensor,
+    *,
+    cu_seqlens: Tensor | None = None,
+    lengths: Tensor | None = None,
+    advantages: Tensor | None = None,
+    group_ids: Tensor | None = None,
+) -> Tensor:
+    """What the outer divisor of an objective's loss counts: the ``normalizer=`` of every micro-batch.
+
+    Called once on the whole batch, it makes the losses and gradients of any micro-batches add up to the
+    whole batch's. In data parallelism add it up over the ranks and divide by their number, as the gradients
+    are averaged.
+
+    Args:
+        objective: the loss; its ``aggregation`` decides whether sequences, tokens or pairs are counted.
+        loss_mask: [B, T], or [N] with ``cu_seqlens``; bool or 0/1: the tokens that count.
+        cu_seqlens: int32 or int64 [B + 1], offsets of packed sequences.
+        lengths: [B], |y_i| where it is not the number of counted tokens.
+        advantages: [B]; only for objectives that count pairs.
+        group_ids: [B], integers; only for objectives that count pairs.
+
+    Returns:
+        0-d fp64 tensor, at least 1 of what is counted; 1.0 where nothing is.
+
+    Raises:
+        TypeError, ValueError: a wrong argument, named in the message.
+    """
+    checks.objective(objective, Objective)
+    checks.tensor("loss_mask", loss_mask, None, "[B, T], or [N] with cu_seqlens", None)
+    checks.layout("loss_mask", loss_mask, cu_seqlens)
+    pairs = objective.outer_divisor()[0] == "pairs"
+    for name, value in (("advantages", advantages), ("group_ids", group_ids)):
+        if pairs and value is None:
+            raise ValueError(f"{name}: got None, but {type(objective).__name__} counts pairs and needs it")
+        if not pairs and value is not None:
+            raise ValueError(f"{name}: {type(objective).__name__} counts no pairs, expected None")
+    given = Terms(loss_mask=loss_mask, cu_seqlens=cu_seqlens, lengths=lengths)
+    if pairs:
+        given = given._replace(advantages=advantages, group_ids=group_ids)
+    terms = shaped(given, loss_mask, objective)
+    rows = as_rows(loss_mask, cu_seqlens is not None)
+    check_values(rows, terms)
+    return Aggregation.of(rows, terms).total

@@ -1,0 +1,180 @@
+"""From per-token log-probs to loss, coefficients and metrics: the one place where terms meet aggregation.
+
+Tensors here have one value per token or per sequence: a vocabulary's width smaller than the logits. So all of
+it runs in fp64, and coefficients come from autograd through the objective itself instead of a second copy of
+its formula. The objective travels as a string.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gspo_kernels.aggregation import Aggregation, selected
+from gspo_kernels.objectives import finite
+from gspo_kernels.objectives.base import ObjectiveLoss, PolicyBatch, from_spec
+from gspo_kernels.terms import Terms
+from gspo_kernels.torch_internals import inner_autograd
+from gspo_kernels.types import METRICS, stats_dtype
+
+
+class PolicyStep(NamedTuple):
+    """Loss, gradients and metrics in the statistics' dtype; what was not asked for is an empty tensor."""
+
+    loss: Tensor
+    grad_logprobs: Tensor
+    grad_entropy: Tensor
+    metrics: Tensor
+
+
+def metric_names(terms: Terms, entropy: Tensor | None) -> tuple[str, ...]:
+    """The names of ``PolicyStep.metrics``."""
+    extra = (("kl/ref",) if terms.ref_logprobs is not None else ()) + (
+        ("entropy",) if entropy is not None else ()
+    )
+    return METRICS + extra
+
+
+def kl_penalty(log_ratio: Tensor, estimator: str) -> Tensor:
+    """Schulman's estimators of KL(pi, ref) from d = logp - ref: k1 = d, k2 = d^2/2, k3 = exp(-d) + d - 1."""
+    if estimator == "k1":
+        return log_ratio
+    if estimator == "k2":
+        return finite.mul(0.5 * log_ratio, log_ratio)
+    return finite.k3(log_ratio)
+
+
+def _weighted_sum(values: Tensor, shares: Tensor) -> Tensor:
+    # selected, not multiplied: values without a share may be anything
+    return torch.where(shares != 0, values, 0.0).mul(shares).sum()
+
+
+def evaluate(logprobs: Tensor, entropy: Tensor | None, terms: Terms, want_metrics: bool = True) -> PolicyStep:
+    """One policy step: loss, its gradient with respect to log-probs and entropy, and metrics.
+
+    Args:
+        logprobs: tokens, float.
+        entropy: tokens, float, or None.
+        terms: the rest.
+        want_metrics: False leaves the metrics empty.
+    """
+    with inner_autograd():
+        usable = terms.each(lambda _, tensor: _usable(tensor))
+        shown = None if entropy is None else _usable(entropy)
+        return _evaluate(_usable(logprobs), shown, usable, want_metrics)
+
+
+def _usable(tensor: Tensor) -> Tensor:
+    # tensors made under inference_mode can't take part in a graph, not even as constants
+    return tensor.clone() if tensor.is_inference() else tensor.detach()
+
+
+def _evaluate(logprobs: Tensor, entropy: Tensor | None, terms: Terms, want_metrics: bool) -> PolicyStep:
+    objective = from_spec(terms.objective)
+    layout, mask = terms.layout(logprobs), terms.counted(logprobs)
+    aggregation = Aggregation(layout, mask, terms)
+    present = mask if terms.skipped is None else mask & ~layout.expand(terms.skipped)
+
+    logp = torch.where(present, logprobs.to(torch.float64), 0.0).requires_grad_()
+    old = selected(terms.old_logprobs, present)
+    old = logp.detach() if old is None else old
+    log_ratio = logp - old
+    token_weights = selected(terms.token_weights, mask)
+    reference = selected(terms.ref_logprobs, present)
+    entropy = selected(entropy, present)
+    batch = PolicyBatch(
+        layout=layout,
+        mask=mask,
+        lengths=aggregation.lengths,
+        logprobs=logp,
+        old_logprobs=old,
+        log_ratio=log_ratio if token_weights is None else finite.mul(token_weights, log_ratio),
+        advantages=aggregation.selected(terms.advantages),
+        rollout_weights=aggregation.selected(terms.rollout_weights),
+        token_weights=token_weights,
+        ref_logprobs=reference,
+        entropy=entropy,
+        group_ids=terms.group_ids,
+        turn_ids=terms.turn_ids,
+    )
+    result = objective.evaluate(batch)
+    token_shares = aggregation.token_shares() if terms.token_shares is None else terms.token_shares
+    sequence_level = objective.level == "sequence"
+    loss = _weighted_sum(result.loss, aggregation.sequence_shares() if sequence_level else token_shares)
+
+    kl = None if reference is None else kl_penalty(logp - reference, terms.kl_estimator)
+    if kl is not None and terms.kl_beta is not None:
+        penalty = kl
+        if terms.kl_ratio_weighted:
+            penalty = finite.mul(kl, batch.per_token(finite.exp(result.log_ratio)))
+        loss = loss + _weighted_sum(_times(penalty, terms.kl_beta), token_shares)
+    leaves = [logp]
+    if entropy is not None and terms.entropy_coef is not None:
+        leaves.append(entropy.requires_grad_())
+        loss = loss - _weighted_sum(_times(entropy, terms.entropy_coef), token_shares)
+
+    everywhere = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
+    grads = [torch.where(present, grad, 0.0) for grad in everywhere]
+    metrics = logp.new_empty(0)
+    if want_metrics:
+        active = torch.stack([grad != 0 for grad in grads]).any(0)
+        metrics = _metrics(batch, present, result, log_ratio, active, kl, entropy)
+    grad_entropy = grads[1] if len(grads) > 1 else logp.new_empty(0)
+    dtype = stats_dtype(logprobs.dtype)
+    return PolicyStep(*(output.detach().to(dtype) for output in (loss, grads[0], grad_entropy, metrics)))
+
+
+def _times(values: Tensor, factor: Tensor) -> Tensor:
+    return finite.mul(values, factor.to(values.device, torch.float64).expand_as(values))
+
+
+def token_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """Mean of the tokens in the mask, 0-d fp64; 0 where there is none."""
+    return torch.where(mask, values.detach().double(), 0.0).sum() / mask.sum().clamp(min=1)
+
+
+def _metrics(
+    batch: PolicyBatch,
+    present: Tensor,
+    result: ObjectiveLoss,
+    log_ratio: Tensor,
+    active: Tensor,
+    kl: Tensor | None,
+    entropy: Tensor | None,
+) -> Tensor:
+    """Metrics in the order of ``metric_names``, over the sequences or tokens that have log-probs."""
+    layout = batch.layout
+    sequences_present = layout.sum(present.to(torch.float64)) > 0
+    ratio = result.log_ratio.detach().exp()
+    items = present if ratio.ndim == present.ndim else sequences_present
+    count = items.sum().clamp(min=1)
+    neutral = torch.where(items.any(), 0.0, 1.0)
+
+    def share(chosen: Tensor) -> Tensor:
+        among = present if chosen.ndim == present.ndim else sequences_present
+        return (chosen & among).sum(dtype=torch.float64) / among.sum().clamp(min=1)
+
+    never = torch.zeros_like(items)
+    low, high = (
+        never if clipped is None else clipped for clipped in (result.clipped_low, result.clipped_high)
+    )
+    sequence_active = layout.sum(active.to(torch.float64)) > 0
+    padded = torch.cat([ratio.flatten(), ratio.new_ones(1)])
+    inside = torch.cat([items.flatten(), ~items.any().reshape(1)])
+    results = [
+        torch.where(items, ratio, 0.0).sum() / count + neutral,
+        torch.where(inside, padded, float("inf")).amin(),
+        torch.where(inside, padded, float("-inf")).amax(),
+        share(low),
+        share(high),
+        share(batch.per_token(low) | batch.per_token(high)),
+        token_mean(-log_ratio, present),
+        share(sequence_active),
+    ]
+    if kl is not None:
+        results.append(token_mean(kl, present))
+    if entropy is not None:
+        results.append(token_mean(entropy, present))
+    return torch.stack([result.to(torch.float64) for result in results])

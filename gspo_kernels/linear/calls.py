@@ -1,0 +1,164 @@
+"""What the public functions over hidden states do: bring arguments into form, and call an operator."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gspo_kernels import checks
+from gspo_kernels.layout import as_rows, from_rows
+from gspo_kernels.linear.chunks import Call, Chunking
+from gspo_kernels.linear.exactness import refusals
+from gspo_kernels.linear.gradients import Needs
+from gspo_kernels.linear.inputs import check_chunking, check_inputs
+from gspo_kernels.linear.logprobs import LinearTokenLogprobsFunction, check_unwritten, unwritten_logprobs
+from gspo_kernels.linear.loss import LinearPolicyFunction, Settings
+from gspo_kernels.linear.plan import SchedulePlan, explain
+from gspo_kernels.linear.run import shapes_of
+from gspo_kernels.linear.schedule import choose
+from gspo_kernels.linear.scopes import Scopes
+from gspo_kernels.logits import LogitArguments, wants_entropy
+from gspo_kernels.objectives.base import Objective
+from gspo_kernels.step import carried_loss, loss_of
+from gspo_kernels.terms import Terms, checked, leave_out_idle, merge_mask
+from gspo_kernels.types import LossOutput, TokenLogprobs
+
+SKIP_INACTIVE = ("backward", "all", "none")
+
+
+def linear_token_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None,
+    logit_arguments: LogitArguments,
+    return_entropy: bool,
+    logits_dtype: str,
+    max_chunk_bytes: int | None,
+) -> TokenLogprobs:
+    """See ``gspo_kernels.linear_token_logprobs``."""
+    hidden, weight, bias = check_inputs(hidden, weight, bias, labels)
+    packed = labels.ndim == 1
+    options = logit_arguments.checked(hidden, labels, labels.shape[0])
+    checks.flag("return_entropy", return_entropy)
+    unwritten = max_chunk_bytes == 0 and not isinstance(max_chunk_bytes, bool)
+    if unwritten:
+        check_unwritten(hidden, weight, bias, logits_dtype, options.backend)
+    chunking = check_chunking(logits_dtype, None if unwritten else max_chunk_bytes, compact=True)
+    rows, row_labels = as_rows(hidden, packed), as_rows(labels, packed)
+    options = logit_arguments.with_temperature(options, row_labels, packed, None, hidden.dtype)
+    if unwritten:
+        logprobs, entropy = unwritten_logprobs(
+            rows, weight, bias, row_labels, options, chunking, return_entropy
+        )
+    else:
+        logprobs, entropy = LinearTokenLogprobsFunction.apply(
+            rows, weight, bias, row_labels, return_entropy, True, options, chunking
+        )
+    return TokenLogprobs(from_rows(logprobs, packed), from_rows(entropy, packed) if return_entropy else None)
+
+
+class _Prepared:
+    """The arguments of a hidden-state loss in the operators' form, and what may serve it."""
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        bias: Tensor | None,
+        logit_arguments: LogitArguments,
+        terms: Terms,
+        has_entropy: bool,
+        chunking: Chunking,
+        skip_inactive: str,
+        objective: Objective,
+    ):
+        self.packed = checks.layout("labels", labels, terms.cu_seqlens) is not None
+        sequences = labels.shape[0] if terms.cu_seqlens is None else terms.cu_seqlens.shape[0] - 1
+        options = logit_arguments.checked(hidden, labels, sequences)
+        terms = checked(terms, labels, objective, has_entropy)
+        rows, terms = merge_mask(as_rows(labels, self.packed), terms, options.ignore_index)
+        if skip_inactive == "all":
+            rows, terms = leave_out_idle(rows, terms, options.ignore_index)
+        self.hidden, self.weight, self.bias = as_rows(hidden, self.packed), weight, bias
+        self.labels, self.terms, self.chunking = rows, terms, chunking
+        self.options = logit_arguments.with_temperature(
+            options, rows, self.packed, terms.cu_seqlens, hidden.dtype
+        )
+        self.skip = skip_inactive != "none"
+        learns = torch.is_grad_enabled()
+        self.needs = Needs(*(learns and x is not None and x.requires_grad for x in (hidden, weight, bias)))
+        self.refusals = refusals(objective, terms, self.needs.head)
+
+    @property
+    def operands(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+        """What leads the arguments of every operator over hidden states."""
+        return self.hidden, self.weight, self.bias, self.labels
+
+    def choose(self, schedule: str) -> tuple[str, str]:
+        """See ``schedule.choose``."""
+        lengths_known = self.skip or not self.packed or not self.hidden.is_cuda
+        return choose(schedule, self.refusals, any(self.needs), lengths_known)
+
+
+def fused_linear_policy_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None,
+    logit_arguments: LogitArguments,
+    terms: Terms,
+    return_entropy: bool,
+    logits_dtype: str,
+    max_chunk_bytes: int | None,
+    schedule: str,
+    skip_inactive: str,
+    objective: Objective,
+) -> LossOutput:
+    """See ``gspo_kernels.fused_linear_policy_loss``."""
+    hidden, weight, bias = check_inputs(hidden, weight, bias, labels)
+    with_entropy = wants_entropy(return_entropy, terms.entropy_coef, objective)
+    checks.choice("skip_inactive", skip_inactive, SKIP_INACTIVE)
+    chunking = check_chunking(logits_dtype, max_chunk_bytes, compact=skip_inactive != "none")
+    call = _Prepared(
+        hidden, weight, labels, bias, logit_arguments, terms, with_entropy, chunking, skip_inactive, objective
+    )
+    name, _ = call.choose(schedule)
+    backend, terms = call.options.backend, call.terms
+    if name == "two_pass":
+        logprobs, entropy = LinearTokenLogprobsFunction.apply(
+            *call.operands, with_entropy, call.skip, call.options, chunking
+        )
+        return loss_of(logprobs, entropy if with_entropy else None, backend, terms, call.packed)
+    settings = Settings(name, with_entropy, call.skip)
+    carrier, logprobs, entropy = LinearPolicyFunction.apply(
+        *call.operands, call.options, chunking, terms, settings, torch.compiler.is_compiling()
+    )
+    return carried_loss(carrier, logprobs, entropy if with_entropy else None, backend, terms, call.packed)
+
+
+def explain_schedule(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None,
+    ignore_index: int,
+    terms: Terms,
+    logits_dtype: str,
+    max_chunk_bytes: int | None,
+    schedule: str,
+    skip_inactive: str,
+    objective: Objective,
+) -> SchedulePlan:
+    """See ``gspo_kernels.explain_schedule``."""
+    hidden, weight, bias = check_inputs(hidden, weight, bias, labels)
+    checks.choice("skip_inactive", skip_inactive, SKIP_INACTIVE)
+    chunking = check_chunking(logits_dtype, max_chunk_bytes, compact=skip_inactive != "none")
+    arguments = LogitArguments(ignore_index=ignore_index)
+    call = _Prepared(hidden, weight, labels, bias, arguments, terms, True, chunking, skip_inactive, objective)
+    name, reason = call.choose(schedule)
+    rows = Call.of(*call.operands, call.options, chunking)
+    scopes = Scopes(rows, call.terms, call.skip)
+    shapes = shapes_of(rows, call.terms, call.needs)
+    return explain(name, reason, scopes.rows, scopes.idle, shapes, call.refusals, weight.element_size())

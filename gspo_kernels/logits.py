@@ -1,0 +1,106 @@
+"""The arguments of entries that take logits, or make them: checks, and the options in the operators' form."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gspo_kernels import checks
+from gspo_kernels.layout import segment_ids
+from gspo_kernels.objectives.base import Objective
+from gspo_kernels.ops.backends import resolve
+from gspo_kernels.types import RowOptions, stats_dtype
+
+
+class LogitArguments(NamedTuple):
+    """How logits become log-probs and who computes them, as the caller said it."""
+
+    temperature: float | Tensor = 1.0
+    logit_scale: float = 1.0
+    softcap: float | None = None
+    ignore_index: int = -100
+    backend: str = "auto"
+
+    def checked(self, scores: Tensor, labels: Tensor, sequences: int) -> RowOptions:
+        """Checked, with the backend settled that serves ``scores``, logits or hidden states.
+
+        A temperature per sequence is still missing; see ``with_temperature``.
+
+        Raises:
+            TypeError, ValueError: a wrong argument, named in the message.
+            RuntimeError: the backend can't serve the tensors' device.
+        """
+        scalar = 1.0
+        if isinstance(self.temperature, Tensor):
+            checks.floats("temperature", self.temperature, (sequences,), "one per sequence", labels.device)
+        else:
+            scalar = checks.number("temperature", self.temperature, positive=True)
+        scale = checks.number("logit_scale", self.logit_scale)
+        cap = 0.0 if self.softcap is None else checks.number("softcap", self.softcap, positive=True)
+        checks.integer("ignore_index", self.ignore_index)
+        if not isinstance(self.backend, str):
+            raise TypeError(f"backend: got {type(self.backend).__name__}, expected a name")
+        serving = resolve(self.backend, scores.device)
+        return RowOptions(scale, cap, scalar, None, self.ignore_index, serving)
+
+    def with_temperature(
+        self,
+        options: RowOptions,
+        row_labels: Tensor,
+        packed: bool,
+        cu_seqlens: Tensor | None,
+        dtype: torch.dtype,
+    ) -> RowOptions:
+        """The options with a temperature per sequence as one per row; ``cu_seqlens`` has been checked."""
+        if not isinstance(self.temperature, Tensor):
+            return options
+        values = self.temperature.detach().to(stats_dtype(dtype))
+        if cu_seqlens is not None:
+            values = values[segment_ids(cu_seqlens, row_labels.numel())]
+        values = values.unsqueeze(0) if packed else values.unsqueeze(1).expand(row_labels.shape)
+        return options._replace(row_temperature=values)
+
+
+def check_scores(name: str, scores: Tensor, labels: Tensor, width: str) -> None:
+    """Labels [B, T] with scores [B, T, ``width``], or [N] with [N, ``width``]."""
+    checks.tensor("labels", labels, None, "[B, T] or [N]", None)
+    checks.dtype("labels", labels, checks.INTEGERS)
+    if labels.ndim not in (1, 2):
+        raise ValueError(f"labels: got shape {tuple(labels.shape)}, expected [B, T] or [N]")
+    checks.floats(name, scores, None, f"[B, T, {width}] or [N, {width}]", None)
+    if scores.ndim != labels.ndim + 1 or scores.shape[:-1] != labels.shape:
+        raise ValueError(
+            f"{name}: got shape {tuple(scores.shape)}, expected {(*labels.shape, width)} for labels of shape "
+            f"{tuple(labels.shape)}"
+        )
+    if scores.device != labels.device:
+        raise ValueError(f"labels: is on {labels.device}, expected {scores.device} like {name}")
+
+
+def check_logits(logits: Tensor, labels: Tensor) -> None:
+    """[B, T, V] with [B, T], or [N, V] with [N]."""
+    check_scores("logits", logits, labels, "V")
+    if logits.shape[-1] == 0:
+        raise ValueError("logits: the vocabulary is empty, expected V >= 1")
+
+
+def check_inplace(logits: Tensor, inplace_backward: bool) -> None:
+    """Refuse logits that can't hold their own gradient."""
+    if not checks.flag("inplace_backward", inplace_backward):
+        return
+    if any(stride == 0 and size > 1 for stride, size in zip(logits.stride(), logits.shape, strict=True)):
+        raise ValueError(
+            "inplace_backward: logits are expanded (stride 0), so their gradient doesn't fit in them"
+        )
+    if logits.numel() and logits.stride(-1) != 1:
+        raise ValueError("inplace_backward: logits need a vocabulary stride of 1")
+
+
+def wants_entropy(return_entropy: bool, entropy_coef: float | Tensor | None, objective: Objective) -> bool:
+    """Whether the entropy must be computed: asked for, in the loss, or looked at by the objective."""
+    checks.flag("return_entropy", return_entropy)
+    checks.objective(objective, Objective)
+    in_the_loss = isinstance(entropy_coef, Tensor) or entropy_coef != 0
+    return return_entropy or in_the_loss or "entropy" in objective.needs

@@ -1,0 +1,146 @@
+"""A clipped sequence ratio in one launch of the backend: what it takes, and the loss from logits.
+
+Which losses are of this form the objective says; kernels never hear of its name.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from gspo_kernels.aggregation import Aggregation
+from gspo_kernels.layout import layout_of
+from gspo_kernels.objectives.base import Objective
+from gspo_kernels.ops.backends import SequenceRatioBackend, load
+from gspo_kernels.ops.library import operator
+from gspo_kernels.ops.logprobs import RowGradients, check_rows, gradient_of_logits, save_rows, saved_rows
+from gspo_kernels.ops.values import check_cu_seqlens, check_lengths, check_normalizer
+from gspo_kernels.terms import Terms
+from gspo_kernels.torch_internals import constant_when_traced
+from gspo_kernels.types import (
+    METRICS,
+    ClippedSequenceRatio,
+    RowOptions,
+    RowStats,
+    SequenceRatioStats,
+    stats_dtype,
+)
+
+
+@constant_when_traced
+def has_single_launch(backend: str) -> bool:
+    """Whether a backend offers ``sequence_ratio_forward``."""
+    return hasattr(load(backend), "sequence_ratio_forward")
+
+
+def sequence_form(objective: Objective, terms: Terms, backend: str) -> ClippedSequenceRatio | None:
+    """The form in which ``backend`` can serve a step of the objective; None where a term goes beyond it."""
+    beyond = (terms.ref_logprobs, terms.token_weights, terms.kl_beta, terms.entropy_coef, terms.token_shares)
+    if any(term is not None for term in beyond) or not has_single_launch(backend):
+        return None
+    return objective.sequence_ratio_form()
+
+
+class SequenceOperands(NamedTuple):
+    """What the backend takes besides log-probs and mask, in its order."""
+
+    old_logprobs: Tensor | None
+    advantages: Tensor
+    sequence_weights: Tensor | None
+    lengths: Tensor | None
+    normalizer: Tensor | None
+    cu_seqlens: Tensor | None
+
+    @classmethod
+    def of(cls, tokens: Tensor, terms: Terms) -> SequenceOperands:
+        """From the terms of a call; ``tokens`` gives shape and device."""
+        weights, normalizer = terms.rollout_weights, terms.normalizer
+        assert terms.advantages is not None
+        if weights is not None and weights.ndim == 2:
+            layout, counted = terms.layout(tokens), terms.counted(tokens)
+            counts = layout.sum(counted.to(torch.float64)).clamp(min=1)
+            weights = layout.sum(torch.where(counted, weights.double(), 0.0)) / counts
+        if terms.skipped is not None:
+            # they have no log-probs, but they are in the divisor
+            normalizer = Aggregation.of(tokens, terms).total
+        if normalizer is not None:
+            normalizer = normalizer.to(tokens.device)
+        return cls(terms.old_logprobs, terms.advantages, weights, terms.lengths, normalizer, terms.cu_seqlens)
+
+
+@operator
+def sequence_ratio(
+    logits: Tensor,
+    labels: Tensor,
+    options: RowOptions,
+    operands: SequenceOperands,
+    form: ClippedSequenceRatio,
+) -> SequenceRatioStats:
+    """From logits to loss; see ``ops.backends.SequenceRatioBackend``."""
+    check_rows(labels, logits.shape[-1], options)
+    check_cu_seqlens(operands.cu_seqlens, labels)
+    check_normalizer(operands.normalizer)
+    if operands.lengths is not None:
+        counted = (labels != options.ignore_index).to(torch.float64)
+        check_lengths(operands.lengths, layout_of(labels, operands.cu_seqlens).sum(counted))
+    return cast(SequenceRatioBackend, load(options.backend)).sequence_ratio_forward(
+        logits,
+        labels,
+        form=form,
+        transform=options.transform,
+        ignore_index=options.ignore_index,
+        **operands._asdict(),
+    )
+
+
+@sequence_ratio.register_fake
+def _(
+    logits: Tensor,
+    labels: Tensor,
+    options: RowOptions,
+    operands: SequenceOperands,
+    form: ClippedSequenceRatio,
+) -> SequenceRatioStats:
+    def new(*shape: int) -> Tensor:
+        return logits.new_empty(shape, dtype=stats_dtype(logits.dtype))
+
+    lse = logits.new_empty(labels.shape, dtype=torch.float64)
+    return SequenceRatioStats(
+        new(), new(*labels.shape), lse, new(*operands.advantages.shape), new(), new(len(METRICS))
+    )
+
+
+class SequenceRatioFunction(torch.autograd.Function):
+    """Loss of a clipped sequence ratio; the backward needs one scalar per sequence."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        labels: Tensor,
+        inplace: bool,
+        options: RowOptions,
+        operands: SequenceOperands,
+        form: ClippedSequenceRatio,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        stats = sequence_ratio(logits, labels, options, operands, form)
+        packed = () if operands.cu_seqlens is None else (operands.cu_seqlens,)
+        kept = (stats.logprobs, stats.lse, stats.coefficients, stats.divisor, *packed)
+        save_rows(ctx, options, logits, labels, *kept)
+        ctx.inplace = inplace
+        ctx.mark_non_differentiable(stats.logprobs, stats.metrics)
+        return stats.loss, stats.logprobs, stats.metrics
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
+        saved, options = saved_rows(ctx)
+        logits, labels, logprobs, lse, coefficients, divisor, *packed = saved
+        layout = layout_of(labels, packed[0] if packed else None)
+        grads = RowGradients(layout.expand(coefficients), None, grad / divisor)
+        stats = RowStats(logprobs, lse, None)
+        return (
+            gradient_of_logits(logits, labels, stats, grads, options, ctx.inplace),
+            *(None,) * 5,
+        )

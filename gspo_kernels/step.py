@@ -1,0 +1,114 @@
+"""A policy step by whatever does it soonest, as one opaque operator, and the loss that carries its gradient.
+
+Steps that are a clipped sequence ratio and nothing else take one launch of the backend; ``evaluate`` says the
+same of every objective, in a few hundred small operations.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from gspo_kernels.evaluate import PolicyStep, evaluate, metric_names, token_mean
+from gspo_kernels.layout import from_rows
+from gspo_kernels.objectives.base import from_spec
+from gspo_kernels.ops.backends import SequenceRatioBackend, load
+from gspo_kernels.ops.library import operator
+from gspo_kernels.sequence_ratio import SequenceOperands, sequence_form
+from gspo_kernels.terms import Terms, check_values
+from gspo_kernels.types import LossOutput, stats_dtype
+
+
+def take_step(
+    logprobs: Tensor, entropy: Tensor | None, terms: Terms, backend: str, want_metrics: bool = True
+) -> PolicyStep:
+    """``evaluate``, or one launch of the backend where it has one for the terms; only in operators."""
+    form = sequence_form(from_spec(terms.objective), terms, backend)
+    if form is None:
+        return evaluate(logprobs, entropy, terms, want_metrics)
+    layout, counted = terms.layout(logprobs), terms.counted(logprobs)
+    present = counted if terms.skipped is None else counted & ~layout.expand(terms.skipped)
+    logprobs = logprobs.to(stats_dtype(logprobs.dtype)).contiguous()
+    operands = SequenceOperands.of(logprobs, terms._replace(loss_mask=counted))
+    step = cast(SequenceRatioBackend, load(backend)).sequence_ratio_step(
+        logprobs, present, form=form, **operands._asdict()
+    )
+    grad = torch.where(present, layout.expand(step.coefficients / step.divisor), 0.0)
+    metrics = step.metrics
+    if entropy is not None and want_metrics:
+        metrics = torch.cat([metrics, token_mean(entropy, present).to(metrics.dtype).reshape(1)])
+    return PolicyStep(step.loss, grad, logprobs.new_empty(0), metrics)
+
+
+@operator
+def policy_step(logprobs: Tensor, entropy: Tensor | None, backend: str, terms: Terms) -> PolicyStep:
+    """``take_step`` after checking values that only the device knows."""
+    check_values(logprobs, terms)
+    return take_step(logprobs, entropy, terms, backend)
+
+
+@policy_step.register_fake
+def _(logprobs: Tensor, entropy: Tensor | None, backend: str, terms: Terms) -> PolicyStep:
+    dtype = stats_dtype(logprobs.dtype)
+    with_entropy = entropy is not None and terms.entropy_coef is not None
+    return PolicyStep(
+        logprobs.new_empty((), dtype=dtype),
+        torch.empty_like(logprobs, dtype=dtype, memory_format=torch.contiguous_format),
+        logprobs.new_empty(logprobs.shape if with_entropy else (0,), dtype=dtype),
+        logprobs.new_empty(len(metric_names(terms, entropy)), dtype=dtype),
+    )
+
+
+class PolicyLoss(torch.autograd.Function):
+    """Loss of given log-probs (and entropy); the backward multiplies what the forward already knows."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logprobs: Tensor, entropy: Tensor | None, backend: str, terms: Terms
+    ) -> tuple[Tensor, Tensor]:
+        step = policy_step(logprobs, entropy, backend, terms)
+        ctx.save_for_backward(step.grad_logprobs, step.grad_entropy)
+        ctx.dtypes = (logprobs.dtype, None if entropy is None else entropy.dtype)
+        ctx.has_entropy_gradient = entropy is not None and terms.entropy_coef is not None
+        ctx.mark_non_differentiable(step.metrics)
+        return step.loss, step.metrics
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
+        grad_logprobs, grad_entropy = ctx.saved_tensors
+        dtype, entropy_dtype = ctx.dtypes
+        to_entropy = (grad_entropy * grad).to(entropy_dtype) if ctx.has_entropy_gradient else None
+        return (grad_logprobs * grad).to(dtype), to_entropy, None, None
+
+
+def loss_of(logprobs: Tensor, entropy: Tensor | None, backend: str, terms: Terms, packed: bool) -> LossOutput:
+    """The loss of log-probs (and entropy) in rows, which receive its gradient."""
+    loss, metrics = PolicyLoss.apply(logprobs, entropy, backend, terms)
+    return output_of(loss, metrics, logprobs, entropy, terms, packed)
+
+
+def carried_loss(
+    carrier: Tensor, logprobs: Tensor, entropy: Tensor | None, backend: str, terms: Terms, packed: bool
+) -> LossOutput:
+    """The loss of a call whose forward computed the gradient: ``carrier`` is 0 and holds it."""
+    step = policy_step(logprobs, entropy, backend, terms)
+    return output_of(carrier + step.loss, step.metrics, logprobs, entropy, terms, packed)
+
+
+def output_of(
+    loss: Tensor, metrics: Tensor, logprobs: Tensor, entropy: Tensor | None, terms: Terms, packed: bool
+) -> LossOutput:
+    """What the public losses return, from rows; NaN where nothing was looked at."""
+    names = metric_names(terms, entropy)
+    named = dict(zip(names, metrics.detach().unbind(), strict=True))
+    shown = logprobs.detach()
+    entropy = None if entropy is None else entropy.detach()
+    if terms.skipped is not None:
+        absent = terms.layout(shown).expand(terms.skipped) & terms.counted(shown)
+        shown = shown.masked_fill(absent, float("nan"))
+        entropy = None if entropy is None else entropy.masked_fill(absent, float("nan"))
+    return LossOutput(
+        loss, from_rows(shown, packed), None if entropy is None else from_rows(entropy, packed), named
+    )

@@ -1,0 +1,292 @@
+"""What enters a loss besides log-probs: one table. Checks, operators' schemas, slices and the pass from the
+public functions down to the objective all derive from its fields.
+
+Inside the package token tensors are [B, T] padded or [1, N] packed, so that the number of dimensions tells
+tokens from [B].
+"""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gspo_kernels import checks
+from gspo_kernels.layout import Layout, as_rows, layout_of
+from gspo_kernels.objectives.base import Objective, from_spec
+from gspo_kernels.ops import values
+from gspo_kernels.ops.library import checked_values
+
+KL_ESTIMATORS = ("k1", "k2", "k3")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the terms of a call belong: the labels' shape and device, and how many sequences they hold."""
+
+    shape: tuple[int, ...]
+    device: torch.device
+    sequences: int
+    packed: bool
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a term looks like.
+
+    Attributes:
+        shape: "tokens" (the labels' shape), "sequences" ([B]), "either", "broadcast" (a number, or what
+            broadcasts to the labels), "number" (or a 0-d tensor) or "offsets" ([B + 1]).
+        dtypes: allowed ones; None: any but complex.
+    """
+
+    shape: Literal["tokens", "sequences", "either", "broadcast", "number", "offsets"]
+    dtypes: tuple[torch.dtype, ...] | None = checks.FLOATS
+
+    def checked(self, name: str, value: object, place: Place, only: str = "") -> Tensor | None:
+        """The value as the operators take it; None where it changes nothing.
+
+        Args:
+            name: of the argument.
+            value: as the caller gave it, not None.
+            place: of the call.
+            only: for "either": who takes it one per sequence alone, or "".
+
+        Raises:
+            TypeError, ValueError: naming the argument, what was got, and what is expected.
+        """
+        if self.shape == "broadcast":
+            return checks.broadcastable(name, value, place.shape, place.device)
+        if self.shape == "number":
+            return checks.scalar(name, value)
+        if self.shape == "offsets":
+            return checks.tensor(name, value, None, "[B + 1]", place.device)
+        expected, meaning = {
+            "tokens": (place.shape, "the labels' shape"),
+            "sequences": ((place.sequences,), "[B]"),
+            "either": (None, "[B] or the labels' shape"),
+        }[self.shape]
+        tensor = checks.tensor(name, value, expected, meaning, place.device)
+        if self.dtypes is not None:
+            checks.dtype(name, tensor, self.dtypes)
+        elif tensor.is_complex():
+            raise TypeError(f"{name}: got {tensor.dtype}, expected bool, int or float")
+        per_sequence = self.shape == "sequences"
+        if self.shape == "either":
+            per_sequence = self._is_per_sequence(name, tuple(tensor.shape), place, only)
+        return tensor.detach() if per_sequence else as_rows(tensor.detach(), place.packed)
+
+    @staticmethod
+    def _is_per_sequence(name: str, shape: tuple[int, ...], place: Place, only: str) -> bool:
+        per_sequence = (place.sequences,)
+        if shape == per_sequence:
+            return True
+        if shape != place.shape:
+            raise ValueError(
+                f"{name}: got shape {shape}, expected [B] = {per_sequence}"
+                + ("" if only else f" or the labels' shape {place.shape}")
+            )
+        if only:
+            raise ValueError(
+                f"{name}: got shape {shape}, but {only} takes one per sequence, [B] = {per_sequence}"
+            )
+        return False
+
+
+TOKENS, SEQUENCES, EITHER = Form("tokens"), Form("sequences"), Form("either")
+BROADCAST, NUMBER = Form("broadcast"), Form("number")
+SEQUENCE_IDS, TOKEN_IDS = Form("sequences", checks.INTEGERS), Form("tokens", checks.INTEGERS)
+
+
+class Terms(NamedTuple):
+    """Everything that enters a loss besides log-probs and entropy; the public arguments of the same names.
+
+    ``checked`` turns what a caller gave into what operators take: tensors in rows without a gradient, and
+    numbers as 0-d fp64 tensors, or None where they change nothing. The fields from ``objective`` on are no
+    arguments.
+    """
+
+    old_logprobs: Annotated[Tensor | None, TOKENS] = None  # None: on-policy
+    advantages: Annotated[Tensor | None, EITHER] = None
+    loss_mask: Annotated[Tensor | None, Form("tokens", None)] = None
+    cu_seqlens: Annotated[Tensor | None, Form("offsets", checks.INTEGERS)] = None
+    ref_logprobs: Annotated[Tensor | None, TOKENS] = None
+    kl_beta: Annotated[Tensor | None, BROADCAST] = None
+    entropy_coef: Annotated[Tensor | None, BROADCAST] = None
+    rollout_weights: Annotated[Tensor | None, EITHER] = None
+    token_weights: Annotated[Tensor | None, TOKENS] = None
+    lengths: Annotated[Tensor | None, Form("sequences", (*checks.FLOATS, *checks.INTEGERS))] = None
+    group_ids: Annotated[Tensor | None, SEQUENCE_IDS] = None
+    turn_ids: Annotated[Tensor | None, TOKEN_IDS] = None
+    normalizer: Annotated[Tensor | None, NUMBER] = None
+    kl_estimator: str = "k3"
+    kl_ratio_weighted: bool = False
+    objective: str = ""  # ``Objective.spec``
+    skipped: Annotated[Tensor | None, SEQUENCES] = None  # bool: without log-probs; in divisors, in no metric
+    token_shares: Annotated[Tensor | None, TOKENS] = None  # loss = sum(share * value) instead of aggregating
+
+    def layout(self, tokens: Tensor) -> Layout:
+        """Where the sequences of ``tokens`` begin and end."""
+        return layout_of(tokens, self.cu_seqlens)
+
+    def counted(self, tokens: Tensor) -> Tensor:
+        """Bool, the shape of ``tokens``: those that count."""
+        if self.loss_mask is None:
+            return torch.ones_like(tokens, dtype=torch.bool)
+        return self.loss_mask if self.loss_mask.dtype == torch.bool else self.loss_mask != 0
+
+    def each(self, change: Callable[[Form, Tensor], Tensor | None]) -> Terms:
+        """The same terms, every tensor among them changed as its form asks for."""
+        changed: dict[str, Any] = {}
+        for name, form in FORMS.items():
+            tensor = getattr(self, name)
+            if tensor is not None:
+                changed[name] = change(form, tensor)
+        return self._replace(**changed)
+
+
+FORMS: dict[str, Form] = {
+    name: form
+    for name, hint in typing.get_type_hints(Terms, include_extras=True).items()
+    for form in getattr(hint, "__metadata__", ())
+}
+"""The form of every tensor among the terms."""
+_GIVEN = {name: FORMS[name] for name in Terms._fields[: Terms._fields.index("objective")] if name in FORMS}
+
+
+def shaped(given: Terms, tokens: Tensor, objective: Objective) -> Terms:
+    """Check shapes, dtypes and devices, and bring the terms into the operators' form.
+
+    Args:
+        given: the arguments as the caller gave them.
+        tokens: labels, log-probs or mask, whose layout has been checked.
+        objective: the loss.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was got, and what is expected.
+    """
+    packed = given.cu_seqlens is not None
+    sequences = tokens.shape[0] if given.cu_seqlens is None else given.cu_seqlens.shape[0] - 1
+    place = Place(tuple(tokens.shape), tokens.device, sequences, packed)
+    found: dict[str, Any] = {}
+    for label, form in _GIVEN.items():
+        value = getattr(given, label)
+        if value is not None:
+            alone = label == "advantages" and not objective.takes_token_advantages
+            found[label] = form.checked(label, value, place, type(objective).__name__ if alone else "")
+    return given._replace(objective=objective.spec, **found)
+
+
+def checked(given: Terms, tokens: Tensor, objective: Objective, has_entropy: bool) -> Terms:
+    """``shaped`` terms, after refusing what doesn't fit the objective or is no option.
+
+    ``has_entropy`` says whether the entropy is there, or will be.
+    """
+    checks.objective(objective, Objective)
+    for label, form in _GIVEN.items():
+        if form.shape == "broadcast" and getattr(given, label) is None:
+            checks.number(label, None)  # refuses it: 0 is what leaves the term out
+    terms = shaped(given, tokens, objective)
+    checks.choice("kl_estimator", given.kl_estimator, KL_ESTIMATORS)
+    checks.flag("kl_ratio_weighted", given.kl_ratio_weighted)
+    _check_fit(terms, objective, has_entropy)
+    return terms
+
+
+def _check_fit(terms: Terms, objective: Objective, has_entropy: bool) -> None:
+    """Refuse terms that the objective can't do without, or would ignore."""
+    name = type(objective).__name__
+    if objective.needs_advantages and terms.advantages is None:
+        raise TypeError(f"advantages: got None, but {name} needs them, one per sequence or per token")
+    if not objective.needs_advantages and terms.advantages is not None:
+        raise ValueError(f"advantages: {name} has none and would ignore them, expected None")
+    for needed in objective.needs:
+        missing = not has_entropy if needed == "entropy" else getattr(terms, needed) is None
+        if missing:
+            raise ValueError(f"{needed}: got None, but {name} needs it")
+    for label in ("group_ids", "turn_ids"):
+        if getattr(terms, label) is not None and label not in objective.needs:
+            raise ValueError(f"{label}: {name} would ignore it, expected None")
+    if objective.coefficient_scope == "batch" and terms.normalizer is not None:
+        raise ValueError(
+            f"normalizer: got {terms.normalizer.item()}, but {name} looks at the whole batch and can't be "
+            "called on a part of it, expected None; take policy_coefficients of the whole batch and give "
+            "each part's to objective=Linear() as token_weights"
+        )
+    if terms.kl_beta is not None and terms.ref_logprobs is None:
+        raise ValueError("ref_logprobs: got None, but kl_beta asks for a KL term")
+    if terms.kl_ratio_weighted and objective.coefficient_scope == "nothing":
+        raise ValueError(f"kl_ratio_weighted: {name} has no importance ratio, expected False")
+    if terms.entropy_coef is not None and not has_entropy:
+        raise ValueError("entropy: got None, but entropy_coef asks for an entropy bonus")
+
+
+def check_values(tokens: Tensor, terms: Terms) -> None:
+    """Check what needs a look at the values; see ``ops.values``."""
+    values.check_cu_seqlens(terms.cu_seqlens, tokens)
+    values.check_mask(terms.loss_mask)
+    values.check_normalizer(terms.normalizer)
+    if terms.lengths is not None:
+        counts = terms.layout(tokens).sum(terms.counted(tokens).to(torch.float64))
+        values.check_lengths(terms.lengths, counts)
+    if terms.group_ids is not None and checked_values(terms.group_ids.device):
+        _check_groups(terms.group_ids)
+
+
+def _check_groups(group_ids: Tensor) -> None:
+    """Refuse a group of one sequence: where groups are cut into micro-batches, these are what shows."""
+    ids, counts = torch.unique(group_ids, return_counts=True)
+    alone = ids[counts == 1]
+    if alone.numel():
+        raise ValueError(
+            f"group_ids: group {int(alone[0])} has a single sequence, expected whole groups of at least two; "
+            "for parts of groups take policy_coefficients of the whole batch and give each part's to "
+            "objective=Linear() as token_weights"
+        )
+
+
+def merge_mask(row_labels: Tensor, terms: Terms, ignore_index: int) -> tuple[Tensor, Terms]:
+    """One mask for both: labels are ``ignore_index`` exactly where ``loss_mask`` is 0."""
+    if terms.loss_mask is not None or terms.cu_seqlens is not None:
+        row_labels = values.mask_labels(row_labels, terms.loss_mask, terms.cu_seqlens, ignore_index)
+    return row_labels, terms._replace(loss_mask=row_labels != ignore_index)
+
+
+def idle_sequences(tokens: Tensor, terms: Terms) -> Tensor | None:
+    """[B] bool: sequences whose gradient is zero whatever the forward finds; None where none can be known.
+
+    They are those whose counted tokens all have a zero advantage, for an objective to which that means a
+    zero gradient, without a KL term or an entropy bonus.
+    """
+    beyond = terms.kl_beta is not None or terms.entropy_coef is not None
+    if terms.advantages is None or beyond or not from_spec(terms.objective).zero_advantage_is_inactive:
+        return None
+    if terms.advantages.ndim == 1:
+        return terms.advantages == 0
+    moving = (terms.advantages != 0) & terms.counted(tokens)
+    return terms.layout(tokens).sum(moving.to(torch.float64)) == 0
+
+
+def leave_out_idle(row_labels: Tensor, terms: Terms, ignore_index: int) -> tuple[Tensor, Terms]:
+    """Idle sequences are not looked at: their labels become ``ignore_index``.
+
+    Raises:
+        ValueError: no sequence of the call can be known to be idle.
+    """
+    idle = idle_sequences(row_labels, terms)
+    if idle is None:
+        for term in ("kl_beta", "entropy_coef"):
+            if getattr(terms, term) is not None:
+                raise ValueError(
+                    f"skip_inactive: 'all' leaves sequences out that {term} gives a gradient; use 'backward'"
+                )
+        raise ValueError(
+            f"skip_inactive: 'all' needs an objective without gradient at zero advantage, which "
+            f"{type(from_spec(terms.objective)).__name__} is not; use 'backward'"
+        )
+    left_out = terms.layout(row_labels).expand(idle)
+    return row_labels.masked_fill(left_out, ignore_index), terms._replace(skipped=idle)
