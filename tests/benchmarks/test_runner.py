@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import gspo_kernels.cli
 from benchmarks import __main__ as command_line
 from benchmarks import campaign, compare, report, suites, traffic
 from benchmarks.registry import CONTESTANTS, SUITES, contestant, suite
@@ -98,21 +97,6 @@ def test_names_are_registered_once():
 def test_the_listing_names_everyone():
     text = command_line.listing()
     assert all(name in text for name in [*CONTESTANTS, *SUITES])
-
-
-# --- gspo bench
-
-
-def test_gspo_bench_is_the_same_command(capsys):
-    with pytest.raises(SystemExit) as stop:
-        gspo_kernels.cli.main(["bench", "list"])
-    assert stop.value.code == 0 and "naive PyTorch" in capsys.readouterr().out
-
-
-def test_gspo_bench_outside_a_checkout_says_where_they_are(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(gspo_kernels.cli, "__file__", str(tmp_path / "gspo_kernels" / "cli.py"))
-    assert gspo_kernels.cli.main(["bench", "list"]) == 1
-    assert "come with the source" in capsys.readouterr().err
 
 
 # --- comparing
