@@ -73,6 +73,9 @@ INTRODUCTIONS = {
     "realistic": REALISTIC,
     "memory": "What one forward and backward adds to its inputs.",
     "training": TRAINING,
+    "rows": "A Qwen3 with random weights; [how rows are laid out](packing.md). No head: the loss is the mean "
+    "square of the hidden states that predict completions.",
+    "trl_memory": "Resident memory of a process of its own, beyond that before the call.",
     "step": "A Qwen3 with random weights, AdamW; only the loss differs.",
     "fidelity": "bf16 hidden states and weight, everyone who has log-probs from them. Wrong: clip decisions "
     "that differ from fp64's, of sequences 1e-6 to 1e-3 from a bound.",
@@ -193,6 +196,11 @@ def scaling_text(record: dict[str, Any]) -> str:
         "Each size over two decades, the others fixed; the length at a fixed number of tokens. 1 is linear, "
         f"0 constant; over the upper half of each sweep.\n\n{markdown(rows)}"
     )
+
+
+def table_text(record: dict[str, Any]) -> str:
+    """The table of a suite that has no cases."""
+    return markdown(record["table"])
 
 
 TEXTS: dict[str, Callable[[dict[str, Any]], str]] = {
@@ -372,7 +380,7 @@ def section(folder: Path, link: str) -> str:
     for suite in ordered():
         name = suite.name
         if name in records:
-            text = TEXTS.get(name, cases_text)(records[name])
+            text = TEXTS.get(name, cases_text if "cases" in records[name] else table_text)(records[name])
             introduction = f"{INTRODUCTIONS[name]}\n\n" if name in INTRODUCTIONS else ""
             plot = f"![Growth](benchmarks_{folder.name}_scaling.png)\n\n" if name == "scaling" else ""
             parts.append(

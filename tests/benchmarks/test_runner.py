@@ -1,6 +1,7 @@
 """The command line, comparing, reporting, and a campaign that survives whatever its stages do."""
 
 import copy
+import dataclasses
 import json
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import torch
 from benchmarks import __main__ as command_line
 from benchmarks import campaign, compare, report, suites, traffic
 from benchmarks.registry import CONTESTANTS, SUITES, contestant, suite
+from benchmarks.rows import padded
 from benchmarks.tables import number
 from gspo_kernels.linear.schedule import SCHEDULES
 
@@ -57,6 +59,28 @@ def test_the_schedules_are_compared_with_the_choice(tmp_path):
     (case,) = record["grid"]
     assert set(case["seconds"]) | set(case["refused"]) == {"auto", *SCHEDULES}
     assert case["chosen"] in case["seconds"] and record["worst"] == case["loss"] > 0
+
+
+def test_rows_of_a_backbone_are_judged_by_padding(tmp_path, monkeypatch):
+    def off(device):
+        return lambda rows: 1.001 * padded(rows)
+
+    name = "packed, mask by transformers"
+    monkeypatch.setitem(CONTESTANTS, name, dataclasses.replace(CONTESTANTS[name], load=off))
+    options = ["--size", "tiny", "--repeats", "1", "--no-memory", "--out", str(tmp_path)]
+    assert command_line.main(["run", "rows", *options]) == 0
+    for case in json.loads((tmp_path / "rows.json").read_text())["cases"]:
+        found = {result["contestant"]: result for result in case["results"]}
+        assert "gradients is off" in found.pop(name)["reason"]
+        assert {one["status"] for one in found.values()} == {"right"} and len(found) == 3
+        assert compare.ratios(case)["padded rows"]["median"] == 1.0
+    assert "x padded rows" in report.section(tmp_path, ".")
+
+
+def test_a_suite_without_cases_has_its_table_in_the_report(tmp_path):
+    record = {"suite": "tuning", "table": [["kernel", "ms"], ["fold", "1.5"]], "versions": {}, "device": "it"}
+    (tmp_path / "tuning.json").write_text(json.dumps(record))
+    assert "| fold | 1.5 |" in report.section(tmp_path, ".")
 
 
 def test_unknown_suites_are_refused(capsys):
