@@ -60,6 +60,7 @@ class Case:
         floor_name: what this sum is, in words.
         repeats: rounds that count; 0 measures memory only.
         judge: problem -> what has ``verdict``.
+        yardstick: the contestant that ratios are to, where there is no floor.
     """
 
     name: str
@@ -70,6 +71,7 @@ class Case:
     floor_name: str = ""
     repeats: int = 5
     judge: Callable[[Any], Any] = Judge
+    yardstick: str = ""
 
 
 class DeviceBroken(RuntimeError):
@@ -361,6 +363,7 @@ def run_case(case: Case, options: Options) -> dict[str, Any]:
         "task": problem.task,
         "shape": case.shape,
         "repeats": repeats,
+        **({"yardstick": case.yardstick} if case.yardstick else {}),
         "floor": {"name": case.floor_name, "probes": case.floor, "seconds": floors},
         "rates": rates(problem, probed) if repeats else {},
         "results": [entrant.record for entrant in found],

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-TASKS = ("logits", "hidden", "scoring", "training")
+TASKS = ("logits", "hidden", "scoring", "training", "rows")
 
 
 class Missing(Exception):
@@ -29,7 +29,7 @@ class Contestant:
         name: how tables call it.
         tasks: which of ``TASKS`` it can do.
         load: device -> call. The call takes a problem and its leaves and returns the loss; for "scoring"
-            the log-probs; for "training" see ``trainers``.
+            the log-probs; for "training" see ``trainers``, for "rows" ``rows``.
         precision: "float32" or "input": what its logits are rounded to (from logits: its statistics), and so
             which plain PyTorch it is held against; or this by task.
         only_16_bit: whether it is another contestant's copy for fp32 inputs.
@@ -107,7 +107,7 @@ class Options:
 
 ORDER = (
     *("logits", "hidden", "scoring", "large", "realistic", "step", "training", "memory"),
-    *("scaling", "fidelity", "traffic", "schedules", "tuning"),
+    *("scaling", "fidelity", "traffic", "schedules", "rows", "trl_memory", "tuning"),
 )
 """In which suites run and are reported; others come last."""
 CONTESTANTS: dict[str, Contestant] = {}

@@ -64,7 +64,9 @@ def result_rows(case: dict[str, Any], reasons: bool = True) -> list[Row]:
     phases = PHASES.get(case["task"], ("forward", "backward")) if timed else ()
     yardstick = case.get("yardstick")
     header = ["", *(["ms"] if timed else []), *phases]
-    header += [*(["tokens/s", f"x {yardstick}"] if yardstick else []), *(["x floor"] if floor else [])]
+    rates = any("tokens_per_second" in result for result in case["results"])
+    header += [*(["tokens/s"] if rates else []), *([f"x {yardstick}"] if yardstick else [])]
+    header += ["x floor"] if floor else []
     header += ["peak MiB", "error / allowed"]
     rows: list[Row] = [header]
     for result in case["results"]:
@@ -77,8 +79,9 @@ def result_rows(case: dict[str, Any], reasons: bool = True) -> list[Row]:
             seconds = result["seconds"]
             cells.append(between(_spread(seconds["both"]), 1e3))
             cells += [number(1e3 * statistics.median(seconds[name])) for name in phases]
-        if yardstick:
+        if rates:
             cells.append(number(result["tokens_per_second"]["median"]))
+        if yardstick:
             cells.append(
                 number(1.0 if result["contestant"] == yardstick else result["x_contestants"].get(yardstick))
             )

@@ -1,15 +1,12 @@
-"""Peak memory of one loss and its gradient in TRL's trainer and in ours, at a vocabulary of 152k.
+"""The suite ``trl_memory``: peak memory of one loss and its gradient in TRL's trainer and in ours.
 
-Each contestant runs in a process of its own: trainer and inputs are built, the high-water mark of resident
-memory is read (VmHWM, Linux), ``compute_loss`` and ``backward`` run, and it is read again. The model is one
-narrow layer, so that the head is what shows. Gradients of the two [V, H] weights are part of it for both.
-
-    python -m benchmarks.trl_memory --prompt 256 --completion 256
+The vocabulary is that of Qwen. The model is one narrow layer, so that the head is what shows; gradients of
+the two [V, H] weights are part of the peak for both. Each trainer runs in a process of its own.
 """
 
 from __future__ import annotations
 
-import argparse
+import importlib.util
 import subprocess
 import sys
 import tempfile
@@ -18,12 +15,21 @@ from typing import Any
 
 import torch
 
+from benchmarks.measure import give_memory_back, peak_of_this_process
+from benchmarks.registry import Options, suite
+from benchmarks.tables import aligned, number
+
 VOCABULARY, WIDTH, SEQUENCES = 151936, 64, 4
 MIB = 2**20
-CONTESTANTS = ("TRL", "ours", "ours, 64 MiB of logits")
+TRAINERS: dict[str, dict[str, Any]] = {
+    "TRL": {},
+    "ours": {},
+    "ours, 64 MiB of logits": {"max_chunk_bytes": 64 * MIB},
+}
+"""Options of each trainer, by name."""
 
 
-def make_trainer(contestant: str, folder: str) -> Any:
+def make_trainer(name: str, folder: str) -> Any:
     """A GSPO trainer of fp32 weights."""
     from datasets import Dataset
     from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -41,15 +47,14 @@ def make_trainer(contestant: str, folder: str) -> Any:
         importance_sampling_level="sequence", epsilon=3e-4, epsilon_high=4e-4,
         per_device_train_batch_size=SEQUENCES, num_generations=SEQUENCES,
     )  # fmt: skip
-    kind = GRPOTrainer if contestant == "TRL" else FusedGRPOTrainer
-    limited: dict[str, Any] = {"max_chunk_bytes": 64 * MIB} if "64" in contestant else {}
+    kind = GRPOTrainer if name == "TRL" else FusedGRPOTrainer
     return kind(
         Qwen3ForCausalLM(config),
         lambda completions, **_: [0.0] * len(completions),
         arguments,
         train_dataset=Dataset.from_dict({"prompt": ["a"] * SEQUENCES}),
         processing_class=make_tokenizer(),
-        **limited,
+        **TRAINERS[name],
     )
 
 
@@ -68,55 +73,47 @@ def inputs(prompt: int, completion: int) -> dict[str, torch.Tensor]:
     }
 
 
-def resident(what: str) -> int:
-    """Bytes of resident memory: "VmRSS" now, "VmHWM" at most so far."""
-    return int(Path("/proc/self/status").read_text().split(f"{what}:")[1].split()[0]) * 1024
-
-
-def child(contestant: str, prompt: int, completion: int) -> None:
-    """Print by how many bytes a loss and its gradient raise the peak."""
+def print_peak(name: str, prompt: int, completion: int) -> None:
+    """Print by how many bytes a loss and its gradient raise this process's resident memory at most."""
+    give_memory_back()
     with tempfile.TemporaryDirectory() as folder:
-        trainer = make_trainer(contestant, folder)
+        trainer = make_trainer(name, folder)
     trainer.model.train()
     trainer.current_gradient_accumulation_steps = 1
-
-    def step(*shape: int) -> None:
-        trainer.compute_loss(trainer.model, inputs(*shape)).backward()
-        trainer.model.zero_grad()
-
-    step(2, 2)  # libraries load, buffers of the matrix products come into being
+    # a small call first, in which libraries load and the matrix products get their buffers
+    trainer.compute_loss(trainer.model, inputs(2, 2)).backward()
+    trainer.model.zero_grad()
     batch = inputs(prompt, completion)
-    # the mark starts anew
-    Path("/proc/self/clear_refs").write_text("5")
-    before = resident("VmHWM")
-    trainer.compute_loss(trainer.model, batch).backward()
-    print(resident("VmHWM") - before)
+    with peak_of_this_process() as peak:
+        trainer.compute_loss(trainer.model, batch).backward()
+        print(peak())
 
 
-def measure(contestant: str, prompt: int, completion: int) -> int:
-    """Bytes, from a process of its own."""
-    command = [sys.executable, "-m", "benchmarks.trl_memory", "--prompt", str(prompt)]
-    command += ["--completion", str(completion), "--contestant", contestant]
-    run = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1], check=False)
+def measure(name: str, prompt: int, completion: int) -> int:
+    """Bytes, from a process of its own.
+
+    Raises:
+        RuntimeError: the process failed; the message is the end of what it said.
+    """
+    code = f"from benchmarks import trl_memory; trl_memory.print_peak({name!r}, {prompt}, {completion})"
+    command, root = [sys.executable, "-c", code], Path(__file__).parents[1]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=root, check=False)
     if run.returncode:
         raise RuntimeError(run.stderr[-3000:])
     return int(run.stdout.split()[-1])
 
 
-def main() -> None:
-    """Run one contestant, or all of them and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--prompt", type=int, default=256, help="tokens per prompt")
-    parser.add_argument("--completion", type=int, default=256, help="tokens per completion")
-    parser.add_argument("--contestant", choices=CONTESTANTS, help="this one alone, in this process")
-    asked = parser.parse_args()
-    if asked.contestant:
-        child(asked.contestant, asked.prompt, asked.completion)
-        return
-    print(f"V={VOCABULARY}, H={WIDTH}, {SEQUENCES} sequences of {asked.prompt} + {asked.completion} tokens")
-    for contestant in CONTESTANTS:
-        print(f"{contestant:24} {measure(contestant, asked.prompt, asked.completion) / MIB:7.0f} MiB")
-
-
-if __name__ == "__main__":
-    main()
+@suite("trl_memory", "Peak memory of a loss in TRL's trainer", everything=False)
+def trl_memory(options: Options) -> dict[str, Any]:
+    """On the CPU, where the system tells a process's peak."""
+    if options.device.type != "cpu" or not Path("/proc/self/clear_refs").exists():
+        raise SystemExit("the suite 'trl_memory' reads a process's peak from Linux's /proc, on the CPU only")
+    if importlib.util.find_spec("trl") is None:
+        raise SystemExit("the suite 'trl_memory' needs TRL: pip install trl")
+    prompt = completion = 8 if options.tiny else 256
+    names = [name for name in TRAINERS if not options.only or any(part in name for part in options.only)]
+    peaks = {name: measure(name, prompt, completion) for name in names}
+    about = f"{SEQUENCES} sequences of {prompt} + {completion} tokens, V={VOCABULARY:,}, H={WIDTH}"
+    table = [[about, "peak MiB"], *([name, number(peak / MIB)] for name, peak in peaks.items())]
+    print(aligned(table))
+    return {"peak_bytes": peaks, "table": table}

@@ -163,4 +163,4 @@ def tuning(options: Options) -> dict[str, Any]:
             name = f"{kernel} ({line['fields']}){' *' if line['present'] else ''}"
             rows.append([name, str(line["configuration"]), number(1e3 * line["seconds"]), ratio])
     print(aligned(rows), "\n* the present one")
-    return {"lines": lines}
+    return {"lines": lines, "table": rows}

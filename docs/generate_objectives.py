@@ -26,6 +26,9 @@ Notation, for a sequence of |y| counted tokens: `logp`, `old` and `ref` are log-
 sampling and the reference policy; `l_t = logp_t - old_t`; `r_t = exp(l_t)`; `s = exp(mean_t l_t)`; `A` is the
 advantage; `sg` stops the gradient.
 
+Only clip bounds may be given by position, in the order of `clip(r, 1 - low, 1 + high)`: `gk.DAPO(0.2, 0.28)`.
+The options behind the `*` go by name. Every objective has `aggregation` and `aggregation_constant` besides.
+
 What a coefficient depends on decides how micro-batches work. Up to the sequence they add up. Over a group
 they must hold whole groups. Over the batch `policy_coefficients` comes first, on the whole batch, and
 `Linear` carries the coefficients through any split; that way is open to objectives over groups too.
@@ -53,15 +56,16 @@ def own_fields(cls: type[Objective]) -> list[dataclasses.Field[Any]]:
 def entry(name: str, cls: type[Objective]) -> str:
     """One objective's section."""
     text, _, options = inspect.getdoc(cls).partition("\nArgs:\n")  # type: ignore[union-attr]
-    defaults = ", ".join(
-        f.name if f.default is dataclasses.MISSING else f"{f.name}={f.default!r}" for f in own_fields(cls)
-    )
+    fields = own_fields(cls)
+    positional = [f"{f.name}={f.default!r}" for f in fields if not f.kw_only]
+    named = [f"{f.name}={f.default!r}" for f in fields if f.kw_only]
+    arguments = ", ".join([*positional, *(["*"] if named else []), *named])
     inputs = [] if not cls.needs_advantages else ["advantages, one per sequence"]
     if cls.takes_token_advantages and inputs:
         inputs = ["advantages, per sequence or per token"]
     inputs += [f"`{needed}`" for needed in cls.needs]
     facts = {
-        "Defaults": f"`{name}({defaults})`",
+        "Options": f"`{name}({arguments})`",
         "A coefficient depends on": f"the {cls.coefficient_scope}"
         if cls.coefficient_scope != "nothing"
         else "nothing but weights",

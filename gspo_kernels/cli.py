@@ -1,9 +1,8 @@
-"""The command line: ``gspo train``, ``gspo demo``, ``gspo doctor``, ``gspo bench``."""
+"""The command line: ``gspo train``, ``gspo demo``, ``gspo doctor``."""
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -26,10 +25,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands.add_parser("train", help="train a model; gspo train --help lists all options", add_help=False)
     commands.add_parser("demo", help="make a tiny model, train it and show what it learned", add_help=False)
     commands.add_parser("doctor", help="say what works here, and why the rest does not", add_help=False)
-    commands.add_parser("bench", help="measure it beside others; in a checkout only", add_help=False)
     command = parser.parse_args(arguments[:1]).command
     try:
-        {"train": _train, "demo": _demo, "doctor": _doctor, "bench": _bench}[command](arguments[1:])
+        {"train": _train, "demo": _demo, "doctor": _doctor}[command](arguments[1:])
     except KeyboardInterrupt:
         print("\ninterrupted; --resume goes on from the last checkpoint", file=sys.stderr)
         return 130
@@ -62,20 +60,6 @@ def _doctor(arguments: list[str]) -> None:
     from gspo_kernels.doctor import report
 
     print(report())
-
-
-def _bench(arguments: list[str]) -> None:
-    """The benchmarks are no part of the installed package: they lie beside it in a checkout."""
-    root = Path(__file__).resolve().parent.parent
-    if not (root / "benchmarks" / "__main__.py").exists():
-        from gspo_kernels.trainer.errors import InputError
-
-        raise InputError(
-            "the benchmarks come with the source, not with the installed package: in a checkout, "
-            "pip install --no-build-isolation -e '.[bench]' and run it again"
-        )
-    sys.path.insert(0, str(root))
-    raise SystemExit(importlib.import_module("benchmarks.__main__").main(arguments))
 
 
 def _train(arguments: list[str]) -> None:

@@ -98,6 +98,35 @@ def test_options_of_objectives(name):
     }  # fmt: skip
 
 
+POSITIONAL = {
+    "clip_low clip_high": "BNPO ClipCov DAPO DHPO DrGRPO EGSW ESPO GRPO GSPO GSPOToken LUSPO TLGRPO",
+    "bound_low bound_high": "DPPO",
+    "log_clip_low log_clip_high": "GMPO",
+    "min_ratio max_ratio": "CISPO",
+    "": "ABCGRPO AGRO DPO DRO GPG KLCov Linear REBEL SAPO SSPO TOPR TRPA VESPO",
+}
+
+
+def test_clip_bounds_alone_are_positional():
+    stated = {name: fields.split() for fields, names in POSITIONAL.items() for name in names.split()}
+    assert stated.keys() == set(gk.objectives.__all__)
+    for name, fields in stated.items():
+        parameters = inspect.signature(getattr(gk, name)).parameters.values()
+        kinds = {True: [], False: []}
+        for parameter in parameters:
+            assert parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+            kinds[parameter.kind is parameter.KEYWORD_ONLY].append(parameter.name)
+        assert kinds[False] == fields, name
+        assert {"aggregation", "aggregation_constant"} <= set(kinds[True]), name
+
+
+def test_clip_bounds_by_position_are_the_named_ones():
+    assert gk.DAPO(0.2, 0.28) == gk.DAPO(clip_low=0.2, clip_high=0.28)
+    assert gk.LUSPO(1e-3, 2e-3) == gk.LUSPO(clip_low=1e-3, clip_high=2e-3)
+    with pytest.raises(TypeError, match="positional"):
+        gk.GSPO(3e-4, 4e-4, 3.0)
+
+
 def test_public_names_exist_and_are_documented():
     assert len(set(gk.__all__)) == len(gk.__all__)  # ruff keeps the order
     for name in gk.__all__:

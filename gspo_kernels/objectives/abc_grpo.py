@@ -13,12 +13,13 @@ from gspo_kernels.objectives.base import Objective, ObjectiveLoss, PolicyBatch, 
 from gspo_kernels.objectives.parts import by_sign, surrogate
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ABCGRPO(Objective):
     """Adaptive-Boundary-Clipping GRPO (arXiv 2601.03895): four bounds and no minimum.
 
     ``loss_t = -A_t clip(r_t, 1 - low, 1 + high)`` with the bounds of the advantage's sign; ``dloss_t/dlogp_t
-    = -A_t r_t`` inside them, on either side 0. From the paper.
+    = -A_t r_t`` inside them, 0 on either side. From the paper. It numbers its bounds e1 to e4, the upper one
+    of each sign first; elsewhere the lower one comes first, so here they go by name.
 
     Args:
         positive_low, positive_high: clip range below and above 1 for A > 0; the paper's e2 and e1.

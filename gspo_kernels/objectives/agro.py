@@ -11,7 +11,7 @@ from gspo_kernels.objectives.base import Objective, ObjectiveLoss, PolicyBatch, 
 from gspo_kernels.objectives.groups import Groups, reference_log_ratio
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class AGRO(Objective):
     """Any-Generation Reward Optimization's off-policy form (arXiv 2503.19612); a template, not verified
     against the paper.

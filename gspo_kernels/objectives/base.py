@@ -193,8 +193,10 @@ _REGISTRY: dict[str, type[Objective]] = {}
 class Objective(ABC):
     """Base of all objectives: options every one has, and the declarations that schedules and losses read.
 
-    Subclasses are frozen dataclasses whose fields are numbers, strings, bools or None. What the class
-    declares holds for its default options; other options may ``_declare`` otherwise for their instance.
+    Subclasses are frozen dataclasses whose fields are numbers, strings, bools or None. Clip bounds come first
+    and may be given by position, in the order of ``clip(r, 1 - low, 1 + high)``; all other fields are
+    keyword-only. What the class declares holds for its default options; other options may ``_declare``
+    otherwise for their instance.
 
     Args:
         aggregation: how values become one loss; |y_i| is the number of counted tokens or ``lengths[i]``.

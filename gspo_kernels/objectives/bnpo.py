@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from gspo_kernels.objectives.grpo import GRPO
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class BNPO(GRPO):
     """GRPO divided by the token count of the batch at hand, after TRL's "bnpo" (arXiv 2506.02864).
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar, Literal
 
 from gspo_kernels.objectives import finite
@@ -26,6 +26,7 @@ class CISPO(Objective):
 
     min_ratio: float = 0.0
     max_ratio: float = 5.0
+    _: KW_ONLY
     aggregation: str = "token_mean"
 
     coefficient_scope: ClassVar[Literal["token"]] = "token"

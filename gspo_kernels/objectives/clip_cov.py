@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar, Literal
 
 import torch
@@ -40,6 +40,7 @@ class ClipCov(Objective):
 
     clip_low: float = 0.2
     clip_high: float = 0.2
+    _: KW_ONLY
     clip_cov_ratio: float = 2e-4
     clip_cov_lb: float = 1.0
     clip_cov_ub: float = 5.0

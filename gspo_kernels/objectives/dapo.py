@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 from gspo_kernels.objectives.grpo import GRPO
 
@@ -20,4 +20,5 @@ class DAPO(GRPO):
     """
 
     clip_high: float = 0.28
+    _: KW_ONLY
     aggregation: str = "token_mean"

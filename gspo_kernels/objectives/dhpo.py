@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar, Literal
 
 import torch
@@ -32,14 +32,15 @@ class DHPO(Objective):
     all are equal), so that uncertain tokens follow their own ratio.
 
     Args:
-        mix: alpha, a number from 0 to 1, or "entropy".
         clip_low, clip_high: clip range of the token ratios; GRPO's.
+        mix: alpha, a number from 0 to 1, or "entropy".
         sequence_clip_low, sequence_clip_high: clip range of the sequence ratio; GSPO's.
     """
 
-    mix: float | str = 0.5
     clip_low: float = 0.2
     clip_high: float = 0.2
+    _: KW_ONLY
+    mix: float | str = 0.5
     sequence_clip_low: float = 3e-4
     sequence_clip_high: float = 4e-4
 

@@ -12,7 +12,7 @@ from gspo_kernels.objectives.base import PolicyBatch, require_numbers
 from gspo_kernels.objectives.groups import Pairwise, reference_log_ratio
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DPO(Pairwise):
     """Direct Preference Optimization, from the paper's Eq. 7 (arXiv 2305.18290).
 

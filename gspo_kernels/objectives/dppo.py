@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar, Literal
 
 import torch
@@ -31,15 +31,16 @@ class DPPO(Objective):
     the probabilities inside its KL, and clamps log-ratios to +-20; this does not.
 
     Args:
-        divergence: "tv" or "kl".
         bound_low, bound_high: of the divergence, for either sign; 0.2 is verl's default for any method's clip
             range, not a constant of the paper.
+        divergence: "tv" or "kl".
         max_ratio: bound of the ratio as a weight; 20 in verl's code, 3 from its config.
     """
 
-    divergence: str = "tv"
     bound_low: float = 0.2
     bound_high: float = 0.2
+    _: KW_ONLY
+    divergence: str = "tv"
     max_ratio: float = 20.0
     aggregation: str = "token_mean"
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from gspo_kernels.objectives.grpo import GRPO
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DrGRPO(GRPO):
     """GRPO Done Right (arXiv 2503.20783): GRPO whose token sums are divided by a constant, not by |y_i|.
 

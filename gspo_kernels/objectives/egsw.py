@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar, Literal
 
 from gspo_kernels.objectives import finite
@@ -35,6 +35,7 @@ class EGSW(Objective):
 
     clip_low: float = 0.2
     clip_high: float = 0.2
+    _: KW_ONLY
     dual_clip: float | None = None
     alpha: float = 1.0
     temperature: float = 1.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar
 
 from gspo_kernels.objectives import finite
@@ -27,6 +27,7 @@ class ESPO(GSPO):
 
     clip_low: float = 0.2
     clip_high: float = 0.2
+    _: KW_ONLY
     elbo_kl_beta: float = 0.01
 
     needs: ClassVar[tuple[str, ...]] = ("token_weights", "lengths", "ref_logprobs")

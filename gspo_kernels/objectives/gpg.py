@@ -11,7 +11,7 @@ from gspo_kernels.objectives.base import Objective, ObjectiveLoss, PolicyBatch
 from gspo_kernels.objectives.parts import policy_gradient
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class GPG(Objective):
     """Group Policy Gradient (arXiv 2504.02546), after verl's ``gpg``: no ratio, no clip.
 

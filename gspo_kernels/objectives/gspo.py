@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar, Literal
 
 from gspo_kernels.objectives.base import (
@@ -32,6 +32,7 @@ class GSPO(Objective):
 
     clip_low: float = 3e-4
     clip_high: float = 4e-4
+    _: KW_ONLY
     dual_clip: float | None = None
 
     coefficient_scope: ClassVar[Literal["sequence"]] = "sequence"

@@ -12,7 +12,7 @@ from gspo_kernels.objectives.base import Objective, ObjectiveLoss, PolicyBatch, 
 from gspo_kernels.objectives.clip_cov import token_covariance
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class KLCov(Objective):
     """KL-Cov of "The Entropy Mechanism" (arXiv 2505.22617), after verl's code.
 

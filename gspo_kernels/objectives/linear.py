@@ -11,7 +11,7 @@ from gspo_kernels.objectives.base import Objective, ObjectiveLoss, PolicyBatch
 from gspo_kernels.objectives.finite import mul
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Linear(Objective):
     """``loss = sum(token_weights * logp)``: carries any gradient computed elsewhere through the fused paths.
 

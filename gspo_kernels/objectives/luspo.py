@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 from gspo_kernels.objectives.gspo import GSPO
 
@@ -22,4 +22,5 @@ class LUSPO(GSPO):
 
     clip_low: float = 2e-3
     clip_high: float = 2.5e-3
+    _: KW_ONLY
     aggregation: str = "sequence_mean_token_sum"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar, Literal
 
 import torch
@@ -27,6 +27,7 @@ class ClippedRatio(Objective):
 
     clip_low: float
     clip_high: float
+    _: KW_ONLY
     dual_clip: float | None = None
 
     ratio_level: ClassVar[Literal["token", "turn", "sequence"]]

@@ -12,7 +12,7 @@ from gspo_kernels.objectives.base import PolicyBatch, require_numbers
 from gspo_kernels.objectives.groups import Pairwise
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class REBEL(Pairwise):
     """Regression to relative rewards (arXiv 2404.16767), after the official code.
 

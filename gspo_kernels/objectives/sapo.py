@@ -12,7 +12,7 @@ from gspo_kernels.objectives.base import Objective, ObjectiveLoss, PolicyBatch, 
 from gspo_kernels.objectives.parts import by_sign, surrogate
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SAPO(Objective):
     """Soft Adaptive Policy Optimization (arXiv 2511.20347).
 

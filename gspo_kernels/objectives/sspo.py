@@ -33,7 +33,7 @@ LOG_GATES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"sigmoid": _sigmoid,
 """Log of the gate from log-ratios and temperatures (tokens), by name; add your own before you name it."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SSPO(Objective):
     """Soft sequence policy optimization (arXiv 2602.19327), a template: the paper's gate is not public.
 

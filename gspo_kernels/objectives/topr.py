@@ -12,7 +12,7 @@ from gspo_kernels.objectives.base import Objective, ObjectiveLoss, PolicyBatch, 
 from gspo_kernels.objectives.parts import policy_gradient
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TOPR(Objective):
     """Tapered Off-Policy REINFORCE (arXiv 2503.14286).
 

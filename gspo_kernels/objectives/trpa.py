@@ -13,7 +13,7 @@ from gspo_kernels.objectives.base import PolicyBatch, require_numbers
 from gspo_kernels.objectives.groups import Pairwise, reference_log_ratio
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TRPA(Pairwise):
     """Trust Region Preference Approximation (arXiv 2504.04524), after the official code.
 

@@ -15,7 +15,7 @@ _LOG_MOST = 20.0
 _LOG_LEAST = math.log(1e-8)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class VESPO(Objective):
     """Variational Sequence-level Soft Policy Optimization (arXiv 2602.10693).
 

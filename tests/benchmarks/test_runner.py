@@ -1,6 +1,7 @@
 """The command line, comparing, reporting, and a campaign that survives whatever its stages do."""
 
 import copy
+import dataclasses
 import json
 import subprocess
 import sys
@@ -10,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-import gspo_kernels.cli
 from benchmarks import __main__ as command_line
 from benchmarks import campaign, compare, report, suites, traffic
 from benchmarks.registry import CONTESTANTS, SUITES, contestant, suite
+from benchmarks.rows import padded
 from benchmarks.tables import number
 from gspo_kernels.linear.schedule import SCHEDULES
 
@@ -60,6 +61,28 @@ def test_the_schedules_are_compared_with_the_choice(tmp_path):
     assert case["chosen"] in case["seconds"] and record["worst"] == case["loss"] > 0
 
 
+def test_rows_of_a_backbone_are_judged_by_padding(tmp_path, monkeypatch):
+    def off(device):
+        return lambda rows: 1.001 * padded(rows)
+
+    name = "packed, mask by transformers"
+    monkeypatch.setitem(CONTESTANTS, name, dataclasses.replace(CONTESTANTS[name], load=off))
+    options = ["--size", "tiny", "--repeats", "1", "--no-memory", "--out", str(tmp_path)]
+    assert command_line.main(["run", "rows", *options]) == 0
+    for case in json.loads((tmp_path / "rows.json").read_text())["cases"]:
+        found = {result["contestant"]: result for result in case["results"]}
+        assert "gradients is off" in found.pop(name)["reason"]
+        assert {one["status"] for one in found.values()} == {"right"} and len(found) == 3
+        assert compare.ratios(case)["padded rows"]["median"] == 1.0
+    assert "x padded rows" in report.section(tmp_path, ".")
+
+
+def test_a_suite_without_cases_has_its_table_in_the_report(tmp_path):
+    record = {"suite": "tuning", "table": [["kernel", "ms"], ["fold", "1.5"]], "versions": {}, "device": "it"}
+    (tmp_path / "tuning.json").write_text(json.dumps(record))
+    assert "| fold | 1.5 |" in report.section(tmp_path, ".")
+
+
 def test_unknown_suites_are_refused(capsys):
     with pytest.raises(SystemExit):
         command_line.main(["run", "no such suite"])
@@ -98,21 +121,6 @@ def test_names_are_registered_once():
 def test_the_listing_names_everyone():
     text = command_line.listing()
     assert all(name in text for name in [*CONTESTANTS, *SUITES])
-
-
-# --- gspo bench
-
-
-def test_gspo_bench_is_the_same_command(capsys):
-    with pytest.raises(SystemExit) as stop:
-        gspo_kernels.cli.main(["bench", "list"])
-    assert stop.value.code == 0 and "naive PyTorch" in capsys.readouterr().out
-
-
-def test_gspo_bench_outside_a_checkout_says_where_they_are(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(gspo_kernels.cli, "__file__", str(tmp_path / "gspo_kernels" / "cli.py"))
-    assert gspo_kernels.cli.main(["bench", "list"]) == 1
-    assert "come with the source" in capsys.readouterr().err
 
 
 # --- comparing
