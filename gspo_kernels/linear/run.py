@@ -79,6 +79,9 @@ class Run:
     def by_scopes(self, schedule: str, needs: Needs) -> None:
         """Part by part."""
         call, terms = self.call, self.terms
+        if schedule in ("auto", "aligned") and self._is_one_chunk():
+            self._whole()
+            return
         self.scopes = Scopes(call, terms, self.skip)
         reasons = refusals(from_spec(terms.objective), terms, needs.head)
         shapes = shapes_of(call, terms, needs)
@@ -96,6 +99,20 @@ class Run:
         }
         for part in parts:
             strategies[part.strategy](part)
+
+    def _is_one_chunk(self) -> bool:
+        """Whether nothing is to be cut or left out: what small calls need no plan for."""
+        rows = self.call.labels.numel()
+        whole = 0 < rows <= self.call.chunk_rows and self.terms.skipped is None
+        return whole and isinstance(self.call.projected, slice)
+
+    def _whole(self) -> None:
+        chunk = self.call.chunk(slice(0, self.call.labels.numel()))
+        projected = self.scores.add(chunk)
+        shown = projected.stats.each(lambda stat: stat.view(self.call.labels.shape))
+        backend = self.call.options.backend
+        step = take_step(shown.logprobs, shown.entropy, self.terms, backend, want_metrics=False)
+        self.gradients.add(projected, chunk, *_flat(step), self.skip)
 
     def _step(self, part: Part, stats: RowStats) -> tuple[Tensor, Tensor | None]:
         """dLoss/dlogprobs and dLoss/dentropy of a part's rows, given their statistics."""

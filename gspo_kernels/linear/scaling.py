@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
+_EXPONENT = {torch.float32: (torch.int32, 0x7F800000), torch.float64: (torch.int64, 0x7FF0000000000000)}
+"""Integers of a dtype's width, and the bits of the exponent among them."""
+
 
 def power_of_two(largest: Tensor) -> Tensor:
-    """About ``largest``, so that dividing by it rounds nothing; 1 where that is 0, infinite or NaN."""
-    top = math.frexp(torch.finfo(largest.dtype).max)[1] - 1
-    power = torch.exp2(torch.log2(largest).ceil().clamp(1 - top, top))
-    return torch.where((largest > 0) & largest.isfinite(), power, 1.0)
+    """The power of two at or below each of ``largest``, fp32 or fp64 and not negative, so that dividing by it
+    rounds nothing and leaves less than 2. What is 0, infinite or NaN gets some finite power, too.
+    """
+    integers, exponent = _EXPONENT[largest.dtype]
+    limits = torch.finfo(largest.dtype)
+    power = largest.view(integers).bitwise_and(exponent).view(largest.dtype)
+    return power.clamp(limits.tiny, 0.25 / limits.tiny)
 
 
 def times(values: Tensor, factor: Tensor) -> Tensor:

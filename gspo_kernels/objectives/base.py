@@ -290,9 +290,17 @@ class Objective(ABC):
     @property
     def spec(self) -> str:
         """The objective as a string, as it travels through opaque operators."""
+        if not torch.compiler.is_compiling():
+            return _cached_spec(self)
         cls = type(self)
         names = _field_names(cls)
         return _spec(cls, names, tuple([plain_constant(getattr(self, name)) for name in names]))
+
+
+@functools.lru_cache(maxsize=1024)
+def _cached_spec(objective: Objective) -> str:
+    names = _field_names(type(objective))
+    return _spec(type(objective), names, tuple(getattr(objective, name) for name in names))
 
 
 @constant_when_traced
