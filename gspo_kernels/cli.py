@@ -70,6 +70,9 @@ def _train(arguments: list[str]) -> None:
 
 
 def _demo(arguments: list[str]) -> None:
+    from gspo_kernels.trainer import demo
+    from gspo_kernels.trainer.checkpoint import RunDirectory
+
     parser = argparse.ArgumentParser(
         prog="gspo demo",
         description="Make a tiny Qwen3 and its tokenizer, warm the model up on sorting four digits, and "
@@ -80,13 +83,10 @@ def _demo(arguments: list[str]) -> None:
         "--output", type=Path, default=Path("runs/demo"), help="directory for everything that is made"
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of every random choice")
-    parser.add_argument("--steps", type=int, default=250, help="rollouts")
+    parser.add_argument("--steps", type=int, default=demo.STEPS, help="rollouts")
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --output")
     parser.add_argument("--overwrite", action="store_true", help="replace the run in --output")
     chosen = parser.parse_args(arguments)
-    from gspo_kernels.trainer import demo
-    from gspo_kernels.trainer.checkpoint import RunDirectory
-
     config = demo.make_config(chosen.output, seed=chosen.seed, steps=chosen.steps)
     if not chosen.resume:
         RunDirectory(chosen.output).refuse_a_run(overwrite=chosen.overwrite)

@@ -20,6 +20,7 @@ from gspo_kernels.trainer.config import TrainConfig
 from gspo_kernels.trainer.config_file import from_mapping
 
 DIGITS = 4
+STEPS = 160
 TRAIN_PROMPTS, HELD_OUT_PROMPTS = 4096, 512
 REWARDS = ("gspo_kernels.trainer.demo:exact", "gspo_kernels.trainer.demo:per_digit")
 
@@ -129,7 +130,7 @@ def prepare(directory: Path, *, seed: int, warm_up_steps: int = 40) -> None:
     tokenizer.save_pretrained(directory / "base")
 
 
-def make_config(directory: Path, *, seed: int, steps: int = 250) -> TrainConfig:
+def make_config(directory: Path, *, seed: int, steps: int = STEPS) -> TrainConfig:
     """Return the configuration of the demonstration, over the files that `prepare` wrote."""
     return from_mapping(
         {
@@ -142,7 +143,7 @@ def make_config(directory: Path, *, seed: int, steps: int = 250) -> TrainConfig:
             "seed": seed,
             "threads": 1,
             "log_every": 20,
-            "rollout": {"prompts_per_rollout": 32, "group_size": 8, "max_new_tokens": DIGITS + 1},
+            "rollout": {"prompts_per_rollout": 64, "group_size": 8, "max_new_tokens": DIGITS + 1},
             "update": {
                 "steps": steps,
                 "minibatches": 4,
@@ -150,6 +151,7 @@ def make_config(directory: Path, *, seed: int, steps: int = 250) -> TrainConfig:
                 "learning_rate": 3e-4,
                 "learning_rate_decay": "linear",
                 "adam_beta2": 0.99,
+                "entropy_coef": 0.01,
             },
             "objective": {"name": "GSPO", "clip_low": 3e-4, "clip_high": 4e-4},
             "evaluation": {"every": 25, "prompts": HELD_OUT_PROMPTS, "accuracy": "exact"},
