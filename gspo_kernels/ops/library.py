@@ -132,7 +132,8 @@ class Operator:
     def repeat(self, ctx: Any) -> Any:
         """The call whose arguments were saved, once more."""
         saved = zip(ctx.saved_tensors, ctx.constants, strict=True)
-        return self(*[constant if tensor is None else tensor for tensor, constant in saved])
+        left = iter([constant if tensor is None else tensor for tensor, constant in saved])
+        return self(*[struct.take(left) for struct in self._arguments.values()])
 
     def register_fake(self, fake: F) -> F:
         """Use ``fake``, which takes the same arguments, for shapes and dtypes under tracing."""

@@ -1,4 +1,4 @@
-"""What the C++ backend is held against: a long-double oracle in NumPy, and plain PyTorch for the budget."""
+"""What the C++ backend is held against: an oracle in NumPy, and plain PyTorch for the budget."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from accuracy import Spread, assert_as_exact, gradient_units, row_units
 from torch import Tensor
 
 from gspo_kernels.types import LogitTransform, stats_dtype
@@ -29,19 +30,24 @@ def exact(
     grad_logprobs: Tensor,
     grad_entropy: Tensor | None = None,
 ) -> Result:
-    """The formulas in long double. Finite logits, labels in range or ``IGNORE``."""
-    x, g = wide(logits), wide(grad_logprobs)[..., None]
-    ge = np.zeros_like(g) if grad_entropy is None else wide(grad_entropy)[..., None]
+    """The formulas in fp64, for fp64 logits in long double. Finite logits, labels in range or ``IGNORE``."""
+    real = np.longdouble if logits.dtype == torch.float64 else np.float64
+
+    def column(values: Tensor) -> np.ndarray:
+        return wide(values).astype(real)[..., None]
+
+    x, g = wide(logits).astype(real), column(grad_logprobs)
+    ge = np.zeros_like(g) if grad_entropy is None else column(grad_entropy)
     temperature = (
-        np.longdouble(transform.temperature)
+        real(transform.temperature)
         if transform.row_temperature is None
-        else wide(transform.row_temperature)[..., None]
+        else column(transform.row_temperature)
     )
-    u = x * np.longdouble(transform.logit_scale)
-    slope = np.longdouble(transform.logit_scale) / temperature
+    u = x * real(transform.logit_scale)
+    slope = real(transform.logit_scale) / temperature
     if transform.softcap:
-        tanh = np.tanh(u / np.longdouble(transform.softcap))
-        u, slope = np.longdouble(transform.softcap) * tanh, slope * (1 - tanh**2)
+        tanh = np.tanh(u / real(transform.softcap))
+        u, slope = real(transform.softcap) * tanh, slope * (1 - tanh**2)
     z = u / temperature
     maximum = z.max(-1, keepdims=True)
     log_sum = np.log(np.exp(z - maximum).sum(-1, keepdims=True))
@@ -50,7 +56,7 @@ def exact(
     entropy = -(p * log_p).sum(-1, keepdims=True)
     counted = labels.numpy() != IGNORE
     index = np.where(counted, labels.numpy(), 0)[..., None]
-    one_hot = (np.arange(x.shape[-1]) == index).astype(np.longdouble)
+    one_hot = (np.arange(x.shape[-1]) == index).astype(real)
     grad = (g * (one_hot - p) - ge * p * (log_p + entropy)) * slope
     stats = np.take_along_axis(log_p, index, -1), maximum + log_sum, entropy
     return Result(*(np.where(counted, s[..., 0], 0) for s in stats), np.where(counted[..., None], grad, 0))
@@ -86,21 +92,28 @@ def plain(
 def assert_within_budget(
     name: str,
     ours: Tensor,
-    plain_values: np.ndarray,
-    exact_values: np.ndarray,
+    plain: Result,
+    exact: Result,
+    field: str,
     factors: np.ndarray | None = None,
 ) -> None:
-    """Error <= 2 x the error of plain PyTorch + eps * max|exact|, eps that of our result's dtype.
+    """As exact as plain PyTorch in the same dtype, by ``accuracy``, in units of each row's rounding.
 
     ``factors``, one per row, are what ours is times. They are rounded as well, so eps counts twice.
     """
     assert not ours.isnan().any(), name
+    want, usual = getattr(exact, field), getattr(plain, field)
     values = wide(ours) if factors is None else wide(ours) * factors[..., None]
+    unit = row_units(narrow(exact.logprobs), narrow(exact.lse))
+    if by_row := field == "grad":
+        unit = gradient_units(unit, narrow(want))
     eps = torch.finfo(ours.dtype).eps * (1 if factors is None else 2)
-    error = np.abs(values - exact_values).max(initial=0)
-    plain_error = np.abs(plain_values - exact_values).max(initial=0)
-    budget = 2 * plain_error + eps * np.abs(exact_values).max(initial=0)
-    assert error <= budget, f"{name}: error {error:.3e}, plain PyTorch {plain_error:.3e}, budget {budget:.3e}"
+    error, error_of_plain, size = (narrow(each) / unit for each in (values - want, usual - want, want))
+    assert_as_exact(name, [error], Spread.of([error_of_plain], by_row=by_row), [size], eps)
+
+
+def narrow(values: np.ndarray) -> Tensor:
+    return torch.from_numpy(values.astype(np.float64))
 
 
 def wide(tensor: Tensor) -> np.ndarray:

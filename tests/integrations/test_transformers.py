@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from accuracy import Spread, assert_as_exact, differences
 from torch import nn
 
 import gspo_kernels as gk
@@ -115,30 +116,36 @@ def gradients(model, loss):
     }
 
 
+SEEDS = range(12)
+
+
 def assert_within_budget(got, plain, truth, times=2.0):
-    """Lists of {name: tensor}, one for each problem: RMS errors, so that no single lucky rounding decides."""
+    """Lists of {name: tensor}, one for each problem."""
     for name in truth[0]:
-        reference, ours, theirs = (
-            torch.cat([each[name].double().flatten() for each in kind]) for kind in (truth, got, plain)
-        )
+        exact, ours, theirs = ([each[name] for each in kind] for kind in (truth, got, plain))
+        spread = Spread.of(differences(theirs, exact), by_row=exact[0].ndim > 1)
         eps = torch.finfo(torch.float32).eps
-        allowed = times * (theirs - reference).norm() + eps * reference.norm()
-        error = (ours - reference).norm()
-        assert error <= allowed, f"{name}: error {error:.2e}, allowed {allowed:.2e}"
+        assert_as_exact(name, differences(ours, exact), spread, exact, eps, times)
 
 
-def compared(model, seeds=range(3)):
-    """(fused, from logits in fp32, from logits in fp64): loss and gradients of a few problems each."""
-    problems = [batch(seed) for seed in seeds]
-    terms = [terms_of(model, *problem) for problem in problems]
+def compared(model, terms=None, options=({},)):
+    """(fused, from logits in fp32, from logits in fp64): loss and gradients of the same problems.
+
+    ``fused`` has the list once for each of ``options``.
+    """
+    problems = [batch(seed) for seed in SEEDS]
+    given = [terms_of(model, *problem) | (terms or {}) for problem in problems]
     plain, truth = (
-        [gradients(model, from_logits(model, *p, t, dtype)) for p, t in zip(problems, terms, strict=True)]
+        [gradients(model, from_logits(model, *p, t, dtype)) for p, t in zip(problems, given, strict=True)]
         for dtype in (torch.float32, torch.float64)
     )
     fuse_lm_head(model)
     got = [
-        gradients(model, model(**inputs, labels=labels, **t).loss)
-        for (inputs, labels), t in zip(problems, terms, strict=True)
+        [
+            gradients(model, model(**inputs, labels=labels, **t, **each).loss)
+            for (inputs, labels), t in zip(problems, given, strict=True)
+        ]
+        for each in options
     ]
     return got, plain, truth
 
@@ -146,21 +153,16 @@ def compared(model, seeds=range(3)):
 @pytest.mark.parametrize("name", MODELS)
 def test_loss_and_all_gradients_equal_the_logits_path(name):
     model = tiny(name)
-    got, plain, truth = compared(model)
+    (got,), plain, truth = compared(model)
     assert all(each.abs().sum() > 0 for each in got[0].values())
     assert_within_budget(got, plain, truth)
 
 
 def test_other_objectives_and_schedules_go_through():
-    model = tiny()
-    inputs, labels = batch()
-    terms = terms_of(model, inputs, labels) | {"objective": gk.GRPO()}
-    truth = gradients(model, from_logits(model, inputs, labels, terms, torch.float64))
-    plain = gradients(model, from_logits(model, inputs, labels, terms))
-    fuse_lm_head(model)
-    for options in ({"schedule": "two_pass"}, {"max_chunk_bytes": 96 * 4 * 5}, {"skip_inactive": "none"}):
-        got = gradients(model, model(**inputs, labels=labels, **terms, **options).loss)
-        assert_within_budget([got], [plain], [truth])
+    options = ({"schedule": "two_pass"}, {"max_chunk_bytes": 96 * 4 * 5}, {"skip_inactive": "none"})
+    every, plain, truth = compared(tiny(), {"objective": gk.GRPO()}, options)
+    for got in every:
+        assert_within_budget(got, plain, truth)
 
 
 @pytest.mark.parametrize("name", ["Qwen3", "Gemma2, softcap", "Phi, bias"])
@@ -312,7 +314,7 @@ def test_lora(options):
     model = adapted(tiny(), **options)
     trained = {n for n, p in model.named_parameters() if p.requires_grad}
     assert any("lm_head" in n for n in trained) == bool(options)
-    got, plain, truth = compared(model)
+    (got,), plain, truth = compared(model)
     assert {*got[0]} == trained | {"loss"}
     assert_within_budget(got, plain, truth)
 
@@ -358,7 +360,8 @@ def test_gradient_checkpointing_changes_no_bit():
 def test_bf16_autocast(name):
     """Truth: an fp64 product of hidden states and weight in bf16; plain PyTorch rounds its logits to bf16."""
     with torch.autocast("cpu", torch.bfloat16):
-        assert_within_budget(*compared(tiny(name)), times=0.1)
+        (got,), plain, truth = compared(tiny(name))
+    assert_within_budget(got, plain, truth, times=0.1)
 
 
 def test_fp32_heads():
@@ -367,7 +370,8 @@ def test_fp32_heads():
     with torch.no_grad():
         model.lm_head.weight += 1e-3 * torch.randn(96, 32)  # not what bf16 can hold
     model.lm_head.forward = lambda hidden: nn.functional.linear(hidden.float(), model.lm_head.weight)
-    assert_within_budget(*compared(model))
+    (got,), plain, truth = compared(model)
+    assert_within_budget(got, plain, truth)
     inputs, labels = batch()
     with torch.autocast("cpu", torch.bfloat16):
         rounded = model(**inputs, labels=labels, return_logprobs=True).logprobs

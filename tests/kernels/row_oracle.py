@@ -1,14 +1,15 @@
-"""Row formulas twice: in extended precision with numpy, and as plain PyTorch, whose error sets budgets."""
+"""Row formulas twice: with numpy, and as plain PyTorch, whose error sets budgets."""
 
 import numpy as np
 import torch
+from accuracy import Spread, assert_as_exact, gradient_units, row_units
 
 from gspo_kernels.types import LogitTransform, stats_dtype
 
 
 def exact(logits, labels, transform, grad_logprobs=None, grad_entropy=None):
-    """(logprobs, lse, entropy, grad) of finite rows whose labels are columns, in long double."""
-    wide = np.longdouble
+    """(logprobs, lse, entropy, grad) of finite rows whose labels are columns; fp64's are by long double."""
+    wide = np.longdouble if logits.dtype == torch.float64 else np.float64
     x = np.array(logits.double().numpy(), dtype=wide)
     scale, cap = wide(transform.logit_scale), wide(transform.softcap)
     heat = wide(transform.temperature)
@@ -58,13 +59,52 @@ def plain(logits, labels, transform, grad_logprobs, grad_entropy, through_lse):
     return chosen.detach(), lse.detach().squeeze(-1), entropy.detach(), leaf.grad
 
 
-def assert_within_budget(got, reference, *baselines, eps):
-    """Error at most twice plain PyTorch's (its worse formula's), plus one rounding of the largest value."""
-    assert torch.isfinite(got).all()
-    allowed = max((base.double() - reference).abs().max().item() for base in baselines)
-    budget = 2 * allowed + eps * reference.abs().max().item()
-    error = (got.double() - reference).abs().max().item()
-    assert error <= budget, f"error {error:.3e}, budget {budget:.3e}"
+class Judge:
+    """Holds results to an exact answer and to plain PyTorch's spread over neighbouring inputs.
+
+    ``draw(k)`` gives ((logprobs, lse, entropy, grad) exact, [the same by a plain formula, ...]) of the k-th
+    neighbour, the 0th being the input itself. Errors are in units of each row's rounding; of several formulas
+    the least exact one counts.
+    """
+
+    def __init__(self, draw, draws=6):
+        drawn = [draw(k) for k in range(draws)]
+        self.exact, formulas = drawn[0][0], range(len(drawn[0][1]))
+        self.units = self._units(self.exact)
+        self.plain = []
+        for field in range(4):
+            spreads = [
+                Spread.of(
+                    [
+                        (plains[f][field].double() - exact[field]) / self._units(exact)[field]
+                        for exact, plains in drawn
+                    ],
+                    by_row=field == 3,
+                )
+                for f in formulas
+            ]
+            self.plain.append(spreads)
+
+    @staticmethod
+    def _units(exact):
+        rows = row_units(exact[0], exact[1])
+        return rows, rows, rows, gradient_units(rows, exact[3])
+
+    def hold(self, name, got, *, eps, formulas=None):
+        """``formulas`` of the plain ones to compare with, all unless given."""
+        field = ("logprobs", "lse", "entropy", "grad").index(name)
+        assert torch.isfinite(got).all(), name
+        exact, unit = self.exact[field], self.units[field]
+        worst = max(self.plain[field][:formulas], key=lambda spread: spread.norm)
+        assert_as_exact(name, [(got.double() - exact) / unit], worst, [exact / unit], eps)
+
+
+def neighbour(values, k):
+    """The k-th draw of ``values`` moved by up to a part in 128: of the same size, roundings of its own."""
+    if k == 0:
+        return values
+    noise = torch.rand(values.shape, generator=torch.Generator().manual_seed(k), dtype=torch.float64)
+    return (values.double() * (1 + (noise - 0.5) / 64)).to(values.dtype)
 
 
 PLAIN = LogitTransform()

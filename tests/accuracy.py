@@ -1,0 +1,116 @@
+"""How exact a result must be, judged so that no lucky rounding decides.
+
+Plain PyTorch in the kernel's dtype errs too. Its errors against fp64 over several draws say how large errors
+are here (``Spread``), and a kernel may have twice that, plus one rounding of its result. Two norms count:
+
+- the root of the sum of squares, which every systematic error moves:
+  ``|error| <= (2 + SURE * sqrt(1 / n + 1 / m)) * plain + eps * |exact|``, where ``n`` rows share the error
+  and plain PyTorch's comes from ``m``. The norm of n independent errors of spread 1 exceeds sqrt(n) + t with
+  a probability below exp(-t^2 / 2), so SURE times the root is what chance may add: nothing for many rows.
+- the largest single error, which one wrong element moves:
+  ``max |error| <= 2 * max |plain| + SURE * spread of the least exact element + eps * max |exact|``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+SURE = 4.0
+ENOUGH = 8
+"""Independent numbers below which a spread is itself a matter of luck."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Errors of plain PyTorch over a few draws of the same shape."""
+
+    norm: float
+    """Root mean square over the draws of the 2-norm."""
+    rows: float
+    """How many rows carry that norm: 1 if one has it all, their number if they share it evenly."""
+    draws: int
+    largest: float
+    least_exact: float
+    """Root mean square over the draws of the error of the element that has the most."""
+
+    @staticmethod
+    def of(errors: Sequence[Tensor], *, by_row: bool) -> Spread:
+        """``by_row``: the last dimension shares its error, as a row of a gradient does its log-sum-exp."""
+        squares = torch.stack([each.detach().double() for each in errors]).square()
+        if squares[0].numel() == 0:
+            return Spread(0.0, 1.0, ENOUGH, 0.0, 0.0)
+        mean = squares.mean(0)
+        rows = mean.sum(-1) if by_row else mean
+        total = float(rows.sum())
+        # a normal number's square varies by twice its squared mean, the mean of k squares by 2 / k of it
+        carried_by = (1 + 2 / len(errors)) * total**2 / float(rows.square().sum()) if total else rows.numel()
+        return Spread(
+            total**0.5, carried_by, len(errors), float(squares.max()) ** 0.5, float(mean.max()) ** 0.5
+        )
+
+    def at_least(self, norm: float, largest: float, numbers: float) -> Spread:
+        """No less than what a derivation gives, which rests on as many independent ``numbers``."""
+        if norm <= self.norm:
+            return self
+        return Spread(
+            norm,
+            self.rows,
+            max(self.draws, round(numbers / self.rows)),
+            max(self.largest, largest),
+            max(self.least_exact, largest),
+        )
+
+
+def assert_as_exact(
+    name: str,
+    errors: Sequence[Tensor],
+    plain: Spread,
+    exact: Sequence[Tensor],
+    eps: float,
+    times: float = 2.0,
+) -> None:
+    """Errors of one or more draws against plain PyTorch's; ``exact`` are the values themselves."""
+    got, norm, largest = (_norms(errors), *_norms(exact))
+    assert got[0] == got[0], f"{name}: NaN"
+    assert plain.norm == 0 or plain.rows * plain.draws >= ENOUGH, (
+        f"{name}: {plain.draws} draws of {plain.rows:.1f} rows are too few to judge by"
+    )
+    draws = len(errors)
+    chance = SURE * (1 / (plain.rows * draws) + 1 / (plain.rows * plain.draws)) ** 0.5
+    allowed = (
+        (times + chance) * draws**0.5 * plain.norm + eps * norm,
+        times * plain.largest + SURE * plain.least_exact + eps * largest,
+    )
+    for what, error, most in zip(("norm", "largest"), got, allowed, strict=True):
+        assert error <= most, (
+            f"{name}: {what} error {error:.3e} against fp64, allowed {most:.3e} (plain PyTorch: "
+            f"{plain.norm:.3e} in {plain.rows:.0f} rows and {plain.draws} draws, largest {plain.largest:.3e})"
+        )
+
+
+def row_units(logprobs: Tensor, lse: Tensor) -> Tensor:
+    """What the rounding of a row's statistics depends on: in these units one row does not stand for all.
+
+    log p is the difference of the label's logit and the log-sum-exp, and has the roundings of both.
+    """
+    return 1 + lse.abs() + (logprobs + lse).abs()
+
+
+def gradient_units(rows: Tensor, gradient: Tensor) -> Tensor:
+    """The same for rows of a gradient, of numbers whose exponents have the row's roundings."""
+    norm = gradient.norm(dim=-1)
+    # a row whose gradient all but vanishes has the roundings of what cancelled
+    return (rows * (norm + norm.mean() + (norm.max() == 0))).unsqueeze(-1)
+
+
+def differences(got: Iterable[Tensor], exact: Iterable[Tensor]) -> list[Tensor]:
+    return [one.detach().double() - other.double() for one, other in zip(got, exact, strict=True)]
+
+
+def _norms(values: Sequence[Tensor]) -> tuple[float, float]:
+    flat = torch.cat([each.detach().double().flatten() for each in values])
+    return float(flat.norm()), float(flat.abs().max()) if flat.numel() else 0.0
