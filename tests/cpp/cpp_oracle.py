@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from accuracy import Spread, assert_as_exact, gradient_units, row_units
 from torch import Tensor
 
 from gspo_kernels.types import LogitTransform, stats_dtype
+from tests.accuracy import Spread, assert_as_exact, gradient_units, row_units
 
 IGNORE = -100
 

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from accuracy import Spread, assert_as_exact, differences
 from torch import nn
 
 import gspo_kernels as gk
@@ -20,6 +19,7 @@ from gspo_kernels.integrations import errors, transformers
 from gspo_kernels.integrations.errors import IntegrationError
 from gspo_kernels.integrations.transformers import LMHead, fuse_lm_head, unfuse_lm_head
 from tests import oracle
+from tests.accuracy import Spread, assert_as_exact, differences
 from tests.integrations.distributed_transformers import CASES
 from tests.integrations.tiny_models import MODELS, tiny
 

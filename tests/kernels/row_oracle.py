@@ -2,9 +2,9 @@
 
 import numpy as np
 import torch
-from accuracy import Spread, assert_as_exact, gradient_units, row_units
 
 from gspo_kernels.types import LogitTransform, stats_dtype
+from tests.accuracy import Spread, assert_as_exact, gradient_units, row_units
 
 
 def exact(logits, labels, transform, grad_logprobs=None, grad_entropy=None):
