@@ -36,21 +36,25 @@ class Spread:
     largest: float
     least_exact: float
     """Root mean square over the draws of the error of the element that has the most."""
+    element: float
+    """Root mean square over draws and elements."""
 
     @staticmethod
     def of(errors: Sequence[Tensor], *, by_row: bool) -> Spread:
         """``by_row``: the last dimension shares its error, as a row of a gradient does its log-sum-exp."""
         squares = torch.stack([each.detach().double() for each in errors]).square()
         if squares[0].numel() == 0:
-            return Spread(0.0, 1.0, ENOUGH, 0.0, 0.0)
+            return Spread(0.0, 1.0, ENOUGH, 0.0, 0.0, 0.0)
         mean = squares.mean(0)
         rows = mean.sum(-1) if by_row else mean
         total = float(rows.sum())
-        # a normal number's square varies by twice its squared mean, the mean of k squares by 2 / k of it
-        carried_by = (1 + 2 / len(errors)) * total**2 / float(rows.square().sum()) if total else rows.numel()
-        return Spread(
-            total**0.5, carried_by, len(errors), float(squares.max()) ** 0.5, float(mean.max()) ** 0.5
-        )
+        carried_by = float(rows.numel())
+        if total:
+            # a normal number's square varies by twice its squared mean, the mean of k squares by 2 / k of it
+            carried_by = min(carried_by, (1 + 2 / len(errors)) * total**2 / float(rows.square().sum()))
+        peaks = squares.max(), mean.max(), mean.mean()
+        largest, least_exact, element = (float(each) ** 0.5 for each in peaks)
+        return Spread(total**0.5, carried_by, len(errors), largest, least_exact, element)
 
     def at_least(self, norm: float, largest: float, numbers: float) -> Spread:
         """No less than what a derivation gives, which rests on as many independent ``numbers``."""
@@ -62,6 +66,7 @@ class Spread:
             max(self.draws, round(numbers / self.rows)),
             max(self.largest, largest),
             max(self.least_exact, largest),
+            self.element,
         )
 
 

@@ -22,10 +22,10 @@ from gspo_kernels.objectives.base import Objective, ObjectiveLoss
 from gspo_kernels.objectives.finite import exp, mul
 from gspo_kernels.ops import memory
 from tests import oracle
+from tests.accuracy import Spread, assert_as_exact
 from tests.cases import (
     LAYOUTS,
     assert_equals_oracle,
-    budget,
     call,
     for_objective,
     generator,
@@ -414,8 +414,8 @@ def test_products_in_slabs_cover_the_vocabulary(dtype, bias):
     for got, product in pairs:
         assert got.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
         expected, plain = product(torch.float64), product(got.dtype)
-        error, allowed = (got - expected).abs().max(), (plain - expected).abs().max()
-        assert error <= budget(expected, float(allowed), torch.finfo(got.dtype).eps)
+        spread = Spread.of([plain.double() - expected], by_row=False)
+        assert_as_exact("product", [got - expected], spread, [expected], torch.finfo(got.dtype).eps)
 
 
 @pytest.mark.parametrize("schedule", ["aligned", "deferred", "cached", "two_pass", "auto", "known"])

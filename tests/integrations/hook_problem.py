@@ -7,7 +7,7 @@ from torch import Tensor
 
 import gspo_kernels as gk
 from tests import oracle
-from tests.cases import budget, error
+from tests.accuracy import Spread, assert_as_exact, differences
 from tests.objectives.sample_batches import ADVANTAGES, examples, make_batch
 
 GSPO = gk.GSPO(clip_low=0.1, clip_high=0.15)
@@ -82,13 +82,10 @@ def expected32(given: Problem, objective, **terms) -> list[Tensor]:
     return [each.double() for each in expected(given, objective, torch.float32, **terms)]
 
 
-def assert_close(compute, reference, plain, seeds=range(4)):
-    """Loss and gradient of each problem: at most twice the error of plain fp32, plus one rounding.
-
-    Over a few problems, so that no single lucky rounding decides.
-    """
+def assert_close(compute, reference, plain, seeds=range(8)):
+    """Loss and gradient of each problem: as exact as plain fp32."""
     kinds = [[function(problem(seed)) for seed in seeds] for function in (compute, reference, plain)]
-    for index in range(2):
-        got, want, rough = (torch.stack([each[index].detach().double() for each in kind]) for kind in kinds)
-        allowed = budget(want, error(rough, want), torch.finfo(torch.float32).eps)
-        assert error(got, want) <= allowed, f"error {error(got, want):.2e}, allowed {allowed:.2e}"
+    for name, *values in zip(("loss", "gradient"), *(zip(*kind, strict=True) for kind in kinds), strict=True):
+        got, want, rough = values
+        spread = Spread.of(differences(rough, want), by_row=False)
+        assert_as_exact(name, differences(got, want), spread, want, torch.finfo(torch.float32).eps)

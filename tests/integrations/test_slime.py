@@ -11,7 +11,7 @@ import gspo_kernels as gk
 from gspo_kernels.integrations.errors import IntegrationError
 from gspo_kernels.integrations.slime import PolicyLoss, RolloutCorrection
 from tests import oracle
-from tests.cases import budget, error
+from tests.accuracy import Spread, assert_as_exact, differences
 from tests.integrations import peers
 from tests.integrations.hook_problem import GSPO
 
@@ -150,10 +150,11 @@ def expected(rollout, objective, args, dtype=torch.float64, fan_out=True):
 
 
 def assert_close(compute, reference, plain):
-    kinds = [[function(Rollout(seed)) for seed in range(3)] for function in (compute, reference, plain)]
-    for index in range(2):
-        got, want, rough = (torch.stack([each[index].double() for each in kind]) for kind in kinds)
-        assert error(got, want) <= budget(want, error(rough, want), torch.finfo(torch.float32).eps)
+    kinds = [[function(Rollout(seed)) for seed in range(8)] for function in (compute, reference, plain)]
+    for name, *values in zip(("loss", "gradient"), *(zip(*kind, strict=True) for kind in kinds), strict=True):
+        got, want, rough = values
+        spread = Spread.of(differences(rough, want), by_row=name == "gradient")
+        assert_as_exact(name, differences(got, want), spread, want, torch.finfo(torch.float32).eps)
 
 
 CASES = [
