@@ -18,6 +18,7 @@ from torch import Tensor
 import gspo_kernels as gk
 from tests import oracle
 from tests.accuracy import Spread, assert_as_exact
+from tests.draws import shifted_seed
 
 LAYOUTS = ("padded", "packed")
 BACKENDS = ("reference", "cpp", "triton")
@@ -104,7 +105,7 @@ def offsets(lengths: tuple[int, ...], dtype: torch.dtype = torch.int32) -> Tenso
 
 
 def generator(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
+    return torch.Generator().manual_seed(shifted_seed(seed))
 
 
 @functools.cache

@@ -2,11 +2,14 @@
 
 import importlib.util
 import os
+import random
 
 import numpy as np
 import pytest
 import torch
 from packaging.version import Version
+
+from tests.draws import VARIABLE, shifted_seed
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -36,6 +39,30 @@ if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("trito
 
     if Version(triton.__version__) < Version("3.9"):
         fuse_interpreted_fma()
+
+
+def pytest_addoption(parser):
+    parser.addoption("--seed-shift", type=int, help="other numbers in every random draw of the suite")
+
+
+def pytest_configure(config):
+    """The variable reaches data made at import, workers of pytest-xdist, and processes that tests start."""
+    if (shift := config.getoption("--seed-shift")) is not None:
+        os.environ[VARIABLE] = str(shift)
+    if importlib.util.find_spec("hypothesis") is not None:
+        from hypothesis import core
+
+        core.global_force_seed = shifted_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    """What draws without a seed of its own."""
+    torch.manual_seed(shifted_seed(0))
+    random.seed(shifted_seed(0))
+    np.random.seed(shifted_seed(0))
+
+
 # Under pytest-xdist the processes share the cores.
 PROCESSES = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 torch.set_num_threads(max(1, torch.get_num_threads() // PROCESSES))

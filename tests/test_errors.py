@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import gspo_kernels as gk
+from tests.draws import shifted_seed
 
 B, T, V, H = 2, 3, 11, 5
 N = B * T
@@ -11,7 +12,7 @@ N = B * T
 
 def arguments(function, packed=False):
     """A right call of each public function."""
-    rng = torch.Generator().manual_seed(0)
+    rng = torch.Generator().manual_seed(shifted_seed(0))
     shape = (N,) if packed else (B, T)
     logits = torch.randn(*shape, V, generator=rng).requires_grad_()
     hidden, weight = torch.randn(*shape, H, generator=rng).requires_grad_(), torch.randn(V, H, generator=rng)

@@ -13,6 +13,7 @@ from torch import Tensor
 from gspo_kernels import cpp
 from gspo_kernels.types import LogitTransform, RowStats, stats_dtype
 from tests.cpp.cpp_oracle import IGNORE, assert_within_budget, exact, plain, wide
+from tests.draws import shifted_seed
 
 pytestmark = pytest.mark.skipif(
     cpp.unavailable(torch.device("cpu")) is not None, reason=str(cpp.unavailable(torch.device("cpu")))
@@ -31,7 +32,7 @@ TRANSFORMS = {
 
 @pytest.fixture(autouse=True)
 def _seed():
-    torch.manual_seed(0)
+    torch.manual_seed(shifted_seed(0))
 
 
 def make(vocabulary: int, dtype: torch.dtype, *, rows: tuple[int, int] = (2, 5), spread: float = 3.0):

@@ -15,6 +15,7 @@ from examples.paper.probe import gradient, sample_batch
 from examples.paper.training import OBJECTIVES
 from gspo_kernels.trainer import demo
 from gspo_kernels.trainer.policy import Policy
+from tests.draws import shifted_seed
 
 PAGE = Path(paper.__file__).parent
 TINY = {"seeds": 0, "steps": 2, "prompts": 4, "held-out": 8, "warm-up": 20, "lengths": 5}
@@ -25,7 +26,7 @@ def moe():
     rows, _ = demo.make_rows(0)
     model, tokenizer = make_start("moe", rows, seed=0, warm_up_steps=1)
     prompts = [tokenizer(row["prompt"])["input_ids"] for row in rows[:8]]
-    torch.manual_seed(0)
+    torch.manual_seed(shifted_seed(0))
     return Policy(model, layout="padded", temperature=1.0), sample_batch(model, tokenizer, prompts, 5)
 
 
@@ -62,7 +63,7 @@ def test_a_tiny_run_writes_results_and_plots_and_continues(tmp_path, monkeypatch
 def test_a_source_differs_only_while_it_is_open(moe, source):
     policy, batch = moe
     exact, _ = probe.score(policy, batch, "exact")
-    torch.manual_seed(1)
+    torch.manual_seed(shifted_seed(1))
     old, _ = probe.score(policy, batch, source)
     difference = (old.double() - exact.double()).abs().max()
     assert 0 < difference < 0.5
@@ -70,7 +71,7 @@ def test_a_source_differs_only_while_it_is_open(moe, source):
 
 
 def test_noise_has_the_deviation_that_was_asked_for(moe):
-    torch.manual_seed(0)
+    torch.manual_seed(shifted_seed(0))
     with parse("noise=0.05")(moe[0]) as (_, on_logprobs):
         drawn = on_logprobs(torch.zeros(20_000))
     # five standard errors of a deviation from 20,000 draws

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 import gspo_kernels as gk
+from tests.draws import shifted_seed
 
 B = 4
 """Sequences: of equal length, or packed with an empty one among them."""
@@ -25,7 +26,7 @@ class Scale(NamedTuple):
 
 def problem(device, tokens, vocabulary, width=0, dtype=torch.bfloat16, seed=0):
     """(logits or (hidden, weight), labels, old, advantages); a few tokens are ignored."""
-    generator = torch.Generator(device).manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(shifted_seed(seed))
 
     def normal(*shape):
         return torch.randn(*shape, generator=generator, device=device)

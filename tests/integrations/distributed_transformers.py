@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 import gspo_kernels as gk
 from gspo_kernels.integrations.errors import IntegrationError
 from gspo_kernels.integrations.transformers import fuse_lm_head
+from tests.draws import shifted_seed
 from tests.integrations.tiny_models import tiny
 
 SEQUENCES, LENGTH, PROMPT = 4, 9, 3
@@ -28,7 +29,7 @@ ADVANTAGES = torch.tensor([1.0, -0.7, 0.5, -1.2])
 
 def rows(rank):
     """This process's half of the batch."""
-    ids = torch.randint(3, 96, (SEQUENCES, LENGTH), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(3, 96, (SEQUENCES, LENGTH), generator=torch.Generator().manual_seed(shifted_seed(0)))
     half = slice(rank * SEQUENCES // 2, (rank + 1) * SEQUENCES // 2)
     labels = ids.clone()
     labels[:, :PROMPT] = -100
@@ -153,7 +154,7 @@ def fsdp2_lora():
     )
 
     def adapted(model):
-        torch.manual_seed(1)
+        torch.manual_seed(shifted_seed(1))
         return peft.get_peft_model(model, config)
 
     def shard_all(model):

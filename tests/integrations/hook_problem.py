@@ -8,6 +8,7 @@ from torch import Tensor
 import gspo_kernels as gk
 from tests import oracle
 from tests.accuracy import Spread, assert_as_exact, differences
+from tests.draws import shifted_seed
 from tests.objectives.sample_batches import ADVANTAGES, examples, make_batch
 
 GSPO = gk.GSPO(clip_low=0.1, clip_high=0.15)
@@ -46,7 +47,7 @@ class Problem:
 
 def problem(seed: int = 0) -> Problem:
     batch = make_batch(gk.GRPO(), seed=seed)
-    rng = torch.Generator().manual_seed(seed + 100)
+    rng = torch.Generator().manual_seed(shifted_seed(seed + 100))
 
     def noise() -> Tensor:
         return 0.3 * torch.randn(batch.loss_mask.shape, generator=rng, dtype=torch.float64)

@@ -7,13 +7,14 @@ from hypothesis import strategies as st
 
 import gspo_kernels as gk
 from gspo_kernels.integrations import layouts
+from tests.draws import shifted_seed
 
 LENGTHS = [[3], [2, 5, 1], [4, 0, 3], [0, 1], [1, 1, 1, 2, 7]]
 DOUBLE = torch.float64
 
 
 def sequences(lengths, width=(), seed=0):
-    rng = torch.Generator().manual_seed(seed)
+    rng = torch.Generator().manual_seed(shifted_seed(seed))
     return [torch.randn(length, *width, generator=rng, dtype=DOUBLE) for length in lengths]
 
 
@@ -131,7 +132,7 @@ def test_responses_in_whole_sequences(prompts, responses):
 
 def test_gradients_pass_through_every_bridge():
     """Each value's gradient is the weight that it met, once."""
-    lengths, rng = [3, 1, 4], torch.Generator().manual_seed(3)
+    lengths, rng = [3, 1, 4], torch.Generator().manual_seed(shifted_seed(3))
     offsets = layouts.offsets_of(torch.tensor(lengths))
     values = torch.randn(8, dtype=DOUBLE, generator=rng).requires_grad_()
     padded = torch.randn(3, 5, dtype=DOUBLE, generator=rng).requires_grad_()
@@ -163,7 +164,7 @@ def test_one_loss_in_every_layout(schedule):
     """From verl's nested whole sequences, padded on either side, and responses only: the same numbers."""
     prompts, responses = [2, 1, 3], [4, 2, 3]
     whole = torch.tensor(prompts) + torch.tensor(responses)
-    rng = torch.Generator().manual_seed(1)
+    rng = torch.Generator().manual_seed(shifted_seed(1))
     hidden = torch.randn(int(whole.sum()), 6, dtype=DOUBLE, generator=rng).requires_grad_()
     weight = torch.randn(11, 6, dtype=DOUBLE, generator=rng)
     ids = torch.randint(11, (len(hidden),), generator=rng)

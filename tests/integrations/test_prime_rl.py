@@ -9,6 +9,7 @@ import torch
 import gspo_kernels as gk
 from gspo_kernels.integrations.errors import IntegrationError
 from gspo_kernels.integrations.prime_rl import PolicyLoss
+from tests.draws import shifted_seed
 from tests.integrations import hook_problem, peers
 from tests.integrations.hook_problem import SPLITS, assert_close, expected, expected32, problem
 
@@ -67,7 +68,9 @@ def test_sequences_add_up_to_the_mean_over_the_batch_s_tokens(objective, splits)
 
 
 def test_weights_scale_every_token_of_the_loss_and_of_the_kl():
-    weights = 0.5 + torch.rand(6, 7, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    weights = 0.5 + torch.rand(
+        6, 7, generator=torch.Generator().manual_seed(shifted_seed(3)), dtype=torch.float64
+    )
 
     def terms(given):
         return {"rollout_weights": weights, "ref_logprobs": given.reference, "kl_beta": 0.1 * weights}

@@ -15,6 +15,7 @@ from gspo_kernels import objectives
 from gspo_kernels.integrations import configured
 from gspo_kernels.integrations import skyrl as adapter
 from gspo_kernels.integrations.errors import IntegrationError
+from tests.draws import shifted_seed
 
 needs_skyrl = pytest.mark.skipif(
     importlib.util.find_spec("skyrl") is None,
@@ -47,7 +48,7 @@ def config(**changed):
 
 def batch(seed=0, dtype=torch.float64):
     """Log-probs, old ones, advantages one per sequence, the engine's log-probs."""
-    rng = torch.Generator().manual_seed(seed)
+    rng = torch.Generator().manual_seed(shifted_seed(seed))
     start = -torch.rand(MASK.shape, generator=rng, dtype=torch.float64) - 0.2
     shift = torch.tensor([0.3, -0.3, 0.3, -0.3, 0.0, 0.6]).double().unsqueeze(1)
     old = (start - shift - 0.2 * torch.randn(MASK.shape, generator=rng, dtype=torch.float64)).clamp(max=-0.01)
@@ -364,7 +365,7 @@ class Table(torch.nn.Module):
 
     def __init__(self, sequences, vocabulary):
         super().__init__()
-        rng = torch.Generator().manual_seed(3)
+        rng = torch.Generator().manual_seed(shifted_seed(3))
         self.logits = torch.nn.Parameter(torch.randn(*sequences, vocabulary, generator=rng))
 
     def forward(self, sequences, num_actions, return_output=False, compute_entropy=True, **others):
@@ -395,7 +396,7 @@ def worker_updates(name, monkeypatch, steps=4):
         strategy=SimpleNamespace(backward=lambda loss, *others: loss.backward()),
         scheduler=SimpleNamespace(get_last_lr=lambda: [1.0]),
     )
-    rng = torch.Generator().manual_seed(4)
+    rng = torch.Generator().manual_seed(shifted_seed(4))
     rows = torch.arange(6).unsqueeze(1)
     sequences = torch.cat([rows, torch.randint(11, MASK.shape, generator=rng)], dim=1)
     old = model(sequences, 8)[0].detach()

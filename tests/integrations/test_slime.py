@@ -12,6 +12,7 @@ from gspo_kernels.integrations.errors import IntegrationError
 from gspo_kernels.integrations.slime import PolicyLoss, RolloutCorrection
 from tests import oracle
 from tests.accuracy import Spread, assert_as_exact, differences
+from tests.draws import shifted_seed
 from tests.integrations import peers
 from tests.integrations.hook_problem import GSPO
 
@@ -40,7 +41,7 @@ class Rollout:
     """Five samples: ragged, one without a response, holes in the masks; samples 0 and 2 are one rollout."""
 
     def __init__(self, seed=0, fan_out=True):
-        rng = torch.Generator().manual_seed(seed)
+        rng = torch.Generator().manual_seed(shifted_seed(seed))
         self.tokens = [torch.randint(VOCABULARY, (n,), generator=rng) for n in TOTAL]
         self.masks = [(torch.rand(n, generator=rng) < 0.8).float() for n in RESPONSE]
         self.masks[0][0] = self.masks[1][0] = self.masks[2][0] = 1.0

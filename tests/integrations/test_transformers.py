@@ -20,6 +20,7 @@ from gspo_kernels.integrations.errors import IntegrationError
 from gspo_kernels.integrations.transformers import LMHead, fuse_lm_head, unfuse_lm_head
 from tests import oracle
 from tests.accuracy import Spread, assert_as_exact, differences
+from tests.draws import shifted_seed
 from tests.integrations.distributed_transformers import CASES
 from tests.integrations.tiny_models import MODELS, tiny
 
@@ -41,7 +42,7 @@ def one_thread():
 
 def batch(seed=0, vocabulary=96):
     """Left-padded prompts, completions with padding on the right and a hole in one of them."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(shifted_seed(seed))
     ids = torch.randint(3, vocabulary, (4, T), generator=generator)
     attention_mask = torch.ones(4, T, dtype=torch.int64)
     labels = ids.clone()
@@ -60,7 +61,7 @@ def shifted(labels):
 
 def terms_of(model, inputs, labels, seed=0):
     """Old log-probs such that ratios lie on both sides of GSPO's range, with a KL term beside them."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(shifted_seed(seed))
     with torch.no_grad():
         logprobs, _ = logprobs_of(model(**inputs).logits.double(), labels)
     offsets = torch.tensor([2e-4, -3e-3, 2e-3, -1e-4]).unsqueeze(1)
@@ -275,7 +276,7 @@ def largest_allocation(function):
 def test_logits_are_never_built():
     vocabulary, width = 4096, 64
     model = tiny(vocab_size=vocabulary)
-    ids = torch.randint(3, vocabulary, (4, width), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(3, vocabulary, (4, width), generator=torch.Generator().manual_seed(shifted_seed(0)))
     logits_bytes, advantages = ids.numel() * vocabulary * 4, torch.tensor([1.0, -1.0, 2.0, -2.0])
     rows = []
     own = model.lm_head.forward
@@ -300,7 +301,7 @@ def test_logits_are_never_built():
 
 def adapted(model, **options):
     peft = pytest.importorskip("peft", reason="peft is not installed")
-    torch.manual_seed(1)
+    torch.manual_seed(shifted_seed(1))
     config = peft.LoraConfig(
         r=4, init_lora_weights=False, **{"target_modules": ["q_proj", "v_proj"], **options}
     )
@@ -387,7 +388,7 @@ def test_fp32_heads():
 def packed_batch(labels=None):
     """Three sequences in one row, one of them empty; and the same as padded rows."""
     lengths = (5, 0, 7, 4)
-    ids = torch.randint(3, 96, (1, sum(lengths)), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(3, 96, (1, sum(lengths)), generator=torch.Generator().manual_seed(shifted_seed(0)))
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
     padded, attention_mask = torch.zeros(4, 7, dtype=torch.int64), torch.zeros(4, 7, dtype=torch.int64)
     for i, length in enumerate(lengths):
@@ -412,7 +413,9 @@ def test_packed_rows_equal_padded_ones(name, attention):
     assert got.shape == ids.shape
     torch.testing.assert_close(got[0], want[inside])
     terms = {"advantages": torch.tensor([1.0, 2.0, -1.0, 0.5]), "temperature": temperature}
-    old = want.detach() + 1e-3 * torch.randn(want.shape, generator=torch.Generator().manual_seed(1))
+    old = want.detach() + 1e-3 * torch.randn(
+        want.shape, generator=torch.Generator().manual_seed(shifted_seed(1))
+    )
     rows_loss = model(**rows, old_logprobs=old, **terms)
     wanted = gradients(model, rows_loss.loss)
     packed = {"old_logprobs": old[inside].unsqueeze(0), "cu_seqlens": cu_seqlens, **terms}

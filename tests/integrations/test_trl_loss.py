@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
+from tests.draws import shifted_seed
+
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("trl") is None, reason='TRL is missing: pip install "gspo_kernels[trl]"'
 )
@@ -136,7 +138,7 @@ def problem(models, tmp_path_factory):
     """Inputs of the loss in fp64, all that any case asks for."""
     from tests.integrations.trl_problem import PlainTrainer, make_trainer
 
-    rng = torch.Generator().manual_seed(1)
+    rng = torch.Generator().manual_seed(shifted_seed(1))
     B, P, C = 7, 4, 8
     prompt_mask = (torch.arange(P) >= torch.tensor([0, 1, 2, 0, 3, 0, 1]).unsqueeze(1)).long()
     # the last completion was truncated, so that TRL masks all of it

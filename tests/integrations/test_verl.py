@@ -22,6 +22,7 @@ from gspo_kernels import objectives
 from gspo_kernels.integrations import configured
 from gspo_kernels.integrations import verl as adapter
 from gspo_kernels.integrations.errors import IntegrationError
+from tests.draws import shifted_seed
 
 ROOT = Path(__file__).parents[2]
 needs_verl = pytest.mark.skipif(
@@ -69,7 +70,7 @@ def config(**changed):
 
 def batch(seed=0, dtype=torch.float64):
     """Log-probs, old ones, advantages one per sequence, and weights per token; NaN where not counted."""
-    rng = torch.Generator().manual_seed(seed)
+    rng = torch.Generator().manual_seed(shifted_seed(seed))
     start = -torch.rand(MASK.shape, generator=rng, dtype=torch.float64) - 0.2
     shift = torch.tensor([0.3, -0.3, 0.3, -0.3, 0.0, 0.6]).double().unsqueeze(1)
     old = (start - shift - 0.2 * torch.randn(MASK.shape, generator=rng, dtype=torch.float64)).clamp(max=-0.01)
@@ -502,7 +503,7 @@ def update_actor(folder, installed, world, runs):
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     model = folder / "model"
-    torch.manual_seed(0)
+    torch.manual_seed(shifted_seed(0))
     network = Qwen3ForCausalLM(
         Qwen3Config(
             vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,

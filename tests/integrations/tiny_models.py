@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from tests.draws import shifted_seed
+
 SMALL = {
     "vocab_size": 96,
     "hidden_size": 32,
@@ -41,7 +43,7 @@ def tiny(name="Qwen3", *, attention=None, **options):
     if not hasattr(transformers, f"{family}Config"):
         pytest.skip(f"transformers {transformers.__version__} has no {family}")
     config = getattr(transformers, f"{family}Config")(**{**SMALL, **extra, **options})
-    torch.manual_seed(0)
+    torch.manual_seed(shifted_seed(0))
     chosen = {} if attention is None else {"attn_implementation": attention}
     model = getattr(transformers, f"{family}ForCausalLM")._from_config(config, **chosen).eval()
     with torch.no_grad():

@@ -10,6 +10,7 @@ from transformers import PrinterCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from gspo_kernels.trainer.demo import make_tokenizer
+from tests.draws import shifted_seed
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # rollout functions
 
@@ -24,7 +25,7 @@ def save_model(folder: Path, seed: int = 0, **changes) -> str:
     from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     tokenizer = make_tokenizer()
-    torch.manual_seed(seed)
+    torch.manual_seed(shifted_seed(seed))
     options = {
         "vocab_size": len(tokenizer), "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
         "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 64,
@@ -49,7 +50,7 @@ class Rollouts:
 
     def __call__(self, prompts, trainer):
         tokenizer = trainer.processing_class
-        rng = random.Random(1000 * self.calls + trainer.accelerator.process_index)
+        rng = random.Random(shifted_seed(1000 * self.calls + trainer.accelerator.process_index))
         self.calls += 1
         completions = []
         for _ in prompts:

@@ -5,6 +5,7 @@ import torch
 
 from gspo_kernels.types import LogitTransform, stats_dtype
 from tests.accuracy import Spread, assert_as_exact, gradient_units, row_units
+from tests.draws import shifted_seed
 
 
 def exact(logits, labels, transform, grad_logprobs=None, grad_entropy=None):
@@ -103,7 +104,9 @@ def neighbour(values, k):
     """The k-th draw of ``values`` moved by up to a part in 128: of the same size, roundings of its own."""
     if k == 0:
         return values
-    noise = torch.rand(values.shape, generator=torch.Generator().manual_seed(k), dtype=torch.float64)
+    noise = torch.rand(
+        values.shape, generator=torch.Generator().manual_seed(shifted_seed(k)), dtype=torch.float64
+    )
     return (values.double() * (1 + (noise - 0.5) / 64)).to(values.dtype)
 
 

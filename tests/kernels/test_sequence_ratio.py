@@ -10,6 +10,8 @@ import random
 import pytest
 import torch
 
+from tests.draws import shifted_seed
+
 pytest.importorskip("triton")
 
 from gspo_kernels import cpp, kernels
@@ -81,7 +83,7 @@ def closed_form(
 
 def batch(lengths, width, *, spread, dtype=torch.float32, seed=0):
     """Padded logits, labels with holes, current log-probs and old ones that differ by about ``spread``."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(shifted_seed(seed))
     B = len(lengths)
     logits = (torch.randn(B, width, V, generator=generator) * 2).to(dtype)
     labels = torch.randint(0, V, (B, width), generator=generator)
@@ -356,7 +358,7 @@ def test_without_old_logprobs_every_ratio_is_one(backend):
 def test_threads_leave_no_trace():
     if cpp.unavailable(torch.device("cpu")) is not None:
         pytest.skip(cpp.unavailable(torch.device("cpu")))
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(shifted_seed(0))
     # several times what one thread takes at once
     logprobs = -torch.rand(64, 4096, generator=generator)
     old = logprobs + 1e-3 * torch.randn(64, 4096, generator=generator)
@@ -399,7 +401,7 @@ def order_of_programs(arrange):
 def shuffle(seed):
     def arrange(count):
         order = list(range(count))
-        random.Random(seed).shuffle(order)
+        random.Random(shifted_seed(seed)).shuffle(order)
         return order
 
     return arrange

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.draws import shifted_seed
 from tests.kernels.row_oracle import PLAIN, Judge, exact, neighbour, plain
 
 pytest.importorskip("triton")
@@ -20,7 +21,7 @@ WARM = LogitTransform(1.0, 0.0, 0.7)
 
 
 def rows(V, dtype, *, B=2, T=3, scale=4.0, seed=0):
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(shifted_seed(seed))
     logits = (torch.randn(B, T, V, generator=generator, dtype=torch.float64) * scale).to(dtype)
     labels = torch.randint(0, V, (B, T), generator=generator)
     # Every other label is the likeliest one, as in sampled text.
@@ -325,7 +326,7 @@ def test_narrowing_in_place(V, narrow):
 @pytest.mark.skipif(not GPU, reason="threads race on a GPU only")
 @pytest.mark.parametrize("V", (32000, 50257, 151936))
 def test_narrowing_in_place_races_with_nothing(V):
-    generator = torch.Generator("cuda").manual_seed(0)
+    generator = torch.Generator("cuda").manual_seed(shifted_seed(0))
     logits = torch.randn(1, 1024, V, device="cuda", generator=generator)
     labels = torch.randint(0, V, (1, 1024), device="cuda", generator=generator)
     grad = torch.ones(1, 1024, device="cuda")

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.draws import shifted_seed
 from tests.kernels.row_oracle import PLAIN, Judge, exact, neighbour, plain
 
 pytest.importorskip("triton")
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")
 
 def head(N, H, V, dtype=torch.float32, *, scale=4.0, seed=0):
     """Hidden states and a weight whose products spread by about ``scale``, labels, and a bias."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(shifted_seed(seed))
     hidden = torch.randn(N, H, generator=generator).to(dtype)
     weight = (torch.randn(V, H, generator=generator) * scale / H**0.5).to(dtype)
     bias = torch.randn(V, generator=generator).to(dtype)
@@ -36,7 +37,7 @@ def head(N, H, V, dtype=torch.float32, *, scale=4.0, seed=0):
 
 def integers(N, H, V):
     """Small ones, whose products are exact."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(shifted_seed(0))
     hidden = torch.randint(-1, 2, (N, H), generator=generator).to(torch.bfloat16)
     weight = torch.randint(-1, 2, (V, H), generator=generator).to(torch.bfloat16)
     return hidden, weight, torch.randint(0, V, (N,), generator=generator)

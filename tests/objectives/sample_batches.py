@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import gspo_kernels as gk
+from tests.draws import shifted_seed
 
 EVERY = {name: getattr(gk.objectives, name) for name in gk.objectives.__all__}
 
@@ -117,7 +118,7 @@ def make_batch(
 
     Each sequence's log-ratios lie around 0.0, +-0.05 or +-0.2, so that all branches of all clips are met.
     """
-    rng = torch.Generator().manual_seed(seed)
+    rng = torch.Generator().manual_seed(shifted_seed(seed))
     shape = (len(ADVANTAGES), length)
 
     def normal(*size: int) -> Tensor:

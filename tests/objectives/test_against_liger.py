@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import gspo_kernels as gk
+from tests.draws import shifted_seed
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("liger_kernel") is None, reason="Liger is missing: pip install liger-kernel"
@@ -48,7 +49,7 @@ class Case:
     """Six sequences; ratios around those of each of the clips' branches."""
 
     def __init__(self, mask=RAGGED, seed=4):
-        rng = torch.Generator().manual_seed(seed)
+        rng = torch.Generator().manual_seed(shifted_seed(seed))
 
         def normal(*shape):
             return torch.randn(shape, generator=rng).double()

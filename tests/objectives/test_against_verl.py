@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import gspo_kernels as gk
+from tests.draws import shifted_seed
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("verl") is None,
@@ -69,7 +70,7 @@ def verl_loss(
 
 def batch(seed=4):
     """Log-probs, old ones, advantages per sequence and per token, and rollout weights per token."""
-    rng = torch.Generator().manual_seed(seed)
+    rng = torch.Generator().manual_seed(shifted_seed(seed))
     start = -torch.rand(MASK.shape, generator=rng, dtype=torch.float64) - 0.1
     shift = torch.tensor([0.3, -0.3, 0.3, -0.3, 0.0, 0.1]).double().unsqueeze(1)
     old = start - shift - 0.2 * torch.randn(MASK.shape, generator=rng, dtype=torch.float64)
@@ -194,7 +195,7 @@ def test_clip_cov_draws_as_many_of_the_same_candidates(monkeypatch):
     covariance, ratio = centred[0] * centred[1], (start - old).exp()
     clipped = ((gains > 0) & (ratio > 1.28)) | ((gains < 0) & (ratio < 0.8))
     candidates = covariance[MASK & ~clipped & (covariance > 0.02) & (covariance < 0.9)]
-    shuffled = torch.randperm(len(candidates), generator=torch.Generator().manual_seed(3))
+    shuffled = torch.randperm(len(candidates), generator=torch.Generator().manual_seed(shifted_seed(3)))
     assert len(candidates) > int(0.1 * counted)
     monkeypatch.setattr(torch, "randperm", lambda n: candidates.argsort()[shuffled])
     expected = values(lambda x: verl_loss("clip_cov", x, old, advantages, **bounds), start)

@@ -11,6 +11,7 @@ import torch
 import gspo_kernels as gk
 from gspo_kernels.linear.schedule import SCHEDULES
 from gspo_kernels.objectives.base import from_spec
+from tests.draws import shifted_seed
 from tests.objectives.formulas import FORMULAS, Sequence, slopes, value
 from tests.objectives.sample_batches import EVERY, NO_DEFAULTS, OPTIONS, examples, make_batch
 
@@ -237,7 +238,7 @@ def test_metrics_are_finite_and_fractions(objective):
 @pytest.mark.parametrize("seed", range(2))
 def test_extreme_log_ratios_never_give_nan(objective, seed):
     batch = make_batch(objective, seed=seed)
-    rng = torch.Generator().manual_seed(seed)
+    rng = torch.Generator().manual_seed(shifted_seed(seed))
     for size in (50.0, 1e4):
         # old log-probs far below or above: whole sequences, then single tokens
         for shape in ((6, 1), (6, 7)):
@@ -296,7 +297,7 @@ def test_all_entry_points_agree(objective, layout):
     batch = make_batch(objective)
     if layout == "packed":
         batch = batch.packed()
-    rng = torch.Generator().manual_seed(1)
+    rng = torch.Generator().manual_seed(shifted_seed(1))
     shape, width, vocabulary = tuple(batch.logprobs.shape), 8, 23
     labels = torch.randint(vocabulary, shape, generator=rng)
     start = {
@@ -356,7 +357,7 @@ def test_all_entry_points_agree(objective, layout):
 def test_on_policy_through_every_entry(objective):
     """``old_logprobs=None`` equals old log-probs that are the current ones."""
     batch = make_batch(objective)
-    rng = torch.Generator().manual_seed(2)
+    rng = torch.Generator().manual_seed(shifted_seed(2))
     start = torch.randn(*batch.logprobs.shape, 23, generator=rng, dtype=torch.float64)
     labels = torch.randint(23, start.shape[:2], generator=rng)
     given = {"loss_mask": batch.loss_mask, **batch.terms, "objective": objective}

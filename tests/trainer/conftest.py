@@ -13,6 +13,7 @@ from gspo_kernels.trainer import trainer as trainer_module
 from gspo_kernels.trainer.config import TrainConfig
 from gspo_kernels.trainer.config_file import from_mapping
 from gspo_kernels.trainer.plot import plot_progress
+from tests.draws import shifted_seed
 
 
 @pytest.fixture(autouse=True)
@@ -83,7 +84,7 @@ def tokenizer():
 def tiny_qwen3(tokenizer, seed=0, **changes):
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    torch.manual_seed(seed)
+    torch.manual_seed(shifted_seed(seed))
     options = {
         "vocab_size": len(tokenizer),
         "hidden_size": 32,

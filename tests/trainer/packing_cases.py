@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.accuracy import Spread, assert_as_exact, differences
+from tests.draws import shifted_seed
 
 SMALL = {
     "vocab_size": 64,
@@ -38,7 +39,7 @@ PROMPTS, COMPLETIONS = [5, 1, 9, 3], [4, 6, 1, 8]
 def build(family, **changes):
     import transformers
 
-    torch.manual_seed(0)
+    torch.manual_seed(shifted_seed(0))
     if family == "GPT2":
         config = transformers.GPT2Config(
             vocab_size=64, n_embd=32, n_layer=2, n_head=2, n_positions=64, bos_token_id=0, eos_token_id=0
@@ -56,7 +57,7 @@ def build(family, **changes):
 
 
 def sequences(prompts=PROMPTS, completions=COMPLETIONS):
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(shifted_seed(1))
     return [
         [torch.randint(1, 64, (length,), generator=generator) for length in lengths]
         for lengths in (prompts, completions)
@@ -83,7 +84,7 @@ def values_and_gradients(model, run):
     """Hidden states of ``run(model)``, and the gradient of a random weighted sum of them, by parameter."""
     model.zero_grad()
     hidden = run(model)
-    weights = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(2))
+    weights = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(shifted_seed(2)))
     (hidden * weights).sum().backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     return {"hidden states": hidden.detach()} | gradients
@@ -102,7 +103,7 @@ def nothing_in_single_precision():
 def neighbour(model, draw):
     """The model with weights moved by up to a part in 128: the same sizes, with roundings of their own."""
     moved = copy.deepcopy(model)
-    generator = torch.Generator().manual_seed(draw)
+    generator = torch.Generator().manual_seed(shifted_seed(draw))
     with torch.no_grad():
         for parameter in moved.parameters():
             parameter.mul_(1 + (torch.rand(parameter.shape, generator=generator) - 0.5) / 64)

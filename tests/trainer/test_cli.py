@@ -16,13 +16,14 @@ from gspo_kernels import cli
 from gspo_kernels.trainer import demo
 from gspo_kernels.trainer.checkpoint import RunDirectory
 from gspo_kernels.trainer.metrics import read_metrics
+from tests.draws import shifted_seed
 
 
 @pytest.fixture
 def llama(tmp_path, tokenizer):
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    torch.manual_seed(0)
+    torch.manual_seed(shifted_seed(0))
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=32,

@@ -13,6 +13,7 @@ from gspo_kernels.trainer.models import (
     padding_token_id,
 )
 from gspo_kernels.trainer.rollout import left_pad
+from tests.draws import shifted_seed
 from tests.trainer.conftest import tiny_qwen3
 
 SMALL = {
@@ -29,7 +30,7 @@ SMALL = {
 def build(name):
     import transformers
 
-    torch.manual_seed(0)
+    torch.manual_seed(shifted_seed(0))
     if name == "GPT2":
         config = transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2, n_positions=32)
         return transformers.GPT2LMHeadModel(config).eval()

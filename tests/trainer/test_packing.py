@@ -17,6 +17,7 @@ from gspo_kernels.trainer.packing import (
     packed_inputs,
     token_budget_batches,
 )
+from tests.draws import shifted_seed
 from tests.trainer.packing_cases import (
     FAMILIES,
     SMALL,
@@ -213,7 +214,7 @@ def test_a_segment_mask_is_the_dense_mask(rows, window):
     assert mask.shape == dense.shape
     assert torch.equal(mask | False, dense)  # any operation but attention
     shape = (len(rows), 2, dense.shape[-1], 4)
-    qkv = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    qkv = torch.randn(3, *shape, generator=torch.Generator().manual_seed(shifted_seed(0)), requires_grad=True)
     real = torch.zeros(shape)
     for row, own in zip(rows, real, strict=True):
         own[:, : row.tokens] = 1

@@ -14,6 +14,7 @@ from gspo_kernels.trainer import GSPOTrainer
 from gspo_kernels.trainer.checkpoint import RunDirectory
 from gspo_kernels.trainer.errors import RunDirectoryError
 from gspo_kernels.trainer.metrics import read_metrics
+from tests.draws import shifted_seed
 from tests.trainer.conftest import exit_code, forked, make_accelerator, small_config, tiny_qwen3
 from tests.trainer.test_trainer import same, weights
 
@@ -62,7 +63,7 @@ def straight(tmp_path_factory, tokenizer):
 def test_killed_at_five_random_moments(tmp_path, tokenizer, straight):
     """While sampling, updating, evaluating, saving or exporting: whatever the moment hits."""
     rows, expected, seconds = straight
-    moments = random.Random(0)
+    moments = random.Random(shifted_seed(0))
     for _ in range(5):
         resume = RunDirectory(tmp_path).holds_a_run()
         child = forked(partial(run, tmp_path, tokenizer, rows, resume=resume))

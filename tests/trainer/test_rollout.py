@@ -24,6 +24,7 @@ from gspo_kernels.trainer.rollout import (
     sample_completions,
     sampling_mismatch,
 )
+from tests.draws import shifted_seed
 from tests.trainer.conftest import exit_code, forked, tiny_qwen3
 
 END, OTHER_END, PAD = 9, 8, 0
@@ -144,13 +145,13 @@ def test_batches_that_end_early_are_filled_with_padding(tokenizer):
 
 
 def test_the_models_own_generation_defaults_are_set_aside(model, tokenizer):
-    torch.manual_seed(0)
+    torch.manual_seed(shifted_seed(0))
     plain = sample(model, tokenizer, ["ab"] * 16, Sampling(6)).completion_ids
     model.generation_config.top_k = 1
     model.generation_config.temperature = 0.1
     model.generation_config.repetition_penalty = 5.0
     model.generation_config.max_length = 3
-    torch.manual_seed(0)
+    torch.manual_seed(shifted_seed(0))
     again = sample(model, tokenizer, ["ab"] * 16, Sampling(6)).completion_ids
     assert torch.equal(plain, again)
     assert model.generation_config.top_k == 1, "the model keeps its own defaults"
@@ -158,7 +159,7 @@ def test_the_models_own_generation_defaults_are_set_aside(model, tokenizer):
 
 def test_temperature_and_top_k_reach_the_sampler(model, tokenizer):
     def distinct(sampling):
-        torch.manual_seed(0)
+        torch.manual_seed(shifted_seed(0))
         return len({tuple(ids) for ids in sample(model, tokenizer, ["ab"] * 32, sampling).token_lists()})
 
     assert distinct(Sampling(4, top_k=1)) == 1
@@ -168,7 +169,7 @@ def test_temperature_and_top_k_reach_the_sampler(model, tokenizer):
 
 def test_draws_have_the_probabilities_of_the_scores():
     """Evenly spread uniform numbers must give each token as often as its probability says."""
-    n, scores = 4096, torch.randn(1, 300, generator=torch.Generator().manual_seed(0)) * 2
+    n, scores = 4096, torch.randn(1, 300, generator=torch.Generator().manual_seed(shifted_seed(0))) * 2
     scores[0, 0] = scores[0, 7] = scores[0, -1] = -torch.inf
     draw = _Draw(Sampling(1), ((torch.arange(n, dtype=torch.float64) + 0.5) / n).unsqueeze(1))
     tokens = draw(torch.zeros(n, 1), scores.expand(n, -1)).argmax(-1)
@@ -189,7 +190,7 @@ def test_a_token_of_probability_zero_is_never_drawn():
 @pytest.mark.parametrize("V", [1, 300, 4097, 6400])
 @pytest.mark.parametrize("peaked", [1.0, 20.0])
 def test_draws_are_those_of_the_cumulative_probabilities(V, peaked):
-    rng = torch.Generator().manual_seed(V)
+    rng = torch.Generator().manual_seed(shifted_seed(V))
     scores = torch.randn(512, V, generator=rng) * peaked
     scores[:, V // 3 : V // 2] = -torch.inf  # whole blocks among them
     probs, uniforms = scores.softmax(-1), torch.rand(512, 1, generator=rng, dtype=torch.float64)
@@ -280,7 +281,7 @@ def test_completions_do_not_depend_on_their_batch(tokenizer):
 def test_without_seeds_the_default_generator_decides(model, tokenizer):
     found = []
     for seed in (0, 0, 1):
-        torch.manual_seed(seed)
+        torch.manual_seed(shifted_seed(seed))
         found.append([sample(model, tokenizer, ["ab"] * 4, Sampling(6)).completion_ids for _ in range(2)])
     assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
     assert not torch.equal(found[0][0], found[0][1])

@@ -11,13 +11,14 @@ from gspo_kernels.trainer.config_file import from_mapping
 from gspo_kernels.trainer.errors import ConfigError
 from gspo_kernels.trainer.policy import Policy
 from gspo_kernels.trainer.updates import Experience, PolicyUpdater, learning_rate_factor, outer_count
+from tests.draws import shifted_seed
 from tests.trainer.conftest import make_accelerator, tiny_qwen3
 
 B, C, SIZE, TEMPERATURE = 12, 5, 3, 0.7
 
 
 def make_experience(seed=0):
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(shifted_seed(seed))
 
     def tokens(length):
         return torch.randint(10, 60, (length,), generator=generator)
