@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 NAME = "gspo_kernels._C"
@@ -57,17 +58,33 @@ class OptionalBuild(build_ext):
                 reason = f"compiling it failed ({summary})"
             finally:
                 self.inplace = inplace
-        note = Path(self.get_ext_fullpath(NAME)).parent / "_C.unavailable"
+        folder = Path(self.get_ext_fullpath(NAME)).parent
+        note = folder / "_C.unavailable"
         if reason is None:
             note.unlink(missing_ok=True)
-        else:
-            note.parent.mkdir(parents=True, exist_ok=True)
-            note.write_text(reason + "\n")
-            print(f"WARNING: gspo_kernels is built without its C++ CPU backend: {reason}", file=sys.stderr)
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        note.write_text(reason + "\n")
+        print(f"WARNING: gspo_kernels is built without its C++ CPU backend: {reason}", file=sys.stderr)
+        self.distribution.ext_modules = []
+        if not self.inplace:
+            for left_by_an_earlier_build in folder.glob("_C*.so"):
+                left_by_an_earlier_build.unlink()
+
+
+class HonestWheel(bdist_wheel):
+    """A wheel whose tag says whether it holds the extension."""
+
+    def run(self) -> None:
+        """Build first: only then is it known."""
+        self.run_command("build")
+        if not self.distribution.has_ext_modules():
+            self.root_is_pure, self.py_limited_api = True, False
+        super().run()
 
 
 setup(
     ext_modules=[extension],
-    cmdclass={"build_ext": OptionalBuild},
+    cmdclass={"build_ext": OptionalBuild, "bdist_wheel": HonestWheel},
     options={"bdist_wheel": {"py_limited_api": "cp310"}},
 )

@@ -81,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     run.add_argument("--no-memory", action="store_true", help="don't measure peaks")
     commands.add_parser("list", help="suites and contestants, with what is missing here")
-    report = commands.add_parser("report", help="write docs/benchmarks.md and its plots from results")
+    report = commands.add_parser("report", help="write docs/benchmarks.md, its plots and the README's table")
     report.add_argument("--results", type=Path, help="report on this folder instead, into it")
     report.add_argument("--check", action="store_true", help="only say whether the page is up to date")
     compare = commands.add_parser("compare", help="ratios of two folders of results, and which differ")

@@ -90,7 +90,7 @@ def report() -> str:
         f"python {platform.python_version()} on {platform.system()} {platform.machine()}",
         *(f"{package:<13} {_version(package)}" for package in _PACKAGES),
         "",
-        "frameworks that an adapter serves (docs/integrations.md):",
+        "frameworks that an adapter serves (docs/integrations):",
         *_frameworks(),
         "",
     ]

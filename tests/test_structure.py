@@ -249,6 +249,10 @@ def test_no_kernel_or_loss_switches_on_an_objectives_name():
             assert not re.search(rf"isinstance\([^)]*\b({names})\b|__name__ (==|in)", line), (path, line)
 
 
+def test_the_changelog_has_a_section_for_this_version():
+    assert f"\n## {gk.__version__}\n" in (ROOT / "CHANGELOG.md").read_text()
+
+
 def test_csrc_leaves_the_importing_thread_alone():
     flags = (ROOT / "setup.py").read_text()
     arguments = flags.split("COMPILE_ARGS = [")[1].split("]")[0]

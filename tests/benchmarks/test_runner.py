@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from benchmarks import __main__ as command_line
-from benchmarks import campaign, compare, report, suites, traffic
+from benchmarks import campaign, compare, front_page, report, suites, traffic
 from benchmarks.registry import CONTESTANTS, SUITES, contestant, suite
 from benchmarks.rows import padded
 from benchmarks.tables import number
@@ -167,7 +168,7 @@ def test_without_a_floor_ratios_are_to_naive_pytorch(folder):
 
 
 def test_the_page_is_up_to_date():
-    assert report.PAGE.read_text() == report.page(), "run `python -m benchmarks report`"
+    assert command_line.main(["report", "--check"]) == 0, "run `python -m benchmarks report`"
     for folder in report.folders():
         assert report.PAGE.with_name(f"benchmarks_{folder.name}.png").exists()
         assert not any("unfinished" in record for record in compare.load(folder).values())
@@ -188,6 +189,34 @@ def test_the_page_names_where_others_win():
     alone = {"name": "alone", "results": results[2:]}
     record = {"cases": [{"name": "small", "results": results}, alone]}
     assert report.wins({"hidden": record}) == ["- fast in hidden, small: 3.9 ms, our best 4.1 ms"]
+
+
+def test_the_readmes_table_has_a_column_per_machine(folder, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(folder, other)
+    record = json.loads((other / "hidden.json").read_text())
+    record["device"] = "another machine"
+    (other / "hidden.json").write_text(json.dumps(record))
+    (other / "logits.json").unlink()
+    header, _, *lines = front_page.table([folder, other]).splitlines()
+    assert header.endswith("| another machine |")
+    cells = {
+        name: (a, b) for name, a, b in (line.strip("| ").split(" | ") for line in lines if "hidden" in line)
+    }
+    assert cells and all(a == b and a.count(" / ") == 2 for a, b in cells.values())
+    assert all(line.endswith("|  |") for line in lines if "from logits" in line)
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "wanted"), ((1.0, 2.0, "**1** / 2 / 3 (TRL)"), (3.5, 2.0, "3.5 / **2** / 3 (TRL)"))
+)
+def test_a_cell_sets_the_least_in_bold(mine, theirs, wanted):
+    def one(name, seconds, ours=False):
+        return {"contestant": name, "ours": ours, "status": "right", "seconds": {"both": [seconds]}}
+
+    others = [one("TRL chunked log-probs", 3.0), one("Liger", 4.0), {**one("CCE", 1.0), "status": "wrong"}]
+    case = {"results": [one("ours, auto", mine, True), one("naive PyTorch", theirs), *others]}
+    assert front_page.cell(case, "s") == wanted
 
 
 def test_a_report_on_a_run(folder, capsys):

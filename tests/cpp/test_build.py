@@ -6,6 +6,8 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -75,6 +77,63 @@ def test_wheel_build_carries_the_reason(tmp_path):
     run(root, "setup.py", "build_ext", "--build-lib", "lib", GSPO_KERNELS_NO_EXT="1")
     assert "GSPO_KERNELS_NO_EXT" in (root / "lib" / "gspo_kernels" / "_C.unavailable").read_text()
     assert not (root / "gspo_kernels" / "_C.unavailable").exists()
+
+
+FAKE_COMPILER = """#!/bin/sh
+# answers as a compiler would, and writes an empty file wherever one is asked for
+for argument in "$@"; do
+    [ "$before" = "-o" ] && : > "$argument"
+    before=$argument
+done
+echo 13.0.0
+"""
+
+
+@pytest.mark.parametrize(
+    ("environment", "tag", "holds"),
+    [
+        ({"GSPO_KERNELS_NO_EXT": "1"}, "py3-none-any", "_C.unavailable"),
+        ({"CXX": "/nonexistent/c++", "CC": "/nonexistent/cc"}, "py3-none-any", "_C.unavailable"),
+        ({"CXX": "./compiler", "CC": "./compiler"}, "cp310-abi3-", "_C.abi3.so"),
+    ],
+    ids=["switched off", "no compiler", "compiled"],
+)
+def test_a_wheels_tag_says_whether_it_holds_the_extension(tmp_path, environment, tag, holds):
+    root = tree(tmp_path)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, root)
+    (root / "compiler").write_text(FAKE_COMPILER)
+    (root / "compiler").chmod(0o755)
+    environment = {name: value.replace("./", f"{root}/") for name, value in environment.items()}
+    # what an earlier build left must not get in
+    run(root, "setup.py", "build", CXX=f"{root}/compiler", CC=f"{root}/compiler")
+    assert len(list((root / "build").rglob("_C.abi3.so"))) >= 1
+    run(root, "setup.py", "bdist_wheel", "--dist-dir", "dist", **environment)
+    (wheel,) = (root / "dist").iterdir()
+    assert tag in wheel.name
+    with zipfile.ZipFile(wheel) as files:
+        assert [Path(name).name for name in files.namelist() if "/_C" in name] == [holds]
+        about = next(name for name in files.namelist() if name.endswith("/WHEEL"))
+        assert f"Root-Is-Purelib: {str('none-any' in tag).lower()}" in files.read(about).decode()
+
+
+def test_the_source_distribution_tests_itself(tmp_path):
+    """What the Makefile's commands read is in it, and nothing that was built."""
+    folders = ("gspo_kernels", "csrc", "tests", "benchmarks", "docs", "examples")
+    for folder in folders:
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    files = [*("pyproject.toml", "setup.py", "MANIFEST.in", "Makefile", "constraints.txt"), ".clang-format"]
+    files += [".pre-commit-config.yaml", "README.md", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md"]
+    for name in files:
+        shutil.copy(ROOT / name, tmp_path)
+    run(tmp_path, "setup.py", "sdist", "--dist-dir", "dist")
+    (archive,) = (tmp_path / "dist").iterdir()
+    with tarfile.open(archive) as source:
+        found = {str(Path(*Path(name).parts[1:])) for name in source.getnames()}
+    wanted = {str(path.relative_to(tmp_path)) for f in folders for path in (tmp_path / f).rglob("*.*")}
+    built = {name for name in wanted if name.endswith((".so", "_C.unavailable"))}
+    assert not built & found
+    assert (wanted | set(files)) - built - found == set()
 
 
 def test_nothing_built_yet(tmp_path):

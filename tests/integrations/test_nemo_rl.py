@@ -176,7 +176,7 @@ def test_what_does_not_fit_is_refused_at_construction(nemo_rl):
 
 
 def test_the_page_s_example_runs_with_nemo_rl(nemo_rl, capsys):
-    page = Path(__file__).parents[2] / "docs" / "nemo_rl.md"
+    page = Path(__file__).parents[2] / "docs" / "integrations" / "nemo_rl.md"
     (block,) = re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL)
     namespace = {}
     exec(compile(block, page.name, "exec"), namespace)
