@@ -139,9 +139,8 @@ def policy_coefficients(
     """dLoss/dlogprobs of ``policy_loss`` with the same arguments: what ``Linear`` takes as ``token_weights``.
 
     Args:
-        logprobs, old_logprobs, advantages, loss_mask, cu_seqlens, ref_logprobs, kl_beta, kl_estimator,
-        kl_ratio_weighted, rollout_weights, token_weights, lengths, group_ids, turn_ids, normalizer,
-        objective: as in ``policy_loss``.
+        logprobs, old_logprobs, advantages, objective, and all terms from loss_mask to normalizer: as in
+            ``policy_loss``.
         entropy: the shape of ``logprobs``; only for objectives that look at it.
 
     Returns:
@@ -228,13 +227,12 @@ def fused_policy_loss(
     Args:
         logits: [B, T, V], or [N, V] with ``cu_seqlens``; fp16, bf16, fp32 or fp64, any strides.
         labels: [B, T] or [N], int64 or int32: the token that each position predicts (not shifted here).
-        old_logprobs, advantages, loss_mask, cu_seqlens, ref_logprobs, kl_beta, kl_estimator,
-        kl_ratio_weighted,
-            entropy_coef, rollout_weights, token_weights, lengths, group_ids, turn_ids, normalizer, objective:
-            as in ``policy_loss``; a token is also left out where its label is ``ignore_index``.
+        old_logprobs, advantages, and all terms from loss_mask to normalizer: as in ``policy_loss``; a token is
+            also left out where its label is ``ignore_index``.
         temperature: a number, or a tensor [B] with one per sequence.
         logit_scale, softcap, ignore_index, inplace_backward, backend: as in ``token_logprobs``.
         return_entropy: also return the entropy, detached; an entropy bonus computes it anyway.
+        objective: as in ``policy_loss``.
 
     Returns:
         LossOutput(loss, logprobs, entropy, metrics).
@@ -288,14 +286,13 @@ def fused_linear_policy_loss(
         weight: [V, H], the lm_head's; hidden's dtype, or any under autocast.
         labels: [B, T] or [N], int64 or int32: the token that each position predicts (not shifted here).
         bias: [V] or None.
-        old_logprobs, advantages, loss_mask, cu_seqlens, ref_logprobs, kl_beta, kl_estimator,
-        kl_ratio_weighted,
-            entropy_coef, rollout_weights, token_weights, lengths, group_ids, turn_ids, normalizer, objective:
-            as in ``policy_loss``; a token is also left out where its label is ``ignore_index``.
+        old_logprobs, advantages, and all terms from loss_mask to normalizer: as in ``policy_loss``; a token is
+            also left out where its label is ``ignore_index``.
         temperature: a number, or a tensor [B] with one per sequence.
         logit_scale, softcap, ignore_index, logits_dtype, max_chunk_bytes, backend: as in
             ``linear_token_logprobs``.
         return_entropy: also return the entropy, detached; an entropy bonus computes it anyway.
+        objective: as in ``policy_loss``.
         schedule: "auto", "known", "aligned", "deferred", "frozen", "cached" or "two_pass": how the batch is
             cut into chunks and products. All give the same result; one that can't is refused with the reason.
             "auto" chooses by a cost model, for each sequence; see ``explain_schedule``. All but "two_pass"

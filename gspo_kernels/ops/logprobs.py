@@ -54,7 +54,10 @@ def check_rows(labels: Tensor, vocabulary: int, options: RowOptions) -> None:
     ``ops.values`` says.
     """
     check_temperature(options.row_temperature)
-    if not checked_values(labels.device):
+    if not checked_values(labels.device) or not labels.numel():
+        return
+    lowest, highest = labels.aminmax()
+    if lowest >= 0 and highest < vocabulary:
         return
     wrong = (labels != options.ignore_index) & ((labels < 0) | (labels >= vocabulary))
     if bool(wrong.any()):

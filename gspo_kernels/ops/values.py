@@ -25,7 +25,7 @@ def check_mask(loss_mask: Tensor | None) -> None:
     """A mask of numbers must hold only 0 and 1."""
     if loss_mask is None or loss_mask.dtype == torch.bool or not checked_values(loss_mask.device):
         return
-    if not bool(((loss_mask == 0) | (loss_mask == 1)).all()):
+    if not bool(((loss_mask != 0) == loss_mask).all()):
         raise ValueError("loss_mask: expected only 0 and 1 (or bool)")
 
 
