@@ -31,15 +31,14 @@ def token_terms(tokens: Tensor, terms: Terms) -> Terms:
     layout, mask = terms.layout(tokens), terms.counted(tokens)
     shares = Aggregation(layout, mask, terms).token_shares()
 
-    def expanded(form: Form, value: Tensor) -> Tensor | None:
+    def expanded(form: Form, value: Tensor) -> Tensor:
         if form.shape == "broadcast":
             return _per_token(value, tokens)
-        if form.shape == "either" and value.ndim == 1:
-            return layout.expand(value)
-        # what concerns a whole sequence is in its tokens' shares
-        return value if form.shape in ("tokens", "either") else None
+        return layout.expand(value) if form.shape != "tokens" and value.ndim == 1 else value
 
-    alone = terms.each(expanded)._replace(loss_mask=mask, token_shares=shares)
+    # what the shares have taken in, and what only objectives over more than a token look at
+    done = terms._replace(cu_seqlens=None, lengths=None, normalizer=None, skipped=None, group_ids=None)
+    alone = done.each(expanded)._replace(loss_mask=mask, token_shares=shares)
     if from_spec(terms.objective).coefficient_scope in ("nothing", "token"):
         return alone
     coefficients = known_coefficients(tokens, terms)
