@@ -91,9 +91,7 @@ def _evaluate(logprobs: Tensor, entropy: Tensor | None, terms: Terms, want_metri
         logprobs=logp,
         old_logprobs=old,
         log_ratio=log_ratio if token_weights is None else finite.mul(token_weights, log_ratio),
-        advantages=aggregation.selected(
-            terms.advantages if terms.advantage_scale is None else terms.advantages * terms.advantage_scale
-        ),
+        advantages=aggregation.selected(terms.advantages),
         rollout_weights=aggregation.selected(terms.rollout_weights),
         token_weights=token_weights,
         ref_logprobs=reference,

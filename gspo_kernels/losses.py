@@ -60,7 +60,6 @@ def policy_loss(
     group_ids: Tensor | None = None,
     turn_ids: Tensor | None = None,
     normalizer: float | Tensor | None = None,
-    advantage_scale: Tensor | None = None,
     entropy: Tensor | None = None,
     objective: Objective = GSPO(),
 ) -> LossOutput:
@@ -90,7 +89,6 @@ def policy_loss(
         turn_ids: labels' shape, integers, -1 = none: for objectives over turns.
         normalizer: number or 0-d tensor that replaces the outer divisor (for gradient accumulation: the whole
             batch's).
-        advantage_scale: [B], factors on the advantages.
         entropy: labels' shape, from ``token_logprobs(..., return_entropy=True)``: for the bonus and its
             metric.
         objective: GSPO() by default; see ``gspo_kernels.objectives``.
@@ -135,7 +133,6 @@ def policy_coefficients(
     group_ids: Tensor | None = None,
     turn_ids: Tensor | None = None,
     normalizer: float | Tensor | None = None,
-    advantage_scale: Tensor | None = None,
     entropy: Tensor | None = None,
     objective: Objective,
 ) -> Tensor:
@@ -214,7 +211,6 @@ def fused_policy_loss(
     group_ids: Tensor | None = None,
     turn_ids: Tensor | None = None,
     normalizer: float | Tensor | None = None,
-    advantage_scale: Tensor | None = None,
     temperature: float | Tensor = 1.0,
     logit_scale: float = 1.0,
     softcap: float | None = None,
@@ -269,7 +265,6 @@ def fused_linear_policy_loss(
     group_ids: Tensor | None = None,
     turn_ids: Tensor | None = None,
     normalizer: float | Tensor | None = None,
-    advantage_scale: Tensor | None = None,
     temperature: float | Tensor = 1.0,
     logit_scale: float = 1.0,
     softcap: float | None = None,

@@ -123,7 +123,6 @@ class Terms(NamedTuple):
     group_ids: Annotated[Tensor | None, SEQUENCE_IDS] = None
     turn_ids: Annotated[Tensor | None, TOKEN_IDS] = None
     normalizer: Annotated[Tensor | None, NUMBER] = None
-    advantage_scale: Annotated[Tensor | None, SEQUENCES] = None
     kl_estimator: str = "k3"
     kl_ratio_weighted: bool = False
     objective: str = ""  # ``Objective.spec``
