@@ -227,8 +227,8 @@ def fused_policy_loss(
     Args:
         logits: [B, T, V], or [N, V] with ``cu_seqlens``; fp16, bf16, fp32 or fp64, any strides.
         labels: [B, T] or [N], int64 or int32: the token that each position predicts (not shifted here).
-        old_logprobs, advantages, and all terms from loss_mask to normalizer: as in ``policy_loss``; a token is
-            also left out where its label is ``ignore_index``.
+        old_logprobs, advantages, and all terms from loss_mask to normalizer: as in ``policy_loss``; a token
+            is also left out where its label is ``ignore_index``.
         temperature: a number, or a tensor [B] with one per sequence.
         logit_scale, softcap, ignore_index, inplace_backward, backend: as in ``token_logprobs``.
         return_entropy: also return the entropy, detached; an entropy bonus computes it anyway.
@@ -286,8 +286,8 @@ def fused_linear_policy_loss(
         weight: [V, H], the lm_head's; hidden's dtype, or any under autocast.
         labels: [B, T] or [N], int64 or int32: the token that each position predicts (not shifted here).
         bias: [V] or None.
-        old_logprobs, advantages, and all terms from loss_mask to normalizer: as in ``policy_loss``; a token is
-            also left out where its label is ``ignore_index``.
+        old_logprobs, advantages, and all terms from loss_mask to normalizer: as in ``policy_loss``; a token
+            is also left out where its label is ``ignore_index``.
         temperature: a number, or a tensor [B] with one per sequence.
         logit_scale, softcap, ignore_index, logits_dtype, max_chunk_bytes, backend: as in
             ``linear_token_logprobs``.
