@@ -57,7 +57,7 @@ def _write(record: dict[str, Any], out: Path | None) -> None:
 
 
 def _short(value: Any) -> Any:
-    """Five significant digits are more than any of this has."""
+    """Round numbers to five significant digits, which is more than any measurement has."""
     if isinstance(value, float):
         return float(f"{value:.5g}")
     if isinstance(value, dict):
@@ -137,7 +137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def listing() -> str:
-    """Suites, and contestants with the reason where one is missing here."""
+    """All suites and contestants, with the reason where one is missing here."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     lines = [f"{'*' if one.everything else ' '} {one.name:<12} {one.title}" for one in ordered()]
     lines.append("")

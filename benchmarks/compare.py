@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from benchmarks.tables import aligned, between, number
 
 YARDSTICK = "naive PyTorch"
-"""What ratios are to where a case has neither a floor nor a yardstick of its own."""
+"""Whom times are divided by where a case has neither a floor nor a yardstick of its own."""
 
 
 class Line(NamedTuple):
@@ -55,7 +55,7 @@ def ratios(case: dict[str, Any]) -> dict[str, dict[str, float]]:
     base = timed[yardstick]["seconds"]["both"]
     found = {}
     for name, result in timed.items():
-        # who is timed once is compared with the round that it was in, the first
+        # a contestant that was timed once is compared with the yardstick in that round, the first
         pairs = [mine / other for mine, other in zip(result["seconds"]["both"], base, strict=False)]
         found[name] = {"median": statistics.median(pairs), "low": min(pairs), "high": max(pairs)}
     return found

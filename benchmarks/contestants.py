@@ -44,7 +44,7 @@ def _ours_available(backend: str, device: torch.device) -> None:
 
 
 def _arguments(problem: Problem) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What our losses take after the leaves."""
+    """The arguments of our losses after the leaves."""
     packed = problem.cu_seqlens is not None
     layout = {"cu_seqlens": problem.cu_seqlens} if packed else {"loss_mask": problem.mask}
     return (problem.labels, problem.old_logprobs, problem.advantages), layout
@@ -196,7 +196,7 @@ def _load_trl_logits(device: torch.device) -> Call:
 
 
 def _finish(problem: Problem, logprobs: Tensor) -> Tensor:
-    """The formula in PyTorch on somebody's log-probs."""
+    """The loss in plain PyTorch, from somebody's log-probs."""
     shaped = logprobs.view(problem.labels.shape)
     return shaped if problem.task == "scoring" else gspo.losses(problem, shaped.float()).mean()
 
@@ -210,7 +210,7 @@ def _sequences(problem: Problem) -> int:
 
 @contestant("Liger LigerFusedLinearGRPOLoss", "hidden", roundings=_sequences)
 def _load_liger(device: torch.device) -> Call:
-    """``compiled`` would only compile arithmetic on per-token values."""
+    """Not ``compiled``, which would only compile the arithmetic on per-token values."""
     loss = _package("liger_kernel.chunked_loss", device).LigerFusedLinearGRPOLoss(
         beta=0.0,
         compiled=False,
@@ -314,7 +314,7 @@ def _load_quack(device: torch.device) -> Call:
 
 @contestant("QuACK linear_cross_entropy", "hidden", "scoring")
 def _load_quack_linear(device: torch.device) -> Call:
-    """Chunked there are only the mean and the sum; per token there is this one, which writes all logits."""
+    """The one that returns a value per token, unlike the chunked ones; it writes all logits."""
     function = _package("quack.linear_cross_entropy", device, gpu_only=True).linear_cross_entropy_func
 
     def call(problem: Problem, hidden: Tensor, weight: Tensor) -> Tensor:

@@ -101,7 +101,7 @@ def _half_spacing(x: Tensor) -> Tensor:
 
 
 def draw(rows: Problem, count: int, length: int, nearest: float, farthest: float, seed: int) -> Drawn:
-    """Sequences on both sides of both bounds."""
+    """Draw sequences on both sides of both bounds."""
     generator = torch.Generator().manual_seed(seed)
     picked = torch.randint(rows.labels.numel(), (count, length), generator=generator)
     exact = rows.logprobs[0].cpu()[picked]
@@ -114,7 +114,7 @@ def draw(rows: Problem, count: int, length: int, nearest: float, farthest: float
     log_s = bound + logs.exp() * torch.where(upper == outside, 1.0, -1.0)
     noise = 0.02 * torch.randn(picked.shape, generator=generator, dtype=torch.float64)
     old = (exact - log_s.unsqueeze(1) + noise - noise.mean(1, keepdim=True)).float()
-    # what was stored decides, not what was intended
+    # the stored, rounded log-probs decide on which side a sequence is
     log_s = (exact - old.double()).mean(1)
     distance = (log_s - bound).abs()
     resolution = (_half_spacing(exact.float()) + _half_spacing(old)).mean(1)

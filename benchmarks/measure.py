@@ -39,11 +39,11 @@ PACKAGES = (
     *("quack-kernels", "verl", "flash-attn"),
 )
 PATIENCE = 20.0
-"""Seconds: who takes longer is timed once."""
+"""Seconds; a contestant that takes longer is timed once."""
 ALLOTTED = 4.0
 """Seconds that a contestant may take of a case's rounds, but at least three."""
 _LEAST = 2e-2
-"""Seconds that one measurement takes at least, by repetition."""
+"""Seconds that one measurement takes at least; shorter calls are repeated."""
 Call = Callable[..., Any]
 
 
@@ -90,7 +90,7 @@ def machine(device: torch.device) -> dict[str, Any]:
             found[package] = version(package)
         except PackageNotFoundError:
             found[package] = "not installed"
-    found["torch"] = torch.__version__  # with the build: its package metadata leave that out
+    found["torch"] = torch.__version__  # the version with its build, which the package's metadata leave out
     if device.type == "cuda":
         about = torch.cuda.get_device_properties(device)
         name = f"{about.name}, {about.total_memory / 2**30:.0f} GiB, {about.multi_processor_count} SMs"
@@ -241,8 +241,8 @@ def enter(case: Case, problem: Any, options: Options, judge: Any) -> list[Entran
             if verdict.complaint:
                 record.update(status="wrong", reason=verdict.complaint)
             else:
-                # the first call warmed up, compiled perhaps; what a call takes follows from a second, unless
-                # it takes long and compiles nothing
+                # The first call warmed up and may have compiled. A second one tells how long a call takes,
+                # unless the first was long and compiled nothing.
                 if case.repeats and (sum(seconds) < 0.5 or "compile" in contestant.name):
                     *seconds, _ = entrant.once(device)
                 took = max(sum(seconds), 1e-6)
@@ -306,7 +306,7 @@ def rounds(
         for name, call in bare.items():
             found[name] = _probe(call, device)
         for entrant in running[:: 1 if repeat % 2 else -1]:
-            # those who take long are no warmer after another time
+            # a warm-up round changes nothing for those whose call takes long
             if 1 <= repeat <= entrant.rounds or (repeat == 0 and entrant.warm):
                 try:
                     here[entrant.name] = entrant.time(device)
@@ -377,7 +377,7 @@ def run_case(case: Case, options: Options) -> dict[str, Any]:
 
 
 def rates(problem: Problem, probed: Sequence[dict[str, float]]) -> dict[str, float]:
-    """What the probes say of the machine: bytes and operations per second."""
+    """The machine's rates by the probes: bytes and operations per second."""
     found = {}
     for name in probed[0] if probed else ():
         seconds = statistics.median(one[name] for one in probed)
@@ -453,7 +453,7 @@ def peak_of_this_process() -> Iterator[Callable[[], int]]:
 
 
 def print_peaks(where: Path) -> None:
-    """A line per contestant; where a first call would be felt, the second counts."""
+    """Print a line per contestant; where a first call also warms something up, the second is measured."""
     give_memory_back()
     problem, asked = torch.load(where, weights_only=False)
     device = torch.device("cpu")

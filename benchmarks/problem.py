@@ -104,7 +104,7 @@ class Problem:
         return compute(self, *leaves)
 
     def finish(self, leaves: tuple[Tensor, ...], gradients: tuple[Tensor, ...]) -> None:
-        """What a step does with its gradients: nothing here."""
+        """Do what a step does with its gradients: here nothing."""
 
 
 @dataclass(frozen=True)

@@ -125,7 +125,7 @@ def of_ours(problem: Problem) -> float:
 
 @contextlib.contextmanager
 def _into(gradient: Tensor) -> Iterator[None]:
-    """Have the next gradient of this shape written here, so that it can be watched."""
+    """Have the kernels write their gradient into this tensor, which is watched."""
     from gspo_kernels import kernels
 
     names = ("logprobs_backward", "logprobs_and_grad")

@@ -109,7 +109,7 @@ class Turns:
 
 
 def make_tokenizer(V: int) -> Any:
-    """Words "w1", "w2", ...; id 0 pads, and the end token V is none that a model of V words can say."""
+    """A tokenizer of words "w1", "w2", ...; id 0 pads, and a model of V words never says the end token, V."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -43,7 +43,7 @@ LIBRARIES = [
     "gspo_kernels.trainer.trainer",
     "trl.trainer.grpo_trainer",
 ]
-"""What contestants import; who misses one of them says so later."""
+"""Modules that contestants import; a contestant that lacks one says so when it is loaded."""
 PEAKS = Path("/proc/self/clear_refs").exists()
 """Whether the system tells the peak of a process's memory."""
 
@@ -85,7 +85,7 @@ def gradients(train: Train, setting: Setting, dtype: torch.dtype = torch.float32
 
 
 def distance(got: Gradients, exact: Gradients) -> dict[str, float]:
-    """By update, the worst parameter's largest error over its largest value; infinite where it is missing."""
+    """By update, the worst parameter's largest error over its largest value; infinite where it has none."""
     if len(got) != len(exact):
         return {f"{len(got)} updates instead of {len(exact)}": math.inf}
     found = {}
@@ -109,7 +109,7 @@ class TrainingJudge:
         self.allowed = {update: 2 * error + eps for update, error in plain.items()}
 
     def verdict(self, found: Gradients) -> Verdict:
-        """The rule of all suites, relative to each parameter's largest gradient."""
+        """Judge by the rule of all suites, relative to each parameter's largest gradient."""
         errors = distance(found, self.exact)
         return Verdict(errors, {update: self.allowed.get(update, 0.0) for update in errors})
 
@@ -156,7 +156,7 @@ class Worker:
         return answer
 
     def ask(self, request: str, setting: Setting | None = None) -> Any:
-        """Both."""
+        """Send a request and return its answer."""
         self.send(request, setting)
         return self.receive()
 

@@ -23,7 +23,7 @@ from benchmarks.registry import Options, suite
 from benchmarks.tables import aligned, number
 
 SECONDS = 60.0
-"""That the sweep may take; what was not reached is listed."""
+"""How long the sweep may take; configurations that were not reached are listed."""
 
 
 @contextlib.contextmanager

@@ -278,7 +278,7 @@ class _Groups:
         return result
 
     def count(self, values: Tensor) -> Tensor:
-        """How many of each value's group are not NaN."""
+        """For each value, how many values of its group are not NaN."""
         return self.reduce((~values.isnan()).to(torch.float64), "sum")
 
     def centred(self, values: Tensor, weights: Tensor | None = None) -> Tensor:
@@ -307,13 +307,13 @@ def _normalized(values: Tensor, groups: _Groups, scale: str, eps: float) -> Tens
 
 
 def _std(values: Tensor) -> Tensor:
-    """The unbiased std of what is not NaN; 0 of one value."""
+    """The unbiased std of what is not NaN; 0 where that is one value."""
     kept = values[~values.isnan()]
     return kept.std() if kept.numel() > 1 else kept.new_zeros(())
 
 
 def _whitened(values: Tensor, eps: float, weights: Tensor | None = None, squared: bool = False) -> Tensor:
-    """Less the batch's mean, over its unbiased std, with ``eps`` on the std or its square; 0 for NaN."""
+    """Subtract the mean, divide by its unbiased std (``eps`` added to it or its square); 0 for NaN."""
     present = ~values.isnan()
     kept = values[present]
     if kept.numel() == 0 or bool((kept == kept[0]).all()):

@@ -66,7 +66,7 @@ def supported_versions(adapter: str) -> str | None:
 
 
 def _frameworks() -> list[str]:
-    """One line each: version, and whether the adapter serves it."""
+    """A line per framework: its version, and whether the adapter serves it."""
     lines = []
     for adapter, distribution, how in _FRAMEWORKS:
         installed, supported = _version(distribution), supported_versions(adapter)
@@ -85,7 +85,7 @@ def _frameworks() -> list[str]:
 
 
 def report() -> str:
-    """Several lines of text for people."""
+    """What ``gspo doctor`` prints, as lines of text."""
     lines = [
         f"python {platform.python_version()} on {platform.system()} {platform.machine()}",
         *(f"{package:<13} {_version(package)}" for package in _PACKAGES),

@@ -89,10 +89,10 @@ def off_policy_mask(
     loss_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """Drop what has a negative advantage and a sequence that went far off policy: 0 where ``A < 0`` and
+    """Weights that drop negative advantages of sequences that went far off policy: 0 where ``A < 0`` and
     ``mean_t(old_t - logp_t) > delta``, else 1. From DeepSeek-V3.2's report and TRL's code.
 
-    The result belongs into ``rollout_weights`` (times others, where there are any), not into ``loss_mask``:
+    The result belongs in ``rollout_weights`` (times others, where there are any), not into ``loss_mask``:
     a dropped sequence keeps its place in every divisor. It multiplies the policy term only, so a KL term or
     an entropy bonus still holds for it. All losses take it. From logits or hidden states the current
     log-probs come from ``token_logprobs`` or ``linear_token_logprobs`` without gradient.
@@ -161,7 +161,7 @@ def _rows(tokens: Tensor, packed: bool) -> Tensor:
 
 
 def _log_ratio(one: Tensor, other: Tensor, loss_mask: Tensor | None, packed: bool) -> tuple[Tensor, Tensor]:
-    """``one - other`` in fp64, 0 where not counted, and what is counted; rows as in ``layout``."""
+    """``one - other`` in fp64, 0 where not counted, and the mask of what counts: [B, T] or [1, N]."""
     one, other = _rows(one, packed), _rows(other, packed)
     counted = torch.ones_like(one, dtype=torch.bool) if loss_mask is None else _rows(loss_mask, packed) != 0
     return torch.where(counted, one.to(torch.float64) - other.to(torch.float64), 0.0), counted

@@ -97,7 +97,8 @@ def math_answer(
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError("math_answer needs the main thread of a process: its time limit is a signal")
 
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of every completion it gives up
+    # math-verify warns at every completion that it gives up
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
 
     def reward(completion: Completion, answer: object) -> float | None:
         # Without a sign of LaTeX math-verify would take "\frac{a}{2}" for the number 2.

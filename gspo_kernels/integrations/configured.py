@@ -1,4 +1,4 @@
-"""Objectives by name with options out of a framework's config: what verl's and SkyRL's registries share."""
+"""Objectives by name, with options from a framework's config: what the adapters to verl and SkyRL share."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def named_objectives() -> dict[str, type[Objective]]:
 
 
 def read(config: Any, path: str, default: Any = None) -> Any:
-    """``config``'s attribute by a dotted path; None and missing are ``default``, and without one an error."""
+    """The attribute of ``config`` at a dotted path, or ``default``; an error where both are missing."""
     value = config
     for name in path.split("."):
         value = getattr(value, name, None)
@@ -38,7 +38,7 @@ def read(config: Any, path: str, default: Any = None) -> Any:
 def read_options(
     objective: type[Objective], table: Mapping[type[Objective], Reads], config: Any
 ) -> dict[str, Any]:
-    """The options that ``table`` knows of the objective, or of what it derives from."""
+    """The options that ``table`` has for the objective, or for a class that it derives from."""
     reads: Reads = {}
     for cls in reversed(objective.__mro__):
         reads.update(table.get(cls, {}))
@@ -46,7 +46,7 @@ def read_options(
 
 
 def build(name: str, objective: type[Objective], **options: Any) -> Objective:
-    """The objective; what it refuses is said with what the config gave."""
+    """The objective; where it refuses an option, the message says what the config gave."""
     try:
         return objective(**options)
     except (TypeError, ValueError) as error:
@@ -57,9 +57,9 @@ def build(name: str, objective: type[Objective], **options: Any) -> Objective:
 def warn_wide_range(
     name: str, objective: type[Objective], options: Mapping[str, Any], low: str, high: str
 ) -> None:
-    """Warn where a range meant for tokens' ratios meets an objective whose own is one of sequences'.
+    """Warn where an objective of sequence ratios gets a clip range that is meant for token ratios.
 
-    ``low`` and ``high`` are the framework's words for it.
+    ``low`` and ``high`` are the framework's words for the range.
     """
     meant: Any = objective  # a dataclass: its defaults are attributes of the class
     if "clip_high" not in options or meant.clip_high > SEQUENCE_RANGE:
@@ -74,5 +74,5 @@ def warn_wide_range(
 
 @functools.cache
 def warn_once(message: str) -> None:
-    """Warn, in a process at most once with the same message."""
+    """Warn, at most once in a process with the same message."""
     warnings.warn(message, stacklevel=2)

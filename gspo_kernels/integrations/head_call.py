@@ -1,4 +1,4 @@
-"""The loss in the place of the head's product, for one forward of a causal language model."""
+"""One forward of a causal language model, with the loss in the place of the head's product."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def replaced_product(
 
     before, hooks = head.__dict__.get("forward"), (head._forward_pre_hooks, head._forward_hooks)
     if getattr(head, "_distribute_module_applied", False):
-        # those of tensor parallelism would make DTensors of what is no logits
+        # hooks of tensor parallelism would make DTensors of a result that isn't logits
         head._forward_pre_hooks, head._forward_hooks = OrderedDict(), OrderedDict()
     handle = head.register_forward_hook(keep)
     head.forward = product
@@ -131,7 +131,7 @@ class HeadCall:
         return tuple(x for x in out[:3] if x is not None)
 
     def _whole(self, tensor: Any) -> Any:
-        """A DTensor's whole. Its ranks then all compute the same loss, and its gradient is replicated."""
+        """The whole of a DTensor, so that all ranks compute the same loss; its gradient is replicated."""
         if not hasattr(tensor, "full_tensor"):
             return tensor
         from torch.distributed.fsdp import FSDPModule

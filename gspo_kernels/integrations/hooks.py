@@ -19,7 +19,7 @@ from gspo_kernels.objectives.base import Objective
 from gspo_kernels.off_policy import rollout_weights
 
 ROUNDING = 16
-"""Advantages of one sequence may differ by so many roundings of their own dtype and still be one number."""
+"""Advantages of one sequence count as equal where they differ by at most so many roundings of their dtype."""
 
 
 def refuse_other_versions(distribution: str, specifier: str) -> None:
@@ -121,7 +121,7 @@ def fitting_advantages(
 
 
 def count(counted: str, mask: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-    """How many "tokens" or non-empty "sequences" a mask has, 0-d fp64.
+    """The number of "tokens", or of "sequences" with a token, that a mask has; 0-d, fp64.
 
     Args:
         counted: which.
@@ -162,7 +162,7 @@ class RolloutCorrection:
         loss_mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
     ) -> Tensor:
-        """``gspo_kernels.rollout_weights`` with these options."""
+        """The weights, by ``gspo_kernels.rollout_weights`` with these options."""
         return rollout_weights(
             old_logprobs,
             rollout_logprobs,

@@ -38,7 +38,7 @@ class PackedTokens(NamedTuple):
 
 
 def offsets_of(lengths: Tensor) -> Tensor:
-    """Lengths, integers [B], to ``cu_seqlens`` int32 [B + 1]."""
+    """``cu_seqlens``, int32 [B + 1], of sequences with these lengths, integers [B]."""
     checks.dtype("lengths", checks.tensor("lengths", lengths, None, "[B]", None), checks.INTEGERS)
     if lengths.ndim != 1:
         raise ValueError(f"lengths: got shape {tuple(lengths.shape)}, expected [B]")
@@ -76,7 +76,7 @@ def offsets_from_position_ids(position_ids: Tensor) -> Tensor:
 
 
 def pack(sequences: Sequence[Tensor]) -> PackedTokens:
-    """Sequences, one tensor [len_i, ...] each (slime, prime-rl), to packed; ``unpack`` is the inverse."""
+    """Pack sequences that are one tensor [len_i, ...] each (slime, prime-rl); ``unpack`` is the inverse."""
     if isinstance(sequences, Tensor) or not all(isinstance(each, Tensor) for each in sequences):
         raise TypeError("sequences: expected a list of tensors, one per sequence")
     if not sequences or any(each.ndim < 1 for each in sequences):
@@ -94,13 +94,13 @@ def pack(sequences: Sequence[Tensor]) -> PackedTokens:
 
 
 def unpack(values: Tensor, cu_seqlens: Tensor) -> list[Tensor]:
-    """Packed [N, ...] to one view [len_i, ...] per sequence. Lengths are read from the device."""
+    """One view [len_i, ...] per sequence of packed [N, ...]. Lengths are read from the device."""
     _check_packed("values", values, cu_seqlens)
     return list(torch.split_with_sizes(values, cu_seqlens.diff().tolist()))
 
 
 def from_nested(nested: Tensor) -> PackedTokens:
-    """A nested jagged tensor [B, j, ...] (verl) to packed; ``to_nested`` is the inverse."""
+    """Pack a nested jagged tensor [B, j, ...] (verl); ``to_nested`` is the inverse."""
     if not isinstance(nested, Tensor) or not nested.is_nested or nested.layout != torch.jagged:
         raise TypeError("nested: expected a nested tensor with layout=torch.jagged")
     jagged: Any = nested
@@ -110,13 +110,13 @@ def from_nested(nested: Tensor) -> PackedTokens:
 
 
 def to_nested(values: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Packed [N, ...] to a nested jagged tensor [B, j, ...] with int64 offsets."""
+    """The nested jagged tensor [B, j, ...], with int64 offsets, of packed [N, ...]."""
     _check_packed("values", values, cu_seqlens)
     return torch.nested.nested_tensor_from_jagged(values, cu_seqlens.to(torch.int64))
 
 
 def from_padded(padded: Tensor, mask: Tensor) -> PackedTokens:
-    """The tokens of a padded batch that ``mask`` marks, to packed; ``to_padded_like`` is the inverse.
+    """Pack the tokens of a padded batch that ``mask`` marks; ``to_padded_like`` is the inverse.
 
     Args:
         padded: [B, T, ...], padded on the left, the right, or both.
@@ -128,7 +128,7 @@ def from_padded(padded: Tensor, mask: Tensor) -> PackedTokens:
 
 
 def to_padded_like(values: Tensor, mask: Tensor, *, fill: float = 0.0) -> Tensor:
-    """Packed [N, ...] back to where ``mask`` [B, T] marks them, in its order; ``fill`` elsewhere."""
+    """Put packed [N, ...] where ``mask`` [B, T] marks tokens, in its order; ``fill`` elsewhere."""
     checks.tensor("values", values, None, "[N, ...]", None)
     if not isinstance(mask, Tensor) or mask.ndim != 2:
         raise ValueError("mask: expected a tensor [B, T]")
@@ -143,7 +143,7 @@ def to_padded_like(values: Tensor, mask: Tensor, *, fill: float = 0.0) -> Tensor
 def to_padded(
     values: Tensor, cu_seqlens: Tensor, *, length: int | None = None, side: str = "right", fill: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Packed [N, ...] to padded; ``from_padded`` with the returned mask is the inverse.
+    """Pad packed [N, ...]; ``from_padded`` with the returned mask is the inverse.
 
     Args:
         values: [N, ...].
@@ -239,7 +239,7 @@ def response_predictions(cu_seqlens: Tensor, response_cu_seqlens: Tensor) -> Ten
 def _shift(
     values: Tensor, cu_seqlens: Tensor | None, attention_mask: Tensor | None, fill: float, by: int
 ) -> Tensor:
-    """Move by one within sequences, forwards (1) or backwards (-1); ``fill`` where nothing comes from."""
+    """Move by one within sequences, forwards (1) or backwards (-1); ``fill`` where no value moves in."""
     checks.tensor("tokens", values, None, "[B, T, ...], or [N, ...] with cu_seqlens", None)
     if cu_seqlens is not None:
         if attention_mask is not None:

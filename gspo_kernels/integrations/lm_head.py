@@ -29,11 +29,11 @@ class LMHead:
     softcap: float | None
 
     def options(self) -> dict[str, Any]:
-        """The keyword arguments beside hidden states and weight."""
+        """The head as keyword arguments of the linear entries, besides hidden states and weight."""
         return {"bias": self.bias, "logit_scale": self.logit_scale, "softcap": self.softcap}
 
     def transform(self, logits: Tensor) -> Tensor:
-        """From the head's product to the logits, at temperature 1."""
+        """What lies between the head's product and the logits, at temperature 1."""
         logits = self.logit_scale * logits
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
@@ -75,7 +75,7 @@ def head_module(model: Any) -> Any:
     weight = getattr(head, "weight", None)
     if weight is None or getattr(model.config, "is_encoder_decoder", False):
         raise IntegrationError(f"model: {name} is no causal language model with a linear lm_head")
-    tuners = sys.modules.get("peft.tuners.tuners_utils")  # an adapter can't be there if it was never imported
+    tuners = sys.modules.get("peft.tuners.tuners_utils")  # where PEFT was never imported there is no adapter
     if tuners is not None and isinstance(head, tuners.BaseTunerLayer):
         raise IntegrationError(
             f"model: the lm_head of {name} carries an adapter ({type(head).__name__}), whose product is not "
@@ -97,7 +97,7 @@ def _logit_transform(config: Any) -> tuple[float, float | None]:
         if getattr(config, name, None) is not None:
             scale = float(getattr(config, name))
     scaling = getattr(config, "logits_scaling", None)
-    if scaling is not None and config.model_type != "minicpm3":  # there it divides the hidden states
+    if scaling is not None and config.model_type != "minicpm3":  # here the factor divides the hidden states
         scale *= float(scaling) if config.model_type == "hyperclovax" else 1 / float(scaling)
     softcap = getattr(config, "final_logit_softcapping", None) or getattr(config, "logits_soft_cap", None)
     return scale, float(softcap) if softcap else None

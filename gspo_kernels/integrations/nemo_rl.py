@@ -32,8 +32,8 @@ __all__ = ["PolicyLoss", "RolloutCorrection"]
 class PolicyLoss:
     """Any objective as a NeMo-RL loss function of log-probs.
 
-    Divides by the global batch's number of sequences or tokens, as the objective's aggregation asks, so that
-    micro-batches and ranks add up.
+    It divides by the global batch's number of sequences or tokens, as the objective's aggregation asks, so
+    that micro-batches and ranks add up.
 
     Args:
         objective: GSPO() by default.
@@ -95,8 +95,8 @@ class PolicyLoss:
             global_valid_seqs, global_valid_toks: 0-d, of the global batch over all ranks.
 
         Returns:
-            The loss, and metrics that add up over micro-batches and ranks (``probs_ratio_min`` and
-            ``probs_ratio_max`` but for themselves), under NeMo-RL's names where it has one.
+            The loss, and metrics under NeMo-RL's names where it has one. All but ``probs_ratio_min`` and
+            ``probs_ratio_max`` add up over micro-batches and ranks.
         """
         logprobs = next_token_logprobs
         mask = data["token_mask"][:, 1:] * data["sample_mask"].unsqueeze(-1)

@@ -44,8 +44,8 @@ class PolicyLossOutput(NamedTuple):
 class PolicyLoss(torch.nn.Module):
     """Any objective with the signature of ``openrlhf.models.PolicyLoss``.
 
-    Divides by the whole optimizer step's number of sequences or tokens, as the objective's aggregation asks.
-    OpenRLHF adds its KL loss and its entropy bonus outside.
+    It divides by the whole optimizer step's number of sequences or tokens, as the objective's aggregation
+    asks. OpenRLHF adds its KL loss and its entropy bonus outside.
 
     Args:
         objective: GSPO() by default.

@@ -35,7 +35,7 @@ REDUCTIONS = {
     "sequence_mean": "sequence_mean",
     "seq_mean_token_sum_norm": "constant",
 }
-"""SkyRL's ``loss_reduction`` to this package's ``aggregation``; "prompt_mean" is none of ours."""
+"""This package's ``aggregation`` for each of SkyRL's ``loss_reduction``; it has none for "prompt_mean"."""
 
 UNBOUNDED = math.exp(20.0)
 """The largest ratio that SkyRL's losses let through."""
@@ -214,7 +214,7 @@ def _losses() -> tuple[dict[str, SkyRLPolicyLoss], dict[str, str]]:
 
 
 LOSSES, REFUSED = _losses()
-"""All losses that SkyRL can serve, by name; and why it can't serve the others."""
+"""All losses that SkyRL can serve, by name, and the reasons why it can't serve the others."""
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""slime: ``PolicyLoss`` is a ``--custom-loss-function-path``, straight from the packed logits."""
+"""slime: ``PolicyLoss`` is a ``--custom-loss-function-path`` that starts from the packed logits."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ _REFUSED: dict[str, tuple[Any, str]] = {
     "custom_pg_loss_reducer_function_path": (None, "the reduction is the objective's aggregation"),
     "use_unbiased_kl": (False, "the KL is not weighted by the ratio of tokens here"),
 }
-"""Arguments that change slime's loss: the only value that is served, and why."""
+"""Arguments that change slime's loss: the only value of each that is served, and why."""
 
 
 class PolicyLoss:
     """Any objective as a slime loss function, from the logits of a packed micro-batch.
 
-    Returns the *sum* over the micro-batch's samples (or tokens, under ``--calculate-per-token-loss``), which
-    slime itself divides by the step's number. Of slime's arguments ``entropy_coef``, ``use_kl_loss``,
+    It returns the *sum* over the micro-batch's samples (or tokens, under ``--calculate-per-token-loss``),
+    which slime itself divides by the step's number. Of slime's arguments ``entropy_coef``, ``use_kl_loss``,
     ``kl_loss_coef``, ``kl_loss_type``, ``rollout_temperature`` and ``use_rollout_logprobs`` are followed; the
     clip range is the objective's, not ``eps_clip``.
 

@@ -79,7 +79,7 @@ def __getattr__(name: str) -> Any:
 def fuse_lm_head(model: Any, *, fp32_head: bool = False) -> Any:
     """Let ``model(..., labels=, advantages=, ...)`` return the policy loss without building logits.
 
-    Patches ``forward`` of this instance (of the causal LM inside PEFT and DDP wrappers); a second call
+    This patches ``forward`` of the instance (of the causal LM inside PEFT and DDP wrappers); a second call
     changes nothing but ``fp32_head``. Calls without the arguments below run the model's own forward.
 
     A call with ``return_logprobs=True`` scores: it takes the options of ``linear_token_logprobs`` and
@@ -173,7 +173,7 @@ class _Fused:
 
 
 def _forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The model's own forward; if our arguments are there, with the loss in place of the head's product."""
+    """Run the model's own forward; for our arguments with the loss in place of the head's product."""
     fused = model._gspo_fused
     own = fused.earlier or functools.partial(type(model).forward, model)
     ours = {name: kwargs[name] for name in kwargs if name in _OURS}
@@ -270,7 +270,7 @@ def _labels(ours: dict[str, Any], kwargs: dict[str, Any]) -> Tensor:
     ignore_index = ours.get("ignore_index", -100)
     shifted = labels.roll(-1, dims=1)
     shifted[:, -1:] = ignore_index
-    if packed and labels.shape[1]:  # -1, before an empty first sequence, is the last position of the row
+    if packed and labels.shape[1]:  # before an empty first sequence this is -1, the last position of the row
         shifted[0, ours["cu_seqlens"][1:].long() - 1] = ignore_index
     return shifted
 
@@ -354,7 +354,7 @@ def _check_packing(model: Any, own: Any, device: torch.device) -> None:
         for module in training:
             module.training = True
     packed, alone = (x.double() for x in (hidden[0][:, 3:], hidden[1]))
-    # rounding only; at 16 bits a router may send a token to another expert
+    # more than rounding is refused; at 16 bits a router may send a token to another expert
     tolerance = 0.1 if hidden[0].dtype in LOW_PRECISION else 1e-3
     difference = float((packed - alone).norm() / alone.norm())
     if not difference <= tolerance:
@@ -366,7 +366,7 @@ def _check_packing(model: Any, own: Any, device: torch.device) -> None:
 
 
 def _score_packed(ours: dict[str, Any], labels: Tensor) -> None:
-    """Turn what is one per sequence into one per token, as scoring takes it."""
+    """Expand values that are one per sequence to one per token, as scoring takes them."""
     cu_seqlens, temperature = ours.pop("cu_seqlens"), ours.get("temperature")
     if isinstance(temperature, Tensor):
         shape = (cu_seqlens.shape[0] - 1,)

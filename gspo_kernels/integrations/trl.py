@@ -36,7 +36,7 @@ from gspo_kernels.integrations.lm_head import causal_lm_of  # noqa: E402
 from gspo_kernels.integrations.transformers import fuse_lm_head  # noqa: E402
 
 GSPO_RANGE = 0.01
-"""A clip range of sequence ratios beyond this is rather one of token ratios; the paper's is 3e-4 and 4e-4."""
+"""A wider clip range is probably meant for token ratios; GSPO's paper has 3e-4 and 4e-4 for sequences."""
 
 _AGGREGATION = {
     "grpo": "sequence_mean",
@@ -152,7 +152,7 @@ def objective_of(args: Any) -> Objective:
                 ratio_level=level,
                 **shared,
             )
-        # a ratio is never below 1 - 1, so a wider lower range is the same
+        # ratios are never below 1 - 1 = 0, so that a wider lower range changes nothing
         clip: dict[str, Any] = {
             "clip_low": min(args.epsilon, 1.0),
             "clip_high": high,
@@ -271,7 +271,7 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
                 _take_boxes(causal_lm_of(fused))
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
-        """Our loss; TRL's own code sees detached log-probs and does the rest: metrics, entropy control."""
+        """Compute our loss; TRL's own code sees detached log-probs and does metrics and entropy control."""
         step = _Step(model, inputs)
         super()._compute_loss(step, inputs)
         assert step.loss is not None
@@ -280,7 +280,7 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     def _get_per_token_logps_and_entropies(
         self, model: Any, *call: Any, **options: Any
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """TRL's scoring through our head, and where the loss is due, that too."""
+        """Score through our head as TRL scores; where the loss is wanted, compute that too."""
         if not isinstance(model, _Step):
             return self._through_head(model, {}, call, options)[0]
         terms, mask = self._terms(model.inputs)
@@ -310,7 +310,7 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     def _through_head(
         self, model: Any, terms: dict[str, Any], call: tuple[Any, ...], options: dict[str, Any]
     ) -> tuple[tuple[Tensor, Tensor | None, Tensor | None], Any]:
-        """TRL's scoring with our head in the place of its own, and the output of the model's last call.
+        """Score with our head in the place of TRL's; return that and the output of the model's last call.
 
         ``terms`` of the loss, [B] or [B, C] over the completions, go into a call of the whole batch.
         """
@@ -342,12 +342,12 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         return super()._get_per_token_logps_and_entropies(head, *call, **options), output
 
     def _terms(self, inputs: dict[str, Any]) -> tuple[dict[str, Any], Tensor]:
-        """Terms of the loss over the completions, as ``policy_loss`` names them, and TRL's loss mask."""
+        """The terms of the loss over the completions, as ``policy_loss`` names them, and TRL's loss mask."""
         mask = inputs["completion_mask"]
         if "tool_mask" in inputs:
             mask = mask * inputs["tool_mask"]
         if self.loss_type in _WINDOW_NORMALIZED:
-            # the number of tokens spans the generation batch; the share of one accumulation window
+            # TRL counts the generation batch's tokens; this is the share of one accumulation window
             normalizer = inputs["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes
             if self.model.training:
                 steps = self.args.steps_per_generation
@@ -379,7 +379,7 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     def _leave_out(
         self, terms: dict[str, Any], mask: Tensor, logprobs: Tensor, entropy: Tensor, inputs: dict[str, Any]
     ) -> Tensor:
-        """Take tokens and sequences that TRL's masks drop out of the policy term; returns tokens left."""
+        """Leave what TRL's masks drop out of the policy term; return the tokens that are left."""
         kept, effective = torch.ones_like(mask[:, :1]), mask
         if self.off_policy_mask_threshold is not None:
             old = terms["old_logprobs"]
@@ -402,7 +402,7 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         return effective
 
     def _entropy_coef(self, terms: dict[str, Any], effective: Tensor) -> float | Tensor:
-        """The entropy bonus, TRL's mean over ``effective`` tokens, in the shares of the objective's sum."""
+        """The entropy bonus, TRL's mean over ``effective`` tokens, as factors of the objective's own sum."""
         idle = self.use_adaptive_entropy and self._last_world_entropy > self.args.entropy_target
         if idle or self.entropy_coef == 0.0:
             return 0.0

@@ -39,7 +39,7 @@ AGGREGATIONS = {
     "seq-mean-token-sum": "sequence_mean_token_sum",
     "seq-mean-token-sum-norm": "constant",
 }
-"""verl's ``loss_agg_mode`` to this package's ``aggregation``."""
+"""This package's ``aggregation`` for each of verl's ``loss_agg_mode``."""
 
 _TOTALS = {"token_mean": "batch_num_tokens", "sum": None}
 

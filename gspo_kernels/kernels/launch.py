@@ -34,7 +34,7 @@ class Tile(NamedTuple):
     stages: int = 1
 
 
-# Bytes of logits per element -> tile, the same on all devices. A fold keeps two (with entropy three)
+# The tile by the bytes of one logit, the same on all devices. A fold keeps two (with entropy three)
 # registers per lane, so its blocks are 32 bytes per thread: two 16-byte loads, with four more always under
 # way. On sm_90 that is 48 to 64 registers, hence 4 or 5 programs and 64 KiB under way per multiprocessor. The
 # backward keeps nothing and takes 64 bytes per thread.
@@ -89,7 +89,7 @@ def narrows_in_place(logits_BTV: Tensor, out_BTV: Tensor) -> bool:
     same_rows = logits_BTV.data_ptr() == out_BTV.data_ptr() and all(
         logits_BTV.stride(dim) * wide == out_BTV.stride(dim) * narrow for dim in dims
     )
-    # Row by row, the inner dimension first: how far the rows so far reach is where the next may begin.
+    # From the innermost dimension outwards: the next row may begin where those so far end.
     reach = logits_BTV.shape[2]
     for dim in sorted(dims, key=logits_BTV.stride):
         same_rows = same_rows and logits_BTV.stride(dim) >= reach

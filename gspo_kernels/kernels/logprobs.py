@@ -166,7 +166,7 @@ def _write_gradient(
     BLOCK: tl.constexpr,
     PLATFORM: tl.constexpr,
 ):
-    """Walk ``width`` columns of a row and write their gradient, or zeros on ``idle_width`` columns unread.
+    """Read ``width`` columns of a row and write their gradient; write zeros to ``idle_width`` columns.
 
     dlogp/dz_v = onehot_v - p_v and dH/dz_v = -p_v (log p_v + H). At the label both start from its own
     log-prob, because 1 - p(label) taken from exp(z - lse) would be all rounding where p(label) is close to 1.
@@ -182,7 +182,7 @@ def _write_gradient(
     for start in range(0, width, BLOCK):
         raw = ahead
         columns = start + lanes
-        # Before this block's store, across which the compiler can't move a load: out may be the logits.
+        # This load stands before the store, across which the compiler can't move it: out may be the logits.
         ahead = load_columns(row, start + BLOCK, width, stride_v, BLOCK, UNIT_STRIDE, "evict_first")
         z, bend = transformed(raw, columns, width, slopes, STATS, SCALED, SOFTCAP, PLATFORM)
         log_p = (z - base) - rest
@@ -194,8 +194,8 @@ def _write_gradient(
             grad = grad * bend
         grad = narrowed(grad, out_row.dtype.element_ty, PLATFORM)
         if NARROWS_IN_PLACE:
-            # Block k of the gradient covers logits of blocks before k or of block 0, which another thread may
-            # have yet to read.
+            # Block k of the gradient covers logits of block 0 or of blocks before k. Another thread may not
+            # have read them yet.
             tl.debug_barrier()
         tl.store(out_row + columns, grad, mask=columns < width, eviction_policy="evict_first")
     for start in range(0, idle_width, BLOCK):
@@ -255,7 +255,7 @@ def logprobs_backward_kernel(
     if grad_scale_ptr is not None:
         scale = tl.load(grad_scale_ptr).to(STATS)
     grad_logp = tl.load(element(grad_logprobs_ptr, b, t, grad_logprobs_stride_b, grad_logprobs_stride_t))
-    # A NaN log-prob for want of a label depends on no logit.
+    # Without a label in range the log-prob is NaN and depends on no logit.
     grad_logp = tl.where(labelled, grad_logp.to(STATS) * scale, 0.0)
     logp = tl.load(logprobs_ptr + n)
     base, rest = parted(tl.load(lse_ptr + n), STATS)
@@ -393,7 +393,7 @@ def logprobs_and_grad_kernel(
     BLOCK: tl.constexpr,
     PLATFORM: tl.constexpr,
 ):
-    """One row's statistics, then its gradient: the second walk finds the row in the cache."""
+    """One row's statistics, then its gradient, for which the row is still in the cache."""
     n = tl.program_id(0)
     b = n // T
     t = n - b * T
@@ -424,7 +424,7 @@ def logprobs_and_grad_kernel(
     )
     tl.store(logprobs_ptr + n, tl.where(counted, logp, 0.0))
     tl.store(lse_ptr + n, tl.where(counted, joined(base, rest, lse_ptr.dtype.element_ty), 0.0))
-    # In place, no thread may overwrite what another still folds.
+    # Where out is the logits, no thread may overwrite what another still folds.
     tl.debug_barrier()
     _write_gradient(
         row,

@@ -35,7 +35,7 @@ def lowest(STATS: tl.constexpr):
 def exp_flushed(x, PLATFORM: tl.constexpr):
     """exp(x) for x <= 0 as one hardware exponential; on NVIDIA, results below the normal range become 0.
 
-    Without that flush each exponential costs three instructions more, a third of the fold.
+    Keeping them would cost three more instructions for each exponential, a third of the fold's time.
     """
     if PLATFORM == "cuda" and x.dtype == tl.float32:
         scaled = x * 1.4426950408889634
@@ -177,7 +177,7 @@ def row_slopes(
 
 @triton.jit
 def _scaled(x, factor):
-    """Return x times a sum of two, of which an infinite x must not meet the second, perhaps 0 or negative."""
+    """Multiply x by a factor in two parts. An infinite x meets only the first: the second may be 0."""
     finite = tl.minimum(tl.maximum(x, -HUGE), HUGE)
     return tl.fma(x, factor[0], finite * factor[1])
 
@@ -193,7 +193,7 @@ def transformed(
     SOFTCAP: tl.constexpr,
     PLATFORM: tl.constexpr,
 ):
-    """Return z of one block, -inf beyond the width, and what dz/dx has beside the row's slope."""
+    """Return z of one block, -inf beyond the width, and the factor of dz/dx that varies within the row."""
     x = raw.to(STATS)
     bend = 1.0
     if SOFTCAP:
@@ -209,16 +209,16 @@ def transformed(
 
 @triton.jit
 def _fold_block(peak, total, spread, z, ENTROPY: tl.constexpr, PLATFORM: tl.constexpr):
-    """Take one block into the lanes: total = sum exp(z - peak), spread = sum exp(z - peak) (z - peak).
+    """Fold one block into the lanes: total = sum exp(z - peak), spread = sum exp(z - peak) (z - peak).
 
-    One exponential per element: exp(-|z - peak|) is the new element's term where the peak stays, and the
-    factor on the old sums where it moves.
+    One exponential per element is enough: exp(-|z - peak|) is the new element's term where the peak stays,
+    and the factor on the old sums where the peak moves.
     """
     distance = z - peak
     rises = distance > 0
     e = exp_flushed(-tl.abs(distance), PLATFORM)
     if ENTROPY:
-        # A distance of infinity belongs to an exponential of 0; the NaN of a NaN logit lives on in `total`.
+        # Where the distance is infinite the exponential is 0. A NaN logit makes `total` NaN.
         a = tl.minimum(tl.abs(distance), HUGE)
         spread = tl.where(rises, e * (spread - a * total), spread - e * a)
     total = tl.where(rises, tl.fma(total, e, 1.0), total + e)
@@ -228,7 +228,7 @@ def _fold_block(peak, total, spread, z, ENTROPY: tl.constexpr, PLATFORM: tl.cons
 
 @triton.jit
 def joined_folds(one, other, ENTROPY: tl.constexpr, PLATFORM: tl.constexpr):
-    """The (peak, total, spread) of two folds' columns together; of the peaks only the other may be -inf."""
+    """(peak, total, spread) of the columns of two folds together. The peak of ``one`` must be finite."""
     peak = tl.maximum(one[0], other[0])
     down = one[0] - peak
     other_down = other[0] - peak
@@ -243,9 +243,7 @@ def joined_folds(one, other, ENTROPY: tl.constexpr, PLATFORM: tl.constexpr):
 
 @triton.jit
 def _start_of(block, home, BLOCK: tl.constexpr):
-    """First column of the block folded ``block``-th: block ``home`` comes as number 0, the others in
-    order.
-    """
+    """The first column of the ``block``-th block that is folded: ``home``, then the others in order."""
     return tl.where(block > home, block, block - 1) * BLOCK
 
 
@@ -308,7 +306,7 @@ def fold_row(
 
 @triton.jit
 def combine_lanes(peak, total, spread, z_label, labelled, STATS: tl.constexpr, ENTROPY: tl.constexpr):
-    """From the lanes of the other columns and the label's logit to the row's statistics."""
+    """Combine the lanes of the other columns with the label's logit into the row's statistics."""
     top = tl.max(peak, axis=0)
     distance = peak - top
     e = tl.exp(distance)

@@ -21,12 +21,12 @@ def scale_kernel(
     BLOCK: tl.constexpr,
     PLATFORM: tl.constexpr,
 ):
-    """One block; a factor of 1, the usual upstream gradient, costs the launch and nothing else."""
+    """One block. A factor of 1, the usual upstream gradient, costs no more than the launch."""
     factor = tl.load(factor_ptr).to(STATS)
     if factor != 1:
         start = tl.program_id(0).to(tl.int64) * BLOCK
         pointers = values_ptr + (start + tl.arange(0, BLOCK))
-        # Without a mask where nothing is to mask: one of unknown alignment would split 16-byte accesses.
+        # Whole blocks take no mask: a mask of unknown alignment would split 16-byte accesses.
         if start + BLOCK <= count:
             values = tl.load(pointers).to(STATS) * factor
             tl.store(pointers, narrowed(values, values_ptr.dtype.element_ty, PLATFORM))

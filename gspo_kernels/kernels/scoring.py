@@ -42,8 +42,8 @@ class ProductTile(NamedTuple):
     slices: int
 
 
-# 16-bit inputs: 192 KiB of shared memory, which sm_90 and sm_100 have, or 96 KiB for other NVIDIA GPUs. Rows
-# that don't come in 16-byte pieces go through registers, where less fits. fp32 products are fused
+# For 16-bit inputs 192 KiB of shared memory, which sm_90 and sm_100 have, or 96 KiB for other NVIDIA GPUs.
+# Rows that don't come in 16-byte pieces go through registers, where less fits. fp32 products are fused
 # multiply-adds, 8 x 8 per thread.
 _LARGE = ProductTile(128, 256, 64, 8, 4, 8)
 _SMALL = ProductTile(128, 128, 64, 8, 4, 2)
@@ -118,7 +118,7 @@ def score_tile_kernel(
     rows = (first + within % height) * ROWS + tl.arange(0, ROWS)
     left = split * COLUMNS
 
-    # Beyond the last row or column that one comes again, to be left out below.
+    # Beyond the end the last row or column is loaded once more; what comes of it is left out below.
     row = tl.minimum(rows, N - 1).to(tl.int64)
     column = tl.minimum(left + tl.arange(0, COLUMNS), V - 1).to(tl.int64)
     label = tl.load(labels_ptr + row * labels_stride).to(tl.int64)
@@ -141,7 +141,7 @@ def score_tile_kernel(
             a = tl.load(hidden_pointers, mask=inside[None, :], other=0.0)
             b = tl.load(weight_pointers, mask=inside[:, None], other=0.0)
         if PLATFORM == "interpreter":
-            # It would multiply the bits of bf16 numbers as integers.
+            # The interpreter would multiply the bits of bf16 numbers as integers.
             a = a.to(tl.float32)
             b = b.to(tl.float32)
         product = tl.dot(a, b, product, input_precision="ieee")

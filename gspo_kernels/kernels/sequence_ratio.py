@@ -70,8 +70,8 @@ def _sequence_of(n, cu_seqlens_ptr, sequences):
 
 @triton.jit
 def _arrive(counter_ptr):
-    """Publish what this program has written, count it in, and see what those counted in before it have
-    written.
+    """Publish what this program has written and count it; what programs counted before have written can then
+    be read.
     """
     tl.debug_barrier()
     before = tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu")
@@ -149,7 +149,7 @@ def _reduce_sequence(
     log_s = (log_ratio / tl.where(counts_at_all, length, 1.0)).to(STATS)
     low = counts_at_all & (advantage < 0) & (log_s < log_low)
     high = counts_at_all & (((advantage > 0) & (log_s > log_high)) | ((advantage < 0) & (log_s > log_dual)))
-    # Bounded before the exponential, by selection: nothing gives 0 * inf, and NaN stays NaN.
+    # The bound is selected before the exponential is taken, so that nothing is 0 * inf and NaN stays NaN.
     bound = tl.where(low, log_low, tl.where(advantage > 0, log_high, log_dual))
     bounded = tl.where(low | high, bound, log_s)
     ratio = tl.exp(log_s.to(tl.float64))
@@ -334,7 +334,7 @@ def sequence_ratio_kernel(
     SEQUENCES_PER_BLOCK: tl.constexpr,
     PLATFORM: tl.constexpr,
 ):
-    """One row or one bare arrival; see the module."""
+    """Fold one row and arrive, or only arrive; the module's docstring says how."""
     n = tl.program_id(0)
     sequence = n - N
     if n < N:
@@ -456,7 +456,7 @@ def sequence_step_kernel(
     TOKENS_PER_BLOCK: tl.constexpr,
     SEQUENCES_PER_BLOCK: tl.constexpr,
 ):
-    """One sequence of tokens whose log-probs are there, all in fp64; see the module."""
+    """One sequence whose log-probs are given, computed in fp64; the module's docstring says how."""
     sequence = tl.program_id(0)
     first, last = _rows_of(sequence, cu_seqlens_ptr, N, T)
     _reduce_sequence(

@@ -29,8 +29,7 @@ SCOPES = ("nothing", "token", "turn", "sequence", "group", "batch")
 
 @dataclass(frozen=True)
 class PolicyBatch:
-    """The inputs of an objective in fp64. "Tokens" is [B, T] padded or [1, N] packed; masked tokens hold
-    zeros.
+    """The inputs of an objective, in fp64. "Tokens" means [B, T] padded or [1, N] packed; masked ones hold 0.
 
     Attributes:
         layout: sums over sequences and expands from them.
@@ -63,18 +62,18 @@ class PolicyBatch:
     turn_ids: Tensor | None = None
 
     def per_token(self, values: Tensor) -> Tensor:
-        """Expand [B] to tokens; leave tokens alone."""
+        """Expand [B] to tokens; values per token stay as they are."""
         return self.layout.expand(values) if values.ndim == 1 else values
 
     def per_sequence(self, values: Tensor) -> Tensor:
-        """Mean of tokens over each sequence's counted tokens; leaves [B] alone."""
+        """The mean of tokens over each sequence's counted ones; [B] stays as it is."""
         if values.ndim == 1:
             return values
         counts = self.layout.sum(self.mask.to(values.dtype)).clamp(min=1.0)
         return self.layout.sum(torch.where(self.mask, values, 0.0)) / counts
 
     def range_of(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """[B], [B]: smallest and largest among each sequence's counted tokens; inf and -inf without any."""
+        """[B], [B]: smallest and largest of a sequence's counted tokens; inf and -inf where it has none."""
         sequences = self.sequence_ids().flatten()
 
         def extreme(how: str, nothing: float) -> Tensor:

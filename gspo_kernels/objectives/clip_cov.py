@@ -48,7 +48,7 @@ class ClipCov(Objective):
 
     coefficient_scope: ClassVar[Literal["batch"]] = "batch"
     level: ClassVar[Literal["token"]] = "token"
-    # its log-probs enter the covariance of the others
+    # a token without advantage still enters the covariance of the others
     zero_advantage_is_inactive: ClassVar[bool] = False
     ratio_only: ClassVar[bool] = False
 

@@ -54,7 +54,7 @@ class DHPO(Objective):
         if isinstance(self.mix, str):
             if self.mix != "entropy":
                 raise ValueError(f"mix: got {self.mix!r}, expected a number from 0 to 1, or 'entropy'")
-            # the entropy is known no sooner than the log-probs
+            # the entropy comes from the same logits as the log-probs, so nothing is known beforehand
             self._declare(needs=("entropy",), ratio_only=False)
         else:
             require_numbers(0.0, 1.0, mix=self.mix)

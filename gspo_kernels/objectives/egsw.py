@@ -43,7 +43,7 @@ class EGSW(Objective):
     coefficient_scope: ClassVar[Literal["group"]] = "group"
     level: ClassVar[Literal["token"]] = "token"
     needs: ClassVar[tuple[str, ...]] = ("entropy", "group_ids")
-    # its entropy enters the weights of the others
+    # a sequence without advantage still enters the weights of the others
     zero_advantage_is_inactive: ClassVar[bool] = False
     ratio_only: ClassVar[bool] = False
 

@@ -53,5 +53,5 @@ class ESPO(GSPO):
         return result._replace(loss=result.loss + kl)
 
     def sequence_ratio_form(self) -> None:
-        """The single launch knows no token weights."""
+        """None: the fused forward takes no token weights."""
         return None

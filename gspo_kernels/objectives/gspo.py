@@ -52,7 +52,7 @@ class GSPO(Objective):
         return ObjectiveLoss(batch.weighted(loss), log_ratio, low, high)
 
     def sequence_ratio_form(self) -> ClippedSequenceRatio | None:
-        """GSPO is the clipped sequence ratio."""
+        """The clipped sequence ratio with this objective's bounds and aggregation."""
         divisor, scale = self.outer_divisor()
         bounds = log_bounds(self.clip_low, self.clip_high, self.dual_clip)
         return ClippedSequenceRatio(*bounds, self.aggregation != "sequence_mean", divisor, scale)

@@ -57,7 +57,7 @@ def surrogate(
     clipped_low: Tensor | None = None,
     clipped_high: Tensor | None = None,
 ) -> ObjectiveLoss:
-    """``-A gain``, for a function of the ratio: tokens or [B]."""
+    """The loss ``-A gain``, where ``gain`` is a function of the ratio: tokens or [B]."""
     assert batch.advantages is not None
     advantages = batch.advantages if gain.ndim == 1 else batch.token_advantages()
     loss = -finite.mul(advantages, gain)
@@ -71,7 +71,7 @@ def policy_gradient(
     clipped_low: Tensor | None = None,
     clipped_high: Tensor | None = None,
 ) -> ObjectiveLoss:
-    """``-sg[weight] A logp`` per token: a gradient of ``-weight A``, whatever the weight is made of."""
+    """The loss ``-sg[weight] A logp`` per token; its gradient is ``-weight A``, whatever the weight is."""
     return surrogate(
         batch,
         finite.mul(batch.per_token(weight.detach()), batch.weighted_logprobs()),

@@ -30,7 +30,7 @@ def _identity(log_ratio: Tensor, tau: Tensor) -> Tensor:
 
 
 LOG_GATES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"sigmoid": _sigmoid, "identity": _identity}
-"""Log of the gate from log-ratios and temperatures (tokens), by name; add your own before you name it."""
+"""By name, the log of a gate, from log-ratios and temperatures (tokens). Add your own gates here."""
 
 
 @dataclass(frozen=True, kw_only=True)

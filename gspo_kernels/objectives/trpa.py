@@ -59,7 +59,7 @@ class TRPA(Pairwise):
         return torch.logaddexp(-h, torch.zeros_like(h))
 
     def penalty(self, batch: PolicyBatch) -> Tensor | None:
-        """Eta k3(new, old)."""
+        """``eta k3(new, old)``."""
         if self.kl_coef == 0:
             return None
         return self.kl_coef * batch.layout.sum(finite.k3(batch.log_ratio)) / batch.lengths

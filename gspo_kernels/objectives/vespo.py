@@ -49,7 +49,7 @@ class VESPO(Objective):
         """One value per token."""
         total = batch.layout.sum(batch.log_ratio.clamp(-_LOG_MOST, _LOG_MOST))
         log_ratio = batch.per_token(total.clamp(_LOG_LEAST, _LOG_MOST))
-        # phi at A = 0 doesn't matter
+        # where A = 0 any phi gives 0
         k = by_sign(batch, self.k_positive, self.k_negative)
         decay = by_sign(batch, self.lambda_positive, self.lambda_negative)
         weight = torch.exp(k * log_ratio - decay * torch.expm1(log_ratio))

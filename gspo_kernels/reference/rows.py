@@ -19,7 +19,7 @@ def unavailable(device: torch.device) -> str | None:
 
 
 def transform_logits(logits: Tensor, transform: LogitTransform) -> Tensor:
-    """Z of ``LogitTransform`` in the statistics' dtype; differentiable."""
+    """The transformed logits, z of ``LogitTransform``, in the statistics' dtype; differentiable."""
     z = logits.to(stats_dtype(logits.dtype)) * transform.logit_scale
     if transform.softcap:
         z = transform.softcap * torch.tanh(z / transform.softcap)
@@ -40,7 +40,7 @@ def token_statistics(
     index = labels.to(torch.int64).clamp(0, max(vocabulary - 1, 0)).unsqueeze(-1)
     logprobs = logp.gather(-1, index).squeeze(-1).masked_fill(~in_range, float("nan"))
     p = logp.exp()
-    # selected before the product: its gradient would multiply 0 with infinity
+    # selected before the product, whose gradient would multiply 0 by infinity
     entropy = -(p * torch.where(p > 0, logp, 0.0)).sum(-1)
     lse = torch.logsumexp(z.detach().to(torch.float64), dim=-1)
     return RowStats(*(stat.masked_fill(ignored, 0.0) for stat in (logprobs, lse, entropy)))
@@ -81,7 +81,7 @@ def logprobs_backward(
         for output, grad in given:
             (slope,) = torch.autograd.grad(output.sum(), leaf, retain_graph=True)
             weight = grad.to(leaf.dtype) * (1.0 if grad_scale is None else grad_scale)
-            # an overflowed gradient makes infinities, and leaves zeros alone
+            # a weight that overflowed makes infinities of slopes, but must not make NaN of zeros
             grad_logits = grad_logits + torch.where(slope == 0, 0.0, slope * weight.unsqueeze(-1))
     out.copy_(grad_logits.masked_fill(idle.unsqueeze(-1), 0.0))
 
