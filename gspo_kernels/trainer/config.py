@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 import gspo_kernels as gk
-from gspo_kernels.trainer.errors import ConfigError
-from gspo_kernels.trainer.options import coerce, near_matches, option, require
 from gspo_kernels.trainer.rewards import ADVANTAGES
+from gspo_kernels.trainer.run.input_errors import ConfigError
+from gspo_kernels.trainer.run.options import coerce, near_matches, option, require
 
 LAYOUTS = ("packed", "padded", "shared_prefix")
 

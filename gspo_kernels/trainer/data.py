@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from gspo_kernels.trainer.errors import DataError
+from gspo_kernels.trainer.run.input_errors import DataError
 
 Rows = Sequence[Mapping[str, Any]]
 

@@ -15,9 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import gspo_kernels as gk
-from gspo_kernels.trainer.errors import ModelError
-from gspo_kernels.trainer.models import head_of
-from gspo_kernels.trainer.packing import (
+from gspo_kernels.trainer.rows.packing import (
     Packed,
     check_packing,
     check_sequences,
@@ -25,7 +23,9 @@ from gspo_kernels.trainer.packing import (
     packed_hidden_states,
     ranges,
 )
-from gspo_kernels.trainer.shared_prefix import check_shared_prefix, shared_prefix_hidden_states
+from gspo_kernels.trainer.rows.shared_prefix import check_shared_prefix, shared_prefix_hidden_states
+from gspo_kernels.trainer.run.input_errors import ModelError
+from gspo_kernels.trainer.run.models import head_of
 
 
 class Policy(nn.Module):

@@ -11,14 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gspo_kernels.trainer.completions import (
+from gspo_kernels.trainer.recipes.completions import (
     Completions,
     Segment,
     completion_mask,
     join_segments,
     left_pad,
 )
-from gspo_kernels.trainer.errors import ModelError
+from gspo_kernels.trainer.run.input_errors import ModelError
 
 __all__ = [
     "Completions",

@@ -15,16 +15,7 @@ import torch
 from accelerate.utils import gather_object, set_seed
 from torch import Tensor
 
-from gspo_kernels.trainer.checkpoint import (
-    RunDirectory,
-    load_state,
-    random_state,
-    save_state,
-    set_random_state,
-    write_directory,
-)
 from gspo_kernels.trainer.config import TrainConfig
-from gspo_kernels.trainer.config_file import flat, load_config, require_same_run, save_config, to_mapping
 from gspo_kernels.trainer.data import (
     PromptOrder,
     Prompts,
@@ -34,11 +25,26 @@ from gspo_kernels.trainer.data import (
     prepare_prompts,
     tokens_of,
 )
-from gspo_kernels.trainer.display import Display
-from gspo_kernels.trainer.errors import ConfigError, ModelError, RunDirectoryError
-from gspo_kernels.trainer.health import Health
-from gspo_kernels.trainer.metrics import Record, append_metrics, finite, keep_until, read_metrics
-from gspo_kernels.trainer.models import (
+from gspo_kernels.trainer.policy import Policy
+from gspo_kernels.trainer.recipes.plain import recipe_of
+from gspo_kernels.trainer.recipes.samples import Sample, Sampler, Samples, experience_of, levels
+from gspo_kernels.trainer.recipes.veripo import VeriPO
+from gspo_kernels.trainer.rewards import RewardFunction, RewardSet, advantages_of
+from gspo_kernels.trainer.rollout import RolloutEngine, Sampling, TransformersEngine, left_pad
+from gspo_kernels.trainer.run.config_file import flat, load_config, require_same_run, save_config, to_mapping
+from gspo_kernels.trainer.run.display import Display
+from gspo_kernels.trainer.run.files import (
+    RunDirectory,
+    load_state,
+    random_state,
+    save_state,
+    set_random_state,
+    write_directory,
+)
+from gspo_kernels.trainer.run.health import Health
+from gspo_kernels.trainer.run.input_errors import ConfigError, ModelError, RunDirectoryError
+from gspo_kernels.trainer.run.metrics import Record, append_metrics, finite, keep_until, read_metrics
+from gspo_kernels.trainer.run.models import (
     add_adapters,
     check_head,
     end_token_ids,
@@ -47,9 +53,8 @@ from gspo_kernels.trainer.models import (
     load_tokenizer,
     padding_token_id,
 )
-from gspo_kernels.trainer.plot import plot_progress
-from gspo_kernels.trainer.policy import Policy
-from gspo_kernels.trainer.processes import (
+from gspo_kernels.trainer.run.plot import plot_progress
+from gspo_kernels.trainer.run.processes import (
     check_processes,
     make_accelerator,
     on_all,
@@ -57,12 +62,7 @@ from gspo_kernels.trainer.processes import (
     prepare_frozen,
     whole_weights,
 )
-from gspo_kernels.trainer.recipes import recipe_of
-from gspo_kernels.trainer.rewards import RewardFunction, RewardSet, advantages_of
-from gspo_kernels.trainer.rollout import RolloutEngine, Sampling, TransformersEngine, left_pad
-from gspo_kernels.trainer.samples import Sample, Sampler, Samples, experience_of, levels
 from gspo_kernels.trainer.updates import Experience, PolicyUpdater
-from gspo_kernels.trainer.veripo import VeriPO
 
 
 class GSPOTrainer:

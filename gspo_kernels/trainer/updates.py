@@ -25,11 +25,11 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 import gspo_kernels as gk
 from gspo_kernels.trainer.config import TrainConfig, UpdateConfig
-from gspo_kernels.trainer.packing import token_budget_batches
 from gspo_kernels.trainer.policy import Policy
-from gspo_kernels.trainer.processes import is_sharded, shard_again
 from gspo_kernels.trainer.rollout import sampling_mismatch
-from gspo_kernels.trainer.shared_prefix import shared_prefix_tokens
+from gspo_kernels.trainer.rows.packing import token_budget_batches
+from gspo_kernels.trainer.rows.shared_prefix import shared_prefix_tokens
+from gspo_kernels.trainer.run.processes import is_sharded, shard_again
 
 Metrics = dict[str, float]
 

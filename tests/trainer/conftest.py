@@ -11,8 +11,8 @@ import torch
 from gspo_kernels.trainer import demo
 from gspo_kernels.trainer import trainer as trainer_module
 from gspo_kernels.trainer.config import TrainConfig
-from gspo_kernels.trainer.config_file import from_mapping
-from gspo_kernels.trainer.plot import plot_progress
+from gspo_kernels.trainer.run.config_file import from_mapping
+from gspo_kernels.trainer.run.plot import plot_progress
 from tests.draws import shifted_seed
 
 

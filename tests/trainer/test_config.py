@@ -6,9 +6,9 @@ import typing
 import pytest
 
 import gspo_kernels as gk
-from gspo_kernels.trainer.arguments import parse_train_arguments
 from gspo_kernels.trainer.config import TrainConfig
-from gspo_kernels.trainer.config_file import (
+from gspo_kernels.trainer.run.command_line import parse_train_arguments
+from gspo_kernels.trainer.run.config_file import (
     from_mapping,
     load_config,
     options,
@@ -16,7 +16,7 @@ from gspo_kernels.trainer.config_file import (
     save_config,
     to_mapping,
 )
-from gspo_kernels.trainer.errors import ConfigError
+from gspo_kernels.trainer.run.input_errors import ConfigError
 
 WRONG = [
     ({"rollot": {}}, ["unknown key rollot", "rollout"]),

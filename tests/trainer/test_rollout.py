@@ -9,8 +9,8 @@ import torch
 
 import gspo_kernels as gk
 from gspo_kernels.trainer import demo
-from gspo_kernels.trainer.errors import ModelError
-from gspo_kernels.trainer.models import IGNORED, head_of, hidden_states
+from gspo_kernels.trainer.run.input_errors import ModelError
+from gspo_kernels.trainer.run.models import IGNORED, head_of, hidden_states
 from gspo_kernels.trainer.rollout import (
     Completions,
     Sampling,

@@ -8,9 +8,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gspo_kernels.trainer import GSPOTrainer
-from gspo_kernels.trainer.checkpoint import RunDirectory
-from gspo_kernels.trainer.errors import ConfigError, DataError, InputError, ModelError, RewardError
-from gspo_kernels.trainer.metrics import read_metrics
+from gspo_kernels.trainer.run.files import RunDirectory
+from gspo_kernels.trainer.run.input_errors import ConfigError, DataError, InputError, ModelError, RewardError
+from gspo_kernels.trainer.run.metrics import read_metrics
 from tests.trainer.conftest import make_accelerator, small_config, tiny_qwen3
 
 
