@@ -98,8 +98,8 @@ def _demo(arguments: list[str]) -> None:
 
 def _run(config: TrainConfig, *, resume: bool, overwrite: bool) -> None:
     from gspo_kernels.trainer.data import load_prompts
-    from gspo_kernels.trainer.run.input_errors import ConfigError
     from gspo_kernels.trainer.rewards import load_reward
+    from gspo_kernels.trainer.run.input_errors import ConfigError
 
     for key in ("model", "dataset", "reward"):
         if not getattr(config, key):

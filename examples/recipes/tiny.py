@@ -8,7 +8,8 @@ import torch
 
 from gspo_kernels.trainer.demo import make_model, make_tokenizer
 from gspo_kernels.trainer.run.metrics import read_metrics
-from gspo_kernels.trainer.run.models import IGNORED
+
+IGNORED = -100
 
 
 def make_start(pairs, *, steps, seed):

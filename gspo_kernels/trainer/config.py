@@ -142,18 +142,21 @@ class OffPolicyConfig:
             self.level,
         )
         if self.level != "none":
-            one = torch.zeros(1, 1)
+            one = torch.zeros(1)
             try:
-                self.weights(one, one, one == 0)
+                self.weights(one, one, one == 0, torch.tensor([0, 1]))
             except ValueError as error:
                 raise ConfigError(f"off_policy: {error}") from error
 
-    def weights(self, old_logprobs: Tensor, rollout_logprobs: Tensor, loss_mask: Tensor) -> Tensor:
-        """Return `gk.rollout_weights` of [B, C] log-probs: [B, C], or [B] for one weight per sequence."""
+    def weights(
+        self, old_logprobs: Tensor, rollout_logprobs: Tensor, loss_mask: Tensor, cu_seqlens: Tensor
+    ) -> Tensor:
+        """Return `gk.rollout_weights` of packed log-probs, [N]: [N], or [B] for one weight per sequence."""
         return gk.rollout_weights(
             old_logprobs,
             rollout_logprobs,
             loss_mask=loss_mask,
+            cu_seqlens=cu_seqlens,
             level=self.level,
             reduce=self.reduce,
             mode=self.mode,

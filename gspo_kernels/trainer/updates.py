@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ import gspo_kernels as gk
 from gspo_kernels.trainer.config import TrainConfig, UpdateConfig
 from gspo_kernels.trainer.policy import Policy
 from gspo_kernels.trainer.rollout import sampling_mismatch
-from gspo_kernels.trainer.rows.packing import token_budget_batches
+from gspo_kernels.trainer.rows.packing import offsets, ranges, token_budget_batches
 from gspo_kernels.trainer.rows.shared_prefix import shared_prefix_tokens
 from gspo_kernels.trainer.run.processes import is_sharded, shard_again
 
@@ -38,17 +39,19 @@ _WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_
 
 @dataclass(frozen=True)
 class Experience:
-    """One rollout, scored: B completions, the rows of a group consecutive, all on one device.
+    """One rollout, scored: B completions of N tokens in all, the rows of a group consecutive, on one device.
+
+    What belongs to tokens is packed: one completion after the other, without padding.
 
     Attributes:
         prompts: B tensors of token ids, [P_i].
-        completions: B tensors of token ids, [C_i], C_i > 0; C is the longest.
+        completions: B tensors of token ids, [C_i], C_i > 0.
         advantages: [B] fp32, or what the objective takes for them.
-        loss_mask: [B, C] bool, tokens that the loss counts; false outside the completion.
+        loss_mask: [N] bool, tokens that the loss counts.
         group_ids: [B] int64, which prompt a row completes.
-        rollout_logprobs: [B, C] fp32, by the engine that sampled; None where it gave none.
-        turn_ids: [B, C] int64, -1 outside turns; None: every completion is one turn.
-        ref_logprobs: [B, C] fp32, by the reference; None where the updater's own one is to score them.
+        rollout_logprobs: [N] fp32, by the engine that sampled; None where it gave none.
+        turn_ids: [N] int64, -1 outside turns; None: every completion is one turn.
+        ref_logprobs: [N] fp32, by the reference; None where the updater's own one is to score them.
     """
 
     prompts: Sequence[Tensor]
@@ -60,11 +63,33 @@ class Experience:
     turn_ids: Tensor | None = None
     ref_logprobs: Tensor | None = None
 
-    def places(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the indices of these rows' completion tokens in [B, C], one completion after the other."""
-        lengths = torch.tensor([len(self.completions[row]) for row in rows.tolist()], device=rows.device)
-        columns = torch.cat([torch.arange(length, device=rows.device) for length in lengths.tolist()])
-        return rows.repeat_interleave(lengths), columns
+    def places(self, rows: Tensor) -> Tensor:
+        """Return where among the N tokens these rows' are, one row after the other, int64."""
+        lengths = [len(completion) for completion in self.completions]
+        starts, chosen = [0, *accumulate(lengths)], rows.tolist()
+        return ranges([starts[row] for row in chosen], [lengths[row] for row in chosen], rows.device)
+
+    def offsets(self, rows: Tensor) -> Tensor:
+        """Return ``cu_seqlens`` of these rows' tokens."""
+        return offsets([len(self.completions[row]) for row in rows.tolist()], self.loss_mask.device)
+
+    def pick(self, terms: Mapping[str, Any], rows: Tensor) -> dict[str, Any]:
+        """Return the part of some terms of a loss, [B], [N] or the same for all, that belongs to rows."""
+        places, B = self.places(rows), len(self.completions)
+        return {
+            name: value if not isinstance(value, Tensor) else value[rows if len(value) == B else places]
+            for name, value in terms.items()
+        }
+
+    def by_token(self, values: Tensor) -> Tensor:
+        """Repeat one value per row, [B], for each of its tokens, [N]."""
+        lengths = torch.tensor([len(completion) for completion in self.completions])
+        return values.repeat_interleave(lengths.to(values.device))
+
+    def counted(self) -> Tensor:
+        """Return [B] int64, how many tokens of each row the loss counts."""
+        owners = self.by_token(torch.arange(len(self.completions), device=self.loss_mask.device))
+        return torch.zeros_like(self.group_ids).index_add(0, owners, self.loss_mask.long())
 
 
 class PolicyUpdater:
@@ -154,47 +179,41 @@ class PolicyUpdater:
         return metrics | self._mismatch(experience, terms["old_logprobs"])
 
     def current_logprobs(self, experience: Experience, step: int) -> Tensor:
-        """Return [B, C] log-probs under the weights of now, cut as the update of this step will cut them."""
+        """Return [N] log-probs under the weights of now, cut as the update of this step will cut them."""
         minibatches = self._minibatches(experience, step)[: self.config.update.minibatches]
         cut = self._cut(experience, minibatches)
         return self.score(self.policy, experience, [micro for micros in cut for micro in micros]).logprobs
 
     @torch.no_grad()
     def score(self, policy: Any, experience: Experience, micro_batches: Sequence[Tensor]) -> gk.TokenLogprobs:
-        """Return log-probs and entropy of the rows in all processes' micro-batches, [B, C], 0 elsewhere.
+        """Return log-probs and entropy of the rows in all processes' micro-batches, [N], 0 elsewhere.
 
         Cut into the micro-batches of the update, because results may depend on a batch's shape in the last
         bit.
         """
-        found = torch.zeros(2, *experience.loss_mask.shape, device=experience.loss_mask.device)
+        found = torch.zeros(2, len(experience.loss_mask), device=experience.loss_mask.device)
         for micro in micro_batches:
-            rows = _rows_or_first(micro)
-            prompts, completions = _tokens(experience, rows)
-            scores = policy(prompts, completions, return_entropy=True)
+            scores = policy(*_tokens(experience, micro), return_entropy=True)
             if len(micro):
-                sequences, columns = experience.places(rows)
-                found[:, sequences, columns] = torch.stack(scores)
+                found[:, experience.places(micro)] = torch.stack(scores)
         return gk.TokenLogprobs(*self.accelerator.reduce(found, "sum"))
 
     def accumulate(
         self, experience: Experience, micro_batches: Sequence[Tensor], terms: Mapping[str, Any]
     ) -> gk.TokenLogprobs:
-        """Add the gradient of some micro-batches to the parameters; return log-probs and entropy, [B, C].
+        """Add the gradient of some micro-batches to the parameters; return log-probs and entropy, [N].
 
-        Tensors among the terms are [B] or [B, C].
+        Tensors among the terms are [B] or [N].
         """
-        found = torch.zeros(2, *experience.loss_mask.shape, device=experience.loss_mask.device)
+        found = torch.zeros(2, len(experience.loss_mask), device=experience.loss_mask.device)
         for number, micro in enumerate(micro_batches, start=1):
-            rows = _rows_or_first(micro)
-            places = experience.places(rows)
-            own = {name: _pick(value, rows, places) for name, value in terms.items()}
+            own = experience.pick(terms, _rows_or_first(micro))
             own["loss_mask"] &= len(micro) > 0
             with self._without_sync(number < len(micro_batches)):
-                output = self.policy(*_tokens(experience, rows), own, return_entropy=True)
+                output = self.policy(*_tokens(experience, micro), own, return_entropy=True)
                 self.accelerator.backward(output.loss)
             if len(micro):
-                sequences, columns = places
-                found[:, sequences, columns] = torch.stack([output.logprobs, output.entropy])
+                found[:, experience.places(micro)] = torch.stack([output.logprobs, output.entropy])
         return gk.TokenLogprobs(*self.accelerator.reduce(found, "sum"))
 
     def micro_batches(self, experience: Experience, rows: Tensor) -> list[Tensor]:
@@ -266,7 +285,7 @@ class PolicyUpdater:
 
     def _active(self, experience: Experience, rows: Tensor) -> Tensor:
         """Return the rows that can have a gradient; the others cost no forward pass but count."""
-        counted = experience.loss_mask[rows].any(1)
+        counted = experience.counted()[rows] > 0
         beyond = self.looks_around or self.config.kl.beta > 0 or self.config.update.entropy_coef != 0
         if self.objective.zero_advantage_is_inactive and not beyond:
             counted &= experience.advantages[rows] != 0
@@ -277,7 +296,7 @@ class PolicyUpdater:
         return [self.micro_batches(experience, self._active(experience, rows)) for rows in minibatches]
 
     def _terms(self, experience: Experience, first_epoch: Sequence[Tensor]) -> dict[str, Any]:
-        """Return the terms of the loss that stay the same for all minibatches; tensors are [B] or [B, C]."""
+        """Return the terms of the loss that stay the same for all minibatches; tensors are [B] or [N]."""
         config = self.config
         cut = self._cut(experience, first_epoch)
         unscored = [micro for micros in cut[0 if self.scores_first else 1 :] for micro in micros]
@@ -297,7 +316,10 @@ class PolicyUpdater:
         if config.off_policy.level != "none":
             assert experience.rollout_logprobs is not None
             terms["rollout_weights"] = config.off_policy.weights(
-                terms["old_logprobs"], experience.rollout_logprobs, experience.loss_mask
+                terms["old_logprobs"],
+                experience.rollout_logprobs,
+                experience.loss_mask,
+                experience.offsets(torch.arange(len(experience.completions))),
             )
         if "group_ids" in self.objective.needs:
             terms["group_ids"] = experience.group_ids
@@ -314,13 +336,13 @@ class PolicyUpdater:
         objective, world = self._objective(), self.accelerator.num_processes
         if self.looks_around:
             current = self.score(self.policy, experience, micro_batches)
-            whole, coefficients = _coefficients(terms, current, rows, objective)
+            whole, coefficients = _coefficients(experience, terms, current, rows, objective)
             # Gradients are averaged over the processes, and each of them has its own share of the sum.
             own = {name: world * value for name, value in coefficients.items()}
             own |= {"loss_mask": terms["loss_mask"], "old_logprobs": None, "advantages": None}
             self.accumulate(experience, micro_batches, own | {"objective": gk.Linear()})
         else:
-            divisor = outer_count(objective, experience.loss_mask[rows])
+            divisor = outer_count(objective, experience.counted()[rows])
             own = terms | {"objective": objective, "normalizer": divisor / world}
             if on_policy:
                 own["old_logprobs"] = None
@@ -329,10 +351,12 @@ class PolicyUpdater:
             if on_policy:
                 terms["old_logprobs"] += current.logprobs
             # Over the whole minibatch, so that metrics do not depend on how it was cut.
+            places = experience.places(active)
             whole = gk.policy_loss(
-                current.logprobs[active],
-                **{name: _pick(value, active) for name, value in terms.items()},
-                entropy=current.entropy[active],
+                current.logprobs[places],
+                **experience.pick(terms, active),
+                entropy=current.entropy[places],
+                cu_seqlens=experience.offsets(active),
                 normalizer=divisor,
                 objective=objective,
             )
@@ -356,12 +380,12 @@ class PolicyUpdater:
 
     def _mismatch(self, experience: Experience, old_logprobs: Tensor) -> Metrics:
         """Return how far the sampling engine's log-probs are from ours, in nats per token."""
-        everything = torch.arange(len(experience.completions), device=old_logprobs.device)
-        rows = self._active(experience, everything)
         if experience.rollout_logprobs is None:
             return {}
+        everything = torch.arange(len(experience.completions), device=old_logprobs.device)
+        places = experience.places(self._active(experience, everything))
         return sampling_mismatch(
-            old_logprobs[rows], experience.rollout_logprobs[rows], experience.loss_mask[rows]
+            old_logprobs[places], experience.rollout_logprobs[places], experience.loss_mask[places]
         )
 
     def _without_sync(self, more: bool) -> AbstractContextManager[Any]:
@@ -371,14 +395,18 @@ class PolicyUpdater:
         return nullcontext()
 
 
-def outer_count(objective: Any, loss_mask: Tensor) -> int:
+def outer_count(objective: Any, counted: Tensor) -> int:
     """Return what the objective divides by over a whole minibatch: its sequences, its tokens, or 1.
 
     Given to every micro-batch as its normalizer, it makes their gradients add up to the minibatch's.
+
+    Args:
+        objective: of the loss.
+        counted: [B] int64, tokens of each sequence that count.
     """
-    counted, _ = objective.outer_divisor()
-    counts = {"one": 1, "tokens": int(loss_mask.sum()), "sequences": int(loss_mask.any(1).sum())}
-    return max(counts[counted], 1)
+    unit, _ = objective.outer_divisor()
+    counts = {"one": 1, "tokens": int(counted.sum()), "sequences": int((counted > 0).sum())}
+    return max(counts[unit], 1)
 
 
 def learning_rate_factor(update: int, config: UpdateConfig) -> float:
@@ -393,32 +421,27 @@ def learning_rate_factor(update: int, config: UpdateConfig) -> float:
 
 
 def _coefficients(
-    terms: Mapping[str, Any], current: gk.TokenLogprobs, rows: Tensor, objective: Any
+    experience: Experience, terms: Mapping[str, Any], current: gk.TokenLogprobs, rows: Tensor, objective: Any
 ) -> tuple[gk.LossOutput, dict[str, Tensor]]:
-    """Return the loss of a whole minibatch, and its gradient as `gk.Linear` takes it, [B, C]."""
+    """Return the loss of a whole minibatch, and its gradient as `gk.Linear` takes it, [N]."""
     assert current.entropy is not None
-    logprobs = current.logprobs[rows].requires_grad_()
-    entropy = current.entropy[rows].requires_grad_()
+    places = experience.places(rows)
+    logprobs = current.logprobs[places].requires_grad_()
+    entropy = current.entropy[places].requires_grad_()
     whole = gk.policy_loss(
         logprobs,
-        **{name: _pick(value, rows) for name, value in terms.items()},
+        **experience.pick(terms, rows),
         entropy=entropy,
+        cu_seqlens=experience.offsets(rows),
         objective=objective,
     )
     gradients = torch.autograd.grad(whole.loss, (logprobs, entropy), materialize_grads=True)
-    token_weights, entropy_coef = torch.zeros(2, *current.logprobs.shape, device=rows.device)
-    token_weights[rows], entropy_coef[rows] = gradients[0], -gradients[1]
+    token_weights, entropy_coef = torch.zeros(2, len(current.logprobs), device=rows.device)
+    token_weights[places], entropy_coef[places] = gradients[0], -gradients[1]
     coefficients = {"token_weights": token_weights}
     if terms["entropy_coef"] != 0:
         coefficients["entropy_coef"] = entropy_coef
     return whole, coefficients
-
-
-def _pick(value: Any, rows: Tensor, places: tuple[Tensor, Tensor] | None = None) -> Any:
-    """Return the part of a term that belongs to some rows, packed if their places are given."""
-    if not isinstance(value, Tensor) or value.dim() == 0:
-        return value
-    return value[places] if places is not None and value.dim() == 2 else value[rows]
 
 
 def _rows_or_first(micro: Tensor) -> Tensor:
@@ -430,6 +453,6 @@ def _rows(rows: list[int], like: Tensor) -> Tensor:
     return torch.tensor(rows, dtype=torch.int64, device=like.device)
 
 
-def _tokens(experience: Experience, rows: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-    chosen = rows.tolist()
-    return [experience.prompts[row] for row in chosen], [experience.completions[row] for row in chosen]
+def _tokens(experience: Experience, micro: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    rows = _rows_or_first(micro).tolist()
+    return [experience.prompts[row] for row in rows], [experience.completions[row] for row in rows]

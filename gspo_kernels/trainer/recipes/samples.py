@@ -9,12 +9,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from gspo_kernels.trainer.data import Prompts, columns_of
 from gspo_kernels.trainer.rewards import Rewards, RewardSet
 from gspo_kernels.trainer.rollout import Completions, RolloutEngine, Sampling
-from gspo_kernels.trainer.run.processes import on_all, whole_weights
+from gspo_kernels.trainer.run.processes import in_shares, whole_weights
 from gspo_kernels.trainer.updates import Experience
 
 
@@ -60,17 +59,11 @@ def joined(parts: Sequence[Samples]) -> Samples:
     )
 
 
-def own_share(accelerator: Any, count: int) -> list[int]:
-    """Return which of ``count`` things this process works on; all shares make up the whole, in order."""
-    shares = np.array_split(np.arange(count), accelerator.num_processes)
-    own: list[int] = shares[accelerator.process_index].tolist()
-    return own
-
-
+@dataclass
 class Sampler:
     """Completes prompts and scores the completions, each process its share; every process gets all of them.
 
-    Args:
+    Attributes:
         accelerator: accelerate's.
         policy: the prepared policy, whose weights are whole while the engine runs.
         engine: what completes prompts.
@@ -80,24 +73,13 @@ class Sampler:
         seed: of the run.
     """
 
-    def __init__(
-        self,
-        accelerator: Any,
-        policy: Any,
-        engine: RolloutEngine,
-        tokenizer: Any,
-        rewards: RewardSet,
-        *,
-        truncated: str,
-        seed: int,
-    ) -> None:
-        self.accelerator = accelerator
-        self.policy = policy
-        self.engine = engine
-        self.tokenizer = tokenizer
-        self.rewards = rewards
-        self.truncated = truncated
-        self.seed = seed
+    accelerator: Any
+    policy: Any
+    engine: RolloutEngine
+    tokenizer: Any
+    rewards: RewardSet
+    truncated: str
+    seed: int
 
     @torch.no_grad()
     def __call__(
@@ -131,23 +113,27 @@ class Sampler:
         places = np.random.SeedSequence([self.seed, step, stage])
         seeds = places.generate_state(len(picked) * group_size, np.uint64).reshape(-1, group_size)
 
-        def share() -> Samples:
-            own = own_share(self.accelerator, len(picked))
-            if not own:
-                return Samples([], Rewards(torch.zeros(0), {}))
+        def share(own: list[int]) -> Samples:
             rows = [picked[place] for place in own for _ in range(group_size)]
             given = [tokens[place] for place in own for _ in range(group_size)]
             completions = self.engine.generate(given, sampling, seeds=seeds[own].flatten().tolist())
-            ids = completions.token_lists()
-            texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
-            data = [prompts.rows[row] for row in rows]
-            rewards = self.rewards(
-                [row["prompt"] for row in data], texts, ids, columns_of(data, prompts.columns)
-            )
-            return Samples(_samples(rows, given, texts, completions, self.truncated), rewards)
+            texts = self.tokenizer.batch_decode(completions.token_lists(), skip_special_tokens=True)
+            samples = _samples(rows, given, texts, completions, self.truncated)
+            return Samples(samples, score(self.rewards, prompts, samples))
 
         with whole_weights(self.accelerator, self.policy), self.accelerator.autocast():
-            return joined([part for part in on_all(self.accelerator, share) if part.each])
+            return joined(in_shares(self.accelerator, len(picked), share))
+
+
+def score(rewards: RewardSet, prompts: Prompts, samples: Sequence[Sample]) -> Rewards:
+    """Call reward functions on completions, with their prompts and columns as the dataset has them."""
+    data = [prompts.rows[sample.row] for sample in samples]
+    return rewards(
+        [row["prompt"] for row in data],
+        [sample.text for sample in samples],
+        [sample.ids.tolist() for sample in samples],
+        columns_of(data, prompts.columns),
+    )
 
 
 def _samples(
@@ -167,26 +153,34 @@ def _samples(
 
 def experience_of(samples: Samples, group_size: int, advantages: Tensor, device: torch.device) -> Experience:
     """Return what the update takes; completions without a reward or an advantage do not count in it."""
-    applies = ~samples.rewards.total.isnan()
+    applies = (~samples.rewards.total.isnan()).tolist()
 
-    def padded(name: str, filling: float) -> Tensor | None:
+    def packed(name: str) -> Tensor | None:
         values = [getattr(sample, name) for sample in samples.each]
-        return None if values[0] is None else pad_sequence(values, True, filling).to(device)
+        return None if values[0] is None else torch.cat(values).to(device)
 
-    counted = padded("counted", False)
-    assert counted is not None
+    counted = [sample.counted & known for sample, known in zip(samples.each, applies, strict=True)]
     return Experience(
         prompts=[torch.tensor(sample.prompt, device=device) for sample in samples.each],
         completions=[sample.ids.to(device) for sample in samples.each],
         advantages=advantages.nan_to_num(0.0).to(device),
-        loss_mask=counted & applies.unsqueeze(1).to(device),
+        loss_mask=torch.cat(counted).to(device),
         group_ids=torch.arange(len(samples.each), device=device) // group_size,
-        rollout_logprobs=padded("logprobs", 0.0),
-        turn_ids=padded("turn_ids", -1),
+        rollout_logprobs=packed("logprobs"),
+        turn_ids=packed("turn_ids"),
     )
 
 
-def levels(rewards: Tensor, group_size: int) -> Tensor:
-    """Return ranks within groups of this size, 1 for the highest reward and equal for equal ones, [B]."""
-    groups = [torch.unique(-group, return_inverse=True)[1] + 1 for group in rewards.split(group_size)]
-    return torch.cat(groups).to(rewards.dtype)
+def metrics_of(samples: Samples, group_size: int) -> dict[str, float]:
+    """Return what a rollout says of itself: rewards, lengths, and groups that nothing can be learned from."""
+    rewards, count = samples.rewards, len(samples.each)
+    groups = rewards.total.view(-1, group_size)
+    lowest, highest = groups.nan_to_num(torch.inf).amin(1), groups.nan_to_num(-torch.inf).amax(1)
+    means = {f"reward/{name}": float(values.nanmean()) for name, values in rewards.by_name.items()}
+    return {
+        "reward/mean": float(rewards.total.nanmean()),
+        **means,
+        "groups_without_variance": float((highest <= lowest).float().mean()),
+        "completions/length": sum(len(sample.ids) for sample in samples.each) / count,
+        "completions/finished": sum(sample.finished for sample in samples.each) / count,
+    }

@@ -9,27 +9,26 @@ taken at this moment, and there is no second copy of any weight.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gspo_kernels.trainer.config import TrainConfig
-from gspo_kernels.trainer.data import Prompts, columns_of
-from gspo_kernels.trainer.recipes.samples import Samples, own_share
+from gspo_kernels.trainer.data import Prompts
+from gspo_kernels.trainer.recipes.plain import Metrics, Recipe
+from gspo_kernels.trainer.recipes.samples import Samples, score
 from gspo_kernels.trainer.rewards import RewardSet, load_reward
-from gspo_kernels.trainer.run.processes import on_all
-from gspo_kernels.trainer.updates import Experience, PolicyUpdater
+from gspo_kernels.trainer.rollout import Sampling
+from gspo_kernels.trainer.run.processes import in_shares
+from gspo_kernels.trainer.updates import Experience
 
 
 class VeriPO:
-    """Keeps rollouts for DPO, and hands them out with pairs and reference when its steps come.
+    """Takes the steps of another recipe, and after some of them steps of DPO on rollouts that it kept.
 
     Args:
-        config: of the run; without ``veripo.dpo_steps`` nothing is ever kept.
-        updater: of the run, whose weights and optimizer DPO shares.
-        prompts: the training data, whose columns the verifier gets.
+        recipe: samples, and takes the objective's steps; DPO shares its weights and its optimizer.
 
     Attributes:
         updater: takes the DPO steps.
@@ -38,54 +37,71 @@ class VeriPO:
         RewardError: the verifier cannot be found, or called with the columns of the data.
     """
 
-    def __init__(self, config: TrainConfig, updater: PolicyUpdater, prompts: Prompts) -> None:
-        self.config = config.veripo
-        self.accelerator = updater.accelerator
-        self.group_size = config.rollout.group_size
-        self.updater = updater.under(config.of_dpo()) if self.config.dpo_steps > 0 else updater
-        self.prompts = prompts
+    def __init__(self, recipe: Recipe) -> None:
+        run = recipe.config
+        self.recipe = recipe
+        self.config = run.veripo
+        self.updater = recipe.updater.under(run.of_dpo())
         self.kept: list[Experience] = []
         self.verifier = None
         if self.config.verifier is not None:
-            function = load_reward(self.config.verifier, own_process=config.reward_process)
-            self.verifier = RewardSet([function], timeouts=config.reward_timeout)
-            self.verifier.check(prompts.columns)
+            function = load_reward(self.config.verifier, own_process=run.reward_process)
+            self.verifier = RewardSet([function], timeouts=run.reward_timeout)
+            self.verifier.check(recipe.prompts.columns)
 
-    def keep(self, step: int, samples: Samples, experience: Experience) -> dict[str, float]:
-        """Take note of a rollout, if DPO will need it; return what the verifier says of it on average."""
-        if self.config.dpo_steps == 0:
-            return {}
-        metrics = {"phase": 0.0}
+    def experience(self, step: int) -> tuple[Experience, Metrics]:
+        """Return what a step of either kind learns from."""
+        if self.config.compares(step):
+            return self.pairs(step)
+        samples, metrics = self.recipe.sampled(step, self.config.rollouts_until(step - 1))
+        experience = self.recipe.compared(samples)
+        metrics["phase"] = 0.0
         if self.config.keeps(step):
             judged = self._judged(samples)
             if judged is not None:
                 metrics["verifier/mean"] = float(judged.nanmean())
             scores = combined(samples.rewards.total, judged, self.config.reward_weight)
             self.kept.append(in_pairs(self.updater.objective, experience, scores))
-        return metrics
+        return experience, metrics
 
-    def pairs(self, step: int) -> tuple[Experience, dict[str, float]]:
+    def pairs(self, step: int) -> tuple[Experience, Metrics]:
         """Return the rollout of a DPO step, as DPO takes it, and how much there is to learn from."""
+        self.recipe.shown = []
         if self.kept[0].ref_logprobs is None:  # a phase begins: its reference is the policy of now
             self.kept = [
                 replace(each, ref_logprobs=self.updater.current_logprobs(each, step + number))
                 for number, each in enumerate(self.kept)
             ]
         experience = self.kept.pop(0)
-        present = experience.loss_mask.any(1)
+        present = experience.counted() > 0
         count = self.updater.objective.count_pairs(
             experience.advantages.double(), experience.group_ids, present
         )
         groups = len(experience.group_ids[present].unique()) / len(experience.group_ids.unique())
         return experience, {"phase": 1.0, "pairs": float(count), "groups_with_pairs": groups}
 
+    def update(self, experience: Experience, step: int) -> Metrics:
+        """Learn from it, by DPO or by the configured objective."""
+        updater = self.updater if self.config.compares(step) else self.recipe.updater
+        return updater.update(experience, step)
+
+    @property
+    def shown(self) -> list[tuple[Any, str, float]]:
+        """Completions to show; a step of DPO has none."""
+        return self.recipe.shown
+
+    def evaluate(self, prompts: Prompts, sampling: Sampling) -> tuple[Samples, Metrics]:
+        """Evaluate as the other recipe does."""
+        return self.recipe.evaluate(prompts, sampling)
+
     def state_dict(self) -> dict[str, Any]:
         """Return the rollouts that wait for their step."""
-        return {"kept": [vars(experience) for experience in self.kept]}
+        names = [each.name for each in fields(Experience)]
+        return {"kept": [{name: getattr(kept, name) for name in names} for kept in self.kept]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned."""
-        device = self.accelerator.device
+        device = self.recipe.sampler.accelerator.device
         self.kept = [
             Experience(**{name: _moved(value, device) for name, value in values.items()})
             for values in state["kept"]
@@ -93,25 +109,16 @@ class VeriPO:
 
     def _judged(self, samples: Samples) -> Tensor | None:
         """Return the verifier's scores, [B]: each process asks for its share of the groups, all get all."""
-        verifier = self.verifier
+        verifier, size = self.verifier, self.recipe.config.rollout.group_size
         if verifier is None:
             return None
 
-        def share() -> Tensor:
-            size = self.group_size
-            groups = own_share(self.accelerator, len(samples.each) // size)
+        def share(groups: list[int]) -> Tensor:
             own = [sample for group in groups for sample in samples.each[group * size : (group + 1) * size]]
-            if not own:
-                return torch.zeros(0)
-            data = [self.prompts.rows[sample.row] for sample in own]
-            return verifier(
-                [row["prompt"] for row in data],
-                [sample.text for sample in own],
-                [sample.ids.tolist() for sample in own],
-                columns_of(data, self.prompts.columns),
-            ).total
+            return score(verifier, self.recipe.prompts, own).total
 
-        return torch.cat(on_all(self.accelerator, share))
+        accelerator = self.recipe.sampler.accelerator
+        return torch.cat(in_shares(accelerator, len(samples.each) // size, share))
 
 
 def combined(rewards: Tensor, judged: Tensor | None, reward_weight: float) -> Tensor:
@@ -130,13 +137,13 @@ def in_pairs(dpo: Any, experience: Experience, scores: Tensor) -> Experience:
         scores: [B], the higher the better; NaN: in no pair.
     """
     scores = scores.to(experience.advantages.device)
-    present = experience.loss_mask.any(1) & ~scores.isnan()
+    present = (experience.counted() > 0) & ~scores.isnan()
     levels = -scores.nan_to_num(0.0)
     paired = dpo.paired(levels.double(), experience.group_ids, present)
     return replace(
         experience,
         advantages=levels,
-        loss_mask=experience.loss_mask & paired.unsqueeze(1),
+        loss_mask=experience.loss_mask & experience.by_token(paired),
         rollout_logprobs=None,  # they belong to the weights that sampled
     )
 

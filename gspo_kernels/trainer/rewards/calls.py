@@ -1,102 +1,176 @@
-"""Calling reward functions within a time limit: plain ones in a thread, coroutines in an event loop."""
+"""Calling somebody's function with lists: within a time limit, and its answer checked strictly.
+
+Plain functions run in a thread that is left behind when their time is up, or right here without a limit;
+coroutines run in an event loop that lives as long as its function, so that clients and connections outlive a
+call.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
-import queue
+import math
+import numbers
 import threading
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from gspo_kernels.trainer.rewards.loading import RewardFunction
+from gspo_kernels.trainer.rewards.loading import place_of
 from gspo_kernels.trainer.rewards.process import ProcessReward
+from gspo_kernels.trainer.run.input_errors import RewardError
 
 
-class OutOfTimeError(Exception):
+class Answer(NamedTuple):
+    """What a function is to return: a list of ``many``, each of which ``fits``."""
+
+    many: str
+    one: str
+    fits: Callable[[Any], bool]
+
+
+# bool and numpy scalars are Numbers as well
+NUMBERS = Answer(
+    "numbers",
+    "a finite number, or None where it does not apply",
+    lambda value: value is None or (isinstance(value, numbers.Real) and math.isfinite(value)),
+)
+TEXTS = Answer("texts", "a text", lambda value: isinstance(value, str))
+
+
+class _OutOfTimeError(Exception):
     """A call took longer than it may."""
 
 
-def is_async(function: RewardFunction) -> bool:
-    """Whether calling the function, or object, makes a coroutine."""
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+class ListFunction:
+    """A reward or feedback function as the trainer calls it.
 
-
-def call_within(function: RewardFunction, arguments: Mapping[str, Any], seconds: float | None) -> Any:
-    """Call a plain function: in a thread that is left behind after ``seconds``, or here if there is no limit.
-
-    Raises:
-        OutOfTimeError: it took too long.
-        BaseException: whatever the function raises.
+    Args:
+        what: what messages call it: "reward function right".
+        function: plain, async or a `ProcessReward`.
+        answer: what it is to return.
     """
-    if seconds is None:
-        return function(**arguments)
-    outcome: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
 
-    def run() -> None:
-        try:
-            outcome.put((function(**arguments), None))
-        except BaseException as error:
-            outcome.put((None, error))
-
-    _start_thread(run)
-    try:
-        values, error = outcome.get(timeout=seconds)
-    except queue.Empty:
-        if isinstance(function, ProcessReward):
-            function.kill()
-        raise OutOfTimeError from None
-    if error is not None:
-        raise error
-    return values
-
-
-class RewardLoop:
-    """An event loop for the whole run, so that clients and connections outlive a call."""
-
-    def __init__(self) -> None:
+    def __init__(self, what: str, function: Any, answer: Answer) -> None:
+        self.what = what
+        self.function = function
+        self.answer = answer
+        self.is_async = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    def begin(
-        self, function: RewardFunction, arguments: Mapping[str, Any], seconds: float | None
-    ) -> Future[Any]:
-        """Start a coroutine function."""
+    @property
+    def inner(self) -> Any:
+        """The function itself, which a process may run."""
+        return self.function.function if isinstance(self.function, ProcessReward) else self.function
+
+    def check(self, given: Iterable[str], columns: Iterable[str]) -> None:
+        """Raise a `RewardError` if it cannot be called with what is given and the dataset's columns."""
+        arguments = dict.fromkeys([*given, *columns])
+        bound = self.inner.keywords if isinstance(self.inner, functools.partial) else {}
+        if twice := arguments.keys() & bound.keys():
+            raise RewardError(f"{self.what}: {', '.join(twice)} is an option and a column")
+        try:
+            signature = inspect.signature(self.inner)
+        except ValueError:  # some builtin functions have none
+            return
+        try:
+            signature.bind(**arguments)
+        except TypeError as error:
+            names = ", ".join(columns) or "none"
+            raise RewardError(
+                f"{self.what} cannot be called with the dataset's columns ({names}): {error}"
+            ) from error
+
+    def begin(self, arguments: Mapping[str, Any], seconds: float | None) -> Callable[[], list[Any]]:
+        """Start a coroutine; return what waits for its answer, or calls a plain function and waits.
+
+        That raises a `RewardError` that names the function, and the completion where it is known: it raised,
+        took more than ``seconds``, or did not return one value that fits for each completion.
+        """
+        if self.is_async:
+            future = self._submit(arguments, seconds)
+            return lambda: self._checked(arguments, seconds, lambda: self._result(future, seconds))
+        return lambda: self._checked(arguments, seconds, lambda: self._call(arguments, seconds))
+
+    def _checked(
+        self, arguments: Mapping[str, Any], seconds: float | None, call: Callable[[], Any]
+    ) -> list[Any]:
+        prompts, completions = arguments["prompts"], arguments["completions"]
+        try:
+            values = call()
+        except _OutOfTimeError as error:
+            raise RewardError(
+                f"{self.what} took more than {seconds:g} seconds for {len(completions)} completions"
+            ) from error
+        except RewardError:
+            raise
+        except Exception as error:
+            raise RewardError(f"{self.what} raised {error!r}{place_of(error)}") from error
+        if hasattr(values, "tolist"):  # a tensor, or an array of numpy
+            values = values.tolist()
+        if not isinstance(values, Sequence) or isinstance(values, str):
+            raise RewardError(
+                f"{self.what} must return a list of {self.answer.many}, got {type(values).__name__}"
+            )
+        if len(values) != len(completions):
+            unit = "values" if self.answer is NUMBERS else self.answer.many
+            raise RewardError(f"{self.what} returned {len(values)} {unit} for {len(completions)} completions")
+        for index, value in enumerate(values):
+            if not self.answer.fits(value):
+                raise RewardError(
+                    f"{self.what} returned {value!r} for completion {index}; expected {self.answer.one} "
+                    f"(prompt {prompts[index]!r:.200}, completion {completions[index]!r:.200})"
+                )
+        return list(values)
+
+    def _call(self, arguments: Mapping[str, Any], seconds: float | None) -> Any:
+        if seconds is None:
+            return self.function(**arguments)
+        future: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(self.function(**arguments))
+            except BaseException as error:
+                future.set_exception(error)
+
+        _start_thread(run)
+        try:
+            return self._result(future, seconds)
+        except _OutOfTimeError:
+            if isinstance(self.function, ProcessReward):
+                self.function.kill()
+            raise
+
+    def _submit(self, arguments: Mapping[str, Any], seconds: float | None) -> Future[Any]:
+        async def within() -> Any:
+            # Not asyncio.wait_for: that waits for what does not let itself be cancelled.
+            task = asyncio.ensure_future(self.function(**arguments))
+            done, _ = await asyncio.wait({task}, timeout=seconds)
+            if not done:
+                task.cancel()
+                raise _OutOfTimeError
+            return task.result()
+
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             _start_thread(self._loop.run_forever)
-        coroutine: Any = function(**arguments)
-        return asyncio.run_coroutine_threadsafe(_within(coroutine, seconds), self._loop)
+        return asyncio.run_coroutine_threadsafe(within(), self._loop)
 
-    def finish(self, future: Future[Any], seconds: float | None) -> Any:
-        """Wait for the result.
-
-        The loop keeps the time limit, unless a coroutine blocks it; then the loop is left behind as well.
-
-        Raises:
-            OutOfTimeError: it took too long.
-            Exception: whatever the coroutine raises.
-        """
+    def _result(self, future: Future[Any], seconds: float | None) -> Any:
+        # A loop keeps the limit by itself, unless a coroutine blocks it; then it is left behind as well.
+        patience = None if seconds is None else seconds + (1.0 if self.is_async else 0.0)
         try:
-            return future.result(None if seconds is None else seconds + 1.0)
+            return future.result(patience)
         except FutureTimeoutError as error:
             if future.done() and future.exception() is error:
                 raise
             self._loop = None
-            raise OutOfTimeError from error
-
-
-async def _within(coroutine: Coroutine[Any, Any, Any], seconds: float | None) -> Any:
-    # Not asyncio.wait_for: that waits for what does not let itself be cancelled.
-    task = asyncio.ensure_future(coroutine)
-    done, _ = await asyncio.wait({task}, timeout=seconds)
-    if not done:
-        task.cancel()
-        raise OutOfTimeError
-    return task.result()
+            raise _OutOfTimeError from error
 
 
 def _start_thread(target: Callable[[], object]) -> None:

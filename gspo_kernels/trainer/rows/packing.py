@@ -18,10 +18,12 @@ from gspo_kernels.trainer.rows.attention import (
     unwrapped,
 )
 from gspo_kernels.trainer.run.input_errors import ModelError
-from gspo_kernels.trainer.run.models import IGNORED
+
+IGNORED = -100
+"""Label of positions that predict no completion token."""
 
 
-class Packed(NamedTuple):
+class LossInputs(NamedTuple):
     """What the loss takes, packed over completion tokens only.
 
     Attributes:
@@ -82,7 +84,7 @@ def packed_inputs(
     return inputs | {"attention_mask": attention_masks(model, [row], device)}
 
 
-def packed_hidden_states(model: Any, prompts: Sequence[Tensor], completions: Sequence[Tensor]) -> Packed:
+def packed_hidden_states(model: Any, prompts: Sequence[Tensor], completions: Sequence[Tensor]) -> LossInputs:
     """Run the backbone once over all sequences, without padding.
 
     Equal to running each sequence alone, values and gradients, up to rounding.
@@ -103,7 +105,7 @@ def packed_hidden_states(model: Any, prompts: Sequence[Tensor], completions: Seq
     firsts = [start + len(prompt) - 1 for start, prompt in zip(starts, prompts, strict=False)]
     rows = ranges(firsts, lengths, labels.device)
     hidden = last_hidden_states(model, inputs)
-    return Packed(hidden[0, rows], labels[0, rows], offsets(lengths, cu_seqlens.device))
+    return LossInputs(hidden[0, rows], labels[0, rows], offsets(lengths, cu_seqlens.device))
 
 
 def last_hidden_states(model: Any, inputs: dict[str, Any]) -> Tensor:
@@ -151,7 +153,7 @@ def probe(model: Any, prompts: list[int], completions: list[int]) -> tuple[list[
 
 @torch.no_grad()
 def compare_with_alone(
-    model: Any, together: Callable[[], Packed], prompts: list[Tensor], completions: list[Tensor]
+    model: Any, together: Callable[[], LossInputs], prompts: list[Tensor], completions: list[Tensor]
 ) -> None:
     """Refuse a model for which ``together()`` is not what each sequence gives alone.
 
@@ -248,7 +250,7 @@ def check_sequences(prompts: Sequence[Tensor], completions: Sequence[Tensor]) ->
 def ranges(starts: Sequence[int], lengths: Sequence[int], device: torch.device) -> Tensor:
     """Return start, start + 1, ... for each pair, one after the other, int64."""
     parts = [torch.arange(start, start + n) for start, n in zip(starts, lengths, strict=True)]
-    return torch.cat(parts).to(device)
+    return torch.cat([torch.arange(0), *parts]).to(device)
 
 
 def offsets(lengths: Sequence[int], device: torch.device | str = "cpu") -> Tensor:

@@ -22,7 +22,7 @@ from gspo_kernels.trainer.rows.attention import (
     positions_of,
 )
 from gspo_kernels.trainer.rows.packing import (
-    Packed,
+    LossInputs,
     check_sequences,
     compare_with_alone,
     last_hidden_states,
@@ -43,7 +43,7 @@ def shared_prefix_tokens(prompt: int, completions: Sequence[int]) -> int:
 
 def shared_prefix_hidden_states(
     model: Any, prompts: Sequence[Tensor], completions: Sequence[Sequence[Tensor]]
-) -> Packed:
+) -> LossInputs:
     """Run the backbone over each prompt once, followed by all of its completions.
 
     Equal to running every completion behind its own copy of the prompt, values and gradients, up to rounding.
@@ -81,7 +81,7 @@ def shared_prefix_hidden_states(
     }
     hidden = last_hidden_states(model, inputs)
     each = [completion for group in completions for completion in group]
-    return Packed(
+    return LossInputs(
         hidden.flatten(0, 1)[_predicting(rows, hidden.shape[1], device)],
         torch.cat(each),
         offsets([len(completion) for completion in each], device),

@@ -1,28 +1,63 @@
-"""Models and tokenizers: loading them, and taking a causal language model apart into backbone and head.
-
-The fused loss needs the hidden states before the head and the head's weight. What lies between raw logits
-and softmax (soft-capping, logit scaling) is read from the model's config, and checked once against the
-model's own logits, so that a model whose head does something else is refused instead of being trained on
-wrong log-probs.
-"""
+"""Models and tokenizers: loading them, what a run trains of them, and writing what was trained."""
 
 from __future__ import annotations
 
-import inspect
+import copy
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from accelerate.utils import set_seed
 
-import gspo_kernels as gk
-from gspo_kernels.integrations.errors import IntegrationError
-from gspo_kernels.integrations.lm_head import LMHead, lm_head_of
-from gspo_kernels.trainer.config import LoraConfig
+from gspo_kernels.trainer.config import LoraConfig, TrainConfig
+from gspo_kernels.trainer.policy import Policy, check_head, head_of
 from gspo_kernels.trainer.run.input_errors import ModelError
+from gspo_kernels.trainer.run.processes import prepare_frozen
 
-IGNORED = -100
-"""Label of positions that do not count."""
+
+class Policies(NamedTuple):
+    """What is trained, and what it is compared with.
+
+    Attributes:
+        model: the transformers model, with adapters if there are any.
+        policy: the same as a module that scores completions.
+        reference: a frozen copy, prepared by the accelerator, where a term of the loss asks for one and there
+            are no adapters.
+        reference_mode: returns a context manager in which the policy is its own reference.
+        fingerprint: of the weights that no checkpoint holds and no run may change: those below adapters, and
+            the reference. None where there are none.
+    """
+
+    model: Any
+    policy: Policy
+    reference: Any
+    reference_mode: Callable[[], AbstractContextManager[Any]]
+    fingerprint: float | None
+
+
+def make_policies(model: Any, config: TrainConfig, accelerator: Any) -> Policies:
+    """Load the model if it is a directory, refuse what cannot be trained, and make policy and reference."""
+    adapted = config.lora.rank > 0
+    if isinstance(model, str | Path):
+        model = load_model(str(model), half=adapted and config.update.precision == "bf16")
+    elif not adapted:
+        model = model.float()
+    model.to(accelerator.device)
+    check_head(model)
+    options: dict[str, Any] = {"layout": config.update.layout, "temperature": config.rollout.temperature}
+    Policy(model, **options).check_layout()
+    fixed = adapted or config.needs_reference()
+    fingerprint = sum(p.double().abs().sum().item() for p in model.parameters()) if fixed else None
+    reference, reference_mode = None, nullcontext
+    if adapted:
+        set_seed(config.seed)
+        reference_mode = add_adapters(model, config.lora).disable_adapter
+    elif config.needs_reference():
+        reference = prepare_frozen(accelerator, Policy(copy.deepcopy(model), **options))
+    policy = Policy(model, gradient_checkpointing=config.update.gradient_checkpointing, **options)
+    return Policies(model, policy, reference, reference_mode, fingerprint)
 
 
 def load_model(path: str, *, half: bool = False) -> Any:
@@ -58,7 +93,7 @@ def add_adapters(model: Any, config: LoraConfig) -> Any:
 
 
 @torch.no_grad()
-def export_model(model: Any, path: Path) -> None:
+def export_model(model: Any, tokenizer: Any, path: Path) -> None:
     """Write a directory that ``from_pretrained`` loads; adapters are added to the weights they adapt."""
     state = dict(model.named_parameters(remove_duplicate=False))
     for prefix, module in model.named_modules():
@@ -70,6 +105,7 @@ def export_model(model: Any, path: Path) -> None:
             state[f"{prefix}.base_layer.weight"] = state[f"{prefix}.base_layer.weight"] + delta
     whole = {name.replace(".base_layer.", "."): w for name, w in state.items() if ".lora_" not in name}
     model.save_pretrained(path, state_dict=whole)
+    tokenizer.save_pretrained(path)
 
 
 def load_tokenizer(path: str) -> Any:
@@ -101,47 +137,3 @@ def padding_token_id(tokenizer: Any) -> int:
     if tokenizer.eos_token_id is None:
         raise ModelError("the tokenizer has neither a padding nor an end-of-sequence token")
     return int(tokenizer.eos_token_id)
-
-
-def head_of(model: Any) -> LMHead:
-    """Find the head of a causal language model; see `lm_head_of`."""
-    try:
-        return lm_head_of(model)
-    except IntegrationError as error:
-        raise ModelError(str(error)) from error
-
-
-def hidden_states(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-    """Run the backbone on left-padded rows and return what enters the head, [B, T, H].
-
-    Positions count from each row's first real token, as generation counts them.
-    """
-    arguments: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask}
-    accepted = inspect.signature(model.base_model.forward).parameters
-    if "position_ids" in accepted:
-        arguments["position_ids"] = (attention_mask.cumsum(1) - 1).clamp_min(0)
-    if "use_cache" in accepted or any(p.kind is p.VAR_KEYWORD for p in accepted.values()):
-        arguments["use_cache"] = False
-    hidden: Tensor = model.base_model(**arguments).last_hidden_state
-    return hidden
-
-
-@torch.no_grad()
-def check_head(model: Any, input_ids: Tensor, attention_mask: Tensor) -> None:
-    """Refuse a model whose own next-token log-probs differ from those of backbone and head taken apart."""
-    last = input_ids[:, -1:]
-    hidden = hidden_states(model, input_ids, attention_mask)[:, -1:]
-    head = head_of(model)
-    ours = gk.linear_token_logprobs(hidden, head.weight, last, **head.options()).logprobs
-    arguments: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask}
-    if "position_ids" in inspect.signature(model.forward).parameters:
-        arguments["position_ids"] = (attention_mask.cumsum(1) - 1).clamp_min(0)
-    logits = model(**arguments).logits[:, -1:].float()
-    theirs = nn.functional.log_softmax(logits, dim=-1).gather(-1, last.unsqueeze(-1)).squeeze(-1)
-    tolerance = 1e-3 if head.weight.dtype == torch.float32 else 0.1
-    difference = (ours - theirs).abs().max().item()
-    if not difference <= tolerance * (1.0 + theirs.abs().max().item()):
-        raise ModelError(
-            f"the head of {type(model).__name__} does something that this trainer does not know: "
-            f"log-probs from its hidden states and lm_head differ from the model's own by {difference:.3g}"
-        )

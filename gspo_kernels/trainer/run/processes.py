@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
@@ -85,6 +86,14 @@ def on_all(accelerator: Any, work: Callable[[], _Result]) -> list[_Result]:
         if isinstance(each, Exception):
             raise each
     return outcomes
+
+
+def in_shares(accelerator: Any, count: int, work: Callable[[list[int]], _Result]) -> list[_Result]:
+    """Let each process ``work`` on its share of ``count`` things; return all parts of the whole, in order."""
+    shares = np.array_split(np.arange(count), accelerator.num_processes)
+    own = shares[accelerator.process_index].tolist()
+    parts = on_all(accelerator, lambda: work(own) if own else None)
+    return [part for part in parts if part is not None]
 
 
 def prepare_frozen(accelerator: Any, policy: nn.Module) -> nn.Module:

@@ -13,13 +13,15 @@ from examples.recipes import turns as turns_example
 from examples.recipes.tiny import rewards
 from gspo_kernels.rewards import exact_match
 from gspo_kernels.trainer import GSPOTrainer
-from gspo_kernels.trainer.recipes.completions import Segment, join_segments
+from gspo_kernels.trainer.recipes.igrpo import refined_prompt
+from gspo_kernels.trainer.recipes.turns import continued
+from gspo_kernels.trainer.rewards.comparing import best_of
+from gspo_kernels.trainer.rollout import Segment, join_segments
 from gspo_kernels.trainer.run.input_errors import ConfigError, DataError, RewardError
 from gspo_kernels.trainer.run.metrics import read_metrics
-from gspo_kernels.trainer.recipes.plain import best_of, continued, refined_prompt
 from tests.trainer.conftest import make_accelerator, small_config, tiny_qwen3
-from tests.trainer.test_data import CHATML
 from tests.trainer.run.test_processes import fsdp2, in_two_processes
+from tests.trainer.test_data import CHATML
 from tests.trainer.test_trainer import same, weights
 
 TEMPLATE = "{prompt}<{draft}>"
@@ -68,7 +70,7 @@ def scripted_trainer(tmp_path, tokenizer, rows, script, *, reward=digit, model=N
         small_config(tmp_path / "run", **sections),
         engine=Scripted(tokenizer, script),
     )
-    trainer.order.indices = lambda start, count: list(range(count))
+    trainer.recipe.order.indices = lambda start, count: list(range(count))
     trainer.step = 1
     return trainer
 
@@ -162,7 +164,7 @@ def test_the_best_draft_goes_into_the_prompt_and_refinements_are_trained(tmp_pat
     assert metrics["reward/best_drafts"] == 3 / 2
     assert metrics["reward/refinements"] == metrics["reward/mean"] == 5
     assert metrics["igrpo/without_draft"] == 0
-    assert trainer.shown[-1] == ("cd<0u>", "6!", 6.0)
+    assert trainer.recipe.shown[-1] == ("cd<0u>", "6!", 6.0)
     assert len(set(trainer.engine.seeds)) == 10
     trainer.updater.update(experience, 1)
 

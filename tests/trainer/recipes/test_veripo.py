@@ -9,13 +9,12 @@ import torch
 from examples.recipes import veripo
 from gspo_kernels.objectives import DPO
 from gspo_kernels.trainer import GSPOTrainer
-from gspo_kernels.trainer import trainer as trainer_module
 from gspo_kernels.trainer.config import TrainConfig, VeriPOConfig
+from gspo_kernels.trainer.recipes.veripo import combined, in_pairs
 from gspo_kernels.trainer.run.config_file import from_mapping
 from gspo_kernels.trainer.run.input_errors import ConfigError, RewardError
 from gspo_kernels.trainer.run.metrics import read_metrics
 from gspo_kernels.trainer.updates import Experience
-from gspo_kernels.trainer.recipes.veripo import combined, in_pairs
 from tests.trainer.conftest import letter_share, make_accelerator, small_config, tiny_qwen3
 from tests.trainer.run.test_processes import fsdp2, in_two_processes, vector
 from tests.trainer.run.test_restart import outcome
@@ -23,12 +22,6 @@ from tests.trainer.test_trainer import same, weights
 
 NAN = math.nan
 SEEN = []
-
-
-@pytest.fixture(autouse=True)
-def no_picture(monkeypatch):
-    """It takes longer than the steps."""
-    monkeypatch.setattr(trainer_module, "plot_progress", lambda *arguments: None)
 
 
 def judge(prompts, completions, completion_ids, *, letter):
@@ -109,19 +102,19 @@ def test_scores_of_rewards_and_verifier():
 def test_pairs_by_hand():
     """Two groups of four: what has no score or no counted token is in no pair, nor is what has no rival."""
     scores = torch.tensor([1.0, 0.0, NAN, 0.9, 0.5, 0.5, 0.5, 9.0])
-    mask = torch.ones(8, 2, dtype=torch.bool)
-    mask[7] = False  # truncated, and masked for it
+    mask = torch.ones(16, dtype=torch.bool)
+    mask[14:] = False  # truncated, and masked for it
     tokens = [torch.tensor([1, 2])] * 8
-    experience = Experience(tokens, tokens, torch.randn(8), mask, torch.arange(8) // 4, torch.randn(8, 2))
+    experience = Experience(tokens, tokens, torch.randn(8), mask, torch.arange(8) // 4, torch.randn(16))
     found = in_pairs(DPO(min_gap=0.5), experience, scores)
-    assert found.loss_mask.any(1).tolist() == [True, True, False, True, False, False, False, False]
-    assert torch.equal(found.loss_mask[0], mask[0])
+    assert found.counted().bool().tolist() == [True, True, False, True, False, False, False, False]
+    assert found.loss_mask[:2].all()
     assert found.rollout_logprobs is None and found.ref_logprobs is None
-    present = found.loss_mask.any(1)
+    present = found.counted() > 0
     # the first and the fourth beat the second, but are too near to each other
     assert DPO(min_gap=0.5).count_pairs(found.advantages.double(), found.group_ids, present) == 2
     wide = in_pairs(DPO(min_gap=0.95), experience, scores)
-    assert wide.loss_mask.any(1).nonzero().flatten().tolist() == [0, 1]
+    assert wide.counted().nonzero().flatten().tolist() == [0, 1]
 
 
 def test_what_a_run_does(tmp_path, tokenizer, rows):
@@ -173,9 +166,9 @@ def test_gradient_and_reference_against_plain_pytorch(tmp_path, tokenizer, rows,
     for trainer.step in (1, 2, 3):
         trainer.updater.update(trainer.rollout()[0], trainer.step)
     reference = copy.deepcopy(trainer.model)
-    trainer.veripo.updater.update(trainer.veripo.pairs(4)[0], 4)
-    experience, metrics = trainer.veripo.pairs(5)
-    updater, found = trainer.veripo.updater, []
+    trainer.recipe.updater.update(trainer.recipe.pairs(4)[0], 4)
+    experience, metrics = trainer.recipe.pairs(5)
+    updater, found = trainer.recipe.updater, []
     parameters = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
 
     def stop():
@@ -252,11 +245,11 @@ def test_pairs_of_recipes(tmp_path, tokenizer, rows, sections, groups):
     for trainer.step in (1, 2, 3):
         rollout, _ = trainer.rollout()
     for _ in range(2):
-        experience, metrics = trainer.veripo.pairs(4)
+        experience, metrics = trainer.recipe.pairs(4)
     assert torch.equal(torch.cat(list(experience.prompts)), torch.cat(list(rollout.prompts)))
     assert experience.group_ids.unique().numel() == groups
     assert 0 < metrics["pairs"] <= groups * 6
-    assert trainer.veripo.updater.update(experience, 4)["grad_norm"] > 0
+    assert trainer.recipe.updater.update(experience, 4)["grad_norm"] > 0
 
 
 def test_a_step_without_pairs_is_no_failure(tmp_path, tokenizer, rows):

@@ -14,9 +14,9 @@ import torch
 
 import gspo_kernels as gk
 from gspo_kernels.trainer import GSPOTrainer, TrainConfig
+from gspo_kernels.trainer.rewards import ADVANTAGES, Rewards, RewardSet, advantages_of, load_reward
 from gspo_kernels.trainer.run.config_file import require_same_run
 from gspo_kernels.trainer.run.input_errors import ConfigError, RewardError
-from gspo_kernels.trainer.rewards import ADVANTAGES, Rewards, RewardSet, advantages_of, load_reward
 from tests.trainer.conftest import small_config, tiny_qwen3
 
 ARGUMENTS = (["p", "q"], ["x", "yy"], [[1], [2, 2]], {"answer": ["x", "z"]})
@@ -233,7 +233,7 @@ def test_runs_have_a_limit_unless_told_otherwise(tmp_path, tokenizer, given, sec
         tiny_qwen3(tokenizer), tokenizer, [plain, waits], [{"prompt": "a"}] * 3, config=config
     )
     assert trainer.rewards.timeouts == {"plain": seconds, "waits": seconds}
-    assert trainer.veripo.verifier.timeouts == {"regex_format": seconds}
+    assert trainer.recipe.verifier.timeouts == {"regex_format": seconds}
 
 
 def test_a_run_that_a_reward_has_stopped_may_go_on_with_another_limit():

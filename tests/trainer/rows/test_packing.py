@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
 from gspo_kernels.trainer.rows.attention import Row, SegmentMask, dense_mask
-from gspo_kernels.trainer.run.input_errors import ModelError
 from gspo_kernels.trainer.rows.packing import (
     check_packing,
     packed_hidden_states,
     packed_inputs,
     token_budget_batches,
 )
+from gspo_kernels.trainer.run.input_errors import ModelError
 from tests.draws import shifted_seed
 from tests.trainer.rows.packing_cases import (
     FAMILIES,

@@ -14,12 +14,12 @@ def run(output, tokenizer, rows, reward, engine=None, precision="fp32"):
     config = small_config(output, update=update, evaluation={"every": 100}, checkpoint={"every": 100})
     model, accelerator = tiny_qwen3(tokenizer), make_accelerator(precision)
     trainer = GSPOTrainer(model, tokenizer, reward, rows, None, config, accelerator=accelerator)
-    trainer.engine = trainer.sampler.engine = engine(trainer.engine) if engine else trainer.engine
+    trainer.engine = trainer.recipe.sampler.engine = engine(trainer.engine) if engine else trainer.engine
     records = []
     for trainer.step in range(1, PATIENCE + 1):
         experience, metrics = trainer.rollout()
         records.append(metrics | trainer.updater.update(experience, trainer.step))
-    return [warning for record in records for warning in trainer.health.check(record)], records
+    return [warning for record in records for warning in trainer.run.health.check(record)], records
 
 
 class OtherTemperature:
