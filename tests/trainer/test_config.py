@@ -41,7 +41,7 @@ WRONG = [
     ({"update": {"minibatches": 0}}, ["update.minibatches"]),
     ({"update": {"epochs": 0}}, ["update.epochs"]),
     ({"update": {"micro_batch_tokens": 0}}, ["update.micro_batch_tokens"]),
-    ({"update": {"layout": "ragged"}}, ["update.layout", "packed, padded, shared_prefix"]),
+    ({"update": {"layout": "ragged"}}, ["update.layout", "'packed', 'padded' or 'shared_prefix'"]),
     ({"update": {"precision": "fp16"}}, ["update.precision", "bf16"]),
     ({"update": {"entropy_coef": "nan"}}, ["update.entropy_coef"]),
     (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal, get_args
+
 import torch
 from torch import Tensor
 
@@ -9,14 +11,15 @@ import gspo_kernels as gk
 from gspo_kernels.trainer.rewards.reward_set import Rewards
 from gspo_kernels.trainer.run.input_errors import ConfigError
 
-ADVANTAGES = (
+Method = Literal[
     "group_normalized",
     "leave_one_out",
     "optimal_baseline",
     "reinforce_plus_plus",
     "reinforce_plus_plus_baseline",
     "gdpo",
-)
+]
+ADVANTAGES: tuple[str, ...] = get_args(Method)
 """What `advantages_of` can do, by name."""
 
 

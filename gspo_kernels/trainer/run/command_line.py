@@ -93,4 +93,6 @@ def command_line() -> Any:
 def _metavar(kind: Any) -> str:
     """Return what an option takes, from its type: of ``float | None`` and ``tuple[float, ...]`` FLOAT."""
     inner = typing.get_args(kind)
+    if inner and isinstance(inner[0], str):
+        return "|".join(inner)
     return _metavar(inner[0]) if inner else str(kind.__name__).upper()

@@ -14,7 +14,7 @@ import yaml
 from gspo_kernels.trainer.config import ObjectiveConfig, TrainConfig, trainable_objectives
 from gspo_kernels.trainer.run.files import write_text
 from gspo_kernels.trainer.run.input_errors import ConfigError
-from gspo_kernels.trainer.run.options import coerce, near_matches
+from gspo_kernels.trainer.run.options import near_matches
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -75,9 +75,8 @@ def from_mapping(values: Mapping[str, Any], cls: type[_Config], section: str = "
         )
     prefix = f"{section}." if section else ""
     if cls is ObjectiveConfig:
-        name = coerce(values.get("name", "GSPO"), str, "objective.name")
         own = {key: value for key, value in values.items() if key != "name"}
-        return cast(Any, cls)(name=name, options=own)
+        return cast(Any, cls)(name=values.get("name", "GSPO"), options=own)
     hints = typing.get_type_hints(cls)
     arguments: dict[str, Any] = {}
     for key, value in values.items():
@@ -87,7 +86,7 @@ def from_mapping(values: Mapping[str, Any], cls: type[_Config], section: str = "
         if dataclasses.is_dataclass(hints[key]):
             arguments[key] = from_mapping({} if value is None else value, cast(Any, hints[key]), key)
         else:
-            arguments[key] = coerce(value, hints[key], f"{prefix}{key}")
+            arguments[key] = value
     return cls(**arguments)
 
 

@@ -2,21 +2,59 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
+import functools
 import types
 import typing
 from collections.abc import Iterable, Mapping
-from dataclasses import field
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, TypeAdapter, ValidationError
 
 from gspo_kernels.trainer.run.input_errors import ConfigError
 
+Count = Annotated[int, Field(ge=1)]
+Natural = Annotated[int, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+_EXPECTED = {
+    "greater_than_equal": "at least {ge:g}",
+    "greater_than": "above {gt:g}",
+    "less_than_equal": "at most {le:g}",
+    "less_than": "below {lt:g}",
+    "finite_number": "a finite number",
+    "literal_error": "{expected}",
+}
+"""What a range or a choice asks for, by pydantic's name of the error."""
+
 
 def option(default: Any, help: str) -> Any:
     """Return a dataclass field with a default and a line of documentation."""
-    return field(default=default, metadata={"help": help})
+    return dataclasses.field(default=default, metadata={"help": help})
+
+
+class Section:
+    """A frozen dataclass of options: values become what their annotations say, or are refused by name."""
+
+    key: ClassVar[str] = ""
+
+    def __init_subclass__(cls, key: str = "") -> None:
+        """Take the section's name, which precedes its options' in messages."""
+        cls.key = f"{key}." if key else ""
+
+    def __post_init__(self) -> None:
+        """Convert and check every option."""
+        for name, expected in _leaves(type(self)).items():
+            object.__setattr__(self, name, coerce(getattr(self, name), expected, f"{self.key}{name}"))
+
+
+@functools.cache
+def _leaves(cls: Any) -> dict[str, Any]:
+    hints = typing.get_type_hints(cls, include_extras=True)
+    names = [leaf.name for leaf in dataclasses.fields(cls)]
+    return {name: hints[name] for name in names if not dataclasses.is_dataclass(hints[name])}
 
 
 def require(condition: bool, key: str, expected: str, got: object) -> None:
@@ -41,7 +79,8 @@ def coerce(value: Any, expected: Any, key: str) -> Any:
     command line has nothing else. For the same reason ``none`` is None where None is allowed, a single value
     is a list of one, and a mapping may be JSON.
     """
-    kinds = {typing.get_origin(kind) or kind for kind in (expected, *typing.get_args(expected))}
+    plain = typing.get_args(expected)[0] if hasattr(expected, "__metadata__") else expected
+    kinds = {typing.get_origin(kind) or kind for kind in (plain, *typing.get_args(plain))}
     if isinstance(value, str) and value.lower() in ("none", "null") and type(None) in kinds:
         return None
     given, schema = value, expected
@@ -56,4 +95,7 @@ def coerce(value: Any, expected: Any, key: str) -> Any:
             return TypeAdapter(schema).validate_json(value)
         return TypeAdapter(schema).validate_python(given)
     except ValidationError as error:
-        raise ConfigError(f"{key}: {error.errors()[0]['msg']}, got {value!r}") from error
+        first = error.errors()[0]
+        if first["type"] in _EXPECTED:
+            require(False, key, _EXPECTED[first["type"]].format(**first.get("ctx", {})), value)
+        raise ConfigError(f"{key}: {first['msg']}, got {value!r}") from error
