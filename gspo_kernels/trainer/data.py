@@ -58,19 +58,17 @@ def load_prompts(
 
 def _read_jsonl(path: Path) -> Rows:
     rows = []
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line.decode("utf-8"))
-            except UnicodeDecodeError as error:
-                raise DataError(f"{path}, line {number}: not valid UTF-8 ({error})") from error
-            except json.JSONDecodeError as error:
-                raise DataError(f"{path}, line {number}: not valid JSON ({error})") from error
-            if not isinstance(row, dict):
-                raise DataError(f"{path}, line {number}: expected a JSON object, got {type(row).__name__}")
-            rows.append(row)
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line.decode("utf-8"))
+        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+            form = "UTF-8" if isinstance(error, UnicodeDecodeError) else "JSON"
+            raise DataError(f"{path}, line {number}: not valid {form} ({error})") from error
+        if not isinstance(row, dict):
+            raise DataError(f"{path}, line {number}: expected a JSON object, got {type(row).__name__}")
+        rows.append(row)
     return rows
 
 
@@ -112,16 +110,13 @@ def _load_dataset(path: Path, name: str, split: str | None, subset: str | None) 
 
 
 def _rename(rows: Any, column: str, name: str) -> Rows:
-    if hasattr(rows, "rename_column"):
-        if column not in rows.column_names:
-            raise DataError(f"{name}: no {column!r} among the columns ({', '.join(rows.column_names)})")
-        renamed: Rows = rows.select_columns(
-            [other for other in rows.column_names if other != "prompt"]
-        ).rename_column(column, "prompt")
-        return renamed
     for number, row in enumerate(rows, start=1):
         if column not in row:
             raise DataError(f"{name}, row {number}: no {column!r} among the columns ({', '.join(row)})")
+    if hasattr(rows, "rename_column"):
+        others = [other for other in rows.column_names if other != "prompt"]
+        renamed: Rows = rows.select_columns(others).rename_column(column, "prompt")
+        return renamed
     return [{**{k: v for k, v in row.items() if k != column}, "prompt": row[column]} for row in rows]
 
 
@@ -153,11 +148,7 @@ def check_rows(rows: Rows, name: str) -> None:
 
 
 def _is_message(message: Any) -> bool:
-    return (
-        isinstance(message, Mapping)
-        and isinstance(message.get("role"), str)
-        and isinstance(message.get("content"), str)
-    )
+    return isinstance(message, Mapping) and all(isinstance(message.get(k), str) for k in ("role", "content"))
 
 
 def column_names(rows: Rows) -> list[str]:
@@ -167,15 +158,9 @@ def column_names(rows: Rows) -> list[str]:
 
 
 def columns_of(rows: Rows, names: Sequence[str] | None = None) -> dict[str, list[Any]]:
-    """Return every column but the prompt as a list; None where a row lacks it.
-
-    Args:
-        rows: some rows of a dataset.
-        names: the columns of the whole dataset, which these rows may all lack; by default those of the rows.
-    """
-    return {
-        name: [row.get(name) for row in rows] for name in (column_names(rows) if names is None else names)
-    }
+    """Return some columns, by default every one but the prompt, as lists; None where a row lacks it."""
+    names = column_names(rows) if names is None else names
+    return {name: [row.get(name) for row in rows] for name in names}
 
 
 @dataclass(frozen=True)
@@ -245,30 +230,24 @@ def prepare_prompts(
     return Prompts(selected, [tokens[i] for i in kept], len(tokens) - len(kept), column_names(rows))
 
 
-def encode_prompts(tokenizer: Any, rows: Rows, name: str, longest: int | None) -> list[list[int]]:
-    """Return the token ids of every prompt; refuse one that is empty or longer than ``longest`` tokens."""
-    return prepare_prompts(tokenizer, rows, name, longest).tokens
-
-
 def tokens_of(
     tokenizer: Any, prompts: Sequence[Any], name: str, template_options: Mapping[str, Any]
 ) -> list[list[int]]:
     """Return the token ids of prompts, text or conversations, as `prepare_prompts` encodes them."""
+    texts = [
+        prompt
+        if isinstance(prompt, str)
+        else _render(tokenizer, prompt, f"{name}, row {row}", template_options)
+        for row, prompt in enumerate(prompts, start=1)
+    ]
     tokens: list[list[int]] = [[] for _ in prompts]
-    texts: dict[int, str] = {}
-    conversations: dict[int, str] = {}
-    for index, prompt in enumerate(prompts):
-        if isinstance(prompt, str):
-            texts[index] = prompt
-        else:
-            conversations[index] = _render(tokenizer, prompt, f"{name}, row {index + 1}", template_options)
     # A template writes its special tokens itself.
-    for part, arguments in ((texts, {}), (conversations, {"add_special_tokens": False})):
-        if part:
-            for index, ids in zip(
-                part, tokenizer(list(part.values()), **arguments)["input_ids"], strict=True
-            ):
-                tokens[index] = ids
+    for plain in (True, False):
+        chosen = [i for i, prompt in enumerate(prompts) if isinstance(prompt, str) == plain]
+        if chosen:
+            encoded = tokenizer([texts[i] for i in chosen], add_special_tokens=plain)["input_ids"]
+            for i, ids in zip(chosen, encoded, strict=True):
+                tokens[i] = ids
     return tokens
 
 
@@ -300,20 +279,16 @@ class PromptOrder:
     """
 
     def __init__(self, num_rows: int, seed: int) -> None:
-        """Prepare the order over ``num_rows`` rows."""
         self.num_rows = num_rows
         self.seed = seed
-        self._epoch = -1
-        self._permutation: list[int] = []
 
     def indices(self, start: int, count: int) -> list[int]:
         """Return the rows number ``start`` to ``start + count`` of the order."""
-        picked = []
-        for position in range(start, start + count):
-            epoch, offset = divmod(position, self.num_rows)
-            if epoch != self._epoch:
-                generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
-                self._permutation = torch.randperm(self.num_rows, generator=generator).tolist()
-                self._epoch = epoch
-            picked.append(self._permutation[offset])
-        return picked
+        first, last = start // self.num_rows, (start + count - 1) // self.num_rows
+        order = [row for epoch in range(first, last + 1) for row in self._permutation(epoch)]
+        offset = start - first * self.num_rows
+        return order[offset : offset + count]
+
+    def _permutation(self, epoch: int) -> list[int]:
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+        return torch.randperm(self.num_rows, generator=generator).tolist()

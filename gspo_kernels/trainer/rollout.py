@@ -133,7 +133,6 @@ class Segment:
     sampled: bool = True
 
     def __post_init__(self) -> None:
-        """Check the lengths."""
         if self.logprobs is not None and len(self.logprobs) != len(self.tokens):
             raise ValueError(f"logprobs: got {len(self.logprobs)} for {len(self.tokens)} tokens")
 
@@ -175,93 +174,67 @@ def join_segments(
     )
 
 
+@dataclass
 class TransformersEngine:
     """The embedded engine: the model's own ``generate``.
 
-    Args:
+    Only the `Sampling` decides how tokens are drawn: the defaults in the model's generation config (a top-k,
+    a repetition penalty) would sample from another policy than the one that is trained, and are set aside.
+    Prompts of similar length are batched together. Each completion has random numbers of its own, so that it
+    does not depend on its batch, beyond the rounding of a forward pass.
+
+    Attributes:
         model: the model that is trained, so that completions always come from its current weights.
         end_ids: tokens that end a completion.
         pad_id: token that fills rows.
         batch_size: completions generated at once; changes memory and speed only.
     """
 
-    def __init__(self, model: Any, *, end_ids: list[int], pad_id: int, batch_size: int) -> None:
-        self.model = model
-        self.end_ids = end_ids
-        self.pad_id = pad_id
-        self.batch_size = batch_size
+    model: Any
+    end_ids: list[int]
+    pad_id: int
+    batch_size: int
 
+    @torch.no_grad()
     def generate(
         self, prompts: list[list[int]], sampling: Sampling, *, seeds: Sequence[int] | None = None
     ) -> Completions:
-        """See `RolloutEngine.generate`."""
-        return sample_completions(
-            self.model,
-            prompts,
-            sampling,
-            end_ids=self.end_ids,
-            pad_id=self.pad_id,
-            batch_size=self.batch_size,
-            seeds=seeds,
-        )
+        """See `RolloutEngine.generate`; a `ModelError` says that probabilities are not numbers."""
+        from transformers import GenerationConfig
 
-
-@torch.no_grad()
-def sample_completions(
-    model: Any,
-    prompts: list[list[int]],
-    sampling: Sampling,
-    *,
-    end_ids: list[int],
-    pad_id: int,
-    batch_size: int,
-    seeds: Sequence[int] | None = None,
-) -> Completions:
-    """Complete every prompt once, ``batch_size`` at a time, with the model's own generation.
-
-    Only ``sampling`` decides how tokens are drawn: the defaults in the model's generation config (a top-k, a
-    repetition penalty) would sample from another policy than the one that is trained, and are set aside.
-    Prompts of similar length are batched together. Each completion has random numbers of its own, so that it
-    does not depend on its batch, beyond the rounding of a forward pass.
-
-    Raises:
-        ModelError: the model's probabilities are not numbers.
-    """
-    from transformers import GenerationConfig
-
-    B, C = len(prompts), sampling.max_new_tokens
-    prompt_ids, prompt_mask = left_pad(prompts, pad_id)
-    prompt_ids, prompt_mask = prompt_ids.to(model.device), prompt_mask.to(model.device)
-    completion_ids = torch.full((B, C), pad_id, device=model.device)
-    logprobs_BC = None
-    if sampling.temperature != 0.0:
-        logprobs_BC = torch.zeros(B, C, device=model.device)
-        uniforms_BC = torch.from_numpy(_uniforms(seeds, B, C)).to(model.device)
-    # Drawing is greedy to transformers: `_Draw` leaves it one possible token.
-    config = GenerationConfig(max_new_tokens=C, do_sample=False, pad_token_id=pad_id, eos_token_id=end_ids)
-    longest_first = sorted(range(B), key=lambda row: -len(prompts[row]))
-    with _own_generation_defaults_set_aside(model):
-        for start in range(0, B, batch_size):
-            rows = torch.tensor(longest_first[start : start + batch_size], device=model.device)
-            P = len(prompts[longest_first[start]])
-            draw = None if logprobs_BC is None else _Draw(sampling, uniforms_BC[rows])
-            produced = model.generate(
-                input_ids=prompt_ids[rows, -P:],
-                attention_mask=prompt_mask[rows, -P:],
-                generation_config=config,
-                logits_processor=[] if draw is None else [draw],
-            )[:, P:]
-            completion_ids[rows, : produced.shape[1]] = produced
-            if draw is not None and logprobs_BC is not None:
-                logprobs_BC[rows, : produced.shape[1]] = draw.logprobs()[:, : produced.shape[1]]
-    mask, finished = completion_mask(completion_ids, end_ids)
-    if logprobs_BC is not None:
+        model, device = self.model, self.model.device
+        B, C = len(prompts), sampling.max_new_tokens
+        prompt_ids, prompt_mask = (each.to(device) for each in left_pad(prompts, self.pad_id))
+        completion_ids = torch.full((B, C), self.pad_id, device=device)
+        greedy = sampling.temperature == 0.0
+        logprobs_BC = torch.zeros(B, C, device=device)
+        uniforms_BC = None if greedy else torch.from_numpy(_uniforms(seeds, B, C)).to(device)
+        # Drawing is greedy to transformers: `_Draw` leaves it one possible token.
+        options = {"max_new_tokens": C, "do_sample": False}
+        config = GenerationConfig(**options, pad_token_id=self.pad_id, eos_token_id=self.end_ids)
+        longest_first = sorted(range(B), key=lambda row: -len(prompts[row]))
+        with _own_generation_defaults_set_aside(model):
+            for start in range(0, B, self.batch_size):
+                rows = torch.tensor(longest_first[start : start + self.batch_size], device=device)
+                P = len(prompts[longest_first[start]])
+                draws = [] if uniforms_BC is None else [_Draw(sampling, uniforms_BC[rows])]
+                produced = model.generate(
+                    input_ids=prompt_ids[rows, -P:],
+                    attention_mask=prompt_mask[rows, -P:],
+                    generation_config=config,
+                    logits_processor=draws,
+                )[:, P:]
+                completion_ids[rows, : produced.shape[1]] = produced
+                for draw in draws:
+                    logprobs_BC[rows, : produced.shape[1]] = draw.logprobs()[:, : produced.shape[1]]
+        mask, finished = completion_mask(completion_ids, self.end_ids)
         logprobs_BC = torch.where(mask, logprobs_BC, 0.0)
         if bool(logprobs_BC.isnan().any()):
             raise ModelError(
                 "the model's probabilities are not numbers (NaN): its weights or its logits are not finite"
             )
-    return Completions(prompt_ids, prompt_mask, completion_ids, mask, finished, logprobs_BC)
+        logprobs = None if greedy else logprobs_BC
+        return Completions(prompt_ids, prompt_mask, completion_ids, mask, finished, logprobs)
 
 
 class _Draw:

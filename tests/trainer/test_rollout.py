@@ -17,7 +17,6 @@ from gspo_kernels.trainer.rollout import (
     completion_mask,
     join_segments,
     left_pad,
-    sample_completions,
     sampling_mismatch,
 )
 from gspo_kernels.trainer.run.input_errors import ModelError
@@ -123,9 +122,8 @@ def test_batches_that_end_early_are_filled_with_padding(tokenizer):
     completions = sample(model, tokenizer, ["a", "b"], Sampling(4, temperature=0.0))
     assert completions.completion_ids.tolist() == [[0] * 4] * 2
     assert completions.finished.tolist() == [False, False]
-    completions = sample_completions(
-        model, [[1], [2]], Sampling(4, temperature=0.0), end_ids=[0], pad_id=7, batch_size=1
-    )  # ... which is the end token here
+    engine = TransformersEngine(model, end_ids=[0], pad_id=7, batch_size=1)
+    completions = engine.generate([[1], [2]], Sampling(4, temperature=0.0))  # ... which ends here
     assert completions.completion_ids.tolist() == [[0, 7, 7, 7]] * 2
     assert completions.token_lists() == [[0], [0]]
 

@@ -13,6 +13,7 @@ import inspect
 import math
 import numbers
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -91,10 +92,20 @@ class ListFunction:
         That raises a `RewardError` that names the function, and the completion where it is known: it raised,
         took more than ``seconds``, or did not return one value that fits for each completion.
         """
-        if self.is_async:
-            future = self._submit(arguments, seconds)
-            return lambda: self._checked(arguments, seconds, lambda: self._result(future, seconds))
-        return lambda: self._checked(arguments, seconds, lambda: self._call(arguments, seconds))
+        began = time.monotonic()
+        started = self._start(arguments) if self.is_async else None
+
+        def call() -> Any:
+            if started is not None:
+                left = None if seconds is None else max(seconds - (time.monotonic() - began), 0.0)
+                return self._result(started, left)
+            return (
+                self.function(**arguments)
+                if seconds is None
+                else self._result(self._start(arguments), seconds)
+            )
+
+        return lambda: self._checked(arguments, seconds, call)
 
     def _checked(
         self, arguments: Mapping[str, Any], seconds: float | None, call: Callable[[], Any]
@@ -127,61 +138,37 @@ class ListFunction:
                 )
         return list(values)
 
-    def _call(self, arguments: Mapping[str, Any], seconds: float | None) -> Any:
-        if seconds is None:
-            return self.function(**arguments)
+    def _start(self, arguments: Mapping[str, Any]) -> Future[Any]:
+        """Call in a daemon thread, which keeps no program from ending, with the torch state of this one."""
         future: Future[Any] = Future()
+        grad = torch.is_grad_enabled()
+        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+        if self.is_async and self._loop is None:
+            self._loop = asyncio.new_event_loop()
+        loop = self._loop
 
         def run() -> None:
+            torch.set_grad_enabled(grad)
+            if device is not None:
+                torch.cuda.set_device(device)
             try:
-                future.set_result(self.function(**arguments))
+                values = self.function(**arguments)
+                future.set_result(values if loop is None else loop.run_until_complete(values))
             except BaseException as error:
                 future.set_exception(error)
 
-        _start_thread(run)
-        try:
-            return self._result(future, seconds)
-        except _OutOfTimeError:
-            if isinstance(self.function, ProcessReward):
-                self.function.kill()
-            raise
-
-    def _submit(self, arguments: Mapping[str, Any], seconds: float | None) -> Future[Any]:
-        async def within() -> Any:
-            # Not asyncio.wait_for: that waits for what does not let itself be cancelled.
-            task = asyncio.ensure_future(self.function(**arguments))
-            done, _ = await asyncio.wait({task}, timeout=seconds)
-            if not done:
-                task.cancel()
-                raise _OutOfTimeError
-            return task.result()
-
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            _start_thread(self._loop.run_forever)
-        return asyncio.run_coroutine_threadsafe(within(), self._loop)
+        threading.Thread(target=run, name="gspo reward", daemon=True).start()
+        return future
 
     def _result(self, future: Future[Any], seconds: float | None) -> Any:
-        # A loop keeps the limit by itself, unless a coroutine blocks it; then it is left behind as well.
-        patience = None if seconds is None else seconds + (1.0 if self.is_async else 0.0)
         try:
-            return future.result(patience)
+            return future.result(seconds)
         except FutureTimeoutError as error:
             if future.done() and future.exception() is error:
                 raise
+        if isinstance(self.function, ProcessReward):
+            self.function.kill()
+        if (loop := self._loop) is not None:  # it may be blocked for good: the next call gets another one
             self._loop = None
-            raise _OutOfTimeError from error
-
-
-def _start_thread(target: Callable[[], object]) -> None:
-    """Run in a daemon thread, which does not keep the program from ending, with this thread's torch state."""
-    grad = torch.is_grad_enabled()
-    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-
-    def run() -> None:
-        torch.set_grad_enabled(grad)
-        if device is not None:
-            torch.cuda.set_device(device)
-        target()
-
-    threading.Thread(target=run, name="gspo reward", daemon=True).start()
+            loop.call_soon_threadsafe(lambda: [task.cancel() for task in asyncio.all_tasks(loop)])
+        raise _OutOfTimeError

@@ -15,12 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from gspo_kernels.trainer.rows.attention import (
-    Row,
-    attention_implementation,
-    attention_masks,
-    positions_of,
-)
+from gspo_kernels.trainer.rows.attention import Row, attention_implementation, attention_masks, positions_of
 from gspo_kernels.trainer.rows.packing import (
     LossInputs,
     check_sequences,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
 from rich.console import Console
@@ -21,9 +21,26 @@ from rich.table import Table
 
 Metrics = Mapping[str, float | None]
 
+POLICY = (
+    "reward {reward/mean:.3f}  no-variance groups {groups_without_variance:.0%}  "
+    "ratio {ratio/min:.4f}..{ratio/max:.4f}  "
+    "clipped {clip_fraction/low:.0%} low {clip_fraction/high:.0%} high  "
+    "entropy {entropy:.2f}  kl {kl:.1e}  {tokens_per_second:,.0f} tok/s  {memory/peak_gib:.1f} GiB"
+)
+DPO = (
+    "DPO phase  pairs {pairs:.0f} in {groups_with_pairs:.0%} of the groups  "
+    "loss {loss:.4f} (0.6931: no preference yet)  gradient norm {grad_norm:.2g}  {memory/peak_gib:.1f} GiB"
+)
+EVALUATION = "held-out accuracy: greedy {eval/greedy_accuracy:.1%}, sampled {eval/sampled_accuracy:.1%}"
+
 
 def _text(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
+
+
+def _line(metrics: Metrics, template: str) -> str:
+    """Fill ``{name:format}`` with metrics; what is missing or not a number is a dash."""
+    return re.sub(r"\{([^:{}]+):([^{}]+)\}", lambda m: _text(metrics.get(m[1]), m[2]), template)
 
 
 def _shortened(text: str, longest: int = 400) -> str:
@@ -35,38 +52,14 @@ def _shortened(text: str, longest: int = 400) -> str:
 def summary_line(metrics: Metrics) -> str:
     """Return the metrics of one step that matter while watching, in one line."""
     if metrics.get("phase") == 1.0:
-        return preference_line(metrics)
-    low, high = metrics.get("ratio/min"), metrics.get("ratio/max")
-    return ("policy phase  " if "phase" in metrics else "") + (
-        f"reward {_text(metrics.get('reward/mean'), '.3f')}  "
-        f"no-variance groups {_text(metrics.get('groups_without_variance'), '.0%')}  "
-        f"ratio {_text(low, '.4f')}..{_text(high, '.4f')}  "
-        f"clipped {_text(metrics.get('clip_fraction/low'), '.0%')} low "
-        f"{_text(metrics.get('clip_fraction/high'), '.0%')} high  "
-        f"entropy {_text(metrics.get('entropy'), '.2f')}  "
-        f"kl {_text(metrics.get('kl/ref', metrics.get('kl/old')), '.1e')}  "
-        f"{_text(metrics.get('tokens_per_second'), ',.0f')} tok/s  "
-        f"{_text(metrics.get('memory/peak_gib'), '.1f')} GiB"
-    )
-
-
-def preference_line(metrics: Metrics) -> str:
-    """Return the metrics of a step of DPO, in one line."""
-    return (
-        f"DPO phase  pairs {_text(metrics.get('pairs'), '.0f')} "
-        f"in {_text(metrics.get('groups_with_pairs'), '.0%')} of the groups  "
-        f"loss {_text(metrics.get('loss'), '.4f')} (0.6931: no preference yet)  "
-        f"gradient norm {_text(metrics.get('grad_norm'), '.2g')}  "
-        f"{_text(metrics.get('memory/peak_gib'), '.1f')} GiB"
-    )
+        return _line(metrics, DPO)
+    kl = metrics.get("kl/ref", metrics.get("kl/old"))
+    return ("policy phase  " if "phase" in metrics else "") + _line({**metrics, "kl": kl}, POLICY)
 
 
 def evaluation_line(metrics: Metrics) -> str:
     """Return the held-out accuracies of one evaluation, in one line."""
-    return (
-        f"held-out accuracy: greedy {_text(metrics.get('eval/greedy_accuracy'), '.1%')}, "
-        f"sampled {_text(metrics.get('eval/sampled_accuracy'), '.1%')}"
-    )
+    return _line(metrics, EVALUATION)
 
 
 class Display:
@@ -81,9 +74,10 @@ class Display:
         self.log_every = log_every
         self.started = time.monotonic()
         self.first_step: int | None = None
-        self.live = (
-            Progress(
-                TextColumn("[bold]{task.description}"),
+        self.live: Progress | None = None
+        if self.console.is_terminal:
+            self.live = Progress(
+                TextColumn("[bold]training"),
                 BarColumn(bar_width=24),
                 MofNCompleteColumn(),
                 TimeElapsedColumn(),
@@ -93,23 +87,14 @@ class Display:
                 console=self.console,
                 transient=True,
             )
-            if self.console.is_terminal
-            else None
-        )
-        self.task = (
-            self.live.add_task("training", total=steps, metrics="", accuracy="") if self.live else None
-        )
+            self.task = self.live.add_task("", total=steps, metrics="", accuracy="")
 
     def __enter__(self) -> Display:
-        """Start the live display."""
         if self.live is not None:
             self.live.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Stop the live display and leave what it showed last."""
+    def __exit__(self, *error: object) -> None:
         if self.live is not None:
             self.live.stop()
 
@@ -119,7 +104,7 @@ class Display:
             self.first_step = step
         evaluated = "eval/greedy_accuracy" in metrics
         updated = "reward/mean" in metrics or "phase" in metrics
-        if self.live is not None and self.task is not None:
+        if self.live is not None:
             fields = {"metrics": summary_line(metrics)} if updated else {}
             if evaluated:
                 fields["accuracy"] = evaluation_line(metrics)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,9 @@ from gspo_kernels.trainer.run.metrics import Record
 INK, GRID = "#30343b", "#e4e6ea"
 BLUE, ORANGE = "#2166ac", "#d95f0e"
 COLUMNS = 3
+
+Lines = dict[str, tuple[str, str | None]]
+"""What a panel draws: by metric its color and its label."""
 
 
 def plot_progress(records: Sequence[Record], path: Path) -> None:
@@ -31,7 +35,9 @@ def plot_progress(records: Sequence[Record], path: Path) -> None:
     for ax, (title, draw) in zip(axes, shown, strict=False):
         ax.set_title(title, loc="left", fontsize=11, color=INK, pad=8, y=1.0)
         draw(ax)
-        _shade_dpo(ax, records, label="steps of DPO" if ax is axes[0] else None)
+        for number, step in enumerate(r["step"] for r in records if r.get("phase") == 1.0):
+            label = "steps of DPO" if ax is axes[0] and number == 0 else None
+            ax.axvspan(step - 0.5, step + 0.5, color=GRID, alpha=0.6, linewidth=0, zorder=0, label=label)
         ax.set_xlim(0, max(last, 1))
         ax.set_xlabel("step", color=INK)
         ax.xaxis.get_major_locator().set_params(integer=True)
@@ -60,148 +66,122 @@ def smoothed(values: Sequence[float | None], width: int) -> list[float]:
 
 def panels(records: Sequence[Record]) -> list[tuple[str, Callable[[Any], None]]]:
     """Return the title of every panel that has something to show, and what draws it."""
+    records = [record | _derived(record) for record in records]
     steps = [record for record in records if "reward/mean" in record]
     dpo = [record for record in records if record.get("phase") == 1.0]
     timed = [record for record in records if "seconds/update" in record]
     evaluations = [record for record in records if "eval/greedy_accuracy" in record]
-    to_reference = _measured(steps, "kl/ref")
-    candidates: list[tuple[str, bool, Callable[[Any], None]]] = [
-        ("Mean reward of the rollouts", bool(steps), lambda ax: _draw_rewards(ax, steps)),
-        ("Accuracy on held-out prompts", bool(evaluations), lambda ax: _draw_accuracy(ax, evaluations)),
-        (
-            "Shares of a rollout",
-            _measured(steps, "groups_without_variance"),
-            lambda ax: _draw_shares(ax, steps),
-        ),
-        (
-            "Clipped share by minibatch",
-            _measured(steps, "minibatch_1/clip_fraction/low"),
-            lambda ax: _draw_clipping(ax, steps),
-        ),
-        (
-            "Largest and smallest ratio of a step",
-            _measured(steps, "ratio/min"),
-            lambda ax: _draw_ratios(ax, steps),
-        ),
-        (
-            f"KL to the {'reference' if to_reference else 'policy that sampled'}, nats per token",
-            to_reference or _measured(steps, "kl/old"),
-            lambda ax: _draw_line(ax, steps, "kl/ref" if to_reference else "kl/old"),
-        ),
-        (
-            "Entropy, nats per token",
-            _measured(steps, "entropy"),
-            lambda ax: _draw_line(ax, steps, "entropy"),
-        ),
-        (
-            "Tokens per completion",
-            _measured(steps, "completions/length"),
-            lambda ax: _draw_from_zero(ax, steps, "completions/length"),
-        ),
-        (
-            "Gradient norm before clipping",
-            _measured(steps, "grad_norm"),
-            lambda ax: _draw_from_zero(ax, steps, "grad_norm"),
-        ),
-        (
-            "Sampling against training, nats per token",
-            _measured(steps, "mismatch/mean"),
-            lambda ax: _draw_mismatch(ax, steps),
-        ),
-        ("DPO's loss", _measured(dpo, "loss"), lambda ax: _draw_dpo(ax, dpo)),
-        (
-            "Completion tokens per second",
-            _measured(steps, "tokens_per_second"),
-            lambda ax: _draw_from_zero(ax, steps, "tokens_per_second"),
-        ),
-        ("Seconds per step", bool(timed), lambda ax: _draw_seconds(ax, timed)),
+    to_reference = any(record.get("kl/ref") is not None for record in steps)
+    kl, whose = ("kl/ref", "reference") if to_reference else ("kl/old", "policy that sampled")
+    both: Lines = {"seconds/rollout": (BLUE, "rollout"), "seconds/update": (ORANGE, "update")}
+    mismatch: Lines = {"mismatch/mean": (BLUE, "mean"), "mismatch/max": (ORANGE, "largest")}
+    shares: Lines = {
+        "groups_without_variance": (BLUE, "groups without variance"),
+        "completions/truncated": (ORANGE, "truncated completions"),
+    }
+    candidates: list[tuple[str, Callable[[Any, Any, Any], None], Sequence[Record], Lines]] = [
+        ("Mean reward of the rollouts", _lines, steps, _rewards(steps)),
+        ("Accuracy on held-out prompts", _accuracy, evaluations, {"eval/greedy_accuracy": (BLUE, None)}),
+        ("Shares of a rollout", _shares, steps, shares),
+        ("Clipped share by minibatch", _shares, steps, _clipped(steps)),
+        ("Largest and smallest ratio of a step", _ratios, steps, {"ratio/min": (BLUE, None)}),
+        (f"KL to the {whose}, nats per token", _lines, steps, {kl: (BLUE, None)}),
+        ("Entropy, nats per token", _lines, steps, {"entropy": (BLUE, None)}),
+        ("Tokens per completion", _from_zero, steps, {"completions/length": (BLUE, None)}),
+        ("Gradient norm before clipping", _from_zero, steps, {"grad_norm": (BLUE, None)}),
+        ("Sampling against training, nats per token", _logarithmic, steps, mismatch),
+        ("DPO's loss", _preferences, dpo, {"loss": (BLUE, None)}),
+        ("Completion tokens per second", _from_zero, steps, {"tokens_per_second": (BLUE, None)}),
+        ("Seconds per step", _from_zero, timed, both),
     ]
-    return [(title, draw) for title, there, draw in candidates if there]
+    return [
+        (title, partial(draw, records=chosen, lines=lines))
+        for title, draw, chosen, lines in candidates
+        if any(record.get(key) is not None for record in chosen for key in lines)
+    ]
 
 
-def _measured(records: Sequence[Record], key: str) -> bool:
-    return any(record.get(key) is not None for record in records)
+def _derived(record: Record) -> Record:
+    """Return what is drawn of a record and not in it: truncated completions, clipped shares of both sides."""
+    finished = record.get("completions/finished")
+    found = {} if finished is None else {"completions/truncated": 1.0 - finished}
+    for key, low in record.items():
+        high = record.get(key.removesuffix("low") + "high")
+        if key.startswith("minibatch_") and key.endswith("/clip_fraction/low"):
+            clipped = None if low is None or high is None else low + high
+            found[key.replace("clip_fraction/low", "clipped")] = clipped
+    return found
 
 
-def _series(records: Sequence[Record], key: str) -> tuple[list[int], list[float]]:
-    return (
-        [record["step"] for record in records],
-        [float("nan") if record.get(key) is None else record[key] for record in records],
-    )
-
-
-def _width(steps: Sequence[Record]) -> int:
-    return max(1, len(steps) // 30)
-
-
-def _draw_line(
-    ax: Any, steps: Sequence[Record], key: str, *, color: str = BLUE, label: str | None = None
-) -> None:
-    """Draw a metric, smoothed and above its faint self."""
-    x, y = _series(steps, key)
-    ax.plot(x, y, color=color, alpha=0.25, linewidth=1)
-    mean = smoothed([record.get(key) for record in steps], _width(steps))
-    ax.plot(x, mean, color=color, linewidth=1.8, label=label)
-
-
-def _draw_from_zero(ax: Any, steps: Sequence[Record], key: str) -> None:
-    _draw_line(ax, steps, key)
-    ax.set_ylim(0.0, 1.05 * ax.get_ylim()[1])
-
-
-def _draw_rewards(ax: Any, steps: Sequence[Record]) -> None:
+def _rewards(steps: Sequence[Record]) -> Lines:
     from matplotlib import colormaps
 
     parts = sorted({key for record in steps for key in record if key.startswith("reward/")} - {"reward/mean"})
-    for number, key in enumerate(parts if 1 < len(parts) <= 6 else []):
-        x, _ = _series(steps, key)
-        mean = smoothed([record.get(key) for record in steps], _width(steps))
-        color = colormaps["tab10"](number + 1)
-        ax.plot(x, mean, color=color, linewidth=1, label=key.removeprefix("reward/"))
-    _draw_line(ax, steps, "reward/mean", label="weighted sum" if 1 < len(parts) <= 6 else None)
+    if not 1 < len(parts) <= 6:
+        return {"reward/mean": (BLUE, None)}
+    colors = colormaps["tab10"].colors
+    own: Lines = {key: (colors[n], key.removeprefix("reward/")) for n, key in enumerate(parts, start=1)}
+    return own | {"reward/mean": (BLUE, "weighted sum")}
 
 
-def _draw_accuracy(ax: Any, evaluations: Sequence[Record]) -> None:
-    for label, color in (("greedy", BLUE), ("sampled", ORANGE)):
-        x, y = _series(evaluations, f"eval/{label}_accuracy")
-        gain = f"  {y[0]:.0%} to {y[-1]:.0%}"
-        ax.plot(x, y, color=color, linewidth=2, marker="o", markersize=3.5, label=f"{label}{gain}")
-    values = [r.get(f"eval/{label}_accuracy") for r in evaluations for label in ("greedy", "sampled")]
-    if all(value is not None and 0.0 <= value <= 1.0 for value in values):
-        _as_share(ax)
-
-
-def _draw_shares(ax: Any, steps: Sequence[Record]) -> None:
-    _draw_line(ax, steps, "groups_without_variance", label="groups without variance")
-    truncated = [
-        {"step": record["step"], "truncated": 1.0 - record["completions/finished"]}
-        for record in steps
-        if record.get("completions/finished") is not None
-    ]
-    _draw_line(ax, truncated, "truncated", color=ORANGE, label="truncated completions")
-    _as_share(ax)
-
-
-def _draw_clipping(ax: Any, steps: Sequence[Record]) -> None:
+def _clipped(steps: Sequence[Record]) -> Lines:
     from matplotlib import colormaps
 
-    numbers = _minibatches(steps)
-    for position, number in enumerate(numbers):
-        sides = [
-            [record.get(f"minibatch_{number}/clip_fraction/{side}") for side in ("low", "high")]
-            for record in steps
-        ]
-        both = [None if low is None or high is None else low + high for low, high in sides]
-        color = colormaps["viridis"](0.15 + 0.7 * position / max(len(numbers) - 1, 1))
-        label = f"minibatch {number}" if len(numbers) <= 8 or number in (numbers[0], numbers[-1]) else None
-        x = [record["step"] for record in steps]
-        ax.plot(x, smoothed(both, _width(steps)), color=color, linewidth=1.8, label=label)
-    _as_share(ax)
+    keys = {key for record in steps for key in record if key.endswith("/clipped")}
+    numbers = sorted(int(key.split("/")[0].removeprefix("minibatch_")) for key in keys)
+    named = numbers if len(numbers) <= 8 else [numbers[0], numbers[-1]]
+    return {
+        f"minibatch_{number}/clipped": (
+            colormaps["viridis"](0.15 + 0.7 * place / max(len(numbers) - 1, 1)),
+            f"minibatch {number}" if number in named else None,
+        )
+        for place, number in enumerate(numbers)
+    }
 
 
-def _draw_ratios(ax: Any, steps: Sequence[Record]) -> None:
-    x, low = _series(steps, "ratio/min")
-    _, high = _series(steps, "ratio/max")
+def _series(records: Sequence[Record], key: str) -> tuple[list[int], list[float]]:
+    values = [record.get(key) for record in records]
+    return [record["step"] for record in records], [math.nan if v is None else v for v in values]
+
+
+def _lines(ax: Any, records: Sequence[Record], lines: Lines) -> None:
+    """Draw metrics, smoothed and above their faint selves."""
+    for key, (color, label) in lines.items():
+        x, y = _series(records, key)
+        ax.plot(x, y, color=color, alpha=0.25, linewidth=1)
+        mean = smoothed([record.get(key) for record in records], max(1, len(records) // 30))
+        ax.plot(x, mean, color=color, linewidth=1.8, label=label)
+
+
+def _from_zero(ax: Any, records: Sequence[Record], lines: Lines) -> None:
+    _lines(ax, records, lines)
+    ax.set_ylim(0.0, 1.05 * ax.get_ylim()[1])
+
+
+def _logarithmic(ax: Any, records: Sequence[Record], lines: Lines) -> None:
+    _lines(ax, records, lines)
+    ax.set_yscale("log", nonpositive="mask")
+
+
+def _shares(ax: Any, records: Sequence[Record], lines: Lines) -> None:
+    _lines(ax, records, lines)
+    ax.set_ylim(-0.02, 1.02)
+    ax.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+
+
+def _accuracy(ax: Any, records: Sequence[Record], lines: Lines) -> None:
+    values = []
+    for name, color in (("greedy", BLUE), ("sampled", ORANGE)):
+        x, y = _series(records, f"eval/{name}_accuracy")
+        label = f"{name}  {y[0]:.0%} to {y[-1]:.0%}"
+        ax.plot(x, y, color=color, linewidth=2, marker="o", markersize=3.5, label=label)
+        values += y
+    if all(0.0 <= value <= 1.0 for value in values):
+        _shares(ax, [], {})
+
+
+def _ratios(ax: Any, records: Sequence[Record], lines: Lines) -> None:
+    (x, low), (_, high) = _series(records, "ratio/min"), _series(records, "ratio/max")
     ax.fill_between(x, low, high, color=BLUE, alpha=0.2, linewidth=0)
     ax.plot(x, high, color=BLUE, linewidth=1, label="largest")
     ax.plot(x, low, color=ORANGE, linewidth=1, label="smallest")
@@ -209,38 +189,6 @@ def _draw_ratios(ax: Any, steps: Sequence[Record]) -> None:
     ax.ticklabel_format(useOffset=False)
 
 
-def _draw_mismatch(ax: Any, steps: Sequence[Record]) -> None:
-    _draw_line(ax, steps, "mismatch/mean", label="mean")
-    _draw_line(ax, steps, "mismatch/max", color=ORANGE, label="largest")
-    ax.set_yscale("log", nonpositive="mask")
-
-
-def _draw_dpo(ax: Any, dpo: Sequence[Record]) -> None:
-    x, y = _series(dpo, "loss")
-    ax.plot(x, y, color=BLUE, linewidth=0, marker="o", markersize=3.5)
+def _preferences(ax: Any, records: Sequence[Record], lines: Lines) -> None:
+    ax.plot(*_series(records, "loss"), color=BLUE, linewidth=0, marker="o", markersize=3.5)
     ax.axhline(math.log(2), color=INK, linewidth=0.8, label="no preference")
-
-
-def _draw_seconds(ax: Any, steps: Sequence[Record]) -> None:
-    x, rollout = _series(steps, "seconds/rollout")
-    _, update = _series(steps, "seconds/update")
-    ax.stackplot(x, rollout, update, colors=(BLUE, ORANGE), alpha=0.6, labels=("rollout", "update"))
-    ax.set_ylim(0.0, 1.05 * ax.get_ylim()[1])
-
-
-def _as_share(ax: Any) -> None:
-    ax.set_ylim(-0.02, 1.02)
-    ax.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-
-
-def _shade_dpo(ax: Any, records: Sequence[Record], label: str | None) -> None:
-    for record in records:
-        if record.get("phase") == 1.0:
-            ends = (record["step"] - 0.5, record["step"] + 0.5)
-            ax.axvspan(*ends, color=GRID, alpha=0.6, linewidth=0, zorder=0, label=label)
-            label = None
-
-
-def _minibatches(steps: Sequence[Record]) -> list[int]:
-    names = {key.split("/")[0] for record in steps for key in record if key.startswith("minibatch_")}
-    return sorted(int(name.removeprefix("minibatch_")) for name in names)

@@ -61,9 +61,7 @@ def check_processes(accelerator: Any) -> None:
         if accelerator.mixed_precision != "no":
             # By default the policy's inputs and outputs, advantages and log-probs, would be rounded as well.
             plugin.mixed_precision_policy = MixedPrecisionPolicy(
-                param_dtype=torch.bfloat16,
-                reduce_dtype=torch.float32,
-                cast_forward_inputs=False,
+                param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
             )
 
 
