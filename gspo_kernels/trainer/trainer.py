@@ -17,6 +17,7 @@ from gspo_kernels.trainer.recipes import make_recipe
 from gspo_kernels.trainer.recipes.samples import Sampler
 from gspo_kernels.trainer.rewards import RewardFunction, RewardSet
 from gspo_kernels.trainer.rollout import RolloutEngine, Sampling, TransformersEngine
+from gspo_kernels.trainer.rows.experience import Experience
 from gspo_kernels.trainer.run.checkpoint import random_state, set_random_state
 from gspo_kernels.trainer.run.files import RunDirectory
 from gspo_kernels.trainer.run.input_errors import ConfigError, ModelError, RunDirectoryError
@@ -25,7 +26,7 @@ from gspo_kernels.trainer.run.models import end_token_ids, load_tokenizer, make_
 from gspo_kernels.trainer.run.processes import check_processes, make_accelerator
 from gspo_kernels.trainer.run.run import Run
 from gspo_kernels.trainer.run.signals import noted
-from gspo_kernels.trainer.updates import Experience, PolicyUpdater
+from gspo_kernels.trainer.updates import PolicyUpdater
 
 
 class GSPOTrainer:

@@ -15,8 +15,6 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -28,68 +26,12 @@ import gspo_kernels as gk
 from gspo_kernels.trainer.config import TrainConfig, UpdateConfig
 from gspo_kernels.trainer.policy import Policy
 from gspo_kernels.trainer.rollout import sampling_mismatch
-from gspo_kernels.trainer.rows.packing import offsets, ranges, token_budget_batches
-from gspo_kernels.trainer.rows.shared_prefix import shared_prefix_tokens
+from gspo_kernels.trainer.rows.experience import Experience, micro_batches
 from gspo_kernels.trainer.run.processes import is_sharded, shard_again
 
 Metrics = dict[str, float]
 
 _WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True, strict=False)
-
-
-@dataclass(frozen=True)
-class Experience:
-    """One rollout, scored: B completions of N tokens in all, the rows of a group consecutive, on one device.
-
-    What belongs to tokens is packed: one completion after the other, without padding.
-
-    Attributes:
-        prompts: B tensors of token ids, [P_i].
-        completions: B tensors of token ids, [C_i], C_i > 0.
-        advantages: [B] fp32, or what the objective takes for them.
-        loss_mask: [N] bool, tokens that the loss counts.
-        group_ids: [B] int64, which prompt a row completes.
-        rollout_logprobs: [N] fp32, by the engine that sampled; None where it gave none.
-        turn_ids: [N] int64, -1 outside turns; None: every completion is one turn.
-        ref_logprobs: [N] fp32, by the reference; None where the updater's own one is to score them.
-    """
-
-    prompts: Sequence[Tensor]
-    completions: Sequence[Tensor]
-    advantages: Tensor
-    loss_mask: Tensor
-    group_ids: Tensor
-    rollout_logprobs: Tensor | None = None
-    turn_ids: Tensor | None = None
-    ref_logprobs: Tensor | None = None
-
-    def places(self, rows: Tensor) -> Tensor:
-        """Return where among the N tokens these rows' are, one row after the other, int64."""
-        lengths = [len(completion) for completion in self.completions]
-        starts, chosen = [0, *accumulate(lengths)], rows.tolist()
-        return ranges([starts[row] for row in chosen], [lengths[row] for row in chosen], rows.device)
-
-    def offsets(self, rows: Tensor) -> Tensor:
-        """Return ``cu_seqlens`` of these rows' tokens."""
-        return offsets([len(self.completions[row]) for row in rows.tolist()], self.loss_mask.device)
-
-    def pick(self, terms: Mapping[str, Any], rows: Tensor) -> dict[str, Any]:
-        """Return the part of some terms of a loss, [B], [N] or the same for all, that belongs to rows."""
-        places, B = self.places(rows), len(self.completions)
-        return {
-            name: value if not isinstance(value, Tensor) else value[rows if len(value) == B else places]
-            for name, value in terms.items()
-        }
-
-    def by_token(self, values: Tensor) -> Tensor:
-        """Repeat one value per row, [B], for each of its tokens, [N]."""
-        lengths = torch.tensor([len(completion) for completion in self.completions])
-        return values.repeat_interleave(lengths.to(values.device))
-
-    def counted(self) -> Tensor:
-        """Return [B] int64, how many tokens of each row the loss counts."""
-        owners = self.by_token(torch.arange(len(self.completions), device=self.loss_mask.device))
-        return torch.zeros_like(self.group_ids).index_add(0, owners, self.loss_mask.long())
 
 
 class PolicyUpdater:
@@ -143,9 +85,8 @@ class PolicyUpdater:
         self.objective = config.objective.build()
         # Such gradients look at other sequences: they are known only once all of these are scored.
         self.looks_around = self.objective.coefficient_scope in ("group", "batch")
-        corrects = config.off_policy.level != "none"
         # The first minibatch of a rollout needs no old log-probs: they are its new ones.
-        self.scores_first = self.looks_around or corrects
+        self.scores_first = self.looks_around or config.off_policy.level != "none"
 
     def under(self, config: TrainConfig) -> PolicyUpdater:
         """Return an updater of the same weights, by the same optimizer, with the loss of another config."""
@@ -167,9 +108,7 @@ class PolicyUpdater:
         scored = [number for number, rows in enumerate(minibatches) if len(self._active(experience, rows))]
         clipped = {n: each[n]["clip_fraction/low"] + each[n]["clip_fraction/high"] for n in scored if n > 0}
         measured = [each[n] for n in scored] or each
-        metrics: Metrics = {
-            name: sum(values[name] for values in measured) / len(measured) for name in each[0]
-        }
+        metrics = {name: sum(values[name] for values in measured) / len(measured) for name in each[0]}
         metrics["ratio/min"] = min(values["ratio/min"] for values in measured)
         metrics["ratio/max"] = max(values["ratio/max"] for values in measured)
         metrics["clip_fraction/after_first"] = sum(clipped.values()) / max(len(clipped), 1)
@@ -191,46 +130,38 @@ class PolicyUpdater:
         Cut into the micro-batches of the update, because results may depend on a batch's shape in the last
         bit.
         """
-        found = torch.zeros(2, len(experience.loss_mask), device=experience.loss_mask.device)
-        for micro in micro_batches:
-            scores = policy(*_tokens(experience, micro), return_entropy=True)
-            if len(micro):
-                found[:, experience.places(micro)] = torch.stack(scores)
-        return gk.TokenLogprobs(*self.accelerator.reduce(found, "sum"))
+        return self._pass(policy, experience, micro_batches, None)
 
     def accumulate(
         self, experience: Experience, micro_batches: Sequence[Tensor], terms: Mapping[str, Any]
     ) -> gk.TokenLogprobs:
-        """Add the gradient of some micro-batches to the parameters; return log-probs and entropy, [N].
+        """Add the gradient of micro-batches to the parameters, terms [B] or [N]; return what `score` does."""
+        return self._pass(self.policy, experience, micro_batches, terms)
 
-        Tensors among the terms are [B] or [N].
-        """
+    def _pass(
+        self,
+        policy: Any,
+        experience: Experience,
+        micro_batches: Sequence[Tensor],
+        terms: Mapping[str, Any] | None,
+    ) -> gk.TokenLogprobs:
         found = torch.zeros(2, len(experience.loss_mask), device=experience.loss_mask.device)
         for number, micro in enumerate(micro_batches, start=1):
-            own = experience.pick(terms, _rows_or_first(micro))
-            own["loss_mask"] &= len(micro) > 0
-            with self._without_sync(number < len(micro_batches)):
-                output = self.policy(*_tokens(experience, micro), own, return_entropy=True)
-                self.accelerator.backward(output.loss)
+            # An empty micro-batch runs only to keep step with other processes: the first row, uncounted.
+            rows, own = micro if len(micro) else micro.new_zeros(1), None
+            more, waiting = number < len(micro_batches), nullcontext()
+            if terms is not None:
+                own = experience.pick(terms, rows)
+                own["loss_mask"] &= len(micro) > 0
+                if more and not self.sharded:  # FSDP reduces each gradient, to keep only shards
+                    waiting = self.accelerator.no_sync(self.policy)
+            with waiting:
+                output = policy(*experience.tokens(rows), own, return_entropy=True)
+                if own is not None:
+                    self.accelerator.backward(output.loss)
             if len(micro):
                 found[:, experience.places(micro)] = torch.stack([output.logprobs, output.entropy])
         return gk.TokenLogprobs(*self.accelerator.reduce(found, "sum"))
-
-    def micro_batches(self, experience: Experience, rows: Tensor) -> list[Tensor]:
-        """Cut rows by the token budget and return this process's part.
-
-        Every process gets the same number, so some may be empty.
-        """
-        world, budget = self.accelerator.num_processes, self.config.update.micro_batch_tokens
-        units = self._units(experience, rows)
-        lengths = self._row_lengths(experience, units)
-        shares = token_budget_batches(lengths, max(sum(lengths), 1), count=world)
-        shares += [[]] * (world - len(shares))
-        share_lengths = [[lengths[unit] for unit in share] for share in shares]
-        count = max(len(token_budget_batches(each, budget)) for each in share_lengths)
-        rank = self.accelerator.process_index
-        cut = token_budget_batches(share_lengths[rank], budget, count=count)
-        return [_rows([row for i in batch for row in units[shares[rank][i]]], rows) for batch in cut]
 
     def state_dict(self) -> dict[str, Any]:
         """Return trained weights and optimizer, whole and on the CPU; all processes must call it."""
@@ -248,26 +179,6 @@ class PolicyUpdater:
             options=_WHOLE,
         )
         self.scheduler.load_state_dict({**self.scheduler.state_dict(), "last_epoch": state["updates"]})
-
-    def _units(self, experience: Experience, rows: Tensor) -> list[list[int]]:
-        """Return what stays together in a micro-batch: single rows, or those that share a prompt."""
-        if self.layout != "shared_prefix":
-            return [[row] for row in rows.tolist()]
-        groups: dict[int, list[int]] = {}
-        for row in sorted(rows.tolist()):
-            groups.setdefault(int(experience.group_ids[row]), []).append(row)
-        return list(groups.values())
-
-    def _row_lengths(self, experience: Experience, units: Sequence[Sequence[int]]) -> list[int]:
-        """Return what each unit takes of the token budget."""
-        lengths = [
-            shared_prefix_tokens(
-                len(experience.prompts[unit[0]]), [len(experience.completions[row]) for row in unit]
-            )
-            for unit in units
-        ]
-        # Padded rows are as long as the longest of their micro-batch, which may hold the longest of all.
-        return lengths if self.layout == "packed" or not lengths else [max(lengths)] * len(lengths)
 
     def _minibatches(self, experience: Experience, step: int) -> list[Tensor]:
         """Return the rows of every minibatch of every epoch, in an order drawn from seed, step and epoch."""
@@ -293,7 +204,12 @@ class PolicyUpdater:
 
     def _cut(self, experience: Experience, minibatches: Sequence[Tensor]) -> list[list[Tensor]]:
         """Return this process's micro-batches of each minibatch."""
-        return [self.micro_batches(experience, self._active(experience, rows)) for rows in minibatches]
+        return [self._micro_batches(experience, self._active(experience, rows)) for rows in minibatches]
+
+    def _micro_batches(self, experience: Experience, rows: Tensor) -> list[Tensor]:
+        processes = self.accelerator.num_processes, self.accelerator.process_index
+        budget = self.config.update.micro_batch_tokens
+        return micro_batches(experience, rows, self.layout, budget, *processes)
 
     def _terms(self, experience: Experience, first_epoch: Sequence[Tensor]) -> dict[str, Any]:
         """Return the terms of the loss that stay the same for all minibatches; tensors are [B] or [N]."""
@@ -332,7 +248,7 @@ class PolicyUpdater:
         self, experience: Experience, terms: dict[str, Any], rows: Tensor, *, on_policy: bool
     ) -> Metrics:
         active = self._active(experience, rows)
-        micro_batches = self.micro_batches(experience, active)
+        micro_batches = self._micro_batches(experience, active)
         objective, world = self._objective(), self.accelerator.num_processes
         if self.looks_around:
             current = self.score(self.policy, experience, micro_batches)
@@ -388,12 +304,6 @@ class PolicyUpdater:
             old_logprobs[places], experience.rollout_logprobs[places], experience.loss_mask[places]
         )
 
-    def _without_sync(self, more: bool) -> AbstractContextManager[Any]:
-        """Leave gradients unreduced until the last micro-batch; FSDP reduces each, to keep only shards."""
-        if more and not self.sharded:
-            return self.accelerator.no_sync(self.policy)
-        return nullcontext()
-
 
 def outer_count(objective: Any, counted: Tensor) -> int:
     """Return what the objective divides by over a whole minibatch: its sequences, its tokens, or 1.
@@ -442,17 +352,3 @@ def _coefficients(
     if terms["entropy_coef"] != 0:
         coefficients["entropy_coef"] = entropy_coef
     return whole, coefficients
-
-
-def _rows_or_first(micro: Tensor) -> Tensor:
-    """Return the rows; the first one for an empty micro-batch, which runs only to keep step."""
-    return micro if len(micro) else micro.new_zeros(1)
-
-
-def _rows(rows: list[int], like: Tensor) -> Tensor:
-    return torch.tensor(rows, dtype=torch.int64, device=like.device)
-
-
-def _tokens(experience: Experience, micro: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-    rows = _rows_or_first(micro).tolist()
-    return [experience.prompts[row] for row in rows], [experience.completions[row] for row in rows]

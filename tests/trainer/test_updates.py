@@ -9,9 +9,10 @@ from torch.nn.utils.rnn import pad_sequence
 import gspo_kernels as gk
 from gspo_kernels.trainer.config import TrainConfig, UpdateConfig, trainable_objectives
 from gspo_kernels.trainer.policy import Policy
+from gspo_kernels.trainer.rows.experience import Experience
 from gspo_kernels.trainer.run.config_file import from_mapping
 from gspo_kernels.trainer.run.input_errors import ConfigError
-from gspo_kernels.trainer.updates import Experience, PolicyUpdater, learning_rate_factor, outer_count
+from gspo_kernels.trainer.updates import PolicyUpdater, learning_rate_factor, outer_count
 from tests.draws import shifted_seed
 from tests.trainer.conftest import make_accelerator, tiny_qwen3
 

@@ -13,7 +13,8 @@ from gspo_kernels.trainer.data import PromptOrder, Prompts
 from gspo_kernels.trainer.recipes.samples import Sample, Sampler, Samples, experience_of, metrics_of
 from gspo_kernels.trainer.rewards.comparing import advantages_of, levels
 from gspo_kernels.trainer.rollout import Sampling
-from gspo_kernels.trainer.updates import Experience, PolicyUpdater
+from gspo_kernels.trainer.rows.experience import Experience
+from gspo_kernels.trainer.updates import PolicyUpdater
 
 Metrics = dict[str, float]
 

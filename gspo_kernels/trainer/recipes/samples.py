@@ -13,8 +13,8 @@ from torch import Tensor
 from gspo_kernels.trainer.data import Prompts, columns_of
 from gspo_kernels.trainer.rewards import Rewards, RewardSet
 from gspo_kernels.trainer.rollout import Completions, RolloutEngine, Sampling
+from gspo_kernels.trainer.rows.experience import Experience
 from gspo_kernels.trainer.run.processes import in_shares, whole_weights
-from gspo_kernels.trainer.updates import Experience
 
 
 @dataclass(frozen=True)

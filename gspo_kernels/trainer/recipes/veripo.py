@@ -20,8 +20,8 @@ from gspo_kernels.trainer.recipes.plain import Metrics, Recipe
 from gspo_kernels.trainer.recipes.samples import Samples, score
 from gspo_kernels.trainer.rewards import RewardSet, load_reward
 from gspo_kernels.trainer.rollout import Sampling
+from gspo_kernels.trainer.rows.experience import Experience
 from gspo_kernels.trainer.run.processes import in_shares
-from gspo_kernels.trainer.updates import Experience
 
 
 class VeriPO:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gspo_kernels.trainer.rows.attention import (
     Row,
@@ -87,25 +86,15 @@ def packed_inputs(
 def packed_hidden_states(model: Any, prompts: Sequence[Tensor], completions: Sequence[Tensor]) -> LossInputs:
     """Run the backbone once over all sequences, without padding.
 
-    Equal to running each sequence alone, values and gradients, up to rounding.
-
-    Args:
-        model: causal language model, plain, with a PEFT adapter, or wrapped (DDP); its own ``__call__`` runs.
-        prompts: B tensors of token ids, [P_i], P_i > 0.
-        completions: B tensors of token ids, [C_i], C_i > 0.
-
-    Raises:
-        ModelError: a model that cannot be packed exactly.
-        ValueError: empty or mismatched sequences.
+    Equal to running each sequence alone, values and gradients, up to rounding. Takes and refuses what
+    `packed_inputs` does; the model's own ``__call__`` runs, plain, with a PEFT adapter, or wrapped (DDP).
     """
     inputs = packed_inputs(prompts, completions, model=model)
-    labels, cu_seqlens = inputs.pop("shift_labels"), inputs.pop("cu_seqlens")
+    labels, _ = inputs.pop("shift_labels")[0], inputs.pop("cu_seqlens")
+    predicting = (labels != IGNORED).nonzero().flatten()
+    hidden = last_hidden_states(model, inputs)[0]
     lengths = [len(completion) for completion in completions]
-    starts = offsets([len(p) + n - 1 for p, n in zip(prompts, lengths, strict=True)]).tolist()
-    firsts = [start + len(prompt) - 1 for start, prompt in zip(starts, prompts, strict=False)]
-    rows = ranges(firsts, lengths, labels.device)
-    hidden = last_hidden_states(model, inputs)
-    return LossInputs(hidden[0, rows], labels[0, rows], offsets(lengths, cu_seqlens.device))
+    return LossInputs(hidden[predicting], labels[predicting], offsets(lengths, labels.device))
 
 
 def last_hidden_states(model: Any, inputs: dict[str, Any]) -> Tensor:
@@ -160,13 +149,14 @@ def compare_with_alone(
     Leaking attention changes hidden states by as much as they are large, rounding by some multiples of eps;
     the line is drawn at sqrt(eps), relative to the largest.
     """
-    with evaluating(model), torch.autocast(model.device.type, enabled=False):
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    with torch.autocast(model.device.type, enabled=False):
         ours = together().hidden
-        alone = [
-            packed_hidden_states(model, [prompt], [completion]).hidden
-            for prompt, completion in zip(prompts, completions, strict=True)
-        ]
-    reference = torch.cat(alone)
+        pairs = zip(prompts, completions, strict=True)
+        reference = torch.cat([packed_hidden_states(model, [p], [c]).hidden for p, c in pairs])
+    for module, mode in modes:
+        module.training = mode
     bound = torch.finfo(reference.dtype).eps ** 0.5 * reference.abs().max().item()
     difference = (ours - reference).abs().max().item()
     if not difference <= bound:
@@ -174,18 +164,6 @@ def compare_with_alone(
             f"{type(unwrapped(model)).__name__} cannot hold several sequences in one row: its hidden "
             f"states differ from those of the sequences alone by {difference:.3g} (rounding: < {bound:.3g})"
         )
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Switch dropout off, and each module back to the mode it had."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
 
 
 def token_budget_batches(lengths: Sequence[int], budget: int, *, count: int | None = None) -> list[list[int]]:
@@ -212,8 +190,10 @@ def token_budget_batches(lengths: Sequence[int], budget: int, *, count: int | No
     alone = [[i] for i, length in enumerate(lengths) if length > budget]
     order = sorted((i for i, length in enumerate(lengths) if length <= budget), key=lambda i: -lengths[i])
     number = -(-sum(lengths[i] for i in order) // budget)
-    while _most_tokens(lengths, batches := _balanced(lengths, order, number)) > budget:
+    batches = _balanced(lengths, order, number)
+    while any(sum(lengths[i] for i in batch) > budget for batch in batches):
         number += 1
+        batches = _balanced(lengths, order, number)
     if count is not None:
         if count < len(alone) + number:
             raise ValueError(f"count: got {count}, but budget {budget} needs {len(alone) + number} batches")
@@ -229,10 +209,6 @@ def _balanced(lengths: Sequence[int], order: list[int], count: int) -> list[list
         batches[number].append(i)
         heapq.heappush(heap, (tokens + lengths[i], number))
     return [sorted(batch) for batch in batches]
-
-
-def _most_tokens(lengths: Sequence[int], batches: list[list[int]]) -> int:
-    return max((sum(lengths[i] for i in batch) for batch in batches), default=0)
 
 
 def check_sequences(prompts: Sequence[Tensor], completions: Sequence[Tensor]) -> None:

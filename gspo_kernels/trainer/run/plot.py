@@ -14,7 +14,7 @@ INK, GRID = "#30343b", "#e4e6ea"
 BLUE, ORANGE = "#2166ac", "#d95f0e"
 COLUMNS = 3
 
-Lines = dict[str, tuple[str, str | None]]
+Lines = dict[str, tuple[Any, str | None]]
 """What a panel draws: by metric its color and its label."""
 
 
@@ -79,7 +79,7 @@ def panels(records: Sequence[Record]) -> list[tuple[str, Callable[[Any], None]]]
         "groups_without_variance": (BLUE, "groups without variance"),
         "completions/truncated": (ORANGE, "truncated completions"),
     }
-    candidates: list[tuple[str, Callable[[Any, Any, Any], None], Sequence[Record], Lines]] = [
+    candidates: list[tuple[str, Callable[..., None], Sequence[Record], Lines]] = [
         ("Mean reward of the rollouts", _lines, steps, _rewards(steps)),
         ("Accuracy on held-out prompts", _accuracy, evaluations, {"eval/greedy_accuracy": (BLUE, None)}),
         ("Shares of a rollout", _shares, steps, shares),
@@ -119,8 +119,8 @@ def _rewards(steps: Sequence[Record]) -> Lines:
     parts = sorted({key for record in steps for key in record if key.startswith("reward/")} - {"reward/mean"})
     if not 1 < len(parts) <= 6:
         return {"reward/mean": (BLUE, None)}
-    colors = colormaps["tab10"].colors
-    own: Lines = {key: (colors[n], key.removeprefix("reward/")) for n, key in enumerate(parts, start=1)}
+    colors = colormaps["tab10"]
+    own: Lines = {key: (colors(n), key.removeprefix("reward/")) for n, key in enumerate(parts, start=1)}
     return own | {"reward/mean": (BLUE, "weighted sum")}
 
 
