@@ -21,15 +21,18 @@ import gspo_kernels as gk
 from gspo_kernels.trainer.rewards.comparing import Method
 from gspo_kernels.trainer.run.input_errors import ConfigError
 from gspo_kernels.trainer.run.options import (
+    BelowOne,
     Count,
+    Finite,
     Natural,
     NotNegative,
     Positive,
     Section,
+    Several,
+    Share,
     coerce,
     near_matches,
     option,
-    require,
 )
 
 
@@ -38,16 +41,10 @@ class RolloutConfig(Section, key="rollout"):
     """How completions are sampled."""
 
     prompts_per_rollout: Count = option(32, "prompts in one rollout")
-    group_size: Annotated[int, Field(ge=2)] = option(
-        8, "completions sampled for each prompt; advantages compare them with each other"
-    )
-    max_new_tokens: Count = option(
-        256, "longest completion, in tokens; what has no end token by then is truncated"
-    )
+    group_size: Several = option(8, "completions of each prompt, which advantages compare with each other")
+    max_new_tokens: Count = option(256, "longest completion, in tokens; what is longer is truncated")
     temperature: Positive = option(1.0, "sampling temperature; the training log-probs use the same one")
-    top_p: Annotated[float, Field(gt=0, le=1)] = option(
-        1.0, "nucleus sampling (training log-probs stay those of the whole vocabulary)"
-    )
+    top_p: Share = option(1.0, "nucleus sampling (training log-probs stay those of the whole vocabulary)")
     top_k: Natural = option(0, "sample among the k most likely tokens; 0 means all (see top_p)")
     batch_size: Count = option(256, "completions generated at once; changes memory and speed")
     truncated: Literal["keep", "mask"] = option(
@@ -60,13 +57,9 @@ class UpdateConfig(Section, key="update"):
     """How the weights move. One step is one rollout and one optimizer update for each of its minibatches."""
 
     steps: Count = option(300, "rollouts in the whole run")
-    minibatches: Count = option(
-        4, "parts of a rollout, with an optimizer update each; the first one sees ratios of exactly 1"
-    )
+    minibatches: Count = option(4, "parts of a rollout, an update each; the first sees ratios of exactly 1")
     epochs: Count = option(1, "passes over a rollout; its order is drawn anew in each")
-    micro_batch_tokens: Count = option(
-        16384, "tokens per forward pass, prompts included; changes memory and speed, not the gradient"
-    )
+    micro_batch_tokens: Count = option(16384, "tokens per forward pass; changes memory and speed only")
     layout: Literal["packed", "padded", "shared_prefix"] = option(
         "packed",
         "'packed': one row without padding (quick with flash-attention); 'padded': one row per completion; "
@@ -75,20 +68,16 @@ class UpdateConfig(Section, key="update"):
     precision: Literal["fp32", "bf16"] = option(
         "fp32", "'fp32', or 'bf16': products in bfloat16, weights and logits in float32; sampling as well"
     )
-    gradient_checkpointing: bool = option(
-        False, "compute activations again in the backward pass: less memory, about a third slower"
-    )
-    entropy_coef: Annotated[float, Field(allow_inf_nan=False)] = option(
-        0.0, "weight of the entropy bonus in the loss"
-    )
+    gradient_checkpointing: bool = option(False, "compute activations again: less memory, a third slower")
+    entropy_coef: Finite = option(0.0, "weight of the entropy bonus in the loss")
     learning_rate: Positive = option(1e-6, "AdamW's learning rate at the end of the warmup")
     warmup_updates: Natural = option(0, "optimizer updates over which the learning rate rises from 0")
     learning_rate_decay: Literal["none", "linear"] = option(
         "none", "after the warmup: none, or linear to 0 at the last step"
     )
     weight_decay: NotNegative = option(0.0, "AdamW's weight decay")
-    adam_beta1: Annotated[float, Field(ge=0, lt=1)] = option(0.9, "AdamW's beta1")
-    adam_beta2: Annotated[float, Field(ge=0, lt=1)] = option(0.999, "AdamW's beta2")
+    adam_beta1: BelowOne = option(0.9, "AdamW's beta1")
+    adam_beta2: BelowOne = option(0.999, "AdamW's beta2")
     max_grad_norm: Annotated[float, Field(gt=0)] = option(1.0, "gradients are scaled down to this norm")
 
 
@@ -132,11 +121,7 @@ class OffPolicyConfig(Section, key="off_policy"):
             rollout_logprobs,
             loss_mask=loss_mask,
             cu_seqlens=cu_seqlens,
-            level=self.level,
-            reduce=self.reduce,
-            mode=self.mode,
-            low=self.low,
-            high=self.high,
+            **dataclasses.asdict(self),
         )
 
 
@@ -146,38 +131,19 @@ class VeriPOConfig(Section, key="veripo"):
 
     grpo_steps: Count = option(20, "steps with the configured objective before each phase of DPO")
     dpo_steps: Natural = option(0, "steps of DPO then, each on one of the last rollouts; 0: no DPO at all")
-    verifier: str | None = option(
-        None, "reward function that ranks completions for DPO; without one the run's own reward does"
-    )
-    reward_weight: NotNegative = option(
-        1.0, "weight of the run's own reward beside the verifier; 0: the verifier alone ranks"
-    )
-    min_gap: NotNegative = option(
-        0.0, "completions of a prompt are a pair where scores differ by more than this"
-    )
+    verifier: str | None = option(None, "reward function that ranks completions for DPO; else the run's own")
+    reward_weight: NotNegative = option(1.0, "weight of the run's own reward beside the verifier")
+    min_gap: NotNegative = option(0.0, "scores of a pair differ by more than this")
     beta: Positive = option(0.1, "DPO's beta: how firmly it holds to the policy that its phase began with")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(
-            self.dpo_steps <= self.grpo_steps,
-            "veripo.dpo_steps",
-            f"from 0 to veripo.grpo_steps ({self.grpo_steps}), because each takes one rollout of that phase "
-            "(update.epochs goes through it several times)",
-            self.dpo_steps,
-        )
-        require(
-            self.reward_weight > 0 or self.verifier is not None,
-            "veripo.reward_weight",
-            "above 0 where there is no veripo.verifier",
-            self.reward_weight,
-        )
-        require(
-            self.verifier is None or self.dpo_steps > 0,
-            "veripo.dpo_steps",
-            "above 0 where there is a veripo.verifier",
-            self.dpo_steps,
-        )
+        most = f"from 0 to veripo.grpo_steps ({self.grpo_steps}): each takes one rollout of that phase"
+        self.require(self.dpo_steps <= self.grpo_steps, "dpo_steps", most)
+        ranked = self.reward_weight > 0 or self.verifier is not None
+        self.require(ranked, "reward_weight", "above 0 where there is no veripo.verifier")
+        used = self.verifier is None or self.dpo_steps > 0
+        self.require(used, "dpo_steps", "above 0 where there is a veripo.verifier")
 
     def compares(self, step: int) -> bool:
         """Whether this step of the run, from 1, is one of DPO."""
@@ -200,10 +166,7 @@ class VeriPOConfig(Section, key="veripo"):
 class IGRPOConfig(Section, key="igrpo"):
     """Update on refinements of the best of several drafts, which goes into the prompt (iGRPO)."""
 
-    drafts: Natural = option(
-        0,
-        "completions of a prompt, beside those of rollout.group_size, of which the best is the draft; 0: off",
-    )
+    drafts: Natural = option(0, "completions of a prompt of which the best goes into it as a draft; 0: off")
     template: str = option(
         "{prompt}\n\nThe best of several earlier answers:\n{draft}\n\nWrite a better answer.",
         "what the policy then completes; {prompt} is the prompt, or the last message of the user",
@@ -212,7 +175,7 @@ class IGRPOConfig(Section, key="igrpo"):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("{prompt}", "{draft}"):
-            require(name in self.template, "igrpo.template", f"a text with {name} in it", self.template)
+            self.require(name in self.template, "template", f"a text with {name} in it")
 
 
 @dataclass(frozen=True)
@@ -232,12 +195,8 @@ class TurnsConfig(Section, key="turns"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(
-            (self.feedback is not None) == (self.count > 1),
-            "turns.feedback",
-            "given where turns.count is at least 2, and only there",
-            self.feedback,
-        )
+        given = (self.feedback is not None) == (self.count > 1)
+        self.require(given, "feedback", "given where turns.count is at least 2, and only there")
 
 
 @dataclass(frozen=True)
@@ -264,18 +223,14 @@ class ObjectiveConfig(Section, key="objective"):
         """Return the objective; fields that are not given keep the objective's defaults."""
         classes = trainable_objectives()
         if self.name not in classes:
-            hint = near_matches(self.name, classes)
-            raise ConfigError(
-                f"objective.name: no objective {self.name!r}{hint}; there are {', '.join(classes)}"
-            )
+            hint = f"{near_matches(self.name, classes)}; there are {', '.join(classes)}"
+            raise ConfigError(f"objective.name: no objective {self.name!r}{hint}")
         cls = classes[self.name]
         known = {f.name for f in dataclasses.fields(cls) if f.init}
         for key in self.options:
             if key not in known:
-                hint = near_matches(key, known)
-                raise ConfigError(
-                    f"unknown key objective.{key} for {self.name}{hint}; it has {', '.join(sorted(known))}"
-                )
+                hint = f"{near_matches(key, known)}; it has {', '.join(sorted(known))}"
+                raise ConfigError(f"unknown key objective.{key} for {self.name}{hint}")
         hints = typing.get_type_hints(cls)
         values = {key: coerce(value, hints[key], f"objective.{key}") for key, value in self.options.items()}
         try:
@@ -305,13 +260,9 @@ class DataConfig(Section, key="data"):
 class EvaluationConfig(Section, key="evaluation"):
     """How progress on the held-out prompts is measured: greedily, and sampled as in rollouts."""
 
-    every: Count = option(
-        25, "steps between two evaluations; the first is before training, the last at its end"
-    )
+    every: Count = option(25, "steps between two evaluations; one comes before training, one at its end")
     prompts: Count = option(256, "held-out prompts, from the start of the eval dataset")
-    accuracy: str | None = option(
-        None, "reward whose mean is shown as the accuracy; the first one if not given"
-    )
+    accuracy: str | None = option(None, "reward whose mean is shown as the accuracy; the first by default")
 
 
 @dataclass(frozen=True)
@@ -336,9 +287,7 @@ class TrainConfig(Section):
         (), "reward function, 'module:function' or 'file.py:function', with '(name=value)'; may be repeated"
     )
     reward_weights: tuple[float, ...] | None = option(None, "one weight for each reward; all 1 if not given")
-    reward_timeout: Positive | None = option(
-        600.0, "seconds that a call of a reward function may take; none: no limit"
-    )
+    reward_timeout: Positive | None = option(600.0, "seconds that a reward may take; none: no limit")
     reward_process: bool = option(
         False, "call every reward function in a process of its own, which can be stopped whatever it does"
     )
@@ -350,9 +299,7 @@ class TrainConfig(Section):
     )
     output: str = option("runs/gspo", "directory for metrics, checkpoints, the plot and the trained model")
     seed: int = option(0, "seed of every random choice")
-    threads: Count | None = option(
-        None, "PyTorch's CPU threads; a tiny model on a busy machine is fastest with 1"
-    )
+    threads: Count | None = option(None, "PyTorch's CPU threads; for a tiny model 1 may be quickest")
     log_every: Count = option(10, "steps between two lines of output where there is no terminal")
     show_samples: Natural = option(3, "completions shown with their rewards after each evaluation")
     trackers: tuple[str, ...] = option(
@@ -374,41 +321,27 @@ class TrainConfig(Section):
     def __post_init__(self) -> None:
         super().__post_init__()
         plain = self.advantages == "group_normalized" or self.advantage_scale == "group"
-        require(plain, "advantage_scale", f"left alone with {self.advantages}", self.advantage_scale)
+        self.require(plain, "advantage_scale", f"left alone with {self.advantages}")
         if self.reward_weights is not None and self.reward:
-            require(
-                len(self.reward_weights) == len(self.reward),
-                "reward_weights",
-                f"one number for each of the {len(self.reward)} rewards",
-                self.reward_weights,
-            )
-        require(
-            self.igrpo.drafts == 0 or self.turns.count == 1,
-            "igrpo.drafts",
-            "0 where turns.count is more than 1: either a draft or an environment's feedback is refined",
-            self.igrpo.drafts,
-        )
+            each = f"one number for each of the {len(self.reward)} rewards"
+            self.require(len(self.reward_weights) == len(self.reward), "reward_weights", each)
         turns, size = self.turns.count, self.rollout.group_size
-        groups = self.rollout.prompts_per_rollout * turns
+        either = "0 where turns.count is more than 1: either a draft or an environment's feedback is refined"
+        self.igrpo.require(self.igrpo.drafts == 0 or turns == 1, "drafts", either)
         together = (
             self.update.layout == "shared_prefix" or self.objective.build().coefficient_scope == "group"
         )
-        kind = "prompts" if turns == 1 else "turns of prompts"
-        what = f"{groups} {kind}" if together else f"{groups * size} completions"
-        require(
-            self.update.minibatches <= (groups if together else groups * size),
-            "update.minibatches",
-            f"at most the {what} of a rollout",
-            self.update.minibatches,
-        )
+        groups = self.rollout.prompts_per_rollout * turns
+        kind = ("prompts" if turns == 1 else "turns of prompts") if together else "completions"
+        most = groups if together else groups * size
+        fits = self.update.minibatches <= most
+        self.update.require(fits, "minibatches", f"at most the {most} {kind} of a rollout")
         if self.veripo.dpo_steps > 0:
-            require(
-                not self.needs_reference(),
-                "veripo.dpo_steps",
+            alone = (
                 f"0 with kl.beta {self.kl.beta:g} and objective {self.objective.name}: DPO's reference is "
-                "the policy that its phase began with, and there is none beside it for KL or an objective",
-                self.veripo.dpo_steps,
+                "the policy that its phase began with, and there is none beside it for KL or an objective"
             )
+            self.veripo.require(not self.needs_reference(), "dpo_steps", alone)
             self.of_dpo()
 
     def needs_reference(self) -> bool:
@@ -418,16 +351,12 @@ class TrainConfig(Section):
     def of_dpo(self) -> TrainConfig:
         """Return what the DPO steps of ``veripo`` minimise; off-policy weights are about sampled completions.
 
-        Raises:
-            ConfigError: a minibatch would hold less than a group.
+        A `ConfigError` says that a minibatch would hold less than a group.
         """
-        options = {"beta": self.veripo.beta, "min_gap": self.veripo.min_gap}
+        dpo = ObjectiveConfig("DPO", {"beta": self.veripo.beta, "min_gap": self.veripo.min_gap})
         try:
             return dataclasses.replace(
-                self,
-                objective=ObjectiveConfig("DPO", options),
-                off_policy=OffPolicyConfig(),
-                veripo=VeriPOConfig(),
+                self, objective=dpo, off_policy=OffPolicyConfig(), veripo=VeriPOConfig()
             )
         except ConfigError as error:
             raise ConfigError(f"veripo.dpo_steps: {error}") from error

@@ -165,19 +165,12 @@ def columns_of(rows: Rows, names: Sequence[str] | None = None) -> dict[str, list
 
 @dataclass(frozen=True)
 class Prompts:
-    """Rows and the token ids of their prompts.
-
-    Attributes:
-        rows: the rows that are used.
-        tokens: one list of token ids for each of them.
-        dropped: how many rows were left out because their prompt is too long.
-        columns: the other columns, which the reward functions get.
-    """
+    """Rows and the token ids of their prompts."""
 
     rows: Rows
     tokens: list[list[int]]
-    dropped: int
-    columns: list[str]
+    dropped: int  # rows that were left out because their prompt is too long
+    columns: list[str]  # beside the prompt, which the reward functions get
 
 
 def prepare_prompts(
@@ -197,10 +190,9 @@ def prepare_prompts(
 
     Args:
         tokenizer: a transformers tokenizer.
-        rows: what `check_rows` accepts.
-        name: what to call the rows in messages.
-        longest: tokens that a prompt may have, or None for any number.
-        too_long: "error", or "drop" to leave out rows with longer prompts.
+        rows: what `check_rows` accepts, and ``name``, what messages call them.
+        longest: tokens that a prompt may have, or None for any number; ``too_long``: "error", or "drop" to
+            leave out rows with longer prompts.
         template_options: keyword arguments of the chat template (Qwen3: ``{"enable_thinking": False}``).
 
     Raises:

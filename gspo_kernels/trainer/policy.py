@@ -29,11 +29,8 @@ from gspo_kernels.trainer.run.input_errors import ModelError
 class Policy(nn.Module):
     """A causal language model that scores completions, or takes their loss, without writing logits.
 
-    Args:
-        model: a transformers causal language model; adapters may be injected into it.
-        layout: "packed", "padded" or "shared_prefix": how completions become rows of the backbone.
-        temperature: what completions are sampled with, and are therefore scored with.
-        gradient_checkpointing: recompute each layer's activations in the backward pass.
+    Adapters may be injected into the model. The layout, "packed", "padded" or "shared_prefix", says how
+    completions become rows of the backbone; they are scored with the temperature that they are sampled with.
     """
 
     def __init__(

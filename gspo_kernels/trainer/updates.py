@@ -37,13 +37,9 @@ _WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_
 class PolicyUpdater:
     """Owns the optimizer, the learning rate's schedule and the objective.
 
-    Args:
-        accelerator: accelerate's, which wraps the policy for its devices.
-        policy: what is trained; its trainable parameters get the optimizer.
-        config: objective, terms of the loss, minibatches and AdamW.
-        reference: what KL terms compare with: a frozen copy, prepared by the accelerator; None for the policy
-            itself under ``reference_mode``.
-        reference_mode: returns a context manager that switches the policy's adapter off.
+    The accelerator wraps the policy for its devices; the optimizer gets its trainable parameters. KL terms
+    compare with the reference, a frozen copy that is prepared already, or where there is none with the policy
+    itself inside ``reference_mode()``, which switches its adapter off.
     """
 
     def __init__(
@@ -309,10 +305,7 @@ def outer_count(objective: Any, counted: Tensor) -> int:
     """Return what the objective divides by over a whole minibatch: its sequences, its tokens, or 1.
 
     Given to every micro-batch as its normalizer, it makes their gradients add up to the minibatch's.
-
-    Args:
-        objective: of the loss.
-        counted: [B] int64, tokens of each sequence that count.
+    ``counted`` are the tokens of each sequence that count, [B].
     """
     unit, _ = objective.outer_divisor()
     counts = {"one": 1, "tokens": int(counted.sum()), "sequences": int((counted > 0).sum())}

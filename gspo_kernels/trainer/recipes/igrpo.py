@@ -25,7 +25,6 @@ class IGRPO(Recipe):
     """
 
     def __post_init__(self) -> None:
-        """Check the conversations."""
         super().__post_init__()
         for number, row in enumerate(self.prompts.rows, start=1):
             prompt = row["prompt"]

@@ -21,28 +21,17 @@ Metrics = dict[str, float]
 
 @dataclass
 class Recipe:
-    """What a step learns from, and how: the plain one, which others change in parts.
-
-    Attributes:
-        config: of the run.
-        sampler: completes prompts and scores the completions.
-        updater: turns what was learned from into new weights.
-        prompts: what is trained on.
-        encode: turns prompts, text or conversations, into token ids.
-        longest: tokens that a prompt may have beside its completion; None for any number.
-        shown: completions to show, (prompt, completion, reward); of the last step that sampled.
-    """
+    """What a step learns from, and how: the plain one, which others change in parts."""
 
     config: TrainConfig
     sampler: Sampler
     updater: PolicyUpdater
     prompts: Prompts
-    encode: Callable[[Sequence[Any]], list[list[int]]]
-    longest: int | None
-    shown: list[tuple[Any, str, float]] = field(default_factory=list)
+    encode: Callable[[Sequence[Any]], list[list[int]]]  # prompts, text or conversations, into token ids
+    longest: int | None  # tokens that a prompt may have beside its completion; None: any number
+    shown: list[tuple[Any, str, float]] = field(default_factory=list)  # prompt, completion, reward
 
     def __post_init__(self) -> None:
-        """Prepare the order of the prompts."""
         self.order = PromptOrder(len(self.prompts.tokens), self.config.seed)
 
     @property

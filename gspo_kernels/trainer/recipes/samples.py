@@ -19,27 +19,16 @@ from gspo_kernels.trainer.run.processes import in_shares, whole_weights
 
 @dataclass(frozen=True)
 class Sample:
-    """One completion, on the CPU.
+    """One completion of C tokens, on the CPU."""
 
-    Attributes:
-        row: which row of the data it belongs to.
-        prompt: the token ids that it completes.
-        text: what the reward functions saw.
-        ids: [C] int64, with the end token if there is one.
-        counted: [C] bool, tokens that a loss may count.
-        finished: whether there is an end token.
-        logprobs: [C] fp32, by the engine, or None.
-        turn_ids: [C] int64, or None.
-    """
-
-    row: int
-    prompt: list[int]
-    text: str
-    ids: Tensor
-    counted: Tensor
+    row: int  # of the data
+    prompt: list[int]  # what it completes
+    text: str  # what the reward functions saw
+    ids: Tensor  # [C], with the end token if there is one
+    counted: Tensor  # [C] bool, tokens that a loss may count
     finished: bool
-    logprobs: Tensor | None
-    turn_ids: Tensor | None
+    logprobs: Tensor | None  # [C], by the engine
+    turn_ids: Tensor | None  # [C]
 
 
 class Samples(NamedTuple):
@@ -61,24 +50,14 @@ def joined(parts: Sequence[Samples]) -> Samples:
 
 @dataclass
 class Sampler:
-    """Completes prompts and scores the completions, each process its share; every process gets all of them.
-
-    Attributes:
-        accelerator: accelerate's.
-        policy: the prepared policy, whose weights are whole while the engine runs.
-        engine: what completes prompts.
-        tokenizer: turns completions into text.
-        rewards: the reward functions.
-        truncated: what completions without an end token do, as in `Completions.loss_mask`.
-        seed: of the run.
-    """
+    """Completes prompts and scores the completions; each process does its share and gets all of them."""
 
     accelerator: Any
-    policy: Any
+    policy: Any  # its weights are whole while the engine runs
     engine: RolloutEngine
     tokenizer: Any
     rewards: RewardSet
-    truncated: str
+    truncated: str  # as in `Completions.loss_mask`
     seed: int
 
     @torch.no_grad()
@@ -95,18 +74,9 @@ class Sampler:
     ) -> Samples:
         """Complete each of the picked prompts ``group_size`` times.
 
-        A completion's random numbers come from the run's seed, the step, the stage and its place, so they are
-        the same in any number of processes and after a restart.
-
-        Args:
-            prompts: the data.
-            picked: rows of it.
-            group_size: completions of each.
-            sampling: how tokens are drawn.
-            step: of the run; 0 for evaluations.
-            tokens: what is completed in place of each picked prompt. The reward functions see the prompt of
-                the data all the same.
-            stage: which part of the step it is, where a step samples several times.
+        A completion's random numbers come from the run's seed, the step (0 for evaluations), the stage of a
+        step that samples several times, and its place, so they are the same in any number of processes and
+        after a restart. ``tokens`` are completed in place of the prompts; rewards see these all the same.
         """
         if tokens is None:
             tokens = [prompts.tokens[row] for row in picked]

@@ -23,17 +23,11 @@ from gspo_kernels.trainer.run.processes import in_shares
 
 
 class Turn(NamedTuple):
-    """One turn of some trajectories.
+    """One turn of some trajectories."""
 
-    Attributes:
-        places: which trajectories came to this turn.
-        samples: their candidates, a group for each of them.
-        kept: [places] int64, which of the samples the trajectories go on with.
-    """
-
-    places: list[int]
-    samples: Samples
-    kept: Tensor
+    places: list[int]  # which trajectories came to this turn
+    samples: Samples  # their candidates, a group for each of them
+    kept: Tensor  # [places] int64, which of the samples the trajectories go on with
 
 
 @dataclass
@@ -51,7 +45,6 @@ class Turns(Recipe):
     """
 
     def __post_init__(self) -> None:
-        """Load the feedback function, and try a second turn."""
         super().__post_init__()
         columns = self.prompts.columns
         try:

@@ -27,14 +27,8 @@ from gspo_kernels.trainer.run.processes import in_shares
 class VeriPO:
     """Takes the steps of another recipe, and after some of them steps of DPO on rollouts that it kept.
 
-    Args:
-        recipe: samples, and takes the objective's steps; DPO shares its weights and its optimizer.
-
-    Attributes:
-        updater: takes the DPO steps.
-
-    Raises:
-        RewardError: the verifier cannot be found, or called with the columns of the data.
+    DPO shares that recipe's weights and optimizer. A `RewardError` says that the verifier cannot be found, or
+    called with the columns of the data.
     """
 
     def __init__(self, recipe: Recipe) -> None:
@@ -131,10 +125,7 @@ def combined(rewards: Tensor, judged: Tensor | None, reward_weight: float) -> Te
 def in_pairs(dpo: Any, experience: Experience, scores: Tensor) -> Experience:
     """Return a rollout as DPO takes it: scores as levels, and only completions that are in a pair count.
 
-    Args:
-        dpo: the objective, which says what a pair is.
-        experience: the scored rollout.
-        scores: [B], the higher the better; NaN: in no pair.
+    The objective says what a pair is. Scores are [B], the higher the better; NaN: in no pair.
     """
     scores = scores.to(experience.advantages.device)
     present = (experience.counted() > 0) & ~scores.isnan()

@@ -48,13 +48,7 @@ class _OutOfTimeError(Exception):
 
 
 class ListFunction:
-    """A reward or feedback function as the trainer calls it.
-
-    Args:
-        what: what messages call it: "reward function right".
-        function: plain, async or a `ProcessReward`.
-        answer: what it is to return.
-    """
+    """A reward or feedback function as the trainer calls it: plain, async or a `ProcessReward`."""
 
     def __init__(self, what: str, function: Any, answer: Answer) -> None:
         self.what = what

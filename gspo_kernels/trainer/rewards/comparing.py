@@ -70,15 +70,10 @@ def levels(rewards: Tensor, group_size: int) -> Tensor:
 
 
 def best_of(rewards: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
-    """Find the highest reward of each group, the first one of equals; NaN, no reward, is below all.
-
-    Args:
-        rewards: [B] floating point, the members of a group consecutive.
-        group_size: members of each.
+    """Find the highest of [B] rewards in each group, the first of equals; NaN, no reward, is below all.
 
     Returns:
-        [B / group_size] int64, places among the B, the group's first where all are NaN; and [B / group_size]
-        bool, whether there is a reward.
+        Places among the B, [groups], the group's first where all are NaN; and whether there is a reward.
     """
     groups = rewards.view(-1, group_size)
     within = groups.nan_to_num(-torch.inf).argmax(1)

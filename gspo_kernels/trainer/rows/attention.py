@@ -26,15 +26,10 @@ MASKED_ATTENTION = {"sdpa", "eager", "flex_attention"}
 
 
 class Row(NamedTuple):
-    """What a row of the backbone holds: tokens that all of its sequences begin with, and what is their own.
+    """What a row of the backbone holds: what all of its sequences begin with, and what is their own."""
 
-    Attributes:
-        prefix: number of shared tokens, at the front; 0 for sequences that share nothing.
-        lengths: number of own tokens of each sequence, in the order of the row.
-    """
-
-    prefix: int
-    lengths: Sequence[int]
+    prefix: int  # shared tokens, at the front; 0 for sequences that share nothing
+    lengths: Sequence[int]  # own tokens of each sequence, in the order of the row
 
     @property
     def tokens(self) -> int:
@@ -72,7 +67,7 @@ def unwrapped(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def attention_implementation(model: Any) -> str:
+def implementation_of(model: Any) -> str:
     """Return the name of a model's attention; refuse models that would mix up the sequences of a row."""
     causal = unwrapped(model)
     config = causal.config.get_text_config()

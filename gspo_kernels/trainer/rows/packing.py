@@ -11,8 +11,8 @@ from torch import Tensor
 
 from gspo_kernels.trainer.rows.attention import (
     Row,
-    attention_implementation,
     attention_masks,
+    implementation_of,
     positions_of,
     unwrapped,
 )
@@ -44,8 +44,7 @@ def packed_inputs(
     The last token of a sequence predicts nothing and is left out: T = sum(P_i + C_i - 1).
 
     Args:
-        prompts: B tensors of token ids, [P_i], P_i > 0.
-        completions: B tensors of token ids, [C_i], C_i > 0.
+        prompts, completions: B tensors of token ids each, [P_i] and [C_i], none empty.
         model: the model they are for; adds what its attention needs: a mask, [1, 1, T, T], or for
             flash-attention the sequences' offsets. Without it, transformers has to find the sequences from
             their positions, which most models do.
@@ -74,7 +73,7 @@ def packed_inputs(
     }
     if model is None:
         return inputs
-    implementation = attention_implementation(model)
+    implementation = implementation_of(model)
     if len(lengths) == 1:
         return inputs
     if "flash" in implementation:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from gspo_kernels.trainer.rows.attention import Row, attention_implementation, attention_masks, positions_of
+from gspo_kernels.trainer.rows.attention import Row, attention_masks, implementation_of, positions_of
 from gspo_kernels.trainer.rows.packing import (
     LossInputs,
     check_sequences,
@@ -42,15 +42,8 @@ def shared_prefix_hidden_states(
     """Run the backbone over each prompt once, followed by all of its completions.
 
     Equal to running every completion behind its own copy of the prompt, values and gradients, up to rounding.
-    Groups are the rows of a batch, padded to the longest.
-
-    Args:
-        model: causal language model, plain, with a PEFT adapter, or wrapped (DDP); its own ``__call__`` runs.
-        prompts: one tensor of token ids per group, [P_g], P_g > 0.
-        completions: for each group its completions' token ids, [C_i], C_i > 0.
-
-    Returns:
-        The completions in the order given, group by group.
+    Groups, a prompt [P_g] and its completions [C_i] each, none empty, are the rows of a batch, padded to the
+    longest. The model is plain, with a PEFT adapter, or wrapped (DDP); its own ``__call__`` runs.
 
     Raises:
         ModelError: a model that a mask does not describe exactly, or whose attention takes none.
@@ -60,7 +53,7 @@ def shared_prefix_hidden_states(
         raise ValueError(f"completions: got {len(completions)} groups for {len(prompts)} prompts")
     for prompt, group in zip(prompts, completions, strict=True):
         check_sequences([prompt] * len(group), group)
-    if "flash" in (name := attention_implementation(model)):
+    if "flash" in (name := implementation_of(model)):
         raise ModelError(
             f"{name} takes no mask, and a shared prompt needs one; load the model with "
             "attn_implementation='sdpa'"

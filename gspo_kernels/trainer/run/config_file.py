@@ -24,19 +24,8 @@ else:
 _Config = TypeVar("_Config")
 
 FREE_ON_RESUME = (
-    "model",
-    "dataset",
-    "eval_dataset",
-    "reward_timeout",
-    "reward_process",
-    "output",
-    "log_every",
-    "show_samples",
-    "threads",
-    "trackers",
-    "update.steps",
-    "update.micro_batch_tokens",
-    "rollout.batch_size",
+    *("model", "dataset", "eval_dataset", "output", "threads", "trackers", "log_every", "show_samples"),
+    *("reward_timeout", "reward_process", "update.steps", "update.micro_batch_tokens", "rollout.batch_size"),
 )
 """Keys that may change when a run is resumed, with every key of ``evaluation`` and ``checkpoint``."""
 

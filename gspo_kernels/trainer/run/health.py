@@ -18,10 +18,7 @@ class Health:
     """Counts symptoms over consecutive steps and says what they mean, once each time that they set in.
 
     A step that does not measure what shows a symptom (a DPO step has no rollout) leaves its count alone.
-
-    Args:
-        patience: steps in a row that a symptom must last.
-        mismatch: bound of ``mismatch/mean`` and of the distance of ``mismatch/ratio`` from 1; None: none.
+    ``mismatch`` bounds ``mismatch/mean`` and the distance of ``mismatch/ratio`` from 1; None: nothing does.
     """
 
     def __init__(self, patience: int = PATIENCE, mismatch: float | None = None) -> None:

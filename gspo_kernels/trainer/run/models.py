@@ -18,23 +18,13 @@ from gspo_kernels.trainer.run.processes import prepare_frozen
 
 
 class Policies(NamedTuple):
-    """What is trained, and what it is compared with.
+    """What is trained, and what it is compared with."""
 
-    Attributes:
-        model: the transformers model, with adapters if there are any.
-        policy: the same as a module that scores completions.
-        reference: a frozen copy, prepared by the accelerator, where a term of the loss asks for one and there
-            are no adapters.
-        reference_mode: returns a context manager in which the policy is its own reference.
-        fingerprint: of the weights that no checkpoint holds and no run may change: those below adapters, and
-            the reference. None where there are none.
-    """
-
-    model: Any
-    policy: Policy
-    reference: Any
-    reference_mode: Callable[[], AbstractContextManager[Any]]
-    fingerprint: float | None
+    model: Any  # transformers', with adapters if there are any
+    policy: Policy  # the same, as a module that scores completions
+    reference: Any  # a frozen copy, where a term of the loss asks for one and there are no adapters
+    reference_mode: Callable[[], AbstractContextManager[Any]]  # in it, the policy is its own reference
+    fingerprint: float | None  # of weights that no checkpoint holds and no run may change
 
 
 def make_policies(model: Any, config: TrainConfig, accelerator: Any) -> Policies:

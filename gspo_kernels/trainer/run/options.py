@@ -16,6 +16,10 @@ from gspo_kernels.trainer.run.input_errors import ConfigError
 
 Count = Annotated[int, Field(ge=1)]
 Natural = Annotated[int, Field(ge=0)]
+Several = Annotated[int, Field(ge=2)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+Share = Annotated[float, Field(gt=0, le=1)]
+BelowOne = Annotated[float, Field(ge=0, lt=1)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
@@ -45,9 +49,13 @@ class Section:
         cls.key = f"{key}." if key else ""
 
     def __post_init__(self) -> None:
-        """Convert and check every option."""
-        for name, expected in _leaves(type(self)).items():
+        for name, expected in _leaves(type(self)).items():  # type: ignore[arg-type]
             object.__setattr__(self, name, coerce(getattr(self, name), expected, f"{self.key}{name}"))
+
+    def require(self, condition: bool, name: str, expected: str) -> None:
+        """Raise a `ConfigError` that names an option and its value unless the condition holds."""
+        if not condition:
+            raise ConfigError(f"{self.key}{name} must be {expected}, got {getattr(self, name)!r}")
 
 
 @functools.cache
@@ -55,12 +63,6 @@ def _leaves(cls: Any) -> dict[str, Any]:
     hints = typing.get_type_hints(cls, include_extras=True)
     names = [leaf.name for leaf in dataclasses.fields(cls)]
     return {name: hints[name] for name in names if not dataclasses.is_dataclass(hints[name])}
-
-
-def require(condition: bool, key: str, expected: str, got: object) -> None:
-    """Raise a `ConfigError` that names the key unless the condition holds."""
-    if not condition:
-        raise ConfigError(f"{key} must be {expected}, got {got!r}")
 
 
 def near_matches(key: str, known: Iterable[str]) -> str:
@@ -97,5 +99,6 @@ def coerce(value: Any, expected: Any, key: str) -> Any:
     except ValidationError as error:
         first = error.errors()[0]
         if first["type"] in _EXPECTED:
-            require(False, key, _EXPECTED[first["type"]].format(**first.get("ctx", {})), value)
+            expected = _EXPECTED[first["type"]].format(**first.get("ctx", {}))
+            raise ConfigError(f"{key} must be {expected}, got {value!r}") from error
         raise ConfigError(f"{key}: {first['msg']}, got {value!r}") from error

@@ -393,7 +393,7 @@ def test_feedback_may_have_a_process_of_its_own(tmp_path, tokenizer):
         ({"turns": {"feedback": "a:b"}}, "turns.feedback must be given .* only there, got 'a:b'"),
         ({"turns": {"count": 2, "feedback": "a:b", "keep": "last"}}, "turns.keep must be"),
         ({"turns": {"count": 0}}, "turns.count must be at least 1"),
-        ({"igrpo": {"drafts": -1}}, "igrpo.drafts must be 0 or more"),
+        ({"igrpo": {"drafts": -1}}, "igrpo.drafts must be at least 0"),
         ({"igrpo": {"drafts": 2, "template": "{draft}"}}, r"igrpo.template must be a text with \{prompt\}"),
         ({"igrpo": {"drafts": 2, "template": "{prompt}"}}, r"igrpo.template must be a text with \{draft\}"),
         ({**IGRPO, **TURNS}, "igrpo.drafts must be 0 where turns.count is more than 1"),
