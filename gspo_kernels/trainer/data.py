@@ -29,13 +29,9 @@ def load_prompts(
     Args:
         source: a jsonl file (one JSON object per line, values of any type), a parquet file, a directory
             that ``save_to_disk`` wrote, a directory of data files, or the name of a dataset on the Hub.
-        split: which split, "train" by default; in the syntax of datasets also a part of one
-            ("train[:1000]"), but not for what ``save_to_disk`` wrote. Files have none.
+        split: which split, "train" by default, or as datasets says it a part of one ("train[:1000]").
         subset: which configuration of a dataset on the Hub or of a directory of data files.
         prompt_column: the column that is the prompt; it is called "prompt" from here on.
-
-    Returns:
-        A list of mappings (jsonl) or a ``datasets.Dataset``.
 
     Raises:
         DataError: there is nothing to read, or rows are not prompts; names the source and the row.
@@ -72,16 +68,15 @@ def _read_jsonl(path: Path) -> Rows:
     return rows
 
 
-def _read_parquet(path: Path) -> Rows:
+def _read_parquet(path: Path) -> Any:
     from datasets import Dataset
     from pyarrow import ArrowException
     from pyarrow.parquet import read_table
 
     try:
-        rows: Rows = Dataset(read_table(path))
+        return Dataset(read_table(path))
     except (ArrowException, OSError) as error:
         raise DataError(f"{path} cannot be read as parquet: {error}") from error
-    return rows
 
 
 def _load_dataset(path: Path, name: str, split: str | None, subset: str | None) -> Any:
@@ -125,26 +120,18 @@ def check_rows(rows: Rows, name: str) -> None:
     if len(rows) == 0:
         raise DataError(f"{name} is empty: it has no prompts")
     for number, row in enumerate(rows, start=1):
+        prompt, place = row.get("prompt"), f"{name}, row {number}"
         if "prompt" not in row:
-            columns = ", ".join(map(repr, row)) or "none"
-            raise DataError(
-                f"{name}, row {number}: no 'prompt' among the columns ({columns}); data.prompt_column says "
-                "which one it is"
-            )
-        for column in RESERVED:
-            if column in row:
-                raise DataError(
-                    f"{name}, row {number}: a column must not be called {column!r}, because reward functions "
-                    "get an argument of that name"
-                )
-        prompt = row["prompt"]
+            columns = f"({', '.join(map(repr, row)) or 'none'}); data.prompt_column says which one it is"
+            raise DataError(f"{place}: no 'prompt' among the columns {columns}")
+        if taken := [repr(column) for column in RESERVED if column in row]:
+            why = "because reward functions get an argument of that name"
+            raise DataError(f"{place}: a column must not be called {', '.join(taken)}, {why}")
         if isinstance(prompt, list) and prompt and all(map(_is_message, prompt)):
             continue
         if not isinstance(prompt, str) or not prompt:
-            raise DataError(
-                f"{name}, row {number}: 'prompt' must be non-empty text, or a list of messages with a text "
-                f"as 'role' and as 'content', got {prompt!r:.80}"
-            )
+            wanted = "non-empty text, or a list of messages with a text as 'role' and as 'content'"
+            raise DataError(f"{place}: 'prompt' must be {wanted}, got {prompt!r:.80}")
 
 
 def _is_message(message: Any) -> bool:
@@ -200,19 +187,16 @@ def prepare_prompts(
     """
     if too_long not in ("error", "drop"):
         raise DataError(f"too_long must be 'error' or 'drop', got {too_long!r}")
+    room = "the model's context leaves"
     if longest is not None and longest < 1:
-        raise DataError(
-            f"{name}: the model's context leaves no room for a prompt beside rollout.max_new_tokens"
-        )
+        raise DataError(f"{name}: {room} no room for a prompt beside rollout.max_new_tokens")
     tokens = tokens_of(tokenizer, [row["prompt"] for row in rows], name, template_options or {})
     for number, ids in enumerate(tokens, start=1):
         if not ids:
             raise DataError(f"{name}, row {number}: the tokenizer makes no token of the prompt")
         if longest is not None and len(ids) > longest and too_long == "error":
-            raise DataError(
-                f"{name}, row {number}: the prompt has {len(ids)} tokens, but the model's context leaves "
-                f"room for {longest} beside rollout.max_new_tokens; data.too_long: drop leaves such rows out"
-            )
+            beside = f"room for {longest} beside rollout.max_new_tokens; data.too_long: drop leaves it out"
+            raise DataError(f"{name}, row {number}: the prompt has {len(ids)} tokens, but {room} {beside}")
     kept = [i for i, ids in enumerate(tokens) if longest is None or len(ids) <= longest]
     if tokens and not kept:
         raise DataError(f"{name}: every prompt is longer than the {longest} tokens that there is room for")

@@ -9,19 +9,25 @@ refused instead of being trained on wrong log-probs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import groupby
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import gspo_kernels as gk
 from gspo_kernels.integrations.errors import IntegrationError
 from gspo_kernels.integrations.lm_head import LMHead, lm_head_of
-from gspo_kernels.trainer.rows.packing import LossInputs, check_packing, packed_hidden_states, probe
-from gspo_kernels.trainer.rows.padding import padded_hidden_states
+from gspo_kernels.trainer.rows.packing import (
+    LossInputs,
+    Tokens,
+    check_packing,
+    packed_hidden_states,
+    padded_hidden_states,
+    probe,
+)
 from gspo_kernels.trainer.rows.shared_prefix import check_shared_prefix, shared_prefix_hidden_states
 from gspo_kernels.trainer.run.input_errors import ModelError
 
@@ -64,21 +70,14 @@ class Policy(nn.Module):
 
     def forward(
         self,
-        prompts: Sequence[Tensor],
-        completions: Sequence[Tensor],
+        prompts: Tokens,
+        completions: Tokens,
         terms: Mapping[str, Any] | None = None,
         return_entropy: bool = False,
     ) -> gk.TokenLogprobs | gk.LossOutput:
         """Score completions, or return the loss of `gk.fused_linear_policy_loss` if its terms are given.
 
-        Args:
-            prompts: B tensors of token ids, [P_i].
-            completions: B tensors of token ids, [C_i].
-            terms: keyword arguments of the loss, packed over the N completion tokens.
-            return_entropy: also return each token's entropy.
-
-        Returns:
-            Packed: [N], completion after completion.
+        Both are packed over the N completion tokens, completion after completion.
         """
         with self._checkpointing(torch.is_grad_enabled()):
             hidden, labels, cu_seqlens = self._hidden_states(prompts, completions)
@@ -95,13 +94,11 @@ class Policy(nn.Module):
         """Layers forget their activations in training mode only, where generation would lose its cache."""
         for layer in self._checkpointed:
             layer.training = enabled
-        try:
-            yield
-        finally:
-            for layer in self._checkpointed:
-                layer.training = False
+        yield
+        for layer in self._checkpointed:
+            layer.training = False
 
-    def _hidden_states(self, prompts: Sequence[Tensor], completions: Sequence[Tensor]) -> LossInputs:
+    def _hidden_states(self, prompts: Tokens, completions: Tokens) -> LossInputs:
         if self.layout == "packed":
             return packed_hidden_states(self.model, prompts, completions)
         if self.layout == "padded":

@@ -78,9 +78,14 @@ class Completions:
 
     def token_lists(self) -> list[list[int]]:
         """Return the ids of each completion, with the end token and without padding."""
-        return [
-            ids[mask].tolist() for ids, mask in zip(self.completion_ids, self.completion_mask, strict=True)
-        ]
+        return [ids.tolist() for ids, *_ in self.by_token()]
+
+    def by_token(self, truncated: str = "keep") -> list[list[Any]]:
+        """Return ids, loss mask, log-probs and turns of each completion, [C_i] on the CPU or None."""
+        tables = (self.completion_ids, self.loss_mask(truncated), self.logprobs, self.turn_ids)
+        masks = self.completion_mask.cpu()
+        found = [None if table is None else table.cpu() for table in tables]
+        return [[None if t is None else t[i][mask] for t in found] for i, mask in enumerate(masks)]
 
 
 class RolloutEngine(Protocol):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gspo_kernels.trainer.data import Prompts, columns_of
 from gspo_kernels.trainer.rewards import Rewards, RewardSet
-from gspo_kernels.trainer.rollout import Completions, RolloutEngine, Sampling
+from gspo_kernels.trainer.rollout import RolloutEngine, Sampling
 from gspo_kernels.trainer.rows.experience import Experience
 from gspo_kernels.trainer.run.processes import in_shares, whole_weights
 
@@ -24,9 +24,9 @@ class Sample:
     row: int  # of the data
     prompt: list[int]  # what it completes
     text: str  # what the reward functions saw
+    finished: bool  # whether there is an end token
     ids: Tensor  # [C], with the end token if there is one
     counted: Tensor  # [C] bool, tokens that a loss may count
-    finished: bool
     logprobs: Tensor | None  # [C], by the engine
     turn_ids: Tensor | None  # [C]
 
@@ -86,9 +86,11 @@ class Sampler:
         def share(own: list[int]) -> Samples:
             rows = [picked[place] for place in own for _ in range(group_size)]
             given = [tokens[place] for place in own for _ in range(group_size)]
-            completions = self.engine.generate(given, sampling, seeds=seeds[own].flatten().tolist())
-            texts = self.tokenizer.batch_decode(completions.token_lists(), skip_special_tokens=True)
-            samples = _samples(rows, given, texts, completions, self.truncated)
+            found = self.engine.generate(given, sampling, seeds=seeds[own].flatten().tolist())
+            texts = self.tokenizer.batch_decode(found.token_lists(), skip_special_tokens=True)
+            each, finished, samples = found.by_token(self.truncated), found.finished.tolist(), []
+            for row, prompt, text, ended, parts in zip(rows, given, texts, finished, each, strict=True):
+                samples.append(Sample(row, prompt, text, ended, *parts))
             return Samples(samples, score(self.rewards, prompts, samples))
 
         with whole_weights(self.accelerator, self.policy), self.accelerator.autocast():
@@ -104,21 +106,6 @@ def score(rewards: RewardSet, prompts: Prompts, samples: Sequence[Sample]) -> Re
         [sample.ids.tolist() for sample in samples],
         columns_of(data, prompts.columns),
     )
-
-
-def _samples(
-    rows: list[int], prompts: list[list[int]], texts: list[str], completions: Completions, truncated: str
-) -> list[Sample]:
-    counted, finished = completions.loss_mask(truncated), completions.finished.tolist()
-    samples = []
-    for i, mask in enumerate(completions.completion_mask):
-        ids, used, logprobs, turn_ids = (
-            None if values is None else values[i][mask].cpu()
-            for values in (completions.completion_ids, counted, completions.logprobs, completions.turn_ids)
-        )
-        assert ids is not None and used is not None
-        samples.append(Sample(rows[i], prompts[i], texts[i], ids, used, finished[i], logprobs, turn_ids))
-    return samples
 
 
 def experience_of(samples: Samples, group_size: int, advantages: Tensor, device: torch.device) -> Experience:

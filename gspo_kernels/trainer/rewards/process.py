@@ -24,12 +24,8 @@ from gspo_kernels.trainer.run.input_errors import RewardError
 class ProcessReward:
     """Calls a reward function in a process that starts now and lives until `kill` or the end of this one.
 
-    Args:
-        source: the function's specification ("module:function"), or a function that can be pickled: one of an
-            importable module, or a `functools.partial` of one.
-
-    Raises:
-        RewardError: the function cannot be loaded there.
+    The source is a specification ("module:function"), or a function that can be pickled: one of an importable
+    module, or a `functools.partial` of one. A `RewardError` says that it cannot be loaded there.
     """
 
     def __init__(self, source: str | RewardFunction) -> None:
@@ -40,11 +36,7 @@ class ProcessReward:
         self._start()
 
     def __call__(self, **arguments: Any) -> Any:
-        """Return what the function returns.
-
-        Raises:
-            RewardError: it raised, or the process ended.
-        """
+        """Return what the function returns; a `RewardError` says that it raised, or its process ended."""
         return self._ask(self._process or self._start(), arguments)
 
     def kill(self) -> None:
@@ -67,21 +59,17 @@ class ProcessReward:
         try:
             message = pickle.dumps(question)
         except Exception as error:
-            raise RewardError(
-                f"reward function {self.__name__} or its arguments cannot be sent to a process of its own: "
-                f"{error!r}"
-            ) from error
+            what = f"reward function {self.__name__} or its arguments"
+            raise RewardError(f"{what} cannot be sent to a process of its own: {error!r}") from error
         try:
             process.stdin.write(message)
             process.stdin.flush()
             succeeded, answer = pickle.load(process.stdout)
         except (OSError, EOFError, ValueError, pickle.UnpicklingError) as error:
             process.kill()
-            if self._process is process:
-                self._process = None
-            raise RewardError(
-                f"the process of reward function {self.__name__} ended with status {process.wait()}"
-            ) from error
+            self._process = None
+            what = f"the process of reward function {self.__name__}"
+            raise RewardError(f"{what} ended with status {process.wait()}") from error
         if not succeeded:
             raise RewardError(f"reward function {self.__name__} {answer}")
         return answer

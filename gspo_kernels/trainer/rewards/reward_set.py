@@ -54,13 +54,10 @@ class Rewards:
 class RewardSet:
     """Several reward functions, called together and summed with weights.
 
-    ``async`` functions run at the same time, each in an event loop that lives as long as this object, while
-    the others run one after the other. What exceeds its time limit raises, and is stopped as far as that is
-    possible: a coroutine is cancelled, a process (`ProcessReward`) is killed; a plain function runs in a
-    thread, which nobody can stop, so it is left behind and ends with the program. A thread that holds
-    Python's lock all the time (a regular expression without end, a power of large integers) stops everything
-    and cannot even be noticed: such a function belongs in a process. Without a limit a plain function runs in
-    the calling thread.
+    ``async`` functions run at the same time, while the others run one after the other. What exceeds its time
+    limit raises, and is stopped as far as that is possible: a coroutine is cancelled, a process is killed; a
+    plain function runs in a thread, which nobody can stop, so it is left behind and ends with the program. A
+    thread that holds Python's lock all the time stops everything: such a function belongs in a process.
 
     Args:
         functions: the reward functions.
@@ -97,13 +94,9 @@ class RewardSet:
             if (own_process or wants_own_process(function)) and not isinstance(function, ProcessReward):
                 function = ProcessReward(function)
             self.functions[name] = ListFunction(f"reward function {name}", function, NUMBERS)
+        self.names = list(self.functions)
         self.weights = dict(zip(self.functions, weights or [1.0] * len(functions), strict=True))
         self.timeouts = dict(zip(self.functions, limits, strict=True))
-
-    @property
-    def names(self) -> list[str]:
-        """Names of the reward functions, in order."""
-        return list(self.functions)
 
     def check(self, columns: Iterable[str]) -> None:
         """Raise a `RewardError` if a function cannot be called with these columns of the dataset."""
@@ -117,12 +110,7 @@ class RewardSet:
         completion_ids: list[list[int]],
         columns: Mapping[str, list[Any]],
     ) -> Rewards:
-        """Score every completion with every function.
-
-        Raises:
-            RewardError: a function raised, took too long, or did not return one finite number or None for
-                each completion; names the function and, where it is known, the completion.
-        """
+        """Score every completion with every function; see `ListFunction.begin` for what can go wrong."""
         self.check(columns)
         given = dict(zip(RESERVED, (prompts, completions, completion_ids), strict=True))
         # Coroutines begin here, and go on while the plain functions are called.

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from gspo_kernels.trainer.rows.attention import (
     Row,
@@ -21,24 +22,19 @@ from gspo_kernels.trainer.run.input_errors import ModelError
 IGNORED = -100
 """Label of positions that predict no completion token."""
 
+Tokens = Sequence[Tensor]
+"""Token ids of B sequences, [length > 0] each."""
+
 
 class LossInputs(NamedTuple):
-    """What the loss takes, packed over completion tokens only.
+    """What the loss takes, packed over completion tokens only."""
 
-    Attributes:
-        hidden: [N, H], the backbone's output at the positions that predict completion tokens.
-        labels: [N] int64, the completion tokens.
-        cu_seqlens: int32 [B + 1], offsets of the completions in both.
-    """
-
-    hidden: Tensor
-    labels: Tensor
-    cu_seqlens: Tensor
+    hidden: Tensor  # [N, H], the backbone's output at the positions that predict completion tokens
+    labels: Tensor  # [N] int64, the completion tokens
+    cu_seqlens: Tensor  # int32 [B + 1], offsets of the completions in both
 
 
-def packed_inputs(
-    prompts: Sequence[Tensor], completions: Sequence[Tensor], *, model: Any = None
-) -> dict[str, Any]:
+def packed_inputs(prompts: Tokens, completions: Tokens, *, model: Any = None) -> dict[str, Any]:
     """Lay sequences out in one row, as keyword arguments of a causal language model's forward.
 
     The last token of a sequence predicts nothing and is left out: T = sum(P_i + C_i - 1).
@@ -82,7 +78,7 @@ def packed_inputs(
     return inputs | {"attention_mask": attention_masks(model, [row], device)}
 
 
-def packed_hidden_states(model: Any, prompts: Sequence[Tensor], completions: Sequence[Tensor]) -> LossInputs:
+def packed_hidden_states(model: Any, prompts: Tokens, completions: Tokens) -> LossInputs:
     """Run the backbone once over all sequences, without padding.
 
     Equal to running each sequence alone, values and gradients, up to rounding. Takes and refuses what
@@ -94,6 +90,24 @@ def packed_hidden_states(model: Any, prompts: Sequence[Tensor], completions: Seq
     hidden = last_hidden_states(model, inputs)[0]
     lengths = [len(completion) for completion in completions]
     return LossInputs(hidden[predicting], labels[predicting], offsets(lengths, labels.device))
+
+
+def padded_hidden_states(model: Any, prompts: Tokens, completions: Tokens) -> LossInputs:
+    """Run the backbone on one row per sequence, padded on the right.
+
+    Attention is causal, so what follows a sequence changes nothing in it, and no mask is needed. For models
+    that cannot be packed, and for attention whose cost is quadratic in a packed row.
+    """
+    check_sequences(prompts, completions)
+    rows = [torch.cat([p, c[:-1]]) for p, c in zip(prompts, completions, strict=True)]
+    input_ids = pad_sequence(rows, batch_first=True)
+    hidden = model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
+    lengths = [len(completion) for completion in completions]
+    firsts = [i * input_ids.shape[1] + len(prompt) - 1 for i, prompt in enumerate(prompts)]
+    predicting = ranges(firsts, lengths, hidden.device)
+    return LossInputs(
+        hidden.flatten(0, 1)[predicting], torch.cat(list(completions)), offsets(lengths, hidden.device)
+    )
 
 
 def last_hidden_states(model: Any, inputs: dict[str, Any]) -> Tensor:
@@ -116,9 +130,8 @@ def last_hidden_states(model: Any, inputs: dict[str, Any]) -> Tensor:
             handle.remove()
     hidden = getattr(captured[-1], "last_hidden_state", None) if captured else None
     if hidden is None or hidden.shape[:2] != inputs["input_ids"].shape:
-        raise ModelError(
-            f"{type(causal).__name__}: its backbone did not return one hidden state for each input token"
-        )
+        name = type(causal).__name__
+        raise ModelError(f"{name}: its backbone did not return one hidden state for each input token")
     return hidden
 
 
@@ -170,19 +183,16 @@ def token_budget_batches(lengths: Sequence[int], budget: int, *, count: int | No
 
     Longest first, each to the batch with the fewest tokens (Graham 1969); the same input gives the same
     batches. They come with the most tokens first, so that processes that go through them in step wait little.
+    A sequence longer than the budget goes alone.
 
     Args:
-        lengths: tokens of each sequence in a row of the backbone.
-        budget: tokens of a batch. A longer sequence goes alone.
+        lengths, budget: tokens of each sequence, and of a batch; at least 1, or a ValueError says so.
         count: number of batches, for processes whose collectives must match: the largest
             ``len(token_budget_batches(lengths, budget))`` of all of them. Batches are empty where there are
             fewer sequences. By default, the smallest number that keeps the budget.
 
     Returns:
         Indices into ``lengths``, ascending within a batch.
-
-    Raises:
-        ValueError: a budget or length below 1, or a count that the budget does not allow.
     """
     if budget < 1 or any(length < 1 for length in lengths):
         raise ValueError(f"lengths and budget: expected positive numbers, got {list(lengths)} and {budget}")
@@ -210,12 +220,11 @@ def _balanced(lengths: Sequence[int], order: list[int], count: int) -> list[list
     return [sorted(batch) for batch in batches]
 
 
-def check_sequences(prompts: Sequence[Tensor], completions: Sequence[Tensor]) -> None:
+def check_sequences(prompts: Tokens, completions: Tokens) -> None:
     """Raise a ValueError that names what cannot be packed."""
+    counts = f"completions: got {len(completions)} for {len(prompts)} prompts"
     if len(prompts) != len(completions) or not prompts:
-        raise ValueError(
-            f"completions: got {len(completions)} for {len(prompts)} prompts, expected one each, at least one"
-        )
+        raise ValueError(f"{counts}, expected one each, at least one")
     for name, sequences in (("prompts", prompts), ("completions", completions)):
         for i, tokens in enumerate(sequences):
             if tokens.dim() != 1 or len(tokens) == 0:

@@ -18,6 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 from gspo_kernels.trainer.rows.attention import Row, attention_masks, implementation_of, positions_of
 from gspo_kernels.trainer.rows.packing import (
     LossInputs,
+    Tokens,
     check_sequences,
     compare_with_alone,
     last_hidden_states,
@@ -36,9 +37,7 @@ def shared_prefix_tokens(prompt: int, completions: Sequence[int]) -> int:
     return prompt + sum(length - 1 for length in completions)
 
 
-def shared_prefix_hidden_states(
-    model: Any, prompts: Sequence[Tensor], completions: Sequence[Sequence[Tensor]]
-) -> LossInputs:
+def shared_prefix_hidden_states(model: Any, prompts: Tokens, completions: Sequence[Tokens]) -> LossInputs:
     """Run the backbone over each prompt once, followed by all of its completions.
 
     Equal to running every completion behind its own copy of the prompt, values and gradients, up to rounding.
@@ -82,13 +81,8 @@ def check_shared_prefix(model: Any) -> None:
     Runs a few tokens, once; before the model is wrapped for several devices.
     """
     prompts, completions = probe(model, [5, 2], [3, 1, 4, 2, 5])
-    groups = [completions[:3], completions[3:]]
-    compare_with_alone(
-        model,
-        lambda: shared_prefix_hidden_states(model, prompts, groups),
-        [prompts[0]] * 3 + [prompts[1]] * 2,
-        completions,
-    )
+    groups, each = [completions[:3], completions[3:]], [prompts[0]] * 3 + [prompts[1]] * 2
+    compare_with_alone(model, lambda: shared_prefix_hidden_states(model, prompts, groups), each, completions)
 
 
 def _predicting(rows: Sequence[Row], T: int, device: torch.device) -> Tensor:
