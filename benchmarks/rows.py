@@ -86,7 +86,7 @@ def _load_padded(device: torch.device) -> Callable[..., Tensor]:
 @contestant("packed, mask by transformers", "rows")
 def _load_packed_by_positions(device: torch.device) -> Callable[..., Tensor]:
     """As transformers does it: sequences are found by their positions, the mask has T x T entries."""
-    from gspo_kernels.trainer.packing import packed_inputs
+    from gspo_kernels.trainer.rows.packing import packed_inputs
 
     def call(rows: Rows) -> Tensor:
         row = packed_inputs([rows.prompt] * len(rows.group), rows.group)
@@ -100,14 +100,14 @@ def _load_packed_by_positions(device: torch.device) -> Callable[..., Tensor]:
 
 @contestant("ours, packed rows of a backbone", "rows", ours=True)
 def _load_packed(device: torch.device) -> Callable[..., Tensor]:
-    from gspo_kernels.trainer.packing import packed_hidden_states
+    from gspo_kernels.trainer.rows.packing import packed_hidden_states
 
     return lambda rows: packed_hidden_states(rows.model, [rows.prompt] * len(rows.group), rows.group).hidden
 
 
 @contestant("ours, a shared prompt", "rows", ours=True)
 def _load_shared(device: torch.device) -> Callable[..., Tensor]:
-    from gspo_kernels.trainer.shared_prefix import shared_prefix_hidden_states
+    from gspo_kernels.trainer.rows.shared_prefix import shared_prefix_hidden_states
 
     return lambda rows: shared_prefix_hidden_states(rows.model, [rows.prompt], [rows.group]).hidden
 
@@ -134,7 +134,7 @@ class RowsJudge:
 @suite("rows", "Rows of the backbone: padded, packed, a shared prompt", everything=False)
 def rows(options: Options) -> dict[str, Any]:
     """Qwen3 with random weights; transformers' own mask only where a prompt has 512 tokens."""
-    from gspo_kernels.trainer.shared_prefix import shared_prefix_tokens
+    from gspo_kernels.trainer.rows.shared_prefix import shared_prefix_tokens
 
     on_cpu = options.device.type == "cpu"
     H, layers, group = (256, 4, 8) if on_cpu else (1024, 12, 16)

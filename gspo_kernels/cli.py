@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"gspo {command}: error: {error}; pip install 'gspo-kernels[train]'", file=sys.stderr)
         return 1
     except (ValueError, OSError) as error:
-        from gspo_kernels.trainer.errors import InputError
+        from gspo_kernels.trainer.run.input_errors import InputError
 
         if not isinstance(error, InputError | OSError):
             raise
@@ -63,7 +63,7 @@ def _doctor(arguments: list[str]) -> None:
 
 
 def _train(arguments: list[str]) -> None:
-    from gspo_kernels.trainer.arguments import parse_train_arguments
+    from gspo_kernels.trainer.run.command_line import parse_train_arguments
 
     chosen = parse_train_arguments(arguments)
     _run(chosen.config, resume=chosen.resume, overwrite=chosen.overwrite)
@@ -71,7 +71,7 @@ def _train(arguments: list[str]) -> None:
 
 def _demo(arguments: list[str]) -> None:
     from gspo_kernels.trainer import demo
-    from gspo_kernels.trainer.checkpoint import RunDirectory
+    from gspo_kernels.trainer.run.files import RunDirectory
 
     parser = argparse.ArgumentParser(
         prog="gspo demo",
@@ -98,8 +98,8 @@ def _demo(arguments: list[str]) -> None:
 
 def _run(config: TrainConfig, *, resume: bool, overwrite: bool) -> None:
     from gspo_kernels.trainer.data import load_prompts
-    from gspo_kernels.trainer.errors import ConfigError
     from gspo_kernels.trainer.rewards import load_reward
+    from gspo_kernels.trainer.run.input_errors import ConfigError
 
     for key in ("model", "dataset", "reward"):
         if not getattr(config, key):

@@ -12,7 +12,7 @@ import gspo_kernels as gk
 from examples.paper.old_logprobs import RoutingRecorder, changed_experts, parse
 from examples.paper.training import OBJECTIVES
 from gspo_kernels.trainer.policy import Policy
-from gspo_kernels.trainer.rollout import Sampling, sample_completions
+from gspo_kernels.trainer.rollout import Sampling, TransformersEngine
 
 SOURCES = {
     "dense": ("bf16", "noise=0.01", "noise=0.05"),
@@ -68,14 +68,13 @@ def sample_batch(model, tokenizer, prompt_ids, length):
 
     A made-up reward, as it is defined for any length; generation goes on after the end token.
     """
-    completions = sample_completions(
+    engine = TransformersEngine(
         model,
-        prompt_ids,
-        Sampling(length),
         end_ids=[tokenizer.vocab_size + 1],
         pad_id=tokenizer.pad_token_id,
         batch_size=len(prompt_ids),
-    ).completion_ids
+    )
+    completions = engine.generate(prompt_ids, Sampling(length)).completion_ids
     rewards = (completions % 2 == 0).float().mean(1)
     return {
         "prompts": [torch.tensor(ids) for ids in prompt_ids],

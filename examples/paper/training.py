@@ -8,7 +8,7 @@ import torch
 import gspo_kernels as gk
 from examples.paper.old_logprobs import RoutingRecorder, changed_experts, parse
 from gspo_kernels.trainer import GSPOTrainer, TrainConfig, demo
-from gspo_kernels.trainer.config_file import from_mapping
+from gspo_kernels.trainer.run.config_file import from_mapping
 
 MINIBATCHES = 4
 OBJECTIVES = {

@@ -8,8 +8,8 @@ from itertools import product
 
 from examples.recipes.tiny import arguments, make_start, rewards
 from gspo_kernels.trainer import GSPOTrainer, TrainConfig
-from gspo_kernels.trainer.config_file import from_mapping
 from gspo_kernels.trainer.demo import exact, per_digit
+from gspo_kernels.trainer.run.config_file import from_mapping
 
 TEMPLATE = "{prompt}{draft};"
 """What a refinement completes: "497=479;"."""

@@ -7,8 +7,9 @@ from pathlib import Path
 import torch
 
 from gspo_kernels.trainer.demo import make_model, make_tokenizer
-from gspo_kernels.trainer.metrics import read_metrics
-from gspo_kernels.trainer.models import IGNORED
+from gspo_kernels.trainer.run.metrics import read_metrics
+
+IGNORED = -100
 
 
 def make_start(pairs, *, steps, seed):

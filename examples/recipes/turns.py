@@ -11,7 +11,7 @@ import re
 
 from examples.recipes.tiny import arguments, make_start, rewards
 from gspo_kernels.trainer import GSPOTrainer, TrainConfig
-from gspo_kernels.trainer.config_file import from_mapping
+from gspo_kernels.trainer.run.config_file import from_mapping
 
 NUMBERS, TURNS = 10, 3
 HALVING = (0.75, 0.90, 0.97)

@@ -11,8 +11,8 @@ import random
 
 from examples.recipes.tiny import first_and_last, make_start
 from gspo_kernels.trainer import GSPOTrainer, TrainConfig
-from gspo_kernels.trainer.config_file import from_mapping
 from gspo_kernels.trainer.demo import DIGITS, make_rows
+from gspo_kernels.trainer.run.config_file import from_mapping
 
 DOTS = 4
 

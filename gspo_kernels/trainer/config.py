@@ -8,200 +8,142 @@ A run is described by one YAML or TOML file and dotted overrides: ``rollout: {gr
 from __future__ import annotations
 
 import dataclasses
-import math
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 import gspo_kernels as gk
-from gspo_kernels.trainer.errors import ConfigError
-from gspo_kernels.trainer.options import coerce, near_matches, option, require
-from gspo_kernels.trainer.rewards import ADVANTAGES
-
-LAYOUTS = ("packed", "padded", "shared_prefix")
+from gspo_kernels.trainer.rewards.comparing import Method
+from gspo_kernels.trainer.run.input_errors import ConfigError
+from gspo_kernels.trainer.run.options import (
+    BelowOne,
+    Count,
+    Finite,
+    Natural,
+    NotNegative,
+    Positive,
+    Section,
+    Several,
+    Share,
+    coerce,
+    near_matches,
+    option,
+)
 
 
 @dataclass(frozen=True)
-class RolloutConfig:
+class RolloutConfig(Section, key="rollout"):
     """How completions are sampled."""
 
-    prompts_per_rollout: int = option(32, "prompts in one rollout")
-    group_size: int = option(
-        8, "completions sampled for each prompt; advantages compare them with each other"
-    )
-    max_new_tokens: int = option(
-        256, "longest completion, in tokens; what has no end token by then is truncated"
-    )
-    temperature: float = option(1.0, "sampling temperature; the training log-probs use the same one")
-    top_p: float = option(1.0, "nucleus sampling (training log-probs stay those of the whole vocabulary)")
-    top_k: int = option(0, "sample among the k most likely tokens; 0 means all (see top_p)")
-    batch_size: int = option(256, "completions generated at once; changes memory and speed")
-    truncated: str = option(
+    prompts_per_rollout: Count = option(32, "prompts in one rollout")
+    group_size: Several = option(8, "completions of each prompt, which advantages compare with each other")
+    max_new_tokens: Count = option(256, "longest completion, in tokens; what is longer is truncated")
+    temperature: Positive = option(1.0, "sampling temperature; the training log-probs use the same one")
+    top_p: Share = option(1.0, "nucleus sampling (training log-probs stay those of the whole vocabulary)")
+    top_k: Natural = option(0, "sample among the k most likely tokens; 0 means all (see top_p)")
+    batch_size: Count = option(256, "completions generated at once; changes memory and speed")
+    truncated: Literal["keep", "mask"] = option(
         "keep", "completions without an end token: 'keep' trains on them, 'mask' leaves them out of the loss"
     )
 
-    def __post_init__(self) -> None:
-        """Check the ranges."""
-        for name in ("prompts_per_rollout", "max_new_tokens", "batch_size"):
-            require(getattr(self, name) >= 1, f"rollout.{name}", "at least 1", getattr(self, name))
-        require(
-            self.group_size >= 2,
-            "rollout.group_size",
-            "at least 2 (a group of one has no advantage)",
-            self.group_size,
-        )
-        require(0.0 < self.temperature < math.inf, "rollout.temperature", "above 0", self.temperature)
-        require(0.0 < self.top_p <= 1.0, "rollout.top_p", "in (0, 1]", self.top_p)
-        require(self.top_k >= 0, "rollout.top_k", "0 or more", self.top_k)
-        require(self.truncated in ("keep", "mask"), "rollout.truncated", "'keep' or 'mask'", self.truncated)
-
 
 @dataclass(frozen=True)
-class UpdateConfig:
+class UpdateConfig(Section, key="update"):
     """How the weights move. One step is one rollout and one optimizer update for each of its minibatches."""
 
-    steps: int = option(300, "rollouts in the whole run")
-    minibatches: int = option(
-        4, "parts of a rollout, with an optimizer update each; the first one sees ratios of exactly 1"
-    )
-    epochs: int = option(1, "passes over a rollout; its order is drawn anew in each")
-    micro_batch_tokens: int = option(
-        16384, "tokens per forward pass, prompts included; changes memory and speed, not the gradient"
-    )
-    layout: str = option(
+    steps: Count = option(300, "rollouts in the whole run")
+    minibatches: Count = option(4, "parts of a rollout, an update each; the first sees ratios of exactly 1")
+    epochs: Count = option(1, "passes over a rollout; its order is drawn anew in each")
+    micro_batch_tokens: Count = option(16384, "tokens per forward pass; changes memory and speed only")
+    layout: Literal["packed", "padded", "shared_prefix"] = option(
         "packed",
         "'packed': one row without padding (quick with flash-attention); 'padded': one row per completion; "
         "'shared_prefix': one row per prompt, which is encoded once for all of its completions",
     )
-    precision: str = option(
+    precision: Literal["fp32", "bf16"] = option(
         "fp32", "'fp32', or 'bf16': products in bfloat16, weights and logits in float32; sampling as well"
     )
-    gradient_checkpointing: bool = option(
-        False, "compute activations again in the backward pass: less memory, about a third slower"
+    gradient_checkpointing: bool = option(False, "compute activations again: less memory, a third slower")
+    entropy_coef: Finite = option(0.0, "weight of the entropy bonus in the loss")
+    learning_rate: Positive = option(1e-6, "AdamW's learning rate at the end of the warmup")
+    warmup_updates: Natural = option(0, "optimizer updates over which the learning rate rises from 0")
+    learning_rate_decay: Literal["none", "linear"] = option(
+        "none", "after the warmup: none, or linear to 0 at the last step"
     )
-    entropy_coef: float = option(0.0, "weight of the entropy bonus in the loss")
-    learning_rate: float = option(1e-6, "AdamW's learning rate at the end of the warmup")
-    warmup_updates: int = option(0, "optimizer updates over which the learning rate rises from 0")
-    learning_rate_decay: str = option("none", "after the warmup: none, or linear to 0 at the last step")
-    weight_decay: float = option(0.0, "AdamW's weight decay")
-    adam_beta1: float = option(0.9, "AdamW's beta1")
-    adam_beta2: float = option(0.999, "AdamW's beta2")
-    max_grad_norm: float = option(1.0, "gradients are scaled down to this norm")
-
-    def __post_init__(self) -> None:
-        """Check the ranges."""
-        for name in ("steps", "minibatches", "epochs", "micro_batch_tokens"):
-            require(getattr(self, name) >= 1, f"update.{name}", "at least 1", getattr(self, name))
-        require(0.0 < self.learning_rate < math.inf, "update.learning_rate", "above 0", self.learning_rate)
-        require(self.warmup_updates >= 0, "update.warmup_updates", "0 or more", self.warmup_updates)
-        require(self.layout in LAYOUTS, "update.layout", f"one of {', '.join(LAYOUTS)}", self.layout)
-        require(self.precision in ("fp32", "bf16"), "update.precision", "fp32 or bf16", self.precision)
-        require(math.isfinite(self.entropy_coef), "update.entropy_coef", "a finite number", self.entropy_coef)
-        decays = ("none", "linear")
-        decay = self.learning_rate_decay
-        require(decay in decays, "update.learning_rate_decay", "none or linear", decay)
-        require(self.weight_decay >= 0.0, "update.weight_decay", "0 or more", self.weight_decay)
-        for name in ("adam_beta1", "adam_beta2"):
-            require(0.0 <= getattr(self, name) < 1.0, f"update.{name}", "in [0, 1)", getattr(self, name))
-        require(self.max_grad_norm > 0.0, "update.max_grad_norm", "above 0", self.max_grad_norm)
+    weight_decay: NotNegative = option(0.0, "AdamW's weight decay")
+    adam_beta1: BelowOne = option(0.9, "AdamW's beta1")
+    adam_beta2: BelowOne = option(0.999, "AdamW's beta2")
+    max_grad_norm: Annotated[float, Field(gt=0)] = option(1.0, "gradients are scaled down to this norm")
 
 
 @dataclass(frozen=True)
-class KLConfig:
+class KLConfig(Section, key="kl"):
     """A penalty on the distance to the reference policy: the model as it was before training."""
 
-    beta: float = option(0.0, "weight of the KL term; 0 leaves it out")
-    estimator: str = option("k3", "k1, k2 or k3, per token, of log-probs under policy and reference")
-
-    def __post_init__(self) -> None:
-        """Check the ranges."""
-        require(0.0 <= self.beta < math.inf, "kl.beta", "0 or more", self.beta)
-        require(self.estimator in ("k1", "k2", "k3"), "kl.estimator", "k1, k2 or k3", self.estimator)
+    beta: NotNegative = option(0.0, "weight of the KL term; 0 leaves it out")
+    estimator: Literal["k1", "k2", "k3"] = option(
+        "k3", "k1, k2 or k3, per token, of log-probs under policy and reference"
+    )
 
 
 @dataclass(frozen=True)
-class OffPolicyConfig:
+class OffPolicyConfig(Section, key="off_policy"):
     """Importance weights for what the sampling engine computes otherwise than the trainer (TIS, MIS)."""
 
-    level: str = option("none", "'none', one weight for each 'token', or one for each 'sequence'")
+    level: Literal["none", "token", "sequence"] = option(
+        "none", "'none', one weight for each 'token', or one for each 'sequence'"
+    )
     reduce: str = option("mean", "log-ratios of a sequence become one by their 'mean' or 'sum'")
     mode: str = option("truncate", "outside the bounds weights are 'truncate'd, or become 0 ('mask')")
     low: float | None = option(None, "lower bound of a weight")
     high: float | None = option(2.0, "upper bound of a weight")
 
     def __post_init__(self) -> None:
-        """Check the ranges, by computing one weight."""
-        require(
-            self.level in ("none", "token", "sequence"),
-            "off_policy.level",
-            "none, token or sequence",
-            self.level,
-        )
+        super().__post_init__()
         if self.level != "none":
-            one = torch.zeros(1, 1)
+            one = torch.zeros(1)
             try:
-                self.weights(one, one, one == 0)
+                self.weights(one, one, one == 0, torch.tensor([0, 1]))
             except ValueError as error:
                 raise ConfigError(f"off_policy: {error}") from error
 
-    def weights(self, old_logprobs: Tensor, rollout_logprobs: Tensor, loss_mask: Tensor) -> Tensor:
-        """Return `gk.rollout_weights` of [B, C] log-probs: [B, C], or [B] for one weight per sequence."""
+    def weights(
+        self, old_logprobs: Tensor, rollout_logprobs: Tensor, loss_mask: Tensor, cu_seqlens: Tensor
+    ) -> Tensor:
+        """Return `gk.rollout_weights` of packed log-probs, [N]: [N], or [B] for one weight per sequence."""
         return gk.rollout_weights(
             old_logprobs,
             rollout_logprobs,
             loss_mask=loss_mask,
-            level=self.level,
-            reduce=self.reduce,
-            mode=self.mode,
-            low=self.low,
-            high=self.high,
+            cu_seqlens=cu_seqlens,
+            **dataclasses.asdict(self),
         )
 
 
 @dataclass(frozen=True)
-class VeriPOConfig:
+class VeriPOConfig(Section, key="veripo"):
     """Steps of the objective and steps of DPO in turn, over pairs that a verifier makes (VerIPO)."""
 
-    grpo_steps: int = option(20, "steps with the configured objective before each phase of DPO")
-    dpo_steps: int = option(0, "steps of DPO then, each on one of the last rollouts; 0: no DPO at all")
-    verifier: str | None = option(
-        None, "reward function that ranks completions for DPO; without one the run's own reward does"
-    )
-    reward_weight: float = option(
-        1.0, "weight of the run's own reward beside the verifier; 0: the verifier alone ranks"
-    )
-    min_gap: float = option(0.0, "completions of a prompt are a pair where scores differ by more than this")
-    beta: float = option(0.1, "DPO's beta: how firmly it holds to the policy that its phase began with")
+    grpo_steps: Count = option(20, "steps with the configured objective before each phase of DPO")
+    dpo_steps: Natural = option(0, "steps of DPO then, each on one of the last rollouts; 0: no DPO at all")
+    verifier: str | None = option(None, "reward function that ranks completions for DPO; else the run's own")
+    reward_weight: NotNegative = option(1.0, "weight of the run's own reward beside the verifier")
+    min_gap: NotNegative = option(0.0, "scores of a pair differ by more than this")
+    beta: Positive = option(0.1, "DPO's beta: how firmly it holds to the policy that its phase began with")
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
-        require(self.grpo_steps >= 1, "veripo.grpo_steps", "at least 1", self.grpo_steps)
-        require(
-            0 <= self.dpo_steps <= self.grpo_steps,
-            "veripo.dpo_steps",
-            f"from 0 to veripo.grpo_steps ({self.grpo_steps}), because each takes one rollout of that phase "
-            "(update.epochs goes through it several times)",
-            self.dpo_steps,
-        )
-        for name in ("reward_weight", "min_gap"):
-            require(0.0 <= getattr(self, name) < math.inf, f"veripo.{name}", "0 or more", getattr(self, name))
-        require(0.0 < self.beta < math.inf, "veripo.beta", "above 0", self.beta)
-        require(
-            self.reward_weight > 0 or self.verifier is not None,
-            "veripo.reward_weight",
-            "above 0 where there is no veripo.verifier",
-            self.reward_weight,
-        )
-        require(
-            self.verifier is None or self.dpo_steps > 0,
-            "veripo.dpo_steps",
-            "above 0 where there is a veripo.verifier",
-            self.dpo_steps,
-        )
+        super().__post_init__()
+        most = f"from 0 to veripo.grpo_steps ({self.grpo_steps}): each takes one rollout of that phase"
+        self.require(self.dpo_steps <= self.grpo_steps, "dpo_steps", most)
+        ranked = self.reward_weight > 0 or self.verifier is not None
+        self.require(ranked, "reward_weight", "above 0 where there is no veripo.verifier")
+        used = self.verifier is None or self.dpo_steps > 0
+        self.require(used, "dpo_steps", "above 0 where there is a veripo.verifier")
 
     def compares(self, step: int) -> bool:
         """Whether this step of the run, from 1, is one of DPO."""
@@ -221,93 +163,74 @@ class VeriPOConfig:
 
 
 @dataclass(frozen=True)
-class IGRPOConfig:
+class IGRPOConfig(Section, key="igrpo"):
     """Update on refinements of the best of several drafts, which goes into the prompt (iGRPO)."""
 
-    drafts: int = option(
-        0,
-        "completions of a prompt, beside those of rollout.group_size, of which the best is the draft; 0: off",
-    )
+    drafts: Natural = option(0, "completions of a prompt of which the best goes into it as a draft; 0: off")
     template: str = option(
         "{prompt}\n\nThe best of several earlier answers:\n{draft}\n\nWrite a better answer.",
         "what the policy then completes; {prompt} is the prompt, or the last message of the user",
     )
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
-        require(self.drafts >= 0, "igrpo.drafts", "0 or more", self.drafts)
+        super().__post_init__()
         for name in ("{prompt}", "{draft}"):
-            require(name in self.template, "igrpo.template", f"a text with {name} in it", self.template)
+            self.require(name in self.template, "template", f"a text with {name} in it")
 
 
 @dataclass(frozen=True)
-class TurnsConfig:
+class TurnsConfig(Section, key="turns"):
     """Several turns on the same task with an environment's feedback between, each its own group (TL-GRPO)."""
 
-    count: int = option(1, "turns on each prompt, each with rollout.group_size completions; 1: off")
+    count: Count = option(1, "turns on each prompt, each with rollout.group_size completions; 1: off")
     feedback: str | None = option(
         None,
         "function f(prompts, completions, rewards, **columns) -> list[str] that says what the policy reads "
         "after a turn; 'module:function' or 'file.py:function', called like a reward",
     )
-    keep: str = option(
+    keep: Literal["first", "best"] = option(
         "first",
         "completion that stays in the history: the 'first', which is as good as a random one, or the 'best'",
     )
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
-        require(self.count >= 1, "turns.count", "at least 1", self.count)
-        require(self.keep in ("first", "best"), "turns.keep", "'first' or 'best'", self.keep)
-        require(
-            (self.feedback is not None) == (self.count > 1),
-            "turns.feedback",
-            "given where turns.count is at least 2, and only there",
-            self.feedback,
-        )
+        super().__post_init__()
+        given = (self.feedback is not None) == (self.count > 1)
+        self.require(given, "feedback", "given where turns.count is at least 2, and only there")
 
 
 @dataclass(frozen=True)
-class LoraConfig:
+class LoraConfig(Section, key="lora"):
     """Train small adapters instead of the weights, through peft; the reference is the model without them."""
 
-    rank: int = option(0, "rank of the adapters; 0 trains all weights")
-    alpha: int = option(32, "adapters are scaled by alpha / rank")
+    rank: Natural = option(0, "rank of the adapters; 0 trains all weights")
+    alpha: Count = option(32, "adapters are scaled by alpha / rank")
     target_modules: str = option("all-linear", "names of the layers that get one, by comma; or 'all-linear'")
-
-    def __post_init__(self) -> None:
-        """Check the ranges."""
-        require(self.rank >= 0, "lora.rank", "0 or more", self.rank)
-        require(self.alpha >= 1, "lora.alpha", "at least 1", self.alpha)
 
 
 @dataclass(frozen=True)
-class ObjectiveConfig:
+class ObjectiveConfig(Section, key="objective"):
     """Which policy loss is minimised."""
 
     name: str = option("GSPO", "name of the objective")
     options: Mapping[str, Any] = field(default_factory=dict, metadata={"help": "the objective's own fields"})
 
     def __post_init__(self) -> None:
-        """Build the objective once, so that a wrong name or field fails before any work."""
-        self.build()
+        super().__post_init__()
+        self.build()  # so that a wrong name or field fails before any work
 
     def build(self) -> Any:
         """Return the objective; fields that are not given keep the objective's defaults."""
         classes = trainable_objectives()
         if self.name not in classes:
-            hint = near_matches(self.name, classes)
-            raise ConfigError(
-                f"objective.name: no objective {self.name!r}{hint}; there are {', '.join(classes)}"
-            )
+            hint = f"{near_matches(self.name, classes)}; there are {', '.join(classes)}"
+            raise ConfigError(f"objective.name: no objective {self.name!r}{hint}")
         cls = classes[self.name]
         known = {f.name for f in dataclasses.fields(cls) if f.init}
         for key in self.options:
             if key not in known:
-                hint = near_matches(key, known)
-                raise ConfigError(
-                    f"unknown key objective.{key} for {self.name}{hint}; it has {', '.join(sorted(known))}"
-                )
+                hint = f"{near_matches(key, known)}; it has {', '.join(sorted(known))}"
+                raise ConfigError(f"unknown key objective.{key} for {self.name}{hint}")
         hints = typing.get_type_hints(cls)
         values = {key: coerce(value, hints[key], f"objective.{key}") for key, value in self.options.items()}
         try:
@@ -317,57 +240,41 @@ class ObjectiveConfig:
 
 
 @dataclass(frozen=True)
-class DataConfig:
+class DataConfig(Section, key="data"):
     """What of the datasets is used, and how a prompt becomes tokens."""
 
     split: str | None = option(None, "split of the training dataset, as 'train[:1000]'; files have none")
     eval_split: str | None = option(None, "split of the eval dataset")
     subset: str | None = option(None, "configuration of a dataset on the Hub")
     prompt_column: str = option("prompt", "column that holds the prompt: text, or a list of messages")
-    too_long: str = option("error", "a prompt that leaves no room in the context: 'error', or 'drop' the row")
+    too_long: Literal["error", "drop"] = option(
+        "error", "a prompt that leaves no room in the context: 'error', or 'drop' the row"
+    )
     template_options: Mapping[str, Any] = field(
         default_factory=dict,
         metadata={"help": "arguments of the chat template, as JSON: '{\"enable_thinking\": false}'"},
     )
 
-    def __post_init__(self) -> None:
-        """Check the choices."""
-        require(self.too_long in ("error", "drop"), "data.too_long", "'error' or 'drop'", self.too_long)
-
 
 @dataclass(frozen=True)
-class EvaluationConfig:
+class EvaluationConfig(Section, key="evaluation"):
     """How progress on the held-out prompts is measured: greedily, and sampled as in rollouts."""
 
-    every: int = option(
-        25, "steps between two evaluations; the first is before training, the last at its end"
-    )
-    prompts: int = option(256, "held-out prompts, from the start of the eval dataset")
-    accuracy: str | None = option(
-        None, "reward whose mean is shown as the accuracy; the first one if not given"
-    )
-
-    def __post_init__(self) -> None:
-        """Check the ranges."""
-        require(self.every >= 1, "evaluation.every", "at least 1", self.every)
-        require(self.prompts >= 1, "evaluation.prompts", "at least 1", self.prompts)
+    every: Count = option(25, "steps between two evaluations; one comes before training, one at its end")
+    prompts: Count = option(256, "held-out prompts, from the start of the eval dataset")
+    accuracy: str | None = option(None, "reward whose mean is shown as the accuracy; the first by default")
 
 
 @dataclass(frozen=True)
-class CheckpointConfig:
+class CheckpointConfig(Section, key="checkpoint"):
     """When the state of the run is saved."""
 
-    every: int = option(50, "steps between two checkpoints; there is always one at the end")
-    keep: int = option(2, "newest checkpoints that are kept")
-
-    def __post_init__(self) -> None:
-        """Check the ranges."""
-        require(self.every >= 1, "checkpoint.every", "at least 1", self.every)
-        require(self.keep >= 1, "checkpoint.keep", "at least 1", self.keep)
+    every: Count = option(50, "steps between two checkpoints; there is always one at the end")
+    keep: Count = option(2, "newest checkpoints that are kept")
 
 
 @dataclass(frozen=True)
-class TrainConfig:
+class TrainConfig(Section):
     """One training run."""
 
     model: str = option("", "directory (or hub name) of the causal language model that is trained")
@@ -380,25 +287,21 @@ class TrainConfig:
         (), "reward function, 'module:function' or 'file.py:function', with '(name=value)'; may be repeated"
     )
     reward_weights: tuple[float, ...] | None = option(None, "one weight for each reward; all 1 if not given")
-    reward_timeout: float | None = option(
-        600.0, "seconds that a call of a reward function may take; none: no limit"
-    )
+    reward_timeout: Positive | None = option(600.0, "seconds that a reward may take; none: no limit")
     reward_process: bool = option(
         False, "call every reward function in a process of its own, which can be stopped whatever it does"
     )
-    advantages: str = option(
-        "group_normalized", f"how rewards become advantages: one of {', '.join(ADVANTAGES)}"
+    advantages: Method = option(
+        "group_normalized", f"how rewards become advantages: one of {', '.join(typing.get_args(Method))}"
     )
-    advantage_scale: str = option(
+    advantage_scale: Literal["group", "batch", "none"] = option(
         "group", "what group_normalized divides by: the 'group' or 'batch' deviation, or 'none'"
     )
     output: str = option("runs/gspo", "directory for metrics, checkpoints, the plot and the trained model")
     seed: int = option(0, "seed of every random choice")
-    threads: int | None = option(
-        None, "PyTorch's CPU threads; a tiny model on a busy machine is fastest with 1"
-    )
-    log_every: int = option(10, "steps between two lines of output where there is no terminal")
-    show_samples: int = option(3, "completions shown with their rewards after each evaluation")
+    threads: Count | None = option(None, "PyTorch's CPU threads; for a tiny model 1 may be quickest")
+    log_every: Count = option(10, "steps between two lines of output where there is no terminal")
+    show_samples: Natural = option(3, "completions shown with their rewards after each evaluation")
     trackers: tuple[str, ...] = option(
         (), "where metrics go besides metrics.jsonl: tensorboard, wandb, trackio, ...; may be repeated"
     )
@@ -416,61 +319,29 @@ class TrainConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
     def __post_init__(self) -> None:
-        """Check the ranges and what spans several sections."""
-        require(
-            self.advantage_scale in ("group", "batch", "none"),
-            "advantage_scale",
-            "'group', 'batch' or 'none'",
-            self.advantage_scale,
-        )
-        require(
-            self.advantages in ADVANTAGES, "advantages", f"one of {', '.join(ADVANTAGES)}", self.advantages
-        )
+        super().__post_init__()
         plain = self.advantages == "group_normalized" or self.advantage_scale == "group"
-        require(plain, "advantage_scale", f"left alone with {self.advantages}", self.advantage_scale)
-        require(
-            self.reward_timeout is None or 0.0 < self.reward_timeout < math.inf,
-            "reward_timeout",
-            "above 0 seconds",
-            self.reward_timeout,
-        )
-        require(self.threads is None or self.threads >= 1, "threads", "at least 1", self.threads)
-        require(self.show_samples >= 0, "show_samples", "0 or more", self.show_samples)
-        require(self.log_every >= 1, "log_every", "at least 1", self.log_every)
+        self.require(plain, "advantage_scale", f"left alone with {self.advantages}")
         if self.reward_weights is not None and self.reward:
-            require(
-                len(self.reward_weights) == len(self.reward),
-                "reward_weights",
-                f"one number for each of the {len(self.reward)} rewards",
-                self.reward_weights,
-            )
-        require(
-            self.igrpo.drafts == 0 or self.turns.count == 1,
-            "igrpo.drafts",
-            "0 where turns.count is more than 1: either a draft or an environment's feedback is refined",
-            self.igrpo.drafts,
-        )
+            each = f"one number for each of the {len(self.reward)} rewards"
+            self.require(len(self.reward_weights) == len(self.reward), "reward_weights", each)
         turns, size = self.turns.count, self.rollout.group_size
-        groups = self.rollout.prompts_per_rollout * turns
+        either = "0 where turns.count is more than 1: either a draft or an environment's feedback is refined"
+        self.igrpo.require(self.igrpo.drafts == 0 or turns == 1, "drafts", either)
         together = (
             self.update.layout == "shared_prefix" or self.objective.build().coefficient_scope == "group"
         )
-        kind = "prompts" if turns == 1 else "turns of prompts"
-        what = f"{groups} {kind}" if together else f"{groups * size} completions"
-        require(
-            self.update.minibatches <= (groups if together else groups * size),
-            "update.minibatches",
-            f"at most the {what} of a rollout",
-            self.update.minibatches,
-        )
+        groups = self.rollout.prompts_per_rollout * turns
+        kind = ("prompts" if turns == 1 else "turns of prompts") if together else "completions"
+        most = groups if together else groups * size
+        fits = self.update.minibatches <= most
+        self.update.require(fits, "minibatches", f"at most the {most} {kind} of a rollout")
         if self.veripo.dpo_steps > 0:
-            require(
-                not self.needs_reference(),
-                "veripo.dpo_steps",
+            alone = (
                 f"0 with kl.beta {self.kl.beta:g} and objective {self.objective.name}: DPO's reference is "
-                "the policy that its phase began with, and there is none beside it for KL or an objective",
-                self.veripo.dpo_steps,
+                "the policy that its phase began with, and there is none beside it for KL or an objective"
             )
+            self.veripo.require(not self.needs_reference(), "dpo_steps", alone)
             self.of_dpo()
 
     def needs_reference(self) -> bool:
@@ -480,16 +351,12 @@ class TrainConfig:
     def of_dpo(self) -> TrainConfig:
         """Return what the DPO steps of ``veripo`` minimise; off-policy weights are about sampled completions.
 
-        Raises:
-            ConfigError: a minibatch would hold less than a group.
+        A `ConfigError` says that a minibatch would hold less than a group.
         """
-        options = {"beta": self.veripo.beta, "min_gap": self.veripo.min_gap}
+        dpo = ObjectiveConfig("DPO", {"beta": self.veripo.beta, "min_gap": self.veripo.min_gap})
         try:
             return dataclasses.replace(
-                self,
-                objective=ObjectiveConfig("DPO", options),
-                off_policy=OffPolicyConfig(),
-                veripo=VeriPOConfig(),
+                self, objective=dpo, off_policy=OffPolicyConfig(), veripo=VeriPOConfig()
             )
         except ConfigError as error:
             raise ConfigError(f"veripo.dpo_steps: {error}") from error

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from gspo_kernels.trainer.errors import DataError
+from gspo_kernels.trainer.run.input_errors import DataError
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -29,13 +29,9 @@ def load_prompts(
     Args:
         source: a jsonl file (one JSON object per line, values of any type), a parquet file, a directory
             that ``save_to_disk`` wrote, a directory of data files, or the name of a dataset on the Hub.
-        split: which split, "train" by default; in the syntax of datasets also a part of one
-            ("train[:1000]"), but not for what ``save_to_disk`` wrote. Files have none.
+        split: which split, "train" by default, or as datasets says it a part of one ("train[:1000]").
         subset: which configuration of a dataset on the Hub or of a directory of data files.
         prompt_column: the column that is the prompt; it is called "prompt" from here on.
-
-    Returns:
-        A list of mappings (jsonl) or a ``datasets.Dataset``.
 
     Raises:
         DataError: there is nothing to read, or rows are not prompts; names the source and the row.
@@ -58,32 +54,29 @@ def load_prompts(
 
 def _read_jsonl(path: Path) -> Rows:
     rows = []
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line.decode("utf-8"))
-            except UnicodeDecodeError as error:
-                raise DataError(f"{path}, line {number}: not valid UTF-8 ({error})") from error
-            except json.JSONDecodeError as error:
-                raise DataError(f"{path}, line {number}: not valid JSON ({error})") from error
-            if not isinstance(row, dict):
-                raise DataError(f"{path}, line {number}: expected a JSON object, got {type(row).__name__}")
-            rows.append(row)
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line.decode("utf-8"))
+        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+            form = "UTF-8" if isinstance(error, UnicodeDecodeError) else "JSON"
+            raise DataError(f"{path}, line {number}: not valid {form} ({error})") from error
+        if not isinstance(row, dict):
+            raise DataError(f"{path}, line {number}: expected a JSON object, got {type(row).__name__}")
+        rows.append(row)
     return rows
 
 
-def _read_parquet(path: Path) -> Rows:
+def _read_parquet(path: Path) -> Any:
     from datasets import Dataset
     from pyarrow import ArrowException
     from pyarrow.parquet import read_table
 
     try:
-        rows: Rows = Dataset(read_table(path))
+        return Dataset(read_table(path))
     except (ArrowException, OSError) as error:
         raise DataError(f"{path} cannot be read as parquet: {error}") from error
-    return rows
 
 
 def _load_dataset(path: Path, name: str, split: str | None, subset: str | None) -> Any:
@@ -112,16 +105,13 @@ def _load_dataset(path: Path, name: str, split: str | None, subset: str | None) 
 
 
 def _rename(rows: Any, column: str, name: str) -> Rows:
-    if hasattr(rows, "rename_column"):
-        if column not in rows.column_names:
-            raise DataError(f"{name}: no {column!r} among the columns ({', '.join(rows.column_names)})")
-        renamed: Rows = rows.select_columns(
-            [other for other in rows.column_names if other != "prompt"]
-        ).rename_column(column, "prompt")
-        return renamed
     for number, row in enumerate(rows, start=1):
         if column not in row:
             raise DataError(f"{name}, row {number}: no {column!r} among the columns ({', '.join(row)})")
+    if hasattr(rows, "rename_column"):
+        others = [other for other in rows.column_names if other != "prompt"]
+        renamed: Rows = rows.select_columns(others).rename_column(column, "prompt")
+        return renamed
     return [{**{k: v for k, v in row.items() if k != column}, "prompt": row[column]} for row in rows]
 
 
@@ -130,34 +120,22 @@ def check_rows(rows: Rows, name: str) -> None:
     if len(rows) == 0:
         raise DataError(f"{name} is empty: it has no prompts")
     for number, row in enumerate(rows, start=1):
+        prompt, place = row.get("prompt"), f"{name}, row {number}"
         if "prompt" not in row:
-            columns = ", ".join(map(repr, row)) or "none"
-            raise DataError(
-                f"{name}, row {number}: no 'prompt' among the columns ({columns}); data.prompt_column says "
-                "which one it is"
-            )
-        for column in RESERVED:
-            if column in row:
-                raise DataError(
-                    f"{name}, row {number}: a column must not be called {column!r}, because reward functions "
-                    "get an argument of that name"
-                )
-        prompt = row["prompt"]
+            columns = f"({', '.join(map(repr, row)) or 'none'}); data.prompt_column says which one it is"
+            raise DataError(f"{place}: no 'prompt' among the columns {columns}")
+        if taken := [repr(column) for column in RESERVED if column in row]:
+            why = "because reward functions get an argument of that name"
+            raise DataError(f"{place}: a column must not be called {', '.join(taken)}, {why}")
         if isinstance(prompt, list) and prompt and all(map(_is_message, prompt)):
             continue
         if not isinstance(prompt, str) or not prompt:
-            raise DataError(
-                f"{name}, row {number}: 'prompt' must be non-empty text, or a list of messages with a text "
-                f"as 'role' and as 'content', got {prompt!r:.80}"
-            )
+            wanted = "non-empty text, or a list of messages with a text as 'role' and as 'content'"
+            raise DataError(f"{place}: 'prompt' must be {wanted}, got {prompt!r:.80}")
 
 
 def _is_message(message: Any) -> bool:
-    return (
-        isinstance(message, Mapping)
-        and isinstance(message.get("role"), str)
-        and isinstance(message.get("content"), str)
-    )
+    return isinstance(message, Mapping) and all(isinstance(message.get(k), str) for k in ("role", "content"))
 
 
 def column_names(rows: Rows) -> list[str]:
@@ -167,32 +145,19 @@ def column_names(rows: Rows) -> list[str]:
 
 
 def columns_of(rows: Rows, names: Sequence[str] | None = None) -> dict[str, list[Any]]:
-    """Return every column but the prompt as a list; None where a row lacks it.
-
-    Args:
-        rows: some rows of a dataset.
-        names: the columns of the whole dataset, which these rows may all lack; by default those of the rows.
-    """
-    return {
-        name: [row.get(name) for row in rows] for name in (column_names(rows) if names is None else names)
-    }
+    """Return some columns, by default every one but the prompt, as lists; None where a row lacks it."""
+    names = column_names(rows) if names is None else names
+    return {name: [row.get(name) for row in rows] for name in names}
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """Rows and the token ids of their prompts.
-
-    Attributes:
-        rows: the rows that are used.
-        tokens: one list of token ids for each of them.
-        dropped: how many rows were left out because their prompt is too long.
-        columns: the other columns, which the reward functions get.
-    """
+    """Rows and the token ids of their prompts."""
 
     rows: Rows
     tokens: list[list[int]]
-    dropped: int
-    columns: list[str]
+    dropped: int  # rows that were left out because their prompt is too long
+    columns: list[str]  # beside the prompt, which the reward functions get
 
 
 def prepare_prompts(
@@ -212,10 +177,9 @@ def prepare_prompts(
 
     Args:
         tokenizer: a transformers tokenizer.
-        rows: what `check_rows` accepts.
-        name: what to call the rows in messages.
-        longest: tokens that a prompt may have, or None for any number.
-        too_long: "error", or "drop" to leave out rows with longer prompts.
+        rows: what `check_rows` accepts, and ``name``, what messages call them.
+        longest: tokens that a prompt may have, or None for any number; ``too_long``: "error", or "drop" to
+            leave out rows with longer prompts.
         template_options: keyword arguments of the chat template (Qwen3: ``{"enable_thinking": False}``).
 
     Raises:
@@ -223,19 +187,16 @@ def prepare_prompts(
     """
     if too_long not in ("error", "drop"):
         raise DataError(f"too_long must be 'error' or 'drop', got {too_long!r}")
+    room = "the model's context leaves"
     if longest is not None and longest < 1:
-        raise DataError(
-            f"{name}: the model's context leaves no room for a prompt beside rollout.max_new_tokens"
-        )
+        raise DataError(f"{name}: {room} no room for a prompt beside rollout.max_new_tokens")
     tokens = tokens_of(tokenizer, [row["prompt"] for row in rows], name, template_options or {})
     for number, ids in enumerate(tokens, start=1):
         if not ids:
             raise DataError(f"{name}, row {number}: the tokenizer makes no token of the prompt")
         if longest is not None and len(ids) > longest and too_long == "error":
-            raise DataError(
-                f"{name}, row {number}: the prompt has {len(ids)} tokens, but the model's context leaves "
-                f"room for {longest} beside rollout.max_new_tokens; data.too_long: drop leaves such rows out"
-            )
+            beside = f"room for {longest} beside rollout.max_new_tokens; data.too_long: drop leaves it out"
+            raise DataError(f"{name}, row {number}: the prompt has {len(ids)} tokens, but {room} {beside}")
     kept = [i for i, ids in enumerate(tokens) if longest is None or len(ids) <= longest]
     if tokens and not kept:
         raise DataError(f"{name}: every prompt is longer than the {longest} tokens that there is room for")
@@ -245,30 +206,24 @@ def prepare_prompts(
     return Prompts(selected, [tokens[i] for i in kept], len(tokens) - len(kept), column_names(rows))
 
 
-def encode_prompts(tokenizer: Any, rows: Rows, name: str, longest: int | None) -> list[list[int]]:
-    """Return the token ids of every prompt; refuse one that is empty or longer than ``longest`` tokens."""
-    return prepare_prompts(tokenizer, rows, name, longest).tokens
-
-
 def tokens_of(
     tokenizer: Any, prompts: Sequence[Any], name: str, template_options: Mapping[str, Any]
 ) -> list[list[int]]:
     """Return the token ids of prompts, text or conversations, as `prepare_prompts` encodes them."""
+    texts = [
+        prompt
+        if isinstance(prompt, str)
+        else _render(tokenizer, prompt, f"{name}, row {row}", template_options)
+        for row, prompt in enumerate(prompts, start=1)
+    ]
     tokens: list[list[int]] = [[] for _ in prompts]
-    texts: dict[int, str] = {}
-    conversations: dict[int, str] = {}
-    for index, prompt in enumerate(prompts):
-        if isinstance(prompt, str):
-            texts[index] = prompt
-        else:
-            conversations[index] = _render(tokenizer, prompt, f"{name}, row {index + 1}", template_options)
     # A template writes its special tokens itself.
-    for part, arguments in ((texts, {}), (conversations, {"add_special_tokens": False})):
-        if part:
-            for index, ids in zip(
-                part, tokenizer(list(part.values()), **arguments)["input_ids"], strict=True
-            ):
-                tokens[index] = ids
+    for plain in (True, False):
+        chosen = [i for i, prompt in enumerate(prompts) if isinstance(prompt, str) == plain]
+        if chosen:
+            encoded = tokenizer([texts[i] for i in chosen], add_special_tokens=plain)["input_ids"]
+            for i, ids in zip(chosen, encoded, strict=True):
+                tokens[i] = ids
     return tokens
 
 
@@ -300,20 +255,16 @@ class PromptOrder:
     """
 
     def __init__(self, num_rows: int, seed: int) -> None:
-        """Prepare the order over ``num_rows`` rows."""
         self.num_rows = num_rows
         self.seed = seed
-        self._epoch = -1
-        self._permutation: list[int] = []
 
     def indices(self, start: int, count: int) -> list[int]:
         """Return the rows number ``start`` to ``start + count`` of the order."""
-        picked = []
-        for position in range(start, start + count):
-            epoch, offset = divmod(position, self.num_rows)
-            if epoch != self._epoch:
-                generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
-                self._permutation = torch.randperm(self.num_rows, generator=generator).tolist()
-                self._epoch = epoch
-            picked.append(self._permutation[offset])
-        return picked
+        first, last = start // self.num_rows, (start + count - 1) // self.num_rows
+        order = [row for epoch in range(first, last + 1) for row in self._permutation(epoch)]
+        offset = start - first * self.num_rows
+        return order[offset : offset + count]
+
+    def _permutation(self, epoch: int) -> list[int]:
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+        return torch.randperm(self.num_rows, generator=generator).tolist()

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from gspo_kernels.trainer.config import TrainConfig
-from gspo_kernels.trainer.config_file import from_mapping
+from gspo_kernels.trainer.run.config_file import from_mapping
 
 DIGITS = 4
 STEPS = 160

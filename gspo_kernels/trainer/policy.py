@@ -1,41 +1,42 @@
 """The policy as one module: tokens in, log-probs or a loss out.
 
 The head runs inside ``forward``, beside the backbone, so that the hooks of DDP and FSDP see one module whose
-parameters are all there while it runs.
+parameters are all there while it runs. The fused loss needs the hidden states before the head and the head's
+weight. What lies between raw logits and softmax (soft-capping, logit scaling) is read from the model's
+config, and checked once against the model's own logits, so that a model whose head does something else is
+refused instead of being trained on wrong log-probs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import groupby
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import gspo_kernels as gk
-from gspo_kernels.trainer.errors import ModelError
-from gspo_kernels.trainer.models import head_of
-from gspo_kernels.trainer.packing import (
-    Packed,
+from gspo_kernels.integrations.errors import IntegrationError
+from gspo_kernels.integrations.lm_head import LMHead, lm_head_of
+from gspo_kernels.trainer.rows.packing import (
+    LossInputs,
+    Tokens,
     check_packing,
-    check_sequences,
-    offsets,
     packed_hidden_states,
-    ranges,
+    padded_hidden_states,
+    probe,
 )
-from gspo_kernels.trainer.shared_prefix import check_shared_prefix, shared_prefix_hidden_states
+from gspo_kernels.trainer.rows.shared_prefix import check_shared_prefix, shared_prefix_hidden_states
+from gspo_kernels.trainer.run.input_errors import ModelError
 
 
 class Policy(nn.Module):
     """A causal language model that scores completions, or takes their loss, without writing logits.
 
-    Args:
-        model: a transformers causal language model; adapters may be injected into it.
-        layout: "packed", "padded" or "shared_prefix": how completions become rows of the backbone.
-        temperature: what completions are sampled with, and are therefore scored with.
-        gradient_checkpointing: recompute each layer's activations in the backward pass.
+    Adapters may be injected into the model. The layout, "packed", "padded" or "shared_prefix", says how
+    completions become rows of the backbone; they are scored with the temperature that they are sampled with.
     """
 
     def __init__(
@@ -69,21 +70,14 @@ class Policy(nn.Module):
 
     def forward(
         self,
-        prompts: Sequence[Tensor],
-        completions: Sequence[Tensor],
+        prompts: Tokens,
+        completions: Tokens,
         terms: Mapping[str, Any] | None = None,
         return_entropy: bool = False,
     ) -> gk.TokenLogprobs | gk.LossOutput:
         """Score completions, or return the loss of `gk.fused_linear_policy_loss` if its terms are given.
 
-        Args:
-            prompts: B tensors of token ids, [P_i].
-            completions: B tensors of token ids, [C_i].
-            terms: keyword arguments of the loss, packed over the N completion tokens.
-            return_entropy: also return each token's entropy.
-
-        Returns:
-            Packed: [N], completion after completion.
+        Both are packed over the N completion tokens, completion after completion.
         """
         with self._checkpointing(torch.is_grad_enabled()):
             hidden, labels, cu_seqlens = self._hidden_states(prompts, completions)
@@ -100,13 +94,11 @@ class Policy(nn.Module):
         """Layers forget their activations in training mode only, where generation would lose its cache."""
         for layer in self._checkpointed:
             layer.training = enabled
-        try:
-            yield
-        finally:
-            for layer in self._checkpointed:
-                layer.training = False
+        yield
+        for layer in self._checkpointed:
+            layer.training = False
 
-    def _hidden_states(self, prompts: Sequence[Tensor], completions: Sequence[Tensor]) -> Packed:
+    def _hidden_states(self, prompts: Tokens, completions: Tokens) -> LossInputs:
         if self.layout == "packed":
             return packed_hidden_states(self.model, prompts, completions)
         if self.layout == "padded":
@@ -118,20 +110,27 @@ class Policy(nn.Module):
         )
 
 
-def padded_hidden_states(model: Any, prompts: Sequence[Tensor], completions: Sequence[Tensor]) -> Packed:
-    """Run the backbone on one row per sequence, padded on the right; arguments as `packed_hidden_states`.
+def head_of(model: Any) -> LMHead:
+    """Find the head of a causal language model; see `lm_head_of`."""
+    try:
+        return lm_head_of(model)
+    except IntegrationError as error:
+        raise ModelError(str(error)) from error
 
-    Attention is causal, so what follows a sequence changes nothing in it, and no mask is needed. For models
-    that cannot be packed, and for attention whose cost is quadratic in a packed row.
-    """
-    check_sequences(prompts, completions)
-    pairs = list(zip(prompts, completions, strict=True))
-    rows = [torch.cat([prompt, completion[:-1]]) for prompt, completion in pairs]
-    input_ids = nn.utils.rnn.pad_sequence(rows, batch_first=True)
-    hidden = model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
-    lengths = [len(completion) for completion in completions]
-    firsts = [i * input_ids.shape[1] + len(prompt) - 1 for i, prompt in enumerate(prompts)]
-    predicting = ranges(firsts, lengths, hidden.device)
-    return Packed(
-        hidden.flatten(0, 1)[predicting], torch.cat(list(completions)), offsets(lengths, hidden.device)
-    )
+
+@torch.no_grad()
+def check_head(model: Any) -> None:
+    """Refuse a model whose own next-token log-probs differ from those of backbone and head taken apart."""
+    prompts, completions = probe(model, [3], [4])
+    inputs = padded_hidden_states(model, prompts, completions)
+    head = head_of(model)
+    ours = gk.linear_token_logprobs(inputs.hidden, head.weight, inputs.labels, **head.options()).logprobs
+    logits = model(torch.cat([*prompts, *completions]).unsqueeze(0)).logits[0, 2:-1].float()
+    theirs = logits.log_softmax(-1).gather(-1, inputs.labels.unsqueeze(-1)).squeeze(-1)
+    tolerance = 1e-3 if head.weight.dtype == torch.float32 else 0.1
+    difference = (ours - theirs).abs().max().item()
+    if not difference <= tolerance * (1.0 + theirs.abs().max().item()):
+        raise ModelError(
+            f"the head of {type(model).__name__} does something that this trainer does not know: "
+            f"log-probs from its hidden states and lm_head differ from the model's own by {difference:.3g}"
+        )

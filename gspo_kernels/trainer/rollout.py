@@ -2,37 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from gspo_kernels.trainer.completions import (
-    Completions,
-    Segment,
-    completion_mask,
-    join_segments,
-    left_pad,
-)
-from gspo_kernels.trainer.errors import ModelError
-
-__all__ = [
-    "Completions",
-    "RolloutEngine",
-    "Sampling",
-    "Segment",
-    "TransformersEngine",
-    "completion_mask",
-    "join_segments",
-    "left_pad",
-    "sample_completions",
-    "sampling_mismatch",
-]
-
+from gspo_kernels.trainer.run.input_errors import ModelError
 
 _BLOCK = 256
 """Tokens whose probabilities are summed up, where a vocabulary has more than a few."""
@@ -56,6 +37,57 @@ class Sampling:
     top_k: int = 0
 
 
+@dataclass(frozen=True)
+class Completions:
+    """Prompts and their completions, B rows.
+
+    Attributes:
+        prompt_ids: [B, P], left-padded.
+        prompt_mask: [B, P] int64, 1 for real tokens.
+        completion_ids: [B, C], right-padded.
+        completion_mask: [B, C] bool, true up to and including the first end token.
+        finished: [B] bool, whether there is an end token.
+        logprobs: [B, C] fp32, the log-prob of each token under the distribution that it was drawn from, so
+            after temperature, top-k and top-p; 0 outside ``completion_mask``. None where the engine gives
+            none, and for greedy completions.
+        sampled: [B, C] bool, which tokens the policy wrote: false for what a tool or an environment put
+            between them. None: all of ``completion_mask``.
+        turn_ids: [B, C] int64, which turn, from 0, a token belongs to; -1: none. None: all is one turn.
+    """
+
+    prompt_ids: Tensor
+    prompt_mask: Tensor
+    completion_ids: Tensor
+    completion_mask: Tensor
+    finished: Tensor
+    logprobs: Tensor | None = None
+    sampled: Tensor | None = None
+    turn_ids: Tensor | None = None
+
+    def loss_mask(self, truncated: str = "keep") -> Tensor:
+        """Return [B, C] bool, the tokens that a loss counts: those that the policy wrote.
+
+        Args:
+            truncated: what completions without an end token do: "keep" trains on them, "mask" leaves them out
+                of the loss (their rewards still count in their group's mean).
+        """
+        if truncated not in ("keep", "mask"):
+            raise ValueError(f"truncated: got {truncated!r}, expected 'keep' or 'mask'")
+        mask = self.completion_mask if self.sampled is None else self.completion_mask & self.sampled
+        return mask & self.finished.unsqueeze(1) if truncated == "mask" else mask
+
+    def token_lists(self) -> list[list[int]]:
+        """Return the ids of each completion, with the end token and without padding."""
+        return [ids.tolist() for ids, *_ in self.by_token()]
+
+    def by_token(self, truncated: str = "keep") -> list[list[Any]]:
+        """Return ids, loss mask, log-probs and turns of each completion, [C_i] on the CPU or None."""
+        tables = (self.completion_ids, self.loss_mask(truncated), self.logprobs, self.turn_ids)
+        masks = self.completion_mask.cpu()
+        found = [None if table is None else table.cpu() for table in tables]
+        return [[None if t is None else t[i][mask] for t in found] for i, mask in enumerate(masks)]
+
+
 class RolloutEngine(Protocol):
     """What completes prompts for the trainer."""
 
@@ -76,101 +108,138 @@ class RolloutEngine(Protocol):
         ...
 
 
+def left_pad(token_lists: list[list[int]], pad_id: int) -> tuple[Tensor, Tensor]:
+    """Return (ids, mask), both [B, P], of token lists of any length."""
+    width = max(len(tokens) for tokens in token_lists)
+    ids = torch.tensor([[pad_id] * (width - len(tokens)) + tokens for tokens in token_lists])
+    mask = torch.tensor([[0] * (width - len(tokens)) + [1] * len(tokens) for tokens in token_lists])
+    return ids, mask
+
+
+def completion_mask(completion_ids: Tensor, end_ids: list[int]) -> tuple[Tensor, Tensor]:
+    """Return ([B, C] bool, true up to and including the first end token; [B] bool, whether there is one)."""
+    is_end = torch.isin(completion_ids, torch.tensor(end_ids, device=completion_ids.device))
+    ends_before = is_end.cumsum(1) - is_end.to(torch.int64)
+    return ends_before == 0, is_end.any(1)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A part of a completion over several turns.
+
+    Attributes:
+        tokens: its token ids.
+        logprobs: what `Completions.logprobs` says of them; None where unknown.
+        sampled: whether the policy wrote it, and so it is a turn; false for the output of a tool.
+    """
+
+    tokens: list[int]
+    logprobs: list[float] | None = None
+    sampled: bool = True
+
+    def __post_init__(self) -> None:
+        if self.logprobs is not None and len(self.logprobs) != len(self.tokens):
+            raise ValueError(f"logprobs: got {len(self.logprobs)} for {len(self.tokens)} tokens")
+
+
+def join_segments(
+    prompts: list[list[int]], segments: Sequence[Sequence[Segment]], finished: Sequence[bool], pad_id: int
+) -> Completions:
+    """Lay out completions over several turns, for an engine that lets the policy meet an environment.
+
+    Args:
+        prompts: B lists of token ids.
+        segments: of each completion, in order, at least one token in all.
+        finished: whether each completion came to its end.
+        pad_id: token that fills rows.
+
+    Returns:
+        Completions with ``sampled`` and ``turn_ids``; with ``logprobs`` if every sampled segment has them.
+    """
+    known = all(part.logprobs is not None for parts in segments for part in parts if part.sampled)
+
+    def padded(values: Callable[[Segment, int], Sequence[float]], filling: int) -> Tensor:
+        rows = []
+        for parts in segments:
+            turns = accumulate(part.sampled for part in parts)
+            each = [values(part, turn - 1) for part, turn in zip(parts, turns, strict=True)]
+            rows.append(torch.tensor([value for part in each for value in part]))
+        return pad_sequence(rows, batch_first=True, padding_value=filling)
+
+    turn_ids = padded(lambda part, turn: [turn if part.sampled else -1] * len(part.tokens), -1)
+    logprobs = padded(lambda part, _: (part.sampled and part.logprobs) or [0.0] * len(part.tokens), 0)
+    return Completions(
+        *left_pad(prompts, pad_id),
+        completion_ids=padded(lambda part, _: part.tokens, pad_id),
+        completion_mask=padded(lambda part, _: [1] * len(part.tokens), 0).bool(),
+        finished=torch.tensor(finished),
+        logprobs=logprobs if known else None,
+        sampled=turn_ids >= 0,
+        turn_ids=turn_ids,
+    )
+
+
+@dataclass
 class TransformersEngine:
     """The embedded engine: the model's own ``generate``.
 
-    Args:
+    Only the `Sampling` decides how tokens are drawn: the defaults in the model's generation config (a top-k,
+    a repetition penalty) would sample from another policy than the one that is trained, and are set aside.
+    Prompts of similar length are batched together. Each completion has random numbers of its own, so that it
+    does not depend on its batch, beyond the rounding of a forward pass.
+
+    Attributes:
         model: the model that is trained, so that completions always come from its current weights.
         end_ids: tokens that end a completion.
         pad_id: token that fills rows.
         batch_size: completions generated at once; changes memory and speed only.
-        synced_gpus: every process runs as many forward passes as the slowest one: needed where the weights
-            are sharded (FSDP). Every process must then generate for as many prompts.
     """
 
-    def __init__(
-        self, model: Any, *, end_ids: list[int], pad_id: int, batch_size: int, synced_gpus: bool = False
-    ) -> None:
-        self.model = model
-        self.end_ids = end_ids
-        self.pad_id = pad_id
-        self.batch_size = batch_size
-        self.synced_gpus = synced_gpus
+    model: Any
+    end_ids: list[int]
+    pad_id: int
+    batch_size: int
 
+    @torch.no_grad()
     def generate(
         self, prompts: list[list[int]], sampling: Sampling, *, seeds: Sequence[int] | None = None
     ) -> Completions:
-        """See `RolloutEngine.generate`."""
-        return sample_completions(
-            self.model,
-            prompts,
-            sampling,
-            end_ids=self.end_ids,
-            pad_id=self.pad_id,
-            batch_size=self.batch_size,
-            seeds=seeds,
-            synced_gpus=self.synced_gpus,
-        )
+        """See `RolloutEngine.generate`; a `ModelError` says that probabilities are not numbers."""
+        from transformers import GenerationConfig
 
-
-@torch.no_grad()
-def sample_completions(
-    model: Any,
-    prompts: list[list[int]],
-    sampling: Sampling,
-    *,
-    end_ids: list[int],
-    pad_id: int,
-    batch_size: int,
-    seeds: Sequence[int] | None = None,
-    synced_gpus: bool = False,
-) -> Completions:
-    """Complete every prompt once, ``batch_size`` at a time, with the model's own generation.
-
-    Only ``sampling`` decides how tokens are drawn: the defaults in the model's generation config (a top-k, a
-    repetition penalty) would sample from another policy than the one that is trained, and are set aside.
-    Prompts of similar length are batched together. Each completion has random numbers of its own, so that it
-    does not depend on its batch, beyond the rounding of a forward pass.
-
-    Raises:
-        ModelError: the model's probabilities are not numbers.
-    """
-    from transformers import GenerationConfig
-
-    B, C = len(prompts), sampling.max_new_tokens
-    prompt_ids, prompt_mask = left_pad(prompts, pad_id)
-    prompt_ids, prompt_mask = prompt_ids.to(model.device), prompt_mask.to(model.device)
-    completion_ids = torch.full((B, C), pad_id, device=model.device)
-    logprobs_BC = None
-    if sampling.temperature != 0.0:
-        logprobs_BC = torch.zeros(B, C, device=model.device)
-        uniforms_BC = torch.from_numpy(_uniforms(seeds, B, C)).to(model.device)
-    # Drawing is greedy to transformers: `_Draw` leaves it one possible token.
-    config = GenerationConfig(max_new_tokens=C, do_sample=False, pad_token_id=pad_id, eos_token_id=end_ids)
-    longest_first = sorted(range(B), key=lambda row: -len(prompts[row]))
-    with _own_generation_defaults_set_aside(model):
-        for start in range(0, B, batch_size):
-            rows = torch.tensor(longest_first[start : start + batch_size], device=model.device)
-            P = len(prompts[longest_first[start]])
-            draw = None if logprobs_BC is None else _Draw(sampling, uniforms_BC[rows])
-            produced = model.generate(
-                input_ids=prompt_ids[rows, -P:],
-                attention_mask=prompt_mask[rows, -P:],
-                generation_config=config,
-                logits_processor=[] if draw is None else [draw],
-                synced_gpus=synced_gpus,
-            )[:, P:]
-            completion_ids[rows, : produced.shape[1]] = produced
-            if draw is not None and logprobs_BC is not None:
-                logprobs_BC[rows, : produced.shape[1]] = draw.logprobs()[:, : produced.shape[1]]
-    mask, finished = completion_mask(completion_ids, end_ids)
-    if logprobs_BC is not None:
+        model, device = self.model, self.model.device
+        B, C = len(prompts), sampling.max_new_tokens
+        prompt_ids, prompt_mask = (each.to(device) for each in left_pad(prompts, self.pad_id))
+        completion_ids = torch.full((B, C), self.pad_id, device=device)
+        greedy = sampling.temperature == 0.0
+        logprobs_BC = torch.zeros(B, C, device=device)
+        uniforms_BC = None if greedy else torch.from_numpy(_uniforms(seeds, B, C)).to(device)
+        # Drawing is greedy to transformers: `_Draw` leaves it one possible token.
+        options = {"max_new_tokens": C, "do_sample": False}
+        config = GenerationConfig(**options, pad_token_id=self.pad_id, eos_token_id=self.end_ids)
+        longest_first = sorted(range(B), key=lambda row: -len(prompts[row]))
+        with _own_generation_defaults_set_aside(model):
+            for start in range(0, B, self.batch_size):
+                rows = torch.tensor(longest_first[start : start + self.batch_size], device=device)
+                P = len(prompts[longest_first[start]])
+                draws = [] if uniforms_BC is None else [_Draw(sampling, uniforms_BC[rows])]
+                produced = model.generate(
+                    input_ids=prompt_ids[rows, -P:],
+                    attention_mask=prompt_mask[rows, -P:],
+                    generation_config=config,
+                    logits_processor=draws,
+                )[:, P:]
+                completion_ids[rows, : produced.shape[1]] = produced
+                for draw in draws:
+                    logprobs_BC[rows, : produced.shape[1]] = draw.logprobs()[:, : produced.shape[1]]
+        mask, finished = completion_mask(completion_ids, self.end_ids)
         logprobs_BC = torch.where(mask, logprobs_BC, 0.0)
         if bool(logprobs_BC.isnan().any()):
             raise ModelError(
                 "the model's probabilities are not numbers (NaN): its weights or its logits are not finite"
             )
-    return Completions(prompt_ids, prompt_mask, completion_ids, mask, finished, logprobs_BC)
+        logprobs = None if greedy else logprobs_BC
+        return Completions(prompt_ids, prompt_mask, completion_ids, mask, finished, logprobs)
 
 
 class _Draw:

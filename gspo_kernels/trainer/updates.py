@@ -15,7 +15,6 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,58 +24,22 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 import gspo_kernels as gk
 from gspo_kernels.trainer.config import TrainConfig, UpdateConfig
-from gspo_kernels.trainer.packing import token_budget_batches
 from gspo_kernels.trainer.policy import Policy
-from gspo_kernels.trainer.processes import is_sharded, shard_again
 from gspo_kernels.trainer.rollout import sampling_mismatch
-from gspo_kernels.trainer.shared_prefix import shared_prefix_tokens
+from gspo_kernels.trainer.rows.experience import Experience, micro_batches
+from gspo_kernels.trainer.run.processes import is_sharded, shard_again
 
 Metrics = dict[str, float]
 
 _WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True, strict=False)
 
 
-@dataclass(frozen=True)
-class Experience:
-    """One rollout, scored: B completions, the rows of a group consecutive, all on one device.
-
-    Attributes:
-        prompts: B tensors of token ids, [P_i].
-        completions: B tensors of token ids, [C_i], C_i > 0; C is the longest.
-        advantages: [B] fp32, or what the objective takes for them.
-        loss_mask: [B, C] bool, tokens that the loss counts; false outside the completion.
-        group_ids: [B] int64, which prompt a row completes.
-        rollout_logprobs: [B, C] fp32, by the engine that sampled; None where it gave none.
-        turn_ids: [B, C] int64, -1 outside turns; None: every completion is one turn.
-        ref_logprobs: [B, C] fp32, by the reference; None where the updater's own one is to score them.
-    """
-
-    prompts: Sequence[Tensor]
-    completions: Sequence[Tensor]
-    advantages: Tensor
-    loss_mask: Tensor
-    group_ids: Tensor
-    rollout_logprobs: Tensor | None = None
-    turn_ids: Tensor | None = None
-    ref_logprobs: Tensor | None = None
-
-    def places(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the indices of these rows' completion tokens in [B, C], one completion after the other."""
-        lengths = torch.tensor([len(self.completions[row]) for row in rows.tolist()], device=rows.device)
-        columns = torch.cat([torch.arange(length, device=rows.device) for length in lengths.tolist()])
-        return rows.repeat_interleave(lengths), columns
-
-
 class PolicyUpdater:
     """Owns the optimizer, the learning rate's schedule and the objective.
 
-    Args:
-        accelerator: accelerate's, which wraps the policy for its devices.
-        policy: what is trained; its trainable parameters get the optimizer.
-        config: objective, terms of the loss, minibatches and AdamW.
-        reference: what KL terms compare with: a frozen copy, prepared by the accelerator; None for the policy
-            itself under ``reference_mode``.
-        reference_mode: returns a context manager that switches the policy's adapter off.
+    The accelerator wraps the policy for its devices; the optimizer gets its trainable parameters. KL terms
+    compare with the reference, a frozen copy that is prepared already, or where there is none with the policy
+    itself inside ``reference_mode()``, which switches its adapter off.
     """
 
     def __init__(
@@ -118,9 +81,8 @@ class PolicyUpdater:
         self.objective = config.objective.build()
         # Such gradients look at other sequences: they are known only once all of these are scored.
         self.looks_around = self.objective.coefficient_scope in ("group", "batch")
-        corrects = config.off_policy.level != "none"
         # The first minibatch of a rollout needs no old log-probs: they are its new ones.
-        self.scores_first = self.looks_around or corrects
+        self.scores_first = self.looks_around or config.off_policy.level != "none"
 
     def under(self, config: TrainConfig) -> PolicyUpdater:
         """Return an updater of the same weights, by the same optimizer, with the loss of another config."""
@@ -142,9 +104,7 @@ class PolicyUpdater:
         scored = [number for number, rows in enumerate(minibatches) if len(self._active(experience, rows))]
         clipped = {n: each[n]["clip_fraction/low"] + each[n]["clip_fraction/high"] for n in scored if n > 0}
         measured = [each[n] for n in scored] or each
-        metrics: Metrics = {
-            name: sum(values[name] for values in measured) / len(measured) for name in each[0]
-        }
+        metrics = {name: sum(values[name] for values in measured) / len(measured) for name in each[0]}
         metrics["ratio/min"] = min(values["ratio/min"] for values in measured)
         metrics["ratio/max"] = max(values["ratio/max"] for values in measured)
         metrics["clip_fraction/after_first"] = sum(clipped.values()) / max(len(clipped), 1)
@@ -154,64 +114,50 @@ class PolicyUpdater:
         return metrics | self._mismatch(experience, terms["old_logprobs"])
 
     def current_logprobs(self, experience: Experience, step: int) -> Tensor:
-        """Return [B, C] log-probs under the weights of now, cut as the update of this step will cut them."""
+        """Return [N] log-probs under the weights of now, cut as the update of this step will cut them."""
         minibatches = self._minibatches(experience, step)[: self.config.update.minibatches]
         cut = self._cut(experience, minibatches)
         return self.score(self.policy, experience, [micro for micros in cut for micro in micros]).logprobs
 
     @torch.no_grad()
     def score(self, policy: Any, experience: Experience, micro_batches: Sequence[Tensor]) -> gk.TokenLogprobs:
-        """Return log-probs and entropy of the rows in all processes' micro-batches, [B, C], 0 elsewhere.
+        """Return log-probs and entropy of the rows in all processes' micro-batches, [N], 0 elsewhere.
 
         Cut into the micro-batches of the update, because results may depend on a batch's shape in the last
         bit.
         """
-        found = torch.zeros(2, *experience.loss_mask.shape, device=experience.loss_mask.device)
-        for micro in micro_batches:
-            rows = _rows_or_first(micro)
-            prompts, completions = _tokens(experience, rows)
-            scores = policy(prompts, completions, return_entropy=True)
-            if len(micro):
-                sequences, columns = experience.places(rows)
-                found[:, sequences, columns] = torch.stack(scores)
-        return gk.TokenLogprobs(*self.accelerator.reduce(found, "sum"))
+        return self._pass(policy, experience, micro_batches, None)
 
     def accumulate(
         self, experience: Experience, micro_batches: Sequence[Tensor], terms: Mapping[str, Any]
     ) -> gk.TokenLogprobs:
-        """Add the gradient of some micro-batches to the parameters; return log-probs and entropy, [B, C].
+        """Add the gradient of micro-batches to the parameters, terms [B] or [N]; return what `score` does."""
+        return self._pass(self.policy, experience, micro_batches, terms)
 
-        Tensors among the terms are [B] or [B, C].
-        """
-        found = torch.zeros(2, *experience.loss_mask.shape, device=experience.loss_mask.device)
+    def _pass(
+        self,
+        policy: Any,
+        experience: Experience,
+        micro_batches: Sequence[Tensor],
+        terms: Mapping[str, Any] | None,
+    ) -> gk.TokenLogprobs:
+        found = torch.zeros(2, len(experience.loss_mask), device=experience.loss_mask.device)
         for number, micro in enumerate(micro_batches, start=1):
-            rows = _rows_or_first(micro)
-            places = experience.places(rows)
-            own = {name: _pick(value, rows, places) for name, value in terms.items()}
-            own["loss_mask"] &= len(micro) > 0
-            with self._without_sync(number < len(micro_batches)):
-                output = self.policy(*_tokens(experience, rows), own, return_entropy=True)
-                self.accelerator.backward(output.loss)
+            # An empty micro-batch runs only to keep step with other processes: the first row, uncounted.
+            rows, own = micro if len(micro) else micro.new_zeros(1), None
+            more, waiting = number < len(micro_batches), nullcontext()
+            if terms is not None:
+                own = experience.pick(terms, rows)
+                own["loss_mask"] &= len(micro) > 0
+                if more and not self.sharded:  # FSDP reduces each gradient, to keep only shards
+                    waiting = self.accelerator.no_sync(self.policy)
+            with waiting:
+                output = policy(*experience.tokens(rows), own, return_entropy=True)
+                if own is not None:
+                    self.accelerator.backward(output.loss)
             if len(micro):
-                sequences, columns = places
-                found[:, sequences, columns] = torch.stack([output.logprobs, output.entropy])
+                found[:, experience.places(micro)] = torch.stack([output.logprobs, output.entropy])
         return gk.TokenLogprobs(*self.accelerator.reduce(found, "sum"))
-
-    def micro_batches(self, experience: Experience, rows: Tensor) -> list[Tensor]:
-        """Cut rows by the token budget and return this process's part.
-
-        Every process gets the same number, so some may be empty.
-        """
-        world, budget = self.accelerator.num_processes, self.config.update.micro_batch_tokens
-        units = self._units(experience, rows)
-        lengths = self._row_lengths(experience, units)
-        shares = token_budget_batches(lengths, max(sum(lengths), 1), count=world)
-        shares += [[]] * (world - len(shares))
-        share_lengths = [[lengths[unit] for unit in share] for share in shares]
-        count = max(len(token_budget_batches(each, budget)) for each in share_lengths)
-        rank = self.accelerator.process_index
-        cut = token_budget_batches(share_lengths[rank], budget, count=count)
-        return [_rows([row for i in batch for row in units[shares[rank][i]]], rows) for batch in cut]
 
     def state_dict(self) -> dict[str, Any]:
         """Return trained weights and optimizer, whole and on the CPU; all processes must call it."""
@@ -230,26 +176,6 @@ class PolicyUpdater:
         )
         self.scheduler.load_state_dict({**self.scheduler.state_dict(), "last_epoch": state["updates"]})
 
-    def _units(self, experience: Experience, rows: Tensor) -> list[list[int]]:
-        """Return what stays together in a micro-batch: single rows, or those that share a prompt."""
-        if self.layout != "shared_prefix":
-            return [[row] for row in rows.tolist()]
-        groups: dict[int, list[int]] = {}
-        for row in sorted(rows.tolist()):
-            groups.setdefault(int(experience.group_ids[row]), []).append(row)
-        return list(groups.values())
-
-    def _row_lengths(self, experience: Experience, units: Sequence[Sequence[int]]) -> list[int]:
-        """Return what each unit takes of the token budget."""
-        lengths = [
-            shared_prefix_tokens(
-                len(experience.prompts[unit[0]]), [len(experience.completions[row]) for row in unit]
-            )
-            for unit in units
-        ]
-        # Padded rows are as long as the longest of their micro-batch, which may hold the longest of all.
-        return lengths if self.layout == "packed" or not lengths else [max(lengths)] * len(lengths)
-
     def _minibatches(self, experience: Experience, step: int) -> list[Tensor]:
         """Return the rows of every minibatch of every epoch, in an order drawn from seed, step and epoch."""
         B, device = len(experience.completions), experience.advantages.device
@@ -266,7 +192,7 @@ class PolicyUpdater:
 
     def _active(self, experience: Experience, rows: Tensor) -> Tensor:
         """Return the rows that can have a gradient; the others cost no forward pass but count."""
-        counted = experience.loss_mask[rows].any(1)
+        counted = experience.counted()[rows] > 0
         beyond = self.looks_around or self.config.kl.beta > 0 or self.config.update.entropy_coef != 0
         if self.objective.zero_advantage_is_inactive and not beyond:
             counted &= experience.advantages[rows] != 0
@@ -274,10 +200,15 @@ class PolicyUpdater:
 
     def _cut(self, experience: Experience, minibatches: Sequence[Tensor]) -> list[list[Tensor]]:
         """Return this process's micro-batches of each minibatch."""
-        return [self.micro_batches(experience, self._active(experience, rows)) for rows in minibatches]
+        return [self._micro_batches(experience, self._active(experience, rows)) for rows in minibatches]
+
+    def _micro_batches(self, experience: Experience, rows: Tensor) -> list[Tensor]:
+        processes = self.accelerator.num_processes, self.accelerator.process_index
+        budget = self.config.update.micro_batch_tokens
+        return micro_batches(experience, rows, self.layout, budget, *processes)
 
     def _terms(self, experience: Experience, first_epoch: Sequence[Tensor]) -> dict[str, Any]:
-        """Return the terms of the loss that stay the same for all minibatches; tensors are [B] or [B, C]."""
+        """Return the terms of the loss that stay the same for all minibatches; tensors are [B] or [N]."""
         config = self.config
         cut = self._cut(experience, first_epoch)
         unscored = [micro for micros in cut[0 if self.scores_first else 1 :] for micro in micros]
@@ -297,7 +228,10 @@ class PolicyUpdater:
         if config.off_policy.level != "none":
             assert experience.rollout_logprobs is not None
             terms["rollout_weights"] = config.off_policy.weights(
-                terms["old_logprobs"], experience.rollout_logprobs, experience.loss_mask
+                terms["old_logprobs"],
+                experience.rollout_logprobs,
+                experience.loss_mask,
+                experience.offsets(torch.arange(len(experience.completions))),
             )
         if "group_ids" in self.objective.needs:
             terms["group_ids"] = experience.group_ids
@@ -310,17 +244,17 @@ class PolicyUpdater:
         self, experience: Experience, terms: dict[str, Any], rows: Tensor, *, on_policy: bool
     ) -> Metrics:
         active = self._active(experience, rows)
-        micro_batches = self.micro_batches(experience, active)
+        micro_batches = self._micro_batches(experience, active)
         objective, world = self._objective(), self.accelerator.num_processes
         if self.looks_around:
             current = self.score(self.policy, experience, micro_batches)
-            whole, coefficients = _coefficients(terms, current, rows, objective)
+            whole, coefficients = _coefficients(experience, terms, current, rows, objective)
             # Gradients are averaged over the processes, and each of them has its own share of the sum.
             own = {name: world * value for name, value in coefficients.items()}
             own |= {"loss_mask": terms["loss_mask"], "old_logprobs": None, "advantages": None}
             self.accumulate(experience, micro_batches, own | {"objective": gk.Linear()})
         else:
-            divisor = outer_count(objective, experience.loss_mask[rows])
+            divisor = outer_count(objective, experience.counted()[rows])
             own = terms | {"objective": objective, "normalizer": divisor / world}
             if on_policy:
                 own["old_logprobs"] = None
@@ -329,10 +263,12 @@ class PolicyUpdater:
             if on_policy:
                 terms["old_logprobs"] += current.logprobs
             # Over the whole minibatch, so that metrics do not depend on how it was cut.
+            places = experience.places(active)
             whole = gk.policy_loss(
-                current.logprobs[active],
-                **{name: _pick(value, active) for name, value in terms.items()},
-                entropy=current.entropy[active],
+                current.logprobs[places],
+                **experience.pick(terms, active),
+                entropy=current.entropy[places],
+                cu_seqlens=experience.offsets(active),
                 normalizer=divisor,
                 objective=objective,
             )
@@ -356,29 +292,24 @@ class PolicyUpdater:
 
     def _mismatch(self, experience: Experience, old_logprobs: Tensor) -> Metrics:
         """Return how far the sampling engine's log-probs are from ours, in nats per token."""
-        everything = torch.arange(len(experience.completions), device=old_logprobs.device)
-        rows = self._active(experience, everything)
         if experience.rollout_logprobs is None:
             return {}
+        everything = torch.arange(len(experience.completions), device=old_logprobs.device)
+        places = experience.places(self._active(experience, everything))
         return sampling_mismatch(
-            old_logprobs[rows], experience.rollout_logprobs[rows], experience.loss_mask[rows]
+            old_logprobs[places], experience.rollout_logprobs[places], experience.loss_mask[places]
         )
 
-    def _without_sync(self, more: bool) -> AbstractContextManager[Any]:
-        """Leave gradients unreduced until the last micro-batch; FSDP reduces each, to keep only shards."""
-        if more and not self.sharded:
-            return self.accelerator.no_sync(self.policy)
-        return nullcontext()
 
-
-def outer_count(objective: Any, loss_mask: Tensor) -> int:
+def outer_count(objective: Any, counted: Tensor) -> int:
     """Return what the objective divides by over a whole minibatch: its sequences, its tokens, or 1.
 
     Given to every micro-batch as its normalizer, it makes their gradients add up to the minibatch's.
+    ``counted`` are the tokens of each sequence that count, [B].
     """
-    counted, _ = objective.outer_divisor()
-    counts = {"one": 1, "tokens": int(loss_mask.sum()), "sequences": int(loss_mask.any(1).sum())}
-    return max(counts[counted], 1)
+    unit, _ = objective.outer_divisor()
+    counts = {"one": 1, "tokens": int(counted.sum()), "sequences": int((counted > 0).sum())}
+    return max(counts[unit], 1)
 
 
 def learning_rate_factor(update: int, config: UpdateConfig) -> float:
@@ -393,43 +324,24 @@ def learning_rate_factor(update: int, config: UpdateConfig) -> float:
 
 
 def _coefficients(
-    terms: Mapping[str, Any], current: gk.TokenLogprobs, rows: Tensor, objective: Any
+    experience: Experience, terms: Mapping[str, Any], current: gk.TokenLogprobs, rows: Tensor, objective: Any
 ) -> tuple[gk.LossOutput, dict[str, Tensor]]:
-    """Return the loss of a whole minibatch, and its gradient as `gk.Linear` takes it, [B, C]."""
+    """Return the loss of a whole minibatch, and its gradient as `gk.Linear` takes it, [N]."""
     assert current.entropy is not None
-    logprobs = current.logprobs[rows].requires_grad_()
-    entropy = current.entropy[rows].requires_grad_()
+    places = experience.places(rows)
+    logprobs = current.logprobs[places].requires_grad_()
+    entropy = current.entropy[places].requires_grad_()
     whole = gk.policy_loss(
         logprobs,
-        **{name: _pick(value, rows) for name, value in terms.items()},
+        **experience.pick(terms, rows),
         entropy=entropy,
+        cu_seqlens=experience.offsets(rows),
         objective=objective,
     )
     gradients = torch.autograd.grad(whole.loss, (logprobs, entropy), materialize_grads=True)
-    token_weights, entropy_coef = torch.zeros(2, *current.logprobs.shape, device=rows.device)
-    token_weights[rows], entropy_coef[rows] = gradients[0], -gradients[1]
+    token_weights, entropy_coef = torch.zeros(2, len(current.logprobs), device=rows.device)
+    token_weights[places], entropy_coef[places] = gradients[0], -gradients[1]
     coefficients = {"token_weights": token_weights}
     if terms["entropy_coef"] != 0:
         coefficients["entropy_coef"] = entropy_coef
     return whole, coefficients
-
-
-def _pick(value: Any, rows: Tensor, places: tuple[Tensor, Tensor] | None = None) -> Any:
-    """Return the part of a term that belongs to some rows, packed if their places are given."""
-    if not isinstance(value, Tensor) or value.dim() == 0:
-        return value
-    return value[places] if places is not None and value.dim() == 2 else value[rows]
-
-
-def _rows_or_first(micro: Tensor) -> Tensor:
-    """Return the rows; the first one for an empty micro-batch, which runs only to keep step."""
-    return micro if len(micro) else micro.new_zeros(1)
-
-
-def _rows(rows: list[int], like: Tensor) -> Tensor:
-    return torch.tensor(rows, dtype=torch.int64, device=like.device)
-
-
-def _tokens(experience: Experience, rows: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-    chosen = rows.tolist()
-    return [experience.prompts[row] for row in chosen], [experience.completions[row] for row in chosen]

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from gspo_kernels.trainer import demo
-from gspo_kernels.trainer import trainer as trainer_module
 from gspo_kernels.trainer.config import TrainConfig
-from gspo_kernels.trainer.config_file import from_mapping
-from gspo_kernels.trainer.plot import plot_progress
+from gspo_kernels.trainer.run import run as run_module
+from gspo_kernels.trainer.run.config_file import from_mapping
+from gspo_kernels.trainer.run.plot import plot_progress
 from tests.draws import shifted_seed
 
 
@@ -29,13 +29,13 @@ def one_thread():
 def no_plots():
     """Drawing takes longer than training these models: runs leave an empty file; `real_plots` draws."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer_module, "plot_progress", lambda records, path: path.touch())
+        patch.setattr(run_module, "plot_progress", lambda records, path: path.touch())
         yield
 
 
 @pytest.fixture
 def real_plots(monkeypatch):
-    monkeypatch.setattr(trainer_module, "plot_progress", plot_progress)
+    monkeypatch.setattr(run_module, "plot_progress", plot_progress)
 
 
 def make_accelerator(precision="fp32"):

@@ -14,8 +14,8 @@ import torch
 import gspo_kernels
 from gspo_kernels import cli
 from gspo_kernels.trainer import demo
-from gspo_kernels.trainer.checkpoint import RunDirectory
-from gspo_kernels.trainer.metrics import read_metrics
+from gspo_kernels.trainer.run.files import RunDirectory
+from gspo_kernels.trainer.run.metrics import read_metrics
 from tests.draws import shifted_seed
 
 

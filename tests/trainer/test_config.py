@@ -6,9 +6,9 @@ import typing
 import pytest
 
 import gspo_kernels as gk
-from gspo_kernels.trainer.arguments import parse_train_arguments
 from gspo_kernels.trainer.config import TrainConfig
-from gspo_kernels.trainer.config_file import (
+from gspo_kernels.trainer.run.command_line import parse_train_arguments
+from gspo_kernels.trainer.run.config_file import (
     from_mapping,
     load_config,
     options,
@@ -16,7 +16,7 @@ from gspo_kernels.trainer.config_file import (
     save_config,
     to_mapping,
 )
-from gspo_kernels.trainer.errors import ConfigError
+from gspo_kernels.trainer.run.input_errors import ConfigError
 
 WRONG = [
     ({"rollot": {}}, ["unknown key rollot", "rollout"]),
@@ -41,7 +41,7 @@ WRONG = [
     ({"update": {"minibatches": 0}}, ["update.minibatches"]),
     ({"update": {"epochs": 0}}, ["update.epochs"]),
     ({"update": {"micro_batch_tokens": 0}}, ["update.micro_batch_tokens"]),
-    ({"update": {"layout": "ragged"}}, ["update.layout", "packed, padded, shared_prefix"]),
+    ({"update": {"layout": "ragged"}}, ["update.layout", "'packed', 'padded' or 'shared_prefix'"]),
     ({"update": {"precision": "fp16"}}, ["update.precision", "bf16"]),
     ({"update": {"entropy_coef": "nan"}}, ["update.entropy_coef"]),
     (

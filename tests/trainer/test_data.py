@@ -9,11 +9,10 @@ from gspo_kernels.trainer.data import (
     PromptOrder,
     check_rows,
     columns_of,
-    encode_prompts,
     load_prompts,
     prepare_prompts,
 )
-from gspo_kernels.trainer.errors import DataError
+from gspo_kernels.trainer.run.input_errors import DataError
 
 CHATML = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
@@ -218,10 +217,10 @@ def test_conversations_go_through_the_chat_template(chat_tokenizer):
 def test_conversations_that_cannot_be_rendered(tokenizer, chat_tokenizer):
     rows = [{"prompt": "a"}, {"prompt": [{"role": "user", "content": "hi"}]}]
     with pytest.raises(DataError, match=r"data, row 2: .* has no chat template"):
-        encode_prompts(tokenizer, rows, "data", None)
+        prepare_prompts(tokenizer, rows, "data", None)
     chat_tokenizer.chat_template = "{{ raise_exception('no system role') }}"
     with pytest.raises(DataError, match=r"data, row 2: .*no system role"):
-        encode_prompts(chat_tokenizer, rows, "data", None)
+        prepare_prompts(chat_tokenizer, rows, "data", None)
 
 
 @pytest.mark.parametrize("kind", ["list", "dataset"])
@@ -245,6 +244,6 @@ def test_prompts_that_do_not_fit_are_dropped_when_asked(tokenizer, kind):
 
 def test_prompts_that_do_not_fit_are_refused(tokenizer):
     rows = [{"prompt": "ab"}, {"prompt": "abcdef"}]
-    assert encode_prompts(tokenizer, rows, "data", 6) == tokenizer(["ab", "abcdef"])["input_ids"]
+    assert prepare_prompts(tokenizer, rows, "data", 6).tokens == tokenizer(["ab", "abcdef"])["input_ids"]
     with pytest.raises(DataError, match=r"data, row 2: the prompt has 6 tokens.* 5 "):
-        encode_prompts(tokenizer, rows, "data", 5)
+        prepare_prompts(tokenizer, rows, "data", 5)

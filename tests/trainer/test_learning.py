@@ -6,8 +6,8 @@ import pytest
 
 from gspo_kernels.trainer import GSPOTrainer, demo
 from gspo_kernels.trainer.data import load_prompts
-from gspo_kernels.trainer.metrics import read_metrics
 from gspo_kernels.trainer.rewards import load_reward
+from gspo_kernels.trainer.run.metrics import read_metrics
 
 STEPS = 200
 

@@ -1,16 +1,12 @@
 """Rollouts against hand-made cases: masks, padding, the layout for training, how tokens are drawn."""
 
 import copy
-import json
 import math
 
 import pytest
 import torch
 
-import gspo_kernels as gk
-from gspo_kernels.trainer import demo
-from gspo_kernels.trainer.errors import ModelError
-from gspo_kernels.trainer.models import IGNORED, head_of, hidden_states
+from gspo_kernels.trainer.policy import Policy
 from gspo_kernels.trainer.rollout import (
     Completions,
     Sampling,
@@ -21,11 +17,11 @@ from gspo_kernels.trainer.rollout import (
     completion_mask,
     join_segments,
     left_pad,
-    sample_completions,
     sampling_mismatch,
 )
+from gspo_kernels.trainer.run.input_errors import ModelError
 from tests.draws import shifted_seed
-from tests.trainer.conftest import exit_code, forked, tiny_qwen3
+from tests.trainer.conftest import tiny_qwen3
 
 END, OTHER_END, PAD = 9, 8, 0
 
@@ -58,17 +54,6 @@ def hand_made() -> Completions:
     prompt_ids, prompt_mask = left_pad([[1, 2, 3], [4], [5, 6]], PAD)
     completion_ids = torch.tensor([[7, END, PAD, PAD], [1, 2, END, PAD], [END, PAD, PAD, PAD]])
     return Completions(prompt_ids, prompt_mask, completion_ids, *completion_mask(completion_ids, [END]))
-
-
-def test_inputs_are_cut_to_the_rows_and_labels_are_shifted():
-    input_ids, attention_mask, labels = hand_made().inputs(torch.tensor([1, 2]))
-    assert input_ids.tolist() == [[PAD, 4, 1, 2, END], [5, 6, END, PAD, PAD]]
-    assert attention_mask.tolist() == [[0, 1, 1, 1, 1], [1, 1, 1, 0, 0]]
-    assert labels.tolist() == [[1, 2, END], [END, IGNORED, IGNORED]]
-    # position P - 1 + t predicts labels[t], that is the token one place later
-    P = input_ids.shape[1] - labels.shape[1]
-    counted = labels != IGNORED
-    assert torch.equal(input_ids[:, P:][counted], labels[counted])
 
 
 def test_token_lists_have_no_padding():
@@ -137,9 +122,8 @@ def test_batches_that_end_early_are_filled_with_padding(tokenizer):
     completions = sample(model, tokenizer, ["a", "b"], Sampling(4, temperature=0.0))
     assert completions.completion_ids.tolist() == [[0] * 4] * 2
     assert completions.finished.tolist() == [False, False]
-    completions = sample_completions(
-        model, [[1], [2]], Sampling(4, temperature=0.0), end_ids=[0], pad_id=7, batch_size=1
-    )  # ... which is the end token here
+    engine = TransformersEngine(model, end_ids=[0], pad_id=7, batch_size=1)
+    completions = engine.generate([[1], [2]], Sampling(4, temperature=0.0))  # ... which ends here
     assert completions.completion_ids.tolist() == [[0, 7, 7, 7]] * 2
     assert completions.token_lists() == [[0], [0]]
 
@@ -315,17 +299,15 @@ def test_greedy_completions_have_no_logprobs(model, tokenizer):
 @torch.no_grad()
 def test_mismatch_with_training_logprobs(tokenizer):
     model = tiny_qwen3(tokenizer, initializer_range=0.2)
-    head = head_of(model)
 
     def mismatch(sampling):
         completions = sample(model, tokenizer, ["ab", "hello", "c"] * 4, sampling, seeds=range(12))
-        input_ids, attention_mask, labels = completions.inputs(torch.arange(12))
-        hidden = hidden_states(model, input_ids, attention_mask)[:, -labels.shape[1] - 1 : -1]
-        training = gk.linear_token_logprobs(
-            hidden, head.weight, labels, temperature=sampling.temperature, **head.options()
+        mask = completions.completion_mask
+        training = Policy(model, layout="packed", temperature=sampling.temperature)(
+            [torch.tensor(ids) for ids in tokenizer(["ab", "hello", "c"] * 4)["input_ids"]],
+            [torch.tensor(ids) for ids in completions.token_lists()],
         ).logprobs
-        C = labels.shape[1]
-        return sampling_mismatch(training, completions.logprobs[:, :C], completions.completion_mask[:, :C])
+        return sampling_mismatch(training, completions.logprobs[mask], mask[mask])
 
     same = mismatch(Sampling(6, 0.8))
     assert 0.0 < same["mismatch/mean"] <= same["mismatch/max"] < 1e-5
@@ -344,31 +326,3 @@ def test_mismatch_by_hand():
     assert found["mismatch/max"] == pytest.approx(1.0)
     assert found["mismatch/ratio"] == pytest.approx((math.exp(0.5) + 1.0 + math.exp(-1.0)) / 3)
     assert all(math.isnan(value) for value in sampling_mismatch(training, sampled, mask & False).values())
-
-
-def generate_in_step(rank, address):
-    """Return the number of forward passes and the completions' lengths of one of two processes."""
-    import datetime
-
-    import torch.distributed as dist
-
-    timeout = datetime.timedelta(seconds=120)
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2, timeout=timeout)
-    try:
-        model, calls = tiny_qwen3(demo.make_tokenizer()), []
-        model.register_forward_hook(lambda *_: calls.append(1))
-        ends = list(range(258)) if rank == 0 else [257]  # process 0 is done after one token
-        engine = TransformersEngine(model, end_ids=ends, pad_id=256, batch_size=2, synced_gpus=True)
-        completions = engine.generate([[1, 2], [3]], Sampling(5), seeds=[1, 2])
-        return len(calls), [len(ids) for ids in completions.token_lists()]
-    finally:
-        dist.destroy_process_group()
-
-
-def test_processes_in_step_when_completions_end_at_different_times(tmp_path):
-    address, other = f"file://{tmp_path}/meet", tmp_path / "other.json"
-    child = forked(lambda: other.write_text(json.dumps(generate_in_step(1, address))))
-    calls, lengths = generate_in_step(0, address)
-    assert exit_code(child) == 0
-    assert lengths == [1, 1]
-    assert json.loads(other.read_text()) == [calls, [5, 5]]

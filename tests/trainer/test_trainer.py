@@ -8,9 +8,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gspo_kernels.trainer import GSPOTrainer
-from gspo_kernels.trainer.checkpoint import RunDirectory
-from gspo_kernels.trainer.errors import ConfigError, DataError, InputError, ModelError, RewardError
-from gspo_kernels.trainer.metrics import read_metrics
+from gspo_kernels.trainer.run.files import RunDirectory
+from gspo_kernels.trainer.run.input_errors import ConfigError, DataError, InputError, ModelError, RewardError
+from gspo_kernels.trainer.run.metrics import read_metrics
+from gspo_kernels.trainer.run.run import Run
 from tests.trainer.conftest import make_accelerator, small_config, tiny_qwen3
 
 
@@ -149,7 +150,7 @@ def test_resuming_exports_a_run_killed_before_its_export(tmp_path, tokenizer, ro
     config = small_config(tmp_path)
     killed = make_trainer(tokenizer, rows, reward, config)
     with monkeypatch.context() as patch:
-        patch.setattr(GSPOTrainer, "_finish", lambda self: (_ for _ in ()).throw(KeyboardInterrupt()))
+        patch.setattr(Run, "finish", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
         with pytest.raises(KeyboardInterrupt):
             killed.train()
     assert not (tmp_path / "model").exists()
@@ -178,8 +179,8 @@ def test_truncated_completions_are_kept_or_masked(tmp_path, tokenizer, rows, rew
     finished = torch.tensor([int(ids[-1]) in trainer.engine.end_ids for ids in completions])
     assert finished.any() and not finished.all()
     lengths = torch.tensor([len(ids) for ids in completions])
-    assert torch.equal(experiences["keep"].loss_mask.sum(1), lengths)
-    assert torch.equal(experiences["mask"].loss_mask, experiences["keep"].loss_mask & finished.unsqueeze(1))
+    assert torch.equal(experiences["keep"].counted(), lengths)
+    assert torch.equal(experiences["mask"].loss_mask, finished.repeat_interleave(lengths))
     # they still count in their group's mean
     assert torch.equal(experiences["keep"].advantages, experiences["mask"].advantages)
 
@@ -192,8 +193,7 @@ def test_rewards_that_do_not_apply_leave_completions_out(tmp_path, tokenizer, ro
     trainer.step = 1
     experience, _ = trainer.rollout()
     left_out = torch.arange(12) % 4 == 0
-    assert not experience.loss_mask[left_out].any()
-    assert experience.loss_mask[~left_out].any(1).all()
+    assert torch.equal(experience.counted() == 0, left_out)
     assert (experience.advantages[left_out] == 0).all()
     assert experience.advantages.view(3, 4)[0].tolist() == pytest.approx([0, -1, 0, 1], abs=1e-3)
 

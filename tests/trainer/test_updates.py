@@ -4,13 +4,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 import gspo_kernels as gk
 from gspo_kernels.trainer.config import TrainConfig, UpdateConfig, trainable_objectives
-from gspo_kernels.trainer.config_file import from_mapping
-from gspo_kernels.trainer.errors import ConfigError
 from gspo_kernels.trainer.policy import Policy
-from gspo_kernels.trainer.updates import Experience, PolicyUpdater, learning_rate_factor, outer_count
+from gspo_kernels.trainer.rows.experience import Experience
+from gspo_kernels.trainer.run.config_file import from_mapping
+from gspo_kernels.trainer.run.input_errors import ConfigError
+from gspo_kernels.trainer.updates import PolicyUpdater, learning_rate_factor, outer_count
 from tests.draws import shifted_seed
 from tests.trainer.conftest import make_accelerator, tiny_qwen3
 
@@ -26,17 +28,23 @@ def make_experience(seed=0):
     group_ids = torch.arange(B) // SIZE
     prompts = [tokens(1 + 2 * group) for group in range(B // SIZE)]
     completions = [tokens(1 + row % C) for row in range(B)]
-    mask = torch.arange(C) < torch.tensor([len(c) for c in completions]).unsqueeze(1)
-    mask[2] = False  # one completion does not count
-    mask[4, 0] = False  # nor does a token in the middle
+    masks = [torch.ones(len(completion), dtype=torch.bool) for completion in completions]
+    masks[2][:] = False  # one completion does not count
+    masks[4][0] = False  # nor does a token in the middle
+    mask = torch.cat(masks)
     return Experience(
         [prompts[group] for group in group_ids.tolist()],
         completions,
         torch.randn(B, generator=generator),
         mask,
         group_ids,
-        torch.where(mask, -4 + 0.3 * torch.randn(B, C, generator=generator), 0.0),
+        torch.where(mask, -4 + 0.3 * torch.randn(len(mask), generator=generator), 0.0),
     )
+
+
+def padded(experience, values):
+    """Lay packed values out as rows, [B, C]."""
+    return pad_sequence(values.split([len(completion) for completion in experience.completions]), True)
 
 
 def make_config(name="GSPO", objective=None, **sections):
@@ -93,6 +101,7 @@ def plain_scores(model, experience, rows):
 def plain_gradients(tokenizer, config, experience, reference=None):
     """What `record_steps` sees, by autograd through log-softmax and `policy_loss` of whole minibatches."""
     model, objective = tiny_qwen3(tokenizer), config.objective.build()
+    mask = padded(experience, experience.loss_mask)
     updater = make_updater(tokenizer, config)
     everything = torch.arange(B)
     with torch.no_grad():
@@ -101,7 +110,7 @@ def plain_gradients(tokenizer, config, experience, reference=None):
     found = []
     for number, rows in enumerate(updater._minibatches(experience, 0)):
         terms = {
-            "loss_mask": experience.loss_mask[rows],
+            "loss_mask": mask[rows],
             "entropy_coef": config.update.entropy_coef,
             "kl_beta": config.kl.beta,
             "kl_estimator": config.kl.estimator,
@@ -114,9 +123,8 @@ def plain_gradients(tokenizer, config, experience, reference=None):
             terms["turn_ids"] = torch.zeros(len(rows), C, dtype=torch.int64)
         if config.off_policy.level != "none":
             options = {"level": config.off_policy.level, "high": config.off_policy.high}
-            weights = gk.rollout_weights(
-                old, experience.rollout_logprobs, loss_mask=experience.loss_mask, **options
-            )
+            sampled = padded(experience, experience.rollout_logprobs)
+            weights = gk.rollout_weights(old, sampled, loss_mask=mask, **options)
             terms["rollout_weights"] = weights[rows]
         if hasattr(objective, "seed"):
             objective = replace(objective, seed=number)
@@ -239,7 +247,7 @@ def test_the_first_minibatch_needs_no_old_logprobs(tokenizer, monkeypatch):
 
         monkeypatch.setattr(updater, "score", spy)
         experience = make_experience()
-        experience.loss_mask[2, 0] = True
+        experience.loss_mask[experience.places(torch.tensor([2]))[0]] = True
         metrics = updater.update(experience)
         assert len(seen) == len(set(seen)) == scored
         assert metrics["minibatch_1/ratio/min"] == metrics["minibatch_1/ratio/max"] == 1.0
@@ -356,11 +364,11 @@ def test_adapters_are_trained_alone_and_switched_off_for_the_reference(tokenizer
 
 
 def test_outer_count():
-    mask = torch.tensor([[1, 1, 0], [0, 0, 0], [1, 1, 1]], dtype=torch.bool)
-    assert outer_count(gk.GSPO(), mask) == 2
-    assert outer_count(gk.GRPO(aggregation="token_mean"), mask) == 5
-    assert outer_count(gk.GRPO(aggregation="sum"), mask) == 1
-    assert outer_count(gk.GSPO(), mask & False) == 1
+    counted = torch.tensor([2, 0, 3])
+    assert outer_count(gk.GSPO(), counted) == 2
+    assert outer_count(gk.GRPO(aggregation="token_mean"), counted) == 5
+    assert outer_count(gk.GRPO(aggregation="sum"), counted) == 1
+    assert outer_count(gk.GSPO(), counted * 0) == 1
 
 
 def test_learning_rate_rises_then_stays(tokenizer):
@@ -389,8 +397,10 @@ def test_minibatches_without_a_gradient_do_not_dilute_the_metrics(tokenizer, nam
     experience = replace(
         experience,
         advantages=torch.where(alone, torch.arange(B) % SIZE + 0.0, 0.0),
-        loss_mask=experience.loss_mask & alone.unsqueeze(1) if name == "DPO" else experience.loss_mask,
-        ref_logprobs=torch.full((B, C), -5.0) if name == "DPO" else None,
+        loss_mask=experience.loss_mask & experience.by_token(alone)
+        if name == "DPO"
+        else experience.loss_mask,
+        ref_logprobs=torch.full_like(experience.rollout_logprobs, -5.0) if name == "DPO" else None,
     )
     updater = make_updater(tokenizer, make_config(name, update={"layout": "shared_prefix", "minibatches": 4}))
     metrics = updater.update(experience)

@@ -1,0 +1,143 @@
+"""Completions with their rewards, sampled by all processes together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gspo_kernels.trainer.data import Prompts, columns_of
+from gspo_kernels.trainer.rewards import Rewards, RewardSet
+from gspo_kernels.trainer.rollout import RolloutEngine, Sampling
+from gspo_kernels.trainer.rows.experience import Experience
+from gspo_kernels.trainer.run.processes import in_shares, whole_weights
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One completion of C tokens, on the CPU."""
+
+    row: int  # of the data
+    prompt: list[int]  # what it completes
+    text: str  # what the reward functions saw
+    finished: bool  # whether there is an end token
+    ids: Tensor  # [C], with the end token if there is one
+    counted: Tensor  # [C] bool, tokens that a loss may count
+    logprobs: Tensor | None  # [C], by the engine
+    turn_ids: Tensor | None  # [C]
+
+
+class Samples(NamedTuple):
+    """B completions and their rewards; the completions of a group are consecutive."""
+
+    each: list[Sample]
+    rewards: Rewards
+
+
+def joined(parts: Sequence[Samples]) -> Samples:
+    """Put samples one after the other; at least one part."""
+    rewards = [part.rewards for part in parts]
+    by_name = {name: torch.cat([r.by_name[name] for r in rewards]) for name in rewards[0].by_name}
+    total = torch.cat([r.total for r in rewards])
+    return Samples(
+        [sample for part in parts for sample in part.each], Rewards(total, by_name, rewards[0].weights)
+    )
+
+
+@dataclass
+class Sampler:
+    """Completes prompts and scores the completions; each process does its share and gets all of them."""
+
+    accelerator: Any
+    policy: Any  # its weights are whole while the engine runs
+    engine: RolloutEngine
+    tokenizer: Any
+    rewards: RewardSet
+    truncated: str  # as in `Completions.loss_mask`
+    seed: int
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        prompts: Prompts,
+        picked: Sequence[int],
+        group_size: int,
+        sampling: Sampling,
+        step: int,
+        *,
+        tokens: Sequence[list[int]] | None = None,
+        stage: int = 0,
+    ) -> Samples:
+        """Complete each of the picked prompts ``group_size`` times.
+
+        A completion's random numbers come from the run's seed, the step (0 for evaluations), the stage of a
+        step that samples several times, and its place, so they are the same in any number of processes and
+        after a restart. ``tokens`` are completed in place of the prompts; rewards see these all the same.
+        """
+        if tokens is None:
+            tokens = [prompts.tokens[row] for row in picked]
+        places = np.random.SeedSequence([self.seed, step, stage])
+        seeds = places.generate_state(len(picked) * group_size, np.uint64).reshape(-1, group_size)
+
+        def share(own: list[int]) -> Samples:
+            rows = [picked[place] for place in own for _ in range(group_size)]
+            given = [tokens[place] for place in own for _ in range(group_size)]
+            found = self.engine.generate(given, sampling, seeds=seeds[own].flatten().tolist())
+            texts = self.tokenizer.batch_decode(found.token_lists(), skip_special_tokens=True)
+            each, finished, samples = found.by_token(self.truncated), found.finished.tolist(), []
+            for row, prompt, text, ended, parts in zip(rows, given, texts, finished, each, strict=True):
+                samples.append(Sample(row, prompt, text, ended, *parts))
+            return Samples(samples, score(self.rewards, prompts, samples))
+
+        with whole_weights(self.accelerator, self.policy), self.accelerator.autocast():
+            return joined(in_shares(self.accelerator, len(picked), share))
+
+
+def score(rewards: RewardSet, prompts: Prompts, samples: Sequence[Sample]) -> Rewards:
+    """Call reward functions on completions, with their prompts and columns as the dataset has them."""
+    data = [prompts.rows[sample.row] for sample in samples]
+    return rewards(
+        [row["prompt"] for row in data],
+        [sample.text for sample in samples],
+        [sample.ids.tolist() for sample in samples],
+        columns_of(data, prompts.columns),
+    )
+
+
+def experience_of(samples: Samples, group_size: int, advantages: Tensor, device: torch.device) -> Experience:
+    """Return what the update takes; completions without a reward or an advantage do not count in it."""
+    applies = (~samples.rewards.total.isnan()).tolist()
+
+    def packed(name: str) -> Tensor | None:
+        values = [getattr(sample, name) for sample in samples.each]
+        return None if values[0] is None else torch.cat(values).to(device)
+
+    counted = [sample.counted & known for sample, known in zip(samples.each, applies, strict=True)]
+    return Experience(
+        prompts=[torch.tensor(sample.prompt, device=device) for sample in samples.each],
+        completions=[sample.ids.to(device) for sample in samples.each],
+        advantages=advantages.nan_to_num(0.0).to(device),
+        loss_mask=torch.cat(counted).to(device),
+        group_ids=torch.arange(len(samples.each), device=device) // group_size,
+        rollout_logprobs=packed("logprobs"),
+        turn_ids=packed("turn_ids"),
+    )
+
+
+def metrics_of(samples: Samples, group_size: int) -> dict[str, float]:
+    """Return what a rollout says of itself: rewards, lengths, and groups that nothing can be learned from."""
+    rewards, count = samples.rewards, len(samples.each)
+    groups = rewards.total.view(-1, group_size)
+    lowest, highest = groups.nan_to_num(torch.inf).amin(1), groups.nan_to_num(-torch.inf).amax(1)
+    means = {f"reward/{name}": float(values.nanmean()) for name, values in rewards.by_name.items()}
+    return {
+        "reward/mean": float(rewards.total.nanmean()),
+        **means,
+        "groups_without_variance": float((highest <= lowest).float().mean()),
+        "completions/length": sum(len(sample.ids) for sample in samples.each) / count,
+        "completions/finished": sum(sample.finished for sample in samples.each) / count,
+    }

@@ -1,0 +1,238 @@
+"""Several sequences in one row: who may see whom, said in the form that a model's attention takes.
+
+transformers finds packed sequences by ``position_ids`` that restart: only without a cache and a mask, not in
+every model (5.23 does not look at them in GPT-OSS), and not where sequences share a prompt. So the mask is
+built here, for all of them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils._pytree import tree_map_only
+
+from gspo_kernels.trainer.run.input_errors import ModelError
+
+EXACT_LAYERS = {"full_attention", "sliding_attention"}
+"""Layers whose masks are known here; others carry a state along the row, or select tokens."""
+
+MASKED_ATTENTION = {"sdpa", "eager", "flex_attention"}
+
+
+class Row(NamedTuple):
+    """What a row of the backbone holds: what all of its sequences begin with, and what is their own."""
+
+    prefix: int  # shared tokens, at the front; 0 for sequences that share nothing
+    lengths: Sequence[int]  # own tokens of each sequence, in the order of the row
+
+    @property
+    def tokens(self) -> int:
+        """T of this row alone."""
+        return self.prefix + sum(self.lengths)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return self.prefix + max(self.lengths)
+
+    def position_ids(self) -> Tensor:
+        """[T], positions within a sequence."""
+        own = [torch.arange(self.prefix, self.prefix + length) for length in self.lengths]
+        return torch.cat([torch.arange(self.prefix), *own])
+
+    def branches(self) -> Tensor:
+        """[T], 0 in the shared prefix, i + 1 in what sequence i has of its own."""
+        sizes = torch.tensor([self.prefix, *self.lengths])
+        return torch.arange(len(sizes)).repeat_interleave(sizes)
+
+
+def positions_of(rows: Sequence[Row], device: torch.device) -> Tensor:
+    """Return ``position_ids``, [rows, T], 0 in the padding of shorter rows."""
+    return pad_sequence([row.position_ids() for row in rows], batch_first=True).to(device)
+
+
+def unwrapped(model: Any) -> Any:
+    """Return the transformers model inside DDP and PEFT wrappers."""
+    from accelerate.utils import extract_model_from_parallel
+    from transformers import PreTrainedModel
+
+    if not isinstance(model, PreTrainedModel):  # searching it takes as long as a small forward pass
+        model = extract_model_from_parallel(model)
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def implementation_of(model: Any) -> str:
+    """Return the name of a model's attention; refuse models that would mix up the sequences of a row."""
+    causal = unwrapped(model)
+    config = causal.config.get_text_config()
+    name = str(config._attn_implementation)
+    accepted = inspect.signature(causal.forward).parameters
+    strange = sorted(set(getattr(config, "layer_types", None) or ()) - EXACT_LAYERS)
+    reason = None
+    if "position_ids" not in accepted or "logits_to_keep" not in accepted:
+        reason = "its forward takes no position_ids or no logits_to_keep"
+    elif getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+        reason = "its adapter puts tokens of its own before every row"
+    elif strange or getattr(causal, "_is_stateful", False):
+        reason = f"no mask is known that keeps them apart in its layers ({', '.join(strange) or 'recurrent'})"
+    elif name not in MASKED_ATTENTION and "flash" not in name:
+        reason = f"how its attention implementation {name!r} takes a mask is not known"
+    if reason is not None:
+        raise ModelError(f"{type(causal).__name__} cannot hold several sequences in one row: {reason}")
+    return name
+
+
+def attention_masks(model: Any, rows: Sequence[Row], device: torch.device) -> Any:
+    """Return who sees whom: a token sees what came before it in its sequence, shared prefix included.
+
+    Returns:
+        One mask, or one for each type of layer where they differ (sliding windows): [rows, 1, T, T], a
+        `SegmentMask` for SDPA, additive for eager attention, a BlockMask for flex attention.
+    """
+    causal = unwrapped(model)
+    config = causal.config.get_text_config()
+    default = "full_attention" if getattr(config, "sliding_window", None) is None else "sliding_attention"
+    longest = max(row.longest for row in rows)
+    masks: dict[int | None, Any] = {}
+    kinds = {}
+    for layer in set(getattr(config, "layer_types", None) or (default,)):
+        window = config.sliding_window if layer == "sliding_attention" else None
+        if window is not None and window >= longest:
+            window = None
+        if window not in masks:
+            masks[window] = _mask(rows, window, device, config._attn_implementation, causal.dtype)
+        kinds[layer] = masks[window]
+    return kinds if len(masks) > 1 else next(iter(masks.values()))
+
+
+def _mask(
+    rows: Sequence[Row], window: int | None, device: torch.device, implementation: str, dtype: torch.dtype
+) -> Any:
+    if implementation == "sdpa":
+        return SegmentMask(rows, window, device)
+    if implementation == "flex_attention":
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        T = max(row.tokens for row in rows)
+        return create_block_mask(_rule(rows, window, device), len(rows), None, T, T, device=str(device))
+    seen = dense_mask(rows, window, device)
+    return torch.zeros((), dtype=dtype, device=device).where(seen, torch.finfo(dtype).min)
+
+
+def _rule(
+    rows: Sequence[Row], window: int | None, device: torch.device
+) -> Callable[[Any, Any, Any, Any], Tensor]:
+    position_ids = positions_of(rows, device)
+    # Padding is a branch of its own, so that nothing sees it and no row of the mask is empty.
+    branches = pad_sequence([row.branches() for row in rows], batch_first=True, padding_value=-1).to(device)
+
+    def visible(row: Any, head: Any, query: Any, key: Any) -> Tensor:
+        own, other = branches[row, query], branches[row, key]
+        seen = (key <= query) & ((other == own) | (other == 0))
+        if window is not None:
+            seen = seen & (position_ids[row, query] - position_ids[row, key] < window)
+        return seen
+
+    return visible
+
+
+def dense_mask(rows: Sequence[Row], window: int | None, device: torch.device) -> Tensor:
+    """Return [rows, 1, T, T] bool, true where a query (third axis) sees a key."""
+    T = max(row.tokens for row in rows)
+    number = torch.arange(len(rows), device=device)[:, None, None, None]
+    index = torch.arange(T, device=device)
+    return _rule(rows, window, device)(number, None, index[:, None], index)
+
+
+class SegmentMask(Tensor):
+    """`dense_mask` without its T x T entries: SDPA given this mask runs segment by segment.
+
+    The cost is that of the sequences, not quadratic in the row, and a sequence that shares nothing needs no
+    mask at all, so that PyTorch may use its flash kernel. Any other operation sees the dense mask.
+
+    It travels as an argument, like every mask, and needs no change to the model; recomputation under gradient
+    checkpointing finds it again. torch's own CausalBias works in the same way.
+    """
+
+    rows: Sequence[Row]
+    window: int | None
+
+    @staticmethod
+    def __new__(cls, rows: Sequence[Row], window: int | None, device: torch.device) -> SegmentMask:
+        """Make a tensor of the dense mask's shape, without storage."""
+        T = max(row.tokens for row in rows)
+        shape = (len(rows), 1, T, T)
+        mask: SegmentMask = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)
+        mask.rows, mask.window = rows, window
+        return mask
+
+    def __init__(self, rows: Sequence[Row], window: int | None, device: torch.device) -> None:
+        pass
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if function is scaled_dot_product_attention:
+            return _attention_by_segment(*args, **(kwargs or {}))
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        args, kwargs = tree_map_only(
+            cls, lambda mask: dense_mask(mask.rows, mask.window, mask.device), (args, kwargs or {})
+        )
+        return function(*args, **kwargs)
+
+
+def _attention_by_segment(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: SegmentMask,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **options: Any,
+) -> Tensor:
+    """SDPA on [rows, heads, T, D], each sequence with its own and the shared keys; 0 in padding.
+
+    ``is_causal`` is in the mask already.
+    """
+    window, T = attn_mask.window, attn_mask.shape[-1]
+    outputs = []
+    for row, q, k, v in zip(attn_mask.rows, query.split(1), key.split(1), value.split(1), strict=True):
+        sizes, padding = [row.prefix, *row.lengths], T - row.tokens
+        # split, not slices: the backward of a slice fills a whole row.
+        queries, keys, values = (x.split([*sizes, padding], dim=2) for x in (q, k, v))
+        segments = []
+        for i, size in enumerate(sizes):
+            shared = [0] if i > 0 and row.prefix > 0 else []
+            seen_keys, seen_values = (
+                torch.cat([x[j] for j in (*shared, i)], dim=2) if shared else x[i] for x in (keys, values)
+            )
+            plain = not shared and (window is None or size <= window)
+            mask = None if plain else _causal(size, seen_keys.shape[2], window, query.device)
+            if size > 0:
+                segments.append(
+                    scaled_dot_product_attention(
+                        queries[i], seen_keys, seen_values, mask, dropout_p, plain, **options
+                    )
+                )
+        segments.append(values[-1].new_zeros(1, query.shape[1], padding, value.shape[3]))
+        outputs.append(torch.cat(segments, dim=2))
+    return torch.cat(outputs)
+
+
+def _causal(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
+    """Return [queries, keys] bool for the last positions of a sequence."""
+    seen = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+    return seen if window is None else seen.triu(keys - queries - window + 1)

@@ -1,0 +1,101 @@
+"""A scored rollout, and how it is cut into micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gspo_kernels.trainer.rows.packing import offsets, ranges, token_budget_batches
+from gspo_kernels.trainer.rows.shared_prefix import shared_prefix_tokens
+
+
+@dataclass(frozen=True)
+class Experience:
+    """One rollout, scored: B completions of N tokens in all, the rows of a group consecutive, on one device.
+
+    What belongs to tokens is packed: one completion after the other, without padding.
+
+    Attributes:
+        prompts: B tensors of token ids, [P_i].
+        completions: B tensors of token ids, [C_i], C_i > 0.
+        advantages: [B] fp32, or what the objective takes for them.
+        loss_mask: [N] bool, tokens that the loss counts.
+        group_ids: [B] int64, which prompt a row completes.
+        rollout_logprobs: [N] fp32, by the engine that sampled; None where it gave none.
+        turn_ids: [N] int64, -1 outside turns; None: every completion is one turn.
+        ref_logprobs: [N] fp32, by the reference; None where the updater's own one is to score them.
+    """
+
+    prompts: Sequence[Tensor]
+    completions: Sequence[Tensor]
+    advantages: Tensor
+    loss_mask: Tensor
+    group_ids: Tensor
+    rollout_logprobs: Tensor | None = None
+    turn_ids: Tensor | None = None
+    ref_logprobs: Tensor | None = None
+
+    def places(self, rows: Tensor) -> Tensor:
+        """Return where among the N tokens these rows' are, one row after the other, int64."""
+        lengths = [len(completion) for completion in self.completions]
+        starts, chosen = [0, *accumulate(lengths)], rows.tolist()
+        return ranges([starts[row] for row in chosen], [lengths[row] for row in chosen], rows.device)
+
+    def tokens(self, rows: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the prompts and the completions of these rows."""
+        chosen = rows.tolist()
+        return [self.prompts[row] for row in chosen], [self.completions[row] for row in chosen]
+
+    def offsets(self, rows: Tensor) -> Tensor:
+        """Return ``cu_seqlens`` of these rows' tokens."""
+        return offsets([len(self.completions[row]) for row in rows.tolist()], self.loss_mask.device)
+
+    def pick(self, terms: Mapping[str, Any], rows: Tensor) -> dict[str, Any]:
+        """Return the part of some terms of a loss, [B], [N] or the same for all, that belongs to rows."""
+        places, B = self.places(rows), len(self.completions)
+        return {
+            name: value if not isinstance(value, Tensor) else value[rows if len(value) == B else places]
+            for name, value in terms.items()
+        }
+
+    def by_token(self, values: Tensor) -> Tensor:
+        """Repeat one value per row, [B], for each of its tokens, [N]."""
+        lengths = torch.tensor([len(completion) for completion in self.completions])
+        return values.repeat_interleave(lengths.to(values.device))
+
+    def counted(self) -> Tensor:
+        """Return [B] int64, how many tokens of each row the loss counts."""
+        owners = self.by_token(torch.arange(len(self.completions), device=self.loss_mask.device))
+        return torch.zeros_like(self.group_ids).index_add(0, owners, self.loss_mask.long())
+
+
+def micro_batches(
+    experience: Experience, rows: Tensor, layout: str, budget: int, world: int, rank: int
+) -> list[Tensor]:
+    """Cut rows by a budget of tokens and return the part of process ``rank`` among ``world``.
+
+    Every process gets the same number, so some may be empty.
+    """
+    units = [[row] for row in rows.tolist()]
+    if layout == "shared_prefix":  # completions of one prompt stay together
+        groups: dict[int, list[int]] = {}
+        for row in sorted(rows.tolist()):
+            groups.setdefault(int(experience.group_ids[row]), []).append(row)
+        units = list(groups.values())
+    sizes = [len(completion) for completion in experience.completions]
+    lengths = [shared_prefix_tokens(len(experience.prompts[u[0]]), [sizes[row] for row in u]) for u in units]
+    if layout != "packed" and lengths:
+        # Padded rows are as long as the longest of their micro-batch, which may hold the longest of all.
+        lengths = [max(lengths)] * len(lengths)
+    shares = token_budget_batches(lengths, max(sum(lengths), 1), count=world)
+    shares += [[]] * (world - len(shares))
+    parts = [[lengths[unit] for unit in share] for share in shares]
+    count = max(len(token_budget_batches(part, budget)) for part in parts)
+    cut = token_budget_batches(parts[rank], budget, count=count)
+    chosen = [[row for i in batch for row in units[shares[rank][i]]] for batch in cut]
+    return [torch.tensor(batch, dtype=torch.int64, device=rows.device) for batch in chosen]

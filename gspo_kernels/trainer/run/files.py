@@ -1,0 +1,138 @@
+"""The directory of a run, and checkpoints that are either whole or not there.
+
+A checkpoint is written into a hidden directory beside its final place, flushed to disk and renamed.
+Whatever happens in between, the newest directory with a final name can be loaded.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from gspo_kernels.trainer.run.input_errors import RunDirectoryError
+
+_NAME = re.compile(r"step_(\d{6,})")
+
+
+class RunDirectory:
+    """Names of everything that a run writes, and the checkpoints among it."""
+
+    def __init__(self, path: str | Path) -> None:
+        """Name the files; nothing is created."""
+        self.path = Path(path)
+        self.config = self.path / "config.yaml"
+        self.metrics = self.path / "metrics.jsonl"
+        self.checkpoints = self.path / "checkpoints"
+        self.model = self.path / "model"
+        self.plot = self.path / "progress.png"
+        self.trackers = self.path / "trackers"
+
+    def holds_a_run(self) -> bool:
+        """Whether a run has written here."""
+        return any(path.exists() for path in (self.config, self.metrics, self.checkpoints, self.model))
+
+    def refuse_a_run(self, *, overwrite: bool) -> None:
+        """Raise if a run would be lost that nobody asked to overwrite."""
+        if self.holds_a_run() and not overwrite:
+            raise RunDirectoryError(
+                f"{self.path} already holds a run: go on with --resume, replace it with --overwrite, or "
+                "choose another --output"
+            )
+
+    def prepare(self, *, resume: bool, overwrite: bool) -> None:
+        """Make the directory usable, or raise before anything is lost.
+
+        With ``overwrite`` exactly the files of the earlier run are removed, and nothing else that lies there.
+        """
+        if resume and overwrite:
+            raise RunDirectoryError("resume and overwrite exclude each other")
+        if resume and not self.holds_a_run():
+            raise RunDirectoryError(f"there is no run in {self.path} to resume")
+        if self.holds_a_run() and not resume:
+            self.refuse_a_run(overwrite=overwrite)
+            for folder in (self.checkpoints, self.model, self.trackers):
+                if folder.exists():  # at once, so that a kill leaves no half of it
+                    folder.rename(self.path / f".unfinished-removed-{folder.name}")
+            for path in (self.metrics, self.plot, self.config):
+                path.unlink(missing_ok=True)
+        self.checkpoints.mkdir(parents=True, exist_ok=True)
+        for parent in (self.path, self.checkpoints):
+            for unfinished in parent.glob(".unfinished-*"):
+                unfinished.unlink() if unfinished.is_file() else shutil.rmtree(unfinished)
+
+    def latest_checkpoint(self) -> Path | None:
+        """Return the newest whole checkpoint, or None."""
+        found = self._whole_checkpoints()
+        return found[-1] if found else None
+
+    def save_checkpoint(self, step: int, write: Callable[[Path], None], keep: int) -> Path:
+        """Let ``write`` fill the checkpoint of ``step``; drop all but the newest ``keep``.
+
+        Raises:
+            RunDirectoryError: it cannot be written (a full disk); earlier checkpoints are as they were.
+        """
+        final = self.checkpoints / f"step_{step:06d}"
+        try:
+            write_directory(final, write)
+        except (OSError, RuntimeError) as error:  # torch.save raises both
+            last = self.latest_checkpoint()
+            raise RunDirectoryError(
+                f"the checkpoint of step {step} cannot be written: {error}; --resume goes on from "
+                f"{last.name if last else 'the start'} when there is room"
+            ) from error
+        for old in self._whole_checkpoints()[:-keep]:
+            shutil.rmtree(old)
+        return final
+
+    def _whole_checkpoints(self) -> list[Path]:
+        if not self.checkpoints.is_dir():
+            return []
+        found = [
+            (int(m[1]), path) for path in self.checkpoints.iterdir() if (m := _NAME.fullmatch(path.name))
+        ]
+        return [path for _, path in sorted(found)]
+
+
+def write_directory(final: Path, write: Callable[[Path], None]) -> None:
+    """Create the directory ``final`` with what ``write`` puts into it, all or nothing."""
+    unfinished = final.parent / f".unfinished-{final.name}"
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    try:
+        write(unfinished)
+        for path in unfinished.rglob("*"):
+            _flush(path)
+        _flush(unfinished)
+    except Exception:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+    if final.exists():
+        replaced = final.parent / f".unfinished-replaced-{final.name}"
+        shutil.rmtree(replaced, ignore_errors=True)
+        final.rename(replaced)
+        unfinished.rename(final)
+        shutil.rmtree(replaced)
+    else:
+        unfinished.rename(final)
+    _flush(final.parent)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file, all or nothing."""
+    unfinished = path.parent / f".unfinished-{path.name}"
+    unfinished.write_text(text, encoding="utf-8")
+    _flush(unfinished)
+    unfinished.replace(path)
+
+
+def _flush(path: Path) -> None:
+    if os.name == "nt" and path.is_dir():
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,151 @@
+"""Several processes: what accelerate set up, work whose failure reaches all, and whole weights under FSDP."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+
+from gspo_kernels.trainer.run.input_errors import ConfigError, InputError
+
+_Result = TypeVar("_Result")
+
+
+def make_accelerator(precision: str, trackers: Sequence[str] = (), folder: str | Path = ".") -> Any:
+    """Return accelerate's `Accelerator` for "fp32" or "bf16", with trackers that write into a folder."""
+    from accelerate import Accelerator
+
+    try:
+        accelerator = Accelerator(
+            mixed_precision={"fp32": "no"}.get(precision, precision),
+            log_with=list(trackers) or None,
+            project_dir=folder,
+        )
+    except ValueError as error:
+        raise ConfigError(f"update.precision or trackers: {error}") from error
+    there = [str(getattr(tracker, "value", tracker)) for tracker in accelerator.log_with]
+    for name in trackers:  # accelerate leaves out silently what is not installed
+        if name not in there:
+            raise ConfigError(f"trackers: {name} is not installed")
+    return accelerator
+
+
+def check_processes(accelerator: Any) -> None:
+    """Refuse a way of running in several processes that is not supported, or was asked for and not set up.
+
+    FSDP's options are set to what the policy needs.
+    """
+    kind = accelerator.distributed_type.value
+    fsdp_asked = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+    if fsdp_asked and kind != "FSDP":
+        raise ConfigError(
+            f"FSDP was asked for, but accelerate set up {kind!r} on {accelerator.device.type}: weights would "
+            "not be sharded. accelerate enables FSDP on GPUs only, started by `accelerate launch`"
+        )
+    if kind == "FSDP" and not accelerator.is_fsdp2:
+        raise ConfigError("FSDP version 1 is not supported; use --fsdp_version 2")
+    if kind not in ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP"):
+        raise ConfigError(f"accelerate set up {kind}; supported are one process, DDP and FSDP version 2")
+    if kind == "FSDP":
+        plugin = accelerator.state.fsdp_plugin
+        # Only the first process would load weights, which the check of the model's head needs everywhere.
+        plugin.cpu_ram_efficient_loading = False
+        os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
+        if accelerator.mixed_precision != "no":
+            # By default the policy's inputs and outputs, advantages and log-probs, would be rounded as well.
+            plugin.mixed_precision_policy = MixedPrecisionPolicy(
+                param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
+            )
+
+
+def on_all(accelerator: Any, work: Callable[[], _Result]) -> list[_Result]:
+    """Run ``work`` on every process and return what each got; where one fails, all raise.
+
+    Otherwise the others would wait forever in the next collective.
+    """
+    from accelerate.utils import gather_object
+
+    if accelerator.num_processes == 1:
+        return [work()]
+    outcome: Any
+    try:
+        outcome = work()
+    except Exception as error:
+        outcome = error if isinstance(error, InputError | OSError) else RuntimeError(repr(error))
+    outcomes: list[Any] = gather_object([outcome])
+    for each in outcomes:
+        if isinstance(each, Exception):
+            raise each
+    return outcomes
+
+
+def in_shares(accelerator: Any, count: int, work: Callable[[list[int]], _Result]) -> list[_Result]:
+    """Let each process ``work`` on its share of ``count`` things; return all parts of the whole, in order."""
+    shares = np.array_split(np.arange(count), accelerator.num_processes)
+    own = shares[accelerator.process_index].tolist()
+    parts = on_all(accelerator, lambda: work(own) if own else None)
+    return [part for part in parts if part is not None]
+
+
+def prepare_frozen(accelerator: Any, policy: nn.Module) -> nn.Module:
+    """Lay a policy that is never trained out as the trained one: sharded under FSDP, autocast under bf16."""
+    policy.requires_grad_(False)
+    if accelerator.is_fsdp2:
+        from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+
+        return fsdp2_prepare_model(accelerator, policy)
+    return accelerator.prepare_model(policy, evaluation_mode=True)
+
+
+def is_sharded(policy: nn.Module) -> bool:
+    """Whether FSDP2 manages the policy's weights.
+
+    Not asked of accelerate, whose state falls back to DDP when it is looked up again (1.15).
+    """
+    return isinstance(policy, FSDPModule)
+
+
+@contextmanager
+def whole_weights(accelerator: Any, policy: nn.Module) -> Iterator[None]:
+    """Hold all weights on every device inside, as sampling and export need them; outside FSDP they are there.
+
+    Forward passes inside gather nothing, so processes may run different numbers of them.
+    """
+    if not is_sharded(policy):
+        yield
+        return
+    modules = [module for module in policy.modules() if isinstance(module, FSDPModule)]
+    for module in modules:
+        module.set_reshard_after_forward(False, recurse=False)
+        module.unshard()
+    try:
+        yield
+    finally:
+        again = bool(accelerator.state.fsdp_plugin.reshard_after_forward)
+        for module in modules:
+            # The outermost one keeps its weights from forward to backward, as FSDP has it by default.
+            module.set_reshard_after_forward(again and module is not policy, recurse=False)
+        shard_again(policy)
+
+
+def shard_again(policy: nn.Module) -> None:
+    """Give up whole weights, which FSDP keeps of the outermost module after a forward without backward."""
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def peak_memory(device: torch.device) -> int:
+    """Return the most memory that this process held so far, in bytes: on its GPU, or in all."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,398 @@
+"""Reward functions: finding them, calling them, and refusing what they must not return."""
+
+import asyncio
+import contextlib
+import functools
+import math
+import os
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+
+import gspo_kernels as gk
+from gspo_kernels.trainer import GSPOTrainer, TrainConfig
+from gspo_kernels.trainer.rewards import ADVANTAGES, Rewards, RewardSet, advantages_of, load_reward
+from gspo_kernels.trainer.run.config_file import require_same_run
+from gspo_kernels.trainer.run.input_errors import ConfigError, RewardError
+from tests.trainer.conftest import small_config, tiny_qwen3
+
+ARGUMENTS = (["p", "q"], ["x", "yy"], [[1], [2, 2]], {"answer": ["x", "z"]})
+
+
+def test_total_is_the_weighted_sum_of_what_applies():
+    def right(prompts, completions, completion_ids, *, answer):
+        return [float(a == b) for a, b in zip(completions, answer, strict=True)]
+
+    def length(prompts, completions, completion_ids, **columns):
+        return [None, len(completion_ids[1])]
+
+    rewards = RewardSet([right, length], [2.0, 0.5])(*ARGUMENTS)
+    assert rewards.total.tolist() == [2.0, 1.0]
+    assert rewards.by_name["right"].tolist() == [1.0, 0.0]
+    assert math.isnan(rewards.by_name["length"][0])
+
+
+def test_total_is_nan_where_nothing_applies():
+    rewards = RewardSet([lambda *a, **k: [None, 1.0], lambda *a, **k: [None, None]])(*ARGUMENTS)
+    assert rewards.total.isnan().tolist() == [True, False]
+    assert rewards.total[1] == 1.0
+
+
+def test_equal_names_are_told_apart():
+    rewards = RewardSet([lambda *a, **k: [0, 0], lambda *a, **k: [1, 1]])
+    assert rewards.names == ["<lambda>", "<lambda>_2"]
+
+
+@pytest.mark.parametrize(
+    "values", [[1, 0], [True, False], np.array([1.0, 0.0]), (1.0, 0.0), torch.tensor([1, 0])]
+)
+def test_what_counts_as_numbers(values):
+    assert RewardSet([lambda *a, **k: values])(*ARGUMENTS).total.tolist() == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("returned", "words"),
+    [
+        ([1.0], ["1 values for 2 completions"]),
+        ([1.0, 2.0, 3.0], ["3 values for 2 completions"]),
+        (1.0, ["must return a list", "float"]),
+        (None, ["must return a list", "NoneType"]),
+        ("ab", ["must return a list", "str"]),
+        (["a", 1.0], ["'a'", "completion 0"]),
+        ([1.0, math.nan], ["nan", "completion 1"]),
+        ([1.0, math.inf], ["inf", "completion 1"]),
+        ([1.0, [2.0]], ["[2.0]", "completion 1"]),
+    ],
+)
+def test_wrong_returns_name_the_function(returned, words):
+    def my_reward(prompts, completions, completion_ids, **columns):
+        return returned
+
+    with pytest.raises(RewardError) as caught:
+        RewardSet([my_reward])(*ARGUMENTS)
+    for word in ["my_reward", *words]:
+        assert word in str(caught.value)
+
+
+def test_a_wrong_value_shows_its_sample():
+    with pytest.raises(RewardError, match=r"completion 1.*prompt 'q', completion 'yy'"):
+        RewardSet([lambda *a, **k: [1.0, math.nan]])(*ARGUMENTS)
+
+
+async def raise_later():
+    raise LookupError("later")
+
+
+@pytest.mark.parametrize("timeout", [None, 10.0])
+@pytest.mark.parametrize("kind", ["plain", "async"])
+def test_a_reward_that_raises_is_named_with_the_place(kind, timeout):
+    def my_reward(prompts, completions, completion_ids, **columns):
+        raise LookupError("later")
+
+    async def my_async_reward(prompts, completions, completion_ids, **columns):
+        await raise_later()
+
+    function = my_reward if kind == "plain" else my_async_reward
+    with pytest.raises(RewardError, match=r"reward raised LookupError\('later'\) \(.*test_rewards.py, line"):
+        RewardSet([function], timeouts=timeout)(*ARGUMENTS)
+
+
+def test_columns_that_do_not_fit_are_found_beforehand():
+    def my_reward(prompts, completions, completion_ids, *, solution):
+        return [0.0, 0.0]
+
+    with pytest.raises(RewardError, match=r"my_reward cannot be called .*\(answer\).*'solution'"):
+        RewardSet([my_reward]).check(["answer"])
+    with pytest.raises(RewardError, match="my_reward cannot be called"):
+        RewardSet([my_reward])(*ARGUMENTS)
+    RewardSet([my_reward, max]).check(["solution"])
+    with pytest.raises(RewardError, match="my_reward: solution is an option and a column"):
+        RewardSet([functools.partial(my_reward, solution=3)]).check(["solution"])
+
+
+def test_arguments_go_by_name_as_in_trl():
+    def my_reward(completions, **kwargs):
+        return [float(len(text)) for text in completions]
+
+    assert RewardSet([my_reward])(*ARGUMENTS).total.tolist() == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("timeout", [None, 10.0])
+def test_async_rewards_run_at_the_same_time_and_keep_their_loop(timeout):
+    loops, meet = [], []
+
+    def make(name):
+        async def reward(prompts, completions, completion_ids, **columns):
+            loops.append((name, asyncio.get_running_loop()))
+            meet.append(name)
+            while len(meet) < 2:  # each waits for the other
+                await asyncio.sleep(0.001)
+            return [float(name), None]
+
+        return reward
+
+    rewards = RewardSet([make(1), lambda *a, **k: [0.5, 0.25], make(2)], [1.0, 1.0, 10.0], timeouts=timeout)
+    for _ in range(2):
+        meet.clear()
+        result = rewards(*ARGUMENTS)
+        assert result.total.tolist() == [21.5, 0.25]
+        assert [values[0].item() for values in result.by_name.values()] == [1.0, 0.5, 2.0]
+    assert len(set(loops)) == 2
+
+
+def hanging(kind):
+    """A function that hangs until the event is set, and the event."""
+    stop = threading.Event()
+
+    def plain(prompts, completions, completion_ids, **columns):
+        stop.wait()
+        return [1.0, 2.0]
+
+    async def waits(prompts, completions, completion_ids, **columns):
+        await asyncio.sleep(0 if stop.is_set() else 60)
+        return [1.0, 2.0]
+
+    async def refuses_to_stop(prompts, completions, completion_ids, **columns):
+        while not stop.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(0.05)
+        return [1.0, 2.0]
+
+    async def blocks(prompts, completions, completion_ids, **columns):
+        return plain(prompts, completions, completion_ids)
+
+    return {f.__name__: f for f in (plain, waits, refuses_to_stop, blocks)}[kind], stop
+
+
+@pytest.mark.parametrize("kind", ["plain", "waits", "refuses_to_stop", "blocks"])
+def test_a_reward_that_hangs_is_given_up(kind):
+    function, stop = hanging(kind)
+
+    async def innocent(prompts, completions, completion_ids, **columns):
+        return [0.0, 0.0]
+
+    rewards = RewardSet([innocent, function], timeouts=[5.0, 0.2])
+    started = time.monotonic()
+    try:
+        with pytest.raises(RewardError, match=rf"{kind} took more than 0.2 seconds for 2 completions"):
+            rewards(*ARGUMENTS)
+    finally:
+        stop.set()
+    assert time.monotonic() - started < 5.0
+    assert rewards(*ARGUMENTS).total.tolist() == [1.0, 2.0]
+
+
+def test_an_exception_called_timeout_is_not_ours():
+    async def slow_server(prompts, completions, completion_ids, **columns):
+        raise TimeoutError("no answer")
+
+    with pytest.raises(RewardError, match="slow_server raised TimeoutError"):
+        RewardSet([slow_server], timeouts=5.0)(*ARGUMENTS)
+
+
+def test_an_interrupt_inside_a_thread_reaches_the_caller():
+    def interrupted(prompts, completions, completion_ids, **columns):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        RewardSet([interrupted], timeouts=5.0)(*ARGUMENTS)
+
+
+def test_rewards_compute_no_gradients_in_their_thread():
+    def grad_mode(prompts, completions, completion_ids, **columns):
+        return [float(torch.is_grad_enabled())] * 2
+
+    with torch.no_grad():
+        assert RewardSet([grad_mode], timeouts=5.0)(*ARGUMENTS).total.tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("timeouts", "words"), [([1.0, 2.0], "2 timeouts for 1"), (0.0, "above 0"), (math.nan, "above 0")]
+)
+def test_timeouts_are_checked(timeouts, words):
+    with pytest.raises(RewardError, match=words):
+        RewardSet([lambda *a, **k: [0, 0]], timeouts=timeouts)
+
+
+@pytest.mark.parametrize(("given", "seconds"), [({}, 600.0), ({"reward_timeout": "none"}, None)])
+def test_runs_have_a_limit_unless_told_otherwise(tmp_path, tokenizer, given, seconds):
+    """One for every function, the verifier of VerIPO among them."""
+
+    def plain(completions, **columns):
+        return [0.0] * len(completions)
+
+    async def waits(completions, **columns):
+        return [0.0] * len(completions)
+
+    verifier = {"dpo_steps": 1, "verifier": "gspo_kernels.rewards:regex_format(pattern='a')"}
+    config = small_config(tmp_path, veripo=verifier, **given)
+    trainer = GSPOTrainer(
+        tiny_qwen3(tokenizer), tokenizer, [plain, waits], [{"prompt": "a"}] * 3, config=config
+    )
+    assert trainer.rewards.timeouts == {"plain": seconds, "waits": seconds}
+    assert trainer.recipe.verifier.timeouts == {"regex_format": seconds}
+
+
+def test_a_run_that_a_reward_has_stopped_may_go_on_with_another_limit():
+    before, after = (TrainConfig(reward_timeout=limit, reward_process=limit is None) for limit in (5.0, None))
+    require_same_run(before, after)
+
+
+def test_a_process_is_killed_and_started_again(tmp_path):
+    """The function holds Python's lock, so that no thread of its process gets to run."""
+    (tmp_path / "own.py").write_text(
+        "calls = 0\n"
+        "def own(prompts, completions, completion_ids, *, answer, factor=1):\n"
+        "    global calls\n"
+        "    calls += 1\n"
+        "    print('not into the pipe')\n"
+        "    if answer == ['raise', 'z']:\n"
+        "        raise LookupError('no')\n"
+        "    if answer == ['hang', 'z']:\n"
+        "        sum(range(10**12))\n"
+        "    return [factor * calls, None]\n"
+    )
+    rewards = RewardSet([load_reward(f"{tmp_path}/own.py:own(factor=2)", own_process=True)], timeouts=1.0)
+
+    def total(answer):
+        return rewards(*ARGUMENTS[:3], {"answer": [answer, "z"]}).total[0].item()
+
+    assert [total("x"), total("x")] == [2.0, 4.0]
+    with pytest.raises(RewardError, match=r"own raised LookupError\('no'\) \(.*own.py, line 7\)"):
+        total("raise")
+    with pytest.raises(RewardError, match=r"own took more than 1 seconds"):
+        total("hang")
+    rewards.timeouts["own"] = None  # starting takes seconds
+    assert total("x") == 2.0
+    with pytest.raises(RewardError, match=r"own cannot be called .*\(question\)"):
+        rewards.check(["question"])
+
+
+GROUPS = torch.tensor([[1.0, 2.0, 4.0, 0.0], [0.0, 0.0, 3.0, 1.0]])
+OTHER = torch.tensor([[0.5, math.nan, 0.0, 1.0], [2.0, 2.0, 2.0, 2.0]])
+
+
+def make_rewards():
+    total = (GROUPS + 0.5 * OTHER.nan_to_num(0.0)).flatten()
+    return Rewards(total, {"a": GROUPS.flatten(), "b": OTHER.flatten()}, {"a": 1.0, "b": 0.5})
+
+
+def by_hand(method):
+    """Each formula in plain numpy."""
+    total = make_rewards().total.double().view(2, 4).numpy()
+    centred = total - total.mean(1, keepdims=True)
+    if method == "group_normalized":
+        return centred / (total.std(1, ddof=1, keepdims=True) + 1e-4)
+    if method == "leave_one_out":
+        return total - (total.sum(1, keepdims=True) - total) / 3
+    if method == "optimal_baseline":
+        lengths = np.arange(1.0, 9.0).reshape(2, 4)
+        return total - (lengths * total).sum(1, keepdims=True) / lengths.sum(1, keepdims=True)
+    if method == "reinforce_plus_plus":
+        return (total - total.mean()) / np.sqrt(total.var(ddof=1) + 1e-8)
+    if method == "reinforce_plus_plus_baseline":
+        return (centred - centred.mean()) / np.sqrt(centred.var(ddof=1) + 1e-8)
+    parts = []
+    for values, weight in ((GROUPS, 1.0), (OTHER, 0.5)):
+        values = values.double().numpy()
+        mean, std = np.nanmean(values, 1, keepdims=True), np.nanstd(values, 1, ddof=1, keepdims=True)
+        parts.append(weight * np.nan_to_num((values - mean) / (std + 1e-4)))
+    summed = sum(parts)
+    return (summed - summed.mean()) / (summed.std(ddof=1) + 1e-4)
+
+
+@pytest.mark.parametrize("method", ADVANTAGES)
+def test_advantages_by_name(method):
+    found = advantages_of(make_rewards(), group_size=4, method=method, lengths=torch.arange(1.0, 9.0))
+    assert found.dtype == torch.float32
+    np.testing.assert_allclose(found.view(2, 4), by_hand(method), rtol=1e-5, atol=1e-6)
+
+
+def test_a_wrong_choice_of_advantages_is_refused():
+    rewards = make_rewards()
+    expected = gk.advantages.group_normalized(rewards.total, group_size=4, scale="none")
+    assert torch.equal(advantages_of(rewards, group_size=4, scale="none"), expected)
+    for options, words in (
+        ({"method": "grpo"}, "advantages must be one of group_normalized.*gdpo, got 'grpo'"),
+        ({"method": "gdpo", "scale": "batch"}, "advantage_scale 'batch' is for group_normalized"),
+        ({"method": "optimal_baseline"}, "needs lengths"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            advantages_of(rewards, group_size=4, **options)
+
+
+def test_loading_from_a_module_and_from_a_file(tmp_path, monkeypatch):
+    assert load_reward("math:sqrt") is math.sqrt
+    text = "from __future__ import annotations\nfrom dataclasses import dataclass\n"
+    text += "@dataclass\nclass Level:\n    value: int = 3\n\n"
+    text += "def level(*a, **k):\n    return [Level().value] * 2\n"
+    (tmp_path / "levels.py").write_text(text)
+    assert load_reward(f"{tmp_path}/levels.py:level")() == [3, 3]
+    monkeypatch.chdir(tmp_path)
+    assert load_reward("levels:level")() == [3, 3]
+
+
+def test_options_are_bound_to_literals():
+    function = load_reward(r"gspo_kernels.rewards:regex_format(pattern=r'a:\d(\)|b)')")
+    assert RewardSet([function]).names == ["regex_format"]
+    assert function([], ["a:1)", "a:1b", "a:1"], []) == [1.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("math.sqrt", "expected 'module:function'"),
+        (":sqrt", "expected 'module:function'"),
+        ("math:", "expected 'module:function'"),
+        ("math:sqroot", "has no 'sqroot'"),
+        ("math:pi", "not a function"),
+        ("no_such_module:f", "no_such_module"),
+        ("no_such_file.py:f", "there is no file"),
+        ("{tmp}/broken.py:f", "SyntaxError"),
+        ("math:pow(1)", "(name=value, ...)"),
+        ("math:pow(a=b)", "(name=value, ...)"),
+        ("math:pow(a=1", "(name=value, ...)"),
+        ("math:pow(**{'a': 1})", "(name=value, ...)"),
+    ],
+)
+def test_what_cannot_be_loaded(tmp_path, spec, words):
+    (tmp_path / "broken.py").write_text("def f(:\n")
+    spec = spec.replace("{tmp}", str(tmp_path))
+    with pytest.raises(RewardError) as caught:
+        load_reward(spec)
+    assert spec in str(caught.value)
+    assert words in str(caught.value)
+
+
+def test_every_function_in_a_process_of_its_own(tmp_path, monkeypatch):
+    """Asked for as a whole: importable functions, async ones too; the time limit kills what hangs."""
+    (tmp_path / "importable_rewards.py").write_text(
+        "import os\n"
+        "async def waits(completions, **columns):\n"
+        "    return [float(os.getpid())] * len(completions)\n"
+        "def hangs(completions, **columns):\n"
+        "    sum(range(10**12))\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    functions = [load_reward(f"importable_rewards:{name}") for name in ("waits", "hangs")]
+    rewards = RewardSet(functions, timeouts=[60.0, 0.5], own_process=True)
+    with pytest.raises(RewardError, match=r"hangs took more than 0.5 seconds"):
+        rewards(*ARGUMENTS)
+    alone = RewardSet(functions[:1], timeouts=60.0, own_process=True)
+    assert os.getpid() != alone(*ARGUMENTS).total[0].item() > 0
+    with pytest.raises(RewardError, match="cannot be sent to a process of its own"):
+        RewardSet([lambda **columns: []], own_process=True)
+
+
+def test_files_of_the_same_name_are_two_modules(tmp_path):
+    code = "import dataclasses, sys\n@dataclasses.dataclass\nclass C:\n    x: int = {0}\n"
+    code += "def f(completions, **_):\n    return [sys.modules[f.__module__].C().x] * len(completions)\n"
+    for number in (1, 2):
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / str(number) / "same.py").write_text(code.format(number))
+    functions = [load_reward(f"{tmp_path / str(number) / 'same.py'}:f") for number in (1, 2)]
+    assert [function(completions=["a"]) for function in functions] == [[1], [2]]
