@@ -2,6 +2,7 @@
 #include <Python.h>
 #include <torch/csrc/stable/library.h>
 
+#include "products.h"
 #include "rows.h"
 #include "sequences.h"
 
@@ -50,6 +51,10 @@ void boxed_sequence_ratio_step(Tensor logprobs, Tensor mask, OptionalTensor old_
     sequence_ratio_step(tokens, form, loss, coefficients, divisor, metrics);
 }
 
+void boxed_product(Tensor a, Tensor b, OptionalTensor bias, Tensor out, bool accumulate, bool portable) {
+    product(a, b, bias, out, accumulate, portable);
+}
+
 }  // namespace
 }  // namespace gspo_kernels
 
@@ -72,6 +77,10 @@ STABLE_TORCH_LIBRARY(gspo_kernels_cpp, library) {
         "Tensor advantages, Tensor? weights, Tensor? lengths, Tensor? normalizer, float log_low, "
         "float log_high, float log_dual, bool count_tokens, int divisor_kind, float divisor_scale, "
         "Tensor(a!) loss, Tensor(b!) coefficients, Tensor(c!) divisor, Tensor(d!) metrics) -> ()");
+    library.def(
+        "product(Tensor a, Tensor b, Tensor? bias, Tensor(a!) out, bool accumulate, bool portable) -> ()");
+    library.def("multiplies_fp32() -> bool");
+    library.def("multiplies_bf16() -> bool");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(gspo_kernels_cpp, CPU, library) {
@@ -80,6 +89,12 @@ STABLE_TORCH_LIBRARY_IMPL(gspo_kernels_cpp, CPU, library) {
     library.impl("logprobs_and_grad", TORCH_BOX(&gspo_kernels::boxed_and_grad));
     library.impl("logprobs_and_rows", TORCH_BOX(&gspo_kernels::boxed_and_rows));
     library.impl("sequence_ratio_step", TORCH_BOX(&gspo_kernels::boxed_sequence_ratio_step));
+    library.impl("product", TORCH_BOX(&gspo_kernels::boxed_product));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(gspo_kernels_cpp, CompositeExplicitAutograd, library) {
+    library.impl("multiplies_fp32", TORCH_BOX(&gspo_kernels::multiplies_fp32));
+    library.impl("multiplies_bf16", TORCH_BOX(&gspo_kernels::multiplies_bf16));
 }
 
 // Importing the module is what registers the operators; it has no contents of its own.

@@ -2,39 +2,13 @@
 
 #include <torch/csrc/stable/ops.h>
 
-#include <algorithm>
 #include <atomic>
-#include <cmath>
-#include <type_traits>
-#include <vector>
 
-#include "blocks.h"
+#include "row.h"
 #include "values.h"
 
 namespace gspo_kernels {
 namespace {
-
-template <class T>
-using StatsOf = std::conditional_t<std::is_same_v<T, double>, double, float>;
-
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
-constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
-
-template <class T>
-struct Rows {
-    T* data;
-    int64_t length, vocabulary, stride_b, stride_t, stride_v;
-
-    Rows(const Tensor& tensor, void* pointer)
-        : data(static_cast<T*>(pointer)),
-          length(tensor.size(1)),
-          vocabulary(tensor.size(2)),
-          stride_b(tensor.stride(0)),
-          stride_t(tensor.stride(1)),
-          stride_v(tensor.size(2) == 1 ? 1 : tensor.stride(2)) {}
-
-    T* row(int64_t index) const { return data + (index / length) * stride_b + (index % length) * stride_t; }
-};
 
 // Threads take chunks from a shared counter: masked rows cost little, so equal shares would not be equal
 // work.
@@ -51,272 +25,6 @@ void for_each_row(int64_t rows, int64_t vocabulary, const F& work) {
             for (int64_t row = begin; row < std::min(rows, begin + chunk); ++row) work(row);
         }
     });
-}
-
-constexpr int64_t kPiece = 512;
-
-// The transformed logits of one row, a block at a time.
-template <class T>
-class Row {
-  public:
-    using S = StatsOf<T>;
-
-    Row(const Rows<const T>& rows, int64_t index, int64_t label, const Transform<S>& parameters)
-        : data_(rows.row(index)),
-          stride_(rows.stride_v),
-          vocabulary_(rows.vocabulary),
-          transform_(parameters),
-          label_(label >= 0 && label < rows.vocabulary ? label : -1) {}
-
-    int64_t vocabulary() const { return vocabulary_; }
-    bool soft_capped() const { return transform_.softcap != 0; }
-    // dz/dx without the soft cap's part, in the type it is wanted in.
-    template <class R>
-    R chain() const {
-        return static_cast<R>(transform_.logit_scale) / transform_.temperature;
-    }
-    int64_t label() const { return label_; }  // -1 where out of range
-    bool label_in(int64_t begin, int64_t n) const { return label_ >= begin && label_ < begin + n; }
-
-    // In `buffer`, or straight in the tensor where nothing has to be converted.
-    const S* block(int64_t begin, int64_t n, S* buffer, S* slope = nullptr) const {
-        const bool identity = transform_.is_identity();
-        if constexpr (std::is_same_v<T, S>) {
-            if (identity && stride_ == 1) return data_ + begin;
-        }
-        load(data_ + begin * stride_, stride_, n, buffer);
-        if (!identity) transform(buffer, n, transform_, slope);
-        return buffer;
-    }
-
-    // The same with -inf in the label's place.
-    const S* others(int64_t begin, int64_t n, S* buffer, S* slope = nullptr) const {
-        const S* z = block(begin, n, buffer, slope);
-        if (!label_in(begin, n)) return z;
-        if (z != buffer) load(z, 1, n, buffer);
-        buffer[label_ - begin] = -std::numeric_limits<S>::infinity();
-        return buffer;
-    }
-
-    // Inlined, as GCC takes a function that only prefetches for one without effect and drops its calls.
-    GSPO_INLINE void prefetch(int64_t begin, int64_t n) const {
-        if (stride_ != 1) return;
-        const char* data = reinterpret_cast<const char*>(data_ + begin);
-        const char* end = reinterpret_cast<const char*>(data_ + std::min(begin + n, vocabulary_));
-        for (; data < end; data += 64) __builtin_prefetch(data);
-    }
-
-    // -inf where the label is out of range: it has no part in the sums.
-    S label_logit() const {
-        S buffer[1] = {-std::numeric_limits<S>::infinity()};
-        return label_ < 0 ? buffer[0] : *block(label_, 1, buffer);
-    }
-
-  private:
-    const T* data_;
-    int64_t stride_, vocabulary_;
-    Transform<S> transform_;
-    int64_t label_;
-};
-
-struct Statistics {
-    double logprob, lse, entropy;
-    double maximum, log_sum;  // lse = maximum + log_sum, kept apart because lse in fp32 can't hold both
-};
-
-// Of the columns but the label's: sums of exp(z - maximum) and exp(z - maximum) (z - maximum), where the
-// maximum may be another number near it.
-struct Others {
-    double maximum = -kInfinity, sum = 0, weighted = 0;
-
-    void move_to(double new_maximum) {
-        if (maximum != -kInfinity) {
-            const double shift = maximum - new_maximum, factor = std::exp(shift);
-            weighted = factor == 0 ? 0 : factor * (weighted + sum * shift);
-            sum *= factor;
-        }
-        maximum = new_maximum;
-    }
-
-    // Still -inf: only -inf and NaN so far; any finite shift keeps the one at 0 and the other NaN.
-    template <class S>
-    S shift() const {
-        return maximum == -kInfinity ? S(0) : static_cast<S>(maximum);
-    }
-};
-
-// The label's column stays out of the sums, so that
-//   log p(label) = -log(1 + exp(lse_others - z_label)) = -softplus(lse_others - z_label)
-// is never above 0 and keeps its relative precision when p(label) is near 1.
-Statistics statistics_of(const Others& others, bool has_label, double z_label, bool with_entropy) {
-    const auto [maximum_others, sum, weighted] = others;
-    const double lse_minus_label = (maximum_others - z_label) + std::log(sum);  // lse of the others
-    Statistics result;
-    if (lse_minus_label <= 0) {
-        result.maximum = z_label;
-        result.log_sum = std::log1p(std::exp(lse_minus_label));
-        result.logprob = 0.0 - result.log_sum;
-    } else {
-        const double rest = std::log1p(std::exp(-lse_minus_label));
-        result.maximum = maximum_others;
-        result.log_sum = std::log(sum) + rest;
-        result.logprob = -(lse_minus_label + rest);
-    }
-    result.lse = result.maximum + result.log_sum;
-    // As in PyTorch: log_softmax of a row with +inf is NaN, its logsumexp +inf; that of nothing but -inf is
-    // -inf.
-    const double highest = std::max(z_label, maximum_others);
-    if (highest == kInfinity) result.lse = kInfinity;
-    if (highest == -kInfinity && sum == 0) result.lse = -kInfinity;
-    if (z_label == kInfinity || !has_label) result.logprob = kNaN;
-
-    // H = log S - W / S with S = sum exp(z - m), W = sum exp(z - m) (z - m) over all columns: two terms >= 0.
-    result.entropy = kNaN;
-    if (with_entropy && std::isfinite(result.lse)) {
-        const double down = maximum_others - result.maximum, factor = sum == 0 ? 0 : std::exp(down);
-        double total = factor * sum, total_weighted = factor == 0 ? 0 : factor * (weighted + sum * down);
-        if (z_label != -kInfinity) {
-            const double label = z_label - result.maximum, p = std::exp(label);
-            total += p;
-            total_weighted += p == 0 ? 0 : p * label;
-        }
-        result.entropy = result.log_sum - total_weighted / total;
-    }
-    return result;
-}
-
-// One pass over the row.
-template <class T>
-Statistics row_statistics(const Row<T>& row, bool with_entropy) {
-    using S = StatsOf<T>;
-    alignas(64) S buffer[kBlock];
-    Others others;
-    for (int64_t begin = 0; begin < row.vocabulary(); begin += kBlock) {
-        const int64_t n = std::min(kBlock, row.vocabulary() - begin);
-        const S* z = row.others(begin, n, buffer);
-        const double block_maximum = maximum(z, n);
-        if (block_maximum > others.maximum) others.move_to(block_maximum);
-        const S shift = others.template shift<S>();
-        // Memory would idle while the exponentials run: it brings the next block meanwhile.
-        for (int64_t i = 0; i < n; i += kPiece) {
-            const int64_t piece = std::min(kPiece, n - i);
-            row.prefetch(begin + kBlock + i, kPiece);
-            if (with_entropy) {
-                const auto [exp_sum, weighted_sum] = sum_exp_weighted(z + i, piece, shift);
-                others.sum += exp_sum;
-                others.weighted += weighted_sum;
-            } else {
-                others.sum += sum_exp(z + i, piece, shift);
-            }
-        }
-    }
-    return statistics_of(others, row.label() >= 0, row.label_logit(), with_entropy);
-}
-
-// Chooses shift and log_sum of log p = (z - shift) - log_sum, so that p keeps its relative precision.
-template <class T>
-void set_normalizer(const Row<T>& row, float logprob, double lse, RowGradient<float>& gradient) {
-    gradient.shift = static_cast<float>(lse);
-    gradient.log_sum = static_cast<float>(lse - gradient.shift);
-    // Even a sum of two can't hold log V beside finfo.min, with which some mask; z_label - logprob is lse,
-    // too.
-    if (std::abs(lse) > 0x1p24 * std::abs(logprob)) {
-        gradient.shift = row.label_logit();
-        gradient.log_sum = -logprob;
-    }
-}
-
-// For fp64 rows `lse` is rounded like everything else, and log p inherits that in absolute terms. The row, in
-// cache by now, is summed again.
-template <class T>
-void set_normalizer(const Row<T>& row, double, double, RowGradient<double>& gradient) {
-    const Statistics statistics = row_statistics(row, false);
-    gradient.shift = statistics.maximum;
-    gradient.log_sum = statistics.log_sum;
-}
-
-template <class O>
-void write_zeros(O* out, int64_t n) {
-    std::fill_n(reinterpret_cast<char*>(out), n * sizeof(O), 0);
-}
-
-template <class O>
-void write_nan(O* out, int64_t n) {
-    O nan;
-    from_float(std::numeric_limits<float>::quiet_NaN(), nan);
-    std::fill_n(out, n, nan);
-}
-
-// c (1 - p), through expm1 because p near 1 cancels, and the entropy's part.
-template <class S>
-S label_gradient(S logprob, const RowGradient<S>& row) {
-    const S value = row.c * -std::expm1(logprob);
-    if (row.entropy_c == 0 || logprob == -std::numeric_limits<S>::infinity()) return value;
-    return value - row.entropy_c * std::exp(logprob) * (logprob + row.entropy);
-}
-
-// Blocks upwards, each read before it is written: `out` may be the logits, or narrower rows inside their
-// memory.
-template <class T, class O, class S>
-void write_gradient(const Row<T>& row, S logprob, RowGradient<S> gradient_row, O* out) {
-    alignas(64) S buffer[kBlock], slope[kBlock];
-    const S chain = row.template chain<S>();
-    gradient_row.c *= chain;
-    gradient_row.entropy_c *= chain;
-    for (int64_t begin = 0; begin < row.vocabulary(); begin += kBlock, out += kBlock) {
-        const int64_t n = std::min(kBlock, row.vocabulary() - begin);
-        const S* z = row.block(begin, n, buffer, slope);
-        S* g = buffer;
-        if constexpr (std::is_same_v<O, S>) g = out;
-        gradient(z, n, gradient_row, g);
-        if (row.label_in(begin, n)) g[row.label() - begin] = label_gradient(logprob, gradient_row);
-        if (row.soft_capped()) multiply(g, slope, n);
-        if constexpr (!std::is_same_v<O, S>) store(g, n, out);
-    }
-}
-
-// How far the exponentials of a row may rise above 1 before they are related to another number: e^32 times
-// any vocabulary is far from overflow, and few rows have a block that stands out so far.
-constexpr double kHeadroom = 32;
-
-// Statistics and what products take in one pass, one exponential an element: `out` is d logprob / d logits but
-// for a factor of the row, exp(z - shift) and at the label minus their sum.
-template <class T, class S>
-Statistics write_rows(const Row<T>& row, S* out, S& factor) {
-    alignas(64) S buffer[kBlock], slope[kBlock];
-    struct Stretch {
-        int64_t end;
-        double shift;
-    };
-    std::vector<Stretch> earlier;  // blocks that were related to another shift than the last
-    Others others;
-    const double z_label = row.label_logit();  // before `out`, which may be the logits, takes its place
-    S label_slope = 1;
-    for (int64_t begin = 0; begin < row.vocabulary(); begin += kBlock) {
-        const int64_t n = std::min(kBlock, row.vocabulary() - begin);
-        const S* z = row.others(begin, n, buffer, slope);
-        if (row.soft_capped() && row.label_in(begin, n)) label_slope = slope[row.label() - begin];
-        const double block_maximum = maximum(z, n);
-        if (block_maximum > others.maximum + kHeadroom) {
-            if (others.maximum != -kInfinity) earlier.push_back({begin, others.maximum});
-            others.move_to(block_maximum);
-        }
-        const S shift = others.template shift<S>();
-        for (int64_t i = 0; i < n; i += kPiece) {
-            row.prefetch(begin + kBlock + i, kPiece);
-            others.sum += write_exp(z + i, std::min(kPiece, n - i), shift, out + begin + i);
-        }
-        if (row.soft_capped()) multiply(out + begin, slope, n);
-    }
-    const Statistics statistics = statistics_of(others, row.label() >= 0, z_label, false);
-    int64_t begin = 0;
-    for (const auto [end, shift] : earlier) {
-        shrink(out + begin, end - begin, static_cast<S>(std::exp(shift - others.maximum)));
-        begin = end;
-    }
-    if (row.label() >= 0) out[row.label()] = static_cast<S>(0 - others.sum) * label_slope;
-    factor = static_cast<S>(-row.template chain<double>() / (others.sum + std::exp(z_label - others.maximum)));
-    return statistics;
 }
 
 template <class F>
@@ -450,15 +158,16 @@ void logprobs_and_grad(const Tensor& logits, const Tensor& labels, const LogitOp
 
 void logprobs_and_rows(const Tensor& logits, const Tensor& labels, const LogitOptions& options,
                        Tensor& logprobs, Tensor& lse, Tensor& factors, Tensor& out) {
-    visit_dtype(logits, [&](auto dtype) {
+    const auto work = [&](auto dtype, auto out_dtype) {
         using T = decltype(dtype);
+        using O = decltype(out_dtype);
         using S = StatsOf<T>;
         const Inputs<T> inputs(logits, labels, options);
-        const Rows<S> out_rows(out, out.mutable_data_ptr());
+        const Rows<O> out_rows(out, out.mutable_data_ptr());
         S *logprob_out = mutable_values<S>(logprobs), *factor_out = mutable_values<S>(factors);
         double* lse_out = mutable_values<double>(lse);
         for_each_row(labels.numel(), inputs.logits.vocabulary, [&](int64_t i) {
-            S* out_row = out_rows.row(i);
+            O* out_row = out_rows.row(i);
             factor_out[i] = 1;
             if (inputs.ignored(i)) {
                 logprob_out[i] = 0;
@@ -475,6 +184,15 @@ void logprobs_and_rows(const Tensor& logits, const Tensor& labels, const LogitOp
             if (row.label() < 0) return write_zeros(out_row, row.vocabulary());
             write_nan(out_row, row.vocabulary());
         });
+    };
+    visit_dtype(logits, [&](auto dtype) {
+        using S = StatsOf<decltype(dtype)>;
+        if constexpr (std::is_same_v<S, float>) {
+            if (out.scalar_type() == torch::headeronly::ScalarType::BFloat16) {
+                return work(dtype, BFloat16{});
+            }
+        }
+        work(dtype, S{});
     });
 }
 

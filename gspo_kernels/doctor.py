@@ -11,7 +11,9 @@ from typing import NamedTuple
 import torch
 
 from gspo_kernels import integrations
+from gspo_kernels.cpp.products import multiplies
 from gspo_kernels.integrations.errors import IntegrationError, require_package
+from gspo_kernels.linear import calibration
 from gspo_kernels.ops import backends
 
 _PACKAGES = (
@@ -84,6 +86,13 @@ def _frameworks() -> list[str]:
     return lines
 
 
+def _products() -> list[str]:
+    """Who multiplies hidden states and weights on the CPU."""
+    fp32 = calibration.choice()
+    bf16 = "by cpp, natively" if multiplies(torch.bfloat16) else "in fp32: none are native here"
+    return [f"  products of fp32 by {fp32.library}: {fp32.reason}", f"  products of bf16 {bf16}"]
+
+
 def report() -> str:
     """What ``gspo doctor`` prints, as lines of text."""
     lines = [
@@ -106,6 +115,8 @@ def report() -> str:
         for name in backends.BACKENDS:
             reason = backends.why_not(name, device)
             lines.append(f"  {name:<10} {'ready' if reason is None else 'not here: ' + reason}")
+        if device.type == "cpu":
+            lines += _products()
     if len(devices) == 1:
         lines.append("no CUDA device: torch.cuda.is_available() is False")
     return "\n".join(lines)

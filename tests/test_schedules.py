@@ -736,7 +736,7 @@ def test_16_bit_rows_live_in_the_memory_of_the_logits(dtype, schedule, monkeypat
         return scores.float().t() @ operand.to(scores.dtype).float()
 
     monkeypatch.setattr(Head, "rows_dtype", property(lambda head: head.weight.dtype))
-    monkeypatch.setattr(gradients, "_transposed_product", transposed_product)
+    monkeypatch.setattr(gradients, "transposed_product", transposed_product)
     monkeypatch.setattr(Gradients, "rows", rows)
     case = make_case("linear", "packed", "holes", dtype=dtype)
     got = run(case, ENTRY, gk.GSPO(), "triton", schedule=schedule, max_chunk_bytes=4 * ROW)

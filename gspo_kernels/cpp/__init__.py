@@ -107,8 +107,9 @@ def logprobs_and_rows(
 ) -> tuple[RowStats, Tensor]:
     """See ``ops.backends.OnePassBackend.logprobs_and_rows``."""
     _check_out(logits, out)
-    if out.dtype != stats_dtype(logits.dtype):
-        raise TypeError(f"out: got {out.dtype}, expected {stats_dtype(logits.dtype)}, as the statistics")
+    wide = stats_dtype(logits.dtype)
+    if out.dtype not in ((wide, torch.bfloat16) if wide == torch.float32 else (wide,)):
+        raise TypeError(f"out: got {out.dtype}, expected {wide}, as the statistics, or bf16 from fp32 ones")
     stats = _empty_stats(logits, entropy=False)
     factors = torch.empty_like(stats.logprobs)
     _operators().logprobs_and_rows(

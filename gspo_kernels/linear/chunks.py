@@ -134,8 +134,7 @@ class Call:
 
     def one_pass(self, entropy: bool) -> bool:
         """Whether the backend writes rows along with statistics."""
-        wide = self.head.rows_dtype == stats_dtype(self.head.dtype)
-        return wide and not entropy and hasattr(load(self.options.backend), "logprobs_and_rows")
+        return not entropy and hasattr(load(self.options.backend), "logprobs_and_rows")
 
     def rows_memory(self, logits: Tensor, out: Tensor | None) -> Tensor:
         """Memory for the rows that come from logits [n, V]: ``out``, or that of the logits where they fit."""

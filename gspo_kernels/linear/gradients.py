@@ -9,6 +9,7 @@ from torch import Tensor
 
 from gspo_kernels.linear.chunks import Call, Chunk
 from gspo_kernels.linear.head import Head
+from gspo_kernels.linear.products import multiply, transposed_product
 from gspo_kernels.linear.scaling import bounded_for_sums, power_of_two, times, times_
 from gspo_kernels.linear.scores import Projected, Scores
 from gspo_kernels.ops.backends import load
@@ -67,6 +68,7 @@ class HeadSums:
 
     def __init__(self, head: Head, needs: Needs):
         dtype, device = stats_dtype(head.weight.dtype), head.weight.device
+        self._head = head
         self._weight = torch.empty(head.weight.shape, dtype=dtype, device=device) if needs.weight else None
         self._bias = torch.zeros(head.vocabulary, dtype=dtype, device=device) if needs.bias else None
         self._empty = True
@@ -86,8 +88,11 @@ class HeadSums:
                 # selected: the hidden state of a row without gradient may be anything
                 chosen = torch.where(active.unsqueeze(1), chosen, 0.0)
             chosen = chosen * unit.unsqueeze(1)
-            if values.dtype != self._weight.dtype:
-                product = _transposed_product(values, chosen)
+            if self._head.in_blocks:
+                operand = (chosen * scale).to(values.dtype)
+                multiply(values.t(), operand, self._weight, accumulate=not self._empty)
+            elif values.dtype != self._weight.dtype:
+                product = transposed_product(values, chosen)
                 if self._empty:
                     torch.mul(product, scale, out=self._weight)
                 else:
@@ -98,7 +103,7 @@ class HeadSums:
             else:
                 self._weight.addmm_(values.t(), chosen * scale)
         if self._bias is not None:
-            self._bias += _transposed_product(values, unit.unsqueeze(1)).squeeze(1) * scale
+            self._bias += transposed_product(values, unit.unsqueeze(1)).squeeze(1) * scale
         self._empty = False
 
     def add_sums(self, sums: HeadSums, coefficient: Tensor) -> None:
@@ -120,13 +125,6 @@ class HeadSums:
             self._weight.zero_()
             self._empty = False
         return self._weight, self._bias
-
-
-def _transposed_product(rows: Tensor, operand: Tensor) -> Tensor:
-    """[n, V].T @ [n, k] in the operand's dtype."""
-    if rows.dtype == operand.dtype:
-        return torch.mm(rows.t(), operand)
-    return torch.mm(rows.t(), operand.to(rows.dtype), out_dtype=operand.dtype)
 
 
 class Gradients:

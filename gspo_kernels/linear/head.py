@@ -1,4 +1,4 @@
-"""The projection from hidden states to logits and back, by the vendor library's matrix products."""
+"""The projection from hidden states to logits and back."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gspo_kernels.linear.products import in_blocks, multiply
 from gspo_kernels.types import stats_dtype
 
 LOGITS_SLAB, HIDDEN_SLAB = 2048, 8192
-"""Rows of the weight that a product on the CPU takes at a time, for logits and, if it is 16-bit, for dHidden.
-Logits leave in columns that stay in cache: with MKL on two AVX2 cores a twentieth faster, of 16 rows a
-quarter, bit for bit the same."""
+"""Rows of the weight that a product of torch's takes on the CPU at a time, for logits and, if it is 16-bit,
+for dHidden. Logits leave in columns that stay in cache: with MKL on two AVX2 cores a twentieth faster, of 16
+rows a quarter, bit for bit the same."""
 
 
 @dataclass(frozen=True)
@@ -45,10 +46,15 @@ class Head:
         return self.weight.dtype if self.native else torch.float32
 
     @property
+    def in_blocks(self) -> bool:
+        """Whether the C++ backend computes the products."""
+        return in_blocks(self.weight)
+
+    @property
     def rows_dtype(self) -> torch.dtype:
         """The dtype of the rows that enter the gradient products."""
-        on_gpu = self.weight.is_cuda
-        return self.weight.dtype if on_gpu or self.weight.dtype == torch.float64 else torch.float32
+        own = self.weight.is_cuda or self.weight.dtype == torch.float64 or self.in_blocks
+        return self.weight.dtype if own else torch.float32
 
     @property
     def row_bytes(self) -> int:
@@ -70,6 +76,8 @@ class Head:
             if self.bias is None:
                 return torch.mm(hidden, self.weight.t(), out=out)
             return torch.addmm(self.bias, hidden, self.weight.t(), out=out)
+        if self.in_blocks:
+            return multiply(hidden, self.weight.t(), out, bias=self.bias)
         hidden = hidden.to(out.dtype)
         for slab in self._slabs(LOGITS_SLAB):
             product = torch.mm(hidden, self.weight[slab].to(out.dtype).t(), out=out[:, slab])
@@ -79,6 +87,8 @@ class Head:
 
     def grad_hidden(self, rows: Tensor) -> Tensor:
         """[n, V] -> [n, H] in the statistics' dtype."""
+        if self.in_blocks:
+            return multiply(rows, self.weight, torch.empty(rows.shape[0], self.weight.shape[1]))
         if rows.dtype == self.weight.dtype:
             if rows.is_cuda and rows.dtype in (torch.float16, torch.bfloat16):
                 return torch.mm(rows, self.weight, out_dtype=torch.float32)

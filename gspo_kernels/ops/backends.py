@@ -55,7 +55,7 @@ class RowBackend(Protocol):
 
         ``grad_logprobs`` and ``grad_entropy`` are [B, T] floats with any strides, ``grad_scale`` a 0-d float
         tensor or None for 1. ``out`` is [B, T, V], a float dtype of its own, vocabulary stride 1; it may be
-        ``logits`` itself, and for Triton a narrower dtype in their memory, each row from its row's address.
+        ``logits`` itself, or a narrower dtype in their memory, each row from its row's address.
         Every element is written; a row whose gradients are zero, or that is ignored, gets zeros without being
         read.
         """
@@ -84,8 +84,8 @@ class OnePassBackend(RowBackend, Protocol):
     ) -> tuple[RowStats, Tensor]:
         """The forward, and in ``out`` d logprob/dlogits but for a factor per row, returned as [B, T].
 
-        ``out`` is as in ``logprobs_backward``, in the statistics' dtype. With factors, elements can be the
-        exponentials that the log-sum-exp takes anyway, each computed once.
+        ``out`` is as in ``logprobs_backward``, in the statistics' dtype or bf16. With factors, elements can
+        be the exponentials that the log-sum-exp takes anyway, each computed once.
         """
 
 

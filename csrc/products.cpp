@@ -1,0 +1,130 @@
+#include "products.h"
+
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+#include <atomic>
+#include <memory>
+#include <new>
+
+#include "panels.h"
+#include "tiles.h"
+#include "values.h"
+
+namespace gspo_kernels {
+namespace {
+
+// A block of `a` (a quarter of a megabyte) stays in a core's L2, as does a panel of `b`; a block of `b` in L3.
+constexpr int64_t kBlockRows = 42 * kTileRows, kBlockColumns = 30 * kTileColumns;
+// Units along K that are summed up in registers before they are added to the rest. Results depend on it: the
+// fewer, the closer to pairwise summation.
+constexpr int64_t kPieceUnits = 128;
+
+int64_t divide_up(int64_t a, int64_t b) {
+    return (a + b - 1) / b;
+}
+
+// `count` lines in blocks of about the same size, each of whole tiles.
+struct Blocks {
+    int64_t count, size;
+
+    Blocks(int64_t lines, int64_t tile, int64_t blocks) {
+        const int64_t tiles = divide_up(lines, tile);
+        size = divide_up(tiles, std::clamp<int64_t>(blocks, 1, std::max<int64_t>(tiles, 1))) * tile;
+        count = divide_up(lines, size);
+    }
+};
+
+struct FreeAligned {
+    void operator()(uint32_t* memory) const { ::operator delete[](memory, std::align_val_t(64)); }
+};
+using Panels = std::unique_ptr<uint32_t[], FreeAligned>;
+
+Panels new_panels(int64_t units) {
+    return Panels(new (std::align_val_t(64)) uint32_t[units]);
+}
+
+struct Output {
+    float* data;
+    int64_t stride, rows, columns, depth;
+    const float* bias;
+    bool accumulate;
+};
+
+template <class T>
+void multiply(const Lines<T>& a, const Lines<T>& b, const Output& out, TileProduct tile_product) {
+    const int64_t threads = torch::stable::get_num_threads();
+    int64_t row_blocks = divide_up(out.rows, kBlockRows), column_blocks = divide_up(out.columns, kBlockColumns);
+    if (row_blocks * column_blocks < 8 * threads) {
+        // few blocks: shares must be equal
+        row_blocks = divide_up(row_blocks, threads) * threads;
+        const int64_t most = divide_up(out.rows, kTileRows);
+        if (most < row_blocks) column_blocks = std::max(column_blocks, divide_up(threads, most));
+    }
+    const Blocks rows(out.rows, kTileRows, row_blocks), columns(out.columns, kTileColumns, column_blocks);
+    const int64_t tasks = rows.count * columns.count, piece = kPieceUnits * Lines<T>::per_unit;
+    std::atomic<int64_t> next{0};
+    torch::stable::parallel_for(0, std::min(threads, tasks), 1, [&](int64_t, int64_t) {
+        const Panels a_panels = new_panels(rows.size * kPieceUnits);
+        const Panels b_panels = new_panels(columns.size * kPieceUnits);
+        for (int64_t task; (task = next.fetch_add(1, std::memory_order_relaxed)) < tasks;) {
+            const int64_t row = task % rows.count * rows.size, column = task / rows.count * columns.size;
+            const int64_t height = std::min(rows.size, out.rows - row);
+            const int64_t width = std::min(columns.size, out.columns - column);
+            for (int64_t k = 0; k == 0 || k < out.depth; k += piece) {
+                const int64_t end = std::min(out.depth, k + piece), units = Lines<T>::units(end - k);
+                pack<T, kTileRows>(a, row, height, k, end, a_panels.get());
+                pack<T, kTileColumns>(b, column, width, k, end, b_panels.get());
+                for (int64_t j = 0; j < width; j += kTileColumns) {
+                    for (int64_t i = 0; i < height; i += kTileRows) {
+                        float* values = out.data + (row + i) * out.stride + column + j;
+                        const bool add = k > 0 || out.accumulate;
+                        const float* bias = out.bias ? out.bias + column + j : nullptr;
+                        tile_product({a_panels.get() + i * units, b_panels.get() + j * units, units, values,
+                                      out.stride, add ? values : bias, add ? out.stride : 0,
+                                      std::min(kTileRows, height - i), std::min(kTileColumns, width - j)});
+                    }
+                }
+            }
+        }
+    });
+}
+
+}  // namespace
+
+void product(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias, Tensor& out, bool accumulate,
+             bool portable) {
+    using torch::headeronly::ScalarType;
+    const int64_t rows = a.size(0), depth = a.size(1), columns = b.size(1);
+    STD_TORCH_CHECK(b.size(0) == depth && out.size(0) == rows && out.size(1) == columns,
+                    "product: the shapes of a, b and out don't fit each other");
+    STD_TORCH_CHECK(out.scalar_type() == ScalarType::Float && (columns <= 1 || out.stride(1) == 1),
+                    "product: out must be fp32 and contiguous along its rows");
+    STD_TORCH_CHECK(a.scalar_type() == b.scalar_type(), "product: a and b must have one dtype");
+    STD_TORCH_CHECK(!bias || (!accumulate && bias->numel() == columns),
+                    "product: a bias has one value per column, and is not added to what is there");
+    const bool bf16 = a.scalar_type() == ScalarType::BFloat16;
+    STD_TORCH_CHECK(bf16 || a.scalar_type() == ScalarType::Float, "product: a and b must be fp32 or bf16");
+    const Operands operands = bf16 ? Operands::bf16 : Operands::fp32;
+    TileProduct tile = portable ? nullptr : native_tile(operands);
+    if (tile == nullptr) tile = portable_tile(operands);
+    if (rows == 0 || columns == 0) return;
+    const Output output{mutable_values<float>(out), out.stride(0),       rows,      columns, depth,
+                        values<float>(bias),        accumulate};
+    const auto run = [&](auto dtype) {
+        using T = decltype(dtype);
+        multiply<T>({values<T>(a), a.stride(0), a.stride(1)}, {values<T>(b), b.stride(1), b.stride(0)}, output,
+                    tile);
+    };
+    bf16 ? run(BFloat16{}) : run(float{});
+}
+
+bool multiplies_fp32() {
+    return native_tile(Operands::fp32) != nullptr;
+}
+
+bool multiplies_bf16() {
+    return native_tile(Operands::bf16) != nullptr;
+}
+
+}  // namespace gspo_kernels

@@ -1,0 +1,111 @@
+#include "tiles.h"
+
+#include <bit>
+
+#include "vec_math.h"
+
+#if defined(__x86_64__) && defined(__GNUC__)
+#define GSPO_AVX512 1
+#include <immintrin.h>
+#endif
+
+namespace gspo_kernels {
+namespace {
+
+template <Operands operands>
+void portable(const Tile& tile) {
+    float sums[kTileRows][kTileColumns] = {};
+    const uint32_t *a = tile.a, *b = tile.b;
+    for (int64_t k = 0; k < tile.depth; ++k, a += kTileRows, b += kTileColumns) {
+        for (int64_t i = 0; i < kTileRows; ++i) {
+            for (int64_t j = 0; j < kTileColumns; ++j) {
+                if constexpr (operands == Operands::fp32) {
+                    sums[i][j] += std::bit_cast<float>(a[i]) * std::bit_cast<float>(b[j]);
+                } else {
+                    constexpr uint32_t second = 0xffff0000;
+                    sums[i][j] += std::bit_cast<float>(a[i] & second) * std::bit_cast<float>(b[j] & second);
+                    sums[i][j] += std::bit_cast<float>(a[i] << 16) * std::bit_cast<float>(b[j] << 16);
+                }
+            }
+        }
+    }
+    for (int64_t i = 0; i < tile.rows; ++i) {
+        for (int64_t j = 0; j < tile.columns; ++j) {
+            const float base = tile.base ? tile.base[i * tile.base_stride + j] : 0;
+            tile.out[i * tile.out_stride + j] = tile.base ? sums[i][j] + base : sums[i][j];
+        }
+    }
+}
+
+#ifdef GSPO_AVX512
+
+#define GSPO_TARGET_FP32 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma")))
+#define GSPO_TARGET_BF16 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,fma")))
+
+constexpr int kVectors = kTileColumns / 16;
+
+#define GSPO_DEFINE_TILE(NAME, TARGET, MULTIPLY_ADD)                                                        \
+    TARGET void NAME(const Tile& tile) {                                                                    \
+        __m512 sums[kTileRows][kVectors];                                                                   \
+        for (auto& row : sums)                                                                              \
+            for (auto& sum : row) sum = _mm512_setzero_ps();                                                \
+        for (int64_t i = 0; i < tile.rows; ++i) {                                                           \
+            for (int j = 0; j < kVectors; ++j) {                                                            \
+                __builtin_prefetch(tile.out + i * tile.out_stride + j * 16, 1);                             \
+            }                                                                                               \
+        }                                                                                                   \
+        const uint32_t *a = tile.a, *b = tile.b;                                                            \
+        for (int64_t k = 0; k < tile.depth; ++k, a += kTileRows, b += kTileColumns) {                       \
+            __m512i columns[kVectors];                                                                      \
+            _Pragma("GCC unroll 4") for (int j = 0; j < kVectors; ++j) {                                    \
+                columns[j] = _mm512_load_si512(b + j * 16);                                                 \
+            }                                                                                               \
+            _Pragma("GCC unroll 16") for (int64_t i = 0; i < kTileRows; ++i) {                              \
+                const __m512i row = _mm512_set1_epi32(static_cast<int>(a[i]));                              \
+                _Pragma("GCC unroll 4") for (int j = 0; j < kVectors; ++j) {                                \
+                    sums[i][j] = MULTIPLY_ADD(sums[i][j], row, columns[j]);                                 \
+                }                                                                                           \
+            }                                                                                               \
+        }                                                                                                   \
+        _Pragma("GCC unroll 16") for (int64_t i = 0; i < kTileRows; ++i) {                                  \
+            if (i == tile.rows) break;                                                                      \
+            _Pragma("GCC unroll 4") for (int j = 0; j < kVectors; ++j) {                                    \
+                const int64_t left = tile.columns - j * 16;                                                 \
+                const __mmask16 mask = left >= 16 ? 0xffff : left > 0 ? (1u << left) - 1 : 0;               \
+                __m512 value = sums[i][j];                                                                  \
+                if (tile.base) {                                                                            \
+                    const float* base = tile.base + i * tile.base_stride + j * 16;                          \
+                    value = _mm512_add_ps(value, _mm512_maskz_loadu_ps(mask, base));                        \
+                }                                                                                           \
+                _mm512_mask_storeu_ps(tile.out + i * tile.out_stride + j * 16, mask, value);                \
+            }                                                                                               \
+        }                                                                                                   \
+    }
+
+#define GSPO_MULTIPLY_ADD_FP32(sum, a, b) \
+    _mm512_fmadd_ps(_mm512_castsi512_ps(a), _mm512_castsi512_ps(b), sum)
+#define GSPO_MULTIPLY_ADD_BF16(sum, a, b) \
+    _mm512_dpbf16_ps(sum, (__m512bh)(a), (__m512bh)(b))
+
+GSPO_DEFINE_TILE(native_fp32, GSPO_TARGET_FP32, GSPO_MULTIPLY_ADD_FP32)
+GSPO_DEFINE_TILE(native_bf16, GSPO_TARGET_BF16, GSPO_MULTIPLY_ADD_BF16)
+
+#endif
+
+}  // namespace
+
+TileProduct portable_tile(Operands operands) {
+    return operands == Operands::fp32 ? portable<Operands::fp32> : portable<Operands::bf16>;
+}
+
+TileProduct native_tile(Operands operands) {
+#ifdef GSPO_AVX512
+    const bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+    if (wide && operands == Operands::fp32) return native_fp32;
+    if (wide && __builtin_cpu_supports("avx512bf16")) return native_bf16;
+#endif
+    return nullptr;
+}
+
+}  // namespace gspo_kernels

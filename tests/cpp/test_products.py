@@ -1,0 +1,198 @@
+"""Matrix products of the C++ backend: values, strides, what an element may depend on, special values."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from gspo_kernels import cpp
+from gspo_kernels.cpp.products import multiplies, multiply
+from tests.cases import budget, generator
+
+pytestmark = pytest.mark.skipif(
+    cpp.unavailable(torch.device("cpu")) is not None, reason=str(cpp.unavailable(torch.device("cpu")))
+)
+
+DTYPES = (torch.float32, torch.bfloat16)
+# Multiples of nothing, one more and one less than a tile, a block, a piece along K (128 or 256), odd K
+SHAPES = (
+    (1, 1, 1), (5, 7, 3), (10, 40, 127), (12, 32, 256), (13, 33, 257), (11, 31, 255), (100, 300, 513),
+    (505, 961, 40), (3, 40, 2050), (600, 5, 77),
+)  # fmt: skip
+
+
+def draw(shape: tuple[int, int, int], dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor]:
+    rows, columns, depth = shape
+    rng = generator(seed)
+    a, b = torch.randn(rows, depth, generator=rng), torch.randn(depth, columns, generator=rng)
+    return a.to(dtype), b.to(dtype)
+
+
+def poisoned(a: Tensor, b: Tensor) -> Tensor:
+    return torch.full((a.shape[0], b.shape[1]), torch.nan)
+
+
+def assert_product(out: Tensor, a: Tensor, b: Tensor) -> None:
+    """Within twice the error of fp32 PyTorch from the same operands."""
+    expected, plain = a.double() @ b.double(), a.float() @ b.float()
+    error = (out - expected).abs().max()
+    allowed = (plain - expected).abs().max()
+    assert error <= budget(expected, float(allowed), torch.finfo(torch.float32).eps)
+
+
+@pytest.mark.parametrize("portable", [False, True], ids=["native", "portable"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_values(shape, dtype, portable):
+    a, b = draw(shape, dtype)
+    assert_product(multiply(a, b, poisoned(a, b), portable=portable), a, b)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_error_of_a_few_ulps_is_found(dtype):
+    a, b = draw((100, 300, 513), dtype)
+    out = multiply(a, b, poisoned(a, b))
+    largest = out.abs().argmax()
+    out.view(-1)[largest] *= 1 + 16 * torch.finfo(torch.float32).eps
+    with pytest.raises(AssertionError):
+        assert_product(out, a, b)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(13, 33, 257), (30, 70, 1025)])
+def test_strides_make_no_difference(shape, dtype):
+    a, b = draw(shape, dtype)
+    expected = multiply(a, b, poisoned(a, b))
+
+    def layouts(matrix: Tensor) -> list[Tensor]:
+        rows, columns = matrix.shape
+        apart = torch.full((rows, 3 * columns + 1), torch.nan, dtype=dtype)[:, 1::3]
+        wide = torch.full((rows, 2 * columns), torch.nan, dtype=dtype)[:, :columns]
+        return [matrix, matrix.t().contiguous().t(), apart.copy_(matrix), wide.copy_(matrix)]
+
+    for left in layouts(a):
+        for right in layouts(b):
+            assert torch.equal(multiply(left, right, poisoned(a, b)), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_only_the_output_is_written(dtype):
+    a, b = draw((13, 33, 40), dtype)
+    around = torch.full((15, 40), 7.0)
+    out = multiply(a, b, around[1:14, 3:36])
+    assert torch.equal(out, multiply(a, b, poisoned(a, b)))
+    around[1:14, 3:36] = 7.0
+    assert (around == 7).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_element_depends_on_its_row_and_its_column_alone(dtype):
+    """Not on what is computed along with it, so that log-probs don't change with the size of a chunk."""
+    a, b = draw((530, 1000, 600), dtype)
+    whole = multiply(a, b, poisoned(a, b))
+    rows, columns = slice(7, 40), slice(501, 777)
+    part = multiply(a[rows], b[:, columns], torch.empty(33, 276))
+    assert torch.equal(part, whole[rows, columns])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(530, 1000, 600), (1, 5000, 30), (5000, 3, 30)])
+def test_any_number_of_threads_gives_the_same_bits(shape, dtype):
+    a, b = draw(shape, dtype)
+    threads = torch.get_num_threads()
+    results = []
+    try:
+        for count in (1, 2, 3, 8):
+            torch.set_num_threads(count)
+            results.append(multiply(a, b, poisoned(a, b)))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+@pytest.mark.skipif(not multiplies(torch.bfloat16), reason="this processor doesn't multiply bf16")
+def test_portable_products_of_bf16_are_the_instruction_s():
+    for shape in SHAPES:
+        a, b = draw(shape, torch.bfloat16)
+        a[0, 0], b[-1, -1] = float("inf"), -0.0
+        native, portable = (multiply(a, b, poisoned(a, b), portable=way) for way in (False, True))
+        assert torch.equal(native.view(torch.int32), portable.view(torch.int32)) or (
+            torch.equal(native.isnan(), portable.isnan())
+            and torch.equal(native.nan_to_num(), portable.nan_to_num())
+        )
+
+
+@pytest.mark.parametrize("portable", [False, True], ids=["native", "portable"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_infinities_and_nan_stay_in_their_rows_and_columns(dtype, portable):
+    a, b = draw((30, 50, 77), dtype)
+    clean = multiply(a, b, poisoned(a, b), portable=portable)
+    a[3, 5], a[17, 76], b[2, 9] = float("nan"), float("inf"), float("-inf")
+    out = multiply(a, b, poisoned(a, b), portable=portable)
+    touched = torch.zeros(30, 50, dtype=torch.bool)
+    touched[[3, 17]] = True
+    touched[:, 9] = True
+    assert not out[touched].isfinite().any()
+    assert torch.equal(out[~touched], clean[~touched])
+    assert out[3].isnan().all() and torch.equal(out[17, 10:].sign(), b[76, 10:].float().sign())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("depth", [40, 1100])
+def test_adding_to_what_is_there_and_to_a_bias(dtype, depth):
+    a, b = draw((13, 70, depth), dtype)
+    bias, there = torch.randn(70, generator=generator(1)), torch.randn(13, 70, generator=generator(2))
+    product = a.double() @ b.double()
+    for got, expected, plain in (
+        (multiply(a, b, there.clone(), accumulate=True), there + product, there + a.float() @ b.float()),
+        (multiply(a, b, poisoned(a, b), bias=bias), bias + product, bias + a.float() @ b.float()),
+    ):
+        allowed = float((plain - expected).abs().max())
+        eps = torch.finfo(torch.float32).eps
+        assert (got - expected).abs().max() <= budget(expected, allowed, eps)
+    rounded = multiply(a, b, poisoned(a, b), bias=bias.to(torch.bfloat16)[:, None].expand(70, 2)[:, 0])
+    assert torch.equal(rounded, multiply(a, b, poisoned(a, b), bias=bias.to(torch.bfloat16).float()))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nothing_to_multiply(dtype):
+    def empty(*shape):
+        return torch.empty(*shape, dtype=dtype)
+
+    bias = torch.arange(3.0)
+    assert multiply(empty(0, 4), empty(4, 3), torch.empty(0, 3)).shape == (0, 3)
+    assert multiply(empty(4, 3), empty(3, 0), torch.empty(4, 0)).shape == (4, 0)
+    assert (multiply(empty(2, 0), empty(0, 3), torch.full((2, 3), torch.nan)) == 0).all()
+    assert torch.equal(multiply(empty(2, 0), empty(0, 3), torch.empty(2, 3), bias=bias), bias.expand(2, 3))
+    assert (multiply(empty(2, 0), empty(0, 3), torch.full((2, 3), 5.0), accumulate=True) == 5).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"b": torch.empty(5, 3)}, "shapes"),
+        ({"out": torch.empty(2, 4)}, "shapes"),
+        ({"out": torch.empty(3, 2).t()}, "contiguous along its rows"),
+        ({"out": torch.empty(2, 3, dtype=torch.float64)}, "fp32"),
+        ({"b": torch.empty(4, 3, dtype=torch.bfloat16)}, "one dtype"),
+        ({"a": torch.empty(2, 4).double(), "b": torch.empty(4, 3).double()}, "fp32 or bf16"),
+        ({"bias": torch.empty(4)}, "bias"),
+        ({"bias": torch.empty(3), "accumulate": True}, "bias"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change, message):
+    call = {"a": torch.empty(2, 4), "b": torch.empty(4, 3), "out": torch.empty(2, 3)} | change
+    with pytest.raises(RuntimeError, match=message):
+        multiply(**call)
+
+
+def test_processors_that_pytorch_may_not_use_are_left_alone(monkeypatch):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    assert not any(multiplies(dtype) for dtype in DTYPES)
+    monkeypatch.setattr(cpp, "_why_not_loaded", lambda: "the reason")
+    assert not any(multiplies(dtype) for dtype in DTYPES)
+
+
+def test_other_dtypes_are_not_multiplied():
+    assert not any(multiplies(dtype) for dtype in (torch.float64, torch.float16, torch.int8))
