@@ -590,9 +590,9 @@ REFUSED: dict[str, tuple[type[Exception], Callable[[Tensor, Tensor, RowStats], o
         lambda x, y, s: backward(x, y, s._replace(entropy=None), s.lse, s.lse),
     ),
     "labels: got shape": (ValueError, lambda x, y, s: forward(x, y[:1])),
-    "out: got torch.bfloat16, expected torch.float32": (
+    "out: got torch.float16, expected torch.float32": (
         TypeError,
-        lambda x, y, s: and_rows(x, y, out=torch.empty_like(x, dtype=torch.bfloat16)),
+        lambda x, y, s: and_rows(x, y, out=torch.empty_like(x, dtype=torch.float16)),
     ),
 }
 
