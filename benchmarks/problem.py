@@ -151,10 +151,10 @@ def project(hidden: Tensor, weight: Tensor, precision: str, native: bool) -> Ten
     """Logits in fp32 (fp64 for fp64 inputs).
 
     Args:
-        hidden, weight: one dtype, or the weight in fp32 already. precision: "input": 16-bit products are
-        rounded to 16 bits, "float32": they stay as they are. native: 16-bit operands enter a product that is
-        to be rounded to 16 bits. Otherwise they are raised and
-            the product is rounded: the same precision, also where a CPU has no fast 16-bit products.
+        hidden, weight: one dtype, or the weight in fp32 already.
+        precision: "input": 16-bit products are rounded to 16 bits; "float32": they stay as they are.
+        native: 16-bit operands enter a product that rounds to 16 bits. Otherwise they are raised and its
+            result is rounded: the same precision, also where a CPU has no fast 16-bit products.
     """
     dtype = hidden.dtype
     if dtype == torch.float64 or (native and precision == "input"):
@@ -265,7 +265,7 @@ def realistic(
     groups = sequences // _GROUP
     rewards = torch.randn(groups, _GROUP, generator=generator)
     values = (rewards - rewards.mean(1, keepdim=True)) / rewards.std(1, keepdim=True)
-    # of some draws of that many groups the one whose tokens are nearest to that share
+    # of 64 draws of so many groups, the one whose share of tokens is nearest to what was asked for
     tokens = torch.tensor(sizes).view(groups, _GROUP).sum(1)
     draws = [
         torch.randperm(groups, generator=generator)[: round(without_variance * groups)] for _ in range(64)

@@ -125,7 +125,7 @@ def scoring(options: Options) -> dict[str, Any]:
 
 @suite("large", "Larger problems on a CPU", everything=False)
 def large(options: Options) -> dict[str, Any]:
-    """From logits and hidden states at thousands of tokens, or 152k words; minutes. A GPU's are large."""
+    """From logits and hidden states at thousands of tokens, or 152k words. For a CPU; it takes minutes."""
     sizes = ((8, 256, 32000, 512), (4, 256, 151936, 896))
     rows, small = (8, 128, 32000, 0), (4, 128, 8000, 256)
     if options.tiny:
@@ -205,7 +205,7 @@ def scaling(options: Options) -> dict[str, Any]:
     on_cpu = options.device.type == "cpu"
     dtype, H = ("fp32", 128) if on_cpu else ("bf16", 2048)
     if options.tiny:
-        # sizes of a sweep, then what stays: the vocabulary, (sequences, length), (tokens, vocabulary)
+        # by sweep its sizes, then what stays: the vocabulary, (sequences, length), (tokens, vocabulary)
         tokens, V, batch, vocabularies, total, lengths = (8, 16), 60, (4, 2), (50, 100), (32, 15), (8, 32)
         H = 8
     elif on_cpu:
