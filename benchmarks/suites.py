@@ -52,7 +52,9 @@ def _case(
 ) -> Case:
     B, T, V, H = size
     make = _drawn(task, B, T, V, H, dtype, situation)
-    shape = shape_of(B, T, V, None if task == "logits" else H, dtype)
+    shape = shape_of(B, T, V, H or None, dtype)
+    if task == "logprobs":
+        del shape["V"]
     return Case(name, make, shape, wanted, floor or {}, floor_name, repeats)
 
 
@@ -108,6 +110,20 @@ def hidden(options: Options) -> dict[str, Any]:
     tiny = (4, 16, 1000, 64) if not options.tiny else (2, 4, 50, 8)
     cases.append(case("tiny", tiny, "fp32", (OTHERS, r"ours, auto(, reference backend)?"), repeats=9))
     return {"cases": run_cases(cases, options)}
+
+
+@suite("logprobs", "Loss and gradient from log-probs")
+def logprobs(options: Options) -> dict[str, Any]:
+    """Everything but the log-probs: what a loss costs at least; a tiny batch and a usual one."""
+    sizes = {"tiny": (4, 16, 1000, 0), "64 sequences": (64, 1024, 64, 0)}
+    if options.tiny:
+        sizes = {"tiny": (2, 4, 50, 0)}
+    return {
+        "cases": run_cases(
+            [_case("logprobs", name, size, "fp32", (".*",), repeats=9) for name, size in sizes.items()],
+            options,
+        )
+    }
 
 
 @suite("scoring", "Log-probs from hidden states, no gradient")
