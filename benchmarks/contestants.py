@@ -19,7 +19,7 @@ from gspo_kernels.linear.schedule import SCHEDULES
 from gspo_kernels.ops import backends
 
 Call = Callable[..., Tensor]
-EVERYTHING = ("logits", "hidden", "scoring")
+EVERYTHING = ("logits", "hidden", "logprobs", "scoring")
 
 
 def _package(module: str, device: torch.device, gpu_only: bool = False) -> Any:
@@ -113,6 +113,15 @@ _register_hidden("auto, packed tokens", {"layout": "packed"})
 _register_hidden("auto, packed tokens, skip all", {"layout": "packed"}, skip_inactive="all")
 
 
+@contestant("ours, policy_loss", "logprobs", precision="float32", ours=True)
+def _load_policy_loss(device: torch.device) -> Call:
+    def call(problem: Problem, logprobs: Tensor) -> Tensor:
+        terms, layout = _arguments(problem)
+        return gk.policy_loss(logprobs, *terms[1:], **layout).loss
+
+    return call
+
+
 def _register_scoring(name: str, about: dict[str, Any], **options: Any) -> None:
     @contestant(f"ours, {name}", "scoring", ours=True, **about)
     def load(device: torch.device) -> Call:
@@ -135,13 +144,15 @@ _register_scoring("float32 logits, reference backend", {"precision": "float32"},
 
 def _naive(problem: Problem, *leaves: Tensor, precision: str = "input") -> Tensor:
     """log_softmax and gather."""
+    if problem.task == "logprobs":
+        return gspo.losses(problem, leaves[0]).mean()
     from_logits = problem.task == "logits"
     logits = leaves[0].float() if from_logits else gspo.project(*leaves, precision, native=True)
     logprobs = gspo.picked(logits, problem.labels)
     return logprobs if problem.task == "scoring" else gspo.losses(problem, logprobs).mean()
 
 
-_OF_NAIVE = {"logits": "float32", "hidden": "input", "scoring": "input"}
+_OF_NAIVE = {"logits": "float32", "hidden": "input", "logprobs": "float32", "scoring": "input"}
 
 
 @contestant("naive PyTorch", *EVERYTHING, precision=_OF_NAIVE)

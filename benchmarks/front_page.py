@@ -12,7 +12,7 @@ from benchmarks.tables import markdown, number
 
 README = Path(__file__).parent.parent / "README.md"
 BEGIN, END = "<!-- measured -->\n", "<!-- end -->\n"
-OURS = ("ours, auto", "ours, triton", "ours, cpp", "ours, packed rows")
+OURS = ("ours, auto", "ours, triton", "ours, cpp", "ours, policy_loss", "ours, packed rows")
 """What a call without options is, by task."""
 PLAIN = ("naive PyTorch", "plain PyTorch loop")
 
@@ -35,6 +35,7 @@ ROWS = (
     Row("from hidden states", "large", "all active, V=151,936", "x products"),
     Row("a padded batch as training meets it", "realistic", "realistic", "x products"),
     Row("from hidden states", "hidden", "tiny", "ms"),
+    Row("from log-probs", "logprobs", "tiny", "ms"),
     Row("a whole training step", "training", "V=32,000, every prompt counts", "s"),
     Row("a whole training step", "training", "V=256, every prompt counts", "s"),
     Row("peak memory, from hidden states", "memory", "from hidden states", "MiB"),

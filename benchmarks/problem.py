@@ -29,7 +29,7 @@ class Problem:
 
     Attributes:
         task: one of ``registry.TASKS``.
-        inputs: (logits [B, T, V],) or (hidden [B, T, H], weight [V, H]), one dtype.
+        inputs: (logits [B, T, V],), (hidden [B, T, H], weight [V, H]) of one dtype, or (log-probs [B, T],).
         labels: [B, T].
         old_logprobs: [B, T], fp32, or None: on-policy.
         advantages: [B], fp32.
@@ -52,10 +52,12 @@ class Problem:
     @property
     def names(self) -> tuple[str, ...]:
         """What the leaves are called."""
-        return ("logits",) if self.task == "logits" else ("hidden", "weight")
+        return (self.task,) if self.task in ("logits", "logprobs") else ("hidden", "weight")
 
     @property
     def vocabulary(self) -> int:
+        if self.task == "logprobs":
+            return 1
         return self.inputs[-1].shape[-1 if self.task == "logits" else 0]
 
     def situation(self, name: str) -> Problem:
@@ -151,10 +153,10 @@ def project(hidden: Tensor, weight: Tensor, precision: str, native: bool) -> Ten
     """Logits in fp32 (fp64 for fp64 inputs).
 
     Args:
-        hidden, weight: one dtype, or the weight in fp32 already. precision: "input": 16-bit products are
-        rounded to 16 bits, "float32": they stay as they are. native: 16-bit operands enter a product that is
-        to be rounded to 16 bits. Otherwise they are raised and
-            the product is rounded: the same precision, also where a CPU has no fast 16-bit products.
+        hidden, weight: one dtype, or the weight in fp32 already.
+        precision: "input": 16-bit products are rounded to 16 bits; "float32": they stay as they are.
+        native: 16-bit operands enter a product that rounds to 16 bits. Otherwise they are raised and its
+            result is rounded: the same precision, also where a CPU has no fast 16-bit products.
     """
     dtype = hidden.dtype
     if dtype == torch.float64 or (native and precision == "input"):
@@ -194,7 +196,7 @@ def draw(
     device = torch.device(device)
     generator = torch.Generator(device).manual_seed(0)
     weight = torch.empty(0, 0, device=device)
-    if task == "logits":
+    if task in ("logits", "logprobs"):
         first = torch.empty(tokens, vocabulary, dtype=dtype, device=device)
         for rows in row_chunks(tokens, vocabulary, device):
             part = torch.randn(first[rows].shape, generator=generator, device=device)
@@ -207,7 +209,7 @@ def draw(
     logprobs = torch.empty(tokens, dtype=torch.float64, device=device)
     raised = weight.double()
     for rows in row_chunks(tokens, vocabulary, device):
-        logits = first[rows].double() if task == "logits" else first[rows].double() @ raised.t()
+        logits = first[rows].double() @ raised.t() if weight.numel() else first[rows].double()
         every = logits.log_softmax(-1)
         labels[rows] = torch.multinomial(every.exp(), 1, generator=generator).squeeze(1)
         logprobs[rows] = every.gather(1, labels[rows].unsqueeze(1)).squeeze(1)
@@ -225,7 +227,10 @@ def draw(
     noise = noise - ((noise * mask).sum(1) / mask.sum(1)).unsqueeze(1)
     log_ratio = noise + _DISTANCE * torch.where(beyond, sign, -sign).double().unsqueeze(1)
     logprobs = logprobs.view(shape)
-    inputs = (first.view(*shape, -1),) if task == "logits" else (first.view(*shape, -1), weight)
+    inputs = (first.view(*shape, -1), weight) if weight.numel() else (first.view(*shape, -1),)
+    if task == "logprobs":
+        inputs = (logprobs.to(dtype),)
+        logprobs = inputs[0].double()
     return Problem(
         task,
         inputs,
@@ -265,7 +270,7 @@ def realistic(
     groups = sequences // _GROUP
     rewards = torch.randn(groups, _GROUP, generator=generator)
     values = (rewards - rewards.mean(1, keepdim=True)) / rewards.std(1, keepdim=True)
-    # of some draws of that many groups the one whose tokens are nearest to that share
+    # of 64 draws of so many groups, the one whose share of tokens is nearest to what was asked for
     tokens = torch.tensor(sizes).view(groups, _GROUP).sum(1)
     draws = [
         torch.randperm(groups, generator=generator)[: round(without_variance * groups)] for _ in range(64)
@@ -320,8 +325,8 @@ def exact(problem: Problem) -> Answer:
     if problem.task == "scoring":
         return Answer(problem.logprobs, {})
     found, c = coefficients(problem, problem.logprobs)
-    if problem.task == "logits":
-        return Answer(found, {})
+    if problem.task in ("logits", "logprobs"):
+        return Answer(found, {"logprobs": c} if problem.task == "logprobs" else {})
     first, raised = problem.inputs[0].flatten(0, 1), problem.inputs[1].double()
     hidden = torch.zeros(first.shape, dtype=torch.float64, device=first.device)
     weight = torch.zeros_like(raised) if problem.trains_weight else None
@@ -343,6 +348,9 @@ def plain(problem: Problem, precision: str) -> tuple[Answer, Callable[[slice], T
         The answer but for dLogits, and those of some rows as a function of the slice.
     """
     first, *others = problem.inputs
+    if problem.task == "logprobs":
+        found, c = coefficients(problem, first)
+        return Answer(found, {"logprobs": c}), None
     rows_of, labels = first.flatten(0, 1), problem.labels.flatten()
     raised = others[0].detach().float().requires_grad_(problem.trains_weight) if others else None
 

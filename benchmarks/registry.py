@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-TASKS = ("logits", "hidden", "scoring", "training", "rows")
+TASKS = ("logits", "hidden", "logprobs", "scoring", "training", "rows")
 
 
 class Missing(Exception):
@@ -106,7 +106,7 @@ class Options:
 
 
 ORDER = (
-    *("logits", "hidden", "scoring", "large", "realistic", "step", "training", "memory"),
+    *("logits", "hidden", "logprobs", "scoring", "large", "realistic", "step", "training", "memory"),
     *("scaling", "fidelity", "traffic", "schedules", "rows", "trl_memory", "tuning"),
 )
 """In which suites run and are reported; others come last."""

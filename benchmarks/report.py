@@ -215,7 +215,7 @@ TEXTS: dict[str, Callable[[dict[str, Any]], str]] = {
 
 
 def wins(records: dict[str, dict[str, Any]]) -> list[str]:
-    """Where a contestant is faster than all of ours beside it, or as fast within the spread."""
+    """Where a contestant is faster than all of ours beside it."""
     found = []
     for name, record in records.items():
         for case in record.get("cases", []):
@@ -273,7 +273,7 @@ def _clean(ax: Any, axis: str) -> None:
 
 
 def main_cases(records: dict[str, dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """What the bars show: each suite's cases whose names end like this."""
+    """The cases that the bars show, by suite and the end of their names."""
     return [
         (records[name], case)
         for name, which in (
@@ -348,7 +348,7 @@ def plot_scaling(record: dict[str, Any], path: Path) -> None:
             ax.minorticks_off()
             low, high = ax.get_ylim()
             if high < 10 * low:
-                ax.set_ylim(low / 4, high * 4)  # what stays the same should look so
+                ax.set_ylim(low / 4, high * 4)  # a curve that stays the same should look flat
             ax.set_xlabel(sweep if sweep != "length" else "length (tokens fixed)", fontsize=9, color=INK)
             ax.set_title(what, loc="left", fontsize=10.5, color=INK)
             _clean(ax, "both")

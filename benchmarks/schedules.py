@@ -41,7 +41,7 @@ class Case:
         """The fastest schedule by name."""
         names = [name for name in self.seconds if name != "auto"]
         if self.sequences * self.length > self.chunk_rows:
-            names.remove("cached")  # takes more memory than was allowed
+            names.remove("cached")  # it takes more memory than was allowed
         return min(names, key=self.seconds.__getitem__)
 
     @property

@@ -53,7 +53,7 @@ class Step:
 
 
 def naive(problem: Problem, hidden: Tensor, weight: Tensor) -> Tensor:
-    """[B] losses: what the errors of a step are measured with, and against in fp64."""
+    """[B] losses in plain PyTorch, whose errors against fp64 decide what is allowed."""
     logits = gspo.project(hidden, weight, "input", native=False)
     return gspo.losses(problem, gspo.picked(logits, problem.labels))
 
@@ -73,7 +73,7 @@ class StepJudge:
         return (losses.detach(), *torch.autograd.grad(losses.mean(), leaves))
 
     def verdict(self, contestant: Contestant, loss: Tensor, gradients: tuple[Tensor, ...]) -> Verdict:
-        """Of the loss and of the parameter that is worst."""
+        """Judge the loss and the parameter that is worst."""
         found = {}
         for name, got, plain, exact in zip(
             ("loss", *self.names), (loss, *gradients), self.plain, self.exact, strict=True

@@ -52,7 +52,9 @@ def _case(
 ) -> Case:
     B, T, V, H = size
     make = _drawn(task, B, T, V, H, dtype, situation)
-    shape = shape_of(B, T, V, None if task == "logits" else H, dtype)
+    shape = shape_of(B, T, V, H or None, dtype)
+    if task == "logprobs":
+        del shape["V"]
     return Case(name, make, shape, wanted, floor or {}, floor_name, repeats)
 
 
@@ -110,6 +112,20 @@ def hidden(options: Options) -> dict[str, Any]:
     return {"cases": run_cases(cases, options)}
 
 
+@suite("logprobs", "Loss and gradient from log-probs")
+def logprobs(options: Options) -> dict[str, Any]:
+    """Everything but the log-probs: what a loss costs at least; a tiny batch and a usual one."""
+    sizes = {"tiny": (4, 16, 1000, 0), "64 sequences": (64, 1024, 64, 0)}
+    if options.tiny:
+        sizes = {"tiny": (2, 4, 50, 0)}
+    return {
+        "cases": run_cases(
+            [_case("logprobs", name, size, "fp32", (".*",), repeats=9) for name, size in sizes.items()],
+            options,
+        )
+    }
+
+
 @suite("scoring", "Log-probs from hidden states, no gradient")
 def scoring(options: Options) -> dict[str, Any]:
     """The floor is one product."""
@@ -125,7 +141,7 @@ def scoring(options: Options) -> dict[str, Any]:
 
 @suite("large", "Larger problems on a CPU", everything=False)
 def large(options: Options) -> dict[str, Any]:
-    """From logits and hidden states at thousands of tokens, or 152k words; minutes. A GPU's are large."""
+    """From logits and hidden states at thousands of tokens, or 152k words. For a CPU; it takes minutes."""
     sizes = ((8, 256, 32000, 512), (4, 256, 151936, 896))
     rows, small = (8, 128, 32000, 0), (4, 128, 8000, 256)
     if options.tiny:
@@ -205,7 +221,7 @@ def scaling(options: Options) -> dict[str, Any]:
     on_cpu = options.device.type == "cpu"
     dtype, H = ("fp32", 128) if on_cpu else ("bf16", 2048)
     if options.tiny:
-        # sizes of a sweep, then what stays: the vocabulary, (sequences, length), (tokens, vocabulary)
+        # by sweep its sizes, then what stays: the vocabulary, (sequences, length), (tokens, vocabulary)
         tokens, V, batch, vocabularies, total, lengths = (8, 16), 60, (4, 2), (50, 100), (32, 15), (8, 32)
         H = 8
     elif on_cpu:

@@ -8,7 +8,7 @@ from typing import Any
 
 Row = Sequence[str]
 PHASES = {"scoring": (), "training": ("rollout", "update")}
-"""Parts of a time, by task; forward and backward elsewhere."""
+"""The parts of a time, by task; for other tasks forward and backward."""
 
 
 def number(value: float | None, digits: int = 3) -> str:

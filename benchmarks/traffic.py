@@ -28,7 +28,7 @@ from benchmarks.problem import Problem
 from benchmarks.registry import Options, suite
 from benchmarks.tables import aligned, number
 
-# Views touch nothing; these operators neither, or only an element per row.
+# Views touch no memory. These operators touch none either, or only an element per row.
 _FREE = ("empty", "detach", "alias", "lift_fresh", "gather", "scatter")
 
 

@@ -251,6 +251,19 @@ def test_no_kernel_or_loss_switches_on_an_objectives_name():
             assert not re.search(rf"isinstance\([^)]*\b({names})\b|__name__ (==|in)", line), (path, line)
 
 
+def test_the_map_shows_every_folder_and_module():
+    """CONTRIBUTING.md names each folder, and each module beside the package's ``__init__.py``."""
+    shown = (ROOT / "CONTRIBUTING.md").read_text().partition("## Where things live")[2].partition("\n## ")[0]
+    shown = set(re.findall(r"[\w.]+/|\w+\.py", shown))
+    tops = ("gspo_kernels", "csrc", "benchmarks", "docs", "examples", "tests")
+    folders = [path for top in tops for path in (ROOT / top, *(ROOT / top).rglob("*/")) if path.is_dir()]
+    here = {f"{path.name}/" for path in folders if any(path.glob("*.*")) and path.name != "__pycache__"}
+    here |= {path.name for path in (ROOT / "gspo_kernels").glob("*.py")} - {"__init__.py"}
+    machines = {f"{path.name}/" for path in (ROOT / "benchmarks" / "results").iterdir()}
+    assert here - machines - shown == set()
+    assert {name for name in shown if name.endswith("/")} <= {f"{path.name}/" for path in folders}
+
+
 def test_the_changelog_has_a_section_for_this_version():
     assert f"\n## {gk.__version__}\n" in (ROOT / "CHANGELOG.md").read_text()
 

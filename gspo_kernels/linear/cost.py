@@ -74,7 +74,7 @@ class Shapes:
 
     @property
     def accumulator_bytes(self) -> int:
-        """Of dWeight's sum."""
+        """Bytes of the tensor that dWeight is summed in."""
         return self.vocabulary * self.width * self.accumulator_itemsize if self.trains_weight else 0
 
 

@@ -49,7 +49,7 @@ def shapes_of(call: Call, terms: Terms, needs: Needs) -> Shapes:
 
 
 class Run:
-    """One call at work."""
+    """One call: its chunks go through the schedules, which add up statistics and gradients."""
 
     def __init__(self, call: Call, terms: Terms, entropy: bool, needs: Needs, skip: bool):
         self.call, self.terms, self.skip = call, terms, skip

@@ -34,8 +34,8 @@ class ClipCov(Objective):
     Args:
         clip_low, clip_high: clip range below and above 1.
         clip_cov_ratio: how many of all tokens are drawn.
-        clip_cov_lb, clip_cov_ub: between which covariances.
-        seed: of the draw.
+        clip_cov_lb, clip_cov_ub: the covariances between which tokens are drawn.
+        seed: decides the draw.
     """
 
     clip_low: float = 0.2

@@ -31,8 +31,8 @@ class DPPO(Objective):
     the probabilities inside its KL, and clamps log-ratios to +-20; this does not.
 
     Args:
-        bound_low, bound_high: of the divergence, for either sign; 0.2 is verl's default for any method's clip
-            range, not a constant of the paper.
+        bound_low, bound_high: bounds of the divergence for A <= 0 and for A > 0; 0.2 is verl's default for
+            any method's clip range, not a constant of the paper.
         divergence: "tv" or "kl".
         max_ratio: bound of the ratio as a weight; 20 in verl's code, 3 from its config.
     """

@@ -28,9 +28,9 @@ class EGSW(Objective):
     also has one that weighs position by position.
 
     Args:
-        clip_low, clip_high, dual_clip: GRPO's.
+        clip_low, clip_high, dual_clip: as in GRPO.
         alpha: what a nat of entropy is worth in advantage; its default is ours.
-        temperature: of the softmax; its default is ours.
+        temperature: divides what the softmax is taken of; its default is ours.
     """
 
     clip_low: float = 0.2

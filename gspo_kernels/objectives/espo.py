@@ -22,7 +22,8 @@ class ESPO(GSPO):
 
     Args:
         clip_low, clip_high, dual_clip: as in GSPO; the defaults are the paper's.
-        elbo_kl_beta: weight of the quadratic KL; the paper's. 0 leaves it out and needs no ``ref_logprobs``.
+        elbo_kl_beta: weight of the quadratic KL; the default is the paper's. With 0 it is left out, and no
+            ``ref_logprobs`` are needed.
     """
 
     clip_low: float = 0.2

@@ -36,14 +36,18 @@ def widened(problem):
 def autograd(problem):
     wide = widened(problem)
     leaves = wide.leaves()
-    logits = leaves[0] if problem.task == "logits" else gspo.project(*leaves, "float32", native=True)
-    loss = gspo.losses(wide, gspo.picked(logits, wide.labels)).mean()
+    if problem.task == "logprobs":
+        logprobs = leaves[0]
+    else:
+        logits = leaves[0] if problem.task == "logits" else gspo.project(*leaves, "float32", native=True)
+        logprobs = gspo.picked(logits, wide.labels)
+    loss = gspo.losses(wide, logprobs).mean()
     wanted = [leaf for leaf in leaves if leaf.requires_grad]
     return loss, dict(zip(problem.names, torch.autograd.grad(loss, wanted), strict=False))
 
 
 @pytest.mark.parametrize("situation", (*gspo.SITUATIONS, "realistic"))
-@pytest.mark.parametrize("task", ("logits", "hidden"))
+@pytest.mark.parametrize("task", ("logits", "hidden", "logprobs"))
 def test_the_reference_is_that_of_autograd(task, situation):
     problem = real_problem(task) if situation == "realistic" else tiny_problem(task, situation)
     answer, (loss, gradients) = gspo.exact(problem), autograd(problem)
@@ -138,6 +142,13 @@ LOGITS = {
 }
 
 
+LOGPROBS = {
+    "gradient off by a millionth": ("logprobs", functools.partial(of_leaf, 0, lambda grad: grad * 1.000001)),
+    "one row lost": ("logprobs", functools.partial(of_leaf, 0, one_row_lost)),
+    "loss off": ("loss", lambda *to: honest(*to) + 1e-6),
+}
+
+
 def outcomes(task, calls, monkeypatch, problem, options=None, **about):
     monkeypatch.setattr(registry, "CONTESTANTS", {})
     for name, call in calls.items():
@@ -151,7 +162,7 @@ def outcomes(task, calls, monkeypatch, problem, options=None, **about):
     return {result["contestant"]: result for result in record["results"]}
 
 
-@pytest.mark.parametrize(("task", "wrong"), (("hidden", HIDDEN), ("logits", LOGITS)))
+@pytest.mark.parametrize(("task", "wrong"), (("hidden", HIDDEN), ("logits", LOGITS), ("logprobs", LOGPROBS)))
 @pytest.mark.parametrize("make", (tiny_problem, real_problem))
 def test_a_wrong_contestant_is_refused_its_time(task, wrong, make, monkeypatch):
     calls = {"honest": honest, **{name: call for name, (_, call) in wrong.items()}}
