@@ -41,6 +41,7 @@ CONTRACT = {
         f"bias {POLICY} {LOGITS} return_entropy logits_dtype max_chunk_bytes schedule skip_inactive "
         "objective backend",
     ),
+    "normalizer": ("objective loss_mask", "cu_seqlens lengths advantages group_ids"),
     "rollout_weights": ("old_logprobs rollout_logprobs", f"{LAYOUT} level reduce mode low high"),
     "advantages.group_normalized": ("rewards", "group_size group_ids scale eps"),
     "explain_schedule": ("hidden weight labels old_logprobs advantages", None),

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import torch
 
+from gspo_kernels.kernels.gradients import logprobs_and_grad, logprobs_backward
 from gspo_kernels.kernels.launch import INTERPRETED
-from gspo_kernels.kernels.logprobs import logprobs_and_grad, logprobs_backward, logprobs_forward
+from gspo_kernels.kernels.logprobs import logprobs_forward
 from gspo_kernels.kernels.scale import scale_
 from gspo_kernels.kernels.scoring import linear_logprobs_forward, linear_logprobs_unavailable
 from gspo_kernels.kernels.sequence_ratio import sequence_ratio_forward, sequence_ratio_step

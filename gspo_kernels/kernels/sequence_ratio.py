@@ -13,7 +13,6 @@ trace in the result.
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -28,6 +27,14 @@ from gspo_kernels.kernels.launch import (
     stats_type,
 )
 from gspo_kernels.kernels.rows import element, fold_row, joined, readable_width, row_pointer, row_slopes
+from gspo_kernels.kernels.sequences import (
+    SCRATCH_ROWS,
+    arrive,
+    reduce_batch,
+    reduce_sequence,
+    rows_of,
+    sequence_of,
+)
 from gspo_kernels.types import (
     METRICS,
     ClippedSequenceRatio,
@@ -40,243 +47,6 @@ from gspo_kernels.types import (
 _TOKENS_PER_BLOCK = 1024
 _SEQUENCES_PER_BLOCK = 256
 _STEP = Tile(_TOKENS_PER_BLOCK, 8)
-
-# Rows of the [8, sequences] fp64 scratch through which sequences reach the final reduction.
-_RATIO: tl.constexpr = tl.constexpr(0)
-_LOSS: tl.constexpr = tl.constexpr(1)
-_LENGTH: tl.constexpr = tl.constexpr(2)
-_COUNT: tl.constexpr = tl.constexpr(3)
-_LOG_RATIO: tl.constexpr = tl.constexpr(4)
-_LOW: tl.constexpr = tl.constexpr(5)
-_HIGH: tl.constexpr = tl.constexpr(6)
-_ACTIVE: tl.constexpr = tl.constexpr(7)
-_SCRATCH_ROWS = 8
-
-
-@triton.jit
-def _sequence_of(n, cu_seqlens_ptr, sequences):
-    """The sequence that holds row n: the last one that starts at or before it, which is never an empty
-    one.
-    """
-    low = sequences * 0
-    high = sequences
-    while high - low > 1:
-        middle = (low + high) // 2
-        after = tl.load(cu_seqlens_ptr + middle) <= n
-        low = tl.where(after, middle, low)
-        high = tl.where(after, high, middle)
-    return low
-
-
-@triton.jit
-def _arrive(counter_ptr):
-    """Publish what this program has written and count it; what programs counted before have written can then
-    be read.
-    """
-    tl.debug_barrier()
-    before = tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu")
-    tl.debug_barrier()
-    return before
-
-
-@triton.jit
-def _reduce_sequence(
-    sequence,
-    first,
-    last,
-    T,
-    labels_ptr,
-    old_ptr,
-    logprobs_ptr,
-    advantages_ptr,
-    weights_ptr,
-    lengths_ptr,
-    coefficients_ptr,
-    scratch_ptr,
-    sequences,
-    ignore_index,
-    log_low,
-    log_high,
-    log_dual,
-    labels_stride_b,
-    labels_stride_t,
-    old_stride_b,
-    old_stride_t,
-    advantages_stride,
-    weights_stride,
-    lengths_stride,
-    PACKED: tl.constexpr,
-    COUNT_TOKENS: tl.constexpr,
-    STATS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Ratio, loss, coefficient and clip flags of one sequence, from its rows' log-probs.
-
-    Sums and products are fp64, so that no intermediate overflows where the result doesn't; the clip decision
-    is taken on log s in the statistics' dtype, as everywhere else.
-    """
-    lanes = tl.arange(0, BLOCK)
-    counts = tl.zeros([BLOCK], tl.int32)
-    log_ratios = tl.zeros([BLOCK], tl.float64)
-    for start in range(first, last, BLOCK):
-        rows = start + lanes
-        if PACKED:
-            b = rows * 0
-            t = rows
-        else:
-            b = rows * 0 + sequence
-            t = rows - sequence * T
-        inside = rows < last
-        labels = tl.load(element(labels_ptr, b, t, labels_stride_b, labels_stride_t), mask=inside, other=0)
-        counted = inside & (labels.to(tl.int64) != ignore_index)
-        old = tl.load(element(old_ptr, b, t, old_stride_b, old_stride_t), mask=counted, other=0.0)
-        # Volatile, because other programs have written them during this launch.
-        new = tl.load(logprobs_ptr + rows, mask=counted, other=0.0, volatile=True)
-        log_ratios += tl.where(counted, new - old.to(STATS), 0.0).to(tl.float64)
-        counts += tl.where(counted, 1, 0)
-    count = tl.sum(counts, axis=0)
-    log_ratio = tl.sum(log_ratios, axis=0)
-
-    advantage = tl.load(advantages_ptr + sequence.to(tl.int64) * advantages_stride).to(STATS)
-    weight = tl.full([], 1.0, STATS)
-    if weights_ptr is not None:
-        weight = tl.load(weights_ptr + sequence.to(tl.int64) * weights_stride).to(STATS)
-    length = count.to(tl.float64)
-    if lengths_ptr is not None:
-        length = tl.load(lengths_ptr + sequence.to(tl.int64) * lengths_stride).to(tl.float64)
-
-    counts_at_all = count > 0
-    log_s = (log_ratio / tl.where(counts_at_all, length, 1.0)).to(STATS)
-    low = counts_at_all & (advantage < 0) & (log_s < log_low)
-    high = counts_at_all & (((advantage > 0) & (log_s > log_high)) | ((advantage < 0) & (log_s > log_dual)))
-    # The bound is selected before the exponential is taken, so that nothing is 0 * inf and NaN stays NaN.
-    bound = tl.where(low, log_low, tl.where(advantage > 0, log_high, log_dual))
-    bounded = tl.where(low | high, bound, log_s)
-    ratio = tl.exp(log_s.to(tl.float64))
-    scale = weight.to(tl.float64) * advantage.to(tl.float64)
-    idle = (counts_at_all == 0) | (advantage == 0) | (weight == 0)
-    loss = tl.where(idle, 0.0, -scale * tl.exp(bounded.to(tl.float64)))
-    coefficient = -scale * ratio
-    if COUNT_TOKENS:
-        loss = tl.where(idle, 0.0, loss * length)
-    else:
-        coefficient = coefficient / length
-    coefficient = tl.where(idle | low | high, 0.0, coefficient).to(STATS)
-
-    tl.store(coefficients_ptr + sequence, coefficient)
-    cell = scratch_ptr + sequence
-    stride = sequences.to(tl.int64)
-    tl.store(cell + _RATIO * stride, ratio)
-    tl.store(cell + _LOSS * stride, loss)
-    tl.store(cell + _LENGTH * stride, tl.where(counts_at_all, length, 0.0))
-    tl.store(cell + _COUNT * stride, count.to(tl.float64))
-    tl.store(cell + _LOG_RATIO * stride, log_ratio)
-    tl.store(cell + _LOW * stride, low.to(tl.float64))
-    tl.store(cell + _HIGH * stride, high.to(tl.float64))
-    tl.store(cell + _ACTIVE * stride, (coefficient != 0).to(tl.float64))
-
-
-@triton.jit
-def _column(scratch_ptr, row: tl.constexpr, indices, sequences):
-    """One row of the scratch for some sequences, 0 beyond the last."""
-    pointers = scratch_ptr + row * sequences.to(tl.int64) + indices
-    return tl.load(pointers, mask=indices < sequences, other=0.0, volatile=True)
-
-
-@triton.jit
-def _share(part, whole):
-    return part / tl.where(whole > 0, whole, 1.0)
-
-
-@triton.jit
-def _reduce_batch(
-    scratch_ptr,
-    sequences,
-    normalizer_ptr,
-    divisor_scale,
-    loss_ptr,
-    divisor_ptr,
-    metrics_ptr,
-    DIVISOR: tl.constexpr,
-    STATS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Loss, divisor and metrics, from the sequences' scratch."""
-    lanes = tl.arange(0, BLOCK)
-    ratios = tl.zeros([BLOCK], tl.float64)
-    least = tl.full([BLOCK], float("inf"), STATS)
-    most = tl.full([BLOCK], -float("inf"), STATS)
-    losses = tl.zeros([BLOCK], tl.float64)
-    lengths = tl.zeros([BLOCK], tl.float64)
-    counts = tl.zeros([BLOCK], tl.float64)
-    log_ratios = tl.zeros([BLOCK], tl.float64)
-    lows = tl.zeros([BLOCK], tl.int32)
-    highs = tl.zeros([BLOCK], tl.int32)
-    clipped_counts = tl.zeros([BLOCK], tl.float64)
-    actives = tl.zeros([BLOCK], tl.int32)
-    filled = tl.zeros([BLOCK], tl.int32)
-    for start in range(0, sequences, BLOCK):
-        indices = start + lanes
-        count = _column(scratch_ptr, _COUNT, indices, sequences)
-        some = count > 0
-        ratio = _column(scratch_ptr, _RATIO, indices, sequences)
-        low = _column(scratch_ptr, _LOW, indices, sequences)
-        high = _column(scratch_ptr, _HIGH, indices, sequences)
-        ratios += tl.where(some, ratio, 0.0)
-        least = tl.minimum(least, tl.where(some, ratio, float("inf")).to(STATS))
-        most = tl.maximum(most, tl.where(some, ratio, -float("inf")).to(STATS))
-        losses += _column(scratch_ptr, _LOSS, indices, sequences)
-        lengths += _column(scratch_ptr, _LENGTH, indices, sequences)
-        counts += count
-        log_ratios += _column(scratch_ptr, _LOG_RATIO, indices, sequences)
-        lows += low.to(tl.int32)
-        highs += high.to(tl.int32)
-        clipped_counts += count * (low + high)
-        actives += _column(scratch_ptr, _ACTIVE, indices, sequences).to(tl.int32)
-        filled += tl.where(some, 1, 0)
-
-    number = tl.sum(filled, axis=0).to(tl.float64)
-    length = tl.sum(lengths, axis=0)
-    tokens = tl.sum(counts, axis=0)
-    if normalizer_ptr is not None:
-        divisor = tl.load(normalizer_ptr).to(tl.float64)
-    elif DIVISOR == "sequences":
-        divisor = number
-    elif DIVISOR == "tokens":
-        divisor = length
-    else:
-        divisor = tl.full([], 1.0, tl.float64)
-    divisor = tl.where(divisor == 0, 1.0, divisor) * divisor_scale
-    tl.store(divisor_ptr, divisor.to(STATS))
-    tl.store(loss_ptr, (tl.sum(losses, axis=0) / divisor).to(STATS))
-
-    # In the order of types.METRICS.
-    mean = tl.sum(ratios, axis=0) / tl.where(number > 0, number, 1.0)
-    undefined = mean != mean
-    low_ratio = tl.where(undefined, mean, tl.min(least, axis=0))
-    high_ratio = tl.where(undefined, mean, tl.max(most, axis=0))
-    tl.store(metrics_ptr + 0, tl.where(number > 0, mean, 1.0).to(STATS))
-    tl.store(metrics_ptr + 1, tl.where(number > 0, low_ratio, 1.0).to(STATS))
-    tl.store(metrics_ptr + 2, tl.where(number > 0, high_ratio, 1.0).to(STATS))
-    tl.store(metrics_ptr + 3, _share(tl.sum(lows, axis=0), number).to(STATS))
-    tl.store(metrics_ptr + 4, _share(tl.sum(highs, axis=0), number).to(STATS))
-    tl.store(metrics_ptr + 5, _share(tl.sum(clipped_counts, axis=0), tokens).to(STATS))
-    tl.store(metrics_ptr + 6, _share(0.0 - tl.sum(log_ratios, axis=0), tokens).to(STATS))
-    tl.store(metrics_ptr + 7, _share(tl.sum(actives, axis=0), number).to(STATS))
-
-
-@triton.jit
-def _rows_of(sequence, cu_seqlens_ptr, N, T):
-    """The first row of a sequence, and the one after its last."""
-    if cu_seqlens_ptr is not None:
-        # Clamped: cu_seqlens whose values nobody has checked may give nonsense, but no address outside the
-        # rows.
-        first = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + sequence), 0), N)
-        last = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + sequence + 1), first), N)
-    else:
-        first = sequence * T
-        last = first + T
-    return first, last
 
 
 @row_kernel
@@ -341,7 +111,7 @@ def sequence_ratio_kernel(
         b = n // T
         t = n - b * T
         if cu_seqlens_ptr is not None:
-            sequence = _sequence_of(n, cu_seqlens_ptr, sequences)
+            sequence = sequence_of(n, cu_seqlens_ptr, sequences)
         else:
             sequence = b
         label = tl.load(element(labels_ptr, b, t, labels_stride_b, labels_stride_t)).to(tl.int64)
@@ -374,9 +144,9 @@ def sequence_ratio_kernel(
         tl.store(logprobs_ptr + n, tl.where(counted, logp, 0.0))
         tl.store(lse_ptr + n, tl.where(counted, joined(base, rest, lse_ptr.dtype.element_ty), 0.0))
 
-    first, last = _rows_of(sequence, cu_seqlens_ptr, N, T)
-    if _arrive(counters_ptr + sequence) == last - first:
-        _reduce_sequence(
+    first, last = rows_of(sequence, cu_seqlens_ptr, N, T)
+    if arrive(counters_ptr + sequence) == last - first:
+        reduce_sequence(
             sequence,
             first,
             last,
@@ -406,8 +176,8 @@ def sequence_ratio_kernel(
             STATS,
             TOKENS_PER_BLOCK,
         )
-        if _arrive(counters_ptr + sequences) == sequences - 1:
-            _reduce_batch(
+        if arrive(counters_ptr + sequences) == sequences - 1:
+            reduce_batch(
                 scratch_ptr,
                 sequences,
                 normalizer_ptr,
@@ -458,8 +228,8 @@ def sequence_step_kernel(
 ):
     """One sequence whose log-probs are given, computed in fp64; the module's docstring says how."""
     sequence = tl.program_id(0)
-    first, last = _rows_of(sequence, cu_seqlens_ptr, N, T)
-    _reduce_sequence(
+    first, last = rows_of(sequence, cu_seqlens_ptr, N, T)
+    reduce_sequence(
         sequence,
         first,
         last,
@@ -489,8 +259,8 @@ def sequence_step_kernel(
         tl.float64,
         TOKENS_PER_BLOCK,
     )
-    if _arrive(counter_ptr) == sequences - 1:
-        _reduce_batch(
+    if arrive(counter_ptr) == sequences - 1:
+        reduce_batch(
             scratch_ptr,
             sequences,
             normalizer_ptr,
@@ -552,7 +322,7 @@ def sequence_ratio_step(
         step.loss,
         step.divisor,
         step.metrics,
-        torch.empty(_SCRATCH_ROWS * sequences, dtype=torch.float64, device=logprobs.device),
+        torch.empty(SCRATCH_ROWS * sequences, dtype=torch.float64, device=logprobs.device),
         torch.zeros(1, dtype=torch.int32, device=logprobs.device),
         B * T,
         T,
@@ -628,7 +398,7 @@ def sequence_ratio_forward(
         stats.loss,
         stats.divisor,
         stats.metrics,
-        torch.empty(_SCRATCH_ROWS * sequences, dtype=torch.float64, device=logits.device),
+        torch.empty(SCRATCH_ROWS * sequences, dtype=torch.float64, device=logits.device),
         torch.zeros(sequences + 1, dtype=torch.int32, device=logits.device),
         B * T,
         T,
