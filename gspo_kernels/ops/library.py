@@ -169,27 +169,39 @@ def _isolated(implementation: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+_REDUCTIONS = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
+
+
 @contextlib.contextmanager
 def _exact_matmul(device: str) -> Iterator[None]:
+    """CUDA's products in fp32 where they say so, whatever the caller has set by the old switches or the new.
+
+    ``fp32_precision`` is the new one for what ``allow_tf32`` and ``set_float32_matmul_precision`` set, which
+    can't be read any more once it was used.
+    """
     if device != "cuda":
         yield
         return
     matmul = torch.backends.cuda.matmul
-    before = (
-        matmul.allow_tf32,
-        matmul.allow_bf16_reduced_precision_reduction,
-        matmul.allow_fp16_reduced_precision_reduction,
-    )
-    matmul.allow_tf32 = False
-    matmul.allow_bf16_reduced_precision_reduction = matmul.allow_fp16_reduced_precision_reduction = False
+    precision = matmul.fp32_precision
+    reductions = {name: _reduction(name) for name in _REDUCTIONS}
+    matmul.fp32_precision = "ieee"
+    for name in _REDUCTIONS:
+        setattr(matmul, name, False)
     try:
         yield
     finally:
-        (
-            matmul.allow_tf32,
-            matmul.allow_bf16_reduced_precision_reduction,
-            matmul.allow_fp16_reduced_precision_reduction,
-        ) = before
+        matmul.fp32_precision = precision
+        for name, value in reductions.items():
+            setattr(matmul, name, value)
+
+
+def _reduction(name: str) -> bool | tuple[bool, bool]:
+    """A setting of 16-bit sums, with that of split sums beside it where this PyTorch has one."""
+    matmul = torch.backends.cuda.matmul
+    alone: bool = getattr(matmul, name)
+    split = getattr(matmul, f"{name}_split_k", None)
+    return alone if split is None else (alone, split)
 
 
 def checked_values(device: torch.device) -> bool:
