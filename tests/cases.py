@@ -427,6 +427,8 @@ def expect(case: Case, objective: Any, dtype: torch.dtype | None = torch.float64
         entropy=entropy if case.wants_entropy else None,
         **case.terms,
     )
+    # where no token counts no input has been looked at
+    loss = loss + sum(leaf[:0].sum() for leaf in leaves.values())
     between = {"logprobs": logprobs} if entropy is None else {"logprobs": logprobs, "entropy": entropy}
     between = {name: value for name, value in between.items() if value.requires_grad}
     grads = torch.autograd.grad(
@@ -457,7 +459,7 @@ def neighbour(case: Case, draw: int) -> Case:
         return (value.double() * (1 + noise / 64)).to(value.dtype)
 
     there = replace(case, inputs={name: moved(value) for name, value in case.inputs.items()})
-    change = (_logprobs(there) - _logprobs(case)).nan_to_num(0.0, 0.0, 0.0)
+    change = (true_logprobs(there) - true_logprobs(case)).nan_to_num(0.0, 0.0, 0.0)
 
     def along(value: Any) -> Any:
         return (value.double() + change).to(value.dtype) if isinstance(value, Tensor) else value
@@ -466,7 +468,7 @@ def neighbour(case: Case, draw: int) -> Case:
     return replace(there, old_logprobs=along(case.old_logprobs), terms=terms)
 
 
-def _logprobs(case: Case) -> Tensor:
+def true_logprobs(case: Case) -> Tensor:
     """What the case's log-probs are in fp64, 0 where not counted."""
     inputs = {name: value.detach().double() for name, value in case.inputs.items()}
     if case.kind == "logprobs":

@@ -60,10 +60,11 @@ def token_logprobs(
             z = z / temperature
         logp = torch.log_softmax(z, dim=-1)
         chosen = logp.gather(-1, sequence.pick(labels).long().unsqueeze(-1)).squeeze(-1)
+        possible = logp.masked_fill(logp == -math.inf, 0.0)  # p log p is 0 where p is
         here = torch.zeros_like(counted)
         here[sequence.where] = sequence.counted
         logprobs = logprobs.masked_scatter(here, chosen)
-        entropy = entropy.masked_scatter(here, -(logp.exp() * logp).sum(-1))
+        entropy = entropy.masked_scatter(here, -(logp.exp() * possible).sum(-1))
     return logprobs, entropy
 
 
