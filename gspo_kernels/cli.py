@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         {"train": _train, "demo": _demo, "doctor": _doctor}[command](arguments[1:])
     except KeyboardInterrupt:
-        print("\ninterrupted; --resume goes on from the last checkpoint", file=sys.stderr)
+        print("\ninterrupted; --resume goes on from the last checkpoint, if there is one", file=sys.stderr)
         return 130
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("gspo_kernels"):
@@ -89,10 +89,11 @@ def _demo(arguments: list[str]) -> None:
     chosen = parser.parse_args(arguments)
     config = demo.make_config(chosen.output, seed=chosen.seed, steps=chosen.steps)
     if not chosen.resume:
-        RunDirectory(chosen.output).refuse_a_run(overwrite=chosen.overwrite)
-        print(f"making a tiny model, its tokenizer and its tasks in {chosen.output}", flush=True)
-        _quiet_transformers()
-        demo.prepare(chosen.output, seed=chosen.seed)
+        with RunDirectory(chosen.output) as directory:
+            directory.claim(overwrite=chosen.overwrite, others=("base", "train.jsonl", "held_out.jsonl"))
+            print(f"making a tiny model, its tokenizer and its tasks in {chosen.output}", flush=True)
+            _quiet_transformers()
+            demo.prepare(chosen.output, seed=chosen.seed)
     _run(config, resume=chosen.resume, overwrite=chosen.overwrite)
 
 

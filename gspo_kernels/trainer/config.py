@@ -286,7 +286,7 @@ class TrainConfig(Section):
     reward: tuple[str, ...] = option(
         (), "reward function, 'module:function' or 'file.py:function', with '(name=value)'; may be repeated"
     )
-    reward_weights: tuple[float, ...] | None = option(None, "one weight for each reward; all 1 if not given")
+    reward_weights: tuple[Finite, ...] | None = option(None, "one weight for each reward; all 1 if not given")
     reward_timeout: Positive | None = option(600.0, "seconds that a reward may take; none: no limit")
     reward_process: bool = option(
         False, "call every reward function in a process of its own, which can be stopped whatever it does"
@@ -298,7 +298,7 @@ class TrainConfig(Section):
         "group", "what group_normalized divides by: the 'group' or 'batch' deviation, or 'none'"
     )
     output: str = option("runs/gspo", "directory for metrics, checkpoints, the plot and the trained model")
-    seed: int = option(0, "seed of every random choice")
+    seed: Natural = option(0, "seed of every random choice")
     threads: Count | None = option(None, "PyTorch's CPU threads; for a tiny model 1 may be quickest")
     log_every: Count = option(10, "steps between two lines of output where there is no terminal")
     show_samples: Natural = option(3, "completions shown with their rewards after each evaluation")

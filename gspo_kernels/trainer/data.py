@@ -120,18 +120,21 @@ def check_rows(rows: Rows, name: str) -> None:
     if len(rows) == 0:
         raise DataError(f"{name} is empty: it has no prompts")
     for number, row in enumerate(rows, start=1):
-        prompt, place = row.get("prompt"), f"{name}, row {number}"
+        place = f"{name}, row {number}"
         if "prompt" not in row:
             columns = f"({', '.join(map(repr, row)) or 'none'}); data.prompt_column says which one it is"
             raise DataError(f"{place}: no 'prompt' among the columns {columns}")
         if taken := [repr(column) for column in RESERVED if column in row]:
             why = "because reward functions get an argument of that name"
             raise DataError(f"{place}: a column must not be called {', '.join(taken)}, {why}")
-        if isinstance(prompt, list) and prompt and all(map(_is_message, prompt)):
-            continue
-        if not isinstance(prompt, str) or not prompt:
+        prompt = row["prompt"]
+        messages = isinstance(prompt, list) and prompt and all(map(_is_message, prompt))
+        if not messages and not (isinstance(prompt, str) and prompt):
             wanted = "non-empty text, or a list of messages with a text as 'role' and as 'content'"
             raise DataError(f"{place}: 'prompt' must be {wanted}, got {prompt!r:.80}")
+        texts = [message["content"] for message in prompt] if messages else [prompt]
+        if any(re.search("[\ud800-\udfff]", text) for text in texts):
+            raise DataError(f"{place}: 'prompt' holds half of a surrogate pair, which is no character")
 
 
 def _is_message(message: Any) -> bool:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import signal
 import time
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from gspo_kernels.trainer.recipes.samples import Sampler
 from gspo_kernels.trainer.rewards import RewardFunction, RewardSet
 from gspo_kernels.trainer.rollout import RolloutEngine, Sampling, TransformersEngine
 from gspo_kernels.trainer.rows.experience import Experience
-from gspo_kernels.trainer.run.checkpoint import random_state, set_random_state
+from gspo_kernels.trainer.run.checkpoint import fingerprints, random_state, set_random_state
 from gspo_kernels.trainer.run.files import RunDirectory
 from gspo_kernels.trainer.run.input_errors import ConfigError, ModelError, RunDirectoryError
 from gspo_kernels.trainer.run.metrics import Record
@@ -84,7 +84,9 @@ class GSPOTrainer:
         )
         check_processes(self.accelerator)
         self.run = Run(config, self.accelerator)
-        self.model, policy, reference, mode, self.fingerprint = make_policies(model, config, self.accelerator)
+        self.model, policy, reference, mode, self.fingerprint = make_policies(
+            model, self.tokenizer, config, self.accelerator
+        )
         self.updater = PolicyUpdater(
             self.accelerator, policy, config, reference=reference, reference_mode=mode
         )
@@ -127,39 +129,45 @@ class GSPOTrainer:
         """Run to the configured number of steps; return the metrics of the last evaluation.
 
         Writes ``config.yaml``, ``metrics.jsonl``, ``checkpoints/``, ``progress.png`` and the trained
-        ``model/`` into the output directory. SIGTERM ends the run after the step in progress, with a
-        checkpoint and `SystemExit`.
+        ``model/`` into the output directory. SIGTERM, or Ctrl-C once, ends the run after the step in
+        progress, with a checkpoint and `SystemExit`.
         """
         config, run = self.config, self.run
-        state = run.start(resume=resume, overwrite=overwrite)
-        if state is None:
-            set_seed(config.seed, device_specific=True)
-        else:
-            self.load_state_dict(state)
-        run.begin(self.step, state is not None, {"training": self.train_prompts, "eval": self.eval_prompts})
-        with run.display, noted() as terminated:
-            if self.step == 0:
-                run.report(0, self.evaluate())
-            while self.step < config.update.steps:
-                self.step += 1
-                started = time.monotonic()
-                experience, metrics = self.rollout()
-                sampled = time.monotonic()
-                metrics |= self.recipe.update(experience, self.step)
-                metrics |= speed(experience, started, sampled, time.monotonic())
-                last = self.step == config.update.steps
-                if last or self.step % config.evaluation.every == 0:
-                    metrics |= self.evaluate()
-                run.report(self.step, metrics)
-                if last or "eval/greedy_accuracy" in metrics:
-                    run.display.samples(self.step, self.recipe.shown)
-                stop = any(gather_object([terminated.is_set()]))
-                if last or stop or self.step % config.checkpoint.every == 0:
-                    run.save(self.step, self.state_dict())
-                if stop and not last:
-                    run.display.line(f"terminated after step {self.step}; --resume goes on from there")
-                    raise SystemExit(128 + signal.SIGTERM)
-        return run.finish(self.step, self.model, self.tokenizer, self.updater.policy)
+        with run.directory:
+            state = run.start(resume=resume, overwrite=overwrite)
+            if state is None:
+                set_seed(config.seed, device_specific=True)
+            else:
+                self.load_state_dict(state)
+            prompts = {"training": self.train_prompts, "eval": self.eval_prompts}
+            run.begin(self.step, state is not None, prompts)
+            with run.display, noted() as signals:
+                if self.step == 0:
+                    run.report(0, self.evaluate())
+                while self.step < config.update.steps:
+                    self._take_step(signals)
+            return run.finish(self.step, self.model, self.tokenizer, self.updater.policy)
+
+    def _take_step(self, signals: Sequence[int]) -> None:
+        config, run = self.config, self.run
+        self.step += 1
+        started = time.monotonic()
+        experience, metrics = self.rollout()
+        sampled = time.monotonic()
+        metrics |= self.recipe.update(experience, self.step)
+        metrics |= speed(experience, started, sampled, time.monotonic())
+        last = self.step == config.update.steps
+        if last or self.step % config.evaluation.every == 0:
+            metrics |= self.evaluate()
+        run.report(self.step, metrics)
+        if last or "eval/greedy_accuracy" in metrics:
+            run.display.samples(self.step, self.recipe.shown)
+        stop = max(gather_object([max(signals, default=0)]))
+        if last or stop or self.step % config.checkpoint.every == 0:
+            run.save(self.step, self.state_dict())
+        if stop and not last:
+            run.display.line(f"ended after step {self.step}; --resume goes on from there")
+            raise SystemExit(128 + stop)
 
     @torch.no_grad()
     def rollout(self) -> tuple[Experience, dict[str, float]]:
@@ -189,11 +197,16 @@ class GSPOTrainer:
         set_random_state(state)
         return metrics
 
+    @cached_property
+    def fingerprints(self) -> dict[str, str]:
+        """What must be the same when the run goes on."""
+        return fingerprints(self.model.config, self.tokenizer, self.train_prompts)
+
     def state_dict(self) -> dict[str, Any]:
         """Return everything that going on needs; all processes must call it."""
         return {
             "step": self.step,
-            "prompts": len(self.train_prompts.tokens),
+            "fingerprints": self.fingerprints,
             "updater": self.updater.state_dict(),
             "recipe": self.recipe.state_dict(),
             "fingerprint": self.fingerprint,
@@ -204,11 +217,9 @@ class GSPOTrainer:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` returned; a `RunDirectoryError` says why that cannot be."""
         path = self.run.directory.path
-        if state["prompts"] != len(self.train_prompts.tokens):
-            raise RunDirectoryError(
-                f"the training dataset has {len(self.train_prompts.tokens)} prompts, but the run "
-                f"in {path} was started with {state['prompts']}"
-            )
+        for what, found in self.fingerprints.items():
+            if state["fingerprints"][what] != found:
+                raise RunDirectoryError(f"{what} is another one than the run in {path} was started with")
         begun, now = state["fingerprint"], self.fingerprint
         if begun is not None and now is not None and abs(begun - now) > 1e-6 * begun:
             raise RunDirectoryError(

@@ -27,6 +27,7 @@ from gspo_kernels.trainer.config import TrainConfig, UpdateConfig
 from gspo_kernels.trainer.policy import Policy
 from gspo_kernels.trainer.rollout import sampling_mismatch
 from gspo_kernels.trainer.rows.experience import Experience, micro_batches
+from gspo_kernels.trainer.run.input_errors import RunDirectoryError
 from gspo_kernels.trainer.run.processes import is_sharded, shard_again
 
 Metrics = dict[str, float]
@@ -166,7 +167,18 @@ class PolicyUpdater:
         return {"weights": weights, "optimizer": optimizer, "updates": self.scheduler.last_epoch}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned, into any number of processes."""
+        """Restore what `state_dict` returned, into any number of processes; refuse that of another model."""
+        model = self.accelerator.unwrap_model(self.policy)
+        own = {name: tensor.shape for name, tensor in model.state_dict().items()}
+        trained = {name for name, p in model.named_parameters() if p.requires_grad}
+        saved = {name: tensor.shape for name, tensor in state["weights"].items()}
+        wrong = {*(trained - saved.keys()), *(name for name in saved if own.get(name) != saved[name])}
+        if wrong:
+            name = min(wrong)
+            raise RunDirectoryError(
+                f"the checkpoint is of another model: it holds {name} as {saved.get(name, 'nothing')}, the "
+                f"model as {own.get(name, 'nothing')}"
+            )
         set_state_dict(
             self.policy,
             self.optimizer.optimizer,

@@ -120,6 +120,9 @@ def test_a_configuration_file(tmp_path, llama, jsonl, reward_file):
         ({"--update.learning_rate": "quick"}, ["update.learning_rate", "'quick'"]),
         ({"--rollout.max-new-tokens": "64"}, ["leaves no room for a prompt"]),
         ({"--rollout.max-new-tokens": "61"}, ["row 4", "leaves room for 3"]),
+        ({"--model": "nodir"}, ["model 'nodir'", "cannot be loaded", "there is no such directory"]),
+        ({"--model": "./no/dir"}, ["./no/dir", "there is no such directory"]),
+        ({"--update.minibatches": "-1"}, ["update.minibatches", "at least 1"]),
         ({"--model": None}, ["model is missing"]),
         ({"--dataset": None}, ["dataset is missing"]),
         ({"--reward": None}, ["reward is missing"]),
@@ -138,6 +141,51 @@ def test_errors_are_one_line_that_says_what_to_change(
     assert message.startswith("gspo train: error: ")
     for word in words:
         assert word in message
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("cut", ["cannot be loaded", "llama"]),
+        ("nan", ["model.norm.weight", "not finite"]),
+        ("surrogate", ["prompts.jsonl, row 2", "half of a surrogate pair"]),
+        ("seed", ["seed must be at least 0, got '-1'"]),
+        ("exit", ["reward function odd raised SystemExit(0)", "my_rewards.py, line 3"]),
+    ],
+)
+def test_what_gave_a_traceback_is_one_line(tmp_path, llama, jsonl, reward_file, fault, words, capsys):
+    line = options(llama, jsonl, reward_file, tmp_path / "run")
+    weights = llama / "model.safetensors"
+    if fault == "cut":
+        weights.write_bytes(weights.read_bytes()[:-1000])
+    elif fault == "nan":
+        from transformers import LlamaForCausalLM
+
+        model = LlamaForCausalLM.from_pretrained(llama)
+        with torch.no_grad():
+            model.model.norm.weight[0] = torch.nan
+        model.save_pretrained(llama)
+    elif fault == "surrogate":
+        lines = jsonl.read_text().splitlines()
+        lines[1] = lines[1].replace('"prompt": "', '"prompt": "\\ud800')
+        jsonl.write_text("\n".join(lines))
+    elif fault == "seed":
+        line += ["--seed", "-1"]
+    else:
+        reward_file.write_text("import sys\ndef odd(**columns):\n    sys.exit(0)\n")
+    assert cli.main(["train", *line]) == 1
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert message.startswith("gspo train: error: ")
+    for word in words:
+        assert word in message
+
+
+def test_the_demonstration_writes_over_nothing_of_others(tmp_path, capsys):
+    (tmp_path / "train.jsonl").write_text("mine")
+    for flags in ([], ["--overwrite"]):
+        assert cli.main(["demo", "--output", str(tmp_path), "--steps", "1", *flags]) == 1
+        assert "holds train.jsonl, and no run wrote that" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["train.jsonl"]
 
 
 def test_a_killed_run_resumes_to_the_same_weights(tmp_path, llama, jsonl, reward_file):

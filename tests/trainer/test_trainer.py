@@ -1,5 +1,6 @@
 """Whole runs of a tiny model: what they write, resuming bit for bit, what is refused before a loss."""
 
+import copy
 import json
 import math
 
@@ -9,7 +10,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gspo_kernels.trainer import GSPOTrainer
 from gspo_kernels.trainer.run.files import RunDirectory
-from gspo_kernels.trainer.run.input_errors import ConfigError, DataError, InputError, ModelError, RewardError
+from gspo_kernels.trainer.run.input_errors import (
+    ConfigError,
+    DataError,
+    InputError,
+    ModelError,
+    RewardError,
+    RunDirectoryError,
+)
 from gspo_kernels.trainer.run.metrics import read_metrics
 from gspo_kernels.trainer.run.run import Run
 from tests.trainer.conftest import make_accelerator, small_config, tiny_qwen3
@@ -135,7 +143,7 @@ def test_a_run_can_be_made_longer_but_not_changed(tmp_path, tokenizer, rows, rew
         trainer(update={"steps": 2}).train(resume=True)
     with pytest.raises(ConfigError, match=r"update\.learning_rate"):
         trainer(update={"steps": 3, "learning_rate": 0.1}).train(resume=True)
-    with pytest.raises(InputError, match=r"has 5 prompts.* with 6"):
+    with pytest.raises(InputError, match="the training dataset is another one"):
         make_trainer(tokenizer, rows[:5], reward, small_config(tmp_path)).train(resume=True)
     assert (tmp_path / "metrics.jsonl").read_text() == finished
 
@@ -353,3 +361,41 @@ def test_a_run_that_needs_its_first_weights_does_not_go_on_with_others(
     with pytest.raises(InputError, match="other weights than the one"):
         make_trainer(tokenizer, rows, reward, longer, model=tiny_qwen3(tokenizer, seed=1)).train(resume=True)
     make_trainer(tokenizer, rows, reward, longer).train(resume=True)
+
+
+def test_a_run_goes_on_with_its_own_model_tokenizer_and_data_only(tmp_path, tokenizer, rows, reward):
+    """Files may move, so contents are compared: as many rows with other texts, a layer more, another word."""
+    config = small_config(tmp_path, update={"steps": 2})
+    make_trainer(tokenizer, rows, reward, config).train()
+    before = (tmp_path / "metrics.jsonl").read_text()
+    longer = small_config(tmp_path, update={"steps": 3})
+    other_words = copy.deepcopy(tokenizer)
+    other_words.chat_template = "{{ messages }}"
+    for changes, what in (
+        ({"model": tiny_qwen3(tokenizer, num_hidden_layers=4)}, "the model's configuration"),
+        ({"tokenizer": other_words}, "the tokenizer"),
+        ({"train_dataset": [row | {"letter": "z"} for row in rows]}, "the training dataset"),
+    ):
+        with pytest.raises(RunDirectoryError, match=f"{what} is another one"):
+            make_trainer(tokenizer, rows, reward, longer, **changes).train(resume=True)
+    assert (tmp_path / "metrics.jsonl").read_text() == before
+    make_trainer(tokenizer, rows, reward, longer).train(resume=True)
+
+
+def test_dropout_of_a_model_in_training_mode_confuses_nobody(tmp_path, tokenizer, rows, reward):
+    model = tiny_qwen3(tokenizer, attention_dropout=0.5).train()
+    make_trainer(tokenizer, rows, reward, small_config(tmp_path), model=model)
+
+
+def test_weights_and_words_that_cannot_be_trained_are_named(tmp_path, tokenizer, rows, reward):
+    broken = tiny_qwen3(tokenizer)
+    with torch.no_grad():
+        broken.model.layers[1].mlp.up_proj.weight[3, 4] = torch.nan
+    larger = copy.deepcopy(tokenizer)
+    larger.add_tokens(["one more"])
+    for changes, words in (
+        ({"model": broken}, "weight model.layers.1.mlp.up_proj.weight holds numbers that are not finite"),
+        ({"tokenizer": larger}, "the tokenizer has 259 tokens, and the model embeds only 258 of them"),
+    ):
+        with pytest.raises(ModelError, match=words):
+            make_trainer(tokenizer, rows, reward, small_config(tmp_path), **changes)

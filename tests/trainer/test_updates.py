@@ -11,7 +11,7 @@ from gspo_kernels.trainer.config import TrainConfig, UpdateConfig, trainable_obj
 from gspo_kernels.trainer.policy import Policy
 from gspo_kernels.trainer.rows.experience import Experience
 from gspo_kernels.trainer.run.config_file import from_mapping
-from gspo_kernels.trainer.run.input_errors import ConfigError
+from gspo_kernels.trainer.run.input_errors import ConfigError, RunDirectoryError
 from gspo_kernels.trainer.updates import PolicyUpdater, learning_rate_factor, outer_count
 from tests.draws import shifted_seed
 from tests.trainer.conftest import make_accelerator, tiny_qwen3
@@ -408,3 +408,15 @@ def test_minibatches_without_a_gradient_do_not_dilute_the_metrics(tokenizer, nam
     for key in ("loss", "entropy", "ratio/mean", "ratio/min", "grad_norm"):
         assert metrics[key] == metrics[f"minibatch_{number}/{key}"]
     assert metrics["entropy"] > 4 and metrics["loss"] != 0
+
+
+@pytest.mark.parametrize(
+    "changes", [{"num_hidden_layers": 3}, {"num_hidden_layers": 1}, {"intermediate_size": 64}]
+)
+def test_the_state_of_another_model_is_refused_by_name(tokenizer, changes):
+    updater = make_updater(tokenizer, make_config())
+    before = [p.clone() for p in updater.policy.parameters()]
+    other = make_updater(tokenizer, make_config(), model=tiny_qwen3(tokenizer, **changes)).state_dict()
+    with pytest.raises(RunDirectoryError, match=r"another model: it holds model\.model\.layers\..*as "):
+        updater.load_state_dict(other)
+    assert all(torch.equal(a, b) for a, b in zip(before, updater.policy.parameters(), strict=True))

@@ -113,8 +113,8 @@ class ListFunction:
             ) from error
         except RewardError:
             raise
-        except Exception as error:
-            raise RewardError(f"{self.what} raised {error!r}{place_of(error)}") from error
+        except (Exception, SystemExit) as error:
+            raise RewardError(f"{self.what} raised {error!r}{place_of(error, self.inner)}") from error
         if hasattr(values, "tolist"):  # a tensor, or an array of numpy
             values = values.tolist()
         if not isinstance(values, Sequence) or isinstance(values, str):

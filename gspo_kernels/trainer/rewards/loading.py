@@ -49,10 +49,14 @@ def wants_own_process(function: RewardFunction) -> bool:
     return bool(getattr(inner, "own_process", False))
 
 
-def place_of(error: BaseException) -> str:
-    """Return `` (file, line n)``, where an exception was raised."""
+def place_of(error: BaseException, function: Any) -> str:
+    """Return `` (file, line n)``: the function's own last line, and where it called others the one below."""
+    inner = function.func if isinstance(function, functools.partial) else function
+    code = getattr(inner, "__code__", None) or getattr(type(inner).__call__, "__code__", None)
     frames = traceback.extract_tb(error.__traceback__)
-    return f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+    own = [frame for frame in frames if code is not None and frame.filename == code.co_filename]
+    places = [f"{frame.filename}, line {frame.lineno}" for frame in (*own[-1:], *frames[-1:])]
+    return f" ({', below it '.join(dict.fromkeys(places))})" if places else ""
 
 
 def _options(text: str, spec: str) -> dict[str, Any]:

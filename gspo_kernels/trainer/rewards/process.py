@@ -87,8 +87,8 @@ def serve(requests: io.BufferedReader, answers: IO[bytes]) -> None:
                 values = function(**request)
                 values = asyncio.run(values) if inspect.iscoroutine(values) else values
             message = pickle.dumps((True, values))
-        except Exception as error:
-            message = pickle.dumps((False, f"raised {error!r}{place_of(error)}"))
+        except (Exception, SystemExit) as error:
+            message = pickle.dumps((False, f"raised {error!r}{place_of(error, function)}"))
         answers.write(message)
         answers.flush()
 

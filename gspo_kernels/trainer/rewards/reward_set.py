@@ -78,6 +78,8 @@ class RewardSet:
             raise RewardError("no reward function was given")
         if weights is not None and len(weights) != len(functions):
             raise RewardError(f"got {len(weights)} reward weights for {len(functions)} reward functions")
+        if weights is not None and not all(map(math.isfinite, weights)):
+            raise RewardError(f"reward weights must be finite numbers, got {list(weights)}")
         limits = list(timeouts) if isinstance(timeouts, Sequence) else [timeouts] * len(functions)
         if len(limits) != len(functions):
             raise RewardError(f"got {len(limits)} timeouts for {len(functions)} reward functions")
@@ -126,5 +128,13 @@ class RewardSet:
             for name in self.functions
         }
         weighted = torch.stack([self.weights[name] * values for name, values in by_name.items()])
+        sums = {f"reward function {name}": values for name, values in zip(by_name, weighted, strict=True)}
+        for what, values in {**sums, f"the sum of {', '.join(by_name)}": weighted.nansum(0)}.items():
+            if values.isinf().any():
+                place = int(values.isinf().nonzero()[0])
+                raise RewardError(
+                    f"{what} gives completion {place} with its weight a reward beyond the range of fp32 "
+                    f"(prompt {prompts[place]!r:.200}, completion {completions[place]!r:.200})"
+                )
         total = torch.where(weighted.isnan().all(0), torch.nan, weighted.nansum(0))
         return Rewards(total, by_name, self.weights)

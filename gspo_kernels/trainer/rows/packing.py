@@ -85,11 +85,9 @@ def packed_hidden_states(model: Any, prompts: Tokens, completions: Tokens) -> Lo
     `packed_inputs` does; the model's own ``__call__`` runs, plain, with a PEFT adapter, or wrapped (DDP).
     """
     inputs = packed_inputs(prompts, completions, model=model)
-    labels, _ = inputs.pop("shift_labels")[0], inputs.pop("cu_seqlens")
-    predicting = (labels != IGNORED).nonzero().flatten()
-    hidden = last_hidden_states(model, inputs)[0]
-    lengths = [len(completion) for completion in completions]
-    return LossInputs(hidden[predicting], labels[predicting], offsets(lengths, labels.device))
+    labels, _ = inputs.pop("shift_labels"), inputs.pop("cu_seqlens")
+    predicting = (labels.flatten() != IGNORED).nonzero().flatten()
+    return loss_inputs(last_hidden_states(model, inputs), predicting, completions)
 
 
 def padded_hidden_states(model: Any, prompts: Tokens, completions: Tokens) -> LossInputs:
@@ -102,12 +100,16 @@ def padded_hidden_states(model: Any, prompts: Tokens, completions: Tokens) -> Lo
     rows = [torch.cat([p, c[:-1]]) for p, c in zip(prompts, completions, strict=True)]
     input_ids = pad_sequence(rows, batch_first=True)
     hidden = model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
-    lengths = [len(completion) for completion in completions]
     firsts = [i * input_ids.shape[1] + len(prompt) - 1 for i, prompt in enumerate(prompts)]
-    predicting = ranges(firsts, lengths, hidden.device)
-    return LossInputs(
-        hidden.flatten(0, 1)[predicting], torch.cat(list(completions)), offsets(lengths, hidden.device)
-    )
+    predicting = ranges(firsts, [len(completion) for completion in completions], hidden.device)
+    return loss_inputs(hidden, predicting, completions)
+
+
+def loss_inputs(hidden: Tensor, predicting: Tensor, completions: Tokens) -> LossInputs:
+    """Pick the positions, of [rows * T], that predict the tokens of the completions, from [rows, T, H]."""
+    lengths = [len(completion) for completion in completions]
+    labels = torch.cat(list(completions))
+    return LossInputs(hidden.flatten(0, 1)[predicting], labels, offsets(lengths, hidden.device))
 
 
 def last_hidden_states(model: Any, inputs: dict[str, Any]) -> Tensor:

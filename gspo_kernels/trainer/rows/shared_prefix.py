@@ -22,7 +22,7 @@ from gspo_kernels.trainer.rows.packing import (
     check_sequences,
     compare_with_alone,
     last_hidden_states,
-    offsets,
+    loss_inputs,
     probe,
     ranges,
 )
@@ -53,10 +53,8 @@ def shared_prefix_hidden_states(model: Any, prompts: Tokens, completions: Sequen
     for prompt, group in zip(prompts, completions, strict=True):
         check_sequences([prompt] * len(group), group)
     if "flash" in (name := implementation_of(model)):
-        raise ModelError(
-            f"{name} takes no mask, and a shared prompt needs one; load the model with "
-            "attn_implementation='sdpa'"
-        )
+        needs = "and a shared prompt needs one; load the model with attn_implementation='sdpa'"
+        raise ModelError(f"{name} takes no mask, {needs}")
     device = prompts[0].device
     pairs = list(zip(prompts, completions, strict=True))
     rows = [Row(len(prompt), [len(completion) - 1 for completion in group]) for prompt, group in pairs]
@@ -68,11 +66,7 @@ def shared_prefix_hidden_states(model: Any, prompts: Tokens, completions: Sequen
     }
     hidden = last_hidden_states(model, inputs)
     each = [completion for group in completions for completion in group]
-    return LossInputs(
-        hidden.flatten(0, 1)[_predicting(rows, hidden.shape[1], device)],
-        torch.cat(each),
-        offsets([len(completion) for completion in each], device),
-    )
+    return loss_inputs(hidden, _predicting(rows, hidden.shape[1], device), each)
 
 
 def check_shared_prefix(model: Any) -> None:

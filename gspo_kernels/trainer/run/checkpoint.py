@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import pickle
 import random
 import zipfile
@@ -12,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from gspo_kernels.trainer.data import Prompts
 from gspo_kernels.trainer.run.input_errors import RunDirectoryError
 
 _STATE = "state.pt"
@@ -46,6 +49,21 @@ def load_state(path: Path) -> dict[str, Any]:
             "on with that version, or begin anew in another --output"
         )
     return state
+
+
+def fingerprints(config: Any, tokenizer: Any, prompts: Prompts) -> dict[str, str]:
+    """Return a hash of what must be the same when a run goes on, wherever it lies by then."""
+    drop = ("_name_or_path", "transformers_version", "dtype")
+    found = {
+        "the model's configuration": {k: v for k, v in config.to_diff_dict().items() if k not in drop},
+        "the tokenizer": (tokenizer.get_vocab(), getattr(tokenizer, "chat_template", None)),
+        "the training dataset": (list(prompts.rows), prompts.tokens),
+    }
+    texts = {
+        what: json.dumps(value, sort_keys=True, default=lambda other: type(other).__name__)
+        for what, value in found.items()
+    }
+    return {what: hashlib.sha256(text.encode()).hexdigest() for what, text in texts.items()}
 
 
 def random_state() -> dict[str, Any]:

@@ -9,14 +9,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 Metrics = Mapping[str, float | None]
@@ -76,18 +69,10 @@ class Display:
         self.first_step: int | None = None
         self.live: Progress | None = None
         if self.console.is_terminal:
-            self.live = Progress(
-                TextColumn("[bold]training"),
-                BarColumn(bar_width=24),
-                MofNCompleteColumn(),
-                TimeElapsedColumn(),
-                TextColumn("left"),
-                TimeRemainingColumn(),
-                TextColumn("\n{task.fields[metrics]}\n{task.fields[accuracy]}", style="cyan"),
-                console=self.console,
-                transient=True,
-            )
-            self.task = self.live.add_task("", total=steps, metrics="", accuracy="")
+            text = TextColumn("\n{task.fields[metrics]}\n{task.fields[accuracy]}", style="cyan")
+            columns = (*Progress.get_default_columns(), MofNCompleteColumn(), text)
+            self.live = Progress(*columns, console=self.console, transient=True)
+            self.task = self.live.add_task("training", total=steps, metrics="", accuracy="")
 
     def __enter__(self) -> Display:
         if self.live is not None:

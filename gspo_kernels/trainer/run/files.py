@@ -2,15 +2,20 @@
 
 A checkpoint is written into a hidden directory beside its final place, flushed to disk and renamed.
 Whatever happens in between, the newest directory with a final name can be loaded.
+
+The directory of a run holds a marker: nothing without one is ever deleted or written over. The process that
+works on it locks the marker, and the system gives the lock up with the process, however that ends.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import IO
 
 from gspo_kernels.trainer.run.input_errors import RunDirectoryError
 
@@ -18,11 +23,12 @@ _NAME = re.compile(r"step_(\d{6,})")
 
 
 class RunDirectory:
-    """Names of everything that a run writes, and the checkpoints among it."""
+    """Names of everything that a run writes, and the checkpoints among it; gives up its lock on exit."""
 
     def __init__(self, path: str | Path) -> None:
-        """Name the files; nothing is created."""
         self.path = Path(path)
+        self.marker = self.path / ".gspo_run"
+        self._lock: IO[str] | None = None
         self.config = self.path / "config.yaml"
         self.metrics = self.path / "metrics.jsonl"
         self.checkpoints = self.path / "checkpoints"
@@ -32,27 +38,60 @@ class RunDirectory:
 
     def holds_a_run(self) -> bool:
         """Whether a run has written here."""
-        return any(path.exists() for path in (self.config, self.metrics, self.checkpoints, self.model))
+        begun = (self.config, self.metrics, self.checkpoints, self.model)
+        return self.marker.exists() and any(path.exists() for path in begun)
 
-    def refuse_a_run(self, *, overwrite: bool) -> None:
-        """Raise if a run would be lost that nobody asked to overwrite."""
-        if self.holds_a_run() and not overwrite:
-            raise RunDirectoryError(
-                f"{self.path} already holds a run: go on with --resume, replace it with --overwrite, or "
-                "choose another --output"
-            )
+    def claim(self, *, resume: bool = False, overwrite: bool = False, others: Sequence[str] = ()) -> None:
+        """Mark and lock the directory, or raise before anything in it was touched.
 
-    def prepare(self, *, resume: bool, overwrite: bool) -> None:
-        """Make the directory usable, or raise before anything is lost.
-
-        With ``overwrite`` exactly the files of the earlier run are removed, and nothing else that lies there.
+        Args:
+            resume, overwrite: what may be done with a run that is there.
+            others: names of what will be written beside the files of a run.
         """
         if resume and overwrite:
             raise RunDirectoryError("resume and overwrite exclude each other")
         if resume and not self.holds_a_run():
             raise RunDirectoryError(f"there is no run in {self.path} to resume")
+        written = (self.config, self.metrics, self.checkpoints, self.model, self.plot, self.trackers)
+        strange = [path.name for path in (*written, *map(self.path.joinpath, others)) if path.exists()]
+        if strange and not self.marker.exists():
+            raise RunDirectoryError(
+                f"{self.path} holds {', '.join(strange)}, and no run wrote that; choose another --output"
+            )
+        self.release()
+        self.path.mkdir(parents=True, exist_ok=True)
+        lock = self.marker.open("a")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            lock.close()
+            raise RunDirectoryError(f"another process works on the run in {self.path}") from error
+        self._lock = lock
+        if self.holds_a_run() and not (resume or overwrite):
+            self.release()
+            raise RunDirectoryError(
+                f"{self.path} already holds a run: go on with --resume, replace it with --overwrite, or "
+                "choose another --output"
+            )
+
+    def release(self, *_: object) -> None:
+        """Let other processes work on the run."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def __enter__(self) -> RunDirectory:
+        return self
+
+    __exit__ = release
+
+    def prepare(self, *, resume: bool, overwrite: bool) -> None:
+        """Claim the directory and make it usable.
+
+        With ``overwrite`` exactly the files of the earlier run are removed, and nothing else that lies there.
+        """
+        self.claim(resume=resume, overwrite=overwrite)
         if self.holds_a_run() and not resume:
-            self.refuse_a_run(overwrite=overwrite)
             for folder in (self.checkpoints, self.model, self.trackers):
                 if folder.exists():  # at once, so that a kill leaves no half of it
                     folder.rename(self.path / f".unfinished-removed-{folder.name}")
@@ -120,12 +159,17 @@ def write_directory(final: Path, write: Callable[[Path], None]) -> None:
     _flush(final.parent)
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a file, all or nothing."""
+def write_file(path: Path, write: Callable[[Path], object]) -> None:
+    """Create a file with what ``write`` puts into it, all or nothing."""
     unfinished = path.parent / f".unfinished-{path.name}"
-    unfinished.write_text(text, encoding="utf-8")
+    write(unfinished)
     _flush(unfinished)
     unfinished.replace(path)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file, all or nothing."""
+    write_file(path, lambda unfinished: unfinished.write_text(text, encoding="utf-8"))
 
 
 def _flush(path: Path) -> None:

@@ -24,4 +24,4 @@ class ModelError(InputError):
 
 
 class RunDirectoryError(InputError):
-    """A run directory that cannot be used as asked; nothing in it was changed."""
+    """A run directory that cannot be used as asked; nothing that was whole in it is lost."""

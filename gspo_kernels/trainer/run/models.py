@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,14 +28,20 @@ class Policies(NamedTuple):
     fingerprint: float | None  # of weights that no checkpoint holds and no run may change
 
 
-def make_policies(model: Any, config: TrainConfig, accelerator: Any) -> Policies:
+def make_policies(model: Any, tokenizer: Any, config: TrainConfig, accelerator: Any) -> Policies:
     """Load the model if it is a directory, refuse what cannot be trained, and make policy and reference."""
     adapted = config.lora.rank > 0
     if isinstance(model, str | Path):
         model = load_model(str(model), half=adapted and config.update.precision == "bf16")
     elif not adapted:
         model = model.float()
-    model.to(accelerator.device)
+    model.to(accelerator.device).eval()  # dropout would hide what the check of the head looks for
+    rows, tokens = model.get_input_embeddings().weight.shape[0], len(tokenizer)
+    if tokens > rows:
+        raise ModelError(f"the tokenizer has {tokens} tokens, and the model embeds only {rows} of them")
+    for name, parameter in model.named_parameters():
+        if not parameter.isfinite().all():
+            raise ModelError(f"the model's weight {name} holds numbers that are not finite")
     check_head(model)
     options: dict[str, Any] = {"layout": config.update.layout, "temperature": config.rollout.temperature}
     Policy(model, **options).check_layout()
@@ -57,10 +64,25 @@ def load_model(path: str, *, half: bool = False) -> Any:
     """
     from transformers import AutoModelForCausalLM
 
+    return _loaded(AutoModelForCausalLM, path, "model", dtype=torch.bfloat16 if half else torch.float32)
+
+
+def load_tokenizer(path: str) -> Any:
+    """Load the tokenizer that lies beside the model."""
+    from transformers import AutoTokenizer
+
+    return _loaded(AutoTokenizer, path, "the tokenizer of")
+
+
+def _loaded(kind: Any, path: str, what: str, **options: Any) -> Any:
+    if not Path(path).is_dir() and not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", path):
+        missing = "there is no such directory, and a model on the Hub is called 'organization/name'"
+        raise ModelError(f"model {path!r} cannot be loaded: {missing}")
     try:
-        return AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16 if half else torch.float32)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"model {path!r} cannot be loaded: {error}") from error
+        return kind.from_pretrained(path, **options)
+    except Exception as error:  # transformers lets through what its readers raise
+        lines = str(error).strip().splitlines() or [repr(error)]
+        raise ModelError(f"{what} {path!r} cannot be loaded: {lines[0]}") from error
 
 
 def add_adapters(model: Any, config: LoraConfig) -> Any:
@@ -83,29 +105,20 @@ def add_adapters(model: Any, config: LoraConfig) -> Any:
 
 
 @torch.no_grad()
-def export_model(model: Any, tokenizer: Any, path: Path) -> None:
+def export_model(model: Any, weights: Mapping[str, Any], tokenizer: Any, path: Path) -> None:
     """Write a directory that ``from_pretrained`` loads; adapters are added to the weights they adapt."""
-    state = dict(model.named_parameters(remove_duplicate=False))
+    state = dict(weights)
     for prefix, module in model.named_modules():
-        kept = module._buffers.keys() - module._non_persistent_buffers_set
-        state |= {f"{prefix}.{name}".lstrip("."): module._buffers[name] for name in kept}
-    for prefix, module in model.named_modules():
-        if hasattr(module, "get_delta_weight"):
-            delta = module.get_delta_weight("default")
-            state[f"{prefix}.base_layer.weight"] = state[f"{prefix}.base_layer.weight"] + delta
+        if not hasattr(module, "get_delta_weight"):
+            continue
+        # From the given weights: what the module holds may be shards, or rounded by mixed precision.
+        kind = "embedding_" if f"{prefix}.lora_embedding_A.default" in state else ""
+        a, b = (state[f"{prefix}.lora_{kind}{x}.default{'' if kind else '.weight'}"] for x in "AB")
+        delta, base = module.scaling["default"] * (b @ a), f"{prefix}.base_layer.weight"
+        state[base] = state[base] + (delta.T if kind or module.fan_in_fan_out else delta)
     whole = {name.replace(".base_layer.", "."): w for name, w in state.items() if ".lora_" not in name}
     model.save_pretrained(path, state_dict=whole)
     tokenizer.save_pretrained(path)
-
-
-def load_tokenizer(path: str) -> Any:
-    """Load the tokenizer that lies beside the model."""
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"the tokenizer of {path!r} cannot be loaded: {error}") from error
 
 
 def end_token_ids(model: Any, tokenizer: Any) -> list[int]:

@@ -14,8 +14,8 @@ INK, GRID = "#30343b", "#e4e6ea"
 BLUE, ORANGE = "#2166ac", "#d95f0e"
 COLUMNS = 3
 
-Lines = dict[str, tuple[Any, str | None]]
-"""What a panel draws: by metric its color and its label."""
+Lines = dict[str, str | None]
+"""What a panel draws: by metric its label."""
 
 
 def plot_progress(records: Sequence[Record], path: Path) -> None:
@@ -73,30 +73,30 @@ def panels(records: Sequence[Record]) -> list[tuple[str, Callable[[Any], None]]]
     evaluations = [record for record in records if "eval/greedy_accuracy" in record]
     to_reference = any(record.get("kl/ref") is not None for record in steps)
     kl, whose = ("kl/ref", "reference") if to_reference else ("kl/old", "policy that sampled")
-    both: Lines = {"seconds/rollout": (BLUE, "rollout"), "seconds/update": (ORANGE, "update")}
-    mismatch: Lines = {"mismatch/mean": (BLUE, "mean"), "mismatch/max": (ORANGE, "largest")}
+    ratios: Lines = {"ratio/max": "largest", "ratio/min": "smallest"}
+    mismatch: Lines = {"mismatch/mean": "mean", "mismatch/max": "largest"}
     shares: Lines = {
-        "groups_without_variance": (BLUE, "groups without variance"),
-        "completions/truncated": (ORANGE, "truncated completions"),
+        "groups_without_variance": "groups without variance",
+        "completions/truncated": "truncated completions",
     }
-    candidates: list[tuple[str, Callable[..., None], Sequence[Record], Lines]] = [
-        ("Mean reward of the rollouts", _lines, steps, _rewards(steps)),
-        ("Accuracy on held-out prompts", _accuracy, evaluations, {"eval/greedy_accuracy": (BLUE, None)}),
-        ("Shares of a rollout", _shares, steps, shares),
-        ("Clipped share by minibatch", _shares, steps, _clipped(steps)),
-        ("Largest and smallest ratio of a step", _ratios, steps, {"ratio/min": (BLUE, None)}),
-        (f"KL to the {whose}, nats per token", _lines, steps, {kl: (BLUE, None)}),
-        ("Entropy, nats per token", _lines, steps, {"entropy": (BLUE, None)}),
-        ("Tokens per completion", _from_zero, steps, {"completions/length": (BLUE, None)}),
-        ("Gradient norm before clipping", _from_zero, steps, {"grad_norm": (BLUE, None)}),
-        ("Sampling against training, nats per token", _logarithmic, steps, mismatch),
-        ("DPO's loss", _preferences, dpo, {"loss": (BLUE, None)}),
-        ("Completion tokens per second", _from_zero, steps, {"tokens_per_second": (BLUE, None)}),
-        ("Seconds per step", _from_zero, timed, both),
+    candidates: list[tuple[str, Sequence[Record], Lines, str]] = [
+        ("Mean reward of the rollouts", steps, _rewards(steps), ""),
+        ("Accuracy on held-out prompts", evaluations, _accuracies(evaluations), "share"),
+        ("Shares of a rollout", steps, shares, "share"),
+        ("Clipped share by minibatch", steps, _clipped(steps), "share"),
+        ("Largest and smallest ratio of a step", steps, ratios, ""),
+        (f"KL to the {whose}, nats per token", steps, {kl: None}, ""),
+        ("Entropy, nats per token", steps, {"entropy": None}, ""),
+        ("Tokens per completion", steps, {"completions/length": None}, "zero"),
+        ("Gradient norm before clipping", steps, {"grad_norm": None}, "zero"),
+        ("Sampling against training, nats per token", steps, mismatch, "log"),
+        ("DPO's loss", dpo, {"loss": "0.693: no preference"}, ""),
+        ("Completion tokens per second", steps, {"tokens_per_second": None}, "zero"),
+        ("Seconds per step", timed, {"seconds/rollout": "rollout", "seconds/update": "update"}, "zero"),
     ]
     return [
-        (title, partial(draw, records=chosen, lines=lines))
-        for title, draw, chosen, lines in candidates
+        (title, partial(_draw, records=chosen, lines=lines, scale=scale))
+        for title, chosen, lines, scale in candidates
         if any(record.get(key) is not None for record in chosen for key in lines)
     ]
 
@@ -106,89 +106,52 @@ def _derived(record: Record) -> Record:
     finished = record.get("completions/finished")
     found = {} if finished is None else {"completions/truncated": 1.0 - finished}
     for key, low in record.items():
-        high = record.get(key.removesuffix("low") + "high")
         if key.startswith("minibatch_") and key.endswith("/clip_fraction/low"):
+            high = record.get(key.removesuffix("low") + "high")
             clipped = None if low is None or high is None else low + high
             found[key.replace("clip_fraction/low", "clipped")] = clipped
     return found
 
 
 def _rewards(steps: Sequence[Record]) -> Lines:
-    from matplotlib import colormaps
-
     parts = sorted({key for record in steps for key in record if key.startswith("reward/")} - {"reward/mean"})
     if not 1 < len(parts) <= 6:
-        return {"reward/mean": (BLUE, None)}
-    colors = colormaps["tab10"]
-    own: Lines = {key: (colors(n), key.removeprefix("reward/")) for n, key in enumerate(parts, start=1)}
-    return own | {"reward/mean": (BLUE, "weighted sum")}
+        return {"reward/mean": None}
+    return {"reward/mean": "weighted sum", **{key: key.removeprefix("reward/") for key in parts}}
+
+
+def _accuracies(evaluations: Sequence[Record]) -> Lines:
+    lines: Lines = {}
+    for name in ("greedy", "sampled"):
+        values = [v for r in evaluations if (v := r.get(f"eval/{name}_accuracy")) is not None]
+        gain = f"  {values[0]:.0%} to {values[-1]:.0%}" if values else ""
+        lines[f"eval/{name}_accuracy"] = f"{name}{gain}"
+    return lines
 
 
 def _clipped(steps: Sequence[Record]) -> Lines:
-    from matplotlib import colormaps
-
     keys = {key for record in steps for key in record if key.endswith("/clipped")}
     numbers = sorted(int(key.split("/")[0].removeprefix("minibatch_")) for key in keys)
     named = numbers if len(numbers) <= 8 else [numbers[0], numbers[-1]]
-    return {
-        f"minibatch_{number}/clipped": (
-            colormaps["viridis"](0.15 + 0.7 * place / max(len(numbers) - 1, 1)),
-            f"minibatch {number}" if number in named else None,
-        )
-        for place, number in enumerate(numbers)
-    }
+    return {f"minibatch_{n}/clipped": f"minibatch {n}" if n in named else None for n in numbers}
 
 
-def _series(records: Sequence[Record], key: str) -> tuple[list[int], list[float]]:
-    values = [record.get(key) for record in records]
-    return [record["step"] for record in records], [math.nan if v is None else v for v in values]
-
-
-def _lines(ax: Any, records: Sequence[Record], lines: Lines) -> None:
-    """Draw metrics, smoothed and above their faint selves."""
-    for key, (color, label) in lines.items():
-        x, y = _series(records, key)
-        ax.plot(x, y, color=color, alpha=0.25, linewidth=1)
-        mean = smoothed([record.get(key) for record in records], max(1, len(records) // 30))
+def _draw(ax: Any, records: Sequence[Record], lines: Lines, scale: str) -> None:
+    """Draw metrics, smoothed and above their faint selves; a share is one only if all values are."""
+    x, drawn = [record["step"] for record in records], []
+    for number, (key, label) in enumerate(lines.items()):
+        color = (BLUE, ORANGE)[number] if number < 2 else f"C{number}"
+        values = [record.get(key) for record in records]
+        drawn += [value for value in values if value is not None]
+        ax.plot(x, [math.nan if v is None else v for v in values], color=color, alpha=0.25, linewidth=1)
+        mean = smoothed(values, max(1, len(records) // 30))
         ax.plot(x, mean, color=color, linewidth=1.8, label=label)
-
-
-def _from_zero(ax: Any, records: Sequence[Record], lines: Lines) -> None:
-    _lines(ax, records, lines)
-    ax.set_ylim(0.0, 1.05 * ax.get_ylim()[1])
-
-
-def _logarithmic(ax: Any, records: Sequence[Record], lines: Lines) -> None:
-    _lines(ax, records, lines)
-    ax.set_yscale("log", nonpositive="mask")
-
-
-def _shares(ax: Any, records: Sequence[Record], lines: Lines) -> None:
-    _lines(ax, records, lines)
-    ax.set_ylim(-0.02, 1.02)
-    ax.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-
-
-def _accuracy(ax: Any, records: Sequence[Record], lines: Lines) -> None:
-    values = []
-    for name, color in (("greedy", BLUE), ("sampled", ORANGE)):
-        x, y = _series(records, f"eval/{name}_accuracy")
-        label = f"{name}  {y[0]:.0%} to {y[-1]:.0%}"
-        ax.plot(x, y, color=color, linewidth=2, marker="o", markersize=3.5, label=label)
-        values += y
-    if all(0.0 <= value <= 1.0 for value in values):
-        _shares(ax, [], {})
-
-
-def _ratios(ax: Any, records: Sequence[Record], lines: Lines) -> None:
-    (x, low), (_, high) = _series(records, "ratio/min"), _series(records, "ratio/max")
-    ax.fill_between(x, low, high, color=BLUE, alpha=0.2, linewidth=0)
-    ax.plot(x, high, color=BLUE, linewidth=1, label="largest")
-    ax.plot(x, low, color=ORANGE, linewidth=1, label="smallest")
-    ax.axhline(1.0, color=INK, linewidth=0.8)
-    ax.ticklabel_format(useOffset=False)
-
-
-def _preferences(ax: Any, records: Sequence[Record], lines: Lines) -> None:
-    ax.plot(*_series(records, "loss"), color=BLUE, linewidth=0, marker="o", markersize=3.5)
-    ax.axhline(math.log(2), color=INK, linewidth=0.8, label="no preference")
+    if scale == "zero":
+        ax.set_ylim(0.0, 1.05 * ax.get_ylim()[1])
+    elif scale == "log":
+        ax.set_yscale("log", nonpositive="mask")
+    elif scale == "share" and all(0.0 <= value <= 1.0 for value in drawn):
+        ax.set_ylim(-0.02, 1.02)
+        ax.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    else:
+        ax.ticklabel_format(useOffset=False)

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 
 from gspo_kernels.trainer.run.input_errors import ConfigError, InputError
 
@@ -78,7 +79,8 @@ def on_all(accelerator: Any, work: Callable[[], _Result]) -> list[_Result]:
     try:
         outcome = work()
     except Exception as error:
-        outcome = error if isinstance(error, InputError | OSError) else RuntimeError(repr(error))
+        known = isinstance(error, InputError | OSError)
+        outcome = error if known else RuntimeError(f"{type(error).__name__}: {error}")
     outcomes: list[Any] = gather_object([outcome])
     for each in outcomes:
         if isinstance(each, Exception):
@@ -140,6 +142,22 @@ def shard_again(policy: nn.Module) -> None:
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def whole_state(model: nn.Module, *, keep: bool) -> dict[str, Any]:
+    """Return parameters and persistent buffers in the precision that they are trained in, by name.
+
+    Every process must call, as shards are gathered, one at a time; without ``keep`` none of these stays.
+    """
+    state: dict[str, Any] = dict(model.named_parameters(remove_duplicate=False))
+    for prefix, module in model.named_modules():
+        kept = module._buffers.keys() - module._non_persistent_buffers_set
+        state |= {f"{prefix}.{name}".lstrip("."): module._buffers[name] for name in kept}
+    for name, tensor in state.items():
+        if isinstance(tensor, DTensor):
+            whole = tensor.full_tensor()
+            state[name] = whole.detach().cpu() if keep else None
+    return state
 
 
 def peak_memory(device: torch.device) -> int:

@@ -6,19 +6,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from accelerate.utils import gather_object
+from safetensors import SafetensorError
 
 from gspo_kernels.trainer.config import TrainConfig
 from gspo_kernels.trainer.data import Prompts
 from gspo_kernels.trainer.run.checkpoint import load_state, save_state
 from gspo_kernels.trainer.run.config_file import flat, load_config, require_same_run, save_config, to_mapping
 from gspo_kernels.trainer.run.display import Display
-from gspo_kernels.trainer.run.files import RunDirectory, write_directory
+from gspo_kernels.trainer.run.files import RunDirectory, write_directory, write_file
 from gspo_kernels.trainer.run.health import Health
 from gspo_kernels.trainer.run.input_errors import RunDirectoryError
 from gspo_kernels.trainer.run.metrics import Record, append_metrics, finite, keep_until, read_metrics
 from gspo_kernels.trainer.run.models import export_model
 from gspo_kernels.trainer.run.plot import plot_progress
-from gspo_kernels.trainer.run.processes import on_all, peak_memory, whole_weights
+from gspo_kernels.trainer.run.processes import on_all, peak_memory, shard_again, whole_state
 
 
 class Run:
@@ -51,7 +52,8 @@ class Run:
         on_all(self.accelerator, prepare)
         checkpoint = directory.latest_checkpoint() if resume else None
         state = None if checkpoint is None else load_state(checkpoint)
-        if state is not None and state["step"] >= config.update.steps and directory.model.exists():
+        finished = directory.model.exists() and directory.plot.exists()
+        if state is not None and state["step"] >= config.update.steps and finished:
             raise RunDirectoryError(
                 f"the run in {directory.path} is finished ({state['step']} steps); "
                 "raise update.steps to train on"
@@ -100,15 +102,22 @@ class Run:
 
     def finish(self, step: int, model: Any, tokenizer: Any, policy: Any) -> Record:
         """Export the model, draw the plot, show what was gained; return the last evaluation's metrics."""
-        directory = self.directory
+        directory, main = self.directory, self.accelerator.is_main_process
+        shard_again(policy)
+        weights = whole_state(model, keep=main)
 
         def write() -> None:
-            if self.accelerator.is_main_process:
-                write_directory(directory.model, lambda path: export_model(model, tokenizer, path))
-                plot_progress(read_metrics(directory.metrics), directory.plot)
+            if main:
+                write_directory(directory.model, lambda path: export_model(model, weights, tokenizer, path))
+                records = read_metrics(directory.metrics)
+                write_file(directory.plot, lambda path: plot_progress(records, path))
 
-        with whole_weights(self.accelerator, policy):
+        try:
             on_all(self.accelerator, write)
+        except (OSError, RuntimeError, SafetensorError) as error:
+            raise RunDirectoryError(
+                f"the model or the plot cannot be written: {error}; --resume does it when there is room"
+            ) from error
         for tracker in self.accelerator.trackers:
             tracker.finish()
         records = read_metrics(directory.metrics)

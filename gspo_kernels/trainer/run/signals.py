@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+_NOTED = b"\nending after this step, with a checkpoint; Ctrl-C once more ends at once\n"
+
 
 @contextmanager
-def noted(number: int = signal.SIGTERM) -> Iterator[threading.Event]:
-    """Note a signal inside instead of dying of it; only where signals arrive, in the main thread."""
-    event = threading.Event()
+def noted() -> Iterator[list[int]]:
+    """Note SIGTERM and a first SIGINT inside instead of ending; in the main thread, where they arrive."""
+    caught: list[int] = []
+
+    def note(number: int, _: object) -> None:
+        if number == signal.SIGINT:
+            if caught:
+                raise KeyboardInterrupt
+            os.write(2, _NOTED)  # print might have been interrupted
+        caught.append(number)
+
     if threading.current_thread() is not threading.main_thread():
-        yield event
+        yield caught
         return
-    previous = signal.signal(number, lambda *_: event.set())
+    previous = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        yield event
+        yield caught
     finally:
-        signal.signal(number, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)

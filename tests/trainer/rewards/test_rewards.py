@@ -3,8 +3,10 @@
 import asyncio
 import contextlib
 import functools
+import json
 import math
 import os
+import sys
 import threading
 import time
 
@@ -98,6 +100,51 @@ def test_a_reward_that_raises_is_named_with_the_place(kind, timeout):
     function = my_reward if kind == "plain" else my_async_reward
     with pytest.raises(RewardError, match=r"reward raised LookupError\('later'\) \(.*test_rewards.py, line"):
         RewardSet([function], timeouts=timeout)(*ARGUMENTS)
+
+
+@pytest.mark.parametrize("timeout", [None, 10.0])
+@pytest.mark.parametrize("kind", ["plain", "async", "process"])
+def test_a_reward_that_exits_is_an_error_that_names_it(tmp_path, kind, timeout):
+    def leaves(prompts, completions, completion_ids, **columns):
+        sys.exit(0)
+
+    async def leaves_later(prompts, completions, completion_ids, **columns):
+        sys.exit(0)
+
+    (tmp_path / "own.py").write_text("import sys\ndef leaves_alone(**columns):\n    sys.exit(0)\n")
+    function = {"plain": lambda: leaves, "async": lambda: leaves_later}.get(
+        kind, lambda: load_reward(f"{tmp_path}/own.py:leaves_alone", own_process=True)
+    )()
+    with pytest.raises(RewardError, match=r"reward function leaves\w* raised SystemExit\(0\) \(.*, line \d"):
+        RewardSet([function], timeouts=timeout)(*ARGUMENTS)
+
+
+def test_an_exception_below_a_reward_names_the_rewards_own_line():
+    def parses(completions, **columns):
+        return [json.loads(text) for text in completions]
+
+    line = parses.__code__.co_firstlineno + 1
+    with pytest.raises(
+        RewardError, match=rf"test_rewards.py, line {line}, below it .*decoder.py, line \d+\)"
+    ):
+        RewardSet([parses])(*ARGUMENTS)
+
+
+@pytest.mark.parametrize(
+    ("values", "weights", "words"),
+    [
+        ([0.0, 1e39], None, "reward function f gives completion 1 .*fp32 .*prompt 'q', completion 'yy'"),
+        ([0.0, 1e30], [1e30, 1.0], "reward function f gives completion 1 with its weight"),
+        ([0.0, 3e38], [1.0, 1.0], "the sum of f, f_2 gives completion 1"),
+        ([0.0, 0.0], [math.inf, 1.0], r"reward weights must be finite numbers, got \[inf, 1.0\]"),
+    ],
+)
+def test_totals_that_are_not_finite_are_refused(values, weights, words):
+    def f(completions, **columns):
+        return values
+
+    with pytest.raises(RewardError, match=words):
+        RewardSet([f, f], weights)(*ARGUMENTS)
 
 
 def test_columns_that_do_not_fit_are_found_beforehand():

@@ -1,6 +1,9 @@
 """Checkpoints: all or nothing, and the directory of a run is never lost by accident."""
 
+import os
 import random
+import signal
+import time
 
 import numpy as np
 import pytest
@@ -9,6 +12,7 @@ import torch
 from gspo_kernels.trainer.run.checkpoint import random_state, set_random_state
 from gspo_kernels.trainer.run.files import RunDirectory, write_directory
 from gspo_kernels.trainer.run.input_errors import RunDirectoryError
+from tests.trainer.conftest import forked
 
 
 def writer(text):
@@ -50,6 +54,7 @@ def test_a_kill_while_saving_leaves_the_last_checkpoint(tmp_path, monkeypatch, m
     with pytest.raises(Killed):
         run.save_checkpoint(1 if same_step else 2, write, keep=1)
     monkeypatch.undo()
+    run.release()  # as the system does for a process that is gone
     again = RunDirectory(tmp_path)
     again.prepare(resume=True, overwrite=False)
     assert again.latest_checkpoint().name == "step_000001"
@@ -84,6 +89,45 @@ def test_a_run_is_never_lost_by_accident(tmp_path):
     run.prepare(resume=False, overwrite=True)
     assert not run.metrics.exists() and run.latest_checkpoint() is None
     assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_what_no_run_wrote_is_never_touched(tmp_path):
+    """A base model lies where the run is to go, under the names that a run would use."""
+    (tmp_path / "config.yaml").write_text("mine")
+    writer("mine")(tmp_path)
+    (tmp_path / "inner").rename(tmp_path / "model")
+    for choice in ({"resume": True}, {"overwrite": True}, {}):
+        choice = {"resume": False, "overwrite": False} | choice
+        with pytest.raises(RunDirectoryError, match=r"no run"):
+            RunDirectory(tmp_path).prepare(**choice)
+    with pytest.raises(RunDirectoryError, match=r"holds config.yaml, model, and no run wrote that"):
+        RunDirectory(tmp_path).prepare(resume=False, overwrite=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.yaml", "model"]
+    assert (tmp_path / "config.yaml").read_text() == (tmp_path / "model" / "a.txt").read_text() == "mine"
+
+
+def test_one_process_at_a_time_and_a_dead_one_keeps_nothing(tmp_path):
+    reader, sender = os.pipe()
+
+    def hold():
+        with RunDirectory(tmp_path) as run:
+            run.prepare(resume=False, overwrite=False)
+            run.metrics.write_text("{}\n")
+            os.write(sender, b"x")
+            time.sleep(600)
+
+    child = forked(hold)
+    try:
+        os.read(reader, 1)
+        for choice in ({"resume": True, "overwrite": False}, {"resume": False, "overwrite": True}):
+            with pytest.raises(RunDirectoryError, match="another process works on the run"):
+                RunDirectory(tmp_path).prepare(**choice)
+        assert (tmp_path / "metrics.jsonl").read_text() == "{}\n"
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    with RunDirectory(tmp_path) as run:
+        run.prepare(resume=True, overwrite=False)
 
 
 def test_random_states_survive_a_file(tmp_path):

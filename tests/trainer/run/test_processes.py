@@ -4,6 +4,7 @@ import functools
 import json
 import os
 import socket
+import sys
 import time
 from functools import partial
 
@@ -15,7 +16,7 @@ from gspo_kernels.trainer import GSPOTrainer
 from gspo_kernels.trainer.run.files import RunDirectory
 from gspo_kernels.trainer.run.input_errors import ConfigError, RewardError
 from gspo_kernels.trainer.run.metrics import read_metrics
-from gspo_kernels.trainer.run.processes import check_processes
+from gspo_kernels.trainer.run.processes import check_processes, whole_state
 from tests.trainer.conftest import exit_code, forked, make_accelerator, small_config, tiny_qwen3
 from tests.trainer.test_trainer import weights
 
@@ -162,6 +163,43 @@ def test_a_failure_in_one_process_ends_all(tmp_path, tokenizer):
     started = time.monotonic()
     in_two_processes(train)
     assert time.monotonic() - started < 300
+
+
+def leaves(prompts, completions, completion_ids, **columns):
+    if "fgh" in prompts:
+        sys.exit(0)
+    return odd_share(prompts, completions, completion_ids)
+
+
+def test_a_reward_that_exits_in_one_process_is_an_error_in_all(tmp_path, tokenizer):
+    def train(rank):
+        trainer = make_trainer(tmp_path, tokenizer, make_accelerator(), leaves)
+        with pytest.raises(RewardError, match=r"leaves raised SystemExit\(0\)"):
+            trainer.train()
+
+    in_two_processes(train)
+
+
+@pytest.mark.parametrize(
+    "sections", [{}, {"lora": {"rank": 2}, "kl": {"beta": 0.1}}], ids=["weights", "adapters"]
+)
+def test_sharded_bf16_training_exports_the_fp32_weights(tmp_path, tokenizer, sections):
+    sections = {"update": {"precision": "bf16", "steps": 2, "learning_rate": 1e-2}, **sections}
+
+    def train(rank):
+        trainer = make_trainer(tmp_path, tokenizer, fsdp2(make_accelerator("bf16")), **sections)
+        trainer.train()
+        state = whole_state(trainer.model, keep=True)
+        exported = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+        assert exported.dtype == torch.float32
+        for name, weight in exported.named_parameters():
+            if name in state and name.replace(".weight", ".lora_A.default.weight") not in state:
+                assert torch.equal(weight, state[name]), name
+
+    in_two_processes(train)
+    moved = AutoModelForCausalLM.from_pretrained(tmp_path / "model").model.layers[0].mlp.up_proj.weight
+    rounded = moved.bfloat16().float()
+    assert (moved != rounded).float().mean() > 0.9
 
 
 def test_fsdp_that_was_asked_for_and_not_set_up_is_refused(monkeypatch):

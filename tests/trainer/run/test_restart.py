@@ -3,6 +3,7 @@
 import os
 import random
 import resource
+import shutil
 import signal
 import time
 from functools import partial
@@ -14,6 +15,7 @@ from gspo_kernels.trainer import GSPOTrainer
 from gspo_kernels.trainer.run.files import RunDirectory
 from gspo_kernels.trainer.run.input_errors import RunDirectoryError
 from gspo_kernels.trainer.run.metrics import read_metrics
+from gspo_kernels.trainer.run.signals import noted
 from tests.draws import shifted_seed
 from tests.trainer.conftest import exit_code, forked, make_accelerator, small_config, tiny_qwen3
 from tests.trainer.test_trainer import same, weights
@@ -81,13 +83,14 @@ def test_killed_at_five_random_moments(tmp_path, tokenizer, straight):
     assert same(found, expected[1])
 
 
-def test_sigterm_saves_and_exits(tmp_path, tokenizer, straight):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_exits(tmp_path, tokenizer, straight, number):
     rows, expected, _ = straight
     child = forked(partial(run, tmp_path, tokenizer, rows, resume=False, slow=0.02))
     while len(read_metrics(tmp_path / "metrics.jsonl")) < 3:
         time.sleep(0.01)
-    os.kill(child, signal.SIGTERM)
-    assert exit_code(child) == 128 + signal.SIGTERM
+    os.kill(child, number)
+    assert exit_code(child) == 128 + number
     reached = read_metrics(tmp_path / "metrics.jsonl")[-1]["step"]
     assert 2 <= reached < STEPS
     assert RunDirectory(tmp_path).latest_checkpoint().name == f"step_{reached:06d}"
@@ -96,6 +99,38 @@ def test_sigterm_saves_and_exits(tmp_path, tokenizer, straight):
     records, found = outcome(tmp_path)
     assert records == expected[0]
     assert same(found, expected[1])
+
+
+def test_a_second_interrupt_does_not_wait():
+    with noted() as caught:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert caught == [signal.SIGINT]
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_disk_that_is_full_at_the_end_loses_nothing(tmp_path, tokenizer, rows):
+    """No room for the model in a child, then none for the plot: --resume makes up for both."""
+    run(tmp_path, tokenizer, rows, resume=False, steps=2)
+    directory = RunDirectory(tmp_path)
+    expected = outcome(tmp_path)[1]
+    shutil.rmtree(directory.model)
+
+    def cramped():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+        with pytest.raises(RunDirectoryError, match=r"the model or the plot cannot be written: .*--resume"):
+            run(tmp_path, tokenizer, rows, resume=True, steps=2)
+
+    assert exit_code(forked(cramped)) == 0
+    assert not directory.model.exists() and not list(tmp_path.rglob(".unfinished*"))
+    run(tmp_path, tokenizer, rows, resume=True, steps=2)
+    assert same(outcome(tmp_path)[1], expected)
+    directory.plot.unlink()
+    run(tmp_path, tokenizer, rows, resume=True, steps=2)
+    assert directory.plot.exists()
+    with pytest.raises(RunDirectoryError, match="is finished"):
+        run(tmp_path, tokenizer, rows, resume=True, steps=2)
 
 
 def test_a_full_disk_loses_no_checkpoint(tmp_path, tokenizer, rows):
