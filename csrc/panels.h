@@ -68,6 +68,12 @@ void pack(const Lines<T>& from, int64_t line, int64_t count, int64_t begin, int6
     if (from.k_stride == 1) {
         static_assert(width % 4 == 0);
         for (; packed + 4 <= count; packed += 4) {
+            for (int64_t next = packed + 4; next < std::min(packed + 8, count); ++next) {
+                const char* ahead = reinterpret_cast<const char*>(from.at(line + next, begin));
+                for (int64_t byte = 0; byte < k * int64_t{sizeof(T)}; byte += 64) {
+                    __builtin_prefetch(ahead + byte);
+                }
+            }
             const T* const lines[4] = {from.at(line + packed, begin), from.at(line + packed + 1, begin),
                                        from.at(line + packed + 2, begin), from.at(line + packed + 3, begin)};
             turn_four<T, width>(lines, k, panels + packed / width * width * units + packed % width);

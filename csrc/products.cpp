@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <memory>
 #include <new>
 
 #include "panels.h"
@@ -14,11 +13,15 @@
 namespace gspo_kernels {
 namespace {
 
-// A block of `a` (a quarter of a megabyte) stays in a core's L2, as does a panel of `b`; a block of `b` in L3.
-constexpr int64_t kBlockRows = 42 * kTileRows, kBlockColumns = 30 * kTileColumns;
+// A block of `a` (half a megabyte) stays in a core's L2, as does a panel of `b`; a block of `b` in L3.
+constexpr int64_t kBlockRows = 86 * kTileRows, kBlockColumns = 20 * kTileColumns;
 // Units along K that are summed up in registers before they are added to the rest. Results depend on it: the
 // fewer, the closer to pairwise summation.
 constexpr int64_t kPieceUnits = 128;
+
+// Results of this size don't stay in any cache until they are read: written past them, they don't have to be
+// fetched first.
+constexpr int64_t kStreamBytes = int64_t{1} << 25;
 
 int64_t divide_up(int64_t a, int64_t b) {
     return (a + b - 1) / b;
@@ -35,14 +38,14 @@ struct Blocks {
     }
 };
 
-struct FreeAligned {
-    void operator()(uint32_t* memory) const { ::operator delete[](memory, std::align_val_t(64)); }
+// Uninitialised, by cache lines.
+template <class T>
+struct Lined {
+    explicit Lined(int64_t count) : data(new (std::align_val_t(64)) T[count]) {}
+    ~Lined() { ::operator delete[](data, std::align_val_t(64)); }
+    Lined(const Lined&) = delete;
+    T* const data;
 };
-using Panels = std::unique_ptr<uint32_t[], FreeAligned>;
-
-Panels new_panels(int64_t units) {
-    return Panels(new (std::align_val_t(64)) uint32_t[units]);
-}
 
 struct Output {
     float* data;
@@ -63,30 +66,46 @@ void multiply(const Lines<T>& a, const Lines<T>& b, const Output& out, TileProdu
     }
     const Blocks rows(out.rows, kTileRows, row_blocks), columns(out.columns, kTileColumns, column_blocks);
     const int64_t tasks = rows.count * columns.count, piece = kPieceUnits * Lines<T>::per_unit;
+    const bool streams = out.rows * out.columns * sizeof(float) >= kStreamBytes && out.stride % 16 == 0 &&
+                         reinterpret_cast<uintptr_t>(out.data) % 64 == 0;
     std::atomic<int64_t> next{0};
     torch::stable::parallel_for(0, std::min(threads, tasks), 1, [&](int64_t, int64_t) {
-        const Panels a_panels = new_panels(rows.size * kPieceUnits);
-        const Panels b_panels = new_panels(columns.size * kPieceUnits);
+        const Lined<uint32_t> a_panels(rows.size * kPieceUnits), b_panels(columns.size * kPieceUnits);
+        // Sums on their way stay in cache: each value of `out` is written once, and read at most once.
+        const Lined<float> sums(out.depth > piece ? rows.size * columns.size : 0);
         for (int64_t task; (task = next.fetch_add(1, std::memory_order_relaxed)) < tasks;) {
             const int64_t row = task % rows.count * rows.size, column = task / rows.count * columns.size;
             const int64_t height = std::min(rows.size, out.rows - row);
             const int64_t width = std::min(columns.size, out.columns - column);
             for (int64_t k = 0; k == 0 || k < out.depth; k += piece) {
                 const int64_t end = std::min(out.depth, k + piece), units = Lines<T>::units(end - k);
-                pack<T, kTileRows>(a, row, height, k, end, a_panels.get());
-                pack<T, kTileColumns>(b, column, width, k, end, b_panels.get());
+                pack<T, kTileRows>(a, row, height, k, end, a_panels.data);
+                pack<T, kTileColumns>(b, column, width, k, end, b_panels.data);
                 for (int64_t j = 0; j < width; j += kTileColumns) {
                     for (int64_t i = 0; i < height; i += kTileRows) {
-                        float* values = out.data + (row + i) * out.stride + column + j;
-                        const bool add = k > 0 || out.accumulate;
-                        const float* bias = out.bias ? out.bias + column + j : nullptr;
-                        tile_product({a_panels.get() + i * units, b_panels.get() + j * units, units, values,
-                                      out.stride, add ? values : bias, add ? out.stride : 0,
-                                      std::min(kTileRows, height - i), std::min(kTileColumns, width - j)});
+                        Tile tile{a_panels.data + i * units, b_panels.data + j * units, units};
+                        tile.rows = std::min(kTileRows, height - i);
+                        tile.columns = std::min(kTileColumns, width - j);
+                        float* const values = out.data + (row + i) * out.stride + column + j;
+                        if (k > 0) {
+                            tile.base = sums.data + i * columns.size + j;
+                            tile.base_stride = columns.size;
+                        } else if (out.accumulate) {
+                            tile.base = values;
+                            tile.base_stride = out.stride;
+                        } else if (out.bias) {
+                            tile.base = out.bias + column + j;
+                        }
+                        const bool last = end == out.depth;
+                        tile.out = last ? values : sums.data + i * columns.size + j;
+                        tile.out_stride = last ? out.stride : columns.size;
+                        tile.stream = last && streams;
+                        tile_product(tile);
                     }
                 }
             }
         }
+        finish_streams();
     });
 }
 

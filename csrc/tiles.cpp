@@ -49,10 +49,10 @@ constexpr int kVectors = kTileColumns / 16;
         __m512 sums[kTileRows][kVectors];                                                                   \
         for (auto& row : sums)                                                                              \
             for (auto& sum : row) sum = _mm512_setzero_ps();                                                \
-        for (int64_t i = 0; i < tile.rows; ++i) {                                                           \
-            for (int j = 0; j < kVectors; ++j) {                                                            \
-                __builtin_prefetch(tile.out + i * tile.out_stride + j * 16, 1);                             \
-            }                                                                                               \
+        const float* soon = tile.base && tile.base_stride ? tile.base : tile.stream ? nullptr : tile.out;   \
+        const int64_t soon_stride = tile.base && tile.base_stride ? tile.base_stride : tile.out_stride;     \
+        for (int64_t i = 0; soon && i < tile.rows; ++i) {                                                   \
+            for (int j = 0; j < kVectors; ++j) __builtin_prefetch(soon + i * soon_stride + j * 16, 1);      \
         }                                                                                                   \
         const uint32_t *a = tile.a, *b = tile.b;                                                            \
         for (int64_t k = 0; k < tile.depth; ++k, a += kTileRows, b += kTileColumns) {                       \
@@ -77,7 +77,12 @@ constexpr int kVectors = kTileColumns / 16;
                     const float* base = tile.base + i * tile.base_stride + j * 16;                          \
                     value = _mm512_add_ps(value, _mm512_maskz_loadu_ps(mask, base));                        \
                 }                                                                                           \
-                _mm512_mask_storeu_ps(tile.out + i * tile.out_stride + j * 16, mask, value);                \
+                float* out = tile.out + i * tile.out_stride + j * 16;                                       \
+                if (tile.stream && left >= 16) {                                                            \
+                    _mm512_stream_ps(out, value);                                                           \
+                } else {                                                                                    \
+                    _mm512_mask_storeu_ps(out, mask, value);                                                \
+                }                                                                                           \
             }                                                                                               \
         }                                                                                                   \
     }
@@ -93,6 +98,12 @@ GSPO_DEFINE_TILE(native_bf16, GSPO_TARGET_BF16, GSPO_MULTIPLY_ADD_BF16)
 #endif
 
 }  // namespace
+
+void finish_streams() {
+#ifdef GSPO_AVX512
+    _mm_sfence();
+#endif
+}
 
 TileProduct portable_tile(Operands operands) {
     return operands == Operands::fp32 ? portable<Operands::fp32> : portable<Operands::bf16>;

@@ -19,7 +19,11 @@ struct Tile {
     const float* base;    // what the product is added to: `out`, a bias, or null for nothing
     int64_t base_stride;  // between its rows
     int64_t rows, columns;  // of `out` that there are, at most the tile's
+    bool stream;            // past the caches: `out` is 64-byte aligned, and so are its rows
 };
+
+// Makes what was streamed by this thread visible to others.
+void finish_streams();
 
 using TileProduct = void (*)(const Tile& tile);
 

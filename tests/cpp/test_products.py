@@ -105,6 +105,26 @@ def test_an_element_depends_on_its_row_and_its_column_alone(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("depth", [40, 600])
+def test_large_results_go_past_the_caches_and_are_the_same(dtype, depth):
+    """From 32 MiB, where rows begin at cache lines; with a rest of columns that is no whole vector."""
+    a, b = draw((1100, 8007, depth), dtype)
+    streamed = multiply(a, b, torch.full((1100, 8016), torch.nan)[:, :8007])
+    parts = [multiply(rows, b, torch.empty(len(rows), 8007)) for rows in a.split(300)]
+    assert torch.equal(streamed, torch.cat(parts))
+    added = multiply(a, b, streamed.clone(), accumulate=True)
+    assert torch.equal(
+        added,
+        torch.cat(
+            [
+                multiply(x, b, y.clone(), accumulate=True)
+                for x, y in zip(a.split(300), streamed.split(300), strict=True)
+            ]
+        ),
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(530, 1000, 600), (1, 5000, 30), (5000, 3, 30)])
 def test_any_number_of_threads_gives_the_same_bits(shape, dtype):
     a, b = draw(shape, dtype)
