@@ -161,8 +161,12 @@ def _isolated(implementation: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(implementation)
     def call(*args: Any) -> Any:
         device = next((arg.device.type for arg in args if isinstance(arg, Tensor)), "cpu")
-        if device == "cpu" and not (torch.is_grad_enabled() or torch.is_autocast_enabled(device)):
-            return implementation(*args)
+        if device == "cpu" and not torch.is_autocast_enabled(device):
+            # contexts that change nothing would take as long as the small operations of a small call
+            if not torch.is_grad_enabled():
+                return implementation(*args)
+            with torch.no_grad():
+                return implementation(*args)
         with torch.no_grad(), torch.autocast(device, enabled=False), _exact_matmul(device):
             return implementation(*args)
 
