@@ -266,7 +266,8 @@ class PolicyUpdater:
             own |= {"loss_mask": terms["loss_mask"], "old_logprobs": None, "advantages": None}
             self.accumulate(experience, micro_batches, own | {"objective": gk.Linear()})
         else:
-            divisor = outer_count(objective, experience.counted()[rows])
+            mask = experience.loss_mask[experience.places(rows)]
+            divisor = float(gk.normalizer(objective, mask, cu_seqlens=experience.offsets(rows)))
             own = terms | {"objective": objective, "normalizer": divisor / world}
             if on_policy:
                 own["old_logprobs"] = None
@@ -311,17 +312,6 @@ class PolicyUpdater:
         return sampling_mismatch(
             old_logprobs[places], experience.rollout_logprobs[places], experience.loss_mask[places]
         )
-
-
-def outer_count(objective: Any, counted: Tensor) -> int:
-    """Return what the objective divides by over a whole minibatch: its sequences, its tokens, or 1.
-
-    Given to every micro-batch as its normalizer, it makes their gradients add up to the minibatch's.
-    ``counted`` are the tokens of each sequence that count, [B].
-    """
-    unit, _ = objective.outer_divisor()
-    counts = {"one": 1, "tokens": int(counted.sum()), "sequences": int((counted > 0).sum())}
-    return max(counts[unit], 1)
 
 
 def learning_rate_factor(update: int, config: UpdateConfig) -> float:

@@ -12,7 +12,7 @@ from gspo_kernels.trainer.policy import Policy
 from gspo_kernels.trainer.rows.experience import Experience
 from gspo_kernels.trainer.run.config_file import from_mapping
 from gspo_kernels.trainer.run.input_errors import ConfigError, RunDirectoryError
-from gspo_kernels.trainer.updates import PolicyUpdater, learning_rate_factor, outer_count
+from gspo_kernels.trainer.updates import PolicyUpdater, learning_rate_factor
 from tests.draws import shifted_seed
 from tests.trainer.conftest import make_accelerator, tiny_qwen3
 
@@ -361,14 +361,6 @@ def test_adapters_are_trained_alone_and_switched_off_for_the_reference(tokenizer
     for name, p in model.named_parameters():
         if "lora" not in name:
             assert torch.equal(p, base[name.replace(".base_layer", "")])
-
-
-def test_outer_count():
-    counted = torch.tensor([2, 0, 3])
-    assert outer_count(gk.GSPO(), counted) == 2
-    assert outer_count(gk.GRPO(aggregation="token_mean"), counted) == 5
-    assert outer_count(gk.GRPO(aggregation="sum"), counted) == 1
-    assert outer_count(gk.GSPO(), counted * 0) == 1
 
 
 def test_learning_rate_rises_then_stays(tokenizer):
