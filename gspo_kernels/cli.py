@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"gspo {command}: error: {error}; pip install 'gspo-kernels[train]'", file=sys.stderr)
         return 1
     except (ValueError, OSError) as error:
-        from gspo_kernels.trainer.run.input_errors import InputError
+        from gspo_kernels.trainer.input_errors import InputError
 
         if not isinstance(error, InputError | OSError):
             raise
@@ -99,8 +99,8 @@ def _demo(arguments: list[str]) -> None:
 
 def _run(config: TrainConfig, *, resume: bool, overwrite: bool) -> None:
     from gspo_kernels.trainer.data import load_prompts
+    from gspo_kernels.trainer.input_errors import ConfigError
     from gspo_kernels.trainer.rewards import load_reward
-    from gspo_kernels.trainer.run.input_errors import ConfigError
 
     for key in ("model", "dataset", "reward"):
         if not getattr(config, key):

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 
 from examples.paper.models import routers
-from gspo_kernels.trainer.policy import Policy
+from gspo_kernels.trainer.rows.policy import Policy
 
 
 def parse(source):

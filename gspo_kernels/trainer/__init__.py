@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from gspo_kernels.trainer.config import TrainConfig
+from gspo_kernels.trainer.input_errors import InputError
 from gspo_kernels.trainer.run.config_file import load_config
-from gspo_kernels.trainer.run.input_errors import InputError
 
 if TYPE_CHECKING:
     from gspo_kernels.trainer.trainer import GSPOTrainer

@@ -18,9 +18,8 @@ from pydantic import Field
 from torch import Tensor
 
 import gspo_kernels as gk
-from gspo_kernels.trainer.rewards.comparing import Method
-from gspo_kernels.trainer.run.input_errors import ConfigError
-from gspo_kernels.trainer.run.options import (
+from gspo_kernels.trainer.input_errors import ConfigError
+from gspo_kernels.trainer.options import (
     BelowOne,
     Count,
     Finite,
@@ -34,6 +33,7 @@ from gspo_kernels.trainer.run.options import (
     near_matches,
     option,
 )
+from gspo_kernels.trainer.rewards.comparing import Method
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,10 @@ from typing import Any
 
 import torch
 
-from gspo_kernels.trainer.run.input_errors import DataError
+from gspo_kernels.trainer.input_errors import DataError
+from gspo_kernels.trainer.rewards.loading import RESERVED
 
 Rows = Sequence[Mapping[str, Any]]
-
-RESERVED = ("prompts", "completions", "completion_ids")
-"""What reward functions get beside the columns, and therefore no column may be called."""
 
 
 def load_prompts(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from gspo_kernels.trainer.run.input_errors import ModelError
+from gspo_kernels.trainer.input_errors import ModelError
 
 _BLOCK = 256
 """Tokens whose probabilities are summed up, where a vocabulary has more than a few."""

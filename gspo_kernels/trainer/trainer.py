@@ -13,6 +13,7 @@ from accelerate.utils import gather_object, set_seed
 
 from gspo_kernels.trainer.config import TrainConfig
 from gspo_kernels.trainer.data import Prompts, Rows, check_rows, column_names, prepare_prompts, tokens_of
+from gspo_kernels.trainer.input_errors import ConfigError, ModelError, RunDirectoryError
 from gspo_kernels.trainer.recipes import make_recipe
 from gspo_kernels.trainer.recipes.samples import Sampler
 from gspo_kernels.trainer.rewards import RewardFunction, RewardSet
@@ -20,7 +21,6 @@ from gspo_kernels.trainer.rollout import RolloutEngine, Sampling, TransformersEn
 from gspo_kernels.trainer.rows.experience import Experience
 from gspo_kernels.trainer.run.checkpoint import fingerprints, random_state, set_random_state
 from gspo_kernels.trainer.run.files import RunDirectory
-from gspo_kernels.trainer.run.input_errors import ConfigError, ModelError, RunDirectoryError
 from gspo_kernels.trainer.run.metrics import Record
 from gspo_kernels.trainer.run.models import end_token_ids, load_tokenizer, make_policies, padding_token_id
 from gspo_kernels.trainer.run.processes import check_processes, make_accelerator

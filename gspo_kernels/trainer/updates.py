@@ -24,10 +24,10 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 import gspo_kernels as gk
 from gspo_kernels.trainer.config import TrainConfig, UpdateConfig
-from gspo_kernels.trainer.policy import Policy
+from gspo_kernels.trainer.input_errors import RunDirectoryError
 from gspo_kernels.trainer.rollout import sampling_mismatch
 from gspo_kernels.trainer.rows.experience import Experience, micro_batches
-from gspo_kernels.trainer.run.input_errors import RunDirectoryError
+from gspo_kernels.trainer.rows.policy import Policy
 from gspo_kernels.trainer.run.processes import is_sharded, shard_again
 
 Metrics = dict[str, float]

@@ -14,7 +14,7 @@ from examples.paper.old_logprobs import changed_experts, parse
 from examples.paper.probe import gradient, sample_batch
 from examples.paper.training import OBJECTIVES
 from gspo_kernels.trainer import demo
-from gspo_kernels.trainer.policy import Policy
+from gspo_kernels.trainer.rows.policy import Policy
 from tests.draws import shifted_seed
 
 PAGE = Path(paper.__file__).parent

@@ -7,6 +7,7 @@ import pytest
 
 import gspo_kernels as gk
 from gspo_kernels.trainer.config import TrainConfig
+from gspo_kernels.trainer.input_errors import ConfigError
 from gspo_kernels.trainer.run.command_line import parse_train_arguments
 from gspo_kernels.trainer.run.config_file import (
     from_mapping,
@@ -16,7 +17,6 @@ from gspo_kernels.trainer.run.config_file import (
     save_config,
     to_mapping,
 )
-from gspo_kernels.trainer.run.input_errors import ConfigError
 
 WRONG = [
     ({"rollot": {}}, ["unknown key rollot", "rollout"]),

@@ -12,7 +12,7 @@ from gspo_kernels.trainer.data import (
     load_prompts,
     prepare_prompts,
 )
-from gspo_kernels.trainer.run.input_errors import DataError
+from gspo_kernels.trainer.input_errors import DataError
 
 CHATML = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from gspo_kernels.trainer.policy import Policy
+from gspo_kernels.trainer.input_errors import ModelError
 from gspo_kernels.trainer.rollout import (
     Completions,
     Sampling,
@@ -19,7 +19,7 @@ from gspo_kernels.trainer.rollout import (
     left_pad,
     sampling_mismatch,
 )
-from gspo_kernels.trainer.run.input_errors import ModelError
+from gspo_kernels.trainer.rows.policy import Policy
 from tests.draws import shifted_seed
 from tests.trainer.conftest import tiny_qwen3
 

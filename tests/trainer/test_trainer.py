@@ -9,8 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gspo_kernels.trainer import GSPOTrainer
-from gspo_kernels.trainer.run.files import RunDirectory
-from gspo_kernels.trainer.run.input_errors import (
+from gspo_kernels.trainer.input_errors import (
     ConfigError,
     DataError,
     InputError,
@@ -18,6 +17,7 @@ from gspo_kernels.trainer.run.input_errors import (
     RewardError,
     RunDirectoryError,
 )
+from gspo_kernels.trainer.run.files import RunDirectory
 from gspo_kernels.trainer.run.metrics import read_metrics
 from gspo_kernels.trainer.run.run import Run
 from tests.trainer.conftest import make_accelerator, small_config, tiny_qwen3

@@ -8,10 +8,10 @@ from torch.nn.utils.rnn import pad_sequence
 
 import gspo_kernels as gk
 from gspo_kernels.trainer.config import TrainConfig, UpdateConfig, trainable_objectives
-from gspo_kernels.trainer.policy import Policy
+from gspo_kernels.trainer.input_errors import ConfigError, RunDirectoryError
 from gspo_kernels.trainer.rows.experience import Experience
+from gspo_kernels.trainer.rows.policy import Policy
 from gspo_kernels.trainer.run.config_file import from_mapping
-from gspo_kernels.trainer.run.input_errors import ConfigError, RunDirectoryError
 from gspo_kernels.trainer.updates import PolicyUpdater, learning_rate_factor
 from tests.draws import shifted_seed
 from tests.trainer.conftest import make_accelerator, tiny_qwen3

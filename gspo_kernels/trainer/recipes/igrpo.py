@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gspo_kernels.trainer.input_errors import DataError
 from gspo_kernels.trainer.recipes.plain import Metrics, Recipe
 from gspo_kernels.trainer.recipes.samples import Samples
 from gspo_kernels.trainer.rewards.comparing import best_of
-from gspo_kernels.trainer.run.input_errors import DataError
 
 
 @dataclass

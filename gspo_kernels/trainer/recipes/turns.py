@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gspo_kernels.trainer.data import Prompts, columns_of
+from gspo_kernels.trainer.input_errors import ConfigError, RewardError
 from gspo_kernels.trainer.recipes.plain import Metrics, Recipe
 from gspo_kernels.trainer.recipes.samples import Samples, joined
 from gspo_kernels.trainer.rewards.calls import TEXTS, ListFunction
@@ -18,7 +19,6 @@ from gspo_kernels.trainer.rewards.comparing import best_of
 from gspo_kernels.trainer.rewards.loading import name_of
 from gspo_kernels.trainer.rewards.reward_set import load_reward
 from gspo_kernels.trainer.rollout import Sampling
-from gspo_kernels.trainer.run.input_errors import ConfigError, RewardError
 from gspo_kernels.trainer.run.processes import in_shares
 
 

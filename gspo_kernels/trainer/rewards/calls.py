@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from gspo_kernels.trainer.input_errors import RewardError
 from gspo_kernels.trainer.rewards.loading import place_of
 from gspo_kernels.trainer.rewards.process import ProcessReward
-from gspo_kernels.trainer.run.input_errors import RewardError
 
 
 class Answer(NamedTuple):

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 import gspo_kernels as gk
+from gspo_kernels.trainer.input_errors import ConfigError
 from gspo_kernels.trainer.rewards.reward_set import Rewards
-from gspo_kernels.trainer.run.input_errors import ConfigError
 
 Method = Literal[
     "group_normalized",

@@ -13,7 +13,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from gspo_kernels.trainer.run.input_errors import RewardError
+from gspo_kernels.trainer.input_errors import RewardError
+
+RESERVED = ("prompts", "completions", "completion_ids")
+"""What reward functions get beside the columns, and therefore no column may be called."""
 
 RewardFunction = Callable[..., Sequence[float | None] | Awaitable[Sequence[float | None]]]
 

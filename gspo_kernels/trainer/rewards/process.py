@@ -17,8 +17,8 @@ import sys
 import weakref
 from typing import IO, Any, cast
 
+from gspo_kernels.trainer.input_errors import RewardError
 from gspo_kernels.trainer.rewards.loading import RewardFunction, find_reward, name_of, place_of
-from gspo_kernels.trainer.run.input_errors import RewardError
 
 
 class ProcessReward:

@@ -19,11 +19,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gspo_kernels.trainer.data import RESERVED
+from gspo_kernels.trainer.input_errors import RewardError
 from gspo_kernels.trainer.rewards.calls import NUMBERS, ListFunction
-from gspo_kernels.trainer.rewards.loading import RewardFunction, find_reward, name_of, wants_own_process
+from gspo_kernels.trainer.rewards.loading import (
+    RESERVED,
+    RewardFunction,
+    find_reward,
+    name_of,
+    wants_own_process,
+)
 from gspo_kernels.trainer.rewards.process import ProcessReward
-from gspo_kernels.trainer.run.input_errors import RewardError
 
 
 def load_reward(spec: str, *, own_process: bool = False) -> RewardFunction:

@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils._pytree import tree_map_only
 
-from gspo_kernels.trainer.run.input_errors import ModelError
+from gspo_kernels.trainer.input_errors import ModelError
 
 EXACT_LAYERS = {"full_attention", "sliding_attention"}
 """Layers whose masks are known here; others carry a state along the row, or select tokens."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from gspo_kernels.trainer.input_errors import ModelError
 from gspo_kernels.trainer.rows.attention import (
     Row,
     attention_masks,
@@ -17,7 +18,6 @@ from gspo_kernels.trainer.rows.attention import (
     positions_of,
     unwrapped,
 )
-from gspo_kernels.trainer.run.input_errors import ModelError
 
 IGNORED = -100
 """Label of positions that predict no completion token."""

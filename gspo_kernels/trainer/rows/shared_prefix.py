@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from gspo_kernels.trainer.input_errors import ModelError
 from gspo_kernels.trainer.rows.attention import Row, attention_masks, implementation_of, positions_of
 from gspo_kernels.trainer.rows.packing import (
     LossInputs,
@@ -26,7 +27,6 @@ from gspo_kernels.trainer.rows.packing import (
     probe,
     ranges,
 )
-from gspo_kernels.trainer.run.input_errors import ModelError
 
 
 def shared_prefix_tokens(prompt: int, completions: Sequence[int]) -> int:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from gspo_kernels.trainer.data import Prompts
-from gspo_kernels.trainer.run.input_errors import RunDirectoryError
+from gspo_kernels.trainer.input_errors import RunDirectoryError
 
 _STATE = "state.pt"
 _FORMAT = 3

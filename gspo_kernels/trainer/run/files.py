@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO
 
-from gspo_kernels.trainer.run.input_errors import RunDirectoryError
+from gspo_kernels.trainer.input_errors import RunDirectoryError
 
 _NAME = re.compile(r"step_(\d{6,})")
 

@@ -13,8 +13,8 @@ import torch
 from accelerate.utils import set_seed
 
 from gspo_kernels.trainer.config import LoraConfig, TrainConfig
-from gspo_kernels.trainer.policy import Policy, check_head, head_of
-from gspo_kernels.trainer.run.input_errors import ModelError
+from gspo_kernels.trainer.input_errors import ModelError
+from gspo_kernels.trainer.rows.policy import Policy, check_head, head_of
 from gspo_kernels.trainer.run.processes import prepare_frozen
 
 

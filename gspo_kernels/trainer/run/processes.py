@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from gspo_kernels.trainer.run.input_errors import ConfigError, InputError
+from gspo_kernels.trainer.input_errors import ConfigError, InputError
 
 _Result = TypeVar("_Result")
 

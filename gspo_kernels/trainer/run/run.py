@@ -10,12 +10,12 @@ from safetensors import SafetensorError
 
 from gspo_kernels.trainer.config import TrainConfig
 from gspo_kernels.trainer.data import Prompts
+from gspo_kernels.trainer.input_errors import RunDirectoryError
 from gspo_kernels.trainer.run.checkpoint import load_state, save_state
 from gspo_kernels.trainer.run.config_file import flat, load_config, require_same_run, save_config, to_mapping
 from gspo_kernels.trainer.run.display import Display
 from gspo_kernels.trainer.run.files import RunDirectory, write_directory, write_file
 from gspo_kernels.trainer.run.health import Health
-from gspo_kernels.trainer.run.input_errors import RunDirectoryError
 from gspo_kernels.trainer.run.metrics import Record, append_metrics, finite, keep_until, read_metrics
 from gspo_kernels.trainer.run.models import export_model
 from gspo_kernels.trainer.run.plot import plot_progress

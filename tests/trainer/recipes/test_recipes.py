@@ -13,11 +13,11 @@ from examples.recipes import turns as turns_example
 from examples.recipes.tiny import rewards
 from gspo_kernels.rewards import exact_match
 from gspo_kernels.trainer import GSPOTrainer
+from gspo_kernels.trainer.input_errors import ConfigError, DataError, RewardError
 from gspo_kernels.trainer.recipes.igrpo import refined_prompt
 from gspo_kernels.trainer.recipes.turns import continued
 from gspo_kernels.trainer.rewards.comparing import best_of
 from gspo_kernels.trainer.rollout import Segment, join_segments
-from gspo_kernels.trainer.run.input_errors import ConfigError, DataError, RewardError
 from gspo_kernels.trainer.run.metrics import read_metrics
 from tests.trainer.conftest import make_accelerator, small_config, tiny_qwen3
 from tests.trainer.run.test_processes import fsdp2, in_two_processes

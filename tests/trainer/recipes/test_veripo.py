@@ -10,10 +10,10 @@ from examples.recipes import veripo
 from gspo_kernels.objectives import DPO
 from gspo_kernels.trainer import GSPOTrainer
 from gspo_kernels.trainer.config import TrainConfig, VeriPOConfig
+from gspo_kernels.trainer.input_errors import ConfigError, RewardError
 from gspo_kernels.trainer.recipes.veripo import combined, in_pairs
 from gspo_kernels.trainer.rows.experience import Experience
 from gspo_kernels.trainer.run.config_file import from_mapping
-from gspo_kernels.trainer.run.input_errors import ConfigError, RewardError
 from gspo_kernels.trainer.run.metrics import read_metrics
 from tests.trainer.conftest import letter_share, make_accelerator, small_config, tiny_qwen3
 from tests.trainer.run.test_processes import fsdp2, in_two_processes, vector

@@ -16,9 +16,9 @@ import torch
 
 import gspo_kernels as gk
 from gspo_kernels.trainer import GSPOTrainer, TrainConfig
+from gspo_kernels.trainer.input_errors import ConfigError, RewardError
 from gspo_kernels.trainer.rewards import ADVANTAGES, Rewards, RewardSet, advantages_of, load_reward
 from gspo_kernels.trainer.run.config_file import require_same_run
-from gspo_kernels.trainer.run.input_errors import ConfigError, RewardError
 from tests.trainer.conftest import small_config, tiny_qwen3
 
 ARGUMENTS = (["p", "q"], ["x", "yy"], [[1], [2, 2]], {"answer": ["x", "z"]})

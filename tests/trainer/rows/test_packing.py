@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
+from gspo_kernels.trainer.input_errors import ModelError
 from gspo_kernels.trainer.rows.attention import Row, SegmentMask, dense_mask
 from gspo_kernels.trainer.rows.packing import (
     check_packing,
@@ -16,7 +17,6 @@ from gspo_kernels.trainer.rows.packing import (
     packed_inputs,
     token_budget_batches,
 )
-from gspo_kernels.trainer.run.input_errors import ModelError
 from tests.draws import shifted_seed
 from tests.trainer.rows.packing_cases import (
     FAMILIES,

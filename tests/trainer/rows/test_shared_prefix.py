@@ -3,12 +3,12 @@
 import pytest
 import torch
 
+from gspo_kernels.trainer.input_errors import ModelError
 from gspo_kernels.trainer.rows.shared_prefix import (
     check_shared_prefix,
     shared_prefix_hidden_states,
     shared_prefix_tokens,
 )
-from gspo_kernels.trainer.run.input_errors import ModelError
 from tests.trainer.rows.packing_cases import (
     FAMILIES,
     assert_as_exact_as_padding,

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from gspo_kernels.trainer.input_errors import RunDirectoryError
 from gspo_kernels.trainer.run.checkpoint import random_state, set_random_state
 from gspo_kernels.trainer.run.files import RunDirectory, write_directory
-from gspo_kernels.trainer.run.input_errors import RunDirectoryError
 from tests.trainer.conftest import forked
 
 

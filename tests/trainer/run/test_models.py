@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from gspo_kernels.trainer.policy import check_head, head_of
-from gspo_kernels.trainer.run.input_errors import ModelError
+from gspo_kernels.trainer.input_errors import ModelError
+from gspo_kernels.trainer.rows.policy import check_head, head_of
 from gspo_kernels.trainer.run.models import end_token_ids, load_model, padding_token_id
 from tests.draws import shifted_seed
 from tests.trainer.conftest import tiny_qwen3
@@ -61,7 +61,7 @@ def test_the_heads_of_the_field_are_understood(name):
 def test_a_head_that_is_not_understood_is_refused(monkeypatch, name, field, value):
     import dataclasses
 
-    from gspo_kernels.trainer import policy
+    from gspo_kernels.trainer.rows import policy
 
     monkeypatch.setattr(
         policy, "head_of", lambda model: dataclasses.replace(head_of(model), **{field: value})

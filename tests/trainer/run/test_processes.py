@@ -13,8 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from gspo_kernels.trainer import GSPOTrainer
+from gspo_kernels.trainer.input_errors import ConfigError, RewardError
 from gspo_kernels.trainer.run.files import RunDirectory
-from gspo_kernels.trainer.run.input_errors import ConfigError, RewardError
 from gspo_kernels.trainer.run.metrics import read_metrics
 from gspo_kernels.trainer.run.processes import check_processes, whole_state
 from tests.trainer.conftest import exit_code, forked, make_accelerator, small_config, tiny_qwen3

@@ -20,6 +20,7 @@ from torch import nn
 import gspo_kernels as gk
 from gspo_kernels.integrations.errors import IntegrationError
 from gspo_kernels.integrations.lm_head import LMHead, lm_head_of
+from gspo_kernels.trainer.input_errors import ModelError
 from gspo_kernels.trainer.rows.packing import (
     LossInputs,
     Tokens,
@@ -29,7 +30,6 @@ from gspo_kernels.trainer.rows.packing import (
     probe,
 )
 from gspo_kernels.trainer.rows.shared_prefix import check_shared_prefix, shared_prefix_hidden_states
-from gspo_kernels.trainer.run.input_errors import ModelError
 
 
 class Policy(nn.Module):

@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from gspo_kernels.trainer.run.input_errors import ConfigError
+from gspo_kernels.trainer.input_errors import ConfigError
 
 Count = Annotated[int, Field(ge=1)]
 Natural = Annotated[int, Field(ge=0)]
