@@ -72,8 +72,8 @@ class UpdateConfig(Section, key="update"):
     entropy_coef: Finite = option(0.0, "weight of the entropy bonus in the loss")
     learning_rate: Positive = option(1e-6, "AdamW's learning rate at the end of the warmup")
     warmup_updates: Natural = option(0, "optimizer updates over which the learning rate rises from 0")
-    learning_rate_decay: Literal["none", "linear"] = option(
-        "none", "after the warmup: none, or linear to 0 at the last step"
+    learning_rate_decay: Literal["none", "linear", "cosine"] = option(
+        "none", "after the warmup: none, or to 0 at the last step, along a line or half a cosine"
     )
     weight_decay: NotNegative = option(0.0, "AdamW's weight decay")
     adam_beta1: BelowOne = option(0.9, "AdamW's beta1")
@@ -278,6 +278,9 @@ class TrainConfig(Section):
     """One training run."""
 
     model: str = option("", "directory (or hub name) of the causal language model that is trained")
+    attn_implementation: str | None = option(
+        None, "attention of the model: sdpa, eager, flash_attention_2, flex_attention; transformers' choice"
+    )
     dataset: str = option(
         "",
         "prompts: a jsonl or parquet file, a directory, a name on the Hub; other columns reach the rewards",

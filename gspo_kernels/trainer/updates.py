@@ -319,10 +319,10 @@ def learning_rate_factor(update: int, config: UpdateConfig) -> float:
     warmup = config.warmup_updates
     if update < warmup:
         return (update + 1) / (warmup + 1)
-    if config.learning_rate_decay == "none":
-        return 1.0
     rest = max(config.steps * config.epochs * config.minibatches - warmup, 1)
-    return max(1.0 - (update - warmup) / rest, 0.0)
+    done = min((update - warmup) / rest, 1.0)
+    factors = {"none": 1.0, "linear": 1.0 - done, "cosine": 0.5 + 0.5 * math.cos(math.pi * done)}
+    return factors[config.learning_rate_decay]
 
 
 def _coefficients(

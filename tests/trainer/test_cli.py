@@ -17,6 +17,7 @@ from gspo_kernels.trainer import demo
 from gspo_kernels.trainer.run.files import RunDirectory
 from gspo_kernels.trainer.run.metrics import read_metrics
 from tests.draws import shifted_seed
+from tests.trainer.conftest import letter_share, small_config, tiny_qwen3
 
 
 @pytest.fixture
@@ -94,6 +95,26 @@ def test_any_local_model_on_any_jsonl(tmp_path, llama, jsonl, reward_file, capsy
     assert [record["step"] for record in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [0, 1, 2, 3]
     assert cli.main(["train", *line, "--overwrite"]) == 0
     assert [record["step"] for record in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [0, 1, 2]
+
+
+def test_the_attention_of_a_model_can_be_chosen(tmp_path, llama, jsonl, reward_file, tokenizer, monkeypatch):
+    from gspo_kernels.trainer import GSPOTrainer
+    from gspo_kernels.trainer.input_errors import ModelError
+
+    seen = []
+    monkeypatch.setattr(
+        GSPOTrainer, "train", lambda self, **_: seen.append(self.model.config._attn_implementation)
+    )
+    line = options(llama, jsonl, reward_file, tmp_path / "run")
+    for name in ("eager", "sdpa"):
+        assert cli.main(["train", *line, "--attn_implementation", name]) == 0
+    assert seen == ["eager", "sdpa"]
+    assert cli.main(["train", *line, "--attn_implementation", "none_such"]) == 1
+    config = small_config(tmp_path, attn_implementation="eager")
+    with pytest.raises(ModelError, match="attn_implementation"):
+        GSPOTrainer(
+            tiny_qwen3(tokenizer), tokenizer, letter_share, [{"prompt": "a", "letter": "a"}], None, config
+        )
 
 
 def test_a_configuration_file(tmp_path, llama, jsonl, reward_file):

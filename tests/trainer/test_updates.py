@@ -1,5 +1,6 @@
 """Updates: gradients against plain PyTorch for every objective, layout and term; what costs nothing."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -377,8 +378,13 @@ def test_the_learning_rate_rises_and_then_falls_only_when_asked():
     falling = replace(config, learning_rate_decay="linear")
     rates = [learning_rate_factor(update, falling) for update in range(9)]
     assert rates == pytest.approx([0.25, 0.5, 0.75, 1.0, 0.8, 0.6, 0.4, 0.2, 0.0])
+    rates = [
+        learning_rate_factor(update, replace(config, learning_rate_decay="cosine")) for update in range(9)
+    ]
+    expected = [0.5 + 0.5 * math.cos(math.pi * part / 5) for part in range(6)]
+    assert rates == pytest.approx([0.25, 0.5, 0.75, *expected])
     with pytest.raises(ConfigError, match=r"update\.learning_rate_decay"):
-        replace(config, learning_rate_decay="cosine")
+        replace(config, learning_rate_decay="step")
 
 
 @pytest.mark.parametrize("name", ["GSPO", "DPO"])

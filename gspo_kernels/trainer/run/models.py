@@ -32,7 +32,10 @@ def make_policies(model: Any, tokenizer: Any, config: TrainConfig, accelerator: 
     """Load the model if it is a directory, refuse what cannot be trained, and make policy and reference."""
     adapted = config.lora.rank > 0
     if isinstance(model, str | Path):
-        model = load_model(str(model), half=adapted and config.update.precision == "bf16")
+        half = adapted and config.update.precision == "bf16"
+        model = load_model(str(model), half=half, attention=config.attn_implementation)
+    elif config.attn_implementation is not None:
+        raise ModelError("attn_implementation is for a model that is loaded here, and this one was given")
     elif not adapted:
         model = model.float()
     model.to(accelerator.device).eval()  # dropout would hide what the check of the head looks for
@@ -57,14 +60,15 @@ def make_policies(model: Any, tokenizer: Any, config: TrainConfig, accelerator: 
     return Policies(model, policy, reference, reference_mode, fingerprint)
 
 
-def load_model(path: str, *, half: bool = False) -> Any:
+def load_model(path: str, *, half: bool = False, attention: str | None = None) -> Any:
     """Load a causal language model in fp32, as 16-bit weights would lose the small steps of RL.
 
     With ``half`` in bfloat16, for weights that only adapters change.
     """
     from transformers import AutoModelForCausalLM
 
-    return _loaded(AutoModelForCausalLM, path, "model", dtype=torch.bfloat16 if half else torch.float32)
+    dtype = torch.bfloat16 if half else torch.float32
+    return _loaded(AutoModelForCausalLM, path, "model", dtype=dtype, attn_implementation=attention)
 
 
 def load_tokenizer(path: str) -> Any:
