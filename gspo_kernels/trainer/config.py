@@ -305,6 +305,7 @@ class TrainConfig(Section):
     threads: Count | None = option(None, "PyTorch's CPU threads; for a tiny model 1 may be quickest")
     log_every: Count = option(10, "steps between two lines of output where there is no terminal")
     show_samples: Natural = option(3, "completions shown with their rewards after each evaluation")
+    save_rollouts: bool = option(False, "keep every completion with its rewards and log-probs")
     trackers: tuple[str, ...] = option(
         (), "where metrics go besides metrics.jsonl: tensorboard, wandb, trackio, ...; may be repeated"
     )

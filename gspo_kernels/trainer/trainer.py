@@ -160,6 +160,7 @@ class GSPOTrainer:
         if last or self.step % config.evaluation.every == 0:
             metrics |= self.evaluate()
         run.report(self.step, metrics)
+        run.keep_rollout(self.step, self.recipe.records())
         if last or "eval/greedy_accuracy" in metrics:
             run.display.samples(self.step, self.recipe.shown)
         stop = max(gather_object([max(signals, default=0)]))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from gspo_kernels.trainer.recipes.samples import Sample, Sampler, Samples, exper
 from gspo_kernels.trainer.rewards.comparing import advantages_of, levels
 from gspo_kernels.trainer.rollout import Sampling
 from gspo_kernels.trainer.rows.experience import Experience
+from gspo_kernels.trainer.run.metrics import finite
 from gspo_kernels.trainer.updates import PolicyUpdater
 
 Metrics = dict[str, float]
@@ -29,7 +30,7 @@ class Recipe:
     prompts: Prompts
     encode: Callable[[Sequence[Any]], list[list[int]]]  # prompts, text or conversations, into token ids
     longest: int | None  # tokens that a prompt may have beside its completion; None: any number
-    shown: list[tuple[Any, str, float]] = field(default_factory=list)  # prompt, completion, reward
+    last: Samples | None = None  # of the last step, where it sampled
 
     def __post_init__(self) -> None:
         self.order = PromptOrder(len(self.prompts.tokens), self.config.seed)
@@ -53,9 +54,7 @@ class Recipe:
         """Complete and score the prompts that come after those of so many earlier rollouts."""
         count = self.config.rollout.prompts_per_rollout
         samples, metrics = self.rollout(self.order.indices(earlier * count, count), step)
-        pairs = list(zip(samples.each, samples.rewards.total.tolist(), strict=True))
-        last = pairs[max(len(pairs) - self.config.show_samples, 0) :]
-        self.shown = [(self._shown_prompt(sample), sample.text, reward) for sample, reward in last]
+        self.last = samples
         return samples, metrics_of(samples, self.config.rollout.group_size) | metrics
 
     def compared(self, samples: Samples) -> Experience:
@@ -87,6 +86,32 @@ class Recipe:
     def fits(self, tokens: Sequence[int]) -> bool:
         """Whether a prompt leaves room for its completion in the context."""
         return self.longest is None or len(tokens) <= self.longest
+
+    @property
+    def shown(self) -> list[tuple[Any, str, float]]:
+        """Completions of the last step to show: prompt, completion, reward."""
+        each, rewards = (
+            ([], torch.zeros(0)) if self.last is None else (self.last.each, self.last.rewards.total)
+        )
+        pairs = list(zip(each, rewards.tolist(), strict=True))
+        last = pairs[max(len(pairs) - self.config.show_samples, 0) :]
+        return [(self._shown_prompt(sample), sample.text, reward) for sample, reward in last]
+
+    def records(self) -> Iterator[dict[str, Any]]:
+        """Yield what is worth keeping of every completion of the last step, as JSON takes it."""
+        if self.last is None:
+            return
+        rewards = self.last.rewards
+        for index, sample in enumerate(self.last.each):
+            yield {
+                "row": sample.row,
+                "prompt": self.sampler.tokenizer.decode(sample.prompt),
+                "completion": sample.text,
+                **finite({"reward": rewards.total[index].item()}),
+                "rewards": finite({name: values[index].item() for name, values in rewards.by_name.items()}),
+                "token_ids": sample.ids.tolist(),
+                "logprobs": None if sample.logprobs is None else sample.logprobs.tolist(),
+            }
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint must hold of the recipe."""

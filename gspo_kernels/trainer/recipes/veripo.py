@@ -8,7 +8,7 @@ taken at this moment, and there is no second copy of any weight.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
 from typing import Any
 
@@ -60,7 +60,7 @@ class VeriPO:
 
     def pairs(self, step: int) -> tuple[Experience, Metrics]:
         """Return the rollout of a DPO step, as DPO takes it, and how much there is to learn from."""
-        self.recipe.shown = []
+        self.recipe.last = None
         if self.kept[0].ref_logprobs is None:  # a phase begins: its reference is the policy of now
             self.kept = [
                 replace(each, ref_logprobs=self.updater.current_logprobs(each, step + number))
@@ -83,6 +83,10 @@ class VeriPO:
     def shown(self) -> list[tuple[Any, str, float]]:
         """Completions to show; a step of DPO has none."""
         return self.recipe.shown
+
+    def records(self) -> Iterator[dict[str, Any]]:
+        """Yield the completions of the last step; one of DPO has none."""
+        return self.recipe.records()
 
     def evaluate(self, prompts: Prompts, sampling: Sampling) -> tuple[Samples, Metrics]:
         """Evaluate as the other recipe does."""

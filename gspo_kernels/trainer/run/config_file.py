@@ -25,6 +25,7 @@ _Config = TypeVar("_Config")
 
 FREE_ON_RESUME = (
     *("model", "dataset", "eval_dataset", "output", "threads", "trackers", "log_every", "show_samples"),
+    "save_rollouts",
     *("reward_timeout", "reward_process", "update.steps", "update.micro_batch_tokens", "rollout.batch_size"),
 )
 """Keys that may change when a run is resumed, with every key of ``evaluation`` and ``checkpoint``."""

@@ -31,6 +31,7 @@ class RunDirectory:
         self._lock: IO[str] | None = None
         self.config = self.path / "config.yaml"
         self.metrics = self.path / "metrics.jsonl"
+        self.rollouts = self.path / "rollouts"
         self.checkpoints = self.path / "checkpoints"
         self.model = self.path / "model"
         self.plot = self.path / "progress.png"
@@ -52,8 +53,9 @@ class RunDirectory:
             raise RunDirectoryError("resume and overwrite exclude each other")
         if resume and not self.holds_a_run():
             raise RunDirectoryError(f"there is no run in {self.path} to resume")
-        written = (self.config, self.metrics, self.checkpoints, self.model, self.plot, self.trackers)
-        strange = [path.name for path in (*written, *map(self.path.joinpath, others)) if path.exists()]
+        files = (self.config, self.metrics, self.plot, *map(self.path.joinpath, others))
+        written = (*files, self.checkpoints, self.model, self.rollouts, self.trackers)
+        strange = [path.name for path in written if path.exists()]
         if strange and not self.marker.exists():
             raise RunDirectoryError(
                 f"{self.path} holds {', '.join(strange)}, and no run wrote that; choose another --output"
@@ -92,7 +94,7 @@ class RunDirectory:
         """
         self.claim(resume=resume, overwrite=overwrite)
         if self.holds_a_run() and not resume:
-            for folder in (self.checkpoints, self.model, self.trackers):
+            for folder in (self.checkpoints, self.model, self.rollouts, self.trackers):
                 if folder.exists():  # at once, so that a kill leaves no half of it
                     folder.rename(self.path / f".unfinished-removed-{folder.name}")
             for path in (self.metrics, self.plot, self.config):

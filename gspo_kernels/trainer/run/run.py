@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from accelerate.utils import gather_object
@@ -14,7 +15,7 @@ from gspo_kernels.trainer.input_errors import RunDirectoryError
 from gspo_kernels.trainer.run.checkpoint import load_state, save_state
 from gspo_kernels.trainer.run.config_file import flat, load_config, require_same_run, save_config, to_mapping
 from gspo_kernels.trainer.run.display import Display
-from gspo_kernels.trainer.run.files import RunDirectory, write_directory, write_file
+from gspo_kernels.trainer.run.files import RunDirectory, write_directory, write_file, write_text
 from gspo_kernels.trainer.run.health import Health
 from gspo_kernels.trainer.run.metrics import Record, append_metrics, finite, keep_until, read_metrics
 from gspo_kernels.trainer.run.models import export_model
@@ -89,6 +90,14 @@ class Run:
         if step > 0:
             for warning in self.health.check(record):
                 self.display.warn(f"step {step}: {warning}")
+
+    def keep_rollout(self, step: int, records: Iterable[Record]) -> None:
+        """Write the completions of a step, if that is asked for and there are any."""
+        if not self.config.save_rollouts or not self.accelerator.is_main_process:
+            return
+        if lines := [json.dumps(record, allow_nan=False) + "\n" for record in records]:
+            self.directory.rollouts.mkdir(exist_ok=True)
+            write_text(self.directory.rollouts / f"step_{step:06d}.jsonl", "".join(lines))
 
     def save(self, step: int, state: Mapping[str, Any]) -> None:
         """Write the checkpoint of a step."""
