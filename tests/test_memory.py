@@ -153,6 +153,96 @@ def test_large_blocks_ask_for_huge_pages():
 
 
 @pytest.fixture
+def given_back():
+    """Pages of gradients that were dropped, none of them from or for other tests."""
+    from gspo_kernels.ops import memory
+
+    memory.release()
+    yield memory._given_back
+    memory.release()
+
+
+def gradient_memory(mib=64, dtype=torch.float32):
+    from gspo_kernels.ops.memory import new_memory
+
+    return new_memory((mib, MIB // dtype.itemsize), dtype, torch.device("cpu"))
+
+
+on_linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="pages are kept on Linux")
+
+
+@on_linux
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_gradient_that_was_dropped_makes_room_for_the_next(given_back, dtype):
+    first = gradient_memory(64, dtype).fill_(1.0)
+    address = first.data_ptr()
+    beside = gradient_memory(64, dtype)
+    assert (
+        beside.data_ptr() != address and first.dtype == dtype and first.shape == (64, MIB // dtype.itemsize)
+    )
+    del first
+    assert gradient_memory(40, dtype).data_ptr() == address  # dropped at once
+    assert gradient_memory(64, dtype).data_ptr() == address
+    assert gradient_memory(31, dtype).data_ptr() != address  # half of its pages would lie idle
+    del beside
+    assert len(given_back) == 1
+
+
+@on_linux
+def test_whatever_refers_to_a_gradient_keeps_its_pages(given_back):
+    leaf = torch.zeros(4, requires_grad=True)
+    whole = gradient_memory(64).fill_(3.0)
+    views = [whole[5:7], whole.numpy()[60:], whole.untyped_storage(), whole.view(torch.int32).T]
+    leaf.grad = whole[0, :4]
+    del whole
+    while views:
+        assert not given_back
+        gradient_memory(64).fill_(7.0)
+        given_back.clear()
+        views.pop()
+    assert (leaf.grad == 3).all()
+    leaf.grad = None
+    assert len(given_back) == 1
+
+
+@on_linux
+def test_the_system_may_take_the_pages_of_a_dropped_gradient(given_back):
+    memory = gradient_memory(64).fill_(1.0)
+    address = memory.data_ptr()
+    assert lazily_free(address) == 0
+    del memory
+    assert lazily_free(address) >= 62 * MIB
+    from gspo_kernels.ops import memory
+
+    memory.release()
+    assert not given_back
+
+
+@on_linux
+def test_small_gradients_are_left_to_malloc(given_back):
+    del_me = gradient_memory(15)
+    del del_me
+    assert not given_back
+
+
+@on_linux
+def test_a_second_step_finds_the_first_one_s_gradient(given_back):
+    import gspo_kernels as gk
+
+    logits = torch.randn(1, 64, 2**17, requires_grad=True)
+    labels = torch.zeros(1, 64, dtype=torch.int64)
+
+    def gradient():
+        logits.grad = None
+        gk.fused_policy_loss(logits, labels, None, torch.ones(1)).loss.backward()
+        return logits.grad
+
+    expected = gradient().clone()
+    address = logits.grad.data_ptr()
+    assert torch.equal(gradient(), expected) and logits.grad.data_ptr() == address
+
+
+@pytest.fixture
 def kept():
     """What stays between calls, nothing of it from or for other tests."""
     from gspo_kernels.ops import memory

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import math
 import mmap
 import os
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -68,13 +70,39 @@ HUGE_PAGES_FROM = 16 * 2**20
 def new_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """An uninitialised tensor for the gradient of logits.
 
-    Large blocks are new to the process at every call, so their first writes fault in page after page. On
-    Linux they ask for huge pages, which takes a fraction of that time; where there are none nothing changes.
+    To fault in new pages takes as long as all that is computed on them. On Linux a large tensor is therefore
+    made of the pages of the last one that nothing refers to any more, if it was up to twice as large; until
+    then the system may take them whenever it needs memory (``MADV_FREE``). New ones ask for huge pages.
     """
-    memory = torch.empty(shape, dtype=dtype, device=device)
-    if device.type == "cpu" and memory.nbytes >= HUGE_PAGES_FROM:
-        _advise(memory, "MADV_HUGEPAGE")
-    return memory
+    count = math.prod(shape)
+    size = count * dtype.itemsize
+    if device.type != "cpu" or size < HUGE_PAGES_FROM or not sys.platform.startswith("linux"):
+        return torch.empty(shape, dtype=dtype, device=device)
+    pages = memoryview(_pages(size))
+    # the tensor's storage is what holds this view, so its end is the view's
+    weakref.finalize(pages, _give_back, pages.obj).atexit = False
+    return torch.frombuffer(pages, dtype=dtype, count=count).view(tuple(shape))
+
+
+_given_back: list[mmap.mmap] = []
+
+
+def _pages(size: int) -> mmap.mmap:
+    with contextlib.suppress(IndexError):
+        pages = _given_back.pop()
+        if size <= len(pages) <= 2 * size:
+            return pages
+        del pages
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without huge pages
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return pages
+
+
+def _give_back(pages: mmap.mmap) -> None:
+    with contextlib.suppress(OSError):
+        pages.madvise(mmap.MADV_FREE)
+        _given_back[:] = [pages]
 
 
 KEPT_FROM = 32 * 2**20
@@ -118,6 +146,7 @@ class Workspace:
 def release() -> None:
     """Give what is kept between calls back to the system now."""
     _kept.clear()
+    _given_back.clear()
 
 
 def _advise(memory: Tensor, advice: str) -> bool:
