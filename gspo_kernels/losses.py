@@ -175,7 +175,9 @@ def _fused_policy_loss(
 
     learns = torch.is_grad_enabled() and logits.requires_grad
     tracing = torch.compiler.is_compiling()
-    one_pass = learns and not (tracing or inplace_backward or with_entropy)
+    # In fp16 a loss scale decides what is representable, and only the backward knows it.
+    narrow = logits.dtype == torch.float16
+    one_pass = learns and not (tracing or inplace_backward or with_entropy or narrow)
     if one_pass and coefficients_depend_on(objective, terms) == "nothing":
         coefficients = known_coefficients(row_labels, terms)
         carrier, logprobs = KnownCoefficientsFunction.apply(rows, row_labels, coefficients, options)

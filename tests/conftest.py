@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import random
+import sys
 
 import numpy as np
 import pytest
@@ -43,12 +44,17 @@ if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("trito
 
 def pytest_addoption(parser):
     parser.addoption("--seed-shift", type=int, help="other numbers in every random draw of the suite")
+    parser.addoption("--extension", help="the file of a C++ extension to test in place of the built one")
 
 
 def pytest_configure(config):
     """The variable reaches data made at import, workers of pytest-xdist, and processes that tests start."""
     if (shift := config.getoption("--seed-shift")) is not None:
         os.environ[VARIABLE] = str(shift)
+    if (file := config.getoption("--extension")) is not None:
+        spec = importlib.util.spec_from_file_location("gspo_kernels._C", file)
+        sys.modules["gspo_kernels._C"] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules["gspo_kernels._C"])
     if importlib.util.find_spec("hypothesis") is not None:
         from hypothesis import core
 

@@ -1,9 +1,10 @@
-"""Random calls of every entry against the naive fp64 oracle: ``python -m tests.fuzz --backend cpp --seconds 60``.
+"""Random calls of every entry against the naive fp64 oracle.
 
-Layouts, lengths 0 and 1, dtypes, strides, holes full of NaN and infinities, every term, schedule and chunk size,
-upstream gradients, extremes. It looks for wrong values, not for units in the last place (the tests do that): an
-error may be a generous multiple of plain fp32's, and a clip decision that rounding could turn is not drawn.
-Ends with 1 at the first failure, after the one line that repeats it.
+``python -m tests.fuzz --backend cpp --seconds 60`` draws layouts, lengths 0 and 1, dtypes, strides, holes
+with NaN and infinities, every term, schedule and chunk size, upstream gradients, extremes. It looks for wrong
+values, not for units in the last place (the tests do that): an error may be a generous multiple of plain
+fp32's, and a clip decision that rounding could turn is not drawn. It ends with 1 at the first failure, after
+the line that repeats it.
 """
 
 from __future__ import annotations
@@ -41,11 +42,14 @@ class Drawn:
     twice: bool
 
     def __str__(self) -> str:
-        case, inputs = self.case, {n: (v.dtype, tuple(v.shape), v.stride()) for n, v in self.case.inputs.items()}
+        case, inputs = (
+            self.case,
+            {n: (v.dtype, tuple(v.shape), v.stride()) for n, v in self.case.inputs.items()},
+        )
         layout = "padded" if case.cu_seqlens is None else f"packed {case.cu_seqlens.tolist()}"
         return (
-            f"{self.entry} {layout} {inputs} {self.objective} {case.terms} {case.logit_options} {self.options} "
-            f"old {case.old_logprobs is not None} factor {self.factor} twice {self.twice}"
+            f"{self.entry} {layout} {inputs} {self.objective} {case.terms} {case.logit_options} "
+            f"{self.options} old {case.old_logprobs is not None} factor {self.factor} twice {self.twice}"
         )
 
 
@@ -106,8 +110,12 @@ class Draw:
         if not self.chance(0.3):
             case = replace(case, old_logprobs=(truth - self.log_ratios(lengths)).to(statistics))
         if "ref_logprobs" in terms:
-            case = replace(case, terms=terms | {"ref_logprobs": (truth + 0.2 * self.normal(tokens)).to(statistics)})
-        case = self.laid_out(self.poisoned(case), by_labels=entry in ("fused_policy_loss", "fused_linear_policy_loss"))
+            case = replace(
+                case, terms=terms | {"ref_logprobs": (truth + 0.2 * self.normal(tokens)).to(statistics)}
+            )
+        case = self.laid_out(
+            self.poisoned(case), by_labels=entry in ("fused_policy_loss", "fused_linear_policy_loss")
+        )
         factor = dice.choice((1.0, 1.0, 0.5, -3.0, 0.0, 65536.0, 65536.0))
         return Drawn(entry, case, objective, self.options(entry, case, vocabulary), factor, self.chance(0.1))
 
@@ -202,7 +210,9 @@ class Draw:
             if value is None or value.shape[:1] != hole.shape:
                 return value
             bad = torch.tensor([self.dice.choice(POISON) for _ in hole], dtype=value.dtype)
-            return torch.where(hole.view(-1, *(1,) * (value.ndim - 1)), bad.view(-1, *(1,) * (value.ndim - 1)), value)
+            return torch.where(
+                hole.view(-1, *(1,) * (value.ndim - 1)), bad.view(-1, *(1,) * (value.ndim - 1)), value
+            )
 
         rows = ("logits", "hidden", "logprobs")
         terms = dict(case.terms)
@@ -222,7 +232,9 @@ class Draw:
             labels = case.labels.masked_fill(~case.loss_mask, case.ignore_index)
             case = replace(case, labels=labels, loss_mask=None)
         if len(case.cu_seqlens) > 1 and self.chance(0.5):
-            case = pad(case, self.dice.choice((0, 0, 3)), masked=not (ignored or (by_labels and self.chance(0.3))))
+            case = pad(
+                case, self.dice.choice((0, 0, 3)), masked=not (ignored or (by_labels and self.chance(0.3)))
+            )
         if case.loss_mask is not None:
             dtype = self.dice.choice((torch.bool, torch.int64, torch.float32))
             case = replace(case, loss_mask=case.loss_mask.to(dtype))
@@ -282,7 +294,9 @@ def cleaned(case: Case) -> Case:
     def clean(value: Any) -> Any:
         if not isinstance(value, Tensor) or value.shape[: case.labels.ndim] != case.labels.shape:
             return value
-        return torch.where(case.counted.view(*case.labels.shape, *(1,) * (value.ndim - case.labels.ndim)), value, 0)
+        return torch.where(
+            case.counted.view(*case.labels.shape, *(1,) * (value.ndim - case.labels.ndim)), value, 0
+        )
 
     rows = ("logits", "hidden", "logprobs", "entropy")
     return replace(
@@ -328,7 +342,8 @@ def attempt(drawn: Drawn, backend: str) -> bool:
 def fits(case: Case, objective: Any, factor: float) -> bool:
     grads = expect(case, objective).grads
     return all(
-        grad.numel() == 0 or float(grad.abs().max()) * abs(factor) < torch.finfo(case.inputs[name].dtype).max / 16
+        grad.numel() == 0
+        or float(grad.abs().max()) * abs(factor) < torch.finfo(case.inputs[name].dtype).max / 16
         for name, grad in grads.items()
     )
 
@@ -348,7 +363,9 @@ def judge(drawn: Drawn, output: gk.LossOutput, grads: dict[str, Tensor]) -> None
     }
     carried = sum(spread.get(name, 0.0) * weight for name, weight in truth.sensitivity.items())
     slope, vocabulary = steepest(case.logit_options), vocabulary_of(case)
-    reach = truth.sensitivity.get("logprobs", 0.0) + 2 * math.log(vocabulary + 2) * truth.sensitivity.get("entropy", 0.0)
+    reach = truth.sensitivity.get("logprobs", 0.0) + 2 * math.log(vocabulary + 2) * truth.sensitivity.get(
+        "entropy", 0.0
+    )
     answers = {"loss": output.loss, **{f"grad {name}": grad for name, grad in grads.items()}}
     if drawn.entry in ("fused_policy_loss", "fused_linear_policy_loss"):
         answers["logprobs"] = output.logprobs
@@ -359,13 +376,20 @@ def judge(drawn: Drawn, output: gk.LossOutput, grads: dict[str, Tensor]) -> None
         if want.numel() == 0:
             continue
         info, largest = torch.finfo(got.dtype), float(want.abs().max())
-        allowed = 16 * spread[name] + 64 * SINGLE.eps * finer * (largest + (name == "loss") * reach) + info.eps * largest
+        allowed = (
+            16 * spread[name]
+            + 64 * SINGLE.eps * finer * (largest + (name == "loss") * reach)
+            + info.eps * largest
+        )
         if name == "loss":
             allowed += 16 * carried
         else:
             allowed += info.smallest_normal * info.eps
         if name.startswith("grad "):
-            allowed = abs(factor) * (16 * spread[name] + 64 * SINGLE.eps * finer * reach * slope) + info.eps * largest
+            allowed = (
+                abs(factor) * (16 * spread[name] + 64 * SINGLE.eps * finer * reach * slope)
+                + info.eps * largest
+            )
             allowed += 2 * info.smallest_normal * info.eps
             # rows of 16 bits enter the products
             allowed += abs(factor) * 4 * info.eps * reach * slope * partner(case, name)
@@ -375,17 +399,23 @@ def judge(drawn: Drawn, output: gk.LossOutput, grads: dict[str, Tensor]) -> None
             lost = float((there & (got == 0)).double().mean())
             assert lost == 0, f"{name}: {lost:.1%} of the numbers that {got.dtype} can hold came out as zero"
         found = float((got.double() - want).abs().nan_to_num(math.inf).max())
-        assert found <= allowed, f"{name}: error {found:.3e}, allowed {allowed:.3e}, largest value {largest:.3e}"
+        assert found <= allowed, (
+            f"{name}: error {found:.3e}, allowed {allowed:.3e}, largest value {largest:.3e}"
+        )
 
 
 def steepest(options: dict[str, Any]) -> float:
     temperature = options.get("temperature", 1.0)
-    coldest = float(temperature.min()) if isinstance(temperature, Tensor) and temperature.numel() else temperature
+    coldest = (
+        float(temperature.min()) if isinstance(temperature, Tensor) and temperature.numel() else temperature
+    )
     return abs(options.get("logit_scale", 1.0)) / (coldest if isinstance(coldest, float) else 1.0)
 
 
 def vocabulary_of(case: Case) -> int:
-    return case.inputs["logits"].shape[-1] if "logits" in case.inputs else len(case.inputs.get("weight", (0,)))
+    return (
+        case.inputs["logits"].shape[-1] if "logits" in case.inputs else len(case.inputs.get("weight", (0,)))
+    )
 
 
 def partner(case: Case, name: str) -> float:
@@ -397,7 +427,9 @@ def partner(case: Case, name: str) -> float:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--backend", default="cpp", choices=("reference", "cpp", "triton"))
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=0)
@@ -414,7 +446,10 @@ def main(arguments: list[str] | None = None) -> int:
         except Exception:
             traceback.print_exc()
             print(drawn)
-            print(f"python -m tests.fuzz --backend {given.backend} --seed {given.seed} --call {number}", flush=True)
+            print(
+                f"python -m tests.fuzz --backend {given.backend} --seed {given.seed} --call {number}",
+                flush=True,
+            )
             return 1
         if time.monotonic() > end:
             break

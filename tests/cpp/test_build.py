@@ -14,20 +14,9 @@ import pytest
 import torch
 
 from gspo_kernels import cpp
+from tests.cpp.clones import ROOT, tree
 
-ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
-
-
-def tree(destination: Path) -> Path:
-    """A copy of what the build and the backend need, without any extension built before."""
-    shutil.copytree(ROOT / "csrc", destination / "csrc")
-    shutil.copy(ROOT / "setup.py", destination)
-    for source in ("cpp/__init__.py", "types.py"):
-        (destination / "gspo_kernels" / source).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / "gspo_kernels" / source, destination / "gspo_kernels" / source)
-    (destination / "gspo_kernels" / "__init__.py").touch()
-    return destination
 
 
 def run(cwd: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -23,6 +23,7 @@ from tests.accuracy import Spread, assert_as_exact, differences
 from tests.draws import shifted_seed
 from tests.integrations.distributed_transformers import CASES
 from tests.integrations.tiny_models import MODELS, tiny
+from tests.trainer.rows.packing_cases import nothing_in_single_precision
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -125,7 +126,7 @@ def assert_within_budget(got, plain, truth, times=2.0):
     for name in truth[0]:
         exact, ours, theirs = ([each[name] for each in kind] for kind in (truth, got, plain))
         spread = Spread.of(differences(theirs, exact), by_row=exact[0].ndim > 1)
-        eps = torch.finfo(torch.float32).eps
+        eps = torch.finfo(ours[0].dtype).eps
         assert_as_exact(name, differences(ours, exact), spread, exact, eps, times)
 
 
@@ -413,18 +414,22 @@ def test_packed_rows_equal_padded_ones(name, attention):
     assert got.shape == ids.shape
     torch.testing.assert_close(got[0], want[inside])
     terms = {"advantages": torch.tensor([1.0, 2.0, -1.0, 0.5]), "temperature": temperature}
-    old = want.detach() + 1e-3 * torch.randn(
-        want.shape, generator=torch.Generator().manual_seed(shifted_seed(1))
-    )
-    rows_loss = model(**rows, old_logprobs=old, **terms)
-    wanted = gradients(model, rows_loss.loss)
-    packed = {"old_logprobs": old[inside].unsqueeze(0), "cu_seqlens": cu_seqlens, **terms}
-    out = model(ids, labels=ids, **packed)
-    assert out.logprobs.shape == ids.shape
-    for key, value in rows_loss.metrics.items():
-        torch.testing.assert_close(out.metrics[key], value, msg=key)
-    for key, value in gradients(model, out.loss).items():
-        torch.testing.assert_close(value, wanted[key], msg=key)
+    precise, kinds = copy.deepcopy(model).double(), ([], [], [])
+    for seed in SEEDS:
+        rng = torch.Generator().manual_seed(shifted_seed(seed))
+        old = want.detach() + 1e-3 * torch.randn(want.shape, generator=rng)
+        by_rows = model(**rows, old_logprobs=old, **terms)
+        with nothing_in_single_precision():
+            truth = precise(**rows, old_logprobs=old.double(), **terms)
+        out = model(ids, labels=ids, old_logprobs=old[inside].unsqueeze(0), cu_seqlens=cu_seqlens, **terms)
+        assert out.logprobs.shape == ids.shape
+        for key, value in by_rows.metrics.items():
+            torch.testing.assert_close(out.metrics[key], value, msg=key)
+        for kind, one, loss in zip(
+            kinds, (model, model, precise), (out.loss, by_rows.loss, truth.loss), strict=True
+        ):
+            kind.append(gradients(one, loss))
+    assert_within_budget(*kinds)
 
 
 def test_packed_sequences_do_not_see_each_other():

@@ -172,7 +172,7 @@ def test_vespo_takes_weights_into_its_ratio_in_liger():
     weights = torch.where(case.mask, (case.old - rollout).exp(), 1.0)
     expected = case.liger("vespo", terms={"vllm_is_ratio": weights})
     case.assert_equal(case.ours(gk.VESPO(), rollout), expected)
-    assert abs(case.ours(gk.VESPO(), rollout_weights=weights)[0] - expected[0]) > 100 * case.error
+    assert abs(case.ours(gk.VESPO(), rollout_weights=weights)[0] - expected[0]) > 10 * case.error
 
 
 def test_vespo_weighs_its_kl_by_the_tokens_ratio_in_liger():

@@ -31,7 +31,7 @@ OBJECTIVES = {
     "REBEL": REBEL(eta=0.8),
     "AGRO": AGRO(beta=0.4),
     "EGSW": EGSW(alpha=0.7, temperature=0.6, dual_clip=1.5),
-    "ClipCov": ClipCov(clip_cov_ratio=0.1, clip_cov_lb=0.05, clip_cov_ub=3.0),
+    "ClipCov": ClipCov(clip_cov_ratio=0.1, clip_cov_lb=0.001, clip_cov_ub=5.0),
     "KLCov": KLCov(kl_cov_ratio=0.2, ppo_kl_coef=0.6),
 }
 PAIRWISE, BATCHWIDE = ("TRPA", "DPO", "REBEL"), ("ClipCov", "KLCov")
@@ -213,7 +213,7 @@ def stated(name, q):
             (c, at) for at, c in cov.items()
             if o.clip_cov_lb < c < o.clip_cov_ub and (terms[at][1] != 0 or q.values[at[0]] == 0)
         )  # fmt: skip
-        shuffled = torch.randperm(len(candidates), generator=generator(o.seed)).tolist()
+        shuffled = torch.randperm(len(candidates), generator=torch.Generator().manual_seed(o.seed)).tolist()
         assert len(candidates) > special
         for k in shuffled[:special]:
             terms[candidates[k][1]] = (0.0, 0.0)

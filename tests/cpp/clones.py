@@ -1,0 +1,56 @@
+"""Builds the extension with one clone of its loops instead of a choice by the loader.
+
+``python -m tests.cpp.clones x86-64-v3 folder`` prints the file for ``pytest --extension FILE tests/cpp``.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+CLONES = ("x86-64", "x86-64-v3", "x86-64-v4")
+
+
+def tree(destination: Path) -> Path:
+    """A copy of what the build and the backend need, without any extension built before."""
+    shutil.copytree(ROOT / "csrc", destination / "csrc")
+    shutil.copy(ROOT / "setup.py", destination)
+    for source in ("cpp/__init__.py", "types.py"):
+        (destination / "gspo_kernels" / source).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / "gspo_kernels" / source, destination / "gspo_kernels" / source)
+    (destination / "gspo_kernels" / "__init__.py").touch()
+    return destination
+
+
+def build(clone: str, folder: Path) -> Path:
+    """The file of an extension with this clone alone."""
+    flags = f"{os.environ.get('CFLAGS', '')} -march={clone} -DGSPO_ONE_CLONE"
+    command = [sys.executable, "setup.py", "build_ext", "--inplace"]
+    subprocess.run(
+        command,
+        cwd=tree(folder),
+        env={**os.environ, "CFLAGS": flags, "CXXFLAGS": flags},
+        check=True,
+        capture_output=True,
+        timeout=600,
+    )
+    (built,) = (folder / "gspo_kernels").glob("_C*.so")
+    return built
+
+
+def runs_here(clone: str) -> bool:
+    """Whether the loader would pick it or a later one, by GCC's own question."""
+    needed = {"x86-64": set(), "x86-64-v3": {"avx2", "fma", "bmi2"}}
+    needed["x86-64-v4"] = needed["x86-64-v3"] | {f"avx512{part}" for part in ("f", "bw", "cd", "dq", "vl")}
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    flags = next((set(line.split()) for line in lines if line.startswith("flags")), set())
+    return needed[clone] <= flags
+
+
+if __name__ == "__main__":
+    print(build(sys.argv[1], Path(sys.argv[2])))

@@ -1,0 +1,25 @@
+"""Every clone of the C++ loops by itself is as exact as the one that the loader picks here."""
+
+import platform
+import subprocess
+import sys
+
+import pytest
+
+from tests.cpp.clones import CLONES, ROOT, build, runs_here
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(platform.machine() != "x86_64", reason="there are clones for x86-64 alone"),
+]
+
+
+@pytest.mark.parametrize("clone", CLONES)
+def test_each_clone_is_within_budget(clone, tmp_path):
+    if not runs_here(clone):
+        pytest.skip(f"this processor does not run {clone}")
+    tests = ["tests/cpp/test_rows.py", "-k", "2049 or temperature_per_row or far_from_zero or 16_bit"]
+    options = ["-p", "no:xdist", "-p", "no:cacheprovider", f"--extension={build(clone, tmp_path / 'tree')}"]
+    command = [sys.executable, "-m", "pytest", *options, *tests]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-1000:]
