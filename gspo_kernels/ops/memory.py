@@ -78,10 +78,11 @@ def new_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -
     size = count * dtype.itemsize
     if device.type != "cpu" or size < HUGE_PAGES_FROM or not sys.platform.startswith("linux"):
         return torch.empty(shape, dtype=dtype, device=device)
-    pages = memoryview(_pages(size))
+    pages = _pages(size)
     # the tensor's storage is what holds this view, so its end is the view's
-    weakref.finalize(pages, _give_back, pages.obj).atexit = False
-    return torch.frombuffer(pages, dtype=dtype, count=count).view(tuple(shape))
+    view = memoryview(pages)
+    weakref.finalize(view, _give_back, pages).atexit = False
+    return torch.frombuffer(view, dtype=dtype, count=count).view(tuple(shape))
 
 
 _given_back: list[mmap.mmap] = []
