@@ -61,6 +61,17 @@ def pytest_configure(config):
         core.global_force_seed = shifted_seed(0)
 
 
+def pytest_collection_modifyitems(items):
+    """``-m quick`` is the first example of every test of the library that is not slow by itself."""
+    seen, around = set(), {"trainer", "benchmarks", "examples", "gpu"}
+    for item in items:
+        test = item.nodeid.split("[")[0]
+        inside = around.isdisjoint(item.path.parts) and item.path.stem != "test_compile"
+        if inside and test not in seen and item.get_closest_marker("slow") is None:
+            item.add_marker(pytest.mark.quick)
+        seen.add(test)
+
+
 @pytest.fixture(autouse=True)
 def seeded():
     """What draws without a seed of its own."""
