@@ -93,7 +93,7 @@ def _demo(arguments: list[str]) -> None:
     config = demo.make_config(chosen.output, seed=chosen.seed, steps=chosen.steps)
     if not chosen.resume:
         with RunDirectory(chosen.output) as directory:
-            directory.claim(overwrite=chosen.overwrite, others=("base", "train.jsonl", "held_out.jsonl"))
+            directory.claim(overwrite=chosen.overwrite, others=demo.FILES)
             print(f"making a tiny model, its tokenizer and its tasks in {chosen.output}", flush=True)
             _quiet_transformers()
             demo.prepare(chosen.output, seed=chosen.seed)
