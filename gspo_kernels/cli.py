@@ -1,4 +1,4 @@
-"""The command line: ``gspo train``, ``gspo demo``, ``gspo doctor``."""
+"""The command line: ``gspo train``, ``gspo demo``, ``gspo export``, ``gspo plot``, ``gspo doctor``."""
 
 from __future__ import annotations
 
@@ -24,10 +24,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("train", help="train a model; gspo train --help lists all options", add_help=False)
     commands.add_parser("demo", help="make a tiny model, train it and show what it learned", add_help=False)
+    commands.add_parser("export", help="write the model of a run's checkpoint", add_help=False)
+    commands.add_parser("plot", help="draw the metrics that a run has written so far", add_help=False)
     commands.add_parser("doctor", help="say what works here, and why the rest does not", add_help=False)
     command = parser.parse_args(arguments[:1]).command
     try:
-        {"train": _train, "demo": _demo, "doctor": _doctor}[command](arguments[1:])
+        run = {"train": _train, "demo": _demo, "export": _export, "plot": _plot, "doctor": _doctor}[command]
+        run(arguments[1:])
     except KeyboardInterrupt:
         print("\ninterrupted; --resume goes on from the last checkpoint, if there is one", file=sys.stderr)
         return 130
@@ -90,11 +93,35 @@ def _demo(arguments: list[str]) -> None:
     config = demo.make_config(chosen.output, seed=chosen.seed, steps=chosen.steps)
     if not chosen.resume:
         with RunDirectory(chosen.output) as directory:
-            directory.claim(overwrite=chosen.overwrite, others=("base", "train.jsonl", "held_out.jsonl"))
+            directory.claim(overwrite=chosen.overwrite, others=demo.FILES)
             print(f"making a tiny model, its tokenizer and its tasks in {chosen.output}", flush=True)
             _quiet_transformers()
             demo.prepare(chosen.output, seed=chosen.seed)
     _run(config, resume=chosen.resume, overwrite=chosen.overwrite)
+
+
+def _export(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(
+        prog="gspo export", description="Write the model of a checkpoint, for from_pretrained."
+    )
+    parser.add_argument("run", type=Path, help="directory of the run, which may still go on")
+    parser.add_argument("--to", type=Path, required=True, help="new directory for the model")
+    parser.add_argument("--step", type=int, help="of the checkpoint; the newest one if not given")
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="precision of the weights")
+    chosen = parser.parse_args(arguments)
+    from gspo_kernels.trainer.run.afterwards import export_checkpoint
+
+    _quiet_transformers()
+    export_checkpoint(chosen.run, chosen.to, step=chosen.step, half=chosen.dtype == "bf16")
+
+
+def _plot(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(prog="gspo plot", description="Draw progress.png of a run.")
+    parser.add_argument("run", type=Path, help="directory of the run, which may still go on")
+    chosen = parser.parse_args(arguments)
+    from gspo_kernels.trainer.run.afterwards import plot_run
+
+    print(plot_run(chosen.run))
 
 
 def _run(config: TrainConfig, *, resume: bool, overwrite: bool) -> None:

@@ -22,6 +22,8 @@ from gspo_kernels.trainer.run.config_file import from_mapping
 DIGITS = 4
 STEPS = 160
 TRAIN_PROMPTS, HELD_OUT_PROMPTS = 4096, 512
+FILES = ("base", "train.jsonl", "held_out.jsonl")
+"""What `prepare` writes."""
 REWARDS = ("gspo_kernels.trainer.demo:exact", "gspo_kernels.trainer.demo:per_digit")
 
 
@@ -121,13 +123,14 @@ def prepare(directory: Path, *, seed: int, warm_up_steps: int = 40) -> None:
     """Write ``base/`` (model and tokenizer), ``train.jsonl`` and ``held_out.jsonl`` into a directory."""
     train, held_out = make_rows(seed)
     directory.mkdir(parents=True, exist_ok=True)
-    for name, rows in (("train.jsonl", train), ("held_out.jsonl", held_out)):
+    base, *names = FILES
+    for name, rows in zip(names, (train, held_out), strict=True):
         (directory / name).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     tokenizer = make_tokenizer()
     model = make_model(tokenizer, seed)
     warm_up(model, tokenizer, train, steps=warm_up_steps, seed=seed)
-    model.save_pretrained(directory / "base")
-    tokenizer.save_pretrained(directory / "base")
+    model.save_pretrained(directory / base)
+    tokenizer.save_pretrained(directory / base)
 
 
 def make_config(directory: Path, *, seed: int, steps: int = STEPS) -> TrainConfig:

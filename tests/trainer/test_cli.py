@@ -117,6 +117,38 @@ def test_the_attention_of_a_model_can_be_chosen(tmp_path, llama, jsonl, reward_f
         )
 
 
+@pytest.mark.parametrize("adapters", [False, True], ids=["weights", "adapters"])
+def test_a_model_and_a_plot_of_any_checkpoint(
+    tmp_path, llama, jsonl, reward_file, adapters, capsys, real_plots
+):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    run, line = tmp_path / "run", options(llama, jsonl, reward_file, tmp_path / "run")
+    line += ["--checkpoint.every", "1", "--update.learning_rate", "1e-2"]
+    line += ["--lora.rank", "2"] if adapters else []
+    assert cli.main(["train", *line]) == 0
+    for name, flags in (("newest", []), ("first", ["--step", "1"]), ("half", ["--dtype", "bf16"])):
+        assert cli.main(["export", str(run), "--to", str(tmp_path / name), *flags]) == 0
+    trained, newest, first, half = (
+        AutoModelForCausalLM.from_pretrained(path).state_dict()
+        for path in (run / "model", tmp_path / "newest", tmp_path / "first", tmp_path / "half")
+    )
+    AutoTokenizer.from_pretrained(tmp_path / "first")
+    assert all(torch.equal(trained[name], newest[name]) for name in trained)
+    assert any(not torch.equal(trained[name], first[name]) for name in trained)
+    assert all(torch.equal(trained[name].bfloat16(), half[name]) for name in trained)
+    (run / "progress.png").unlink()
+    assert cli.main(["plot", str(run)]) == 0
+    assert (run / "progress.png").read_bytes().startswith(b"\x89PNG")
+    for words, wrong in (
+        ("exists already", ["export", str(run), "--to", str(tmp_path / "first")]),
+        ("no checkpoint step_000009", ["export", str(run), "--to", str(tmp_path / "n"), "--step", "9"]),
+        ("no run in", ["plot", str(llama)]),
+    ):
+        assert cli.main(wrong) == 1
+        assert words in capsys.readouterr().err
+
+
 def test_a_configuration_file(tmp_path, llama, jsonl, reward_file):
     path = tmp_path / "run.yaml"
     path.write_text(
@@ -246,7 +278,7 @@ def test_version_doctor_and_help(capsys):
     assert "gspo_kernels" in capsys.readouterr().out
     assert cli.main(["doctor"]) == 0
     assert "cpp" in capsys.readouterr().out
-    for command in ([], ["train"], ["demo"], ["doctor"]):
+    for command in ([], ["train"], ["demo"], ["export"], ["plot"], ["doctor"]):
         with pytest.raises(SystemExit) as caught:
             cli.main([*command, "--help"])
         assert caught.value.code == 0

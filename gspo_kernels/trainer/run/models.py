@@ -109,7 +109,9 @@ def add_adapters(model: Any, config: LoraConfig) -> Any:
 
 
 @torch.no_grad()
-def export_model(model: Any, weights: Mapping[str, Any], tokenizer: Any, path: Path) -> None:
+def export_model(
+    model: Any, weights: Mapping[str, Any], tokenizer: Any, path: Path, dtype: torch.dtype | None = None
+) -> None:
     """Write a directory that ``from_pretrained`` loads; adapters are added to the weights they adapt."""
     state = dict(weights)
     for prefix, module in model.named_modules():
@@ -121,6 +123,9 @@ def export_model(model: Any, weights: Mapping[str, Any], tokenizer: Any, path: P
         delta, base = module.scaling["default"] * (b @ a), f"{prefix}.base_layer.weight"
         state[base] = state[base] + (delta.T if kind or module.fan_in_fan_out else delta)
     whole = {name.replace(".base_layer.", "."): w for name, w in state.items() if ".lora_" not in name}
+    if dtype is not None:
+        whole = {name: w.to(dtype) if w.is_floating_point() else w for name, w in whole.items()}
+        model.config.dtype = dtype
     model.save_pretrained(path, state_dict=whole)
     tokenizer.save_pretrained(path)
 
