@@ -1,9 +1,9 @@
 """Which library multiplies fp32 matrices on this processor: measured once, and remembered on disk.
 
 torch's products are MKL's, which are good on some processors and slow on others that have the same
-instructions. The first process that needs to know measures for some 30 ms and writes its choice to the user's
-cache; every other reads it there, so that old and new log-probs come from the same products. Threads are not
-part of what a choice is remembered by: a process with other threads makes the same log-probs.
+instructions. The first process that needs to know measures for about a tenth of a second and writes its choice
+to the user's cache; every other reads it there, so that old and new log-probs come from the same products.
+Threads are not part of what a choice is remembered by: a process with other threads makes the same log-probs.
 ``GSPO_KERNELS_CALIBRATE=0`` leaves the products to torch.
 """
 
@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 import platform
+import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -28,9 +29,9 @@ from gspo_kernels.cpp.products import multiplies, multiply
 LIBRARIES = ("torch", "cpp")
 MARGIN = 1.15
 """How much faster the C++ backend's products must be: below, timers could decide one way or the other."""
-SHAPE = (192, 2048, 256)
+SHAPE = (256, 2048, 512)
 """Rows, V and H of the products that are timed."""
-ROUNDS = 4
+ROUNDS = 5
 
 
 class Choice(NamedTuple):
@@ -76,7 +77,7 @@ def cache_file() -> Path:
 
 
 def _machine() -> list[str]:
-    """What a measurement holds for: processor, versions, and the instruction sets that libraries may use."""
+    """What a measurement holds for: processor, torch, rule, and the instructions that libraries may use."""
     fields = ("vendor_id", "cpu family", "model", "model name", "stepping")
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n")[0].splitlines()
@@ -85,11 +86,12 @@ def _machine() -> list[str]:
     except OSError:
         processor = [platform.machine(), platform.processor()]
     limits = ("ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR", "ONEDNN_MAX_CPU_ISA")
-    return [*processor, torch.__version__, f"{MARGIN}", *(os.environ.get(limit, "") for limit in limits)]
+    rule = f"{MARGIN} {SHAPE} {ROUNDS}"
+    return [*processor, torch.__version__, rule, *(os.environ.get(limit, "") for limit in limits)]
 
 
 def measure() -> dict[str, float]:
-    """Seconds that each library takes for the three products of a chunk: the fastest of a few rounds."""
+    """Seconds that each library takes for a chunk's three products: medians of a few rounds, in turns."""
     rows, vocabulary, width = SHAPE
     hidden, weight = torch.ones(rows, width), torch.ones(vocabulary, width)
     logits, grad_hidden = torch.ones(rows, vocabulary), torch.empty(rows, width)
@@ -104,14 +106,14 @@ def measure() -> dict[str, float]:
     }
     seconds = dict.fromkeys(LIBRARIES, 0.0)
     for product in products:
-        best = dict.fromkeys(LIBRARIES, float("inf"))
+        times: dict[str, list[float]] = {name: [] for name in LIBRARIES}
         for _ in range(ROUNDS):
             for name, library in libraries.items():
                 start = time.perf_counter()
                 library(*product)
-                best[name] = min(best[name], time.perf_counter() - start)
+                times[name].append(time.perf_counter() - start)
         for name in LIBRARIES:
-            seconds[name] += best[name]
+            seconds[name] += statistics.median(times[name])
     return seconds
 
 
