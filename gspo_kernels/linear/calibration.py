@@ -1,10 +1,10 @@
 """Which library multiplies fp32 matrices on this processor: measured once, and remembered on disk.
 
 torch's products are MKL's, which are good on some processors and slow on others that have the same
-instructions. The first process that needs to know measures for about a tenth of a second and writes its choice
-to the user's cache; every other reads it there, so that old and new log-probs come from the same products.
-Threads are not part of what a choice is remembered by: a process with other threads makes the same log-probs.
-``GSPO_KERNELS_CALIBRATE=0`` leaves the products to torch.
+instructions. The first process that needs to know measures for about a tenth of a second and writes its
+choice to the user's cache; every other reads it there, so that old and new log-probs come from the same
+products. Threads are not part of what a choice is remembered by: a process with other threads makes the same
+log-probs. ``GSPO_KERNELS_CALIBRATE=0`` leaves the products to torch.
 """
 
 from __future__ import annotations
