@@ -167,6 +167,7 @@ def prepare_prompts(
     name: str,
     longest: int | None,
     *,
+    embedded: int | None = None,
     too_long: str = "error",
     template_options: Mapping[str, Any] | None = None,
 ) -> Prompts:
@@ -179,12 +180,14 @@ def prepare_prompts(
     Args:
         tokenizer: a transformers tokenizer.
         rows: what `check_rows` accepts, and ``name``, what messages call them.
+        embedded: how many tokens the model knows, or None to look at none.
         longest: tokens that a prompt may have, or None for any number; ``too_long``: "error", or "drop" to
             leave out rows with longer prompts.
         template_options: keyword arguments of the chat template (Qwen3: ``{"enable_thinking": False}``).
 
     Raises:
-        DataError: a prompt is too long, makes no token, or the template does not take it; names the row.
+        DataError: a prompt is too long, makes no token or one that the model doesn't know, or the template
+            does not take it; names the row.
     """
     if too_long not in ("error", "drop"):
         raise DataError(f"too_long must be 'error' or 'drop', got {too_long!r}")
@@ -195,6 +198,9 @@ def prepare_prompts(
     for number, ids in enumerate(tokens, start=1):
         if not ids:
             raise DataError(f"{name}, row {number}: the tokenizer makes no token of the prompt")
+        if embedded is not None and max(ids) >= embedded:
+            known = f"the model embeds only {embedded}; the tokenizer belongs to another model"
+            raise DataError(f"{name}, row {number}: the prompt has token {max(ids)}, but {known}")
         if longest is not None and len(ids) > longest and too_long == "error":
             beside = f"room for {longest} beside rollout.max_new_tokens; data.too_long: drop leaves it out"
             raise DataError(f"{name}, row {number}: the prompt has {len(ids)} tokens, but {room} {beside}")

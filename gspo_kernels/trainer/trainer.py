@@ -92,11 +92,11 @@ class GSPOTrainer:
         )
         context = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         longest = None if context is None else context - config.rollout.max_new_tokens
-        template = config.data.template_options
+        template, embedded = config.data.template_options, self.model.get_input_embeddings().num_embeddings
 
         def prepared(rows: Rows, name: str) -> Prompts:
             options: dict[str, Any] = {"too_long": config.data.too_long, "template_options": template}
-            return prepare_prompts(self.tokenizer, rows, name, longest, **options)
+            return prepare_prompts(self.tokenizer, rows, name, longest, embedded=embedded, **options)
 
         self.train_prompts = prepared(train_dataset, "the training dataset")
         self.eval_prompts = None if eval_dataset is None else prepared(eval_dataset, "the eval dataset")

@@ -391,14 +391,18 @@ def test_weights_and_words_that_cannot_be_trained_are_named(tmp_path, tokenizer,
     broken = tiny_qwen3(tokenizer)
     with torch.no_grad():
         broken.model.layers[1].mlp.up_proj.weight[3, 4] = torch.nan
+    with pytest.raises(ModelError, match="holds numbers that are not finite"):
+        make_trainer(tokenizer, rows, reward, small_config(tmp_path), model=broken)
     larger = copy.deepcopy(tokenizer)
     larger.add_tokens(["one more"])
-    for changes, words in (
-        ({"model": broken}, "weight model.layers.1.mlp.up_proj.weight holds numbers that are not finite"),
-        ({"tokenizer": larger}, "the tokenizer has 259 tokens, and the model embeds only 258 of them"),
-    ):
-        with pytest.raises(ModelError, match=words):
-            make_trainer(tokenizer, rows, reward, small_config(tmp_path), **changes)
+    unknown = [*rows, rows[0] | {"prompt": "say one more"}]
+    words = f"row {len(unknown)}: the prompt has token 258, but the model embeds only 258"
+    with pytest.raises(DataError, match=words):
+        make_trainer(tokenizer, unknown, reward, small_config(tmp_path), tokenizer=larger)
+    padded = copy.deepcopy(larger)
+    padded.pad_token = "one more"
+    with pytest.raises(ModelError, match="padding token is 258"):
+        make_trainer(tokenizer, rows, reward, small_config(tmp_path), tokenizer=padded)
 
 
 def test_rollouts_are_kept_with_their_rewards_and_logprobs(tmp_path, tokenizer, rows):

@@ -39,9 +39,11 @@ def make_policies(model: Any, tokenizer: Any, config: TrainConfig, accelerator: 
     elif not adapted:
         model = model.float()
     model.to(accelerator.device).eval()  # dropout would hide what the check of the head looks for
-    rows, tokens = model.get_input_embeddings().weight.shape[0], len(tokenizer)
-    if tokens > rows:
-        raise ModelError(f"the tokenizer has {tokens} tokens, and the model embeds only {rows} of them")
+    rows, padding = model.get_input_embeddings().weight.shape[0], padding_token_id(tokenizer)
+    if padding >= rows:
+        raise ModelError(
+            f"the tokenizer's padding token is {padding}, and the model embeds only {rows} tokens"
+        )
     for name, parameter in model.named_parameters():
         if not parameter.isfinite().all():
             raise ModelError(f"the model's weight {name} holds numbers that are not finite")
