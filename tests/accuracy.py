@@ -6,7 +6,8 @@ are here (``Spread``), and a kernel may have twice that, plus one rounding of it
 - the root of the sum of squares, which every systematic error moves:
   ``|error| <= (2 + SURE * sqrt(1 / n + 1 / m)) * plain + eps * |exact|``, where ``n`` rows share the error
   and plain PyTorch's comes from ``m``. The norm of n independent errors of spread 1 exceeds sqrt(n) + t with
-  a probability below exp(-t^2 / 2), so SURE times the root is what chance may add: nothing for many rows.
+  a probability below exp(-t^2 / 2), so SURE times the root is what chance may add: nothing for many rows,
+  and more the fewer share the error, so that no test hangs on how many these happen to be.
 - the largest single error, which one wrong element moves:
   ``max |error| <= 2 * max |plain| + SURE * spread of the least exact element + eps * max |exact|``.
 """
@@ -20,8 +21,6 @@ import torch
 from torch import Tensor
 
 SURE = 4.0
-ENOUGH = 8
-"""Independent numbers below which a spread is itself a matter of luck."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ class Spread:
         """``by_row``: the last dimension shares its error, as a row of a gradient does its log-sum-exp."""
         squares = torch.stack([each.detach().double() for each in errors]).square()
         if squares[0].numel() == 0:
-            return Spread(0.0, 1.0, ENOUGH, 0.0, 0.0, 0.0)
+            return Spread(0.0, 1.0, 1, 0.0, 0.0, 0.0)
         mean = squares.mean(0)
         rows = mean.sum(-1) if by_row else mean
         total = float(rows.sum())
@@ -81,9 +80,6 @@ def assert_as_exact(
     """Errors of one or more draws against plain PyTorch's; ``exact`` are the values themselves."""
     got, norm, largest = (_norms(errors), *_norms(exact))
     assert got[0] == got[0], f"{name}: NaN"
-    assert plain.norm == 0 or plain.rows * plain.draws >= ENOUGH, (
-        f"{name}: {plain.draws} draws of {plain.rows:.1f} rows are too few to judge by"
-    )
     draws = len(errors)
     chance = SURE * (1 / (plain.rows * draws) + 1 / (plain.rows * plain.draws)) ** 0.5
     allowed = (

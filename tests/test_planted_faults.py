@@ -79,10 +79,11 @@ def test_values_a_few_ulps_off(entry, ulps, name):
         assert_equals_oracle(wrong, case, gk.GSPO())
 
 
-def test_too_few_numbers_are_no_judgement():
-    spread = Spread.of([torch.tensor(1e-8)], by_row=False)
-    with pytest.raises(AssertionError, match="too few to judge by"):
-        assert_as_exact("loss", [torch.tensor(1e-8)], spread, [torch.tensor(1.0)], EPS)
+def test_one_number_is_judged_with_what_chance_adds():
+    spread = Spread.of([torch.tensor(1e-6)], by_row=False)
+    assert_as_exact("loss", [torch.tensor(5e-6)], spread, [torch.tensor(1.0)], EPS)
+    with pytest.raises(AssertionError, match="norm"):
+        assert_as_exact("loss", [torch.tensor(1e-5)], spread, [torch.tensor(1.0)], EPS)
 
 
 def test_honest_roundings_are_never_refused():
