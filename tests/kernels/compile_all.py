@@ -22,7 +22,7 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
 from gspo_kernels import kernels
-from gspo_kernels.kernels import logprobs, scale, scoring, sequence_ratio
+from gspo_kernels.kernels import gradients, logprobs, scale, scoring, sequence_ratio
 from gspo_kernels.types import ClippedSequenceRatio, LogitTransform, stats_dtype
 
 TARGETS = {
@@ -45,7 +45,8 @@ class Recorder:
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
-        logprobs.launch = scale.launch = scoring.launch = sequence_ratio.launch = self
+        for module in (gradients, logprobs, scale, scoring, sequence_ratio):
+            module.launch = self
 
     def __call__(
         self, kernel: Any, programs: int, device: Any, tile: Any, *args: Any, **constants: Any
