@@ -119,7 +119,7 @@ def warm_up(model: Any, tokenizer: Any, rows: list[dict[str, str]], *, steps: in
     return loss.item()
 
 
-def prepare(directory: Path, *, seed: int, warm_up_steps: int = 40) -> None:
+def prepare(directory: Path, *, seed: int, warm_up_steps: int = 60) -> None:
     """Write ``base/`` (model and tokenizer), ``train.jsonl`` and ``held_out.jsonl`` into a directory."""
     train, held_out = make_rows(seed)
     directory.mkdir(parents=True, exist_ok=True)
@@ -146,7 +146,8 @@ def make_config(directory: Path, *, seed: int, steps: int = STEPS) -> TrainConfi
             "seed": seed,
             "threads": 1,
             "log_every": 20,
-            "rollout": {"prompts_per_rollout": 64, "group_size": 8, "max_new_tokens": DIGITS + 1},
+            "advantage_scale": "none",
+            "rollout": {"prompts_per_rollout": 128, "group_size": 4, "max_new_tokens": DIGITS + 1},
             "update": {
                 "steps": steps,
                 "minibatches": 4,
@@ -154,7 +155,7 @@ def make_config(directory: Path, *, seed: int, steps: int = STEPS) -> TrainConfi
                 "learning_rate": 3e-4,
                 "learning_rate_decay": "linear",
                 "adam_beta2": 0.99,
-                "entropy_coef": 0.01,
+                "entropy_coef": 0.005,
             },
             "objective": {"name": "GSPO", "clip_low": 3e-4, "clip_high": 4e-4},
             "evaluation": {"every": 25, "prompts": HELD_OUT_PROMPTS, "accuracy": "exact"},

@@ -1,4 +1,4 @@
-"""Does it learn? Three seeds of a shortened demonstration, on prompts and answers never trained on."""
+"""Does it learn? Two seeds of the demonstration as it is, on prompts and answers never trained on."""
 
 from dataclasses import replace
 
@@ -9,15 +9,13 @@ from gspo_kernels.trainer.data import load_prompts
 from gspo_kernels.trainer.rewards import load_reward
 from gspo_kernels.trainer.run.metrics import read_metrics
 
-STEPS = 200
-
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_held_out_accuracy_rises_by_thirty_points(tmp_path, seed):
+@pytest.mark.parametrize("seed", [0, 1])
+def test_errors_on_held_out_prompts_at_least_halve(tmp_path, seed):
     demo.prepare(tmp_path, seed=seed)
-    config = demo.make_config(tmp_path, seed=seed, steps=STEPS)
-    config = replace(config, evaluation=replace(config.evaluation, every=STEPS))
+    config = demo.make_config(tmp_path, seed=seed)
+    config = replace(config, evaluation=replace(config.evaluation, every=config.update.steps))
     trainer = GSPOTrainer(
         config.model,
         None,
@@ -29,11 +27,10 @@ def test_held_out_accuracy_rises_by_thirty_points(tmp_path, seed):
     trainer.train()
     records = read_metrics(tmp_path / "metrics.jsonl")
     first, last = records[0], records[-1]
-    gains = {
-        label: last[f"eval/{label}_accuracy"] - first[f"eval/{label}_accuracy"]
-        for label in ("greedy", "sampled")
-    }
-    assert min(gains.values()) >= 0.30, gains
+    assert last["eval/greedy_accuracy"] >= 0.90
+    for label in ("greedy", "sampled"):
+        before, after = (1 - record[f"eval/{label}_accuracy"] for record in (first, last))
+        assert after <= before / 2, (label, before, after)
     # GSPO as it should be: nothing is clipped before the weights move, much of it afterwards
     for record in records[1:]:
         assert record["minibatch_1/ratio/min"] == record["minibatch_1/ratio/max"] == 1.0
