@@ -20,11 +20,10 @@ from gspo_kernels.trainer.config import TrainConfig
 from gspo_kernels.trainer.run.config_file import from_mapping
 
 DIGITS = 4
-STEPS = 160
+STEPS = 240
 TRAIN_PROMPTS, HELD_OUT_PROMPTS = 4096, 512
 FILES = ("base", "train.jsonl", "held_out.jsonl")
 """What `prepare` writes."""
-REWARDS = ("gspo_kernels.trainer.demo:exact", "gspo_kernels.trainer.demo:per_digit")
 
 
 def exact(
@@ -119,7 +118,7 @@ def warm_up(model: Any, tokenizer: Any, rows: list[dict[str, str]], *, steps: in
     return loss.item()
 
 
-def prepare(directory: Path, *, seed: int, warm_up_steps: int = 40) -> None:
+def prepare(directory: Path, *, seed: int, warm_up_steps: int = 60) -> None:
     """Write ``base/`` (model and tokenizer), ``train.jsonl`` and ``held_out.jsonl`` into a directory."""
     train, held_out = make_rows(seed)
     directory.mkdir(parents=True, exist_ok=True)
@@ -140,13 +139,12 @@ def make_config(directory: Path, *, seed: int, steps: int = STEPS) -> TrainConfi
             "model": str(directory / "base"),
             "dataset": str(directory / "train.jsonl"),
             "eval_dataset": str(directory / "held_out.jsonl"),
-            "reward": list(REWARDS),
-            "reward_weights": [0.5, 0.5],
+            "reward": ["gspo_kernels.trainer.demo:exact"],
             "output": str(directory),
             "seed": seed,
             "threads": 1,
             "log_every": 20,
-            "rollout": {"prompts_per_rollout": 64, "group_size": 8, "max_new_tokens": DIGITS + 1},
+            "rollout": {"prompts_per_rollout": 128, "group_size": 4, "max_new_tokens": DIGITS + 1},
             "update": {
                 "steps": steps,
                 "minibatches": 4,
@@ -154,11 +152,10 @@ def make_config(directory: Path, *, seed: int, steps: int = STEPS) -> TrainConfi
                 "learning_rate": 3e-4,
                 "learning_rate_decay": "linear",
                 "adam_beta2": 0.99,
-                "entropy_coef": 0.01,
             },
             "objective": {"name": "GSPO", "clip_low": 3e-4, "clip_high": 4e-4},
-            "evaluation": {"every": 25, "prompts": HELD_OUT_PROMPTS, "accuracy": "exact"},
-            "checkpoint": {"every": 100},
+            "evaluation": {"every": 30, "prompts": HELD_OUT_PROMPTS, "accuracy": "exact"},
+            "checkpoint": {"every": 120},
         },
         TrainConfig,
     )
