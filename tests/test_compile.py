@@ -4,10 +4,10 @@ import pytest
 import torch
 
 import gspo_kernels as gk
-from gspo_kernels.linear.chunks import Chunking
+from gspo_kernels.linear.chunks import Chunking, LinearOperands
 from gspo_kernels.linear.gradients import Needs
 from gspo_kernels.linear.loss import Settings
-from gspo_kernels.ops.library import flat
+from gspo_kernels.ops.library import flat, nobody_listens
 from gspo_kernels.ops.logprobs import RowGradients, logprobs_forward
 from gspo_kernels.sequence_ratio import SequenceOperands
 from gspo_kernels.terms import Terms
@@ -305,8 +305,14 @@ def operator_inputs():
         rollout_weights=advantages.abs(), normalizer=number,
     )  # fmt: skip
     form = ClippedSequenceRatio(-0.2, 0.2, float("inf"), False, "sequences", 1.0)
-    everything, trained = Needs(True, True, True), (hidden, weight, bias, labels)
-    frozen = (hidden, weight, None, labels)
+    everything = Needs(True, True, True)
+
+    def trained(options):
+        return LinearOperands(hidden, weight, bias, labels, options, chunks)
+
+    def frozen(options, chunking=chunks):
+        return LinearOperands(hidden, weight, None, labels, options, chunking)
+
     return {
         "logprobs_forward": [(logits, labels, options, True), (logits, labels, by_row, False)],
         "logprobs_backward": [
@@ -323,16 +329,16 @@ def operator_inputs():
         ],
         "mask_labels": [(labels, None, None, -100), (labels, labels > 2, None, -100)],
         "linear_logprobs_forward": [
-            (*trained, options, chunks, True),
-            (*frozen, by_row, chunks, False),
+            (trained(options), True),
+            (frozen(by_row), False),
         ],
         "unwritten_logprobs": [
-            (*trained, in_triton, chunks, True),
-            (*frozen, by_row_in_triton, chunks, False),
+            (trained(in_triton), True),
+            (frozen(by_row_in_triton), False),
         ],
         "linear_logprobs_backward": [
-            (*trained, options, chunks, stats, upstream, upstream, everything, True),
-            (*frozen, options, chunks, without_entropy, upstream, None, Needs(True, False, False), False),
+            (trained(options), stats, upstream, upstream, everything, True),
+            (frozen(options), without_entropy, upstream, None, Needs(True, False, False), False),
         ],
         "policy_step": [
             (logprobs, None, "cpp", plain),
@@ -349,11 +355,11 @@ def operator_inputs():
             )
         ],
         "linear_policy": [
-            (*trained, options, chunks, plain, Settings(schedule, False, True), everything)
+            (trained(options), plain, Settings(schedule, False, True), everything)
             for schedule in ("known", "deferred", "cached", "auto")
         ]
         + [
-            (*frozen, by_row, cut, full, Settings(schedule, True, False), Needs(True, False, False))
+            (frozen(by_row, cut), full, Settings(schedule, True, False), Needs(True, False, False))
             for cut, schedule in ((fit, "aligned"), (chunks, "auto"))
         ],
         "sequence_ratio": [
@@ -385,3 +391,12 @@ def test_mutating_operators_declare_it():
         name for name in registered() if getattr(torch.ops.gspo_kernels, name).default._schema.is_mutable
     }
     assert mutable == {"logprobs_backward_", "scale_"}
+
+
+def test_tensor_subclasses_are_noticed_inside_structs():
+    class Subclass(torch.Tensor):
+        pass
+
+    plain = torch.zeros(2, 3)
+    assert nobody_listens((plain, Terms(old_logprobs=plain)))
+    assert not nobody_listens((plain, Terms(old_logprobs=plain.as_subclass(Subclass))))

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from gspo_kernels import checks
 from gspo_kernels.layout import as_rows, from_rows
-from gspo_kernels.linear.chunks import Call, Chunking
+from gspo_kernels.linear.chunks import Call, Chunking, LinearOperands
 from gspo_kernels.linear.exactness import refusals
 from gspo_kernels.linear.gradients import Needs
 from gspo_kernels.linear.inputs import check_chunking, check_inputs
@@ -47,14 +47,11 @@ def linear_token_logprobs(
     chunking = check_chunking(logits_dtype, None if unwritten else max_chunk_bytes, compact=True)
     rows, row_labels = as_rows(hidden, packed), as_rows(labels, packed)
     options = logit_arguments.with_temperature(options, row_labels, packed, None, hidden.dtype)
+    operands = LinearOperands(rows, weight, bias, row_labels, options, chunking)
     if unwritten:
-        logprobs, entropy = unwritten_logprobs(
-            rows, weight, bias, row_labels, options, chunking, return_entropy
-        )
+        logprobs, entropy = unwritten_logprobs(operands, return_entropy)
     else:
-        logprobs, entropy = LinearTokenLogprobsFunction.apply(
-            rows, weight, bias, row_labels, return_entropy, True, options, chunking
-        )
+        logprobs, entropy = LinearTokenLogprobsFunction.apply(*operands, return_entropy, True)
     return TokenLogprobs(from_rows(logprobs, packed), from_rows(entropy, packed) if return_entropy else None)
 
 
@@ -92,9 +89,9 @@ class _Prepared:
         self.refusals = refusals(objective, terms, self.needs.head)
 
     @property
-    def operands(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-        """What leads the arguments of every operator over hidden states."""
-        return self.hidden, self.weight, self.bias, self.labels
+    def operands(self) -> LinearOperands:
+        """What the operators take."""
+        return LinearOperands(self.hidden, self.weight, self.bias, self.labels, self.options, self.chunking)
 
     def choose(self, schedule: str) -> tuple[str, str]:
         """See ``schedule.choose``."""
@@ -127,13 +124,11 @@ def fused_linear_policy_loss(
     name, _ = call.choose(schedule)
     backend, terms = call.options.backend, call.terms
     if name == "two_pass":
-        logprobs, entropy = LinearTokenLogprobsFunction.apply(
-            *call.operands, with_entropy, call.skip, call.options, chunking
-        )
+        logprobs, entropy = LinearTokenLogprobsFunction.apply(*call.operands, with_entropy, call.skip)
         return loss_of(logprobs, entropy if with_entropy else None, backend, terms, call.packed)
     settings = Settings(name, with_entropy, call.skip)
     carrier, logprobs, entropy = LinearPolicyFunction.apply(
-        *call.operands, call.options, chunking, terms, settings, torch.compiler.is_compiling()
+        *call.operands, terms, settings, torch.compiler.is_compiling()
     )
     return carried_loss(carrier, logprobs, entropy if with_entropy else None, backend, terms, call.packed)
 
@@ -158,7 +153,7 @@ def explain_schedule(
     arguments = LogitArguments(ignore_index=ignore_index)
     call = _Prepared(hidden, weight, labels, bias, arguments, terms, True, chunking, skip_inactive, objective)
     name, reason = call.choose(schedule)
-    rows = Call.of(*call.operands, call.options, chunking)
+    rows = Call.of(call.operands)
     scopes = Scopes(rows, call.terms, call.skip)
     shapes = shapes_of(rows, call.terms, call.needs)
     return explain(name, reason, scopes.rows, scopes.idle, shapes, call.refusals, weight.element_size())

@@ -61,9 +61,22 @@ class Chunking(NamedTuple):
     compact: bool
 
 
+class LinearOperands(NamedTuple):
+    """What every operator over hidden states takes: hidden [B, T, H] (packed: [1, N, H]), weight [V, H], bias
+    [V] or None, labels [B, T], and how their logits are made.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    labels: Tensor
+    options: RowOptions
+    chunking: Chunking
+
+
 @dataclass(frozen=True)
 class Call:
-    """One call over hidden states [B, T, H] (packed: [1, N, H]), as operators work on it."""
+    """One call over hidden states, as operators work on it."""
 
     hidden: Tensor
     head: Head
@@ -73,15 +86,9 @@ class Call:
     compact: bool
 
     @staticmethod
-    def of(
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        labels: Tensor,
-        options: RowOptions,
-        chunking: Chunking,
-    ) -> Call:
+    def of(operands: LinearOperands) -> Call:
         """From an operator's arguments."""
+        hidden, weight, bias, labels, options, chunking = operands
         head = Head(weight, bias, chunking.logits_dtype)
         rows = chunk_rows(head.row_bytes, chunking.max_chunk_bytes, weight.device)
         return Call(hidden, head, labels, options, rows, chunking.compact)

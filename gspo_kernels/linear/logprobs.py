@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gspo_kernels.linear.chunks import Call, Chunking
+from gspo_kernels.linear.chunks import Call, Chunking, LinearOperands
 from gspo_kernels.linear.gradients import Gradients, HeadGradients, Needs, recompute
 from gspo_kernels.linear.scores import Scores
 from gspo_kernels.ops.library import operator
@@ -16,17 +16,9 @@ from gspo_kernels.types import RowOptions, RowStats
 
 
 @operator
-def linear_logprobs_forward(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    labels: Tensor,
-    options: RowOptions,
-    chunking: Chunking,
-    entropy: bool,
-) -> ScoredRows:
-    """Log-probs, log-sum-exp and entropy of hidden [B, T, H] at labels [B, T]."""
-    call = Call.of(hidden, weight, bias, labels, options, chunking).check()
+def linear_logprobs_forward(operands: LinearOperands, entropy: bool) -> ScoredRows:
+    """Log-probs, log-sum-exp and entropy of hidden states at their labels."""
+    call = Call.of(operands).check()
     scores = Scores(call, entropy)
     for chunk in call.chunks(call.projected):
         scores.add_forward(chunk)
@@ -35,16 +27,8 @@ def linear_logprobs_forward(
 
 
 @linear_logprobs_forward.register_fake
-def _(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    labels: Tensor,
-    options: RowOptions,
-    chunking: Chunking,
-    entropy: bool,
-) -> ScoredRows:
-    return ScoredRows.fake(labels, hidden.dtype, entropy)
+def _(operands: LinearOperands, entropy: bool) -> ScoredRows:
+    return ScoredRows.fake(operands.labels, operands.hidden.dtype, entropy)
 
 
 class UnwrittenLogprobs(NamedTuple):
@@ -55,19 +39,11 @@ class UnwrittenLogprobs(NamedTuple):
 
 
 @operator
-def unwritten_logprobs(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    labels: Tensor,
-    options: RowOptions,
-    chunking: Chunking,
-    entropy: bool,
-) -> UnwrittenLogprobs:
-    """Log-probs and entropy of hidden [B, T, H] at labels [B, T]; no logits are written. Triton only."""
+def unwritten_logprobs(operands: LinearOperands, entropy: bool) -> UnwrittenLogprobs:
+    """Log-probs and entropy of hidden states at their labels; no logits are written. Triton only."""
     from gspo_kernels.kernels import linear_logprobs_forward as score
 
-    call = Call.of(hidden, weight, bias, labels, options, chunking).check()
+    call = Call.of(operands).check()
     rows = call.chunk(call.index(call.counted))
     stats = score(
         rows.hidden,
@@ -75,7 +51,7 @@ def unwritten_logprobs(
         call.head.bias,
         rows.labels.squeeze(0),
         rows.transform,
-        ignore_index=options.ignore_index,
+        ignore_index=operands.options.ignore_index,
         entropy=entropy,
     )
     logprobs, entropies = call.new_rows(), call.new_rows() if entropy else stats.logprobs.new_empty(0)
@@ -86,16 +62,8 @@ def unwritten_logprobs(
 
 
 @unwritten_logprobs.register_fake
-def _(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    labels: Tensor,
-    options: RowOptions,
-    chunking: Chunking,
-    entropy: bool,
-) -> UnwrittenLogprobs:
-    scored = ScoredRows.fake(labels, hidden.dtype, entropy)
+def _(operands: LinearOperands, entropy: bool) -> UnwrittenLogprobs:
+    scored = ScoredRows.fake(operands.labels, operands.hidden.dtype, entropy)
     return UnwrittenLogprobs(scored.logprobs, scored.entropy)
 
 
@@ -121,12 +89,7 @@ def check_unwritten(
 
 @operator
 def linear_logprobs_backward(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    labels: Tensor,
-    options: RowOptions,
-    chunking: Chunking,
+    operands: LinearOperands,
     stats: RowStats,
     grad_logprobs: Tensor,
     grad_entropy: Tensor | None,
@@ -137,7 +100,7 @@ def linear_logprobs_backward(
 
     ``skip`` leaves rows without gradient out of every product.
     """
-    call = Call.of(hidden, weight, bias, labels, options, chunking).check()
+    call = Call.of(operands).check()
     keep = call.counted if call.compact else None
     if skip:
         keep = grad_logprobs != 0 if grad_entropy is None else (grad_logprobs != 0) | (grad_entropy != 0)
@@ -153,18 +116,14 @@ def linear_logprobs_backward(
 
 @linear_logprobs_backward.register_fake
 def _(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    labels: Tensor,
-    options: RowOptions,
-    chunking: Chunking,
+    operands: LinearOperands,
     stats: RowStats,
     grad_logprobs: Tensor,
     grad_entropy: Tensor | None,
     needs: Needs,
     skip: bool,
 ) -> HeadGradients:
+    hidden, weight, bias, *_ = operands
     return HeadGradients(
         hidden.new_empty(hidden.shape if needs.hidden else (0,)),
         weight.new_empty(weight.shape if needs.weight else (0,)),
@@ -182,13 +141,14 @@ class LinearTokenLogprobsFunction(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         labels: Tensor,
-        entropy: bool,
-        skip: bool,
         options: RowOptions,
         chunking: Chunking,
+        entropy: bool,
+        skip: bool,
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        scored = linear_logprobs_forward(hidden, weight, bias, labels, options, chunking, entropy)
+        operands = LinearOperands(hidden, weight, bias, labels, options, chunking)
+        scored = linear_logprobs_forward(operands, entropy)
         save_rows(ctx, options, hidden, weight, bias, labels, *scored)
         ctx.entropy, ctx.skip, ctx.chunking = entropy, skip, chunking
         if not entropy:
@@ -207,12 +167,7 @@ class LinearTokenLogprobsFunction(torch.autograd.Function):
             grad_logprobs = torch.zeros_like(grad_entropy)
         needs = Needs.of(ctx, bias)
         gradients = linear_logprobs_backward(
-            hidden,
-            weight,
-            bias,
-            labels,
-            options,
-            ctx.chunking,
+            LinearOperands(hidden, weight, bias, labels, options, ctx.chunking),
             RowStats(logprobs, lse, entropy if ctx.entropy else None),
             grad_logprobs,
             grad_entropy,

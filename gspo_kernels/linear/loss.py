@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gspo_kernels.linear.chunks import Call, Chunking
+from gspo_kernels.linear.chunks import Call, Chunking, LinearOperands
 from gspo_kernels.linear.gradients import HeadGradients, Needs
 from gspo_kernels.linear.run import Run
 from gspo_kernels.linear.scaling import times, times_
@@ -42,20 +42,10 @@ class LinearLoss(NamedTuple):
 
 
 @operator
-def linear_policy(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    labels: Tensor,
-    options: RowOptions,
-    chunking: Chunking,
-    terms: Terms,
-    settings: Settings,
-    needs: Needs,
-) -> LinearLoss:
+def linear_policy(operands: LinearOperands, terms: Terms, settings: Settings, needs: Needs) -> LinearLoss:
     """A hidden-state loss's log-probs and gradients; the loss itself follows from the log-probs."""
-    call = Call.of(hidden, weight, bias, labels, options, chunking).check()
-    check_values(labels, terms)
+    call = Call.of(operands).check()
+    check_values(operands.labels, terms)
     run = Run(call, terms, settings.entropy, needs, settings.skip)
     if settings.schedule == "known":
         run.known()
@@ -69,17 +59,8 @@ def linear_policy(
 
 
 @linear_policy.register_fake
-def _(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    labels: Tensor,
-    options: RowOptions,
-    chunking: Chunking,
-    terms: Terms,
-    settings: Settings,
-    needs: Needs,
-) -> LinearLoss:
+def _(operands: LinearOperands, terms: Terms, settings: Settings, needs: Needs) -> LinearLoss:
+    hidden, weight, labels = operands.hidden, operands.weight, operands.labels
     scored = ScoredRows.fake(labels, hidden.dtype, settings.entropy)
     sums, missing = stats_dtype(hidden.dtype), scored.logprobs.new_empty
     return LinearLoss(
@@ -146,7 +127,7 @@ class LinearPolicyFunction(torch.autograd.Function):
         kept: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         needs = Needs.of(ctx, bias)
-        arguments = (hidden, weight, bias, labels, options, chunking, terms, settings, needs)
+        arguments = (LinearOperands(hidden, weight, bias, labels, options, chunking), terms, settings, needs)
         result = linear_policy(*arguments)
         ctx.needs, ctx.dtype, ctx.backend, ctx.kept = needs, hidden.dtype, options.backend, kept
         ctx.held = None

@@ -71,7 +71,16 @@ def nobody_listens(args: Any) -> bool:
         return False
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return False
-    return all(type(arg) in _PLAIN for arg in args if isinstance(arg, Tensor))
+    return all(type(tensor) in _PLAIN for tensor in _tensors(args))
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    """Those among arguments, and in their structs."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, tuple):
+            yield from _tensors(value)
 
 
 class Operator:
@@ -160,7 +169,7 @@ def _isolated(implementation: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(implementation)
     def call(*args: Any) -> Any:
-        device = next((arg.device.type for arg in args if isinstance(arg, Tensor)), "cpu")
+        device = next((tensor.device.type for tensor in _tensors(args)), "cpu")
         if device == "cpu" and not torch.is_autocast_enabled(device):
             # contexts that change nothing would take as long as the small operations of a small call
             if not torch.is_grad_enabled():
