@@ -212,6 +212,7 @@ def test_the_doctor_says_who_multiplies(cache):
     assert "products of bf16" in text
 
 
+@pytest.mark.slow
 @here
 def test_lesser_instruction_sets_take_today_s_products():
     """In a process whose PyTorch is held to AVX2, as on a processor that has no more."""

@@ -231,6 +231,7 @@ def test_ruff(command):
     assert result.returncode == 0, result.stdout + result.stderr
 
 
+@pytest.mark.slow
 def test_types():
     assert importlib.util.find_spec("mypy"), 'mypy is missing: pip install "gspo_kernels[test]"'
     result = run(sys.executable, "-m", "mypy")

@@ -19,7 +19,7 @@ from gspo_kernels.linear.schedule import choose
 from gspo_kernels.linear.scopes import Scopes
 from gspo_kernels.logits import LogitArguments, wants_entropy
 from gspo_kernels.objectives.base import Objective
-from gspo_kernels.step import carried_loss, loss_of
+from gspo_kernels.step import loss_of, output_of
 from gspo_kernels.terms import Terms, checked, leave_out_idle, merge_mask
 from gspo_kernels.types import LossOutput, TokenLogprobs
 
@@ -127,10 +127,10 @@ def fused_linear_policy_loss(
         logprobs, entropy = LinearTokenLogprobsFunction.apply(*call.operands, with_entropy, call.skip)
         return loss_of(logprobs, entropy if with_entropy else None, backend, terms, call.packed)
     settings = Settings(name, with_entropy, call.skip)
-    carrier, logprobs, entropy = LinearPolicyFunction.apply(
+    loss, metrics, logprobs, entropy = LinearPolicyFunction.apply(
         *call.operands, terms, settings, torch.compiler.is_compiling()
     )
-    return carried_loss(carrier, logprobs, entropy if with_entropy else None, backend, terms, call.packed)
+    return output_of(loss, metrics, logprobs, entropy if with_entropy else None, terms, call.packed)
 
 
 def explain_schedule(

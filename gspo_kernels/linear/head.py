@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -45,7 +46,7 @@ class Head:
         """The dtype of the logits."""
         return self.weight.dtype if self.native else torch.float32
 
-    @property
+    @cached_property
     def in_blocks(self) -> bool:
         """Whether the C++ backend computes the products."""
         return in_blocks(self.weight)

@@ -1,4 +1,4 @@
-"""Operator: a hidden-state loss whose gradient is computed along with it."""
+"""Operator: a hidden-state loss and its gradient, computed together."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from gspo_kernels.evaluate import metric_names
 from gspo_kernels.linear.chunks import Call, Chunking, LinearOperands
 from gspo_kernels.linear.gradients import HeadGradients, Needs
 from gspo_kernels.linear.run import Run
@@ -28,11 +29,14 @@ class Settings(NamedTuple):
 
 
 class LinearLoss(NamedTuple):
-    """Log-probs, entropy, and the gradients for upstream 1; empty where not wanted.
+    """Loss and metrics as in ``PolicyStep``, log-probs, entropy, and the gradients for upstream 1.
 
-    dHidden comes as two factors, see ``Gradients``; dWeight and dBias in the statistics' dtype.
+    What is not wanted is empty. dHidden comes as two factors, see ``Gradients``;
+    dWeight and dBias in the statistics' dtype.
     """
 
+    loss: Tensor
+    metrics: Tensor
     logprobs: Tensor
     entropy: Tensor
     grad_hidden: Tensor
@@ -43,7 +47,7 @@ class LinearLoss(NamedTuple):
 
 @operator
 def linear_policy(operands: LinearOperands, terms: Terms, settings: Settings, needs: Needs) -> LinearLoss:
-    """A hidden-state loss's log-probs and gradients; the loss itself follows from the log-probs."""
+    """A hidden-state loss, its log-probs and its gradients."""
     call = Call.of(operands).check()
     check_values(operands.labels, terms)
     run = Run(call, terms, settings.entropy, needs, settings.skip)
@@ -53,9 +57,11 @@ def linear_policy(operands: LinearOperands, terms: Terms, settings: Settings, ne
         run.by_scopes(settings.schedule, needs)
     scores, gradients = run.scores, run.gradients
     scores.close()
+    step = run.step()
     outputs = (scores.entropy, gradients.hidden, gradients.scales, *gradients.sums.result())
     # one empty tensor each: an operator's outputs may not be the same tensor
-    return LinearLoss(scores.logprobs, *(scores.logprobs.new_empty(0) if x is None else x for x in outputs))
+    present = (step.loss.new_empty(0) if x is None else x for x in outputs)
+    return LinearLoss(step.loss, step.metrics, scores.logprobs, *present)
 
 
 @linear_policy.register_fake
@@ -63,7 +69,10 @@ def _(operands: LinearOperands, terms: Terms, settings: Settings, needs: Needs) 
     hidden, weight, labels = operands.hidden, operands.weight, operands.labels
     scored = ScoredRows.fake(labels, hidden.dtype, settings.entropy)
     sums, missing = stats_dtype(hidden.dtype), scored.logprobs.new_empty
+    entropy = scored.entropy if settings.entropy else None
     return LinearLoss(
+        missing((), dtype=sums),
+        missing(len(metric_names(terms, entropy)), dtype=sums),
         scored.logprobs,
         scored.entropy,
         hidden.new_empty(hidden.shape) if needs.hidden else missing(0),
@@ -107,7 +116,7 @@ def _scaled(total: Tensor, upstream: Tensor, dtype: torch.dtype, backend: str) -
 
 
 class LinearPolicyFunction(torch.autograd.Function):
-    """Carries gradients that the forward already holds; the loss itself is evaluated by the caller.
+    """Loss, metrics, log-probs and entropy; the forward already holds the loss's gradients.
 
     The first backward gives them away, scaled in place; later ones (``retain_graph``) compute them anew.
     Where ``kept``, which tracing needs, they are kept and scaled out of place.
@@ -125,7 +134,7 @@ class LinearPolicyFunction(torch.autograd.Function):
         terms: Terms,
         settings: Settings,
         kept: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         needs = Needs.of(ctx, bias)
         arguments = (LinearOperands(hidden, weight, bias, labels, options, chunking), terms, settings, needs)
         result = linear_policy(*arguments)
@@ -136,8 +145,8 @@ class LinearPolicyFunction(torch.autograd.Function):
         else:
             ctx.held = _Held.of(result)
             linear_policy.save(ctx, *arguments)
-        ctx.mark_non_differentiable(result.logprobs, result.entropy)
-        return result.logprobs.new_zeros(()), result.logprobs, result.entropy
+        ctx.mark_non_differentiable(result.metrics, result.logprobs, result.entropy)
+        return result.loss, result.metrics, result.logprobs, result.entropy
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:

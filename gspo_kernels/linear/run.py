@@ -55,6 +55,13 @@ class Run:
         self.call, self.terms, self.skip = call, terms, skip
         self.scores = Scores(call, entropy)
         self.gradients = Gradients(call, needs, normalised=True)
+        self._step: PolicyStep | None = None
+
+    def step(self) -> PolicyStep:
+        """Loss and metrics of the whole call, once all its log-probs are there."""
+        if self._step is not None:
+            return self._step
+        return take_step(self.scores.logprobs, self.scores.entropy, self.terms, self.call.options.backend)
 
     def known(self) -> None:
         """Coefficients token by token, or beforehand where they depend on nothing."""
@@ -111,10 +118,10 @@ class Run:
         projected = self.scores.add(chunk)
         shown = projected.stats.each(lambda stat: stat.view(self.call.labels.shape))
         backend = self.call.options.backend
-        step = take_step(shown.logprobs, shown.entropy, self.terms, backend, want_metrics=False)
-        self.gradients.add(projected, chunk, *_flat(step), self.skip)
+        self._step = take_step(shown.logprobs, shown.entropy, self.terms, backend)
+        self.gradients.add(projected, chunk, *_flat(self._step), self.skip)
 
-    def _step(self, part: Part, stats: RowStats) -> tuple[Tensor, Tensor | None]:
+    def _step_of(self, part: Part, stats: RowStats) -> tuple[Tensor, Tensor | None]:
         """dLoss/dlogprobs and dLoss/dentropy of a part's rows, given their statistics."""
         logprobs, terms = stats.logprobs.unsqueeze(0), self.scopes.terms_of(part, self.total)
         entropy = None if stats.entropy is None else stats.entropy.unsqueeze(0)
@@ -122,7 +129,7 @@ class Run:
 
     def _coefficients(self, part: Part) -> tuple[Tensor, Tensor | None]:
         """The same from the statistics that are kept."""
-        return self._step(part, self.scores.at(self.scopes.rows_of(part)))
+        return self._step_of(part, self.scores.at(self.scopes.rows_of(part)))
 
     def _forward(self, part: Part) -> None:
         for chunk in self.call.chunks(self.scopes.rows_of(part)):
@@ -131,7 +138,7 @@ class Run:
     def _aligned(self, part: Part) -> None:
         chunk = self.call.chunk(self.scopes.rows_of(part))
         projected = self.scores.add(chunk)
-        self.gradients.add(projected, chunk, *self._step(part, projected.stats), self.skip)
+        self.gradients.add(projected, chunk, *self._step_of(part, projected.stats), self.skip)
 
     def _two_pass(self, part: Part) -> None:
         self._forward(part)

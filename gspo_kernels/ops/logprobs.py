@@ -56,7 +56,7 @@ def check_rows(labels: Tensor, vocabulary: int, options: RowOptions) -> None:
     check_temperature(options.row_temperature)
     if not checked_values(labels.device) or not labels.numel():
         return
-    lowest, highest = labels.aminmax()
+    lowest, highest = (int(label) for label in labels.aminmax())
     if lowest >= 0 and highest < vocabulary:
         return
     wrong = (labels != options.ignore_index) & ((labels < 0) | (labels >= vocabulary))

@@ -649,6 +649,7 @@ def two_processes(tmp_path_factory):
     return {case: said[0][case] + said[1][case] for case in said[0]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [case.__name__ for case in CASES])
 def test_two_processes_equal_one_bit_for_bit(two_processes, case):
     assert not two_processes[case], two_processes[case]

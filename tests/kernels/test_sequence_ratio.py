@@ -242,6 +242,7 @@ def test_dtypes(run, dtype):
     check(stats, closed_form(stats.logprobs, labels, old, advantages, GSPO, rows), stats_dtype(dtype))
 
 
+@pytest.mark.slow
 def test_more_tokens_and_sequences_than_a_block(run, monkeypatch):
     """Several rounds of the reducing loops."""
     monkeypatch.setattr(sequence_ratio, "_SEQUENCES_PER_BLOCK", 4)
@@ -407,6 +408,7 @@ def shuffle(seed):
     return arrange
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(GPU, reason="the order of programs can be chosen only under the interpreter")
 @pytest.mark.parametrize("layout", ("padded", "packed"))
 def test_the_order_of_programs_leaves_no_trace(run, layout):

@@ -10,6 +10,7 @@ import pytest
 
 triton = pytest.importorskip("triton")
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 RARE = (
     "logprobs_backward_kernel bfloat16->bfloat16 scaled softcap aligned no row_temperature_ptr",
