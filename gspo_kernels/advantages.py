@@ -190,7 +190,7 @@ def turn_normalized(
     """TL-GRPO: ``A_t`` is the normalized reward of the token's turn; groups are formed turn by turn.
 
     Turn k of a sequence is compared with turn k of the sequences in its group, as ``group_normalized`` does.
-    The structure is the paper's (arXiv 2601.16480), whose exact advantage is not public: a template.
+    The structure is the paper's (arXiv 2601.16480), whose exact advantage was not read by us: a template.
 
     Args:
         rewards: [B, K], floating point: the reward of each turn; NaN where a sequence has no such turn.

@@ -21,7 +21,7 @@ class DRO(Objective):
     beta l_t``, not zero where the advantage is. Rollout weights multiply both terms.
 
     Args:
-        beta: weight of the quadratic term; the default is verl's.
+        beta: weight of the quadratic term; its default is ours, verl has none and wants ``dro_beta`` given.
     """
 
     beta: float = 0.1

@@ -20,7 +20,7 @@ from gspo_kernels.objectives.groups import Groups
 @dataclass(frozen=True)
 class EGSW(Objective):
     """Entropy-Guided Sequence Weighting (arXiv 2503.22456), from second-hand text; a template: the paper's
-    alpha and temperature are not public.
+    alpha and temperature were not read by us.
 
     ``w_i = softmax over the group of (A_i + alpha H_i) / temperature`` with H_i the mean entropy of the
     sequence's tokens; ``loss_t = w_i`` times GRPO's; ``dloss_t/dlogp_t = -w_i r_t A_t`` where not clipped,

@@ -21,9 +21,10 @@ class ESPO(GSPO):
     The quadratic KL is this objective's own, not the losses' ``kl_beta``; rollout weights leave it alone.
 
     Args:
-        clip_low, clip_high, dual_clip: as in GSPO; the defaults are the paper's.
-        elbo_kl_beta: weight of the quadratic KL; the default is the paper's. With 0 it is left out, and no
-            ``ref_logprobs`` are needed.
+        clip_low, clip_high, dual_clip: as in GSPO; the default is that of ``recipes/train.yaml`` in the
+            official code, whose other recipes have 4e-4 or 0. The paper's was not read by us.
+        elbo_kl_beta: weight of the quadratic KL; the default is of the same file, the other recipes have from
+            1e-3 to 1e-2. With 0 it is left out, and no ``ref_logprobs`` are needed.
     """
 
     clip_low: float = 0.2

@@ -117,6 +117,25 @@ def test_the_committed_page_is_what_its_results_say():
     assert report.renewed(text, wrong) != text
 
 
+def test_the_cosines_in_the_text_are_those_of_the_results():
+    """Means of the seeds at each length, and single seeds, of the probes with other experts."""
+    text = " ".join((PAGE / "README.md").read_text().split())
+    found = {}
+    for record in paper.read(PAGE / "results.jsonl"):
+        for entry in record.get("entries", ()) if record["kind"] == "probe" else ():
+            if entry["old_logprobs"] == "routing=0.2":
+                found.setdefault((entry["objective"], entry["length"]), []).append(entry["cosine"])
+    for objective, sentence in (
+        ("GSPO, GRPO's range", "(cosine {}, means of two seeds at each of three lengths; {} in single"),
+        ("GRPO", "(means {}; {} in single"),
+    ):
+        groups = [values for (name, _), values in found.items() if name == objective]
+        assert [len(values) for values in groups] == [2, 2, 2]
+        means, single = [sum(values) / 2 for values in groups], [v for values in groups for v in values]
+        ranges = [f"{min(values):.2f} to {max(values):.2f}" for values in (means, single)]
+        assert sentence.format(*ranges) in text
+
+
 def test_results_are_json_without_nan():
     for line in (PAGE / "results.jsonl").read_text().splitlines():
         json.loads(line, parse_constant=pytest.fail)
