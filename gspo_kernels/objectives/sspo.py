@@ -22,7 +22,7 @@ from gspo_kernels.objectives.parts import by_sign, surrogate
 
 def _sigmoid(log_ratio: Tensor, tau: Tensor) -> Tensor:
     x = tau * (finite.exp(log_ratio) - 1.0)
-    return -torch.logaddexp(torch.zeros_like(x), -x)
+    return torch.log(4.0 / tau) - torch.logaddexp(torch.zeros_like(x), -x)
 
 
 def _identity(log_ratio: Tensor, tau: Tensor) -> Tensor:
@@ -35,11 +35,12 @@ LOG_GATES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"sigmoid": _sigmoid,
 
 @dataclass(frozen=True, kw_only=True)
 class SSPO(Objective):
-    """Soft sequence policy optimization (arXiv 2602.19327), a template: the gate was not read by us.
+    """Soft sequence policy optimization (arXiv 2602.19327), a template: the paper's gate was not read by us.
 
     ``W = exp(mean_t log gate(r_t))``; ``loss_i = -A_i W``; ``dloss_i/dlogp_t = -(A_i W / |y_i|) phi_t`` with
-    ``phi_t = dlog gate/dlog r_t``. The structure is from the paper; the default gate ``sigmoid(tau (r - 1))``
-    is SAPO's, with ``phi_t = tau (1 - gate_t) r_t``. "identity" makes it GSPO without a clip.
+    ``phi_t = dlog gate/dlog r_t``. The structure is from the paper; the default gate ``(4 / tau) sigmoid(tau
+    (r - 1))`` is SAPO's, with ``phi_t = tau (1 - sigmoid(tau (r_t - 1))) r_t``. At ratio 1 ``W phi_t`` is 1
+    for any tau, the plain policy gradient as in GSPO. "identity" makes it GSPO without a clip.
 
     Args:
         gate: a name in ``LOG_GATES``.

@@ -118,8 +118,8 @@ def sspo(o, q, z):
     tau = o.tau_positive if a > 0 else o.tau_negative
     r = [math.exp(x) for x in q.l]
     if o.gate == "sigmoid":
-        gates = [sigmoid(tau * (x - 1)) for x in r]
-        phi = [tau * (1 - g) * x for g, x in zip(gates, r, strict=True)]
+        gates = [4 / tau * sigmoid(tau * (x - 1)) for x in r]
+        phi = [tau * (1 - sigmoid(tau * (x - 1))) * x for x in r]
     else:
         gates, phi = r, [1.0] * len(r)
     w = math.exp(sum(map(math.log, gates)) / q.length)

@@ -111,10 +111,22 @@ def test_abc_grpo():
 
 
 def test_sspo():
-    """At ratio 1 the gate is 1/2 and phi tau/2."""
+    """At ratio 1 the gate is 2 / tau and phi tau / 2; at another one they are SAPO's gate and its slope."""
     loss, (g,) = run(fp64([0.0, 0.0]), fp64(-2.0), gk.SSPO())
-    assert loss == pytest.approx(2 * 0.5, rel=1e-12)
-    assert g == near(0.5 * 1.05 / 2, 0.5 * 1.05 / 2)
+    assert loss == pytest.approx(2 * 2 / 1.05, rel=1e-12)
+    assert g == near(1.0, 1.0)
+    loss, (g,) = run(fp64([0.3]), fp64(1.0), gk.SSPO(tau_positive=2.0))
+    sig = 1 / (1 + E(-2 * (E(0.3) - 1)))
+    assert loss == pytest.approx(-2 * sig, rel=1e-12)
+    assert g == near(-4 * sig * (1 - sig) * E(0.3))
+
+
+@pytest.mark.parametrize("options", [{}, {"tau_positive": 0.5, "tau_negative": 3.0}, {"gate": "identity"}])
+def test_sspo_on_policy_is_gspo(options):
+    advantages = fp64(1.0, -1.0, 0.25)
+    _, got = run(torch.zeros(3, 4).double(), advantages, gk.SSPO(**options))
+    _, expected = run(torch.zeros(3, 4).double(), advantages, gk.GSPO())
+    assert [near(*row) for row in expected] == got
 
 
 def test_dhpo():
