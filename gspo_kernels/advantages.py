@@ -104,6 +104,7 @@ def gdpo(
     group_size: int | None = None,
     group_ids: Tensor | None = None,
     weights: Tensor | None = None,
+    lengths: Tensor | None = None,
     eps: float = 1e-4,
 ) -> Tensor:
     """GDPO: several rewards, each normalized over its group before they are added, from the paper (arXiv
@@ -112,11 +113,16 @@ def gdpo(
     ``A_i = sum_n w_n (R_in - mean_group,n) / (std_group,n + eps)``, then whitened over the batch:
     ``(A_i - mean) / (std + eps)``. A sequence whose rewards are all NaN gets 0 and is left out of both.
 
+    verl whitens over tokens instead, with 1e-8 added to the variance: ``(A_i - mean) / sqrt(var + 1e-8)``, a
+    sequence counted as often as it has tokens. That is what ``lengths`` does; with ``eps=1e-6`` it is verl's
+    code but for groups of one, which get 0 before whitening, where verl keeps their reward.
+
     Args:
         rewards: [B, K], floating point: K rewards per sequence.
         group_size, group_ids: as in ``group_normalized``.
         weights: [K], the weight of each reward; None: 1.
-        eps: added to every std.
+        lengths: [B], numbers of counted tokens, not negative, to whiten over tokens; None: over sequences.
+        eps: added to every std; not to the tokens' one.
 
     Returns:
         [B], fp32 (fp64 for fp64 rewards).
@@ -130,12 +136,14 @@ def gdpo(
     if weights is not None:
         checks.floats("weights", weights, (kinds,), "[K], one per reward", rewards.device)
     groups = _Groups(rewards.sum(1), group_size, group_ids)
+    tokens = None if lengths is None else _check_lengths(lengths, rewards)
     total = torch.zeros(rewards.shape[0], dtype=torch.float64, device=rewards.device)
     for kind in range(kinds):
         each = _normalized(_values(rewards[:, kind]), groups, "group", eps)
         total += each if weights is None else weights[kind].detach().to(torch.float64) * each
     absent = rewards.detach().isnan().all(1)
-    whitened = _whitened(total.masked_fill(absent, torch.nan), eps)
+    total = total.masked_fill(absent, torch.nan)
+    whitened = _whitened(total, eps) if tokens is None else _whitened(total, 1e-8, tokens, squared=True)
     return whitened.to(stats_dtype(rewards.dtype))
 
 
@@ -339,7 +347,7 @@ def _check_rewards(rewards: Tensor, shape: str) -> None:
 
 
 def _check_lengths(lengths: Tensor, rewards: Tensor) -> Tensor:
-    checks.tensor("lengths", lengths, tuple(rewards.shape), "the rewards' shape", rewards.device)
+    checks.tensor("lengths", lengths, (rewards.shape[0],), "[B], one per sequence", rewards.device)
     checks.dtype("lengths", lengths, (*checks.FLOATS, *checks.INTEGERS))
     if checked_values(lengths.device) and not bool((lengths >= 0).all()):
         raise ValueError("lengths: expected no negative number")

@@ -370,6 +370,8 @@ WRONG = [
     ("gdpo", (R,), {"group_size": 2}, ValueError, "rewards"),
     ("gdpo", (torch.zeros(4, 2),), {"group_size": 2, "weights": torch.zeros(3)}, ValueError, "weights"),
     ("gdpo", (torch.zeros(4, 2),), {"group_size": 2, "eps": -1.0}, ValueError, "eps"),
+    ("gdpo", (torch.zeros(4, 2),), {"group_size": 2, "lengths": torch.ones(4, 2)}, ValueError, "lengths"),
+    ("gdpo", (torch.zeros(4, 2),), {"group_size": 2, "lengths": -torch.ones(4)}, ValueError, "lengths"),
     ("reinforce_plus_plus", (torch.zeros(2, 2),), {}, ValueError, "rewards"),
     ("reinforce_plus_plus", (R,), {"group_ids": torch.zeros(3, dtype=torch.int64)}, ValueError, "group_ids"),
     ("reinforce_plus_plus", (R,), {"lengths": torch.ones(3)}, ValueError, "lengths"),
