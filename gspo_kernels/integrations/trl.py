@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import math
 import types
 import warnings
@@ -51,6 +52,7 @@ _AGGREGATION = {
 _CLIPPED = ("grpo", "bnpo", "dapo", "dr_grpo", "luspo")
 _WINDOW_NORMALIZED = ("dapo", "cispo", "vespo")
 _LEVELS = ("token", "sequence")
+_SCORING = inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies)
 # GRPOConfig's name of each option of an objective
 _OPTION = {
     "clip_low": "epsilon",
@@ -315,12 +317,13 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         ``terms`` of the loss, [B] or [B, C] over the completions, go into a call of the whole batch.
         """
         output = None
+        arguments: dict[str, Any] = {}
 
         def head(*, input_ids: Tensor, labels: Tensor, fused_lm_head: bool, **inputs: Any) -> SimpleNamespace:
             nonlocal output
             # position t predicts token t + 1; the last one predicts nothing
             shifted = F.pad(labels[:, 1:], (0, 1), value=-100)
-            completions = call[2]
+            completions = arguments["logits_to_keep"]
             placed = {
                 name: F.pad(value, (input_ids.shape[1] - completions - 1, 1))
                 if isinstance(value, Tensor) and value.ndim == 2
@@ -329,7 +332,7 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             }
             placed["temperature"] = self.temperature
             placed["max_chunk_bytes"] = self._max_chunk_bytes
-            placed["return_entropy"] = options.get("compute_entropy", False)
+            placed["return_entropy"] = arguments.get("compute_entropy", False)
             if not terms:
                 placed["return_logprobs"] = True
             output = _Box.call(model, placed, input_ids=input_ids, shift_labels=shifted, **inputs)
@@ -339,6 +342,7 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
                 aux_loss=output.aux_loss,
             )
 
+        arguments |= _SCORING.bind(self, head, *call, **options).arguments
         return super()._get_per_token_logps_and_entropies(head, *call, **options), output
 
     def _terms(self, inputs: dict[str, Any]) -> tuple[dict[str, Any], Tensor]:

@@ -115,6 +115,30 @@ def test_prompt_learning_is_refused(model_path, tmp_path):
         )
 
 
+@pytest.mark.parametrize("entropy", [False, True])
+def test_scoring_takes_keywords_as_trl_does(entropy, model_path, tmp_path):
+    """Every argument by keyword, or by position: the same numbers as TRL's."""
+    from trl import GRPOTrainer
+
+    from gspo_kernels.integrations.trl import FusedGRPOTrainer
+    from tests.integrations.trl_problem import make_trainer
+
+    rng = torch.Generator().manual_seed(shifted_seed(3))
+    ids = torch.randint(200, (4, 9), generator=rng)
+    mask = torch.ones_like(ids)
+    trainer = make_trainer(FusedGRPOTrainer, model_path, tmp_path, **GSPO)
+    theirs = make_trainer(GRPOTrainer, model_path, tmp_path, **GSPO)
+    given = {"input_ids": ids, "attention_mask": mask, "logits_to_keep": 6, "compute_entropy": entropy}
+    with torch.no_grad():
+        expected = theirs._get_per_token_logps_and_entropies(model=theirs.model, **given)
+        named = trainer._get_per_token_logps_and_entropies(model=trainer.model, **given)
+        placed = trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, 6, 2, entropy)
+    assert (named[1] is not None) == (placed[1] is not None) == entropy
+    for each in (named, placed):
+        for got, wanted in zip(each[: 1 + entropy], expected, strict=False):
+            torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6)
+
+
 def test_max_chunk_bytes_reaches_the_head(model_path, tmp_path):
     trainer = ours(model_path, tmp_path, max_chunk_bytes=-1, **GSPO)
     with pytest.raises(ValueError, match="max_chunk_bytes: got -1"):
