@@ -132,7 +132,7 @@ def objective_of(args: Any) -> Objective:
     ):
         if value not in known:
             raise IntegrationError(f"{option}: got {value!r}, expected one of {', '.join(map(repr, known))}")
-    high = args.epsilon if args.epsilon_high is None else args.epsilon_high
+    high = _epsilon_high(args)
     at_sequence = level == "sequence"
     shared: dict[str, Any] = {"aggregation": _AGGREGATION[kind]}
     if kind == "dr_grpo":
@@ -169,6 +169,10 @@ def objective_of(args: Any) -> Objective:
         raise IntegrationError(f"{named} (loss_type={kind!r}, importance_sampling_level={level!r})") from None
 
 
+def _epsilon_high(args: Any) -> float:
+    return float(args.epsilon if args.epsilon_high is None else args.epsilon_high)
+
+
 def _check(args: GRPOConfig) -> None:
     """Refuse what would change the loss and has no equal here; warn about what is rarely meant."""
     objective_of(args)
@@ -178,13 +182,19 @@ def _check(args: GRPOConfig) -> None:
             "this trainer is already there; leave it False"
         )
     if args.importance_sampling_level == "sequence" and args.loss_type in _CLIPPED:
-        widest = max(args.epsilon, args.epsilon if args.epsilon_high is None else args.epsilon_high)
+        widest = max(args.epsilon, _epsilon_high(args))
         if widest > GSPO_RANGE:
             warnings.warn(
                 f"epsilon: a clip range of {widest:g} hardly ever clips a sequence's ratio; GSPO's paper has "
                 "epsilon=3e-4, epsilon_high=4e-4",
                 stacklevel=3,
             )
+    if args.loss_type == "cispo" and _epsilon_high(args) < 1.0:
+        warnings.warn(
+            f"epsilon_high: {_epsilon_high(args):g} is with loss_type='cispo' the largest weight of a token: "
+            "below 1 it is a factor on nearly every one; TRL recommends 5.0",
+            stacklevel=3,
+        )
 
 
 @dataclass

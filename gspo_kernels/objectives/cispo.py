@@ -22,7 +22,9 @@ class CISPO(Objective):
     recommends.
 
     Args:
-        min_ratio, max_ratio: bounds of the weight, ``0 <= min_ratio <= 1 <= max_ratio``.
+        min_ratio, max_ratio: bounds of the weight; from 0 to 1, and above 0 and not below ``min_ratio``. A
+            ``max_ratio`` below 1 binds at ratio 1: it is a factor on nearly every token, as TRL's and Liger's
+            default of 0.2 is.
     """
 
     min_ratio: float = 0.0
@@ -36,7 +38,9 @@ class CISPO(Objective):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_numbers(0.0, 1.0, min_ratio=self.min_ratio)
-        require_numbers(1.0, max_ratio=self.max_ratio)
+        require_numbers(self.min_ratio, max_ratio=self.max_ratio)
+        if self.max_ratio == 0:
+            raise ValueError("max_ratio: got 0, expected a positive number")
 
     def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
         """One value per token."""

@@ -75,6 +75,7 @@ CASES = {
     **{f"{kind}, token": Case(token(kind)) for kind in CLIPPED},
     **{f"{kind}, sequence": Case(sequence(kind)) for kind in CLIPPED},
     "cispo, token": Case(token("cispo") | {"epsilon_high": 1.03}),
+    "cispo, GRPOConfig's default": Case({"loss_type": "cispo"}),
     "cispo, sequence": Case(sequence("cispo") | {"epsilon_high": 1.0004}),
     "sapo, token": Case(SAPO),
     "sapo, sequence": Case(sequence("sapo") | SAPO),

@@ -32,7 +32,10 @@ REFUSED = {
         {"loss_type": "grpo", "epsilon_high": 0.3, "delta": 1.2},
         r"delta: got 1.2, expected None or a ratio above 1 \+ epsilon_high = 1.3",
     ),
-    "cispo's default": ({"loss_type": "cispo"}, "epsilon_high: got 0.2, expected a finite number"),
+    "cispo without a weight": (
+        {"loss_type": "cispo", "epsilon_high": 0.0},
+        "epsilon_high: got 0, expected a positive number",
+    ),
     "negative epsilon": ({"epsilon": -0.1}, "epsilon: got -0.1, expected a finite number of at least 0"),
     "sapo": ({"loss_type": "sapo", "sapo_temperature_neg": 0.0}, "sapo_temperature_neg: got 0.0"),
     "vespo": ({"loss_type": "vespo", "vespo_k_pos": -1.0}, "vespo_k_pos: got -1.0"),
@@ -87,6 +90,21 @@ def test_a_wide_range_of_sequence_ratios_is_warned_about_once(model_path, tmp_pa
     assert len(warned(**GSPO | {"epsilon_high": 0.2})) == 1
     assert "epsilon=3e-4" in warned(loss_type="grpo", importance_sampling_level="sequence")[0]
     assert warned(**GSPO) == warned(loss_type="grpo") == warned(loss_type="sapo") == []
+
+
+def test_a_cispo_weight_below_1_is_warned_about(tmp_path):
+    """GRPOConfig's default of 0.2 trains, in TRL too, at a fifth of the rate."""
+    from gspo_kernels.integrations.trl import FusedGRPOTrainer, objective_of
+    from tests.integrations.trl_problem import configuration
+
+    for options, warned in (({}, True), ({"epsilon": 2.0}, False), ({"epsilon_high": 5.0}, False)):
+        args = configuration(tmp_path, loss_type="cispo", **options)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            with pytest.raises(OSError, match="no such model"):
+                FusedGRPOTrainer("no such model", None, args)
+        assert any("epsilon_high: 0.2 is" in str(each.message) for each in caught) == warned
+    assert objective_of(configuration(tmp_path, loss_type="cispo")).max_ratio == 0.2
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,7 @@ SETTINGS = {
     "dapo, sequence level": (gk.GSPO(**NARROW, aggregation="token_mean"), SEQUENCE),
     "luspo": (gk.LUSPO(**NARROW), SEQUENCE),
     "cispo": (gk.CISPO(max_ratio=1.3), {"epsilon_high": 1.3}),
+    "cispo, Liger's default": (gk.CISPO(max_ratio=0.2), {"epsilon_high": 0.2}),
     "sapo": (gk.SAPO(), {}),
     "vespo": (gk.VESPO(), {}),
 }

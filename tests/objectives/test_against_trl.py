@@ -24,6 +24,7 @@ SETTINGS = {
     "dapo": (gk.DAPO(), {}),
     "luspo": (gk.LUSPO(**CLIP), {"importance_sampling_level": "sequence"}),
     "cispo": (gk.CISPO(max_ratio=1.3), {"epsilon_high": 1.3}),
+    "cispo, GRPOConfig's default": (gk.CISPO(max_ratio=0.2), {"epsilon_high": 0.2}),
     # TRL rounds the temperatures to fp32, so not 1.05
     "sapo": (gk.SAPO(tau_negative=1.0625), {}),
     "vespo": (gk.VESPO(), {}),

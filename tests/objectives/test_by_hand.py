@@ -49,12 +49,14 @@ def test_dr_grpo():
     assert g == near(-2 * E(0.1) / 10, 0.0)
 
 
-@pytest.mark.parametrize("bounds", [{"max_ratio": 1.5}, {"min_ratio": 0.8, "max_ratio": 1.5}])
+@pytest.mark.parametrize(
+    "bounds", [{"max_ratio": 1.5}, {"min_ratio": 0.8, "max_ratio": 1.5}, {"max_ratio": 0.2}]
+)
 def test_cispo(bounds):
     """TRL bounds the ratio from above alone, verl on both sides; clipped tokens keep a gradient."""
-    low = bounds.get("min_ratio", 0.0)
+    low, high = bounds.get("min_ratio", 0.0), bounds["max_ratio"]
     loss, (g,) = run(fp64([0.1, 1.0, -1.0]), fp64(-3.0), gk.CISPO(**bounds))
-    weights = [E(0.1), 1.5, max(low, E(-1.0))]
+    weights = [min(max(low, E(x)), high) for x in (0.1, 1.0, -1.0)]
     assert g == near(*(w * 3 / 3 for w in weights))
     assert loss == pytest.approx(-2.0 * sum(weights), rel=1e-12)
 
@@ -267,7 +269,8 @@ def test_unbounded_weights_on_policy_are_the_policy_gradient():
     ("cls", "options", "match"),
     [
         (gk.CISPO, {"min_ratio": 1.5}, "min_ratio"),
-        (gk.CISPO, {"max_ratio": 0.5}, "max_ratio"),
+        (gk.CISPO, {"max_ratio": 0.0}, "max_ratio: got 0"),
+        (gk.CISPO, {"min_ratio": 0.8, "max_ratio": 0.5}, "max_ratio: got 0.5.* at least 0.8"),
         (gk.GMPO, {"log_clip_low": -0.1}, "log_clip_low"),
         (gk.SAPO, {"tau_positive": 0.0}, "tau_positive"),
         (gk.ABCGRPO, {"positive_low": 1.1}, "positive_low"),
