@@ -57,15 +57,19 @@ def causal_lm_of(model: Any) -> Any:
     """The transformers model inside PEFT and data-parallel wrappers."""
     while isinstance(model, nn.parallel.DistributedDataParallel):
         model = model.module
-    if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
-        for name, config in model.peft_config.items():
-            if getattr(config, "is_prompt_learning", False):
-                raise IntegrationError(
-                    f"model: its adapter {name!r} ({type(config).__name__}) puts virtual tokens before the "
-                    "prompt, so that labels no longer lie at their positions"
-                )
-        model = model.get_base_model()
-    return model
+    return model.get_base_model() if _is_peft(model) else model
+
+
+def virtual_tokens_of(model: Any) -> set[int]:
+    """How many virtual tokens the prompt-learning adapters of a model put before its own, each its number."""
+    while isinstance(model, nn.parallel.DistributedDataParallel):
+        model = model.module
+    configs = model.peft_config.values() if _is_peft(model) else ()
+    return {c.num_virtual_tokens for c in configs if getattr(c, "is_prompt_learning", False)}
+
+
+def _is_peft(model: Any) -> bool:
+    return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
 
 
 def head_module(model: Any) -> Any:

@@ -14,12 +14,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gspo_kernels import checks
 from gspo_kernels.integrations.errors import IntegrationError, require_package
 from gspo_kernels.integrations.head_call import LOW_PRECISION, HeadCall, replaced_product
-from gspo_kernels.integrations.lm_head import LMHead, causal_lm_of, head_module, lm_head_of
+from gspo_kernels.integrations.lm_head import (
+    LMHead,
+    causal_lm_of,
+    head_module,
+    lm_head_of,
+    virtual_tokens_of,
+)
 from gspo_kernels.layout import segment_ids
 from gspo_kernels.logprobs import linear_token_logprobs
 from gspo_kernels.losses import fused_linear_policy_loss
@@ -98,6 +104,9 @@ def fuse_lm_head(model: Any, *, fp32_head: bool = False) -> Any:
     Packed: one row [1, N] with ``cu_seqlens`` and no 2-D ``attention_mask``; ``position_ids`` restart (and
     are made where they are not given), which is how transformers keeps sequences apart.
 
+    Through PEFT's prompt learning pass ``shift_labels`` and padded rows: labels and whatever is per token lie
+    at the model's own tokens, and the virtual ones before them have none.
+
     Args:
         model: a transformers causal language model, adapters allowed (but not on the lm_head itself).
         fp32_head: project in fp32 outside autocast, as TRL's ``cast_lm_head_to_fp32`` does.
@@ -115,6 +124,7 @@ def fuse_lm_head(model: Any, *, fp32_head: bool = False) -> Any:
     head_module(inner)
     if "_gspo_fused" in inner.__dict__:
         inner._gspo_fused.fp32_head = fp32_head
+        inner._gspo_fused.virtual_tokens |= virtual_tokens_of(model)
         return model
     own = type(inner).forward
     taken = _OURS & {*inspect.signature(own).parameters}
@@ -129,7 +139,7 @@ def fuse_lm_head(model: Any, *, fp32_head: bool = False) -> Any:
 
     earlier = inner.__dict__.get("forward")
     inner.forward = types.MethodType(forward, inner)
-    inner._gspo_fused = _Fused(earlier, inner.forward, fp32_head)
+    inner._gspo_fused = _Fused(earlier, inner.forward, fp32_head, virtual_tokens_of(model))
     return model
 
 
@@ -161,6 +171,7 @@ class _Fused:
         earlier: the ``forward`` that the instance itself had before, or None for its class's.
         patched: the one that it has now.
         fp32_head: see ``fuse_lm_head``.
+        virtual_tokens: how many each prompt-learning adapter around the model puts before its tokens.
         head_checked: the logit transform that was found to be the model's own, or None.
         packing_checked: packed sequences were found not to see each other.
     """
@@ -168,6 +179,7 @@ class _Fused:
     earlier: Any
     patched: Any
     fp32_head: bool
+    virtual_tokens: set[int]
     head_checked: tuple[float, float | None] | None = None
     packing_checked: bool = False
 
@@ -185,7 +197,10 @@ def _forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         del kwargs[name]
     _check_terms(ours, scores)
     aux_weight = ours.pop("router_aux_loss_coef", None)
+    virtual = _virtual_tokens(fused, ours, kwargs)
     labels = _labels(ours, kwargs)
+    if virtual:
+        labels = _lengthen(virtual, labels, ours)
     packed = ours.get("cu_seqlens") is not None
     _complete(model, kwargs, packed)
     if packed:
@@ -205,7 +220,9 @@ def _forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     )
     outputs, loss, *per_token = call.run(lambda: own(*args, **kwargs))
     fused.head_checked = transform
-    logprobs, entropy = (x.unsqueeze(0) if packed and x is not None else x for x in per_token)
+    if packed:
+        per_token = [None if x is None else x.unsqueeze(0) for x in per_token]
+    logprobs, entropy = (None if x is None else x[:, virtual:] for x in per_token)
     aux_loss = getattr(outputs, "aux_loss", None)
     others = ("past_key_values", "hidden_states", "attentions", "router_logits")
     return _output_class()(
@@ -239,6 +256,36 @@ def _check_terms(ours: dict[str, Any], scores: bool) -> None:
                 "wrapper rounds it (FSDP2: MixedPrecisionPolicy with output_dtype or cast_forward_inputs) "
                 "turn that off"
             )
+
+
+def _virtual_tokens(fused: _Fused, ours: dict[str, Any], kwargs: dict[str, Any]) -> int:
+    """How many positions PEFT's prompt learning has put before the labels' own."""
+    embeddings, shifted = kwargs.get("inputs_embeds"), kwargs.get("shift_labels")
+    prefixed = kwargs.get("past_key_values") is not None
+    if not fused.virtual_tokens or (embeddings is None and not prefixed):
+        return 0
+    if ours.get("cu_seqlens") is not None:
+        raise IntegrationError(
+            "cu_seqlens: the virtual tokens of prompt learning come once for each row, so only the first of "
+            "the packed sequences would have its own; pass padded rows"
+        )
+    if embeddings is None:  # prefix tuning: they are in the cache
+        return 0
+    if not isinstance(shifted, Tensor) or shifted.ndim != 2:
+        raise IntegrationError(
+            "labels: PEFT puts virtual tokens before the prompt, and as many entries before labels, but not "
+            "before what else is per token; pass shift_labels"
+        )
+    more = embeddings.shape[1] - shifted.shape[1]
+    return more if more in fused.virtual_tokens else 0
+
+
+def _lengthen(virtual: int, labels: Tensor, ours: dict[str, Any]) -> Tensor:
+    """Put positions that don't count before the labels and, in place, before every term per token."""
+    for name, value in ours.items():
+        if isinstance(value, Tensor) and value.shape == labels.shape:
+            ours[name] = nn.functional.pad(value, (virtual, 0))
+    return nn.functional.pad(labels, (virtual, 0), value=ours.get("ignore_index", -100))
 
 
 def _labels(ours: dict[str, Any], kwargs: dict[str, Any]) -> Tensor:

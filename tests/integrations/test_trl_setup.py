@@ -124,15 +124,6 @@ def test_another_trl_is_refused_in_one_sentence(installed, says, monkeypatch):
         importlib.import_module("gspo_kernels.integrations.trl")
 
 
-def test_prompt_learning_is_refused(model_path, tmp_path):
-    from peft import PromptTuningConfig
-
-    with pytest.raises(IntegrationError, match="virtual tokens"):
-        ours(
-            model_path, tmp_path, peft_config=PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
-        )
-
-
 @pytest.mark.parametrize("entropy", [False, True])
 def test_scoring_takes_keywords_as_trl_does(entropy, model_path, tmp_path):
     """Every argument by keyword, or by position: the same numbers as TRL's."""
