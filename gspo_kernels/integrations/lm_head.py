@@ -68,6 +68,30 @@ def virtual_tokens_of(model: Any) -> set[int]:
     return {c.num_virtual_tokens for c in configs if getattr(c, "is_prompt_learning", False)}
 
 
+def check_causal(model: Any) -> None:
+    """Refuse a transformers model whose tokens see those that follow them: the label would be among them."""
+    from transformers.models.auto import modeling_auto as auto
+
+    name = type(model).__name__
+    masked = {*auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES.values()}
+    masked -= {*auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()}
+    # an encoder of images is bidirectional in a causal language model, too
+    own = (type(None), type(model.config), type(model.config.get_text_config(decoder=True)))
+    said = [
+        value
+        for module in model.modules()
+        if type(getattr(module, "config", None)) in own
+        for value in (getattr(module, "is_causal", None), getattr(module, "is_decoder", None))
+        if isinstance(value, bool)
+    ]
+    if name in masked or (said and not any(said)):
+        raise IntegrationError(
+            f"model: {name} is bidirectional: its tokens see those that follow, so its log-probs are not "
+            "those of a policy that samples token by token; expected a causal language model (in BERT's "
+            "family one with is_decoder=True in its config)"
+        )
+
+
 def _is_peft(model: Any) -> bool:
     return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
 

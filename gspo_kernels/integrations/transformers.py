@@ -22,6 +22,7 @@ from gspo_kernels.integrations.head_call import LOW_PRECISION, HeadCall, replace
 from gspo_kernels.integrations.lm_head import (
     LMHead,
     causal_lm_of,
+    check_causal,
     head_module,
     lm_head_of,
     virtual_tokens_of,
@@ -122,6 +123,7 @@ def fuse_lm_head(model: Any, *, fp32_head: bool = False) -> Any:
     checks.flag("fp32_head", fp32_head)
     inner = causal_lm_of(model)
     head_module(inner)
+    check_causal(inner)
     if "_gspo_fused" in inner.__dict__:
         inner._gspo_fused.fp32_head = fp32_head
         inner._gspo_fused.virtual_tokens |= virtual_tokens_of(model)

@@ -550,12 +550,23 @@ def test_a_head_that_is_more_than_its_weight_is_refused():
 
 
 def test_models_that_are_no_causal_language_models_are_refused():
+    import transformers as transformers_library
     from transformers import T5Config, T5ForConditionalGeneration
 
     config = T5Config(vocab_size=96, d_model=32, d_ff=32, num_layers=1, num_heads=2, d_kv=16)
     for model in (T5ForConditionalGeneration(config), tiny().model):
         with pytest.raises(IntegrationError, match="no causal language model"):
             fuse_lm_head(model)
+    small = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    for name in ("BertForMaskedLM", "BertLMHeadModel", "DebertaV2ForMaskedLM", "Gemma3ForCausalLM"):
+        family, bidirectional = name[: name.index("For" if "For" in name else "LM")], {}
+        if family == "Gemma3":
+            family, bidirectional = "Gemma3Text", {"use_bidirectional_attention": True}
+        config = getattr(transformers_library, f"{family}Config")(vocab_size=96, **small, **bidirectional)
+        with pytest.raises(IntegrationError, match=f"model: {name} is bidirectional"):
+            fuse_lm_head(getattr(transformers_library, name)(config))
+    decoder = transformers_library.BertConfig(vocab_size=96, is_decoder=True, **small)
+    fuse_lm_head(transformers_library.BertLMHeadModel(decoder))
     quantized = tiny()
     quantized.lm_head.weight = nn.Parameter(torch.zeros(96, 32, dtype=torch.uint8), requires_grad=False)
     with pytest.raises(IntegrationError, match=r"torch.uint8 weight"):
