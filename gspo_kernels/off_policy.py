@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from gspo_kernels import checks
-from gspo_kernels.layout import layout_of
+from gspo_kernels.evaluate import kl_penalty
+from gspo_kernels.layout import Layout, layout_of
 from gspo_kernels.ops.values import check_cu_seqlens, check_mask
 from gspo_kernels.types import stats_dtype
 
@@ -23,19 +24,42 @@ def rollout_weights(
     low: float | None = None,
     high: float | None = None,
 ) -> Tensor:
-    """Importance weights pi_old / mu for the ``rollout_weights`` of the losses: TIS ("truncate") and MIS
-    ("mask").
+    """Importance weights pi_old / mu for the ``rollout_weights`` of the losses, or a rejection instead.
+
+    With ``l_t = old_t - rollout_t`` and ``r_t = exp(l_t)`` a sequence's ratio is ``exp(mean_t l_t)``, the
+    geometric mean of its tokens' (``reduce="mean"``), or ``exp(sum_t l_t)``, its likelihood ratio ("sum").
+    The first does not depend on the length, and is what GSPO's own ratio is made of. The second is what
+    importance sampling asks for, and falls to 0 with the length whatever the mismatch: at thousands of tokens
+    it weakens whole batches. Trainers disagree. The modes, by the names in use:
+
+    - "truncate": the ratio of the token or the sequence, clamped to [low, high]. TIS.
+    - "mask": the same ratio where it lies in [low, high], else 0. MIS.
+    - "icepop": "mask" for tokens, bounded on both sides: IcePop, after Ring-1T's report (arXiv 2510.18855).
+    - "sequence_mask": every token's own ratio, but 0 for all of a sequence whose ratio lies outside
+      [low, high]: sequence-masked importance sampling, NeMo-RL's and OpenRLHF's "seq-mask-tis", which take
+      the mean.
+    - "k1", "k2", "k3": no ratio but a rejection, 1 where an estimate of KL(mu, pi_old) lies in [low, high]
+      and 0 elsewhere: ``k1 = -l``, ``k2 = l^2 / 2``, ``k3 = r - 1 - l``, of a token, or of a sequence as the
+      mean, the sum or (k2 and k3) the largest over its tokens. verl's ``rollout_rs``: its "token_k3" is
+      ``mode="k3"``, "seq_max_k2" is ``level="sequence", reduce="max", mode="k2"``. The bounds of k1 are in
+      nats: verl's "a_b" is ``low=log(a), high=log(b)``. verl clamps l to +-20, this does not.
+
+    Weights multiply the policy term and leave divisors alone: what has weight 0 still counts there. verl
+    takes what it rejects out of its mask, and so out of the divisor: ``loss_mask=mask & (weights != 0)`` does
+    that with weights per token. Several corrections are multiplied, as a rejection times truncated ratios.
 
     Args:
         old_logprobs: [B, T], or [N] with ``cu_seqlens``: log-probs by the trainer, nats.
         rollout_logprobs: the same shape: log-probs by the engine that sampled.
         loss_mask: labels' shape: tokens that count; None: all.
         cu_seqlens: int32 or int64 [B + 1], offsets of packed sequences.
-        level: "token": one weight per token. "sequence": one per sequence.
-        reduce: how a sequence's log-ratios become one, "mean" (geometric mean of the token ratios) or "sum"
-            (the sequence's likelihood ratio); trainers disagree. Only for ``level="sequence"``.
-        mode: "truncate": weights are clamped to [low, high]. "mask": weights outside [low, high] become 0.
-        low, high: bounds on the weight; None: no bound. At least one is needed.
+        level: "token": one weight per token. "sequence": one per sequence. "icepop" and "sequence_mask" give
+            one per token.
+        reduce: how a sequence's tokens become one: "mean", "sum" or "max". Only where there is one number per
+            sequence; "max" only for k2 and k3.
+        mode: see above.
+        low, high: bounds; None: no bound, and for "icepop" 0.5 and 5.0, which second-hand text gives as its
+            authors'. At least one is needed.
 
     Returns:
         Labels' shape or [B], fp32 (fp64 for fp64 inputs), without gradient; 1.0 where nothing is counted.
@@ -44,40 +68,34 @@ def rollout_weights(
         TypeError, ValueError: a wrong argument, named in the message.
     """
     _check_tokens("old_logprobs", old_logprobs, "rollout_logprobs", rollout_logprobs, loss_mask, cu_seqlens)
-    checks.choice("level", level, ("token", "sequence"))
-    checks.choice("reduce", reduce, ("mean", "sum"))
-    checks.choice("mode", mode, ("truncate", "mask"))
-    if level == "token" and reduce == "sum":
-        raise ValueError("reduce: 'sum' has no meaning with level='token', expected the default")
-    if low is None and high is None:
-        raise ValueError(f"low, high: mode={mode!r} needs at least one bound, got None for both")
-    for name, bound in (("low", low), ("high", high)):
-        if bound is not None:
-            checks.number(name, bound, minimum=0.0)
-    if low is not None and high is not None and low > high:
-        raise ValueError(f"low: got {low}, expected at most high = {high}")
+    low, high = _checked_options(level, reduce, mode, low, high)
     check_cu_seqlens(cu_seqlens, old_logprobs)
     check_mask(loss_mask)
 
     packed = cu_seqlens is not None
     log_ratio, counted = _log_ratio(old_logprobs, rollout_logprobs, loss_mask, packed)
-    if level == "sequence":
+    by_token = level == "token"
+    # from log(mu / pi_old) of tokens that mu sampled: estimates of KL(mu, pi_old)
+    measured = weights = kl_penalty(-log_ratio, mode) if mode in _DIVERGENCES else log_ratio.exp()
+    if not by_token or mode == "sequence_mask":
         layout = layout_of(log_ratio, cu_seqlens)
-        log_ratio = layout.sum(log_ratio)
-        counts = layout.sum(counted.to(torch.float64))
-        counted = counts > 0
-        if reduce == "mean":
-            log_ratio = log_ratio / counts.clamp(min=1.0)
-    weights = log_ratio.exp()
+        if mode in _DIVERGENCES:
+            measured = _reduced(layout, measured, counted, reduce)
+        else:
+            measured = _reduced(layout, log_ratio, counted, reduce).exp()
+        if by_token:
+            measured = layout.expand(measured)
+        else:
+            weights, counted = measured, layout.sum(counted.to(torch.float64)) > 0
     if mode == "truncate":
         weights = weights.clamp(min=low, max=high)
     else:
-        inside = torch.ones_like(weights, dtype=torch.bool)
-        inside = inside if low is None else inside & (weights >= low)
-        inside = inside if high is None else inside & (weights <= high)
-        weights = torch.where(inside, weights, 0.0)
+        inside = torch.ones_like(measured, dtype=torch.bool)
+        inside = inside if low is None else inside & (measured >= low)
+        inside = inside if high is None else inside & (measured <= high)
+        weights = torch.where(inside, 1.0 if mode in _DIVERGENCES else weights, 0.0)
     weights = torch.where(counted, weights, 1.0).to(stats_dtype(old_logprobs.dtype))
-    return weights.squeeze(0) if packed and level == "token" else weights
+    return weights.squeeze(0) if packed and by_token else weights
 
 
 def off_policy_mask(
@@ -116,12 +134,7 @@ def off_policy_mask(
     _check_tokens("logprobs", logprobs, "old_logprobs", old_logprobs, loss_mask, cu_seqlens)
     sequences = logprobs.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     checks.floats("advantages", advantages, None, "[B] or the shape of logprobs", logprobs.device)
-    shape = tuple(advantages.shape)
-    if shape not in ((sequences,), tuple(logprobs.shape)):
-        raise ValueError(
-            f"advantages: got shape {shape}, expected [B] = ({sequences},) or the shape of logprobs "
-            f"{tuple(logprobs.shape)}"
-        )
+    per_sequence = _per_sequence("advantages", advantages, sequences, logprobs, "logprobs")
     checks.number("delta", delta)
     check_cu_seqlens(cu_seqlens, logprobs)
     check_mask(loss_mask)
@@ -132,12 +145,63 @@ def off_policy_mask(
     counts = layout.sum(counted.to(torch.float64))
     far = (layout.sum(gap) / counts.clamp(min=1.0) > delta) & (counts > 0)
     negative = advantages.detach() < 0
-    if shape == (sequences,):
+    if per_sequence:
         dropped = negative & far
     else:
         dropped = _rows(negative, packed) & layout.expand(far) & counted
         dropped = dropped.squeeze(0) if packed else dropped
     return (~dropped).to(stats_dtype(logprobs.dtype))
+
+
+_DIVERGENCES = ("k1", "k2", "k3")
+_MODES = ("truncate", "mask", "icepop", "sequence_mask", *_DIVERGENCES)
+
+
+def _checked_options(
+    level: str, reduce: str, mode: str, low: float | None, high: float | None
+) -> tuple[float | None, float | None]:
+    """Check what doesn't depend on tensors; return the bounds."""
+    checks.choice("level", level, ("token", "sequence"))
+    checks.choice("reduce", reduce, ("mean", "sum", "max"))
+    checks.choice("mode", mode, _MODES)
+    if level == "sequence" and mode in ("icepop", "sequence_mask"):
+        raise ValueError(f"level: mode={mode!r} has one weight per token, got 'sequence', expected 'token'")
+    if level == "token" and mode != "sequence_mask" and reduce != "mean":
+        raise ValueError(f"reduce: {reduce!r} has no meaning with level='token', expected the default")
+    if reduce == "max" and mode not in ("k2", "k3"):
+        raise ValueError(
+            f"reduce: 'max' is for mode='k2' and 'k3', got mode={mode!r}, expected 'mean' or 'sum'"
+        )
+    if mode == "icepop":
+        low, high = 0.5 if low is None else low, 5.0 if high is None else high
+    if low is None and high is None:
+        raise ValueError(f"low, high: mode={mode!r} needs at least one bound, got None for both")
+    for name, bound in (("low", low), ("high", high)):
+        if bound is not None:
+            checks.number(name, bound, minimum=None if mode == "k1" else 0.0)
+    if low is not None and high is not None and low > high:
+        raise ValueError(f"low: got {low}, expected at most high = {high}")
+    return low, high
+
+
+def _reduced(layout: Layout, values: Tensor, counted: Tensor, reduce: str) -> Tensor:
+    """Tokens to sequences, from values that are 0 where not counted; the largest is of values above 0."""
+    if reduce == "max":
+        rows = layout.expand(torch.arange(layout.sequences, device=values.device))
+        return values.new_zeros(layout.sequences).scatter_reduce(0, rows.flatten(), values.flatten(), "amax")
+    total = layout.sum(values)
+    return total if reduce == "sum" else total / layout.sum(counted.to(torch.float64)).clamp(min=1.0)
+
+
+def _per_sequence(name: str, values: Tensor, sequences: int, tokens: Tensor, tokens_name: str) -> bool:
+    """Whether values are [B]; anything but that and the tokens' shape is refused."""
+    shape = tuple(values.shape)
+    if shape not in ((sequences,), tuple(tokens.shape)):
+        raise ValueError(
+            f"{name}: got shape {shape}, expected [B] = ({sequences},) or the shape of {tokens_name} "
+            f"{tuple(tokens.shape)}"
+        )
+    return shape == (sequences,)
 
 
 def _check_tokens(

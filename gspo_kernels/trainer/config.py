@@ -93,15 +93,21 @@ class KLConfig(Section, key="kl"):
 
 @dataclass(frozen=True)
 class OffPolicyConfig(Section, key="off_policy"):
-    """Importance weights for what the sampling engine computes otherwise than the trainer (TIS, MIS)."""
+    """Weights for what the sampling engine computes otherwise than the trainer (TIS, MIS, IcePop, ...)."""
 
     level: Literal["none", "token", "sequence"] = option(
         "none", "'none', one weight for each 'token', or one for each 'sequence'"
     )
-    reduce: str = option("mean", "log-ratios of a sequence become one by their 'mean' or 'sum'")
-    mode: str = option("truncate", "outside the bounds weights are 'truncate'd, or become 0 ('mask')")
-    low: float | None = option(None, "lower bound of a weight")
-    high: float | None = option(2.0, "upper bound of a weight")
+    reduce: str = option(
+        "mean", "tokens of a sequence become one by their 'mean', which fits GSPO, 'sum' or 'max' (k2 and k3)"
+    )
+    mode: str = option(
+        "truncate",
+        "outside the bounds weights are 'truncate'd, or become 0 ('mask'; 'icepop', the same for tokens; "
+        "'sequence_mask', tokens' weights of whole sequences); 'k1', 'k2' and 'k3' reject by a divergence",
+    )
+    low: float | None = option(None, "lower bound of a weight or divergence; 0.5 for 'icepop'")
+    high: float | None = option(2.0, "upper bound of a weight or divergence; IcePop's authors have 5")
 
     def __post_init__(self) -> None:
         super().__post_init__()
