@@ -30,7 +30,7 @@ def rollout_weights(
     geometric mean of its tokens' (``reduce="mean"``), or ``exp(sum_t l_t)``, its likelihood ratio ("sum").
     The first does not depend on the length, and is what GSPO's own ratio is made of. The second is what
     importance sampling asks for, and falls to 0 with the length whatever the mismatch: at thousands of tokens
-    it weakens whole batches. Trainers disagree. The modes, by the names in use:
+    it weakens whole batches (docs/off_policy.md). Trainers disagree. The modes, by the names in use:
 
     - "truncate": the ratio of the token or the sequence, clamped to [low, high]. TIS.
     - "mask": the same ratio where it lies in [low, high], else 0. MIS.
@@ -96,6 +96,79 @@ def rollout_weights(
         weights = torch.where(inside, 1.0 if mode in _DIVERGENCES else weights, 0.0)
     weights = torch.where(counted, weights, 1.0).to(stats_dtype(old_logprobs.dtype))
     return weights.squeeze(0) if packed and by_token else weights
+
+
+def weight_metrics(
+    weights: Tensor,
+    advantages: Tensor,
+    *,
+    loss_mask: Tensor,
+    cu_seqlens: Tensor | None = None,
+) -> dict[str, Tensor]:
+    """What weights do to a batch: how many samples it is still worth, and how long its gradient still is.
+
+    Over the sequences with a counted token, or the counted tokens where weights are per token:
+
+    - "weights/mean", "weights/min", "weights/max": a mean of 1/17 weakens the batch 17-fold,
+    - "weights/zero": the share of weights that are 0,
+    - "weights/ess": the effective sample size ``(sum w)^2 / (n sum w^2)`` as a share of n (Kish, as verl has
+      it); blind to a common factor, which the mean and the norm show,
+    - "weights/gradient_norm": the norm of the policy gradient's coefficients ``w_t A_t / |y_i|`` (at a ratio
+      of 1, in a mean over sequences) over that of the same without weights; 1 where all advantages are 0.
+
+    ``GSPO`` acts on the mean of a sequence's weights per token: give that mean, [B], for its gradient.
+
+    Args:
+        weights: [B], or per token in the shape of ``loss_mask``, as ``rollout_weights`` returns them.
+        advantages: [B], or per token in the shape of ``loss_mask``. Where both shapes are one, N tokens of N
+            packed sequences, weights and advantages are taken as [B], one and the same.
+        loss_mask: [B, T], or [N] with ``cu_seqlens``: tokens that count.
+        cu_seqlens: int32 or int64 [B + 1], offsets of packed sequences.
+
+    Returns:
+        Detached 0-d fp64 tensors by name.
+
+    Raises:
+        TypeError, ValueError: a wrong argument, named in the message.
+    """
+    mask = checks.tensor("loss_mask", loss_mask, None, "[B, T], or [N] with cu_seqlens", None)
+    checks.layout("loss_mask", mask, cu_seqlens)
+    sequences = mask.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    for name, given in (("weights", weights), ("advantages", advantages)):
+        checks.floats(name, given, None, "[B] or the shape of loss_mask", mask.device)
+        _per_sequence(name, given, sequences, mask, "loss_mask")
+    check_cu_seqlens(cu_seqlens, mask)
+    check_mask(mask)
+
+    packed = cu_seqlens is not None
+    counted = _rows(mask, packed) != 0
+    layout = layout_of(counted, cu_seqlens)
+    counts = layout.sum(counted.to(torch.float64))
+
+    def tokens(values: Tensor) -> Tensor:
+        per_sequence = values.shape == (sequences,)
+        values = values.detach().to(torch.float64)
+        values = layout.expand(values) if per_sequence else _rows(values, packed)
+        return torch.where(counted, values, 0.0)
+
+    each = weights.detach().to(torch.float64)
+    per_sequence = weights.shape == (sequences,)
+    kept = each[counts > 0] if per_sequence else _rows(each, packed)[counted]
+    kept = kept if kept.numel() else kept.new_ones(1)  # nothing is counted, and nothing changed
+    squares = kept.square().sum()
+    plain = tokens(advantages) / layout.expand(counts.clamp(min=1.0))
+    # selected, not multiplied: a weight without a bound may be inf
+    norm, weighted = plain.norm(), torch.where(plain != 0, tokens(weights) * plain, 0.0).norm()
+    return {
+        "weights/mean": kept.mean(),
+        "weights/min": kept.min(),
+        "weights/max": kept.max(),
+        "weights/zero": (kept == 0).to(torch.float64).mean(),
+        "weights/ess": torch.where(
+            squares > 0, kept.sum().square() / (kept.numel() * torch.where(squares > 0, squares, 1.0)), 0.0
+        ),
+        "weights/gradient_norm": torch.where(norm > 0, weighted / torch.where(norm > 0, norm, 1.0), 1.0),
+    }
 
 
 def off_policy_mask(

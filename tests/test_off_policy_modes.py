@@ -1,4 +1,4 @@
-"""IcePop, sequence masks and rejections of rollout weights."""
+"""IcePop, sequence masks and rejections of rollout weights, and what weights do to a batch."""
 
 import math
 from types import SimpleNamespace
@@ -8,10 +8,12 @@ import pytest
 import torch
 
 import gspo_kernels as gk
+from gspo_kernels.off_policy import weight_metrics
 from tests import oracle
 from tests.cases import LAYOUTS, generator, offsets
 from tests.integrations import peers
 from tests.test_off_policy import LENGTHS, bounded, example
+from tests.test_readme import ROOT, run
 
 DIVERGENCES = {
     "k1": lambda x: -x,
@@ -164,3 +166,134 @@ WRONG = [
 def test_options_that_make_no_sense_are_refused(options, named):
     with pytest.raises(ValueError, match=f"^{named}: "):
         gk.rollout_weights(torch.zeros(1, 2), torch.zeros(1, 2), **options)
+
+
+# --- what weights do to a batch
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_metrics_equal_the_loop_and_the_losses_own_coefficients(layout, level):
+    old, rollout, mask, cu_seqlens = example(layout)
+    options = {"loss_mask": mask, "cu_seqlens": cu_seqlens, "level": level}
+    free = gk.rollout_weights(old, rollout, **options, low=0.0)
+    present = free[mask if level == "token" else [0, 3]]
+    middle = float(present.min() + present.max()) / 2  # what lies above it is dropped
+    got = gk.rollout_weights(old, rollout, **options, mode="mask", high=middle)
+    advantages = torch.tensor([1.0, -2.0, 0.5, -0.7], dtype=torch.float64)
+    metrics = weight_metrics(got, advantages, loss_mask=mask, cu_seqlens=cu_seqlens)
+    counted = [s for s in oracle.sequences(mask, cu_seqlens) if s.count]
+    if level == "token":
+        each = [w for s in counted for w in s.pick(got).tolist()]
+    else:
+        each = [got[s.index].item() for s in counted]
+    assert 0 in each and len(set(each)) > 1
+    expected = {
+        "mean": sum(each) / len(each),
+        "min": min(each),
+        "max": max(each),
+        "zero": each.count(0) / len(each),
+        "ess": sum(each) ** 2 / (len(each) * sum(w * w for w in each)),
+    }
+    objective = gk.GSPO() if level == "sequence" else gk.GRPO()
+    norms = [
+        gk.policy_coefficients(
+            old,
+            None,
+            advantages,
+            loss_mask=mask,
+            cu_seqlens=cu_seqlens,
+            rollout_weights=given,
+            objective=objective,
+        ).norm()
+        for given in (got, None)
+    ]
+    expected["gradient_norm"] = float(norms[0] / norms[1])
+    for name, value in expected.items():
+        assert metrics[f"weights/{name}"].item() == pytest.approx(value, rel=1e-12), name
+    assert metrics.keys() == {f"weights/{name}" for name in expected}
+
+
+def test_metrics_of_nothing():
+    zero = torch.zeros(2)
+    for mask in (torch.zeros(2, 3), torch.ones(2, 3)):
+        got = weight_metrics(torch.ones(2), zero, loss_mask=mask)
+        assert all(each.isfinite() and not each.requires_grad for each in got.values())
+        assert got["weights/ess"] == got["weights/gradient_norm"] == 1
+    dropped = weight_metrics(zero, torch.ones(2), loss_mask=torch.ones(2, 3))
+    assert dropped["weights/ess"] == dropped["weights/gradient_norm"] == 0 and dropped["weights/zero"] == 1
+
+
+def test_metrics_ignore_what_is_not_counted():
+    mask = torch.tensor([1, 1, 0, 0, 1])
+    offset = offsets((3, 1, 1))
+    values, advantages = torch.tensor([1.0, 0.5, math.inf, math.nan, 2.0]), torch.tensor([1.0, math.nan, 0.0])
+    got = weight_metrics(values, advantages, loss_mask=mask, cu_seqlens=offset)
+    clean = weight_metrics(
+        values.nan_to_num(7, 7), advantages.nan_to_num(3), loss_mask=mask, cu_seqlens=offset
+    )
+    assert got == clean
+    assert got["weights/gradient_norm"].item() == pytest.approx(math.sqrt((1 + 0.25) / 2))
+
+
+def test_metrics_name_the_wrong_argument():
+    ones, mask = torch.ones(2), torch.ones(2, 3)
+    for given, named in (
+        ((torch.ones(3), ones), "weights"),
+        ((ones, torch.ones(3)), "advantages"),
+        ((ones.long(), ones), "weights"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=f"^{named}: "):
+            weight_metrics(*given, loss_mask=mask)
+    with pytest.raises(ValueError, match=r"^loss_mask: "):
+        weight_metrics(ones, ones, loss_mask=mask + 1)
+
+
+# --- the length
+
+
+def expected_weight(variance, most):
+    """E[min(w, most)] of a sequence whose log-ratios add up to N(-variance / 2, variance), where E[w] = 1."""
+
+    def normal(x):
+        return 0.5 * (1 + math.erf(x / math.sqrt(2)))
+
+    sd, log = math.sqrt(variance), math.log(most)
+    return normal((log - variance / 2) / sd) + most * (1 - normal((log + variance / 2) / sd))
+
+
+def test_a_sum_weakens_a_batch_17_fold_and_a_mean_does_not():
+    """The case of NeMo-RL #2269: 9,000 tokens, ratios of tokens at 1, truncated likelihood ratios of 0.0596.
+
+    A token's log-ratio with a standard deviation of 0.04274 gives that by the closed form; the function does
+    as the closed form says, and with the mean it leaves the batch as it is.
+    """
+    tokens, sd, sequences = 9_000, 0.04274, 256
+    variance = tokens * sd**2
+    assert 1 / expected_weight(variance, 2.0) == pytest.approx(16.8, abs=0.1)
+    rng = generator(7)
+    found = {"mean": [], "sum": []}
+    advantages = torch.ones(sequences, dtype=torch.float64)
+    log_ratios = sd * torch.randn(sequences, tokens, generator=rng, dtype=torch.float64) - sd**2 / 2
+    mask = torch.ones_like(log_ratios, dtype=torch.bool)
+    for reduce in found:
+        weights = gk.rollout_weights(
+            log_ratios, torch.zeros_like(log_ratios), level="sequence", reduce=reduce, high=2.0
+        )
+        found[reduce] = weights
+        metrics = weight_metrics(weights, advantages, loss_mask=mask)
+        if reduce == "mean":
+            assert metrics["weights/ess"] > 1 - 1e-5
+            assert abs(metrics["weights/gradient_norm"] - 1) < 2 * sd**2
+        else:
+            assert metrics["weights/ess"] < 0.2
+    error = found["sum"].std() / math.sqrt(sequences)
+    assert abs(found["sum"].mean() - expected_weight(variance, 2.0)) < 4.5 * error
+    by_token = gk.rollout_weights(log_ratios, torch.zeros_like(log_ratios), high=2.0)
+    assert abs(by_token.mean() - 1) < 1e-3
+
+
+def test_the_table_of_the_page_is_what_its_code_prints(capsys):
+    run("docs/off_policy.md")
+    printed = capsys.readouterr().out
+    assert printed.count("|\n") == 7 and printed in (ROOT / "docs/off_policy.md").read_text()
