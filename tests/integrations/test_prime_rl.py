@@ -1,6 +1,7 @@
 """prime-rl's hook as published in 0.8.0 (git tag v0.8.0, 60bc295), and its own code where that is there."""
 
 import dataclasses
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -12,6 +13,7 @@ from gspo_kernels.integrations.prime_rl import PolicyLoss
 from tests.draws import shifted_seed
 from tests.integrations import hook_problem, peers
 from tests.integrations.hook_problem import SPLITS, assert_close, expected, expected32, problem
+from tests.test_readme import run
 
 GSPO = gk.GSPO(clip_low=0.1, clip_high=0.15, aggregation="token_mean")
 
@@ -144,3 +146,34 @@ def test_inside_prime_rl_s_compute_loss():
         want = step(loss_fn, problem(), dtype=torch.float64, **options)
         got = step(loss_fn, problem(), dtype=torch.float64, compute=compute, **options)
         torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_prime_rl_s_default_from_the_parts_of_the_page(weighted):
+    """The same gradients as prime-rl's own default loss; DPPO's value is another one."""
+    page = run("docs/integrations/prime_rl.md")
+    names = dict.fromkeys(("Float", "Bool", "DefaultLossConfig"), peers.Anything)
+    real = peers.extract(
+        peers.source("prime_rl", "prime_rl/trainer/rl/loss.py"), "LossInputs", "LossOutputs", "_safe_mean",
+        "compute_importance_ratio_and_mismatch_kl", "default_loss_fn", torch=torch, Tensor=torch.Tensor,
+        dataclass=dataclasses.dataclass, field=dataclasses.field, **names,
+    )  # fmt: skip
+    config = SimpleNamespace(dppo_mask_low=0.2, dppo_mask_high=0.2, adv_tau=1.0, kl_tau=1e-3)
+    rng = torch.Generator().manual_seed(shifted_seed(8))
+    logprobs = -3 * torch.rand(64, generator=rng, dtype=torch.float64)
+    inference = (logprobs + 0.7 * torch.randn(64, generator=rng, dtype=torch.float64)).clamp(max=-1e-3)
+    mask = torch.rand(64, generator=rng) > 0.2
+    weights = 0.5 + torch.rand(64, generator=rng, dtype=torch.float64) if weighted else None
+    for advantage in (1.0, -0.5):
+        gradients = []
+        for loss_fn in (lambda inputs: real["default_loss_fn"](inputs, config), page["loss"]):
+            leaf = logprobs.clone().requires_grad_()
+            advantages = torch.full_like(leaf, advantage)
+            inputs = real["LossInputs"](leaf, inference, None, advantages, mask, weights)
+            gradients.append(torch.autograd.grad(loss_fn(inputs).loss, leaf)[0])
+        torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-10, atol=1e-14)
+        without_kl = (
+            gradients[0] / 2e-3 - (logprobs - inference) * (1 if weights is None else weights)
+        ).abs()
+        dropped = mask & (without_kl < 1e-9)
+        assert 0 < dropped.sum() < mask.sum()  # the bounds matter
