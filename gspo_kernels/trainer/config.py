@@ -185,6 +185,30 @@ class IGRPOConfig(Section, key="igrpo"):
 
 
 @dataclass(frozen=True)
+class DAPOConfig(Section, key="dapo"):
+    """What DAPO changes besides its objective: dynamic sampling, and a soft penalty on length."""
+
+    batches: Count = option(
+        1,
+        "most batches of rollout.prompts_per_rollout prompts that a rollout samples until it has as many "
+        "groups whose rewards differ; 1: no dynamic sampling",
+    )
+    metric: str | None = option(
+        None,
+        "reward that must differ within a group for that, the accuracy for example; else the weighted sum",
+    )
+    overlong_buffer: Natural = option(
+        0, "last tokens before rollout.max_new_tokens over which the reward falls linearly; 0: no penalty"
+    )
+    overlong_penalty: Positive = option(1.0, "what a completion of rollout.max_new_tokens loses")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        used = self.metric is None or self.batches > 1
+        self.require(used, "batches", "above 1 where there is a dapo.metric")
+
+
+@dataclass(frozen=True)
 class TurnsConfig(Section, key="turns"):
     """Several turns on the same task with an environment's feedback between, each its own group (TL-GRPO)."""
 
@@ -324,6 +348,7 @@ class TrainConfig(Section):
     veripo: VeriPOConfig = field(default_factory=VeriPOConfig)
     igrpo: IGRPOConfig = field(default_factory=IGRPOConfig)
     turns: TurnsConfig = field(default_factory=TurnsConfig)
+    dapo: DAPOConfig = field(default_factory=DAPOConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -338,6 +363,11 @@ class TrainConfig(Section):
         turns, size = self.turns.count, self.rollout.group_size
         either = "0 where turns.count is more than 1: either a draft or an environment's feedback is refined"
         self.igrpo.require(self.igrpo.drafts == 0 or turns == 1, "drafts", either)
+        whole = "1 where turns.count is more than 1: the turns of a trajectory belong together"
+        self.dapo.require(self.dapo.batches == 1 or turns == 1, "batches", whole)
+        room = f"at most rollout.max_new_tokens ({self.rollout.max_new_tokens})"
+        fitting = self.dapo.overlong_buffer <= self.rollout.max_new_tokens
+        self.dapo.require(fitting, "overlong_buffer", room)
         together = (
             self.update.layout == "shared_prefix" or self.objective.build().coefficient_scope == "group"
         )

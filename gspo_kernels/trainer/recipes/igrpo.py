@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from gspo_kernels.trainer.input_errors import DataError
 from gspo_kernels.trainer.recipes.plain import Metrics, Recipe
@@ -34,10 +34,12 @@ class IGRPO(Recipe):
                     "user, and this conversation has none"
                 )
 
-    def rollout(self, picked: Sequence[int], step: int) -> tuple[Samples, Metrics]:
+    stages: ClassVar[int] = 2
+
+    def rollout(self, picked: Sequence[int], step: int, stage: int = 0) -> tuple[Samples, Metrics]:
         """Return refinements; drafts only show in the metrics."""
         options, prompts = self.config.igrpo, self.prompts
-        drafts = self.sampler(prompts, picked, options.drafts, self.sampling, step)
+        drafts = self.sampler(prompts, picked, options.drafts, self.sampling, step, stage=stage)
         best, scored = best_of(drafts.rewards.total, options.drafts)
         refined = self.encode(
             [
@@ -50,7 +52,7 @@ class IGRPO(Recipe):
             ids if use else prompts.tokens[row] for row, ids, use in zip(picked, refined, used, strict=True)
         ]
         size = self.config.rollout.group_size
-        samples = self.sampler(prompts, picked, size, self.sampling, step, tokens=tokens, stage=1)
+        samples = self.sampler(prompts, picked, size, self.sampling, step, tokens=tokens, stage=stage + 1)
         return samples, {
             "reward/drafts": float(drafts.rewards.total.nanmean()),
             "reward/best_drafts": float(drafts.rewards.total[best].nanmean()),

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from gspo_kernels.trainer.config import TrainConfig
 from gspo_kernels.trainer.data import PromptOrder, Prompts
-from gspo_kernels.trainer.recipes.samples import Sample, Sampler, Samples, experience_of, metrics_of
-from gspo_kernels.trainer.rewards.comparing import advantages_of, levels
+from gspo_kernels.trainer.input_errors import ConfigError
+from gspo_kernels.trainer.recipes.dapo import OVERLONG, chosen, groups_of, penalised
+from gspo_kernels.trainer.recipes.samples import (
+    Sample,
+    Sampler,
+    Samples,
+    experience_of,
+    joined,
+    metrics_of,
+)
+from gspo_kernels.trainer.rewards.comparing import advantages_of, differing, levels
 from gspo_kernels.trainer.rollout import Sampling
 from gspo_kernels.trainer.rows.experience import Experience
 from gspo_kernels.trainer.run.metrics import finite
@@ -22,7 +31,13 @@ Metrics = dict[str, float]
 
 @dataclass
 class Recipe:
-    """What a step learns from, and how: the plain one, which others change in parts."""
+    """What a step learns from, and how: the plain one, which others change in parts.
+
+    Raises:
+        ConfigError: ``dapo.metric`` names no reward, or a reward has the name of DAPO's penalty.
+    """
+
+    stages: ClassVar[int] = 1  # how often a rollout samples, each time with random numbers of its own
 
     config: TrainConfig
     sampler: Sampler
@@ -34,6 +49,14 @@ class Recipe:
 
     def __post_init__(self) -> None:
         self.order = PromptOrder(len(self.prompts.tokens), self.config.seed)
+        self.resampled = 0  # prompts that dynamic sampling took beyond those of every rollout
+        names, dapo = self.sampler.rewards.names, self.config.dapo
+        if dapo.metric is not None and dapo.metric not in names:
+            raise ConfigError(f"dapo.metric: no reward {dapo.metric!r}; there are {', '.join(names)}")
+        if dapo.overlong_buffer > 0 and OVERLONG in names:
+            raise ConfigError(
+                f"dapo.overlong_buffer: the penalty is a reward {OVERLONG!r}, and there is one of that name"
+            )
 
     @property
     def sampling(self) -> Sampling:
@@ -51,11 +74,33 @@ class Recipe:
         return self.updater.update(experience, step)
 
     def sampled(self, step: int, earlier: int) -> tuple[Samples, Metrics]:
-        """Complete and score the prompts that come after those of so many earlier rollouts."""
-        count = self.config.rollout.prompts_per_rollout
-        samples, metrics = self.rollout(self.order.indices(earlier * count, count), step)
+        """Complete and score the prompts that come after those of so many earlier rollouts.
+
+        With dynamic sampling further ones until enough groups have rewards that differ. Rewards are compared,
+        and shown in the metrics, before the penalty on length shapes them.
+        """
+        run, dapo = self.config.rollout, self.config.dapo
+        count, size = run.prompts_per_rollout, run.group_size
+        start, differs = earlier * count + self.resampled, torch.zeros(0, dtype=torch.bool)
+        batches: list[tuple[Samples, Metrics]] = []
+        while len(batches) < dapo.batches and int(differs.sum()) < count:
+            picked = self.order.indices(start + len(batches) * count, count)
+            batches.append(self.rollout(picked, step, len(batches) * self.stages))
+            rewards = batches[-1][0].rewards
+            compared = rewards.total if dapo.metric is None else rewards.by_name[dapo.metric]
+            differs = torch.cat([differs, differing(compared, size)])
+        self.resampled += (len(batches) - 1) * count
+        samples = joined([samples for samples, _ in batches])
+        metrics = metrics_of(samples, size) | means([metrics for _, metrics in batches])
+        if dapo.batches > 1:
+            samples = groups_of(samples, chosen(differs, count), size)
+            metrics["dapo/batches"] = float(len(batches))
+            metrics["dapo/groups_that_differ"] = min(int(differs.sum()), count) / count
+        if dapo.overlong_buffer > 0:
+            samples = penalised(samples, run.max_new_tokens, dapo.overlong_buffer, dapo.overlong_penalty)
+            metrics[f"reward/{OVERLONG}"] = float(samples.rewards.by_name[OVERLONG].nanmean())
         self.last = samples
-        return samples, metrics_of(samples, self.config.rollout.group_size) | metrics
+        return samples, metrics
 
     def compared(self, samples: Samples) -> Experience:
         """Compare the completions of each group."""
@@ -75,9 +120,13 @@ class Recipe:
             )
         return experience_of(samples, size, advantages, self.sampler.accelerator.device)
 
-    def rollout(self, picked: Sequence[int], step: int) -> tuple[Samples, Metrics]:
-        """Return groups of ``rollout.group_size`` completions for the update, and metrics of its own."""
-        return self.sampler(self.prompts, picked, self.config.rollout.group_size, self.sampling, step), {}
+    def rollout(self, picked: Sequence[int], step: int, stage: int = 0) -> tuple[Samples, Metrics]:
+        """Return groups of ``rollout.group_size`` completions for the update, and metrics of its own.
+
+        ``stage`` is that of its first sampling in this step.
+        """
+        size = self.config.rollout.group_size
+        return self.sampler(self.prompts, picked, size, self.sampling, step, stage=stage), {}
 
     def evaluate(self, prompts: Prompts, sampling: Sampling) -> tuple[Samples, Metrics]:
         """Return one completion of every prompt as it is, and metrics of its own."""
@@ -115,13 +164,22 @@ class Recipe:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint must hold of the recipe."""
-        return {}
+        return {"resampled": self.resampled}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned."""
+        self.resampled = state.get("resampled", 0)
 
     def _shown_prompt(self, sample: Sample) -> Any:
         """Return the prompt as the dataset has it, or what a recipe made of it."""
         if sample.prompt == self.prompts.tokens[sample.row]:
             return self.prompts.rows[sample.row]["prompt"]
         return self.sampler.tokenizer.decode(sample.prompt)
+
+
+def means(metrics: Sequence[Metrics]) -> Metrics:
+    """Return the mean of each metric; NaN is left out."""
+    return {
+        name: float(torch.tensor([each[name] for each in metrics], dtype=torch.float64).nanmean())
+        for name in metrics[0]
+    }

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gspo_kernels.trainer.data import Prompts, columns_of
 from gspo_kernels.trainer.rewards import Rewards, RewardSet
+from gspo_kernels.trainer.rewards.comparing import differing
 from gspo_kernels.trainer.rollout import RolloutEngine, Sampling
 from gspo_kernels.trainer.rows.experience import Experience
 from gspo_kernels.trainer.run.processes import in_shares, whole_weights
@@ -131,13 +132,11 @@ def experience_of(samples: Samples, group_size: int, advantages: Tensor, device:
 def metrics_of(samples: Samples, group_size: int) -> dict[str, float]:
     """Return what a rollout says of itself: rewards, lengths, and groups that nothing can be learned from."""
     rewards, count = samples.rewards, len(samples.each)
-    groups = rewards.total.view(-1, group_size)
-    lowest, highest = groups.nan_to_num(torch.inf).amin(1), groups.nan_to_num(-torch.inf).amax(1)
     means = {f"reward/{name}": float(values.nanmean()) for name, values in rewards.by_name.items()}
     return {
         "reward/mean": float(rewards.total.nanmean()),
         **means,
-        "groups_without_variance": float((highest <= lowest).float().mean()),
+        "groups_without_variance": float((~differing(rewards.total, group_size)).float().mean()),
         "completions/length": sum(len(sample.ids) for sample in samples.each) / count,
         "completions/finished": sum(sample.finished for sample in samples.each) / count,
     }

@@ -64,9 +64,10 @@ class Turns(Recipe):
         if conversation is not None:
             self.encode([continued(conversation, "an answer", "feedback")])
 
-    def rollout(self, picked: Sequence[int], step: int) -> tuple[Samples, Metrics]:
+    def rollout(self, picked: Sequence[int], step: int, stage: int = 0) -> tuple[Samples, Metrics]:
         """Return the groups of all prompts' first turns, then of their second ones, and so on."""
-        turns = self._turns(self.prompts, picked, self.config.rollout.group_size, self.sampling, step)
+        size = self.config.rollout.group_size
+        turns = self._turns(self.prompts, picked, size, self.sampling, step, stage)
         metrics = {f"reward/turn_{number}": math.nan for number in range(1, self.config.turns.count + 1)}
         for number, turn in enumerate(turns, start=1):
             metrics[f"reward/turn_{number}"] = float(turn.samples.rewards.total.nanmean())
@@ -78,17 +79,23 @@ class Turns(Recipe):
     def evaluate(self, prompts: Prompts, sampling: Sampling) -> tuple[Samples, Metrics]:
         """Return the first turn, and the mean over prompts of each reward's best turn."""
         count = len(prompts.tokens)
-        turns = self._turns(prompts, range(count), 1, sampling, 0)
+        turns = self._turns(prompts, range(count), 1, sampling, 0, 0)
         names = self.sampler.rewards.names
         return turns[0].samples, {f"best_turn/{name}": best_turns(turns, count, name) for name in names}
 
     def _turns(
-        self, prompts: Prompts, picked: Sequence[int], group_size: int, sampling: Sampling, step: int
+        self,
+        prompts: Prompts,
+        picked: Sequence[int],
+        group_size: int,
+        sampling: Sampling,
+        step: int,
+        first_stage: int,
     ) -> list[Turn]:
         histories = {place: prompts.rows[row]["prompt"] for place, row in enumerate(picked)}
         tokens = {place: prompts.tokens[row] for place, row in enumerate(picked)}
         turns: list[Turn] = []
-        for stage in range(self.config.turns.count):
+        for stage in range(first_stage, first_stage + self.config.turns.count):
             if turns:
                 histories = self._observe(prompts, histories, turns[-1])
                 encoded = zip(histories, self.encode(list(histories.values())), strict=True)

@@ -93,12 +93,14 @@ class VeriPO:
         return self.recipe.evaluate(prompts, sampling)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the rollouts that wait for their step."""
+        """Return the rollouts that wait for their step, and the other recipe's state."""
         names = [each.name for each in fields(Experience)]
-        return {"kept": [{name: getattr(kept, name) for name in names} for kept in self.kept]}
+        kept = [{name: getattr(each, name) for name in names} for each in self.kept]
+        return {"kept": kept, "recipe": self.recipe.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned."""
+        self.recipe.load_state_dict(state.get("recipe", {}))
         device = self.recipe.sampler.accelerator.device
         self.kept = [
             Experience(**{name: _moved(value, device) for name, value in values.items()})

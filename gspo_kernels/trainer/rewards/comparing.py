@@ -69,6 +69,12 @@ def levels(rewards: Tensor, group_size: int) -> Tensor:
     return torch.cat(groups).to(rewards.dtype)
 
 
+def differing(rewards: Tensor, group_size: int) -> Tensor:
+    """Return for each group whether its rewards differ, [groups] bool; NaN, no reward, doesn't count."""
+    groups = rewards.view(-1, group_size)
+    return groups.nan_to_num(-torch.inf).amax(1) > groups.nan_to_num(torch.inf).amin(1)
+
+
 def best_of(rewards: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
     """Find the highest of [B] rewards in each group, the first of equals; NaN, no reward, is below all.
 
