@@ -5,14 +5,16 @@ import math
 import pytest
 import torch
 
+from gspo_kernels.trainer import GSPOTrainer
 from gspo_kernels.trainer.input_errors import ConfigError
 from gspo_kernels.trainer.recipes.dapo import chosen, groups_of, penalised
 from gspo_kernels.trainer.recipes.samples import Sample, Samples
 from gspo_kernels.trainer.rewards import Rewards
 from gspo_kernels.trainer.rewards.comparing import differing
 from gspo_kernels.trainer.run.metrics import read_metrics
-from tests.trainer.conftest import small_config
+from tests.trainer.conftest import make_accelerator, small_config, tiny_qwen3
 from tests.trainer.recipes.test_recipes import run, scripted_trainer, texts
+from tests.trainer.run.test_processes import in_two_processes
 from tests.trainer.test_trainer import same
 
 NAN = math.nan
@@ -210,3 +212,33 @@ def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one(tmp_path, tokenizer,
     crashes.clear()
     found = run(tmp_path / "stopped", tokenizer, rows, rare, resume=True, **short)
     assert same(found, expected)
+
+
+def odd(completion_ids, *, letter, **columns):
+    return [float(first in "ace" and sum(ids) % 2) for ids, first in zip(completion_ids, letter, strict=True)]
+
+
+def test_two_processes_take_the_same_prompts_as_one(tmp_path, tokenizer, rows):
+    sections = {
+        "update": {"steps": 2, "minibatches": 1},
+        "rollout": {"prompts_per_rollout": 2, "group_size": 3},
+        "dapo": {"batches": 3, "overlong_buffer": 3},
+        "evaluation": {"every": 9},
+    }
+    run(tmp_path / "one", tokenizer, rows, odd, **sections)
+
+    def train(rank):
+        accelerator = make_accelerator()
+        assert accelerator.num_processes == 2
+        config = small_config(tmp_path / "two", **sections)
+        GSPOTrainer(
+            tiny_qwen3(tokenizer), tokenizer, odd, rows, rows[:3], config, accelerator=accelerator
+        ).train()
+
+    in_two_processes(train)
+    one, two = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("one", "two"))
+    assert one[1]["dapo/batches"] > 1
+    for a, b in zip(one, two, strict=True):
+        for key in a:
+            if key.startswith(("reward/", "dapo/", "completions/")):
+                assert b[key] == pytest.approx(a[key], rel=1e-6), key
