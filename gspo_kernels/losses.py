@@ -82,7 +82,8 @@ def policy_loss(
         kl_estimator: "k1", "k2" or "k3", of d = logp - ref: d, d^2/2, exp(-d) + d - 1.
         kl_ratio_weighted: multiply the KL by the (undetached) importance ratio, as TRL does by default.
         entropy_coef: weight of the entropy bonus; a number, or a tensor that broadcasts to the labels.
-        rollout_weights: [B] or labels' shape: off-policy corrections, multiply the policy term only.
+        rollout_weights: [B] or labels' shape (packed with N == B: [B]): off-policy corrections, multiply the
+            policy term only.
         token_weights: labels' shape: factors on the log-probs' contributions to the objective.
         lengths: [B], |y_i| where it is not the number of counted tokens.
         group_ids: [B], integers: for objectives over groups.

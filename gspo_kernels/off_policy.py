@@ -120,8 +120,7 @@ def weight_metrics(
 
     Args:
         weights: [B], or per token in the shape of ``loss_mask``, as ``rollout_weights`` returns them.
-        advantages: [B], or per token in the shape of ``loss_mask``. Where both shapes are one, N tokens of N
-            packed sequences, weights and advantages are taken as [B], one and the same.
+        advantages: [B], or per token in the shape of ``loss_mask``; packed with N == B, [B], as weights are.
         loss_mask: [B, T], or [N] with ``cu_seqlens``: tokens that count.
         cu_seqlens: int32 or int64 [B + 1], offsets of packed sequences.
 
@@ -191,8 +190,8 @@ def off_policy_mask(
     Args:
         logprobs: [B, T], or [N] with ``cu_seqlens``: current log-probs, nats.
         old_logprobs: the same shape: log-probs under the policy that sampled.
-        advantages: [B], or per token in the shape of ``logprobs``: then tokens are dropped one by one, by
-            their own advantage and their sequence's mean.
+        advantages: [B], or per token in the shape of ``logprobs`` (packed with N == B: [B]): then tokens are
+            dropped one by one, by their own advantage and their sequence's mean.
         delta: how far off policy a sequence may be, in nats per token.
         loss_mask: labels' shape: tokens that count; None: all.
         cu_seqlens: int32 or int64 [B + 1], offsets of packed sequences.

@@ -7,6 +7,7 @@ import torch
 
 import gspo_kernels as gk
 from gspo_kernels.objectives.sspo import LOG_GATES
+from tests.draws import shifted_seed
 from tests.objectives.sample_batches import make_batch
 
 E = math.exp
@@ -260,6 +261,30 @@ def test_unbounded_weights_on_policy_are_the_policy_gradient():
     plain = coefficients(gk.GPG())
     for objective in (gk.CISPO(), gk.VESPO(), gk.DPPO(), gk.DRO(), gk.TOPR(aggregation="token_mean")):
         same(coefficients(objective, old_logprobs=None), plain)
+
+
+@pytest.mark.parametrize("objective", [gk.GSPO(), gk.GSPOToken(), gk.GRPO()], ids=lambda o: type(o).__name__)
+def test_as_many_packed_tokens_as_sequences_are_one_advantage_and_weight_per_sequence(objective):
+    """Three tokens in three sequences, one of them empty: [3] is [B], in every entry."""
+    rng = torch.Generator().manual_seed(shifted_seed(0))
+    offsets = torch.tensor([0, 2, 2, 3], dtype=torch.int32)
+    hidden, weight, logits = (
+        torch.randn(*shape, generator=rng).double() for shape in ((3, 5), (7, 5), (3, 7))
+    )
+    labels, advantages, weights = torch.tensor([1, 2, 3]), fp64(1.0, -2.0, 0.5), fp64(0.5, 2.0, 3.0)
+    terms = {"cu_seqlens": offsets, "rollout_weights": weights, "objective": objective}
+    logprobs = gk.token_logprobs(logits, labels).logprobs
+    outputs = (
+        gk.policy_loss(logprobs, None, advantages, **terms),
+        gk.fused_policy_loss(logits, labels, None, advantages, **terms),
+        gk.fused_linear_policy_loss(hidden, weight, labels, None, advantages, **terms),
+    )
+    for output in outputs:
+        assert output.loss.item() == pytest.approx(-(0.5 * 1.0 + 3.0 * 0.5) / 2, rel=1e-12)
+    got = gk.policy_coefficients(logprobs, None, advantages, **terms)
+    assert got.tolist() == near(-0.5 / 4, -0.5 / 4, -1.5 / 2)
+    kept = gk.off_policy_mask(logprobs - 1, logprobs, fp64(-1.0, -1.0, 1.0), cu_seqlens=offsets, delta=0.1)
+    assert kept.tolist() == [0.0, 1.0, 1.0]
 
 
 # --- options
