@@ -34,7 +34,8 @@ def rollout_weights(
 
     - "truncate": the ratio of the token or the sequence, clamped to [low, high]. TIS.
     - "mask": the same ratio where it lies in [low, high], else 0. MIS.
-    - "icepop": "mask" for tokens, bounded on both sides: IcePop, after Ring-1T's report (arXiv 2510.18855).
+    - "icepop": "mask" for tokens, bounded on both sides: IcePop, of Ring-1T's report (arXiv 2510.18855) from
+      second-hand text; NeMo-RL's and OpenRLHF's code agree.
     - "sequence_mask": every token's own ratio, but 0 for all of a sequence whose ratio lies outside
       [low, high]: sequence-masked importance sampling, NeMo-RL's and OpenRLHF's "seq-mask-tis", which take
       the mean.
@@ -58,8 +59,8 @@ def rollout_weights(
         reduce: how a sequence's tokens become one: "mean", "sum" or "max". Only where there is one number per
             sequence; "max" only for k2 and k3.
         mode: see above.
-        low, high: bounds; None: no bound, and for "icepop" 0.5 and 5.0, which second-hand text gives as its
-            authors'. At least one is needed.
+        low, high: bounds; None: no bound, and for "icepop" 0.5 and 5.0, which are OpenRLHF's. At least one is
+            needed.
 
     Returns:
         Labels' shape or [B], fp32 (fp64 for fp64 inputs), without gradient; 1.0 where nothing is counted.

@@ -137,7 +137,7 @@ def count(counted: str, mask: Tensor, cu_seqlens: Tensor | None = None) -> Tenso
 
 @dataclass(frozen=True)
 class RolloutCorrection:
-    """Off-policy weights pi_old / mu from the log-probs of the engine that sampled: TIS and MIS.
+    """Off-policy weights pi_old / mu from the log-probs of the engine that sampled: TIS, MIS, IcePop, ...
 
     Args:
         level, reduce, mode, low, high: as in ``gspo_kernels.rollout_weights``.

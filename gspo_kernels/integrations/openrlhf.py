@@ -118,10 +118,19 @@ class PolicyLoss(torch.nn.Module):
 def _corrected(
     correction: RolloutCorrection, old: Tensor, rollout: Tensor, mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The weights, the mean of rollout - old, and the share of bounded weights."""
+    """The weights, the mean of rollout - old, and the share of counted tokens, or of all sequences, whose
+    weights a bound has changed.
+    """
     weights = correction.weights(old, rollout, mask)
-    unbounded = RolloutCorrection(correction.level, correction.reduce, low=0.0).weights(old, rollout, mask)
     counts = torch.ones_like(old, dtype=torch.bool) if mask is None else mask != 0
-    units = counts if weights.ndim == old.ndim else counts.any(dim=1)
-    share = ((weights != unbounded) & units).sum() / units.sum().clamp(min=1)
+    bounded = weights == 0
+    if correction.mode == "truncate":
+        free = RolloutCorrection(correction.level, correction.reduce, low=0.0)
+        bounded = weights != free.weights(old, rollout, mask)
+    if correction.mode == "sequence_mask":
+        bounded = (bounded & counts).any(dim=1)
+    if bounded.ndim == 1:
+        share = bounded.sum() / max(len(bounded), 1)
+    else:
+        share = (bounded & counts).sum() / counts.sum().clamp(min=1)
     return weights, torch.where(counts, rollout - old, 0.0).sum() / counts.sum().clamp(min=1), share

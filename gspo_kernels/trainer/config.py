@@ -107,7 +107,7 @@ class OffPolicyConfig(Section, key="off_policy"):
         "'sequence_mask', tokens' weights of whole sequences); 'k1', 'k2' and 'k3' reject by a divergence",
     )
     low: float | None = option(None, "lower bound of a weight or divergence; 0.5 for 'icepop'")
-    high: float | None = option(2.0, "upper bound of a weight or divergence; IcePop's authors have 5")
+    high: float | None = option(2.0, "upper bound of a weight or divergence; IcePop has 5")
 
     def __post_init__(self) -> None:
         super().__post_init__()

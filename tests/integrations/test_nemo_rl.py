@@ -232,8 +232,18 @@ CASES = [
     ),
     (
         gk.GRPO(aggregation="token_mean"),
-        {"correction": RolloutCorrection(mode="mask", low=0.9, high=1.2)},
+        {"correction": RolloutCorrection(mode="icepop", low=0.9, high=1.2)},
         {**TIS, "truncated_importance_sampling_type": "icepop"},
+    ),
+    (
+        gk.GRPO(aggregation="token_mean"),
+        {"correction": RolloutCorrection(mode="sequence_mask", low=1.0, high=1.25)},
+        {
+            **TIS,
+            "truncated_importance_sampling_type": "seq-mask-tis",
+            "truncated_importance_sampling_ratio": 1.25,
+            "truncated_importance_sampling_ratio_min": 1.0,
+        },
     ),
 ]
 

@@ -99,6 +99,32 @@ def test_the_correction_weighs_the_policy_term(objective):
     assert bounded == ((given.old - given.rollout).exp() > 1.1)[given.mask].float().mean()
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mode": "icepop", "low": 0.9, "high": 1.2},
+        {"mode": "sequence_mask", "low": 0.9, "high": 1.2},
+        {"mode": "k3", "high": 0.02},
+        {"mode": "k2", "level": "sequence", "reduce": "max", "high": 0.02},
+        {"mode": "k1", "level": "sequence", "low": -0.2, "high": 0.2},
+        {"level": "sequence", "low": 0.9, "high": 1.2},
+        {"low": 0.9, "high": 1.2},
+    ],
+)
+def test_the_share_of_what_is_bounded_has_the_unit_of_the_correction(options):
+    """Two of six sequences are far off, with all of their tokens: a third of the sequences."""
+    given = problem()
+    far = torch.tensor([0.3, -0.3, 0.05, -0.05, 0.1, 0.0]).unsqueeze(1)
+    rollout = given.old - far - 0.02 * (torch.arange(given.mask.shape[1]) % 2)
+    *_, share = PolicyLoss(GSPO, correction=RolloutCorrection(**options))(
+        given.logprobs, given.old, given.token_advantages, given.mask, rollout_log_probs=rollout
+    )
+    tokens = options.get("level") is None and options.get("mode") != "sequence_mask"
+    assert given.mask[:2].any(1).all()
+    expected = given.mask[:2].sum() / given.mask.sum() if tokens else torch.tensor(2 / 6)
+    torch.testing.assert_close(share, expected)
+
+
 def test_every_fitting_objective_splits():
     given = problem()
     objectives = hook_problem.fitting()
@@ -195,8 +221,17 @@ TIS = {"is_correction_level": "token", "is_correction_threshold": [0.9, 1.2]}
         ),
         (
             gk.GRPO(aggregation="token_mean"),
-            RolloutCorrection(mode="mask", low=0.9, high=1.2),
+            RolloutCorrection(mode="icepop", low=0.9, high=1.2),
             {**TIS, "is_correction_mode": "mask"},
+        ),
+        (
+            gk.GRPO(aggregation="token_mean"),
+            RolloutCorrection(mode="sequence_mask", low=1.0, high=1.25),
+            {
+                "is_correction_level": "seq",
+                "is_correction_mode": "mask",
+                "is_correction_threshold": [1.0, 1.25],
+            },
         ),
     ],
 )
@@ -214,8 +249,10 @@ def test_equals_openrlhf(objective, correction, options):
     def info(each):
         return norm([each.mask[list(rows)] for rows in splits], None, 1, len(splits))
 
+    # a sequence without a token has a ratio of NaN there, and counts as filtered
+    rows = given.mask.any(1).nonzero().flatten().tolist()
     for dtype in (torch.float64, torch.float32):
-        inputs = given.part(range(6), dtype)
+        inputs = given.part(rows, dtype)
         call = (inputs.logprobs, inputs.old, inputs.token_advantages, inputs.mask.to(dtype))
         rollout = inputs.rollout if corrects(ours) else None
         for got, want in zip(ours(*call, rollout)[1:], theirs(*call, rollout)[1:], strict=True):
