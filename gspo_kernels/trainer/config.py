@@ -306,6 +306,7 @@ class TrainConfig(Section):
     log_every: Count = option(10, "steps between two lines of output where there is no terminal")
     show_samples: Natural = option(3, "completions shown with their rewards after each evaluation")
     save_rollouts: bool = option(False, "keep every completion with its rewards and log-probs")
+    rollouts_format: Literal["jsonl", "parquet"] = option("jsonl", "of the files of save_rollouts")
     trackers: tuple[str, ...] = option(
         (), "where metrics go besides metrics.jsonl: tensorboard, wandb, trackio, ...; may be repeated"
     )
