@@ -48,7 +48,8 @@ def test_a_run_samples_from_the_weights_of_now(tmp_path, tokenizer, stand_in):
     assert isinstance(trainer.engine, VLLMEngine)
     served, own = (mismatch(tmp_path / name) for name in ("served", "own"))
     assert len(served) == len(own) == 4
-    assert max(served) < 2 * max(own) < 1e-5
+    rounding = 2.0**-22  # of a log-prob between 4 and 8
+    assert sum(served) < 2 * sum(own) + 4 * rounding
     # once before the first evaluation and once after each step, each time from a directory of its own
     assert len(set(stand_in.reloads)) == 5
     ends = {tuple(body["stop_token_ids"]) for body, _ in stand_in.completions}
