@@ -10,9 +10,12 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from contextlib import suppress
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any
 from urllib.error import HTTPError
 from urllib.request import ProxyHandler, Request, build_opener
@@ -64,9 +67,38 @@ class VLLMServer:
             )
 
     def complete(self, prompts: Sequence[list[int]], options: Sequence[dict[str, Any]]) -> list[Answer]:
-        """See `Service.complete`: one request for each prompt, as each has a seed of its own."""
-        with ThreadPoolExecutor(min(self.at_once, len(prompts))) as threads:
-            return list(threads.map(self._complete, prompts, options))
+        """See `Service.complete`: one request for each prompt, as each has a seed of its own.
+
+        The first that fails ends all: what waits is not asked any more, and what is asked is left behind in
+        daemon threads, which keep no program from ending.
+        """
+        waiting: SimpleQueue[tuple[Future[Answer], list[int], dict[str, Any]]] = SimpleQueue()
+        answers: list[Future[Answer]] = []
+        for prompt, own in zip(prompts, options, strict=True):
+            answers.append(Future())
+            waiting.put((answers[-1], prompt, own))
+
+        def ask() -> None:
+            with suppress(Empty):
+                while True:
+                    answer, prompt, own = waiting.get_nowait()
+                    try:
+                        answer.set_result(self._complete(prompt, own))
+                    except BaseException as error:
+                        answer.set_exception(error)
+                        return
+
+        for _ in range(min(self.at_once, len(prompts))):
+            threading.Thread(target=ask, name="gspo request", daemon=True).start()
+        try:
+            done, _ = wait(answers, return_when=FIRST_EXCEPTION)
+            for failed in filter(Future.exception, done):
+                failed.result()
+            return [answer.result() for answer in answers]
+        finally:
+            with suppress(Empty):
+                while True:
+                    waiting.get_nowait()
 
     def reload(self, path: Path) -> None:
         """See `Service.reload`."""

@@ -75,7 +75,7 @@ class VLLMEngine:
         greedy = sampling.temperature == 0.0
         own = [None] * len(prompts) if greedy else seeds_of(seeds, len(prompts))
         if not (greedy or self._probed or _is_plain(sampling)):
-            self._require_the_distribution_that_is_drawn_from(prompts[0])
+            self._require_the_distribution_that_is_drawn_from(prompts[0], sampling.max_new_tokens)
         answers = self.service.complete(prompts, [self._options(sampling, seed) for seed in own])
         if len(answers) != len(prompts):
             raise self._error(f"gave {len(answers)} completions for {len(prompts)} prompts")
@@ -109,13 +109,14 @@ class VLLMEngine:
         # vLLM's seeds have 64 bits with a sign; 0: no log-probs but the sampled token's.
         return options | {"seed": seed % 2**63, "logprobs": 0}
 
-    def _require_the_distribution_that_is_drawn_from(self, prompt: list[int]) -> None:
+    def _require_the_distribution_that_is_drawn_from(self, prompt: list[int], longest: int) -> None:
         """Refuse log-probs that are taken before temperature, top-k and top-p.
 
         Among the one most likely token its probability is 1, or 1 / n where n are equally likely.
         """
-        (answer,) = self.service.complete([prompt], [self._options(Sampling(_PROBED, top_k=1), seed=0)])
-        self._check(answer, _PROBED, with_logprobs=True)
+        length = min(longest, _PROBED)
+        (answer,) = self.service.complete([prompt], [self._options(Sampling(length, top_k=1), seed=0)])
+        self._check(answer, length, with_logprobs=True)
         shares = [math.exp(-value) for value in answer.logprobs or ()]
         if any(abs(share - round(share)) > 1e-3 * share for share in shares):
             raise self._error(

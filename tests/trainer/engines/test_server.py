@@ -2,8 +2,11 @@
 
 import copy
 import math
+import os
+import signal
 import socket
 import threading
+import time
 
 import pytest
 import torch
@@ -14,7 +17,7 @@ from gspo_kernels.trainer.input_errors import EngineError
 from gspo_kernels.trainer.rollout import Sampling, TransformersEngine
 from tests.draws import shifted_seed
 from tests.trainer.conftest import tiny_qwen3
-from tests.trainer.engines.stand_in import DEFAULTS, serving
+from tests.trainer.engines.stand_in import DEFAULTS, Refused, serving
 
 ENDS = list(range(40))
 PROMPTS = [[65, 66], [67], [68, 69, 70, 71], [65, 66]]
@@ -165,6 +168,30 @@ def test_answers_that_do_not_fit_are_errors_that_name_the_server(stand_in, case)
     with pytest.raises(EngineError, match=message) as raised:
         engine.generate([[65]], Sampling(3), seeds=[1])
     assert stand_in.url in str(raised.value)
+
+
+def test_a_failure_and_ctrl_c_wait_for_no_other_completion(stand_in):
+    """Of two requests at a time, one takes long; the others are not asked any more."""
+    engine, complete, asked = make_engine(stand_in, at_once=2), stand_in.complete, []
+
+    def one_is_slow(body):
+        asked.append(body["seed"])
+        if body["seed"] == 1:
+            stand_in.lock.release()
+            threading.Event().wait(20)
+            stand_in.lock.acquire()
+        if body["seed"] == 2:
+            raise Refused(500, "out of memory")
+        return complete(body)
+
+    stand_in.complete, started = one_is_slow, time.monotonic()
+    with pytest.raises(EngineError, match=r"answered 500 .*out of memory"):
+        engine.generate(PROMPTS * 2, Sampling(3), seeds=[1, 2, 3, 4, 5, 6, 7, 8])
+    assert set(asked) <= {1, 2}
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(PROMPTS[:1], Sampling(3), seeds=[1])
+    assert time.monotonic() - started < 15
 
 
 def test_a_context_that_is_too_short_is_an_error(stand_in):
