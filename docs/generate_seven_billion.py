@@ -63,19 +63,19 @@ def shape_of(config: Any) -> Shape:
     )
 
 
-def qwen2_5_7b() -> Any:
-    """The configuration of Qwen2.5-7B."""
+def qwen2_5_7b(**changes: int) -> Any:
+    """The configuration of Qwen2.5-7B, or with changes of another size."""
     from transformers import Qwen2Config
 
-    return Qwen2Config(
-        vocab_size=152064,
-        hidden_size=3584,
-        intermediate_size=18944,
-        num_hidden_layers=28,
-        num_attention_heads=28,
-        num_key_value_heads=4,
-        tie_word_embeddings=False,
-    )
+    size = {
+        "vocab_size": 152064,
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+    }
+    return Qwen2Config(**(size | changes), tie_word_embeddings=False)
 
 
 def recomputed_layer(model: Shape, tokens: int) -> int:

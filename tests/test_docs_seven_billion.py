@@ -38,6 +38,18 @@ def test_the_model_is_counted(script):
     assert shape.parameters - shape.rest == pytest.approx(6.53e9, rel=1e-3)
 
 
+def test_larger_models_fit_as_the_page_says(script):
+    heads = {"hidden_size": 5120, "num_attention_heads": 40, "num_key_value_heads": 8}
+    sizes = (
+        {"intermediate_size": 13824, "num_hidden_layers": 48},
+        {"intermediate_size": 27648, "num_hidden_layers": 64},
+    )
+    shapes = [script.shape_of(script.qwen2_5_7b(**heads, **size)) for size in sizes]
+    assert [round(shape.parameters / 1e9, 1) for shape in shapes] == [14.8, 32.8]
+    sums = [sum(value for _, value in script.training(shape, 8).values()) for shape in shapes]
+    assert sums[0] < 0.9 * script.GPU < script.GPU < sums[1]
+
+
 def test_weights_gradients_and_moments_are_those_of_a_run(script, tmp_path):
     """16 bytes for each parameter, all in fp32; Adam's counters aside."""
     from gspo_kernels.trainer import GSPOTrainer, demo

@@ -223,8 +223,6 @@ def test_a_server_that_cannot_be_reached_is_named(stand_in, monkeypatch):
     options = {"model": None, "timeout": 0.2, "at_once": 1}
     with pytest.raises(EngineError, match=f"{url}/v1/models cannot be reached: .*Connection refused"):
         VLLMServer(url, **options).check()
-    with pytest.raises(EngineError, match=r"nowhere\.invalid:1/v1/models cannot be reached"):
-        VLLMServer("http://nowhere.invalid:1", **options).check()
     stand_in.seconds = 5.0
     with pytest.raises(EngineError, match=r"/v1/models did not answer within 0.2 seconds \(engine.timeout\)"):
         VLLMServer(stand_in.url, **options).check()
