@@ -59,32 +59,37 @@ class WeightTransfer:
         yield
 
     def _send(self) -> None:
-        main = self.accelerator.is_main_process
-        shard_again(self.policy)
-        weights = whole_state(self.model, keep=main)
-
-        def write() -> None:
-            if not main:
-                return
-            try:
-                self.folder.mkdir(parents=True, exist_ok=True)
-                path = Path(tempfile.mkdtemp(prefix=".unfinished-weights-", dir=self.folder.resolve()))
-            except OSError as error:
-                raise self._unwritten(error) from error
-            try:
-                path.chmod(0o755)  # the server may belong to another user
-                self._write(weights, path)
-                self.service.reload(path)
-            finally:
+        path, *_ = on_all(self.accelerator, self._new_directory)
+        assert path is not None
+        try:
+            shard_again(self.policy)
+            on_all(self.accelerator, lambda: self._write(path))
+            on_all(self.accelerator, lambda: self.service.reload(path) if self._main else None)
+        finally:
+            if self._main:
                 shutil.rmtree(path, ignore_errors=True)
 
-        on_all(self.accelerator, write)
+    @property
+    def _main(self) -> bool:
+        return bool(self.accelerator.is_main_process)
 
-    def _write(self, weights: dict[str, Any], path: Path) -> None:
-        own = self.model.config
+    def _new_directory(self) -> Path | None:
+        if not self._main:
+            return None
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            path = Path(tempfile.mkdtemp(prefix=".unfinished-weights-", dir=self.folder.resolve()))
+            path.chmod(0o755)  # the server may belong to another user
+            return path
+        except OSError as error:
+            raise self._unwritten(error) from error
+
+    def _write(self, path: Path) -> None:
+        weights, own = whole_state(self.model, keep=self._main), self.model.config
         self.model.config = copy.deepcopy(own)  # writing notes in it what was written
         try:
-            export_model(self.model, weights, self.tokenizer, path, self.dtype)
+            if self._main:
+                export_model(self.model, weights, self.tokenizer, path, self.dtype)
         except (OSError, RuntimeError, SafetensorError) as error:
             raise self._unwritten(error) from error
         finally:

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from gspo_kernels.cli import main
 from gspo_kernels.trainer import GSPOTrainer
+from gspo_kernels.trainer.engines import weights
 from gspo_kernels.trainer.engines.vllm import VLLMEngine
 from gspo_kernels.trainer.input_errors import ConfigError, EngineError
 from gspo_kernels.trainer.run.metrics import read_metrics
@@ -156,6 +157,16 @@ def test_weights_that_find_no_room_are_an_error(tmp_path, tokenizer, stand_in):
     (tmp_path / "file").write_text("")
     with pytest.raises(EngineError, match=r"engine.weights: .* cannot be written to .*file/below"):
         train(tokenizer, tmp_path / "run", stand_in.url, engine={"weights": str(tmp_path / "file/below")})
+
+
+def test_a_full_disk_is_an_error_and_leaves_nothing(tmp_path, tokenizer, stand_in, monkeypatch):
+    def full(model, *_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(weights, "export_model", full)
+    with pytest.raises(EngineError, match=r"cannot be written to .*: \[Errno 28\] No space left on device"):
+        train(tokenizer, tmp_path, stand_in.url)
+    assert not list(tmp_path.glob(".unfinished-*")) and not stand_in.reloads
 
 
 def test_a_server_beside_an_engine_is_refused(tmp_path, model, tokenizer, stand_in):
