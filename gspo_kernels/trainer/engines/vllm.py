@@ -15,6 +15,8 @@ from gspo_kernels.trainer.rollout import Completions, Sampling, completion_mask,
 
 _PROBED = 8
 """Tokens that show which distribution log-probs are taken from."""
+_TIED = 8
+"""Equally likely tokens of which none is the single most likely one: a few, as logits have few bits."""
 
 
 class Answer(NamedTuple):
@@ -112,13 +114,14 @@ class VLLMEngine:
     def _require_the_distribution_that_is_drawn_from(self, prompt: list[int], longest: int) -> None:
         """Refuse log-probs that are taken before temperature, top-k and top-p.
 
-        Among the one most likely token its probability is 1, or 1 / n where n are equally likely.
+        Among the one most likely token its probability is 1, or 1 / n where n are equally likely. Before
+        top-k it is so only of a policy that is sure of every token, where the difference is nothing.
         """
         length = min(longest, _PROBED)
         (answer,) = self.service.complete([prompt], [self._options(Sampling(length, top_k=1), seed=0)])
         self._check(answer, length, with_logprobs=True)
-        shares = [math.exp(-value) for value in answer.logprobs or ()]
-        if any(abs(share - round(share)) > 1e-3 * share for share in shares):
+        possible = [-math.log(n) for n in range(1, _TIED + 1)]
+        if any(min(abs(value - one) for one in possible) > 1e-5 for value in answer.logprobs or ()):
             raise self._error(
                 "takes log-probs before temperature, top-k and top-p; start vLLM with --logprobs-mode "
                 "processed_logprobs, or sample with temperature 1 and without top-k and top-p"

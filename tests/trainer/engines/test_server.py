@@ -118,13 +118,16 @@ def test_no_default_of_the_server_shapes_the_distribution(stand_in):
 
 def test_completions_end_at_our_tokens_alone(stand_in, model):
     """The served model's own end token is one like any other, and each of ours ends a completion."""
-    first = int(model(torch.tensor([[65]])).logits[0, -1].argmax())
+    ids = [65]
+    for _ in range(4):
+        ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+    first, never = ids[1], min({*range(258)} - {*ids})
     stand_in.model.config.eos_token_id = first
     greedy = Sampling(4, temperature=0.0)
-    goes_on = make_engine(stand_in, end_ids=[257]).generate([[65]], greedy)
+    goes_on = make_engine(stand_in, end_ids=[never]).generate([[65]], greedy)
     assert goes_on.completion_ids[0, 0] == first and goes_on.completion_mask.all()
     assert goes_on.finished.tolist() == [False]
-    ended = make_engine(stand_in, end_ids=[257, first]).generate([[65]], greedy)
+    ended = make_engine(stand_in, end_ids=[never, first]).generate([[65]], greedy)
     assert ended.completion_ids.tolist() == [[first, 256, 256, 256]] and ended.finished.tolist() == [True]
     assert ended.completion_mask.tolist() == [[True, False, False, False]]
     last = make_engine(stand_in, end_ids=[first]).generate([[65]], Sampling(1, temperature=0.0))
@@ -141,6 +144,26 @@ def test_log_probs_before_temperature_are_refused(stand_in):
 
 def choice(**changes):
     return lambda answer: {"choices": [answer["choices"][0] | changes]}
+
+
+@pytest.mark.parametrize(
+    ("logprobs", "refused"),
+    [
+        ([0.0, 0.0, 0.0], False),
+        ([-6e-8, -math.log(2) - 6e-8, -math.log(3)], False),  # two and three equally likely tokens
+        ([0.0, 0.0, -1e-3], True),
+        ([-0.5, 0.0, 0.0], True),
+        ([-math.log(100)] * 3, True),
+    ],
+)
+def test_the_most_likely_token_alone_has_probability_one(stand_in, logprobs, refused):
+    stand_in.sample = lambda prompt, options: ([50, 60, 70], logprobs, "length")
+    engine = make_engine(stand_in, end_ids=[0])
+    if refused:
+        with pytest.raises(EngineError, match="--logprobs-mode processed_logprobs"):
+            engine.generate([[65]], Sampling(3, 0.7))
+    else:
+        assert engine.generate([[65]], Sampling(3, 0.7)).token_lists() == [[50, 60, 70]]
 
 
 SPOILED = {
@@ -164,6 +187,7 @@ SPOILED = {
 @pytest.mark.parametrize("case", SPOILED)
 def test_answers_that_do_not_fit_are_errors_that_name_the_server(stand_in, case):
     engine = make_engine(stand_in, end_ids=[0, 1])
+    stand_in.sample = lambda prompt, options: ([50, 60, 70], [-1.0] * 3, "length")
     stand_in.spoil, message = SPOILED[case]
     with pytest.raises(EngineError, match=message) as raised:
         engine.generate([[65]], Sampling(3), seeds=[1])
@@ -197,7 +221,7 @@ def test_a_failure_and_ctrl_c_wait_for_no_other_completion(stand_in):
 def test_a_context_that_is_too_short_is_an_error(stand_in):
     stand_in.longest = 5
     with pytest.raises(EngineError, match=r"after 1 of 3 tokens; its --max-model-len must hold"):
-        make_engine(stand_in, end_ids=[257]).generate([[65] * 4], Sampling(3))
+        make_engine(stand_in, end_ids=[]).generate([[65] * 4], Sampling(3))
 
 
 def test_what_the_server_refuses_is_said(stand_in):

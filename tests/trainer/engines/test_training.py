@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from gspo_kernels.cli import main
 from gspo_kernels.trainer import GSPOTrainer
+from gspo_kernels.trainer import trainer as trainer_module
 from gspo_kernels.trainer.engines import weights
 from gspo_kernels.trainer.engines.vllm import VLLMEngine
 from gspo_kernels.trainer.input_errors import ConfigError, EngineError
@@ -130,6 +131,7 @@ def test_two_processes_share_a_server(tmp_path, tokenizer, stand_in, kind):
     stand_in.model, stand_in.reloads = base, []
 
     def begin(rank):
+        trainer_module.whole_weights = None  # no process may hold them for the server to sample
         accelerator = make_accelerator()
         accelerator = fsdp2(accelerator) if kind == "fsdp2" else accelerator
         train(tokenizer, tmp_path / "two", stand_in.url, accelerator=accelerator)
