@@ -7,6 +7,7 @@ import torch
 
 import gspo_kernels as gk
 from examples.paper.old_logprobs import RoutingRecorder, changed_experts, parse
+from examples.rewards import per_digit
 from gspo_kernels.trainer import GSPOTrainer, TrainConfig, demo
 from gspo_kernels.trainer.run.config_file import from_mapping
 
@@ -81,7 +82,7 @@ def make_trainer(start, rows, held_out, objective, seed, *, steps, prompts, lear
         },
         TrainConfig,
     )
-    return GSPOTrainer(model, tokenizer, [demo.exact, demo.per_digit], rows, held_out, config)
+    return GSPOTrainer(model, tokenizer, [demo.exact, per_digit], rows, held_out, config)
 
 
 def use_source(trainer, source):

@@ -7,8 +7,9 @@ import random
 from itertools import product
 
 from examples.recipes.tiny import arguments, make_start, rewards
+from examples.rewards import per_digit
 from gspo_kernels.trainer import GSPOTrainer, TrainConfig
-from gspo_kernels.trainer.demo import exact, per_digit
+from gspo_kernels.trainer.demo import exact
 from gspo_kernels.trainer.run.config_file import from_mapping
 
 TEMPLATE = "{prompt}{draft};"

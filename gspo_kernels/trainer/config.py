@@ -12,6 +12,7 @@ import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 import torch
 from pydantic import Field
@@ -46,10 +47,32 @@ class RolloutConfig(Section, key="rollout"):
     temperature: Positive = option(1.0, "sampling temperature; the training log-probs use the same one")
     top_p: Share = option(1.0, "nucleus sampling (training log-probs stay those of the whole vocabulary)")
     top_k: Natural = option(0, "sample among the k most likely tokens; 0 means all (see top_p)")
-    batch_size: Count = option(256, "completions generated at once; changes memory and speed")
+    batch_size: Count = option(256, "completions generated at once, by each process; memory and speed")
     truncated: Literal["keep", "mask"] = option(
         "keep", "completions without an end token: 'keep' trains on them, 'mask' leaves them out of the loss"
     )
+
+
+@dataclass(frozen=True)
+class EngineConfig(Section, key="engine"):
+    """What samples: the trained model itself, or a vLLM server that gets its weights after every change."""
+
+    url: str | None = option(None, "address of a vLLM server, as http://localhost:8000; none: no server")
+    model: str | None = option(None, "name that the server gives the model; none: it serves only one")
+    weights: str | None = option(
+        None, "directory that the server sees as well, for weights on their way; none: the output"
+    )
+    timeout: Positive = option(1800.0, "seconds that the server may take for one completion, or to reload")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.url is None:
+            for name in ("model", "weights"):
+                self.require(getattr(self, name) is None, name, "left alone where there is no engine.url")
+            return
+        parts = urlsplit(self.url)
+        whole = parts.scheme in ("http", "https") and bool(parts.netloc) and parts.path in ("", "/")
+        self.require(whole, "url", "an address as http://localhost:8000, without /v1 or another path")
 
 
 @dataclass(frozen=True)
@@ -336,11 +359,13 @@ class TrainConfig(Section):
     log_every: Count = option(10, "steps between two lines of output where there is no terminal")
     show_samples: Natural = option(3, "completions shown with their rewards after each evaluation")
     save_rollouts: bool = option(False, "keep every completion with its rewards and log-probs")
+    rollouts_format: Literal["jsonl", "parquet"] = option("jsonl", "of the files of save_rollouts")
     trackers: tuple[str, ...] = option(
         (), "where metrics go besides metrics.jsonl: tensorboard, wandb, trackio, ...; may be repeated"
     )
     data: DataConfig = field(default_factory=DataConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
     update: UpdateConfig = field(default_factory=UpdateConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     kl: KLConfig = field(default_factory=KLConfig)

@@ -33,16 +33,6 @@ def exact(
     return [float(text == right) for text, right in zip(completions, answer, strict=True)]
 
 
-def per_digit(
-    prompts: list[str], completions: list[str], completion_ids: list[list[int]], *, answer: list[str]
-) -> list[float]:
-    """Share of the places that hold the right digit; 0 for a completion of another length."""
-    return [
-        sum(a == b for a, b in zip(text, right, strict=True)) / len(right) if len(text) == len(right) else 0.0
-        for text, right in zip(completions, answer, strict=True)
-    ]
-
-
 def make_rows(seed: int) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
     """Return (training rows, held-out rows), which share no multiset of digits: no prompt and no answer."""
     generator = random.Random(seed)

@@ -23,5 +23,9 @@ class ModelError(InputError):
     """A model or tokenizer that this trainer cannot train."""
 
 
+class EngineError(InputError):
+    """A sampling engine that cannot be reached, or answers otherwise than asked; the message names it."""
+
+
 class RunDirectoryError(InputError):
     """A run directory that cannot be used as asked; nothing that was whole in it is lost."""

@@ -310,12 +310,18 @@ def _interval(weights: Tensor, shares: Tensor) -> tuple[Tensor, Tensor]:
     return index, ((places - before) / weight).clamp(0.0, 1.0)
 
 
-def _uniforms(seeds: Sequence[int] | None, rows: int, steps: int) -> np.ndarray:
-    """Return [rows, steps] numbers in [0, 1), each row from its seed alone and begun alike for any length."""
+def seeds_of(seeds: Sequence[int] | None, rows: int) -> Sequence[int]:
+    """Return the seeds of as many prompts; None: taken from torch's default generator."""
     if seeds is None:
         seeds = torch.randint(2**63 - 1, (rows,)).tolist()
     if len(seeds) != rows:
         raise ValueError(f"seeds: got {len(seeds)}, expected one for each of the {rows} prompts")
+    return seeds
+
+
+def _uniforms(seeds: Sequence[int] | None, rows: int, steps: int) -> np.ndarray:
+    """Return [rows, steps] numbers in [0, 1), each row from its seed alone and begun alike for any length."""
+    seeds = seeds_of(seeds, rows)
     return np.stack([np.random.Generator(np.random.Philox(key=seed)).random(steps) for seed in seeds])
 
 

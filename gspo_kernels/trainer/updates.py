@@ -91,6 +91,11 @@ class PolicyUpdater:
         other._minimise(config)
         return other
 
+    @property
+    def updates(self) -> int:
+        """How many updates the weights had since the run began."""
+        return int(self.scheduler.last_epoch)
+
     def update(self, experience: Experience, step: int = 0) -> Metrics:
         """Take one optimizer step for each minibatch; return the metrics, averaged and by minibatch.
 
@@ -164,7 +169,7 @@ class PolicyUpdater:
         """Return trained weights and optimizer, whole and on the CPU; all processes must call it."""
         shard_again(self.policy)
         weights, optimizer = get_state_dict(self.policy, self.optimizer.optimizer, options=_WHOLE)
-        return {"weights": weights, "optimizer": optimizer, "updates": self.scheduler.last_epoch}
+        return {"weights": weights, "optimizer": optimizer, "updates": self.updates}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned, into any number of processes; refuse that of another model."""
@@ -301,7 +306,7 @@ class PolicyUpdater:
         """Return the objective, with a seed of its own for each update where it draws."""
         if not hasattr(self.objective, "seed"):
             return self.objective
-        return dataclasses.replace(self.objective, seed=self.objective.seed + self.scheduler.last_epoch)
+        return dataclasses.replace(self.objective, seed=self.objective.seed + self.updates)
 
     def _mismatch(self, experience: Experience, old_logprobs: Tensor) -> Metrics:
         """Return how far the sampling engine's log-probs are from ours, in nats per token."""

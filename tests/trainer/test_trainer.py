@@ -403,29 +403,3 @@ def test_weights_and_words_that_cannot_be_trained_are_named(tmp_path, tokenizer,
     padded.pad_token = "one more"
     with pytest.raises(ModelError, match="padding token is 258"):
         make_trainer(tokenizer, rows, reward, small_config(tmp_path), tokenizer=padded)
-
-
-def test_rollouts_are_kept_with_their_rewards_and_logprobs(tmp_path, tokenizer, rows):
-    def some(prompts, completions, completion_ids, **columns):
-        return [None if index % 2 else float(len(ids)) for index, ids in enumerate(completion_ids)]
-
-    veripo = {"grpo_steps": 2, "dpo_steps": 1}
-    config = small_config(tmp_path, save_rollouts=True, update={"steps": 3}, veripo=veripo)
-    make_trainer(tokenizer, rows, some, config).train()
-    files = sorted((tmp_path / "rollouts").iterdir())
-    assert [path.name for path in files] == ["step_000001.jsonl", "step_000002.jsonl"], "DPO samples nothing"
-    for path, metrics in zip(files, read_metrics(tmp_path / "metrics.jsonl")[1:], strict=False):
-        records = [json.loads(line) for line in path.read_text().splitlines()]
-        assert len(records) == 12
-        assert metrics["reward/mean"] == pytest.approx(sum(r["reward"] for r in records[::2]) / 6)
-        for index, record in enumerate(records):
-            assert record["prompt"] == rows[record["row"]]["prompt"]
-            assert (
-                record["rewards"]["some"]
-                == record["reward"]
-                == (None if index % 2 else len(record["token_ids"]))
-            )
-            assert len(record["logprobs"]) == len(record["token_ids"]) and max(record["logprobs"]) <= 0
-            assert record["completion"] == tokenizer.decode(record["token_ids"], skip_special_tokens=True)
-    make_trainer(tokenizer, rows, some, small_config(tmp_path, update={"steps": 1})).train(overwrite=True)
-    assert not (tmp_path / "rollouts").exists()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from gspo_kernels.trainer.rewards import Rewards, RewardSet
 from gspo_kernels.trainer.rewards.comparing import differing
 from gspo_kernels.trainer.rollout import RolloutEngine, Sampling
 from gspo_kernels.trainer.rows.experience import Experience
-from gspo_kernels.trainer.run.processes import in_shares, whole_weights
+from gspo_kernels.trainer.run.processes import in_shares
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Sampler:
     """Completes prompts and scores the completions; each process does its share and gets all of them."""
 
     accelerator: Any
-    policy: Any  # its weights are whole while the engine runs
+    weights: Callable[[], AbstractContextManager[None]]  # inside, the engine has those of the policy
     engine: RolloutEngine
     tokenizer: Any
     rewards: RewardSet
@@ -94,7 +95,7 @@ class Sampler:
                 samples.append(Sample(row, prompt, text, ended, *parts))
             return Samples(samples, score(self.rewards, prompts, samples))
 
-        with whole_weights(self.accelerator, self.policy), self.accelerator.autocast():
+        with self.weights(), self.accelerator.autocast():
             return joined(in_shares(self.accelerator, len(picked), share))
 
 

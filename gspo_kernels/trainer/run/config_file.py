@@ -28,7 +28,7 @@ FREE_ON_RESUME = (
     "save_rollouts",
     *("reward_timeout", "reward_process", "update.steps", "update.micro_batch_tokens", "rollout.batch_size"),
 )
-"""Keys that may change when a run is resumed, with every key of ``evaluation`` and ``checkpoint``."""
+"""Keys that may change when a run is resumed, with all of ``evaluation``, ``checkpoint`` and ``engine``."""
 
 
 def options(cls: Any = TrainConfig, section: str = "") -> Iterator[tuple[str, str, Any, Any]]:
@@ -131,7 +131,7 @@ def require_same_run(saved: TrainConfig, current: TrainConfig) -> None:
         for key in {**before, **now}
         if before.get(key) != now.get(key)
         and key not in FREE_ON_RESUME
-        and not key.startswith(("evaluation.", "checkpoint."))
+        and not key.startswith(("evaluation.", "checkpoint.", "engine."))
     ]
     if changed:
         raise ConfigError(f"a run cannot be resumed with other settings ({'; '.join(changed)})")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -15,12 +14,13 @@ from gspo_kernels.trainer.input_errors import RunDirectoryError
 from gspo_kernels.trainer.run.checkpoint import load_state, save_state
 from gspo_kernels.trainer.run.config_file import flat, load_config, require_same_run, save_config, to_mapping
 from gspo_kernels.trainer.run.display import Display
-from gspo_kernels.trainer.run.files import RunDirectory, write_directory, write_file, write_text
+from gspo_kernels.trainer.run.files import RunDirectory, write_directory, write_file
 from gspo_kernels.trainer.run.health import Health
 from gspo_kernels.trainer.run.metrics import Record, append_metrics, finite, keep_until, read_metrics
 from gspo_kernels.trainer.run.models import export_model
 from gspo_kernels.trainer.run.plot import plot_progress
 from gspo_kernels.trainer.run.processes import on_all, peak_memory, shard_again, whole_state
+from gspo_kernels.trainer.run.rollouts import check_format, write_rollout
 
 
 class Run:
@@ -32,6 +32,8 @@ class Run:
     """
 
     def __init__(self, config: TrainConfig, accelerator: Any) -> None:
+        if config.save_rollouts:
+            check_format(config.rollouts_format)
         self.config = config
         self.accelerator = accelerator
         self.directory = RunDirectory(config.output)
@@ -95,9 +97,8 @@ class Run:
         """Write the completions of a step, if that is asked for and there are any."""
         if not self.config.save_rollouts or not self.accelerator.is_main_process:
             return
-        if lines := [json.dumps(record, allow_nan=False) + "\n" for record in records]:
-            self.directory.rollouts.mkdir(exist_ok=True)
-            write_text(self.directory.rollouts / f"step_{step:06d}.jsonl", "".join(lines))
+        if kept := list(records):
+            write_rollout(self.directory.rollouts, step, kept, self.config.rollouts_format)
 
     def save(self, step: int, state: Mapping[str, Any]) -> None:
         """Write the checkpoint of a step."""
