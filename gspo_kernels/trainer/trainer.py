@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from functools import cached_property, partial
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,25 +13,18 @@ from accelerate.utils import gather_object, set_seed
 
 from gspo_kernels.trainer.config import TrainConfig
 from gspo_kernels.trainer.data import Prompts, Rows, check_rows, column_names, prepare_prompts, tokens_of
-from gspo_kernels.trainer.engines.server import VLLMServer
-from gspo_kernels.trainer.engines.vllm import VLLMEngine
-from gspo_kernels.trainer.engines.weights import WeightTransfer
+from gspo_kernels.trainer.engines.choice import engine_of, server_of
 from gspo_kernels.trainer.input_errors import ConfigError, ModelError, RunDirectoryError
 from gspo_kernels.trainer.recipes import make_recipe
 from gspo_kernels.trainer.recipes.samples import Sampler
 from gspo_kernels.trainer.rewards import RewardFunction, RewardSet
-from gspo_kernels.trainer.rollout import RolloutEngine, Sampling, TransformersEngine
+from gspo_kernels.trainer.rollout import RolloutEngine, Sampling
 from gspo_kernels.trainer.rows.experience import Experience
 from gspo_kernels.trainer.run.checkpoint import fingerprints, random_state, set_random_state
 from gspo_kernels.trainer.run.files import RunDirectory
 from gspo_kernels.trainer.run.metrics import Record
-from gspo_kernels.trainer.run.models import end_token_ids, load_tokenizer, make_policies, padding_token_id
-from gspo_kernels.trainer.run.processes import (
-    check_processes,
-    make_accelerator,
-    on_all,
-    whole_weights,
-)
+from gspo_kernels.trainer.run.models import load_tokenizer, make_policies
+from gspo_kernels.trainer.run.processes import check_processes, make_accelerator
 from gspo_kernels.trainer.run.run import Run
 from gspo_kernels.trainer.run.signals import noted
 from gspo_kernels.trainer.updates import PolicyUpdater
@@ -94,7 +86,7 @@ class GSPOTrainer:
         )
         check_processes(self.accelerator)
         self.run = Run(config, self.accelerator)
-        server = self._server(engine)
+        server = server_of(config, engine, self.accelerator)
         self.model, policy, reference, mode, self.fingerprint = make_policies(
             model, self.tokenizer, config, self.accelerator
         )
@@ -111,27 +103,7 @@ class GSPOTrainer:
 
         self.train_prompts = prepared(train_dataset, "the training dataset")
         self.eval_prompts = None if eval_dataset is None else prepared(eval_dataset, "the eval dataset")
-        tokens: dict[str, Any] = {
-            "end_ids": end_token_ids(self.model, self.tokenizer),
-            "pad_id": padding_token_id(self.tokenizer),
-        }
-        weights: Callable[[], AbstractContextManager[None]]
-        if server is None:
-            weights = partial(whole_weights, self.accelerator, self.updater.policy)
-            engine = engine or TransformersEngine(self.model, **tokens, batch_size=config.rollout.batch_size)
-        else:
-            engine = VLLMEngine(server, **tokens, vocabulary=embedded)
-            weights = WeightTransfer(
-                server,
-                self.accelerator,
-                self.updater.policy,
-                self.model,
-                self.tokenizer,
-                folder=Path(config.engine.weights or config.output),
-                dtype=torch.bfloat16 if config.update.precision == "bf16" else torch.float32,
-                updates=lambda: self.updater.updates,
-            )
-        self.engine = engine
+        self.engine, weights = engine_of(server, engine, self.model, self.tokenizer, self.updater, config)
         sampler = Sampler(
             self.accelerator,
             weights,
@@ -150,24 +122,6 @@ class GSPOTrainer:
             longest,
         )
         self.step = 0
-
-    def _server(self, engine: RolloutEngine | None) -> VLLMServer | None:
-        """Return the server that samples, which answers every process, or None."""
-        options = self.config.engine
-        if options.url is None:
-            return None
-        if engine is not None:
-            raise ConfigError(
-                f"engine.url: got {options.url!r} beside an engine; only one of them can sample"
-            )
-        server = VLLMServer(
-            options.url,
-            model=options.model,
-            timeout=options.timeout,
-            at_once=self.config.rollout.batch_size,
-        )
-        on_all(self.accelerator, server.check)
-        return server
 
     def train(self, *, resume: bool = False, overwrite: bool = False) -> Record:
         """Run to the configured number of steps; return the metrics of the last evaluation.

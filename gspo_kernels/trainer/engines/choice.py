@@ -1,0 +1,70 @@
+"""What samples for a run, and how the policy's weights reach it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gspo_kernels.trainer.config import TrainConfig
+from gspo_kernels.trainer.engines.server import VLLMServer
+from gspo_kernels.trainer.engines.vllm import VLLMEngine
+from gspo_kernels.trainer.engines.weights import WeightTransfer
+from gspo_kernels.trainer.input_errors import ConfigError
+from gspo_kernels.trainer.rollout import RolloutEngine, TransformersEngine
+from gspo_kernels.trainer.run.models import end_token_ids, padding_token_id
+from gspo_kernels.trainer.run.processes import on_all, whole_weights
+from gspo_kernels.trainer.updates import PolicyUpdater
+
+
+def server_of(config: TrainConfig, engine: RolloutEngine | None, accelerator: Any) -> VLLMServer | None:
+    """Return the server that the configuration names, which answers every process, or None.
+
+    A `ConfigError` says that there is an ``engine`` already, an `EngineError` that the server does not serve.
+    """
+    options = config.engine
+    if options.url is None:
+        return None
+    if engine is not None:
+        raise ConfigError(f"engine.url: got {options.url!r} beside an engine; only one of them can sample")
+    server = VLLMServer(
+        options.url, model=options.model, timeout=options.timeout, at_once=config.rollout.batch_size
+    )
+    on_all(accelerator, server.check)
+    return server
+
+
+def engine_of(
+    server: VLLMServer | None,
+    engine: RolloutEngine | None,
+    model: Any,
+    tokenizer: Any,
+    updater: PolicyUpdater,
+    config: TrainConfig,
+) -> tuple[RolloutEngine, Callable[[], AbstractContextManager[None]]]:
+    """Return what samples, and a context in which it has the policy's weights of now.
+
+    That is the server, or the engine that was given, or the model's own generation.
+    """
+    accelerator, policy = updater.accelerator, updater.policy
+    whole = partial(whole_weights, accelerator, policy)
+    if engine is not None:
+        return engine, whole
+    end_ids, pad_id = end_token_ids(model, tokenizer), padding_token_id(tokenizer)
+    if server is None:
+        return TransformersEngine(model, end_ids, pad_id, config.rollout.batch_size), whole
+    weights = WeightTransfer(
+        server,
+        accelerator,
+        policy,
+        model,
+        tokenizer,
+        folder=Path(config.engine.weights or config.output),
+        dtype=torch.bfloat16 if config.update.precision == "bf16" else torch.float32,
+        updates=lambda: updater.updates,
+    )
+    return VLLMEngine(server, end_ids, pad_id, model.get_input_embeddings().num_embeddings), weights
