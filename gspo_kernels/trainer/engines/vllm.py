@@ -79,8 +79,6 @@ class VLLMEngine:
         if not (greedy or self._probed or _is_plain(sampling)):
             self._require_the_distribution_that_is_drawn_from(prompts[0], sampling.max_new_tokens)
         answers = self.service.complete(prompts, [self._options(sampling, seed) for seed in own])
-        if len(answers) != len(prompts):
-            raise self._error(f"gave {len(answers)} completions for {len(prompts)} prompts")
         C = sampling.max_new_tokens
         for answer in answers:
             self._check(answer, C, with_logprobs=not greedy)
