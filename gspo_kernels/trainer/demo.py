@@ -20,7 +20,7 @@ from gspo_kernels.trainer.config import TrainConfig
 from gspo_kernels.trainer.run.config_file import from_mapping
 
 DIGITS = 4
-STEPS = 240
+STEPS = 300
 TRAIN_PROMPTS, HELD_OUT_PROMPTS = 4096, 512
 FILES = ("base", "train.jsonl", "held_out.jsonl")
 """What `prepare` writes."""
