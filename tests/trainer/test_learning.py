@@ -1,4 +1,4 @@
-"""Does it learn? Two seeds of the demonstration, cut to 200 steps, on prompts and answers never trained on."""
+"""Does it learn? Two seeds of the demonstration in 200 steps, on prompts and answers never trained on."""
 
 from dataclasses import replace
 
