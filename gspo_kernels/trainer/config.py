@@ -324,6 +324,7 @@ class CheckpointConfig(Section, key="checkpoint"):
 
     every: Count = option(50, "steps between two checkpoints; there is always one at the end")
     keep: Count = option(2, "newest checkpoints that are kept")
+    export: bool = option(False, "write into each checkpoint a model/ that from_pretrained loads, as well")
 
 
 @dataclass(frozen=True)

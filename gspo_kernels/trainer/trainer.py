@@ -163,7 +163,7 @@ class GSPOTrainer:
             run.display.samples(self.step, self.recipe.shown)
         stop = max(gather_object([max(signals, default=0)]))
         if last or stop or self.step % config.checkpoint.every == 0:
-            run.save(self.step, self.state_dict())
+            run.save(self.step, self.state_dict(), self.updater.tensors(), self.model, self.tokenizer)
         if stop and not last:
             run.display.line(f"ended after step {self.step}; --resume goes on from there")
             raise SystemExit(128 + stop)
@@ -202,7 +202,7 @@ class GSPOTrainer:
         return fingerprints(self.model.config, self.tokenizer, self.train_prompts)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything that going on needs; all processes must call it."""
+        """Return everything that going on needs but the updater's tensors; all processes must call it."""
         return {
             "step": self.step,
             "fingerprints": self.fingerprints,
@@ -225,7 +225,7 @@ class GSPOTrainer:
                 f"the model has other weights than the one that the run in {path} was started "
                 "with, which it still needs: as the reference, or below its adapters"
             )
-        self.updater.load_state_dict(state["updater"])
+        self.updater.load_state_dict(state["updater"], state["checkpoint"])
         self.recipe.load_state_dict(state["recipe"])
         self.run.health.streaks = state["health"]
         self.step = state["step"]

@@ -15,12 +15,12 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 import gspo_kernels as gk
 from gspo_kernels.trainer.config import TrainConfig, UpdateConfig
@@ -28,19 +28,18 @@ from gspo_kernels.trainer.input_errors import RunDirectoryError
 from gspo_kernels.trainer.rollout import sampling_mismatch
 from gspo_kernels.trainer.rows.experience import Experience, micro_batches
 from gspo_kernels.trainer.rows.policy import Policy
+from gspo_kernels.trainer.run.checkpoint import read_tensors, saved_tensors
 from gspo_kernels.trainer.run.processes import is_sharded, shard_again
 
 Metrics = dict[str, float]
-
-_WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True, strict=False)
 
 
 class PolicyUpdater:
     """Owns the optimizer, the learning rate's schedule and the objective.
 
-    The accelerator wraps the policy for its devices; the optimizer gets its trainable parameters. KL terms
-    compare with the reference, a frozen copy that is prepared already, or where there is none with the policy
-    itself inside ``reference_mode()``, which switches its adapter off.
+    The accelerator wraps the policy for its devices, unless FSDP2 holds it already; the optimizer gets its
+    trainable parameters. KL terms compare with the reference, a frozen copy that is prepared already, or
+    where there is none with the policy itself inside ``reference_mode()``, which switches its adapter off.
     """
 
     def __init__(
@@ -65,9 +64,11 @@ class PolicyUpdater:
         )
         self.accelerator = accelerator
         self.layout = policy.layout
-        self.policy, self.optimizer = accelerator.prepare(policy, optimizer)
-        self.sharded = is_sharded(self.policy)
-        if self.sharded:
+        self.sharded = is_sharded(policy)
+        if not self.sharded:
+            self.policy, self.optimizer = accelerator.prepare(policy, optimizer)
+        else:
+            self.policy, self.optimizer = policy, accelerator.prepare_optimizer(optimizer)
             # FSDP takes the first module that runs for the root of all; an engine would run a layer.
             token = torch.ones(1, dtype=torch.int64, device=accelerator.device)
             with torch.no_grad():
@@ -165,33 +166,51 @@ class PolicyUpdater:
                 found[:, experience.places(micro)] = torch.stack([output.logprobs, output.entropy])
         return gk.TokenLogprobs(*self.accelerator.reduce(found, "sum"))
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return trained weights and optimizer, whole and on the CPU; all processes must call it."""
+    def tensors(self) -> dict[str, Tensor]:
+        """Return trained weights and the optimizer's state by name: shards under FSDP2, and no copies."""
         shard_again(self.policy)
-        weights, optimizer = get_state_dict(self.policy, self.optimizer.optimizer, options=_WHOLE)
-        return {"weights": weights, "optimizer": optimizer, "updates": self.updates}
+        found = {}
+        for name, p in self._trained().items():
+            found[f"weights/{name}"] = p.detach()
+            for key, value in self.optimizer.state.get(p, {}).items():
+                found[f"optimizer/{key}/{name}"] = value
+        return found
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned, into any number of processes; refuse that of another model."""
-        model = self.accelerator.unwrap_model(self.policy)
-        own = {name: tensor.shape for name, tensor in model.state_dict().items()}
-        trained = {name for name, p in model.named_parameters() if p.requires_grad}
-        saved = {name: tensor.shape for name, tensor in state["weights"].items()}
-        wrong = {*(trained - saved.keys()), *(name for name in saved if own.get(name) != saved[name])}
+    def state_dict(self) -> dict[str, Any]:
+        """Return what going on needs besides `tensors`."""
+        return {"updates": self.updates}
+
+    def load_state_dict(self, state: Mapping[str, Any], checkpoint: Path) -> None:
+        """Restore `state_dict`, and `tensors` from a checkpoint of any number of processes.
+
+        That of another model is refused.
+        """
+        trained, saved = self._trained(), saved_tensors(checkpoint)
+        own = {f"weights/{name}": p.shape for name, p in trained.items()}
+        found = {name: tensor.shape for name, tensor in saved.items() if name.startswith("weights/")}
+        wrong = [name for name in own | found if own.get(name) != found.get(name)]
         if wrong:
             name = min(wrong)
             raise RunDirectoryError(
-                f"the checkpoint is of another model: it holds {name} as {saved.get(name, 'nothing')}, the "
-                f"model as {own.get(name, 'nothing')}"
+                f"the checkpoint is of another model: it holds {name.removeprefix('weights/')} as "
+                f"{found.get(name, 'nothing')}, the model as {own.get(name, 'nothing')}"
             )
-        set_state_dict(
-            self.policy,
-            self.optimizer.optimizer,
-            model_state_dict=state["weights"],
-            optim_state_dict=state["optimizer"],
-            options=_WHOLE,
-        )
-        self.scheduler.load_state_dict({**self.scheduler.state_dict(), "last_epoch": state["updates"]})
+        for name, tensor in saved.items():
+            if name.startswith("optimizer/"):
+                _, key, name = name.split("/", 2)
+                p = trained[name]
+                of_parameter = tensor.shape == p.shape
+                empty = torch.zeros_like(p.detach() if of_parameter else tensor, device=p.device)
+                self.optimizer.state[p][key] = empty
+        read_tensors(checkpoint, self.tensors())
+        scheduler, updates = self.scheduler, state["updates"]
+        scheduler.load_state_dict({**scheduler.state_dict(), "last_epoch": updates})
+        for group in self.optimizer.param_groups:
+            group["lr"] = scheduler.base_lrs[0] * scheduler.lr_lambdas[0](updates)
+
+    def _trained(self) -> dict[str, Tensor]:
+        policy = self.policy if self.sharded else self.accelerator.unwrap_model(self.policy)
+        return {name: p for name, p in policy.named_parameters() if p.requires_grad}
 
     def _minibatches(self, experience: Experience, step: int) -> list[Tensor]:
         """Return the rows of every minibatch of every epoch, in an order drawn from seed, step and epoch."""

@@ -12,6 +12,7 @@ from gspo_kernels.trainer.config import TrainConfig, UpdateConfig, trainable_obj
 from gspo_kernels.trainer.input_errors import ConfigError, RunDirectoryError
 from gspo_kernels.trainer.rows.experience import Experience
 from gspo_kernels.trainer.rows.policy import Policy
+from gspo_kernels.trainer.run.checkpoint import save_state
 from gspo_kernels.trainer.run.config_file import from_mapping
 from gspo_kernels.trainer.updates import PolicyUpdater, learning_rate_factor
 from tests.draws import shifted_seed
@@ -412,10 +413,11 @@ def test_minibatches_without_a_gradient_do_not_dilute_the_metrics(tokenizer, nam
 @pytest.mark.parametrize(
     "changes", [{"num_hidden_layers": 3}, {"num_hidden_layers": 1}, {"intermediate_size": 64}]
 )
-def test_the_state_of_another_model_is_refused_by_name(tokenizer, changes):
+def test_the_state_of_another_model_is_refused_by_name(tmp_path, tokenizer, changes):
     updater = make_updater(tokenizer, make_config())
     before = [p.clone() for p in updater.policy.parameters()]
-    other = make_updater(tokenizer, make_config(), model=tiny_qwen3(tokenizer, **changes)).state_dict()
+    other = make_updater(tokenizer, make_config(), model=tiny_qwen3(tokenizer, **changes))
+    save_state({}, other.tensors(), tmp_path)
     with pytest.raises(RunDirectoryError, match=r"another model: it holds model\.model\.layers\..*as "):
-        updater.load_state_dict(other)
+        updater.load_state_dict(other.state_dict(), tmp_path)
     assert all(torch.equal(a, b) for a, b in zip(before, updater.policy.parameters(), strict=True))

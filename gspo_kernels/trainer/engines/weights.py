@@ -12,19 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 
 from gspo_kernels.trainer.engines.vllm import Service
 from gspo_kernels.trainer.input_errors import EngineError
-from gspo_kernels.trainer.run.models import export_model
-from gspo_kernels.trainer.run.processes import on_all, shard_again, whole_state
+from gspo_kernels.trainer.run.export import export_model
+from gspo_kernels.trainer.run.processes import on_all, shard_again
 
 
 @dataclass
 class WeightTransfer:
     """Writes weights as ``from_pretrained`` reads them, and lets the service load them.
 
-    The first process gathers and writes; all must enter. Each time the directory has a new name, so that a
+    The first process writes what is gathered; all must enter. Each time the directory has a new name, so that a
     service that does not see it fails, and never loads what it has cached. One that a killed process left
     behind in a run's own directory goes when the run is resumed or replaced.
 
@@ -85,12 +84,11 @@ class WeightTransfer:
             raise self._unwritten(error) from error
 
     def _write(self, path: Path) -> None:
-        weights, own = whole_state(self.model, keep=self._main), self.model.config
+        own = self.model.config
         self.model.config = copy.deepcopy(own)  # writing notes in it what was written
         try:
-            if self._main:
-                export_model(self.model, weights, self.tokenizer, path, self.dtype)
-        except (OSError, RuntimeError, SafetensorError) as error:
+            export_model(self.model, self.tokenizer, path, main=self._main, dtype=self.dtype)
+        except (OSError, RuntimeError) as error:
             raise self._unwritten(error) from error
         finally:
             self.model.config = own

@@ -61,8 +61,13 @@ class Policy(nn.Module):
             if not self._checkpointed:
                 raise ModelError(f"{type(model).__name__} has no layers that could be recomputed")
 
-    def check_layout(self) -> None:
-        """Refuse a model that the layout would change; a `ModelError` says why."""
+    @torch.no_grad()
+    def check(self) -> None:
+        """Refuse a model whose head is not understood or that the layout would change.
+
+        Runs a few tokens. A `ModelError` says why.
+        """
+        check_head(self.model)
         if self.layout == "packed":
             check_packing(self.model)
         if self.layout == "shared_prefix":

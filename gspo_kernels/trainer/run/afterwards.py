@@ -7,13 +7,13 @@ from pathlib import Path
 import torch
 
 from gspo_kernels.trainer.input_errors import RunDirectoryError
-from gspo_kernels.trainer.run.checkpoint import load_state
+from gspo_kernels.trainer.run.checkpoint import load_state, read_tensors, saved_tensors
 from gspo_kernels.trainer.run.config_file import load_config
+from gspo_kernels.trainer.run.export import export_adapters, export_model
 from gspo_kernels.trainer.run.files import RunDirectory, write_directory, write_file
 from gspo_kernels.trainer.run.metrics import read_metrics
-from gspo_kernels.trainer.run.models import add_adapters, export_model, load_model, load_tokenizer
+from gspo_kernels.trainer.run.models import add_adapters, load_model, load_tokenizer
 from gspo_kernels.trainer.run.plot import plot_progress
-from gspo_kernels.trainer.run.processes import whole_state
 
 
 def plot_run(path: str | Path) -> Path:
@@ -24,11 +24,13 @@ def plot_run(path: str | Path) -> Path:
     return directory.plot
 
 
-def export_checkpoint(path: str | Path, to: Path, *, step: int | None = None, half: bool = False) -> None:
+def export_checkpoint(
+    path: str | Path, to: Path, *, step: int | None = None, half: bool = False, adapters: bool = False
+) -> None:
     """Write the model of a checkpoint, by default the newest, into a new directory for ``from_pretrained``.
 
-    With ``half`` in bfloat16. A `RunDirectoryError` says that there is no such checkpoint, or that something
-    lies at ``to`` already.
+    With ``half`` in bfloat16; with ``adapters`` nothing but these, for peft. A `RunDirectoryError` says that
+    there is no such checkpoint, that it has no adapters, or that something lies at ``to`` already.
     """
     directory = _run_in(path)
     if to.exists():
@@ -40,15 +42,23 @@ def export_checkpoint(path: str | Path, to: Path, *, step: int | None = None, ha
             f"there is no checkpoint {'yet' if chosen is None else chosen.name} in {path}"
         )
     config = load_config(directory.config)
-    model = load_model(config.model)
-    if config.lora.rank > 0:
-        add_adapters(model, config.lora)
-    trained = load_state(chosen)["updater"]["weights"]
-    weights = whole_state(model, keep=True)
-    weights |= {name.removeprefix("model."): weight for name, weight in trained.items()}
+    if adapters and config.lora.rank == 0:
+        raise RunDirectoryError(f"the run in {path} trains all weights: there are no adapters alone")
+    load_state(chosen)
+    model, tokenizer = load_model(config.model), load_tokenizer(config.model)
+    adapted = add_adapters(model, config.lora) if config.lora.rank > 0 else None
+    weights = model.state_dict()
+    trained = {name: name.removeprefix("weights/model.") for name in saved_tensors(chosen)}
+    read_tensors(chosen, {name: weights[own] for name, own in trained.items() if name != own})
     dtype = torch.bfloat16 if half else torch.float32
-    tokenizer = load_tokenizer(config.model)
-    write_directory(to, lambda unfinished: export_model(model, weights, tokenizer, unfinished, dtype))
+
+    def write(unfinished: Path) -> None:
+        if adapters:
+            export_adapters(adapted, tokenizer, unfinished, dtype)
+        else:
+            export_model(model, tokenizer, unfinished, dtype=dtype)
+
+    write_directory(to, write)
 
 
 def _run_in(path: str | Path) -> RunDirectory:

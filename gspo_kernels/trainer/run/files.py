@@ -15,9 +15,10 @@ import re
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from gspo_kernels.trainer.input_errors import RunDirectoryError
+from gspo_kernels.trainer.run.processes import ALONE, on_all
 
 _NAME = re.compile(r"step_(\d{6,})")
 
@@ -109,23 +110,28 @@ class RunDirectory:
         found = self._whole_checkpoints()
         return found[-1] if found else None
 
-    def save_checkpoint(self, step: int, write: Callable[[Path], None], keep: int) -> Path:
+    def save_checkpoint(
+        self, step: int, write: Callable[[Path], None], keep: int, accelerator: Any = ALONE
+    ) -> Path:
         """Let ``write`` fill the checkpoint of ``step``; drop all but the newest ``keep``.
+
+        As `write_directory`, in all processes.
 
         Raises:
             RunDirectoryError: it cannot be written (a full disk); earlier checkpoints are as they were.
         """
         final = self.checkpoints / f"step_{step:06d}"
         try:
-            write_directory(final, write)
+            write_directory(final, write, accelerator)
         except (OSError, RuntimeError) as error:  # torch.save raises both
             last = self.latest_checkpoint()
             raise RunDirectoryError(
                 f"the checkpoint of step {step} cannot be written: {error}; --resume goes on from "
                 f"{last.name if last else 'the start'} when there is room"
             ) from error
-        for old in self._whole_checkpoints()[:-keep]:
-            shutil.rmtree(old)
+        if accelerator.is_main_process:
+            for old in self._whole_checkpoints()[:-keep]:
+                shutil.rmtree(old)
         return final
 
     def _whole_checkpoints(self) -> list[Path]:
@@ -137,28 +143,42 @@ class RunDirectory:
         return [path for _, path in sorted(found)]
 
 
-def write_directory(final: Path, write: Callable[[Path], None]) -> None:
-    """Create the directory ``final`` with what ``write`` puts into it, all or nothing."""
+def write_directory(final: Path, write: Callable[[Path], None], accelerator: Any = ALONE) -> None:
+    """Create the directory ``final`` with what ``write`` puts into it, all or nothing.
+
+    All processes of the accelerator call, and ``write`` runs in each. Where it fails in one, all raise.
+    """
     unfinished = final.parent / f".unfinished-{final.name}"
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    try:
-        write(unfinished)
+
+    def first(work: Callable[[], None]) -> None:
+        on_all(accelerator, lambda: work() if accelerator.is_main_process else None)
+
+    def begin() -> None:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+
+    def finish() -> None:
         for path in unfinished.rglob("*"):
             _flush(path)
         _flush(unfinished)
+        if final.exists():
+            replaced = final.parent / f".unfinished-replaced-{final.name}"
+            shutil.rmtree(replaced, ignore_errors=True)
+            final.rename(replaced)
+            unfinished.rename(final)
+            shutil.rmtree(replaced)
+        else:
+            unfinished.rename(final)
+        _flush(final.parent)
+
+    first(begin)
+    try:
+        on_all(accelerator, lambda: write(unfinished))
+        first(finish)
     except Exception:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        if accelerator.is_main_process:
+            shutil.rmtree(unfinished, ignore_errors=True)
         raise
-    if final.exists():
-        replaced = final.parent / f".unfinished-replaced-{final.name}"
-        shutil.rmtree(replaced, ignore_errors=True)
-        final.rename(replaced)
-        unfinished.rename(final)
-        shutil.rmtree(replaced)
-    else:
-        unfinished.rename(final)
-    _flush(final.parent)
 
 
 def write_file(path: Path, write: Callable[[Path], object]) -> None:

@@ -1,21 +1,23 @@
-"""Models and tokenizers: loading them, what a run trains of them, and writing what was trained."""
+"""Models and tokenizers: loading them, and what a run trains of them."""
 
 from __future__ import annotations
 
 import copy
+import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from accelerate.utils import set_seed
+from torch.distributed.tensor import DTensor
 
 from gspo_kernels.trainer.config import LoraConfig, TrainConfig
 from gspo_kernels.trainer.input_errors import ModelError
-from gspo_kernels.trainer.rows.policy import Policy, check_head, head_of
-from gspo_kernels.trainer.run.processes import prepare_frozen
+from gspo_kernels.trainer.rows.policy import Policy, head_of
+from gspo_kernels.trainer.run.sharding import check_policy, shard_policy, sharded_weights
 
 
 class Policies(NamedTuple):
@@ -29,11 +31,15 @@ class Policies(NamedTuple):
 
 
 def make_policies(model: Any, tokenizer: Any, config: TrainConfig, accelerator: Any) -> Policies:
-    """Load the model if it is a directory, refuse what cannot be trained, and make policy and reference."""
+    """Load the model if it is a directory, refuse what cannot be trained, and make policy and reference.
+
+    Under FSDP2 they come back sharded; of a directory no process ever holds more than its shards.
+    """
     adapted = config.lora.rank > 0
     if isinstance(model, str | Path):
         half = adapted and config.update.precision == "bf16"
-        model = load_model(str(model), half=half, attention=config.attn_implementation)
+        attention = config.attn_implementation
+        model = load_model(str(model), half=half, attention=attention, accelerator=accelerator)
     elif config.attn_implementation is not None:
         raise ModelError("attn_implementation is for a model that is loaded here, and this one was given")
     elif not adapted:
@@ -44,33 +50,58 @@ def make_policies(model: Any, tokenizer: Any, config: TrainConfig, accelerator: 
         raise ModelError(
             f"the tokenizer's padding token is {padding}, and the model embeds only {rows} tokens"
         )
-    for name, parameter in model.named_parameters():
-        if not parameter.isfinite().all():
+    sums = sums_of_weights(model)
+    for name, value in sums.items():
+        if not math.isfinite(value):
             raise ModelError(f"the model's weight {name} holds numbers that are not finite")
-    check_head(model)
-    options: dict[str, Any] = {"layout": config.update.layout, "temperature": config.rollout.temperature}
-    Policy(model, **options).check_layout()
-    fixed = adapted or config.needs_reference()
-    fingerprint = sum(p.double().abs().sum().item() for p in model.parameters()) if fixed else None
-    reference, reference_mode = None, nullcontext
+    fingerprint = sum(sums.values()) if adapted or config.needs_reference() else None
+    reference: Any = None
+    reference_mode: Any = nullcontext
     if adapted:
         set_seed(config.seed)
         reference_mode = add_adapters(model, config.lora).disable_adapter
-    elif config.needs_reference():
-        reference = prepare_frozen(accelerator, Policy(copy.deepcopy(model), **options))
+    options: dict[str, Any] = {"layout": config.update.layout, "temperature": config.rollout.temperature}
+    if config.needs_reference() and not adapted:
+        reference = Policy(copy.deepcopy(model), **options).requires_grad_(False)
     policy = Policy(model, gradient_checkpointing=config.update.gradient_checkpointing, **options)
+    check_policy(accelerator, policy)
+    if reference is not None and accelerator.is_fsdp2:
+        reference = shard_policy(accelerator, reference)
+    elif reference is not None:
+        reference = accelerator.prepare_model(reference, evaluation_mode=True)
+    if accelerator.is_fsdp2:
+        policy = shard_policy(accelerator, policy)
     return Policies(model, policy, reference, reference_mode, fingerprint)
 
 
-def load_model(path: str, *, half: bool = False, attention: str | None = None) -> Any:
+def load_model(
+    path: str, *, half: bool = False, attention: str | None = None, accelerator: Any = None
+) -> Any:
     """Load a causal language model in fp32, as 16-bit weights would lose the small steps of RL.
 
-    With ``half`` in bfloat16, for weights that only adapters change.
+    With ``half`` in bfloat16, for weights that only adapters change. With an accelerator that runs FSDP2
+    every process reads its shards of the weights, onto its device.
     """
     from transformers import AutoModelForCausalLM
 
     dtype = torch.bfloat16 if half else torch.float32
-    return _loaded(AutoModelForCausalLM, path, "model", dtype=dtype, attn_implementation=attention)
+    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention}
+    if accelerator is None or not accelerator.is_fsdp2:
+        return _loaded(AutoModelForCausalLM, path, "model", **options)
+    if accelerator.device.type != "cpu":
+        options["device_map"] = {"": accelerator.device}
+    with sharded_weights(accelerator):
+        model = _loaded(AutoModelForCausalLM, path, "model", **options)
+    if not all(isinstance(p, DTensor) for p in model.parameters()):
+        raise ModelError("FSDP needs transformers 5.16 or later, which loads weights in shards")
+    return model
+
+
+@torch.no_grad()
+def sums_of_weights(model: Any) -> dict[str, float]:
+    """Return the sum of the sizes of every parameter's numbers; all processes must call it."""
+    sums = {n: torch.linalg.vector_norm(p, 1, dtype=torch.float64) for n, p in model.named_parameters()}
+    return {n: float(s.full_tensor() if isinstance(s, DTensor) else s) for n, s in sums.items()}
 
 
 def load_tokenizer(path: str) -> Any:
@@ -108,28 +139,6 @@ def add_adapters(model: Any, config: LoraConfig) -> Any:
         raise ModelError(f"lora.target_modules: {error}") from error
     head_of(model)
     return adapted
-
-
-@torch.no_grad()
-def export_model(
-    model: Any, weights: Mapping[str, Any], tokenizer: Any, path: Path, dtype: torch.dtype | None = None
-) -> None:
-    """Write a directory that ``from_pretrained`` loads; adapters are added to the weights they adapt."""
-    state = dict(weights)
-    for prefix, module in model.named_modules():
-        if not hasattr(module, "get_delta_weight"):
-            continue
-        # From the given weights: what the module holds may be shards, or rounded by mixed precision.
-        kind = "embedding_" if f"{prefix}.lora_embedding_A.default" in state else ""
-        a, b = (state[f"{prefix}.lora_{kind}{x}.default{'' if kind else '.weight'}"] for x in "AB")
-        delta, base = module.scaling["default"] * (b @ a), f"{prefix}.base_layer.weight"
-        state[base] = state[base] + (delta.T if kind or module.fan_in_fan_out else delta)
-    whole = {name.replace(".base_layer.", "."): w for name, w in state.items() if ".lora_" not in name}
-    if dtype is not None:
-        whole = {name: w.to(dtype) if w.is_floating_point() else w for name, w in whole.items()}
-        model.config.dtype = dtype
-    model.save_pretrained(path, state_dict=whole)
-    tokenizer.save_pretrained(path)
 
 
 def end_token_ids(model: Any, tokenizer: Any) -> list[int]:

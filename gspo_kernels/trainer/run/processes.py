@@ -6,17 +6,20 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
 
 from gspo_kernels.trainer.input_errors import ConfigError, InputError
 
 _Result = TypeVar("_Result")
+
+ALONE: Any = SimpleNamespace(num_processes=1, process_index=0, is_main_process=True)
+"""Stands for accelerate's `Accelerator` where there is one process and nothing is trained."""
 
 
 def make_accelerator(precision: str, trackers: Sequence[str] = (), folder: str | Path = ".") -> Any:
@@ -56,6 +59,8 @@ def check_processes(accelerator: Any) -> None:
         raise ConfigError(f"accelerate set up {kind}; supported are one process, DDP and FSDP version 2")
     if kind == "FSDP":
         plugin = accelerator.state.fsdp_plugin
+        if plugin.activation_checkpointing:
+            raise ConfigError("FSDP's activation checkpointing: use update.gradient_checkpointing instead")
         # Only the first process would load weights, which the check of the model's head needs everywhere.
         plugin.cpu_ram_efficient_loading = False
         os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
@@ -96,16 +101,6 @@ def in_shares(accelerator: Any, count: int, work: Callable[[list[int]], _Result]
     return [part for part in parts if part is not None]
 
 
-def prepare_frozen(accelerator: Any, policy: nn.Module) -> nn.Module:
-    """Lay a policy that is never trained out as the trained one: sharded under FSDP, autocast under bf16."""
-    policy.requires_grad_(False)
-    if accelerator.is_fsdp2:
-        from accelerate.utils.fsdp_utils import fsdp2_prepare_model
-
-        return fsdp2_prepare_model(accelerator, policy)
-    return accelerator.prepare_model(policy, evaluation_mode=True)
-
-
 def is_sharded(policy: nn.Module) -> bool:
     """Whether FSDP2 manages the policy's weights.
 
@@ -142,22 +137,6 @@ def shard_again(policy: nn.Module) -> None:
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-
-
-def whole_state(model: nn.Module, *, keep: bool) -> dict[str, Any]:
-    """Return parameters and persistent buffers in the precision that they are trained in, by name.
-
-    Every process must call, as shards are gathered, one at a time; without ``keep`` none of these stays.
-    """
-    state: dict[str, Any] = dict(model.named_parameters(remove_duplicate=False))
-    for prefix, module in model.named_modules():
-        kept = module._buffers.keys() - module._non_persistent_buffers_set
-        state |= {f"{prefix}.{name}".lstrip("."): module._buffers[name] for name in kept}
-    for name, tensor in state.items():
-        if isinstance(tensor, DTensor):
-            whole = tensor.full_tensor()
-            state[name] = whole.detach().cpu() if keep else None
-    return state
 
 
 def peak_memory(device: torch.device) -> int:

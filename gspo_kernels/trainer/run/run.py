@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from accelerate.utils import gather_object
-from safetensors import SafetensorError
+from torch import Tensor
 
 from gspo_kernels.trainer.config import TrainConfig
 from gspo_kernels.trainer.data import Prompts
@@ -14,12 +15,12 @@ from gspo_kernels.trainer.input_errors import RunDirectoryError
 from gspo_kernels.trainer.run.checkpoint import load_state, save_state
 from gspo_kernels.trainer.run.config_file import flat, load_config, require_same_run, save_config, to_mapping
 from gspo_kernels.trainer.run.display import Display
+from gspo_kernels.trainer.run.export import export_model
 from gspo_kernels.trainer.run.files import RunDirectory, write_directory, write_file
 from gspo_kernels.trainer.run.health import Health
 from gspo_kernels.trainer.run.metrics import Record, append_metrics, finite, keep_until, read_metrics
-from gspo_kernels.trainer.run.models import export_model
 from gspo_kernels.trainer.run.plot import plot_progress
-from gspo_kernels.trainer.run.processes import on_all, peak_memory, shard_again, whole_state
+from gspo_kernels.trainer.run.processes import on_all, peak_memory, shard_again
 from gspo_kernels.trainer.run.rollouts import check_format, write_rollout
 
 
@@ -54,7 +55,7 @@ class Run:
 
         on_all(self.accelerator, prepare)
         checkpoint = directory.latest_checkpoint() if resume else None
-        state = None if checkpoint is None else load_state(checkpoint)
+        state = None if checkpoint is None else load_state(checkpoint, self.accelerator)
         finished = directory.model.exists() and directory.plot.exists()
         if state is not None and state["step"] >= config.update.steps and finished:
             raise RunDirectoryError(
@@ -100,31 +101,37 @@ class Run:
         if kept := list(records):
             write_rollout(self.directory.rollouts, step, kept, self.config.rollouts_format)
 
-    def save(self, step: int, state: Mapping[str, Any]) -> None:
-        """Write the checkpoint of a step."""
+    def save(
+        self, step: int, state: Mapping[str, Any], tensors: Mapping[str, Tensor], model: Any, tokenizer: Any
+    ) -> None:
+        """Write the checkpoint of a step, and in it a model for ``from_pretrained`` if that is asked for."""
+        accelerator, options = self.accelerator, self.config.checkpoint
 
-        def save() -> None:
-            if self.accelerator.is_main_process:
-                keep = self.config.checkpoint.keep
-                self.directory.save_checkpoint(step, lambda path: save_state(state, path), keep)
+        def write(path: Path) -> None:
+            save_state(state, tensors, path, accelerator)
+            if options.export:
+                export_model(model, tokenizer, path / "model", main=accelerator.is_main_process)
 
-        on_all(self.accelerator, save)
+        self.directory.save_checkpoint(step, write, options.keep, accelerator)
 
     def finish(self, step: int, model: Any, tokenizer: Any, policy: Any) -> Record:
         """Export the model, draw the plot, show what was gained; return the last evaluation's metrics."""
         directory, main = self.directory, self.accelerator.is_main_process
         shard_again(policy)
-        weights = whole_state(model, keep=main)
 
-        def write() -> None:
+        def draw() -> None:
             if main:
-                write_directory(directory.model, lambda path: export_model(model, weights, tokenizer, path))
                 records = read_metrics(directory.metrics)
                 write_file(directory.plot, lambda path: plot_progress(records, path))
 
         try:
-            on_all(self.accelerator, write)
-        except (OSError, RuntimeError, SafetensorError) as error:
+            write_directory(
+                directory.model,
+                lambda path: export_model(model, tokenizer, path, main=main),
+                self.accelerator,
+            )
+            on_all(self.accelerator, draw)
+        except (OSError, RuntimeError) as error:
             raise RunDirectoryError(
                 f"the model or the plot cannot be written: {error}; --resume does it when there is room"
             ) from error

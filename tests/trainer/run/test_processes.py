@@ -16,7 +16,7 @@ from gspo_kernels.trainer import GSPOTrainer
 from gspo_kernels.trainer.input_errors import ConfigError, RewardError
 from gspo_kernels.trainer.run.files import RunDirectory
 from gspo_kernels.trainer.run.metrics import read_metrics
-from gspo_kernels.trainer.run.processes import check_processes, whole_state
+from gspo_kernels.trainer.run.processes import check_processes
 from tests.trainer.conftest import exit_code, forked, make_accelerator, small_config, tiny_qwen3
 from tests.trainer.test_trainer import weights
 
@@ -189,7 +189,7 @@ def test_sharded_bf16_training_exports_the_fp32_weights(tmp_path, tokenizer, sec
     def train(rank):
         trainer = make_trainer(tmp_path, tokenizer, fsdp2(make_accelerator("bf16")), **sections)
         trainer.train()
-        state = whole_state(trainer.model, keep=True)
+        state = {name: p.full_tensor() for name, p in trainer.model.named_parameters()}
         exported = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
         assert exported.dtype == torch.float32
         for name, weight in exported.named_parameters():

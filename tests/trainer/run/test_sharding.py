@@ -1,0 +1,281 @@
+"""FSDP2 in two processes: none holds more than its shards, and what they load, save and write is the same."""
+
+import gc
+import json
+from functools import partial
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers.utils import logging
+
+from gspo_kernels.trainer import GSPOTrainer
+from gspo_kernels.trainer.input_errors import ModelError
+from gspo_kernels.trainer.run.checkpoint import load_state, read_tensors, saved_tensors
+from gspo_kernels.trainer.run.export import export_model
+from gspo_kernels.trainer.run.files import RunDirectory
+from gspo_kernels.trainer.run.metrics import read_metrics
+from gspo_kernels.trainer.run.models import load_model
+from tests.draws import shifted_seed
+from tests.trainer.conftest import make_accelerator, small_config, tiny_qwen3
+from tests.trainer.run.test_models import SMALL
+from tests.trainer.run.test_processes import ENDS, ROWS, fsdp2, in_two_processes, odd_share
+from tests.trainer.test_trainer import same, weights
+
+# Of so many layers, those that are whole while they run are little beside all.
+DEEP = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 24}
+
+
+@pytest.fixture(autouse=True)
+def no_progress_bars():
+    logging.disable_progress_bar()
+
+
+class Follower(TorchDispatchMode):
+    """Follows the storages of all tensors that operations in this thread return; ``most`` bytes at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes, self.references = {}, {}
+        self.bound = self.most = 0  # of what is held now, and at any time
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        result = operation(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            tensor = getattr(tensor, "_local_tensor", tensor)  # a DTensor's
+            if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
+                storage = tensor.untyped_storage()
+                key, size = storage._cdata, storage.nbytes()  # FSDP changes the sizes of storages
+                self.bound += max(size - self.sizes.get(key, 0), 0)
+                self.sizes[key] = size
+                self.references.setdefault(key, StorageWeakRef(storage))
+        if self.bound > self.most:  # which counts what is gone as well
+            found = {key: alive(reference) for key, reference in self.references.items()}
+            self.sizes = {key: storage.nbytes() for key, storage in found.items() if storage is not None}
+            self.references = {key: self.references[key] for key in self.sizes}
+            self.bound = sum(self.sizes.values())
+            self.most = max(self.most, self.bound)
+        return result
+
+
+def alive(reference):
+    return torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+
+
+def most_held(work):
+    """Return the most bytes of tensors that ``work`` touched and held at once, and its result."""
+    gc.collect()
+    with Follower() as follower:
+        result = work()
+    return follower.most, result
+
+
+def local(tensor):
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole(tensors):
+    """Return copies of tensors, gathered where they are shards."""
+    return {
+        n: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone() for n, t in tensors.items()
+    }
+
+
+def directory_of(model, tokenizer, path, dtype=torch.float32):
+    model.to(dtype).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def trainer_of(model, tokenizer, output, accelerator, **sections):
+    update = {"steps": 3, "micro_batch_tokens": 24} | sections.pop("update", {})
+    config = small_config(output, update=update, checkpoint={"every": 1}, **sections)
+    trainer = GSPOTrainer(model, tokenizer, odd_share, ROWS, ROWS[:3], config, accelerator=accelerator)
+    trainer.engine.end_ids = ENDS
+    return trainer
+
+
+def test_memory_at_load_save_and_resume(tmp_path, tokenizer, monkeypatch):
+    """At most 1.2 times the shards and the largest weight; more where it is done as planted, in one piece."""
+    monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")  # so that it loads in this thread
+    base = directory_of(tiny_qwen3(tokenizer, **DEEP), tokenizer, tmp_path / "base", torch.bfloat16)
+
+    def is_within(tensors, peak):
+        shards = sum(local(t).nbytes for t in tensors)
+        largest = max(t.numel() * t.element_size() for t in tensors)
+        assert largest < 0.05 * shards <= peak, "too small a model to tell"
+        return peak <= 1.2 * shards + largest
+
+    def work(rank):
+        def make(model):
+            options = {"update": {"steps": 1, "layout": "padded"}, "kl": {"beta": 0.1}}
+            return trainer_of(model, tokenizer, tmp_path / "run", fsdp2(make_accelerator()), **options)
+
+        peak, resumed = most_held(lambda: make(str(base)))
+        policies = [*resumed.updater.policy.parameters(), *resumed.updater.reference.parameters()]
+        assert is_within(policies, peak)
+        assert not is_within(policies, most_held(lambda: make(load_model(str(base))))[0])
+
+        trainer = make(str(base))
+        for p in trainer.updater.policy.parameters():
+            p.grad = torch.ones_like(p)
+        trainer.updater.optimizer.step()
+        tensors, arguments = trainer.updater.tensors(), (trainer.model, trainer.tokenizer)
+        peak, _ = most_held(lambda: trainer.run.save(1, trainer.state_dict(), tensors, *arguments))
+        assert is_within(tensors.values(), peak)
+        planted = [t for t in tensors.values() if isinstance(t, DTensor)]
+        peak, _ = most_held(lambda: [t.full_tensor() for t in planted])
+        assert not is_within(tensors.values(), peak)
+
+        checkpoint = RunDirectory(tmp_path / "run").latest_checkpoint()
+        state = load_state(checkpoint, resumed.accelerator)
+        peak, _ = most_held(lambda: resumed.load_state_dict(state))
+        assert is_within(tensors.values(), peak)
+        found = resumed.updater.tensors()
+        assert found.keys() == tensors.keys()
+        assert all(torch.equal(local(found[name]), local(tensors[name])) for name in found)
+        planted = {name: torch.zeros(t.shape) for name, t in saved_tensors(checkpoint).items()}
+        peak, _ = most_held(lambda: read_tensors(checkpoint, planted))
+        assert not is_within(tensors.values(), peak)
+
+    in_two_processes(work)
+
+
+def test_memory_at_export(tmp_path, tokenizer):
+    """The first process holds the weights of one file, the other one weight."""
+    base = directory_of(tiny_qwen3(tokenizer, **DEEP), tokenizer, tmp_path / "base")
+    largest_file = 200_000
+
+    def work(rank):
+        trainer = trainer_of(str(base), tokenizer, tmp_path / "run", fsdp2(make_accelerator()))
+        largest = max(p.numel() * p.element_size() for p in trainer.model.parameters())
+        write = partial(export_model, trainer.model, tokenizer, main=rank == 0)
+        peak, _ = most_held(lambda: write(tmp_path / "files", largest_file=largest_file))
+        # What is gathered lies in a buffer first, and FSDP's padding once more.
+        assert peak <= (largest_file if rank == 0 else 0) + 3 * largest
+        peak, _ = most_held(lambda: write(tmp_path / "one"))
+        assert rank == 1 or peak > 5 * largest_file
+
+    in_two_processes(work)
+    files = sorted((tmp_path / "files").glob("model-*.safetensors"))
+    assert len(files) > 5 and max(file.stat().st_size for file in files) < largest_file + 5_000
+    for path in ("files", "one"):
+        found = AutoModelForCausalLM.from_pretrained(tmp_path / path)
+        assert same(weights(found), weights(AutoModelForCausalLM.from_pretrained(base)))
+
+
+def moe(tokenizer):
+    torch.manual_seed(shifted_seed(0))
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**(SMALL | {"vocab_size": 259, "head_dim": 16}), **experts))
+
+
+MODELS = {
+    "rows that do not divide": lambda tokenizer: tiny_qwen3(tokenizer, vocab_size=259),
+    "tied": partial(tiny_qwen3, tie_word_embeddings=True),
+    "experts that files hold one by one": moe,
+}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_directory_is_read_and_written_as_transformers_does_it(tmp_path, tokenizer, kind):
+    base = directory_of(MODELS[kind](tokenizer), tokenizer, tmp_path / "base")
+    expected = AutoModelForCausalLM.from_pretrained(base)
+    expected.save_pretrained(tmp_path / "expected")
+
+    def work(rank):
+        model = trainer_of(str(base), tokenizer, tmp_path / "run", fsdp2(make_accelerator())).model
+        found = whole(dict(model.named_parameters(remove_duplicate=False)))
+        assert same(found, dict(expected.named_parameters(remove_duplicate=False)))
+        assert (model.lm_head.weight is model.model.embed_tokens.weight) == (kind == "tied")
+        assert same(dict(model.named_buffers()), dict(expected.named_buffers()))
+        export_model(model, tokenizer, tmp_path / "found", main=rank == 0)
+
+    in_two_processes(work)
+    stored, found = (load_file(tmp_path / name / "model.safetensors") for name in ("expected", "found"))
+    assert same(stored, found)
+    configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("expected", "found")]
+    assert configs[0] == configs[1]
+
+
+def test_weights_that_do_not_fit_the_model_are_refused(tmp_path, tokenizer):
+    """As from_pretrained refuses them for one process."""
+    base = directory_of(tiny_qwen3(tokenizer), tokenizer, tmp_path / "base")
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | {"intermediate_size": 64}))
+
+    def work(rank):
+        with pytest.raises(ModelError, match="cannot be loaded"):
+            trainer_of(str(base), tokenizer, tmp_path / "run", fsdp2(make_accelerator()))
+
+    in_two_processes(work)
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"kl": {"beta": 0.1}},
+        {"lora": {"rank": 2}},
+        {"update": {"precision": "bf16", "gradient_checkpointing": True}},
+    ],
+    ids=["reference", "adapters", "bf16"],
+)
+def test_a_directory_trains_as_the_model_that_it_holds(tmp_path, tokenizer, sections):
+    base = directory_of(tiny_qwen3(tokenizer, tie_word_embeddings=True), tokenizer, tmp_path / "base")
+    precision = sections.get("update", {}).get("precision", "fp32")
+
+    def train(rank):
+        for name, model in (("given", load_model(str(base))), ("loaded", str(base))):
+            accelerator = fsdp2(make_accelerator(precision))
+            trainer = trainer_of(model, tokenizer, tmp_path / name, accelerator, **sections)
+            assert all(isinstance(p, DTensor) for p in trainer.updater.policy.parameters())
+            trainer.train()
+
+    in_two_processes(train)
+    given, loaded = (
+        weights(AutoModelForCausalLM.from_pretrained(tmp_path / name / "model"))
+        for name in ("given", "loaded")
+    )
+    assert same(given, loaded)
+    assert not same(given, weights(load_model(str(base))))
+
+
+@pytest.mark.parametrize("before", [1, 2])
+def test_another_number_of_processes_goes_on(tmp_path, tokenizer, before):
+    """From one to two and back: weights and optimizer to the bit, and the losses of a run in one process."""
+    base = directory_of(tiny_qwen3(tokenizer), tokenizer, tmp_path / "base")
+
+    def part(processes, steps, output, resume=False):
+        def train(rank=0):
+            accelerator = make_accelerator()
+            accelerator = accelerator if processes == 1 else fsdp2(accelerator)
+            trainer = trainer_of(str(base), tokenizer, output, accelerator, update={"steps": steps})
+            if resume:
+                trainer.load_state_dict(load_state(output / "checkpoints/step_000002", accelerator))
+                loaded = whole(trainer.updater.tensors())
+                assert trainer.step == 2 and same(loaded, torch.load(tmp_path / "saved.pt"))
+            trainer.train(resume=resume)
+            saved = whole(trainer.updater.tensors())
+            if rank == 0:
+                torch.save(saved, tmp_path / "saved.pt")
+
+        train() if processes == 1 else in_two_processes(train)
+
+    part(1, 4, tmp_path / "straight")
+    part(before, 2, tmp_path / "run")
+    part(3 - before, 4, tmp_path / "run", resume=True)
+    straight, found = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("straight", "run"))
+    for a, b in zip(straight[1:], found[1:], strict=True):
+        assert b["reward/mean"] == pytest.approx(a["reward/mean"])
+        for minibatch in (1, 2):
+            assert b[f"minibatch_{minibatch}/loss"] == pytest.approx(
+                a[f"minibatch_{minibatch}/loss"], rel=1e-3, abs=1e-6
+            )
+            assert b[f"minibatch_{minibatch}/grad_norm"] == pytest.approx(
+                a[f"minibatch_{minibatch}/grad_norm"], rel=1e-2
+            )
