@@ -24,11 +24,10 @@ from torch import Tensor
 
 import gspo_kernels as gk
 from gspo_kernels.trainer.config import TrainConfig, UpdateConfig
-from gspo_kernels.trainer.input_errors import RunDirectoryError
 from gspo_kernels.trainer.rollout import sampling_mismatch
 from gspo_kernels.trainer.rows.experience import Experience, micro_batches
 from gspo_kernels.trainer.rows.policy import Policy
-from gspo_kernels.trainer.run.checkpoint import read_tensors, saved_tensors
+from gspo_kernels.trainer.run.checkpoint import WEIGHTS, check_weights, read_tensors, saved_tensors
 from gspo_kernels.trainer.run.processes import is_sharded, shard_again
 
 Metrics = dict[str, float]
@@ -171,7 +170,7 @@ class PolicyUpdater:
         shard_again(self.policy)
         found = {}
         for name, p in self._trained().items():
-            found[f"weights/{name}"] = p.detach()
+            found[WEIGHTS + name] = p.detach()
             for key, value in self.optimizer.state.get(p, {}).items():
                 found[f"optimizer/{key}/{name}"] = value
         return found
@@ -186,15 +185,7 @@ class PolicyUpdater:
         That of another model is refused.
         """
         trained, saved = self._trained(), saved_tensors(checkpoint)
-        own = {f"weights/{name}": p.shape for name, p in trained.items()}
-        found = {name: tensor.shape for name, tensor in saved.items() if name.startswith("weights/")}
-        wrong = [name for name in own | found if own.get(name) != found.get(name)]
-        if wrong:
-            name = min(wrong)
-            raise RunDirectoryError(
-                f"the checkpoint is of another model: it holds {name.removeprefix('weights/')} as "
-                f"{found.get(name, 'nothing')}, the model as {own.get(name, 'nothing')}"
-            )
+        check_weights(saved, trained)
         for name, tensor in saved.items():
             if name.startswith("optimizer/"):
                 _, key, name = name.split("/", 2)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import gspo_kernels
 from gspo_kernels import cli
@@ -124,7 +125,7 @@ def test_a_model_and_a_plot_of_any_checkpoint(
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     run, line = tmp_path / "run", options(llama, jsonl, reward_file, tmp_path / "run")
-    line += ["--checkpoint.every", "1", "--update.learning_rate", "1e-2"]
+    line += ["--checkpoint.every", "1", "--checkpoint.export", "true", "--update.learning_rate", "1e-2"]
     line += ["--lora.rank", "2"] if adapters else []
     assert cli.main(["train", *line]) == 0
     for name, flags in (("newest", []), ("first", ["--step", "1"]), ("half", ["--dtype", "bf16"])):
@@ -137,6 +138,28 @@ def test_a_model_and_a_plot_of_any_checkpoint(
     assert all(torch.equal(trained[name], newest[name]) for name in trained)
     assert any(not torch.equal(trained[name], first[name]) for name in trained)
     assert all(torch.equal(trained[name].bfloat16(), half[name]) for name in trained)
+    intermediate = AutoModelForCausalLM.from_pretrained(run / "checkpoints" / "step_000001" / "model")
+    assert all(torch.equal(first[name], weight) for name, weight in intermediate.state_dict().items())
+    alone = ["export", str(run), "--adapters", "--to", str(tmp_path / "adapters")]
+    if adapters:
+        peft = pytest.importorskip("peft")
+        assert cli.main(alone) == 0
+        assert cli.main([*alone[:-1], str(tmp_path / "halves"), "--dtype", "bf16"]) == 0
+        files = [path.name for path in (tmp_path / "adapters").iterdir()]
+        assert "adapter_model.safetensors" in files and "model.safetensors" not in files
+        full, half = (
+            load_file(tmp_path / name / "adapter_model.safetensors") for name in ("adapters", "halves")
+        )
+        assert {weight.dtype for weight in full.values()} == {torch.float32}
+        assert full.keys() == half.keys()
+        assert all(torch.equal(full[name].bfloat16(), half[name]) for name in full)
+        base = AutoModelForCausalLM.from_pretrained(llama)
+        merged = peft.PeftModel.from_pretrained(base, tmp_path / "adapters").merge_and_unload().state_dict()
+        assert all(torch.allclose(merged[name], newest[name], rtol=1e-6, atol=1e-8) for name in newest)
+    else:
+        assert cli.main(alone) == 1
+        assert "trains all weights" in capsys.readouterr().err
+        assert not (tmp_path / "adapters").exists()
     (run / "progress.png").unlink()
     assert cli.main(["plot", str(run)]) == 0
     assert (run / "progress.png").read_bytes().startswith(b"\x89PNG")

@@ -17,6 +17,7 @@ from gspo_kernels.trainer.input_errors import (
     RewardError,
     RunDirectoryError,
 )
+from gspo_kernels.trainer.run.checkpoint import saved_tensors
 from gspo_kernels.trainer.run.files import RunDirectory
 from gspo_kernels.trainer.run.metrics import read_metrics
 from gspo_kernels.trainer.run.run import Run
@@ -301,7 +302,9 @@ def test_adapters_are_exported_with_the_weights_and_resume_bit_for_bit(tmp_path,
     resumed = make_trainer(tokenizer, rows, reward, small_config(tmp_path / "resumed", **sections))
     resumed.train(resume=True)
     assert same(weights(resumed.model), trained)
-    assert (tmp_path / "resumed" / "checkpoints" / "step_000004" / "state.pt").stat().st_size < 150_000
+    checkpoint = RunDirectory(tmp_path / "resumed").latest_checkpoint()
+    assert all(".lora_" in name for name in saved_tensors(checkpoint))
+    assert (checkpoint / "state.pt").stat().st_size < 150_000
 
 
 def test_adapters_on_the_head_are_refused(tmp_path, tokenizer, rows, reward):

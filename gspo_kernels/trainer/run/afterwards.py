@@ -7,7 +7,13 @@ from pathlib import Path
 import torch
 
 from gspo_kernels.trainer.input_errors import RunDirectoryError
-from gspo_kernels.trainer.run.checkpoint import load_state, read_tensors, saved_tensors
+from gspo_kernels.trainer.run.checkpoint import (
+    WEIGHTS,
+    check_weights,
+    load_state,
+    read_tensors,
+    saved_tensors,
+)
 from gspo_kernels.trainer.run.config_file import load_config
 from gspo_kernels.trainer.run.export import export_adapters, export_model
 from gspo_kernels.trainer.run.files import RunDirectory, write_directory, write_file
@@ -47,9 +53,9 @@ def export_checkpoint(
     load_state(chosen)
     model, tokenizer = load_model(config.model), load_tokenizer(config.model)
     adapted = add_adapters(model, config.lora) if config.lora.rank > 0 else None
-    weights = model.state_dict()
-    trained = {name: name.removeprefix("weights/model.") for name in saved_tensors(chosen)}
-    read_tensors(chosen, {name: weights[own] for name, own in trained.items() if name != own})
+    trained = {f"model.{name}": p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    check_weights(saved_tensors(chosen), trained)
+    read_tensors(chosen, {WEIGHTS + name: weight for name, weight in trained.items()})
     dtype = torch.bfloat16 if half else torch.float32
 
     def write(unfinished: Path) -> None:

@@ -30,6 +30,9 @@ from gspo_kernels.trainer.data import Prompts
 from gspo_kernels.trainer.input_errors import RunDirectoryError
 from gspo_kernels.trainer.run.processes import ALONE, in_shares, on_all
 
+WEIGHTS = "weights/"
+"""What the names of weights begin with, among a checkpoint's tensors; then come those in the policy."""
+
 _STATE, _TENSORS = "state.pt", "tensors"
 _FORMAT = 4
 """Goes up when a run's state gains or loses something that going on needs."""
@@ -91,6 +94,18 @@ def saved_tensors(path: Path) -> dict[str, Tensor]:
         for name, saved in found.items()
         if isinstance(saved, TensorStorageMetadata)
     }
+
+
+def check_weights(saved: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
+    """Raise a `RunDirectoryError` if a checkpoint's weights have other names or shapes than a policy's."""
+    shapes = {WEIGHTS + name: tensor.shape for name, tensor in own.items()}
+    found = {name: tensor.shape for name, tensor in saved.items() if name.startswith(WEIGHTS)}
+    for name in sorted(shapes | found):
+        if shapes.get(name) != found.get(name):
+            raise RunDirectoryError(
+                f"the checkpoint is of another model: it holds {name.removeprefix(WEIGHTS)} as "
+                f"{found.get(name, 'nothing')}, the model as {shapes.get(name, 'nothing')}"
+            )
 
 
 def read_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:

@@ -55,7 +55,7 @@ def export_adapters(adapted: Any, tokenizer: Any, path: Path, dtype: torch.dtype
     for name, parameter in adapted.named_parameters():
         if ".lora_" in name:
             parameter.data = parameter.data.to(dtype)
-    adapted.save_pretrained(path)
+    adapted.save_pretrained(path, save_embedding_layers=False)
     tokenizer.save_pretrained(path)
 
 
@@ -63,10 +63,11 @@ def _saved_weights(model: Any) -> dict[str, Tensor]:
     """Return what a model's files hold, as this process has it; of weights that are tied, the first."""
     ignored = set(model._keys_to_ignore_on_save or ())
     found: dict[str, Tensor] = {}
+    first: dict[int, str] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
-        # What an adapter was put on is no longer equal to what it was tied to.
-        tied = any(tensor is other and ".base_layer." not in n for n, other in found.items())
-        if name not in ignored and not tied:
+        before = first.setdefault(id(tensor), name)
+        # What an adapter is added to will no longer equal what it was tied to.
+        if name not in ignored and (before == name or ".base_layer." in before):
             found[name] = tensor
     return found
 

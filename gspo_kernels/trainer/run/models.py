@@ -88,12 +88,11 @@ def load_model(
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention}
     if accelerator is None or not accelerator.is_fsdp2:
         return _loaded(AutoModelForCausalLM, path, "model", **options)
-    if accelerator.device.type != "cpu":
-        options["device_map"] = {"": accelerator.device}
     with sharded_weights(accelerator):
-        model = _loaded(AutoModelForCausalLM, path, "model", **options)
+        here = {"": accelerator.device}
+        model = _loaded(AutoModelForCausalLM, path, "model", device_map=here, **options)
     if not all(isinstance(p, DTensor) for p in model.parameters()):
-        raise ModelError("FSDP needs transformers 5.16 or later, which loads weights in shards")
+        raise ModelError("FSDP needs transformers 5.20 or later, which loads weights in shards")
     return model
 
 

@@ -21,7 +21,7 @@ from gspo_kernels.trainer.rows.policy import Policy
 def sharded_weights(accelerator: Any) -> Iterator[None]:
     """Let models that are built inside without weights, on the meta device, have shards for parameters.
 
-    transformers (since 5.16) then reads of each weight what belongs to this process, and nothing else. The
+    transformers (since 5.20) then reads of each weight what belongs to this process, and nothing else. The
     shards are those of FSDP2: rows, along the mesh that accelerate gives it.
     """
     mesh = getattr(accelerator, "torch_device_mesh", None)

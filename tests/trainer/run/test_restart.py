@@ -153,11 +153,12 @@ def test_a_full_disk_loses_no_checkpoint(tmp_path, tokenizer, rows):
     assert same(outcome(tmp_path)[1], outcome(tmp_path / "straight")[1])
 
 
+@pytest.mark.parametrize("name", ["state.pt", "tensors/__0_0.distcp", "tensors/.metadata"])
 @pytest.mark.parametrize("damage", ["cut", "changed", "gone"])
-def test_a_damaged_checkpoint_is_named_and_the_one_before_serves(tmp_path, tokenizer, rows, damage):
+def test_a_damaged_checkpoint_is_named_and_the_one_before_serves(tmp_path, tokenizer, rows, damage, name):
     run(tmp_path, tokenizer, rows, resume=False, steps=2)
     last = RunDirectory(tmp_path).latest_checkpoint()
-    file = last / "state.pt"
+    file = last / name
     content = bytearray(file.read_bytes())
     if damage == "cut":
         file.write_bytes(content[: len(content) // 2])

@@ -1,7 +1,10 @@
 """FSDP2 in two processes: none holds more than its shards, and what they load, save and write is the same."""
 
+import copy
+import dataclasses
 import gc
 import json
+import resource
 from functools import partial
 
 import pytest
@@ -15,7 +18,8 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausal
 from transformers.utils import logging
 
 from gspo_kernels.trainer import GSPOTrainer
-from gspo_kernels.trainer.input_errors import ModelError
+from gspo_kernels.trainer.input_errors import ModelError, RunDirectoryError
+from gspo_kernels.trainer.rows import policy
 from gspo_kernels.trainer.run.checkpoint import load_state, read_tensors, saved_tensors
 from gspo_kernels.trainer.run.export import export_model
 from gspo_kernels.trainer.run.files import RunDirectory
@@ -112,20 +116,20 @@ def test_memory_at_load_save_and_resume(tmp_path, tokenizer, monkeypatch):
         return peak <= 1.2 * shards + largest
 
     def work(rank):
-        def make(model):
-            options = {"update": {"steps": 1, "layout": "padded"}, "kl": {"beta": 0.1}}
-            return trainer_of(model, tokenizer, tmp_path / "run", fsdp2(make_accelerator()), **options)
-
-        peak, resumed = most_held(lambda: make(str(base)))
-        policies = [*resumed.updater.policy.parameters(), *resumed.updater.reference.parameters()]
+        accelerator = fsdp2(make_accelerator())
+        sections = {"kl": {"beta": 0.1}, "update": {"layout": "padded"}}  # with the fewest probes
+        make = partial(trainer_of, str(base), tokenizer, tmp_path / "run", accelerator, **sections)
+        peak, trainer = most_held(make)
+        updater = trainer.updater
+        policies = [*updater.policy.parameters(), *updater.reference.parameters()]
         assert is_within(policies, peak)
-        assert not is_within(policies, most_held(lambda: make(load_model(str(base))))[0])
+        peak, _ = most_held(lambda: copy.deepcopy(load_model(str(base))))
+        assert not is_within(policies, peak)
 
-        trainer = make(str(base))
-        for p in trainer.updater.policy.parameters():
+        for p in updater.policy.parameters():
             p.grad = torch.ones_like(p)
-        trainer.updater.optimizer.step()
-        tensors, arguments = trainer.updater.tensors(), (trainer.model, trainer.tokenizer)
+        updater.optimizer.step()
+        tensors, arguments = updater.tensors(), (trainer.model, tokenizer)
         peak, _ = most_held(lambda: trainer.run.save(1, trainer.state_dict(), tensors, *arguments))
         assert is_within(tensors.values(), peak)
         planted = [t for t in tensors.values() if isinstance(t, DTensor)]
@@ -133,12 +137,14 @@ def test_memory_at_load_save_and_resume(tmp_path, tokenizer, monkeypatch):
         assert not is_within(tensors.values(), peak)
 
         checkpoint = RunDirectory(tmp_path / "run").latest_checkpoint()
-        state = load_state(checkpoint, resumed.accelerator)
-        peak, _ = most_held(lambda: resumed.load_state_dict(state))
+        state = load_state(checkpoint, accelerator)
+        saved = {name: local(t).clone() for name, t in tensors.items()}
+        updater.optimizer.state.clear()
+        for p in updater.policy.parameters():
+            p.detach().zero_()
+        peak, _ = most_held(lambda: trainer.load_state_dict(state))
         assert is_within(tensors.values(), peak)
-        found = resumed.updater.tensors()
-        assert found.keys() == tensors.keys()
-        assert all(torch.equal(local(found[name]), local(tensors[name])) for name in found)
+        assert same(saved, {name: local(t) for name, t in updater.tensors().items()})
         planted = {name: torch.zeros(t.shape) for name, t in saved_tensors(checkpoint).items()}
         peak, _ = most_held(lambda: read_tensors(checkpoint, planted))
         assert not is_within(tensors.values(), peak)
@@ -203,15 +209,28 @@ def test_a_directory_is_read_and_written_as_transformers_does_it(tmp_path, token
     assert configs[0] == configs[1]
 
 
-def test_weights_that_do_not_fit_the_model_are_refused(tmp_path, tokenizer):
-    """As from_pretrained refuses them for one process."""
-    base = directory_of(tiny_qwen3(tokenizer), tokenizer, tmp_path / "base")
-    config = json.loads((base / "config.json").read_text())
-    (base / "config.json").write_text(json.dumps(config | {"intermediate_size": 64}))
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [("shape", "cannot be loaded"), ("nan", "not finite"), ("head", "does something that")],
+)
+def test_what_one_process_refuses_is_refused(tmp_path, tokenizer, monkeypatch, fault, words):
+    model = tiny_qwen3(tokenizer)
+    if fault == "nan":
+        model.model.layers[1].mlp.up_proj.weight.data[3, 4] = torch.nan
+    base = directory_of(model, tokenizer, tmp_path / "base")
+    if fault == "shape":
+        config = json.loads((base / "config.json").read_text())
+        (base / "config.json").write_text(json.dumps(config | {"intermediate_size": 64}))
+    if fault == "head":
+        head_of = policy.head_of
+        monkeypatch.setattr(
+            policy, "head_of", lambda model: dataclasses.replace(head_of(model), logit_scale=2.0)
+        )
 
     def work(rank):
-        with pytest.raises(ModelError, match="cannot be loaded"):
-            trainer_of(str(base), tokenizer, tmp_path / "run", fsdp2(make_accelerator()))
+        with pytest.raises(ModelError, match=words):
+            accelerator = fsdp2(make_accelerator("bf16"))
+            trainer_of(str(base), tokenizer, tmp_path / "run", accelerator, update={"precision": "bf16"})
 
     in_two_processes(work)
 
@@ -221,16 +240,18 @@ def test_weights_that_do_not_fit_the_model_are_refused(tmp_path, tokenizer):
     [
         {"kl": {"beta": 0.1}},
         {"lora": {"rank": 2}},
+        {"lora": {"rank": 2}, "kl": {"beta": 0.1}, "update": {"precision": "bf16"}},
         {"update": {"precision": "bf16", "gradient_checkpointing": True}},
     ],
-    ids=["reference", "adapters", "bf16"],
+    ids=["reference", "adapters", "adapters of bf16 weights", "bf16"],
 )
 def test_a_directory_trains_as_the_model_that_it_holds(tmp_path, tokenizer, sections):
     base = directory_of(tiny_qwen3(tokenizer, tie_word_embeddings=True), tokenizer, tmp_path / "base")
     precision = sections.get("update", {}).get("precision", "fp32")
 
     def train(rank):
-        for name, model in (("given", load_model(str(base))), ("loaded", str(base))):
+        given = load_model(str(base), half="lora" in sections and precision == "bf16")
+        for name, model in (("given", given), ("loaded", str(base))):
             accelerator = fsdp2(make_accelerator(precision))
             trainer = trainer_of(model, tokenizer, tmp_path / name, accelerator, **sections)
             assert all(isinstance(p, DTensor) for p in trainer.updater.policy.parameters())
@@ -279,3 +300,26 @@ def test_another_number_of_processes_goes_on(tmp_path, tokenizer, before):
             assert b[f"minibatch_{minibatch}/grad_norm"] == pytest.approx(
                 a[f"minibatch_{minibatch}/grad_norm"], rel=1e-2
             )
+
+
+@pytest.mark.parametrize("limited", [0, 1])
+def test_a_full_disk_in_one_process_ends_all_and_loses_nothing(tmp_path, tokenizer, limited):
+    """Files may not grow beyond 20 kB in one of two: no checkpoint there, and later no model."""
+    base = directory_of(tiny_qwen3(tokenizer), tokenizer, tmp_path / "base")
+    directory = RunDirectory(tmp_path / "run")
+
+    def work(rank):
+        trainer = trainer_of(str(base), tokenizer, directory.path, fsdp2(make_accelerator()))
+        arguments = trainer.state_dict(), trainer.updater.tensors(), trainer.model, tokenizer
+        trainer.run.save(1, *arguments)
+        if rank == limited:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+        with pytest.raises(RunDirectoryError, match=r"step 2 cannot be written: .*from step_000001"):
+            trainer.run.save(2, *arguments)
+        if limited == 0:
+            with pytest.raises(RunDirectoryError, match=r"the model or the plot cannot be written"):
+                trainer.run.finish(1, trainer.model, tokenizer, trainer.updater.policy)
+
+    in_two_processes(work)
+    assert [path.name for path in directory.checkpoints.iterdir()] == ["step_000001"]
+    assert not directory.model.exists() and not list(tmp_path.rglob(".unfinished*"))
