@@ -210,6 +210,14 @@ def test_fsdp_that_was_asked_for_and_not_set_up_is_refused(monkeypatch):
         check_processes(accelerator)
 
 
+def test_activation_checkpointing_that_would_be_left_out_is_refused():
+    accelerator = fsdp2(make_accelerator())
+    check_processes(accelerator)
+    accelerator.state.fsdp_plugin.activation_checkpointing = True
+    with pytest.raises(ConfigError, match=r"use update\.gradient_checkpointing"):
+        check_processes(accelerator)
+
+
 @pytest.mark.parametrize("kind", ["DEEPSPEED", "MULTI_XPU"])
 def test_other_ways_are_refused(monkeypatch, kind):
     from accelerate.utils import DistributedType
