@@ -98,7 +98,8 @@ def directory_of(model, tokenizer, path, dtype=torch.float32):
 
 def trainer_of(model, tokenizer, output, accelerator, **sections):
     update = {"steps": 3, "micro_batch_tokens": 24} | sections.pop("update", {})
-    config = small_config(output, update=update, checkpoint={"every": 1}, **sections)
+    checkpoint = {"every": 1} | sections.pop("checkpoint", {})
+    config = small_config(output, update=update, checkpoint=checkpoint, **sections)
     trainer = GSPOTrainer(model, tokenizer, odd_share, ROWS, ROWS[:3], config, accelerator=accelerator)
     trainer.engine.end_ids = ENDS
     return trainer
@@ -253,16 +254,17 @@ def test_a_directory_trains_as_the_model_that_it_holds(tmp_path, tokenizer, sect
         given = load_model(str(base), half="lora" in sections and precision == "bf16")
         for name, model in (("given", given), ("loaded", str(base))):
             accelerator = fsdp2(make_accelerator(precision))
-            trainer = trainer_of(model, tokenizer, tmp_path / name, accelerator, **sections)
+            options = {"checkpoint": {"export": True}, **sections}
+            trainer = trainer_of(model, tokenizer, tmp_path / name, accelerator, **options)
             assert all(isinstance(p, DTensor) for p in trainer.updater.policy.parameters())
             trainer.train()
 
     in_two_processes(train)
-    given, loaded = (
-        weights(AutoModelForCausalLM.from_pretrained(tmp_path / name / "model"))
-        for name in ("given", "loaded")
+    given, loaded, last = (
+        weights(AutoModelForCausalLM.from_pretrained(tmp_path / path))
+        for path in ("given/model", "loaded/model", "loaded/checkpoints/step_000003/model")
     )
-    assert same(given, loaded)
+    assert same(given, loaded) and same(loaded, last)
     assert not same(given, weights(load_model(str(base))))
 
 
