@@ -23,8 +23,8 @@ from gspo_kernels.trainer.run.processes import on_all, shard_again
 class WeightTransfer:
     """Writes weights as ``from_pretrained`` reads them, and lets the service load them.
 
-    The first process writes what is gathered; all must enter. Each time the directory has a new name, so that a
-    service that does not see it fails, and never loads what it has cached. One that a killed process left
+    The first process writes what all gather; all must enter. Each time the directory has a new name, so that
+    a service that does not see it fails, and never loads what it has cached. One that a killed process left
     behind in a run's own directory goes when the run is resumed or replaced.
 
     Attributes:
