@@ -91,8 +91,8 @@ def load_model(
     with sharded_weights(accelerator):
         here = {"": accelerator.device}
         model = _loaded(AutoModelForCausalLM, path, "model", device_map=here, **options)
-    if not all(isinstance(p, DTensor) for p in model.parameters()):
-        raise ModelError("FSDP needs transformers 5.20 or later, which loads weights in shards")
+    if whole := [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]:
+        raise ModelError(f"FSDP needs transformers 5.20 or later, to read shards: {whole[0]} was read whole")
     return model
 
 

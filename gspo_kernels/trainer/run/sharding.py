@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from gspo_kernels.trainer.rows.policy import Policy
+from gspo_kernels.trainer.run.processes import shard_again
 
 
 @contextmanager
@@ -72,3 +73,4 @@ def check_policy(accelerator: Any, policy: Policy) -> None:
         plugin.mixed_precision_policy = mixed
         register_fsdp_forward_method(policy, "check")
     policy.check()
+    shard_again(policy)
