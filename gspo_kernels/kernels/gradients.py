@@ -72,18 +72,19 @@ def _write_gradient(
     """
     lanes = tl.arange(0, BLOCK)
     if SCALED or SOFTCAP:
-        grad_logp *= slopes[0][0]
-        grad_entropy *= slopes[0][0]
+        slope = slopes[0][0] + slopes[0][1]
+        grad_logp *= slope
+        grad_entropy *= slope
     at_label = grad_logp * one_minus_exp(logp, STATS, PLATFORM)
     if ENTROPY:
         at_label -= grad_entropy * tl.exp(logp) * (tl.maximum(logp, _LOG_FLOOR) + entropy)
-    ahead = load_columns(row, 0, width, stride_v, BLOCK, UNIT_STRIDE, "evict_first")
+    ahead = load_columns(row, 0, lanes, width, stride_v, UNIT_STRIDE, True, "evict_first")
     for start in range(0, width, BLOCK):
         raw = ahead
         columns = start + lanes
         # This load stands before the store, across which the compiler can't move it: out may be the logits.
-        ahead = load_columns(row, start + BLOCK, width, stride_v, BLOCK, UNIT_STRIDE, "evict_first")
-        z, bend = transformed(raw, columns, width, slopes, STATS, SCALED, SOFTCAP, PLATFORM)
+        ahead = load_columns(row, start + BLOCK, lanes, width, stride_v, UNIT_STRIDE, True, "evict_first")
+        z, bend = transformed(raw, slopes, STATS, SCALED, SOFTCAP, PLATFORM)
         log_p = (z - base) - rest
         weight = -grad_logp
         if ENTROPY:
@@ -290,6 +291,7 @@ def logprobs_and_grad_kernel(
     ALIGNED: tl.constexpr,
     NARROWS_IN_PLACE: tl.constexpr,
     BLOCK: tl.constexpr,
+    WARPS: tl.constexpr,
     PLATFORM: tl.constexpr,
 ):
     """One row's statistics, then its gradient, for which the row is still in the cache."""
@@ -318,6 +320,7 @@ def logprobs_and_grad_kernel(
         False,
         UNIT_STRIDE,
         BLOCK,
+        WARPS,
         "evict_last",
         PLATFORM,
     )
@@ -402,6 +405,7 @@ def logprobs_and_grad(
         ALIGNED=is_aligned(logits) and is_aligned(out),
         NARROWS_IN_PLACE=narrows_in_place(logits, out),
         BLOCK=tile.block,
+        WARPS=tile.warps,
         PLATFORM=platform(),
     )
     return stats

@@ -34,17 +34,18 @@ class Tile(NamedTuple):
     stages: int = 1
 
 
-# The tile by the bytes of one logit, the same on all devices. A fold keeps two (with entropy three)
-# registers per lane, so its blocks are 32 bytes per thread: two 16-byte loads, with four more always under
-# way. On sm_90 that is 48 to 64 registers, hence 4 or 5 programs and 64 KiB under way per multiprocessor. The
+# The tile by the bytes of one logit, the same on all devices. A fold keeps two (with entropy three) numbers
+# per thread, and its blocks are two 16-byte loads per thread. Nothing is loaded ahead, as ptxas would move
+# such loads down to where they are used: the number of programs hides the memory's latency. With 32 to 48
+# registers 10 to 16 of four warps share an NVIDIA multiprocessor, and have 40 to 64 KiB under way. The
 # backward keeps nothing and takes 64 bytes per thread.
-FOLD = {2: Tile(4096, 8), 4: Tile(2048, 8), 8: Tile(1024, 8)}
+FOLD = {2: Tile(2048, 4), 4: Tile(1024, 4), 8: Tile(512, 4)}
 BACKWARD = {2: Tile(8192, 8), 4: Tile(4096, 8), 8: Tile(2048, 8)}
 
 # The on-policy kernel reads its row twice, the second time from the L2 cache. Few rows may be in flight at a
-# time, so a program takes 16 warps: at 80 registers only one fits on an sm_90 multiprocessor. More warps
-# would be more than the 1,024 threads of an AMD workgroup.
-FOLD_AND_GRAD = {2: Tile(8192, 16), 4: Tile(8192, 16), 8: Tile(2048, 16)}
+# time, so a program takes 16 warps, and so many loads per thread that with more than 64 registers only one
+# fits on an NVIDIA multiprocessor. More warps would be more than the 1,024 threads of an AMD workgroup.
+FOLD_AND_GRAD = {2: Tile(16384, 16), 4: Tile(8192, 16), 8: Tile(2048, 16)}
 
 _STATS = {torch.float32: tl.float32, torch.float64: tl.float64}
 
@@ -117,7 +118,7 @@ class Slopes(NamedTuple):
     row_temperature: Tensor | None
     stride_b: int
     stride_t: int
-    scaled: bool
+    scaled: int
     softcap: bool
 
     @staticmethod
@@ -127,7 +128,7 @@ class Slopes(NamedTuple):
         slope = scale / temperature
         inner, outer = (scale / softcap, softcap / temperature) if softcap else (1.0, 1.0)
         stride_b, stride_t = (0, 0) if row_temperature is None else row_temperature.stride()
-        scaled = slope != 1.0 or row_temperature is not None
+        scaled = 0 if slope == 1.0 and row_temperature is None else 1 if slope > 0 else -1
         return Slopes(slope, inner, outer, row_temperature, stride_b, stride_t, scaled, bool(softcap))
 
 

@@ -59,6 +59,7 @@ def logprobs_forward_kernel(
     UNIT_STRIDE: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
+    WARPS: tl.constexpr,
     PLATFORM: tl.constexpr,
 ):
     """One row's statistics."""
@@ -83,6 +84,7 @@ def logprobs_forward_kernel(
         entropy_ptr is not None,
         UNIT_STRIDE,
         BLOCK,
+        WARPS,
         "evict_first",
         PLATFORM,
     )
@@ -127,6 +129,7 @@ def logprobs_forward(
         UNIT_STRIDE=logits.stride(2) == 1,
         ALIGNED=is_aligned(logits),
         BLOCK=tile.block,
+        WARPS=tile.warps,
         PLATFORM=platform(),
     )
     return stats

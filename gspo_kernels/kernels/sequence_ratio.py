@@ -44,9 +44,11 @@ from gspo_kernels.types import (
     stats_dtype,
 )
 
-_TOKENS_PER_BLOCK = 1024
-_SEQUENCES_PER_BLOCK = 256
-_STEP = Tile(_TOKENS_PER_BLOCK, 8)
+# What is reduced at a time, per thread: with more, the reductions would take more registers than the fold of
+# a row, and leave room for fewer programs.
+_TOKENS_PER_THREAD = 4
+_SEQUENCES_PER_THREAD = 1
+_STEP = Tile(1024, 8)
 
 
 @row_kernel
@@ -100,6 +102,7 @@ def sequence_ratio_kernel(
     UNIT_STRIDE: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
+    WARPS: tl.constexpr,
     TOKENS_PER_BLOCK: tl.constexpr,
     SEQUENCES_PER_BLOCK: tl.constexpr,
     PLATFORM: tl.constexpr,
@@ -138,6 +141,7 @@ def sequence_ratio_kernel(
             False,
             UNIT_STRIDE,
             BLOCK,
+            WARPS,
             "evict_first",
             PLATFORM,
         )
@@ -338,8 +342,8 @@ def sequence_ratio_step(
         0 if lengths is None else lengths.stride(0),
         COUNT_TOKENS=form.count_tokens,
         DIVISOR=form.divisor,
-        TOKENS_PER_BLOCK=_TOKENS_PER_BLOCK,
-        SEQUENCES_PER_BLOCK=_SEQUENCES_PER_BLOCK,
+        TOKENS_PER_BLOCK=32 * _STEP.warps * _TOKENS_PER_THREAD,
+        SEQUENCES_PER_BLOCK=32 * _STEP.warps * _SEQUENCES_PER_THREAD,
     )
     return step
 
@@ -428,8 +432,9 @@ def sequence_ratio_forward(
         UNIT_STRIDE=logits.stride(2) == 1,
         ALIGNED=is_aligned(logits),
         BLOCK=tile.block,
-        TOKENS_PER_BLOCK=_TOKENS_PER_BLOCK,
-        SEQUENCES_PER_BLOCK=_SEQUENCES_PER_BLOCK,
+        WARPS=tile.warps,
+        TOKENS_PER_BLOCK=32 * tile.warps * _TOKENS_PER_THREAD,
+        SEQUENCES_PER_BLOCK=32 * tile.warps * _SEQUENCES_PER_THREAD,
         PLATFORM=platform(),
     )
     return stats

@@ -427,6 +427,28 @@ def test_a_label_at_plus_infinity_is_nan_as_in_pytorch():
     assert torch.log_softmax(logits, -1).gather(-1, labels.unsqueeze(-1)).isnan().all()
 
 
+@pytest.mark.parametrize("transform", (PLAIN, WARM, LogitTransform(-2.0, 0.0, 1.0)))
+@pytest.mark.parametrize("also", ("nothing", "a finite maximum before", "another +inf", "NaN"))
+def test_another_column_at_plus_infinity_is_nan_as_in_pytorch(transform, also):
+    logits, labels, grad, _ = rows(9000, torch.float32, B=1, T=1)
+    logits[logits == logits.max()] = 1.0
+    labels[0, 0], where = 5, 8200
+    hot = float("inf") if transform.logit_scale > 0 else -float("inf")
+    logits[0, 0, where] = hot
+    if also == "a finite maximum before":
+        logits[0, 0, where - 4096] = 1e30 * transform.logit_scale
+    if also == "another +inf":
+        logits[0, 0, where + 1] = hot
+    if also == "NaN":
+        logits[0, 0, where + 1] = float("nan")
+    stats = forward(logits, labels, transform)
+    assert torch.log_softmax(logits * transform.logit_scale, -1)[0, 0, 5].isnan()
+    assert stats.logprobs.isnan().all() and stats.entropy.isnan().all()
+    assert (stats.lse == float("inf")).all()
+    known, gradient = and_grad(logits, labels, grad, transform)
+    assert known.logprobs.isnan().all() and gradient[0, 0, [5, where]].isnan().all()
+
+
 @pytest.mark.parametrize("shape", [(0, 3, 50), (2, 0, 50), (0, 0, 50)])
 def test_empty_batches(shape):
     logits, labels = torch.empty(shape), torch.empty(shape[:2], dtype=torch.int64)
