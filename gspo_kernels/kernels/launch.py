@@ -68,6 +68,24 @@ def is_aligned(tensor_BTV: Tensor) -> bool:
     )
 
 
+def access(logits_BTV: Tensor, *out_BTV: Tensor) -> str:
+    """How kernels walk rows, alike in the logits and what is written beside them.
+
+    Returns:
+        "aligned" where all is in 16-byte pieces, "shifted" where all but the ends of rows is (rows of both
+        begin equally far from a multiple of 16 bytes, in elements), "single" for any other strides.
+    """
+    tensors = (logits_BTV, *out_BTV)
+    if all(is_aligned(each) for each in tensors):
+        return "aligned"
+    vector = 16 // min(each.element_size() for each in tensors)
+    starts = {
+        tuple(number % vector for number in (each.data_ptr() // each.element_size(), *each.stride()[:2]))
+        for each in tensors
+    }
+    return "shifted" if len(starts) == 1 and all(each.stride(2) == 1 for each in tensors) else "single"
+
+
 def _extent(tensor: Tensor) -> range:
     """The addresses from a tensor's first element to its last."""
     if tensor.numel() == 0:
@@ -136,7 +154,7 @@ def row_kernel(function: Callable[..., None]) -> Any:
     """``triton.jit`` for kernels that must not be compiled anew when shapes, strides or addresses change.
 
     Only dtypes, the presence of optional tensors and the constants enter the specialisation. What vectorised
-    accesses need to know of strides and addresses travels in the constants ALIGNED and UNIT_STRIDE.
+    accesses need to know of strides and addresses travels in the constant ACCESS.
     """
     parameters = inspect.signature(function).parameters.values()
     runtime = [parameter.name for parameter in parameters if "constexpr" not in str(parameter.annotation)]

@@ -121,10 +121,10 @@ def parted(value, STATS: tl.constexpr):
 
 
 @triton.jit
-def row_pointer(pointer, b, t, stride_b, stride_t, ALIGNED: tl.constexpr):
-    """Address of row (b, t), in 64-bit arithmetic; ALIGNED promises that it is a multiple of 16 bytes."""
+def row_pointer(pointer, b, t, stride_b, stride_t, ACCESS: tl.constexpr):
+    """Address of row (b, t), in 64-bit arithmetic; "aligned" promises that it is a multiple of 16 bytes."""
     row = pointer + (b.to(tl.int64) * stride_b + t.to(tl.int64) * stride_t)
-    if ALIGNED:
+    if ACCESS == "aligned":
         row = tl.multiple_of(row, 16)
     return row
 
@@ -136,12 +136,29 @@ def element(pointer, b, t, stride_b, stride_t):
 
 
 @triton.jit
-def readable_width(wanted, vocabulary, ALIGNED: tl.constexpr):
-    """Number of columns to walk: the vocabulary, or none for a row that must not be read."""
-    width = tl.where(wanted, vocabulary, 0)
-    if ALIGNED:
+def whole_vectors(row, width, VECTOR: tl.constexpr, ACCESS: tl.constexpr):
+    """(pointer, first column, number of columns) of the part of a row to walk in blocks.
+
+    "aligned" rows and those of "single" elements are walked as a whole. Of a "shifted" row it is what lies in
+    whole vectors at multiples of 16 bytes; less than a vector is left at either end, see ``edge_columns``.
+    """
+    first = width * 0
+    if ACCESS == "aligned":
         width = tl.multiple_of(width, 16)
-    return width
+    if ACCESS == "shifted":
+        SIZE: tl.constexpr = row.dtype.element_ty.primitive_bitwidth // 8
+        behind = (row.to(tl.int64) // SIZE) % VECTOR
+        first = tl.minimum(((VECTOR - behind) % VECTOR).to(tl.int32), width)
+        width = tl.multiple_of((width - first) // VECTOR * VECTOR, VECTOR)
+        row = tl.multiple_of(row + first, 16)
+    return row, first, width
+
+
+@triton.jit
+def edge_columns(lanes, first, whole, width, VECTOR: tl.constexpr):
+    """The columns before and behind the whole vectors of a row, and which of the lanes have one."""
+    columns = tl.where(lanes < VECTOR, lanes, first + whole + (lanes - VECTOR))
+    return columns, (columns < first) | ((lanes >= VECTOR) & (columns < width))
 
 
 @triton.jit
@@ -151,15 +168,15 @@ def load_columns(
     lanes,
     width,
     stride_v,
-    UNIT_STRIDE: tl.constexpr,
+    ACCESS: tl.constexpr,
     MASKED: tl.constexpr,
     EVICT: tl.constexpr,
 ):
     """Raw logits of a block of columns; MASKED: -inf beyond the width."""
-    if UNIT_STRIDE:
-        pointers = (row + start) + lanes
-    else:
+    if ACCESS == "single":
         pointers = row + (start + lanes).to(tl.int64) * stride_v
+    else:
+        pointers = (row + start) + lanes
     if MASKED:
         return tl.load(pointers, mask=start + lanes < width, other=-float("inf"), eviction_policy=EVICT)
     return tl.load(pointers, eviction_policy=EVICT)
@@ -284,34 +301,63 @@ def joined_folds(one, other, ENTROPY: tl.constexpr, PLATFORM: tl.constexpr):
 
 
 @triton.jit
-def fold_row(
+def open_row(
     row,
     label,
     labelled,
     width,
+    stride_v,
+    ACCESS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WARPS: tl.constexpr,
+    EVICT: tl.constexpr,
+    PLATFORM: tl.constexpr,
+):
+    """Ask for the block that holds the label, and for a shifted row's edges: what ``fold_row`` begins with.
+
+    ``labelled`` says that the label is a column of the row.
+    """
+    VECTOR: tl.constexpr = 128 // row.dtype.element_ty.primitive_bitwidth
+    THREADS: tl.constexpr = WARPS * (64 if PLATFORM == "hip" else 32)
+    LOADS: tl.constexpr = BLOCK // (THREADS * VECTOR)
+    pieces = tl.arange(0, LOADS)[:, None] * THREADS + tl.arange(0, THREADS)[None, :]
+    lanes = pieces[:, :, None] * VECTOR + tl.arange(0, VECTOR)[None, None, :]
+    whole_row, first, whole = whole_vectors(row, width, VECTOR, ACCESS)
+    label = tl.where(labelled, label, -1).to(tl.int32)
+    place = label - first
+    place = tl.where((label >= first) & (place < whole), place, -1)
+    home = tl.maximum(place, 0) // BLOCK
+    block = load_columns(whole_row, home * BLOCK, lanes, whole, stride_v, ACCESS, True, EVICT)
+    edge = tl.zeros([THREADS], row.dtype.element_ty)
+    at_edge_label = tl.zeros([THREADS], tl.int1)
+    if ACCESS == "shifted":
+        columns, inside = edge_columns(tl.arange(0, THREADS), first, whole, width, VECTOR)
+        edge = tl.load(row + columns, mask=inside, other=-float("inf"), eviction_policy=EVICT)
+        at_edge_label = inside & (columns == label)
+    return whole_row, whole, lanes, home, place, block, edge, at_edge_label, labelled
+
+
+@triton.jit
+def fold_row(
+    opened,
     stride_v,
     slopes,
     STATS: tl.constexpr,
     SCALED: tl.constexpr,
     SOFTCAP: tl.constexpr,
     ENTROPY: tl.constexpr,
-    UNIT_STRIDE: tl.constexpr,
+    ACCESS: tl.constexpr,
     BLOCK: tl.constexpr,
-    WARPS: tl.constexpr,
     EVICT: tl.constexpr,
     PLATFORM: tl.constexpr,
 ):
     """Log-prob of the label, log-sum-exp (as a sum of two) and entropy of one row, each logit read once.
 
     The log-sum-exp is one of the logits plus a small rest, which together are more accurate than their
-    rounded sum. ``labelled`` says that the label is a column of the row; where it isn't, the log-prob is NaN.
+    rounded sum. Where the label isn't a column of the row, the log-prob is NaN.
     """
-    VECTOR: tl.constexpr = 128 // row.dtype.element_ty.primitive_bitwidth
-    THREADS: tl.constexpr = WARPS * (64 if PLATFORM == "hip" else 32)
-    LOADS: tl.constexpr = BLOCK // (THREADS * VECTOR)
+    row, width, lanes, home, place, block, edge, at_edge_label, labelled = opened
     STEEP: tl.constexpr = SOFTCAP or SCALED != 0
-    threads = tl.arange(0, LOADS)[:, None] * THREADS + tl.arange(0, THREADS)[None, :]
-    lanes = threads[:, :, None] * VECTOR + tl.arange(0, VECTOR)[None, None, :]
     steepness = slopes[0]
     if SOFTCAP:
         steepness = slopes[2]
@@ -322,31 +368,35 @@ def fold_row(
         exact *= _LOG2_E  # for exp2
     power = _factor(exact, STATS)
 
+    # A thread has at most one column of the edges: its fold begins with that.
+    peak = tl.zeros_like(edge).to(STATS) + lowest(STATS)
+    total = tl.zeros_like(peak)
+    y_label = tl.zeros_like(peak)
+    if ACCESS == "shifted":
+        y = _height(edge, slopes, STATS, SCALED, SOFTCAP, PLATFORM)
+        y_label = tl.where(at_edge_label, y, 0.0)
+        y = tl.where((edge == -float("inf")) | at_edge_label, -float("inf"), y)
+        peak = tl.maximum(peak, y)
+        total = _exp_of_height(y - peak, power, STEEP, PLATFORM)
+    state = (peak, total, tl.zeros_like(peak))
+
     # The label's block comes first, so that no other block has to look for the label.
-    label = tl.where(labelled, label, 0).to(tl.int32)
-    home = label // BLOCK
     columns = home * BLOCK + lanes
-    raw = load_columns(row, home * BLOCK, lanes, width, stride_v, UNIT_STRIDE, True, EVICT)
-    y = _height(raw, slopes, STATS, SCALED, SOFTCAP, PLATFORM)
-    is_label = (columns == label) & labelled
-    y_label = tl.sum(tl.sum(tl.sum(tl.where(is_label, y, 0.0), axis=2), axis=0), axis=0)
-    state = (
-        tl.zeros([THREADS], STATS) + lowest(STATS),
-        tl.zeros([THREADS], STATS),
-        tl.zeros([THREADS], STATS),
-    )
+    y = _height(block, slopes, STATS, SCALED, SOFTCAP, PLATFORM)
+    is_label = columns == place
+    y_label = tl.sum(y_label + tl.sum(tl.sum(tl.where(is_label, y, 0.0), axis=2), axis=0), axis=0)
     y = tl.where(is_label | (columns >= width), -float("inf"), y)
     state = _fold_block(state, y, power, STEEP, ENTROPY, PLATFORM)
 
     full = width // BLOCK
-    for block in range(tl.where(home < full, full - 1, full)):
-        start = tl.where(block < home, block, block + 1) * BLOCK
-        raw = load_columns(row, start, lanes, width, stride_v, UNIT_STRIDE, False, EVICT)
+    for other in range(tl.where(home < full, full - 1, full)):
+        start = tl.where(other < home, other, other + 1) * BLOCK
+        raw = load_columns(row, start, lanes, width, stride_v, ACCESS, False, EVICT)
         y = _height(raw, slopes, STATS, SCALED, SOFTCAP, PLATFORM)
         state = _fold_block(state, y, power, STEEP, ENTROPY, PLATFORM)
     if (home < full) & (full * BLOCK < width):
         columns = full * BLOCK + lanes
-        raw = load_columns(row, full * BLOCK, lanes, width, stride_v, UNIT_STRIDE, True, EVICT)
+        raw = load_columns(row, full * BLOCK, lanes, width, stride_v, ACCESS, True, EVICT)
         y = _height(raw, slopes, STATS, SCALED, SOFTCAP, PLATFORM)
         y = tl.where(columns < width, y, -float("inf"))
         state = _fold_block(state, y, power, STEEP, ENTROPY, PLATFORM)

@@ -20,13 +20,13 @@ from gspo_kernels.kernels.launch import (
     FOLD,
     Slopes,
     Tile,
-    is_aligned,
+    access,
     launch,
     platform,
     row_kernel,
     stats_type,
 )
-from gspo_kernels.kernels.rows import element, fold_row, joined, readable_width, row_pointer, row_slopes
+from gspo_kernels.kernels.rows import element, fold_row, joined, open_row, row_pointer, row_slopes
 from gspo_kernels.kernels.sequences import (
     SCRATCH_ROWS,
     arrive,
@@ -99,8 +99,7 @@ def sequence_ratio_kernel(
     STATS: tl.constexpr,
     SCALED: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    UNIT_STRIDE: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    ACCESS: tl.constexpr,
     BLOCK: tl.constexpr,
     WARPS: tl.constexpr,
     TOKENS_PER_BLOCK: tl.constexpr,
@@ -113,10 +112,6 @@ def sequence_ratio_kernel(
     if n < N:
         b = n // T
         t = n - b * T
-        if cu_seqlens_ptr is not None:
-            sequence = sequence_of(n, cu_seqlens_ptr, sequences)
-        else:
-            sequence = b
         label = tl.load(element(labels_ptr, b, t, labels_stride_b, labels_stride_t)).to(tl.int64)
         counted = label != ignore_index
         slopes = row_slopes(
@@ -128,20 +123,33 @@ def sequence_ratio_kernel(
             temperature_stride_t,
             STATS,
         )
-        logp, base, rest, _ = fold_row(
-            row_pointer(logits_ptr, b, t, logits_stride_b, logits_stride_t, ALIGNED),
+        opened = open_row(
+            row_pointer(logits_ptr, b, t, logits_stride_b, logits_stride_t, ACCESS),
             label,
             counted & (label >= 0) & (label < V),
-            readable_width(counted, V, ALIGNED),
+            tl.where(counted, V, 0),
+            logits_stride_v,
+            ACCESS,
+            BLOCK,
+            WARPS,
+            "evict_first",
+            PLATFORM,
+        )
+        # While the first logits are under way.
+        if cu_seqlens_ptr is not None:
+            sequence = sequence_of(n, cu_seqlens_ptr, sequences)
+        else:
+            sequence = b
+        logp, base, rest, _ = fold_row(
+            opened,
             logits_stride_v,
             slopes,
             STATS,
             SCALED,
             SOFTCAP,
             False,
-            UNIT_STRIDE,
+            ACCESS,
             BLOCK,
-            WARPS,
             "evict_first",
             PLATFORM,
         )
@@ -429,8 +437,7 @@ def sequence_ratio_forward(
         STATS=stats_type(logits.dtype),
         SCALED=slopes.scaled,
         SOFTCAP=slopes.softcap,
-        UNIT_STRIDE=logits.stride(2) == 1,
-        ALIGNED=is_aligned(logits),
+        ACCESS=access(logits),
         BLOCK=tile.block,
         WARPS=tile.warps,
         TOKENS_PER_BLOCK=32 * tile.warps * _TOKENS_PER_THREAD,

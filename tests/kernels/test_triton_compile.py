@@ -99,14 +99,18 @@ def test_aligned_rows_move_16_bytes_at_a_time(report, target, dtype):
         assert entry["wide_loads"] >= 10 and entry["wide_stores"] >= 4, entry
 
 
-def test_odd_rows_do_not(report):
-    """What the test above counts can be absent."""
-    (entry, *_) = [
-        e
-        for e in entries(report, "sm_90", "logprobs_forward_kernel", "float16")
-        if "aligned" not in e["kernel"]
-    ]
-    assert entry["wide_loads"] == 0
+def test_rows_that_begin_anywhere_do_so_too(report):
+    """All but less than 16 bytes at either end."""
+    for entry in entries(report, "sm_90", "_kernel float16", " shifted"):
+        assert entry["wide_loads"] >= 6, entry
+        if "logprobs_forward" in entry["kernel"] or "sequence_ratio" in entry["kernel"]:
+            assert entry["wide_loads"] == 6 and entry["narrow_logit_loads"] == 1, entry
+
+
+def test_other_strides_do_not(report):
+    """What the tests above count can be absent."""
+    for entry in entries(report, "sm_90", "logprobs_forward_kernel", "float16 no"):
+        assert entry["wide_loads"] == 0 and entry["narrow_logit_loads"] > 0, entry
 
 
 def test_one_exponential_per_element(report):
