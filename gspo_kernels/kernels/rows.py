@@ -143,14 +143,14 @@ def whole_vectors(row, width, VECTOR: tl.constexpr, ACCESS: tl.constexpr):
     whole vectors at multiples of 16 bytes; less than a vector is left at either end, see ``edge_columns``.
     """
     first = width * 0
-    if ACCESS == "aligned":
-        width = tl.multiple_of(width, 16)
     if ACCESS == "shifted":
         SIZE: tl.constexpr = row.dtype.element_ty.primitive_bitwidth // 8
         behind = (row.to(tl.int64) // SIZE) % VECTOR
         first = tl.minimum(((VECTOR - behind) % VECTOR).to(tl.int32), width)
-        width = tl.multiple_of((width - first) // VECTOR * VECTOR, VECTOR)
         row = tl.multiple_of(row + first, 16)
+    if ACCESS != "single":
+        # For aligned rows the same number, by an operation that tells the compiler what divides it.
+        width = (width - first) // VECTOR * VECTOR
     return row, first, width
 
 
