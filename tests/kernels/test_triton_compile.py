@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.static import dearer
+
 triton = pytest.importorskip("triton")
 
 ROOT = Path(__file__).parents[2]
+COUNTED = ROOT / "benchmarks" / "results" / "cpu_two_cores_avx2" / "static.json"
 RARE = (
     "logprobs_backward_kernel bfloat16->bfloat16 scaled softcap aligned no row_temperature_ptr",
     "logprobs_forward_kernel float16 scaled no row_temperature_ptr",
@@ -120,6 +123,36 @@ def test_one_exponential_per_element(report):
             report, "sm_90", "logprobs_forward_kernel", f" {dtype} aligned", "no entropy_ptr"
         ):
             assert 3 * (width + 1) < entry["exponentials"] <= 3 * (width + 1) + 3, entry
+
+
+def test_no_kernel_becomes_dearer(report):
+    """Against the counts that the docs quote; `python -m benchmarks run static` counts anew."""
+    counted = json.loads(COUNTED.read_text())
+    if counted["versions"]["triton"] != triton.__version__:
+        pytest.skip(f"counted with Triton {counted['versions']['triton']}, here is {triton.__version__}")
+    before = {(line["kernel"], line["target"]): line for line in counted["lines"]}
+    compared = set()
+    for entry in report["compiled"]:
+        line = before.get((entry["kernel"], entry["target"]))
+        if line is not None:
+            assert not dearer(entry["counts"], line), (line["name"], entry["counts"], line)
+            compared.add((line["name"], line["target"]))
+    assert len(compared) >= 6 * len((*NVIDIA, "gfx942"))
+
+
+@pytest.mark.parametrize(
+    ("figure", "worse"),
+    [
+        ("instructions_per_logit", lambda value: 1.04 * value),
+        ("mufu_per_logit", lambda value: 1.04 * value),
+        ("spilled", lambda value: value + 8),
+        ("warps", lambda value: value - 4),
+    ],
+)
+def test_a_dearer_kernel_is_found(figure, worse):
+    for line in json.loads(COUNTED.read_text())["lines"]:
+        assert not dearer(line, line)
+        assert dearer(line | {figure: worse(line[figure])}, line) == [figure]
 
 
 @pytest.mark.parametrize("kind", ("same", "rows", "aligned vocabulary", "odd vocabulary", "scored rows"))
