@@ -14,7 +14,7 @@ from gspo_kernels.kernels.launch import (
     BACKWARD,
     FOLD_AND_GRAD,
     Slopes,
-    is_aligned,
+    access,
     launch,
     narrows_in_place,
     platform,
@@ -22,6 +22,8 @@ from gspo_kernels.kernels.launch import (
     stats_type,
 )
 from gspo_kernels.kernels.rows import (
+    HUGE,
+    edge_columns,
     element,
     exp_flushed,
     fold_row,
@@ -29,16 +31,39 @@ from gspo_kernels.kernels.rows import (
     load_columns,
     narrowed,
     one_minus_exp,
+    open_row,
     parted,
-    readable_width,
     row_pointer,
     row_slopes,
     transformed,
+    whole_vectors,
 )
 from gspo_kernels.types import LogitTransform, RowStats, stats_dtype
 
-_LOG_FLOOR: tl.constexpr = tl.constexpr(-1e30)
-"""Stands in for log 0, so that 0 log 0 is 0."""
+
+@triton.jit
+def _gradient(
+    raw,
+    is_label,
+    of_row,
+    STATS: tl.constexpr,
+    SCALED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    OUT: tl.constexpr,
+    PLATFORM: tl.constexpr,
+):
+    """The gradient of some logits of a row; ``_write_gradient`` says which."""
+    at_label, base, rest, grad_logp, entropy, grad_entropy, slopes = of_row
+    z, bend = transformed(raw, slopes, STATS, SCALED, SOFTCAP, PLATFORM)
+    log_p = (z - base) - rest
+    weight = -grad_logp
+    if ENTROPY:
+        weight -= grad_entropy * (tl.maximum(log_p, -HUGE) + entropy)
+    grad = tl.where(is_label, at_label, exp_flushed(log_p, PLATFORM) * weight)
+    if SOFTCAP:
+        grad = grad * bend
+    return narrowed(grad, OUT, PLATFORM)
 
 
 @triton.jit
@@ -47,7 +72,7 @@ def _write_gradient(
     out_row,
     label,
     width,
-    idle_width,
+    active,
     stride_v,
     logp,
     base,
@@ -60,47 +85,58 @@ def _write_gradient(
     SCALED: tl.constexpr,
     SOFTCAP: tl.constexpr,
     ENTROPY: tl.constexpr,
-    UNIT_STRIDE: tl.constexpr,
+    ACCESS: tl.constexpr,
     NARROWS_IN_PLACE: tl.constexpr,
     BLOCK: tl.constexpr,
     PLATFORM: tl.constexpr,
 ):
-    """Read ``width`` columns of a row and write their gradient; write zeros to ``idle_width`` columns.
+    """Read a row and write its gradient; write zeros, and read nothing, where it isn't active.
 
     dlogp/dz_v = onehot_v - p_v and dH/dz_v = -p_v (log p_v + H). At the label both start from its own
     log-prob, because 1 - p(label) taken from exp(z - lse) would be all rounding where p(label) is close to 1.
     """
+    OUT: tl.constexpr = out_row.dtype.element_ty
+    BITS: tl.constexpr = row.dtype.element_ty.primitive_bitwidth
+    VECTOR: tl.constexpr = 128 // (OUT.primitive_bitwidth if OUT.primitive_bitwidth < BITS else BITS)
     lanes = tl.arange(0, BLOCK)
     if SCALED or SOFTCAP:
-        grad_logp *= slopes[0][0]
-        grad_entropy *= slopes[0][0]
+        slope = slopes[0][0] + slopes[0][1]
+        grad_logp *= slope
+        grad_entropy *= slope
     at_label = grad_logp * one_minus_exp(logp, STATS, PLATFORM)
     if ENTROPY:
-        at_label -= grad_entropy * tl.exp(logp) * (tl.maximum(logp, _LOG_FLOOR) + entropy)
-    ahead = load_columns(row, 0, width, stride_v, BLOCK, UNIT_STRIDE, "evict_first")
-    for start in range(0, width, BLOCK):
+        at_label -= grad_entropy * tl.exp(logp) * (tl.maximum(logp, -HUGE) + entropy)
+    of_row = (at_label, base, rest, grad_logp, entropy, grad_entropy, slopes)
+    whole_row, first, whole = whole_vectors(row, width, VECTOR, ACCESS)
+    whole_out = out_row
+    if ACCESS == "shifted":
+        whole_out = tl.multiple_of(out_row + first, 16)
+        # Before any store: out may be the logits.
+        columns, inside = edge_columns(tl.arange(0, 2 * VECTOR), first, whole, width, VECTOR)
+        reads = inside & (columns < tl.where(active, width, 0))
+        edge = tl.load(row + columns, mask=reads, other=-float("inf"))
+    UNIT: tl.constexpr = 1 if ACCESS == "single" else VECTOR
+    read = tl.multiple_of(tl.where(active, whole, 0), UNIT)
+    idle = tl.multiple_of(tl.where(active, 0, whole), UNIT)
+    ahead = load_columns(whole_row, 0, lanes, read, stride_v, ACCESS, True, "evict_first")
+    for start in range(0, read, BLOCK):
         raw = ahead
-        columns = start + lanes
         # This load stands before the store, across which the compiler can't move it: out may be the logits.
-        ahead = load_columns(row, start + BLOCK, width, stride_v, BLOCK, UNIT_STRIDE, "evict_first")
-        z, bend = transformed(raw, columns, width, slopes, STATS, SCALED, SOFTCAP, PLATFORM)
-        log_p = (z - base) - rest
-        weight = -grad_logp
-        if ENTROPY:
-            weight -= grad_entropy * (tl.maximum(log_p, _LOG_FLOOR) + entropy)
-        grad = tl.where(columns == label, at_label, exp_flushed(log_p, PLATFORM) * weight)
-        if SOFTCAP:
-            grad = grad * bend
-        grad = narrowed(grad, out_row.dtype.element_ty, PLATFORM)
+        ahead = load_columns(whole_row, start + BLOCK, lanes, read, stride_v, ACCESS, True, "evict_first")
+        is_label = start + lanes == label - first
+        grad = _gradient(raw, is_label, of_row, STATS, SCALED, SOFTCAP, ENTROPY, OUT, PLATFORM)
         if NARROWS_IN_PLACE:
-            # Block k of the gradient covers logits of block 0 or of blocks before k. Another thread may not
-            # have read them yet.
+            # Block k of the gradient covers logits of blocks up to k, which others may not have read yet.
             tl.debug_barrier()
-        tl.store(out_row + columns, grad, mask=columns < width, eviction_policy="evict_first")
-    for start in range(0, idle_width, BLOCK):
-        columns = start + lanes
-        zeros = tl.zeros([BLOCK], out_row.dtype.element_ty)
-        tl.store(out_row + columns, zeros, mask=columns < idle_width, eviction_policy="evict_first")
+        tl.store(whole_out + (start + lanes), grad, mask=start + lanes < read, eviction_policy="evict_first")
+    zeros = tl.zeros([BLOCK], OUT)
+    for start in range(0, idle, BLOCK):
+        tl.store(whole_out + (start + lanes), zeros, mask=start + lanes < idle, eviction_policy="evict_first")
+    if ACCESS == "shifted":
+        grad = _gradient(edge, columns == label, of_row, STATS, SCALED, SOFTCAP, ENTROPY, OUT, PLATFORM)
+        if NARROWS_IN_PLACE:
+            tl.debug_barrier()
+        tl.store(out_row + columns, tl.where(active, grad, 0.0).to(OUT), mask=inside)
 
 
 @row_kernel
@@ -137,8 +173,7 @@ def logprobs_backward_kernel(
     STATS: tl.constexpr,
     SCALED: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    UNIT_STRIDE: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    ACCESS: tl.constexpr,
     NARROWS_IN_PLACE: tl.constexpr,
     BLOCK: tl.constexpr,
     PLATFORM: tl.constexpr,
@@ -170,11 +205,11 @@ def logprobs_backward_kernel(
         (slope, inner, outer), row_temperature_ptr, b, t, temperature_stride_b, temperature_stride_t, STATS
     )
     _write_gradient(
-        row_pointer(logits_ptr, b, t, logits_stride_b, logits_stride_t, ALIGNED),
-        row_pointer(out_ptr, b, t, out_stride_b, out_stride_t, ALIGNED),
+        row_pointer(logits_ptr, b, t, logits_stride_b, logits_stride_t, ACCESS),
+        row_pointer(out_ptr, b, t, out_stride_b, out_stride_t, ACCESS),
         tl.where(labelled, label, -1).to(tl.int32),
-        readable_width(active, V, ALIGNED),
-        readable_width(active == 0, V, ALIGNED),
+        V,
+        active,
         logits_stride_v,
         logp,
         base,
@@ -187,7 +222,7 @@ def logprobs_backward_kernel(
         SCALED,
         SOFTCAP,
         grad_entropy_ptr is not None,
-        UNIT_STRIDE,
+        ACCESS,
         NARROWS_IN_PLACE,
         BLOCK,
         PLATFORM,
@@ -249,8 +284,7 @@ def logprobs_backward(
         STATS=stats_type(logits.dtype),
         SCALED=slopes.scaled,
         SOFTCAP=slopes.softcap,
-        UNIT_STRIDE=logits.stride(2) == 1,
-        ALIGNED=is_aligned(logits) and is_aligned(out),
+        ACCESS=access(logits, out),
         NARROWS_IN_PLACE=narrows_in_place(logits, out),
         BLOCK=tile.block,
         PLATFORM=platform(),
@@ -286,10 +320,10 @@ def logprobs_and_grad_kernel(
     STATS: tl.constexpr,
     SCALED: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    UNIT_STRIDE: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    ACCESS: tl.constexpr,
     NARROWS_IN_PLACE: tl.constexpr,
     BLOCK: tl.constexpr,
+    WARPS: tl.constexpr,
     PLATFORM: tl.constexpr,
 ):
     """One row's statistics, then its gradient, for which the row is still in the cache."""
@@ -304,19 +338,28 @@ def logprobs_and_grad_kernel(
     slopes = row_slopes(
         (slope, inner, outer), row_temperature_ptr, b, t, temperature_stride_b, temperature_stride_t, STATS
     )
-    row = row_pointer(logits_ptr, b, t, logits_stride_b, logits_stride_t, ALIGNED)
-    logp, base, rest, _ = fold_row(
+    row = row_pointer(logits_ptr, b, t, logits_stride_b, logits_stride_t, ACCESS)
+    opened = open_row(
         row,
         label,
         labelled,
-        readable_width(counted, V, ALIGNED),
+        tl.where(counted, V, 0),
+        logits_stride_v,
+        ACCESS,
+        BLOCK,
+        WARPS,
+        "evict_last",
+        PLATFORM,
+    )
+    logp, base, rest, _ = fold_row(
+        opened,
         logits_stride_v,
         slopes,
         STATS,
         SCALED,
         SOFTCAP,
         False,
-        UNIT_STRIDE,
+        ACCESS,
         BLOCK,
         "evict_last",
         PLATFORM,
@@ -327,10 +370,10 @@ def logprobs_and_grad_kernel(
     tl.debug_barrier()
     _write_gradient(
         row,
-        row_pointer(out_ptr, b, t, out_stride_b, out_stride_t, ALIGNED),
+        row_pointer(out_ptr, b, t, out_stride_b, out_stride_t, ACCESS),
         tl.where(labelled, label, -1).to(tl.int32),
-        readable_width(coefficient != 0, V, ALIGNED),
-        readable_width(coefficient == 0, V, ALIGNED),
+        V,
+        coefficient != 0,
         logits_stride_v,
         logp,
         base,
@@ -343,7 +386,7 @@ def logprobs_and_grad_kernel(
         SCALED,
         SOFTCAP,
         False,
-        UNIT_STRIDE,
+        ACCESS,
         NARROWS_IN_PLACE,
         BLOCK,
         PLATFORM,
@@ -398,10 +441,10 @@ def logprobs_and_grad(
         STATS=stats_type(logits.dtype),
         SCALED=slopes.scaled,
         SOFTCAP=slopes.softcap,
-        UNIT_STRIDE=logits.stride(2) == 1,
-        ALIGNED=is_aligned(logits) and is_aligned(out),
+        ACCESS=access(logits, out),
         NARROWS_IN_PLACE=narrows_in_place(logits, out),
         BLOCK=tile.block,
+        WARPS=tile.warps,
         PLATFORM=platform(),
     )
     return stats

@@ -34,17 +34,18 @@ class Tile(NamedTuple):
     stages: int = 1
 
 
-# The tile by the bytes of one logit, the same on all devices. A fold keeps two (with entropy three)
-# registers per lane, so its blocks are 32 bytes per thread: two 16-byte loads, with four more always under
-# way. On sm_90 that is 48 to 64 registers, hence 4 or 5 programs and 64 KiB under way per multiprocessor. The
+# The tile by the bytes of one logit, the same on all devices. A fold keeps two (with entropy three) numbers
+# per thread, and its blocks are two 16-byte loads per thread. Nothing is loaded ahead, as ptxas would move
+# such loads down to where they are used: the number of programs hides the memory's latency. With 32 to 48
+# registers 10 to 16 of four warps share an NVIDIA multiprocessor, and have 40 to 64 KiB under way. The
 # backward keeps nothing and takes 64 bytes per thread.
-FOLD = {2: Tile(4096, 8), 4: Tile(2048, 8), 8: Tile(1024, 8)}
+FOLD = {2: Tile(2048, 4), 4: Tile(1024, 4), 8: Tile(512, 4)}
 BACKWARD = {2: Tile(8192, 8), 4: Tile(4096, 8), 8: Tile(2048, 8)}
 
 # The on-policy kernel reads its row twice, the second time from the L2 cache. Few rows may be in flight at a
-# time, so a program takes 16 warps: at 80 registers only one fits on an sm_90 multiprocessor. More warps
-# would be more than the 1,024 threads of an AMD workgroup.
-FOLD_AND_GRAD = {2: Tile(8192, 16), 4: Tile(8192, 16), 8: Tile(2048, 16)}
+# time, so a program takes 16 warps, and so many loads per thread that with more than 64 registers only one
+# fits on an NVIDIA multiprocessor. More warps would be more than the 1,024 threads of an AMD workgroup.
+FOLD_AND_GRAD = {2: Tile(16384, 16), 4: Tile(8192, 16), 8: Tile(2048, 16)}
 
 _STATS = {torch.float32: tl.float32, torch.float64: tl.float64}
 
@@ -65,6 +66,24 @@ def is_aligned(tensor_BTV: Tensor) -> bool:
         and tensor_BTV.stride(0) * size % 16 == 0
         and tensor_BTV.stride(1) * size % 16 == 0
     )
+
+
+def access(logits_BTV: Tensor, *out_BTV: Tensor) -> str:
+    """How kernels walk rows, alike in the logits and what is written beside them.
+
+    Returns:
+        "aligned" where all is in 16-byte pieces, "shifted" where all but the ends of rows is (rows of both
+        begin equally far from a multiple of 16 bytes, in elements), "single" for any other strides.
+    """
+    tensors = (logits_BTV, *out_BTV)
+    if all(is_aligned(each) for each in tensors):
+        return "aligned"
+    vector = 16 // min(each.element_size() for each in tensors)
+    starts = {
+        tuple(number % vector for number in (each.data_ptr() // each.element_size(), *each.stride()[:2]))
+        for each in tensors
+    }
+    return "shifted" if len(starts) == 1 and all(each.stride(2) == 1 for each in tensors) else "single"
 
 
 def _extent(tensor: Tensor) -> range:
@@ -117,7 +136,7 @@ class Slopes(NamedTuple):
     row_temperature: Tensor | None
     stride_b: int
     stride_t: int
-    scaled: bool
+    scaled: int
     softcap: bool
 
     @staticmethod
@@ -127,7 +146,7 @@ class Slopes(NamedTuple):
         slope = scale / temperature
         inner, outer = (scale / softcap, softcap / temperature) if softcap else (1.0, 1.0)
         stride_b, stride_t = (0, 0) if row_temperature is None else row_temperature.stride()
-        scaled = slope != 1.0 or row_temperature is not None
+        scaled = 0 if slope == 1.0 and row_temperature is None else 1 if slope > 0 else -1
         return Slopes(slope, inner, outer, row_temperature, stride_b, stride_t, scaled, bool(softcap))
 
 
@@ -135,7 +154,7 @@ def row_kernel(function: Callable[..., None]) -> Any:
     """``triton.jit`` for kernels that must not be compiled anew when shapes, strides or addresses change.
 
     Only dtypes, the presence of optional tensors and the constants enter the specialisation. What vectorised
-    accesses need to know of strides and addresses travels in the constants ALIGNED and UNIT_STRIDE.
+    accesses need to know of strides and addresses travels in the constant ACCESS.
     """
     parameters = inspect.signature(function).parameters.values()
     runtime = [parameter.name for parameter in parameters if "constexpr" not in str(parameter.annotation)]

@@ -12,7 +12,7 @@ from torch import Tensor
 from gspo_kernels.kernels.launch import (
     FOLD,
     Slopes,
-    is_aligned,
+    access,
     launch,
     platform,
     row_kernel,
@@ -22,14 +22,11 @@ from gspo_kernels.kernels.rows import (
     element,
     fold_row,
     joined,
-    readable_width,
+    open_row,
     row_pointer,
     row_slopes,
 )
 from gspo_kernels.types import LogitTransform, RowStats, stats_dtype
-
-_LOG_FLOOR: tl.constexpr = tl.constexpr(-1e30)
-"""Stands in for log 0, so that 0 log 0 is 0."""
 
 
 @row_kernel
@@ -56,9 +53,9 @@ def logprobs_forward_kernel(
     STATS: tl.constexpr,
     SCALED: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    UNIT_STRIDE: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    ACCESS: tl.constexpr,
     BLOCK: tl.constexpr,
+    WARPS: tl.constexpr,
     PLATFORM: tl.constexpr,
 ):
     """One row's statistics."""
@@ -70,18 +67,27 @@ def logprobs_forward_kernel(
     slopes = row_slopes(
         (slope, inner, outer), row_temperature_ptr, b, t, temperature_stride_b, temperature_stride_t, STATS
     )
-    logp, base, rest, entropy = fold_row(
-        row_pointer(logits_ptr, b, t, logits_stride_b, logits_stride_t, ALIGNED),
+    opened = open_row(
+        row_pointer(logits_ptr, b, t, logits_stride_b, logits_stride_t, ACCESS),
         label,
         counted & (label >= 0) & (label < V),
-        readable_width(counted, V, ALIGNED),
+        tl.where(counted, V, 0),
+        logits_stride_v,
+        ACCESS,
+        BLOCK,
+        WARPS,
+        "evict_first",
+        PLATFORM,
+    )
+    logp, base, rest, entropy = fold_row(
+        opened,
         logits_stride_v,
         slopes,
         STATS,
         SCALED,
         SOFTCAP,
         entropy_ptr is not None,
-        UNIT_STRIDE,
+        ACCESS,
         BLOCK,
         "evict_first",
         PLATFORM,
@@ -124,9 +130,9 @@ def logprobs_forward(
         STATS=stats_type(logits.dtype),
         SCALED=slopes.scaled,
         SOFTCAP=slopes.softcap,
-        UNIT_STRIDE=logits.stride(2) == 1,
-        ALIGNED=is_aligned(logits),
+        ACCESS=access(logits),
         BLOCK=tile.block,
+        WARPS=tile.warps,
         PLATFORM=platform(),
     )
     return stats

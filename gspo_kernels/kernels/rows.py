@@ -1,9 +1,9 @@
 """Row mathematics that the kernels share: scalar functions, loading blocks, the logit transform, the online
 fold.
 
-A row is one token's logits. Its columns are walked block by block; lane ``i`` of a block keeps a running
-maximum and a running sum of exponentials of the columns it has seen, and the lanes are combined once, when
-the row ends. The label's column stays out of that fold: with U = log-sum-exp of the *other* columns,
+A row is one token's logits. Its columns are walked block by block; each thread keeps a running maximum and a
+running sum of exponentials of the columns that it has loaded, and the threads are combined once, when the row
+ends. The label's column stays out of that fold: with U = log-sum-exp of the *other* columns,
 
     log p(label) = -log(1 + exp(U - z_label)),
 
@@ -22,6 +22,8 @@ import triton.language as tl
 HUGE: tl.constexpr = tl.constexpr(1e30)
 """Stands in for infinity where a product with an exponential that is 0 must be 0; exp(-HUGE) is 0."""
 
+_LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
+
 
 @triton.jit
 def lowest(STATS: tl.constexpr):
@@ -38,11 +40,16 @@ def exp_flushed(x, PLATFORM: tl.constexpr):
     Keeping them would cost three more instructions for each exponential, a third of the fold's time.
     """
     if PLATFORM == "cuda" and x.dtype == tl.float32:
-        scaled = x * 1.4426950408889634
-        return tl.inline_asm_elementwise(
-            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [scaled], dtype=tl.float32, is_pure=True, pack=1
-        )
+        return _exp2_flushed(x * _LOG2_E)
     return tl.exp(x)
+
+
+@triton.jit
+def _exp2_flushed(x):
+    """2**x as one NVIDIA instruction."""
+    return tl.inline_asm_elementwise(
+        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+    )
 
 
 @triton.jit
@@ -114,10 +121,10 @@ def parted(value, STATS: tl.constexpr):
 
 
 @triton.jit
-def row_pointer(pointer, b, t, stride_b, stride_t, ALIGNED: tl.constexpr):
-    """Address of row (b, t), in 64-bit arithmetic; ALIGNED promises that it is a multiple of 16 bytes."""
+def row_pointer(pointer, b, t, stride_b, stride_t, ACCESS: tl.constexpr):
+    """Address of row (b, t), in 64-bit arithmetic; "aligned" promises that it is a multiple of 16 bytes."""
     row = pointer + (b.to(tl.int64) * stride_b + t.to(tl.int64) * stride_t)
-    if ALIGNED:
+    if ACCESS == "aligned":
         row = tl.multiple_of(row, 16)
     return row
 
@@ -129,25 +136,67 @@ def element(pointer, b, t, stride_b, stride_t):
 
 
 @triton.jit
-def readable_width(wanted, vocabulary, ALIGNED: tl.constexpr):
-    """Number of columns to walk: the vocabulary, or none for a row that must not be read."""
-    width = tl.where(wanted, vocabulary, 0)
-    if ALIGNED:
-        width = tl.multiple_of(width, 16)
-    return width
+def whole_vectors(row, width, VECTOR: tl.constexpr, ACCESS: tl.constexpr):
+    """(pointer, first column, number of columns) of the part of a row to walk in blocks.
+
+    "aligned" rows and those of "single" elements are walked as a whole. Of a "shifted" row it is what lies in
+    whole vectors at multiples of 16 bytes; less than a vector is left at either end, see ``edge_columns``.
+    """
+    first = width * 0
+    if ACCESS == "shifted":
+        SIZE: tl.constexpr = row.dtype.element_ty.primitive_bitwidth // 8
+        behind = (row.to(tl.int64) // SIZE) % VECTOR
+        first = tl.minimum(((VECTOR - behind) % VECTOR).to(tl.int32), width)
+        row = tl.multiple_of(row + first, 16)
+    if ACCESS != "single":
+        # For aligned rows the same number, by an operation that tells the compiler what divides it.
+        width = (width - first) // VECTOR * VECTOR
+    return row, first, width
+
+
+@triton.jit
+def edge_columns(lanes, first, whole, width, VECTOR: tl.constexpr):
+    """The columns before and behind the whole vectors of a row, and which of the lanes have one."""
+    columns = tl.where(lanes < VECTOR, lanes, first + whole + (lanes - VECTOR))
+    return columns, (columns < first) | ((lanes >= VECTOR) & (columns < width))
 
 
 @triton.jit
 def load_columns(
-    row, start, width, stride_v, BLOCK: tl.constexpr, UNIT_STRIDE: tl.constexpr, EVICT: tl.constexpr
+    row,
+    start,
+    lanes,
+    width,
+    stride_v,
+    ACCESS: tl.constexpr,
+    MASKED: tl.constexpr,
+    EVICT: tl.constexpr,
 ):
-    """Raw logits of one block of columns, -inf beyond the width."""
-    columns = start + tl.arange(0, BLOCK)
-    if UNIT_STRIDE:
-        pointers = row + columns
+    """Raw logits of a block of columns; MASKED: -inf beyond the width."""
+    if ACCESS == "single":
+        pointers = row + (start + lanes).to(tl.int64) * stride_v
     else:
-        pointers = row + columns.to(tl.int64) * stride_v
-    return tl.load(pointers, mask=columns < width, other=-float("inf"), eviction_policy=EVICT)
+        pointers = (row + start) + lanes
+    if MASKED:
+        return tl.load(pointers, mask=start + lanes < width, other=-float("inf"), eviction_policy=EVICT)
+    return tl.load(pointers, eviction_policy=EVICT)
+
+
+@triton.jit
+def _factor(value, STATS: tl.constexpr):
+    """A factor as a sum of two that have its sign, neither of them 0: no product with an infinity is NaN."""
+    head = value.to(STATS)
+    if STATS == tl.float32:
+        # Towards 0: half a unit in the last place less, then rounded.
+        head = (value * (1.0 - 2.0**-24)).to(STATS)
+    rest = value - head.to(tl.float64)
+    return head, tl.where(rest == 0, value * 2.0**-60, rest).to(STATS)
+
+
+@triton.jit
+def _times(x, factor):
+    """``x`` times a factor of two parts."""
+    return tl.fma(x, factor[0], x * factor[1])
 
 
 @triton.jit
@@ -172,58 +221,68 @@ def row_slopes(
         temperature = tl.load(element(row_temperature_ptr, b, t, stride_b, stride_t)).to(tl.float64)
         slope = slope / temperature
         outer = outer / temperature
-    return parted(slope, STATS), parted(inner, STATS), parted(outer, STATS)
-
-
-@triton.jit
-def _scaled(x, factor):
-    """Multiply x by a factor in two parts. An infinite x meets only the first: the second may be 0."""
-    finite = tl.minimum(tl.maximum(x, -HUGE), HUGE)
-    return tl.fma(x, factor[0], finite * factor[1])
+    return _factor(slope, STATS), _factor(inner, STATS), _factor(outer, STATS)
 
 
 @triton.jit
 def transformed(
-    raw,
-    columns,
-    width,
-    slopes,
-    STATS: tl.constexpr,
-    SCALED: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    PLATFORM: tl.constexpr,
+    raw, slopes, STATS: tl.constexpr, SCALED: tl.constexpr, SOFTCAP: tl.constexpr, PLATFORM: tl.constexpr
 ):
-    """Return z of one block, -inf beyond the width, and the factor of dz/dx that varies within the row."""
+    """Return z of some logits, and the factor of dz/dx that varies within the row."""
     x = raw.to(STATS)
     bend = 1.0
     if SOFTCAP:
-        bent = tanh(_scaled(x, slopes[1]), STATS, PLATFORM)
-        z = tl.where(columns < width, _scaled(bent, slopes[2]), -float("inf"))
+        bent = tanh(_times(x, slopes[1]), STATS, PLATFORM)
+        z = _times(bent, slopes[2])
         bend = (1.0 - bent) * (1.0 + bent)
     elif SCALED:
-        z = tl.where(columns < width, _scaled(x, slopes[0]), -float("inf"))
+        z = _times(x, slopes[0])
     else:
         z = x
     return z, bend
 
 
 @triton.jit
-def _fold_block(peak, total, spread, z, ENTROPY: tl.constexpr, PLATFORM: tl.constexpr):
-    """Fold one block into the lanes: total = sum exp(z - peak), spread = sum exp(z - peak) (z - peak).
+def _height(
+    raw, slopes, STATS: tl.constexpr, SCALED: tl.constexpr, SOFTCAP: tl.constexpr, PLATFORM: tl.constexpr
+):
+    """Heights of logits: z of a row is its height times the row's steepness, which is positive."""
+    x = raw.to(STATS)
+    if SOFTCAP:
+        x = tanh(_times(x, slopes[1]), STATS, PLATFORM)
+    elif SCALED == -1:
+        x = -x
+    return x
 
-    One exponential per element is enough: exp(-|z - peak|) is the new element's term where the peak stays,
-    and the factor on the old sums where the peak moves.
+
+@triton.jit
+def _exp_of_height(x, power, SCALED: tl.constexpr, PLATFORM: tl.constexpr):
+    """The exponential of a difference of heights, which is at most 0, times their steepness."""
+    if not SCALED:
+        return exp_flushed(x, PLATFORM)
+    if PLATFORM == "cuda" and x.dtype == tl.float32:
+        return _exp2_flushed(_times(x, power))
+    return tl.exp(_times(x, power))
+
+
+@triton.jit
+def _fold_block(state, y, power, SCALED: tl.constexpr, ENTROPY: tl.constexpr, PLATFORM: tl.constexpr):
+    """Fold heights [loads, threads, vector] into (peak, total, spread) of each thread, where total is the sum
+    of exp(z - peak) and spread, over the steepness, that of exp(z - peak) (z - peak).
     """
-    distance = z - peak
-    rises = distance > 0
-    e = exp_flushed(-tl.abs(distance), PLATFORM)
+    peak, total, spread = state
+    top = tl.maximum(peak, tl.max(tl.max(y, axis=2), axis=0))
+    drop = peak - top
+    shrink = _exp_of_height(drop, power, SCALED, PLATFORM)
+    distance = y - top[None, :, None]
+    e = _exp_of_height(distance, power, SCALED, PLATFORM)
     if ENTROPY:
         # Where the distance is infinite the exponential is 0. A NaN logit makes `total` NaN.
-        a = tl.minimum(tl.abs(distance), HUGE)
-        spread = tl.where(rises, e * (spread - a * total), spread - e * a)
-    total = tl.where(rises, tl.fma(total, e, 1.0), total + e)
-    peak = tl.maximum(peak, z)
-    return peak, total, spread
+        gained = e * tl.maximum(distance, -HUGE)
+        spread = shrink * (spread + tl.maximum(drop, -HUGE) * total)
+        spread += tl.sum(tl.sum(gained, axis=2), axis=0)
+    total = tl.fma(total, shrink, tl.sum(tl.sum(e, axis=2), axis=0))
+    return top, total, spread
 
 
 @triton.jit
@@ -242,24 +301,52 @@ def joined_folds(one, other, ENTROPY: tl.constexpr, PLATFORM: tl.constexpr):
 
 
 @triton.jit
-def _start_of(block, home, BLOCK: tl.constexpr):
-    """The first column of the ``block``-th block that is folded: ``home``, then the others in order."""
-    return tl.where(block > home, block, block - 1) * BLOCK
-
-
-@triton.jit
-def fold_row(
+def open_row(
     row,
     label,
     labelled,
     width,
+    stride_v,
+    ACCESS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WARPS: tl.constexpr,
+    EVICT: tl.constexpr,
+    PLATFORM: tl.constexpr,
+):
+    """Ask for the block that holds the label, and for a shifted row's edges: what ``fold_row`` begins with.
+
+    ``labelled`` says that the label is a column of the row.
+    """
+    VECTOR: tl.constexpr = 128 // row.dtype.element_ty.primitive_bitwidth
+    THREADS: tl.constexpr = WARPS * (64 if PLATFORM == "hip" else 32)
+    LOADS: tl.constexpr = BLOCK // (THREADS * VECTOR)
+    pieces = tl.arange(0, LOADS)[:, None] * THREADS + tl.arange(0, THREADS)[None, :]
+    lanes = pieces[:, :, None] * VECTOR + tl.arange(0, VECTOR)[None, None, :]
+    whole_row, first, whole = whole_vectors(row, width, VECTOR, ACCESS)
+    label = tl.where(labelled, label, -1).to(tl.int32)
+    place = label - first
+    place = tl.where((label >= first) & (place < whole), place, -1)
+    home = tl.maximum(place, 0) // BLOCK
+    block = load_columns(whole_row, home * BLOCK, lanes, whole, stride_v, ACCESS, True, EVICT)
+    edge = tl.zeros([THREADS], row.dtype.element_ty)
+    at_edge_label = tl.zeros([THREADS], tl.int1)
+    if ACCESS == "shifted":
+        columns, inside = edge_columns(tl.arange(0, THREADS), first, whole, width, VECTOR)
+        edge = tl.load(row + columns, mask=inside, other=-float("inf"), eviction_policy=EVICT)
+        at_edge_label = inside & (columns == label)
+    return whole_row, whole, lanes, home, place, block, edge, at_edge_label, labelled
+
+
+@triton.jit
+def fold_row(
+    opened,
     stride_v,
     slopes,
     STATS: tl.constexpr,
     SCALED: tl.constexpr,
     SOFTCAP: tl.constexpr,
     ENTROPY: tl.constexpr,
-    UNIT_STRIDE: tl.constexpr,
+    ACCESS: tl.constexpr,
     BLOCK: tl.constexpr,
     EVICT: tl.constexpr,
     PLATFORM: tl.constexpr,
@@ -267,46 +354,65 @@ def fold_row(
     """Log-prob of the label, log-sum-exp (as a sum of two) and entropy of one row, each logit read once.
 
     The log-sum-exp is one of the logits plus a small rest, which together are more accurate than their
-    rounded sum. ``labelled`` says that the label is a column of the row; where it isn't, the log-prob is NaN.
+    rounded sum. Where the label isn't a column of the row, the log-prob is NaN.
     """
-    lanes = tl.arange(0, BLOCK)
+    row, width, lanes, home, place, block, edge, at_edge_label, labelled = opened
+    STEEP: tl.constexpr = SOFTCAP or SCALED != 0
+    steepness = slopes[0]
+    if SOFTCAP:
+        steepness = slopes[2]
+    elif SCALED == -1:
+        steepness = (-steepness[0], -steepness[1])
+    exact = steepness[0].to(tl.float64) + steepness[1].to(tl.float64)
+    if PLATFORM == "cuda" and STATS == tl.float32:
+        exact *= _LOG2_E  # for exp2
+    power = _factor(exact, STATS)
+
+    # A thread has at most one column of the edges: its fold begins with that.
+    peak = tl.zeros_like(edge).to(STATS) + lowest(STATS)
+    total = tl.zeros_like(peak)
+    y_label = tl.zeros_like(peak)
+    if ACCESS == "shifted":
+        y = _height(edge, slopes, STATS, SCALED, SOFTCAP, PLATFORM)
+        y_label = tl.where(at_edge_label, y, 0.0)
+        y = tl.where((edge == -float("inf")) | at_edge_label, -float("inf"), y)
+        peak = tl.maximum(peak, y)
+        total = _exp_of_height(y - peak, power, STEEP, PLATFORM)
+    state = (peak, total, tl.zeros_like(peak))
+
     # The label's block comes first, so that no other block has to look for the label.
-    label = tl.where(labelled, label, 0).to(tl.int32)
-    home = label // BLOCK
-    start = home * BLOCK
-    raw = load_columns(row, start, width, stride_v, BLOCK, UNIT_STRIDE, EVICT)
-    # Two blocks are always under way; loads beyond the last block lie beyond the width and read nothing.
-    odd = load_columns(row, _start_of(1, home, BLOCK), width, stride_v, BLOCK, UNIT_STRIDE, EVICT)
-    even = load_columns(row, _start_of(2, home, BLOCK), width, stride_v, BLOCK, UNIT_STRIDE, EVICT)
+    columns = home * BLOCK + lanes
+    y = _height(block, slopes, STATS, SCALED, SOFTCAP, PLATFORM)
+    is_label = columns == place
+    y_label = tl.sum(y_label + tl.sum(tl.sum(tl.where(is_label, y, 0.0), axis=2), axis=0), axis=0)
+    y = tl.where(is_label | (columns >= width), -float("inf"), y)
+    state = _fold_block(state, y, power, STEEP, ENTROPY, PLATFORM)
 
-    z, _ = transformed(raw, start + lanes, width, slopes, STATS, SCALED, SOFTCAP, PLATFORM)
-    is_label = (start + lanes == label) & labelled
-    z_label = tl.sum(tl.where(is_label, z, 0.0), axis=0)
-    others = tl.where(is_label, -float("inf"), z)
-    peak = tl.zeros([BLOCK], STATS) + lowest(STATS)
-    total = tl.zeros([BLOCK], STATS)
-    spread = tl.zeros([BLOCK], STATS)
-    peak, total, spread = _fold_block(peak, total, spread, others, ENTROPY, PLATFORM)
+    full = width // BLOCK
+    for other in range(tl.where(home < full, full - 1, full)):
+        start = tl.where(other < home, other, other + 1) * BLOCK
+        raw = load_columns(row, start, lanes, width, stride_v, ACCESS, False, EVICT)
+        y = _height(raw, slopes, STATS, SCALED, SOFTCAP, PLATFORM)
+        state = _fold_block(state, y, power, STEEP, ENTROPY, PLATFORM)
+    if (home < full) & (full * BLOCK < width):
+        columns = full * BLOCK + lanes
+        raw = load_columns(row, full * BLOCK, lanes, width, stride_v, ACCESS, True, EVICT)
+        y = _height(raw, slopes, STATS, SCALED, SOFTCAP, PLATFORM)
+        y = tl.where(columns < width, y, -float("inf"))
+        state = _fold_block(state, y, power, STEEP, ENTROPY, PLATFORM)
 
-    for block in range(1, tl.cdiv(width, BLOCK), 2):
-        columns = _start_of(block, home, BLOCK) + lanes
-        z, _ = transformed(odd, columns, width, slopes, STATS, SCALED, SOFTCAP, PLATFORM)
-        odd = load_columns(row, _start_of(block + 2, home, BLOCK), width, stride_v, BLOCK, UNIT_STRIDE, EVICT)
-        peak, total, spread = _fold_block(peak, total, spread, z, ENTROPY, PLATFORM)
-
-        columns = _start_of(block + 1, home, BLOCK) + lanes
-        z, _ = transformed(even, columns, width, slopes, STATS, SCALED, SOFTCAP, PLATFORM)
-        even = load_columns(
-            row, _start_of(block + 3, home, BLOCK), width, stride_v, BLOCK, UNIT_STRIDE, EVICT
-        )
-        peak, total, spread = _fold_block(peak, total, spread, z, ENTROPY, PLATFORM)
-
+    peak, total, spread = state
+    z_label = y_label
+    if STEEP:
+        peak = tl.maximum(_times(peak, steepness), lowest(STATS))
+        spread = _times(spread, steepness)
+        z_label = _times(y_label, steepness)
     return combine_lanes(peak, total, spread, z_label, labelled, STATS, ENTROPY)
 
 
 @triton.jit
 def combine_lanes(peak, total, spread, z_label, labelled, STATS: tl.constexpr, ENTROPY: tl.constexpr):
-    """Combine the lanes of the other columns with the label's logit into the row's statistics."""
+    """Combine the threads' folds of the other columns with the label's logit into the row's statistics."""
     top = tl.max(peak, axis=0)
     distance = peak - top
     e = tl.exp(distance)
@@ -322,7 +428,10 @@ def combine_lanes(peak, total, spread, z_label, labelled, STATS: tl.constexpr, E
 
     base = tl.where(excess >= 0, top, z_label)
     rest = tl.where(excess >= 0, log_others + softplus_down, softplus_down)
-    rest = tl.where(others == 0, 0.0, rest)
+    # As in PyTorch, a row with +inf has NaN for log-probs and +inf for its log-sum-exp.
+    infinite = tl.maximum(top, z_label) == float("inf")
+    base = tl.where(infinite, float("inf"), base)
+    rest = tl.where((others == 0) | infinite, 0.0, rest)
 
     entropy = logp
     if ENTROPY:

@@ -173,7 +173,7 @@ def score_tile_kernel(
         if bias_ptr is not None:
             bias_pointers = bias_ptr + tl.minimum(columns, V - 1).to(tl.int64) * bias_stride
             x += tl.load(bias_pointers).to(tl.float32)[None, :]
-        z, _ = transformed(x, columns[None, :], V, slopes, tl.float32, SCALED, SOFTCAP, PLATFORM)
+        z, _ = transformed(x, slopes, tl.float32, SCALED, SOFTCAP, PLATFORM)
         if special:
             is_label = columns[None, :] == label[:, None]
             z_label += tl.sum(tl.where(is_label, z, 0.0), axis=1)

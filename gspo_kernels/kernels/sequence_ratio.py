@@ -20,13 +20,13 @@ from gspo_kernels.kernels.launch import (
     FOLD,
     Slopes,
     Tile,
-    is_aligned,
+    access,
     launch,
     platform,
     row_kernel,
     stats_type,
 )
-from gspo_kernels.kernels.rows import element, fold_row, joined, readable_width, row_pointer, row_slopes
+from gspo_kernels.kernels.rows import element, fold_row, joined, open_row, row_pointer, row_slopes
 from gspo_kernels.kernels.sequences import (
     SCRATCH_ROWS,
     arrive,
@@ -44,9 +44,11 @@ from gspo_kernels.types import (
     stats_dtype,
 )
 
-_TOKENS_PER_BLOCK = 1024
-_SEQUENCES_PER_BLOCK = 256
-_STEP = Tile(_TOKENS_PER_BLOCK, 8)
+# What is reduced at a time, per thread: with more, the reductions would take more registers than the fold of
+# a row, and leave room for fewer programs.
+_TOKENS_PER_THREAD = 4
+_SEQUENCES_PER_THREAD = 1
+_STEP = Tile(1024, 8)
 
 
 @row_kernel
@@ -97,9 +99,9 @@ def sequence_ratio_kernel(
     STATS: tl.constexpr,
     SCALED: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    UNIT_STRIDE: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    ACCESS: tl.constexpr,
     BLOCK: tl.constexpr,
+    WARPS: tl.constexpr,
     TOKENS_PER_BLOCK: tl.constexpr,
     SEQUENCES_PER_BLOCK: tl.constexpr,
     PLATFORM: tl.constexpr,
@@ -110,10 +112,6 @@ def sequence_ratio_kernel(
     if n < N:
         b = n // T
         t = n - b * T
-        if cu_seqlens_ptr is not None:
-            sequence = sequence_of(n, cu_seqlens_ptr, sequences)
-        else:
-            sequence = b
         label = tl.load(element(labels_ptr, b, t, labels_stride_b, labels_stride_t)).to(tl.int64)
         counted = label != ignore_index
         slopes = row_slopes(
@@ -125,18 +123,32 @@ def sequence_ratio_kernel(
             temperature_stride_t,
             STATS,
         )
-        logp, base, rest, _ = fold_row(
-            row_pointer(logits_ptr, b, t, logits_stride_b, logits_stride_t, ALIGNED),
+        opened = open_row(
+            row_pointer(logits_ptr, b, t, logits_stride_b, logits_stride_t, ACCESS),
             label,
             counted & (label >= 0) & (label < V),
-            readable_width(counted, V, ALIGNED),
+            tl.where(counted, V, 0),
+            logits_stride_v,
+            ACCESS,
+            BLOCK,
+            WARPS,
+            "evict_first",
+            PLATFORM,
+        )
+        # While the first logits are under way.
+        if cu_seqlens_ptr is not None:
+            sequence = sequence_of(n, cu_seqlens_ptr, sequences)
+        else:
+            sequence = b
+        logp, base, rest, _ = fold_row(
+            opened,
             logits_stride_v,
             slopes,
             STATS,
             SCALED,
             SOFTCAP,
             False,
-            UNIT_STRIDE,
+            ACCESS,
             BLOCK,
             "evict_first",
             PLATFORM,
@@ -338,8 +350,8 @@ def sequence_ratio_step(
         0 if lengths is None else lengths.stride(0),
         COUNT_TOKENS=form.count_tokens,
         DIVISOR=form.divisor,
-        TOKENS_PER_BLOCK=_TOKENS_PER_BLOCK,
-        SEQUENCES_PER_BLOCK=_SEQUENCES_PER_BLOCK,
+        TOKENS_PER_BLOCK=32 * _STEP.warps * _TOKENS_PER_THREAD,
+        SEQUENCES_PER_BLOCK=32 * _STEP.warps * _SEQUENCES_PER_THREAD,
     )
     return step
 
@@ -425,11 +437,11 @@ def sequence_ratio_forward(
         STATS=stats_type(logits.dtype),
         SCALED=slopes.scaled,
         SOFTCAP=slopes.softcap,
-        UNIT_STRIDE=logits.stride(2) == 1,
-        ALIGNED=is_aligned(logits),
+        ACCESS=access(logits),
         BLOCK=tile.block,
-        TOKENS_PER_BLOCK=_TOKENS_PER_BLOCK,
-        SEQUENCES_PER_BLOCK=_SEQUENCES_PER_BLOCK,
+        WARPS=tile.warps,
+        TOKENS_PER_BLOCK=32 * tile.warps * _TOKENS_PER_THREAD,
+        SEQUENCES_PER_BLOCK=32 * tile.warps * _SEQUENCES_PER_THREAD,
         PLATFORM=platform(),
     )
     return stats

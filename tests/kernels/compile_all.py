@@ -1,70 +1,34 @@
-"""Compile the kernels as they ship, with no GPU, and print what came out as JSON. Run as a script.
-
-The launchers themselves say what is compiled: their ``launch`` is replaced by one that records the arguments,
-and Triton's own binder turns these into the specialisation that a launch on the target would ask for.
-"""
+"""Compile the kernels as they ship, with no GPU, and print what came out as JSON. Run as a script."""
 
 from __future__ import annotations
 
 import json
 import math
 import re
-import subprocess
 import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, make_backend
-from triton.runtime.jit import create_function_from_signature
 
+from benchmarks.machine_code import (
+    TARGETS,
+    Recorder,
+    compiled,
+    counts,
+    name_of,
+    resources,
+    sass,
+    specialisation,
+)
 from gspo_kernels import kernels
-from gspo_kernels.kernels import gradients, logprobs, scale, scoring, sequence_ratio
+from gspo_kernels.kernels import scoring
 from gspo_kernels.types import ClippedSequenceRatio, LogitTransform, stats_dtype
 
-TARGETS = {
-    "sm_80": GPUTarget("cuda", 80, 32),
-    "sm_90": GPUTarget("cuda", 90, 32),
-    "sm_100": GPUTarget("cuda", 100, 32),
-    "sm_120": GPUTarget("cuda", 120, 32),
-    "gfx942": GPUTarget("hip", "gfx942", 64),
-}
 SHARED_MEMORY = {"sm_80": 166912, "sm_90": 232448, "sm_100": 232448, "sm_120": 101376, "gfx942": 65536}
 FORM = ClippedSequenceRatio(math.log(1 - 3e-4), math.log(1 + 4e-4), math.inf, False, "sequences", 1.0)
 PLAIN = LogitTransform()
 BENT = LogitTransform(0.5, 30.0, 0.7)
 WARM = LogitTransform(1.0, 0.0, 0.7)
-_CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-
-
-class Recorder:
-    """Stands in for ``launch``."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
-        for module in (gradients, logprobs, scale, scoring, sequence_ratio):
-            module.launch = self
-
-    def __call__(
-        self, kernel: Any, programs: int, device: Any, tile: Any, *args: Any, **constants: Any
-    ) -> None:
-        options = {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": False}
-        self.calls.append((kernel, args, constants | options))
-
-
-def specialisation(call: tuple[Any, tuple[Any, ...], dict[str, Any]], target: GPUTarget) -> Any:
-    """What Triton makes of a call: kernel, the launch's cache key, and the ingredients of a compilation."""
-    kernel, args, keywords = call
-    if "PLATFORM" in keywords:
-        keywords = keywords | {"PLATFORM": target.backend}
-    backend = make_backend(target)
-    binder = create_function_from_signature(kernel.signature, kernel.params, backend)
-    bound, special, rest = binder(*args, **keywords)
-    options, signature, constants, attributes = kernel._pack_args(backend, keywords, bound, special, rest)
-    return str(special) + str(rest), ASTSource(kernel, signature, constants, attributes), options
 
 
 def call_all(
@@ -148,46 +112,6 @@ def score(
     )
 
 
-def resources_on_amd(assembly: str) -> dict[str, int]:
-    """The same from the metadata of the assembly; spills to scratch memory are the "STACK"."""
-    names = {"REG": "vgpr_count", "STACK": "private_segment_fixed_size", "LOCAL": "vgpr_spill_count"}
-    names["SHARED"] = "group_segment_fixed_size"
-    return {key: int(re.findall(rf"\.{name}: +(\d+)", assembly)[0]) for key, name in names.items()}
-
-
-def resources(cubin: bytes) -> dict[str, int]:
-    """Registers, spilled bytes (nothing but spills would use a stack or local memory) and shared memory."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        usage = subprocess.run(
-            [_CUOBJDUMP, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
-        ).stdout
-    found = {key: int(value) for key, value in re.findall(r"\b(REG|STACK|LOCAL|SHARED):(\d+)", usage)}
-    return found
-
-
-def sass(cubin: bytes) -> str:
-    """The machine code."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        return subprocess.run(
-            [_CUOBJDUMP, "--dump-sass", file.name], capture_output=True, text=True, check=True
-        ).stdout
-
-
-def name_of(call: tuple[Any, tuple[Any, ...], dict[str, Any]]) -> str:
-    """A readable name of a call: kernel, dtypes of logits and gradient, flags, arguments left out."""
-    kernel, args, keywords = call
-    names = list(kernel.signature.parameters)
-    tensors = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.dim() == 3] or args[:1]
-    dtypes = "->".join(str(tensor.dtype).removeprefix("torch.") for tensor in tensors)
-    flags = [key.lower() for key in ("SCALED", "SOFTCAP", "ALIGNED", "NARROWS_IN_PLACE") if keywords.get(key)]
-    missing = [f"no {name}" for name, arg in zip(names, args, strict=False) if arg is None]
-    return " ".join([kernel.fn.__name__, dtypes, *flags, *missing])
-
-
 def keys(kind: str) -> dict[str, int]:
     """How many specialisations the launchers ask for over calls that differ in the way named."""
     recorder = Recorder()
@@ -205,7 +129,7 @@ def keys(kind: str) -> dict[str, int]:
         call_all(recorder, 2, 3, 4096, torch.bfloat16, PLAIN._replace(logit_scale=1.0))
     found: dict[str, set[str]] = {}
     for call in recorder.calls:
-        found.setdefault(name_of(call).replace(" aligned", ""), set()).add(
+        found.setdefault(name_of(call).replace(" aligned", "").replace(" shifted", ""), set()).add(
             specialisation(call, TARGETS["sm_90"])[0]
         )
     return {name: len(specialisations) for name, specialisations in found.items()}
@@ -230,13 +154,14 @@ def compile_calls(calls: list[Any], targets: list[str]) -> list[dict[str, Any]]:
     report = []
     for target in targets:
         for call in calls:
-            _, source, options = specialisation(call, TARGETS[target])
-            compiled = triton.compile(source, target=TARGETS[target], options=options.__dict__)
+            kernel = compiled(call, target)
             entry: dict[str, Any] = {"target": target, "kernel": name_of(call), "warps": call[2]["num_warps"]}
-            entry["fits"] = compiled.metadata.shared <= SHARED_MEMORY[target]
-            if "cubin" in compiled.asm:
-                entry |= resources(compiled.asm["cubin"])
-                code = sass(compiled.asm["cubin"])
+            entry["fits"] = kernel.metadata.shared <= SHARED_MEMORY[target]
+            entry |= resources(kernel)
+            if "logits_ptr" in call[0].signature.parameters:
+                entry["counts"] = counts(call, target, kernel)
+            if "cubin" in kernel.asm:
+                code = sass(kernel.asm["cubin"])
                 loads = re.findall(r"\bLDG\.E\S*", code)
                 entry["wide_loads"] = sum(".128" in load for load in loads)
                 entry["narrow_logit_loads"] = sum(".U16" in load for load in loads)
@@ -247,8 +172,6 @@ def compile_calls(calls: list[Any], targets: list[str]) -> list[dict[str, Any]]:
                 entry["narrow_copies"] = len(copies) - entry["wide_copies"]
                 entry["barriers"] = len(re.findall(r"\bBAR\.SYNC", code))
                 entry["exponentials"] = code.count("MUFU.EX2")
-            else:
-                entry |= resources_on_amd(compiled.asm["amdgcn"])
             report.append(entry)
     return report
 
@@ -266,6 +189,9 @@ def main() -> None:
     call_all(rest, 2, 3, 4096, torch.bfloat16, BENT)
     call_all(rest, 2, 3, 4096, torch.float64, PLAIN)
     call_all(rest, 2, 3, 1009, torch.float16, WARM)
+    strided = torch.empty(2, 3, 4096, 2, dtype=torch.float16)[..., 0]
+    labels = torch.zeros(2, 3, dtype=torch.int64)
+    kernels.logprobs_forward(strided, labels, PLAIN, ignore_index=-100, entropy=False)
     report += compile_calls(rest.calls, [target for target in targets if target in ("sm_90", "gfx942")])
     for target in targets:
         scores = Recorder()

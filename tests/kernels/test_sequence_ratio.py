@@ -15,7 +15,6 @@ from tests.draws import shifted_seed
 pytest.importorskip("triton")
 
 from gspo_kernels import cpp, kernels
-from gspo_kernels.kernels import sequence_ratio
 from gspo_kernels.types import (
     METRICS,
     ClippedSequenceRatio,
@@ -243,15 +242,15 @@ def test_dtypes(run, dtype):
 
 
 @pytest.mark.slow
-def test_more_tokens_and_sequences_than_a_block(run, monkeypatch):
-    """Several rounds of the reducing loops."""
-    monkeypatch.setattr(sequence_ratio, "_SEQUENCES_PER_BLOCK", 4)
-    lengths = [1100, *[1] * 8, 5]
-    args = list(batch(lengths, 1100, spread=4e-4))
-    args[:3] = [packed(value, lengths) for value in args[:3]]
+def test_more_tokens_and_sequences_than_a_block(run):
+    """Several rounds of the reducing loops: blocks are of up to 1,024 tokens and 256 sequences."""
+    lengths = [1100, *[1] * 258, 5]
+    flat = sum(lengths)
+    args = list(batch([flat], flat, spread=4e-4))
+    args[3] = torch.randn(len(lengths), generator=torch.Generator().manual_seed(shifted_seed(1)))
     ends = offsets(lengths)
     stats = run(*args, cu=ends)
-    rows = [(0, slice(ends[i], ends[i + 1])) for i in range(10)]
+    rows = [(0, slice(ends[i], ends[i + 1])) for i in range(len(lengths))]
     check(stats, closed_form(stats.logprobs, *args[1:], GSPO, rows))
 
 

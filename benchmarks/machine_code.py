@@ -1,0 +1,207 @@
+"""The Triton kernels as they ship, compiled for GPUs that needn't be here, and what their machine code says.
+
+The launchers themselves say what is compiled: their ``launch`` is replaced by one that records the arguments,
+and Triton's own binder turns these into the specialisation that a launch on the target would ask for. To be
+imported in a process without TRITON_INTERPRET.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import create_function_from_signature
+
+from gspo_kernels.kernels import gradients, logprobs, scale, scoring, sequence_ratio
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "sm_120": GPUTarget("cuda", 120, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+_CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+
+Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
+"""A recorded launch: kernel, arguments, and constants with options."""
+
+
+class Recorder:
+    """Stands in for ``launch``."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        for module in (gradients, logprobs, scale, scoring, sequence_ratio):
+            module.launch = self  # type: ignore[assignment]
+
+    def __call__(
+        self, kernel: Any, programs: int, device: Any, tile: Any, *args: Any, **constants: Any
+    ) -> None:
+        options = {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": False}
+        self.calls.append((kernel, args, constants | options))
+
+
+def specialisation(call: Call, target: GPUTarget) -> tuple[str, ASTSource, Any]:
+    """What Triton makes of a call: the launch's cache key, and the ingredients of a compilation."""
+    kernel, args, keywords = call
+    if "PLATFORM" in keywords:
+        keywords = keywords | {"PLATFORM": target.backend}
+    backend = make_backend(target)
+    binder = create_function_from_signature(kernel.signature, kernel.params, backend)
+    bound, special, rest = binder(*args, **keywords)
+    options, signature, constants, attributes = kernel._pack_args(backend, keywords, bound, special, rest)
+    return str(special) + str(rest), ASTSource(kernel, signature, constants, attributes), options
+
+
+def name_of(call: Call) -> str:
+    """A readable name of a call: kernel, dtypes of logits and gradient, flags, arguments left out."""
+    kernel, args, keywords = call
+    names = list(kernel.signature.parameters)
+    tensors = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.dim() == 3] or args[:1]
+    dtypes = "->".join(str(tensor.dtype).removeprefix("torch.") for tensor in tensors)
+    flags = [key.lower() for key in ("SCALED", "SOFTCAP", "ALIGNED") if keywords.get(key)]
+    flags += [keywords["ACCESS"]] if keywords.get("ACCESS", "single") != "single" else []
+    flags += ["narrows_in_place"] if keywords.get("NARROWS_IN_PLACE") else []
+    missing = [f"no {name}" for name, arg in zip(names, args, strict=False) if arg is None]
+    return " ".join([kernel.fn.__name__, dtypes, *flags, *missing])
+
+
+def compiled(call: Call, target: str) -> Any:
+    """What Triton compiles for a call."""
+    _, source, options = specialisation(call, TARGETS[target])
+    return triton.compile(source, target=TARGETS[target], options=options.__dict__)
+
+
+def _cuobjdump(cubin: bytes, what: str) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        run = subprocess.run([_CUOBJDUMP, what, file.name], capture_output=True, text=True, check=True)
+    return run.stdout
+
+
+def sass(cubin: bytes) -> str:
+    """The machine code of an NVIDIA GPU."""
+    return _cuobjdump(cubin, "--dump-sass")
+
+
+def resources(kernel: Any) -> dict[str, int]:
+    """Registers, bytes of stack and local memory, which nothing but spills would use, and shared memory."""
+    if "cubin" in kernel.asm:
+        usage = _cuobjdump(kernel.asm["cubin"], "--dump-resource-usage")
+        return {key: int(value) for key, value in re.findall(r"\b(REG|STACK|LOCAL|SHARED):(\d+)", usage)}
+    names = {"REG": "vgpr_count", "STACK": "private_segment_fixed_size", "LOCAL": "vgpr_spill_count"}
+    names["SHARED"] = "group_segment_fixed_size"
+    found = kernel.asm["amdgcn"]
+    return {key: int(re.findall(rf"\.{name}: +(\d+)", found)[0]) for key, name in names.items()}
+
+
+# --- instructions
+
+
+class Instruction(NamedTuple):
+    """One instruction, and the place in the program that it may jump to, if it is a branch."""
+
+    opcode: str
+    jump: int | None
+
+    @property
+    def loaded(self) -> int:
+        """Bytes per thread of a load from global memory, 0 for anything else."""
+        if not re.match(r"LDG|global_load|buffer_load", self.opcode):
+            return 0
+        words = re.search(r"dwordx(\d)", self.opcode)
+        if words or self.opcode.endswith("dword"):
+            return 4 * int(words[1]) if words else 4
+        bits = re.search(r"\.(?:[US])?(8|16|64|128|256)\b|_u?s?(short|byte|ubyte)", self.opcode)
+        if bits is None:
+            return 4
+        return int(bits[1]) // 8 if bits[1] else 2 if bits[2] == "short" else 1
+
+
+def instructions(kernel: Any) -> list[Instruction]:
+    """A program in the order of its addresses."""
+    if "cubin" in kernel.asm:
+        lines = re.findall(
+            r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z]\S*)([^;]*);", sass(kernel.asm["cubin"]), re.M
+        )
+        places = {int(address, 16): index for index, (address, _, _) in enumerate(lines)}
+        found = []
+        for _, opcode, operands in lines:
+            to = re.findall(r"0x([0-9a-f]+)", operands) if opcode.startswith("BRA") else []
+            found.append(Instruction(opcode, places.get(int(to[-1], 16)) if to else None))
+        return found
+    labels: dict[str, int] = {}
+    parsed: list[tuple[str, str]] = []
+    for line in kernel.asm["amdgcn"].splitlines():
+        if label := re.match(r"(\.LBB\w+):", line):
+            labels[label[1]] = len(parsed)
+        elif code := re.match(r"\t([a-z]\w+_\w+)\s*(\S*)", line):
+            parsed.append((code[1], code[2]))
+    return [
+        Instruction(opcode, labels.get(operand) if "branch" in opcode else None) for opcode, operand in parsed
+    ]
+
+
+def row_loops(program: list[Instruction]) -> list[list[Instruction]]:
+    """The innermost loops with 16-byte loads: the walks over a row, and not those of the reductions."""
+    loops = [(one.jump, end) for end, one in enumerate(program) if one.jump is not None and one.jump <= end]
+    inner = [
+        (start, end)
+        for start, end in loops
+        if not any((a, b) != (start, end) and start <= a and b <= end for a, b in loops)
+    ]
+    bodies = [program[start : end + 1] for start, end in inner]
+    return [body for body in bodies if any(one.loaded >= 16 for one in body)]
+
+
+_EXPONENTIAL = r"MUFU|v_(?:exp|log|rcp|sqrt|rsq)_f"
+_BARRIER = r"BAR\.|s_barrier"
+_MOST_WARPS = {"sm_80": 64, "sm_90": 64, "sm_100": 64, "sm_120": 48, "gfx942": 32}
+
+
+def warps_at_a_time(target: str, registers: int, shared: int, warps: int) -> int:
+    """Warps (AMD: waves of 64) of a multiprocessor that registers and shared memory leave room for."""
+    most = _MOST_WARPS[target]
+    if target == "gfx942":
+        # four SIMD units with 512 registers per lane each, handed out by eights
+        return min(most, 4 * (512 // (-(-registers // 8) * 8))) // warps * warps
+    memory = {"sm_80": 167936, "sm_120": 102400}.get(target, 233472)
+    programs = min(65536 // (-(-registers // 8) * 8 * 32 * warps), memory // (shared + 1024), 32)
+    return min(programs, most // warps) * warps
+
+
+def counts(call: Call, target: str, kernel: Any) -> dict[str, Any]:
+    """What the walks over a row cost per logit, all of them together, and what the program occupies.
+
+    ``bytes_in_flight`` is what one iteration loads, for all warps that a multiprocessor holds at a time.
+    """
+    usage = resources(kernel)
+    size, warps = call[1][0].element_size(), call[2]["num_warps"]
+    held = warps_at_a_time(target, usage["REG"], usage["SHARED"], warps)
+    lanes = TARGETS[target].warp_size
+    found: dict[str, Any] = {"kernel": name_of(call), "target": target, "registers": usage["REG"]}
+    found |= {"spilled": usage["STACK"] + usage["LOCAL"], "warps": held}
+    walks = row_loops(instructions(kernel))
+    logits = [sum(one.loaded for one in walk) / size for walk in walks]
+
+    def per_logit(pattern: str) -> float:
+        each = [sum(bool(re.match(pattern, one.opcode)) for one in walk) for walk in walks]
+        return round(sum(number / count for number, count in zip(each, logits, strict=True)), 3)
+
+    found["instructions_per_logit"] = per_logit("")
+    found["mufu_per_logit"] = per_logit(_EXPONENTIAL)
+    found["barriers"] = sum(bool(re.match(_BARRIER, one.opcode)) for walk in walks for one in walk)
+    widths = Counter(8 * one.loaded for walk in walks for one in walk if one.loaded)
+    found["loads"] = {str(bits): number for bits, number in sorted(widths.items())}
+    found["bytes_in_flight"] = max((int(size * n) for n in logits), default=0) * lanes * held
+    return found

@@ -1,0 +1,120 @@
+"""What the machine code of the row kernels costs per logit: counted from the compiler's output, not measured.
+
+Kernels are compiled for GPUs that needn't be here. How fast they are is for a device to say; what can be said
+without one is when a kernel becomes dearer, see tests/kernels/test_triton_compile.py.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.registry import Options, suite
+from benchmarks.tables import Row, aligned, number
+
+KERNELS = {
+    "forward with ratio, bf16": ("ratio", "bf16", 4096, 1.0),
+    "forward with ratio, bf16, rows anywhere": ("ratio", "bf16", 4097, 1.0),
+    "forward with ratio, fp32": ("ratio", "fp32", 4096, 1.0),
+    "log-probs, bf16": ("logprobs", "bf16", 4096, 1.0),
+    "log-probs, bf16, temperature": ("logprobs", "bf16", 4096, 0.7),
+    "log-probs, bf16, entropy": ("entropy", "bf16", 4096, 1.0),
+    "backward, bf16": ("backward", "bf16", 4096, 1.0),
+    "backward, bf16, rows anywhere": ("backward", "bf16", 4097, 1.0),
+    "one pass on-policy, bf16": ("both", "bf16", 4096, 1.0),
+}
+"""What is launched, the dtype of the logits, a vocabulary (it matters whether 16 divides it), temperature."""
+
+
+def record(what: str, dtype: str, vocabulary: int, temperature: float) -> Any:
+    """The recorded launch of a kernel. In a process without TRITON_INTERPRET."""
+    from benchmarks.machine_code import Recorder
+    from gspo_kernels import kernels
+    from gspo_kernels.types import ClippedSequenceRatio, LogitTransform, RowStats
+
+    recorder, transform = Recorder(), LogitTransform(temperature=temperature)
+    logits = torch.empty(2, 3, vocabulary, dtype={"bf16": torch.bfloat16, "fp32": torch.float32}[dtype])
+    labels, floats = torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2, 3)
+    if what == "ratio":
+        form = ClippedSequenceRatio(math.log(0.8), math.log(1.2), math.inf, False, "sequences", 1.0)
+        options = dict.fromkeys(("sequence_weights", "lengths", "normalizer", "cu_seqlens"))
+        terms = (logits, labels, floats, torch.zeros(2), form, transform)
+        kernels.sequence_ratio_forward(*terms, ignore_index=-100, **options)
+    elif what in ("logprobs", "entropy"):
+        kernels.logprobs_forward(logits, labels, transform, ignore_index=-100, entropy=what == "entropy")
+    elif what == "backward":
+        stats, scale = RowStats(floats, floats.double(), None), torch.ones(())
+        kernels.logprobs_backward(
+            logits, labels, stats, floats, None, scale, transform, ignore_index=-100, out=logits
+        )
+    else:
+        kernels.logprobs_and_grad(logits, labels, floats, transform, ignore_index=-100, out=logits)
+    return recorder.calls[-1]
+
+
+def count(names: list[str], targets: list[str]) -> list[dict[str, Any]]:
+    """Figures of each kernel on each target. In a process without TRITON_INTERPRET."""
+    from benchmarks.machine_code import compiled, counts
+
+    found = []
+    for name in names:
+        call = record(*KERNELS[name])
+        found += [{"name": name, **counts(call, target, compiled(call, target))} for target in targets]
+    return found
+
+
+def dearer(now: dict[str, Any], before: dict[str, Any]) -> list[str]:
+    """In what a kernel has become worse than it was counted before, by more than 3%."""
+    found = []
+    if now["instructions_per_logit"] > 1.03 * before["instructions_per_logit"]:
+        found.append("instructions_per_logit")
+    if now["mufu_per_logit"] > 1.03 * before["mufu_per_logit"]:
+        found.append("mufu_per_logit")
+    if now["spilled"] > before["spilled"]:
+        found.append("spilled")
+    # Registers cost something where one warp less fits.
+    if now["warps"] < before["warps"]:
+        found.append("warps")
+    return found
+
+
+def table(lines: list[dict[str, Any]]) -> list[Row]:
+    """A row per kernel, a column per target."""
+    targets = list(dict.fromkeys(line["target"] for line in lines))
+    rows: list[Row] = [["instructions per logit; registers, warps, KiB", *targets]]
+    for name in dict.fromkeys(line["name"] for line in lines):
+        cells = []
+        for line in (line for line in lines if line["name"] == name):
+            spilled = f", {line['spilled']} spilled" if line["spilled"] else ""
+            cells.append(
+                f"{number(line['instructions_per_logit'])}; {line['registers']}{spilled}, {line['warps']}, "
+                f"{number(line['bytes_in_flight'] / 1024)}"
+            )
+        rows.append([name, *cells])
+    return rows
+
+
+@suite("static", "Machine code of the GPU kernels, counted", everything=False)
+def static(options: Options) -> dict[str, Any]:
+    """In a process of its own, because kernels are interpreted or compiled from their import on."""
+    names = list(KERNELS)[:1] if options.tiny else list(KERNELS)
+    targets = ["sm_90"] if options.tiny else ["sm_80", "sm_90", "sm_100", "sm_120", "gfx942"]
+    code = f"import json; from benchmarks import static; print(json.dumps(static.count({names}, {targets})))"
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment, capture_output=True, text=True, check=False, cwd=Path(__file__).parent.parent,
+    )  # fmt: skip
+    if run.returncode:
+        raise RuntimeError(run.stderr.strip().splitlines()[-1])
+    lines = json.loads(run.stdout.splitlines()[-1])
+    rows = table(lines)
+    print(aligned(rows))
+    return {"lines": lines, "table": rows}
