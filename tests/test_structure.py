@@ -226,7 +226,7 @@ def test_objectives_may_not_import_layers(tmp_path):
 
 @pytest.mark.parametrize("command", [("check",), ("format", "--check")], ids=" ".join)
 def test_ruff(command):
-    folders = [name for name in ("gspo_kernels", "tests", "benchmarks") if (ROOT / name).exists()]
+    folders = [name for name in ("gspo_kernels", "tests", "benchmarks", "release") if (ROOT / name).exists()]
     result = run(tool("ruff"), *command, "--no-cache", *folders)
     assert result.returncode == 0, result.stdout + result.stderr
 
@@ -257,7 +257,7 @@ def test_the_map_shows_every_folder_and_module():
     """CONTRIBUTING.md names each folder, and each module beside the package's ``__init__.py``."""
     shown = (ROOT / "CONTRIBUTING.md").read_text().partition("## Where things live")[2].partition("\n## ")[0]
     shown = set(re.findall(r"[\w.]+/|\w+\.py", shown))
-    tops = ("gspo_kernels", "csrc", "benchmarks", "docs", "examples", "tests")
+    tops = ("gspo_kernels", "csrc", "benchmarks", "docs", "examples", "release", "tests")
     folders = [path for top in tops for path in (ROOT / top, *(ROOT / top).rglob("*/")) if path.is_dir()]
     here = {f"{path.name}/" for path in folders if any(path.glob("*.*")) and path.name != "__pycache__"}
     here |= {path.name for path in (ROOT / "gspo_kernels").glob("*.py")} - {"__init__.py"}

@@ -108,7 +108,7 @@ def test_a_wheels_tag_says_whether_it_holds_the_extension(tmp_path, environment,
 
 def test_the_source_distribution_tests_itself(tmp_path):
     """What the Makefile's commands read is in it, and nothing that was built."""
-    folders = ("gspo_kernels", "csrc", "tests", "benchmarks", "docs", "examples")
+    folders = ("gspo_kernels", "csrc", "tests", "benchmarks", "docs", "examples", "release")
     for folder in folders:
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     files = [*("pyproject.toml", "setup.py", "MANIFEST.in", "Makefile", "constraints.txt"), ".clang-format"]
