@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 # Another version of torch, or all else as pinned: make test VENV=.venv-2.11 TORCH=2.11.0
 TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
 
-.PHONY: help demo test lint bench clean
+.PHONY: help demo test quick lint bench campaign campaign-keep docs docs-serve clean
 .PHONY: dist version dist-build dist-check dist-install wheels
 
 help:
@@ -14,6 +14,9 @@ help:
 	@echo "make test   environment, install, all tests"
 	@echo "make lint   formatting, lint, types, import arrows"
 	@echo "make bench  everyone's losses, judged, timed, in tables and plots (under ten minutes, CPU)"
+	@echo "make quick  environment, install, the quick tests (two minutes)"
+	@echo "make campaign  everything a GPU has to say, compared with the last one kept by make campaign-keep"
+	@echo "make docs   the documentation as a site, in site/"
 	@echo "make dist   what is published: built, checked, installed into bare environments and used there"
 	@echo "make wheels wheels as they are published, in containers; ARCHS=aarch64 for the other architecture"
 
@@ -33,6 +36,9 @@ demo: $(READY)
 test: $(READY)
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
+quick: $(READY)
+	$(BIN)/python -m pytest -m quick --numprocesses auto --maxprocesses 8 --dist loadfile
+
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -42,6 +48,30 @@ lint: $(READY)
 bench: $(READY)
 	$(BIN)/python -m benchmarks run all --out runs/bench
 	$(BIN)/python -m benchmarks report --results runs/bench
+
+# Fails where a stage did, or where something of ours is slower than in the campaign that was kept last, if there is one.
+CAMPAIGN ?= runs/campaign
+LAST ?= $(wildcard runs/last)
+campaign: $(READY)
+	$(BIN)/python -m benchmarks campaign --out $(CAMPAIGN) $(CAMPAIGN_OPTIONS)
+	$(BIN)/python -m benchmarks verdict $(CAMPAIGN) $(if $(LAST),--last $(LAST))
+
+campaign-keep:
+	rm -rf runs/last
+	cp -r $(CAMPAIGN) runs/last
+
+# Tools of their own, by the groups of pyproject.toml: a group is installed without building the package again.
+$(VENV)/.docs: pyproject.toml constraints.txt
+	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group docs
+	@touch $@
+
+docs: $(VENV)/.docs
+	$(BIN)/python -m mkdocs build --strict
+
+docs-serve: $(VENV)/.docs
+	$(BIN)/python -m mkdocs serve
 
 $(VENV)/.dist: $(READY)
 	$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt --group dist
@@ -79,4 +109,4 @@ wheels: $(VENV)/.dist
 	$(BIN)/python -m cibuildwheel --platform linux --archs $(ARCHS) --output-dir $(DIST)
 
 clean:
-	rm -rf $(VENV) build $(DIST) *.egg-info gspo_kernels/_C*.so runs
+	rm -rf $(VENV) build $(DIST) *.egg-info gspo_kernels/_C*.so runs site

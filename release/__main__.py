@@ -39,9 +39,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     elif given.command == "check":
         build.check(given.out)
     else:
-        wheels = sorted(given.out.glob("gspo_kernels-*.whl"))
+        wheels = [wheel for wheel in sorted(given.out.glob("gspo_kernels-*.whl")) if install.fits(wheel)]
         if not wheels:
-            parser.error(f"{given.out}: no wheels, run `make dist-build`")
+            parser.error(f"{given.out}: no wheel for this machine, run `make dist-build`")
         for python, torch in product(given.python, given.torch):
             install.install(wheels, python, torch)
     return 0

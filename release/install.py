@@ -9,6 +9,9 @@ import tempfile
 import time
 from pathlib import Path
 
+from packaging.tags import sys_tags
+from packaging.utils import parse_wheel_filename
+
 from release.build import wheel_kind
 
 COMPILERS = ("cc", "c++", "gcc", "g++", "clang", "clang++", "nvcc", "ninja")
@@ -26,6 +29,11 @@ def bare_environment(binaries: Path, home: Path) -> dict[str, str]:
     dropped += ("VIRTUAL_ENV", "PWD", "OLDPWD")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
     return kept | {"PATH": str(binaries), "HOME": str(home)}
+
+
+def fits(wheel: Path) -> bool:
+    """Whether pip would take a wheel for this machine and this interpreter."""
+    return not parse_wheel_filename(wheel.name)[3].isdisjoint(sys_tags())
 
 
 def install(wheels: list[Path], python: str, torch: str | None) -> None:
@@ -64,6 +72,6 @@ def install(wheels: list[Path], python: str, torch: str | None) -> None:
             # fed by standard input: a script's own folder would be searched for modules
             print("+ user.py", wheel_kind(wheel), flush=True)
             subprocess.run(
-                [binaries / "python", "-", wheel_kind(wheel)],
+                [binaries / "python", "-u", "-", wheel_kind(wheel)],
                 input=user, text=True, cwd=folder, env=environment, check=True,
             )  # fmt: skip

@@ -85,6 +85,11 @@ def test_kinds_and_strangers_are_read_from_a_wheel(tmp_path):
     assert build.strangers(compiled, "1.2.3") == ["tests"] and build.strangers(pure, "1.2.3") == []
 
 
+def test_wheels_of_other_machines_are_not_tried():
+    assert install.fits(Path(PURE))
+    assert not install.fits(Path(COMPILED.replace("x86_64", "s390x")))
+
+
 @pytest.fixture
 def calls(monkeypatch):
     """Commands that would have been run."""
