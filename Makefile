@@ -3,22 +3,31 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# Another version of torch, or all else as pinned: make test VENV=.venv-2.11 TORCH=2.11.0
+TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
 
-.PHONY: help demo test lint bench clean
+.PHONY: help demo test quick lint bench campaign campaign-keep docs docs-serve clean
+.PHONY: dist version dist-build dist-check dist-install wheels
 
 help:
 	@echo "make demo   environment, install, and a tiny model that learns with GSPO (minutes, CPU)"
 	@echo "make test   environment, install, all tests"
 	@echo "make lint   formatting, lint, types, import arrows"
 	@echo "make bench  everyone's losses, judged, timed, in tables and plots (under ten minutes, CPU)"
+	@echo "make quick  environment, install, the quick tests (two minutes)"
+	@echo "make campaign  everything a GPU has to say, compared with the last one kept by make campaign-keep"
+	@echo "make docs   the documentation as a site, in site/"
+	@echo "make dist   what is published: built, checked, installed into bare environments and used there"
+	@echo "make wheels wheels as they are published, in containers; ARCHS=aarch64 for the other architecture"
 
 # torch comes first and pinned: the extension is compiled against it (hence no build isolation), and its own pins decide
 # everything below it. Users of the package are free to choose; see the ranges in pyproject.toml.
 $(READY): pyproject.toml setup.py constraints.txt $(wildcard csrc/*)
 	$(PYTHON) -m venv $(VENV)
+	sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(VENV)/constraints.txt
 	$(BIN)/python -m pip install --quiet --upgrade pip setuptools wheel ninja
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch numpy
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[test]'
+	$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt torch numpy
+	$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt --no-build-isolation --editable '.[test]'
 	@touch $(READY)
 
 demo: $(READY)
@@ -26,6 +35,9 @@ demo: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+
+quick: $(READY)
+	$(BIN)/python -m pytest -m quick --numprocesses auto --maxprocesses 8 --dist loadfile
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -37,5 +49,64 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks run all --out runs/bench
 	$(BIN)/python -m benchmarks report --results runs/bench
 
+# Fails where a stage did, or where something of ours is slower than in the campaign that was kept last, if there is one.
+CAMPAIGN ?= runs/campaign
+LAST ?= $(wildcard runs/last)
+campaign: $(READY)
+	$(BIN)/python -m benchmarks campaign --out $(CAMPAIGN) $(CAMPAIGN_OPTIONS)
+	$(BIN)/python -m benchmarks verdict $(CAMPAIGN) $(if $(LAST),--last $(LAST))
+
+campaign-keep:
+	rm -rf runs/last
+	cp -r $(CAMPAIGN) runs/last
+
+# Tools of their own, by the groups of pyproject.toml: a group is installed without building the package again.
+$(VENV)/.docs: pyproject.toml constraints.txt
+	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group docs
+	@touch $@
+
+docs: $(VENV)/.docs
+	$(BIN)/python -m mkdocs build --strict
+
+docs-serve: $(VENV)/.docs
+	$(BIN)/python -m mkdocs serve
+
+$(VENV)/.dist: $(READY)
+	$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt --group dist
+	@touch $@
+
+DIST ?= dist
+TAG ?=
+# which of sdist, compiled and pure
+KINDS ?= sdist compiled pure
+# every interpreter with every torch; no version: the one that pip takes
+DIST_PYTHONS ?= $(PYTHON)
+DIST_TORCHES ?= $(TORCH)
+ARCHS ?= auto
+
+dist: version
+	$(MAKE) dist-build
+	$(MAKE) dist-check
+	$(MAKE) dist-install
+
+version: $(VENV)/.dist
+	$(BIN)/python -m release version $(if $(TAG),--tag $(TAG))
+
+dist-build: $(VENV)/.dist
+	rm -rf $(DIST)
+	$(BIN)/python -m release build $(KINDS) --out $(DIST)
+
+dist-check: $(VENV)/.dist
+	$(BIN)/python -m release check --out $(DIST)
+
+dist-install: $(VENV)/.dist
+	$(BIN)/python -m release install --out $(DIST) --python $(DIST_PYTHONS) --torch $(DIST_TORCHES)
+
+# needs docker, and Python 3.11 or newer for cibuildwheel
+wheels: $(VENV)/.dist
+	$(BIN)/python -m cibuildwheel --platform linux --archs $(ARCHS) --output-dir $(DIST)
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info gspo_kernels/_C*.so runs
+	rm -rf $(VENV) build $(DIST) *.egg-info gspo_kernels/_C*.so runs site

@@ -91,6 +91,11 @@ def _parser() -> argparse.ArgumentParser:
     campaign.add_argument("--out", type=Path, required=True)
     campaign.add_argument("--device", default="cuda", choices=("cpu", "cuda"), help="cpu: a rehearsal")
     campaign.add_argument("--minutes", type=float, default=9.0)
+    verdict = commands.add_parser("verdict", help="whether a campaign is as good as an earlier one")
+    verdict.add_argument("folder", type=Path, help="what the campaign wrote")
+    verdict.add_argument(
+        "--last", type=Path, help="what an earlier one wrote; without it, stages alone count"
+    )
     peaks = commands.add_parser("peaks")  # a process of its own for each measurement of memory
     peaks.add_argument("problem", type=Path)
     return parser
@@ -132,6 +137,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from benchmarks import campaign
 
         return campaign.main(given.out, given.device, given.minutes)
+    if given.command == "verdict":
+        from benchmarks import verdict
+
+        return verdict.main(given.folder, given.last)
     print_peaks(given.problem)
     return 0
 

@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import front_page
-from benchmarks.compare import YARDSTICK, load, ratios
+from benchmarks import front_page, problem
+from benchmarks.compare import load
+from benchmarks.plots import main_cases, plot_bars, plot_fidelity, plot_scaling
 from benchmarks.registry import ordered
 from benchmarks.tables import heading, markdown, number, result_rows
 
@@ -88,6 +89,9 @@ INTRODUCTIONS = {
     "traffic": "Triton's loads and stores of logits and their gradient, counted under its interpreter; for "
     "PyTorch, operands and results of each operator. No device was involved.",
 }
+
+
+PLOTS = {"scaling": "Growth", "fidelity": "Errors of log s, and flipped clip decisions"}
 
 
 def device_title(record: dict[str, Any]) -> str:
@@ -254,111 +258,6 @@ def smaller(records: dict[str, dict[str, Any]]) -> list[str]:
     return found
 
 
-# --- plots
-
-INK, GRID, OURS, OTHER = "#30343b", "#e4e6ea", "#2166ac", "#b9bec6"
-
-
-def _figure(width: float, height: float) -> Any:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), dpi=130, layout="constrained", facecolor="white")
-    FigureCanvasAgg(figure)
-    return figure
-
-
-def _clean(ax: Any, axis: str) -> None:
-    ax.grid(color=GRID, linewidth=0.8, axis=axis)
-    ax.set_axisbelow(True)
-    ax.tick_params(colors=INK, length=0, labelsize=9)
-    ax.spines[["top", "right", "left", "bottom"]].set_visible(False)
-
-
-def main_cases(records: dict[str, dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """The cases that the bars show, by suite and the end of their names."""
-    return [
-        (records[name], case)
-        for name, which in (
-            ("logits", "fp32, all active"), ("logits", "bf16, all active"), ("hidden", "all active"),
-            ("scoring", "all tokens"), ("realistic", "realistic"), ("step", "step"),
-            ("training", "every prompt counts"),
-        )
-        if name in records
-        for case in records[name]["cases"]
-        if case["name"].endswith(which)
-    ]  # fmt: skip
-
-
-def plot_bars(records: dict[str, dict[str, Any]], path: Path) -> None:
-    """Ratios to the floor (steps: to a yardstick) of the main cases of each suite, with spreads."""
-    chosen = main_cases(records)
-    shown = [{n: ratio for n, ratio in ratios(case).items() if "reference" not in n} for _, case in chosen]
-    counts = [len(found) for found in shown]
-    rows = [max(counts[i : i + 2]) for i in range(0, len(counts), 2)]
-    figure = _figure(12, 1.0 * len(rows) + 0.27 * sum(rows))
-    axes = figure.subplots(len(rows), 2, height_ratios=[r + 2 for r in rows], squeeze=False).flatten()
-    for ax in axes[len(chosen) :]:
-        ax.set_visible(False)
-    for ax, (record, case), bars in zip(axes, chosen, shown, strict=False):
-        found = sorted(bars.items(), key=lambda item: -item[1]["median"])
-        mine = {one["contestant"]: one["ours"] for one in case["results"]}
-        names = [name for name, _ in found]
-        medians = [ratio["median"] for _, ratio in found]
-        errors = [[r["median"] - r["low"] for _, r in found], [r["high"] - r["median"] for _, r in found]]
-        ax.barh(names, medians, color=[OURS if mine[name] else OTHER for name in names], height=0.66)
-        ax.errorbar(medians, names, xerr=errors, fmt="none", ecolor=INK, elinewidth=1)
-        for name, ratio in found:
-            ax.annotate(
-                number(ratio["median"]), (ratio["high"], name), (4, 0), textcoords="offset points",
-                va="center", fontsize=8.5, color=INK,
-            )  # fmt: skip
-        floor = case["floor"]["name"] if case["floor"]["probes"] else case.get("yardstick", YARDSTICK)
-        label = f", {case['name'].split(', ')[0]}" if record["suite"] == "training" else ""
-        label = f", {case['name'].split(',')[0]}" if record["suite"] == "logits" else label
-        ax.set_title(f"{record['title']}{label}", loc="left", fontsize=10.5, color=INK)
-        ax.set_xlabel(f"time / {floor}", fontsize=9, color=INK)
-        ax.axvline(1, color=INK, linewidth=0.8, linestyle=":")
-        ax.set_xlim(0, 1.12 * max(ratio["high"] for _, ratio in found))
-        _clean(ax, "x")
-    figure.savefig(path)
-
-
-def plot_scaling(record: dict[str, Any], path: Path) -> None:
-    """Time and memory of each sweep."""
-    sweeps = list(dict.fromkeys(case["name"].split()[0] for case in record["cases"]))
-    figure = _figure(12, 6)
-    axes = figure.subplots(2, len(sweeps), squeeze=False)
-    for column, sweep in enumerate(sweeps):
-        cases = [case for case in record["cases"] if case["name"].startswith(sweep)]
-        names = list(dict.fromkeys(one["contestant"] for case in cases for one in case["results"]))
-        for row, what in enumerate(("time, ms", "peak memory, MiB")):
-            ax = axes[row][column]
-            for name in names:
-                points = []
-                for case in cases:
-                    one = next(result for result in case["results"] if result["contestant"] == name)
-                    value = (
-                        1e3 * statistics.median(one["seconds"]["both"]) if row == 0 and one.get("seconds")
-                        else one.get("peak_bytes", 0) / 2**20 if row else 0
-                    )  # fmt: skip
-                    if value:
-                        points.append((int(case["name"].split()[1]), value))
-                color = OURS if name.startswith("ours") else "#8a9099"
-                ax.plot(*zip(*points, strict=True), marker="o", markersize=4, color=color, label=name)
-            ax.set_xscale("log")
-            ax.set_yscale("log")
-            ax.minorticks_off()
-            low, high = ax.get_ylim()
-            if high < 10 * low:
-                ax.set_ylim(low / 4, high * 4)  # a curve that stays the same should look flat
-            ax.set_xlabel(sweep if sweep != "length" else "length (tokens fixed)", fontsize=9, color=INK)
-            ax.set_title(what, loc="left", fontsize=10.5, color=INK)
-            _clean(ax, "both")
-    axes[0][0].legend(frameon=False, fontsize=9)
-    figure.savefig(path)
-
-
 # --- the page
 
 
@@ -388,7 +287,7 @@ def section(folder: Path, link: str) -> str:
         if name in records:
             text = TEXTS.get(name, cases_text if "cases" in records[name] else table_text)(records[name])
             introduction = f"{INTRODUCTIONS[name]}\n\n" if name in INTRODUCTIONS else ""
-            plot = f"![Growth](benchmarks_{folder.name}_scaling.png)\n\n" if name == "scaling" else ""
+            plot = f"![{PLOTS[name]}](benchmarks_{folder.name}_{name}.png)\n\n" if name in PLOTS else ""
             parts.append(
                 f"### {suite.title}\n\n`python -m benchmarks run {name}`. {introduction}{plot}{text}\n"
             )
@@ -413,6 +312,9 @@ def plots(folder: Path, beside: Path) -> list[Path]:
     if "scaling" in records:
         drawn.append(beside / f"benchmarks_{folder.name}_scaling.png")
         plot_scaling(records["scaling"], drawn[-1])
+    if "fidelity" in records:
+        drawn.append(beside / f"benchmarks_{folder.name}_fidelity.png")
+        plot_fidelity(records["fidelity"], drawn[-1], problem.CLIP_LOW, problem.CLIP_HIGH)
     return drawn
 
 

@@ -725,6 +725,7 @@ def test_16_bit_rows_live_in_the_memory_of_the_logits(dtype, schedule, monkeypat
     """What GPUs do: rows p - onehot in 16 bits, unscaled, over their own fp32 logits."""
     if torch.cuda.is_available():
         pytest.skip("the other tests of this file run it on the device")
+    pytest.importorskip("triton")
     shared = []
     rows_of = Gradients.rows
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from benchmarks import __main__ as command_line
-from benchmarks import campaign, compare, front_page, report, suites, traffic
+from benchmarks import campaign, compare, front_page, report, suites, traffic, verdict
 from benchmarks.registry import CONTESTANTS, SUITES, contestant, suite
 from benchmarks.rows import padded
 from benchmarks.tables import number
@@ -162,6 +162,51 @@ def test_without_a_floor_ratios_are_to_naive_pytorch(folder):
     times = {one["contestant"]: one["seconds"]["both"] for one in case["results"] if "seconds" in one}
     pairs = sorted(a / b for a, b in zip(times["ours, auto"], times["naive PyTorch"], strict=True))
     assert found["ours, auto"] == pytest.approx(dict(zip(("low", "median", "high"), pairs, strict=True)))
+
+
+def stage(folder, status):
+    stages = [{"name": "hidden", "status": status, "reason": "the reason"}]
+    (folder / "campaign.json").write_text(json.dumps({"stages": stages}))
+
+
+@pytest.mark.parametrize(
+    ("status", "factor", "wrong"),
+    [
+        ("done", 1.0, None),
+        ("done", 0.001, None),
+        ("done", 1000.0, "times its"),
+        ("failed", 1.0, "the reason"),
+    ],
+    ids=["the same", "faster", "slower", "a failed stage"],
+)
+def test_a_campaign_is_judged_by_its_stages_and_by_what_of_ours_is_slower(
+    folder, tmp_path, status, factor, wrong, capsys
+):
+    name = altered(folder, tmp_path, factor)
+    assert CONTESTANTS[name].ours
+    stage(tmp_path, status)
+    command = ["verdict", str(tmp_path), "--last", str(folder)]
+    assert command_line.main(command) == (0 if wrong is None else 1)
+    said = capsys.readouterr().out
+    assert "nothing of ours is slower" in said if wrong is None else wrong in said
+
+
+def test_others_may_become_slower(folder, tmp_path):
+    record = json.loads((folder / "hidden.json").read_text())
+    for one in record["cases"][0]["results"]:
+        if one["contestant"] == "naive PyTorch":
+            one["x_floor"] = {key: value * 1000 for key, value in one["x_floor"].items()}
+    (tmp_path / "hidden.json").write_text(json.dumps(record))
+    stage(tmp_path, "done")
+    assert compare.main(folder, tmp_path) == 1 and verdict.main(tmp_path, folder) == 0
+
+
+def test_a_first_campaign_has_nothing_to_be_compared_with(tmp_path, capsys):
+    stage(tmp_path, "done")
+    assert verdict.main(tmp_path, None) == 0
+    assert verdict.main(tmp_path, tmp_path) == 2
+    assert verdict.main(tmp_path / "nowhere", None) == 2
+    assert "no results" in capsys.readouterr().err
 
 
 # --- reporting

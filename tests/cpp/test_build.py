@@ -17,6 +17,7 @@ from gspo_kernels import cpp
 from tests.cpp.clones import ROOT, tree
 
 CPU = torch.device("cpu")
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 
 
 def run(cwd: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -108,13 +109,15 @@ def test_a_wheels_tag_says_whether_it_holds_the_extension(tmp_path, environment,
 
 def test_the_source_distribution_tests_itself(tmp_path):
     """What the Makefile's commands read is in it, and nothing that was built."""
-    folders = ("gspo_kernels", "csrc", "tests", "benchmarks", "docs", "examples")
+    folders = ("gspo_kernels", "csrc", "tests", "benchmarks", "docs", "examples", "release")
     for folder in folders:
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     files = [*("pyproject.toml", "setup.py", "MANIFEST.in", "Makefile", "constraints.txt"), ".clang-format"]
-    files += [".pre-commit-config.yaml", "README.md", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md"]
+    files += [".pre-commit-config.yaml", "mkdocs.yml", "README.md", "LICENSE", "CHANGELOG.md"]
+    files += ["CONTRIBUTING.md", *(f".github/workflows/{path.name}" for path in WORKFLOWS)]
+    (tmp_path / ".github" / "workflows").mkdir(parents=True)
     for name in files:
-        shutil.copy(ROOT / name, tmp_path)
+        shutil.copy(ROOT / name, tmp_path / name)
     run(tmp_path, "setup.py", "sdist", "--dist-dir", "dist")
     (archive,) = (tmp_path / "dist").iterdir()
     with tarfile.open(archive) as source:

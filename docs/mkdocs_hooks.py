@@ -1,0 +1,127 @@
+"""What the site shows besides docs/: pages from elsewhere in the tree, the reference, and links that hold.
+
+MkDocs calls the two functions whose names begin with ``on_`` (``hooks`` in mkdocs.yml). Pages are written for
+who reads the tree; here their links are turned to where the site has the target. Files that are no pages
+become plain names, or links into the repository once ``repo_url`` says where that is.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+
+OUTSIDE = {
+    "index.md": "README.md",
+    "contributing.md": "CONTRIBUTING.md",
+    "changelog.md": "CHANGELOG.md",
+    "examples/paper.md": "examples/paper/README.md",
+    "examples/training.png": "examples/paper/training.png",
+    "examples/perturbation.png": "examples/paper/perturbation.png",
+}
+"""Place in the site by place in the tree of what lies outside of docs/."""
+
+SAME = {"docs/README.md": "README.md"}
+"""Files whose links lead to another: the site's navigation is what docs/README.md is in the tree."""
+
+REFERENCE = {
+    "losses": (
+        "Losses",
+        "gspo_kernels.fused_linear_policy_loss gspo_kernels.fused_policy_loss gspo_kernels.policy_loss "
+        "gspo_kernels.policy_coefficients gspo_kernels.normalizer gspo_kernels.explain_schedule "
+        "gspo_kernels.LossOutput",
+    ),
+    "logprobs": (
+        "Log-probs",
+        "gspo_kernels.linear_token_logprobs gspo_kernels.token_logprobs gspo_kernels.TokenLogprobs",
+    ),
+    "advantages": (
+        "Advantages and weights",
+        "gspo_kernels.advantages gspo_kernels.rollout_weights gspo_kernels.off_policy_mask",
+    ),
+    "objectives": (
+        "The base of all objectives",
+        "gspo_kernels.objectives.base.Objective gspo_kernels.objectives.base.PolicyBatch "
+        "gspo_kernels.objectives.base.ObjectiveLoss",
+    ),
+    "layouts": ("Bridges between layouts", "gspo_kernels.integrations.layouts"),
+    "rewards": ("Ready-made rewards", "gspo_kernels.rewards"),
+    "trainer": (
+        "The bundled trainer",
+        "gspo_kernels.trainer.trainer.GSPOTrainer gspo_kernels.trainer.config.TrainConfig "
+        "gspo_kernels.trainer.run.config_file.load_config",
+    ),
+}
+"""Titles and contents of the pages of the reference; the text is the docstrings'."""
+
+LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s#]*)(#[^)\s]*)?\)")
+
+
+def reference_page(name: str) -> str:
+    """The text of a page of the reference, for mkdocstrings."""
+    title, names = REFERENCE[name]
+    return "\n\n".join((f"# {title}", *(f"::: {one}" for one in names.split()))) + "\n"
+
+
+def in_site(path: Path) -> str | None:
+    """Where the site has a file of the tree; None if it doesn't."""
+    inside = path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else ""
+    inside = SAME.get(inside, inside)
+    for place, source in OUTSIDE.items():
+        if source == inside:
+            return place
+    if inside.startswith("docs/") and path.suffix in (".md", ".png"):
+        return inside.removeprefix("docs/")
+    return None
+
+
+def turned(markdown: str, place: str, repository: str | None = None) -> str:
+    """The text of a page with links that hold in the site.
+
+    Args:
+        markdown: as it stands in the tree.
+        place: of the page in the site.
+        repository: address under which files that are no pages can be read.
+    """
+    source = ROOT / OUTSIDE[place] if place in OUTSIDE else DOCS / place
+
+    def turn(link: re.Match[str]) -> str:
+        image, text, target, anchor = link.group(1), link.group(2), link.group(3), link.group(4) or ""
+        if not target or re.match(r"\w+:", target):
+            return link.group(0)
+        path = (source.parent / target).resolve()
+        found = in_site(path)
+        if found is not None:
+            link_there = f"[{text}]({posixpath.relpath(found, posixpath.dirname(place) or '.')}{anchor})"
+            # a plot on a phone wants to be opened by itself
+            return f"[!{link_there}]{link_there.removeprefix(f'[{text}]')}" if image else link_there
+        if repository is not None and path.is_relative_to(ROOT):
+            return f"{image}[{text}]({repository.rstrip('/')}/blob/HEAD/{path.relative_to(ROOT).as_posix()})"
+        return text
+
+    # what stands in code is no link
+    parts = re.split(r"(^```.*?^```|`[^`\n]+`(?!\]))", markdown, flags=re.DOTALL | re.MULTILINE)
+    return "".join(part if index % 2 else LINK.sub(turn, part) for index, part in enumerate(parts))
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add what lies outside of docs/, and the reference."""
+    from mkdocs.structure.files import File
+
+    for place, source in OUTSIDE.items():
+        files.append(File.generated(config, place, abs_src_path=str(ROOT / source)))
+    for name in REFERENCE:
+        files.append(File.generated(config, f"reference/{name}.md", content=reference_page(name)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    """Turn the links of every page that stands in the tree."""
+    place = page.file.src_uri
+    if place == "index.md":
+        page.meta["hide"] = ["navigation"]  # it would be the only entry
+    return markdown if place.startswith("reference/") else turned(markdown, place, config.repo_url)

@@ -1,0 +1,238 @@
+"""What ``make dist`` is made of: versions that agree, honest wheels, bare environments."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from importlib.metadata import distribution
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+import gspo_kernels as gk
+from release import build, install, user, version
+from release.__main__ import main
+
+ROOT = Path(__file__).parent.parent
+COMPILED = "gspo_kernels-1.2.3-cp310-abi3-manylinux_2_28_x86_64.whl"
+PURE = "gspo_kernels-1.2.3-py3-none-any.whl"
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """A source tree of version 1.2.3."""
+    (tmp_path / "pyproject.toml").write_text('[project]\nname = "gspo_kernels"\nversion = "1.2.3"\n')
+    (tmp_path / "CHANGELOG.md").write_text("# Changelog\n\n## 1.2.3\n\nNew.\n\n## 1.2.2\n\nOld.\n")
+    return tmp_path
+
+
+def test_version_tag_and_changelog_agree_in_this_tree():
+    assert version.disagreements(tag=f"v{version.stated()}") == []
+    assert gk.__version__ == version.stated()
+
+
+def test_no_second_place_states_the_version():
+    stated = re.compile(rf"""["']v?{re.escape(version.stated())}["']""")
+    for path in (*(ROOT / "gspo_kernels").rglob("*.py"), ROOT / "setup.py", *(ROOT / "release").glob("*.py")):
+        assert not stated.search(path.read_text()), path
+    assert len(stated.findall((ROOT / "pyproject.toml").read_text())) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "tag", "said"),
+    [
+        (None, "1.2.3", "wants 'v1.2.3'"),
+        (None, "v1.2.2", "wants 'v1.2.3'"),
+        ("# Changelog\n\n## 1.2.2\n", None, "newest section is '1.2.2'"),
+        ("# Changelog\n", None, "newest section is missing"),
+        ("# Changelog\n\n## Unreleased\n\nNew.\n\n## 1.2.3\n", "v1.2.3", 'stand under "Unreleased"'),
+    ],
+    ids=["tag without v", "another tag", "another version", "no version", "released unreleased"],
+)
+def test_disagreements_are_said(tree, change, tag, said):
+    assert version.disagreements(tree, "v1.2.3") == []
+    if change is not None:
+        (tree / "CHANGELOG.md").write_text(change)
+    (line,) = version.disagreements(tree, tag)
+    assert said in line
+
+
+def test_unreleased_changes_are_no_disagreement_before_a_tag(tree):
+    (tree / "CHANGELOG.md").write_text("# Changelog\n\n## Unreleased\n\n## 1.2.3\n")
+    assert version.disagreements(tree) == []
+
+
+def test_the_command_fails_for_another_tag(capsys):
+    assert main(["version"]) == 0 and capsys.readouterr().out.strip() == version.stated()
+    assert main(["version", "--tag", "v0.0.0"]) == 1
+    assert "'v0.0.0'" in capsys.readouterr().out
+
+
+def wheel(folder, name, *files):
+    with zipfile.ZipFile(folder / name, "w") as archive:
+        for file in ("gspo_kernels/__init__.py", "gspo_kernels-1.2.3.dist-info/WHEEL", *files):
+            archive.writestr(file, "")
+    return folder / name
+
+
+def test_kinds_and_strangers_are_read_from_a_wheel(tmp_path):
+    compiled = wheel(tmp_path, COMPILED, "gspo_kernels/_C.abi3.so", "tests/__init__.py")
+    pure = wheel(tmp_path, PURE, "gspo_kernels/_C.unavailable")
+    assert (build.wheel_kind(compiled), build.wheel_kind(pure)) == ("compiled", "pure")
+    assert build.strangers(compiled, "1.2.3") == ["tests"] and build.strangers(pure, "1.2.3") == []
+
+
+def test_wheels_of_other_machines_are_not_tried():
+    assert install.fits(Path(PURE))
+    assert not install.fits(Path(COMPILED.replace("x86_64", "s390x")))
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Commands that would have been run."""
+    found = []
+    monkeypatch.setattr(build, "run", lambda *command, **_: found.append([str(part) for part in command]))
+    monkeypatch.setattr(build, "stated", lambda: "1.2.3")
+    return found
+
+
+def test_check_runs_the_checkers(tmp_path, calls):
+    wheel(tmp_path, COMPILED, "gspo_kernels/_C.abi3.so")
+    wheel(tmp_path, PURE)
+    (tmp_path / "gspo_kernels-1.2.3.tar.gz").touch()
+    build.check(tmp_path)
+    by_tool = {call[2]: call for call in calls}
+    assert set(by_tool) == {"twine", "abi3audit", "auditwheel"}
+    assert [Path(name).name for name in by_tool["twine"][5:]] == [COMPILED, PURE, "gspo_kernels-1.2.3.tar.gz"]
+    assert by_tool["abi3audit"][-1].endswith(COMPILED) and "--strict" in by_tool["abi3audit"]
+
+
+@pytest.mark.parametrize(
+    ("name", "inside", "said"),
+    [
+        (None, (), "nothing to check"),
+        ("gspo_kernels-1.2.30-py3-none-any.whl", (), "pyproject.toml says 1.2.3"),
+        (PURE, ("tests/__init__.py",), "nobody asked for tests"),
+        (COMPILED.replace("manylinux_2_28", "linux"), ("gspo_kernels/_C.abi3.so",), "index refuses this tag"),
+        (COMPILED, (), "says that it is compiled"),
+        (PURE, ("gspo_kernels/_C.abi3.so",), "says that it is pure"),
+    ],
+    ids=["empty", "version", "strangers", "platform", "no extension", "extension"],
+)
+def test_check_refuses(tmp_path, calls, name, inside, said):
+    if name is not None:
+        wheel(tmp_path, name, *inside)
+    with pytest.raises(RuntimeError, match=said):
+        build.check(tmp_path)
+
+
+def test_the_repair_is_that_of_the_containers(tmp_path, calls):
+    build.repair(tmp_path / "some.whl", tmp_path / "out")
+    (call,) = calls
+    assert call[:4] == [sys.executable, "-m", "auditwheel", "repair"]
+    assert call[-3:] == ["--wheel-dir", str(tmp_path / "out"), str(tmp_path / "some.whl")]
+
+
+def test_what_stays_outside_of_the_wheel_is_torchs(calls, tmp_path):
+    """Each library that ``--exclude`` names lies in torch's folder, where importing torch finds it."""
+    import torch
+
+    build.repair(tmp_path, tmp_path)
+    left_out = [
+        option for before, option in zip(calls[0], calls[0][1:], strict=False) if before == "--exclude"
+    ]
+    libraries = {path.name for path in (Path(torch.__file__).parent / "lib").iterdir()}
+    assert left_out and set(left_out) <= libraries
+
+
+def test_tools_run_with_their_neighbours_on_the_path(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    beside = str(Path(sys.executable).parent)
+    build.run(
+        sys.executable, "-c", f"import os; assert os.environ['PATH'].split(os.pathsep)[0] == {beside!r}"
+    )
+    with pytest.raises(subprocess.CalledProcessError):
+        build.run(sys.executable, "-c", "raise SystemExit(1)")
+
+
+def test_a_bare_environment_has_no_compiler_and_no_checkout(tmp_path, monkeypatch):
+    for name in ("PYTHONPATH", "CXX", "LD_LIBRARY_PATH", "GSPO_KERNELS_NO_EXT", "VIRTUAL_ENV"):
+        monkeypatch.setenv(name, str(ROOT))
+    monkeypatch.setenv("PIP_INDEX_URL", "kept")
+    bare = install.bare_environment(tmp_path, tmp_path / "home")
+    assert bare["PATH"] == str(tmp_path) and bare["HOME"] == str(tmp_path / "home")
+    assert bare["PIP_INDEX_URL"] == "kept" and str(ROOT) not in bare.values()
+    (tmp_path / "g++").touch()
+    (tmp_path / "g++").chmod(0o755)
+    with pytest.raises(RuntimeError, match=r"g\+\+"):
+        install.bare_environment(tmp_path, tmp_path)
+
+
+@pytest.mark.parametrize("said", ["ready", f"not here: gspo_kernels._C is missing: {user.PURE}"])
+@pytest.mark.parametrize("kind", ["compiled", "pure"])
+def test_the_user_believes_the_doctor_only_if_it_fits_the_wheel(monkeypatch, kind, said):
+    report = f"cpu (2 threads): backend 'auto' is 'x'\n  reference  ready\n  cpp        {said}\n"
+    answer = subprocess.CompletedProcess([], 0, stdout=report)
+    monkeypatch.setattr(user.subprocess, "run", lambda *_, **__: answer)
+    if (kind == "compiled") == (said == "ready"):
+        user.use_doctor(kind)
+    else:
+        with pytest.raises(SystemExit, match="gspo doctor"):
+            user.use_doctor(kind)
+
+
+def test_the_user_refuses_a_checkout(monkeypatch, tmp_path):
+    monkeypatch.setattr(user.sysconfig, "get_path", lambda _: str(tmp_path))
+    with pytest.raises(SystemExit, match="imported from"):
+        user.use_import()
+
+
+@pytest.mark.parametrize(
+    ("page", "said"), [("no code", "no README"), ("```python\nraise KeyError\n```\n", None)]
+)
+def test_the_user_runs_the_page_of_the_package(monkeypatch, page, said):
+    class About:
+        get_payload = staticmethod(lambda: page)
+
+    monkeypatch.setattr(user, "metadata", lambda _: About)
+    with pytest.raises(KeyError if said is None else SystemExit, match=said):
+        user.use_readme()
+
+
+def test_the_reason_that_the_user_expects_is_the_builds():
+    assert user.PURE in (ROOT / "setup.py").read_text()
+
+
+def test_the_groups_are_pinned():
+    """Every tool of a group has a version in constraints.txt, and the range in pyproject.toml allows it."""
+
+    def read(lines):
+        found = [Requirement(line) for line in lines if line and not line.startswith("#")]
+        here = {"python_version": "3.11", "platform_system": "Linux"}
+        return {one.name: one.specifier for one in found if one.marker is None or one.marker.evaluate(here)}
+
+    pins = read((ROOT / "constraints.txt").read_text().splitlines())
+    groups = version.tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]
+    for name, wanted in read(tool for group in groups.values() for tool in group).items():
+        (pin,) = pins[name]
+        assert pin.operator == "==" and wanted.contains(pin.version), name
+
+
+def test_the_makefile_offers_every_command():
+    make = shutil.which("make")
+    if make is None:
+        pytest.skip("needs make")
+    said = subprocess.run(
+        [make, "-n", "dist", "KINDS=pure", "TAG=v9"], cwd=ROOT, capture_output=True, text=True, check=True,
+        env=os.environ | {"MAKEFLAGS": ""},
+    ).stdout  # fmt: skip
+    for command in ("version --tag v9", "build pure --out dist", "check --out dist", "install --out dist"):
+        assert f"-m release {command}" in said
+
+
+def test_the_installed_metadata_carry_the_readme():
+    about = distribution("gspo_kernels").metadata
+    assert "```python" in str(about.get_payload() or about["Description"])
