@@ -61,6 +61,8 @@ def check_processes(accelerator: Any) -> None:
         plugin = accelerator.state.fsdp_plugin
         if plugin.activation_checkpointing:
             raise ConfigError("FSDP's activation checkpointing: use update.gradient_checkpointing instead")
+        if accelerator.state.dynamo_plugin.backend.value != "NO":
+            raise ConfigError("accelerate's dynamo_backend under FSDP is not supported; launch without it")
         # Only the first process would load weights, which the check of the model's head needs everywhere.
         plugin.cpu_ram_efficient_loading = False
         os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"

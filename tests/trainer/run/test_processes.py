@@ -218,6 +218,15 @@ def test_activation_checkpointing_that_would_be_left_out_is_refused():
         check_processes(accelerator)
 
 
+def test_compilation_that_would_be_left_out_is_refused(monkeypatch):
+    from accelerate.utils import DynamoBackend
+
+    accelerator = fsdp2(make_accelerator())
+    monkeypatch.setattr(accelerator.state.dynamo_plugin, "backend", DynamoBackend.INDUCTOR)
+    with pytest.raises(ConfigError, match="dynamo_backend under FSDP"):
+        check_processes(accelerator)
+
+
 @pytest.mark.parametrize("kind", ["DEEPSPEED", "MULTI_XPU"])
 def test_other_ways_are_refused(monkeypatch, kind):
     from accelerate.utils import DistributedType
