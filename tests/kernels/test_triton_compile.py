@@ -15,10 +15,7 @@ triton = pytest.importorskip("triton")
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 COUNTED = ROOT / "benchmarks" / "results" / "cpu_two_cores_avx2" / "static.json"
-RARE = (
-    "logprobs_backward_kernel bfloat16->bfloat16 scaled softcap aligned no row_temperature_ptr",
-    "logprobs_forward_kernel float16 scaled no row_temperature_ptr",
-)
+RARE = "sequence_ratio_kernel bfloat16 scaled softcap aligned no row_temperature_ptr"
 NVIDIA = ("sm_80", "sm_90", "sm_100", "sm_120")
 
 
@@ -60,9 +57,9 @@ def test_every_kernel_compiles(report, target):
 @pytest.mark.parametrize("target", (*NVIDIA, "gfx942"))
 def test_nothing_spills(report, target):
     spilled = [e for e in entries(report, target) if e["STACK"] or e["LOCAL"]]
-    if target == "sm_90" and triton.__version__.startswith("3.7."):
-        # its ptxas takes 128 registers for one and 80 for the other, of 255, and puts one value on the stack
-        spilled = [e for e in spilled if e["STACK"] > 8 or e["LOCAL"] or e["kernel"] not in RARE]
+    if target == "sm_90" and triton.__version__.startswith("3.6."):
+        # its ptxas takes 72 registers, of 255, and puts one value on the stack
+        spilled = [e for e in spilled if e["STACK"] > 8 or e["LOCAL"] or e["kernel"] != RARE]
     assert not spilled
 
 
