@@ -60,11 +60,11 @@ campaign-keep:
 	rm -rf runs/last
 	cp -r $(CAMPAIGN) runs/last
 
-# Tools of their own, by the groups of pyproject.toml: a group is installed without building the package again.
-$(VENV)/.docs: pyproject.toml constraints.txt
+# Tools that need neither torch nor this package, by the groups of pyproject.toml.
+$(VENV)/.docs $(VENV)/.wheels: $(VENV)/.%: pyproject.toml constraints.txt
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group docs
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group $*
 	@touch $@
 
 docs: $(VENV)/.docs
@@ -104,8 +104,8 @@ dist-check: $(VENV)/.dist
 dist-install: $(VENV)/.dist
 	$(BIN)/python -m release install --out $(DIST) --python $(DIST_PYTHONS) --torch $(DIST_TORCHES)
 
-# needs docker, and Python 3.11 or newer for cibuildwheel
-wheels: $(VENV)/.dist
+# needs docker, and Python 3.11 or newer
+wheels: $(VENV)/.wheels
 	$(BIN)/python -m cibuildwheel --platform linux --archs $(ARCHS) --output-dir $(DIST)
 
 clean:
