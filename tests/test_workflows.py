@@ -1,8 +1,10 @@
 """The workflow files: each step can be run by hand, each action is pinned, each version is served."""
 
+import os
 import re
 import shutil
 import subprocess
+import sys
 from itertools import chain
 from pathlib import Path
 
@@ -97,3 +99,23 @@ def test_versions_are_served_and_written_as_strings():
         if "torch" in matrix:
             assert pinned in matrix["torch"] and "3.10" in matrix["python"]
             assert f"{project['dependencies'][0].removeprefix('torch>=')}.0" in matrix["torch"]
+
+
+def test_the_tests_run_where_there_is_no_triton(tmp_path):
+    """On macOS: what needs Triton is skipped, and nothing else."""
+    (tmp_path / "hide_triton.py").write_text("import sys\n\nsys.modules['triton'] = None\n")
+    path = os.pathsep.join((str(tmp_path), str(ROOT)))
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "hide_triton",
+        "-p",
+        "no:xdist",
+        "tests/test_normalizer.py",
+    ]
+    result = subprocess.run(
+        command, cwd=ROOT, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True
+    )
+    assert re.search(r"^\d+ passed in", result.stdout, re.MULTILINE), result.stdout + result.stderr
