@@ -153,7 +153,9 @@ def instructions(kernel: Any) -> list[Instruction]:
 
 
 def row_loops(program: list[Instruction]) -> list[list[Instruction]]:
-    """The innermost loops with 16-byte loads: the walks over a row, and not those of the reductions."""
+    """The innermost loops that load 16 bytes at a time, or many 16-bit numbers one by one: the walks over a
+    row, and not those of the reductions.
+    """
     loops = [(one.jump, end) for end, one in enumerate(program) if one.jump is not None and one.jump <= end]
     inner = [
         (start, end)
@@ -161,7 +163,11 @@ def row_loops(program: list[Instruction]) -> list[list[Instruction]]:
         if not any((a, b) != (start, end) and start <= a and b <= end for a, b in loops)
     ]
     bodies = [program[start : end + 1] for start, end in inner]
-    return [body for body in bodies if any(one.loaded >= 16 for one in body)]
+
+    def walks(body: list[Instruction]) -> bool:
+        return any(one.loaded >= 16 for one in body) or sum(one.loaded == 2 for one in body) >= 8
+
+    return [body for body in bodies if walks(body)]
 
 
 _EXPONENTIAL = r"MUFU|v_(?:exp|log|rcp|sqrt|rsq)_f"

@@ -313,28 +313,24 @@ def open_row(
     EVICT: tl.constexpr,
     PLATFORM: tl.constexpr,
 ):
-    """Ask for the block that holds the label, and for a shifted row's edges: what ``fold_row`` begins with.
+    """Ask for the block that holds the label: what ``fold_row`` begins with.
 
-    ``labelled`` says that the label is a column of the row.
+    ``labelled`` says that the label is a column of the row. Which thread folds a column does not depend on
+    where the row begins in memory, so neither do the bits of the result: rows that begin at no multiple of 16
+    bytes are read in smaller pieces, but in the same order.
     """
     VECTOR: tl.constexpr = 128 // row.dtype.element_ty.primitive_bitwidth
     THREADS: tl.constexpr = WARPS * (64 if PLATFORM == "hip" else 32)
     LOADS: tl.constexpr = BLOCK // (THREADS * VECTOR)
     pieces = tl.arange(0, LOADS)[:, None] * THREADS + tl.arange(0, THREADS)[None, :]
     lanes = pieces[:, :, None] * VECTOR + tl.arange(0, VECTOR)[None, None, :]
-    whole_row, first, whole = whole_vectors(row, width, VECTOR, ACCESS)
+    if ACCESS == "aligned":
+        # The same number, by an operation that tells the compiler what divides it.
+        width = width // VECTOR * VECTOR
     label = tl.where(labelled, label, -1).to(tl.int32)
-    place = label - first
-    place = tl.where((label >= first) & (place < whole), place, -1)
-    home = tl.maximum(place, 0) // BLOCK
-    block = load_columns(whole_row, home * BLOCK, lanes, whole, stride_v, ACCESS, True, EVICT)
-    edge = tl.zeros([THREADS], row.dtype.element_ty)
-    at_edge_label = tl.zeros([THREADS], tl.int1)
-    if ACCESS == "shifted":
-        columns, inside = edge_columns(tl.arange(0, THREADS), first, whole, width, VECTOR)
-        edge = tl.load(row + columns, mask=inside, other=-float("inf"), eviction_policy=EVICT)
-        at_edge_label = inside & (columns == label)
-    return whole_row, whole, lanes, home, place, block, edge, at_edge_label, labelled
+    home = tl.maximum(label, 0) // BLOCK
+    block = load_columns(row, home * BLOCK, lanes, width, stride_v, ACCESS, True, EVICT)
+    return row, width, lanes, home, label, block, labelled
 
 
 @triton.jit
@@ -356,7 +352,7 @@ def fold_row(
     The log-sum-exp is one of the logits plus a small rest, which together are more accurate than their
     rounded sum. Where the label isn't a column of the row, the log-prob is NaN.
     """
-    row, width, lanes, home, place, block, edge, at_edge_label, labelled = opened
+    row, width, lanes, home, label, block, labelled = opened
     STEEP: tl.constexpr = SOFTCAP or SCALED != 0
     steepness = slopes[0]
     if SOFTCAP:
@@ -368,23 +364,14 @@ def fold_row(
         exact *= _LOG2_E  # for exp2
     power = _factor(exact, STATS)
 
-    # A thread has at most one column of the edges: its fold begins with that.
-    peak = tl.zeros_like(edge).to(STATS) + lowest(STATS)
-    total = tl.zeros_like(peak)
-    y_label = tl.zeros_like(peak)
-    if ACCESS == "shifted":
-        y = _height(edge, slopes, STATS, SCALED, SOFTCAP, PLATFORM)
-        y_label = tl.where(at_edge_label, y, 0.0)
-        y = tl.where((edge == -float("inf")) | at_edge_label, -float("inf"), y)
-        peak = tl.maximum(peak, y)
-        total = _exp_of_height(y - peak, power, STEEP, PLATFORM)
-    state = (peak, total, tl.zeros_like(peak))
+    peak = tl.zeros([lanes.shape[1]], STATS) + lowest(STATS)
+    state = (peak, tl.zeros_like(peak), tl.zeros_like(peak))
 
     # The label's block comes first, so that no other block has to look for the label.
     columns = home * BLOCK + lanes
     y = _height(block, slopes, STATS, SCALED, SOFTCAP, PLATFORM)
-    is_label = columns == place
-    y_label = tl.sum(y_label + tl.sum(tl.sum(tl.where(is_label, y, 0.0), axis=2), axis=0), axis=0)
+    is_label = columns == label
+    y_label = tl.sum(tl.sum(tl.sum(tl.where(is_label, y, 0.0), axis=2), axis=0), axis=0)
     y = tl.where(is_label | (columns >= width), -float("inf"), y)
     state = _fold_block(state, y, power, STEEP, ENTROPY, PLATFORM)
 

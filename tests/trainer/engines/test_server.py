@@ -212,9 +212,13 @@ def test_a_failure_and_ctrl_c_wait_for_no_other_completion(stand_in):
     with pytest.raises(EngineError, match=r"answered 500 .*out of memory"):
         engine.generate(PROMPTS * 2, Sampling(3), seeds=[1, 2, 3, 4, 5, 6, 7, 8])
     assert set(asked) <= {1, 2}
+    earlier = signal.signal(signal.SIGINT, signal.default_int_handler)  # workers of pytest-xdist ignore it
     threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
-    with pytest.raises(KeyboardInterrupt):
-        engine.generate(PROMPTS[:1], Sampling(3), seeds=[1])
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate(PROMPTS[:1], Sampling(3), seeds=[1])
+    finally:
+        signal.signal(signal.SIGINT, earlier)
     assert time.monotonic() - started < 15
 
 
