@@ -94,7 +94,7 @@ def table(folders: Sequence[Path]) -> str:
         for row in ROWS:
             for case in records.get(row.suite, {}).get("cases", []):
                 if case["name"] == row.case:
-                    cells = lines.setdefault(label(row, case["shape"]), [""] * len(columns))
+                    cells = lines.setdefault(label(row, case["shape"]), ["not run"] * len(columns))
                     cells[column] = cell(case, row.unit)
     return markdown([["", *titles], *([name, *cells] for name, cells in lines.items())])
 
