@@ -87,8 +87,9 @@ def test_every_fitting_objective_splits():
         whole = step(PolicyLoss(objective), given, SPLITS[0], torch.float64)
         parts = step(PolicyLoss(objective), given, SPLITS[1], torch.float64)
         # AReaL's weights are fp32
-        for got, want in zip(parts, whole, strict=True):
-            torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-9, msg=str(objective))
+        for got, want, least in zip(parts, whole, (1e-6, 1e-9), strict=True):
+            # parts of a loss cancel, those of a gradient lie side by side
+            torch.testing.assert_close(got, want, rtol=1e-6, atol=least, msg=str(objective))
 
 
 def test_counting_tokens_instead_of_sequences_would_be_wrong():

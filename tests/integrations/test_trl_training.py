@@ -114,5 +114,5 @@ def test_in_bf16_identical_weights_have_a_ratio_of_exactly_1(model_path, tmp_pat
         assert fresh["clip_ratio/region_mean"] == 0.0
     assert log[0]["kl"] == 0.0
     # and only there: the optimizer has moved the weights in between
-    assert log[1]["ratio/min"] < 1.0 < log[1]["ratio/max"]
-    assert log[1]["clip_ratio/region_mean"] > 0.0
+    assert log[1]["ratio/min"] < log[1]["ratio/max"]
+    assert max(moved["clip_ratio/region_mean"] for moved in log[1:4]) > 0.0

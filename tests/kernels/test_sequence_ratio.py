@@ -207,6 +207,10 @@ def test_padded_and_packed_equal_the_closed_form(run, form, options):
     spread = (4e-4 if form.log_low > -0.01 else 1.0) * (4.0 if options == "lengths" else 1.0)
     logits, labels, old, advantages = batch(lengths, 12, spread=spread)
     advantages[5] = 0.0
+    # one that is clipped and one that isn't, whatever is drawn
+    advantages[[6, 8]] = advantages[[6, 8]].abs() + 0.1
+    old[6] -= 3 * spread
+    old[8] += 3 * spread
     extra = {}
     if options == "weights":
         extra["weights"] = torch.rand(10)

@@ -161,7 +161,8 @@ def test_luspo_counts_padding_in_liger(terms):
         if mask is FULL:
             case.assert_equal(got, expected)
         else:
-            assert abs(got[0] - expected[0]) > 10 * case.error
+            # the largest of many differences, as those of the loss may cancel
+            assert (got[1] - expected[1]).abs().max() > 10 * case.error
             # and padded positions get a gradient
             assert not got[1][~mask].any() and bool(expected[1][~mask].any()) == ("kl" in terms)
 
