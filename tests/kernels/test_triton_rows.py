@@ -235,7 +235,8 @@ def test_masked_rows_are_inert(dtype, ignore_index):
     grad[1, 0] = float("inf")
     known, gradient = and_grad(logits, labels, grad)
     assert gradient.isfinite().all() and (gradient[1, 0] == 0).all()
-    assert torch.equal(known.logprobs, stats.logprobs) or dtype == torch.bfloat16
+    # the kernel that does both walks other blocks, so its sums may round otherwise
+    torch.testing.assert_close(known.logprobs, stats.logprobs)
 
 
 def test_rows_without_gradient_are_zero_and_unread():
@@ -248,7 +249,8 @@ def test_rows_without_gradient_are_zero_and_unread():
     assert (backward(logits, labels, stats, grad, grad_scale=torch.tensor(0.0)) == 0).all()
     logits[0, 0] = 0.0
     known, gradient = and_grad(logits, labels, grad)
-    assert known.logprobs[1, 2] == stats.logprobs[1, 2] and (gradient[1, 2] == 0).all()
+    torch.testing.assert_close(known.logprobs[1, 2], stats.logprobs[1, 2])
+    assert (gradient[1, 2] == 0).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
