@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 TORCH ?= $(shell sed -n 's/^torch==//p' constraints.txt)
 
 .PHONY: help demo test quick lint bench campaign campaign-keep docs docs-serve clean
-.PHONY: dist version dist-build dist-check dist-install wheels
+.PHONY: dist version dist-build dist-check dist-install wheels hub
 
 help:
 	@echo "make demo   environment, install, and a tiny model that learns with GSPO (minutes, CPU)"
@@ -18,6 +18,7 @@ help:
 	@echo "make campaign  everything a GPU has to say, compared with the last one kept by make campaign-keep"
 	@echo "make docs   the documentation as a site, in site/"
 	@echo "make dist   what is published: built, checked, installed into bare environments and used there"
+	@echo "make hub    the losses as a kernel of the Hugging Face hub, in dist/hub"
 	@echo "make wheels wheels as they are published, in containers; ARCHS=aarch64 for the other architecture"
 
 # torch comes first and pinned: the extension is compiled against it (hence no build isolation), and its own pins decide
@@ -105,6 +106,9 @@ dist-check: $(VENV)/.dist
 
 dist-install: $(VENV)/.dist
 	$(BIN)/python -m release install --out $(DIST) --python $(DIST_PYTHONS) --torch $(DIST_TORCHES)
+
+hub: $(READY)
+	$(BIN)/python -m release hub --out $(DIST)/hub
 
 # needs docker, and Python 3.11 or newer
 wheels: $(VENV)/.wheels

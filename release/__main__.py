@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 
-from release import build, install, version
+from release import build, hub, install, version
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -22,6 +22,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "kind", nargs="*", default=build.KINDS, help=f"of {', '.join(build.KINDS)}; default: all"
     )
     checks = commands.add_parser("check", help="metadata, stable ABI, platform tags, contents")
+    hubs = commands.add_parser("hub", help="the losses as a kernel of the Hugging Face hub")
+    hubs.add_argument("--out", type=Path, default=Path("dist/hub"), help="its folder")
     installs = commands.add_parser("install", help="wheels into bare environments, used there")
     installs.add_argument("--python", nargs="+", default=[sys.executable], help="interpreters")
     installs.add_argument("--torch", nargs="+", default=[None], help="versions of torch")
@@ -38,6 +40,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         build.build(given.out, given.kind)
     elif given.command == "check":
         build.check(given.out)
+    elif given.command == "hub":
+        try:
+            hub.build(given.out)
+        except FileExistsError as error:
+            parser.error(str(error))
     else:
         wheels = [wheel for wheel in sorted(given.out.glob("gspo_kernels-*.whl")) if install.fits(wheel)]
         if not wheels:

@@ -135,11 +135,8 @@ class SequenceRatioBackend(RowBackend, Protocol):
         """
 
 
-_MODULES = {
-    "triton": "gspo_kernels.kernels",
-    "cpp": "gspo_kernels.cpp",
-    "reference": "gspo_kernels.reference.rows",
-}
+# beneath the package under whatever name that was imported
+_MODULES = {"triton": "..kernels", "cpp": "..cpp", "reference": "..reference.rows"}
 _AUTO = {"cuda": ("triton", "reference"), "cpu": ("cpp", "reference")}
 
 BACKENDS = tuple(_MODULES)
@@ -148,7 +145,7 @@ BACKENDS = tuple(_MODULES)
 @functools.cache
 def load(name: str) -> RowBackend:
     """The backend module called ``name``, imported on first use."""
-    return cast(RowBackend, importlib.import_module(_MODULES[name]))
+    return cast(RowBackend, importlib.import_module(_MODULES[name], __package__))
 
 
 def why_not(name: str, device: torch.device) -> str | None:
@@ -156,7 +153,7 @@ def why_not(name: str, device: torch.device) -> str | None:
     try:
         return load(name).unavailable(device)
     except ImportError as error:
-        return f"{_MODULES[name]} can't be imported: {error}"
+        return f"it can't be imported: {error}"
 
 
 @constant_when_traced

@@ -22,7 +22,10 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_LIBRARY = torch.library.Library("gspo_kernels", "FRAGMENT")
+NAMESPACE = __name__.partition(".")[0]
+"""Of the operators: the package's name, which is another for each copy of it that a process has imported."""
+
+_LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 _LEAVES = {Tensor: "Tensor", Tensor | None: "Tensor?", int: "int", float: "float", bool: "bool", str: "str"}
 
 
@@ -109,7 +112,7 @@ class Operator:
             returned = f"({', '.join('Tensor' for _ in outputs)})"
         _LIBRARY.define(f"{self.name}({written}) -> {returned}")
         _LIBRARY.impl(self.name, self._from_operands, "CompositeExplicitAutograd")
-        self.default = getattr(torch.ops.gspo_kernels, self.name).default
+        self.default = getattr(getattr(torch.ops, NAMESPACE), self.name).default
 
     def _from_operands(self, *operands: Any) -> Any:
         return self._with_structs(self._implementation, operands)
@@ -150,12 +153,12 @@ class Operator:
         def from_operands(*operands: Any) -> Any:
             return self._with_structs(fake, operands)
 
-        torch.library.register_fake(f"gspo_kernels::{self.name}", from_operands, lib=_LIBRARY)
+        torch.library.register_fake(f"{NAMESPACE}::{self.name}", from_operands, lib=_LIBRARY)
         return fake
 
 
 def operator(implementation: Callable[..., Any]) -> Operator:
-    """Register the decorated function as an operator of namespace ``gspo_kernels``."""
+    """Register the decorated function as an operator of ``NAMESPACE``."""
     return Operator(implementation)
 
 

@@ -1,0 +1,170 @@
+"""The kernel for the Hugging Face hub, loaded from its folder by the real ``kernels`` package."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import gspo_kernels as gk
+from release import hub
+from release.__main__ import main
+from tests.draws import shifted_seed
+
+kernels = pytest.importorskip("kernels")
+
+V, H = 211, 24
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hub") / "kernel"
+    hub.build(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def kernel(folder):
+    return kernels.get_local_kernel(folder, backend="cpu")
+
+
+def problem():
+    generator = torch.Generator().manual_seed(shifted_seed(1))
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    labels = torch.randint(V, (3, 7), generator=generator)
+    labels[0, 4:] = -100
+    hidden, weight = draw(3, 7, H).requires_grad_(), (draw(V, H) / H**0.5).requires_grad_()
+    return hidden, weight, labels, draw(3, 7) - 5, draw(3)
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_losses_have_the_bits_of_the_installed_package(kernel, backend):
+    if backend == "triton":
+        pytest.importorskip("triton")
+    results = []
+    for package in (kernel, gk):
+        hidden, weight, labels, old, advantages = problem()
+        out = package.fused_linear_policy_loss(
+            hidden, weight, labels, old_logprobs=old, advantages=advantages, backend=backend,
+            objective=package.GSPO(3e-4, 4e-4),
+        )  # fmt: skip
+        out.loss.backward()
+        results.append((out.loss, out.logprobs, hidden.grad, weight.grad))
+    for got, want in zip(*results, strict=True):
+        assert torch.equal(got, want)
+    assert results[0][2].any()
+
+
+def test_it_says_its_version_and_has_operators_of_its_own(kernel):
+    assert kernel.__version__ == gk.__version__
+    assert kernel.__name__ != "gspo_kernels"
+    assert hasattr(getattr(torch.ops, kernel.__name__), "linear_policy")
+
+
+def test_the_build_file_is_one_that_the_hub_s_builder_reads(folder):
+    from kernels._rust import Build
+
+    general = Build.open(folder).general
+    assert [str(backend) for backend in general.backends] == ["cuda", "rocm", "cpu"]
+    for backend in ("cuda", "rocm", "cpu"):
+        about = json.loads((folder / "build" / f"torch-{backend}" / "metadata.json").read_text())
+        assert about["backend"] == {"type": backend} and about["name"] == "gspo-kernels"
+
+
+def test_nothing_of_it_needs_an_install(folder):
+    program = f"""
+import sys
+sys.modules["gspo_kernels"] = None  # an import of it fails
+import torch
+from pathlib import Path
+from kernels import get_local_kernel
+gk = get_local_kernel(Path({str(folder)!r}), backend="cpu")
+logits = torch.zeros(1, 2, 5, requires_grad=True)
+out = gk.fused_policy_loss(
+    logits, torch.tensor([[1, 2]]), old_logprobs=torch.zeros(1, 2), advantages=torch.ones(1),
+    objective=gk.GRPO(),
+)
+out.loss.backward()
+print(tuple(logits.grad.shape), out.logprobs[0, 0].exp().item())
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    shape, probability = result.stdout.rsplit(" ", 1)
+    assert shape == "(1, 2, 5)" and float(probability) == pytest.approx(0.2)
+
+
+@kernels.use_kernel_forward_from_hub("OutputLogprobs")
+class OutputLogprobs(nn.Linear):
+    """What a model might have: an output layer that gives log-probs of labels."""
+
+    def forward(self, hidden, labels, temperature=1.0):
+        logits = super().forward(hidden) / temperature
+        return logits.log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+
+
+@kernels.use_kernel_forward_from_hub("Logprobs")
+class Logprobs(nn.Module):
+    def forward(self, logits, labels, temperature=1.0):
+        return (logits / temperature).log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_layers_take_the_place_of_a_model_s_own(folder, bias, compiled):
+    torch.manual_seed(shifted_seed(2))
+    first, second = OutputLogprobs(H, V, bias=bias), Logprobs()
+    hidden, labels = torch.randn(2, 5, H), torch.randint(V, (2, 5))
+    logits = torch.randn(2, 5, V)
+    want = first(hidden, labels, 0.7), second(logits, labels, 0.7)
+    mapping = {
+        name: {"cpu": kernels.LocalLayerRepository(folder, layer_name=layer)}
+        for name, layer in (("OutputLogprobs", "LinearTokenLogprobs"), ("Logprobs", "TokenLogprobs"))
+    }
+    mode = kernels.Mode.TRAINING | kernels.Mode.TORCH_COMPILE if compiled else kernels.Mode.TRAINING
+    both = nn.ModuleList([first, second])
+    with kernels.use_kernel_mapping(mapping):
+        both = kernels.kernelize(both, mode=mode, device="cpu")
+
+    def run(hidden, logits):
+        return both[0](hidden, labels, 0.7), both[1](logits, labels, 0.7)
+
+    got = (torch.compile(run, backend="aot_eager", fullgraph=True) if compiled else run)(hidden, logits)
+    torch.testing.assert_close(got, want)
+    assert type(got[0].grad_fn).__name__ != type(want[0].grad_fn).__name__
+    got[0].sum().backward()
+    assert first.weight.grad.any() and (not bias or first.bias.grad.any())
+
+
+def test_imports_become_relative():
+    source = "from gspo_kernels import checks\nfrom gspo_kernels.ops.memory import Workspace\nimport torch\n"
+    assert hub.relative(source, 1).splitlines()[:2] == ["from . import checks", "from .ops.memory import ("]
+    assert hub.relative(source, 3).splitlines()[:2] == [
+        "from ... import checks",
+        "from ...ops.memory import (",
+    ]
+    for refused in ("import gspo_kernels.ops", "from gspo_kernels.ops \\\n  import memory"):
+        with pytest.raises(ValueError, match="line 1: "):
+            hub.relative(refused, 1)
+
+
+def test_a_folder_of_somebody_else_s_is_left_alone(tmp_path, capsys):
+    (tmp_path / "mine").touch()
+    with pytest.raises(SystemExit):
+        main(["hub", "--out", str(tmp_path)])
+    assert "name another folder" in capsys.readouterr().err and (tmp_path / "mine").exists()
+
+
+def test_the_command_writes_it_and_writes_it_again(folder, capsys):
+    (folder / "build" / "left_over").touch()
+    assert main(["hub", "--out", str(folder)]) == 0
+    assert "for each of cuda, rocm, cpu" in capsys.readouterr().out
+    assert not (folder / "build" / "left_over").exists()
