@@ -27,7 +27,8 @@ Sequence reduce_tokens(const S* logprobs, const bool* mask, const double* old, i
     for (int64_t token = begin; token < end; ++token) {
         if (!mask[token]) continue;
         const double now = logprobs[token];
-        sequence.log_ratio += now - (old ? old[token] : now);
+        const double before = old ? old[token] : now;
+        if (now != before) sequence.log_ratio += now - before;  // else 1, where both are -inf, too
         ++sequence.count;
     }
     return sequence;

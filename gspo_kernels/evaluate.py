@@ -80,7 +80,7 @@ def _evaluate(logprobs: Tensor, entropy: Tensor | None, terms: Terms, want_metri
     logp = torch.where(present, logprobs.to(torch.float64), 0.0).requires_grad_()
     old = selected(terms.old_logprobs, present)
     old = logp.detach() if old is None else old
-    log_ratio = logp - old
+    log_ratio = finite.difference(logp, old)
     token_weights = selected(terms.token_weights, mask)
     reference = selected(terms.ref_logprobs, present)
     entropy = selected(entropy, present)
@@ -104,7 +104,7 @@ def _evaluate(logprobs: Tensor, entropy: Tensor | None, terms: Terms, want_metri
     sequence_level = objective.level == "sequence"
     loss = _weighted_sum(result.loss, aggregation.sequence_shares() if sequence_level else token_shares)
 
-    kl = None if reference is None else kl_penalty(logp - reference, terms.kl_estimator)
+    kl = None if reference is None else kl_penalty(finite.difference(logp, reference), terms.kl_estimator)
     if kl is not None and terms.kl_beta is not None:
         penalty = kl
         if terms.kl_ratio_weighted:

@@ -8,6 +8,7 @@ from torch import Tensor
 from gspo_kernels import checks
 from gspo_kernels.evaluate import kl_penalty
 from gspo_kernels.layout import Layout, layout_of
+from gspo_kernels.objectives import finite
 from gspo_kernels.ops.values import check_cu_seqlens, check_mask
 from gspo_kernels.types import stats_dtype
 
@@ -301,4 +302,4 @@ def _log_ratio(one: Tensor, other: Tensor, loss_mask: Tensor | None, packed: boo
     """``one - other`` in fp64, 0 where not counted, and the mask of what counts: [B, T] or [1, N]."""
     one, other = _rows(one, packed), _rows(other, packed)
     counted = torch.ones_like(one, dtype=torch.bool) if loss_mask is None else _rows(loss_mask, packed) != 0
-    return torch.where(counted, one.to(torch.float64) - other.to(torch.float64), 0.0), counted
+    return torch.where(counted, finite.difference(one.double(), other.double()), 0.0), counted

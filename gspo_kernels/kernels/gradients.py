@@ -106,6 +106,8 @@ def _write_gradient(
     at_label = grad_logp * one_minus_exp(logp, STATS, PLATFORM)
     if ENTROPY:
         at_label -= grad_entropy * tl.exp(logp) * (tl.maximum(logp, -HUGE) + entropy)
+    # A row with +inf has NaN for log-probs, also where exp(z - inf) is 0.
+    rest = tl.where(base == float("inf"), float("nan"), rest)
     of_row = (at_label, base, rest, grad_logp, entropy, grad_entropy, slopes)
     whole_row, first, whole = whole_vectors(row, width, VECTOR, ACCESS)
     whole_out = out_row

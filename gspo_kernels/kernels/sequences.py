@@ -98,7 +98,8 @@ def reduce_sequence(
         old = tl.load(element(old_ptr, b, t, old_stride_b, old_stride_t), mask=counted, other=0.0)
         # Volatile, because other programs have written them during this launch.
         new = tl.load(logprobs_ptr + rows, mask=counted, other=0.0, volatile=True)
-        log_ratios += tl.where(counted, new - old.to(STATS), 0.0).to(tl.float64)
+        # Where both are -inf the ratio is 1, too.
+        log_ratios += tl.where(counted & (new != old.to(STATS)), new - old.to(STATS), 0.0).to(tl.float64)
         counts += tl.where(counted, 1, 0)
     count = tl.sum(counts, axis=0)
     log_ratio = tl.sum(log_ratios, axis=0)

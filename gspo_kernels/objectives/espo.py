@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from gspo_kernels.objectives import finite
 from gspo_kernels.objectives.base import ObjectiveLoss, PolicyBatch, require_numbers
+from gspo_kernels.objectives.groups import reference_log_ratio
 from gspo_kernels.objectives.gspo import GSPO
 
 
@@ -50,7 +51,7 @@ class ESPO(GSPO):
         if self.elbo_kl_beta == 0:
             return result
         assert batch.ref_logprobs is not None and batch.token_weights is not None
-        distance = batch.layout.sum(finite.mul(batch.token_weights, batch.logprobs - batch.ref_logprobs))
+        distance = batch.layout.sum(reference_log_ratio(batch))
         kl = finite.mul(0.5 * self.elbo_kl_beta * distance, distance) / batch.lengths
         return result._replace(loss=result.loss + kl)
 

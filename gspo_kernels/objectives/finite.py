@@ -78,6 +78,14 @@ def mul(a: Tensor, b: Tensor) -> Tensor:
     return _Multiply.apply(a, b)
 
 
+def difference(a: Tensor, b: Tensor) -> Tensor:
+    """``a - b``; 0 with the gradient of ``a`` where they are equal, also if both are infinite.
+
+    The ratio of equal probabilities is 1, whether or not they are 0.
+    """
+    return torch.where(a == b, zero_with_gradient(a), a - b)
+
+
 def exp(x: Tensor) -> Tensor:
     """``exp(x)``; its gradient is 0 where the incoming gradient is 0."""
     return _Exp.apply(x)

@@ -63,7 +63,7 @@ class Groups:
 def reference_log_ratio(batch: PolicyBatch) -> Tensor:
     """Tokens: ``token_weights * (logprobs - ref_logprobs)``."""
     assert batch.ref_logprobs is not None
-    d = batch.logprobs - batch.ref_logprobs
+    d = finite.difference(batch.logprobs, batch.ref_logprobs)
     return d if batch.token_weights is None else finite.mul(batch.token_weights, d)
 
 
