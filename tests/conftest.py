@@ -136,3 +136,15 @@ def patch_once_per_launch():
     interpreter._patch_lang = patch_once
     yield
     interpreter._patch_lang = patch
+
+
+@pytest.fixture(scope="session", autouse=True)
+def accesses_within_bounds():
+    """Triton's interpreter reads and writes nothing but elements of the tensors that a launch is given."""
+    if torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
+        yield
+        return
+    from tests.kernels.accesses import within_bounds
+
+    with within_bounds():
+        yield
