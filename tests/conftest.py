@@ -45,6 +45,7 @@ if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("trito
 def pytest_addoption(parser):
     parser.addoption("--seed-shift", type=int, help="other numbers in every random draw of the suite")
     parser.addoption("--extension", help="the file of a C++ extension to test in place of the built one")
+    parser.addoption("--triton", help="a folder with the Triton to compile kernels with")
 
 
 def pytest_configure(config):
@@ -136,3 +137,15 @@ def patch_once_per_launch():
     interpreter._patch_lang = patch_once
     yield
     interpreter._patch_lang = patch
+
+
+@pytest.fixture(scope="session", autouse=True)
+def accesses_within_bounds():
+    """Triton's interpreter reads and writes nothing but elements of the tensors that a launch is given."""
+    if torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
+        yield
+        return
+    from tests.kernels.accesses import within_bounds
+
+    with within_bounds():
+        yield

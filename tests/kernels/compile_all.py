@@ -9,6 +9,7 @@ import sys
 from typing import Any
 
 import torch
+import triton
 
 from benchmarks.machine_code import (
     TARGETS,
@@ -149,6 +150,15 @@ def scoring_keys(kind: str) -> dict[str, int]:
     return {name: len(specialisations) for name, specialisations in found.items()}
 
 
+def order_of_memory(kernel: Any) -> list[str]:
+    """Barriers, accesses to global memory and what orders them, as they stand in the PTX or AMD assembly."""
+    if "ptx" in kernel.asm:
+        words = r"\b(?:bar|barrier|fence|membar)\.\S+|\b(?:ld|st|atom|red)\.\S*global\S*"
+        return re.findall(words, kernel.asm["ptx"])
+    words = r"\bs_barrier\b|\bs_waitcnt vmcnt\(0\)|\bbuffer_(?:wbl2|inv) .*|\bglobal_(?:load|store|atomic)\w*"
+    return re.findall(words, kernel.asm["amdgcn"])
+
+
 def compile_calls(calls: list[Any], targets: list[str]) -> list[dict[str, Any]]:
     """Compile each call for each target."""
     report = []
@@ -158,6 +168,8 @@ def compile_calls(calls: list[Any], targets: list[str]) -> list[dict[str, Any]]:
             entry: dict[str, Any] = {"target": target, "kernel": name_of(call), "warps": call[2]["num_warps"]}
             entry["fits"] = kernel.metadata.shared <= SHARED_MEMORY[target]
             entry |= resources(kernel)
+            if "counter" in " ".join(call[0].signature.parameters):
+                entry["order"] = order_of_memory(kernel)
             if "logits_ptr" in call[0].signature.parameters:
                 entry["counts"] = counts(call, target, kernel)
             if "cubin" in kernel.asm:
@@ -202,7 +214,7 @@ def main() -> None:
     kinds = ("same", "rows", "aligned vocabulary", "odd vocabulary", "alignment")
     counts = {kind: keys(kind) for kind in kinds}
     counts |= {kind: scoring_keys(kind) for kind in ("scored rows", "scored widths")}
-    print(json.dumps({"compiled": report, "keys": counts}))
+    print(json.dumps({"triton": triton.__version__, "compiled": report, "keys": counts}))
 
 
 if __name__ == "__main__":

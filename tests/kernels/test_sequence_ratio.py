@@ -3,14 +3,13 @@
 From logits and from log-probs, in Triton and in C++.
 """
 
-import contextlib
 import math
-import random
 
 import pytest
 import torch
 
 from tests.draws import shifted_seed
+from tests.kernels.accesses import backwards, order_of_programs, shuffle
 
 pytest.importorskip("triton")
 
@@ -380,37 +379,6 @@ def test_threads_leave_no_trace():
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
-@contextlib.contextmanager
-def order_of_programs(arrange):
-    """The interpreter runs programs one after another: let it do so in another order."""
-    from triton.runtime import interpreter
-
-    class Shuffled(type(interpreter.interpreter_builder)):
-        def set_grid_dim(self, x, y, z):
-            super().set_grid_dim(x, y, z)
-            self.order = arrange(x)
-            seen.append(self.order)
-
-        def set_grid_idx(self, x, y, z):
-            super().set_grid_idx(self.order[x], y, z)
-
-    builder, seen = interpreter.interpreter_builder, []
-    plain, builder.__class__ = builder.__class__, Shuffled
-    try:
-        yield seen
-    finally:
-        builder.__class__ = plain
-
-
-def shuffle(seed):
-    def arrange(count):
-        order = list(range(count))
-        random.Random(shifted_seed(seed)).shuffle(order)
-        return order
-
-    return arrange
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(GPU, reason="the order of programs can be chosen only under the interpreter")
 @pytest.mark.parametrize("layout", ("padded", "packed"))
@@ -424,8 +392,7 @@ def test_the_order_of_programs_leaves_no_trace(run, layout):
         args[:3] = [packed(value, lengths) for value in args[:3]]
         cu = offsets(lengths)
     want = run(*args, DUAL, cu=cu)
-    orders = [lambda count: list(reversed(range(count))), *(shuffle(seed) for seed in range(8))]
-    for arrange in orders:
+    for arrange in (backwards, *(shuffle(seed) for seed in range(8))):
         with order_of_programs(arrange) as seen:
             got = run(*args, DUAL, cu=cu)
         assert seen and seen[-1] != sorted(seen[-1])

@@ -1,0 +1,267 @@
+"""What the interpreter's programs do to memory: in which order they run, where they read and write, and
+whether a GPU, which runs them and their threads at once, could see another order.
+"""
+
+import contextlib
+import random
+from math import prod
+
+import numpy as np
+
+from tests.draws import shifted_seed
+
+
+@contextlib.contextmanager
+def rebuilt(**methods):
+    """The interpreter with some methods of its builder replaced; a replacement's first argument is the one
+    that it replaces.
+    """
+    from triton.runtime import interpreter
+
+    builder = interpreter.interpreter_builder
+    plain = type(builder)
+
+    def overriding(name, method):
+        return lambda self, *args, **options: method(
+            lambda *args, **options: getattr(plain, name)(self, *args, **options), *args, **options
+        )
+
+    builder.__class__ = type("Rebuilt", (plain,), {key: overriding(key, it) for key, it in methods.items()})
+    try:
+        yield builder
+    finally:
+        builder.__class__ = plain
+
+
+@contextlib.contextmanager
+def order_of_programs(arrange):
+    """The interpreter runs programs one after another: let it do so in another order, of which it tells."""
+    seen = []
+
+    def set_grid_dim(plain, x, y, z):
+        plain(x, y, z)
+        seen.append(arrange(x))
+
+    def set_grid_idx(plain, x, y, z):
+        plain(seen[-1][x], y, z)
+
+    with rebuilt(set_grid_dim=set_grid_dim, set_grid_idx=set_grid_idx):
+        yield seen
+
+
+def backwards(count):
+    """The last program first."""
+    return list(reversed(range(count)))
+
+
+def shuffle(seed):
+    """Programs in an order of their own for each seed."""
+
+    def arrange(count):
+        order = list(range(count))
+        random.Random(shifted_seed(seed)).shuffle(order)
+        return order
+
+    return arrange
+
+
+class Elements:
+    """The addresses of a tensor's elements, without what lies between them."""
+
+    def __init__(self, tensor):
+        self.start, self.size = tensor.data_ptr(), tensor.element_size()
+        steps = zip(tensor.stride(), tensor.shape, strict=True)
+        self.steps = sorted(((stride, size) for stride, size in steps if stride and size > 1), reverse=True)
+        self.empty = tensor.numel() == 0
+        self.stop = self.start + self.size * (1 + sum(stride * (size - 1) for stride, size in self.steps))
+        self.dense = not self.empty and self.stop - self.start == self.size * prod(s for _, s in self.steps)
+
+    def hold(self, addresses, size):
+        """Which of the addresses are those of elements of ``size`` bytes."""
+        if self.empty or self.size != size:
+            return np.zeros(addresses.shape, bool)
+        index, off = np.divmod(addresses - self.start, size)
+        inside = (addresses >= self.start) & (addresses < self.stop) & (off == 0)
+        if not self.dense:
+            for stride, count in self.steps:
+                index = index - np.minimum(index // stride, count - 1) * stride
+            inside &= index == 0
+        return inside
+
+
+class Access:
+    """The addresses that a block's mask lets through, and which of its lanes each belongs to."""
+
+    def __init__(self, pointers, mask):
+        shape = np.broadcast_shapes(pointers.data.shape, mask.data.shape)
+        let = np.broadcast_to(mask.data, shape).astype(bool).ravel()
+        self.addresses = np.broadcast_to(pointers.data, shape).ravel()[let].astype(np.int64)
+        self.size = pointers.get_element_ty().primitive_bitwidth // 8
+        # Lanes of blocks of different shapes may be anyone's.
+        self.lanes = np.flatnonzero(let) + (hash(shape) % 2**20 << 32)
+
+
+@contextlib.contextmanager
+def watched(begin, access=None, barrier=None, synchronise=None):
+    """Tell of the tensors of each launch (``begin``), each ``access`` of a program to memory (its kind is
+    "load", "volatile load", "store" or "atomic"), each barrier, and what an atomic access orders.
+    """
+    from triton.runtime.interpreter import GridExecutor
+
+    hosts = GridExecutor._init_args_hst
+
+    def init_args_hst(self, args, kwargs):
+        found = hosts(self, args, kwargs)
+        each = [*found[0], *found[1].values()]
+        begin([one for one in each if hasattr(one, "data_ptr")], self.grid[0])
+        return found
+
+    def load(plain, pointers, mask, *rest):
+        access(builder.grid_idx[0], "volatile load" if rest[-1] else "load", Access(pointers, mask))
+        return plain(pointers, mask, *rest)
+
+    def store(plain, pointers, value, mask, *rest):
+        access(builder.grid_idx[0], "store", Access(pointers, mask))
+        return plain(pointers, value, mask, *rest)
+
+    def atomic(plain, operation, pointers, value, mask, order, scope):
+        one = Access(pointers, mask)
+        access(builder.grid_idx[0], "atomic", one)
+        if synchronise is not None:
+            synchronise(builder.grid_idx[0], one, order.name, scope.name)
+        return plain(operation, pointers, value, mask, order, scope)
+
+    def wait(plain):
+        if barrier is not None:
+            barrier(builder.grid_idx[0])
+        return plain()
+
+    GridExecutor._init_args_hst = init_args_hst
+    hooks = {"create_masked_load": load, "create_masked_store": store, "create_atomic_rmw": atomic}
+    try:
+        with rebuilt(**hooks, create_barrier=wait) as builder:
+            yield
+    finally:
+        GridExecutor._init_args_hst = hosts
+
+
+@contextlib.contextmanager
+def within_bounds():
+    """Each access must be to an element of a tensor that the launch was given."""
+    tensors = []
+
+    def begin(given, programs):
+        tensors[:] = map(Elements, given)
+
+    def access(program, kind, to):
+        outside = np.ones(to.addresses.shape, bool)
+        for tensor in tensors:
+            outside &= ~tensor.hold(to.addresses, to.size)
+            if not outside.any():
+                return
+        near = [int(to.addresses[outside][0]) - tensor.start for tensor in tensors]
+        raise AssertionError(
+            f"out of bounds: {kind} of {to.size} bytes by program {program} in {int(outside.sum())} lanes, "
+            f"the first of them {near} bytes after the beginnings of the launch's tensors"
+        )
+
+    with watched(begin, access):
+        yield
+
+
+class Shadow:
+    """Who last read and wrote each cell of a piece of memory, as (program, clock, lane)."""
+
+    NOBODY, MANY = -1, -2
+
+    def __init__(self, start, stop, unit):
+        self.start, self.stop, self.unit = start, stop, unit
+        self.writer, self.reader = np.full((2, 3, (stop - start) // unit), self.NOBODY, np.int64)
+
+
+class Races:
+    """Happens-before of the programs and threads of a launch, by vector clocks.
+
+    A program's clock counts its barriers. A thread sees what its own lane did, and what other lanes did
+    before the last barrier. An atomic access that releases publishes what its program did before its last
+    barrier, for it is one thread that makes it; one that acquires gives the program what was published there,
+    from its next barrier on. Of two accesses to one cell, one of them a store, the second must see the first;
+    what another program stored must be loaded as volatile, past a cache that may be older.
+    """
+
+    def begin(self, tensors, programs):
+        """Forget the last launch."""
+        self.clock = np.zeros(programs, np.int64)
+        self.seen = np.full((programs, programs), -1, np.int64)
+        self.acquired = self.seen.copy()
+        self.published = {}
+        self.pieces = []
+        extents = [(it.start, it.stop, it.size) for it in map(Elements, tensors) if not it.empty]
+        for start, stop, size in sorted(extents):
+            if self.pieces and start < self.pieces[-1][1]:
+                last = self.pieces[-1]
+                self.pieces[-1] = (last[0], max(stop, last[1]), min(size, last[2]))
+            else:
+                self.pieces.append((start, stop, size))
+        self.pieces = [Shadow(*piece) for piece in self.pieces]
+
+    def barrier(self, program):
+        """All lanes have come here."""
+        self.clock[program] += 1
+        self.seen[program] = np.maximum(self.seen[program], self.acquired[program])
+
+    def synchronise(self, program, to, order, scope):
+        """An atomic access; those of one address form one chain."""
+        assert scope == "GPU", f"an atomic access of scope {scope} orders nothing between programs"
+        for address in to.addresses.tolist():
+            before = self.published.setdefault(address, np.full(len(self.clock), -1, np.int64))
+            released = before
+            if order in ("RELEASE", "ACQUIRE_RELEASE"):
+                mine = self.seen[program].copy()
+                mine[program] = self.clock[program] - 1
+                released = np.maximum(before, mine)
+            if order in ("ACQUIRE", "ACQUIRE_RELEASE"):
+                self.acquired[program] = np.maximum(self.acquired[program], before)
+            self.published[address] = released
+
+    def _unordered(self, program, lanes, by):
+        """Of which cells the last accesses ``by`` others need not have happened yet."""
+        who, when, lane = by
+        others = (who >= 0) & (who != program)
+        unseen = others & (when > self.seen[program][np.where(others, who, 0)])
+        threads = (who == program) & (when == self.clock[program]) & (lane != lanes)
+        return unseen | threads | (who == Shadow.MANY), others
+
+    def access(self, program, kind, to):
+        """Compare with the last accesses to the same cells, and remember this one."""
+        if kind == "atomic" or not to.addresses.size:
+            return
+        first = int(to.addresses[0])
+        piece = next(one for one in self.pieces if one.start <= first < one.stop)
+        width = to.size // piece.unit
+        cells = ((to.addresses - piece.start) // piece.unit)[:, None] + np.arange(width)
+        cells, lanes = cells.ravel(), np.repeat(to.lanes, width)
+        now = np.stack(np.broadcast_arrays(program, self.clock[program], lanes))
+        races, others = self._unordered(program, lanes, piece.writer[:, cells])
+        assert not races.any(), f"race: {kind} by program {program} of what may not be stored yet"
+        if kind == "store":
+            assert np.unique(cells).size == cells.size, f"race: lanes of program {program} store to one place"
+            races, _ = self._unordered(program, lanes, piece.reader[:, cells])
+            assert not races.any(), f"race: store by program {program} over what may not be loaded yet"
+            piece.writer[:, cells] = now
+            return
+        assert kind == "volatile load" or not others.any(), (
+            f"race: load by program {program} that may come from a cache, of what another program stored"
+        )
+        unordered, others = self._unordered(program, lanes, piece.reader[:, cells])
+        now[2, unordered] = Shadow.MANY
+        now[0, unordered & (others | (piece.reader[0, cells] == Shadow.MANY))] = Shadow.MANY
+        piece.reader[:, cells] = now
+
+
+@contextlib.contextmanager
+def without_races():
+    """No two programs, and no two threads of one, may depend on which of them comes first."""
+    races = Races()
+    with watched(races.begin, races.access, races.barrier, races.synchronise):
+        yield
