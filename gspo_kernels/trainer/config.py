@@ -130,7 +130,9 @@ class OffPolicyConfig(Section, key="off_policy"):
         "'sequence_mask', tokens' weights of whole sequences); 'k1', 'k2' and 'k3' reject by a divergence",
     )
     low: float | None = option(None, "lower bound of a weight or divergence; 0.5 for 'icepop'")
-    high: float | None = option(2.0, "upper bound of a weight or divergence; IcePop has 5")
+    high: float | None = option(
+        None, "upper bound; without a lower one 2 for 'truncate', 5 for 'icepop', and to be given for others"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -145,13 +147,10 @@ class OffPolicyConfig(Section, key="off_policy"):
         self, old_logprobs: Tensor, rollout_logprobs: Tensor, loss_mask: Tensor, cu_seqlens: Tensor
     ) -> Tensor:
         """Return `gk.rollout_weights` of packed log-probs, [N]: [N], or [B] for one weight per sequence."""
-        return gk.rollout_weights(
-            old_logprobs,
-            rollout_logprobs,
-            loss_mask=loss_mask,
-            cu_seqlens=cu_seqlens,
-            **dataclasses.asdict(self),
-        )
+        options, masks = dataclasses.asdict(self), {"loss_mask": loss_mask, "cu_seqlens": cu_seqlens}
+        if self.mode == "truncate" and self.low is None and self.high is None:
+            options["high"] = 2.0
+        return gk.rollout_weights(old_logprobs, rollout_logprobs, **masks, **options)
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from gspo_kernels.trainer.engines.decoding import Decoding, quick_head
 from gspo_kernels.trainer.input_errors import ModelError
-
-_BLOCK = 256
-"""Tokens whose probabilities are summed up, where a vocabulary has more than a few."""
-_FEW = 16 * _BLOCK
 
 
 @dataclass(frozen=True)
@@ -181,7 +178,7 @@ def join_segments(
 
 @dataclass
 class TransformersEngine:
-    """The embedded engine: the model's own ``generate``.
+    """The embedded engine: the model's own ``generate``, with `Decoding` for its loop.
 
     Only the `Sampling` decides how tokens are drawn: the defaults in the model's generation config (a top-k,
     a repetition penalty) would sample from another policy than the one that is trained, and are set aside.
@@ -211,103 +208,44 @@ class TransformersEngine:
         B, C = len(prompts), sampling.max_new_tokens
         prompt_ids, prompt_mask = (each.to(device) for each in left_pad(prompts, self.pad_id))
         completion_ids = torch.full((B, C), self.pad_id, device=device)
+        logprobs = torch.zeros(B, C, device=device)
         greedy = sampling.temperature == 0.0
-        logprobs_BC = torch.zeros(B, C, device=device)
-        uniforms_BC = None if greedy else torch.from_numpy(_uniforms(seeds, B, C)).to(device)
-        # Drawing is greedy to transformers: `_Draw` leaves it one possible token.
-        options = {"max_new_tokens": C, "do_sample": False}
-        config = GenerationConfig(**options, pad_token_id=self.pad_id, eos_token_id=self.end_ids)
+        uniforms = None if greedy else torch.from_numpy(_uniforms(seeds, B, C)).to(device)
+        options = {"max_new_tokens": C, "do_sample": False, "pad_token_id": self.pad_id}
         longest_first = sorted(range(B), key=lambda row: -len(prompts[row]))
-        with _own_generation_defaults_set_aside(model):
+        with _own_generation_defaults_set_aside(model), quick_head(model):
             for start in range(0, B, self.batch_size):
-                rows = torch.tensor(longest_first[start : start + self.batch_size], device=device)
-                P = len(prompts[longest_first[start]])
-                draws = [] if uniforms_BC is None else [_Draw(sampling, uniforms_BC[rows])]
-                produced = model.generate(
+                chosen = longest_first[start : start + self.batch_size]
+                rows, P = torch.tensor(chosen, device=device), len(prompts[chosen[0]])
+                ids, own = (
+                    prompt_ids.new_full((len(chosen), C), self.pad_id),
+                    logprobs.new_zeros(len(chosen), C),
+                )
+                decoding = Decoding(
+                    [prompts[row] for row in chosen],
+                    sampling,
+                    None if uniforms is None else uniforms[rows],
+                    torch.tensor(self.end_ids, device=device),
+                    ids,
+                    own,
+                )
+                model.generate(
                     input_ids=prompt_ids[rows, -P:],
                     attention_mask=prompt_mask[rows, -P:],
-                    generation_config=config,
-                    logits_processor=draws,
-                )[:, P:]
-                completion_ids[rows, : produced.shape[1]] = produced
-                for draw in draws:
-                    logprobs_BC[rows, : produced.shape[1]] = draw.logprobs()[:, : produced.shape[1]]
+                    generation_config=GenerationConfig(**options),
+                    custom_generate=decoding,
+                )
+                completion_ids[rows], logprobs[rows] = ids, own
         mask, finished = completion_mask(completion_ids, self.end_ids)
-        logprobs_BC = torch.where(mask, logprobs_BC, 0.0)
-        if bool(logprobs_BC.isnan().any()):
+        completion_ids = completion_ids.masked_fill(~mask, self.pad_id)
+        logprobs = torch.where(mask, logprobs, 0.0)
+        if bool(logprobs.isnan().any()):
             raise ModelError(
                 "the model's probabilities are not numbers (NaN): its weights or its logits are not finite"
             )
-        logprobs = None if greedy else logprobs_BC
-        return Completions(prompt_ids, prompt_mask, completion_ids, mask, finished, logprobs)
-
-
-class _Draw:
-    """Draws the next tokens inside ``generate``, as its last logits processor, and keeps their log-probs.
-
-    By inversion: a uniform number picks the token whose interval of the cumulative probabilities it lies in.
-    One random number per token comes from a stream of the row's own, where a multinomial draw takes one per
-    entry of the vocabulary from a stream that the whole batch shares; the token's probability is at hand, so
-    that neither scores are kept nor a second forward pass is needed.
-    """
-
-    def __init__(self, sampling: Sampling, uniforms: Tensor) -> None:
-        from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
-
-        self.warpers: list[Any] = []
-        if sampling.temperature != 1.0:
-            self.warpers.append(TemperatureLogitsWarper(sampling.temperature))
-        if sampling.top_k > 0:
-            self.warpers.append(TopKLogitsWarper(sampling.top_k))
-        if sampling.top_p < 1.0:
-            self.warpers.append(TopPLogitsWarper(sampling.top_p))
-        self.uniforms = uniforms
-        self.steps: list[Tensor] = []
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Return [b, V] scores whose greatest is that of the drawn token."""
-        for warper in self.warpers:
-            scores = warper(input_ids, scores)
-        probs = scores.softmax(-1)
-        tokens = _by_inversion(probs, self.uniforms[:, len(self.steps), None])
-        self.steps.append(probs.gather(-1, tokens).squeeze(-1).log())
-        return probs.scatter_(-1, tokens, torch.inf)
-
-    def logprobs(self) -> Tensor:
-        """Return [b, steps] log-probs of what was drawn."""
-        return torch.stack(self.steps, 1)
-
-
-def _by_inversion(probs: Tensor, uniforms: Tensor) -> Tensor:
-    """Return [b, 1], the tokens in whose intervals of the [b, V] cumulative probabilities the numbers lie.
-
-    First among the sums of blocks, then within one: cumulative sums of a large vocabulary take ten times as
-    long as its softmax.
-    """
-    V, size = probs.shape[1], _BLOCK
-    if V <= _FEW:
-        return _interval(probs, uniforms)[0]
-    whole = V - V % size
-    sums = probs[:, :whole].unflatten(1, (V // size, size)).sum(-1)
-    if whole < V:
-        sums = torch.cat([sums, probs[:, whole:].sum(-1, keepdim=True)], 1)
-    blocks, rest = _interval(sums, uniforms)
-    columns = blocks * size + torch.arange(size, device=probs.device)
-    inside = probs.gather(-1, columns.clamp(max=V - 1)).masked_fill(columns >= V, 0.0)
-    # NaN leads beyond the end.
-    return (blocks * size + _interval(inside, rest)[0]).clamp(max=V - 1)
-
-
-def _interval(weights: Tensor, shares: Tensor) -> tuple[Tensor, Tensor]:
-    """Return in which of [b, n] weights a share of their sum lies, and how far in it; all [b, 1]."""
-    cumulative = weights.cumsum(-1, dtype=torch.float64)
-    # The factor keeps the product below the total where it would round up to it.
-    places = shares * cumulative[:, -1:] * (1.0 - 2.0**-40)
-    # To the right: the first sum above the place, so never a weight of 0.
-    index = torch.searchsorted(cumulative, places, right=True).clamp(max=weights.shape[1] - 1)
-    weight = weights.gather(-1, index)
-    before = cumulative.gather(-1, index) - weight
-    return index, ((places - before) / weight).clamp(0.0, 1.0)
+        return Completions(
+            prompt_ids, prompt_mask, completion_ids, mask, finished, None if greedy else logprobs
+        )
 
 
 def seeds_of(seeds: Sequence[int] | None, rows: int) -> Sequence[int]:

@@ -117,7 +117,7 @@ class PolicyUpdater:
         metrics["learning_rate"] = float(self.scheduler.get_last_lr()[0])
         for number, values in enumerate(each, start=1):
             metrics |= {f"minibatch_{number}/{name}": value for name, value in values.items()}
-        return metrics | self._mismatch(experience, terms["old_logprobs"])
+        return metrics | self._off_policy(experience, terms)
 
     def current_logprobs(self, experience: Experience, step: int) -> Tensor:
         """Return [N] log-probs under the weights of now, cut as the update of this step will cut them."""
@@ -318,15 +318,22 @@ class PolicyUpdater:
             return self.objective
         return dataclasses.replace(self.objective, seed=self.objective.seed + self.updates)
 
-    def _mismatch(self, experience: Experience, old_logprobs: Tensor) -> Metrics:
-        """Return how far the sampling engine's log-probs are from ours, in nats per token."""
-        if experience.rollout_logprobs is None:
+    def _off_policy(self, experience: Experience, terms: Mapping[str, Any]) -> Metrics:
+        """Return how far the engine's log-probs are from ours, and what weights against that leave of a batch.
+
+        Of the completions that were scored.
+        """
+        sampled = experience.rollout_logprobs
+        if sampled is None:
             return {}
-        everything = torch.arange(len(experience.completions), device=old_logprobs.device)
-        places = experience.places(self._active(experience, everything))
-        return sampling_mismatch(
-            old_logprobs[places], experience.rollout_logprobs[places], experience.loss_mask[places]
-        )
+        rows = self._active(experience, torch.arange(len(experience.completions), device=sampled.device))
+        mine, theirs = experience.pick(terms, rows), sampled[experience.places(rows)]
+        found = sampling_mismatch(mine["old_logprobs"], theirs, mine["loss_mask"])
+        if len(rows) > 0 and "rollout_weights" in terms:
+            masks = {"loss_mask": mine["loss_mask"], "cu_seqlens": experience.offsets(rows)}
+            measured = gk.off_policy.weight_metrics(mine["rollout_weights"], mine["advantages"], **masks)
+            found |= {name: float(value) for name, value in measured.items()}
+        return found
 
 
 def learning_rate_factor(update: int, config: UpdateConfig) -> float:

@@ -4,6 +4,7 @@ import dataclasses
 import typing
 
 import pytest
+import torch
 
 import gspo_kernels as gk
 from gspo_kernels.trainer.config import TrainConfig
@@ -51,6 +52,7 @@ WRONG = [
     ({"kl": {"beta": -0.1}}, ["kl.beta"]),
     ({"kl": {"estimator": "k4"}}, ["kl.estimator"]),
     ({"off_policy": {"level": "word"}}, ["off_policy.level"]),
+    ({"off_policy": {"level": "token", "mode": "mask"}}, ["off_policy", "at least one bound"]),
     ({"off_policy": {"level": "token", "mode": "drop"}}, ["off_policy", "mode", "'truncate'"]),
     ({"off_policy": {"level": "token", "low": 3, "high": 2}}, ["off_policy", "low"]),
     ({"lora": {"rank": -1}}, ["lora.rank"]),
@@ -285,3 +287,21 @@ def test_help_documents_every_option(capsys, monkeypatch, columns):
         if isinstance(section.default_factory, type):
             assert f"{section.name} options" in words
             assert " ".join(section.default_factory.__doc__.split()) in words
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, [0.25, 1.0, 2.0, 2.0]),
+        ({"high": 8.0}, [0.25, 1.0, 4.0, 8.0]),
+        ({"low": 0.5}, [0.5, 1.0, 4.0, 16.0]),
+        ({"mode": "icepop"}, [0.0, 1.0, 4.0, 0.0]),
+        ({"mode": "icepop", "high": 2.0}, [0.0, 1.0, 0.0, 0.0]),
+        ({"mode": "mask", "high": 2.0}, [0.25, 1.0, 0.0, 0.0]),
+    ],
+)
+def test_every_mode_of_off_policy_has_its_own_bounds(options, expected):
+    config = from_mapping({"off_policy": {"level": "token", **options}}, TrainConfig).off_policy
+    ours, theirs = torch.tensor([0.25, 1.0, 4.0, 16.0]).log(), torch.zeros(4)
+    weights = config.weights(ours, theirs, torch.ones(4, dtype=torch.bool), torch.tensor([0, 4]))
+    torch.testing.assert_close(weights, torch.tensor(expected))

@@ -12,8 +12,6 @@ from gspo_kernels.trainer.rollout import (
     Sampling,
     Segment,
     TransformersEngine,
-    _by_inversion,
-    _Draw,
     completion_mask,
     join_segments,
     left_pad,
@@ -149,58 +147,6 @@ def test_temperature_and_top_k_reach_the_sampler(model, tokenizer):
     assert distinct(Sampling(4, top_k=1)) == 1
     assert distinct(Sampling(4, temperature=1e-4)) == 1
     assert distinct(Sampling(4)) > 16
-
-
-def test_draws_have_the_probabilities_of_the_scores():
-    """Evenly spread uniform numbers must give each token as often as its probability says."""
-    n, scores = 4096, torch.randn(1, 300, generator=torch.Generator().manual_seed(shifted_seed(0))) * 2
-    scores[0, 0] = scores[0, 7] = scores[0, -1] = -torch.inf
-    draw = _Draw(Sampling(1), ((torch.arange(n, dtype=torch.float64) + 0.5) / n).unsqueeze(1))
-    tokens = draw(torch.zeros(n, 1), scores.expand(n, -1)).argmax(-1)
-    counts = torch.bincount(tokens, minlength=300)
-    expected = n * scores[0].double().softmax(-1)
-    assert ((counts - expected).abs() <= 1.0).all()
-    torch.testing.assert_close(draw.logprobs()[:, 0], scores[0].log_softmax(-1)[tokens])
-
-
-def test_a_token_of_probability_zero_is_never_drawn():
-    impossible = [0, 3, 4, 9]
-    scores = torch.zeros(3, 10)
-    scores[:, impossible] = -torch.inf
-    draw = _Draw(Sampling(1), torch.tensor([[0.0], [1.0 - 2.0**-53], [2 / 6 + 1e-6]], dtype=torch.float64))
-    assert draw(torch.zeros(3, 1), scores).argmax(-1).tolist() == [1, 8, 5]
-
-
-@pytest.mark.parametrize("V", [1, 300, 4097, 6400])
-@pytest.mark.parametrize("peaked", [1.0, 20.0])
-def test_draws_are_those_of_the_cumulative_probabilities(V, peaked):
-    rng = torch.Generator().manual_seed(shifted_seed(V))
-    scores = torch.randn(512, V, generator=rng) * peaked
-    scores[:, V // 3 : V // 2] = -torch.inf  # whole blocks among them
-    probs, uniforms = scores.softmax(-1), torch.rand(512, 1, generator=rng, dtype=torch.float64)
-    tokens = _by_inversion(probs, uniforms)
-    above = probs.double().cumsum(-1)
-    places, below = uniforms * above[:, -1:], above - probs.double()
-    # probabilities are fp32: the sum of a block's has a rounding or two
-    slack = 2 * torch.finfo(torch.float32).eps
-    assert (below.gather(-1, tokens) - slack <= places).all() and (
-        places <= above.gather(-1, tokens) + slack
-    ).all()
-    assert (probs.gather(-1, tokens) > 0).all()
-    alone = [_by_inversion(p[None], u[None]) for p, u in zip(probs[:8], uniforms[:8], strict=True)]
-    assert torch.equal(torch.cat(alone), tokens[:8])
-
-
-@pytest.mark.parametrize("possible", [[0], [5000], [300, 4700], [255, 256], [511]])
-def test_blocks_of_probability_zero_are_never_drawn_from(possible):
-    """At both ends, and where a token has next to nothing of its block."""
-    probs = torch.zeros(4, 5001)
-    probs[:, possible] = torch.tensor([1.0, 1e-30])[: len(possible)]
-    uniforms = torch.tensor([[0.0], [2.0**-53], [0.5], [1.0 - 2.0**-53]], dtype=torch.float64)
-    assert _by_inversion(probs, uniforms).flatten().tolist() == [possible[0]] * 4
-    probs[:, possible[-1]] = 1.0
-    drawn = _by_inversion(probs, uniforms).flatten().tolist()
-    assert drawn[0] == possible[0] and drawn[-1] == possible[-1]
 
 
 def sampling_logprobs(model, completions, sampling):

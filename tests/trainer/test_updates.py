@@ -124,7 +124,7 @@ def plain_gradients(tokenizer, config, experience, reference=None):
         if "turn_ids" in objective.needs:
             terms["turn_ids"] = torch.zeros(len(rows), C, dtype=torch.int64)
         if config.off_policy.level != "none":
-            options = {"level": config.off_policy.level, "high": config.off_policy.high}
+            options = {"level": config.off_policy.level, "high": config.off_policy.high or 2.0}
             sampled = padded(experience, experience.rollout_logprobs)
             weights = gk.rollout_weights(old, sampled, loss_mask=mask, **options)
             terms["rollout_weights"] = weights[rows]
@@ -257,6 +257,28 @@ def test_the_first_minibatch_needs_no_old_logprobs(tokenizer, monkeypatch):
         assert metrics["minibatch_2/ratio/max"] != 1.0
         assert metrics["ratio/min"] == min(metrics["minibatch_1/ratio/min"], metrics["minibatch_2/ratio/min"])
         assert 0 < metrics["mismatch/mean"] < metrics["mismatch/max"]
+
+
+def test_what_weights_leave_of_a_batch_is_measured(tokenizer):
+    experience = make_experience()
+    everything = torch.arange(len(experience.completions))
+    assert not any(
+        name.startswith("weights/") for name in make_updater(tokenizer, make_config()).update(experience)
+    )
+    updater = make_updater(tokenizer, make_config(off_policy={"level": "sequence", "high": 1.01}))
+    weights = gk.rollout_weights(
+        updater.current_logprobs(experience, 0),
+        experience.rollout_logprobs,
+        loss_mask=experience.loss_mask,
+        cu_seqlens=experience.offsets(everything),
+        level="sequence",
+        high=1.01,
+    )[updater._active(experience, everything)]
+    metrics = updater.update(experience)
+    assert metrics["weights/mean"] == pytest.approx(float(weights.mean()))
+    assert metrics["weights/min"] == pytest.approx(float(weights.min()))
+    assert metrics["weights/max"] == pytest.approx(float(weights.max())) != metrics["weights/min"]
+    assert 0 < metrics["weights/gradient_norm"] != 1.0
 
 
 def test_epochs_draw_their_order_anew_and_group_what_must_stay_together(tokenizer):

@@ -1,0 +1,229 @@
+"""Decoding inside transformers' ``generate``: a prompt is read once, and a vocabulary hardly more often."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers import TopKLogitsWarper, TopPLogitsWarper
+from transformers.cache_utils import Cache, DynamicLayer
+
+from gspo_kernels.linear.products import in_blocks, multiply
+
+if TYPE_CHECKING:
+    from gspo_kernels.trainer.rollout import Sampling
+
+_BLOCK = 256
+"""Tokens whose probabilities are summed up, where a vocabulary has more than a few."""
+_FEW = 16 * _BLOCK
+
+
+@dataclass
+class Decoding:
+    """What ``generate`` takes as ``custom_generate``: the loop over the tokens of b completions.
+
+    A prompt that several completions continue goes through the model once. Completions that have ended leave
+    the batch as soon as they are half of it.
+
+    Attributes:
+        prompts: b lists of token ids, those that ``generate`` gets padded.
+        sampling: how tokens are drawn.
+        uniforms: [b, C] in [0, 1), which decide the tokens; None: the most likely one each time.
+        end_ids: int64, tokens that end a completion.
+        completion_ids: [b, C], gets the tokens; behind an end token may be others.
+        logprobs: [b, C], gets their log-probs under the distribution that they were drawn from.
+    """
+
+    prompts: list[list[int]]
+    sampling: Sampling
+    uniforms: Tensor | None
+    end_ids: Tensor
+    completion_ids: Tensor
+    logprobs: Tensor
+
+    def __call__(
+        self,
+        model: Any,
+        input_ids: Tensor,
+        *,
+        generation_config: Any,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        **inputs: Any,
+    ) -> None:
+        """Complete prompts, [b, P]; how tokens are chosen and when completions end is said here."""
+        b, C = self.completion_ids.shape
+        rows, cache = torch.arange(b, device=input_ids.device), inputs.get("past_key_values")
+        firsts = owners = rows
+        if isinstance(cache, Cache):  # other state cannot be repeated
+            length = input_ids.shape[1] + C
+            cache.layers = [_Reserved(length) if type(x) is DynamicLayer else x for x in cache.layers]
+            places: dict[tuple[int, ...], int] = {}
+            owners = rows.new_tensor([places.setdefault(tuple(ids), len(places)) for ids in self.prompts])
+            firsts = rows.new_tensor([self.prompts.index(list(ids)) for ids in places])
+        inputs = _rows_of(inputs, firsts)
+        outputs = model._prefill(input_ids[firsts], generation_config, inputs)
+        going = torch.ones_like(rows, dtype=torch.bool)
+        with model._optimize_model_for_decode():
+            for place in range(C):
+                inputs = model._update_model_kwargs_for_generation(outputs, inputs)
+                logits = outputs.logits[:, -1].float()
+                if place == 0:
+                    inputs, logits = _rows_of(inputs, owners), logits[owners]
+                if self.uniforms is None:
+                    tokens = most_likely(logits)
+                else:
+                    tokens, probs = draw(logits, self.sampling, self.uniforms[rows, place, None])
+                    self.logprobs[rows, place] = probs.log().to(self.logprobs.dtype)
+                self.completion_ids[rows, place] = tokens
+                going &= ~torch.isin(tokens, self.end_ids)
+                left = int(going.sum())
+                if left == 0 or place == C - 1:
+                    return
+                if 2 * left <= len(going):
+                    own = going.nonzero().flatten()
+                    inputs, rows, tokens, going = _rows_of(inputs, own), rows[own], tokens[own], going[own]
+                following = model.prepare_inputs_for_generation(tokens.unsqueeze(1), **inputs)
+                outputs = model(**following, return_dict=True)
+
+
+@contextmanager
+def quick_head(model: Any) -> Iterator[None]:
+    """Let the head multiply by the library that the losses take for it, where that is not torch."""
+    head = model.get_output_embeddings()
+    plain = type(head) is torch.nn.Linear and head.bias is None and head.weight.dtype == torch.float32
+    if not plain or torch.is_autocast_enabled("cpu") or not in_blocks(head.weight):
+        yield
+        return
+
+    weight: Tensor = head.weight
+
+    def forward(hidden: Tensor) -> Tensor:
+        logits = hidden.new_empty(*hidden.shape[:-1], weight.shape[0])
+        multiply(hidden.flatten(0, -2), weight.t(), logits.flatten(0, -2))
+        return logits
+
+    head.forward = forward
+    try:
+        yield
+    finally:
+        del head.forward
+
+
+def _rows_of(inputs: dict[str, Any], rows: Tensor) -> dict[str, Any]:
+    """Return a model's inputs for some of its rows, each perhaps several times; the cache is changed."""
+    for value in inputs.values():
+        if isinstance(value, Cache):
+            value.reorder_cache(rows)
+    return {
+        # [b, T], or what several kinds of positions have, [kinds, b, T]
+        name: value.index_select(-2, rows) if isinstance(value, Tensor) and value.dim() > 1 else value
+        for name, value in inputs.items()
+    }
+
+
+class _Reserved(DynamicLayer):
+    """Keys and values in memory for a whole length, where transformers copies all of them in every step."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self.length = length
+        self._room: tuple[Tensor, ...] | None = None
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **options: Any) -> tuple[Any, Any]:
+        """Append [b, heads, new, width] keys and values; return all."""
+        start = self.get_seq_length()
+        if self._room is None:  # the first tokens, or other rows than before
+            start, (key_states, value_states) = 0, super().update(key_states, value_states)
+            given = (key_states, value_states)
+            self._room = tuple(x.new_empty(*x.shape[:2], self.length, x.shape[3]) for x in given)
+        end = start + key_states.shape[-2]
+        for room, states in zip(self._room, (key_states, value_states), strict=True):
+            room[:, :, start:end] = states
+        self.keys, self.values = (room[:, :, :end] for room in self._room)
+        return self.keys, self.values
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Take other rows, and room for these with the next tokens."""
+        super().reorder_cache(beam_idx)
+        self._room = None
+
+
+def most_likely(logits: Tensor) -> Tensor:
+    """Return [b], the tokens with the highest of [b, V] logits."""
+    if logits.shape[1] <= _FEW:
+        return logits.argmax(-1)
+    # Finding where the highest is takes 20 times as long as finding it.
+    blocks = _by_block(logits, lambda part: part.amax(-1)).argmax(-1, keepdim=True)
+    inside = _inside(logits, blocks, -torch.inf).argmax(-1, keepdim=True)
+    return (blocks * _BLOCK + inside).squeeze(-1)
+
+
+def draw(logits: Tensor, sampling: Sampling, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """Draw tokens, [b], from [b, V] logits, which are lost; return them with their probabilities.
+
+    By inversion: a uniform number, [b, 1], picks the token whose interval of the cumulative probabilities it
+    lies in. So one random number per token is enough, from a stream of the row's own, and the token's
+    probability is at hand.
+    """
+    logits -= logits.amax(-1, keepdim=True)
+    if sampling.temperature != 1.0:
+        logits /= sampling.temperature
+    if sampling.top_k > 0:
+        logits = TopKLogitsWarper(sampling.top_k)(None, logits)
+    if sampling.top_p < 1.0:
+        logits = TopPLogitsWarper(sampling.top_p)(None, logits)
+    tokens, probs = by_inversion(logits.exp_(), uniforms)
+    return tokens.squeeze(-1), probs.squeeze(-1)
+
+
+def by_inversion(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the tokens in whose intervals of the cumulative weights the numbers lie, and their shares.
+
+    First among the sums of blocks, then within one: cumulative sums of a large vocabulary take ten times as
+    long as its softmax.
+
+    Args:
+        weights: [b, V], what probabilities are proportional to.
+        uniforms: [b, 1] in [0, 1).
+    """
+    V = weights.shape[1]
+    if V <= _FEW:
+        tokens, _, total = _interval(weights, uniforms)
+    else:
+        blocks, rest, total = _interval(_by_block(weights, lambda part: part.sum(-1)), uniforms)
+        # NaN leads beyond the end.
+        tokens = (blocks * _BLOCK + _interval(_inside(weights, blocks, 0.0), rest)[0]).clamp(max=V - 1)
+    return tokens, weights.gather(-1, tokens) / total
+
+
+def _interval(weights: Tensor, shares: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return in which of [b, n] weights a share of their sum lies, how far in it, and the sum; all [b, 1]."""
+    cumulative = weights.cumsum(-1, dtype=torch.float64)
+    total = cumulative[:, -1:]
+    # The factor keeps the product below the total where it would round up to it.
+    places = shares * total * (1.0 - 2.0**-40)
+    # To the right: the first sum above the place, so never a weight of 0.
+    index = torch.searchsorted(cumulative, places, right=True).clamp(max=weights.shape[1] - 1)
+    weight = weights.gather(-1, index)
+    before = cumulative.gather(-1, index) - weight
+    return index, ((places - before) / weight).clamp(0.0, 1.0), total
+
+
+def _by_block(values: Tensor, reduced: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return what becomes of each block of [b, V] values, [b, blocks]; the last one may be shorter."""
+    V = values.shape[1]
+    whole = V - V % _BLOCK
+    found = reduced(values[:, :whole].unflatten(1, (-1, _BLOCK)))
+    return found if whole == V else torch.cat([found, reduced(values[:, None, whole:])], 1)
+
+
+def _inside(values: Tensor, blocks: Tensor, filling: float) -> Tensor:
+    """Return [b, _BLOCK], of each row the block whose number is in [b, 1], filled where it is shorter."""
+    columns = blocks * _BLOCK + torch.arange(_BLOCK, device=values.device)
+    V = values.shape[1]
+    return values.gather(-1, columns.clamp(max=V - 1)).masked_fill(columns >= V, filling)
