@@ -2,9 +2,12 @@
 #include <Python.h>
 #include <torch/csrc/stable/library.h>
 
+#include <memory>
+
 #include "products.h"
 #include "rows.h"
 #include "sequences.h"
+#include "values.h"
 
 namespace gspo_kernels {
 namespace {
@@ -20,9 +23,11 @@ void boxed_forward(Tensor logits, Tensor labels, OptionalTensor row_temperature,
 
 void boxed_backward(Tensor logits, Tensor labels, OptionalTensor row_temperature, double logit_scale,
                     double softcap, double temperature, int64_t ignore_index, Tensor logprobs, Tensor lse,
-                    OptionalTensor entropy, Tensor grad_logprobs, OptionalTensor grad_entropy, Tensor out) {
+                    OptionalTensor entropy, Tensor grad_logprobs, OptionalTensor grad_entropy,
+                    OptionalTensor grad_scale, Tensor out) {
     const LogitOptions options{row_temperature, logit_scale, softcap, temperature, ignore_index};
-    logprobs_backward(logits, labels, options, logprobs, lse, entropy, grad_logprobs, grad_entropy, out);
+    logprobs_backward(logits, labels, options, logprobs, lse, entropy, grad_logprobs, grad_entropy, grad_scale,
+                      out);
 }
 
 void boxed_and_grad(Tensor logits, Tensor labels, OptionalTensor row_temperature, double logit_scale,
@@ -44,11 +49,36 @@ void boxed_sequence_ratio_step(Tensor logprobs, Tensor mask, OptionalTensor old_
                                OptionalTensor lengths, OptionalTensor normalizer, double log_low,
                                double log_high, double log_dual, bool count_tokens, int64_t divisor_kind,
                                double divisor_scale, Tensor loss, Tensor coefficients, Tensor divisor,
-                               Tensor metrics) {
-    const SequenceTokens tokens{logprobs,   mask,    old_logprobs, offsets,
-                                advantages, weights, lengths,      normalizer};
+                               Tensor metrics, Tensor grad_logprobs) {
+    const SequenceTokens tokens{values<bool>(mask), old_logprobs, offsets,   advantages,
+                                weights,            lengths,      normalizer};
     const ClippedSequenceRatio form{log_low, log_high, log_dual, count_tokens, divisor_kind, divisor_scale};
-    sequence_ratio_step(tokens, form, loss, coefficients, divisor, metrics);
+    sequence_ratio_step(logprobs, tokens, form, {loss, coefficients, divisor, metrics, grad_logprobs});
+}
+
+void boxed_sequence_ratio_forward(Tensor logits, Tensor labels, OptionalTensor row_temperature,
+                                  double logit_scale, double softcap, double temperature,
+                                  int64_t ignore_index, OptionalTensor old_logprobs, OptionalTensor offsets,
+                                  Tensor advantages, OptionalTensor weights, OptionalTensor lengths,
+                                  OptionalTensor normalizer, double log_low, double log_high,
+                                  double log_dual, bool count_tokens, int64_t divisor_kind,
+                                  double divisor_scale, Tensor logprobs, Tensor lse, Tensor loss,
+                                  Tensor coefficients, Tensor divisor, Tensor metrics) {
+    const LogitOptions options{row_temperature, logit_scale, softcap, temperature, ignore_index};
+    OptionalTensor no_entropy;
+    logprobs_forward(logits, labels, options, logprobs, lse, no_entropy);
+    const int64_t count = labels.numel(), *label = values<int64_t>(labels);
+    const std::unique_ptr<bool[]> mask(new bool[count]);
+    for (int64_t i = 0; i < count; ++i) mask[i] = label[i] != ignore_index;
+    const SequenceTokens tokens{mask.get(), old_logprobs, offsets,   advantages,
+                                weights,    lengths,      normalizer};
+    const ClippedSequenceRatio form{log_low, log_high, log_dual, count_tokens, divisor_kind, divisor_scale};
+    sequence_ratio_step(logprobs, tokens, form, {loss, coefficients, divisor, metrics, std::nullopt});
+}
+
+bool boxed_merge_mask(Tensor mask, OptionalTensor labels, int64_t ignore_index, Tensor counted,
+                      OptionalTensor merged) {
+    return merge_mask({mask, labels, ignore_index}, counted, merged);
 }
 
 void boxed_product(Tensor a, Tensor b, OptionalTensor bias, Tensor out, bool accumulate, bool portable) {
@@ -61,22 +91,29 @@ void boxed_product(Tensor a, Tensor b, OptionalTensor bias, Tensor out, bool acc
 #define GSPO_ROWS                                                                               \
     "Tensor logits, Tensor labels, Tensor? row_temperature, float logit_scale, float softcap, " \
     "float temperature, int ignore_index, "
+#define GSPO_SEQUENCES                                                                              \
+    "Tensor? old_logprobs, Tensor? offsets, Tensor advantages, Tensor? weights, Tensor? lengths, "  \
+    "Tensor? normalizer, float log_low, float log_high, float log_dual, bool count_tokens, "        \
+    "int divisor_kind, float divisor_scale, "
 
 STABLE_TORCH_LIBRARY(gspo_kernels_cpp, library) {
     library.def("logprobs_forward(" GSPO_ROWS
                 "Tensor(a!) logprobs, Tensor(b!) lse, Tensor(c!)? entropy) -> ()");
     library.def("logprobs_backward(" GSPO_ROWS
                 "Tensor logprobs, Tensor lse, Tensor? entropy, Tensor grad_logprobs, Tensor? grad_entropy, "
-                "Tensor(a!) out) -> ()");
+                "Tensor? grad_scale, Tensor(a!) out) -> ()");
     library.def("logprobs_and_grad(" GSPO_ROWS
                 "Tensor coefficients, Tensor(a!) logprobs, Tensor(b!) lse, Tensor(c!) out) -> ()");
     library.def("logprobs_and_rows(" GSPO_ROWS
                 "Tensor(a!) logprobs, Tensor(b!) lse, Tensor(c!) factors, Tensor(d!) out) -> ()");
-    library.def(
-        "sequence_ratio_step(Tensor logprobs, Tensor mask, Tensor? old_logprobs, Tensor? offsets, "
-        "Tensor advantages, Tensor? weights, Tensor? lengths, Tensor? normalizer, float log_low, "
-        "float log_high, float log_dual, bool count_tokens, int divisor_kind, float divisor_scale, "
-        "Tensor(a!) loss, Tensor(b!) coefficients, Tensor(c!) divisor, Tensor(d!) metrics) -> ()");
+    library.def("sequence_ratio_step(Tensor logprobs, Tensor mask, " GSPO_SEQUENCES
+                "Tensor(a!) loss, Tensor(b!) coefficients, Tensor(c!) divisor, Tensor(d!) metrics, "
+                "Tensor(e!) grad_logprobs) -> ()");
+    library.def("sequence_ratio_forward(" GSPO_ROWS GSPO_SEQUENCES
+                "Tensor(a!) logprobs, Tensor(b!) lse, Tensor(c!) loss, Tensor(d!) coefficients, "
+                "Tensor(e!) divisor, Tensor(f!) metrics) -> ()");
+    library.def("merge_mask(Tensor mask, Tensor? labels, int ignore_index, Tensor(a!) counted, "
+                "Tensor(b!)? merged) -> bool");
     library.def(
         "product(Tensor a, Tensor b, Tensor? bias, Tensor(a!) out, bool accumulate, bool portable) -> ()");
     library.def("multiplies_fp32() -> bool");
@@ -89,6 +126,8 @@ STABLE_TORCH_LIBRARY_IMPL(gspo_kernels_cpp, CPU, library) {
     library.impl("logprobs_and_grad", TORCH_BOX(&gspo_kernels::boxed_and_grad));
     library.impl("logprobs_and_rows", TORCH_BOX(&gspo_kernels::boxed_and_rows));
     library.impl("sequence_ratio_step", TORCH_BOX(&gspo_kernels::boxed_sequence_ratio_step));
+    library.impl("sequence_ratio_forward", TORCH_BOX(&gspo_kernels::boxed_sequence_ratio_forward));
+    library.impl("merge_mask", TORCH_BOX(&gspo_kernels::boxed_merge_mask));
     library.impl("product", TORCH_BOX(&gspo_kernels::boxed_product));
 }
 

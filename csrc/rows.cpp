@@ -69,6 +69,29 @@ struct Inputs {
     }
 };
 
+// What multiplies the gradient of each row: a tensor [B, T], zeros where it is absent, times a scale.
+template <class S>
+class Upstream {
+  public:
+    Upstream(const std::optional<Tensor>& tensor, const std::optional<Tensor>& scale)
+        : data_(values<S>(tensor)), scale_(scale ? *values<S>(*scale) : S(1)) {
+        if (!tensor) return;
+        length_ = tensor->size(1);
+        stride_b_ = tensor->stride(0);
+        stride_t_ = tensor->stride(1);
+    }
+
+    S operator[](int64_t row) const {
+        if (!data_) return 0;
+        return data_[(row / length_) * stride_b_ + (row % length_) * stride_t_] * scale_;
+    }
+
+  private:
+    const S* data_;
+    S scale_;
+    int64_t length_ = 1, stride_b_ = 0, stride_t_ = 0;
+};
+
 }  // namespace
 
 void logprobs_forward(const Tensor& logits, const Tensor& labels, const LogitOptions& options,
@@ -92,7 +115,8 @@ void logprobs_forward(const Tensor& logits, const Tensor& labels, const LogitOpt
 
 void logprobs_backward(const Tensor& logits, const Tensor& labels, const LogitOptions& options,
                        const Tensor& logprobs, const Tensor& lse, const std::optional<Tensor>& entropy,
-                       const Tensor& grad_logprobs, const std::optional<Tensor>& grad_entropy, Tensor& out) {
+                       const Tensor& grad_logprobs, const std::optional<Tensor>& grad_entropy,
+                       const std::optional<Tensor>& grad_scale, Tensor& out) {
     const auto work = [&](auto dtype, auto out_dtype) {
         using T = decltype(dtype);
         using O = decltype(out_dtype);
@@ -101,14 +125,14 @@ void logprobs_backward(const Tensor& logits, const Tensor& labels, const LogitOp
         const Rows<O> out_rows(out, out.mutable_data_ptr());
         const S *logprob_in = values<S>(logprobs), *entropy_in = values<S>(entropy);
         const double* lse_in = values<double>(lse);
-        const S *c = values<S>(grad_logprobs), *entropy_c = values<S>(grad_entropy);
+        const Upstream<S> c(grad_logprobs, grad_scale), entropy_c(grad_entropy, grad_scale);
         for_each_row(labels.numel(), inputs.logits.vocabulary, [&](int64_t i) {
             O* out_row = out_rows.row(i);
             const Row<T> row = inputs.row(i);
             RowGradient<S> gradient{};
             // A label out of range has a constant (NaN) log-prob.
             gradient.c = row.label() < 0 ? S(0) : c[i];
-            gradient.entropy_c = entropy_c ? entropy_c[i] : S(0);
+            gradient.entropy_c = entropy_c[i];
             gradient.entropy = entropy_in ? entropy_in[i] : S(0);
             if (inputs.ignored(i) || (gradient.c == 0 && gradient.entropy_c == 0)) {
                 return write_zeros(out_row, row.vocabulary());

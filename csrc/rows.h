@@ -1,6 +1,6 @@
 // Row operations on logits [B, T, V]; `gspo_kernels.ops.backends.RowBackend` says what they mean.
 //
-// Vectors are contiguous and have one element per row: labels int64, the others in the dtype of statistics
+// Vectors are contiguous unless said otherwise and have one element per row: labels int64, the others in the dtype of statistics
 // (fp32, or fp64 for fp64 logits). Null means absent. Rows are handed to threads as they become free; a row
 // is never split, so results don't depend on the number of threads.
 #pragma once
@@ -23,9 +23,11 @@ struct LogitOptions {
 void logprobs_forward(const Tensor& logits, const Tensor& labels, const LogitOptions& options,
                       Tensor& logprobs, Tensor& lse, std::optional<Tensor>& entropy);
 
+// The two gradients are [B, T] with any strides, and are multiplied by `grad_scale`, 0-d.
 void logprobs_backward(const Tensor& logits, const Tensor& labels, const LogitOptions& options,
                        const Tensor& logprobs, const Tensor& lse, const std::optional<Tensor>& entropy,
-                       const Tensor& grad_logprobs, const std::optional<Tensor>& grad_entropy, Tensor& out);
+                       const Tensor& grad_logprobs, const std::optional<Tensor>& grad_entropy,
+                       const std::optional<Tensor>& grad_scale, Tensor& out);
 
 void logprobs_and_grad(const Tensor& logits, const Tensor& labels, const LogitOptions& options,
                        const Tensor& coefficients, Tensor& logprobs, Tensor& lse, Tensor& out);

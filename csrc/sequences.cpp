@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <utility>
 #include <vector>
 
 #include "values.h"
@@ -22,7 +23,7 @@ struct Sequence {
 
 // Sums, ratio and clip decision in fp64; a token that does not count is never looked at.
 template <class S>
-Sequence reduce_tokens(const S* logprobs, const bool* mask, const double* old, int64_t begin, int64_t end) {
+Sequence reduce_tokens(const S* logprobs, const bool* mask, const Reals& old, int64_t begin, int64_t end) {
     Sequence sequence;
     for (int64_t token = begin; token < end; ++token) {
         if (!mask[token]) continue;
@@ -85,48 +86,90 @@ void reduce_batch(const std::vector<Sequence>& batch, double divisor, S* loss, S
 
 }  // namespace
 
-void sequence_ratio_step(const SequenceTokens& tokens, const ClippedSequenceRatio& form, Tensor& loss,
-                         Tensor& coefficients, Tensor& divisor, Tensor& metrics) {
+void sequence_ratio_step(const Tensor& logprobs, const SequenceTokens& tokens,
+                         const ClippedSequenceRatio& form, const SequenceOutputs& outputs) {
     const auto work = [&](auto dtype) {
         using S = decltype(dtype);
-        const int64_t sequences = tokens.advantages.numel(), count = tokens.logprobs.numel();
+        const int64_t sequences = outputs.coefficients.numel(), count = logprobs.numel();
         const int64_t padded = count / std::max<int64_t>(1, sequences);
-        const S* logprobs = values<S>(tokens.logprobs);
-        const bool* mask = values<bool>(tokens.mask);
-        const double *old = values<double>(tokens.old_logprobs), *advantages = values<double>(tokens.advantages);
-        const double *weights = values<double>(tokens.weights), *lengths = values<double>(tokens.lengths);
+        const S* now = values<S>(logprobs);
+        const Reals old(tokens.old_logprobs), advantages(tokens.advantages), weights(tokens.weights);
+        const Reals lengths(tokens.lengths), normalizer(tokens.normalizer);
         const int64_t* offsets = values<int64_t>(tokens.offsets);
-        S* coefficient = mutable_values<S>(coefficients);
+        S* coefficient = mutable_values<S>(outputs.coefficients);
+        const auto tokens_of = [&](int64_t i) {
+            return offsets ? std::pair(offsets[i], offsets[i + 1]) : std::pair(i * padded, (i + 1) * padded);
+        };
         std::vector<Sequence> batch(sequences);
         const int64_t grain = std::max<int64_t>(1, (1 << 15) * sequences / std::max<int64_t>(1, count));
-        torch::stable::parallel_for(0, sequences, grain, [&](int64_t first, int64_t last) {
-            for (int64_t i = first; i < last; ++i) {
-                const int64_t begin = offsets ? offsets[i] : i * padded;
-                const int64_t end = offsets ? offsets[i + 1] : begin + padded;
-                batch[i] = reduce_tokens(logprobs, mask, old, begin, end);
-                if (batch[i].count) {
-                    batch[i].length = lengths ? lengths[i] : batch[i].count;
-                    clip(batch[i], advantages[i], weights ? weights[i] : 1.0, form);
-                }
-                coefficient[i] = static_cast<S>(batch[i].coefficient);
+        const auto for_each_sequence = [&](const auto& body) {
+            torch::stable::parallel_for(0, sequences, grain, [&](int64_t first, int64_t last) {
+                for (int64_t i = first; i < last; ++i) body(i);
+            });
+        };
+        for_each_sequence([&](int64_t i) {
+            const auto [begin, end] = tokens_of(i);
+            batch[i] = reduce_tokens(now, tokens.mask, old, begin, end);
+            if (batch[i].count) {
+                batch[i].length = lengths ? lengths[i] : batch[i].count;
+                clip(batch[i], advantages[i], weights ? weights[i] : 1.0, form);
             }
+            coefficient[i] = static_cast<S>(batch[i].coefficient);
         });
         double total = form.divisor == 2 ? 1.0 : 0.0;
-        if (tokens.normalizer) {
-            total = *values<double>(tokens.normalizer);
+        if (normalizer) {
+            total = normalizer[0];
         } else if (form.divisor != 2) {
             for (const Sequence& sequence : batch) {
                 if (sequence.count) total += form.divisor == 0 ? 1.0 : sequence.length;
             }
         }
         total = (total == 0 ? 1.0 : total) * form.divisor_scale;
-        *mutable_values<S>(divisor) = static_cast<S>(total);
-        reduce_batch(batch, total, mutable_values<S>(loss), mutable_values<S>(metrics));
+        *mutable_values<S>(outputs.divisor) = static_cast<S>(total);
+        reduce_batch(batch, total, mutable_values<S>(outputs.loss), mutable_values<S>(outputs.metrics));
+        if (!outputs.grad_logprobs) return;
+        S* grad = mutable_values<S>(*outputs.grad_logprobs);
+        for_each_sequence([&](int64_t i) {
+            const auto [begin, end] = tokens_of(i);
+            const S each = coefficient[i] / static_cast<S>(total);
+            for (int64_t token = begin; token < end; ++token) grad[token] = tokens.mask[token] ? each : S(0);
+        });
     };
-    if (tokens.logprobs.scalar_type() == torch::headeronly::ScalarType::Double) {
+    if (logprobs.scalar_type() == torch::headeronly::ScalarType::Double) {
         work(double{});
     } else {
         work(float{});
+    }
+}
+
+bool merge_mask(const LabelledMask& given, Tensor& counted, std::optional<Tensor>& merged) {
+    const auto work = [&](auto dtype) {
+        using N = decltype(dtype);
+        const N* mask = values<N>(given.mask);
+        const int64_t* label = values<int64_t>(given.labels);
+        int64_t* out = merged ? mutable_values<int64_t>(*merged) : nullptr;
+        bool *counts = mutable_values<bool>(counted), binary = true;
+        for (int64_t i = 0; i < given.mask.numel(); ++i) {
+            const bool given_in = mask[i] != 0;
+            binary &= mask[i] == N(given_in);
+            counts[i] = given_in && !(label && label[i] == given.ignore_index);
+            if (out) out[i] = given_in ? label[i] : given.ignore_index;
+        }
+        return binary;
+    };
+    using torch::headeronly::ScalarType;
+    switch (given.mask.scalar_type()) {
+        case ScalarType::Bool:
+            return work(bool{});
+        case ScalarType::Float:
+            return work(float{});
+        case ScalarType::Double:
+            return work(double{});
+        case ScalarType::Int:
+            return work(int32_t{});
+        default:
+            STD_TORCH_CHECK(given.mask.scalar_type() == ScalarType::Long, "mask: dtype is not served");
+            return work(int64_t{});
     }
 }
 

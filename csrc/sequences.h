@@ -18,20 +18,35 @@ struct ClippedSequenceRatio {
     double divisor_scale;
 };
 
-// The inputs, all contiguous and fp64 unless said otherwise; null means absent.
+// What is reduced besides log-probs; all contiguous, null means absent. Numbers are fp32 or fp64.
 struct SequenceTokens {
-    Tensor logprobs;                     // [B, T] or [1, N], fp32 or fp64
-    Tensor mask;                         // the same shape, bool
+    const bool* mask;                    // of tokens, which are [B, T] or [1, N]
     std::optional<Tensor> old_logprobs;  // the same shape; absent: logprobs themselves
     std::optional<Tensor> offsets;       // [B + 1] int64, of packed sequences
-    Tensor advantages;                   // [B]
+    std::optional<Tensor> advantages;    // [B], never absent
     std::optional<Tensor> weights;       // [B]
     std::optional<Tensor> lengths;       // [B]
     std::optional<Tensor> normalizer;    // 0-d
 };
 
-// Outputs have logprobs' dtype.
-void sequence_ratio_step(const SequenceTokens& tokens, const ClippedSequenceRatio& form, Tensor& loss,
-                         Tensor& coefficients, Tensor& divisor, Tensor& metrics);
+// All of the dtype of logprobs, which is fp32 or fp64.
+struct SequenceOutputs {
+    Tensor loss, coefficients, divisor, metrics;
+    std::optional<Tensor> grad_logprobs;  // like logprobs; absent: not wanted
+};
+
+void sequence_ratio_step(const Tensor& logprobs, const SequenceTokens& tokens,
+                         const ClippedSequenceRatio& form, const SequenceOutputs& outputs);
+
+// What a mask and the label that leaves rows out say together; all contiguous.
+struct LabelledMask {
+    Tensor mask;                   // bool, fp32, fp64, int32 or int64
+    std::optional<Tensor> labels;  // int64; absent: the mask alone decides
+    int64_t ignore_index;
+};
+
+// Whether the mask holds only 0 and 1. `counted`, bool, is true where it isn't 0 nor the label `ignore_index`,
+// and `merged` the labels, `ignore_index` elsewhere.
+bool merge_mask(const LabelledMask& given, Tensor& counted, std::optional<Tensor>& merged);
 
 }  // namespace gspo_kernels

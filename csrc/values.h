@@ -3,6 +3,7 @@
 
 #include <torch/csrc/stable/tensor.h>
 
+#include <cstdint>
 #include <optional>
 
 namespace gspo_kernels {
@@ -21,5 +22,22 @@ template <class S>
 S* mutable_values(const torch::stable::Tensor& tensor) {
     return static_cast<S*>(tensor.mutable_data_ptr());
 }
+
+// Elements of a contiguous tensor of fp32 or fp64, read as fp64; false where there is no tensor.
+class Reals {
+  public:
+    explicit Reals(const std::optional<torch::stable::Tensor>& tensor)
+        : data_(tensor ? tensor->const_data_ptr() : nullptr),
+          wide_(tensor && tensor->scalar_type() == torch::headeronly::ScalarType::Double) {}
+
+    explicit operator bool() const { return data_ != nullptr; }
+    double operator[](int64_t i) const {
+        return wide_ ? static_cast<const double*>(data_)[i] : static_cast<const float*>(data_)[i];
+    }
+
+  private:
+    const void* data_;
+    bool wide_;
+};
 
 }  // namespace gspo_kernels

@@ -115,5 +115,4 @@ def normalizer(
         given = given._replace(advantages=advantages, group_ids=group_ids)
     terms = shaped(given, loss_mask, objective)
     rows = as_rows(loss_mask, cu_seqlens is not None)
-    check_values(rows, terms)
-    return Aggregation.of(rows, terms).total
+    return Aggregation.of(rows, check_values(rows, terms)).total

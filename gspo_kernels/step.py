@@ -28,25 +28,24 @@ def take_step(
     form = sequence_form(from_spec(terms.objective), terms, backend)
     if form is None:
         return evaluate(logprobs, entropy, terms, want_metrics)
-    layout, counted = terms.layout(logprobs), terms.counted(logprobs)
-    present = counted if terms.skipped is None else counted & ~layout.expand(terms.skipped)
+    present = counted = terms.counted(logprobs)
+    if terms.skipped is not None:
+        present = counted & ~terms.layout(logprobs).expand(terms.skipped)
     logprobs = logprobs.to(stats_dtype(logprobs.dtype)).contiguous()
-    operands = SequenceOperands.of(logprobs, terms._replace(loss_mask=counted))
+    operands = SequenceOperands.of(logprobs, terms)
     step = cast(SequenceRatioBackend, load(backend)).sequence_ratio_step(
         logprobs, present, form=form, **operands._asdict()
     )
-    grad = torch.where(present, layout.expand(step.coefficients / step.divisor), 0.0)
     metrics = step.metrics
     if entropy is not None and want_metrics:
         metrics = torch.cat([metrics, token_mean(entropy, present).to(metrics.dtype).reshape(1)])
-    return PolicyStep(step.loss, grad, logprobs.new_empty(0), metrics)
+    return PolicyStep(step.loss, step.grad_logprobs, logprobs.new_empty(0), metrics)
 
 
 @operator
 def policy_step(logprobs: Tensor, entropy: Tensor | None, backend: str, terms: Terms) -> PolicyStep:
     """``take_step`` after checking values that only the device knows."""
-    check_values(logprobs, terms)
-    return take_step(logprobs, entropy, terms, backend)
+    return take_step(logprobs, entropy, check_values(logprobs, terms), backend)
 
 
 @policy_step.register_fake
@@ -102,7 +101,7 @@ def output_of(
 ) -> LossOutput:
     """What the public losses return, from rows; NaN where nothing was looked at."""
     names = metric_names(terms, entropy)
-    named = dict(zip(names, metrics.detach().unbind(), strict=True))
+    named = dict(zip(names, metrics.unbind(), strict=True))
     shown = logprobs.detach()
     entropy = None if entropy is None else entropy.detach()
     if terms.skipped is not None:

@@ -225,16 +225,19 @@ def _check_fit(terms: Terms, objective: Objective, has_entropy: bool) -> None:
         raise ValueError("entropy: got None, but entropy_coef asks for an entropy bonus")
 
 
-def check_values(tokens: Tensor, terms: Terms) -> None:
-    """Check what needs a look at the values; see ``ops.values``."""
+def check_values(tokens: Tensor, terms: Terms) -> Terms:
+    """The terms with their mask as bool, after checks that need a look at values; see ``ops.values``."""
     values.check_cu_seqlens(terms.cu_seqlens, tokens)
-    values.check_mask(terms.loss_mask)
+    counted = values.check_mask(terms.loss_mask)
+    if counted is not terms.loss_mask:
+        terms = terms._replace(loss_mask=counted)
     values.check_normalizer(terms.normalizer)
     if terms.lengths is not None:
         counts = terms.layout(tokens).sum(terms.counted(tokens).to(torch.float64))
         values.check_lengths(terms.lengths, counts)
     if terms.group_ids is not None and checked_values(terms.group_ids.device):
         _check_groups(terms.group_ids)
+    return terms
 
 
 def _check_groups(group_ids: Tensor) -> None:
@@ -251,9 +254,10 @@ def _check_groups(group_ids: Tensor) -> None:
 
 def merge_mask(row_labels: Tensor, terms: Terms, ignore_index: int) -> tuple[Tensor, Terms]:
     """One mask for both: labels are ``ignore_index`` exactly where ``loss_mask`` is 0."""
-    if terms.loss_mask is not None or terms.cu_seqlens is not None:
-        row_labels = values.mask_labels(row_labels, terms.loss_mask, terms.cu_seqlens, ignore_index)
-    return row_labels, terms._replace(loss_mask=row_labels != ignore_index)
+    if terms.loss_mask is None and terms.cu_seqlens is None:
+        return row_labels, terms._replace(loss_mask=row_labels != ignore_index)
+    row_labels, counted = values.mask_labels(row_labels, terms.loss_mask, terms.cu_seqlens, ignore_index)
+    return row_labels, terms._replace(loss_mask=counted)
 
 
 def idle_sequences(tokens: Tensor, terms: Terms) -> Tensor | None:

@@ -150,16 +150,18 @@ class SequenceRatioStep(NamedTuple):
             for clipped and empty sequences and for those with zero advantage or weight.
         divisor: 0-d, what the coefficients are still to be divided by (already times ``divisor_scale``).
         metrics: [len(METRICS)], in the order of ``METRICS``.
+        grad_logprobs: like the log-probs: coefficients over the divisor where tokens count, 0.0 elsewhere.
     """
 
     loss: Tensor
     coefficients: Tensor
     divisor: Tensor
     metrics: Tensor
+    grad_logprobs: Tensor
 
 
 class SequenceRatioStats(NamedTuple):
-    """What the fused sequence-ratio forward returns: the step, and statistics of the rows.
+    """What the fused sequence-ratio forward returns: the step's scalars, and statistics of the rows.
 
     Attributes:
         loss, coefficients, divisor, metrics: as in ``SequenceRatioStep``.

@@ -7,7 +7,7 @@ import gspo_kernels as gk
 from gspo_kernels.linear.chunks import Chunking, LinearOperands
 from gspo_kernels.linear.gradients import Needs
 from gspo_kernels.linear.loss import Settings
-from gspo_kernels.ops.library import flat, nobody_listens
+from gspo_kernels.ops.library import flat, nobody_listens, tensors_in
 from gspo_kernels.ops.logprobs import RowGradients, logprobs_forward
 from gspo_kernels.sequence_ratio import SequenceOperands
 from gspo_kernels.terms import Terms
@@ -398,5 +398,9 @@ def test_tensor_subclasses_are_noticed_inside_structs():
         pass
 
     plain = torch.zeros(2, 3)
-    assert nobody_listens((plain, Terms(old_logprobs=plain)))
-    assert not nobody_listens((plain, Terms(old_logprobs=plain.as_subclass(Subclass))))
+
+    def unheard(old_logprobs):
+        return nobody_listens(tensors_in(flat((plain, Terms(old_logprobs=old_logprobs)))))
+
+    assert unheard(plain)
+    assert not unheard(plain.as_subclass(Subclass))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -74,8 +75,10 @@ def logprobs_backward(
         _vector(stats.logprobs, logits),
         stats.lse.contiguous(),
         _vector(stats.entropy, logits),
-        _vector(grad_logprobs, logits, grad_scale),
-        _vector(grad_entropy, logits, grad_scale),
+        *(
+            None if grad is None else grad.detach().to(stats_dtype(logits.dtype))
+            for grad in (grad_logprobs, grad_entropy, grad_scale)
+        ),
         out,
     )
 
@@ -131,17 +134,13 @@ def sequence_ratio_step(
     cu_seqlens: Tensor | None,
 ) -> SequenceRatioStep:
     """See ``ops.backends.SequenceRatioBackend.sequence_ratio_step``."""
-    new = logprobs.new_empty
-    step = SequenceRatioStep(new(()), new(advantages.shape), new(()), new(len(METRICS)))
+    step = SequenceRatioStep(*_empty_outcome(logprobs, advantages), torch.empty_like(logprobs))
     _operators().sequence_ratio_step(
         logprobs.detach().contiguous(),
         mask.contiguous(),
-        _wide(old_logprobs),
-        None if cu_seqlens is None else cu_seqlens.to(torch.int64).contiguous(),
-        *(_wide(values) for values in (advantages, sequence_weights, lengths, normalizer)),
-        *form[:4],
-        _DIVISORS.index(form.divisor),
-        form.divisor_scale,
+        *_sequence_arguments(
+            old_logprobs, cu_seqlens, advantages, sequence_weights, lengths, normalizer, form
+        ),
         *step,
     )
     return step
@@ -162,19 +161,36 @@ def sequence_ratio_forward(
     cu_seqlens: Tensor | None,
 ) -> SequenceRatioStats:
     """See ``ops.backends.SequenceRatioBackend.sequence_ratio_forward``."""
-    stats = logprobs_forward(logits, labels, transform, ignore_index=ignore_index, entropy=False)
-    step = sequence_ratio_step(
-        stats.logprobs,
-        labels != ignore_index,
-        old_logprobs,
-        advantages,
-        form,
-        sequence_weights=sequence_weights,
-        lengths=lengths,
-        normalizer=normalizer,
-        cu_seqlens=cu_seqlens,
+    rows = _empty_stats(logits, entropy=False)
+    loss, *others = _empty_outcome(rows.logprobs, advantages)
+    _operators().sequence_ratio_forward(
+        *_row_arguments(logits, labels, transform, ignore_index),
+        *_sequence_arguments(
+            old_logprobs, cu_seqlens, advantages, sequence_weights, lengths, normalizer, form
+        ),
+        rows.logprobs,
+        rows.lse,
+        loss,
+        *others,
     )
-    return SequenceRatioStats(logprobs=stats.logprobs, lse=stats.lse, **step._asdict())
+    return SequenceRatioStats(loss, rows.logprobs, rows.lse, *others)
+
+
+_MASKS = frozenset((torch.bool, torch.float32, torch.float64, torch.int32, torch.int64))
+
+
+def merge_mask(
+    mask: Tensor, labels: Tensor | None, ignore_index: int
+) -> tuple[Tensor, Tensor | None, bool] | None:
+    """``ops.values._merged_in_torch`` in one operation; None for dtypes that it doesn't serve."""
+    if mask.dtype not in _MASKS or (labels is not None and labels.dtype != torch.int64):
+        return None
+    counted, merged = torch.empty(mask.shape, dtype=torch.bool), None
+    if labels is not None:
+        labels = labels.contiguous()
+        merged = torch.empty_like(labels)
+    binary = _operators().merge_mask(mask.detach().contiguous(), labels, ignore_index, counted, merged)
+    return counted, merged, binary
 
 
 def scale_(values: Tensor, factor: Tensor) -> None:
@@ -198,18 +214,45 @@ def _empty_stats(logits: Tensor, entropy: bool) -> RowStats:
     return RowStats(empty(dtype), empty(torch.float64), empty(dtype) if entropy else None)
 
 
-def _vector(values: Tensor | None, logits: Tensor, scale: Tensor | None = None) -> Tensor | None:
+def _vector(values: Tensor | None, logits: Tensor) -> Tensor | None:
     """One value per row as the operators take it: contiguous, in the dtype of statistics."""
+    return None if values is None else values.detach().to(stats_dtype(logits.dtype)).contiguous()
+
+
+def _empty_outcome(logprobs: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Loss, coefficients, divisor and metrics."""
+    new = logprobs.new_empty
+    return new(()), new(advantages.shape), new(()), new(len(METRICS))
+
+
+def _numbers(values: Tensor | None) -> Tensor | None:
+    """Contiguous, and fp32 or fp64."""
     if values is None:
         return None
-    values = values.detach().to(stats_dtype(logits.dtype))
-    if scale is not None:
-        values = values * scale.detach().to(values.dtype)
-    return values.contiguous()
+    exact = values.dtype in (torch.float32, torch.float64)
+    return (values if exact else values.to(torch.float64)).detach().contiguous()
 
 
-def _wide(values: Tensor | None) -> Tensor | None:
-    return None if values is None else values.detach().to(torch.float64).contiguous()
+def _sequence_arguments(
+    old_logprobs: Tensor | None,
+    cu_seqlens: Tensor | None,
+    advantages: Tensor,
+    sequence_weights: Tensor | None,
+    lengths: Tensor | None,
+    normalizer: Tensor | None,
+    form: ClippedSequenceRatio,
+) -> tuple[Any, ...]:
+    return (
+        _numbers(old_logprobs),
+        None if cu_seqlens is None else cu_seqlens.to(torch.int64).contiguous(),
+        _numbers(advantages),
+        _numbers(sequence_weights),
+        _numbers(lengths),
+        _numbers(normalizer),
+        *form[:4],
+        _DIVISORS.index(form.divisor),
+        form.divisor_scale,
+    )
 
 
 def _row_arguments(

@@ -35,6 +35,7 @@ from gspo_kernels.kernels.sequences import (
     rows_of,
     sequence_of,
 )
+from gspo_kernels.layout import layout_of
 from gspo_kernels.types import (
     METRICS,
     ClippedSequenceRatio,
@@ -287,14 +288,14 @@ def sequence_step_kernel(
 
 
 def _without_sequences(
-    form: ClippedSequenceRatio, step: SequenceRatioStep, normalizer: Tensor | None
+    form: ClippedSequenceRatio, normalizer: Tensor | None, loss: Tensor, divisor: Tensor, metrics: Tensor
 ) -> None:
-    """Fill in the step of an empty batch."""
-    step.loss.zero_()
-    step.divisor.fill_(form.divisor_scale)
+    """Fill in the outcome of an empty batch."""
+    loss.zero_()
+    divisor.fill_(form.divisor_scale)
     if normalizer is not None:
-        step.divisor.mul_(torch.where(normalizer == 0, 1.0, normalizer))
-    step.metrics.zero_()[:3] = 1.0
+        divisor.mul_(torch.where(normalizer == 0, 1.0, normalizer))
+    metrics.zero_()[:3] = 1.0
 
 
 def sequence_ratio_step(
@@ -312,9 +313,9 @@ def sequence_ratio_step(
     """See ``ops.backends.SequenceRatioBackend.sequence_ratio_step``."""
     B, T = logprobs.shape
     sequences, new = advantages.shape[0], logprobs.new_empty
-    step = SequenceRatioStep(new(()), new(sequences), new(()), new(len(METRICS)))
+    step = SequenceRatioStep(new(()), new(sequences), new(()), new(len(METRICS)), torch.zeros_like(logprobs))
     if sequences == 0:
-        _without_sequences(form, step, normalizer)
+        _without_sequences(form, normalizer, step.loss, step.divisor, step.metrics)
         return step
     old = logprobs if old_logprobs is None else old_logprobs
     launch(
@@ -353,7 +354,8 @@ def sequence_ratio_step(
         TOKENS_PER_BLOCK=32 * _STEP.warps * _TOKENS_PER_THREAD,
         SEQUENCES_PER_BLOCK=32 * _STEP.warps * _SEQUENCES_PER_THREAD,
     )
-    return step
+    each = layout_of(logprobs, cu_seqlens).expand(step.coefficients / step.divisor)
+    return step._replace(grad_logprobs=torch.where(mask, each, 0.0))
 
 
 def sequence_ratio_forward(
@@ -383,8 +385,7 @@ def sequence_ratio_forward(
         metrics=logprobs.new_empty(len(METRICS)),
     )
     if sequences == 0:
-        step = SequenceRatioStep(stats.loss, stats.coefficients, stats.divisor, stats.metrics)
-        _without_sequences(form, step, normalizer)
+        _without_sequences(form, normalizer, stats.loss, stats.divisor, stats.metrics)
         stats.logprobs.zero_()
         stats.lse.zero_()
         return stats

@@ -49,7 +49,7 @@ class LinearLoss(NamedTuple):
 def linear_policy(operands: LinearOperands, terms: Terms, settings: Settings, needs: Needs) -> LinearLoss:
     """A hidden-state loss, its log-probs and its gradients."""
     call = Call.of(operands).check()
-    check_values(operands.labels, terms)
+    terms = check_values(operands.labels, terms)
     run = Run(call, terms, settings.entropy, needs, settings.skip)
     if settings.schedule == "known":
         run.known()

@@ -7,7 +7,6 @@ by one, and the two places here that take structs apart and put them together ag
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import os
 import typing
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 
 _profiler_enabled = torch._C._autograd._profiler_enabled
-_PLAIN = (Tensor, torch.nn.Parameter)
+_PLAIN = frozenset((Tensor, torch.nn.Parameter))
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -64,8 +63,8 @@ def flat(values: Any) -> list[Any]:
     return operands
 
 
-def nobody_listens(args: Any) -> bool:
-    """Whether a call may go straight to the implementation, because nothing would notice that it did.
+def nobody_listens(tensors: list[Tensor]) -> bool:
+    """Whether a call on these may go straight to the implementation, because nothing would notice it.
 
     To pass the dispatcher takes as long as a dozen small operations. Compilers, dispatch modes, functorch,
     tensor subclasses and profilers need it.
@@ -74,16 +73,12 @@ def nobody_listens(args: Any) -> bool:
         return False
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return False
-    return all(type(tensor) in _PLAIN for tensor in _tensors(args))
+    return _PLAIN.issuperset(map(type, tensors))
 
 
-def _tensors(values: Any) -> Iterator[Tensor]:
-    """Those among arguments, and in their structs."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, tuple):
-            yield from _tensors(value)
+def tensors_in(operands: Any) -> list[Tensor]:
+    """The tensors among operands."""
+    return [operand for operand in operands if isinstance(operand, Tensor)]
 
 
 class Operator:
@@ -100,7 +95,7 @@ class Operator:
         result = hints.pop("return")
         self.name, self.__doc__ = implementation.__name__, implementation.__doc__
         self._arguments = {name: _Struct(kind) for name, kind in hints.items()}
-        self._implementation = _isolated(implementation)
+        self._implementation = implementation
         self._mutates = mutates is not None
         operands = [pair for name, struct in self._arguments.items() for pair in struct.operands(name)]
         written = ", ".join(f"{'Tensor(a!)' if name == mutates else kind} {name}" for name, kind in operands)
@@ -115,7 +110,8 @@ class Operator:
         self.default = getattr(getattr(torch.ops, NAMESPACE), self.name).default
 
     def _from_operands(self, *operands: Any) -> Any:
-        return self._with_structs(self._implementation, operands)
+        with _isolation(tensors_in(operands)):
+            return self._with_structs(self._implementation, operands)
 
     def _with_structs(self, function: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
         left = iter(operands)
@@ -124,12 +120,15 @@ class Operator:
 
     def __call__(self, *args: Any) -> Any:
         """Dispatch; the arguments are those of the implementation."""
-        if nobody_listens(args):
-            result = self._implementation(*args)
+        operands = flat(args)
+        tensors = tensors_in(operands)
+        if nobody_listens(tensors):
+            with _isolation(tensors):
+                result = self._implementation(*args)
             if self._mutates:
                 torch.autograd.graph.increment_version(args[0])
             return result
-        result = self.default(*flat(args))
+        result = self.default(*operands)
         if self._mutates and not torch.compiler.is_compiling():
             # a kernel writes unseen by autograd, which must refuse what it has saved of the tensor
             torch.autograd.graph.increment_version(args[0])
@@ -167,22 +166,23 @@ def inplace_operator(implementation: Callable[..., Any]) -> Operator:
     return Operator(implementation, mutates=next(iter(inspect.signature(implementation).parameters)))
 
 
-def _isolated(implementation: Callable[..., Any]) -> Callable[..., Any]:
+_NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+
+
+def _isolation(tensors: list[Tensor]) -> contextlib.AbstractContextManager[Any]:
     """An operator computes what it says: no autograd, and no autocast or TF32 that the caller has on."""
+    device = tensors[0].device.type if tensors else "cpu"
+    if device == "cpu" and not torch.is_autocast_enabled(device):
+        # contexts that change nothing would take as long as the small operations of a small call
+        learns = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+        return torch.no_grad() if learns else _NOTHING
+    return _isolated(device)
 
-    @functools.wraps(implementation)
-    def call(*args: Any) -> Any:
-        device = next((tensor.device.type for tensor in _tensors(args)), "cpu")
-        if device == "cpu" and not torch.is_autocast_enabled(device):
-            # contexts that change nothing would take as long as the small operations of a small call
-            if not torch.is_grad_enabled():
-                return implementation(*args)
-            with torch.no_grad():
-                return implementation(*args)
-        with torch.no_grad(), torch.autocast(device, enabled=False), _exact_matmul(device):
-            return implementation(*args)
 
-    return call
+@contextlib.contextmanager
+def _isolated(device: str) -> Iterator[None]:
+    with torch.no_grad(), torch.autocast(device, enabled=False), _exact_matmul(device):
+        yield
 
 
 _REDUCTIONS = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")

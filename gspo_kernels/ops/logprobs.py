@@ -199,14 +199,17 @@ class TokenLogprobsFunction(torch.autograd.Function):
 
 def save_rows(ctx: Any, options: RowOptions, *tensors: Tensor | None) -> None:
     """Save tensors and row options, one of which is a tensor or None, for the backward."""
-    ctx.options = options._replace(row_temperature=None)
+    ctx.options = options if options.row_temperature is None else options._replace(row_temperature=None)
     ctx.save_for_backward(*tensors, options.row_temperature)
 
 
 def saved_rows(ctx: Any) -> tuple[tuple[Tensor, ...], RowOptions]:
     """What ``save_rows`` saved."""
     *tensors, row_temperature = ctx.saved_tensors
-    return tuple(tensors), ctx.options._replace(row_temperature=row_temperature)
+    options: RowOptions = ctx.options
+    return tuple(tensors), (
+        options if row_temperature is None else options._replace(row_temperature=row_temperature)
+    )
 
 
 class KnownCoefficientsFunction(torch.autograd.Function):

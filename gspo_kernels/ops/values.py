@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
+from gspo_kernels import cpp
+from gspo_kernels.ops.backends import resolve
 from gspo_kernels.ops.library import checked_values, operator
 
 
@@ -21,12 +25,36 @@ def check_cu_seqlens(cu_seqlens: Tensor | None, tokens: Tensor) -> None:
         raise ValueError("cu_seqlens: decreases, expected offsets that never do")
 
 
-def check_mask(loss_mask: Tensor | None) -> None:
-    """A mask of numbers must hold only 0 and 1."""
-    if loss_mask is None or loss_mask.dtype == torch.bool or not checked_values(loss_mask.device):
-        return
-    if not bool(((loss_mask != 0) == loss_mask).all()):
+def check_mask(loss_mask: Tensor | None) -> Tensor | None:
+    """The mask as bool; one of numbers must hold only 0 and 1."""
+    if loss_mask is None or loss_mask.dtype == torch.bool:
+        return loss_mask
+    counted, _ = _merged(loss_mask, None, 0)
+    return counted
+
+
+def _merged(loss_mask: Tensor, labels: Tensor | None, ignore_index: int) -> tuple[Tensor, Tensor | None]:
+    """Tokens that count, as bool, and the labels, ``ignore_index`` where ``loss_mask`` is 0."""
+    found = None
+    if resolve("auto", loss_mask.device) == "cpp":
+        # in one operation, where PyTorch's would be as much as the rest of a small call
+        found = cpp.merge_mask(loss_mask, labels, ignore_index)
+    counted, merged, binary = found or _merged_in_torch(loss_mask, labels, ignore_index)
+    if not binary:
         raise ValueError("loss_mask: expected only 0 and 1 (or bool)")
+    return counted, merged
+
+
+def _merged_in_torch(
+    loss_mask: Tensor, labels: Tensor | None, ignore_index: int
+) -> tuple[Tensor, Tensor | None, bool]:
+    """The same, and whether the mask holds only 0 and 1, where that is to be looked at."""
+    counted = loss_mask != 0
+    binary = not checked_values(loss_mask.device) or torch.equal(counted.to(loss_mask.dtype), loss_mask)
+    if labels is None:
+        return counted, None, binary
+    merged = torch.where(counted, labels, ignore_index).contiguous()
+    return merged != ignore_index, merged, binary
 
 
 def check_lengths(lengths: Tensor | None, counts: Tensor) -> None:
@@ -53,16 +81,28 @@ def check_temperature(temperature: Tensor | None) -> None:
         raise ValueError("temperature: expected only positive numbers")
 
 
+class MaskedLabels(NamedTuple):
+    """Labels, and bool of their shape: tokens that count, which are those without the ``ignore_index``."""
+
+    labels: Tensor
+    counted: Tensor
+
+
 @operator
 def mask_labels(
     labels: Tensor, loss_mask: Tensor | None, cu_seqlens: Tensor | None, ignore_index: int
-) -> Tensor:
+) -> MaskedLabels:
     """A copy of the labels, ``ignore_index`` where ``loss_mask`` is 0, after checking mask and offsets."""
     check_cu_seqlens(cu_seqlens, labels)
-    check_mask(loss_mask)
-    return labels.clone() if loss_mask is None else labels.masked_fill(loss_mask == 0, ignore_index)
+    if loss_mask is None:
+        return MaskedLabels(
+            labels.clone(memory_format=torch.contiguous_format), (labels != ignore_index).contiguous()
+        )
+    counted, merged = _merged(loss_mask, labels, ignore_index)
+    assert merged is not None
+    return MaskedLabels(merged, counted)
 
 
 @mask_labels.register_fake
-def _(labels: Tensor, loss_mask: Tensor | None, cu_seqlens: Tensor | None, ignore_index: int) -> Tensor:
-    return torch.empty_like(labels)
+def _(labels: Tensor, loss_mask: Tensor | None, cu_seqlens: Tensor | None, ignore_index: int) -> MaskedLabels:
+    return MaskedLabels(labels.new_empty(labels.shape), labels.new_empty(labels.shape, dtype=torch.bool))

@@ -14,6 +14,7 @@ from tests.kernels.accesses import backwards, order_of_programs, shuffle
 pytest.importorskip("triton")
 
 from gspo_kernels import cpp, kernels
+from gspo_kernels.layout import layout_of
 from gspo_kernels.types import (
     METRICS,
     ClippedSequenceRatio,
@@ -149,7 +150,12 @@ class Way:
             rows = self.rows(logits, labels).each(self.move)
             mask = self.move(labels) != IGNORE
             step = self.backend.sequence_ratio_step(rows.logprobs, mask, old, advantages, form, **options)
-            stats = SequenceRatioStats(logprobs=rows.logprobs, lse=rows.lse, **step._asdict())
+            each = layout_of(mask, options["cu_seqlens"]).expand(step.coefficients / step.divisor)
+            torch.testing.assert_close(
+                step.grad_logprobs, torch.where(mask, each, 0.0), rtol=0.0, atol=0.0, equal_nan=True
+            )
+            shared = {name: getattr(step, name) for name in ("loss", "coefficients", "divisor", "metrics")}
+            stats = SequenceRatioStats(logprobs=rows.logprobs, lse=rows.lse, **shared)
         return type(stats)(*(value.cpu() for value in stats))
 
 
