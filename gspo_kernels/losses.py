@@ -299,7 +299,8 @@ def fused_linear_policy_loss(
         schedule: "auto", "known", "aligned", "deferred", "frozen", "cached" or "two_pass": how the batch is
             cut into chunks and products. All give the same result; one that can't is refused with the reason.
             "auto" chooses by a cost model, for each sequence; see ``explain_schedule``. All but "two_pass"
-            compute the gradient along with the loss.
+            compute the gradient along with the loss; so does "auto", but on the CPU logits of up to 1 MiB
+            stay until the backward.
         skip_inactive: "backward": rows without gradient enter no gradient product, where the schedule knows
             them in time ("deferred" and "frozen" don't, but for zero advantages). "all": sequences whose
             gradient is known to be zero beforehand (zero advantage, no KL or entropy term) enter no product

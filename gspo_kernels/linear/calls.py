@@ -17,6 +17,7 @@ from gspo_kernels.linear.plan import SchedulePlan, explain
 from gspo_kernels.linear.run import shapes_of
 from gspo_kernels.linear.schedule import choose
 from gspo_kernels.linear.scopes import Scopes
+from gspo_kernels.linear.small import SmallLossFunction, small_loss
 from gspo_kernels.logits import LogitArguments, wants_entropy
 from gspo_kernels.objectives.base import Objective
 from gspo_kernels.step import loss_of, output_of
@@ -126,6 +127,12 @@ def fused_linear_policy_loss(
     if name == "two_pass":
         logprobs, entropy = LinearTokenLogprobsFunction.apply(*call.operands, with_entropy, call.skip)
         return loss_of(logprobs, entropy if with_entropy else None, backend, terms, call.packed)
+    small = small_loss(call.operands, terms, objective, with_entropy) if name == "auto" else None
+    if small is not None:
+        loss, metrics, logprobs = SmallLossFunction.apply(
+            call.hidden, weight, bias, call.labels, call.options, terms, small
+        )
+        return output_of(loss, metrics, logprobs, None, terms, call.packed)
     settings = Settings(name, with_entropy, call.skip)
     loss, metrics, logprobs, entropy = LinearPolicyFunction.apply(
         *call.operands, terms, settings, torch.compiler.is_compiling()
