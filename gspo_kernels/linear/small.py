@@ -18,7 +18,7 @@ from gspo_kernels.linear.head import Head
 from gspo_kernels.linear.products import transposed_product
 from gspo_kernels.linear.scaling import times
 from gspo_kernels.objectives.base import Objective
-from gspo_kernels.ops.library import flat, nobody_listens, tensors_in
+from gspo_kernels.ops.library import nobody_listens
 from gspo_kernels.ops.logprobs import RowGradients, logprobs_backward, save_rows, saved_rows
 from gspo_kernels.sequence_ratio import SequenceOperands, sequence_form, sequence_ratio
 from gspo_kernels.terms import Terms
@@ -47,10 +47,10 @@ def small_loss(
     Tokens that are left out need ``run``: what stands in their hidden states may be anything. So do
     coefficients of sizes that only normalised arithmetic bears, and whoever traces operators.
     """
-    if not nobody_listens(tensors_in(flat(operands))):
-        return None
     hidden, weight, bias, labels, options, chunking = operands
-    head = Head(weight, bias, chunking.logits_dtype)
+    if not nobody_listens([hidden, weight, labels]):
+        return None
+    head = Head(weight.detach(), None if bias is None else bias.detach(), chunking.logits_dtype)
     budget = min(SMALL_BYTES, chunking.max_chunk_bytes or SMALL_BYTES)
     small = hidden.is_cpu and head.exact and 0 < labels.numel() * head.row_bytes <= budget
     if not small or entropy or terms.skipped is not None or terms.old_logprobs is None:
@@ -58,12 +58,11 @@ def small_loss(
     form = sequence_form(objective, terms, options.backend)
     if form is None or not bool(terms.counted(labels).all()):
         return None
-    with torch.no_grad():
-        rows = hidden.reshape(-1, hidden.shape[-1])
-        logits = head.logits(rows, torch.empty(len(rows), head.vocabulary, dtype=head.dtype))
-        logits = logits.view(*labels.shape, head.vocabulary)
-        stats = sequence_ratio(logits, labels, options, SequenceOperands.of(labels, terms), form)
-        coefficients = stats.coefficients / stats.divisor
+    rows = hidden.detach().reshape(-1, hidden.shape[-1])
+    logits = head.logits(rows, torch.empty(len(rows), head.vocabulary, dtype=head.dtype))
+    logits = logits.view(*labels.shape, head.vocabulary)
+    stats = sequence_ratio(logits, labels, options, SequenceOperands.of(labels, terms), form)
+    coefficients = stats.coefficients / stats.divisor
     # hidden states that aren't finite show here, also where a zero advantage hides them from the loss
     finite = math.isfinite(stats.lse.sum().item())
     if not finite or not all(c == 0 or _LEAST < abs(c) < _MOST for c in coefficients.tolist()):
