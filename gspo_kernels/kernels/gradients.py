@@ -13,13 +13,10 @@ from torch import Tensor
 from gspo_kernels.kernels.launch import (
     BACKWARD,
     FOLD_AND_GRAD,
-    Slopes,
-    access,
+    RowArguments,
     launch,
     narrows_in_place,
-    platform,
     row_kernel,
-    stats_type,
 )
 from gspo_kernels.kernels.rows import (
     HUGE,
@@ -253,16 +250,14 @@ def logprobs_backward(
     B, T, V = logits.shape
     if V == 0:
         return
-    slopes = Slopes.of(transform)
     tile = BACKWARD[max(logits.element_size(), out.element_size())]
+    rows = RowArguments.of(logits, labels, transform, tile, out)
     launch(
         logprobs_backward_kernel,
         B * T,
         logits.device,
         tile,
-        logits,
-        labels,
-        slopes.row_temperature,
+        *rows.tensors,
         stats.logprobs.contiguous(),
         stats.lse.contiguous(),
         None if grad_entropy is None or stats.entropy is None else stats.entropy.contiguous(),
@@ -273,23 +268,13 @@ def logprobs_backward(
         T,
         V,
         ignore_index,
-        slopes.slope,
-        slopes.inner,
-        slopes.outer,
-        *logits.stride(),
-        *labels.stride(),
-        slopes.stride_b,
-        slopes.stride_t,
+        *rows.slopes,
+        *rows.strides,
         *grad_logprobs.stride(),
         *((0, 0) if grad_entropy is None else grad_entropy.stride()),
         *out.stride()[:2],
-        STATS=stats_type(logits.dtype),
-        SCALED=slopes.scaled,
-        SOFTCAP=slopes.softcap,
-        ACCESS=access(logits, out),
+        **rows.constants,
         NARROWS_IN_PLACE=narrows_in_place(logits, out),
-        BLOCK=tile.block,
-        PLATFORM=platform(),
     )
 
 
@@ -414,16 +399,14 @@ def logprobs_and_grad(
     B, T, V = logits.shape
     logprobs = torch.empty(B, T, dtype=stats_dtype(logits.dtype), device=logits.device)
     stats = RowStats(logprobs, torch.empty_like(logprobs, dtype=torch.float64), None)
-    slopes = Slopes.of(transform)
     tile = FOLD_AND_GRAD[max(logits.element_size(), out.element_size())]
+    rows = RowArguments.of(logits, labels, transform, tile, out)
     launch(
         logprobs_and_grad_kernel,
         B * T,
         logits.device,
         tile,
-        logits,
-        labels,
-        slopes.row_temperature,
+        *rows.tensors,
         coefficients,
         stats.logprobs,
         stats.lse,
@@ -431,22 +414,12 @@ def logprobs_and_grad(
         T,
         V,
         ignore_index,
-        slopes.slope,
-        slopes.inner,
-        slopes.outer,
-        *logits.stride(),
-        *labels.stride(),
-        slopes.stride_b,
-        slopes.stride_t,
+        *rows.slopes,
+        *rows.strides,
         *coefficients.stride(),
         *out.stride()[:2],
-        STATS=stats_type(logits.dtype),
-        SCALED=slopes.scaled,
-        SOFTCAP=slopes.softcap,
-        ACCESS=access(logits, out),
+        **rows.constants,
         NARROWS_IN_PLACE=narrows_in_place(logits, out),
-        BLOCK=tile.block,
         WARPS=tile.warps,
-        PLATFORM=platform(),
     )
     return stats

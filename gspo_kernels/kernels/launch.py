@@ -150,6 +150,42 @@ class Slopes(NamedTuple):
         return Slopes(slope, inner, outer, row_temperature, stride_b, stride_t, scaled, bool(softcap))
 
 
+class RowArguments(NamedTuple):
+    """What launchers pass to every kernel over logit rows, in the order of the kernels' parameters.
+
+    Attributes:
+        tensors: logits, labels, temperatures of rows.
+        slopes: the three factors of ``Slopes``.
+        strides: those of the tensors.
+        constants: what the kernels are compiled for.
+    """
+
+    tensors: tuple[Tensor | None, ...]
+    slopes: tuple[float, float, float]
+    strides: tuple[int, ...]
+    constants: dict[str, Any]
+
+    @staticmethod
+    def of(
+        logits: Tensor, labels: Tensor, transform: LogitTransform, tile: Tile, *out: Tensor
+    ) -> RowArguments:
+        """For logits [B, T, V] and what is written beside them."""
+        slopes = Slopes.of(transform)
+        return RowArguments(
+            (logits, labels, slopes.row_temperature),
+            (slopes.slope, slopes.inner, slopes.outer),
+            (*logits.stride(), *labels.stride(), slopes.stride_b, slopes.stride_t),
+            {
+                "STATS": stats_type(logits.dtype),
+                "SCALED": slopes.scaled,
+                "SOFTCAP": slopes.softcap,
+                "ACCESS": access(logits, *out),
+                "BLOCK": tile.block,
+                "PLATFORM": platform(),
+            },
+        )
+
+
 def row_kernel(function: Callable[..., None]) -> Any:
     """``triton.jit`` for kernels that must not be compiled anew when shapes, strides or addresses change.
 

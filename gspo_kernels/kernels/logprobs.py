@@ -11,12 +11,9 @@ from torch import Tensor
 
 from gspo_kernels.kernels.launch import (
     FOLD,
-    Slopes,
-    access,
+    RowArguments,
     launch,
-    platform,
     row_kernel,
-    stats_type,
 )
 from gspo_kernels.kernels.rows import (
     element,
@@ -106,33 +103,21 @@ def logprobs_forward(
     logprobs = torch.empty(B, T, dtype=stats_dtype(logits.dtype), device=logits.device)
     lse = torch.empty_like(logprobs, dtype=torch.float64)
     stats = RowStats(logprobs, lse, torch.empty_like(logprobs) if entropy else None)
-    slopes = Slopes.of(transform)
     tile = FOLD[logits.element_size()]
+    rows = RowArguments.of(logits, labels, transform, tile)
     launch(
         logprobs_forward_kernel,
         B * T,
         logits.device,
         tile,
-        logits,
-        labels,
-        slopes.row_temperature,
+        *rows.tensors,
         *stats,
         T,
         V,
         ignore_index,
-        slopes.slope,
-        slopes.inner,
-        slopes.outer,
-        *logits.stride(),
-        *labels.stride(),
-        slopes.stride_b,
-        slopes.stride_t,
-        STATS=stats_type(logits.dtype),
-        SCALED=slopes.scaled,
-        SOFTCAP=slopes.softcap,
-        ACCESS=access(logits),
-        BLOCK=tile.block,
+        *rows.slopes,
+        *rows.strides,
+        **rows.constants,
         WARPS=tile.warps,
-        PLATFORM=platform(),
     )
     return stats

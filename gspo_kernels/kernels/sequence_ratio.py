@@ -18,13 +18,10 @@ from torch import Tensor
 
 from gspo_kernels.kernels.launch import (
     FOLD,
-    Slopes,
+    RowArguments,
     Tile,
-    access,
     launch,
-    platform,
     row_kernel,
-    stats_type,
 )
 from gspo_kernels.kernels.rows import element, fold_row, joined, open_row, row_pointer, row_slopes
 from gspo_kernels.kernels.sequences import (
@@ -389,16 +386,14 @@ def sequence_ratio_forward(
         stats.logprobs.zero_()
         stats.lse.zero_()
         return stats
-    slopes = Slopes.of(transform)
     tile = FOLD[logits.element_size()]
+    rows = RowArguments.of(logits, labels, transform, tile)
     launch(
         sequence_ratio_kernel,
         B * T + sequences,
         logits.device,
         tile,
-        logits,
-        labels,
-        slopes.row_temperature,
+        *rows.tensors,
         old_logprobs,
         advantages,
         sequence_weights,
@@ -418,31 +413,21 @@ def sequence_ratio_forward(
         V,
         sequences,
         ignore_index,
-        slopes.slope,
-        slopes.inner,
-        slopes.outer,
+        *rows.slopes,
         form.log_low,
         form.log_high,
         form.log_dual,
         form.divisor_scale,
-        *logits.stride(),
-        *labels.stride(),
-        slopes.stride_b,
-        slopes.stride_t,
+        *rows.strides,
         *old_logprobs.stride(),
         advantages.stride(0),
         0 if sequence_weights is None else sequence_weights.stride(0),
         0 if lengths is None else lengths.stride(0),
         COUNT_TOKENS=form.count_tokens,
         DIVISOR=form.divisor,
-        STATS=stats_type(logits.dtype),
-        SCALED=slopes.scaled,
-        SOFTCAP=slopes.softcap,
-        ACCESS=access(logits),
-        BLOCK=tile.block,
+        **rows.constants,
         WARPS=tile.warps,
         TOKENS_PER_BLOCK=32 * tile.warps * _TOKENS_PER_THREAD,
         SEQUENCES_PER_BLOCK=32 * tile.warps * _SEQUENCES_PER_THREAD,
-        PLATFORM=platform(),
     )
     return stats
