@@ -23,8 +23,8 @@ class LogitArguments(NamedTuple):
     ignore_index: int = -100
     backend: str = "auto"
 
-    def checked(self, scores: Tensor, labels: Tensor, sequences: int) -> RowOptions:
-        """Checked, with the backend settled that serves ``scores``, logits or hidden states.
+    def checked(self, labels: Tensor, sequences: int) -> RowOptions:
+        """Checked, with the backend settled that serves the labels' device.
 
         A temperature per sequence is still missing; see ``with_temperature``.
 
@@ -42,7 +42,7 @@ class LogitArguments(NamedTuple):
         checks.integer("ignore_index", self.ignore_index)
         if not isinstance(self.backend, str):
             raise TypeError(f"backend: got {type(self.backend).__name__}, expected a name")
-        serving = resolve(self.backend, scores.device)
+        serving = resolve(self.backend, labels.device)
         return RowOptions(scale, cap, scalar, None, self.ignore_index, serving)
 
     def with_temperature(

@@ -22,7 +22,7 @@ def _token_logprobs(
 ) -> TokenLogprobs:
     check_logits(logits, labels)
     packed = labels.ndim == 1
-    options = logit_arguments.checked(logits, labels, labels.shape[0])
+    options = logit_arguments.checked(labels, labels.shape[0])
     checks.flag("return_entropy", return_entropy)
     check_inplace(logits, inplace_backward)
     rows, row_labels = as_rows(logits, packed), as_rows(labels, packed)

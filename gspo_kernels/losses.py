@@ -166,7 +166,7 @@ def _fused_policy_loss(
     check_logits(logits, labels)
     packed = checks.layout("labels", labels, terms.cu_seqlens) is not None
     sequences = labels.shape[0] if terms.cu_seqlens is None else terms.cu_seqlens.shape[0] - 1
-    options = logit_arguments.checked(logits, labels, sequences)
+    options = logit_arguments.checked(labels, sequences)
     check_inplace(logits, inplace_backward)
     with_entropy = wants_entropy(return_entropy, terms.entropy_coef, objective)
     terms = checked(terms, labels, objective, with_entropy)

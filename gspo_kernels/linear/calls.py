@@ -40,7 +40,7 @@ def linear_token_logprobs(
     """See ``gspo_kernels.linear_token_logprobs``."""
     hidden, weight, bias = check_inputs(hidden, weight, bias, labels)
     packed = labels.ndim == 1
-    options = logit_arguments.checked(hidden, labels, labels.shape[0])
+    options = logit_arguments.checked(labels, labels.shape[0])
     checks.flag("return_entropy", return_entropy)
     unwritten = max_chunk_bytes == 0 and not isinstance(max_chunk_bytes, bool)
     if unwritten:
@@ -74,7 +74,7 @@ class _Prepared:
     ):
         self.packed = checks.layout("labels", labels, terms.cu_seqlens) is not None
         sequences = labels.shape[0] if terms.cu_seqlens is None else terms.cu_seqlens.shape[0] - 1
-        options = logit_arguments.checked(hidden, labels, sequences)
+        options = logit_arguments.checked(labels, sequences)
         terms = checked(terms, labels, objective, has_entropy)
         rows, terms = merge_mask(as_rows(labels, self.packed), terms, options.ignore_index)
         if skip_inactive == "all":
