@@ -147,10 +147,12 @@ class OffPolicyConfig(Section, key="off_policy"):
         self, old_logprobs: Tensor, rollout_logprobs: Tensor, loss_mask: Tensor, cu_seqlens: Tensor
     ) -> Tensor:
         """Return `gk.rollout_weights` of packed log-probs, [N]: [N], or [B] for one weight per sequence."""
-        options, masks = dataclasses.asdict(self), {"loss_mask": loss_mask, "cu_seqlens": cu_seqlens}
+        options = dataclasses.asdict(self)
         if self.mode == "truncate" and self.low is None and self.high is None:
             options["high"] = 2.0
-        return gk.rollout_weights(old_logprobs, rollout_logprobs, **masks, **options)
+        return gk.rollout_weights(
+            old_logprobs, rollout_logprobs, loss_mask=loss_mask, cu_seqlens=cu_seqlens, **options
+        )
 
 
 @dataclass(frozen=True)

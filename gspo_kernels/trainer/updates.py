@@ -319,7 +319,7 @@ class PolicyUpdater:
         return dataclasses.replace(self.objective, seed=self.objective.seed + self.updates)
 
     def _off_policy(self, experience: Experience, terms: Mapping[str, Any]) -> Metrics:
-        """Return how far the engine's log-probs are from ours, and what weights against that leave of a batch.
+        """Return how far the engine's log-probs are from ours, and what weights for that leave of a batch.
 
         Of the completions that were scored.
         """

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -209,25 +210,27 @@ def _attention_by_segment(
     """
     window, T = attn_mask.window, attn_mask.shape[-1]
     outputs = []
-    for row, q, k, v in zip(attn_mask.rows, query.split(1), key.split(1), value.split(1), strict=True):
-        sizes, padding = [row.prefix, *row.lengths], T - row.tokens
+    for row, *qkv in zip(attn_mask.rows, query.split(1), key.split(1), value.split(1), strict=True):
+        # Neighbours of one length are a batch, which takes less time than as many calls.
+        runs = [(row.prefix, 1)] if row.prefix else []
+        runs += [(size, len(list(same))) for size, same in groupby(row.lengths) if size > 0]
+        sizes = [size * count for size, count in runs]
         # split, not slices: the backward of a slice fills a whole row.
-        queries, keys, values = (x.split([*sizes, padding], dim=2) for x in (q, k, v))
+        parts = [x.split([*sizes, T - row.tokens], dim=2) for x in qkv]
         segments = []
-        for i, size in enumerate(sizes):
-            shared = [0] if i > 0 and row.prefix > 0 else []
-            seen_keys, seen_values = (
-                torch.cat([x[j] for j in (*shared, i)], dim=2) if shared else x[i] for x in (keys, values)
-            )
-            plain = not shared and (window is None or size <= window)
-            mask = None if plain else _causal(size, seen_keys.shape[2], window, query.device)
-            if size > 0:
-                segments.append(
-                    scaled_dot_product_attention(
-                        queries[i], seen_keys, seen_values, mask, dropout_p, plain, **options
-                    )
+        for i, (size, count) in enumerate(runs):
+            q, k, v = (part[i].squeeze(0).unflatten(1, (count, size)).transpose(0, 1) for part in parts)
+            shared = row.prefix > 0 and i > 0
+            if shared:
+                k, v = (
+                    torch.cat([part[0].expand(count, -1, -1, -1), x], 2)
+                    for part, x in zip(parts[1:], (k, v), strict=True)
                 )
-        segments.append(values[-1].new_zeros(1, query.shape[1], padding, value.shape[3]))
+            plain = not shared and (window is None or size <= window)
+            mask = None if plain else _causal(size, k.shape[2], window, query.device)
+            found = scaled_dot_product_attention(q, k, v, mask, dropout_p, plain, **options)
+            segments.append(found.transpose(0, 1).flatten(1, 2).unsqueeze(0))
+        segments.append(value.new_zeros(1, query.shape[1], T - row.tokens, value.shape[3]))
         outputs.append(torch.cat(segments, dim=2))
     return torch.cat(outputs)
 

@@ -13,7 +13,8 @@ from gspo_kernels.trainer.rewards import Rewards
 from gspo_kernels.trainer.rewards.comparing import differing
 from gspo_kernels.trainer.run.metrics import read_metrics
 from tests.trainer.conftest import make_accelerator, small_config, tiny_qwen3
-from tests.trainer.recipes.test_recipes import run, scripted_trainer, texts
+from tests.trainer.recipes.test_recipe_runs import run
+from tests.trainer.recipes.test_recipes import scripted_trainer, texts
 from tests.trainer.run.test_processes import in_two_processes
 from tests.trainer.test_trainer import same
 
