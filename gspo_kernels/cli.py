@@ -1,4 +1,6 @@
-"""The command line: ``gspo train``, ``gspo demo``, ``gspo export``, ``gspo plot``, ``gspo doctor``."""
+"""The command line: ``gspo train``, ``gspo demo``, ``gspo export``, ``gspo plot``, ``gspo mismatch``,
+``gspo doctor``.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +28,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands.add_parser("demo", help="make a tiny model, train it and show what it learned", add_help=False)
     commands.add_parser("export", help="write the model of a run's checkpoint", add_help=False)
     commands.add_parser("plot", help="draw the metrics that a run has written so far", add_help=False)
+    commands.add_parser(
+        "mismatch", help="compare the log-probs of sampling and training, and find the cause", add_help=False
+    )
     commands.add_parser("doctor", help="say what works here, and why the rest does not", add_help=False)
     command = parser.parse_args(arguments[:1]).command
     try:
-        run = {"train": _train, "demo": _demo, "export": _export, "plot": _plot, "doctor": _doctor}[command]
+        run = {
+            "train": _train,
+            "demo": _demo,
+            "export": _export,
+            "plot": _plot,
+            "mismatch": _mismatch,
+            "doctor": _doctor,
+        }[command]
         run(arguments[1:])
     except KeyboardInterrupt:
         print("\ninterrupted; --resume goes on from the last checkpoint, if there is one", file=sys.stderr)
@@ -124,6 +136,13 @@ def _plot(arguments: list[str]) -> None:
     from gspo_kernels.trainer.run.afterwards import plot_run
 
     print(plot_run(chosen.run))
+
+
+def _mismatch(arguments: list[str]) -> None:
+    from gspo_kernels.trainer.mismatch import command_line
+
+    _quiet_transformers()
+    command_line.run(arguments)
 
 
 def _run(config: TrainConfig, *, resume: bool, overwrite: bool) -> None:

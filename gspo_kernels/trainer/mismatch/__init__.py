@@ -1,0 +1,1 @@
+"""How log-probs of sampling and training differ, where the difference comes from, and what to do about it."""

@@ -1,0 +1,108 @@
+"""Completions with the log-probs that their sampler gave, from an engine or from the files of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gspo_kernels.trainer.data import load_prompts
+from gspo_kernels.trainer.input_errors import DataError
+from gspo_kernels.trainer.rollout import RolloutEngine, Sampling
+from gspo_kernels.trainer.rows.packing import offsets
+
+
+@dataclass(frozen=True)
+class Samples:
+    """B completions of N tokens in all, one after the other.
+
+    Attributes:
+        prompts: B tensors of token ids, [P_i]; None where files of log-probs are compared without a model.
+        completions: B tensors of token ids, [C_i], C_i > 0.
+        logprobs: [N] fp64, by the sampler, in nats; -inf is a token that it says it can't draw.
+    """
+
+    prompts: list[Tensor] | None
+    completions: list[Tensor]
+    logprobs: Tensor
+
+    @property
+    def lengths(self) -> list[int]:
+        """C_i of each completion."""
+        return [len(completion) for completion in self.completions]
+
+    @property
+    def cu_seqlens(self) -> Tensor:
+        """int32 [B + 1], where each completion begins among the N tokens."""
+        return offsets(self.lengths)
+
+
+def draw_samples(
+    engine: RolloutEngine, prompts: Sequence[list[int]], sampling: Sampling, *, seed: int
+) -> Samples:
+    """Sample one completion of each prompt; a `DataError` says that the engine gives no log-probs."""
+    seeds = [seed * 1_000_003 + row for row in range(len(prompts))]
+    drawn = engine.generate(list(prompts), sampling, seeds=seeds)
+    if drawn.logprobs is None:
+        raise DataError("the sampler gives no log-probs; greedy completions (temperature 0) have none")
+    parts = drawn.by_token()
+    return Samples(
+        [torch.tensor(prompt) for prompt in prompts],
+        [ids for ids, *_ in parts],
+        torch.cat([logprobs for _, _, logprobs, _ in parts]).double(),
+    )
+
+
+def read_samples(path: Path, tokenizer: Any, most: int) -> Samples:
+    """Read completions as a run keeps them (``save_rollouts``): jsonl or parquet.
+
+    Of its columns "token_ids" and "logprobs" are needed, and with a tokenizer "prompt".
+
+    Args:
+        path: the file.
+        tokenizer: encodes prompts, as in training; None leaves them out.
+        most: how many completions to take, from the first.
+
+    Raises:
+        DataError: the file isn't of this kind; names the row.
+    """
+    rows = load_prompts(path)
+    taken = [rows[i] for i in range(min(most, len(rows)))]
+    for number, row in enumerate(taken, start=1):
+        _check(row, f"{path}, row {number}")
+    logprobs = [value for row in taken for value in row["logprobs"]]
+    prompts = None
+    if tokenizer is not None:
+        # They were written with the special tokens that the tokenizer had added.
+        ids = tokenizer([row["prompt"] for row in taken], add_special_tokens=False)["input_ids"]
+        prompts = [torch.tensor(each) for each in ids]
+    completions = [torch.tensor(row["token_ids"], dtype=torch.int64) for row in taken]
+    return Samples(prompts, completions, torch.tensor(logprobs, dtype=torch.float64))
+
+
+def _check(row: Mapping[str, Any], where: str) -> None:
+    for column in ("token_ids", "logprobs"):
+        if not isinstance(row.get(column), list) or not row[column]:
+            raise DataError(
+                f"{where}: {column} is {row.get(column)!r}, expected a list with a value per token"
+            )
+    got, expected = len(row["logprobs"]), len(row["token_ids"])
+    if got != expected:
+        raise DataError(f"{where}: {got} logprobs for {expected} token_ids")
+    if not all(isinstance(value, int | float) and value <= 1e-3 for value in row["logprobs"]):
+        raise DataError(f"{where}: logprobs must be numbers of at most 0, as they are in nats")
+
+
+def other_logprobs(path: Path, samples: Samples) -> Tensor:
+    """Read [N] log-probs of the same tokens from another file of that kind."""
+    other = read_samples(path, None, len(samples.completions))
+    for number, (one, two) in enumerate(zip(samples.completions, other.completions, strict=False), start=1):
+        if not torch.equal(one, two):
+            raise DataError(f"{path}, row {number}: its token_ids are not those of the first file")
+    if len(other.completions) < len(samples.completions):
+        raise DataError(f"{path}: has {len(other.completions)} rows for {len(samples.completions)}")
+    return other.logprobs
