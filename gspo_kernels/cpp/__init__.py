@@ -182,7 +182,7 @@ _MASKS = frozenset((torch.bool, torch.float32, torch.float64, torch.int32, torch
 def merge_mask(
     mask: Tensor, labels: Tensor | None, ignore_index: int
 ) -> tuple[Tensor, Tensor | None, bool] | None:
-    """``ops.values._merged_in_torch`` in one operation; None for dtypes that it doesn't serve."""
+    """See ``ops.backends.MaskBackend.merge_mask``."""
     if mask.dtype not in _MASKS or (labels is not None and labels.dtype != torch.int64):
         return None
     counted, merged = torch.empty(mask.shape, dtype=torch.bool), None

@@ -89,6 +89,19 @@ class OnePassBackend(RowBackend, Protocol):
         """
 
 
+class MaskBackend(RowBackend, Protocol):
+    """A backend that has in one operation what PyTorch has in as many as the rest of a small call."""
+
+    def merge_mask(
+        self, mask: Tensor, labels: Tensor | None, ignore_index: int
+    ) -> tuple[Tensor, Tensor | None, bool] | None:
+        """Tokens that count, as bool: where ``mask`` isn't 0, nor a label ``ignore_index``; the labels,
+        ``ignore_index`` where ``mask`` is 0, or None for None; and whether the mask holds only 0 and 1.
+
+        None for dtypes that aren't served.
+        """
+
+
 class SequenceRatioBackend(RowBackend, Protocol):
     """A backend that also has a clipped sequence ratio in one launch, from logits or from log-probs."""
 

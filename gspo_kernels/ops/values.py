@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from gspo_kernels import cpp
-from gspo_kernels.ops.backends import resolve
+from gspo_kernels.ops.backends import MaskBackend, load, resolve
 from gspo_kernels.ops.library import checked_values, operator
 
 
@@ -35,10 +34,9 @@ def check_mask(loss_mask: Tensor | None) -> Tensor | None:
 
 def _merged(loss_mask: Tensor, labels: Tensor | None, ignore_index: int) -> tuple[Tensor, Tensor | None]:
     """Tokens that count, as bool, and the labels, ``ignore_index`` where ``loss_mask`` is 0."""
-    found = None
-    if resolve("auto", loss_mask.device) == "cpp":
-        # in one operation, where PyTorch's would be as much as the rest of a small call
-        found = cpp.merge_mask(loss_mask, labels, ignore_index)
+    found, backend = None, load(resolve("auto", loss_mask.device))
+    if hasattr(backend, "merge_mask"):
+        found = cast(MaskBackend, backend).merge_mask(loss_mask, labels, ignore_index)
     counted, merged, binary = found or _merged_in_torch(loss_mask, labels, ignore_index)
     if not binary:
         raise ValueError("loss_mask: expected only 0 and 1 (or bool)")
