@@ -310,7 +310,7 @@ def sequence_ratio_step(
     """See ``ops.backends.SequenceRatioBackend.sequence_ratio_step``."""
     B, T = logprobs.shape
     sequences, new = advantages.shape[0], logprobs.new_empty
-    step = SequenceRatioStep(new(()), new(sequences), new(()), new(len(METRICS)), torch.zeros_like(logprobs))
+    step = SequenceRatioStep(new(()), new(sequences), new(()), new(len(METRICS)), torch.empty_like(logprobs))
     if sequences == 0:
         _without_sequences(form, normalizer, step.loss, step.divisor, step.metrics)
         return step
