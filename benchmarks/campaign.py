@@ -1,10 +1,13 @@
 """``python -m benchmarks campaign --out DIR``: everything a GPU has to say, in nine minutes.
 
-Stages run one after the other, each a process of its own with its own time: GPU tests, the package's tests on
-the device, the suites, and a sweep of kernel configurations. A stage that fails, hangs or loses the device is
-recorded, and the rest goes on; a contestant that breaks the device is left out of a second try. What a stage
-doesn't use of its time the later ones get. DIR then holds a JSON file per suite, pytest's reports, and
-``campaign.json`` with what happened. With ``--device cpu`` the same stages rehearse on tiny shapes.
+Stages run one after the other, each a process of its own with a share of the time: first what tells whether
+the kernels are right (GPU tests, compute-sanitizer, the package's tests on the device), then the suites, a
+sweep of kernel configurations, and the report with its plots. A stage that fails, hangs or loses the device
+is recorded, and the rest goes on; a contestant that breaks the device is left out of a second try. What a
+stage doesn't use of its time the next ones get, and none gets what is meant for those behind it, so that the
+time holds and the report is written whatever happens. DIR then holds a JSON file per suite, pytest's reports,
+the page and its plots, and ``campaign.json`` with what happened and what was left out. With ``--device cpu``
+the same stages rehearse on tiny shapes.
 """
 
 from __future__ import annotations
@@ -30,8 +33,8 @@ class Stage:
 
     Attributes:
         name: also the suite's name where ``kind`` is "suite".
-        kind: "tests" or "suite".
-        seconds: what it may take, if those before it took theirs.
+        kind: "tests", "suite" or "report".
+        seconds: its share of nine minutes; of less time it gets proportionally less.
         arguments: after ``pytest``, or after ``python -m benchmarks run NAME``.
         status: "waiting", "done", "failed", "out of time" or "skipped".
     """
@@ -59,21 +62,34 @@ _ON_DEVICE = (
 
 
 def stages() -> list[Stage]:
-    """In the order of what would be missed most; together nine minutes."""
+    """Whether the kernels are right, then in the order of what would be missed most."""
     return [
         Stage("gpu tests", "tests", 60, ("tests/gpu", "-k", "not sanitizer")),
-        Stage("hidden", "suite", 100),
-        Stage("logits", "suite", 55),
-        Stage("scoring", "suite", 40),
-        Stage("tests on the device", "tests", 60, (*_ON_DEVICE, "-k", "not cpp and not reference")),
         Stage("sanitizer", "tests", 40, ("tests/gpu", "-k", "sanitizer")),
-        Stage("tuning", "suite", 60),
-        Stage("realistic", "suite", 25),
-        Stage("step", "suite", 30),
-        Stage("memory", "suite", 15),
-        Stage("fidelity", "suite", 15),
-        Stage("scaling", "suite", 30),
+        Stage("tests on the device", "tests", 50, (*_ON_DEVICE, "-k", "not cpp and not reference")),
+        Stage("bandwidth", "suite", 45),
+        Stage("hidden", "suite", 95),
+        Stage("logits", "suite", 50),
+        Stage("launches", "suite", 25),
+        Stage("scoring", "suite", 35),
+        Stage("tuning", "suite", 35),
+        Stage("realistic", "suite", 20),
+        Stage("step", "suite", 20),
+        Stage("memory", "suite", 10),
+        Stage("fidelity", "suite", 10),
+        Stage("scaling", "suite", 15),
+        Stage("report", "report", 20),
     ]
+
+
+STOPPING = 5.0
+"""Seconds of its share in which a stage that is out of time stops."""
+
+
+def limit_of(plan: Sequence[Stage], index: int, left: float, minutes: float) -> float:
+    """Seconds that a stage may take: its share, and what those before it have left; never the others'."""
+    less = min(1.0, 60 * minutes / sum(stage.seconds for stage in plan))
+    return left - less * (STOPPING + sum(stage.seconds for stage in plan[index + 1 :]))
 
 
 def command(stage: Stage, device: str, out: Path) -> list[str]:
@@ -81,6 +97,8 @@ def command(stage: Stage, device: str, out: Path) -> list[str]:
     if stage.kind == "tests":
         report = out / f"{stage.name.replace(' ', '_')}.xml"
         return [sys.executable, "-m", "pytest", "-q", f"--junit-xml={report}", *stage.arguments]
+    if stage.kind == "report":
+        return [sys.executable, "-m", "benchmarks", "report", "--results", str(out)]
     tiny = ["--size", "tiny", "--repeats", "1", "--no-memory"] if device == "cpu" else []
     without = [f"{name}={reason}" for name, reason in stage.without.items()]
     options = ["--device", device, "--out", str(out), *tiny, *stage.arguments]
@@ -175,12 +193,9 @@ def main(out: Path, device: str, minutes: float, chosen: Sequence[Stage] | None 
     plan = list(stages() if chosen is None else chosen)
     end = time.perf_counter() + 60 * minutes
     for index, stage in enumerate(plan):
-        later = sum(one.seconds for one in plan[index + 1 :])
-        left = end - time.perf_counter()
-        # what was saved so far goes to whoever comes next, what is missing is taken from the last
-        limit = min(left, max(stage.seconds, left - later))
-        if limit < 5:
-            stage.status, stage.reason = "skipped", "no time left"
+        limit = limit_of(plan, index, end - time.perf_counter(), minutes)
+        if limit < 1:
+            stage.status, stage.reason = "skipped", "left out: no time left"
         else:
             print(f"{stage.name}: up to {limit:.0f} s", flush=True)
             run_stage(stage, device, out, limit)

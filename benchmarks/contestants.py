@@ -177,6 +177,18 @@ def _load_compiled(device: torch.device) -> Call:
     return torch.compile(_naive, dynamic=False)
 
 
+@contestant("torch linear_cross_entropy", "hidden", "scoring")
+def _load_torch_linear(device: torch.device) -> Call:
+    """In chunks, as its options choose them; torch 2.13 or newer."""
+    function, chunks = torch.nn.functional.linear_cross_entropy, torch.nn.LinearCrossEntropyOptions()
+
+    def call(problem: Problem, hidden: Tensor, weight: Tensor) -> Tensor:
+        flat, labels = hidden.flatten(0, -2), problem.labels.flatten()
+        return _finish(problem, -function(flat, weight, labels, reduction="none", options=chunks))
+
+    return call
+
+
 # --- TRL
 
 

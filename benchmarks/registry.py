@@ -107,7 +107,8 @@ class Options:
 
 ORDER = (
     *("logits", "hidden", "logprobs", "scoring", "large", "realistic", "step", "training", "memory"),
-    *("scaling", "fidelity", "traffic", "static", "schedules", "rows", "trl_memory", "tuning"),
+    *("scaling", "fidelity", "traffic", "static", "schedules", "rows", "trl_memory"),
+    *("bandwidth", "launches", "tuning"),
 )
 """In which suites run and are reported; others come last."""
 CONTESTANTS: dict[str, Contestant] = {}

@@ -44,8 +44,7 @@ NO_GPU = """## GPU
 
 Not measured yet. `python -m benchmarks campaign --out DIR` runs tests, suites and a sweep of kernel
 configurations on a GPU in nine minutes. The tests compile all kernels with the Triton that is installed, and
-allow no spilled registers on sm_80, sm_90, sm_100 and sm_120, but for Triton 3.6 in one variant on sm_90: a
-packed sequence ratio under a softcap, 8 bytes.
+allow no spilled registers on sm_80, sm_90, sm_100 and sm_120.
 """
 
 TRAINING = """A Qwen3 with random weights, GSPO, AdamW, fp32. A step is a rollout by transformers' generation

@@ -22,6 +22,9 @@ import triton.language as tl
 HUGE: tl.constexpr = tl.constexpr(1e30)
 """Stands in for infinity where a product with an exponential that is 0 must be 0; exp(-HUGE) is 0."""
 
+IGNORED: tl.constexpr = tl.constexpr(-2)
+"""The column of a label that its row is not to be read for; that of one which is no column is -1."""
+
 _LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
@@ -304,7 +307,7 @@ def joined_folds(one, other, ENTROPY: tl.constexpr, PLATFORM: tl.constexpr):
 def open_row(
     row,
     label,
-    labelled,
+    counted,
     width,
     stride_v,
     ACCESS: tl.constexpr,
@@ -315,10 +318,14 @@ def open_row(
 ):
     """Ask for the block that holds the label: what ``fold_row`` begins with.
 
-    ``labelled`` says that the label is a column of the row. Which thread folds a column does not depend on
-    where the row begins in memory, so neither do the bits of the result: rows that begin at no multiple of 16
-    bytes are read in smaller pieces, but in the same order.
+    Which thread folds a column does not depend on where the row begins in memory, so neither do the bits of
+    the result: rows that begin at no multiple of 16 bytes are read in smaller pieces, but in the same order.
+    Nothing is read of a row that isn't ``counted``.
     """
+    labelled = counted & (label >= 0) & (label < width)
+    # One number for both: what it says would otherwise take a register each, as long as the row is folded.
+    label = tl.where(labelled, label, tl.where(counted, -1, IGNORED)).to(tl.int32)
+    width = tl.where(counted, width, 0)
     VECTOR: tl.constexpr = 128 // row.dtype.element_ty.primitive_bitwidth
     THREADS: tl.constexpr = WARPS * (64 if PLATFORM == "hip" else 32)
     LOADS: tl.constexpr = BLOCK // (THREADS * VECTOR)
@@ -327,7 +334,6 @@ def open_row(
     if ACCESS == "aligned":
         # The same number, by an operation that tells the compiler what divides it.
         width = width // VECTOR * VECTOR
-    label = tl.where(labelled, label, -1).to(tl.int32)
     home = tl.maximum(label, 0) // BLOCK
     block = load_columns(row, home * BLOCK, lanes, width, stride_v, ACCESS, True, EVICT)
     return row, width, lanes, home, label, block
@@ -350,7 +356,8 @@ def fold_row(
     """Log-prob of the label, log-sum-exp (as a sum of two) and entropy of one row, each logit read once.
 
     The log-sum-exp is one of the logits plus a small rest, which together are more accurate than their
-    rounded sum. Where the label isn't a column of the row, the log-prob is NaN.
+    rounded sum. Where the label isn't a column of the row, the log-prob is NaN; of a row that isn't counted
+    all are 0.
     """
     row, width, lanes, home, label, block = opened
     STEEP: tl.constexpr = SOFTCAP or SCALED != 0
@@ -394,7 +401,14 @@ def fold_row(
         peak = tl.maximum(_times(peak, steepness), lowest(STATS))
         spread = _times(spread, steepness)
         z_label = _times(y_label, steepness)
-    return combine_lanes(peak, total, spread, z_label, label >= 0, STATS, ENTROPY)
+    found = combine_lanes(peak, total, spread, z_label, label >= 0, STATS, ENTROPY)
+    counted = label != IGNORED
+    return (
+        tl.where(counted, found[0], 0.0),
+        tl.where(counted, found[1], 0.0),
+        tl.where(counted, found[2], 0.0),
+        tl.where(counted, found[3], 0.0),
+    )
 
 
 @triton.jit

@@ -1,19 +1,16 @@
-"""The command line, comparing, reporting, and a campaign that survives whatever its stages do."""
+"""The command line, comparing and reporting."""
 
 import copy
 import dataclasses
 import json
 import shutil
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks import __main__ as command_line
-from benchmarks import campaign, compare, front_page, report, suites, traffic, verdict
+from benchmarks import compare, front_page, report, suites, traffic, verdict
 from benchmarks.registry import CONTESTANTS, SUITES, contestant, suite
 from benchmarks.rows import padded
 from benchmarks.tables import number
@@ -300,79 +297,3 @@ def test_traffic_of_plain_operators():
     with traffic.Operators(2000) as operators:
         x.view(2, 2000).gather(1, index[:2])
     assert operators.bytes == 0
-
-
-# --- the campaign
-
-
-def script(text):
-    return [sys.executable, "-c", text]
-
-
-def test_a_hanging_stage_is_stopped_with_its_children(tmp_path):
-    child = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"
-    start = time.perf_counter()
-    assert campaign.run_limited(script(child), 1.0, "cpu", tmp_path / "log") is None
-    assert time.perf_counter() - start < 20
-
-
-STAGES = {
-    "passes": "",
-    "fails": "raise SystemExit('the reason')",
-    "hangs": "import time; time.sleep(60)",
-}
-
-
-def test_a_campaign_goes_on_whatever_happens(tmp_path, monkeypatch):
-    monkeypatch.setattr(campaign, "command", lambda stage, device, out: script(STAGES[stage.name]))
-    plan = [campaign.Stage(name, "suite", 5.0) for name in ("hangs", "fails", "passes")]
-    assert campaign.main(tmp_path, "cpu", 0.3, plan) == 0
-    record = json.loads((tmp_path / "campaign.json").read_text())
-    assert record["rehearsal"] and record["versions"]["torch"] == torch.__version__
-    found = {stage["name"]: stage for stage in record["stages"]}
-    assert {name: stage["status"] for name, stage in found.items()} == {
-        "fails": "failed", "hangs": "out of time", "passes": "done",
-    }  # fmt: skip
-    assert "the reason" in found["fails"]["reason"]
-
-
-def test_who_breaks_the_device_is_left_out_of_the_next_try(tmp_path, monkeypatch):
-    asked = []
-
-    def command(stage, device, out):
-        asked.append(dict(stage.without))
-        if len(asked) == 1:
-            broken = {"broken": {"by": "rough kernel", "reason": "illegal access"}}
-            (tmp_path / "hidden.json").write_text(json.dumps(broken))
-            return script(f"raise SystemExit({command_line.DEVICE_BROKEN})")
-        return script("")
-
-    monkeypatch.setattr(campaign, "command", command)
-    stage = campaign.Stage("hidden", "suite", 30.0)
-    campaign.run_stage(stage, "cpu", tmp_path, 30.0)
-    assert asked == [{}, {"rough kernel": "broke the device: illegal access"}]
-    assert stage.status == "done"
-
-
-def test_reports_of_tests_are_read(tmp_path):
-    tests, xml = tmp_path / "test_it.py", tmp_path / "report.xml"
-    tests.write_text(
-        "import pytest\ndef test_a(): pass\ndef test_b(): assert 1 == 2, 'no'\ndef test_c(): pytest.skip('x')"
-    )
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"--junit-xml={xml}", str(tests)]
-    subprocess.run([*command, "--rootdir", str(tmp_path)], capture_output=True, check=False)
-    stage = campaign.Stage("gpu tests", "tests", 1.0)
-    campaign.read_tests(stage, xml)
-    assert stage.tests == {"tests": 3, "failures": 1, "errors": 0, "skipped": 1}
-    assert len(stage.failures) == 1 and "test_b" in stage.failures[0] and "no" in stage.failures[0]
-
-
-def test_the_stages_fit_into_nine_minutes():
-    plan = campaign.stages()
-    assert sum(stage.seconds for stage in plan) <= 540
-    for stage in plan:
-        words = campaign.command(stage, "cuda", Path("out"))
-        if stage.kind == "suite":
-            assert stage.name in SUITES and words[words.index("--device") + 1] == "cuda"
-        for path in (word for word in stage.arguments if word.startswith("tests/")):
-            assert (ROOT / path).exists(), path

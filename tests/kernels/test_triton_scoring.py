@@ -109,6 +109,12 @@ def test_a_wide_head(dtype):
     check(hidden, weight, bias, labels)
 
 
+@pytest.mark.slow
+def test_a_vocabulary_that_16_does_not_divide():
+    hidden, weight, bias, labels = head(2, 32, 151669, torch.bfloat16)
+    check(hidden, weight, bias, labels)
+
+
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
 @pytest.mark.parametrize(
     "transform",

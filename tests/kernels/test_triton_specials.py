@@ -1,5 +1,7 @@
 """Rows that are special by where they begin or by infinities and NaN in them."""
 
+import math
+
 import pytest
 import torch
 
@@ -7,9 +9,20 @@ pytest.importorskip("triton")
 
 from gspo_kernels import kernels
 from gspo_kernels.kernels import launch as launching
-from gspo_kernels.types import LogitTransform
+from gspo_kernels.types import ClippedSequenceRatio, LogitTransform
 from tests.kernels.row_oracle import PLAIN
-from tests.kernels.test_triton_rows import DTYPES, IGNORE, SOFT, WARM, and_grad, backward, forward, rows, to
+from tests.kernels.test_triton_rows import (
+    DTYPES,
+    IGNORE,
+    SOFT,
+    WARM,
+    and_grad,
+    backward,
+    check,
+    forward,
+    rows,
+    to,
+)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -33,19 +46,62 @@ def test_rows_that_begin_anywhere(V, dtype):
     for a, b in zip(got, want, strict=True):
         assert torch.equal(a, b)
 
+    def written(write):
+        """What ``write`` makes of the rows in their own memory, of which it leaves the rest alone."""
+        device = to(room.clone())
+        write(device[1:].view(1, places, stride)[..., :V])
+        beside = device.cpu()[1:].view(1, places, stride)
+        assert beside[..., V:].isnan().all() and device[0].isnan()
+        return beside[..., :V]
+
     wanted = backward(aligned, labels, want, grad, other)[..., :V]
-    device = to(room.clone())
-    there = device[1:].view(1, places, stride)[..., :V]
-    kernels.logprobs_backward(
-        there, to(labels), want.each(to), to(grad), to(other), None, PLAIN, ignore_index=IGNORE, out=there
+    given = to(labels), want.each(to), to(grad), to(other), None, PLAIN
+    assert torch.equal(
+        written(lambda there: kernels.logprobs_backward(there, *given, ignore_index=IGNORE, out=there)),
+        wanted,
     )
-    beside = device.cpu()[1:].view(1, places, stride)
-    assert torch.equal(beside[..., :V], wanted)
-    assert beside[..., V:].isnan().all() and device[0].isnan()
+    known, in_one_pass = and_grad(aligned, labels, grad)
+    again = []
+    got = written(
+        lambda there: again.append(
+            kernels.logprobs_and_grad(there, to(labels), to(grad), PLAIN, ignore_index=IGNORE, out=there)
+        )
+    )
+    assert torch.equal(got, in_one_pass[..., :V]) and torch.equal(again[0].logprobs.cpu(), known.logprobs)
+    form = ClippedSequenceRatio(-1e9, 1e9, math.inf, False, "one", 1.0)
+    options = dict.fromkeys(("sequence_weights", "lengths", "normalizer", "cu_seqlens"))
+    ratio = kernels.sequence_ratio_forward(
+        to(shifted), to(labels), to(grad), to(grad[:, 0]), form, PLAIN, ignore_index=IGNORE, **options
+    )
+    assert torch.equal(ratio.logprobs.cpu(), want.logprobs) and torch.equal(ratio.lse.cpu(), want.lse)
     # Where the two begin at different places, both are walked element by element.
     elsewhere = to(torch.full(logits.shape, float("nan"), dtype=dtype))
     assert launching.access(shifted, elsewhere) == "single"
     assert torch.equal(backward(shifted, labels, want, grad, other, out=elsewhere), wanted)
+
+
+@pytest.mark.parametrize("narrow", (torch.bfloat16, torch.float16))
+@pytest.mark.parametrize("V", (3, 4096 + 11))
+def test_rows_that_begin_anywhere_are_narrowed_in_place(V, narrow):
+    logits, labels, grad, other = rows(V, torch.float32, B=1, T=5)
+    stride = V + 1 + V % 2
+    elsewhere = torch.full(logits.shape, float("nan"), dtype=narrow)
+    stats = forward(logits, labels)
+    wanted = backward(logits, labels, stats, grad, other, out=elsewhere)
+    device = to(torch.full((5 * stride + 1,), float("nan")))
+    there = device[1:].view(1, 5, stride)[..., :V]
+    there.copy_(logits)
+    out = device.view(narrow)[2:].view(1, 5, 2 * stride)[..., :V]
+    given = to(labels), stats.each(to), to(grad), to(other), None, PLAIN
+    kernels.logprobs_backward(there, *given, ignore_index=IGNORE, out=out)
+    assert torch.equal(out.cpu(), wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
+def test_a_vocabulary_that_16_does_not_divide(dtype):
+    """The next row begins 5 elements, of 8 or of 4, behind a multiple of 16 bytes."""
+    check(*rows(151669, dtype, B=1, T=2), PLAIN)
 
 
 @pytest.mark.parametrize("transform", (PLAIN, WARM, SOFT))
