@@ -12,7 +12,7 @@ from gspo_kernels.linear.head import Head
 from gspo_kernels.linear.products import multiply, transposed_product
 from gspo_kernels.linear.scaling import bounded_for_sums, power_of_two, times, times_
 from gspo_kernels.linear.scores import Projected, Scores
-from gspo_kernels.ops.backends import load
+from gspo_kernels.ops.backends import RowBackend, load
 from gspo_kernels.types import stats_dtype
 
 
@@ -64,18 +64,23 @@ class HeadGradients(NamedTuple):
 
 
 class HeadSums:
-    """dWeight [V, H] and dBias [V] summed over chunks, where they are wanted; in the statistics' dtype."""
+    """dWeight [V, H] and dBias [V] summed over chunks, where they are wanted; in the statistics' dtype.
 
-    def __init__(self, head: Head, needs: Needs):
+    dWeight is summed inside of the products. Their 16-bit operands must hold the coefficients: bf16 does; for
+    fp16 the sum counts in a power of two, which grows with the largest coefficient so far.
+    """
+
+    def __init__(self, head: Head, needs: Needs, backend: RowBackend):
         dtype, device = stats_dtype(head.weight.dtype), head.weight.device
-        self._head = head
+        self._head, self._backend = head, backend
+        self._power: Tensor | None = None
         self._weight = torch.empty(head.weight.shape, dtype=dtype, device=device) if needs.weight else None
         self._bias = torch.zeros(head.vocabulary, dtype=dtype, device=device) if needs.bias else None
         self._empty = True
 
     def clear(self) -> None:
         """Begin anew."""
-        self._empty = True
+        self._empty, self._power = True, None
         if self._bias is not None:
             self._bias.zero_()
 
@@ -83,32 +88,51 @@ class HeadSums:
         """Add those of rows times ``unit`` [n] times ``scale``, 0-d, with hidden states [n, H]."""
         values, unit = rows.values, rows.scaled(unit)
         if self._weight is not None:
-            chosen = hidden.to(self._weight.dtype)
+            chosen, scale_of_sum = hidden.to(self._weight.dtype), scale
             if not (active.is_cpu and bool(active.all())):
                 # selected: the hidden state of a row without gradient may be anything
                 chosen = torch.where(active.unsqueeze(1), chosen, 0.0)
             chosen = chosen * unit.unsqueeze(1)
-            if self._head.in_blocks:
-                operand = (chosen * scale).to(values.dtype)
-                multiply(values.t(), operand, self._weight, accumulate=not self._empty)
-            elif values.dtype != self._weight.dtype:
-                product = transposed_product(values, chosen)
-                if self._empty:
-                    torch.mul(product, scale, out=self._weight)
-                else:
-                    self._weight.addcmul_(product, scale)
-            elif self._empty:
-                # not to zeros: they would cost as much as the memory that the sum fills
-                torch.mm(values.t(), chosen * scale, out=self._weight)
-            else:
-                self._weight.addmm_(values.t(), chosen * scale)
+            if values.dtype == torch.float16:
+                scale_of_sum = self._grown_to(scale)
+            self._multiply(values.t(), (chosen * scale_of_sum).to(values.dtype))
         if self._bias is not None:
             self._bias += transposed_product(values, unit.unsqueeze(1)).squeeze(1) * scale
         self._empty = False
 
+    def _multiply(self, left: Tensor, operand: Tensor) -> None:
+        """Add [V, n] @ [n, H] to dWeight. The first is written: zeros would cost as much as to fill them."""
+        total = self._weight
+        assert total is not None
+        if self._head.in_blocks:
+            multiply(left, operand, total, accumulate=not self._empty)
+        elif left.dtype == total.dtype:
+            torch.mm(left, operand, out=total) if self._empty else total.addmm_(left, operand)
+        elif self._empty:
+            torch.mm(left, operand, out_dtype=total.dtype, out=total)
+        else:
+            torch.addmm(total, left, operand, out_dtype=total.dtype, out=total)
+
+    def _grown_to(self, scale: Tensor) -> Tensor:
+        """``scale`` as a multiple of what dWeight counts in, once that is at least as large."""
+        if self._empty:
+            self._power = scale
+            return torch.ones_like(scale)
+        before = torch.ones_like(scale) if self._power is None else self._power
+        self._power = torch.maximum(before, scale)
+        assert self._weight is not None
+        self._backend.scale_(self._weight, before / self._power)  # costs nothing where it stays
+        return scale / self._power
+
+    def _count_in_ones(self) -> None:
+        power, self._power = self._power, None
+        if power is not None and self._weight is not None:
+            self._backend.scale_(self._weight, power)
+
     def add_sums(self, sums: HeadSums, coefficient: Tensor) -> None:
         """Add other sums times a coefficient that has come late."""
         weight, bias = sums.result()
+        self._count_in_ones()
         for total, own in ((self._weight, weight), (self._bias, bias)):
             if total is None or own is None:
                 continue
@@ -124,6 +148,7 @@ class HeadSums:
         if self._empty and self._weight is not None:
             self._weight.zero_()
             self._empty = False
+        self._count_in_ones()
         return self._weight, self._bias
 
 
@@ -146,7 +171,7 @@ class Gradients:
         self.scales = call.new_rows(1.0) if normalised else None
         self.accumulate = stats_dtype(hidden.dtype)
         self.needs = needs
-        self.sums = HeadSums(call.head, needs)
+        self.sums = HeadSums(call.head, needs, self.backend)
 
     def add(
         self,

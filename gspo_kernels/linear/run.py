@@ -201,7 +201,7 @@ class Run:
         call, gradients, where = self.call, self.gradients, self.scopes.rows_of(part)
         factors = self.scopes.terms_of(part, self.total).token_weights
         if self.scratch is None:
-            self.scratch = HeadSums(call.head, gradients.needs)
+            self.scratch = HeadSums(call.head, gradients.needs, gradients.backend)
         self.scratch.clear()
         dtype, one, done = gradients.accumulate, self.scores.logprobs.new_ones(()), 0
         weights = one.expand(part.rows) if factors is None else factors.squeeze(0).to(dtype)
