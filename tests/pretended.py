@@ -32,6 +32,7 @@ MEMORY_ALONE = {
     "empty_strided",
     "detach",
     "lift_fresh",
+    "_unsafe_view",
 }
 PRODUCTS = {"mm", "addmm", "addmm_", "bmm"}
 
@@ -149,6 +150,10 @@ class _Asked(TorchFunctionMode):
             with self:
                 return _engine_run_backward((loss,), (ones,), False, False, (), accumulate_grad=True)
         there = [tensor for tensor in _tensors(args, kwargs) if not _on_host(tensor)]
+        if name == "pin_memory":
+            pinned = _host(args[0].clone())
+            pinned._pinned = True
+            return pinned
         if name == "to":
             return self._moved(func, args, kwargs)
         if not there and _tensors(args, kwargs):
@@ -164,8 +169,12 @@ class _Asked(TorchFunctionMode):
         rest = [x for x in rest if not isinstance(x, torch.device | str)]
         moved = func(tensor, *rest, **kwargs) if rest or kwargs else tensor
         on_host = torch.device(devices[0]).type == "cpu" if devices else _on_host(tensor)
-        if on_host != _on_host(tensor):
+        at_once = not on_host and kwargs.get("non_blocking") and getattr(tensor, "_pinned", False)
+        if on_host != _on_host(tensor) and at_once:
+            self.gpu.small["copy of pinned memory"] += 1
+        elif on_host != _on_host(tensor):
             self.gpu.looks["copy to the host" if on_host else "copy to the device"] += 1
+        if on_host != _on_host(tensor):
             with _disable_current_modes(), torch._C.DisableTorchFunction():
                 moved = moved.clone()
         return _host(moved) if on_host else moved
@@ -204,9 +213,7 @@ class _Launched(TorchDispatchMode):
 
 def _is_view(func: Any) -> bool:
     alias = [returned.alias_info for returned in func._schema.returns]
-    return (
-        any(info is not None and not info.is_write for info in alias) or func._overloadname == "_unsafe_view"
-    )
+    return any(info is not None and not info.is_write for info in alias)
 
 
 def _wide(func: Any, *args: Any, out: Tensor | None = None, **kwargs: Any) -> Tensor | None:

@@ -1,6 +1,8 @@
 """What a GPU would be asked: its products, their memory, launches, and what the host would wait for."""
 
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -102,9 +104,9 @@ def test_coefficients_of_any_size_add_up_in_16_bits(gpu, dtype, sizes):
         sums = HeadSums(Head(weight, None, "float32"), Needs(False, True, False), load("triton"))
         for size in sizes:
             rows, hidden = (torch.randn(n, k, generator=rng).to(dtype) for k in (V, width))
-            unit, scale = 1 + torch.rand(n, generator=rng), torch.full((), size, device=DEVICE)
-            sums.add(Rows(rows, None), hidden, unit, torch.ones(n, dtype=torch.bool, device=DEVICE), scale)
-            operand = hidden.double() * (unit.double() * size).unsqueeze(1)
+            coefficients = (1 + torch.rand(n, generator=rng)) * size
+            sums.add(Rows(rows, None), hidden, coefficients, torch.ones(n, dtype=torch.bool, device=DEVICE))
+            operand = hidden.double() * coefficients.double().unsqueeze(1)
             exact += rows.double().t() @ operand
             # an operand is rounded once, at most to a subnormal number in units of the largest coefficient
             unseen = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps * max(sizes)
@@ -116,6 +118,125 @@ def test_coefficients_of_any_size_add_up_in_16_bits(gpu, dtype, sizes):
     assert bool((got - exact).abs().le(budget).all())
     in_16_bits = [product for product in gpu.products if "dtype" in product[0]]
     assert in_16_bits == [("mm.dtype_out", False), ("addmm.dtype_out", True)]
+
+
+# --- launches, and what the host waits for
+
+KL = {"ref_logprobs": torch.full((8, 8), -4.0), "kl_beta": 0.1}
+FROM_LOGITS = {
+    "GSPO": (gk.GSPO(), {}, 8, 2),
+    "GSPO with a normalizer": (gk.GSPO(), {"normalizer": 8.0}, 10, 2),
+    "GSPO on-policy": (gk.GSPO(), {"old_logprobs": None}, 17, 4),
+    "GSPO with KL": (gk.GSPO(), KL, 210, 2),
+    "GRPO": (gk.GRPO(), {}, 154, 2),
+    "GRPO with KL": (gk.GRPO(), KL, 203, 2),
+}
+"""Objective, terms, and the most launches of a forward and backward: small ones, and the package's."""
+
+
+@pytest.mark.parametrize("name", FROM_LOGITS)
+@pytest.mark.parametrize("entry", ["fused_policy_loss", "policy_loss"])
+def test_from_logits_and_log_probs_the_host_never_waits(gpu, entry, name):
+    objective, terms, small, kernels = FROM_LOGITS[name]
+    (hidden, weight), labels, old, advantages = problem(torch.float32)
+    terms = {"old_logprobs": old, "advantages": advantages, "loss_mask": torch.ones(B, T)} | terms
+    logprobs, logits = old.clone().requires_grad_(), (hidden @ weight.t()).requires_grad_()
+    with gpu:
+        if entry == "policy_loss":
+            out = gk.policy_loss(logprobs, **terms, objective=objective)
+        else:
+            out = gk.fused_policy_loss(logits, labels, **terms, objective=objective)
+        out.loss.backward()
+    assert not gpu.looks
+    assert gpu.small.total() <= small and gpu.kernels.total() <= kernels
+
+
+@pytest.mark.parametrize("name", gk.objectives.__all__)
+def test_objectives_that_look_at_the_device_are_those_that_the_page_names(gpu, name):
+    objective = getattr(gk, name)(**({"aggregation_constant": 8.0} if name == "DrGRPO" else {}))
+    *_, old, advantages = problem(torch.float32)
+    given = {
+        "group_ids": torch.arange(B) // 2,
+        "turn_ids": (torch.arange(T) // 4).repeat(B, 1),
+        "token_weights": torch.ones(B, T),
+        "lengths": torch.full((B,), 8.0),
+        "ref_logprobs": old - 0.1,
+        "entropy": torch.ones(B, T),
+    }
+    terms = {need: given[need] for need in objective.needs}
+    terms["old_logprobs"], terms["advantages"] = old + 0.1, advantages if objective.needs_advantages else None
+    logprobs = old.clone().requires_grad_()
+    with gpu:
+        gk.policy_loss(logprobs, **terms, objective=objective).loss.backward()
+    page = (Path(__file__).parent.parent / "docs/hidden_states.md").read_text(encoding="utf-8")
+    (sentence,) = re.findall(r"except by objectives over groups or pairs .*?\.\n", page, re.S)
+    assert bool(gpu.looks) == (f"`{name}`" in sentence)
+
+
+def test_token_logprobs_are_two_launches(gpu):
+    (hidden, weight), labels, *_ = problem(torch.float32)
+    logits = (hidden @ weight.t()).requires_grad_()
+    with gpu:
+        logprobs = gk.token_logprobs(logits, labels).logprobs
+        assert gpu.kernels == {"logprobs_forward_kernel": 1} and not gpu.small and not gpu.looks
+        logprobs.sum().backward()
+    assert gpu.kernels.total() == 2 and not gpu.looks
+
+
+# small launches of forward and backward in four chunks ("deferred": eight sequences of one), and looks at the
+# device; with everything active and nothing masked
+FROM_HIDDEN = {
+    ("aligned", "none"): (172, 0),
+    ("aligned", "backward"): (189, 5),
+    ("deferred", "none"): (448, 0),
+    ("deferred", "backward"): (473, 1),
+    ("cached", "none"): (191, 0),
+    ("cached", "backward"): (202, 2),
+    ("two_pass", "none"): (100, 0),
+    ("two_pass", "backward"): (107, 2),
+    ("auto", "none"): (148, 0),
+    ("auto", "backward"): (159, 2),
+    ("known", "none"): (136, 0),
+    ("known", "backward"): (142, 5),
+}
+
+
+@pytest.mark.parametrize(("schedule", "skip"), FROM_HIDDEN)
+def test_from_hidden_states_nothing_is_looked_at_that_need_not_be(gpu, schedule, skip):
+    """Lengths are one look a call, a chunk's rows with a gradient one more; with "none" there is none."""
+    small, looks = FROM_HIDDEN[schedule, skip]
+    (hidden, weight), labels, old, advantages = problem(torch.bfloat16)
+    leaves = [hidden.requires_grad_(), weight.requires_grad_()]
+    options = {"schedule": schedule, "skip_inactive": skip, "max_chunk_bytes": 2 * T * ROW}
+    objective = gk.GSPO(clip_low=0.999, clip_high=1e9)
+    old, advantages = None if schedule == "known" else old, advantages.abs() + 1
+    terms = {"loss_mask": torch.ones(B, T), "normalizer": 8.0, "objective": objective}
+    with gpu:
+        out = gk.fused_linear_policy_loss(*leaves, labels, old, advantages, **terms, **options)
+        out.loss.backward()
+    assert gpu.looks.total() == looks
+    assert gpu.small.total() <= small
+
+
+@pytest.mark.parametrize("schedule", ["aligned", "cached"])
+def test_clipped_sequences_are_left_out_by_a_look_a_chunk(gpu, schedule):
+    """And one more where rows move up."""
+    (hidden, weight), labels, old, advantages = problem(torch.bfloat16)
+    leaves = [hidden.requires_grad_(), weight.requires_grad_()]
+    options = {"schedule": schedule, "max_chunk_bytes": 2 * T * ROW}
+    advantages[::2] = 0
+    with gpu:
+        gk.fused_linear_policy_loss(*leaves, labels, old, advantages, **options).loss.backward()
+    assert 1 < gpu.looks.total() <= 1 + 2 * B // 2
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_linear_token_logprobs_look_for_masked_rows_alone(gpu, masked):
+    (hidden, weight), labels, *_ = problem(torch.bfloat16)
+    labels[0, :3] = -100 if masked else 0
+    with gpu:
+        gk.linear_token_logprobs(hidden.requires_grad_(), weight, labels, max_chunk_bytes=2 * T * ROW)
+    assert gpu.looks.total() == 1
 
 
 T, B = 8, 8

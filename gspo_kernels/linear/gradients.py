@@ -10,7 +10,7 @@ from torch import Tensor
 from gspo_kernels.linear.chunks import Call, Chunk
 from gspo_kernels.linear.head import Head
 from gspo_kernels.linear.products import multiply, transposed_product
-from gspo_kernels.linear.scaling import bounded_for_sums, power_of_two, times, times_
+from gspo_kernels.linear.scaling import bounded_for_sums, largest, power_of_two, times, times_
 from gspo_kernels.linear.scores import Projected, Scores
 from gspo_kernels.ops.backends import RowBackend, load
 from gspo_kernels.types import stats_dtype
@@ -84,21 +84,27 @@ class HeadSums:
         if self._bias is not None:
             self._bias.zero_()
 
-    def add(self, rows: Rows, hidden: Tensor, unit: Tensor, active: Tensor, scale: Tensor) -> None:
-        """Add those of rows times ``unit`` [n] times ``scale``, 0-d, with hidden states [n, H]."""
-        values, unit = rows.values, rows.scaled(unit)
+    def add(self, rows: Rows, hidden: Tensor, coefficients: Tensor, active: Tensor) -> None:
+        """Add those of rows times ``coefficients`` [n], with hidden states [n, H]."""
+        values, factors = rows.values, rows.scaled(bounded_for_sums(coefficients))
         if self._weight is not None:
-            chosen, scale_of_sum = hidden.to(self._weight.dtype), scale
+            chosen = hidden.to(self._weight.dtype)
             if not (active.is_cpu and bool(active.all())):
                 # selected: the hidden state of a row without gradient may be anything
                 chosen = torch.where(active.unsqueeze(1), chosen, 0.0)
-            chosen = chosen * unit.unsqueeze(1)
-            if values.dtype == torch.float16:
-                scale_of_sum = self._grown_to(scale)
-            self._multiply(values.t(), (chosen * scale_of_sum).to(values.dtype))
+            shares = self._in_units(factors) if values.dtype == torch.float16 else factors
+            self._multiply(values.t(), (chosen * shares.unsqueeze(1)).to(values.dtype))
         if self._bias is not None:
-            self._bias += transposed_product(values, unit.unsqueeze(1)).squeeze(1) * scale
+            self._add_bias(values, factors)
         self._empty = False
+
+    def _add_bias(self, values: Tensor, factors: Tensor) -> None:
+        assert self._bias is not None
+        if values.dtype != torch.float16:
+            self._bias += transposed_product(values, factors.unsqueeze(1)).squeeze(1)
+            return
+        scale = power_of_two(largest(factors))
+        self._bias.addcmul_(transposed_product(values, (factors / scale).unsqueeze(1)).squeeze(1), scale)
 
     def _multiply(self, left: Tensor, operand: Tensor) -> None:
         """Add [V, n] @ [n, H] to dWeight. The first is written: zeros would cost as much as to fill them."""
@@ -113,16 +119,16 @@ class HeadSums:
         else:
             torch.addmm(total, left, operand, out_dtype=total.dtype, out=total)
 
-    def _grown_to(self, scale: Tensor) -> Tensor:
-        """``scale`` as a multiple of what dWeight counts in, once that is at least as large."""
-        if self._empty:
-            self._power = scale
-            return torch.ones_like(scale)
-        before = torch.ones_like(scale) if self._power is None else self._power
-        self._power = torch.maximum(before, scale)
-        assert self._weight is not None
-        self._backend.scale_(self._weight, before / self._power)  # costs nothing where it stays
-        return scale / self._power
+    def _in_units(self, factors: Tensor) -> Tensor:
+        """Factors as multiples of what dWeight counts in, once that is as large as the largest of them."""
+        scale = power_of_two(largest(factors))
+        if not self._empty:
+            before = torch.ones_like(scale) if self._power is None else self._power
+            scale = torch.maximum(before, scale)
+            assert self._weight is not None
+            self._backend.scale_(self._weight, before / scale)  # costs nothing where it stays
+        self._power = scale
+        return factors / scale
 
     def _count_in_ones(self) -> None:
         power, self._power = self._power, None
@@ -192,8 +198,8 @@ class Gradients:
         active = grad != 0
         if grad_entropy is not None:
             active = active | (grad_entropy != 0)
-        if skip and not bool(active.all()):
-            keep = active.nonzero().squeeze(1)
+        keep = self.call.index(active) if skip else None
+        if isinstance(keep, Tensor):
             if keep.numel() == 0:
                 return
             projected, chunk, grad = projected.select(keep), chunk.select(keep), grad[keep]
@@ -203,8 +209,7 @@ class Gradients:
             self.add_rows(self.rows(projected, chunk), chunk, grad, active)
             return
         # a row then has two coefficients, so they go into the rows themselves
-        largest = torch.maximum(grad.abs().amax(), grad_entropy.abs().amax())
-        scale = power_of_two(largest.to(self.accumulate))
+        scale = power_of_two(torch.maximum(largest(grad), largest(grad_entropy)).to(self.accumulate))
         rows = self._write(projected, chunk, grad / scale, grad_entropy / scale, None)
         self.add_rows(Rows(rows, None), chunk, scale.expand(len(chunk)), active)
 
@@ -243,22 +248,20 @@ class Gradients:
     def add_rows(self, rows: Rows, chunk: Chunk, coefficients: Tensor, active: Tensor) -> None:
         """Add rows times coefficients [n], the inactive ones of which are zero."""
         coefficients = coefficients.to(self.accumulate)
-        bounded = bounded_for_sums(coefficients)
-        scale = power_of_two(bounded.abs().amax())
         self.add_hidden(rows, chunk, coefficients)
-        self.sums.add(rows, chunk.hidden, bounded / scale, active, scale)
+        self.sums.add(rows, chunk.hidden, coefficients, active)
 
     def add_hidden(self, rows: Rows, chunk: Chunk, coefficients: Tensor) -> None:
         """Add the dHidden of rows times coefficients [n]; no row's depends on another's."""
         if self.hidden is None:
             return
-        scale = power_of_two(coefficients.abs())
+        scale = power_of_two(coefficients)
         unit = rows.scaled(coefficients / scale)
         values = times_(self.call.head.grad_hidden(rows.values), unit.unsqueeze(1))
         if self.scales is None:
-            values = times_(values, scale.unsqueeze(1))
+            values.mul_(scale.unsqueeze(1))
         else:
-            power = power_of_two(values.abs().amax(1))
+            power = power_of_two(largest(values, 1))
             values.div_(power.unsqueeze(1))
             self.scales.view(-1)[chunk.where] = power * scale
         self.hidden.view(-1, values.shape[1])[chunk.where] = values.to(self.hidden.dtype)
