@@ -124,12 +124,12 @@ def test_coefficients_of_any_size_add_up_in_16_bits(gpu, dtype, sizes):
 
 KL = {"ref_logprobs": torch.full((8, 8), -4.0), "kl_beta": 0.1}
 FROM_LOGITS = {
-    "GSPO": (gk.GSPO(), {}, 8, 2),
+    "GSPO": (gk.GSPO(), {}, 9, 2),
     "GSPO with a normalizer": (gk.GSPO(), {"normalizer": 8.0}, 10, 2),
-    "GSPO on-policy": (gk.GSPO(), {"old_logprobs": None}, 17, 4),
-    "GSPO with KL": (gk.GSPO(), KL, 210, 2),
-    "GRPO": (gk.GRPO(), {}, 154, 2),
-    "GRPO with KL": (gk.GRPO(), KL, 203, 2),
+    "GSPO on-policy": (gk.GSPO(), {"old_logprobs": None}, 19, 4),
+    "GSPO with KL": (gk.GSPO(), KL, 226, 2),
+    "GRPO": (gk.GRPO(), {}, 162, 2),
+    "GRPO with KL": (gk.GRPO(), KL, 219, 2),
 }
 """Objective, terms, and the most launches of a forward and backward: small ones, and the package's."""
 
@@ -186,18 +186,18 @@ def test_token_logprobs_are_two_launches(gpu):
 # small launches of forward and backward in four chunks ("deferred": eight sequences of one), and looks at the
 # device; with everything active and nothing masked
 FROM_HIDDEN = {
-    ("aligned", "none"): (172, 0),
-    ("aligned", "backward"): (189, 5),
-    ("deferred", "none"): (448, 0),
-    ("deferred", "backward"): (473, 1),
-    ("cached", "none"): (191, 0),
-    ("cached", "backward"): (202, 2),
-    ("two_pass", "none"): (100, 0),
-    ("two_pass", "backward"): (107, 2),
-    ("auto", "none"): (148, 0),
-    ("auto", "backward"): (159, 2),
-    ("known", "none"): (136, 0),
-    ("known", "backward"): (142, 5),
+    ("aligned", "none"): (178, 0),
+    ("aligned", "backward"): (195, 5),
+    ("deferred", "none"): (458, 0),
+    ("deferred", "backward"): (483, 1),
+    ("cached", "none"): (194, 0),
+    ("cached", "backward"): (205, 2),
+    ("two_pass", "none"): (102, 0),
+    ("two_pass", "backward"): (109, 2),
+    ("auto", "none"): (151, 0),
+    ("auto", "backward"): (162, 2),
+    ("known", "none"): (139, 0),
+    ("known", "backward"): (145, 5),
 }
 
 
