@@ -107,7 +107,7 @@ def broadcastable(name: str, value: object, shape: tuple[int, ...], device: torc
     """A number or tensor that broadcasts to ``shape``; None where it is the number 0."""
     if not isinstance(value, Tensor):
         as_number = number(name, value)
-        return None if as_number == 0 else torch.tensor(as_number, dtype=torch.float64)
+        return None if as_number == 0 else filled(as_number, device)
     dtype(name, value, FLOATS)
     if value.ndim and value.device != device:
         raise ValueError(f"{name}: is on {value.device}, expected {device} like the other tensors")
@@ -120,10 +120,15 @@ def broadcastable(name: str, value: object, shape: tuple[int, ...], device: torc
     return value
 
 
-def scalar(name: str, value: object) -> Tensor:
+def filled(value: float, device: torch.device) -> Tensor:
+    """0-d fp64, written by the device: copied there, it would keep the host waiting for all work before."""
+    return torch.full((), value, dtype=torch.float64, device=device)
+
+
+def scalar(name: str, value: object, device: torch.device) -> Tensor:
     """A positive number or a 0-d tensor."""
     if not isinstance(value, Tensor):
-        return torch.tensor(number(name, value, positive=True), dtype=torch.float64)
+        return filled(number(name, value, positive=True), device)
     if value.ndim != 0:
         raise ValueError(f"{name}: got shape {tuple(value.shape)}, expected a number or a 0-d tensor")
     return value.detach()

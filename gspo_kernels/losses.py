@@ -11,7 +11,7 @@ from gspo_kernels.layout import as_rows, from_rows
 from gspo_kernels.linear import calls
 from gspo_kernels.linear.exactness import coefficients_depend_on
 from gspo_kernels.linear.plan import SchedulePlan
-from gspo_kernels.linear.scopes import known_coefficients
+from gspo_kernels.linear.scopes import without_logprobs
 from gspo_kernels.logits import LogitArguments, check_inplace, check_logits, wants_entropy
 from gspo_kernels.objectives import GSPO
 from gspo_kernels.objectives.base import Objective
@@ -112,7 +112,7 @@ def _policy_coefficients(
         )
     rows = _given_logprobs(logprobs, entropy, terms, objective)
     with torch.no_grad():
-        return from_rows(policy_step(*rows).grad_logprobs, terms.cu_seqlens is not None)
+        return from_rows(policy_step(*rows, False).grad_logprobs, terms.cu_seqlens is not None)
 
 
 @implemented_by(_policy_coefficients)
@@ -180,7 +180,9 @@ def _fused_policy_loss(
     narrow = logits.dtype == torch.float16
     one_pass = learns and not (tracing or inplace_backward or with_entropy or narrow)
     if one_pass and coefficients_depend_on(objective, terms) == "nothing":
-        coefficients = known_coefficients(row_labels, terms)
+        given, alone = without_logprobs(row_labels, terms)
+        with torch.no_grad():
+            coefficients = policy_step(given, None, options.backend, alone, False).grad_logprobs
         carrier, logprobs = KnownCoefficientsFunction.apply(rows, row_labels, coefficients, options)
         return carried_loss(carrier, logprobs, None, options.backend, terms, packed)
     off_policy = terms.old_logprobs is not None
@@ -305,7 +307,8 @@ def fused_linear_policy_loss(
             them in time ("deferred" and "frozen" don't, but for zero advantages). "all": sequences whose
             gradient is known to be zero beforehand (zero advantage, no KL or entropy term) enter no product
             at all; their log-probs are NaN and metrics cover the rest. "none": nothing is left out, no look
-            at the device.
+            at the device (of packed calls, "aligned", "deferred", "frozen" and "cached" by name look at the
+            lengths).
 
     Returns:
         LossOutput(loss, logprobs, entropy, metrics).

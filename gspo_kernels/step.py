@@ -43,20 +43,23 @@ def take_step(
 
 
 @operator
-def policy_step(logprobs: Tensor, entropy: Tensor | None, backend: str, terms: Terms) -> PolicyStep:
+def policy_step(
+    logprobs: Tensor, entropy: Tensor | None, backend: str, terms: Terms, want_metrics: bool
+) -> PolicyStep:
     """``take_step`` after checking values that only the device knows."""
-    return take_step(logprobs, entropy, check_values(logprobs, terms), backend)
+    step = take_step(logprobs, entropy, check_values(logprobs, terms), backend, want_metrics)
+    return step if want_metrics else step._replace(metrics=step.loss.new_empty(0))
 
 
 @policy_step.register_fake
-def _(logprobs: Tensor, entropy: Tensor | None, backend: str, terms: Terms) -> PolicyStep:
+def _(logprobs: Tensor, entropy: Tensor | None, backend: str, terms: Terms, want_metrics: bool) -> PolicyStep:
     dtype = stats_dtype(logprobs.dtype)
     with_entropy = entropy is not None and terms.entropy_coef is not None
     return PolicyStep(
         logprobs.new_empty((), dtype=dtype),
         torch.empty_like(logprobs, dtype=dtype, memory_format=torch.contiguous_format),
         logprobs.new_empty(logprobs.shape if with_entropy else (0,), dtype=dtype),
-        logprobs.new_empty(len(metric_names(terms, entropy)), dtype=dtype),
+        logprobs.new_empty(len(metric_names(terms, entropy)) if want_metrics else 0, dtype=dtype),
     )
 
 
@@ -67,7 +70,7 @@ class PolicyLoss(torch.autograd.Function):
     def forward(
         ctx: Any, logprobs: Tensor, entropy: Tensor | None, backend: str, terms: Terms
     ) -> tuple[Tensor, Tensor]:
-        step = policy_step(logprobs, entropy, backend, terms)
+        step = policy_step(logprobs, entropy, backend, terms, True)
         ctx.save_for_backward(step.grad_logprobs, step.grad_entropy)
         ctx.dtypes = (logprobs.dtype, None if entropy is None else entropy.dtype)
         ctx.has_entropy_gradient = entropy is not None and terms.entropy_coef is not None
@@ -92,7 +95,7 @@ def carried_loss(
     carrier: Tensor, logprobs: Tensor, entropy: Tensor | None, backend: str, terms: Terms, packed: bool
 ) -> LossOutput:
     """The loss of a call whose forward computed the gradient: ``carrier`` is 0 and holds it."""
-    step = policy_step(logprobs, entropy, backend, terms)
+    step = policy_step(logprobs, entropy, backend, terms, True)
     return output_of(carrier + step.loss, step.metrics, logprobs, entropy, terms, packed)
 
 

@@ -62,7 +62,7 @@ class Form:
         if self.shape == "broadcast":
             return checks.broadcastable(name, value, place.shape, place.device)
         if self.shape == "number":
-            return checks.scalar(name, value)
+            return checks.scalar(name, value, place.device)
         if self.shape == "offsets":
             return checks.tensor(name, value, None, "[B + 1]", place.device)
         expected, meaning = {

@@ -341,12 +341,12 @@ def operator_inputs():
             (frozen(options), without_entropy, upstream, None, Needs(True, False, False), False),
         ],
         "policy_step": [
-            (logprobs, None, "cpp", plain),
-            (logprobs, entropy, "reference", full),
-            (packed_rows[2], packed_rows[2], "triton", packed),
+            (logprobs, None, "cpp", plain, True),
+            (logprobs, entropy, "reference", full, True),
+            (packed_rows[2], packed_rows[2], "triton", packed, False),
         ]
         + [
-            (values, monitored, backend, sequence._replace(old_logprobs=before))
+            (values, monitored, backend, sequence._replace(old_logprobs=before), monitored is None)
             for backend in ("triton", "cpp")
             for values, monitored, before in (
                 (logprobs, None, old),

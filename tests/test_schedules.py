@@ -11,9 +11,8 @@ import torch
 
 import gspo_kernels as gk
 from gspo_kernels import cpp
-from gspo_kernels.linear import gradients
 from gspo_kernels.linear.cost import MACHINES, Shapes, cost
-from gspo_kernels.linear.gradients import Gradients, HeadSums
+from gspo_kernels.linear.gradients import HeadSums
 from gspo_kernels.linear.head import HIDDEN_SLAB, LOGITS_SLAB, Head
 from gspo_kernels.linear.scaling import times, times_
 from gspo_kernels.linear.schedule import SCHEDULES, Part, Refusals, plan_parts
@@ -717,34 +716,6 @@ def test_the_case_of_the_product_counts_is_what_it_says():
     leaves = {name: value.detach().clone().requires_grad_() for name, value in case.inputs.items()}
     call(case, leaves, ENTRY, gk.GSPO()).loss.backward()
     assert int(leaves["hidden"].grad.ne(0).any(-1).sum()) == ACTIVE
-
-
-@pytest.mark.parametrize("schedule", ["aligned", "deferred", "cached", "two_pass"])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_16_bit_rows_live_in_the_memory_of_the_logits(dtype, schedule, monkeypatch):
-    """What GPUs do: rows p - onehot in 16 bits, unscaled, over their own fp32 logits."""
-    if torch.cuda.is_available():
-        pytest.skip("the other tests of this file run it on the device")
-    pytest.importorskip("triton")
-    shared = []
-    rows_of = Gradients.rows
-
-    def rows(self, projected, *args, out=None, **kwargs):
-        found = rows_of(self, projected, *args, out=out, **kwargs)
-        shared.append(found.values.data_ptr() == projected.values.data_ptr())
-        assert found.values.dtype == dtype
-        return found
-
-    def transposed_product(scores, operand):
-        return scores.float().t() @ operand.to(scores.dtype).float()
-
-    monkeypatch.setattr(Head, "rows_dtype", property(lambda head: head.weight.dtype))
-    monkeypatch.setattr(gradients, "transposed_product", transposed_product)
-    monkeypatch.setattr(Gradients, "rows", rows)
-    case = make_case("linear", "packed", "holes", dtype=dtype)
-    got = run(case, ENTRY, gk.GSPO(), "triton", schedule=schedule, max_chunk_bytes=4 * ROW)
-    assert shared and all(shared) == (schedule != "cached")
-    assert_equals_oracle(got, case, gk.GSPO())
 
 
 @pytest.mark.parametrize("schedule", ["auto", "two_pass"])

@@ -108,11 +108,17 @@ class Call:
         """Tokens that have a log-prob."""
         return self.labels != self.options.ignore_index
 
-    def index(self, keep: Tensor | None) -> slice | Tensor:
-        """Positions of the rows where ``keep`` holds; None: all. Looks at the device."""
-        if keep is None or bool(keep.all()):
+    def index(self, keep: Tensor | None, count: int | None = None) -> slice | Tensor:
+        """Positions of the rows where ``keep`` holds; None: all.
+
+        Looks once at the device, and not at all where ``count``, how many there are, is known.
+        """
+        if keep is None:
             return slice(0, self.labels.numel())
-        return keep.flatten().nonzero().squeeze(1)
+        count = int(keep.sum()) if count is None else count
+        if count == keep.numel():
+            return slice(0, count)
+        return keep.flatten().nonzero_static(size=count).squeeze(1)
 
     def chunks(self, where: slice | Tensor) -> Iterator[Chunk]:
         """The rows at some positions in chunks of about the same size."""

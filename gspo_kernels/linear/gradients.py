@@ -10,9 +10,9 @@ from torch import Tensor
 from gspo_kernels.linear.chunks import Call, Chunk
 from gspo_kernels.linear.head import Head
 from gspo_kernels.linear.products import multiply, transposed_product
-from gspo_kernels.linear.scaling import bounded_for_sums, power_of_two, times, times_
+from gspo_kernels.linear.scaling import bounded_for_sums, largest, power_of_two, times, times_
 from gspo_kernels.linear.scores import Projected, Scores
-from gspo_kernels.ops.backends import load
+from gspo_kernels.ops.backends import RowBackend, load
 from gspo_kernels.types import stats_dtype
 
 
@@ -64,51 +64,81 @@ class HeadGradients(NamedTuple):
 
 
 class HeadSums:
-    """dWeight [V, H] and dBias [V] summed over chunks, where they are wanted; in the statistics' dtype."""
+    """dWeight [V, H] and dBias [V] summed over chunks, where they are wanted; in the statistics' dtype.
 
-    def __init__(self, head: Head, needs: Needs):
+    dWeight is summed inside of the products. Their 16-bit operands must hold the coefficients: bf16 does; for
+    fp16 the sum counts in a power of two, which grows with the largest coefficient so far.
+    """
+
+    def __init__(self, head: Head, needs: Needs, backend: RowBackend):
         dtype, device = stats_dtype(head.weight.dtype), head.weight.device
-        self._head = head
+        self._head, self._backend = head, backend
+        self._power: Tensor | None = None
         self._weight = torch.empty(head.weight.shape, dtype=dtype, device=device) if needs.weight else None
         self._bias = torch.zeros(head.vocabulary, dtype=dtype, device=device) if needs.bias else None
         self._empty = True
 
     def clear(self) -> None:
         """Begin anew."""
-        self._empty = True
+        self._empty, self._power = True, None
         if self._bias is not None:
             self._bias.zero_()
 
-    def add(self, rows: Rows, hidden: Tensor, unit: Tensor, active: Tensor, scale: Tensor) -> None:
-        """Add those of rows times ``unit`` [n] times ``scale``, 0-d, with hidden states [n, H]."""
-        values, unit = rows.values, rows.scaled(unit)
+    def add(self, rows: Rows, hidden: Tensor, coefficients: Tensor, active: Tensor) -> None:
+        """Add those of rows times ``coefficients`` [n], with hidden states [n, H]."""
+        values, factors = rows.values, rows.scaled(bounded_for_sums(coefficients))
         if self._weight is not None:
             chosen = hidden.to(self._weight.dtype)
             if not (active.is_cpu and bool(active.all())):
                 # selected: the hidden state of a row without gradient may be anything
                 chosen = torch.where(active.unsqueeze(1), chosen, 0.0)
-            chosen = chosen * unit.unsqueeze(1)
-            if self._head.in_blocks:
-                operand = (chosen * scale).to(values.dtype)
-                multiply(values.t(), operand, self._weight, accumulate=not self._empty)
-            elif values.dtype != self._weight.dtype:
-                product = transposed_product(values, chosen)
-                if self._empty:
-                    torch.mul(product, scale, out=self._weight)
-                else:
-                    self._weight.addcmul_(product, scale)
-            elif self._empty:
-                # not to zeros: they would cost as much as the memory that the sum fills
-                torch.mm(values.t(), chosen * scale, out=self._weight)
-            else:
-                self._weight.addmm_(values.t(), chosen * scale)
+            shares = self._in_units(factors) if values.dtype == torch.float16 else factors
+            self._multiply(values.t(), (chosen * shares.unsqueeze(1)).to(values.dtype))
         if self._bias is not None:
-            self._bias += transposed_product(values, unit.unsqueeze(1)).squeeze(1) * scale
+            self._add_bias(values, factors)
         self._empty = False
+
+    def _add_bias(self, values: Tensor, factors: Tensor) -> None:
+        assert self._bias is not None
+        if values.dtype != torch.float16:
+            self._bias += transposed_product(values, factors.unsqueeze(1)).squeeze(1)
+            return
+        scale = power_of_two(largest(factors))
+        self._bias.addcmul_(transposed_product(values, (factors / scale).unsqueeze(1)).squeeze(1), scale)
+
+    def _multiply(self, left: Tensor, operand: Tensor) -> None:
+        """Add [V, n] @ [n, H] to dWeight. The first is written: zeros would cost as much as to fill them."""
+        total = self._weight
+        assert total is not None
+        if self._head.in_blocks:
+            multiply(left, operand, total, accumulate=not self._empty)
+        elif left.dtype == total.dtype:
+            torch.mm(left, operand, out=total) if self._empty else total.addmm_(left, operand)
+        elif self._empty:
+            torch.mm(left, operand, out_dtype=total.dtype, out=total)
+        else:
+            torch.addmm(total, left, operand, out_dtype=total.dtype, out=total)
+
+    def _in_units(self, factors: Tensor) -> Tensor:
+        """Factors as multiples of what dWeight counts in, once that is as large as the largest of them."""
+        scale = power_of_two(largest(factors))
+        if not self._empty:
+            before = torch.ones_like(scale) if self._power is None else self._power
+            scale = torch.maximum(before, scale)
+            assert self._weight is not None
+            self._backend.scale_(self._weight, before / scale)  # costs nothing where it stays
+        self._power = scale
+        return factors / scale
+
+    def _count_in_ones(self) -> None:
+        power, self._power = self._power, None
+        if power is not None and self._weight is not None:
+            self._backend.scale_(self._weight, power)
 
     def add_sums(self, sums: HeadSums, coefficient: Tensor) -> None:
         """Add other sums times a coefficient that has come late."""
         weight, bias = sums.result()
+        self._count_in_ones()
         for total, own in ((self._weight, weight), (self._bias, bias)):
             if total is None or own is None:
                 continue
@@ -124,6 +154,7 @@ class HeadSums:
         if self._empty and self._weight is not None:
             self._weight.zero_()
             self._empty = False
+        self._count_in_ones()
         return self._weight, self._bias
 
 
@@ -146,7 +177,7 @@ class Gradients:
         self.scales = call.new_rows(1.0) if normalised else None
         self.accumulate = stats_dtype(hidden.dtype)
         self.needs = needs
-        self.sums = HeadSums(call.head, needs)
+        self.sums = HeadSums(call.head, needs, self.backend)
 
     def add(
         self,
@@ -167,8 +198,8 @@ class Gradients:
         active = grad != 0
         if grad_entropy is not None:
             active = active | (grad_entropy != 0)
-        if skip and not bool(active.all()):
-            keep = active.nonzero().squeeze(1)
+        keep = self.call.index(active) if skip else None
+        if isinstance(keep, Tensor):
             if keep.numel() == 0:
                 return
             projected, chunk, grad = projected.select(keep), chunk.select(keep), grad[keep]
@@ -178,8 +209,7 @@ class Gradients:
             self.add_rows(self.rows(projected, chunk), chunk, grad, active)
             return
         # a row then has two coefficients, so they go into the rows themselves
-        largest = torch.maximum(grad.abs().amax(), grad_entropy.abs().amax())
-        scale = power_of_two(largest.to(self.accumulate))
+        scale = power_of_two(torch.maximum(largest(grad), largest(grad_entropy)).to(self.accumulate))
         rows = self._write(projected, chunk, grad / scale, grad_entropy / scale, None)
         self.add_rows(Rows(rows, None), chunk, scale.expand(len(chunk)), active)
 
@@ -218,22 +248,20 @@ class Gradients:
     def add_rows(self, rows: Rows, chunk: Chunk, coefficients: Tensor, active: Tensor) -> None:
         """Add rows times coefficients [n], the inactive ones of which are zero."""
         coefficients = coefficients.to(self.accumulate)
-        bounded = bounded_for_sums(coefficients)
-        scale = power_of_two(bounded.abs().amax())
         self.add_hidden(rows, chunk, coefficients)
-        self.sums.add(rows, chunk.hidden, bounded / scale, active, scale)
+        self.sums.add(rows, chunk.hidden, coefficients, active)
 
     def add_hidden(self, rows: Rows, chunk: Chunk, coefficients: Tensor) -> None:
         """Add the dHidden of rows times coefficients [n]; no row's depends on another's."""
         if self.hidden is None:
             return
-        scale = power_of_two(coefficients.abs())
+        scale = power_of_two(coefficients)
         unit = rows.scaled(coefficients / scale)
         values = times_(self.call.head.grad_hidden(rows.values), unit.unsqueeze(1))
         if self.scales is None:
-            values = times_(values, scale.unsqueeze(1))
+            values.mul_(scale.unsqueeze(1))
         else:
-            power = power_of_two(values.abs().amax(1))
+            power = power_of_two(largest(values, 1))
             values.div_(power.unsqueeze(1))
             self.scales.view(-1)[chunk.where] = power * scale
         self.hidden.view(-1, values.shape[1])[chunk.where] = values.to(self.hidden.dtype)

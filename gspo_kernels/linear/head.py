@@ -63,16 +63,11 @@ class Head:
         rows = self.rows_dtype.itemsize
         return self.vocabulary * (self.dtype.itemsize + (rows if rows > self.dtype.itemsize else 0))
 
-    @property
-    def writes_into(self) -> bool:
-        """Whether ``logits`` can use memory that exists: CUDA's product of 16-bit inputs in fp32 can't."""
-        return self.native or not self.weight.is_cuda
-
-    def logits(self, hidden: Tensor, out: Tensor | None) -> Tensor:
-        """[n, H] -> [n, V], in ``out`` where ``writes_into``."""
-        if out is None:
-            product = torch.mm(hidden, self.weight.t(), out_dtype=torch.float32)
-            return product if self.bias is None else product.add_(self.bias)
+    def logits(self, hidden: Tensor, out: Tensor) -> Tensor:
+        """[n, H] -> [n, V], written into ``out``."""
+        if self.weight.is_cuda and not self.native:
+            torch.mm(hidden, self.weight.t(), out_dtype=out.dtype, out=out)
+            return out if self.bias is None else out.add_(self.bias)
         if self.weight.is_cuda or out.dtype in (torch.float16, torch.bfloat16):
             if self.bias is None:
                 return torch.mm(hidden, self.weight.t(), out=out)

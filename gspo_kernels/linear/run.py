@@ -67,13 +67,13 @@ class Run:
         """Coefficients token by token, or beforehand where they depend on nothing."""
         call = self.call
         if coefficients_depend_on(from_spec(self.terms.objective), self.terms) == "nothing":
-            coefficients = known_coefficients(call.labels, self.terms).flatten()
+            coefficients = known_coefficients(call.labels, self.terms, call.options.backend).flatten()
             for chunk in call.chunks(call.projected):
                 projected = self.scores.add(chunk)
                 self.gradients.add(projected, chunk, coefficients[chunk.where], None, self.skip)
                 del projected
             return
-        per_token = token_terms(call.labels, self.terms)
+        per_token = token_terms(call.labels, self.terms, call.options.backend)
         for chunk in call.chunks(call.projected):
             projected = self.scores.add(chunk)
             logprobs, entropy = projected.stats.logprobs, projected.stats.entropy
@@ -145,16 +145,16 @@ class Run:
         where = self.scopes.rows_of(part)
         grad, grad_entropy = self._coefficients(part)
         active = grad != 0 if grad_entropy is None else (grad != 0) | (grad_entropy != 0)
-        everything = not self.skip or bool(active.all())
+        keep = self.call.index(active) if self.skip else None
         gradient = self.call.new_rows().view(-1)
         gradient[where] = grad
         entropy_gradient = None
         if grad_entropy is not None:
             entropy_gradient = self.call.new_rows().view(-1)
             entropy_gradient[where] = grad_entropy
-        if not everything:
-            where = _index(where, active.device)[active]
-        anew = not everything and self.call.head.exact
+        if isinstance(keep, Tensor):
+            where = _index(where, keep.device)[keep]
+        anew = isinstance(keep, Tensor) and self.call.head.exact
         recompute(self.scores, self.gradients, where, anew, gradient, entropy_gradient)
 
     def _frozen(self, part: Part) -> None:
@@ -187,8 +187,8 @@ class Run:
             del projected
         grad, _ = self._coefficients(part)
         active = grad != 0
-        if self.skip and not bool(active.all()):
-            keep = active.nonzero().squeeze(1)
+        keep = call.index(active) if self.skip else None
+        if isinstance(keep, Tensor):
             cache, where = move_up(cache, keep), _index(where, keep.device)[keep]
             grad, active, factors = grad[keep], active[keep], factors[keep]
         done = 0
@@ -201,7 +201,7 @@ class Run:
         call, gradients, where = self.call, self.gradients, self.scopes.rows_of(part)
         factors = self.scopes.terms_of(part, self.total).token_weights
         if self.scratch is None:
-            self.scratch = HeadSums(call.head, gradients.needs)
+            self.scratch = HeadSums(call.head, gradients.needs, gradients.backend)
         self.scratch.clear()
         dtype, one, done = gradients.accumulate, self.scores.logprobs.new_ones(()), 0
         weights = one.expand(part.rows) if factors is None else factors.squeeze(0).to(dtype)
@@ -212,13 +212,14 @@ class Run:
             rows = gradients.rows(projected, chunk)
             gradients.add_hidden(rows, chunk, unit)
             counted = chunk.labels.squeeze(0) != call.options.ignore_index
-            self.scratch.add(rows, chunk.hidden, unit, counted, one)
+            self.scratch.add(rows, chunk.hidden, unit, counted)
             del projected, rows
         grad, _ = self._coefficients(part)
         # one number for the sequence, taken where rounding matters least
         counted = call.labels.flatten()[where] != call.options.ignore_index
         most = torch.where(counted, weights.abs(), -1.0).argmax()
-        coefficient = torch.where(weights[most] == 0, 0.0, grad[most] / weights[most])
+        weight, own = weights.take(most), grad.take(most)  # an index in brackets would be read by the host
+        coefficient = torch.where(weight == 0, 0.0, own / weight)
         self._scale(part, coefficient.expand(part.rows))
         gradients.sums.add_sums(self.scratch, coefficient)
 

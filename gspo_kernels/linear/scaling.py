@@ -9,13 +9,21 @@ _EXPONENT = {torch.float32: (torch.int32, 0x7F800000), torch.float64: (torch.int
 """Integers of a dtype's width, and the bits of the exponent among them."""
 
 
-def power_of_two(largest: Tensor) -> Tensor:
-    """The power of two at or below each of ``largest``, fp32 or fp64 and not negative, so that dividing by it
+def largest(values: Tensor, dim: int | None = None) -> Tensor:
+    """The largest magnitude, of all or along a dimension."""
+    if values.is_cpu:
+        # there a norm takes a hundred times as long
+        return values.abs().amax(() if dim is None else dim)
+    return torch.linalg.vector_norm(values, float("inf"), dim)
+
+
+def power_of_two(values: Tensor) -> Tensor:
+    """The power of two at or below the magnitude of each of ``values``, fp32 or fp64, so that dividing by it
     rounds nothing and leaves less than 2. What is 0, infinite or NaN gets some finite power, too.
     """
-    integers, exponent = _EXPONENT[largest.dtype]
-    limits = torch.finfo(largest.dtype)
-    power = largest.view(integers).bitwise_and(exponent).view(largest.dtype)
+    integers, exponent = _EXPONENT[values.dtype]
+    limits = torch.finfo(values.dtype)
+    power = values.view(integers).bitwise_and(exponent).view(values.dtype)
     return power.clamp(limits.tiny, 0.25 / limits.tiny)
 
 

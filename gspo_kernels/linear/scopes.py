@@ -8,25 +8,31 @@ import torch
 from torch import Tensor
 
 from gspo_kernels.aggregation import Aggregation
-from gspo_kernels.evaluate import evaluate
 from gspo_kernels.layout import Padded
 from gspo_kernels.linear.chunks import Call
 from gspo_kernels.linear.exactness import coefficients_depend_on
 from gspo_kernels.linear.schedule import Part
 from gspo_kernels.objectives.base import from_spec
 from gspo_kernels.objectives.linear import Linear
+from gspo_kernels.step import take_step
 from gspo_kernels.terms import Form, Terms, idle_sequences
 
 
-def known_coefficients(tokens: Tensor, terms: Terms) -> Tensor:
-    """dLoss/dlogprobs of the objective alone, where log-probs don't matter; ``tokens`` gives the shape."""
+def without_logprobs(tokens: Tensor, terms: Terms) -> tuple[Tensor, Terms]:
+    """Log-probs and terms that give dLoss/dlogprobs of the objective alone, where log-probs don't matter;
+    ``tokens`` gives the shape.
+    """
     alone = terms._replace(old_logprobs=None, ref_logprobs=None, kl_beta=None, entropy_coef=None)
-    return evaluate(
-        torch.zeros_like(tokens, dtype=torch.float64), None, alone, want_metrics=False
-    ).grad_logprobs
+    return torch.zeros_like(tokens, dtype=torch.float64), alone
 
 
-def token_terms(tokens: Tensor, terms: Terms) -> Terms:
+def known_coefficients(tokens: Tensor, terms: Terms, backend: str) -> Tensor:
+    """dLoss/dlogprobs of the objective alone, where log-probs don't matter; only in operators."""
+    logprobs, alone = without_logprobs(tokens, terms)
+    return take_step(logprobs, None, alone, backend, want_metrics=False).grad_logprobs
+
+
+def token_terms(tokens: Tensor, terms: Terms, backend: str) -> Terms:
     """The same terms with every tensor expanded to tokens, and aggregation as a share per token."""
     layout, mask = terms.layout(tokens), terms.counted(tokens)
     shares = Aggregation(layout, mask, terms).token_shares()
@@ -41,7 +47,7 @@ def token_terms(tokens: Tensor, terms: Terms) -> Terms:
     alone = done.each(expanded)._replace(loss_mask=mask, token_shares=shares)
     if from_spec(terms.objective).coefficient_scope in ("nothing", "token"):
         return alone
-    coefficients = known_coefficients(tokens, terms)
+    coefficients = known_coefficients(tokens, terms, backend)
     weights = torch.where(shares != 0, coefficients / shares, 0.0)
     return alone._replace(
         advantages=None, rollout_weights=None, token_weights=weights, objective=Linear().spec
@@ -69,15 +75,10 @@ class Scopes:
     def __init__(self, call: Call, terms: Terms, skip: bool):
         self.call, self.terms = call, terms
         self.layout = terms.layout(call.labels)
-        counts = self._counts()
-        scopes = self._scopes(counts)
-        idle = idle_sequences(call.labels, terms) if skip else None
-        if idle is not None:
-            gone = idle.tolist()
-            working = [scope for scope in scopes if not all(gone[i] for i in scope)]
-            resting = [scope for scope in scopes if all(gone[i] for i in scope)]
-        else:
-            working, resting = scopes, []
+        counts, idle, groups = self._known(skip)
+        scopes = self._scopes(counts, groups)
+        working = [scope for scope in scopes if not all(idle[i] for i in scope)]
+        resting = [scope for scope in scopes if all(idle[i] for i in scope)]
         self.idle = len(resting)
         # those that fit a chunk together, next to those that only need a projection
         working.sort(key=lambda scope: sum(counts[i] for i in scope) <= call.chunk_rows)
@@ -87,36 +88,68 @@ class Scopes:
         self._sequence_ends = [0, *itertools.accumulate(len(scope) for scope in scopes)]
         self._row_ends = [0, *itertools.accumulate(counts[i] for i in self._sequences)]
         self.where = self._positions(counts)
+        as_they_are = self._equal and self._sequences == list(range(len(counts)))
+        self._table = None if as_they_are else self._uploaded()
 
-    def _counts(self) -> list[int]:
-        """Rows of each sequence."""
-        call, layout = self.call, self.layout
-        if isinstance(layout, Padded) and not call.compact:
-            return [layout.length] * layout.sequences
-        kept = call.counted if call.compact else torch.ones_like(call.counted)
-        return [int(count) for count in layout.sum(kept.to(torch.float64)).tolist()]
+    @property
+    def _equal(self) -> bool:
+        """Whether every sequence has the same rows, which no one needs to look up."""
+        return isinstance(self.layout, Padded) and not self.call.compact
 
-    def _scopes(self, counts: list[int]) -> list[list[int]]:
-        scope = coefficients_depend_on(from_spec(self.terms.objective), self.terms)
-        if scope not in ("group", "batch"):
+    def _known(self, skip: bool) -> tuple[list[int], list[int], list[int] | None]:
+        """Of each sequence its rows, whether it has no gradient whatever the forward finds, and its group.
+
+        One look at the device, for what isn't known without.
+        """
+        call, layout, sequences = self.call, self.layout, self.layout.sequences
+        asked: dict[str, Tensor] = {}
+        if not self._equal:
+            kept = call.counted if call.compact else torch.ones_like(call.counted)
+            asked["counts"] = layout.sum(kept.to(torch.float64))
+        idle = idle_sequences(call.labels, self.terms) if skip else None
+        if idle is not None:
+            asked["idle"] = idle
+        if self._depend_on == "group" and self.terms.group_ids is not None:
+            asked["groups"] = self.terms.group_ids
+        known: dict[str, list[int]] = {"idle": [0] * sequences}
+        if isinstance(layout, Padded):
+            known["counts"] = [layout.length] * sequences
+        if asked:
+            seen = torch.stack([value.to(torch.int64) for value in asked.values()]).tolist()
+            known |= dict(zip(asked, seen, strict=True))
+        return known["counts"], known["idle"], known.get("groups")
+
+    @property
+    def _depend_on(self) -> str:
+        return coefficients_depend_on(from_spec(self.terms.objective), self.terms)
+
+    def _scopes(self, counts: list[int], group_of: list[int] | None) -> list[list[int]]:
+        if self._depend_on not in ("group", "batch"):
             return [[i] for i, count in enumerate(counts) if count]
-        if scope == "batch" or self.terms.group_ids is None:
+        if group_of is None:
             return [list(range(len(counts)))] if counts else []
         groups: dict[int, list[int]] = {}
-        for i, group in enumerate(self.terms.group_ids.tolist()):
+        for i, group in enumerate(group_of):
             groups.setdefault(group, []).append(i)
         return list(groups.values())
 
     def _positions(self, counts: list[int]) -> slice | Tensor:
         """Positions of all rows in the order of the scopes."""
         call = self.call
-        where = call.projected
+        where = call.index(call.counted if call.compact else None, sum(counts))
         present = [i for i, count in enumerate(counts) if count]
         if [i for i in self._sequences if counts[i]] == present:
             return where
         index = torch.arange(where.stop, device=call.labels.device) if isinstance(where, slice) else where
         starts = [0, *itertools.accumulate(counts)]
         return torch.cat([index[starts[i] : starts[i + 1]] for i in self._sequences])
+
+    def _uploaded(self) -> Tensor:
+        """[2, B + 1]: the sequences in the order of the scopes, and where their rows begin and end."""
+        table = torch.tensor([[*self._sequences, 0], self._row_ends], dtype=torch.int32)
+        device = self.call.labels.device
+        # pinned, so that the host doesn't wait for the copy
+        return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table.to(device)
 
     def rows_of(self, part: Part) -> slice | Tensor:
         """Positions of a part's rows among the flattened rows of the call."""
@@ -132,8 +165,14 @@ class Scopes:
         terms, labels = self.terms, self.call.labels
         first, last = self._sequence_range(part)
         where = self.rows_of(part)
-        ends = self._row_ends[first : last + 1]
-        sequences = torch.tensor(self._sequences[first:last], device=labels.device)
+        if self._table is None:
+            length = labels.shape[1]
+            sequences: slice | Tensor = slice(first, last)
+            stop = (last - first) * length + 1
+            ends = torch.arange(0, stop, length, dtype=torch.int32, device=labels.device)
+        else:
+            sequences = self._table[0, first:last]
+            ends = self._table[1, first : last + 1] - self._row_ends[first]
 
         def select(form: Form, value: Tensor) -> Tensor:
             if value.ndim == 0 or form.shape in ("number", "offsets"):
@@ -144,6 +183,5 @@ class Scopes:
                 return value[sequences]
             return value.flatten()[where].unsqueeze(0)
 
-        offsets = torch.tensor([end - ends[0] for end in ends], dtype=torch.int32, device=labels.device)
         part_terms = terms._replace(skipped=None).each(select)
-        return part_terms._replace(cu_seqlens=offsets, normalizer=total)
+        return part_terms._replace(cu_seqlens=ends, normalizer=total)

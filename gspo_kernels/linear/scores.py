@@ -73,8 +73,6 @@ class Scores:
     def logits(self, chunk: Chunk) -> Tensor:
         """[n, V], in memory that the next call of this writes over."""
         head, rows = self.call.head, len(chunk)
-        if not head.writes_into:
-            return head.logits(chunk.hidden, None)
         if self._logits is None:
             size = (max(rows, self._most), head.vocabulary)
             if head.weight.is_cpu:

@@ -1,0 +1,231 @@
+"""A GPU that is none: tensors say that they are on one, and what would be asked of it is written down.
+
+Whatever follows from being on a GPU (which products are called, which branches are taken) is then seen, and
+computed, on any machine. Counted are launches, what the host would have to wait for, and the bytes alive at
+once. Nothing is said about time.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import _engine_run_backward
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from gspo_kernels.ops import library
+
+DEVICE = torch.device("cuda", 0)
+LOOKS = {"_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2", "repeat_interleave"}
+"""Operations that the host waits for: the answer is a number, or a tensor of a size that the device knows."""
+COPIES_TO_HOST = {"tolist", "cpu", "numpy"}
+FACTORIES = {"empty", "zeros", "ones", "full", "arange", "tensor", "linspace"}
+MEMORY_ALONE = {
+    "empty",
+    "empty_like",
+    "new_empty",
+    "empty_strided",
+    "detach",
+    "lift_fresh",
+    "_unsafe_view",
+}
+PRODUCTS = {"mm", "addmm", "addmm_", "bmm"}
+
+
+class PretendedGpu:
+    """A context in which every tensor is on the GPU but those made without a device.
+
+    Attributes:
+        products: matrix products in order: operation and overload, and whether it adds to its own output.
+        kernels: launches of the package's kernels, by name.
+        small: launches of anything else, by operation: at least one kernel each.
+        looks: what the host had to wait for, by name.
+        peak: the most bytes that were alive at once of what was made inside.
+    """
+
+    def __init__(self, monkeypatch: Any):
+        self.products: list[tuple[str, bool]] = []
+        self.kernels: Counter[str] = Counter()
+        self.small: Counter[str] = Counter()
+        self.looks: Counter[str] = Counter()
+        self.alive = self.peak = 0
+        self._monkeypatch, self._storages = monkeypatch, {}
+
+    def __enter__(self) -> PretendedGpu:
+        self._context = self._monkeypatch.context()
+        context = self._context.__enter__()
+        # operators are what they do: seen from within, instead of as one opaque call
+        context.setattr(library, "nobody_listens", lambda _: True)
+        context.setattr(Tensor, "device", property(self._device_of), raising=False)
+        context.setattr(Tensor, "is_cuda", property(lambda x: not _on_host(x)), raising=False)
+        context.setattr(Tensor, "is_cpu", property(_on_host), raising=False)
+        context.setattr(torch.cuda, "is_available", lambda: True)
+        self._interpret(context)
+        self._modes = (_Asked(self), _Launched(self))
+        for mode in self._modes:
+            mode.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        for mode in reversed(self._modes):
+            mode.__exit__(*error)
+        self._context.__exit__(*error)
+
+    def _device_of(self, tensor: Tensor) -> torch.device:
+        return torch.device("cpu") if _on_host(tensor) else DEVICE
+
+    def _interpret(self, context: Any) -> None:
+        """Triton's interpreter works behind the pretence."""
+        from triton.runtime import interpreter
+
+        run = interpreter.GridExecutor.__call__
+
+        def counted(executor: Any, *args: Any, **keywords: Any) -> Any:
+            self.kernels[executor.fn.__name__] += 1
+            with (
+                torch._C.DisableTorchFunction(),
+                _disable_current_modes(),
+                self._monkeypatch.context() as plain,
+            ):
+                for name in ("device", "is_cuda", "is_cpu"):
+                    plain.delattr(Tensor, name)
+                return run(executor, *args, **keywords)
+
+        context.setattr(interpreter.GridExecutor, "__call__", counted)
+
+    def made(self, tensor: Tensor) -> None:
+        """Count a tensor's memory until nothing refers to it any more."""
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self._storages and size:
+            self._storages[key] = size
+            self.alive += size
+            self.peak = max(self.peak, self.alive)
+            weakref.finalize(storage, self._freed, key).atexit = False
+
+    def _freed(self, key: int) -> None:
+        self.alive -= self._storages.pop(key)
+
+
+def _on_host(tensor: Tensor) -> bool:
+    return getattr(tensor, "_on_host", False)
+
+
+def _host(result: Any) -> Any:
+    for tensor in tree_leaves(result):
+        if isinstance(tensor, Tensor):
+            tensor._on_host = True
+    return result
+
+
+def _tensors(*values: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+class _Asked(TorchFunctionMode):
+    """What Python asks of torch: where things are made, and what is looked at."""
+
+    def __init__(self, gpu: PretendedGpu):
+        super().__init__()
+        self.gpu = gpu
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, kwargs = getattr(func, "__name__", ""), dict(kwargs or {})
+        if name in FACTORIES:
+            device = kwargs.pop("device", None)
+            if device is None or torch.device(device).type == "cpu":
+                return _host(func(*args, **kwargs))
+            if name == "tensor":
+                self.gpu.looks["copy to the device"] += 1
+            return func(*args, **kwargs)
+        if func is Tensor.backward:
+            # torch's own would ask this mode once more, and not within
+            loss = args[0]
+            ones = torch.ones_like(loss)
+            with self:
+                return _engine_run_backward((loss,), (ones,), False, False, (), accumulate_grad=True)
+        there = [tensor for tensor in _tensors(args, kwargs) if not _on_host(tensor)]
+        if name == "pin_memory":
+            pinned = _host(args[0].clone())
+            pinned._pinned = True
+            return pinned
+        if name == "to":
+            return self._moved(func, args, kwargs)
+        if not there and _tensors(args, kwargs):
+            return _host(func(*args, **kwargs))
+        if name in COPIES_TO_HOST:
+            self.gpu.looks[name] += 1
+        return func(*args, **kwargs)
+
+    def _moved(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """``Tensor.to``, whose device is taken out."""
+        tensor, *rest = args
+        devices = [x for x in (*rest, kwargs.pop("device", None)) if isinstance(x, torch.device | str)]
+        rest = [x for x in rest if not isinstance(x, torch.device | str)]
+        moved = func(tensor, *rest, **kwargs) if rest or kwargs else tensor
+        on_host = torch.device(devices[0]).type == "cpu" if devices else _on_host(tensor)
+        at_once = not on_host and kwargs.get("non_blocking") and getattr(tensor, "_pinned", False)
+        if on_host != _on_host(tensor) and at_once:
+            self.gpu.small["copy of pinned memory"] += 1
+        elif on_host != _on_host(tensor):
+            self.gpu.looks["copy to the host" if on_host else "copy to the device"] += 1
+        if on_host != _on_host(tensor):
+            with _disable_current_modes(), torch._C.DisableTorchFunction():
+                moved = moved.clone()
+        return _host(moved) if on_host else moved
+
+
+class _Launched(TorchDispatchMode):
+    """What reaches the device."""
+
+    def __init__(self, gpu: PretendedGpu):
+        super().__init__()
+        self.gpu = gpu
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, gpu = kwargs or {}, self.gpu
+        result = _wide(func, *args, **kwargs) if "dtype" in func._overloadname else None
+        if result is None:
+            result = func(*args, **kwargs)
+        inputs, outputs = _tensors(args, kwargs), _tensors(result)
+        if inputs and all(_on_host(tensor) for tensor in inputs):
+            return result
+        name = func.overloadpacket.__name__
+        by_mask = name in ("index", "index_put_") and any(x.dtype == torch.bool for x in inputs[1:])
+        if name in LOOKS or by_mask:
+            gpu.looks["index by mask" if by_mask else name] += 1
+        if name in PRODUCTS:
+            own = "out" in kwargs and kwargs["out"] is args[0]
+            gpu.products.append((str(func).removeprefix("aten."), own or name == "addmm_"))
+        elif not _is_view(func) and name not in MEMORY_ALONE | LOOKS and any(x.numel() for x in outputs):
+            gpu.small[name] += 1
+        given = {tensor.untyped_storage()._cdata for tensor in inputs}
+        for tensor in outputs:
+            if tensor.untyped_storage()._cdata not in given:
+                gpu.made(tensor)
+        return result
+
+
+def _is_view(func: Any) -> bool:
+    alias = [returned.alias_info for returned in func._schema.returns]
+    return any(info is not None and not info.is_write for info in alias)
+
+
+def _wide(func: Any, *args: Any, out: Tensor | None = None, **kwargs: Any) -> Tensor | None:
+    """Products of 16-bit operands in fp32, refused as PyTorch's CUDA code refuses them (2.10 to 2.13)."""
+    name = func.overloadpacket.__name__
+    if name not in PRODUCTS:
+        return None
+    *added, left, right, dtype = args
+    assert left.dtype == right.dtype and left.dtype in (torch.float16, torch.bfloat16), "16-bit operands"
+    assert dtype == torch.float32 and (out is None or out.dtype == dtype), "fp32 out"
+    assert all(tensor.dtype in (dtype, left.dtype) for tensor in added), "what is added"
+    product = torch.mm(left.float(), right.float())
+    for tensor in added:
+        product = tensor + product
+    return product if out is None else out.copy_(product)

@@ -1,0 +1,251 @@
+"""What a GPU would be asked: its products, their memory, launches, and what the host would wait for."""
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import gspo_kernels as gk
+from gspo_kernels.linear.gradients import Gradients, HeadSums, Needs, Rows
+from gspo_kernels.linear.head import Head
+from gspo_kernels.ops.backends import load
+from tests.cases import assert_equals_oracle, generator, make_case, run
+from tests.pretended import DEVICE, PretendedGpu
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the other tests show it on the device itself"),
+]
+pytest.importorskip("triton")
+
+ENTRY = "fused_linear_policy_loss"
+V = 61
+ROW = V * 4
+NARROW = [torch.float16, torch.bfloat16]
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    return PretendedGpu(monkeypatch)
+
+
+# --- products
+
+
+@pytest.mark.parametrize("schedule", ["aligned", "deferred", "cached", "two_pass"])
+@pytest.mark.parametrize("dtype", NARROW)
+def test_16_bit_rows_live_in_the_memory_of_the_logits(gpu, monkeypatch, dtype, schedule):
+    """Rows p - onehot in 16 bits, unscaled, over their own fp32 logits, whose memory is kept."""
+    shared, logits = [], set()
+    rows_of = Gradients.rows
+
+    def rows(self, projected, *args, out=None, **kwargs):
+        found = rows_of(self, projected, *args, out=out, **kwargs)
+        shared.append(found.values.data_ptr() == projected.values.data_ptr())
+        logits.add(projected.values.data_ptr())
+        assert found.values.dtype == dtype
+        return found
+
+    monkeypatch.setattr(Gradients, "rows", rows)
+    case = make_case("linear", "packed", "holes", dtype=dtype)
+    with gpu:
+        got = run(case, ENTRY, gk.GSPO(), "triton", schedule=schedule, max_chunk_bytes=4 * ROW)
+    assert shared and all(shared) == (schedule != "cached") and len(logits) == 1
+    assert_equals_oracle(got, case, gk.GSPO())
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", NARROW)
+def test_products_of_16_bits_add_up_in_fp32_and_in_place(gpu, dtype, bias):
+    """Every product goes into memory that is there, and dWeight is summed inside of its own."""
+    (hidden, weight), labels, old, advantages = problem(dtype)
+    leaves = [hidden.requires_grad_(), weight.requires_grad_()]
+    bias = torch.zeros(V, dtype=dtype) if bias else None
+    with gpu:
+        options = {"schedule": "aligned", "skip_inactive": "none", "max_chunk_bytes": 2 * T * ROW}
+        gk.fused_linear_policy_loss(*leaves, labels, old, advantages, bias=bias, **options)
+    logits, hidden_gradient = ("mm.dtype_out", False), ("mm.dtype", False)
+    first, others = ("mm.dtype_out", False), ("addmm.dtype_out", True)
+    assert gpu.products == [
+        product
+        for chunk in range(B // 2)
+        for product in (logits, hidden_gradient, others if chunk else first)
+    ]
+
+
+@pytest.mark.parametrize("schedule", ["aligned", "deferred", "cached", "two_pass"])
+@pytest.mark.parametrize("dtype", NARROW)
+def test_peak_memory_is_what_the_plan_says(gpu, dtype, schedule):
+    """All that is there beside the gradients, but for rows [n, H] of a chunk and a few numbers per token."""
+    width, vocabulary = 24, 8192
+    (hidden, weight), labels, old, advantages = problem(dtype, width, vocabulary)
+    leaves = [hidden.requires_grad_(), weight.requires_grad_()]
+    options = {"schedule": schedule, "skip_inactive": "none", "max_chunk_bytes": 2 * T * vocabulary * 4}
+    with gpu:
+        plan = gk.explain_schedule(*leaves, labels, old, advantages, **options)
+        gk.fused_linear_policy_loss(*leaves, labels, old, advantages, **options).loss.backward()
+    gradients = sum(leaf.numel() * leaf.element_size() for leaf in leaves)
+    small = 2 * T * width * 4 * 8 + 2**15
+    assert 0.95 * plan.peak_bytes <= gpu.peak <= plan.peak_bytes + gradients + small
+    assert gradients + small < 0.7 * weight.numel() * 4  # so that one more [V, H] shows
+
+
+@pytest.mark.parametrize(
+    "sizes", [(1.0, 2.0**-30), (2.0**-30, 1.0), (2.0**-90, 2.0**20), (2.0**20, 2.0**-90)]
+)
+@pytest.mark.parametrize("dtype", NARROW)
+def test_coefficients_of_any_size_add_up_in_16_bits(gpu, dtype, sizes):
+    """The coefficients of one chunk lie many powers of two from the other's."""
+    rng, n, width = generator(0), 8, 16
+    weight, sizes = torch.zeros(V, width, dtype=dtype), [2.0 ** round(math.log2(size)) for size in sizes]
+    exact, budget = torch.zeros(V, width, dtype=torch.float64), torch.zeros(V, width, dtype=torch.float64)
+    with gpu:
+        sums = HeadSums(Head(weight, None, "float32"), Needs(False, True, False), load("triton"))
+        for size in sizes:
+            rows, hidden = (torch.randn(n, k, generator=rng).to(dtype) for k in (V, width))
+            coefficients = (1 + torch.rand(n, generator=rng)) * size
+            sums.add(Rows(rows, None), hidden, coefficients, torch.ones(n, dtype=torch.bool, device=DEVICE))
+            operand = hidden.double() * coefficients.double().unsqueeze(1)
+            exact += rows.double().t() @ operand
+            # an operand is rounded once, at most to a subnormal number in units of the largest coefficient
+            unseen = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps * max(sizes)
+            errors = operand.abs() * torch.finfo(dtype).eps + unseen
+            # and a product of n terms, and the sum, in fp32
+            errors += operand.abs() * (n + 2) * torch.finfo(torch.float32).eps
+            budget += rows.double().abs().t() @ (errors / 2)
+        got = sums.result()[0].double()
+    assert bool((got - exact).abs().le(budget).all())
+    in_16_bits = [product for product in gpu.products if "dtype" in product[0]]
+    assert in_16_bits == [("mm.dtype_out", False), ("addmm.dtype_out", True)]
+
+
+# --- launches, and what the host waits for
+
+KL = {"ref_logprobs": torch.full((8, 8), -4.0), "kl_beta": 0.1}
+FROM_LOGITS = {
+    "GSPO": (gk.GSPO(), {}, 9, 2),
+    "GSPO with a normalizer": (gk.GSPO(), {"normalizer": 8.0}, 10, 2),
+    "GSPO on-policy": (gk.GSPO(), {"old_logprobs": None}, 19, 4),
+    "GSPO with KL": (gk.GSPO(), KL, 226, 2),
+    "GRPO": (gk.GRPO(), {}, 162, 2),
+    "GRPO with KL": (gk.GRPO(), KL, 219, 2),
+}
+"""Objective, terms, and the most launches of a forward and backward: small ones, and the package's."""
+
+
+@pytest.mark.parametrize("name", FROM_LOGITS)
+@pytest.mark.parametrize("entry", ["fused_policy_loss", "policy_loss"])
+def test_from_logits_and_log_probs_the_host_never_waits(gpu, entry, name):
+    objective, terms, small, kernels = FROM_LOGITS[name]
+    (hidden, weight), labels, old, advantages = problem(torch.float32)
+    terms = {"old_logprobs": old, "advantages": advantages, "loss_mask": torch.ones(B, T)} | terms
+    logprobs, logits = old.clone().requires_grad_(), (hidden @ weight.t()).requires_grad_()
+    with gpu:
+        if entry == "policy_loss":
+            out = gk.policy_loss(logprobs, **terms, objective=objective)
+        else:
+            out = gk.fused_policy_loss(logits, labels, **terms, objective=objective)
+        out.loss.backward()
+    assert not gpu.looks
+    assert gpu.small.total() <= small and gpu.kernels.total() <= kernels
+
+
+@pytest.mark.parametrize("name", gk.objectives.__all__)
+def test_objectives_that_look_at_the_device_are_those_that_the_page_names(gpu, name):
+    objective = getattr(gk, name)(**({"aggregation_constant": 8.0} if name == "DrGRPO" else {}))
+    *_, old, advantages = problem(torch.float32)
+    given = {
+        "group_ids": torch.arange(B) // 2,
+        "turn_ids": (torch.arange(T) // 4).repeat(B, 1),
+        "token_weights": torch.ones(B, T),
+        "lengths": torch.full((B,), 8.0),
+        "ref_logprobs": old - 0.1,
+        "entropy": torch.ones(B, T),
+    }
+    terms = {need: given[need] for need in objective.needs}
+    terms["old_logprobs"], terms["advantages"] = old + 0.1, advantages if objective.needs_advantages else None
+    logprobs = old.clone().requires_grad_()
+    with gpu:
+        gk.policy_loss(logprobs, **terms, objective=objective).loss.backward()
+    page = (Path(__file__).parent.parent / "docs/hidden_states.md").read_text(encoding="utf-8")
+    (sentence,) = re.findall(r"except by objectives over groups or pairs .*?\.\n", page, re.S)
+    assert bool(gpu.looks) == (f"`{name}`" in sentence)
+
+
+def test_token_logprobs_are_two_launches(gpu):
+    (hidden, weight), labels, *_ = problem(torch.float32)
+    logits = (hidden @ weight.t()).requires_grad_()
+    with gpu:
+        logprobs = gk.token_logprobs(logits, labels).logprobs
+        assert gpu.kernels == {"logprobs_forward_kernel": 1} and not gpu.small and not gpu.looks
+        logprobs.sum().backward()
+    assert gpu.kernels.total() == 2 and not gpu.looks
+
+
+# small launches of forward and backward in four chunks ("deferred": eight sequences of one), and looks at the
+# device; with everything active and nothing masked
+FROM_HIDDEN = {
+    ("aligned", "none"): (178, 0),
+    ("aligned", "backward"): (195, 5),
+    ("deferred", "none"): (458, 0),
+    ("deferred", "backward"): (483, 1),
+    ("cached", "none"): (194, 0),
+    ("cached", "backward"): (205, 2),
+    ("two_pass", "none"): (102, 0),
+    ("two_pass", "backward"): (109, 2),
+    ("auto", "none"): (151, 0),
+    ("auto", "backward"): (162, 2),
+    ("known", "none"): (139, 0),
+    ("known", "backward"): (145, 5),
+}
+
+
+@pytest.mark.parametrize(("schedule", "skip"), FROM_HIDDEN)
+def test_from_hidden_states_nothing_is_looked_at_that_need_not_be(gpu, schedule, skip):
+    """Lengths are one look a call, a chunk's rows with a gradient one more; with "none" there is none."""
+    small, looks = FROM_HIDDEN[schedule, skip]
+    (hidden, weight), labels, old, advantages = problem(torch.bfloat16)
+    leaves = [hidden.requires_grad_(), weight.requires_grad_()]
+    options = {"schedule": schedule, "skip_inactive": skip, "max_chunk_bytes": 2 * T * ROW}
+    objective = gk.GSPO(clip_low=0.999, clip_high=1e9)
+    old, advantages = None if schedule == "known" else old, advantages.abs() + 1
+    terms = {"loss_mask": torch.ones(B, T), "normalizer": 8.0, "objective": objective}
+    with gpu:
+        out = gk.fused_linear_policy_loss(*leaves, labels, old, advantages, **terms, **options)
+        out.loss.backward()
+    assert gpu.looks.total() == looks
+    assert gpu.small.total() <= small
+
+
+@pytest.mark.parametrize("schedule", ["aligned", "cached"])
+def test_clipped_sequences_are_left_out_by_a_look_a_chunk(gpu, schedule):
+    """And one more where rows move up."""
+    (hidden, weight), labels, old, advantages = problem(torch.bfloat16)
+    leaves = [hidden.requires_grad_(), weight.requires_grad_()]
+    options = {"schedule": schedule, "max_chunk_bytes": 2 * T * ROW}
+    advantages[::2] = 0
+    with gpu:
+        gk.fused_linear_policy_loss(*leaves, labels, old, advantages, **options).loss.backward()
+    assert 1 < gpu.looks.total() <= 1 + 2 * B // 2
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_linear_token_logprobs_look_for_masked_rows_alone(gpu, masked):
+    (hidden, weight), labels, *_ = problem(torch.bfloat16)
+    labels[0, :3] = -100 if masked else 0
+    with gpu:
+        gk.linear_token_logprobs(hidden.requires_grad_(), weight, labels, max_chunk_bytes=2 * T * ROW)
+    assert gpu.looks.total() == 1
+
+
+T, B = 8, 8
+
+
+def problem(dtype, width=16, vocabulary=V):
+    """Tensors for a pretended device: (hidden, weight), labels, old log-probs, advantages."""
+    rng = generator(0)
+    hidden, weight = torch.randn(B, T, width, generator=rng), torch.randn(vocabulary, width, generator=rng)
+    labels = torch.randint(vocabulary, (B, T), generator=rng)
+    old, advantages = torch.randn(B, T, generator=rng) - 4, torch.randn(B, generator=rng)
+    return ((hidden.to(dtype), (weight / 4).to(dtype)), labels, old, advantages)
