@@ -213,13 +213,13 @@ class PolicyUpdater:
         for epoch in range(self.config.update.epochs):
             order = np.random.default_rng([self.config.seed, step, epoch]).permutation(names)
             for part in np.array_split(order, self.config.update.minibatches):
-                chosen = [(units == int(name)).nonzero().flatten() for name in part]
-                minibatches.append(torch.cat([*chosen, units.new_empty(0)]))
+                chosen = torch.from_numpy(part).to(device).unsqueeze(1) == units
+                minibatches.append(chosen.nonzero()[:, 1])
         return minibatches
 
     def _active(self, experience: Experience, rows: Tensor) -> Tensor:
         """Return the rows that can have a gradient; the others cost no forward pass but count."""
-        counted = experience.counted()[rows] > 0
+        counted = experience.counted[rows] > 0
         beyond = self.looks_around or self.config.kl.beta > 0 or self.config.update.entropy_coef != 0
         if self.objective.zero_advantage_is_inactive and not beyond:
             counted &= experience.advantages[rows] != 0
