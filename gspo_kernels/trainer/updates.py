@@ -122,8 +122,8 @@ class PolicyUpdater:
     def current_logprobs(self, experience: Experience, step: int) -> Tensor:
         """Return [N] log-probs under the weights of now, cut as the update of this step will cut them."""
         minibatches = self._minibatches(experience, step)[: self.config.update.minibatches]
-        cut = self._cut(experience, minibatches)
-        return self.score(self.policy, experience, [micro for micros in cut for micro in micros]).logprobs
+        micros = [micro for rows in minibatches for micro in self._cut(experience, rows)]
+        return self.score(self.policy, experience, micros).logprobs
 
     @torch.no_grad()
     def score(self, policy: Any, experience: Experience, micro_batches: Sequence[Tensor]) -> gk.TokenLogprobs:
@@ -213,31 +213,28 @@ class PolicyUpdater:
         for epoch in range(self.config.update.epochs):
             order = np.random.default_rng([self.config.seed, step, epoch]).permutation(names)
             for part in np.array_split(order, self.config.update.minibatches):
-                chosen = [(units == int(name)).nonzero().flatten() for name in part]
-                minibatches.append(torch.cat([*chosen, units.new_empty(0)]))
+                chosen = torch.from_numpy(part).to(device).unsqueeze(1) == units
+                minibatches.append(chosen.nonzero()[:, 1])
         return minibatches
 
     def _active(self, experience: Experience, rows: Tensor) -> Tensor:
         """Return the rows that can have a gradient; the others cost no forward pass but count."""
-        counted = experience.counted()[rows] > 0
+        counted = experience.counted[rows] > 0
         beyond = self.looks_around or self.config.kl.beta > 0 or self.config.update.entropy_coef != 0
         if self.objective.zero_advantage_is_inactive and not beyond:
             counted &= experience.advantages[rows] != 0
         return rows[counted]
 
-    def _cut(self, experience: Experience, minibatches: Sequence[Tensor]) -> list[list[Tensor]]:
-        """Return this process's micro-batches of each minibatch."""
-        return [self._micro_batches(experience, self._active(experience, rows)) for rows in minibatches]
-
-    def _micro_batches(self, experience: Experience, rows: Tensor) -> list[Tensor]:
+    def _cut(self, experience: Experience, rows: Tensor) -> list[Tensor]:
+        """Return this process's micro-batches of a minibatch."""
         processes = self.accelerator.num_processes, self.accelerator.process_index
-        budget = self.config.update.micro_batch_tokens
-        return micro_batches(experience, rows, self.layout, budget, *processes)
+        budget, active = self.config.update.micro_batch_tokens, self._active(experience, rows)
+        return micro_batches(experience, active, self.layout, budget, *processes)
 
     def _terms(self, experience: Experience, first_epoch: Sequence[Tensor]) -> dict[str, Any]:
         """Return the terms of the loss that stay the same for all minibatches; tensors are [B] or [N]."""
         config = self.config
-        cut = self._cut(experience, first_epoch)
+        cut = [self._cut(experience, rows) for rows in first_epoch]
         unscored = [micro for micros in cut[0 if self.scores_first else 1 :] for micro in micros]
         terms: dict[str, Any] = {
             "old_logprobs": self.score(self.policy, experience, unscored).logprobs,
@@ -271,7 +268,7 @@ class PolicyUpdater:
         self, experience: Experience, terms: dict[str, Any], rows: Tensor, *, on_policy: bool
     ) -> Metrics:
         active = self._active(experience, rows)
-        micro_batches = self._micro_batches(experience, active)
+        micro_batches = self._cut(experience, rows)
         objective, world = self._objective(), self.accelerator.num_processes
         if self.looks_around:
             current = self.score(self.policy, experience, micro_batches)

@@ -188,7 +188,7 @@ def test_truncated_completions_are_kept_or_masked(tmp_path, tokenizer, rows, rew
     finished = torch.tensor([int(ids[-1]) in trainer.engine.end_ids for ids in completions])
     assert finished.any() and not finished.all()
     lengths = torch.tensor([len(ids) for ids in completions])
-    assert torch.equal(experiences["keep"].counted(), lengths)
+    assert torch.equal(experiences["keep"].counted, lengths)
     assert torch.equal(experiences["mask"].loss_mask, finished.repeat_interleave(lengths))
     # they still count in their group's mean
     assert torch.equal(experiences["keep"].advantages, experiences["mask"].advantages)
@@ -202,7 +202,7 @@ def test_rewards_that_do_not_apply_leave_completions_out(tmp_path, tokenizer, ro
     trainer.step = 1
     experience, _ = trainer.rollout()
     left_out = torch.arange(12) % 4 == 0
-    assert torch.equal(experience.counted() == 0, left_out)
+    assert torch.equal(experience.counted == 0, left_out)
     assert (experience.advantages[left_out] == 0).all()
     assert experience.advantages.view(3, 4)[0].tolist() == pytest.approx([0, -1, 0, 1], abs=1e-3)
 

@@ -67,7 +67,7 @@ class VeriPO:
                 for number, each in enumerate(self.kept)
             ]
         experience = self.kept.pop(0)
-        present = experience.counted() > 0
+        present = experience.counted > 0
         count = self.updater.objective.count_pairs(
             experience.advantages.double(), experience.group_ids, present
         )
@@ -134,7 +134,7 @@ def in_pairs(dpo: Any, experience: Experience, scores: Tensor) -> Experience:
     The objective says what a pair is. Scores are [B], the higher the better; NaN: in no pair.
     """
     scores = scores.to(experience.advantages.device)
-    present = (experience.counted() > 0) & ~scores.isnan()
+    present = (experience.counted > 0) & ~scores.isnan()
     levels = -scores.nan_to_num(0.0)
     paired = dpo.paired(levels.double(), experience.group_ids, present)
     return replace(

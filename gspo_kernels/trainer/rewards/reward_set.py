@@ -11,6 +11,7 @@ that the reward does not apply to that completion. The function may be ``async``
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -93,11 +94,9 @@ class RewardSet:
                 raise RewardError(f"timeouts must be above 0 seconds, or None for no limit; got {limit}")
         self.functions: dict[str, ListFunction] = {}
         for function in functions:
-            name = base = name_of(function)
-            count = 1
-            while name in self.functions:
-                count += 1
-                name = f"{base}_{count}"
+            base = name_of(function)
+            names = (base if n == 1 else f"{base}_{n}" for n in itertools.count(1))
+            name = next(name for name in names if name not in self.functions)
             if (own_process or wants_own_process(function)) and not isinstance(function, ProcessReward):
                 function = ProcessReward(function)
             self.functions[name] = ListFunction(f"reward function {name}", function, NUMBERS)

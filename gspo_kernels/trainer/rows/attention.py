@@ -44,13 +44,19 @@ class Row(NamedTuple):
 
     def position_ids(self) -> Tensor:
         """[T], positions within a sequence."""
-        own = [torch.arange(self.prefix, self.prefix + length) for length in self.lengths]
-        return torch.cat([torch.arange(self.prefix), *own])
+        return ranges([0] + [self.prefix] * len(self.lengths), [self.prefix, *self.lengths])
 
     def branches(self) -> Tensor:
         """[T], 0 in the shared prefix, i + 1 in what sequence i has of its own."""
         sizes = torch.tensor([self.prefix, *self.lengths])
         return torch.arange(len(sizes)).repeat_interleave(sizes)
+
+
+def ranges(starts: Sequence[int], lengths: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
+    """Return start, start + 1, ... for each pair, one after the other, int64."""
+    sizes = torch.tensor(lengths, dtype=torch.int64)
+    firsts = torch.tensor(starts, dtype=torch.int64) - (sizes.cumsum(0) - sizes)
+    return (torch.arange(sum(lengths)) + firsts.repeat_interleave(sizes)).to(device)
 
 
 def positions_of(rows: Sequence[Row], device: torch.device) -> Tensor:

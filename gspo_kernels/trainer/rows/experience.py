@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gspo_kernels.trainer.rows.packing import offsets, ranges, token_budget_batches
+from gspo_kernels.trainer.rows.attention import ranges
+from gspo_kernels.trainer.rows.packing import offsets, token_budget_batches
 from gspo_kernels.trainer.rows.shared_prefix import shared_prefix_tokens
 
 
@@ -40,11 +42,21 @@ class Experience:
     turn_ids: Tensor | None = None
     ref_logprobs: Tensor | None = None
 
+    @cached_property
+    def lengths(self) -> list[int]:
+        """Tokens of each completion."""
+        return [len(completion) for completion in self.completions]
+
+    @cached_property
+    def counted(self) -> Tensor:
+        """[B] int64, how many tokens of each row the loss counts."""
+        owners = self.by_token(torch.arange(len(self.completions), device=self.loss_mask.device))
+        return torch.zeros_like(self.group_ids).index_add(0, owners, self.loss_mask.long())
+
     def places(self, rows: Tensor) -> Tensor:
         """Return where among the N tokens these rows' are, one row after the other, int64."""
-        lengths = [len(completion) for completion in self.completions]
-        starts, chosen = [0, *accumulate(lengths)], rows.tolist()
-        return ranges([starts[row] for row in chosen], [lengths[row] for row in chosen], rows.device)
+        starts, chosen = [0, *accumulate(self.lengths)], rows.tolist()
+        return ranges([starts[row] for row in chosen], [self.lengths[row] for row in chosen], rows.device)
 
     def tokens(self, rows: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """Return the prompts and the completions of these rows."""
@@ -53,7 +65,7 @@ class Experience:
 
     def offsets(self, rows: Tensor) -> Tensor:
         """Return ``cu_seqlens`` of these rows' tokens."""
-        return offsets([len(self.completions[row]) for row in rows.tolist()], self.loss_mask.device)
+        return offsets([self.lengths[row] for row in rows.tolist()], self.loss_mask.device)
 
     def pick(self, terms: Mapping[str, Any], rows: Tensor) -> dict[str, Any]:
         """Return the part of some terms of a loss, [B], [N] or the same for all, that belongs to rows."""
@@ -65,13 +77,7 @@ class Experience:
 
     def by_token(self, values: Tensor) -> Tensor:
         """Repeat one value per row, [B], for each of its tokens, [N]."""
-        lengths = torch.tensor([len(completion) for completion in self.completions])
-        return values.repeat_interleave(lengths.to(values.device))
-
-    def counted(self) -> Tensor:
-        """Return [B] int64, how many tokens of each row the loss counts."""
-        owners = self.by_token(torch.arange(len(self.completions), device=self.loss_mask.device))
-        return torch.zeros_like(self.group_ids).index_add(0, owners, self.loss_mask.long())
+        return values.repeat_interleave(torch.tensor(self.lengths, device=values.device))
 
 
 def micro_batches(
@@ -87,7 +93,7 @@ def micro_batches(
         for row in sorted(rows.tolist()):
             groups.setdefault(int(experience.group_ids[row]), []).append(row)
         units = list(groups.values())
-    sizes = [len(completion) for completion in experience.completions]
+    sizes = experience.lengths
     lengths = [shared_prefix_tokens(len(experience.prompts[u[0]]), [sizes[row] for row in u]) for u in units]
     if layout != "packed" and lengths:
         # Padded rows are as long as the longest of their micro-batch, which may hold the longest of all.

@@ -16,6 +16,7 @@ from gspo_kernels.trainer.rows.attention import (
     attention_masks,
     implementation_of,
     positions_of,
+    ranges,
     unwrapped,
 )
 
@@ -231,12 +232,6 @@ def check_sequences(prompts: Tokens, completions: Tokens) -> None:
         for i, tokens in enumerate(sequences):
             if tokens.dim() != 1 or len(tokens) == 0:
                 raise ValueError(f"{name}[{i}]: got shape {tuple(tokens.shape)}, expected [length > 0]")
-
-
-def ranges(starts: Sequence[int], lengths: Sequence[int], device: torch.device) -> Tensor:
-    """Return start, start + 1, ... for each pair, one after the other, int64."""
-    parts = [torch.arange(start, start + n) for start, n in zip(starts, lengths, strict=True)]
-    return torch.cat([torch.arange(0), *parts]).to(device)
 
 
 def offsets(lengths: Sequence[int], device: torch.device | str = "cpu") -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from gspo_kernels.trainer.input_errors import ModelError
-from gspo_kernels.trainer.rows.attention import Row, attention_masks, implementation_of, positions_of
+from gspo_kernels.trainer.rows.attention import Row, attention_masks, implementation_of, positions_of, ranges
 from gspo_kernels.trainer.rows.packing import (
     LossInputs,
     Tokens,
@@ -25,7 +25,6 @@ from gspo_kernels.trainer.rows.packing import (
     last_hidden_states,
     loss_inputs,
     probe,
-    ranges,
 )
 
 

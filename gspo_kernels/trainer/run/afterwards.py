@@ -18,7 +18,7 @@ from gspo_kernels.trainer.run.config_file import load_config
 from gspo_kernels.trainer.run.export import export_adapters, export_model
 from gspo_kernels.trainer.run.files import RunDirectory, write_directory, write_file
 from gspo_kernels.trainer.run.metrics import read_metrics
-from gspo_kernels.trainer.run.models import add_adapters, load_model, load_tokenizer
+from gspo_kernels.trainer.run.models import add_adapters, load_model, load_skeleton, load_tokenizer
 from gspo_kernels.trainer.run.plot import plot_progress
 
 
@@ -51,8 +51,12 @@ def export_checkpoint(
     if adapters and config.lora.rank == 0:
         raise RunDirectoryError(f"the run in {path} trains all weights: there are no adapters alone")
     load_state(chosen)
-    model, tokenizer = load_model(config.model), load_tokenizer(config.model)
+    tokenizer = load_tokenizer(config.model)
+    model = load_skeleton(config.model) if adapters else load_model(config.model)
     adapted = add_adapters(model, config.lora) if config.lora.rank > 0 else None
+    for module in model.modules():
+        if any(p.requires_grad and p.is_meta for p in module.parameters(recurse=False)):
+            module.to_empty(device="cpu", recurse=False)  # adapters, which the checkpoint fills
     trained = {f"model.{name}": p.detach() for name, p in model.named_parameters() if p.requires_grad}
     check_weights(saved_tensors(chosen), trained)
     read_tensors(chosen, {WEIGHTS + name: weight for name, weight in trained.items()})

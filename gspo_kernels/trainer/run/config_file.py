@@ -107,15 +107,9 @@ def load_config(path: str | Path | None, overrides: Mapping[str, Any] | None = N
 
 def to_mapping(config: TrainConfig) -> dict[str, Any]:
     """Return the nested mapping that `from_mapping` reads back as an equal config."""
-    values = {}
-    for top in dataclasses.fields(config):
-        value = getattr(config, top.name)
-        if isinstance(value, ObjectiveConfig):
-            value = {"name": value.name, **value.options}
-        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-            value = dataclasses.asdict(value)
-        values[top.name] = list(value) if isinstance(value, tuple) else value
-    return values
+    values = dataclasses.asdict(config)
+    values["objective"] = {"name": config.objective.name, **config.objective.options}
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
 
 
 def save_config(config: TrainConfig, path: Path) -> None:

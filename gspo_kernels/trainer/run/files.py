@@ -195,8 +195,6 @@ def write_text(path: Path, text: str) -> None:
 
 
 def _flush(path: Path) -> None:
-    if os.name == "nt" and path.is_dir():
-        return
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

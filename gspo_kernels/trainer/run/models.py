@@ -96,6 +96,15 @@ def load_model(
     return model
 
 
+def load_skeleton(path: str) -> Any:
+    """Return a model as `load_model` does, with weights that have shapes and no content."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = _loaded(AutoConfig, path, "the configuration of")
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
 @torch.no_grad()
 def sums_of_weights(model: Any) -> dict[str, float]:
     """Return the sum of the sizes of every parameter's numbers; all processes must call it."""

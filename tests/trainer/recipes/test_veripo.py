@@ -107,14 +107,14 @@ def test_pairs_by_hand():
     tokens = [torch.tensor([1, 2])] * 8
     experience = Experience(tokens, tokens, torch.randn(8), mask, torch.arange(8) // 4, torch.randn(16))
     found = in_pairs(DPO(min_gap=0.5), experience, scores)
-    assert found.counted().bool().tolist() == [True, True, False, True, False, False, False, False]
+    assert found.counted.bool().tolist() == [True, True, False, True, False, False, False, False]
     assert found.loss_mask[:2].all()
     assert found.rollout_logprobs is None and found.ref_logprobs is None
-    present = found.counted() > 0
+    present = found.counted > 0
     # the first and the fourth beat the second, but are too near to each other
     assert DPO(min_gap=0.5).count_pairs(found.advantages.double(), found.group_ids, present) == 2
     wide = in_pairs(DPO(min_gap=0.95), experience, scores)
-    assert wide.counted().nonzero().flatten().tolist() == [0, 1]
+    assert wide.counted.nonzero().flatten().tolist() == [0, 1]
 
 
 def test_what_a_run_does(tmp_path, tokenizer, rows):
