@@ -157,3 +157,44 @@ def plot_fidelity(record: dict[str, Any], path: Path, low: float, high: float) -
         _clean(ax, "both")
         ax.legend(frameon=False, fontsize=8.5, loc="center")
     figure.savefig(path)
+
+
+def plot_rounding(record: dict[str, Any], path: Path, low: float) -> None:
+    """RMS of log s and flipped clip decisions against length; a style of line for each source.
+
+    Args:
+        record: of the suite ``rounding``.
+        path: of the image.
+        low: the clip range below 1.
+    """
+    names = {
+        "bf16 logits and bf16 log-softmax": ("bf16 log-softmax", "#c0392b"),
+        "ours, 16-bit logits": ("bf16 logits", "#8a9099"),
+        "fp16 logits": ("fp16 logits", "#d95f0e"),
+        "ours, float32 logits": ("fp32 logits", OURS),
+    }
+    figure = _figure(12, 4.6)
+    axes = figure.subplots(1, 2)
+    for (source, paths), style in zip(record["sources"].items(), ("-", "--"), strict=True):
+        for name, (label, color) in names.items():
+            lengths = [int(length) for length in paths[name]]
+            rms = [cell["rms"] for cell in paths[name].values()]
+            flipped = [100 * cell["flipped"] for cell in paths[name].values()]
+            look = {"linestyle": style, "marker": "o", "markersize": 4, "color": color}
+            axes[0].plot(lengths, rms, label=f"{label}, {source.split(',')[0]}", **look)
+            axes[1].plot(lengths, flipped, **look)
+    axes[0].axhline(low, color=INK, linewidth=0.8, linestyle=":")
+    axes[0].annotate(
+        f"clip range below 1: {low:.0e}", (64, low), (0, -3), textcoords="offset points", va="top",
+        fontsize=8.5, color=INK,
+    )  # fmt: skip
+    axes[0].set_yscale("log")
+    axes[0].set_title("RMS of log s with identical weights, in nats", loc="left", fontsize=10.5, color=INK)
+    axes[1].set_title("clip decisions that differ from fp64's, %", loc="left", fontsize=10.5, color=INK)
+    for ax in axes:
+        ax.set_xscale("log", base=4)
+        ax.set_xticks(lengths, [f"{length:,}" for length in lengths])
+        ax.set_xlabel("tokens in a sequence", fontsize=9, color=INK)
+        _clean(ax, "both")
+    axes[0].legend(frameon=False, fontsize=8, ncols=2, loc="center left", bbox_to_anchor=(0, 0.42))
+    figure.savefig(path)

@@ -107,7 +107,7 @@ class Options:
 
 ORDER = (
     *("logits", "hidden", "logprobs", "scoring", "large", "realistic", "step", "training", "memory"),
-    *("scaling", "fidelity", "traffic", "static", "schedules", "rows", "trl_memory"),
+    *("scaling", "fidelity", "rounding", "traffic", "static", "schedules", "rows", "trl_memory"),
     *("bandwidth", "launches", "tuning"),
 )
 """In which suites run and are reported; others come last."""

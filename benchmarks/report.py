@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks import front_page, problem
 from benchmarks.compare import load
-from benchmarks.plots import main_cases, plot_bars, plot_fidelity, plot_scaling
+from benchmarks.plots import main_cases, plot_bars, plot_fidelity, plot_rounding, plot_scaling
 from benchmarks.registry import ordered
 from benchmarks.tables import heading, markdown, number, result_rows
 
@@ -82,6 +82,9 @@ INTRODUCTIONS = {
     "step": "A Qwen3 with random weights, AdamW; only the loss differs.",
     "fidelity": "bf16 hidden states and weight, everyone who has log-probs from them. Wrong: clip decisions "
     "that differ from fp64's, of sequences 1e-6 to 1e-3 from a bound.",
+    "rounding": "Weights are the same on both sides, so log s should be 0. Each cell: the RMS of log s, in "
+    "nats; the share of sequences that this puts outside of GSPO's clip range; the share of clip decisions "
+    "that differ from fp64's where log s lies anywhere within 1e-3 of 0.",
     "static": "Compiled for GPUs that were not there, and counted in the loops over a row, not measured. "
     "Each cell: instructions per logit; registers, warps that a multiprocessor has room for at a time, KiB "
     "that these load in one iteration. Rows anywhere: they begin at no multiple of 16 bytes. Their "
@@ -92,7 +95,11 @@ INTRODUCTIONS = {
 }
 
 
-PLOTS = {"scaling": "Growth", "fidelity": "Errors of log s, and flipped clip decisions"}
+PLOTS = {
+    "scaling": "Growth",
+    "fidelity": "Errors of log s, and flipped clip decisions",
+    "rounding": "Errors of log s, and flipped clip decisions, against length",
+}
 
 
 def device_title(record: dict[str, Any]) -> str:
@@ -209,6 +216,21 @@ def scaling_text(record: dict[str, Any]) -> str:
     )
 
 
+def rounding_text(record: dict[str, Any]) -> str:
+    """By source of the hidden states a table: who computes log-probs, against length."""
+    parts = []
+    for source, paths in record["sources"].items():
+        lengths = list(next(iter(paths.values())))
+        counts = [next(iter(paths.values()))[length]["sequences"] for length in lengths]
+        head = [source, *(f"{int(length):,} tokens, x{n}" for length, n in zip(lengths, counts, strict=True))]
+        rows: list[Sequence[str]] = [head]
+        for name, cells in paths.items():
+            shown = (f"{c['rms']:.1e}, {c['outside']:.1%}, {c['flipped']:.1%}" for c in cells.values())
+            rows.append([name, *shown])
+        parts.append(markdown(rows))
+    return "\n\n".join(parts) + _missing_line(record["missing"])
+
+
 def table_text(record: dict[str, Any]) -> str:
     """The table of a suite that has no cases."""
     return markdown(record["table"])
@@ -216,6 +238,7 @@ def table_text(record: dict[str, Any]) -> str:
 
 TEXTS: dict[str, Callable[[dict[str, Any]], str]] = {
     "fidelity": fidelity_text,
+    "rounding": rounding_text,
     "traffic": traffic_text,
     "schedules": schedules_text,
     "scaling": scaling_text,
@@ -316,6 +339,9 @@ def plots(folder: Path, beside: Path) -> list[Path]:
     if "fidelity" in records:
         drawn.append(beside / f"benchmarks_{folder.name}_fidelity.png")
         plot_fidelity(records["fidelity"], drawn[-1], problem.CLIP_LOW, problem.CLIP_HIGH)
+    if "rounding" in records:
+        drawn.append(beside / f"benchmarks_{folder.name}_rounding.png")
+        plot_rounding(records["rounding"], drawn[-1], problem.CLIP_LOW)
     return drawn
 
 

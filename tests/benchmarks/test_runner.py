@@ -106,6 +106,7 @@ def test_names_are_registered_once():
         "hidden",
         "scoring",
         "fidelity",
+        "rounding",
         "memory",
         "traffic",
         "realistic",

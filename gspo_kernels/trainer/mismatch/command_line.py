@@ -17,7 +17,13 @@ from gspo_kernels.trainer.engines.vllm import VLLMEngine
 from gspo_kernels.trainer.input_errors import ConfigError
 from gspo_kernels.trainer.mismatch.measure import Comparison
 from gspo_kernels.trainer.mismatch.report import Report, make_report
-from gspo_kernels.trainer.mismatch.samples import Samples, draw_samples, other_logprobs, read_samples
+from gspo_kernels.trainer.mismatch.samples import (
+    Samples,
+    check_vocabulary,
+    draw_samples,
+    other_logprobs,
+    read_samples,
+)
 from gspo_kernels.trainer.mismatch.scoring import DTYPES, Load, Setting, score
 from gspo_kernels.trainer.mismatch.switches import Models, attribute, switches
 from gspo_kernels.trainer.rollout import RolloutEngine, Sampling, TransformersEngine
@@ -131,6 +137,8 @@ def _with_model(chosen: argparse.Namespace) -> Report:
         temperature=chosen.temperature,
     )
     samples = _samples(chosen, tokenizer, load, sampling)
+    embedded = load(DTYPES[chosen.dtype], chosen.attention).get_input_embeddings().num_embeddings
+    check_vocabulary(samples, embedded, str(chosen.rollouts or chosen.prompts))
     _tell("scoring as training does")
     scored = score(load, samples, baseline, chosen.tokens)
     assert scored.entropy is not None

@@ -77,9 +77,15 @@ def read_samples(path: Path, tokenizer: Any, most: int) -> Samples:
     logprobs = [value for row in taken for value in row["logprobs"]]
     prompts = None
     if tokenizer is not None:
+        for number, row in enumerate(taken, start=1):
+            if not isinstance(row["prompt"], str):
+                raise DataError(f"{path}, row {number}: the prompt is no text, as a run would have kept it")
         # They were written with the special tokens that the tokenizer had added.
         ids = tokenizer([row["prompt"] for row in taken], add_special_tokens=False)["input_ids"]
         prompts = [torch.tensor(each) for each in ids]
+        for number, each in enumerate(ids, start=1):
+            if not each:
+                raise DataError(f"{path}, row {number}: the tokenizer makes no token of the prompt")
     completions = [torch.tensor(row["token_ids"], dtype=torch.int64) for row in taken]
     return Samples(prompts, completions, torch.tensor(logprobs, dtype=torch.float64))
 
@@ -95,6 +101,16 @@ def _check(row: Mapping[str, Any], where: str) -> None:
         raise DataError(f"{where}: {got} logprobs for {expected} token_ids")
     if not all(isinstance(value, int | float) and value <= 1e-3 for value in row["logprobs"]):
         raise DataError(f"{where}: logprobs must be numbers of at most 0, as they are in nats")
+
+
+def check_vocabulary(samples: Samples, embedded: int, where: str) -> None:
+    """Raise a `DataError` where tokens are none of the ``embedded`` that the model knows."""
+    for number, tokens in enumerate(zip(samples.prompts or (), samples.completions, strict=True), start=1):
+        for ids in tokens:
+            if not 0 <= int(ids.min()) <= int(ids.max()) < embedded:
+                found = int(ids.max()) if int(ids.min()) >= 0 else int(ids.min())
+                known = f"the model embeds only {embedded}; the tokens are of another one"
+                raise DataError(f"{where}, row {number}: has token {found}, but {known}")
 
 
 def other_logprobs(path: Path, samples: Samples) -> Tensor:

@@ -279,3 +279,22 @@ def test_files_of_another_kind_are_refused(row, words, tmp_path, capsys):
     command = ["mismatch", "--rollouts", str(path), "--against", str(path), "--output", str(tmp_path / "out")]
     assert cli.main(command) == 1
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"token_ids": [10**6]}, "has token 1000000, but the model embeds only"),
+        ({"token_ids": [-1]}, "has token -1, but"),
+        ({"prompt": [{"role": "user", "content": "b"}]}, "the prompt is no text"),
+    ],
+    ids=str,
+)
+def test_files_of_another_model_are_refused(row, words, tmp_path, directory, capsys):
+    path = tmp_path / "file.jsonl"
+    good = {"prompt": "a", "token_ids": [1], "logprobs": [-1.0]}
+    path.write_text(json.dumps(good) + "\n" + json.dumps(good | row) + "\n")
+    command = ["mismatch", str(directory), "--rollouts", str(path), "--output", str(tmp_path / "out")]
+    assert cli.main(command) == 1
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert "row 2" in message and words in message
