@@ -1,0 +1,31 @@
+"""The estimate of a step by counting, and the page that quotes it."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.estimate import BANDWIDTH, OPERATIONS, Step
+
+PAGE = Path(__file__).parents[2] / "docs" / "hidden_states.md"
+
+
+def test_the_page_quotes_what_is_counted():
+    sentence = r"([\d.]+) of the three products; added to its sum afterwards, ([\d.]+)\."
+    (quoted,) = re.findall(sentence, " ".join(PAGE.read_text("utf-8").split()))
+    assert quoted == tuple(f"{Step().over_products(inside):.2f}" for inside in (True, False))
+
+
+def test_one_chunk_by_hand():
+    """4,096 rows of width 2,048 and V = 8,192: products are bound by operations."""
+    step = Step(tokens=4096, width=2048, vocabulary=8192, chunk_rows=4096)
+    logits, weight = 4096 * 8192, 8192 * 2048
+    bare = 6 * logits * 2048 / OPERATIONS
+    assert step.over_products(True) == pytest.approx(1 + 10 * logits / BANDWIDTH / bare)
+    assert step.over_products(False) == pytest.approx(1 + (10 * logits + 8 * weight) / BANDWIDTH / bare)
+
+
+def test_a_narrow_product_takes_as_long_as_its_bytes():
+    narrow = replace(Step(), width=64)
+    assert narrow.product(1e9) == pytest.approx(1e9 / BANDWIDTH)
