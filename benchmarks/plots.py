@@ -181,12 +181,12 @@ def plot_rounding(record: dict[str, Any], path: Path, low: float) -> None:
             rms = [cell["rms"] for cell in paths[name].values()]
             flipped = [100 * cell["flipped"] for cell in paths[name].values()]
             look = {"linestyle": style, "marker": "o", "markersize": 4, "color": color}
-            axes[0].plot(lengths, rms, label=f"{label}, {source.split(',')[0]}", **look)
-            axes[1].plot(lengths, flipped, **look)
+            axes[0].plot(lengths, rms, **look)
+            axes[1].plot(lengths, flipped, label=f"{label}, {source.split(',')[0]}", **look)
     axes[0].axhline(low, color=INK, linewidth=0.8, linestyle=":")
     axes[0].annotate(
-        f"clip range below 1: {low:.0e}", (64, low), (0, -3), textcoords="offset points", va="top",
-        fontsize=8.5, color=INK,
+        f"clip range below 1: {low:.0e}", (lengths[-1], low), (0, 2), textcoords="offset points",
+        ha="right", va="bottom", fontsize=8.5, color=INK,
     )  # fmt: skip
     axes[0].set_yscale("log")
     axes[0].set_title("RMS of log s with identical weights, in nats", loc="left", fontsize=10.5, color=INK)
@@ -195,6 +195,7 @@ def plot_rounding(record: dict[str, Any], path: Path, low: float) -> None:
         ax.set_xscale("log", base=4)
         ax.set_xticks(lengths, [f"{length:,}" for length in lengths])
         ax.set_xlabel("tokens in a sequence", fontsize=9, color=INK)
+        ax.minorticks_off()
         _clean(ax, "both")
-    axes[0].legend(frameon=False, fontsize=8, ncols=2, loc="center left", bbox_to_anchor=(0, 0.42))
+    axes[1].legend(frameon=False, fontsize=9, loc="upper right", labelcolor=INK)
     figure.savefig(path)

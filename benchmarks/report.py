@@ -82,9 +82,10 @@ INTRODUCTIONS = {
     "step": "A Qwen3 with random weights, AdamW; only the loss differs.",
     "fidelity": "bf16 hidden states and weight, everyone who has log-probs from them. Wrong: clip decisions "
     "that differ from fp64's, of sequences 1e-6 to 1e-3 from a bound.",
-    "rounding": "Weights are the same on both sides, so log s should be 0. Each cell: the RMS of log s, in "
-    "nats; the share of sequences that this puts outside of GSPO's clip range; the share of clip decisions "
-    "that differ from fp64's where log s lies anywhere within 1e-3 of 0.",
+    "rounding": "Weights are the same on both sides, so log s should be 0. Each cell, over as many sequences "
+    "as the head of its column says: the RMS of log s, in nats; the share of sequences that this puts "
+    "outside of GSPO's clip range; the share of clip decisions that differ from fp64's where log s lies "
+    "anywhere within 1e-3 of 0.",
     "static": "Compiled for GPUs that were not there, and counted in the loops over a row, not measured. "
     "Each cell: instructions per logit; registers, warps that a multiprocessor has room for at a time, KiB "
     "that these load in one iteration. Rows anywhere: they begin at no multiple of 16 bytes. Their "
