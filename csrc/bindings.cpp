@@ -26,8 +26,8 @@ void boxed_backward(Tensor logits, Tensor labels, OptionalTensor row_temperature
                     OptionalTensor entropy, Tensor grad_logprobs, OptionalTensor grad_entropy,
                     OptionalTensor grad_scale, Tensor out) {
     const LogitOptions options{row_temperature, logit_scale, softcap, temperature, ignore_index};
-    logprobs_backward(logits, labels, options, logprobs, lse, entropy, grad_logprobs, grad_entropy, grad_scale,
-                      out);
+    logprobs_backward(logits, labels, options, logprobs, lse, entropy, grad_logprobs, grad_entropy,
+                      grad_scale, out);
 }
 
 void boxed_and_grad(Tensor logits, Tensor labels, OptionalTensor row_temperature, double logit_scale,

@@ -43,8 +43,9 @@ def implemented_by(implementation: Callable[..., R]) -> Callable[[Callable[P, R]
         @functools.wraps(declared)
         def call(*args: P.args, **named: P.kwargs) -> R:
             given = {**defaults, **dict(zip(ordered, args, strict=False)), **named}
-            twice = not named.keys().isdisjoint(ordered[: len(args)])
-            if twice or given.keys() != parameters.keys() or len(args) > len(ordered):
+            twice = [name for name in ordered[: len(args)] if name in named]
+            missing = [name for name in names if name not in given]
+            if twice or missing or len(given) != len(names) or len(args) > len(ordered):
                 declared(*args, **named)  # says what is wrong as Python does
             passed: dict[str, Any] = {name: given[name] for name in alone}
             for name, table, fields in tables:

@@ -126,21 +126,15 @@ class SequenceRatioFunction(torch.autograd.Function):
         form: ClippedSequenceRatio,
     ) -> tuple[Tensor, Tensor, Tensor]:
         stats = sequence_ratio(logits, labels, options, operands, form)
-        packed = () if operands.cu_seqlens is None else (operands.cu_seqlens,)
-        kept = (stats.logprobs, stats.lse, stats.coefficients, stats.divisor, *packed)
-        save_rows(ctx, options, logits, labels, *kept)
+        layout = layout_of(labels, operands.cu_seqlens)
+        each = layout.expand(stats.coefficients / stats.divisor)
+        save_rows(ctx, options, logits, labels, stats.logprobs, stats.lse, each)
         ctx.inplace = inplace
         ctx.mark_non_differentiable(stats.logprobs, stats.metrics)
         return stats.loss, stats.logprobs, stats.metrics
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
-        saved, options = saved_rows(ctx)
-        logits, labels, logprobs, lse, coefficients, divisor, *packed = saved
-        layout = layout_of(labels, packed[0] if packed else None)
-        grads = RowGradients(layout.expand(coefficients), None, grad / divisor)
-        stats = RowStats(logprobs, lse, None)
-        return (
-            gradient_of_logits(logits, labels, stats, grads, options, ctx.inplace),
-            *(None,) * 5,
-        )
+        (logits, labels, logprobs, lse, each), options = saved_rows(ctx)
+        stats, grads = RowStats(logprobs, lse, None), RowGradients(each, None, grad)
+        return (gradient_of_logits(logits, labels, stats, grads, options, ctx.inplace), *(None,) * 5)
