@@ -1,1 +1,1 @@
-"""Sampling by vLLM: the requests, the service that answers them, and the way of the weights to it."""
+"""Sampling: the loop over tokens inside transformers, and a vLLM server that gets the policy's weights."""
