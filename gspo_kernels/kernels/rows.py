@@ -22,9 +22,8 @@ import triton.language as tl
 HUGE: tl.constexpr = tl.constexpr(1e30)
 """Stands in for infinity where a product with an exponential that is 0 must be 0; exp(-HUGE) is 0."""
 
-IGNORED: tl.constexpr = tl.constexpr(-2)
-"""The column of a label that its row is not to be read for; that of one which is no column is -1."""
-
+# What stands for the label's column where the row isn't counted; -1 where the label is no column.
+_IGNORED: tl.constexpr = tl.constexpr(-2)
 _LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
@@ -323,8 +322,8 @@ def open_row(
     Nothing is read of a row that isn't ``counted``.
     """
     labelled = counted & (label >= 0) & (label < width)
-    # One number for both: what it says would otherwise take a register each, as long as the row is folded.
-    label = tl.where(labelled, label, tl.where(counted, -1, IGNORED)).to(tl.int32)
+    # One number for both, which would otherwise take a predicate each as long as the row is folded.
+    label = tl.where(labelled, label, tl.where(counted, -1, _IGNORED)).to(tl.int32)
     width = tl.where(counted, width, 0)
     VECTOR: tl.constexpr = 128 // row.dtype.element_ty.primitive_bitwidth
     THREADS: tl.constexpr = WARPS * (64 if PLATFORM == "hip" else 32)
@@ -401,13 +400,13 @@ def fold_row(
         peak = tl.maximum(_times(peak, steepness), lowest(STATS))
         spread = _times(spread, steepness)
         z_label = _times(y_label, steepness)
-    found = combine_lanes(peak, total, spread, z_label, label >= 0, STATS, ENTROPY)
-    counted = label != IGNORED
+    logp, base, rest, entropy = combine_lanes(peak, total, spread, z_label, label >= 0, STATS, ENTROPY)
+    no = label == _IGNORED
     return (
-        tl.where(counted, found[0], 0.0),
-        tl.where(counted, found[1], 0.0),
-        tl.where(counted, found[2], 0.0),
-        tl.where(counted, found[3], 0.0),
+        tl.where(no, 0.0, logp),
+        tl.where(no, 0.0, base),
+        tl.where(no, 0.0, rest),
+        tl.where(no, 0.0, entropy),
     )
 
 

@@ -66,7 +66,7 @@ def call_all(
                 logits, labels, stats, floats, entropy, None, transform, ignore_index=-100, out=out
             )
         kernels.logprobs_and_grad(logits, labels, floats, transform, ignore_index=-100, out=out)
-    for cu_seqlens in (None, torch.zeros(B + 1, dtype=torch.int32)):
+    for cu_seqlens in (None, T * torch.arange(B + 1, dtype=torch.int32)):
         kernels.sequence_ratio_forward(
             logits if cu_seqlens is None else logits.view(1, B * T, V),
             labels if cu_seqlens is None else labels.view(1, B * T),
