@@ -16,7 +16,7 @@ from gspo_kernels.linear.gradients import HeadSums
 from gspo_kernels.linear.head import HIDDEN_SLAB, LOGITS_SLAB, Head
 from gspo_kernels.linear.scaling import times, times_
 from gspo_kernels.linear.schedule import SCHEDULES, Part, Refusals, plan_parts
-from gspo_kernels.linear.scores import move_up
+from gspo_kernels.linear.scores import Kept
 from gspo_kernels.objectives.base import Objective, ObjectiveLoss
 from gspo_kernels.objectives.finite import exp, mul
 from gspo_kernels.ops import memory
@@ -348,14 +348,18 @@ def test_rows_in_products_of_known(products, layout):
 
 
 def test_clipped_rows_never_reach_memory_again():
-    """``move_up`` keeps rows in order, in the memory where they were."""
+    """What is kept stays in the memory where it was, and no more of it moves than there are gaps."""
     for size, share in itertools.product((1, 5, 40), (0.0, 0.3, 0.9, 1.0)):
         keep = (torch.rand(size, generator=generator(size)) < share).nonzero().squeeze(1)
         values = torch.arange(size * 3.0).reshape(size, 3)
-        expected, address = values[keep], values.data_ptr()
-        moved = move_up(values, keep)
-        assert torch.equal(moved, expected)
+        before, address = values.clone(), values.data_ptr()
+        kept = Kept.of(keep, size)
+        moved = kept.to_front(values)
+        assert torch.equal(kept.rows.sort().values, keep) and torch.equal(moved, before[kept.rows])
         assert not keep.numel() or moved.data_ptr() == address
+        assert kept.gaps.numel() == (keep >= keep.numel()).sum()
+        stayed = torch.ones(keep.numel(), dtype=torch.bool).index_fill_(0, kept.gaps, False)
+        assert torch.equal(kept.rows[stayed], stayed.nonzero().squeeze(1))
 
 
 # --- precision

@@ -97,12 +97,14 @@ def cost(strategy: str, rows: int, shapes: Shapes, active: float = ACTIVE_FRACTI
     active_chunks = -(-int(rows * active) // shapes.chunk_rows) if active else 0
     products, moved = 1.0, 2.0 * logits
     making = scores if shapes.one_pass else logits + scores  # rows from logits
+    filling = 2 * active * (1 - active)  # rows behind those that are kept fill the gaps in front
     if strategy == "known":
         products += gradients
         moved += making + chunks * adding
     elif strategy == "aligned":
         products += active * gradients
         moved += (1.0 if shapes.one_pass else active) * making + adding
+        moved += filling * (scores if shapes.one_pass else logits)
     elif strategy == "deferred":
         products += gradients
         moved += making + (chunks + 1.5) * adding
@@ -111,7 +113,7 @@ def cost(strategy: str, rows: int, shapes: Shapes, active: float = ACTIVE_FRACTI
         moved += making
     elif strategy == "cached":
         products += active * gradients
-        moved += making + 2 * active * scores + active_chunks * adding
+        moved += making + filling * scores + active_chunks * adding
     elif strategy == "two_pass":
         products += active * (1 + gradients)
         moved += active * (2 * logits + making) + active_chunks * adding

@@ -11,7 +11,7 @@ from gspo_kernels.linear.chunks import Call, Chunk
 from gspo_kernels.linear.head import Head
 from gspo_kernels.linear.products import multiply, transposed_product
 from gspo_kernels.linear.scaling import bounded_for_sums, largest, power_of_two, times, times_
-from gspo_kernels.linear.scores import Projected, Scores
+from gspo_kernels.linear.scores import Kept, Projected, Scores
 from gspo_kernels.ops.backends import RowBackend, load
 from gspo_kernels.types import stats_dtype
 
@@ -202,7 +202,9 @@ class Gradients:
         if isinstance(keep, Tensor):
             if keep.numel() == 0:
                 return
-            projected, chunk, grad = projected.select(keep), chunk.select(keep), grad[keep]
+            kept = Kept.of(keep, len(chunk))
+            keep = kept.rows
+            projected, chunk, grad = projected.select(kept), chunk.select(keep), grad[keep]
             active = active[keep]
             grad_entropy = None if grad_entropy is None else grad_entropy[keep]
         if grad_entropy is None:

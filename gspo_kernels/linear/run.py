@@ -20,7 +20,7 @@ from gspo_kernels.linear.exactness import coefficients_depend_on, refusals
 from gspo_kernels.linear.gradients import Gradients, HeadSums, Needs, Rows, recompute
 from gspo_kernels.linear.schedule import Part, plan_parts
 from gspo_kernels.linear.scopes import Scopes, chunk_terms, known_coefficients, token_terms
-from gspo_kernels.linear.scores import Scores, move_up
+from gspo_kernels.linear.scores import Kept, Scores
 from gspo_kernels.objectives.base import from_spec
 from gspo_kernels.sequence_ratio import sequence_form
 from gspo_kernels.step import take_step
@@ -189,7 +189,9 @@ class Run:
         active = grad != 0
         keep = call.index(active) if self.skip else None
         if isinstance(keep, Tensor):
-            cache, where = move_up(cache, keep), _index(where, keep.device)[keep]
+            kept = Kept.of(keep, part.rows)
+            cache, keep = kept.to_front(cache), kept.rows
+            where = _index(where, keep.device)[keep]
             grad, active, factors = grad[keep], active[keep], factors[keep]
         done = 0
         for chunk in call.chunks(where):

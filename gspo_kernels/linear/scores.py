@@ -13,16 +13,35 @@ from gspo_kernels.ops.memory import Workspace
 from gspo_kernels.types import RowStats
 
 
-def move_up(values: Tensor, keep: Tensor) -> Tensor:
-    """Rows ``keep`` (ascending) of [n, V], moved to the front of the same memory a few at a time."""
-    if keep.numel() == 0 or int(keep[-1]) + 1 == keep.numel():
-        return values[: keep.numel()]
-    step = max(1, values.shape[0] // 32, 2**20 // (values.shape[1] * values.element_size()))
-    for start in range(0, keep.numel(), step):
-        rows = keep[start : start + step]
-        # what is overwritten here lies before every row that is still to be read
-        values[start : start + rows.numel()] = values[rows]
-    return values[: keep.numel()]
+class Kept(NamedTuple):
+    """The rows that are kept, in an order that moves few: those in front stay, those behind fill gaps.
+
+    Whatever is read lies behind all that is written, so that moves may come in any order.
+
+    Attributes:
+        rows: [k], the index of each.
+        gaps: positions among them to which another row moves.
+    """
+
+    rows: Tensor
+    gaps: Tensor
+
+    @classmethod
+    def of(cls, keep: Tensor, count: int) -> Kept:
+        """Of ``count`` rows those at ``keep`` [k], ascending; looks once at the device."""
+        rows = torch.arange(keep.numel(), device=keep.device)
+        left_out = torch.ones(count, dtype=torch.bool, device=keep.device).index_fill_(0, keep, False)
+        gaps = left_out[: keep.numel()].nonzero().squeeze(1)
+        rows[gaps] = keep[keep.numel() - gaps.numel() :]
+        return cls(rows, gaps)
+
+    def to_front(self, values: Tensor) -> Tensor:
+        """The rows of [n, V], in the same memory, moved a few at a time."""
+        step = max(1, values.shape[0] // 32, 2**20 // (values.shape[1] * values.element_size()))
+        for start in range(0, self.gaps.numel(), step):
+            gaps = self.gaps[start : start + step]
+            values[gaps] = values[self.rows[gaps]]
+        return values[: self.rows.numel()]
 
 
 class Projected(NamedTuple):
@@ -38,10 +57,11 @@ class Projected(NamedTuple):
     stats: RowStats
     factors: Tensor | None = None
 
-    def select(self, keep: Tensor) -> Projected:
-        """Some of the rows, by ascending index, in the same memory."""
-        factors = None if self.factors is None else self.factors[keep]
-        return Projected(move_up(self.values, keep), self.stats.each(lambda stat: stat[keep]), factors)
+    def select(self, kept: Kept) -> Projected:
+        """Some of the rows, in the same memory."""
+        factors = None if self.factors is None else self.factors[kept.rows]
+        stats = self.stats.each(lambda stat: stat[kept.rows])
+        return Projected(kept.to_front(self.values), stats, factors)
 
 
 class Scores:
