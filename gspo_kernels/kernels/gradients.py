@@ -329,8 +329,8 @@ def logprobs_and_grad_kernel(
     opened = open_row(
         row,
         label,
-        counted,
-        V,
+        labelled,
+        tl.where(counted, V, 0),
         logits_stride_v,
         ACCESS,
         BLOCK,
@@ -351,8 +351,8 @@ def logprobs_and_grad_kernel(
         "evict_last",
         PLATFORM,
     )
-    tl.store(logprobs_ptr + n, logp)
-    tl.store(lse_ptr + n, joined(base, rest, lse_ptr.dtype.element_ty))
+    tl.store(logprobs_ptr + n, tl.where(counted, logp, 0.0))
+    tl.store(lse_ptr + n, tl.where(counted, joined(base, rest, lse_ptr.dtype.element_ty), 0.0))
     # Where out is the logits, no thread may overwrite what another still folds.
     tl.debug_barrier()
     _write_gradient(

@@ -60,14 +60,15 @@ def logprobs_forward_kernel(
     b = n // T
     t = n - b * T
     label = tl.load(element(labels_ptr, b, t, labels_stride_b, labels_stride_t)).to(tl.int64)
+    counted = label != ignore_index
     slopes = row_slopes(
         (slope, inner, outer), row_temperature_ptr, b, t, temperature_stride_b, temperature_stride_t, STATS
     )
     opened = open_row(
         row_pointer(logits_ptr, b, t, logits_stride_b, logits_stride_t, ACCESS),
         label,
-        label != ignore_index,
-        V,
+        counted & (label >= 0) & (label < V),
+        tl.where(counted, V, 0),
         logits_stride_v,
         ACCESS,
         BLOCK,
@@ -88,10 +89,10 @@ def logprobs_forward_kernel(
         "evict_first",
         PLATFORM,
     )
-    tl.store(logprobs_ptr + n, logp)
-    tl.store(lse_ptr + n, joined(base, rest, lse_ptr.dtype.element_ty))
+    tl.store(logprobs_ptr + n, tl.where(counted, logp, 0.0))
+    tl.store(lse_ptr + n, tl.where(counted, joined(base, rest, lse_ptr.dtype.element_ty), 0.0))
     if entropy_ptr is not None:
-        tl.store(entropy_ptr + n, entropy)
+        tl.store(entropy_ptr + n, tl.where(counted, entropy, 0.0))
 
 
 def logprobs_forward(

@@ -22,8 +22,6 @@ import triton.language as tl
 HUGE: tl.constexpr = tl.constexpr(1e30)
 """Stands in for infinity where a product with an exponential that is 0 must be 0; exp(-HUGE) is 0."""
 
-# What stands for the label's column where the row isn't counted; -1 where the label is no column.
-_IGNORED: tl.constexpr = tl.constexpr(-2)
 _LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
@@ -306,7 +304,7 @@ def joined_folds(one, other, ENTROPY: tl.constexpr, PLATFORM: tl.constexpr):
 def open_row(
     row,
     label,
-    counted,
+    labelled,
     width,
     stride_v,
     ACCESS: tl.constexpr,
@@ -317,14 +315,10 @@ def open_row(
 ):
     """Ask for the block that holds the label: what ``fold_row`` begins with.
 
-    Which thread folds a column does not depend on where the row begins in memory, so neither do the bits of
-    the result: rows that begin at no multiple of 16 bytes are read in smaller pieces, but in the same order.
-    Nothing is read of a row that isn't ``counted``.
+    ``labelled`` says that the label is a column of the row. Which thread folds a column does not depend on
+    where the row begins in memory, so neither do the bits of the result: rows that begin at no multiple of 16
+    bytes are read in smaller pieces, but in the same order.
     """
-    labelled = counted & (label >= 0) & (label < width)
-    # One number for both, which would otherwise take a predicate each as long as the row is folded.
-    label = tl.where(labelled, label, tl.where(counted, -1, _IGNORED)).to(tl.int32)
-    width = tl.where(counted, width, 0)
     VECTOR: tl.constexpr = 128 // row.dtype.element_ty.primitive_bitwidth
     THREADS: tl.constexpr = WARPS * (64 if PLATFORM == "hip" else 32)
     LOADS: tl.constexpr = BLOCK // (THREADS * VECTOR)
@@ -333,6 +327,7 @@ def open_row(
     if ACCESS == "aligned":
         # The same number, by an operation that tells the compiler what divides it.
         width = width // VECTOR * VECTOR
+    label = tl.where(labelled, label, -1).to(tl.int32)
     home = tl.maximum(label, 0) // BLOCK
     block = load_columns(row, home * BLOCK, lanes, width, stride_v, ACCESS, True, EVICT)
     return row, width, lanes, home, label, block
@@ -355,8 +350,7 @@ def fold_row(
     """Log-prob of the label, log-sum-exp (as a sum of two) and entropy of one row, each logit read once.
 
     The log-sum-exp is one of the logits plus a small rest, which together are more accurate than their
-    rounded sum. Where the label isn't a column of the row, the log-prob is NaN; of a row that isn't counted
-    all are 0.
+    rounded sum. Where the label isn't a column of the row, the log-prob is NaN.
     """
     row, width, lanes, home, label, block = opened
     STEEP: tl.constexpr = SOFTCAP or SCALED != 0
@@ -400,14 +394,7 @@ def fold_row(
         peak = tl.maximum(_times(peak, steepness), lowest(STATS))
         spread = _times(spread, steepness)
         z_label = _times(y_label, steepness)
-    logp, base, rest, entropy = combine_lanes(peak, total, spread, z_label, label >= 0, STATS, ENTROPY)
-    no = label == _IGNORED
-    return (
-        tl.where(no, 0.0, logp),
-        tl.where(no, 0.0, base),
-        tl.where(no, 0.0, rest),
-        tl.where(no, 0.0, entropy),
-    )
+    return combine_lanes(peak, total, spread, z_label, label >= 0, STATS, ENTROPY)
 
 
 @triton.jit

@@ -111,6 +111,7 @@ def sequence_ratio_kernel(
         b = n // T
         t = n - b * T
         label = tl.load(element(labels_ptr, b, t, labels_stride_b, labels_stride_t)).to(tl.int64)
+        counted = label != ignore_index
         slopes = row_slopes(
             (slope, inner, outer),
             row_temperature_ptr,
@@ -123,8 +124,8 @@ def sequence_ratio_kernel(
         opened = open_row(
             row_pointer(logits_ptr, b, t, logits_stride_b, logits_stride_t, ACCESS),
             label,
-            label != ignore_index,
-            V,
+            counted & (label >= 0) & (label < V),
+            tl.where(counted, V, 0),
             logits_stride_v,
             ACCESS,
             BLOCK,
@@ -150,8 +151,8 @@ def sequence_ratio_kernel(
             "evict_first",
             PLATFORM,
         )
-        tl.store(logprobs_ptr + n, logp)
-        tl.store(lse_ptr + n, joined(base, rest, lse_ptr.dtype.element_ty))
+        tl.store(logprobs_ptr + n, tl.where(counted, logp, 0.0))
+        tl.store(lse_ptr + n, tl.where(counted, joined(base, rest, lse_ptr.dtype.element_ty), 0.0))
 
     first, last = rows_of(sequence, cu_seqlens_ptr, N, T)
     if arrive(counters_ptr + sequence) == last - first:
