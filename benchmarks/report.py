@@ -44,9 +44,9 @@ NO_GPU = """## GPU
 
 Not measured yet. `python -m benchmarks campaign --out DIR` runs tests, suites and a sweep of kernel
 configurations on a GPU in nine minutes. The tests compile all kernels with the Triton that is installed, and
-allow no spilled registers on sm_80, sm_90, sm_100 and sm_120, but for one variant on sm_90 each: with Triton
-3.6 the one pass over 16-bit rows that begin anywhere (104 bytes per thread), with Triton 3.7 a packed
-sequence ratio under a softcap (8 bytes).
+allow no spilled registers on sm_80, sm_90, sm_100 and sm_120, but on sm_90 for Triton 3.6 and 3.7 in a packed
+sequence ratio under a softcap (8 bytes per thread), and for Triton 3.6 in the one pass over 16-bit rows that
+begin anywhere (104 bytes).
 """
 
 TRAINING = """A Qwen3 with random weights, GSPO, AdamW, fp32. A step is a rollout by transformers' generation

@@ -330,7 +330,7 @@ def open_row(
     label = tl.where(labelled, label, -1).to(tl.int32)
     home = tl.maximum(label, 0) // BLOCK
     block = load_columns(row, home * BLOCK, lanes, width, stride_v, ACCESS, True, EVICT)
-    return row, width, lanes, home, label, block
+    return row, width, lanes, home, label, block, labelled
 
 
 @triton.jit
@@ -352,7 +352,7 @@ def fold_row(
     The log-sum-exp is one of the logits plus a small rest, which together are more accurate than their
     rounded sum. Where the label isn't a column of the row, the log-prob is NaN.
     """
-    row, width, lanes, home, label, block = opened
+    row, width, lanes, home, label, block, labelled = opened
     STEEP: tl.constexpr = SOFTCAP or SCALED != 0
     steepness = slopes[0]
     if SOFTCAP:
@@ -394,7 +394,7 @@ def fold_row(
         peak = tl.maximum(_times(peak, steepness), lowest(STATS))
         spread = _times(spread, steepness)
         z_label = _times(y_label, steepness)
-    return combine_lanes(peak, total, spread, z_label, label >= 0, STATS, ENTROPY)
+    return combine_lanes(peak, total, spread, z_label, labelled, STATS, ENTROPY)
 
 
 @triton.jit
