@@ -11,7 +11,8 @@ import torch
 import gspo_kernels as gk
 from examples.paper.old_logprobs import RoutingRecorder, changed_experts, parse
 from examples.paper.training import OBJECTIVES
-from gspo_kernels.trainer.rollout import Sampling, TransformersEngine
+from gspo_kernels.trainer.engines.embedded import TransformersEngine
+from gspo_kernels.trainer.rollout import Sampling
 from gspo_kernels.trainer.rows.policy import Policy
 
 SOURCES = {

@@ -6,12 +6,12 @@ import math
 import pytest
 import torch
 
+from gspo_kernels.trainer.engines.embedded import TransformersEngine
 from gspo_kernels.trainer.input_errors import ModelError
 from gspo_kernels.trainer.rollout import (
     Completions,
     Sampling,
     Segment,
-    TransformersEngine,
     completion_mask,
     join_segments,
     left_pad,

@@ -1,1 +1,1 @@
-"""Sampling: the loop over tokens inside transformers, and a vLLM server that gets the policy's weights."""
+"""Sampling: by the model itself, inside transformers' generate, or by a vLLM server that gets its weights."""

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 
 from gspo_kernels.trainer.config import TrainConfig
+from gspo_kernels.trainer.engines.embedded import TransformersEngine
 from gspo_kernels.trainer.engines.server import VLLMServer
 from gspo_kernels.trainer.engines.vllm import VLLMEngine
 from gspo_kernels.trainer.engines.weights import WeightTransfer
 from gspo_kernels.trainer.input_errors import ConfigError
-from gspo_kernels.trainer.rollout import RolloutEngine, TransformersEngine
+from gspo_kernels.trainer.rollout import RolloutEngine
 from gspo_kernels.trainer.run.models import end_token_ids, padding_token_id
 from gspo_kernels.trainer.run.processes import on_all, whole_weights
 from gspo_kernels.trainer.updates import PolicyUpdater

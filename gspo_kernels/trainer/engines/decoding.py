@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,9 +13,7 @@ from transformers import TopKLogitsWarper, TopPLogitsWarper
 from transformers.cache_utils import Cache, DynamicLayer
 
 from gspo_kernels.linear.products import in_blocks, multiply
-
-if TYPE_CHECKING:
-    from gspo_kernels.trainer.rollout import Sampling
+from gspo_kernels.trainer.rollout import Sampling
 
 _BLOCK = 256
 """Tokens whose probabilities are summed up, where a vocabulary has more than a few."""

@@ -12,6 +12,7 @@ import torch
 
 from gspo_kernels.trainer.config import EngineConfig
 from gspo_kernels.trainer.data import load_prompts, prepare_prompts
+from gspo_kernels.trainer.engines.embedded import TransformersEngine
 from gspo_kernels.trainer.engines.server import VLLMServer
 from gspo_kernels.trainer.engines.vllm import VLLMEngine
 from gspo_kernels.trainer.input_errors import ConfigError
@@ -26,7 +27,7 @@ from gspo_kernels.trainer.mismatch.samples import (
 )
 from gspo_kernels.trainer.mismatch.scoring import DTYPES, Load, Setting, score
 from gspo_kernels.trainer.mismatch.switches import Models, attribute, switches
-from gspo_kernels.trainer.rollout import RolloutEngine, Sampling, TransformersEngine
+from gspo_kernels.trainer.rollout import RolloutEngine, Sampling
 from gspo_kernels.trainer.run.models import end_token_ids, load_tokenizer, padding_token_id
 
 _MOST = 256

@@ -8,7 +8,8 @@ import torch
 from gspo_kernels.linear import products
 from gspo_kernels.trainer.engines import decoding
 from gspo_kernels.trainer.engines.decoding import by_inversion, draw, most_likely
-from gspo_kernels.trainer.rollout import Sampling, TransformersEngine
+from gspo_kernels.trainer.engines.embedded import TransformersEngine
+from gspo_kernels.trainer.rollout import Sampling
 from tests.draws import shifted_seed
 from tests.trainer.conftest import tiny_qwen3
 

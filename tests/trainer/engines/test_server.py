@@ -11,10 +11,11 @@ import time
 import pytest
 import torch
 
+from gspo_kernels.trainer.engines.embedded import TransformersEngine
 from gspo_kernels.trainer.engines.server import VLLMServer
 from gspo_kernels.trainer.engines.vllm import VLLMEngine
 from gspo_kernels.trainer.input_errors import EngineError
-from gspo_kernels.trainer.rollout import Sampling, TransformersEngine
+from gspo_kernels.trainer.rollout import Sampling
 from tests.draws import shifted_seed
 from tests.trainer.conftest import tiny_qwen3
 from tests.trainer.engines.stand_in import DEFAULTS, Refused, serving
