@@ -28,7 +28,7 @@ _OUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 def _why_not_loaded() -> str | None:
     """None once the extension is loaded, otherwise the reason why it can't be."""
     try:
-        importlib.import_module(".._C", __name__)
+        importlib.import_module(f"{__name__.rpartition('.')[0]}._C")
     except ModuleNotFoundError:
         note = Path(__file__).parent.parent / "_C.unavailable"
         reason = note.read_text().strip() if note.is_file() else "no build has been tried here"
