@@ -24,10 +24,10 @@ void boxed_forward(Tensor logits, Tensor labels, OptionalTensor row_temperature,
 void boxed_backward(Tensor logits, Tensor labels, OptionalTensor row_temperature, double logit_scale,
                     double softcap, double temperature, int64_t ignore_index, Tensor logprobs, Tensor lse,
                     OptionalTensor entropy, Tensor grad_logprobs, OptionalTensor grad_entropy,
-                    OptionalTensor grad_scale, Tensor out) {
+                    OptionalTensor grad_scale, bool sharded, Tensor out) {
     const LogitOptions options{row_temperature, logit_scale, softcap, temperature, ignore_index};
     logprobs_backward(logits, labels, options, logprobs, lse, entropy, grad_logprobs, grad_entropy,
-                      grad_scale, out);
+                      grad_scale, sharded, out);
 }
 
 void boxed_and_grad(Tensor logits, Tensor labels, OptionalTensor row_temperature, double logit_scale,
@@ -101,7 +101,7 @@ STABLE_TORCH_LIBRARY(gspo_kernels_cpp, library) {
                 "Tensor(a!) logprobs, Tensor(b!) lse, Tensor(c!)? entropy) -> ()");
     library.def("logprobs_backward(" GSPO_ROWS
                 "Tensor logprobs, Tensor lse, Tensor? entropy, Tensor grad_logprobs, Tensor? grad_entropy, "
-                "Tensor? grad_scale, Tensor(a!) out) -> ()");
+                "Tensor? grad_scale, bool sharded, Tensor(a!) out) -> ()");
     library.def("logprobs_and_grad(" GSPO_ROWS
                 "Tensor coefficients, Tensor(a!) logprobs, Tensor(b!) lse, Tensor(c!) out) -> ()");
     library.def("logprobs_and_rows(" GSPO_ROWS

@@ -195,11 +195,17 @@ Statistics row_statistics(const Row<T>& row, bool with_entropy) {
     return statistics_of(others, row.label() >= 0, row.label_logit(), with_entropy);
 }
 
-// Chooses shift and log_sum of log p = (z - shift) - log_sum, so that p keeps its relative precision.
+// Shift and log_sum of log p = (z - shift) - log_sum: lse as a sum of two.
+template <class S>
+void set_normalizer(double lse, RowGradient<S>& gradient) {
+    gradient.shift = static_cast<S>(lse);
+    gradient.log_sum = static_cast<S>(lse - gradient.shift);
+}
+
+// The same of a whole row, so chosen that p keeps its relative precision.
 template <class T>
 void set_normalizer(const Row<T>& row, float logprob, double lse, RowGradient<float>& gradient) {
-    gradient.shift = static_cast<float>(lse);
-    gradient.log_sum = static_cast<float>(lse - gradient.shift);
+    set_normalizer(lse, gradient);
     // Even a sum of two can't hold log V beside finfo.min, with which some mask; z_label - logprob is lse,
     // too.
     if (std::abs(lse) > 0x1p24 * std::abs(logprob)) {

@@ -116,7 +116,7 @@ void logprobs_forward(const Tensor& logits, const Tensor& labels, const LogitOpt
 void logprobs_backward(const Tensor& logits, const Tensor& labels, const LogitOptions& options,
                        const Tensor& logprobs, const Tensor& lse, const std::optional<Tensor>& entropy,
                        const Tensor& grad_logprobs, const std::optional<Tensor>& grad_entropy,
-                       const std::optional<Tensor>& grad_scale, Tensor& out) {
+                       const std::optional<Tensor>& grad_scale, bool sharded, Tensor& out) {
     const auto work = [&](auto dtype, auto out_dtype) {
         using T = decltype(dtype);
         using O = decltype(out_dtype);
@@ -131,14 +131,18 @@ void logprobs_backward(const Tensor& logits, const Tensor& labels, const LogitOp
             const Row<T> row = inputs.row(i);
             RowGradient<S> gradient{};
             // A label out of range has a constant (NaN) log-prob.
-            gradient.c = row.label() < 0 ? S(0) : c[i];
+            gradient.c = row.label() < 0 && !sharded ? S(0) : c[i];
             gradient.entropy_c = entropy_c[i];
             gradient.entropy = entropy_in ? entropy_in[i] : S(0);
             if (inputs.ignored(i) || (gradient.c == 0 && gradient.entropy_c == 0)) {
                 return write_zeros(out_row, row.vocabulary());
             }
             if (!std::isfinite(lse_in[i])) return write_nan(out_row, row.vocabulary());
-            set_normalizer(row, logprob_in[i], lse_in[i], gradient);
+            if (sharded) {
+                set_normalizer(lse_in[i], gradient);
+            } else {
+                set_normalizer(row, logprob_in[i], lse_in[i], gradient);
+            }
             write_gradient(row, logprob_in[i], gradient, out_row);
         });
     };

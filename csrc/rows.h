@@ -27,7 +27,7 @@ void logprobs_forward(const Tensor& logits, const Tensor& labels, const LogitOpt
 void logprobs_backward(const Tensor& logits, const Tensor& labels, const LogitOptions& options,
                        const Tensor& logprobs, const Tensor& lse, const std::optional<Tensor>& entropy,
                        const Tensor& grad_logprobs, const std::optional<Tensor>& grad_entropy,
-                       const std::optional<Tensor>& grad_scale, Tensor& out);
+                       const std::optional<Tensor>& grad_scale, bool sharded, Tensor& out);
 
 void logprobs_and_grad(const Tensor& logits, const Tensor& labels, const LogitOptions& options,
                        const Tensor& coefficients, Tensor& logprobs, Tensor& lse, Tensor& out);

@@ -20,26 +20,23 @@ TERMS = (
     "ref_logprobs kl_beta kl_estimator kl_ratio_weighted entropy_coef rollout_weights token_weights lengths "
     "group_ids turn_ids normalizer"
 )
-LOGITS = "temperature logit_scale softcap ignore_index"
+LOGITS = "temperature logit_scale softcap ignore_index backend tp_group vocab_range"
+HIDDEN = "bias logits_dtype max_chunk_bytes reduce_hidden_grad sequence_parallel"
 POLICY = f"{LAYOUT} {TERMS}"
 
 # positional parameters | keyword-only parameters
 CONTRACT = {
-    "token_logprobs": ("logits labels", f"{LOGITS} return_entropy inplace_backward backend"),
-    "linear_token_logprobs": (
-        "hidden weight labels",
-        f"bias {LOGITS} return_entropy logits_dtype max_chunk_bytes backend",
-    ),
+    "token_logprobs": ("logits labels", f"{LOGITS} return_entropy inplace_backward"),
+    "linear_token_logprobs": ("hidden weight labels", f"{LOGITS} {HIDDEN} return_entropy"),
     "policy_loss": ("logprobs old_logprobs advantages", f"{POLICY} entropy objective"),
     "policy_coefficients": ("logprobs old_logprobs advantages", f"{POLICY} entropy objective"),
     "fused_policy_loss": (
         "logits labels old_logprobs advantages",
-        f"{POLICY} {LOGITS} return_entropy inplace_backward objective backend",
+        f"{POLICY} {LOGITS} return_entropy inplace_backward objective",
     ),
     "fused_linear_policy_loss": (
         "hidden weight labels old_logprobs advantages",
-        f"bias {POLICY} {LOGITS} return_entropy logits_dtype max_chunk_bytes schedule skip_inactive "
-        "objective backend",
+        f"{POLICY} {LOGITS} {HIDDEN} return_entropy schedule skip_inactive objective",
     ),
     "normalizer": ("objective loss_mask", "cu_seqlens lengths advantages group_ids"),
     "rollout_weights": ("old_logprobs rollout_logprobs", f"{LAYOUT} level reduce mode low high"),
@@ -53,7 +50,8 @@ DEFAULTS = {
     "inplace_backward": False, "logits_dtype": "float32", "max_chunk_bytes": None, "schedule": "auto",
     "skip_inactive": "backward", "backend": "auto", "objective": gk.GSPO(), "loss_mask": None,
     "cu_seqlens": None, "normalizer": None, "lengths": None, "bias": None, "entropy": None, "scale": "group",
-    "eps": 1e-4, "level": "token", "reduce": "mean", "mode": "truncate",
+    "reduce_hidden_grad": True, "sequence_parallel": False, "eps": 1e-4, "level": "token", "reduce": "mean",
+    "mode": "truncate",
 }  # fmt: skip
 
 

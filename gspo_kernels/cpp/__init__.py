@@ -65,6 +65,7 @@ def logprobs_backward(
     *,
     ignore_index: int,
     out: Tensor,
+    sharded: bool = False,
 ) -> None:
     """See ``ops.backends.RowBackend.logprobs_backward``."""
     if grad_entropy is not None and stats.entropy is None:
@@ -79,6 +80,7 @@ def logprobs_backward(
             None if grad is None else grad.detach().to(stats_dtype(logits.dtype))
             for grad in (grad_logprobs, grad_entropy, grad_scale)
         ),
+        sharded,
         out,
     )
 

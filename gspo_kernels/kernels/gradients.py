@@ -172,6 +172,7 @@ def logprobs_backward_kernel(
     STATS: tl.constexpr,
     SCALED: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    SHARDED: tl.constexpr,
     ACCESS: tl.constexpr,
     NARROWS_IN_PLACE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -188,8 +189,10 @@ def logprobs_backward_kernel(
     if grad_scale_ptr is not None:
         scale = tl.load(grad_scale_ptr).to(STATS)
     grad_logp = tl.load(element(grad_logprobs_ptr, b, t, grad_logprobs_stride_b, grad_logprobs_stride_t))
-    # Without a label in range the log-prob is NaN and depends on no logit.
-    grad_logp = tl.where(labelled, grad_logp.to(STATS) * scale, 0.0)
+    grad_logp = grad_logp.to(STATS) * scale
+    if not SHARDED:
+        # Without a label in range the log-prob is NaN and depends on no logit.
+        grad_logp = tl.where(labelled, grad_logp, 0.0)
     logp = tl.load(logprobs_ptr + n)
     base, rest = parted(tl.load(lse_ptr + n), STATS)
     active = counted & (grad_logp != 0)
@@ -239,10 +242,9 @@ def logprobs_backward(
     *,
     ignore_index: int,
     out: Tensor,
+    sharded: bool = False,
 ) -> None:
     """See ``ops.backends.RowBackend.logprobs_backward``.
-
-    ``out`` may also be narrower values in the memory of the logits, each row where its logits begin.
 
     Raises:
         ValueError: ``out`` overlaps the logits in any other way.
@@ -273,6 +275,7 @@ def logprobs_backward(
         *grad_logprobs.stride(),
         *((0, 0) if grad_entropy is None else grad_entropy.stride()),
         *out.stride()[:2],
+        SHARDED=sharded,
         **rows.constants,
         NARROWS_IN_PLACE=narrows_in_place(logits, out),
     )
@@ -389,13 +392,7 @@ def logprobs_and_grad(
     ignore_index: int,
     out: Tensor,
 ) -> RowStats:
-    """See ``ops.backends.RowBackend.logprobs_and_grad``.
-
-    ``out`` may also be narrower values in the memory of the logits, each row where its logits begin.
-
-    Raises:
-        ValueError: ``out`` overlaps the logits in any other way.
-    """
+    """See ``ops.backends.RowBackend.logprobs_and_grad``; raises as ``logprobs_backward``."""
     B, T, V = logits.shape
     logprobs = torch.empty(B, T, dtype=stats_dtype(logits.dtype), device=logits.device)
     stats = RowStats(logprobs, torch.empty_like(logprobs, dtype=torch.float64), None)

@@ -65,16 +65,19 @@ def logprobs_backward(
     *,
     ignore_index: int,
     out: Tensor,
+    sharded: bool = False,
 ) -> None:
     """See ``ops.backends.RowBackend.logprobs_backward``."""
-    del stats
     with inner_autograd():
         leaf = logits.detach().to(stats_dtype(logits.dtype)).requires_grad_()
-        again = token_statistics(leaf, labels, transform, ignore_index)
-        assert again.entropy is not None
-        given = [(again.logprobs, grad_logprobs)]
+        if sharded:
+            outputs = _of_wider_rows(leaf, labels, stats, transform, ignore_index)
+        else:
+            outputs = token_statistics(leaf, labels, transform, ignore_index)
+        assert outputs.entropy is not None
+        given = [(outputs.logprobs, grad_logprobs)]
         if grad_entropy is not None:
-            given.append((again.entropy, grad_entropy))
+            given.append((outputs.entropy, grad_entropy))
         idle = labels == ignore_index
         idle = idle | torch.stack([grad == 0 for _, grad in given]).all(0)
         grad_logits = torch.zeros_like(leaf)
@@ -84,6 +87,26 @@ def logprobs_backward(
             # a weight that overflowed makes infinities of slopes, but must not make NaN of zeros
             grad_logits = grad_logits + torch.where(slope == 0, 0.0, slope * weight.unsqueeze(-1))
     out.copy_(grad_logits.masked_fill(idle.unsqueeze(-1), 0.0))
+
+
+def _of_wider_rows(
+    logits: Tensor, labels: Tensor, whole: RowStats, transform: LogitTransform, ignore_index: int
+) -> RowStats:
+    """Numbers whose derivatives by some columns of wider rows are those of the rows' own statistics:
+    dlogp/dz_v = onehot_v - p_v and dH/dz_v = -p_v (log p_v + H).
+    """
+    ignored = (labels == ignore_index).unsqueeze(-1)
+    z = transform_logits(logits.masked_fill(ignored, 0.0), transform)
+    log_p = (z.detach() - whole.lse.unsqueeze(-1)).to(z.dtype)
+    p = torch.where(whole.lse.isfinite().unsqueeze(-1), log_p.exp(), float("nan"))
+    columns = torch.arange(z.shape[-1], device=z.device)
+    # 1 - p from its own logarithm: p near 1 cancels
+    at_label = -torch.expm1(whole.logprobs).unsqueeze(-1)
+    logprobs = (torch.where(columns == labels.unsqueeze(-1), at_label, -p) * z).sum(-1)
+    if whole.entropy is None:
+        return RowStats(logprobs, whole.lse, logprobs)
+    bits = torch.where(p > 0, log_p + whole.entropy.unsqueeze(-1), 0.0)
+    return RowStats(logprobs, whole.lse, -(p * bits * z).sum(-1))
 
 
 def scale_(values: Tensor, factor: Tensor) -> None:
