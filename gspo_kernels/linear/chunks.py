@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gspo_kernels.linear.head import Head
 from gspo_kernels.ops.backends import RowBackend, rows_of
-from gspo_kernels.ops.logprobs import check_rows
+from gspo_kernels.ops.logprobs import SAID, check_rows
 from gspo_kernels.ops.memory import chunk_rows
 from gspo_kernels.parallel.agreement import digest, together
 from gspo_kernels.parallel.groups import sum_
@@ -133,9 +133,7 @@ class Call:
             return self
         same = {
             "hidden: width": self.hidden.shape[-1],
-            "the call, its objective, schedule, options, backend, or which inputs need a gradient": digest(
-                said, head.weight.dtype, head.bias is None, self.chunking, self.options.backend
-            ),
+            SAID: digest(said, head.weight.dtype, head.bias is None, self.chunking),
         }
         own = (self.chunk_rows, head.vocabulary, self.rows_itemsize, self.hidden.shape[1])
         every = check_shards(self.labels, head.vocabulary, self.options, same, own)
@@ -167,7 +165,7 @@ class Call:
         return self.chunking.compact
 
     def summed(self, values: Tensor, where: slice | Tensor) -> Tensor:
-        """DHidden [n, H] of the rows at some positions, of the whole vocabulary: those of ``own_rows``."""
+        """Make dHidden [n, H] of the rows at some positions that of the whole vocabulary; of ``own_rows``."""
         if self.tokens is not None:
             return self.tokens.reduce(values, where)
         group = self.options.shard.group

@@ -49,12 +49,17 @@ class LogitGradient(NamedTuple):
     grad_logits: Tensor
 
 
-def check_rows(labels: Tensor, vocabulary: int, options: RowOptions) -> None:
+SAID = "the call, its objective, schedule, options or dtypes, or which inputs need a gradient"
+"""What ranks that don't compute the same differ in."""
+
+
+def check_rows(labels: Tensor, vocabulary: int, options: RowOptions, *said: object) -> None:
     """Every label must be ``ignore_index`` or in the vocabulary, and temperatures positive; looked at as
-    ``ops.values`` says. Of a shard, ``vocabulary`` is what is here, and all ranks check together.
+    ``ops.values`` says. Of a shard, ``vocabulary`` is what is here, and all ranks check together
+    that they have ``said`` the same.
     """
     if options.shard.group:
-        sharding().check_shards(labels, vocabulary, options)
+        sharding().check_shards(labels, vocabulary, options, {SAID: sharding().digest(said)})
         return
     check_temperature(options.row_temperature)
     if not checked_values(labels.device) or not labels.numel():
@@ -78,7 +83,7 @@ def wrong_label(value: int, vocabulary: int, options: RowOptions) -> ValueError:
 @operator
 def logprobs_forward(logits: Tensor, labels: Tensor, options: RowOptions, entropy: bool) -> ScoredRows:
     """Log-probs, log-sum-exp and entropy of logits [B, T, V] at labels [B, T]."""
-    check_rows(labels, logits.shape[-1], options)
+    check_rows(labels, logits.shape[-1], options, "logprobs_forward", logits.dtype, entropy)
     stats = rows_of(options).logprobs_forward(
         logits, labels, options.transform, ignore_index=options.ignore_index, entropy=entropy
     )
@@ -160,7 +165,7 @@ def logprobs_and_grad(
     logits: Tensor, labels: Tensor, coefficients: Tensor, options: RowOptions
 ) -> LogitGradient:
     """Log-probs and the logits' gradient for coefficients dLoss/dlogprobs [B, T] known beforehand."""
-    check_rows(labels, logits.shape[-1], options)
+    check_rows(labels, logits.shape[-1], options, "logprobs_and_grad", logits.dtype)
     out = new_memory(logits.shape, logits.dtype, logits.device)
     stats = rows_of(options).logprobs_and_grad(
         logits, labels, coefficients, options.transform, ignore_index=options.ignore_index, out=out

@@ -75,7 +75,9 @@ def check_shards(
     common = {
         "labels: length": labels.shape[1],
         "labels: rows": labels.shape[0],
-        "logit_scale, softcap, temperature or ignore_index": digest(transform, options.ignore_index),
+        "logit_scale, softcap, temperature, ignore_index or backend": digest(
+            transform, options.ignore_index, options.backend
+        ),
         **same,
     }
     found = [first_column(options.shard, width), width, lowest, highest, summed]
