@@ -140,11 +140,11 @@ def schedules():
             options = {"schedule": schedule, "skip_inactive": skip, "max_chunk_bytes": 1024}
             judge(case, LOSSES["linear"], gk.GSPO(), uneven=True, **options)
     judge(case, LOSSES["linear"], gk.GSPO(), schedule="aligned")
-    judge(case, LOSSES["linear"], gk.GRPO(), schedule="known", max_chunk_bytes=1024)
+    judge(case, LOSSES["linear"], gk.GRPO(), schedule="known", max_chunk_bytes=256)
     leaves = cut(case.inputs)
     for name in ("weight", "bias"):
         leaves[name].requires_grad_(False)
-    options = {"schedule": "frozen", "tp_group": dist.group.WORLD, "max_chunk_bytes": 1024}
+    options = {"schedule": "frozen", "tp_group": dist.group.WORLD, "max_chunk_bytes": 256}
     call(case, leaves, LOSSES["linear"], gk.GSPO(), "cpp", **options).loss.backward()
     trained, _ = run(case, LOSSES["linear"], gk.GSPO())
     if dist.get_rank() == 0:
@@ -296,7 +296,7 @@ def sequence_parallel():
         leaves = cut(case.inputs)
         hidden = case.inputs["hidden"].narrow(-2, ends[rank], ends[rank + 1] - ends[rank])
         leaves["hidden"] = hidden.clone().requires_grad_()
-        options = {"sequence_parallel": True, "schedule": schedule, "max_chunk_bytes": 1024}
+        options = {"sequence_parallel": True, "schedule": schedule, "max_chunk_bytes": 256}
         out = call(case, leaves, LOSSES["linear"], gk.GSPO(), "cpp", tp_group=dist.group.WORLD, **options)
         out.loss.backward()
         assert_same_bits(loss=out.loss, logprobs=out.logprobs)
@@ -452,7 +452,7 @@ def a_failure_in_the_middle():
     leaves, began = cut(case.inputs), time.monotonic()
     Head.logits = logits
     try:
-        call(case, leaves, LOSSES["linear"], gk.GSPO(), "cpp", tp_group=group, max_chunk_bytes=1024)
+        call(case, leaves, LOSSES["linear"], gk.GSPO(), "cpp", tp_group=group, max_chunk_bytes=256)
     except MemoryError:
         assert dist.get_rank() == 1
     except RuntimeError as error:
