@@ -12,6 +12,7 @@ from gspo_kernels.entry import implemented_by
 from gspo_kernels.layout import as_rows, from_rows
 from gspo_kernels.linear import calls
 from gspo_kernels.linear.exactness import coefficients_depend_on
+from gspo_kernels.linear.inputs import check_before_ranks_work
 from gspo_kernels.linear.plan import SchedulePlan
 from gspo_kernels.linear.scopes import without_logprobs
 from gspo_kernels.logits import LogitArguments, check_inplace, check_logits, on_all_ranks, wants_entropy
@@ -21,7 +22,7 @@ from gspo_kernels.ops.backends import resolve
 from gspo_kernels.ops.logprobs import KnownCoefficientsFunction, TokenLogprobsFunction
 from gspo_kernels.sequence_ratio import SequenceOperands, SequenceRatioFunction, sequence_form
 from gspo_kernels.step import carried_loss, loss_of, output_of, policy_step
-from gspo_kernels.terms import Terms, check_values, checked, merge_mask
+from gspo_kernels.terms import Terms, checked, merge_mask
 from gspo_kernels.types import LossOutput
 
 if TYPE_CHECKING:  # not every build of PyTorch has it
@@ -181,8 +182,7 @@ def _fused_policy_loss(
     row_labels, terms = merge_mask(as_rows(labels, packed), terms, options.ignore_index)
     options = logit_arguments.with_temperature(options, row_labels, packed, terms.cu_seqlens, logits.dtype)
     whole = not options.shard.group
-    if not (whole or torch.compiler.is_compiling()):
-        check_values(row_labels, terms)  # what is wrong here is to be known to all ranks before they work
+    check_before_ranks_work(row_labels, terms, options)
 
     learns = torch.is_grad_enabled() and logits.requires_grad
     tracing = torch.compiler.is_compiling()

@@ -10,7 +10,7 @@ from gspo_kernels.layout import as_rows, from_rows
 from gspo_kernels.linear.chunks import Call, Chunking, LinearOperands
 from gspo_kernels.linear.exactness import refusals
 from gspo_kernels.linear.gradients import Needs
-from gspo_kernels.linear.inputs import ProductArguments, check_inputs
+from gspo_kernels.linear.inputs import ProductArguments, check_before_ranks_work, check_inputs
 from gspo_kernels.linear.logprobs import LinearTokenLogprobsFunction, check_unwritten, unwritten_logprobs
 from gspo_kernels.linear.loss import LinearPolicyFunction, Settings
 from gspo_kernels.linear.plan import SchedulePlan, Wire, explain
@@ -128,6 +128,7 @@ def fused_linear_policy_loss(
     name, _ = call.choose(schedule)
     backend, terms = call.options.backend, call.terms
     if name == "two_pass":
+        check_before_ranks_work(call.labels, terms, call.options)
         logprobs, entropy = LinearTokenLogprobsFunction.apply(*call.operands, with_entropy, call.skip)
         return loss_of(logprobs, entropy if with_entropy else None, backend, terms, call.packed)
     small = small_loss(call.operands, terms, objective, with_entropy) if name == "auto" else None

@@ -10,6 +10,8 @@ from torch import Tensor
 from gspo_kernels import checks
 from gspo_kernels.linear.chunks import Chunking
 from gspo_kernels.logits import check_scores
+from gspo_kernels.terms import Terms, check_values
+from gspo_kernels.types import RowOptions
 
 LOGITS_DTYPES = ("float32", "input")
 
@@ -70,3 +72,9 @@ def check_inputs(
                 "mixed dtypes need torch.autocast"
             )
     return hidden, weight, bias
+
+
+def check_before_ranks_work(labels: Tensor, terms: Terms, options: RowOptions) -> None:
+    """Look at the terms' values early where ranks share the rows: what one refuses all are to raise."""
+    if options.shard.group and not torch.compiler.is_compiling():
+        check_values(labels, terms)

@@ -402,6 +402,9 @@ def errors():
         if entry in LOSSES.values():
             negative = replace(case, terms={"lengths": torch.full((6,), -1.0)})
             assert_all_raise("lengths: expected positive", 1, wrong(negative))
+            if kind == "linear":
+                late = wrong(negative, schedule="two_pass")
+                assert_all_raise("lengths: expected positive", 1, late)
         cold = replace(case, logit_options={"temperature": torch.zeros(6)})
         assert_all_raise("temperature: expected only positive numbers", 1, wrong(cold))
     case = make_case("linear", "padded", vocabulary=VOCABULARY)
