@@ -19,7 +19,7 @@ from torch import Tensor
 from benchmarks.measure import Clock, give_memory_back
 from benchmarks.registry import Options, suite
 from benchmarks.tables import Row, aligned, number
-from gspo_kernels.types import ClippedSequenceRatio, LogitTransform, RowStats
+from gspo_kernels.types import LogitTransform, RatioClip, RowStats
 
 SECONDS = 40.0
 """How long the suite may take; kernels that were not reached are listed."""
@@ -27,7 +27,7 @@ SECONDS = 40.0
 PLAIN = LogitTransform()
 WARM = LogitTransform(temperature=0.7)
 BENT = LogitTransform(1.0, 30.0, 0.7)
-_FORM = ClippedSequenceRatio(math.log1p(-3e-4), math.log1p(4e-4), math.inf, False, "sequences", 1.0)
+_FORM = RatioClip(math.log1p(-3e-4), math.log1p(4e-4), math.inf, False, "sequences", 1.0)
 _IGNORE = -100
 
 
@@ -85,7 +85,7 @@ class Rows:
         """The whole forward of GSPO."""
         from gspo_kernels import kernels
 
-        options = dict.fromkeys(("sequence_weights", "lengths", "normalizer", "cu_seqlens"))
+        options = dict.fromkeys(("weights", "lengths", "normalizer", "cu_seqlens"))
         terms = (self.logits, self.labels, self.old, self.advantages, _FORM, PLAIN)
         kernels.sequence_ratio_forward(*terms, ignore_index=_IGNORE, **options)
 

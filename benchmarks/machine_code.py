@@ -20,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
-from gspo_kernels.kernels import gradients, logprobs, scale, scoring, sequence_ratio
+from gspo_kernels.kernels import gradients, logprobs, scale, scoring, sequence_ratio, steps
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -40,7 +40,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
-        for module in (gradients, logprobs, scale, scoring, sequence_ratio):
+        for module in (gradients, logprobs, scale, scoring, sequence_ratio, steps):
             module.launch = self  # type: ignore[assignment]
 
     def __call__(
@@ -68,8 +68,9 @@ def name_of(call: Call) -> str:
     names = list(kernel.signature.parameters)
     tensors = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.dim() == 3] or args[:1]
     dtypes = "->".join(str(tensor.dtype).removeprefix("torch.") for tensor in tensors)
-    flags = [key.lower() for key in ("SCALED", "SOFTCAP", "ALIGNED") if keywords.get(key)]
+    flags = [key.lower() for key in ("SCALED", "SOFTCAP", "ALIGNED", "PER_TOKEN") if keywords.get(key)]
     flags += [keywords["ACCESS"]] if keywords.get("ACCESS", "single") != "single" else []
+    flags += [keywords["ESTIMATOR"]] if keywords.get("ESTIMATOR") else []
     flags += ["narrows_in_place"] if keywords.get("NARROWS_IN_PLACE") else []
     missing = [f"no {name}" for name, arg in zip(names, args, strict=False) if arg is None]
     return " ".join([kernel.fn.__name__, dtypes, *flags, *missing])

@@ -37,14 +37,14 @@ def record(what: str, dtype: str, vocabulary: int, temperature: float) -> Any:
     """The recorded launch of a kernel. In a process without TRITON_INTERPRET."""
     from benchmarks.machine_code import Recorder
     from gspo_kernels import kernels
-    from gspo_kernels.types import ClippedSequenceRatio, LogitTransform, RowStats
+    from gspo_kernels.types import LogitTransform, RatioClip, RowStats
 
     recorder, transform = Recorder(), LogitTransform(temperature=temperature)
     logits = torch.empty(2, 3, vocabulary, dtype={"bf16": torch.bfloat16, "fp32": torch.float32}[dtype])
     labels, floats = torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2, 3)
     if what == "ratio":
-        form = ClippedSequenceRatio(math.log(0.8), math.log(1.2), math.inf, False, "sequences", 1.0)
-        options = dict.fromkeys(("sequence_weights", "lengths", "normalizer", "cu_seqlens"))
+        form = RatioClip(math.log(0.8), math.log(1.2), math.inf, False, "sequences", 1.0)
+        options = dict.fromkeys(("weights", "lengths", "normalizer", "cu_seqlens"))
         terms = (logits, labels, floats, torch.zeros(2), form, transform)
         kernels.sequence_ratio_forward(*terms, ignore_index=-100, **options)
     elif what in ("logprobs", "entropy"):

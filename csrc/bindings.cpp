@@ -44,16 +44,17 @@ void boxed_and_rows(Tensor logits, Tensor labels, OptionalTensor row_temperature
     logprobs_and_rows(logits, labels, options, logprobs, lse, factors, out);
 }
 
-void boxed_sequence_ratio_step(Tensor logprobs, Tensor mask, OptionalTensor old_logprobs,
-                               OptionalTensor offsets, Tensor advantages, OptionalTensor weights,
-                               OptionalTensor lengths, OptionalTensor normalizer, double log_low,
-                               double log_high, double log_dual, bool count_tokens, int64_t divisor_kind,
-                               double divisor_scale, Tensor loss, Tensor coefficients, Tensor divisor,
-                               Tensor metrics, Tensor grad_logprobs) {
-    const SequenceTokens tokens{values<bool>(mask), old_logprobs, offsets,   advantages,
-                                weights,            lengths,      normalizer};
-    const ClippedSequenceRatio form{log_low, log_high, log_dual, count_tokens, divisor_kind, divisor_scale};
-    sequence_ratio_step(logprobs, tokens, form, {loss, coefficients, divisor, metrics, grad_logprobs});
+void boxed_ratio_step(Tensor logprobs, Tensor mask, OptionalTensor old_logprobs, OptionalTensor offsets,
+                      Tensor advantages, OptionalTensor weights, OptionalTensor lengths,
+                      OptionalTensor normalizer, double log_low, double log_high, double log_dual,
+                      bool count_tokens, int64_t divisor_kind, double divisor_scale, bool per_token,
+                      OptionalTensor ref_logprobs, OptionalTensor kl_beta, int64_t kl_estimator, Tensor loss,
+                      Tensor metrics, Tensor grad_logprobs) {
+    const SequenceTokens tokens{values<bool>(mask), old_logprobs, offsets,      advantages, weights,
+                                lengths,            normalizer,   ref_logprobs, kl_beta,    kl_estimator};
+    const RatioClip form{log_low,      log_high,      log_dual, count_tokens,
+                         divisor_kind, divisor_scale, per_token};
+    ratio_step(logprobs, tokens, form, {.loss = loss, .metrics = metrics, .grad_logprobs = grad_logprobs});
 }
 
 void boxed_sequence_ratio_forward(Tensor logits, Tensor labels, OptionalTensor row_temperature,
@@ -62,8 +63,8 @@ void boxed_sequence_ratio_forward(Tensor logits, Tensor labels, OptionalTensor r
                                   Tensor advantages, OptionalTensor weights, OptionalTensor lengths,
                                   OptionalTensor normalizer, double log_low, double log_high,
                                   double log_dual, bool count_tokens, int64_t divisor_kind,
-                                  double divisor_scale, Tensor logprobs, Tensor lse, Tensor loss,
-                                  Tensor coefficients, Tensor divisor, Tensor metrics) {
+                                  double divisor_scale, bool per_token, Tensor logprobs, Tensor lse,
+                                  Tensor loss, Tensor coefficients, Tensor divisor, Tensor metrics) {
     const LogitOptions options{row_temperature, logit_scale, softcap, temperature, ignore_index};
     OptionalTensor no_entropy;
     logprobs_forward(logits, labels, options, logprobs, lse, no_entropy);
@@ -72,8 +73,10 @@ void boxed_sequence_ratio_forward(Tensor logits, Tensor labels, OptionalTensor r
     for (int64_t i = 0; i < count; ++i) mask[i] = label[i] != ignore_index;
     const SequenceTokens tokens{mask.get(), old_logprobs, offsets,   advantages,
                                 weights,    lengths,      normalizer};
-    const ClippedSequenceRatio form{log_low, log_high, log_dual, count_tokens, divisor_kind, divisor_scale};
-    sequence_ratio_step(logprobs, tokens, form, {loss, coefficients, divisor, metrics, std::nullopt});
+    const RatioClip form{log_low,      log_high,      log_dual, count_tokens,
+                         divisor_kind, divisor_scale, per_token};
+    ratio_step(logprobs, tokens, form,
+               {.loss = loss, .metrics = metrics, .coefficients = coefficients, .divisor = divisor});
 }
 
 bool boxed_merge_mask(Tensor mask, OptionalTensor labels, int64_t ignore_index, Tensor counted,
@@ -94,7 +97,7 @@ void boxed_product(Tensor a, Tensor b, OptionalTensor bias, Tensor out, bool acc
 #define GSPO_SEQUENCES                                                                              \
     "Tensor? old_logprobs, Tensor? offsets, Tensor advantages, Tensor? weights, Tensor? lengths, "  \
     "Tensor? normalizer, float log_low, float log_high, float log_dual, bool count_tokens, "        \
-    "int divisor_kind, float divisor_scale, "
+    "int divisor_kind, float divisor_scale, bool per_token, "
 
 STABLE_TORCH_LIBRARY(gspo_kernels_cpp, library) {
     library.def("logprobs_forward(" GSPO_ROWS
@@ -106,9 +109,9 @@ STABLE_TORCH_LIBRARY(gspo_kernels_cpp, library) {
                 "Tensor coefficients, Tensor(a!) logprobs, Tensor(b!) lse, Tensor(c!) out) -> ()");
     library.def("logprobs_and_rows(" GSPO_ROWS
                 "Tensor(a!) logprobs, Tensor(b!) lse, Tensor(c!) factors, Tensor(d!) out) -> ()");
-    library.def("sequence_ratio_step(Tensor logprobs, Tensor mask, " GSPO_SEQUENCES
-                "Tensor(a!) loss, Tensor(b!) coefficients, Tensor(c!) divisor, Tensor(d!) metrics, "
-                "Tensor(e!) grad_logprobs) -> ()");
+    library.def("ratio_step(Tensor logprobs, Tensor mask, " GSPO_SEQUENCES
+                "Tensor? ref_logprobs, Tensor? kl_beta, int kl_estimator, Tensor(a!) loss, "
+                "Tensor(b!) metrics, Tensor(c!) grad_logprobs) -> ()");
     library.def("sequence_ratio_forward(" GSPO_ROWS GSPO_SEQUENCES
                 "Tensor(a!) logprobs, Tensor(b!) lse, Tensor(c!) loss, Tensor(d!) coefficients, "
                 "Tensor(e!) divisor, Tensor(f!) metrics) -> ()");
@@ -125,7 +128,7 @@ STABLE_TORCH_LIBRARY_IMPL(gspo_kernels_cpp, CPU, library) {
     library.impl("logprobs_backward", TORCH_BOX(&gspo_kernels::boxed_backward));
     library.impl("logprobs_and_grad", TORCH_BOX(&gspo_kernels::boxed_and_grad));
     library.impl("logprobs_and_rows", TORCH_BOX(&gspo_kernels::boxed_and_rows));
-    library.impl("sequence_ratio_step", TORCH_BOX(&gspo_kernels::boxed_sequence_ratio_step));
+    library.impl("ratio_step", TORCH_BOX(&gspo_kernels::boxed_ratio_step));
     library.impl("sequence_ratio_forward", TORCH_BOX(&gspo_kernels::boxed_sequence_ratio_forward));
     library.impl("merge_mask", TORCH_BOX(&gspo_kernels::boxed_merge_mask));
     library.impl("product", TORCH_BOX(&gspo_kernels::boxed_product));

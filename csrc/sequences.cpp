@@ -15,106 +15,150 @@ namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
-struct Sequence {
-    int64_t count = 0;  // of tokens that the loss counts
-    double length = 0, log_ratio = 0, ratio = 1, loss = 0, coefficient = 0;
-    bool low = false, high = false;
+struct Clipped {
+    double ratio, loss = 0, coefficient = 0;  // of the log-ratio
+    bool low, high;
 };
 
-// Sums, ratio and clip decision in fp64; a token that does not count is never looked at.
-template <class S>
-Sequence reduce_tokens(const S* logprobs, const bool* mask, const Reals& old, int64_t begin, int64_t end) {
-    Sequence sequence;
-    for (int64_t token = begin; token < end; ++token) {
-        if (!mask[token]) continue;
-        const double now = logprobs[token];
-        const double before = old ? old[token] : now;
-        if (now != before) sequence.log_ratio += now - before;  // else 1, where both are -inf, too
-        ++sequence.count;
+// A token that does not count, or a sequence without one that does, is never looked at.
+struct Sequence {
+    int64_t count = 0, clipped_tokens = 0;  // of tokens that the loss counts
+    double length = 1, log_ratio = 0, loss = 0, kl = 0;
+    double ratios = 0, least = kInfinity, most = -kInfinity;
+    int64_t lows = 0, highs = 0;
+    bool active = false;
+
+    void add(const Clipped& clipped, int64_t tokens) {
+        ratios += clipped.ratio;
+        least = std::min(least, clipped.ratio);
+        most = std::max(most, clipped.ratio);
+        lows += clipped.low;
+        highs += clipped.high;
+        clipped_tokens += (clipped.low || clipped.high) ? tokens : 0;
     }
-    return sequence;
+};
+
+// Equal log-probs have the ratio 1, also where both are -inf.
+double difference(double a, double b) { return a == b ? 0.0 : a - b; }
+
+// Zero wins over infinity.
+double product(double a, double b) { return a == 0 || b == 0 ? 0.0 : a * b; }
+
+// Ratio and clip decision in fp64.
+Clipped clip(double log_ratio, double advantage, double weight, const RatioClip& form) {
+    Clipped result{.ratio = std::exp(log_ratio),
+                   .low = advantage < 0 && log_ratio < form.log_low,
+                   .high = (advantage > 0 && log_ratio > form.log_high) ||
+                           (advantage < 0 && log_ratio > form.log_dual)};
+    if (advantage == 0 || weight == 0) return result;
+    // Bounded before the exponential, by selection: nothing gives 0 * inf, and NaN stays NaN.
+    const bool clipped = result.low || result.high;
+    const double bound = result.low ? form.log_low : advantage > 0 ? form.log_high : form.log_dual;
+    const double scale = weight * advantage;
+    result.loss = -scale * std::exp(clipped ? bound : log_ratio);
+    result.coefficient = clipped ? 0.0 : -scale * result.ratio;
+    return result;
 }
 
-void clip(Sequence& sequence, double advantage, double weight, const ClippedSequenceRatio& form) {
-    const double log_s = sequence.log_ratio / sequence.length;
-    sequence.ratio = std::exp(log_s);
-    sequence.low = advantage < 0 && log_s < form.log_low;
-    sequence.high =
-        (advantage > 0 && log_s > form.log_high) || (advantage < 0 && log_s > form.log_dual);
-    if (advantage == 0 || weight == 0) return;
-    // Bounded before the exponential, by selection: nothing gives 0 * inf, and NaN stays NaN.
-    const bool clipped = sequence.low || sequence.high;
-    const double bound = sequence.low ? form.log_low : advantage > 0 ? form.log_high : form.log_dual;
-    const double scale = weight * advantage, enters = form.count_tokens ? sequence.length : 1.0;
-    sequence.loss = -scale * std::exp(clipped ? bound : log_s) * enters;
-    sequence.coefficient = clipped ? 0.0 : -scale * sequence.ratio * enters / sequence.length;
+struct Penalty {
+    double value, slope;
+};
+
+// evaluate.kl_penalty and its derivative.
+Penalty kl_penalty(double d, int64_t estimator) {
+    if (estimator == 1) return {d, 1.0};
+    if (estimator == 2) return {0.5 * d * d, d};
+    const double grown = std::expm1(-d);  // outgrows d, also where both are infinite
+    return {grown + std::max(d, std::numeric_limits<double>::lowest()), -grown};
 }
+
+// One number per sequence, or per token where it has two dimensions; 1 where there is none.
+class Factors {
+  public:
+    explicit Factors(const std::optional<Tensor>& tensor)
+        : values_(tensor), per_token_(tensor && tensor->dim() == 2) {}
+
+    double at(int64_t sequence, int64_t token) const {
+        return values_ ? values_[per_token_ ? token : sequence] : 1.0;
+    }
+
+  private:
+    Reals values_;
+    bool per_token_;
+};
 
 double share(double part, double whole) { return part / (whole > 0 ? whole : 1.0); }
 
-// In the order of types.METRICS.
+// In the order of types.METRICS, and the KL after them where it is wanted.
 template <class S>
-void reduce_batch(const std::vector<Sequence>& batch, double divisor, S* loss, S* metrics) {
-    double losses = 0, ratios = 0, least = kInfinity, most = -kInfinity, drift = 0;
+void reduce_batch(const std::vector<Sequence>& batch, double divisor, bool per_token, bool with_kl, S* loss,
+                  S* metrics) {
+    double losses = 0, ratios = 0, least = kInfinity, most = -kInfinity, drift = 0, kl = 0;
     double number = 0, tokens = 0, lows = 0, highs = 0, clipped_tokens = 0, actives = 0;
     for (const Sequence& sequence : batch) {
         if (sequence.count == 0) continue;
         ++number;
         tokens += sequence.count;
         losses += sequence.loss;
-        ratios += sequence.ratio;
-        least = std::min(least, sequence.ratio);
-        most = std::max(most, sequence.ratio);
+        ratios += sequence.ratios;
+        least = std::min(least, sequence.least);
+        most = std::max(most, sequence.most);
         drift -= sequence.log_ratio;
-        lows += sequence.low;
-        highs += sequence.high;
-        clipped_tokens += (sequence.low || sequence.high) ? sequence.count : 0;
-        actives += static_cast<S>(sequence.coefficient) != 0;
+        lows += sequence.lows;
+        highs += sequence.highs;
+        clipped_tokens += sequence.clipped_tokens;
+        actives += sequence.active;
+        kl += sequence.kl;
     }
     *loss = static_cast<S>(losses / divisor);
-    const double mean = share(ratios, number);
+    const double items = per_token ? tokens : number, mean = share(ratios, items);
     const bool undefined = std::isnan(mean), some = number > 0;
     metrics[0] = static_cast<S>(some ? mean : 1.0);
     metrics[1] = static_cast<S>(undefined ? mean : some ? least : 1.0);
     metrics[2] = static_cast<S>(undefined ? mean : some ? most : 1.0);
-    metrics[3] = static_cast<S>(share(lows, number));
-    metrics[4] = static_cast<S>(share(highs, number));
+    metrics[3] = static_cast<S>(share(lows, items));
+    metrics[4] = static_cast<S>(share(highs, items));
     metrics[5] = static_cast<S>(share(clipped_tokens, tokens));
     metrics[6] = static_cast<S>(share(drift, tokens));
     metrics[7] = static_cast<S>(share(actives, number));
+    if (with_kl) metrics[8] = static_cast<S>(share(kl, tokens));
 }
 
 }  // namespace
 
-void sequence_ratio_step(const Tensor& logprobs, const SequenceTokens& tokens,
-                         const ClippedSequenceRatio& form, const SequenceOutputs& outputs) {
+void ratio_step(const Tensor& logprobs, const SequenceTokens& tokens, const RatioClip& form,
+                const SequenceOutputs& outputs) {
     const auto work = [&](auto dtype) {
         using S = decltype(dtype);
-        const int64_t sequences = outputs.coefficients.numel(), count = logprobs.numel();
+        const int64_t count = logprobs.numel();
+        const int64_t sequences = tokens.offsets ? tokens.offsets->numel() - 1 : logprobs.size(0);
         const int64_t padded = count / std::max<int64_t>(1, sequences);
         const S* now = values<S>(logprobs);
-        const Reals old(tokens.old_logprobs), advantages(tokens.advantages), weights(tokens.weights);
-        const Reals lengths(tokens.lengths), normalizer(tokens.normalizer);
+        const Reals old(tokens.old_logprobs), lengths(tokens.lengths), normalizer(tokens.normalizer);
+        const Reals reference(tokens.ref_logprobs), beta(tokens.kl_beta);
+        const Factors advantages(tokens.advantages), weights(tokens.weights);
         const int64_t* offsets = values<int64_t>(tokens.offsets);
-        S* coefficient = mutable_values<S>(outputs.coefficients);
         const auto tokens_of = [&](int64_t i) {
             return offsets ? std::pair(offsets[i], offsets[i + 1]) : std::pair(i * padded, (i + 1) * padded);
+        };
+        const auto log_ratio_of = [&](int64_t token) {
+            return difference(now[token], old ? old[token] : now[token]);
         };
         std::vector<Sequence> batch(sequences);
         const int64_t grain = std::max<int64_t>(1, (1 << 15) * sequences / std::max<int64_t>(1, count));
         const auto for_each_sequence = [&](const auto& body) {
             torch::stable::parallel_for(0, sequences, grain, [&](int64_t first, int64_t last) {
-                for (int64_t i = first; i < last; ++i) body(i);
+                for (int64_t i = first; i < last; ++i) body(i, batch[i]);
             });
         };
-        for_each_sequence([&](int64_t i) {
+        for_each_sequence([&](int64_t i, Sequence& sequence) {
             const auto [begin, end] = tokens_of(i);
-            batch[i] = reduce_tokens(now, tokens.mask, old, begin, end);
-            if (batch[i].count) {
-                batch[i].length = lengths ? lengths[i] : batch[i].count;
-                clip(batch[i], advantages[i], weights ? weights[i] : 1.0, form);
+            for (int64_t token = begin; token < end; ++token) {
+                if (!tokens.mask[token]) continue;
+                ++sequence.count;
+                sequence.log_ratio += log_ratio_of(token);
             }
-            coefficient[i] = static_cast<S>(batch[i].coefficient);
+            if (sequence.count) sequence.length = lengths ? lengths[i] : sequence.count;
         });
         double total = form.divisor == 2 ? 1.0 : 0.0;
         if (normalizer) {
@@ -125,15 +169,52 @@ void sequence_ratio_step(const Tensor& logprobs, const SequenceTokens& tokens,
             }
         }
         total = (total == 0 ? 1.0 : total) * form.divisor_scale;
-        *mutable_values<S>(outputs.divisor) = static_cast<S>(total);
-        reduce_batch(batch, total, mutable_values<S>(outputs.loss), mutable_values<S>(outputs.metrics));
-        if (!outputs.grad_logprobs) return;
-        S* grad = mutable_values<S>(*outputs.grad_logprobs);
-        for_each_sequence([&](int64_t i) {
+        S* grad = outputs.grad_logprobs ? mutable_values<S>(*outputs.grad_logprobs) : nullptr;
+        S* coefficients = outputs.coefficients ? mutable_values<S>(*outputs.coefficients) : nullptr;
+        for_each_sequence([&](int64_t i, Sequence& sequence) {
             const auto [begin, end] = tokens_of(i);
-            const S each = coefficient[i] / static_cast<S>(total);
-            for (int64_t token = begin; token < end; ++token) grad[token] = tokens.mask[token] ? each : S(0);
+            // of a token's values in the sum that the divisor divides
+            const double each = form.count_tokens ? 1.0 : 1.0 / sequence.length;
+            double coefficient = 0;
+            if (sequence.count && !form.per_token) {
+                const Clipped clipped = clip(sequence.log_ratio / sequence.length, advantages.at(i, 0),
+                                             weights.at(i, 0), form);
+                sequence.add(clipped, sequence.count);
+                sequence.loss = clipped.loss * (form.count_tokens ? sequence.length : 1.0);
+                coefficient = clipped.coefficient * each;
+                sequence.active = coefficient != 0;
+            }
+            if (coefficients) coefficients[i] = static_cast<S>(coefficient);
+            if (!grad) return;
+            double losses = 0;
+            for (int64_t token = begin; token < end; ++token) {
+                grad[token] = 0;
+                if (!tokens.mask[token]) continue;
+                double slope = coefficient;
+                if (form.per_token) {
+                    const Clipped clipped =
+                        clip(log_ratio_of(token), advantages.at(i, token), weights.at(i, token), form);
+                    sequence.add(clipped, 1);
+                    losses += clipped.loss;
+                    slope = clipped.coefficient * each;
+                }
+                if (reference) {
+                    const Penalty kl =
+                        kl_penalty(difference(now[token], reference[token]), tokens.kl_estimator);
+                    sequence.kl += kl.value;
+                    if (beta) {
+                        losses += product(beta[token], kl.value);
+                        slope += product(beta[token], kl.slope) * each;
+                    }
+                }
+                sequence.active |= slope != 0;
+                grad[token] = static_cast<S>(slope / total);
+            }
+            sequence.loss += losses * each;
         });
+        if (outputs.divisor) *mutable_values<S>(*outputs.divisor) = static_cast<S>(total);
+        reduce_batch(batch, total, form.per_token, bool(reference), mutable_values<S>(outputs.loss),
+                     mutable_values<S>(outputs.metrics));
     };
     if (logprobs.scalar_type() == torch::headeronly::ScalarType::Double) {
         work(double{});

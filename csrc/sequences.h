@@ -1,5 +1,5 @@
-// From log-probs of sequences to a clipped sequence ratio's loss, coefficients and metrics;
-// `gspo_kernels.ops.backends.SequenceRatioBackend.sequence_ratio_step` says what they mean.
+// From log-probs of sequences to a clipped ratio's loss, gradient and metrics;
+// `gspo_kernels.ops.backends.RatioBackend.ratio_step` says what they mean.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -11,32 +11,38 @@ namespace gspo_kernels {
 
 using torch::stable::Tensor;
 
-struct ClippedSequenceRatio {
+struct RatioClip {
     double log_low, log_high, log_dual;
     bool count_tokens;
     int64_t divisor;  // what it counts: 0 sequences, 1 tokens, 2 is one
     double divisor_scale;
+    bool per_token;  // ratios and losses are those of tokens, not of sequences
 };
 
 // What is reduced besides log-probs; all contiguous, null means absent. Numbers are fp32 or fp64.
 struct SequenceTokens {
-    const bool* mask;                    // of tokens, which are [B, T] or [1, N]
-    std::optional<Tensor> old_logprobs;  // the same shape; absent: logprobs themselves
-    std::optional<Tensor> offsets;       // [B + 1] int64, of packed sequences
-    std::optional<Tensor> advantages;    // [B], never absent
-    std::optional<Tensor> weights;       // [B]
-    std::optional<Tensor> lengths;       // [B]
-    std::optional<Tensor> normalizer;    // 0-d
+    const bool* mask;                     // of tokens, which are [B, T] or [1, N]
+    std::optional<Tensor> old_logprobs;   // the same shape; absent: logprobs themselves
+    std::optional<Tensor> offsets;        // [B + 1] int64, of packed sequences
+    std::optional<Tensor> advantages;     // [B], or like logprobs where ratios are per token; never absent
+    std::optional<Tensor> weights;        // the same
+    std::optional<Tensor> lengths;        // [B]
+    std::optional<Tensor> normalizer;     // 0-d
+    std::optional<Tensor> ref_logprobs{}; // like logprobs; absent: neither penalty nor its metric
+    std::optional<Tensor> kl_beta{};      // the same shape; absent: only the metric
+    int64_t kl_estimator = 3;             // k1, k2 or k3
 };
 
 // All of the dtype of logprobs, which is fp32 or fp64.
 struct SequenceOutputs {
-    Tensor loss, coefficients, divisor, metrics;
-    std::optional<Tensor> grad_logprobs;  // like logprobs; absent: not wanted
+    Tensor loss, metrics;
+    // of sequences, for rows that are still to be multiplied; absent: not wanted
+    std::optional<Tensor> coefficients{}, divisor{};
+    std::optional<Tensor> grad_logprobs{};  // like logprobs; absent: not wanted
 };
 
-void sequence_ratio_step(const Tensor& logprobs, const SequenceTokens& tokens,
-                         const ClippedSequenceRatio& form, const SequenceOutputs& outputs);
+void ratio_step(const Tensor& logprobs, const SequenceTokens& tokens, const RatioClip& form,
+                const SequenceOutputs& outputs);
 
 // What a mask and the label that leaves rows out say together; all contiguous.
 struct LabelledMask {

@@ -20,7 +20,7 @@ from gspo_kernels.objectives import GSPO
 from gspo_kernels.objectives.base import Objective
 from gspo_kernels.ops.backends import resolve
 from gspo_kernels.ops.logprobs import KnownCoefficientsFunction, TokenLogprobsFunction
-from gspo_kernels.sequence_ratio import SequenceOperands, SequenceRatioFunction, sequence_form
+from gspo_kernels.sequence_ratio import RatioOperands, SequenceRatioFunction, sequence_form
 from gspo_kernels.step import carried_loss, loss_of, output_of, policy_step
 from gspo_kernels.terms import Terms, checked, merge_mask
 from gspo_kernels.types import LossOutput
@@ -199,7 +199,7 @@ def _fused_policy_loss(
     form = sequence_form(objective, terms, options.backend) if one_launch else None
     if form is not None:
         loss, logprobs, metrics = SequenceRatioFunction.apply(
-            rows, row_labels, inplace_backward, options, SequenceOperands.of(row_labels, terms), form
+            rows, row_labels, inplace_backward, options, RatioOperands.of(row_labels, terms), form
         )
         return output_of(loss, metrics, logprobs, None, terms, packed)
     logprobs, entropy = TokenLogprobsFunction.apply(rows, row_labels, with_entropy, inplace_backward, options)

@@ -1,4 +1,4 @@
-"""A clipped sequence ratio in one launch of the backend: what it takes, and the loss from logits.
+"""A clipped ratio in one launch of the backend: what it takes, and the loss of sequence ratios from logits.
 
 Which losses are of this form the objective says; kernels never hear of its name.
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 from gspo_kernels.aggregation import Aggregation
 from gspo_kernels.layout import layout_of
 from gspo_kernels.objectives.base import Objective
-from gspo_kernels.ops.backends import SequenceRatioBackend, load
+from gspo_kernels.ops.backends import RatioBackend, load
 from gspo_kernels.ops.library import operator
 from gspo_kernels.ops.logprobs import RowGradients, check_rows, gradient_of_logits, save_rows, saved_rows
 from gspo_kernels.ops.values import check_cu_seqlens, check_lengths, check_normalizer
@@ -21,7 +21,7 @@ from gspo_kernels.terms import Terms
 from gspo_kernels.torch_internals import constant_when_traced
 from gspo_kernels.types import (
     METRICS,
-    ClippedSequenceRatio,
+    RatioClip,
     RowOptions,
     RowStats,
     SequenceRatioStats,
@@ -35,30 +35,37 @@ def has_single_launch(backend: str) -> bool:
     return hasattr(load(backend), "sequence_ratio_forward")
 
 
-def sequence_form(objective: Objective, terms: Terms, backend: str) -> ClippedSequenceRatio | None:
+def ratio_form(objective: Objective, terms: Terms, backend: str) -> RatioClip | None:
     """The form in which ``backend`` can serve a step of the objective; None where a term goes beyond it."""
-    beyond = (terms.ref_logprobs, terms.token_weights, terms.kl_beta, terms.entropy_coef, terms.token_shares)
-    if any(term is not None for term in beyond) or not has_single_launch(backend):
+    beyond = (terms.token_weights, terms.entropy_coef, terms.token_shares)
+    weighted_kl = terms.kl_beta is not None and terms.kl_ratio_weighted
+    if weighted_kl or any(term is not None for term in beyond) or not has_single_launch(backend):
         return None
-    return objective.sequence_ratio_form()
+    return objective.ratio_form()
 
 
-class SequenceOperands(NamedTuple):
+def sequence_form(objective: Objective, terms: Terms, backend: str) -> RatioClip | None:
+    """The same for a whole loss from logits, whose ratios are per sequence and have no KL beside them."""
+    form = ratio_form(objective, terms, backend)
+    return form if form is not None and form.level == "sequence" and terms.ref_logprobs is None else None
+
+
+class RatioOperands(NamedTuple):
     """What the backend takes besides log-probs and mask, in its order."""
 
     old_logprobs: Tensor | None
     advantages: Tensor
-    sequence_weights: Tensor | None
+    weights: Tensor | None
     lengths: Tensor | None
     normalizer: Tensor | None
     cu_seqlens: Tensor | None
 
     @classmethod
-    def of(cls, tokens: Tensor, terms: Terms) -> SequenceOperands:
-        """From the terms of a call; ``tokens`` gives shape and device."""
+    def of(cls, tokens: Tensor, terms: Terms, level: str = "sequence") -> RatioOperands:
+        """From the terms of a call for ratios of a level; ``tokens`` gives shape and device."""
         weights, normalizer = terms.rollout_weights, terms.normalizer
         assert terms.advantages is not None
-        if weights is not None and weights.ndim == 2:
+        if level == "sequence" and weights is not None and weights.ndim == 2:
             layout, counted = terms.layout(tokens), terms.counted(tokens)
             counts = layout.sum(counted.to(torch.float64)).clamp(min=1)
             weights = layout.sum(torch.where(counted, weights.double(), 0.0)) / counts
@@ -75,17 +82,17 @@ def sequence_ratio(
     logits: Tensor,
     labels: Tensor,
     options: RowOptions,
-    operands: SequenceOperands,
-    form: ClippedSequenceRatio,
+    operands: RatioOperands,
+    form: RatioClip,
 ) -> SequenceRatioStats:
-    """From logits to loss; see ``ops.backends.SequenceRatioBackend``."""
+    """From logits to loss; see ``ops.backends.RatioBackend``."""
     check_rows(labels, logits.shape[-1], options)
     check_cu_seqlens(operands.cu_seqlens, labels)
     check_normalizer(operands.normalizer)
     if operands.lengths is not None:
         counted = (labels != options.ignore_index).to(torch.float64)
         check_lengths(operands.lengths, layout_of(labels, operands.cu_seqlens).sum(counted))
-    return cast(SequenceRatioBackend, load(options.backend)).sequence_ratio_forward(
+    return cast(RatioBackend, load(options.backend)).sequence_ratio_forward(
         logits,
         labels,
         form=form,
@@ -100,8 +107,8 @@ def _(
     logits: Tensor,
     labels: Tensor,
     options: RowOptions,
-    operands: SequenceOperands,
-    form: ClippedSequenceRatio,
+    operands: RatioOperands,
+    form: RatioClip,
 ) -> SequenceRatioStats:
     def new(*shape: int) -> Tensor:
         return logits.new_empty(shape, dtype=stats_dtype(logits.dtype))
@@ -122,8 +129,8 @@ class SequenceRatioFunction(torch.autograd.Function):
         labels: Tensor,
         inplace: bool,
         options: RowOptions,
-        operands: SequenceOperands,
-        form: ClippedSequenceRatio,
+        operands: RatioOperands,
+        form: RatioClip,
     ) -> tuple[Tensor, Tensor, Tensor]:
         stats = sequence_ratio(logits, labels, options, operands, form)
         layout = layout_of(labels, operands.cu_seqlens)

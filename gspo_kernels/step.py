@@ -1,7 +1,7 @@
 """A policy step by whatever does it soonest, as one opaque operator, and the loss that carries its gradient.
 
-Steps that are a clipped sequence ratio and nothing else take one launch of the backend; ``evaluate`` says the
-same of every objective, in a few hundred small operations.
+Steps that are a clipped ratio per sequence or per token, with a KL penalty or without, take one launch of the
+backend; ``evaluate`` says the same of every objective, in a few hundred small operations.
 """
 
 from __future__ import annotations
@@ -14,27 +14,30 @@ from torch import Tensor
 from gspo_kernels.evaluate import PolicyStep, evaluate, metric_names, token_mean
 from gspo_kernels.layout import from_rows
 from gspo_kernels.objectives.base import from_spec
-from gspo_kernels.ops.backends import SequenceRatioBackend, load
+from gspo_kernels.ops.backends import RatioBackend, load
 from gspo_kernels.ops.library import operator
-from gspo_kernels.sequence_ratio import SequenceOperands, sequence_form
+from gspo_kernels.sequence_ratio import RatioOperands, ratio_form
 from gspo_kernels.terms import Terms, check_values
-from gspo_kernels.types import LossOutput, stats_dtype
+from gspo_kernels.types import KLPenalty, LossOutput, stats_dtype
 
 
 def take_step(
     logprobs: Tensor, entropy: Tensor | None, terms: Terms, backend: str, want_metrics: bool = True
 ) -> PolicyStep:
     """``evaluate``, or one launch of the backend where it has one for the terms; only in operators."""
-    form = sequence_form(from_spec(terms.objective), terms, backend)
+    form = ratio_form(from_spec(terms.objective), terms, backend)
     if form is None:
         return evaluate(logprobs, entropy, terms, want_metrics)
     present = counted = terms.counted(logprobs)
     if terms.skipped is not None:
         present = counted & ~terms.layout(logprobs).expand(terms.skipped)
     logprobs = logprobs.to(stats_dtype(logprobs.dtype)).contiguous()
-    operands = SequenceOperands.of(logprobs, terms)
-    step = cast(SequenceRatioBackend, load(backend)).sequence_ratio_step(
-        logprobs, present, form=form, **operands._asdict()
+    operands = RatioOperands.of(logprobs, terms, form.level)
+    kl = None
+    if terms.ref_logprobs is not None:
+        kl = KLPenalty(terms.ref_logprobs, terms.kl_beta, terms.kl_estimator)
+    step = cast(RatioBackend, load(backend)).ratio_step(
+        logprobs, present, form=form, **operands._asdict(), kl=kl
     )
     metrics = step.metrics
     if entropy is not None and want_metrics:

@@ -131,20 +131,23 @@ class RowOptions(NamedTuple):
         return LogitTransform(self.logit_scale, self.softcap, self.temperature, self.row_temperature)
 
 
-class ClippedSequenceRatio(NamedTuple):
-    """A form that a fused forward can serve: PPO's clip on one length-normalised ratio per sequence.
+class RatioClip(NamedTuple):
+    """A form that fused forwards and steps can serve: PPO's clip on importance ratios.
 
-    ``log s = sum_t (logp_t - old_t) / L;  loss_i = -w_i min(s A, clip(s, low, high) A)``, for A < 0 bounded
-    above by ``-w_i dual A``. The bounds are log-ratios, because clip decisions are taken on log s.
+    ``loss = -w min(r A, clip(r, low, high) A)``, for A < 0 bounded above by ``-w dual A``, of each sequence
+    with ``log r = sum_t (logp_t - old_t) / L``, or of each token with ``log r = logp - old``. The bounds are
+    log-ratios, because clip decisions are taken on log r.
 
     Attributes:
         log_low: log of the lower clip bound, <= 0.
         log_high: log of the upper clip bound, >= 0.
         log_dual: log of the dual clip's bound, above ``log_high``; +inf means none.
-        count_tokens: a sequence's loss enters L times ("token_mean" and its kin) instead of once.
+        count_tokens: a sequence's loss enters L times, and a token's once ("token_mean" and its kin), instead
+            of once and 1 / L times.
         divisor: what the outer divisor counts where no normalizer is given: "sequences" with a counted token,
             "tokens" (the sum of L over them) or "one".
         divisor_scale: constant factor on that divisor, or on the normalizer.
+        level: whose ratio and loss it is, "sequence" or "token".
     """
 
     log_low: float
@@ -153,34 +156,49 @@ class ClippedSequenceRatio(NamedTuple):
     count_tokens: bool
     divisor: str
     divisor_scale: float
+    level: str = "sequence"
 
 
-class SequenceRatioStep(NamedTuple):
-    """A clipped sequence ratio's loss and what follows from it, in the statistics' dtype.
+class KLPenalty(NamedTuple):
+    """A KL penalty to a reference beside a clipped ratio; each token's enters like a token's loss.
+
+    Attributes:
+        ref_logprobs: like the log-probs, any strides and float dtype.
+        beta: its weight, broadcast to the shape of the log-probs; None: only the metric is wanted.
+        estimator: "k1", "k2" or "k3".
+    """
+
+    ref_logprobs: Tensor
+    beta: Tensor | None
+    estimator: str
+
+
+class RatioStep(NamedTuple):
+    """A clipped ratio's loss and what follows from it, in the statistics' dtype.
 
     Attributes:
         loss: 0-d.
-        coefficients: [B], dLoss/dlogprobs of each counted token of a sequence times the divisor; exactly 0.0
-            for clipped and empty sequences and for those with zero advantage or weight.
-        divisor: 0-d, what the coefficients are still to be divided by (already times ``divisor_scale``).
-        metrics: [len(METRICS)], in the order of ``METRICS``.
-        grad_logprobs: like the log-probs: coefficients over the divisor where tokens count, 0.0 elsewhere.
+        metrics: [len(METRICS)], in the order of ``METRICS``, and after them "kl/ref" where there is a
+            ``KLPenalty``.
+        grad_logprobs: like the log-probs: dLoss/dlogprobs, 0.0 where tokens don't count; exactly 0.0 without
+            a penalty where the ratio is clipped, or advantage or weight are zero.
     """
 
     loss: Tensor
-    coefficients: Tensor
-    divisor: Tensor
     metrics: Tensor
     grad_logprobs: Tensor
 
 
 class SequenceRatioStats(NamedTuple):
-    """What the fused sequence-ratio forward returns: the step's scalars, and statistics of the rows.
+    """What the fused sequence-ratio forward returns: a step's scalars, and statistics of the rows.
 
     Attributes:
-        loss, coefficients, divisor, metrics: as in ``SequenceRatioStep``.
+        loss, metrics: as in ``RatioStep``.
         logprobs: [B, T] (or [1, N]); zeros where ignored.
         lse: the same shape, fp64.
+        coefficients: [B], dLoss/dlogprobs of each counted token of a sequence times the divisor; exactly 0.0
+            for clipped and empty sequences and for those with zero advantage or weight.
+        divisor: 0-d, what the coefficients are still to be divided by (already times ``divisor_scale``).
     """
 
     loss: Tensor

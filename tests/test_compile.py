@@ -9,9 +9,9 @@ from gspo_kernels.linear.gradients import Needs
 from gspo_kernels.linear.loss import Settings
 from gspo_kernels.ops.library import flat, nobody_listens, tensors_in
 from gspo_kernels.ops.logprobs import RowGradients, logprobs_forward
-from gspo_kernels.sequence_ratio import SequenceOperands
+from gspo_kernels.sequence_ratio import RatioOperands
 from gspo_kernels.terms import Terms
-from gspo_kernels.types import ClippedSequenceRatio, RowOptions, RowStats
+from gspo_kernels.types import RatioClip, RowOptions, RowStats
 from tests.cases import KIND, LAYOUTS, call, generator, make_case, offsets
 
 ENTRIES = (
@@ -304,7 +304,7 @@ def operator_inputs():
         old_logprobs=packed_rows[2], loss_mask=packed_rows[1] != -100, cu_seqlens=offsets_,
         rollout_weights=advantages.abs(), normalizer=number,
     )  # fmt: skip
-    form = ClippedSequenceRatio(-0.2, 0.2, float("inf"), False, "sequences", 1.0)
+    form = RatioClip(-0.2, 0.2, float("inf"), False, "sequences", 1.0)
     everything = Needs(True, True, True)
 
     def trained(options):
@@ -363,8 +363,8 @@ def operator_inputs():
             for cut, schedule in ((fit, "aligned"), (chunks, "auto"))
         ],
         "sequence_ratio": [
-            (logits, labels, in_triton, SequenceOperands.of(labels, sequence), form),
-            (*packed_rows[:2], in_triton, SequenceOperands.of(packed_rows[1], packed), form),
+            (logits, labels, in_triton, RatioOperands.of(labels, sequence), form),
+            (*packed_rows[:2], in_triton, RatioOperands.of(packed_rows[1], packed), form),
         ],
     }
 

@@ -1,4 +1,7 @@
-"""Steps that are a clipped sequence ratio take one launch, and say what the evaluation of all others says."""
+"""Steps that are a clipped ratio take one launch, and say what the evaluation of all others says."""
+
+import itertools
+import math
 
 import pytest
 import torch
@@ -15,6 +18,15 @@ STEP = {
     "tokens": gk.GSPO(aggregation="token_mean"),
     "luspo": gk.LUSPO(),
 }
+# bounds among ratios of 1 +- 1e-3
+CLIP = {"clip_low": 8e-4, "clip_high": 6e-4}
+TOKEN_STEP = {
+    "grpo": gk.GRPO(**CLIP),
+    "dual grpo": gk.GRPO(**CLIP, dual_clip=1.001),
+    "dapo": gk.DAPO(**CLIP),
+    "dr_grpo": gk.DrGRPO(**CLIP, aggregation_constant=7.0),
+    "sum": gk.GRPO(**CLIP, aggregation="sum"),
+}
 HOLES = torch.tensor([[1.0] * 5 + [0.0] * 4, [0.0] * 9, [1.0] * 9, [0.0, 1.0] * 4 + [1.0]])
 TERMS = {
     "plain": {},
@@ -24,6 +36,22 @@ TERMS = {
     "token weights of the rollout": {"rollout_weights": torch.linspace(0.5, 1.5, B * T).view(B, T)},
     "lengths and normalizer": {"lengths": torch.tensor([3.0, 9.0, 20.0, 1.0]), "normalizer": 7.0},
 }
+REFERENCE = {"ref_logprobs": torch.linspace(-2.5, -1.5, B * T).view(B, T), "loss_mask": HOLES}
+BETAS = torch.tensor([[0.1], [0.0], [0.3], [0.2]], dtype=torch.float64)
+KL_TERMS = {
+    "reference's metric": REFERENCE,
+    "k1": REFERENCE | {"kl_beta": 0.1, "kl_estimator": "k1"},
+    "k2": REFERENCE | {"kl_beta": 0.1, "kl_estimator": "k2", "lengths": torch.tensor([3.0, 9.0, 20.0, 1.0])},
+    "k3, entropy": REFERENCE | {"kl_beta": BETAS.expand(B, T), "entropy": -REFERENCE["ref_logprobs"]},
+    "k3, on-policy": REFERENCE | {"kl_beta": 0.1, "old_logprobs": None, "normalizer": 7.0},
+}
+TOKEN_TERMS = {
+    "advantages of tokens": {"advantages": torch.linspace(-1.0, 1.0, B * T).view(B, T), "loss_mask": HOLES},
+    "zero advantages": {"advantages": torch.tensor([0.0, 1.0, -0.4, 0.0])},
+}
+CASES = [(objective, terms) for objective in STEP for terms in TERMS]
+CASES += [(objective, terms) for objective in TOKEN_STEP for terms in TERMS | TOKEN_TERMS]
+CASES += [(objective, terms) for objective in ("tokens", "dual", "dual grpo", "dapo") for terms in KL_TERMS]
 
 
 @pytest.fixture(params=["cpp", "triton"])
@@ -63,18 +91,21 @@ def outcome(terms, objective, device="cpu", *, packed=False, dtype=torch.float32
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
-@pytest.mark.parametrize("terms", TERMS)
-@pytest.mark.parametrize("objective", STEP)
+@pytest.mark.parametrize(("objective", "terms"), CASES)
 def test_one_launch_equals_the_evaluation(monkeypatch, launching, objective, terms, packed, dtype):
-    arguments, options = (TERMS[terms], STEP[objective], launching), {"packed": packed, "dtype": dtype}
+    arguments = ((TERMS | TOKEN_TERMS | KL_TERMS)[terms], (STEP | TOKEN_STEP)[objective], launching)
+    options = {"packed": packed, "dtype": dtype}
     with monkeypatch.context() as context:
         context.setattr(step, "evaluate", None)  # not even called
         got, grad = outcome(*arguments, **options, scale=3.0)
-    monkeypatch.setattr(step, "sequence_form", lambda *_: None)
+    monkeypatch.setattr(step, "ratio_form", lambda *_: None)
     want, want_grad = outcome(*arguments, **options, scale=3.0)
     tolerance = {"rtol": 1e-12, "atol": 0} if dtype == torch.float64 else {"rtol": 1e-6, "atol": 1e-9}
     assert want_grad.count_nonzero() > 0 and got.metrics.keys() == want.metrics.keys()
-    assert ("entropy" in got.metrics) == (terms == "entropy")
+    assert ("entropy" in got.metrics) == ("entropy" in terms)
+    assert ("kl/ref" in got.metrics) == (terms in KL_TERMS)
+    if objective in TOKEN_STEP and terms in TERMS and terms != "on-policy":
+        assert got.metrics["clip_fraction/tokens"] > 0
     for name, value in want.metrics.items():
         torch.testing.assert_close(got.metrics[name], value, **tolerance)
     torch.testing.assert_close(got.loss, want.loss, **tolerance)
@@ -84,17 +115,78 @@ def test_one_launch_equals_the_evaluation(monkeypatch, launching, objective, ter
 
 
 BEYOND = {
-    "kl": {"ref_logprobs": torch.zeros(B, T) - 2.0, "kl_beta": 0.1},
-    "a reference's metric": {"ref_logprobs": torch.zeros(B, T) - 2.0},
+    "kl": {"ref_logprobs": torch.zeros(B, T) - 2.0, "kl_beta": 0.1, "kl_ratio_weighted": True},
     "entropy bonus": {"entropy": torch.ones(B, T), "entropy_coef": 0.1},
     "token weights": {"token_weights": torch.ones(B, T)},
 }
 
 
+@pytest.mark.parametrize("objective", [gk.GSPO(), gk.GRPO()])
 @pytest.mark.parametrize("terms", BEYOND)
-def test_terms_beyond_it_are_evaluated(monkeypatch, terms):
+def test_terms_beyond_it_are_evaluated(monkeypatch, terms, objective):
+    assert evaluations(monkeypatch, BEYOND[terms], objective) == 1
+
+
+class Halved(gk.GRPO):
+    """Another loss with the same options."""
+
+    def evaluate(self, batch):
+        result = super().evaluate(batch)
+        return result._replace(loss=result.loss / 2)
+
+
+@pytest.mark.parametrize("objective", [gk.GSPOToken(), Halved(), gk.CISPO()])
+def test_objectives_beyond_it_are_evaluated(monkeypatch, objective):
+    assert evaluations(monkeypatch, {}, objective) == 1
+
+
+def evaluations(monkeypatch, terms, objective):
     called = []
     evaluate = step.evaluate
     monkeypatch.setattr(step, "evaluate", lambda *args: called.append(1) or evaluate(*args))
-    outcome(BEYOND[terms], gk.GSPO())
-    assert called == [1]
+    outcome(terms, objective)
+    return len(called)
+
+
+INFINITE = torch.tensor(list(itertools.product(*((x, -math.inf, math.nan) for x in (-1.0, -1.1, -1.3)))))
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("advantage", [2.0, -2.0, 0.0])
+@pytest.mark.parametrize(
+    "objective", [gk.GRPO(), gk.GRPO(dual_clip=3.0), gk.GSPO(clip_low=0.2, clip_high=0.2)]
+)
+def test_infinities_are_those_of_the_evaluation(monkeypatch, launching, objective, advantage, estimator):
+    """Each combination of finite, banned and undefined log-probs is a token, beside a finite one."""
+    new, old, reference = (column.to(launching).unsqueeze(1) for column in INFINITE.unbind(1))
+    beside = torch.full_like(new, -1.5)
+
+    def results():
+        found = []
+        for i in range(len(new)):
+            leaf = torch.cat([new[i], beside[i]]).unsqueeze(0).requires_grad_()
+            before, ref = (torch.cat([one[i], beside[i]]).unsqueeze(0) for one in (old, reference))
+            advantages = torch.tensor([advantage], device=launching)
+            for beta in (0.0, 0.5) if estimator == "k1" else (0.5,):
+                kl = {"ref_logprobs": ref, "kl_beta": beta, "kl_estimator": estimator}
+                out = gk.policy_loss(leaf, before, advantages, objective=objective, **kl)
+                (grad,) = torch.autograd.grad(out.loss, leaf)
+                found += [out.loss.detach(), *out.metrics.values(), *grad.flatten()]
+        return torch.stack(found)
+
+    got = results()
+    monkeypatch.setattr(step, "ratio_form", lambda *_: None)
+    torch.testing.assert_close(got, results(), rtol=1e-6, atol=1e-7, equal_nan=True)
+
+
+def test_small_differences_to_the_reference_keep_their_digits(launching):
+    """exp(-d) - 1 would cancel: its gradient is d for small d."""
+    d = torch.tensor([[1e-3, -1e-6, 1e-9, -1e-12, 0.3, -0.49, 0.51, 40.0]], dtype=torch.float64).to(launching)
+    logprobs = (d - 45).requires_grad_()
+    reference = logprobs.detach() - d
+    d = logprobs.detach() - reference
+    terms = {"ref_logprobs": reference, "kl_beta": 1.0, "normalizer": 1.0}
+    zero = torch.zeros(1, device=launching)
+    objective = gk.GRPO(aggregation="sum")
+    gk.policy_loss(logprobs, None, zero, **terms, objective=objective).loss.backward()
+    torch.testing.assert_close(logprobs.grad, -torch.expm1(-d), rtol=2e-15, atol=0)

@@ -1,4 +1,4 @@
-"""The C++ CPU backend: ``ops.backends.SequenceRatioBackend`` over ``gspo_kernels._C``, built from csrc/."""
+"""The C++ CPU backend: ``ops.backends.RatioBackend`` over ``gspo_kernels._C``, built from csrc/."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from torch import Tensor
 
 from gspo_kernels.types import (
     METRICS,
-    ClippedSequenceRatio,
+    KLPenalty,
     LogitTransform,
+    RatioClip,
+    RatioStep,
     RowStats,
     SequenceRatioStats,
-    SequenceRatioStep,
     stats_dtype,
 )
 
@@ -123,26 +124,30 @@ def logprobs_and_rows(
     return stats, factors
 
 
-def sequence_ratio_step(
+def ratio_step(
     logprobs: Tensor,
     mask: Tensor,
     old_logprobs: Tensor | None,
     advantages: Tensor,
-    form: ClippedSequenceRatio,
+    form: RatioClip,
     *,
-    sequence_weights: Tensor | None,
+    weights: Tensor | None,
     lengths: Tensor | None,
     normalizer: Tensor | None,
     cu_seqlens: Tensor | None,
-) -> SequenceRatioStep:
-    """See ``ops.backends.SequenceRatioBackend.sequence_ratio_step``."""
-    step = SequenceRatioStep(*_empty_outcome(logprobs, advantages), torch.empty_like(logprobs))
-    _operators().sequence_ratio_step(
+    kl: KLPenalty | None = None,
+) -> RatioStep:
+    """See ``ops.backends.RatioBackend.ratio_step``."""
+    new = logprobs.new_empty
+    step = RatioStep(new(()), new(len(METRICS) + (kl is not None)), torch.empty_like(logprobs))
+    beta = None if kl is None or kl.beta is None else kl.beta.to(torch.float64).expand(logprobs.shape)
+    _operators().ratio_step(
         logprobs.detach().contiguous(),
         mask.contiguous(),
-        *_sequence_arguments(
-            old_logprobs, cu_seqlens, advantages, sequence_weights, lengths, normalizer, form
-        ),
+        *_sequence_arguments(old_logprobs, cu_seqlens, advantages, weights, lengths, normalizer, form),
+        None if kl is None else _numbers(kl.ref_logprobs),
+        _numbers(beta),
+        0 if kl is None else int(kl.estimator[1:]),
         *step,
     )
     return step
@@ -153,23 +158,22 @@ def sequence_ratio_forward(
     labels: Tensor,
     old_logprobs: Tensor,
     advantages: Tensor,
-    form: ClippedSequenceRatio,
+    form: RatioClip,
     transform: LogitTransform,
     *,
     ignore_index: int,
-    sequence_weights: Tensor | None,
+    weights: Tensor | None,
     lengths: Tensor | None,
     normalizer: Tensor | None,
     cu_seqlens: Tensor | None,
 ) -> SequenceRatioStats:
-    """See ``ops.backends.SequenceRatioBackend.sequence_ratio_forward``."""
+    """See ``ops.backends.RatioBackend.sequence_ratio_forward``."""
     rows = _empty_stats(logits, entropy=False)
-    loss, *others = _empty_outcome(rows.logprobs, advantages)
+    new = rows.logprobs.new_empty
+    loss, *others = new(()), new(advantages.shape), new(()), new(len(METRICS))
     _operators().sequence_ratio_forward(
         *_row_arguments(logits, labels, transform, ignore_index),
-        *_sequence_arguments(
-            old_logprobs, cu_seqlens, advantages, sequence_weights, lengths, normalizer, form
-        ),
+        *_sequence_arguments(old_logprobs, cu_seqlens, advantages, weights, lengths, normalizer, form),
         rows.logprobs,
         rows.lse,
         loss,
@@ -221,12 +225,6 @@ def _vector(values: Tensor | None, logits: Tensor) -> Tensor | None:
     return None if values is None else values.detach().to(stats_dtype(logits.dtype)).contiguous()
 
 
-def _empty_outcome(logprobs: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Loss, coefficients, divisor and metrics."""
-    new = logprobs.new_empty
-    return new(()), new(advantages.shape), new(()), new(len(METRICS))
-
-
 def _numbers(values: Tensor | None) -> Tensor | None:
     """Contiguous, and fp32 or fp64."""
     if values is None:
@@ -239,21 +237,22 @@ def _sequence_arguments(
     old_logprobs: Tensor | None,
     cu_seqlens: Tensor | None,
     advantages: Tensor,
-    sequence_weights: Tensor | None,
+    weights: Tensor | None,
     lengths: Tensor | None,
     normalizer: Tensor | None,
-    form: ClippedSequenceRatio,
+    form: RatioClip,
 ) -> tuple[Any, ...]:
     return (
         _numbers(old_logprobs),
         None if cu_seqlens is None else cu_seqlens.to(torch.int64).contiguous(),
         _numbers(advantages),
-        _numbers(sequence_weights),
+        _numbers(weights),
         _numbers(lengths),
         _numbers(normalizer),
         *form[:4],
         _DIVISORS.index(form.divisor),
         form.divisor_scale,
+        form.level == "token",
     )
 
 

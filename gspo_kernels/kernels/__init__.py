@@ -1,4 +1,4 @@
-"""The Triton backend: ``ops.backends.SequenceRatioBackend`` as a module, for NVIDIA and AMD GPUs.
+"""The Triton backend: ``ops.backends.RatioBackend`` as a module, for NVIDIA and AMD GPUs.
 
 Kernels know rows, addresses and segments of rows; of reinforcement learning only the form they are handed.
 """
@@ -12,7 +12,8 @@ from gspo_kernels.kernels.launch import INTERPRETED
 from gspo_kernels.kernels.logprobs import logprobs_forward
 from gspo_kernels.kernels.scale import scale_
 from gspo_kernels.kernels.scoring import linear_logprobs_forward, linear_logprobs_unavailable
-from gspo_kernels.kernels.sequence_ratio import sequence_ratio_forward, sequence_ratio_step
+from gspo_kernels.kernels.sequence_ratio import sequence_ratio_forward
+from gspo_kernels.kernels.steps import ratio_step
 
 __all__ = [
     "linear_logprobs_forward",
@@ -20,9 +21,9 @@ __all__ = [
     "logprobs_and_grad",
     "logprobs_backward",
     "logprobs_forward",
+    "ratio_step",
     "scale_",
     "sequence_ratio_forward",
-    "sequence_ratio_step",
     "unavailable",
 ]
 

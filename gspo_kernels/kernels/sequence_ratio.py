@@ -1,12 +1,10 @@
-"""A clipped sequence ratio in one launch: ratios, clip decisions, loss and metrics, from logits or from
-log-probs.
+"""A clipped sequence ratio in one launch from the logits: ratios, clip decisions, loss and metrics.
 
-From logits there are N + B programs. Program n < N folds one row and arrives at its sequence's counter;
-program N + i only arrives, for sequence i, so that (rows of i) + 1 arrivals complete a sequence, an empty one
-too. Whoever completes a sequence reduces its log-ratios; whoever completes the last sequence reduces the loss
-and the metrics. From log-probs there is one program per sequence, whose rows are complete beforehand. Nobody
-waits for anybody, and every reduction runs over memory in a fixed order, so the order of programs leaves no
-trace in the result.
+There are N + B programs. Program n < N folds one row and arrives at its sequence's counter; program N + i
+only arrives, for sequence i, so that (rows of i) + 1 arrivals complete a sequence, an empty one too. Whoever
+completes a sequence reduces its log-ratios; whoever completes the last sequence reduces the loss and the
+metrics. Nobody waits for anybody, and every reduction runs over memory in a fixed order, so the order of
+programs leaves no trace in the result.
 """
 
 # ruff: noqa: SIM108 - in Triton, branches choose code.
@@ -19,7 +17,6 @@ from torch import Tensor
 from gspo_kernels.kernels.launch import (
     FOLD,
     RowArguments,
-    Tile,
     launch,
     row_kernel,
 )
@@ -27,18 +24,20 @@ from gspo_kernels.kernels.rows import element, fold_row, joined, open_row, row_p
 from gspo_kernels.kernels.sequences import (
     SCRATCH_ROWS,
     arrive,
+    clip_sequence,
+    length_of,
     reduce_batch,
-    reduce_sequence,
     rows_of,
     sequence_of,
+    store_sequence,
+    sum_sequence,
+    without_sequences,
 )
-from gspo_kernels.layout import layout_of
 from gspo_kernels.types import (
     METRICS,
-    ClippedSequenceRatio,
     LogitTransform,
+    RatioClip,
     SequenceRatioStats,
-    SequenceRatioStep,
     stats_dtype,
 )
 
@@ -46,7 +45,6 @@ from gspo_kernels.types import (
 # a row, and leave room for fewer programs.
 _TOKENS_PER_THREAD = 4
 _SEQUENCES_PER_THREAD = 1
-_STEP = Tile(1024, 8)
 
 
 @row_kernel
@@ -156,7 +154,7 @@ def sequence_ratio_kernel(
 
     first, last = rows_of(sequence, cu_seqlens_ptr, N, T)
     if arrive(counters_ptr + sequence) == last - first:
-        reduce_sequence(
+        count, log_ratio = sum_sequence(
             sequence,
             first,
             last,
@@ -164,27 +162,45 @@ def sequence_ratio_kernel(
             labels_ptr,
             old_ptr,
             logprobs_ptr,
-            advantages_ptr,
-            weights_ptr,
-            lengths_ptr,
-            coefficients_ptr,
-            scratch_ptr,
-            sequences,
             ignore_index,
-            tl.full([], log_low, STATS),
-            tl.full([], log_high, STATS),
-            tl.full([], log_dual, STATS),
             labels_stride_b,
             labels_stride_t,
             old_stride_b,
             old_stride_t,
-            advantages_stride,
-            weights_stride,
-            lengths_stride,
             cu_seqlens_ptr is not None,
-            COUNT_TOKENS,
             STATS,
             TOKENS_PER_BLOCK,
+        )
+        length = length_of(sequence, count, lengths_ptr, lengths_stride)
+        ratio, loss, coefficient, low, high = clip_sequence(
+            sequence,
+            count,
+            log_ratio,
+            length,
+            advantages_ptr,
+            weights_ptr,
+            tl.full([], log_low, STATS),
+            tl.full([], log_high, STATS),
+            tl.full([], log_dual, STATS),
+            advantages_stride,
+            weights_stride,
+            COUNT_TOKENS,
+            STATS,
+        )
+        coefficient = coefficient.to(STATS)
+        tl.store(coefficients_ptr + sequence, coefficient)
+        store_sequence(
+            scratch_ptr,
+            sequence,
+            sequences,
+            count,
+            log_ratio,
+            length,
+            ratio,
+            loss,
+            low,
+            high,
+            coefficient != 0,
         )
         if arrive(counters_ptr + sequences) == sequences - 1:
             reduce_batch(
@@ -196,163 +212,11 @@ def sequence_ratio_kernel(
                 divisor_ptr,
                 metrics_ptr,
                 DIVISOR,
+                False,
+                False,
                 STATS,
                 SEQUENCES_PER_BLOCK,
             )
-
-
-@row_kernel
-def sequence_step_kernel(
-    logprobs_ptr,
-    mask_ptr,
-    old_ptr,
-    advantages_ptr,
-    weights_ptr,
-    lengths_ptr,
-    normalizer_ptr,
-    cu_seqlens_ptr,
-    coefficients_ptr,
-    loss_ptr,
-    divisor_ptr,
-    metrics_ptr,
-    scratch_ptr,
-    counter_ptr,
-    N: tl.int32,
-    T: tl.int32,
-    sequences: tl.int32,
-    log_low: tl.float64,
-    log_high: tl.float64,
-    log_dual: tl.float64,
-    divisor_scale: tl.float64,
-    mask_stride_b: tl.int64,
-    mask_stride_t: tl.int64,
-    old_stride_b: tl.int64,
-    old_stride_t: tl.int64,
-    advantages_stride: tl.int64,
-    weights_stride: tl.int64,
-    lengths_stride: tl.int64,
-    COUNT_TOKENS: tl.constexpr,
-    DIVISOR: tl.constexpr,
-    TOKENS_PER_BLOCK: tl.constexpr,
-    SEQUENCES_PER_BLOCK: tl.constexpr,
-):
-    """One sequence whose log-probs are given, computed in fp64; the module's docstring says how."""
-    sequence = tl.program_id(0)
-    first, last = rows_of(sequence, cu_seqlens_ptr, N, T)
-    reduce_sequence(
-        sequence,
-        first,
-        last,
-        T,
-        mask_ptr,
-        old_ptr,
-        logprobs_ptr,
-        advantages_ptr,
-        weights_ptr,
-        lengths_ptr,
-        coefficients_ptr,
-        scratch_ptr,
-        sequences,
-        0,
-        tl.full([], log_low, tl.float64),
-        tl.full([], log_high, tl.float64),
-        tl.full([], log_dual, tl.float64),
-        mask_stride_b,
-        mask_stride_t,
-        old_stride_b,
-        old_stride_t,
-        advantages_stride,
-        weights_stride,
-        lengths_stride,
-        cu_seqlens_ptr is not None,
-        COUNT_TOKENS,
-        tl.float64,
-        TOKENS_PER_BLOCK,
-    )
-    if arrive(counter_ptr) == sequences - 1:
-        reduce_batch(
-            scratch_ptr,
-            sequences,
-            normalizer_ptr,
-            tl.full([], divisor_scale, tl.float64),
-            loss_ptr,
-            divisor_ptr,
-            metrics_ptr,
-            DIVISOR,
-            tl.float64,
-            SEQUENCES_PER_BLOCK,
-        )
-
-
-def _without_sequences(
-    form: ClippedSequenceRatio, normalizer: Tensor | None, loss: Tensor, divisor: Tensor, metrics: Tensor
-) -> None:
-    """Fill in the outcome of an empty batch."""
-    loss.zero_()
-    divisor.fill_(form.divisor_scale)
-    if normalizer is not None:
-        divisor.mul_(torch.where(normalizer == 0, 1.0, normalizer))
-    metrics.zero_()[:3] = 1.0
-
-
-def sequence_ratio_step(
-    logprobs: Tensor,
-    mask: Tensor,
-    old_logprobs: Tensor | None,
-    advantages: Tensor,
-    form: ClippedSequenceRatio,
-    *,
-    sequence_weights: Tensor | None,
-    lengths: Tensor | None,
-    normalizer: Tensor | None,
-    cu_seqlens: Tensor | None,
-) -> SequenceRatioStep:
-    """See ``ops.backends.SequenceRatioBackend.sequence_ratio_step``."""
-    B, T = logprobs.shape
-    sequences, new = advantages.shape[0], logprobs.new_empty
-    step = SequenceRatioStep(new(()), new(sequences), new(()), new(len(METRICS)), torch.empty_like(logprobs))
-    if sequences == 0:
-        _without_sequences(form, normalizer, step.loss, step.divisor, step.metrics)
-        return step
-    old = logprobs if old_logprobs is None else old_logprobs
-    launch(
-        sequence_step_kernel,
-        sequences,
-        logprobs.device,
-        _STEP,
-        logprobs,
-        mask.view(torch.int8),
-        old,
-        advantages,
-        sequence_weights,
-        lengths,
-        normalizer,
-        None if cu_seqlens is None else cu_seqlens.to(torch.int32).contiguous(),
-        step.coefficients,
-        step.loss,
-        step.divisor,
-        step.metrics,
-        torch.empty(SCRATCH_ROWS * sequences, dtype=torch.float64, device=logprobs.device),
-        torch.zeros(1, dtype=torch.int32, device=logprobs.device),
-        B * T,
-        T,
-        sequences,
-        form.log_low,
-        form.log_high,
-        form.log_dual,
-        form.divisor_scale,
-        *mask.stride(),
-        *old.stride(),
-        advantages.stride(0),
-        0 if sequence_weights is None else sequence_weights.stride(0),
-        0 if lengths is None else lengths.stride(0),
-        COUNT_TOKENS=form.count_tokens,
-        DIVISOR=form.divisor,
-        TOKENS_PER_BLOCK=32 * _STEP.warps * _TOKENS_PER_THREAD,
-        SEQUENCES_PER_BLOCK=32 * _STEP.warps * _SEQUENCES_PER_THREAD,
-    )
-    each = layout_of(logprobs, cu_seqlens).expand(step.coefficients / step.divisor)
-    return step._replace(grad_logprobs=torch.where(mask, each, 0.0))
 
 
 def sequence_ratio_forward(
@@ -360,16 +224,16 @@ def sequence_ratio_forward(
     labels: Tensor,
     old_logprobs: Tensor,
     advantages: Tensor,
-    form: ClippedSequenceRatio,
+    form: RatioClip,
     transform: LogitTransform,
     *,
     ignore_index: int,
-    sequence_weights: Tensor | None,
+    weights: Tensor | None,
     lengths: Tensor | None,
     normalizer: Tensor | None,
     cu_seqlens: Tensor | None,
 ) -> SequenceRatioStats:
-    """See ``ops.backends.SequenceRatioBackend.sequence_ratio_forward``."""
+    """See ``ops.backends.RatioBackend.sequence_ratio_forward``."""
     B, T, V = logits.shape
     sequences = advantages.shape[0]
     logprobs = torch.empty(B, T, dtype=stats_dtype(logits.dtype), device=logits.device)
@@ -382,7 +246,7 @@ def sequence_ratio_forward(
         metrics=logprobs.new_empty(len(METRICS)),
     )
     if sequences == 0:
-        _without_sequences(form, normalizer, stats.loss, stats.divisor, stats.metrics)
+        without_sequences(form, normalizer, stats.loss, stats.divisor, stats.metrics)
         stats.logprobs.zero_()
         stats.lse.zero_()
         return stats
@@ -396,7 +260,7 @@ def sequence_ratio_forward(
         *rows.tensors,
         old_logprobs,
         advantages,
-        sequence_weights,
+        weights,
         lengths,
         normalizer,
         None if cu_seqlens is None else cu_seqlens.contiguous(),
@@ -421,7 +285,7 @@ def sequence_ratio_forward(
         *rows.strides,
         *old_logprobs.stride(),
         advantages.stride(0),
-        0 if sequence_weights is None else sequence_weights.stride(0),
+        0 if weights is None else weights.stride(0),
         0 if lengths is None else lengths.stride(0),
         COUNT_TOKENS=form.count_tokens,
         DIVISOR=form.divisor,

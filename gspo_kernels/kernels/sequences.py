@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from gspo_kernels.kernels.rows import element
+from gspo_kernels.types import RatioClip
 
-# Rows of the [8, sequences] fp64 scratch through which sequences reach the final reduction.
+# Rows of the [11, sequences] fp64 scratch through which sequences reach the final reduction. What is said of
+# ratios adds up over those of a sequence's tokens, where these have their own.
 _RATIO: tl.constexpr = tl.constexpr(0)
 _LOSS: tl.constexpr = tl.constexpr(1)
 _LENGTH: tl.constexpr = tl.constexpr(2)
@@ -16,7 +20,10 @@ _LOG_RATIO: tl.constexpr = tl.constexpr(4)
 _LOW: tl.constexpr = tl.constexpr(5)
 _HIGH: tl.constexpr = tl.constexpr(6)
 _ACTIVE: tl.constexpr = tl.constexpr(7)
-SCRATCH_ROWS = 8
+LEAST: tl.constexpr = tl.constexpr(8)
+MOST: tl.constexpr = tl.constexpr(9)
+KL: tl.constexpr = tl.constexpr(10)
+SCRATCH_ROWS = 11
 
 
 @triton.jit
@@ -46,7 +53,32 @@ def arrive(counter_ptr):
 
 
 @triton.jit
-def reduce_sequence(
+def difference(a, b):
+    """Of two log-probs; equal ones have the ratio 1, also where both are -inf."""
+    return tl.where(a != b, a - b, 0.0)
+
+
+@triton.jit
+def clip(log_ratio, advantage, weight, log_low, log_high, log_dual):
+    """PPO's clip: (ratio, loss, its derivative by the log-ratio, clipped low, clipped high), fp64 and bool.
+
+    The clip decision is taken on the log-ratio, in the dtype that all arguments have.
+    """
+    low = (advantage < 0) & (log_ratio < log_low)
+    high = ((advantage > 0) & (log_ratio > log_high)) | ((advantage < 0) & (log_ratio > log_dual))
+    # The bound is selected before the exponential is taken, so that nothing is 0 * inf and NaN stays NaN.
+    bound = tl.where(low, log_low, tl.where(advantage > 0, log_high, log_dual))
+    bounded = tl.where(low | high, bound, log_ratio)
+    ratio = tl.exp(log_ratio.to(tl.float64))
+    scale = weight.to(tl.float64) * advantage.to(tl.float64)
+    idle = (advantage == 0) | (weight == 0)
+    loss = tl.where(idle, 0.0, -scale * tl.exp(bounded.to(tl.float64)))
+    coefficient = tl.where(idle | low | high, 0.0, -scale * ratio)
+    return ratio, loss, coefficient, low, high
+
+
+@triton.jit
+def sum_sequence(
     sequence,
     first,
     last,
@@ -54,33 +86,16 @@ def reduce_sequence(
     labels_ptr,
     old_ptr,
     logprobs_ptr,
-    advantages_ptr,
-    weights_ptr,
-    lengths_ptr,
-    coefficients_ptr,
-    scratch_ptr,
-    sequences,
     ignore_index,
-    log_low,
-    log_high,
-    log_dual,
     labels_stride_b,
     labels_stride_t,
     old_stride_b,
     old_stride_t,
-    advantages_stride,
-    weights_stride,
-    lengths_stride,
     PACKED: tl.constexpr,
-    COUNT_TOKENS: tl.constexpr,
     STATS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Ratio, loss, coefficient and clip flags of one sequence, from its rows' log-probs.
-
-    Sums and products are fp64, so that no intermediate overflows where the result doesn't; the clip decision
-    is taken on log s in the statistics' dtype, as everywhere else.
-    """
+    """How many of a sequence's tokens count, and the fp64 sum of their log-ratios."""
     lanes = tl.arange(0, BLOCK)
     counts = tl.zeros([BLOCK], tl.int32)
     log_ratios = tl.zeros([BLOCK], tl.float64)
@@ -98,49 +113,74 @@ def reduce_sequence(
         old = tl.load(element(old_ptr, b, t, old_stride_b, old_stride_t), mask=counted, other=0.0)
         # Volatile, because other programs have written them during this launch.
         new = tl.load(logprobs_ptr + rows, mask=counted, other=0.0, volatile=True)
-        # Where both are -inf the ratio is 1, too.
-        log_ratios += tl.where(counted & (new != old.to(STATS)), new - old.to(STATS), 0.0).to(tl.float64)
+        log_ratios += tl.where(counted, difference(new, old.to(STATS)), 0.0).to(tl.float64)
         counts += tl.where(counted, 1, 0)
-    count = tl.sum(counts, axis=0)
-    log_ratio = tl.sum(log_ratios, axis=0)
+    return tl.sum(counts, axis=0), tl.sum(log_ratios, axis=0)
 
+
+@triton.jit
+def length_of(sequence, count, lengths_ptr, lengths_stride):
+    """L of a sequence, fp64; 1 where no token counts."""
+    length = count.to(tl.float64)
+    if lengths_ptr is not None:
+        length = tl.load(lengths_ptr + sequence.to(tl.int64) * lengths_stride).to(tl.float64)
+    return tl.where(count > 0, length, 1.0)
+
+
+@triton.jit
+def clip_sequence(
+    sequence,
+    count,
+    log_ratio,
+    length,
+    advantages_ptr,
+    weights_ptr,
+    log_low,
+    log_high,
+    log_dual,
+    advantages_stride,
+    weights_stride,
+    COUNT_TOKENS: tl.constexpr,
+    STATS: tl.constexpr,
+):
+    """Ratio, loss, coefficient and clip flags of one sequence, from the sum of its log-ratios.
+
+    Sums and products are fp64, so that no intermediate overflows where the result doesn't; the clip decision
+    is taken on log s in the statistics' dtype, as everywhere else.
+    """
     advantage = tl.load(advantages_ptr + sequence.to(tl.int64) * advantages_stride).to(STATS)
     weight = tl.full([], 1.0, STATS)
     if weights_ptr is not None:
         weight = tl.load(weights_ptr + sequence.to(tl.int64) * weights_stride).to(STATS)
-    length = count.to(tl.float64)
-    if lengths_ptr is not None:
-        length = tl.load(lengths_ptr + sequence.to(tl.int64) * lengths_stride).to(tl.float64)
-
-    counts_at_all = count > 0
-    log_s = (log_ratio / tl.where(counts_at_all, length, 1.0)).to(STATS)
-    low = counts_at_all & (advantage < 0) & (log_s < log_low)
-    high = counts_at_all & (((advantage > 0) & (log_s > log_high)) | ((advantage < 0) & (log_s > log_dual)))
-    # The bound is selected before the exponential is taken, so that nothing is 0 * inf and NaN stays NaN.
-    bound = tl.where(low, log_low, tl.where(advantage > 0, log_high, log_dual))
-    bounded = tl.where(low | high, bound, log_s)
-    ratio = tl.exp(log_s.to(tl.float64))
-    scale = weight.to(tl.float64) * advantage.to(tl.float64)
-    idle = (counts_at_all == 0) | (advantage == 0) | (weight == 0)
-    loss = tl.where(idle, 0.0, -scale * tl.exp(bounded.to(tl.float64)))
-    coefficient = -scale * ratio
+    log_s = (log_ratio / length).to(STATS)
+    ratio, loss, coefficient, low, high = clip(log_s, advantage, weight, log_low, log_high, log_dual)
     if COUNT_TOKENS:
-        loss = tl.where(idle, 0.0, loss * length)
+        loss = loss * length
     else:
         coefficient = coefficient / length
-    coefficient = tl.where(idle | low | high, 0.0, coefficient).to(STATS)
+    some = count > 0
+    return ratio, tl.where(some, loss, 0.0), tl.where(some, coefficient, 0.0), some & low, some & high
 
-    tl.store(coefficients_ptr + sequence, coefficient)
-    cell = scratch_ptr + sequence
-    stride = sequences.to(tl.int64)
-    tl.store(cell + _RATIO * stride, ratio)
-    tl.store(cell + _LOSS * stride, loss)
-    tl.store(cell + _LENGTH * stride, tl.where(counts_at_all, length, 0.0))
-    tl.store(cell + _COUNT * stride, count.to(tl.float64))
-    tl.store(cell + _LOG_RATIO * stride, log_ratio)
-    tl.store(cell + _LOW * stride, low.to(tl.float64))
-    tl.store(cell + _HIGH * stride, high.to(tl.float64))
-    tl.store(cell + _ACTIVE * stride, (coefficient != 0).to(tl.float64))
+
+@triton.jit
+def store_cell(scratch_ptr, row: tl.constexpr, sequence, sequences, value):
+    """One number of a sequence, as the reduction of the batch reads it."""
+    tl.store(scratch_ptr + row * sequences.to(tl.int64) + sequence, value.to(tl.float64))
+
+
+@triton.jit
+def store_sequence(
+    scratch_ptr, sequence, sequences, count, log_ratio, length, ratio, loss, low, high, active
+):
+    """What the reduction of the batch reads of every sequence."""
+    store_cell(scratch_ptr, _RATIO, sequence, sequences, ratio)
+    store_cell(scratch_ptr, _LOSS, sequence, sequences, loss)
+    store_cell(scratch_ptr, _LENGTH, sequence, sequences, tl.where(count > 0, length, 0.0))
+    store_cell(scratch_ptr, _COUNT, sequence, sequences, count)
+    store_cell(scratch_ptr, _LOG_RATIO, sequence, sequences, log_ratio)
+    store_cell(scratch_ptr, _LOW, sequence, sequences, low)
+    store_cell(scratch_ptr, _HIGH, sequence, sequences, high)
+    store_cell(scratch_ptr, _ACTIVE, sequence, sequences, active)
 
 
 @triton.jit
@@ -165,6 +205,8 @@ def reduce_batch(
     divisor_ptr,
     metrics_ptr,
     DIVISOR: tl.constexpr,
+    PER_TOKEN: tl.constexpr,
+    WITH_KL: tl.constexpr,
     STATS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -180,6 +222,7 @@ def reduce_batch(
     lows = tl.zeros([BLOCK], tl.int32)
     highs = tl.zeros([BLOCK], tl.int32)
     clipped_counts = tl.zeros([BLOCK], tl.float64)
+    kls = tl.zeros([BLOCK], tl.float64)
     actives = tl.zeros([BLOCK], tl.int32)
     filled = tl.zeros([BLOCK], tl.int32)
     for start in range(0, sequences, BLOCK):
@@ -190,15 +233,25 @@ def reduce_batch(
         low = _column(scratch_ptr, _LOW, indices, sequences)
         high = _column(scratch_ptr, _HIGH, indices, sequences)
         ratios += tl.where(some, ratio, 0.0)
-        least = tl.minimum(least, tl.where(some, ratio, float("inf")).to(STATS))
-        most = tl.maximum(most, tl.where(some, ratio, -float("inf")).to(STATS))
+        smallest = ratio
+        largest = ratio
+        if PER_TOKEN:
+            smallest = _column(scratch_ptr, LEAST, indices, sequences)
+            largest = _column(scratch_ptr, MOST, indices, sequences)
+        least = tl.minimum(least, tl.where(some, smallest, float("inf")).to(STATS))
+        most = tl.maximum(most, tl.where(some, largest, -float("inf")).to(STATS))
         losses += _column(scratch_ptr, _LOSS, indices, sequences)
         lengths += _column(scratch_ptr, _LENGTH, indices, sequences)
         counts += count
         log_ratios += _column(scratch_ptr, _LOG_RATIO, indices, sequences)
         lows += low.to(tl.int32)
         highs += high.to(tl.int32)
-        clipped_counts += count * (low + high)
+        if PER_TOKEN:
+            clipped_counts += low + high
+        else:
+            clipped_counts += count * (low + high)
+        if WITH_KL:
+            kls += _column(scratch_ptr, KL, indices, sequences)
         actives += _column(scratch_ptr, _ACTIVE, indices, sequences).to(tl.int32)
         filled += tl.where(some, 1, 0)
 
@@ -218,18 +271,23 @@ def reduce_batch(
     tl.store(loss_ptr, (tl.sum(losses, axis=0) / divisor).to(STATS))
 
     # In the order of types.METRICS.
-    mean = tl.sum(ratios, axis=0) / tl.where(number > 0, number, 1.0)
+    items = number
+    if PER_TOKEN:
+        items = tokens
+    mean = tl.sum(ratios, axis=0) / tl.where(items > 0, items, 1.0)
     undefined = mean != mean
     low_ratio = tl.where(undefined, mean, tl.min(least, axis=0))
     high_ratio = tl.where(undefined, mean, tl.max(most, axis=0))
     tl.store(metrics_ptr + 0, tl.where(number > 0, mean, 1.0).to(STATS))
     tl.store(metrics_ptr + 1, tl.where(number > 0, low_ratio, 1.0).to(STATS))
     tl.store(metrics_ptr + 2, tl.where(number > 0, high_ratio, 1.0).to(STATS))
-    tl.store(metrics_ptr + 3, _share(tl.sum(lows, axis=0), number).to(STATS))
-    tl.store(metrics_ptr + 4, _share(tl.sum(highs, axis=0), number).to(STATS))
+    tl.store(metrics_ptr + 3, _share(tl.sum(lows, axis=0), items).to(STATS))
+    tl.store(metrics_ptr + 4, _share(tl.sum(highs, axis=0), items).to(STATS))
     tl.store(metrics_ptr + 5, _share(tl.sum(clipped_counts, axis=0), tokens).to(STATS))
     tl.store(metrics_ptr + 6, _share(0.0 - tl.sum(log_ratios, axis=0), tokens).to(STATS))
     tl.store(metrics_ptr + 7, _share(tl.sum(actives, axis=0), number).to(STATS))
+    if WITH_KL:
+        tl.store(metrics_ptr + 8, _share(tl.sum(kls, axis=0), tokens).to(STATS))
 
 
 @triton.jit
@@ -244,3 +302,14 @@ def rows_of(sequence, cu_seqlens_ptr, N, T):
         first = sequence * T
         last = first + T
     return first, last
+
+
+def without_sequences(
+    form: RatioClip, normalizer: Tensor | None, loss: Tensor, divisor: Tensor, metrics: Tensor
+) -> None:
+    """Fill in the outcome of an empty batch."""
+    loss.zero_()
+    divisor.fill_(form.divisor_scale)
+    if normalizer is not None:
+        divisor.mul_(torch.where(normalizer == 0, 1.0, normalizer))
+    metrics.zero_()[:3] = 1.0

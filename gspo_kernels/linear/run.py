@@ -22,7 +22,7 @@ from gspo_kernels.linear.schedule import Part, plan_parts
 from gspo_kernels.linear.scopes import Scopes, chunk_terms, known_coefficients, token_terms
 from gspo_kernels.linear.scores import Kept, Scores
 from gspo_kernels.objectives.base import from_spec
-from gspo_kernels.sequence_ratio import sequence_form
+from gspo_kernels.sequence_ratio import ratio_form
 from gspo_kernels.step import take_step
 from gspo_kernels.terms import Terms
 from gspo_kernels.types import RowStats, stats_dtype
@@ -42,7 +42,7 @@ def shapes_of(call: Call, terms: Terms, needs: Needs) -> Shapes:
         operand_itemsize=head.weight.dtype.itemsize,
         trains_hidden=needs.hidden,
         trains_weight=needs.head,
-        one_launch=sequence_form(objective, terms, call.options.backend) is not None,
+        one_launch=ratio_form(objective, terms, call.options.backend) is not None,
         one_pass=call.one_pass(entropy),
         device=call.hidden.device.type,
     )

@@ -20,7 +20,7 @@ from gspo_kernels.linear.scaling import times
 from gspo_kernels.objectives.base import Objective
 from gspo_kernels.ops.library import nobody_listens
 from gspo_kernels.ops.logprobs import RowGradients, logprobs_backward, save_rows, saved_rows
-from gspo_kernels.sequence_ratio import SequenceOperands, sequence_form, sequence_ratio
+from gspo_kernels.sequence_ratio import RatioOperands, sequence_form, sequence_ratio
 from gspo_kernels.terms import Terms
 from gspo_kernels.types import RowOptions, RowStats, SequenceRatioStats
 
@@ -62,7 +62,7 @@ def small_loss(
     rows = hidden.detach().reshape(-1, hidden.shape[-1])
     logits = head.logits(rows, torch.empty(len(rows), head.vocabulary, dtype=head.dtype))
     logits = logits.view(*labels.shape, head.vocabulary)
-    stats = sequence_ratio(logits, labels, options, SequenceOperands.of(labels, terms), form)
+    stats = sequence_ratio(logits, labels, options, RatioOperands.of(labels, terms), form)
     coefficients = stats.coefficients / stats.divisor
     # hidden states that aren't finite show here, also where a zero advantage hides them from the loss
     finite = math.isfinite(stats.lse.sum().item())

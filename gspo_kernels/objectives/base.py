@@ -21,7 +21,7 @@ from torch import Tensor
 from gspo_kernels.layout import Layout, Packed
 from gspo_kernels.objectives import finite
 from gspo_kernels.torch_internals import constant_when_traced, plain_constant
-from gspo_kernels.types import ClippedSequenceRatio
+from gspo_kernels.types import RatioClip
 
 AGGREGATIONS = ("sequence_mean", "token_mean", "sequence_mean_token_sum", "constant", "sum")
 SCOPES = ("nothing", "token", "turn", "sequence", "group", "batch")
@@ -273,9 +273,15 @@ class Objective(ABC):
     def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
         """The loss before aggregation; must be differentiable in ``batch.logprobs``."""
 
-    def sequence_ratio_form(self) -> ClippedSequenceRatio | None:
-        """The parameters under which a fused sequence-ratio forward equals this objective, or None."""
+    def ratio_form(self) -> RatioClip | None:
+        """The parameters under which a fused clipped ratio equals this objective, or None."""
         return None
+
+    def clip_form(self, low: float, high: float, dual: float | None) -> RatioClip:
+        """That of PPO's clip at this objective's level, with its aggregation."""
+        divisor, scale = self.outer_divisor()
+        counts_tokens = self.aggregation != "sequence_mean"
+        return RatioClip(*log_bounds(low, high, dual), counts_tokens, divisor, scale, self.level)
 
     def outer_divisor(self) -> tuple[str, float]:
         """What the outer divisor counts ("sequences", "tokens", "pairs" or "one") and a factor on it."""

@@ -55,6 +55,6 @@ class ESPO(GSPO):
         kl = finite.mul(0.5 * self.elbo_kl_beta * distance, distance) / batch.lengths
         return result._replace(loss=result.loss + kl)
 
-    def sequence_ratio_form(self) -> None:
-        """None: the fused forward takes no token weights."""
+    def ratio_form(self) -> None:
+        """None: steps in one launch take no token weights."""
         return None

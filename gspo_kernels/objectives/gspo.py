@@ -9,11 +9,10 @@ from gspo_kernels.objectives.base import (
     Objective,
     ObjectiveLoss,
     PolicyBatch,
-    log_bounds,
     ppo_clip,
     require_clip_range,
 )
-from gspo_kernels.types import ClippedSequenceRatio
+from gspo_kernels.types import RatioClip
 
 
 @dataclass(frozen=True)
@@ -51,8 +50,6 @@ class GSPO(Objective):
         loss, low, high = ppo_clip(log_ratio, batch.advantages, self.clip_low, self.clip_high, self.dual_clip)
         return ObjectiveLoss(batch.weighted(loss), log_ratio, low, high)
 
-    def sequence_ratio_form(self) -> ClippedSequenceRatio | None:
-        """The clipped sequence ratio with this objective's bounds and aggregation."""
-        divisor, scale = self.outer_divisor()
-        bounds = log_bounds(self.clip_low, self.clip_high, self.dual_clip)
-        return ClippedSequenceRatio(*bounds, self.aggregation != "sequence_mean", divisor, scale)
+    def ratio_form(self) -> RatioClip | None:
+        """The clipped ratio per sequence."""
+        return self.clip_form(self.clip_low, self.clip_high, self.dual_clip)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gspo_kernels.objectives import finite
 from gspo_kernels.objectives.base import Objective, ObjectiveLoss, PolicyBatch, ppo_clip, require_clip_range
+from gspo_kernels.types import RatioClip
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,12 @@ class ClippedRatio(Objective):
         log_ratio, advantages = batch.log_ratio_of(self.ratio_level), batch.token_advantages()
         loss, low, high = ppo_clip(log_ratio, advantages, self.clip_low, self.clip_high, self.dual_clip)
         return ObjectiveLoss(batch.weighted(loss), log_ratio, low, high)
+
+    def ratio_form(self) -> RatioClip | None:
+        """The clipped ratio per token; None for longer segments, and for subclasses with another loss."""
+        if self.ratio_level != "token" or type(self).evaluate is not ClippedRatio.evaluate:
+            return None
+        return self.clip_form(self.clip_low, self.clip_high, self.dual_clip)
 
 
 def by_sign(batch: PolicyBatch, positive: float, negative: float) -> Tensor:

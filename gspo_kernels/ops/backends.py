@@ -11,12 +11,13 @@ from torch import Tensor
 
 from gspo_kernels.torch_internals import constant_when_traced
 from gspo_kernels.types import (
-    ClippedSequenceRatio,
+    KLPenalty,
     LogitTransform,
+    RatioClip,
+    RatioStep,
     RowOptions,
     RowStats,
     SequenceRatioStats,
-    SequenceRatioStep,
 )
 
 
@@ -107,8 +108,8 @@ class MaskBackend(RowBackend, Protocol):
         """
 
 
-class SequenceRatioBackend(RowBackend, Protocol):
-    """A backend that also has a clipped sequence ratio in one launch, from logits or from log-probs."""
+class RatioBackend(RowBackend, Protocol):
+    """A backend that also has clipped ratios in one launch: per sequence from logits, and from log-probs."""
 
     def sequence_ratio_forward(
         self,
@@ -116,40 +117,42 @@ class SequenceRatioBackend(RowBackend, Protocol):
         labels: Tensor,
         old_logprobs: Tensor,
         advantages: Tensor,
-        form: ClippedSequenceRatio,
+        form: RatioClip,
         transform: LogitTransform,
         *,
         ignore_index: int,
-        sequence_weights: Tensor | None,
+        weights: Tensor | None,
         lengths: Tensor | None,
         normalizer: Tensor | None,
         cu_seqlens: Tensor | None,
     ) -> SequenceRatioStats:
         """Loss, coefficients and metrics of a clipped sequence ratio, straight from the logits.
 
-        ``old_logprobs`` is [B, T] (any strides and float dtype), ``advantages``, ``sequence_weights`` and
+        ``old_logprobs`` is [B, T] (any strides and float dtype), ``advantages``, ``weights`` and
         ``lengths`` are [B]; L is ``lengths`` where given, otherwise the number of rows that are not ignored.
         ``normalizer`` is a 0-d tensor on the device that replaces what ``form.divisor`` counts. Packed calls
         have B=1 in the logits' layout and int32 ``cu_seqlens`` [sequences + 1].
         """
 
-    def sequence_ratio_step(
+    def ratio_step(
         self,
         logprobs: Tensor,
         mask: Tensor,
         old_logprobs: Tensor | None,
         advantages: Tensor,
-        form: ClippedSequenceRatio,
+        form: RatioClip,
         *,
-        sequence_weights: Tensor | None,
+        weights: Tensor | None,
         lengths: Tensor | None,
         normalizer: Tensor | None,
         cu_seqlens: Tensor | None,
-    ) -> SequenceRatioStep:
-        """The same from log-probs [B, T] or [1, N], fp32 or fp64 and contiguous, with all sums in fp64.
+        kl: KLPenalty | None = None,
+    ) -> RatioStep:
+        """The same from log-probs [B, T] or [1, N], fp32 or fp64 and contiguous, per sequence or token.
 
-        ``mask`` is bool of the same shape: rows that are not ignored. ``old_logprobs`` is None where they are
-        the log-probs themselves. ``cu_seqlens`` may be int64.
+        Everything is computed in fp64. ``mask`` is bool of the same shape: rows that are not ignored.
+        ``old_logprobs`` is None where they are the log-probs themselves. ``advantages`` and ``weights`` are
+        [B], or like the log-probs for ratios of tokens. ``cu_seqlens`` may be int64.
         """
 
 

@@ -23,10 +23,10 @@ from benchmarks.machine_code import (
 )
 from gspo_kernels import kernels
 from gspo_kernels.kernels import scoring
-from gspo_kernels.types import ClippedSequenceRatio, LogitTransform, stats_dtype
+from gspo_kernels.types import KLPenalty, LogitTransform, RatioClip, stats_dtype
 
 SHARED_MEMORY = {"sm_80": 166912, "sm_90": 232448, "sm_100": 232448, "sm_120": 101376, "gfx942": 65536}
-FORM = ClippedSequenceRatio(math.log(1 - 3e-4), math.log(1 + 4e-4), math.inf, False, "sequences", 1.0)
+FORM = RatioClip(math.log(1 - 3e-4), math.log(1 + 4e-4), math.inf, False, "sequences", 1.0)
 PLAIN = LogitTransform()
 BENT = LogitTransform(0.5, 30.0, 0.7)
 WARM = LogitTransform(1.0, 0.0, 0.7)
@@ -75,23 +75,31 @@ def call_all(
             FORM if cu_seqlens is None else FORM._replace(count_tokens=True, divisor="tokens"),
             transform,
             ignore_index=-100,
-            sequence_weights=None if cu_seqlens is None else torch.zeros(B),
+            weights=None if cu_seqlens is None else torch.zeros(B),
             lengths=None if cu_seqlens is None else torch.zeros(B),
             normalizer=None if cu_seqlens is None else torch.zeros(()),
             cu_seqlens=cu_seqlens,
         )
-        stats_floats = floats.to(stats_dtype(dtype))
-        kernels.sequence_ratio_step(
-            stats_floats if cu_seqlens is None else stats_floats.view(1, B * T),
-            torch.ones(B, T, dtype=torch.bool).view(stats_floats.shape if cu_seqlens is None else (1, B * T)),
-            None if cu_seqlens is None else stats_floats.view(1, B * T),
-            torch.zeros(B),
-            FORM if cu_seqlens is None else FORM._replace(count_tokens=True, divisor="tokens"),
-            sequence_weights=None if cu_seqlens is None else torch.zeros(B),
-            lengths=None if cu_seqlens is None else torch.zeros(B),
-            normalizer=None if cu_seqlens is None else torch.zeros(()),
-            cu_seqlens=cu_seqlens,
-        )
+        shape = (B, T) if cu_seqlens is None else (1, B * T)
+        stats_floats = floats.to(stats_dtype(dtype)).view(shape)
+        kinds = (("sequence", ""), ("sequence", "k1"), ("token", ""), ("token", "k2"), ("token", "k3"))
+        for level, estimator in kinds:
+            beta = None if estimator == "k1" else torch.zeros(())
+            of_tokens = level == "token" and cu_seqlens is not None
+            advantages = stats_floats if of_tokens else torch.zeros(B)
+            form = FORM._replace(level=level)
+            kernels.ratio_step(
+                stats_floats,
+                torch.ones(shape, dtype=torch.bool),
+                None if cu_seqlens is None else stats_floats,
+                advantages,
+                form if cu_seqlens is None else form._replace(count_tokens=True, divisor="tokens"),
+                weights=None if cu_seqlens is None else advantages,
+                lengths=None if cu_seqlens is None else torch.zeros(B),
+                normalizer=None if cu_seqlens is None else torch.zeros(()),
+                cu_seqlens=cu_seqlens,
+                kl=KLPenalty(stats_floats, beta, estimator) if estimator else None,
+            )
 
 
 def score(

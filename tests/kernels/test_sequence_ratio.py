@@ -17,8 +17,8 @@ from gspo_kernels import cpp, kernels
 from gspo_kernels.layout import layout_of
 from gspo_kernels.types import (
     METRICS,
-    ClippedSequenceRatio,
     LogitTransform,
+    RatioClip,
     SequenceRatioStats,
     stats_dtype,
 )
@@ -26,9 +26,15 @@ from gspo_kernels.types import (
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 IGNORE = -100
-GSPO = ClippedSequenceRatio(math.log(1 - 3e-4), math.log(1 + 4e-4), math.inf, False, "sequences", 1.0)
-DUAL = ClippedSequenceRatio(math.log(0.8), math.log(1.2), math.log(3.0), False, "sequences", 1.0)
+GSPO = RatioClip(math.log(1 - 3e-4), math.log(1 + 4e-4), math.inf, False, "sequences", 1.0)
+DUAL = RatioClip(math.log(0.8), math.log(1.2), math.log(3.0), False, "sequences", 1.0)
 V = 40
+
+
+def divisor_of(form, sizes, normalizer=None):
+    """From L of each sequence that has a counted token."""
+    divisor = {"sequences": len(sizes), "tokens": sum(sizes), "one": 1}[form.divisor]
+    return ((divisor if normalizer is None else float(normalizer)) or 1.0) * form.divisor_scale
 
 
 def closed_form(
@@ -63,9 +69,7 @@ def closed_form(
         drift -= (new - before).sum().item()
         active += coefficients[-1] != 0
     n = len(ratios)
-    divisor = {"sequences": n, "tokens": sum(sizes), "one": 1}[form.divisor]
-    divisor = (divisor if normalizer is None else float(normalizer)) or 1.0
-    divisor *= form.divisor_scale
+    divisor = divisor_of(form, sizes, normalizer)
     some = n > 0
     metrics = {
         "ratio/mean": sum(ratios) / n if some else 1.0,
@@ -129,7 +133,7 @@ class Way:
         normalizer=None,
     ):
         options = {
-            "sequence_weights": self.move(weights),
+            "weights": self.move(weights),
             "lengths": self.move(lengths),
             "normalizer": self.move(normalizer),
             "cu_seqlens": self.move(cu),
@@ -149,13 +153,23 @@ class Way:
         else:
             rows = self.rows(logits, labels).each(self.move)
             mask = self.move(labels) != IGNORE
-            step = self.backend.sequence_ratio_step(rows.logprobs, mask, old, advantages, form, **options)
-            each = layout_of(mask, options["cu_seqlens"]).expand(step.coefficients / step.divisor)
+            step = self.backend.ratio_step(rows.logprobs, mask, old, advantages, form, **options)
+            layout = layout_of(mask, options["cu_seqlens"])
+            counts = layout.sum(mask.double())
+            sizes = counts if lengths is None else torch.where(counts > 0, options["lengths"].double(), 0.0)
+            divisor = divisor_of(form, sizes[counts > 0].tolist(), normalizer)
+            # every counted token of a sequence has its coefficient
+            each = (layout.sum(step.grad_logprobs.double()) / counts.clamp(min=1)).to(step.loss.dtype)
             torch.testing.assert_close(
-                step.grad_logprobs, torch.where(mask, each, 0.0), rtol=0.0, atol=0.0, equal_nan=True
+                step.grad_logprobs,
+                torch.where(mask, layout.expand(each), 0.0),
+                rtol=0.0,
+                atol=0.0,
+                equal_nan=True,
             )
-            shared = {name: getattr(step, name) for name in ("loss", "coefficients", "divisor", "metrics")}
-            stats = SequenceRatioStats(logprobs=rows.logprobs, lse=rows.lse, **shared)
+            stats = SequenceRatioStats(
+                step.loss, rows.logprobs, rows.lse, each * divisor, torch.tensor(divisor), step.metrics
+            )
         return type(stats)(*(value.cpu() for value in stats))
 
 
@@ -304,7 +318,7 @@ def test_bounds_themselves_are_not_clipped(run):
     exactly = (new.double() - old.double() if run.wide else new - old).flatten().tolist()
     for index, advantage in ((0, 1.0), (1, -1.0)):
         at = exactly[index]
-        form = ClippedSequenceRatio(min(at, 0.0), max(at, 0.0), math.inf, False, "one", 1.0)
+        form = RatioClip(min(at, 0.0), max(at, 0.0), math.inf, False, "one", 1.0)
         stats = run(
             logits[index : index + 1],
             labels[index : index + 1],
@@ -313,7 +327,7 @@ def test_bounds_themselves_are_not_clipped(run):
             form,
         )
         assert stats.coefficients[0] != 0 and stats.metrics[3:6].sum() == 0
-    form = ClippedSequenceRatio(-1.0, math.nextafter(exactly[0], 0.0) - 1e-6, math.inf, False, "one", 1.0)
+    form = RatioClip(-1.0, math.nextafter(exactly[0], 0.0) - 1e-6, math.inf, False, "one", 1.0)
     stats = run(logits[:1], labels[:1], old[:1], torch.tensor([1.0]), form)
     assert stats.coefficients[0] == 0 and stats.metrics[4] == 1
 
@@ -373,12 +387,12 @@ def test_threads_leave_no_trace():
     old = logprobs + 1e-3 * torch.randn(64, 4096, generator=generator)
     mask = torch.rand(64, 4096, generator=generator) < 0.9
     advantages = torch.randn(64, generator=generator)
-    options = dict.fromkeys(("sequence_weights", "lengths", "normalizer", "cu_seqlens"))
+    options = dict.fromkeys(("weights", "lengths", "normalizer", "cu_seqlens"))
     threads, results = torch.get_num_threads(), []
     try:
         for number in (1, 2, 3, 8):
             torch.set_num_threads(number)
-            results.append(cpp.sequence_ratio_step(logprobs, mask, old, advantages, GSPO, **options))
+            results.append(cpp.ratio_step(logprobs, mask, old, advantages, GSPO, **options))
     finally:
         torch.set_num_threads(threads)
     for other in results[1:]:

@@ -51,7 +51,7 @@ def test_every_kernel_compiles(report, target):
         "logprobs_backward_kernel",
         "logprobs_and_grad_kernel",
         "sequence_ratio_kernel",
-        "sequence_step_kernel",
+        "ratio_step_kernel",
         "scale_kernel",
         "score_tile_kernel",
         "combine_splits_kernel",
@@ -103,7 +103,7 @@ def assert_arrivals_order(order, target):
 
 @pytest.mark.parametrize("target", (*NVIDIA, "gfx942"))
 def test_arrivals_order_what_programs_store(report, target):
-    for kernel, number in (("sequence_ratio_kernel", 2), ("sequence_step_kernel", 1)):
+    for kernel, number in (("sequence_ratio_kernel", 2), ("ratio_step_kernel", 1)):
         for entry in entries(report, target, kernel):
             assert len(list(arrivals(entry["order"]))) == number, entry["kernel"]
             assert_arrivals_order(entry["order"], target)
@@ -225,5 +225,5 @@ def test_shapes_do_not_recompile(report, kind):
 def test_alignment_does(report):
     """The keys that are counted above can differ, where a kernel reads logits."""
     for name, count in report["keys"]["alignment"].items():
-        assert count == (1 if name.startswith("sequence_step_kernel") else 2), name
+        assert count == (1 if name.startswith("ratio_step_kernel") else 2), name
     assert report["keys"]["scored widths"] == {"score_tile_kernel": 2, "combine_splits_kernel": 1}

@@ -17,7 +17,8 @@ import triton.language as tl
 
 from gspo_kernels import kernels
 from gspo_kernels.kernels import gradients, rows, sequence_ratio, sequences
-from gspo_kernels.types import ClippedSequenceRatio
+from gspo_kernels.kernels import steps as step_kernels
+from gspo_kernels.types import KLPenalty, RatioClip
 from tests.draws import shifted_seed
 from tests.gpu.calls import CALLS, Scale
 from tests.kernels.accesses import backwards, order_of_programs, rebuilt, shuffle, without_races
@@ -31,14 +32,16 @@ CPU = torch.device("cpu")
 SCALE = Scale(8, 300, 32, 1)
 
 
-def steps(packed):
+def steps(packed, level="sequence"):
     """From log-probs; what users call for them takes the CPU's own backend here."""
     mask, old = torch.rand(4, 9) < 0.8, 0.1 * torch.randn(4, 9)
     lengths = torch.tensor([0, 9, 9, 30, 36], dtype=torch.int32) if packed else None
     rows = [value.view(1, -1) if packed else value for value in (old + 0.1, mask, old)]
-    form = ClippedSequenceRatio(math.log(0.9), math.log(1.1), math.inf, packed, "sequences", 1.0)
-    options = dict.fromkeys(("sequence_weights", "lengths", "normalizer"))
-    return kernels.sequence_ratio_step(*rows, torch.randn(4), form, cu_seqlens=lengths, **options)
+    form = RatioClip(math.log(0.9), math.log(1.1), math.inf, packed, "sequences", 1.0, level)
+    options = dict.fromkeys(("weights", "lengths", "normalizer"))
+    if level == "token":
+        options |= {"weights": rows[0].exp(), "kl": KLPenalty(rows[0] + 0.2, torch.tensor(0.1), "k3")}
+    return kernels.ratio_step(*rows, torch.randn(4), form, cu_seqlens=lengths, **options)
 
 
 def scaled():
@@ -51,7 +54,13 @@ LAUNCHES = {
     name: partial(call, CPU, SCALE)
     for name, call in CALLS.items()
     if name not in ("log-probs", "log-probs, on-policy")
-} | {"step": partial(steps, False), "step, packed": partial(steps, True), "scale": scaled}
+} | {
+    "step": partial(steps, False),
+    "step, packed": partial(steps, True),
+    "step, tokens": partial(steps, False, "token"),
+    "step, tokens, packed": partial(steps, True, "token"),
+    "scale": scaled,
+}
 
 
 @pytest.mark.parametrize("call", LAUNCHES.values(), ids=LAUNCHES)
@@ -235,7 +244,9 @@ def cached_column(scratch_ptr, row, indices, sequences):
     return tl.load(pointers, mask=indices < sequences, other=0.0)
 
 
-@pytest.mark.parametrize("name", ("sequence ratio", "sequence ratio, packed, in place", "step"))
+@pytest.mark.parametrize(
+    "name", ("sequence ratio", "sequence ratio, packed, in place", "step", "step, tokens")
+)
 @pytest.mark.parametrize(
     ("where", "fault", "message"),
     [
@@ -250,6 +261,7 @@ def cached_column(scratch_ptr, row, indices, sequences):
 def test_an_arrival_that_orders_too_little_is_found(monkeypatch, name, where, fault, message):
     with without_races():
         LAUNCHES[name]()
-        monkeypatch.setattr(sequences if where == "_column" else sequence_ratio, where, fault)
+        holder = step_kernels if name.startswith("step") else sequence_ratio
+        monkeypatch.setattr(sequences if where == "_column" else holder, where, fault)
         with pytest.raises(Exception, match=message):
             LAUNCHES[name]()

@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 
 from gspo_kernels import kernels
 from gspo_kernels.kernels import launch as launching
-from gspo_kernels.types import ClippedSequenceRatio, LogitTransform
+from gspo_kernels.types import LogitTransform, RatioClip
 from tests.kernels.row_oracle import PLAIN
 from tests.kernels.test_triton_rows import (
     DTYPES,
@@ -68,8 +68,8 @@ def test_rows_that_begin_anywhere(V, dtype):
         )
     )
     assert torch.equal(got, in_one_pass[..., :V]) and torch.equal(again[0].logprobs.cpu(), known.logprobs)
-    form = ClippedSequenceRatio(-1e9, 1e9, math.inf, False, "one", 1.0)
-    options = dict.fromkeys(("sequence_weights", "lengths", "normalizer", "cu_seqlens"))
+    form = RatioClip(-1e9, 1e9, math.inf, False, "one", 1.0)
+    options = dict.fromkeys(("weights", "lengths", "normalizer", "cu_seqlens"))
     ratio = kernels.sequence_ratio_forward(
         to(shifted), to(labels), to(grad), to(grad[:, 0]), form, PLAIN, ignore_index=IGNORE, **options
     )

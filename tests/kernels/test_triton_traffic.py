@@ -14,13 +14,13 @@ pytest.importorskip("triton")
 from benchmarks.traffic import counted
 from gspo_kernels import kernels
 from gspo_kernels.kernels import scoring
-from gspo_kernels.types import ClippedSequenceRatio, LogitTransform
+from gspo_kernels.types import LogitTransform, RatioClip
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="accesses are counted under the interpreter"
 )
 
-GSPO = ClippedSequenceRatio(math.log(1 - 3e-4), math.log(1 + 4e-4), math.inf, False, "sequences", 1.0)
+GSPO = RatioClip(math.log(1 - 3e-4), math.log(1 + 4e-4), math.inf, False, "sequences", 1.0)
 PLAIN = LogitTransform()
 IGNORE = -100
 V = 4096 * 2 + 77
@@ -56,7 +56,7 @@ def test_the_sequence_forward_reads_each_counted_logit_once(batch):
             GSPO,
             PLAIN,
             ignore_index=IGNORE,
-            sequence_weights=None,
+            weights=None,
             lengths=None,
             normalizer=None,
             cu_seqlens=None,

@@ -315,7 +315,10 @@ def test_options_are_validated(cls, options, match):
         cls(**options)
 
 
-def test_luspo_has_the_single_launch_form():
-    form = gk.LUSPO().sequence_ratio_form()
+def test_forms_of_single_launches():
+    form = gk.LUSPO().ratio_form()
     assert form.count_tokens and form.divisor == "sequences" and form.divisor_scale == 1.0
-    assert gk.ESPO().sequence_ratio_form() is None
+    assert form.level == "sequence" and gk.ESPO().ratio_form() is None
+    form = gk.DrGRPO(aggregation_constant=7.0).ratio_form()
+    assert form.count_tokens and form.divisor == "sequences" and form.divisor_scale == 7.0
+    assert form.level == "token" and gk.TLGRPO().ratio_form() is None
