@@ -35,7 +35,8 @@ def take_step(
     operands = RatioOperands.of(logprobs, terms, form.level)
     kl = None
     if terms.ref_logprobs is not None:
-        kl = KLPenalty(terms.ref_logprobs, terms.kl_beta, terms.kl_estimator)
+        beta = None if terms.kl_beta is None else terms.kl_beta.to(logprobs.device)
+        kl = KLPenalty(terms.ref_logprobs, beta, terms.kl_estimator)
     step = cast(RatioBackend, load(backend)).ratio_step(
         logprobs, present, form=form, **operands._asdict(), kl=kl
     )

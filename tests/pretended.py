@@ -87,6 +87,7 @@ class PretendedGpu:
 
         def counted(executor: Any, *args: Any, **keywords: Any) -> Any:
             self.kernels[executor.fn.__name__] += 1
+            assert not any(map(_on_host, _tensors(args))), "a kernel was handed a tensor of the host"
             with (
                 torch._C.DisableTorchFunction(),
                 _disable_current_modes(),

@@ -54,16 +54,19 @@ def test_rows_a_few_ulps_off(field, fault, ulps):
 
 @pytest.mark.parametrize("sign", [-1, 1])
 @pytest.mark.parametrize(("entry", "ulps"), ULPS.items())
-def test_gradients_a_few_ulps_off(entry, ulps, sign):
-    case = make_case(KIND[entry])
+@pytest.mark.parametrize(
+    ("objective", "terms"), [(gk.GSPO(), "plain"), (gk.GRPO(), "plain"), (gk.GRPO(), "k3")]
+)
+def test_gradients_a_few_ulps_off(objective, terms, entry, ulps, sign):
+    case = make_case(KIND[entry], terms=terms)
     options = {} if entry == "policy_loss" else {"backend": "cpp"}
-    result = run(case, entry, gk.GSPO(), **options)
-    assert_equals_oracle(result, case, gk.GSPO())
+    result = run(case, entry, objective, **options)
+    assert_equals_oracle(result, case, objective)
     for name, value in result.grads.items():
         for fault in (all_elements, one_element):
             wrong = replace(result, grads=result.grads | {name: fault(value, sign * ulps)})
             with pytest.raises(AssertionError, match=f"grad {name}"):
-                assert_equals_oracle(wrong, case, gk.GSPO())
+                assert_equals_oracle(wrong, case, objective)
 
 
 @pytest.mark.parametrize("name", ["loss", "logprobs"])

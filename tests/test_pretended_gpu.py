@@ -152,6 +152,17 @@ def test_from_logits_and_log_probs_the_host_never_waits(gpu, entry, name):
     assert gpu.small.total() <= small and gpu.kernels.total() <= kernels
 
 
+@pytest.mark.parametrize("objective", [gk.GSPO(), gk.GRPO()])
+def test_a_weight_on_the_host_is_one_copy(gpu, objective):
+    *_, old, advantages = problem(torch.float32)
+    terms = {"old_logprobs": old, "advantages": advantages, "objective": objective}
+    with gpu:
+        beta = torch.tensor(0.1, dtype=torch.float64)
+        out = gk.policy_loss(old + 0.1, **terms, **KL | {"kl_beta": beta})
+        assert gpu.looks == {"copy to the device": 1}
+        assert torch.equal(out.loss, gk.policy_loss(old + 0.1, **terms, **KL).loss)
+
+
 @pytest.mark.parametrize("name", gk.objectives.__all__)
 def test_objectives_that_look_at_the_device_are_those_that_the_page_names(gpu, name):
     objective = getattr(gk, name)(**({"aggregation_constant": 8.0} if name == "DrGRPO" else {}))

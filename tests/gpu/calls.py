@@ -85,16 +85,18 @@ def token_logprobs(device, scale, **options):
     return out.logprobs.detach(), out.entropy.detach(), grad
 
 
-def from_logprobs(device, scale, on_policy=False):
+def from_logprobs(device, scale, on_policy=False, **options):
     """The device's own backend: this entry leaves no choice."""
     _, _, old, advantages = problem(device, scale.tokens, 1)
     leaf = (old + 3e-4).requires_grad_()
-    out = gk.policy_loss(leaf, None if on_policy else old, advantages, entropy=-old)
+    if "kl_beta" in options:
+        options["ref_logprobs"] = old - 0.2
+    out = gk.policy_loss(leaf, None if on_policy else old, advantages, entropy=-old, **options)
     (grad,) = torch.autograd.grad(out.loss, leaf)
     return out.loss.detach(), *out.metrics.values(), grad
 
 
-# Which kernels: sequence_ratio, sequence_step, logprobs_forward, logprobs_backward, logprobs_and_grad (also
+# Which kernels: sequence_ratio, ratio_step, logprobs_forward, logprobs_backward, logprobs_and_grad (also
 # in place and narrowing in place), score_tile with combine_splits, scale.
 CALLS = {
     "sequence ratio": from_logits,
@@ -108,6 +110,7 @@ CALLS = {
     "hidden, on-policy, fp16": lambda *to: from_hidden(*to, dtype=torch.float16, on_policy=True),
     "log-probs": from_logprobs,
     "log-probs, on-policy": lambda *to: from_logprobs(*to, on_policy=True),
+    "log-probs, tokens and KL": lambda *to: from_logprobs(*to, objective=gk.GRPO(), kl_beta=0.1),
     "scoring": scores,
     "scoring without logits": lambda *to: scores(*to, max_chunk_bytes=0),
 }

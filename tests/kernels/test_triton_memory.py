@@ -53,7 +53,7 @@ def scaled():
 LAUNCHES = {
     name: partial(call, CPU, SCALE)
     for name, call in CALLS.items()
-    if name not in ("log-probs", "log-probs, on-policy")
+    if not name.startswith("log-probs, ") and name != "log-probs"
 } | {
     "step": partial(steps, False),
     "step, packed": partial(steps, True),
