@@ -82,8 +82,9 @@ def call_all(
         )
         shape = (B, T) if cu_seqlens is None else (1, B * T)
         stats_floats = floats.to(stats_dtype(dtype)).view(shape)
-        kinds = (("sequence", ""), ("sequence", "k1"), ("token", ""), ("token", "k2"), ("token", "k3"))
-        for level, estimator in kinds:
+        # Each level and each estimator, between the two layouts.
+        padded, packed = (("sequence", ""), ("token", "k3")), (("sequence", "k2"), ("token", "k1"))
+        for level, estimator in padded if cu_seqlens is None else packed:
             beta = None if estimator == "k1" else torch.zeros(())
             of_tokens = level == "token" and cu_seqlens is not None
             advantages = stats_floats if of_tokens else torch.zeros(B)
