@@ -52,12 +52,14 @@ struct Inputs {
     Rows<const T> logits;
     const int64_t* label;
     const S* row_temperature;
+    const int32_t* kept;
     const LogitOptions& options;
 
     Inputs(const Tensor& logits, const Tensor& labels, const LogitOptions& options)
         : logits(logits, const_cast<void*>(logits.const_data_ptr())),
           label(values<int64_t>(labels)),
           row_temperature(values<S>(options.row_temperature)),
+          kept(values<int32_t>(options.kept)),
           options(options) {}
 
     bool ignored(int64_t i) const { return label[i] == options.ignore_index; }
@@ -65,7 +67,8 @@ struct Inputs {
     Row<T> row(int64_t i) const {
         const S temperature = row_temperature ? row_temperature[i] : static_cast<S>(options.temperature);
         return {logits, i, label[i],
-                {static_cast<S>(options.logit_scale), static_cast<S>(options.softcap), temperature}};
+                {static_cast<S>(options.logit_scale), static_cast<S>(options.softcap), temperature},
+                kept ? kept + i * ((logits.vocabulary + 31) / 32) : nullptr};
     }
 };
 
@@ -116,7 +119,7 @@ void logprobs_forward(const Tensor& logits, const Tensor& labels, const LogitOpt
 void logprobs_backward(const Tensor& logits, const Tensor& labels, const LogitOptions& options,
                        const Tensor& logprobs, const Tensor& lse, const std::optional<Tensor>& entropy,
                        const Tensor& grad_logprobs, const std::optional<Tensor>& grad_entropy,
-                       const std::optional<Tensor>& grad_scale, Tensor& out) {
+                       const std::optional<Tensor>& grad_scale, bool sharded, Tensor& out) {
     const auto work = [&](auto dtype, auto out_dtype) {
         using T = decltype(dtype);
         using O = decltype(out_dtype);
@@ -131,14 +134,18 @@ void logprobs_backward(const Tensor& logits, const Tensor& labels, const LogitOp
             const Row<T> row = inputs.row(i);
             RowGradient<S> gradient{};
             // A label out of range has a constant (NaN) log-prob.
-            gradient.c = row.label() < 0 ? S(0) : c[i];
+            gradient.c = row.label() < 0 && !sharded ? S(0) : c[i];
             gradient.entropy_c = entropy_c[i];
             gradient.entropy = entropy_in ? entropy_in[i] : S(0);
             if (inputs.ignored(i) || (gradient.c == 0 && gradient.entropy_c == 0)) {
                 return write_zeros(out_row, row.vocabulary());
             }
             if (!std::isfinite(lse_in[i])) return write_nan(out_row, row.vocabulary());
-            set_normalizer(row, logprob_in[i], lse_in[i], gradient);
+            if (sharded) {
+                set_normalizer(lse_in[i], gradient);
+            } else {
+                set_normalizer(row, logprob_in[i], lse_in[i], gradient);
+            }
             write_gradient(row, logprob_in[i], gradient, out_row);
         });
     };

@@ -16,6 +16,7 @@ using torch::stable::Tensor;
 
 struct LogitOptions {
     std::optional<Tensor> row_temperature;  // replaces temperature
+    std::optional<Tensor> kept;             // sampling masks, int32 [rows, ceil(V / 32)]
     double logit_scale, softcap, temperature;
     int64_t ignore_index;
 };
@@ -27,7 +28,7 @@ void logprobs_forward(const Tensor& logits, const Tensor& labels, const LogitOpt
 void logprobs_backward(const Tensor& logits, const Tensor& labels, const LogitOptions& options,
                        const Tensor& logprobs, const Tensor& lse, const std::optional<Tensor>& entropy,
                        const Tensor& grad_logprobs, const std::optional<Tensor>& grad_entropy,
-                       const std::optional<Tensor>& grad_scale, Tensor& out);
+                       const std::optional<Tensor>& grad_scale, bool sharded, Tensor& out);
 
 void logprobs_and_grad(const Tensor& logits, const Tensor& labels, const LogitOptions& options,
                        const Tensor& coefficients, Tensor& logprobs, Tensor& lse, Tensor& out);

@@ -14,6 +14,7 @@ from gspo_kernels.losses import (
 )
 from gspo_kernels.objectives import *  # noqa: F403 - one export line per objective, in its own package
 from gspo_kernels.off_policy import off_policy_mask, rollout_weights
+from gspo_kernels.sampling import sampling_mask
 from gspo_kernels.types import LossOutput, TokenLogprobs
 
 try:
@@ -35,6 +36,7 @@ __all__ = [
     "policy_coefficients",
     "policy_loss",
     "rollout_weights",
+    "sampling_mask",
     "token_logprobs",
 ]
 __all__ += objectives.__all__

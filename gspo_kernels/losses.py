@@ -166,13 +166,15 @@ def _fused_policy_loss(
     check_logits(logits, labels)
     packed = checks.layout("labels", labels, terms.cu_seqlens) is not None
     sequences = labels.shape[0] if terms.cu_seqlens is None else terms.cu_seqlens.shape[0] - 1
-    options = logit_arguments.checked(labels, sequences)
+    options = logit_arguments.checked(labels, sequences, logits.shape[-1])
     check_inplace(logits, inplace_backward)
     with_entropy = wants_entropy(return_entropy, terms.entropy_coef, objective)
     terms = checked(terms, labels, objective, with_entropy)
     rows = as_rows(logits, packed)
     row_labels, terms = merge_mask(as_rows(labels, packed), terms, options.ignore_index)
-    options = logit_arguments.with_temperature(options, row_labels, packed, terms.cu_seqlens, logits.dtype)
+    options = logit_arguments.with_rows(
+        options, row_labels, packed, terms.cu_seqlens, logits.dtype, logits.shape[-1]
+    )
 
     learns = torch.is_grad_enabled() and logits.requires_grad
     tracing = torch.compiler.is_compiling()
@@ -219,6 +221,8 @@ def fused_policy_loss(
     temperature: float | Tensor = 1.0,
     logit_scale: float = 1.0,
     softcap: float | None = None,
+    kept_ids: Tensor | None = None,
+    kept_mask: Tensor | None = None,
     ignore_index: int = -100,
     return_entropy: bool = False,
     inplace_backward: bool = False,
@@ -235,7 +239,8 @@ def fused_policy_loss(
         old_logprobs, advantages, and all terms from loss_mask to normalizer: as in ``policy_loss``; a token
             is also left out where its label is ``ignore_index``.
         temperature: a number, or a tensor [B] with one per sequence.
-        logit_scale, softcap, ignore_index, inplace_backward, backend: as in ``token_logprobs``.
+        logit_scale, softcap, kept_ids, kept_mask, ignore_index, inplace_backward, backend: as in
+            ``token_logprobs``. Old and reference log-probs must be over the same kept ids.
         return_entropy: also return the entropy, detached; an entropy bonus computes it anyway.
         objective: as in ``policy_loss``.
 
@@ -273,6 +278,8 @@ def fused_linear_policy_loss(
     temperature: float | Tensor = 1.0,
     logit_scale: float = 1.0,
     softcap: float | None = None,
+    kept_ids: Tensor | None = None,
+    kept_mask: Tensor | None = None,
     ignore_index: int = -100,
     return_entropy: bool = False,
     logits_dtype: str = "float32",
@@ -294,8 +301,8 @@ def fused_linear_policy_loss(
         old_logprobs, advantages, and all terms from loss_mask to normalizer: as in ``policy_loss``; a token
             is also left out where its label is ``ignore_index``.
         temperature: a number, or a tensor [B] with one per sequence.
-        logit_scale, softcap, ignore_index, logits_dtype, max_chunk_bytes, backend: as in
-            ``linear_token_logprobs``.
+        logit_scale, softcap, kept_ids, kept_mask, ignore_index, logits_dtype, max_chunk_bytes, backend: as
+            in ``linear_token_logprobs``. Old and reference log-probs must be over the same kept ids.
         return_entropy: also return the entropy, detached; an entropy bonus computes it anyway.
         objective: as in ``policy_loss``.
         schedule: "auto", "known", "aligned", "deferred", "frozen", "cached" or "two_pass": how the batch is

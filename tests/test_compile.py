@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import gspo_kernels as gk
+from gspo_kernels import bits
 from gspo_kernels.linear.chunks import Chunking, LinearOperands
 from gspo_kernels.linear.gradients import Needs
 from gspo_kernels.linear.loss import Settings
@@ -89,6 +90,11 @@ def test_compiled_on_every_backend(entry, backend):
     if torch.cuda.is_available() and backend == "triton":
         pytest.skip("compiled on the device in tests/kernels")
     assert_compiles(make_case(KIND[entry], "packed", "weighted"), entry, gk.GSPO(), backend)
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_compiled_with_a_sampling_mask(entry):
+    assert_compiles(make_case(KIND[entry], "packed", "weighted", logit_options="kept"), entry, gk.GSPO())
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
@@ -183,14 +189,24 @@ LOGIT_OPTIONS = {
 }
 
 
+def kept_beside(labels):
+    """Sets of two or three ids."""
+    return torch.stack([labels, (labels + 1) % 5, (labels + 3) % 5, labels], -1).masked_fill(
+        torch.tensor([False, False, True, False]) & (labels.unsqueeze(-1) > 1), -100
+    )
+
+
 def labels_for(backend):
     """By the interpreter two tokens, one of them ignored: a gradcheck makes a call for every element."""
     return LABELS[:, 1:2] if backend == "triton" else LABELS
 
 
+@pytest.mark.parametrize("kept", [False, True], ids=["all ids", "kept ids"])
 @pytest.mark.parametrize("options", [{}, LOGIT_OPTIONS], ids=["plain", "options"])
-def test_gradcheck_token_logprobs(options, backend):
+def test_gradcheck_token_logprobs(options, kept, backend):
     labels = labels_for(backend)
+    if kept:
+        options = options | {"kept_ids": kept_beside(labels)}
 
     def function(logits):
         return gk.token_logprobs(logits, labels, return_entropy=True, backend=backend, **options)
@@ -198,9 +214,12 @@ def test_gradcheck_token_logprobs(options, backend):
     gradcheck(function, small(*labels.shape, 5))
 
 
+@pytest.mark.parametrize("kept", [False, True], ids=["all ids", "kept ids"])
 @pytest.mark.parametrize("options", [{}, LOGIT_OPTIONS], ids=["plain", "options"])
-def test_gradcheck_linear_token_logprobs(options, backend):
+def test_gradcheck_linear_token_logprobs(options, kept, backend):
     labels = labels_for(backend)
+    if kept:
+        options = options | {"kept_ids": kept_beside(labels)}
 
     def function(hidden, weight, bias):
         return gk.linear_token_logprobs(
@@ -283,9 +302,11 @@ def operator_inputs():
     rng = generator(0)
     logits, labels = torch.randn(2, 3, 7, generator=rng), torch.tensor([[0, 6, -100], [3, 2, 1]])
     hidden, weight, bias = (torch.randn(*shape, generator=rng) for shape in ((2, 3, 4), (7, 4), (7,)))
-    options = RowOptions(1.5, 4.0, 0.7, None, -100, "cpp")
-    by_row = RowOptions(1.0, 0.0, 1.0, torch.full((2, 3), 0.8), -100, "reference")
-    in_triton, by_row_in_triton = options._replace(backend="triton"), by_row._replace(backend="triton")
+    kept = bits.packed_columns(torch.rand(2, 3, 7, generator=rng) < 0.5)
+    kept |= bits.packed_ids(labels.unsqueeze(-1), 7)
+    options = RowOptions(1.5, 4.0, 0.7, None, None, -100, "cpp")
+    by_row = RowOptions(1.0, 0.0, 1.0, torch.full((2, 3), 0.8), kept, -100, "reference")
+    in_triton, by_row_in_triton = (each._replace(backend="triton", kept=None) for each in (options, by_row))
     scored = logprobs_forward(logits, labels, options, True)
     logprobs, entropy, upstream = scored.logprobs, scored.entropy, torch.randn(2, 3, generator=rng)
     stats, without_entropy = RowStats(*scored), RowStats(logprobs, scored.lse, None)
@@ -327,6 +348,7 @@ def operator_inputs():
             (logits.clone(), torch.tensor(2.0), "cpp"),
             (logits.clone(), torch.tensor(1.0), "reference"),
         ],
+        "mask_of_ids": [(labels.unsqueeze(-1), 7)],
         "mask_labels": [(labels, None, None, -100), (labels, labels > 2, None, -100)],
         "linear_logprobs_forward": [
             (trained(options), True),

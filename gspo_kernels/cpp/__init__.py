@@ -65,6 +65,7 @@ def logprobs_backward(
     *,
     ignore_index: int,
     out: Tensor,
+    sharded: bool = False,
 ) -> None:
     """See ``ops.backends.RowBackend.logprobs_backward``."""
     if grad_entropy is not None and stats.entropy is None:
@@ -79,6 +80,7 @@ def logprobs_backward(
             None if grad is None else grad.detach().to(stats_dtype(logits.dtype))
             for grad in (grad_logprobs, grad_entropy, grad_scale)
         ),
+        sharded,
         out,
     )
 
@@ -264,6 +266,7 @@ def _row_arguments(
         logits.detach(),
         labels.to(torch.int64).contiguous(),
         _vector(transform.row_temperature, logits),
+        None if transform.kept is None else transform.kept.contiguous(),
         transform.logit_scale,
         transform.softcap,
         transform.temperature,

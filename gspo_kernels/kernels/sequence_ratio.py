@@ -16,6 +16,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from gspo_kernels.kernels.kept import in_row, kept_row
 from gspo_kernels.kernels.launch import (
     FOLD,
     RowArguments,
@@ -54,6 +55,7 @@ def sequence_ratio_kernel(
     logits_ptr,
     labels_ptr,
     row_temperature_ptr,
+    kept_ptr,
     old_ptr,
     advantages_ptr,
     weights_ptr,
@@ -87,6 +89,8 @@ def sequence_ratio_kernel(
     labels_stride_t: tl.int64,
     temperature_stride_b: tl.int64,
     temperature_stride_t: tl.int64,
+    kept_stride_b: tl.int64,
+    kept_stride_t: tl.int64,
     old_stride_b: tl.int64,
     old_stride_t: tl.int64,
     advantages_stride: tl.int64,
@@ -112,6 +116,7 @@ def sequence_ratio_kernel(
         t = n - b * T
         label = tl.load(element(labels_ptr, b, t, labels_stride_b, labels_stride_t)).to(tl.int64)
         counted = label != ignore_index
+        kept = kept_row(kept_ptr, b, t, kept_stride_b, kept_stride_t)
         slopes = row_slopes(
             (slope, inner, outer),
             row_temperature_ptr,
@@ -124,7 +129,7 @@ def sequence_ratio_kernel(
         opened = open_row(
             row_pointer(logits_ptr, b, t, logits_stride_b, logits_stride_t, ACCESS),
             label,
-            counted & (label >= 0) & (label < V),
+            counted & in_row(label, V, kept),
             tl.where(counted, V, 0),
             logits_stride_v,
             ACCESS,
@@ -140,6 +145,7 @@ def sequence_ratio_kernel(
             sequence = b
         logp, base, rest, _ = fold_row(
             opened,
+            kept,
             logits_stride_v,
             slopes,
             STATS,

@@ -40,14 +40,14 @@ def linear_token_logprobs(
     """See ``gspo_kernels.linear_token_logprobs``."""
     hidden, weight, bias = check_inputs(hidden, weight, bias, labels)
     packed = labels.ndim == 1
-    options = logit_arguments.checked(labels, labels.shape[0])
+    options = logit_arguments.checked(labels, labels.shape[0], weight.shape[0])
     checks.flag("return_entropy", return_entropy)
     unwritten = max_chunk_bytes == 0 and not isinstance(max_chunk_bytes, bool)
     if unwritten:
-        check_unwritten(hidden, weight, bias, logits_dtype, options.backend)
+        check_unwritten(hidden, weight, bias, logit_arguments, logits_dtype, options.backend)
     chunking = check_chunking(logits_dtype, None if unwritten else max_chunk_bytes, compact=True)
     rows, row_labels = as_rows(hidden, packed), as_rows(labels, packed)
-    options = logit_arguments.with_temperature(options, row_labels, packed, None, hidden.dtype)
+    options = logit_arguments.with_rows(options, row_labels, packed, None, hidden.dtype, weight.shape[0])
     operands = LinearOperands(rows, weight, bias, row_labels, options, chunking)
     if unwritten:
         logprobs, entropy = unwritten_logprobs(operands, return_entropy)
@@ -74,15 +74,15 @@ class _Prepared:
     ):
         self.packed = checks.layout("labels", labels, terms.cu_seqlens) is not None
         sequences = labels.shape[0] if terms.cu_seqlens is None else terms.cu_seqlens.shape[0] - 1
-        options = logit_arguments.checked(labels, sequences)
+        options = logit_arguments.checked(labels, sequences, weight.shape[0])
         terms = checked(terms, labels, objective, has_entropy)
         rows, terms = merge_mask(as_rows(labels, self.packed), terms, options.ignore_index)
         if skip_inactive == "all":
             rows, terms = leave_out_idle(rows, terms, options.ignore_index)
         self.hidden, self.weight, self.bias = as_rows(hidden, self.packed), weight, bias
         self.labels, self.terms, self.chunking = rows, terms, chunking
-        self.options = logit_arguments.with_temperature(
-            options, rows, self.packed, terms.cu_seqlens, hidden.dtype
+        self.options = logit_arguments.with_rows(
+            options, rows, self.packed, terms.cu_seqlens, hidden.dtype, weight.shape[0]
         )
         self.skip = skip_inactive != "none"
         learns = torch.is_grad_enabled()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from gspo_kernels import bits
 from gspo_kernels.torch_internals import inner_autograd
 from gspo_kernels.types import LogitTransform, RowStats, stats_dtype
 
@@ -28,6 +29,16 @@ def transform_logits(logits: Tensor, transform: LogitTransform) -> Tensor:
     return z / transform.temperature
 
 
+def _counted_columns(logits: Tensor, ignored: Tensor, transform: LogitTransform) -> Tensor:
+    """``transform_logits``, where what ignored rows hold, and what a mask cuts, has no part in anything."""
+    ignored = ignored.unsqueeze(-1)
+    if transform.kept is None:
+        return transform_logits(logits.masked_fill(ignored, 0.0), transform)
+    cut = ~bits.columns(transform.kept, logits.shape[-1])
+    z = transform_logits(logits.masked_fill(ignored | cut, 0.0), transform)
+    return z.masked_fill(cut & ~ignored, -torch.inf)
+
+
 def token_statistics(
     logits: Tensor, labels: Tensor, transform: LogitTransform, ignore_index: int
 ) -> RowStats:
@@ -35,9 +46,11 @@ def token_statistics(
     vocabulary = logits.shape[-1]
     ignored = labels == ignore_index
     in_range = (labels >= 0) & (labels < vocabulary)
-    z = transform_logits(logits.masked_fill(ignored.unsqueeze(-1), 0.0), transform)
-    logp = torch.log_softmax(z, dim=-1)
     index = labels.to(torch.int64).clamp(0, max(vocabulary - 1, 0)).unsqueeze(-1)
+    if transform.kept is not None:
+        in_range = in_range & bits.holds(transform.kept, index.squeeze(-1))
+    z = _counted_columns(logits, ignored, transform)
+    logp = torch.log_softmax(z, dim=-1)
     logprobs = logp.gather(-1, index).squeeze(-1).masked_fill(~in_range, float("nan"))
     p = logp.exp()
     # selected before the product, whose gradient would multiply 0 by infinity
@@ -65,16 +78,19 @@ def logprobs_backward(
     *,
     ignore_index: int,
     out: Tensor,
+    sharded: bool = False,
 ) -> None:
     """See ``ops.backends.RowBackend.logprobs_backward``."""
-    del stats
     with inner_autograd():
         leaf = logits.detach().to(stats_dtype(logits.dtype)).requires_grad_()
-        again = token_statistics(leaf, labels, transform, ignore_index)
-        assert again.entropy is not None
-        given = [(again.logprobs, grad_logprobs)]
+        if sharded:
+            outputs = _of_wider_rows(leaf, labels, stats, transform, ignore_index)
+        else:
+            outputs = token_statistics(leaf, labels, transform, ignore_index)
+        assert outputs.entropy is not None
+        given = [(outputs.logprobs, grad_logprobs)]
         if grad_entropy is not None:
-            given.append((again.entropy, grad_entropy))
+            given.append((outputs.entropy, grad_entropy))
         idle = labels == ignore_index
         idle = idle | torch.stack([grad == 0 for _, grad in given]).all(0)
         grad_logits = torch.zeros_like(leaf)
@@ -84,6 +100,25 @@ def logprobs_backward(
             # a weight that overflowed makes infinities of slopes, but must not make NaN of zeros
             grad_logits = grad_logits + torch.where(slope == 0, 0.0, slope * weight.unsqueeze(-1))
     out.copy_(grad_logits.masked_fill(idle.unsqueeze(-1), 0.0))
+
+
+def _of_wider_rows(
+    logits: Tensor, labels: Tensor, whole: RowStats, transform: LogitTransform, ignore_index: int
+) -> RowStats:
+    """Numbers whose derivatives by some columns of wider rows are those of the rows' own statistics:
+    dlogp/dz_v = onehot_v - p_v and dH/dz_v = -p_v (log p_v + H).
+    """
+    z = _counted_columns(logits, labels == ignore_index, transform)
+    log_p = (z.detach() - whole.lse.unsqueeze(-1)).to(z.dtype)
+    p = torch.where(whole.lse.isfinite().unsqueeze(-1), log_p.exp(), float("nan"))
+    columns = torch.arange(z.shape[-1], device=z.device)
+    # 1 - p from its own logarithm: p near 1 cancels
+    at_label = -torch.expm1(whole.logprobs).unsqueeze(-1)
+    logprobs = (torch.where(columns == labels.unsqueeze(-1), at_label, -p) * z).sum(-1)
+    if whole.entropy is None:
+        return RowStats(logprobs, whole.lse, logprobs)
+    surprise = torch.where(p > 0, log_p + whole.entropy.unsqueeze(-1), 0.0)
+    return RowStats(logprobs, whole.lse, -(p * surprise * z).sum(-1))
 
 
 def scale_(values: Tensor, factor: Tensor) -> None:

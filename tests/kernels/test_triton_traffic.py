@@ -93,6 +93,24 @@ def test_forward_and_gradient_walk_twice_and_write_once(batch, in_place):
     assert traffic.per_row(traffic.writes, 1) == [1] * 6
 
 
+def test_a_sampling_mask_adds_its_words(batch):
+    """A 32nd of the elements, and no logit is read twice."""
+    logits, labels = batch
+    kept = torch.full((2, 3, -(-V // 32)), -1, dtype=torch.int32)
+    masked = PLAIN._replace(kept=kept)
+    with counted(logits, kept) as traffic:
+        stats = kernels.logprobs_forward(logits, labels, masked, ignore_index=IGNORE, entropy=True)
+    assert traffic.per_row(traffic.reads, 0) == COUNTED
+    assert (traffic.reads[1].view(6, -1)[torch.tensor(COUNTED) == 1] > 0).all()
+    out, grad = torch.empty_like(logits), torch.ones(2, 3)
+    with counted(logits, out) as traffic:
+        kernels.logprobs_backward(
+            logits, labels, stats, grad, None, None, masked, ignore_index=IGNORE, out=out
+        )
+    assert traffic.per_row(traffic.reads, 0) == COUNTED
+    assert traffic.per_row(traffic.writes, 1) == [1] * 6
+
+
 def test_scoring_reads_no_tile_of_ignored_rows(monkeypatch):
     monkeypatch.setattr(scoring, "_INTERPRETED", scoring.ProductTile(16, 64, 32, 1, 1, 1))
     hidden, weight = torch.randn(48, 64), torch.randn(192, 64)
