@@ -56,6 +56,19 @@ class LossOutput(NamedTuple):
     metrics: dict[str, Tensor]
 
 
+class SelectedLogprobs(NamedTuple):
+    """Log-probabilities of several ids per token, and what they leave.
+
+    Attributes:
+        logprobs: log pi(id) in nats, the ids' shape, fp32 (fp64 for fp64 inputs); 0.0 where there is no id.
+        tail: log of the probability of all other ids, the ids' shape without K, same dtype: 0.0 where there
+            is no id, -inf where there is no other. None where log-probs are normalised within the set.
+    """
+
+    logprobs: Tensor
+    tail: Tensor | None
+
+
 class RowStats(NamedTuple):
     """Statistics of logit rows, each [B, T]; zeros for ignored rows.
 

@@ -24,6 +24,7 @@ LOGITS = "temperature logit_scale softcap kept_ids kept_mask ignore_index"
 POLICY = f"{LAYOUT} {TERMS}"
 
 # positional parameters | keyword-only parameters
+SELECTED = LOGITS.replace(" ignore_index", "")
 CONTRACT = {
     "token_logprobs": ("logits labels", f"{LOGITS} return_entropy inplace_backward backend"),
     "linear_token_logprobs": (
@@ -40,6 +41,11 @@ CONTRACT = {
         "hidden weight labels old_logprobs advantages",
         f"bias {POLICY} {LOGITS} return_entropy logits_dtype max_chunk_bytes schedule skip_inactive "
         "objective backend",
+    ),
+    "selected_logprobs": ("logits ids", f"normalize_within {SELECTED} inplace_backward backend"),
+    "linear_selected_logprobs": (
+        "hidden weight ids",
+        f"bias normalize_within {SELECTED} logits_dtype max_chunk_bytes backend",
     ),
     "sampling_mask": ("logits", "temperature top_k top_p min_p labels engine"),
     "normalizer": ("objective loss_mask", "cu_seqlens lengths advantages group_ids"),

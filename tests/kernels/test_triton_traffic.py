@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 from benchmarks.traffic import counted
 from gspo_kernels import kernels
 from gspo_kernels.kernels import scoring
+from gspo_kernels.ops.selected import SelectedGradients, score, write_gradient
 from gspo_kernels.types import ClippedSequenceRatio, LogitTransform
 
 pytestmark = pytest.mark.skipif(
@@ -108,6 +109,23 @@ def test_a_sampling_mask_adds_its_words(batch):
             logits, labels, stats, grad, None, None, masked, ignore_index=IGNORE, out=out
         )
     assert traffic.per_row(traffic.reads, 0) == COUNTED
+    assert traffic.per_row(traffic.writes, 1) == [1] * 6
+
+
+@pytest.mark.parametrize("K", (2, 20, 1024))
+def test_more_ids_read_no_more_logits(batch, K):
+    """By the kernels; K logits and K gradients beside them are gathered and scattered."""
+    logits, _ = batch
+    ids = torch.randint(0, V, (2, 3, K))
+    ids[0, 2] = -100
+    rows = [1, 1, 0, 1, 1, 1]
+    with counted(logits) as traffic:
+        found = score(logits, ids, "triton", PLAIN, within=False)
+    assert traffic.per_row(traffic.reads, 0) == rows
+    out, grads = torch.empty_like(logits), SelectedGradients(torch.ones(2, 3, K), torch.ones(2, 3))
+    with counted(logits, out) as traffic:
+        write_gradient(out, logits, ids, found, grads, "triton", PLAIN, within=False)
+    assert traffic.per_row(traffic.reads, 0) == rows
     assert traffic.per_row(traffic.writes, 1) == [1] * 6
 
 
