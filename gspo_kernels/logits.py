@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,7 +14,9 @@ from gspo_kernels.layout import as_rows, segment_ids
 from gspo_kernels.objectives.base import Objective
 from gspo_kernels.ops.backends import resolve
 from gspo_kernels.ops.values import mask_of_ids
-from gspo_kernels.types import RowOptions, stats_dtype
+from gspo_kernels.types import RowOptions, Shard, stats_dtype
+
+R = TypeVar("R")
 
 
 class LogitArguments(NamedTuple):
@@ -25,11 +29,14 @@ class LogitArguments(NamedTuple):
     kept_mask: Tensor | None = None
     ignore_index: int = -100
     backend: str = "auto"
+    tp_group: Any = None
+    vocab_range: tuple[int, int] | None = None
 
-    def checked(self, labels: Tensor, sequences: int, vocabulary: int) -> RowOptions:
+    def checked(self, labels: Tensor, sequences: int, width: int) -> RowOptions:
         """Checked, with the backend settled that serves the labels' device.
 
-        What differs from row to row is still missing; see ``with_rows``.
+        What differs from row to row is still missing; see ``with_rows``. ``width`` is how many columns of
+        logits this process has.
 
         Raises:
             TypeError, ValueError: a wrong argument, named in the message.
@@ -42,12 +49,34 @@ class LogitArguments(NamedTuple):
             scalar = checks.number("temperature", self.temperature, positive=True)
         scale = checks.number("logit_scale", self.logit_scale)
         cap = 0.0 if self.softcap is None else checks.number("softcap", self.softcap, positive=True)
-        self._check_kept(labels, vocabulary)
+        self._check_kept(labels, width)
         checks.integer("ignore_index", self.ignore_index)
         if not isinstance(self.backend, str):
             raise TypeError(f"backend: got {type(self.backend).__name__}, expected a name")
         serving = resolve(self.backend, labels.device)
-        return RowOptions(scale, cap, scalar, None, None, self.ignore_index, serving)
+        return RowOptions(scale, cap, scalar, None, None, self.ignore_index, serving, self._shard(width))
+
+    def _shard(self, width: int) -> Shard:
+        """Which columns they are."""
+        if self.tp_group is None:
+            if self.vocab_range is not None:
+                raise ValueError(f"vocab_range: got {self.vocab_range} without a tp_group, expected None")
+            return Shard()
+        for name, given in (("kept_ids", self.kept_ids), ("kept_mask", self.kept_mask)):
+            if given is not None:
+                raise ValueError(f"{name}: got a sampling mask, expected None along with tp_group")
+        from gspo_kernels.parallel.groups import group_name
+
+        name = group_name("tp_group", self.tp_group)
+        if self.vocab_range is None:
+            return Shard(name)
+        first, last = (checks.integer("vocab_range", end) for end in self.vocab_range)
+        if first < 0 or last - first != width:
+            raise ValueError(
+                f"vocab_range: got {self.vocab_range}, expected (first, first + {width}) for the {width} "
+                "columns that this rank has"
+            )
+        return Shard(name, first)
 
     def _check_kept(self, labels: Tensor, vocabulary: int) -> None:
         where, device = tuple(labels.shape), labels.device
@@ -95,14 +124,54 @@ class LogitArguments(NamedTuple):
         return options._replace(row_temperature=values)
 
 
-def check_scores(name: str, scores: Tensor, labels: Tensor, width: str) -> None:
-    """Labels [B, T] with scores [B, T, ``width``], or [N] with [N, ``width``]."""
+def takes_dtensors(implementation: Callable[..., R]) -> Callable[..., R]:
+    """Have a public function take DTensors: what this process has of them, and the group of the rest."""
+
+    @functools.wraps(implementation)
+    def call(**arguments: Any) -> R:
+        if any(hasattr(value, "device_mesh") for value in arguments.values()):
+            from gspo_kernels.parallel.placements import resolved
+
+            arguments = resolved(arguments)
+        return implementation(**arguments)
+
+    return call
+
+
+def on_all_ranks(implementation: Callable[..., R]) -> Callable[..., R]:
+    """Have a public function take DTensors, and raise either on all ranks of its ``tp_group`` or on none.
+
+    Compiled code is no place to tell others of an error: there only what operators check is raised on all.
+    """
+
+    @takes_dtensors
+    @functools.wraps(implementation)
+    def call(**arguments: Any) -> R:
+        group = arguments["logit_arguments"].tp_group
+        if group is None or torch.compiler.is_compiling():
+            return implementation(**arguments)
+        from gspo_kernels.parallel.agreement import together
+        from gspo_kernels.parallel.groups import group_name
+
+        device = getattr(arguments["labels"], "device", torch.device("cpu"))
+        with together(group_name("tp_group", group), device):
+            return implementation(**arguments)
+
+    return call
+
+
+def check_scores(name: str, scores: Tensor, labels: Tensor, width: str, scattered: bool = False) -> None:
+    """Labels [B, T] with scores [B, T, ``width``], or [N] with [N, ``width``].
+
+    ``scattered``: scores are those of some columns of the labels.
+    """
     checks.tensor("labels", labels, None, "[B, T] or [N]", None)
     checks.dtype("labels", labels, checks.INTEGERS)
     if labels.ndim not in (1, 2):
         raise ValueError(f"labels: got shape {tuple(labels.shape)}, expected [B, T] or [N]")
     checks.floats(name, scores, None, f"[B, T, {width}] or [N, {width}]", None)
-    if scores.ndim != labels.ndim + 1 or scores.shape[:-1] != labels.shape:
+    shared = labels.ndim - 1 if scattered else labels.ndim
+    if scores.ndim != labels.ndim + 1 or scores.shape[:shared] != labels.shape[:shared]:
         raise ValueError(
             f"{name}: got shape {tuple(scores.shape)}, expected {(*labels.shape, width)} for labels of shape "
             f"{tuple(labels.shape)}"

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from torch import Tensor
 
 from gspo_kernels import checks
 from gspo_kernels.entry import implemented_by
 from gspo_kernels.layout import as_rows, from_rows
 from gspo_kernels.linear import calls
-from gspo_kernels.logits import LogitArguments, check_inplace, check_logits
+from gspo_kernels.logits import LogitArguments, check_inplace, check_logits, on_all_ranks
 from gspo_kernels.ops.logprobs import TokenLogprobsFunction
 from gspo_kernels.types import TokenLogprobs
 
+if TYPE_CHECKING:  # not every build of PyTorch has it
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
+
+@on_all_ranks
 def _token_logprobs(
     logits: Tensor,
     labels: Tensor,
@@ -47,6 +54,8 @@ def token_logprobs(
     return_entropy: bool = False,
     inplace_backward: bool = False,
     backend: str = "auto",
+    tp_group: ProcessGroup | DeviceMesh | None = None,
+    vocab_range: tuple[int, int] | None = None,
 ) -> TokenLogprobs:
     """Log-probability of each label, differentiable, without keeping anything of the logits' size.
 
@@ -70,6 +79,11 @@ def token_logprobs(
         inplace_backward: the backward overwrites the logits with their gradient instead of allocating one.
             They must not be needed afterwards; a second backward raises.
         backend: "auto", "triton", "cpp" or "reference".
+        tp_group: the process group, or mesh of one dimension, whose ranks each have some columns of the
+            logits, [..., V of the rank]; labels are ids of the whole vocabulary, and everything but the
+            logits is the same on all ranks, results bit for bit. DTensors say it themselves.
+        vocab_range: (first, one past the last) id of this rank's columns. None: all ranks have as many, in
+            their order.
 
     Returns:
         TokenLogprobs(logprobs, entropy) in nats, the labels' shape, fp32 (fp64 for fp64 logits).
@@ -99,6 +113,10 @@ def linear_token_logprobs(
     logits_dtype: str = "float32",
     max_chunk_bytes: int | None = None,
     backend: str = "auto",
+    tp_group: ProcessGroup | DeviceMesh | None = None,
+    vocab_range: tuple[int, int] | None = None,
+    reduce_hidden_grad: bool = True,
+    sequence_parallel: bool = False,
 ) -> TokenLogprobs:
     """Log-probability of each label from hidden states: the logits exist only a chunk at a time.
 
@@ -124,6 +142,15 @@ def linear_token_logprobs(
             Never chosen by itself: its sums have another order, so that ratios with the losses' log-probs
             are 1 to rounding instead of exactly.
         backend: "auto", "triton", "cpp" or "reference".
+        tp_group: the process group, or mesh of one dimension, whose ranks each have some rows of weight and
+            bias, [V of the rank, H]; labels are ids of the whole vocabulary, and everything but weight and
+            bias is the same on all ranks, results bit for bit. DTensors say it themselves.
+        vocab_range: (first, one past the last) id of this rank's rows. None: all ranks have as many, in
+            their order.
+        reduce_hidden_grad: sum dHidden over ``tp_group``, a chunk at a time in fp32. False: each rank gets
+            its own part, for callers who sum it themselves.
+        sequence_parallel: ``hidden`` are the tokens of this rank alone, [B, T of the rank, H] or
+            [N of the rank, H], in the order of ranks; labels and results are those of all tokens.
 
     Returns:
         TokenLogprobs(logprobs, entropy) in nats, the labels' shape, fp32 (fp64 for fp64 inputs).

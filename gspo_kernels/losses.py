@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
@@ -10,9 +12,10 @@ from gspo_kernels.entry import implemented_by
 from gspo_kernels.layout import as_rows, from_rows
 from gspo_kernels.linear import calls
 from gspo_kernels.linear.exactness import coefficients_depend_on
+from gspo_kernels.linear.inputs import check_before_ranks_work
 from gspo_kernels.linear.plan import SchedulePlan
 from gspo_kernels.linear.scopes import without_logprobs
-from gspo_kernels.logits import LogitArguments, check_inplace, check_logits, wants_entropy
+from gspo_kernels.logits import LogitArguments, check_inplace, check_logits, on_all_ranks, wants_entropy
 from gspo_kernels.objectives import GSPO
 from gspo_kernels.objectives.base import Objective
 from gspo_kernels.ops.backends import resolve
@@ -21,6 +24,10 @@ from gspo_kernels.sequence_ratio import SequenceOperands, SequenceRatioFunction,
 from gspo_kernels.step import carried_loss, loss_of, output_of, policy_step
 from gspo_kernels.terms import Terms, checked, merge_mask
 from gspo_kernels.types import LossOutput
+
+if TYPE_CHECKING:  # not every build of PyTorch has it
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 def _given_logprobs(
@@ -154,6 +161,7 @@ def policy_coefficients(
     """
 
 
+@on_all_ranks
 def _fused_policy_loss(
     logits: Tensor,
     labels: Tensor,
@@ -175,6 +183,8 @@ def _fused_policy_loss(
     options = logit_arguments.with_rows(
         options, row_labels, packed, terms.cu_seqlens, logits.dtype, logits.shape[-1]
     )
+    whole = not options.shard.group
+    check_before_ranks_work(row_labels, terms, options)
 
     learns = torch.is_grad_enabled() and logits.requires_grad
     tracing = torch.compiler.is_compiling()
@@ -187,8 +197,8 @@ def _fused_policy_loss(
             coefficients = policy_step(given, None, options.backend, alone, False).grad_logprobs
         carrier, logprobs = KnownCoefficientsFunction.apply(rows, row_labels, coefficients, options)
         return carried_loss(carrier, logprobs, None, options.backend, terms, packed)
-    off_policy = terms.old_logprobs is not None
-    form = sequence_form(objective, terms, options.backend) if off_policy and not with_entropy else None
+    one_launch = whole and terms.old_logprobs is not None and not with_entropy
+    form = sequence_form(objective, terms, options.backend) if one_launch else None
     if form is not None:
         loss, logprobs, metrics = SequenceRatioFunction.apply(
             rows, row_labels, inplace_backward, options, SequenceOperands.of(row_labels, terms), form
@@ -228,6 +238,8 @@ def fused_policy_loss(
     inplace_backward: bool = False,
     objective: Objective = GSPO(),
     backend: str = "auto",
+    tp_group: ProcessGroup | DeviceMesh | None = None,
+    vocab_range: tuple[int, int] | None = None,
 ) -> LossOutput:
     """Policy loss straight from logits: each logit is read once in the forward and once in the backward.
 
@@ -239,8 +251,8 @@ def fused_policy_loss(
         old_logprobs, advantages, and all terms from loss_mask to normalizer: as in ``policy_loss``; a token
             is also left out where its label is ``ignore_index``.
         temperature: a number, or a tensor [B] with one per sequence.
-        logit_scale, softcap, kept_ids, kept_mask, ignore_index, inplace_backward, backend: as in
-            ``token_logprobs``. Old and reference log-probs must be over the same kept ids.
+        logit_scale, softcap, kept_ids, kept_mask, ignore_index, inplace_backward, backend, tp_group,
+            vocab_range: as in ``token_logprobs``. Old and reference log-probs must be over the same kept ids.
         return_entropy: also return the entropy, detached; an entropy bonus computes it anyway.
         objective: as in ``policy_loss``.
 
@@ -288,6 +300,10 @@ def fused_linear_policy_loss(
     skip_inactive: str = "backward",
     objective: Objective = GSPO(),
     backend: str = "auto",
+    tp_group: ProcessGroup | DeviceMesh | None = None,
+    vocab_range: tuple[int, int] | None = None,
+    reduce_hidden_grad: bool = True,
+    sequence_parallel: bool = False,
 ) -> LossOutput:
     """Policy loss from hidden states and the lm_head's weight: the logits never exist as a whole.
 
@@ -301,8 +317,9 @@ def fused_linear_policy_loss(
         old_logprobs, advantages, and all terms from loss_mask to normalizer: as in ``policy_loss``; a token
             is also left out where its label is ``ignore_index``.
         temperature: a number, or a tensor [B] with one per sequence.
-        logit_scale, softcap, kept_ids, kept_mask, ignore_index, logits_dtype, max_chunk_bytes, backend: as
-            in ``linear_token_logprobs``. Old and reference log-probs must be over the same kept ids.
+        logit_scale, softcap, kept_ids, kept_mask, ignore_index, logits_dtype, max_chunk_bytes, backend,
+            tp_group, vocab_range, reduce_hidden_grad, sequence_parallel: as in ``linear_token_logprobs``. Old
+            and reference log-probs must be over the same kept ids.
         return_entropy: also return the entropy, detached; an entropy bonus computes it anyway.
         objective: as in ``policy_loss``.
         schedule: "auto", "known", "aligned", "deferred", "frozen", "cached" or "two_pass": how the batch is
@@ -353,6 +370,10 @@ def explain_schedule(
     schedule: str = "auto",
     skip_inactive: str = "backward",
     objective: Objective = GSPO(),
+    tp_group: ProcessGroup | DeviceMesh | None = None,
+    vocab_range: tuple[int, int] | None = None,
+    reduce_hidden_grad: bool = True,
+    sequence_parallel: bool = False,
 ) -> SchedulePlan:
     """The plan of a ``fused_linear_policy_loss`` call with these arguments, without running it; print it to
     read it: matrix products, memory, the cost model's time, the reason, and the alternatives.

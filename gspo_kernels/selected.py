@@ -8,7 +8,7 @@ from gspo_kernels import bits, checks
 from gspo_kernels.entry import implemented_by
 from gspo_kernels.layout import as_rows, from_rows
 from gspo_kernels.linear.chunks import LinearOperands
-from gspo_kernels.linear.inputs import check_chunking, check_inputs
+from gspo_kernels.linear.inputs import ProductArguments, check_inputs
 from gspo_kernels.linear.logprobs import LinearTokenLogprobsFunction
 from gspo_kernels.linear.selected import LinearSelectedLogprobsFunction
 from gspo_kernels.logits import LogitArguments, check_inplace, check_logits
@@ -107,16 +107,15 @@ def _linear_selected_logprobs(
     ids: Tensor,
     bias: Tensor | None,
     logit_arguments: LogitArguments,
+    product_arguments: ProductArguments,
     normalize_within: bool,
-    logits_dtype: str,
-    max_chunk_bytes: int | None,
 ) -> SelectedLogprobs:
     tokens = _tokens_of(ids)
-    hidden, weight, bias = check_inputs(hidden, weight, bias, tokens)
+    chunking = product_arguments.checked(compact=True, group=None)
+    hidden, weight, bias = check_inputs(hidden, weight, bias, tokens, chunking.scattered)
     packed, vocabulary = tokens.ndim == 1, weight.shape[0]
     options = logit_arguments.checked(tokens, tokens.shape[0], vocabulary)
     checks.flag("normalize_within", normalize_within)
-    chunking = check_chunking(logits_dtype, max_chunk_bytes, compact=True)
     options = logit_arguments.with_rows(
         options, as_rows(tokens, packed), packed, None, hidden.dtype, vocabulary
     )

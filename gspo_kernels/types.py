@@ -117,6 +117,18 @@ class LogitTransform(NamedTuple):
         return self._replace(row_temperature=temperature, kept=kept)
 
 
+class Shard(NamedTuple):
+    """Which columns of the whole logits a process has.
+
+    Attributes:
+        group: the name of the process group whose ranks have them all together; "" where they are here.
+        start: the token id of the first of them; -1: every rank has as many, in the order of ranks.
+    """
+
+    group: str = ""
+    start: int = -1
+
+
 class RowOptions(NamedTuple):
     """How logits become log-probs and who computes them: the options of every entry that has labels, checked.
 
@@ -124,6 +136,7 @@ class RowOptions(NamedTuple):
         logit_scale, softcap, temperature, row_temperature, kept: the fields of ``LogitTransform``.
         ignore_index: the label of rows that are left out.
         backend: the name of one that can serve the tensors' device.
+        shard: which columns there are; labels are ids of the whole vocabulary.
     """
 
     logit_scale: float
@@ -133,6 +146,7 @@ class RowOptions(NamedTuple):
     kept: Tensor | None
     ignore_index: int
     backend: str
+    shard: Shard = Shard()
 
     @property
     def transform(self) -> LogitTransform:

@@ -20,32 +20,29 @@ TERMS = (
     "ref_logprobs kl_beta kl_estimator kl_ratio_weighted entropy_coef rollout_weights token_weights lengths "
     "group_ids turn_ids normalizer"
 )
-LOGITS = "temperature logit_scale softcap kept_ids kept_mask ignore_index"
+LOGITS = "temperature logit_scale softcap kept_ids kept_mask ignore_index backend tp_group vocab_range"
+HIDDEN = "bias logits_dtype max_chunk_bytes reduce_hidden_grad sequence_parallel"
 POLICY = f"{LAYOUT} {TERMS}"
 
 # positional parameters | keyword-only parameters
-SELECTED = LOGITS.replace(" ignore_index", "")
+SELECTED = "normalize_within temperature logit_scale softcap kept_ids kept_mask backend"
 CONTRACT = {
-    "token_logprobs": ("logits labels", f"{LOGITS} return_entropy inplace_backward backend"),
-    "linear_token_logprobs": (
-        "hidden weight labels",
-        f"bias {LOGITS} return_entropy logits_dtype max_chunk_bytes backend",
-    ),
+    "token_logprobs": ("logits labels", f"{LOGITS} return_entropy inplace_backward"),
+    "linear_token_logprobs": ("hidden weight labels", f"{LOGITS} {HIDDEN} return_entropy"),
     "policy_loss": ("logprobs old_logprobs advantages", f"{POLICY} entropy objective"),
     "policy_coefficients": ("logprobs old_logprobs advantages", f"{POLICY} entropy objective"),
     "fused_policy_loss": (
         "logits labels old_logprobs advantages",
-        f"{POLICY} {LOGITS} return_entropy inplace_backward objective backend",
+        f"{POLICY} {LOGITS} return_entropy inplace_backward objective",
     ),
     "fused_linear_policy_loss": (
         "hidden weight labels old_logprobs advantages",
-        f"bias {POLICY} {LOGITS} return_entropy logits_dtype max_chunk_bytes schedule skip_inactive "
-        "objective backend",
+        f"{POLICY} {LOGITS} {HIDDEN} return_entropy schedule skip_inactive objective",
     ),
-    "selected_logprobs": ("logits ids", f"normalize_within {SELECTED} inplace_backward backend"),
+    "selected_logprobs": ("logits ids", f"{SELECTED} inplace_backward"),
     "linear_selected_logprobs": (
         "hidden weight ids",
-        f"bias normalize_within {SELECTED} logits_dtype max_chunk_bytes backend",
+        f"bias {SELECTED} logits_dtype max_chunk_bytes",
     ),
     "sampling_mask": ("logits", "temperature top_k top_p min_p labels engine"),
     "normalizer": ("objective loss_mask", "cu_seqlens lengths advantages group_ids"),
@@ -61,6 +58,7 @@ DEFAULTS = {
     "max_chunk_bytes": None, "schedule": "auto", "normalize_within": False, "top_k": 0, "top_p": 1.0,
     "min_p": 0.0, "engine": "transformers", "skip_inactive": "backward", "backend": "auto",
     "objective": gk.GSPO(), "loss_mask": None, "cu_seqlens": None, "normalizer": None, "lengths": None,
+    "reduce_hidden_grad": True, "sequence_parallel": False,
     "bias": None, "entropy": None, "scale": "group", "eps": 1e-4, "level": "token", "reduce": "mean",
     "mode": "truncate",
 }  # fmt: skip

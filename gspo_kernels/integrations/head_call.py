@@ -104,14 +104,16 @@ class HeadCall:
 
     def _project(self, hidden: Tensor) -> tuple[Tensor, ...]:
         """What the head's module returns: (loss unless scoring, log-probs, entropy if computed)."""
-        hidden, weight = self._whole(hidden), self._whole(self.head.weight)
-        bias = None if self.lm_head.bias is None else self._whole(self.head.bias)
+        weight, bias = self.head.weight, None if self.lm_head.bias is None else self.head.bias
+        self._check_gathered(weight)
+        if not cut_by_vocabulary(weight, bias):
+            hidden, weight, bias = _whole(hidden), _whole(weight), _whole(bias)
         if weight.dim() != 2 or weight.numel() == 0:
             raise IntegrationError(
                 f"model: the weight of its lm_head has shape {tuple(weight.shape)} inside the forward, "
                 "expected [V, H]; hooks gather sharded weights, so call the outermost module"
             )
-        if self.compare and weight is self.head.weight:  # the module's own product can't take a gathered one
+        if self.compare and not hasattr(self.head.weight, "device_mesh"):  # whose own product takes DTensors
             self._compare_product(hidden, weight, bias)
         self._made_up = torch.linspace(-30.0, 30.0, weight.shape[0], device=hidden.device).view(1, 1, -1)
         if self.labels.ndim == 1:
@@ -130,18 +132,17 @@ class HeadCall:
         self.metrics = out.metrics
         return tuple(x for x in out[:3] if x is not None)
 
-    def _whole(self, tensor: Any) -> Any:
-        """The whole of a DTensor, so that all ranks compute the same loss; its gradient is replicated."""
-        if not hasattr(tensor, "full_tensor"):
-            return tensor
+    def _check_gathered(self, weight: Any) -> None:
+        """Refuse a shard of data parallelism."""
+        if not hasattr(weight, "device_mesh"):
+            return
         from torch.distributed.fsdp import FSDPModule
 
-        if tensor.device_mesh.ndim > 1 or any(isinstance(m, FSDPModule) for m in self.head.modules()):
+        if weight.device_mesh.ndim > 1 or any(isinstance(m, FSDPModule) for m in self.head.modules()):
             raise IntegrationError(
-                f"model: a DTensor over {tensor.device_mesh} reaches the product of its lm_head, where FSDP2 "
+                f"model: a DTensor over {weight.device_mesh} reaches the product of its lm_head, where FSDP2 "
                 "should have gathered it; shard the lm_head with the root module"
             )
-        return tensor.full_tensor()
 
     def _compare_product(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         row = torch.linspace(-1, 1, weight.shape[1], device=hidden.device, dtype=hidden.dtype).view(1, 1, -1)
@@ -172,6 +173,21 @@ def exact(value: Tensor, seen: Tensor) -> Tensor:
     log-probs would survive it.
     """
     return seen if seen.dtype == value.dtype else value.detach() + (seen - seen.detach())
+
+
+def cut_by_vocabulary(weight: Any, bias: Any) -> bool:
+    """Whether each rank has some rows of a head, [V, H] and [V] or None: tensor parallelism."""
+    if not hasattr(weight, "device_mesh"):
+        return False
+    from torch.distributed.tensor import Shard
+
+    placements = [getattr(x, "placements", ()) for x in (weight, bias) if x is not None]
+    return all(placement == (Shard(0),) for placement in placements)
+
+
+def _whole(tensor: Any) -> Any:
+    """The whole of a DTensor, so that all ranks compute the same loss; its gradient is replicated."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def _at_least_fp32(tensor: Tensor) -> Tensor:

@@ -38,6 +38,7 @@ VERSIONS = ">=5.0,<6"
 """The versions of transformers that this adapter serves."""
 
 _OF_THE_HEAD = {"hidden", "weight", "labels", "bias", "logit_scale", "softcap"}
+_OF_THE_HEAD |= {"tp_group", "vocab_range", "reduce_hidden_grad", "sequence_parallel"}
 _SCORING = {*inspect.signature(linear_token_logprobs).parameters} - _OF_THE_HEAD | {"cu_seqlens"}
 _POLICY = {*inspect.signature(fused_linear_policy_loss).parameters} - _OF_THE_HEAD | {"router_aux_loss_coef"}
 _OURS = _SCORING | _POLICY | {"return_logprobs"}

@@ -255,8 +255,6 @@ def logprobs_backward(
 ) -> None:
     """See ``ops.backends.RowBackend.logprobs_backward``.
 
-    ``out`` may also be narrower values in the memory of the logits, each row where its logits begin.
-
     Raises:
         ValueError: ``out`` overlaps the logits in any other way.
     """
@@ -286,8 +284,8 @@ def logprobs_backward(
         *grad_logprobs.stride(),
         *((0, 0) if grad_entropy is None else grad_entropy.stride()),
         *out.stride()[:2],
-        **rows.constants,
         SHARDED=sharded,
+        **rows.constants,
         NARROWS_IN_PLACE=narrows_in_place(logits, out),
     )
 
@@ -409,13 +407,7 @@ def logprobs_and_grad(
     ignore_index: int,
     out: Tensor,
 ) -> RowStats:
-    """See ``ops.backends.RowBackend.logprobs_and_grad``.
-
-    ``out`` may also be narrower values in the memory of the logits, each row where its logits begin.
-
-    Raises:
-        ValueError: ``out`` overlaps the logits in any other way.
-    """
+    """See ``ops.backends.RowBackend.logprobs_and_grad``; raises as ``logprobs_backward``."""
     B, T, V = logits.shape
     logprobs = torch.empty(B, T, dtype=stats_dtype(logits.dtype), device=logits.device)
     stats = RowStats(logprobs, torch.empty_like(logprobs, dtype=torch.float64), None)

@@ -10,15 +10,15 @@ from gspo_kernels.layout import as_rows, from_rows
 from gspo_kernels.linear.chunks import Call, Chunking, LinearOperands
 from gspo_kernels.linear.exactness import refusals
 from gspo_kernels.linear.gradients import Needs
-from gspo_kernels.linear.inputs import check_chunking, check_inputs
+from gspo_kernels.linear.inputs import ProductArguments, check_before_ranks_work, check_inputs
 from gspo_kernels.linear.logprobs import LinearTokenLogprobsFunction, check_unwritten, unwritten_logprobs
 from gspo_kernels.linear.loss import LinearPolicyFunction, Settings
-from gspo_kernels.linear.plan import SchedulePlan, explain
+from gspo_kernels.linear.plan import SchedulePlan, Wire, explain
 from gspo_kernels.linear.run import shapes_of
 from gspo_kernels.linear.schedule import choose
 from gspo_kernels.linear.scopes import Scopes
 from gspo_kernels.linear.small import SmallLossFunction, small_loss
-from gspo_kernels.logits import LogitArguments, wants_entropy
+from gspo_kernels.logits import LogitArguments, on_all_ranks, takes_dtensors, wants_entropy
 from gspo_kernels.objectives.base import Objective
 from gspo_kernels.step import loss_of, output_of
 from gspo_kernels.terms import Terms, checked, leave_out_idle, merge_mask
@@ -27,25 +27,28 @@ from gspo_kernels.types import LossOutput, TokenLogprobs
 SKIP_INACTIVE = ("backward", "all", "none")
 
 
+@on_all_ranks
 def linear_token_logprobs(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
     bias: Tensor | None,
     logit_arguments: LogitArguments,
+    product_arguments: ProductArguments,
     return_entropy: bool,
-    logits_dtype: str,
-    max_chunk_bytes: int | None,
 ) -> TokenLogprobs:
     """See ``gspo_kernels.linear_token_logprobs``."""
-    hidden, weight, bias = check_inputs(hidden, weight, bias, labels)
+    budget = product_arguments.max_chunk_bytes
+    unwritten = budget == 0 and not isinstance(budget, bool)
+    if unwritten:
+        product_arguments = product_arguments._replace(max_chunk_bytes=None)
+    chunking = product_arguments.checked(compact=True, group=logit_arguments.tp_group)
+    hidden, weight, bias = check_inputs(hidden, weight, bias, labels, chunking.scattered)
     packed = labels.ndim == 1
     options = logit_arguments.checked(labels, labels.shape[0], weight.shape[0])
     checks.flag("return_entropy", return_entropy)
-    unwritten = max_chunk_bytes == 0 and not isinstance(max_chunk_bytes, bool)
     if unwritten:
-        check_unwritten(hidden, weight, bias, logit_arguments, logits_dtype, options.backend)
-    chunking = check_chunking(logits_dtype, None if unwritten else max_chunk_bytes, compact=True)
+        check_unwritten(hidden, weight, bias, logit_arguments, chunking.logits_dtype, options)
     rows, row_labels = as_rows(hidden, packed), as_rows(labels, packed)
     options = logit_arguments.with_rows(options, row_labels, packed, None, hidden.dtype, weight.shape[0])
     operands = LinearOperands(rows, weight, bias, row_labels, options, chunking)
@@ -100,31 +103,32 @@ class _Prepared:
         return choose(schedule, self.refusals, any(self.needs), lengths_known)
 
 
+@on_all_ranks
 def fused_linear_policy_loss(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
     bias: Tensor | None,
     logit_arguments: LogitArguments,
+    product_arguments: ProductArguments,
     terms: Terms,
     return_entropy: bool,
-    logits_dtype: str,
-    max_chunk_bytes: int | None,
     schedule: str,
     skip_inactive: str,
     objective: Objective,
 ) -> LossOutput:
     """See ``gspo_kernels.fused_linear_policy_loss``."""
-    hidden, weight, bias = check_inputs(hidden, weight, bias, labels)
-    with_entropy = wants_entropy(return_entropy, terms.entropy_coef, objective)
     checks.choice("skip_inactive", skip_inactive, SKIP_INACTIVE)
-    chunking = check_chunking(logits_dtype, max_chunk_bytes, compact=skip_inactive != "none")
+    chunking = product_arguments.checked(skip_inactive != "none", logit_arguments.tp_group)
+    hidden, weight, bias = check_inputs(hidden, weight, bias, labels, chunking.scattered)
+    with_entropy = wants_entropy(return_entropy, terms.entropy_coef, objective)
     call = _Prepared(
         hidden, weight, labels, bias, logit_arguments, terms, with_entropy, chunking, skip_inactive, objective
     )
     name, _ = call.choose(schedule)
     backend, terms = call.options.backend, call.terms
     if name == "two_pass":
+        check_before_ranks_work(call.labels, terms, call.options)
         logprobs, entropy = LinearTokenLogprobsFunction.apply(*call.operands, with_entropy, call.skip)
         return loss_of(logprobs, entropy if with_entropy else None, backend, terms, call.packed)
     small = small_loss(call.operands, terms, objective, with_entropy) if name == "auto" else None
@@ -140,27 +144,30 @@ def fused_linear_policy_loss(
     return output_of(loss, metrics, logprobs, entropy if with_entropy else None, terms, call.packed)
 
 
+@takes_dtensors
 def explain_schedule(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
     bias: Tensor | None,
-    ignore_index: int,
+    logit_arguments: LogitArguments,
+    product_arguments: ProductArguments,
     terms: Terms,
-    logits_dtype: str,
-    max_chunk_bytes: int | None,
     schedule: str,
     skip_inactive: str,
     objective: Objective,
 ) -> SchedulePlan:
     """See ``gspo_kernels.explain_schedule``."""
-    hidden, weight, bias = check_inputs(hidden, weight, bias, labels)
     checks.choice("skip_inactive", skip_inactive, SKIP_INACTIVE)
-    chunking = check_chunking(logits_dtype, max_chunk_bytes, compact=skip_inactive != "none")
-    arguments = LogitArguments(ignore_index=ignore_index)
-    call = _Prepared(hidden, weight, labels, bias, arguments, terms, True, chunking, skip_inactive, objective)
+    chunking = product_arguments.checked(skip_inactive != "none", logit_arguments.tp_group)
+    hidden, weight, bias = check_inputs(hidden, weight, bias, labels, chunking.scattered)
+    call = _Prepared(
+        hidden, weight, labels, bias, logit_arguments, terms, True, chunking, skip_inactive, objective
+    )
     name, reason = call.choose(schedule)
     rows = Call.of(call.operands)
     scopes = Scopes(rows, call.terms, call.skip)
     shapes = shapes_of(rows, call.terms, call.needs)
-    return explain(name, reason, scopes.rows, scopes.idle, shapes, call.refusals, weight.element_size())
+    with_entropy = wants_entropy(False, terms.entropy_coef, objective)
+    wire = Wire.of(rows, shapes, with_entropy)
+    return explain(name, reason, scopes.rows, scopes.idle, shapes, call.refusals, weight.element_size(), wire)

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from gspo_kernels.linear.head import Head
-from gspo_kernels.ops.backends import load
-from gspo_kernels.ops.logprobs import check_rows
+from gspo_kernels.ops.backends import RowBackend, rows_of
+from gspo_kernels.ops.logprobs import SAID, check_rows
 from gspo_kernels.ops.memory import chunk_rows
+from gspo_kernels.parallel.agreement import digest, together
+from gspo_kernels.parallel.groups import sum_
+from gspo_kernels.parallel.tokens import ScatteredTokens
+from gspo_kernels.parallel.vocabulary import check_shards
 from gspo_kernels.types import LogitTransform, RowOptions, stats_dtype
 
 
@@ -51,16 +57,21 @@ class Chunking(NamedTuple):
         logits_dtype: "float32", or "input": 16-bit products are rounded to the inputs' dtype.
         max_chunk_bytes: of logits at once; 0: the default.
         compact: leave masked rows out of every product, which looks at the device.
+        reduce_hidden_grad: sum dHidden over the ranks that have the vocabulary's shards.
+        scattered: each of those ranks has the hidden states of some tokens.
     """
 
     logits_dtype: str
     max_chunk_bytes: int
     compact: bool
+    reduce_hidden_grad: bool = True
+    scattered: bool = False
 
 
 class LinearOperands(NamedTuple):
     """What every operator over hidden states takes: hidden [B, T, H] (packed: [1, N, H]), weight [V, H], bias
-    [V] or None, labels [B, T], and how their logits are made.
+    [V] or None, labels [B, T], and how their logits are made. T of hidden states that are scattered is what
+    this rank has of it.
     """
 
     hidden: Tensor
@@ -73,14 +84,26 @@ class LinearOperands(NamedTuple):
 
 @dataclass(frozen=True)
 class Call:
-    """One call over hidden states, as operators work on it."""
+    """One call over hidden states, as operators work on it.
+
+    Attributes:
+        hidden, labels, options: as in ``LinearOperands``.
+        head: this rank's.
+        chunk_rows: the most rows of logits at once, alike on all ranks.
+        vocabulary, rows_itemsize: what is planned with, alike on all ranks: the head's, or the most of any.
+        chunking: how logits are made.
+        tokens: where hidden states are scattered, which rank has which.
+    """
 
     hidden: Tensor
     head: Head
     labels: Tensor
     options: RowOptions
     chunk_rows: int
-    compact: bool
+    vocabulary: int
+    rows_itemsize: int
+    chunking: Chunking
+    tokens: ScatteredTokens | None = None
 
     @staticmethod
     def of(operands: LinearOperands) -> Call:
@@ -88,12 +111,68 @@ class Call:
         hidden, weight, bias, labels, options, chunking = operands
         head = Head(weight, bias, chunking.logits_dtype)
         rows = chunk_rows(head.row_bytes, chunking.max_chunk_bytes, weight.device)
-        return Call(hidden, head, labels, options, rows, chunking.compact)
+        itemsize = head.rows_dtype.itemsize
+        return Call(hidden, head, labels, options, rows, head.vocabulary, itemsize, chunking)
 
-    def check(self) -> Call:
-        """The call, after looking at its labels and temperatures as ``ops.values`` says."""
-        check_rows(self.labels, self.head.vocabulary, self.options)
-        return self
+    def together(self) -> AbstractContextManager[None]:
+        """For what may be refused before ``check``: all ranks of a process group raise it."""
+        group = self.options.shard.group
+        return together(group, self.labels.device) if group else nullcontext()
+
+    def check(self, *said: object) -> Call:
+        """The call, after looking at its labels and temperatures as ``ops.values`` says.
+
+        Ranks of a process group check together, and agree on sizes; ``said`` is what makes the call.
+        """
+        head, group = self.head, self.options.shard.group
+        if not group:
+            check_rows(self.labels, head.vocabulary, self.options)
+            return self
+        same = {
+            "hidden: width": self.hidden.shape[-1],
+            SAID: digest(said, head.weight.dtype, head.bias is None, self.chunking),
+        }
+        own = (self.chunk_rows, head.vocabulary, self.rows_itemsize, self.hidden.shape[1])
+        every = check_shards(self.labels, head.vocabulary, self.options, same, own)
+        rows, vocabularies, itemsizes, lengths = zip(*every, strict=True)
+        tokens = None
+        if self.chunking.scattered:
+            tokens = ScatteredTokens(group, tuple(itertools.accumulate(lengths)))
+            if tokens.ends[-1] != self.labels.shape[1]:
+                raise ValueError(
+                    f"hidden: the ranks have {', '.join(map(str, lengths))} tokens, expected "
+                    f"{self.labels.shape[1]} in all, like labels"
+                )
+        return replace(
+            self,
+            chunk_rows=min(rows),
+            vocabulary=max(vocabularies),
+            rows_itemsize=max(itemsizes),
+            tokens=tokens,
+        )
+
+    @property
+    def backend(self) -> RowBackend:
+        """What serves the rows."""
+        return rows_of(self.options)
+
+    @property
+    def compact(self) -> bool:
+        """Whether masked rows are left out of every product."""
+        return self.chunking.compact
+
+    def summed(self, values: Tensor, where: slice | Tensor) -> Tensor:
+        """Make dHidden [n, H] of the rows at some positions that of the whole vocabulary; of ``own_rows``."""
+        if self.tokens is not None:
+            return self.tokens.reduce(values, where)
+        group = self.options.shard.group
+        return sum_(group, values) if group and self.chunking.reduce_hidden_grad else values
+
+    def own_rows(self, where: slice | Tensor) -> tuple[slice | Tensor, slice | Tensor]:
+        """Which of the rows at some positions have their hidden states here, and where among those."""
+        if self.tokens is None:
+            return slice(None), where
+        return self.tokens.own_rows(where, self.labels.device)
 
     @property
     def projected(self) -> slice | Tensor:
@@ -131,7 +210,9 @@ class Call:
         """The rows at some positions."""
         labels = self.labels.flatten()[where]
         transform = self.options.transform.rows(lambda rows: rows.flatten(0, 1)[where].unsqueeze(0))
-        if self.hidden.is_contiguous():
+        if self.tokens is not None:
+            hidden = self.tokens.gather(self.hidden, where)
+        elif self.hidden.is_contiguous():
             hidden = self.hidden.flatten(0, 1)[where]
         else:
             if isinstance(where, slice):
@@ -142,7 +223,7 @@ class Call:
 
     def one_pass(self, entropy: bool) -> bool:
         """Whether the backend writes rows along with statistics."""
-        return not entropy and hasattr(load(self.options.backend), "logprobs_and_rows")
+        return not entropy and hasattr(self.backend, "logprobs_and_rows")
 
     def rows_memory(self, logits: Tensor, out: Tensor | None) -> Tensor:
         """Memory for the rows that come from logits [n, V]: ``out``, or that of the logits where they fit."""

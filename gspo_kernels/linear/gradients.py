@@ -12,7 +12,7 @@ from gspo_kernels.linear.head import Head
 from gspo_kernels.linear.products import multiply, transposed_product
 from gspo_kernels.linear.scaling import bounded_for_sums, largest, power_of_two, times, times_
 from gspo_kernels.linear.scores import Kept, Projected, Scores
-from gspo_kernels.ops.backends import RowBackend, load
+from gspo_kernels.ops.backends import RowBackend
 from gspo_kernels.types import stats_dtype
 
 
@@ -163,19 +163,20 @@ class Gradients:
 
     Attributes:
         hidden: [B, T, H] in hidden's dtype, or None.
-        scales: None, or [B, T] in the statistics' dtype: dHidden is ``scales * hidden``. Rows of ``hidden``
-            are then normalised by powers of two, so that fp16 loses nothing whatever the coefficients.
+        scales: None, or one for each row in the statistics' dtype: dHidden is ``scales * hidden``. Rows of
+            ``hidden`` are then normalised by powers of two, so that fp16 loses nothing whatever the
+            coefficients.
         sums: of dWeight and dBias.
     """
 
     def __init__(self, call: Call, needs: Needs, normalised: bool):
         hidden = call.hidden
-        self.call, self.backend = call, load(call.options.backend)
+        self.call, self.backend = call, call.backend
         self.hidden = (
             torch.zeros(hidden.shape, dtype=hidden.dtype, device=hidden.device) if needs.hidden else None
         )
-        self.scales = call.new_rows(1.0) if normalised else None
         self.accumulate = stats_dtype(hidden.dtype)
+        self.scales = hidden.new_ones(hidden.shape[:-1], dtype=self.accumulate) if normalised else None
         self.needs = needs
         self.sums = HeadSums(call.head, needs, self.backend)
 
@@ -260,13 +261,16 @@ class Gradients:
         scale = power_of_two(coefficients)
         unit = rows.scaled(coefficients / scale)
         values = times_(self.call.head.grad_hidden(rows.values), unit.unsqueeze(1))
+        values = self.call.summed(values, chunk.where)
+        own, where = self.call.own_rows(chunk.where)
+        scale = scale[own]
         if self.scales is None:
             values.mul_(scale.unsqueeze(1))
         else:
             power = power_of_two(largest(values, 1))
             values.div_(power.unsqueeze(1))
-            self.scales.view(-1)[chunk.where] = power * scale
-        self.hidden.view(-1, values.shape[1])[chunk.where] = values.to(self.hidden.dtype)
+            self.scales.view(-1)[where] = power * scale
+        self.hidden.view(-1, values.shape[1])[where] = values.to(self.hidden.dtype)
 
     def result(self) -> HeadGradients:
         """The gradients in the parameters' dtypes."""

@@ -2,21 +2,55 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from gspo_kernels import checks
 from gspo_kernels.linear.chunks import Chunking
 from gspo_kernels.logits import check_scores
+from gspo_kernels.terms import Terms, check_values
+from gspo_kernels.types import RowOptions
 
 LOGITS_DTYPES = ("float32", "input")
 
 
+class ProductArguments(NamedTuple):
+    """How hidden states become logits, as the caller said it."""
+
+    logits_dtype: str = "float32"
+    max_chunk_bytes: int | None = None
+    reduce_hidden_grad: bool = True
+    sequence_parallel: bool = False
+
+    def checked(self, compact: bool, group: object) -> Chunking:
+        """Checked; a budget of None becomes 0, the default. ``group`` is the call's ``tp_group``."""
+        checks.choice("logits_dtype", self.logits_dtype, LOGITS_DTYPES)
+        budget = self.max_chunk_bytes
+        if budget is not None and checks.integer("max_chunk_bytes", budget) < 1:
+            raise ValueError(f"max_chunk_bytes: got {budget}, expected at least 1")
+        reduces = checks.flag("reduce_hidden_grad", self.reduce_hidden_grad)
+        scattered = checks.flag("sequence_parallel", self.sequence_parallel)
+        for name, value in (("reduce_hidden_grad", not reduces), ("sequence_parallel", scattered)):
+            if value and group is None:
+                raise ValueError(f"{name}: got {getattr(self, name)} without a tp_group to sum over")
+        if scattered and not reduces:
+            raise ValueError(
+                "reduce_hidden_grad: got False, but with sequence_parallel=True a rank's dHidden is always "
+                "the sum over tp_group"
+            )
+        return Chunking(self.logits_dtype, budget or 0, compact, reduces, scattered)
+
+
 def check_inputs(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, scattered: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """[B, T, H] with [B, T], or [N, H] with [N]; returns the three as autocast, if on, wants them."""
-    check_scores("hidden", hidden, labels, "H")
+    """[B, T, H] with [B, T], or [N, H] with [N]; returns the three as autocast, if on, wants them.
+
+    ``scattered``: hidden states are those of some columns of the labels.
+    """
+    check_scores("hidden", hidden, labels, "H", scattered)
     checks.floats("weight", weight, None, "[V, H]", labels.device)
     if weight.ndim != 2 or weight.shape[1] != hidden.shape[-1]:
         raise ValueError(
@@ -40,9 +74,7 @@ def check_inputs(
     return hidden, weight, bias
 
 
-def check_chunking(logits_dtype: str, max_chunk_bytes: int | None, compact: bool) -> Chunking:
-    """How logits are to be made, checked; a budget of None becomes 0, the default."""
-    checks.choice("logits_dtype", logits_dtype, LOGITS_DTYPES)
-    if max_chunk_bytes is not None and checks.integer("max_chunk_bytes", max_chunk_bytes) < 1:
-        raise ValueError(f"max_chunk_bytes: got {max_chunk_bytes}, expected at least 1")
-    return Chunking(logits_dtype, max_chunk_bytes or 0, compact)
+def check_before_ranks_work(labels: Tensor, terms: Terms, options: RowOptions) -> None:
+    """Look at the terms' values early where ranks share the rows: what one refuses all are to raise."""
+    if options.shard.group and not torch.compiler.is_compiling():
+        check_values(labels, terms)

@@ -19,7 +19,7 @@ from gspo_kernels.types import RowOptions, RowStats
 @operator
 def linear_logprobs_forward(operands: LinearOperands, entropy: bool) -> ScoredRows:
     """Log-probs, log-sum-exp and entropy of hidden states at their labels."""
-    call = Call.of(operands).check()
+    call = Call.of(operands).check("linear_logprobs_forward", entropy)
     scores = Scores(call, entropy)
     for chunk in call.chunks(call.projected):
         scores.add_forward(chunk)
@@ -44,7 +44,7 @@ def unwritten_logprobs(operands: LinearOperands, entropy: bool) -> UnwrittenLogp
     """Log-probs and entropy of hidden states at their labels; no logits are written. Triton only."""
     from gspo_kernels.kernels import linear_logprobs_forward as score
 
-    call = Call.of(operands).check()
+    call = Call.of(operands).check("unwritten_logprobs", entropy)
     rows = call.chunk(call.index(call.counted))
     stats = score(
         rows.hidden,
@@ -74,7 +74,7 @@ def check_unwritten(
     bias: Tensor | None,
     logit_arguments: LogitArguments,
     logits_dtype: str,
-    backend: str,
+    options: RowOptions,
 ) -> None:
     """Refuse what can't be scored without writing logits."""
     trained = [x for x in (hidden, weight, bias) if x is not None and x.requires_grad]
@@ -85,8 +85,10 @@ def check_unwritten(
         reason = f"logits_dtype={logits_dtype!r} rounds what is not written"
     elif logit_arguments.kept_ids is not None or logit_arguments.kept_mask is not None:
         reason = "its kernel has no sampling masks (kept_ids, kept_mask)"
-    elif backend != "triton":
-        reason = f"it takes the Triton backend, and this call's is {backend!r}"
+    elif options.backend != "triton":
+        reason = f"it takes the Triton backend, and this call's is {options.backend!r}"
+    elif options.shard.group:
+        reason = "its kernel knows no tp_group"
     else:
         from gspo_kernels.kernels import linear_logprobs_unavailable
 
@@ -108,7 +110,7 @@ def linear_logprobs_backward(
 
     ``skip`` leaves rows without gradient out of every product.
     """
-    call = Call.of(operands).check()
+    call = Call.of(operands).check("linear_logprobs_backward", grad_entropy is not None, needs, skip)
     keep = call.counted if call.compact else None
     if skip:
         keep = grad_logprobs != 0 if grad_entropy is None else (grad_logprobs != 0) | (grad_entropy != 0)

@@ -48,8 +48,12 @@ class LinearLoss(NamedTuple):
 @operator
 def linear_policy(operands: LinearOperands, terms: Terms, settings: Settings, needs: Needs) -> LinearLoss:
     """A hidden-state loss, its log-probs and its gradients."""
-    call = Call.of(operands).check()
-    terms = check_values(operands.labels, terms)
+    call = Call.of(operands)
+    with call.together():
+        terms = check_values(operands.labels, terms)
+    call = call.check(
+        "linear_policy", terms.objective, terms.kl_estimator, terms.kl_ratio_weighted, settings, needs
+    )
     run = Run(call, terms, settings.entropy, needs, settings.skip)
     if settings.schedule == "known":
         run.known()
@@ -76,7 +80,7 @@ def _(operands: LinearOperands, terms: Terms, settings: Settings, needs: Needs) 
         scored.logprobs,
         scored.entropy,
         hidden.new_empty(hidden.shape) if needs.hidden else missing(0),
-        missing(labels.shape),
+        missing(hidden.shape[:-1]),
         weight.new_empty(weight.shape, dtype=sums) if needs.weight else missing(0),
         weight.new_empty(weight.shape[0], dtype=sums) if needs.bias else missing(0),
     )

@@ -5,8 +5,60 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from gspo_kernels.linear.chunks import Call
 from gspo_kernels.linear.cost import Shapes
 from gspo_kernels.linear.schedule import SCHEDULES, Part, Refusals, costs, over_budget, plan_parts, seconds_of
+from gspo_kernels.parallel.agreement import AGREEMENT_BYTES
+from gspo_kernels.parallel.vocabulary import statistics_bytes
+
+
+@dataclass(frozen=True)
+class Wire:
+    """What the ranks of a process group exchange for a row; zeros where there is no group.
+
+    Attributes:
+        statistics: bytes of what is gathered of a row that is projected.
+        hidden: bytes of its hidden state, where those are scattered.
+        gradient: bytes of its dHidden, where that is summed.
+    """
+
+    statistics: int = 0
+    hidden: int = 0
+    gradient: int = 0
+
+    @classmethod
+    def of(cls, call: Call, shapes: Shapes, entropy: bool) -> Wire:
+        """From a call."""
+        if not call.options.shard.group:
+            return cls()
+        own, chunking = shapes.accumulator_itemsize, call.chunking
+        return cls(
+            statistics_bytes(entropy, own),
+            shapes.width * call.hidden.element_size() if chunking.scattered else 0,
+            shapes.width * own if shapes.trains_hidden and chunking.reduce_hidden_grad else 0,
+        )
+
+    def sent(self, parts: Sequence[Part], shapes: Shapes) -> tuple[int, int]:
+        """Bytes and messages of a call in which every row with a gradient turns out to have one.
+
+        A chunk's gathered hidden states, or the parts of its dHidden for their ranks, count as one message.
+        """
+        if not self.statistics:
+            return 0, 0
+        agreements = 1 + any(part.strategy == "two_pass" for part in parts)
+        total, messages = agreements * AGREEMENT_BYTES, agreements
+        for part in parts:
+            learning = part.rows - part.resting if part.strategy != "forward" else 0
+            again = learning if part.strategy == "two_pass" else 0
+            for rows, size in (
+                (part.rows, self.statistics),
+                (part.rows, self.hidden),
+                (again, self.hidden),
+                (learning, self.gradient),
+            ):
+                total += rows * size
+                messages += -(-rows // shapes.chunk_rows) if size else 0
+        return total, messages
 
 
 @dataclass(frozen=True)
@@ -23,6 +75,8 @@ class SchedulePlan:
         accumulator_bytes: dWeight's and dBias's sums, fp32 (fp64 for fp64 inputs).
         peak_bytes: all that lives beyond inputs, dHidden, dWeight and dBias.
         seconds: by the cost model.
+        sent_bytes: what a rank of the ``tp_group`` sends to each other, or puts into sums.
+        messages: in how many collectives. None of them overlaps with a product.
         reason: why this schedule.
         parts: rows by strategy.
         alternatives: of each other schedule, the model's seconds or why it is not possible.
@@ -36,6 +90,8 @@ class SchedulePlan:
     accumulator_bytes: int
     peak_bytes: int
     seconds: float
+    sent_bytes: int
+    messages: int
     reason: str
     parts: dict[str, int]
     alternatives: dict[str, float | str]
@@ -50,6 +106,11 @@ class SchedulePlan:
             f"  memory beyond inputs and gradients: {self.peak_bytes / mebi:.1f} MiB "
             f"({self.chunk_bytes / mebi:.1f} MiB of logits); by the cost model {self.seconds * 1e3:.3g} ms",
         ]
+        if self.messages:
+            lines.append(
+                f"  between ranks: {self.sent_bytes / mebi:.3g} MiB in {self.messages} collectives, which "
+                "products wait for"
+            )
         if len(self.parts) > 1:
             lines.append("  tokens: " + ", ".join(f"{name} {rows}" for name, rows in self.parts.items()))
         for name, value in self.alternatives.items():
@@ -74,6 +135,7 @@ def explain(
     shapes: Shapes,
     refusals: Refusals,
     weight_itemsize: int,
+    wire: Wire,
 ) -> SchedulePlan:
     """The plan of a call that ``choose`` gave ``name``; the rest as for ``plan_parts``.
 
@@ -114,6 +176,7 @@ def explain(
     # rows that don't fit into the logits' memory have their own
     row = shapes.logits_itemsize + (shapes.rows_itemsize if wider else 0)
     chunk_bytes = most * shapes.vocabulary * row
+    sent, messages = wire.sent(parts, shapes)
     copy = shapes.accumulator_bytes if shapes.accumulator_itemsize > weight_itemsize else 0
     return SchedulePlan(
         schedule=schedule,
@@ -126,6 +189,8 @@ def explain(
         + copy
         + max((extra_bytes(p.strategy, p.rows, shapes) for p in parts), default=0),
         seconds=seconds_of(parts, shapes),
+        sent_bytes=sent,
+        messages=messages,
         reason=reason,
         parts=by_strategy,
         alternatives={other: alternative(other) for other in SCHEDULES if other not in (name, schedule)},

@@ -33,11 +33,11 @@ def shapes_of(call: Call, terms: Terms, needs: Needs) -> Shapes:
     head, objective = call.head, from_spec(terms.objective)
     entropy = terms.entropy_coef is not None or "entropy" in objective.needs
     return Shapes(
-        vocabulary=head.vocabulary,
+        vocabulary=call.vocabulary,
         width=call.hidden.shape[-1],
         chunk_rows=call.chunk_rows,
         logits_itemsize=head.dtype.itemsize,
-        rows_itemsize=head.rows_dtype.itemsize,
+        rows_itemsize=call.rows_itemsize,
         accumulator_itemsize=stats_dtype(call.hidden.dtype).itemsize,
         operand_itemsize=head.weight.dtype.itemsize,
         trains_hidden=needs.hidden,
@@ -170,7 +170,8 @@ class Run:
         """Let the coefficients that have come late multiply rows of dHidden."""
         scales = self.gradients.scales
         assert scales is not None
-        scales.view(-1)[self.scopes.rows_of(part)] *= coefficients
+        own, where = self.call.own_rows(self.scopes.rows_of(part))
+        scales.view(-1)[where] *= coefficients[own]
 
     def _cached(self, part: Part) -> None:
         call, gradients, where = self.call, self.gradients, self.scopes.rows_of(part)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gspo_kernels.linear.chunks import Call, Chunk
-from gspo_kernels.ops.backends import OnePassBackend, load
+from gspo_kernels.ops.backends import OnePassBackend
 from gspo_kernels.ops.memory import Workspace
 from gspo_kernels.types import RowStats
 
@@ -71,7 +71,7 @@ class Scores:
     """
 
     def __init__(self, call: Call, entropy: bool, known: RowStats | None = None):
-        self.call, self.backend = call, load(call.options.backend)
+        self.call, self.backend = call, call.backend
         if known is None:
             known = RowStats(
                 call.new_rows(), call.new_rows().to(torch.float64), call.new_rows() if entropy else None

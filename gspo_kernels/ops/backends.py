@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from gspo_kernels.torch_internals import constant_when_traced
 from gspo_kernels.types import (
     ClippedSequenceRatio,
     LogitTransform,
+    RowOptions,
     RowStats,
     SequenceRatioStats,
     SequenceRatioStep,
@@ -164,6 +165,17 @@ BACKENDS = tuple(_MODULES)
 def load(name: str) -> RowBackend:
     """The backend module called ``name``, imported on first use."""
     return cast(RowBackend, importlib.import_module(_MODULES[name], __package__))
+
+
+def sharding() -> Any:
+    """The module that serves rows whose columns lie on several ranks, imported on first use."""
+    return importlib.import_module("..parallel.vocabulary", __package__)
+
+
+def rows_of(options: RowOptions) -> RowBackend:
+    """What serves the rows of a call: the backend, or around it what asks the other ranks."""
+    rows = load(options.backend)
+    return cast(RowBackend, sharding().ShardedRows(rows, options.shard)) if options.shard.group else rows
 
 
 def why_not(name: str, device: torch.device) -> str | None:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gspo_kernels.ops.backends import load
+from gspo_kernels.ops.backends import load, rows_of, sharding
 from gspo_kernels.ops.library import checked_values, inplace_operator, operator
 from gspo_kernels.ops.memory import new_memory
 from gspo_kernels.ops.values import check_kept, check_temperature
@@ -49,10 +49,18 @@ class LogitGradient(NamedTuple):
     grad_logits: Tensor
 
 
-def check_rows(labels: Tensor, vocabulary: int, options: RowOptions) -> None:
+SAID = "the call, its objective, schedule, options or dtypes, or which inputs need a gradient"
+"""What ranks that don't compute the same differ in."""
+
+
+def check_rows(labels: Tensor, vocabulary: int, options: RowOptions, *said: object) -> None:
     """Every label must be ``ignore_index``, or in the vocabulary and in its sampling mask, and temperatures
-    positive; looked at as ``ops.values`` says.
+    positive; looked at as ``ops.values`` says. Of a shard, ``vocabulary`` is what is here, and all ranks
+    check together that they have ``said`` the same.
     """
+    if options.shard.group:
+        sharding().check_shards(labels, vocabulary, options, {SAID: sharding().digest(said)})
+        return
     check_temperature(options.row_temperature)
     if not checked_values(labels.device) or not labels.numel():
         return
@@ -66,18 +74,22 @@ def check_rows(labels: Tensor, vocabulary: int, options: RowOptions) -> None:
 def _check_range(labels: Tensor, vocabulary: int, options: RowOptions) -> None:
     wrong = (labels != options.ignore_index) & ((labels < 0) | (labels >= vocabulary))
     if bool(wrong.any()):
-        value = int(labels[wrong][0])
-        raise ValueError(
-            f"labels: got {value} in a counted position, expected 0 <= label < {vocabulary} "
-            f"or ignore_index={options.ignore_index}"
-        )
+        raise wrong_label(int(labels[wrong][0]), vocabulary, options)
+
+
+def wrong_label(value: int, vocabulary: int, options: RowOptions) -> ValueError:
+    """What to raise for a label in a counted position."""
+    return ValueError(
+        f"labels: got {value} in a counted position, expected 0 <= label < {vocabulary} "
+        f"or ignore_index={options.ignore_index}"
+    )
 
 
 @operator
 def logprobs_forward(logits: Tensor, labels: Tensor, options: RowOptions, entropy: bool) -> ScoredRows:
     """Log-probs, log-sum-exp and entropy of logits [B, T, V] at labels [B, T]."""
-    check_rows(labels, logits.shape[-1], options)
-    stats = load(options.backend).logprobs_forward(
+    check_rows(labels, logits.shape[-1], options, "logprobs_forward", logits.dtype, entropy)
+    stats = rows_of(options).logprobs_forward(
         logits, labels, options.transform, ignore_index=options.ignore_index, entropy=entropy
     )
     return ScoredRows.of(stats)
@@ -105,7 +117,7 @@ class RowGradients(NamedTuple):
 def _write_gradient(
     out: Tensor, logits: Tensor, labels: Tensor, stats: RowStats, grads: RowGradients, options: RowOptions
 ) -> None:
-    load(options.backend).logprobs_backward(
+    rows_of(options).logprobs_backward(
         logits, labels, stats, *grads, options.transform, ignore_index=options.ignore_index, out=out
     )
 
@@ -158,9 +170,9 @@ def logprobs_and_grad(
     logits: Tensor, labels: Tensor, coefficients: Tensor, options: RowOptions
 ) -> LogitGradient:
     """Log-probs and the logits' gradient for coefficients dLoss/dlogprobs [B, T] known beforehand."""
-    check_rows(labels, logits.shape[-1], options)
+    check_rows(labels, logits.shape[-1], options, "logprobs_and_grad", logits.dtype)
     out = new_memory(logits.shape, logits.dtype, logits.device)
-    stats = load(options.backend).logprobs_and_grad(
+    stats = rows_of(options).logprobs_and_grad(
         logits, labels, coefficients, options.transform, ignore_index=options.ignore_index, out=out
     )
     return LogitGradient(stats.logprobs, stats.lse, out)

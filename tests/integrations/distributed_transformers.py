@@ -14,12 +14,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import gspo_kernels as gk
 from gspo_kernels.integrations.errors import IntegrationError
 from gspo_kernels.integrations.transformers import fuse_lm_head
+from tests.accuracy import Spread, assert_as_exact
 from tests.draws import shifted_seed
 from tests.integrations.tiny_models import tiny
 
@@ -194,18 +195,31 @@ def fsdp2_bf16():
 
 
 def tensor_parallel():
-    """A head whose vocabulary is split: gathered, the same gradient on all ranks."""
-    for name in ("Qwen3", "Phi, bias"):
+    """A head whose vocabulary is split is not gathered: its gradient stays where it is, and is as exact."""
+    for name in ("Qwen3", "Phi, bias", "Qwen3 tied"):
         model = fuse_lm_head(tiny(name))
         inputs, advantages = rows(0)
-        alone = copy.deepcopy(model)
-        want = step(alone, inputs, advantages)
-        gradients = {name: p.grad for name, p in alone.named_parameters() if p.grad is not None}
+        alone, exact = copy.deepcopy(model), copy.deepcopy(model).double()
         mesh = init_device_mesh("cpu", (2,))
         parallelize_module(model.lm_head, mesh, ColwiseParallel(output_layouts=Replicate()))
-        assert isinstance(model.lm_head.weight, DTensor)
+        if name == "Qwen3 tied":
+            layout = RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
+            parallelize_module(model.model.embed_tokens, mesh, layout)
+            model.lm_head.weight = model.model.embed_tokens.weight
+        assert model.lm_head.weight.placements == (Shard(0),)
         logits = model(input_ids=inputs["input_ids"]).logits
-        assert_same(model, step(model, inputs, advantages), want, gradients)
+        found = {}
+        for which, each in (("split", model), ("alone", alone), ("exact", exact)):
+            old, out = step(each, inputs, advantages)
+            gradients = {name: p.grad for name, p in each.named_parameters() if p.grad is not None}
+            assert not isinstance(out.loss, DTensor)
+            found[which] = {"old": old, "log-probs": out.logprobs, **gradients}
+        weight = model.lm_head.weight.grad
+        assert weight.placements == (Shard(0),) and weight.to_local().shape[0] == weight.shape[0] // 2
+        for name, truth in found["exact"].items():
+            errors = [(whole(found[which][name]).double() - truth).flatten() for which in ("split", "alone")]
+            spread = Spread.of([errors[1]], by_row=False)
+            assert_as_exact(name, errors[:1], spread, [truth], torch.finfo(torch.float32).eps)
         assert torch.equal(model(input_ids=inputs["input_ids"]).logits, logits)
 
 

@@ -1,0 +1,91 @@
+"""Process groups by their names, as operators take them, and the few collectives that run in them.
+
+``torch.distributed`` is imported on first use: not every build of PyTorch has it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup, Work
+
+
+def group_name(argument: str, group: object) -> str:
+    """The name of a process group, or of that of a device mesh of one dimension.
+
+    Raises:
+        TypeError, ValueError: naming ``argument``.
+    """
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(f"{argument}: got {group}, expected a mesh of one dimension, as mesh['tp'] is")
+        group = group.get_group()
+    if not isinstance(group, ProcessGroup):
+        raise TypeError(
+            f"{argument}: got {type(group).__name__}, expected a ProcessGroup that this process is in, or a "
+            "DeviceMesh of one dimension"
+        )
+    name: str = group.group_name
+    return name
+
+
+def _group(name: str) -> ProcessGroup:
+    from torch.distributed import distributed_c10d
+
+    group: ProcessGroup = distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type]
+    return group
+
+
+def rank_and_size(name: str) -> tuple[int, int]:
+    """The rank of this process in the group, and how many there are."""
+    group = _group(name)
+    return group.rank(), group.size()
+
+
+def gathered(name: str, own: Tensor) -> Tensor:
+    """Every rank's tensor of the same shape, [ranks, *shape]."""
+    from torch.distributed import all_gather
+
+    group = _group(name)
+    every = own.new_empty(group.size(), *own.shape)
+    all_gather([*every.unbind()], own.contiguous(), group=group)
+    return every
+
+
+def sum_(name: str, values: Tensor) -> Tensor:
+    """The sum over all ranks, in place; the same bits on each of them."""
+    from torch.distributed import all_reduce
+
+    all_reduce(values, group=_group(name))
+    return values
+
+
+def send_to_all(name: str, values: Tensor, rank: int) -> Work:
+    """Begin to fill ``values`` with what ``rank`` has in them."""
+    from torch.distributed import broadcast
+
+    work: Work = broadcast(values, group=_group(name), group_src=rank, async_op=True)
+    return work
+
+
+def sum_at(name: str, values: Tensor, rank: int) -> Work:
+    """Begin to sum ``values`` over all ranks, for ``rank`` alone; the others' are spoilt."""
+    from torch.distributed import reduce
+
+    work: Work = reduce(values, group=_group(name), group_dst=rank, async_op=True)
+    return work
+
+
+def side_channel(name: str, device: torch.device) -> torch.device:
+    """Where a few numbers are gathered with the least waiting: on the CPU, if the group has a backend for it
+    ("cpu:gloo,cuda:nccl", what ``init_process_group()`` makes), else on ``device``.
+    """
+    cpu = torch.device("cpu")
+    return cpu if cpu in _group(name)._device_types else device

@@ -1,0 +1,72 @@
+"""Hidden states of which each rank has those of some tokens (Megatron's sequence parallelism)."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gspo_kernels.parallel.groups import rank_and_size, send_to_all, sum_at
+
+
+@dataclass(frozen=True)
+class ScatteredTokens:
+    """Which rank has which columns of tokens [B, T].
+
+    Attributes:
+        group: the process group's name.
+        ends: where each rank's columns end; the first rank's begin at 0, the last one's end at T.
+    """
+
+    group: str
+    ends: tuple[int, ...]
+
+    def gather(self, own: Tensor, where: slice | Tensor) -> Tensor:
+        """Rows [n, H] at flattened positions of [B, T], from each rank's ``own`` [B, T_r, H]."""
+        here, _ = rank_and_size(self.group)
+        rows = own.new_empty(self._count(where), own.shape[-1])
+        pieces = self._pieces(where, own.device)
+        parts = [rows.new_empty(chosen.numel(), rows.shape[1]) for chosen, _, _ in pieces]
+        sent = []
+        for rank, ((_, b, t), part) in enumerate(zip(pieces, parts, strict=True)):
+            if rank == here:
+                part.copy_(own[b, t])
+            if part.numel():
+                sent.append(send_to_all(self.group, part, rank))
+        for work in sent:
+            work.wait()
+        for (chosen, _, _), part in zip(pieces, parts, strict=True):
+            rows[chosen] = part
+        return rows
+
+    def reduce(self, values: Tensor, where: slice | Tensor) -> Tensor:
+        """What this rank has of the sum over ranks of ``values`` [n, H]; see ``own_rows``."""
+        parts = [values[chosen] for chosen, _, _ in self._pieces(where, values.device)]
+        sent = [sum_at(self.group, part, rank) for rank, part in enumerate(parts) if part.numel()]
+        for work in sent:
+            work.wait()
+        return parts[rank_and_size(self.group)[0]]
+
+    def own_rows(self, where: slice | Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Which of the rows at some positions are this rank's, and where they are among its own [B * T_r]."""
+        rank, _ = rank_and_size(self.group)
+        chosen, b, t = self._pieces(where, device)[rank]
+        first, last = (0, *self.ends)[rank : rank + 2]
+        return chosen, b * (last - first) + t
+
+    def _count(self, where: slice | Tensor) -> int:
+        return where.stop - where.start if isinstance(where, slice) else len(where)
+
+    def _pieces(self, where: slice | Tensor, device: torch.device) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """For each rank which of the rows it has, and their b and t among its own."""
+        if isinstance(where, slice):
+            where = torch.arange(where.start, where.stop, device=device)
+        length = self.ends[-1]
+        b, t = where // length, where % length
+        pieces = []
+        for first, last in itertools.pairwise((0, *self.ends)):
+            chosen = ((t >= first) & (t < last)).nonzero().squeeze(1)
+            pieces.append((chosen, b[chosen], t[chosen] - first))
+        return pieces

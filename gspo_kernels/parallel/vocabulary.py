@@ -1,0 +1,215 @@
+"""Rows of which each rank of a process group has some columns: a backend around another one.
+
+Whatever concerns one column stays where it is. What concerns a row is a handful of numbers for each shard,
+which are gathered and put together in the order of ranks, so that all have the same bits:
+
+    lse = log sum_r exp(lse_r)
+    log p(label) = log p_o(label) - log(1 + exp(lse_others - lse_o)),    o the rank that has the label
+    H = sum_r w_r (H_r + lse - lse_r),    w_r = exp(lse_r - lse)
+
+No difference of large numbers is among them: log p keeps its relative precision near 0. The gradient of a
+shard needs no other: its columns, and the statistics of the whole row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from gspo_kernels.ops.backends import RowBackend
+from gspo_kernels.ops.library import checked_values
+from gspo_kernels.ops.logprobs import wrong_label
+from gspo_kernels.ops.values import check_temperature
+from gspo_kernels.parallel.agreement import RanksDisagreeError, agree, digest, together
+from gspo_kernels.parallel.groups import gathered, rank_and_size
+from gspo_kernels.types import LogitTransform, RowOptions, RowStats, Shard
+
+IGNORED, ELSEWHERE = -1, -2
+"""Labels within a shard: of rows that are left out, and where the label is another shard's, or nobody's."""
+_NOT_HERE = 1.0
+"""In the place of a log-prob, which is at most 0: the label is not in this shard."""
+
+
+def statistics_bytes(entropy: bool, itemsize: int = 4) -> int:
+    """What a rank sends to each other for a row."""
+    return 8 + (1 + entropy) * itemsize
+
+
+def first_column(shard: Shard, width: int) -> int:
+    """The token id of the first of a shard's ``width`` columns."""
+    return shard.start if shard.start >= 0 else rank_and_size(shard.group)[0] * width
+
+
+def check_shards(
+    labels: Tensor,
+    width: int,
+    options: RowOptions,
+    same: Mapping[str, int] = MappingProxyType({}),
+    own: Sequence[int] = (),
+) -> list[tuple[int, ...]]:
+    """What a rank does first in a call: it makes sure that all are in the same one and none refuses it.
+
+    Args:
+        labels: [B, T], ids of the whole vocabulary.
+        width: how many columns this rank has.
+        options: of the call.
+        same, own: more facts, as for ``agree``.
+
+    Returns:
+        Every rank's ``own``.
+
+    Raises:
+        ValueError: on all ranks: shards that don't make one vocabulary, or labels outside of it.
+        RanksDisagreeError: see ``agree``.
+    """
+    group, device = options.shard.group, labels.device
+    with together(group, device):
+        check_temperature(options.row_temperature)
+        counted = labels[labels != options.ignore_index] if checked_values(device) else labels[:0]
+        lowest, highest = (int(x) for x in counted.aminmax()) if counted.numel() else (0, 0)
+        summed = int(counted.sum())
+    transform = options.transform._replace(row_temperature=None)
+    common = {
+        "labels: length": labels.shape[1],
+        "labels: rows": labels.shape[0],
+        "logit_scale, softcap, temperature, ignore_index or backend": digest(
+            transform, options.ignore_index, options.backend
+        ),
+        **same,
+    }
+    found = [first_column(options.shard, width), width, lowest, highest, summed]
+    every = agree(group, device, common, [*found, *own])
+    total = 0
+    for first, columns, *_ in sorted(every):
+        if first != total:
+            ranges = ", ".join(f"{start} to {start + columns}" for start, columns, *_ in every)
+            raise ValueError(
+                f"vocab_range: the ranks have {ranges}, expected ranges that follow each other from 0 on"
+            )
+        total += columns
+    for _, _, low, high, *_ in every:
+        if low < 0 or high >= total:
+            raise wrong_label(low if low < 0 else high, total, options)
+    if len({said[len(found) - 1] for said in every}) > 1:
+        raise RanksDisagreeError("labels: are not the same on the ranks of the process group")
+    return [said[len(found) :] for said in every]
+
+
+class ShardedRows:
+    """``ops.backends.RowBackend`` over a shard of the columns. Labels are ids of the whole vocabulary, and
+    statistics those of whole rows.
+    """
+
+    def __init__(self, inner: RowBackend, shard: Shard):
+        self._inner, self._shard = inner, shard
+
+    def unavailable(self, device: torch.device) -> str | None:
+        """See ``ops.backends.RowBackend.unavailable``."""
+        return self._inner.unavailable(device)
+
+    def logprobs_forward(
+        self, logits: Tensor, labels: Tensor, transform: LogitTransform, *, ignore_index: int, entropy: bool
+    ) -> RowStats:
+        """See ``ops.backends.RowBackend.logprobs_forward``; one gather of 12 to 16 bytes a row."""
+        local = self._local(labels, logits.shape[-1], ignore_index)
+        stats = self._inner.logprobs_forward(logits, local, transform, ignore_index=IGNORED, entropy=entropy)
+        return self._whole(stats, local)
+
+    def logprobs_backward(
+        self,
+        logits: Tensor,
+        labels: Tensor,
+        stats: RowStats,
+        grad_logprobs: Tensor,
+        grad_entropy: Tensor | None,
+        grad_scale: Tensor | None,
+        transform: LogitTransform,
+        *,
+        ignore_index: int,
+        out: Tensor,
+        sharded: bool = True,
+    ) -> None:
+        """See ``ops.backends.RowBackend.logprobs_backward``; nothing is communicated."""
+        # without a label in the vocabulary the log-prob is NaN and depends on no logit
+        constant = stats.logprobs.isnan() & stats.lse.isfinite()
+        self._inner.logprobs_backward(
+            logits,
+            self._local(labels, logits.shape[-1], ignore_index),
+            stats,
+            grad_logprobs.masked_fill(constant, 0.0),
+            grad_entropy,
+            grad_scale,
+            transform,
+            ignore_index=IGNORED,
+            out=out,
+            sharded=sharded,
+        )
+
+    def logprobs_and_grad(
+        self,
+        logits: Tensor,
+        labels: Tensor,
+        coefficients: Tensor,
+        transform: LogitTransform,
+        *,
+        ignore_index: int,
+        out: Tensor,
+    ) -> RowStats:
+        """See ``ops.backends.RowBackend.logprobs_and_grad``; the gather stands between its two halves."""
+        stats = self.logprobs_forward(logits, labels, transform, ignore_index=ignore_index, entropy=False)
+        self.logprobs_backward(
+            logits, labels, stats, coefficients, None, None, transform, ignore_index=ignore_index, out=out
+        )
+        return stats
+
+    def scale_(self, values: Tensor, factor: Tensor) -> None:
+        """See ``ops.backends.RowBackend.scale_``."""
+        self._inner.scale_(values, factor)
+
+    def _local(self, labels: Tensor, width: int, ignore_index: int) -> Tensor:
+        """Labels as columns of the shard, ``IGNORED`` or ``ELSEWHERE``."""
+        columns = labels.to(torch.int64) - first_column(self._shard, width)
+        columns = torch.where((columns >= 0) & (columns < width), columns, ELSEWHERE)
+        return columns.masked_fill_(labels == ignore_index, IGNORED)
+
+    def _whole(self, own: RowStats, local: Tensor) -> RowStats:
+        """The statistics of the whole rows from those of this shard, and the other ranks'."""
+        if not local.numel():
+            return own
+        logprobs = own.logprobs.masked_fill(local == ELSEWHERE, _NOT_HERE)
+        kept = [own.lse, logprobs] + ([] if own.entropy is None else [own.entropy])
+        every = gathered(self._shard.group, torch.cat([each.reshape(-1).view(torch.uint8) for each in kept]))
+        sizes = [each.numel() * each.element_size() for each in kept]
+        shards = [
+            part.clone(memory_format=torch.contiguous_format).view(like.dtype).view(-1, *like.shape)
+            for part, like in zip(torch.split(every, sizes, dim=1), kept, strict=True)
+        ]
+        whole = put_together(shards[0], shards[1], shards[2] if len(shards) > 2 else None)
+        ignored = local == IGNORED
+        return whole.each(lambda stat: stat.masked_fill(ignored, 0.0))
+
+
+def put_together(lse: Tensor, logprobs: Tensor, entropy: Tensor | None) -> RowStats:
+    """Statistics of whole rows from those of all shards, each [ranks, B, T]; a log-prob above 0 says that the
+    label is not in the shard.
+
+    As in one process, a row with +inf has NaN for log-probs, one of nothing but -inf, too.
+    """
+    here = ~(logprobs > 0)
+    total = torch.logsumexp(lse, 0)
+    others = torch.logsumexp(lse.masked_fill(here, float("-inf")), 0)
+    lse_here = torch.where(here, lse, 0.0).sum(0)
+    excess = others - lse_here
+    softplus = torch.logaddexp(excess, torch.zeros_like(excess))
+    logp = torch.where(here, logprobs, 0.0).sum(0).double() - softplus
+    # a label at -inf, and with it its whole shard
+    logp = torch.where((lse_here == float("-inf")) & (total > float("-inf")), float("-inf"), logp)
+    logp = torch.where((total == float("inf")) | ~here.any(0), float("nan"), logp)
+    if entropy is None:
+        return RowStats(logp.to(logprobs.dtype), total, None)
+    weights = (lse - total).exp()
+    parts = torch.where(weights == 0, 0.0, weights * (entropy + (total - lse)))
+    return RowStats(logp.to(logprobs.dtype), total, parts.sum(0).to(logprobs.dtype))

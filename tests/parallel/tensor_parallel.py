@@ -1,0 +1,547 @@
+"""What every rank of a tensor-parallel group does; the cases of ``test_tensor_parallel``."""
+
+import itertools
+import time
+from dataclasses import replace
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+import gspo_kernels as gk
+from gspo_kernels.linear.head import Head
+from gspo_kernels.parallel.agreement import AGREEMENT_BYTES, RanksDisagreeError
+from tests.accuracy import Spread, assert_as_exact
+from tests.cases import ADVANTAGES, LOGIT_OPTIONS, Result, assert_equals_oracle, call, make_case
+from tests.draws import shifted_seed
+from tests.objectives.sample_batches import examples, make_batch
+
+VOCABULARY = 64  # of which 2 and 4 ranks have equal shares
+LOSSES = {"logits": "fused_policy_loss", "linear": "fused_linear_policy_loss"}
+SCORES = {"logits": "token_logprobs", "linear": "linear_token_logprobs"}
+SHARDED = {"logits": -1, "weight": 0, "bias": 0}
+
+
+def shares(vocabulary=VOCABULARY, uneven=False):
+    """Where each rank's ids begin, and where they end."""
+    size = dist.get_world_size()
+    ends = [vocabulary * rank // size for rank in range(size + 1)]
+    if uneven:  # one column, many, and what is left
+        ends = [0, 1, *range(vocabulary - size + 2, vocabulary + 1)]
+    return list(itertools.pairwise(ends))
+
+
+def every(value):
+    """The value of each rank, which may be of different shapes."""
+    out = [None] * dist.get_world_size()
+    dist.all_gather_object(out, value)
+    return out
+
+
+def assert_same_bits(**values):
+    """On all ranks."""
+
+    def said(value):
+        return value.dtype, value.detach().contiguous().reshape(-1).view(torch.uint8).tolist()
+
+    first, *others = every({name: said(value) for name, value in values.items() if value is not None})
+    for other, name in itertools.product(others, first):
+        assert first[name] == other[name], name
+
+
+def cut(inputs, uneven=False):
+    """What this rank has of a case's inputs, as leaves."""
+    start, end = shares(uneven=uneven)[dist.get_rank()]
+    return {
+        name: (value.narrow(SHARDED[name], start, end - start) if name in SHARDED else value)
+        .clone()
+        .requires_grad_()
+        for name, value in inputs.items()
+    }
+
+
+def run(case, entry, objective, backend="cpp", uneven=False, **options):
+    """A case whose vocabulary is cut, as ``tests.cases.run`` has it; and the output of the call."""
+    leaves = cut(case.inputs, uneven)
+    if uneven:
+        start, end = shares(uneven=True)[dist.get_rank()]
+        options["vocab_range"] = (start, end)
+    out = call(case, leaves, entry, objective, backend, tp_group=dist.group.WORLD, **options)
+    out.loss.backward()
+    grads = {name: leaf.grad for name, leaf in leaves.items()}
+    summed = options.get("reduce_hidden_grad", True)
+    hidden = grads.get("hidden") if summed else None
+    by_token = {"logprobs": out.logprobs, "each entropy": out.entropy}
+    assert_same_bits(loss=out.loss, hidden=hidden, **by_token, **out.metrics)
+    shards = every({name: grad for name, grad in grads.items() if name in SHARDED})
+    whole = grads | {name: torch.cat([each[name] for each in shards], SHARDED[name]) for name in shards[0]}
+    logprobs, entropy = out.logprobs.detach(), None if out.entropy is None else out.entropy.detach()
+    if entry in SCORES.values():
+        logprobs = torch.where(case.counted, logprobs, 0.0)
+        entropy = None if entropy is None else torch.where(case.counted, entropy, 0.0)
+    return Result(out.loss.detach(), logprobs, whole, entropy), out
+
+
+def judge(case, entry, objective, backend="cpp", **options):
+    """As exact as plain PyTorch, and the same bits on all ranks."""
+    result, out = run(case, entry, objective, backend, **options)
+    if dist.get_rank() == 0:
+        assert_equals_oracle(result, case, objective)
+    return out
+
+
+def layouts_and_terms():
+    """Padded and packed, sequences of no and of one token, holes, every term; all entries."""
+    for kind, layout, terms in itertools.product(LOSSES, ("padded", "packed"), ("all", "plain")):
+        case = make_case(kind, layout, terms, vocabulary=VOCABULARY)
+        for entry in (LOSSES[kind], SCORES[kind]):
+            judge(case, entry, gk.GSPOToken(0.2, 0.2), uneven=terms == "all")
+
+
+def metrics():
+    """Those of the log-probs, in bits."""
+    case = make_case("linear", "packed", "holes", vocabulary=VOCABULARY)
+    _, out = run(case, LOSSES["linear"], gk.GSPO())
+    layout = {"loss_mask": case.loss_mask, "cu_seqlens": case.cu_seqlens}
+    again = gk.policy_loss(out.logprobs, case.old_logprobs, case.advantages, **layout)
+    assert torch.equal(out.loss, again.loss)
+    for name, value in again.metrics.items():
+        assert torch.equal(out.metrics[name], value), name
+
+
+def backends():
+    for backend, kind in itertools.product(("reference", "triton"), LOSSES):
+        for terms, options in (("entropy", "together"), ("on_policy", "default")):
+            case = make_case(kind, "packed", terms, vocabulary=VOCABULARY, logit_options=options)
+            judge(case, LOSSES[kind], gk.GSPO(), backend, uneven=True)
+
+
+def logit_options():
+    for name, kind in itertools.product(LOGIT_OPTIONS, LOSSES):
+        case = make_case(kind, "padded", "entropy", vocabulary=VOCABULARY, logit_options=name)
+        judge(case, LOSSES[kind], gk.GSPO())
+
+
+def dtypes():
+    for dtype, kind in itertools.product((torch.bfloat16, torch.float16, torch.float64), LOSSES):
+        case = make_case(kind, vocabulary=VOCABULARY, dtype=dtype)
+        judge(case, LOSSES[kind], gk.GSPO(), uneven=True)
+    rounded = make_case("linear", vocabulary=VOCABULARY, dtype=torch.bfloat16, logits_dtype="input")
+    judge(rounded, LOSSES["linear"], gk.GSPO())
+
+
+def schedules():
+    """Chunks of a few rows, of as many rows on all ranks although shards are uneven; rows are skipped."""
+    case = make_case("linear", vocabulary=VOCABULARY)
+    for schedule in ("deferred", "cached", "two_pass", "auto"):
+        for skip in ("backward", "none"):
+            options = {"schedule": schedule, "skip_inactive": skip, "max_chunk_bytes": 1024}
+            judge(case, LOSSES["linear"], gk.GSPO(), uneven=True, **options)
+    judge(case, LOSSES["linear"], gk.GSPO(), schedule="aligned")
+    judge(case, LOSSES["linear"], gk.GRPO(), schedule="known", max_chunk_bytes=256)
+    leaves = cut(case.inputs)
+    for name in ("weight", "bias"):
+        leaves[name].requires_grad_(False)
+    options = {"schedule": "frozen", "tp_group": dist.group.WORLD, "max_chunk_bytes": 256}
+    call(case, leaves, LOSSES["linear"], gk.GSPO(), "cpp", **options).loss.backward()
+    trained, _ = run(case, LOSSES["linear"], gk.GSPO())
+    if dist.get_rank() == 0:
+        frozen = replace(trained, grads={**trained.grads, "hidden": leaves["hidden"].grad})
+        assert_equals_oracle(frozen, case, gk.GSPO())
+
+
+def idle_sequences():
+    """``skip_inactive="all"``: sequences that nobody projects, on all ranks alike."""
+    case = make_case("linear", "padded", vocabulary=VOCABULARY)
+    _, out = run(case, LOSSES["linear"], gk.GSPO(), skip_inactive="all")
+    idle = torch.tensor(ADVANTAGES) == 0
+    assert torch.equal(out.logprobs.isnan(), idle.unsqueeze(1) & case.counted)
+
+
+def every_objective():
+    """Loss and metrics are those of the log-probs, gradients those of the loss's coefficients."""
+    errors, plain, exacts = {}, {}, {}
+    generator = torch.Generator().manual_seed(shifted_seed(0))
+    hidden = torch.randn(6, 7, 16, generator=generator)
+    weight = torch.randn(VOCABULARY, 16, generator=generator)
+    labels = torch.randint(0, VOCABULARY, (6, 7), generator=generator)
+    for objective in examples():
+        batch = make_batch(objective)
+        terms = {**batch.terms, "loss_mask": batch.loss_mask}
+        truth = torch.log_softmax(hidden.double() @ weight.double().T, -1)
+        truth = truth.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+        old = (truth - (batch.logprobs - batch.old_logprobs)).float()
+        terms.pop("entropy", None)
+        if "ref_logprobs" in terms:
+            terms["ref_logprobs"] = truth + (batch.terms["ref_logprobs"] - batch.logprobs)
+        leaves = cut({"hidden": hidden, "weight": weight}, uneven=True)
+        out = gk.fused_linear_policy_loss(
+            leaves["hidden"], leaves["weight"], labels, old, batch.advantages, **terms, objective=objective,
+            return_entropy=True, tp_group=dist.group.WORLD, vocab_range=shares(uneven=True)[dist.get_rank()],
+        )  # fmt: skip
+        out.loss.backward()
+        assert_same_bits(loss=out.loss, hidden=leaves["hidden"].grad, **out.metrics)
+        given = {"entropy": out.entropy} if "entropy" in objective.needs else {}
+        arguments = (out.logprobs, old, batch.advantages)
+        again = gk.policy_loss(*arguments, **terms, **given, objective=objective)
+        assert torch.equal(again.loss, out.loss), objective
+        wanted = gk.policy_coefficients(*arguments, **terms, **given, objective=objective)
+        got = {"hidden": leaves["hidden"].grad, "weight": torch.cat(every(leaves["weight"].grad))}
+        for dtype, kept in ((torch.float64, exacts), (torch.float32, plain)):
+            whole = [x.to(dtype).requires_grad_() for x in (hidden.clone(), weight.clone())]
+            logp = torch.log_softmax(whole[0] @ whole[1].T, -1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+            grads = torch.autograd.grad(logp, whole, wanted.to(dtype))
+            for name, grad in zip(got, grads, strict=True):
+                kept.setdefault(name, []).append(grad.double())
+        for name, grad in got.items():
+            errors.setdefault(name, []).append(grad.double() - exacts[name][-1])
+    for name in errors:
+        rounding = [a - b for a, b in zip(plain[name], exacts[name], strict=True)]
+        # per-token coefficients have one rounding of their own
+        spread = Spread.of(rounding, by_row=True)
+        assert_as_exact(name, errors[name], spread, exacts[name], torch.finfo(torch.float32).eps)
+
+
+def edges():
+    """Labels at both ends of every shard; banned shards, with the label too; banned rows; infinities, NaN."""
+    ids = [edge for start, end in shares() for edge in (start, end - 1)]
+    labels = torch.tensor([*ids, 0, VOCABULARY - 1, 1, 1, 1, 2, -100])
+    generator = torch.Generator().manual_seed(shifted_seed(1))
+    logits = 3 * torch.randn(len(labels), VOCABULARY, generator=generator)
+    (start, end), other = shares()[0], VOCABULARY - 2
+    for row, columns, value in (
+        (2, slice(start, end), "-inf"),  # a shard
+        (-7, slice(start, end), "-inf"),  # the label's
+        (-6, slice(start, end), "-inf"),
+        (-5, other, "inf"),
+        (-4, other, "nan"),
+        (-3, slice(None), "-inf"),
+        (-2, slice(3, None), "-inf"),  # all shards but one
+        (-1, slice(None), "nan"),
+    ):
+        logits[row, columns] = float(value)
+    alone = logits.clone().requires_grad_()
+    weights = torch.linspace(-1.0, 2.0, len(labels))
+    want = gk.token_logprobs(alone, labels, return_entropy=True)
+    (whole,) = torch.autograd.grad((want.logprobs * weights).sum(), alone)
+    # log-probs have the roundings of the label's logit and of the log-sum-exp, here and there
+    allowed = 4 * torch.finfo(torch.float32).eps * float(logits.nan_to_num(0.0, 0.0, 0.0).abs().max())
+    start, end = shares()[dist.get_rank()]
+    for backend in ("cpp", "reference", "triton"):
+        own = logits[:, start:end].clone().requires_grad_()
+        got = gk.token_logprobs(own, labels, return_entropy=True, tp_group=dist.group.WORLD, backend=backend)
+        assert_same_bits(logprobs=got.logprobs.nan_to_num(1.0), entropy=got.entropy.nan_to_num(1.0))
+        (grad,) = torch.autograd.grad((got.logprobs * weights).sum(), own)
+        pairs = ((got.logprobs, want.logprobs), (got.entropy, want.entropy), (grad, whole[:, start:end]))
+        for one, expected in pairs:
+            torch.testing.assert_close(one, expected, rtol=0, atol=allowed, equal_nan=True)
+
+
+def nothing_to_do():
+    """No tokens, no counted token, no sequences: a loss of 0 with a gradient, and no waiting."""
+    for lengths in ((), (0, 0)):
+        for kind in LOSSES:
+            judge(make_case(kind, lengths=lengths, vocabulary=VOCABULARY), LOSSES[kind], gk.GSPO())
+    case = make_case("linear", "padded", vocabulary=VOCABULARY)
+    case = replace(case, loss_mask=torch.zeros_like(case.labels, dtype=torch.bool))
+    result, _ = run(case, LOSSES["linear"], gk.GSPO())
+    assert result.loss == 0 and not result.grads["hidden"].any() and not result.grads["weight"].any()
+
+
+def once_more():
+    """A second backward, logits overwritten by their gradient, and scoring without a gradient."""
+    case = make_case("linear", vocabulary=VOCABULARY)
+    for schedule in ("auto", "two_pass"):
+        leaves = cut(case.inputs)
+        group = {"tp_group": dist.group.WORLD, "schedule": schedule}
+        out = call(case, leaves, LOSSES["linear"], gk.GSPO(), "cpp", **group)
+        out.loss.backward(retain_graph=True)
+        first = leaves["hidden"].grad.clone()
+        out.loss.backward()
+        torch.testing.assert_close(leaves["hidden"].grad, 2 * first, rtol=1e-6, atol=0)
+    with torch.no_grad():
+        scored = call(case, cut(case.inputs), SCORES["linear"], gk.GSPO(), "cpp", tp_group=dist.group.WORLD)
+    assert torch.equal(scored.logprobs, out.logprobs)
+    case = make_case("logits", vocabulary=VOCABULARY)
+    logits = cut(case.inputs)["logits"].detach()
+    leaf = logits.requires_grad_()
+    terms = {"cu_seqlens": case.cu_seqlens, "tp_group": dist.group.WORLD, "inplace_backward": True}
+    out = gk.fused_policy_loss(leaf * 1.0, case.labels, case.old_logprobs, case.advantages, **terms)
+    out.loss.backward()
+    kept, _ = run(case, LOSSES["logits"], gk.GSPO())
+    start, end = shares()[dist.get_rank()]
+    assert torch.equal(leaf.grad, kept.grads["logits"][:, start:end])
+
+
+def parts_of_the_hidden_gradient():
+    """Left to the caller, they add up to the gradient."""
+    case = make_case("linear", vocabulary=VOCABULARY)
+    part, _ = run(case, LOSSES["linear"], gk.GSPO(), reduce_hidden_grad=False)
+    hidden = sum(every(part.grads["hidden"]))
+    if dist.get_rank() == 0:
+        assert_equals_oracle(replace(part, grads={**part.grads, "hidden": hidden}), case, gk.GSPO())
+
+
+def sequence_parallel():
+    """Hidden states that lie on the ranks token by token, unevenly: one rank has none."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    for layout, schedule, dtype in itertools.product(
+        ("packed", "padded"), ("deferred", "two_pass", "auto"), (torch.float32, torch.bfloat16)
+    ):
+        case = make_case("linear", layout, vocabulary=VOCABULARY, dtype=dtype)
+        length = case.labels.shape[-1]
+        ends = [0, *(length * (r + 1) // (size - 1) for r in range(size - 1)), length]
+        leaves = cut(case.inputs)
+        hidden = case.inputs["hidden"].narrow(-2, ends[rank], ends[rank + 1] - ends[rank])
+        leaves["hidden"] = hidden.clone().requires_grad_()
+        options = {"sequence_parallel": True, "schedule": schedule, "max_chunk_bytes": 256}
+        out = call(case, leaves, LOSSES["linear"], gk.GSPO(), "cpp", tp_group=dist.group.WORLD, **options)
+        out.loss.backward()
+        assert_same_bits(loss=out.loss, logprobs=out.logprobs)
+        grads = {"hidden": torch.cat(every(leaves["hidden"].grad), -2)}
+        grads |= {name: torch.cat(every(leaves[name].grad)) for name in ("weight", "bias")}
+        if rank == 0:
+            assert_equals_oracle(Result(out.loss.detach(), out.logprobs, grads), case, gk.GSPO())
+
+
+class Wire:
+    """Bytes that this rank hands to collectives, by kind, and how often."""
+
+    KINDS = ("all_gather", "all_reduce", "broadcast", "reduce")
+
+    def __init__(self):
+        self.sent = dict.fromkeys(self.KINDS, 0)
+        self.calls = dict.fromkeys(self.KINDS, 0)
+
+    def __enter__(self):
+        self.theirs = {kind: getattr(dist, kind) for kind in self.KINDS}
+        for kind, function in self.theirs.items():
+            setattr(dist, kind, self._counted(kind, function))
+        return self
+
+    def _counted(self, kind, function):
+        def counted(*tensors, **options):
+            self.sent[kind] += tensors[-1].nbytes
+            self.calls[kind] += 1
+            return function(*tensors, **options)
+
+        return counted
+
+    def __exit__(self, *_):
+        for kind, function in self.theirs.items():
+            setattr(dist, kind, function)
+
+
+def bytes_on_the_wire():
+    """The formula of docs/parallel.md, and of the plan; nothing of it knows the vocabulary's size."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    for vocabulary, terms, schedule, scattered in (
+        (VOCABULARY, "plain", "two_pass", False),
+        (VOCABULARY, "entropy", "two_pass", False),
+        (4 * VOCABULARY, "entropy", "two_pass", False),
+        (4 * VOCABULARY, "plain", "deferred", False),
+        (VOCABULARY, "plain", "two_pass", True),
+    ):
+        case = make_case("linear", "packed", terms, vocabulary=vocabulary, bias=False)
+        tokens, width = case.inputs["hidden"].shape
+        start, end = shares(vocabulary)[rank]
+        first, last = (tokens * rank // size, tokens * (rank + 1) // size) if scattered else (0, tokens)
+        leaves = {"hidden": case.inputs["hidden"][first:last], "weight": case.inputs["weight"][start:end]}
+        leaves = {name: value.clone().requires_grad_() for name, value in leaves.items()}
+        options = {"schedule": schedule, "skip_inactive": "none", "tp_group": dist.group.WORLD}
+        options |= {"sequence_parallel": scattered, "max_chunk_bytes": 16 * vocabulary}
+        with Wire() as wire:
+            call(case, leaves, LOSSES["linear"], gk.GSPO(), "cpp", **options).loss.backward()
+        agreements = 1 + (schedule == "two_pass")
+        rows = tokens * (16 if terms == "entropy" else 12)
+        assert wire.sent["all_gather"] == agreements * AGREEMENT_BYTES + rows
+        assert wire.sent["reduce" if scattered else "all_reduce"] == 4 * tokens * width
+        assert wire.sent["all_reduce" if scattered else "reduce"] == 0
+        assert wire.sent["broadcast"] == scattered * 2 * 4 * tokens * width
+        plan = gk.explain_schedule(
+            leaves["hidden"], leaves["weight"], case.labels, case.old_logprobs, case.advantages,
+            cu_seqlens=case.cu_seqlens, **case.terms, **options,
+        )  # fmt: skip
+        assert plan.sent_bytes == sum(wire.sent.values())
+        assert scattered or plan.messages == sum(wire.calls.values()), (plan.messages, wire.calls)
+
+
+def assert_all_raise(expected, culprit, call, error=ValueError):
+    """The culprit its own error, all others that it refused."""
+    try:
+        call()
+    except error as raised:
+        assert dist.get_rank() == culprit or culprit is None, raised
+        assert expected in str(raised), raised
+    except RanksDisagreeError as raised:
+        assert dist.get_rank() != culprit and culprit is not None, raised
+        assert f"rank {culprit} of the process group refused the call" in str(raised), raised
+        assert expected in str(raised), raised
+    else:
+        raise AssertionError("nothing was raised")
+
+
+def errors():
+    """What one rank refuses is an error on all of them, at once and by name."""
+    here = dist.get_rank()
+    for kind, entry in (*LOSSES.items(), *SCORES.items()):
+        case = make_case(kind, "padded", vocabulary=VOCABULARY)
+
+        def wrong(changed, entry=entry, case=case, **options):
+            changed = changed if here == 1 else case
+            leaves = cut(case.inputs)
+            options = {"tp_group": dist.group.WORLD, **options}
+            return lambda: call(changed, leaves, entry, gk.GSPO(), "cpp", **options)
+
+        short = replace(case, labels=case.labels[:, 1:])
+        assert_all_raise("labels of shape", 1, wrong(short))
+        low = replace(case, labels=case.labels - 10**6)
+        assert_all_raise("in a counted position", None, wrong(low))
+        if entry in LOSSES.values():
+            negative = replace(case, terms={"lengths": torch.full((6,), -1.0)})
+            assert_all_raise("lengths: expected positive", 1, wrong(negative))
+            if kind == "linear":
+                late = wrong(negative, schedule="two_pass")
+                assert_all_raise("lengths: expected positive", 1, late)
+        cold = replace(case, logit_options={"temperature": torch.zeros(6)})
+        assert_all_raise("temperature: expected only positive numbers", 1, wrong(cold))
+    case = make_case("linear", "padded", vocabulary=VOCABULARY)
+    leaves, group = cut(case.inputs), {"tp_group": dist.group.WORLD}
+    other = gk.GSPO() if here else gk.GRPO()
+    for expected, options in (
+        ("vocab_range: the ranks have", {"vocab_range": shares()[0]}),
+        ("the call, its objective", {"objective": other}),
+        ("the call, its objective", {"skip_inactive": "none" if here else "backward"}),
+        ("hidden: the ranks have", {"sequence_parallel": True}),
+    ):
+        objective = options.pop("objective", gk.GSPO())
+        assert_all_raise(
+            expected,
+            None,
+            lambda o=options, one=objective: call(case, leaves, LOSSES["linear"], one, "cpp", **group, **o),
+            (ValueError, RanksDisagreeError),
+        )
+    for message, options in (
+        ("tp_group: got int", {"tp_group": 3}),
+        ("vocab_range: got (0, 3), expected (first, first + ", {**group, "vocab_range": (0, 3)}),
+        ("vocab_range: got (0, 64) without a tp_group", {"vocab_range": (0, 64)}),
+        ("sequence_parallel: got True without a tp_group", {"sequence_parallel": True}),
+        ("max_chunk_bytes: got 0", {**group, "max_chunk_bytes": 0}),
+    ):
+        entry = SCORES["linear"] if "max_chunk_bytes" in options else LOSSES["linear"]
+        with torch.no_grad():
+            assert_all_raise(
+                message,
+                None,
+                lambda o=options, e=entry: call(case, leaves, e, gk.GSPO(), "triton", **o),
+                (ValueError, TypeError),
+            )
+
+
+def a_failure_in_the_middle():
+    """A rank that runs out of memory between two chunks: the others wait as long as their group allows."""
+    group = dist.new_group(timeout=timedelta(seconds=4))
+    case = make_case("linear", vocabulary=VOCABULARY)
+    theirs, projected = Head.logits, []
+
+    def logits(self, hidden, out):
+        projected.append(len(hidden))
+        if dist.get_rank() == 1 and len(projected) == 2:
+            raise MemoryError("no memory for another chunk")
+        return theirs(self, hidden, out)
+
+    leaves, began = cut(case.inputs), time.monotonic()
+    Head.logits = logits
+    try:
+        call(case, leaves, LOSSES["linear"], gk.GSPO(), "cpp", tp_group=group, max_chunk_bytes=256)
+    except MemoryError:
+        assert dist.get_rank() == 1
+    except RuntimeError as error:
+        assert dist.get_rank() != 1 and time.monotonic() - began < 30, error
+    else:
+        raise AssertionError("nothing was raised")
+    finally:
+        Head.logits = theirs
+
+
+def dtensors():
+    """The vocabulary in torch's own uneven shares; hidden states replicated, or scattered over tokens."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    case = make_case("linear", vocabulary=61)
+    for placement in (Replicate(), Shard(0)):
+        leaves = {
+            name: distribute_tensor(value, mesh, [placement if name == "hidden" else Shard(0)])
+            .detach()
+            .requires_grad_()
+            for name, value in case.inputs.items()
+        }
+        out = call(case, leaves, LOSSES["linear"], gk.GSPO(), "cpp")
+        out.loss.backward()
+        assert_same_bits(loss=out.loss)
+        assert leaves["weight"].grad.placements == (Shard(0),)
+        grads = {name: leaf.grad.full_tensor() for name, leaf in leaves.items()}
+        if dist.get_rank() == 0:
+            assert_equals_oracle(Result(out.loss.detach(), out.logprobs, grads), case, gk.GSPO())
+    for wrong, expected in (
+        ({"weight": Shard(1)}, "weight: is a DTensor with placement Shard(dim=1), expected Replicate()"),
+        ({"weight": Replicate(), "bias": Replicate(), "hidden": Shard(0)}, "hidden: is sharded over tokens"),
+        ({"bias": Replicate()}, "bias: expected a DTensor of weight's placement"),
+        ({"hidden": Partial()}, "hidden: is a DTensor with placement Partial"),
+    ):
+        placements = {"hidden": Replicate(), "weight": Shard(0), "bias": Shard(0), **wrong}
+        leaves = {
+            name: distribute_tensor(value, mesh, [placements[name]])
+            if placements[name] != Partial()
+            else DTensor.from_local(value, mesh, [Partial()])
+            for name, value in case.inputs.items()
+        }
+        assert_all_raise(
+            expected, None, lambda given=leaves: call(case, given, LOSSES["linear"], gk.GSPO(), "cpp")
+        )
+
+
+def compiled():
+    """One graph, its operators wait for each other inside."""
+    case = make_case("linear", vocabulary=VOCABULARY)
+    start, end = shares()[dist.get_rank()]
+
+    def loss(hidden, weight):
+        return gk.fused_linear_policy_loss(
+            hidden, weight, case.labels, case.old_logprobs, case.advantages, cu_seqlens=case.cu_seqlens,
+            tp_group=dist.group.WORLD, vocab_range=(start, end),
+        ).loss  # fmt: skip
+
+    gradients = []
+    for function in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")):
+        leaves = [
+            value.clone().requires_grad_()
+            for value in (case.inputs["hidden"], case.inputs["weight"][start:end])
+        ]
+        value = function(*leaves)
+        gradients.append([value.detach(), *torch.autograd.grad(value, leaves)])
+    for one, other in zip(*gradients, strict=True):
+        assert torch.equal(one, other)
+
+
+CASES = (
+    layouts_and_terms,
+    metrics,
+    backends,
+    logit_options,
+    dtypes,
+    schedules,
+    idle_sequences,
+    every_objective,
+    edges,
+    nothing_to_do,
+    once_more,
+    parts_of_the_hidden_gradient,
+    sequence_parallel,
+    bytes_on_the_wire,
+    errors,
+    a_failure_in_the_middle,
+    dtensors,
+    compiled,
+)

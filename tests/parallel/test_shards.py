@@ -1,0 +1,77 @@
+"""Rows in shards, in one process: statistics put together, and gradients that need no other shard."""
+
+import itertools
+
+import pytest
+import torch
+
+from gspo_kernels.ops.backends import load
+from gspo_kernels.parallel.vocabulary import ELSEWHERE, IGNORED, put_together
+from gspo_kernels.types import LogitTransform
+from tests.cases import device_of
+from tests.draws import shifted_seed
+from tests.kernels.row_oracle import PLAIN, Judge, exact, neighbour, plain
+
+ENDS = (0, 1, 33, 300)
+TRANSFORMS = {
+    "plain": PLAIN,
+    "together": LogitTransform(-1.3, 4.0, 1.0, torch.tensor([[0.5, 1.0, 2.0, 1.3, 0.8, 1.1]]).expand(4, 6)),
+}
+
+
+def shards(logits, labels):
+    """Columns of the logits, and the labels as each shard sees them."""
+    for start, end in itertools.pairwise(ENDS):
+        here = (labels >= start) & (labels < end)
+        yield logits[..., start:end], torch.where(here, labels - start, ELSEWHERE)
+
+
+def in_shards(backend, logits, labels, transform, grad_logprobs, grad_entropy):
+    """(logprobs, lse, entropy, grad) as the ranks of a group compute them."""
+    device, rows = device_of(backend), load(backend)
+    if transform.row_temperature is not None:
+        transform = transform._replace(row_temperature=transform.row_temperature.to(device))
+    pieces = [(x.to(device), y.to(device)) for x, y in shards(logits, labels)]
+    found = []
+    for x, y in pieces:
+        own = rows.logprobs_forward(x, y, transform, ignore_index=IGNORED, entropy=True)
+        found.append(own._replace(logprobs=own.logprobs.masked_fill(y == ELSEWHERE, 1.0)))
+    fields = ("lse", "logprobs", "entropy")
+    whole = put_together(*(torch.stack([getattr(own, field) for own in found]) for field in fields))
+    grads = []
+    for x, y in pieces:
+        out = torch.full(x.shape, float("nan"), dtype=x.dtype, device=device)
+        arguments = (grad_logprobs.to(device), grad_entropy.to(device), None, transform)
+        rows.logprobs_backward(x, y, whole, *arguments, ignore_index=IGNORED, out=out, sharded=True)
+        grads.append(out.cpu())
+    return (*(each.cpu() for each in whole), torch.cat(grads, -1))
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_shards_are_as_exact_as_whole_rows(backend, dtype, transform):
+    transform = TRANSFORMS[transform]
+    rng = torch.Generator().manual_seed(shifted_seed(7))
+    drawn = (3 * torch.randn(4, 6, ENDS[-1], generator=rng, dtype=torch.float64)).to(dtype)
+    labels = torch.randint(0, ENDS[-1], (4, 6), generator=rng)
+    labels[0] = torch.tensor([0, 1, 32, 33, 299, 5])  # every shard's edges
+    drawn[1, 0, labels[1, 0]] += 40.0  # a label that leaves nothing to the others
+    stats = torch.float64 if dtype == torch.float64 else torch.float32
+    upstream = [torch.randn(4, 6, generator=rng, dtype=torch.float64).to(stats) for _ in range(2)]
+
+    def draw(k):
+        logits = neighbour(drawn, k)
+        truth = exact(logits, labels, transform, *upstream)
+        return truth, [plain(logits, labels, transform, *upstream, through) for through in (False, True)]
+
+    judge = Judge(draw)
+    got = in_shards(backend, drawn, labels, transform, *upstream)
+    eps = torch.finfo(stats).eps
+    for name, value in zip(("logprobs", "lse", "entropy"), got[:3], strict=True):
+        judge.hold(name, value, eps=eps)
+    judge.hold("grad", got[3], eps=torch.finfo(dtype).eps)
+    assert bool((got[0] <= 0).all())
+    with pytest.raises(
+        AssertionError, match="logprobs: norm error"
+    ):  # a few units in the last place are many
+        judge.hold("logprobs", got[0] * (1 + 8 * eps), eps=eps)
