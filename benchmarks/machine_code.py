@@ -63,16 +63,22 @@ def specialisation(call: Call, target: GPUTarget) -> tuple[str, ASTSource, Any]:
 
 
 def name_of(call: Call) -> str:
-    """A readable name of a call: kernel, dtypes of logits and gradient, flags, arguments left out."""
+    """A readable name of a call: kernel, dtypes of logits and gradient, flags, arguments left out.
+
+    That there is no sampling mask goes without saying.
+    """
     kernel, args, keywords = call
     names = list(kernel.signature.parameters)
-    tensors = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.dim() == 3] or args[:1]
+    rows = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.dim() == 3]
+    tensors = [each for each in rows if each.is_floating_point()] or args[:1]
     dtypes = "->".join(str(tensor.dtype).removeprefix("torch.") for tensor in tensors)
     flags = [key.lower() for key in ("SCALED", "SOFTCAP", "ALIGNED", "PER_TOKEN") if keywords.get(key)]
     flags += [keywords["ACCESS"]] if keywords.get("ACCESS", "single") != "single" else []
     flags += [keywords["ESTIMATOR"]] if keywords.get("ESTIMATOR") else []
     flags += ["narrows_in_place"] if keywords.get("NARROWS_IN_PLACE") else []
-    missing = [f"no {name}" for name, arg in zip(names, args, strict=False) if arg is None]
+    given = dict(zip(names, args, strict=False))
+    flags += ["kept"] if given.get("kept_ptr") is not None else []
+    missing = [f"no {name}" for name, arg in given.items() if arg is None and name != "kept_ptr"]
     return " ".join([kernel.fn.__name__, dtypes, *flags, *missing])
 
 

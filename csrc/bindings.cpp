@@ -14,33 +14,33 @@ namespace {
 
 using OptionalTensor = std::optional<Tensor>;
 
-void boxed_forward(Tensor logits, Tensor labels, OptionalTensor row_temperature, double logit_scale,
-                   double softcap, double temperature, int64_t ignore_index, Tensor logprobs, Tensor lse,
-                   OptionalTensor entropy) {
-    const LogitOptions options{row_temperature, logit_scale, softcap, temperature, ignore_index};
+void boxed_forward(Tensor logits, Tensor labels, OptionalTensor row_temperature, OptionalTensor kept,
+                   double logit_scale, double softcap, double temperature, int64_t ignore_index,
+                   Tensor logprobs, Tensor lse, OptionalTensor entropy) {
+    const LogitOptions options{row_temperature, kept, logit_scale, softcap, temperature, ignore_index};
     logprobs_forward(logits, labels, options, logprobs, lse, entropy);
 }
 
-void boxed_backward(Tensor logits, Tensor labels, OptionalTensor row_temperature, double logit_scale,
-                    double softcap, double temperature, int64_t ignore_index, Tensor logprobs, Tensor lse,
-                    OptionalTensor entropy, Tensor grad_logprobs, OptionalTensor grad_entropy,
-                    OptionalTensor grad_scale, bool sharded, Tensor out) {
-    const LogitOptions options{row_temperature, logit_scale, softcap, temperature, ignore_index};
+void boxed_backward(Tensor logits, Tensor labels, OptionalTensor row_temperature, OptionalTensor kept,
+                    double logit_scale, double softcap, double temperature, int64_t ignore_index,
+                    Tensor logprobs, Tensor lse, OptionalTensor entropy, Tensor grad_logprobs,
+                    OptionalTensor grad_entropy, OptionalTensor grad_scale, bool sharded, Tensor out) {
+    const LogitOptions options{row_temperature, kept, logit_scale, softcap, temperature, ignore_index};
     logprobs_backward(logits, labels, options, logprobs, lse, entropy, grad_logprobs, grad_entropy,
                       grad_scale, sharded, out);
 }
 
-void boxed_and_grad(Tensor logits, Tensor labels, OptionalTensor row_temperature, double logit_scale,
-                    double softcap, double temperature, int64_t ignore_index, Tensor coefficients,
-                    Tensor logprobs, Tensor lse, Tensor out) {
-    const LogitOptions options{row_temperature, logit_scale, softcap, temperature, ignore_index};
+void boxed_and_grad(Tensor logits, Tensor labels, OptionalTensor row_temperature, OptionalTensor kept,
+                    double logit_scale, double softcap, double temperature, int64_t ignore_index,
+                    Tensor coefficients, Tensor logprobs, Tensor lse, Tensor out) {
+    const LogitOptions options{row_temperature, kept, logit_scale, softcap, temperature, ignore_index};
     logprobs_and_grad(logits, labels, options, coefficients, logprobs, lse, out);
 }
 
-void boxed_and_rows(Tensor logits, Tensor labels, OptionalTensor row_temperature, double logit_scale,
-                    double softcap, double temperature, int64_t ignore_index, Tensor logprobs, Tensor lse,
-                    Tensor factors, Tensor out) {
-    const LogitOptions options{row_temperature, logit_scale, softcap, temperature, ignore_index};
+void boxed_and_rows(Tensor logits, Tensor labels, OptionalTensor row_temperature, OptionalTensor kept,
+                    double logit_scale, double softcap, double temperature, int64_t ignore_index,
+                    Tensor logprobs, Tensor lse, Tensor factors, Tensor out) {
+    const LogitOptions options{row_temperature, kept, logit_scale, softcap, temperature, ignore_index};
     logprobs_and_rows(logits, labels, options, logprobs, lse, factors, out);
 }
 
@@ -58,14 +58,14 @@ void boxed_ratio_step(Tensor logprobs, Tensor mask, OptionalTensor old_logprobs,
 }
 
 void boxed_sequence_ratio_forward(Tensor logits, Tensor labels, OptionalTensor row_temperature,
-                                  double logit_scale, double softcap, double temperature,
-                                  int64_t ignore_index, OptionalTensor old_logprobs, OptionalTensor offsets,
-                                  Tensor advantages, OptionalTensor weights, OptionalTensor lengths,
-                                  OptionalTensor normalizer, double log_low, double log_high,
-                                  double log_dual, bool count_tokens, int64_t divisor_kind,
+                                  OptionalTensor kept, double logit_scale, double softcap,
+                                  double temperature, int64_t ignore_index, OptionalTensor old_logprobs,
+                                  OptionalTensor offsets, Tensor advantages, OptionalTensor weights,
+                                  OptionalTensor lengths, OptionalTensor normalizer, double log_low,
+                                  double log_high, double log_dual, bool count_tokens, int64_t divisor_kind,
                                   double divisor_scale, bool per_token, Tensor logprobs, Tensor lse,
                                   Tensor loss, Tensor coefficients, Tensor divisor, Tensor metrics) {
-    const LogitOptions options{row_temperature, logit_scale, softcap, temperature, ignore_index};
+    const LogitOptions options{row_temperature, kept, logit_scale, softcap, temperature, ignore_index};
     OptionalTensor no_entropy;
     logprobs_forward(logits, labels, options, logprobs, lse, no_entropy);
     const int64_t count = labels.numel(), *label = values<int64_t>(labels);
@@ -92,8 +92,8 @@ void boxed_product(Tensor a, Tensor b, OptionalTensor bias, Tensor out, bool acc
 }  // namespace gspo_kernels
 
 #define GSPO_ROWS                                                                               \
-    "Tensor logits, Tensor labels, Tensor? row_temperature, float logit_scale, float softcap, " \
-    "float temperature, int ignore_index, "
+    "Tensor logits, Tensor labels, Tensor? row_temperature, Tensor? kept, float logit_scale, " \
+    "float softcap, float temperature, int ignore_index, "
 #define GSPO_SEQUENCES                                                                              \
     "Tensor? old_logprobs, Tensor? offsets, Tensor advantages, Tensor? weights, Tensor? lengths, "  \
     "Tensor? normalizer, float log_low, float log_high, float log_dual, bool count_tokens, "        \

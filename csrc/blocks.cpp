@@ -72,6 +72,18 @@ GSPO_INLINE void shrink_of(S* out, int64_t n, S factor) {
 }
 
 template <class S>
+GSPO_INLINE void cut_of(S* z, int64_t n, const int32_t* kept, S fill) {
+    for (; n > 0; n -= 32, z += 32, ++kept) {
+        const uint32_t word = *kept;
+        if (n >= 32) {
+            for (int i = 0; i < 32; ++i) z[i] = select((word & (1u << i)) != 0, z[i], fill);
+        } else {
+            for (int i = 0; i < n; ++i) z[i] = select((word & (1u << i)) != 0, z[i], fill);
+        }
+    }
+}
+
+template <class S>
 GSPO_INLINE void transform_of(S* z, int64_t n, const Transform<S>& parameters, S* slope) {
     const auto [scale, softcap, temperature] = parameters;
     if (softcap == 0) {
@@ -143,6 +155,9 @@ GSPO_INLINE void store_of(const S* __restrict g, int64_t n, T* out) {
     }                                                                                       \
     GSPO_CLONES void gradient(const S* z, int64_t n, const RowGradient<S>& row, S* out) {   \
         gradient_of(z, n, row, out);                                                        \
+    }                                                                                       \
+    GSPO_CLONES void cut(S* z, int64_t n, const int32_t* kept, S fill) {                    \
+        cut_of(z, n, kept, fill);                                                           \
     }                                                                                       \
     GSPO_CLONES void multiply(S* out, const S* factor, int64_t n) {                         \
         for (int64_t i = 0; i < n; ++i) out[i] *= factor[i];                                \

@@ -42,6 +42,8 @@ struct RowGradient {
     /* In place; slope, where not null, becomes d tanh / d its argument. */                 \
     void transform(S* z, int64_t n, const Transform<S>& parameters, S* slope);              \
     void gradient(const S* z, int64_t n, const RowGradient<S>& row, S* out); /* z or not */ \
+    /* fill where the bit of a mask is 0: that of element i is bit i % 32 of word i / 32. */ \
+    void cut(S* z, int64_t n, const int32_t* kept, S fill);                                 \
     void multiply(S* out, const S* factor, int64_t n);                                      \
     void shrink(S* out, int64_t n, S factor); /* at most 1; what would be subnormal is 0 */
 GSPO_DECLARE_FOR_STATS(float)

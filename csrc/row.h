@@ -43,12 +43,15 @@ class Row {
   public:
     using S = StatsOf<T>;
 
-    Row(const Rows<const T>& rows, int64_t index, int64_t label, const Transform<S>& parameters)
+    // `kept` is the row's sampling mask, or null.
+    Row(const Rows<const T>& rows, int64_t index, int64_t label, const Transform<S>& parameters,
+        const int32_t* kept)
         : data_(rows.row(index)),
+          kept_(kept),
           stride_(rows.stride_v),
           vocabulary_(rows.vocabulary),
           transform_(parameters),
-          label_(label >= 0 && label < rows.vocabulary ? label : -1) {}
+          label_(label >= 0 && label < rows.vocabulary && keeps(label) ? label : -1) {}
 
     int64_t vocabulary() const { return vocabulary_; }
     bool soft_capped() const { return transform_.softcap != 0; }
@@ -57,18 +60,22 @@ class Row {
     R chain() const {
         return static_cast<R>(transform_.logit_scale) / transform_.temperature;
     }
-    int64_t label() const { return label_; }  // -1 where out of range
+    int64_t label() const { return label_; }  // -1 where out of range, or cut
     bool label_in(int64_t begin, int64_t n) const { return label_ >= begin && label_ < begin + n; }
 
-    // In `buffer`, or straight in the tensor where nothing has to be converted.
+    // In `buffer`, or straight in the tensor where nothing has to be converted; -inf where the mask cuts.
     const S* block(int64_t begin, int64_t n, S* buffer, S* slope = nullptr) const {
-        const bool identity = transform_.is_identity();
-        if constexpr (std::is_same_v<T, S>) {
-            if (identity && stride_ == 1) return data_ + begin;
-        }
-        load(data_ + begin * stride_, stride_, n, buffer);
-        if (!identity) transform(buffer, n, transform_, slope);
+        const S* z = transformed(begin, n, buffer, slope);
+        if (!kept_) return z;
+        if (z != buffer) load(z, 1, n, buffer);
+        cut_block(begin, n, buffer, -std::numeric_limits<S>::infinity());
         return buffer;
+    }
+
+    // Blocks begin with a word of the mask.
+    void cut_block(int64_t begin, int64_t n, S* values, S fill) const {
+        static_assert(kBlock % 32 == 0);
+        if (kept_) cut(values, n, kept_ + begin / 32, fill);
     }
 
     // The same with -inf in the label's place.
@@ -91,11 +98,24 @@ class Row {
     // -inf where the label is out of range: it has no part in the sums.
     S label_logit() const {
         S buffer[1] = {-std::numeric_limits<S>::infinity()};
-        return label_ < 0 ? buffer[0] : *block(label_, 1, buffer);
+        return label_ < 0 ? buffer[0] : *transformed(label_, 1, buffer, nullptr);
     }
 
   private:
+    bool keeps(int64_t column) const { return !kept_ || (kept_[column / 32] >> (column % 32) & 1); }
+
+    const S* transformed(int64_t begin, int64_t n, S* buffer, S* slope) const {
+        const bool identity = transform_.is_identity();
+        if constexpr (std::is_same_v<T, S>) {
+            if (identity && stride_ == 1) return data_ + begin;
+        }
+        load(data_ + begin * stride_, stride_, n, buffer);
+        if (!identity) transform(buffer, n, transform_, slope);
+        return buffer;
+    }
+
     const T* data_;
+    const int32_t* kept_;
     int64_t stride_, vocabulary_;
     Transform<S> transform_;
     int64_t label_;
@@ -259,6 +279,7 @@ void write_gradient(const Row<T>& row, S logprob, RowGradient<S> gradient_row, O
         gradient(z, n, gradient_row, g);
         if (row.label_in(begin, n)) g[row.label() - begin] = label_gradient(logprob, gradient_row);
         if (row.soft_capped()) multiply(g, slope, n);
+        row.cut_block(begin, n, g, 0);  // whatever is there, and in the coefficients
         if constexpr (!std::is_same_v<O, S>) store(g, n, out);
     }
 }
@@ -313,7 +334,10 @@ Statistics write_rows(const Row<T>& row, O* out, S& factor) {
             row.prefetch(begin + kBlock + i, kPiece);
             others.sum += write_exp(z + i, std::min(kPiece, n - i), shift, exponentials + i);
         }
-        if (row.soft_capped()) multiply(exponentials, slope, n);
+        if (row.soft_capped()) {
+            multiply(exponentials, slope, n);
+            row.cut_block(begin, n, exponentials, 0);
+        }
         if constexpr (!std::is_same_v<O, S>) store(exponentials, n, out + begin);
     }
     const Statistics statistics = statistics_of(others, row.label() >= 0, z_label, false);

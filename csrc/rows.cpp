@@ -52,12 +52,14 @@ struct Inputs {
     Rows<const T> logits;
     const int64_t* label;
     const S* row_temperature;
+    const int32_t* kept;
     const LogitOptions& options;
 
     Inputs(const Tensor& logits, const Tensor& labels, const LogitOptions& options)
         : logits(logits, const_cast<void*>(logits.const_data_ptr())),
           label(values<int64_t>(labels)),
           row_temperature(values<S>(options.row_temperature)),
+          kept(values<int32_t>(options.kept)),
           options(options) {}
 
     bool ignored(int64_t i) const { return label[i] == options.ignore_index; }
@@ -65,7 +67,8 @@ struct Inputs {
     Row<T> row(int64_t i) const {
         const S temperature = row_temperature ? row_temperature[i] : static_cast<S>(options.temperature);
         return {logits, i, label[i],
-                {static_cast<S>(options.logit_scale), static_cast<S>(options.softcap), temperature}};
+                {static_cast<S>(options.logit_scale), static_cast<S>(options.softcap), temperature},
+                kept ? kept + i * ((logits.vocabulary + 31) / 32) : nullptr};
     }
 };
 

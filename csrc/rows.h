@@ -16,6 +16,7 @@ using torch::stable::Tensor;
 
 struct LogitOptions {
     std::optional<Tensor> row_temperature;  // replaces temperature
+    std::optional<Tensor> kept;             // sampling masks, int32 [rows, ceil(V / 32)]
     double logit_scale, softcap, temperature;
     int64_t ignore_index;
 };

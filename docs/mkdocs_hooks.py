@@ -37,7 +37,9 @@ REFERENCE = {
     ),
     "logprobs": (
         "Log-probs",
-        "gspo_kernels.linear_token_logprobs gspo_kernels.token_logprobs gspo_kernels.TokenLogprobs",
+        "gspo_kernels.linear_token_logprobs gspo_kernels.token_logprobs gspo_kernels.TokenLogprobs "
+        "gspo_kernels.selected_logprobs gspo_kernels.linear_selected_logprobs gspo_kernels.SelectedLogprobs "
+        "gspo_kernels.sampling_mask",
     ),
     "advantages": (
         "Advantages and weights",

@@ -14,7 +14,9 @@ from gspo_kernels.losses import (
 )
 from gspo_kernels.objectives import *  # noqa: F403 - one export line per objective, in its own package
 from gspo_kernels.off_policy import off_policy_mask, rollout_weights
-from gspo_kernels.types import LossOutput, TokenLogprobs
+from gspo_kernels.sampling import sampling_mask
+from gspo_kernels.selected import linear_selected_logprobs, selected_logprobs
+from gspo_kernels.types import LossOutput, SelectedLogprobs, TokenLogprobs
 
 try:
     __version__ = version("gspo_kernels")
@@ -23,11 +25,13 @@ except PackageNotFoundError:  # a source tree that was never installed
 
 __all__ = [
     "LossOutput",
+    "SelectedLogprobs",
     "TokenLogprobs",
     "advantages",
     "explain_schedule",
     "fused_linear_policy_loss",
     "fused_policy_loss",
+    "linear_selected_logprobs",
     "linear_token_logprobs",
     "normalizer",
     "objectives",
@@ -35,6 +39,8 @@ __all__ = [
     "policy_coefficients",
     "policy_loss",
     "rollout_weights",
+    "sampling_mask",
+    "selected_logprobs",
     "token_logprobs",
 ]
 __all__ += objectives.__all__

@@ -9,10 +9,11 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from gspo_kernels import checks
-from gspo_kernels.layout import segment_ids
+from gspo_kernels import bits, checks
+from gspo_kernels.layout import as_rows, segment_ids
 from gspo_kernels.objectives.base import Objective
 from gspo_kernels.ops.backends import resolve
+from gspo_kernels.ops.values import mask_of_ids
 from gspo_kernels.types import RowOptions, Shard, stats_dtype
 
 R = TypeVar("R")
@@ -24,6 +25,8 @@ class LogitArguments(NamedTuple):
     temperature: float | Tensor = 1.0
     logit_scale: float = 1.0
     softcap: float | None = None
+    kept_ids: Tensor | None = None
+    kept_mask: Tensor | None = None
     ignore_index: int = -100
     backend: str = "auto"
     tp_group: Any = None
@@ -32,8 +35,8 @@ class LogitArguments(NamedTuple):
     def checked(self, labels: Tensor, sequences: int, width: int) -> RowOptions:
         """Checked, with the backend settled that serves the labels' device.
 
-        A temperature per sequence is still missing; see ``with_temperature``. ``width`` is how many columns
-        of logits this process has.
+        What differs from row to row is still missing; see ``with_rows``. ``width`` is how many columns of
+        logits this process has.
 
         Raises:
             TypeError, ValueError: a wrong argument, named in the message.
@@ -46,11 +49,12 @@ class LogitArguments(NamedTuple):
             scalar = checks.number("temperature", self.temperature, positive=True)
         scale = checks.number("logit_scale", self.logit_scale)
         cap = 0.0 if self.softcap is None else checks.number("softcap", self.softcap, positive=True)
+        self._check_kept(labels, width)
         checks.integer("ignore_index", self.ignore_index)
         if not isinstance(self.backend, str):
             raise TypeError(f"backend: got {type(self.backend).__name__}, expected a name")
         serving = resolve(self.backend, labels.device)
-        return RowOptions(scale, cap, scalar, None, self.ignore_index, serving, self._shard(width))
+        return RowOptions(scale, cap, scalar, None, None, self.ignore_index, serving, self._shard(width))
 
     def _shard(self, width: int) -> Shard:
         """Which columns they are."""
@@ -58,6 +62,9 @@ class LogitArguments(NamedTuple):
             if self.vocab_range is not None:
                 raise ValueError(f"vocab_range: got {self.vocab_range} without a tp_group, expected None")
             return Shard()
+        for name, given in (("kept_ids", self.kept_ids), ("kept_mask", self.kept_mask)):
+            if given is not None:
+                raise ValueError(f"{name}: got a sampling mask, expected None along with tp_group")
         from gspo_kernels.parallel.groups import group_name
 
         name = group_name("tp_group", self.tp_group)
@@ -71,15 +78,43 @@ class LogitArguments(NamedTuple):
             )
         return Shard(name, first)
 
-    def with_temperature(
+    def _check_kept(self, labels: Tensor, vocabulary: int) -> None:
+        where, device = tuple(labels.shape), labels.device
+        if self.kept_ids is not None:
+            if self.kept_mask is not None:
+                raise ValueError(
+                    "kept_mask: got a mask, expected None along with kept_ids: they say the same"
+                )
+            ids = checks.tensor("kept_ids", self.kept_ids, None, "of the labels' shape and K", device)
+            checks.dtype("kept_ids", ids, checks.INTEGERS)
+            if tuple(ids.shape[:-1]) != where or ids.ndim != labels.ndim + 1:
+                raise ValueError(
+                    f"kept_ids: got shape {tuple(ids.shape)}, expected {(*where, 'K')} for labels of shape "
+                    f"{where}"
+                )
+        if self.kept_mask is not None:
+            shape = (*where, bits.words(vocabulary))
+            meaning = f"the labels' shape and ceil(V / 32) words for V = {vocabulary}"
+            mask = checks.tensor("kept_mask", self.kept_mask, shape, meaning, device)
+            checks.dtype("kept_mask", mask, (torch.int32,))
+
+    def with_rows(
         self,
         options: RowOptions,
         row_labels: Tensor,
         packed: bool,
         cu_seqlens: Tensor | None,
         dtype: torch.dtype,
+        vocabulary: int,
     ) -> RowOptions:
-        """The options with a temperature per sequence as one per row; ``cu_seqlens`` has been checked."""
+        """The options with a temperature per sequence as one per row, and with the rows' sampling masks;
+        ``cu_seqlens`` has been checked.
+        """
+        kept = self.kept_mask
+        if self.kept_ids is not None:
+            kept = mask_of_ids(self.kept_ids, vocabulary)
+        if kept is not None:
+            options = options._replace(kept=as_rows(kept.contiguous(), packed))
         if not isinstance(self.temperature, Tensor):
             return options
         values = self.temperature.detach().to(stats_dtype(dtype))

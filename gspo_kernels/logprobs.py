@@ -33,7 +33,7 @@ def _token_logprobs(
     checks.flag("return_entropy", return_entropy)
     check_inplace(logits, inplace_backward)
     rows, row_labels = as_rows(logits, packed), as_rows(labels, packed)
-    options = logit_arguments.with_temperature(options, row_labels, packed, None, logits.dtype)
+    options = logit_arguments.with_rows(options, row_labels, packed, None, logits.dtype, logits.shape[-1])
     logprobs, entropy = TokenLogprobsFunction.apply(
         rows, row_labels, return_entropy, inplace_backward, options
     )
@@ -48,6 +48,8 @@ def token_logprobs(
     temperature: float | Tensor = 1.0,
     logit_scale: float = 1.0,
     softcap: float | None = None,
+    kept_ids: Tensor | None = None,
+    kept_mask: Tensor | None = None,
     ignore_index: int = -100,
     return_entropy: bool = False,
     inplace_backward: bool = False,
@@ -66,6 +68,12 @@ def token_logprobs(
         temperature: a number, or a tensor [B] with one per sequence ([N] for packed logits: one per token).
         logit_scale: factor on the logits.
         softcap: bound of the tanh soft-capping, or None.
+        kept_ids: the ids that the sampler could have drawn, the labels' shape and K, int64 or int32, -100
+            where there are fewer; in any order, any number of times. The log-prob and the entropy are those
+            of the softmax over these ids alone; other logits have no part in anything, whatever they hold,
+            and a gradient of exactly 0. None: all.
+        kept_mask: the same as a bitmask, int32, the labels' shape and ceil(V / 32), as ``sampling_mask``
+            returns it: bit v % 32 of word v // 32 for id v. Only one of the two may be given.
         ignore_index: positions with this label are left out: 0.0, no gradient, their logits are never read.
         return_entropy: also return the differentiable entropy.
         inplace_backward: the backward overwrites the logits with their gradient instead of allocating one.
@@ -81,7 +89,9 @@ def token_logprobs(
         TokenLogprobs(logprobs, entropy) in nats, the labels' shape, fp32 (fp64 for fp64 logits).
 
     Raises:
-        TypeError, ValueError: a wrong argument, named in the message.
+        TypeError, ValueError: a wrong argument, named in the message; a label that its own ``kept_ids`` or
+            ``kept_mask`` leaves out, with its position (where values are not looked at, on GPUs without
+            GSPO_KERNELS_VALIDATE=1, its log-prob is NaN).
         RuntimeError: the backend can't serve the tensors' device.
     """
 
@@ -96,6 +106,8 @@ def linear_token_logprobs(
     temperature: float | Tensor = 1.0,
     logit_scale: float = 1.0,
     softcap: float | None = None,
+    kept_ids: Tensor | None = None,
+    kept_mask: Tensor | None = None,
     ignore_index: int = -100,
     return_entropy: bool = False,
     logits_dtype: str = "float32",
@@ -119,6 +131,7 @@ def linear_token_logprobs(
             token).
         logit_scale: factor on the logits, bias included.
         softcap: bound of the tanh soft-capping, or None.
+        kept_ids, kept_mask: as in ``token_logprobs``; not with ``max_chunk_bytes=0``.
         ignore_index: positions with this label are left out: 0.0, no gradient, never projected.
         return_entropy: also return the differentiable entropy.
         logits_dtype: "float32": products of 16-bit inputs leave the matrix product in fp32. "input": they are

@@ -180,7 +180,9 @@ def _fused_policy_loss(
     terms = checked(terms, labels, objective, with_entropy)
     rows = as_rows(logits, packed)
     row_labels, terms = merge_mask(as_rows(labels, packed), terms, options.ignore_index)
-    options = logit_arguments.with_temperature(options, row_labels, packed, terms.cu_seqlens, logits.dtype)
+    options = logit_arguments.with_rows(
+        options, row_labels, packed, terms.cu_seqlens, logits.dtype, logits.shape[-1]
+    )
     whole = not options.shard.group
     check_before_ranks_work(row_labels, terms, options)
 
@@ -229,6 +231,8 @@ def fused_policy_loss(
     temperature: float | Tensor = 1.0,
     logit_scale: float = 1.0,
     softcap: float | None = None,
+    kept_ids: Tensor | None = None,
+    kept_mask: Tensor | None = None,
     ignore_index: int = -100,
     return_entropy: bool = False,
     inplace_backward: bool = False,
@@ -247,8 +251,8 @@ def fused_policy_loss(
         old_logprobs, advantages, and all terms from loss_mask to normalizer: as in ``policy_loss``; a token
             is also left out where its label is ``ignore_index``.
         temperature: a number, or a tensor [B] with one per sequence.
-        logit_scale, softcap, ignore_index, inplace_backward, backend, tp_group, vocab_range: as in
-            ``token_logprobs``.
+        logit_scale, softcap, kept_ids, kept_mask, ignore_index, inplace_backward, backend, tp_group,
+            vocab_range: as in ``token_logprobs``. Old and reference log-probs must be over the same kept ids.
         return_entropy: also return the entropy, detached; an entropy bonus computes it anyway.
         objective: as in ``policy_loss``.
 
@@ -286,6 +290,8 @@ def fused_linear_policy_loss(
     temperature: float | Tensor = 1.0,
     logit_scale: float = 1.0,
     softcap: float | None = None,
+    kept_ids: Tensor | None = None,
+    kept_mask: Tensor | None = None,
     ignore_index: int = -100,
     return_entropy: bool = False,
     logits_dtype: str = "float32",
@@ -311,8 +317,9 @@ def fused_linear_policy_loss(
         old_logprobs, advantages, and all terms from loss_mask to normalizer: as in ``policy_loss``; a token
             is also left out where its label is ``ignore_index``.
         temperature: a number, or a tensor [B] with one per sequence.
-        logit_scale, softcap, ignore_index, logits_dtype, max_chunk_bytes, backend, tp_group, vocab_range,
-            reduce_hidden_grad, sequence_parallel: as in ``linear_token_logprobs``.
+        logit_scale, softcap, kept_ids, kept_mask, ignore_index, logits_dtype, max_chunk_bytes, backend,
+            tp_group, vocab_range, reduce_hidden_grad, sequence_parallel: as in ``linear_token_logprobs``. Old
+            and reference log-probs must be over the same kept ids.
         return_entropy: also return the entropy, detached; an entropy bonus computes it anyway.
         objective: as in ``policy_loss``.
         schedule: "auto", "known", "aligned", "deferred", "frozen", "cached" or "two_pass": how the batch is

@@ -56,6 +56,19 @@ class LossOutput(NamedTuple):
     metrics: dict[str, Tensor]
 
 
+class SelectedLogprobs(NamedTuple):
+    """Log-probabilities of several ids per token, and what they leave.
+
+    Attributes:
+        logprobs: log pi(id) in nats, the ids' shape, fp32 (fp64 for fp64 inputs); 0.0 where there is no id.
+        tail: log of the probability of all other ids, the ids' shape without K, same dtype: 0.0 where there
+            is no id, -inf where there is no other. None where log-probs are normalised within the set.
+    """
+
+    logprobs: Tensor
+    tail: Tensor | None
+
+
 class RowStats(NamedTuple):
     """Statistics of logit rows, each [B, T]; zeros for ignored rows.
 
@@ -87,12 +100,21 @@ class LogitTransform(NamedTuple):
         softcap: bound of the tanh soft-capping; 0.0 means none.
         temperature: the same for all rows; 1.0 where ``row_temperature`` is given.
         row_temperature: [B, T] in the statistics' dtype, any strides, or None.
+        kept: the sampling mask, int32 [B, T, ceil(V / 32)] with a vocabulary stride of 1, or None: bit v % 32
+            of word v // 32 says whether column v is in the softmax. A column that is cut has no part in
+            anything, whatever its logit holds, and a gradient of exactly 0.
     """
 
     logit_scale: float = 1.0
     softcap: float = 0.0
     temperature: float = 1.0
     row_temperature: Tensor | None = None
+    kept: Tensor | None = None
+
+    def rows(self, change: Callable[[Tensor], Tensor]) -> LogitTransform:
+        """The same transform of rows that are reshaped or selected."""
+        temperature, kept = (x if x is None else change(x) for x in (self.row_temperature, self.kept))
+        return self._replace(row_temperature=temperature, kept=kept)
 
 
 class Shard(NamedTuple):
@@ -111,7 +133,7 @@ class RowOptions(NamedTuple):
     """How logits become log-probs and who computes them: the options of every entry that has labels, checked.
 
     Attributes:
-        logit_scale, softcap, temperature, row_temperature: the fields of ``LogitTransform``.
+        logit_scale, softcap, temperature, row_temperature, kept: the fields of ``LogitTransform``.
         ignore_index: the label of rows that are left out.
         backend: the name of one that can serve the tensors' device.
         shard: which columns there are; labels are ids of the whole vocabulary.
@@ -121,6 +143,7 @@ class RowOptions(NamedTuple):
     softcap: float
     temperature: float
     row_temperature: Tensor | None
+    kept: Tensor | None
     ignore_index: int
     backend: str
     shard: Shard = Shard()
@@ -128,7 +151,9 @@ class RowOptions(NamedTuple):
     @property
     def transform(self) -> LogitTransform:
         """From raw logits to z."""
-        return LogitTransform(self.logit_scale, self.softcap, self.temperature, self.row_temperature)
+        return LogitTransform(
+            self.logit_scale, self.softcap, self.temperature, self.row_temperature, self.kept
+        )
 
 
 class RatioClip(NamedTuple):

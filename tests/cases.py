@@ -48,7 +48,15 @@ LOGIT_OPTIONS: dict[str, dict[str, Any]] = {
         "softcap": 4.0,
         "temperature": torch.tensor([0.5, 1.0, 2.0, 1.3, 0.8, 1.1]),
     },
+    "kept": {"kept_ids": 9},
+    "kept and the rest": {
+        "logit_scale": -0.6,
+        "softcap": 4.0,
+        "temperature": torch.tensor([0.5, 1.0, 2.0, 1.3, 0.8, 1.1]),
+        "kept_ids": 30,
+    },
 }
+"""``kept_ids`` says how many are drawn."""
 
 _DRAWS = 8
 
@@ -157,6 +165,8 @@ def make_case(
         inputs["logprobs"] = (-normal(tokens).abs()).to(dtype)
 
     options = dict(LOGIT_OPTIONS[logit_options])
+    if "kept_ids" in options:
+        options["kept_ids"] = draw_kept(labels, vocabulary, options["kept_ids"], rng)
     cu_seqlens = offsets(lengths)
     everything = torch.ones(tokens, dtype=torch.bool)
     if kind == "logprobs":
@@ -201,6 +211,14 @@ def make_case(
         logits_dtype=logits_dtype,
     )
     return case if layout == "packed" else pad(case, padding, masked=masked)
+
+
+def draw_kept(labels: Tensor, vocabulary: int, count: int, rng: torch.Generator) -> Tensor:
+    """Sets of ids that the labels are in, some of them twice, and fewer than others here and there."""
+    ids = torch.randint(0, vocabulary, (*labels.shape, count), generator=rng)
+    ids = ids.masked_fill(torch.rand(ids.shape, generator=rng) < 0.2, -100)
+    ids[..., int(torch.randint(0, count, (), generator=rng))] = labels
+    return ids
 
 
 TERMS: dict[str, tuple[str, ...]] = {
@@ -307,6 +325,10 @@ def pad(case: Case, padding: int, *, masked: bool = True, fill: float = 0.0) -> 
         inputs={name: spread(value) if name in per_row else value for name, value in case.inputs.items()},
         old_logprobs=spread_if(case.old_logprobs),
         advantages=spread_if(case.advantages),
+        logit_options={
+            name: spread_if(value) if name.startswith("kept") else value
+            for name, value in case.logit_options.items()
+        },
         cu_seqlens=None,
         loss_mask=mask if masked or case.loss_mask is not None else None,
         terms={name: spread_if(value) for name, value in case.terms.items()},

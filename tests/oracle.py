@@ -44,6 +44,7 @@ def token_logprobs(
     temperature: float | Tensor = 1.0,
     logit_scale: float = 1.0,
     softcap: float | None = None,
+    kept_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probs and entropy, 0 where not counted; a tensor ``temperature`` has one value per sequence."""
     logprobs = torch.zeros(labels.shape, dtype=logits.dtype)
@@ -58,6 +59,11 @@ def token_logprobs(
             z = z / temperature[sequence.index].to(z.dtype)
         else:
             z = z / temperature
+        if kept_ids is not None:
+            cut = torch.ones(z.shape, dtype=torch.bool)
+            for row, ids in zip(cut, sequence.pick(kept_ids).tolist(), strict=True):
+                row[[i for i in ids if i >= 0]] = False
+            z = z.masked_fill(cut, -math.inf)
         logp = torch.log_softmax(z, dim=-1)
         chosen = logp.gather(-1, sequence.pick(labels).long().unsqueeze(-1)).squeeze(-1)
         possible = logp.masked_fill(logp == -math.inf, 0.0)  # p log p is 0 where p is

@@ -4,11 +4,13 @@ import pytest
 import torch
 
 import gspo_kernels as gk
+from gspo_kernels import bits
 from gspo_kernels.linear.chunks import Chunking, LinearOperands
 from gspo_kernels.linear.gradients import Needs
 from gspo_kernels.linear.loss import Settings
 from gspo_kernels.ops.library import flat, nobody_listens, tensors_in
 from gspo_kernels.ops.logprobs import RowGradients, logprobs_forward
+from gspo_kernels.ops.selected import SelectedGradients, selected_forward
 from gspo_kernels.sequence_ratio import RatioOperands
 from gspo_kernels.terms import Terms
 from gspo_kernels.types import RatioClip, RowOptions, RowStats
@@ -89,6 +91,33 @@ def test_compiled_on_every_backend(entry, backend):
     if torch.cuda.is_available() and backend == "triton":
         pytest.skip("compiled on the device in tests/kernels")
     assert_compiles(make_case(KIND[entry], "packed", "weighted"), entry, gk.GSPO(), backend)
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_compiled_with_a_sampling_mask(entry):
+    assert_compiles(make_case(KIND[entry], "packed", "weighted", logit_options="kept"), entry, gk.GSPO())
+
+
+@pytest.mark.parametrize("K", [1, 3])
+@pytest.mark.parametrize("linear", [False, True], ids=["logits", "hidden"])
+def test_compiled_selected_ids(linear, K):
+    def step(scores, weight):
+        if linear:
+            out = gk.linear_selected_logprobs(scores, weight, ids)
+        else:
+            out = gk.selected_logprobs(scores @ weight.T, ids)
+        return (out.logprobs.sum() + 0.5 * out.tail.sum(),)
+
+    ids = torch.randint(0, 31, (2, 3, K), generator=generator(0))
+    leaves = [torch.randn(*shape, 8, generator=generator(1)) for shape in ((2, 3), (31,))]
+    torch._dynamo.reset()
+    results = []
+    for function in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
+        own = [leaf.clone().requires_grad_() for leaf in leaves]
+        (loss,) = function(*own)
+        loss.backward()
+        results.append([loss, *(leaf.grad for leaf in own)])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
@@ -183,14 +212,24 @@ LOGIT_OPTIONS = {
 }
 
 
+def kept_beside(labels):
+    """Sets of two or three ids."""
+    return torch.stack([labels, (labels + 1) % 5, (labels + 3) % 5, labels], -1).masked_fill(
+        torch.tensor([False, False, True, False]) & (labels.unsqueeze(-1) > 1), -100
+    )
+
+
 def labels_for(backend):
     """By the interpreter two tokens, one of them ignored: a gradcheck makes a call for every element."""
     return LABELS[:, 1:2] if backend == "triton" else LABELS
 
 
+@pytest.mark.parametrize("kept", [False, True], ids=["all ids", "kept ids"])
 @pytest.mark.parametrize("options", [{}, LOGIT_OPTIONS], ids=["plain", "options"])
-def test_gradcheck_token_logprobs(options, backend):
+def test_gradcheck_token_logprobs(options, kept, backend):
     labels = labels_for(backend)
+    if kept:
+        options = options | {"kept_ids": kept_beside(labels)}
 
     def function(logits):
         return gk.token_logprobs(logits, labels, return_entropy=True, backend=backend, **options)
@@ -198,9 +237,12 @@ def test_gradcheck_token_logprobs(options, backend):
     gradcheck(function, small(*labels.shape, 5))
 
 
+@pytest.mark.parametrize("kept", [False, True], ids=["all ids", "kept ids"])
 @pytest.mark.parametrize("options", [{}, LOGIT_OPTIONS], ids=["plain", "options"])
-def test_gradcheck_linear_token_logprobs(options, backend):
+def test_gradcheck_linear_token_logprobs(options, kept, backend):
     labels = labels_for(backend)
+    if kept:
+        options = options | {"kept_ids": kept_beside(labels)}
 
     def function(hidden, weight, bias):
         return gk.linear_token_logprobs(
@@ -208,6 +250,25 @@ def test_gradcheck_linear_token_logprobs(options, backend):
         )
 
     gradcheck(function, small(*labels.shape, 3), small(5, 3, seed=1), small(5, seed=2))
+
+
+@pytest.mark.parametrize("within", [False, True], ids=["of all", "within"])
+@pytest.mark.parametrize("places", [[0], [0, 1], [0, 1, 0, 2]], ids=["one", "two", "one of them twice"])
+def test_gradcheck_selected_logprobs(places, within, backend):
+    ids = labels_for(backend)
+    ids = torch.stack([ids, (ids + 1) % 5, (ids + 3) % 5], -1).masked_fill(ids.unsqueeze(-1) < 0, -100)
+    options = {"normalize_within": within, "backend": backend, **LOGIT_OPTIONS}
+
+    def from_logits(logits):
+        out = gk.selected_logprobs(logits, ids[..., places], **options)
+        return out.logprobs if within else tuple(out)
+
+    def from_hidden_states(hidden, weight, bias):
+        out = gk.linear_selected_logprobs(hidden, weight, ids[..., places], bias=bias, **options)
+        return out.logprobs if within else tuple(out)
+
+    gradcheck(from_logits, small(*ids.shape[:2], 5))
+    gradcheck(from_hidden_states, small(*ids.shape[:2], 3), small(5, 3, seed=1), small(5, seed=2))
 
 
 OLD = -torch.tensor([[1.0, 1.5, 2.0], [0.5, 1.0, 1.2]], dtype=torch.float64)
@@ -283,13 +344,18 @@ def operator_inputs():
     rng = generator(0)
     logits, labels = torch.randn(2, 3, 7, generator=rng), torch.tensor([[0, 6, -100], [3, 2, 1]])
     hidden, weight, bias = (torch.randn(*shape, generator=rng) for shape in ((2, 3, 4), (7, 4), (7,)))
-    options = RowOptions(1.5, 4.0, 0.7, None, -100, "cpp")
-    by_row = RowOptions(1.0, 0.0, 1.0, torch.full((2, 3), 0.8), -100, "reference")
-    in_triton, by_row_in_triton = options._replace(backend="triton"), by_row._replace(backend="triton")
+    kept = bits.packed_columns(torch.rand(2, 3, 7, generator=rng) < 0.5)
+    kept |= bits.packed_ids(labels.unsqueeze(-1), 7)
+    options = RowOptions(1.5, 4.0, 0.7, None, None, -100, "cpp")
+    by_row = RowOptions(1.0, 0.0, 1.0, torch.full((2, 3), 0.8), kept, -100, "reference")
+    in_triton, by_row_in_triton = (each._replace(backend="triton", kept=None) for each in (options, by_row))
     scored = logprobs_forward(logits, labels, options, True)
     logprobs, entropy, upstream = scored.logprobs, scored.entropy, torch.randn(2, 3, generator=rng)
     stats, without_entropy = RowStats(*scored), RowStats(logprobs, scored.lse, None)
     chunks, fit = Chunking("float32", 2 * 7 * 4, True), Chunking("float32", 0, False)
+    ids = torch.stack([labels, (labels + 1) % 7, labels], -1).masked_fill(labels.unsqueeze(-1) < 0, -100)
+    selected = selected_forward(logits, ids, options, False)
+    both = SelectedGradients(torch.randn(2, 3, 3, generator=rng), upstream)
     old, advantages = logprobs - 0.1, torch.tensor([1.0, -1.0])
     offsets_ = torch.tensor([0, 2, 6], dtype=torch.int32)
     number = torch.tensor(0.1, dtype=torch.float64)
@@ -326,6 +392,16 @@ def operator_inputs():
         "scale_": [
             (logits.clone(), torch.tensor(2.0), "cpp"),
             (logits.clone(), torch.tensor(1.0), "reference"),
+        ],
+        "mask_of_ids": [(labels.unsqueeze(-1), 7)],
+        "checked_ids": [(ids, 7, options)],
+        "selected_forward": [(logits, ids, options, False), (logits, ids[..., ::2], by_row, True)],
+        "selected_backward": [(logits, ids, selected, both, options, False)],
+        "selected_backward_": [(logits.clone(), ids, selected, both, options, False)],
+        "linear_selected_forward": [(trained(options), ids, False), (frozen(options), ids, True)],
+        "linear_selected_backward": [
+            (trained(options), ids, selected, both, everything, False),
+            (frozen(options), ids, selected, both._replace(tail=None), Needs(True, False, False), True),
         ],
         "mask_labels": [(labels, None, None, -100), (labels, labels > 2, None, -100)],
         "linear_logprobs_forward": [

@@ -219,9 +219,10 @@ def test_logit_options(entry, name, backend):
     check(case, entry, gk.GSPO(), backend)
 
 
+@pytest.mark.parametrize("name", ["together", "kept", "kept and the rest"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_logit_options_of_the_single_launch(layout, backend):
-    case = make_case("logits", layout, "plain", logit_options="together")
+def test_logit_options_of_the_single_launch(layout, name, backend):
+    case = make_case("logits", layout, "plain", logit_options=name)
     check(case, "fused_policy_loss", gk.GSPO(), backend)
 
 

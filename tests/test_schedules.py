@@ -182,9 +182,10 @@ def test_dtypes_of_every_schedule(schedule, dtype, backend):
     check(case, gk.GSPO(), schedule, max_chunk_bytes=4 * V * max(4, dtype.itemsize), backend=backend)
 
 
+@pytest.mark.parametrize("name", ["together", "kept and the rest"])
 @pytest.mark.parametrize("schedule", ["auto", "aligned", "deferred", "frozen", "cached", "two_pass"])
-def test_logit_options_of_every_schedule(schedule):
-    case = make_case("linear", "padded", "holes", logit_options="together")
+def test_logit_options_of_every_schedule(schedule, name):
+    case = make_case("linear", "padded", "holes", logit_options=name)
     check(case, gk.GSPO(), schedule, max_chunk_bytes=4 * ROW)
 
 

@@ -20,11 +20,12 @@ TERMS = (
     "ref_logprobs kl_beta kl_estimator kl_ratio_weighted entropy_coef rollout_weights token_weights lengths "
     "group_ids turn_ids normalizer"
 )
-LOGITS = "temperature logit_scale softcap ignore_index backend tp_group vocab_range"
+LOGITS = "temperature logit_scale softcap kept_ids kept_mask ignore_index backend tp_group vocab_range"
 HIDDEN = "bias logits_dtype max_chunk_bytes reduce_hidden_grad sequence_parallel"
 POLICY = f"{LAYOUT} {TERMS}"
 
 # positional parameters | keyword-only parameters
+SELECTED = "normalize_within temperature logit_scale softcap kept_ids kept_mask backend"
 CONTRACT = {
     "token_logprobs": ("logits labels", f"{LOGITS} return_entropy inplace_backward"),
     "linear_token_logprobs": ("hidden weight labels", f"{LOGITS} {HIDDEN} return_entropy"),
@@ -38,6 +39,12 @@ CONTRACT = {
         "hidden weight labels old_logprobs advantages",
         f"{POLICY} {LOGITS} {HIDDEN} return_entropy schedule skip_inactive objective",
     ),
+    "selected_logprobs": ("logits ids", f"{SELECTED} inplace_backward"),
+    "linear_selected_logprobs": (
+        "hidden weight ids",
+        f"bias {SELECTED} logits_dtype max_chunk_bytes",
+    ),
+    "sampling_mask": ("logits", "temperature top_k top_p min_p labels engine"),
     "normalizer": ("objective loss_mask", "cu_seqlens lengths advantages group_ids"),
     "rollout_weights": ("old_logprobs rollout_logprobs", f"{LAYOUT} level reduce mode low high"),
     "advantages.group_normalized": ("rewards", "group_size group_ids scale eps"),
@@ -45,12 +52,14 @@ CONTRACT = {
 }
 
 DEFAULTS = {
-    "kl_beta": 0.0, "kl_estimator": "k3", "kl_ratio_weighted": False, "entropy_coef": 0.0, "temperature": 1.0,
-    "logit_scale": 1.0, "softcap": None, "ignore_index": -100, "return_entropy": False,
-    "inplace_backward": False, "logits_dtype": "float32", "max_chunk_bytes": None, "schedule": "auto",
-    "skip_inactive": "backward", "backend": "auto", "objective": gk.GSPO(), "loss_mask": None,
-    "cu_seqlens": None, "normalizer": None, "lengths": None, "bias": None, "entropy": None, "scale": "group",
-    "reduce_hidden_grad": True, "sequence_parallel": False, "eps": 1e-4, "level": "token", "reduce": "mean",
+    "kl_beta": 0.0, "kl_estimator": "k3", "kl_ratio_weighted": False, "entropy_coef": 0.0,
+    "temperature": 1.0, "logit_scale": 1.0, "softcap": None, "kept_ids": None, "kept_mask": None,
+    "ignore_index": -100, "return_entropy": False, "inplace_backward": False, "logits_dtype": "float32",
+    "max_chunk_bytes": None, "schedule": "auto", "normalize_within": False, "top_k": 0, "top_p": 1.0,
+    "min_p": 0.0, "engine": "transformers", "skip_inactive": "backward", "backend": "auto",
+    "objective": gk.GSPO(), "loss_mask": None, "cu_seqlens": None, "normalizer": None, "lengths": None,
+    "reduce_hidden_grad": True, "sequence_parallel": False,
+    "bias": None, "entropy": None, "scale": "group", "eps": 1e-4, "level": "token", "reduce": "mean",
     "mode": "truncate",
 }  # fmt: skip
 

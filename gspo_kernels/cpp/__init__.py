@@ -265,6 +265,7 @@ def _row_arguments(
         logits.detach(),
         labels.to(torch.int64).contiguous(),
         _vector(transform.row_temperature, logits),
+        None if transform.kept is None else transform.kept.contiguous(),
         transform.logit_scale,
         transform.softcap,
         transform.temperature,

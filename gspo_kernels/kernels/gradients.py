@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gspo_kernels.kernels.kept import cut_gradient, in_row, kept_row
 from gspo_kernels.kernels.launch import (
     BACKWARD,
     FOLD_AND_GRAD,
@@ -78,6 +79,7 @@ def _write_gradient(
     entropy,
     grad_entropy,
     slopes,
+    kept,
     STATS: tl.constexpr,
     SCALED: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -124,6 +126,7 @@ def _write_gradient(
         ahead = load_columns(whole_row, start + BLOCK, lanes, read, stride_v, ACCESS, True, "evict_first")
         is_label = start + lanes == label - first
         grad = _gradient(raw, is_label, of_row, STATS, SCALED, SOFTCAP, ENTROPY, OUT, PLATFORM)
+        grad = cut_gradient(grad, first + start + lanes, width, kept)
         if NARROWS_IN_PLACE:
             # Block k of the gradient covers logits of blocks up to k, which others may not have read yet.
             tl.debug_barrier()
@@ -133,6 +136,7 @@ def _write_gradient(
         tl.store(whole_out + (start + lanes), zeros, mask=start + lanes < idle, eviction_policy="evict_first")
     if ACCESS == "shifted":
         grad = _gradient(edge, columns == label, of_row, STATS, SCALED, SOFTCAP, ENTROPY, OUT, PLATFORM)
+        grad = cut_gradient(grad, columns, width, kept)
         if NARROWS_IN_PLACE:
             tl.debug_barrier()
         tl.store(out_row + columns, tl.where(active, grad, 0.0).to(OUT), mask=inside)
@@ -143,6 +147,7 @@ def logprobs_backward_kernel(
     logits_ptr,
     labels_ptr,
     row_temperature_ptr,
+    kept_ptr,
     logprobs_ptr,
     lse_ptr,
     entropy_ptr,
@@ -163,6 +168,8 @@ def logprobs_backward_kernel(
     labels_stride_t: tl.int64,
     temperature_stride_b: tl.int64,
     temperature_stride_t: tl.int64,
+    kept_stride_b: tl.int64,
+    kept_stride_t: tl.int64,
     grad_logprobs_stride_b: tl.int64,
     grad_logprobs_stride_t: tl.int64,
     grad_entropy_stride_b: tl.int64,
@@ -184,7 +191,8 @@ def logprobs_backward_kernel(
     t = n - b * T
     label = tl.load(element(labels_ptr, b, t, labels_stride_b, labels_stride_t)).to(tl.int64)
     counted = label != ignore_index
-    labelled = (label >= 0) & (label < V)
+    kept = kept_row(kept_ptr, b, t, kept_stride_b, kept_stride_t)
+    labelled = in_row(label, V, kept)
     scale = tl.full([], 1.0, STATS)
     if grad_scale_ptr is not None:
         scale = tl.load(grad_scale_ptr).to(STATS)
@@ -220,6 +228,7 @@ def logprobs_backward_kernel(
         entropy,
         grad_entropy,
         slopes,
+        kept,
         STATS,
         SCALED,
         SOFTCAP,
@@ -286,6 +295,7 @@ def logprobs_and_grad_kernel(
     logits_ptr,
     labels_ptr,
     row_temperature_ptr,
+    kept_ptr,
     coefficients_ptr,
     logprobs_ptr,
     lse_ptr,
@@ -303,6 +313,8 @@ def logprobs_and_grad_kernel(
     labels_stride_t: tl.int64,
     temperature_stride_b: tl.int64,
     temperature_stride_t: tl.int64,
+    kept_stride_b: tl.int64,
+    kept_stride_t: tl.int64,
     coefficients_stride_b: tl.int64,
     coefficients_stride_t: tl.int64,
     out_stride_b: tl.int64,
@@ -322,7 +334,8 @@ def logprobs_and_grad_kernel(
     t = n - b * T
     label = tl.load(element(labels_ptr, b, t, labels_stride_b, labels_stride_t)).to(tl.int64)
     counted = label != ignore_index
-    labelled = counted & (label >= 0) & (label < V)
+    kept = kept_row(kept_ptr, b, t, kept_stride_b, kept_stride_t)
+    labelled = counted & in_row(label, V, kept)
     coefficient = tl.load(element(coefficients_ptr, b, t, coefficients_stride_b, coefficients_stride_t))
     coefficient = tl.where(labelled, coefficient.to(STATS), 0.0)
     slopes = row_slopes(
@@ -343,6 +356,7 @@ def logprobs_and_grad_kernel(
     )
     logp, base, rest, _ = fold_row(
         opened,
+        kept,
         logits_stride_v,
         slopes,
         STATS,
@@ -372,6 +386,7 @@ def logprobs_and_grad_kernel(
         logp,
         coefficient,
         slopes,
+        kept,
         STATS,
         SCALED,
         SOFTCAP,
@@ -397,6 +412,9 @@ def logprobs_and_grad(
     logprobs = torch.empty(B, T, dtype=stats_dtype(logits.dtype), device=logits.device)
     stats = RowStats(logprobs, torch.empty_like(logprobs, dtype=torch.float64), None)
     tile = FOLD_AND_GRAD[max(logits.element_size(), out.element_size())]
+    if transform.kept is not None:
+        # words of masks take registers, too
+        tile = tile._replace(block=tile.block // 2)
     rows = RowArguments.of(logits, labels, transform, tile, out)
     launch(
         logprobs_and_grad_kernel,

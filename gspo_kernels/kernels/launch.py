@@ -142,7 +142,7 @@ class Slopes(NamedTuple):
     @staticmethod
     def of(transform: LogitTransform) -> Slopes:
         """Fold the transform's constants together in fp64."""
-        scale, softcap, temperature, row_temperature = transform
+        scale, softcap, temperature, row_temperature, _ = transform
         slope = scale / temperature
         inner, outer = (scale / softcap, softcap / temperature) if softcap else (1.0, 1.0)
         stride_b, stride_t = (0, 0) if row_temperature is None else row_temperature.stride()
@@ -154,7 +154,7 @@ class RowArguments(NamedTuple):
     """What launchers pass to every kernel over logit rows, in the order of the kernels' parameters.
 
     Attributes:
-        tensors: logits, labels, temperatures of rows.
+        tensors: logits, labels, temperatures and sampling masks of rows.
         slopes: the three factors of ``Slopes``.
         strides: those of the tensors.
         constants: what the kernels are compiled for.
@@ -171,10 +171,11 @@ class RowArguments(NamedTuple):
     ) -> RowArguments:
         """For logits [B, T, V] and what is written beside them."""
         slopes = Slopes.of(transform)
+        kept_strides = (0, 0) if transform.kept is None else transform.kept.stride()[:2]
         return RowArguments(
-            (logits, labels, slopes.row_temperature),
+            (logits, labels, slopes.row_temperature, transform.kept),
             (slopes.slope, slopes.inner, slopes.outer),
-            (*logits.stride(), *labels.stride(), slopes.stride_b, slopes.stride_t),
+            (*logits.stride(), *labels.stride(), slopes.stride_b, slopes.stride_t, *kept_strides),
             {
                 "STATS": stats_type(logits.dtype),
                 "SCALED": slopes.scaled,

@@ -9,6 +9,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from gspo_kernels.kernels.kept import in_row, kept_row
 from gspo_kernels.kernels.launch import (
     FOLD,
     RowArguments,
@@ -31,6 +32,7 @@ def logprobs_forward_kernel(
     logits_ptr,
     labels_ptr,
     row_temperature_ptr,
+    kept_ptr,
     logprobs_ptr,
     lse_ptr,
     entropy_ptr,
@@ -47,6 +49,8 @@ def logprobs_forward_kernel(
     labels_stride_t: tl.int64,
     temperature_stride_b: tl.int64,
     temperature_stride_t: tl.int64,
+    kept_stride_b: tl.int64,
+    kept_stride_t: tl.int64,
     STATS: tl.constexpr,
     SCALED: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -61,13 +65,14 @@ def logprobs_forward_kernel(
     t = n - b * T
     label = tl.load(element(labels_ptr, b, t, labels_stride_b, labels_stride_t)).to(tl.int64)
     counted = label != ignore_index
+    kept = kept_row(kept_ptr, b, t, kept_stride_b, kept_stride_t)
     slopes = row_slopes(
         (slope, inner, outer), row_temperature_ptr, b, t, temperature_stride_b, temperature_stride_t, STATS
     )
     opened = open_row(
         row_pointer(logits_ptr, b, t, logits_stride_b, logits_stride_t, ACCESS),
         label,
-        counted & (label >= 0) & (label < V),
+        counted & in_row(label, V, kept),
         tl.where(counted, V, 0),
         logits_stride_v,
         ACCESS,
@@ -78,6 +83,7 @@ def logprobs_forward_kernel(
     )
     logp, base, rest, entropy = fold_row(
         opened,
+        kept,
         logits_stride_v,
         slopes,
         STATS,

@@ -19,6 +19,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from gspo_kernels.kernels.kept import cut_heights
+
 HUGE: tl.constexpr = tl.constexpr(1e30)
 """Stands in for infinity where a product with an exponential that is 0 must be 0; exp(-HUGE) is 0."""
 
@@ -336,6 +338,7 @@ def open_row(
 @triton.jit
 def fold_row(
     opened,
+    kept,
     stride_v,
     slopes,
     STATS: tl.constexpr,
@@ -350,7 +353,8 @@ def fold_row(
     """Log-prob of the label, log-sum-exp (as a sum of two) and entropy of one row, each logit read once.
 
     The log-sum-exp is one of the logits plus a small rest, which together are more accurate than their
-    rounded sum. Where the label isn't a column of the row, the log-prob is NaN.
+    rounded sum. Where the label isn't a column of the row, the log-prob is NaN. Columns that ``kept``, the
+    row's mask or None, cuts count like those beyond the width.
     """
     row, width, lanes, home, label, block, labelled = opened
     STEEP: tl.constexpr = SOFTCAP or SCALED != 0
@@ -373,6 +377,7 @@ def fold_row(
     is_label = columns == label
     y_label = tl.sum(tl.sum(tl.sum(tl.where(is_label, y, 0.0), axis=2), axis=0), axis=0)
     y = tl.where(is_label | (columns >= width), -float("inf"), y)
+    y = cut_heights(y, columns, width, kept)
     state = _fold_block(state, y, power, STEEP, ENTROPY, PLATFORM)
 
     full = width // BLOCK
@@ -380,12 +385,14 @@ def fold_row(
         start = tl.where(other < home, other, other + 1) * BLOCK
         raw = load_columns(row, start, lanes, width, stride_v, ACCESS, False, EVICT)
         y = _height(raw, slopes, STATS, SCALED, SOFTCAP, PLATFORM)
+        y = cut_heights(y, start + lanes, width, kept)
         state = _fold_block(state, y, power, STEEP, ENTROPY, PLATFORM)
     if (home < full) & (full * BLOCK < width):
         columns = full * BLOCK + lanes
         raw = load_columns(row, full * BLOCK, lanes, width, stride_v, ACCESS, True, EVICT)
         y = _height(raw, slopes, STATS, SCALED, SOFTCAP, PLATFORM)
         y = tl.where(columns < width, y, -float("inf"))
+        y = cut_heights(y, columns, width, kept)
         state = _fold_block(state, y, power, STEEP, ENTROPY, PLATFORM)
 
     peak, total, spread = state

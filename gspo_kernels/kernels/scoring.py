@@ -307,7 +307,7 @@ def linear_logprobs_forward(
             multiples of 16 bytes.
         bias: [V], any float dtype and stride, or None.
         labels: [N], int64 or int32, any stride.
-        transform: with a ``row_temperature`` of [1, N], or None.
+        transform: with a ``row_temperature`` of [1, N], or None; without a sampling mask.
         ignore_index: the label of ignored rows.
         entropy: whether to compute the entropy.
 
@@ -315,11 +315,11 @@ def linear_logprobs_forward(
         [N] each: fp32, and an fp64 log-sum-exp.
 
     Raises:
-        ValueError: ``linear_logprobs_unavailable`` gives a reason.
+        ValueError: ``linear_logprobs_unavailable`` gives a reason, or there is a sampling mask.
     """
     reason = linear_logprobs_unavailable(hidden, weight)
-    if reason is not None:
-        raise ValueError(f"linear_logprobs_forward: {reason}")
+    if reason is not None or transform.kept is not None:
+        raise ValueError(f"linear_logprobs_forward: {reason or 'there are no sampling masks'}")
     (N, H), V = hidden.shape, weight.shape[0]
     aligned = _has_aligned_rows(weight)
     if hidden.stride(1) != 1 or (aligned and not _has_aligned_rows(hidden)):

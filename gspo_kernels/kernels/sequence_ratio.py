@@ -14,6 +14,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from gspo_kernels.kernels.kept import in_row, kept_row
 from gspo_kernels.kernels.launch import (
     FOLD,
     RowArguments,
@@ -52,6 +53,7 @@ def sequence_ratio_kernel(
     logits_ptr,
     labels_ptr,
     row_temperature_ptr,
+    kept_ptr,
     old_ptr,
     advantages_ptr,
     weights_ptr,
@@ -85,6 +87,8 @@ def sequence_ratio_kernel(
     labels_stride_t: tl.int64,
     temperature_stride_b: tl.int64,
     temperature_stride_t: tl.int64,
+    kept_stride_b: tl.int64,
+    kept_stride_t: tl.int64,
     old_stride_b: tl.int64,
     old_stride_t: tl.int64,
     advantages_stride: tl.int64,
@@ -110,6 +114,7 @@ def sequence_ratio_kernel(
         t = n - b * T
         label = tl.load(element(labels_ptr, b, t, labels_stride_b, labels_stride_t)).to(tl.int64)
         counted = label != ignore_index
+        kept = kept_row(kept_ptr, b, t, kept_stride_b, kept_stride_t)
         slopes = row_slopes(
             (slope, inner, outer),
             row_temperature_ptr,
@@ -122,7 +127,7 @@ def sequence_ratio_kernel(
         opened = open_row(
             row_pointer(logits_ptr, b, t, logits_stride_b, logits_stride_t, ACCESS),
             label,
-            counted & (label >= 0) & (label < V),
+            counted & in_row(label, V, kept),
             tl.where(counted, V, 0),
             logits_stride_v,
             ACCESS,
@@ -138,6 +143,7 @@ def sequence_ratio_kernel(
             sequence = b
         logp, base, rest, _ = fold_row(
             opened,
+            kept,
             logits_stride_v,
             slopes,
             STATS,

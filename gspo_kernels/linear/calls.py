@@ -48,9 +48,9 @@ def linear_token_logprobs(
     options = logit_arguments.checked(labels, labels.shape[0], weight.shape[0])
     checks.flag("return_entropy", return_entropy)
     if unwritten:
-        check_unwritten(hidden, weight, bias, chunking.logits_dtype, options)
+        check_unwritten(hidden, weight, bias, logit_arguments, chunking.logits_dtype, options)
     rows, row_labels = as_rows(hidden, packed), as_rows(labels, packed)
-    options = logit_arguments.with_temperature(options, row_labels, packed, None, hidden.dtype)
+    options = logit_arguments.with_rows(options, row_labels, packed, None, hidden.dtype, weight.shape[0])
     operands = LinearOperands(rows, weight, bias, row_labels, options, chunking)
     if unwritten:
         logprobs, entropy = unwritten_logprobs(operands, return_entropy)
@@ -84,8 +84,8 @@ class _Prepared:
             rows, terms = leave_out_idle(rows, terms, options.ignore_index)
         self.hidden, self.weight, self.bias = as_rows(hidden, self.packed), weight, bias
         self.labels, self.terms, self.chunking = rows, terms, chunking
-        self.options = logit_arguments.with_temperature(
-            options, rows, self.packed, terms.cu_seqlens, hidden.dtype
+        self.options = logit_arguments.with_rows(
+            options, rows, self.packed, terms.cu_seqlens, hidden.dtype, weight.shape[0]
         )
         self.skip = skip_inactive != "none"
         learns = torch.is_grad_enabled()

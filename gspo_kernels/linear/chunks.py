@@ -30,7 +30,7 @@ class Chunk:
         where: their positions among the flattened rows of the call.
         hidden: [n, H].
         labels: [1, n].
-        transform: with a ``row_temperature`` of [1, n] or None.
+        transform: of these rows, [1, n].
     """
 
     where: slice | Tensor
@@ -46,10 +46,7 @@ class Chunk:
         where = self.where
         if isinstance(where, slice):
             where = torch.arange(where.start, where.stop, device=keep.device)
-        temperature = self.transform.row_temperature
-        transform = self.transform
-        if temperature is not None:
-            transform = transform._replace(row_temperature=temperature[:, keep])
+        transform = self.transform.rows(lambda rows: rows[:, keep])
         return Chunk(where[keep], self.hidden[keep], self.labels[:, keep], transform)
 
 
@@ -211,10 +208,8 @@ class Call:
 
     def chunk(self, where: slice | Tensor) -> Chunk:
         """The rows at some positions."""
-        transform, labels = self.options.transform, self.labels.flatten()[where]
-        if transform.row_temperature is not None:
-            rows = transform.row_temperature.flatten()[where]
-            transform = transform._replace(row_temperature=rows.unsqueeze(0))
+        labels = self.labels.flatten()[where]
+        transform = self.options.transform.rows(lambda rows: rows.flatten(0, 1)[where].unsqueeze(0))
         if self.tokens is not None:
             hidden = self.tokens.gather(self.hidden, where)
         elif self.hidden.is_contiguous():

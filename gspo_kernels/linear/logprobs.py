@@ -10,6 +10,7 @@ from torch import Tensor
 from gspo_kernels.linear.chunks import Call, Chunking, LinearOperands
 from gspo_kernels.linear.gradients import Gradients, HeadGradients, Needs, recompute
 from gspo_kernels.linear.scores import Scores
+from gspo_kernels.logits import LogitArguments
 from gspo_kernels.ops.library import operator
 from gspo_kernels.ops.logprobs import ScoredRows, save_rows, saved_rows
 from gspo_kernels.types import RowOptions, RowStats
@@ -68,7 +69,12 @@ def _(operands: LinearOperands, entropy: bool) -> UnwrittenLogprobs:
 
 
 def check_unwritten(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, logits_dtype: str, options: RowOptions
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    logit_arguments: LogitArguments,
+    logits_dtype: str,
+    options: RowOptions,
 ) -> None:
     """Refuse what can't be scored without writing logits."""
     trained = [x for x in (hidden, weight, bias) if x is not None and x.requires_grad]
@@ -77,6 +83,8 @@ def check_unwritten(
         reason = "there is no gradient; call it under torch.no_grad()"
     elif logits_dtype != "float32":
         reason = f"logits_dtype={logits_dtype!r} rounds what is not written"
+    elif logit_arguments.kept_ids is not None or logit_arguments.kept_mask is not None:
+        reason = "its kernel has no sampling masks (kept_ids, kept_mask)"
     elif options.backend != "triton":
         reason = f"it takes the Triton backend, and this call's is {options.backend!r}"
     elif options.shard.group:
@@ -125,6 +133,11 @@ def _(
     needs: Needs,
     skip: bool,
 ) -> HeadGradients:
+    return empty_gradients(operands, needs)
+
+
+def empty_gradients(operands: LinearOperands, needs: Needs) -> HeadGradients:
+    """Of the shapes that gradients have."""
     hidden, weight, bias, *_ = operands
     return HeadGradients(
         hidden.new_empty(hidden.shape if needs.hidden else (0,)),

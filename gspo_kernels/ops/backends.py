@@ -27,7 +27,8 @@ class RowBackend(Protocol):
     Logits are [B, T, V] with any strides (0 and overlapping included), fp16, bf16, fp32 or fp64; packed rows
     come as [1, N, V]. Labels are int64 or int32 [B, T], any strides. A row whose label is ``ignore_index`` is
     *ignored*: its logits are never read, its statistics are 0.0, its gradient row is zero. Any other label
-    outside [0, V) makes the row's log-prob NaN and is never used as an address. Statistics are fp32, fp64 for
+    outside [0, V), or of a column that ``transform.kept`` cuts, makes the row's log-prob NaN; none outside is
+    used as an address. Statistics are fp32, fp64 for
     fp64 logits.
     """
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from gspo_kernels.ops.backends import load, rows_of, sharding
 from gspo_kernels.ops.library import checked_values, inplace_operator, operator
 from gspo_kernels.ops.memory import new_memory
-from gspo_kernels.ops.values import check_temperature
+from gspo_kernels.ops.values import check_kept, check_temperature
 from gspo_kernels.types import RowOptions, RowStats, stats_dtype
 
 
@@ -54,9 +54,9 @@ SAID = "the call, its objective, schedule, options or dtypes, or which inputs ne
 
 
 def check_rows(labels: Tensor, vocabulary: int, options: RowOptions, *said: object) -> None:
-    """Every label must be ``ignore_index`` or in the vocabulary, and temperatures positive; looked at as
-    ``ops.values`` says. Of a shard, ``vocabulary`` is what is here, and all ranks check together
-    that they have ``said`` the same.
+    """Every label must be ``ignore_index``, or in the vocabulary and in its sampling mask, and temperatures
+    positive; looked at as ``ops.values`` says. Of a shard, ``vocabulary`` is what is here, and all ranks
+    check together that they have ``said`` the same.
     """
     if options.shard.group:
         sharding().check_shards(labels, vocabulary, options, {SAID: sharding().digest(said)})
@@ -65,8 +65,13 @@ def check_rows(labels: Tensor, vocabulary: int, options: RowOptions, *said: obje
     if not checked_values(labels.device) or not labels.numel():
         return
     lowest, highest = (int(label) for label in labels.aminmax())
-    if lowest >= 0 and highest < vocabulary:
-        return
+    if lowest < 0 or highest >= vocabulary:
+        _check_range(labels, vocabulary, options)
+    if options.kept is not None:
+        check_kept(labels, options.kept, labels != options.ignore_index)
+
+
+def _check_range(labels: Tensor, vocabulary: int, options: RowOptions) -> None:
     wrong = (labels != options.ignore_index) & ((labels < 0) | (labels >= vocabulary))
     if bool(wrong.any()):
         raise wrong_label(int(labels[wrong][0]), vocabulary, options)
@@ -210,18 +215,20 @@ class TokenLogprobsFunction(torch.autograd.Function):
 
 
 def save_rows(ctx: Any, options: RowOptions, *tensors: Tensor | None) -> None:
-    """Save tensors and row options, one of which is a tensor or None, for the backward."""
-    ctx.options = options if options.row_temperature is None else options._replace(row_temperature=None)
-    ctx.save_for_backward(*tensors, options.row_temperature)
+    """Save tensors and row options, two of which are tensors or None, for the backward."""
+    ctx.options = options
+    if options.row_temperature is not None or options.kept is not None:
+        ctx.options = options._replace(row_temperature=None, kept=None)
+    ctx.save_for_backward(*tensors, options.row_temperature, options.kept)
 
 
 def saved_rows(ctx: Any) -> tuple[tuple[Tensor, ...], RowOptions]:
     """What ``save_rows`` saved."""
-    *tensors, row_temperature = ctx.saved_tensors
+    *tensors, row_temperature, kept = ctx.saved_tensors
     options: RowOptions = ctx.options
-    return tuple(tensors), (
-        options if row_temperature is None else options._replace(row_temperature=row_temperature)
-    )
+    if row_temperature is not None or kept is not None:
+        options = options._replace(row_temperature=row_temperature, kept=kept)
+    return tuple(tensors), options
 
 
 class KnownCoefficientsFunction(torch.autograd.Function):

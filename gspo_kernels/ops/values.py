@@ -7,6 +7,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
+from gspo_kernels import bits
 from gspo_kernels.ops.backends import MaskBackend, load, resolve
 from gspo_kernels.ops.library import checked_values, operator
 
@@ -77,6 +78,37 @@ def check_temperature(temperature: Tensor | None) -> None:
         return
     if not bool((temperature > 0).all()):
         raise ValueError("temperature: expected only positive numbers")
+
+
+def check_kept(labels: Tensor, kept: Tensor, counted: Tensor) -> None:
+    """Every counted label, which is in the vocabulary, must be in the sampling mask of its position."""
+    if not checked_values(labels.device):
+        return
+    absent = counted & ~bits.holds(kept, torch.where(counted, labels, 0))
+    if bool(absent.any()):
+        b, t = absent.nonzero()[0].tolist()
+        raise ValueError(
+            f"labels: got {int(labels[b, t])} at position [{b}, {t}], which the sampling mask there cuts; "
+            f"expected a label that could be drawn ({int(absent.sum())} of {int(counted.sum())} could not)"
+        )
+
+
+@operator
+def mask_of_ids(kept_ids: Tensor, vocabulary: int) -> Tensor:
+    """The bitmask of ids [..., K], after checking that each is in the vocabulary or ``bits.NO_ID``."""
+    if checked_values(kept_ids.device):
+        wrong = (kept_ids != bits.NO_ID) & ((kept_ids < 0) | (kept_ids >= vocabulary))
+        if bool(wrong.any()):
+            raise ValueError(
+                f"kept_ids: got {int(kept_ids[wrong][0])}, expected 0 <= id < {vocabulary}, "
+                f"or {bits.NO_ID} for none"
+            )
+    return bits.packed_ids(kept_ids, vocabulary)
+
+
+@mask_of_ids.register_fake
+def _(kept_ids: Tensor, vocabulary: int) -> Tensor:
+    return kept_ids.new_empty((*kept_ids.shape[:-1], bits.words(vocabulary)), dtype=torch.int32)
 
 
 class MaskedLabels(NamedTuple):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from gspo_kernels import bits
 from gspo_kernels.torch_internals import inner_autograd
 from gspo_kernels.types import LogitTransform, RowStats, stats_dtype
 
@@ -28,6 +29,16 @@ def transform_logits(logits: Tensor, transform: LogitTransform) -> Tensor:
     return z / transform.temperature
 
 
+def _counted_columns(logits: Tensor, ignored: Tensor, transform: LogitTransform) -> Tensor:
+    """``transform_logits``, where what ignored rows hold, and what a mask cuts, has no part in anything."""
+    ignored = ignored.unsqueeze(-1)
+    if transform.kept is None:
+        return transform_logits(logits.masked_fill(ignored, 0.0), transform)
+    cut = ~bits.columns(transform.kept, logits.shape[-1])
+    z = transform_logits(logits.masked_fill(ignored | cut, 0.0), transform)
+    return z.masked_fill(cut & ~ignored, -torch.inf)
+
+
 def token_statistics(
     logits: Tensor, labels: Tensor, transform: LogitTransform, ignore_index: int
 ) -> RowStats:
@@ -35,9 +46,11 @@ def token_statistics(
     vocabulary = logits.shape[-1]
     ignored = labels == ignore_index
     in_range = (labels >= 0) & (labels < vocabulary)
-    z = transform_logits(logits.masked_fill(ignored.unsqueeze(-1), 0.0), transform)
-    logp = torch.log_softmax(z, dim=-1)
     index = labels.to(torch.int64).clamp(0, max(vocabulary - 1, 0)).unsqueeze(-1)
+    if transform.kept is not None:
+        in_range = in_range & bits.holds(transform.kept, index.squeeze(-1))
+    z = _counted_columns(logits, ignored, transform)
+    logp = torch.log_softmax(z, dim=-1)
     logprobs = logp.gather(-1, index).squeeze(-1).masked_fill(~in_range, float("nan"))
     p = logp.exp()
     # selected before the product, whose gradient would multiply 0 by infinity
@@ -95,8 +108,7 @@ def _of_wider_rows(
     """Numbers whose derivatives by some columns of wider rows are those of the rows' own statistics:
     dlogp/dz_v = onehot_v - p_v and dH/dz_v = -p_v (log p_v + H).
     """
-    ignored = (labels == ignore_index).unsqueeze(-1)
-    z = transform_logits(logits.masked_fill(ignored, 0.0), transform)
+    z = _counted_columns(logits, labels == ignore_index, transform)
     log_p = (z.detach() - whole.lse.unsqueeze(-1)).to(z.dtype)
     p = torch.where(whole.lse.isfinite().unsqueeze(-1), log_p.exp(), float("nan"))
     columns = torch.arange(z.shape[-1], device=z.device)
@@ -105,8 +117,8 @@ def _of_wider_rows(
     logprobs = (torch.where(columns == labels.unsqueeze(-1), at_label, -p) * z).sum(-1)
     if whole.entropy is None:
         return RowStats(logprobs, whole.lse, logprobs)
-    bits = torch.where(p > 0, log_p + whole.entropy.unsqueeze(-1), 0.0)
-    return RowStats(logprobs, whole.lse, -(p * bits * z).sum(-1))
+    surprise = torch.where(p > 0, log_p + whole.entropy.unsqueeze(-1), 0.0)
+    return RowStats(logprobs, whole.lse, -(p * surprise * z).sum(-1))
 
 
 def scale_(values: Tensor, factor: Tensor) -> None:

@@ -210,6 +210,9 @@ def main() -> None:
     call_all(rest, 2, 3, 4096, torch.bfloat16, BENT)
     call_all(rest, 2, 3, 4096, torch.float64, PLAIN)
     call_all(rest, 2, 3, 1009, torch.float16, WARM)
+    for V, dtype in ((4096, torch.bfloat16), (1009, torch.float32)):
+        kept = torch.empty(2, 3, -(-V // 32), dtype=torch.int32)
+        call_all(rest, 2, 3, V, dtype, BENT._replace(kept=kept))
     strided = torch.empty(2, 3, 4096, 2, dtype=torch.float16)[..., 0]
     labels = torch.zeros(2, 3, dtype=torch.int64)
     kernels.logprobs_forward(strided, labels, PLAIN, ignore_index=-100, entropy=False)

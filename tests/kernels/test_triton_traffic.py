@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 from benchmarks.traffic import counted
 from gspo_kernels import kernels
 from gspo_kernels.kernels import scoring
+from gspo_kernels.ops.selected import SelectedGradients, score, write_gradient
 from gspo_kernels.types import LogitTransform, RatioClip
 
 pytestmark = pytest.mark.skipif(
@@ -90,6 +91,41 @@ def test_forward_and_gradient_walk_twice_and_write_once(batch, in_place):
     with counted(logits, out) as traffic:
         kernels.logprobs_and_grad(logits, labels, coefficients, PLAIN, ignore_index=IGNORE, out=out)
     assert traffic.per_row(traffic.reads, 0) == [2, 1, 0, 2, 0, 2]
+    assert traffic.per_row(traffic.writes, 1) == [1] * 6
+
+
+def test_a_sampling_mask_adds_its_words(batch):
+    """A 32nd of the elements, and no logit is read twice."""
+    logits, labels = batch
+    kept = torch.full((2, 3, -(-V // 32)), -1, dtype=torch.int32)
+    masked = PLAIN._replace(kept=kept)
+    with counted(logits, kept) as traffic:
+        stats = kernels.logprobs_forward(logits, labels, masked, ignore_index=IGNORE, entropy=True)
+    assert traffic.per_row(traffic.reads, 0) == COUNTED
+    assert (traffic.reads[1].view(6, -1)[torch.tensor(COUNTED) == 1] > 0).all()
+    out, grad = torch.empty_like(logits), torch.ones(2, 3)
+    with counted(logits, out) as traffic:
+        kernels.logprobs_backward(
+            logits, labels, stats, grad, None, None, masked, ignore_index=IGNORE, out=out
+        )
+    assert traffic.per_row(traffic.reads, 0) == COUNTED
+    assert traffic.per_row(traffic.writes, 1) == [1] * 6
+
+
+@pytest.mark.parametrize("K", (2, 20, 1024))
+def test_more_ids_read_no_more_logits(batch, K):
+    """By the kernels; K logits and K gradients beside them are gathered and scattered."""
+    logits, _ = batch
+    ids = torch.randint(0, V, (2, 3, K))
+    ids[0, 2] = -100
+    rows = [1, 1, 0, 1, 1, 1]
+    with counted(logits) as traffic:
+        found = score(logits, ids, "triton", PLAIN, within=False)
+    assert traffic.per_row(traffic.reads, 0) == rows
+    out, grads = torch.empty_like(logits), SelectedGradients(torch.ones(2, 3, K), torch.ones(2, 3))
+    with counted(logits, out) as traffic:
+        write_gradient(out, logits, ids, found, grads, "triton", PLAIN, within=False)
+    assert traffic.per_row(traffic.reads, 0) == rows
     assert traffic.per_row(traffic.writes, 1) == [1] * 6
 
 

@@ -1,0 +1,49 @@
+"""Sets of token ids as bitmasks, one per row: bit v % 32 of int32 word v // 32 says whether it holds id v.
+
+A mask has an eighth of a byte per id: a 32nd of its row of fp32 logits.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+NO_ID = -100
+"""What fills up rows of ids that have fewer than others."""
+
+
+def words(vocabulary: int) -> int:
+    """Length of a mask."""
+    return -(-vocabulary // 32)
+
+
+def packed_ids(ids: Tensor, vocabulary: int) -> Tensor:
+    """[..., K] ids, in any order and any number of times, to [..., W]; ids out of range are left out."""
+    # a bit counts once: the first of equal ids has it
+    ids = ids.to(torch.int64).sort(dim=-1).values
+    counts = (ids >= 0) & (ids < vocabulary)
+    counts[..., 1:] &= ids[..., 1:] != ids[..., :-1]
+    bit = torch.ones_like(ids, dtype=torch.int32) << (ids & 31).to(torch.int32)
+    mask = torch.zeros((*ids.shape[:-1], words(vocabulary)), dtype=torch.int32, device=ids.device)
+    return mask.scatter_add_(-1, torch.where(counts, ids >> 5, 0), torch.where(counts, bit, 0))
+
+
+def packed_columns(kept: Tensor) -> Tensor:
+    """Bool [..., V] to [..., W]."""
+    length = words(kept.shape[-1])
+    whole = torch.nn.functional.pad(kept, (0, length * 32 - kept.shape[-1]))
+    bits = torch.arange(32, dtype=torch.int32, device=kept.device)
+    return (whole.reshape(*kept.shape[:-1], length, 32).to(torch.int32) << bits).sum(-1, dtype=torch.int32)
+
+
+def columns(mask: Tensor, vocabulary: int) -> Tensor:
+    """[..., W] to bool [..., V]."""
+    bits = torch.arange(32, dtype=torch.int32, device=mask.device)
+    return ((mask.unsqueeze(-1) >> bits) & 1).flatten(-2)[..., :vocabulary].to(torch.bool)
+
+
+def holds(mask: Tensor, ids: Tensor) -> Tensor:
+    """Bool [...]: whether the set of each row, of a mask [..., W], holds its id [...], which is in range."""
+    ids = ids.to(torch.int64).unsqueeze(-1)
+    word = mask.gather(-1, ids >> 5)
+    return ((word >> (ids & 31).to(torch.int32)) & 1).squeeze(-1).to(torch.bool)

@@ -1,0 +1,145 @@
+"""Operators: log-probs of K ids per token from hidden states, and their gradient; see ``ops.selected``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gspo_kernels.linear.chunks import Call, Chunking, LinearOperands
+from gspo_kernels.linear.gradients import Gradients, HeadGradients, Needs, Rows
+from gspo_kernels.linear.logprobs import empty_gradients
+from gspo_kernels.linear.scaling import power_of_two
+from gspo_kernels.linear.scores import Scores
+from gspo_kernels.ops.library import operator
+from gspo_kernels.ops.logprobs import save_rows, saved_rows
+from gspo_kernels.ops.selected import (
+    SelectedGradients,
+    SelectedRows,
+    fake_rows,
+    score,
+    write_gradient,
+)
+from gspo_kernels.types import RowOptions
+
+
+@operator
+def linear_selected_forward(operands: LinearOperands, ids: Tensor, within: bool) -> SelectedRows:
+    """Log-probs of ids [B, T, K] and what is left; the labels of rows without ids are ``ignore_index``."""
+    call = Call.of(operands).check()
+    found = fake_rows(ids, operands.hidden.dtype)
+    for values in found:
+        values.zero_()
+    scores = Scores(call, False)
+    for chunk in call.chunks(call.projected):
+        own = ids.flatten(0, 1)[chunk.where].unsqueeze(0)
+        logits = scores.logits(chunk).unsqueeze(0)
+        rows = score(logits, own, call.options.backend, chunk.transform, within)
+        for all_rows, values in zip(found, rows, strict=True):
+            all_rows.flatten(0, 1)[chunk.where] = values.squeeze(0)
+    scores.close()
+    return found
+
+
+@linear_selected_forward.register_fake
+def _(operands: LinearOperands, ids: Tensor, within: bool) -> SelectedRows:
+    return fake_rows(ids, operands.hidden.dtype)
+
+
+@operator
+def linear_selected_backward(
+    operands: LinearOperands,
+    ids: Tensor,
+    rows: SelectedRows,
+    grads: SelectedGradients,
+    needs: Needs,
+    within: bool,
+) -> HeadGradients:
+    """Gradients of hidden, weight and bias, recomputing logits chunk by chunk, by the same products."""
+    call = Call.of(operands)
+    scores, gradients = Scores(call, False), Gradients(call, needs, normalised=False)
+    for chunk in call.chunks(call.projected):
+
+        def here(values: Tensor) -> Tensor:
+            return values.flatten(0, 1)[chunk.where].unsqueeze(0)  # noqa: B023
+
+        own = SelectedGradients(here(grads.logprobs), None if grads.tail is None else here(grads.tail))
+        largest = own.logprobs.abs().amax(-1)
+        if own.tail is not None:
+            largest = torch.maximum(largest, own.tail.abs())
+        # K coefficients of a row go into the row itself, so divided that 16 bits can hold them
+        scale = power_of_two(largest.amax().to(gradients.accumulate))
+        own = SelectedGradients(own.logprobs / scale, None if own.tail is None else own.tail / scale)
+        logits = scores.logits(chunk)
+        out = call.rows_memory(logits, None)
+        write_gradient(
+            out.unsqueeze(0),
+            logits.unsqueeze(0),
+            here(ids),
+            SelectedRows(*(here(values) for values in rows)),
+            own,
+            call.options.backend,
+            chunk.transform,
+            within,
+        )
+        gradients.add_rows(Rows(out, None), chunk, scale.expand(len(chunk)), (largest != 0).squeeze(0))
+        del logits, out
+    scores.close()
+    return gradients.result()
+
+
+@linear_selected_backward.register_fake
+def _(
+    operands: LinearOperands,
+    ids: Tensor,
+    rows: SelectedRows,
+    grads: SelectedGradients,
+    needs: Needs,
+    within: bool,
+) -> HeadGradients:
+    return empty_gradients(operands, needs)
+
+
+class LinearSelectedLogprobsFunction(torch.autograd.Function):
+    """Differentiable log-probs of selected ids from hidden states; the backward recomputes the logits."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        options: RowOptions,
+        chunking: Chunking,
+        ids: Tensor,
+        within: bool,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        operands = LinearOperands(hidden, weight, bias, labels, options, chunking)
+        rows = linear_selected_forward(operands, ids, within)
+        save_rows(ctx, options, hidden, weight, bias, labels, ids, *rows)
+        ctx.chunking, ctx.within = chunking, within
+        if within:
+            ctx.mark_non_differentiable(rows.tail)
+        return rows.logprobs, rows.tail
+
+    @staticmethod
+    def backward(ctx: Any, grad_logprobs: Tensor | None, grad_tail: Tensor | None) -> tuple[Any, ...]:
+        (hidden, weight, bias, labels, ids, *rows), options = saved_rows(ctx)
+        nothing = (None,) * 5
+        if grad_logprobs is None:
+            if grad_tail is None:
+                return (None, None, None, *nothing)
+            grad_logprobs = grad_tail.new_zeros(()).expand(ids.shape)
+        needs = Needs.of(ctx, bias)
+        gradients = linear_selected_backward(
+            LinearOperands(hidden, weight, bias, labels, options, ctx.chunking),
+            ids,
+            SelectedRows(*rows),
+            SelectedGradients(grad_logprobs, grad_tail),
+            needs,
+            ctx.within,
+        )
+        return (*gradients.wanted(needs), *nothing)

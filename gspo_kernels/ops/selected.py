@@ -1,0 +1,336 @@
+"""Operators over logits: log-probs of K ids per row, the log of the mass that is left, and their gradient.
+
+With U = log-sum-exp of the columns that are *not* selected, by one row pass with the selected ones cut, and
+the K logits z_k beside it,
+
+    tail = U - L,   logp_k = z_k - L,   L = logaddexp(U, logsumexp over the set of z_k),
+
+so a mass of 1e-8 that is left keeps its relative accuracy. Outside of the set, with G = sum_k g_k + g_tail,
+
+    d/dz_j = (g_tail - G exp(tail)) exp(z_j - U),
+
+which is the gradient of a row whose log-sum-exp is U and whose label lies elsewhere; the columns of the set
+get g_k - G p_k. What is done with K numbers is done in fp64.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gspo_kernels import bits
+from gspo_kernels.ops.backends import load
+from gspo_kernels.ops.library import checked_values, inplace_operator, operator
+from gspo_kernels.ops.logprobs import save_rows, saved_rows
+from gspo_kernels.ops.memory import new_memory
+from gspo_kernels.ops.values import check_temperature
+from gspo_kernels.types import LogitTransform, RowOptions, RowStats, stats_dtype
+
+
+class SelectedRows(NamedTuple):
+    """Log-probs [B, T, K] and tail [B, T] in the statistics' dtype, U [B, T] in fp64; 0.0 where there is no
+    id. Where log-probs are normalised within the set, U and tail are -inf.
+    """
+
+    logprobs: Tensor
+    tail: Tensor
+    rest: Tensor
+
+
+class SelectedGradients(NamedTuple):
+    """DLoss/dlogprobs [B, T, K], and dLoss/dtail [B, T] or None."""
+
+    logprobs: Tensor
+    tail: Tensor | None
+
+
+@operator
+def checked_ids(ids: Tensor, vocabulary: int, options: RowOptions) -> Tensor:
+    """A copy of ids [B, T, K] as int64, after checking that each is ``bits.NO_ID`` or in the vocabulary, and
+    in the row's sampling mask.
+    """
+    if checked_values(ids.device):
+        _check_ids(ids, vocabulary, options)
+    return ids.to(torch.int64, copy=True)
+
+
+@checked_ids.register_fake
+def _(ids: Tensor, vocabulary: int, options: RowOptions) -> Tensor:
+    return torch.empty_like(ids, dtype=torch.int64)
+
+
+def _check_ids(ids: Tensor, vocabulary: int, options: RowOptions) -> None:
+    present = ids != bits.NO_ID
+    wrong = present & ((ids < 0) | (ids >= vocabulary))
+    if bool(wrong.any()):
+        raise ValueError(
+            f"ids: got {int(ids[wrong][0])}, expected 0 <= id < {vocabulary}, or {bits.NO_ID} for none"
+        )
+    if options.kept is None:
+        return
+    cut = present & ~_are_kept(options.kept, torch.where(present, ids, 0))
+    if bool(cut.any()):
+        b, t, k = cut.nonzero()[0].tolist()
+        raise ValueError(
+            f"ids: got {int(ids[b, t, k])} at position [{b}, {t}], which the sampling mask there cuts; "
+            "expected ids that could be drawn"
+        )
+
+
+def _are_kept(kept: Tensor, ids: Tensor) -> Tensor:
+    return bits.holds(kept.unsqueeze(-2).expand(*ids.shape, -1), ids)
+
+
+class _Set:
+    """The ids of rows, [B, T, K], each id of a row once where it counts.
+
+    Attributes:
+        present: bool, which places have an id that is a column and not cut.
+        first: bool, the first place of each id.
+        index: int64, where to read: the id, or any column in places without one.
+    """
+
+    def __init__(self, ids: Tensor, vocabulary: int, kept: Tensor | None):
+        self.present = (ids >= 0) & (ids < vocabulary)
+        self.index = torch.where(self.present, ids, 0)
+        if kept is not None:
+            self.present = self.present & _are_kept(kept, self.index)
+        ordered, self._order = torch.where(self.present, self.index, -1).sort(dim=-1, stable=True)
+        new = torch.ones_like(self.present)
+        new[..., 1:] = ordered[..., 1:] != ordered[..., :-1]
+        self.first = torch.zeros_like(new).scatter_(-1, self._order, new) & self.present
+        self._group = new.cumsum(-1) - 1
+
+    def sums(self, values: Tensor) -> Tensor:
+        """In each place the sum over all places of its id, always in the same order."""
+        if values.numel() == 0:
+            return values
+        K = values.shape[-1]
+        group, ordered = self._group.flatten(0, -2), values.gather(-1, self._order)
+        groups = torch.arange(K, device=values.device).expand_as(group).contiguous()
+        starts = torch.searchsorted(group.contiguous(), groups)
+        starts += K * torch.arange(len(group), device=values.device).unsqueeze(1)
+        offsets = torch.nn.functional.pad(starts.flatten(), (0, 1), value=values.numel())
+        totals = torch.segment_reduce(ordered.flatten(), "sum", offsets=offsets, unsafe=True, initial=0)
+        return torch.zeros_like(values).scatter_(
+            -1, self._order, totals.view(values.shape).gather(-1, self._group)
+        )
+
+
+def _transformed(raw: Tensor, transform: LogitTransform) -> tuple[Tensor, Tensor]:
+    """Raw logits [B, T, K] as z, and dz/dx; in fp64."""
+    heat: Tensor | float = transform.temperature
+    if transform.row_temperature is not None:
+        heat = transform.row_temperature.to(torch.float64).unsqueeze(-1)
+    z = raw.to(torch.float64) * transform.logit_scale
+    slope = torch.full_like(z, transform.logit_scale)
+    if transform.softcap:
+        bent = torch.tanh(z / transform.softcap)
+        z, slope = transform.softcap * bent, slope * (1 - bent) * (1 + bent)
+    return z / heat, slope / heat
+
+
+def _softplus(x: Tensor) -> Tensor:
+    """log(1 + exp(x)) with full relative accuracy."""
+    return torch.logaddexp(x, torch.zeros_like(x))
+
+
+def _rest(own: _Set, vocabulary: int, transform: LogitTransform) -> tuple[Tensor, LogitTransform]:
+    """Labels and transform of the pass over what is not selected; rows without ids have the label -1."""
+    others = ~bits.packed_ids(torch.where(own.present, own.index, bits.NO_ID), vocabulary)
+    if transform.kept is not None:
+        others &= transform.kept
+    return torch.where(own.present.any(-1), vocabulary, -1), transform._replace(kept=others)
+
+
+def score(logits: Tensor, ids: Tensor, backend: str, transform: LogitTransform, within: bool) -> SelectedRows:
+    """Log-probs of ids [B, T, K] and what is left; each logit is read once, or only theirs (``within``)."""
+    V = logits.shape[-1]
+    own = _Set(ids, V, transform.kept)
+    if within:
+        rest = torch.full(ids.shape[:-1], -torch.inf, dtype=torch.float64, device=ids.device)
+    else:
+        labels, others = _rest(own, V, transform)
+        rest = load(backend).logprobs_forward(logits, labels, others, ignore_index=-1, entropy=False).lse
+    z, _ = _transformed(logits.gather(-1, own.index), transform)
+    z = torch.where(own.present, z, -torch.inf)
+    # Relative to the likeliest id, whose log-prob may be near 0: log p = -log(1 + other mass / its own).
+    top, at = z.max(-1, keepdim=True)
+    is_top = own.present & (own.index == own.index.gather(-1, at))
+    each = torch.where(own.first, z, -torch.inf)
+    beside = torch.logaddexp(each.masked_fill(is_top, -torch.inf).logsumexp(-1), rest).unsqueeze(-1)
+    logp_top = -_softplus(beside - top)
+    logprobs = torch.where(is_top, logp_top, torch.where(z == -torch.inf, z, (z - top) + logp_top))
+    tail = -_softplus(each.logsumexp(-1) - rest)
+    dtype = stats_dtype(logits.dtype)
+    return SelectedRows(
+        torch.where(own.present, logprobs, torch.where(ids == bits.NO_ID, 0.0, torch.nan)).to(dtype),
+        torch.where(own.present.any(-1), tail, 0.0).to(dtype),
+        rest,
+    )
+
+
+def write_gradient(
+    out: Tensor,
+    logits: Tensor,
+    ids: Tensor,
+    rows: SelectedRows,
+    grads: SelectedGradients,
+    backend: str,
+    transform: LogitTransform,
+    within: bool,
+) -> None:
+    """d/dlogits of ``sum(grads * (log-probs, tail))`` into ``out``, see ``RowBackend.logprobs_backward``."""
+    V = logits.shape[-1]
+    own = _Set(ids, V, transform.kept)
+    _, slope = _transformed(logits.gather(-1, own.index), transform)
+    logp, g = rows.logprobs.to(torch.float64), torch.where(own.present, grads.logprobs, 0.0).to(torch.float64)
+    g_tail = g.new_zeros(()) if grads.tail is None else grads.tail.to(torch.float64)
+    if within:
+        out.zero_()
+    else:
+        tail, rest = rows.tail.to(torch.float64), rows.rest
+        outside = g_tail * -torch.expm1(tail) - g.sum(-1) * tail.exp()
+        # nothing is left where the set is everything, and then no column is there to take it
+        outside = torch.where(rest == -torch.inf, 0.0, outside).to(rows.tail.dtype)
+        labels, others = _rest(own, V, transform)
+        stats = RowStats(torch.zeros_like(rows.tail), rest, None)
+        load(backend).logprobs_backward(
+            logits, labels, stats, -outside, None, None, others, ignore_index=-1, out=out, sharded=True
+        )
+    every, per_id = g.sum(-1, keepdim=True) + g_tail.unsqueeze(-1), own.sums(g)
+    at_ids = (per_id * -torch.expm1(logp) - (every - per_id) * logp.exp()) * slope
+    # A place without an id repeats one that has: in whatever order numbers are written, they are the same.
+    places = torch.arange(ids.shape[-1], device=ids.device)
+    place = torch.where(own.present, places, own.first.byte().argmax(-1, keepdim=True))
+    at_ids = torch.where(own.present.any(-1, keepdim=True), at_ids.gather(-1, place), 0.0)
+    out.scatter_(-1, own.index.gather(-1, place), at_ids.to(out.dtype))
+
+
+@operator
+def selected_forward(logits: Tensor, ids: Tensor, options: RowOptions, within: bool) -> SelectedRows:
+    """See ``score``."""
+    check_temperature(options.row_temperature)
+    return score(logits, ids, options.backend, options.transform, within)
+
+
+def fake_rows(ids: Tensor, dtype: torch.dtype) -> SelectedRows:
+    """Empty ones for inputs of ``dtype``."""
+    kind, rows = stats_dtype(dtype), ids.shape[:-1]
+    return SelectedRows(
+        ids.new_empty(ids.shape, dtype=kind),
+        ids.new_empty(rows, dtype=kind),
+        ids.new_empty(rows, dtype=torch.float64),
+    )
+
+
+@selected_forward.register_fake
+def _(logits: Tensor, ids: Tensor, options: RowOptions, within: bool) -> SelectedRows:
+    return fake_rows(ids, logits.dtype)
+
+
+@operator
+def selected_backward(
+    logits: Tensor,
+    ids: Tensor,
+    rows: SelectedRows,
+    grads: SelectedGradients,
+    options: RowOptions,
+    within: bool,
+) -> Tensor:
+    """The logits' gradient in their dtype, contiguous."""
+    out = new_memory(logits.shape, logits.dtype, logits.device)
+    write_gradient(out, logits, ids, rows, grads, options.backend, options.transform, within)
+    return out
+
+
+@selected_backward.register_fake
+def _(
+    logits: Tensor,
+    ids: Tensor,
+    rows: SelectedRows,
+    grads: SelectedGradients,
+    options: RowOptions,
+    within: bool,
+) -> Tensor:
+    return logits.new_empty(logits.shape)
+
+
+@inplace_operator
+def selected_backward_(
+    logits: Tensor,
+    ids: Tensor,
+    rows: SelectedRows,
+    grads: SelectedGradients,
+    options: RowOptions,
+    within: bool,
+) -> None:
+    """The same, written over the logits."""
+    write_gradient(logits, logits, ids, rows, grads, options.backend, options.transform, within)
+
+
+@selected_backward_.register_fake
+def _(
+    logits: Tensor,
+    ids: Tensor,
+    rows: SelectedRows,
+    grads: SelectedGradients,
+    options: RowOptions,
+    within: bool,
+) -> None:
+    return None
+
+
+class SelectedLogprobsFunction(torch.autograd.Function):
+    """Differentiable log-probs of selected ids, and the log of the mass that is left."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, ids: Tensor, inplace: bool, options: RowOptions, within: bool
+    ) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        rows = selected_forward(logits, ids, options, within)
+        save_rows(ctx, options, logits, ids, *rows)
+        ctx.inplace, ctx.within = inplace, within
+        if within:
+            ctx.mark_non_differentiable(rows.tail)
+        return rows.logprobs, rows.tail
+
+    @staticmethod
+    def backward(ctx: Any, grad_logprobs: Tensor | None, grad_tail: Tensor | None) -> tuple[Any, ...]:
+        (logits, ids, *rows), options = saved_rows(ctx)
+        if grad_logprobs is None:
+            if grad_tail is None:
+                return (None,) * 5
+            grad_logprobs = grad_tail.new_zeros(()).expand(ids.shape)
+        arguments = (
+            ids,
+            SelectedRows(*rows),
+            SelectedGradients(grad_logprobs, grad_tail),
+            options,
+            ctx.within,
+        )
+        if not ctx.inplace:
+            return (selected_backward(logits, *arguments), *(None,) * 4)
+        selected_backward_(logits, *arguments)
+        return (logits, *(None,) * 4)
+
+
+class TailFunction(torch.autograd.Function):
+    """log(1 - exp(logprobs)), 0.0 where not counted: what a single id leaves."""
+
+    @staticmethod
+    def forward(ctx: Any, logprobs: Tensor, counted: Tensor) -> Tensor:
+        logp = logprobs.to(torch.float64)
+        tail = torch.where(logp > -0.7, torch.log(-torch.expm1(logp)), torch.log1p(-logp.exp()))
+        ctx.save_for_backward(logp, tail, counted)
+        return torch.where(counted, tail, 0.0).to(logprobs.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        logp, tail, counted = ctx.saved_tensors
+        # where there is no gradient an infinite slope has no part
+        slope = torch.where(counted & (grad != 0), (logp - tail).exp(), 0.0)
+        return (-grad * slope).to(grad.dtype), None

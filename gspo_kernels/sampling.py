@@ -1,0 +1,131 @@
+"""Which tokens a sampler could have drawn: top-k, top-p and min-p sets, rebuilt from logits as bitmasks."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gspo_kernels import bits, checks
+from gspo_kernels.logits import check_logits
+from gspo_kernels.types import stats_dtype
+
+ENGINES = ("transformers", "vllm")
+_CANDIDATES = 1024
+"""How many of the most likely tokens are looked at before a row is sorted as a whole."""
+_ELEMENTS = 2**24
+"""Of logits at once."""
+
+
+class _Rules(NamedTuple):
+    top_k: int
+    top_p: float
+    log_min_p: float
+    min_p_first: bool
+
+
+@torch.no_grad()
+def sampling_mask(
+    logits: Tensor,
+    *,
+    temperature: float | Tensor = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    labels: Tensor | None = None,
+    engine: str = "transformers",
+) -> Tensor:
+    """The ids that a sampler could have drawn from logits, as ``kept_mask`` takes them.
+
+    The rules are those of transformers' warpers and of vLLM's sampler, which divide logits by the temperature
+    first. Top-k keeps the k most likely ids and all that tie with the last of them. Top-p keeps an id if
+    those that are more likely have less than ``top_p`` of what top-k left, so the most likely always; of
+    ids that tie at its edge engines keep some, by the order of their sort, and here all are kept. Min-p
+    keeps ids with at least ``min_p`` times the probability of the most likely. The engines differ in one
+    thing: vLLM applies min-p before top-k and top-p, transformers after them, so that top-p counts less.
+
+    Sums are in fp64. An engine that rounds otherwise, or whose logits differ, may draw an id just beyond the
+    edge of a set: give ``labels``, and each set holds what was drawn.
+
+    Args:
+        logits: [B, T, V] or [N, V], fp16, bf16, fp32 or fp64, before the temperature: those that were sampled
+            from, so of the old policy.
+        temperature: a positive number, or a tensor [B] ([N] for packed logits).
+        top_k: how many ids are kept; 0: all.
+        top_p: the share of probability that is kept, in (0, 1]; 1: all.
+        min_p: the least probability, relative to the most likely id's, in [0, 1); 0: none.
+        labels: [B, T] or [N], int64 or int32, or None: ids that are kept whatever the rules say. Those
+            outside of the vocabulary, such as -100, add nothing.
+        engine: "transformers" or "vllm".
+
+    Returns:
+        int32 [B, T, ceil(V / 32)] or [N, ceil(V / 32)]: bit v % 32 of word v // 32 for id v.
+
+    Raises:
+        TypeError, ValueError: a wrong argument, named in the message.
+    """
+    checks.floats("logits", logits, None, "[B, T, V] or [N, V]", None)
+    shape, vocabulary = logits.shape[:-1], logits.shape[-1]
+    check_logits(logits, logits.new_zeros(shape, dtype=torch.int64) if labels is None else labels)
+    checks.choice("engine", engine, ENGINES)
+    if checks.integer("top_k", top_k) < 0:
+        raise ValueError(f"top_k: got {top_k}, expected at least 0")
+    if not 0 < checks.number("top_p", top_p) <= 1:
+        raise ValueError(f"top_p: got {top_p}, expected a share above 0 and at most 1")
+    if not 0 <= checks.number("min_p", min_p) < 1:
+        raise ValueError(f"min_p: got {min_p}, expected a share of at least 0 and below 1")
+    log_min_p = math.log(min_p) if min_p else -math.inf
+    rules = _Rules(min(top_k, vocabulary), top_p, log_min_p, engine == "vllm")
+    if isinstance(temperature, Tensor):
+        checks.floats("temperature", temperature, (shape[0],), "one per sequence", logits.device)
+        heat = temperature.view(-1, *(1,) * (len(shape) - 1)).expand(shape).reshape(-1, 1)
+    else:
+        heat = logits.new_full(
+            (), checks.number("temperature", temperature, positive=True), dtype=torch.float64
+        )
+    rows = logits.reshape(-1, vocabulary)
+    masks = rows.new_empty((rows.shape[0], bits.words(vocabulary)), dtype=torch.int32)
+    step = max(1, _ELEMENTS // vocabulary)
+    for start in range(0, rows.shape[0], step):
+        here = slice(start, start + step)
+        z = rows[here].to(stats_dtype(logits.dtype))
+        z = z / (heat if heat.ndim == 0 else heat[here]).to(z.dtype)
+        masks[here] = bits.packed_columns(z >= _least_kept(z, rules))
+    if labels is not None:
+        masks |= bits.packed_ids(labels.reshape(-1, 1), vocabulary)
+    return masks.view(*shape, masks.shape[-1])
+
+
+def _least_kept(z: Tensor, rules: _Rules) -> Tensor:
+    """[n, 1], the least of the [n, V] logits that are kept."""
+    highest = z.amax(-1, keepdim=True)
+    least_by_min_p = highest + rules.log_min_p
+    bound = least_by_min_p if rules.min_p_first else torch.full_like(highest, -math.inf)
+    if rules.top_k:
+        bound = torch.maximum(bound, z.topk(rules.top_k, sorted=True).values[:, -1:])
+    if rules.top_p < 1:
+        bound = _least_by_top_p(z, bound, highest, rules)
+    return torch.maximum(bound, least_by_min_p)
+
+
+def _least_by_top_p(z: Tensor, bound: Tensor, highest: Tensor, rules: _Rules) -> Tensor:
+    """The least logit that top-p keeps of those from ``bound`` on."""
+    left = torch.where(z >= bound, (z - highest).exp(), 0.0).sum(-1, keepdim=True, dtype=torch.float64)
+    count = rules.top_k or min(_CANDIDATES, z.shape[-1])
+    least, decided = _last_within(z.topk(count, sorted=True).values, highest, rules.top_p * left)
+    # beyond the first k are none but ties with the last
+    if not rules.top_k and count < z.shape[-1] and not bool(decided.all()):
+        open_rows = (~decided).nonzero().squeeze(1)
+        whole = z[open_rows].sort(dim=-1, descending=True).values
+        least[open_rows] = _last_within(whole, highest[open_rows], rules.top_p * left[open_rows])[0]
+    return torch.maximum(least, bound)
+
+
+def _last_within(descending: Tensor, highest: Tensor, mass: Tensor) -> tuple[Tensor, Tensor]:
+    """[n, 1], the last of some logits before which there is less than a mass; [n], whether one is beyond."""
+    weights = (descending - highest).to(torch.float64).exp()
+    inside = weights.cumsum(-1) - weights < mass
+    count = inside.sum(-1, keepdim=True)
+    return descending.gather(-1, (count - 1).clamp(min=0)), ~inside[:, -1]

@@ -1,0 +1,169 @@
+"""Log-probabilities of several ids per token, from logits and from hidden states."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from gspo_kernels import bits, checks
+from gspo_kernels.entry import implemented_by
+from gspo_kernels.layout import as_rows, from_rows
+from gspo_kernels.linear.chunks import LinearOperands
+from gspo_kernels.linear.inputs import ProductArguments, check_inputs
+from gspo_kernels.linear.logprobs import LinearTokenLogprobsFunction
+from gspo_kernels.linear.selected import LinearSelectedLogprobsFunction
+from gspo_kernels.logits import LogitArguments, check_inplace, check_logits
+from gspo_kernels.ops.logprobs import TokenLogprobsFunction
+from gspo_kernels.ops.selected import SelectedLogprobsFunction, TailFunction, checked_ids
+from gspo_kernels.types import SelectedLogprobs
+
+
+def _tokens_of(ids: Tensor) -> Tensor:
+    """[...] for ids [..., K]: what has the shape that labels would have."""
+    checks.tensor("ids", ids, None, "[B, T, K] or [N, K]", None)
+    checks.dtype("ids", ids, checks.INTEGERS)
+    if ids.ndim not in (2, 3) or ids.shape[-1] == 0:
+        raise ValueError(f"ids: got shape {tuple(ids.shape)}, expected [B, T, K] or [N, K] with K >= 1")
+    return ids[..., 0]
+
+
+def _output(logprobs: Tensor, tail: Tensor, packed: bool, within: bool) -> SelectedLogprobs:
+    return SelectedLogprobs(from_rows(logprobs, packed), None if within else from_rows(tail, packed))
+
+
+def _of_one(logprobs: Tensor, labels: Tensor, packed: bool) -> SelectedLogprobs:
+    """A single id's log-prob, which is a label's, as those of K ids."""
+    return _output(logprobs.unsqueeze(-1), TailFunction.apply(logprobs, labels != bits.NO_ID), packed, False)
+
+
+def _selected_logprobs(
+    logits: Tensor,
+    ids: Tensor,
+    logit_arguments: LogitArguments,
+    normalize_within: bool,
+    inplace_backward: bool,
+) -> SelectedLogprobs:
+    tokens, vocabulary = _tokens_of(ids), logits.shape[-1]
+    check_logits(logits, tokens)
+    packed = tokens.ndim == 1
+    options = logit_arguments.checked(tokens, tokens.shape[0], vocabulary)
+    checks.flag("normalize_within", normalize_within)
+    check_inplace(logits, inplace_backward)
+    rows, row_tokens = as_rows(logits, packed), as_rows(tokens, packed)
+    options = logit_arguments.with_rows(options, row_tokens, packed, None, logits.dtype, vocabulary)
+    row_ids = checked_ids(as_rows(ids, packed), vocabulary, options)
+    if ids.shape[-1] == 1 and not normalize_within:
+        labels = row_ids.squeeze(-1)
+        logprobs, _ = TokenLogprobsFunction.apply(rows, labels, False, inplace_backward, options)
+        return _of_one(logprobs, labels, packed)
+    logprobs, tail = SelectedLogprobsFunction.apply(
+        rows, row_ids, inplace_backward, options, normalize_within
+    )
+    return _output(logprobs, tail, packed, normalize_within)
+
+
+@implemented_by(_selected_logprobs)
+def selected_logprobs(
+    logits: Tensor,
+    ids: Tensor,
+    *,
+    normalize_within: bool = False,
+    temperature: float | Tensor = 1.0,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    kept_ids: Tensor | None = None,
+    kept_mask: Tensor | None = None,
+    inplace_backward: bool = False,
+    backend: str = "auto",
+) -> SelectedLogprobs:
+    """Log-probabilities of K ids per token and the log of the mass that they leave, differentiable in both.
+
+    Each logit is read once in the forward, and read and written once in the backward, whatever K.
+    Equivalent to ``log_softmax(z, -1).gather(-1, ids)`` in fp32, with z as in ``token_logprobs``, and to
+    ``log(1 - the sum over different ids of their probabilities)``, but without its cancellation: a mass of
+    1e-8 that is left is as exact as one of 1/2. With a single id the same bits as ``token_logprobs`` (whose
+    "reference" backend rounds log-probs near 0, and so the tail beside them).
+
+    Args:
+        logits: [B, T, V] or [N, V], fp16, bf16, fp32 or fp64, any strides.
+        ids: [B, T, K] or [N, K], int64 or int32, -100 where there are fewer. An id may be there several
+            times: each place has its own log-prob, their gradients add, and its mass counts once.
+        normalize_within: the log-probs are those of a softmax over each token's ids alone; of the logits only
+            theirs are read, and there is no tail.
+        temperature, logit_scale, softcap, kept_ids, kept_mask, inplace_backward, backend: as in
+            ``token_logprobs``. Ids must be among the kept.
+
+    Returns:
+        SelectedLogprobs(logprobs, tail) in nats, [.., K] and [..], fp32 (fp64 for fp64 logits).
+
+    Raises:
+        TypeError, ValueError: a wrong argument, named in the message.
+        RuntimeError: the backend can't serve the tensors' device.
+    """
+
+
+def _linear_selected_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    bias: Tensor | None,
+    logit_arguments: LogitArguments,
+    product_arguments: ProductArguments,
+    normalize_within: bool,
+) -> SelectedLogprobs:
+    tokens = _tokens_of(ids)
+    chunking = product_arguments.checked(compact=True, group=None)
+    hidden, weight, bias = check_inputs(hidden, weight, bias, tokens, chunking.scattered)
+    packed, vocabulary = tokens.ndim == 1, weight.shape[0]
+    options = logit_arguments.checked(tokens, tokens.shape[0], vocabulary)
+    checks.flag("normalize_within", normalize_within)
+    options = logit_arguments.with_rows(
+        options, as_rows(tokens, packed), packed, None, hidden.dtype, vocabulary
+    )
+    row_ids = checked_ids(as_rows(ids, packed), vocabulary, options)
+    # the largest is one of them, or says that there is none
+    labels = row_ids.amax(-1)
+    operands = LinearOperands(as_rows(hidden, packed), weight, bias, labels, options, chunking)
+    if ids.shape[-1] == 1 and not normalize_within:
+        logprobs, _ = LinearTokenLogprobsFunction.apply(*operands, False, True)
+        return _of_one(logprobs, labels, packed)
+    logprobs, tail = LinearSelectedLogprobsFunction.apply(*operands, row_ids, normalize_within)
+    return _output(logprobs, tail, packed, normalize_within)
+
+
+@implemented_by(_linear_selected_logprobs)
+def linear_selected_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    *,
+    bias: Tensor | None = None,
+    normalize_within: bool = False,
+    temperature: float | Tensor = 1.0,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    kept_ids: Tensor | None = None,
+    kept_mask: Tensor | None = None,
+    logits_dtype: str = "float32",
+    max_chunk_bytes: int | None = None,
+    backend: str = "auto",
+) -> SelectedLogprobs:
+    """Log-probabilities of K ids per token from hidden states: the logits exist only a chunk at a time.
+
+    Equivalent to ``selected_logprobs(hidden @ weight.T + bias, ids)`` with the product in fp32.
+
+    Args:
+        hidden: [B, T, H] or [N, H], fp16, bf16, fp32 or fp64, any strides.
+        weight: [V, H], the lm_head's; hidden's dtype, or any under autocast.
+        ids, normalize_within, kept_ids, kept_mask: as in ``selected_logprobs``. Tokens without any id are
+            never projected.
+        bias: [V] or None.
+        temperature, logit_scale, softcap, logits_dtype, max_chunk_bytes, backend: as in
+            ``linear_token_logprobs``; a budget of 0 is refused.
+
+    Returns:
+        SelectedLogprobs(logprobs, tail) in nats, [.., K] and [..], fp32 (fp64 for fp64 inputs).
+
+    Raises:
+        TypeError, ValueError: a wrong argument, named in the message.
+        RuntimeError: the backend can't serve the tensors' device.
+    """

@@ -1,0 +1,326 @@
+"""Log-probs over what the sampler could have drawn: ``kept_ids``, ``kept_mask``, and sets rebuilt."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import gspo_kernels as gk
+from gspo_kernels import bits
+from tests.cases import device_of, draw_kept, generator
+
+V = 2048 + 77  # a second block, and words that end within it
+
+
+def problem(backend="auto", count=40):
+    """Logits, labels and sets of ids that they are in."""
+    rng, device = generator(0), device_of(backend)
+    labels = torch.randint(0, V, (2, 3), generator=rng)
+    ids = draw_kept(labels, V, count, rng)
+    return torch.randn(2, 3, V, generator=rng).to(device), labels.to(device), ids.to(device)
+
+
+def as_columns(ids):
+    kept = torch.zeros(*ids.shape[:-1], V, dtype=torch.bool, device=ids.device)
+    for row, own in zip(kept.flatten(0, -2), ids.flatten(0, -2).tolist(), strict=True):
+        row[[i for i in own if i >= 0]] = True
+    return kept
+
+
+# --- what a mask is
+
+
+@pytest.mark.parametrize("vocabulary", [1, 31, 32, 33, 64, 70])
+def test_words_hold_the_bits_of_their_ids(vocabulary):
+    rng = generator(vocabulary)
+    ids = torch.randint(0, vocabulary, (5, 40), generator=rng).masked_fill(torch.arange(40) % 3 == 0, -100)
+    mask = bits.packed_ids(ids, vocabulary)
+    assert mask.dtype == torch.int32 and mask.shape == (5, math.ceil(vocabulary / 32))
+    for row, own in zip(mask.tolist(), ids.tolist(), strict=True):
+        as_number = sum((word % 2**32) << (32 * i) for i, word in enumerate(row))
+        assert as_number == sum(1 << i for i in {i for i in own if i >= 0})
+    kept = bits.columns(mask, vocabulary)
+    assert torch.equal(bits.packed_columns(kept), mask)
+    everything = torch.arange(vocabulary).expand(5, vocabulary)
+    assert torch.equal(torch.stack([bits.holds(mask, ids) for ids in everything.unbind(1)], 1), kept)
+
+
+def test_ids_and_mask_say_the_same(backend):
+    logits, labels, ids = problem(backend)
+    by_ids = gk.token_logprobs(logits, labels, kept_ids=ids, backend=backend).logprobs
+    for given in (ids.flip(-1), torch.cat([ids, ids], -1).int()):
+        assert torch.equal(
+            by_ids, gk.token_logprobs(logits, labels, kept_ids=given, backend=backend).logprobs
+        )
+    mask = bits.packed_ids(ids, V)
+    strided = torch.stack([mask, ~mask], -1)[..., 0]
+    for given in (mask, strided):
+        assert torch.equal(
+            by_ids, gk.token_logprobs(logits, labels, kept_mask=given, backend=backend).logprobs
+        )
+
+
+# --- what is cut has no part in anything
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 3.0}, {"logit_scale": -2.0, "temperature": 0.5}])
+@pytest.mark.parametrize("factor", [1.0, math.inf])
+def test_cut_logits_are_inert_whatever_they_hold(options, factor, backend):
+    logits, labels, ids = problem(backend)
+    cut = ~as_columns(ids)
+    results = []
+    for what in (0.0, math.nan, math.inf, -math.inf):
+        leaf = logits.masked_fill(cut, what).requires_grad_()
+        out = gk.token_logprobs(leaf, labels, kept_ids=ids, return_entropy=True, backend=backend, **options)
+        (out.logprobs * factor + out.entropy).sum().backward()
+        assert (leaf.grad[cut] == 0).all()
+        results.append((out.logprobs.detach(), out.entropy.detach(), leaf.grad.nan_to_num(7.0)))
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+@pytest.mark.parametrize("entry", ["known", "rows"])
+def test_rows_of_gradient_products_are_inert_too(entry, backend):
+    """By hidden states: a bias that is infinite for ids that nobody may draw."""
+    rng, device = generator(3), device_of(backend)
+    hidden, weight = (torch.randn(*shape, 8, generator=rng).to(device) for shape in ((2, 3), (V,)))
+    _, labels, ids = problem(backend)
+    ids = ids.masked_fill(ids > V // 2, -100).masked_fill((ids == labels.unsqueeze(-1)), 5)
+    labels = torch.full_like(labels, 5)
+    grads = []
+    for what in (0.0, math.inf):
+        leaves = [x.clone().requires_grad_() for x in (hidden, weight)]
+        bias = torch.zeros(V).masked_fill(torch.arange(V) > V // 2, what).to(device)
+        schedule = "known" if entry == "known" else "two_pass"
+        loss = gk.fused_linear_policy_loss(
+            *leaves, labels, None, torch.tensor([1.0, -1.0], device=device), bias=bias, kept_ids=ids,
+            schedule=schedule, max_chunk_bytes=2 * V * 4, backend=backend,
+        ).loss  # fmt: skip
+        loss.backward()
+        grads.append([leaf.grad for leaf in leaves])
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+    assert all(grad.isfinite().all() and grad.any() for grad in grads[0])
+
+
+def test_a_set_of_the_label_alone_is_certain(backend):
+    logits, labels, _ = problem(backend)
+    leaf = logits.requires_grad_()
+    out = gk.token_logprobs(leaf, labels, kept_ids=labels.unsqueeze(-1), return_entropy=True, backend=backend)
+    (out.logprobs + out.entropy).sum().backward()
+    assert (out.logprobs == 0).all() and (out.entropy == 0).all() and (leaf.grad == 0).all()
+
+
+def test_a_set_of_everything_changes_no_bit(backend):
+    logits, labels, _ = problem(backend)
+    everything = torch.full((2, 3, bits.words(V)), -1, dtype=torch.int32, device=logits.device)
+    results = []
+    for options in ({}, {"kept_mask": everything}):
+        leaf = logits.clone().requires_grad_()
+        out = gk.token_logprobs(leaf, labels, return_entropy=True, backend=backend, **options)
+        (out.logprobs + out.entropy).sum().backward()
+        results.append((*out, leaf.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+# --- errors
+
+
+def test_a_label_outside_of_its_set_is_an_error_with_its_position(backend):
+    logits, labels, ids = problem(backend)
+    labels[1, 2] = next(i for i in range(V) if i not in ids[1, 2].tolist())
+    message = rf"labels: got {int(labels[1, 2])} at position \[1, 2\], which the sampling mask there cuts"
+    for entry in ("token_logprobs", "fused_policy_loss"):
+        arguments = () if entry == "token_logprobs" else (None, torch.ones(2, device=labels.device))
+        with pytest.raises(ValueError, match=message):
+            getattr(gk, entry)(logits, labels, *arguments, kept_ids=ids, backend=backend)
+    hidden, weight = torch.randn(2, 3, 4).to(labels.device), torch.randn(V, 4).to(labels.device)
+    with pytest.raises(ValueError, match=message):
+        gk.linear_token_logprobs(hidden, weight, labels, kept_ids=ids, backend=backend)
+    # where it doesn't count, nobody looks
+    labels[1, 2] = -100
+    assert gk.token_logprobs(logits, labels, kept_ids=ids, backend=backend).logprobs[1, 2] == 0
+
+
+def test_without_looking_at_values_its_log_prob_is_nan(backend, monkeypatch):
+    logits, labels, ids = problem(backend)
+    labels[1, 2] = next(i for i in range(V) if i not in ids[1, 2].tolist())
+    monkeypatch.setattr("gspo_kernels.ops.logprobs.checked_values", lambda device: False)
+    leaf = logits.requires_grad_()
+    logprobs = gk.token_logprobs(leaf, labels, kept_ids=ids, backend=backend).logprobs
+    assert logprobs.isnan().nonzero().tolist() == [[1, 2]]
+    torch.where(logprobs.isnan(), 0.0, logprobs).sum().backward()
+    assert leaf.grad.isfinite().all() and (leaf.grad[1, 2] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"kept_ids": torch.zeros(2, 3, dtype=torch.int64)}, ValueError, r"kept_ids: got shape \(2, 3\)"),
+        ({"kept_ids": torch.zeros(2, 4, 5, dtype=torch.int64)}, ValueError, "kept_ids: got shape"),
+        ({"kept_ids": torch.zeros(2, 3, 5)}, TypeError, "kept_ids: got torch.float32"),
+        ({"kept_ids": [[1]]}, TypeError, "kept_ids: got list"),
+        ({"kept_ids": torch.full((2, 3, 5), V)}, ValueError, f"kept_ids: got {V}, expected 0 <= id < {V}"),
+        ({"kept_ids": torch.full((2, 3, 5), -1)}, ValueError, "kept_ids: got -1"),
+        ({"kept_mask": torch.zeros(2, 3, 9, dtype=torch.int32)}, ValueError, r"kept_mask: .*\(2, 3, 67\)"),
+        ({"kept_mask": torch.zeros(2, 3, 67, dtype=torch.int64)}, TypeError, "kept_mask: got torch.int64"),
+        (
+            {"kept_ids": torch.zeros(2, 3, 5, dtype=torch.int64), "kept_mask": torch.zeros(2, 3, 67)},
+            ValueError,
+            "kept_mask: got a mask, expected None along with kept_ids",
+        ),
+    ],
+)  # fmt: skip
+def test_wrong_arguments(options, error, message):
+    logits, labels, _ = problem()
+    with pytest.raises(error, match=message):
+        gk.token_logprobs(logits, labels, **options)
+    with pytest.raises(error, match=message):
+        gk.fused_linear_policy_loss(
+            torch.randn(2, 3, 4), torch.randn(V, 4), labels, None, torch.ones(2), **options
+        )
+
+
+def test_scoring_without_logits_has_none():
+    _, labels, ids = problem()
+    with torch.no_grad(), pytest.raises(ValueError, match="its kernel has no sampling masks"):
+        gk.linear_token_logprobs(
+            torch.randn(2, 3, 4), torch.randn(V, 4), labels, kept_ids=ids, max_chunk_bytes=0
+        )
+
+
+# --- sets rebuilt
+
+
+def warped(logits, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, engine="transformers"):
+    """Bool [n, V]: what transformers' own warpers keep; vLLM's order of the same is min-p first."""
+    transformers = pytest.importorskip("transformers")
+    z = logits / temperature
+    by_min_p = [transformers.MinPLogitsWarper(min_p)] if min_p else []
+    others = [transformers.TopKLogitsWarper(top_k)] if top_k else []
+    others += [transformers.TopPLogitsWarper(top_p)] if top_p < 1 else []
+    for warper in by_min_p + others if engine == "vllm" else others + by_min_p:
+        z = warper(None, z)
+    return z > -math.inf
+
+
+RULES = [
+    {},
+    {"top_k": 1},
+    {"top_k": 20},
+    {"top_k": 5000},
+    {"top_p": 0.9},
+    {"top_p": 0.9999},
+    {"top_p": 1e-9},
+    {"min_p": 0.05},
+    {"top_k": 50, "top_p": 0.7},
+    {"top_p": 0.95, "min_p": 0.02},
+    {"top_k": 40, "top_p": 0.8, "min_p": 0.1, "temperature": 0.6},
+]
+
+
+@pytest.mark.parametrize("engine", ["transformers", "vllm"])
+@pytest.mark.parametrize("rules", RULES, ids=str)
+@pytest.mark.parametrize("scale", [0.1, 3.0, 20.0])
+def test_sets_are_those_of_the_engines(rules, scale, engine):
+    # fp64, where neither side's sums are rounded beyond the edge of a set
+    logits = scale * torch.randn(12, 3001, generator=generator(1), dtype=torch.float64)
+    kept = bits.columns(gk.sampling_mask(logits, engine=engine, **rules), 3001)
+    assert torch.equal(kept, warped(logits, engine=engine, **rules))
+
+
+def test_the_engines_differ_where_min_p_meets_top_p():
+    """Of 0.5, 0.2, 0.15, 0.15 min-p 0.35 leaves two; then top-p 0.7 needs the first alone."""
+    logits = torch.tensor([[0.5, 0.2, 0.15, 0.15]], dtype=torch.float64).log()
+    rules = {"min_p": 0.35, "top_p": 0.7}
+    kept = {
+        engine: bits.columns(gk.sampling_mask(logits, engine=engine, **rules), 4)[0].tolist()
+        for engine in ("transformers", "vllm")
+    }
+    assert kept == {"transformers": [True, True, False, False], "vllm": [True, False, False, False]}
+
+
+def test_ties_are_kept_together():
+    logits = torch.tensor([[3.0, 1.0, 2.0, 2.0, 2.0, 0.0]])
+    for rules in ({"top_k": 2}, {"top_p": 0.5}, {"top_k": 3, "top_p": 0.9}):
+        assert bits.columns(gk.sampling_mask(logits, **rules), 6)[0].tolist() == [1, 0, 1, 1, 1, 0], rules
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_padded_packed_and_temperatures_per_sequence(dtype):
+    logits = torch.randn(3, 4, 70, generator=generator(2)).to(dtype)
+    temperature = torch.tensor([0.5, 1.0, 1.7])
+    padded = gk.sampling_mask(logits, top_p=0.8, temperature=temperature)
+    packed = gk.sampling_mask(logits.flatten(0, 1), top_p=0.8, temperature=temperature.repeat_interleave(4))
+    alone = [gk.sampling_mask(logits[i], top_p=0.8, temperature=float(temperature[i])) for i in range(3)]
+    assert padded.shape == (3, 4, 3) and torch.equal(padded, torch.stack(alone))
+    assert torch.equal(padded.flatten(0, 1), packed)
+
+
+def test_what_was_drawn_is_in_its_set():
+    logits, labels, _ = problem()
+    labels[0, 1] = -100
+    mask = gk.sampling_mask(logits, top_k=1, labels=labels)
+    kept = bits.columns(mask, V)
+    assert kept.sum(-1).tolist() == [[2, 1, 2], [2, 2, 2]]
+    assert gk.token_logprobs(logits, labels, kept_mask=mask).logprobs.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"top_k": -1}, ValueError, "top_k: got -1"),
+        ({"top_k": 2.0}, TypeError, "top_k: got float"),
+        ({"top_p": 0.0}, ValueError, "top_p: got 0.0"),
+        ({"top_p": 1.1}, ValueError, "top_p: got 1.1"),
+        ({"min_p": 1.0}, ValueError, "min_p: got 1.0"),
+        ({"temperature": 0.0}, ValueError, "temperature: got 0.0"),
+        ({"engine": "sglang"}, ValueError, "engine: got 'sglang'"),
+        ({"labels": torch.zeros(2, 2, dtype=torch.int64)}, ValueError, "logits: got shape"),
+    ],
+)
+def test_wrong_rules(options, error, message):
+    with pytest.raises(error, match=message):
+        gk.sampling_mask(torch.randn(2, 3, 5), **options)
+
+
+# --- why
+
+
+@pytest.mark.parametrize("entry", ["logits", "hidden states"])
+def test_without_the_mask_equal_weights_are_far_outside_of_the_clip_range(entry):
+    """Engines report log-probs of what they drew from. Over the whole vocabulary they are lower."""
+    rng = generator(5)
+    sequences, length, vocabulary = 64, 32, 500
+    hidden = torch.randn(sequences, length, 16, generator=rng)
+    weight = 0.6 * torch.randn(vocabulary, 16, generator=rng)
+    logits = hidden @ weight.T
+    mask = gk.sampling_mask(logits, top_p=0.9)
+    drawn_from = torch.log_softmax(logits.masked_fill(~bits.columns(mask, vocabulary), -math.inf), -1)
+    labels = torch.distributions.Categorical(logits=drawn_from).sample()
+    reported = drawn_from.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    advantages = torch.where(torch.arange(sequences) % 2 == 0, 1.0, -1.0)
+
+    def outside(**options):
+        if entry == "logits":
+            out = gk.fused_policy_loss(logits, labels, reported, advantages, **options)
+        else:
+            out = gk.fused_linear_policy_loss(hidden, weight, labels, reported, advantages, **options)
+        ratios = torch.exp((out.logprobs - reported).mean(1))
+        return float(((ratios < 1 - 3e-4) | (ratios > 1 + 4e-4)).float().mean())
+
+    without, replayed = outside(), outside(kept_mask=mask)
+    print(f"outside of GSPO's clip range: {without:.0%} without the mask, {replayed:.0%} with it")
+    assert without > 0.9 and replayed == 0.0
+
+
+@pytest.mark.parametrize("name", ["kept_ids", "kept_mask"])
+def test_a_mask_of_the_whole_vocabulary_is_refused_for_a_shard_of_it(name):
+    logits, labels = torch.zeros(1, 2, 40), torch.zeros(1, 2, dtype=torch.int64)
+    mask = {"kept_ids": labels.unsqueeze(-1), "kept_mask": torch.ones(1, 2, 2, dtype=torch.int32)}[name]
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(ValueError, match=f"{name}: .* expected None along with tp_group"):
+            gk.token_logprobs(logits, labels, tp_group=dist.group.WORLD, **{name: mask})
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,286 @@
+"""Log-probs of several ids per token, and the log of what they leave, against the formulas in fp64."""
+
+import math
+
+import pytest
+import torch
+
+import gspo_kernels as gk
+from gspo_kernels.types import stats_dtype
+from tests.accuracy import Spread, assert_as_exact, differences
+from tests.cases import LAYOUTS, device_of, generator
+
+OPTIONS = {
+    "plain": {},
+    "transformed": {"logit_scale": -0.6, "softcap": 4.0, "temperature": 0.7},
+}
+DRAWS = 4
+
+
+class Problem:
+    """Ids, upstream gradients and inputs of a call; ``draw`` gives other inputs of the same size."""
+
+    def __init__(
+        self, K, *, V=613, dtype=torch.float32, linear=False, options="plain", layout="padded", draw=0
+    ):
+        rng, fixed = generator(100 + draw), generator(K)
+        tokens = (2, 3) if layout == "padded" else (6,)
+        if K == V:
+            ids = torch.randperm(V, generator=fixed).expand(*tokens, V).clone()
+        else:
+            ids = torch.randint(0, V, (*tokens, K), generator=fixed)
+            if K > 2:
+                ids[..., K // 2] = ids[..., 0]  # twice
+                ids[torch.rand(ids.shape, generator=fixed) < 0.2] = -100
+                ids.view(-1, K)[4] = -100  # nothing
+        self.ids, self.options, self.linear, self.vocabulary = ids, dict(OPTIONS[options]), linear, V
+        kind = torch.float64
+        self.grads = (
+            torch.randn(ids.shape, generator=fixed, dtype=kind).to(stats_dtype(dtype)),
+            torch.randn(tokens, generator=fixed, dtype=kind).to(stats_dtype(dtype)),
+        )
+        if linear:
+            shapes = {"hidden": (*tokens, 24), "weight": (V, 24), "bias": (V,)}
+        else:
+            shapes = {"logits": (*tokens, V)}
+        self.inputs = {
+            name: ((0.5 if name == "weight" else 2.0) * torch.randn(*shape, generator=rng, dtype=kind)).to(
+                dtype
+            )
+            for name, shape in shapes.items()
+        }
+
+    def formulas(self, dtype, within):
+        """What a user would write in PyTorch, and its gradients; in ``dtype``, for the tail in fp64 sums."""
+        leaves = {name: value.to(dtype, copy=True).requires_grad_() for name, value in self.inputs.items()}
+        x = leaves["logits"] if not self.linear else leaves["hidden"] @ leaves["weight"].T + leaves["bias"]
+        z = x * self.options.get("logit_scale", 1.0)
+        if "softcap" in self.options:
+            z = self.options["softcap"] * torch.tanh(z / self.options["softcap"])
+        z = z / self.options.get("temperature", 1.0)
+        chosen = torch.zeros(*z.shape[:-1], z.shape[-1] + 1, dtype=torch.bool)
+        chosen = chosen.scatter_(-1, torch.where(self.ids >= 0, self.ids, z.shape[-1]), True)[..., :-1]
+        over = z.masked_fill(~chosen, -math.inf) if within else z
+        some = (self.ids >= 0).any(-1)
+        logp = (z - torch.where(some.unsqueeze(-1), over, z).logsumexp(-1, keepdim=True)).gather(
+            -1, self.ids.clamp(min=0)
+        )
+        logprobs = torch.where(self.ids >= 0, logp, 0.0)
+        loss = (logprobs * self.grads[0].to(dtype)).sum()
+        tail = None
+        if not within:
+            lefts = torch.where(chosen.all(-1, keepdim=True), 0.0, z.masked_fill(chosen, -math.inf))
+            tail = torch.where(some & ~chosen.all(-1), lefts.logsumexp(-1) - z.logsumexp(-1), 0.0)
+            loss = loss + (tail * self.grads[1].to(dtype)).sum()
+            tail = torch.where(chosen.all(-1), -math.inf, tail)
+        grads = torch.autograd.grad(loss, list(leaves.values()))
+        named = {"logprobs": logprobs, **{f"grad {n}": g for n, g in zip(leaves, grads, strict=True)}}
+        if tail is not None:
+            named["tail"] = tail
+        return {name: value.detach() for name, value in named.items()}
+
+    def ours(self, within, backend, **options):
+        device = device_of(backend)
+        leaves = {name: value.clone().to(device).requires_grad_() for name, value in self.inputs.items()}
+        arguments = {"ids": self.ids.to(device), "normalize_within": within, "backend": backend}
+        function = gk.linear_selected_logprobs if self.linear else gk.selected_logprobs
+        out = function(**leaves, **arguments, **self.options, **options)
+        loss = (out.logprobs * self.grads[0].to(device)).sum()
+        if out.tail is not None and self.ids.shape[-1] < self.vocabulary:
+            loss = loss + (out.tail * self.grads[1].to(device)).sum()
+        assert (out.tail is None) == within
+        loss.backward()
+        named = {"logprobs": out.logprobs, **{f"grad {name}": leaf.grad for name, leaf in leaves.items()}}
+        if out.tail is not None:
+            named["tail"] = out.tail
+        return {name: value.detach().cpu() for name, value in named.items()}
+
+
+def check(K, backend, *, within=False, dtype=torch.float32, call=None, **kind):
+    """As exact as plain PyTorch in the statistics' dtype, over a few draws."""
+    errors, ours, exacts = {}, {}, {}
+    for draw in range(DRAWS):
+        problem = Problem(K, dtype=dtype, draw=draw, **kind)
+        exact = problem.formulas(torch.float64, within)
+        in_double = dtype == torch.float64
+        plain = problem.formulas(torch.float32 if in_double else stats_dtype(dtype), within)
+        scale = 2 * torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps if in_double else 1.0
+        for name, got in problem.ours(within, backend, **(call or {})).items():
+            want = exact[name]
+            assert got.shape == want.shape, name
+            assert torch.equal(got == -math.inf, want == -math.inf), name
+            finite = want.masked_fill(want == -math.inf, 0.0)
+            usual = plain[name].double().masked_fill(want == -math.inf, 0.0)
+            errors.setdefault(name, []).append(scale * (usual - finite))
+            ours.setdefault(name, []).append(got.masked_fill(got == -math.inf, 0.0))
+            exacts.setdefault(name, []).append(finite)
+    for name, results in ours.items():
+        by_row = name in ("grad logits", "grad hidden", "grad weight")
+        eps = torch.finfo(results[0].dtype).eps
+        spread = Spread.of(errors[name], by_row=by_row)
+        assert_as_exact(name, differences(results, exacts[name]), spread, exacts[name], eps)
+
+
+@pytest.mark.parametrize("within", [False, True], ids=["of all", "within"])
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("K", [1, 2, 20, 128, 613])
+def test_from_logits(K, options, within, backend):
+    check(K, backend, within=within, options=options)
+
+
+@pytest.mark.parametrize("within", [False, True], ids=["of all", "within"])
+@pytest.mark.parametrize("K", [1, 2, 20, 128, 613])
+def test_from_hidden_states(K, within, backend):
+    # chunks of four rows and of two
+    check(
+        K, backend, within=within, linear=True, options="transformed", call={"max_chunk_bytes": 4 * 613 * 4}
+    )
+
+
+def test_a_thousand_ids(backend):
+    check(1024, backend, V=4097)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("linear", [False, True], ids=["logits", "hidden"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+def test_dtypes_and_layouts(dtype, linear, layout, backend):
+    check(20, backend, dtype=dtype, linear=linear, layout=layout)
+
+
+# --- one id is a label
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("linear", [False, True], ids=["logits", "hidden"])
+def test_one_id_has_the_bits_of_a_label(linear, options, backend):
+    problem, device = Problem(1, linear=linear, options=options), device_of(backend)
+    ids, upstream = problem.ids.to(device), problem.grads[0].to(device)
+    ids[0, 0] = -100
+    results = []
+    for selected in (True, False):
+        leaves = {name: value.clone().to(device).requires_grad_() for name, value in problem.inputs.items()}
+        shared = {**leaves, **problem.options, "backend": backend}
+        if selected:
+            function = gk.linear_selected_logprobs if linear else gk.selected_logprobs
+            logprobs = function(ids=ids, **shared).logprobs
+        else:
+            function = gk.linear_token_logprobs if linear else gk.token_logprobs
+            logprobs = function(labels=ids[..., 0], **shared).logprobs.unsqueeze(-1)
+        (logprobs * upstream).sum().backward()
+        results.append([logprobs.detach(), *(leaf.grad for leaf in leaves.values())])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+# --- what must hold
+
+
+@pytest.mark.parametrize("linear", [False, True], ids=["logits", "hidden"])
+@pytest.mark.parametrize("within", [False, True], ids=["of all", "within"])
+def test_probabilities_of_everything_add_to_one(within, linear, backend):
+    logprobs = Problem(613, linear=linear).ours(within, backend)["logprobs"]
+    assert (logprobs <= 0).all()
+    assert (logprobs.double().exp().sum(-1) - 1).abs().max() < 613 * torch.finfo(torch.float32).eps
+
+
+@pytest.mark.parametrize("K", [2, 20])
+def test_ids_and_their_tail_add_to_one(K, backend):
+    problem = Problem(K)
+    ours = problem.ours(False, backend)
+    once = torch.ones_like(problem.ids, dtype=torch.bool)
+    for row, own in zip(once.view(-1, K), problem.ids.view(-1, K).tolist(), strict=True):
+        for k, i in enumerate(own):
+            row[k] = i >= 0 and i not in own[:k]
+    whole = (ours["logprobs"].double().exp() * once).sum(-1) + ours["tail"].double().exp()
+    assert (whole - 1).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("left", [1e-3, 1e-8, 1e-14, 1e-25])
+@pytest.mark.parametrize("K", [1, 4])
+def test_a_small_tail_keeps_its_relative_accuracy(left, K, backend):
+    if K == 1 and backend == "reference":
+        pytest.skip("a single id is a label, and log_softmax rounds a label's log-prob near 0")
+    logits = torch.zeros(1, 2, 1009, dtype=torch.float64)
+    ids = torch.arange(5, 5 + K).expand(1, 2, K)
+    logits[..., 5 : 5 + K] = math.log((1009 - K) / left / K)
+    logits = logits.float().to(device_of(backend)).requires_grad_()
+    odds = (1009 - K) / (K * logits[0, 0, 5].double().exp().item())
+    tail = gk.selected_logprobs(logits, ids.to(logits.device), backend=backend).tail
+    expected = math.log(odds) - math.log1p(odds)
+    assert tail.double().sub(expected).abs().max() < 4 * torch.finfo(torch.float32).eps * (1 + abs(expected))
+    tail.sum().backward()
+    # each of those that are left has its share of what moves the tail: (1 - tail) / their number
+    elsewhere = logits.grad[..., 100]
+    assert (elsewhere * (1009 - K) - 1 / (1 + odds)).abs().max() < 1e-5
+
+
+def test_equal_ids_have_results_of_their_own_and_their_gradients_add(backend):
+    logits = torch.randn(1, 1, 50, generator=generator(0)).to(device_of(backend))
+    upstream = torch.tensor([0.3, -1.0, 2.0, 0.7], device=logits.device)
+    ids = torch.tensor([[[7, 3, 7, 7]]], device=logits.device)
+    twice, once = (logits.clone().requires_grad_() for _ in range(2))
+    repeated = gk.selected_logprobs(twice, ids, backend=backend)
+    (repeated.logprobs[0, 0] @ upstream).backward()
+    alone = gk.selected_logprobs(once, ids[..., :2], backend=backend)
+    (alone.logprobs[0, 0] @ torch.tensor([3.0, -1.0], device=logits.device)).backward()
+    assert torch.equal(repeated.logprobs[..., [0, 2, 3]], alone.logprobs[..., [0, 0, 0]])
+    assert torch.equal(repeated.tail, alone.tail)
+    assert (twice.grad - once.grad).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("within", [False, True])
+def test_rows_without_ids_are_inert(within, backend):
+    problem = Problem(20)
+    problem.inputs["logits"][1, 1] = math.nan
+    assert (problem.ids[1, 1] == -100).all()
+    ours = problem.ours(within, backend)
+    assert all(value.isfinite().all() for value in ours.values())
+    assert (ours["logprobs"][1, 1] == 0).all() and (ours["grad logits"][1, 1] == 0).all()
+
+
+def test_the_backward_may_overwrite_the_logits(backend):
+    problem = Problem(20)
+    apart = problem.ours(False, backend)
+    leaf = problem.inputs["logits"].detach().clone().to(device_of(backend)).requires_grad_()
+    logits = leaf.clone()
+    out = gk.selected_logprobs(logits, problem.ids.to(leaf.device), inplace_backward=True, backend=backend)
+    torch.autograd.backward(list(out), [grad.to(leaf.device) for grad in problem.grads])
+    assert torch.equal(leaf.grad.cpu(), apart["grad logits"])
+    assert torch.equal(logits.detach().cpu(), apart["grad logits"])
+
+
+def test_ids_among_what_the_sampler_kept(backend):
+    logits = torch.randn(2, 3, 613, generator=generator(1)).to(device_of(backend))
+    mask = gk.sampling_mask(logits, top_k=40)
+    ids = logits.topk(8).indices
+    leaves = [logits.clone().requires_grad_() for _ in range(2)]
+    kept = gk.selected_logprobs(leaves[0], ids, kept_mask=mask, backend=backend)
+    cut = leaves[1].masked_fill(logits < logits.topk(40).values[..., -1:], -math.inf)
+    same = gk.selected_logprobs(cut, ids, backend=backend)
+    for one, other in zip(kept, same, strict=True):
+        assert (one - other).abs().max() < 1e-6
+    for out in (kept, same):
+        (out.logprobs.sum() + out.tail.sum()).backward()
+    assert (leaves[0].grad - leaves[1].grad).abs().max() < 1e-6
+    ids[0, 2, 3] = logits[0, 2].argmin()
+    with pytest.raises(ValueError, match=rf"ids: got {int(ids[0, 2, 3])} at position \[0, 2\]"):
+        gk.selected_logprobs(logits, ids, kept_mask=mask, backend=backend)
+
+
+@pytest.mark.parametrize(
+    ("ids", "error", "message"),
+    [
+        (torch.zeros(2, 3, dtype=torch.int64), ValueError, "logits: got shape"),
+        (torch.zeros(2, dtype=torch.int64), ValueError, r"ids: got shape \(2,\)"),
+        (torch.zeros(2, 3, 0, dtype=torch.int64), ValueError, "K >= 1"),
+        (torch.zeros(2, 3, 4), TypeError, "ids: got torch.float32"),
+        (torch.full((2, 3, 4), 9), ValueError, "ids: got 9, expected 0 <= id < 9"),
+        (torch.full((2, 3, 1), 9), ValueError, "ids: got 9, expected 0 <= id < 9"),
+        (torch.full((2, 3, 4), -1), ValueError, "ids: got -1"),
+    ],
+)
+def test_wrong_ids(ids, error, message):
+    with pytest.raises(error, match=message):
+        gk.selected_logprobs(torch.randn(2, 3, 9), ids)
+    with pytest.raises(error, match=message.replace("logits", "hidden")):
+        gk.linear_selected_logprobs(torch.randn(2, 3, 4), torch.randn(9, 4), ids)
