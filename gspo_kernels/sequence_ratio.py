@@ -38,7 +38,7 @@ def has_single_launch(backend: str) -> bool:
 def sequence_form(objective: Objective, terms: Terms, backend: str) -> ClippedSequenceRatio | None:
     """The form in which ``backend`` can serve a step of the objective; None where a term goes beyond it."""
     beyond = (terms.ref_logprobs, terms.token_weights, terms.kl_beta, terms.entropy_coef, terms.token_shares)
-    if any(term is not None for term in beyond) or not has_single_launch(backend):
+    if terms.cp_group or any(term is not None for term in beyond) or not has_single_launch(backend):
         return None
     return objective.sequence_ratio_form()
 

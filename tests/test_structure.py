@@ -22,7 +22,7 @@ TERMS = (
 )
 LOGITS = "temperature logit_scale softcap ignore_index backend tp_group vocab_range"
 HIDDEN = "bias logits_dtype max_chunk_bytes reduce_hidden_grad sequence_parallel"
-POLICY = f"{LAYOUT} {TERMS}"
+POLICY = f"{LAYOUT} {TERMS} cp_group"
 
 # positional parameters | keyword-only parameters
 CONTRACT = {
@@ -38,7 +38,7 @@ CONTRACT = {
         "hidden weight labels old_logprobs advantages",
         f"{POLICY} {LOGITS} {HIDDEN} return_entropy schedule skip_inactive objective",
     ),
-    "normalizer": ("objective loss_mask", "cu_seqlens lengths advantages group_ids"),
+    "normalizer": ("objective loss_mask", "cu_seqlens lengths advantages group_ids group cp_group"),
     "rollout_weights": ("old_logprobs rollout_logprobs", f"{LAYOUT} level reduce mode low high"),
     "advantages.group_normalized": ("rewards", "group_size group_ids scale eps"),
     "explain_schedule": ("hidden weight labels old_logprobs advantages", None),
