@@ -106,11 +106,11 @@ def normalizer(
         cu_seqlens: int32 or int64 [B + 1], offsets of packed sequences.
         lengths: [B], |y_i| where it is not the number of counted tokens.
         advantages: [B]; only for objectives that count pairs.
-        group_ids: [B], integers; only for objectives that count pairs. Groups of different ranks are different
-            ones, whatever their ids.
-        group: the data-parallel ranks, each called with its own part of the batch. The result is their sum over
-            their number, because DDP and FSDP average gradients: those of all ranks together then are the whole
-            batch's, and so is the average of losses. One all-reduce of a number.
+        group_ids: [B], integers; only for objectives that count pairs. Groups of different ranks are
+            different ones, whatever their ids.
+        group: a ProcessGroup, or a DeviceMesh of one dimension: the data-parallel ranks, each with its own
+            part of the batch. The result is their sum over their number, because DDP and FSDP average
+            gradients: the average of gradients, and of losses, is the whole batch's then.
         cp_group: the ranks that have parts of the same sequences, as in ``policy_loss``; their parts count as
             one. The result is the same on all of them.
 
@@ -122,16 +122,21 @@ def normalizer(
         RanksDisagreeError: another rank refused the call, or was called with another objective.
     """
     given = Terms(
-        loss_mask=loss_mask, cu_seqlens=cu_seqlens, lengths=lengths, advantages=advantages, group_ids=group_ids
+        loss_mask=loss_mask,
+        cu_seqlens=cu_seqlens,
+        lengths=lengths,
+        advantages=advantages,
+        group_ids=group_ids,
     )
     if group is None and cp_group is None:
-        return _or_one(_counted(objective, given))
+        return _or_one(_counted(objective, given, ""))
     from gspo_kernels.parallel.agreement import agree, all_or_none, digest
     from gspo_kernels.parallel.groups import group_name, rank_and_size, sum_
 
     device = getattr(loss_mask, "device", torch.device("cpu"))
     with all_or_none(device, group=group, cp_group=cp_group):
-        count = _counted(objective, given._replace(cp_group=cp_group))
+        context = "" if cp_group is None else group_name("cp_group", cp_group)
+        count = _counted(objective, given, context)
         if group is None:
             return _or_one(count)
         name = group_name("group", group)
@@ -142,8 +147,8 @@ def normalizer(
     return _or_one(sum_(name, count.clone()) / ranks)
 
 
-def _counted(objective: Objective, given: Terms) -> Tensor:
-    """What a call's outer divisor counts; see ``normalizer``."""
+def _counted(objective: Objective, given: Terms, context: str) -> Tensor:
+    """What a call's outer divisor counts; see ``normalizer``. ``context`` names the ``cp_group``, if any."""
     loss_mask, cu_seqlens = given.loss_mask, given.cu_seqlens
     checks.objective(objective, Objective)
     mask = checks.tensor("loss_mask", loss_mask, None, "[B, T], or [N] with cu_seqlens", None)
@@ -154,6 +159,6 @@ def _counted(objective: Objective, given: Terms) -> Tensor:
             raise ValueError(f"{name}: got None, but {type(objective).__name__} counts pairs and needs it")
         if not pairs and value is not None:
             raise ValueError(f"{name}: {type(objective).__name__} counts no pairs, expected None")
-    terms = shaped(given, mask, objective)
+    terms = shaped(given, mask, objective)._replace(cp_group=context)
     rows = as_rows(mask, cu_seqlens is not None)
     return Aggregation.of(rows, check_values(rows, terms, "normalizer")).counted

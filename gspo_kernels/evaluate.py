@@ -141,7 +141,9 @@ def token_mean(values: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, values.detach().double(), 0.0).sum() / mask.sum().clamp(min=1)
 
 
-def _means(values: list[Tensor], present: tuple[Tensor, Tensor], layout: Layout) -> tuple[list[Tensor], Tensor]:
+def _means(
+    values: list[Tensor], present: tuple[Tensor, Tensor], layout: Layout
+) -> tuple[list[Tensor], Tensor]:
     """The mean of each value over the present tokens or sequences, 0 where there is none; and how many tokens
     there are, with one sum over ranks.
     """

@@ -15,7 +15,14 @@ from gspo_kernels.linear.exactness import coefficients_depend_on
 from gspo_kernels.linear.inputs import check_before_ranks_work
 from gspo_kernels.linear.plan import SchedulePlan
 from gspo_kernels.linear.scopes import without_logprobs
-from gspo_kernels.logits import LogitArguments, check_inplace, check_logits, on_all_ranks, takes_dtensors, wants_entropy
+from gspo_kernels.logits import (
+    LogitArguments,
+    check_inplace,
+    check_logits,
+    on_all_ranks,
+    takes_dtensors,
+    wants_entropy,
+)
 from gspo_kernels.objectives import GSPO
 from gspo_kernels.objectives.base import Objective
 from gspo_kernels.ops.backends import resolve
@@ -102,12 +109,12 @@ def policy_loss(
         entropy: labels' shape, from ``token_logprobs(..., return_entropy=True)``: for the bonus and its
             metric.
         objective: GSPO() by default; see ``gspo_kernels.objectives``.
-        cp_group: a ProcessGroup, or a DeviceMesh of one dimension: ranks that have parts of the same sequences
-            (context parallelism). Tokens, and all that is the labels' shape, are this rank's: padded [B, T of
-            the rank], packed as many sequences on all ranks, some of them of no tokens; what is [B] is the
-            same on all. Loss and metrics are those of the whole sequences, on each rank; gradients are those
-            of a rank's own tokens, to be summed over the group. |y_i| and a ``normalizer`` are of whole
-            sequences. Refused for objectives over turns and over the whole batch.
+        cp_group: a ProcessGroup, or a DeviceMesh of one dimension: ranks that have parts of the same
+            sequences (context parallelism). All that is the labels' shape is of this rank's tokens: padded
+            [B, T of the rank]; packed as many sequences on all ranks, some of them of no tokens. What is [B],
+            and the normalizer, is of whole sequences, the same on all ranks, and so are loss and metrics.
+            Gradients are those of a rank's own tokens, to be summed over the group. Refused for objectives
+            over turns and over the whole batch.
 
     Returns:
         LossOutput(loss, logprobs, entropy, metrics).
@@ -158,8 +165,8 @@ def policy_coefficients(
     """dLoss/dlogprobs of ``policy_loss`` with the same arguments: what ``Linear`` takes as ``token_weights``.
 
     Args:
-        logprobs, old_logprobs, advantages, objective, cp_group, and all terms from loss_mask to normalizer: as
-            in ``policy_loss``.
+        logprobs, old_logprobs, advantages, objective, cp_group, and all terms from loss_mask to normalizer:
+            as in ``policy_loss``.
         entropy: the shape of ``logprobs``; only for objectives that look at it.
 
     Returns:

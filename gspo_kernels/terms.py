@@ -195,7 +195,7 @@ def shaped(given: Terms, tokens: Tensor, objective: Objective) -> Terms:
 
 def _context(group: object) -> str:
     """The name of a ``cp_group`` as the caller gave it."""
-    if group is None or isinstance(group, str) and not group:
+    if group in (None, ""):
         return ""
     from gspo_kernels.parallel.groups import group_name
 
@@ -234,7 +234,7 @@ def _check_fit(terms: Terms, objective: Objective, has_entropy: bool) -> None:
             raise ValueError(f"{label}: {name} would ignore it, expected None")
     if terms.cp_group and objective.coefficient_scope in _UNCUT:
         raise ValueError(
-            f"cp_group: {name} can't be called with sequences that are cut over ranks, because it looks at "
+            f"cp_group: {name} can't serve sequences that are cut over ranks, because it looks at "
             f"{_UNCUT[objective.coefficient_scope]}; take policy_coefficients of the whole sequences and give "
             "each rank its part of them as token_weights of objective=Linear()"
         )
@@ -311,8 +311,8 @@ def _of_whole_sequences(tokens: Tensor, terms: Terms, call: tuple[object, ...]) 
     of_sequences = {
         name: value.tolist()
         for name, value in given.items()
-        if value is not None and value.ndim < 2 and FORMS[name].shape != "offsets"
-        # the host has these, or looks at them anyway
+        if value is not None
+        and (value.ndim == 0 or FORMS[name].shape == "sequences")
         and checked_values(value.device)
     }
     said = {
@@ -385,8 +385,8 @@ def leave_out_idle(row_labels: Tensor, terms: Terms, ignore_index: int) -> tuple
     if idle is None:
         if terms.cp_group and terms.advantages is not None and terms.advantages.ndim == 2:
             raise ValueError(
-                "skip_inactive: 'all' needs one advantage per sequence where sequences are cut over cp_group; "
-                "use 'backward'"
+                "skip_inactive: 'all' needs one advantage per sequence where cp_group has their tokens; use "
+                "'backward'"
             )
         for term in ("kl_beta", "entropy_coef"):
             if getattr(terms, term) is not None:

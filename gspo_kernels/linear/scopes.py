@@ -43,8 +43,9 @@ def token_terms(tokens: Tensor, terms: Terms, backend: str) -> Terms:
         return layout.expand(value) if form.shape != "tokens" and value.ndim == 1 else value
 
     # what the shares have taken in, and what only objectives over more than a token look at
-    taken = dict.fromkeys(("cu_seqlens", "lengths", "normalizer", "skipped", "group_ids"))
-    done = terms._replace(cp_group="", **taken)
+    done = terms._replace(
+        cu_seqlens=None, lengths=None, normalizer=None, skipped=None, group_ids=None, cp_group=""
+    )
     alone = done.each(expanded)._replace(loss_mask=mask, token_shares=shares)
     if from_spec(terms.objective).coefficient_scope in ("nothing", "token"):
         return alone

@@ -1,8 +1,8 @@
 """Sequences whose tokens lie on several ranks (context parallelism): sums over them, with their gradient.
 
-Values of a sequence, and the loss, are the same on all ranks, and so is the gradient that reaches them; tokens,
-and their gradients, are a rank's own. So a sum over ranks hands its gradient on as it is, and what is expanded
-to tokens gets the sum of theirs.
+Values of a sequence, and the loss, are the same on all ranks, and so is the gradient that reaches them.
+Tokens, and their gradients, are a rank's own. So a sum over ranks hands its gradient on as it is, and what is
+expanded to tokens gets the sum of theirs.
 """
 
 from __future__ import annotations
