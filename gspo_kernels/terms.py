@@ -235,8 +235,8 @@ def _check_fit(terms: Terms, objective: Objective, has_entropy: bool) -> None:
     if terms.cp_group and objective.coefficient_scope in _UNCUT:
         raise ValueError(
             f"cp_group: {name} can't serve sequences that are cut over ranks, because it looks at "
-            f"{_UNCUT[objective.coefficient_scope]}; take policy_coefficients of the whole sequences and give "
-            "each rank its part of them as token_weights of objective=Linear()"
+            f"{_UNCUT[objective.coefficient_scope]}; take policy_coefficients of the whole sequences, and "
+            "give each rank its part of them as token_weights of objective=Linear()"
         )
     if objective.coefficient_scope == "batch" and terms.normalizer is not None:
         raise ValueError(
@@ -275,19 +275,16 @@ def check_values(tokens: Tensor, terms: Terms, *call: object) -> Terms:
         own = [number for name in _EITHER for number in _said_of_either(tokens, terms, name)]
         every = agree(terms.cp_group, tokens.device, said, own)
     for place, name in enumerate(_EITHER):
-        kinds, values = (
-            {each[2 * place] for each in every},
-            {each[2 * place + 1] for each in every},
-        )
+        kinds, contents = ({each[2 * place + i] for each in every} for i in range(2))
         if kinds == {_BY_TOKEN, _AMBIGUOUS} and getattr(terms, name).ndim == 1:
             terms = terms._replace(**{name: getattr(terms, name).unsqueeze(0)})
-        elif len(kinds - {_AMBIGUOUS}) > 1 or (_BY_TOKEN not in kinds and len(values) > 1):
-            raise RanksDisagreeError(f"{name}: differs between the ranks of cp_group, or is missing on some")
+        elif kinds >= {_BY_TOKEN, _BY_SEQUENCE} or (_BY_TOKEN not in kinds and len(contents) > 1):
+            raise RanksDisagreeError(f"{name}: differs between the ranks of cp_group")
     return terms
 
 
 _EITHER = tuple(name for name, form in FORMS.items() if form is EITHER)
-_MISSING, _BY_SEQUENCE, _BY_TOKEN, _AMBIGUOUS = range(4)
+_BY_SEQUENCE, _BY_TOKEN, _AMBIGUOUS = range(3)
 """What a rank has of a term that is one per sequence or one per token: packed, N may equal B by chance."""
 
 
@@ -295,7 +292,7 @@ def _said_of_either(tokens: Tensor, terms: Terms, name: str) -> tuple[int, int]:
     """What this rank has of a term, and what stands for its values where they are one per sequence."""
     value = getattr(terms, name)
     if value is None:
-        return _MISSING, 0
+        return _BY_SEQUENCE, 0
     if value.ndim == 2:
         return _BY_TOKEN, 0
     by_chance = terms.cu_seqlens is not None and value.shape[0] == tokens.numel()
@@ -305,7 +302,7 @@ def _said_of_either(tokens: Tensor, terms: Terms, name: str) -> tuple[int, int]:
 
 def _of_whole_sequences(tokens: Tensor, terms: Terms, call: tuple[object, ...]) -> dict[str, int]:
     """What stands for all that is to be the same on the ranks that have parts of the same sequences."""
-    given = {name: getattr(terms, name) for name in FORMS if name not in (*_EITHER, "loss_mask")}
+    given = {name: getattr(terms, name) for name in FORMS if name != "loss_mask"}
     present = [name for name, value in given.items() if value is not None]
     options = (terms.objective, terms.kl_estimator, terms.kl_ratio_weighted)
     of_sequences = {
