@@ -286,21 +286,24 @@ def with_the_vocabulary_cut_too():
 
 def bytes_on_the_wire():
     """The formula of docs/parallel.md: nothing of it knows how many tokens there are."""
-    for objective, terms, sums, numbers, extremes in (
-        (gk.GSPO(), "plain", 1, 3, 0),
-        (gk.GSPOToken(0.2, 0.2), "plain", 1, 7, 1),
-        (gk.GRPO(), "plain", 0, 7, 1),
-        (gk.GRPO(), "kl_tensor", 0, 9, 1),
-        (gk.GSPO(), "kl_ratio_weighted", 2, 5, 0),
+    for kind, objective, terms, sums, numbers, extremes, beforehand in (
+        ("logprobs", gk.GSPO(), "plain", 1, 3, 0, 0),
+        ("logprobs", gk.GSPOToken(0.2, 0.2), "plain", 1, 7, 1, 0),
+        ("logprobs", gk.GRPO(), "plain", 0, 7, 1, 0),
+        ("logprobs", gk.GRPO(), "kl_tensor", 0, 9, 1, 0),
+        ("logprobs", gk.GSPO(), "kl_ratio_weighted", 2, 5, 0, 0),
+        ("linear", gk.GSPO(), "plain", 1, 3, 0, 0),
+        ("linear", gk.GRPO(), "plain", 0, 7, 1, 1),
+        ("linear", gk.GSPO(), "on_policy", 1, 3, 0, 2),
     ):
         for lengths in (LENGTHS, tuple(8 * length for length in LENGTHS)):
-            case = make_case("logprobs", "packed", terms, lengths=lengths)
+            case = make_case(kind, "packed", terms, lengths=lengths)
             own = part(case, *positions(case, "zigzag"))
             leaves = {name: value.clone().requires_grad_() for name, value in own.inputs.items()}
             with Wire() as wire:
-                out = call(own, leaves, "policy_loss", objective, "cpp", cp_group=dist.group.WORLD)
+                out = call(own, leaves, ENTRIES[kind], objective, "cpp", cp_group=dist.group.WORLD)
                 out.loss.backward()
-            assert wire.sent["all_reduce"] == 8 * ((2 + sums) * len(lengths) + numbers), (
+            assert wire.sent["all_reduce"] == 8 * ((2 + sums + beforehand) * len(lengths) + numbers), (
                 objective,
                 wire.sent,
             )
