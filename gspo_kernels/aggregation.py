@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,10 @@ from gspo_kernels import checks
 from gspo_kernels.layout import Layout, as_rows
 from gspo_kernels.objectives.base import Objective, from_spec
 from gspo_kernels.terms import Terms, check_values, shaped
+
+if TYPE_CHECKING:  # not every build of PyTorch has it
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 def selected(values: Tensor | None, mask: Tensor) -> Tensor | None:
@@ -22,7 +28,8 @@ class Aggregation:
     Attributes:
         nonempty: [B] bool: sequences with a counted token.
         lengths: [B] fp64, |y_i|; 1 for empty sequences.
-        total: 0-d fp64: what the outer divisor counts, or the normalizer in its place; never 0.
+        counted: 0-d fp64: what the outer divisor counts, or the normalizer in its place.
+        total: the same, 1.0 for 0.
         divisor: the same times the constant that belongs to the objective's aggregation.
     """
 
@@ -47,13 +54,14 @@ class Aggregation:
             divisor = objective.count_pairs(advantages, terms.group_ids, self.nonempty)
         else:
             divisor = torch.ones((), dtype=torch.float64, device=mask.device)
-        self.total = torch.where(divisor == 0, 1.0, divisor)
+        self.counted = divisor
+        self.total = _or_one(divisor)
         self.divisor = self.total * scale
 
     @classmethod
     def of(cls, tokens: Tensor, terms: Terms) -> Aggregation:
         """That of a whole call; ``tokens`` gives shape and device."""
-        return cls(terms.layout(tokens), terms.counted(tokens), terms)
+        return cls(terms.whole_layout(tokens), terms.counted(tokens), terms)
 
     def selected(self, values: Tensor | None) -> Tensor | None:
         """[B] or tokens as fp64, zeros where nothing is counted."""
@@ -72,6 +80,10 @@ class Aggregation:
         return share if self._per_sequence else share * self.lengths
 
 
+def _or_one(count: Tensor) -> Tensor:
+    return torch.where(count == 0, 1.0, count)
+
+
 def normalizer(
     objective: Objective,
     loss_mask: Tensor,
@@ -80,12 +92,13 @@ def normalizer(
     lengths: Tensor | None = None,
     advantages: Tensor | None = None,
     group_ids: Tensor | None = None,
+    group: ProcessGroup | DeviceMesh | None = None,
+    cp_group: ProcessGroup | DeviceMesh | None = None,
 ) -> Tensor:
     """What the outer divisor of an objective's loss counts: the ``normalizer=`` of every micro-batch.
 
     Called once on the whole batch, it makes the losses and gradients of any micro-batches add up to the
-    whole batch's. In data parallelism add it up over the ranks and divide by their number, as the gradients
-    are averaged.
+    whole batch's.
 
     Args:
         objective: the loss; its ``aggregation`` decides whether sequences, tokens or pairs are counted.
@@ -93,26 +106,59 @@ def normalizer(
         cu_seqlens: int32 or int64 [B + 1], offsets of packed sequences.
         lengths: [B], |y_i| where it is not the number of counted tokens.
         advantages: [B]; only for objectives that count pairs.
-        group_ids: [B], integers; only for objectives that count pairs.
+        group_ids: [B], integers; only for objectives that count pairs. Groups of different ranks are
+            different ones, whatever their ids.
+        group: a ProcessGroup, or a DeviceMesh of one dimension: the data-parallel ranks, each with its own
+            part of the batch. The result is their sum over their number, because DDP and FSDP average
+            gradients: the average of gradients, and of losses, is the whole batch's then.
+        cp_group: the ranks that have parts of the same sequences, as in ``policy_loss``; their parts count as
+            one. The result is the same on all of them.
 
     Returns:
-        0-d fp64 tensor, at least 1 of what is counted; 1.0 where nothing is.
+        0-d fp64 tensor, on the mask's device: the count, 1.0 where nothing is counted, on no rank.
 
     Raises:
         TypeError, ValueError: a wrong argument, named in the message.
+        RanksDisagreeError: another rank refused the call, or was called with another objective.
     """
+    given = Terms(
+        loss_mask=loss_mask,
+        cu_seqlens=cu_seqlens,
+        lengths=lengths,
+        advantages=advantages,
+        group_ids=group_ids,
+    )
+    if group is None and cp_group is None:
+        return _or_one(_counted(objective, given, ""))
+    from gspo_kernels.parallel.agreement import agree, all_or_none, digest
+    from gspo_kernels.parallel.groups import group_name, rank_and_size, sum_
+
+    device = getattr(loss_mask, "device", torch.device("cpu"))
+    with all_or_none(device, group=group, cp_group=cp_group):
+        context = "" if cp_group is None else group_name("cp_group", cp_group)
+        count = _counted(objective, given, context)
+        if group is None:
+            return _or_one(count)
+        name = group_name("group", group)
+        agree(name, device, {"objective": digest(objective.spec)}, ())
+    _, ranks = rank_and_size(name)
+    if objective.outer_divisor()[0] == "one":
+        return count / ranks
+    return _or_one(sum_(name, count.clone()) / ranks)
+
+
+def _counted(objective: Objective, given: Terms, context: str) -> Tensor:
+    """What a call's outer divisor counts; see ``normalizer``. ``context`` names the ``cp_group``, if any."""
+    loss_mask, cu_seqlens = given.loss_mask, given.cu_seqlens
     checks.objective(objective, Objective)
-    checks.tensor("loss_mask", loss_mask, None, "[B, T], or [N] with cu_seqlens", None)
-    checks.layout("loss_mask", loss_mask, cu_seqlens)
+    mask = checks.tensor("loss_mask", loss_mask, None, "[B, T], or [N] with cu_seqlens", None)
+    checks.layout("loss_mask", mask, cu_seqlens)
     pairs = objective.outer_divisor()[0] == "pairs"
-    for name, value in (("advantages", advantages), ("group_ids", group_ids)):
+    for name, value in (("advantages", given.advantages), ("group_ids", given.group_ids)):
         if pairs and value is None:
             raise ValueError(f"{name}: got None, but {type(objective).__name__} counts pairs and needs it")
         if not pairs and value is not None:
             raise ValueError(f"{name}: {type(objective).__name__} counts no pairs, expected None")
-    given = Terms(loss_mask=loss_mask, cu_seqlens=cu_seqlens, lengths=lengths)
-    if pairs:
-        given = given._replace(advantages=advantages, group_ids=group_ids)
-    terms = shaped(given, loss_mask, objective)
-    rows = as_rows(loss_mask, cu_seqlens is not None)
-    return Aggregation.of(rows, check_values(rows, terms)).total
+    terms = shaped(given, mask, objective)._replace(cp_group=context)
+    rows = as_rows(mask, cu_seqlens is not None)
+    return Aggregation.of(rows, check_values(rows, terms, "normalizer")).counted

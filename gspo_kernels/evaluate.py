@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gspo_kernels.aggregation import Aggregation, selected
+from gspo_kernels.layout import Layout
 from gspo_kernels.objectives import finite
 from gspo_kernels.objectives.base import ObjectiveLoss, PolicyBatch, from_spec
 from gspo_kernels.terms import Terms
@@ -73,7 +74,7 @@ def _usable(tensor: Tensor) -> Tensor:
 
 def _evaluate(logprobs: Tensor, entropy: Tensor | None, terms: Terms, want_metrics: bool) -> PolicyStep:
     objective = from_spec(terms.objective)
-    layout, mask = terms.layout(logprobs), terms.counted(logprobs)
+    layout, mask = terms.whole_layout(logprobs), terms.counted(logprobs)
     aggregation = Aggregation(layout, mask, terms)
     present = mask if terms.skipped is None else mask & ~layout.expand(terms.skipped)
 
@@ -102,25 +103,30 @@ def _evaluate(logprobs: Tensor, entropy: Tensor | None, terms: Terms, want_metri
     result = objective.evaluate(batch)
     token_shares = aggregation.token_shares() if terms.token_shares is None else terms.token_shares
     sequence_level = objective.level == "sequence"
-    loss = _weighted_sum(result.loss, aggregation.sequence_shares() if sequence_level else token_shares)
+    sums = [_weighted_sum(result.loss, aggregation.sequence_shares() if sequence_level else token_shares)]
 
     kl = None if reference is None else kl_penalty(finite.difference(logp, reference), terms.kl_estimator)
     if kl is not None and terms.kl_beta is not None:
         penalty = kl
         if terms.kl_ratio_weighted:
             penalty = finite.mul(kl, batch.per_token(finite.exp(result.log_ratio)))
-        loss = loss + _weighted_sum(_times(penalty, terms.kl_beta), token_shares)
+        sums.append(_weighted_sum(_times(penalty, terms.kl_beta), token_shares))
     leaves = [logp]
     if entropy is not None and terms.entropy_coef is not None:
         leaves.append(entropy.requires_grad_())
-        loss = loss - _weighted_sum(_times(entropy, terms.entropy_coef), token_shares)
+        sums.append(-_weighted_sum(_times(entropy, terms.entropy_coef), token_shares))
+    of_tokens = sums[1:] if sequence_level else sums
+    if of_tokens:
+        sums[-len(of_tokens) :] = layout.over_ranks(torch.stack(of_tokens)).unbind()
+    loss = sum(sums[1:], start=sums[0])
 
     everywhere = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
     grads = [torch.where(present, grad, 0.0) for grad in everywhere]
     metrics = logp.new_empty(0)
     if want_metrics:
         active = torch.stack([grad != 0 for grad in grads]).any(0)
-        metrics = _metrics(batch, present, result, log_ratio, active, kl, entropy)
+        there = aggregation.nonempty if terms.skipped is None else aggregation.nonempty & ~terms.skipped
+        metrics = _metrics(batch, (present, there), result, log_ratio, active, kl, entropy)
     grad_entropy = grads[1] if len(grads) > 1 else logp.new_empty(0)
     dtype = stats_dtype(logprobs.dtype)
     return PolicyStep(*(output.detach().to(dtype) for output in (loss, grads[0], grad_entropy, metrics)))
@@ -135,46 +141,67 @@ def token_mean(values: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, values.detach().double(), 0.0).sum() / mask.sum().clamp(min=1)
 
 
+def _means(
+    values: list[Tensor], present: tuple[Tensor, Tensor], layout: Layout
+) -> tuple[list[Tensor], Tensor]:
+    """The mean of each value over the present tokens or sequences, 0 where there is none; and how many tokens
+    there are, with one sum over ranks.
+    """
+    tokens, sequences = present
+
+    def inside(value: Tensor) -> Tensor:
+        among = tokens if value.ndim == tokens.ndim else sequences
+        return torch.where(among, value.to(torch.float64), 0.0).sum()
+
+    of_tokens = [inside(value) for value in values if value.ndim == tokens.ndim]
+    count = tokens.sum().to(torch.float64)
+    count, *rest = layout.over_ranks(torch.stack([count, *of_tokens])).unbind()
+    means, left = [], iter(rest)
+    for value in values:
+        if value.ndim == tokens.ndim:
+            means.append(next(left) / count.clamp(min=1))
+        else:
+            means.append(inside(value) / sequences.sum().clamp(min=1))
+    return means, count
+
+
 def _metrics(
     batch: PolicyBatch,
-    present: Tensor,
+    present: tuple[Tensor, Tensor],
     result: ObjectiveLoss,
     log_ratio: Tensor,
     active: Tensor,
     kl: Tensor | None,
     entropy: Tensor | None,
 ) -> Tensor:
-    """Metrics in the order of ``metric_names``, over the sequences or tokens that have log-probs."""
-    layout = batch.layout
-    sequences_present = layout.sum(present.to(torch.float64)) > 0
+    """Metrics in the order of ``metric_names``, over the tokens and sequences that have log-probs."""
+    layout, (tokens, sequences) = batch.layout, present
     ratio = result.log_ratio.detach().exp()
-    items = present if ratio.ndim == present.ndim else sequences_present
-    count = items.sum().clamp(min=1)
-    neutral = torch.where(items.any(), 0.0, 1.0)
-
-    def share(chosen: Tensor) -> Tensor:
-        among = present if chosen.ndim == present.ndim else sequences_present
-        return (chosen & among).sum(dtype=torch.float64) / among.sum().clamp(min=1)
-
+    by_token = ratio.ndim == tokens.ndim
+    items = tokens if by_token else sequences
     never = torch.zeros_like(items)
     low, high = (
         never if clipped is None else clipped for clipped in (result.clipped_low, result.clipped_high)
     )
-    sequence_active = layout.sum(active.to(torch.float64)) > 0
-    padded = torch.cat([ratio.flatten(), ratio.new_ones(1)])
-    inside = torch.cat([items.flatten(), ~items.any().reshape(1)])
-    results = [
-        torch.where(items, ratio, 0.0).sum() / count + neutral,
-        torch.where(inside, padded, float("inf")).amin(),
-        torch.where(inside, padded, float("-inf")).amax(),
-        share(low),
-        share(high),
-        share(batch.per_token(low) | batch.per_token(high)),
-        token_mean(-log_ratio, present),
-        share(sequence_active),
+    values = [
+        ratio,
+        low,
+        high,
+        batch.per_token(low) | batch.per_token(high),
+        -log_ratio.detach(),
+        layout.sum(active.to(torch.float64)) > 0,
+        *(value.detach() for value in (kl, entropy) if value is not None),
     ]
-    if kl is not None:
-        results.append(token_mean(kl, present))
-    if entropy is not None:
-        results.append(token_mean(entropy, present))
-    return torch.stack([result.to(torch.float64) for result in results])
+    (mean, *others), count = _means(values, present, layout)
+    nothing = (count if by_token else sequences.sum()) == 0
+    # one more, so that there is an extreme
+    beyond = ratio.new_full((1,), float("-inf"))
+    extremes = torch.stack(
+        [
+            torch.cat([torch.where(items, value, float("-inf")).flatten(), beyond]).amax()
+            for value in (-ratio, ratio)
+        ]
+    )
+    least, most = (layout.largest(extremes) if by_token else extremes).unbind()
+    ratios = [torch.where(nothing, 1.0, value) for value in (mean, -least, most)]
+    return torch.stack([*ratios, *others])

@@ -9,6 +9,7 @@ device: no atomics, and the adjoint of ``expand`` is ``sum`` instead of an ``ind
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,12 +17,42 @@ import torch
 from torch import Tensor
 
 
+class Layout(ABC):
+    """Which sequence a token belongs to, and who has the tokens."""
+
+    @property
+    @abstractmethod
+    def sequences(self) -> int:
+        """Number of sequences, empty ones included."""
+
+    @abstractmethod
+    def sum(self, tokens: Tensor) -> Tensor:
+        """Tokens -> [B]: sums over sequences."""
+
+    @abstractmethod
+    def expand(self, values: Tensor) -> Tensor:
+        """[B] -> tokens: each token gets its sequence's value."""
+
+    def over_ranks(self, sums: Tensor) -> Tensor:
+        """The sums over all tokens from those over the tokens that are here; any shape."""
+        return sums
+
+    def largest(self, values: Tensor) -> Tensor:
+        """The same for largest values; without a gradient."""
+        return values
+
+
 @dataclass(frozen=True)
-class Padded:
+class Padded(Layout):
     """Tokens are [B, T]; row i is sequence i."""
 
-    sequences: int
+    rows: int
     length: int
+
+    @property
+    def sequences(self) -> int:
+        """Number of rows."""
+        return self.rows
 
     def sum(self, tokens: Tensor) -> Tensor:
         """[B, T] -> [B]."""
@@ -29,11 +60,11 @@ class Padded:
 
     def expand(self, values: Tensor) -> Tensor:
         """[B] -> [B, T], without copying."""
-        return values.unsqueeze(1).expand(self.sequences, self.length)
+        return values.unsqueeze(1).expand(self.rows, self.length)
 
 
 @dataclass(frozen=True, eq=False)
-class Packed:
+class Packed(Layout):
     """Tokens are [1, N]; sequence i is ``tokens[0, cu_seqlens[i]:cu_seqlens[i + 1]]``."""
 
     offsets: Tensor
@@ -51,9 +82,6 @@ class Packed:
     def expand(self, values: Tensor) -> Tensor:
         """[B] -> [1, N]."""
         return _SegmentExpand.apply(values, self.offsets, self.segments)
-
-
-Layout = Padded | Packed
 
 
 def layout_of(tokens: Tensor, cu_seqlens: Tensor | None) -> Layout:

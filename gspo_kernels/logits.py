@@ -139,22 +139,23 @@ def takes_dtensors(implementation: Callable[..., R]) -> Callable[..., R]:
 
 
 def on_all_ranks(implementation: Callable[..., R]) -> Callable[..., R]:
-    """Have a public function take DTensors, and raise either on all ranks of its ``tp_group`` or on none.
+    """Have a public function raise either on all ranks of its ``cp_group`` and ``tp_group`` or on none.
 
     Compiled code is no place to tell others of an error: there only what operators check is raised on all.
     """
 
-    @takes_dtensors
     @functools.wraps(implementation)
     def call(**arguments: Any) -> R:
-        group = arguments["logit_arguments"].tp_group
-        if group is None or torch.compiler.is_compiling():
+        groups = {
+            "cp_group": getattr(arguments.get("terms"), "cp_group", None) or None,
+            "tp_group": getattr(arguments.get("logit_arguments"), "tp_group", None),
+        }
+        if torch.compiler.is_compiling() or all(group is None for group in groups.values()):
             return implementation(**arguments)
-        from gspo_kernels.parallel.agreement import together
-        from gspo_kernels.parallel.groups import group_name
+        from gspo_kernels.parallel.agreement import all_or_none
 
-        device = getattr(arguments["labels"], "device", torch.device("cpu"))
-        with together(group_name("tp_group", group), device):
+        tokens = arguments.get("labels", arguments.get("logprobs"))
+        with all_or_none(getattr(tokens, "device", torch.device("cpu")), **groups):
             return implementation(**arguments)
 
     return call

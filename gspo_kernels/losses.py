@@ -15,7 +15,14 @@ from gspo_kernels.linear.exactness import coefficients_depend_on
 from gspo_kernels.linear.inputs import check_before_ranks_work
 from gspo_kernels.linear.plan import SchedulePlan
 from gspo_kernels.linear.scopes import without_logprobs
-from gspo_kernels.logits import LogitArguments, check_inplace, check_logits, on_all_ranks, wants_entropy
+from gspo_kernels.logits import (
+    LogitArguments,
+    check_inplace,
+    check_logits,
+    on_all_ranks,
+    takes_dtensors,
+    wants_entropy,
+)
 from gspo_kernels.objectives import GSPO
 from gspo_kernels.objectives.base import Objective
 from gspo_kernels.ops.backends import resolve
@@ -43,6 +50,7 @@ def _given_logprobs(
     return as_rows(logprobs, packed), entropy, resolve("auto", logprobs.device), checked_terms
 
 
+@on_all_ranks
 def _policy_loss(logprobs: Tensor, entropy: Tensor | None, terms: Terms, objective: Objective) -> LossOutput:
     rows = _given_logprobs(logprobs, entropy, terms, objective)
     return loss_of(*rows, packed=terms.cu_seqlens is not None)
@@ -69,6 +77,7 @@ def policy_loss(
     normalizer: float | Tensor | None = None,
     entropy: Tensor | None = None,
     objective: Objective = GSPO(),
+    cp_group: ProcessGroup | DeviceMesh | None = None,
 ) -> LossOutput:
     """Policy loss of given log-probs: the drop-in for a trainer that already computes them.
 
@@ -100,15 +109,23 @@ def policy_loss(
         entropy: labels' shape, from ``token_logprobs(..., return_entropy=True)``: for the bonus and its
             metric.
         objective: GSPO() by default; see ``gspo_kernels.objectives``.
+        cp_group: a ProcessGroup, or a DeviceMesh of one dimension: ranks that have parts of the same
+            sequences (context parallelism). All that is the labels' shape is of this rank's tokens: padded
+            [B, T of the rank]; packed as many sequences on all ranks, some of them of no tokens. What is [B],
+            and the normalizer, is of whole sequences, the same on all ranks, and so are loss and metrics.
+            Gradients are those of a rank's own tokens, to be summed over the group. Refused for objectives
+            over turns and over the whole batch.
 
     Returns:
         LossOutput(loss, logprobs, entropy, metrics).
 
     Raises:
         TypeError, ValueError: a wrong argument, named in the message.
+        RanksDisagreeError: another rank refused the call, or was called with something else.
     """
 
 
+@on_all_ranks
 def _policy_coefficients(
     logprobs: Tensor, entropy: Tensor | None, terms: Terms, objective: Objective
 ) -> Tensor:
@@ -143,12 +160,13 @@ def policy_coefficients(
     normalizer: float | Tensor | None = None,
     entropy: Tensor | None = None,
     objective: Objective,
+    cp_group: ProcessGroup | DeviceMesh | None = None,
 ) -> Tensor:
     """dLoss/dlogprobs of ``policy_loss`` with the same arguments: what ``Linear`` takes as ``token_weights``.
 
     Args:
-        logprobs, old_logprobs, advantages, objective, and all terms from loss_mask to normalizer: as in
-            ``policy_loss``.
+        logprobs, old_logprobs, advantages, objective, cp_group, and all terms from loss_mask to normalizer:
+            as in ``policy_loss``.
         entropy: the shape of ``logprobs``; only for objectives that look at it.
 
     Returns:
@@ -161,6 +179,7 @@ def policy_coefficients(
     """
 
 
+@takes_dtensors
 @on_all_ranks
 def _fused_policy_loss(
     logits: Tensor,
@@ -240,6 +259,7 @@ def fused_policy_loss(
     backend: str = "auto",
     tp_group: ProcessGroup | DeviceMesh | None = None,
     vocab_range: tuple[int, int] | None = None,
+    cp_group: ProcessGroup | DeviceMesh | None = None,
 ) -> LossOutput:
     """Policy loss straight from logits: each logit is read once in the forward and once in the backward.
 
@@ -254,7 +274,7 @@ def fused_policy_loss(
         logit_scale, softcap, kept_ids, kept_mask, ignore_index, inplace_backward, backend, tp_group,
             vocab_range: as in ``token_logprobs``. Old and reference log-probs must be over the same kept ids.
         return_entropy: also return the entropy, detached; an entropy bonus computes it anyway.
-        objective: as in ``policy_loss``.
+        objective, cp_group: as in ``policy_loss``.
 
     Returns:
         LossOutput(loss, logprobs, entropy, metrics).
@@ -304,6 +324,7 @@ def fused_linear_policy_loss(
     vocab_range: tuple[int, int] | None = None,
     reduce_hidden_grad: bool = True,
     sequence_parallel: bool = False,
+    cp_group: ProcessGroup | DeviceMesh | None = None,
 ) -> LossOutput:
     """Policy loss from hidden states and the lm_head's weight: the logits never exist as a whole.
 
@@ -321,7 +342,7 @@ def fused_linear_policy_loss(
             tp_group, vocab_range, reduce_hidden_grad, sequence_parallel: as in ``linear_token_logprobs``. Old
             and reference log-probs must be over the same kept ids.
         return_entropy: also return the entropy, detached; an entropy bonus computes it anyway.
-        objective: as in ``policy_loss``.
+        objective, cp_group: as in ``policy_loss``.
         schedule: "auto", "known", "aligned", "deferred", "frozen", "cached" or "two_pass": how the batch is
             cut into chunks and products. All give the same result; one that can't is refused with the reason.
             "auto" chooses by a cost model, for each sequence; see ``explain_schedule``. All but "two_pass"
@@ -374,6 +395,7 @@ def explain_schedule(
     vocab_range: tuple[int, int] | None = None,
     reduce_hidden_grad: bool = True,
     sequence_parallel: bool = False,
+    cp_group: ProcessGroup | DeviceMesh | None = None,
 ) -> SchedulePlan:
     """The plan of a ``fused_linear_policy_loss`` call with these arguments, without running it; print it to
     read it: matrix products, memory, the cost model's time, the reason, and the alternatives.

@@ -39,7 +39,9 @@ def ratio_form(objective: Objective, terms: Terms, backend: str) -> RatioClip | 
     """The form in which ``backend`` can serve a step of the objective; None where a term goes beyond it."""
     beyond = (terms.token_weights, terms.entropy_coef, terms.token_shares)
     weighted_kl = terms.kl_beta is not None and terms.kl_ratio_weighted
-    if weighted_kl or any(term is not None for term in beyond) or not has_single_launch(backend):
+    if weighted_kl or terms.cp_group or any(term is not None for term in beyond):
+        return None
+    if not has_single_launch(backend):
         return None
     return objective.ratio_form()
 

@@ -51,7 +51,8 @@ def policy_step(
     logprobs: Tensor, entropy: Tensor | None, backend: str, terms: Terms, want_metrics: bool
 ) -> PolicyStep:
     """``take_step`` after checking values that only the device knows."""
-    step = take_step(logprobs, entropy, check_values(logprobs, terms), backend, want_metrics)
+    terms = check_values(logprobs, terms, "policy_step", entropy is not None, want_metrics)
+    step = take_step(logprobs, entropy, terms, backend, want_metrics)
     return step if want_metrics else step._replace(metrics=step.loss.new_empty(0))
 
 

@@ -20,6 +20,8 @@ from gspo_kernels.layout import Layout, as_rows, layout_of
 from gspo_kernels.objectives.base import Objective, from_spec
 from gspo_kernels.ops import values
 from gspo_kernels.ops.library import checked_values
+from gspo_kernels.parallel.agreement import digest
+from gspo_kernels.types import stats_dtype
 
 KL_ESTIMATORS = ("k1", "k2", "k3")
 
@@ -125,6 +127,7 @@ class Terms(NamedTuple):
     normalizer: Annotated[Tensor | None, NUMBER] = None
     kl_estimator: str = "k3"
     kl_ratio_weighted: bool = False
+    cp_group: str = ""  # the process group that has the sequences' tokens together; "": they are here
     objective: str = ""  # ``Objective.spec``
     skipped: Annotated[Tensor | None, SEQUENCES] = None  # bool: without log-probs; in divisors, in no metric
     token_shares: Annotated[Tensor | None, TOKENS] = None  # loss = sum(share * value) instead of aggregating
@@ -132,6 +135,15 @@ class Terms(NamedTuple):
     def layout(self, tokens: Tensor) -> Layout:
         """Where the sequences of ``tokens`` begin and end."""
         return layout_of(tokens, self.cu_seqlens)
+
+    def whole_layout(self, tokens: Tensor) -> Layout:
+        """The same, with sums over the tokens of all ranks of ``cp_group``."""
+        here = self.layout(tokens)
+        if not self.cp_group:
+            return here
+        from gspo_kernels.parallel.sequences import AcrossRanks
+
+        return AcrossRanks(here, self.cp_group)
 
     def counted(self, tokens: Tensor) -> Tensor:
         """Bool, the shape of ``tokens``: those that count."""
@@ -178,7 +190,16 @@ def shaped(given: Terms, tokens: Tensor, objective: Objective) -> Terms:
         if value is not None:
             alone = label == "advantages" and not objective.takes_token_advantages
             found[label] = form.checked(label, value, place, type(objective).__name__ if alone else "")
-    return given._replace(objective=objective.spec, **found)
+    return given._replace(objective=objective.spec, cp_group=_context(given.cp_group), **found)
+
+
+def _context(group: object) -> str:
+    """The name of a ``cp_group`` as the caller gave it."""
+    if group in (None, ""):
+        return ""
+    from gspo_kernels.parallel.groups import group_name
+
+    return group_name("cp_group", group)
 
 
 def checked(given: Terms, tokens: Tensor, objective: Objective, has_entropy: bool) -> Terms:
@@ -211,6 +232,12 @@ def _check_fit(terms: Terms, objective: Objective, has_entropy: bool) -> None:
     for label in ("group_ids", "turn_ids"):
         if getattr(terms, label) is not None and label not in objective.needs:
             raise ValueError(f"{label}: {name} would ignore it, expected None")
+    if terms.cp_group and objective.coefficient_scope in _UNCUT:
+        raise ValueError(
+            f"cp_group: {name} can't serve sequences that are cut over ranks, because it looks at "
+            f"{_UNCUT[objective.coefficient_scope]}; take policy_coefficients of the whole sequences, and "
+            "give each rank its part of them as token_weights of objective=Linear()"
+        )
     if objective.coefficient_scope == "batch" and terms.normalizer is not None:
         raise ValueError(
             f"normalizer: got {terms.normalizer.item()}, but {name} looks at the whole batch and can't be "
@@ -225,8 +252,76 @@ def _check_fit(terms: Terms, objective: Objective, has_entropy: bool) -> None:
         raise ValueError("entropy: got None, but entropy_coef asks for an entropy bonus")
 
 
-def check_values(tokens: Tensor, terms: Terms) -> Terms:
-    """The terms with their mask as bool, after checks that need a look at values; see ``ops.values``."""
+_UNCUT = {
+    "turn": "turns, of which other ranks may have tokens",
+    "batch": "all tokens of the batch side by side",
+}
+"""What objectives look at that sums over a sequence don't tell, by scope."""
+
+
+def check_values(tokens: Tensor, terms: Terms, *call: object) -> Terms:
+    """The terms with their mask as bool, after checks that need a look at values; see ``ops.values``.
+
+    With a ``cp_group`` all its ranks go on, or all raise. ``call`` is what must be the same on all of them,
+    besides what the terms say of whole sequences.
+    """
+    if not terms.cp_group:
+        return _check_values(tokens, terms)
+    from gspo_kernels.parallel.agreement import RanksDisagreeError, agree, together
+
+    with together(terms.cp_group, tokens.device):
+        terms = _check_values(tokens, terms)
+        said = _of_whole_sequences(tokens, terms, call)
+        own = [number for name in _EITHER for number in _said_of_either(tokens, terms, name)]
+        every = agree(terms.cp_group, tokens.device, said, own)
+    for place, name in enumerate(_EITHER):
+        kinds, contents = ({each[2 * place + i] for each in every} for i in range(2))
+        if kinds == {_BY_TOKEN, _AMBIGUOUS} and getattr(terms, name).ndim == 1:
+            terms = terms._replace(**{name: getattr(terms, name).unsqueeze(0)})
+        elif kinds >= {_BY_TOKEN, _BY_SEQUENCE} or (_BY_TOKEN not in kinds and len(contents) > 1):
+            raise RanksDisagreeError(f"{name}: differs between the ranks of cp_group")
+    return terms
+
+
+_EITHER = tuple(name for name, form in FORMS.items() if form is EITHER)
+_BY_SEQUENCE, _BY_TOKEN, _AMBIGUOUS = range(3)
+"""What a rank has of a term that is one per sequence or one per token: packed, N may equal B by chance."""
+
+
+def _said_of_either(tokens: Tensor, terms: Terms, name: str) -> tuple[int, int]:
+    """What this rank has of a term, and what stands for its values where they are one per sequence."""
+    value = getattr(terms, name)
+    if value is None:
+        return _BY_SEQUENCE, 0
+    if value.ndim == 2:
+        return _BY_TOKEN, 0
+    by_chance = terms.cu_seqlens is not None and value.shape[0] == tokens.numel()
+    seen = digest(value.tolist()) if checked_values(value.device) else 0
+    return _AMBIGUOUS if by_chance else _BY_SEQUENCE, seen
+
+
+def _of_whole_sequences(tokens: Tensor, terms: Terms, call: tuple[object, ...]) -> dict[str, int]:
+    """What stands for all that is to be the same on the ranks that have parts of the same sequences."""
+    given = {name: getattr(terms, name) for name in FORMS if name != "loss_mask"}
+    present = [name for name, value in given.items() if value is not None]
+    options = (terms.objective, terms.kl_estimator, terms.kl_ratio_weighted)
+    of_sequences = {
+        name: value.tolist()
+        for name, value in given.items()
+        if value is not None
+        and (value.ndim == 0 or FORMS[name].shape == "sequences")
+        and checked_values(value.device)
+    }
+    said = {
+        "cu_seqlens or labels: the number of sequences": terms.layout(tokens).sequences,
+        "the call, its objective or its options": (call, options, str(stats_dtype(tokens.dtype))),
+        "which terms are given": present,
+        "a number, or a term of whole sequences": of_sequences,
+    }
+    return {what: digest(value) for what, value in said.items()}
+
+
+def _check_values(tokens: Tensor, terms: Terms) -> Terms:
     values.check_cu_seqlens(terms.cu_seqlens, tokens)
     counted = values.check_mask(terms.loss_mask)
     if counted is not terms.loss_mask:
@@ -264,13 +359,15 @@ def idle_sequences(tokens: Tensor, terms: Terms) -> Tensor | None:
     """[B] bool: sequences whose gradient is zero whatever the forward finds; None where none can be known.
 
     They are those whose counted tokens all have a zero advantage, for an objective to which that means a
-    zero gradient, without a KL term or an entropy bonus.
+    zero gradient, without a KL term or an entropy bonus. Advantages per token may be others on other ranks.
     """
     beyond = terms.kl_beta is not None or terms.entropy_coef is not None
     if terms.advantages is None or beyond or not from_spec(terms.objective).zero_advantage_is_inactive:
         return None
     if terms.advantages.ndim == 1:
         return terms.advantages == 0
+    if terms.cp_group:
+        return None
     moving = (terms.advantages != 0) & terms.counted(tokens)
     return terms.layout(tokens).sum(moving.to(torch.float64)) == 0
 
@@ -283,6 +380,11 @@ def leave_out_idle(row_labels: Tensor, terms: Terms, ignore_index: int) -> tuple
     """
     idle = idle_sequences(row_labels, terms)
     if idle is None:
+        if terms.cp_group and terms.advantages is not None and terms.advantages.ndim == 2:
+            raise ValueError(
+                "skip_inactive: 'all' needs one advantage per sequence where cp_group has their tokens; use "
+                "'backward'"
+            )
         for term in ("kl_beta", "entropy_coef"):
             if getattr(terms, term) is not None:
                 raise ValueError(

@@ -22,7 +22,7 @@ TERMS = (
 )
 LOGITS = "temperature logit_scale softcap kept_ids kept_mask ignore_index backend tp_group vocab_range"
 HIDDEN = "bias logits_dtype max_chunk_bytes reduce_hidden_grad sequence_parallel"
-POLICY = f"{LAYOUT} {TERMS}"
+POLICY = f"{LAYOUT} {TERMS} cp_group"
 
 # positional parameters | keyword-only parameters
 SELECTED = "normalize_within temperature logit_scale softcap kept_ids kept_mask backend"
@@ -45,7 +45,7 @@ CONTRACT = {
         f"bias {SELECTED} logits_dtype max_chunk_bytes",
     ),
     "sampling_mask": ("logits", "temperature top_k top_p min_p labels engine"),
-    "normalizer": ("objective loss_mask", "cu_seqlens lengths advantages group_ids"),
+    "normalizer": ("objective loss_mask", "cu_seqlens lengths advantages group_ids group cp_group"),
     "rollout_weights": ("old_logprobs rollout_logprobs", f"{LAYOUT} level reduce mode low high"),
     "advantages.group_normalized": ("rewards", "group_size group_ids scale eps"),
     "explain_schedule": ("hidden weight labels old_logprobs advantages", None),

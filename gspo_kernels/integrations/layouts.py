@@ -205,6 +205,48 @@ def to_tokens(
     return _shift(predictions, cu_seqlens, attention_mask, fill, 1)
 
 
+def tokens_of_rank(cu_seqlens: Tensor, rank: int, ranks: int, *, order: str = "zigzag") -> PackedTokens:
+    """Which tokens of packed sequences a context-parallel rank has, for losses with ``cp_group``.
+
+    Shift first, cut then: ``to_predictions(input_ids, cu_seqlens=cu_seqlens, fill=-100)[positions]`` are the
+    rank's labels, whose tokens may lie on another rank. Of a padded batch [B, T] the positions for
+    ``cu_seqlens = [0, T]`` are the rank's columns.
+
+    Args:
+        cu_seqlens: [B + 1], of the whole sequences.
+        rank, ranks: of the group.
+        order: "zigzag": a sequence in 2 * ranks runs, of which a rank has number ``rank`` and, behind it,
+            number 2 * ranks - 1 - ``rank`` (ring attention with its load balanced). "contiguous": in as many
+            runs as ranks. "stream": all packed tokens together in as many runs as ranks, whichever sequences
+            those cut (as for Ulysses). Runs of a sequence differ by one token at most.
+
+    Returns:
+        Positions, int64 [n], in ascending order, and the rank's own ``cu_seqlens``, int32 [B + 1]: as many
+        sequences on every rank. n is read from the device.
+
+    Raises:
+        TypeError, ValueError: a wrong argument, named in the message.
+    """
+    checks.tensor("cu_seqlens", cu_seqlens, None, "[B + 1]", None)
+    checks.layout("cu_seqlens", cu_seqlens, cu_seqlens)
+    checks.choice("order", order, ("zigzag", "contiguous", "stream"))
+    if checks.integer("ranks", ranks) < 1 or not 0 <= checks.integer("rank", rank) < ranks:
+        raise ValueError(f"rank: got {rank} of {ranks}, expected a number from 0 to below ranks")
+    tokens = int(cu_seqlens[-1])
+    positions = torch.arange(max(tokens, 0), device=cu_seqlens.device)
+    check_cu_seqlens(cu_seqlens, positions)
+    if order == "stream":
+        first, last = tokens * rank // ranks, tokens * (rank + 1) // ranks
+        offsets = (cu_seqlens - first).clamp(0, last - first).to(torch.int32)
+        return PackedTokens(positions[first:last], offsets)
+    runs = [rank, 2 * ranks - 1 - rank] if order == "zigzag" else [rank]
+    sequence = segment_ids(cu_seqlens, tokens)
+    # run k of a sequence begins at length * k // (number of runs)
+    run = ((positions - cu_seqlens[sequence] + 1) * len(runs) * ranks - 1) // cu_seqlens.diff()[sequence]
+    own = torch.isin(run, torch.tensor(runs, device=run.device)).nonzero().squeeze(1)
+    return PackedTokens(own, offsets_of(torch.bincount(sequence[own], minlength=len(cu_seqlens) - 1)))
+
+
 def response_predictions(cu_seqlens: Tensor, response_cu_seqlens: Tensor) -> Tensor:
     """Where packed whole sequences (prompt + response) predict their response tokens.
 

@@ -312,6 +312,8 @@ def _labels(ours: dict[str, Any], kwargs: dict[str, Any]) -> Tensor:
         checks.layout(name, labels.squeeze(0), ours["cu_seqlens"])
     if name == "shift_labels":
         return labels
+    if ours.get("cp_group") is not None:
+        raise IntegrationError("labels: the next one may lie on another rank of cp_group; pass shift_labels")
     if ours.get("loss_mask") is not None:
         raise IntegrationError(
             "loss_mask: belongs to the tokens that positions predict, and labels do not; mark tokens that do "

@@ -27,6 +27,7 @@ from gspo_kernels.types import LossOutput, TokenLogprobs
 SKIP_INACTIVE = ("backward", "all", "none")
 
 
+@takes_dtensors
 @on_all_ranks
 def linear_token_logprobs(
     hidden: Tensor,
@@ -103,6 +104,7 @@ class _Prepared:
         return choose(schedule, self.refusals, any(self.needs), lengths_known)
 
 
+@takes_dtensors
 @on_all_ranks
 def fused_linear_policy_loss(
     hidden: Tensor,

@@ -49,6 +49,9 @@ def refusals(objective: Objective, terms: Terms, trains_head: bool) -> Refusals:
             reasons[schedule] = "entropy_coef adds a gradient that is no multiple of the log-prob's"
     if trains_head:
         reasons.setdefault("frozen", "the lm_head's weight or bias needs a gradient")
+    if terms.cp_group:
+        for schedule in ("aligned", "deferred"):
+            reasons[schedule] = "cp_group has tokens of the same sequences on other ranks"
     if terms.skipped is not None and scope in ("group", "batch"):
         for schedule in ("aligned", "frozen", "cached"):
             reasons[schedule] = f"skip_inactive='all' leaves out sequences that {name}'s coefficients look at"

@@ -50,7 +50,7 @@ def linear_policy(operands: LinearOperands, terms: Terms, settings: Settings, ne
     """A hidden-state loss, its log-probs and its gradients."""
     call = Call.of(operands)
     with call.together():
-        terms = check_values(operands.labels, terms)
+        terms = check_values(operands.labels, terms, "linear_policy", settings, needs)
     call = call.check(
         "linear_policy", terms.objective, terms.kl_estimator, terms.kl_ratio_weighted, settings, needs
     )

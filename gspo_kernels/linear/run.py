@@ -59,9 +59,10 @@ class Run:
 
     def step(self) -> PolicyStep:
         """Loss and metrics of the whole call, once all its log-probs are there."""
-        if self._step is not None:
-            return self._step
-        return take_step(self.scores.logprobs, self.scores.entropy, self.terms, self.call.options.backend)
+        if self._step is None:
+            scores, backend = self.scores, self.call.options.backend
+            self._step = take_step(scores.logprobs, scores.entropy, self.terms, backend)
+        return self._step
 
     def known(self) -> None:
         """Coefficients token by token, or beforehand where they depend on nothing."""
@@ -94,7 +95,11 @@ class Run:
         shapes = shapes_of(call, terms, needs)
         parts = plan_parts(schedule, self.scopes.rows, self.scopes.idle, shapes, reasons)
         self.scores.expect(min(call.chunk_rows, max((part.rows for part in parts), default=0)))
-        self.total = Aggregation.of(call.labels, terms).total
+        if terms.cp_group:
+            # the one evaluation, of all tokens on all ranks, stands behind the last projection
+            parts.sort(key=lambda part: part.strategy != "forward")
+        else:
+            self.total = Aggregation.of(call.labels, terms).total
         self.scratch: HeadSums | None = None
         strategies: dict[str, Callable[[Part], None]] = {
             "forward": self._forward,
@@ -129,6 +134,10 @@ class Run:
 
     def _coefficients(self, part: Part) -> tuple[Tensor, Tensor | None]:
         """The same from the statistics that are kept."""
+        if self.terms.cp_group:
+            where = self.scopes.rows_of(part)
+            grad, grad_entropy = _flat(self.step())
+            return grad[where], None if grad_entropy is None else grad_entropy[where]
         return self._step_of(part, self.scores.at(self.scopes.rows_of(part)))
 
     def _forward(self, part: Part) -> None:

@@ -35,7 +35,7 @@ def known_coefficients(tokens: Tensor, terms: Terms, backend: str) -> Tensor:
 def token_terms(tokens: Tensor, terms: Terms, backend: str) -> Terms:
     """The same terms with every tensor expanded to tokens, and aggregation as a share per token."""
     layout, mask = terms.layout(tokens), terms.counted(tokens)
-    shares = Aggregation(layout, mask, terms).token_shares()
+    shares = Aggregation.of(tokens, terms).token_shares()
 
     def expanded(form: Form, value: Tensor) -> Tensor:
         if form.shape == "broadcast":
@@ -43,7 +43,9 @@ def token_terms(tokens: Tensor, terms: Terms, backend: str) -> Terms:
         return layout.expand(value) if form.shape != "tokens" and value.ndim == 1 else value
 
     # what the shares have taken in, and what only objectives over more than a token look at
-    done = terms._replace(cu_seqlens=None, lengths=None, normalizer=None, skipped=None, group_ids=None)
+    done = terms._replace(
+        cu_seqlens=None, lengths=None, normalizer=None, skipped=None, group_ids=None, cp_group=""
+    )
     alone = done.each(expanded)._replace(loss_mask=mask, token_shares=shares)
     if from_spec(terms.objective).coefficient_scope in ("nothing", "token"):
         return alone

@@ -32,7 +32,8 @@ class PolicyBatch:
     """The inputs of an objective, in fp64. "Tokens" means [B, T] padded or [1, N] packed; masked ones hold 0.
 
     Attributes:
-        layout: sums over sequences and expands from them.
+        layout: sums over sequences and expands from them. What it sums may lie on several ranks, so that
+            tokens of different positions meet in no other way.
         mask: bool, tokens that count.
         lengths: [B], |y_i|: counted tokens, or the caller's ``lengths``; at least 1.
         logprobs: tokens, the tensor that carries the gradient.
@@ -76,11 +77,12 @@ class PolicyBatch:
         """[B], [B]: smallest and largest of a sequence's counted tokens; inf and -inf where it has none."""
         sequences = self.sequence_ids().flatten()
 
-        def extreme(how: str, nothing: float) -> Tensor:
-            kept = torch.where(self.mask, values, nothing).flatten()
-            return values.new_full((self.layout.sequences,), nothing).scatter_reduce(0, sequences, kept, how)
+        def largest(candidates: Tensor) -> Tensor:
+            kept = torch.where(self.mask, candidates, -math.inf).flatten()
+            found = values.new_full((self.layout.sequences,), -math.inf)
+            return self.layout.largest(found.scatter_reduce(0, sequences, kept, "amax"))
 
-        return extreme("amin", math.inf), extreme("amax", -math.inf)
+        return -largest(-values), largest(values)
 
     def sequence_ids(self) -> Tensor:
         """Tokens: the index of each token's sequence."""

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from gspo_kernels.parallel.groups import gathered, side_channel
+from gspo_kernels.parallel.groups import gathered, group_name, side_channel
 
 NUMBERS = 24
 """How many numbers a rank says, most of them 0."""
@@ -97,3 +97,13 @@ def together(group: str, device: torch.device) -> Iterator[None]:
             with contextlib.suppress(Exception):  # such as a time limit: this rank's own reason says more
                 refuse(group, device, error)
         raise
+
+
+@contextlib.contextmanager
+def all_or_none(device: torch.device, **groups: object) -> Iterator[None]:
+    """``together`` for each of the groups that are given, by the names of the arguments."""
+    with contextlib.ExitStack() as stack:
+        for argument, group in groups.items():
+            if group is not None:
+                stack.enter_context(together(group_name(argument, group), device))
+        yield

@@ -263,3 +263,50 @@ def test_nested_tensors_that_are_not_whole_are_refused():
     nested = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)], layout=torch.jagged)
     with pytest.raises(ValueError, match="nested"):
         layouts.from_nested(nested.transpose(1, 2))
+
+
+class TestTokensOfRank:
+    @given(
+        lengths=st.lists(st.integers(0, 20), max_size=6),
+        ranks=st.integers(1, 5),
+        order=st.sampled_from(["zigzag", "contiguous", "stream"]),
+    )
+    @settings(max_examples=100, deadline=None)
+    def test_every_token_has_one_rank(self, lengths, ranks, order):
+        cu_seqlens = layouts.offsets_of(torch.tensor(lengths, dtype=torch.int64))
+        parts = [layouts.tokens_of_rank(cu_seqlens, rank, ranks, order=order) for rank in range(ranks)]
+        assert sorted(torch.cat([part.values for part in parts]).tolist()) == list(range(sum(lengths)))
+        for part in parts:
+            assert part.cu_seqlens.dtype == torch.int32 and len(part.cu_seqlens) == len(cu_seqlens)
+            for i, own in enumerate(layouts.unpack(*part)):
+                assert ((own >= cu_seqlens[i]) & (own < cu_seqlens[i + 1])).all()
+                assert (own.diff() > 0).all()
+
+    def test_zigzag(self):
+        cu_seqlens = torch.tensor([0, 8, 8, 12])
+        first, second = (layouts.tokens_of_rank(cu_seqlens, rank, 2) for rank in range(2))
+        assert first.values.tolist() == [0, 1, 6, 7, 8, 11]
+        assert second.values.tolist() == [2, 3, 4, 5, 9, 10]
+        assert first.cu_seqlens.tolist() == second.cu_seqlens.tolist() == [0, 4, 4, 6]
+
+    def test_other_orders(self):
+        cu_seqlens = torch.tensor([0, 8, 8, 12])
+        piece = layouts.tokens_of_rank(cu_seqlens, 1, 2, order="contiguous")
+        assert piece.values.tolist() == [4, 5, 6, 7, 10, 11] and piece.cu_seqlens.tolist() == [0, 4, 4, 6]
+        piece = layouts.tokens_of_rank(cu_seqlens, 1, 2, order="stream")
+        assert piece.values.tolist() == [6, 7, 8, 9, 10, 11] and piece.cu_seqlens.tolist() == [0, 2, 2, 6]
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (([0, 3], 0, 2), "cu_seqlens: got list"),
+            ((torch.tensor([1, 3]), 0, 2), "cu_seqlens: starts at 1"),
+            ((torch.tensor([0, 3]), 2, 2), "rank: got 2 of 2"),
+            ((torch.tensor([0, 3]), 0, 0), "rank: got 0 of 0"),
+        ],
+    )
+    def test_errors(self, arguments, message):
+        with pytest.raises((TypeError, ValueError), match=message):
+            layouts.tokens_of_rank(*arguments)
+        with pytest.raises(ValueError, match="order: got 'ring'"):
+            layouts.tokens_of_rank(torch.tensor([0, 3]), 0, 2, order="ring")

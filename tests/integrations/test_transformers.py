@@ -498,6 +498,10 @@ PACKED = {"input_ids": IDS.view(1, -1), "labels": IDS.view(1, -1), "cu_seqlens":
         ),
         ({"labels": IDS, **UPDATE, "loss_mask": torch.ones(4, T)}, "loss_mask: belongs to the tokens"),
         (
+            {"labels": IDS, **UPDATE, "cp_group": 3},
+            "labels: the next one may lie on another rank of cp_group",
+        ),
+        (
             {"labels": IDS, **UPDATE, "old_logprobs": torch.zeros(4, T, dtype=torch.bfloat16)},
             "old_logprobs: arrives as torch.bfloat16",
         ),
