@@ -411,10 +411,7 @@ def logprobs_and_grad(
     B, T, V = logits.shape
     logprobs = torch.empty(B, T, dtype=stats_dtype(logits.dtype), device=logits.device)
     stats = RowStats(logprobs, torch.empty_like(logprobs, dtype=torch.float64), None)
-    tile = FOLD_AND_GRAD[max(logits.element_size(), out.element_size())]
-    if transform.kept is not None:
-        # words of masks take registers, too
-        tile = tile._replace(block=tile.block // 2)
+    tile = FOLD_AND_GRAD[max(logits.element_size(), out.element_size())].beside(transform)
     rows = RowArguments.of(logits, labels, transform, tile, out)
     launch(
         logprobs_and_grad_kernel,
