@@ -1,4 +1,4 @@
-"""Runs the cases of a module in several gloo processes."""
+"""Runs cases in several gloo processes."""
 
 import json
 import os
@@ -7,25 +7,19 @@ import sys
 from pathlib import Path
 
 
-def run_cases(module: str, size: int, folder: Path) -> dict[str, str]:
-    """What the cases had to say on all ranks together, by name: "" where they passed on each."""
+def run_cases(size: int, folder: Path, modules: tuple[str, ...]) -> dict[str, str]:
+    """What the modules' cases had to say on all ranks together, "" where they passed on each.
+
+    By the module's and the case's name, as in ``vocabulary::errors``.
+    """
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
+    results = [folder / f"result{rank}" for rank in range(size)]
+    command = [sys.executable, "-m", "tests.parallel.worker", str(size), str(folder / "store")]
     processes = [
         subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "tests.parallel.worker",
-                module,
-                str(rank),
-                str(size),
-                str(folder / "store"),
-                str(folder / f"result{rank}"),
-            ],
-            cwd=Path(__file__).parents[2],
-            env=environment,
+            [*command, str(rank), str(result), *modules], cwd=Path(__file__).parents[2], env=environment
         )
-        for rank in range(size)
+        for rank, result in enumerate(results)
     ]
     try:
         for process in processes:
@@ -33,5 +27,5 @@ def run_cases(module: str, size: int, folder: Path) -> dict[str, str]:
     finally:
         for process in processes:
             process.kill()
-    said = [json.loads((folder / f"result{rank}").read_text()) for rank in range(size)]
+    said = [json.loads(result.read_text()) for result in results]
     return {case: "".join(each[case] for each in said) for case in said[0]}

@@ -1,9 +1,9 @@
-"""One of several gloo processes: ``python -m tests.parallel.worker MODULE RANK SIZE STORE RESULT``.
+"""One of several gloo processes: ``python -m tests.parallel.worker SIZE STORE RANK RESULT MODULE...``.
 
-It runs every case of ``MODULE.CASES[SIZE]`` and writes what each had to say, "" where it passed.
+It runs the cases of the modules that a group of SIZE can run, and writes what each had to say, "" where it
+passed.
 """
 
-import importlib
 import json
 import sys
 import traceback
@@ -13,21 +13,23 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from tests.parallel.ranks import cases_of
+
 LIMIT = timedelta(seconds=60)
 
 
-def main(module, rank, size, store, result):
+def main(size, store, rank, result, *modules):
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(size), timeout=LIMIT
     )
     said = {}
-    for case in importlib.import_module(module).CASES[int(size)]:
+    for name, case in cases_of(int(size), modules).items():
         try:
             case()
-            said[case.__name__] = ""
+            said[name] = ""
         except Exception:
-            said[case.__name__] = traceback.format_exc()
+            said[name] = traceback.format_exc()
         dist.barrier()
     Path(result).write_text(json.dumps(said))
     dist.destroy_process_group()

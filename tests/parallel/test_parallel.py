@@ -1,4 +1,4 @@
-"""Tensor parallelism: the same numbers with the vocabulary cut up, and the same bits on all ranks."""
+"""The same numbers with the vocabulary or the sequences cut up, and the same bits on all ranks."""
 
 import os
 import subprocess
@@ -8,28 +8,30 @@ from pathlib import Path
 import pytest
 
 from tests.parallel.processes import run_cases
-from tests.parallel.tensor_parallel import CASES
+from tests.parallel.ranks import cases_of
 from tests.test_readme import blocks
+
+MODULES = ("vocabulary", "vocabulary_traffic", "sequences", "sequences_traffic")
 
 
 @pytest.fixture(scope="module")
 def of_two(tmp_path_factory):
-    return run_cases("tests.parallel.tensor_parallel", 2, tmp_path_factory.mktemp("gloo"))
+    return run_cases(2, tmp_path_factory.mktemp("gloo"), MODULES)
 
 
 @pytest.fixture(scope="module")
 def of_four(tmp_path_factory):
-    return run_cases("tests.parallel.tensor_parallel", 4, tmp_path_factory.mktemp("gloo"))
+    return run_cases(4, tmp_path_factory.mktemp("gloo"), MODULES)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [case.__name__ for case in CASES[2]])
+@pytest.mark.parametrize("case", cases_of(2, MODULES))
 def test_two_ranks_equal_one_process(of_two, case):
     assert not of_two[case], of_two[case]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [case.__name__ for case in CASES[4]])
+@pytest.mark.parametrize("case", cases_of(4, MODULES))
 def test_four_ranks_equal_one_process(of_four, case):
     assert not of_four[case], of_four[case]
 

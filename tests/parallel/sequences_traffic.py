@@ -1,0 +1,211 @@
+"""Sequences cut up over ranks: what they send each other, and what happens when one refuses."""
+
+import itertools
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import gspo_kernels as gk
+from gspo_kernels.parallel.agreement import AGREEMENT_BYTES, RanksDisagreeError
+from tests.cases import Result, assert_equals_oracle, call, make_case
+from tests.objectives.sample_batches import examples, make_batch
+from tests.parallel.ranks import LOSSES, VOCABULARY, Wire, assert_all_raise, assert_same_bits, every, of_ranks
+from tests.parallel.sequences import ENTRIES, LENGTHS, part, positions, run
+
+
+@of_ranks(4)
+def with_the_vocabulary_cut_too():
+    """Context parallel 2 x tensor parallel 2."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+    cp, tp = mesh.get_local_rank("cp"), mesh.get_local_rank("tp")
+    half = slice(tp * VOCABULARY // 2, (tp + 1) * VOCABULARY // 2)
+    groups = {"cp_group": mesh["cp"], "tp_group": mesh["tp"]}
+    for kind, terms in itertools.product(LOSSES, ("all", "plain")):
+        case = make_case(kind, "packed", terms, vocabulary=VOCABULARY, lengths=LENGTHS)
+        own = part(case, *positions(case, "zigzag", cp, 2))
+        shards = {
+            name: value[half] if name in ("weight", "bias") else value for name, value in own.inputs.items()
+        }
+        if kind == "logits":
+            shards["logits"] = shards["logits"][:, half]
+        leaves = {name: value.clone().requires_grad_() for name, value in shards.items()}
+        out = call(own, leaves, LOSSES[kind], gk.GSPOToken(0.2, 0.2), "cpp", **groups)
+        out.loss.backward()
+        assert_same_bits(loss=out.loss, **out.metrics)
+        all_grads, scores = every({name: leaf.grad for name, leaf in leaves.items()}), every(out.logprobs)
+        grads = {}
+        for name in ("weight", "bias") if kind == "linear" else ():
+            parts = [each[name] for each in all_grads]
+            grads[name] = torch.cat([parts[0] + parts[2], parts[1] + parts[3]])
+        tokens = {"logprobs": [scores[0], scores[2]]}
+        if kind == "linear":
+            tokens["hidden"] = [all_grads[0]["hidden"], all_grads[2]["hidden"]]
+        else:
+            each = [one["logits"] for one in all_grads]
+            tokens["logits"] = [torch.cat(each[:2], 1), torch.cat(each[2:], 1)]
+        whole = {}
+        for name, (first, second) in tokens.items():
+            whole[name] = first.new_empty(len(case.labels), *first.shape[1:])
+            for rank, value in enumerate((first, second)):
+                whole[name][positions(case, "zigzag", rank, 2)[0]] = value
+        logprobs = whole.pop("logprobs")
+        if dist.get_rank() == 0 and not case.wants_entropy:
+            assert_equals_oracle(
+                Result(out.loss.detach(), logprobs, grads | whole), case, gk.GSPOToken(0.2, 0.2)
+            )
+
+    def wrong():
+        lengths = torch.full((len(LENGTHS),), -1.0 if dist.get_rank() == 3 else 30.0)
+        return call(
+            replace(own, terms={"lengths": lengths}), leaves, LOSSES[kind], gk.GSPO(), "cpp", **groups
+        )
+
+    try:
+        wrong()
+    except (ValueError, RanksDisagreeError) as error:
+        assert isinstance(error, ValueError) == (dist.get_rank() == 3), error
+    else:
+        raise AssertionError("nothing was raised")
+
+
+@of_ranks(2, 4)
+def bytes_on_the_wire():
+    """The formula of docs/parallel.md: nothing of it knows how many tokens there are."""
+    for kind, objective, terms, sums, numbers, extremes, beforehand in (
+        ("logprobs", gk.GSPO(), "plain", 1, 3, 0, 0),
+        ("logprobs", gk.GSPOToken(0.2, 0.2), "plain", 1, 7, 1, 0),
+        ("logprobs", gk.GRPO(), "plain", 0, 7, 1, 0),
+        ("logprobs", gk.GRPO(), "kl_tensor", 0, 9, 1, 0),
+        ("logprobs", gk.GSPO(), "kl_ratio_weighted", 2, 5, 0, 0),
+        ("linear", gk.GSPO(), "plain", 1, 3, 0, 0),
+        ("linear", gk.GRPO(), "plain", 0, 7, 1, 1),
+        ("linear", gk.GSPO(), "on_policy", 1, 3, 0, 2),
+    ):
+        for lengths in (LENGTHS, tuple(8 * length for length in LENGTHS)):
+            case = make_case(kind, "packed", terms, lengths=lengths)
+            own = part(case, *positions(case, "zigzag"))
+            leaves = {name: value.clone().requires_grad_() for name, value in own.inputs.items()}
+            with Wire() as wire:
+                out = call(own, leaves, ENTRIES[kind], objective, "cpp", cp_group=dist.group.WORLD)
+                out.loss.backward()
+            assert wire.sent["all_reduce"] == 8 * ((2 + sums + beforehand) * len(lengths) + numbers), (
+                objective,
+                wire.sent,
+            )
+            assert wire.sent["all_gather"] == AGREEMENT_BYTES + 16 * extremes, (objective, wire.sent)
+            assert not wire.sent["broadcast"] and not wire.sent["reduce"]
+
+
+@of_ranks(2, 4)
+def normalizers():
+    """Of data-parallel ranks, whose averaged gradients and losses are those of the whole batch."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    group = dist.group.WORLD
+    for objective, everything in itertools.product(examples(max_scope="group"), (False, True)):
+        batches = [
+            make_batch(objective, seed=seed, length=4 + seed, everything=everything) for seed in range(size)
+        ]
+        aggregations = {objective.aggregation, "token_mean", "sum", "sequence_mean_token_sum"}
+        for aggregation in sorted(aggregations):
+            if (aggregation == "constant") != (objective.aggregation_constant is not None):
+                continue
+            one = replace(objective, aggregation=aggregation)
+            pairs = one.outer_divisor()[0] == "pairs"
+
+            def counted(batch, one=one, pairs=pairs, **groups):
+                given = {"lengths": batch.terms.get("lengths")}
+                if pairs:
+                    given |= {"advantages": batch.advantages, "group_ids": batch.terms["group_ids"]}
+                return gk.normalizer(one, batch.loss_mask, **given, **groups)
+
+            got = counted(batches[rank], group=group)
+            assert_same_bits(got=got)
+            own = [counted(batch) for batch in batches]
+            expected = (torch.ones(()).double() if aggregation == "sum" else sum(own)) / size
+            torch.testing.assert_close(got, expected, rtol=1e-14, atol=0, msg=str(one))
+    objective, masks = gk.GSPO(), [torch.ones(3, 4), torch.zeros(2, 5), torch.zeros(0, 2), torch.ones(1, 1)]
+    mine = masks[rank]
+    sequences = sum(int((mask.sum(1) > 0).sum()) for mask in masks[:size])
+    assert gk.normalizer(objective, mine, group=group) == sequences / size
+    assert gk.normalizer(objective, torch.zeros(2, 3), group=group) == 1
+    case = make_case("logprobs", "packed", "holes", lengths=LENGTHS)
+    cut = part(case, *positions(case, "stream"))
+    for one in (gk.GSPO(), gk.DAPO()):
+        alone = gk.normalizer(one, case.loss_mask, cu_seqlens=case.cu_seqlens)
+        together = gk.normalizer(one, cut.loss_mask, cu_seqlens=cut.cu_seqlens, cp_group=group)
+        assert_same_bits(together=together)
+        assert alone == together
+    for message, culprit, given, error in (
+        ("loss_mask: got shape", 1, {"loss_mask": torch.ones(3) if rank == 1 else mine}, ValueError),
+        ("objective: differs", None, {"objective": gk.DAPO() if rank else gk.GSPO()}, RanksDisagreeError),
+    ):
+        given = {"objective": objective, "loss_mask": mine, **given}
+        assert_all_raise(message, culprit, lambda g=given: gk.normalizer(**g, group=group), error)
+
+
+@of_ranks(2)
+def errors():
+    """What one rank refuses, or does differently, is an error on all of them, at once and by name."""
+    here = dist.get_rank()
+    for kind, entry in ENTRIES.items():
+        case = make_case(kind, "packed", vocabulary=VOCABULARY, lengths=LENGTHS)
+        own = part(case, *positions(case, "zigzag"))
+
+        def calling(one, entry=entry, **options):
+            options = {"objective": gk.GSPO(), "cp_group": dist.group.WORLD, **options}
+            leaves = {name: value.clone().requires_grad_() for name, value in one.inputs.items()}
+            return lambda: call(one, leaves, entry, options.pop("objective"), "cpp", **options)
+
+        def of_one(own=own, **changed):
+            return replace(own, **changed) if here == 1 else own
+
+        assert_all_raise("old_logprobs: got shape", 1, calling(of_one(old_logprobs=torch.zeros(99))))
+        grows = torch.tensor([0, 5, *own.cu_seqlens[2:]])
+        assert_all_raise("cu_seqlens: decreases", 1, calling(of_one(cu_seqlens=grows.to(torch.int32))))
+        negative = {"lengths": torch.full((len(LENGTHS),), -1.0 if here == 1 else 9.0)}
+        assert_all_raise("lengths: expected positive", 1, calling(replace(own, terms=negative)))
+        for expected, one, options in (
+            ("advantages: differs", of_one(advantages=own.advantages + 1), {}),
+            ("advantages: differs", of_one(advantages=own.old_logprobs), {"objective": gk.GRPO()}),
+            ("differs between the ranks", of_one(old_logprobs=None), {}),
+            ("a number, or a term of whole", replace(own, terms={"normalizer": 3.0 + (here == 1)}), {}),
+            ("the number of sequences", of_one(**more_sequences(own)), {}),
+            ("the call, its objective", own, {"objective": gk.GSPO() if here else gk.GSPO(0.1, 0.2)}),
+        ):
+            assert_all_raise(expected, None, calling(one, **options), RanksDisagreeError)
+        assert_all_raise("cp_group: got int", None, calling(own, cp_group=3), TypeError)
+    by_token = make_case("linear", "padded", "plain+token_advantages", vocabulary=VOCABULARY)
+    assert_all_raise(
+        "skip_inactive: 'all' needs one advantage per sequence",
+        None,
+        lambda: run(by_token, objective=gk.GRPO(), skip_inactive="all"),
+    )
+
+
+def more_sequences(case):
+    """An empty one at the end."""
+    ends = torch.cat([case.cu_seqlens, case.cu_seqlens[-1:]])
+    return {"cu_seqlens": ends, "advantages": torch.cat([case.advantages, torch.ones(1)])}
+
+
+@of_ranks(2)
+def compiled():
+    """One graph, its operators wait for each other inside."""
+    case = make_case("logits", vocabulary=VOCABULARY, lengths=LENGTHS)
+    own = part(case, *positions(case, "zigzag"))
+
+    def loss(logits):
+        return gk.fused_policy_loss(
+            logits, own.labels, own.old_logprobs, own.advantages, cu_seqlens=own.cu_seqlens,
+            cp_group=dist.group.WORLD,
+        ).loss  # fmt: skip
+
+    results = []
+    for function in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")):
+        leaf = own.inputs["logits"].clone().requires_grad_()
+        value = function(leaf)
+        results.append((value.detach(), *torch.autograd.grad(value, leaf)))
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
