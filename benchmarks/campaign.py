@@ -56,7 +56,7 @@ _ON_DEVICE = (
     "tests/kernels/test_triton_rows.py",
     "tests/kernels/test_sequence_ratio.py",
     "tests/kernels/test_triton_scoring.py",
-    "tests/test_invariants.py",
+    "tests/invariants",
     "tests/test_equivalence.py",
 )
 

@@ -8,7 +8,7 @@ import torch
 
 from gspo_kernels.integrations import verl as adapter
 from tests.integrations import peers
-from tests.integrations.test_verl import MASK, MODES, assert_equal, batch, config, quietly, values
+from tests.integrations.verl_cases import MASK, MODES, assert_equal, batch, config, quietly, values
 
 GUARD = 5e-8
 """Of verl's means over a sequence, which divide by |y| + 1e-8."""
