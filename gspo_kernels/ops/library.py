@@ -76,9 +76,17 @@ def nobody_listens(tensors: list[Tensor]) -> bool:
     return _PLAIN.issuperset(map(type, tensors))
 
 
-def tensors_in(operands: Any) -> list[Tensor]:
-    """The tensors among operands."""
-    return [operand for operand in operands if isinstance(operand, Tensor)]
+def tensors_in(values: Any) -> list[Tensor]:
+    """The tensors among arguments, and in structs among them."""
+    found: list[Tensor] = []
+    for value in values:
+        if value is None:  # most of them, and in the path of every small call
+            continue
+        if isinstance(value, tuple):
+            found.extend(tensors_in(value))
+        elif isinstance(value, Tensor):
+            found.append(value)
+    return found
 
 
 class Operator:
@@ -120,15 +128,14 @@ class Operator:
 
     def __call__(self, *args: Any) -> Any:
         """Dispatch; the arguments are those of the implementation."""
-        operands = flat(args)
-        tensors = tensors_in(operands)
+        tensors = tensors_in(args)
         if nobody_listens(tensors):
             with _isolation(tensors):
                 result = self._implementation(*args)
             if self._mutates:
                 torch.autograd.graph.increment_version(args[0])
             return result
-        result = self.default(*operands)
+        result = self.default(*flat(args))
         if self._mutates and not torch.compiler.is_compiling():
             # a kernel writes unseen by autograd, which must refuse what it has saved of the tensor
             torch.autograd.graph.increment_version(args[0])

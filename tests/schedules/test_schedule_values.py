@@ -227,4 +227,6 @@ def test_groups_and_batch(kind, schedule, rows, layout):
         got = run(case, ENTRY, kind(), schedule=schedule, **options).grads
     for name, grad in got.items():
         assert (grad != 0).any()
-        torch.testing.assert_close(grad, expected.grads[name], rtol=1e-5, atol=1e-7)
+        # another grouping is another gradient; the roundings of other chunks are judged elsewhere
+        most = float(expected.grads[name].abs().max())
+        torch.testing.assert_close(grad, expected.grads[name], rtol=0, atol=1e-5 * most)

@@ -30,6 +30,10 @@ def test_loss_and_all_gradients_equal_the_logits_path(name):
     (got,), plain, truth = compared(model)
     assert all(each.abs().sum() > 0 for each in got[0].values())
     assert_within_budget(got, plain, truth)
+    for name in truth[0]:
+        wrong = [{name: each[name] * (1 + 2.0**-16)} for each in got]
+        with pytest.raises(AssertionError, match=name):
+            assert_within_budget(wrong, *([{name: each[name]} for each in kind] for kind in (plain, truth)))
 
 
 def test_other_objectives_and_schedules_go_through():
