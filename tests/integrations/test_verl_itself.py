@@ -244,3 +244,16 @@ def test_actor_updates_in_verls_engine(tmp_path_factory, installed):
     for (_, one), (_, two) in zip(alone[::2], together, strict=True):
         steps = moved(one, before)
         assert (moved(two, before) - steps).norm() <= 1e-5 * steps.norm()
+
+
+@needs_verl
+def test_verls_own_loss_over_our_log_probs(tmp_path_factory, installed):
+    """``gspo`` as verl has it, entropy bonus and KL loss included: the same weights whoever scores tokens."""
+    runs = [("gspo", {**SEQUENCE, **TERMS})]
+    behind = {**installed, "VERL_USE_EXTERNAL_MODULES": "gspo_kernels.integrations.backends.verl_workers"}
+    before, ((theirs, weights),) = update_actor(tmp_path_factory.mktemp("theirs"), installed, 1, runs)
+    _, ((ours, own),) = update_actor(tmp_path_factory.mktemp("ours"), behind, 1, runs)
+    steps = moved(weights, before)
+    assert (moved(own, before) - steps).norm() <= 1e-5 * steps.norm()
+    for one, other in zip(theirs, ours, strict=True):
+        assert other == pytest.approx(one, rel=1e-4, abs=1e-6)

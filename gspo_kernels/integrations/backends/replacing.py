@@ -1,0 +1,100 @@
+"""How functions of a framework are replaced, wherever it has imported them, and put back."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from gspo_kernels.integrations.errors import require_package
+
+_LOGGER = logging.getLogger("gspo_kernels")
+_INHERITED = object()
+
+
+class NotServedError(Exception):
+    """A call that the framework's own code must take; the message says why."""
+
+
+class Replacements:
+    """Functions of a framework, by "module:name" or "module:class.name", and what runs in their place.
+
+    Args:
+        framework: its distribution, as pip knows it; the import package has the same name.
+        versions: those whose functions are known, as pip writes them.
+        functions: ours, which take the arguments of theirs, or raise NotServedError.
+    """
+
+    def __init__(self, framework: str, versions: str, functions: dict[str, Callable[..., Any]]):
+        self.framework, self.versions, self.functions = framework, versions, functions
+        self._undo: list[tuple[Any, str, Any]] = []
+
+    def install(self) -> None:
+        """Put ours in the place of theirs, also in modules that have imported them already.
+
+        Raises:
+            IntegrationError: the framework isn't installed, or at a version whose functions aren't known.
+        """
+        if self._undo:
+            return
+        require_package(self.framework, self.versions)
+        for path, ours in self.functions.items():
+            module, _, name = path.partition(":")
+            owner: Any = importlib.import_module(module)
+            *classes, name = name.split(".")
+            for each in classes:
+                owner = getattr(owner, each)
+            theirs = getattr(owner, name)
+            stand_in = _either(path.replace(":", "."), ours, theirs)
+            self._set(owner, name, stand_in)
+            if not classes:
+                self._set_where_imported(theirs, stand_in)
+
+    def remove(self) -> None:
+        """Put theirs back."""
+        while self._undo:
+            owner, name, theirs = self._undo.pop()
+            if theirs is _INHERITED:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, theirs)
+
+    def _set(self, owner: Any, name: str, value: Any) -> None:
+        self._undo.append((owner, name, vars(owner).get(name, _INHERITED)))
+        setattr(owner, name, value)
+
+    def _set_where_imported(self, theirs: Any, stand_in: Any) -> None:
+        prefix = self.framework + "."
+        for name, module in list(sys.modules.items()):
+            if name.startswith(prefix) and module is not None:
+                for attribute in [key for key, value in vars(module).items() if value is theirs]:
+                    self._set(module, attribute, stand_in)
+
+
+def _either(path: str, ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(theirs)
+    def stand_in(*arguments: Any, **named: Any) -> Any:
+        try:
+            result = ours(*arguments, **named)
+        except NotServedError as reason:
+            _say_once(f"{path} stays as it is where {reason}")
+            return theirs(*arguments, **named)
+        _say_once(f"{path} runs in gspo_kernels")
+        return result
+
+    return stand_in
+
+
+def _say_once(message: str) -> None:
+    if not torch.compiler.is_compiling():  # which would take the line for something to compile
+        _log(message)
+
+
+@functools.cache
+def _log(message: str) -> None:
+    _LOGGER.warning(message)

@@ -1,0 +1,92 @@
+"""Log-probs and entropy for functions that take logits or hidden states of any leading shape."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import gspo_kernels as gk
+from gspo_kernels.integrations.backends.replacing import NotServedError
+
+IGNORED = -100
+
+
+def scores(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    temperature: float = 1.0,
+    keep: Tensor | None = None,
+    entropy: bool = False,
+    inplace: bool = False,
+) -> gk.TokenLogprobs:
+    """Log-probs, and the entropy, in fp32; 0 where ``keep``, of the labels' shape, is 0.
+
+    Args:
+        logits: [..., V].
+        labels: [...], each a column.
+        temperature: a divisor of the logits.
+        keep: rows that count; None: all.
+        entropy: also return the entropy.
+        inplace: the logits' memory may take their gradient, if nobody else has it.
+
+    Raises:
+        NotServedError: logits that aren't plain floating-point tensors.
+    """
+    refuse_other_tensors(logits, labels)
+    if keep is not None:
+        labels = labels.masked_fill(keep == 0, IGNORED)
+    # two and three dimensions are taken with any strides, which a reshape would copy
+    rows = logits if logits.ndim in (2, 3) else logits.reshape(-1, logits.shape[-1])
+    overwrite = inplace and torch.is_grad_enabled() and logits.requires_grad and not logits.is_leaf
+    found = gk.token_logprobs(
+        rows,
+        labels.reshape(rows.shape[:-1]),
+        temperature=temperature,
+        return_entropy=entropy,
+        inplace_backward=overwrite and rows is logits,
+    )
+    logprobs = found.logprobs.view(labels.shape)
+    each = None if found.entropy is None else found.entropy.view(labels.shape)
+    if each is not None and keep is not None:
+        each = each.masked_fill(keep == 0, 0.0)
+    return gk.TokenLogprobs(logprobs, each)
+
+
+def entropy_of(logits: Tensor) -> Tensor:
+    """[...], the entropy of logits [..., V] in fp32."""
+    found = scores(logits, logits.new_zeros(logits.shape[:-1], dtype=torch.int64), entropy=True).entropy
+    assert found is not None
+    return found
+
+
+def linear_scores(
+    hidden: Tensor, weight: Tensor, labels: Tensor, *, entropy: bool = True, **options: Any
+) -> gk.TokenLogprobs:
+    """The same from hidden states [..., H] and a head's weight [V, H], without ever having all logits.
+
+    ``options`` are those of ``linear_token_logprobs``.
+
+    Raises:
+        NotServedError: weights that DeepSpeed gathers for each use, or that aren't plain tensors.
+    """
+    refuse_other_tensors(hidden, weight, labels)
+    if hasattr(weight, "ds_id"):
+        raise NotServedError("DeepSpeed's ZeRO-3 has the head in pieces between forward and backward")
+    if not torch.is_autocast_enabled(hidden.device.type):
+        weight = weight.to(hidden.dtype)
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    found = gk.linear_token_logprobs(rows, weight, labels.reshape(-1), return_entropy=entropy, **options)
+    shape = labels.shape
+    return gk.TokenLogprobs(
+        found.logprobs.view(shape), None if found.entropy is None else found.entropy.view(shape)
+    )
+
+
+def refuse_other_tensors(*tensors: Tensor) -> None:
+    """Raise NotServedError for DTensors, whose shards each framework cuts in its own way."""
+    for tensor in tensors:
+        if type(tensor) not in (Tensor, torch.nn.Parameter):
+            raise NotServedError(f"it gets a {type(tensor).__name__}")

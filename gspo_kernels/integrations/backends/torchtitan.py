@@ -1,0 +1,50 @@
+"""Behind torchtitan: cross-entropy of whole rows of logits, and the per-token log-probs of its RL losses.
+
+Logits that are cut over tensor-parallel ranks stay torchtitan's. What is in 16 bits is never written in fp32.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+from torch import Tensor
+
+from gspo_kernels.integrations.backends.replacing import NotServedError, Replacements
+from gspo_kernels.integrations.backends.scoring import IGNORED, refuse_other_tensors, scores
+
+VERSIONS = ">=0.3,<0.4"
+
+
+def _refuse_shards(logits: Tensor, labels: Tensor) -> None:
+    """Torchtitan hands shards over as plain tensors, too, and knows that they are by its mesh."""
+    refuse_other_tensors(logits, labels)
+    mesh, backend = (importlib.import_module(f"torchtitan.distributed.{n}") for n in ("spmd_types", "utils"))
+    if backend.get_spmd_backend() == "spmd_types" and mesh.spmd_mesh_size("tp") > 1:
+        raise NotServedError("the vocabulary is cut over tensor-parallel ranks")
+
+
+def _cross_entropy_loss(pred: Tensor, labels: Tensor, *, global_vocab_size: int | None = None) -> Tensor:
+    _refuse_shards(pred, labels)
+    return -scores(pred, labels).logprobs.sum()
+
+
+def _compute_logprobs(
+    logits: Tensor, labels: Tensor, *, return_entropy: bool = False
+) -> Tensor | tuple[Tensor, Tensor]:
+    _refuse_shards(logits, labels)
+    if not return_entropy:
+        return scores(logits, labels).logprobs
+    found = scores(logits, labels.clamp(min=0), entropy=True)  # ignored labels have an entropy, too
+    assert found.entropy is not None
+    return found.logprobs.masked_fill(labels == IGNORED, 0.0), found.entropy.detach()
+
+
+REPLACEMENTS = Replacements(
+    "torchtitan",
+    VERSIONS,
+    {
+        "torchtitan.components.loss:cross_entropy_loss": _cross_entropy_loss,
+        "torchtitan.components.loss:compute_logprobs": _compute_logprobs,
+    },
+)
+install, remove = REPLACEMENTS.install, REPLACEMENTS.remove

@@ -1,0 +1,79 @@
+"""Behind TRL: trainers that score tokens by ``trl.trainer.utils`` keep their loss and take our log-probs.
+
+From logits that is each of TRL's trainers. From hidden states (``add_fused_lm_head``) it is those that ask
+for log-probs and entropy alone: GRPO, RLOO and DPO; SFT and KTO want numbers that we don't compute.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+import gspo_kernels as gk
+from gspo_kernels.integrations.backends.replacing import NotServedError, Replacements
+from gspo_kernels.integrations.backends.scoring import entropy_of, linear_scores, scores
+
+VERSIONS = ">=1.16,<1.17"
+
+
+def _selective_log_softmax(
+    logits: Tensor, index: Tensor, temperature: float = 1.0, row_mask: Tensor | None = None
+) -> Tensor:
+    if index.ndim < logits.ndim:
+        return scores(logits, index, temperature=temperature, keep=row_mask).logprobs
+    if row_mask is not None:
+        raise NotServedError("several ids of a row have a mask")
+    rows, ids = logits.reshape(-1, logits.shape[-1]), index.reshape(-1, index.shape[-1])
+    return gk.selected_logprobs(rows, ids, temperature=temperature).logprobs.view(index.shape)
+
+
+def _selective_log_softmax_and_entropy(
+    logits: Tensor,
+    index: Tensor,
+    entropy_requires_grad: bool = True,
+    temperature: float = 1.0,
+    row_mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    found = scores(logits, index, temperature=temperature, keep=row_mask, entropy=True)
+    assert found.entropy is not None
+    return found.logprobs, found.entropy if entropy_requires_grad else found.entropy.detach()
+
+
+def _entropy_from_logits(logits: Tensor, chunk_size: int = 128) -> Tensor:
+    return entropy_of(logits)
+
+
+def _chunked_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperature: float,
+    chunk_size: int,
+    final_logit_softcapping: float | None = None,
+    logit_scale: float = 1.0,
+    outputs: tuple[str, ...] = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1"),
+) -> tuple[Tensor | None, ...]:
+    beyond = [name for name in outputs if name not in ("log_probs", "entropy")]
+    if beyond:
+        raise NotServedError(f"{', '.join(beyond)} is asked for")
+    options: dict[str, Any] = {"temperature": temperature, "logit_scale": logit_scale}
+    if bias is not None:
+        options["bias"] = bias.to(hidden.dtype)
+    options["softcap"] = final_logit_softcapping
+    found = linear_scores(hidden, weight, targets, entropy="entropy" in outputs, **options)
+    return found.logprobs, found.entropy, None, None, None
+
+
+REPLACEMENTS = Replacements(
+    "trl",
+    VERSIONS,
+    {
+        "trl.trainer.utils:selective_log_softmax": _selective_log_softmax,
+        "trl.trainer.utils:selective_log_softmax_and_entropy": _selective_log_softmax_and_entropy,
+        "trl.trainer.utils:entropy_from_logits": _entropy_from_logits,
+        "trl.kernels.chunked_logprob:ChunkedLogProbFunction.apply": _chunked_logprobs,
+    },
+)
+install, remove = REPLACEMENTS.install, REPLACEMENTS.remove

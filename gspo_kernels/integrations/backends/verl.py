@@ -1,0 +1,61 @@
+"""Behind verl: log-probs and entropy from logits, and the forward of ``use_fused_kernels``.
+
+verl's workers import what ``VERL_USE_EXTERNAL_MODULES`` names: with
+``gspo_kernels.integrations.backends.verl_workers`` there, every one of them calls ``install``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from gspo_kernels.integrations.backends.replacing import NotServedError, Replacements
+from gspo_kernels.integrations.backends.scoring import entropy_of, linear_scores, scores
+
+VERSIONS = "==0.9.1"
+
+
+def _logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool = True) -> Tensor:
+    return scores(logits, labels, inplace=inplace_backward).logprobs
+
+
+def _entropy_from_logits(logits: Tensor, chunk_size: int = 2048) -> Tensor:
+    return entropy_of(logits)
+
+
+def _fused_linear_for_ppo(
+    self: Any, hidden_states: Tensor, vocab_weights: Tensor, input_ids: Tensor, temperature: float = 1.0
+) -> tuple[Tensor, Tensor | None]:
+    found = linear_scores(hidden_states, vocab_weights, input_ids, temperature=temperature)
+    return found.logprobs, found.entropy
+
+
+def _linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    temperature: float = 1.0,
+    reduction: str = "none",
+    dist_process_group: Any = None,
+) -> tuple[Tensor, Tensor | None]:
+    if dist_process_group is not None:
+        raise NotServedError("the head is cut over the ranks of a group")
+    if reduction != "none":
+        raise NotServedError(f"reduction is {reduction!r}")
+    found = linear_scores(hidden, weight, labels.reshape(-1), temperature=temperature)
+    return found.logprobs, found.entropy
+
+
+REPLACEMENTS = Replacements(
+    "verl",
+    VERSIONS,
+    {
+        "verl.utils.torch_functional:logprobs_from_logits": _logprobs_from_logits,
+        "verl.utils.torch_functional:entropy_from_logits": _entropy_from_logits,
+        "verl.utils.torch_functional:entropy_from_logits_with_chunking": _entropy_from_logits,
+        "verl.utils.experimental.torch_functional:FusedLinearForPPO.forward": _fused_linear_for_ppo,
+        "verl.utils.kernel.linear_cross_entropy:linear_cross_entropy": _linear_cross_entropy,
+    },
+)
+install, remove = REPLACEMENTS.install, REPLACEMENTS.remove
