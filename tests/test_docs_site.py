@@ -15,15 +15,16 @@ DOCS = ROOT / "docs"
 CONFIG = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
 
 
-def hooks():
-    (hook,) = CONFIG["hooks"]
-    spec = importlib.util.spec_from_file_location("mkdocs_hooks", ROOT / hook)
+def script(path):
+    """A file of docs/ as a module."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-SITE = hooks()
+(HOOK,) = CONFIG["hooks"]
+SITE = script(HOOK)
 
 
 def leaves(entry):
@@ -128,3 +129,13 @@ def test_nothing_is_loaded_from_elsewhere():
     assert CONFIG["theme"]["font"] is False and CONFIG["strict"] is True
     assert "http" not in (DOCS / "site.css").read_text()
     assert not re.search(r"https?://", (ROOT / "mkdocs.yml").read_text())
+
+
+def test_the_sketch_of_the_layers_is_up_to_date():
+    drawn = script("docs/generate_architecture.py")
+    assert drawn.SKETCH.read_text() == drawn.sketch(), "run `python docs/generate_architecture.py`"
+
+
+def test_the_plan_that_is_drawn_is_what_the_page_says():
+    plan = script("docs/generate_plan.py").plan()
+    assert plan.schedule == "mixed" and set(plan.parts) == {"two_pass", "aligned"}

@@ -1,0 +1,1 @@
+"""Adapters to the trainers that people already have, a file each."""

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
 
+from gspo_kernels.linear import picture
 from gspo_kernels.linear.chunks import Call
 from gspo_kernels.linear.cost import Shapes
 from gspo_kernels.linear.schedule import SCHEDULES, Part, Refusals, costs, over_budget, plan_parts, seconds_of
@@ -116,6 +119,35 @@ class SchedulePlan:
         for name, value in self.alternatives.items():
             lines.append(f"  not {name}: " + (value if isinstance(value, str) else f"{value * 1e3:.3g} ms"))
         return "\n".join(lines)
+
+    def plot(self, path: str | PathLike[str]) -> Path:
+        """Draw the plan: its chunks, what other schedules would take, its memory beside that of all logits.
+
+        Args:
+            path: of the PNG.
+
+        Returns:
+            The path.
+
+        Raises:
+            ImportError: matplotlib isn't installed; the extra ``bench`` has it.
+        """
+        file, rows = Path(path), sum(self.parts.values())
+        chunk = "chunk" if self.chunks == 1 else "chunks"
+        picture.draw(
+            file,
+            f"schedule {self.schedule}: {self.gemms:.2f} products, {self.chunks} {chunk} of up to "
+            f"{self.chunk_rows} rows",
+            self.parts,
+            self.chunk_rows,
+            {self.schedule: self.seconds, **self.alternatives},
+            {
+                "all logits at once": rows * self.chunk_bytes // max(self.chunk_rows, 1),
+                "logits of a chunk": self.chunk_bytes,
+                "this plan": self.peak_bytes,
+            },
+        )
+        return file
 
 
 def extra_bytes(strategy: str, rows: int, shapes: Shapes) -> int:

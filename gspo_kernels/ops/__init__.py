@@ -1,0 +1,1 @@
+"""Operators over logits, how operators are registered, and the table of backends."""

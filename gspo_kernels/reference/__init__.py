@@ -1,0 +1,1 @@
+"""The plain PyTorch backend, which every other one is compared with."""

@@ -11,6 +11,7 @@ import gspo_kernels as gk
 from gspo_kernels import cpp
 from gspo_kernels.linear.cost import Shapes, cost
 from gspo_kernels.linear.head import Head
+from gspo_kernels.linear.picture import STRATEGIES
 from gspo_kernels.linear.scaling import times, times_
 from gspo_kernels.linear.schedule import SCHEDULES, Part, Refusals, plan_parts
 from gspo_kernels.ops import memory
@@ -217,6 +218,28 @@ def test_a_plan_reads_well():
             cu_seqlens=case.cu_seqlens,
         )  # fmt: skip
     assert forward.gemms == 1.0 and "no input needs a gradient" in forward.reason
+
+
+def test_a_plan_is_drawn(tmp_path):
+    """Its strategies in their colours, the rest of the figure in grey."""
+    image = pytest.importorskip("matplotlib.image")
+    hidden, weight = torch.zeros(60, 8, requires_grad=True), torch.zeros(V, 8, requires_grad=True)
+    old, advantages = torch.zeros(60), torch.tensor([1.0, -1.0])
+    offsets, labels = torch.tensor([0, 50, 60]), torch.zeros(60, dtype=torch.int64)
+    colours = {}
+    for schedule in ("two_pass", "deferred"):
+        plan = gk.explain_schedule(
+            hidden, weight, labels, old, advantages, cu_seqlens=offsets, schedule=schedule,
+            max_chunk_bytes=16 * ROW,
+        )  # fmt: skip
+        path = plan.plot(tmp_path / f"{schedule}.png")
+        pixels = (255 * image.imread(path)[..., :3]).round().astype(int)
+        colours[schedule] = {
+            name: int((abs(pixels - [int(code[i : i + 2], 16) for i in (1, 3, 5)]).sum(-1) <= 3).sum())
+            for name, code in STRATEGIES.items()
+        }
+    assert colours["two_pass"]["two_pass"] > 10_000 and colours["deferred"]["deferred"] > 10_000
+    assert colours["two_pass"]["deferred"] == colours["deferred"]["two_pass"] == 0
 
 
 def test_extra_memory_of_the_plan():
