@@ -119,6 +119,11 @@ class _Set:
         )
 
 
+def first_places(ids: Tensor, vocabulary: int) -> Tensor:
+    """Bool like the ids [B, T, K]: the first place of each id that is a column."""
+    return _Set(ids, vocabulary, None).first
+
+
 def _transformed(raw: Tensor, transform: LogitTransform) -> tuple[Tensor, Tensor]:
     """Raw logits [B, T, K] as z, and dz/dx; in fp64."""
     heat: Tensor | float = transform.temperature
