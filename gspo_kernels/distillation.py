@@ -29,7 +29,7 @@ class DivergenceArguments(NamedTuple):
     """Which divergence, as the caller said it."""
 
     beta: float = 0.5
-    top_k: int | None = None
+    top_k: int = 0
     top_k_of: str = "teacher"
     add_tail: bool = True
 
@@ -40,7 +40,10 @@ class DivergenceArguments(NamedTuple):
             raise ValueError(f"beta: got {beta}, expected 0 (forward KL) to 1 (reverse KL)")
         checks.choice("top_k_of", self.top_k_of, SIDES)
         tail = checks.flag("add_tail", self.add_tail)
-        if self.top_k is None:
+        top_k = checks.integer("top_k", self.top_k)
+        if not 0 <= top_k <= vocabulary:
+            raise ValueError(f"top_k: got {top_k}, expected 0 to {vocabulary}, the size of the vocabulary")
+        if not top_k:
             if self.top_k_of != "teacher":
                 raise ValueError(f"top_k_of: got {self.top_k_of!r} without a top_k to take")
             if ids is None and not tail:
@@ -49,12 +52,8 @@ class DivergenceArguments(NamedTuple):
                 )
             return DivergenceForm(beta, 0, False, tail)
         if ids is not None:
-            raise ValueError(f"top_k: got {self.top_k}, expected None along with ids")
-        if not 1 <= checks.integer("top_k", self.top_k) <= vocabulary:
-            raise ValueError(
-                f"top_k: got {self.top_k}, expected 1 to {vocabulary}, the size of the vocabulary"
-            )
-        return DivergenceForm(beta, self.top_k, self.top_k_of == "student", tail)
+            raise ValueError(f"top_k: got {top_k}, expected 0 along with ids")
+        return DivergenceForm(beta, top_k, self.top_k_of == "student", tail)
 
 
 class TeacherArguments(NamedTuple):
@@ -220,7 +219,7 @@ def distillation_loss(
     teacher_logits: Tensor | None = None,
     *,
     beta: float = 0.5,
-    top_k: int | None = None,
+    top_k: int = 0,
     top_k_of: str = "teacher",
     add_tail: bool = True,
     ids: Tensor | None = None,
@@ -256,7 +255,7 @@ def distillation_loss(
         teacher_logits: the same shape, any of these dtypes and strides. None: ``ids`` and
             ``teacher_logprobs`` say what is known.
         beta: 0 to 1, see above.
-        top_k: compare over so many ids instead of the vocabulary.
+        top_k: compare over so many ids; 0: over the whole vocabulary.
         top_k_of: "teacher" or "student": whose most likely ids these are.
         add_tail: over ids, what they leave is one more column; False: both sides are normalised over the ids.
         ids: [B, T, K] or [N, K], int64 or int32, -100 where there are fewer: the ids of ``teacher_logprobs``.
@@ -374,7 +373,7 @@ def fused_linear_distillation_loss(
     bias: Tensor | None = None,
     teacher_bias: Tensor | None = None,
     beta: float = 0.5,
-    top_k: int | None = None,
+    top_k: int = 0,
     top_k_of: str = "teacher",
     add_tail: bool = True,
     ids: Tensor | None = None,

@@ -26,6 +26,11 @@ POLICY = f"{LAYOUT} {TERMS} cp_group"
 
 # positional parameters | keyword-only parameters
 SELECTED = "normalize_within temperature logit_scale softcap kept_ids kept_mask backend"
+DISTILLED = (
+    f"{LAYOUT} beta top_k top_k_of add_tail ids teacher_logprobs aggregation aggregation_constant "
+    "token_weights lengths normalizer temperature logit_scale softcap teacher_temperature "
+    "teacher_logit_scale teacher_softcap backend"
+)
 CONTRACT = {
     "token_logprobs": ("logits labels", f"{LOGITS} return_entropy inplace_backward"),
     "linear_token_logprobs": ("hidden weight labels", f"{LOGITS} {HIDDEN} return_entropy"),
@@ -44,6 +49,11 @@ CONTRACT = {
         "hidden weight ids",
         f"bias {SELECTED} logits_dtype max_chunk_bytes",
     ),
+    "distillation_loss": ("logits teacher_logits", f"{DISTILLED} inplace_backward"),
+    "fused_linear_distillation_loss": (
+        "hidden weight teacher_hidden teacher_weight",
+        f"{DISTILLED} bias teacher_bias logits_dtype max_chunk_bytes",
+    ),
     "sampling_mask": ("logits", "temperature top_k top_p min_p labels engine"),
     "normalizer": ("objective loss_mask", "cu_seqlens lengths advantages group_ids group cp_group"),
     "rollout_weights": ("old_logprobs rollout_logprobs", f"{LAYOUT} level reduce mode low high"),
@@ -60,7 +70,8 @@ DEFAULTS = {
     "objective": gk.GSPO(), "loss_mask": None, "cu_seqlens": None, "normalizer": None, "lengths": None,
     "reduce_hidden_grad": True, "sequence_parallel": False,
     "bias": None, "entropy": None, "scale": "group", "eps": 1e-4, "level": "token", "reduce": "mean",
-    "mode": "truncate",
+    "mode": "truncate", "beta": 0.5, "top_k_of": "teacher", "add_tail": True, "aggregation": "token_mean",
+    "teacher_logit_scale": 1.0,
 }  # fmt: skip
 
 

@@ -169,6 +169,9 @@ def score(logits: Tensor, ids: Tensor, backend: str, transform: LogitTransform, 
     logp_top = -_softplus(beside - top)
     logprobs = torch.where(is_top, logp_top, torch.where(z == -torch.inf, z, (z - top) + logp_top))
     tail = -_softplus(each.logsumexp(-1) - rest)
+    # a row with +inf has no softmax
+    none = torch.maximum(top.squeeze(-1), rest) == torch.inf
+    logprobs, tail = logprobs.masked_fill(none.unsqueeze(-1), torch.nan), tail.masked_fill(none, torch.nan)
     dtype = stats_dtype(logits.dtype)
     return SelectedRows(
         torch.where(own.present, logprobs, torch.where(ids == bits.NO_ID, 0.0, torch.nan)).to(dtype),
