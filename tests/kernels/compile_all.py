@@ -66,6 +66,13 @@ def call_all(
                 logits, labels, stats, floats, entropy, None, transform, ignore_index=-100, out=out
             )
         kernels.logprobs_and_grad(logits, labels, floats, transform, ignore_index=-100, out=out)
+    for beta, teacher in ((0.0, logits), (0.5, logits.to(torch.float32)), (1.0, logits)):
+        given = (logits, teacher, labels, transform, transform, beta)
+        kernels.divergence(*given, ignore_index=-100, coefficients=None, out=None)
+        kernels.divergence(*given, ignore_index=-100, coefficients=floats, out=logits)
+        if dtype == torch.float32:
+            narrow = logits.view(torch.bfloat16)[..., :V]
+            kernels.divergence(*given, ignore_index=-100, coefficients=floats, out=narrow)
     for cu_seqlens in (None, T * torch.arange(B + 1, dtype=torch.int32)):
         kernels.sequence_ratio_forward(
             logits if cu_seqlens is None else logits.view(1, B * T, V),
