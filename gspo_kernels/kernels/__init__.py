@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from gspo_kernels.kernels.divergence import divergence
+from gspo_kernels.kernels.divergences import divergence
 from gspo_kernels.kernels.gradients import logprobs_and_grad, logprobs_backward
 from gspo_kernels.kernels.launch import INTERPRETED
 from gspo_kernels.kernels.logprobs import logprobs_forward

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gspo_kernels.kernels.kept import cut_gradient, kept_row
 from gspo_kernels.kernels.launch import (
-    BACKWARD,
+    DIVERGENCE,
     RowArguments,
     Slopes,
     access,
@@ -306,7 +306,7 @@ def divergence(
     B, T, V = logits.shape
     found = torch.empty(B, T, dtype=stats_dtype(logits.dtype), device=logits.device)
     given = () if out is None else (out,)
-    tile = BACKWARD[max(each.element_size() for each in (logits, teacher_logits, *given))]
+    tile = DIVERGENCE[max(each.element_size() for each in (logits, teacher_logits, *given))]
     rows = RowArguments.of(logits, labels, transform, tile, *given)
     teacher = Slopes.of(teacher_transform)
     mixed = 0 < beta < 1
