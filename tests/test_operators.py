@@ -15,7 +15,7 @@ from gspo_kernels.ops.logprobs import RowGradients, logprobs_forward
 from gspo_kernels.ops.selected import SelectedGradients, selected_forward
 from gspo_kernels.sequence_ratio import RatioOperands
 from gspo_kernels.terms import Terms
-from gspo_kernels.types import RatioClip, RowOptions, RowStats
+from gspo_kernels.types import RatioClip, RowOptions, RowStats, Shard
 from tests.cases import generator
 
 
@@ -89,6 +89,7 @@ def operator_inputs():
             (logits.clone(), torch.tensor(1.0), "reference"),
         ],
         "mask_of_ids": [(labels.unsqueeze(-1), 7)],
+        "mask_of_shard": [(ids, None, Shard("", 2), 3), (None, kept, Shard("", 2), 3)],
         "checked_ids": [(ids, 7, options)],
         "selected_forward": [(logits, ids, options, False), (logits, ids[..., ::2], by_row, True)],
         "selected_backward": [(logits, ids, selected, both, options, False)],

@@ -25,7 +25,7 @@ HIDDEN = "bias logits_dtype max_chunk_bytes reduce_hidden_grad sequence_parallel
 POLICY = f"{LAYOUT} {TERMS} cp_group"
 
 # positional parameters | keyword-only parameters
-SELECTED = "normalize_within temperature logit_scale softcap kept_ids kept_mask backend"
+SELECTED = f"normalize_within {LOGITS}".replace("ignore_index ", "")
 DISTILLED = (
     f"{LAYOUT} beta top_k top_k_of add_tail ids teacher_logprobs aggregation aggregation_constant "
     "token_weights lengths normalizer temperature logit_scale softcap teacher_temperature "
@@ -47,7 +47,7 @@ CONTRACT = {
     "selected_logprobs": ("logits ids", f"{SELECTED} inplace_backward"),
     "linear_selected_logprobs": (
         "hidden weight ids",
-        f"bias {SELECTED} logits_dtype max_chunk_bytes",
+        f"{HIDDEN} {SELECTED}",
     ),
     "distillation_loss": ("logits teacher_logits", f"{DISTILLED} inplace_backward"),
     "fused_linear_distillation_loss": (

@@ -21,7 +21,7 @@ from gspo_kernels.linear.held import hold, released
 from gspo_kernels.linear.scaling import power_of_two
 from gspo_kernels.ops.divergence import DivergenceForm, TeacherRows, evaluate, summed
 from gspo_kernels.ops.library import operator
-from gspo_kernels.ops.memory import Workspace, chunk_rows
+from gspo_kernels.ops.memory import Workspace
 from gspo_kernels.ops.values import check_temperature
 from gspo_kernels.types import RowOptions, stats_dtype
 
@@ -64,9 +64,10 @@ class _TwoHeads:
             )
             self._teacher = Call.of(operands)
             head = self._teacher.head
-            together = call.head.row_bytes + head.vocabulary * head.dtype.itemsize
-            rows = chunk_rows(together, call.chunking.max_chunk_bytes, call.head.weight.device)
-            call = replace(call, chunk_rows=rows)
+            own = call.head.row_bytes
+            together = own + head.vocabulary * head.dtype.itemsize
+            # both sides have the memory that one would have
+            call = replace(call, chunk_rows=max(1, call.chunk_rows * own // together))
         self.call = call
 
     def logits(self, chunk: Chunk) -> tuple[Tensor, Tensor | None]:

@@ -19,10 +19,12 @@ from gspo_kernels.ops.logprobs import save_rows, saved_rows, scale_
 from gspo_kernels.ops.memory import new_memory
 from gspo_kernels.ops.selected import SelectedGradients, first_places, score, write_gradient
 from gspo_kernels.ops.values import check_temperature
-from gspo_kernels.types import LogitTransform, RowOptions, stats_dtype
+from gspo_kernels.types import LogitTransform, RowOptions, Shard, stats_dtype
 
 LEAST_LOG_MASS = -(2.0**-24)
 """The log of the most that log-probs which an engine has rounded may be said to leave nothing of."""
+_WHOLE = Shard()
+"""All columns are here."""
 
 
 class DivergenceForm(NamedTuple):
@@ -131,7 +133,7 @@ def _over_ids(
     counts = first_places(ids, logits.shape[-1])
     if log_q is None:
         assert teacher.logits is not None
-        of_teacher = score(teacher.logits, ids, backend, teacher.transform, within)
+        of_teacher = score(teacher.logits, ids, backend, teacher.transform, within, _WHOLE)
         log_q = of_teacher.logprobs.to(torch.float64)
         left = of_teacher.tail.to(torch.float64)
     else:
@@ -140,7 +142,7 @@ def _over_ids(
         left = torch.log(-torch.expm1(mass.clamp(max=LEAST_LOG_MASS)))
         if within:
             log_q = log_q - mass.unsqueeze(-1)
-    rows = score(logits, ids, backend, transform, within)
+    rows = score(logits, ids, backend, transform, within, _WHOLE)
     log_p = rows.logprobs.to(torch.float64)
     if form.tail:
         log_p = torch.cat([log_p, rows.tail.to(torch.float64).unsqueeze(-1)], -1)
@@ -158,7 +160,7 @@ def _over_ids(
         weighted = torch.where(lost.unsqueeze(-1) & counts & ~idle, torch.nan, weighted)
         K = ids.shape[-1]
         grads = SelectedGradients(weighted[..., :K], weighted[..., K] if form.tail else None)
-        write_gradient(out, logits, ids, rows, grads, backend, transform, within)
+        write_gradient(out, logits, ids, rows, grads, backend, transform, within, _WHOLE)
     return found.to(stats_dtype(logits.dtype))
 
 

@@ -204,6 +204,16 @@ class ShardedRows:
         return whole.each(lambda stat: stat.masked_fill(ignored, 0.0))
 
 
+def selected_of_all(shard: Shard, z: Tensor, present: Tensor, rest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of some ids of whole rows from what each rank has of them: transformed logits [B, T, K] in fp64, which
+    there are, and the log-sum-exp of all other columns [B, T], fp64.
+    """
+    own = torch.cat([torch.where(present, z, 0.0), present.to(z.dtype), rest.unsqueeze(-1)], -1)
+    every = gathered(shard.group, own)
+    K = z.shape[-1]
+    return every[..., :K].sum(0), every[..., K : 2 * K].sum(0) > 0, torch.logsumexp(every[..., -1], 0)
+
+
 def put_together(lse: Tensor, logprobs: Tensor, entropy: Tensor | None) -> RowStats:
     """Statistics of whole rows from those of all shards, each [ranks, B, T]; a log-prob above 0 says that the
     label is not in the shard.
