@@ -22,8 +22,8 @@ Call = Callable[..., Tensor]
 EVERYTHING = ("logits", "hidden", "logprobs", "scoring")
 
 
-def _package(module: str, device: torch.device, gpu_only: bool = False) -> Any:
-    """A module of another package, or the reason why not."""
+def package(module: str, device: torch.device, gpu_only: bool = False) -> Any:
+    """A module of another package, or ``Missing`` with the reason."""
     root = module.split(".", 1)[0]
     if importlib.util.find_spec(root) is None:
         raise Missing(f"{root} is not installed")
@@ -195,8 +195,8 @@ def _load_torch_linear(device: torch.device) -> Call:
 @contestant("TRL chunked log-probs", "hidden", "scoring")
 def _load_trl(device: torch.device) -> Call:
     """As ``GRPOTrainer`` calls them, entropy included, with its chunk size."""
-    function = _package("trl.kernels", device).ChunkedLogProbFunction
-    chunk = _package("trl.trainer.utils", device)._CHUNKED_LOGPROB_CHUNK_SIZE
+    function = package("trl.kernels", device).ChunkedLogProbFunction
+    chunk = package("trl.trainer.utils", device)._CHUNKED_LOGPROB_CHUNK_SIZE
 
     def call(problem: Problem, hidden: Tensor, weight: Tensor) -> Tensor:
         logprobs, *_ = function.apply(
@@ -210,7 +210,7 @@ def _load_trl(device: torch.device) -> Call:
 
 @contestant("TRL selective_log_softmax", "logits")
 def _load_trl_logits(device: torch.device) -> Call:
-    function = _package("trl.trainer.utils", device).selective_log_softmax
+    function = package("trl.trainer.utils", device).selective_log_softmax
 
     def call(problem: Problem, logits: Tensor) -> Tensor:
         return _finish(problem, function(logits, problem.labels))
@@ -234,7 +234,7 @@ def _sequences(problem: Problem) -> int:
 @contestant("Liger LigerFusedLinearGRPOLoss", "hidden", roundings=_sequences)
 def _load_liger(device: torch.device) -> Call:
     """Not ``compiled``, which would only compile the arithmetic on per-token values."""
-    loss = _package("liger_kernel.chunked_loss", device).LigerFusedLinearGRPOLoss(
+    loss = package("liger_kernel.chunked_loss", device).LigerFusedLinearGRPOLoss(
         beta=0.0,
         compiled=False,
         use_ref_model=False,
@@ -261,7 +261,7 @@ def _load_liger(device: torch.device) -> Call:
 @contestant("Liger triton_grpo_loss", "logits", precision="float32", overwrites=True, layout="next")
 def _load_liger_triton(device: torch.device) -> Call:
     """Its logits have one more position per sequence; the backward overwrites them, as by default."""
-    function = _package("liger_kernel.transformers.grpo_loss", device, gpu_only=True).triton_grpo_loss
+    function = package("liger_kernel.transformers.grpo_loss", device, gpu_only=True).triton_grpo_loss
 
     def call(problem: Problem, logits: Tensor) -> Tensor:
         loss, _ = function(
@@ -292,7 +292,7 @@ def _load_liger_triton(device: torch.device) -> Call:
 )
 def _load_liger_scaled(device: torch.device) -> Call:
     """Without entropy; on sm_90 its CuTe kernels, elsewhere chunks of 512 tokens."""
-    module = _package("liger_kernel.ops.fused_linear_scaled_cross_entropy", device)
+    module = package("liger_kernel.ops.fused_linear_scaled_cross_entropy", device)
     function = module.LigerFusedLinearScaledCrossEntropyFunction
 
     def call(problem: Problem, hidden: Tensor, weight: Tensor) -> Tensor:
@@ -309,7 +309,7 @@ def _register_cce(name: str, filter_eps: str | None) -> None:
     # its sums of dHidden and dWeight are 16-bit, a rounding for each block of 128 tokens or entries
     @contestant(name, "hidden", "scoring", roundings=lambda problem: -(-problem.labels.numel() // 128))
     def load(device: torch.device) -> Call:
-        function = _package("cut_cross_entropy", device, gpu_only=True).linear_cross_entropy
+        function = package("cut_cross_entropy", device, gpu_only=True).linear_cross_entropy
 
         def call(problem: Problem, hidden: Tensor, weight: Tensor) -> Tensor:
             flat, labels = hidden.flatten(0, -2), problem.labels.flatten()
@@ -325,7 +325,7 @@ _register_cce("CCE, unfiltered", None)
 
 @contestant("QuACK cross_entropy", "logits", precision="float32", overwrites=True)
 def _load_quack(device: torch.device) -> Call:
-    function = _package("quack.cross_entropy", device, gpu_only=True).cross_entropy
+    function = package("quack.cross_entropy", device, gpu_only=True).cross_entropy
 
     def call(problem: Problem, logits: Tensor) -> Tensor:
         flat, labels = logits.flatten(0, -2), problem.labels.flatten()
@@ -338,7 +338,7 @@ def _load_quack(device: torch.device) -> Call:
 @contestant("QuACK linear_cross_entropy", "hidden", "scoring")
 def _load_quack_linear(device: torch.device) -> Call:
     """The one that returns a value per token, unlike the chunked ones; it writes all logits."""
-    function = _package("quack.linear_cross_entropy", device, gpu_only=True).linear_cross_entropy_func
+    function = package("quack.linear_cross_entropy", device, gpu_only=True).linear_cross_entropy_func
 
     def call(problem: Problem, hidden: Tensor, weight: Tensor) -> Tensor:
         flat, labels = hidden.flatten(0, -2), problem.labels.flatten()
@@ -352,7 +352,7 @@ def _load_quack_linear(device: torch.device) -> Call:
     "verl linear_cross_entropy", "hidden", "scoring", roundings=lambda problem: -(-problem.vocabulary // 9504)
 )
 def _load_verl(device: torch.device) -> Call:
-    module = _package("verl.utils.kernel.linear_cross_entropy", device, gpu_only=True)
+    module = package("verl.utils.kernel.linear_cross_entropy", device, gpu_only=True)
 
     def call(problem: Problem, hidden: Tensor, weight: Tensor) -> Tensor:
         flat, labels = hidden.flatten(0, -2), problem.labels.flatten()
@@ -365,8 +365,8 @@ def _load_verl(device: torch.device) -> Call:
 @contestant("verl logprobs_from_logits", "logits", precision="float32", overwrites=True)
 def _load_verl_logits(device: torch.device) -> Call:
     """flash-attention's cross-entropy, which overwrites the logits."""
-    _package("flash_attn", device, gpu_only=True)
-    function = _package("verl.utils.torch_functional", device, gpu_only=True).logprobs_from_logits
+    package("flash_attn", device, gpu_only=True)
+    function = package("verl.utils.torch_functional", device, gpu_only=True).logprobs_from_logits
 
     def call(problem: Problem, logits: Tensor) -> Tensor:
         return _finish(problem, function(logits, problem.labels))

@@ -20,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
-from gspo_kernels.kernels import gradients, logprobs, scale, scoring, sequence_ratio, steps
+from gspo_kernels.kernels import divergences, gradients, logprobs, scale, scoring, sequence_ratio, steps
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -40,7 +40,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
-        for module in (gradients, logprobs, scale, scoring, sequence_ratio, steps):
+        for module in (divergences, gradients, logprobs, scale, scoring, sequence_ratio, steps):
             module.launch = self  # type: ignore[assignment]
 
     def __call__(
@@ -74,7 +74,7 @@ def name_of(call: Call) -> str:
     dtypes = "->".join(str(tensor.dtype).removeprefix("torch.") for tensor in tensors)
     flags = [key.lower() for key in ("SCALED", "SOFTCAP", "ALIGNED", "PER_TOKEN") if keywords.get(key)]
     flags += [keywords["ACCESS"]] if keywords.get("ACCESS", "single") != "single" else []
-    flags += [keywords["ESTIMATOR"]] if keywords.get("ESTIMATOR") else []
+    flags += [keywords[key] for key in ("ESTIMATOR", "KIND") if keywords.get(key)]
     flags += ["narrows_in_place"] if keywords.get("NARROWS_IN_PLACE") else []
     given = dict(zip(names, args, strict=False))
     flags += ["kept"] if given.get("kept_ptr") is not None else []

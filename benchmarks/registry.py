@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-TASKS = ("logits", "hidden", "logprobs", "scoring", "training", "rows")
+TASKS = ("logits", "hidden", "logprobs", "scoring", "training", "rows", "distillation", "divergence")
 
 
 class Missing(Exception):
@@ -107,7 +107,17 @@ class Options:
 
 ORDER = (
     *("logits", "hidden", "logprobs", "scoring", "large", "realistic", "step", "training", "memory"),
-    *("scaling", "fidelity", "rounding", "traffic", "static", "schedules", "rows", "trl_memory"),
+    *(
+        "scaling",
+        "fidelity",
+        "rounding",
+        "traffic",
+        "static",
+        "schedules",
+        "rows",
+        "distillation",
+        "trl_memory",
+    ),
     *("bandwidth", "launches", "tuning"),
 )
 """In which suites run and are reported; others come last."""

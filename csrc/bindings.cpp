@@ -4,6 +4,7 @@
 
 #include <memory>
 
+#include "divergence.h"
 #include "products.h"
 #include "rows.h"
 #include "sequences.h"
@@ -42,6 +43,17 @@ void boxed_and_rows(Tensor logits, Tensor labels, OptionalTensor row_temperature
                     Tensor logprobs, Tensor lse, Tensor factors, Tensor out) {
     const LogitOptions options{row_temperature, kept, logit_scale, softcap, temperature, ignore_index};
     logprobs_and_rows(logits, labels, options, logprobs, lse, factors, out);
+}
+
+void boxed_divergence(Tensor logits, Tensor labels, OptionalTensor row_temperature, OptionalTensor kept,
+                      double logit_scale, double softcap, double temperature, int64_t ignore_index,
+                      Tensor teacher_logits, OptionalTensor teacher_row_temperature, double teacher_logit_scale,
+                      double teacher_softcap, double teacher_temperature, double beta,
+                      OptionalTensor coefficients, Tensor divergences, OptionalTensor out) {
+    const LogitOptions options{row_temperature, kept, logit_scale, softcap, temperature, ignore_index};
+    const LogitOptions teacher{teacher_row_temperature, kept,         teacher_logit_scale, teacher_softcap,
+                               teacher_temperature,     ignore_index};
+    divergence(logits, teacher_logits, labels, options, teacher, beta, coefficients, divergences, out);
 }
 
 void boxed_ratio_step(Tensor logprobs, Tensor mask, OptionalTensor old_logprobs, OptionalTensor offsets,
@@ -109,6 +121,10 @@ STABLE_TORCH_LIBRARY(gspo_kernels_cpp, library) {
                 "Tensor coefficients, Tensor(a!) logprobs, Tensor(b!) lse, Tensor(c!) out) -> ()");
     library.def("logprobs_and_rows(" GSPO_ROWS
                 "Tensor(a!) logprobs, Tensor(b!) lse, Tensor(c!) factors, Tensor(d!) out) -> ()");
+    library.def("divergence(" GSPO_ROWS
+                "Tensor teacher_logits, Tensor? teacher_row_temperature, float teacher_logit_scale, "
+                "float teacher_softcap, float teacher_temperature, float beta, Tensor? coefficients, "
+                "Tensor(a!) divergences, Tensor(b!)? out) -> ()");
     library.def("ratio_step(Tensor logprobs, Tensor mask, " GSPO_SEQUENCES
                 "Tensor? ref_logprobs, Tensor? kl_beta, int kl_estimator, Tensor(a!) loss, "
                 "Tensor(b!) metrics, Tensor(c!) grad_logprobs) -> ()");
@@ -128,6 +144,7 @@ STABLE_TORCH_LIBRARY_IMPL(gspo_kernels_cpp, CPU, library) {
     library.impl("logprobs_backward", TORCH_BOX(&gspo_kernels::boxed_backward));
     library.impl("logprobs_and_grad", TORCH_BOX(&gspo_kernels::boxed_and_grad));
     library.impl("logprobs_and_rows", TORCH_BOX(&gspo_kernels::boxed_and_rows));
+    library.impl("divergence", TORCH_BOX(&gspo_kernels::boxed_divergence));
     library.impl("ratio_step", TORCH_BOX(&gspo_kernels::boxed_ratio_step));
     library.impl("sequence_ratio_forward", TORCH_BOX(&gspo_kernels::boxed_sequence_ratio_forward));
     library.impl("merge_mask", TORCH_BOX(&gspo_kernels::boxed_merge_mask));

@@ -120,6 +120,108 @@ GSPO_INLINE void gradient_of(const S* z, int64_t n, const RowGradient<S>& row, S
     }
 }
 
+template <class S>
+struct LogProbs {
+    S student, teacher;
+};
+
+template <class S>
+GSPO_INLINE LogProbs<S> log_probs(S z, S t, const Normalizers<S>& rows) {
+    return {(z - rows.shift) - rows.log_sum, (t - rows.teacher_shift) - rows.teacher_log_sum};
+}
+
+// sum q log(q / p) - q + p: terms that are never below 0, and in which roundings of the log-sum-exps cancel.
+template <class S>
+GSPO_INLINE S relative_entropy(S q, S log_q, S p, S log_p) {
+    return select(q == 0, p, q * (log_q - log_p) + (p - q));
+}
+
+template <class S>
+GSPO_INLINE S forward_kl_of(const S* z, const S* t, int64_t n, const Normalizers<S>& rows, S c, S* out) {
+    S sum = 0;
+    if (out == nullptr) {
+#pragma omp simd reduction(+ : sum)
+        for (int64_t i = 0; i < n; ++i) {
+            const auto [log_p, log_q] = log_probs(z[i], t[i], rows);
+            sum += relative_entropy(exp_nonpositive(log_q), log_q, exp_nonpositive(log_p), log_p);
+        }
+    } else {
+#pragma omp simd reduction(+ : sum)
+        for (int64_t i = 0; i < n; ++i) {
+            const auto [log_p, log_q] = log_probs(z[i], t[i], rows);
+            const S p = exp_nonpositive(log_p), q = exp_nonpositive(log_q);
+            sum += relative_entropy(q, log_q, p, log_p);
+            out[i] = c * (p - q);
+        }
+    }
+    return sum;
+}
+
+template <class S>
+GSPO_INLINE S reverse_kl_of(const S* z, const S* t, int64_t n, const Normalizers<S>& rows) {
+    S sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = 0; i < n; ++i) {
+        const auto [log_p, log_q] = log_probs(z[i], t[i], rows);
+        sum += relative_entropy(exp_nonpositive(log_p), log_p, exp_nonpositive(log_q), log_q);
+    }
+    return sum;
+}
+
+template <class S>
+GSPO_INLINE void reverse_kl_gradient_of(const S* z, const S* t, int64_t n, const Normalizers<S>& rows, S c,
+                                        S value, S* out) {
+#pragma GCC ivdep
+    for (int64_t i = 0; i < n; ++i) {
+        const auto [log_p, log_q] = log_probs(z[i], t[i], rows);
+        const S p = exp_nonpositive(log_p);
+        out[i] = c * select(p == 0, S(0), p * ((log_p - log_q) - value));
+    }
+}
+
+template <class S>
+struct ToMixture {
+    S student, teacher;  // log(p / m), log(q / m)
+};
+
+// With x = log(beta q) - log((1 - beta) p) and m = (1 - beta) p + beta q: no difference of logarithms that are both
+// infinite where either of p and q is 0.
+template <class S>
+GSPO_INLINE ToMixture<S> to_mixture(S log_p, S log_q, const Mixture<S>& mixture) {
+    const S x = (log_q - log_p) + mixture.log_odds;
+    const S above = select(x > 0, x, S(0)), below = select(x > 0, S(0), x);
+    const S log_sum = log1p_unit(exp_nonpositive(below - above));
+    return {(-mixture.log_student - above) - log_sum, (below - mixture.log_teacher) - log_sum};
+}
+
+template <class S>
+GSPO_INLINE Divergences<S> jensen_shannon_of(const S* z, const S* t, int64_t n, const Normalizers<S>& rows,
+                                             const Mixture<S>& mixture) {
+    S value = 0, of_student = 0;
+#pragma omp simd reduction(+ : value, of_student)
+    for (int64_t i = 0; i < n; ++i) {
+        const auto [log_p, log_q] = log_probs(z[i], t[i], rows);
+        const S p = exp_nonpositive(log_p), q = exp_nonpositive(log_q);
+        const auto [student, teacher] = to_mixture(log_p, log_q, mixture);
+        const S kl_p = select(p == 0, S(0), p * student), kl_q = select(q == 0, S(0), q * teacher);
+        value += (1 - mixture.beta) * kl_p + mixture.beta * kl_q;
+        of_student += kl_p;
+    }
+    return {value, of_student};
+}
+
+template <class S>
+GSPO_INLINE void jensen_shannon_gradient_of(const S* z, const S* t, int64_t n, const Normalizers<S>& rows,
+                                            const Mixture<S>& mixture, S c, S of_student, S* out) {
+    c *= 1 - mixture.beta;
+#pragma GCC ivdep
+    for (int64_t i = 0; i < n; ++i) {
+        const auto [log_p, log_q] = log_probs(z[i], t[i], rows);
+        const S p = exp_nonpositive(log_p);
+        out[i] = c * select(p == 0, S(0), p * (to_mixture(log_p, log_q, mixture).student - of_student));
+    }
+}
+
 template <class T, class S>
 GSPO_INLINE void load_of(const T* x, int64_t stride, int64_t n, S* __restrict z) {
     if (stride == 1) {
@@ -164,6 +266,24 @@ GSPO_INLINE void store_of(const S* __restrict g, int64_t n, T* out) {
     }                                                                                       \
     GSPO_CLONES void shrink(S* out, int64_t n, S factor) {                                  \
         shrink_of(out, n, factor);                                                          \
+    }                                                                                       \
+    GSPO_CLONES S forward_kl(const S* z, const S* t, int64_t n, const Normalizers<S>& rows, S c, S* out) { \
+        return forward_kl_of(z, t, n, rows, c, out);                                        \
+    }                                                                                       \
+    GSPO_CLONES S reverse_kl(const S* z, const S* t, int64_t n, const Normalizers<S>& rows) { \
+        return reverse_kl_of(z, t, n, rows);                                                \
+    }                                                                                       \
+    GSPO_CLONES void reverse_kl_gradient(const S* z, const S* t, int64_t n, const Normalizers<S>& rows, S c, \
+                                         S value, S* out) {                                 \
+        reverse_kl_gradient_of(z, t, n, rows, c, value, out);                               \
+    }                                                                                       \
+    GSPO_CLONES Divergences<S> jensen_shannon(const S* z, const S* t, int64_t n, const Normalizers<S>& rows, \
+                                              const Mixture<S>& mixture) {                  \
+        return jensen_shannon_of(z, t, n, rows, mixture);                                   \
+    }                                                                                       \
+    GSPO_CLONES void jensen_shannon_gradient(const S* z, const S* t, int64_t n, const Normalizers<S>& rows, \
+                                             const Mixture<S>& mixture, S c, S of_student, S* out) { \
+        jensen_shannon_gradient_of(z, t, n, rows, mixture, c, of_student, out);             \
     }
 GSPO_DEFINE_FOR_STATS(float)
 GSPO_DEFINE_FOR_STATS(double)

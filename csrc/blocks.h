@@ -34,6 +34,24 @@ struct RowGradient {
     S shift, log_sum, c, entropy_c, entropy;
 };
 
+// log p = (z - shift) - log_sum of a student's and of a teacher's row.
+template <class S>
+struct Normalizers {
+    S shift, log_sum, teacher_shift, teacher_log_sum;
+};
+
+template <class S>
+struct Divergences {
+    S value;       // of the two rows
+    S to_mixture;  // the student's forward KL to the mixture
+};
+
+// beta of the generalised Jensen-Shannon divergence, with the logarithms that go with it.
+template <class S>
+struct Mixture {
+    S beta, log_odds, log_teacher, log_student;  // log(beta / (1 - beta)), log(beta), log(1 - beta)
+};
+
 #define GSPO_DECLARE_FOR_STATS(S)                                                           \
     S maximum(const S* z, int64_t n); /* NaN is passed over; -inf where n is 0 */           \
     S sum_exp(const S* z, int64_t n, S shift);                                              \
@@ -45,7 +63,16 @@ struct RowGradient {
     /* fill where the bit of a mask is 0: that of element i is bit i % 32 of word i / 32. */ \
     void cut(S* z, int64_t n, const int32_t* kept, S fill);                                 \
     void multiply(S* out, const S* factor, int64_t n);                                      \
-    void shrink(S* out, int64_t n, S factor); /* at most 1; what would be subnormal is 0 */
+    void shrink(S* out, int64_t n, S factor); /* at most 1; what would be subnormal is 0 */ \
+    /* Sums over a block of student's and teacher's logits; c times the gradient where out is not null, which may */ \
+    /* be z. Those of the last two take what the sums over the whole row are. */ \
+    S forward_kl(const S* z, const S* t, int64_t n, const Normalizers<S>& rows, S c, S* out); \
+    S reverse_kl(const S* z, const S* t, int64_t n, const Normalizers<S>& rows);              \
+    void reverse_kl_gradient(const S* z, const S* t, int64_t n, const Normalizers<S>& rows, S c, S value, S* out); \
+    Divergences<S> jensen_shannon(const S* z, const S* t, int64_t n, const Normalizers<S>& rows,                   \
+                                  const Mixture<S>& mixture);                                                      \
+    void jensen_shannon_gradient(const S* z, const S* t, int64_t n, const Normalizers<S>& rows,                    \
+                                 const Mixture<S>& mixture, S c, S to_mixture, S* out);
 GSPO_DECLARE_FOR_STATS(float)
 GSPO_DECLARE_FOR_STATS(double)
 #undef GSPO_DECLARE_FOR_STATS

@@ -146,6 +146,18 @@ GSPO_INLINE S exp_nonpositive(S x) {
     return select(x < ExpConstants<S>::lowest, S(0), power + power * expm1);
 }
 
+// log(1 + x) for x in [0, 1] with full relative accuracy, as 2 artanh(x / (2 + x)).
+template <class S>
+GSPO_INLINE S log1p_unit(S x) {
+    const S y = x / (2 + x), q = y * y;
+    // q <= 1/9: the first term left out is below a tenth of the type's rounding.
+    constexpr int terms = sizeof(S) == 4 ? 7 : 16;
+    S series = S(1) / (2 * terms + 1);
+#pragma GCC unroll 16
+    for (int k = terms - 1; k >= 0; --k) series = series * q + S(1) / (2 * k + 1);
+    return 2 * y * series;
+}
+
 template <class S>
 struct TanhAndSlope {
     S tanh;

@@ -4,6 +4,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from gspo_kernels import advantages, objectives
 from gspo_kernels.aggregation import normalizer
+from gspo_kernels.distillation import distillation_loss, fused_linear_distillation_loss
 from gspo_kernels.logprobs import linear_token_logprobs, token_logprobs
 from gspo_kernels.losses import (
     explain_schedule,
@@ -16,7 +17,7 @@ from gspo_kernels.objectives import *  # noqa: F403 - one export line per object
 from gspo_kernels.off_policy import off_policy_mask, rollout_weights
 from gspo_kernels.sampling import sampling_mask
 from gspo_kernels.selected import linear_selected_logprobs, selected_logprobs
-from gspo_kernels.types import LossOutput, SelectedLogprobs, TokenLogprobs
+from gspo_kernels.types import DistillationOutput, LossOutput, SelectedLogprobs, TokenLogprobs
 
 try:
     __version__ = version("gspo_kernels")
@@ -24,11 +25,14 @@ except PackageNotFoundError:  # a source tree that was never installed
     __version__ = "0+unknown"
 
 __all__ = [
+    "DistillationOutput",
     "LossOutput",
     "SelectedLogprobs",
     "TokenLogprobs",
     "advantages",
+    "distillation_loss",
     "explain_schedule",
+    "fused_linear_distillation_loss",
     "fused_linear_policy_loss",
     "fused_policy_loss",
     "linear_selected_logprobs",

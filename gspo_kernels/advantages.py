@@ -11,8 +11,9 @@ from torch import Tensor
 
 from gspo_kernels import checks
 from gspo_kernels.layout import layout_of
+from gspo_kernels.objectives.finite import difference
 from gspo_kernels.ops.library import checked_values
-from gspo_kernels.ops.values import check_cu_seqlens
+from gspo_kernels.ops.values import check_cu_seqlens, check_mask
 from gspo_kernels.types import stats_dtype
 
 SCALES = ("group", "batch", "none")
@@ -266,6 +267,41 @@ def class_normalized(rewards: Tensor, *, scale: str = "group", eps: float = 1e-4
     return group_normalized(flat, group_size=max(1, rewards.shape[1]), scale=scale, eps=eps).reshape(
         rewards.shape
     )
+
+
+def reverse_kl(
+    logprobs: Tensor, teacher_logprobs: Tensor, *, loss_mask: Tensor | None = None, coef: float = 1.0
+) -> Tensor:
+    """On-policy distillation's advantages: ``A_t = coef (log q(y_t) - log p(y_t))``, teacher minus student.
+
+    With p the policy that sampled, the policy gradient of these per-token advantages is in expectation minus
+    that of each token's reverse KL(p || q): what "On-Policy Distillation" (Thinking Machines, 2025) trains
+    with. Without a discount: a token answers for its own divergence alone.
+
+    Args:
+        logprobs: [B, T] or [N], floating point, nats: of the sampled tokens under the student that sampled.
+        teacher_logprobs: the same shape and device: under the teacher.
+        loss_mask: the same shape, bool or 0/1: tokens that count; the others get 0, whatever stands there.
+        coef: factor, positive.
+
+    Returns:
+        The shape of ``logprobs``, detached, fp32 (fp64 for fp64 log-probs). 0 where both rule a token out.
+
+    Raises:
+        TypeError, ValueError: a wrong argument, named in the message.
+    """
+    checks.floats("logprobs", logprobs, None, "[B, T] or [N]", None)
+    shape, device = tuple(logprobs.shape), logprobs.device
+    checks.floats("teacher_logprobs", teacher_logprobs, shape, "the shape of logprobs", device)
+    checks.number("coef", coef, positive=True)
+    student, teacher = (each.detach().to(torch.float64) for each in (logprobs, teacher_logprobs))
+    found = coef * difference(teacher, student)
+    if loss_mask is not None:
+        checks.tensor("loss_mask", loss_mask, shape, "the shape of logprobs", device)
+        counted = check_mask(loss_mask)
+        assert counted is not None
+        found = torch.where(counted, found, 0.0)
+    return found.to(stats_dtype(logprobs.dtype))
 
 
 class _Groups:

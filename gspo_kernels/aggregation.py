@@ -10,6 +10,7 @@ from torch import Tensor
 from gspo_kernels import checks
 from gspo_kernels.layout import Layout, as_rows
 from gspo_kernels.objectives.base import Objective, from_spec
+from gspo_kernels.ops.library import operator
 from gspo_kernels.terms import Terms, check_values, shaped
 
 if TYPE_CHECKING:  # not every build of PyTorch has it
@@ -82,6 +83,21 @@ class Aggregation:
 
 def _or_one(count: Tensor) -> Tensor:
     return torch.where(count == 0, 1.0, count)
+
+
+@operator
+def token_shares(tokens: Tensor, terms: Terms) -> Tensor:
+    """[B, T] fp64: d loss / d value of each token, ``token_weights`` on its value; looks at values first."""
+    terms = check_values(tokens, terms, "token_shares")
+    aggregation = Aggregation.of(tokens, terms)
+    weights = aggregation.selected(terms.token_weights)
+    shares = aggregation.token_shares()
+    return shares if weights is None else shares * weights
+
+
+@token_shares.register_fake
+def _(tokens: Tensor, terms: Terms) -> Tensor:
+    return tokens.new_empty(tokens.shape, dtype=torch.float64)
 
 
 def normalizer(

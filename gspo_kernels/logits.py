@@ -13,7 +13,7 @@ from gspo_kernels import bits, checks
 from gspo_kernels.layout import as_rows, segment_ids
 from gspo_kernels.objectives.base import Objective
 from gspo_kernels.ops.backends import resolve
-from gspo_kernels.ops.values import mask_of_ids
+from gspo_kernels.ops.values import mask_of_ids, mask_of_shard
 from gspo_kernels.types import RowOptions, Shard, stats_dtype
 
 R = TypeVar("R")
@@ -62,9 +62,6 @@ class LogitArguments(NamedTuple):
             if self.vocab_range is not None:
                 raise ValueError(f"vocab_range: got {self.vocab_range} without a tp_group, expected None")
             return Shard()
-        for name, given in (("kept_ids", self.kept_ids), ("kept_mask", self.kept_mask)):
-            if given is not None:
-                raise ValueError(f"{name}: got a sampling mask, expected None along with tp_group")
         from gspo_kernels.parallel.groups import group_name
 
         name = group_name("tp_group", self.tp_group)
@@ -93,10 +90,26 @@ class LogitArguments(NamedTuple):
                     f"{where}"
                 )
         if self.kept_mask is not None:
+            if self.tp_group is not None:
+                self._check_whole_mask(labels)
+                return
             shape = (*where, bits.words(vocabulary))
             meaning = f"the labels' shape and ceil(V / 32) words for V = {vocabulary}"
             mask = checks.tensor("kept_mask", self.kept_mask, shape, meaning, device)
             checks.dtype("kept_mask", mask, (torch.int32,))
+
+    def _check_whole_mask(self, labels: Tensor) -> None:
+        """A mask of the whole vocabulary, of which this process has some columns."""
+        mask = checks.tensor(
+            "kept_mask", self.kept_mask, None, "of the labels' shape and words", labels.device
+        )
+        checks.dtype("kept_mask", mask, (torch.int32,))
+        last = 1 if self.vocab_range is None else checks.integer("vocab_range", self.vocab_range[1])
+        if tuple(mask.shape[:-1]) != tuple(labels.shape) or mask.shape[-1] < bits.words(last):
+            raise ValueError(
+                f"kept_mask: got shape {tuple(mask.shape)}, expected {(*labels.shape, 'ceil(V / 32)')} with "
+                "the V of the whole vocabulary"
+            )
 
     def with_rows(
         self,
@@ -111,7 +124,9 @@ class LogitArguments(NamedTuple):
         ``cu_seqlens`` has been checked.
         """
         kept = self.kept_mask
-        if self.kept_ids is not None:
+        if options.shard.group and (kept is not None or self.kept_ids is not None):
+            kept = mask_of_shard(self.kept_ids, kept, options.shard, vocabulary)
+        elif self.kept_ids is not None:
             kept = mask_of_ids(self.kept_ids, vocabulary)
         if kept is not None:
             options = options._replace(kept=as_rows(kept.contiguous(), packed))
@@ -154,7 +169,7 @@ def on_all_ranks(implementation: Callable[..., R]) -> Callable[..., R]:
             return implementation(**arguments)
         from gspo_kernels.parallel.agreement import all_or_none
 
-        tokens = arguments.get("labels", arguments.get("logprobs"))
+        tokens = next((arguments[name] for name in ("labels", "logprobs", "ids") if name in arguments), None)
         with all_or_none(getattr(tokens, "device", torch.device("cpu")), **groups):
             return implementation(**arguments)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from torch import Tensor
 
 from gspo_kernels import bits, checks
@@ -11,10 +13,20 @@ from gspo_kernels.linear.chunks import LinearOperands
 from gspo_kernels.linear.inputs import ProductArguments, check_inputs
 from gspo_kernels.linear.logprobs import LinearTokenLogprobsFunction
 from gspo_kernels.linear.selected import LinearSelectedLogprobsFunction
-from gspo_kernels.logits import LogitArguments, check_inplace, check_logits
+from gspo_kernels.logits import (
+    LogitArguments,
+    check_inplace,
+    check_logits,
+    on_all_ranks,
+    takes_dtensors,
+)
 from gspo_kernels.ops.logprobs import TokenLogprobsFunction
 from gspo_kernels.ops.selected import SelectedLogprobsFunction, TailFunction, checked_ids
 from gspo_kernels.types import SelectedLogprobs
+
+if TYPE_CHECKING:  # not every build of PyTorch has it
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 def _tokens_of(ids: Tensor) -> Tensor:
@@ -35,6 +47,8 @@ def _of_one(logprobs: Tensor, labels: Tensor, packed: bool) -> SelectedLogprobs:
     return _output(logprobs.unsqueeze(-1), TailFunction.apply(logprobs, labels != bits.NO_ID), packed, False)
 
 
+@takes_dtensors
+@on_all_ranks
 def _selected_logprobs(
     logits: Tensor,
     ids: Tensor,
@@ -74,6 +88,8 @@ def selected_logprobs(
     kept_mask: Tensor | None = None,
     inplace_backward: bool = False,
     backend: str = "auto",
+    tp_group: ProcessGroup | DeviceMesh | None = None,
+    vocab_range: tuple[int, int] | None = None,
 ) -> SelectedLogprobs:
     """Log-probabilities of K ids per token and the log of the mass that they leave, differentiable in both.
 
@@ -89,8 +105,8 @@ def selected_logprobs(
             times: each place has its own log-prob, their gradients add, and its mass counts once.
         normalize_within: the log-probs are those of a softmax over each token's ids alone; of the logits only
             theirs are read, and there is no tail.
-        temperature, logit_scale, softcap, kept_ids, kept_mask, inplace_backward, backend: as in
-            ``token_logprobs``. Ids must be among the kept.
+        temperature, logit_scale, softcap, kept_ids, kept_mask, inplace_backward, backend, tp_group,
+            vocab_range: as in ``token_logprobs``. Ids must be among the kept, and are the same on all ranks.
 
     Returns:
         SelectedLogprobs(logprobs, tail) in nats, [.., K] and [..], fp32 (fp64 for fp64 logits).
@@ -101,6 +117,8 @@ def selected_logprobs(
     """
 
 
+@takes_dtensors
+@on_all_ranks
 def _linear_selected_logprobs(
     hidden: Tensor,
     weight: Tensor,
@@ -111,7 +129,7 @@ def _linear_selected_logprobs(
     normalize_within: bool,
 ) -> SelectedLogprobs:
     tokens = _tokens_of(ids)
-    chunking = product_arguments.checked(compact=True, group=None)
+    chunking = product_arguments.checked(compact=True, group=logit_arguments.tp_group)
     hidden, weight, bias = check_inputs(hidden, weight, bias, tokens, chunking.scattered)
     packed, vocabulary = tokens.ndim == 1, weight.shape[0]
     options = logit_arguments.checked(tokens, tokens.shape[0], vocabulary)
@@ -146,6 +164,10 @@ def linear_selected_logprobs(
     logits_dtype: str = "float32",
     max_chunk_bytes: int | None = None,
     backend: str = "auto",
+    tp_group: ProcessGroup | DeviceMesh | None = None,
+    vocab_range: tuple[int, int] | None = None,
+    reduce_hidden_grad: bool = True,
+    sequence_parallel: bool = False,
 ) -> SelectedLogprobs:
     """Log-probabilities of K ids per token from hidden states: the logits exist only a chunk at a time.
 
@@ -157,8 +179,8 @@ def linear_selected_logprobs(
         ids, normalize_within, kept_ids, kept_mask: as in ``selected_logprobs``. Tokens without any id are
             never projected.
         bias: [V] or None.
-        temperature, logit_scale, softcap, logits_dtype, max_chunk_bytes, backend: as in
-            ``linear_token_logprobs``; a budget of 0 is refused.
+        temperature, logit_scale, softcap, logits_dtype, max_chunk_bytes, backend, tp_group, vocab_range,
+            reduce_hidden_grad, sequence_parallel: as in ``linear_token_logprobs``; a budget of 0 is refused.
 
     Returns:
         SelectedLogprobs(logprobs, tail) in nats, [.., K] and [..], fp32 (fp64 for fp64 inputs).

@@ -56,6 +56,18 @@ class LossOutput(NamedTuple):
     metrics: dict[str, Tensor]
 
 
+class DistillationOutput(NamedTuple):
+    """What a distillation loss returns.
+
+    Attributes:
+        loss: 0-d tensor that carries the student's gradient, fp32 (fp64 for fp64 inputs).
+        divergence: detached, of each token in nats, the tokens' shape, same dtype; 0.0 where not counted.
+    """
+
+    loss: Tensor
+    divergence: Tensor
+
+
 class SelectedLogprobs(NamedTuple):
     """Log-probabilities of several ids per token, and what they leave.
 

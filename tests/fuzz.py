@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 import gspo_kernels as gk
-from tests import oracle
+from tests import fuzz_ids, oracle
 from tests.cases import (
     AGGREGATIONS,
     KIND,
@@ -454,9 +454,14 @@ def main(arguments: list[str] | None = None) -> int:
     calls = itertools.count() if given.call is None else iter([given.call])
     number = 0
     for number in calls:
-        drawn = Draw(10**7 * given.seed + number, largest).call()
+        seed = 10**7 * given.seed + number
+        # every fourth has ids or a teacher instead of labels
+        drawn = fuzz_ids.Draw(seed, largest) if number % 4 == 3 else Draw(seed, largest).call()
         try:
-            refused += not attempt(drawn, given.backend)
+            if isinstance(drawn, fuzz_ids.Draw):
+                fuzz_ids.attempt(drawn, given.backend)
+            else:
+                refused += not attempt(drawn, given.backend)
         except Exception:
             traceback.print_exc()
             print(drawn)

@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import gspo_kernels as gk
 from gspo_kernels import bits
@@ -312,15 +311,3 @@ def test_without_the_mask_equal_weights_are_far_outside_of_the_clip_range(entry)
     without, replayed = outside(), outside(kept_mask=mask)
     print(f"outside of GSPO's clip range: {without:.0%} without the mask, {replayed:.0%} with it")
     assert without > 0.9 and replayed == 0.0
-
-
-@pytest.mark.parametrize("name", ["kept_ids", "kept_mask"])
-def test_a_mask_of_the_whole_vocabulary_is_refused_for_a_shard_of_it(name):
-    logits, labels = torch.zeros(1, 2, 40), torch.zeros(1, 2, dtype=torch.int64)
-    mask = {"kept_ids": labels.unsqueeze(-1), "kept_mask": torch.ones(1, 2, 2, dtype=torch.int32)}[name]
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        with pytest.raises(ValueError, match=f"{name}: .* expected None along with tp_group"):
-            gk.token_logprobs(logits, labels, tp_group=dist.group.WORLD, **{name: mask})
-    finally:
-        dist.destroy_process_group()

@@ -25,7 +25,12 @@ HIDDEN = "bias logits_dtype max_chunk_bytes reduce_hidden_grad sequence_parallel
 POLICY = f"{LAYOUT} {TERMS} cp_group"
 
 # positional parameters | keyword-only parameters
-SELECTED = "normalize_within temperature logit_scale softcap kept_ids kept_mask backend"
+SELECTED = f"normalize_within {LOGITS}".replace("ignore_index ", "")
+DISTILLED = (
+    f"{LAYOUT} beta top_k top_k_of add_tail ids teacher_logprobs aggregation aggregation_constant "
+    "token_weights lengths normalizer temperature logit_scale softcap teacher_temperature "
+    "teacher_logit_scale teacher_softcap backend"
+)
 CONTRACT = {
     "token_logprobs": ("logits labels", f"{LOGITS} return_entropy inplace_backward"),
     "linear_token_logprobs": ("hidden weight labels", f"{LOGITS} {HIDDEN} return_entropy"),
@@ -42,7 +47,12 @@ CONTRACT = {
     "selected_logprobs": ("logits ids", f"{SELECTED} inplace_backward"),
     "linear_selected_logprobs": (
         "hidden weight ids",
-        f"bias {SELECTED} logits_dtype max_chunk_bytes",
+        f"{HIDDEN} {SELECTED}",
+    ),
+    "distillation_loss": ("logits teacher_logits", f"{DISTILLED} inplace_backward"),
+    "fused_linear_distillation_loss": (
+        "hidden weight teacher_hidden teacher_weight",
+        f"{DISTILLED} bias teacher_bias logits_dtype max_chunk_bytes",
     ),
     "sampling_mask": ("logits", "temperature top_k top_p min_p labels engine"),
     "normalizer": ("objective loss_mask", "cu_seqlens lengths advantages group_ids group cp_group"),
@@ -60,7 +70,8 @@ DEFAULTS = {
     "objective": gk.GSPO(), "loss_mask": None, "cu_seqlens": None, "normalizer": None, "lengths": None,
     "reduce_hidden_grad": True, "sequence_parallel": False,
     "bias": None, "entropy": None, "scale": "group", "eps": 1e-4, "level": "token", "reduce": "mean",
-    "mode": "truncate",
+    "mode": "truncate", "beta": 0.5, "top_k_of": "teacher", "add_tail": True, "aggregation": "token_mean",
+    "teacher_logit_scale": 1.0,
 }  # fmt: skip
 
 

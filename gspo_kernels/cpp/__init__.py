@@ -124,6 +124,88 @@ def logprobs_and_rows(
     return stats, factors
 
 
+_PIECE = 2**22
+"""Elements of logits that are converted at once where the two sides have different dtypes."""
+
+
+def divergence(
+    logits: Tensor,
+    teacher_logits: Tensor,
+    labels: Tensor,
+    transform: LogitTransform,
+    teacher_transform: LogitTransform,
+    beta: float,
+    *,
+    ignore_index: int,
+    coefficients: Tensor | None,
+    out: Tensor | None,
+) -> Tensor:
+    """See ``ops.backends.RowBackend.divergence``."""
+    if out is not None:
+        _check_out(logits, out)
+    if logits.dtype != teacher_logits.dtype:
+        return _divergence_of_two_dtypes(
+            logits,
+            teacher_logits,
+            labels,
+            transform,
+            teacher_transform,
+            beta,
+            ignore_index,
+            coefficients,
+            out,
+        )
+    found = torch.empty(logits.shape[:2], dtype=stats_dtype(logits.dtype))
+    _operators().divergence(
+        *_row_arguments(logits, labels, transform, ignore_index),
+        teacher_logits.detach(),
+        _vector(teacher_transform.row_temperature, logits),
+        *teacher_transform[:3],
+        beta,
+        _vector(coefficients, logits),
+        found,
+        out,
+    )
+    return found
+
+
+def _divergence_of_two_dtypes(
+    logits: Tensor,
+    teacher_logits: Tensor,
+    labels: Tensor,
+    transform: LogitTransform,
+    teacher_transform: LogitTransform,
+    beta: float,
+    ignore_index: int,
+    coefficients: Tensor | None,
+    out: Tensor | None,
+) -> Tensor:
+    """A few rows at a time in the dtype that holds both."""
+    B, T, V = logits.shape
+    wide = torch.promote_types(logits.dtype, teacher_logits.dtype)
+    found = torch.empty(B, T, dtype=stats_dtype(logits.dtype))
+    step = max(1, _PIECE // max(V, 1))
+    for b in range(B):
+        for start in range(0, T, step):
+            at = (slice(b, b + 1), slice(start, start + step))
+            own, other = (
+                each.rows(lambda rows: rows[at])  # noqa: B023
+                for each in (transform, teacher_transform)
+            )
+            found[at] = divergence(
+                logits[at].to(wide),
+                teacher_logits[at].to(wide),
+                labels[at],
+                own,
+                other,
+                beta,
+                ignore_index=ignore_index,
+                coefficients=None if coefficients is None else coefficients[at],
+                out=None if out is None else out[at],
+            ).to(found.dtype)
+    return found
+
+
 def ratio_step(
     logprobs: Tensor,
     mask: Tensor,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from gspo_kernels.kernels.divergences import divergence
 from gspo_kernels.kernels.gradients import logprobs_and_grad, logprobs_backward
 from gspo_kernels.kernels.launch import INTERPRETED
 from gspo_kernels.kernels.logprobs import logprobs_forward
@@ -16,6 +17,7 @@ from gspo_kernels.kernels.sequence_ratio import sequence_ratio_forward
 from gspo_kernels.kernels.steps import ratio_step
 
 __all__ = [
+    "divergence",
     "linear_logprobs_forward",
     "linear_logprobs_unavailable",
     "logprobs_and_grad",

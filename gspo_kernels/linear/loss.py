@@ -9,11 +9,11 @@ from torch import Tensor
 
 from gspo_kernels.evaluate import metric_names
 from gspo_kernels.linear.chunks import Call, Chunking, LinearOperands
-from gspo_kernels.linear.gradients import HeadGradients, Needs
+from gspo_kernels.linear.gradients import Needs
+from gspo_kernels.linear.held import hold, released
 from gspo_kernels.linear.run import Run
-from gspo_kernels.linear.scaling import times, times_
 from gspo_kernels.ops.library import operator
-from gspo_kernels.ops.logprobs import ScoredRows, scale_
+from gspo_kernels.ops.logprobs import ScoredRows
 from gspo_kernels.terms import Terms, check_values
 from gspo_kernels.types import RowOptions, stats_dtype
 
@@ -86,45 +86,8 @@ def _(operands: LinearOperands, terms: Terms, settings: Settings, needs: Needs) 
     )
 
 
-class _Held(NamedTuple):
-    """Gradients that a forward has computed, for upstream 1."""
-
-    hidden: Tensor
-    scales: Tensor
-    weight: Tensor
-    bias: Tensor
-
-    @classmethod
-    def of(cls, loss: LinearLoss) -> _Held:
-        return cls(loss.grad_hidden, loss.scales, loss.grad_weight, loss.grad_bias)
-
-    def times(self, upstream: Tensor, dtype: torch.dtype, backend: str | None) -> HeadGradients:
-        """Those of hidden, weight and bias for ``upstream``; in this memory where ``backend`` is given."""
-        if backend is None:
-            weight, bias = ((total * upstream).to(dtype) for total in (self.weight, self.bias))
-        else:
-            weight, bias = (_scaled(total, upstream, dtype, backend) for total in (self.weight, self.bias))
-        if not self.hidden.numel():
-            return HeadGradients(self.hidden, weight, bias)
-        factor = (self.scales * upstream).unsqueeze(-1)
-        hidden = times(self.hidden, factor).to(dtype) if backend is None else times_(self.hidden, factor)
-        return HeadGradients(hidden, weight, bias)
-
-
-def _scaled(total: Tensor, upstream: Tensor, dtype: torch.dtype, backend: str) -> Tensor:
-    if total.dtype != dtype:
-        return torch.mul(total, upstream, out=torch.empty(total.shape, dtype=dtype, device=total.device))
-    if total.numel():
-        scale_(total, upstream, backend)
-    return total
-
-
 class LinearPolicyFunction(torch.autograd.Function):
-    """Loss, metrics, log-probs and entropy; the forward already holds the loss's gradients.
-
-    The first backward gives them away, scaled in place; later ones (``retain_graph``) compute them anew.
-    Where ``kept``, which tracing needs, they are kept and scaled out of place.
-    """
+    """Loss, metrics, log-probs and entropy; the forward already holds the loss's gradients."""
 
     @staticmethod
     def forward(
@@ -142,23 +105,10 @@ class LinearPolicyFunction(torch.autograd.Function):
         needs = Needs.of(ctx, bias)
         arguments = (LinearOperands(hidden, weight, bias, labels, options, chunking), terms, settings, needs)
         result = linear_policy(*arguments)
-        ctx.needs, ctx.dtype, ctx.backend, ctx.kept = needs, hidden.dtype, options.backend, kept
-        ctx.held = None
-        if kept:
-            ctx.save_for_backward(*_Held.of(result))
-        else:
-            ctx.held = _Held.of(result)
-            linear_policy.save(ctx, *arguments)
+        hold(ctx, result, linear_policy, arguments, needs, options.backend, kept)
         ctx.mark_non_differentiable(result.metrics, result.logprobs, result.entropy)
         return result.loss, result.metrics, result.logprobs, result.entropy
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
-        held, ctx.held = ctx.held, None
-        if ctx.kept:
-            gradients = _Held(*ctx.saved_tensors).times(grad, ctx.dtype, None)
-        else:
-            if held is None:
-                held = _Held.of(linear_policy.repeat(ctx))
-            gradients = held.times(grad, ctx.dtype, ctx.backend)
-        return (*gradients.wanted(ctx.needs), *(None,) * 6)
+        return (*released(ctx, grad), *(None,) * 6)

@@ -27,7 +27,7 @@ from gspo_kernels.types import RowOptions
 @operator
 def linear_selected_forward(operands: LinearOperands, ids: Tensor, within: bool) -> SelectedRows:
     """Log-probs of ids [B, T, K] and what is left; the labels of rows without ids are ``ignore_index``."""
-    call = Call.of(operands).check()
+    call = Call.of(operands).check("linear_selected_forward", within)
     found = fake_rows(ids, operands.hidden.dtype)
     for values in found:
         values.zero_()
@@ -35,7 +35,7 @@ def linear_selected_forward(operands: LinearOperands, ids: Tensor, within: bool)
     for chunk in call.chunks(call.projected):
         own = ids.flatten(0, 1)[chunk.where].unsqueeze(0)
         logits = scores.logits(chunk).unsqueeze(0)
-        rows = score(logits, own, call.options.backend, chunk.transform, within)
+        rows = score(logits, own, call.options.backend, chunk.transform, within, call.options.shard)
         for all_rows, values in zip(found, rows, strict=True):
             all_rows.flatten(0, 1)[chunk.where] = values.squeeze(0)
     scores.close()
@@ -57,7 +57,7 @@ def linear_selected_backward(
     within: bool,
 ) -> HeadGradients:
     """Gradients of hidden, weight and bias, recomputing logits chunk by chunk, by the same products."""
-    call = Call.of(operands)
+    call = Call.of(operands).check("linear_selected_backward", needs, within)
     scores, gradients = Scores(call, False), Gradients(call, needs, normalised=False)
     for chunk in call.chunks(call.projected):
 
@@ -82,6 +82,7 @@ def linear_selected_backward(
             call.options.backend,
             chunk.transform,
             within,
+            call.options.shard,
         )
         gradients.add_rows(Rows(out, None), chunk, scale.expand(len(chunk)), (largest != 0).squeeze(0))
         del logits, out

@@ -79,6 +79,29 @@ class RowBackend(Protocol):
     ) -> RowStats:
         """Forward and backward in one go, for coefficients dLoss/dlogprobs [B, T] known beforehand."""
 
+    def divergence(
+        self,
+        logits: Tensor,
+        teacher_logits: Tensor,
+        labels: Tensor,
+        transform: LogitTransform,
+        teacher_transform: LogitTransform,
+        beta: float,
+        *,
+        ignore_index: int,
+        coefficients: Tensor | None,
+        out: Tensor | None,
+    ) -> Tensor:
+        """How far each row's softmax is from the teacher's, [B, T] in nats; see ``divergences`` for ``beta``.
+
+        ``teacher_logits`` are [B, T, V], with strides and a dtype of their own. Labels only say which rows
+        are ignored. A row whose logits have no softmax, on either side, gets NaN; one with a divergence of
+        +inf, which has a column that one side rules out, a gradient of NaN unless ``beta`` is 0.
+        ``coefficients`` [B, T] and ``out`` come together or not at all; then ``out``, as in
+        ``logprobs_backward``, becomes the gradient of ``sum(coefficients * divergence)`` by the student's
+        logits.
+        """
+
     def scale_(self, values: Tensor, factor: Tensor) -> None:
         """Multiply contiguous ``values`` in place by a 0-d tensor, without touching them where that is 1."""
 

@@ -21,12 +21,11 @@ import torch
 from torch import Tensor
 
 from gspo_kernels import bits
-from gspo_kernels.ops.backends import load
+from gspo_kernels.ops.backends import load, sharding
 from gspo_kernels.ops.library import checked_values, inplace_operator, operator
-from gspo_kernels.ops.logprobs import save_rows, saved_rows
+from gspo_kernels.ops.logprobs import check_rows, save_rows, saved_rows
 from gspo_kernels.ops.memory import new_memory
-from gspo_kernels.ops.values import check_temperature
-from gspo_kernels.types import LogitTransform, RowOptions, RowStats, stats_dtype
+from gspo_kernels.types import LogitTransform, RowOptions, RowStats, Shard, stats_dtype
 
 
 class SelectedRows(NamedTuple):
@@ -49,10 +48,10 @@ class SelectedGradients(NamedTuple):
 @operator
 def checked_ids(ids: Tensor, vocabulary: int, options: RowOptions) -> Tensor:
     """A copy of ids [B, T, K] as int64, after checking that each is ``bits.NO_ID`` or in the vocabulary, and
-    in the row's sampling mask.
+    in the row's sampling mask. Of a shard, ``vocabulary`` is how many columns are here.
     """
     if checked_values(ids.device):
-        _check_ids(ids, vocabulary, options)
+        _check_ids(ids, *_columns(vocabulary, options.shard), vocabulary, options)
     return ids.to(torch.int64, copy=True)
 
 
@@ -61,16 +60,24 @@ def _(ids: Tensor, vocabulary: int, options: RowOptions) -> Tensor:
     return torch.empty_like(ids, dtype=torch.int64)
 
 
-def _check_ids(ids: Tensor, vocabulary: int, options: RowOptions) -> None:
+def _columns(width: int, shard: Shard) -> tuple[int, int]:
+    """See ``parallel.vocabulary.columns_of``."""
+    return sharding().columns_of(shard, width) if shard.group else (0, width)
+
+
+def _check_ids(ids: Tensor, first: int, vocabulary: int, width: int, options: RowOptions) -> None:
     present = ids != bits.NO_ID
-    wrong = present & ((ids < 0) | (ids >= vocabulary))
+    beyond = ids >= vocabulary if vocabulary else torch.zeros_like(present)
+    wrong = present & ((ids < 0) | beyond)
     if bool(wrong.any()):
+        most = vocabulary or "the vocabulary's size"
         raise ValueError(
-            f"ids: got {int(ids[wrong][0])}, expected 0 <= id < {vocabulary}, or {bits.NO_ID} for none"
+            f"ids: got {int(ids[wrong][0])}, expected 0 <= id < {most}, or {bits.NO_ID} for none"
         )
     if options.kept is None:
         return
-    cut = present & ~_are_kept(options.kept, torch.where(present, ids, 0))
+    here = present & (ids >= first) & (ids < first + width)
+    cut = here & ~_are_kept(options.kept, torch.where(here, ids - first, 0))
     if bool(cut.any()):
         b, t, k = cut.nonzero()[0].tolist()
         raise ValueError(
@@ -87,17 +94,14 @@ class _Set:
     """The ids of rows, [B, T, K], each id of a row once where it counts.
 
     Attributes:
-        present: bool, which places have an id that is a column and not cut.
+        ids: those where there are some, -1 elsewhere.
+        present: bool, which places have an id that is a column of the whole row and not cut.
         first: bool, the first place of each id.
-        index: int64, where to read: the id, or any column in places without one.
     """
 
-    def __init__(self, ids: Tensor, vocabulary: int, kept: Tensor | None):
-        self.present = (ids >= 0) & (ids < vocabulary)
-        self.index = torch.where(self.present, ids, 0)
-        if kept is not None:
-            self.present = self.present & _are_kept(kept, self.index)
-        ordered, self._order = torch.where(self.present, self.index, -1).sort(dim=-1, stable=True)
+    def __init__(self, ids: Tensor, present: Tensor):
+        self.ids, self.present = torch.where(present, ids, -1), present
+        ordered, self._order = self.ids.sort(dim=-1, stable=True)
         new = torch.ones_like(self.present)
         new[..., 1:] = ordered[..., 1:] != ordered[..., :-1]
         self.first = torch.zeros_like(new).scatter_(-1, self._order, new) & self.present
@@ -119,6 +123,27 @@ class _Set:
         )
 
 
+class _Here:
+    """The ids of rows that are among some ``width`` columns.
+
+    Attributes:
+        present: bool, which places have such an id that is not cut.
+        index: int64, where to read: the column, or any in places without one.
+    """
+
+    def __init__(self, ids: Tensor, width: int, kept: Tensor | None, first: int = 0):
+        columns = ids - first
+        self.present = (ids >= 0) & (columns >= 0) & (columns < width)
+        self.index = torch.where(self.present, columns, 0)
+        if kept is not None:
+            self.present = self.present & _are_kept(kept, self.index)
+
+
+def first_places(ids: Tensor, vocabulary: int) -> Tensor:
+    """Bool like the ids [B, T, K]: the first place of each id that is a column."""
+    return _Set(ids, _Here(ids, vocabulary, None).present).first
+
+
 def _transformed(raw: Tensor, transform: LogitTransform) -> tuple[Tensor, Tensor]:
     """Raw logits [B, T, K] as z, and dz/dx; in fp64."""
     heat: Tensor | float = transform.temperature
@@ -137,33 +162,50 @@ def _softplus(x: Tensor) -> Tensor:
     return torch.logaddexp(x, torch.zeros_like(x))
 
 
-def _rest(own: _Set, vocabulary: int, transform: LogitTransform) -> tuple[Tensor, LogitTransform]:
+def _rest(ids: Tensor, here: _Here, width: int, transform: LogitTransform) -> tuple[Tensor, LogitTransform]:
     """Labels and transform of the pass over what is not selected; rows without ids have the label -1."""
-    others = ~bits.packed_ids(torch.where(own.present, own.index, bits.NO_ID), vocabulary)
+    others = ~bits.packed_ids(torch.where(here.present, here.index, bits.NO_ID), width)
     if transform.kept is not None:
         others &= transform.kept
-    return torch.where(own.present.any(-1), vocabulary, -1), transform._replace(kept=others)
+    return torch.where((ids != bits.NO_ID).any(-1), width, -1), transform._replace(kept=others)
 
 
-def score(logits: Tensor, ids: Tensor, backend: str, transform: LogitTransform, within: bool) -> SelectedRows:
-    """Log-probs of ids [B, T, K] and what is left; each logit is read once, or only theirs (``within``)."""
+def score(
+    logits: Tensor,
+    ids: Tensor,
+    backend: str,
+    transform: LogitTransform,
+    within: bool,
+    shard: Shard,
+) -> SelectedRows:
+    """Log-probs of ids [B, T, K] and what is left; each logit is read once, or only theirs (``within``).
+
+    Of a shard of the columns, 2 K + 1 numbers a row are gathered from all ranks.
+    """
     V = logits.shape[-1]
-    own = _Set(ids, V, transform.kept)
+    here = _Here(ids, V, transform.kept, _columns(V, shard)[0])
     if within:
         rest = torch.full(ids.shape[:-1], -torch.inf, dtype=torch.float64, device=ids.device)
     else:
-        labels, others = _rest(own, V, transform)
+        labels, others = _rest(ids, here, V, transform)
         rest = load(backend).logprobs_forward(logits, labels, others, ignore_index=-1, entropy=False).lse
-    z, _ = _transformed(logits.gather(-1, own.index), transform)
-    z = torch.where(own.present, z, -torch.inf)
+    z, _ = _transformed(logits.gather(-1, here.index), transform)
+    present = here.present
+    if shard.group:
+        z, present, rest = sharding().selected_of_all(shard, z, present, rest)
+    own = _Set(ids, present)
+    z = torch.where(present, z, -torch.inf)
     # Relative to the likeliest id, whose log-prob may be near 0: log p = -log(1 + other mass / its own).
     top, at = z.max(-1, keepdim=True)
-    is_top = own.present & (own.index == own.index.gather(-1, at))
+    is_top = own.present & (own.ids == own.ids.gather(-1, at))
     each = torch.where(own.first, z, -torch.inf)
     beside = torch.logaddexp(each.masked_fill(is_top, -torch.inf).logsumexp(-1), rest).unsqueeze(-1)
     logp_top = -_softplus(beside - top)
     logprobs = torch.where(is_top, logp_top, torch.where(z == -torch.inf, z, (z - top) + logp_top))
     tail = -_softplus(each.logsumexp(-1) - rest)
+    # a row with +inf has no softmax
+    none = torch.maximum(top.squeeze(-1), rest) == torch.inf
+    logprobs, tail = logprobs.masked_fill(none.unsqueeze(-1), torch.nan), tail.masked_fill(none, torch.nan)
     dtype = stats_dtype(logits.dtype)
     return SelectedRows(
         torch.where(own.present, logprobs, torch.where(ids == bits.NO_ID, 0.0, torch.nan)).to(dtype),
@@ -181,11 +223,18 @@ def write_gradient(
     backend: str,
     transform: LogitTransform,
     within: bool,
+    shard: Shard,
 ) -> None:
     """d/dlogits of ``sum(grads * (log-probs, tail))`` into ``out``, see ``RowBackend.logprobs_backward``."""
     V = logits.shape[-1]
-    own = _Set(ids, V, transform.kept)
-    _, slope = _transformed(logits.gather(-1, own.index), transform)
+    here = _Here(ids, V, transform.kept, _columns(V, shard)[0])
+    present = here.present
+    if shard.group:
+        # an id that no rank has, or that is cut, has a log-prob of NaN in a row that has a softmax
+        nobodys = rows.logprobs.isnan() & ~rows.tail.isnan().unsqueeze(-1)
+        present = (ids != bits.NO_ID) & ~nobodys
+    own = _Set(ids, present)
+    _, slope = _transformed(logits.gather(-1, here.index), transform)
     logp, g = rows.logprobs.to(torch.float64), torch.where(own.present, grads.logprobs, 0.0).to(torch.float64)
     g_tail = g.new_zeros(()) if grads.tail is None else grads.tail.to(torch.float64)
     if within:
@@ -195,7 +244,7 @@ def write_gradient(
         outside = g_tail * -torch.expm1(tail) - g.sum(-1) * tail.exp()
         # nothing is left where the set is everything, and then no column is there to take it
         outside = torch.where(rest == -torch.inf, 0.0, outside).to(rows.tail.dtype)
-        labels, others = _rest(own, V, transform)
+        labels, others = _rest(ids, here, V, transform)
         stats = RowStats(torch.zeros_like(rows.tail), rest, None)
         load(backend).logprobs_backward(
             logits, labels, stats, -outside, None, None, others, ignore_index=-1, out=out, sharded=True
@@ -204,16 +253,18 @@ def write_gradient(
     at_ids = (per_id * -torch.expm1(logp) - (every - per_id) * logp.exp()) * slope
     # A place without an id repeats one that has: in whatever order numbers are written, they are the same.
     places = torch.arange(ids.shape[-1], device=ids.device)
-    place = torch.where(own.present, places, own.first.byte().argmax(-1, keepdim=True))
-    at_ids = torch.where(own.present.any(-1, keepdim=True), at_ids.gather(-1, place), 0.0)
-    out.scatter_(-1, own.index.gather(-1, place), at_ids.to(out.dtype))
+    place = torch.where(here.present, places, here.present.byte().argmax(-1, keepdim=True))
+    columns = here.index.gather(-1, place)
+    # where no id is here, what is there stays
+    there = torch.where(here.present.any(-1, keepdim=True), at_ids.gather(-1, place), out.gather(-1, columns))
+    out.scatter_(-1, columns, there.to(out.dtype))
 
 
 @operator
 def selected_forward(logits: Tensor, ids: Tensor, options: RowOptions, within: bool) -> SelectedRows:
     """See ``score``."""
-    check_temperature(options.row_temperature)
-    return score(logits, ids, options.backend, options.transform, within)
+    check_rows(ids.amax(-1), logits.shape[-1], options, "selected_forward", logits.dtype, within)
+    return score(logits, ids, options.backend, options.transform, within, options.shard)
 
 
 def fake_rows(ids: Tensor, dtype: torch.dtype) -> SelectedRows:
@@ -242,7 +293,7 @@ def selected_backward(
 ) -> Tensor:
     """The logits' gradient in their dtype, contiguous."""
     out = new_memory(logits.shape, logits.dtype, logits.device)
-    write_gradient(out, logits, ids, rows, grads, options.backend, options.transform, within)
+    write_gradient(out, logits, ids, rows, grads, options.backend, options.transform, within, options.shard)
     return out
 
 
@@ -268,7 +319,8 @@ def selected_backward_(
     within: bool,
 ) -> None:
     """The same, written over the logits."""
-    write_gradient(logits, logits, ids, rows, grads, options.backend, options.transform, within)
+    own = (options.backend, options.transform, within, options.shard)
+    write_gradient(logits, logits, ids, rows, grads, *own)
 
 
 @selected_backward_.register_fake

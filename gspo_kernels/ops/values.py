@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from gspo_kernels import bits
-from gspo_kernels.ops.backends import MaskBackend, load, resolve
+from gspo_kernels.ops.backends import MaskBackend, load, resolve, sharding
 from gspo_kernels.ops.library import checked_values, operator
+from gspo_kernels.types import Shard
 
 
 def check_cu_seqlens(cu_seqlens: Tensor | None, tokens: Tensor) -> None:
@@ -80,11 +81,14 @@ def check_temperature(temperature: Tensor | None) -> None:
         raise ValueError("temperature: expected only positive numbers")
 
 
-def check_kept(labels: Tensor, kept: Tensor, counted: Tensor) -> None:
-    """Every counted label, which is in the vocabulary, must be in the sampling mask of its position."""
+def check_kept(labels: Tensor, kept: Tensor, counted: Tensor, first: int = 0) -> None:
+    """Every counted label, which is a column, must be in the sampling mask of its position.
+
+    ``first``: the id of the first column.
+    """
     if not checked_values(labels.device):
         return
-    absent = counted & ~bits.holds(kept, torch.where(counted, labels, 0))
+    absent = counted & ~bits.holds(kept, torch.where(counted, labels - first, 0))
     if bool(absent.any()):
         b, t = absent.nonzero()[0].tolist()
         raise ValueError(
@@ -109,6 +113,36 @@ def mask_of_ids(kept_ids: Tensor, vocabulary: int) -> Tensor:
 @mask_of_ids.register_fake
 def _(kept_ids: Tensor, vocabulary: int) -> Tensor:
     return kept_ids.new_empty((*kept_ids.shape[:-1], bits.words(vocabulary)), dtype=torch.int32)
+
+
+@operator
+def mask_of_shard(kept_ids: Tensor | None, kept_mask: Tensor | None, shard: Shard, width: int) -> Tensor:
+    """The bitmask of a shard's ``width`` columns, from what is given of the whole vocabulary's ids."""
+    first, total = sharding().columns_of(shard, width)
+    if kept_mask is not None:
+        if total and kept_mask.shape[-1] != bits.words(total):
+            raise ValueError(
+                f"kept_mask: got {kept_mask.shape[-1]} words, expected {bits.words(total)} for the whole "
+                f"vocabulary of {total}"
+            )
+        return bits.part(kept_mask, first, width)
+    assert kept_ids is not None
+    if checked_values(kept_ids.device):
+        beyond = kept_ids >= total if total else torch.zeros_like(kept_ids, dtype=torch.bool)
+        wrong = (kept_ids != bits.NO_ID) & ((kept_ids < 0) | beyond)
+        if bool(wrong.any()):
+            raise ValueError(
+                f"kept_ids: got {int(kept_ids[wrong][0])}, expected 0 <= id < the vocabulary's size, or "
+                f"{bits.NO_ID} for none"
+            )
+    return bits.packed_ids(torch.where(kept_ids >= 0, kept_ids - first, -1), width)
+
+
+@mask_of_shard.register_fake
+def _(kept_ids: Tensor | None, kept_mask: Tensor | None, shard: Shard, width: int) -> Tensor:
+    given = kept_mask if kept_ids is None else kept_ids
+    assert given is not None
+    return given.new_empty((*given.shape[:-1], bits.words(width)), dtype=torch.int32)
 
 
 class MaskedLabels(NamedTuple):

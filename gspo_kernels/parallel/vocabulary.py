@@ -22,7 +22,7 @@ from torch import Tensor
 from gspo_kernels.ops.backends import RowBackend
 from gspo_kernels.ops.library import checked_values
 from gspo_kernels.ops.logprobs import wrong_label
-from gspo_kernels.ops.values import check_temperature
+from gspo_kernels.ops.values import check_kept, check_temperature
 from gspo_kernels.parallel.agreement import RanksDisagreeError, agree, digest, together
 from gspo_kernels.parallel.groups import gathered, rank_and_size
 from gspo_kernels.types import LogitTransform, RowOptions, RowStats, Shard
@@ -41,6 +41,14 @@ def statistics_bytes(entropy: bool, itemsize: int = 4) -> int:
 def first_column(shard: Shard, width: int) -> int:
     """The token id of the first of a shard's ``width`` columns."""
     return shard.start if shard.start >= 0 else rank_and_size(shard.group)[0] * width
+
+
+def columns_of(shard: Shard, width: int) -> tuple[int, int]:
+    """The token id of the first of a shard's columns; and the size of the whole vocabulary, 0 where the shard
+    alone doesn't say it.
+    """
+    total = 0 if shard.start >= 0 else width * rank_and_size(shard.group)[1]
+    return first_column(shard, width), total
 
 
 def check_shards(
@@ -71,12 +79,16 @@ def check_shards(
         counted = labels[labels != options.ignore_index] if checked_values(device) else labels[:0]
         lowest, highest = (int(x) for x in counted.aminmax()) if counted.numel() else (0, 0)
         summed = int(counted.sum())
-    transform = options.transform._replace(row_temperature=None)
+        if options.kept is not None:
+            start = first_column(options.shard, width)
+            here = (labels != options.ignore_index) & (labels >= start) & (labels < start + width)
+            check_kept(labels, options.kept, here, start)
+    transform = options.transform._replace(row_temperature=None, kept=None)
     common = {
         "labels: length": labels.shape[1],
         "labels: rows": labels.shape[0],
-        "logit_scale, softcap, temperature, ignore_index or backend": digest(
-            transform, options.ignore_index, options.backend
+        "logit_scale, softcap, temperature, ignore_index, backend or sampling masks": digest(
+            transform, options.ignore_index, options.backend, options.kept is None
         ),
         **same,
     }
@@ -190,6 +202,16 @@ class ShardedRows:
         whole = put_together(shards[0], shards[1], shards[2] if len(shards) > 2 else None)
         ignored = local == IGNORED
         return whole.each(lambda stat: stat.masked_fill(ignored, 0.0))
+
+
+def selected_of_all(shard: Shard, z: Tensor, present: Tensor, rest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of some ids of whole rows from what each rank has of them: transformed logits [B, T, K] in fp64, which
+    there are, and the log-sum-exp of all other columns [B, T], fp64.
+    """
+    own = torch.cat([torch.where(present, z, 0.0), present.to(z.dtype), rest.unsqueeze(-1)], -1)
+    every = gathered(shard.group, own)
+    K = z.shape[-1]
+    return every[..., :K].sum(0), every[..., K : 2 * K].sum(0) > 0, torch.logsumexp(every[..., -1], 0)
 
 
 def put_together(lse: Tensor, logprobs: Tensor, entropy: Tensor | None) -> RowStats:

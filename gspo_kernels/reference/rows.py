@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gspo_kernels import bits
+from gspo_kernels import bits, divergences
 from gspo_kernels.torch_internals import inner_autograd
 from gspo_kernels.types import LogitTransform, RowStats, stats_dtype
 
@@ -142,3 +142,32 @@ def logprobs_and_grad(
         logits, labels, stats, coefficients, None, None, transform, ignore_index=ignore_index, out=out
     )
     return stats
+
+
+def divergence(
+    logits: Tensor,
+    teacher_logits: Tensor,
+    labels: Tensor,
+    transform: LogitTransform,
+    teacher_transform: LogitTransform,
+    beta: float,
+    *,
+    ignore_index: int,
+    coefficients: Tensor | None,
+    out: Tensor | None,
+) -> Tensor:
+    """See ``ops.backends.RowBackend.divergence``."""
+    ignored = labels == ignore_index
+    with inner_autograd():
+        leaf = logits.detach().to(stats_dtype(logits.dtype)).requires_grad_()
+        log_p = torch.log_softmax(_counted_columns(leaf, ignored, transform), -1)
+        teacher = teacher_logits.detach().to(torch.promote_types(teacher_logits.dtype, leaf.dtype))
+        log_q = torch.log_softmax(_counted_columns(teacher, ignored, teacher_transform), -1).to(leaf.dtype)
+        value, slope = divergences.of_columns(log_p.detach(), log_q, beta)
+        found = value.sum(-1).masked_fill(ignored, 0.0)
+        if out is not None and coefficients is not None:
+            idle = ignored | (coefficients == 0)
+            weight = torch.where(idle, 0.0, coefficients.to(leaf.dtype)).unsqueeze(-1)
+            (grad,) = torch.autograd.grad(log_p, leaf, slope)
+            out.copy_(torch.where(weight == 0, 0.0, grad * weight))
+    return found.detach()

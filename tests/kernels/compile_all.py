@@ -103,6 +103,22 @@ def call_all(
             )
 
 
+def compare(
+    dtype: torch.dtype, transform: LogitTransform, beta: float, V: int = 4096, write: str = "in place"
+) -> None:
+    """The launcher of divergences; ``write`` says where the gradient goes."""
+    logits, labels, floats = (
+        torch.empty(2, 3, V, dtype=dtype),
+        torch.zeros(2, 3, dtype=torch.int64),
+        torch.zeros(2, 3),
+    )
+    out = {"in place": logits, "narrower": logits.view(torch.bfloat16)[..., :V], "nowhere": None}[write]
+    kernels.divergence(
+        logits, torch.empty_like(logits), labels, transform, transform, beta, ignore_index=-100,
+        coefficients=None if out is None else floats, out=out,
+    )  # fmt: skip
+
+
 def score(
     N: int, H: int, V: int, dtype: torch.dtype, transform: LogitTransform, everything: bool, target: str
 ) -> None:
@@ -204,12 +220,20 @@ def main() -> None:
     for dtype in (torch.bfloat16, torch.float32):
         call_all(recorder, 2, 3, 4096, dtype, PLAIN)
     kernels.scale_(torch.empty(3, dtype=torch.bfloat16), torch.ones(()))
+    compare(torch.bfloat16, PLAIN, 0.0)
+    compare(torch.bfloat16, PLAIN, 0.5)
+    compare(torch.float32, PLAIN, 0.5, write="narrower")
+    compare(torch.float32, PLAIN, 1.0)
     report = compile_calls(recorder.calls, targets)
     # Once each: what fp64, the transform and odd strides make of the kernels.
     rest = Recorder()
     call_all(rest, 2, 3, 4096, torch.bfloat16, BENT)
     call_all(rest, 2, 3, 4096, torch.float64, PLAIN)
     call_all(rest, 2, 3, 1009, torch.float16, WARM)
+    compare(torch.bfloat16, BENT, 0.5)
+    compare(torch.float64, PLAIN, 1.0)
+    compare(torch.float16, WARM, 0.0, V=1009)
+    compare(torch.float32, PLAIN, 1.0, write="nowhere")
     for V, dtype in ((4096, torch.bfloat16), (1009, torch.float32)):
         kept = torch.empty(2, 3, -(-V // 32), dtype=torch.int32)
         call_all(rest, 2, 3, V, dtype, BENT._replace(kept=kept))

@@ -51,6 +51,7 @@ def test_every_kernel_compiles(report, target):
         "logprobs_forward_kernel",
         "logprobs_backward_kernel",
         "logprobs_and_grad_kernel",
+        "divergence_kernel",
         "sequence_ratio_kernel",
         "ratio_step_kernel",
         "scale_kernel",
