@@ -10,23 +10,23 @@ from typing import Any
 
 import torch
 
-from gspo_kernels.trainer.config import EngineConfig
-from gspo_kernels.trainer.data import load_prompts, prepare_prompts
-from gspo_kernels.trainer.engines.embedded import TransformersEngine
-from gspo_kernels.trainer.engines.server import VLLMServer
-from gspo_kernels.trainer.engines.vllm import VLLMEngine
-from gspo_kernels.trainer.input_errors import ConfigError
-from gspo_kernels.trainer.mismatch.measure import Comparison
-from gspo_kernels.trainer.mismatch.report import Report, make_report
-from gspo_kernels.trainer.mismatch.samples import (
+from gspo_kernels.mismatch.measure import Comparison
+from gspo_kernels.mismatch.report import Report, make_report
+from gspo_kernels.mismatch.samples import (
     Samples,
     check_vocabulary,
     draw_samples,
     other_logprobs,
     read_samples,
 )
-from gspo_kernels.trainer.mismatch.scoring import DTYPES, Load, Setting, score
-from gspo_kernels.trainer.mismatch.switches import Models, attribute, switches
+from gspo_kernels.mismatch.scoring import DTYPES, Load, Setting, score
+from gspo_kernels.mismatch.switches import Models, attribute, switches
+from gspo_kernels.trainer.config import EngineConfig
+from gspo_kernels.trainer.data import load_prompts, prepare_prompts
+from gspo_kernels.trainer.engines.embedded import TransformersEngine
+from gspo_kernels.trainer.engines.server import VLLMServer
+from gspo_kernels.trainer.engines.vllm import VLLMEngine
+from gspo_kernels.trainer.input_errors import ConfigError
 from gspo_kernels.trainer.rollout import RolloutEngine, Sampling
 from gspo_kernels.trainer.run.models import end_token_ids, load_tokenizer, padding_token_id
 
