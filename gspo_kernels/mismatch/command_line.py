@@ -161,14 +161,14 @@ def _samples(chosen: argparse.Namespace, tokenizer: Any, load: Load, sampling: S
     rows = [rows[i] for i in range(min(chosen.count, len(rows)))]
     model = load(DTYPES[chosen.sampler_dtype], None)
     prompts = prepare_prompts(tokenizer, rows, chosen.prompts, None).tokens
-    end_ids, pad_id = end_token_ids(model, tokenizer), padding_token_id(tokenizer)
+    end_ids = end_token_ids(model, tokenizer)
     engine: RolloutEngine
     if chosen.url is None:
-        engine = TransformersEngine(model, end_ids, pad_id, batch_size=64)
+        engine = TransformersEngine(model, end_ids, padding_token_id(tokenizer), batch_size=64)
     else:
         server = VLLMServer(chosen.url, model=None, timeout=1800.0, at_once=64)
         server.check()
-        engine = VLLMEngine(server, end_ids, pad_id, model.get_input_embeddings().num_embeddings)
+        engine = VLLMEngine(server, end_ids, model.get_input_embeddings().num_embeddings)
     _tell(f"sampling {len(prompts)} completions")
     return draw_samples(engine, prompts, sampling, seed=chosen.seed)
 

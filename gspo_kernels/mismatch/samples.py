@@ -49,12 +49,8 @@ def draw_samples(
     drawn = engine.generate(list(prompts), sampling, seeds=seeds)
     if drawn.logprobs is None:
         raise DataError("the sampler gives no log-probs; greedy completions (temperature 0) have none")
-    parts = drawn.by_token()
-    return Samples(
-        [torch.tensor(prompt) for prompt in prompts],
-        [ids for ids, *_ in parts],
-        torch.cat([logprobs for _, _, logprobs, _ in parts]).double(),
-    )
+    tokens = [torch.tensor(prompt) for prompt in prompts]
+    return Samples(tokens, drawn.completion_ids, torch.cat(drawn.logprobs).double())
 
 
 def read_samples(path: Path, tokenizer: Any, most: int) -> Samples:

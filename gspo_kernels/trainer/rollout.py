@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 
 @dataclass(frozen=True)
@@ -31,33 +30,28 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Completions:
-    """Prompts and their completions, B rows.
+    """B completions on the CPU, of C_i > 0 tokens each.
 
     Attributes:
-        prompt_ids: [B, P], left-padded.
-        prompt_mask: [B, P] int64, 1 for real tokens.
-        completion_ids: [B, C], right-padded.
-        completion_mask: [B, C] bool, true up to and including the first end token.
-        finished: [B] bool, whether there is an end token.
-        logprobs: [B, C] fp32, the log-prob of each token under the distribution that it was drawn from, so
-            after temperature, top-k and top-p; 0 outside ``completion_mask``. None where the engine gives
-            none, and for greedy completions.
-        sampled: [B, C] bool, which tokens the policy wrote: false for what a tool or an environment put
-            between them. None: all of ``completion_mask``.
-        turn_ids: [B, C] int64, which turn, from 0, a token belongs to; -1: none. None: all is one turn.
+        completion_ids: [C_i] int64 each, up to and including the first end token.
+        finished: of each, whether there is an end token.
+        logprobs: [C_i] fp32 each, of a token under the distribution that it was drawn from, so after
+            temperature, top-k and top-p. None where the engine gives none, and for greedy completions.
+        turn_ids: [C_i] int64 each, which turn, from 0, a token belongs to; -1: none, as a tool or an
+            environment wrote it, and no loss counts it. None: all is one turn.
     """
 
-    prompt_ids: Tensor
-    prompt_mask: Tensor
-    completion_ids: Tensor
-    completion_mask: Tensor
-    finished: Tensor
-    logprobs: Tensor | None = None
-    sampled: Tensor | None = None
-    turn_ids: Tensor | None = None
+    completion_ids: list[Tensor]
+    finished: list[bool]
+    logprobs: list[Tensor] | None = None
+    turn_ids: list[Tensor] | None = None
 
-    def loss_mask(self, truncated: str = "keep") -> Tensor:
-        """Return [B, C] bool, the tokens that a loss counts: those that the policy wrote.
+    def token_lists(self) -> list[list[int]]:
+        """Return the ids of each completion."""
+        return [ids.tolist() for ids in self.completion_ids]
+
+    def loss_masks(self, truncated: str = "keep") -> list[Tensor]:
+        """Return [C_i] bool each, the tokens that a loss counts: those that the policy wrote.
 
         Args:
             truncated: what completions without an end token do: "keep" trains on them, "mask" leaves them out
@@ -65,19 +59,9 @@ class Completions:
         """
         if truncated not in ("keep", "mask"):
             raise ValueError(f"truncated: got {truncated!r}, expected 'keep' or 'mask'")
-        mask = self.completion_mask if self.sampled is None else self.completion_mask & self.sampled
-        return mask & self.finished.unsqueeze(1) if truncated == "mask" else mask
-
-    def token_lists(self) -> list[list[int]]:
-        """Return the ids of each completion, with the end token and without padding."""
-        return [ids.tolist() for ids, *_ in self.by_token()]
-
-    def by_token(self, truncated: str = "keep") -> list[list[Any]]:
-        """Return ids, loss mask, log-probs and turns of each completion, [C_i] on the CPU or None."""
-        tables = (self.completion_ids, self.loss_mask(truncated), self.logprobs, self.turn_ids)
-        masks = self.completion_mask.cpu()
-        found = [None if table is None else table.cpu() for table in tables]
-        return [[None if t is None else t[i][mask] for t in found] for i, mask in enumerate(masks)]
+        turns = self.turn_ids or [torch.zeros_like(ids) for ids in self.completion_ids]
+        kept = (ended or truncated == "keep" for ended in self.finished)
+        return [(turn >= 0) & keep for turn, keep in zip(turns, kept, strict=True)]
 
 
 class RolloutEngine(Protocol):
@@ -100,21 +84,6 @@ class RolloutEngine(Protocol):
         ...
 
 
-def left_pad(token_lists: list[list[int]], pad_id: int) -> tuple[Tensor, Tensor]:
-    """Return (ids, mask), both [B, P], of token lists of any length."""
-    width = max(len(tokens) for tokens in token_lists)
-    ids = torch.tensor([[pad_id] * (width - len(tokens)) + tokens for tokens in token_lists])
-    mask = torch.tensor([[0] * (width - len(tokens)) + [1] * len(tokens) for tokens in token_lists])
-    return ids, mask
-
-
-def completion_mask(completion_ids: Tensor, end_ids: list[int]) -> tuple[Tensor, Tensor]:
-    """Return ([B, C] bool, true up to and including the first end token; [B] bool, whether there is one)."""
-    is_end = torch.isin(completion_ids, torch.tensor(end_ids, device=completion_ids.device))
-    ends_before = is_end.cumsum(1) - is_end.to(torch.int64)
-    return ends_before == 0, is_end.any(1)
-
-
 @dataclass(frozen=True)
 class Segment:
     """A part of a completion over several turns.
@@ -134,41 +103,27 @@ class Segment:
             raise ValueError(f"logprobs: got {len(self.logprobs)} for {len(self.tokens)} tokens")
 
 
-def join_segments(
-    prompts: list[list[int]], segments: Sequence[Sequence[Segment]], finished: Sequence[bool], pad_id: int
-) -> Completions:
+def join_segments(segments: Sequence[Sequence[Segment]], finished: Sequence[bool]) -> Completions:
     """Lay out completions over several turns, for an engine that lets the policy meet an environment.
 
     Args:
-        prompts: B lists of token ids.
-        segments: of each completion, in order, at least one token in all.
+        segments: of each of B completions, in order, at least one token in all.
         finished: whether each completion came to its end.
-        pad_id: token that fills rows.
 
     Returns:
-        Completions with ``sampled`` and ``turn_ids``; with ``logprobs`` if every sampled segment has them.
+        Completions with ``turn_ids``; with ``logprobs`` if every sampled segment has them.
     """
+    turn_ids, logprobs = [], []
+    for parts in segments:
+        numbers = accumulate(part.sampled for part in parts)
+        turns = [number - 1 if part.sampled else -1 for part, number in zip(parts, numbers, strict=True)]
+        sizes = torch.tensor([len(part.tokens) for part in parts])
+        turn_ids.append(torch.tensor(turns).repeat_interleave(sizes))
+        given = [(part.sampled and part.logprobs) or [0.0] * len(part.tokens) for part in parts]
+        logprobs.append(torch.tensor([value for each in given for value in each]))
     known = all(part.logprobs is not None for parts in segments for part in parts if part.sampled)
-
-    def padded(values: Callable[[Segment, int], Sequence[float]], filling: int) -> Tensor:
-        rows = []
-        for parts in segments:
-            turns = accumulate(part.sampled for part in parts)
-            each = [values(part, turn - 1) for part, turn in zip(parts, turns, strict=True)]
-            rows.append(torch.tensor([value for part in each for value in part]))
-        return pad_sequence(rows, batch_first=True, padding_value=filling)
-
-    turn_ids = padded(lambda part, turn: [turn if part.sampled else -1] * len(part.tokens), -1)
-    logprobs = padded(lambda part, _: (part.sampled and part.logprobs) or [0.0] * len(part.tokens), 0)
-    return Completions(
-        *left_pad(prompts, pad_id),
-        completion_ids=padded(lambda part, _: part.tokens, pad_id),
-        completion_mask=padded(lambda part, _: [1] * len(part.tokens), 0).bool(),
-        finished=torch.tensor(finished),
-        logprobs=logprobs if known else None,
-        sampled=turn_ids >= 0,
-        turn_ids=turn_ids,
-    )
+    ids = [torch.tensor([token for part in parts for token in part.tokens]) for parts in segments]
+    return Completions(ids, list(finished), logprobs if known else None, turn_ids)
 
 
 def seeds_of(seeds: Sequence[int] | None, rows: int) -> Sequence[int]:

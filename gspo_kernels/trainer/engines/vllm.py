@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from gspo_kernels.trainer.input_errors import EngineError
-from gspo_kernels.trainer.rollout import Completions, Sampling, completion_mask, left_pad, seeds_of
+from gspo_kernels.trainer.rollout import Completions, Sampling, seeds_of
 
 _PROBED = 8
 """Tokens that show which distribution log-probs are taken from."""
@@ -56,13 +56,11 @@ class VLLMEngine:
     Attributes:
         service: who answers.
         end_ids: tokens that end a completion, and no others do.
-        pad_id: token that fills rows.
         vocabulary: how many tokens the trained model embeds.
     """
 
     service: Service
     end_ids: list[int]
-    pad_id: int
     vocabulary: int
     _probed: bool = field(default=False, init=False)
 
@@ -79,17 +77,13 @@ class VLLMEngine:
         if not (greedy or self._probed or _is_plain(sampling)):
             self._require_the_distribution_that_is_drawn_from(prompts[0], sampling.max_new_tokens)
         answers = self.service.complete(prompts, [self._options(sampling, seed) for seed in own])
-        C = sampling.max_new_tokens
         for answer in answers:
-            self._check(answer, C, with_logprobs=not greedy)
-
-        ids = torch.tensor([a.tokens + [self.pad_id] * (C - len(a.tokens)) for a in answers])
-        mask, finished = completion_mask(ids, self.end_ids)
-        logprobs = None
-        if not greedy:
-            logprobs = torch.zeros(ids.shape)
-            logprobs[mask] = torch.tensor([value for a in answers for value in a.logprobs or ()])
-        return Completions(*left_pad(prompts, self.pad_id), ids, mask, finished, logprobs)
+            self._check(answer, sampling.max_new_tokens, with_logprobs=not greedy)
+        return Completions(
+            [torch.tensor(answer.tokens) for answer in answers],
+            [answer.tokens[-1] in self.end_ids for answer in answers],
+            None if greedy else [torch.tensor(answer.logprobs) for answer in answers],
+        )
 
     def _options(self, sampling: Sampling, seed: int | None) -> dict[str, Any]:
         options = {

@@ -90,9 +90,12 @@ class Sampler:
             given = [tokens[place] for place in own for _ in range(group_size)]
             found = self.engine.generate(given, sampling, seeds=seeds[own].flatten().tolist())
             texts = self.tokenizer.batch_decode(found.token_lists(), skip_special_tokens=True)
-            each, finished, samples = found.by_token(self.truncated), found.finished.tolist(), []
-            for row, prompt, text, ended, parts in zip(rows, given, texts, finished, each, strict=True):
-                samples.append(Sample(row, prompt, text, ended, *parts))
+            unknown = [None] * len(rows)
+            columns = (found.finished, found.completion_ids, found.loss_masks(self.truncated))
+            given_by_some = (found.logprobs or unknown, found.turn_ids or unknown)
+            samples = [
+                Sample(*each) for each in zip(rows, given, texts, *columns, *given_by_some, strict=True)
+            ]
             return Samples(samples, score(self.rewards, prompts, samples))
 
         with self.weights(), self.accelerator.autocast():

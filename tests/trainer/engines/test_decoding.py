@@ -116,7 +116,6 @@ def test_completions_that_have_ended_leave_the_batch(tokenizer, monkeypatch):
         for ids in endless.token_lists()
     ]
     assert found.token_lists() == expected
-    assert found.completion_ids[~found.completion_mask].eq(0).all()
     ended_by = torch.tensor([len(ids) for ids in expected])
     going = [int((ended_by > place).sum()) for place in range(1, len(calls.shapes))]
     rows = [rows for rows, _ in calls.shapes[1:]]

@@ -173,7 +173,7 @@ def test_a_full_disk_is_an_error_and_leaves_nothing(tmp_path, tokenizer, stand_i
 
 def test_a_server_beside_an_engine_is_refused(tmp_path, model, tokenizer, stand_in):
     config = small_config(tmp_path, engine={"url": stand_in.url})
-    engine = VLLMEngine(None, ENDS, 256, 258)
+    engine = VLLMEngine(None, ENDS, 258)
     with pytest.raises(ConfigError, match=r"engine.url: got .* beside an engine"):
         GSPOTrainer(model, tokenizer, odd_share, ROWS, None, config, engine=engine)
 
