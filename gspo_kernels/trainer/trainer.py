@@ -15,7 +15,7 @@ from gspo_kernels.trainer.config import TrainConfig
 from gspo_kernels.trainer.data import Prompts, Rows, check_rows, column_names, prepare_prompts, tokens_of
 from gspo_kernels.trainer.engines.choice import engine_of, server_of
 from gspo_kernels.trainer.input_errors import ConfigError, ModelError, RunDirectoryError
-from gspo_kernels.trainer.recipes import make_recipe
+from gspo_kernels.trainer.recipes.choice import make_recipe
 from gspo_kernels.trainer.recipes.samples import Sampler
 from gspo_kernels.trainer.rewards import RewardFunction, RewardSet
 from gspo_kernels.trainer.rollout import RolloutEngine, Sampling

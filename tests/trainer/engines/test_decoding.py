@@ -7,7 +7,7 @@ import torch
 
 from gspo_kernels.linear import products
 from gspo_kernels.trainer.engines import decoding
-from gspo_kernels.trainer.engines.decoding import by_inversion, draw, most_likely
+from gspo_kernels.trainer.engines.decoding import by_inversion, draw
 from gspo_kernels.trainer.engines.embedded import TransformersEngine
 from gspo_kernels.trainer.rollout import Sampling
 from tests.draws import shifted_seed
@@ -65,15 +65,6 @@ def test_blocks_of_probability_zero_are_never_drawn_from(possible):
     probs[:, possible[-1]] = 1.0
     drawn = by_inversion(probs, uniforms)[0].flatten().tolist()
     assert drawn[0] == possible[0] and drawn[-1] == possible[-1]
-
-
-@pytest.mark.parametrize("V", [1, 300, 4097, 6400])
-def test_the_most_likely_token(V):
-    rng = torch.Generator().manual_seed(shifted_seed(V))
-    logits = torch.randn(64, V, generator=rng)
-    logits[0, -1] = 100.0
-    logits[1, 0] = 100.0
-    assert torch.equal(most_likely(logits), logits.argmax(-1))
 
 
 class Calls:
