@@ -22,6 +22,7 @@ import gspo_kernels as gk
 from gspo_kernels.trainer.input_errors import ConfigError
 from gspo_kernels.trainer.recipes.options import DAPOConfig, IGRPOConfig, TurnsConfig, VeriPOConfig
 from gspo_kernels.trainer.rewards.comparing import Method
+from gspo_kernels.trainer.rollout import Sampling
 from gspo_kernels.trainer.run.options import (
     BelowOne,
     Count,
@@ -46,12 +47,33 @@ class RolloutConfig(Section, key="rollout"):
     group_size: Several = option(8, "completions of each prompt, which advantages compare with each other")
     max_new_tokens: Count = option(256, "longest completion, in tokens; what is longer is truncated")
     temperature: Positive = option(1.0, "sampling temperature; the training log-probs use the same one")
-    top_p: Share = option(1.0, "nucleus sampling (training log-probs stay those of the whole vocabulary)")
-    top_k: Natural = option(0, "sample among the k most likely tokens; 0 means all (see top_p)")
+    top_p: Share = option(1.0, "nucleus sampling; see keep_sampling_mask")
+    top_k: Natural = option(0, "sample among the k most likely tokens; 0 means all")
+    min_p: BelowOne = option(0.0, "sample tokens with this share of the likeliest one's probability; 0: all")
+    keep_sampling_mask: bool = option(
+        False,
+        "train on log-probs among the tokens that top_p, top_k and min_p left, not in the whole vocabulary",
+    )
     batch_size: Count = option(256, "completions generated at once, by each process; memory and speed")
     truncated: Literal["keep", "mask"] = option(
         "keep", "completions without an end token: 'keep' trains on them, 'mask' leaves them out of the loss"
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        plain = "left alone where top_p, top_k and min_p cut no token off"
+        self.require(self.sampling().cuts or not self.keep_sampling_mask, "keep_sampling_mask", plain)
+
+    def sampling(self) -> Sampling:
+        """Return how rollouts are sampled."""
+        return Sampling(
+            self.max_new_tokens,
+            self.temperature,
+            self.top_p,
+            self.top_k,
+            self.min_p,
+            return_mask=self.keep_sampling_mask,
+        )
 
 
 @dataclass(frozen=True)
@@ -291,6 +313,9 @@ class TrainConfig(Section):
             each = f"one number for each of the {len(self.reward)} rewards"
             self.require(len(self.reward_weights) == len(self.reward), "reward_weights", each)
         turns, size = self.turns.count, self.rollout.group_size
+        served = "above 0 beside engine.url: vLLM says what it could have drawn only of so many tokens"
+        bounded = self.engine.url is None or not self.rollout.keep_sampling_mask or self.rollout.top_k > 0
+        self.rollout.require(bounded, "top_k", served)
         either = "0 where turns.count is more than 1: either a draft or an environment's feedback is refined"
         self.igrpo.require(self.igrpo.drafts == 0 or turns == 1, "drafts", either)
         whole = "1 where turns.count is more than 1: the turns of a trajectory belong together"

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+from gspo_kernels import bits
 
 
 @dataclass(frozen=True)
@@ -20,12 +22,63 @@ class Sampling:
         temperature: logits are divided by it.
         top_p: then only the most likely tokens whose probabilities reach this sum are drawn; 1: all.
         top_k: and before that, only this many of the most likely; 0: all.
+        min_p: and after both, only those with at least this share of the likeliest one's probability; 0: all.
+        return_mask: whether the completions are to say what could have been drawn.
     """
 
     max_new_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
+    return_mask: bool = False
+
+    @property
+    def cuts(self) -> bool:
+        """Whether there are tokens that cannot be drawn."""
+        return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
+
+
+class SamplingMask(NamedTuple):
+    """What a sampler could have drawn at each of C tokens.
+
+    Attributes:
+        ids: int32 [S], the ids of the first token's set, then those of the second one's, and so on.
+        counts: [C] int64, how many a token has; 0: any id, as for what a tool wrote.
+    """
+
+    ids: Tensor
+    counts: Tensor
+
+    @classmethod
+    def of(cls, sets: Sequence[Sequence[int]]) -> SamplingMask:
+        """Return that of one list of ids for each token, as vLLM gives it."""
+        ids = [token for each in sets for token in each]
+        return cls(torch.tensor(ids, dtype=torch.int32), torch.tensor([len(each) for each in sets]))
+
+    @classmethod
+    def joined(cls, parts: Sequence[SamplingMask]) -> SamplingMask:
+        """Put the tokens of several one after the other; at least one part."""
+        return cls(*(torch.cat(each) for each in zip(*parts, strict=True)))
+
+    def to_lists(self) -> list[list[int]]:
+        """Return what `of` takes."""
+        return [each.tolist() for each in self.ids.split(self.counts.tolist())]
+
+    def to(self, device: torch.device) -> SamplingMask:
+        """Return the same on another device."""
+        return SamplingMask(self.ids.to(device), self.counts.to(device))
+
+    def first(self, tokens: int) -> SamplingMask:
+        """Return a copy of what it says of the first tokens."""
+        counts = self.counts[:tokens].clone()
+        return SamplingMask(self.ids[: int(counts.sum())].clone(), counts)
+
+    def bitmask(self, vocabulary: int) -> Tensor:
+        """Return what the losses take as ``kept_mask``, int32 [C, ceil(V / 32)]."""
+        whole = bits.packed_columns(torch.ones(vocabulary, dtype=torch.bool, device=self.ids.device))
+        kept = bits.packed_rows(self.ids, self.counts, vocabulary)
+        return torch.where(self.counts.unsqueeze(1) > 0, kept, whole)
 
 
 @dataclass(frozen=True)
@@ -39,12 +92,14 @@ class Completions:
             temperature, top-k and top-p. None where the engine gives none, and for greedy completions.
         turn_ids: [C_i] int64 each, which turn, from 0, a token belongs to; -1: none, as a tool or an
             environment wrote it, and no loss counts it. None: all is one turn.
+        masks: of each, what could have been drawn. None: not asked for, or the engine does not say it.
     """
 
     completion_ids: list[Tensor]
     finished: list[bool]
     logprobs: list[Tensor] | None = None
     turn_ids: list[Tensor] | None = None
+    masks: list[SamplingMask] | None = None
 
     def token_lists(self) -> list[list[int]]:
         """Return the ids of each completion."""
@@ -92,15 +147,22 @@ class Segment:
         tokens: its token ids.
         logprobs: what `Completions.logprobs` says of them; None where unknown.
         sampled: whether the policy wrote it, and so it is a turn; false for the output of a tool.
+        mask: what could have been drawn; None where unknown.
     """
 
     tokens: list[int]
     logprobs: list[float] | None = None
     sampled: bool = True
+    mask: SamplingMask | None = None
 
     def __post_init__(self) -> None:
-        if self.logprobs is not None and len(self.logprobs) != len(self.tokens):
-            raise ValueError(f"logprobs: got {len(self.logprobs)} for {len(self.tokens)} tokens")
+        counts = {
+            "logprobs": None if self.logprobs is None else len(self.logprobs),
+            "mask": None if self.mask is None else len(self.mask.counts),
+        }
+        for name, count in counts.items():
+            if count is not None and count != len(self.tokens):
+                raise ValueError(f"{name}: got {count} for {len(self.tokens)} tokens")
 
 
 def join_segments(segments: Sequence[Sequence[Segment]], finished: Sequence[bool]) -> Completions:
@@ -111,9 +173,9 @@ def join_segments(segments: Sequence[Sequence[Segment]], finished: Sequence[bool
         finished: whether each completion came to its end.
 
     Returns:
-        Completions with ``turn_ids``; with ``logprobs`` if every sampled segment has them.
+        Completions with ``turn_ids``; with ``logprobs``, and ``masks``, if every sampled segment has them.
     """
-    turn_ids, logprobs = [], []
+    turn_ids, logprobs, masks = [], [], []
     for parts in segments:
         numbers = accumulate(part.sampled for part in parts)
         turns = [number - 1 if part.sampled else -1 for part, number in zip(parts, numbers, strict=True)]
@@ -121,9 +183,18 @@ def join_segments(segments: Sequence[Sequence[Segment]], finished: Sequence[bool
         turn_ids.append(torch.tensor(turns).repeat_interleave(sizes))
         given = [(part.sampled and part.logprobs) or [0.0] * len(part.tokens) for part in parts]
         logprobs.append(torch.tensor([value for each in given for value in each]))
-    known = all(part.logprobs is not None for parts in segments for part in parts if part.sampled)
+        own = [part.mask if part.sampled else None for part in parts]
+        open_ = [SamplingMask.of([[]] * len(part.tokens)) for part in parts]
+        masks.append(SamplingMask.joined([mask or any_ for mask, any_ in zip(own, open_, strict=True)]))
+    sampled = [part for parts in segments for part in parts if part.sampled]
     ids = [torch.tensor([token for part in parts for token in part.tokens]) for parts in segments]
-    return Completions(ids, list(finished), logprobs if known else None, turn_ids)
+    return Completions(
+        ids,
+        list(finished),
+        logprobs if all(part.logprobs is not None for part in sampled) else None,
+        turn_ids,
+        masks if all(part.mask is not None for part in sampled) else None,
+    )
 
 
 def seeds_of(seeds: Sequence[int] | None, rows: int) -> Sequence[int]:

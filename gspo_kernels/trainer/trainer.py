@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -187,7 +188,7 @@ class GSPOTrainer:
         state, metrics, rollout = random_state(), {}, self.config.rollout
         set_seed(self.config.seed, device_specific=True)
         greedy = Sampling(rollout.max_new_tokens, temperature=0.0)
-        sampled = Sampling(rollout.max_new_tokens, rollout.temperature, rollout.top_p, rollout.top_k)
+        sampled = replace(rollout.sampling(), return_mask=False)
         for label, sampling in (("greedy", greedy), ("sampled", sampled)):
             samples, others = self.recipe.evaluate(self.eval_prompts, sampling)
             means = {name: float(values.nanmean()) for name, values in samples.rewards.by_name.items()}

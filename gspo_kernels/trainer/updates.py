@@ -1,7 +1,7 @@
 """From a scored rollout to new weights: old log-probs once, then one optimizer update per minibatch.
 
-Old, new and reference log-probs come from one path: the same module, layout and kernel. What the clip range
-sees is then the policy's change and not the difference between two code paths.
+Old, new and reference log-probs come from one path: the same module, layout, kernel and sampling mask. What
+the clip range sees is then the policy's change and not the difference between two code paths.
 
 Every process holds the whole rollout and takes the same decisions about it; each one runs its share of the
 micro-batches, and as many of them as the others. So the number of collectives never depends on what a process
@@ -158,7 +158,7 @@ class PolicyUpdater:
                 if more and not self.sharded:  # FSDP reduces each gradient, to keep only shards
                     waiting = self.accelerator.no_sync(self.policy)
             with waiting:
-                output = policy(*experience.tokens(rows), own, return_entropy=True)
+                output = policy(*experience.tokens(rows), own, experience.mask(rows), return_entropy=True)
                 if own is not None:
                     self.accelerator.backward(output.loss)
             if len(micro):

@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import TopKLogitsWarper, TopPLogitsWarper
 from transformers.cache_utils import Cache, DynamicLayer
 
+from gspo_kernels.bits import columns
 from gspo_kernels.linear.products import in_blocks, multiply
-from gspo_kernels.trainer.rollout import Sampling
+from gspo_kernels.sampling import sampling_mask
+from gspo_kernels.trainer.rollout import Sampling, SamplingMask
 
 _BLOCK = 256
 """Tokens whose probabilities are summed up, where a vocabulary has more than a few."""
@@ -42,6 +43,10 @@ class Decoding:
     end_ids: Tensor
     completion_ids: Tensor
     logprobs: Tensor
+
+    def __post_init__(self) -> None:
+        self._counts = torch.zeros(self.completion_ids.shape, dtype=torch.int64)
+        self._kept: list[tuple[Tensor, Tensor]] = []
 
     def __call__(
         self,
@@ -75,8 +80,10 @@ class Decoding:
                 if self.uniforms is None:
                     tokens = logits.argmax(-1)
                 else:
-                    tokens, probs = draw(logits, self.sampling, self.uniforms[rows, place, None])
+                    tokens, probs, kept = draw(logits, self.sampling, self.uniforms[rows, place, None])
                     self.logprobs[rows, place] = probs.log().to(self.logprobs.dtype)
+                    if kept is not None and self.sampling.return_mask:
+                        self._keep(rows, place, kept)
                 self.completion_ids[rows, place] = tokens
                 going &= ~torch.isin(tokens, self.end_ids)
                 left = int(going.sum())
@@ -87,6 +94,18 @@ class Decoding:
                     inputs, rows, tokens, going = _rows_of(inputs, own), rows[own], tokens[own], going[own]
                 following = model.prepare_inputs_for_generation(tokens.unsqueeze(1), **inputs)
                 outputs = model(**following, return_dict=True)
+
+    def _keep(self, rows: Tensor, place: int, kept: Tensor) -> None:
+        owners, ids = kept.nonzero(as_tuple=True)
+        self._counts[rows.cpu(), place] = kept.sum(-1).cpu()
+        self._kept.append((rows[owners].cpu(), ids.to("cpu", torch.int32)))
+
+    def masks(self) -> list[SamplingMask]:
+        """Return what could have been drawn at each place of each completion, on the CPU."""
+        owners, ids = (torch.cat(each) for each in zip(*self._kept, strict=True))
+        ids = ids[owners.sort(stable=True).indices]  # by completion, and each in the order of its places
+        split = ids.split(self._counts.sum(1).tolist())
+        return [SamplingMask(own, counts) for own, counts in zip(split, self._counts, strict=True)]
 
 
 @contextmanager
@@ -151,8 +170,10 @@ class _Reserved(DynamicLayer):
         self._room = None
 
 
-def draw(logits: Tensor, sampling: Sampling, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """Draw tokens, [b], from [b, V] logits, which are lost; return them with their probabilities.
+def draw(logits: Tensor, sampling: Sampling, uniforms: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Draw tokens, [b], from [b, V] logits, which are lost.
+
+    Return them with their probabilities, and [b, V] bool, what could have been drawn; None: everything.
 
     By inversion: a uniform number, [b, 1], picks the token whose interval of the cumulative probabilities it
     lies in. So one random number per token is enough, from a stream of the row's own, and the token's
@@ -161,12 +182,13 @@ def draw(logits: Tensor, sampling: Sampling, uniforms: Tensor) -> tuple[Tensor, 
     logits -= logits.amax(-1, keepdim=True)
     if sampling.temperature != 1.0:
         logits /= sampling.temperature
-    if sampling.top_k > 0:
-        logits = TopKLogitsWarper(sampling.top_k)(None, logits)
-    if sampling.top_p < 1.0:
-        logits = TopPLogitsWarper(sampling.top_p)(None, logits)
+    kept = None
+    if sampling.cuts:
+        mask = sampling_mask(logits, top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p)
+        kept = columns(mask, logits.shape[1])
+        logits.masked_fill_(~kept, -torch.inf)
     tokens, probs = by_inversion(logits.exp_(), uniforms)
-    return tokens.squeeze(-1), probs.squeeze(-1)
+    return tokens.squeeze(-1), probs.squeeze(-1), kept
 
 
 def by_inversion(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ from transformers import GenerationConfig
 
 from gspo_kernels.trainer.engines.decoding import Decoding, quick_head
 from gspo_kernels.trainer.input_errors import ModelError
-from gspo_kernels.trainer.rollout import Completions, Sampling, seeds_of
+from gspo_kernels.trainer.rollout import Completions, Sampling, SamplingMask, seeds_of
 
 
 @dataclass
@@ -47,8 +47,10 @@ class TransformersEngine:
         model, device = self.model, self.model.device
         B, C = len(prompts), sampling.max_new_tokens
         completion_ids, logprobs = torch.zeros(B, C, dtype=torch.int64), torch.zeros(B, C)
-        end_ids = torch.tensor(self.end_ids, device=device)
         greedy = sampling.temperature == 0.0
+        end_ids = torch.tensor(self.end_ids, device=device)
+        masks: dict[int, SamplingMask] = {}
+        masked = sampling.return_mask and sampling.cuts and not greedy
         uniforms = None if greedy else torch.from_numpy(_uniforms(seeds, B, C)).to(device)
         options = {"max_new_tokens": C, "do_sample": False, "pad_token_id": self.pad_id}
         longest_first = sorted(range(B), key=lambda row: -len(prompts[row]))
@@ -73,6 +75,8 @@ class TransformersEngine:
                     custom_generate=decoding,
                 )
                 completion_ids[chosen], logprobs[chosen] = drawn.cpu(), own.cpu()
+                if masked:
+                    masks |= dict(zip(chosen, decoding.masks(), strict=True))
         ends = torch.isin(completion_ids, end_ids.cpu())
         finished = ends.any(1)
         lengths = torch.where(finished, ends.to(torch.int8).argmax(1) + 1, C).tolist()
@@ -85,7 +89,12 @@ class TransformersEngine:
             raise ModelError(
                 "the model's probabilities are not numbers (NaN): its weights or its logits are not finite"
             )
-        return Completions(ids, finished.tolist(), None if greedy else found)
+        return Completions(
+            ids,
+            finished.tolist(),
+            None if greedy else found,
+            masks=[masks[row].first(lengths[row]) for row in range(B)] if masked else None,
+        )
 
 
 def left_padded(

@@ -61,8 +61,7 @@ class Recipe:
     @property
     def sampling(self) -> Sampling:
         """How tokens are drawn in rollouts."""
-        config = self.config.rollout
-        return Sampling(config.max_new_tokens, config.temperature, config.top_p, config.top_k)
+        return self.config.rollout.sampling()
 
     def experience(self, step: int) -> tuple[Experience, Metrics]:
         """Sample, score and compare: return what the update of this step, from 1, learns from."""
@@ -160,6 +159,7 @@ class Recipe:
                 "rewards": finite({name: values[index].item() for name, values in rewards.by_name.items()}),
                 "token_ids": sample.ids.tolist(),
                 "logprobs": None if sample.logprobs is None else sample.logprobs.tolist(),
+                "sampling_mask": None if sample.mask is None else sample.mask.to_lists(),
             }
 
     def state_dict(self) -> dict[str, Any]:

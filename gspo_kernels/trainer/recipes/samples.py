@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from gspo_kernels.trainer.data import Prompts, columns_of
+from gspo_kernels.trainer.input_errors import EngineError
 from gspo_kernels.trainer.rewards import Rewards, RewardSet
 from gspo_kernels.trainer.rewards.comparing import differing
-from gspo_kernels.trainer.rollout import RolloutEngine, Sampling
+from gspo_kernels.trainer.rollout import RolloutEngine, Sampling, SamplingMask
 from gspo_kernels.trainer.rows.experience import Experience
 from gspo_kernels.trainer.run.processes import in_shares
 
@@ -31,6 +32,7 @@ class Sample:
     counted: Tensor  # [C] bool, tokens that a loss may count
     logprobs: Tensor | None  # [C], by the engine
     turn_ids: Tensor | None  # [C]
+    mask: SamplingMask | None = None  # what could have been drawn at each token
 
 
 class Samples(NamedTuple):
@@ -89,10 +91,15 @@ class Sampler:
             rows = [picked[place] for place in own for _ in range(group_size)]
             given = [tokens[place] for place in own for _ in range(group_size)]
             found = self.engine.generate(given, sampling, seeds=seeds[own].flatten().tolist())
+            if sampling.return_mask and found.masks is None:
+                raise EngineError(
+                    f"rollout.keep_sampling_mask: {type(self.engine).__name__} does not say what it could "
+                    "have drawn; its completions must come with masks"
+                )
             texts = self.tokenizer.batch_decode(found.token_lists(), skip_special_tokens=True)
             unknown = [None] * len(rows)
             columns = (found.finished, found.completion_ids, found.loss_masks(self.truncated))
-            given_by_some = (found.logprobs or unknown, found.turn_ids or unknown)
+            given_by_some = (found.logprobs or unknown, found.turn_ids or unknown, found.masks or unknown)
             samples = [
                 Sample(*each) for each in zip(rows, given, texts, *columns, *given_by_some, strict=True)
             ]
@@ -121,6 +128,7 @@ def experience_of(samples: Samples, group_size: int, advantages: Tensor, device:
         values = [getattr(sample, name) for sample in samples.each]
         return None if values[0] is None else torch.cat(values).to(device)
 
+    masks = [sample.mask for sample in samples.each]
     counted = [sample.counted & known for sample, known in zip(samples.each, applies, strict=True)]
     return Experience(
         prompts=[torch.tensor(sample.prompt, device=device) for sample in samples.each],
@@ -130,6 +138,7 @@ def experience_of(samples: Samples, group_size: int, advantages: Tensor, device:
         group_ids=torch.arange(len(samples.each), device=device) // group_size,
         rollout_logprobs=packed("logprobs"),
         turn_ids=packed("turn_ids"),
+        masks=[mask.to(device) for mask in masks if mask is not None] or None,
     )
 
 

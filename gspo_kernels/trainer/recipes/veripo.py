@@ -141,4 +141,5 @@ def in_pairs(dpo: Any, experience: Experience, scores: Tensor) -> Experience:
         advantages=levels,
         loss_mask=experience.loss_mask & experience.by_token(paired),
         rollout_logprobs=None,  # they belong to the weights that sampled
+        masks=None,  # which of two answers is better is no question about how they were sampled
     )

@@ -68,6 +68,7 @@ def _write_parquet(path: Path, records: Sequence[Record]) -> None:
             ("rewards", rewards),
             ("token_ids", pyarrow.list_(pyarrow.int64())),
             ("logprobs", pyarrow.list_(pyarrow.float32())),
+            ("sampling_mask", pyarrow.list_(pyarrow.list_(pyarrow.int32()))),
         ]
     )
     parquet.write_table(pyarrow.Table.from_pylist(list(records), schema), path)

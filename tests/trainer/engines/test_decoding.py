@@ -19,7 +19,7 @@ def test_draws_have_the_probabilities_of_the_scores():
     n, scores = 4096, torch.randn(1, 300, generator=torch.Generator().manual_seed(shifted_seed(0))) * 2
     scores[0, 0] = scores[0, 7] = scores[0, -1] = -torch.inf
     uniforms = ((torch.arange(n, dtype=torch.float64) + 0.5) / n).unsqueeze(1)
-    tokens, probs = draw(scores.repeat(n, 1), Sampling(1), uniforms)
+    tokens, probs, _ = draw(scores.repeat(n, 1), Sampling(1), uniforms)
     counts = torch.bincount(tokens, minlength=300)
     expected = n * scores[0].double().softmax(-1)
     assert ((counts - expected).abs() <= 1.0).all()

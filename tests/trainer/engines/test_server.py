@@ -7,6 +7,7 @@ import signal
 import socket
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -191,6 +192,39 @@ def test_answers_that_do_not_fit_are_errors_that_name_the_server(stand_in, case)
     with pytest.raises(EngineError, match=message) as raised:
         engine.generate([[65]], Sampling(3), seeds=[1])
     assert stand_in.url in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "sampling", [Sampling(6, 0.7, top_k=20, return_mask=True), Sampling(4, 1.0, 0.8, 90, return_mask=True)]
+)
+def test_a_server_says_what_it_could_have_drawn(stand_in, sampling):
+    engine, kept = make_engine(stand_in), {}
+    sample = stand_in.sample
+
+    def noted(prompt, options):
+        found = sample(prompt, options)
+        kept[options["seed"]] = stand_in.kept
+        return found
+
+    stand_in.sample = noted
+    found = engine.generate(PROMPTS, sampling, seeds=range(4))
+    assert [mask.to_lists() for mask in found.masks] == [kept[seed] for seed in range(4)]
+    plain = make_engine(stand_in).generate(PROMPTS, replace(sampling, return_mask=False), seeds=range(4))
+    assert plain.token_lists() == found.token_lists() and plain.masks is None
+    stand_in.sample = lambda prompt, options: ([50, 60, 70], [-1.0] * 3, "length")
+    engine = make_engine(stand_in, end_ids=[0])
+    engine._probed = True
+    for spoiled, message in (
+        (None, "gave no sampling mask; start vLLM .* --return-sampling-mask"),
+        ([[50]], "a sampling mask that does not hold the tokens that it sampled"),
+        ([[50], [60], [71, 72]], "a sampling mask that does not hold the tokens that it sampled"),
+    ):
+        stand_in.spoil = choice(sampling_mask=spoiled)
+        with pytest.raises(EngineError, match=message):
+            engine.generate([[65]], replace(sampling, max_new_tokens=3), seeds=[1])
+    stand_in.generate = lambda body: stand_in.answer("POST", "/nowhere", body, {})
+    with pytest.raises(EngineError, match=r"404.*--return-sampling-mask --enable-scale-out"):
+        engine.generate([[65]], sampling, seeds=[1])
 
 
 def test_a_failure_and_ctrl_c_wait_for_no_other_completion(stand_in):

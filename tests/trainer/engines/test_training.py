@@ -88,6 +88,10 @@ CASES = {
     "turns": {"turns": {"count": 2, "feedback": f"{__name__}:on"}},
     "comparisons": {"veripo": {"grpo_steps": 2, "dpo_steps": 1}},
     "off-policy weights": {"off_policy": {"level": "token"}, "rollout": {"top_k": 20, "temperature": 0.7}},
+    "sampling masks": {
+        "off_policy": {"level": "token"},
+        "rollout": {"top_k": 20, "top_p": 0.9, "temperature": 0.7, "keep_sampling_mask": True},
+    },
     "another directory": {"engine": {"weights": "{tmp_path}/elsewhere/below", "model": "policy"}},
 }
 

@@ -52,8 +52,14 @@ def test_both_formats_hold_the_same(tmp_path, tokenizer, rows, reward):
 
 def test_a_step_without_any_reward_has_the_columns_of_the_others(tmp_path):
     record = {"row": 3, "prompt": "a", "completion": "", "token_ids": [7], "logprobs": [-0.5]}
+    record["sampling_mask"] = [[7, 9]]
     with_reward = record | {"reward": 1.0, "rewards": {"a": 1.0, "b": None}}
-    without = record | {"reward": None, "rewards": {"a": None, "b": None}, "logprobs": None}
+    without = record | {
+        "reward": None,
+        "rewards": {"a": None, "b": None},
+        "logprobs": None,
+        "sampling_mask": None,
+    }
     for step, records in enumerate([[with_reward, without], [without]]):
         write_rollout(tmp_path / "kept", step, records, "parquet")
     first, second = (parquet.read_table(tmp_path / "kept" / f"step_00000{step}.parquet") for step in (0, 1))
