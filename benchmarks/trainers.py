@@ -185,7 +185,7 @@ class _Given:
         from gspo_kernels.trainer.rollout import Segment, join_segments
 
         segments = [[Segment(ids)] for ids in given_completions(self.setting, prompts)]
-        return join_segments(segments, [False] * len(prompts))
+        return [join_segments(each, False) for each in segments]
 
 
 def _ours(layout: str, setting: Setting, model: Any, turns: Turns) -> None:

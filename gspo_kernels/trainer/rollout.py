@@ -82,41 +82,36 @@ class SamplingMask(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Completions:
-    """B completions on the CPU, of C_i > 0 tokens each.
+class Completion:
+    """What completes a prompt: C > 0 tokens, on the CPU.
 
     Attributes:
-        completion_ids: [C_i] int64 each, up to and including the first end token.
-        finished: of each, whether there is an end token.
-        logprobs: [C_i] fp32 each, of a token under the distribution that it was drawn from, so after
-            temperature, top-k and top-p. None where the engine gives none, and for greedy completions.
-        turn_ids: [C_i] int64 each, which turn, from 0, a token belongs to; -1: none, as a tool or an
-            environment wrote it, and no loss counts it. None: all is one turn.
-        masks: of each, what could have been drawn. None: not asked for, or the engine does not say it.
+        ids: [C] int64, up to and including the first end token.
+        finished: whether there is an end token.
+        logprobs: [C] fp32, of each token under the distribution that it was drawn from, so after temperature,
+            top-k, top-p and min-p. None where the engine gives none, and for greedy completions.
+        turn_ids: [C] int64, which turn, from 0, a token belongs to; -1: none, as a tool or an environment
+            wrote it, and no loss counts it. None: all is one turn.
+        mask: what could have been drawn. None: not asked for, or the engine does not say it.
     """
 
-    completion_ids: list[Tensor]
-    finished: list[bool]
-    logprobs: list[Tensor] | None = None
-    turn_ids: list[Tensor] | None = None
-    masks: list[SamplingMask] | None = None
+    ids: Tensor
+    finished: bool
+    logprobs: Tensor | None = None
+    turn_ids: Tensor | None = None
+    mask: SamplingMask | None = None
 
-    def token_lists(self) -> list[list[int]]:
-        """Return the ids of each completion."""
-        return [ids.tolist() for ids in self.completion_ids]
-
-    def loss_masks(self, truncated: str = "keep") -> list[Tensor]:
-        """Return [C_i] bool each, the tokens that a loss counts: those that the policy wrote.
+    def counted(self, truncated: str = "keep") -> Tensor:
+        """Return [C] bool, the tokens that a loss counts: those that the policy wrote.
 
         Args:
-            truncated: what completions without an end token do: "keep" trains on them, "mask" leaves them out
-                of the loss (their rewards still count in their group's mean).
+            truncated: what a completion without an end token does: "keep" trains on it, "mask" leaves it out
+                of the loss (its reward still counts in its group's mean).
         """
         if truncated not in ("keep", "mask"):
             raise ValueError(f"truncated: got {truncated!r}, expected 'keep' or 'mask'")
-        turns = self.turn_ids or [torch.zeros_like(ids) for ids in self.completion_ids]
-        kept = (ended or truncated == "keep" for ended in self.finished)
-        return [(turn >= 0) & keep for turn, keep in zip(turns, kept, strict=True)]
+        written = torch.ones_like(self.ids) if self.turn_ids is None else self.turn_ids + 1
+        return (written > 0) & (self.finished or truncated == "keep")
 
 
 class RolloutEngine(Protocol):
@@ -124,7 +119,7 @@ class RolloutEngine(Protocol):
 
     def generate(
         self, prompts: list[list[int]], sampling: Sampling, *, seeds: Sequence[int] | None = None
-    ) -> Completions:
+    ) -> list[Completion]:
         """Complete every prompt once, with the policy's current weights.
 
         Args:
@@ -145,7 +140,7 @@ class Segment:
 
     Attributes:
         tokens: its token ids.
-        logprobs: what `Completions.logprobs` says of them; None where unknown.
+        logprobs: what `Completion.logprobs` says of them; None where unknown.
         sampled: whether the policy wrote it, and so it is a turn; false for the output of a tool.
         mask: what could have been drawn; None where unknown.
     """
@@ -165,35 +160,29 @@ class Segment:
                 raise ValueError(f"{name}: got {count} for {len(self.tokens)} tokens")
 
 
-def join_segments(segments: Sequence[Sequence[Segment]], finished: Sequence[bool]) -> Completions:
-    """Lay out completions over several turns, for an engine that lets the policy meet an environment.
+def join_segments(segments: Sequence[Segment], finished: bool) -> Completion:
+    """Return a completion over several turns, for an engine that lets the policy meet an environment.
 
     Args:
-        segments: of each of B completions, in order, at least one token in all.
-        finished: whether each completion came to its end.
+        segments: in order, at least one token in all.
+        finished: whether it came to its end.
 
     Returns:
-        Completions with ``turn_ids``; with ``logprobs``, and ``masks``, if every sampled segment has them.
+        The completion with ``turn_ids``; with ``logprobs``, and ``mask``, if every sampled segment has them.
     """
     turn_ids, logprobs, masks = [], [], []
-    for parts in segments:
-        numbers = accumulate(part.sampled for part in parts)
-        turns = [number - 1 if part.sampled else -1 for part, number in zip(parts, numbers, strict=True)]
-        sizes = torch.tensor([len(part.tokens) for part in parts])
-        turn_ids.append(torch.tensor(turns).repeat_interleave(sizes))
-        given = [(part.sampled and part.logprobs) or [0.0] * len(part.tokens) for part in parts]
-        logprobs.append(torch.tensor([value for each in given for value in each]))
-        own = [part.mask if part.sampled else None for part in parts]
-        open_ = [SamplingMask.of([[]] * len(part.tokens)) for part in parts]
-        masks.append(SamplingMask.joined([mask or any_ for mask, any_ in zip(own, open_, strict=True)]))
-    sampled = [part for parts in segments for part in parts if part.sampled]
-    ids = [torch.tensor([token for part in parts for token in part.tokens]) for parts in segments]
-    return Completions(
-        ids,
-        list(finished),
-        logprobs if all(part.logprobs is not None for part in sampled) else None,
-        turn_ids,
-        masks if all(part.mask is not None for part in sampled) else None,
+    for part, number in zip(segments, accumulate(part.sampled for part in segments), strict=True):
+        length = len(part.tokens)
+        turn_ids += [number - 1 if part.sampled else -1] * length
+        logprobs += (part.sampled and part.logprobs) or [0.0] * length
+        masks.append((part.sampled and part.mask) or SamplingMask.of([[]] * length))
+    sampled = [part for part in segments if part.sampled]
+    return Completion(
+        torch.tensor([token for part in segments for token in part.tokens]),
+        finished,
+        torch.tensor(logprobs) if all(part.logprobs is not None for part in sampled) else None,
+        torch.tensor(turn_ids),
+        SamplingMask.joined(masks) if all(part.mask is not None for part in sampled) else None,
     )
 
 
@@ -214,7 +203,7 @@ def sampling_mismatch(logprobs: Tensor, sampling_logprobs: Tensor, mask: Tensor)
 
     Args:
         logprobs: [B, C] or [N], from training, before the first update.
-        sampling_logprobs: the same shape, `Completions.logprobs`.
+        sampling_logprobs: the same shape, `Completion.logprobs`.
         mask: the same shape, bool, the tokens that were scored and count.
 
     Returns:

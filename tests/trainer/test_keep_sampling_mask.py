@@ -18,7 +18,7 @@ from gspo_kernels.trainer.rows.policy import Policy
 from gspo_kernels.trainer.run.config_file import from_mapping
 from gspo_kernels.trainer.run.metrics import read_metrics
 from tests.draws import shifted_seed
-from tests.trainer.conftest import small_config, tiny_qwen3
+from tests.trainer.conftest import ids_of, small_config, tiny_qwen3
 from tests.trainer.recipes.test_recipes import Scripted
 from tests.trainer.test_trainer import make_trainer, same, weights
 from tests.trainer.test_updates import (
@@ -97,19 +97,18 @@ def test_a_mask_is_what_was_drawn_from(tokenizer):
         sampling = Sampling(6, 0.8, **rules, return_mask=True)
         found = engine.generate(prompts, sampling, seeds=range(16))
         plain = engine.generate(prompts, replace(sampling, return_mask=False), seeds=range(16))
-        assert plain.masks is None and plain.token_lists() == found.token_lists()
-        sizes = torch.cat([mask.counts for mask in found.masks])
-        assert 1 <= sizes.min() <= sizes.max() < 258 and len({len(ids) for ids in found.token_lists()}) > 1
+        assert plain[0].mask is None and ids_of(plain) == ids_of(found)
+        sizes = torch.cat([each.mask.counts for each in found])
+        assert 1 <= sizes.min() <= sizes.max() < 258 and len({len(ids) for ids in ids_of(found)}) > 1
         agree = []
-        for prompt, ids, logprobs, mask in zip(
-            prompts, found.completion_ids, found.logprobs, found.masks, strict=True
-        ):
+        for prompt, each in zip(prompts, found, strict=True):
             with torch.no_grad():
-                logits = model(torch.tensor([prompt + ids.tolist()])).logits[:, len(prompt) - 1 : -1].float()
-            kept = mask.bitmask(258)
-            again = gk.token_logprobs(logits[0], ids, temperature=0.8, kept_mask=kept).logprobs
-            torch.testing.assert_close(again, logprobs, atol=1e-5, rtol=1e-5)
-            agree.append(kept == gk.sampling_mask(logits[0], temperature=0.8, **rules))
+                row = torch.tensor([prompt + each.ids.tolist()])
+                logits = model(row).logits[0, len(prompt) - 1 : -1].float()
+            kept = each.mask.bitmask(258)
+            again = gk.token_logprobs(logits, each.ids, temperature=0.8, kept_mask=kept).logprobs
+            torch.testing.assert_close(again, each.logprobs, atol=1e-5, rtol=1e-5)
+            agree.append(kept == gk.sampling_mask(logits, temperature=0.8, **rules))
         assert torch.cat(agree).float().mean() > 0.99  # a pass of other shapes may round beyond an edge
 
 
@@ -120,9 +119,8 @@ def test_masks_of_tokens_one_after_the_other():
     kept = columns(mask.bitmask(41), 41)
     assert [row.nonzero().flatten().tolist() for row in kept] == [[3, 40], list(range(41)), [0]]
     turns = [Segment([7], mask=SamplingMask.of([[7, 8]])), Segment([1, 2], sampled=False)]
-    joined = join_segments([turns], [True])
-    assert [each.to_lists() for each in joined.masks] == [[[7, 8], [], []]]
-    assert join_segments([[*turns, Segment([3])]], [True]).masks is None
+    assert join_segments(turns, True).mask.to_lists() == [[7, 8], [], []]
+    assert join_segments([*turns, Segment([3])], True).mask is None
     with pytest.raises(ValueError, match="mask: got 1 for 2 tokens"):
         Segment([7, 8], mask=mask.first(1))
 

@@ -15,7 +15,7 @@ from transformers import GenerationConfig
 
 from gspo_kernels.trainer.engines.decoding import Decoding, quick_head
 from gspo_kernels.trainer.input_errors import ModelError
-from gspo_kernels.trainer.rollout import Completions, Sampling, SamplingMask, seeds_of
+from gspo_kernels.trainer.rollout import Completion, Sampling, SamplingMask, seeds_of
 
 
 @dataclass
@@ -42,7 +42,7 @@ class TransformersEngine:
     @torch.no_grad()
     def generate(
         self, prompts: list[list[int]], sampling: Sampling, *, seeds: Sequence[int] | None = None
-    ) -> Completions:
+    ) -> list[Completion]:
         """See `RolloutEngine.generate`; a `ModelError` says that probabilities are not numbers."""
         model, device = self.model, self.model.device
         B, C = len(prompts), sampling.max_new_tokens
@@ -80,21 +80,20 @@ class TransformersEngine:
         ends = torch.isin(completion_ids, end_ids.cpu())
         finished = ends.any(1)
         lengths = torch.where(finished, ends.to(torch.int8).argmax(1) + 1, C).tolist()
-        # Copies, as a part of a tensor would travel to other processes with the whole.
-        ids, found = (
-            [row[:length].clone() for row, length in zip(table, lengths, strict=True)]
-            for table in (completion_ids, logprobs)
-        )
-        if any(bool(row.isnan().any()) for row in found):
+        if any(bool(own[:length].isnan().any()) for own, length in zip(logprobs, lengths, strict=True)):
             raise ModelError(
                 "the model's probabilities are not numbers (NaN): its weights or its logits are not finite"
             )
-        return Completions(
-            ids,
-            finished.tolist(),
-            None if greedy else found,
-            masks=[masks[row].first(lengths[row]) for row in range(B)] if masked else None,
-        )
+        # Copies, as a part of a tensor would travel to other processes with the whole.
+        return [
+            Completion(
+                completion_ids[row, :length].clone(),
+                bool(finished[row]),
+                None if greedy else logprobs[row, :length].clone(),
+                mask=masks[row].first(length) if masked else None,
+            )
+            for row, length in enumerate(lengths)
+        ]
 
 
 def left_padded(

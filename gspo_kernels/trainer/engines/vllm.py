@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from gspo_kernels.trainer.input_errors import EngineError
-from gspo_kernels.trainer.rollout import Completions, Sampling, SamplingMask, seeds_of
+from gspo_kernels.trainer.rollout import Completion, Sampling, SamplingMask, seeds_of
 
 _PROBED = 8
 """Tokens that show which distribution log-probs are taken from."""
@@ -72,7 +72,7 @@ class VLLMEngine:
 
     def generate(
         self, prompts: list[list[int]], sampling: Sampling, *, seeds: Sequence[int] | None = None
-    ) -> Completions:
+    ) -> list[Completion]:
         """See `RolloutEngine.generate`.
 
         Raises:
@@ -87,12 +87,15 @@ class VLLMEngine:
         answers = self.service.complete(prompts, options, masks=masked)
         for answer in answers:
             self._check(answer, sampling.max_new_tokens, with_logprobs=not greedy, with_mask=masked)
-        return Completions(
-            [torch.tensor(answer.tokens) for answer in answers],
-            [answer.tokens[-1] in self.end_ids for answer in answers],
-            None if greedy else [torch.tensor(answer.logprobs) for answer in answers],
-            masks=[SamplingMask.of(answer.mask or ()) for answer in answers] if masked else None,
-        )
+        return [
+            Completion(
+                torch.tensor(answer.tokens),
+                answer.tokens[-1] in self.end_ids,
+                None if greedy else torch.tensor(answer.logprobs),
+                mask=SamplingMask.of(answer.mask or ()) if masked else None,
+            )
+            for answer in answers
+        ]
 
     def _options(self, sampling: Sampling, seed: int | None) -> dict[str, Any]:
         options = {

@@ -151,6 +151,7 @@ class Recipe:
             return
         rewards = self.last.rewards
         for index, sample in enumerate(self.last.each):
+            logprobs, mask = sample.completion.logprobs, sample.completion.mask
             yield {
                 "row": sample.row,
                 "prompt": self.sampler.tokenizer.decode(sample.prompt),
@@ -158,8 +159,8 @@ class Recipe:
                 **finite({"reward": rewards.total[index].item()}),
                 "rewards": finite({name: values[index].item() for name, values in rewards.by_name.items()}),
                 "token_ids": sample.ids.tolist(),
-                "logprobs": None if sample.logprobs is None else sample.logprobs.tolist(),
-                "sampling_mask": None if sample.mask is None else sample.mask.to_lists(),
+                "logprobs": None if logprobs is None else logprobs.tolist(),
+                "sampling_mask": None if mask is None else mask.to_lists(),
             }
 
     def state_dict(self) -> dict[str, Any]:
