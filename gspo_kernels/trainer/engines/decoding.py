@@ -14,7 +14,8 @@ from transformers.cache_utils import Cache, DynamicLayer
 from gspo_kernels.bits import columns
 from gspo_kernels.linear.products import in_blocks, multiply
 from gspo_kernels.sampling import sampling_mask
-from gspo_kernels.trainer.rollout import Sampling, SamplingMask
+from gspo_kernels.trainer.input_errors import ModelError
+from gspo_kernels.trainer.rollout import Completion, Sampling, SamplingMask
 
 _BLOCK = 256
 """Tokens whose probabilities are summed up, where a vocabulary has more than a few."""
@@ -32,20 +33,20 @@ class Decoding:
         prompts: b lists of token ids, those that ``generate`` gets padded.
         sampling: how tokens are drawn.
         uniforms: [b, C] in [0, 1), which decide the tokens; None: the most likely one each time.
-        end_ids: int64, tokens that end a completion.
-        completion_ids: [b, C], gets the tokens; behind an end token may be others.
-        logprobs: [b, C], gets their log-probs under the distribution that they were drawn from.
+        end_ids: int64, tokens that end a completion, on the model's device.
     """
 
     prompts: list[list[int]]
     sampling: Sampling
     uniforms: Tensor | None
     end_ids: Tensor
-    completion_ids: Tensor
-    logprobs: Tensor
 
     def __post_init__(self) -> None:
-        self._counts = torch.zeros(self.completion_ids.shape, dtype=torch.int64)
+        shape, device = (len(self.prompts), self.sampling.max_new_tokens), self.end_ids.device
+        # [b, C] each; behind an end token may be others.
+        self.completion_ids = torch.zeros(shape, dtype=torch.int64, device=device)
+        self.logprobs = torch.zeros(shape, device=device)
+        self._counts = torch.zeros(shape, dtype=torch.int64)
         self._kept: list[tuple[Tensor, Tensor]] = []
 
     def __call__(
@@ -100,8 +101,30 @@ class Decoding:
         self._counts[rows.cpu(), place] = kept.sum(-1).cpu()
         self._kept.append((rows[owners].cpu(), ids.to("cpu", torch.int32)))
 
-    def masks(self) -> list[SamplingMask]:
-        """Return what could have been drawn at each place of each completion, on the CPU."""
+    def completions(self) -> list[Completion]:
+        """Return what was decoded; a `ModelError` says that probabilities are not numbers."""
+        table_ids, table = self.completion_ids.cpu(), self.logprobs.cpu()
+        ends = torch.isin(table_ids, self.end_ids.cpu())
+        finished, masks = ends.any(1), self._masks()
+        lengths = torch.where(finished, ends.to(torch.int8).argmax(1) + 1, table.shape[1]).tolist()
+        if any(bool(own[:length].isnan().any()) for own, length in zip(table, lengths, strict=True)):
+            raise ModelError(
+                "the model's probabilities are not numbers (NaN): its weights or its logits are not finite"
+            )
+        # Copies, as a part of a tensor would travel to other processes with the whole.
+        return [
+            Completion(
+                table_ids[row, :length].clone(),
+                bool(finished[row]),
+                None if self.uniforms is None else table[row, :length].clone(),
+                mask=masks[row].first(length) if masks else None,
+            )
+            for row, length in enumerate(lengths)
+        ]
+
+    def _masks(self) -> list[SamplingMask]:
+        if not self._kept:
+            return []
         owners, ids = (torch.cat(each) for each in zip(*self._kept, strict=True))
         ids = ids[owners.sort(stable=True).indices]  # by completion, and each in the order of its places
         split = ids.split(self._counts.sum(1).tolist())

@@ -14,8 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig
 
 from gspo_kernels.trainer.engines.decoding import Decoding, quick_head
-from gspo_kernels.trainer.input_errors import ModelError
-from gspo_kernels.trainer.rollout import Completion, Sampling, SamplingMask, seeds_of
+from gspo_kernels.trainer.rollout import Completion, Sampling, seeds_of
 
 
 @dataclass
@@ -46,54 +45,27 @@ class TransformersEngine:
         """See `RolloutEngine.generate`; a `ModelError` says that probabilities are not numbers."""
         model, device = self.model, self.model.device
         B, C = len(prompts), sampling.max_new_tokens
-        completion_ids, logprobs = torch.zeros(B, C, dtype=torch.int64), torch.zeros(B, C)
-        greedy = sampling.temperature == 0.0
         end_ids = torch.tensor(self.end_ids, device=device)
-        masks: dict[int, SamplingMask] = {}
-        masked = sampling.return_mask and sampling.cuts and not greedy
+        greedy = sampling.temperature == 0.0
         uniforms = None if greedy else torch.from_numpy(_uniforms(seeds, B, C)).to(device)
         options = {"max_new_tokens": C, "do_sample": False, "pad_token_id": self.pad_id}
         longest_first = sorted(range(B), key=lambda row: -len(prompts[row]))
+        found: dict[int, Completion] = {}
         with _own_generation_defaults_set_aside(model), quick_head(model):
             for start in range(0, B, self.batch_size):
                 chosen = longest_first[start : start + self.batch_size]
-                prompt_ids, prompt_mask = left_padded([prompts[row] for row in chosen], self.pad_id, device)
-                drawn = torch.full((len(chosen), C), self.pad_id, device=device)
-                own = torch.zeros(len(chosen), C, device=device)
-                decoding = Decoding(
-                    [prompts[row] for row in chosen],
-                    sampling,
-                    None if uniforms is None else uniforms[chosen],
-                    end_ids,
-                    drawn,
-                    own,
-                )
+                given = [prompts[row] for row in chosen]
+                own = None if uniforms is None else uniforms[chosen]
+                decoding = Decoding(given, sampling, own, end_ids)
+                prompt_ids, prompt_mask = left_padded(given, self.pad_id, device)
                 model.generate(
                     input_ids=prompt_ids,
                     attention_mask=prompt_mask,
                     generation_config=GenerationConfig(**options),
                     custom_generate=decoding,
                 )
-                completion_ids[chosen], logprobs[chosen] = drawn.cpu(), own.cpu()
-                if masked:
-                    masks |= dict(zip(chosen, decoding.masks(), strict=True))
-        ends = torch.isin(completion_ids, end_ids.cpu())
-        finished = ends.any(1)
-        lengths = torch.where(finished, ends.to(torch.int8).argmax(1) + 1, C).tolist()
-        if any(bool(own[:length].isnan().any()) for own, length in zip(logprobs, lengths, strict=True)):
-            raise ModelError(
-                "the model's probabilities are not numbers (NaN): its weights or its logits are not finite"
-            )
-        # Copies, as a part of a tensor would travel to other processes with the whole.
-        return [
-            Completion(
-                completion_ids[row, :length].clone(),
-                bool(finished[row]),
-                None if greedy else logprobs[row, :length].clone(),
-                mask=masks[row].first(length) if masked else None,
-            )
-            for row, length in enumerate(lengths)
-        ]
+                found |= dict(zip(chosen, decoding.completions(), strict=True))
+        return [found[row] for row in range(B)]
 
 
 def left_padded(
