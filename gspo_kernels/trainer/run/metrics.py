@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from gspo_kernels.trainer.input_errors import ConfigError
 from gspo_kernels.trainer.run.files import write_file, write_text
 
 Record = dict[str, Any]
@@ -41,6 +43,12 @@ def keep_until(path: Path, step: int) -> None:
     """Drop the lines after ``step``, which a resumed run writes again."""
     kept = [record for record in read_metrics(path) if record["step"] <= step]
     write_text(path, "".join(json.dumps(record) + "\n" for record in kept))
+
+
+def check_format(form: str) -> None:
+    """Raise a `ConfigError` where a format of completions cannot be written here."""
+    if form == "parquet" and find_spec("pyarrow") is None:
+        raise ConfigError("rollouts_format: parquet needs pyarrow, which is not installed; take jsonl")
 
 
 def write_rollout(folder: Path, step: int, records: Sequence[Record], form: str) -> None:

@@ -21,6 +21,7 @@ from gspo_kernels.trainer.run.health import Health
 from gspo_kernels.trainer.run.metrics import (
     Record,
     append_metrics,
+    check_format,
     finite,
     keep_until,
     read_metrics,
@@ -39,6 +40,8 @@ class Run:
     """
 
     def __init__(self, config: TrainConfig, accelerator: Any) -> None:
+        if config.save_rollouts:
+            check_format(config.rollouts_format)
         self.config = config
         self.accelerator = accelerator
         self.directory = RunDirectory(config.output)

@@ -5,6 +5,8 @@ import json
 import pytest
 from pyarrow import parquet
 
+from gspo_kernels.trainer.input_errors import ConfigError
+from gspo_kernels.trainer.run import metrics as kept_metrics
 from gspo_kernels.trainer.run.metrics import read_metrics, write_rollout
 from tests.trainer.conftest import small_config
 from tests.trainer.test_trainer import make_trainer
@@ -65,3 +67,13 @@ def test_a_step_without_any_reward_has_the_columns_of_the_others(tmp_path):
     first, second = (parquet.read_table(tmp_path / "kept" / f"step_00000{step}.parquet") for step in (0, 1))
     assert first.schema == second.schema
     assert second.to_pylist() == [without]
+
+
+def test_a_format_that_cannot_be_written_is_refused_before_any_work(
+    tmp_path, tokenizer, rows, reward, monkeypatch
+):
+    monkeypatch.setattr(kept_metrics, "find_spec", lambda name: None)
+    config = small_config(tmp_path / "run", save_rollouts=True, rollouts_format="parquet")
+    with pytest.raises(ConfigError, match="rollouts_format: parquet needs pyarrow"):
+        make_trainer(tokenizer, rows, reward, config)
+    assert not (tmp_path / "run").exists()
