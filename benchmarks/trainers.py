@@ -185,7 +185,7 @@ class _Given:
         from gspo_kernels.trainer.rollout import Segment, join_segments
 
         segments = [[Segment(ids)] for ids in given_completions(self.setting, prompts)]
-        return join_segments(prompts, segments, [False] * len(prompts), 0)
+        return [join_segments(each, False) for each in segments]
 
 
 def _ours(layout: str, setting: Setting, model: Any, turns: Turns) -> None:

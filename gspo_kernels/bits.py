@@ -28,6 +28,16 @@ def packed_ids(ids: Tensor, vocabulary: int) -> Tensor:
     return mask.scatter_add_(-1, torch.where(counts, ids >> 5, 0), torch.where(counts, bit, 0))
 
 
+def packed_rows(ids: Tensor, counts: Tensor, vocabulary: int) -> Tensor:
+    """[S] ids of n rows one after the other, [n] of them each and none twice in a row, to [n, W]."""
+    length = words(vocabulary)
+    ids = ids.to(torch.int64)
+    rows = torch.arange(len(counts), device=ids.device).repeat_interleave(counts)
+    bit = torch.ones_like(ids, dtype=torch.int32) << (ids & 31).to(torch.int32)
+    mask = torch.zeros(len(counts) * length, dtype=torch.int32, device=ids.device)
+    return mask.scatter_add_(0, rows * length + (ids >> 5), bit).view(-1, length)
+
+
 def packed_columns(kept: Tensor) -> Tensor:
     """Bool [..., V] to [..., W]."""
     length = words(kept.shape[-1])

@@ -139,7 +139,7 @@ def _plot(arguments: list[str]) -> None:
 
 
 def _mismatch(arguments: list[str]) -> None:
-    from gspo_kernels.trainer.mismatch import command_line
+    from gspo_kernels.mismatch import command_line
 
     _quiet_transformers()
     command_line.run(arguments)

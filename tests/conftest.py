@@ -64,7 +64,7 @@ def pytest_configure(config):
 
 def pytest_collection_modifyitems(items):
     """``-m quick`` is the first example of every test of the library that is not slow by itself."""
-    seen, around = set(), {"trainer", "benchmarks", "examples", "gpu"}
+    seen, around = set(), {"trainer", "mismatch", "benchmarks", "examples", "gpu"}
     for item in items:
         test = item.nodeid.split("[")[0]
         inside = around.isdisjoint(item.path.parts) and item.path.stem != "test_compile"

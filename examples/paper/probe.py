@@ -75,11 +75,11 @@ def sample_batch(model, tokenizer, prompt_ids, length):
         pad_id=tokenizer.pad_token_id,
         batch_size=len(prompt_ids),
     )
-    completions = engine.generate(prompt_ids, Sampling(length)).completion_ids
-    rewards = (completions % 2 == 0).float().mean(1)
+    completions = [each.ids for each in engine.generate(prompt_ids, Sampling(length))]
+    rewards = torch.stack([(ids % 2 == 0).float().mean() for ids in completions])
     return {
         "prompts": [torch.tensor(ids) for ids in prompt_ids],
-        "completions": list(completions),
+        "completions": completions,
         "advantages": gk.advantages.group_normalized(rewards, group_size=len(rewards)),
     }
 

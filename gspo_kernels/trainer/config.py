@@ -20,7 +20,10 @@ from torch import Tensor
 
 import gspo_kernels as gk
 from gspo_kernels.trainer.input_errors import ConfigError
-from gspo_kernels.trainer.options import (
+from gspo_kernels.trainer.recipes.options import DAPOConfig, IGRPOConfig, TurnsConfig, VeriPOConfig
+from gspo_kernels.trainer.rewards.comparing import Method
+from gspo_kernels.trainer.rollout import Sampling
+from gspo_kernels.trainer.run.options import (
     BelowOne,
     Count,
     Finite,
@@ -34,7 +37,6 @@ from gspo_kernels.trainer.options import (
     near_matches,
     option,
 )
-from gspo_kernels.trainer.rewards.comparing import Method
 
 
 @dataclass(frozen=True)
@@ -45,12 +47,33 @@ class RolloutConfig(Section, key="rollout"):
     group_size: Several = option(8, "completions of each prompt, which advantages compare with each other")
     max_new_tokens: Count = option(256, "longest completion, in tokens; what is longer is truncated")
     temperature: Positive = option(1.0, "sampling temperature; the training log-probs use the same one")
-    top_p: Share = option(1.0, "nucleus sampling (training log-probs stay those of the whole vocabulary)")
-    top_k: Natural = option(0, "sample among the k most likely tokens; 0 means all (see top_p)")
+    top_p: Share = option(1.0, "nucleus sampling; see keep_sampling_mask")
+    top_k: Natural = option(0, "sample among the k most likely tokens; 0 means all")
+    min_p: BelowOne = option(0.0, "sample tokens with this share of the likeliest one's probability; 0: all")
+    keep_sampling_mask: bool = option(
+        False,
+        "train on log-probs among the tokens that top_p, top_k and min_p left, not in the whole vocabulary",
+    )
     batch_size: Count = option(256, "completions generated at once, by each process; memory and speed")
     truncated: Literal["keep", "mask"] = option(
         "keep", "completions without an end token: 'keep' trains on them, 'mask' leaves them out of the loss"
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        plain = "left alone where top_p, top_k and min_p cut no token off"
+        self.require(self.sampling().cuts or not self.keep_sampling_mask, "keep_sampling_mask", plain)
+
+    def sampling(self) -> Sampling:
+        """Return how rollouts are sampled."""
+        return Sampling(
+            self.max_new_tokens,
+            self.temperature,
+            self.top_p,
+            self.top_k,
+            self.min_p,
+            return_mask=self.keep_sampling_mask,
+        )
 
 
 @dataclass(frozen=True)
@@ -153,104 +176,6 @@ class OffPolicyConfig(Section, key="off_policy"):
         return gk.rollout_weights(
             old_logprobs, rollout_logprobs, loss_mask=loss_mask, cu_seqlens=cu_seqlens, **options
         )
-
-
-@dataclass(frozen=True)
-class VeriPOConfig(Section, key="veripo"):
-    """Steps of the objective and steps of DPO in turn, over pairs that a verifier makes (VerIPO)."""
-
-    grpo_steps: Count = option(20, "steps with the configured objective before each phase of DPO")
-    dpo_steps: Natural = option(0, "steps of DPO then, each on one of the last rollouts; 0: no DPO at all")
-    verifier: str | None = option(None, "reward function that ranks completions for DPO; else the run's own")
-    reward_weight: NotNegative = option(1.0, "weight of the run's own reward beside the verifier")
-    min_gap: NotNegative = option(0.0, "scores of a pair differ by more than this")
-    beta: Positive = option(0.1, "DPO's beta: how firmly it holds to the policy that its phase began with")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        most = f"from 0 to veripo.grpo_steps ({self.grpo_steps}): each takes one rollout of that phase"
-        self.require(self.dpo_steps <= self.grpo_steps, "dpo_steps", most)
-        ranked = self.reward_weight > 0 or self.verifier is not None
-        self.require(ranked, "reward_weight", "above 0 where there is no veripo.verifier")
-        used = self.verifier is None or self.dpo_steps > 0
-        self.require(used, "dpo_steps", "above 0 where there is a veripo.verifier")
-
-    def compares(self, step: int) -> bool:
-        """Whether this step of the run, from 1, is one of DPO."""
-        return self._place(step) >= self.grpo_steps
-
-    def keeps(self, step: int) -> bool:
-        """Whether a step of DPO will take the rollout of this step."""
-        return self.grpo_steps - self.dpo_steps <= self._place(step) < self.grpo_steps
-
-    def rollouts_until(self, step: int) -> int:
-        """Return how many of the steps up to this one sample."""
-        phases, rest = divmod(step, self.grpo_steps + self.dpo_steps)
-        return phases * self.grpo_steps + min(rest, self.grpo_steps)
-
-    def _place(self, step: int) -> int:
-        return (step - 1) % (self.grpo_steps + self.dpo_steps)
-
-
-@dataclass(frozen=True)
-class IGRPOConfig(Section, key="igrpo"):
-    """Update on refinements of the best of several drafts, which goes into the prompt (iGRPO)."""
-
-    drafts: Natural = option(0, "completions of a prompt of which the best goes into it as a draft; 0: off")
-    template: str = option(
-        "{prompt}\n\nThe best of several earlier answers:\n{draft}\n\nWrite a better answer.",
-        "what the policy then completes; {prompt} is the prompt, or the last message of the user",
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("{prompt}", "{draft}"):
-            self.require(name in self.template, "template", f"a text with {name} in it")
-
-
-@dataclass(frozen=True)
-class DAPOConfig(Section, key="dapo"):
-    """What DAPO changes besides its objective: dynamic sampling, and a soft penalty on length."""
-
-    batches: Count = option(
-        1,
-        "most batches of rollout.prompts_per_rollout prompts that a rollout samples until it has as many "
-        "groups whose rewards differ; 1: no dynamic sampling",
-    )
-    metric: str | None = option(
-        None,
-        "reward that must differ within a group for that, the accuracy for example; else the weighted sum",
-    )
-    overlong_buffer: Natural = option(
-        0, "last tokens before rollout.max_new_tokens over which the reward falls linearly; 0: no penalty"
-    )
-    overlong_penalty: Positive = option(1.0, "what a completion of rollout.max_new_tokens loses")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        used = self.metric is None or self.batches > 1
-        self.require(used, "batches", "above 1 where there is a dapo.metric")
-
-
-@dataclass(frozen=True)
-class TurnsConfig(Section, key="turns"):
-    """Several turns on the same task with an environment's feedback between, each its own group (TL-GRPO)."""
-
-    count: Count = option(1, "turns on each prompt, each with rollout.group_size completions; 1: off")
-    feedback: str | None = option(
-        None,
-        "function f(prompts, completions, rewards, **columns) -> list[str] that says what the policy reads "
-        "after a turn; 'module:function' or 'file.py:function', called like a reward",
-    )
-    keep: Literal["first", "best"] = option(
-        "first",
-        "completion that stays in the history: the 'first', which is as good as a random one, or the 'best'",
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        given = (self.feedback is not None) == (self.count > 1)
-        self.require(given, "feedback", "given where turns.count is at least 2, and only there")
 
 
 @dataclass(frozen=True)
@@ -388,6 +313,9 @@ class TrainConfig(Section):
             each = f"one number for each of the {len(self.reward)} rewards"
             self.require(len(self.reward_weights) == len(self.reward), "reward_weights", each)
         turns, size = self.turns.count, self.rollout.group_size
+        served = "above 0 beside engine.url: vLLM says what it could have drawn only of so many tokens"
+        bounded = self.engine.url is None or not self.rollout.keep_sampling_mask or self.rollout.top_k > 0
+        self.rollout.require(bounded, "top_k", served)
         either = "0 where turns.count is more than 1: either a draft or an environment's feedback is refined"
         self.igrpo.require(self.igrpo.drafts == 0 or turns == 1, "drafts", either)
         whole = "1 where turns.count is more than 1: the turns of a trajectory belong together"

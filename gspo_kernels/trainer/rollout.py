@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
+
+from gspo_kernels import bits
 
 
 @dataclass(frozen=True)
@@ -21,63 +22,96 @@ class Sampling:
         temperature: logits are divided by it.
         top_p: then only the most likely tokens whose probabilities reach this sum are drawn; 1: all.
         top_k: and before that, only this many of the most likely; 0: all.
+        min_p: and after both, only those with at least this share of the likeliest one's probability; 0: all.
+        return_mask: whether the completions are to say what could have been drawn.
     """
 
     max_new_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
+    return_mask: bool = False
+
+    @property
+    def cuts(self) -> bool:
+        """Whether there are tokens that cannot be drawn."""
+        return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
+
+
+class SamplingMask(NamedTuple):
+    """What a sampler could have drawn at each of C tokens.
+
+    Attributes:
+        ids: int32 [S], the ids of the first token's set, then those of the second one's, and so on.
+        counts: [C] int64, how many a token has; 0: any id, as for what a tool wrote.
+    """
+
+    ids: Tensor
+    counts: Tensor
+
+    @classmethod
+    def of(cls, sets: Sequence[Sequence[int]]) -> SamplingMask:
+        """Return that of one list of ids for each token, as vLLM gives it."""
+        ids = [token for each in sets for token in each]
+        return cls(torch.tensor(ids, dtype=torch.int32), torch.tensor([len(each) for each in sets]))
+
+    @classmethod
+    def joined(cls, parts: Sequence[SamplingMask]) -> SamplingMask:
+        """Put the tokens of several one after the other; at least one part."""
+        return cls(*(torch.cat(each) for each in zip(*parts, strict=True)))
+
+    def to_lists(self) -> list[list[int]]:
+        """Return what `of` takes."""
+        return [each.tolist() for each in self.ids.split(self.counts.tolist())]
+
+    def to(self, device: torch.device) -> SamplingMask:
+        """Return the same on another device."""
+        return SamplingMask(self.ids.to(device), self.counts.to(device))
+
+    def first(self, tokens: int) -> SamplingMask:
+        """Return a copy of what it says of the first tokens."""
+        counts = self.counts[:tokens].clone()
+        return SamplingMask(self.ids[: int(counts.sum())].clone(), counts)
+
+    def bitmask(self, vocabulary: int) -> Tensor:
+        """Return what the losses take as ``kept_mask``, int32 [C, ceil(V / 32)]."""
+        whole = bits.packed_columns(torch.ones(vocabulary, dtype=torch.bool, device=self.ids.device))
+        kept = bits.packed_rows(self.ids, self.counts, vocabulary)
+        return torch.where(self.counts.unsqueeze(1) > 0, kept, whole)
 
 
 @dataclass(frozen=True)
-class Completions:
-    """Prompts and their completions, B rows.
+class Completion:
+    """What completes a prompt: C > 0 tokens, on the CPU.
 
     Attributes:
-        prompt_ids: [B, P], left-padded.
-        prompt_mask: [B, P] int64, 1 for real tokens.
-        completion_ids: [B, C], right-padded.
-        completion_mask: [B, C] bool, true up to and including the first end token.
-        finished: [B] bool, whether there is an end token.
-        logprobs: [B, C] fp32, the log-prob of each token under the distribution that it was drawn from, so
-            after temperature, top-k and top-p; 0 outside ``completion_mask``. None where the engine gives
-            none, and for greedy completions.
-        sampled: [B, C] bool, which tokens the policy wrote: false for what a tool or an environment put
-            between them. None: all of ``completion_mask``.
-        turn_ids: [B, C] int64, which turn, from 0, a token belongs to; -1: none. None: all is one turn.
+        ids: [C] int64, up to and including the first end token.
+        finished: whether there is an end token.
+        logprobs: [C] fp32, of each token under the distribution that it was drawn from, so after temperature,
+            top-k, top-p and min-p. None where the engine gives none, and for greedy completions.
+        turn_ids: [C] int64, which turn, from 0, a token belongs to; -1: none, as a tool or an environment
+            wrote it, and no loss counts it. None: all is one turn.
+        mask: what could have been drawn. None: not asked for, or the engine does not say it.
     """
 
-    prompt_ids: Tensor
-    prompt_mask: Tensor
-    completion_ids: Tensor
-    completion_mask: Tensor
-    finished: Tensor
+    ids: Tensor
+    finished: bool
     logprobs: Tensor | None = None
-    sampled: Tensor | None = None
     turn_ids: Tensor | None = None
+    mask: SamplingMask | None = None
 
-    def loss_mask(self, truncated: str = "keep") -> Tensor:
-        """Return [B, C] bool, the tokens that a loss counts: those that the policy wrote.
+    def counted(self, truncated: str = "keep") -> Tensor:
+        """Return [C] bool, the tokens that a loss counts: those that the policy wrote.
 
         Args:
-            truncated: what completions without an end token do: "keep" trains on them, "mask" leaves them out
-                of the loss (their rewards still count in their group's mean).
+            truncated: what a completion without an end token does: "keep" trains on it, "mask" leaves it out
+                of the loss (its reward still counts in its group's mean).
         """
         if truncated not in ("keep", "mask"):
             raise ValueError(f"truncated: got {truncated!r}, expected 'keep' or 'mask'")
-        mask = self.completion_mask if self.sampled is None else self.completion_mask & self.sampled
-        return mask & self.finished.unsqueeze(1) if truncated == "mask" else mask
-
-    def token_lists(self) -> list[list[int]]:
-        """Return the ids of each completion, with the end token and without padding."""
-        return [ids.tolist() for ids, *_ in self.by_token()]
-
-    def by_token(self, truncated: str = "keep") -> list[list[Any]]:
-        """Return ids, loss mask, log-probs and turns of each completion, [C_i] on the CPU or None."""
-        tables = (self.completion_ids, self.loss_mask(truncated), self.logprobs, self.turn_ids)
-        masks = self.completion_mask.cpu()
-        found = [None if table is None else table.cpu() for table in tables]
-        return [[None if t is None else t[i][mask] for t in found] for i, mask in enumerate(masks)]
+        written = torch.ones_like(self.ids) if self.turn_ids is None else self.turn_ids + 1
+        return (written > 0) & (self.finished or truncated == "keep")
 
 
 class RolloutEngine(Protocol):
@@ -85,7 +119,7 @@ class RolloutEngine(Protocol):
 
     def generate(
         self, prompts: list[list[int]], sampling: Sampling, *, seeds: Sequence[int] | None = None
-    ) -> Completions:
+    ) -> list[Completion]:
         """Complete every prompt once, with the policy's current weights.
 
         Args:
@@ -100,74 +134,55 @@ class RolloutEngine(Protocol):
         ...
 
 
-def left_pad(token_lists: list[list[int]], pad_id: int) -> tuple[Tensor, Tensor]:
-    """Return (ids, mask), both [B, P], of token lists of any length."""
-    width = max(len(tokens) for tokens in token_lists)
-    ids = torch.tensor([[pad_id] * (width - len(tokens)) + tokens for tokens in token_lists])
-    mask = torch.tensor([[0] * (width - len(tokens)) + [1] * len(tokens) for tokens in token_lists])
-    return ids, mask
-
-
-def completion_mask(completion_ids: Tensor, end_ids: list[int]) -> tuple[Tensor, Tensor]:
-    """Return ([B, C] bool, true up to and including the first end token; [B] bool, whether there is one)."""
-    is_end = torch.isin(completion_ids, torch.tensor(end_ids, device=completion_ids.device))
-    ends_before = is_end.cumsum(1) - is_end.to(torch.int64)
-    return ends_before == 0, is_end.any(1)
-
-
 @dataclass(frozen=True)
 class Segment:
     """A part of a completion over several turns.
 
     Attributes:
         tokens: its token ids.
-        logprobs: what `Completions.logprobs` says of them; None where unknown.
+        logprobs: what `Completion.logprobs` says of them; None where unknown.
         sampled: whether the policy wrote it, and so it is a turn; false for the output of a tool.
+        mask: what could have been drawn; None where unknown.
     """
 
     tokens: list[int]
     logprobs: list[float] | None = None
     sampled: bool = True
+    mask: SamplingMask | None = None
 
     def __post_init__(self) -> None:
-        if self.logprobs is not None and len(self.logprobs) != len(self.tokens):
-            raise ValueError(f"logprobs: got {len(self.logprobs)} for {len(self.tokens)} tokens")
+        counts = {
+            "logprobs": None if self.logprobs is None else len(self.logprobs),
+            "mask": None if self.mask is None else len(self.mask.counts),
+        }
+        for name, count in counts.items():
+            if count is not None and count != len(self.tokens):
+                raise ValueError(f"{name}: got {count} for {len(self.tokens)} tokens")
 
 
-def join_segments(
-    prompts: list[list[int]], segments: Sequence[Sequence[Segment]], finished: Sequence[bool], pad_id: int
-) -> Completions:
-    """Lay out completions over several turns, for an engine that lets the policy meet an environment.
+def join_segments(segments: Sequence[Segment], finished: bool) -> Completion:
+    """Return a completion over several turns, for an engine that lets the policy meet an environment.
 
     Args:
-        prompts: B lists of token ids.
-        segments: of each completion, in order, at least one token in all.
-        finished: whether each completion came to its end.
-        pad_id: token that fills rows.
+        segments: in order, at least one token in all.
+        finished: whether it came to its end.
 
     Returns:
-        Completions with ``sampled`` and ``turn_ids``; with ``logprobs`` if every sampled segment has them.
+        The completion with ``turn_ids``; with ``logprobs``, and ``mask``, if every sampled segment has them.
     """
-    known = all(part.logprobs is not None for parts in segments for part in parts if part.sampled)
-
-    def padded(values: Callable[[Segment, int], Sequence[float]], filling: int) -> Tensor:
-        rows = []
-        for parts in segments:
-            turns = accumulate(part.sampled for part in parts)
-            each = [values(part, turn - 1) for part, turn in zip(parts, turns, strict=True)]
-            rows.append(torch.tensor([value for part in each for value in part]))
-        return pad_sequence(rows, batch_first=True, padding_value=filling)
-
-    turn_ids = padded(lambda part, turn: [turn if part.sampled else -1] * len(part.tokens), -1)
-    logprobs = padded(lambda part, _: (part.sampled and part.logprobs) or [0.0] * len(part.tokens), 0)
-    return Completions(
-        *left_pad(prompts, pad_id),
-        completion_ids=padded(lambda part, _: part.tokens, pad_id),
-        completion_mask=padded(lambda part, _: [1] * len(part.tokens), 0).bool(),
-        finished=torch.tensor(finished),
-        logprobs=logprobs if known else None,
-        sampled=turn_ids >= 0,
-        turn_ids=turn_ids,
+    turn_ids, logprobs, masks = [], [], []
+    for part, number in zip(segments, accumulate(part.sampled for part in segments), strict=True):
+        length = len(part.tokens)
+        turn_ids += [number - 1 if part.sampled else -1] * length
+        logprobs += (part.sampled and part.logprobs) or [0.0] * length
+        masks.append((part.sampled and part.mask) or SamplingMask.of([[]] * length))
+    sampled = [part for part in segments if part.sampled]
+    return Completion(
+        torch.tensor([token for part in segments for token in part.tokens]),
+        finished,
+        torch.tensor(logprobs) if all(part.logprobs is not None for part in sampled) else None,
+        torch.tensor(turn_ids),
+        SamplingMask.joined(masks) if all(part.mask is not None for part in sampled) else None,
     )
 
 
@@ -188,7 +203,7 @@ def sampling_mismatch(logprobs: Tensor, sampling_logprobs: Tensor, mask: Tensor)
 
     Args:
         logprobs: [B, C] or [N], from training, before the first update.
-        sampling_logprobs: the same shape, `Completions.logprobs`.
+        sampling_logprobs: the same shape, `Completion.logprobs`.
         mask: the same shape, bool, the tokens that were scored and count.
 
     Returns:

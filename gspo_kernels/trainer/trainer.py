@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from gspo_kernels.trainer.config import TrainConfig
 from gspo_kernels.trainer.data import Prompts, Rows, check_rows, column_names, prepare_prompts, tokens_of
 from gspo_kernels.trainer.engines.choice import engine_of, server_of
 from gspo_kernels.trainer.input_errors import ConfigError, ModelError, RunDirectoryError
-from gspo_kernels.trainer.recipes import make_recipe
+from gspo_kernels.trainer.recipes.choice import make_recipe
 from gspo_kernels.trainer.recipes.samples import Sampler
 from gspo_kernels.trainer.rewards import RewardFunction, RewardSet
 from gspo_kernels.trainer.rollout import RolloutEngine, Sampling
@@ -187,7 +188,7 @@ class GSPOTrainer:
         state, metrics, rollout = random_state(), {}, self.config.rollout
         set_seed(self.config.seed, device_specific=True)
         greedy = Sampling(rollout.max_new_tokens, temperature=0.0)
-        sampled = Sampling(rollout.max_new_tokens, rollout.temperature, rollout.top_p, rollout.top_k)
+        sampled = replace(rollout.sampling(), return_mask=False)
         for label, sampling in (("greedy", greedy), ("sampled", sampled)):
             samples, others = self.recipe.evaluate(self.eval_prompts, sampling)
             means = {name: float(values.nanmean()) for name, values in samples.rewards.by_name.items()}

@@ -1,7 +1,7 @@
 """From a scored rollout to new weights: old log-probs once, then one optimizer update per minibatch.
 
-Old, new and reference log-probs come from one path: the same module, layout and kernel. What the clip range
-sees is then the policy's change and not the difference between two code paths.
+Old, new and reference log-probs come from one path: the same module, layout, kernel and sampling mask. What
+the clip range sees is then the policy's change and not the difference between two code paths.
 
 Every process holds the whole rollout and takes the same decisions about it; each one runs its share of the
 micro-batches, and as many of them as the others. So the number of collectives never depends on what a process
@@ -132,21 +132,16 @@ class PolicyUpdater:
         Cut into the micro-batches of the update, because results may depend on a batch's shape in the last
         bit.
         """
-        return self._pass(policy, experience, micro_batches, None)
-
-    def accumulate(
-        self, experience: Experience, micro_batches: Sequence[Tensor], terms: Mapping[str, Any]
-    ) -> gk.TokenLogprobs:
-        """Add the gradient of micro-batches to the parameters, terms [B] or [N]; return what `score` does."""
-        return self._pass(self.policy, experience, micro_batches, terms)
+        return self._pass(policy, experience, micro_batches)
 
     def _pass(
         self,
         policy: Any,
         experience: Experience,
         micro_batches: Sequence[Tensor],
-        terms: Mapping[str, Any] | None,
+        terms: Mapping[str, Any] | None = None,
     ) -> gk.TokenLogprobs:
+        """Return what `score` does; with terms of the loss, [B] or [N], add its gradient to the weights."""
         found = torch.zeros(2, len(experience.loss_mask), device=experience.loss_mask.device)
         for number, micro in enumerate(micro_batches, start=1):
             # An empty micro-batch runs only to keep step with other processes: the first row, uncounted.
@@ -158,7 +153,7 @@ class PolicyUpdater:
                 if more and not self.sharded:  # FSDP reduces each gradient, to keep only shards
                     waiting = self.accelerator.no_sync(self.policy)
             with waiting:
-                output = policy(*experience.tokens(rows), own, return_entropy=True)
+                output = policy(*experience.tokens(rows), own, experience.mask(rows), return_entropy=True)
                 if own is not None:
                     self.accelerator.backward(output.loss)
             if len(micro):
@@ -276,14 +271,14 @@ class PolicyUpdater:
             # Gradients are averaged over the processes, and each of them has its own share of the sum.
             own = {name: world * value for name, value in coefficients.items()}
             own |= {"loss_mask": terms["loss_mask"], "old_logprobs": None, "advantages": None}
-            self.accumulate(experience, micro_batches, own | {"objective": gk.Linear()})
+            self._pass(self.policy, experience, micro_batches, own | {"objective": gk.Linear()})
         else:
             mask = experience.loss_mask[experience.places(rows)]
             divisor = float(gk.normalizer(objective, mask, cu_seqlens=experience.offsets(rows)))
             own = terms | {"objective": objective, "normalizer": divisor / world}
             if on_policy:
                 own["old_logprobs"] = None
-            current = self.accumulate(experience, micro_batches, own)
+            current = self._pass(self.policy, experience, micro_batches, own)
             assert current.entropy is not None
             if on_policy:
                 terms["old_logprobs"] += current.logprobs

@@ -136,6 +136,11 @@ def small_config(output, **sections) -> TrainConfig:
     return from_mapping(values, TrainConfig)
 
 
+def ids_of(completions):
+    """What an engine returned, as lists of token ids."""
+    return [completion.ids.tolist() for completion in completions]
+
+
 @pytest.fixture
 def jsonl(tmp_path, rows):
     path = tmp_path / "prompts.jsonl"

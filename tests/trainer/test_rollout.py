@@ -6,88 +6,86 @@ import math
 import pytest
 import torch
 
-from gspo_kernels.trainer.engines.embedded import TransformersEngine
+from gspo_kernels.trainer.engines.embedded import TransformersEngine, left_padded
 from gspo_kernels.trainer.input_errors import ModelError
 from gspo_kernels.trainer.rollout import (
-    Completions,
+    Completion,
     Sampling,
     Segment,
-    completion_mask,
     join_segments,
-    left_pad,
     sampling_mismatch,
 )
 from gspo_kernels.trainer.rows.policy import Policy
 from tests.draws import shifted_seed
-from tests.trainer.conftest import tiny_qwen3
+from tests.trainer.conftest import ids_of, tiny_qwen3
 
 END, OTHER_END, PAD = 9, 8, 0
 
 
+class Recites:
+    """A model whose ``generate`` writes given tokens, whatever it is asked."""
+
+    def __init__(self, ids):
+        self.ids, self.device, self.generation_config = torch.tensor(ids), torch.device("cpu"), None
+
+    def get_output_embeddings(self):
+        return None
+
+    def generate(self, input_ids, attention_mask, generation_config, custom_generate):
+        custom_generate.completion_ids[:] = self.ids
+        custom_generate.logprobs[:] = -torch.arange(1.0, 1.0 + self.ids.shape[1])
+
+
 @pytest.mark.parametrize(
-    ("ids", "mask", "finished"),
+    ("ids", "length", "finished"),
     [
-        ([1, 2, END, PAD], [1, 1, 1, 0], True),  # ended early
-        ([1, 2, 3, END], [1, 1, 1, 1], True),  # ended in the last place
-        ([1, 2, 3, 4], [1, 1, 1, 1], False),  # truncated
-        ([END, PAD, PAD, PAD], [1, 0, 0, 0], True),  # empty text
-        ([END, END, END, END], [1, 0, 0, 0], True),  # padded with the end token
-        ([1, OTHER_END, END, PAD], [1, 1, 0, 0], True),  # the first of several end tokens
-        ([1, PAD, 2, END], [1, 1, 1, 1], True),  # a padding token that was sampled
+        ([1, 2, END, PAD], 3, True),  # ended early
+        ([1, 2, 3, END], 4, True),  # ended in the last place
+        ([1, 2, 3, 4], 4, False),  # truncated
+        ([END, PAD, PAD, PAD], 1, True),  # empty text
+        ([END, END, END, END], 1, True),  # padded with the end token
+        ([1, OTHER_END, END, PAD], 2, True),  # the first of several end tokens
+        ([1, PAD, 2, END], 4, True),  # a padding token that was sampled
     ],
 )
-def test_completion_mask(ids, mask, finished):
-    got_mask, got_finished = completion_mask(torch.tensor([ids]), [END, OTHER_END])
-    assert got_mask.int().tolist() == [mask]
-    assert got_finished.tolist() == [finished]
+def test_a_completion_goes_up_to_its_first_end_token(ids, length, finished):
+    found = TransformersEngine(Recites([ids]), [END, OTHER_END], PAD, 1).generate([[5]], Sampling(4))
+    assert ids_of(found) == [ids[:length]] and found[0].finished == finished
+    assert found[0].logprobs.tolist() == [-1.0, -2.0, -3.0, -4.0][:length]
 
 
 def test_left_padding():
-    ids, mask = left_pad([[1, 2, 3], [4]], PAD)
+    ids, mask = left_padded([[1, 2, 3], [4]], PAD)
     assert ids.tolist() == [[1, 2, 3], [PAD, PAD, 4]]
     assert mask.tolist() == [[1, 1, 1], [0, 0, 1]]
 
 
-def hand_made() -> Completions:
-    prompt_ids, prompt_mask = left_pad([[1, 2, 3], [4], [5, 6]], PAD)
-    completion_ids = torch.tensor([[7, END, PAD, PAD], [1, 2, END, PAD], [END, PAD, PAD, PAD]])
-    return Completions(prompt_ids, prompt_mask, completion_ids, *completion_mask(completion_ids, [END]))
-
-
-def test_token_lists_have_no_padding():
-    assert hand_made().token_lists() == [[7, END], [1, 2, END], [END]]
-
-
-def test_loss_mask():
-    completions = hand_made()
-    ended = completions.completion_mask
-    assert torch.equal(completions.loss_mask(), ended)
-    assert torch.equal(completions.loss_mask("mask"), ended)
-    ids = torch.tensor([[7, 1, 1, 7], [1, 2, END, PAD], [END, PAD, PAD, PAD]])  # the first is truncated
-    tool = torch.tensor([[1, 0, 0, 1], [1, 1, 1, 1], [1, 1, 1, 1]], dtype=torch.bool)
-    prompts = (completions.prompt_ids, completions.prompt_mask)
-    completions = Completions(*prompts, ids, *completion_mask(ids, [END]), sampled=tool)
-    assert completions.loss_mask("keep").int().tolist() == [[1, 0, 0, 1], [1, 1, 1, 0], [1, 0, 0, 0]]
-    assert completions.loss_mask("mask").int().tolist() == [[0, 0, 0, 0], [1, 1, 1, 0], [1, 0, 0, 0]]
+def test_tokens_that_a_loss_counts():
+    truncated = Completion(torch.tensor([7, 1, 1, 7]), False, turn_ids=torch.tensor([0, -1, -1, 1]))
+    ended = Completion(torch.tensor([1, 2, END]), True, turn_ids=torch.tensor([0, 0, 0]))
+    plain = Completion(torch.tensor([7, 1, 1, 7]), False)
+    kept, masked = (
+        [each.counted(what).int().tolist() for each in (truncated, ended, plain)] for what in ("keep", "mask")
+    )
+    assert kept == [[1, 0, 0, 1], [1, 1, 1], [1, 1, 1, 1]]
+    assert masked == [[0, 0, 0, 0], [1, 1, 1], [0, 0, 0, 0]]
+    assert torch.equal(plain.counted(), plain.counted("keep"))
     with pytest.raises(ValueError, match="truncated: got 'drop'"):
-        completions.loss_mask("drop")
+        plain.counted("drop")
 
 
 def test_segments_of_several_turns():
-    segments = [
-        [Segment([7, 8], [-0.5, -1.0]), Segment([5], sampled=False), Segment([6, END], [-2.0, -0.25])],
-        [Segment([5, 5], sampled=False), Segment([3], [-3.0])],
-    ]
-    completions = join_segments([[1, 2], [4]], segments, [True, False], PAD)
-    assert completions.prompt_ids.tolist() == [[1, 2], [PAD, 4]]
-    assert completions.completion_ids.tolist() == [[7, 8, 5, 6, END], [5, 5, 3, PAD, PAD]]
-    assert completions.completion_mask.int().tolist() == [[1] * 5, [1, 1, 1, 0, 0]]
-    assert completions.turn_ids.tolist() == [[0, 0, -1, 1, 1], [-1, -1, 0, -1, -1]]
-    assert completions.logprobs.tolist() == [[-0.5, -1.0, 0.0, -2.0, -0.25], [0.0, 0.0, -3.0, 0.0, 0.0]]
-    assert completions.loss_mask().int().tolist() == [[1, 1, 0, 1, 1], [0, 0, 1, 0, 0]]
-    assert not completions.loss_mask("mask")[1].any()
-    unknown = [segments[0], [Segment([3])]]
-    assert join_segments([[1], [4]], unknown, [True, False], PAD).logprobs is None
+    turns = [Segment([7, 8], [-0.5, -1.0]), Segment([5], sampled=False), Segment([6, END], [-2.0, -0.25])]
+    completion = join_segments(turns, True)
+    assert completion.finished and completion.ids.tolist() == [7, 8, 5, 6, END]
+    assert completion.turn_ids.tolist() == [0, 0, -1, 1, 1]
+    assert completion.logprobs.tolist() == [-0.5, -1.0, 0.0, -2.0, -0.25]
+    assert completion.counted().int().tolist() == [1, 1, 0, 1, 1]
+    other = join_segments([Segment([5, 5], sampled=False), Segment([3], [-3.0])], False)
+    assert other.ids.tolist() == [5, 5, 3] and other.turn_ids.tolist() == [-1, -1, 0]
+    assert other.logprobs.tolist() == [0.0, 0.0, -3.0]
+    assert other.counted().int().tolist() == [0, 0, 1] and not other.counted("mask").any()
+    assert join_segments([*turns, Segment([3])], False).logprobs is None
     with pytest.raises(ValueError, match="logprobs: got 1 for 2 tokens"):
         Segment([1, 2], [0.0])
 
@@ -101,9 +99,9 @@ def sample(model, tokenizer, prompts, sampling, batch_size=64, seeds=None):
 
 def test_greedy_completions_do_not_depend_on_padding_or_batches(model, tokenizer):
     prompts = ["a", "hello", "xyz", "abcdefg"]
-    together = sample(model, tokenizer, prompts, Sampling(6, temperature=0.0)).token_lists()
-    in_pairs = sample(model, tokenizer, prompts, Sampling(6, temperature=0.0), batch_size=2).token_lists()
-    alone = [sample(model, tokenizer, [p], Sampling(6, temperature=0.0)).token_lists()[0] for p in prompts]
+    together = ids_of(sample(model, tokenizer, prompts, Sampling(6, temperature=0.0)))
+    in_pairs = ids_of(sample(model, tokenizer, prompts, Sampling(6, temperature=0.0), batch_size=2))
+    alone = [ids_of(sample(model, tokenizer, [p], Sampling(6, temperature=0.0)))[0] for p in prompts]
     assert together == in_pairs == alone
     # and are what the model itself finds most likely
     ids = tokenizer(["hello"])["input_ids"][0]
@@ -113,49 +111,46 @@ def test_greedy_completions_do_not_depend_on_padding_or_batches(model, tokenizer
         ids.append(found)
 
 
-def test_batches_that_end_early_are_filled_with_padding(tokenizer):
+def test_batches_that_end_early(tokenizer):
     model = tiny_qwen3(tokenizer, tie_word_embeddings=False)
     with torch.no_grad():
         model.model.norm.weight.zero_()  # all logits are equal, so greedy decoding takes token 0 ...
     completions = sample(model, tokenizer, ["a", "b"], Sampling(4, temperature=0.0))
-    assert completions.completion_ids.tolist() == [[0] * 4] * 2
-    assert completions.finished.tolist() == [False, False]
+    assert ids_of(completions) == [[0] * 4] * 2
+    assert not any(completion.finished for completion in completions)
     engine = TransformersEngine(model, end_ids=[0], pad_id=7, batch_size=1)
     completions = engine.generate([[1], [2]], Sampling(4, temperature=0.0))  # ... which ends here
-    assert completions.completion_ids.tolist() == [[0, 7, 7, 7]] * 2
-    assert completions.token_lists() == [[0], [0]]
+    assert ids_of(completions) == [[0], [0]]
 
 
 def test_the_models_own_generation_defaults_are_set_aside(model, tokenizer):
     torch.manual_seed(shifted_seed(0))
-    plain = sample(model, tokenizer, ["ab"] * 16, Sampling(6)).completion_ids
+    plain = ids_of(sample(model, tokenizer, ["ab"] * 16, Sampling(6)))
     model.generation_config.top_k = 1
     model.generation_config.temperature = 0.1
     model.generation_config.repetition_penalty = 5.0
     model.generation_config.max_length = 3
     torch.manual_seed(shifted_seed(0))
-    again = sample(model, tokenizer, ["ab"] * 16, Sampling(6)).completion_ids
-    assert torch.equal(plain, again)
+    again = ids_of(sample(model, tokenizer, ["ab"] * 16, Sampling(6)))
+    assert plain == again
     assert model.generation_config.top_k == 1, "the model keeps its own defaults"
 
 
 def test_temperature_and_top_k_reach_the_sampler(model, tokenizer):
     def distinct(sampling):
         torch.manual_seed(shifted_seed(0))
-        return len({tuple(ids) for ids in sample(model, tokenizer, ["ab"] * 32, sampling).token_lists()})
+        return len({tuple(ids) for ids in ids_of(sample(model, tokenizer, ["ab"] * 32, sampling))})
 
     assert distinct(Sampling(4, top_k=1)) == 1
     assert distinct(Sampling(4, temperature=1e-4)) == 1
     assert distinct(Sampling(4)) > 16
 
 
-def sampling_logprobs(model, completions, sampling):
-    """[B, C] by a forward pass without a cache, and the definitions of temperature, top-k and top-p."""
+def sampling_logprobs(model, prompts, completions, sampling):
+    """[N] by a forward pass without a cache, and the definitions of temperature, top-k and top-p."""
     rows = []
-    for prompt, mask, completion in zip(
-        completions.prompt_ids, completions.prompt_mask.bool(), completions.completion_ids, strict=True
-    ):
-        ids = torch.cat([prompt[mask], completion]).unsqueeze(0)
+    for prompt, completion in zip(prompts, (each.ids for each in completions), strict=True):
+        ids = torch.cat([torch.tensor(prompt), completion]).unsqueeze(0)
         logits = model(ids).logits[0, -len(completion) - 1 : -1] / sampling.temperature
         if sampling.top_k:
             smallest = logits.sort(-1, descending=True).values[:, sampling.top_k - 1 : sampling.top_k]
@@ -164,7 +159,7 @@ def sampling_logprobs(model, completions, sampling):
         needed = probs.cumsum(-1) - probs < sampling.top_p
         logits = logits.masked_fill(~torch.zeros_like(needed).scatter(-1, order, needed), -torch.inf)
         rows.append(logits.log_softmax(-1).gather(-1, completion.unsqueeze(-1)).squeeze(-1))
-    return torch.stack(rows)
+    return torch.cat(rows)
 
 
 @pytest.mark.parametrize(
@@ -175,14 +170,14 @@ def sampling_logprobs(model, completions, sampling):
 @torch.no_grad()
 def test_logprobs_are_those_of_the_sampling_distribution(tokenizer, sampling):
     model = tiny_qwen3(tokenizer, initializer_range=0.2)  # so that logits differ
-    completions = sample(model, tokenizer, ["ab", "hello", "c", "xyz"] * 8, sampling, batch_size=8)
-    mask = completions.completion_mask
-    assert completions.logprobs[~mask].eq(0.0).all()
-    plain = sampling_logprobs(model, completions, sampling)[mask]
-    exact = sampling_logprobs(copy.deepcopy(model).double(), completions, sampling)[mask]
+    prompts = ["ab", "hello", "c", "xyz"] * 8
+    completions = sample(model, tokenizer, prompts, sampling, batch_size=8)
+    tokens = tokenizer(prompts)["input_ids"]
+    plain = sampling_logprobs(model, tokens, completions, sampling)
+    exact = sampling_logprobs(copy.deepcopy(model).double(), tokens, completions, sampling)
     assert exact.isfinite().all() and exact.std() > 0.3
     budget = 2 * (plain - exact).abs().max() + torch.finfo(torch.float32).eps * exact.abs().max()
-    assert (completions.logprobs[mask] - exact).abs().max() <= budget
+    assert (torch.cat([each.logprobs for each in completions]) - exact).abs().max() <= budget
 
 
 def test_completions_do_not_depend_on_their_batch(tokenizer):
@@ -191,19 +186,19 @@ def test_completions_do_not_depend_on_their_batch(tokenizer):
     prompts = ["a", "hello", "xyz", "abcdefg", "b", "hello", "q" * 30, "hello"]
     seeds = list(range(100, 108))
     whole = sample(model, tokenizer, prompts, Sampling(6, 1.2), seeds=seeds)
-    assert len({tuple(ids) for ids in whole.token_lists()}) == 8, "equal prompts have their own numbers"
+    assert len({tuple(ids) for ids in ids_of(whole)}) == 8, "equal prompts have their own numbers"
     for batch_size in (1, 3):
         other = sample(model, tokenizer, prompts, Sampling(6, 1.2), batch_size, seeds)
-        assert other.token_lists() == whole.token_lists()
-        torch.testing.assert_close(other.logprobs, whole.logprobs, atol=1e-5, rtol=1e-5)
-        assert torch.equal(other.prompt_ids, whole.prompt_ids)
+        assert ids_of(other) == ids_of(whole)
+        both = ([each.logprobs for each in found] for found in (other, whole))
+        torch.testing.assert_close(*both, atol=1e-5, rtol=1e-5)
     order = [5, 2, 7, 0, 6, 1]
     some = sample(
         model, tokenizer, [prompts[i] for i in order], Sampling(6, 1.2), 2, [seeds[i] for i in order]
     )
-    assert some.token_lists() == [whole.token_lists()[i] for i in order]
+    assert ids_of(some) == [ids_of(whole)[i] for i in order]
     shorter = sample(model, tokenizer, prompts, Sampling(3, 1.2), seeds=seeds)
-    assert torch.equal(shorter.completion_ids, whole.completion_ids[:, :3])
+    assert ids_of(shorter) == [ids[:3] for ids in ids_of(whole)]
     with pytest.raises(ValueError, match="seeds: got 3"):
         sample(model, tokenizer, prompts, Sampling(6), seeds=seeds[:3])
 
@@ -212,10 +207,9 @@ def test_without_seeds_the_default_generator_decides(model, tokenizer):
     found = []
     for seed in (0, 0, 1):
         torch.manual_seed(shifted_seed(seed))
-        found.append([sample(model, tokenizer, ["ab"] * 4, Sampling(6)).completion_ids for _ in range(2)])
-    assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
-    assert not torch.equal(found[0][0], found[0][1])
-    assert not torch.equal(found[0][0], found[2][0])
+        found.append([ids_of(sample(model, tokenizer, ["ab"] * 4, Sampling(6))) for _ in range(2)])
+    assert found[0] == found[1]
+    assert found[0][0] != found[0][1] and found[0][0] != found[2][0]
 
 
 def test_prompts_of_similar_length_are_batched_together(model, tokenizer, monkeypatch):
@@ -239,7 +233,7 @@ def test_logits_that_are_not_numbers_are_refused(tokenizer):
 
 
 def test_greedy_completions_have_no_logprobs(model, tokenizer):
-    assert sample(model, tokenizer, ["a"], Sampling(2, temperature=0.0)).logprobs is None
+    assert sample(model, tokenizer, ["a"], Sampling(2, temperature=0.0))[0].logprobs is None
 
 
 @torch.no_grad()
@@ -248,12 +242,12 @@ def test_mismatch_with_training_logprobs(tokenizer):
 
     def mismatch(sampling):
         completions = sample(model, tokenizer, ["ab", "hello", "c"] * 4, sampling, seeds=range(12))
-        mask = completions.completion_mask
+        sampled = torch.cat([each.logprobs for each in completions])
         training = Policy(model, layout="packed", temperature=sampling.temperature)(
             [torch.tensor(ids) for ids in tokenizer(["ab", "hello", "c"] * 4)["input_ids"]],
-            [torch.tensor(ids) for ids in completions.token_lists()],
+            [each.ids for each in completions],
         ).logprobs
-        return sampling_mismatch(training, completions.logprobs[mask], mask[mask])
+        return sampling_mismatch(training, sampled, torch.ones_like(sampled, dtype=torch.bool))
 
     same = mismatch(Sampling(6, 0.8))
     assert 0.0 < same["mismatch/mean"] <= same["mismatch/max"] < 1e-5

@@ -8,6 +8,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 import gspo_kernels as gk
+from gspo_kernels.bits import columns
 from gspo_kernels.trainer.config import TrainConfig, UpdateConfig, trainable_objectives
 from gspo_kernels.trainer.input_errors import ConfigError, RunDirectoryError
 from gspo_kernels.trainer.rows.experience import Experience
@@ -92,6 +93,9 @@ def plain_scores(model, experience, rows):
     for i, row in enumerate(rows.tolist()):
         prompt, completion = experience.prompts[row], experience.completions[row]
         logits = model(torch.cat([prompt, completion]).unsqueeze(0)).logits[0, len(prompt) - 1 : -1]
+        if experience.masks is not None:
+            kept = columns(experience.masks[row].bitmask(logits.shape[1]), logits.shape[1])
+            logits = logits.masked_fill(~kept, -1e30)
         logp = torch.log_softmax(logits / TEMPERATURE, -1)
         picked = logp.gather(-1, completion.unsqueeze(-1)).squeeze(-1)
         logprobs = logprobs.index_put((torch.tensor(i), torch.arange(len(completion))), picked)

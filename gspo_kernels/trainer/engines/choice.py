@@ -55,8 +55,9 @@ def engine_of(
     whole = partial(whole_weights, accelerator, policy)
     if engine is not None:
         return engine, whole
-    end_ids, pad_id = end_token_ids(model, tokenizer), padding_token_id(tokenizer)
+    end_ids = end_token_ids(model, tokenizer)
     if server is None:
+        pad_id = padding_token_id(tokenizer)
         return TransformersEngine(model, end_ids, pad_id, config.rollout.batch_size), whole
     weights = WeightTransfer(
         server,
@@ -68,4 +69,4 @@ def engine_of(
         dtype=torch.bfloat16 if config.update.precision == "bf16" else torch.float32,
         updates=lambda: updater.updates,
     )
-    return VLLMEngine(server, end_ids, pad_id, model.get_input_embeddings().num_embeddings), weights
+    return VLLMEngine(server, end_ids, model.get_input_embeddings().num_embeddings), weights

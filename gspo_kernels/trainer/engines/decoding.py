@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import TopKLogitsWarper, TopPLogitsWarper
 from transformers.cache_utils import Cache, DynamicLayer
 
+from gspo_kernels.bits import columns
 from gspo_kernels.linear.products import in_blocks, multiply
-from gspo_kernels.trainer.rollout import Sampling
+from gspo_kernels.sampling import sampling_mask
+from gspo_kernels.trainer.input_errors import ModelError
+from gspo_kernels.trainer.rollout import Completion, Sampling, SamplingMask
 
 _BLOCK = 256
 """Tokens whose probabilities are summed up, where a vocabulary has more than a few."""
@@ -31,17 +33,21 @@ class Decoding:
         prompts: b lists of token ids, those that ``generate`` gets padded.
         sampling: how tokens are drawn.
         uniforms: [b, C] in [0, 1), which decide the tokens; None: the most likely one each time.
-        end_ids: int64, tokens that end a completion.
-        completion_ids: [b, C], gets the tokens; behind an end token may be others.
-        logprobs: [b, C], gets their log-probs under the distribution that they were drawn from.
+        end_ids: int64, tokens that end a completion, on the model's device.
     """
 
     prompts: list[list[int]]
     sampling: Sampling
     uniforms: Tensor | None
     end_ids: Tensor
-    completion_ids: Tensor
-    logprobs: Tensor
+
+    def __post_init__(self) -> None:
+        shape, device = (len(self.prompts), self.sampling.max_new_tokens), self.end_ids.device
+        # [b, C] each; behind an end token may be others.
+        self.completion_ids = torch.zeros(shape, dtype=torch.int64, device=device)
+        self.logprobs = torch.zeros(shape, device=device)
+        self._counts = torch.zeros(shape, dtype=torch.int64)
+        self._kept: list[tuple[Tensor, Tensor]] = []
 
     def __call__(
         self,
@@ -73,10 +79,12 @@ class Decoding:
                 if place == 0:
                     inputs, logits = _rows_of(inputs, owners), logits[owners]
                 if self.uniforms is None:
-                    tokens = most_likely(logits)
+                    tokens = logits.argmax(-1)
                 else:
-                    tokens, probs = draw(logits, self.sampling, self.uniforms[rows, place, None])
+                    tokens, probs, kept = draw(logits, self.sampling, self.uniforms[rows, place, None])
                     self.logprobs[rows, place] = probs.log().to(self.logprobs.dtype)
+                    if kept is not None and self.sampling.return_mask:
+                        self._keep(rows, place, kept)
                 self.completion_ids[rows, place] = tokens
                 going &= ~torch.isin(tokens, self.end_ids)
                 left = int(going.sum())
@@ -87,6 +95,40 @@ class Decoding:
                     inputs, rows, tokens, going = _rows_of(inputs, own), rows[own], tokens[own], going[own]
                 following = model.prepare_inputs_for_generation(tokens.unsqueeze(1), **inputs)
                 outputs = model(**following, return_dict=True)
+
+    def _keep(self, rows: Tensor, place: int, kept: Tensor) -> None:
+        owners, ids = kept.nonzero(as_tuple=True)
+        self._counts[rows.cpu(), place] = kept.sum(-1).cpu()
+        self._kept.append((rows[owners].cpu(), ids.to("cpu", torch.int32)))
+
+    def completions(self) -> list[Completion]:
+        """Return what was decoded; a `ModelError` says that probabilities are not numbers."""
+        table_ids, table = self.completion_ids.cpu(), self.logprobs.cpu()
+        ends = torch.isin(table_ids, self.end_ids.cpu())
+        finished, masks = ends.any(1), self._masks()
+        lengths = torch.where(finished, ends.to(torch.int8).argmax(1) + 1, table.shape[1]).tolist()
+        if any(bool(own[:length].isnan().any()) for own, length in zip(table, lengths, strict=True)):
+            raise ModelError(
+                "the model's probabilities are not numbers (NaN): its weights or its logits are not finite"
+            )
+        # Copies, as a part of a tensor would travel to other processes with the whole.
+        return [
+            Completion(
+                table_ids[row, :length].clone(),
+                bool(finished[row]),
+                None if self.uniforms is None else table[row, :length].clone(),
+                mask=masks[row].first(length) if masks else None,
+            )
+            for row, length in enumerate(lengths)
+        ]
+
+    def _masks(self) -> list[SamplingMask]:
+        if not self._kept:
+            return []
+        owners, ids = (torch.cat(each) for each in zip(*self._kept, strict=True))
+        ids = ids[owners.sort(stable=True).indices]  # by completion, and each in the order of its places
+        split = ids.split(self._counts.sum(1).tolist())
+        return [SamplingMask(own, counts) for own, counts in zip(split, self._counts, strict=True)]
 
 
 @contextmanager
@@ -151,18 +193,10 @@ class _Reserved(DynamicLayer):
         self._room = None
 
 
-def most_likely(logits: Tensor) -> Tensor:
-    """Return [b], the tokens with the highest of [b, V] logits."""
-    if logits.shape[1] <= _FEW:
-        return logits.argmax(-1)
-    # Finding where the highest is takes 20 times as long as finding it.
-    blocks = _by_block(logits, lambda part: part.amax(-1)).argmax(-1, keepdim=True)
-    inside = _inside(logits, blocks, -torch.inf).argmax(-1, keepdim=True)
-    return (blocks * _BLOCK + inside).squeeze(-1)
+def draw(logits: Tensor, sampling: Sampling, uniforms: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Draw tokens, [b], from [b, V] logits, which are lost.
 
-
-def draw(logits: Tensor, sampling: Sampling, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """Draw tokens, [b], from [b, V] logits, which are lost; return them with their probabilities.
+    Return them with their probabilities, and [b, V] bool, what could have been drawn; None: everything.
 
     By inversion: a uniform number, [b, 1], picks the token whose interval of the cumulative probabilities it
     lies in. So one random number per token is enough, from a stream of the row's own, and the token's
@@ -171,12 +205,13 @@ def draw(logits: Tensor, sampling: Sampling, uniforms: Tensor) -> tuple[Tensor, 
     logits -= logits.amax(-1, keepdim=True)
     if sampling.temperature != 1.0:
         logits /= sampling.temperature
-    if sampling.top_k > 0:
-        logits = TopKLogitsWarper(sampling.top_k)(None, logits)
-    if sampling.top_p < 1.0:
-        logits = TopPLogitsWarper(sampling.top_p)(None, logits)
+    kept = None
+    if sampling.cuts:
+        mask = sampling_mask(logits, top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p)
+        kept = columns(mask, logits.shape[1])
+        logits.masked_fill_(~kept, -torch.inf)
     tokens, probs = by_inversion(logits.exp_(), uniforms)
-    return tokens.squeeze(-1), probs.squeeze(-1)
+    return tokens.squeeze(-1), probs.squeeze(-1), kept
 
 
 def by_inversion(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
@@ -193,9 +228,9 @@ def by_inversion(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     if V <= _FEW:
         tokens, _, total = _interval(weights, uniforms)
     else:
-        blocks, rest, total = _interval(_by_block(weights, lambda part: part.sum(-1)), uniforms)
+        blocks, rest, total = _interval(_by_block(weights), uniforms)
         # NaN leads beyond the end.
-        tokens = (blocks * _BLOCK + _interval(_inside(weights, blocks, 0.0), rest)[0]).clamp(max=V - 1)
+        tokens = (blocks * _BLOCK + _interval(_inside(weights, blocks), rest)[0]).clamp(max=V - 1)
     return tokens, weights.gather(-1, tokens) / total
 
 
@@ -212,16 +247,16 @@ def _interval(weights: Tensor, shares: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return index, ((places - before) / weight).clamp(0.0, 1.0), total
 
 
-def _by_block(values: Tensor, reduced: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return what becomes of each block of [b, V] values, [b, blocks]; the last one may be shorter."""
-    V = values.shape[1]
+def _by_block(weights: Tensor) -> Tensor:
+    """Return the sum of each block of [b, V] weights, [b, blocks]; the last one may be shorter."""
+    V = weights.shape[1]
     whole = V - V % _BLOCK
-    found = reduced(values[:, :whole].unflatten(1, (-1, _BLOCK)))
-    return found if whole == V else torch.cat([found, reduced(values[:, None, whole:])], 1)
+    sums = weights[:, :whole].unflatten(1, (-1, _BLOCK)).sum(-1)
+    return sums if whole == V else torch.cat([sums, weights[:, whole:].sum(-1, keepdim=True)], 1)
 
 
-def _inside(values: Tensor, blocks: Tensor, filling: float) -> Tensor:
-    """Return [b, _BLOCK], of each row the block whose number is in [b, 1], filled where it is shorter."""
-    columns = blocks * _BLOCK + torch.arange(_BLOCK, device=values.device)
-    V = values.shape[1]
-    return values.gather(-1, columns.clamp(max=V - 1)).masked_fill(columns >= V, filling)
+def _inside(weights: Tensor, blocks: Tensor) -> Tensor:
+    """Return [b, _BLOCK], of each row the block whose number is in [b, 1], with 0 where it is shorter."""
+    columns = blocks * _BLOCK + torch.arange(_BLOCK, device=weights.device)
+    V = weights.shape[1]
+    return weights.gather(-1, columns.clamp(max=V - 1)).masked_fill(columns >= V, 0.0)

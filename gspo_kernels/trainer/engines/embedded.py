@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig
 
 from gspo_kernels.trainer.engines.decoding import Decoding, quick_head
-from gspo_kernels.trainer.input_errors import ModelError
-from gspo_kernels.trainer.rollout import Completions, Sampling, completion_mask, left_pad, seeds_of
+from gspo_kernels.trainer.rollout import Completion, Sampling, seeds_of
 
 
 @dataclass
@@ -40,48 +41,41 @@ class TransformersEngine:
     @torch.no_grad()
     def generate(
         self, prompts: list[list[int]], sampling: Sampling, *, seeds: Sequence[int] | None = None
-    ) -> Completions:
+    ) -> list[Completion]:
         """See `RolloutEngine.generate`; a `ModelError` says that probabilities are not numbers."""
         model, device = self.model, self.model.device
         B, C = len(prompts), sampling.max_new_tokens
-        prompt_ids, prompt_mask = (each.to(device) for each in left_pad(prompts, self.pad_id))
-        completion_ids = torch.full((B, C), self.pad_id, device=device)
-        logprobs = torch.zeros(B, C, device=device)
+        end_ids = torch.tensor(self.end_ids, device=device)
         greedy = sampling.temperature == 0.0
         uniforms = None if greedy else torch.from_numpy(_uniforms(seeds, B, C)).to(device)
         options = {"max_new_tokens": C, "do_sample": False, "pad_token_id": self.pad_id}
         longest_first = sorted(range(B), key=lambda row: -len(prompts[row]))
+        found: dict[int, Completion] = {}
         with _own_generation_defaults_set_aside(model), quick_head(model):
             for start in range(0, B, self.batch_size):
                 chosen = longest_first[start : start + self.batch_size]
-                rows, P = torch.tensor(chosen, device=device), len(prompts[chosen[0]])
-                ids = prompt_ids.new_full((len(chosen), C), self.pad_id)
-                own = logprobs.new_zeros(len(chosen), C)
-                decoding = Decoding(
-                    [prompts[row] for row in chosen],
-                    sampling,
-                    None if uniforms is None else uniforms[rows],
-                    torch.tensor(self.end_ids, device=device),
-                    ids,
-                    own,
-                )
+                given = [prompts[row] for row in chosen]
+                own = None if uniforms is None else uniforms[chosen]
+                decoding = Decoding(given, sampling, own, end_ids)
+                prompt_ids, prompt_mask = left_padded(given, self.pad_id, device)
                 model.generate(
-                    input_ids=prompt_ids[rows, -P:],
-                    attention_mask=prompt_mask[rows, -P:],
+                    input_ids=prompt_ids,
+                    attention_mask=prompt_mask,
                     generation_config=GenerationConfig(**options),
                     custom_generate=decoding,
                 )
-                completion_ids[rows], logprobs[rows] = ids, own
-        mask, finished = completion_mask(completion_ids, self.end_ids)
-        completion_ids = completion_ids.masked_fill(~mask, self.pad_id)
-        logprobs = torch.where(mask, logprobs, 0.0)
-        if bool(logprobs.isnan().any()):
-            raise ModelError(
-                "the model's probabilities are not numbers (NaN): its weights or its logits are not finite"
-            )
-        return Completions(
-            prompt_ids, prompt_mask, completion_ids, mask, finished, None if greedy else logprobs
-        )
+                found |= dict(zip(chosen, decoding.completions(), strict=True))
+        return [found[row] for row in range(B)]
+
+
+def left_padded(
+    token_lists: Sequence[list[int]], pad_id: int, device: torch.device | str = "cpu"
+) -> tuple[Tensor, Tensor]:
+    """Return ids, and a mask that is 1 where they are no padding, both [B, P] int64."""
+    rows = [torch.tensor(tokens) for tokens in token_lists]
+    ids = pad_sequence(rows, batch_first=True, padding_value=pad_id, padding_side="left")
+    ones = [torch.ones_like(row) for row in rows]
+    return ids.to(device), pad_sequence(ones, batch_first=True, padding_side="left").to(device)
 
 
 def _uniforms(seeds: Sequence[int] | None, rows: int, steps: int) -> np.ndarray:

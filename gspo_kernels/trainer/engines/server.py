@@ -1,8 +1,9 @@
 """A vLLM server, by its published HTTP interface.
 
-Completions come from ``/v1/completions`` with token ids in and out. Weights reach it through a directory: the
-server must be started with ``VLLM_SERVER_DEV_MODE=1``, which opens ``/collective_rpc`` and
-``/reset_prefix_cache``, and see the directory under the same path.
+Completions come from ``/v1/completions`` with token ids in and out, or from ``/inference/v1/generate`` where
+they are to say what could have been drawn. Weights reach it through a directory: the server must be started
+with ``VLLM_SERVER_DEV_MODE=1``, which opens ``/collective_rpc`` and ``/reset_prefix_cache``, and see the
+directory under the same path.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from gspo_kernels.trainer.engines.vllm import Answer
 from gspo_kernels.trainer.input_errors import EngineError
 
 _START = "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL"
+_GENERATE = "/inference/v1/generate"
+"""Its own endpoint, from tokens to tokens, that alone says what could have been drawn."""
 
 
 class VLLMServer:
@@ -66,7 +69,9 @@ class VLLMServer:
                 f"{self.name} does not serve {self.model!r}; {which} {', '.join(served) or 'nothing'}"
             )
 
-    def complete(self, prompts: Sequence[list[int]], options: Sequence[dict[str, Any]]) -> list[Answer]:
+    def complete(
+        self, prompts: Sequence[list[int]], options: Sequence[dict[str, Any]], *, masks: bool = False
+    ) -> list[Answer]:
         """See `Service.complete`: one request for each prompt, as each has a seed of its own.
 
         The first that fails ends all: what waits is not asked any more, and what is asked is left behind in
@@ -83,7 +88,7 @@ class VLLMServer:
                 while True:
                     answer, prompt, own = waiting.get_nowait()
                     try:
-                        answer.set_result(self._complete(prompt, own))
+                        answer.set_result(self._complete(prompt, own, masks))
                     except BaseException as error:
                         answer.set_exception(error)
                         return
@@ -113,19 +118,24 @@ class VLLMServer:
             ) from error
         self._ask("/reset_prefix_cache", {})
 
-    def _complete(self, prompt: list[int], options: dict[str, Any]) -> Answer:
-        request = {"model": self.model, "prompt": prompt, "return_token_ids": True, **options}
-        answer = self._ask("/v1/completions", request)
+    def _complete(self, prompt: list[int], options: dict[str, Any], masks: bool) -> Answer:
+        path, request = "/v1/completions", {"prompt": prompt, "return_token_ids": True, **options}
+        if masks:
+            path, request = _GENERATE, {"token_ids": prompt, "sampling_params": options}
+        answer = self._ask(path, {"model": self.model, **request})
         try:
             (choice,) = answer["choices"]
-            tokens, logprobs = choice["token_ids"], choice.get("logprobs")
+            values, mask = choice.get("logprobs"), choice.get("sampling_mask")
+            if values is not None:
+                values = [x["logprob"] for x in values["content"]] if masks else values["token_logprobs"]
             return Answer(
-                list(map(int, tokens)),
-                None if logprobs is None else list(map(float, logprobs["token_logprobs"])),
+                list(map(int, choice["token_ids"])),
+                None if values is None else list(map(float, values)),
                 choice["finish_reason"],
+                None if mask is None else [list(map(int, kept)) for kept in mask],
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise self._unexpected("/v1/completions", answer) from error
+            raise self._unexpected(path, answer) from error
 
     def _unexpected(self, path: str, answer: Any) -> EngineError:
         return EngineError(
@@ -144,7 +154,8 @@ class VLLMServer:
         except HTTPError as error:
             hint = ""
             if error.code in (404, 405):
-                hint = f"; is it vLLM, started as {_START}?"
+                more = " --return-sampling-mask --enable-scale-out" if path == _GENERATE else ""
+                hint = f"; is it vLLM, started as {_START}{more}?"
             elif error.code == 401:
                 hint = "; set VLLM_API_KEY to the key that the server was started with"
             said = _beginning(error.read().decode(errors="replace"))

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from gspo_kernels.trainer.input_errors import EngineError
-from gspo_kernels.trainer.rollout import Completions, Sampling, completion_mask, left_pad, seeds_of
+from gspo_kernels.trainer.rollout import Completion, Sampling, SamplingMask, seeds_of
 
 _PROBED = 8
 """Tokens that show which distribution log-probs are taken from."""
@@ -25,6 +25,7 @@ class Answer(NamedTuple):
     tokens: list[int]  # with the token that ended it
     logprobs: list[float] | None  # of these tokens, in nats
     reason: str | None  # why it ended: "stop" or "length"
+    mask: list[list[int]] | None = None  # ids that each token could have been drawn as
 
 
 class Service(Protocol):
@@ -36,8 +37,13 @@ class Service(Protocol):
 
     name: str
 
-    def complete(self, prompts: Sequence[list[int]], options: Sequence[dict[str, Any]]) -> list[Answer]:
-        """Complete each prompt under its own options, which are fields of vLLM's ``SamplingParams``."""
+    def complete(
+        self, prompts: Sequence[list[int]], options: Sequence[dict[str, Any]], *, masks: bool = False
+    ) -> list[Answer]:
+        """Complete each prompt under its own options, which are fields of vLLM's ``SamplingParams``.
+
+        With ``masks`` the answers say what could have been drawn.
+        """
         ...
 
     def reload(self, path: Path) -> None:
@@ -56,19 +62,17 @@ class VLLMEngine:
     Attributes:
         service: who answers.
         end_ids: tokens that end a completion, and no others do.
-        pad_id: token that fills rows.
         vocabulary: how many tokens the trained model embeds.
     """
 
     service: Service
     end_ids: list[int]
-    pad_id: int
     vocabulary: int
     _probed: bool = field(default=False, init=False)
 
     def generate(
         self, prompts: list[list[int]], sampling: Sampling, *, seeds: Sequence[int] | None = None
-    ) -> Completions:
+    ) -> list[Completion]:
         """See `RolloutEngine.generate`.
 
         Raises:
@@ -78,18 +82,20 @@ class VLLMEngine:
         own = [None] * len(prompts) if greedy else seeds_of(seeds, len(prompts))
         if not (greedy or self._probed or _is_plain(sampling)):
             self._require_the_distribution_that_is_drawn_from(prompts[0], sampling.max_new_tokens)
-        answers = self.service.complete(prompts, [self._options(sampling, seed) for seed in own])
-        C = sampling.max_new_tokens
+        masked = sampling.return_mask and not greedy
+        options = [self._options(sampling, seed) for seed in own]
+        answers = self.service.complete(prompts, options, masks=masked)
         for answer in answers:
-            self._check(answer, C, with_logprobs=not greedy)
-
-        ids = torch.tensor([a.tokens + [self.pad_id] * (C - len(a.tokens)) for a in answers])
-        mask, finished = completion_mask(ids, self.end_ids)
-        logprobs = None
-        if not greedy:
-            logprobs = torch.zeros(ids.shape)
-            logprobs[mask] = torch.tensor([value for a in answers for value in a.logprobs or ()])
-        return Completions(*left_pad(prompts, self.pad_id), ids, mask, finished, logprobs)
+            self._check(answer, sampling.max_new_tokens, with_logprobs=not greedy, with_mask=masked)
+        return [
+            Completion(
+                torch.tensor(answer.tokens),
+                answer.tokens[-1] in self.end_ids,
+                None if greedy else torch.tensor(answer.logprobs),
+                mask=SamplingMask.of(answer.mask or ()) if masked else None,
+            )
+            for answer in answers
+        ]
 
     def _options(self, sampling: Sampling, seed: int | None) -> dict[str, Any]:
         options = {
@@ -97,7 +103,7 @@ class VLLMEngine:
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k,
-            "min_p": 0.0,
+            "min_p": sampling.min_p,
             "repetition_penalty": 1.0,
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
@@ -105,7 +111,7 @@ class VLLMEngine:
             "ignore_eos": True,  # what the served model calls its end may be another token
         }
         if seed is None:
-            return options | {"top_p": 1.0, "top_k": 0}
+            return options | {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
         # vLLM's seeds have 64 bits with a sign; 0: no log-probs but the sampled token's.
         return options | {"seed": seed % 2**63, "logprobs": 0}
 
@@ -126,8 +132,8 @@ class VLLMEngine:
             )
         self._probed = True
 
-    def _check(self, answer: Answer, longest: int, *, with_logprobs: bool) -> None:
-        tokens, logprobs, reason = answer
+    def _check(self, answer: Answer, longest: int, *, with_logprobs: bool, with_mask: bool = False) -> None:
+        tokens, logprobs, reason, mask = answer
         if not tokens or reason not in ("stop", "length"):
             raise self._error(f"ended a completion after {len(tokens)} tokens for the reason {reason!r}")
         strange = [token for token in tokens if not 0 <= token < self.vocabulary]
@@ -155,10 +161,19 @@ class VLLMEngine:
             if not all(map(math.isfinite, logprobs)):
                 raise self._error("gave log-probs that are not finite: the model's logits are not")
 
+        if with_mask:
+            if mask is None:
+                raise self._error(
+                    "gave no sampling mask; start vLLM (0.28 or later) with --return-sampling-mask, or leave "
+                    "rollout.keep_sampling_mask alone"
+                )
+            if len(mask) != len(tokens) or any(t not in kept for t, kept in zip(tokens, mask, strict=True)):
+                raise self._error("gave a sampling mask that does not hold the tokens that it sampled")
+
     def _error(self, what: str) -> EngineError:
         return EngineError(f"{self.service.name} {what}")
 
 
 def _is_plain(sampling: Sampling) -> bool:
     """Whether the distribution is the model's own, so that it is the same before and after all options."""
-    return sampling.temperature == 1.0 and sampling.top_p == 1.0 and sampling.top_k == 0
+    return sampling.temperature == 1.0 and not sampling.cuts

@@ -16,7 +16,7 @@ import torch
 from gspo_kernels.trainer.engines.vllm import Service
 from gspo_kernels.trainer.input_errors import EngineError
 from gspo_kernels.trainer.run.export import export_model
-from gspo_kernels.trainer.run.processes import on_all, shard_again
+from gspo_kernels.trainer.run.processes import on_all, on_main, shard_again
 
 
 @dataclass
@@ -58,12 +58,12 @@ class WeightTransfer:
         yield
 
     def _send(self) -> None:
-        path, *_ = on_all(self.accelerator, self._new_directory)
+        path = on_main(self.accelerator, self._new_directory)
         assert path is not None
         try:
             shard_again(self.policy)
             on_all(self.accelerator, lambda: self._write(path))
-            on_all(self.accelerator, lambda: self.service.reload(path) if self._main else None)
+            on_main(self.accelerator, lambda: self.service.reload(path))
         finally:
             if self._main:
                 shutil.rmtree(path, ignore_errors=True)
@@ -72,9 +72,7 @@ class WeightTransfer:
     def _main(self) -> bool:
         return bool(self.accelerator.is_main_process)
 
-    def _new_directory(self) -> Path | None:
-        if not self._main:
-            return None
+    def _new_directory(self) -> Path:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             path = Path(tempfile.mkdtemp(prefix=".unfinished-weights-", dir=self.folder.resolve()))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from gspo_kernels.trainer.input_errors import DataError
@@ -39,7 +39,8 @@ class IGRPO(Recipe):
     def rollout(self, picked: Sequence[int], step: int, stage: int = 0) -> tuple[Samples, Metrics]:
         """Return refinements; drafts only show in the metrics."""
         options, prompts = self.config.igrpo, self.prompts
-        drafts = self.sampler(prompts, picked, options.drafts, self.sampling, step, stage=stage)
+        alone = replace(self.sampling, return_mask=False)  # no loss counts drafts
+        drafts = self.sampler(prompts, picked, options.drafts, alone, step, stage=stage)
         best, scored = best_of(drafts.rewards.total, options.drafts)
         refined = self.encode(
             [

@@ -61,8 +61,7 @@ class Recipe:
     @property
     def sampling(self) -> Sampling:
         """How tokens are drawn in rollouts."""
-        config = self.config.rollout
-        return Sampling(config.max_new_tokens, config.temperature, config.top_p, config.top_k)
+        return self.config.rollout.sampling()
 
     def experience(self, step: int) -> tuple[Experience, Metrics]:
         """Sample, score and compare: return what the update of this step, from 1, learns from."""
@@ -152,6 +151,7 @@ class Recipe:
             return
         rewards = self.last.rewards
         for index, sample in enumerate(self.last.each):
+            logprobs, mask = sample.completion.logprobs, sample.completion.mask
             yield {
                 "row": sample.row,
                 "prompt": self.sampler.tokenizer.decode(sample.prompt),
@@ -159,7 +159,8 @@ class Recipe:
                 **finite({"reward": rewards.total[index].item()}),
                 "rewards": finite({name: values[index].item() for name, values in rewards.by_name.items()}),
                 "token_ids": sample.ids.tolist(),
-                "logprobs": None if sample.logprobs is None else sample.logprobs.tolist(),
+                "logprobs": None if logprobs is None else logprobs.tolist(),
+                "sampling_mask": None if mask is None else mask.to_lists(),
             }
 
     def state_dict(self) -> dict[str, Any]:

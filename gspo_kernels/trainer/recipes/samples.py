@@ -12,25 +12,28 @@ import torch
 from torch import Tensor
 
 from gspo_kernels.trainer.data import Prompts, columns_of
+from gspo_kernels.trainer.input_errors import EngineError
 from gspo_kernels.trainer.rewards import Rewards, RewardSet
 from gspo_kernels.trainer.rewards.comparing import differing
-from gspo_kernels.trainer.rollout import RolloutEngine, Sampling
+from gspo_kernels.trainer.rollout import Completion, RolloutEngine, Sampling
 from gspo_kernels.trainer.rows.experience import Experience
 from gspo_kernels.trainer.run.processes import in_shares
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One completion of C tokens, on the CPU."""
+    """A completion of C tokens, and what it completes."""
 
     row: int  # of the data
     prompt: list[int]  # what it completes
     text: str  # what the reward functions saw
-    finished: bool  # whether there is an end token
-    ids: Tensor  # [C], with the end token if there is one
+    completion: Completion
     counted: Tensor  # [C] bool, tokens that a loss may count
-    logprobs: Tensor | None  # [C], by the engine
-    turn_ids: Tensor | None  # [C]
+
+    @property
+    def ids(self) -> Tensor:
+        """[C], with the end token if there is one."""
+        return self.completion.ids
 
 
 class Samples(NamedTuple):
@@ -59,7 +62,7 @@ class Sampler:
     engine: RolloutEngine
     tokenizer: Any
     rewards: RewardSet
-    truncated: str  # as in `Completions.loss_mask`
+    truncated: str  # as in `Completion.counted`
     seed: int
 
     @torch.no_grad()
@@ -89,10 +92,15 @@ class Sampler:
             rows = [picked[place] for place in own for _ in range(group_size)]
             given = [tokens[place] for place in own for _ in range(group_size)]
             found = self.engine.generate(given, sampling, seeds=seeds[own].flatten().tolist())
-            texts = self.tokenizer.batch_decode(found.token_lists(), skip_special_tokens=True)
-            each, finished, samples = found.by_token(self.truncated), found.finished.tolist(), []
-            for row, prompt, text, ended, parts in zip(rows, given, texts, finished, each, strict=True):
-                samples.append(Sample(row, prompt, text, ended, *parts))
+            if sampling.return_mask and any(each.mask is None for each in found):
+                raise EngineError(
+                    f"rollout.keep_sampling_mask: {type(self.engine).__name__} does not say what it could "
+                    "have drawn; its completions must come with a mask"
+                )
+            ids = [each.ids.tolist() for each in found]
+            texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
+            counted = [each.counted(self.truncated) for each in found]
+            samples = [Sample(*each) for each in zip(rows, given, texts, found, counted, strict=True)]
             return Samples(samples, score(self.rewards, prompts, samples))
 
         with self.weights(), self.accelerator.autocast():
@@ -114,19 +122,23 @@ def experience_of(samples: Samples, group_size: int, advantages: Tensor, device:
     """Return what the update takes; completions without a reward or an advantage do not count in it."""
     applies = (~samples.rewards.total.isnan()).tolist()
 
-    def packed(name: str) -> Tensor | None:
-        values = [getattr(sample, name) for sample in samples.each]
-        return None if values[0] is None else torch.cat(values).to(device)
+    completions = [sample.completion for sample in samples.each]
 
+    def packed(name: str) -> Tensor | None:
+        values = [getattr(completion, name) for completion in completions]
+        return None if any(value is None for value in values) else torch.cat(values).to(device)
+
+    masks = [completion.mask for completion in completions]
     counted = [sample.counted & known for sample, known in zip(samples.each, applies, strict=True)]
     return Experience(
         prompts=[torch.tensor(sample.prompt, device=device) for sample in samples.each],
-        completions=[sample.ids.to(device) for sample in samples.each],
+        completions=[completion.ids.to(device) for completion in completions],
         advantages=advantages.nan_to_num(0.0).to(device),
         loss_mask=torch.cat(counted).to(device),
         group_ids=torch.arange(len(samples.each), device=device) // group_size,
         rollout_logprobs=packed("logprobs"),
         turn_ids=packed("turn_ids"),
+        masks=None if None in masks else [mask.to(device) for mask in masks if mask is not None],
     )
 
 
@@ -139,5 +151,5 @@ def metrics_of(samples: Samples, group_size: int) -> dict[str, float]:
         **means,
         "groups_without_variance": float((~differing(rewards.total, group_size)).float().mean()),
         "completions/length": sum(len(sample.ids) for sample in samples.each) / count,
-        "completions/finished": sum(sample.finished for sample in samples.each) / count,
+        "completions/finished": sum(sample.completion.finished for sample in samples.each) / count,
     }

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from gspo_kernels.trainer.data import Prompts
 from gspo_kernels.trainer.recipes.plain import Metrics, Recipe
@@ -102,10 +103,8 @@ class VeriPO:
         """Restore what `state_dict` returned."""
         self.recipe.load_state_dict(state.get("recipe", {}))
         device = self.recipe.sampler.accelerator.device
-        self.kept = [
-            Experience(**{name: _moved(value, device) for name, value in values.items()})
-            for values in state["kept"]
-        ]
+        kept = tree_map_only(Tensor, lambda tensor: tensor.to(device), state["kept"])
+        self.kept = [Experience(**values) for values in kept]
 
     def _judged(self, samples: Samples) -> Tensor | None:
         """Return the verifier's scores, [B]: each process asks for its share of the groups, all get all."""
@@ -142,10 +141,5 @@ def in_pairs(dpo: Any, experience: Experience, scores: Tensor) -> Experience:
         advantages=levels,
         loss_mask=experience.loss_mask & experience.by_token(paired),
         rollout_logprobs=None,  # they belong to the weights that sampled
+        masks=None,  # which of two answers is better is no question about how they were sampled
     )
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(device)
-    return [item.to(device) for item in value] if isinstance(value, list) else value

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gspo_kernels.trainer.rollout import SamplingMask
 from gspo_kernels.trainer.rows.attention import ranges
 from gspo_kernels.trainer.rows.packing import offsets, token_budget_batches
 from gspo_kernels.trainer.rows.shared_prefix import shared_prefix_tokens
@@ -31,6 +32,7 @@ class Experience:
         rollout_logprobs: [N] fp32, by the engine that sampled; None where it gave none.
         turn_ids: [N] int64, -1 outside turns; None: every completion is one turn.
         ref_logprobs: [N] fp32, by the reference; None where the updater's own one is to score them.
+        masks: of B completions, what could have been drawn: every log-prob is one among that. None: anything.
     """
 
     prompts: Sequence[Tensor]
@@ -41,6 +43,7 @@ class Experience:
     rollout_logprobs: Tensor | None = None
     turn_ids: Tensor | None = None
     ref_logprobs: Tensor | None = None
+    masks: Sequence[SamplingMask] | None = None
 
     @cached_property
     def lengths(self) -> list[int]:
@@ -62,6 +65,10 @@ class Experience:
         """Return the prompts and the completions of these rows."""
         chosen = rows.tolist()
         return [self.prompts[row] for row in chosen], [self.completions[row] for row in chosen]
+
+    def mask(self, rows: Tensor) -> SamplingMask | None:
+        """Return what could have been drawn at the tokens of these rows, if not everything."""
+        return None if self.masks is None else SamplingMask.joined([self.masks[row] for row in rows.tolist()])
 
     def offsets(self, rows: Tensor) -> Tensor:
         """Return ``cu_seqlens`` of these rows' tokens."""

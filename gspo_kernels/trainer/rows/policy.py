@@ -21,6 +21,7 @@ import gspo_kernels as gk
 from gspo_kernels.integrations.errors import IntegrationError
 from gspo_kernels.integrations.lm_head import LMHead, lm_head_of
 from gspo_kernels.trainer.input_errors import ModelError
+from gspo_kernels.trainer.rollout import SamplingMask
 from gspo_kernels.trainer.rows.packing import (
     LossInputs,
     Tokens,
@@ -78,16 +79,20 @@ class Policy(nn.Module):
         prompts: Tokens,
         completions: Tokens,
         terms: Mapping[str, Any] | None = None,
+        mask: SamplingMask | None = None,
         return_entropy: bool = False,
     ) -> gk.TokenLogprobs | gk.LossOutput:
         """Score completions, or return the loss of `gk.fused_linear_policy_loss` if its terms are given.
 
-        Both are packed over the N completion tokens, completion after completion.
+        Both are packed over the N completion tokens, completion after completion, and so is the mask: where
+        there is one, log-probs and entropy are those of the softmax over what it holds.
         """
         with self._checkpointing(torch.is_grad_enabled()):
             hidden, labels, cu_seqlens = self._hidden_states(prompts, completions)
         head = head_of(self.model)
         options = {"temperature": self.temperature, "return_entropy": return_entropy, **head.options()}
+        if mask is not None:
+            options["kept_mask"] = mask.bitmask(head.weight.shape[0])
         if terms is None:
             return gk.linear_token_logprobs(hidden, head.weight, labels, **options)
         return gk.fused_linear_policy_loss(

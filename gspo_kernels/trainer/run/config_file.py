@@ -13,8 +13,8 @@ import yaml
 
 from gspo_kernels.trainer.config import ObjectiveConfig, TrainConfig, trainable_objectives
 from gspo_kernels.trainer.input_errors import ConfigError
-from gspo_kernels.trainer.options import near_matches
 from gspo_kernels.trainer.run.files import write_text
+from gspo_kernels.trainer.run.options import near_matches
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from gspo_kernels.trainer.input_errors import RunDirectoryError
-from gspo_kernels.trainer.run.processes import ALONE, on_all
+from gspo_kernels.trainer.run.processes import ALONE, on_all, on_main
 
 _NAME = re.compile(r"step_(\d{6,})")
 
@@ -150,9 +150,6 @@ def write_directory(final: Path, write: Callable[[Path], None], accelerator: Any
     """
     unfinished = final.parent / f".unfinished-{final.name}"
 
-    def first(work: Callable[[], None]) -> None:
-        on_all(accelerator, lambda: work() if accelerator.is_main_process else None)
-
     def begin() -> None:
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
@@ -171,10 +168,10 @@ def write_directory(final: Path, write: Callable[[Path], None], accelerator: Any
             unfinished.rename(final)
         _flush(final.parent)
 
-    first(begin)
+    on_main(accelerator, begin)
     try:
         on_all(accelerator, lambda: write(unfinished))
-        first(finish)
+        on_main(accelerator, finish)
     except Exception:
         if accelerator.is_main_process:
             shutil.rmtree(unfinished, ignore_errors=True)

@@ -19,22 +19,32 @@ class Health:
 
     A step that does not measure what shows a symptom (a DPO step has no rollout) leaves its count alone.
     ``mismatch`` bounds ``mismatch/mean`` and the distance of ``mismatch/ratio`` from 1; None: nothing does.
+    ``cuts`` says that sampling cuts tokens off which training counts, and that this is to be told once.
     """
 
-    def __init__(self, patience: int = PATIENCE, mismatch: float | None = None) -> None:
+    def __init__(self, patience: int = PATIENCE, mismatch: float | None = None, cuts: bool = False) -> None:
         self.patience = patience
         self.mismatch = mismatch
+        self.cuts = cuts
         self.streaks: dict[str, int] = {}
 
     @classmethod
     def of(cls, config: TrainConfig) -> Health:
-        """Return what fits a run; top-k and top-p make a mismatch by themselves, so there it has no bound."""
-        whole = config.rollout.top_k == 0 and config.rollout.top_p == 1.0
-        return cls(mismatch=MISMATCH[config.update.precision] if whole else None)
+        """Return what fits a run; what sampling alone cuts off is a mismatch that has no bound."""
+        cuts = config.rollout.sampling().cuts and not config.rollout.keep_sampling_mask
+        return cls(mismatch=None if cuts else MISMATCH[config.update.precision], cuts=cuts)
 
     def check(self, metrics: Mapping[str, float | None]) -> list[str]:
         """Return the warnings that are due after a step with these metrics."""
         due = []
+        ratio = metrics.get("mismatch/ratio")
+        if self.cuts and ratio is not None and "cut" not in self.streaks:
+            self.streaks["cut"] = 1
+            due.append(
+                f"sampling cuts off {1.0 - ratio:.1%} of the probability that training counts, in the mean "
+                "over tokens, so their log-probs are of two distributions. rollout.keep_sampling_mask trains "
+                "on the one that was sampled from"
+            )
         for metric, (present, message) in self._symptoms(metrics).items():
             if metric in metrics:
                 self.streaks[metric] = self.streaks.get(metric, 0) + 1 if present else 0

@@ -95,6 +95,11 @@ def on_all(accelerator: Any, work: Callable[[], _Result]) -> list[_Result]:
     return outcomes
 
 
+def on_main(accelerator: Any, work: Callable[[], _Result]) -> _Result | None:
+    """Run ``work`` in the first process alone and return there what it got; where it fails, all raise."""
+    return on_all(accelerator, lambda: work() if accelerator.is_main_process else None)[0]
+
+
 def in_shares(accelerator: Any, count: int, work: Callable[[list[int]], _Result]) -> list[_Result]:
     """Let each process ``work`` on its share of ``count`` things; return all parts of the whole, in order."""
     shares = np.array_split(np.arange(count), accelerator.num_processes)

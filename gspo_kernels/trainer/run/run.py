@@ -18,10 +18,17 @@ from gspo_kernels.trainer.run.display import Display
 from gspo_kernels.trainer.run.export import export_model
 from gspo_kernels.trainer.run.files import RunDirectory, write_directory, write_file
 from gspo_kernels.trainer.run.health import Health
-from gspo_kernels.trainer.run.metrics import Record, append_metrics, finite, keep_until, read_metrics
+from gspo_kernels.trainer.run.metrics import (
+    Record,
+    append_metrics,
+    check_format,
+    finite,
+    keep_until,
+    read_metrics,
+    write_rollout,
+)
 from gspo_kernels.trainer.run.plot import plot_progress
-from gspo_kernels.trainer.run.processes import on_all, peak_memory, shard_again
-from gspo_kernels.trainer.run.rollouts import check_format, write_rollout
+from gspo_kernels.trainer.run.processes import on_main, peak_memory, shard_again
 
 
 class Run:
@@ -48,12 +55,11 @@ class Run:
         directory, config = self.directory, self.config
 
         def prepare() -> None:
-            if self.accelerator.is_main_process:
-                directory.prepare(resume=resume, overwrite=overwrite)
-                if resume and directory.config.exists():
-                    require_same_run(load_config(directory.config), config)
+            directory.prepare(resume=resume, overwrite=overwrite)
+            if resume and directory.config.exists():
+                require_same_run(load_config(directory.config), config)
 
-        on_all(self.accelerator, prepare)
+        on_main(self.accelerator, prepare)
         checkpoint = directory.latest_checkpoint() if resume else None
         state = None if checkpoint is None else load_state(checkpoint, self.accelerator)
         finished = directory.model.exists() and directory.plot.exists()
@@ -120,9 +126,8 @@ class Run:
         shard_again(policy)
 
         def draw() -> None:
-            if main:
-                records = read_metrics(directory.metrics)
-                write_file(directory.plot, lambda path: plot_progress(records, path))
+            records = read_metrics(directory.metrics)
+            write_file(directory.plot, lambda path: plot_progress(records, path))
 
         try:
             write_directory(
@@ -130,7 +135,7 @@ class Run:
                 lambda path: export_model(model, tokenizer, path, main=main),
                 self.accelerator,
             )
-            on_all(self.accelerator, draw)
+            on_main(self.accelerator, draw)
         except (OSError, RuntimeError) as error:
             raise RunDirectoryError(
                 f"the model or the plot cannot be written: {error}; --resume does it when there is room"

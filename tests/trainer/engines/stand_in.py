@@ -45,6 +45,7 @@ class StandIn:
         longest: its --max-model-len.
         stale: whether it says that it reloaded, and did not.
         spoil: changes an answer before it is sent.
+        masking: whether it was started with --return-sampling-mask.
         completions: what it was asked for and what it answered, in no order.
         reloads: directories that it loaded.
     """
@@ -54,7 +55,7 @@ class StandIn:
         self.names, self.mode, self.dtype, self.longest = ["policy"], "processed_logprobs", torch.float32, 64
         self.developing, self.key, self.stale, self.seconds = True, None, False, 0.0
         self.spoil = lambda answer: answer
-        self.completions, self.reloads, self.cached = [], [], {}
+        self.completions, self.reloads, self.cached, self.masking = [], [], {}, True
         self.lock = threading.Lock()
         vars(self).update(changes)
 
@@ -68,6 +69,9 @@ class StandIn:
         if (method, path) == ("POST", "/v1/completions"):
             with self.lock:
                 return self.spoil(self.complete(body))
+        if (method, path) == ("POST", "/inference/v1/generate"):
+            with self.lock:
+                return self.spoil(self.generate(body))
         if self.developing and (method, path) == ("POST", "/collective_rpc"):
             assert body["method"] == "reload_weights"
             with self.lock:
@@ -96,13 +100,28 @@ class StandIn:
         self.completions.append((body, choice))
         return {"object": "text_completion", "model": body["model"], "choices": [choice]}
 
+    def generate(self, body):
+        """vLLM's own endpoint: other names for the same, and what could have been drawn."""
+        if unknown := body.keys() - {"model", "token_ids", "sampling_params"}:
+            raise Refused(400, f"unknown fields {sorted(unknown)}")
+        options = body["sampling_params"]
+        if self.masking and options["top_k"] <= 0:
+            raise Refused(400, "sampling masks need top_k > 0")
+        named = {"model": body["model"], "prompt": body["token_ids"], "return_token_ids": True}
+        answer = self.complete(named | options)
+        (choice,) = answer["choices"]
+        logprobs = choice["logprobs"]["token_logprobs"]
+        choice["logprobs"] = {"content": [{"token": "token_id:?", "logprob": value} for value in logprobs]}
+        choice["sampling_mask"] = self.kept if self.masking else None
+        return answer
+
     def sample(self, prompt, options):
         assert all(options[name] == value for name, value in NEUTRAL.items())
         draws = torch.Generator().manual_seed(options.get("seed", 0))
         ends = {*options.get("stop_token_ids", ())}
         if not options.get("ignore_eos"):
             ends.add(self.model.config.eos_token_id)
-        tokens, logprobs = [], []
+        tokens, logprobs, self.kept = [], [], []
         while len(tokens) < options["max_tokens"] and (not tokens or tokens[-1] not in ends):
             scores = self.scores([*prompt, *tokens])
             seen = torch.tensor([*prompt, *tokens])
@@ -120,6 +139,7 @@ class StandIn:
             if options["top_p"] < 1:
                 sums = scores.softmax(-1)[order].cumsum(-1)
                 scores[order[1:][sums[:-1] >= options["top_p"]]] = -torch.inf
+            self.kept.append(scores.isfinite().nonzero().flatten().tolist())
             logp = scores.log_softmax(-1)
             tokens.append(int(torch.multinomial(logp.exp(), 1, generator=draws)))
             logprobs.append(float((raw if self.mode == "raw_logprobs" else logp)[tokens[-1]]))

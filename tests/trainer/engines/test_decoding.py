@@ -7,11 +7,11 @@ import torch
 
 from gspo_kernels.linear import products
 from gspo_kernels.trainer.engines import decoding
-from gspo_kernels.trainer.engines.decoding import by_inversion, draw, most_likely
+from gspo_kernels.trainer.engines.decoding import by_inversion, draw
 from gspo_kernels.trainer.engines.embedded import TransformersEngine
 from gspo_kernels.trainer.rollout import Sampling
 from tests.draws import shifted_seed
-from tests.trainer.conftest import tiny_qwen3
+from tests.trainer.conftest import ids_of, tiny_qwen3
 
 
 def test_draws_have_the_probabilities_of_the_scores():
@@ -19,7 +19,7 @@ def test_draws_have_the_probabilities_of_the_scores():
     n, scores = 4096, torch.randn(1, 300, generator=torch.Generator().manual_seed(shifted_seed(0))) * 2
     scores[0, 0] = scores[0, 7] = scores[0, -1] = -torch.inf
     uniforms = ((torch.arange(n, dtype=torch.float64) + 0.5) / n).unsqueeze(1)
-    tokens, probs = draw(scores.repeat(n, 1), Sampling(1), uniforms)
+    tokens, probs, _ = draw(scores.repeat(n, 1), Sampling(1), uniforms)
     counts = torch.bincount(tokens, minlength=300)
     expected = n * scores[0].double().softmax(-1)
     assert ((counts - expected).abs() <= 1.0).all()
@@ -67,15 +67,6 @@ def test_blocks_of_probability_zero_are_never_drawn_from(possible):
     assert drawn[0] == possible[0] and drawn[-1] == possible[-1]
 
 
-@pytest.mark.parametrize("V", [1, 300, 4097, 6400])
-def test_the_most_likely_token(V):
-    rng = torch.Generator().manual_seed(shifted_seed(V))
-    logits = torch.randn(64, V, generator=rng)
-    logits[0, -1] = 100.0
-    logits[1, 0] = 100.0
-    assert torch.equal(most_likely(logits), logits.argmax(-1))
-
-
 class Calls:
     """Notes how many rows and tokens each forward pass of a model has."""
 
@@ -95,13 +86,12 @@ def test_a_prompt_is_read_once(tokenizer, monkeypatch):
     engine = TransformersEngine(model, [9999], tokenizer.pad_token_id, 8)
     prompts = [[5, 6, 7], [8, 9], [5, 6, 7], [5, 6, 7], [8, 9]]
     alone = [
-        engine.generate([prompt], Sampling(4), seeds=[seed]).token_lists()[0]
-        for seed, prompt in enumerate(prompts)
+        ids_of(engine.generate([prompt], Sampling(4), seeds=[seed]))[0] for seed, prompt in enumerate(prompts)
     ]
     calls = Calls(model, monkeypatch)
     found = engine.generate(prompts, Sampling(4), seeds=range(5))
     assert calls.shapes == [(2, 3), (5, 1), (5, 1), (5, 1)]
-    assert found.token_lists() == alone
+    assert ids_of(found) == alone
 
 
 def test_completions_that_have_ended_leave_the_batch(tokenizer, monkeypatch):
@@ -113,10 +103,9 @@ def test_completions_that_have_ended_leave_the_batch(tokenizer, monkeypatch):
     found = TransformersEngine(model, ends, 0, 16).generate(prompts, Sampling(12), seeds=range(16))
     expected = [
         ids[: next((place + 1 for place, token in enumerate(ids) if token in ends), 12)]
-        for ids in endless.token_lists()
+        for ids in ids_of(endless)
     ]
-    assert found.token_lists() == expected
-    assert found.completion_ids[~found.completion_mask].eq(0).all()
+    assert ids_of(found) == expected
     ended_by = torch.tensor([len(ids) for ids in expected])
     going = [int((ended_by > place).sum()) for place in range(1, len(calls.shapes))]
     rows = [rows for rows, _ in calls.shapes[1:]]
@@ -138,13 +127,13 @@ def test_sliding_windows_and_full_attention_in_one_model(tokenizer):
     prompts = [[5, 6, 7, 8, 9, 10], [11, 12]] * 2
     for sampling in (Sampling(8), Sampling(8, temperature=0.0)):
         found = engine.generate(prompts, sampling, seeds=range(4))
-        for row, (prompt, ids) in enumerate(zip(prompts, found.token_lists(), strict=True)):
+        for row, (prompt, ids) in enumerate(zip(prompts, ids_of(found), strict=True)):
             logits = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
-            if found.logprobs is None:
+            if found[row].logprobs is None:
                 assert logits.argmax(-1).tolist() == ids
             else:
                 exact = logits.log_softmax(-1).gather(-1, torch.tensor(ids).unsqueeze(-1)).squeeze(-1)
-                torch.testing.assert_close(found.logprobs[row], exact, atol=1e-5, rtol=1e-5)
+                torch.testing.assert_close(found[row].logprobs, exact, atol=1e-5, rtol=1e-5)
 
 
 def test_the_head_multiplies_by_the_library_of_the_losses(tokenizer, monkeypatch):
@@ -161,6 +150,6 @@ def test_the_head_multiplies_by_the_library_of_the_losses(tokenizer, monkeypatch
     monkeypatch.setattr(products, "fp32_library", lambda: "cpp")
     monkeypatch.setattr(decoding, "multiply", multiply)
     found = engine.generate([[5, 6], [7]], Sampling(4), seeds=range(2))
-    assert found.token_lists() == plain.token_lists()
+    assert ids_of(found) == ids_of(plain)
     assert shapes == [(2, len(tokenizer))] * 4
     assert "forward" not in vars(model.lm_head)

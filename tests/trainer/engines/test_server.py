@@ -7,6 +7,7 @@ import signal
 import socket
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from gspo_kernels.trainer.engines.vllm import VLLMEngine
 from gspo_kernels.trainer.input_errors import EngineError
 from gspo_kernels.trainer.rollout import Sampling
 from tests.draws import shifted_seed
-from tests.trainer.conftest import tiny_qwen3
+from tests.trainer.conftest import ids_of, tiny_qwen3
 from tests.trainer.engines.stand_in import DEFAULTS, Refused, serving
 
 ENDS = list(range(40))
@@ -37,7 +38,7 @@ def make_server(stand_in, **changes):
 
 
 def make_engine(stand_in, end_ids=ENDS, **changes):
-    return VLLMEngine(make_server(stand_in, **changes), list(end_ids), pad_id=256, vocabulary=258)
+    return VLLMEngine(make_server(stand_in, **changes), list(end_ids), vocabulary=258)
 
 
 @pytest.mark.parametrize(
@@ -48,16 +49,14 @@ def test_completions_are_what_the_server_sampled(stand_in, sampling):
     seeds = [3, 2**64 - 1, 5, 7]
     completions = make_engine(stand_in).generate(PROMPTS, sampling, seeds=seeds)
     answers = {body["seed"]: (body["prompt"], choice) for body, choice in stand_in.completions}
-    assert completions.prompt_ids.tolist()[1] == [256, 256, 256, 67]
     for row, (seed, prompt) in enumerate(zip(seeds, PROMPTS, strict=True)):
         asked, choice = answers[seed % 2**63]
         tokens = choice["token_ids"]
-        assert asked == prompt and completions.token_lists()[row] == tokens
+        assert asked == prompt and ids_of(completions)[row] == tokens
         logprobs = torch.tensor(choice["logprobs"]["token_logprobs"])
-        assert torch.equal(completions.logprobs[row, : len(tokens)], logprobs)
-        assert not completions.logprobs[row, len(tokens) :].any()
-        assert bool(completions.finished[row]) == (tokens[-1] in ENDS)
-    assert completions.completion_ids.shape == (4, 6)
+        assert torch.equal(completions[row].logprobs, logprobs)
+        assert completions[row].finished == (tokens[-1] in ENDS)
+    assert len(completions) == 4
 
 
 def test_log_probs_are_those_of_the_distribution_that_tokens_were_drawn_from(stand_in, model):
@@ -65,7 +64,7 @@ def test_log_probs_are_those_of_the_distribution_that_tokens_were_drawn_from(sta
     completions = make_engine(stand_in).generate(PROMPTS * 4, sampling, seeds=range(16))
     exact, errors, sizes = copy.deepcopy(model).double(), [], []
     for prompt, ids, logprobs in zip(
-        PROMPTS * 4, completions.token_lists(), completions.logprobs, strict=True
+        PROMPTS * 4, ids_of(completions), [each.logprobs for each in completions], strict=True
     ):
         with torch.no_grad():
             logits = (
@@ -79,23 +78,24 @@ def test_log_probs_are_those_of_the_distribution_that_tokens_were_drawn_from(sta
             sizes.append(float(logits[place].abs().max()))
     # One fp32 rounding of what a log-prob is made of: a logit, and the log of a sum over the vocabulary.
     assert torch.tensor(errors).pow(2).mean().sqrt() < 2.0**-24 * (max(sizes) + math.log(258))
-    assert (completions.logprobs <= 0).all() and completions.logprobs.min() < -1
+    every = torch.cat([each.logprobs for each in completions])
+    assert (every <= 0).all() and every.min() < -1
 
 
 def test_a_completion_belongs_to_its_seed(stand_in):
     engine, sampling = make_engine(stand_in), Sampling(6)
     together = engine.generate(PROMPTS, sampling, seeds=[1, 2, 3, 4])
     alone = engine.generate(PROMPTS[2:3], sampling, seeds=[3])
-    assert alone.token_lists() == together.token_lists()[2:3]
+    assert ids_of(alone) == ids_of(together)[2:3]
     other = engine.generate(PROMPTS, sampling, seeds=[5, 6, 7, 8])
-    assert other.token_lists() != together.token_lists()
+    assert ids_of(other) != ids_of(together)
     with pytest.raises(ValueError, match="seeds: got 1, expected one for each of the 4 prompts"):
         engine.generate(PROMPTS, sampling, seeds=[1])
     torch.manual_seed(shifted_seed(0))
     drawn = engine.generate(PROMPTS, sampling)
     torch.manual_seed(shifted_seed(0))
-    assert engine.generate(PROMPTS, sampling).token_lists() == drawn.token_lists()
-    assert engine.generate(PROMPTS, sampling).token_lists() != drawn.token_lists()
+    assert ids_of(engine.generate(PROMPTS, sampling)) == ids_of(drawn)
+    assert ids_of(engine.generate(PROMPTS, sampling)) != ids_of(drawn)
 
 
 def test_greedy_completions_are_those_of_the_model_itself(stand_in, model):
@@ -103,8 +103,8 @@ def test_greedy_completions_are_those_of_the_model_itself(stand_in, model):
         PROMPTS, Sampling(6, temperature=0.0)
     )
     found = make_engine(stand_in).generate(PROMPTS, Sampling(6, temperature=0.0, top_p=0.5, top_k=3))
-    assert found.token_lists() == expected.token_lists()
-    assert found.logprobs is None and torch.equal(found.finished, expected.finished)
+    assert ids_of(found) == ids_of(expected)
+    assert [(None, each.finished) for each in expected] == [(each.logprobs, each.finished) for each in found]
 
 
 def test_no_default_of_the_server_shapes_the_distribution(stand_in):
@@ -126,13 +126,11 @@ def test_completions_end_at_our_tokens_alone(stand_in, model):
     stand_in.model.config.eos_token_id = first
     greedy = Sampling(4, temperature=0.0)
     goes_on = make_engine(stand_in, end_ids=[never]).generate([[65]], greedy)
-    assert goes_on.completion_ids[0, 0] == first and goes_on.completion_mask.all()
-    assert goes_on.finished.tolist() == [False]
+    assert ids_of(goes_on)[0][0] == first and len(goes_on[0].ids) == 4 and not goes_on[0].finished
     ended = make_engine(stand_in, end_ids=[never, first]).generate([[65]], greedy)
-    assert ended.completion_ids.tolist() == [[first, 256, 256, 256]] and ended.finished.tolist() == [True]
-    assert ended.completion_mask.tolist() == [[True, False, False, False]]
+    assert ids_of(ended) == [[first]] and ended[0].finished
     last = make_engine(stand_in, end_ids=[first]).generate([[65]], Sampling(1, temperature=0.0))
-    assert last.finished.tolist() == [True], "the end token may be the last one that there is room for"
+    assert last[0].finished, "the end token may be the last one that there is room for"
 
 
 def test_log_probs_before_temperature_are_refused(stand_in):
@@ -140,7 +138,9 @@ def test_log_probs_before_temperature_are_refused(stand_in):
     for sampling in (Sampling(3, 0.7), Sampling(3, top_k=5), Sampling(3, top_p=0.5)):
         with pytest.raises(EngineError, match="--logprobs-mode processed_logprobs"):
             make_engine(stand_in).generate(PROMPTS, sampling)
-    assert make_engine(stand_in).generate(PROMPTS, Sampling(3)).logprobs is not None, "it is the same there"
+    assert make_engine(stand_in).generate(PROMPTS, Sampling(3))[0].logprobs is not None, (
+        "it is the same there"
+    )
 
 
 def choice(**changes):
@@ -164,7 +164,7 @@ def test_the_most_likely_token_alone_has_probability_one(stand_in, logprobs, ref
         with pytest.raises(EngineError, match="--logprobs-mode processed_logprobs"):
             engine.generate([[65]], Sampling(3, 0.7))
     else:
-        assert engine.generate([[65]], Sampling(3, 0.7)).token_lists() == [[50, 60, 70]]
+        assert ids_of(engine.generate([[65]], Sampling(3, 0.7))) == [[50, 60, 70]]
 
 
 SPOILED = {
@@ -193,6 +193,39 @@ def test_answers_that_do_not_fit_are_errors_that_name_the_server(stand_in, case)
     with pytest.raises(EngineError, match=message) as raised:
         engine.generate([[65]], Sampling(3), seeds=[1])
     assert stand_in.url in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "sampling", [Sampling(6, 0.7, top_k=20, return_mask=True), Sampling(4, 1.0, 0.8, 90, return_mask=True)]
+)
+def test_a_server_says_what_it_could_have_drawn(stand_in, sampling):
+    engine, kept = make_engine(stand_in), {}
+    sample = stand_in.sample
+
+    def noted(prompt, options):
+        found = sample(prompt, options)
+        kept[options["seed"]] = stand_in.kept
+        return found
+
+    stand_in.sample = noted
+    found = engine.generate(PROMPTS, sampling, seeds=range(4))
+    assert [each.mask.to_lists() for each in found] == [kept[seed] for seed in range(4)]
+    plain = make_engine(stand_in).generate(PROMPTS, replace(sampling, return_mask=False), seeds=range(4))
+    assert ids_of(plain) == ids_of(found) and plain[0].mask is None
+    stand_in.sample = lambda prompt, options: ([50, 60, 70], [-1.0] * 3, "length")
+    engine = make_engine(stand_in, end_ids=[0])
+    engine._probed = True
+    for spoiled, message in (
+        (None, "gave no sampling mask; start vLLM .* --return-sampling-mask"),
+        ([[50]], "a sampling mask that does not hold the tokens that it sampled"),
+        ([[50], [60], [71, 72]], "a sampling mask that does not hold the tokens that it sampled"),
+    ):
+        stand_in.spoil = choice(sampling_mask=spoiled)
+        with pytest.raises(EngineError, match=message):
+            engine.generate([[65]], replace(sampling, max_new_tokens=3), seeds=[1])
+    stand_in.generate = lambda body: stand_in.answer("POST", "/nowhere", body, {})
+    with pytest.raises(EngineError, match=r"404.*--return-sampling-mask --enable-scale-out"):
+        engine.generate([[65]], sampling, seeds=[1])
 
 
 def test_a_failure_and_ctrl_c_wait_for_no_other_completion(stand_in):
@@ -289,7 +322,7 @@ def test_weights_are_loaded_and_cached_prefixes_forgotten(tmp_path, stand_in, to
         PROMPTS, Sampling(6, temperature=0.0)
     )
     found = engine.generate(PROMPTS, Sampling(6, temperature=0.0))
-    assert found.token_lists() == expected.token_lists()
+    assert ids_of(found) == ids_of(expected)
 
 
 def test_weights_that_cannot_be_loaded_are_an_error(tmp_path, stand_in, tokenizer):

@@ -88,6 +88,10 @@ CASES = {
     "turns": {"turns": {"count": 2, "feedback": f"{__name__}:on"}},
     "comparisons": {"veripo": {"grpo_steps": 2, "dpo_steps": 1}},
     "off-policy weights": {"off_policy": {"level": "token"}, "rollout": {"top_k": 20, "temperature": 0.7}},
+    "sampling masks": {
+        "off_policy": {"level": "token"},
+        "rollout": {"top_k": 20, "top_p": 0.9, "temperature": 0.7, "keep_sampling_mask": True},
+    },
     "another directory": {"engine": {"weights": "{tmp_path}/elsewhere/below", "model": "policy"}},
 }
 
@@ -173,7 +177,7 @@ def test_a_full_disk_is_an_error_and_leaves_nothing(tmp_path, tokenizer, stand_i
 
 def test_a_server_beside_an_engine_is_refused(tmp_path, model, tokenizer, stand_in):
     config = small_config(tmp_path, engine={"url": stand_in.url})
-    engine = VLLMEngine(None, ENDS, 256, 258)
+    engine = VLLMEngine(None, ENDS, 258)
     with pytest.raises(ConfigError, match=r"engine.url: got .* beside an engine"):
         GSPOTrainer(model, tokenizer, odd_share, ROWS, None, config, engine=engine)
 

@@ -11,6 +11,7 @@ from gspo_kernels.trainer.recipes.dapo import chosen, groups_of, penalised
 from gspo_kernels.trainer.recipes.samples import Sample, Samples
 from gspo_kernels.trainer.rewards import Rewards
 from gspo_kernels.trainer.rewards.comparing import differing
+from gspo_kernels.trainer.rollout import Completion
 from gspo_kernels.trainer.run.metrics import read_metrics
 from tests.trainer.conftest import make_accelerator, small_config, tiny_qwen3
 from tests.trainer.recipes.test_recipe_runs import run
@@ -23,9 +24,7 @@ NAN = math.nan
 
 def samples_of(lengths, rewards):
     each = [
-        Sample(
-            0, [1], "", True, torch.zeros(n, dtype=torch.int64), torch.ones(n, dtype=torch.bool), None, None
-        )
+        Sample(0, [1], "", Completion(torch.zeros(n, dtype=torch.int64), True), torch.ones(n) > 0)
         for n in lengths
     ]
     values = torch.tensor(rewards)

@@ -44,7 +44,7 @@ class Scripted:
         said = [self.script(text, copy) for text, copy in zip(texts, copies, strict=True)]
         ids = self.tokenizer(said)["input_ids"]
         segments = [[Segment(each, [-1.0] * len(each))] for each in ids]
-        return join_segments(prompts, segments, [True] * len(prompts), self.tokenizer.pad_token_id)
+        return [join_segments(each, True) for each in segments]
 
 
 def digit(prompts, completions, completion_ids, **columns):

@@ -105,6 +105,7 @@ def test_steps_without_a_rollout_interrupt_no_symptom():
         ({"update": {"precision": "bf16"}}, 0.1),
         ({"rollout": {"top_k": 5}}, None),
         ({"rollout": {"top_p": 0.9}}, None),
+        ({"rollout": {"top_p": 0.9, "keep_sampling_mask": True}}, 1e-3),
     ],
 )
 def test_the_bound_of_a_mismatch_follows_the_run(sections, bound):

@@ -75,12 +75,13 @@ def vector(model):
     return torch.cat([w.flatten() for _, w in sorted(weights(model).items())])
 
 
+KEPT = {"top_p": 0.9, "keep_sampling_mask": True}
 SECTIONS = {
     "ddp": {},
     "ddp without work for one": {"update": {"minibatches": 12, "steps": 2}},
     "ddp of groups with a reference": {"objective": {"name": "DPO"}},
-    "ddp with adapters": {"lora": {"rank": 2}, "kl": {"beta": 0.1}},
-    "fsdp2 in small parts": {"update": {"micro_batch_tokens": 9}},
+    "ddp with adapters": {"lora": {"rank": 2}, "kl": {"beta": 0.1}, "rollout": KEPT},
+    "fsdp2 in small parts": {"update": {"micro_batch_tokens": 9}, "rollout": KEPT},
     "fsdp2 without work for one": {"update": {"minibatches": 12, "steps": 2}},
     "fsdp2 with a reference": {"kl": {"beta": 0.1}},
     "fsdp2 with adapters": {"lora": {"rank": 2}},

@@ -6,9 +6,8 @@ import pytest
 from pyarrow import parquet
 
 from gspo_kernels.trainer.input_errors import ConfigError
-from gspo_kernels.trainer.run import rollouts
-from gspo_kernels.trainer.run.metrics import read_metrics
-from gspo_kernels.trainer.run.rollouts import write_rollout
+from gspo_kernels.trainer.run import metrics as kept_metrics
+from gspo_kernels.trainer.run.metrics import read_metrics, write_rollout
 from tests.trainer.conftest import small_config
 from tests.trainer.test_trainer import make_trainer
 
@@ -55,8 +54,14 @@ def test_both_formats_hold_the_same(tmp_path, tokenizer, rows, reward):
 
 def test_a_step_without_any_reward_has_the_columns_of_the_others(tmp_path):
     record = {"row": 3, "prompt": "a", "completion": "", "token_ids": [7], "logprobs": [-0.5]}
+    record["sampling_mask"] = [[7, 9]]
     with_reward = record | {"reward": 1.0, "rewards": {"a": 1.0, "b": None}}
-    without = record | {"reward": None, "rewards": {"a": None, "b": None}, "logprobs": None}
+    without = record | {
+        "reward": None,
+        "rewards": {"a": None, "b": None},
+        "logprobs": None,
+        "sampling_mask": None,
+    }
     for step, records in enumerate([[with_reward, without], [without]]):
         write_rollout(tmp_path / "kept", step, records, "parquet")
     first, second = (parquet.read_table(tmp_path / "kept" / f"step_00000{step}.parquet") for step in (0, 1))
@@ -67,7 +72,7 @@ def test_a_step_without_any_reward_has_the_columns_of_the_others(tmp_path):
 def test_a_format_that_cannot_be_written_is_refused_before_any_work(
     tmp_path, tokenizer, rows, reward, monkeypatch
 ):
-    monkeypatch.setattr(rollouts, "find_spec", lambda name: None)
+    monkeypatch.setattr(kept_metrics, "find_spec", lambda name: None)
     config = small_config(tmp_path / "run", save_rollouts=True, rollouts_format="parquet")
     with pytest.raises(ConfigError, match="rollouts_format: parquet needs pyarrow"):
         make_trainer(tokenizer, rows, reward, config)

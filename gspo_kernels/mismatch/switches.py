@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gspo_kernels.trainer.mismatch.measure import Comparison
-from gspo_kernels.trainer.mismatch.samples import Samples
-from gspo_kernels.trainer.mismatch.scoring import Load, Setting, score
+from gspo_kernels.mismatch.measure import Comparison
+from gspo_kernels.mismatch.samples import Samples
+from gspo_kernels.mismatch.scoring import Load, Setting, score
 from gspo_kernels.trainer.rollout import Sampling
 from gspo_kernels.trainer.run.models import load_model
 

@@ -10,23 +10,23 @@ from typing import Any
 
 import torch
 
-from gspo_kernels.trainer.config import EngineConfig
-from gspo_kernels.trainer.data import load_prompts, prepare_prompts
-from gspo_kernels.trainer.engines.embedded import TransformersEngine
-from gspo_kernels.trainer.engines.server import VLLMServer
-from gspo_kernels.trainer.engines.vllm import VLLMEngine
-from gspo_kernels.trainer.input_errors import ConfigError
-from gspo_kernels.trainer.mismatch.measure import Comparison
-from gspo_kernels.trainer.mismatch.report import Report, make_report
-from gspo_kernels.trainer.mismatch.samples import (
+from gspo_kernels.mismatch.measure import Comparison
+from gspo_kernels.mismatch.report import Report, make_report
+from gspo_kernels.mismatch.samples import (
     Samples,
     check_vocabulary,
     draw_samples,
     other_logprobs,
     read_samples,
 )
-from gspo_kernels.trainer.mismatch.scoring import DTYPES, Load, Setting, score
-from gspo_kernels.trainer.mismatch.switches import Models, attribute, switches
+from gspo_kernels.mismatch.scoring import DTYPES, Load, Setting, score
+from gspo_kernels.mismatch.switches import Models, attribute, switches
+from gspo_kernels.trainer.config import EngineConfig
+from gspo_kernels.trainer.data import load_prompts, prepare_prompts
+from gspo_kernels.trainer.engines.embedded import TransformersEngine
+from gspo_kernels.trainer.engines.server import VLLMServer
+from gspo_kernels.trainer.engines.vllm import VLLMEngine
+from gspo_kernels.trainer.input_errors import ConfigError
 from gspo_kernels.trainer.rollout import RolloutEngine, Sampling
 from gspo_kernels.trainer.run.models import end_token_ids, load_tokenizer, padding_token_id
 
@@ -161,14 +161,14 @@ def _samples(chosen: argparse.Namespace, tokenizer: Any, load: Load, sampling: S
     rows = [rows[i] for i in range(min(chosen.count, len(rows)))]
     model = load(DTYPES[chosen.sampler_dtype], None)
     prompts = prepare_prompts(tokenizer, rows, chosen.prompts, None).tokens
-    end_ids, pad_id = end_token_ids(model, tokenizer), padding_token_id(tokenizer)
+    end_ids = end_token_ids(model, tokenizer)
     engine: RolloutEngine
     if chosen.url is None:
-        engine = TransformersEngine(model, end_ids, pad_id, batch_size=64)
+        engine = TransformersEngine(model, end_ids, padding_token_id(tokenizer), batch_size=64)
     else:
         server = VLLMServer(chosen.url, model=None, timeout=1800.0, at_once=64)
         server.check()
-        engine = VLLMEngine(server, end_ids, pad_id, model.get_input_embeddings().num_embeddings)
+        engine = VLLMEngine(server, end_ids, model.get_input_embeddings().num_embeddings)
     _tell(f"sampling {len(prompts)} completions")
     return draw_samples(engine, prompts, sampling, seed=chosen.seed)
 

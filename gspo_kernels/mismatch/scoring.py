@@ -11,7 +11,7 @@ from torch import Tensor
 
 import gspo_kernels as gk
 from gspo_kernels.integrations.lm_head import LMHead
-from gspo_kernels.trainer.mismatch.samples import Samples
+from gspo_kernels.mismatch.samples import Samples
 from gspo_kernels.trainer.rows.packing import packed_hidden_states, padded_hidden_states, token_budget_batches
 from gspo_kernels.trainer.rows.policy import head_of
 

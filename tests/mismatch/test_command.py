@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from gspo_kernels import cli
-from gspo_kernels.trainer.mismatch.samples import Samples
-from gspo_kernels.trainer.mismatch.scoring import Setting, score
-from gspo_kernels.trainer.mismatch.switches import switches
+from gspo_kernels.mismatch.samples import Samples
+from gspo_kernels.mismatch.scoring import Setting, score
+from gspo_kernels.mismatch.switches import switches
 from gspo_kernels.trainer.rollout import Sampling
 from tests.trainer.conftest import tiny_qwen3
 

@@ -12,11 +12,11 @@ from typing import Any
 
 from torch import Tensor
 
-from gspo_kernels.trainer.mismatch.advice import advise
-from gspo_kernels.trainer.mismatch.measure import Comparison, Split
-from gspo_kernels.trainer.mismatch.picture import draw
-from gspo_kernels.trainer.mismatch.samples import Samples
-from gspo_kernels.trainer.mismatch.switches import Switched
+from gspo_kernels.mismatch.advice import advise
+from gspo_kernels.mismatch.measure import Comparison, Split
+from gspo_kernels.mismatch.picture import draw
+from gspo_kernels.mismatch.samples import Samples
+from gspo_kernels.mismatch.switches import Switched
 from gspo_kernels.trainer.run.files import write_text
 
 _WORST = 10

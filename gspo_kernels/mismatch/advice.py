@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from gspo_kernels.trainer.mismatch.measure import Comparison
-from gspo_kernels.trainer.mismatch.switches import Switched
+from gspo_kernels.mismatch.measure import Comparison
+from gspo_kernels.mismatch.switches import Switched
 
 EXPLAINED = 0.5
 """A switch explains a difference if it takes away this share of the mean."""

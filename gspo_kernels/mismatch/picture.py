@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from gspo_kernels.trainer.mismatch.measure import Comparison, Split
-from gspo_kernels.trainer.mismatch.switches import Switched
+from gspo_kernels.mismatch.measure import Comparison, Split
+from gspo_kernels.mismatch.switches import Switched
 from gspo_kernels.trainer.run.plot import BLUE, GRID, INK, ORANGE
 
 

@@ -47,14 +47,11 @@ def draw_samples(
     """Sample one completion of each prompt; a `DataError` says that the engine gives no log-probs."""
     seeds = [seed * 1_000_003 + row for row in range(len(prompts))]
     drawn = engine.generate(list(prompts), sampling, seeds=seeds)
-    if drawn.logprobs is None:
+    logprobs = [each.logprobs for each in drawn if each.logprobs is not None]
+    if len(logprobs) < len(drawn):
         raise DataError("the sampler gives no log-probs; greedy completions (temperature 0) have none")
-    parts = drawn.by_token()
-    return Samples(
-        [torch.tensor(prompt) for prompt in prompts],
-        [ids for ids, *_ in parts],
-        torch.cat([logprobs for _, _, logprobs, _ in parts]).double(),
-    )
+    tokens = [torch.tensor(prompt) for prompt in prompts]
+    return Samples(tokens, [each.ids for each in drawn], torch.cat(logprobs).double())
 
 
 def read_samples(path: Path, tokenizer: Any, most: int) -> Samples:

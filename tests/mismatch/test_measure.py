@@ -6,11 +6,11 @@ import math
 import pytest
 import torch
 
-from gspo_kernels.trainer.mismatch.advice import advise, explanation
-from gspo_kernels.trainer.mismatch.measure import Comparison
-from gspo_kernels.trainer.mismatch.report import make_report
-from gspo_kernels.trainer.mismatch.samples import Samples
-from gspo_kernels.trainer.mismatch.switches import Switched
+from gspo_kernels.mismatch.advice import advise, explanation
+from gspo_kernels.mismatch.measure import Comparison
+from gspo_kernels.mismatch.report import make_report
+from gspo_kernels.mismatch.samples import Samples
+from gspo_kernels.mismatch.switches import Switched
 
 CLIP = (3e-4, 4e-4)
 
