@@ -112,7 +112,7 @@ def _linear_selected_logprobs(
 ) -> SelectedLogprobs:
     tokens = _tokens_of(ids)
     chunking = product_arguments.checked(compact=True, group=None)
-    hidden, weight, bias = check_inputs(hidden, weight, bias, tokens, chunking.scattered)
+    hidden, weight, bias = check_inputs(hidden, weight, bias, tokens, chunking)
     packed, vocabulary = tokens.ndim == 1, weight.shape[0]
     options = logit_arguments.checked(tokens, tokens.shape[0], vocabulary)
     checks.flag("normalize_within", normalize_within)
@@ -145,6 +145,7 @@ def linear_selected_logprobs(
     kept_mask: Tensor | None = None,
     logits_dtype: str = "float32",
     max_chunk_bytes: int | None = None,
+    batch_invariant: bool | None = None,
     backend: str = "auto",
 ) -> SelectedLogprobs:
     """Log-probabilities of K ids per token from hidden states: the logits exist only a chunk at a time.
@@ -157,7 +158,7 @@ def linear_selected_logprobs(
         ids, normalize_within, kept_ids, kept_mask: as in ``selected_logprobs``. Tokens without any id are
             never projected.
         bias: [V] or None.
-        temperature, logit_scale, softcap, logits_dtype, max_chunk_bytes, backend: as in
+        temperature, logit_scale, softcap, logits_dtype, max_chunk_bytes, batch_invariant, backend: as in
             ``linear_token_logprobs``; a budget of 0 is refused.
 
     Returns:

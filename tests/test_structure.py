@@ -21,7 +21,7 @@ TERMS = (
     "group_ids turn_ids normalizer"
 )
 LOGITS = "temperature logit_scale softcap kept_ids kept_mask ignore_index backend tp_group vocab_range"
-HIDDEN = "bias logits_dtype max_chunk_bytes reduce_hidden_grad sequence_parallel"
+HIDDEN = "bias logits_dtype max_chunk_bytes batch_invariant reduce_hidden_grad sequence_parallel"
 POLICY = f"{LAYOUT} {TERMS} cp_group"
 
 # positional parameters | keyword-only parameters
@@ -42,7 +42,7 @@ CONTRACT = {
     "selected_logprobs": ("logits ids", f"{SELECTED} inplace_backward"),
     "linear_selected_logprobs": (
         "hidden weight ids",
-        f"bias {SELECTED} logits_dtype max_chunk_bytes",
+        f"bias {SELECTED} logits_dtype max_chunk_bytes batch_invariant",
     ),
     "sampling_mask": ("logits", "temperature top_k top_p min_p labels engine"),
     "normalizer": ("objective loss_mask", "cu_seqlens lengths advantages group_ids group cp_group"),
@@ -55,7 +55,7 @@ DEFAULTS = {
     "kl_beta": 0.0, "kl_estimator": "k3", "kl_ratio_weighted": False, "entropy_coef": 0.0,
     "temperature": 1.0, "logit_scale": 1.0, "softcap": None, "kept_ids": None, "kept_mask": None,
     "ignore_index": -100, "return_entropy": False, "inplace_backward": False, "logits_dtype": "float32",
-    "max_chunk_bytes": None, "schedule": "auto", "normalize_within": False, "top_k": 0, "top_p": 1.0,
+    "max_chunk_bytes": None, "batch_invariant": None, "schedule": "auto", "normalize_within": False, "top_k": 0, "top_p": 1.0,
     "min_p": 0.0, "engine": "transformers", "skip_inactive": "backward", "backend": "auto",
     "objective": gk.GSPO(), "loss_mask": None, "cu_seqlens": None, "normalizer": None, "lengths": None,
     "reduce_hidden_grad": True, "sequence_parallel": False,

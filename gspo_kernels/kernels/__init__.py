@@ -10,12 +10,14 @@ import torch
 from gspo_kernels.kernels.gradients import logprobs_and_grad, logprobs_backward
 from gspo_kernels.kernels.launch import INTERPRETED
 from gspo_kernels.kernels.logprobs import logprobs_forward
+from gspo_kernels.kernels.products import fixed_product
 from gspo_kernels.kernels.scale import scale_
 from gspo_kernels.kernels.scoring import linear_logprobs_forward, linear_logprobs_unavailable
 from gspo_kernels.kernels.sequence_ratio import sequence_ratio_forward
 from gspo_kernels.kernels.steps import ratio_step
 
 __all__ = [
+    "fixed_product",
     "linear_logprobs_forward",
     "linear_logprobs_unavailable",
     "logprobs_and_grad",
