@@ -20,7 +20,16 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
-from gspo_kernels.kernels import divergences, gradients, logprobs, scale, scoring, sequence_ratio, steps
+from gspo_kernels.kernels import (
+    divergences,
+    gradients,
+    logprobs,
+    products,
+    scale,
+    scoring,
+    sequence_ratio,
+    steps,
+)
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -40,7 +49,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
-        for module in (divergences, gradients, logprobs, scale, scoring, sequence_ratio, steps):
+        for module in (divergences, gradients, logprobs, products, scale, scoring, sequence_ratio, steps):
             module.launch = self  # type: ignore[assignment]
 
     def __call__(
@@ -72,7 +81,10 @@ def name_of(call: Call) -> str:
     rows = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.dim() == 3]
     tensors = [each for each in rows if each.is_floating_point()] or args[:1]
     dtypes = "->".join(str(tensor.dtype).removeprefix("torch.") for tensor in tensors)
-    flags = [key.lower() for key in ("SCALED", "SOFTCAP", "ALIGNED", "PER_TOKEN") if keywords.get(key)]
+    known = ("SCALED", "SOFTCAP", "ALIGNED", "PER_TOKEN", "A_ALONG_K", "B_ALONG_K", "WHOLE", "ACCUMULATE")
+    flags = [key.lower() for key in known if keywords.get(key)]
+    vectors = [key for key in ("A_VECTOR", "B_VECTOR") if keywords.get(key, 1) > 1]
+    flags += [key.lower() for key in vectors]
     flags += [keywords["ACCESS"]] if keywords.get("ACCESS", "single") != "single" else []
     flags += [keywords[key] for key in ("ESTIMATOR", "KIND") if keywords.get(key)]
     flags += ["narrows_in_place"] if keywords.get("NARROWS_IN_PLACE") else []

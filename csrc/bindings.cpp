@@ -96,8 +96,9 @@ bool boxed_merge_mask(Tensor mask, OptionalTensor labels, int64_t ignore_index, 
     return merge_mask({mask, labels, ignore_index}, counted, merged);
 }
 
-void boxed_product(Tensor a, Tensor b, OptionalTensor bias, Tensor out, bool accumulate, bool portable) {
-    product(a, b, bias, out, accumulate, portable);
+void boxed_product(Tensor a, Tensor b, OptionalTensor bias, OptionalTensor ends, Tensor out,
+                   bool accumulate, int64_t instructions) {
+    product(a, b, bias, ends, out, accumulate, instructions);
 }
 
 }  // namespace
@@ -134,7 +135,8 @@ STABLE_TORCH_LIBRARY(gspo_kernels_cpp, library) {
     library.def("merge_mask(Tensor mask, Tensor? labels, int ignore_index, Tensor(a!) counted, "
                 "Tensor(b!)? merged) -> bool");
     library.def(
-        "product(Tensor a, Tensor b, Tensor? bias, Tensor(a!) out, bool accumulate, bool portable) -> ()");
+        "product(Tensor a, Tensor b, Tensor? bias, Tensor? ends, Tensor(a!) out, bool accumulate, "
+        "int instructions) -> ()");
     library.def("multiplies_fp32() -> bool");
     library.def("multiplies_bf16() -> bool");
 }

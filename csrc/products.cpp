@@ -52,6 +52,7 @@ struct Output {
     int64_t stride, rows, columns, depth;
     const float* bias;
     bool accumulate;
+    const int64_t* ends;  // of the pieces along K; null: as long as they may be
 };
 
 template <class T>
@@ -72,13 +73,16 @@ void multiply(const Lines<T>& a, const Lines<T>& b, const Output& out, TileProdu
     torch::stable::parallel_for(0, std::min(threads, tasks), 1, [&](int64_t, int64_t) {
         const Lined<uint32_t> a_panels(rows.size * kPieceUnits), b_panels(columns.size * kPieceUnits);
         // Sums on their way stay in cache: each value of `out` is written once, and read at most once.
-        const Lined<float> sums(out.depth > piece ? rows.size * columns.size : 0);
+        const Lined<float> sums(out.depth > piece || out.ends ? rows.size * columns.size : 0);
         for (int64_t task; (task = next.fetch_add(1, std::memory_order_relaxed)) < tasks;) {
             const int64_t row = task % rows.count * rows.size, column = task / rows.count * columns.size;
             const int64_t height = std::min(rows.size, out.rows - row);
             const int64_t width = std::min(columns.size, out.columns - column);
-            for (int64_t k = 0; k == 0 || k < out.depth; k += piece) {
-                const int64_t end = std::min(out.depth, k + piece), units = Lines<T>::units(end - k);
+            const int64_t* next_end = out.ends;
+            // once without any K, too: there may be a bias
+            for (int64_t k = 0, end = 0; k == 0 || k < out.depth; k = std::max<int64_t>(end, 1)) {
+                end = next_end && out.depth ? *next_end++ : std::min(out.depth, k + piece);
+                const int64_t units = Lines<T>::units(end - k);
                 pack<T, kTileRows>(a, row, height, k, end, a_panels.data);
                 pack<T, kTileColumns>(b, column, width, k, end, b_panels.data);
                 for (int64_t j = 0; j < width; j += kTileColumns) {
@@ -111,8 +115,8 @@ void multiply(const Lines<T>& a, const Lines<T>& b, const Output& out, TileProdu
 
 }  // namespace
 
-void product(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias, Tensor& out, bool accumulate,
-             bool portable) {
+void product(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias,
+             const std::optional<Tensor>& ends, Tensor& out, bool accumulate, int64_t instructions) {
     using torch::headeronly::ScalarType;
     const int64_t rows = a.size(0), depth = a.size(1), columns = b.size(1);
     STD_TORCH_CHECK(b.size(0) == depth && out.size(0) == rows && out.size(1) == columns,
@@ -124,12 +128,23 @@ void product(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias
                     "product: a bias has one value per column, and is not added to what is there");
     const bool bf16 = a.scalar_type() == ScalarType::BFloat16;
     STD_TORCH_CHECK(bf16 || a.scalar_type() == ScalarType::Float, "product: a and b must be fp32 or bf16");
+    const int64_t piece = kPieceUnits * (bf16 ? 2 : 1), *const cuts = values<int64_t>(ends);
+    if (cuts) {
+        int64_t last = 0;
+        for (int64_t i = 0; i < ends->numel(); last = cuts[i++]) {
+            STD_TORCH_CHECK(cuts[i] > last && cuts[i] - last <= piece,
+                            "product: ends must grow, by no more than a piece");
+        }
+        STD_TORCH_CHECK(last == depth, "product: the last of the ends must be the depth of a and b");
+    }
     const Operands operands = bf16 ? Operands::bf16 : Operands::fp32;
-    TileProduct tile = portable ? nullptr : native_tile(operands);
+    TileProduct tile = nullptr;
+    if (instructions == 0) tile = native_tile(operands);
+    if (tile == nullptr && instructions <= 1) tile = narrow_tile(operands);
     if (tile == nullptr) tile = portable_tile(operands);
     if (rows == 0 || columns == 0) return;
     const Output output{mutable_values<float>(out), out.stride(0),       rows,      columns, depth,
-                        values<float>(bias),        accumulate};
+                        values<float>(bias),        accumulate,          cuts};
     const auto run = [&](auto dtype) {
         using T = decltype(dtype);
         multiply<T>({values<T>(a), a.stride(0), a.stride(1)}, {values<T>(b), b.stride(1), b.stride(0)}, output,

@@ -5,7 +5,7 @@
 #include "vec_math.h"
 
 #if defined(__x86_64__) && defined(__GNUC__)
-#define GSPO_AVX512 1
+#define GSPO_X86 1
 #include <immintrin.h>
 #endif
 
@@ -37,7 +37,7 @@ void portable(const Tile& tile) {
     }
 }
 
-#ifdef GSPO_AVX512
+#ifdef GSPO_X86
 
 #define GSPO_TARGET_FP32 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma")))
 #define GSPO_TARGET_BF16 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,fma")))
@@ -92,6 +92,59 @@ constexpr int kVectors = kTileColumns / 16;
 #define GSPO_MULTIPLY_ADD_BF16(sum, a, b) \
     _mm512_dpbf16_ps(sum, (__m512bh)(a), (__m512bh)(b))
 
+// Sixteen registers of eight hold the sums of 6 x 16 elements, so a tile takes four rounds over its panels,
+// which L1 holds.
+constexpr int64_t kNarrowRows = 6, kNarrowColumns = 16;
+static_assert(kTileRows % kNarrowRows == 0 && kTileColumns % kNarrowColumns == 0);
+
+#define GSPO_TARGET_NARROW __attribute__((target("avx2,fma")))
+
+// Of a pair of bf16 values, the second or the first as fp32; of an fp32 value, itself.
+template <bool second>
+GSPO_TARGET_NARROW inline __m256 half_of(__m256i pairs) {
+    return _mm256_castsi256_ps(second ? _mm256_and_si256(pairs, _mm256_set1_epi32(static_cast<int>(0xffff0000)))
+                                      : _mm256_slli_epi32(pairs, 16));
+}
+
+template <Operands operands>
+GSPO_TARGET_NARROW void narrow(const Tile& tile) {
+    alignas(32) float values[kNarrowRows][kNarrowColumns];
+    for (int64_t row = 0; row < tile.rows; row += kNarrowRows) {
+        for (int64_t column = 0; column < tile.columns; column += kNarrowColumns) {
+            __m256 sums[kNarrowRows][2];
+            for (auto& sum : sums) sum[0] = sum[1] = _mm256_setzero_ps();
+            const uint32_t *a = tile.a + row, *b = tile.b + column;
+            for (int64_t k = 0; k < tile.depth; ++k, a += kTileRows, b += kTileColumns) {
+                const __m256i left = _mm256_load_si256(reinterpret_cast<const __m256i*>(b));
+                const __m256i right = _mm256_load_si256(reinterpret_cast<const __m256i*>(b + 8));
+                _Pragma("GCC unroll 6") for (int64_t i = 0; i < kNarrowRows; ++i) {
+                    const __m256i one = _mm256_set1_epi32(static_cast<int>(a[i]));
+                    if constexpr (operands == Operands::fp32) {
+                        const __m256 value = _mm256_castsi256_ps(one);
+                        sums[i][0] = _mm256_fmadd_ps(value, _mm256_castsi256_ps(left), sums[i][0]);
+                        sums[i][1] = _mm256_fmadd_ps(value, _mm256_castsi256_ps(right), sums[i][1]);
+                    } else {
+                        sums[i][0] = _mm256_fmadd_ps(half_of<true>(one), half_of<true>(left), sums[i][0]);
+                        sums[i][1] = _mm256_fmadd_ps(half_of<true>(one), half_of<true>(right), sums[i][1]);
+                        sums[i][0] = _mm256_fmadd_ps(half_of<false>(one), half_of<false>(left), sums[i][0]);
+                        sums[i][1] = _mm256_fmadd_ps(half_of<false>(one), half_of<false>(right), sums[i][1]);
+                    }
+                }
+            }
+            for (int64_t i = 0; i < kNarrowRows; ++i) {
+                _mm256_store_ps(values[i], sums[i][0]);
+                _mm256_store_ps(values[i] + 8, sums[i][1]);
+            }
+            const int64_t width = tile.columns - column < kNarrowColumns ? tile.columns - column : kNarrowColumns;
+            for (int64_t i = 0; i < kNarrowRows && row + i < tile.rows; ++i) {
+                float* const out = tile.out + (row + i) * tile.out_stride + column;
+                const float* const base = tile.base ? tile.base + (row + i) * tile.base_stride + column : nullptr;
+                for (int64_t j = 0; j < width; ++j) out[j] = base ? values[i][j] + base[j] : values[i][j];
+            }
+        }
+    }
+}
+
 GSPO_DEFINE_TILE(native_fp32, GSPO_TARGET_FP32, GSPO_MULTIPLY_ADD_FP32)
 GSPO_DEFINE_TILE(native_bf16, GSPO_TARGET_BF16, GSPO_MULTIPLY_ADD_BF16)
 
@@ -100,7 +153,7 @@ GSPO_DEFINE_TILE(native_bf16, GSPO_TARGET_BF16, GSPO_MULTIPLY_ADD_BF16)
 }  // namespace
 
 void finish_streams() {
-#ifdef GSPO_AVX512
+#ifdef GSPO_X86
     _mm_sfence();
 #endif
 }
@@ -109,8 +162,17 @@ TileProduct portable_tile(Operands operands) {
     return operands == Operands::fp32 ? portable<Operands::fp32> : portable<Operands::bf16>;
 }
 
+TileProduct narrow_tile(Operands operands) {
+#ifdef GSPO_X86
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
+        return operands == Operands::fp32 ? narrow<Operands::fp32> : narrow<Operands::bf16>;
+    }
+#endif
+    return nullptr;
+}
+
 TileProduct native_tile(Operands operands) {
-#ifdef GSPO_AVX512
+#ifdef GSPO_X86
     const bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
     if (wide && operands == Operands::fp32) return native_fp32;

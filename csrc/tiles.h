@@ -32,6 +32,10 @@ enum class Operands { fp32, bf16 };
 // For this processor; null where it has no instructions for it that are worth it.
 TileProduct native_tile(Operands operands);
 
+// The same with AVX2, as fast as that allows; null where the processor lacks it. An element's sum is the same
+// chain of fused multiply-adds, so bits agree with the native tile's, but for subnormal numbers of bf16 as below.
+TileProduct narrow_tile(Operands operands);
+
 // The same sums in the same order on any processor. bf16: a product of two is exact in fp32, so bits agree with
 // the instruction's, which adds the second of a pair first, but for subnormal numbers, which it takes for 0.
 TileProduct portable_tile(Operands operands);

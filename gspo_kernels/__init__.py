@@ -5,6 +5,7 @@ from importlib.metadata import PackageNotFoundError, version
 from gspo_kernels import advantages, objectives
 from gspo_kernels.aggregation import normalizer
 from gspo_kernels.distillation import distillation_loss, fused_linear_distillation_loss
+from gspo_kernels.invariance import is_batch_invariant, set_batch_invariant
 from gspo_kernels.logprobs import linear_token_logprobs, token_logprobs
 from gspo_kernels.losses import (
     explain_schedule,
@@ -35,6 +36,7 @@ __all__ = [
     "fused_linear_distillation_loss",
     "fused_linear_policy_loss",
     "fused_policy_loss",
+    "is_batch_invariant",
     "linear_selected_logprobs",
     "linear_token_logprobs",
     "normalizer",
@@ -45,6 +47,7 @@ __all__ = [
     "rollout_weights",
     "sampling_mask",
     "selected_logprobs",
+    "set_batch_invariant",
     "token_logprobs",
 ]
 __all__ += objectives.__all__

@@ -11,7 +11,7 @@ from gspo_kernels import checks
 from gspo_kernels.aggregation import token_shares
 from gspo_kernels.entry import implemented_by
 from gspo_kernels.layout import as_rows, from_rows
-from gspo_kernels.linear.chunks import LinearOperands
+from gspo_kernels.linear.chunks import Chunking, LinearOperands
 from gspo_kernels.linear.distillation import LinearDistillationFunction, LinearTeacher
 from gspo_kernels.linear.inputs import ProductArguments, check_inputs
 from gspo_kernels.logits import LogitArguments, check_inplace, check_logits
@@ -303,11 +303,16 @@ def _fused_linear_distillation_loss(
     aggregation_constant: float | None,
 ) -> DistillationOutput:
     chunking = product_arguments.checked(compact=True, group=None)
+    if chunking.batch_invariant:
+        raise ValueError(
+            "batch_invariant: is on, but a divergence from hidden states has no products of fixed order; "
+            "switch it off, or give distillation_loss the logits"
+        )
     checks.floats("hidden", hidden, None, "[B, T, H], or [N, H] with cu_seqlens", None)
     tokens = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
-    hidden, weight, bias = check_inputs(hidden, weight, bias, tokens, False)
+    hidden, weight, bias = check_inputs(hidden, weight, bias, tokens, chunking)
     teacher_arguments.check_source("teacher_hidden", teacher_hidden)
-    theirs = _teachers_head(teacher_hidden, teacher_weight, teacher_bias, tokens, weight.shape[0])
+    theirs = _teachers_head(teacher_hidden, teacher_weight, teacher_bias, tokens, weight.shape[0], chunking)
     call = _Call(
         tokens,
         hidden.dtype,
@@ -332,7 +337,12 @@ def _fused_linear_distillation_loss(
 
 
 def _teachers_head(
-    hidden: Tensor | None, weight: Tensor | None, bias: Tensor | None, tokens: Tensor, vocabulary: int
+    hidden: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    tokens: Tensor,
+    vocabulary: int,
+    chunking: Chunking,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The teacher's three, checked, detached, and as autocast wants them."""
     if hidden is None:
@@ -358,7 +368,7 @@ def _teachers_head(
         checks.floats("teacher_bias", bias, (vocabulary,), "[V]", tokens.device)
         bias = bias.detach()
     try:
-        return check_inputs(hidden.detach(), weight.detach(), bias, tokens, False)
+        return check_inputs(hidden.detach(), weight.detach(), bias, tokens, chunking)
     except TypeError as error:
         raise TypeError(f"teacher_{error}") from None
 

@@ -13,6 +13,7 @@ import torch
 from gspo_kernels import integrations
 from gspo_kernels.cpp.products import multiplies
 from gspo_kernels.integrations.errors import IntegrationError, require_package
+from gspo_kernels.invariance import is_batch_invariant
 from gspo_kernels.linear import calibration
 from gspo_kernels.ops import backends
 
@@ -90,7 +91,13 @@ def _products() -> list[str]:
     """Who multiplies hidden states and weights on the CPU."""
     fp32 = calibration.choice()
     bf16 = "by cpp, natively" if multiplies(torch.bfloat16) else "in fp32: none are native here"
-    return [f"  products of fp32 by {fp32.library}: {fp32.reason}", f"  products of bf16 {bf16}"]
+    missing = backends.why_not("cpp", torch.device("cpu"))
+    fixed = "by cpp" if missing is None else f"not here: {missing}"
+    return [
+        f"  products of fp32 by {fp32.library}: {fp32.reason}",
+        f"  products of bf16 {bf16}",
+        f"  products in batch-invariant mode {fixed}",
+    ]
 
 
 def report() -> str:
@@ -98,6 +105,8 @@ def report() -> str:
     lines = [
         f"python {platform.python_version()} on {platform.system()} {platform.machine()}",
         *(f"{package:<13} {_version(package)}" for package in _PACKAGES),
+        "",
+        f"batch-invariant mode is {'on' if is_batch_invariant() else 'off'}",
         "",
         "frameworks that an adapter serves (docs/integrations):",
         *_frameworks(),

@@ -4,7 +4,9 @@ tensors.
 Packed tensors keep a leading dimension of 1 inside the package, so that tokens always have two dimensions.
 
 Sums over sequences are the only reductions that a sequence-level loss needs. They are deterministic on every
-device: no atomics, and the adjoint of ``expand`` is ``sum`` instead of an ``index_add``.
+device: no atomics, and the adjoint of ``expand`` is ``sum`` instead of an ``index_add``. On the CPU they run
+from a sequence's first token to its last, so that neither zeros of tokens that don't count nor the layout
+leave a trace.
 """
 
 from __future__ import annotations
@@ -56,11 +58,11 @@ class Padded(Layout):
 
     def sum(self, tokens: Tensor) -> Tensor:
         """[B, T] -> [B]."""
-        return tokens.sum(dim=1)
+        return _RowSum.apply(tokens)
 
     def expand(self, values: Tensor) -> Tensor:
         """[B] -> [B, T], without copying."""
-        return values.unsqueeze(1).expand(self.rows, self.length)
+        return _RowExpand.apply(values, self.length)
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,6 +113,34 @@ def _segment_sum(tokens: Tensor, offsets: Tensor) -> Tensor:
     if tokens.numel() == 0:
         return tokens.new_zeros(offsets.numel() - 1)
     return torch.segment_reduce(tokens.flatten(), "sum", offsets=offsets, unsafe=True, initial=0)
+
+
+def _row_sum(tokens: Tensor) -> Tensor:
+    rows, length = tokens.shape
+    if not tokens.is_cpu or not tokens.numel():
+        return tokens.sum(dim=1)
+    return _segment_sum(tokens, torch.arange(0, rows * length + 1, length))
+
+
+class _RowSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor) -> Tensor:
+        ctx.length = tokens.shape[1]
+        return _row_sum(tokens)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.unsqueeze(1).expand(grad.shape[0], ctx.length)
+
+
+class _RowExpand(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, length: int) -> Tensor:
+        return values.unsqueeze(1).expand(values.shape[0], length)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _row_sum(grad), None
 
 
 class _SegmentSum(torch.autograd.Function):

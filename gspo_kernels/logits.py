@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gspo_kernels import bits, checks
+from gspo_kernels.invariance import in_force, is_batch_invariant, refuse_backend, refuse_groups
 from gspo_kernels.layout import as_rows, segment_ids
 from gspo_kernels.objectives.base import Objective
 from gspo_kernels.ops.backends import resolve
@@ -54,6 +55,7 @@ class LogitArguments(NamedTuple):
         if not isinstance(self.backend, str):
             raise TypeError(f"backend: got {type(self.backend).__name__}, expected a name")
         serving = resolve(self.backend, labels.device)
+        refuse_backend(is_batch_invariant(), serving)
         return RowOptions(scale, cap, scalar, None, None, self.ignore_index, serving, self._shard(width))
 
     def _shard(self, width: int) -> Shard:
@@ -165,7 +167,11 @@ def on_all_ranks(implementation: Callable[..., R]) -> Callable[..., R]:
             "cp_group": getattr(arguments.get("terms"), "cp_group", None) or None,
             "tp_group": getattr(arguments.get("logit_arguments"), "tp_group", None),
         }
-        if torch.compiler.is_compiling() or all(group is None for group in groups.values()):
+        if all(group is None for group in groups.values()):
+            return implementation(**arguments)
+        asked = getattr(arguments.get("product_arguments"), "batch_invariant", None)
+        refuse_groups(in_force(asked), **groups)
+        if torch.compiler.is_compiling():
             return implementation(**arguments)
         from gspo_kernels.parallel.agreement import all_or_none
 

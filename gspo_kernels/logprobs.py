@@ -112,6 +112,7 @@ def linear_token_logprobs(
     return_entropy: bool = False,
     logits_dtype: str = "float32",
     max_chunk_bytes: int | None = None,
+    batch_invariant: bool | None = None,
     backend: str = "auto",
     tp_group: ProcessGroup | DeviceMesh | None = None,
     vocab_range: tuple[int, int] | None = None,
@@ -140,7 +141,9 @@ def linear_token_logprobs(
             GPU and 1,024 to 2,048 on the CPU, as many as fit 256 MiB; at least 64 MiB, at most 1/16 of the
             memory. 0: logits are never written at all; for scoring without a gradient, by a Triton kernel.
             Never chosen by itself: its sums have another order, so that ratios with the losses' log-probs
-            are 1 to rounding instead of exactly.
+            are 1 to rounding instead of exactly. Refused where ``batch_invariant``.
+        batch_invariant: whether results keep their bits whatever is computed along with them; None: as
+            ``set_batch_invariant`` says, whose documentation says what that promises.
         backend: "auto", "triton", "cpp" or "reference".
         tp_group: the process group, or mesh of one dimension, whose ranks each have some rows of weight and
             bias, [V of the rank, H]; labels are ids of the whole vocabulary, and everything but weight and

@@ -316,6 +316,7 @@ def fused_linear_policy_loss(
     return_entropy: bool = False,
     logits_dtype: str = "float32",
     max_chunk_bytes: int | None = None,
+    batch_invariant: bool | None = None,
     schedule: str = "auto",
     skip_inactive: str = "backward",
     objective: Objective = GSPO(),
@@ -338,9 +339,9 @@ def fused_linear_policy_loss(
         old_logprobs, advantages, and all terms from loss_mask to normalizer: as in ``policy_loss``; a token
             is also left out where its label is ``ignore_index``.
         temperature: a number, or a tensor [B] with one per sequence.
-        logit_scale, softcap, kept_ids, kept_mask, ignore_index, logits_dtype, max_chunk_bytes, backend,
-            tp_group, vocab_range, reduce_hidden_grad, sequence_parallel: as in ``linear_token_logprobs``. Old
-            and reference log-probs must be over the same kept ids.
+        logit_scale, softcap, kept_ids, kept_mask, ignore_index, logits_dtype, max_chunk_bytes,
+            batch_invariant, backend, tp_group, vocab_range, reduce_hidden_grad, sequence_parallel: as in
+            ``linear_token_logprobs``. Old and reference log-probs must be over the same kept ids.
         return_entropy: also return the entropy, detached; an entropy bonus computes it anyway.
         objective, cp_group: as in ``policy_loss``.
         schedule: "auto", "known", "aligned", "deferred", "frozen", "cached" or "two_pass": how the batch is
@@ -388,6 +389,7 @@ def explain_schedule(
     ignore_index: int = -100,
     logits_dtype: str = "float32",
     max_chunk_bytes: int | None = None,
+    batch_invariant: bool | None = None,
     schedule: str = "auto",
     skip_inactive: str = "backward",
     objective: Objective = GSPO(),

@@ -130,7 +130,7 @@ def _linear_selected_logprobs(
 ) -> SelectedLogprobs:
     tokens = _tokens_of(ids)
     chunking = product_arguments.checked(compact=True, group=logit_arguments.tp_group)
-    hidden, weight, bias = check_inputs(hidden, weight, bias, tokens, chunking.scattered)
+    hidden, weight, bias = check_inputs(hidden, weight, bias, tokens, chunking)
     packed, vocabulary = tokens.ndim == 1, weight.shape[0]
     options = logit_arguments.checked(tokens, tokens.shape[0], vocabulary)
     checks.flag("normalize_within", normalize_within)
@@ -163,6 +163,7 @@ def linear_selected_logprobs(
     kept_mask: Tensor | None = None,
     logits_dtype: str = "float32",
     max_chunk_bytes: int | None = None,
+    batch_invariant: bool | None = None,
     backend: str = "auto",
     tp_group: ProcessGroup | DeviceMesh | None = None,
     vocab_range: tuple[int, int] | None = None,
@@ -179,8 +180,9 @@ def linear_selected_logprobs(
         ids, normalize_within, kept_ids, kept_mask: as in ``selected_logprobs``. Tokens without any id are
             never projected.
         bias: [V] or None.
-        temperature, logit_scale, softcap, logits_dtype, max_chunk_bytes, backend, tp_group, vocab_range,
-            reduce_hidden_grad, sequence_parallel: as in ``linear_token_logprobs``; a budget of 0 is refused.
+        temperature, logit_scale, softcap, logits_dtype, max_chunk_bytes, batch_invariant, backend, tp_group,
+            vocab_range, reduce_hidden_grad, sequence_parallel: as in ``linear_token_logprobs``; a budget of 0
+            is refused.
 
     Returns:
         SelectedLogprobs(logprobs, tail) in nats, [.., K] and [..], fp32 (fp64 for fp64 inputs).

@@ -21,7 +21,7 @@ TERMS = (
     "group_ids turn_ids normalizer"
 )
 LOGITS = "temperature logit_scale softcap kept_ids kept_mask ignore_index backend tp_group vocab_range"
-HIDDEN = "bias logits_dtype max_chunk_bytes reduce_hidden_grad sequence_parallel"
+HIDDEN = "bias logits_dtype max_chunk_bytes batch_invariant reduce_hidden_grad sequence_parallel"
 POLICY = f"{LAYOUT} {TERMS} cp_group"
 
 # positional parameters | keyword-only parameters
@@ -65,8 +65,9 @@ DEFAULTS = {
     "kl_beta": 0.0, "kl_estimator": "k3", "kl_ratio_weighted": False, "entropy_coef": 0.0,
     "temperature": 1.0, "logit_scale": 1.0, "softcap": None, "kept_ids": None, "kept_mask": None,
     "ignore_index": -100, "return_entropy": False, "inplace_backward": False, "logits_dtype": "float32",
-    "max_chunk_bytes": None, "schedule": "auto", "normalize_within": False, "top_k": 0, "top_p": 1.0,
-    "min_p": 0.0, "engine": "transformers", "skip_inactive": "backward", "backend": "auto",
+    "max_chunk_bytes": None, "batch_invariant": None, "schedule": "auto", "normalize_within": False,
+    "top_k": 0, "top_p": 1.0, "min_p": 0.0, "engine": "transformers", "skip_inactive": "backward",
+    "backend": "auto",
     "objective": gk.GSPO(), "loss_mask": None, "cu_seqlens": None, "normalizer": None, "lengths": None,
     "reduce_hidden_grad": True, "sequence_parallel": False,
     "bias": None, "entropy": None, "scale": "group", "eps": 1e-4, "level": "token", "reduce": "mean",

@@ -7,6 +7,10 @@ from torch import Tensor
 
 from gspo_kernels.cpp import _operators, unavailable
 
+PIECE = 128
+"""Values along K that are summed up before they are added to the rest; bf16 has twice as many."""
+INSTRUCTIONS = ("best", "avx2", "portable")
+
 
 def multiplies(dtype: torch.dtype) -> bool:
     """Whether the processor has instructions for products of ``dtype``, and PyTorch is allowed to use them
@@ -26,7 +30,8 @@ def multiply(
     *,
     bias: Tensor | None = None,
     accumulate: bool = False,
-    portable: bool = False,
+    ends: Tensor | None = None,
+    instructions: str = "best",
 ) -> Tensor:
     """``out = a @ b + bias``, or ``out += a @ b`` with ``accumulate``.
 
@@ -36,13 +41,18 @@ def multiply(
         a, b: [M, K] and [K, N], both fp32 or both bf16, any strides.
         out: [M, N] fp32, contiguous along N.
         bias: [N] or None; not with ``accumulate``.
-        portable: in plain C++, as on processors without the instructions. Slow; from bf16 the same bits, but
-            for subnormal numbers, which the instruction takes for 0.
+        ends: int64, ascending, the last of them K; the sum along K runs in pieces that end there, each summed
+            up by itself and then added to what there is, in their order. None: pieces of ``PIECE`` fp32 or
+            twice as many bf16 values, which is the longest that a piece may be.
+        instructions: "best", or those of processors that have less: "avx2", and "portable" for plain C++,
+            which is slow. The sums are the same with AVX2, and from bf16 with all of them, but for
+            subnormal bf16 numbers, which the best instruction takes for 0.
 
     Raises:
-        RuntimeError: shapes or dtypes don't fit.
+        RuntimeError: shapes, dtypes or ends don't fit.
     """
     if bias is not None:
         bias = bias.detach().to(torch.float32).contiguous()
-    _operators().product(a.detach(), b.detach(), bias, out, accumulate, portable)
+    level = INSTRUCTIONS.index(instructions)
+    _operators().product(a.detach(), b.detach(), bias, ends, out, accumulate, level)
     return out

@@ -11,6 +11,7 @@ from gspo_kernels.kernels.divergences import divergence
 from gspo_kernels.kernels.gradients import logprobs_and_grad, logprobs_backward
 from gspo_kernels.kernels.launch import INTERPRETED
 from gspo_kernels.kernels.logprobs import logprobs_forward
+from gspo_kernels.kernels.products import fixed_product
 from gspo_kernels.kernels.scale import scale_
 from gspo_kernels.kernels.scoring import linear_logprobs_forward, linear_logprobs_unavailable
 from gspo_kernels.kernels.sequence_ratio import sequence_ratio_forward
@@ -18,6 +19,7 @@ from gspo_kernels.kernels.steps import ratio_step
 
 __all__ = [
     "divergence",
+    "fixed_product",
     "linear_logprobs_forward",
     "linear_logprobs_unavailable",
     "logprobs_and_grad",

@@ -44,12 +44,12 @@ def linear_token_logprobs(
     if unwritten:
         product_arguments = product_arguments._replace(max_chunk_bytes=None)
     chunking = product_arguments.checked(compact=True, group=logit_arguments.tp_group)
-    hidden, weight, bias = check_inputs(hidden, weight, bias, labels, chunking.scattered)
+    hidden, weight, bias = check_inputs(hidden, weight, bias, labels, chunking)
     packed = labels.ndim == 1
     options = logit_arguments.checked(labels, labels.shape[0], weight.shape[0])
     checks.flag("return_entropy", return_entropy)
     if unwritten:
-        check_unwritten(hidden, weight, bias, logit_arguments, chunking.logits_dtype, options)
+        check_unwritten(hidden, weight, bias, logit_arguments, chunking, options)
     rows, row_labels = as_rows(hidden, packed), as_rows(labels, packed)
     options = logit_arguments.with_rows(options, row_labels, packed, None, hidden.dtype, weight.shape[0])
     operands = LinearOperands(rows, weight, bias, row_labels, options, chunking)
@@ -91,7 +91,7 @@ class _Prepared:
         self.skip = skip_inactive != "none"
         learns = torch.is_grad_enabled()
         self.needs = Needs(*(learns and x is not None and x.requires_grad for x in (hidden, weight, bias)))
-        self.refusals = refusals(objective, terms, self.needs.head)
+        self.refusals = refusals(objective, terms, self.needs.head, chunking.batch_invariant)
 
     @property
     def operands(self) -> LinearOperands:
@@ -122,14 +122,15 @@ def fused_linear_policy_loss(
     """See ``gspo_kernels.fused_linear_policy_loss``."""
     checks.choice("skip_inactive", skip_inactive, SKIP_INACTIVE)
     chunking = product_arguments.checked(skip_inactive != "none", logit_arguments.tp_group)
-    hidden, weight, bias = check_inputs(hidden, weight, bias, labels, chunking.scattered)
+    hidden, weight, bias = check_inputs(hidden, weight, bias, labels, chunking)
     with_entropy = wants_entropy(return_entropy, terms.entropy_coef, objective)
     call = _Prepared(
         hidden, weight, labels, bias, logit_arguments, terms, with_entropy, chunking, skip_inactive, objective
     )
     name, _ = call.choose(schedule)
     backend, terms = call.options.backend, call.terms
-    if name == "two_pass":
+    # batch-invariant gradients of all schedules are multiplied by what comes from above at the same place
+    if name == "two_pass" and not (chunking.batch_invariant and any(call.needs)):
         check_before_ranks_work(call.labels, terms, call.options)
         logprobs, entropy = LinearTokenLogprobsFunction.apply(*call.operands, with_entropy, call.skip)
         return loss_of(logprobs, entropy if with_entropy else None, backend, terms, call.packed)
@@ -162,7 +163,7 @@ def explain_schedule(
     """See ``gspo_kernels.explain_schedule``."""
     checks.choice("skip_inactive", skip_inactive, SKIP_INACTIVE)
     chunking = product_arguments.checked(skip_inactive != "none", logit_arguments.tp_group)
-    hidden, weight, bias = check_inputs(hidden, weight, bias, labels, chunking.scattered)
+    hidden, weight, bias = check_inputs(hidden, weight, bias, labels, chunking)
     call = _Prepared(
         hidden, weight, labels, bias, logit_arguments, terms, True, chunking, skip_inactive, objective
     )
@@ -172,4 +173,14 @@ def explain_schedule(
     shapes = shapes_of(rows, call.terms, call.needs)
     with_entropy = wants_entropy(False, terms.entropy_coef, objective)
     wire = Wire.of(rows, shapes, with_entropy)
-    return explain(name, reason, scopes.rows, scopes.idle, shapes, call.refusals, weight.element_size(), wire)
+    return explain(
+        name,
+        reason,
+        scopes.rows,
+        scopes.idle,
+        shapes,
+        call.refusals,
+        weight.element_size(),
+        wire,
+        chunking.batch_invariant,
+    )

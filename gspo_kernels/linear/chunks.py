@@ -6,12 +6,15 @@ import itertools
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from gspo_kernels.invariance import refuse_backend
 from gspo_kernels.linear.head import Head
+from gspo_kernels.linear.segments import SEGMENT
 from gspo_kernels.ops.backends import RowBackend, rows_of
 from gspo_kernels.ops.logprobs import SAID, check_rows
 from gspo_kernels.ops.memory import chunk_rows
@@ -59,6 +62,7 @@ class Chunking(NamedTuple):
         compact: leave masked rows out of every product, which looks at the device.
         reduce_hidden_grad: sum dHidden over the ranks that have the vocabulary's shards.
         scattered: each of those ranks has the hidden states of some tokens.
+        batch_invariant: no result depends on what is computed along with it, see ``invariance``.
     """
 
     logits_dtype: str
@@ -66,6 +70,7 @@ class Chunking(NamedTuple):
     compact: bool
     reduce_hidden_grad: bool = True
     scattered: bool = False
+    batch_invariant: bool = False
 
 
 class LinearOperands(NamedTuple):
@@ -109,8 +114,11 @@ class Call:
     def of(operands: LinearOperands) -> Call:
         """From an operator's arguments."""
         hidden, weight, bias, labels, options, chunking = operands
-        head = Head(weight, bias, chunking.logits_dtype)
+        refuse_backend(chunking.batch_invariant, options.backend)
+        head = Head(weight, bias, chunking.logits_dtype, chunking.batch_invariant)
         rows = chunk_rows(head.row_bytes, chunking.max_chunk_bytes, weight.device)
+        if head.fixed and rows > SEGMENT:
+            rows -= rows % SEGMENT
         itemsize = head.rows_dtype.itemsize
         return Call(hidden, head, labels, options, rows, head.vocabulary, itemsize, chunking)
 
@@ -202,8 +210,13 @@ class Call:
             (where.start, where.stop - where.start) if isinstance(where, slice) else (0, len(where))
         )
         pieces = -(-count // self.chunk_rows)
-        for piece in range(pieces):
-            at = slice(first + count * piece // pieces, first + count * (piece + 1) // pieces)
+        ends = [count * piece // pieces for piece in range(1, pieces + 1)]
+        if self.head.fixed and self.chunk_rows > SEGMENT:
+            # so that few segments are parted
+            size = -(-count // max(pieces * SEGMENT, 1)) * SEGMENT
+            ends = [min(count, end) for end in range(size, count + size, size)] if count else []
+        for start, end in itertools.pairwise((0, *ends)):
+            at = slice(first + start, first + end)
             yield self.chunk(at if isinstance(where, slice) else where[at])
 
     def chunk(self, where: slice | Tensor) -> Chunk:
@@ -221,9 +234,15 @@ class Call:
             hidden = self.hidden[where // length, where % length]
         return Chunk(where, hidden, labels.unsqueeze(0), transform)
 
+    @cached_property
+    def ranks(self) -> Tensor:
+        """Of each of the flattened rows, how many that count come before it."""
+        counted = self.counted.flatten()
+        return counted.cumsum(0) - counted.to(torch.int64)
+
     def one_pass(self, entropy: bool) -> bool:
-        """Whether the backend writes rows along with statistics."""
-        return not entropy and hasattr(self.backend, "logprobs_and_rows")
+        """Whether the backend writes rows along with statistics. Those that come alone sum otherwise."""
+        return not (entropy or self.head.fixed) and hasattr(self.backend, "logprobs_and_rows")
 
     def rows_memory(self, logits: Tensor, out: Tensor | None) -> Tensor:
         """Memory for the rows that come from logits [n, V]: ``out``, or that of the logits where they fit."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gspo_kernels.linear.schedule import Refusals
-from gspo_kernels.objectives.base import Objective
+from gspo_kernels.objectives.base import Objective, from_spec
 from gspo_kernels.terms import Terms
 
 
@@ -26,8 +26,15 @@ def what_couples_tokens(objective: Objective, terms: Terms) -> str:
     return name
 
 
-def refusals(objective: Objective, terms: Terms, trains_head: bool) -> Refusals:
-    """Why schedules are not exact for a call."""
+def evaluated_at_once(invariant: bool, terms: Terms) -> bool:
+    """Whether coefficients are to come from one evaluation of the whole call, so that sums over its sequences
+    have one order.
+    """
+    return invariant and coefficients_depend_on(from_spec(terms.objective), terms) in ("group", "batch")
+
+
+def refusals(objective: Objective, terms: Terms, trains_head: bool, invariant: bool) -> Refusals:
+    """Why schedules are not exact for a call, or not batch-invariant where that is asked for."""
     name, scope = type(objective).__name__, coefficients_depend_on(objective, terms)
     reasons = {}
     if scope not in ("nothing", "token"):
@@ -52,6 +59,17 @@ def refusals(objective: Objective, terms: Terms, trains_head: bool) -> Refusals:
     if terms.cp_group:
         for schedule in ("aligned", "deferred"):
             reasons[schedule] = "cp_group has tokens of the same sequences on other ranks"
+    if invariant:
+        reasons.setdefault("deferred", "batch-invariant mode sums dWeight in segments, not in sequences")
+        if scope == "token":
+            reasons.setdefault(
+                "known", "batch-invariant mode takes coefficients from whole sequences, as other schedules do"
+            )
+        if evaluated_at_once(invariant, terms):
+            for schedule in ("aligned", "frozen", "cached"):
+                reasons[schedule] = (
+                    f"batch-invariant mode evaluates coefficients that depend on the {scope} all at once"
+                )
     if terms.skipped is not None and scope in ("group", "batch"):
         for schedule in ("aligned", "frozen", "cached"):
             reasons[schedule] = f"skip_inactive='all' leaves out sequences that {name}'s coefficients look at"

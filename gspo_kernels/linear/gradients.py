@@ -9,9 +9,10 @@ from torch import Tensor
 
 from gspo_kernels.linear.chunks import Call, Chunk
 from gspo_kernels.linear.head import Head
-from gspo_kernels.linear.products import multiply, transposed_product
+from gspo_kernels.linear.products import fixed_product, multiply, transposed_product
 from gspo_kernels.linear.scaling import bounded_for_sums, largest, power_of_two, times, times_
 from gspo_kernels.linear.scores import Kept, Projected, Scores
+from gspo_kernels.linear.segments import Segmented, Segments
 from gspo_kernels.ops.backends import RowBackend
 from gspo_kernels.types import stats_dtype
 
@@ -68,6 +69,8 @@ class HeadSums:
 
     dWeight is summed inside of the products. Their 16-bit operands must hold the coefficients: bf16 does; for
     fp16 the sum counts in a power of two, which grows with the largest coefficient so far.
+
+    Of a head whose products are fixed, both are sums over segments of rows, in their order.
     """
 
     def __init__(self, head: Head, needs: Needs, backend: RowBackend):
@@ -77,25 +80,52 @@ class HeadSums:
         self._weight = torch.empty(head.weight.shape, dtype=dtype, device=device) if needs.weight else None
         self._bias = torch.zeros(head.vocabulary, dtype=dtype, device=device) if needs.bias else None
         self._empty = True
+        self._segments = Segments(head.rows_in_step) if head.fixed else None
 
     def clear(self) -> None:
         """Begin anew."""
+        assert self._segments is None
         self._empty, self._power = True, None
         if self._bias is not None:
             self._bias.zero_()
 
-    def add(self, rows: Rows, hidden: Tensor, coefficients: Tensor, active: Tensor) -> None:
-        """Add those of rows times ``coefficients`` [n], with hidden states [n, H]."""
+    def add(
+        self, rows: Rows, hidden: Tensor, coefficients: Tensor, active: Tensor, ranks: Tensor | None = None
+    ) -> None:
+        """Add those of rows times ``coefficients`` [n], with hidden states [n, H]; ``ranks`` [n], ascending,
+        are those of ``Call.ranks``, where products are fixed.
+        """
         values, factors = rows.values, rows.scaled(bounded_for_sums(coefficients))
+        if self._segments is not None:
+            assert ranks is not None
+            if self._weight is not None or self._bias is not None:
+                operand = self._operand(hidden, factors, active, values.dtype)
+                for segmented in self._segments.cut((values, operand, factors), ranks):
+                    self._add_segments(segmented)
+            return
         if self._weight is not None:
-            chosen = hidden.to(self._weight.dtype)
-            if not (active.is_cpu and bool(active.all())):
-                # selected: the hidden state of a row without gradient may be anything
-                chosen = torch.where(active.unsqueeze(1), chosen, 0.0)
             shares = self._in_units(factors) if values.dtype == torch.float16 else factors
-            self._multiply(values.t(), (chosen * shares.unsqueeze(1)).to(values.dtype))
+            self._multiply(values.t(), self._operand(hidden, shares, active, values.dtype))
         if self._bias is not None:
             self._add_bias(values, factors)
+        self._empty = False
+
+    def _operand(self, hidden: Tensor, factors: Tensor, active: Tensor, dtype: torch.dtype) -> Tensor:
+        """Hidden states times factors, as the products take them."""
+        chosen = hidden.to(factors.dtype)
+        if not (active.is_cpu and bool(active.all())):
+            # selected: the hidden state of a row without gradient may be anything
+            chosen = torch.where(active.unsqueeze(1), chosen, 0.0)
+        return (chosen * factors.unsqueeze(1)).to(dtype)
+
+    def _add_segments(self, segmented: Segmented) -> None:
+        (values, operand, factors), ends = segmented
+        left, first = values.t(), self._empty
+        if self._weight is not None:
+            fixed_product(left, operand, self._weight, accumulate=not first, ends=ends)
+        if self._bias is not None:
+            column = factors.to(values.dtype).unsqueeze(1)
+            fixed_product(left, column, self._bias.unsqueeze(1), accumulate=not first, ends=ends)
         self._empty = False
 
     def _add_bias(self, values: Tensor, factors: Tensor) -> None:
@@ -151,6 +181,9 @@ class HeadSums:
 
     def result(self) -> tuple[Tensor | None, Tensor | None]:
         """The two sums."""
+        if self._segments is not None:
+            for segmented in self._segments.rest():
+                self._add_segments(segmented)
         if self._empty and self._weight is not None:
             self._weight.zero_()
             self._empty = False
@@ -203,7 +236,7 @@ class Gradients:
         if isinstance(keep, Tensor):
             if keep.numel() == 0:
                 return
-            kept = Kept.of(keep, len(chunk))
+            kept = Kept.of(keep, len(chunk), self.call.head.fixed)
             keep = kept.rows
             projected, chunk, grad = projected.select(kept), chunk.select(keep), grad[keep]
             active = active[keep]
@@ -212,9 +245,9 @@ class Gradients:
             self.add_rows(self.rows(projected, chunk), chunk, grad, active)
             return
         # a row then has two coefficients, so they go into the rows themselves
-        scale = power_of_two(torch.maximum(largest(grad), largest(grad_entropy)).to(self.accumulate))
+        scale = power_of_two(torch.maximum(grad.abs(), grad_entropy.abs()).to(self.accumulate))
         rows = self._write(projected, chunk, grad / scale, grad_entropy / scale, None)
-        self.add_rows(Rows(rows, None), chunk, scale.expand(len(chunk)), active)
+        self.add_rows(Rows(rows, None), chunk, scale, active)
 
     def rows(self, projected: Projected, chunk: Chunk, out: Tensor | None = None) -> Rows:
         """What enters the gradient products, in ``out`` or, where it fits, in the memory of the logits."""
@@ -252,20 +285,26 @@ class Gradients:
         """Add rows times coefficients [n], the inactive ones of which are zero."""
         coefficients = coefficients.to(self.accumulate)
         self.add_hidden(rows, chunk, coefficients)
-        self.sums.add(rows, chunk.hidden, coefficients, active)
+        ranks = self.call.ranks[chunk.where] if self.call.head.fixed else None
+        self.sums.add(rows, chunk.hidden, coefficients, active, ranks)
 
     def add_hidden(self, rows: Rows, chunk: Chunk, coefficients: Tensor) -> None:
         """Add the dHidden of rows times coefficients [n]; no row's depends on another's."""
         if self.hidden is None:
             return
-        scale = power_of_two(coefficients)
-        unit = rows.scaled(coefficients / scale)
-        values = times_(self.call.head.grad_hidden(rows.values), unit.unsqueeze(1))
+        values = self.call.head.grad_hidden(rows.values)
+        if self.call.head.fixed:
+            # as where a coefficient comes late: the whole of it multiplies last
+            scale = rows.scaled(coefficients)
+        else:
+            scale = power_of_two(coefficients)
+            values = times_(values, rows.scaled(coefficients / scale).unsqueeze(1))
         values = self.call.summed(values, chunk.where)
         own, where = self.call.own_rows(chunk.where)
         scale = scale[own]
         if self.scales is None:
-            values.mul_(scale.unsqueeze(1))
+            scale = scale.unsqueeze(1)
+            values = times_(values, scale) if self.call.head.fixed else values.mul_(scale)
         else:
             power = power_of_two(largest(values, 1))
             values.div_(power.unsqueeze(1))

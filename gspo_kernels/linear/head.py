@@ -9,7 +9,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from gspo_kernels.linear.products import in_blocks, multiply
+from gspo_kernels.linear.products import fixed_product, in_blocks, multiply
+from gspo_kernels.linear.segments import SEGMENT
 from gspo_kernels.types import stats_dtype
 
 LOGITS_SLAB, HIDDEN_SLAB = 2048, 8192
@@ -20,11 +21,15 @@ cores that is a twentieth faster, and a quarter where a product has only 16 rows
 
 @dataclass(frozen=True)
 class Head:
-    """The projection from hidden states to logits, and how its products are computed."""
+    """The projection from hidden states to logits, and how its products are computed.
+
+    ``fixed``: in an order of their sums that depends on nothing but the weight.
+    """
 
     weight: Tensor
     bias: Tensor | None
     logits_dtype: str
+    fixed: bool = False
 
     @property
     def vocabulary(self) -> int:
@@ -42,6 +47,11 @@ class Head:
         return self.weight.dtype in (torch.float32, torch.float64)
 
     @property
+    def shows_other_rows(self) -> bool:
+        """Whether gradients show that logits were projected along with other rows than before."""
+        return self.exact and not self.fixed
+
+    @property
     def dtype(self) -> torch.dtype:
         """The dtype of the logits."""
         return self.weight.dtype if self.native else torch.float32
@@ -49,6 +59,8 @@ class Head:
     @cached_property
     def in_blocks(self) -> bool:
         """Whether the C++ backend computes the products."""
+        if self.fixed:
+            return self.weight.is_cpu and self.weight.dtype in (torch.float32, torch.bfloat16)
         return in_blocks(self.weight)
 
     @property
@@ -58,6 +70,13 @@ class Head:
         return self.weight.dtype if own else torch.float32
 
     @property
+    def rows_in_step(self) -> int:
+        """How many rows a fixed product for dWeight may sum up in one step of an order of its own."""
+        if self.weight.is_cuda:
+            return SEGMENT
+        return 2 if self.rows_dtype == torch.bfloat16 else 1
+
+    @property
     def row_bytes(self) -> int:
         """Bytes of a row of logits, and of the row that enters the gradient products unless it fits there."""
         rows = self.rows_dtype.itemsize
@@ -65,6 +84,8 @@ class Head:
 
     def logits(self, hidden: Tensor, out: Tensor) -> Tensor:
         """[n, H] -> [n, V], written into ``out``."""
+        if self.fixed:
+            return self._fixed_logits(hidden, out)
         if self.weight.is_cuda and not self.native:
             torch.mm(hidden, self.weight.t(), out_dtype=out.dtype, out=out)
             return out if self.bias is None else out.add_(self.bias)
@@ -83,6 +104,8 @@ class Head:
 
     def grad_hidden(self, rows: Tensor) -> Tensor:
         """[n, V] -> [n, H] in the statistics' dtype."""
+        if self.fixed:
+            return self._fixed_grad_hidden(rows)
         if self.in_blocks:
             return multiply(rows, self.weight, torch.empty(rows.shape[0], self.weight.shape[1]))
         if rows.dtype == self.weight.dtype:
@@ -92,6 +115,25 @@ class Head:
         out = torch.zeros(rows.shape[0], self.weight.shape[1], dtype=rows.dtype, device=rows.device)
         for slab in self._slabs(HIDDEN_SLAB):
             out.addmm_(rows[:, slab], self.weight[slab].to(rows.dtype))
+        return out
+
+    def _fixed_logits(self, hidden: Tensor, out: Tensor) -> Tensor:
+        if out.is_cuda or (self.in_blocks and out.dtype == torch.float32):
+            return fixed_product(hidden, self.weight.t(), out, bias=self.bias)
+        wide = self.weight.dtype if self.in_blocks else torch.float32
+        for slab in self._slabs(LOGITS_SLAB):
+            columns = self.weight[slab].to(wide).t()
+            sums = torch.empty(hidden.shape[0], columns.shape[1])
+            bias = None if self.bias is None else self.bias[slab]
+            out[:, slab] = fixed_product(hidden.to(wide), columns, sums, bias=bias)
+        return out
+
+    def _fixed_grad_hidden(self, rows: Tensor) -> Tensor:
+        out = torch.empty(rows.shape[0], self.weight.shape[1], dtype=torch.float32, device=rows.device)
+        if rows.dtype == self.weight.dtype:
+            return fixed_product(rows, self.weight, out)
+        for slab in self._slabs(HIDDEN_SLAB):
+            fixed_product(rows[:, slab], self.weight[slab].to(rows.dtype), out, accumulate=slab.start > 0)
         return out
 
     def _slabs(self, rows: int) -> Iterator[slice]:

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from gspo_kernels import checks
+from gspo_kernels.invariance import in_force
 from gspo_kernels.linear.chunks import Chunking
+from gspo_kernels.linear.products import fixed_unavailable
 from gspo_kernels.logits import check_scores
 from gspo_kernels.terms import Terms, check_values
 from gspo_kernels.types import RowOptions
@@ -23,6 +25,7 @@ class ProductArguments(NamedTuple):
     max_chunk_bytes: int | None = None
     reduce_hidden_grad: bool = True
     sequence_parallel: bool = False
+    batch_invariant: bool | None = None
 
     def checked(self, compact: bool, group: object) -> Chunking:
         """Checked; a budget of None becomes 0, the default. ``group`` is the call's ``tp_group``."""
@@ -40,16 +43,27 @@ class ProductArguments(NamedTuple):
                 "reduce_hidden_grad: got False, but with sequence_parallel=True a rank's dHidden is always "
                 "the sum over tp_group"
             )
-        return Chunking(self.logits_dtype, budget or 0, compact, reduces, scattered)
+        invariant = in_force(self.batch_invariant)
+        # segments are counted in tokens that count, so that others have no part in products
+        return Chunking(self.logits_dtype, budget or 0, compact or invariant, reduces, scattered, invariant)
 
 
 def check_inputs(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, chunking: Chunking
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """[B, T, H] with [B, T], or [N, H] with [N]; returns the three as autocast, if on, wants them."""
+    hidden, weight, bias = _checked_inputs(hidden, weight, bias, labels, chunking.scattered)
+    if chunking.batch_invariant:
+        trained = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (weight, bias))
+        reason = fixed_unavailable(weight, trained)
+        if reason is not None:
+            raise ValueError(f"batch_invariant: got True, but {reason}")
+    return hidden, weight, bias
+
+
+def _checked_inputs(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, scattered: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """[B, T, H] with [B, T], or [N, H] with [N]; returns the three as autocast, if on, wants them.
-
-    ``scattered``: hidden states are those of some columns of the labels.
-    """
     check_scores("hidden", hidden, labels, "H", scattered)
     checks.floats("weight", weight, None, "[V, H]", labels.device)
     if weight.ndim != 2 or weight.shape[1] != hidden.shape[-1]:

@@ -73,7 +73,7 @@ def check_unwritten(
     weight: Tensor,
     bias: Tensor | None,
     logit_arguments: LogitArguments,
-    logits_dtype: str,
+    chunking: Chunking,
     options: RowOptions,
 ) -> None:
     """Refuse what can't be scored without writing logits."""
@@ -81,8 +81,10 @@ def check_unwritten(
     reason: str | None
     if trained and torch.is_grad_enabled():
         reason = "there is no gradient; call it under torch.no_grad()"
-    elif logits_dtype != "float32":
-        reason = f"logits_dtype={logits_dtype!r} rounds what is not written"
+    elif chunking.logits_dtype != "float32":
+        reason = f"logits_dtype={chunking.logits_dtype!r} rounds what is not written"
+    elif chunking.batch_invariant:
+        reason = "its sums have another order than those of logits, so that batch-invariant mode has none"
     elif logit_arguments.kept_ids is not None or logit_arguments.kept_mask is not None:
         reason = "its kernel has no sampling masks (kept_ids, kept_mask)"
     elif options.backend != "triton":
@@ -115,7 +117,7 @@ def linear_logprobs_backward(
     if skip:
         keep = grad_logprobs != 0 if grad_entropy is None else (grad_logprobs != 0) | (grad_entropy != 0)
         keep = keep & call.counted
-    anew = skip and call.head.exact and keep is not None and not torch.equal(keep, call.counted)
+    anew = skip and call.head.shows_other_rows and keep is not None and not torch.equal(keep, call.counted)
     scores = Scores(call, False, stats)
     gradients = Gradients(call, needs, normalised=False)
     grad_entropy = None if grad_entropy is None else grad_entropy.flatten()

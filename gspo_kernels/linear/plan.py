@@ -11,6 +11,7 @@ from gspo_kernels.linear import picture
 from gspo_kernels.linear.chunks import Call
 from gspo_kernels.linear.cost import Shapes
 from gspo_kernels.linear.schedule import SCHEDULES, Part, Refusals, costs, over_budget, plan_parts, seconds_of
+from gspo_kernels.linear.segments import SEGMENT
 from gspo_kernels.parallel.agreement import AGREEMENT_BYTES
 from gspo_kernels.parallel.vocabulary import statistics_bytes
 
@@ -78,6 +79,7 @@ class SchedulePlan:
         accumulator_bytes: dWeight's and dBias's sums, fp32 (fp64 for fp64 inputs).
         peak_bytes: all that lives beyond inputs, dHidden, dWeight and dBias.
         seconds: by the cost model.
+        batch_invariant: whether products and sums are in a fixed order.
         sent_bytes: what a rank of the ``tp_group`` sends to each other, or puts into sums.
         messages: in how many collectives. None of them overlaps with a product.
         reason: why this schedule.
@@ -93,6 +95,7 @@ class SchedulePlan:
     accumulator_bytes: int
     peak_bytes: int
     seconds: float
+    batch_invariant: bool
     sent_bytes: int
     messages: int
     reason: str
@@ -109,6 +112,8 @@ class SchedulePlan:
             f"  memory beyond inputs and gradients: {self.peak_bytes / mebi:.1f} MiB "
             f"({self.chunk_bytes / mebi:.1f} MiB of logits); by the cost model {self.seconds * 1e3:.3g} ms",
         ]
+        if self.batch_invariant:
+            lines.append("  batch-invariant: products and sums in a fixed order, whatever is computed along")
         if self.messages:
             lines.append(
                 f"  between ranks: {self.sent_bytes / mebi:.3g} MiB in {self.messages} collectives, which "
@@ -168,8 +173,10 @@ def explain(
     refusals: Refusals,
     weight_itemsize: int,
     wire: Wire,
+    invariant: bool,
 ) -> SchedulePlan:
-    """The plan of a call that ``choose`` gave ``name``; the rest as for ``plan_parts``.
+    """The plan of a call that ``choose`` gave ``name``, ``invariant`` if it is batch-invariant; the rest as
+    for ``plan_parts``.
 
     Raises:
         ValueError: as ``plan_parts``.
@@ -210,6 +217,7 @@ def explain(
     chunk_bytes = most * shapes.vocabulary * row
     sent, messages = wire.sent(parts, shapes)
     copy = shapes.accumulator_bytes if shapes.accumulator_itemsize > weight_itemsize else 0
+    held = SEGMENT * shapes.vocabulary * shapes.rows_itemsize if invariant and shapes.trains_weight else 0
     return SchedulePlan(
         schedule=schedule,
         gemms=sum(price.products for part in parts for price in costs(part, shapes, 1.0)) / max(total, 1),
@@ -219,8 +227,10 @@ def explain(
         accumulator_bytes=shapes.accumulator_bytes,
         peak_bytes=chunk_bytes
         + copy
+        + held
         + max((extra_bytes(p.strategy, p.rows, shapes) for p in parts), default=0),
         seconds=seconds_of(parts, shapes),
+        batch_invariant=invariant,
         sent_bytes=sent,
         messages=messages,
         reason=reason,

@@ -11,10 +11,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from gspo_kernels import cpp
 from gspo_kernels.cpp.products import multiplies, multiply
 from gspo_kernels.linear.calibration import fp32_library
 
-__all__ = ["in_blocks", "multiply", "transposed_product"]
+__all__ = ["fixed_product", "fixed_unavailable", "in_blocks", "multiply", "transposed_product"]
 
 SMALL = 2**20
 """Elements of an fp32 weight below which nothing is measured and torch multiplies."""
@@ -37,3 +38,36 @@ def transposed_product(rows: Tensor, operand: Tensor) -> Tensor:
     if rows.is_cpu:
         return multiply(rows.t(), operand, torch.empty(rows.shape[1], operand.shape[1]))
     return torch.mm(rows.t(), operand, out_dtype=torch.float32)
+
+
+def fixed_unavailable(weight: Tensor, trained: bool) -> str | None:
+    """None where ``fixed_product`` serves a weight, which may be ``trained``; otherwise why not."""
+    if weight.dtype == torch.float64:
+        return "products of fp64 have no fixed order of their sums"
+    if weight.is_cpu:
+        return cpp.unavailable(weight.device)
+    if not weight.is_cuda:
+        return f"there are products with a fixed order of their sums for CPU and GPU, not for {weight.device}"
+    if trained and weight.dtype == torch.float16:
+        return (
+            "dWeight of fp16 counts in a power of two that grows with the batch's coefficients; bf16 and "
+            "fp32 have the range"
+        )
+    return None
+
+
+def fixed_product(
+    a: Tensor,
+    b: Tensor,
+    out: Tensor,
+    *,
+    bias: Tensor | None = None,
+    accumulate: bool = False,
+    ends: Tensor | None = None,
+) -> Tensor:
+    """``cpp.products.multiply``, or the same on a GPU: the order of an element's sum is always the same."""
+    if out.is_cpu:
+        return multiply(a, b, out, bias=bias, accumulate=accumulate, ends=ends)
+    from gspo_kernels.kernels import fixed_product as on_gpu
+
+    return on_gpu(a, b, out, bias=bias, accumulate=accumulate, ends=ends)

@@ -8,6 +8,7 @@ masks and lengths alone.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from gspo_kernels.aggregation import Aggregation
 from gspo_kernels.evaluate import PolicyStep, evaluate
 from gspo_kernels.linear.chunks import Call
 from gspo_kernels.linear.cost import Shapes
-from gspo_kernels.linear.exactness import coefficients_depend_on, refusals
+from gspo_kernels.linear.exactness import coefficients_depend_on, evaluated_at_once, refusals
 from gspo_kernels.linear.gradients import Gradients, HeadSums, Needs, Rows, recompute
 from gspo_kernels.linear.schedule import Part, plan_parts
 from gspo_kernels.linear.scopes import Scopes, chunk_terms, known_coefficients, token_terms
@@ -64,6 +65,11 @@ class Run:
             self._step = take_step(scores.logprobs, scores.entropy, self.terms, backend)
         return self._step
 
+    @cached_property
+    def total(self) -> Tensor:
+        """What the outer divisor counts."""
+        return Aggregation.of(self.call.labels, self.terms).total
+
     def known(self) -> None:
         """Coefficients token by token, or beforehand where they depend on nothing."""
         call = self.call
@@ -91,15 +97,14 @@ class Run:
             self._whole()
             return
         self.scopes = Scopes(call, terms, self.skip)
-        reasons = refusals(from_spec(terms.objective), terms, needs.head)
+        reasons = refusals(from_spec(terms.objective), terms, needs.head, call.head.fixed)
         shapes = shapes_of(call, terms, needs)
         parts = plan_parts(schedule, self.scopes.rows, self.scopes.idle, shapes, reasons)
+        self.at_once = bool(terms.cp_group) or evaluated_at_once(call.head.fixed, terms)
         self.scores.expect(min(call.chunk_rows, max((part.rows for part in parts), default=0)))
-        if terms.cp_group:
+        if self.at_once:
             # the one evaluation, of all tokens on all ranks, stands behind the last projection
             parts.sort(key=lambda part: part.strategy != "forward")
-        else:
-            self.total = Aggregation.of(call.labels, terms).total
         self.scratch: HeadSums | None = None
         strategies: dict[str, Callable[[Part], None]] = {
             "forward": self._forward,
@@ -123,7 +128,8 @@ class Run:
         projected = self.scores.add(chunk)
         shown = projected.stats.each(lambda stat: stat.view(self.call.labels.shape))
         backend = self.call.options.backend
-        self._step = take_step(shown.logprobs, shown.entropy, self.terms, backend)
+        terms = self.terms._replace(normalizer=self.total) if self.call.head.fixed else self.terms
+        self._step = take_step(shown.logprobs, shown.entropy, terms, backend)
         self.gradients.add(projected, chunk, *_flat(self._step), self.skip)
 
     def _step_of(self, part: Part, stats: RowStats) -> tuple[Tensor, Tensor | None]:
@@ -134,7 +140,7 @@ class Run:
 
     def _coefficients(self, part: Part) -> tuple[Tensor, Tensor | None]:
         """The same from the statistics that are kept."""
-        if self.terms.cp_group:
+        if self.at_once:
             where = self.scopes.rows_of(part)
             grad, grad_entropy = _flat(self.step())
             return grad[where], None if grad_entropy is None else grad_entropy[where]
@@ -163,7 +169,9 @@ class Run:
             entropy_gradient[where] = grad_entropy
         if isinstance(keep, Tensor):
             where = _index(where, keep.device)[keep]
-        anew = isinstance(keep, Tensor) and self.call.head.exact
+        if self.call.head.fixed and isinstance(where, Tensor):
+            where = where.sort().values
+        anew = isinstance(keep, Tensor) and self.call.head.shows_other_rows
         recompute(self.scores, self.gradients, where, anew, gradient, entropy_gradient)
 
     def _frozen(self, part: Part) -> None:
@@ -199,7 +207,7 @@ class Run:
         active = grad != 0
         keep = call.index(active) if self.skip else None
         if isinstance(keep, Tensor):
-            kept = Kept.of(keep, part.rows)
+            kept = Kept.of(keep, part.rows, head.fixed)
             cache, keep = kept.to_front(cache), kept.rows
             where = _index(where, keep.device)[keep]
             grad, active, factors = grad[keep], active[keep], factors[keep]

@@ -82,8 +82,9 @@ class Scopes:
         working = [scope for scope in scopes if not all(idle[i] for i in scope)]
         resting = [scope for scope in scopes if all(idle[i] for i in scope)]
         self.idle = len(resting)
-        # those that fit a chunk together, next to those that only need a projection
-        working.sort(key=lambda scope: sum(counts[i] for i in scope) <= call.chunk_rows)
+        # those that fit a chunk together, next to those that only need a projection; segments come in order
+        if not call.head.fixed:
+            working.sort(key=lambda scope: sum(counts[i] for i in scope) <= call.chunk_rows)
         scopes = working + resting
         self.rows = [sum(counts[i] for i in scope) for scope in scopes]
         self._sequences = [i for scope in scopes for i in scope]

@@ -14,9 +14,10 @@ from gspo_kernels.types import RowStats
 
 
 class Kept(NamedTuple):
-    """The rows that are kept, in an order that moves few: those in front stay, those behind fill gaps.
+    """The rows that are kept, in an order that moves few: those in front stay, those behind fill gaps. Or in
+    their own order.
 
-    Whatever is read lies behind all that is written, so that moves may come in any order.
+    Whatever is read lies behind all that has been written, also where rows move a few at a time.
 
     Attributes:
         rows: [k], the index of each.
@@ -27,8 +28,10 @@ class Kept(NamedTuple):
     gaps: Tensor
 
     @classmethod
-    def of(cls, keep: Tensor, count: int) -> Kept:
+    def of(cls, keep: Tensor, count: int, in_order: bool = False) -> Kept:
         """Of ``count`` rows those at ``keep`` [k], ascending; looks once at the device."""
+        if in_order:
+            return cls(keep, (keep != torch.arange(keep.numel(), device=keep.device)).nonzero().squeeze(1))
         rows = torch.arange(keep.numel(), device=keep.device)
         left_out = torch.ones(count, dtype=torch.bool, device=keep.device).index_fill_(0, keep, False)
         gaps = left_out[: keep.numel()].nonzero().squeeze(1)

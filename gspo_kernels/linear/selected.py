@@ -69,8 +69,10 @@ def linear_selected_backward(
         if own.tail is not None:
             largest = torch.maximum(largest, own.tail.abs())
         # K coefficients of a row go into the row itself, so divided that 16 bits can hold them
-        scale = power_of_two(largest.amax().to(gradients.accumulate))
-        own = SelectedGradients(own.logprobs / scale, None if own.tail is None else own.tail / scale)
+        scale = power_of_two(largest.to(gradients.accumulate))
+        own = SelectedGradients(
+            own.logprobs / scale.unsqueeze(-1), None if own.tail is None else own.tail / scale
+        )
         logits = scores.logits(chunk)
         out = call.rows_memory(logits, None)
         write_gradient(
@@ -84,7 +86,7 @@ def linear_selected_backward(
             within,
             call.options.shard,
         )
-        gradients.add_rows(Rows(out, None), chunk, scale.expand(len(chunk)), (largest != 0).squeeze(0))
+        gradients.add_rows(Rows(out, None), chunk, scale.squeeze(0), (largest != 0).squeeze(0))
         del logits, out
     scores.close()
     return gradients.result()

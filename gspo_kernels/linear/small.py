@@ -45,11 +45,11 @@ def small_loss(
     """The loss of a small call, without autograd; None where ``run`` is to serve it.
 
     Tokens that are left out need ``run``: what stands in their hidden states may be anything. So do
-    coefficients of sizes that only normalised arithmetic bears, ranks that share a vocabulary, and whoever
-    traces operators.
+    coefficients of sizes that only normalised arithmetic bears, ranks that share a vocabulary, products in a
+    fixed order, and whoever traces operators.
     """
     hidden, weight, bias, labels, options, chunking = operands
-    if options.shard.group or not nobody_listens([hidden, weight, labels]):
+    if chunking.batch_invariant or options.shard.group or not nobody_listens([hidden, weight, labels]):
         return None
     head = Head(weight.detach(), None if bias is None else bias.detach(), chunking.logits_dtype)
     budget = min(SMALL_BYTES, chunking.max_chunk_bytes or SMALL_BYTES)

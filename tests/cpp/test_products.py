@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gspo_kernels import cpp
-from gspo_kernels.cpp.products import multiplies, multiply
+from gspo_kernels.cpp.products import INSTRUCTIONS, PIECE, multiplies, multiply
 from tests.accuracy import Spread, assert_as_exact
 from tests.cases import generator
 
@@ -48,12 +48,12 @@ def assert_product(out: Tensor, a: Tensor, b: Tensor, there: Tensor | None = Non
     assert_as_exact("product", [out.double() - expected], spread, [expected], eps)
 
 
-@pytest.mark.parametrize("portable", [False, True], ids=["native", "portable"])
+@pytest.mark.parametrize("instructions", INSTRUCTIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_values(shape, dtype, portable):
+def test_values(shape, dtype, instructions):
     a, b = draw(shape, dtype)
-    assert_product(multiply(a, b, poisoned(a, b), portable=portable), a, b)
+    assert_product(multiply(a, b, poisoned(a, b), instructions=instructions), a, b)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -144,20 +144,48 @@ def test_portable_products_of_bf16_are_the_instruction_s():
     for shape in SHAPES:
         a, b = draw(shape, torch.bfloat16)
         a[0, 0], b[-1, -1] = float("inf"), -0.0
-        native, portable = (multiply(a, b, poisoned(a, b), portable=way) for way in (False, True))
+        native, portable = (multiply(a, b, poisoned(a, b), instructions=way) for way in ("best", "portable"))
         assert torch.equal(native.view(torch.int32), portable.view(torch.int32)) or (
             torch.equal(native.isnan(), portable.isnan())
             and torch.equal(native.nan_to_num(), portable.nan_to_num())
         )
 
 
-@pytest.mark.parametrize("portable", [False, True], ids=["native", "portable"])
+@pytest.mark.skipif(not multiplies(torch.bfloat16), reason="this processor doesn't multiply bf16")
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_infinities_and_nan_stay_in_their_rows_and_columns(dtype, portable):
+def test_products_with_fewer_instructions_are_the_same_chain_of_additions(dtype):
+    for shape in SHAPES:
+        a, b = draw(shape, dtype)
+        best, narrow = (multiply(a, b, poisoned(a, b), instructions=way) for way in ("best", "avx2"))
+        assert torch.equal(best, narrow)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_pieces_that_end_where_they_are_told_to_add_up_in_their_order(dtype):
+    """As products of their own that are added one after another, whichever of them one call takes."""
+    ends = [1, 41, 41 + PIECE, 290, 301]
+    a, b = draw((70, 50, ends[-1]), dtype)
+    there = torch.randn(70, 50, generator=generator(5))
+    expected, start = there.clone(), 0
+    for end in ends:
+        multiply(a[:, start:end], b[start:end], expected, accumulate=True)
+        start = end
+    cut = multiply(a, b, there.clone(), accumulate=True, ends=torch.tensor(ends))
+    assert torch.equal(cut, expected)
+    half, early, late = ends[2], torch.tensor(ends[:3]), torch.tensor(ends[3:])
+    parted = multiply(a[:, :half], b[:half], there.clone(), accumulate=True, ends=early)
+    multiply(a[:, half:], b[half:], parted, accumulate=True, ends=late - half)
+    assert torch.equal(parted, expected)
+    assert not torch.equal(cut, multiply(a, b, there.clone(), accumulate=True))
+
+
+@pytest.mark.parametrize("instructions", INSTRUCTIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_infinities_and_nan_stay_in_their_rows_and_columns(dtype, instructions):
     a, b = draw((30, 50, 77), dtype)
-    clean = multiply(a, b, poisoned(a, b), portable=portable)
+    clean = multiply(a, b, poisoned(a, b), instructions=instructions)
     a[3, 5], a[17, 76], b[2, 9] = float("nan"), float("inf"), float("-inf")
-    out = multiply(a, b, poisoned(a, b), portable=portable)
+    out = multiply(a, b, poisoned(a, b), instructions=instructions)
     touched = torch.zeros(30, 50, dtype=torch.bool)
     touched[[3, 17]] = True
     touched[:, 9] = True
@@ -199,6 +227,9 @@ def test_nothing_to_multiply(dtype):
         ({"out": torch.empty(2, 3, dtype=torch.float64)}, "fp32"),
         ({"b": torch.empty(4, 3, dtype=torch.bfloat16)}, "one dtype"),
         ({"a": torch.empty(2, 4).double(), "b": torch.empty(4, 3).double()}, "fp32 or bf16"),
+        ({"ends": torch.tensor([2, 3])}, "last of the ends"),
+        ({"ends": torch.tensor([2, 2, 4])}, "ends must grow"),
+        ({"a": torch.empty(2, 300), "b": torch.empty(300, 3), "ends": torch.tensor([300])}, "no more than"),
         ({"bias": torch.empty(4)}, "bias"),
         ({"bias": torch.empty(3), "accumulate": True}, "bias"),
     ],

@@ -22,7 +22,7 @@ from benchmarks.machine_code import (
     specialisation,
 )
 from gspo_kernels import kernels
-from gspo_kernels.kernels import scoring
+from gspo_kernels.kernels import products, scoring
 from gspo_kernels.types import KLPenalty, LogitTransform, RatioClip, stats_dtype
 
 SHARED_MEMORY = {"sm_80": 166912, "sm_90": 232448, "sm_100": 232448, "sm_120": 101376, "gfx942": 65536}
@@ -138,6 +138,20 @@ def score(
     )
 
 
+def multiply(n: int, H: int, V: int, dtype: torch.dtype, target: str) -> None:
+    """The launcher of fixed products as on the target: a chunk's three products."""
+    products.platform = lambda: TARGETS[target].backend
+    products._multiprocessors = lambda device: 132
+    hidden, weight, rows = (torch.empty(shape, dtype=dtype) for shape in ((n, H), (V, H), (n, V)))
+    out = torch.empty(n, V)
+    products.fixed_product(hidden, weight.t(), out, bias=torch.empty(V))
+    products.fixed_product(hidden, weight.t(), out.to(dtype))
+    products.fixed_product(rows, weight, torch.empty(n, H))
+    ends = torch.tensor([*range(128, n, 128), n])
+    for accumulate in (False, True):
+        products.fixed_product(rows.t(), hidden, torch.empty(V, H), accumulate=accumulate, ends=ends)
+
+
 def keys(kind: str) -> dict[str, int]:
     """How many specialisations the launchers ask for over calls that differ in the way named."""
     recorder = Recorder()
@@ -246,6 +260,12 @@ def main() -> None:
         for dtype, H in ((torch.bfloat16, 4096), (torch.float32, 4096), (torch.bfloat16, 1009)):
             score(64, H, 1009, dtype, PLAIN, False, target)
             score(64, H, 1009, dtype, BENT, True, target)
+        for dtype, H, V in (
+            (torch.bfloat16, 4096, 4096),
+            (torch.float32, 4096, 4096),
+            (torch.float16, 1009, 1009),
+        ):
+            multiply(300, H, V, dtype, target)
         report += compile_calls(scores.calls, [target])
     kinds = ("same", "rows", "aligned vocabulary", "odd vocabulary", "alignment")
     counts = {kind: keys(kind) for kind in kinds}

@@ -57,6 +57,7 @@ def test_every_kernel_compiles(report, target):
         "scale_kernel",
         "score_tile_kernel",
         "combine_splits_kernel",
+        "fixed_product_kernel",
     }
 
 

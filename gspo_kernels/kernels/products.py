@@ -1,0 +1,248 @@
+"""Matrix products whose sums have a fixed order: an element's bits depend on its row and its column alone.
+
+Libraries choose tiles, and how they split K, by the shapes of a product. Here tiles are the same for every
+number of rows and columns. A tile's sum along K runs in segments of fixed length, each from zero, which are
+added up from the first to the last; so products that follow each other on the same output are one product
+along the longer K. A few programs walk over all tiles.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gspo_kernels.kernels.launch import Tile, launch, platform, row_kernel
+from gspo_kernels.kernels.rows import narrowed
+
+SEGMENT = 128
+"""Steps along K that are summed up by themselves."""
+_VECTOR_BYTES = 16
+# Row tiles whose columns are computed side by side: they share what the L2 cache holds of `b`.
+_GROUP = 8
+
+
+class _ProductTile(NamedTuple):
+    """Rows and columns of a tile, how deep a step along K is, warps, and stages of the pipeline."""
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+
+
+# Two sums of a tile are in registers: that of a segment, and that of those before it. Operands that don't
+# come in 16-byte pieces go through registers, too, and have a pointer for each element.
+_WIDE = {2: _ProductTile(128, 64, 32, 8, 3), 4: _ProductTile(32, 32, 16, 4, 3)}
+_NARROW = {2: _ProductTile(64, 64, 32, 8, 2), 4: _ProductTile(32, 32, 16, 4, 2)}
+_INTERPRETED = _ProductTile(32, 64, 64, 1, 1)
+
+
+@triton.jit
+def _lines(first, COUNT: tl.constexpr, size, VECTOR: tl.constexpr):
+    """Lines of an operand from ``first`` on; beyond the end its first VECTOR ones again, of which nothing is
+    kept.
+    """
+    lines = first + tl.arange(0, COUNT)
+    return tl.where(lines < size, lines, lines % VECTOR).to(tl.int64)
+
+
+@triton.jit
+def _anew(x, PLATFORM: tl.constexpr):
+    """The same number, but NVIDIA's compiler doesn't know it: addresses that follow from it don't stay in
+    registers while sums need them.
+    """
+    if PLATFORM == "cuda":
+        return tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=False, pack=1
+        )
+    return x
+
+
+@row_kernel
+def fixed_product_kernel(
+    a_ptr,
+    b_ptr,
+    bias_ptr,
+    out_ptr,
+    M: tl.int32,
+    N: tl.int32,
+    K: tl.int32,
+    programs: tl.int32,
+    a_stride_m: tl.int64,
+    a_stride_k: tl.int64,
+    b_stride_k: tl.int64,
+    b_stride_n: tl.int64,
+    bias_stride: tl.int64,
+    out_stride_m: tl.int64,
+    A_ALONG_K: tl.constexpr,
+    B_ALONG_K: tl.constexpr,
+    A_VECTOR: tl.constexpr,
+    B_VECTOR: tl.constexpr,
+    WHOLE: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    LENGTH: tl.constexpr,
+    GROUP: tl.constexpr,
+    PLATFORM: tl.constexpr,
+):
+    """Every so many-th tile of out (+)= a @ b + bias."""
+    height = tl.cdiv(M, ROWS)
+    width = tl.cdiv(N, COLUMNS)
+    if A_ALONG_K:
+        a_stride_k = 1
+    else:
+        a_stride_m = 1
+        # The same number, by an operation that tells the compiler what divides it.
+        a_stride_k = a_stride_k // A_VECTOR * A_VECTOR
+    if B_ALONG_K:
+        b_stride_k = 1
+    else:
+        b_stride_n = 1
+        b_stride_k = b_stride_k // B_VECTOR * B_VECTOR
+    depths = tl.arange(0, DEPTH).to(tl.int64)
+    for tile in range(tl.program_id(0), height * width, programs):
+        group = tile // (GROUP * width) * GROUP
+        members = tl.minimum(height - group, GROUP)
+        within = tile % (GROUP * width)
+        top = (group + within % members) * ROWS
+        left = within // members * COLUMNS
+        a_lines = a_ptr + _lines(top, ROWS, M, 1 if A_ALONG_K else A_VECTOR) * a_stride_m
+        b_lines = b_ptr + _lines(left, COLUMNS, N, 1 if B_ALONG_K else B_VECTOR) * b_stride_n
+        if A_VECTOR > 1:
+            a_lines = tl.max_contiguous(tl.multiple_of(a_lines, 16), 1 if A_ALONG_K else A_VECTOR)
+        if B_VECTOR > 1:
+            b_lines = tl.max_contiguous(tl.multiple_of(b_lines, 16), 1 if B_ALONG_K else B_VECTOR)
+        a_pointers = a_lines[:, None] + (depths * a_stride_k)[None, :]
+        b_pointers = b_lines[None, :] + (depths * b_stride_k)[:, None]
+        total = tl.zeros([ROWS, COLUMNS], tl.float32)
+        if ACCUMULATE:
+            rows = top + tl.arange(0, ROWS)
+            columns = left + tl.arange(0, COLUMNS)
+            out_pointers = out_ptr + rows.to(tl.int64)[:, None] * out_stride_m + columns[None, :]
+            inside = (rows < M)[:, None] & (columns < N)[None, :]
+            total += tl.load(out_pointers, mask=inside, other=0.0).to(tl.float32)
+        for start in range(0, K, LENGTH):
+            sums = tl.zeros([ROWS, COLUMNS], tl.float32)
+            for k in range(start, start + LENGTH, DEPTH):
+                if WHOLE:
+                    a = tl.load(a_pointers)
+                    b = tl.load(b_pointers)
+                else:
+                    there = k + tl.arange(0, DEPTH) < K
+                    a = tl.load(a_pointers, mask=there[None, :], other=0.0)
+                    b = tl.load(b_pointers, mask=there[:, None], other=0.0)
+                if PLATFORM == "interpreter":
+                    # The interpreter would multiply the bits of bf16 numbers as integers.
+                    a = a.to(tl.float32)
+                    b = b.to(tl.float32)
+                sums = tl.dot(a, b, sums, input_precision="ieee")
+                a_pointers += DEPTH * a_stride_k
+                b_pointers += DEPTH * b_stride_k
+            total += sums
+        rows = _anew(top, PLATFORM) + tl.arange(0, ROWS)
+        columns = _anew(left, PLATFORM) + tl.arange(0, COLUMNS)
+        out_pointers = out_ptr + rows.to(tl.int64)[:, None] * out_stride_m + columns[None, :]
+        inside = (rows < M)[:, None] & (columns < N)[None, :]
+        if bias_ptr is not None:
+            bias = tl.load(bias_ptr + columns.to(tl.int64) * bias_stride, mask=columns < N, other=0.0)
+            total += bias.to(tl.float32)[None, :]
+        tl.store(out_pointers, narrowed(total, out_ptr.dtype.element_ty, PLATFORM), mask=inside)
+
+
+def fixed_product(
+    a: Tensor,
+    b: Tensor,
+    out: Tensor,
+    *,
+    bias: Tensor | None = None,
+    accumulate: bool = False,
+    ends: Tensor | None = None,
+) -> Tensor:
+    """``out = a @ b + bias``, or ``out += a @ b`` with ``accumulate``, summed in fp32.
+
+    Args:
+        a, b: [M, K] and [K, N], both fp16, bf16 or fp32; copied unless one of the strides is 1.
+        out: [M, N], any float dtype, stride 1 along N.
+        bias: [N], any float dtype and stride, or None.
+        accumulate: whether to add to what ``out`` holds.
+        ends: None, or that K is cut into segments of ``SEGMENT`` as it always is: the last of them is K.
+
+    Raises:
+        ValueError: segments of another length.
+    """
+    (M, K), N = a.shape, b.shape[1]
+    if ends is not None and ends.tolist() != [*range(SEGMENT, K, SEGMENT), K]:
+        raise ValueError(f"ends: got segments that end at {ends.tolist()}, expected them {SEGMENT} apart")
+    vector = _VECTOR_BYTES // a.element_size()
+    b_along_k = b.stride(1) != 1
+    if b_along_k and b.stride(0) != 1:
+        b, b_along_k = b.contiguous(), False
+    b_vector = vector if _comes_in_vectors(b.t() if b_along_k else b, vector) else 1
+    a_along_k = a.stride(1) == 1 or a.stride(0) != 1
+    lines = a if a_along_k else a.t()
+    # tiles must not depend on where `a` is: it holds other rows each time
+    a_vector = vector if lines.shape[1] % vector == 0 else 1
+    if lines.stride(1) != 1 or (a_vector > 1 and not _comes_in_vectors(lines, vector)):
+        lines = lines.clone(memory_format=torch.contiguous_format)
+    a = lines if a_along_k else lines.t()
+    tile = _tile(a.element_size(), min(a_vector, b_vector) > 1)
+    tiles = triton.cdiv(M, tile.rows) * triton.cdiv(N, tile.columns)
+    programs = min(tiles, _multiprocessors(a.device))
+    launch(
+        fixed_product_kernel,
+        programs,
+        a.device,
+        Tile(tile.columns, tile.warps, tile.stages),
+        a,
+        b,
+        bias,
+        out,
+        M,
+        N,
+        K,
+        programs,
+        *a.stride(),
+        *b.stride(),
+        0 if bias is None else bias.stride(0),
+        out.stride(0),
+        A_ALONG_K=a_along_k,
+        B_ALONG_K=b_along_k,
+        A_VECTOR=a_vector,
+        B_VECTOR=b_vector,
+        WHOLE=K % SEGMENT == 0 and ends is None,
+        ACCUMULATE=accumulate,
+        ROWS=tile.rows,
+        COLUMNS=tile.columns,
+        DEPTH=tile.depth,
+        LENGTH=SEGMENT,
+        GROUP=_GROUP,
+        PLATFORM=platform(),
+    )
+    return out
+
+
+def _comes_in_vectors(lines: Tensor, vector: int) -> bool:
+    """Whether lines, contiguous along their second dimension, are whole 16-byte pieces."""
+    starts = lines.data_ptr() % _VECTOR_BYTES == 0 and lines.stride(0) % vector == 0
+    return starts and lines.shape[1] % vector == 0
+
+
+def _tile(size: int, wide: bool) -> _ProductTile:
+    """The tile for operands of ``size`` bytes per element, which come in 16-byte pieces where ``wide``."""
+    if platform() == "interpreter":
+        return _INTERPRETED
+    return (_WIDE if wide else _NARROW)[size]
+
+
+def _multiprocessors(device: torch.device) -> int:
+    """How many programs run at once."""
+    if platform() == "interpreter":
+        return 3
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
