@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,10 +19,13 @@ from gspo_kernels.ops.backends import RowBackend, rows_of
 from gspo_kernels.ops.logprobs import SAID, check_rows
 from gspo_kernels.ops.memory import chunk_rows
 from gspo_kernels.parallel.agreement import digest, together
-from gspo_kernels.parallel.groups import sum_
+from gspo_kernels.parallel.groups import begin_sum_
 from gspo_kernels.parallel.tokens import ScatteredTokens
 from gspo_kernels.parallel.vocabulary import check_shards
 from gspo_kernels.types import LogitTransform, RowOptions, stats_dtype
+
+if TYPE_CHECKING:  # not every build of PyTorch has it
+    from torch.distributed import Work
 
 
 @dataclass(frozen=True)
@@ -169,12 +172,16 @@ class Call:
         """Whether masked rows are left out of every product."""
         return self.chunking.compact
 
-    def summed(self, values: Tensor, where: slice | Tensor) -> Tensor:
-        """Make dHidden [n, H] of the rows at some positions that of the whole vocabulary; of ``own_rows``."""
+    def summed(self, values: Tensor, where: slice | Tensor) -> tuple[Tensor, list[Work]]:
+        """Begin to make dHidden [n, H] of the rows at some positions that of the whole vocabulary.
+
+        Returns:
+            That of ``own_rows``, once the works are done.
+        """
         if self.tokens is not None:
             return self.tokens.reduce(values, where)
         group = self.options.shard.group
-        return sum_(group, values) if group and self.chunking.reduce_hidden_grad else values
+        return values, [begin_sum_(group, values)] if group and self.chunking.reduce_hidden_grad else []
 
     def own_rows(self, where: slice | Tensor) -> tuple[slice | Tensor, slice | Tensor]:
         """Which of the rows at some positions have their hidden states here, and where among those."""

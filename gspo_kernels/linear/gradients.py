@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -191,6 +192,10 @@ class HeadSums:
         return self._weight, self._bias
 
 
+def _nothing() -> None:
+    """What is left to do where nothing was begun."""
+
+
 class Gradients:
     """dHidden, dWeight and dBias of a chunked call.
 
@@ -284,14 +289,20 @@ class Gradients:
     def add_rows(self, rows: Rows, chunk: Chunk, coefficients: Tensor, active: Tensor) -> None:
         """Add rows times coefficients [n], the inactive ones of which are zero."""
         coefficients = coefficients.to(self.accumulate)
-        self.add_hidden(rows, chunk, coefficients)
+        finish = self.begin_hidden(rows, chunk, coefficients)
         ranks = self.call.ranks[chunk.where] if self.call.head.fixed else None
+        # between ranks dHidden is under way meanwhile
         self.sums.add(rows, chunk.hidden, coefficients, active, ranks)
+        finish()
 
     def add_hidden(self, rows: Rows, chunk: Chunk, coefficients: Tensor) -> None:
         """Add the dHidden of rows times coefficients [n]; no row's depends on another's."""
+        self.begin_hidden(rows, chunk, coefficients)()
+
+    def begin_hidden(self, rows: Rows, chunk: Chunk, coefficients: Tensor) -> Callable[[], None]:
+        """``add_hidden`` up to what ranks exchange; what is left to do."""
         if self.hidden is None:
-            return
+            return _nothing
         values = self.call.head.grad_hidden(rows.values)
         if self.call.head.fixed:
             # as where a coefficient comes late: the whole of it multiplies last
@@ -299,8 +310,19 @@ class Gradients:
         else:
             scale = power_of_two(coefficients)
             values = times_(values, rows.scaled(coefficients / scale).unsqueeze(1))
-        values = self.call.summed(values, chunk.where)
-        own, where = self.call.own_rows(chunk.where)
+        values, works = self.call.summed(values, chunk.where)
+
+        def finish() -> None:
+            for work in works:
+                work.wait()
+            self._store_hidden(values, scale, chunk.where)
+
+        return finish
+
+    def _store_hidden(self, values: Tensor, scale: Tensor, where: slice | Tensor) -> None:
+        """Put values times ``scale`` [n] where they belong."""
+        assert self.hidden is not None
+        own, where = self.call.own_rows(where)
         scale = scale[own]
         if self.scales is None:
             scale = scale.unsqueeze(1)

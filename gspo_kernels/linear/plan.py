@@ -81,7 +81,7 @@ class SchedulePlan:
         seconds: by the cost model.
         batch_invariant: whether products and sums are in a fixed order.
         sent_bytes: what a rank of the ``tp_group`` sends to each other, or puts into sums.
-        messages: in how many collectives. None of them overlaps with a product.
+        messages: in how many collectives. A chunk's dHidden is summed while its dWeight is multiplied.
         reason: why this schedule.
         parts: rows by strategy.
         alternatives: of each other schedule, the model's seconds or why it is not possible.
@@ -116,8 +116,8 @@ class SchedulePlan:
             lines.append("  batch-invariant: products and sums in a fixed order, whatever is computed along")
         if self.messages:
             lines.append(
-                f"  between ranks: {self.sent_bytes / mebi:.3g} MiB in {self.messages} collectives, which "
-                "products wait for"
+                f"  between ranks: {self.sent_bytes / mebi:.3g} MiB in {self.messages} collectives, "
+                "dHidden's while dWeight is multiplied"
             )
         if len(self.parts) > 1:
             lines.append("  tokens: " + ", ".join(f"{name} {rows}" for name, rows in self.parts.items()))

@@ -230,9 +230,10 @@ class Run:
             unit = weights[done : done + len(chunk)]
             done += len(chunk)
             rows = gradients.rows(projected, chunk)
-            gradients.add_hidden(rows, chunk, unit)
+            finish = gradients.begin_hidden(rows, chunk, unit)
             counted = chunk.labels.squeeze(0) != call.options.ignore_index
             self.scratch.add(rows, chunk.hidden, unit, counted)
+            finish()
             del projected, rows
         grad, _ = self._coefficients(part)
         # one number for the sequence, taken where rounding matters least

@@ -61,10 +61,16 @@ def gathered(name: str, own: Tensor) -> Tensor:
 
 def sum_(name: str, values: Tensor) -> Tensor:
     """The sum over all ranks, in place; the same bits on each of them."""
+    begin_sum_(name, values).wait()
+    return values
+
+
+def begin_sum_(name: str, values: Tensor) -> Work:
+    """Begin to sum over all ranks, in place."""
     from torch.distributed import all_reduce
 
-    all_reduce(values, group=_group(name))
-    return values
+    work: Work = all_reduce(values, group=_group(name), async_op=True)
+    return work
 
 
 def send_to_all(name: str, values: Tensor, rank: int) -> Work:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from gspo_kernels.parallel.groups import rank_and_size, send_to_all, sum_at
+
+if TYPE_CHECKING:  # not every build of PyTorch has it
+    from torch.distributed import Work
 
 
 @dataclass(frozen=True)
@@ -41,13 +45,13 @@ class ScatteredTokens:
             rows[chosen] = part
         return rows
 
-    def reduce(self, values: Tensor, where: slice | Tensor) -> Tensor:
-        """What this rank has of the sum over ranks of ``values`` [n, H]; see ``own_rows``."""
+    def reduce(self, values: Tensor, where: slice | Tensor) -> tuple[Tensor, list[Work]]:
+        """Begin to sum ``values`` [n, H] over ranks: what this rank will have of it, see ``own_rows``, once
+        the works are done.
+        """
         parts = [values[chosen] for chosen, _, _ in self._pieces(where, values.device)]
         sent = [sum_at(self.group, part, rank) for rank, part in enumerate(parts) if part.numel()]
-        for work in sent:
-            work.wait()
-        return parts[rank_and_size(self.group)[0]]
+        return parts[rank_and_size(self.group)[0]], sent
 
     def own_rows(self, where: slice | Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
         """Which of the rows at some positions are this rank's, and where they are among its own [B * T_r]."""

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import gspo_kernels as gk
+from gspo_kernels.linear.gradients import HeadSums
 from gspo_kernels.linear.head import Head
 from gspo_kernels.parallel.agreement import AGREEMENT_BYTES, RanksDisagreeError
 from tests.cases import Result, assert_equals_oracle, call, make_case
@@ -24,7 +25,7 @@ from tests.parallel.ranks import (
     every,
     of_ranks,
 )
-from tests.parallel.vocabulary import cut, shares
+from tests.parallel.vocabulary import cut, judge, shares
 
 
 @of_ranks(2, 4)
@@ -83,6 +84,43 @@ def bytes_on_the_wire():
         )  # fmt: skip
         assert plan.sent_bytes == sum(wire.sent.values())
         assert scattered or plan.messages == sum(wire.calls.values()), (plan.messages, wire.calls)
+
+
+class Reduction:
+    """A sum over ranks that says when it was waited for."""
+
+    def __init__(self, work, order):
+        self.work, self.order = work, order
+
+    def wait(self):
+        self.order.append("summed")
+        self.work.wait()
+
+
+@of_ranks(2)
+def dhidden_is_summed_while_the_head_is_multiplied():
+    case = make_case("linear", vocabulary=VOCABULARY)
+    reduce, add = dist.all_reduce, HeadSums.add
+    for schedule in ("deferred", "two_pass", "cached", "aligned"):
+        order = []
+
+        def begun(*tensors, order=order, **options):
+            order.append("begun")
+            return Reduction(reduce(*tensors, **options), order)
+
+        def added(self, *arguments, order=order):
+            order.append("head")
+            return add(self, *arguments)
+
+        dist.all_reduce, HeadSums.add = begun, added
+        try:
+            rows = {"aligned": 9}.get(schedule, 4)
+            options = {"skip_inactive": "none", "max_chunk_bytes": 4 * VOCABULARY * rows}
+            judge(case, LOSSES["linear"], gk.GSPO(), schedule=schedule, **options)
+        finally:
+            dist.all_reduce, HeadSums.add = reduce, add
+        chunks = order.count("begun")
+        assert chunks and order == ["begun", "head", "summed"] * chunks, (schedule, order)
 
 
 @of_ranks(2, 4)
