@@ -8,6 +8,7 @@ messages of which the last counts.
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
 import threading
@@ -97,8 +98,7 @@ def math_answer(
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError("math_answer needs the main thread of a process: its time limit is a signal")
 
-    # math-verify warns at every completion that it gives up
-    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    _load_grammars()
 
     def reward(completion: Completion, answer: object) -> float | None:
         # Without a sign of LaTeX math-verify would take "\frac{a}{2}" for the number 2.
@@ -113,6 +113,17 @@ def math_answer(
 
 
 math_answer.own_process = True  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _load_grammars() -> None:
+    """Let math-verify read what it needs in a process, on no completion's time."""
+    from math_verify import parse, verify
+
+    # it warns at every completion that it gives up, and wherever there is no limit
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    one, other = (parse(text, parsing_timeout=None) for text in (r"$\frac{1}{2}$", "0.5"))
+    verify(one, other, timeout_seconds=None)
 
 
 def _text(completion: Completion) -> str:
