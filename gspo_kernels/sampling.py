@@ -14,7 +14,9 @@ from gspo_kernels.types import stats_dtype
 
 ENGINES = ("transformers", "vllm")
 _CANDIDATES = 1024
-"""How many of the most likely tokens are looked at before a row is sorted as a whole."""
+"""How many of the most likely tokens are looked at first."""
+_GROWTH = 16
+"""How many times as many where those don't reach the mass."""
 _ELEMENTS = 2**24
 """Of logits at once."""
 
@@ -113,14 +115,23 @@ def _least_kept(z: Tensor, rules: _Rules) -> Tensor:
 def _least_by_top_p(z: Tensor, bound: Tensor, highest: Tensor, rules: _Rules) -> Tensor:
     """The least logit that top-p keeps of those from ``bound`` on."""
     left = torch.where(z >= bound, (z - highest).exp(), 0.0).sum(-1, keepdim=True, dtype=torch.float64)
-    count = rules.top_k or min(_CANDIDATES, z.shape[-1])
-    least, decided = _last_within(z.topk(count, sorted=True).values, highest, rules.top_p * left)
+    V, wanted = z.shape[-1], rules.top_p * left
+    count = rules.top_k or min(_CANDIDATES, V)
+    least, decided = _last_within(z.topk(count, sorted=True).values, highest, wanted)
     # beyond the first k are none but ties with the last
-    if not rules.top_k and count < z.shape[-1] and not bool(decided.all()):
-        open_rows = (~decided).nonzero().squeeze(1)
-        whole = z[open_rows].sort(dim=-1, descending=True).values
-        least[open_rows] = _last_within(whole, highest[open_rows], rules.top_p * left[open_rows])[0]
+    while not rules.top_k and count < V and not bool(decided.all()):
+        count = _GROWTH * count if 4 * _GROWTH * count <= V else V
+        rows = (~decided).nonzero().squeeze(1)
+        likeliest = _likeliest(z[rows], count)
+        least[rows], decided[rows] = _last_within(likeliest, highest[rows], wanted[rows])
     return torch.maximum(least, bound)
+
+
+def _likeliest(z: Tensor, count: int) -> Tensor:
+    """The ``count`` largest logits of each row, descending."""
+    if count == z.shape[-1]:
+        return z.sort(dim=-1, descending=True).values
+    return z.topk(count, sorted=True).values
 
 
 def _last_within(descending: Tensor, highest: Tensor, mass: Tensor) -> tuple[Tensor, Tensor]:

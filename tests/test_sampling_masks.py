@@ -228,6 +228,16 @@ def test_sets_are_those_of_the_engines(rules, scale, engine):
     assert torch.equal(kept, warped(logits, engine=engine, **rules))
 
 
+def test_sets_of_thousands_of_ids():
+    """A row whose set is among the first candidates, one among sixteen times as many, and a flat one."""
+    spreads = torch.tensor([[4.0], [2.5], [0.5]])
+    logits = spreads * torch.randn(3, 70001, generator=generator(4), dtype=torch.float64)
+    kept = bits.columns(gk.sampling_mask(logits, top_p=0.8), 70001)
+    sizes = kept.sum(-1).tolist()
+    assert sizes[0] < 1024 < sizes[1] < 16384 < sizes[2]
+    assert torch.equal(kept, warped(logits, top_p=0.8))
+
+
 def test_the_engines_differ_where_min_p_meets_top_p():
     """Of 0.5, 0.2, 0.15, 0.15 min-p 0.35 leaves two; then top-p 0.7 needs the first alone."""
     logits = torch.tensor([[0.5, 0.2, 0.15, 0.15]], dtype=torch.float64).log()

@@ -96,8 +96,23 @@ def from_logprobs(device, scale, on_policy=False, **options):
     return out.loss.detach(), *out.metrics.values(), grad
 
 
+def distilled(device, scale, beta, width=0):
+    """From logits over themselves, or from hidden states, whose 16-bit rows lie in the logits' memory."""
+    inputs, *_ = problem(device, scale.tokens, scale.vocabulary, width)
+    teacher, *_ = problem(device, scale.tokens, scale.vocabulary, 2 * width, seed=1)
+    options = {"beta": beta, "backend": "triton"}
+    if width:
+        leaves = tuple(each.requires_grad_() for each in inputs)
+        chunk = 8 * scale.vocabulary * max(1, scale.tokens // 2)
+        out = gk.fused_linear_distillation_loss(*leaves, *teacher, max_chunk_bytes=chunk, **options)
+    else:
+        leaves = (inputs.requires_grad_(),)
+        out = gk.distillation_loss(inputs * 1.0, teacher, inplace_backward=True, **options)
+    return out.loss.detach(), out.divergence, *torch.autograd.grad(out.loss, leaves)
+
+
 # Which kernels: sequence_ratio, ratio_step, logprobs_forward, logprobs_backward, logprobs_and_grad (also
-# in place and narrowing in place), score_tile with combine_splits, scale.
+# in place and narrowing in place), score_tile with combine_splits, scale, divergence (in both ways, too).
 CALLS = {
     "sequence ratio": from_logits,
     "sequence ratio, packed, in place": lambda *to: from_logits(*to, packed=True, in_place=True),
@@ -112,6 +127,10 @@ CALLS = {
     "log-probs, on-policy": lambda *to: from_logprobs(*to, on_policy=True),
     "log-probs, tokens and KL": lambda *to: from_logprobs(*to, objective=gk.GRPO(), kl_beta=0.1),
     "scoring": scores,
+    "forward KL, in place": lambda *to: distilled(*to, 0.0),
+    "Jensen-Shannon, in place": lambda *to: distilled(*to, 0.5),
+    "reverse KL, hidden": lambda device, scale: distilled(device, scale, 1.0, scale.width),
+    "forward KL, hidden": lambda device, scale: distilled(device, scale, 0.0, scale.width),
     "scoring without logits": lambda *to: scores(*to, max_chunk_bytes=0),
 }
 
