@@ -403,6 +403,7 @@ def fused_linear_distillation_loss(
     teacher_softcap: float | None = None,
     logits_dtype: str = "float32",
     max_chunk_bytes: int | None = None,
+    batch_invariant: bool | None = None,
     backend: str = "auto",
 ) -> DistillationOutput:
     """Divergence of a student from a teacher as a loss, from hidden states: neither side's logits are ever
@@ -429,6 +430,7 @@ def fused_linear_distillation_loss(
             count are never projected.
         logits_dtype, backend: as in ``linear_token_logprobs``.
         max_chunk_bytes: of logits at once, both sides together; None: by the device's memory.
+        batch_invariant: as in ``linear_token_logprobs``.
 
     Returns:
         DistillationOutput(loss, divergence).
