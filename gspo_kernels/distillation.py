@@ -303,11 +303,6 @@ def _fused_linear_distillation_loss(
     aggregation_constant: float | None,
 ) -> DistillationOutput:
     chunking = product_arguments.checked(compact=True, group=None)
-    if chunking.batch_invariant:
-        raise ValueError(
-            "batch_invariant: is on, but a divergence from hidden states has no products of fixed order; "
-            "switch it off, or give distillation_loss the logits"
-        )
     checks.floats("hidden", hidden, None, "[B, T, H], or [N, H] with cu_seqlens", None)
     tokens = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
     hidden, weight, bias = check_inputs(hidden, weight, bias, tokens, chunking)
