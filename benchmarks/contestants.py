@@ -109,6 +109,7 @@ _register_hidden("auto, skip all", skip_inactive="all")
 _register_hidden("auto, skip none", skip_inactive="none")
 _register_hidden("auto, 16-bit logits", {"precision": "input", "only_16_bit": True}, logits_dtype="input")
 _register_hidden("auto, reference backend", backend="reference")
+_register_hidden("auto, batch-invariant", batch_invariant=True)
 _register_hidden("auto, packed tokens", {"layout": "packed"})
 _register_hidden("auto, packed tokens, skip all", {"layout": "packed"}, skip_inactive="all")
 

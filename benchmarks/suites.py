@@ -100,6 +100,7 @@ def hidden(options: Options) -> dict[str, Any]:
     schedules = r"ours, (auto|known|aligned|deferred|frozen|cached|two_pass)(, 16-bit logits)?"
     cases = [
         case("all active", size, dtype, (OTHERS, schedules)),
+        case("batch-invariant", size, dtype, (r"ours, auto(, batch-invariant)?", r"naive PyTorch")),
         case("half inactive", size, dtype, HALF, "half inactive"),
         case("frozen head", size, dtype, (r"ours, (auto|frozen)", r"naive PyTorch"), "frozen head"),
         case("on-policy", size, dtype, (r"ours, (auto|known)", r"naive PyTorch"), "on-policy"),

@@ -303,11 +303,6 @@ def _fused_linear_distillation_loss(
     aggregation_constant: float | None,
 ) -> DistillationOutput:
     chunking = product_arguments.checked(compact=True, group=None)
-    if chunking.batch_invariant:
-        raise ValueError(
-            "batch_invariant: is on, but a divergence from hidden states has no products of fixed order; "
-            "switch it off, or give distillation_loss the logits"
-        )
     checks.floats("hidden", hidden, None, "[B, T, H], or [N, H] with cu_seqlens", None)
     tokens = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
     hidden, weight, bias = check_inputs(hidden, weight, bias, tokens, chunking)
@@ -403,6 +398,7 @@ def fused_linear_distillation_loss(
     teacher_softcap: float | None = None,
     logits_dtype: str = "float32",
     max_chunk_bytes: int | None = None,
+    batch_invariant: bool | None = None,
     backend: str = "auto",
 ) -> DistillationOutput:
     """Divergence of a student from a teacher as a loss, from hidden states: neither side's logits are ever
@@ -429,6 +425,7 @@ def fused_linear_distillation_loss(
             count are never projected.
         logits_dtype, backend: as in ``linear_token_logprobs``.
         max_chunk_bytes: of logits at once, both sides together; None: by the device's memory.
+        batch_invariant: as in ``linear_token_logprobs``.
 
     Returns:
         DistillationOutput(loss, divergence).

@@ -327,3 +327,31 @@ def test_gradcheck_linear_objective():
         ).loss
 
     gradcheck(function, small(2, 3, 4), small(5, 4, seed=1))
+
+
+def test_compiled_calls_follow_the_switch_of_batch_invariance():
+    """A graph belongs to the mode that it was traced in, and has its bits."""
+    rng = generator(0)
+    hidden, weight = torch.randn(3, 60, 90, generator=rng), torch.randn(70, 90, generator=rng)
+    labels, old = torch.randint(70, (3, 60), generator=rng), torch.randn(3, 60, generator=rng) - 5
+    advantages = torch.tensor([1.0, -0.5, 2.0])
+
+    def loss(hidden, weight):
+        out = gk.fused_linear_policy_loss(
+            hidden, weight, labels, old, advantages, objective=gk.GRPO(0.9, 0.9), max_chunk_bytes=50 * 70 * 4
+        )
+        return out.loss * 0.3
+
+    def gradients(function):
+        leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+        return torch.autograd.grad(function(*leaves), leaves)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    found = {}
+    for mode in (False, True, False):
+        with gk.set_batch_invariant(mode):
+            traced, eager = gradients(compiled), gradients(loss)
+        assert all(torch.equal(got, expected) for got, expected in zip(traced, eager, strict=True))
+        found[mode] = traced
+    assert not torch.equal(found[True][1], found[False][1])

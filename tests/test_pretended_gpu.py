@@ -242,6 +242,29 @@ def test_clipped_sequences_are_left_out_by_a_look_a_chunk(gpu, schedule):
     assert 1 < gpu.looks.total() <= 1 + 2 * B // 2
 
 
+def test_batch_invariant_products_are_a_kernel_of_ours(gpu):
+    """And no library's, whatever the schedule; with segments that chunks cut, and rows that are missing."""
+    shown = []
+    for schedule, rows in (("aligned", 1000), ("two_pass", 90)):
+        (hidden, weight), labels, old, advantages = problem(torch.bfloat16)
+        hidden, labels, old = (torch.cat([x, x, x], 1)[:, :17] for x in (hidden, labels, old))
+        advantages[::3] = 0
+        leaves = [hidden.requires_grad_(), weight.requires_grad_()]
+        options = {"schedule": schedule, "max_chunk_bytes": rows * ROW, "batch_invariant": True}
+        with gpu:
+            out = gk.fused_linear_policy_loss(
+                *leaves, labels, old, advantages, objective=gk.GSPO(0.9, 0.9), **options
+            )
+            (out.loss * 0.3).backward()
+        shown.append([out.logprobs, *(leaf.grad for leaf in leaves)])
+    assert not gpu.products and gpu.kernels["fixed_product_kernel"]
+    for found in shown[1:]:
+        assert all(torch.equal(got, expected) for got, expected in zip(found, shown[0], strict=True))
+    leaves = [leaf.detach().to(torch.float16).requires_grad_() for leaf in leaves]
+    with gpu, pytest.raises(ValueError, match="power of two"):
+        gk.fused_linear_policy_loss(*leaves, labels, old, advantages, batch_invariant=True)
+
+
 @pytest.mark.parametrize("masked", [False, True])
 def test_linear_token_logprobs_look_for_masked_rows_alone(gpu, masked):
     (hidden, weight), labels, *_ = problem(torch.bfloat16)

@@ -52,7 +52,7 @@ CONTRACT = {
     "distillation_loss": ("logits teacher_logits", f"{DISTILLED} inplace_backward"),
     "fused_linear_distillation_loss": (
         "hidden weight teacher_hidden teacher_weight",
-        f"{DISTILLED} bias teacher_bias logits_dtype max_chunk_bytes",
+        f"{DISTILLED} bias teacher_bias logits_dtype max_chunk_bytes batch_invariant",
     ),
     "sampling_mask": ("logits", "temperature top_k top_p min_p labels engine"),
     "normalizer": ("objective loss_mask", "cu_seqlens lengths advantages group_ids group cp_group"),

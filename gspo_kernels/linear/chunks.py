@@ -218,7 +218,7 @@ class Call:
         )
         pieces = -(-count // self.chunk_rows)
         ends = [count * piece // pieces for piece in range(1, pieces + 1)]
-        if self.head.fixed and self.chunk_rows > SEGMENT:
+        if self.head.fixed and self.chunk_rows % SEGMENT == 0:
             # so that few segments are parted
             size = -(-count // max(pieces * SEGMENT, 1)) * SEGMENT
             ends = [min(count, end) for end in range(size, count + size, size)] if count else []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gspo_kernels.linear.schedule import Refusals
-from gspo_kernels.objectives.base import Objective, from_spec
+from gspo_kernels.objectives.base import Objective
 from gspo_kernels.terms import Terms
 
 
@@ -26,11 +26,11 @@ def what_couples_tokens(objective: Objective, terms: Terms) -> str:
     return name
 
 
-def evaluated_at_once(invariant: bool, terms: Terms) -> bool:
+def evaluated_at_once(objective: Objective, terms: Terms, invariant: bool) -> bool:
     """Whether coefficients are to come from one evaluation of the whole call, so that sums over its sequences
     have one order.
     """
-    return invariant and coefficients_depend_on(from_spec(terms.objective), terms) in ("group", "batch")
+    return invariant and coefficients_depend_on(objective, terms) in ("group", "batch")
 
 
 def refusals(objective: Objective, terms: Terms, trains_head: bool, invariant: bool) -> Refusals:
@@ -65,7 +65,7 @@ def refusals(objective: Objective, terms: Terms, trains_head: bool, invariant: b
             reasons.setdefault(
                 "known", "batch-invariant mode takes coefficients from whole sequences, as other schedules do"
             )
-        if evaluated_at_once(invariant, terms):
+        if evaluated_at_once(objective, terms, invariant):
             for schedule in ("aligned", "frozen", "cached"):
                 reasons[schedule] = (
                     f"batch-invariant mode evaluates coefficients that depend on the {scope} all at once"

@@ -14,6 +14,7 @@ from torch import Tensor
 from gspo_kernels import cpp
 from gspo_kernels.cpp.products import multiplies, multiply
 from gspo_kernels.linear.calibration import fp32_library
+from gspo_kernels.torch_internals import constant_when_traced
 
 __all__ = ["fixed_product", "fixed_unavailable", "in_blocks", "multiply", "transposed_product"]
 
@@ -45,7 +46,7 @@ def fixed_unavailable(weight: Tensor, trained: bool) -> str | None:
     if weight.dtype == torch.float64:
         return "products of fp64 have no fixed order of their sums"
     if weight.is_cpu:
-        return cpp.unavailable(weight.device)
+        return _missing_on_the_cpu()
     if not weight.is_cuda:
         return f"there are products with a fixed order of their sums for CPU and GPU, not for {weight.device}"
     if trained and weight.dtype == torch.float16:
@@ -54,6 +55,11 @@ def fixed_unavailable(weight: Tensor, trained: bool) -> str | None:
             "fp32 have the range"
         )
     return None
+
+
+@constant_when_traced
+def _missing_on_the_cpu() -> str | None:
+    return cpp.unavailable(torch.device("cpu"))
 
 
 def fixed_product(

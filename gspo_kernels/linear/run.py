@@ -100,7 +100,9 @@ class Run:
         reasons = refusals(from_spec(terms.objective), terms, needs.head, call.head.fixed)
         shapes = shapes_of(call, terms, needs)
         parts = plan_parts(schedule, self.scopes.rows, self.scopes.idle, shapes, reasons)
-        self.at_once = bool(terms.cp_group) or evaluated_at_once(call.head.fixed, terms)
+        self.at_once = bool(terms.cp_group) or evaluated_at_once(
+            from_spec(terms.objective), terms, call.head.fixed
+        )
         self.scores.expect(min(call.chunk_rows, max((part.rows for part in parts), default=0)))
         if self.at_once:
             # the one evaluation, of all tokens on all ranks, stands behind the last projection

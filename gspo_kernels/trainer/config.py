@@ -114,6 +114,9 @@ class UpdateConfig(Section, key="update"):
     precision: Literal["fp32", "bf16"] = option(
         "fp32", "'fp32', or 'bf16': products in bfloat16, weights and logits in float32; sampling as well"
     )
+    batch_invariant: bool = option(
+        False, "the head's log-probs and gradients don't depend on what shares a micro-batch; layers' may"
+    )
     gradient_checkpointing: bool = option(False, "compute activations again: less memory, a third slower")
     entropy_coef: Finite = option(0.0, "weight of the entropy bonus in the loss")
     learning_rate: Positive = option(1e-6, "AdamW's learning rate at the end of the warmup")

@@ -38,15 +38,24 @@ class Policy(nn.Module):
 
     Adapters may be injected into the model. The layout, "packed", "padded" or "shared_prefix", says how
     completions become rows of the backbone; they are scored with the temperature that they are sampled with.
+    Where ``batch_invariant``, what follows from hidden states doesn't depend on what is scored along.
     """
 
     def __init__(
-        self, model: Any, *, layout: str, temperature: float, gradient_checkpointing: bool = False
+        self,
+        model: Any,
+        *,
+        layout: str,
+        temperature: float,
+        batch_invariant: bool = False,
+        gradient_checkpointing: bool = False,
     ) -> None:
         super().__init__()
         self.model = model
         self.layout = layout
         self.temperature = temperature
+        # None leaves it to the process
+        self.batch_invariant = batch_invariant or None
         # What FSDP's wrapping of one module per layer looks up.
         self._no_split_modules = getattr(model, "_no_split_modules", None)
         # Dropout would make the ratio differ from 1 with equal weights, so it stays off in training too.
@@ -90,7 +99,12 @@ class Policy(nn.Module):
         with self._checkpointing(torch.is_grad_enabled()):
             hidden, labels, cu_seqlens = self._hidden_states(prompts, completions)
         head = head_of(self.model)
-        options = {"temperature": self.temperature, "return_entropy": return_entropy, **head.options()}
+        options = {
+            "temperature": self.temperature,
+            "return_entropy": return_entropy,
+            "batch_invariant": self.batch_invariant,
+            **head.options(),
+        }
         if mask is not None:
             options["kept_mask"] = mask.bitmask(head.weight.shape[0])
         if terms is None:

@@ -60,7 +60,11 @@ def make_policies(model: Any, tokenizer: Any, config: TrainConfig, accelerator: 
     if adapted:
         set_seed(config.seed)
         reference_mode = add_adapters(model, config.lora).disable_adapter
-    options: dict[str, Any] = {"layout": config.update.layout, "temperature": config.rollout.temperature}
+    options: dict[str, Any] = {
+        "layout": config.update.layout,
+        "temperature": config.rollout.temperature,
+        "batch_invariant": config.update.batch_invariant,
+    }
     if config.needs_reference() and not adapted:
         reference = Policy(copy.deepcopy(model), **options).requires_grad_(False)
     policy = Policy(model, gradient_checkpointing=config.update.gradient_checkpointing, **options)
