@@ -377,7 +377,7 @@ def fold_row(
     is_label = columns == label
     y_label = tl.sum(tl.sum(tl.sum(tl.where(is_label, y, 0.0), axis=2), axis=0), axis=0)
     y = tl.where(is_label | (columns >= width), -float("inf"), y)
-    y = cut_heights(y, columns, width, kept)
+    y = cut_heights(y, home * BLOCK, width, kept)
     state = _fold_block(state, y, power, STEEP, ENTROPY, PLATFORM)
 
     full = width // BLOCK
@@ -385,14 +385,14 @@ def fold_row(
         start = tl.where(other < home, other, other + 1) * BLOCK
         raw = load_columns(row, start, lanes, width, stride_v, ACCESS, False, EVICT)
         y = _height(raw, slopes, STATS, SCALED, SOFTCAP, PLATFORM)
-        y = cut_heights(y, start + lanes, width, kept)
+        y = cut_heights(y, start, width, kept)
         state = _fold_block(state, y, power, STEEP, ENTROPY, PLATFORM)
     if (home < full) & (full * BLOCK < width):
         columns = full * BLOCK + lanes
         raw = load_columns(row, full * BLOCK, lanes, width, stride_v, ACCESS, True, EVICT)
         y = _height(raw, slopes, STATS, SCALED, SOFTCAP, PLATFORM)
         y = tl.where(columns < width, y, -float("inf"))
-        y = cut_heights(y, columns, width, kept)
+        y = cut_heights(y, full * BLOCK, width, kept)
         state = _fold_block(state, y, power, STEEP, ENTROPY, PLATFORM)
 
     peak, total, spread = state
