@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gspo_kernels.kernels.columns import edge_columns, load_columns, row_pointer, whole_vectors
 from gspo_kernels.kernels.kept import cut_block, in_row, is_kept, kept_row
 from gspo_kernels.kernels.launch import (
     BACKWARD,
@@ -21,20 +22,16 @@ from gspo_kernels.kernels.launch import (
 )
 from gspo_kernels.kernels.rows import (
     HUGE,
-    edge_columns,
     element,
     exp_flushed,
     fold_row,
     joined,
-    load_columns,
     narrowed,
     one_minus_exp,
     open_row,
     parted,
-    row_pointer,
     row_slopes,
     transformed,
-    whole_vectors,
 )
 from gspo_kernels.types import LogitTransform, RowStats, stats_dtype
 
@@ -114,13 +111,13 @@ def _write_gradient(
         whole_out = tl.multiple_of(out_row + first, 16)
         # Before any other store: out may be the logits.
         columns, inside = edge_columns(tl.arange(0, 2 * VECTOR), first, whole, width, VECTOR)
-        shown = inside
+        reads = inside & (columns < tl.where(active, width, 0))
+        shown = reads
         if kept is not None:
-            shown = inside & is_kept(kept, columns, width)
-        reads = shown & (columns < tl.where(active, width, 0))
+            shown = reads & is_kept(kept, columns, width)
         edge = tl.load(row + columns, mask=reads, other=-float("inf"))
         edge = _gradient(edge, columns == label, of_row, STATS, SCALED, SOFTCAP, ENTROPY, OUT, PLATFORM)
-        edge = tl.where(reads, edge, 0.0).to(OUT)
+        edge = tl.where(shown, edge, 0.0).to(OUT)
         if not NARROWS_IN_PLACE:
             tl.store(out_row + columns, edge, mask=inside)
     UNIT: tl.constexpr = 1 if ACCESS == "single" else VECTOR
