@@ -412,7 +412,7 @@ def logprobs_and_grad(
     B, T, V = logits.shape
     logprobs = torch.empty(B, T, dtype=stats_dtype(logits.dtype), device=logits.device)
     stats = RowStats(logprobs, torch.empty_like(logprobs, dtype=torch.float64), None)
-    tile = FOLD_AND_GRAD[max(logits.element_size(), out.element_size())].beside(transform)
+    tile = FOLD_AND_GRAD[max(logits.element_size(), out.element_size())]
     rows = RowArguments.of(logits, labels, transform, tile, out)
     launch(
         logprobs_and_grad_kernel,
