@@ -319,10 +319,10 @@ def fold_row(
     # The label's block comes first, so that no other block has to look for the label.
     columns = home * BLOCK + lanes
     y = _height(block, slopes, STATS, SCALED, SOFTCAP, PLATFORM)
+    y = cut_heights(y, home * BLOCK, width, kept)
     is_label = columns == label
     y_label = tl.sum(tl.sum(tl.sum(tl.where(is_label, y, 0.0), axis=2), axis=0), axis=0)
     y = tl.where(is_label | (columns >= width), -float("inf"), y)
-    y = cut_heights(y, home * BLOCK, width, kept)
     state = _fold_block(state, y, power, STEEP, ENTROPY, PLATFORM)
 
     full = width // BLOCK
