@@ -7,6 +7,8 @@ imported in a process without TRITON_INTERPRET.
 
 from __future__ import annotations
 
+import functools
+import math
 import re
 import subprocess
 import tempfile
@@ -81,7 +83,17 @@ def name_of(call: Call) -> str:
     rows = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.dim() == 3]
     tensors = [each for each in rows if each.is_floating_point()] or args[:1]
     dtypes = "->".join(str(tensor.dtype).removeprefix("torch.") for tensor in tensors)
-    known = ("SCALED", "SOFTCAP", "ALIGNED", "PER_TOKEN", "A_ALONG_K", "B_ALONG_K", "WHOLE", "ACCUMULATE")
+    known = (
+        "SCALED",
+        "SOFTCAP",
+        "ALIGNED",
+        "PER_TOKEN",
+        "SHARDED",
+        "A_ALONG_K",
+        "B_ALONG_K",
+        "WHOLE",
+        "ACCUMULATE",
+    )
     flags = [key.lower() for key in known if keywords.get(key)]
     vectors = [key for key in ("A_VECTOR", "B_VECTOR") if keywords.get(key, 1) > 1]
     flags += [key.lower() for key in vectors]
@@ -108,8 +120,9 @@ def _cuobjdump(cubin: bytes, what: str) -> str:
     return run.stdout
 
 
+@functools.lru_cache(maxsize=2)
 def sass(cubin: bytes) -> str:
-    """The machine code of an NVIDIA GPU."""
+    """The machine code of an NVIDIA GPU; to read it takes as long as to compile a small kernel."""
     return _cuobjdump(cubin, "--dump-sass")
 
 
@@ -128,10 +141,11 @@ def resources(kernel: Any) -> dict[str, int]:
 
 
 class Instruction(NamedTuple):
-    """One instruction, and the place in the program that it may jump to, if it is a branch."""
+    """One instruction; if it is a branch, the place in the program to which it jumps, and whether always."""
 
     opcode: str
     jump: int | None
+    always: bool = False
 
     @property
     def loaded(self) -> int:
@@ -151,13 +165,14 @@ def instructions(kernel: Any) -> list[Instruction]:
     """A program in the order of its addresses."""
     if "cubin" in kernel.asm:
         lines = re.findall(
-            r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z]\S*)([^;]*);", sass(kernel.asm["cubin"]), re.M
+            r"^\s+/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+\s+)?([A-Z]\S*)([^;]*);", sass(kernel.asm["cubin"]), re.M
         )
-        places = {int(address, 16): index for index, (address, _, _) in enumerate(lines)}
+        places = {int(address, 16): index for index, (address, *_) in enumerate(lines)}
         found = []
-        for _, opcode, operands in lines:
+        for _, condition, opcode, operands in lines:
             to = re.findall(r"0x([0-9a-f]+)", operands) if opcode.startswith("BRA") else []
-            found.append(Instruction(opcode, places.get(int(to[-1], 16)) if to else None))
+            always = not condition and re.search(r"\bU?P\d", operands) is None
+            found.append(Instruction(opcode, places.get(int(to[-1], 16)) if to else None, always))
         return found
     labels: dict[str, int] = {}
     parsed: list[tuple[str, str]] = []
@@ -167,13 +182,41 @@ def instructions(kernel: Any) -> list[Instruction]:
         elif code := re.match(r"\t([a-z]\w+_\w+)\s*(\S*)", line):
             parsed.append((code[1], code[2]))
     return [
-        Instruction(opcode, labels.get(operand) if "branch" in opcode else None) for opcode, operand in parsed
+        Instruction(opcode, labels.get(operand) if "branch" in opcode else None, opcode == "s_branch")
+        for opcode, operand in parsed
     ]
 
 
+def shortest_way(program: list[Instruction], start: int, end: int) -> list[Instruction]:
+    """What is executed from ``start`` to ``end``: of the ways around branches the shortest that loads
+    something, for what blocks at the ends of a row need is rare.
+    """
+    # From each place on, of ways that load nothing more and of ways that do: (instructions, next place).
+    ways: dict[tuple[int, bool], tuple[float, int]] = {(end, False): (1, end), (end, True): (math.inf, end)}
+    for place in range(end - 1, start - 1, -1):
+        opcode, jump, always = program[place]
+        # AMD's way past what no lane executes is none of them.
+        onward = [jump] if jump is not None and place < jump <= end and "exec" not in opcode else []
+        onward += [] if onward and always else [place + 1]
+        for loads in (False, True):
+            rest = loads and not program[place].loaded
+            ways[place, loads] = min((1 + ways[one, rest][0], one) for one in onward)
+    loads = ways[start, True][0] < math.inf
+    place, way = start, [program[start]]
+    while place != end:
+        loads, place = loads and not program[place].loaded, ways[place, loads][1]
+        way.append(program[place])
+    return way
+
+
+def exponentials(body: list[Instruction]) -> int:
+    """How many fp32 exponentials there are."""
+    return sum(bool(re.match(r"MUFU\.EX2|v_exp_f", one.opcode)) for one in body)
+
+
 def row_loops(program: list[Instruction]) -> list[list[Instruction]]:
-    """The innermost loops that load 16 bytes at a time, or many 16-bit numbers one by one: the walks over a
-    row, and not those of the reductions.
+    """The innermost loops that load 16 bytes at a time or take many exponentials: the walks over a row, and
+    not those of the reductions.
     """
     loops = [(one.jump, end) for end, one in enumerate(program) if one.jump is not None and one.jump <= end]
     inner = [
@@ -181,10 +224,10 @@ def row_loops(program: list[Instruction]) -> list[list[Instruction]]:
         for start, end in loops
         if not any((a, b) != (start, end) and start <= a and b <= end for a, b in loops)
     ]
-    bodies = [program[start : end + 1] for start, end in inner]
+    bodies = [shortest_way(program, start, end) for start, end in inner]
 
     def walks(body: list[Instruction]) -> bool:
-        return any(one.loaded >= 16 for one in body) or sum(one.loaded == 2 for one in body) >= 8
+        return any(one.loaded >= 16 for one in body) or exponentials(body) >= 8
 
     return [body for body in bodies if walks(body)]
 
@@ -217,7 +260,14 @@ def counts(call: Call, target: str, kernel: Any) -> dict[str, Any]:
     found: dict[str, Any] = {"kernel": name_of(call), "target": target, "registers": usage["REG"]}
     found |= {"spilled": usage["STACK"] + usage["LOCAL"], "warps": held}
     walks = row_loops(instructions(kernel))
-    logits = [sum(one.loaded for one in walk) / size for walk in walks]
+    own = call[2]["BLOCK"] / (warps * lanes)
+
+    def logits_of(walk: list[Instruction]) -> float:
+        """From 16-byte loads; where there are none, a fold takes an exponential more than it has logits."""
+        wide = sum(one.loaded for one in walk if one.loaded >= 16) / size
+        return wide or own * max(1, round(exponentials(walk) / (own + 1)))
+
+    logits = [logits_of(walk) for walk in walks]
 
     def per_logit(pattern: str) -> float:
         each = [sum(bool(re.match(pattern, one.opcode)) for one in walk) for walk in walks]

@@ -91,7 +91,7 @@ INTRODUCTIONS = {
     "static": "Compiled for GPUs that were not there, and counted in the loops over a row, not measured. "
     "Each cell: instructions per logit; registers, warps that a multiprocessor has room for at a time, KiB "
     "that these load in one iteration. Rows anywhere: they begin at no multiple of 16 bytes. Their "
-    "statistics are read element by element, as the order of a sum may not depend on where a row lies; "
+    "statistics are read 4 bytes at a time, as the order of a sum may not depend on where a row lies; "
     "gradients have no such order.",
     "traffic": "Triton's loads and stores of logits and their gradient, counted under its interpreter; for "
     "PyTorch, operands and results of each operator. No device was involved.",

@@ -44,9 +44,12 @@ class Traffic:
         """Count accesses of a block of pointers."""
         addresses = np.broadcast_to(pointers.data, np.broadcast_shapes(pointers.data.shape, mask.data.shape))
         addresses = addresses[np.broadcast_to(mask.data, addresses.shape).astype(bool)].astype(np.int64)
+        width = pointers.get_element_ty().primitive_bitwidth // 8
         for tensor, count in zip(self.tensors, counts, strict=True):
             start, size = tensor.data_ptr(), tensor.element_size()
-            inside = addresses[(addresses >= start) & (addresses < start + tensor.numel() * size)]
+            # A load may hold several elements.
+            each = (addresses[:, None] + np.arange(0, width, size)).ravel()
+            inside = each[(each >= start) & (each < start + tensor.numel() * size)]
             count += torch.from_numpy(np.bincount((inside - start) // size, minlength=tensor.numel()))
 
     def per_row(self, counts: list[Tensor], index: int) -> list[int]:

@@ -12,7 +12,7 @@ from gspo_kernels.linear.loss import Settings
 from gspo_kernels.ops.divergence import DivergenceForm, TeacherRows
 from gspo_kernels.ops.library import flat, nobody_listens, tensors_in
 from gspo_kernels.ops.logprobs import RowGradients, logprobs_forward
-from gspo_kernels.ops.selected import SelectedGradients, selected_forward
+from gspo_kernels.ops.selected import SelectedGradients, SelectedOperands, selected_forward
 from gspo_kernels.sequence_ratio import RatioOperands
 from gspo_kernels.terms import Terms
 from gspo_kernels.types import RatioClip, RowOptions, RowStats, Shard
@@ -92,8 +92,8 @@ def operator_inputs():
         "mask_of_shard": [(ids, None, Shard("", 2), 3), (None, kept, Shard("", 2), 3)],
         "checked_ids": [(ids, 7, options)],
         "selected_forward": [(logits, ids, options, False), (logits, ids[..., ::2], by_row, True)],
-        "selected_backward": [(logits, ids, selected, both, options, False)],
-        "selected_backward_": [(logits.clone(), ids, selected, both, options, False)],
+        "selected_backward": [(logits, SelectedOperands(ids, selected, both, options, False))],
+        "selected_backward_": [(logits.clone(), SelectedOperands(ids, selected, both, options, False))],
         "linear_selected_forward": [(trained(options), ids, False), (frozen(options), ids, True)],
         "linear_selected_backward": [
             (trained(options), ids, selected, both, everything, False),

@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gspo_kernels.kernels.kept import cut_gradient, kept_row
+from gspo_kernels.kernels.columns import load_columns, row_pointer
+from gspo_kernels.kernels.kept import is_kept, kept_row
 from gspo_kernels.kernels.launch import (
     DIVERGENCE,
     RowArguments,
@@ -28,11 +29,9 @@ from gspo_kernels.kernels.launch import (
 from gspo_kernels.kernels.rows import (
     element,
     exp_flushed,
-    load_columns,
     log1p_unit,
     lowest,
     narrowed,
-    row_pointer,
     row_slopes,
     transformed,
 )
@@ -59,9 +58,16 @@ def _load(
     z, bend = transformed(raw, slopes, STATS, SCALED, SOFTCAP, PLATFORM)
     inside = start + lanes < width
     if kept is not None:
-        word = tl.load(kept + ((start + lanes) >> 5), mask=inside, other=0)
-        inside = inside & (((word >> ((start + lanes) & 31)) & 1) != 0)
+        inside = inside & is_kept(kept, start + lanes, width)
     return tl.where(inside, z, -float("inf")), bend
+
+
+@triton.jit
+def _cut(gradient, columns, width, kept):
+    """A gradient, 0 for columns that are cut, whatever their logits and the row's coefficients hold."""
+    if kept is not None:
+        gradient = tl.where(is_kept(kept, columns, width), gradient, tl.zeros_like(gradient))
+    return gradient
 
 
 @triton.jit
@@ -247,7 +253,7 @@ def divergence_kernel(
             grad = chained * (p - q)
             if SOFTCAP:
                 grad = grad * bend
-            grad = cut_gradient(narrowed(grad, OUT, PLATFORM), start + lanes, width, kept)
+            grad = _cut(narrowed(grad, OUT, PLATFORM), start + lanes, width, kept)
             if NARROWS_IN_PLACE:
                 # Block k of the gradient covers logits of blocks up to k, which others may not have read yet.
                 tl.debug_barrier()
@@ -281,7 +287,7 @@ def divergence_kernel(
                 grad = chained * tl.where(p == 0, 0.0, p * (far - whole))
                 if SOFTCAP:
                     grad = grad * bend
-                grad = cut_gradient(narrowed(grad, OUT, PLATFORM), start + lanes, width, kept)
+                grad = _cut(narrowed(grad, OUT, PLATFORM), start + lanes, width, kept)
                 if NARROWS_IN_PLACE:
                     tl.debug_barrier()
                 tl.store(out_row + (start + lanes), grad, mask=start + lanes < written)

@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gspo_kernels.kernels.kept import cut_gradient, in_row, kept_row
+from gspo_kernels.kernels.columns import edge_columns, load_columns, row_pointer, whole_vectors
+from gspo_kernels.kernels.kept import cut_block, in_row, is_kept, kept_row
 from gspo_kernels.kernels.launch import (
     BACKWARD,
     FOLD_AND_GRAD,
@@ -21,20 +22,16 @@ from gspo_kernels.kernels.launch import (
 )
 from gspo_kernels.kernels.rows import (
     HUGE,
-    edge_columns,
     element,
     exp_flushed,
     fold_row,
     joined,
-    load_columns,
     narrowed,
     one_minus_exp,
     open_row,
     parted,
-    row_pointer,
     row_slopes,
     transformed,
-    whole_vectors,
 )
 from gspo_kernels.types import LogitTransform, RowStats, stats_dtype
 
@@ -112,10 +109,17 @@ def _write_gradient(
     whole_out = out_row
     if ACCESS == "shifted":
         whole_out = tl.multiple_of(out_row + first, 16)
-        # Before any store: out may be the logits.
+        # Before any other store: out may be the logits.
         columns, inside = edge_columns(tl.arange(0, 2 * VECTOR), first, whole, width, VECTOR)
         reads = inside & (columns < tl.where(active, width, 0))
+        shown = reads
+        if kept is not None:
+            shown = reads & is_kept(kept, columns, width)
         edge = tl.load(row + columns, mask=reads, other=-float("inf"))
+        edge = _gradient(edge, columns == label, of_row, STATS, SCALED, SOFTCAP, ENTROPY, OUT, PLATFORM)
+        edge = tl.where(shown, edge, 0.0).to(OUT)
+        if not NARROWS_IN_PLACE:
+            tl.store(out_row + columns, edge, mask=inside)
     UNIT: tl.constexpr = 1 if ACCESS == "single" else VECTOR
     read = tl.multiple_of(tl.where(active, whole, 0), UNIT)
     idle = tl.multiple_of(tl.where(active, 0, whole), UNIT)
@@ -126,7 +130,7 @@ def _write_gradient(
         ahead = load_columns(whole_row, start + BLOCK, lanes, read, stride_v, ACCESS, True, "evict_first")
         is_label = start + lanes == label - first
         grad = _gradient(raw, is_label, of_row, STATS, SCALED, SOFTCAP, ENTROPY, OUT, PLATFORM)
-        grad = cut_gradient(grad, first + start + lanes, width, kept)
+        grad = cut_block(grad, first + start, first + read, kept, VECTOR, ACCESS == "shifted")
         if NARROWS_IN_PLACE:
             # Block k of the gradient covers logits of blocks up to k, which others may not have read yet.
             tl.debug_barrier()
@@ -134,12 +138,9 @@ def _write_gradient(
     zeros = tl.zeros([BLOCK], OUT)
     for start in range(0, idle, BLOCK):
         tl.store(whole_out + (start + lanes), zeros, mask=start + lanes < idle, eviction_policy="evict_first")
-    if ACCESS == "shifted":
-        grad = _gradient(edge, columns == label, of_row, STATS, SCALED, SOFTCAP, ENTROPY, OUT, PLATFORM)
-        grad = cut_gradient(grad, columns, width, kept)
-        if NARROWS_IN_PLACE:
-            tl.debug_barrier()
-        tl.store(out_row + columns, tl.where(active, grad, 0.0).to(OUT), mask=inside)
+    if ACCESS == "shifted" and NARROWS_IN_PLACE:
+        tl.debug_barrier()
+        tl.store(out_row + columns, edge, mask=inside)
 
 
 @row_kernel
@@ -411,7 +412,7 @@ def logprobs_and_grad(
     B, T, V = logits.shape
     logprobs = torch.empty(B, T, dtype=stats_dtype(logits.dtype), device=logits.device)
     stats = RowStats(logprobs, torch.empty_like(logprobs, dtype=torch.float64), None)
-    tile = FOLD_AND_GRAD[max(logits.element_size(), out.element_size())].beside(transform)
+    tile = FOLD_AND_GRAD[max(logits.element_size(), out.element_size())]
     rows = RowArguments.of(logits, labels, transform, tile, out)
     launch(
         logprobs_and_grad_kernel,

@@ -18,34 +18,60 @@ def kept_row(kept_ptr, b, t, stride_b, stride_t):
 
 
 @triton.jit
+def is_kept(kept, columns, width):
+    """Whether the mask has each of some columns."""
+    word = tl.load(kept + (columns >> 5), mask=columns < width, other=0)
+    return ((word >> (columns & 31)) & 1) != 0
+
+
+@triton.jit
 def in_row(label, width, kept):
     """Whether a label, int64, is a column of its row that isn't cut."""
     inside = (label >= 0) & (label < width)
     if kept is not None:
-        inside = inside & _is_kept(kept, tl.where(inside, label, 0), width)
+        inside = inside & is_kept(kept, tl.where(inside, label, 0), width)
     return inside
 
 
 @triton.jit
-def cut_heights(heights, columns, width, kept):
-    """Heights [loads, threads, vector] of columns, -inf for those that are cut."""
+def cut_heights(heights, start, width, kept):
+    """Heights [loads, threads, vector] of the columns of a block, -inf for those that are cut."""
     if kept is not None:
-        # A vector starts at a multiple of its length, which divides 32: one word has it.
-        first = tl.min(columns, axis=2)
-        word = tl.load(kept + (first >> 5), mask=first < width, other=0)
-        heights = tl.where(((word[:, :, None] >> (columns & 31)) & 1) != 0, heights, -float("inf"))
+        LOADS: tl.constexpr = heights.shape[0]
+        THREADS: tl.constexpr = heights.shape[1]
+        VECTOR: tl.constexpr = heights.shape[2]
+        pieces = tl.arange(0, LOADS)[:, None] * THREADS + tl.arange(0, THREADS)[None, :]
+        bits = _bits_of_vectors(kept, start + pieces * VECTOR, width, VECTOR, False)
+        lanes = tl.arange(0, VECTOR)[None, None, :]
+        heights = tl.where(((bits[:, :, None] >> lanes) & 1) != 0, heights, -float("inf"))
     return heights
 
 
 @triton.jit
-def cut_gradient(gradient, columns, width, kept):
-    """A gradient, 0 for columns that are cut, whatever their logits and the row's coefficients hold."""
+def cut_block(gradient, start, end, kept, VECTOR: tl.constexpr, STRADDLES: tl.constexpr):
+    """The gradient of a block of columns, 0 for those that are cut, whatever their logits and the row's
+    coefficients hold. Where whole vectors may end in another word than they begin in, STRADDLES.
+    """
     if kept is not None:
-        gradient = tl.where(_is_kept(kept, columns, width), gradient, tl.zeros_like(gradient))
+        VECTORS: tl.constexpr = gradient.shape[0] // VECTOR
+        bits = _bits_of_vectors(kept, start + tl.arange(0, VECTORS) * VECTOR, end, VECTOR, STRADDLES)
+        are_kept = ((bits[:, None] >> tl.arange(0, VECTOR)[None, :]) & 1) != 0
+        gradient = tl.where(tl.reshape(are_kept, gradient.shape), gradient, tl.zeros_like(gradient))
     return gradient
 
 
 @triton.jit
-def _is_kept(kept, columns, width):
-    word = tl.load(kept + (columns >> 5), mask=columns < width, other=0)
-    return ((word >> (columns & 31)) & 1) != 0
+def _bits_of_vectors(kept, first, end, VECTOR: tl.constexpr, STRADDLES: tl.constexpr):
+    """For vectors of columns that begin at ``first``: numbers whose bit i is that of the i-th column.
+
+    A vector that begins at a multiple of its length, which divides 32, lies in one word.
+    """
+    word = tl.load(kept + (first >> 5), mask=first < end, other=0).to(tl.uint32, bitcast=True)
+    shift = (first & 31).to(tl.uint32)
+    if STRADDLES:
+        last = first + (VECTOR - 1)
+        # The same word again adds bits beyond the vector's.
+        after = tl.load(kept + (last >> 5), mask=first < end, other=0).to(tl.uint32, bitcast=True)
+        word = word.to(tl.uint64) | (after.to(tl.uint64) << 32)
+    bits = (word >> shift).to(tl.uint32)
+    return bits

@@ -33,10 +33,6 @@ class Tile(NamedTuple):
     warps: int
     stages: int = 1
 
-    def beside(self, transform: LogitTransform) -> Tile:
-        """The tile where there may be sampling masks, whose words take registers, too."""
-        return self if transform.kept is None else self._replace(block=self.block // 2)
-
 
 # The tile by the bytes of one logit, the same on all devices. A fold keeps two (with entropy three) numbers
 # per thread, and its blocks are two 16-byte loads per thread. Nothing is loaded ahead, as ptxas would move

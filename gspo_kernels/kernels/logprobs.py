@@ -9,6 +9,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from gspo_kernels.kernels.columns import row_pointer
 from gspo_kernels.kernels.kept import in_row, kept_row
 from gspo_kernels.kernels.launch import (
     FOLD,
@@ -21,7 +22,6 @@ from gspo_kernels.kernels.rows import (
     fold_row,
     joined,
     open_row,
-    row_pointer,
     row_slopes,
 )
 from gspo_kernels.types import LogitTransform, RowStats, stats_dtype

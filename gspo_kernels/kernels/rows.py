@@ -1,5 +1,4 @@
-"""Row mathematics that the kernels share: scalar functions, loading blocks, the logit transform, the online
-fold.
+"""Row mathematics that the kernels share: scalar functions, the logit transform, the online fold.
 
 A row is one token's logits. Its columns are walked block by block; each thread keeps a running maximum and a
 running sum of exponentials of the columns that it has loaded, and the threads are combined once, when the row
@@ -13,12 +12,13 @@ The scalar functions are written out because libdevice isn't available to the in
 ``exp(x) - 1`` or ``log(1 + x)`` leaves no accuracy near 0.
 """
 
-# ruff: noqa: SIM108, SIM300 - in Triton, branches choose code and constants are what a kernel is compiled for.
+# ruff: noqa: SIM300 - constants are what a kernel is compiled for.
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
+from gspo_kernels.kernels.columns import load_block, row_source
 from gspo_kernels.kernels.kept import cut_heights
 
 HUGE: tl.constexpr = tl.constexpr(1e30)
@@ -123,65 +123,9 @@ def parted(value, STATS: tl.constexpr):
 
 
 @triton.jit
-def row_pointer(pointer, b, t, stride_b, stride_t, ACCESS: tl.constexpr):
-    """Address of row (b, t), in 64-bit arithmetic; "aligned" promises that it is a multiple of 16 bytes."""
-    row = pointer + (b.to(tl.int64) * stride_b + t.to(tl.int64) * stride_t)
-    if ACCESS == "aligned":
-        row = tl.multiple_of(row, 16)
-    return row
-
-
-@triton.jit
 def element(pointer, b, t, stride_b, stride_t):
     """Address of element (b, t) of a [B, T] tensor, in 64-bit arithmetic."""
     return pointer + (b.to(tl.int64) * stride_b + t.to(tl.int64) * stride_t)
-
-
-@triton.jit
-def whole_vectors(row, width, VECTOR: tl.constexpr, ACCESS: tl.constexpr):
-    """(pointer, first column, number of columns) of the part of a row to walk in blocks.
-
-    "aligned" rows and those of "single" elements are walked as a whole. Of a "shifted" row it is what lies in
-    whole vectors at multiples of 16 bytes; less than a vector is left at either end, see ``edge_columns``.
-    """
-    first = width * 0
-    if ACCESS == "shifted":
-        SIZE: tl.constexpr = row.dtype.element_ty.primitive_bitwidth // 8
-        behind = (row.to(tl.int64) // SIZE) % VECTOR
-        first = tl.minimum(((VECTOR - behind) % VECTOR).to(tl.int32), width)
-        row = tl.multiple_of(row + first, 16)
-    if ACCESS != "single":
-        # For aligned rows the same number, by an operation that tells the compiler what divides it.
-        width = (width - first) // VECTOR * VECTOR
-    return row, first, width
-
-
-@triton.jit
-def edge_columns(lanes, first, whole, width, VECTOR: tl.constexpr):
-    """The columns before and behind the whole vectors of a row, and which of the lanes have one."""
-    columns = tl.where(lanes < VECTOR, lanes, first + whole + (lanes - VECTOR))
-    return columns, (columns < first) | ((lanes >= VECTOR) & (columns < width))
-
-
-@triton.jit
-def load_columns(
-    row,
-    start,
-    lanes,
-    width,
-    stride_v,
-    ACCESS: tl.constexpr,
-    MASKED: tl.constexpr,
-    EVICT: tl.constexpr,
-):
-    """Raw logits of a block of columns; MASKED: -inf beyond the width."""
-    if ACCESS == "single":
-        pointers = row + (start + lanes).to(tl.int64) * stride_v
-    else:
-        pointers = (row + start) + lanes
-    if MASKED:
-        return tl.load(pointers, mask=start + lanes < width, other=-float("inf"), eviction_policy=EVICT)
-    return tl.load(pointers, eviction_policy=EVICT)
 
 
 @triton.jit
@@ -318,10 +262,10 @@ def open_row(
     """Ask for the block that holds the label: what ``fold_row`` begins with.
 
     ``labelled`` says that the label is a column of the row. Which thread folds a column does not depend on
-    where the row begins in memory, so neither do the bits of the result: rows that begin at no multiple of 16
-    bytes are read in smaller pieces, but in the same order.
+    where the row begins in memory, so neither do the bits of the result.
     """
-    VECTOR: tl.constexpr = 128 // row.dtype.element_ty.primitive_bitwidth
+    LOGIT: tl.constexpr = row.dtype.element_ty
+    VECTOR: tl.constexpr = 128 // LOGIT.primitive_bitwidth
     THREADS: tl.constexpr = WARPS * (64 if PLATFORM == "hip" else 32)
     LOADS: tl.constexpr = BLOCK // (THREADS * VECTOR)
     pieces = tl.arange(0, LOADS)[:, None] * THREADS + tl.arange(0, THREADS)[None, :]
@@ -331,8 +275,9 @@ def open_row(
         width = width // VECTOR * VECTOR
     label = tl.where(labelled, label, -1).to(tl.int32)
     home = tl.maximum(label, 0) // BLOCK
-    block = load_columns(row, home * BLOCK, lanes, width, stride_v, ACCESS, True, EVICT)
-    return row, width, lanes, home, label, block, labelled
+    source = row_source(row, width, ACCESS)
+    block = load_block(source, home * BLOCK, lanes, width, stride_v, ACCESS, True, EVICT)
+    return source, width, lanes, home, label, block, labelled
 
 
 @triton.jit
@@ -356,7 +301,7 @@ def fold_row(
     rounded sum. Where the label isn't a column of the row, the log-prob is NaN. Columns that ``kept``, the
     row's mask or None, cuts count like those beyond the width.
     """
-    row, width, lanes, home, label, block, labelled = opened
+    source, width, lanes, home, label, block, labelled = opened
     STEEP: tl.constexpr = SOFTCAP or SCALED != 0
     steepness = slopes[0]
     if SOFTCAP:
@@ -374,25 +319,25 @@ def fold_row(
     # The label's block comes first, so that no other block has to look for the label.
     columns = home * BLOCK + lanes
     y = _height(block, slopes, STATS, SCALED, SOFTCAP, PLATFORM)
+    y = cut_heights(y, home * BLOCK, width, kept)
     is_label = columns == label
     y_label = tl.sum(tl.sum(tl.sum(tl.where(is_label, y, 0.0), axis=2), axis=0), axis=0)
     y = tl.where(is_label | (columns >= width), -float("inf"), y)
-    y = cut_heights(y, columns, width, kept)
     state = _fold_block(state, y, power, STEEP, ENTROPY, PLATFORM)
 
     full = width // BLOCK
     for other in range(tl.where(home < full, full - 1, full)):
         start = tl.where(other < home, other, other + 1) * BLOCK
-        raw = load_columns(row, start, lanes, width, stride_v, ACCESS, False, EVICT)
+        raw = load_block(source, start, lanes, width, stride_v, ACCESS, False, EVICT)
         y = _height(raw, slopes, STATS, SCALED, SOFTCAP, PLATFORM)
-        y = cut_heights(y, start + lanes, width, kept)
+        y = cut_heights(y, start, width, kept)
         state = _fold_block(state, y, power, STEEP, ENTROPY, PLATFORM)
     if (home < full) & (full * BLOCK < width):
         columns = full * BLOCK + lanes
-        raw = load_columns(row, full * BLOCK, lanes, width, stride_v, ACCESS, True, EVICT)
+        raw = load_block(source, full * BLOCK, lanes, width, stride_v, ACCESS, True, EVICT)
         y = _height(raw, slopes, STATS, SCALED, SOFTCAP, PLATFORM)
         y = tl.where(columns < width, y, -float("inf"))
-        y = cut_heights(y, columns, width, kept)
+        y = cut_heights(y, full * BLOCK, width, kept)
         state = _fold_block(state, y, power, STEEP, ENTROPY, PLATFORM)
 
     peak, total, spread = state

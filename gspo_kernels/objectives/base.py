@@ -279,8 +279,12 @@ class Objective(ABC):
         """The parameters under which a fused clipped ratio equals this objective, or None."""
         return None
 
-    def clip_form(self, low: float, high: float, dual: float | None) -> RatioClip:
-        """That of PPO's clip at this objective's level, with its aggregation."""
+    def clip_form(self, of: type[Objective], low: float, high: float, dual: float | None) -> RatioClip | None:
+        """That of PPO's clip at this objective's level, with its aggregation; ``of`` is the class whose
+        ``evaluate`` it equals, and a subclass that evaluates otherwise has no such form.
+        """
+        if type(self).evaluate is not of.evaluate:
+            return None
         divisor, scale = self.outer_divisor()
         counts_tokens = self.aggregation != "sequence_mean"
         return RatioClip(*log_bounds(low, high, dual), counts_tokens, divisor, scale, self.level)

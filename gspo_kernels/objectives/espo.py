@@ -54,7 +54,3 @@ class ESPO(GSPO):
         distance = batch.layout.sum(reference_log_ratio(batch))
         kl = finite.mul(0.5 * self.elbo_kl_beta * distance, distance) / batch.lengths
         return result._replace(loss=result.loss + kl)
-
-    def ratio_form(self) -> None:
-        """None: steps in one launch take no token weights."""
-        return None

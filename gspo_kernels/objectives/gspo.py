@@ -51,5 +51,5 @@ class GSPO(Objective):
         return ObjectiveLoss(batch.weighted(loss), log_ratio, low, high)
 
     def ratio_form(self) -> RatioClip | None:
-        """The clipped ratio per sequence."""
-        return self.clip_form(self.clip_low, self.clip_high, self.dual_clip)
+        """The clipped ratio per sequence; None for subclasses with another loss."""
+        return self.clip_form(GSPO, self.clip_low, self.clip_high, self.dual_clip)

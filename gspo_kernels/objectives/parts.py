@@ -46,9 +46,9 @@ class ClippedRatio(Objective):
 
     def ratio_form(self) -> RatioClip | None:
         """The clipped ratio per token; None for longer segments, and for subclasses with another loss."""
-        if self.ratio_level != "token" or type(self).evaluate is not ClippedRatio.evaluate:
+        if self.ratio_level != "token":
             return None
-        return self.clip_form(self.clip_low, self.clip_high, self.dual_clip)
+        return self.clip_form(ClippedRatio, self.clip_low, self.clip_high, self.dual_clip)
 
 
 def by_sign(batch: PolicyBatch, positive: float, negative: float) -> Tensor:

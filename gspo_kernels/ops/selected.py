@@ -282,56 +282,43 @@ def _(logits: Tensor, ids: Tensor, options: RowOptions, within: bool) -> Selecte
     return fake_rows(ids, logits.dtype)
 
 
+class SelectedOperands(NamedTuple):
+    """What the gradient of logits follows from besides the logits; see ``score`` and ``write_gradient``."""
+
+    ids: Tensor
+    rows: SelectedRows
+    grads: SelectedGradients
+    options: RowOptions
+    within: bool
+
+    def write_into(self, out: Tensor, logits: Tensor) -> None:
+        """The gradient, into memory of its own or over the logits."""
+        ids, rows, grads, options, within = self
+        own = (options.backend, options.transform, within, options.shard)
+        write_gradient(out, logits, ids, rows, grads, *own)
+
+
 @operator
-def selected_backward(
-    logits: Tensor,
-    ids: Tensor,
-    rows: SelectedRows,
-    grads: SelectedGradients,
-    options: RowOptions,
-    within: bool,
-) -> Tensor:
+def selected_backward(logits: Tensor, operands: SelectedOperands) -> Tensor:
     """The logits' gradient in their dtype, contiguous."""
     out = new_memory(logits.shape, logits.dtype, logits.device)
-    write_gradient(out, logits, ids, rows, grads, options.backend, options.transform, within, options.shard)
+    operands.write_into(out, logits)
     return out
 
 
 @selected_backward.register_fake
-def _(
-    logits: Tensor,
-    ids: Tensor,
-    rows: SelectedRows,
-    grads: SelectedGradients,
-    options: RowOptions,
-    within: bool,
-) -> Tensor:
+def _(logits: Tensor, operands: SelectedOperands) -> Tensor:
     return logits.new_empty(logits.shape)
 
 
 @inplace_operator
-def selected_backward_(
-    logits: Tensor,
-    ids: Tensor,
-    rows: SelectedRows,
-    grads: SelectedGradients,
-    options: RowOptions,
-    within: bool,
-) -> None:
+def selected_backward_(logits: Tensor, operands: SelectedOperands) -> None:
     """The same, written over the logits."""
-    own = (options.backend, options.transform, within, options.shard)
-    write_gradient(logits, logits, ids, rows, grads, *own)
+    operands.write_into(logits, logits)
 
 
 @selected_backward_.register_fake
-def _(
-    logits: Tensor,
-    ids: Tensor,
-    rows: SelectedRows,
-    grads: SelectedGradients,
-    options: RowOptions,
-    within: bool,
-) -> None:
+def _(logits: Tensor, operands: SelectedOperands) -> None:
     return None
 
 
@@ -357,16 +344,11 @@ class SelectedLogprobsFunction(torch.autograd.Function):
             if grad_tail is None:
                 return (None,) * 5
             grad_logprobs = grad_tail.new_zeros(()).expand(ids.shape)
-        arguments = (
-            ids,
-            SelectedRows(*rows),
-            SelectedGradients(grad_logprobs, grad_tail),
-            options,
-            ctx.within,
-        )
+        grads = SelectedGradients(grad_logprobs, grad_tail)
+        operands = SelectedOperands(ids, SelectedRows(*rows), grads, options, ctx.within)
         if not ctx.inplace:
-            return (selected_backward(logits, *arguments), *(None,) * 4)
-        selected_backward_(logits, *arguments)
+            return (selected_backward(logits, operands), *(None,) * 4)
+        selected_backward_(logits, operands)
         return (logits, *(None,) * 4)
 
 

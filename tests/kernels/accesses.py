@@ -77,10 +77,14 @@ class Elements:
         self.dense = not self.empty and self.stop - self.start == self.size * prod(s for _, s in self.steps)
 
     def hold(self, addresses, size):
-        """Which of the addresses are those of elements of ``size`` bytes."""
-        if self.empty or self.size != size:
+        """At which of the addresses ``size`` bytes are one element, or several that stand side by side."""
+        if self.empty or size % self.size:
             return np.zeros(addresses.shape, bool)
-        index, off = np.divmod(addresses - self.start, size)
+        each = addresses[..., None] + np.arange(0, size, self.size)
+        return self._are_elements(each).all(-1) & (addresses % size == 0)
+
+    def _are_elements(self, addresses):
+        index, off = np.divmod(addresses - self.start, self.size)
         inside = (addresses >= self.start) & (addresses < self.stop) & (off == 0)
         if not self.dense:
             for stride, count in self.steps:

@@ -17,9 +17,15 @@ ROOT = Path(__file__).parents[2]
 COUNTED = ROOT / "benchmarks" / "results" / "cpu_two_cores_avx2" / "static.json"
 RARE = "sequence_ratio_kernel bfloat16 scaled softcap aligned no row_temperature_ptr"
 ONE_PASS = "logprobs_and_grad_kernel float16->float16 scaled shifted no row_temperature_ptr"
-MASKED = "sequence_ratio_kernel bfloat16 scaled softcap aligned kept no row_temperature_ptr"
+KEPT = "kept no row_temperature_ptr"
+MASKED = f"sequence_ratio_kernel bfloat16 scaled softcap aligned {KEPT}"
+MASKED_BACKWARD = f"logprobs_backward_kernel bfloat16->bfloat16 scaled softcap aligned {KEPT}"
+MASKED_IN_PLACE = f"logprobs_and_grad_kernel float32->bfloat16 scaled softcap narrows_in_place {KEPT}"
 # By version of Triton, on sm_90: kernels that its ptxas gives too few registers, and bytes per thread.
-SPILLS = {"3.6.": {RARE: 8, ONE_PASS: 104}, "3.7.": {RARE: 8}, "3.9.": {MASKED: 8}}
+SPILLS = {
+    "3.6.": {RARE: 8, ONE_PASS: 104, MASKED_BACKWARD: 8},
+    "3.7.": {RARE: 8, MASKED: 8, MASKED_IN_PLACE: 40},
+}
 NVIDIA = ("sm_80", "sm_90", "sm_100", "sm_120")
 
 

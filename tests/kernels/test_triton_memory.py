@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from gspo_kernels import kernels
-from gspo_kernels.kernels import gradients, rows, sequence_ratio, sequences
+from gspo_kernels.kernels import columns, gradients, sequence_ratio, sequences
 from gspo_kernels.kernels import steps as step_kernels
 from gspo_kernels.types import KLPenalty, RatioClip
 from tests.draws import shifted_seed
@@ -132,7 +132,7 @@ def load_all(row, start, lanes, width, stride_v, ACCESS, MASKED, EVICT):
     return tl.load((row + start) + lanes)
 
 
-@pytest.mark.parametrize(("loads", "lanes"), [(load_one_more, 1), (load_all, 15)])
+@pytest.mark.parametrize(("loads", "lanes"), [(load_one_more, 1), (load_all, 3)])
 def test_a_load_beyond_the_last_row_is_found(monkeypatch, loads, lanes):
     logits, labels = torch.randn(1, 2, 1009), torch.zeros(1, 2, dtype=torch.int64)
 
@@ -140,7 +140,7 @@ def test_a_load_beyond_the_last_row_is_found(monkeypatch, loads, lanes):
         return kernels.logprobs_forward(logits, labels, PLAIN, ignore_index=IGNORE, entropy=False)
 
     call()
-    monkeypatch.setattr(rows, "load_columns", loads)
+    monkeypatch.setattr(columns, "load_columns", loads)
     found(f"out of bounds: load of 4 bytes by program 1 in {lanes} lanes", call)
 
 
@@ -148,13 +148,36 @@ def test_a_load_beyond_the_last_row_is_found(monkeypatch, loads, lanes):
 def test_a_load_between_rows_is_found(monkeypatch, loads, first):
     """Where only the tensor that holds the rows goes on."""
     room, labels = torch.randn(1, 3, 1088), torch.zeros(1, 3, dtype=torch.int64)
-    monkeypatch.setattr(rows, "load_columns", loads)
+    monkeypatch.setattr(columns, "load_columns", loads)
     found(
         "out of bounds: load of 4 bytes by program 0 in 1 lanes",
         lambda: kernels.logprobs_forward(
             room[..., first : first + 1008], labels, PLAIN, ignore_index=IGNORE, entropy=False
         ),
     )
+
+
+@triton.jit
+def load_whole_pair(source, place, column, width, EVICT):
+    return tl.load(place, mask=column < width, other=0)
+
+
+@triton.jit
+def load_pair_before(source, place, column, width, EVICT):
+    return tl.load(place, mask=column + 2 <= width, other=0)
+
+
+@pytest.mark.parametrize(("loads", "place"), [(load_whole_pair, 0), (load_pair_before, 1)])
+def test_a_pair_of_columns_that_reaches_beyond_its_row_is_found(monkeypatch, loads, place):
+    room, labels = torch.randn(1, 1, 64).bfloat16(), torch.zeros(1, 1, dtype=torch.int64)
+    logits = room[..., place : place + 47 - place]
+
+    def call():
+        return kernels.logprobs_forward(logits, labels, PLAIN, ignore_index=IGNORE, entropy=False)
+
+    call()
+    monkeypatch.setattr(columns, "_load_pair", loads)
+    found("out of bounds: load of 4 bytes by program 0 in 1 lanes", call)
 
 
 @triton.jit
@@ -201,41 +224,21 @@ def test_two_programs_that_store_to_one_place_are_found(monkeypatch):
         found("race: store by program 1", lambda: gradients_of(64, 0, torch.float32, None, False))
 
 
-@triton.jit
-def arrive_unpublished(counter_ptr):
-    before = tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu")
-    tl.debug_barrier()
-    return before
+def arrival(before=True, behind=True, sem="acq_rel", scope="gpu"):
+    """``sequences.arrive`` with something missing; in the interpreter it may be plain Python."""
+
+    def arrive(counter_ptr):
+        if before:
+            tl.debug_barrier()
+        count = tl.atomic_add(counter_ptr, 1, sem=sem, scope=scope)
+        if behind:
+            tl.debug_barrier()
+        return count
+
+    return arrive
 
 
-@triton.jit
-def arrive_unwaited(counter_ptr):
-    tl.debug_barrier()
-    return tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu")
-
-
-@triton.jit
-def arrive_without_release(counter_ptr):
-    tl.debug_barrier()
-    before = tl.atomic_add(counter_ptr, 1, sem="acquire", scope="gpu")
-    tl.debug_barrier()
-    return before
-
-
-@triton.jit
-def arrive_without_acquire(counter_ptr):
-    tl.debug_barrier()
-    before = tl.atomic_add(counter_ptr, 1, sem="release", scope="gpu")
-    tl.debug_barrier()
-    return before
-
-
-@triton.jit
-def arrive_at_home(counter_ptr):
-    tl.debug_barrier()
-    before = tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="cta")
-    tl.debug_barrier()
-    return before
+UNORDERED = "race: volatile load by .* may not be stored yet"
 
 
 @triton.jit
@@ -250,11 +253,11 @@ def cached_column(scratch_ptr, row, indices, sequences):
 @pytest.mark.parametrize(
     ("where", "fault", "message"),
     [
-        ("arrive", arrive_unpublished, "race: volatile load by .* may not be stored yet"),
-        ("arrive", arrive_unwaited, "race: volatile load by .* may not be stored yet"),
-        ("arrive", arrive_without_release, "race: volatile load by .* may not be stored yet"),
-        ("arrive", arrive_without_acquire, "race: volatile load by .* may not be stored yet"),
-        ("arrive", arrive_at_home, "scope CTA"),
+        ("arrive", arrival(before=False), UNORDERED),
+        ("arrive", arrival(behind=False), UNORDERED),
+        ("arrive", arrival(sem="acquire"), UNORDERED),
+        ("arrive", arrival(sem="release"), UNORDERED),
+        ("arrive", arrival(scope="cta"), "scope CTA"),
         ("_column", cached_column, "race: load by .* may come from a cache"),
     ],
 )

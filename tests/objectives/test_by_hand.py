@@ -1,6 +1,7 @@
 """Small cases worked out by hand, and what objectives become in their limits."""
 
 import math
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -322,3 +323,24 @@ def test_forms_of_single_launches():
     form = gk.DrGRPO(aggregation_constant=7.0).ratio_form()
     assert form.count_tokens and form.divisor == "sequences" and form.divisor_scale == 7.0
     assert form.level == "token" and gk.TLGRPO().ratio_form() is None
+
+
+@pytest.mark.parametrize("form", (gk.GSPO, gk.GRPO, gk.LUSPO))
+def test_who_evaluates_otherwise_has_no_form_of_its_base(form):
+    @dataclass(frozen=True)
+    class Renamed(form):
+        pass
+
+    @dataclass(frozen=True)
+    class Doubled(form):
+        def evaluate(self, batch):
+            found = super().evaluate(batch)
+            return found._replace(loss=2 * found.loss)
+
+    assert Renamed().ratio_form() == form().ratio_form() is not None and Doubled().ratio_form() is None
+    logits, labels = torch.randn(2, 3, 5), torch.zeros(2, 3, dtype=torch.int64)
+    old, advantages = torch.full((2, 3), -1.5), torch.tensor([1.0, -1.0])
+    once, twice = (
+        gk.fused_policy_loss(logits, labels, old, advantages, objective=one()).loss for one in (form, Doubled)
+    )
+    torch.testing.assert_close(twice, 2 * once)
