@@ -139,3 +139,18 @@ def test_the_sketch_of_the_layers_is_up_to_date():
 def test_the_plan_that_is_drawn_is_what_the_page_says():
     plan = script("docs/generate_plan.py").plan()
     assert plan.schedule == "mixed" and set(plan.parts) == {"two_pass", "aligned"}
+
+
+def test_the_tables_of_scaling_are_up_to_date():
+    tables = script("docs/generate_scaling.py")
+    text = tables.PAGE.read_text()
+    assert text == tables.page(text), "run `python docs/generate_scaling.py`"
+
+
+def test_waiting_is_what_the_page_of_scaling_says():
+    tables = script("docs/generate_scaling.py")
+    step = tables.Step()
+    one, eight, sixteen = (tables.loss(step, tensor=ranks) for ranks in (1, 8, 16))
+    assert one.waits == 0 < eight.waits < 0.02 * eight.work and sixteen.waits > sixteen.work
+    short, long = (tables.loss(tables.replace(step, tokens=n), context=8).waits for n in (2**14, 2**20))
+    assert short == long
