@@ -20,7 +20,13 @@ from torch import Tensor
 
 import gspo_kernels as gk
 from gspo_kernels.trainer.input_errors import ConfigError
-from gspo_kernels.trainer.recipes.options import DAPOConfig, IGRPOConfig, TurnsConfig, VeriPOConfig
+from gspo_kernels.trainer.recipes.options import (
+    DAPOConfig,
+    DistillationConfig,
+    IGRPOConfig,
+    TurnsConfig,
+    VeriPOConfig,
+)
 from gspo_kernels.trainer.rewards.comparing import Method
 from gspo_kernels.trainer.rollout import Sampling
 from gspo_kernels.trainer.run.options import (
@@ -304,6 +310,7 @@ class TrainConfig(Section):
     igrpo: IGRPOConfig = field(default_factory=IGRPOConfig)
     turns: TurnsConfig = field(default_factory=TurnsConfig)
     dapo: DAPOConfig = field(default_factory=DAPOConfig)
+    distillation: DistillationConfig = field(default_factory=DistillationConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -334,6 +341,11 @@ class TrainConfig(Section):
         most = groups if together else groups * size
         fits = self.update.minibatches <= most
         self.update.require(fits, "minibatches", f"at most the {most} {kind} of a rollout")
+        if self.distillation.teacher is not None:
+            built, alone = self.objective.build(), "none with veripo.dpo_steps: DPO compares completions"
+            by_token = f"none with {self.objective.name}, which takes no advantages per token; GRPO does"
+            self.distillation.require(built.takes_token_advantages, "teacher", by_token)
+            self.distillation.require(self.veripo.dpo_steps == 0, "teacher", alone)
         if self.veripo.dpo_steps > 0:
             alone = (
                 f"0 with kl.beta {self.kl.beta:g} and objective {self.objective.name}: DPO's reference is "

@@ -24,7 +24,7 @@ from gspo_kernels.trainer.rows.experience import Experience
 from gspo_kernels.trainer.run.checkpoint import fingerprints, random_state, set_random_state
 from gspo_kernels.trainer.run.files import RunDirectory
 from gspo_kernels.trainer.run.metrics import Record
-from gspo_kernels.trainer.run.models import load_tokenizer, make_policies
+from gspo_kernels.trainer.run.models import load_tokenizer, make_policies, make_teacher
 from gspo_kernels.trainer.run.processes import check_processes, make_accelerator
 from gspo_kernels.trainer.run.run import Run
 from gspo_kernels.trainer.run.signals import noted
@@ -92,7 +92,12 @@ class GSPOTrainer:
             model, self.tokenizer, config, self.accelerator
         )
         self.updater = PolicyUpdater(
-            self.accelerator, policy, config, reference=reference, reference_mode=mode
+            self.accelerator,
+            policy,
+            config,
+            reference=reference,
+            reference_mode=mode,
+            teacher=make_teacher(self.tokenizer, config, self.accelerator),
         )
         context = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         longest = None if context is None else context - config.rollout.max_new_tokens

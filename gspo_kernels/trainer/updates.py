@@ -37,8 +37,9 @@ class PolicyUpdater:
     """Owns the optimizer, the learning rate's schedule and the objective.
 
     The accelerator wraps the policy for its devices, unless FSDP2 holds it already; the optimizer gets its
-    trainable parameters. KL terms compare with the reference, a frozen copy that is prepared already, or
-    where there is none with the policy itself inside ``reference_mode()``, which switches its adapter off.
+    trainable parameters. A teacher, prepared and frozen, makes advantages of its log-probs. KL terms compare
+    with the reference, a frozen copy that is prepared already, or where there is none with the policy itself
+    inside ``reference_mode()``, which switches its adapter off.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class PolicyUpdater:
         *,
         reference: Any = None,
         reference_mode: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        teacher: Any = None,
     ) -> None:
         update = config.update
         optimizer = torch.optim.AdamW(
@@ -75,6 +77,7 @@ class PolicyUpdater:
             shard_again(self.policy)
         self.reference = self.policy if reference is None else reference
         self.reference_mode = reference_mode
+        self.teacher = teacher
         self._minimise(config)
 
     def _minimise(self, config: TrainConfig) -> None:
@@ -83,7 +86,7 @@ class PolicyUpdater:
         # Such gradients look at other sequences: they are known only once all of these are scored.
         self.looks_around = self.objective.coefficient_scope in ("group", "batch")
         # The first minibatch of a rollout needs no old log-probs: they are its new ones.
-        self.scores_first = self.looks_around or config.off_policy.level != "none"
+        self.scores_first = self.looks_around or config.off_policy.level != "none" or self.teacher is not None
 
     def under(self, config: TrainConfig) -> PolicyUpdater:
         """Return an updater of the same weights, by the same optimizer, with the loss of another config."""
@@ -103,6 +106,7 @@ class PolicyUpdater:
         """
         minibatches = self._minibatches(experience, step)
         terms = self._terms(experience, minibatches[: self.config.update.minibatches])
+        taught = self._taught(experience, terms, minibatches[: self.config.update.minibatches])
         each = [
             self._update_minibatch(experience, terms, rows, on_policy=number == 0 and not self.scores_first)
             for number, rows in enumerate(minibatches)
@@ -117,7 +121,7 @@ class PolicyUpdater:
         metrics["learning_rate"] = float(self.scheduler.get_last_lr()[0])
         for number, values in enumerate(each, start=1):
             metrics |= {f"minibatch_{number}/{name}": value for name, value in values.items()}
-        return metrics | self._off_policy(experience, terms)
+        return metrics | taught | self._off_policy(experience, terms)
 
     def current_logprobs(self, experience: Experience, step: int) -> Tensor:
         """Return [N] log-probs under the weights of now, cut as the update of this step will cut them."""
@@ -216,6 +220,7 @@ class PolicyUpdater:
         """Return the rows that can have a gradient; the others cost no forward pass but count."""
         counted = experience.counted[rows] > 0
         beyond = self.looks_around or self.config.kl.beta > 0 or self.config.update.entropy_coef != 0
+        beyond = beyond or self.teacher is not None
         if self.objective.zero_advantage_is_inactive and not beyond:
             counted &= experience.advantages[rows] != 0
         return rows[counted]
@@ -258,6 +263,22 @@ class PolicyUpdater:
             one_turn = torch.zeros_like(experience.loss_mask, dtype=torch.int64)
             terms["turn_ids"] = one_turn if experience.turn_ids is None else experience.turn_ids
         return terms
+
+    def _taught(
+        self, experience: Experience, terms: dict[str, Any], first_epoch: Sequence[Tensor]
+    ) -> Metrics:
+        """Make the teacher's log-probs minus the policy's the advantages, [N]; return how far they are."""
+        if self.teacher is None:
+            return {}
+        config, mask = self.config.distillation, experience.loss_mask
+        micros = [micro for rows in first_epoch for micro in self._cut(experience, rows)]
+        theirs = self.score(self.teacher, experience, micros).logprobs
+        far = gk.advantages.reverse_kl(terms["old_logprobs"], theirs, loss_mask=mask)
+        terms["advantages"] = config.coef * far
+        if config.reward_coef > 0:
+            terms["advantages"] += config.reward_coef * experience.by_token(experience.advantages)
+        # of sampled tokens the mean of log p - log q estimates the reverse KL
+        return {"distillation/reverse_kl": -float(far.sum() / mask.sum().clamp(min=1))}
 
     def _update_minibatch(
         self, experience: Experience, terms: dict[str, Any], rows: Tensor, *, on_policy: bool

@@ -86,6 +86,24 @@ class DAPOConfig(Section, key="dapo"):
 
 
 @dataclass(frozen=True)
+class DistillationConfig(Section, key="distillation"):
+    """Learn from a teacher's log-probs of what the policy sampled (on-policy distillation)."""
+
+    teacher: str | None = option(
+        None, "directory (or hub name) of a model with the same tokenizer, which scores every completion"
+    )
+    coef: Positive = option(1.0, "weight of the advantages: the teacher's log-probs minus the policy's")
+    reward_coef: NotNegative = option(
+        0.0, "weight of the rewards' advantages beside it; 0: rewards are measured and not trained on"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        used = self.teacher is not None or self.reward_coef == 0
+        self.require(used, "reward_coef", "0 where there is no distillation.teacher")
+
+
+@dataclass(frozen=True)
 class TurnsConfig(Section, key="turns"):
     """Several turns on the same task with an environment's feedback between, each its own group (TL-GRPO)."""
 

@@ -78,6 +78,27 @@ def make_policies(model: Any, tokenizer: Any, config: TrainConfig, accelerator: 
     return Policies(model, policy, reference, reference_mode, fingerprint)
 
 
+def make_teacher(tokenizer: Any, config: TrainConfig, accelerator: Any) -> Policy | None:
+    """Load the model whose log-probs are learned from, frozen, where the configuration names one.
+
+    One with another tokenizer is refused: its log-probs are those of the policy's own tokens.
+    """
+    path = config.distillation.teacher
+    if path is None:
+        return None
+    if load_tokenizer(path).get_vocab() != tokenizer.get_vocab():
+        raise ModelError(f"distillation.teacher: {path} has another tokenizer than the model that is trained")
+    half = config.update.precision == "bf16"
+    model = load_model(path, half=half, attention=config.attn_implementation, accelerator=accelerator)
+    model.to(accelerator.device).eval()
+    teacher = Policy(model, layout=config.update.layout, temperature=config.rollout.temperature)
+    check_policy(accelerator, teacher.requires_grad_(False))
+    if accelerator.is_fsdp2:
+        return shard_policy(accelerator, teacher)
+    prepared: Policy = accelerator.prepare_model(teacher, evaluation_mode=True)
+    return prepared
+
+
 def load_model(
     path: str, *, half: bool = False, attention: str | None = None, accelerator: Any = None
 ) -> Any:
