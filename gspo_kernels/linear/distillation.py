@@ -21,7 +21,7 @@ from gspo_kernels.linear.held import hold, released
 from gspo_kernels.linear.scaling import power_of_two
 from gspo_kernels.ops.divergence import DivergenceForm, TeacherRows, evaluate, summed
 from gspo_kernels.ops.library import operator
-from gspo_kernels.ops.memory import Workspace
+from gspo_kernels.ops.memory import CHUNK_ROWS, Workspace
 from gspo_kernels.ops.values import check_temperature
 from gspo_kernels.types import RowOptions, stats_dtype
 
@@ -66,8 +66,10 @@ class _TwoHeads:
             head = self._teacher.head
             own = call.head.row_bytes
             together = own + head.vocabulary * head.dtype.itemsize
-            # both sides have the memory that one would have
-            call = replace(call, chunk_rows=max(1, call.chunk_rows * own // together))
+            # both sides have the memory of the fewest rows that one would have by default
+            fewest, _ = CHUNK_ROWS.get(call.hidden.device.type, CHUNK_ROWS["cuda"])
+            rows = call.chunk_rows if call.chunking.max_chunk_bytes else min(call.chunk_rows, fewest)
+            call = replace(call, chunk_rows=max(1, rows * own // together))
         self.call = call
 
     def logits(self, chunk: Chunk) -> tuple[Tensor, Tensor | None]:
