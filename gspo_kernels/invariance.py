@@ -32,7 +32,8 @@ class set_batch_invariant:
     ``skip_inactive="all"`` leaves out.
 
     Not promised: the loss and metrics, which are sums over the batch; coefficients of objectives over groups
-    or the batch in another order of sequences; the same bits on another processor or another release.
+    or the batch in another order of sequences; on a GPU, coefficients of objectives that PyTorch evaluates
+    there where padding differs; the same bits on another processor or another release.
 
     Matrix products then run in a fixed order of their sums: on the CPU those of the C++ backend, on a GPU a
     Triton kernel. Single-pass shortcuts, and schedules whose sums have another order, are off.

@@ -142,3 +142,23 @@ def test_wrong_heads():
     }.items():  # fmt: skip
         with pytest.raises((TypeError, ValueError), match=message):
             gk.fused_linear_distillation_loss(**(given | change))
+
+
+def test_gradients_keep_their_bits_in_batch_invariant_mode():
+    """Whatever the chunks, and of each row whatever rows there are."""
+    rng = generator(3)
+    hidden, teacher = torch.randn(200, 70, generator=rng), torch.randn(200, 90, generator=rng)
+    weight, teacher_weight = torch.randn(60, 70, generator=rng), torch.randn(60, 90, generator=rng)
+    shown = []
+    for rows, chosen in ((200, slice(None)), (33, slice(None)), (150, slice(41, 43))):
+        leaves = [hidden[chosen].clone().requires_grad_(), weight.clone().requires_grad_()]
+        ends = torch.tensor([0, len(leaves[0])])
+        out = gk.fused_linear_distillation_loss(
+            *leaves, teacher[chosen], teacher_weight, cu_seqlens=ends.int(), normalizer=7.0,
+            max_chunk_bytes=rows * 60 * 8, batch_invariant=True,
+        )  # fmt: skip
+        shown.append((out.divergence, *torch.autograd.grad(0.3 * out.loss, leaves)))
+    (whole, whole_grad, whole_weight), (parts, parts_grad, parts_weight), (few, few_grad, _) = shown
+    assert torch.equal(parts, whole) and torch.equal(parts_grad, whole_grad)
+    assert torch.equal(parts_weight, whole_weight)
+    assert torch.equal(few, whole[41:43]) and torch.equal(few_grad, whole_grad[41:43])

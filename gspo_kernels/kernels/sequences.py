@@ -25,6 +25,9 @@ MOST: tl.constexpr = tl.constexpr(9)
 KL: tl.constexpr = tl.constexpr(10)
 SCRATCH_ROWS = 11
 
+# To add it and take it off rounds to multiples of 2^-40.
+_GRID: tl.constexpr = tl.constexpr(1.5 * 2.0**12)
+
 
 @triton.jit
 def sequence_of(n, cu_seqlens_ptr, sequences):
@@ -95,7 +98,12 @@ def sum_sequence(
     STATS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """How many of a sequence's tokens count, and the fp64 sum of their log-ratios."""
+    """How many of a sequence's tokens count, and the fp64 sum of their log-ratios.
+
+    Those of fp32 log-probs are taken as multiples of 2^-40, as all but those of log-probs near 0 are anyway.
+    fp64 adds such numbers up without rounding as long as sums stay below 2^13, so that it doesn't matter
+    where in the rows the tokens stand.
+    """
     lanes = tl.arange(0, BLOCK)
     counts = tl.zeros([BLOCK], tl.int32)
     log_ratios = tl.zeros([BLOCK], tl.float64)
@@ -113,7 +121,10 @@ def sum_sequence(
         old = tl.load(element(old_ptr, b, t, old_stride_b, old_stride_t), mask=counted, other=0.0)
         # Volatile, because other programs have written them during this launch.
         new = tl.load(logprobs_ptr + rows, mask=counted, other=0.0, volatile=True)
-        log_ratios += tl.where(counted, difference(new, old.to(STATS)), 0.0).to(tl.float64)
+        log_ratio = tl.where(counted, difference(new, old.to(STATS)), 0.0).to(tl.float64)
+        if logprobs_ptr.dtype.element_ty == tl.float32:
+            log_ratio = (log_ratio + _GRID) - _GRID
+        log_ratios += log_ratio
         counts += tl.where(counted, 1, 0)
     return tl.sum(counts, axis=0), tl.sum(log_ratios, axis=0)
 

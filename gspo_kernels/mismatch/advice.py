@@ -48,7 +48,7 @@ def advise(comparison: Comparison, switched: Sequence[Switched]) -> list[str]:
     cause = explanation(switched, mean)
     if cause is not None:
         left = cause.comparison.summary()["tokens/mean"] / mean
-        said.append(f"It comes from this: with {cause.name}, {left:.1%} of the mean difference is left.")
+        said.append(f"Where it comes from: with {cause.name}, {left:.1%} of the mean difference is left.")
         said += _remedy(cause)
     elif switched and outside > _HARMLESS:
         said.append("No single switch explains it: other weights, or another tokenizer, may have sampled.")
@@ -56,7 +56,7 @@ def advise(comparison: Comparison, switched: Sequence[Switched]) -> list[str]:
     if movers and cause is None and mean == 0:
         said.append(f"Training agrees with the sampler; what would move it most is: {movers[0].name}.")
     if outside > _HARMLESS:
-        said += _correction(comparison)
+        said += _correction(comparison, "Correct" if cause is None else "Where that can't be had, correct")
     return said
 
 
@@ -64,8 +64,9 @@ def _remedy(cause: Switched) -> list[str]:
     change = cause.change
     if "top_p" in change or "top_k" in change:
         return [
-            "Sample with top_p=1 and top_k=0, or give the loss logits with the same mask: whole-vocabulary "
-            "log-probs are smaller by the log of the probability that was cut off."
+            "Sample with top_p=1 and top_k=0, or give the losses the same mask (kept_mask=, from "
+            "gk.sampling_mask; in the bundled trainer rollout.keep_sampling_mask): log-probs over the whole "
+            "vocabulary are smaller by the log of the probability that was cut off."
         ]
     if "order" in change:
         return ["Ask the sampler for log-probs after temperature (vLLM: logprobs_mode=processed_logprobs)."]
@@ -79,7 +80,7 @@ def _remedy(cause: Switched) -> list[str]:
     return ["Let both sides compute alike in this."]
 
 
-def _correction(comparison: Comparison) -> list[str]:
+def _correction(comparison: Comparison, correct: str) -> list[str]:
     effects = comparison.corrections()
     token, sequence, total = effects.values()
     holds = comparison.range_that_holds(0.99)
@@ -96,7 +97,7 @@ def _correction(comparison: Comparison) -> list[str]:
     better = "token" if token["ess"] >= sequence["ess"] else "sequence"
     best = token if better == "token" else sequence
     said.append(
-        f'Correct with gk.rollout_weights(..., level="{better}", mode="truncate", high=2.0), which leaves '
+        f'{correct} with gk.rollout_weights(..., level="{better}", mode="truncate", high=2.0), which leaves '
         f"{best['ess']:.1%} of the batch's effective size and {best['gradient_norm']:.2f} of its gradient's "
         "norm."
     )

@@ -62,6 +62,7 @@ def _sizes(ax: Any, comparison: Comparison) -> None:
     edges = torch.logspace(max(low, high - 8), high + 1e-6, 41, dtype=torch.float64).tolist()
     ax.hist(some.tolist(), bins=edges, color=BLUE)
     ax.set_xscale("log")
+    _sparse_ticks(ax.xaxis, edges[0], edges[-1])
     if equal := len(sizes) - len(some):
         ax.text(
             0.02,
@@ -131,10 +132,22 @@ def _split(ax: Any, title: str, splits: Sequence[Split]) -> None:
     ):
         positive = [value if value > 0 else math.nan for value in values]  # a logarithm has no place for 0
         ax.plot(places, positive, "o-", color=color, label=label, markersize=4)
-    if any(split.largest > 0 for split in shown):
+    sizes = [size for split in shown for size in (split.mean, split.largest) if size > 0]
+    if sizes:
         ax.set_yscale("log")
+        _sparse_ticks(ax.yaxis, min(sizes), max(sizes))
     ax.set_xticks(places, [f"{split.label}\n{split.tokens:,}" for split in shown], fontsize=8)
     ax.legend(frameon=False, fontsize=9, labelcolor=INK)
+
+
+def _sparse_ticks(axis: Any, low: float, high: float) -> None:
+    """Label a logarithmic axis within less than two decades at 1, 2 and 5, in few characters."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    if high < 100 * low:
+        axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}"))
+    axis.set_minor_formatter(NullFormatter())
 
 
 def _note(ax: Any, text: str) -> None:

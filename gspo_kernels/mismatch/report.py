@@ -119,9 +119,10 @@ class Report:
             lines += [_line("as it is", self.comparison, width)]
             lines += [_line(each.name, each.comparison, width) for each in self.switched]
         if self.worst:
-            lines += ["", "worst tokens        training   sampling   token"]
+            lines += ["", "worst tokens        training   sampling  difference   token"]
             lines += [
-                f"  {w.sequence:>5}:{w.position:<8}{w.training:>12.4f}{w.sampling:>11.4f}   {_shown(w)}"
+                f"  {w.sequence:>5}:{w.position:<8}{w.training:>12.4f}{w.sampling:>11.4f}"
+                f"{w.training - w.sampling:>12.1e}   {_shown(w)}"
                 for w in self.worst[:5]
             ]
         said = [textwrap.fill(sentence, 100, subsequent_indent="  ") for sentence in self.advice]

@@ -34,7 +34,7 @@ def test_a_run_writes_what_was_found(folder):
     assert {"device", "type", "versions", "title", "size", "wall_seconds"} <= set(record)
     assert record["versions"]["torch"] == torch.__version__
     assert [case["name"] for case in record["cases"]] == [
-        "all active", "half inactive", "frozen head", "on-policy", "tiny",
+        "all active", "batch-invariant", "half inactive", "frozen head", "on-policy", "tiny",
     ]  # fmt: skip
     for case in record["cases"]:
         assert case["shape"]["V"] and len(case["floor"]["seconds"]) == case["repeats"] == 3
@@ -265,7 +265,7 @@ def test_a_cell_sets_the_least_in_bold(mine, theirs, wanted):
 def test_a_report_on_a_run(folder, capsys):
     assert command_line.main(["report", "--results", str(folder)]) == 0
     text = (folder / "benchmarks.md").read_text()
-    for case in ("all active", "half inactive", "tiny"):
+    for case in ("all active", "batch-invariant", "half inactive", "tiny"):
         assert f"**{case}: " in text
     assert "Missing: CCE, unfiltered (cut_cross_entropy is not installed)" in text
     assert (folder / f"benchmarks_{folder.name}.png").stat().st_size > 10_000

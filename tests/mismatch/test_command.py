@@ -85,7 +85,7 @@ def test_generate_in_bf16_is_found(tmp_path, directory, prompts, capsys):
     assert report["summary"]["sequences/outside"] > 0.5
     left = left_by(report)
     assert min(left, key=left.get) == "weights and head in bf16" and min(left.values()) < 0.05
-    assert "It comes from this: with weights and head in bf16" in " ".join(capsys.readouterr().out.split())
+    assert "Where it comes from: with weights and head in bf16" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
+import gspo_kernels as gk
 from gspo_kernels.trainer.input_errors import ModelError
 from gspo_kernels.trainer.rows.attention import Row, SegmentMask, dense_mask
 from gspo_kernels.trainer.rows.packing import (
@@ -17,6 +18,7 @@ from gspo_kernels.trainer.rows.packing import (
     packed_inputs,
     token_budget_batches,
 )
+from gspo_kernels.trainer.rows.policy import Policy
 from tests.draws import shifted_seed
 from tests.trainer.rows.packing_cases import (
     FAMILIES,
@@ -316,3 +318,29 @@ def test_batches_are_balanced():
 def test_budget_and_lengths_are_positive(lengths, budget):
     with pytest.raises(ValueError, match="positive"):
         token_budget_batches(lengths, budget)
+
+
+def test_a_policy_scores_and_learns_batch_invariantly_where_it_is_to(monkeypatch):
+    """Its head's results have the same bits however few completions share the row that its layers made."""
+    prompts, completions = sequences()
+    model = build("Qwen3")
+    inputs = packed_hidden_states(model, prompts, completions)
+    asked = []
+    functions = {name: getattr(gk, name) for name in ("linear_token_logprobs", "fused_linear_policy_loss")}
+    for name, function in functions.items():
+
+        def noted(*args, inner=function, **options):
+            asked.append(options["batch_invariant"])
+            return inner(*args, **options)
+
+        monkeypatch.setattr(gk, name, noted)
+    for wanted, said in ((False, None), (True, True)):
+        asked.clear()
+        policy = Policy(model, layout="packed", temperature=1.0, batch_invariant=wanted)
+        scored = policy(prompts, completions).logprobs
+        terms = {"old_logprobs": scored.detach(), "advantages": torch.ones(len(prompts))}
+        loss = policy(prompts, completions, terms)
+        assert asked == [said, said]
+    assert torch.equal(loss.logprobs, scored)
+    few = inputs.hidden[:4].detach(), model.lm_head.weight, inputs.labels[:4]
+    assert torch.equal(gk.linear_token_logprobs(*few, batch_invariant=True).logprobs, scored[:4])
