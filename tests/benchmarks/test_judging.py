@@ -218,9 +218,9 @@ def test_who_fails_while_being_timed_is_refused(monkeypatch):
 
 def test_a_missing_package_says_so():
     with pytest.raises(registry.Missing, match="no_such_package is not installed"):
-        contestants._package("no_such_package.module", CPU)
+        contestants.package("no_such_package.module", CPU)
     with pytest.raises(registry.Missing, match="need a GPU"):
-        contestants._package("torch", CPU, gpu_only=True)
+        contestants.package("torch", CPU, gpu_only=True)
     lost = registry.Contestant("lost", ("hidden",), lambda device: torch.no_such_name)
     with pytest.raises(registry.Missing, match="no_such_name"):
         lost.get(CPU)
