@@ -192,7 +192,9 @@ def logprobs_backward_kernel(
     t = n - b * T
     label = tl.load(element(labels_ptr, b, t, labels_stride_b, labels_stride_t)).to(tl.int64)
     counted = label != ignore_index
-    kept = kept_row(kept_ptr, b, t, kept_stride_b, kept_stride_t)
+    kept = kept_ptr
+    if kept_ptr is not None:
+        kept = kept_row(kept_ptr, b, t, kept_stride_b, kept_stride_t)
     labelled = in_row(label, V, kept)
     scale = tl.full([], 1.0, STATS)
     if grad_scale_ptr is not None:
@@ -335,7 +337,9 @@ def logprobs_and_grad_kernel(
     t = n - b * T
     label = tl.load(element(labels_ptr, b, t, labels_stride_b, labels_stride_t)).to(tl.int64)
     counted = label != ignore_index
-    kept = kept_row(kept_ptr, b, t, kept_stride_b, kept_stride_t)
+    kept = kept_ptr
+    if kept_ptr is not None:
+        kept = kept_row(kept_ptr, b, t, kept_stride_b, kept_stride_t)
     labelled = counted & in_row(label, V, kept)
     coefficient = tl.load(element(coefficients_ptr, b, t, coefficients_stride_b, coefficients_stride_t))
     coefficient = tl.where(labelled, coefficient.to(STATS), 0.0)

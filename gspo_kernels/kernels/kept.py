@@ -11,10 +11,8 @@ import triton.language as tl
 
 @triton.jit
 def kept_row(kept_ptr, b, t, stride_b, stride_t):
-    """The mask of row (b, t), in 64-bit arithmetic; None where there is none."""
-    if kept_ptr is not None:
-        kept_ptr += b.to(tl.int64) * stride_b + t.to(tl.int64) * stride_t
-    return kept_ptr
+    """The mask of row (b, t), in 64-bit arithmetic."""
+    return kept_ptr + (b.to(tl.int64) * stride_b + t.to(tl.int64) * stride_t)
 
 
 @triton.jit
