@@ -21,9 +21,10 @@ from benchmarks.machine_code import (
     sass,
     specialisation,
 )
+from benchmarks.static import KERNELS, record
 from gspo_kernels import kernels
 from gspo_kernels.kernels import products, scoring
-from gspo_kernels.types import KLPenalty, LogitTransform, RatioClip, stats_dtype
+from gspo_kernels.types import KLPenalty, LogitTransform, RatioClip, RowStats, stats_dtype
 
 SHARED_MEMORY = {"sm_80": 166912, "sm_90": 232448, "sm_100": 232448, "sm_120": 101376, "gfx942": 65536}
 FORM = RatioClip(math.log(1 - 3e-4), math.log(1 + 4e-4), math.inf, False, "sequences", 1.0)
@@ -119,6 +120,17 @@ def compare(
     )  # fmt: skip
 
 
+def backward_of_shards(B: int, T: int, V: int, dtype: torch.dtype) -> None:
+    """The backward of rows whose label may be another rank's."""
+    logits, labels = torch.empty(B, T, V, dtype=dtype), torch.zeros(B, T, dtype=torch.int64)
+    floats = torch.zeros(B, T, dtype=stats_dtype(dtype))
+    stats = RowStats(floats, floats.double(), floats)
+    for entropy in (None, floats):
+        kernels.logprobs_backward(
+            logits, labels, stats, floats, entropy, None, PLAIN, ignore_index=-100, out=logits, sharded=True
+        )
+
+
 def score(
     N: int, H: int, V: int, dtype: torch.dtype, transform: LogitTransform, everything: bool, target: str
 ) -> None:
@@ -199,19 +211,21 @@ def order_of_memory(kernel: Any) -> list[str]:
 
 
 def compile_calls(calls: list[Any], targets: list[str]) -> list[dict[str, Any]]:
-    """Compile each call for each target."""
+    """Compile each call for each target; calls that ask for the same specialisation once."""
     report = []
     for target in targets:
-        for call in calls:
+        asked = {(name_of(call), specialisation(call, TARGETS[target])[0]): call for call in calls}
+        for (name, _), call in asked.items():
             kernel = compiled(call, target)
-            entry: dict[str, Any] = {"target": target, "kernel": name_of(call), "warps": call[2]["num_warps"]}
+            entry: dict[str, Any] = {"target": target, "kernel": name, "warps": call[2]["num_warps"]}
             entry["fits"] = kernel.metadata.shared <= SHARED_MEMORY[target]
             entry |= resources(kernel)
-            if "counter" in " ".join(call[0].signature.parameters):
+            names = call[0].signature.parameters
+            if "counter" in " ".join(names):
                 entry["order"] = order_of_memory(kernel)
-            if "logits_ptr" in call[0].signature.parameters:
+            if "logits_ptr" in names:
                 entry["counts"] = counts(call, target, kernel)
-            if "cubin" in kernel.asm:
+            if "cubin" in kernel.asm and ("logits_ptr" in names or "hidden_ptr" in names):
                 code = sass(kernel.asm["cubin"])
                 loads = re.findall(r"\bLDG\.E\S*", code)
                 entry["wide_loads"] = sum(".128" in load for load in loads)
@@ -239,7 +253,7 @@ def main() -> None:
     compare(torch.float32, PLAIN, 0.5, write="narrower")
     compare(torch.float32, PLAIN, 1.0)
     report = compile_calls(recorder.calls, targets)
-    # Once each: what fp64, the transform and odd strides make of the kernels.
+    # Once each: what fp64, the transform, sampling masks, shards and odd strides make of the kernels.
     rest = Recorder()
     call_all(rest, 2, 3, 4096, torch.bfloat16, BENT)
     call_all(rest, 2, 3, 4096, torch.float64, PLAIN)
@@ -248,12 +262,21 @@ def main() -> None:
     compare(torch.float64, PLAIN, 1.0)
     compare(torch.float16, WARM, 0.0, V=1009)
     compare(torch.float32, PLAIN, 1.0, write="nowhere")
-    for V, dtype in ((4096, torch.bfloat16), (1009, torch.float32)):
+    bf16, fp32, fp64 = torch.bfloat16, torch.float32, torch.float64
+    for V, dtype, transform in (
+        (4096, bf16, BENT),
+        (1009, bf16, BENT),
+        (1009, fp32, BENT),
+        (4096, fp64, PLAIN),
+    ):
         kept = torch.empty(2, 3, -(-V // 32), dtype=torch.int32)
-        call_all(rest, 2, 3, V, dtype, BENT._replace(kept=kept))
+        call_all(rest, 2, 3, V, dtype, transform._replace(kept=kept))
+    for dtype in (torch.bfloat16, torch.float64):
+        backward_of_shards(2, 3, 4096, dtype)
     strided = torch.empty(2, 3, 4096, 2, dtype=torch.float16)[..., 0]
     labels = torch.zeros(2, 3, dtype=torch.int64)
     kernels.logprobs_forward(strided, labels, PLAIN, ignore_index=-100, entropy=False)
+    rest.calls += [record(*KERNELS[name]) for name in KERNELS if "rows anywhere" in name]
     report += compile_calls(rest.calls, [target for target in targets if target in ("sm_90", "gfx942")])
     for target in targets:
         scores = Recorder()
