@@ -130,7 +130,7 @@ def _write_gradient(
         ahead = load_columns(whole_row, start + BLOCK, lanes, read, stride_v, ACCESS, True, "evict_first")
         is_label = start + lanes == label - first
         grad = _gradient(raw, is_label, of_row, STATS, SCALED, SOFTCAP, ENTROPY, OUT, PLATFORM)
-        grad = cut_block(grad, first + start, first + read, kept, VECTOR, ACCESS == "shifted")
+        grad = cut_block(grad, first + start, first + read, kept, VECTOR, ACCESS)
         if NARROWS_IN_PLACE:
             # Block k of the gradient covers logits of blocks up to k, which others may not have read yet.
             tl.debug_barrier()

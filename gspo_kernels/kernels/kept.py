@@ -46,15 +46,22 @@ def cut_heights(heights, start, width, kept):
 
 
 @triton.jit
-def cut_block(gradient, start, end, kept, VECTOR: tl.constexpr, STRADDLES: tl.constexpr):
+def cut_block(gradient, start, end, kept, VECTOR: tl.constexpr, ACCESS: tl.constexpr):
     """The gradient of a block of columns, 0 for those that are cut, whatever their logits and the row's
-    coefficients hold. Where whole vectors may end in another word than they begin in, STRADDLES.
+    coefficients hold. ACCESS says how the row is walked: see ``launch.access``.
     """
     if kept is not None:
-        VECTORS: tl.constexpr = gradient.shape[0] // VECTOR
-        bits = _bits_of_vectors(kept, start + tl.arange(0, VECTORS) * VECTOR, end, VECTOR, STRADDLES)
-        are_kept = ((bits[:, None] >> tl.arange(0, VECTOR)[None, :]) & 1) != 0
-        gradient = tl.where(tl.reshape(are_kept, gradient.shape), gradient, tl.zeros_like(gradient))
+        if ACCESS == "single":
+            # Threads have no vectors.
+            are_kept = is_kept(kept, start + tl.arange(0, gradient.shape[0]), end)
+        else:
+            VECTORS: tl.constexpr = gradient.shape[0] // VECTOR
+            first = start + tl.arange(0, VECTORS) * VECTOR
+            # Of a shifted row a vector may end in another word than it begins in.
+            bits = _bits_of_vectors(kept, first, end, VECTOR, ACCESS == "shifted")
+            are_kept = ((bits[:, None] >> tl.arange(0, VECTOR)[None, :]) & 1) != 0
+            are_kept = tl.reshape(are_kept, gradient.shape)
+        gradient = tl.where(are_kept, gradient, tl.zeros_like(gradient))
     return gradient
 
 
