@@ -160,7 +160,9 @@ def divergence_kernel(
     t = n - b * T
     label = tl.load(element(labels_ptr, b, t, labels_stride_b, labels_stride_t)).to(tl.int64)
     counted = label != ignore_index
-    kept = kept_row(kept_ptr, b, t, kept_stride_b, kept_stride_t)
+    kept = kept_ptr
+    if kept_ptr is not None:
+        kept = kept_row(kept_ptr, b, t, kept_stride_b, kept_stride_t)
     slopes = row_slopes(
         (slope, inner, outer), row_temperature_ptr, b, t, temperature_stride_b, temperature_stride_t, STATS
     )
