@@ -44,9 +44,9 @@ NO_GPU = """## GPU
 
 Not measured yet. `python -m benchmarks campaign --out DIR` runs tests, suites and a sweep of kernel
 configurations on a GPU in nine minutes. The tests compile all kernels with the Triton that is installed, and
-allow no spilled registers on sm_80, sm_90, sm_100 and sm_120, but on sm_90 for Triton 3.6 and 3.7 in a packed
-sequence ratio under a softcap (8 bytes per thread), and for Triton 3.6 in the one pass over 16-bit rows that
-begin anywhere (104 bytes).
+allow no spilled registers on sm_80, sm_90, sm_100 and sm_120, but 8 bytes per thread on sm_90 with older
+ones: with Triton 3.6 and 3.7 in a packed sequence ratio under a softcap, and under sampling masks with 3.6 in
+the gradient of bf16 logits, with 3.7 in folds of fp32 and fp64 ones.
 """
 
 TRAINING = """A Qwen3 with random weights, GSPO, AdamW, fp32. A step is a rollout by transformers' generation
