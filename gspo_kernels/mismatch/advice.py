@@ -68,6 +68,11 @@ def _remedy(cause: Switched) -> list[str]:
             "gk.sampling_mask; in the bundled trainer rollout.keep_sampling_mask): log-probs over the whole "
             "vocabulary are smaller by the log of the probability that was cut off."
         ]
+    if "recorded" in change:
+        return [
+            "The sampler's log-probs are over the whole vocabulary: let it give them after its cuts (vLLM: "
+            "logprobs_mode=processed_logprobs), or train without rollout.keep_sampling_mask."
+        ]
     if "order" in change:
         return ["Ask the sampler for log-probs after temperature (vLLM: logprobs_mode=processed_logprobs)."]
     if change.keys() <= {"weights", "head"}:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,7 @@ def _with_model(chosen: argparse.Namespace) -> Report:
         temperature=chosen.temperature,
     )
     samples = _samples(chosen, tokenizer, load, sampling)
+    baseline = replace(baseline, recorded=samples.masks is not None)
     embedded = load(DTYPES[chosen.dtype], chosen.attention).get_input_embeddings().num_embeddings
     check_vocabulary(samples, embedded, str(chosen.rollouts or chosen.prompts))
     _tell("scoring as training does")

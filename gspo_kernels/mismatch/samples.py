@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gspo_kernels.trainer.data import load_prompts
 from gspo_kernels.trainer.input_errors import DataError
-from gspo_kernels.trainer.rollout import RolloutEngine, Sampling
+from gspo_kernels.trainer.rollout import RolloutEngine, Sampling, SamplingMask
 from gspo_kernels.trainer.rows.packing import offsets
 
 
@@ -24,11 +24,13 @@ class Samples:
         prompts: B tensors of token ids, [P_i]; None where files of log-probs are compared without a model.
         completions: B tensors of token ids, [C_i], C_i > 0.
         logprobs: [N] fp64, by the sampler, in nats; -inf is a token that it says it can't draw.
+        masks: B, what the sampler could have drawn at each token; None where that isn't known.
     """
 
     prompts: list[Tensor] | None
     completions: list[Tensor]
     logprobs: Tensor
+    masks: list[SamplingMask] | None = None
 
     @property
     def lengths(self) -> list[int]:
@@ -57,7 +59,8 @@ def draw_samples(
 def read_samples(path: Path, tokenizer: Any, most: int) -> Samples:
     """Read completions as a run keeps them (``save_rollouts``): jsonl or parquet.
 
-    Of its columns "token_ids" and "logprobs" are needed, and with a tokenizer "prompt".
+    Of its columns "token_ids" and "logprobs" are needed, and with a tokenizer "prompt"; "sampling_mask" is
+    taken where every completion has it.
 
     Args:
         path: the file.
@@ -84,7 +87,9 @@ def read_samples(path: Path, tokenizer: Any, most: int) -> Samples:
             if not each:
                 raise DataError(f"{path}, row {number}: the tokenizer makes no token of the prompt")
     completions = [torch.tensor(row["token_ids"], dtype=torch.int64) for row in taken]
-    return Samples(prompts, completions, torch.tensor(logprobs, dtype=torch.float64))
+    masks = [SamplingMask.of(each) for row in taken if (each := row.get("sampling_mask")) is not None]
+    known = masks if len(masks) == len(taken) else None
+    return Samples(prompts, completions, torch.tensor(logprobs, dtype=torch.float64), known)
 
 
 def _check(row: Mapping[str, Any], where: str) -> None:
@@ -98,13 +103,25 @@ def _check(row: Mapping[str, Any], where: str) -> None:
         raise DataError(f"{where}: {got} logprobs for {expected} token_ids")
     if not all(isinstance(value, int | float) and value <= 1e-3 for value in row["logprobs"]):
         raise DataError(f"{where}: logprobs must be numbers of at most 0, as they are in nats")
+    sets = row.get("sampling_mask")
+    if sets is None:
+        return
+    if not isinstance(sets, list) or not all(isinstance(each, list) for each in sets):
+        raise DataError(f"{where}: sampling_mask is {sets!r}, expected a list of token ids per token")
+    if len(sets) != expected:
+        raise DataError(f"{where}: a sampling_mask of {len(sets)} tokens for {expected} token_ids")
+    for place, (token, ids) in enumerate(zip(row["token_ids"], sets, strict=True)):
+        if ids and token not in ids:
+            raise DataError(f"{where}: token {token} at {place} isn't in its own sampling_mask")
 
 
 def check_vocabulary(samples: Samples, embedded: int, where: str) -> None:
     """Raise a `DataError` where tokens are none of the ``embedded`` that the model knows."""
-    for number, tokens in enumerate(zip(samples.prompts or (), samples.completions, strict=True), start=1):
+    masks = samples.masks or [SamplingMask.of([])] * len(samples.completions)
+    rows = zip(samples.prompts or (), samples.completions, (mask.ids for mask in masks), strict=True)
+    for number, tokens in enumerate(rows, start=1):
         for ids in tokens:
-            if not 0 <= int(ids.min()) <= int(ids.max()) < embedded:
+            if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < embedded:
                 found = int(ids.max()) if int(ids.min()) >= 0 else int(ids.min())
                 known = f"the model embeds only {embedded}; the tokens are of another one"
                 raise DataError(f"{where}, row {number}: has token {found}, but {known}")

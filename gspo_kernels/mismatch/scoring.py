@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 import gspo_kernels as gk
+from gspo_kernels.bits import columns
 from gspo_kernels.integrations.lm_head import LMHead
 from gspo_kernels.mismatch.samples import Samples
+from gspo_kernels.trainer.rollout import SamplingMask
 from gspo_kernels.trainer.rows.packing import packed_hidden_states, padded_hidden_states, token_budget_batches
 from gspo_kernels.trainer.rows.policy import head_of
 
@@ -38,6 +40,7 @@ class Setting:
         temperature: logits are divided by it.
         order: "temperature, mask", "mask, temperature", or "before temperature", which ignores it.
         top_p, top_k: the sampling mask, outside of which a log-prob is -inf; 1.0 and 0 for none.
+        recorded: among the tokens that the sampler says it could have drawn, as with ``keep_sampling_mask``.
         max_chunk_bytes: of logits in one chunk of the fused head; None: its default.
     """
 
@@ -50,6 +53,7 @@ class Setting:
     order: str = ORDERS[0]
     top_p: float = 1.0
     top_k: int = 0
+    recorded: bool = False
     max_chunk_bytes: int | None = None
 
     @property
@@ -74,7 +78,7 @@ def score(load: Load, samples: Samples, setting: Setting, budget: int) -> gk.Tok
 
     Args:
         load: gives the model.
-        samples: the completions; their prompts must be known.
+        samples: the completions; their prompts must be known, and for a ``recorded`` mask their masks.
         setting: how to compute.
         budget: tokens in one pass of the backbone.
     """
@@ -91,14 +95,21 @@ def score(load: Load, samples: Samples, setting: Setting, budget: int) -> gk.Tok
     for rows in batches:
         prompts, completions = ([pairs[row][side].to(device) for row in rows] for side in (0, 1))
         inputs = states(model, prompts, completions)
-        out = _head_logprobs(inputs.hidden, head, inputs.labels, setting)
+        kept = None
+        if setting.recorded:
+            assert samples.masks is not None
+            masks = SamplingMask.joined([samples.masks[row] for row in rows]).to(device)
+            kept = masks.bitmask(head.weight.shape[0])
+        out = _head_logprobs(inputs.hidden, head, inputs.labels, setting, kept)
         parts = (each.double().cpu().split([len(c) for c in completions]) for each in out)
         found |= dict(zip(rows, zip(*parts, strict=True), strict=True))
     logprobs, entropy = (torch.cat([found[row][side] for row in range(len(pairs))]) for side in (0, 1))
     return gk.TokenLogprobs(logprobs, entropy)
 
 
-def _head_logprobs(hidden: Tensor, head: LMHead, labels: Tensor, setting: Setting) -> tuple[Tensor, Tensor]:
+def _head_logprobs(
+    hidden: Tensor, head: LMHead, labels: Tensor, setting: Setting, kept: Tensor | None
+) -> tuple[Tensor, Tensor]:
     half = setting.head != "fp32"
     weight, bias = head.weight, head.bias
     if half:
@@ -111,6 +122,7 @@ def _head_logprobs(hidden: Tensor, head: LMHead, labels: Tensor, setting: Settin
             labels,
             **head.options() | {"bias": bias},
             temperature=setting.applied_temperature,
+            kept_mask=kept,
             return_entropy=True,
             logits_dtype="input" if half else "float32",
             max_chunk_bytes=setting.max_chunk_bytes,
@@ -122,8 +134,11 @@ def _head_logprobs(hidden: Tensor, head: LMHead, labels: Tensor, setting: Settin
     rows = max(1, _LOGIT_BYTES // (4 * weight.shape[0]))
     parts = []
     for start in range(0, len(labels), rows):
-        logits = torch.nn.functional.linear(hidden[start : start + rows], weight, bias)
-        parts.append(_row_logprobs(head.transform(logits.float()), labels[start : start + rows], setting))
+        part = slice(start, start + rows)
+        logits = head.transform(torch.nn.functional.linear(hidden[part], weight, bias).float())
+        if kept is not None:
+            logits = logits.masked_fill(~columns(kept[part], logits.shape[-1]), -torch.inf)
+        parts.append(_row_logprobs(logits, labels[part], setting))
     logprobs, entropy = (torch.cat(each) for each in zip(*parts, strict=True))
     return logprobs, entropy
 

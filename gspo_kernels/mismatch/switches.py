@@ -89,7 +89,9 @@ def switches(
     tempered = baseline.temperature != 1.0
     if tempered:
         found["log-probs before temperature"] = {"order": "before temperature"}
-    if sampling.top_p < 1.0 or sampling.top_k > 0:
+    if baseline.recorded:
+        found["sampling mask off"] = {"recorded": False}
+    elif sampling.top_p < 1.0 or sampling.top_k > 0:
         mask = {"top_p": sampling.top_p, "top_k": sampling.top_k}
         found["sampling mask on"] = mask
         if tempered:

@@ -41,8 +41,8 @@ def prompts(tmp_path_factory):
     return path
 
 
-def rollouts(path, tokenizer, model, **sampling):
-    """A file of completions with the scores of ``generate``, as a run would keep them."""
+def rollouts(path, tokenizer, model, masks=False, **sampling):
+    """A file of completions with the scores of ``generate``, and ``masks``, as a run would keep them."""
     rows = []
     for prompt in PROMPTS:
         ids = torch.tensor(tokenizer([prompt])["input_ids"])
@@ -53,6 +53,10 @@ def rollouts(path, tokenizer, model, **sampling):
         tokens = out.sequences[0, ids.shape[1] :]
         logprobs = torch.stack(out.scores, 1)[0].float().log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
         rows.append({"prompt": prompt, "token_ids": tokens.tolist(), "logprobs": logprobs.tolist()})
+        if masks:
+            rows[-1]["sampling_mask"] = [
+                scores[0].isfinite().nonzero()[:, 0].tolist() for scores in out.scores
+            ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
@@ -105,6 +109,16 @@ def test_a_mask_of_the_sampler_is_found(tmp_path, directory, peaked, tokenizer, 
     assert report["summary"]["sequences/mean_log_s"] < -1e-3
     assert min(left, key=left.get) == cause and left[cause] < 0.01
     assert any("top_p=1" in sentence for sentence in report["advice"])
+
+
+def test_masks_of_a_run_are_trained_with(tmp_path, directory, peaked, tokenizer):
+    sampling = {"top_p": 0.8, "temperature": 0.6}
+    file = rollouts(tmp_path / "rollouts.jsonl", tokenizer, peaked, masks=True, **sampling)
+    report = reported(tmp_path, directory, "--rollouts", file, "--temperature", "0.6")
+    assert report["summary"]["tokens/mean"] < 1e-5 and report["summary"]["sequences/outside"] == 0
+    named = {each["name"]: each for each in report["switches"]}
+    assert named["sampling mask off"]["sequences/outside"] > 0.5
+    assert named["padded rows"]["tokens/mean"] < 1e-5 and named["softmax in bf16"]["tokens/mean"] < 0.1
 
 
 def test_log_probs_before_temperature_are_found(tmp_path, directory, peaked, tokenizer):
@@ -269,6 +283,9 @@ def test_wrong_options_are_named(arguments, words, tmp_path, capsys):
         ({"token_ids": [1, 2], "logprobs": [-1.0]}, "1 logprobs for 2 token_ids"),
         ({"token_ids": [1], "logprobs": [0.5]}, "at most 0"),
         ({"token_ids": [], "logprobs": []}, "token_ids is []"),
+        ({"token_ids": [1], "logprobs": [-1.0], "sampling_mask": 3}, "sampling_mask is 3, expected a list"),
+        ({"token_ids": [1], "logprobs": [-1.0], "sampling_mask": []}, "sampling_mask of 0 tokens for 1"),
+        ({"token_ids": [1], "logprobs": [-1.0], "sampling_mask": [[2]]}, "token 1 at 0 isn't in its own"),
     ],
     ids=str,
 )
@@ -284,15 +301,16 @@ def test_files_of_another_kind_are_refused(row, words, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        ({"token_ids": [10**6]}, "has token 1000000, but the model embeds only"),
-        ({"token_ids": [-1]}, "has token -1, but"),
+        ({"token_ids": [10**6], "sampling_mask": [[]]}, "has token 1000000, but the model embeds only"),
+        ({"token_ids": [-1], "sampling_mask": [[]]}, "has token -1, but"),
+        ({"sampling_mask": [[1, 10**6]]}, "has token 1000000, but"),
         ({"prompt": [{"role": "user", "content": "b"}]}, "the prompt is no text"),
     ],
     ids=str,
 )
 def test_files_of_another_model_are_refused(row, words, tmp_path, directory, capsys):
     path = tmp_path / "file.jsonl"
-    good = {"prompt": "a", "token_ids": [1], "logprobs": [-1.0]}
+    good = {"prompt": "a", "token_ids": [1], "logprobs": [-1.0], "sampling_mask": [[1, 2]]}
     path.write_text(json.dumps(good) + "\n" + json.dumps(good | row) + "\n")
     command = ["mismatch", str(directory), "--rollouts", str(path), "--output", str(tmp_path / "out")]
     assert cli.main(command) == 1
