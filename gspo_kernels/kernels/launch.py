@@ -47,9 +47,9 @@ BACKWARD = {2: Tile(8192, 8), 4: Tile(4096, 8), 8: Tile(2048, 8)}
 # fits on an NVIDIA multiprocessor. More warps would be more than the 1,024 threads of an AMD workgroup.
 FOLD_AND_GRAD = {2: Tile(16384, 16), 4: Tile(8192, 16), 8: Tile(2048, 16)}
 
-# A divergence has two rows under way and four numbers per lane; eight lanes a thread leave room for four
-# programs on an NVIDIA multiprocessor.
-DIVERGENCE = {2: Tile(2048, 8), 4: Tile(2048, 8), 8: Tile(1024, 8)}
+# A divergence has two rows under way and four numbers per lane; with eight lanes a thread takes 62 to 72
+# registers, and seven programs share an NVIDIA multiprocessor.
+DIVERGENCE = {2: Tile(1024, 4), 4: Tile(1024, 4), 8: Tile(512, 4)}
 
 _STATS = {torch.float32: tl.float32, torch.float64: tl.float64}
 

@@ -15,7 +15,7 @@ from benchmarks.traffic import counted
 from gspo_kernels import kernels
 from gspo_kernels.kernels import scoring
 from gspo_kernels.ops.selected import SelectedGradients, score, write_gradient
-from gspo_kernels.types import LogitTransform, RatioClip
+from gspo_kernels.types import LogitTransform, RatioClip, Shard
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="accesses are counted under the interpreter"
@@ -137,11 +137,11 @@ def test_more_ids_read_no_more_logits(batch, K):
     ids[0, 2] = -100
     rows = [1, 1, 0, 1, 1, 1]
     with counted(logits) as traffic:
-        found = score(logits, ids, "triton", PLAIN, within=False)
+        found = score(logits, ids, "triton", PLAIN, False, Shard())
     assert walks(traffic) == rows
     out, grads = torch.empty_like(logits), SelectedGradients(torch.ones(2, 3, K), torch.ones(2, 3))
     with counted(logits, out) as traffic:
-        write_gradient(out, logits, ids, found, grads, "triton", PLAIN, within=False)
+        write_gradient(out, logits, ids, found, grads, "triton", PLAIN, False, Shard())
     assert traffic.per_row(traffic.reads, 0) == rows
     assert traffic.per_row(traffic.writes, 1) == [1] * 6
 
