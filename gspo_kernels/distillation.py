@@ -418,11 +418,11 @@ def fused_linear_distillation_loss(
         teacher_weight: [V, H of the teacher].
         bias: [V] or None.
         teacher_bias: [V] or None.
-        beta, top_k, top_k_of, add_tail, ids, teacher_logprobs, loss_mask, cu_seqlens, aggregation,
-            aggregation_constant, token_weights, lengths, normalizer, temperature, logit_scale, softcap,
-            teacher_temperature, teacher_logit_scale, teacher_softcap: as in ``distillation_loss``. Tokens
-                that don't
-            count are never projected.
+        beta, top_k, top_k_of, add_tail, ids, teacher_logprobs: as in ``distillation_loss``.
+        loss_mask, cu_seqlens: as there. Tokens that don't count are never projected.
+        aggregation, aggregation_constant, token_weights, lengths, normalizer: as there.
+        temperature, logit_scale, softcap: as there, the student's.
+        teacher_temperature, teacher_logit_scale, teacher_softcap: as there.
         logits_dtype, backend: as in ``linear_token_logprobs``.
         max_chunk_bytes: of logits at once, both sides together; None: by the device's memory.
         batch_invariant: as in ``linear_token_logprobs``.

@@ -271,8 +271,9 @@ def fused_policy_loss(
         old_logprobs, advantages, and all terms from loss_mask to normalizer: as in ``policy_loss``; a token
             is also left out where its label is ``ignore_index``.
         temperature: a number, or a tensor [B] with one per sequence.
-        logit_scale, softcap, kept_ids, kept_mask, ignore_index, inplace_backward, backend, tp_group,
-            vocab_range: as in ``token_logprobs``. Old and reference log-probs must be over the same kept ids.
+        logit_scale, softcap, ignore_index, inplace_backward, backend: as in ``token_logprobs``.
+        kept_ids, kept_mask: as there. Old and reference log-probs must be over the same ids.
+        tp_group, vocab_range: as there.
         return_entropy: also return the entropy, detached; an entropy bonus computes it anyway.
         objective, cp_group: as in ``policy_loss``.
 
@@ -339,9 +340,10 @@ def fused_linear_policy_loss(
         old_logprobs, advantages, and all terms from loss_mask to normalizer: as in ``policy_loss``; a token
             is also left out where its label is ``ignore_index``.
         temperature: a number, or a tensor [B] with one per sequence.
-        logit_scale, softcap, kept_ids, kept_mask, ignore_index, logits_dtype, max_chunk_bytes,
-            batch_invariant, backend, tp_group, vocab_range, reduce_hidden_grad, sequence_parallel: as in
-            ``linear_token_logprobs``. Old and reference log-probs must be over the same kept ids.
+        logit_scale, softcap, ignore_index, logits_dtype, backend: as in ``linear_token_logprobs``.
+        max_chunk_bytes, batch_invariant: as there.
+        kept_ids, kept_mask: as there. Old and reference log-probs must be over the same ids.
+        tp_group, vocab_range, reduce_hidden_grad, sequence_parallel: as there.
         return_entropy: also return the entropy, detached; an entropy bonus computes it anyway.
         objective, cp_group: as in ``policy_loss``.
         schedule: "auto", "known", "aligned", "deferred", "frozen", "cached" or "two_pass": how the batch is

@@ -105,8 +105,9 @@ def selected_logprobs(
             times: each place has its own log-prob, their gradients add, and its mass counts once.
         normalize_within: the log-probs are those of a softmax over each token's ids alone; of the logits only
             theirs are read, and there is no tail.
-        temperature, logit_scale, softcap, kept_ids, kept_mask, inplace_backward, backend, tp_group,
-            vocab_range: as in ``token_logprobs``. Ids must be among the kept, and are the same on all ranks.
+        temperature, logit_scale, softcap, inplace_backward, backend: as in ``token_logprobs``.
+        kept_ids, kept_mask: as there. Ids must be among the kept.
+        tp_group, vocab_range: as there. Ids are the same on all ranks.
 
     Returns:
         SelectedLogprobs(logprobs, tail) in nats, [.., K] and [..], fp32 (fp64 for fp64 logits).
@@ -180,9 +181,9 @@ def linear_selected_logprobs(
         ids, normalize_within, kept_ids, kept_mask: as in ``selected_logprobs``. Tokens without any id are
             never projected.
         bias: [V] or None.
-        temperature, logit_scale, softcap, logits_dtype, max_chunk_bytes, batch_invariant, backend, tp_group,
-            vocab_range, reduce_hidden_grad, sequence_parallel: as in ``linear_token_logprobs``; a budget of 0
-            is refused.
+        temperature, logit_scale, softcap, logits_dtype, backend: as in ``linear_token_logprobs``.
+        max_chunk_bytes, batch_invariant: as there; a budget of 0 is refused.
+        tp_group, vocab_range, reduce_hidden_grad, sequence_parallel: as there.
 
     Returns:
         SelectedLogprobs(logprobs, tail) in nats, [.., K] and [..], fp32 (fp64 for fp64 inputs).
