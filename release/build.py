@@ -64,7 +64,9 @@ def build(out: Path, kinds: Sequence[str] = KINDS) -> None:
             if kind == "sdist":
                 continue
             with tarfile.open(source) as archive:
-                archive.extractall(folder / kind, filter="data")
+                # an argument of extractall where Python is 3.11.4 or newer, and nothing before
+                archive.extraction_filter = getattr(tarfile, "data_filter", None)  # type: ignore[assignment]
+                archive.extractall(folder / kind)
             (unpacked,) = (folder / kind).iterdir()
             left_out = "1" if kind == "pure" else "0"
             built = folder / f"{kind}_wheel"
