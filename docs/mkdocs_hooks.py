@@ -77,7 +77,7 @@ def in_site(path: Path) -> str | None:
     for place, source in OUTSIDE.items():
         if source == inside:
             return place
-    if inside.startswith("docs/") and path.suffix in (".md", ".png"):
+    if inside.startswith("docs/") and path.suffix in (".md", ".png", ".svg"):
         return inside.removeprefix("docs/")
     return None
 

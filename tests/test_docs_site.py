@@ -65,6 +65,7 @@ def test_what_lies_outside_is_there_and_takes_no_pages_place():
         ("index.md", "[a](docs/losses.md#terms)", "[a](losses.md#terms)"),
         ("index.md", "[all pages](docs/README.md)", "[all pages](index.md)"),
         ("index.md", "![a](docs/objectives.png)", "[![a](objectives.png)](objectives.png)"),
+        ("contributing.md", "![a](docs/architecture.svg)", "[![a](architecture.svg)](architecture.svg)"),
         ("losses.md", "[a](../CONTRIBUTING.md)", "[a](contributing.md)"),
         ("precision.md", "[a](../examples/paper/README.md)", "[a](examples/paper.md)"),
         ("examples/paper.md", "![a](training.png)", "[![a](training.png)](training.png)"),
