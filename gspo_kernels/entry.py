@@ -29,27 +29,33 @@ def implemented_by(implementation: Callable[..., R]) -> Callable[[Callable[P, R]
         parameters = inspect.signature(declared).parameters
         names = tuple(parameters)
         ordered = tuple(n for n in names if parameters[n].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        defaults = {n: p.default for n, p in parameters.items() if p.default is not inspect.Parameter.empty}
+        defaults: dict[Any, Any] = {
+            n: p.default for n, p in parameters.items() if p.default is not inspect.Parameter.empty
+        }
         alone = tuple(name for name in wanted if name in parameters)
-        tables = tuple(
-            (name, table, tuple(field for field in table._fields if field in parameters))
-            for name, table in wanted.items()
-            if name not in parameters
-        )
-        taken = {*alone, *(field for _, _, fields in tables for field in fields)}
+        tables = []
+        taken = set(alone)
+        for name, table in wanted.items():
+            if name in parameters:
+                continue
+            places = [field if field in parameters else (name, field) for field in table._fields]
+            taken.update(set(table._fields) & set(names))
+            # what the function doesn't declare stays as the table has it
+            defaults |= {place: table._field_defaults[place[1]] for place in places if place not in names}
+            tables.append((name, table._make, places))
         if taken != set(names):
             raise TypeError(f"{declared.__name__}: nothing takes {', '.join(sorted({*names} - taken))}")
+        complete = {*names, *defaults}
 
         @functools.wraps(declared)
         def call(*args: P.args, **named: P.kwargs) -> R:
             given = {**defaults, **dict(zip(ordered, args, strict=False)), **named}
-            twice = [name for name in ordered[: len(args)] if name in named]
-            missing = [name for name in names if name not in given]
-            if twice or missing or len(given) != len(names) or len(args) > len(ordered):
+            twice = any(name in named for name in ordered[: len(args)])
+            if twice or len(args) > len(ordered) or given.keys() != complete:
                 declared(*args, **named)  # says what is wrong as Python does
-            passed: dict[str, Any] = {name: given[name] for name in alone}
-            for name, table, fields in tables:
-                passed[name] = table(**{field: given[field] for field in fields})
+            passed = {name: given[name] for name in alone}
+            for name, make, places in tables:
+                passed[name] = make([given[place] for place in places])
             return implementation(**passed)
 
         return call

@@ -58,11 +58,11 @@ class Padded(Layout):
 
     def sum(self, tokens: Tensor) -> Tensor:
         """[B, T] -> [B]."""
-        return _RowSum.apply(tokens)
+        return _RowSum.apply(tokens) if _learns(tokens) else _row_sum(tokens)
 
     def expand(self, values: Tensor) -> Tensor:
         """[B] -> [B, T], without copying."""
-        return _RowExpand.apply(values, self.length)
+        return _RowExpand.apply(values, self.length) if _learns(values) else _expanded(values, self.length)
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,6 +122,15 @@ def _row_sum(tokens: Tensor) -> Tensor:
     return _segment_sum(tokens, torch.arange(0, rows * length + 1, length))
 
 
+def _expanded(values: Tensor, length: int) -> Tensor:
+    return values.unsqueeze(1).expand(values.shape[0], length)
+
+
+def _learns(values: Tensor) -> bool:
+    """Whether autograd looks on; where it does not, its function would take longer than a small sum."""
+    return values.requires_grad and torch.is_grad_enabled()
+
+
 class _RowSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tokens: Tensor) -> Tensor:
@@ -130,13 +139,13 @@ class _RowSum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad.unsqueeze(1).expand(grad.shape[0], ctx.length)
+        return _expanded(grad, ctx.length)
 
 
 class _RowExpand(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, length: int) -> Tensor:
-        return values.unsqueeze(1).expand(values.shape[0], length)
+        return _expanded(values, length)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

@@ -26,8 +26,7 @@ from gspo_kernels.types import stats_dtype
 KL_ESTIMATORS = ("k1", "k2", "k3")
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """Where the terms of a call belong: the labels' shape and device, and how many sequences they hold."""
 
     shape: tuple[int, ...]
@@ -67,12 +66,12 @@ class Form:
             return checks.scalar(name, value, place.device)
         if self.shape == "offsets":
             return checks.tensor(name, value, None, "[B + 1]", place.device)
-        expected, meaning = {
-            "tokens": (place.shape, "the labels' shape"),
-            "sequences": ((place.sequences,), "[B]"),
-            "either": (None, "[B] or the labels' shape"),
-        }[self.shape]
-        tensor = checks.tensor(name, value, expected, meaning, place.device)
+        expected: tuple[int, ...] | None = None
+        if self.shape == "tokens":
+            expected = place.shape
+        elif self.shape == "sequences":
+            expected = (place.sequences,)
+        tensor = checks.tensor(name, value, expected, _MEANINGS[self.shape], place.device)
         if self.dtypes is not None:
             checks.dtype(name, tensor, self.dtypes)
         elif tensor.is_complex():
@@ -98,6 +97,8 @@ class Form:
             )
         return False
 
+
+_MEANINGS = {"tokens": "the labels' shape", "sequences": "[B]", "either": "[B] or the labels' shape"}
 
 TOKENS, SEQUENCES, EITHER = Form("tokens"), Form("sequences"), Form("either")
 BROADCAST, NUMBER = Form("broadcast"), Form("number")
@@ -168,6 +169,7 @@ FORMS: dict[str, Form] = {
 }
 """The form of every tensor among the terms."""
 _GIVEN = {name: FORMS[name] for name in Terms._fields[: Terms._fields.index("objective")] if name in FORMS}
+_BROADCAST_TERMS = tuple(label for label, form in _GIVEN.items() if form.shape == "broadcast")
 
 
 def shaped(given: Terms, tokens: Tensor, objective: Objective) -> Terms:
@@ -208,8 +210,8 @@ def checked(given: Terms, tokens: Tensor, objective: Objective, has_entropy: boo
     ``has_entropy`` says whether the entropy is there, or will be.
     """
     checks.objective(objective, Objective)
-    for label, form in _GIVEN.items():
-        if form.shape == "broadcast" and getattr(given, label) is None:
+    for label in _BROADCAST_TERMS:
+        if getattr(given, label) is None:
             checks.number(label, None)  # refuses it: 0 is what leaves the term out
     terms = shaped(given, tokens, objective)
     checks.choice("kl_estimator", given.kl_estimator, KL_ESTIMATORS)
