@@ -25,6 +25,7 @@ from triton.runtime.jit import create_function_from_signature
 from gspo_kernels.kernels import (
     divergences,
     gradients,
+    hidden,
     logprobs,
     products,
     scale,
@@ -33,6 +34,7 @@ from gspo_kernels.kernels import (
     steps,
 )
 
+_LAUNCHING = (divergences, gradients, hidden, logprobs, products, scale, scoring, sequence_ratio, steps)
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
     "sm_90": GPUTarget("cuda", 90, 32),
@@ -51,7 +53,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
-        for module in (divergences, gradients, logprobs, products, scale, scoring, sequence_ratio, steps):
+        for module in _LAUNCHING:
             module.launch = self  # type: ignore[assignment]
 
     def __call__(
@@ -76,7 +78,7 @@ def specialisation(call: Call, target: GPUTarget) -> tuple[str, ASTSource, Any]:
 def name_of(call: Call) -> str:
     """A readable name of a call: kernel, dtypes of logits and gradient, flags, arguments left out.
 
-    That there is no sampling mask goes without saying.
+    That there is no sampling mask, and no list of rows, goes without saying.
     """
     kernel, args, keywords = call
     names = list(kernel.signature.parameters)
@@ -101,8 +103,9 @@ def name_of(call: Call) -> str:
     flags += [keywords[key] for key in ("ESTIMATOR", "KIND") if keywords.get(key)]
     flags += ["narrows_in_place"] if keywords.get("NARROWS_IN_PLACE") else []
     given = dict(zip(names, args, strict=False))
-    flags += ["kept"] if given.get("kept_ptr") is not None else []
-    missing = [f"no {name}" for name, arg in given.items() if arg is None and name != "kept_ptr"]
+    rare = {"kept_ptr": "kept", "rows_ptr": "rows"}
+    flags += [flag for name, flag in rare.items() if given.get(name) is not None]
+    missing = [f"no {name}" for name, arg in given.items() if arg is None and name not in rare]
     return " ".join([kernel.fn.__name__, dtypes, *flags, *missing])
 
 

@@ -7,8 +7,8 @@ import gspo_kernels as gk
 from gspo_kernels import bits
 from gspo_kernels.linear.chunks import Chunking, LinearOperands
 from gspo_kernels.linear.distillation import LinearTeacher
-from gspo_kernels.linear.gradients import Needs
 from gspo_kernels.linear.loss import Settings
+from gspo_kernels.linear.sums import Needs
 from gspo_kernels.ops.divergence import DivergenceForm, TeacherRows
 from gspo_kernels.ops.library import flat, nobody_listens, tensors_in
 from gspo_kernels.ops.logprobs import RowGradients, logprobs_forward

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import gspo_kernels as gk
-from gspo_kernels.linear.gradients import Gradients, HeadSums, Needs, Rows
+from gspo_kernels.linear.gradients import Gradients
 from gspo_kernels.linear.head import Head
-from gspo_kernels.ops.backends import load
+from gspo_kernels.linear.sums import HeadSums, Needs, Rows, Weights
 from tests.cases import assert_equals_oracle, generator, make_case, run
 from tests.pretended import DEVICE, PretendedGpu
 
@@ -101,11 +101,11 @@ def test_coefficients_of_any_size_add_up_in_16_bits(gpu, dtype, sizes):
     weight, sizes = torch.zeros(V, width, dtype=dtype), [2.0 ** round(math.log2(size)) for size in sizes]
     exact, budget = torch.zeros(V, width, dtype=torch.float64), torch.zeros(V, width, dtype=torch.float64)
     with gpu:
-        sums = HeadSums(Head(weight, None, "float32"), Needs(False, True, False), load("triton"))
+        sums = HeadSums(Head(weight, None, "float32"), Needs(False, True, False), "triton")
         for size in sizes:
             rows, hidden = (torch.randn(n, k, generator=rng).to(dtype) for k in (V, width))
             coefficients = (1 + torch.rand(n, generator=rng)) * size
-            sums.add(Rows(rows, None), hidden, coefficients, torch.ones(n, dtype=torch.bool, device=DEVICE))
+            sums.add(Rows(rows, None), hidden, Weights(coefficients))
             operand = hidden.double() * coefficients.double().unsqueeze(1)
             exact += rows.double().t() @ operand
             # an operand is rounded once, at most to a subnormal number in units of the largest coefficient

@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 
 from gspo_kernels.kernels.divergences import divergence
-from gspo_kernels.kernels.gradients import logprobs_and_grad, logprobs_backward
+from gspo_kernels.kernels.gradients import gradient_of_rows, logprobs_and_grad, logprobs_backward
+from gspo_kernels.kernels.hidden import active_rows, product_operand, scale_rows_, store_hidden
 from gspo_kernels.kernels.launch import INTERPRETED
 from gspo_kernels.kernels.logprobs import logprobs_forward
 from gspo_kernels.kernels.products import fixed_product
@@ -18,16 +19,21 @@ from gspo_kernels.kernels.sequence_ratio import sequence_ratio_forward
 from gspo_kernels.kernels.steps import ratio_step
 
 __all__ = [
+    "active_rows",
     "divergence",
     "fixed_product",
+    "gradient_of_rows",
     "linear_logprobs_forward",
     "linear_logprobs_unavailable",
     "logprobs_and_grad",
     "logprobs_backward",
     "logprobs_forward",
+    "product_operand",
     "ratio_step",
     "scale_",
+    "scale_rows_",
     "sequence_ratio_forward",
+    "store_hidden",
     "unavailable",
 ]
 

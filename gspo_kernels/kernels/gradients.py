@@ -155,6 +155,7 @@ def logprobs_backward_kernel(
     grad_logprobs_ptr,
     grad_entropy_ptr,
     grad_scale_ptr,
+    rows_ptr,
     out_ptr,
     T: tl.int32,
     V: tl.int32,
@@ -186,8 +187,12 @@ def logprobs_backward_kernel(
     BLOCK: tl.constexpr,
     PLATFORM: tl.constexpr,
 ):
-    """One row's gradient."""
+    """One row's gradient, or that of the one that ``rows`` names."""
     n = tl.program_id(0)
+    out_b = n // T
+    out_t = n - out_b * T
+    if rows_ptr is not None:
+        n = tl.load(rows_ptr + n)
     b = n // T
     t = n - b * T
     label = tl.load(element(labels_ptr, b, t, labels_stride_b, labels_stride_t)).to(tl.int64)
@@ -219,7 +224,7 @@ def logprobs_backward_kernel(
     )
     _write_gradient(
         row_pointer(logits_ptr, b, t, logits_stride_b, logits_stride_t, ACCESS),
-        row_pointer(out_ptr, b, t, out_stride_b, out_stride_t, ACCESS),
+        row_pointer(out_ptr, out_b, out_t, out_stride_b, out_stride_t, ACCESS),
         tl.where(labelled, label, -1).to(tl.int32),
         V,
         active,
@@ -255,8 +260,9 @@ def logprobs_backward(
     ignore_index: int,
     out: Tensor,
     sharded: bool = False,
+    rows: Tensor | None = None,
 ) -> None:
-    """See ``ops.backends.RowBackend.logprobs_backward``.
+    """See ``ops.backends.RowBackend.logprobs_backward``, and for ``rows`` ``HiddenBackend.gradient_of_rows``.
 
     Raises:
         ValueError: ``out`` overlaps the logits in any other way.
@@ -265,31 +271,49 @@ def logprobs_backward(
     if V == 0:
         return
     tile = BACKWARD[max(logits.element_size(), out.element_size())]
-    rows = RowArguments.of(logits, labels, transform, tile, out)
+    arguments = RowArguments.of(logits, labels, transform, tile, out)
     launch(
         logprobs_backward_kernel,
-        B * T,
+        B * T if rows is None else len(rows),
         logits.device,
         tile,
-        *rows.tensors,
+        *arguments.tensors,
         stats.logprobs.contiguous(),
         stats.lse.contiguous(),
         None if grad_entropy is None or stats.entropy is None else stats.entropy.contiguous(),
         grad_logprobs,
         grad_entropy,
         grad_scale,
+        rows,
         out,
         T,
         V,
         ignore_index,
-        *rows.slopes,
-        *rows.strides,
+        *arguments.slopes,
+        *arguments.strides,
         *grad_logprobs.stride(),
         *((0, 0) if grad_entropy is None else grad_entropy.stride()),
         *out.stride()[:2],
         SHARDED=sharded,
-        **rows.constants,
+        **arguments.constants,
         NARROWS_IN_PLACE=narrows_in_place(logits, out),
+    )
+
+
+def gradient_of_rows(
+    logits: Tensor,
+    labels: Tensor,
+    stats: RowStats,
+    grads: tuple[Tensor, Tensor | None],
+    transform: LogitTransform,
+    rows: Tensor,
+    *,
+    ignore_index: int,
+    out: Tensor,
+) -> None:
+    """See ``ops.backends.HiddenBackend.gradient_of_rows``; raises as ``logprobs_backward``."""
+    logprobs_backward(
+        logits, labels, stats, *grads, None, transform, ignore_index=ignore_index, out=out, rows=rows
     )
 
 

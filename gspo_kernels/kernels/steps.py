@@ -316,4 +316,4 @@ def ratio_step(
         TOKENS_PER_BLOCK=32 * _STEP.warps * _TOKENS_PER_THREAD,
         SEQUENCES_PER_BLOCK=32 * _STEP.warps,
     )
-    return RatioStep(loss, metrics, gradient.div_(divisor).to(logprobs.dtype))
+    return RatioStep(loss, metrics, torch.div(gradient, divisor, out=torch.empty_like(logprobs)))

@@ -9,7 +9,6 @@ from gspo_kernels import checks
 from gspo_kernels.layout import as_rows, from_rows
 from gspo_kernels.linear.chunks import Call, Chunking, LinearOperands
 from gspo_kernels.linear.exactness import refusals
-from gspo_kernels.linear.gradients import Needs
 from gspo_kernels.linear.inputs import ProductArguments, check_before_ranks_work, check_inputs
 from gspo_kernels.linear.logprobs import LinearTokenLogprobsFunction, check_unwritten, unwritten_logprobs
 from gspo_kernels.linear.loss import LinearPolicyFunction, Settings
@@ -18,6 +17,7 @@ from gspo_kernels.linear.run import shapes_of
 from gspo_kernels.linear.schedule import choose
 from gspo_kernels.linear.scopes import Scopes
 from gspo_kernels.linear.small import SmallLossFunction, small_loss
+from gspo_kernels.linear.sums import Needs
 from gspo_kernels.logits import LogitArguments, on_all_ranks, takes_dtensors, wants_entropy
 from gspo_kernels.objectives.base import Objective
 from gspo_kernels.step import loss_of, output_of

@@ -15,7 +15,7 @@ from torch import Tensor
 from gspo_kernels.invariance import refuse_backend
 from gspo_kernels.linear.head import Head
 from gspo_kernels.linear.segments import SEGMENT
-from gspo_kernels.ops.backends import RowBackend, rows_of
+from gspo_kernels.ops.backends import HiddenBackend, RowBackend, launches_of, rows_of
 from gspo_kernels.ops.logprobs import SAID, check_rows
 from gspo_kernels.ops.memory import chunk_rows
 from gspo_kernels.parallel.agreement import digest, together
@@ -168,6 +168,19 @@ class Call:
         return rows_of(self.options)
 
     @property
+    def launches(self) -> HiddenBackend | None:
+        """What does in one launch each what is done around the gradient products; None where PyTorch does it.
+
+        It knows nothing of columns, and so not whether ranks share them.
+        """
+        return launches_of(self.options.backend)
+
+    @property
+    def selects_rows(self) -> bool:
+        """Whether rows without gradient are left out while gradients are written, instead of beforehand."""
+        return self.launches is not None and not (self.options.shard.group or self.head.fixed)
+
+    @property
     def compact(self) -> bool:
         """Whether masked rows are left out of every product."""
         return self.chunking.compact
@@ -194,7 +207,7 @@ class Call:
         """Positions of the rows that have logits: the counted ones, or without compaction all."""
         return self.index(self.counted if self.compact else None)
 
-    @property
+    @cached_property
     def counted(self) -> Tensor:
         """Tokens that have a log-prob."""
         return self.labels != self.options.ignore_index
@@ -216,6 +229,7 @@ class Call:
         first, count = (
             (where.start, where.stop - where.start) if isinstance(where, slice) else (0, len(where))
         )
+        labels = self.labels.flatten()[where]
         pieces = -(-count // self.chunk_rows)
         ends = [count * piece // pieces for piece in range(1, pieces + 1)]
         if self.head.fixed and self.chunk_rows % SEGMENT == 0:
@@ -224,11 +238,12 @@ class Call:
             ends = [min(count, end) for end in range(size, count + size, size)] if count else []
         for start, end in itertools.pairwise((0, *ends)):
             at = slice(first + start, first + end)
-            yield self.chunk(at if isinstance(where, slice) else where[at])
+            yield self.chunk(at if isinstance(where, slice) else where[at], labels[start:end])
 
-    def chunk(self, where: slice | Tensor) -> Chunk:
-        """The rows at some positions."""
-        labels = self.labels.flatten()[where]
+    def chunk(self, where: slice | Tensor, labels: Tensor | None = None) -> Chunk:
+        """The rows at some positions, whose labels [n] may have been looked up."""
+        if labels is None:
+            labels = self.labels.flatten()[where]
         transform = self.options.transform.rows(lambda rows: rows.flatten(0, 1)[where].unsqueeze(0))
         if self.tokens is not None:
             hidden = self.tokens.gather(self.hidden, where)
@@ -262,8 +277,7 @@ class Call:
             return logits.view(dtype)[:, : logits.shape[1]]
         return torch.empty(logits.shape, dtype=dtype, device=logits.device)
 
-    def new_rows(self, fill: float = 0.0) -> Tensor:
-        """[B, T] in the statistics' dtype."""
-        return torch.full(
-            self.labels.shape, fill, dtype=stats_dtype(self.hidden.dtype), device=self.labels.device
-        )
+    def new_rows(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Zeros [B, T], unless a dtype is given in the statistics'."""
+        dtype = stats_dtype(self.hidden.dtype) if dtype is None else dtype
+        return torch.zeros(self.labels.shape, dtype=dtype, device=self.labels.device)

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from gspo_kernels.linear.chunks import Call, Chunk, Chunking, LinearOperands
-from gspo_kernels.linear.gradients import Gradients, Needs, Rows
+from gspo_kernels.linear.gradients import Gradients
 from gspo_kernels.linear.held import hold, released
 from gspo_kernels.linear.scaling import power_of_two
+from gspo_kernels.linear.sums import Needs, Rows, Weights
 from gspo_kernels.ops.divergence import DivergenceForm, TeacherRows, evaluate, summed
 from gspo_kernels.ops.library import operator
 from gspo_kernels.ops.memory import CHUNK_ROWS, Workspace
@@ -134,7 +135,7 @@ def linear_distillation(
             units = units / factors
         found.view(-1)[chunk.where] = divergences(units, out.unsqueeze(0))
         rows = Rows(out, None if factors is None else factors.squeeze(0))
-        gradients.add_rows(rows, chunk, share, share != 0)
+        gradients.add_rows(rows, chunk, Weights(share))
         del logits, theirs, their_rows, divergences, out, rows
     heads.close()
     outputs = (gradients.hidden, gradients.scales, *gradients.sums.result())

@@ -11,8 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gspo_kernels.linear.gradients import HeadGradients, Needs
+from gspo_kernels.linear.gradients import HeadGradients
 from gspo_kernels.linear.scaling import times, times_
+from gspo_kernels.linear.sums import Needs
+from gspo_kernels.ops.backends import launches_of
 from gspo_kernels.ops.library import Operator
 from gspo_kernels.ops.logprobs import scale_
 
@@ -36,6 +38,10 @@ class _Held(NamedTuple):
         else:
             weight, bias = (_scaled(total, upstream, dtype, backend) for total in (self.weight, self.bias))
         if not self.hidden.numel():
+            return HeadGradients(self.hidden, weight, bias)
+        launches = None if backend is None else launches_of(backend)
+        if launches is not None:
+            launches.scale_rows_(self.hidden, self.scales, upstream)
             return HeadGradients(self.hidden, weight, bias)
         factor = (self.scales * upstream).unsqueeze(-1)
         hidden = times(self.hidden, factor).to(dtype) if backend is None else times_(self.hidden, factor)

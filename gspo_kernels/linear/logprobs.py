@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from gspo_kernels.linear.chunks import Call, Chunking, LinearOperands
-from gspo_kernels.linear.gradients import Gradients, HeadGradients, Needs, recompute
+from gspo_kernels.linear.gradients import Gradients, HeadGradients, recompute
 from gspo_kernels.linear.scores import Scores
+from gspo_kernels.linear.sums import Needs
 from gspo_kernels.logits import LogitArguments
 from gspo_kernels.ops.library import operator
 from gspo_kernels.ops.logprobs import ScoredRows, save_rows, saved_rows
@@ -24,7 +25,7 @@ def linear_logprobs_forward(operands: LinearOperands, entropy: bool) -> ScoredRo
     for chunk in call.chunks(call.projected):
         scores.add_forward(chunk)
     scores.close()
-    return ScoredRows.of(RowStats(scores.logprobs, scores.lse, scores.entropy))
+    return ScoredRows.of(scores.stats)
 
 
 @linear_logprobs_forward.register_fake
@@ -120,8 +121,9 @@ def linear_logprobs_backward(
     anew = skip and call.head.shows_other_rows and keep is not None and not torch.equal(keep, call.counted)
     scores = Scores(call, False, stats)
     gradients = Gradients(call, needs, normalised=False)
-    grad_entropy = None if grad_entropy is None else grad_entropy.flatten()
-    recompute(scores, gradients, call.index(keep), anew, grad_logprobs.flatten(), grad_entropy)
+    where = call.index(keep)
+    grad_entropy = None if grad_entropy is None else grad_entropy.flatten()[where]
+    recompute(scores, gradients, where, anew, grad_logprobs.flatten()[where], grad_entropy)
     scores.close()
     return gradients.result()
 

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from gspo_kernels.evaluate import metric_names
 from gspo_kernels.linear.chunks import Call, Chunking, LinearOperands
-from gspo_kernels.linear.gradients import Needs
 from gspo_kernels.linear.held import hold, released
 from gspo_kernels.linear.run import Run
+from gspo_kernels.linear.sums import Needs
 from gspo_kernels.ops.library import operator
 from gspo_kernels.ops.logprobs import ScoredRows
 from gspo_kernels.terms import Terms, check_values
@@ -59,13 +59,13 @@ def linear_policy(operands: LinearOperands, terms: Terms, settings: Settings, ne
         run.known()
     else:
         run.by_scopes(settings.schedule, needs)
-    scores, gradients = run.scores, run.gradients
-    scores.close()
+    stats, gradients = run.scores.stats, run.gradients
+    run.scores.close()
     step = run.step()
-    outputs = (scores.entropy, gradients.hidden, gradients.scales, *gradients.sums.result())
+    outputs = (stats.entropy, gradients.hidden, gradients.scales, *gradients.sums.result())
     # one empty tensor each: an operator's outputs may not be the same tensor
     present = (step.loss.new_empty(0) if x is None else x for x in outputs)
-    return LinearLoss(step.loss, step.metrics, scores.logprobs, *present)
+    return LinearLoss(step.loss, step.metrics, stats.logprobs, *present)
 
 
 @linear_policy.register_fake

@@ -15,13 +15,14 @@ from torch import Tensor
 
 from gspo_kernels.aggregation import Aggregation
 from gspo_kernels.evaluate import PolicyStep, evaluate
-from gspo_kernels.linear.chunks import Call
+from gspo_kernels.linear.chunks import Call, Chunk
 from gspo_kernels.linear.cost import Shapes
 from gspo_kernels.linear.exactness import coefficients_depend_on, evaluated_at_once, refusals
-from gspo_kernels.linear.gradients import Gradients, HeadSums, Needs, Rows, recompute
+from gspo_kernels.linear.gradients import Gradients, active, recompute
 from gspo_kernels.linear.schedule import Part, plan_parts
-from gspo_kernels.linear.scopes import Scopes, chunk_terms, known_coefficients, token_terms
+from gspo_kernels.linear.scopes import Pieces, Scopes, chunk_terms, known_coefficients, token_terms
 from gspo_kernels.linear.scores import Kept, Scores
+from gspo_kernels.linear.sums import HeadSums, Needs, Rows, Weights
 from gspo_kernels.objectives.base import from_spec
 from gspo_kernels.sequence_ratio import ratio_form
 from gspo_kernels.step import take_step
@@ -61,8 +62,8 @@ class Run:
     def step(self) -> PolicyStep:
         """Loss and metrics of the whole call, once all its log-probs are there."""
         if self._step is None:
-            scores, backend = self.scores, self.call.options.backend
-            self._step = take_step(scores.logprobs, scores.entropy, self.terms, backend)
+            stats, backend = self.scores.stats, self.call.options.backend
+            self._step = take_step(stats.logprobs, stats.entropy, self.terms, backend)
         return self._step
 
     @cached_property
@@ -72,23 +73,42 @@ class Run:
 
     def known(self) -> None:
         """Coefficients token by token, or beforehand where they depend on nothing."""
-        call = self.call
-        if coefficients_depend_on(from_spec(self.terms.objective), self.terms) == "nothing":
-            coefficients = known_coefficients(call.labels, self.terms, call.options.backend).flatten()
-            for chunk in call.chunks(call.projected):
-                projected = self.scores.add(chunk)
-                self.gradients.add(projected, chunk, coefficients[chunk.where], None, self.skip)
-                del projected
-            return
-        per_token = token_terms(call.labels, self.terms, call.options.backend)
-        for chunk in call.chunks(call.projected):
+        call, where, done = self.call, self.call.projected, 0
+        coefficients = self._known_coefficients(where)
+        for chunk in call.chunks(where):
+            now = slice(done, done + len(chunk))
             projected = self.scores.add(chunk)
-            logprobs, entropy = projected.stats.logprobs, projected.stats.entropy
-            entropy = None if entropy is None else entropy.unsqueeze(1)
-            terms = chunk_terms(per_token, chunk.where)
-            step = evaluate(logprobs.unsqueeze(1), entropy, terms, want_metrics=False)
-            self.gradients.add(projected, chunk, *_flat(step), self.skip)
+            self.gradients.add(projected, chunk, *coefficients(now, chunk, projected.stats), self.skip)
+            done = now.stop
             del projected
+
+    def _known_coefficients(
+        self, where: slice | Tensor
+    ) -> Callable[[slice, Chunk, RowStats], tuple[Tensor, Tensor | None]]:
+        """What gives dLoss/dlogprobs and dLoss/dentropy of some of the rows at ``where``: a chunk of them,
+        given its statistics.
+        """
+        labels, terms, backend = self.call.labels, self.terms, self.call.options.backend
+        objective = from_spec(terms.objective)
+        if coefficients_depend_on(objective, terms) == "nothing":
+            known = known_coefficients(labels, terms, backend).flatten()[where]
+            return lambda rows, *_: (known[rows], None)
+        form = ratio_form(objective, terms, backend)
+        if form is not None:
+            pieces = Pieces(self.call, terms, form.level, where)
+
+            def of_pieces(rows: slice, _: Chunk, stats: RowStats) -> tuple[Tensor, Tensor | None]:
+                return _flat(take_step(stats.logprobs.unsqueeze(0), None, pieces.at(rows), backend, False))
+
+            return of_pieces
+        per_token = token_terms(labels, terms, backend)
+
+        def of_tokens(_: slice, chunk: Chunk, stats: RowStats) -> tuple[Tensor, Tensor | None]:
+            entropy = None if stats.entropy is None else stats.entropy.unsqueeze(1)
+            own = chunk_terms(per_token, chunk.where)
+            return _flat(evaluate(stats.logprobs.unsqueeze(1), entropy, own, want_metrics=False))
+
+        return of_tokens
 
     def by_scopes(self, schedule: str, needs: Needs) -> None:
         """Part by part."""
@@ -107,6 +127,7 @@ class Run:
         if self.at_once:
             # the one evaluation, of all tokens on all ranks, stands behind the last projection
             parts.sort(key=lambda part: part.strategy != "forward")
+        self.scopes.bring(parts)
         self.scratch: HeadSums | None = None
         strategies: dict[str, Callable[[Part], None]] = {
             "forward": self._forward,
@@ -160,28 +181,25 @@ class Run:
     def _two_pass(self, part: Part) -> None:
         self._forward(part)
         where = self.scopes.rows_of(part)
-        grad, grad_entropy = self._coefficients(part)
-        active = grad != 0 if grad_entropy is None else (grad != 0) | (grad_entropy != 0)
-        keep = self.call.index(active) if self.skip else None
-        gradient = self.call.new_rows().view(-1)
-        gradient[where] = grad
-        entropy_gradient = None
-        if grad_entropy is not None:
-            entropy_gradient = self.call.new_rows().view(-1)
-            entropy_gradient[where] = grad_entropy
-        if isinstance(keep, Tensor):
-            where = _index(where, keep.device)[keep]
+        grads = self._coefficients(part)
+        keep = self.call.index(active(*grads)) if self.skip else None
+        chosen = keep if isinstance(keep, Tensor) else None
+        if chosen is not None:
+            where = _index(where, chosen.device)[chosen]
         if self.call.head.fixed and isinstance(where, Tensor):
-            where = where.sort().values
+            where, order = where.sort()
+            chosen = order if chosen is None else chosen[order]
+        grad, grad_entropy = (each if each is None or chosen is None else each[chosen] for each in grads)
+        assert grad is not None
         anew = isinstance(keep, Tensor) and self.call.head.shows_other_rows
-        recompute(self.scores, self.gradients, where, anew, gradient, entropy_gradient)
+        recompute(self.scores, self.gradients, where, anew, grad, grad_entropy)
 
     def _frozen(self, part: Part) -> None:
         gradients = self.gradients
         for chunk in self.call.chunks(self.scopes.rows_of(part)):
             projected = self.scores.add(chunk)
             rows = gradients.rows(projected, chunk)
-            gradients.add_hidden(rows, chunk, torch.ones_like(projected.stats.logprobs))
+            gradients.add_hidden(rows, chunk, Weights(gradients.ones(len(chunk))))
             del projected, rows
         self._scale(part, self._coefficients(part)[0])
 
@@ -190,59 +208,60 @@ class Run:
         scales = self.gradients.scales
         assert scales is not None
         own, where = self.call.own_rows(self.scopes.rows_of(part))
-        scales.view(-1)[where] *= coefficients[own]
+        if isinstance(where, slice):
+            scales.view(-1)[where].mul_(coefficients[own])
+        else:
+            scales.view(-1)[where] *= coefficients[own]
 
     def _cached(self, part: Part) -> None:
         call, gradients, where = self.call, self.gradients, self.scopes.rows_of(part)
         head = call.head
         cache = torch.empty(part.rows, head.vocabulary, dtype=head.rows_dtype, device=call.hidden.device)
-        factors, done = self.scores.logprobs.new_ones(part.rows), 0
+        beside, done = [], 0
         for chunk in call.chunks(where):
             now = slice(done, done + len(chunk))
             projected = self.scores.add(chunk, out=cache[now])
-            rows = gradients.rows(projected, chunk, out=cache[now])
-            if rows.factors is not None:
-                factors[now] = rows.factors
+            beside.append(gradients.rows(projected, chunk, out=cache[now]).factors)
             done = now.stop
             del projected
+        factors = [each for each in beside if each is not None]
+        rows = Rows(cache, torch.cat(factors) if factors else None)
         grad, _ = self._coefficients(part)
-        active = grad != 0
-        keep = call.index(active) if self.skip else None
+        keep = call.index(grad != 0) if self.skip else None
         if isinstance(keep, Tensor):
             kept = Kept.of(keep, part.rows, head.fixed)
-            cache, keep = kept.to_front(cache), kept.rows
-            where = _index(where, keep.device)[keep]
-            grad, active, factors = grad[keep], active[keep], factors[keep]
+            where, grad = _index(where, keep.device)[kept.rows], grad[kept.rows]
+            rows = Rows(kept.to_front(cache), None if rows.factors is None else rows.factors[kept.rows])
         done = 0
         for chunk in call.chunks(where):
             now = slice(done, done + len(chunk))
-            gradients.add_rows(Rows(cache[now], factors[now]), chunk, grad[now], active[now])
+            gradients.add_rows(rows.at(now), chunk, Weights(grad[now]))
             done = now.stop
 
     def _deferred(self, part: Part) -> None:
         call, gradients, where = self.call, self.gradients, self.scopes.rows_of(part)
         factors = self.scopes.terms_of(part, self.total).token_weights
         if self.scratch is None:
-            self.scratch = HeadSums(call.head, gradients.needs, gradients.backend)
+            self.scratch = HeadSums(call.head, gradients.needs, call.options.backend)
         self.scratch.clear()
-        dtype, one, done = gradients.accumulate, self.scores.logprobs.new_ones(()), 0
-        weights = one.expand(part.rows) if factors is None else factors.squeeze(0).to(dtype)
+        done = 0
+        weights = gradients.ones(part.rows) if factors is None else factors[0].to(gradients.accumulate)
         for chunk in call.chunks(where):
             projected = self.scores.add(chunk)
             unit = weights[done : done + len(chunk)]
             done += len(chunk)
             rows = gradients.rows(projected, chunk)
-            finish = gradients.begin_hidden(rows, chunk, unit)
-            counted = chunk.labels.squeeze(0) != call.options.ignore_index
-            self.scratch.add(rows, chunk.hidden, unit, counted)
+            own = Weights(unit, None if call.compact else call.counted.flatten()[chunk.where])
+            finish = gradients.begin_hidden(rows, chunk, own)
+            self.scratch.add(rows, chunk.hidden, own)
             finish()
             del projected, rows
         grad, _ = self._coefficients(part)
         # one number for the sequence, taken where rounding matters least
-        counted = call.labels.flatten()[where] != call.options.ignore_index
+        counted = call.counted.flatten()[where]
         most = torch.where(counted, weights.abs(), -1.0).argmax()
-        weight, own = weights.take(most), grad.take(most)  # an index in brackets would be read by the host
-        coefficient = torch.where(weight == 0, 0.0, own / weight)
+        weight, whole = weights.take(most), grad.take(most)  # an index in brackets would be read by the host
+        coefficient = torch.where(weight == 0, 0.0, whole / weight)
         self._scale(part, coefficient.expand(part.rows))
         gradients.sums.add_sums(self.scratch, coefficient)
 

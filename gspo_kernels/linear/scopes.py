@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from gspo_kernels.linear.exactness import coefficients_depend_on
 from gspo_kernels.linear.schedule import Part
 from gspo_kernels.objectives.base import from_spec
 from gspo_kernels.objectives.linear import Linear
+from gspo_kernels.sequence_ratio import RatioOperands
 from gspo_kernels.step import take_step
 from gspo_kernels.terms import Form, Terms, idle_sequences
 
@@ -66,6 +68,53 @@ def _per_token(value: Tensor, tokens: Tensor) -> Tensor:
     return value.to(tokens.device).expand(tokens.shape)
 
 
+class Pieces:
+    """The rows of a call as packed batches of pieces of its sequences, wherever they are cut.
+
+    For clipped ratios and penalties of which a token's coefficient follows from its own log-prob, the length
+    of its sequence, and what the outer divisor counts.
+    """
+
+    def __init__(self, call: Call, terms: Terms, level: str, where: slice | Tensor):
+        labels = call.labels
+        layout, aggregation = terms.layout(labels), Aggregation.of(labels, terms)
+        self._offsets = terms.cu_seqlens
+        if isinstance(where, Tensor):
+            ends = layout.sum(call.counted.to(torch.float64)).cumsum(0).to(torch.int32)
+            self._offsets = torch.nn.functional.pad(ends, (1, 0))
+        elif self._offsets is None:
+            rows, length = labels.shape
+            self._offsets = length * torch.arange(rows + 1, dtype=torch.int32, device=labels.device)
+        weights = RatioOperands.of(labels, terms, level).weights
+
+        def flat(form: Form, value: Tensor) -> Tensor:
+            return _of_tokens(form, value, labels, where)
+
+        self._terms = (
+            terms._replace(
+                cu_seqlens=None, skipped=None, lengths=aggregation.lengths, rollout_weights=weights
+            )
+            .each(flat)
+            ._replace(normalizer=aggregation.total)
+        )
+
+    def at(self, rows: slice) -> Terms:
+        """Those of some rows."""
+        ends = (self._offsets - rows.start).clamp(0, rows.stop - rows.start)
+        return self._terms.each(lambda form, value: value[:, rows] if value.ndim == 2 else value)._replace(
+            cu_seqlens=ends
+        )
+
+
+def _of_tokens(form: Form, value: Tensor, tokens: Tensor, where: slice | Tensor) -> Tensor:
+    """A term, flat [1, n] at some positions if it is one per token."""
+    if value.ndim == 0 or form.shape in ("number", "offsets"):
+        return value
+    if form.shape == "broadcast":
+        value = _per_token(value, tokens)
+    return value if value.ndim == 1 else value.flatten()[where].unsqueeze(0)
+
+
 class Scopes:
     """The rows of a call by scope: scopes in the order of their parts, those without any gradient last.
 
@@ -91,8 +140,9 @@ class Scopes:
         self._sequence_ends = [0, *itertools.accumulate(len(scope) for scope in scopes)]
         self._row_ends = [0, *itertools.accumulate(counts[i] for i in self._sequences)]
         self.where = self._positions(counts)
-        as_they_are = self._equal and self._sequences == list(range(len(counts)))
-        self._table = None if as_they_are else self._uploaded()
+        self._as_they_are = self._equal and self._sequences == list(range(len(counts)))
+        self._ends: dict[Part, Tensor] = {}
+        self._ordered = terms
 
     @property
     def _equal(self) -> bool:
@@ -147,12 +197,33 @@ class Scopes:
         starts = [0, *itertools.accumulate(counts)]
         return torch.cat([index[starts[i] : starts[i + 1]] for i in self._sequences])
 
-    def _uploaded(self) -> Tensor:
-        """[2, B + 1]: the sequences in the order of the scopes, and where their rows begin and end."""
-        table = torch.tensor([[*self._sequences, 0], self._row_ends], dtype=torch.int32)
-        device = self.call.labels.device
-        # pinned, so that the host doesn't wait for the copy
-        return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table.to(device)
+    def bring(self, parts: Sequence[Part]) -> None:
+        """Bring to the device what ``terms_of`` these parts needs there, all of it at once."""
+        if not parts:
+            return
+        device, length = self.call.labels.device, self.call.labels.shape[1]
+        ranges = [self._sequence_range(part) for part in parts]
+        sizes = [last - first + 1 for first, last in ranges]
+        order: slice | Tensor = slice(None)
+        if self._as_they_are:
+            last = (max(sizes) - 1) * length
+            longest = torch.arange(0, last + 1, length, dtype=torch.int32, device=device)
+            ends = [longest[:size] for size in sizes]
+        else:
+            found = list(self._sequences)
+            for first, last in ranges:
+                found += [end - self._row_ends[first] for end in self._row_ends[first : last + 1]]
+            table = torch.tensor(found, dtype=torch.int32)
+            # pinned, so that the host doesn't wait for the copy
+            pinned = table.pin_memory() if device.type == "cuda" else table
+            order, *ends = pinned.to(device, non_blocking=True).split([len(self._sequences), *sizes])
+        self._ends = dict(zip(parts, ends, strict=True))
+
+        def in_order(form: Form, value: Tensor) -> Tensor:
+            value = _of_tokens(form, value, self.call.labels, self.where)
+            return value[order] if value.ndim == 1 and form.shape != "offsets" else value
+
+        self._ordered = self.terms._replace(skipped=None).each(in_order)
 
     def rows_of(self, part: Part) -> slice | Tensor:
         """Positions of a part's rows among the flattened rows of the call."""
@@ -164,27 +235,15 @@ class Scopes:
         return self._sequence_ends[part.start], self._sequence_ends[part.stop]
 
     def terms_of(self, part: Part, total: Tensor) -> Terms:
-        """The part as a packed batch of its own; ``total`` is what the outer divisor counts in the call."""
-        terms, labels = self.terms, self.call.labels
+        """A part, once it has been brought, as a packed batch of its own; ``total`` is what the outer divisor
+        counts in the call.
+        """
         first, last = self._sequence_range(part)
-        where = self.rows_of(part)
-        if self._table is None:
-            length = labels.shape[1]
-            sequences: slice | Tensor = slice(first, last)
-            stop = (last - first) * length + 1
-            ends = torch.arange(0, stop, length, dtype=torch.int32, device=labels.device)
-        else:
-            sequences = self._table[0, first:last]
-            ends = self._table[1, first : last + 1] - self._row_ends[first]
+        rows = slice(self._row_ends[first], self._row_ends[last])
 
         def select(form: Form, value: Tensor) -> Tensor:
-            if value.ndim == 0 or form.shape in ("number", "offsets"):
-                return value
-            if form.shape == "broadcast":
-                value = _per_token(value, labels)
-            elif value.ndim == 1:
-                return value[sequences]
-            return value.flatten()[where].unsqueeze(0)
+            if value.ndim == 1 and form.shape != "offsets":
+                return value[first:last]
+            return value[:, rows] if value.ndim == 2 else value
 
-        part_terms = terms._replace(skipped=None).each(select)
-        return part_terms._replace(cu_seqlens=ends, normalizer=total)
+        return self._ordered.each(select)._replace(cu_seqlens=self._ends[part], normalizer=total)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, cast
 
 import torch
@@ -77,9 +78,10 @@ class Scores:
         self.call, self.backend = call, call.backend
         if known is None:
             known = RowStats(
-                call.new_rows(), call.new_rows().to(torch.float64), call.new_rows() if entropy else None
+                call.new_rows(), call.new_rows(dtype=torch.float64), call.new_rows() if entropy else None
             )
-        self.logprobs, self.lse, self.entropy = known
+        self._kept = known
+        self._coming: list[tuple[slice | Tensor, RowStats]] = []
         self._most = min(call.chunk_rows, call.labels.numel())
         self._logits: Tensor | None = None
         self._workspace = Workspace()
@@ -134,21 +136,48 @@ class Scores:
 
     def add(self, chunk: Chunk, out: Tensor | None = None) -> Projected:
         """``score`` a chunk and keep its statistics."""
-        projected = self.score(chunk, self.entropy is not None, out)
+        projected = self.score(chunk, self._kept.entropy is not None, out)
         self.keep(projected.stats, chunk)
         return projected
 
     def add_forward(self, chunk: Chunk) -> None:
         """Project a chunk and keep its statistics; its logits are not needed."""
-        self.keep(self.statistics(self.logits(chunk), chunk, self.entropy is not None), chunk)
+        self.keep(self.statistics(self.logits(chunk), chunk, self._kept.entropy is not None), chunk)
 
     def keep(self, stats: RowStats, chunk: Chunk) -> None:
         """Keep a chunk's statistics."""
-        self.logprobs.view(-1)[chunk.where] = stats.logprobs
-        self.lse.view(-1)[chunk.where] = stats.lse
-        if self.entropy is not None and stats.entropy is not None:
-            self.entropy.view(-1)[chunk.where] = stats.entropy
+        if self._coming and not _follows(self._coming[-1][0], chunk.where):
+            self._settle()
+        self._coming.append((chunk.where, stats))
+
+    @property
+    def stats(self) -> RowStats:
+        """The statistics of all rows, [B, T] each."""
+        self._settle()
+        return self._kept
+
+    def _settle(self) -> None:
+        """Put what chunks have left where it belongs, all at once."""
+        if not self._coming:
+            return
+        places, found = zip(*self._coming, strict=True)
+        self._coming = []
+        where = slice(places[0].start, places[-1].stop) if isinstance(places[0], slice) else _one(places)
+        for all_rows, *parts in zip(self._kept, *found, strict=True):
+            if all_rows is not None:
+                all_rows.view(-1)[where] = _one(parts)
 
     def at(self, where: slice | Tensor) -> RowStats:
         """The statistics of some rows, [n] each."""
-        return RowStats(self.logprobs, self.lse, self.entropy).each(lambda stat: stat.view(-1)[where])
+        return self.stats.each(lambda stat: stat.view(-1)[where])
+
+
+def _follows(before: slice | Tensor, where: slice | Tensor) -> bool:
+    """Whether two chunks' rows can be put in their places together."""
+    if isinstance(before, slice) and isinstance(where, slice):
+        return bool(before.stop == where.start)
+    return isinstance(before, Tensor) and isinstance(where, Tensor)
+
+
+def _one(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(tuple(parts))

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from gspo_kernels.linear.chunks import Call, Chunking, LinearOperands
-from gspo_kernels.linear.gradients import Gradients, HeadGradients, Needs, Rows
+from gspo_kernels.linear.gradients import Gradients, HeadGradients
 from gspo_kernels.linear.logprobs import empty_gradients
 from gspo_kernels.linear.scaling import power_of_two
 from gspo_kernels.linear.scores import Scores
+from gspo_kernels.linear.sums import Needs, Rows, Weights
 from gspo_kernels.ops.library import operator
 from gspo_kernels.ops.logprobs import save_rows, saved_rows
 from gspo_kernels.ops.selected import (
@@ -86,7 +87,8 @@ def linear_selected_backward(
             within,
             call.options.shard,
         )
-        gradients.add_rows(Rows(out, None), chunk, scale.squeeze(0), (largest != 0).squeeze(0))
+        weights = Weights(scale.squeeze(0), (largest != 0).squeeze(0))
+        gradients.add_rows(Rows(out, None), chunk, weights)
         del logits, out
     scores.close()
     return gradients.result()

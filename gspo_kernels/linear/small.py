@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from gspo_kernels.linear.chunks import LinearOperands
-from gspo_kernels.linear.gradients import Needs
 from gspo_kernels.linear.head import Head
 from gspo_kernels.linear.products import transposed_product
 from gspo_kernels.linear.scaling import times
+from gspo_kernels.linear.sums import Needs
 from gspo_kernels.objectives.base import Objective
 from gspo_kernels.ops.library import nobody_listens
 from gspo_kernels.ops.logprobs import RowGradients, logprobs_backward, save_rows, saved_rows

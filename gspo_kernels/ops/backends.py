@@ -119,6 +119,71 @@ class OnePassBackend(RowBackend, Protocol):
         """
 
 
+class HiddenBackend(RowBackend, Protocol):
+    """A backend that has in one launch each what a call over hidden states does around its products.
+
+    The rows of a chunk are worked on all, or those at ``rows`` (int32 [k], each once) alone, in that order.
+    What is said of all rows, coefficients [n] with any stride among it, is not selected beforehand. What a
+    coefficient multiplies may be multiplied by ``factors`` [n], too. Exact zeros beat overflows.
+    """
+
+    def active_rows(self, grad: Tensor, grad_entropy: Tensor | None) -> Tensor | None:
+        """The rows where one of the gradients [n] isn't 0, None where that is all of them: those in front
+        stay, those behind fill gaps. Looks once at the device.
+        """
+
+    def gradient_of_rows(
+        self,
+        logits: Tensor,
+        labels: Tensor,
+        stats: RowStats,
+        grads: tuple[Tensor, Tensor | None],
+        transform: LogitTransform,
+        rows: Tensor,
+        *,
+        ignore_index: int,
+        out: Tensor,
+    ) -> None:
+        """``logprobs_backward`` of some rows of logits [1, n, V], written to ``out`` [1, k, V]; with ``rows``
+        from ``active_rows`` that may be in the memory of the logits.
+        """
+
+    def product_operand(
+        self,
+        hidden: Tensor,
+        coefficients: Tensor,
+        factors: Tensor | None,
+        active: Tensor | None,
+        rows: Tensor | None,
+        unit: Tensor | None,
+        most: float,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """Hidden states [n, H] times coefficients of at most ``most`` either way, as ``dtype``; over the
+        power of two ``unit``, 0-d. Of rows whose coefficient is 0, or that aren't ``active`` [n], zeros,
+        whatever the hidden states are.
+        """
+
+    def store_hidden(
+        self,
+        values: Tensor,
+        coefficients: Tensor,
+        factors: Tensor | None,
+        rows: Tensor | None,
+        where: slice | Tensor,
+        hidden: Tensor,
+        scales: Tensor | None,
+        whole_last: bool,
+    ) -> None:
+        """Put ``values`` [k, H] in the statistics' dtype times coefficients where they belong: into the lines
+        ``where`` of ``hidden`` [N, H], for each of the n rows. With ``scales`` [N] a line's power of two goes
+        there. ``whole_last``: the coefficient multiplies last, and not only its own power of two.
+        """
+
+    def scale_rows_(self, values: Tensor, scales: Tensor, factor: Tensor) -> None:
+        """Multiply rows of contiguous ``values`` [..., H] in place by ``scales`` [...] times a 0-d tensor."""
+
+
 class MaskBackend(RowBackend, Protocol):
     """A backend that has in one operation what PyTorch has in as many as the rest of a small call."""
 
@@ -202,6 +267,12 @@ def rows_of(options: RowOptions) -> RowBackend:
     """What serves the rows of a call: the backend, or around it what asks the other ranks."""
     rows = load(options.backend)
     return cast(RowBackend, sharding().ShardedRows(rows, options.shard)) if options.shard.group else rows
+
+
+def launches_of(name: str) -> HiddenBackend | None:
+    """The backend called ``name`` where it is a ``HiddenBackend``."""
+    backend = load(name)
+    return cast(HiddenBackend, backend) if hasattr(backend, "store_hidden") else None
 
 
 def why_not(name: str, device: torch.device) -> str | None:

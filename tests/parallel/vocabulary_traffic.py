@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import gspo_kernels as gk
-from gspo_kernels.linear.gradients import HeadSums
 from gspo_kernels.linear.head import Head
+from gspo_kernels.linear.sums import HeadSums
 from gspo_kernels.parallel.agreement import AGREEMENT_BYTES, RanksDisagreeError
 from tests.cases import Result, assert_equals_oracle, call, make_case
 from tests.parallel.ranks import (

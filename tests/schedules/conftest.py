@@ -2,8 +2,8 @@
 
 import pytest
 
-from gspo_kernels.linear.gradients import HeadSums
 from gspo_kernels.linear.head import Head
+from gspo_kernels.linear.sums import HeadSums
 
 
 @pytest.fixture
