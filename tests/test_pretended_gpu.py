@@ -12,7 +12,7 @@ from gspo_kernels.linear.gradients import Gradients
 from gspo_kernels.linear.head import Head
 from gspo_kernels.linear.sums import HeadSums, Needs, Rows, Weights
 from tests.cases import assert_equals_oracle, generator, make_case, run
-from tests.pretended import DEVICE, PretendedGpu
+from tests.pretended import PretendedGpu
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="the other tests show it on the device itself"),
