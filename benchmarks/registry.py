@@ -117,6 +117,7 @@ ORDER = (
         "rows",
         "distillation",
         "trl_memory",
+        "ranks",
     ),
     *("bandwidth", "launches", "tuning"),
 )

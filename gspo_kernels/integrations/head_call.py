@@ -39,7 +39,7 @@ def replaced_product(
     before, hooks = head.__dict__.get("forward"), (head._forward_pre_hooks, head._forward_hooks)
     if getattr(head, "_distribute_module_applied", False):
         # hooks of tensor parallelism would make DTensors of a result that isn't logits
-        head._forward_pre_hooks, head._forward_hooks = OrderedDict(), OrderedDict()
+        head._forward_pre_hooks, head._forward_hooks = (_but_those_of_layouts(each) for each in hooks)
     handle = head.register_forward_hook(keep)
     head.forward = product
     try:
@@ -50,6 +50,12 @@ def replaced_product(
             head.forward = before
         handle.remove()
         head._forward_pre_hooks, head._forward_hooks = hooks
+
+
+def _but_those_of_layouts(hooks: OrderedDict[int, Any]) -> OrderedDict[int, Any]:
+    """A module's hooks without those by which ``parallelize_module`` lays out what goes in and out."""
+    layouts = "torch.distributed.tensor"
+    return OrderedDict((key, hook) for key, hook in hooks.items() if not hook.__module__.startswith(layouts))
 
 
 class HeadCall:
@@ -138,7 +144,9 @@ class HeadCall:
             return
         from torch.distributed.fsdp import FSDPModule
 
-        if weight.device_mesh.ndim > 1 or any(isinstance(m, FSDPModule) for m in self.head.modules()):
+        # its own hooks have run; those of a module inside have not, and what they gather has no second mesh
+        inside = (module for module in self.head.modules() if module is not self.head)
+        if weight.device_mesh.ndim > 1 or any(isinstance(module, FSDPModule) for module in inside):
             raise IntegrationError(
                 f"model: a DTensor over {weight.device_mesh} reaches the product of its lm_head, where FSDP2 "
                 "should have gathered it; shard the lm_head with the root module"

@@ -197,6 +197,16 @@ def _check(args: GRPOConfig) -> None:
         )
 
 
+def _check_whole_sequences(parallelism: Any) -> None:
+    """Refuse sequences in parts, which TRL (1.16) refuses where its own arguments ask for them only."""
+    for name in ("cp_size", "sp_size"):
+        if (size := getattr(parallelism, name, 1)) > 1:
+            raise IntegrationError(
+                f"{name}: accelerate's ParallelismConfig has {size}, expected 1: GRPOTrainer generates and "
+                "scores whole sequences in each process"
+            )
+
+
 @dataclass
 class _Step:
     """Stands in for the model while TRL's ``_compute_loss`` runs: its log-probs come with our loss."""
@@ -274,6 +284,7 @@ class FusedGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         if args is not None:
             _check(args)
         super().__init__(model, reward_funcs, args, *more, **named)
+        _check_whole_sequences(self.accelerator.parallelism_config)
         self._objective = objective_of(self.args)
         for each in (self.model, self.ref_model):
             if each is not None:

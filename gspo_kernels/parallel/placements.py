@@ -1,69 +1,158 @@
-"""DTensors among the arguments of a call: what a rank has of them, and which group has the rest."""
+"""DTensors among the arguments of a call: what a rank has of them, and which groups have the rest."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+if TYPE_CHECKING:  # not every build of PyTorch has it
+    from torch.distributed import ProcessGroup
+    from torch.distributed.tensor import DTensor
+
 VOCABULARY = {"logits": -1, "weight": 0, "bias": 0}
 """The dimension of an argument that ranks may share."""
+TOKENS = ("logits", "hidden")
+"""Arguments of which the dimension before the last is that of tokens."""
+
+
+class Placed:
+    """The DTensors of a call, by what each dimension of their meshes cuts.
+
+    Attributes:
+        given: by argument.
+        vocabulary: the group over which the vocabulary is cut: tensor parallelism.
+        tokens: the group over which tokens are cut, but not the vocabulary: context parallelism.
+    """
+
+    def __init__(self, given: dict[str, DTensor]):
+        self.given = given
+        self.groups: dict[str, ProcessGroup] = {}
+        over: dict[str, dict[str, Any]] = {}
+        for name, value in given.items():
+            for dim, placement in enumerate(value.placements):
+                group = value.device_mesh.get_group(dim)
+                self.groups[group.group_name] = group
+                over.setdefault(group.group_name, {})[name] = placement
+        roles = {group: self._role(placements) for group, placements in over.items()}
+        self.vocabulary = self._only(roles, "vocabulary")
+        self.tokens = self._only(roles, "tokens")
+
+    def _role(self, placements: dict[str, Any]) -> str | None:
+        """What the ranks of a group have parts of, given how arguments are placed over it."""
+        from torch.distributed.tensor import Replicate
+
+        cut = [name for name in placements if self.cuts_vocabulary(name, placements[name])]
+        apart = [name for name in placements if self._cuts_tokens(name, placements[name])]
+        for name, placement in placements.items():
+            if name not in (*cut, *apart) and placement != Replicate():
+                raise ValueError(f"{name}: {_refusal(name, placement)}")
+        if cut:
+            for name in ("weight", "bias"):
+                if name in self.given and name not in cut:
+                    other = "bias" if name == "weight" else "weight"
+                    raise ValueError(f"{name}: expected a DTensor of {other}'s placement, as {other} is one")
+            return "vocabulary"
+        return "tokens" if apart else None
+
+    def cuts_vocabulary(self, name: str, placement: Any) -> bool:
+        """Whether an argument's vocabulary is cut by a placement."""
+        from torch.distributed.tensor import Shard
+
+        return name in VOCABULARY and placement == Shard(VOCABULARY[name] % self.given[name].ndim)
+
+    def _cuts_tokens(self, name: str, placement: Any) -> bool:
+        from torch.distributed.tensor import Shard
+
+        return name in TOKENS and placement == Shard(self.given[name].ndim - 2)
+
+    def _only(self, roles: dict[str, str | None], role: str) -> ProcessGroup | None:
+        """The group that has a role."""
+        groups = [group for group, has in roles.items() if has == role]
+        if len(groups) > 1:
+            raise ValueError(
+                f"{', '.join(self.given)}: {len(groups)} dimensions of device meshes cut the {role}, "
+                "expected one; FSDP2 gathers its own where the module is called"
+            )
+        return self.groups[groups[0]] if groups else None
+
+    def local(self, name: str, reduced: bool) -> Tensor:
+        """What this rank has of an argument; its gradient goes back as a DTensor.
+
+        Args:
+            name: of the argument.
+            reduced: whether dHidden is the sum over the vocabulary's group.
+        """
+        from torch.distributed.tensor import Partial
+
+        value = self.given[name]
+        parts = self.tokens if name in ("weight", "bias") else None if reduced else self.vocabulary
+        placements = [
+            Partial() if not placement.is_shard() and _is_over(value, dim, parts) else placement
+            for dim, placement in enumerate(value.placements)
+        ]
+        return value.to_local(grad_placements=placements)
+
+    def scattered(self) -> bool:
+        """Whether ranks that share the vocabulary have hidden states of some tokens each."""
+        hidden = self.given.get("hidden")
+        return hidden is not None and any(
+            placement.is_shard() and _is_over(hidden, dim, self.vocabulary)
+            for dim, placement in enumerate(hidden.placements)
+        )
 
 
 def resolved(arguments: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a public function with local tensors in place of DTensors, and the ``tp_group``,
-    ``vocab_range`` and ``sequence_parallel`` that those stand for.
+    ``vocab_range``, ``sequence_parallel`` and ``cp_group`` that those stand for.
 
     Raises:
         ValueError: a DTensor that can't be served, or an argument that contradicts it.
     """
-    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+    from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     given = {name: value for name, value in arguments.items() if isinstance(value, DTensor)}
-    mesh = next(iter(given.values())).device_mesh
-    logit_arguments = arguments["logit_arguments"]
-    products: Any = arguments.get("product_arguments")
-    for name in ("tp_group", "vocab_range"):
-        if getattr(logit_arguments, name) is not None:
-            raise ValueError(f"{name}: {', '.join(given)} as DTensors say it themselves, expected None")
-    for name, value in (arguments["terms"]._asdict() if "terms" in arguments else {}).items():
+    terms: Any = arguments.get("terms")
+    for name, value in (terms._asdict() if terms is not None else {}).items():
         if isinstance(value, DTensor):
-            raise ValueError(f"{name}: is a DTensor, expected a plain tensor, the same on all ranks")
-    found, cut, scattered = dict(arguments), set(), False
+            raise ValueError(f"{name}: is a DTensor, expected a plain tensor, what this rank has")
+    placed = Placed(given)
+    logit_arguments, products = arguments["logit_arguments"], arguments.get("product_arguments")
+    said = {"tp_group": logit_arguments.tp_group, "vocab_range": logit_arguments.vocab_range}
+    if placed.tokens is not None and terms is not None:
+        said["cp_group"] = terms.cp_group or None
+    for name, value in said.items():
+        if value is not None:
+            raise ValueError(f"{name}: {', '.join(given)} as DTensors say it themselves, expected None")
+    found = dict(arguments)
     for name, value in given.items():
-        if value.device_mesh != mesh or mesh.ndim != 1:
-            raise ValueError(
-                f"{name}: is a DTensor over {value.device_mesh}, expected all over one mesh of one dimension"
+        found[name] = placed.local(name, products is None or products.reduce_hidden_grad)
+        if name in VOCABULARY and any(placed.cuts_vocabulary(name, each) for each in value.placements):
+            dim = VOCABULARY[name] % value.ndim
+            shape, offset = compute_local_shape_and_global_offset(
+                value.shape, value.device_mesh, value.placements
             )
-        (placement,) = value.placements
-        dim = VOCABULARY.get(name, -2) % value.ndim
-        gradient = placement
-        if placement == Shard(dim) and name in VOCABULARY:
-            shape, offset = compute_local_shape_and_global_offset(value.shape, mesh, value.placements)
             ids = (offset[dim], offset[dim] + shape[dim])
-            logit_arguments = logit_arguments._replace(tp_group=mesh, vocab_range=ids)
-            cut.add(name)
-        elif placement == Shard(dim) and name == "hidden":
-            scattered = True
-        elif placement != Replicate():
-            raise ValueError(f"{name}: {_refusal(name, placement)}")
-        elif name == "hidden" and not products.reduce_hidden_grad:
-            gradient = Partial()
-        found[name] = value.to_local(grad_placements=[gradient])
-    if scattered and "weight" not in cut:
-        raise ValueError("hidden: is sharded over tokens, which needs weight as a DTensor with Shard(0)")
-    if isinstance(found.get("bias"), Tensor) and ("bias" in cut) != ("weight" in cut):
+            found["logit_arguments"] = logit_arguments._replace(tp_group=placed.vocabulary, vocab_range=ids)
+    alone = ("bias" in given) != ("weight" in given)
+    if isinstance(found.get("bias"), Tensor) and placed.vocabulary is not None and alone:
         raise ValueError("bias: expected a DTensor of weight's placement, as weight is one")
-    found["logit_arguments"] = logit_arguments
-    if scattered:
+    if products is not None and placed.scattered():
         found["product_arguments"] = products._replace(sequence_parallel=True)
+    if placed.tokens is not None and terms is not None:
+        found["terms"] = terms._replace(cp_group=placed.tokens)
     return found
+
+
+def _is_over(value: DTensor, dim: int, group: ProcessGroup | None) -> bool:
+    """Whether a dimension of a DTensor's mesh is a group."""
+    return group is not None and value.device_mesh.get_group(dim).group_name == group.group_name
 
 
 def _refusal(name: str, placement: object) -> str:
     expected = {
-        "logits": "Shard(-1), the vocabulary",
+        "logits": "Shard(-1), the vocabulary, or Shard over tokens",
         "weight": "Shard(0), the vocabulary",
         "bias": "Shard(0), the vocabulary",
         "hidden": "Shard over tokens",

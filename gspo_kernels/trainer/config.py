@@ -197,6 +197,22 @@ class LoraConfig(Section, key="lora"):
 
 
 @dataclass(frozen=True)
+class ParallelConfig(Section, key="parallel"):
+    """Which processes compute together; the others each have a part of the batch."""
+
+    tensor: Count | None = option(
+        None,
+        "processes over which weight matrices are cut, the vocabulary too, by the model's tp_plan: 1 or all; "
+        "none: as accelerate's ParallelismConfig says",
+    )
+    context: Count | None = option(
+        None,
+        "processes over which the tokens of a packed row are cut, for long sequences; "
+        "none: as accelerate's ParallelismConfig says",
+    )
+
+
+@dataclass(frozen=True)
 class ObjectiveConfig(Section, key="objective"):
     """Which policy loss is minimised."""
 
@@ -303,6 +319,7 @@ class TrainConfig(Section):
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     update: UpdateConfig = field(default_factory=UpdateConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     kl: KLConfig = field(default_factory=KLConfig)
     off_policy: OffPolicyConfig = field(default_factory=OffPolicyConfig)

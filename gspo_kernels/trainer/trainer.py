@@ -21,6 +21,7 @@ from gspo_kernels.trainer.recipes.samples import Sampler
 from gspo_kernels.trainer.rewards import RewardFunction, RewardSet
 from gspo_kernels.trainer.rollout import RolloutEngine, Sampling
 from gspo_kernels.trainer.rows.experience import Experience
+from gspo_kernels.trainer.run.arrangement import Arrangement
 from gspo_kernels.trainer.run.checkpoint import fingerprints, random_state, set_random_state
 from gspo_kernels.trainer.run.files import RunDirectory
 from gspo_kernels.trainer.run.metrics import Record
@@ -86,10 +87,11 @@ class GSPOTrainer:
             config.update.precision, config.trackers, RunDirectory(config.output).trackers
         )
         check_processes(self.accelerator)
+        arrangement = Arrangement.of(self.accelerator, config)
         self.run = Run(config, self.accelerator)
         server = server_of(config, engine, self.accelerator)
         self.model, policy, reference, mode, self.fingerprint = make_policies(
-            model, self.tokenizer, config, self.accelerator
+            model, self.tokenizer, config, self.accelerator, arrangement
         )
         self.updater = PolicyUpdater(
             self.accelerator,
@@ -97,7 +99,8 @@ class GSPOTrainer:
             config,
             reference=reference,
             reference_mode=mode,
-            teacher=make_teacher(self.tokenizer, config, self.accelerator),
+            teacher=make_teacher(self.tokenizer, config, self.accelerator, arrangement),
+            arrangement=arrangement,
         )
         context = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         longest = None if context is None else context - config.rollout.max_new_tokens
@@ -118,6 +121,8 @@ class GSPOTrainer:
             self.rewards,
             truncated=config.rollout.truncated,
             seed=config.seed,
+            # the layers of a model that is cut wait for each other
+            together=arrangement.tensor > 1 and server is None,
         )
         self.recipe = make_recipe(
             config,

@@ -21,12 +21,14 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 import gspo_kernels as gk
 from gspo_kernels.trainer.config import TrainConfig, UpdateConfig
 from gspo_kernels.trainer.rollout import sampling_mismatch
 from gspo_kernels.trainer.rows.experience import Experience, micro_batches
 from gspo_kernels.trainer.rows.policy import Policy
+from gspo_kernels.trainer.run.arrangement import Arrangement
 from gspo_kernels.trainer.run.checkpoint import WEIGHTS, check_weights, read_tensors, saved_tensors
 from gspo_kernels.trainer.run.processes import is_sharded, shard_again
 
@@ -39,7 +41,8 @@ class PolicyUpdater:
     The accelerator wraps the policy for its devices, unless FSDP2 holds it already; the optimizer gets its
     trainable parameters. A teacher, prepared and frozen, makes advantages of its log-probs. KL terms compare
     with the reference, a frozen copy that is prepared already, or where there is none with the policy itself
-    inside ``reference_mode()``, which switches its adapter off.
+    inside ``reference_mode()``, which switches its adapter off. The arrangement says which processes share
+    what; by default each has its own part of a batch.
     """
 
     def __init__(
@@ -51,10 +54,14 @@ class PolicyUpdater:
         reference: Any = None,
         reference_mode: Callable[[], AbstractContextManager[Any]] = nullcontext,
         teacher: Any = None,
+        arrangement: Arrangement | None = None,
     ) -> None:
         update = config.update
+        self.arrangement = arrangement or Arrangement.of(accelerator, config)
+        trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+        kinds = ([p for p in trained if isinstance(p, DTensor) is cut] for cut in (False, True))
         optimizer = torch.optim.AdamW(
-            [parameter for parameter in policy.parameters() if parameter.requires_grad],
+            [{"params": kind} for kind in kinds if kind],  # no operation takes both at once
             lr=update.learning_rate,
             betas=(update.adam_beta1, update.adam_beta2),
             weight_decay=update.weight_decay,
@@ -66,7 +73,10 @@ class PolicyUpdater:
         self.accelerator = accelerator
         self.layout = policy.layout
         self.sharded = is_sharded(policy)
-        if not self.sharded:
+        if self.arrangement.tensor > 1:  # no gradient is to be averaged
+            self.policy = accelerator.prepare_model(policy, evaluation_mode=True)
+            self.optimizer = accelerator.prepare_optimizer(optimizer)
+        elif not self.sharded:
             self.policy, self.optimizer = accelerator.prepare(policy, optimizer)
         else:
             self.policy, self.optimizer = policy, accelerator.prepare_optimizer(optimizer)
@@ -84,7 +94,8 @@ class PolicyUpdater:
         self.config = config
         self.objective = config.objective.build()
         # Such gradients look at other sequences: they are known only once all of these are scored.
-        self.looks_around = self.objective.coefficient_scope in ("group", "batch")
+        around = {"group", "batch"} if self.arrangement.context is None else {"turn", "group", "batch"}
+        self.looks_around = self.objective.coefficient_scope in around
         # The first minibatch of a rollout needs no old log-probs: they are its new ones.
         self.scores_first = self.looks_around or config.off_policy.level != "none" or self.teacher is not None
 
@@ -147,6 +158,7 @@ class PolicyUpdater:
     ) -> gk.TokenLogprobs:
         """Return what `score` does; with terms of the loss, [B] or [N], add its gradient to the weights."""
         found = torch.zeros(2, len(experience.loss_mask), device=experience.loss_mask.device)
+        earlier: dict[Tensor, Tensor] = {}
         for number, micro in enumerate(micro_batches, start=1):
             # An empty micro-batch runs only to keep step with other processes: the first row, uncounted.
             rows, own = micro if len(micro) else micro.new_zeros(1), None
@@ -160,9 +172,15 @@ class PolicyUpdater:
                 output = policy(*experience.tokens(rows), own, experience.mask(rows), return_entropy=True)
                 if own is not None:
                     self.accelerator.backward(output.loss)
+                    if more and self.arrangement.tensor > 1:
+                        _set_aside(policy, earlier)
             if len(micro):
                 found[:, experience.places(micro)] = torch.stack([output.logprobs, output.entropy])
-        return gk.TokenLogprobs(*self.accelerator.reduce(found, "sum"))
+        for p, grad in earlier.items():
+            p.grad = grad if p.grad is None else p.grad.add_(grad)
+        if self.arrangement.tensor == 1:  # otherwise all have all of them
+            found = self.accelerator.reduce(found, "sum")
+        return gk.TokenLogprobs(*found)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return trained weights and the optimizer's state by name: shards under FSDP2, and no copies."""
@@ -227,7 +245,7 @@ class PolicyUpdater:
 
     def _cut(self, experience: Experience, rows: Tensor) -> list[Tensor]:
         """Return this process's micro-batches of a minibatch."""
-        processes = self.accelerator.num_processes, self.accelerator.process_index
+        processes = self.arrangement.parts, self.arrangement.part
         budget, active = self.config.update.micro_batch_tokens, self._active(experience, rows)
         return micro_batches(experience, active, self.layout, budget, *processes)
 
@@ -285,12 +303,12 @@ class PolicyUpdater:
     ) -> Metrics:
         active = self._active(experience, rows)
         micro_batches = self._cut(experience, rows)
-        objective, world = self._objective(), self.accelerator.num_processes
+        objective, world = self._objective(), self.arrangement.averaged
         if self.looks_around:
             current = self.score(self.policy, experience, micro_batches)
             whole, coefficients = _coefficients(experience, terms, current, rows, objective)
             # Gradients are averaged over the processes, and each of them has its own share of the sum.
-            own = {name: world * value for name, value in coefficients.items()}
+            own: dict[str, Any] = {name: world * value for name, value in coefficients.items()}
             own |= {"loss_mask": terms["loss_mask"], "old_logprobs": None, "advantages": None}
             self._pass(self.policy, experience, micro_batches, own | {"objective": gk.Linear()})
         else:
@@ -358,6 +376,16 @@ def learning_rate_factor(update: int, config: UpdateConfig) -> float:
     done = min((update - warmup) / rest, 1.0)
     factors = {"none": 1.0, "linear": 1.0 - done, "cosine": 0.5 + 0.5 * math.cos(math.pi * done)}
     return factors[config.learning_rate_decay]
+
+
+def _set_aside(policy: Any, earlier: dict[Tensor, Tensor]) -> None:
+    """Take the gradients of whole weights out of sight of hooks that sum them over processes: transformers'
+    own (5.23) do so with every backward, and would sum those of earlier micro-batches once more.
+    """
+    for p in policy.parameters():
+        if p.grad is not None and not isinstance(p, DTensor):
+            earlier[p] = p.grad if p not in earlier else earlier[p].add_(p.grad)
+            p.grad = None
 
 
 def _coefficients(

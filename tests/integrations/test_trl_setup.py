@@ -4,6 +4,7 @@ import importlib
 import importlib.util
 import sys
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -74,6 +75,21 @@ def test_every_default_of_grpo_config_is_served(model_path, tmp_path):
     from gspo_kernels.integrations.trl import objective_of
 
     assert type(objective_of(GRPOConfig(str(tmp_path), use_cpu=True))).__name__ == "GRPO"
+
+
+def test_sequences_in_parts_are_refused_where_trl_does_not_look(tmp_path, monkeypatch):
+    """Its own arguments it checks itself; a configuration of accelerate's it does not."""
+    from accelerate import ParallelismConfig
+    from trl import GRPOConfig, GRPOTrainer
+
+    with pytest.raises(ValueError, match="does not support sequence-dim parallelism"):
+        GRPOConfig(str(tmp_path), use_cpu=True, parallelism_config=ParallelismConfig(cp_size=2))
+    for name in ("cp_size", "sp_size"):
+        accelerator = SimpleNamespace(parallelism_config=ParallelismConfig(**{name: 2}))
+        monkeypatch.setattr(GRPOTrainer, "accelerator", accelerator, raising=False)
+        monkeypatch.setattr(GRPOTrainer, "__init__", lambda self, *given, **named: None)
+        with pytest.raises(IntegrationError, match=f"{name}: accelerate's ParallelismConfig has 2"):
+            ours("no such model", tmp_path)
 
 
 def test_a_wide_range_of_sequence_ratios_is_warned_about_once(model_path, tmp_path):

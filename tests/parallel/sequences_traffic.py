@@ -6,6 +6,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
 import gspo_kernels as gk
 from gspo_kernels.parallel.agreement import AGREEMENT_BYTES, RanksDisagreeError
@@ -68,6 +69,51 @@ def with_the_vocabulary_cut_too():
         assert isinstance(error, ValueError) == (dist.get_rank() == 3), error
     else:
         raise AssertionError("nothing was raised")
+
+
+@of_ranks(2, 4)
+def dtensors():
+    """Tokens as a dimension of a mesh cuts them say the group; along with the vocabulary over another one."""
+    four = dist.get_world_size() == 4
+    names = ("cp", "tp") if four else ("cp",)
+    mesh = init_device_mesh("cpu", (2,) * len(names), mesh_dim_names=names)
+    placements = {
+        "hidden": [Shard(0), Replicate()],
+        "weight": [Replicate(), Shard(0)],
+        "bias": [Replicate(), Shard(0)],
+        "logits": [Shard(0), Shard(1)],
+    }
+    for kind, objective in itertools.product(("linear", "logits"), (gk.GSPO(), gk.GRPO())):
+        case = make_case(kind, "packed", vocabulary=61, lengths=LENGTHS)
+        leaves = {
+            name: distribute_tensor(value, mesh, placements[name][: mesh.ndim]).detach().requires_grad_()
+            for name, value in case.inputs.items()
+        }
+        where, offsets = positions(case, "stream", mesh.get_local_rank("cp"), 2)
+        own = part(case, where, offsets)
+        out = call(own, leaves, LOSSES[kind], objective, "cpp")
+        out.loss.backward()
+        assert_same_bits(loss=out.loss, **out.metrics)
+        if kind == "linear":
+            assert leaves["weight"].grad.placements[0] == Partial()
+        grads = {name: leaf.grad.full_tensor() for name, leaf in leaves.items()}
+        logprobs = torch.cat(every(out.logprobs)[:: 2 if four else 1])
+        if dist.get_rank() == 0:
+            assert_equals_oracle(Result(out.loss.detach(), logprobs, grads), case, objective)
+    own = replace(own, inputs=leaves)
+    for name in ("cp_group", "tp_group"):
+        assert_all_raise(
+            f"{name}: logits as DTensors say it themselves, expected None",
+            None,
+            lambda n=name: call(own, own.inputs, LOSSES["logits"], gk.GSPO(), "cpp", **{n: mesh["cp"]}),
+        )
+    if four:
+        twice = {**leaves, "logits": distribute_tensor(case.inputs["logits"], mesh, [Shard(1), Shard(1)])}
+        assert_all_raise(
+            "logits: 2 dimensions of device meshes cut the vocabulary",
+            None,
+            lambda: call(own, twice, LOSSES["logits"], gk.GSPO(), "cpp"),
+        )
 
 
 @of_ranks(2, 4)

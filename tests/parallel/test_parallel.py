@@ -1,15 +1,11 @@
 """The same numbers with the vocabulary or the sequences cut up, and the same bits on all ranks."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
+from tests.forks import in_processes
 from tests.parallel.processes import run_cases
 from tests.parallel.ranks import cases_of
-from tests.test_readme import blocks
+from tests.test_readme import run
 
 MODULES = ("vocabulary", "vocabulary_ids", "vocabulary_traffic", "sequences", "sequences_traffic")
 
@@ -37,10 +33,6 @@ def test_four_ranks_equal_one_process(of_four, case):
 
 
 @pytest.mark.slow
-def test_the_page_runs_in_two_processes(tmp_path):
-    program = tmp_path / "page.py"
-    program.write_text("\n".join(blocks("docs/parallel.md")))
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(program)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    root = Path(__file__).parents[2]
-    subprocess.run([sys.executable, *command], check=True, cwd=root, env=environment, timeout=200)
+@pytest.mark.parametrize("page", ["docs/parallel.md", "docs/integrations/parts.md"])
+def test_the_page_runs_in_two_processes(page):
+    in_processes(2, lambda rank: run(page))

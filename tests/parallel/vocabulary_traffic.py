@@ -229,7 +229,7 @@ def dtensors():
             assert_equals_oracle(Result(out.loss.detach(), out.logprobs, grads), case, gk.GSPO())
     for wrong, expected in (
         ({"weight": Shard(1)}, "weight: is a DTensor with placement Shard(dim=1), expected Replicate()"),
-        ({"weight": Replicate(), "bias": Replicate(), "hidden": Shard(0)}, "hidden: is sharded over tokens"),
+        ({"hidden": Shard(1)}, "hidden: is a DTensor with placement Shard(dim=1)"),
         ({"bias": Replicate()}, "bias: expected a DTensor of weight's placement"),
         ({"hidden": Partial()}, "hidden: is a DTensor with placement Partial"),
     ):

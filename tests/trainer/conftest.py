@@ -1,9 +1,6 @@
 """A tiny model, a toy task and a small configuration for the trainer's tests."""
 
 import json
-import os
-import sys
-import traceback
 
 import pytest
 import torch
@@ -45,29 +42,6 @@ def make_accelerator(precision="fp32"):
 
     AcceleratorState._reset_state(reset_partial_state=True)
     return Accelerator(mixed_precision="no" if precision == "fp32" else precision)
-
-
-def forked(work):
-    """Run ``work`` in a forked process, which needs no imports; return its id. Exits with 1 on an error."""
-    child = os.fork()
-    if child:
-        return child
-    status = 1
-    try:
-        work()
-        status = 0
-    except SystemExit as stop:
-        status = stop.code
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
-
-
-def exit_code(child):
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 @pytest.fixture(autouse=True)

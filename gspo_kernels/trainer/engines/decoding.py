@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers.cache_utils import Cache, DynamicLayer
 
 from gspo_kernels.bits import columns
@@ -136,6 +137,7 @@ def quick_head(model: Any) -> Iterator[None]:
     """Let the head multiply by the library that the losses take for it, where that is not torch."""
     head = model.get_output_embeddings()
     plain = type(head) is torch.nn.Linear and head.bias is None and head.weight.dtype == torch.float32
+    plain = plain and not isinstance(head.weight, DTensor)  # that is cut over processes
     if not plain or torch.is_autocast_enabled("cpu") or not in_blocks(head.weight):
         yield
         return

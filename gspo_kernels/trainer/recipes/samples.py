@@ -17,7 +17,7 @@ from gspo_kernels.trainer.rewards import Rewards, RewardSet
 from gspo_kernels.trainer.rewards.comparing import differing
 from gspo_kernels.trainer.rollout import Completion, RolloutEngine, Sampling
 from gspo_kernels.trainer.rows.experience import Experience
-from gspo_kernels.trainer.run.processes import in_shares
+from gspo_kernels.trainer.run.processes import in_shares, on_all
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,10 @@ def joined(parts: Sequence[Samples]) -> Samples:
 
 @dataclass
 class Sampler:
-    """Completes prompts and scores the completions; each process does its share and gets all of them."""
+    """Completes prompts and scores the completions; each process does its share and gets all of them.
+
+    Where the engine needs all processes ``together``, all complete every prompt alike, and score their share.
+    """
 
     accelerator: Any
     weights: Callable[[], AbstractContextManager[None]]  # inside, the engine has those of the policy
@@ -64,6 +67,7 @@ class Sampler:
     rewards: RewardSet
     truncated: str  # as in `Completion.counted`
     seed: int
+    together: bool = False
 
     @torch.no_grad()
     def __call__(
@@ -88,10 +92,10 @@ class Sampler:
         places = np.random.SeedSequence([self.seed, step, stage])
         seeds = places.generate_state(len(picked) * group_size, np.uint64).reshape(-1, group_size)
 
-        def share(own: list[int]) -> Samples:
+        def completed(own: Sequence[int]) -> list[Sample]:
             rows = [picked[place] for place in own for _ in range(group_size)]
             given = [tokens[place] for place in own for _ in range(group_size)]
-            found = self.engine.generate(given, sampling, seeds=seeds[own].flatten().tolist())
+            found = self.engine.generate(given, sampling, seeds=seeds[list(own)].flatten().tolist())
             if sampling.return_mask and any(each.mask is None for each in found):
                 raise EngineError(
                     f"rollout.keep_sampling_mask: {type(self.engine).__name__} does not say what it could "
@@ -100,11 +104,21 @@ class Sampler:
             ids = [each.ids.tolist() for each in found]
             texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
             counted = [each.counted(self.truncated) for each in found]
-            samples = [Sample(*each) for each in zip(rows, given, texts, found, counted, strict=True)]
+            return [Sample(*each) for each in zip(rows, given, texts, found, counted, strict=True)]
+
+        def scored(samples: list[Sample]) -> Samples:
             return Samples(samples, score(self.rewards, prompts, samples))
 
         with self.weights(), self.accelerator.autocast():
-            return joined(in_shares(self.accelerator, len(picked), share))
+            if not self.together:
+                shares = in_shares(self.accelerator, len(picked), lambda own: scored(completed(own)))
+                return joined(shares)
+            every = on_all(self.accelerator, lambda: completed(range(len(picked))))[0]
+
+        def share(own: list[int]) -> Samples:
+            return scored(every[own[0] * group_size : (own[-1] + 1) * group_size])
+
+        return joined(in_shares(self.accelerator, len(picked), share))
 
 
 def score(rewards: RewardSet, prompts: Prompts, samples: Sequence[Sample]) -> Rewards:

@@ -103,9 +103,19 @@ def attention_masks(model: Any, rows: Sequence[Row], device: torch.device) -> An
         `SegmentMask` for SDPA, additive for eager attention, a BlockMask for flex attention.
     """
     causal = unwrapped(model)
-    config = causal.config.get_text_config()
-    default = "full_attention" if getattr(config, "sliding_window", None) is None else "sliding_attention"
+    name = causal.config.get_text_config()._attn_implementation
     longest = max(row.longest for row in rows)
+    return by_layer(model, longest, lambda window: _mask(rows, window, device, name, causal.dtype))
+
+
+def by_layer(model: Any, longest: int, make: Callable[[int | None], Any]) -> Any:
+    """Return the mask that ``make`` has for layers with a sliding window, or None for layers without.
+
+    A window counts where sequences of up to ``longest`` tokens reach beyond it. Layers that differ get a dict
+    with a mask for each type.
+    """
+    config = unwrapped(model).config.get_text_config()
+    default = "full_attention" if getattr(config, "sliding_window", None) is None else "sliding_attention"
     masks: dict[int | None, Any] = {}
     kinds = {}
     for layer in set(getattr(config, "layer_types", None) or (default,)):
@@ -113,7 +123,7 @@ def attention_masks(model: Any, rows: Sequence[Row], device: torch.device) -> An
         if window is not None and window >= longest:
             window = None
         if window not in masks:
-            masks[window] = _mask(rows, window, device, config._attn_implementation, causal.dtype)
+            masks[window] = make(window)
         kinds[layer] = masks[window]
     return kinds if len(masks) > 1 else next(iter(masks.values()))
 
@@ -233,7 +243,7 @@ def _attention_by_segment(
                     for part, x in zip(parts[1:], (k, v), strict=True)
                 )
             plain = not shared and (window is None or size <= window)
-            mask = None if plain else _causal(size, k.shape[2], window, query.device)
+            mask = None if plain else causal_mask(size, k.shape[2], window, query.device)
             found = scaled_dot_product_attention(q, k, v, mask, dropout_p, plain, **options)
             segments.append(found.transpose(0, 1).flatten(1, 2).unsqueeze(0))
         segments.append(value.new_zeros(1, query.shape[1], T - row.tokens, value.shape[3]))
@@ -241,7 +251,7 @@ def _attention_by_segment(
     return torch.cat(outputs)
 
 
-def _causal(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
+def causal_mask(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
     """Return [queries, keys] bool for the last positions of a sequence."""
     seen = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
     return seen if window is None else seen.triu(keys - queries - window + 1)

@@ -15,13 +15,14 @@ from itertools import groupby
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import gspo_kernels as gk
 from gspo_kernels.integrations.errors import IntegrationError
 from gspo_kernels.integrations.lm_head import LMHead, lm_head_of
 from gspo_kernels.trainer.input_errors import ModelError
 from gspo_kernels.trainer.rollout import SamplingMask
+from gspo_kernels.trainer.rows.context import Context, check_context, own_terms, shared_hidden_states
 from gspo_kernels.trainer.rows.packing import (
     LossInputs,
     Tokens,
@@ -39,6 +40,8 @@ class Policy(nn.Module):
     Adapters may be injected into the model. The layout, "packed", "padded" or "shared_prefix", says how
     completions become rows of the backbone; they are scored with the temperature that they are sampled with.
     Where ``batch_invariant``, what follows from hidden states doesn't depend on what is scored along.
+    With a ``context`` its processes share the tokens of a packed row: each has log-probs of its own ones, 0
+    elsewhere, and the loss of all.
     """
 
     def __init__(
@@ -49,8 +52,10 @@ class Policy(nn.Module):
         temperature: float,
         batch_invariant: bool = False,
         gradient_checkpointing: bool = False,
+        context: Context | None = None,
     ) -> None:
         super().__init__()
+        self.context = context
         self.model = model
         self.layout = layout
         self.temperature = temperature
@@ -82,6 +87,8 @@ class Policy(nn.Module):
             check_packing(self.model)
         if self.layout == "shared_prefix":
             check_shared_prefix(self.model)
+        if self.context is not None:
+            check_context(self.model, self.context)
 
     def forward(
         self,
@@ -97,7 +104,7 @@ class Policy(nn.Module):
         there is one, log-probs and entropy are those of the softmax over what it holds.
         """
         with self._checkpointing(torch.is_grad_enabled()):
-            hidden, labels, cu_seqlens = self._hidden_states(prompts, completions)
+            (hidden, labels, cu_seqlens), where = self._hidden_states(prompts, completions)
         head = head_of(self.model)
         options = {
             "temperature": self.temperature,
@@ -106,12 +113,23 @@ class Policy(nn.Module):
             **head.options(),
         }
         if mask is not None:
-            options["kept_mask"] = mask.bitmask(head.weight.shape[0])
+            kept = mask.bitmask(head.weight.shape[0])
+            options["kept_mask"] = kept if where is None else kept[where]
         if terms is None:
-            return gk.linear_token_logprobs(hidden, head.weight, labels, **options)
-        return gk.fused_linear_policy_loss(
+            scored = gk.linear_token_logprobs(hidden, head.weight, labels, **options)
+            if where is None:
+                return scored
+            return gk.TokenLogprobs(*(_placed(values, where, completions) for values in scored))
+        if where is not None and self.context is not None:
+            terms = own_terms(terms, where, sum(map(len, completions)), len(completions))
+            options["cp_group"] = self.context.group
+        out = gk.fused_linear_policy_loss(
             hidden, head.weight, labels, cu_seqlens=cu_seqlens, **terms, **options
         )
+        if where is None:
+            return out
+        logprobs, entropy = (_placed(values, where, completions) for values in (out.logprobs, out.entropy))
+        return out._replace(logprobs=logprobs, entropy=entropy)
 
     @contextmanager
     def _checkpointing(self, enabled: bool) -> Iterator[None]:
@@ -122,16 +140,25 @@ class Policy(nn.Module):
         for layer in self._checkpointed:
             layer.training = False
 
-    def _hidden_states(self, prompts: Tokens, completions: Tokens) -> LossInputs:
+    def _hidden_states(self, prompts: Tokens, completions: Tokens) -> tuple[LossInputs, Tensor | None]:
+        """Return what the loss takes, and which completion tokens these are; None: all."""
+        if self.context is not None:
+            return shared_hidden_states(self.model, prompts, completions, self.context)
         if self.layout == "packed":
-            return packed_hidden_states(self.model, prompts, completions)
+            return packed_hidden_states(self.model, prompts, completions), None
         if self.layout == "padded":
-            return padded_hidden_states(self.model, prompts, completions)
+            return padded_hidden_states(self.model, prompts, completions), None
         pairs = list(zip(prompts, completions, strict=True))
         groups = [list(group) for _, group in groupby(pairs, lambda pair: pair[0].tolist())]
-        return shared_prefix_hidden_states(
-            self.model, [group[0][0] for group in groups], [[c for _, c in group] for group in groups]
-        )
+        firsts, parts = [group[0][0] for group in groups], [[c for _, c in group] for group in groups]
+        return shared_prefix_hidden_states(self.model, firsts, parts), None
+
+
+def _placed(values: Any, where: Tensor, completions: Tokens) -> Any:
+    """Return values of some completion tokens, if any are given, among those of all, 0 elsewhere."""
+    if values is None:
+        return None
+    return values.new_zeros(sum(map(len, completions))).index_copy(0, where, values)
 
 
 def head_of(model: Any) -> LMHead:

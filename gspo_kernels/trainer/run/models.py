@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from gspo_kernels.trainer.config import LoraConfig, TrainConfig
 from gspo_kernels.trainer.input_errors import ModelError
 from gspo_kernels.trainer.rows.policy import Policy, head_of
+from gspo_kernels.trainer.run.arrangement import Arrangement
 from gspo_kernels.trainer.run.sharding import check_policy, shard_policy, sharded_weights
 
 
@@ -30,16 +32,28 @@ class Policies(NamedTuple):
     fingerprint: float | None  # of weights that no checkpoint holds and no run may change
 
 
-def make_policies(model: Any, tokenizer: Any, config: TrainConfig, accelerator: Any) -> Policies:
+def make_policies(
+    model: Any, tokenizer: Any, config: TrainConfig, accelerator: Any, arrangement: Arrangement
+) -> Policies:
     """Load the model if it is a directory, refuse what cannot be trained, and make policy and reference.
 
     Under FSDP2 they come back sharded; of a directory no process ever holds more than its shards.
     """
     adapted = config.lora.rank > 0
+    load: Callable[[], Any] | None = None
     if isinstance(model, str | Path):
         half = adapted and config.update.precision == "bf16"
-        attention = config.attn_implementation
-        model = load_model(str(model), half=half, attention=attention, accelerator=accelerator)
+        load = partial(
+            load_model,
+            str(model),
+            half=half,
+            attention=config.attn_implementation,
+            accelerator=accelerator,
+            tensor=arrangement.tensor,
+        )
+        model = load()
+    elif arrangement.tensor > 1:
+        raise ModelError("parallel.tensor is for a model that is loaded here, and this one was given")
     elif config.attn_implementation is not None:
         raise ModelError("attn_implementation is for a model that is loaded here, and this one was given")
     elif not adapted:
@@ -64,9 +78,12 @@ def make_policies(model: Any, tokenizer: Any, config: TrainConfig, accelerator: 
         "layout": config.update.layout,
         "temperature": config.rollout.temperature,
         "batch_invariant": config.update.batch_invariant,
+        "context": arrangement.context,
     }
     if config.needs_reference() and not adapted:
-        reference = Policy(copy.deepcopy(model), **options).requires_grad_(False)
+        # the modules of a model that is cut are bound to the weights that they were made with
+        other = copy.deepcopy(model) if arrangement.tensor == 1 or load is None else load()
+        reference = Policy(other, **options).requires_grad_(False)
     policy = Policy(model, gradient_checkpointing=config.update.gradient_checkpointing, **options)
     check_policy(accelerator, policy)
     if reference is not None and accelerator.is_fsdp2:
@@ -78,7 +95,9 @@ def make_policies(model: Any, tokenizer: Any, config: TrainConfig, accelerator: 
     return Policies(model, policy, reference, reference_mode, fingerprint)
 
 
-def make_teacher(tokenizer: Any, config: TrainConfig, accelerator: Any) -> Policy | None:
+def make_teacher(
+    tokenizer: Any, config: TrainConfig, accelerator: Any, arrangement: Arrangement
+) -> Policy | None:
     """Load the model whose log-probs are learned from, frozen, where the configuration names one.
 
     One with another tokenizer is refused: its log-probs are those of the policy's own tokens.
@@ -89,9 +108,20 @@ def make_teacher(tokenizer: Any, config: TrainConfig, accelerator: Any) -> Polic
     if load_tokenizer(path).get_vocab() != tokenizer.get_vocab():
         raise ModelError(f"distillation.teacher: {path} has another tokenizer than the model that is trained")
     half = config.update.precision == "bf16"
-    model = load_model(path, half=half, attention=config.attn_implementation, accelerator=accelerator)
+    model = load_model(
+        path,
+        half=half,
+        attention=config.attn_implementation,
+        accelerator=accelerator,
+        tensor=arrangement.tensor,
+    )
     model.to(accelerator.device).eval()
-    teacher = Policy(model, layout=config.update.layout, temperature=config.rollout.temperature)
+    teacher = Policy(
+        model,
+        layout=config.update.layout,
+        temperature=config.rollout.temperature,
+        context=arrangement.context,
+    )
     check_policy(accelerator, teacher.requires_grad_(False))
     if accelerator.is_fsdp2:
         return shard_policy(accelerator, teacher)
@@ -100,17 +130,30 @@ def make_teacher(tokenizer: Any, config: TrainConfig, accelerator: Any) -> Polic
 
 
 def load_model(
-    path: str, *, half: bool = False, attention: str | None = None, accelerator: Any = None
+    path: str,
+    *,
+    half: bool = False,
+    attention: str | None = None,
+    accelerator: Any = None,
+    tensor: int = 1,
 ) -> Any:
     """Load a causal language model in fp32, as 16-bit weights would lose the small steps of RL.
 
     With ``half`` in bfloat16, for weights that only adapters change. With an accelerator that runs FSDP2
-    every process reads its shards of the weights, onto its device.
+    every process reads its shards of the weights, onto its device, and with ``tensor`` above 1 its part of
+    each weight matrix, as the model's ``tp_plan`` cuts them over so many.
     """
     from transformers import AutoModelForCausalLM
 
     dtype = torch.bfloat16 if half else torch.float32
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention}
+    if tensor > 1:
+        from transformers.distributed import DistributedConfig
+
+        options["distributed_config"] = DistributedConfig(tp_size=tensor)
+        model = _loaded(AutoModelForCausalLM, path, "model", **options)
+        model.config.distributed_config = None  # by which saving would wait for all; one process writes
+        return model
     if accelerator is None or not accelerator.is_fsdp2:
         return _loaded(AutoModelForCausalLM, path, "model", **options)
     with sharded_weights(accelerator):

@@ -65,7 +65,7 @@ def shard_policy(accelerator: Any, policy: Policy) -> Policy:
 
 def check_policy(accelerator: Any, policy: Policy) -> None:
     """Run `Policy.check`; on shards through a second policy that shares them, without mixed precision."""
-    if any(isinstance(p, DTensor) for p in policy.parameters()):
+    if accelerator.is_fsdp2 and any(isinstance(p, DTensor) for p in policy.parameters()):
         plugin = accelerator.state.fsdp_plugin
         policy = copy.deepcopy(policy, {id(p): p for p in policy.parameters()})
         mixed, plugin.mixed_precision_policy = plugin.mixed_precision_policy, None

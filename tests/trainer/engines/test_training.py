@@ -14,9 +14,10 @@ from gspo_kernels.trainer.engines import weights
 from gspo_kernels.trainer.engines.vllm import VLLMEngine
 from gspo_kernels.trainer.input_errors import ConfigError, EngineError
 from gspo_kernels.trainer.run.metrics import read_metrics
+from tests.forks import in_processes
 from tests.trainer.conftest import make_accelerator, small_config, tiny_qwen3
 from tests.trainer.engines.stand_in import serving
-from tests.trainer.run.test_processes import ENDS, ROWS, fsdp2, in_two_processes, odd_share
+from tests.trainer.run.test_processes import ENDS, ROWS, fsdp2, odd_share
 
 
 @pytest.fixture
@@ -140,7 +141,7 @@ def test_two_processes_share_a_server(tmp_path, tokenizer, stand_in, kind):
         accelerator = fsdp2(accelerator) if kind == "fsdp2" else accelerator
         train(tokenizer, tmp_path / "two", stand_in.url, accelerator=accelerator)
 
-    in_two_processes(begin)
+    in_processes(2, begin)
     assert len(stand_in.reloads) == 4
     one, two = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("one", "two"))
     assert max(mismatch(tmp_path / "two")) < 1e-5
@@ -156,7 +157,7 @@ def test_a_server_that_fails_in_one_process_ends_all(tmp_path, tokenizer, stand_
         with pytest.raises(EngineError, match=r"/collective_rpc answered 404"):
             train(tokenizer, tmp_path, stand_in.url, accelerator=make_accelerator())
 
-    in_two_processes(begin)
+    in_processes(2, begin)
 
 
 def test_weights_that_find_no_room_are_an_error(tmp_path, tokenizer, stand_in):

@@ -13,10 +13,10 @@ from gspo_kernels.trainer.rewards import Rewards
 from gspo_kernels.trainer.rewards.comparing import differing
 from gspo_kernels.trainer.rollout import Completion
 from gspo_kernels.trainer.run.metrics import read_metrics
+from tests.forks import in_processes
 from tests.trainer.conftest import make_accelerator, small_config, tiny_qwen3
 from tests.trainer.recipes.test_recipe_runs import run
 from tests.trainer.recipes.test_recipes import scripted_trainer, texts
-from tests.trainer.run.test_processes import in_two_processes
 from tests.trainer.test_trainer import same
 
 NAN = math.nan
@@ -235,7 +235,7 @@ def test_two_processes_take_the_same_prompts_as_one(tmp_path, tokenizer, rows):
             tiny_qwen3(tokenizer), tokenizer, odd, rows, rows[:3], config, accelerator=accelerator
         ).train()
 
-    in_two_processes(train)
+    in_processes(2, train)
     one, two = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("one", "two"))
     assert one[1]["dapo/batches"] > 1
     for a, b in zip(one, two, strict=True):

@@ -7,9 +7,10 @@ from examples.recipes import turns as turns_example
 from examples.recipes.tiny import rewards
 from gspo_kernels.trainer import GSPOTrainer
 from gspo_kernels.trainer.run.metrics import read_metrics
+from tests.forks import in_processes
 from tests.trainer.conftest import make_accelerator, small_config, tiny_qwen3
 from tests.trainer.recipes.test_recipes import IGRPO, TURNS
-from tests.trainer.run.test_processes import fsdp2, in_two_processes
+from tests.trainer.run.test_processes import fsdp2
 from tests.trainer.test_trainer import same, weights
 
 RUNS = {"igrpo": IGRPO, "turns": {"turns": TURNS["turns"] | {"count": 2}}}
@@ -77,7 +78,7 @@ def test_two_processes_sample_what_one_does(tmp_path, tokenizer, rows, reward, r
             tiny_qwen3(tokenizer), tokenizer, reward, rows, rows[:3], config, accelerator=accelerator
         ).train()
 
-    in_two_processes(train)
+    in_processes(2, train)
     one, two = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("one", "two"))
     assert [record.keys() for record in one] == [record.keys() for record in two]
     near = {"rel": 1e-6}

@@ -15,8 +15,9 @@ from gspo_kernels.trainer.recipes.veripo import combined, in_pairs
 from gspo_kernels.trainer.rows.experience import Experience
 from gspo_kernels.trainer.run.config_file import from_mapping
 from gspo_kernels.trainer.run.metrics import read_metrics
+from tests.forks import in_processes
 from tests.trainer.conftest import letter_share, make_accelerator, small_config, tiny_qwen3
-from tests.trainer.run.test_processes import fsdp2, in_two_processes, vector
+from tests.trainer.run.test_processes import fsdp2, vector
 from tests.trainer.run.test_restart import outcome
 from tests.trainer.test_trainer import same, weights
 
@@ -286,7 +287,7 @@ def test_two_processes_take_the_steps_of_one(tmp_path, tokenizer, rows, kind):
     single = make_trainer(tmp_path / "one", tokenizer, rows, update={"steps": 5})
     before = vector(single.model)
     single.train()
-    in_two_processes(train)
+    in_processes(2, train)
     from transformers import AutoModelForCausalLM
 
     one, two = (

@@ -12,7 +12,7 @@ import torch
 from gspo_kernels.trainer.input_errors import RunDirectoryError
 from gspo_kernels.trainer.run.checkpoint import random_state, set_random_state
 from gspo_kernels.trainer.run.files import RunDirectory, write_directory
-from tests.trainer.conftest import forked
+from tests.forks import forked
 
 
 def writer(text):

@@ -2,11 +2,8 @@
 
 import functools
 import json
-import os
-import socket
 import sys
 import time
-from functools import partial
 
 import pytest
 import torch
@@ -17,7 +14,8 @@ from gspo_kernels.trainer.input_errors import ConfigError, RewardError
 from gspo_kernels.trainer.run.files import RunDirectory
 from gspo_kernels.trainer.run.metrics import read_metrics
 from gspo_kernels.trainer.run.processes import check_processes
-from tests.trainer.conftest import exit_code, forked, make_accelerator, small_config, tiny_qwen3
+from tests.forks import in_processes
+from tests.trainer.conftest import make_accelerator, small_config, tiny_qwen3
 from tests.trainer.test_trainer import weights
 
 ROWS = [{"prompt": prompt} for prompt in ("ab", "bcdefghijk", "c", "dabc", "ea", "fgh")]
@@ -53,22 +51,6 @@ def fsdp2(accelerator):
     accelerator.state.distributed_type = DistributedType.FSDP
     accelerator.state.fsdp_plugin = plugin
     return accelerator
-
-
-def in_two_processes(work):
-    """Run ``work(rank)`` in two forked processes that can form a gloo group; both must succeed in time."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
-
-    def begin(rank):
-        os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "WORLD_SIZE": "2"}
-        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "ACCELERATE_USE_CPU": "true"}
-        torch.set_num_threads(1)
-        work(rank)
-
-    children = [forked(partial(begin, rank)) for rank in range(2)]
-    assert [exit_code(child) for child in children] == [0, 0]
 
 
 def vector(model):
@@ -122,7 +104,7 @@ def test_two_processes_take_the_steps_of_one(tmp_path, tokenizer, in_one_process
         assert kinds == {"DTensor" if case.startswith("fsdp2") else "Parameter"}, kinds
         trainer.train()
 
-    in_two_processes(train)
+    in_processes(2, train)
     two = vector(AutoModelForCausalLM.from_pretrained(tmp_path / "model"))
     moved = (one - before).norm() if "adapters" not in case else (one - one.mean()).norm() * 1e-2
     assert moved > 0
@@ -144,7 +126,7 @@ def test_a_run_in_two_processes_resumes_bit_for_bit(tmp_path, tokenizer, kind):
             trainer = make_trainer(tmp_path / name, tokenizer, accelerator, update={"steps": steps})
             trainer.train(resume=resume)
 
-    in_two_processes(train)
+    in_processes(2, train)
     a, b = (
         AutoModelForCausalLM.from_pretrained(tmp_path / name / "model") for name in ("straight", "stopped")
     )
@@ -162,7 +144,7 @@ def test_a_failure_in_one_process_ends_all(tmp_path, tokenizer):
             trainer.train()
 
     started = time.monotonic()
-    in_two_processes(train)
+    in_processes(2, train)
     assert time.monotonic() - started < 300
 
 
@@ -178,7 +160,7 @@ def test_a_reward_that_exits_in_one_process_is_an_error_in_all(tmp_path, tokeniz
         with pytest.raises(RewardError, match=r"leaves raised SystemExit\(0\)"):
             trainer.train()
 
-    in_two_processes(train)
+    in_processes(2, train)
 
 
 @pytest.mark.parametrize(
@@ -197,7 +179,7 @@ def test_sharded_bf16_training_exports_the_fp32_weights(tmp_path, tokenizer, sec
             if name in state and name.replace(".weight", ".lora_A.default.weight") not in state:
                 assert torch.equal(weight, state[name]), name
 
-    in_two_processes(train)
+    in_processes(2, train)
     moved = AutoModelForCausalLM.from_pretrained(tmp_path / "model").model.layers[0].mlp.up_proj.weight
     rounded = moved.bfloat16().float()
     assert (moved != rounded).float().mean() > 0.9

@@ -17,7 +17,8 @@ from gspo_kernels.trainer.run.files import RunDirectory
 from gspo_kernels.trainer.run.metrics import read_metrics
 from gspo_kernels.trainer.run.signals import noted
 from tests.draws import shifted_seed
-from tests.trainer.conftest import exit_code, forked, make_accelerator, small_config, tiny_qwen3
+from tests.forks import exit_code, forked
+from tests.trainer.conftest import make_accelerator, small_config, tiny_qwen3
 from tests.trainer.test_trainer import same, weights
 
 STEPS = 8

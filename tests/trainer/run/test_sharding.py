@@ -26,9 +26,10 @@ from gspo_kernels.trainer.run.files import RunDirectory
 from gspo_kernels.trainer.run.metrics import read_metrics
 from gspo_kernels.trainer.run.models import load_model
 from tests.draws import shifted_seed
+from tests.forks import in_processes
 from tests.trainer.conftest import make_accelerator, small_config, tiny_qwen3
 from tests.trainer.run.test_models import SMALL
-from tests.trainer.run.test_processes import ENDS, ROWS, fsdp2, in_two_processes, odd_share
+from tests.trainer.run.test_processes import ENDS, ROWS, fsdp2, odd_share
 from tests.trainer.test_trainer import same, weights
 
 # Of so many layers, those that are whole while they run are little beside all.
@@ -150,7 +151,7 @@ def test_memory_at_load_save_and_resume(tmp_path, tokenizer, monkeypatch):
         peak, _ = most_held(lambda: read_tensors(checkpoint, planted))
         assert not is_within(tensors.values(), peak)
 
-    in_two_processes(work)
+    in_processes(2, work)
 
 
 def test_memory_at_export(tmp_path, tokenizer):
@@ -168,7 +169,7 @@ def test_memory_at_export(tmp_path, tokenizer):
         peak, _ = most_held(lambda: write(tmp_path / "one"))
         assert rank == 1 or peak > 5 * largest_file
 
-    in_two_processes(work)
+    in_processes(2, work)
     files = sorted((tmp_path / "files").glob("model-*.safetensors"))
     assert len(files) > 5 and max(file.stat().st_size for file in files) < largest_file + 5_000
     for path in ("files", "one"):
@@ -203,7 +204,7 @@ def test_a_directory_is_read_and_written_as_transformers_does_it(tmp_path, token
         assert same(dict(model.named_buffers()), dict(expected.named_buffers()))
         export_model(model, tokenizer, tmp_path / "found", main=rank == 0)
 
-    in_two_processes(work)
+    in_processes(2, work)
     stored, found = (load_file(tmp_path / name / "model.safetensors") for name in ("expected", "found"))
     assert same(stored, found)
     configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("expected", "found")]
@@ -233,7 +234,7 @@ def test_what_one_process_refuses_is_refused(tmp_path, tokenizer, monkeypatch, f
             accelerator = fsdp2(make_accelerator("bf16"))
             trainer_of(str(base), tokenizer, tmp_path / "run", accelerator, update={"precision": "bf16"})
 
-    in_two_processes(work)
+    in_processes(2, work)
 
 
 @pytest.mark.parametrize(
@@ -259,7 +260,7 @@ def test_a_directory_trains_as_the_model_that_it_holds(tmp_path, tokenizer, sect
             assert all(isinstance(p, DTensor) for p in trainer.updater.policy.parameters())
             trainer.train()
 
-    in_two_processes(train)
+    in_processes(2, train)
     given, loaded, last = (
         weights(AutoModelForCausalLM.from_pretrained(tmp_path / path))
         for path in ("given/model", "loaded/model", "loaded/checkpoints/step_000003/model")
@@ -287,7 +288,7 @@ def test_another_number_of_processes_goes_on(tmp_path, tokenizer, before):
             if rank == 0:
                 torch.save(saved, tmp_path / "saved.pt")
 
-        train() if processes == 1 else in_two_processes(train)
+        train() if processes == 1 else in_processes(2, train)
 
     part(1, 4, tmp_path / "straight")
     part(before, 2, tmp_path / "run")
@@ -322,6 +323,6 @@ def test_a_full_disk_in_one_process_ends_all_and_loses_nothing(tmp_path, tokeniz
             with pytest.raises(RunDirectoryError, match=r"the model or the plot cannot be written"):
                 trainer.run.finish(1, trainer.model, tokenizer, trainer.updater.policy)
 
-    in_two_processes(work)
+    in_processes(2, work)
     assert [path.name for path in directory.checkpoints.iterdir()] == ["step_000001"]
     assert not directory.model.exists() and not list(tmp_path.rglob(".unfinished*"))

@@ -1,0 +1,48 @@
+"""Processes that begin as copies of this one, and so need no imports."""
+
+import os
+import socket
+import sys
+import traceback
+from functools import partial
+
+import torch
+
+
+def forked(work):
+    """Run ``work`` in a forked process, which needs no imports; return its id. Exits with 1 on an error."""
+    child = os.fork()
+    if child:
+        return child
+    status = 1
+    try:
+        work()
+        status = 0
+    except SystemExit as stop:
+        status = stop.code
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def exit_code(child):
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def in_processes(count, work):
+    """Run ``work(rank)`` in forked processes that can form a gloo group; all must succeed in time."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+
+    def begin(rank):
+        os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "WORLD_SIZE": str(count)}
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "ACCELERATE_USE_CPU": "true"}
+        torch.set_num_threads(1)
+        work(rank)
+
+    children = [forked(partial(begin, rank)) for rank in range(count)]
+    assert [exit_code(child) for child in children] == [0] * count
