@@ -5,6 +5,7 @@
 #include <memory>
 
 #include "divergence.h"
+#include "folds.h"
 #include "products.h"
 #include "rows.h"
 #include "sequences.h"
@@ -101,12 +102,33 @@ void boxed_product(Tensor a, Tensor b, OptionalTensor bias, OptionalTensor ends,
     product(a, b, bias, ends, out, accumulate, instructions);
 }
 
+void boxed_fold_columns(Tensor logits, Tensor labels, OptionalTensor row_temperature, OptionalTensor kept,
+                        double logit_scale, double softcap, double temperature, int64_t ignore_index,
+                        int64_t first, int64_t vocabulary, bool entropy, Tensor folds) {
+    const LogitOptions options{row_temperature, kept, logit_scale, softcap, temperature, ignore_index};
+    fold_columns(logits, labels, options, first, vocabulary, entropy, folds);
+}
+
+void boxed_fold_products(Tensor hidden, Tensor labels, OptionalTensor row_temperature, OptionalTensor kept,
+                         double logit_scale, double softcap, double temperature, int64_t ignore_index,
+                         Tensor weight, OptionalTensor bias, bool entropy, int64_t instructions,
+                         Tensor folds) {
+    const LogitOptions options{row_temperature, kept, logit_scale, softcap, temperature, ignore_index};
+    fold_products(hidden, weight, bias, labels, options, entropy, instructions, folds);
+}
+
+void boxed_folded_statistics(Tensor folds, Tensor labels, int64_t ignore_index, Tensor logprobs, Tensor lse,
+                             OptionalTensor entropy) {
+    folded_statistics(folds, labels, ignore_index, logprobs, lse, entropy);
+}
+
 }  // namespace
 }  // namespace gspo_kernels
 
-#define GSPO_ROWS                                                                               \
-    "Tensor logits, Tensor labels, Tensor? row_temperature, Tensor? kept, float logit_scale, " \
-    "float softcap, float temperature, int ignore_index, "
+#define GSPO_OPTIONS                                                                                \
+    "Tensor labels, Tensor? row_temperature, Tensor? kept, float logit_scale, float softcap, float temperature, " \
+    "int ignore_index, "
+#define GSPO_ROWS "Tensor logits, " GSPO_OPTIONS
 #define GSPO_SEQUENCES                                                                              \
     "Tensor? old_logprobs, Tensor? offsets, Tensor advantages, Tensor? weights, Tensor? lengths, "  \
     "Tensor? normalizer, float log_low, float log_high, float log_dual, bool count_tokens, "        \
@@ -137,6 +159,11 @@ STABLE_TORCH_LIBRARY(gspo_kernels_cpp, library) {
     library.def(
         "product(Tensor a, Tensor b, Tensor? bias, Tensor? ends, Tensor(a!) out, bool accumulate, "
         "int instructions) -> ()");
+    library.def("fold_columns(" GSPO_ROWS "int first, int vocabulary, bool entropy, Tensor(a!) folds) -> ()");
+    library.def("fold_products(Tensor hidden, " GSPO_OPTIONS
+                "Tensor weight, Tensor? bias, bool entropy, int instructions, Tensor(a!) folds) -> ()");
+    library.def("folded_statistics(Tensor folds, Tensor labels, int ignore_index, Tensor(a!) logprobs, "
+                "Tensor(b!) lse, Tensor(c!)? entropy) -> ()");
     library.def("multiplies_fp32() -> bool");
     library.def("multiplies_bf16() -> bool");
 }
@@ -151,6 +178,9 @@ STABLE_TORCH_LIBRARY_IMPL(gspo_kernels_cpp, CPU, library) {
     library.impl("sequence_ratio_forward", TORCH_BOX(&gspo_kernels::boxed_sequence_ratio_forward));
     library.impl("merge_mask", TORCH_BOX(&gspo_kernels::boxed_merge_mask));
     library.impl("product", TORCH_BOX(&gspo_kernels::boxed_product));
+    library.impl("fold_columns", TORCH_BOX(&gspo_kernels::boxed_fold_columns));
+    library.impl("fold_products", TORCH_BOX(&gspo_kernels::boxed_fold_products));
+    library.impl("folded_statistics", TORCH_BOX(&gspo_kernels::boxed_folded_statistics));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(gspo_kernels_cpp, CompositeExplicitAutograd, library) {

@@ -32,6 +32,9 @@ struct Rows {
           stride_t(tensor.stride(1)),
           stride_v(tensor.size(2) == 1 ? 1 : tensor.stride(2)) {}
 
+    Rows(T* data, int64_t rows, int64_t columns, int64_t stride)
+        : data(data), length(rows), vocabulary(columns), stride_b(0), stride_t(stride), stride_v(1) {}
+
     T* row(int64_t index) const { return data + (index / length) * stride_b + (index % length) * stride_t; }
 };
 
@@ -140,6 +143,14 @@ struct Others {
         maximum = new_maximum;
     }
 
+    // Those of further columns.
+    void add(Others more) {
+        if (more.maximum > maximum) move_to(more.maximum);
+        if (more.maximum < maximum) more.move_to(maximum);
+        sum += more.sum;
+        weighted += more.weighted;
+    }
+
     // Still -inf: only -inf and NaN so far; any finite shift keeps the one at 0 and the other NaN.
     template <class S>
     S shift() const {
@@ -187,30 +198,37 @@ Statistics statistics_of(const Others& others, bool has_label, double z_label, b
     return result;
 }
 
+// Those of a block of columns, by themselves.
+template <class T>
+Others block_sums(const Row<T>& row, int64_t begin, int64_t n, bool with_entropy, StatsOf<T>* buffer) {
+    using S = StatsOf<T>;
+    const S* z = row.others(begin, n, buffer);
+    Others others;
+    others.maximum = maximum(z, n);
+    const S shift = others.template shift<S>();
+    // Memory would idle while the exponentials run: it brings the next block meanwhile.
+    for (int64_t i = 0; i < n; i += kPiece) {
+        const int64_t piece = std::min(kPiece, n - i);
+        row.prefetch(begin + kBlock + i, kPiece);
+        if (with_entropy) {
+            const auto [exp_sum, weighted_sum] = sum_exp_weighted(z + i, piece, shift);
+            others.sum += exp_sum;
+            others.weighted += weighted_sum;
+        } else {
+            others.sum += sum_exp(z + i, piece, shift);
+        }
+    }
+    return others;
+}
+
 // One pass over the row.
 template <class T>
 Statistics row_statistics(const Row<T>& row, bool with_entropy) {
-    using S = StatsOf<T>;
-    alignas(64) S buffer[kBlock];
+    alignas(64) StatsOf<T> buffer[kBlock];
     Others others;
     for (int64_t begin = 0; begin < row.vocabulary(); begin += kBlock) {
         const int64_t n = std::min(kBlock, row.vocabulary() - begin);
-        const S* z = row.others(begin, n, buffer);
-        const double block_maximum = maximum(z, n);
-        if (block_maximum > others.maximum) others.move_to(block_maximum);
-        const S shift = others.template shift<S>();
-        // Memory would idle while the exponentials run: it brings the next block meanwhile.
-        for (int64_t i = 0; i < n; i += kPiece) {
-            const int64_t piece = std::min(kPiece, n - i);
-            row.prefetch(begin + kBlock + i, kPiece);
-            if (with_entropy) {
-                const auto [exp_sum, weighted_sum] = sum_exp_weighted(z + i, piece, shift);
-                others.sum += exp_sum;
-                others.weighted += weighted_sum;
-            } else {
-                others.sum += sum_exp(z + i, piece, shift);
-            }
-        }
+        others.add(block_sums(row, begin, n, with_entropy, buffer));
     }
     return statistics_of(others, row.label() >= 0, row.label_logit(), with_entropy);
 }

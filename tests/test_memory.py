@@ -34,6 +34,9 @@ ALLOWANCE = 32 * MIB
 # Short enough to measure plain PyTorch, long enough for its logits to outweigh all else.
 NAIVE_TOKENS = 256
 
+# Two chunks of logits, had they to be written.
+SCORED_TOKENS = 512
+
 # Bytes per logit of plain PyTorch at its peak, in the backward of log_softmax: the logits, which a variable
 # holds (4, or 2 in bf16); the log_softmax that its backward needs (4); the gradient of that, which gather's
 # backward makes from zeros (4); the gradient of the logits, in bf16 of their fp32 copy, whose own 4 were
@@ -101,6 +104,21 @@ def child(contestant, tokens, dtype, sequences):
     print(resident("VmHWM") - before, promise)
 
 
+def scoring_child(dtype):
+    """Print by how many bytes scoring raises the peak, where no logits are written and where chunks are."""
+    import gspo_kernels as gk
+    from gspo_kernels.linear.chunks import Call
+
+    torch.set_num_threads(2)
+    hidden, weight, labels, *_ = inputs(SCORED_TOKENS, VOCABULARY, DTYPES[dtype], 8, False)
+    gk.linear_token_logprobs(hidden.detach()[:, :1], weight, labels[:, :1], return_entropy=True)
+    for _ in range(2):
+        before = resident("VmHWM")
+        gk.linear_token_logprobs(hidden.detach(), weight, labels, max_chunk_bytes=CHUNK, return_entropy=True)
+        print(resident("VmHWM") - before)
+        Call.folds = False
+
+
 def measure(contestant, tokens, dtype, sequences):
     command = [sys.executable, __file__, contestant, str(tokens), dtype, str(sequences)]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -121,6 +139,17 @@ def test_peak_is_a_chunk_and_the_gradients(schedule, dtype, sequences):
     assert used <= limit, f"{used / MIB:.0f} MiB, expected at most {limit / MIB:.0f}"
     assert used <= promise + gradients + ALLOWANCE, f"{used / MIB:.0f} MiB, promised {promise / MIB:.0f}"
     assert used <= NAIVE_BYTES[dtype] * TOKENS * VOCABULARY / 10
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_scores_take_no_chunk(dtype):
+    run = subprocess.run(
+        [sys.executable, __file__, "scoring", dtype], capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    folded, written = map(int, run.stdout.split())
+    assert folded <= ALLOWANCE, f"{folded / MIB:.0f} MiB, expected at most {ALLOWANCE / MIB:.0f}"
+    assert CHUNK / 2 <= written <= CHUNK + ALLOWANCE, f"{written / MIB:.0f} MiB of written logits"
 
 
 @pytest.mark.slow
@@ -339,4 +368,4 @@ def test_little_memory_is_left_to_malloc(kept):
 
 
 if __name__ == "__main__":
-    child(*sys.argv[1:])
+    scoring_child(sys.argv[2]) if sys.argv[1] == "scoring" else child(*sys.argv[1:])

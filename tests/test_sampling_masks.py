@@ -180,14 +180,6 @@ def test_wrong_arguments(options, error, message):
         )
 
 
-def test_scoring_without_logits_has_none():
-    _, labels, ids = problem()
-    with torch.no_grad(), pytest.raises(ValueError, match="its kernel has no sampling masks"):
-        gk.linear_token_logprobs(
-            torch.randn(2, 3, 4), torch.randn(V, 4), labels, kept_ids=ids, max_chunk_bytes=0
-        )
-
-
 # --- sets rebuilt
 
 

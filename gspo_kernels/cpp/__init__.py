@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ from gspo_kernels.types import (
     SequenceRatioStats,
     stats_dtype,
 )
+
+if TYPE_CHECKING:
+    from gspo_kernels.cpp.folding import Folds
 
 _DIVISORS = ("sequences", "tokens", "one")
 _OUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -281,6 +284,21 @@ def merge_mask(
     return counted, merged, binary
 
 
+def folds(
+    labels: Tensor,
+    transform: LogitTransform,
+    vocabulary: int,
+    dtype: torch.dtype,
+    *,
+    ignore_index: int,
+    entropy: bool,
+) -> Folds:
+    """See ``ops.backends.FoldingBackend.folds``."""
+    from gspo_kernels.cpp.folding import Folds
+
+    return Folds(labels, transform, vocabulary, dtype, ignore_index=ignore_index, entropy=entropy)
+
+
 def scale_(values: Tensor, factor: Tensor) -> None:
     """See ``ops.backends.RowBackend.scale_``."""
     if factor.item() != 1.0:
@@ -343,10 +361,16 @@ def _row_arguments(
 ) -> tuple[Tensor | float | None, ...]:
     if labels.shape != logits.shape[:2]:
         raise ValueError(f"labels: got shape {tuple(labels.shape)}, expected {tuple(logits.shape[:2])}")
+    options = _row_options(transform, ignore_index, stats_dtype(logits.dtype))
+    return (logits.detach(), labels.to(torch.int64).contiguous(), *options)
+
+
+def _row_options(
+    transform: LogitTransform, ignore_index: int, dtype: torch.dtype
+) -> tuple[Tensor | float | None, ...]:
+    temperature = transform.row_temperature
     return (
-        logits.detach(),
-        labels.to(torch.int64).contiguous(),
-        _vector(transform.row_temperature, logits),
+        None if temperature is None else temperature.detach().to(dtype).contiguous(),
         None if transform.kept is None else transform.kept.contiguous(),
         transform.logit_scale,
         transform.softcap,

@@ -53,7 +53,7 @@ def linear_token_logprobs(
     rows, row_labels = as_rows(hidden, packed), as_rows(labels, packed)
     options = logit_arguments.with_rows(options, row_labels, packed, None, hidden.dtype, weight.shape[0])
     operands = LinearOperands(rows, weight, bias, row_labels, options, chunking)
-    if unwritten:
+    if unwritten and options.backend == "triton":
         logprobs, entropy = unwritten_logprobs(operands, return_entropy)
     else:
         logprobs, entropy = LinearTokenLogprobsFunction.apply(*operands, return_entropy, True)

@@ -28,6 +28,11 @@ if TYPE_CHECKING:  # not every build of PyTorch has it
     from torch.distributed import Work
 
 
+FOLDED_ROWS = 4096
+"""Rows whose logits are never written are projected at a time: enough that reading the weight costs nothing
+beside its product, and few enough that copies of hidden states stay small."""
+
+
 @dataclass(frozen=True)
 class Chunk:
     """Rows that are projected together.
@@ -239,6 +244,19 @@ class Call:
         for start, end in itertools.pairwise((0, *ends)):
             at = slice(first + start, first + end)
             yield self.chunk(at if isinstance(where, slice) else where[at], labels[start:end])
+
+    @property
+    def folds(self) -> bool:
+        """Whether logits whose statistics alone are wanted are never written: bits are the same."""
+        wide = self.head.dtype in (torch.float32, torch.float64)
+        return wide and hasattr(self.backend, "folds")
+
+    def forward_chunks(self, where: slice | Tensor) -> Iterator[Chunk]:
+        """``chunks`` of which statistics alone are wanted."""
+        if self.folds and self.head.in_blocks:
+            # their bits don't depend on rows beside them, and there are no logits to be bounded
+            return replace(self, chunk_rows=max(self.chunk_rows, FOLDED_ROWS)).chunks(where)
+        return self.chunks(where)
 
     def chunk(self, where: slice | Tensor, labels: Tensor | None = None) -> Chunk:
         """The rows at some positions, whose labels [n] may have been looked up."""

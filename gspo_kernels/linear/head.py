@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gspo_kernels.linear.products import fixed_product, in_blocks, multiply
 from gspo_kernels.linear.segments import SEGMENT
+from gspo_kernels.ops.backends import Folds
 from gspo_kernels.types import stats_dtype
 
 LOGITS_SLAB, HIDDEN_SLAB = 2048, 8192
@@ -97,10 +98,20 @@ class Head:
             return multiply(hidden, self.weight.t(), out, bias=self.bias)
         hidden = hidden.to(out.dtype)
         for slab in self._slabs(LOGITS_SLAB):
-            product = torch.mm(hidden, self.weight[slab].to(out.dtype).t(), out=out[:, slab])
-            if self.bias is not None:
-                product += self.bias[slab]
+            self._slab_of_logits(hidden, slab, out[:, slab])
         return out
+
+    def fold_logits(self, hidden: Tensor, folds: Folds) -> None:
+        """[n, H]: hand each logit on, with the bits that ``logits`` writes in fp32 or fp64, on the CPU."""
+        if self.in_blocks:
+            folds.add_product(hidden, self.weight, self.bias)
+            return
+        hidden = hidden.to(self.dtype)
+        # rows a power of two apart would share a few lines of a cache
+        columns = hidden.new_empty(hidden.shape[0], LOGITS_SLAB + 16)
+        for slab in self._slabs(LOGITS_SLAB):
+            out = columns[:, : slab.stop - slab.start]
+            folds.add(self._slab_of_logits(hidden, slab, out), slab.start)
 
     def grad_hidden(self, rows: Tensor) -> Tensor:
         """[n, V] -> [n, H] in the statistics' dtype."""
@@ -116,6 +127,14 @@ class Head:
         for slab in self._slabs(HIDDEN_SLAB):
             out.addmm_(rows[:, slab], self.weight[slab].to(rows.dtype))
         return out
+
+    def _slab_of_logits(self, hidden: Tensor, slab: slice, out: Tensor) -> Tensor:
+        """Some columns of logits, in the dtype of ``hidden`` and ``out``."""
+        weight, bias = self.weight[slab].to(out.dtype), None if self.bias is None else self.bias[slab]
+        if self.fixed:
+            return fixed_product(hidden, weight.t(), out, bias=bias)
+        torch.mm(hidden, weight.t(), out=out)
+        return out if bias is None else out.add_(bias)
 
     def _fixed_logits(self, hidden: Tensor, out: Tensor) -> Tensor:
         if out.is_cuda or (self.in_blocks and out.dtype == torch.float32):

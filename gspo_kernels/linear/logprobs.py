@@ -22,7 +22,7 @@ def linear_logprobs_forward(operands: LinearOperands, entropy: bool) -> ScoredRo
     """Log-probs, log-sum-exp and entropy of hidden states at their labels."""
     call = Call.of(operands).check("linear_logprobs_forward", entropy)
     scores = Scores(call, entropy)
-    for chunk in call.chunks(call.projected):
+    for chunk in call.forward_chunks(call.projected):
         scores.add_forward(chunk)
     scores.close()
     return ScoredRows.of(scores.stats)
@@ -84,14 +84,16 @@ def check_unwritten(
         reason = "there is no gradient; call it under torch.no_grad()"
     elif chunking.logits_dtype != "float32":
         reason = f"logits_dtype={chunking.logits_dtype!r} rounds what is not written"
+    elif options.backend not in ("triton", "cpp"):
+        reason = f"it takes the Triton or the C++ backend, and this call's is {options.backend!r}"
+    elif options.shard.group:
+        reason = "ranks with shards of the vocabulary (tp_group) write theirs"
+    elif options.backend == "cpp":
+        reason = None  # it writes none anyway
     elif chunking.batch_invariant:
-        reason = "its sums have another order than those of logits, so that batch-invariant mode has none"
+        reason = "the kernel's sums have another order than those of logits, which batch-invariant mode takes"
     elif logit_arguments.kept_ids is not None or logit_arguments.kept_mask is not None:
         reason = "its kernel has no sampling masks (kept_ids, kept_mask)"
-    elif options.backend != "triton":
-        reason = f"it takes the Triton backend, and this call's is {options.backend!r}"
-    elif options.shard.group:
-        reason = "its kernel knows no tp_group"
     else:
         from gspo_kernels.kernels import linear_logprobs_unavailable
 

@@ -170,7 +170,7 @@ class Run:
         return self._step_of(part, self.scores.at(self.scopes.rows_of(part)))
 
     def _forward(self, part: Part) -> None:
-        for chunk in self.call.chunks(self.scopes.rows_of(part)):
+        for chunk in self.call.forward_chunks(self.scopes.rows_of(part)):
             self.scores.add_forward(chunk)
 
     def _aligned(self, part: Part) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gspo_kernels.linear.chunks import Call, Chunk
-from gspo_kernels.ops.backends import OnePassBackend
+from gspo_kernels.ops.backends import FoldingBackend, OnePassBackend
 from gspo_kernels.ops.memory import Workspace
 from gspo_kernels.types import RowStats
 
@@ -141,8 +141,22 @@ class Scores:
         return projected
 
     def add_forward(self, chunk: Chunk) -> None:
-        """Project a chunk and keep its statistics; its logits are not needed."""
-        self.keep(self.statistics(self.logits(chunk), chunk, self._kept.entropy is not None), chunk)
+        """Project a chunk of ``Call.forward_chunks`` and keep its statistics; its logits are not needed."""
+        entropy = self._kept.entropy is not None
+        if not self.call.folds:
+            self.keep(self.statistics(self.logits(chunk), chunk, entropy), chunk)
+            return
+        head = self.call.head
+        folds = cast(FoldingBackend, self.backend).folds(
+            chunk.labels,
+            chunk.transform,
+            head.vocabulary,
+            head.dtype,
+            ignore_index=self.call.options.ignore_index,
+            entropy=entropy,
+        )
+        head.fold_logits(chunk.hidden, folds)
+        self.keep(folds.statistics().each(lambda stat: stat.squeeze(0)), chunk)
 
     def keep(self, stats: RowStats, chunk: Chunk) -> None:
         """Keep a chunk's statistics."""

@@ -184,6 +184,35 @@ class HiddenBackend(RowBackend, Protocol):
         """Multiply rows of contiguous ``values`` [..., H] in place by ``scales`` [...] times a 0-d tensor."""
 
 
+class Folds(Protocol):
+    """Rows whose logits come some columns at a time and are never whole."""
+
+    def add(self, logits: Tensor, first: int) -> None:
+        """Columns [n, k] from column ``first``: 2,048 or a multiple of it, or up to the last column."""
+
+    def add_product(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        """All columns, as the backend's own product of [n, H] and [V, H] computes them."""
+
+    def statistics(self) -> RowStats:
+        """Once all columns are there, [1, n] each: those of ``logprobs_forward``, with the same bits."""
+
+
+class FoldingBackend(RowBackend, Protocol):
+    """A backend that takes statistics of rows without having them whole."""
+
+    def folds(
+        self,
+        labels: Tensor,
+        transform: LogitTransform,
+        vocabulary: int,
+        dtype: torch.dtype,
+        *,
+        ignore_index: int,
+        entropy: bool,
+    ) -> Folds:
+        """Begin rows [1, n], whose logits will be of ``dtype``."""
+
+
 class MaskBackend(RowBackend, Protocol):
     """A backend that has in one operation what PyTorch has in as many as the rest of a small call."""
 

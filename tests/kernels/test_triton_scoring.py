@@ -310,6 +310,13 @@ def test_no_chunk_at_all_compiles():
         ("no gradient", True, torch.float32, {}),
         ("rounds what is not written", False, torch.float32, {"logits_dtype": "input"}),
         ("this call's is 'reference'", False, torch.float32, {"backend": "reference"}),
+        ("which batch-invariant mode takes", False, torch.float32, {"batch_invariant": True}),
+        (
+            "no sampling masks",
+            False,
+            torch.float32,
+            {"kept_ids": torch.zeros(3, 1, dtype=torch.int64, device=DEVICE)},
+        ),
         ("hidden is torch.float64", False, torch.float64, {}),
     ],
 )

@@ -1,0 +1,156 @@
+#include "folds.h"
+
+#include "inputs.h"
+#include "multiply.h"
+
+namespace gspo_kernels {
+namespace {
+
+// Rows of a block of logits that is folded while in cache: so many that packing the weight costs little beside
+// multiplying it.
+constexpr int64_t kFoldedRows = kBlockRows / 2;
+static_assert(kBlock % kTileColumns == 0);
+
+// A line of `folds`.
+struct Fold {
+    double* line;
+
+    static int64_t width(int64_t vocabulary) { return 2 + 3 * divide_up(vocabulary, kBlock); }
+
+    void set_label(double logit) const {
+        line[0] = 1;
+        line[1] = logit;
+    }
+    void set_block(int64_t block, const Others& others) const {
+        double* values = line + 2 + 3 * block;
+        values[0] = others.maximum;
+        values[1] = others.sum;
+        values[2] = others.weighted;
+    }
+
+    Statistics statistics(int64_t blocks, bool with_entropy) const {
+        Others others;
+        for (const double *block = line + 2, *end = block + 3 * blocks; block < end; block += 3) {
+            others.add({block[0], block[1], block[2]});
+        }
+        const bool has_label = line[0] != 0;
+        return statistics_of(others, has_label, has_label ? line[1] : -kInfinity, with_entropy);
+    }
+};
+
+// Options of rows whose logits are some columns of `vocabulary`.
+template <class S>
+struct Columns {
+    const int64_t* labels;
+    const S* row_temperature;
+    const int32_t* kept;
+    const LogitOptions& options;
+    int64_t vocabulary;
+    bool entropy;
+    double* folds;
+
+    Columns(const Tensor& labels, const LogitOptions& options, int64_t vocabulary, bool entropy, Tensor& folds)
+        : labels(values<int64_t>(labels)),
+          row_temperature(values<S>(options.row_temperature)),
+          kept(values<int32_t>(options.kept)),
+          options(options),
+          vocabulary(vocabulary),
+          entropy(entropy),
+          folds(mutable_values<double>(folds)) {}
+
+    // Row `index` of the call, whose columns from `first` are row `i` of `logits`.
+    template <class T>
+    void fold(const Rows<const T>& logits, int64_t i, int64_t index, int64_t first) const {
+        const int64_t label = labels[index];
+        if (label == options.ignore_index) return;
+        const S temperature = row_temperature ? row_temperature[index] : static_cast<S>(options.temperature);
+        const Transform<S> transform{static_cast<S>(options.logit_scale), static_cast<S>(options.softcap),
+                                     temperature};
+        const int32_t* words = kept ? kept + index * divide_up(vocabulary, 32) + first / 32 : nullptr;
+        const Row<T> row(logits, i, label < 0 ? -1 : label - first, transform, words);
+        const Fold fold{folds + index * Fold::width(vocabulary)};
+        alignas(64) S buffer[kBlock];
+        for (int64_t begin = 0; begin < row.vocabulary(); begin += kBlock) {
+            const int64_t n = std::min(kBlock, row.vocabulary() - begin);
+            fold.set_block((first + begin) / kBlock, block_sums(row, begin, n, entropy, buffer));
+        }
+        if (row.label() >= 0) fold.set_label(row.label_logit());
+    }
+};
+
+void check(const Tensor& folds, int64_t rows, int64_t vocabulary) {
+    STD_TORCH_CHECK(folds.size(0) == rows && folds.size(1) == Fold::width(vocabulary),
+                    "folds: their shape doesn't fit rows and vocabulary");
+}
+
+}  // namespace
+
+void fold_columns(const Tensor& logits, const Tensor& labels, const LogitOptions& options, int64_t first,
+                  int64_t vocabulary, bool entropy, Tensor& folds) {
+    check(folds, labels.numel(), vocabulary);
+    STD_TORCH_CHECK(first % kBlock == 0 && first + logits.size(2) <= vocabulary,
+                    "fold_columns: the columns must begin with a block, and lie in the vocabulary");
+    visit_dtype(logits, [&](auto dtype) {
+        using T = decltype(dtype);
+        const Columns<StatsOf<T>> columns(labels, options, vocabulary, entropy, folds);
+        const Rows<const T> rows(logits, const_cast<void*>(logits.const_data_ptr()));
+        for_each_row(labels.numel(), rows.vocabulary, [&](int64_t i) { columns.fold(rows, i, i, first); });
+    });
+}
+
+void fold_products(const Tensor& hidden, const Tensor& weight, const std::optional<Tensor>& bias,
+                   const Tensor& labels, const LogitOptions& options, bool entropy, int64_t instructions,
+                   Tensor& folds) {
+    using torch::headeronly::ScalarType;
+    const int64_t rows = hidden.size(0), depth = hidden.size(1), vocabulary = weight.size(0);
+    check(folds, rows, vocabulary);
+    STD_TORCH_CHECK(weight.size(1) == depth && labels.numel() == rows && (!bias || bias->numel() == vocabulary),
+                    "fold_products: the shapes of hidden, weight, bias and labels don't fit each other");
+    const bool bf16 = hidden.scalar_type() == ScalarType::BFloat16;
+    STD_TORCH_CHECK(hidden.scalar_type() == weight.scalar_type() &&
+                        (bf16 || hidden.scalar_type() == ScalarType::Float),
+                    "fold_products: hidden and weight must both be fp32 or both bf16");
+    if (rows == 0) return;
+    const Columns<float> columns(labels, options, vocabulary, entropy, folds);
+    const auto fold = [&](const Computed& block) {
+        const Rows<const float> logits(block.values, block.height, block.width, block.stride);
+        for (int64_t i = 0; i < block.height; ++i) columns.fold(logits, i, block.row + i, block.column);
+    };
+    const Blocks column_blocks{divide_up(vocabulary, kBlock),
+                               std::min(kBlock, divide_up(vocabulary, kTileColumns) * kTileColumns)};
+    const int64_t threads = torch::stable::get_num_threads();
+    int64_t row_blocks = divide_up(rows, kFoldedRows);
+    if (row_blocks * column_blocks.count < 8 * threads) row_blocks = divide_up(row_blocks, threads) * threads;
+    const Output output{nullptr, 0, rows, vocabulary, depth, values<float>(bias), false, nullptr};
+    const auto run = [&](auto dtype) {
+        using T = decltype(dtype);
+        multiply<T>({values<T>(hidden), hidden.stride(0), hidden.stride(1)},
+                    {values<T>(weight), weight.stride(0), weight.stride(1)}, output,
+                    Blocks::equal(rows, kTileRows, row_blocks), column_blocks, tile_of<T>(instructions), fold);
+    };
+    bf16 ? run(BFloat16{}) : run(float{});
+}
+
+void folded_statistics(const Tensor& folds, const Tensor& labels, int64_t ignore_index, Tensor& logprobs,
+                       Tensor& lse, std::optional<Tensor>& entropy) {
+    const int64_t rows = labels.numel(), width = folds.size(1);
+    STD_TORCH_CHECK(folds.size(0) == rows, "folds: their shape doesn't fit the labels");
+    const int64_t* label = values<int64_t>(labels);
+    double *line = mutable_values<double>(folds), *lse_out = mutable_values<double>(lse);
+    visit_dtype(logprobs, [&](auto dtype) {
+        using S = StatsOf<decltype(dtype)>;
+        S* logprob_out = mutable_values<S>(logprobs);
+        S* entropy_out = entropy ? mutable_values<S>(*entropy) : nullptr;
+        for (int64_t i = 0; i < rows; ++i, line += width) {
+            Statistics statistics{};
+            if (label[i] != ignore_index) {
+                statistics = Fold{line}.statistics((width - 2) / 3, entropy_out != nullptr);
+            }
+            logprob_out[i] = static_cast<S>(statistics.logprob);
+            lse_out[i] = statistics.lse;
+            if (entropy_out) entropy_out[i] = static_cast<S>(statistics.entropy);
+        }
+    });
+}
+
+}  // namespace gspo_kernels
