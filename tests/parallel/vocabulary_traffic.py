@@ -87,7 +87,7 @@ def bytes_on_the_wire():
 
 
 class Reduction:
-    """A sum over ranks that says when it was waited for."""
+    """What ranks exchange, and when it was waited for."""
 
     def __init__(self, work, order):
         self.work, self.order = work, order
@@ -121,6 +121,36 @@ def dhidden_is_summed_while_the_head_is_multiplied():
             dist.all_reduce, HeadSums.add = reduce, add
         chunks = order.count("begun")
         assert chunks and order == ["begun", "head", "summed"] * chunks, (schedule, order)
+
+
+@of_ranks(2)
+def hidden_states_are_gathered_while_a_chunk_is_multiplied():
+    """Each product finds those of the next chunk on their way; the last one of a pass has no next."""
+    case = make_case("linear", vocabulary=VOCABULARY)
+    tokens, rank = len(case.labels), dist.get_rank()
+    send, project, order, ahead = dist.broadcast, Head.logits, [], []
+
+    def begun(*tensors, **options):
+        order.append("begun")
+        return Reduction(send(*tensors, **options), order)
+
+    def logits(self, hidden, out):
+        ahead.append(order.count("begun") - order.count("summed"))
+        return project(self, hidden, out)
+
+    leaves = cut(case.inputs)
+    own = case.inputs["hidden"][tokens * rank // 2 : tokens * (rank + 1) // 2]
+    leaves["hidden"] = own.clone().requires_grad_()
+    options = {"schedule": "two_pass", "skip_inactive": "none", "max_chunk_bytes": 8 * VOCABULARY}
+    options |= {"tp_group": dist.group.WORLD, "sequence_parallel": True}
+    dist.broadcast, Head.logits = begun, logits
+    try:
+        call(case, leaves, LOSSES["linear"], gk.GSPO(), "cpp", **options).loss.backward()
+    finally:
+        dist.broadcast, Head.logits = send, project
+    first, second = ahead[: len(ahead) // 2], ahead[len(ahead) // 2 :]
+    for one in (first, second):
+        assert len(one) > 2 and all(one[:-1]) and one[-1] == 0, ahead
 
 
 @of_ranks(2, 4)
