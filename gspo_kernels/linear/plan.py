@@ -45,12 +45,15 @@ class Wire:
             sequences,
         )
 
-    @property
-    def overlaps(self) -> str:
-        """What of it doesn't wait, in words."""
-        parts = ["dHidden's while dWeight is multiplied"] if self.gradient else []
-        parts += ["hidden states' while the chunk before is multiplied"] if self.hidden else []
-        return ", ".join(parts) or "all of which are waited for"
+    def overlaps(self, parts: Sequence[Part]) -> str:
+        """What of it is under way while something is multiplied, in words."""
+        first_pass = self.statistics and any(part.strategy in ("forward", "two_pass") for part in parts)
+        said = {
+            "dHidden's while dWeight is multiplied": self.gradient,
+            "hidden states' while the chunk before is multiplied": self.hidden,
+            "a first pass's statistics while the next chunk is multiplied": first_pass,
+        }
+        return ", ".join(words for words, holds in said.items() if holds) or "all of which are waited for"
 
     def sent(self, parts: Sequence[Part], shapes: Shapes) -> tuple[int, int]:
         """Bytes and messages of a call in which every row with a gradient turns out to have one.
@@ -246,7 +249,7 @@ def explain(
         batch_invariant=invariant,
         sent_bytes=sent,
         messages=messages,
-        overlaps=wire.overlaps if messages else "",
+        overlaps=wire.overlaps(parts) if messages else "",
         reason=reason,
         parts=by_strategy,
         alternatives={other: alternative(other) for other in SCHEDULES if other not in (name, schedule)},

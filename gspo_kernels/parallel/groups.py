@@ -96,15 +96,22 @@ def rank_and_size(name: str) -> tuple[int, int]:
 
 def gathered(name: str, own: Tensor) -> Tensor:
     """Every rank's tensor of the same shape, [ranks, *shape]."""
+    if name in _rehearsals:
+        _rehearsals[name].count(own)
+        return own.expand(_group(name).size(), *own.shape).clone()
+    every, work = begin_gather(name, own)
+    work.wait()
+    return every
+
+
+def begin_gather(name: str, own: Tensor) -> tuple[Tensor, Work]:
+    """Begin to gather every rank's tensor of the same shape: [ranks, *shape], once the work is done."""
     from torch.distributed import all_gather
 
     group = _group(name)
-    if name in _rehearsals:
-        _rehearsals[name].count(own)
-        return own.expand(group.size(), *own.shape).clone()
     every = own.new_empty(group.size(), *own.shape)
-    all_gather([*every.unbind()], own.contiguous(), group=group)
-    return every
+    work: Work = all_gather([*every.unbind()], own.contiguous(), group=group, async_op=True)
+    return every, work
 
 
 def sum_(name: str, values: Tensor) -> Tensor:
