@@ -15,7 +15,7 @@ from gspo_kernels.linear.loss import LinearPolicyFunction, Settings
 from gspo_kernels.linear.plan import SchedulePlan, Wire, explain
 from gspo_kernels.linear.run import shapes_of
 from gspo_kernels.linear.schedule import choose
-from gspo_kernels.linear.scopes import Scopes
+from gspo_kernels.linear.scopes import Scopes, rehearse
 from gspo_kernels.linear.small import SmallLossFunction, small_loss
 from gspo_kernels.linear.sums import Needs
 from gspo_kernels.logits import LogitArguments, on_all_ranks, takes_dtensors, wants_entropy
@@ -172,7 +172,11 @@ def explain_schedule(
     scopes = Scopes(rows, call.terms, call.skip)
     shapes = shapes_of(rows, call.terms, call.needs)
     with_entropy = wants_entropy(False, terms.entropy_coef, objective)
-    wire = Wire.of(rows, shapes, with_entropy)
+    sequences = (0, 0)
+    if call.terms.cp_group:
+        sums = rehearse(rows.labels, call.terms, name, with_entropy, call.options.backend)
+        sequences = sums.sent_bytes, sums.messages
+    wire = Wire.of(rows, shapes, with_entropy, sequences)
     return explain(
         name,
         reason,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -230,7 +230,10 @@ class Call:
         return keep.flatten().nonzero_static(size=count).squeeze(1)
 
     def chunks(self, where: slice | Tensor) -> Iterator[Chunk]:
-        """The rows at some positions in chunks of about the same size."""
+        """The rows at some positions in chunks of about the same size.
+
+        Hidden states that ranks have are gathered one chunk ahead, while a chunk is multiplied.
+        """
         first, count = (
             (where.start, where.stop - where.start) if isinstance(where, slice) else (0, len(where))
         )
@@ -241,9 +244,15 @@ class Call:
             # so that few segments are parted
             size = -(-count // max(pieces * SEGMENT, 1)) * SEGMENT
             ends = [min(count, end) for end in range(size, count + size, size)] if count else []
+        begun: list[tuple[slice | Tensor, Tensor, Callable[[], Tensor]]] = []
         for start, end in itertools.pairwise((0, *ends)):
             at = slice(first + start, first + end)
-            yield self.chunk(at if isinstance(where, slice) else where[at], labels[start:end])
+            rows = at if isinstance(where, slice) else where[at]
+            begun.append((rows, labels[start:end], self._begin_hidden(rows)))
+            if len(begun) > 1:
+                yield self._chunk(*begun.pop(0))
+        for last in begun:
+            yield self._chunk(*last)
 
     @property
     def folds(self) -> bool:
@@ -258,21 +267,24 @@ class Call:
             return replace(self, chunk_rows=max(self.chunk_rows, FOLDED_ROWS)).chunks(where)
         return self.chunks(where)
 
-    def chunk(self, where: slice | Tensor, labels: Tensor | None = None) -> Chunk:
-        """The rows at some positions, whose labels [n] may have been looked up."""
-        if labels is None:
-            labels = self.labels.flatten()[where]
+    def chunk(self, where: slice | Tensor) -> Chunk:
+        """The rows at some positions."""
+        return self._chunk(where, self.labels.flatten()[where], self._begin_hidden(where))
+
+    def _chunk(self, where: slice | Tensor, labels: Tensor, fetch: Callable[[], Tensor]) -> Chunk:
         transform = self.options.transform.rows(lambda rows: rows.flatten(0, 1)[where].unsqueeze(0))
+        return Chunk(where, fetch(), labels.unsqueeze(0), transform)
+
+    def _begin_hidden(self, where: slice | Tensor) -> Callable[[], Tensor]:
+        """Begin to fetch the hidden states [n, H] of the rows at some positions; what returns them."""
         if self.tokens is not None:
-            hidden = self.tokens.gather(self.hidden, where)
-        elif self.hidden.is_contiguous():
-            hidden = self.hidden.flatten(0, 1)[where]
-        else:
-            if isinstance(where, slice):
-                where = torch.arange(where.start, where.stop, device=self.labels.device)
-            length = self.labels.shape[1]
-            hidden = self.hidden[where // length, where % length]
-        return Chunk(where, hidden, labels.unsqueeze(0), transform)
+            return self.tokens.begin_gather(self.hidden, where)
+        if self.hidden.is_contiguous():
+            return lambda: self.hidden.flatten(0, 1)[where]
+        if isinstance(where, slice):
+            where = torch.arange(where.start, where.stop, device=self.labels.device)
+        b, t = where // self.labels.shape[1], where % self.labels.shape[1]
+        return lambda: self.hidden[b, t]
 
     @cached_property
     def ranks(self) -> Tensor:

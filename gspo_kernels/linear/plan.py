@@ -18,39 +18,53 @@ from gspo_kernels.parallel.vocabulary import statistics_bytes
 
 @dataclass(frozen=True)
 class Wire:
-    """What the ranks of a process group exchange for a row; zeros where there is no group.
+    """What ranks of a ``tp_group`` exchange for a row, and those of a ``cp_group`` for a call; else zeros.
 
     Attributes:
         statistics: bytes of what is gathered of a row that is projected.
         hidden: bytes of its hidden state, where those are scattered.
         gradient: bytes of its dHidden, where that is summed.
+        sequences: bytes of what ranks say and sum of sequences that they share, and in how many collectives.
     """
 
     statistics: int = 0
     hidden: int = 0
     gradient: int = 0
+    sequences: tuple[int, int] = (0, 0)
 
     @classmethod
-    def of(cls, call: Call, shapes: Shapes, entropy: bool) -> Wire:
+    def of(cls, call: Call, shapes: Shapes, entropy: bool, sequences: tuple[int, int]) -> Wire:
         """From a call."""
         if not call.options.shard.group:
-            return cls()
+            return cls(sequences=sequences)
         own, chunking = shapes.accumulator_itemsize, call.chunking
         return cls(
             statistics_bytes(entropy, own),
             shapes.width * call.hidden.element_size() if chunking.scattered else 0,
             shapes.width * own if shapes.trains_hidden and chunking.reduce_hidden_grad else 0,
+            sequences,
         )
+
+    def overlaps(self, parts: Sequence[Part]) -> str:
+        """What of it is under way while something is multiplied, in words."""
+        first_pass = self.statistics and any(part.strategy in ("forward", "two_pass") for part in parts)
+        said = {
+            "dHidden's while dWeight is multiplied": self.gradient,
+            "hidden states' while the chunk before is multiplied": self.hidden,
+            "a first pass's statistics while the next chunk is multiplied": first_pass,
+        }
+        return ", ".join(words for words, holds in said.items() if holds) or "all of which are waited for"
 
     def sent(self, parts: Sequence[Part], shapes: Shapes) -> tuple[int, int]:
         """Bytes and messages of a call in which every row with a gradient turns out to have one.
 
         A chunk's gathered hidden states, or the parts of its dHidden for their ranks, count as one message.
         """
+        total, messages = self.sequences
         if not self.statistics:
-            return 0, 0
+            return total, messages
         agreements = 1 + any(part.strategy == "two_pass" for part in parts)
-        total, messages = agreements * AGREEMENT_BYTES, agreements
+        total, messages = total + agreements * AGREEMENT_BYTES, messages + agreements
         for part in parts:
             learning = part.rows - part.resting if part.strategy != "forward" else 0
             again = learning if part.strategy == "two_pass" else 0
@@ -80,8 +94,9 @@ class SchedulePlan:
         peak_bytes: all that lives beyond inputs, dHidden, dWeight and dBias.
         seconds: by the cost model.
         batch_invariant: whether products and sums are in a fixed order.
-        sent_bytes: what a rank of the ``tp_group`` sends to each other, or puts into sums.
-        messages: in how many collectives. A chunk's dHidden is summed while its dWeight is multiplied.
+        sent_bytes: what a rank of ``tp_group`` and ``cp_group`` sends to each other, or puts into sums.
+        messages: in how many collectives.
+        overlaps: which of them run while something is multiplied, in words.
         reason: why this schedule.
         parts: rows by strategy.
         alternatives: of each other schedule, the model's seconds or why it is not possible.
@@ -98,6 +113,7 @@ class SchedulePlan:
     batch_invariant: bool
     sent_bytes: int
     messages: int
+    overlaps: str
     reason: str
     parts: dict[str, int]
     alternatives: dict[str, float | str]
@@ -117,7 +133,7 @@ class SchedulePlan:
         if self.messages:
             lines.append(
                 f"  between ranks: {self.sent_bytes / mebi:.3g} MiB in {self.messages} collectives, "
-                "dHidden's while dWeight is multiplied"
+                f"{self.overlaps}"
             )
         if len(self.parts) > 1:
             lines.append("  tokens: " + ", ".join(f"{name} {rows}" for name, rows in self.parts.items()))
@@ -233,6 +249,7 @@ def explain(
         batch_invariant=invariant,
         sent_bytes=sent,
         messages=messages,
+        overlaps=wire.overlaps(parts) if messages else "",
         reason=reason,
         parts=by_strategy,
         alternatives={other: alternative(other) for other in SCHEDULES if other not in (name, schedule)},

@@ -15,9 +15,10 @@ from gspo_kernels.linear.exactness import coefficients_depend_on
 from gspo_kernels.linear.schedule import Part
 from gspo_kernels.objectives.base import from_spec
 from gspo_kernels.objectives.linear import Linear
+from gspo_kernels.parallel.groups import Rehearsal, rehearsed
 from gspo_kernels.sequence_ratio import RatioOperands
 from gspo_kernels.step import take_step
-from gspo_kernels.terms import Form, Terms, idle_sequences
+from gspo_kernels.terms import Form, Terms, check_values, idle_sequences
 
 
 def without_logprobs(tokens: Tensor, terms: Terms) -> tuple[Tensor, Terms]:
@@ -56,6 +57,22 @@ def token_terms(tokens: Tensor, terms: Terms, backend: str) -> Terms:
     return alone._replace(
         advantages=None, rollout_weights=None, token_weights=weights, objective=Linear().spec
     )
+
+
+def rehearse(tokens: Tensor, terms: Terms, schedule: str, entropy: bool, backend: str) -> Rehearsal:
+    """What a call sends in the group of ``terms.cp_group``, where it takes a schedule; ``tokens`` gives shape
+    and device, ``entropy`` says whether there is one.
+    """
+    with rehearsed(terms.cp_group) as rehearsal:
+        terms = check_values(tokens, terms._replace(cp_group=rehearsal.name))
+        if schedule == "known":
+            if coefficients_depend_on(from_spec(terms.objective), terms) == "nothing":
+                known_coefficients(tokens, terms, backend)
+            else:
+                token_terms(tokens, terms, backend)
+        logprobs = torch.zeros(tokens.shape, device=tokens.device)
+        take_step(logprobs, torch.zeros_like(logprobs) if entropy else None, terms, backend)
+    return rehearsal
 
 
 def chunk_terms(terms: Terms, where: slice | Tensor) -> Terms:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, cast
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from gspo_kernels.linear.chunks import Call, Chunk
 from gspo_kernels.ops.backends import FoldingBackend, OnePassBackend
 from gspo_kernels.ops.memory import Workspace
+from gspo_kernels.parallel.vocabulary import ShardedRows
 from gspo_kernels.types import RowStats
 
 
@@ -82,6 +83,7 @@ class Scores:
             )
         self._kept = known
         self._coming: list[tuple[slice | Tensor, RowStats]] = []
+        self._begun: tuple[Callable[[], RowStats], Chunk] | None = None
         self._most = min(call.chunk_rows, call.labels.numel())
         self._logits: Tensor | None = None
         self._workspace = Workspace()
@@ -141,25 +143,43 @@ class Scores:
         return projected
 
     def add_forward(self, chunk: Chunk) -> None:
-        """Project a chunk of ``Call.forward_chunks`` and keep its statistics; its logits are not needed."""
-        entropy = self._kept.entropy is not None
-        if not self.call.folds:
-            self.keep(self.statistics(self.logits(chunk), chunk, entropy), chunk)
+        """Project a chunk of ``Call.forward_chunks`` and keep its statistics; its logits are not needed.
+
+        What ranks gather of the statistics is under way while the next chunk is multiplied.
+        """
+        entropy, ignored = self._kept.entropy is not None, self.call.options.ignore_index
+        if self.call.folds:
+            head = self.call.head
+            folds = cast(FoldingBackend, self.backend).folds(
+                chunk.labels,
+                chunk.transform,
+                head.vocabulary,
+                head.dtype,
+                ignore_index=ignored,
+                entropy=entropy,
+            )
+            head.fold_logits(chunk.hidden, folds)
+            self.keep(folds.statistics().each(lambda stat: stat.squeeze(0)), chunk)
             return
-        head = self.call.head
-        folds = cast(FoldingBackend, self.backend).folds(
-            chunk.labels,
-            chunk.transform,
-            head.vocabulary,
-            head.dtype,
-            ignore_index=self.call.options.ignore_index,
-            entropy=entropy,
+        logits = self.logits(chunk)
+        if not isinstance(self.backend, ShardedRows):
+            self.keep(self.statistics(logits, chunk, entropy), chunk)
+            return
+        self._finish()
+        finish = self.backend.begin_forward(
+            logits.unsqueeze(0), chunk.labels, chunk.transform, ignore_index=ignored, entropy=entropy
         )
-        head.fold_logits(chunk.hidden, folds)
-        self.keep(folds.statistics().each(lambda stat: stat.squeeze(0)), chunk)
+        self._begun = finish, chunk
+
+    def _finish(self) -> None:
+        """Keep the statistics that ranks are gathering."""
+        if self._begun is not None:
+            (finish, chunk), self._begun = self._begun, None
+            self.keep(finish().each(lambda stat: stat.squeeze(0)), chunk)
 
     def keep(self, stats: RowStats, chunk: Chunk) -> None:
         """Keep a chunk's statistics."""
+        self._finish()
         if self._coming and not _follows(self._coming[-1][0], chunk.where):
             self._settle()
         self._coming.append((chunk.where, stats))
@@ -167,6 +187,7 @@ class Scores:
     @property
     def stats(self) -> RowStats:
         """The statistics of all rows, [B, T] each."""
+        self._finish()
         self._settle()
         return self._kept
 

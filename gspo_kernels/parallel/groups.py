@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -36,9 +39,51 @@ def group_name(argument: str, group: object) -> str:
     return name
 
 
+@dataclass
+class Rehearsal:
+    """What sums and gathers would send, counted.
+
+    Attributes:
+        group: the name of the group whose ranks they are among.
+        sent_bytes: what this rank sends to each other, or puts into sums.
+        messages: in how many of them.
+    """
+
+    group: str
+    sent_bytes: int = 0
+    messages: int = 0
+
+    @property
+    def name(self) -> str:
+        """Stands for the group's in the rehearsal."""
+        return f"rehearsal {id(self)} of {self.group}"
+
+    def count(self, values: Tensor) -> None:
+        """Values that would be sent."""
+        self.sent_bytes += values.nbytes
+        self.messages += 1
+
+
+_rehearsals: dict[str, Rehearsal] = {}
+
+
+@contextlib.contextmanager
+def rehearsed(name: str) -> Iterator[Rehearsal]:
+    """Inside, what goes to the group of the rehearsal's name is counted and not sent: other ranks are taken
+    to have the same in a gather, and nothing in a sum.
+    """
+    rehearsal = Rehearsal(name)
+    _rehearsals[rehearsal.name] = rehearsal
+    try:
+        yield rehearsal
+    finally:
+        del _rehearsals[rehearsal.name]
+
+
 def _group(name: str) -> ProcessGroup:
     from torch.distributed import distributed_c10d
 
+    name = _rehearsals[name].group if name in _rehearsals else name
     group: ProcessGroup = distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type]
     return group
 
@@ -51,16 +96,29 @@ def rank_and_size(name: str) -> tuple[int, int]:
 
 def gathered(name: str, own: Tensor) -> Tensor:
     """Every rank's tensor of the same shape, [ranks, *shape]."""
+    if name in _rehearsals:
+        _rehearsals[name].count(own)
+        return own.expand(_group(name).size(), *own.shape).clone()
+    every, work = begin_gather(name, own)
+    work.wait()
+    return every
+
+
+def begin_gather(name: str, own: Tensor) -> tuple[Tensor, Work]:
+    """Begin to gather every rank's tensor of the same shape: [ranks, *shape], once the work is done."""
     from torch.distributed import all_gather
 
     group = _group(name)
     every = own.new_empty(group.size(), *own.shape)
-    all_gather([*every.unbind()], own.contiguous(), group=group)
-    return every
+    work: Work = all_gather([*every.unbind()], own.contiguous(), group=group, async_op=True)
+    return every, work
 
 
 def sum_(name: str, values: Tensor) -> Tensor:
     """The sum over all ranks, in place; the same bits on each of them."""
+    if name in _rehearsals:
+        _rehearsals[name].count(values)
+        return values
     begin_sum_(name, values).wait()
     return values
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -27,23 +28,31 @@ class ScatteredTokens:
     group: str
     ends: tuple[int, ...]
 
-    def gather(self, own: Tensor, where: slice | Tensor) -> Tensor:
-        """Rows [n, H] at flattened positions of [B, T], from each rank's ``own`` [B, T_r, H]."""
+    def begin_gather(self, own: Tensor, where: slice | Tensor) -> Callable[[], Tensor]:
+        """Begin to gather rows [n, H] at flattened positions of [B, T] from each rank's ``own`` [B, T_r, H].
+
+        Returns:
+            What waits for them, and returns them.
+        """
         here, _ = rank_and_size(self.group)
-        rows = own.new_empty(self._count(where), own.shape[-1])
         pieces = self._pieces(where, own.device)
-        parts = [rows.new_empty(chosen.numel(), rows.shape[1]) for chosen, _, _ in pieces]
+        parts = [own.new_empty(chosen.numel(), own.shape[-1]) for chosen, _, _ in pieces]
         sent = []
         for rank, ((_, b, t), part) in enumerate(zip(pieces, parts, strict=True)):
             if rank == here:
                 part.copy_(own[b, t])
             if part.numel():
                 sent.append(send_to_all(self.group, part, rank))
-        for work in sent:
-            work.wait()
-        for (chosen, _, _), part in zip(pieces, parts, strict=True):
-            rows[chosen] = part
-        return rows
+
+        def finish() -> Tensor:
+            for work in sent:
+                work.wait()
+            rows = own.new_empty(sum(map(len, parts)), own.shape[-1])
+            for (chosen, _, _), part in zip(pieces, parts, strict=True):
+                rows[chosen] = part
+            return rows
+
+        return finish
 
     def reduce(self, values: Tensor, where: slice | Tensor) -> tuple[Tensor, list[Work]]:
         """Begin to sum ``values`` [n, H] over ranks: what this rank will have of it, see ``own_rows``, once
@@ -59,9 +68,6 @@ class ScatteredTokens:
         chosen, b, t = self._pieces(where, device)[rank]
         first, last = (0, *self.ends)[rank : rank + 2]
         return chosen, b * (last - first) + t
-
-    def _count(self, where: slice | Tensor) -> int:
-        return where.stop - where.start if isinstance(where, slice) else len(where)
 
     def _pieces(self, where: slice | Tensor, device: torch.device) -> list[tuple[Tensor, Tensor, Tensor]]:
         """For each rank which of the rows it has, and their b and t among its own."""

@@ -13,7 +13,7 @@ shard needs no other: its columns, and the statistics of the whole row.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 import torch
@@ -24,7 +24,7 @@ from gspo_kernels.ops.library import checked_values
 from gspo_kernels.ops.logprobs import wrong_label
 from gspo_kernels.ops.values import check_kept, check_temperature
 from gspo_kernels.parallel.agreement import RanksDisagreeError, agree, digest, together
-from gspo_kernels.parallel.groups import gathered, rank_and_size
+from gspo_kernels.parallel.groups import begin_gather, gathered, rank_and_size
 from gspo_kernels.types import LogitTransform, RowOptions, RowStats, Shard
 
 IGNORED, ELSEWHERE = -1, -2
@@ -126,9 +126,15 @@ class ShardedRows:
         self, logits: Tensor, labels: Tensor, transform: LogitTransform, *, ignore_index: int, entropy: bool
     ) -> RowStats:
         """See ``ops.backends.RowBackend.logprobs_forward``; one gather of 12 to 16 bytes a row."""
+        return self.begin_forward(logits, labels, transform, ignore_index=ignore_index, entropy=entropy)()
+
+    def begin_forward(
+        self, logits: Tensor, labels: Tensor, transform: LogitTransform, *, ignore_index: int, entropy: bool
+    ) -> Callable[[], RowStats]:
+        """``logprobs_forward`` up to the gather, which is under way until what this returns is called."""
         local = self._local(labels, logits.shape[-1], ignore_index)
         stats = self._inner.logprobs_forward(logits, local, transform, ignore_index=IGNORED, entropy=entropy)
-        return self._whole(stats, local)
+        return self._begin_whole(stats, local)
 
     def logprobs_backward(
         self,
@@ -187,21 +193,26 @@ class ShardedRows:
         columns = torch.where((columns >= 0) & (columns < width), columns, ELSEWHERE)
         return columns.masked_fill_(labels == ignore_index, IGNORED)
 
-    def _whole(self, own: RowStats, local: Tensor) -> RowStats:
-        """The statistics of the whole rows from those of this shard, and the other ranks'."""
+    def _begin_whole(self, own: RowStats, local: Tensor) -> Callable[[], RowStats]:
+        """Begin to make the statistics of the whole rows from those of this shard, and the other ranks'."""
         if not local.numel():
-            return own
+            return lambda: own
         logprobs = own.logprobs.masked_fill(local == ELSEWHERE, _NOT_HERE)
         kept = [own.lse, logprobs] + ([] if own.entropy is None else [own.entropy])
-        every = gathered(self._shard.group, torch.cat([each.reshape(-1).view(torch.uint8) for each in kept]))
-        sizes = [each.numel() * each.element_size() for each in kept]
-        shards = [
-            part.clone(memory_format=torch.contiguous_format).view(like.dtype).view(-1, *like.shape)
-            for part, like in zip(torch.split(every, sizes, dim=1), kept, strict=True)
-        ]
-        whole = put_together(shards[0], shards[1], shards[2] if len(shards) > 2 else None)
-        ignored = local == IGNORED
-        return whole.each(lambda stat: stat.masked_fill(ignored, 0.0))
+        sent = torch.cat([each.reshape(-1).view(torch.uint8) for each in kept])
+        every, work = begin_gather(self._shard.group, sent)
+
+        def finish() -> RowStats:
+            work.wait()
+            sizes = [each.numel() * each.element_size() for each in kept]
+            shards = [
+                part.clone(memory_format=torch.contiguous_format).view(like.dtype).view(-1, *like.shape)
+                for part, like in zip(torch.split(every, sizes, dim=1), kept, strict=True)
+            ]
+            whole = put_together(shards[0], shards[1], shards[2] if len(shards) > 2 else None)
+            return whole.each(lambda stat: stat.masked_fill(local == IGNORED, 0.0))
+
+        return finish
 
 
 def selected_of_all(shard: Shard, z: Tensor, present: Tensor, rest: Tensor) -> tuple[Tensor, Tensor, Tensor]:

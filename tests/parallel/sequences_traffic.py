@@ -7,8 +7,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import gspo_kernels as gk
+from gspo_kernels import step
+from gspo_kernels.integrations.layouts import tokens_of_rank
 from gspo_kernels.parallel.agreement import AGREEMENT_BYTES, RanksDisagreeError
 from tests.cases import Result, assert_equals_oracle, call, make_case
 from tests.objectives.sample_batches import examples, make_batch
@@ -142,6 +146,65 @@ def bytes_on_the_wire():
             )
             assert wire.sent["all_gather"] == AGREEMENT_BYTES + 16 * extremes, (objective, wire.sent)
             assert not wire.sent["broadcast"] and not wire.sent["reduce"]
+            if kind == "linear":
+                arguments = (own.labels, own.old_logprobs, own.advantages)
+                options = {"cu_seqlens": own.cu_seqlens, "objective": objective, **own.terms}
+                plan = gk.explain_schedule(
+                    leaves["hidden"], leaves["weight"], *arguments, cp_group=dist.group.WORLD, **options
+                )
+                assert plan.sent_bytes == sum(wire.sent.values()), (objective, plan.sent_bytes, wire.sent)
+                assert plan.messages == sum(wire.calls.values()), (objective, plan.messages, wire.calls)
+
+
+@of_ranks(4)
+def a_million_tokens():
+    """One sequence over all ranks: nothing that a rank holds or sends is as long as the sequence."""
+    tokens, ranks, group = 2**20, dist.get_world_size(), dist.group.WORLD
+    whole = torch.tensor([0, tokens], dtype=torch.int32)
+    own, offsets = tokens_of_rank(whole, dist.get_rank(), ranks)
+    leaf = torch.full((len(own),), -1.0).requires_grad_()
+    old = leaf.detach() - (own - tokens / 2) / tokens * 1e-3  # differs from token to token; its mean is 0
+    options = {"cu_seqlens": offsets, "cp_group": group}
+    largest, theirs = Largest(), step.evaluate
+
+    def watched(*arguments, **named):
+        with largest:
+            return theirs(*arguments, **named)
+
+    step.evaluate = watched  # inside of the operator, where a mode around it sees nothing
+    try:
+        with Wire() as wire:
+            out = gk.policy_loss(leaf, old, torch.ones(1), **options)
+            out.loss.backward()
+    finally:
+        step.evaluate = theirs
+    assert tokens // ranks <= largest.elements <= tokens // ranks + 16
+    assert sum(wire.sent.values()) <= AGREEMENT_BYTES + 80
+    torch.testing.assert_close(out.metrics["ratio/mean"], torch.ones(()), rtol=0, atol=1e-8)
+    torch.testing.assert_close(leaf.grad, torch.full_like(leaf, -1 / tokens))
+    peaks = []
+    for length in (2**10, 2**18):
+        hidden, weight = torch.zeros(length, 4, requires_grad=True), torch.zeros(64, 4, requires_grad=True)
+        ids, ends = torch.zeros(length, dtype=torch.int64), torch.tensor([0, length], dtype=torch.int32)
+        plan = gk.explain_schedule(
+            hidden, weight, ids, torch.zeros(length), torch.ones(1), cu_seqlens=ends, cp_group=group,
+            max_chunk_bytes=2**16,
+        )  # fmt: skip
+        peaks.append(plan.peak_bytes)
+    assert peaks[0] == peaks[1]
+
+
+class Largest(TorchDispatchMode):
+    """The most elements that an operation has returned."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        returned = function(*args, **(kwargs or {}))
+        for value in tree_leaves(returned):
+            if isinstance(value, torch.Tensor):
+                self.elements = max(self.elements, value.numel())
+        return returned
 
 
 @of_ranks(2, 4)

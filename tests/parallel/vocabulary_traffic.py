@@ -83,11 +83,15 @@ def bytes_on_the_wire():
             cu_seqlens=case.cu_seqlens, **case.terms, **options,
         )  # fmt: skip
         assert plan.sent_bytes == sum(wire.sent.values())
+        said = plan.overlaps.split(", ")
+        assert ("hidden states' while the chunk before is multiplied" in said) == scattered
+        assert any("first pass" in each for each in said) == (schedule == "two_pass")
+        assert "dHidden's while dWeight is multiplied" in said and plan.overlaps in str(plan)
         assert scattered or plan.messages == sum(wire.calls.values()), (plan.messages, wire.calls)
 
 
 class Reduction:
-    """A sum over ranks that says when it was waited for."""
+    """What ranks exchange, and when it was waited for."""
 
     def __init__(self, work, order):
         self.work, self.order = work, order
@@ -121,6 +125,61 @@ def dhidden_is_summed_while_the_head_is_multiplied():
             dist.all_reduce, HeadSums.add = reduce, add
         chunks = order.count("begun")
         assert chunks and order == ["begun", "head", "summed"] * chunks, (schedule, order)
+
+
+@of_ranks(2)
+def statistics_are_gathered_while_the_next_chunk_is_multiplied():
+    """Where no gradient waits for them: in scoring, and in the first of two passes."""
+    case = make_case("linear", vocabulary=VOCABULARY)
+    gather, project = dist.all_gather, Head.logits
+    for entry, options in ((SCORES["linear"], {}), (LOSSES["linear"], {"schedule": "two_pass"})):
+        order, under_way = [], []
+
+        def begun(*tensors, order=order, **options):
+            order.append("begun")
+            return Reduction(gather(*tensors, **options), order)
+
+        def logits(self, hidden, out, order=order, under_way=under_way):
+            under_way.append(order.count("begun") - order.count("summed"))
+            return project(self, hidden, out)
+
+        dist.all_gather, Head.logits = begun, logits
+        try:
+            judge(case, entry, gk.GSPO(), max_chunk_bytes=8 * VOCABULARY, **options)
+        finally:
+            dist.all_gather, Head.logits = gather, project
+        first, second = under_way[:3], under_way[3:]  # the second one has a gradient
+        assert first == [0, 1, 1] and second and not any(second), under_way
+
+
+@of_ranks(2)
+def hidden_states_are_gathered_while_a_chunk_is_multiplied():
+    """Each product finds those of the next chunk on their way; the last one of a pass has no next."""
+    case = make_case("linear", vocabulary=VOCABULARY)
+    tokens, rank = len(case.labels), dist.get_rank()
+    send, project, order, ahead = dist.broadcast, Head.logits, [], []
+
+    def begun(*tensors, **options):
+        order.append("begun")
+        return Reduction(send(*tensors, **options), order)
+
+    def logits(self, hidden, out):
+        ahead.append(order.count("begun") - order.count("summed"))
+        return project(self, hidden, out)
+
+    leaves = cut(case.inputs)
+    own = case.inputs["hidden"][tokens * rank // 2 : tokens * (rank + 1) // 2]
+    leaves["hidden"] = own.clone().requires_grad_()
+    options = {"schedule": "two_pass", "skip_inactive": "none", "max_chunk_bytes": 8 * VOCABULARY}
+    options |= {"tp_group": dist.group.WORLD, "sequence_parallel": True}
+    dist.broadcast, Head.logits = begun, logits
+    try:
+        call(case, leaves, LOSSES["linear"], gk.GSPO(), "cpp", **options).loss.backward()
+    finally:
+        dist.broadcast, Head.logits = send, project
+    first, second = ahead[: len(ahead) // 2], ahead[len(ahead) // 2 :]
+    for one in (first, second):
+        assert len(one) > 2 and all(one[:-1]) and one[-1] == 0, ahead
 
 
 @of_ranks(2, 4)
