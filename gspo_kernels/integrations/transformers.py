@@ -13,12 +13,11 @@ import types
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from gspo_kernels import checks
 from gspo_kernels.integrations.errors import IntegrationError, require_package
-from gspo_kernels.integrations.head_call import LOW_PRECISION, HeadCall, replaced_product
+from gspo_kernels.integrations.head_call import LOW_PRECISION, HeadCall
 from gspo_kernels.integrations.lm_head import (
     LMHead,
     causal_lm_of,
@@ -27,7 +26,7 @@ from gspo_kernels.integrations.lm_head import (
     lm_head_of,
     virtual_tokens_of,
 )
-from gspo_kernels.layout import segment_ids
+from gspo_kernels.integrations.packed_rows import lay_out_packed, score_packed
 from gspo_kernels.logprobs import linear_token_logprobs
 from gspo_kernels.losses import fused_linear_policy_loss
 from gspo_kernels.ops.library import checked_values
@@ -205,11 +204,11 @@ def _forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if virtual:
         labels = _lengthen(virtual, labels, ours)
     packed = ours.get("cu_seqlens") is not None
-    _complete(model, kwargs, packed)
+    _complete(model, kwargs, packed, shared=ours.get("cp_group") is not None)
     if packed:
-        labels = _lay_out_packed(model, own, labels, ours, kwargs)
+        labels = lay_out_packed(model, own, labels, ours, kwargs)
     if packed and scores:
-        _score_packed(ours, labels)
+        score_packed(ours, labels)
     lm_head = lm_head_of(model)
     transform = lm_head.logit_scale, lm_head.softcap
     call = HeadCall(
@@ -327,8 +326,10 @@ def _labels(ours: dict[str, Any], kwargs: dict[str, Any]) -> Tensor:
     return shifted
 
 
-def _complete(model: Any, kwargs: dict[str, Any], packed: bool) -> None:
-    """Arguments that every fused call gives to the model's own forward."""
+def _complete(model: Any, kwargs: dict[str, Any], packed: bool, shared: bool) -> None:
+    """Arguments that every fused call gives to the model's own forward; ``shared``: other ranks have tokens
+    of the same sequences.
+    """
     accepts = inspect.signature(type(model).forward).parameters
     anything = any(p.kind is p.VAR_KEYWORD for p in accepts.values())
     for name, value in (("use_cache", False), ("return_dict", True)):
@@ -340,6 +341,11 @@ def _complete(model: Any, kwargs: dict[str, Any], packed: bool) -> None:
     if isinstance(keep, Tensor) or keep:
         raise IntegrationError("logits_to_keep: a fused call scores all positions; mark others in the labels")
     positions = kwargs.get("position_ids")
+    if shared and positions is None:
+        raise IntegrationError(
+            "position_ids: got None, expected where in their sequences this rank's tokens are, of which "
+            "cp_group has the others"
+        )
     if packed or positions is None or kwargs.get("attention_mask") is not None:
         return
     if checked_values(positions.device) and bool((positions.diff() < 0).any()):
@@ -347,83 +353,6 @@ def _complete(model: Any, kwargs: dict[str, Any], packed: bool) -> None:
             "position_ids: restart within a row, which then holds several sequences; pass cu_seqlens with "
             "one row [1, N]"
         )
-
-
-def _lay_out_packed(
-    model: Any, own: Any, labels: Tensor, ours: dict[str, Any], kwargs: dict[str, Any]
-) -> Tensor:
-    """Check and complete a packed call; labels and per-token terms [1, N] become [N]."""
-    cu_seqlens = ours["cu_seqlens"]
-    if "position_ids" not in inspect.signature(type(model).forward).parameters:
-        raise IntegrationError(
-            f"cu_seqlens: {type(model).__name__} takes no position_ids, so it can't keep packed sequences "
-            "apart; pass padded rows"
-        )
-    mask = kwargs.get("attention_mask")
-    if (mask is not None and mask.ndim == 2) or kwargs["use_cache"]:
-        raise IntegrationError(
-            "cu_seqlens: with a 2-D attention_mask or use_cache=True packed sequences attend to each other; "
-            "pass neither"
-        )
-    N = labels.shape[1]
-    segments = segment_ids(cu_seqlens, N)
-    given = kwargs.get("position_ids")
-    if given is None:
-        positions = torch.arange(N, device=labels.device) - cu_seqlens.long()[segments]
-        kwargs["position_ids"] = positions.unsqueeze(0)
-    elif checked_values(labels.device) and (
-        given.shape != labels.shape or not torch.equal(given.diff() == 1, segments.diff().unsqueeze(0) == 0)
-    ):
-        raise IntegrationError("position_ids: do not restart where cu_seqlens says that sequences begin")
-    own_attention = mask is not None or "cu_seq_lens_q" in kwargs
-    if not own_attention and not model._gspo_fused.packing_checked:
-        _check_packing(model, own, labels.device)
-        model._gspo_fused.packing_checked = True
-    for term, value in ours.items():
-        if isinstance(value, Tensor) and value.shape == labels.shape:
-            ours[term] = value.squeeze(0)
-    return labels.squeeze(0)
-
-
-@torch.no_grad()
-def _check_packing(model: Any, own: Any, device: torch.device) -> None:
-    """Refuse a model in which packed sequences see each other; the same few tokens in every process."""
-    tokens = torch.arange(1, 7, device=device).unsqueeze(0) % model.config.get_text_config().vocab_size
-    positions = torch.tensor([[0, 1, 2, 0, 1, 2]], device=device)
-    training = [module for module in model.modules() if module.training]
-    for module in training:  # dropout would differ
-        module.training = False
-    try:
-        with replaced_product(head_module(model), lambda hidden: hidden, lambda hidden: hidden) as hidden:
-            for part in (slice(0, 6), slice(3, 6)):
-                own(
-                    input_ids=tokens[:, part],
-                    position_ids=positions[:, part],
-                    use_cache=False,
-                    return_dict=True,
-                )
-    finally:
-        for module in training:
-            module.training = True
-    packed, alone = (x.double() for x in (hidden[0][:, 3:], hidden[1]))
-    # more than rounding is refused; at 16 bits a router may send a token to another expert
-    tolerance = 0.1 if hidden[0].dtype in LOW_PRECISION else 1e-3
-    difference = float((packed - alone).norm() / alone.norm())
-    if not difference <= tolerance:
-        raise IntegrationError(
-            f"cu_seqlens: packed sequences see each other in {type(model).__name__} with "
-            f"{model.config._attn_implementation!r} attention (hidden states change by {difference:.1%}); "
-            "pass padded rows, or a 4-D attention_mask"
-        )
-
-
-def _score_packed(ours: dict[str, Any], labels: Tensor) -> None:
-    """Expand values that are one per sequence to one per token, as scoring takes them."""
-    cu_seqlens, temperature = ours.pop("cu_seqlens"), ours.get("temperature")
-    if isinstance(temperature, Tensor):
-        shape = (cu_seqlens.shape[0] - 1,)
-        checks.floats("temperature", temperature, shape, "one per sequence", labels.device)
-        ours["temperature"] = temperature[segment_ids(cu_seqlens, labels.numel())]
 
 
 def _with_aux_loss(model: Any, loss: Tensor, aux_loss: Tensor | None, weight: float | None) -> Tensor:

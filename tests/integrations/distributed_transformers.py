@@ -20,7 +20,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import gspo_kernels as gk
 from gspo_kernels.integrations.errors import IntegrationError
+from gspo_kernels.integrations.layouts import to_predictions, tokens_of_rank
 from gspo_kernels.integrations.transformers import fuse_lm_head
+from gspo_kernels.trainer.rows.context import Context, Cut, CutMask
 from tests.accuracy import Spread, assert_as_exact
 from tests.draws import shifted_seed
 from tests.integrations.tiny_models import tiny
@@ -224,7 +226,63 @@ def tensor_parallel():
         assert torch.equal(model(input_ids=inputs["input_ids"]).logits, logits)
 
 
-CASES = (ddp, fsdp2, fsdp2_head_alone, fsdp2_packed, fsdp2_lora, fsdp2_bf16, tensor_parallel)
+def context_parallel():
+    """Each rank has tokens of every sequence, and attention that gathers the others' keys and values."""
+    (inputs, advantages), group = rows(0), dist.group.WORLD
+    row = packed(inputs)
+    ids, cu_seqlens = row["input_ids"], row["cu_seqlens"]
+    positions = torch.arange(LENGTH).repeat(2).unsqueeze(0)
+    labels = to_predictions(row["labels"][0], cu_seqlens=cu_seqlens, fill=-100).unsqueeze(0)
+    cut = Cut.of(Context(group), cu_seqlens)
+    own, offsets = tokens_of_rank(cu_seqlens, dist.get_rank(), 2)
+    mine = {"input_ids": ids[:, own], "shift_labels": labels[:, own], "cu_seqlens": offsets}
+    whole_row = {"input_ids": ids, "shift_labels": labels, "cu_seqlens": cu_seqlens}
+    model = fuse_lm_head(tiny())
+    alone, exact = copy.deepcopy(model), copy.deepcopy(model).double()
+    with torch.no_grad():
+        old = alone(**whole_row, return_logprobs=True).logprobs
+    old = old + torch.linspace(-2e-3, 2e-3, old.numel())
+    found = {}
+    here = {
+        **mine,
+        "position_ids": positions[:, own],
+        "attention_mask": CutMask(cut, None),
+        "cp_group": group,
+    }
+    for which, each, given, before in (
+        ("parts", model, here, old[:, own]),
+        ("alone", alone, whole_row, old),
+        ("exact", exact, whole_row, old.double()),
+    ):
+        out = each(**given, old_logprobs=before, advantages=advantages.to(before.dtype), objective=gk.GRPO())
+        out.loss.backward()
+        gradients = [p.grad for p in each.parameters() if p.grad is not None]
+        if which == "parts":
+            for gradient in gradients:
+                dist.all_reduce(gradient)
+        found[which] = torch.cat([out.loss.detach().view(1), *(x.flatten() for x in gradients)])
+    truth = found["exact"]
+    errors = [found[which].double() - truth for which in ("parts", "alone")]
+    spread = Spread.of([errors[1]], by_row=False)
+    assert_as_exact("loss and gradients", errors[:1], spread, [truth], torch.finfo(torch.float32).eps)
+    try:
+        model(**mine, cp_group=group, return_logprobs=False, old_logprobs=None, advantages=advantages)
+    except IntegrationError as error:
+        assert "position_ids: got None, expected where in their sequences" in str(error), error
+    else:
+        raise AssertionError("positions that nobody gave were made up")
+
+
+CASES = (
+    ddp,
+    fsdp2,
+    fsdp2_head_alone,
+    fsdp2_packed,
+    fsdp2_lora,
+    fsdp2_bf16,
+    tensor_parallel,
+    context_parallel,
+)
 
 
 def main(rank, store, result):
