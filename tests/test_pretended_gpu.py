@@ -20,6 +20,7 @@ pytestmark = [
 pytest.importorskip("triton")
 
 ENTRY = "fused_linear_policy_loss"
+T, B = 8, 8
 V = 61
 ROW = V * 4
 NARROW = [torch.float16, torch.bfloat16]
@@ -195,51 +196,98 @@ def test_token_logprobs_are_two_launches(gpu):
     assert gpu.kernels.total() == 2 and not gpu.looks
 
 
-# small launches of forward and backward in four chunks ("deferred": eight sequences of one), and looks at the
-# device; with everything active and nothing masked
+# small launches of forward and backward in four chunks ("deferred": eight sequences of one), the package's,
+# and looks at the device; with everything active and nothing masked
 FROM_HIDDEN = {
-    ("aligned", "none"): (178, 0),
-    ("aligned", "backward"): (195, 5),
-    ("deferred", "none"): (458, 0),
-    ("deferred", "backward"): (483, 1),
-    ("cached", "none"): (194, 0),
-    ("cached", "backward"): (205, 2),
-    ("two_pass", "none"): (102, 0),
-    ("two_pass", "backward"): (109, 2),
-    ("auto", "none"): (151, 0),
-    ("auto", "backward"): (162, 2),
-    ("known", "none"): (139, 0),
-    ("known", "backward"): (145, 5),
+    ("aligned", "none"): (38, 22, 0),
+    ("aligned", "backward"): (46, 26, 5),
+    ("deferred", "none"): (163, 42, 0),
+    ("deferred", "backward"): (171, 42, 1),
+    ("cached", "none"): (32, 19, 0),
+    ("cached", "backward"): (42, 19, 2),
+    ("two_pass", "none"): (19, 17, 0),
+    ("two_pass", "backward"): (25, 17, 2),
+    ("auto", "none"): (32, 19, 0),
+    ("auto", "backward"): (42, 19, 2),
+    ("known", "none"): (23, 19, 0),
+    ("known", "backward"): (25, 23, 5),
 }
+
+
+def from_hidden(gpu, dtype, terms, options, chunks):
+    """A loss and its gradients, of a batch that is cut in so many chunks."""
+    (hidden, weight), labels, old, advantages = problem(dtype, length=2)
+    leaves = [hidden.requires_grad_(), weight.requires_grad_()]
+    terms = {"old_logprobs": old, "advantages": advantages.abs() + 1, "normalizer": 8.0} | terms
+    terms = {"objective": gk.GSPO(clip_low=0.999, clip_high=1e9), "loss_mask": torch.ones(B, 2)} | terms
+    with gpu:
+        budget = B * 2 // chunks * ROW
+        gk.fused_linear_policy_loss(
+            *leaves, labels, **terms, **options, max_chunk_bytes=budget
+        ).loss.backward()
 
 
 @pytest.mark.parametrize(("schedule", "skip"), FROM_HIDDEN)
 def test_from_hidden_states_nothing_is_looked_at_that_need_not_be(gpu, schedule, skip):
     """Lengths are one look a call, a chunk's rows with a gradient one more; with "none" there is none."""
-    small, looks = FROM_HIDDEN[schedule, skip]
-    (hidden, weight), labels, old, advantages = problem(torch.bfloat16)
-    leaves = [hidden.requires_grad_(), weight.requires_grad_()]
-    options = {"schedule": schedule, "skip_inactive": skip, "max_chunk_bytes": 2 * T * ROW}
-    objective = gk.GSPO(clip_low=0.999, clip_high=1e9)
-    old, advantages = None if schedule == "known" else old, advantages.abs() + 1
-    terms = {"loss_mask": torch.ones(B, T), "normalizer": 8.0, "objective": objective}
-    with gpu:
-        out = gk.fused_linear_policy_loss(*leaves, labels, old, advantages, **terms, **options)
-        out.loss.backward()
+    small, kernels, looks = FROM_HIDDEN[schedule, skip]
+    terms = {"old_logprobs": None} if schedule == "known" else {}
+    from_hidden(gpu, torch.bfloat16, terms, {"schedule": schedule, "skip_inactive": skip}, 4)
     assert gpu.looks.total() == looks
-    assert gpu.small.total() <= small
+    assert gpu.small.total() <= small and gpu.kernels.total() <= kernels
+
+
+REFERENCE = {"ref_logprobs": torch.full((B, 2), -4.0), "kl_beta": 0.1}
+HOLES = torch.ones(B, 2).index_fill(1, torch.tensor([1]), 0.0)
+IN_A_CHUNK = {
+    "GSPO": ("aligned", {}, 7),
+    # what dWeight counts in, and dWeight in that
+    "GSPO in fp16": ("aligned", {"dtype": torch.float16}, 9),
+    "GSPO with holes": ("aligned", {"loss_mask": HOLES}, 8),
+    "GSPO with KL": ("aligned", REFERENCE, 7),
+    "GSPO on-policy": ("known", {"old_logprobs": None}, 4),
+    "GSPO on-policy with KL": ("known", {"old_logprobs": None} | REFERENCE, 9),
+    "GRPO": ("known", {"objective": gk.GRPO(0.999, 1e9)}, 9),
+    "GRPO with KL": ("known", {"objective": gk.GRPO(0.999, 1e9)} | REFERENCE, 9),
+    "GRPO on-policy": ("known", {"objective": gk.GRPO(), "old_logprobs": None}, 4),
+}
+"""Schedule, terms, and the launches of a chunk: small ones and the package's, but no products."""
+
+
+@pytest.mark.parametrize(
+    ("name", "skip"),
+    [*((name, "none") for name in IN_A_CHUNK), ("GSPO with holes", "backward"), ("GRPO", "backward")],
+)
+def test_a_chunk_takes_few_launches(gpu, name, skip):
+    """Those of some chunks less those of half as many. Leaving rows out takes one more and a look."""
+    schedule, terms, most = IN_A_CHUNK[name]
+    dtype = terms.get("dtype", torch.bfloat16)
+    terms, most = {key: terms[key] for key in terms if key != "dtype"}, most + (skip == "backward")
+    counts = []
+    for chunks in (4, 8):
+        gpu.small.clear(), gpu.kernels.clear(), gpu.looks.clear()
+        from_hidden(gpu, dtype, terms, {"schedule": schedule, "skip_inactive": skip}, chunks)
+        launches = gpu.small.total() + gpu.kernels.total()
+        counts.append((gpu.kernels["logprobs_forward_kernel"], launches, gpu.looks.total()))
+    chunks, launches, looks = (more - some for some, more in zip(*counts, strict=True))
+    assert chunks and launches <= most * chunks <= 12 * chunks
+    assert looks == (chunks if skip == "backward" else 0)
 
 
 @pytest.mark.parametrize("schedule", ["aligned", "cached"])
 def test_clipped_sequences_are_left_out_by_a_look_a_chunk(gpu, schedule):
-    """And one more where rows move up."""
+    """Of chunks whose sequences aren't known to be idle; where a whole batch waits, by two."""
     (hidden, weight), labels, old, advantages = problem(torch.bfloat16)
     leaves = [hidden.requires_grad_(), weight.requires_grad_()]
     options = {"schedule": schedule, "max_chunk_bytes": 2 * T * ROW}
-    advantages[::2] = 0
+    old[::2], advantages = 0.0, advantages.abs() + 1
     with gpu:
-        gk.fused_linear_policy_loss(*leaves, labels, old, advantages, **options).loss.backward()
-    assert 1 < gpu.looks.total() <= 1 + 2 * B // 2
+        out = gk.fused_linear_policy_loss(
+            *leaves, labels, old, -advantages, objective=gk.GSPO(0.5, 1e9), **options
+        )
+        out.loss.backward()
+    assert out.metrics["clip_fraction/low"] > 0.2
+    assert gpu.looks.total() == (1 + B // 2 if schedule == "aligned" else 3)
 
 
 def test_batch_invariant_products_are_a_kernel_of_ours(gpu):
@@ -274,13 +322,13 @@ def test_linear_token_logprobs_look_for_masked_rows_alone(gpu, masked):
     assert gpu.looks.total() == 1
 
 
-T, B = 8, 8
-
-
-def problem(dtype, width=16, vocabulary=V):
+def problem(dtype, width=16, vocabulary=V, length=T):
     """Tensors for a pretended device: (hidden, weight), labels, old log-probs, advantages."""
     rng = generator(0)
-    hidden, weight = torch.randn(B, T, width, generator=rng), torch.randn(vocabulary, width, generator=rng)
-    labels = torch.randint(vocabulary, (B, T), generator=rng)
-    old, advantages = torch.randn(B, T, generator=rng) - 4, torch.randn(B, generator=rng)
+    hidden, weight = (
+        torch.randn(B, length, width, generator=rng),
+        torch.randn(vocabulary, width, generator=rng),
+    )
+    labels = torch.randint(vocabulary, (B, length), generator=rng)
+    old, advantages = torch.randn(B, length, generator=rng) - 4, torch.randn(B, generator=rng)
     return ((hidden.to(dtype), (weight / 4).to(dtype)), labels, old, advantages)

@@ -9,7 +9,7 @@ import torch
 
 from gspo_kernels.kernels.divergences import divergence
 from gspo_kernels.kernels.gradients import gradient_of_rows, logprobs_and_grad, logprobs_backward
-from gspo_kernels.kernels.hidden import active_rows, product_operand, scale_rows_, store_hidden
+from gspo_kernels.kernels.hidden import active_rows, product_operand, scale_rows_, store_hidden, sum_unit
 from gspo_kernels.kernels.launch import INTERPRETED
 from gspo_kernels.kernels.logprobs import logprobs_forward
 from gspo_kernels.kernels.products import fixed_product
@@ -34,6 +34,7 @@ __all__ = [
     "scale_rows_",
     "sequence_ratio_forward",
     "store_hidden",
+    "sum_unit",
     "unavailable",
 ]
 

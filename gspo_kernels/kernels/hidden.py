@@ -152,6 +152,71 @@ def product_operand(
     return out
 
 
+@triton.jit(
+    do_not_specialize=[
+        *("coefficients_ptr", "factors_ptr", "rows_ptr", "before_ptr", "out_ptr"),
+        *("count", "stride", "most"),
+    ]
+)
+def sum_unit_kernel(
+    coefficients_ptr,
+    factors_ptr,
+    rows_ptr,
+    before_ptr,
+    out_ptr,
+    count: tl.int32,
+    stride: tl.int64,
+    most: tl.float64,
+    STATS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program for all rows, of which there are no more than a chunk has."""
+    peaks = tl.zeros([BLOCK], STATS)
+    for start in range(0, count, BLOCK):
+        rows = start + tl.arange(0, BLOCK)
+        inside = rows < count
+        if rows_ptr is not None:
+            rows = tl.load(rows_ptr + rows, mask=inside, other=0)
+        share, factor = _coefficients(coefficients_ptr, factors_ptr, rows, inside, stride, STATS)
+        share = times(tl.minimum(tl.abs(share), tl.full([], most, STATS)), factor)
+        peaks = tl.maximum(peaks, tl.abs(share))
+    power, inverse = power_of_two(tl.max(peaks, axis=0), STATS)
+    if before_ptr is not None:
+        before = tl.load(before_ptr)
+        power, inverse = power_of_two(tl.maximum(before, power), STATS)
+        tl.store(out_ptr + 1, before * inverse)
+    tl.store(out_ptr, power)
+
+
+def sum_unit(
+    coefficients: Tensor,
+    factors: Tensor | None,
+    rows: Tensor | None,
+    before: Tensor | None,
+    most: float,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """See ``ops.backends.HiddenBackend.sum_unit``."""
+    out = torch.empty(2, dtype=dtype, device=coefficients.device)
+    launch(
+        sum_unit_kernel,
+        1,
+        out.device,
+        _SELECT,
+        coefficients,
+        factors,
+        rows,
+        before,
+        out,
+        len(coefficients if rows is None else rows),
+        coefficients.stride(0),
+        most,
+        STATS=stats_type(dtype),
+        BLOCK=_SELECT.block,
+    )
+    return out[0], out[1]
+
+
 @triton.jit
 def _unit_rows(sources, columns, mask, unit):
     """Some columns of rows, times what their coefficients are beside a power of two."""

@@ -174,7 +174,7 @@ class Run:
             self.scores.add_forward(chunk)
 
     def _aligned(self, part: Part) -> None:
-        chunk = self.call.chunk(self.scopes.rows_of(part))
+        chunk = self.call.chunk(self.scopes.rows_of(part), self.scopes.labels_of(part))
         projected = self.scores.add(chunk)
         self.gradients.add(projected, chunk, *self._step_of(part, projected.stats), self.skip)
 

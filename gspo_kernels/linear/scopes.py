@@ -159,6 +159,7 @@ class Scopes:
         self.where = self._positions(counts)
         self._as_they_are = self._equal and self._sequences == list(range(len(counts)))
         self._ends: dict[Part, Tensor] = {}
+        self._labels = call.labels
         self._ordered = terms
 
     @property
@@ -235,12 +236,18 @@ class Scopes:
             pinned = table.pin_memory() if device.type == "cuda" else table
             order, *ends = pinned.to(device, non_blocking=True).split([len(self._sequences), *sizes])
         self._ends = dict(zip(parts, ends, strict=True))
+        self._labels = self.call.labels.flatten()[self.where]
 
         def in_order(form: Form, value: Tensor) -> Tensor:
             value = _of_tokens(form, value, self.call.labels, self.where)
             return value[order] if value.ndim == 1 and form.shape != "offsets" else value
 
         self._ordered = self.terms._replace(skipped=None).each(in_order)
+
+    def labels_of(self, part: Part) -> Tensor:
+        """The labels [n] of a part that has been brought."""
+        first, last = self._sequence_range(part)
+        return self._labels[self._row_ends[first] : self._row_ends[last]]
 
     def rows_of(self, part: Part) -> slice | Tensor:
         """Positions of a part's rows among the flattened rows of the call."""

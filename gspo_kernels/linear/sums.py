@@ -170,14 +170,23 @@ class HeadSums:
 
     def _unit(self, rows: Rows, weights: Weights) -> Tensor:
         """What dWeight counts in, once that is as large as the largest of the rows' factors."""
-        scale = power_of_two(largest(self._factors(rows, weights)))
-        if not self._empty:
-            before = torch.ones_like(scale) if self._power is None else self._power
-            scale = torch.maximum(before, scale)
-            assert self._weight is not None
-            self._backend.scale_(self._weight, before / scale)  # costs nothing where it stays
-        self._power = scale
-        return scale
+        total, before = self._weight, self._power
+        assert total is not None
+        if before is None and not self._empty:
+            before = torch.ones((), dtype=total.dtype, device=total.device)
+        if self._launches is not None:
+            most = most_in_sums(total.dtype)
+            unit, shrink = self._launches.sum_unit(
+                weights.coefficients, rows.factors, weights.rows, before, most, total.dtype
+            )
+        else:
+            unit = power_of_two(largest(self._factors(rows, weights)))
+            unit = unit if before is None else torch.maximum(before, unit)
+            shrink = unit if before is None else before / unit
+        if before is not None:
+            self._backend.scale_(total, shrink)  # costs nothing where it stays
+        self._power = unit
+        return unit
 
     def _count_in_ones(self) -> None:
         power, self._power = self._power, None

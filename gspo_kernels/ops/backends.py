@@ -164,6 +164,19 @@ class HiddenBackend(RowBackend, Protocol):
         whatever the hidden states are.
         """
 
+    def sum_unit(
+        self,
+        coefficients: Tensor,
+        factors: Tensor | None,
+        rows: Tensor | None,
+        before: Tensor | None,
+        most: float,
+        dtype: torch.dtype,
+    ) -> tuple[Tensor, Tensor]:
+        """The power of two at or below the largest of the coefficients, each of at most ``most`` either way,
+        or ``before`` where that is larger; and ``before`` over it. Both are 0-d, of a dtype of statistics.
+        """
+
     def store_hidden(
         self,
         values: Tensor,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
@@ -133,6 +134,41 @@ def backward_of_shards(B: int, T: int, V: int, dtype: torch.dtype) -> None:
         )
 
 
+def around_products(dtype: torch.dtype, width: int, everything: bool) -> None:
+    """The launchers of what is done around the gradient products, with every optional argument or none."""
+    n, stats = 5, stats_dtype(dtype)
+    floats, most = torch.zeros(n, dtype=stats), torch.finfo(stats).max * 2.0**-24
+    hidden, values = torch.empty(n, width, dtype=dtype), torch.empty(n, width, dtype=stats)
+    rows, one = torch.zeros(n, dtype=torch.int32), torch.ones((), dtype=stats)
+    active, where = torch.ones(n, dtype=torch.bool), torch.zeros(n, dtype=torch.int64)
+    given = (floats, rows, active, one, where) if everything else (None,) * 4 + (slice(0, n),)
+    factors, chosen, active, unit, where = given
+    kernels.product_operand(hidden, floats, factors, active, chosen, unit, most, dtype)
+    kernels.sum_unit(floats, factors, chosen, unit, most, stats)
+    for scales, whole_last in ((floats, False), (None, everything)):
+        kernels.store_hidden(values, floats, factors, chosen, where, hidden, scales, whole_last)
+    kernels.scale_rows_(hidden, floats, one)
+    # what it finds is not looked at: nothing has run
+    with contextlib.suppress(RuntimeError):
+        kernels.active_rows(floats, factors)
+
+
+def backward_of_rows(transform: LogitTransform, entropy: bool) -> None:
+    """The backward of some of a chunk's rows, in the memory of its logits."""
+    logits, labels = torch.empty(1, 5, 4096), torch.zeros(1, 5, dtype=torch.int64)
+    each, rows = torch.zeros(1, 5), torch.zeros(3, dtype=torch.int32)
+    kernels.gradient_of_rows(
+        logits,
+        labels,
+        RowStats(each, each.double(), each),
+        (each, each if entropy else None),
+        transform,
+        rows,
+        ignore_index=-100,
+        out=logits.view(torch.bfloat16)[:, :3, :4096],
+    )
+
+
 def score(
     N: int, H: int, V: int, dtype: torch.dtype, transform: LogitTransform, everything: bool, target: str
 ) -> None:
@@ -217,6 +253,8 @@ def is_read(name: str) -> bool:
     words = set(name.split())
     if words & {"ratio_step_kernel", "scale_kernel", "combine_splits_kernel"}:
         return False
+    if name.startswith(("sum_unit", "active_rows", "scale_rows")):
+        return False
     plain = not words & {"scaled", "softcap", "kept"} and "float64" not in name
     return plain or bool(words & {"logprobs_backward_kernel", "score_tile_kernel", "shifted"})
 
@@ -263,6 +301,8 @@ def main() -> None:
     compare(torch.bfloat16, PLAIN, 0.5)
     compare(torch.float32, PLAIN, 0.5, write="narrower")
     compare(torch.float32, PLAIN, 1.0)
+    around_products(torch.bfloat16, 4096, False)
+    backward_of_rows(PLAIN, False)
     report = compile_calls(recorder.calls, targets)
     # Once each: what fp64, the transform, sampling masks, shards and odd strides make of the kernels.
     rest = Recorder()
@@ -284,6 +324,9 @@ def main() -> None:
         call_all(rest, 2, 3, V, dtype, transform._replace(kept=kept))
     for dtype in (torch.bfloat16, torch.float64):
         backward_of_shards(2, 3, 4096, dtype)
+    backward_of_rows(BENT, True)
+    around_products(torch.float16, 1009, True)
+    around_products(torch.float64, 1009, False)
     strided = torch.empty(2, 3, 4096, 2, dtype=torch.float16)[..., 0]
     labels = torch.zeros(2, 3, dtype=torch.int64)
     kernels.logprobs_forward(strided, labels, PLAIN, ignore_index=-100, entropy=False)

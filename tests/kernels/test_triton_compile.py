@@ -62,6 +62,11 @@ def test_every_kernel_compiles(report, target):
         "sequence_ratio_kernel",
         "ratio_step_kernel",
         "scale_kernel",
+        "active_rows_kernel",
+        "product_operand_kernel",
+        "scale_rows_kernel",
+        "store_hidden_kernel",
+        "sum_unit_kernel",
         "score_tile_kernel",
         "combine_splits_kernel",
         "fixed_product_kernel",
@@ -171,6 +176,15 @@ def test_aligned_rows_move_16_bytes_at_a_time(report, target, dtype):
         assert entry["wide_loads"] == 8 and entry["wide_stores"] == 8, entry
     for entry in entries(report, target, "logprobs_and_grad_kernel", f" {dtype}->{dtype} aligned"):
         assert entry["wide_loads"] >= 10 and entry["wide_stores"] >= 4, entry
+
+
+@pytest.mark.parametrize("target", NVIDIA)
+def test_hidden_states_move_16_bytes_at_a_time(report, target):
+    """A warp has a row: 32 columns a thread, of two or four bytes each."""
+    for kernel, loads in (("product_operand_kernel bfloat16", 4), ("store_hidden_kernel float32 no", 8)):
+        for entry in entries(report, target, kernel):
+            assert entry["wide_loads"] >= loads and entry["wide_stores"] >= 4, entry
+            assert entry["barriers"] == 0, entry
 
 
 def test_gradients_of_rows_that_begin_anywhere_do_so_too(report):
