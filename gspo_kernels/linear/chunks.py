@@ -267,9 +267,10 @@ class Call:
             return replace(self, chunk_rows=max(self.chunk_rows, FOLDED_ROWS)).chunks(where)
         return self.chunks(where)
 
-    def chunk(self, where: slice | Tensor) -> Chunk:
-        """The rows at some positions."""
-        return self._chunk(where, self.labels.flatten()[where], self._begin_hidden(where))
+    def chunk(self, where: slice | Tensor, labels: Tensor | None = None) -> Chunk:
+        """The rows at some positions, whose labels [n] may have been looked up."""
+        labels = self.labels.flatten()[where] if labels is None else labels
+        return self._chunk(where, labels, self._begin_hidden(where))
 
     def _chunk(self, where: slice | Tensor, labels: Tensor, fetch: Callable[[], Tensor]) -> Chunk:
         transform = self.options.transform.rows(lambda rows: rows.flatten(0, 1)[where].unsqueeze(0))
