@@ -269,8 +269,7 @@ class Call:
 
     def chunk(self, where: slice | Tensor, labels: Tensor | None = None) -> Chunk:
         """The rows at some positions, whose labels [n] may have been looked up."""
-        if labels is None:
-            labels = self.labels.flatten()[where]
+        labels = self.labels.flatten()[where] if labels is None else labels
         return self._chunk(where, labels, self._begin_hidden(where))
 
     def _chunk(self, where: slice | Tensor, labels: Tensor, fetch: Callable[[], Tensor]) -> Chunk:

@@ -8,9 +8,10 @@ from gspo_kernels.linear.sums import HeadSums
 
 @pytest.fixture
 def products(monkeypatch):
-    """Rows that enter each kind of product, and of how many logits exist at once."""
+    """Rows that enter each kind of product, and the most that exist at once."""
     rows = {"forward": 0, "hidden": 0, "weight": 0, "most": 0}
-    logits, fold, grad_hidden, sum_head = Head.logits, Head.fold_logits, Head.grad_hidden, HeadSums.add
+    logits, fold_logits = Head.logits, Head.fold_logits
+    grad_hidden, sum_head = Head.grad_hidden, HeadSums.add
 
     def counted_logits(self, hidden, out):
         rows["forward"] += hidden.shape[0]
@@ -19,7 +20,7 @@ def products(monkeypatch):
 
     def counted_folds(self, hidden, folds):
         rows["forward"] += hidden.shape[0]
-        fold(self, hidden, folds)
+        return fold_logits(self, hidden, folds)
 
     def counted_hidden(self, scores):
         rows["hidden"] += scores.shape[0]
