@@ -14,6 +14,8 @@
 #elif defined(__x86_64__) && defined(__ELF__) && defined(__GLIBC__) && defined(__GNUC__) && \
     !defined(__clang__) && __GNUC__ >= 12
 #define GSPO_CLONES __attribute__((target_clones("default", "arch=x86-64-v3", "arch=x86-64-v4")))
+#define GSPO_F16C
+#include <immintrin.h>
 #else
 #define GSPO_CLONES
 #endif
@@ -288,26 +290,74 @@ GSPO_INLINE void store_of(const S* __restrict g, int64_t n, T* out) {
 GSPO_DEFINE_FOR_STATS(float)
 GSPO_DEFINE_FOR_STATS(double)
 
-#define GSPO_DEFINE_LOAD(T, S)                                           \
-    GSPO_CLONES void load(const T* x, int64_t stride, int64_t n, S* z) { \
+#define GSPO_DEFINE_LOAD(NAME, T, S)                                     \
+    GSPO_CLONES void NAME(const T* x, int64_t stride, int64_t n, S* z) { \
         load_of(x, stride, n, z);                                        \
     }
-GSPO_DEFINE_LOAD(float, float)
-GSPO_DEFINE_LOAD(BFloat16, float)
-GSPO_DEFINE_LOAD(Half, float)
-GSPO_DEFINE_LOAD(double, double)
+GSPO_DEFINE_LOAD(load, float, float)
+GSPO_DEFINE_LOAD(load, BFloat16, float)
+GSPO_DEFINE_LOAD(load_any, Half, float)
+GSPO_DEFINE_LOAD(load, double, double)
 
-#define GSPO_DEFINE_STORE(S, T)                             \
-    GSPO_CLONES void store(const S* g, int64_t n, T* out) { \
-        store_of(g, n, out);                                \
+#define GSPO_DEFINE_STORE(NAME, S, T)                      \
+    GSPO_CLONES void NAME(const S* g, int64_t n, T* out) { \
+        store_of(g, n, out);                               \
     }
-GSPO_DEFINE_STORE(float, float)
-GSPO_DEFINE_STORE(float, BFloat16)
-GSPO_DEFINE_STORE(float, Half)
-GSPO_DEFINE_STORE(float, double)
-GSPO_DEFINE_STORE(double, float)
-GSPO_DEFINE_STORE(double, BFloat16)
-GSPO_DEFINE_STORE(double, Half)
-GSPO_DEFINE_STORE(double, double)
+GSPO_DEFINE_STORE(store, float, float)
+GSPO_DEFINE_STORE(store, float, BFloat16)
+GSPO_DEFINE_STORE(store_any, float, Half)
+GSPO_DEFINE_STORE(store, float, double)
+GSPO_DEFINE_STORE(store, double, float)
+GSPO_DEFINE_STORE(store, double, BFloat16)
+GSPO_DEFINE_STORE(store, double, Half)
+GSPO_DEFINE_STORE(store, double, double)
+
+// What a processor has one instruction for takes a dozen of integer work, as long as an exponential.
+#ifdef GSPO_F16C
+
+#define GSPO_TARGET_F16C __attribute__((target("arch=x86-64-v3")))
+
+bool has_f16c() {
+    static const bool has = __builtin_cpu_supports("x86-64-v3");
+    return has;
+}
+
+GSPO_TARGET_F16C void load_halves(const Half* x, int64_t n, float* z) {
+    int64_t i = 0;
+    for (; i + 8 <= n; i += 8) {
+        _mm256_storeu_ps(z + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x + i))));
+    }
+    for (; i < n; ++i) z[i] = to_float(x[i]);
+}
+
+GSPO_TARGET_F16C void store_halves(const float* g, int64_t n, Half* out) {
+    int64_t i = 0;
+    for (; i + 8 <= n; i += 8) {
+        const __m128i eight = _mm256_cvtps_ph(_mm256_loadu_ps(g + i), _MM_FROUND_TO_NEAREST_INT);
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(out + i), eight);
+    }
+    for (; i < n; ++i) from_float(g[i], out[i]);
+}
+
+void load(const Half* x, int64_t stride, int64_t n, float* z) {
+    if (stride == 1 && has_f16c()) return load_halves(x, n, z);
+    load_any(x, stride, n, z);
+}
+
+void store(const float* g, int64_t n, Half* out) {
+    has_f16c() ? store_halves(g, n, out) : store_any(g, n, out);
+}
+
+#else
+
+void load(const Half* x, int64_t stride, int64_t n, float* z) {
+    load_any(x, stride, n, z);
+}
+
+void store(const float* g, int64_t n, Half* out) {
+    store_any(g, n, out);
+}
+
+#endif
 
 }  // namespace gspo_kernels

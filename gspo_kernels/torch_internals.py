@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -28,6 +29,16 @@ def plain_constant(value: Any) -> Any:
     # of the traceable functions it is groupby that looks at values, and guards them, instead of symbols
     (constant,) = [key for key, _ in itertools.groupby([value])]
     return constant
+
+
+@functools.cache
+def onednn_multiplies(dtype: torch.dtype) -> bool:
+    """Whether products of a 16-bit dtype on the CPU are oneDNN's on this processor; PyTorch has loops of its
+    own for those that oneDNN doesn't know there, many times slower.
+    """
+    known = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
+    built = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return built and bool(getattr(torch.ops.mkldnn, known[dtype])())
 
 
 @contextlib.contextmanager

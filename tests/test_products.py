@@ -14,7 +14,7 @@ import torch
 import gspo_kernels as gk
 from gspo_kernels import cpp, doctor
 from gspo_kernels.cpp.products import multiplies
-from gspo_kernels.linear import calibration, products
+from gspo_kernels.linear import calibration, head, products
 from gspo_kernels.linear.head import Head
 from tests.cases import assert_equals_oracle, generator, make_case, run
 
@@ -80,6 +80,23 @@ def test_log_probs_are_the_same_bits_in_chunks_of_any_size(in_blocks, dtype):
         for rows in (100, 37, 1)
     ]
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("known", [True, False])
+def test_rounded_logits_where_onednn_knows_their_dtype_and_where_not(
+    not_in_blocks, monkeypatch, dtype, known
+):
+    """PyTorch's product, or that of fp32 copies, rounded."""
+    asked = []
+    monkeypatch.setattr(head, "onednn_multiplies", lambda dtype: asked.append(dtype) or known)
+    rng = generator(4)
+    hidden, weight = torch.randn(5, 40, generator=rng), torch.randn(2048 + 77, 40, generator=rng)
+    hidden, weight, bias = hidden.to(dtype), weight.to(dtype), torch.randn(2048 + 77, generator=rng).to(dtype)
+    wide = Head(weight, bias, "float32").logits(hidden, torch.empty(5, 2048 + 77))
+    rounded = Head(weight, bias, "input").logits(hidden, torch.empty(5, 2048 + 77, dtype=dtype))
+    expected = wide.to(dtype) if not known else torch.addmm(bias, hidden, weight.t())
+    assert torch.equal(rounded, expected) and asked == [dtype]
 
 
 @here

@@ -12,6 +12,7 @@ from torch import Tensor
 from gspo_kernels.linear.products import fixed_product, in_blocks, multiply
 from gspo_kernels.linear.segments import SEGMENT
 from gspo_kernels.ops.backends import Folds
+from gspo_kernels.torch_internals import onednn_multiplies
 from gspo_kernels.types import stats_dtype
 
 LOGITS_SLAB, HIDDEN_SLAB = 2048, 8192
@@ -85,18 +86,23 @@ class Head:
 
     def logits(self, hidden: Tensor, out: Tensor) -> Tensor:
         """[n, H] -> [n, V], written into ``out``."""
-        if self.fixed:
-            return self._fixed_logits(hidden, out)
+        rounded = out.dtype in (torch.float16, torch.bfloat16)
+        if self.fixed and (out.is_cuda or (self.in_blocks and not rounded)):
+            return fixed_product(hidden, self.weight.t(), out, bias=self.bias)
         if self.weight.is_cuda and not self.native:
             torch.mm(hidden, self.weight.t(), out_dtype=out.dtype, out=out)
             return out if self.bias is None else out.add_(self.bias)
-        if self.weight.is_cuda or out.dtype in (torch.float16, torch.bfloat16):
+        if self.weight.is_cuda or (rounded and not self.fixed and onednn_multiplies(out.dtype)):
             if self.bias is None:
                 return torch.mm(hidden, self.weight.t(), out=out)
             return torch.addmm(self.bias, hidden, self.weight.t(), out=out)
+        if rounded:
+            for slab, columns in self._slabs_of_logits(hidden):
+                out[:, slab] = columns
+            return out
         if self.in_blocks:
             return multiply(hidden, self.weight.t(), out, bias=self.bias)
-        hidden = hidden.to(out.dtype)
+        hidden = self._operand(hidden)
         for slab in self._slabs(LOGITS_SLAB):
             self._slab_of_logits(hidden, slab, out[:, slab])
         return out
@@ -106,12 +112,8 @@ class Head:
         if self.in_blocks:
             folds.add_product(hidden, self.weight, self.bias)
             return
-        hidden = hidden.to(self.dtype)
-        # rows a power of two apart would share a few lines of a cache
-        columns = hidden.new_empty(hidden.shape[0], LOGITS_SLAB + 16)
-        for slab in self._slabs(LOGITS_SLAB):
-            out = columns[:, : slab.stop - slab.start]
-            folds.add(self._slab_of_logits(hidden, slab, out), slab.start)
+        for slab, columns in self._slabs_of_logits(hidden):
+            folds.add(columns, slab.start)
 
     def grad_hidden(self, rows: Tensor) -> Tensor:
         """[n, V] -> [n, H] in the statistics' dtype."""
@@ -128,24 +130,27 @@ class Head:
             out.addmm_(rows[:, slab], self.weight[slab].to(rows.dtype))
         return out
 
-    def _slab_of_logits(self, hidden: Tensor, slab: slice, out: Tensor) -> Tensor:
-        """Some columns of logits, in the dtype of ``hidden`` and ``out``."""
-        weight, bias = self.weight[slab].to(out.dtype), None if self.bias is None else self.bias[slab]
+    def _operand(self, values: Tensor) -> Tensor:
+        """Hidden states or weights as products on the CPU take them that leave fp32 or fp64."""
+        if self.fixed and self.in_blocks:
+            return values
+        return values.to(stats_dtype(values.dtype))
+
+    def _slab_of_logits(self, operand: Tensor, slab: slice, out: Tensor) -> Tensor:
+        """Some columns of logits, in fp32 or fp64."""
+        weight, bias = self._operand(self.weight[slab]), None if self.bias is None else self.bias[slab]
         if self.fixed:
-            return fixed_product(hidden, weight.t(), out, bias=bias)
-        torch.mm(hidden, weight.t(), out=out)
+            return fixed_product(operand, weight.t(), out, bias=bias)
+        torch.mm(operand, weight.t(), out=out)
         return out if bias is None else out.add_(bias)
 
-    def _fixed_logits(self, hidden: Tensor, out: Tensor) -> Tensor:
-        if out.is_cuda or (self.in_blocks and out.dtype == torch.float32):
-            return fixed_product(hidden, self.weight.t(), out, bias=self.bias)
-        wide = self.weight.dtype if self.in_blocks else torch.float32
+    def _slabs_of_logits(self, hidden: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """All of them, a slab at a time in the same memory."""
+        # rows a power of two apart would share a few lines of a cache
+        columns = torch.empty(hidden.shape[0], LOGITS_SLAB + 16, dtype=stats_dtype(hidden.dtype))
+        hidden = self._operand(hidden)
         for slab in self._slabs(LOGITS_SLAB):
-            columns = self.weight[slab].to(wide).t()
-            sums = torch.empty(hidden.shape[0], columns.shape[1])
-            bias = None if self.bias is None else self.bias[slab]
-            out[:, slab] = fixed_product(hidden.to(wide), columns, sums, bias=bias)
-        return out
+            yield slab, self._slab_of_logits(hidden, slab, columns[:, : slab.stop - slab.start])
 
     def _fixed_grad_hidden(self, rows: Tensor) -> Tensor:
         out = torch.empty(rows.shape[0], self.weight.shape[1], dtype=torch.float32, device=rows.device)

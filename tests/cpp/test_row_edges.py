@@ -353,3 +353,13 @@ def test_refused(message):
     error, call = REFUSED[message]
     with pytest.raises(error, match=message):
         call(logits, labels, forward(logits, labels))
+
+
+def test_gradients_round_to_halves_as_pytorch_rounds():
+    """Subnormal ones, overflow and ties included; columns in vectors and behind them."""
+    logits, labels, _, _ = make(1003, torch.float32, rows=(1, 61))
+    c = 2.0 ** torch.linspace(-30, 24, 61).unsqueeze(0)
+    stats = forward(logits, labels, entropy=False)
+    wide = backward(logits, labels, stats, c)
+    halves = backward(logits, labels, stats, c, out=torch.full(logits.shape, torch.nan, dtype=torch.float16))
+    assert torch.equal(halves, wide.half()) and wide.half().isinf().any()
