@@ -158,6 +158,18 @@ def bytes_on_the_wire():
                 assert plan.messages == sum(wire.calls.values()), (objective, plan.messages, wire.calls)
 
 
+@of_ranks(2, 4)
+def bytes_of_tokens_on_the_wire():
+    """Objectives over the batch: log-prob, mask, old log-prob and advantage of each token, once."""
+    case = make_case("logprobs", "packed", "plain+token_advantages", lengths=LENGTHS)
+    own = part(case, *positions(case, "zigzag"))
+    with Wire() as wire:
+        call(own, own.inputs, ENTRIES["logprobs"], gk.KLCov(), "cpp", cp_group=dist.group.WORLD)
+    most, values = max(every(len(own.labels))), 4
+    assert wire.sent["all_gather"] == AGREEMENT_BYTES + 8 * len(LENGTHS) + 8 * most * values
+    assert not wire.sent["all_reduce"]
+
+
 @of_ranks(4)
 def a_million_tokens():
     """One sequence over all ranks: nothing that a rank holds or sends is as long as the sequence."""
