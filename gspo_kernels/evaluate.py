@@ -7,7 +7,7 @@ its formula. The objective travels as a string.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from gspo_kernels.aggregation import Aggregation, selected
 from gspo_kernels.layout import Layout
 from gspo_kernels.objectives import finite
 from gspo_kernels.objectives.base import ObjectiveLoss, PolicyBatch, from_spec
-from gspo_kernels.terms import Terms
+from gspo_kernels.terms import FORMS, Terms
 from gspo_kernels.torch_internals import inner_autograd
 from gspo_kernels.types import METRICS, stats_dtype
 
@@ -64,12 +64,43 @@ def evaluate(logprobs: Tensor, entropy: Tensor | None, terms: Terms, want_metric
     with inner_autograd():
         usable = terms.each(lambda _, tensor: _usable(tensor))
         shown = None if entropy is None else _usable(entropy)
-        return _evaluate(_usable(logprobs), shown, usable, want_metrics)
+        beyond_sums = from_spec(terms.objective).coefficient_scope in ("turn", "batch")
+        how = _evaluate_gathered if terms.cp_group and beyond_sums else _evaluate
+        return how(_usable(logprobs), shown, usable, want_metrics)
 
 
 def _usable(tensor: Tensor) -> Tensor:
     # tensors made under inference_mode can't take part in a graph, not even as constants
     return tensor.clone() if tensor.is_inference() else tensor.detach()
+
+
+def _evaluate_gathered(
+    logprobs: Tensor, entropy: Tensor | None, terms: Terms, want_metrics: bool
+) -> PolicyStep:
+    """``_evaluate`` of whole sequences, gathered from the ranks that share them: for objectives that look at
+    more than sums over a sequence tell.
+    """
+    from gspo_kernels.parallel.sequences import GatheredTokens
+
+    everyone = GatheredTokens(terms.layout(logprobs), logprobs, terms.cp_group)
+    own = {"logprobs": logprobs, "loss_mask": terms.counted(logprobs)}
+    if entropy is not None:
+        own["entropy"] = entropy
+    for name, form in FORMS.items():
+        value = getattr(terms, name)
+        if form.shape == "broadcast" and value is not None and value.numel() > 1:
+            value = value.to(logprobs.device).expand(logprobs.shape)
+        if value is not None and value.ndim == 2 and name != "loss_mask":
+            own[name] = value
+    whole: dict[str, Any] = dict(zip(own, everyone.whole(list(own.values())), strict=True))
+    logprobs, entropy = whole.pop("logprobs"), whole.pop("entropy", None)
+    terms = terms._replace(**whole, cu_seqlens=everyone.cu_seqlens, cp_group="")
+    step = _evaluate(logprobs, entropy, terms, want_metrics)
+    of_entropy = step.grad_entropy
+    return step._replace(
+        grad_logprobs=everyone.own(step.grad_logprobs),
+        grad_entropy=everyone.own(of_entropy) if of_entropy.numel() else of_entropy,
+    )
 
 
 def _evaluate(logprobs: Tensor, entropy: Tensor | None, terms: Terms, want_metrics: bool) -> PolicyStep:

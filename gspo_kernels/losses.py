@@ -114,8 +114,7 @@ def policy_loss(
             sequences (context parallelism). All that is the labels' shape is of this rank's tokens: padded
             [B, T of the rank]; packed as many sequences on all ranks, some of them of no tokens. What is [B],
             and the normalizer, is of whole sequences, the same on all ranks, and so are loss and metrics.
-            Gradients are those of a rank's own tokens, to be summed over the group. Refused for objectives
-            over turns and over the whole batch.
+            Gradients are those of a rank's own tokens, to be summed over the group.
 
     Returns:
         LossOutput(loss, logprobs, entropy, metrics).

@@ -237,12 +237,6 @@ def _check_fit(terms: Terms, objective: Objective, has_entropy: bool) -> None:
     for label in ("group_ids", "turn_ids"):
         if getattr(terms, label) is not None and label not in objective.needs:
             raise ValueError(f"{label}: {name} would ignore it, expected None")
-    if terms.cp_group and objective.coefficient_scope in _UNCUT:
-        raise ValueError(
-            f"cp_group: {name} can't serve sequences that are cut over ranks, because it looks at "
-            f"{_UNCUT[objective.coefficient_scope]}; take policy_coefficients of the whole sequences, and "
-            "give each rank its part of them as token_weights of objective=Linear()"
-        )
     if objective.coefficient_scope == "batch" and terms.normalizer is not None:
         raise ValueError(
             f"normalizer: got {terms.normalizer.item()}, but {name} looks at the whole batch and can't be "
@@ -255,13 +249,6 @@ def _check_fit(terms: Terms, objective: Objective, has_entropy: bool) -> None:
         raise ValueError(f"kl_ratio_weighted: {name} has no importance ratio, expected False")
     if terms.entropy_coef is not None and not has_entropy:
         raise ValueError("entropy: got None, but entropy_coef asks for an entropy bonus")
-
-
-_UNCUT = {
-    "turn": "turns, of which other ranks may have tokens",
-    "batch": "all tokens of the batch side by side",
-}
-"""What objectives look at that sums over a sequence don't tell, by scope."""
 
 
 def check_values(tokens: Tensor, terms: Terms, *call: object) -> Terms:

@@ -7,14 +7,16 @@ expanded to tokens gets the sum of theirs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from gspo_kernels.layout import Layout
-from gspo_kernels.parallel.groups import gathered, sum_
+from gspo_kernels.parallel.groups import gathered, rank_and_size, sum_
 
 
 class _Sum(torch.autograd.Function):
@@ -70,3 +72,42 @@ class AcrossRanks(Layout):
     def largest(self, values: Tensor) -> Tensor:
         """One gather; NaN wherever a rank has it."""
         return gathered(self.group, values).amax(0)
+
+
+class GatheredTokens:
+    """The tokens of all ranks, sequence by sequence and, within each, in the order of ranks.
+
+    Args:
+        here: the layout of this rank's tokens.
+        tokens: this rank's, for their shape and device.
+        group: the process group's name.
+
+    Attributes:
+        cu_seqlens: int32 [B + 1] of the whole sequences, in which tokens are packed.
+    """
+
+    def __init__(self, here: Layout, tokens: Tensor, group: str):
+        self._group, self._shape = group, tokens.shape
+        counts = gathered(group, here.sum(torch.ones_like(tokens, dtype=torch.float64)).to(torch.int64))
+        self.cu_seqlens = pad(counts.sum(0).cumsum(0), (1, 0)).to(torch.int32)
+        totals = counts.sum(1)
+        self._most = int(totals.max())
+        ranks, sequences = counts.shape
+        sequence = torch.arange(sequences, device=tokens.device).repeat(ranks)
+        sequence = sequence.repeat_interleave(counts.flatten())
+        rank = torch.arange(ranks, device=tokens.device).repeat_interleave(totals)
+        place = torch.arange(len(rank), device=tokens.device) - (totals.cumsum(0) - totals)[rank]
+        order = sequence.argsort(stable=True)
+        self._places = (rank * self._most + place)[order]
+        self._mine = (rank[order] == rank_and_size(group)[0]).nonzero().squeeze(1)
+
+    def whole(self, own: Sequence[Tensor]) -> list[Tensor]:
+        """Values of each token that is here -> of all, [1, N]; one gather, of 8 bytes for each."""
+        stacked = torch.stack([values.flatten().to(torch.float64) for values in own])
+        every = gathered(self._group, pad(stacked, (0, self._most - stacked.shape[1])))
+        packed = every.transpose(0, 1).flatten(1)[:, self._places]
+        return [row.unsqueeze(0).to(values.dtype) for row, values in zip(packed, own, strict=True)]
+
+    def own(self, whole: Tensor) -> Tensor:
+        """Values of all tokens, [1, N] -> of those that are here."""
+        return whole.squeeze(0)[self._mine].view(self._shape)

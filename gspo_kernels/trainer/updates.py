@@ -98,8 +98,7 @@ class PolicyUpdater:
         self.config = config
         self.objective = config.objective.build()
         # Such gradients look at other sequences: they are known only once all of these are scored.
-        around = {"group", "batch"} if self.arrangement.context is None else {"turn", "group", "batch"}
-        self.looks_around = self.objective.coefficient_scope in around
+        self.looks_around = self.objective.coefficient_scope in ("group", "batch")
         # The first minibatch of a rollout needs no old log-probs: they are its new ones.
         self.scores_first = self.looks_around or config.off_policy.level != "none" or self.teacher is not None
 

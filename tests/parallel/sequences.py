@@ -9,7 +9,7 @@ import torch.distributed as dist
 import gspo_kernels as gk
 from gspo_kernels.integrations.layouts import tokens_of_rank
 from tests.cases import Result, assert_equals_oracle, call, make_case
-from tests.objectives.sample_batches import EVERY, examples, make_batch
+from tests.objectives.sample_batches import examples, make_batch
 from tests.parallel.ranks import LOSSES, VOCABULARY, assert_all_raise, assert_same_bits, every, of_ranks
 
 ENTRIES = {"logprobs": "policy_loss", **LOSSES}
@@ -19,9 +19,6 @@ ORDERS = ("zigzag", "contiguous", "stream")
 
 
 BY_TOKEN = ("hidden", "logits", "logprobs", "entropy")
-
-
-REFUSED = ("TLGRPO", "ClipCov", "KLCov")
 
 
 LENGTHS = (3, 0, 1, 9, 2, 1)
@@ -138,18 +135,13 @@ def rows_of(batch, where, **group):
 
 @of_ranks(2, 4)
 def every_objective():
-    """Loss, metrics and coefficients of one process in fp64; or a reason why not."""
+    """Loss, metrics and coefficients of one process in fp64."""
     group = {"cp_group": dist.group.WORLD}
-    refused = set()
     for objective, everything in itertools.product(examples(), (False, True)):
         batch = make_batch(objective, everything=everything)
         whole = torch.tensor([0, batch.logprobs.shape[1]])
         where = tokens_of_rank(whole, dist.get_rank(), dist.get_world_size()).values
         own = rows_of(batch, where, **group)
-        if type(objective).__name__ in REFUSED:
-            assert_all_raise("cp_group: ", None, lambda one=own, o=objective: one.call(gk.policy_loss, o))
-            refused.add(type(objective).__name__)
-            continue
         got, want = own.call(gk.policy_loss, objective), batch.call(gk.policy_loss, objective)
         assert_same_bits(loss=got.loss, **got.metrics)
         torch.testing.assert_close(got.loss, want.loss, rtol=1e-12, atol=1e-14, msg=str(objective))
@@ -162,7 +154,34 @@ def every_objective():
             found = own.call(gk.policy_coefficients, objective, **given)
             scale = float(wanted.abs().max()) if wanted.numel() else 0.0
             torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-13 * scale, msg=str(objective))
-    assert refused == {*REFUSED} <= {*EVERY}
+
+
+@of_ranks(2, 4)
+def objectives_beyond_sums():
+    """Over turns and the batch: tokens are gathered; packed, with ranks that have none of a sequence."""
+    case = make_case("linear", "packed", "entropy", vocabulary=VOCABULARY, lengths=LENGTHS)
+    tokens = len(case.labels)
+    turns = torch.arange(tokens) // 2 % 3 - 1
+    old, advantages = case.old_logprobs.double() + 0.3, torch.linspace(-2.0, 2.0, tokens)
+    for objective, terms in (
+        (gk.KLCov(kl_cov_ratio=0.3), {"advantages": advantages}),
+        (gk.ClipCov(clip_cov_ratio=0.3, clip_cov_lb=-9.0, clip_cov_ub=9.0), {"advantages": advantages}),
+        (gk.TLGRPO(), {"advantages": case.advantages, "turn_ids": turns}),
+    ):
+        case = replace(case, advantages=terms["advantages"], old_logprobs=old.float())
+        given = {name: value for name, value in terms.items() if name == "turn_ids"}
+        case = replace(case, terms={"entropy_coef": case.terms["entropy_coef"], **given})
+        for order, schedule in itertools.product(ORDERS, ("auto", "two_pass")):
+            result, out = run(case, order, objective, schedule=schedule)
+            leaves = {name: value.clone().requires_grad_() for name, value in case.inputs.items()}
+            alone = call(case, leaves, LOSSES["linear"], objective, "cpp")
+            alone.loss.backward()
+            grads = {name: leaf.grad for name, leaf in leaves.items()}
+            assert any(grad.any() for grad in grads.values())
+            torch.testing.assert_close(out.loss.detach(), alone.loss.detach(), rtol=1e-6, atol=1e-7)
+            torch.testing.assert_close(result.grads, grads, rtol=1e-5, atol=1e-6)
+            for name, value in alone.metrics.items():
+                torch.testing.assert_close(out.metrics[name], value, rtol=1e-5, atol=1e-7, msg=name)
 
 
 @of_ranks(2)

@@ -1,7 +1,9 @@
 """Sequences cut up over ranks: what they send each other, and what happens when one refuses."""
 
 import itertools
+import time
 from dataclasses import replace
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -156,6 +158,18 @@ def bytes_on_the_wire():
                 assert plan.messages == sum(wire.calls.values()), (objective, plan.messages, wire.calls)
 
 
+@of_ranks(2, 4)
+def bytes_of_tokens_on_the_wire():
+    """Objectives over the batch: log-prob, mask, old log-prob and advantage of each token, once."""
+    case = make_case("logprobs", "packed", "plain+token_advantages", lengths=LENGTHS)
+    own = part(case, *positions(case, "zigzag"))
+    with Wire() as wire:
+        call(own, own.inputs, ENTRIES["logprobs"], gk.KLCov(), "cpp", cp_group=dist.group.WORLD)
+    most, values = max(every(len(own.labels))), 4
+    assert wire.sent["all_gather"] == AGREEMENT_BYTES + 8 * len(LENGTHS) + 8 * most * values
+    assert not wire.sent["all_reduce"]
+
+
 @of_ranks(4)
 def a_million_tokens():
     """One sequence over all ranks: nothing that a rank holds or sends is as long as the sequence."""
@@ -291,6 +305,31 @@ def errors():
         None,
         lambda: run(by_token, objective=gk.GRPO(), skip_inactive="all"),
     )
+
+
+@of_ranks(2)
+def a_failure_in_the_middle():
+    """A rank that runs out of memory after the agreement: the others wait as long as their group allows."""
+    group, theirs = dist.new_group(timeout=timedelta(seconds=4)), step.evaluate
+    case = make_case("logprobs", "packed", lengths=LENGTHS)
+    own, began = part(case, *positions(case, "zigzag")), time.monotonic()
+
+    def evaluate(*arguments, **named):
+        if dist.get_rank() == 1:
+            raise MemoryError("no memory for the terms")
+        return theirs(*arguments, **named)
+
+    step.evaluate = evaluate
+    try:
+        call(own, own.inputs, ENTRIES["logprobs"], gk.GSPO(), "cpp", cp_group=group)
+    except MemoryError:
+        assert dist.get_rank() == 1
+    except RuntimeError as error:
+        assert dist.get_rank() != 1 and time.monotonic() - began < 30, error
+    else:
+        raise AssertionError("nothing was raised")
+    finally:
+        step.evaluate = theirs
 
 
 def more_sequences(case):

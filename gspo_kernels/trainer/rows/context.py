@@ -212,7 +212,8 @@ def shared_hidden_states(
 
     Returns:
         Inputs of the loss for this process's completion tokens, n of them, perhaps none, and which of the N
-        completion tokens they are, int64 [n].
+        completion tokens they are, int64 [n]. Empty sequences follow the B that there are, so that on no
+        process n is the number of sequences: what is one per token is never taken for one per sequence.
 
     Raises:
         ModelError: a model whose attention does not leave it to SDPA who sees whom.
@@ -239,17 +240,26 @@ def shared_hidden_states(
     predicting = (labels[own] != IGNORED).nonzero().flatten()
     where = (labels != IGNORED).cumsum(0)[own[predicting]] - 1
     owners = segment_ids(cu_seqlens, len(labels))[own[predicting]]
-    counts = torch.bincount(owners, minlength=len(completions))
+    of_each = torch.bincount(cut.places[labels != IGNORED] // cut.most).tolist()
+    sequences = next(number for number in itertools.count(len(completions)) if number not in of_each)
+    counts = torch.bincount(owners, minlength=sequences)
     loss_inputs = LossInputs(hidden[0, predicting], labels[own[predicting]], offsets_of(counts))
     return loss_inputs, where
 
 
-def own_terms(terms: Mapping[str, Any], where: Tensor, tokens: int, sequences: int) -> dict[str, Any]:
-    """Return the terms of a loss, of N tokens and B sequences, for the tokens that are here."""
+def own_terms(
+    terms: Mapping[str, Any], where: Tensor, tokens: int, sequences: int, cu_seqlens: Tensor
+) -> dict[str, Any]:
+    """Return the terms of a loss, of N tokens and B sequences, as the tokens that are here take them; with
+    ``cu_seqlens`` of `shared_hidden_states`.
+    """
+    empty = len(cu_seqlens) - 1 - sequences
 
     def own(name: str, value: Any) -> Any:
-        per_token = isinstance(value, Tensor) and value.shape == (tokens,)
-        return value[where] if per_token and (name in _BY_TOKEN or tokens != sequences) else value
+        if not isinstance(value, Tensor) or value.ndim == 0:
+            return value
+        per_token = name in _BY_TOKEN or (len(value) == tokens and tokens != sequences)
+        return value[where] if per_token else pad(value, (0, empty))
 
     return {name: own(name, value) for name, value in terms.items()}
 

@@ -121,7 +121,7 @@ class Policy(nn.Module):
                 return scored
             return gk.TokenLogprobs(*(_placed(values, where, completions) for values in scored))
         if where is not None and self.context is not None:
-            terms = own_terms(terms, where, sum(map(len, completions)), len(completions))
+            terms = own_terms(terms, where, sum(map(len, completions)), len(completions), cu_seqlens)
             options["cp_group"] = self.context.group
         out = gk.fused_linear_policy_loss(
             hidden, head.weight, labels, cu_seqlens=cu_seqlens, **terms, **options

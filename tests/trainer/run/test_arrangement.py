@@ -1,5 +1,6 @@
 """Processes that share weight matrices or sequences take the steps of one process."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -23,6 +24,7 @@ from tests.trainer.run.test_processes import (
 )
 
 IN_PARTS = {"micro_batch_tokens": 9, "steps": 2}
+TAUGHT = {"objective": {"name": "GRPO"}, "distillation": {"teacher": "TEACHER", "reward_coef": 1.0}}
 CASES = {
     "tensor": ({"tensor": 2}, {"update": IN_PARTS, "kl": {"beta": 0.1}}),
     "tensor, every option": (
@@ -30,11 +32,14 @@ CASES = {
         {
             "update": {"layout": "shared_prefix", "steps": 2, "gradient_checkpointing": True},
             "rollout": {"top_p": 0.9, "keep_sampling_mask": True},
-            "objective": {"name": "ClipCov"},
+            **TAUGHT,
         },
     ),
-    "context": ({"context": 2}, {"update": {"minibatches": 12, "steps": 2}, "kl": {"beta": 0.1}}),
-    "context, checkpointing": (
+    "context": (
+        {"context": 2},
+        {"update": {"minibatches": 12, "steps": 2}, "kl": {"beta": 0.1}, **TAUGHT},
+    ),
+    "context in each of two parts": (
         {"context": 2},
         {
             "update": {"steps": 2, "gradient_checkpointing": True, "entropy_coef": 0.01},
@@ -42,18 +47,21 @@ CASES = {
             "objective": {"name": "TLGRPO"},
         },
     ),
-    "context, fsdp2": ({"context": 2}, {"update": IN_PARTS, "lora": {"rank": 2}, "kl": {"beta": 0.1}}),
+    "context, fsdp2": (
+        {"context": 2},
+        {"update": IN_PARTS, "lora": {"rank": 2}, "objective": {"name": "DPO"}},
+    ),
 }
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, tokenizer):
     """A model whose heads and vocabulary can be cut; the vocabulary into uneven parts."""
-    path = tmp_path_factory.mktemp("models") / "tiny"
-    model = tiny_qwen3(tokenizer, num_key_value_heads=2)
-    model.save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return path
+    folder = tmp_path_factory.mktemp("models")
+    for seed, name in enumerate(("tiny", "teacher")):
+        tiny_qwen3(tokenizer, seed, num_key_value_heads=2).save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    return folder / "tiny"
 
 
 def make_trainer(folder, output, accelerator, reward=odd_share, **sections):
@@ -65,7 +73,8 @@ def make_trainer(folder, output, accelerator, reward=odd_share, **sections):
 
 @pytest.mark.parametrize("case", CASES)
 def test_processes_that_share_take_the_steps_of_one(tmp_path, folder, case):
-    parallel, sections = CASES[case]
+    teacher = str(folder.with_name("teacher"))
+    parallel, sections = json.loads(json.dumps(CASES[case]).replace("TEACHER", teacher))
     alone = make_trainer(folder, tmp_path / "one", make_accelerator(), **sections)
     before = vector(alone.model)
     alone.train()
@@ -76,14 +85,14 @@ def test_processes_that_share_take_the_steps_of_one(tmp_path, folder, case):
             accelerator = fsdp2(accelerator)
         trainer = make_trainer(folder, tmp_path / "two", accelerator, parallel=parallel, **sections)
         head = trainer.model.get_output_embeddings().weight
-        assert isinstance(head, DTensor) == (case != "context" and "checkpointing" not in case)
+        assert isinstance(head, DTensor) == ("tensor" in case or "fsdp2" in case)
         trainer.train()
         if case == "tensor":  # and goes on from its checkpoint
             update = sections["update"] | {"steps": 3}
             longer = {**sections, "update": update, "parallel": parallel}
             make_trainer(folder, tmp_path / "two", make_accelerator(), **longer).train(resume=True)
 
-    in_processes(2, train)
+    in_processes(4 if "parts" in case else 2, train)
     one, two = (
         vector(AutoModelForCausalLM.from_pretrained(tmp_path / name / "model")) for name in ("one", "two")
     )
