@@ -127,11 +127,11 @@ KL = {"ref_logprobs": torch.full((8, 8), -4.0), "kl_beta": 0.1}
 FROM_LOGITS = {
     "GSPO": (gk.GSPO(), {}, 9, 2),
     "GSPO with a normalizer": (gk.GSPO(), {"normalizer": 8.0}, 10, 2),
-    "GSPO on-policy": (gk.GSPO(), {"old_logprobs": None}, 14, 4),
-    "GRPO on-policy": (gk.GRPO(), {"old_logprobs": None}, 14, 4),
-    "GSPO with KL": (gk.GSPO(), KL, 11, 3),
-    "GRPO": (gk.GRPO(), {}, 10, 3),
-    "GRPO with KL": (gk.GRPO(), KL, 11, 3),
+    "GSPO on-policy": (gk.GSPO(), {"old_logprobs": None}, 13, 4),
+    "GRPO on-policy": (gk.GRPO(), {"old_logprobs": None}, 13, 4),
+    "GSPO with KL": (gk.GSPO(), KL, 10, 3),
+    "GRPO": (gk.GRPO(), {}, 9, 3),
+    "GRPO with KL": (gk.GRPO(), KL, 10, 3),
 }
 """Objective, terms, and the most launches of a forward and backward: small ones, and the package's."""
 

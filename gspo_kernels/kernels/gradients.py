@@ -32,8 +32,15 @@ from gspo_kernels.kernels.rows import (
     parted,
     row_slopes,
     transformed,
+    without_payload,
 )
 from gspo_kernels.types import LogitTransform, RowStats, stats_dtype
+
+
+@triton.jit
+def _without_payloads(factor):
+    """The same for a factor of two parts."""
+    return without_payload(factor[0]), without_payload(factor[1])
 
 
 @triton.jit
@@ -58,7 +65,7 @@ def _gradient(
     grad = tl.where(is_label, at_label, exp_flushed(log_p, PLATFORM) * weight)
     if SOFTCAP:
         grad = grad * bend
-    return narrowed(grad, OUT, PLATFORM)
+    return narrowed(grad, OUT, PLATFORM, raw.dtype == tl.bfloat16 and PLATFORM == "hip")
 
 
 @triton.jit
@@ -104,6 +111,15 @@ def _write_gradient(
         at_label -= grad_entropy * tl.exp(logp) * (tl.maximum(logp, -HUGE) + entropy)
     # A row with +inf has NaN for log-probs, also where exp(z - inf) is 0.
     rest = tl.where(base == float("inf"), float("nan"), rest)
+    if PLATFORM == "hip":
+        # Then a NaN has no longer payload than one among the logits, see ``rows.narrowed``.
+        at_label = without_payload(at_label)
+        base = without_payload(base)
+        rest = without_payload(rest)
+        grad_logp = without_payload(grad_logp)
+        entropy = without_payload(entropy)
+        grad_entropy = without_payload(grad_entropy)
+        slopes = (_without_payloads(slopes[0]), _without_payloads(slopes[1]), _without_payloads(slopes[2]))
     of_row = (at_label, base, rest, grad_logp, entropy, grad_entropy, slopes)
     whole_row, first, whole = whole_vectors(row, width, VECTOR, ACCESS)
     whole_out = out_row

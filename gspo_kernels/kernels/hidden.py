@@ -15,7 +15,7 @@ from gspo_kernels.kernels.launch import INTERPRETED, Tile, launch, platform, row
 from gspo_kernels.kernels.rows import narrowed
 
 _TILE = Tile(1024, 4)
-# A warp has a row. The interpreter takes as long for one row as for many.
+# The interpreter takes as long for one row as for many.
 _ROWS, _COLUMNS = (64, 64) if INTERPRETED else (4, _TILE.block)
 _SELECT = Tile(1024, 4)
 

@@ -94,16 +94,27 @@ def one_minus_exp(logp, STATS: tl.constexpr, PLATFORM: tl.constexpr):
 
 
 @triton.jit
-def narrowed(value, OUT: tl.constexpr, PLATFORM: tl.constexpr):
-    """``value`` in the dtype OUT, rounded to the nearest even as hardware does."""
+def without_payload(value):
+    """The same number, or the NaN that has no payload."""
+    return tl.where(value == value, value, float("nan"))
+
+
+@triton.jit
+def narrowed(value, OUT: tl.constexpr, PLATFORM: tl.constexpr, SHORT_NAN: tl.constexpr = False):
+    """``value`` in the dtype OUT, rounded to the nearest even as hardware does.
+
+    SHORT_NAN says that a NaN has no payload beyond that of bf16: only then may it be rounded like a number.
+    """
     if OUT == tl.float64:
         return value.to(tl.float64)
     value = value.to(tl.float32)
-    if PLATFORM == "interpreter" and OUT == tl.bfloat16:
-        # The interpreter truncates.
+    if PLATFORM != "cuda" and OUT == tl.bfloat16:
+        # The interpreter truncates, and what Triton does on CDNA 3 takes one or three more instructions.
+        if not SHORT_NAN:
+            value = without_payload(value)
         bits = value.to(tl.uint32, bitcast=True)
-        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
-        value = tl.where(value == value, bits.to(tl.float32, bitcast=True), value)
+        bits = bits + 0x7FFF + ((bits >> 16) & 1)
+        return (bits >> 16).to(tl.uint16).to(OUT, bitcast=True)
     return value.to(OUT)
 
 
