@@ -225,14 +225,15 @@ def _attention_by_segment(
     ``is_causal`` is in the mask already.
     """
     window, T = attn_mask.window, attn_mask.shape[-1]
-    outputs = []
-    for row, *qkv in zip(attn_mask.rows, query.split(1), key.split(1), value.split(1), strict=True):
+    outputs, ones = [], [1] * len(attn_mask.rows)
+    cut = (_cut(x, ones, 0) for x in (query, key, value))
+    for row, *qkv in zip(attn_mask.rows, *cut, strict=True):
         # Neighbours of one length are a batch, which takes less time than as many calls.
         runs = [(row.prefix, 1)] if row.prefix else []
         runs += [(size, len(list(same))) for size, same in groupby(row.lengths) if size > 0]
-        sizes = [size * count for size, count in runs]
-        # split, not slices: the backward of a slice fills a whole row.
-        parts = [x.split([*sizes, T - row.tokens], dim=2) for x in qkv]
+        padding = T - row.tokens
+        sizes = [size * count for size, count in runs] + [padding] * (padding > 0)
+        parts = [_cut(x, sizes, 2) for x in qkv]
         segments = []
         for i, (size, count) in enumerate(runs):
             q, k, v = (part[i].squeeze(0).unflatten(1, (count, size)).transpose(0, 1) for part in parts)
@@ -246,9 +247,20 @@ def _attention_by_segment(
             mask = None if plain else causal_mask(size, k.shape[2], window, query.device)
             found = scaled_dot_product_attention(q, k, v, mask, dropout_p, plain, **options)
             segments.append(found.transpose(0, 1).flatten(1, 2).unsqueeze(0))
-        segments.append(value.new_zeros(1, query.shape[1], T - row.tokens, value.shape[3]))
-        outputs.append(torch.cat(segments, dim=2))
-    return torch.cat(outputs)
+        if padding:
+            segments.append(value.new_zeros(1, query.shape[1], padding, value.shape[3]))
+        outputs.append(_joined(segments, 2))
+    return _joined(outputs, 0)
+
+
+def _cut(x: Tensor, sizes: list[int], dim: int) -> Sequence[Tensor]:
+    """Split, instead of slices, whose backward fills the whole; and one piece is no copy, there or back."""
+    return (x,) if len(sizes) == 1 else x.split(sizes, dim)
+
+
+def _joined(parts: list[Tensor], dim: int) -> Tensor:
+    """The inverse."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def causal_mask(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
