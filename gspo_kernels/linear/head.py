@@ -147,7 +147,8 @@ class Head:
     def _slabs_of_logits(self, hidden: Tensor) -> Iterator[tuple[slice, Tensor]]:
         """All of them, a slab at a time in the same memory."""
         # rows a power of two apart would share a few lines of a cache
-        columns = torch.empty(hidden.shape[0], LOGITS_SLAB + 16, dtype=stats_dtype(hidden.dtype))
+        width = min(self.vocabulary, LOGITS_SLAB) + 16
+        columns = torch.empty(hidden.shape[0], width, dtype=stats_dtype(hidden.dtype))
         hidden = self._operand(hidden)
         for slab in self._slabs(LOGITS_SLAB):
             yield slab, self._slab_of_logits(hidden, slab, columns[:, : slab.stop - slab.start])
