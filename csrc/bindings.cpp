@@ -49,12 +49,15 @@ void boxed_and_rows(Tensor logits, Tensor labels, OptionalTensor row_temperature
 void boxed_divergence(Tensor logits, Tensor labels, OptionalTensor row_temperature, OptionalTensor kept,
                       double logit_scale, double softcap, double temperature, int64_t ignore_index,
                       Tensor teacher_logits, OptionalTensor teacher_row_temperature, double teacher_logit_scale,
-                      double teacher_softcap, double teacher_temperature, double beta,
-                      OptionalTensor coefficients, Tensor divergences, OptionalTensor out) {
+                      double teacher_softcap, double teacher_temperature, double beta, bool normalizers_known,
+                      bool all_known, OptionalTensor grad_divergences, OptionalTensor grad_logprobs,
+                      Tensor logprobs, Tensor lse, Tensor teacher_lse, Tensor divergences, Tensor centres,
+                      OptionalTensor out) {
     const LogitOptions options{row_temperature, kept, logit_scale, softcap, temperature, ignore_index};
     const LogitOptions teacher{teacher_row_temperature, kept,         teacher_logit_scale, teacher_softcap,
                                teacher_temperature,     ignore_index};
-    divergence(logits, teacher_logits, labels, options, teacher, beta, coefficients, divergences, out);
+    const PairTensors pairs{logprobs, lse, teacher_lse, divergences, centres, normalizers_known, all_known};
+    divergence(logits, teacher_logits, labels, options, teacher, beta, grad_divergences, grad_logprobs, pairs, out);
 }
 
 void boxed_ratio_step(Tensor logprobs, Tensor mask, OptionalTensor old_logprobs, OptionalTensor offsets,
@@ -146,8 +149,10 @@ STABLE_TORCH_LIBRARY(gspo_kernels_cpp, library) {
                 "Tensor(a!) logprobs, Tensor(b!) lse, Tensor(c!) factors, Tensor(d!) out) -> ()");
     library.def("divergence(" GSPO_ROWS
                 "Tensor teacher_logits, Tensor? teacher_row_temperature, float teacher_logit_scale, "
-                "float teacher_softcap, float teacher_temperature, float beta, Tensor? coefficients, "
-                "Tensor(a!) divergences, Tensor(b!)? out) -> ()");
+                "float teacher_softcap, float teacher_temperature, float beta, bool normalizers_known, "
+                "bool all_known, Tensor? grad_divergences, Tensor? grad_logprobs, Tensor(a!) logprobs, "
+                "Tensor(b!) lse, Tensor(c!) teacher_lse, Tensor(d!) divergences, Tensor(e!) centres, "
+                "Tensor(f!)? out) -> ()");
     library.def("ratio_step(Tensor logprobs, Tensor mask, " GSPO_SEQUENCES
                 "Tensor? ref_logprobs, Tensor? kl_beta, int kl_estimator, Tensor(a!) loss, "
                 "Tensor(b!) metrics, Tensor(c!) grad_logprobs) -> ()");

@@ -5,8 +5,13 @@
 namespace gspo_kernels {
 namespace {
 
-// Divergence of a student's row from a teacher's, by `beta`: 0 is the forward KL(q || p), 1 the reverse KL(p || q), and
-// between them the generalised Jensen-Shannon divergence.
+// `PairTensors` of one row.
+struct PairNumbers {
+    double logprob, lse, teacher_lse, divergence, centre;
+};
+
+// A student's row beside a teacher's: the divergence by `beta` (0 is the forward KL(q || p), 1 the reverse KL(p || q), and
+// between them the generalised Jensen-Shannon divergence), the label's log-prob, and the gradient of both.
 template <class T>
 class RowPair {
   public:
@@ -16,64 +21,108 @@ class RowPair {
         : student_(student),
           teacher_(teacher),
           beta_(static_cast<S>(beta)),
+          chain_(student.template chain<S>()),
           mixture_{beta_, static_cast<S>(std::log(beta) - std::log1p(-beta)), static_cast<S>(std::log(beta)),
-                   static_cast<S>(std::log1p(-beta))} {
-        const Statistics own = row_statistics(student, false), other = row_statistics(teacher, false);
-        finite_ = std::isfinite(own.lse) && std::isfinite(other.lse);
+                   static_cast<S>(std::log1p(-beta))} {}
+
+    void fold(PairNumbers& row) {
+        const Statistics own = row_statistics(student_, false), other = row_statistics(teacher_, false);
+        row.logprob = own.logprob;
+        row.lse = own.lse;
+        row.teacher_lse = other.lse;
         rows_ = {static_cast<S>(own.maximum), static_cast<S>(own.log_sum), static_cast<S>(other.maximum),
                  static_cast<S>(other.log_sum)};
     }
 
-    // c times the gradient in `out`, unless that is null, which may be the student's logits, or narrower rows inside their
-    // memory: whole blocks are read before they are written, and the rest of the row lies behind.
-    template <class O>
-    double evaluate(S c, O* out) {
-        if (out && c == 0) write_zeros(out, student_.vocabulary());
-        O* const written = c == 0 ? nullptr : out;
-        if (!finite_) {
-            if (written) write_nan(written, student_.vocabulary());
-            return kNaN;
-        }
-        c *= student_.template chain<S>();
-        if (beta_ == 0) return forward(c, written);
-        Divergences<double> sums{0, 0};
-        each_block([&](const S* z, const S* t, int64_t, int64_t n) {
-            if (beta_ == 1) {
-                sums.value += reverse_kl(z, t, n, rows_);
-            } else {
-                const auto [value, of_student] = jensen_shannon(z, t, n, rows_, mixture_);
-                sums.value += value;
-                sums.to_mixture += of_student;
-            }
-        });
-        // A row that has infinitely far to go has no direction.
-        if (written && !std::isfinite(sums.value)) {
-            write_nan(written, student_.vocabulary());
-        } else if (written) {
-            each_block(written, [&](const S* z, const S* t, int64_t n, S* g) {
-                if (beta_ == 1) {
-                    reverse_kl_gradient(z, t, n, rows_, c, static_cast<S>(sums.value), g);
+    // Instead of `fold`, where the log-sum-exps are known.
+    void take(const PairNumbers& row) {
+        RowGradient<S> own{}, other{};
+        set_normalizer(row.lse, own);
+        set_normalizer(row.teacher_lse, other);
+        rows_ = {own.shift, own.log_sum, other.shift, other.log_sum};
+    }
+
+    void compare(PairNumbers& row) {
+        Divergences<double> sums{kNaN, kNaN};
+        if (comparable(row)) {
+            sums = {0, 0};
+            each_block([&](const S* z, const S* t, int64_t, int64_t n) {
+                if (beta_ == 0) {
+                    sums.value += forward_kl(z, t, n, rows_, 0, 0, nullptr);
+                } else if (beta_ == 1) {
+                    sums.value += reverse_kl(z, t, n, rows_);
                 } else {
-                    jensen_shannon_gradient(z, t, n, rows_, mixture_, c, static_cast<S>(sums.to_mixture), g);
+                    const auto [value, of_student] = jensen_shannon(z, t, n, rows_, mixture_);
+                    sums.value += value;
+                    sums.to_mixture += of_student;
                 }
             });
         }
-        return sums.value;
+        row.divergence = sums.value;
+        row.centre = beta_ == 0 ? 0 : beta_ == 1 ? sums.value : sums.to_mixture;
+    }
+
+    // The forward KL's gradient needs no sum over the row.
+    bool compares_while_writing() const { return beta_ == 0; }
+
+    // The divergence times `c` and the log-prob times `label_c`, differentiated, in `out`, which may be the student's
+    // logits, or narrower rows inside their memory: whole blocks are read before they are written, and the rest of the row
+    // lies behind. Returns the forward KL, where that is the divergence and has a part.
+    template <class O>
+    double write(const PairNumbers& row, S c, S label_c, O* out) {
+        if (c == 0 && label_c == 0) {
+            write_zeros(out, student_.vocabulary());
+        } else if (!std::isfinite(row.lse) || (c != 0 && !directed(row))) {
+            write_nan(out, student_.vocabulary());
+        } else if (c == 0) {
+            write_gradient(student_, static_cast<S>(row.logprob),
+                           RowGradient<S>{rows_.shift, rows_.log_sum, label_c, 0, 0}, out);
+        } else {
+            return write_both(row, c * chain_, label_c * chain_, out);
+        }
+        return kNaN;
     }
 
   private:
+    static bool comparable(const PairNumbers& row) {
+        return std::isfinite(row.lse) && std::isfinite(row.teacher_lse);
+    }
+
+    // A row that has infinitely far to go has no direction.
+    bool directed(const PairNumbers& row) const {
+        return comparable(row) && (beta_ == 0 || std::isfinite(row.divergence));
+    }
+
     template <class O>
-    double forward(S c, O* out) {
+    double write_both(const PairNumbers& row, S c, S label_c, O* out) {
+        const S centre = static_cast<S>(row.centre);
+        const auto gradient = [&](const S* z, const S* t, int64_t n, S weight, S* g) -> double {
+            if (beta_ == 0) return forward_kl(z, t, n, rows_, c, weight, g);
+            if (beta_ == 1) {
+                reverse_kl_gradient(z, t, n, rows_, c, weight, centre, g);
+            } else {
+                jensen_shannon_gradient(z, t, n, rows_, mixture_, c, weight, centre, g);
+            }
+            return 0;
+        };
         double sum = 0;
-        if (out) {
-            each_block(out, [&](const S* z, const S* t, int64_t n, S* g) {
-                sum += forward_kl(z, t, n, rows_, c, g);
-            });
-        } else {
-            each_block([&](const S* z, const S* t, int64_t, int64_t n) {
-                sum += forward_kl(z, t, n, rows_, c, nullptr);
-            });
-        }
+        each_block([&](const S* z, const S* t, int64_t begin, int64_t n) {
+            S* g = buffer_;
+            if constexpr (std::is_same_v<O, S>) g = out + begin;
+            const bool labelled = label_c != 0 && student_.label_in(begin, n);
+            const int64_t label = student_.label() - begin;
+            S at_label = 0;
+            if (labelled) {
+                gradient(z + label, t + label, 1, S(0), &at_label);
+                // 1 - p, through expm1 because p near 1 cancels
+                at_label += label_c * static_cast<S>(-std::expm1(row.logprob));
+            }
+            sum += gradient(z, t, n, label_c, g);
+            if (labelled) g[label] = at_label;
+            if (student_.soft_capped()) multiply(g, slope_, n);
+            student_.cut_block(begin, n, g, 0);
+            if constexpr (!std::is_same_v<O, S>) store(g, n, out + begin);
+        });
         return sum;
     }
 
@@ -85,23 +134,10 @@ class RowPair {
         }
     }
 
-    template <class O, class F>
-    void each_block(O* out, const F& work) {
-        each_block([&](const S* z, const S* t, int64_t begin, int64_t n) {
-            S* g = buffer_;
-            if constexpr (std::is_same_v<O, S>) g = out + begin;
-            work(z, t, n, g);
-            if (student_.soft_capped()) multiply(g, slope_, n);
-            student_.cut_block(begin, n, g, 0);
-            if constexpr (!std::is_same_v<O, S>) store(g, n, out + begin);
-        });
-    }
-
     const Row<T>&student_, &teacher_;
-    const S beta_;
+    const S beta_, chain_;
     const Mixture<S> mixture_;
     Normalizers<S> rows_;
-    bool finite_;
     alignas(64) S buffer_[kBlock], slope_[kBlock], teacher_buffer_[kBlock];
 };
 
@@ -109,7 +145,8 @@ class RowPair {
 
 void divergence(const Tensor& logits, const Tensor& teacher_logits, const Tensor& labels,
                 const LogitOptions& options, const LogitOptions& teacher_options, double beta,
-                const std::optional<Tensor>& coefficients, Tensor& divergences, std::optional<Tensor>& out) {
+                const std::optional<Tensor>& grad_divergences, const std::optional<Tensor>& grad_logprobs,
+                const PairTensors& pairs, std::optional<Tensor>& out) {
     const auto work = [&](auto dtype, auto out_dtype) {
         using T = decltype(dtype);
         using O = decltype(out_dtype);
@@ -117,17 +154,40 @@ void divergence(const Tensor& logits, const Tensor& teacher_logits, const Tensor
         const Inputs<T> inputs(logits, labels, options), teacher(teacher_logits, labels, teacher_options);
         const Tensor& shape = out ? *out : logits;
         const Rows<O> out_rows(shape, out ? out->mutable_data_ptr() : nullptr);
-        const S* c = values<S>(coefficients);
-        S* value_out = mutable_values<S>(divergences);
+        const S *c = values<S>(grad_divergences), *label_c = values<S>(grad_logprobs);
+        S *logprob = mutable_values<S>(pairs.logprobs), *divergence = mutable_values<S>(pairs.divergences),
+          *centre = mutable_values<S>(pairs.centres);
+        double *lse = mutable_values<double>(pairs.lse), *teacher_lse = mutable_values<double>(pairs.teacher_lse);
         for_each_row(labels.numel(), inputs.logits.vocabulary, [&](int64_t i) {
             O* out_row = out ? out_rows.row(i) : nullptr;
-            value_out[i] = 0;
+            PairNumbers row{};
             if (inputs.ignored(i)) {
                 if (out) write_zeros(out_row, out_rows.vocabulary);
-                return;
+            } else {
+                const Row<T> own = inputs.row(i), other = teacher.unlabelled(i);
+                RowPair<T> pair(own, other, beta);
+                row = {logprob[i], lse[i], teacher_lse[i], divergence[i], centre[i]};
+                pairs.normalizers_known ? pair.take(row) : pair.fold(row);
+                const S weight = label_c ? label_c[i] : S(0);
+                const bool at_once = out && c[i] != 0 && pair.compares_while_writing();
+                if (!pairs.all_known && !at_once) pair.compare(row);
+                if (out) {
+                    const double sum = pair.write(row, c[i], weight, out_row);
+                    if (!pairs.all_known && at_once) {
+                        row.divergence = sum;
+                        row.centre = 0;
+                    }
+                }
             }
-            const Row<T> own = inputs.unlabelled(i), other = teacher.unlabelled(i);
-            value_out[i] = static_cast<S>(RowPair<T>(own, other, beta).evaluate(out ? c[i] : S(0), out_row));
+            if (!pairs.normalizers_known) {
+                logprob[i] = static_cast<S>(row.logprob);
+                lse[i] = row.lse;
+                teacher_lse[i] = row.teacher_lse;
+            }
+            if (!pairs.all_known) {
+                divergence[i] = static_cast<S>(row.divergence);
+                centre[i] = static_cast<S>(row.centre);
+            }
         });
     };
     visit_dtype(logits, [&](auto dtype) {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,76 +11,26 @@ from gspo_kernels import checks
 from gspo_kernels.aggregation import token_shares
 from gspo_kernels.entry import implemented_by
 from gspo_kernels.layout import as_rows, from_rows
-from gspo_kernels.linear.chunks import Chunking, LinearOperands
-from gspo_kernels.linear.distillation import LinearDistillationFunction, LinearTeacher
-from gspo_kernels.linear.inputs import ProductArguments, check_inputs
-from gspo_kernels.logits import LogitArguments, check_inplace, check_logits
+from gspo_kernels.linear.chunks import LinearOperands
+from gspo_kernels.linear.distillation import LinearDistillationFunction
+from gspo_kernels.linear.inputs import ProductArguments, check_inputs, check_teachers_head
+from gspo_kernels.linear.two_heads import LinearTeacher
+from gspo_kernels.logits import (
+    LogitArguments,
+    check_inplace,
+    check_logits,
+    on_all_ranks,
+    takes_dtensors,
+)
 from gspo_kernels.objectives import Linear
-from gspo_kernels.ops.divergence import DivergenceForm, DivergenceFunction, TeacherRows
-from gspo_kernels.ops.selected import checked_ids
+from gspo_kernels.ops.divergence import DivergenceFunction, KnownDivergenceFunction, summed
+from gspo_kernels.teachers import DivergenceArguments, TeacherArguments, vocabulary_of
 from gspo_kernels.terms import Terms, merge_mask, shaped
-from gspo_kernels.types import DistillationOutput, RowOptions
+from gspo_kernels.types import DistillationOutput
 
-SIDES = ("teacher", "student")
-_IGNORED = -100
-
-
-class DivergenceArguments(NamedTuple):
-    """Which divergence, as the caller said it."""
-
-    beta: float = 0.5
-    top_k: int = 0
-    top_k_of: str = "teacher"
-    add_tail: bool = True
-
-    def checked(self, vocabulary: int, ids: Tensor | None) -> DivergenceForm:
-        """Checked; ``ids`` are those that the caller gave."""
-        beta = checks.number("beta", self.beta)
-        if not 0 <= beta <= 1:
-            raise ValueError(f"beta: got {beta}, expected 0 (forward KL) to 1 (reverse KL)")
-        checks.choice("top_k_of", self.top_k_of, SIDES)
-        tail = checks.flag("add_tail", self.add_tail)
-        top_k = checks.integer("top_k", self.top_k)
-        if not 0 <= top_k <= vocabulary:
-            raise ValueError(f"top_k: got {top_k}, expected 0 to {vocabulary}, the size of the vocabulary")
-        if not top_k:
-            if self.top_k_of != "teacher":
-                raise ValueError(f"top_k_of: got {self.top_k_of!r} without a top_k to take")
-            if ids is None and not tail:
-                raise ValueError(
-                    "add_tail: got False, but without top_k or ids there is no tail, expected True"
-                )
-            return DivergenceForm(beta, 0, False, tail)
-        if ids is not None:
-            raise ValueError(f"top_k: got {top_k}, expected 0 along with ids")
-        return DivergenceForm(beta, top_k, self.top_k_of == "student", tail)
-
-
-class TeacherArguments(NamedTuple):
-    """How a teacher's logits become its distribution, and what it has said of some ids, as the caller said
-    it.
-    """
-
-    teacher_temperature: float | Tensor | None = None
-    teacher_logit_scale: float = 1.0
-    teacher_softcap: float | None = None
-    ids: Tensor | None = None
-    teacher_logprobs: Tensor | None = None
-
-    def check_source(self, name: str, given: Tensor | None) -> None:
-        """There must be the tensor of a name, or ids with their log-probs."""
-        of_ids = {"ids": self.ids, "teacher_logprobs": self.teacher_logprobs}
-        for label, value in of_ids.items():
-            if given is not None and value is not None:
-                raise ValueError(f"{label}: got a tensor, expected None along with {name}")
-            if given is None and value is None:
-                raise ValueError(f"{name}: got None, expected a tensor, or ids along with teacher_logprobs")
-        own = self._replace(ids=None, teacher_logprobs=None)
-        if given is None and own != TeacherArguments():
-            raise ValueError(
-                "teacher_temperature, teacher_logit_scale or teacher_softcap: got one, but teacher_logprobs "
-                "are normalised already, expected none"
-            )
+if TYPE_CHECKING:  # not every build of PyTorch has it
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class _Call:
@@ -90,69 +40,35 @@ class _Call:
         self,
         tokens: Tensor,
         dtype: torch.dtype,
-        vocabulary: int,
+        width: int,
         logit_arguments: LogitArguments,
         teacher_arguments: TeacherArguments,
         divergence_arguments: DivergenceArguments,
         terms: Terms,
         aggregation: Linear,
     ):
+        if terms.cp_group:
+            raise ValueError(
+                "logits or hidden: is a DTensor cut over tokens, expected Replicate() over these ranks"
+            )
         self.packed = checks.layout("loss_mask or the tokens", tokens, terms.cu_seqlens) is not None
         sequences = tokens.shape[0] if terms.cu_seqlens is None else terms.cu_seqlens.shape[0] - 1
-        options = logit_arguments.checked(tokens, sequences, vocabulary)
-        self.form = divergence_arguments.checked(vocabulary, teacher_arguments.ids)
+        options = logit_arguments.checked(tokens, sequences, width)
+        vocabulary = vocabulary_of(width, options)
+        self.form = divergence_arguments.checked(vocabulary, teacher_arguments.ids, labelled=False)
         terms = shaped(terms, tokens, aggregation)
-        self.labels, terms = merge_mask(as_rows(tokens, self.packed), terms, _IGNORED)
-
-        def with_rows(arguments: LogitArguments, options: RowOptions) -> RowOptions:
-            return arguments.with_rows(options, self.labels, self.packed, terms.cu_seqlens, dtype, vocabulary)
-
-        self.options = with_rows(logit_arguments, options)
-        theirs = self.options
-        given = teacher_arguments
-        if given.teacher_logprobs is None:
-            arguments = LogitArguments(
-                logit_arguments.temperature
-                if given.teacher_temperature is None
-                else given.teacher_temperature,
-                given.teacher_logit_scale,
-                given.teacher_softcap,
-                backend=logit_arguments.backend,
-            )
-            theirs = with_rows(arguments, arguments.checked(tokens, sequences, vocabulary))
-        ids, logprobs = self._of_ids(tokens, vocabulary, given)
-        self.teacher = TeacherRows(
-            None,
-            ids,
-            logprobs,
-            theirs.logit_scale,
-            theirs.softcap,
-            theirs.temperature,
-            theirs.row_temperature,
+        self.labels, terms = merge_mask(as_rows(tokens, self.packed), terms, options.ignore_index)
+        self.options = logit_arguments.with_rows(
+            options, self.labels, self.packed, terms.cu_seqlens, dtype, width
+        )
+        self.teacher = teacher_arguments.rows(
+            tokens, self.labels, logit_arguments, self.options, terms.cu_seqlens, dtype, width
         )
         self.shares = token_shares(self.labels, terms)
 
-    def _of_ids(
-        self, tokens: Tensor, vocabulary: int, given: TeacherArguments
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """What a teacher has said of ids, in rows."""
-        if given.ids is None or given.teacher_logprobs is None:
-            return None, None
-        ids = checks.tensor("ids", given.ids, None, "[B, T, K] or [N, K]", tokens.device)
-        checks.dtype("ids", ids, checks.INTEGERS)
-        if ids.shape[:-1] != tokens.shape or ids.shape[-1] == 0:
-            raise ValueError(
-                f"ids: got shape {tuple(ids.shape)}, expected {(*tokens.shape, 'K')} with K >= 1"
-            )
-        logprobs = checks.floats(
-            "teacher_logprobs", given.teacher_logprobs, tuple(ids.shape), "the shape of ids", tokens.device
-        )
-        rows = checked_ids(as_rows(ids, self.packed), vocabulary, self.options)
-        return rows, as_rows(logprobs.detach(), self.packed)
-
     def output(self, loss: Tensor, divergence: Tensor) -> DistillationOutput:
         """As the caller gets it."""
-        return DistillationOutput(loss, from_rows(divergence, self.packed))
+        return DistillationOutput(loss, from_rows(divergence.detach(), self.packed))
 
 
 def _aggregation(aggregation: str, constant: float | None) -> Linear:
@@ -160,6 +76,8 @@ def _aggregation(aggregation: str, constant: float | None) -> Linear:
     return Linear(aggregation=aggregation, aggregation_constant=constant)
 
 
+@takes_dtensors
+@on_all_ranks
 def _distillation_loss(
     logits: Tensor,
     teacher_logits: Tensor | None,
@@ -186,30 +104,16 @@ def _distillation_loss(
         terms,
         _aggregation(aggregation, aggregation_constant),
     )
-    teacher = call.teacher
-    if teacher_logits is not None:
-        checks.floats(
-            "teacher_logits", teacher_logits, tuple(logits.shape), "the shape of logits", logits.device
-        )
-        teacher = teacher._replace(logits=as_rows(teacher_logits.detach(), call.packed))
+    teacher = call.teacher.with_logits(teacher_logits, logits, call.packed)
+    arguments = (as_rows(logits, call.packed), teacher, call.labels, call.form, call.options)
     learns = torch.is_grad_enabled() and logits.requires_grad
     # In fp16 a loss scale decides what is representable, and only the backward knows it.
-    known = (
-        learns
-        and not inplace_backward
-        and not torch.compiler.is_compiling()
-        and logits.dtype != torch.float16
-    )
-    loss, divergence = DivergenceFunction.apply(
-        as_rows(logits, call.packed),
-        teacher,
-        call.labels,
-        call.options,
-        call.form,
-        call.shares,
-        inplace_backward,
-        known,
-    )
+    narrow = logits.dtype == torch.float16
+    if learns and not (inplace_backward or narrow or torch.compiler.is_compiling()):
+        loss, divergence = KnownDivergenceFunction.apply(*arguments, call.shares)
+    else:
+        _, divergence = DivergenceFunction.apply(*arguments, inplace_backward)
+        loss = summed(divergence, call.shares)
     return call.output(loss, divergence)
 
 
@@ -239,6 +143,8 @@ def distillation_loss(
     teacher_softcap: float | None = None,
     inplace_backward: bool = False,
     backend: str = "auto",
+    tp_group: ProcessGroup | DeviceMesh | None = None,
+    vocab_range: tuple[int, int] | None = None,
 ) -> DistillationOutput:
     """Divergence of a student from a teacher as a loss, from logits: both are read, and one gradient is
     written.
@@ -277,6 +183,8 @@ def distillation_loss(
             student's.
         inplace_backward: the backward overwrites the student's logits with their gradient.
         backend: as in ``token_logprobs``.
+        tp_group, vocab_range: as there: the ranks have some columns of the student's logits, and the same of
+            the teacher's. Ids are those of the whole vocabulary, and the same on all ranks.
 
     Returns:
         DistillationOutput(loss, divergence).
@@ -287,6 +195,8 @@ def distillation_loss(
     """
 
 
+@takes_dtensors
+@on_all_ranks
 def _fused_linear_distillation_loss(
     hidden: Tensor,
     weight: Tensor,
@@ -302,12 +212,15 @@ def _fused_linear_distillation_loss(
     aggregation: str,
     aggregation_constant: float | None,
 ) -> DistillationOutput:
-    chunking = product_arguments.checked(compact=True, group=None)
+    chunking = product_arguments.checked(compact=True, group=logit_arguments.tp_group)
+    if chunking.scattered:
+        raise ValueError("hidden: is sharded over tokens, expected a DTensor with placement Replicate()")
     checks.floats("hidden", hidden, None, "[B, T, H], or [N, H] with cu_seqlens", None)
     tokens = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
     hidden, weight, bias = check_inputs(hidden, weight, bias, tokens, chunking)
     teacher_arguments.check_source("teacher_hidden", teacher_hidden)
-    theirs = _teachers_head(teacher_hidden, teacher_weight, teacher_bias, tokens, weight.shape[0], chunking)
+    theirs = (teacher_hidden, teacher_weight, teacher_bias)
+    theirs = check_teachers_head(*theirs, tokens, weight.shape[0], chunking)
     call = _Call(
         tokens,
         hidden.dtype,
@@ -318,54 +231,14 @@ def _fused_linear_distillation_loss(
         terms,
         _aggregation(aggregation, aggregation_constant),
     )
-    their_hidden, their_weight, their_bias = theirs
-    if their_hidden is not None:
-        their_hidden = as_rows(their_hidden, call.packed)
     loss, divergence = LinearDistillationFunction.apply(
         *LinearOperands(as_rows(hidden, call.packed), weight, bias, call.labels, call.options, chunking),
-        LinearTeacher(their_hidden, their_weight, their_bias, call.teacher),
+        LinearTeacher.of(*theirs, call.teacher, call.packed),
         call.form,
         call.shares,
         torch.compiler.is_compiling(),
     )
     return call.output(loss, divergence)
-
-
-def _teachers_head(
-    hidden: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    tokens: Tensor,
-    vocabulary: int,
-    chunking: Chunking,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The teacher's three, checked, detached, and as autocast wants them."""
-    if hidden is None:
-        for name, value in (("teacher_weight", weight), ("teacher_bias", bias)):
-            if value is not None:
-                raise ValueError(f"{name}: got a tensor, expected None without teacher_hidden")
-        return None, None, None
-    if weight is None:
-        raise ValueError("teacher_weight: got None, expected [V, H] along with teacher_hidden")
-    checks.floats("teacher_hidden", hidden, None, "like hidden but for the width", tokens.device)
-    if hidden.shape[:-1] != tokens.shape:
-        raise ValueError(
-            f"teacher_hidden: got shape {tuple(hidden.shape)}, expected {(*tokens.shape, 'H of teacher')} "
-            "for the tokens of hidden"
-        )
-    checks.floats("teacher_weight", weight, None, "[V, H of the teacher]", tokens.device)
-    if tuple(weight.shape) != (vocabulary, hidden.shape[-1]):
-        raise ValueError(
-            f"teacher_weight: got shape {tuple(weight.shape)}, expected {(vocabulary, hidden.shape[-1])}, "
-            "the student's vocabulary and the width of teacher_hidden"
-        )
-    if bias is not None:
-        checks.floats("teacher_bias", bias, (vocabulary,), "[V]", tokens.device)
-        bias = bias.detach()
-    try:
-        return check_inputs(hidden.detach(), weight.detach(), bias, tokens, chunking)
-    except TypeError as error:
-        raise TypeError(f"teacher_{error}") from None
 
 
 @implemented_by(_fused_linear_distillation_loss)
@@ -400,6 +273,9 @@ def fused_linear_distillation_loss(
     max_chunk_bytes: int | None = None,
     batch_invariant: bool | None = None,
     backend: str = "auto",
+    tp_group: ProcessGroup | DeviceMesh | None = None,
+    vocab_range: tuple[int, int] | None = None,
+    reduce_hidden_grad: bool = True,
 ) -> DistillationOutput:
     """Divergence of a student from a teacher as a loss, from hidden states: neither side's logits are ever
     whole.
@@ -426,6 +302,8 @@ def fused_linear_distillation_loss(
         logits_dtype, backend: as in ``linear_token_logprobs``.
         max_chunk_bytes: of logits at once, both sides together; None: by the device's memory.
         batch_invariant: as in ``linear_token_logprobs``.
+        tp_group, vocab_range: as there; both weights and biases are cut in the same places.
+        reduce_hidden_grad: as there.
 
     Returns:
         DistillationOutput(loss, divergence).

@@ -175,7 +175,8 @@ def on_all_ranks(implementation: Callable[..., R]) -> Callable[..., R]:
             return implementation(**arguments)
         from gspo_kernels.parallel.agreement import all_or_none
 
-        tokens = next((arguments[name] for name in ("labels", "logprobs", "ids") if name in arguments), None)
+        names = ("labels", "logprobs", "ids", "logits", "hidden")
+        tokens = next((arguments[name] for name in names if name in arguments), None)
         with all_or_none(getattr(tokens, "device", torch.device("cpu")), **groups):
             return implementation(**arguments)
 

@@ -29,6 +29,7 @@ from gspo_kernels.ops.backends import resolve
 from gspo_kernels.ops.logprobs import KnownCoefficientsFunction, TokenLogprobsFunction
 from gspo_kernels.sequence_ratio import RatioOperands, SequenceRatioFunction, sequence_form
 from gspo_kernels.step import carried_loss, loss_of, output_of, policy_step
+from gspo_kernels.teachers import Teacher, beside_teacher, check_teacher, taught
 from gspo_kernels.terms import Terms, checked, merge_mask
 from gspo_kernels.types import LossOutput
 
@@ -189,6 +190,7 @@ def _fused_policy_loss(
     return_entropy: bool,
     inplace_backward: bool,
     objective: Objective,
+    teacher: Teacher | None,
 ) -> LossOutput:
     check_logits(logits, labels)
     packed = checks.layout("labels", labels, terms.cu_seqlens) is not None
@@ -204,6 +206,10 @@ def _fused_policy_loss(
     )
     whole = not options.shard.group
     check_before_ranks_work(row_labels, terms, options)
+    if teacher is not None:
+        check_teacher(teacher, "logits", with_entropy)
+        about = (labels, row_labels, logit_arguments, options, terms, logits.dtype, logits.shape[-1])
+        return beside_teacher(taught(teacher, *about), teacher, logits, row_labels, options, inplace_backward)
 
     learns = torch.is_grad_enabled() and logits.requires_grad
     tracing = torch.compiler.is_compiling()
@@ -256,6 +262,7 @@ def fused_policy_loss(
     return_entropy: bool = False,
     inplace_backward: bool = False,
     objective: Objective = GSPO(),
+    teacher: Teacher | None = None,
     backend: str = "auto",
     tp_group: ProcessGroup | DeviceMesh | None = None,
     vocab_range: tuple[int, int] | None = None,
@@ -276,6 +283,9 @@ def fused_policy_loss(
         tp_group, vocab_range: as there.
         return_entropy: also return the entropy, detached; an entropy bonus computes it anyway.
         objective, cp_group: as in ``policy_loss``.
+        teacher: a ``Teacher`` with ``logits``, or with ``ids`` and ``logprobs``: a divergence from it is
+            added to the loss, in the same passes over the logits. Metrics then have "loss/policy",
+            "loss/divergence" and "divergence", the mean of the counted tokens. Refused along with an entropy.
 
     Returns:
         LossOutput(loss, logprobs, entropy, metrics).
@@ -321,6 +331,7 @@ def fused_linear_policy_loss(
     schedule: str = "auto",
     skip_inactive: str = "backward",
     objective: Objective = GSPO(),
+    teacher: Teacher | None = None,
     backend: str = "auto",
     tp_group: ProcessGroup | DeviceMesh | None = None,
     vocab_range: tuple[int, int] | None = None,
@@ -346,6 +357,8 @@ def fused_linear_policy_loss(
         tp_group, vocab_range, reduce_hidden_grad, sequence_parallel: as there.
         return_entropy: also return the entropy, detached; an entropy bonus computes it anyway.
         objective, cp_group: as in ``policy_loss``.
+        teacher: as in ``fused_policy_loss``, with ``hidden`` and ``weight`` in place of ``logits``. Each
+            side's logits are computed once for both parts of the loss, and so are the gradient products.
         schedule: "auto", "known", "aligned", "deferred", "frozen", "cached" or "two_pass": how the batch is
             cut into chunks and products. All give the same result; one that can't is refused with the reason.
             "auto" chooses by a cost model, for each sequence; see ``explain_schedule``. All but "two_pass"
@@ -395,6 +408,7 @@ def explain_schedule(
     schedule: str = "auto",
     skip_inactive: str = "backward",
     objective: Objective = GSPO(),
+    teacher: Teacher | None = None,
     tp_group: ProcessGroup | DeviceMesh | None = None,
     vocab_range: tuple[int, int] | None = None,
     reduce_hidden_grad: bool = True,

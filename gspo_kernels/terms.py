@@ -132,6 +132,9 @@ class Terms(NamedTuple):
     objective: str = ""  # ``Objective.spec``
     skipped: Annotated[Tensor | None, SEQUENCES] = None  # bool: without log-probs; in divisors, in no metric
     token_shares: Annotated[Tensor | None, TOKENS] = None  # loss = sum(share * value) instead of aggregating
+    divergence_coef: Annotated[Tensor | None, BROADCAST] = (
+        None  # of a divergence from a teacher, added to the loss
+    )
 
     def layout(self, tokens: Tensor) -> Layout:
         """Where the sequences of ``tokens`` begin and end."""
@@ -357,13 +360,18 @@ def merge_mask(row_labels: Tensor, terms: Terms, ignore_index: int) -> tuple[Ten
     return row_labels, terms._replace(loss_mask=counted)
 
 
+_BESIDE = {"kl_beta": "kl_beta", "entropy_coef": "entropy_coef", "divergence_coef": "the teacher"}
+"""What gives gradients beside the objective, and the words for it."""
+
+
 def idle_sequences(tokens: Tensor, terms: Terms) -> Tensor | None:
     """[B] bool: sequences whose gradient is zero whatever the forward finds; None where none can be known.
 
     They are those whose counted tokens all have a zero advantage, for an objective to which that means a
-    zero gradient, without a KL term or an entropy bonus. Advantages per token may be others on other ranks.
+    zero gradient, without a KL term, an entropy bonus or a teacher. Advantages per token may be others on
+    other ranks.
     """
-    beyond = terms.kl_beta is not None or terms.entropy_coef is not None
+    beyond = any(getattr(terms, name) is not None for name in _BESIDE)
     if terms.advantages is None or beyond or not from_spec(terms.objective).zero_advantage_is_inactive:
         return None
     if terms.advantages.ndim == 1:
@@ -387,10 +395,10 @@ def leave_out_idle(row_labels: Tensor, terms: Terms, ignore_index: int) -> tuple
                 "skip_inactive: 'all' needs one advantage per sequence where cp_group has their tokens; use "
                 "'backward'"
             )
-        for term in ("kl_beta", "entropy_coef"):
+        for term, name in _BESIDE.items():
             if getattr(terms, term) is not None:
                 raise ValueError(
-                    f"skip_inactive: 'all' leaves sequences out that {term} gives a gradient; use 'backward'"
+                    f"skip_inactive: 'all' leaves sequences out that {name} gives a gradient; use 'backward'"
                 )
         raise ValueError(
             f"skip_inactive: 'all' needs an objective without gradient at zero advantage, which "

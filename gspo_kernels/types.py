@@ -102,6 +102,47 @@ class RowStats(NamedTuple):
         return RowStats(change(self.logprobs), change(self.lse), entropy)
 
 
+class PairStats(NamedTuple):
+    """Statistics of a student's rows beside a teacher's, each [B, T]; zeros for ignored rows.
+
+    Attributes:
+        logprobs, lse: as in ``RowStats``, of the student's rows.
+        teacher_lse: of the teacher's.
+        divergences: of the student's rows from the teacher's in nats, statistics' dtype.
+        centres: what the slope of each column is relative to in the gradient, the same dtype: of the reverse
+            KL the divergence, of Jensen-Shannon KL(p || m), of the forward KL nothing, 0.0.
+    """
+
+    logprobs: Tensor
+    lse: Tensor
+    teacher_lse: Tensor
+    divergences: Tensor
+    centres: Tensor
+
+
+class Normalizers(NamedTuple):
+    """The first three of ``PairStats``, where the rest is wanted."""
+
+    logprobs: Tensor
+    lse: Tensor
+    teacher_lse: Tensor
+
+
+class PairGradients(NamedTuple):
+    """What multiplies the gradients of a row's divergence and of its log-prob, [B, T] floats with any
+    strides; None: 0.
+    """
+
+    divergences: Tensor
+    logprobs: Tensor | None
+
+    def rows(self, change: Callable[[Tensor], Tensor]) -> PairGradients:
+        """The same of rows that are reshaped or selected."""
+        return PairGradients(
+            change(self.divergences), None if self.logprobs is None else change(self.logprobs)
+        )
+
+
 class LogitTransform(NamedTuple):
     """From raw logits x to the z that enters the softmax.
 
@@ -249,3 +290,8 @@ class SequenceRatioStats(NamedTuple):
 def stats_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of statistics, ratios and losses for inputs of ``dtype``: fp64 for fp64, otherwise fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def pair_dtypes(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
+    """Of the fields of ``PairStats``, where statistics are of ``dtype``."""
+    return dtype, torch.float64, torch.float64, dtype, dtype

@@ -315,4 +315,7 @@ def test_the_backward_may_overwrite_the_logits(backend):
         out = gk.distillation_loss(logits, theirs, **form, inplace_backward=True, backend=backend)
         out.loss.backward()
         assert torch.equal(leaf.grad, logits.detach())
-        torch.testing.assert_close(leaf.grad, grad, rtol=1e-6, atol=1e-9)
+        # here statistics are kept until the backward, there they are still what the row was folded to
+        exact = problem.formulas(torch.float64, **form)["grad logits"]
+        errors = [float((each.cpu() - exact).norm()) for each in (leaf.grad, grad)]
+        assert max(errors) <= 2 * min(errors) + 1e-7 * float(exact.norm())

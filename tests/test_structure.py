@@ -29,7 +29,7 @@ SELECTED = f"normalize_within {LOGITS}".replace("ignore_index ", "")
 DISTILLED = (
     f"{LAYOUT} beta top_k top_k_of add_tail ids teacher_logprobs aggregation aggregation_constant "
     "token_weights lengths normalizer temperature logit_scale softcap teacher_temperature "
-    "teacher_logit_scale teacher_softcap backend"
+    "teacher_logit_scale teacher_softcap backend tp_group vocab_range"
 )
 CONTRACT = {
     "token_logprobs": ("logits labels", f"{LOGITS} return_entropy inplace_backward"),
@@ -38,11 +38,11 @@ CONTRACT = {
     "policy_coefficients": ("logprobs old_logprobs advantages", f"{POLICY} entropy objective"),
     "fused_policy_loss": (
         "logits labels old_logprobs advantages",
-        f"{POLICY} {LOGITS} return_entropy inplace_backward objective",
+        f"{POLICY} {LOGITS} return_entropy inplace_backward objective teacher",
     ),
     "fused_linear_policy_loss": (
         "hidden weight labels old_logprobs advantages",
-        f"{POLICY} {LOGITS} {HIDDEN} return_entropy schedule skip_inactive objective",
+        f"{POLICY} {LOGITS} {HIDDEN} return_entropy schedule skip_inactive objective teacher",
     ),
     "selected_logprobs": ("logits ids", f"{SELECTED} inplace_backward"),
     "linear_selected_logprobs": (
@@ -52,7 +52,7 @@ CONTRACT = {
     "distillation_loss": ("logits teacher_logits", f"{DISTILLED} inplace_backward"),
     "fused_linear_distillation_loss": (
         "hidden weight teacher_hidden teacher_weight",
-        f"{DISTILLED} bias teacher_bias logits_dtype max_chunk_bytes batch_invariant",
+        f"{DISTILLED} bias teacher_bias logits_dtype max_chunk_bytes batch_invariant reduce_hidden_grad",
     ),
     "sampling_mask": ("logits", "temperature top_k top_p min_p labels engine"),
     "normalizer": ("objective loss_mask", "cu_seqlens lengths advantages group_ids group cp_group"),

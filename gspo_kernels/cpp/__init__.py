@@ -14,10 +14,14 @@ from gspo_kernels.types import (
     METRICS,
     KLPenalty,
     LogitTransform,
+    Normalizers,
+    PairGradients,
+    PairStats,
     RatioClip,
     RatioStep,
     RowStats,
     SequenceRatioStats,
+    pair_dtypes,
     stats_dtype,
 )
 
@@ -140,9 +144,10 @@ def divergence(
     beta: float,
     *,
     ignore_index: int,
-    coefficients: Tensor | None,
+    known: Normalizers | PairStats | None,
+    gradients: PairGradients | None,
     out: Tensor | None,
-) -> Tensor:
+) -> PairStats:
     """See ``ops.backends.RowBackend.divergence``."""
     if out is not None:
         _check_out(logits, out)
@@ -155,21 +160,38 @@ def divergence(
             teacher_transform,
             beta,
             ignore_index,
-            coefficients,
+            known,
+            gradients,
             out,
         )
-    found = torch.empty(logits.shape[:2], dtype=stats_dtype(logits.dtype))
+    shape, dtype = logits.shape[:2], stats_dtype(logits.dtype)
+    if known is None:
+        found = PairStats(*(torch.empty(shape, dtype=kind) for kind in pair_dtypes(dtype)))
+    else:
+        found = PairStats(*(each.contiguous() for each in _pair(known, dtype)))
+    of_divergences, of_logprobs = (None, None) if gradients is None else gradients
     _operators().divergence(
         *_row_arguments(logits, labels, transform, ignore_index),
         teacher_logits.detach(),
         _vector(teacher_transform.row_temperature, logits),
         *teacher_transform[:3],
         beta,
-        _vector(coefficients, logits),
-        found,
+        known is not None,
+        isinstance(known, PairStats),
+        _vector(of_divergences, logits),
+        _vector(of_logprobs, logits),
+        *found,
         out,
     )
     return found
+
+
+def _pair(known: Normalizers | PairStats, dtype: torch.dtype) -> PairStats:
+    """What is known in the dtypes of rows, beside memory for what isn't."""
+    kinds = pair_dtypes(dtype)
+    given = (value.to(kind) for value, kind in zip(known, kinds, strict=False))
+    missing = (torch.empty_like(known.logprobs, dtype=kind) for kind in kinds[len(known) :])
+    return PairStats(*given, *missing)
 
 
 def _divergence_of_two_dtypes(
@@ -180,13 +202,14 @@ def _divergence_of_two_dtypes(
     teacher_transform: LogitTransform,
     beta: float,
     ignore_index: int,
-    coefficients: Tensor | None,
+    known: Normalizers | PairStats | None,
+    gradients: PairGradients | None,
     out: Tensor | None,
-) -> Tensor:
+) -> PairStats:
     """A few rows at a time in the dtype that holds both."""
     B, T, V = logits.shape
     wide = torch.promote_types(logits.dtype, teacher_logits.dtype)
-    found = torch.empty(B, T, dtype=stats_dtype(logits.dtype))
+    found = PairStats(*(torch.empty(B, T, dtype=kind) for kind in pair_dtypes(stats_dtype(logits.dtype))))
     step = max(1, _PIECE // max(V, 1))
     for b in range(B):
         for start in range(0, T, step):
@@ -195,7 +218,7 @@ def _divergence_of_two_dtypes(
                 each.rows(lambda rows: rows[at])  # noqa: B023
                 for each in (transform, teacher_transform)
             )
-            found[at] = divergence(
+            here = divergence(
                 logits[at].to(wide),
                 teacher_logits[at].to(wide),
                 labels[at],
@@ -203,9 +226,12 @@ def _divergence_of_two_dtypes(
                 other,
                 beta,
                 ignore_index=ignore_index,
-                coefficients=None if coefficients is None else coefficients[at],
+                known=None if known is None else type(known)(*(each[at] for each in known)),
+                gradients=None if gradients is None else gradients.rows(lambda rows: rows[at]),  # noqa: B023
                 out=None if out is None else out[at],
-            ).to(found.dtype)
+            )
+            for whole, part in zip(found, here, strict=True):
+                whole[at] = part
     return found
 
 

@@ -1,9 +1,9 @@
-"""Divergence of a student's rows of logits from a teacher's, and the student's gradient. One program owns one
-row of each.
+"""Divergence of a student's rows of logits from a teacher's, log-probs, and the gradient of both. One program
+owns one row of each.
 
 Both rows are read to fold their log-sum-exps, and again, from the cache, for the divergence; reverse KL and
-Jensen-Shannon take one more reading for the gradient, which needs the whole row's sum. ``divergences`` has
-the formulas.
+Jensen-Shannon take one more reading for the gradient, which needs the whole row's sum. What is known already
+is not read for: a backward reads once. ``divergences`` has the formulas.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gspo_kernels.kernels.columns import load_columns, row_pointer
-from gspo_kernels.kernels.kept import is_kept, kept_row
+from gspo_kernels.kernels.kept import in_row, is_kept, kept_row
 from gspo_kernels.kernels.launch import (
     DIVERGENCE,
     RowArguments,
@@ -27,15 +27,19 @@ from gspo_kernels.kernels.launch import (
     row_kernel,
 )
 from gspo_kernels.kernels.rows import (
+    combine_lanes,
     element,
     exp_flushed,
+    joined,
     log1p_unit,
     lowest,
     narrowed,
+    one_minus_exp,
+    parted,
     row_slopes,
     transformed,
 )
-from gspo_kernels.types import LogitTransform, stats_dtype
+from gspo_kernels.types import LogitTransform, Normalizers, PairGradients, PairStats, pair_dtypes, stats_dtype
 
 
 @triton.jit
@@ -78,11 +82,8 @@ def _fold(peak, total, z, PLATFORM: tl.constexpr):
 
 
 @triton.jit
-def _closed(peak, total, PLATFORM: tl.constexpr):
-    """The log-sum-exp of all lanes as a sum of two, and whether it is finite."""
-    base = tl.max(peak, axis=0)
-    whole = tl.sum(total * exp_flushed(peak - base, PLATFORM), axis=0)
-    return base, tl.log(whole), (whole > 0) & (whole < float("inf")) & (base < float("inf"))
+def _is_finite(x):
+    return (x == x) & (tl.abs(x) < float("inf"))
 
 
 @triton.jit
@@ -109,8 +110,13 @@ def divergence_kernel(
     kept_ptr,
     teacher_logits_ptr,
     teacher_temperature_ptr,
-    coefficients_ptr,
+    grad_divergences_ptr,
+    grad_logprobs_ptr,
+    logprobs_ptr,
+    lse_ptr,
+    teacher_lse_ptr,
     divergences_ptr,
+    centres_ptr,
     out_ptr,
     T: tl.int32,
     V: tl.int32,
@@ -135,8 +141,10 @@ def divergence_kernel(
     teacher_logits_stride_v: tl.int64,
     teacher_temperature_stride_b: tl.int64,
     teacher_temperature_stride_t: tl.int64,
-    coefficients_stride_b: tl.int64,
-    coefficients_stride_t: tl.int64,
+    grad_divergences_stride_b: tl.int64,
+    grad_divergences_stride_t: tl.int64,
+    grad_logprobs_stride_b: tl.int64,
+    grad_logprobs_stride_t: tl.int64,
     out_stride_b: tl.int64,
     out_stride_t: tl.int64,
     beta: tl.float64,
@@ -152,9 +160,12 @@ def divergence_kernel(
     TEACHER_SCALED: tl.constexpr,
     TEACHER_SOFTCAP: tl.constexpr,
     KIND: tl.constexpr,
+    KNOWN: tl.constexpr,
     NARROWS_IN_PLACE: tl.constexpr,
 ):
-    """One row's divergence, and where there is an ``out`` its gradient."""
+    """One row's divergence and log-prob, and where there is an ``out`` their gradient. KNOWN says what the
+    statistics hold already: "nothing", "normalizers", or "all".
+    """
     n = tl.program_id(0)
     b = n // T
     t = n - b * T
@@ -183,23 +194,42 @@ def divergence_kernel(
         # the same number, by an operation that tells the compiler what divides it
         width = width // 16 * 16
     width = tl.where(counted, width, 0)
-    peak = tl.zeros([BLOCK], STATS) + lowest(STATS)
-    total = tl.zeros([BLOCK], STATS)
-    other_peak = peak
-    other_total = total
-    for start in range(0, width, BLOCK):
-        z, _ = _load(
-            row, start, lanes, width, logits_stride_v, slopes, kept, STATS, SCALED, SOFTCAP, ACCESS, PLATFORM
+    labelled = counted & in_row(label, V, kept)
+    column = tl.where(labelled, label, -1).to(tl.int32)
+    if KNOWN == "nothing":
+        peak = tl.zeros([BLOCK], STATS) + lowest(STATS)
+        total = tl.zeros([BLOCK], STATS)
+        at_label = tl.zeros([BLOCK], STATS)
+        other_peak = peak
+        other_total = total
+        for start in range(0, width, BLOCK):
+            z, _ = _load(
+                row, start, lanes, width, logits_stride_v, slopes, kept, STATS, SCALED, SOFTCAP, ACCESS,
+                PLATFORM,
+            )  # fmt: skip
+            # the label's column stays out of the sum, as wherever there is a log-prob
+            is_label = start + lanes == column
+            at_label = tl.where(is_label, z, at_label)
+            peak, total = _fold(peak, total, tl.where(is_label, -float("inf"), z), PLATFORM)
+            z, _ = _load(
+                other, start, lanes, width, teacher_logits_stride_v, teacher_slopes, kept, STATS,
+                TEACHER_SCALED, TEACHER_SOFTCAP, ACCESS, PLATFORM,
+            )  # fmt: skip
+            other_peak, other_total = _fold(other_peak, other_total, z, PLATFORM)
+        z_label = tl.sum(at_label, axis=0)
+        logp, base, rest, _ = combine_lanes(peak, total, total, z_label, labelled, STATS, False)
+        _, other_base, other_rest, _ = combine_lanes(
+            other_peak, other_total, other_total, z_label, labelled & False, STATS, False
         )
-        peak, total = _fold(peak, total, z, PLATFORM)
-        z, _ = _load(
-            other, start, lanes, width, teacher_logits_stride_v, teacher_slopes, kept, STATS, TEACHER_SCALED,
-            TEACHER_SOFTCAP, ACCESS, PLATFORM,
-        )  # fmt: skip
-        other_peak, other_total = _fold(other_peak, other_total, z, PLATFORM)
-    base, rest, finite = _closed(peak, total, PLATFORM)
-    other_base, other_rest, other_finite = _closed(other_peak, other_total, PLATFORM)
-    finite = finite & other_finite
+        tl.store(logprobs_ptr + n, tl.where(counted, logp, 0.0))
+        tl.store(lse_ptr + n, tl.where(counted, joined(base, rest, tl.float64), 0.0))
+        tl.store(teacher_lse_ptr + n, tl.where(counted, joined(other_base, other_rest, tl.float64), 0.0))
+    else:
+        logp = tl.load(logprobs_ptr + n)
+        base, rest = parted(tl.load(lse_ptr + n), STATS)
+        other_base, other_rest = parted(tl.load(teacher_lse_ptr + n), STATS)
+    own_finite = _is_finite(base + rest)
+    finite = own_finite & _is_finite(other_base + other_rest)
 
     OUT: tl.constexpr = STATS if out_ptr is None else out_ptr.dtype.element_ty
     mixture = (
@@ -209,66 +239,90 @@ def divergence_kernel(
     )
     share = tl.full([], beta, tl.float64).to(STATS)
     coefficient = tl.full([], 0.0, STATS)
+    towards = coefficient
     out_row = row
     if out_ptr is not None:
         out_row = row_pointer(out_ptr, b, t, out_stride_b, out_stride_t, ACCESS)
         coefficient = tl.load(
-            element(coefficients_ptr, b, t, coefficients_stride_b, coefficients_stride_t)
+            element(grad_divergences_ptr, b, t, grad_divergences_stride_b, grad_divergences_stride_t)
         ).to(STATS)
         coefficient = tl.where(counted, coefficient, 0.0)
-    active = coefficient != 0
-    written = tl.where(active, width, 0)
-    chained = coefficient
+        if grad_logprobs_ptr is not None:
+            towards = tl.load(
+                element(grad_logprobs_ptr, b, t, grad_logprobs_stride_b, grad_logprobs_stride_t)
+            ).to(STATS)
+            towards = tl.where(counted, towards, 0.0)
+    moves = coefficient != 0
+    written = tl.where(moves | (towards != 0), width, 0)
     if SCALED or SOFTCAP:
-        chained = chained * (slopes[0][0] + slopes[0][1])
+        steepness = slopes[0][0] + slopes[0][1]
+        coefficient = coefficient * steepness
+        towards = towards * steepness
     # A row without a softmax has no gradient.
-    chained = tl.where(finite, chained, float("nan"))
+    towards = tl.where(own_finite & (finite | (coefficient == 0)), towards, float("nan"))
+    coefficient = tl.where(finite | (coefficient == 0), coefficient, float("nan"))
+    label_gradient = towards * one_minus_exp(logp, STATS, PLATFORM)
     WRITES_AT_ONCE: tl.constexpr = (KIND == "forward") and (out_ptr is not None)
     value = tl.zeros([BLOCK], STATS)
     to_mixture = tl.zeros([BLOCK], STATS)
     if WRITES_AT_ONCE:
         # no thread may overwrite what another still folds
         tl.debug_barrier()
-    for start in range(0, width, BLOCK):
-        z, bend = _load(
-            row, start, lanes, width, logits_stride_v, slopes, kept, STATS, SCALED, SOFTCAP, ACCESS, PLATFORM
-        )
-        log_p = (z - base) - rest
-        z, _ = _load(
-            other, start, lanes, width, teacher_logits_stride_v, teacher_slopes, kept, STATS, TEACHER_SCALED,
-            TEACHER_SOFTCAP, ACCESS, PLATFORM,
-        )  # fmt: skip
-        log_q = (z - other_base) - other_rest
-        p = exp_flushed(log_p, PLATFORM)
-        q = exp_flushed(log_q, PLATFORM)
+    if WRITES_AT_ONCE or KNOWN != "all":
+        for start in range(0, written if KNOWN == "all" else width, BLOCK):
+            z, bend = _load(
+                row, start, lanes, width, logits_stride_v, slopes, kept, STATS, SCALED, SOFTCAP, ACCESS,
+                PLATFORM,
+            )  # fmt: skip
+            log_p = (z - base) - rest
+            z, _ = _load(
+                other, start, lanes, width, teacher_logits_stride_v, teacher_slopes, kept, STATS,
+                TEACHER_SCALED, TEACHER_SOFTCAP, ACCESS, PLATFORM,
+            )  # fmt: skip
+            log_q = (z - other_base) - other_rest
+            p = exp_flushed(log_p, PLATFORM)
+            q = exp_flushed(log_q, PLATFORM)
+            if KIND == "forward":
+                value += _relative_entropy(q, log_q, p, log_p)
+            elif KIND == "reverse":
+                value += _relative_entropy(p, log_p, q, log_q)
+            else:
+                of_student, of_teacher = _to_mixture(log_p, log_q, mixture, PLATFORM)
+                of_student = tl.where(p == 0, 0.0, p * of_student)
+                of_teacher = tl.where(q == 0, 0.0, q * of_teacher)
+                to_mixture += of_student
+                value += (1.0 - share) * of_student + share * of_teacher
+            if WRITES_AT_ONCE:
+                grad = tl.where(moves, coefficient * (p - q), 0.0)
+                if grad_logprobs_ptr is not None:
+                    grad += tl.where(start + lanes == column, label_gradient, -(towards * p))
+                if SOFTCAP:
+                    grad = grad * bend
+                grad = _cut(narrowed(grad, OUT, PLATFORM), start + lanes, width, kept)
+                if NARROWS_IN_PLACE:
+                    # Block k of the gradient covers logits of blocks up to k, which others may not have read
+                    # yet.
+                    tl.debug_barrier()
+                tl.store(out_row + (start + lanes), grad, mask=start + lanes < written)
+    if KNOWN == "all":
+        found = tl.load(divergences_ptr + n)
+        centre = tl.load(centres_ptr + n)
+    else:
+        found = tl.sum(value, axis=0)
+        found = tl.where(finite | (width == 0), found, float("nan"))
+        centre = found
         if KIND == "forward":
-            value += _relative_entropy(q, log_q, p, log_p)
-        elif KIND == "reverse":
-            value += _relative_entropy(p, log_p, q, log_q)
-        else:
-            of_student, of_teacher = _to_mixture(log_p, log_q, mixture, PLATFORM)
-            of_student = tl.where(p == 0, 0.0, p * of_student)
-            of_teacher = tl.where(q == 0, 0.0, q * of_teacher)
-            to_mixture += of_student
-            value += (1.0 - share) * of_student + share * of_teacher
-        if WRITES_AT_ONCE:
-            grad = chained * (p - q)
-            if SOFTCAP:
-                grad = grad * bend
-            grad = _cut(narrowed(grad, OUT, PLATFORM), start + lanes, width, kept)
-            if NARROWS_IN_PLACE:
-                # Block k of the gradient covers logits of blocks up to k, which others may not have read yet.
-                tl.debug_barrier()
-            tl.store(out_row + (start + lanes), grad, mask=start + lanes < written)
-    found = tl.sum(value, axis=0)
-    found = tl.where(finite | (width == 0), found, float("nan"))
-    tl.store(divergences_ptr + n, found)
+            centre = tl.zeros_like(found)
+        elif KIND == "mixture":
+            centre = tl.where(finite | (width == 0), tl.sum(to_mixture, axis=0), float("nan"))
+        tl.store(divergences_ptr + n, found)
+        tl.store(centres_ptr + n, centre)
     if out_ptr is not None:
         if KIND != "forward":
             tl.debug_barrier()
-            whole = found if KIND == "reverse" else (1.0 - share) * tl.sum(to_mixture, axis=0)
+            whole = centre if KIND == "reverse" else (1.0 - share) * centre
             # A row that has infinitely far to go has no direction.
-            chained = tl.where(found < float("inf"), chained, float("nan"))
+            coefficient = tl.where(_is_finite(found) | (coefficient == 0), coefficient, float("nan"))
             for start in range(0, written, BLOCK):
                 z, bend = _load(
                     row, start, lanes, width, logits_stride_v, slopes, kept, STATS, SCALED, SOFTCAP, ACCESS,
@@ -286,7 +340,9 @@ def divergence_kernel(
                 else:
                     far, _ = _to_mixture(log_p, log_q, mixture, PLATFORM)
                     far = (1.0 - share) * far
-                grad = chained * tl.where(p == 0, 0.0, p * (far - whole))
+                grad = tl.where(moves, coefficient * tl.where(p == 0, 0.0, p * (far - whole)), 0.0)
+                if grad_logprobs_ptr is not None:
+                    grad += tl.where(start + lanes == column, label_gradient, -(towards * p))
                 if SOFTCAP:
                     grad = grad * bend
                 grad = _cut(narrowed(grad, OUT, PLATFORM), start + lanes, width, kept)
@@ -294,7 +350,7 @@ def divergence_kernel(
                     tl.debug_barrier()
                 tl.store(out_row + (start + lanes), grad, mask=start + lanes < written)
         zeros = tl.zeros([BLOCK], OUT)
-        for start in range(0, tl.where(active, 0, V), BLOCK):
+        for start in range(0, tl.where(written != 0, 0, V), BLOCK):
             tl.store(out_row + (start + lanes), zeros, mask=start + lanes < V)
 
 
@@ -307,20 +363,27 @@ def divergence(
     beta: float,
     *,
     ignore_index: int,
-    coefficients: Tensor | None,
+    known: Normalizers | PairStats | None,
+    gradients: PairGradients | None,
     out: Tensor | None,
-) -> Tensor:
+) -> PairStats:
     """See ``ops.backends.RowBackend.divergence``; raises as ``logprobs_backward``."""
     B, T, V = logits.shape
-    found = torch.empty(B, T, dtype=stats_dtype(logits.dtype), device=logits.device)
-    given = () if out is None else (out,)
-    tile = DIVERGENCE[max(each.element_size() for each in (logits, teacher_logits, *given))]
-    rows = RowArguments.of(logits, labels, transform, tile, *given)
+    dtypes = pair_dtypes(stats_dtype(logits.dtype))
+    given = () if known is None else known
+    found = PairStats(
+        *(each.to(dtype).contiguous() for each, dtype in zip(given, dtypes, strict=False)),
+        *(torch.empty(B, T, dtype=dtype, device=logits.device) for dtype in dtypes[len(given) :]),
+    )
+    grads = (None, None) if gradients is None else gradients
+    beside = () if out is None else (out,)
+    tile = DIVERGENCE[max(each.element_size() for each in (logits, teacher_logits, *beside))]
+    rows = RowArguments.of(logits, labels, transform, tile, *beside)
     teacher = Slopes.of(teacher_transform)
     mixed = 0 < beta < 1
     logs = (math.log(beta) - math.log1p(-beta), math.log(beta), math.log1p(-beta)) if mixed else (0.0,) * 3
     # whole vectors or single elements: what begins elsewhere is read in smaller pieces
-    every = access(logits, teacher_logits, *given)
+    every = access(logits, teacher_logits, *beside)
     constants = {**rows.constants, "ACCESS": "aligned" if every == "aligned" else "single"}
     launch(
         divergence_kernel,
@@ -330,8 +393,8 @@ def divergence(
         *rows.tensors,
         teacher_logits,
         teacher.row_temperature,
-        coefficients,
-        found,
+        *grads,
+        *found,
         out,
         T,
         V,
@@ -344,7 +407,7 @@ def divergence(
         *teacher_logits.stride(),
         teacher.stride_b,
         teacher.stride_t,
-        *((0, 0) if coefficients is None else coefficients.stride()),
+        *(stride for each in grads for stride in ((0, 0) if each is None else each.stride())),
         *((0, 0) if out is None else out.stride()[:2]),
         beta,
         *logs,
@@ -352,6 +415,7 @@ def divergence(
         TEACHER_SCALED=teacher.scaled,
         TEACHER_SOFTCAP=teacher.softcap,
         KIND="mixture" if mixed else "reverse" if beta else "forward",
+        KNOWN=("nothing", "normalizers", "all")[(known is not None) + isinstance(known, PairStats)],
         NARROWS_IN_PLACE=out is not None and narrows_in_place(logits, out),
     )
     return found

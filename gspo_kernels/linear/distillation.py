@@ -8,39 +8,21 @@ and 1 of the teacher's.
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from gspo_kernels.linear.chunks import Call, Chunk, Chunking, LinearOperands
+from gspo_kernels.linear.chunks import Call, Chunking, LinearOperands
 from gspo_kernels.linear.gradients import Gradients
 from gspo_kernels.linear.held import hold, released
-from gspo_kernels.linear.scaling import power_of_two
 from gspo_kernels.linear.sums import Needs, Rows, Weights
-from gspo_kernels.ops.divergence import DivergenceForm, TeacherRows, evaluate, summed
+from gspo_kernels.linear.two_heads import LinearTeacher, TwoHeads, fitting
+from gspo_kernels.ops.divergence import summed
 from gspo_kernels.ops.library import operator
-from gspo_kernels.ops.memory import CHUNK_ROWS, Workspace
+from gspo_kernels.ops.pairs import DivergenceForm
 from gspo_kernels.ops.values import check_temperature
-from gspo_kernels.types import RowOptions, stats_dtype
-
-
-class LinearTeacher(NamedTuple):
-    """A teacher's head, or what it has said of some ids.
-
-    Attributes:
-        hidden: [B, T, H of the teacher], or None.
-        weight: [V, H of the teacher], or None.
-        bias: [V], or None.
-        rows: ``TeacherRows`` without logits.
-    """
-
-    hidden: Tensor | None
-    weight: Tensor | None
-    bias: Tensor | None
-    rows: TeacherRows
+from gspo_kernels.types import PairGradients, RowOptions, stats_dtype
 
 
 class LinearDistilled(NamedTuple):
@@ -54,49 +36,6 @@ class LinearDistilled(NamedTuple):
     grad_bias: Tensor
 
 
-class _TwoHeads:
-    """Student's and teacher's logits, a chunk of rows at a time and in one block of memory."""
-
-    def __init__(self, call: Call, teacher: LinearTeacher):
-        self._workspace, self._teacher = Workspace(), None
-        if teacher.hidden is not None and teacher.weight is not None:
-            operands = LinearOperands(
-                teacher.hidden, teacher.weight, teacher.bias, call.labels, call.options, call.chunking
-            )
-            self._teacher = Call.of(operands)
-            head = self._teacher.head
-            own = call.head.row_bytes
-            together = own + head.vocabulary * head.dtype.itemsize
-            # both sides have the memory of the fewest rows that one would have by default
-            fewest, _ = CHUNK_ROWS.get(call.hidden.device.type, CHUNK_ROWS["cuda"])
-            rows = call.chunk_rows if call.chunking.max_chunk_bytes else min(call.chunk_rows, fewest)
-            call = replace(call, chunk_rows=max(1, rows * own // together))
-        self.call = call
-
-    def logits(self, chunk: Chunk) -> tuple[Tensor, Tensor | None]:
-        """[n, V] of either side, in memory that the next call of this writes over."""
-        head, n = self.call.head, len(chunk)
-        if self._teacher is None:
-            return head.logits(chunk.hidden, self._memory(n, head.dtype)), None
-        theirs = self._teacher.chunk(chunk.where)
-        if self._teacher.head.dtype == head.dtype:
-            own, other = self._memory(2 * n, head.dtype).split(n)
-        else:
-            own = self._memory(n, head.dtype)
-            other = torch.empty(own.shape, dtype=self._teacher.head.dtype, device=own.device)
-        return head.logits(chunk.hidden, own), self._teacher.head.logits(theirs.hidden, other)
-
-    def _memory(self, rows: int, dtype: torch.dtype) -> Tensor:
-        weight = self.call.head.weight
-        if weight.is_cpu:
-            return self._workspace.rows(rows, len(weight), dtype)
-        return torch.empty(rows, len(weight), dtype=dtype, device=weight.device)
-
-    def close(self) -> None:
-        """The memory is no longer needed."""
-        self._workspace.close()
-
-
 @operator
 def linear_distillation(
     operands: LinearOperands, teacher: LinearTeacher, form: DivergenceForm, shares: Tensor, needs: Needs
@@ -105,38 +44,32 @@ def linear_distillation(
 
     ``shares`` are [B, T], fp64.
     """
-    call = Call.of(operands).check()
-    check_temperature(teacher.rows.row_temperature)
-    heads = _TwoHeads(call, teacher)
+    call = Call.of(operands)
+    with call.together():
+        check_temperature(teacher.rows.row_temperature)
+    heads = TwoHeads(call.check("linear_distillation", form, needs), teacher)
     call = heads.call
     found, gradients = call.new_rows(), Gradients(call, needs, normalised=True)
     for chunk in call.chunks(call.projected):
-        logits, theirs = heads.logits(chunk)
-        their_rows = teacher.rows.at(chunk.where, theirs)
-        divergences = partial(
-            evaluate,
-            logits.unsqueeze(0),
-            their_rows,
-            chunk.labels,
-            chunk.transform,
-            call.options.backend,
-            form,
-        )
+        pair = heads.pair(chunk, form)
         if not any(needs):
-            found.view(-1)[chunk.where] = divergences(None, None)
+            stats = pair.evaluate(call.options, transform=chunk.transform)
+            found.view(-1)[chunk.where] = stats.divergences
+            del pair, stats
             continue
-        share = shares.flatten()[chunk.where]
-        units = (share != 0).to(gradients.accumulate).unsqueeze(0)
-        out, factors = call.rows_memory(logits, None), None
+        share = shares.flatten()[chunk.where].unsqueeze(0)
+        out, known = call.rows_memory(pair.logits.squeeze(0), None), None
+        units, scale = (share != 0).to(gradients.accumulate), share
         if out.dtype == torch.float16:
-            # A student near its teacher has rows as small as the square root of what divides them.
-            size = divergences(None, None).sqrt().nan_to_num(1.0, 1.0)
-            factors = power_of_two(size.clamp(2.0**-12, 1.0))
-            units = units / factors
-        found.view(-1)[chunk.where] = divergences(units, out.unsqueeze(0))
-        rows = Rows(out, None if factors is None else factors.squeeze(0))
-        gradients.add_rows(rows, chunk, Weights(share))
-        del logits, theirs, their_rows, divergences, out, rows
+            known = pair.evaluate(call.options, transform=chunk.transform)
+            scale = fitting(share, known.divergences)
+            units = share / scale
+        stats = pair.evaluate(
+            call.options, known, PairGradients(units, None), out.unsqueeze(0), chunk.transform
+        )
+        found.view(-1)[chunk.where] = stats.divergences
+        gradients.add_rows(Rows(out, None), chunk, Weights(scale.squeeze(0), share.squeeze(0) != 0))
+        del pair, stats, known, out
     heads.close()
     outputs = (gradients.hidden, gradients.scales, *gradients.sums.result())
     # one empty tensor each: an operator's outputs may not be the same tensor

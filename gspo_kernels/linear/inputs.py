@@ -88,6 +88,45 @@ def _checked_inputs(
     return hidden, weight, bias
 
 
+def check_teachers_head(
+    hidden: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    tokens: Tensor,
+    vocabulary: int,
+    chunking: Chunking,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The teacher's three, detached, and as autocast wants them; ``vocabulary`` is the student's, ``tokens``
+    has the shape that labels have.
+    """
+    if hidden is None:
+        for name, value in (("teacher_weight", weight), ("teacher_bias", bias)):
+            if value is not None:
+                raise ValueError(f"{name}: got a tensor, expected None without teacher_hidden")
+        return None, None, None
+    if weight is None:
+        raise ValueError("teacher_weight: got None, expected [V, H] along with teacher_hidden")
+    checks.floats("teacher_hidden", hidden, None, "like hidden but for the width", tokens.device)
+    if hidden.shape[:-1] != tokens.shape:
+        raise ValueError(
+            f"teacher_hidden: got shape {tuple(hidden.shape)}, expected {(*tokens.shape, 'H of teacher')} "
+            "for the tokens of hidden"
+        )
+    checks.floats("teacher_weight", weight, None, "[V, H of the teacher]", tokens.device)
+    if tuple(weight.shape) != (vocabulary, hidden.shape[-1]):
+        raise ValueError(
+            f"teacher_weight: got shape {tuple(weight.shape)}, expected {(vocabulary, hidden.shape[-1])}, "
+            "the student's vocabulary and the width of teacher_hidden"
+        )
+    if bias is not None:
+        checks.floats("teacher_bias", bias, (vocabulary,), "[V]", tokens.device)
+        bias = bias.detach()
+    try:
+        return check_inputs(hidden.detach(), weight.detach(), bias, tokens, chunking)
+    except TypeError as error:
+        raise TypeError(f"teacher_{error}") from None
+
+
 def check_before_ranks_work(labels: Tensor, terms: Terms, options: RowOptions) -> None:
     """Look at the terms' values early where ranks share the rows: what one refuses all are to raise."""
     if options.shard.group and not torch.compiler.is_compiling():

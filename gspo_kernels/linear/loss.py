@@ -11,6 +11,7 @@ from gspo_kernels.evaluate import metric_names
 from gspo_kernels.linear.chunks import Call, Chunking, LinearOperands
 from gspo_kernels.linear.held import hold, released
 from gspo_kernels.linear.run import Run
+from gspo_kernels.linear.scores import Scores
 from gspo_kernels.linear.sums import Needs
 from gspo_kernels.ops.library import operator
 from gspo_kernels.ops.logprobs import ScoredRows
@@ -54,7 +55,7 @@ def linear_policy(operands: LinearOperands, terms: Terms, settings: Settings, ne
     call = call.check(
         "linear_policy", terms.objective, terms.kl_estimator, terms.kl_ratio_weighted, settings, needs
     )
-    run = Run(call, terms, settings.entropy, needs, settings.skip)
+    run = Run(Scores(call, settings.entropy), terms, needs, settings.skip)
     if settings.schedule == "known":
         run.known()
     else:

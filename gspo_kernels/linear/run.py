@@ -53,9 +53,10 @@ def shapes_of(call: Call, terms: Terms, needs: Needs) -> Shapes:
 class Run:
     """One call: its chunks go through the schedules, which add up statistics and gradients."""
 
-    def __init__(self, call: Call, terms: Terms, entropy: bool, needs: Needs, skip: bool):
-        self.call, self.terms, self.skip = call, terms, skip
-        self.scores = Scores(call, entropy)
+    def __init__(self, scores: Scores, terms: Terms, needs: Needs, skip: bool):
+        call = scores.call
+        # beside a teacher every row has a gradient
+        self.call, self.scores, self.terms, self.skip = call, scores, terms, skip and not scores.compares
         self.gradients = Gradients(call, needs, normalised=True)
         self._step: PolicyStep | None = None
 
@@ -109,6 +110,19 @@ class Run:
             return _flat(evaluate(stats.logprobs.unsqueeze(1), entropy, own, want_metrics=False))
 
         return of_tokens
+
+    def forward(self) -> None:
+        """No gradients."""
+        for chunk in self.call.chunks(self.call.projected):
+            self.scores.add(chunk)
+
+    def two_pass(self) -> None:
+        """All log-probs, then all gradients; no sequence lengths are read from the device."""
+        for chunk in self.call.forward_chunks(self.call.projected):
+            self.scores.add_forward(chunk)
+        where = self.call.projected
+        grad, _ = _flat(self.step())
+        recompute(self.scores, self.gradients, where, True, grad[where], None)
 
     def by_scopes(self, schedule: str, needs: Needs) -> None:
         """Part by part."""
@@ -191,7 +205,7 @@ class Run:
             chosen = order if chosen is None else chosen[order]
         grad, grad_entropy = (each if each is None or chosen is None else each[chosen] for each in grads)
         assert grad is not None
-        anew = isinstance(keep, Tensor) and self.call.head.shows_other_rows
+        anew = self.scores.compares or (isinstance(keep, Tensor) and self.call.head.shows_other_rows)
         recompute(self.scores, self.gradients, where, anew, grad, grad_entropy)
 
     def _frozen(self, part: Part) -> None:

@@ -11,8 +11,9 @@ from torch import Tensor
 from gspo_kernels.linear.chunks import Call, Chunk
 from gspo_kernels.ops.backends import FoldingBackend, OnePassBackend
 from gspo_kernels.ops.memory import Workspace
+from gspo_kernels.ops.pairs import Pair
 from gspo_kernels.parallel.vocabulary import ShardedRows
-from gspo_kernels.types import RowStats
+from gspo_kernels.types import PairStats, RowStats
 
 
 class Kept(NamedTuple):
@@ -49,6 +50,20 @@ class Kept(NamedTuple):
         return values[: self.rows.numel()]
 
 
+class Taught(NamedTuple):
+    """A chunk's rows beside a teacher's.
+
+    Attributes:
+        pair: the rows.
+        stats: what is known of them.
+        shares: [1, n] fp64, dLoss/ddivergences.
+    """
+
+    pair: Pair
+    stats: PairStats
+    shares: Tensor
+
+
 class Projected(NamedTuple):
     """A chunk on its way from logits to the gradient products.
 
@@ -56,11 +71,13 @@ class Projected(NamedTuple):
         values: [n, V], the logits; or already rows, d logprob/dlogits but for a factor of each.
         stats: [n] each.
         factors: [n] in the statistics' dtype, or None where ``values`` are the logits.
+        taught: what there is of a teacher beside them, if any.
     """
 
     values: Tensor
     stats: RowStats
     factors: Tensor | None = None
+    taught: Taught | None = None
 
     def select(self, kept: Kept) -> Projected:
         """Some of the rows, in the same memory."""
@@ -72,8 +89,11 @@ class Projected(NamedTuple):
 class Scores:
     """Log-probs, log-sum-exp and entropy of a call, filled chunk by chunk; one chunk of logits at a time.
 
-    ``known`` are those of an earlier pass, [B, T] each.
+    ``known`` are those of an earlier pass, [B, T] each. ``compares`` says that chunks come beside a
+    teacher's.
     """
+
+    compares = False
 
     def __init__(self, call: Call, entropy: bool, known: RowStats | None = None):
         self.call, self.backend = call, call.backend

@@ -13,6 +13,9 @@ from gspo_kernels.torch_internals import constant_when_traced
 from gspo_kernels.types import (
     KLPenalty,
     LogitTransform,
+    Normalizers,
+    PairGradients,
+    PairStats,
     RatioClip,
     RatioStep,
     RowOptions,
@@ -89,17 +92,24 @@ class RowBackend(Protocol):
         beta: float,
         *,
         ignore_index: int,
-        coefficients: Tensor | None,
+        known: Normalizers | PairStats | None,
+        gradients: PairGradients | None,
         out: Tensor | None,
-    ) -> Tensor:
-        """How far each row's softmax is from the teacher's, [B, T] in nats; see ``divergences`` for ``beta``.
+    ) -> PairStats:
+        """How far each row's softmax is from the teacher's in nats, see ``divergences`` for ``beta``, and the
+        log-prob of its label.
 
-        ``teacher_logits`` are [B, T, V], with strides and a dtype of their own. Labels only say which rows
-        are ignored. A row whose logits have no softmax, on either side, gets NaN; one with a divergence of
-        +inf, which has a column that one side rules out, a gradient of NaN unless ``beta`` is 0.
-        ``coefficients`` [B, T] and ``out`` come together or not at all; then ``out``, as in
-        ``logprobs_backward``, becomes the gradient of ``sum(coefficients * divergence)`` by the student's
-        logits.
+        ``teacher_logits`` are [B, T, V], with strides and a dtype of their own; what ``transform.kept`` cuts
+        is cut on both sides. A row whose logits have no softmax, on either side, has a divergence of NaN.
+
+        What is ``known`` is not computed again and returned as it is: all of it, or ``Normalizers``, which
+        may
+        be those of wider rows: divergences and centres are then the sums over the columns here.
+
+        ``gradients`` and ``out`` come together or not at all; then ``out``, as in ``logprobs_backward``,
+        becomes d/dlogits of ``sum(gradients.divergences * divergences + gradients.logprobs * logprobs)``. A
+        divergence of +inf, from a column that one side rules out, has a gradient of NaN unless ``beta`` is 0.
+        A label outside [0, V) is among other columns: its log-prob has the gradient -p here.
         """
 
     def scale_(self, values: Tensor, factor: Tensor) -> None:

@@ -139,9 +139,12 @@ class _Here:
             self.present = self.present & _are_kept(kept, self.index)
 
 
-def first_places(ids: Tensor, vocabulary: int) -> Tensor:
-    """Bool like the ids [B, T, K]: the first place of each id that is a column."""
-    return _Set(ids, _Here(ids, vocabulary, None).present).first
+def first_places(ids: Tensor, vocabulary: int | None) -> Tensor:
+    """Bool like the ids [B, T, K]: the first place of each id that is a column; of a vocabulary whose size
+    isn't known, of each id.
+    """
+    present = ids >= 0 if vocabulary is None else _Here(ids, vocabulary, None).present
+    return _Set(ids, present).first
 
 
 def _transformed(raw: Tensor, transform: LogitTransform) -> tuple[Tensor, Tensor]:

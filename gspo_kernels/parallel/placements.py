@@ -10,7 +10,11 @@ if TYPE_CHECKING:  # not every build of PyTorch has it
     from torch.distributed import ProcessGroup
     from torch.distributed.tensor import DTensor
 
-VOCABULARY = {"logits": -1, "weight": 0, "bias": 0}
+VOCABULARY = {
+    "logits": -1, "teacher_logits": -1,
+    "weight": 0, "teacher_weight": 0,
+    "bias": 0, "teacher_bias": 0,
+}  # fmt: skip
 """The dimension of an argument that ranks may share."""
 TOKENS = ("logits", "hidden")
 """Arguments of which the dimension before the last is that of tokens."""
@@ -48,10 +52,10 @@ class Placed:
             if name not in (*cut, *apart) and placement != Replicate():
                 raise ValueError(f"{name}: {_refusal(name, placement)}")
         if cut:
-            for name in ("weight", "bias"):
+            for name in VOCABULARY:
                 if name in self.given and name not in cut:
-                    other = "bias" if name == "weight" else "weight"
-                    raise ValueError(f"{name}: expected a DTensor of {other}'s placement, as {other} is one")
+                    like = _ALIKE.get(name, cut[0])
+                    raise ValueError(f"{name}: expected a DTensor of {like}'s placement, as {like} is one")
             return "vocabulary"
         return "tokens" if apart else None
 
@@ -102,6 +106,12 @@ class Placed:
         )
 
 
+_ALIKE = {
+    "bias": "weight", "teacher_weight": "weight", "teacher_bias": "weight", "teacher_logits": "logits",
+}  # fmt: skip
+"""Arguments that are cut as another is."""
+
+
 def resolved(arguments: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a public function with local tensors in place of DTensors, and the ``tp_group``,
     ``vocab_range``, ``sequence_parallel`` and ``cp_group`` that those stand for.
@@ -135,9 +145,10 @@ def resolved(arguments: dict[str, Any]) -> dict[str, Any]:
             )
             ids = (offset[dim], offset[dim] + shape[dim])
             found["logit_arguments"] = logit_arguments._replace(tp_group=placed.vocabulary, vocab_range=ids)
-    alone = ("bias" in given) != ("weight" in given)
-    if isinstance(found.get("bias"), Tensor) and placed.vocabulary is not None and alone:
-        raise ValueError("bias: expected a DTensor of weight's placement, as weight is one")
+    for name, like in _ALIKE.items():
+        alone = (name in given) != (like in given)
+        if isinstance(found.get(name), Tensor) and placed.vocabulary is not None and alone:
+            raise ValueError(f"{name}: expected a DTensor of {like}'s placement, as {like} is one")
     if products is not None and placed.scattered():
         found["product_arguments"] = products._replace(sequence_parallel=True)
     if placed.tokens is not None and terms is not None:
@@ -151,11 +162,7 @@ def _is_over(value: DTensor, dim: int, group: ProcessGroup | None) -> bool:
 
 
 def _refusal(name: str, placement: object) -> str:
-    expected = {
-        "logits": "Shard(-1), the vocabulary, or Shard over tokens",
-        "weight": "Shard(0), the vocabulary",
-        "bias": "Shard(0), the vocabulary",
-        "hidden": "Shard over tokens",
-    }
+    expected = {name: f"Shard({dim}), the vocabulary" for name, dim in VOCABULARY.items()}
+    expected |= {"logits": f"{expected['logits']}, or Shard over tokens", "hidden": "Shard over tokens"}
     other = f", or {expected[name]}" if name in expected else ""
     return f"is a DTensor with placement {placement!r}, expected Replicate(){other}"

@@ -19,16 +19,26 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from gspo_kernels import bits
 from gspo_kernels.ops.backends import RowBackend
 from gspo_kernels.ops.library import checked_values
 from gspo_kernels.ops.logprobs import wrong_label
 from gspo_kernels.ops.values import check_kept, check_temperature
 from gspo_kernels.parallel.agreement import RanksDisagreeError, agree, digest, together
 from gspo_kernels.parallel.groups import begin_gather, gathered, rank_and_size
-from gspo_kernels.types import LogitTransform, RowOptions, RowStats, Shard
+from gspo_kernels.types import (
+    LogitTransform,
+    Normalizers,
+    PairGradients,
+    PairStats,
+    RowOptions,
+    RowStats,
+    Shard,
+)
 
 IGNORED, ELSEWHERE = -1, -2
 """Labels within a shard: of rows that are left out, and where the label is another shard's, or nobody's."""
+LEAST = torch.finfo(torch.float64).min
 _NOT_HERE = 1.0
 """In the place of a log-prob, which is at most 0: the label is not in this shard."""
 
@@ -183,6 +193,57 @@ class ShardedRows:
         )
         return stats
 
+    def divergence(
+        self,
+        logits: Tensor,
+        teacher_logits: Tensor,
+        labels: Tensor,
+        transform: LogitTransform,
+        teacher_transform: LogitTransform,
+        beta: float,
+        *,
+        ignore_index: int,
+        known: Normalizers | PairStats | None,
+        gradients: PairGradients | None,
+        out: Tensor | None,
+    ) -> PairStats:
+        """See ``ops.backends.RowBackend.divergence``; two gathers for the log-sum-exps, and one for the
+        sums.
+        """
+        local = self._local(labels, logits.shape[-1], ignore_index)
+
+        def of_shard(
+            known: Normalizers | PairStats, gradients: PairGradients | None, out: Tensor | None
+        ) -> PairStats:
+            return self._inner.divergence(
+                logits,
+                teacher_logits,
+                local,
+                transform,
+                teacher_transform,
+                beta,
+                ignore_index=IGNORED,
+                known=known,
+                gradients=gradients,
+                out=out,
+            )
+
+        if known is None:
+            theirs = teacher_transform._replace(kept=transform.kept)
+            own, other = (
+                self.logprobs_forward(values, labels, how, ignore_index=ignore_index, entropy=False)
+                for values, how in ((logits, transform), (teacher_logits, theirs))
+            )
+            known = Normalizers(own.logprobs, own.lse, other.lse)
+        if not isinstance(known, PairStats):
+            here = of_shard(known, None, None)
+            sums = gathered(
+                self._shard.group, torch.stack([here.divergences, here.centres]).to(torch.float64)
+            ).sum(0)
+            # an operator's outputs may not share memory
+            known = PairStats(*known, *(each.to(here.centres.dtype, copy=True) for each in sums))
+        return known if gradients is None else of_shard(known, gradients, out)
+
     def scale_(self, values: Tensor, factor: Tensor) -> None:
         """See ``ops.backends.RowBackend.scale_``."""
         self._inner.scale_(values, factor)
@@ -223,6 +284,21 @@ def selected_of_all(shard: Shard, z: Tensor, present: Tensor, rest: Tensor) -> t
     every = gathered(shard.group, own)
     K = z.shape[-1]
     return every[..., :K].sum(0), every[..., K : 2 * K].sum(0) > 0, torch.logsumexp(every[..., -1], 0)
+
+
+def leading_of_all(shard: Shard, width: int, values: Tensor, columns: Tensor, k: int) -> Tensor:
+    """The ids [B, T, k] of the largest logits of whole rows, from those of this shard's ``width`` columns, at
+    most k; k numbers and as many ids a row are gathered.
+    """
+    short = (0, k - values.shape[-1])
+    padded = torch.nn.functional.pad(values.to(torch.float64), short, value=-torch.inf)
+    ids = torch.nn.functional.pad(columns + first_column(shard, width), short, value=-1)
+    every = gathered(shard.group, torch.stack([padded, ids.to(torch.float64)]))
+    values, ids = (each.movedim(0, -2).flatten(-2) for each in every.unbind(1))
+    # those that fill up a small shard come after all others, whatever these are
+    values = torch.where(ids < 0, -torch.inf, values.nan_to_num(torch.inf, torch.inf, LEAST))
+    found = ids.gather(-1, values.topk(k).indices).to(torch.int64)
+    return found.masked_fill(found < 0, bits.NO_ID)
 
 
 def put_together(lse: Tensor, logprobs: Tensor, entropy: Tensor | None) -> RowStats:

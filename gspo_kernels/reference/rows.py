@@ -11,7 +11,14 @@ from torch import Tensor
 
 from gspo_kernels import bits, divergences
 from gspo_kernels.torch_internals import inner_autograd
-from gspo_kernels.types import LogitTransform, RowStats, stats_dtype
+from gspo_kernels.types import (
+    LogitTransform,
+    Normalizers,
+    PairGradients,
+    PairStats,
+    RowStats,
+    stats_dtype,
+)
 
 
 def unavailable(device: torch.device) -> str | None:
@@ -111,14 +118,18 @@ def _of_wider_rows(
     z = _counted_columns(logits, labels == ignore_index, transform)
     log_p = (z.detach() - whole.lse.unsqueeze(-1)).to(z.dtype)
     p = torch.where(whole.lse.isfinite().unsqueeze(-1), log_p.exp(), float("nan"))
-    columns = torch.arange(z.shape[-1], device=z.device)
-    # 1 - p from its own logarithm: p near 1 cancels
-    at_label = -torch.expm1(whole.logprobs).unsqueeze(-1)
-    logprobs = (torch.where(columns == labels.unsqueeze(-1), at_label, -p) * z).sum(-1)
+    logprobs = (_slopes_of_logprob(p, labels, whole.logprobs) * z).sum(-1)
     if whole.entropy is None:
         return RowStats(logprobs, whole.lse, logprobs)
     surprise = torch.where(p > 0, log_p + whole.entropy.unsqueeze(-1), 0.0)
     return RowStats(logprobs, whole.lse, -(p * surprise * z).sum(-1))
+
+
+def _slopes_of_logprob(p: Tensor, labels: Tensor, logprobs: Tensor) -> Tensor:
+    """The label's onehot less p."""
+    columns = torch.arange(p.shape[-1], device=p.device)
+    # 1 - p from its own logarithm: p near 1 cancels
+    return torch.where(columns == labels.unsqueeze(-1), -torch.expm1(logprobs).unsqueeze(-1), -p)
 
 
 def scale_(values: Tensor, factor: Tensor) -> None:
@@ -153,21 +164,55 @@ def divergence(
     beta: float,
     *,
     ignore_index: int,
-    coefficients: Tensor | None,
+    known: Normalizers | PairStats | None,
+    gradients: PairGradients | None,
     out: Tensor | None,
-) -> Tensor:
+) -> PairStats:
     """See ``ops.backends.RowBackend.divergence``."""
     ignored = labels == ignore_index
+    theirs = teacher_transform._replace(kept=transform.kept)
+    wide = torch.promote_types(teacher_logits.dtype, stats_dtype(logits.dtype))
     with inner_autograd():
         leaf = logits.detach().to(stats_dtype(logits.dtype)).requires_grad_()
-        log_p = torch.log_softmax(_counted_columns(leaf, ignored, transform), -1)
-        teacher = teacher_logits.detach().to(torch.promote_types(teacher_logits.dtype, leaf.dtype))
-        log_q = torch.log_softmax(_counted_columns(teacher, ignored, teacher_transform), -1).to(leaf.dtype)
-        value, slope = divergences.of_columns(log_p.detach(), log_q, beta)
-        found = value.sum(-1).masked_fill(ignored, 0.0)
-        if out is not None and coefficients is not None:
-            idle = ignored | (coefficients == 0)
-            weight = torch.where(idle, 0.0, coefficients.to(leaf.dtype)).unsqueeze(-1)
-            (grad,) = torch.autograd.grad(log_p, leaf, slope)
-            out.copy_(torch.where(weight == 0, 0.0, grad * weight))
-    return found.detach()
+        z = _counted_columns(leaf, ignored, transform)
+        teacher_z = _counted_columns(teacher_logits.detach().to(wide), ignored, theirs)
+        if known is None:
+            own = logprobs_forward(logits, labels, transform, ignore_index=ignore_index, entropy=False)
+            known = Normalizers(
+                own.logprobs, own.lse, teacher_z.double().logsumexp(-1).masked_fill(ignored, 0.0)
+            )
+        log_p, log_q = (
+            _log_softmax(z.detach(), known.lse),
+            _log_softmax(teacher_z, known.teacher_lse).to(z.dtype),
+        )
+        value, slope = divergences.of_columns(log_p, log_q, beta)
+        if isinstance(known, PairStats):
+            found = known
+        else:
+            student = 1.0 if beta in (0, 1) else 1 - beta
+            centres = torch.zeros_like(value[..., 0]) if beta == 0 else slope.sum(-1) / student
+            sums = (each.masked_fill(ignored, 0.0) for each in (value.sum(-1), centres))
+            found = PairStats(*known, *sums)
+        if out is not None and gradients is not None:
+            p = log_p.exp()
+            if beta == 0:
+                far = p + slope
+            else:
+                far = slope - p * (found.centres * (1.0 if beta == 1 else 1 - beta)).unsqueeze(-1)
+                # what has infinitely far to go has no direction
+                far = torch.where(found.divergences.isfinite().unsqueeze(-1), far, torch.nan)
+            towards = _slopes_of_logprob(p, labels, found.logprobs)
+            grad = torch.zeros_like(leaf)
+            for slopes, factor in ((far, gradients.divergences), (towards, gradients.logprobs)):
+                if factor is not None:
+                    weight = factor.to(leaf.dtype).masked_fill(ignored, 0.0).unsqueeze(-1)
+                    grad = grad + torch.where(weight == 0, 0.0, slopes * weight)
+            (chained,) = torch.autograd.grad(z, leaf, grad)
+            out.copy_(torch.where(grad == 0, 0.0, chained))
+    return found
+
+
+def _log_softmax(z: Tensor, lse: Tensor) -> Tensor:
+    """Log p of rows, or of some columns of rows, whose log-sum-exp is known; NaN without a softmax."""
+    lse = torch.where(lse.isfinite(), lse, torch.nan).unsqueeze(-1)
+    return (z.to(torch.float64) - lse).to(z.dtype)

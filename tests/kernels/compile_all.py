@@ -25,7 +25,15 @@ from benchmarks.machine_code import (
 from benchmarks.static import KERNELS, record
 from gspo_kernels import kernels
 from gspo_kernels.kernels import products, scoring
-from gspo_kernels.types import KLPenalty, LogitTransform, RatioClip, RowStats, stats_dtype
+from gspo_kernels.types import (
+    KLPenalty,
+    LogitTransform,
+    PairGradients,
+    PairStats,
+    RatioClip,
+    RowStats,
+    stats_dtype,
+)
 
 SHARED_MEMORY = {"sm_80": 166912, "sm_90": 232448, "sm_100": 232448, "sm_120": 101376, "gfx942": 65536}
 BOTH = ("sm_90", "gfx942")
@@ -119,8 +127,15 @@ def compare(
     out = {"in place": logits, "narrower": logits.view(torch.bfloat16)[..., :V], "nowhere": None}[write]
     kernels.divergence(
         logits, torch.empty_like(logits), labels, transform, transform, beta, ignore_index=-100,
-        coefficients=None if out is None else floats, out=out,
+        known=None, gradients=None if out is None else PairGradients(floats, None), out=out,
     )  # fmt: skip
+    if out is not None:
+        floats = floats.to(stats_dtype(dtype))
+        known = PairStats(floats, floats.double(), floats.double(), floats, floats)
+        kernels.divergence(
+            logits, torch.empty_like(logits), labels, transform, transform, beta, ignore_index=-100,
+            known=known, gradients=PairGradients(floats, floats), out=out,
+        )  # fmt: skip
 
 
 def backward_of_shards(B: int, T: int, V: int, dtype: torch.dtype) -> None:

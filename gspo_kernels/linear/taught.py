@@ -1,0 +1,133 @@
+"""Operator: a hidden-state loss plus a divergence from a teacher, and the gradient of their sum.
+
+Log-probs and divergences come from one projection on either side, and both gradients enter the products as
+one
+row: what a loss takes alone, and one product of the teacher's size.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gspo_kernels.evaluate import metric_names
+from gspo_kernels.linear.chunks import Call, Chunking, LinearOperands
+from gspo_kernels.linear.held import hold, released
+from gspo_kernels.linear.run import Run
+from gspo_kernels.linear.sums import Needs
+from gspo_kernels.linear.two_heads import LinearTeacher, TaughtScores, TwoHeads
+from gspo_kernels.ops.library import operator
+from gspo_kernels.ops.pairs import DivergenceForm
+from gspo_kernels.ops.values import check_temperature
+from gspo_kernels.step import divergence_shares, take_divergence_step
+from gspo_kernels.terms import Terms, check_values
+from gspo_kernels.types import RowOptions, stats_dtype
+
+
+class Lesson(NamedTuple):
+    """Whom a student learns from, what is compared, and the schedule or "auto" of the objective beside it."""
+
+    teacher: LinearTeacher
+    form: DivergenceForm
+    schedule: str
+    skip: bool
+
+
+class LinearTaughtLoss(NamedTuple):
+    """The sum and its two parts, the divergences' mean, the objective's metrics, log-probs, and the gradients
+    for upstream 1, see ``held.hold``.
+    """
+
+    loss: Tensor
+    policy: Tensor
+    divergence: Tensor
+    mean: Tensor
+    metrics: Tensor
+    logprobs: Tensor
+    grad_hidden: Tensor
+    scales: Tensor
+    grad_weight: Tensor
+    grad_bias: Tensor
+
+
+@operator
+def linear_taught_policy(
+    operands: LinearOperands, terms: Terms, lesson: Lesson, needs: Needs
+) -> LinearTaughtLoss:
+    """A hidden-state loss with a teacher, its log-probs and its gradients."""
+    call = Call.of(operands)
+    with call.together():
+        terms = check_values(operands.labels, terms, "linear_taught_policy", lesson.form, needs)
+        check_temperature(lesson.teacher.rows.row_temperature)
+    said = (terms.objective, terms.kl_estimator, terms.kl_ratio_weighted, lesson.schedule, lesson.form, needs)
+    heads = TwoHeads(call.check("linear_taught_policy", *said), lesson.teacher)
+    shares = divergence_shares(operands.labels, terms)
+    scores = TaughtScores(heads, lesson.form, shares)
+    run = Run(scores, terms, needs, lesson.skip)
+    if not any(needs):
+        run.forward()
+    elif lesson.schedule == "known":
+        run.known()
+    elif lesson.schedule == "two_pass":
+        run.two_pass()
+    else:
+        run.by_scopes(lesson.schedule, needs)
+    scores.close()
+    step = run.step()
+    far = take_divergence_step(scores.divergences, shares, terms)
+    gradients = run.gradients
+    outputs = (gradients.hidden, gradients.scales, *gradients.sums.result())
+    # one empty tensor each: an operator's outputs may not be the same tensor
+    present = (step.loss.new_empty(0) if x is None else x for x in outputs)
+    return LinearTaughtLoss(
+        step.loss + far.loss, step.loss, far.loss, far.mean, step.metrics, scores.stats.logprobs, *present
+    )
+
+
+@linear_taught_policy.register_fake
+def _(operands: LinearOperands, terms: Terms, lesson: Lesson, needs: Needs) -> LinearTaughtLoss:
+    hidden, weight, labels = operands.hidden, operands.weight, operands.labels
+    sums = stats_dtype(hidden.dtype)
+    loss, policy, divergence, mean = (hidden.new_empty((), dtype=sums) for _ in range(4))
+    return LinearTaughtLoss(
+        loss,
+        policy,
+        divergence,
+        mean,
+        hidden.new_empty(len(metric_names(terms, None)), dtype=sums),
+        labels.new_empty(labels.shape, dtype=sums),
+        hidden.new_empty(hidden.shape if needs.hidden else 0, dtype=hidden.dtype if needs.hidden else sums),
+        hidden.new_empty(hidden.shape[:-1], dtype=sums),
+        weight.new_empty(weight.shape if needs.weight else 0, dtype=sums),
+        weight.new_empty(weight.shape[0] if needs.bias else 0, dtype=sums),
+    )
+
+
+class LinearTaughtFunction(torch.autograd.Function):
+    """The first six of ``LinearTaughtLoss``; the forward already holds the loss's gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        options: RowOptions,
+        chunking: Chunking,
+        terms: Terms,
+        lesson: Lesson,
+        kept: bool,
+    ) -> tuple[Tensor, ...]:
+        needs = Needs.of(ctx, bias)
+        arguments = (LinearOperands(hidden, weight, bias, labels, options, chunking), terms, lesson, needs)
+        result = linear_taught_policy(*arguments)
+        hold(ctx, result, linear_taught_policy, arguments, needs, options.backend, kept)
+        ctx.mark_non_differentiable(*result[1:6])
+        return tuple(result[:6])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
+        return (*released(ctx, grad), *(None,) * 6)

@@ -1,0 +1,267 @@
+"""A student's rows beside a teacher's: what is compared of them, and how.
+
+Over the whole vocabulary both rows are read side by side. Over K ids each side has their log-probs and what
+they leave (``ops.selected``), the student's also the label's, and what is done with these numbers is done in
+fp64.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gspo_kernels import bits, checks, divergences
+from gspo_kernels.layout import as_rows
+from gspo_kernels.ops.backends import rows_of, sharding
+from gspo_kernels.ops.selected import (
+    SelectedGradients,
+    SelectedRows,
+    first_places,
+    score,
+    write_gradient,
+)
+from gspo_kernels.types import (
+    LogitTransform,
+    PairGradients,
+    PairStats,
+    RowOptions,
+    pair_dtypes,
+    stats_dtype,
+)
+
+LEAST_LOG_MASS = -(2.0**-24)
+"""The log of the most that log-probs which an engine has rounded may be said to leave nothing of."""
+
+
+class DivergenceForm(NamedTuple):
+    """Which divergence.
+
+    Attributes:
+        beta: as ``divergences`` has it.
+        top_k: of how many ids, 0: all.
+        top_k_of_student: which side's most likely ids these are.
+        tail: whether what the ids leave is a column beside them; otherwise both sides are normalised over the
+            ids.
+        labelled: whether labels are those of tokens; otherwise they only say which rows are ignored.
+    """
+
+    beta: float
+    top_k: int
+    top_k_of_student: bool
+    tail: bool
+    labelled: bool
+
+
+class TeacherRows(NamedTuple):
+    """What there is of a teacher: logits, or the log-probs of some ids.
+
+    Attributes:
+        logits: [B, T, V], or None.
+        ids: int64 [B, T, K], ``bits.NO_ID`` where there are fewer, or None.
+        logprobs: like the ids, over the whole vocabulary.
+        logit_scale, softcap, temperature, row_temperature: of its ``LogitTransform``.
+    """
+
+    logits: Tensor | None
+    ids: Tensor | None
+    logprobs: Tensor | None
+    logit_scale: float = 1.0
+    softcap: float = 0.0
+    temperature: float = 1.0
+    row_temperature: Tensor | None = None
+
+    def at(self, where: slice | Tensor, logits: Tensor | None) -> TeacherRows:
+        """What there is of some of the rows, [1, n], beside their logits [n, V]."""
+
+        def here(values: Tensor | None) -> Tensor | None:
+            return None if values is None else values.flatten(0, 1)[where].unsqueeze(0)
+
+        return self._replace(
+            logits=None if logits is None else logits.unsqueeze(0),
+            ids=here(self.ids),
+            logprobs=here(self.logprobs),
+            row_temperature=here(self.row_temperature),
+        )
+
+    def with_logits(self, given: Tensor | None, logits: Tensor, packed: bool) -> TeacherRows:
+        """With the teacher's logits as the caller gave them, beside the student's."""
+        if given is None:
+            return self
+        checks.floats("teacher_logits", given, tuple(logits.shape), "the shape of logits", logits.device)
+        return self._replace(logits=as_rows(given.detach(), packed))
+
+    @property
+    def transform(self) -> LogitTransform:
+        """From its raw logits to z."""
+        return LogitTransform(self.logit_scale, self.softcap, self.temperature, self.row_temperature)
+
+
+class Pair(NamedTuple):
+    """Rows of a student beside what there is of a teacher, [B, T], and what is compared of them."""
+
+    logits: Tensor
+    teacher: TeacherRows
+    labels: Tensor
+    form: DivergenceForm
+
+    def evaluate(
+        self,
+        options: RowOptions,
+        known: PairStats | None = None,
+        gradients: PairGradients | None = None,
+        out: Tensor | None = None,
+        transform: LogitTransform | None = None,
+    ) -> PairStats:
+        """See ``RowBackend.divergence``; ``transform`` is that of these rows, if they are some of a call's.
+
+        Log-probs are those of labels only where the form says that there are labels.
+        """
+        transform = options.transform if transform is None else transform
+        if gradients is not None and gradients.logprobs is not None and known is not None:
+            # a label that is no column has a constant (NaN) log-prob
+            constant = known.logprobs.isnan() & ~known.divergences.isnan()
+            gradients = gradients._replace(logprobs=gradients.logprobs.masked_fill(constant, 0.0))
+        if self.teacher.ids is not None or self.form.top_k:
+            return _over_ids(self, options, transform, gradients, out)
+        assert self.teacher.logits is not None
+        return rows_of(options).divergence(
+            self.logits,
+            self.teacher.logits,
+            self.labels,
+            transform,
+            self.teacher.transform,
+            self.form.beta,
+            ignore_index=options.ignore_index,
+            known=known,
+            gradients=gradients,
+            out=out,
+        )
+
+
+class _Student(NamedTuple):
+    """Log-probs of ids [B, T, K] in fp64, log of what they leave [B, T], and the label's log-prob; -inf where
+    an id is there once more.
+
+    Attributes:
+        all_ids: the ids, and behind them the label where there are labels.
+        rows: what ``score`` said of these.
+        beside: where the label is none of the ids.
+    """
+
+    logprobs: Tensor
+    tail: Tensor
+    label: Tensor
+    all_ids: Tensor
+    rows: SelectedRows
+    beside: Tensor
+
+    def gradients(
+        self, of_ids: Tensor, of_tail: Tensor | None, of_label: Tensor | None, within: bool
+    ) -> SelectedGradients:
+        """By the log-probs and the tail of ``rows``, from those by ``logprobs``, ``tail`` and ``label``."""
+        if self.all_ids.shape[-1] == of_ids.shape[-1]:
+            return SelectedGradients(of_ids, of_tail)
+        label = torch.zeros_like(self.label) if of_label is None else of_label.to(torch.float64)
+        if within:
+            of_ids = of_ids - self.logprobs.exp() * of_ids.sum(-1, keepdim=True)
+            return SelectedGradients(torch.cat([of_ids, label.unsqueeze(-1)], -1), None)
+        assert of_tail is not None
+        moved = self.beside & (of_tail != 0)
+        share = torch.where(moved, (self.label - self.tail).exp(), 0.0).nan_to_num(0.0)
+        label = label + of_tail * share
+        return SelectedGradients(torch.cat([of_ids, label.unsqueeze(-1)], -1), of_tail * (1 - share))
+
+
+def _of_student(
+    pair: Pair, ids: Tensor, counts: Tensor, options: RowOptions, transform: LogitTransform
+) -> _Student:
+    """In one pass over the student's logits."""
+    within, labelled = not pair.form.tail, pair.form.labelled
+    label = pair.labels.masked_fill(pair.labels == options.ignore_index, bits.NO_ID).unsqueeze(-1)
+    all_ids = torch.cat([ids, label], -1) if labelled else ids
+    rows = score(pair.logits, all_ids, options.backend, transform, within and not labelled, options.shard)
+    K, logprobs, tail = ids.shape[-1], rows.logprobs.to(torch.float64), rows.tail.to(torch.float64)
+    of_ids, of_label = torch.where(counts, logprobs[..., :K], -torch.inf), logprobs[..., -1]
+    beside = ~(ids == label).any(-1)
+    if labelled:
+        tail = torch.where(beside, torch.logaddexp(tail, of_label), tail)
+        if within:
+            of_ids = of_ids - of_ids.logsumexp(-1, keepdim=True)
+    return _Student(of_ids, tail, of_label, all_ids, rows, beside)
+
+
+def _of_teacher(pair: Pair, ids: Tensor, counts: Tensor, options: RowOptions) -> tuple[Tensor, Tensor]:
+    """Log-probs of the ids, and the log of what they leave; in fp64."""
+    teacher, within = pair.teacher, not pair.form.tail
+    if teacher.logprobs is None:
+        assert teacher.logits is not None
+        rows = score(teacher.logits, ids, options.backend, teacher.transform, within, options.shard)
+        return torch.where(counts, rows.logprobs.to(torch.float64), -torch.inf), rows.tail.to(torch.float64)
+    log_q = torch.where(counts, teacher.logprobs.to(torch.float64), -torch.inf)
+    mass = log_q.logsumexp(-1)
+    left = torch.log(-torch.expm1(mass.clamp(max=LEAST_LOG_MASS)))
+    return (log_q - mass.unsqueeze(-1) if within else log_q), left
+
+
+def _over_ids(
+    pair: Pair,
+    options: RowOptions,
+    transform: LogitTransform,
+    gradients: PairGradients | None,
+    out: Tensor | None,
+) -> PairStats:
+    form, ids = pair.form, pair.teacher.ids
+    if ids is None:
+        assert pair.teacher.logits is not None
+        leading, scale = (
+            (pair.logits, transform.logit_scale)
+            if form.top_k_of_student
+            else (pair.teacher.logits, pair.teacher.logit_scale)
+        )
+        ids = _leading_ids(leading, form.top_k, scale >= 0, options)
+    ids = ids.masked_fill((pair.labels == options.ignore_index).unsqueeze(-1), bits.NO_ID)
+    counts = first_places(ids, None if options.shard.group else pair.logits.shape[-1])
+    log_q, left = _of_teacher(pair, ids, counts, options)
+    student = _of_student(pair, ids, counts, options, transform)
+    log_p = student.logprobs
+    if form.tail:
+        log_p = torch.cat([log_p, student.tail.unsqueeze(-1)], -1)
+        log_q = torch.cat([log_q, left.unsqueeze(-1)], -1)
+        counts = torch.cat([counts, counts.any(-1, keepdim=True)], -1)
+        log_p, log_q = (torch.where(counts, each, -torch.inf) for each in (log_p, log_q))
+    value, slope = divergences.of_columns(log_p, log_q, form.beta)
+    broken = torch.stack([(each.isnan() & counts).any(-1) for each in (log_p, log_q)]).any(0)
+    found = torch.where(counts, value, 0.0).sum(-1).masked_fill(broken, torch.nan)
+    if out is not None and gradients is not None:
+        coefficients = gradients.divergences.to(torch.float64)
+        idle = (coefficients == 0).unsqueeze(-1)
+        weighted = torch.where(idle | ~counts, 0.0, slope * coefficients.unsqueeze(-1))
+        lost = broken if form.beta == 0 else ~found.isfinite()
+        weighted = torch.where(lost.unsqueeze(-1) & counts & ~idle, torch.nan, weighted)
+        K = ids.shape[-1]
+        of_tail = weighted[..., K] if form.tail else None
+        grads = student.gradients(weighted[..., :K], of_tail, gradients.logprobs, not form.tail)
+        within = not (form.tail or form.labelled)
+        write_gradient(
+            out, pair.logits, student.all_ids, student.rows, grads, options.backend, transform, within,
+            options.shard,
+        )  # fmt: skip
+    # an operator's outputs may not be the same tensor
+    *nothing, logprobs = torch.zeros(4, *found.shape, dtype=found.dtype, device=found.device).unbind()
+    if form.labelled:
+        logprobs = student.label
+    kinds = pair_dtypes(stats_dtype(pair.logits.dtype))
+    outputs = (logprobs, *nothing[:2], found, nothing[2])
+    return PairStats(*(each.to(kind, copy=True) for each, kind in zip(outputs, kinds, strict=True)))
+
+
+def _leading_ids(logits: Tensor, k: int, largest: bool, options: RowOptions) -> Tensor:
+    """The ids of the k largest, or smallest, logits of each whole row."""
+    width = logits.shape[-1]
+    found = logits.topk(min(k, width), largest=largest, sorted=False)
+    if not options.shard.group:
+        return found.indices
+    signed = found.values if largest else -found.values
+    return sharding().leading_of_all(options.shard, width, signed, found.indices, k)
