@@ -7,7 +7,14 @@ from tests.parallel.processes import run_cases
 from tests.parallel.ranks import cases_of
 from tests.test_readme import run
 
-MODULES = ("vocabulary", "vocabulary_ids", "vocabulary_traffic", "sequences", "sequences_traffic")
+MODULES = (
+    "vocabulary",
+    "vocabulary_ids",
+    "vocabulary_teachers",
+    "vocabulary_traffic",
+    "sequences",
+    "sequences_traffic",
+)
 
 
 @pytest.fixture(scope="module")
