@@ -161,7 +161,9 @@ def test_schedules_that_need_one_coefficient_are_refused():
 
 @pytest.mark.parametrize("form", [FORMS[1], FORMS[3]], ids=["whole", "over ids"])
 def test_logits_are_computed_and_read_once(form, monkeypatch):
-    """One projection of either side and the products of one loss; from logits a read forward, one backward."""
+    """One projection of either side and the products of one loss; from logits a read forward, one
+    backward.
+    """
     counts = dict.fromkeys(
         ("logits", "grad_hidden", "divergence", "logprobs_forward", "logprobs_backward"), 0
     )

@@ -12,7 +12,6 @@ import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
-from urllib.parse import urlsplit
 
 import torch
 from pydantic import Field
@@ -99,9 +98,7 @@ class EngineConfig(Section, key="engine"):
             for name in ("model", "weights"):
                 self.require(getattr(self, name) is None, name, "left alone where there is no engine.url")
             return
-        parts = urlsplit(self.url)
-        whole = parts.scheme in ("http", "https") and bool(parts.netloc) and parts.path in ("", "/")
-        self.require(whole, "url", "an address as http://localhost:8000, without /v1 or another path")
+        self.require_address("url")
 
 
 @dataclass(frozen=True)
@@ -358,11 +355,7 @@ class TrainConfig(Section):
         most = groups if together else groups * size
         fits = self.update.minibatches <= most
         self.update.require(fits, "minibatches", f"at most the {most} {kind} of a rollout")
-        if self.distillation.teacher is not None:
-            built, alone = self.objective.build(), "none with veripo.dpo_steps: DPO compares completions"
-            by_token = f"none with {self.objective.name}, which takes no advantages per token; GRPO does"
-            self.distillation.require(built.takes_token_advantages, "teacher", by_token)
-            self.distillation.require(self.veripo.dpo_steps == 0, "teacher", alone)
+        self._check_distillation()
         if self.veripo.dpo_steps > 0:
             alone = (
                 f"0 with kl.beta {self.kl.beta:g} and objective {self.objective.name}: DPO's reference is "
@@ -370,6 +363,32 @@ class TrainConfig(Section):
             )
             self.veripo.require(not self.needs_reference(), "dpo_steps", alone)
             self.of_dpo()
+
+    def _check_distillation(self) -> None:
+        options, built = self.distillation, self.objective.build()
+        alone = "none with veripo.dpo_steps: DPO compares completions"
+        for name in ("teacher", "url"):
+            options.require(getattr(options, name) is None or self.veripo.dpo_steps == 0, name, alone)
+        if options.teacher is not None:
+            by_token = f"none with {self.objective.name}, which takes no advantages per token; GRPO does"
+            options.require(built.takes_token_advantages, "teacher", by_token)
+        if options.url is not None:
+            for name, fits in {
+                "rollout.temperature 1, which is what vLLM's log-probs of given tokens are at": (
+                    self.rollout.temperature == 1.0
+                ),
+                "rollout.keep_sampling_mask off, as a server's log-probs are over the whole vocabulary": (
+                    not self.rollout.keep_sampling_mask
+                ),
+                "update.entropy_coef 0, as the pass that has divergences has no entropy": (
+                    self.update.entropy_coef == 0
+                ),
+                "an objective that looks at no entropy": "entropy" not in built.needs,
+                f"another objective than {self.objective.name}, which looks at other sequences": (
+                    built.coefficient_scope not in ("group", "batch")
+                ),
+            }.items():
+                options.require(fits, "url", f"with {name}, or none")
 
     def needs_reference(self) -> bool:
         """Whether a term of the loss compares with the reference policy."""

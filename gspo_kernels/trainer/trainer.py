@@ -14,7 +14,7 @@ from accelerate.utils import gather_object, set_seed
 
 from gspo_kernels.trainer.config import TrainConfig
 from gspo_kernels.trainer.data import Prompts, Rows, check_rows, column_names, prepare_prompts, tokens_of
-from gspo_kernels.trainer.engines.choice import engine_of, server_of
+from gspo_kernels.trainer.engines.choice import engine_of, server_of, teacher_of
 from gspo_kernels.trainer.input_errors import ConfigError, ModelError, RunDirectoryError
 from gspo_kernels.trainer.recipes.choice import make_recipe
 from gspo_kernels.trainer.recipes.samples import Sampler
@@ -100,6 +100,7 @@ class GSPOTrainer:
             reference=reference,
             reference_mode=mode,
             teacher=make_teacher(self.tokenizer, config, self.accelerator, arrangement),
+            served_teacher=teacher_of(config, self.tokenizer, self.model, self.accelerator),
             arrangement=arrangement,
         )
         context = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)

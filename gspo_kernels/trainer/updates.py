@@ -25,6 +25,8 @@ from torch.distributed.tensor import DTensor
 
 import gspo_kernels as gk
 from gspo_kernels.trainer.config import TrainConfig, UpdateConfig
+from gspo_kernels.trainer.engines.lesson import Lesson, lesson_of
+from gspo_kernels.trainer.engines.teacher import ServedTeacher
 from gspo_kernels.trainer.rollout import sampling_mismatch
 from gspo_kernels.trainer.rows.experience import Experience, micro_batches
 from gspo_kernels.trainer.rows.policy import Policy
@@ -39,7 +41,8 @@ class PolicyUpdater:
     """Owns the optimizer, the learning rate's schedule and the objective.
 
     The accelerator wraps the policy for its devices, unless FSDP2 holds it already; the optimizer gets its
-    trainable parameters. A teacher, prepared and frozen, makes advantages of its log-probs. KL terms compare
+    trainable parameters. A teacher, prepared and frozen, makes advantages of its log-probs; from one behind a
+    server a divergence is added to the loss. KL terms compare
     with the reference, a frozen copy that is prepared already, or where there is none with the policy itself
     inside ``reference_mode()``, which switches its adapter off. The arrangement says which processes share
     what; by default each has its own part of a batch.
@@ -54,6 +57,7 @@ class PolicyUpdater:
         reference: Any = None,
         reference_mode: Callable[[], AbstractContextManager[Any]] = nullcontext,
         teacher: Any = None,
+        served_teacher: ServedTeacher | None = None,
         arrangement: Arrangement | None = None,
     ) -> None:
         update = config.update
@@ -87,7 +91,7 @@ class PolicyUpdater:
             shard_again(self.policy)
         self.reference = self.policy if reference is None else reference
         self.reference_mode = reference_mode
-        self.teacher = teacher
+        self.teacher, self.served_teacher = teacher, served_teacher
         self._minimise(config)
 
     def _minimise(self, config: TrainConfig) -> None:
@@ -116,10 +120,17 @@ class PolicyUpdater:
         Metrics cover the completions that can have a gradient, and averages the minibatches that hold any.
         """
         minibatches = self._minibatches(experience, step)
-        terms = self._terms(experience, minibatches[: self.config.update.minibatches])
-        taught = self._taught(experience, terms, minibatches[: self.config.update.minibatches])
+        first_epoch = minibatches[: self.config.update.minibatches]
+        terms = self._terms(experience, first_epoch)
+        taught, lesson = self._taught(experience, terms, first_epoch), None
+        if self.served_teacher is not None:
+            config, micros = self.config.distillation, self._micros(experience, first_epoch)
+            terms["advantages"] = config.reward_coef * experience.advantages
+            lesson = lesson_of(self.served_teacher, self.accelerator, config, experience, micros)
         each = [
-            self._update_minibatch(experience, terms, rows, on_policy=number == 0 and not self.scores_first)
+            self._update_minibatch(
+                experience, terms, rows, lesson=lesson, on_policy=number == 0 and not self.scores_first
+            )
             for number, rows in enumerate(minibatches)
         ]
         scored = [number for number, rows in enumerate(minibatches) if len(self._active(experience, rows))]
@@ -137,8 +148,7 @@ class PolicyUpdater:
     def current_logprobs(self, experience: Experience, step: int) -> Tensor:
         """Return [N] log-probs under the weights of now, cut as the update of this step will cut them."""
         minibatches = self._minibatches(experience, step)[: self.config.update.minibatches]
-        micros = [micro for rows in minibatches for micro in self._cut(experience, rows)]
-        return self.score(self.policy, experience, micros).logprobs
+        return self.score(self.policy, experience, self._micros(experience, minibatches)).logprobs
 
     @torch.no_grad()
     def score(self, policy: Any, experience: Experience, micro_batches: Sequence[Tensor]) -> gk.TokenLogprobs:
@@ -155,8 +165,12 @@ class PolicyUpdater:
         experience: Experience,
         micro_batches: Sequence[Tensor],
         terms: Mapping[str, Any] | None = None,
+        lesson: Lesson | None = None,
     ) -> gk.TokenLogprobs:
-        """Return what `score` does; with terms of the loss, [B] or [N], add its gradient to the weights."""
+        """Return what `score` does; with terms of the loss, [B] or [N], add its gradient to the weights.
+
+        With a lesson, that of the divergence from its teacher, too; there is no entropy then.
+        """
         found = torch.zeros(2, len(experience.loss_mask), device=experience.loss_mask.device)
         earlier: dict[Tensor, Tensor] = {}
         for number, micro in enumerate(micro_batches, start=1):
@@ -166,16 +180,24 @@ class PolicyUpdater:
             if terms is not None:
                 own = experience.pick(terms, rows)
                 own["loss_mask"] &= len(micro) > 0
+                if lesson is not None:
+                    own["teacher"] = lesson.teacher(experience.places(rows))
                 if more and not self.sharded:  # FSDP reduces each gradient, to keep only shards
                     waiting = self.accelerator.no_sync(self.policy)
             with waiting:
-                output = policy(*experience.tokens(rows), own, experience.mask(rows), return_entropy=True)
+                output = policy(
+                    *experience.tokens(rows), own, experience.mask(rows), return_entropy=lesson is None
+                )
                 if own is not None:
                     self.accelerator.backward(output.loss)
+                    if lesson is not None:
+                        lesson.note(output.metrics, own["loss_mask"])
                     if more and self.arrangement.tensor > 1:
                         _set_aside(policy, earlier)
             if len(micro):
-                found[:, experience.places(micro)] = torch.stack([output.logprobs, output.entropy])
+                found[0, experience.places(micro)] = output.logprobs
+                if output.entropy is not None:
+                    found[1, experience.places(micro)] = output.entropy
         for p, grad in earlier.items():
             p.grad = grad if p.grad is None else p.grad.add_(grad)
         if self.arrangement.tensor == 1:  # otherwise all have all of them
@@ -238,7 +260,7 @@ class PolicyUpdater:
         """Return the rows that can have a gradient; the others cost no forward pass but count."""
         counted = experience.counted[rows] > 0
         beyond = self.looks_around or self.config.kl.beta > 0 or self.config.update.entropy_coef != 0
-        beyond = beyond or self.teacher is not None
+        beyond = beyond or self.teacher is not None or self.served_teacher is not None
         if self.objective.zero_advantage_is_inactive and not beyond:
             counted &= experience.advantages[rows] != 0
         return rows[counted]
@@ -248,6 +270,10 @@ class PolicyUpdater:
         processes = self.arrangement.parts, self.arrangement.part
         budget, active = self.config.update.micro_batch_tokens, self._active(experience, rows)
         return micro_batches(experience, active, self.layout, budget, *processes)
+
+    def _micros(self, experience: Experience, minibatches: Sequence[Tensor]) -> list[Tensor]:
+        """Return this process's micro-batches of some minibatches."""
+        return [micro for rows in minibatches for micro in self._cut(experience, rows)]
 
     def _terms(self, experience: Experience, first_epoch: Sequence[Tensor]) -> dict[str, Any]:
         """Return the terms of the loss that stay the same for all minibatches; tensors are [B] or [N]."""
@@ -289,7 +315,7 @@ class PolicyUpdater:
         if self.teacher is None:
             return {}
         config, mask = self.config.distillation, experience.loss_mask
-        micros = [micro for rows in first_epoch for micro in self._cut(experience, rows)]
+        micros = self._micros(experience, first_epoch)
         theirs = self.score(self.teacher, experience, micros).logprobs
         far = gk.advantages.reverse_kl(terms["old_logprobs"], theirs, loss_mask=mask)
         terms["advantages"] = config.coef * far
@@ -299,7 +325,13 @@ class PolicyUpdater:
         return {"distillation/reverse_kl": -float(far.sum() / mask.sum().clamp(min=1))}
 
     def _update_minibatch(
-        self, experience: Experience, terms: dict[str, Any], rows: Tensor, *, on_policy: bool
+        self,
+        experience: Experience,
+        terms: dict[str, Any],
+        rows: Tensor,
+        *,
+        on_policy: bool,
+        lesson: Lesson | None = None,
     ) -> Metrics:
         active = self._active(experience, rows)
         micro_batches = self._cut(experience, rows)
@@ -310,15 +342,14 @@ class PolicyUpdater:
             # Gradients are averaged over the processes, and each of them has its own share of the sum.
             own: dict[str, Any] = {name: world * value for name, value in coefficients.items()}
             own |= {"loss_mask": terms["loss_mask"], "old_logprobs": None, "advantages": None}
-            self._pass(self.policy, experience, micro_batches, own | {"objective": gk.Linear()})
+            self._pass(self.policy, experience, micro_batches, own | {"objective": gk.Linear()}, lesson)
         else:
             mask = experience.loss_mask[experience.places(rows)]
             divisor = float(gk.normalizer(objective, mask, cu_seqlens=experience.offsets(rows)))
             own = terms | {"objective": objective, "normalizer": divisor / world}
             if on_policy:
                 own["old_logprobs"] = None
-            current = self._pass(self.policy, experience, micro_batches, own)
-            assert current.entropy is not None
+            current = self._pass(self.policy, experience, micro_batches, own, lesson)
             if on_policy:
                 terms["old_logprobs"] += current.logprobs
             # Over the whole minibatch, so that metrics do not depend on how it was cut.
@@ -326,13 +357,18 @@ class PolicyUpdater:
             whole = gk.policy_loss(
                 current.logprobs[places],
                 **experience.pick(terms, active),
-                entropy=current.entropy[places],
+                entropy=None if lesson is not None or current.entropy is None else current.entropy[places],
                 cu_seqlens=experience.offsets(active),
                 normalizer=divisor,
                 objective=objective,
             )
         values = {name: float(value) for name, value in whole.metrics.items()}
-        return values | {"loss": float(whole.loss.detach())} | self._step()
+        values["loss"] = float(whole.loss.detach())
+        if lesson is not None:
+            learned = lesson.metrics(self.accelerator)
+            values["loss"] += learned["distillation/loss"]
+            values |= learned
+        return values | self._step()
 
     def _step(self) -> Metrics:
         norm = self.accelerator.clip_grad_norm_(self.policy.parameters(), self.config.update.max_grad_norm)

@@ -13,6 +13,7 @@ import torch
 from gspo_kernels.trainer.config import TrainConfig
 from gspo_kernels.trainer.engines.embedded import TransformersEngine
 from gspo_kernels.trainer.engines.server import VLLMServer
+from gspo_kernels.trainer.engines.teacher import ServedTeacher
 from gspo_kernels.trainer.engines.vllm import VLLMEngine
 from gspo_kernels.trainer.engines.weights import WeightTransfer
 from gspo_kernels.trainer.input_errors import ConfigError
@@ -20,6 +21,9 @@ from gspo_kernels.trainer.rollout import RolloutEngine
 from gspo_kernels.trainer.run.models import end_token_ids, padding_token_id
 from gspo_kernels.trainer.run.processes import on_all, whole_weights
 from gspo_kernels.trainer.updates import PolicyUpdater
+
+_PROBE = "2 + 2 is 4. Is it? Yes!\n"
+"""A text that tokenizers cut in different ways."""
 
 
 def server_of(config: TrainConfig, engine: RolloutEngine | None, accelerator: Any) -> VLLMServer | None:
@@ -37,6 +41,33 @@ def server_of(config: TrainConfig, engine: RolloutEngine | None, accelerator: An
     )
     on_all(accelerator, server.check)
     return server
+
+
+def teacher_of(config: TrainConfig, tokenizer: Any, model: Any, accelerator: Any) -> ServedTeacher | None:
+    """Return the teacher behind the server that the configuration names, or None.
+
+    Raises:
+        EngineError: the server does not serve.
+        ModelError: it has another tokenizer.
+    """
+    options = config.distillation
+    if options.url is None:
+        return None
+    server = VLLMServer(
+        options.url,
+        model=options.model,
+        timeout=config.engine.timeout,
+        at_once=config.rollout.batch_size,
+        section="distillation",
+    )
+    teacher = ServedTeacher(server, options.top_k, model.get_input_embeddings().num_embeddings)
+
+    def check() -> None:
+        server.check()
+        teacher.check(tokenizer, _PROBE)
+
+    on_all(accelerator, check)
+    return teacher
 
 
 def engine_of(

@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from gspo_kernels.trainer.run.options import Count, Natural, NotNegative, Positive, Section, option
+from gspo_kernels.trainer.run.options import (
+    Count,
+    Natural,
+    NotNegative,
+    Positive,
+    Section,
+    ZeroToOne,
+    option,
+)
 
 
 @dataclass(frozen=True)
@@ -87,20 +95,42 @@ class DAPOConfig(Section, key="dapo"):
 
 @dataclass(frozen=True)
 class DistillationConfig(Section, key="distillation"):
-    """Learn from a teacher's log-probs of what the policy sampled (on-policy distillation)."""
+    """Learn from what a teacher says of what the policy sampled (on-policy distillation)."""
 
     teacher: str | None = option(
         None, "directory (or hub name) of a model with the same tokenizer, which scores every completion"
     )
-    coef: Positive = option(1.0, "weight of the advantages: the teacher's log-probs minus the policy's")
+    url: str | None = option(
+        None,
+        "address of a vLLM server with the teacher, which says of every token how likely it finds its top_k "
+        "ids: the loss gets the divergence over these",
+    )
+    model: str | None = option(None, "name that the server gives the teacher; none: it serves only one")
+    top_k: Count = option(20, "ids that the server compares over; its --max-logprobs is at least that")
+    beta: ZeroToOne = option(
+        0.0, "divergence over these ids: 0 forward KL, 1 reverse KL, between them Jensen-Shannon"
+    )
+    add_tail: bool = option(True, "compare what the ids leave as one more column; else only among the ids")
+    coef: Positive = option(
+        1.0, "weight of the advantages: the teacher's log-probs minus the policy's; or of the divergence"
+    )
     reward_coef: NotNegative = option(
         0.0, "weight of the rewards' advantages beside it; 0: rewards are measured and not trained on"
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        used = self.teacher is not None or self.reward_coef == 0
-        self.require(used, "reward_coef", "0 where there is no distillation.teacher")
+        used = self.teacher is not None or self.url is not None
+        self.require(
+            used or self.reward_coef == 0, "reward_coef", "0 where there is no distillation.teacher or url"
+        )
+        self.require(self.teacher is None or self.url is None, "url", "none beside a distillation.teacher")
+        served = {"model": None, "top_k": 20, "beta": 0.0, "add_tail": True}
+        for name, default in served.items():
+            alone = self.url is not None or getattr(self, name) == default
+            self.require(alone, name, "left alone where there is no distillation.url")
+        if self.url is not None:
+            self.require_address("url")
 
 
 @dataclass(frozen=True)

@@ -82,6 +82,10 @@ def _check(accelerator: Any, config: TrainConfig, tensor: int, context: int) -> 
         ]
     if tensor > 1 or context > 1:
         needs.append((not config.update.batch_invariant, "update.batch_invariant", "off: ranks' sums round"))
+        served = config.distillation.url is not None
+        needs.append(
+            (not served, "distillation.url", "none: what a server says belongs to whole rows of one")
+        )
     for held, name, expected in needs:
         if not held:
             what = f"parallel.tensor {tensor}" if tensor > 1 else f"parallel.context {context}"

@@ -9,6 +9,7 @@ import types
 import typing
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar
+from urllib.parse import urlsplit
 
 from pydantic import Field, TypeAdapter, ValidationError
 
@@ -19,6 +20,7 @@ Natural = Annotated[int, Field(ge=0)]
 Several = Annotated[int, Field(ge=2)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Share = Annotated[float, Field(gt=0, le=1)]
+ZeroToOne = Annotated[float, Field(ge=0, le=1)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -56,6 +58,12 @@ class Section:
         """Raise a `ConfigError` that names an option and its value unless the condition holds."""
         if not condition:
             raise ConfigError(f"{self.key}{name} must be {expected}, got {getattr(self, name)!r}")
+
+    def require_address(self, name: str) -> None:
+        """Raise a `ConfigError` unless an option is where a server listens."""
+        parts = urlsplit(getattr(self, name))
+        whole = parts.scheme in ("http", "https") and bool(parts.netloc) and parts.path in ("", "/")
+        self.require(whole, name, "an address as http://localhost:8000, without /v1 or another path")
 
 
 @functools.cache

@@ -26,6 +26,7 @@ FIELDS = {
     "stop_token_ids",
     "ignore_eos",
     "return_token_ids",
+    "prompt_logprobs",
 }
 
 
@@ -46,6 +47,8 @@ class StandIn:
         stale: whether it says that it reloaded, and did not.
         spoil: changes an answer before it is sent.
         masking: whether it was started with --return-sampling-mask.
+        tokenizer: what cuts texts for ``/tokenize``.
+        most: its --max-logprobs.
         completions: what it was asked for and what it answered, in no order.
         reloads: directories that it loaded.
     """
@@ -56,6 +59,7 @@ class StandIn:
         self.developing, self.key, self.stale, self.seconds = True, None, False, 0.0
         self.spoil = lambda answer: answer
         self.completions, self.reloads, self.cached, self.masking = [], [], {}, True
+        self.tokenizer, self.most = None, 20
         self.lock = threading.Lock()
         vars(self).update(changes)
 
@@ -72,6 +76,9 @@ class StandIn:
         if (method, path) == ("POST", "/inference/v1/generate"):
             with self.lock:
                 return self.spoil(self.generate(body))
+        if (method, path) == ("POST", "/tokenize"):
+            assert body["add_special_tokens"] is False and body["model"] in self.names
+            return self.spoil({"tokens": self.tokenizer.encode(body["prompt"], add_special_tokens=False)})
         if self.developing and (method, path) == ("POST", "/collective_rpc"):
             assert body["method"] == "reload_weights"
             with self.lock:
@@ -87,7 +94,10 @@ class StandIn:
         if body["model"] not in self.names:
             raise Refused(404, f"The model `{body['model']}` does not exist.")
         prompt, options = body["prompt"], DEFAULTS | body
-        assert isinstance(prompt, list) and prompt and body["return_token_ids"] is True
+        assert isinstance(prompt, list) and prompt
+        if "prompt_logprobs" in body:
+            return self.score(body, prompt)
+        assert body["return_token_ids"] is True
         assert -(2**63) <= options.get("seed", 0) < 2**63
         if max(prompt) >= self.model.config.vocab_size:
             raise Refused(400, f"Token id {max(prompt)} is out of vocabulary")
@@ -97,6 +107,25 @@ class StandIn:
         choice = {"index": 0, "text": "unused", "token_ids": tokens, "finish_reason": reason}
         if options.get("logprobs") is not None:
             choice["logprobs"] = {"tokens": [str(token) for token in tokens], "token_logprobs": logprobs}
+        self.completions.append((body, choice))
+        return {"object": "text_completion", "model": body["model"], "choices": [choice]}
+
+    def score(self, body, prompt):
+        """Log-probs of a prompt's tokens before temperature and cuts: the likeliest, and the token's own."""
+        K = body["prompt_logprobs"]
+        if self.most < K:
+            raise Refused(
+                400, f"Requested prompt logprobs of {K}, which is greater than max allowed: {self.most}"
+            )
+        if len(prompt) + body["max_tokens"] > self.longest:
+            raise Refused(400, f"This model's maximum context length is {self.longest} tokens")
+        with torch.no_grad():
+            scored = self.model(torch.tensor([prompt])).logits[0, :-1].float().log_softmax(-1)
+        said = [None]
+        for token, values in zip(prompt[1:], scored, strict=True):
+            ids = {*values.topk(K).indices.tolist(), token}
+            said.append({str(i): {"logprob": float(values[i]), "rank": 1, "decoded_token": "?"} for i in ids})
+        choice = {"index": 0, "text": "?", "finish_reason": "length", "prompt_logprobs": said}
         self.completions.append((body, choice))
         return {"object": "text_completion", "model": body["model"], "choices": [choice]}
 
