@@ -419,7 +419,8 @@ def explain_schedule(
     read it: matrix products, memory, the cost model's time, the reason, and the alternatives.
 
     Arguments of the loss that can't change the plan are left out here. Which inputs need a gradient does, so
-    call it under the same grad mode. Sequence lengths are read from the device.
+    call it under the same grad mode. Sequence lengths are read from the device. A teacher's own product and
+    messages are not counted: they are the same in every schedule.
 
     Raises:
         TypeError, ValueError: as the loss itself.
