@@ -217,8 +217,8 @@ def divergence_kernel(
             )  # fmt: skip
             other_peak, other_total = _fold(other_peak, other_total, z, PLATFORM)
         z_label = tl.sum(at_label, axis=0)
-        logp, base, rest, _ = combine_lanes(peak, total, total, z_label, labelled, STATS, False)
-        _, other_base, other_rest, _ = combine_lanes(
+        logp, base, rest, _entropy = combine_lanes(peak, total, total, z_label, labelled, STATS, False)
+        _logp, other_base, other_rest, _entropy = combine_lanes(
             other_peak, other_total, other_total, z_label, labelled & False, STATS, False
         )
         tl.store(logprobs_ptr + n, tl.where(counted, logp, 0.0))

@@ -15,7 +15,7 @@ from benchmarks.traffic import counted
 from gspo_kernels import kernels
 from gspo_kernels.kernels import scoring
 from gspo_kernels.ops.selected import SelectedGradients, score, write_gradient
-from gspo_kernels.types import LogitTransform, RatioClip, Shard
+from gspo_kernels.types import LogitTransform, PairGradients, RatioClip, Shard
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="accesses are counted under the interpreter"
@@ -144,6 +144,23 @@ def test_more_ids_read_no_more_logits(batch, K):
         write_gradient(out, logits, ids, found, grads, "triton", PLAIN, False, Shard())
     assert traffic.per_row(traffic.reads, 0) == rows
     assert traffic.per_row(traffic.writes, 1) == [1] * 6
+
+
+@pytest.mark.parametrize("beta", (0.0, 0.3, 1.0))
+def test_a_teacher_beside_an_objective_is_read_once_in_the_backward(batch, beta):
+    """As are the student's logits, for both gradients; the forward's second walk is meant for the cache."""
+    logits, labels = batch
+    teacher, out = logits.flip(0).clone(), torch.empty_like(logits)
+    given = (logits, teacher, labels, PLAIN, PLAIN, beta)
+    with counted(logits, teacher) as traffic:
+        known = kernels.divergence(*given, ignore_index=IGNORE, known=None, gradients=None, out=None)
+    twice = [2 * count for count in COUNTED]
+    assert [traffic.per_row(traffic.reads, side) for side in range(2)] == [twice, twice]
+    grads = PairGradients(torch.tensor([[1.0, 0.0, 1.0], [0.0, 1.0, 0.5]]), torch.ones(2, 3))
+    with counted(logits, teacher, out) as traffic:
+        kernels.divergence(*given, ignore_index=IGNORE, known=known, gradients=grads, out=out)
+    assert [traffic.per_row(traffic.reads, side) for side in range(2)] == [COUNTED, COUNTED]
+    assert traffic.per_row(traffic.writes, 2) == [1] * 6
 
 
 def test_scoring_reads_no_tile_of_ignored_rows(monkeypatch):
