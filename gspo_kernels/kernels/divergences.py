@@ -161,10 +161,11 @@ def divergence_kernel(
     TEACHER_SOFTCAP: tl.constexpr,
     KIND: tl.constexpr,
     KNOWN: tl.constexpr,
+    LABELLED: tl.constexpr,
     NARROWS_IN_PLACE: tl.constexpr,
 ):
     """One row's divergence and log-prob, and where there is an ``out`` their gradient. KNOWN says what the
-    statistics hold already: "nothing", "normalizers", or "all".
+    statistics hold already: "nothing", "normalizers", or "all"; LABELLED whether the log-prob is wanted.
     """
     n = tl.program_id(0)
     b = n // T
@@ -194,12 +195,11 @@ def divergence_kernel(
         # the same number, by an operation that tells the compiler what divides it
         width = width // 16 * 16
     width = tl.where(counted, width, 0)
-    labelled = counted & in_row(label, V, kept)
+    labelled = counted & in_row(label, V, kept) if LABELLED else counted & False
     column = tl.where(labelled, label, -1).to(tl.int32)
     if KNOWN == "nothing":
         peak = tl.zeros([BLOCK], STATS) + lowest(STATS)
         total = tl.zeros([BLOCK], STATS)
-        at_label = tl.zeros([BLOCK], STATS)
         other_peak = peak
         other_total = total
         for start in range(0, width, BLOCK):
@@ -207,16 +207,22 @@ def divergence_kernel(
                 row, start, lanes, width, logits_stride_v, slopes, kept, STATS, SCALED, SOFTCAP, ACCESS,
                 PLATFORM,
             )  # fmt: skip
-            # the label's column stays out of the sum, as wherever there is a log-prob
-            is_label = start + lanes == column
-            at_label = tl.where(is_label, z, at_label)
-            peak, total = _fold(peak, total, tl.where(is_label, -float("inf"), z), PLATFORM)
+            if LABELLED:
+                # the label's column stays out of the sum, as wherever there is a log-prob
+                z = tl.where(start + lanes == column, -float("inf"), z)
+            peak, total = _fold(peak, total, z, PLATFORM)
             z, _ = _load(
                 other, start, lanes, width, teacher_logits_stride_v, teacher_slopes, kept, STATS,
                 TEACHER_SCALED, TEACHER_SOFTCAP, ACCESS, PLATFORM,
             )  # fmt: skip
             other_peak, other_total = _fold(other_peak, other_total, z, PLATFORM)
-        z_label = tl.sum(at_label, axis=0)
+        z_label = tl.zeros([], STATS)
+        if LABELLED:
+            # read alone: a number for each lane until the row ends would take as many registers as a fold
+            raw = tl.load(
+                row + tl.maximum(column, 0).to(tl.int64) * logits_stride_v, mask=labelled, other=0.0
+            )
+            z_label, _bend = transformed(raw, slopes, STATS, SCALED, SOFTCAP, PLATFORM)
         logp, base, rest, _entropy = combine_lanes(peak, total, total, z_label, labelled, STATS, False)
         _logp, other_base, other_rest, _entropy = combine_lanes(
             other_peak, other_total, other_total, z_label, labelled & False, STATS, False
@@ -228,8 +234,7 @@ def divergence_kernel(
         logp = tl.load(logprobs_ptr + n)
         base, rest = parted(tl.load(lse_ptr + n), STATS)
         other_base, other_rest = parted(tl.load(teacher_lse_ptr + n), STATS)
-    own_finite = _is_finite(base + rest)
-    finite = own_finite & _is_finite(other_base + other_rest)
+    finite = _is_finite(base + rest) & _is_finite(other_base + other_rest)
 
     OUT: tl.constexpr = STATS if out_ptr is None else out_ptr.dtype.element_ty
     mixture = (
@@ -255,13 +260,15 @@ def divergence_kernel(
     moves = coefficient != 0
     written = tl.where(moves | (towards != 0), width, 0)
     if SCALED or SOFTCAP:
-        steepness = slopes[0][0] + slopes[0][1]
-        coefficient = coefficient * steepness
-        towards = towards * steepness
+        coefficient = coefficient * (slopes[0][0] + slopes[0][1])
+    label_gradient = towards
+    if grad_logprobs_ptr is not None:
+        if SCALED or SOFTCAP:
+            towards = towards * (slopes[0][0] + slopes[0][1])
+        towards = tl.where(_is_finite(base + rest) & (finite | (coefficient == 0)), towards, float("nan"))
+        label_gradient = towards * one_minus_exp(logp, STATS, PLATFORM)
     # A row without a softmax has no gradient.
-    towards = tl.where(own_finite & (finite | (coefficient == 0)), towards, float("nan"))
     coefficient = tl.where(finite | (coefficient == 0), coefficient, float("nan"))
-    label_gradient = towards * one_minus_exp(logp, STATS, PLATFORM)
     WRITES_AT_ONCE: tl.constexpr = (KIND == "forward") and (out_ptr is not None)
     value = tl.zeros([BLOCK], STATS)
     to_mixture = tl.zeros([BLOCK], STATS)
@@ -416,6 +423,7 @@ def divergence(
         TEACHER_SOFTCAP=teacher.softcap,
         KIND="mixture" if mixed else "reverse" if beta else "forward",
         KNOWN=("nothing", "normalizers", "all")[(known is not None) + isinstance(known, PairStats)],
+        LABELLED=known is not None or gradients is None or gradients.logprobs is not None,
         NARROWS_IN_PLACE=out is not None and narrows_in_place(logits, out),
     )
     return found

@@ -97,7 +97,7 @@ class RowBackend(Protocol):
         out: Tensor | None,
     ) -> PairStats:
         """How far each row's softmax is from the teacher's in nats, see ``divergences`` for ``beta``, and the
-        log-prob of its label.
+        log-prob of its label, which may be missing (NaN) beside gradients of divergences alone.
 
         ``teacher_logits`` are [B, T, V], with strides and a dtype of their own; what ``transform.kept`` cuts
         is cut on both sides. A row whose logits have no softmax, on either side, has a divergence of NaN.

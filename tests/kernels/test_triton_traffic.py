@@ -154,8 +154,13 @@ def test_a_teacher_beside_an_objective_is_read_once_in_the_backward(batch, beta)
     given = (logits, teacher, labels, PLAIN, PLAIN, beta)
     with counted(logits, teacher) as traffic:
         known = kernels.divergence(*given, ignore_index=IGNORE, known=None, gradients=None, out=None)
-    twice = [2 * count for count in COUNTED]
-    assert [traffic.per_row(traffic.reads, side) for side in range(2)] == [twice, twice]
+    own, theirs = (traffic.reads[side].view(6, V) for side in range(2))
+    at_labels = torch.zeros(6, V, dtype=own.dtype)
+    for row, label in enumerate(labels.flatten().tolist()):
+        if label != IGNORE:
+            at_labels[row, label] = 1  # once more, by itself
+    twice = 2 * torch.tensor(COUNTED).view(6, 1).expand(6, V)
+    assert torch.equal(own - at_labels, twice) and torch.equal(theirs, twice)
     grads = PairGradients(torch.tensor([[1.0, 0.0, 1.0], [0.0, 1.0, 0.5]]), torch.ones(2, 3))
     with counted(logits, teacher, out) as traffic:
         kernels.divergence(*given, ignore_index=IGNORE, known=known, gradients=grads, out=out)
