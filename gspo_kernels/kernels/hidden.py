@@ -4,6 +4,7 @@ Coefficients of any size neither overflow nor vanish on the way: they are taken 
 what is left of them, as ``linear.scaling`` does it where PyTorch's operations serve a call.
 """
 
+# ruff: noqa: SIM300 - constants are what a kernel is compiled for.
 from __future__ import annotations
 
 import torch
@@ -25,7 +26,7 @@ def power_of_two(value, STATS: tl.constexpr):
     """The power of two at or below a magnitude, and one over it, so that to multiply by the latter rounds
     nothing and leaves less than 2. What is 0, infinite or NaN gets some finite power, too.
     """
-    if tl.float64 == STATS:
+    if STATS == tl.float64:
         exponent = (value.to(tl.int64, bitcast=True) >> 52) & 0x7FF
         exponent = tl.minimum(tl.maximum(exponent, 1), 2043)
         power = (exponent << 52).to(tl.float64, bitcast=True)
