@@ -265,6 +265,9 @@ GSPO_INLINE void store_of(const S* __restrict g, int64_t n, T* out) {
     GSPO_CLONES void cut(S* z, int64_t n, const int32_t* kept, S fill) {                    \
         cut_of(z, n, kept, fill);                                                           \
     }                                                                                       \
+    GSPO_CLONES void scale(const S* z, int64_t n, S factor, S* out) {                       \
+        _Pragma("GCC ivdep") for (int64_t i = 0; i < n; ++i) out[i] = z[i] * factor;        \
+    }                                                                                       \
     GSPO_CLONES void multiply(S* out, const S* factor, int64_t n) {                         \
         for (int64_t i = 0; i < n; ++i) out[i] *= factor[i];                                \
     }                                                                                       \

@@ -62,6 +62,7 @@ struct Mixture {
     void gradient(const S* z, int64_t n, const RowGradient<S>& row, S* out); /* z or not */ \
     /* fill where the bit of a mask is 0: that of element i is bit i % 32 of word i / 32. */ \
     void cut(S* z, int64_t n, const int32_t* kept, S fill);                                 \
+    void scale(const S* z, int64_t n, S factor, S* out); /* z or not */                     \
     void multiply(S* out, const S* factor, int64_t n);                                      \
     void shrink(S* out, int64_t n, S factor); /* at most 1; what would be subnormal is 0 */ \
     /* Sums over a block of student's and teacher's logits; c times the gradient, less label_c p, where out is not null, */ \

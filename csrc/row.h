@@ -58,6 +58,8 @@ class Row {
 
     int64_t vocabulary() const { return vocabulary_; }
     bool soft_capped() const { return transform_.softcap != 0; }
+    // Neither a soft cap's slopes nor what a mask cuts.
+    bool only_scaled() const { return !soft_capped() && !kept_; }
     // dz/dx without the soft cap's part, in the type it is wanted in.
     template <class R>
     R chain() const {
@@ -198,9 +200,10 @@ Statistics statistics_of(const Others& others, bool has_label, double z_label, b
     return result;
 }
 
-// Those of a block of columns, by themselves.
+// Those of a block of columns, by themselves; `exponentials`, where not null, takes exp(z - their maximum).
 template <class T>
-Others block_sums(const Row<T>& row, int64_t begin, int64_t n, bool with_entropy, StatsOf<T>* buffer) {
+Others block_sums(const Row<T>& row, int64_t begin, int64_t n, bool with_entropy, StatsOf<T>* buffer,
+                  StatsOf<T>* exponentials = nullptr) {
     using S = StatsOf<T>;
     const S* z = row.others(begin, n, buffer);
     Others others;
@@ -214,6 +217,8 @@ Others block_sums(const Row<T>& row, int64_t begin, int64_t n, bool with_entropy
             const auto [exp_sum, weighted_sum] = sum_exp_weighted(z + i, piece, shift);
             others.sum += exp_sum;
             others.weighted += weighted_sum;
+        } else if (exponentials) {
+            others.sum += write_exp(z + i, piece, shift, exponentials + i);
         } else {
             others.sum += sum_exp(z + i, piece, shift);
         }
@@ -300,6 +305,49 @@ void write_gradient(const Row<T>& row, S logprob, RowGradient<S> gradient_row, O
         row.cut_block(begin, n, g, 0);  // whatever is there, and in the coefficients
         if constexpr (!std::is_same_v<O, S>) store(g, n, out);
     }
+}
+
+// row_statistics and write_gradient for logits that are z but for a factor, with one exponential an element: those
+// of the sums, in `memory` of the row's size until their normalizer is known, or in `out`, which may be the logits.
+template <class T, class O, class S>
+Statistics statistics_and_gradient(const Row<T>& row, S c, O* out, std::vector<S>& memory,
+                                   std::vector<double>& maxima) {
+    alignas(64) S buffer[kBlock];
+    S* exponentials;
+    if constexpr (std::is_same_v<O, S>) {
+        exponentials = out;
+    } else {
+        memory.resize(row.vocabulary());
+        exponentials = memory.data();
+    }
+    maxima.clear();
+    Others others;
+    const double z_label = row.label_logit();  // before `out` takes its place
+    for (int64_t begin = 0; begin < row.vocabulary(); begin += kBlock) {
+        const int64_t n = std::min(kBlock, row.vocabulary() - begin);
+        const Others block = block_sums(row, begin, n, false, buffer, exponentials + begin);
+        maxima.push_back(block.maximum);
+        others.add(block);
+    }
+    const Statistics statistics = statistics_of(others, true, z_label, false);
+    if (!std::isfinite(statistics.lse)) {
+        write_nan(out, row.vocabulary());
+        return statistics;
+    }
+    const S own_c = c * row.template chain<S>();
+    for (int64_t begin = 0; begin < row.vocabulary(); begin += kBlock) {
+        const int64_t n = std::min(kBlock, row.vocabulary() - begin);
+        const double down = (maxima[begin / kBlock] - statistics.maximum) - statistics.log_sum;
+        S* g = buffer;
+        if constexpr (std::is_same_v<O, S>) g = out + begin;
+        scale(exponentials + begin, n, static_cast<S>(-own_c * std::exp(down)), g);
+        if (row.label_in(begin, n)) {
+            const RowGradient<S> gradient{0, 0, own_c, 0, 0};
+            g[row.label() - begin] = label_gradient(static_cast<S>(statistics.logprob), gradient);
+        }
+        if constexpr (!std::is_same_v<O, S>) store(g, n, out + begin);
+    }
+    return statistics;
 }
 
 // How far the exponentials of a row may rise above 1 before they are related to another number: e^32 times

@@ -105,10 +105,15 @@ void logprobs_and_grad(const Tensor& logits, const Tensor& labels, const LogitOp
                 return write_zeros(out_row, out_rows.vocabulary);
             }
             const Row<T> row = inputs.row(i);
-            const Statistics statistics = row_statistics(row, false);
+            const bool at_once = c[i] != 0 && row.label() >= 0 && row.only_scaled();
+            thread_local std::vector<S> memory;
+            thread_local std::vector<double> maxima;
+            const Statistics statistics = at_once ? statistics_and_gradient(row, c[i], out_row, memory, maxima)
+                                                  : row_statistics(row, false);
             const S logprob = static_cast<S>(statistics.logprob);
             logprob_out[i] = logprob;
             lse_out[i] = statistics.lse;
+            if (at_once) return;
             if (c[i] == 0 || row.label() < 0) return write_zeros(out_row, row.vocabulary());
             if (!std::isfinite(lse_out[i])) return write_nan(out_row, row.vocabulary());
             const RowGradient<S> gradient{static_cast<S>(statistics.maximum),

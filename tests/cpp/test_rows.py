@@ -197,3 +197,12 @@ def test_packed_rows_and_narrow_labels(labels_dtype):
     packed = forward(logits.view(1, 10, 300), labels.view(1, 10).to(labels_dtype))
     assert equal([s.view(2, 5) for s in packed], forward(logits, labels))
     assert packed.logprobs.shape == (1, 10)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_statistics_beside_a_gradient_are_those_of_a_forward(dtype):
+    """Bit for bit, though the sums are taken of exponentials that are kept."""
+    for vocabulary in (1, 15, 500, 2047, 2049, 6001):
+        logits, labels, c, _ = make(vocabulary, dtype)
+        stats, _ = and_grad(logits, labels, c)
+        assert equal(stats[:2], forward(logits, labels, entropy=False)[:2])
