@@ -9,7 +9,8 @@ import gspo_kernels as gk
 from gspo_kernels.trainer import GSPOTrainer, demo
 from gspo_kernels.trainer.input_errors import ConfigError, EngineError, ModelError
 from gspo_kernels.trainer.run.metrics import read_metrics
-from tests.trainer.conftest import small_config, tiny_qwen3
+from tests.forks import in_processes
+from tests.trainer.conftest import make_accelerator, small_config, tiny_qwen3
 from tests.trainer.engines.stand_in import serving
 
 K = 7
@@ -98,6 +99,26 @@ def test_a_run_comes_nearer_to_its_teacher(tmp_path, tokenizer, rows, reward, te
     assert after < 0.97 * distance(texts), (after, distance(texts))
     found = [each.get("distillation/divergence") for each in read_metrics(tmp_path / "run" / "metrics.jsonl")]
     assert len([each for each in found if each is not None]) == 8
+
+
+def test_two_processes_share_a_teacher(tmp_path, tokenizer, rows, reward, teacher):
+    """Each asks for its share of the completions; the run is that of one process."""
+    sections = {"update": {"steps": 2}}
+    make_trainer(tmp_path / "one", tokenizer, rows, reward, teacher.url, sections).train()
+    asked = len(teacher.completions)
+
+    def begin(rank):
+        accelerator = make_accelerator()
+        config = small_config(tmp_path / "two", distillation={"url": teacher.url, "top_k": K}, **sections)
+        arguments = (tokenizer, reward, rows, rows[:3], config)
+        GSPOTrainer(tiny_qwen3(tokenizer), *arguments, accelerator=accelerator).train()
+
+    in_processes(2, begin)
+    assert len(teacher.completions) == 2 * asked
+    one, two = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("one", "two"))
+    for a, b in zip(one, two, strict=True):
+        for name in a.keys() & {"distillation/divergence", "distillation/loss", "loss", "grad_norm"}:
+            assert b[name] == pytest.approx(a[name], rel=1e-3, abs=1e-6), (a["step"], name)
 
 
 def spoiled(change):
