@@ -258,6 +258,26 @@ def test_compiled_equals_eager_and_backwards_repeat():
             torch.testing.assert_close(compiled, eager, rtol=1e-6, atol=1e-8)
 
 
+def test_gradients_keep_their_bits_in_batch_invariant_mode():
+    """Whatever the chunks, and whether sequences fit one."""
+    rng = generator(3)
+    hidden, theirs, weight, their_weight = (
+        torch.randn(*shape, generator=rng) for shape in ((200, 70), (200, 90), (60, 70), (60, 90))
+    )
+    labels, old = torch.randint(0, 60, (200,), generator=rng), torch.randn(200, generator=rng)
+    teacher, ends = gk.Teacher(hidden=theirs, weight=their_weight, coef=0.3), torch.tensor([0, 60, 200])
+    shown = []
+    for rows, schedule in ((200, "auto"), (33, "auto"), (150, "two_pass")):
+        leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+        out = gk.fused_linear_policy_loss(
+            *leaves, labels, old, ADVANTAGES, cu_seqlens=ends.int(), objective=gk.GSPO(0.9, 99.0),
+            teacher=teacher, max_chunk_bytes=rows * 60 * 8, schedule=schedule, batch_invariant=True,
+        )  # fmt: skip
+        shown.append((out.loss.detach(), out.logprobs, *torch.autograd.grad(0.3 * out.loss, leaves)))
+    whole, *others = shown
+    assert all(torch.equal(a, b) for other in others for a, b in zip(whole, other, strict=True))
+
+
 LOGITS, IDS = torch.zeros(2, 3, 9), torch.zeros(2, 3, 4, dtype=torch.int64)
 WRONG = {
     "teacher: got dict": ({}, {}),
