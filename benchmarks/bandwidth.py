@@ -139,6 +139,7 @@ WALKS = (
     Walk("backward, fp32", FP32, 4, 4, Rows.backward),
     Walk("backward, fp32 to bf16 in place", FP32, 4, 2, lambda rows: rows.backward(rows.narrow)),
     Walk("one pass on-policy, bf16", BF16, 2, 2, Rows.in_one_pass),
+    Walk("one pass on-policy, bf16, rows anywhere", BF16, 2, 2, Rows.in_one_pass, 151669),
     Walk("one pass on-policy, bf16, in place", BF16, 2, 2, lambda rows: rows.in_one_pass(rows.logits)),
     Walk("one pass, fp32 to bf16 in place", FP32, 4, 2, lambda rows: rows.in_one_pass(rows.narrow)),
     Walk("scale, bf16", BF16, 2, 2, Rows.scale),

@@ -13,6 +13,7 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +28,7 @@ from gspo_kernels.kernels import (
     gradients,
     hidden,
     logprobs,
+    one_pass,
     products,
     scale,
     scoring,
@@ -34,7 +36,9 @@ from gspo_kernels.kernels import (
     steps,
 )
 
-_LAUNCHING = (divergences, gradients, hidden, logprobs, products, scale, scoring, sequence_ratio, steps)
+_LAUNCHING = (
+    divergences, gradients, hidden, logprobs, one_pass, products, scale, scoring, sequence_ratio, steps,
+)  # fmt: skip
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
     "sm_90": GPUTarget("cuda", 90, 32),
@@ -42,6 +46,8 @@ TARGETS = {
     "sm_120": GPUTarget("cuda", 120, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
+BLOCKS = {"sm_80": 1, "sm_90": 16, "sm_100": 16, "sm_120": 8, "gfx942": 1}
+"""Blocks of threads that may share a program there, by a Triton that compiles clusters."""
 _CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
@@ -49,17 +55,19 @@ Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
 
 
 class Recorder:
-    """Stands in for ``launch``."""
+    """Stands in for ``launch``; up to ``blocks`` blocks of threads hold a row, with 0 no rows are held."""
 
-    def __init__(self) -> None:
+    def __init__(self, blocks: int = 0) -> None:
         self.calls: list[Call] = []
+        one_pass.most_blocks = lambda device: blocks
         for module in _LAUNCHING:
             module.launch = self  # type: ignore[assignment]
 
     def __call__(
         self, kernel: Any, programs: int, device: Any, tile: Any, *args: Any, **constants: Any
     ) -> None:
-        options = {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": False}
+        options = {"num_warps": tile.warps, "num_stages": tile.stages, "num_ctas": tile.blocks}
+        options["enable_fp_fusion"] = False
         self.calls.append((kernel, args, constants | options))
 
 
@@ -103,6 +111,8 @@ def name_of(call: Call) -> str:
     flags += [keywords[key] for key in ("ESTIMATOR", "KIND") if keywords.get(key)]
     flags += ["narrows_in_place"] if keywords.get("NARROWS_IN_PLACE") else []
     given = dict(zip(names, args, strict=False))
+    if "PIECES" in keywords:
+        flags += [f"{keywords['PIECES']} pieces of {keywords['num_ctas']} blocks"]
     rare = {"kept_ptr": "kept", "rows_ptr": "rows"}
     flags += [flag for name, flag in rare.items() if given.get(name) is not None]
     missing = [f"no {name}" for name, arg in given.items() if arg is None and name not in rare]
@@ -190,31 +200,41 @@ def instructions(kernel: Any) -> list[Instruction]:
     ]
 
 
-def shortest_way(program: list[Instruction], start: int, end: int) -> list[Instruction]:
-    """What is executed from ``start`` to ``end``: of the ways around branches the shortest that loads
-    something, for what blocks at the ends of a row need is rare.
+def shortest_way(
+    program: list[Instruction],
+    start: int,
+    end: int,
+    moves: Callable[[Instruction], bool] = lambda one: one.loaded > 0,
+    most: int = 1,
+) -> list[Instruction]:
+    """What is executed from ``start`` to ``end``: of the ways around branches that come by most instructions
+    of which ``moves`` is true, up to ``most``, the shortest. What blocks at the ends of a row need is rare.
     """
-    # From each place on, of ways that load nothing more and of ways that do: (instructions, next place).
-    ways: dict[tuple[int, bool], tuple[float, int]] = {(end, False): (1, end), (end, True): (math.inf, end)}
+    # From each place on, of ways that come by so many of them: (instructions, next place).
+    ways = {(end, left): (1 if left == 0 else math.inf, end) for left in range(most + 1)}
     for place in range(end - 1, start - 1, -1):
         opcode, jump, always = program[place]
         # AMD's way past what no lane executes is none of them.
         onward = [jump] if jump is not None and place < jump <= end and "exec" not in opcode else []
         onward += [] if onward and always else [place + 1]
-        for loads in (False, True):
-            rest = loads and not program[place].loaded
-            ways[place, loads] = min((1 + ways[one, rest][0], one) for one in onward)
-    loads = ways[start, True][0] < math.inf
+        for left in range(most + 1):
+            rest = max(0, left - moves(program[place]))
+            ways[place, left] = min((1 + ways[one, rest][0], one) for one in onward)
+    left = max(many for many in range(most + 1) if ways[start, many][0] < math.inf)
     place, way = start, [program[start]]
     while place != end:
-        loads, place = loads and not program[place].loaded, ways[place, loads][1]
+        left, place = max(0, left - moves(program[place])), ways[place, left][1]
         way.append(program[place])
     return way
 
 
+def _is_exponential(one: Instruction) -> bool:
+    return bool(re.match(r"MUFU\.EX2|v_exp_f", one.opcode))
+
+
 def exponentials(body: list[Instruction]) -> int:
     """How many fp32 exponentials there are."""
-    return sum(bool(re.match(r"MUFU\.EX2|v_exp_f", one.opcode)) for one in body)
+    return sum(map(_is_exponential, body))
 
 
 def row_loops(program: list[Instruction]) -> list[list[Instruction]]:
@@ -233,6 +253,13 @@ def row_loops(program: list[Instruction]) -> list[list[Instruction]]:
         return any(one.loaded >= 16 for one in body) or exponentials(body) >= 8
 
     return [body for body in bodies if walks(body)]
+
+
+def held_row(program: list[Instruction]) -> list[Instruction]:
+    """What is executed for a row that is held and has a gradient: all exponentials are on that way."""
+    # AMD's assembly has nothing behind its end.
+    end = max((place for place, one in enumerate(program) if one.opcode == "EXIT"), default=len(program) - 1)
+    return shortest_way(program, 0, end, _is_exponential, exponentials(program))
 
 
 _EXPONENTIAL = r"MUFU|v_(?:exp|log|rcp|sqrt|rsq)_f"
@@ -262,11 +289,17 @@ def counts(call: Call, target: str, kernel: Any) -> dict[str, Any]:
     lanes = TARGETS[target].warp_size
     found: dict[str, Any] = {"kernel": name_of(call), "target": target, "registers": usage["REG"]}
     found |= {"spilled": usage["STACK"] + usage["LOCAL"], "warps": held}
-    walks = row_loops(instructions(kernel))
+    stays = "PIECES" in call[2]
+    program = instructions(kernel)
+    walks = [held_row(program)] if stays else row_loops(program)
     own = call[2]["BLOCK"] / (warps * lanes)
 
     def logits_of(walk: list[Instruction]) -> float:
-        """From 16-byte loads; where there are none, a fold takes an exponential more than it has logits."""
+        """A thread's share of a held row. Otherwise from 16-byte loads; where there are none, a fold takes an
+        exponential more than it has logits.
+        """
+        if stays:
+            return float(call[1][0].shape[2]) / (warps * lanes * call[2]["num_ctas"])
         wide = sum(one.loaded for one in walk if one.loaded >= 16) / size
         return wide or own * max(1, round(exponentials(walk) / (own + 1)))
 

@@ -92,7 +92,8 @@ INTRODUCTIONS = {
     'fp32, as "ours, 16-bit logits"; without flash-attn it has the bf16 log-softmax.',
     "static": "Compiled for GPUs that were not there, and counted in the loops over a row, not measured. "
     "Each cell: instructions per logit; registers, warps that a multiprocessor has room for at a time, KiB "
-    "that these load in one iteration. Rows anywhere: they begin at no multiple of 16 bytes. Their "
+    "that these load in one iteration; a row that is held has none, and all that a thread does for it is "
+    "spread over its logits. Rows anywhere: they begin at no multiple of 16 bytes. Their "
     "statistics are read 4 bytes at a time, as the order of a sum may not depend on where a row lies; "
     "gradients have no such order.",
     "traffic": "Triton's loads and stores of logits and their gradient, counted under its interpreter; for "
@@ -185,8 +186,9 @@ def traffic_text(record: dict[str, Any]) -> str:
         missing.update((name, line["missing"]) for line in mine if "missing" in line)
         rows.append([name, *(number(line.get("bytes_per_logit")) for line in mine)])
     return (
-        f"{markdown(rows)}\n\nOn-policy, ours asks for each logit twice; a device whose cache holds the rows "
-        f"in flight reads it once (4 bytes per bf16 logit).{_missing_line(missing)}"
+        f"{markdown(rows)}\n\nOn-policy, ours holds rows on the chip that fit there, as these do; of "
+        "others it asks for each logit twice, and a device reads it once whose cache holds what is under way."
+        f"{_missing_line(missing)}"
     )
 
 

@@ -30,18 +30,20 @@ KERNELS = {
     "log-probs, bf16, entropy, rows anywhere": ("entropy", "bf16", 4097, 1.0),
     "backward, bf16": ("backward", "bf16", 4096, 1.0),
     "backward, bf16, rows anywhere": ("backward", "bf16", 4097, 1.0),
-    "one pass on-policy, bf16": ("both", "bf16", 4096, 1.0),
+    "one pass on-policy, bf16, read twice": ("both", "bf16", 1 << 20, 1.0),
+    "one pass on-policy, bf16, held": ("both", "bf16", 151936, 1.0),
+    "one pass on-policy, fp32, held": ("both", "fp32", 151936, 1.0),
 }
 """What is launched, the dtype of the logits, a vocabulary (it matters whether 16 divides it), temperature."""
 
 
-def record(what: str, dtype: str, vocabulary: int, temperature: float) -> Any:
-    """The recorded launch of a kernel. In a process without TRITON_INTERPRET."""
+def record(what: str, dtype: str, vocabulary: int, temperature: float, blocks: int = 0) -> Any:
+    """The recorded launch of a kernel; see ``Recorder``. In a process without TRITON_INTERPRET."""
     from benchmarks.machine_code import Recorder
     from gspo_kernels import kernels
     from gspo_kernels.types import LogitTransform, RatioClip, RowStats
 
-    recorder, transform = Recorder(), LogitTransform(temperature=temperature)
+    recorder, transform = Recorder(blocks), LogitTransform(temperature=temperature)
     logits = torch.empty(2, 3, vocabulary, dtype={"bf16": torch.bfloat16, "fp32": torch.float32}[dtype])
     labels, floats = torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2, 3)
     if what == "ratio":
@@ -63,12 +65,14 @@ def record(what: str, dtype: str, vocabulary: int, temperature: float) -> Any:
 
 def count(names: list[str], targets: list[str]) -> list[dict[str, Any]]:
     """Figures of each kernel on each target. In a process without TRITON_INTERPRET."""
-    from benchmarks.machine_code import compiled, counts
+    from benchmarks.machine_code import BLOCKS, compiled, counts
 
     found = []
     for name in names:
-        call = record(*KERNELS[name])
-        found += [{"name": name, **counts(call, target, compiled(call, target))} for target in targets]
+        for target in targets:
+            call = record(*KERNELS[name], blocks=BLOCKS[target])
+            if ("PIECES" in call[2]) == name.endswith("held"):
+                found.append({"name": name, **counts(call, target, compiled(call, target))})
     return found
 
 
@@ -92,14 +96,14 @@ def table(lines: list[dict[str, Any]]) -> list[Row]:
     targets = list(dict.fromkeys(line["target"] for line in lines))
     rows: list[Row] = [["instructions per logit; registers, warps, KiB", *targets]]
     for name in dict.fromkeys(line["name"] for line in lines):
-        cells = []
+        cells = dict.fromkeys(targets, "")
         for line in (line for line in lines if line["name"] == name):
             spilled = f", {line['spilled']} spilled" if line["spilled"] else ""
-            cells.append(
+            cells[line["target"]] = (
                 f"{number(line['instructions_per_logit'])}; {line['registers']}{spilled}, {line['warps']}, "
                 f"{number(line['bytes_in_flight'] / 1024)}"
             )
-        rows.append([name, *cells])
+        rows.append([name, *cells.values()])
     return rows
 
 

@@ -79,13 +79,14 @@ def configurations(tiny: bool) -> list[tuple[str, str, tuple[int, ...]]]:
     ]
     kept: list[tuple[int, ...]] = list(dict.fromkeys(tiles))
     columns.append([("scoring", fields, tile) for tile in (kept[:1] if tiny else kept)])
+    columns.append([("held", "blocks of threads at most", (blocks,)) for blocks in (16, 8, 4, 0)])
     return [one for turn in itertools.zip_longest(*columns) for one in turn if one is not None]
 
 
 def tune(options: Options) -> list[dict[str, Any]]:
     """Seconds of every configuration that time allows."""
     from gspo_kernels import kernels
-    from gspo_kernels.kernels import launch, scoring
+    from gspo_kernels.kernels import launch, one_pass, scoring
     from gspo_kernels.types import LogitTransform
 
     device, plain = options.device, LogitTransform()
@@ -103,14 +104,16 @@ def tune(options: Options) -> list[dict[str, Any]]:
         kernels.logprobs_backward(logits, labels, stats, c, None, None, plain, ignore_index=-100, out=out)
         return out
 
+    def in_one_pass() -> Tensor:
+        return kernels.logprobs_and_grad(logits, labels, c, plain, ignore_index=-100, out=out).logprobs
+
     calls: dict[str, Callable[[], Tensor]] = {
         "fold": lambda: (
             kernels.logprobs_forward(logits, labels, plain, ignore_index=-100, entropy=False).logprobs
         ),
         "backward": backward,
-        "fold_and_grad": lambda: (
-            kernels.logprobs_and_grad(logits, labels, c, plain, ignore_index=-100, out=out).logprobs
-        ),
+        "fold_and_grad": in_one_pass,
+        "held": in_one_pass,
         "scoring": lambda: (
             kernels.linear_logprobs_forward(
                 hidden, weight, None, labels[0], plain, ignore_index=-100, entropy=False
@@ -128,10 +131,14 @@ def tune(options: Options) -> list[dict[str, Any]]:
             continue
         if kernel == "scoring":
             change = _attribute(scoring, "_LARGE", scoring.ProductTile(*numbers))
+        elif kernel == "held":
+            change = _attribute(one_pass, "most_blocks", lambda device, most=numbers[0]: most)
         else:
             change = _entry(tables[kernel], 2, launch.Tile(*numbers))
+        # Rows that are held aren't walked.
+        aside = _attribute(one_pass, "held_tile", lambda *_: None)
         try:
-            with change:
+            with change, aside if kernel == "fold_and_grad" else contextlib.nullcontext():
                 got = calls[kernel]().clone()
                 present = kernel not in wanted
                 line["present"] = present

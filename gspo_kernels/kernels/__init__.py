@@ -8,10 +8,11 @@ from __future__ import annotations
 import torch
 
 from gspo_kernels.kernels.divergences import divergence
-from gspo_kernels.kernels.gradients import gradient_of_rows, logprobs_and_grad, logprobs_backward
+from gspo_kernels.kernels.gradients import gradient_of_rows, logprobs_backward
 from gspo_kernels.kernels.hidden import active_rows, product_operand, scale_rows_, store_hidden, sum_unit
 from gspo_kernels.kernels.launch import INTERPRETED
 from gspo_kernels.kernels.logprobs import logprobs_forward
+from gspo_kernels.kernels.one_pass import logprobs_and_grad
 from gspo_kernels.kernels.products import fixed_product
 from gspo_kernels.kernels.scale import scale_
 from gspo_kernels.kernels.scoring import linear_logprobs_forward, linear_logprobs_unavailable

@@ -1,11 +1,10 @@
-"""Gradients of logit rows, given their statistics, or along with them for known coefficients.
+"""Gradients of logit rows, given their statistics.
 
 One program owns one row. Statistics are contiguous [B, T]; everything else comes with its strides.
 """
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -14,7 +13,6 @@ from gspo_kernels.kernels.columns import edge_columns, load_columns, row_pointer
 from gspo_kernels.kernels.kept import cut_block, in_row, is_kept, kept_row
 from gspo_kernels.kernels.launch import (
     BACKWARD,
-    FOLD_AND_GRAD,
     RowArguments,
     launch,
     narrows_in_place,
@@ -24,17 +22,14 @@ from gspo_kernels.kernels.rows import (
     HUGE,
     element,
     exp_flushed,
-    fold_row,
-    joined,
     narrowed,
     one_minus_exp,
-    open_row,
     parted,
     row_slopes,
     transformed,
     without_payload,
 )
-from gspo_kernels.types import LogitTransform, RowStats, stats_dtype
+from gspo_kernels.types import LogitTransform, RowStats
 
 
 @triton.jit
@@ -55,7 +50,7 @@ def _gradient(
     OUT: tl.constexpr,
     PLATFORM: tl.constexpr,
 ):
-    """The gradient of some logits of a row; ``_write_gradient`` says which."""
+    """The gradient of some logits of a row; ``write_gradient`` says which."""
     at_label, base, rest, grad_logp, entropy, grad_entropy, slopes = of_row
     z, bend = transformed(raw, slopes, STATS, SCALED, SOFTCAP, PLATFORM)
     log_p = (z - base) - rest
@@ -69,7 +64,7 @@ def _gradient(
 
 
 @triton.jit
-def _write_gradient(
+def write_gradient(
     row,
     out_row,
     label,
@@ -238,7 +233,7 @@ def logprobs_backward_kernel(
     slopes = row_slopes(
         (slope, inner, outer), row_temperature_ptr, b, t, temperature_stride_b, temperature_stride_t, STATS
     )
-    _write_gradient(
+    write_gradient(
         row_pointer(logits_ptr, b, t, logits_stride_b, logits_stride_t, ACCESS),
         row_pointer(out_ptr, out_b, out_t, out_stride_b, out_stride_t, ACCESS),
         tl.where(labelled, label, -1).to(tl.int32),
@@ -331,152 +326,3 @@ def gradient_of_rows(
     logprobs_backward(
         logits, labels, stats, *grads, None, transform, ignore_index=ignore_index, out=out, rows=rows
     )
-
-
-@row_kernel
-def logprobs_and_grad_kernel(
-    logits_ptr,
-    labels_ptr,
-    row_temperature_ptr,
-    kept_ptr,
-    coefficients_ptr,
-    logprobs_ptr,
-    lse_ptr,
-    out_ptr,
-    T: tl.int32,
-    V: tl.int32,
-    ignore_index: tl.int64,
-    slope: tl.float64,
-    inner: tl.float64,
-    outer: tl.float64,
-    logits_stride_b: tl.int64,
-    logits_stride_t: tl.int64,
-    logits_stride_v: tl.int64,
-    labels_stride_b: tl.int64,
-    labels_stride_t: tl.int64,
-    temperature_stride_b: tl.int64,
-    temperature_stride_t: tl.int64,
-    kept_stride_b: tl.int64,
-    kept_stride_t: tl.int64,
-    coefficients_stride_b: tl.int64,
-    coefficients_stride_t: tl.int64,
-    out_stride_b: tl.int64,
-    out_stride_t: tl.int64,
-    STATS: tl.constexpr,
-    SCALED: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    ACCESS: tl.constexpr,
-    NARROWS_IN_PLACE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WARPS: tl.constexpr,
-    PLATFORM: tl.constexpr,
-):
-    """One row's statistics, then its gradient, for which the row is still in the cache."""
-    n = tl.program_id(0)
-    b = n // T
-    t = n - b * T
-    label = tl.load(element(labels_ptr, b, t, labels_stride_b, labels_stride_t)).to(tl.int64)
-    counted = label != ignore_index
-    kept = kept_ptr
-    if kept_ptr is not None:
-        kept = kept_row(kept_ptr, b, t, kept_stride_b, kept_stride_t)
-    labelled = counted & in_row(label, V, kept)
-    coefficient = tl.load(element(coefficients_ptr, b, t, coefficients_stride_b, coefficients_stride_t))
-    coefficient = tl.where(labelled, coefficient.to(STATS), 0.0)
-    slopes = row_slopes(
-        (slope, inner, outer), row_temperature_ptr, b, t, temperature_stride_b, temperature_stride_t, STATS
-    )
-    row = row_pointer(logits_ptr, b, t, logits_stride_b, logits_stride_t, ACCESS)
-    opened = open_row(
-        row,
-        label,
-        labelled,
-        tl.where(counted, V, 0),
-        logits_stride_v,
-        ACCESS,
-        BLOCK,
-        WARPS,
-        "evict_last",
-        PLATFORM,
-    )
-    logp, base, rest, _ = fold_row(
-        opened,
-        kept,
-        logits_stride_v,
-        slopes,
-        STATS,
-        SCALED,
-        SOFTCAP,
-        False,
-        ACCESS,
-        BLOCK,
-        "evict_last",
-        PLATFORM,
-    )
-    tl.store(logprobs_ptr + n, tl.where(counted, logp, 0.0))
-    tl.store(lse_ptr + n, tl.where(counted, joined(base, rest, lse_ptr.dtype.element_ty), 0.0))
-    # Where out is the logits, no thread may overwrite what another still folds.
-    tl.debug_barrier()
-    _write_gradient(
-        row,
-        row_pointer(out_ptr, b, t, out_stride_b, out_stride_t, ACCESS),
-        tl.where(labelled, label, -1).to(tl.int32),
-        V,
-        coefficient != 0,
-        logits_stride_v,
-        logp,
-        base,
-        rest,
-        coefficient,
-        logp,
-        coefficient,
-        slopes,
-        kept,
-        STATS,
-        SCALED,
-        SOFTCAP,
-        False,
-        ACCESS,
-        NARROWS_IN_PLACE,
-        BLOCK,
-        PLATFORM,
-    )
-
-
-def logprobs_and_grad(
-    logits: Tensor,
-    labels: Tensor,
-    coefficients: Tensor,
-    transform: LogitTransform,
-    *,
-    ignore_index: int,
-    out: Tensor,
-) -> RowStats:
-    """See ``ops.backends.RowBackend.logprobs_and_grad``; raises as ``logprobs_backward``."""
-    B, T, V = logits.shape
-    logprobs = torch.empty(B, T, dtype=stats_dtype(logits.dtype), device=logits.device)
-    stats = RowStats(logprobs, torch.empty_like(logprobs, dtype=torch.float64), None)
-    tile = FOLD_AND_GRAD[max(logits.element_size(), out.element_size())]
-    rows = RowArguments.of(logits, labels, transform, tile, out)
-    launch(
-        logprobs_and_grad_kernel,
-        B * T,
-        logits.device,
-        tile,
-        *rows.tensors,
-        coefficients,
-        stats.logprobs,
-        stats.lse,
-        out,
-        T,
-        V,
-        ignore_index,
-        *rows.slopes,
-        *rows.strides,
-        *coefficients.stride(),
-        *out.stride()[:2],
-        **rows.constants,
-        NARROWS_IN_PLACE=narrows_in_place(logits, out),
-        WARPS=tile.warps,
-    )
-    return stats

@@ -27,11 +27,14 @@ def platform() -> str:
 
 
 class Tile(NamedTuple):
-    """Columns per block, warps per program, and stages of the pipeline that feeds a product."""
+    """Columns that a program takes at a time, warps per block of threads, stages of the pipeline that feeds a
+    product, and blocks of threads per program: more than one make a cluster.
+    """
 
     block: int
     warps: int
     stages: int = 1
+    blocks: int = 1
 
 
 # The tile by the bytes of one logit, the same on all devices. A fold keeps two (with entropy three) numbers
@@ -222,5 +225,10 @@ def launch(
         guard = torch.cuda.device(device)
     with guard:
         kernel[(programs,)](
-            *args, **constants, num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False
+            *args,
+            **constants,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+            num_ctas=tile.blocks,
+            enable_fp_fusion=False,
         )

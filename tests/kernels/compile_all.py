@@ -13,6 +13,7 @@ import torch
 import triton
 
 from benchmarks.machine_code import (
+    BLOCKS,
     TARGETS,
     Recorder,
     compiled,
@@ -24,7 +25,7 @@ from benchmarks.machine_code import (
 )
 from benchmarks.static import KERNELS, record
 from gspo_kernels import kernels
-from gspo_kernels.kernels import products, scoring
+from gspo_kernels.kernels import one_pass, products, scoring
 from gspo_kernels.types import (
     KLPenalty,
     LogitTransform,
@@ -217,6 +218,27 @@ def multiply(n: int, H: int, V: int, dtype: torch.dtype, target: str) -> None:
         products.fixed_product(rows.t(), hidden, torch.empty(V, H), accumulate=accumulate, ends=ends)
 
 
+def hold(target: str) -> list[Any]:
+    """Launches of log-probs and gradients where rows may stay on the chip, as on the target."""
+    clusters = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 8)
+    recorder = Recorder(BLOCKS[target] if clusters else 1)
+    one_pass.platform = lambda: TARGETS[target].backend
+    for V, dtype, transform in (
+        (151936, torch.bfloat16, PLAIN),
+        (151936, torch.float32, WARM),
+        (4096, torch.float16, WARM),
+        (10240, torch.bfloat16, WARM._replace(row_temperature=torch.ones(2, 3))),
+    ):
+        logits, labels, floats = (
+            torch.empty(2, 3, V, dtype=dtype),
+            torch.zeros(2, 3, dtype=torch.int64),
+            torch.zeros(2, 3),
+        )
+        out = logits.view(torch.bfloat16)[..., :V] if dtype == torch.float32 else logits
+        kernels.logprobs_and_grad(logits, labels, floats, transform, ignore_index=-100, out=out)
+    return recorder.calls
+
+
 def keys(kind: str) -> dict[str, int]:
     """How many specialisations the launchers ask for over calls that differ in the way named."""
     recorder = Recorder()
@@ -254,6 +276,11 @@ def scoring_keys(kind: str) -> dict[str, int]:
     return {name: len(specialisations) for name, specialisations in found.items()}
 
 
+def order_of_cluster(kernel: Any) -> list[str]:
+    """Accesses to memory and to other blocks' shared memory, and the barriers of a cluster, in the PTX."""
+    return re.findall(r"\b(?:barrier\.cluster\.\S+|(?:ld|st)\.(?:\S*global\S*|shared\S*))", kernel.asm["ptx"])
+
+
 def order_of_memory(kernel: Any) -> list[str]:
     """Barriers, accesses to global memory and what orders them, as they stand in the PTX or AMD assembly."""
     if "ptx" in kernel.asm:
@@ -271,6 +298,9 @@ def is_read(name: str) -> bool:
     if name.startswith(("sum_unit", "active_rows", "scale_rows")):
         return False
     plain = not words & {"scaled", "softcap", "kept"} and "float64" not in name
+    if "held_row_kernel" in words:
+        # A temperature of its own is divided by in fp64, by a subroutine that no shortest way knows.
+        return "row_temperature_ptr" in words
     return plain or bool(words & {"logprobs_backward_kernel", "score_tile_kernel", "shifted"})
 
 
@@ -287,6 +317,8 @@ def compile_calls(calls: list[Any], targets: list[str]) -> list[dict[str, Any]]:
             names = call[0].signature.parameters
             if "counter" in " ".join(names):
                 entry["order"] = order_of_memory(kernel)
+            if call[2]["num_ctas"] > 1:
+                entry["cluster"] = order_of_cluster(kernel)
             if is_read(name) and "logits_ptr" in names:
                 entry["counts"] = counts(call, target, kernel)
             if is_read(name) and "cubin" in kernel.asm:
@@ -348,6 +380,7 @@ def main() -> None:
     rest.calls += [record(*KERNELS[name]) for name in KERNELS if "rows anywhere" in name]
     report += compile_calls(rest.calls, [target for target in targets if target in BOTH])
     for target in targets:
+        report += compile_calls(hold(target), [target])
         scores = Recorder()
         for dtype, H in ((torch.bfloat16, 4096), (torch.float32, 4096), (torch.bfloat16, 1009)):
             score(64, H, 1009, dtype, PLAIN, False, target)

@@ -58,6 +58,7 @@ def test_every_kernel_compiles(report, target):
         "logprobs_forward_kernel",
         "logprobs_backward_kernel",
         "logprobs_and_grad_kernel",
+        "held_row_kernel",
         "divergence_kernel",
         "sequence_ratio_kernel",
         "ratio_step_kernel",
@@ -146,6 +147,56 @@ def test_arrivals_that_order_too_little_are_found(report, target):
         with pytest.raises(AssertionError):
             assert_arrivals_order(wrong, target)
             pytest.fail(f"not found: {fault}")
+
+
+@pytest.mark.parametrize("target", (*NVIDIA, "gfx942"))
+def test_held_rows_are_loaded_once(report, target):
+    """16 bytes at a time, and of single logits only the label's."""
+    for entry in entries(report, target, "held_row_kernel", "no row_temperature_ptr"):
+        pieces = int(entry["kernel"].split(" pieces of ")[0].split()[-1])
+        assert entry["counts"]["loads"]["128"] == pieces, entry
+        if target in NVIDIA:
+            assert entry["wide_loads"] == pieces and entry["narrow_logit_loads"] <= 1, entry
+
+
+def assert_cluster_orders(order):
+    """All is loaded before blocks first meet; what others read of a block they read between two meetings, and
+    gradients over the logits are stored behind them.
+    """
+    meetings = [place for place, word in enumerate(order) if "cluster.arrive" in word]
+    reads = [place for place, word in enumerate(order) if word.startswith("ld.shared::cluster")]
+    assert len(reads) == 2 and len(meetings) >= 3
+    for place in meetings:
+        assert order[place + 1].startswith("barrier.cluster.wait"), order[place : place + 2]
+        assert not any(word in order[place] for word in ("relaxed", ".cta")), order[place]
+    loads = [place for place, word in enumerate(order) if word.startswith("ld.") and "global" in word]
+    stores = [place for place, word in enumerate(order) if word.startswith("st.") and ".v" in word]
+    assert max(loads) < meetings[0] and max(reads) < min(stores)
+    writes = [place for place, word in enumerate(order) if word.startswith("st.shared")]
+    for read in reads:
+        written = max(place for place in writes if place < read)
+        assert any(written < place < read for place in meetings), "read before it is written"
+        after = min((place for place in writes if place > read), default=len(order))
+        assert any(read < place < after for place in meetings), "overwritten, or gone, before it is read"
+
+
+@pytest.mark.parametrize("target", ("sm_90", "sm_100", "sm_120"))
+def test_clusters_order_what_their_blocks_exchange(report, target):
+    if tuple(map(int, report["triton"].split(".")[:2])) < (3, 8):
+        pytest.skip(f"Triton {report['triton']} knows no reductions over clusters")
+    clusters = [
+        entry["cluster"] for entry in entries(report, target, "held_row_kernel") if "cluster" in entry
+    ]
+    assert len(clusters) == 2
+    for order in clusters:
+        assert_cluster_orders(order)
+        meetings = [place for place, word in enumerate(order) if "cluster.arrive" in word]
+        for place in meetings:
+            with pytest.raises(AssertionError):
+                assert_cluster_orders(order[:place] + order[place + 2 :])
+                pytest.fail(f"not found: without the meeting at {place}")
+        with pytest.raises(AssertionError):
+            assert_cluster_orders([word.replace("arrive", "arrive.relaxed") for word in order])
 
 
 @pytest.mark.parametrize("target", NVIDIA)

@@ -10,6 +10,7 @@ pytest.importorskip("triton")
 
 from gspo_kernels import kernels
 from gspo_kernels.kernels import launch as launching
+from gspo_kernels.kernels import one_pass
 from gspo_kernels.types import LogitTransform, stats_dtype
 
 GPU = torch.cuda.is_available()
@@ -62,12 +63,16 @@ def backward(
     return out.cpu()
 
 
-def and_grad(logits, labels, coefficients, transform=PLAIN, out=None):
+def and_grad(logits, labels, coefficients, transform=PLAIN, out=None, held=True):
+    """``held`` allows rows to stay on the chip where they can."""
     transform = transform._replace(row_temperature=to(transform.row_temperature))
     out = to(torch.full(logits.shape, float("nan"), dtype=logits.dtype) if out is None else out)
-    stats = kernels.logprobs_and_grad(
-        to(logits), to(labels), to(coefficients), transform, ignore_index=IGNORE, out=out
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        if not held:
+            patch.setattr(one_pass, "held_tile", lambda *_: None)
+        stats = kernels.logprobs_and_grad(
+            to(logits), to(labels), to(coefficients), transform, ignore_index=IGNORE, out=out
+        )
     return stats.each(torch.Tensor.cpu), out.cpu()
 
 
@@ -97,9 +102,12 @@ def check(logits, labels, grad_logprobs, grad_entropy, transform):
     alone = judge(grad_logprobs, None)
     alone.hold("grad", backward(logits, labels, stats, grad_logprobs, transform=transform), eps=eps_out)
     # In one go the log-sum-exp is never rounded: held to log_softmax alone.
-    known, got = and_grad(logits, labels, grad_logprobs, transform)
-    alone.hold("grad", got, eps=eps_out, formulas=1)
-    alone.hold("logprobs", known.logprobs, eps=eps, formulas=1)
+    can_be_held = one_pass.held_tile(logits, torch.empty_like(logits), transform) is not None
+    for held in {False, can_be_held}:
+        known, got = and_grad(logits, labels, grad_logprobs, transform, held=held)
+        alone.hold("grad", got, eps=eps_out, formulas=1)
+        alone.hold("logprobs", known.logprobs, eps=eps, formulas=1)
+        alone.hold("lse", known.lse, eps=eps, formulas=1)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -60,7 +60,8 @@ def test_rows_that_begin_anywhere(V, dtype):
         written(lambda there: kernels.logprobs_backward(there, *given, ignore_index=IGNORE, out=there)),
         wanted,
     )
-    known, in_one_pass = and_grad(aligned, labels, grad)
+    # Rows that stay on the chip begin at multiples of 16 bytes, and are summed in an order of their own.
+    known, in_one_pass = and_grad(aligned, labels, grad, held=False)
     again = []
     got = written(
         lambda there: again.append(
