@@ -43,6 +43,8 @@ def in_processes(count, work):
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "ACCELERATE_USE_CPU": "true"}
         torch.set_num_threads(1)
         work(rank)
+        if torch.distributed.is_initialized():  # rank 0 has the store that others may still look into
+            torch.distributed.barrier()
 
     children = [forked(partial(begin, rank)) for rank in range(count)]
     assert [exit_code(child) for child in children] == [0] * count

@@ -133,7 +133,7 @@ def rows_of(batch, where, **group):
     )
 
 
-@of_ranks(2, 4)
+@of_ranks(2)
 def every_objective():
     """Loss, metrics and coefficients of one process in fp64."""
     group = {"cp_group": dist.group.WORLD}

@@ -141,7 +141,7 @@ def idle_sequences():
     assert torch.equal(out.logprobs.isnan(), idle.unsqueeze(1) & case.counted)
 
 
-@of_ranks(2, 4)
+@of_ranks(2)
 def every_objective():
     """Loss and metrics are those of the log-probs, gradients those of the loss's coefficients."""
     errors, plain, exacts = {}, {}, {}
