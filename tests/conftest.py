@@ -81,6 +81,19 @@ def seeded():
     np.random.seed(shifted_seed(0))
 
 
+@pytest.fixture(autouse=True)
+def forget_the_accelerator():
+    """Accelerate keeps its first device and precision for the whole process: each test begins and ends without."""
+    forget_accelerate()
+    yield
+    forget_accelerate()
+
+
+def forget_accelerate():
+    if "accelerate.state" in sys.modules:
+        sys.modules["accelerate.state"].AcceleratorState._reset_state(reset_partial_state=True)
+
+
 # Under pytest-xdist the processes share the cores.
 PROCESSES = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 torch.set_num_threads(max(1, torch.get_num_threads() // PROCESSES))

@@ -24,16 +24,6 @@ def judge():
     return training.TrainingJudge(TINY)
 
 
-@pytest.fixture(autouse=True)
-def forget_the_accelerator():
-    """Accelerate keeps its first device and precision for the whole process."""
-    from accelerate.state import AcceleratorState
-
-    AcceleratorState._reset_state(reset_partial_state=True)
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-
-
 @pytest.mark.parametrize("name", EVERYONE)
 def test_everyone_has_the_gradients_of_the_plain_loop_in_fp64(name, judge):
     if "TRL" in name and importlib.util.find_spec("trl") is None:

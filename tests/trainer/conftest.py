@@ -46,6 +46,7 @@ def make_accelerator(precision="fp32"):
 
 @pytest.fixture(autouse=True)
 def forget_the_accelerator():
+    """Runs that several tests look at need some accelerator between them."""
     yield
     make_accelerator()
 
