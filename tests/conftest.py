@@ -83,7 +83,7 @@ def seeded():
 
 @pytest.fixture(autouse=True)
 def forget_the_accelerator():
-    """Accelerate keeps its first device and precision for the whole process: each test begins and ends without."""
+    """Accelerate keeps its first device and precision for a whole process; here for a test."""
     forget_accelerate()
     yield
     forget_accelerate()
