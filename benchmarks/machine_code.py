@@ -7,13 +7,13 @@ imported in a process without TRITON_INTERPRET.
 
 from __future__ import annotations
 
-import functools
 import math
 import re
+import struct
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,7 +48,7 @@ TARGETS = {
 }
 BLOCKS = {"sm_80": 1, "sm_90": 16, "sm_100": 16, "sm_120": 8, "gfx942": 1}
 """Blocks of threads that may share a program there, by a Triton that compiles clusters."""
-_CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+_TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
 """A recorded launch: kernel, arguments, and constants with options."""
@@ -125,24 +125,64 @@ def compiled(call: Call, target: str) -> Any:
     return triton.compile(source, target=TARGETS[target], options=options.__dict__)
 
 
-def _cuobjdump(cubin: bytes, what: str) -> str:
+def _run(tool: str, *options: str, of: bytes) -> str:
+    """What a tool of NVIDIA's, as Triton brings it, prints about a file."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
+        file.write(of)
         file.flush()
-        run = subprocess.run([_CUOBJDUMP, what, file.name], capture_output=True, text=True, check=True)
+        run = subprocess.run([_TOOLS / tool, *options, file.name], capture_output=True, text=True, check=True)
     return run.stdout
 
 
-@functools.lru_cache(maxsize=2)
-def sass(cubin: bytes) -> str:
-    """The machine code of an NVIDIA GPU; to read it takes as long as to compile a small kernel."""
-    return _cuobjdump(cubin, "--dump-sass")
+def _code(cubin: bytes) -> bytes:
+    """The instructions in an ELF file: its sections whose names begin with ".text."."""
+    (headers,) = struct.unpack_from("<Q", cubin, 40)
+    count, names = struct.unpack_from("<HH", cubin, 60)
+    sections = [struct.unpack_from("<IIQQQQ", cubin, headers + 64 * index) for index in range(count)]
+    return b"".join(
+        cubin[start : start + size]
+        for name, _, _, _, start, size in sections
+        if cubin.startswith(b".text.", sections[names][4] + name)
+    )
+
+
+_SASS: dict[bytes, str] = {}
+"""What was disassembled, by cubin."""
+
+
+def disassemble(kernels: Iterable[Any]) -> None:
+    """Read the machine code of kernels for one NVIDIA GPU all at once, so that ``sass`` needn't one by one.
+
+    NVIDIA's disassembler takes longer to start than for any of these kernels.
+    """
+    found = list({kernel.asm["cubin"]: kernel for kernel in kernels}.values())
+    if not found:
+        return
+    (architecture,) = {re.findall(r"\.target sm_(\w+)", kernel.asm["ptx"])[0] for kernel in found}
+    programs = [_code(kernel.asm["cubin"]) for kernel in found]
+    printed = _run("nvdisasm", "--no-vliw", "--binary", f"SM{architecture}", of=b"".join(programs))
+    lines = iter(re.findall(r"^\s+/\*([0-9a-f]{4,})\*/(.*)", printed, re.M))
+    address, text = next(lines)
+    end = 0
+    for kernel, program in zip(found, programs, strict=True):
+        end, own = end + len(program), []
+        while address and int(address, 16) < end:
+            own.append(f"        /*{address}*/{text}")
+            address, text = next(lines, ("", ""))
+        _SASS[kernel.asm["cubin"]] = "\n".join(own)
+
+
+def sass(kernel: Any) -> str:
+    """The machine code of an NVIDIA GPU, an instruction a line; addresses begin somewhere."""
+    if kernel.asm["cubin"] not in _SASS:
+        disassemble([kernel])
+    return _SASS[kernel.asm["cubin"]]
 
 
 def resources(kernel: Any) -> dict[str, int]:
     """Registers, bytes of stack and local memory, which nothing but spills would use, and shared memory."""
     if "cubin" in kernel.asm:
-        usage = _cuobjdump(kernel.asm["cubin"], "--dump-resource-usage")
+        usage = _run("cuobjdump", "--dump-resource-usage", of=kernel.asm["cubin"])
         return {key: int(value) for key, value in re.findall(r"\b(REG|STACK|LOCAL|SHARED):(\d+)", usage)}
     names = {"REG": "vgpr_count", "STACK": "private_segment_fixed_size", "LOCAL": "vgpr_spill_count"}
     names["SHARED"] = "group_segment_fixed_size"
@@ -177,9 +217,8 @@ class Instruction(NamedTuple):
 def instructions(kernel: Any) -> list[Instruction]:
     """A program in the order of its addresses."""
     if "cubin" in kernel.asm:
-        lines = re.findall(
-            r"^\s+/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+\s+)?([A-Z]\S*)([^;]*);", sass(kernel.asm["cubin"]), re.M
-        )
+        line = r"^\s+/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+\s+)?([A-Z][^\s;]*)([^;]*);"
+        lines = re.findall(line, sass(kernel), re.M)
         places = {int(address, 16): index for index, (address, *_) in enumerate(lines)}
         found = []
         for _, condition, opcode, operands in lines:

@@ -89,8 +89,11 @@ def outcome(terms, objective, device="cpu", *, packed=False, dtype=torch.float32
     return out, logprobs.grad
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize(
+    ("packed", "dtype"),
+    [(False, torch.float32), (True, torch.float32), (False, torch.float64), (True, torch.bfloat16)],
+    ids=["padded", "packed", "padded fp64", "packed bf16"],
+)
 @pytest.mark.parametrize(("objective", "terms"), CASES)
 def test_one_launch_equals_the_evaluation(monkeypatch, launching, objective, terms, packed, dtype):
     arguments = ((TERMS | TOKEN_TERMS | KL_TERMS)[terms], (STEP | TOKEN_STEP)[objective], launching)

@@ -15,6 +15,7 @@ pytest.importorskip("triton")
 
 from gspo_kernels import cpp, kernels
 from gspo_kernels.layout import layout_of
+from gspo_kernels.reference import rows as reference_rows
 from gspo_kernels.types import (
     METRICS,
     LogitTransform,
@@ -103,7 +104,7 @@ def batch(lengths, width, *, spread, dtype=torch.float32, seed=0):
 
 
 class Way:
-    """How a test gets its results: a backend's launch from logits, or from that backend's log-probs."""
+    """How a test gets its results: a backend's launch from logits, or from plain PyTorch's log-probs."""
 
     def __init__(self, backend, source):
         self.backend, self.source = {"triton": kernels, "cpp": cpp}[backend], source
@@ -115,7 +116,8 @@ class Way:
         return None if value is None else value.to(self.device)
 
     def rows(self, logits, labels, entropy=False):
-        stats = self.backend.logprobs_forward(
+        backend = self.backend if self.source == "logits" else reference_rows
+        stats = backend.logprobs_forward(
             self.move(logits), self.move(labels), LogitTransform(), ignore_index=IGNORE, entropy=entropy
         )
         return stats.each(lambda value: value.cpu())
@@ -219,11 +221,17 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-@pytest.mark.parametrize("options", ["plain", "weights", "lengths", "normalizer"])
+OPTIONS = ("weights", "lengths", "normalizer")
+
+
+@pytest.mark.parametrize(
+    ("form", "options"),
+    [(name, given) for name in FORMS for given in ((), OPTIONS)] + [("gspo", (name,)) for name in OPTIONS],
+)
 def test_padded_and_packed_equal_the_closed_form(run, form, options):
+    form = FORMS[form]
     lengths = [0, 1, 3, 9, 0, 12, 7, 11, 4, 0]
-    spread = (4e-4 if form.log_low > -0.01 else 1.0) * (4.0 if options == "lengths" else 1.0)
+    spread = (4e-4 if form.log_low > -0.01 else 1.0) * (4.0 if "lengths" in options else 1.0)
     logits, labels, old, advantages = batch(lengths, 12, spread=spread)
     advantages[5] = 0.0
     # one that is clipped and one that isn't, whatever is drawn
@@ -231,12 +239,12 @@ def test_padded_and_packed_equal_the_closed_form(run, form, options):
     old[6] -= 3 * spread
     old[8] += 3 * spread
     extra = {}
-    if options == "weights":
+    if "weights" in options:
         extra["weights"] = torch.rand(10)
         extra["weights"][3] = 0.0
-    if options == "lengths":
+    if "lengths" in options:
         extra["lengths"] = torch.arange(3.0, 13.0)
-    if options == "normalizer":
+    if "normalizer" in options:
         extra["normalizer"] = torch.tensor(40)
     stats = run(logits, labels, old, advantages, form, **extra)
     rows = [(i, slice(None)) for i in range(10)]
@@ -266,8 +274,10 @@ def test_dtypes(run, dtype):
 
 @pytest.mark.slow
 def test_more_tokens_and_sequences_than_a_block(run):
-    """Several rounds of the reducing loops: blocks are of up to 1,024 tokens and 256 sequences."""
-    lengths = [1100, *[1] * 258, 5]
+    """Several rounds of the reducing loops: from log-probs blocks are of 1,024 tokens and 256 sequences, from
+    logits of half as many.
+    """
+    lengths = [530, *[1] * 130, 5] if run.source == "logits" else [1100, *[1] * 258, 5]
     flat = sum(lengths)
     args = list(batch([flat], flat, spread=4e-4))
     args[3] = torch.randn(len(lengths), generator=torch.Generator().manual_seed(shifted_seed(1)))
