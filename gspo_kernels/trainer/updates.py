@@ -77,7 +77,7 @@ class PolicyUpdater:
         self.accelerator = accelerator
         self.layout = policy.layout
         self.sharded = is_sharded(policy)
-        if self.arrangement.tensor > 1:  # no gradient is to be averaged
+        if self.arrangement.tensor > 1:  # DDP takes no DTensors
             self.policy = accelerator.prepare_model(policy, evaluation_mode=True)
             self.optimizer = accelerator.prepare_optimizer(optimizer)
         elif not self.sharded:
@@ -199,8 +199,9 @@ class PolicyUpdater:
                     found[1, experience.places(micro)] = output.entropy
         for p, grad in earlier.items():
             p.grad = grad if p.grad is None else p.grad.add_(grad)
-        if self.arrangement.tensor == 1:  # otherwise all have all of them
-            found = self.accelerator.reduce(found, "sum")
+        if terms is not None:
+            self.arrangement.sum_gradients(policy)
+        self.arrangement.sum_(found)
         return gk.TokenLogprobs(*found)
 
     def tensors(self) -> dict[str, Tensor]:
