@@ -106,7 +106,11 @@ def _check(accelerator: Any, config: TrainConfig, tensor: int, context: int) -> 
             f"a divisor of the number of processes ({count})",
         ),
         (whole or not accelerator.is_fsdp2, "FSDP", "off: it does not cut what transformers has cut already"),
-        (whole or config.lora.rank == 0, "lora.rank", "0: adapters are not cut along with their weights"),
+        (
+            whole or config.lora.rank == 0,
+            "lora.rank",
+            "0: peft makes adapters of this process's part of a weight alone",
+        ),
         (uncut or update.layout == "packed", "update.layout", "'packed', the layout whose rows are cut"),
         (not update.batch_invariant, "update.batch_invariant", "off: ranks' sums round"),
         (
