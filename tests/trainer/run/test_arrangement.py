@@ -47,7 +47,7 @@ CASES = {
         2,
         {"tensor": 2},
         {
-            "update": {"layout": "shared_prefix", "gradient_checkpointing": True},
+            "update": {"layout": "shared_prefix", "micro_batch_tokens": 60, "gradient_checkpointing": True},
             "rollout": KEPT,
             **TAUGHT,
         },
@@ -131,12 +131,14 @@ def outputs(tmp_path_factory, folder):
             for name, case in CASES.items():
                 if case.count == count:
                     train_together(folder, outputs / name, case)
-            sections = {"parallel": {"tensor": 2}, "reward": fails_where_it_is_called_last}
-            failing = make_trainer(
-                folder, outputs / "failing", make_accelerator(), CASES["tensor"], **sections
-            )
-            with pytest.raises(RewardError, match="only one process sees this prompt"):
-                failing.train()
+            if count == 4:
+                case = Case(4, {"tensor": 2}, {})
+                arguments = folder, outputs / "failing", make_accelerator(), case
+                failing = make_trainer(
+                    *arguments, reward=fails_where_it_is_called_last, parallel=case.parallel
+                )
+                with pytest.raises(RewardError, match="only one process sees this prompt"):
+                    failing.train()
 
         in_processes(count, train)
         return outputs
@@ -147,9 +149,9 @@ def outputs(tmp_path_factory, folder):
 @pytest.mark.parametrize("name", CASES)
 def test_processes_that_share_take_the_steps_of_one(tmp_path, folder, outputs, name):
     case = CASES[name]
-    together = outputs(case.count) / name
     alone = make_trainer(folder, tmp_path, make_accelerator(), case, 2 if case.later is None else 3)
     alone.train()
+    together = outputs(case.count) / name  # after what all processes would have to import
     before, one, two = (
         vector(AutoModelForCausalLM.from_pretrained(path))
         for path in (folder, tmp_path / "model", together / "model")
@@ -157,9 +159,9 @@ def test_processes_that_share_take_the_steps_of_one(tmp_path, folder, outputs, n
     records = [read_metrics(path / "metrics.jsonl") for path in (tmp_path, together)]
     for a, b in zip(*records, strict=True):
         assert a.keys() == b.keys()
-        if a["step"] > 0:
-            assert b.get("reward/mean") == pytest.approx(a.get("reward/mean"))
-            assert b.get("minibatch_1/grad_norm") == pytest.approx(a.get("minibatch_1/grad_norm"), rel=1e-2)
+        # 40 times what rounding makes of them here, by way of Adam
+        for key in a.keys() - {key for key in a if key.startswith(("seconds", "tokens_per_", "memory/"))}:
+            assert b[key] == pytest.approx(a[key], rel=1e-2, abs=1e-5), key
     moved = (one - before).norm()
     # Adam divides by the size of gradients, so rounding shows where these are next to nothing.
     assert moved > 0 and (two - one).norm() < 5e-3 * moved
