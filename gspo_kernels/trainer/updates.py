@@ -63,9 +63,11 @@ class PolicyUpdater:
         update = config.update
         self.arrangement = arrangement or Arrangement.of(accelerator, config)
         trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
-        kinds = ([p for p in trained if isinstance(p, DTensor) is cut] for cut in (False, True))
+        kinds: dict[Any, list[Tensor]] = {}
+        for p in trained:
+            kinds.setdefault(getattr(p, "device_mesh", None), []).append(p)
         optimizer = torch.optim.AdamW(
-            [{"params": kind} for kind in kinds if kind],  # no operation takes both at once
+            [{"params": kind} for kind in kinds.values()],  # no operation takes two at once
             lr=update.learning_rate,
             betas=(update.adam_beta1, update.adam_beta2),
             weight_decay=update.weight_decay,
@@ -77,11 +79,11 @@ class PolicyUpdater:
         self.accelerator = accelerator
         self.layout = policy.layout
         self.sharded = is_sharded(policy)
-        if self.arrangement.tensor > 1:  # DDP takes no DTensors
+        if not self.sharded and self.arrangement.tensor == 1:
+            self.policy, self.optimizer = accelerator.prepare(policy, optimizer)
+        elif not self.sharded:  # DDP takes no DTensors
             self.policy = accelerator.prepare_model(policy, evaluation_mode=True)
             self.optimizer = accelerator.prepare_optimizer(optimizer)
-        elif not self.sharded:
-            self.policy, self.optimizer = accelerator.prepare(policy, optimizer)
         else:
             self.policy, self.optimizer = policy, accelerator.prepare_optimizer(optimizer)
             # FSDP takes the first module that runs for the root of all; an engine would run a layer.

@@ -27,7 +27,7 @@ class Arrangement:
         context: those that share sequences with this one, if any do.
         parts: of how many processes, or groups of them, each has its own part of a batch.
         part: which one this process works on.
-        averaged: over how many processes DDP or FSDP averages gradients; 1: nothing does.
+        averaged: over how many processes DDP or FSDP averages gradients; 1: neither does.
         peers: the group of those that have the same of each weight matrix as this one, and another part of
             the batch or of its sequences; None: there are no others.
     """
@@ -55,7 +55,7 @@ class Arrangement:
             shared = Context(_group(accelerator, count // together, context, tensor))
         if tensor > 1:
             peers = None if tensor == count else _group(accelerator, 1, count // tensor, tensor)
-        averaged = count if tensor == 1 else 1
+        averaged = count // tensor if tensor == 1 or accelerator.is_fsdp2 else 1
         return cls(tensor, shared, count // together, index // together, averaged, peers)
 
     def sum_(self, values: Tensor) -> None:
@@ -66,7 +66,7 @@ class Arrangement:
     def sum_gradients(self, policy: Any) -> None:
         """Add up the gradients of this process and its peers, where neither DDP nor FSDP does it."""
         # all have run the same layers, so the same weights have gradients
-        for p in policy.parameters() if self.tensor > 1 else ():
+        for p in policy.parameters() if self.averaged == 1 else ():
             if p.grad is not None:
                 self.sum_(p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad)
 
@@ -82,13 +82,17 @@ def _size(accelerator: Any, config: TrainConfig, name: str) -> int:
     """How many processes share something."""
     asked: int | None = getattr(config.parallel, name)
     short = {"tensor": "tp", "context": "cp"}[name]
-    launched = int(getattr(getattr(accelerator, "parallelism_config", None), f"{short}_size", 1))
+    launched = _launched(accelerator, short)
     if asked is not None and launched not in (1, asked):
         raise ConfigError(
             f"parallel.{name} must be {launched} or none, as accelerate's ParallelismConfig has "
             f"{short}_size={launched}; got {asked}"
         )
     return launched if asked is None else asked
+
+
+def _launched(accelerator: Any, short: str) -> int:
+    return int(getattr(getattr(accelerator, "parallelism_config", None), f"{short}_size", 1))
 
 
 def _check(accelerator: Any, config: TrainConfig, tensor: int, context: int) -> None:
@@ -105,7 +109,11 @@ def _check(accelerator: Any, config: TrainConfig, tensor: int, context: int) -> 
             " times ".join(asked),
             f"a divisor of the number of processes ({count})",
         ),
-        (whole or not accelerator.is_fsdp2, "FSDP", "off: it does not cut what transformers has cut already"),
+        (
+            whole or not accelerator.is_fsdp2 or _launched(accelerator, "tp") == tensor,
+            "FSDP",
+            f"off, or launched with a tp_size of {tensor} beside its dp_shard_size",
+        ),
         (
             whole or config.lora.rank == 0,
             "lora.rank",

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from accelerate.utils import gather_object
+from accelerate.utils import ParallelismConfig, gather_object
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
@@ -33,35 +33,42 @@ KEPT = {"top_p": 0.9, "keep_sampling_mask": True}
 
 
 class Case(NamedTuple):
-    """A run of two steps, or of three where others go on from its checkpoint."""
+    """A run of two steps, and one more for each further way of sharing, which goes on from its checkpoint."""
 
     count: int  # processes
-    parallel: dict[str, int]
+    shared: list[dict[str, int]]  # one way after the other; with "fsdp" under FSDP2
     sections: dict[str, Any]
-    later: dict[str, int] | None = None  # how the processes share for the third step
-    sharded: bool = False
 
 
 CASES = {
     "tensor": Case(
         2,
-        {"tensor": 2},
+        [{"tensor": 2}],
         {
             "update": {"layout": "shared_prefix", "micro_batch_tokens": 60, "gradient_checkpointing": True},
             "rollout": KEPT,
+            "kl": {"beta": 0.1},
             **TAUGHT,
         },
     ),
     "tensor in each of two parts": Case(
         4,
-        {"tensor": 2},
-        {"update": {"minibatches": 1, "micro_batch_tokens": 20}, "kl": {"beta": 0.1}},
-        later={"tensor": 2, "context": 2},
+        [{"tensor": 2}, {"tensor": 2, "context": 2}, {"tensor": 2, "fsdp": 2}],
+        {"update": {"minibatches": 1, "micro_batch_tokens": 20}},
     ),
-    "context": Case(2, {"context": 2}, {"update": {"minibatches": 12}, "kl": {"beta": 0.1}, **TAUGHT}),
+    "context": Case(
+        2,
+        [{"context": 2}],
+        {
+            "update": {"minibatches": 4},  # one short completion each
+            "rollout": {"prompts_per_rollout": 1},
+            "kl": {"beta": 0.1},
+            **TAUGHT,
+        },
+    ),
     "context in each of two parts": Case(
         4,
-        {"context": 2},
+        [{"context": 2}],
         {
             "update": {"gradient_checkpointing": True, "entropy_coef": 0.01},
             "rollout": KEPT,
@@ -70,13 +77,12 @@ CASES = {
     ),
     "context, fsdp2": Case(
         2,
-        {"context": 2},
+        [{"context": 2, "fsdp": 2}],
         {
             "update": {"minibatches": 1, "micro_batch_tokens": 20},
             "lora": {"rank": 2},
             "objective": {"name": "DPO"},
         },
-        sharded=True,
     ),
 }
 
@@ -86,32 +92,44 @@ def folder(tmp_path_factory, tokenizer):
     """A model whose heads and vocabulary can be cut; the vocabulary into uneven parts."""
     folder = tmp_path_factory.mktemp("models")
     for seed, name in enumerate(("tiny", "teacher")):
-        tiny_qwen3(tokenizer, seed, num_key_value_heads=2).save_pretrained(folder / name)
+        sizes = {"num_key_value_heads": 2, "num_hidden_layers": 1}
+        tiny_qwen3(tokenizer, seed, **sizes).save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
     return folder / "tiny"
 
 
-def make_trainer(folder, output, accelerator, case, steps=2, reward=odd_share, **sections):
+def make_trainer(folder, output, accelerator, case, steps, reward=odd_share, **sections):
     sections = json.loads(
         json.dumps({**case.sections, **sections}).replace("TEACHER", str(folder.with_name("teacher")))
     )
     update = sections.pop("update", {}) | {"steps": steps}
-    config = small_config(output, update=update, checkpoint={"every": 2}, **sections)
-    trainer = GSPOTrainer(str(folder), None, reward, ROWS, ROWS[:3], config, accelerator=accelerator)
+    often = {"checkpoint": {"every": 9}, "evaluation": {"every": 1}}
+    config = small_config(output, update=update, **often, **sections)
+    trainer = GSPOTrainer(str(folder), None, reward, ROWS, ROWS[:1], config, accelerator=accelerator)
     trainer.engine.end_ids = ENDS
     return trainer
 
 
+def accelerator_of(shared):
+    """Accelerate's, with what it sets up on GPUs only."""
+    if "fsdp" not in shared:
+        return make_accelerator()
+    accelerator = fsdp2(make_accelerator())
+    if "tensor" in shared:
+        state, sizes = accelerator.state, {"dp_shard_size": shared["fsdp"], "tp_size": shared["tensor"]}
+        state.parallelism_config = ParallelismConfig(**sizes)
+        state.device_mesh = state.parallelism_config.get_device_mesh("cpu")
+    return accelerator
+
+
 def train_together(folder, output, case):
     """What each process does."""
-    accelerator = fsdp2(make_accelerator()) if case.sharded else make_accelerator()
-    trainer = make_trainer(folder, output, accelerator, case, parallel=case.parallel)
-    head = trainer.model.get_output_embeddings().weight
-    assert isinstance(head, DTensor) == (case.sharded or "tensor" in case.parallel)
-    trainer.train()
-    if case.later is not None:
-        trainer = make_trainer(folder, output, make_accelerator(), case, 3, parallel=case.later)
-        trainer.train(resume=True)
+    for steps, shared in enumerate(case.shared, start=2):
+        parallel = {name: size for name, size in shared.items() if name != "fsdp"}
+        trainer = make_trainer(folder, output, accelerator_of(shared), case, steps, parallel=parallel)
+        head = trainer.model.get_output_embeddings().weight
+        assert getattr(getattr(head, "device_mesh", None), "ndim", 0) == len(shared.keys() - {"context"})
+        trainer.train(resume=steps > 2)
     digest = hashlib.sha256()
     for p in trainer.updater.policy.parameters():
         whole = p.full_tensor() if isinstance(p, DTensor) else p
@@ -132,11 +150,8 @@ def outputs(tmp_path_factory, folder):
                 if case.count == count:
                     train_together(folder, outputs / name, case)
             if count == 4:
-                case = Case(4, {"tensor": 2}, {})
-                arguments = folder, outputs / "failing", make_accelerator(), case
-                failing = make_trainer(
-                    *arguments, reward=fails_where_it_is_called_last, parallel=case.parallel
-                )
+                arguments = folder, outputs / "failing", make_accelerator(), Case(4, [], {}), 2
+                failing = make_trainer(*arguments, fails_where_it_is_called_last, parallel={"tensor": 2})
                 with pytest.raises(RewardError, match="only one process sees this prompt"):
                     failing.train()
 
@@ -149,7 +164,7 @@ def outputs(tmp_path_factory, folder):
 @pytest.mark.parametrize("name", CASES)
 def test_processes_that_share_take_the_steps_of_one(tmp_path, folder, outputs, name):
     case = CASES[name]
-    alone = make_trainer(folder, tmp_path, make_accelerator(), case, 2 if case.later is None else 3)
+    alone = make_trainer(folder, tmp_path, make_accelerator(), case, 1 + len(case.shared))
     alone.train()
     together = outputs(case.count) / name  # after what all processes would have to import
     before, one, two = (
@@ -193,7 +208,7 @@ def accelerator(count=4, sharded=False, **launched):
             r"parallel.tensor times parallel.context must be a divisor of the number of processes \(4\); got "
             "parallel.tensor 4, parallel.context 2",
         ),
-        ({"sharded": True}, {"parallel": {"tensor": 4}}, "FSDP must be off"),
+        ({"sharded": True}, {"parallel": {"tensor": 4}}, "FSDP must be off, or launched with a tp_size of 4"),
         ({}, {"parallel": {"context": 3}}, r"a divisor of the number of processes \(4\)"),
         ({}, {"parallel": {"context": 2}, "update": {"layout": "padded"}}, "update.layout must be 'packed'"),
         (
