@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 import gspo_kernels as gk
 from gspo_kernels.trainer.config import TrainConfig, UpdateConfig
@@ -30,7 +29,7 @@ from gspo_kernels.trainer.engines.teacher import ServedTeacher
 from gspo_kernels.trainer.rollout import sampling_mismatch
 from gspo_kernels.trainer.rows.experience import Experience, micro_batches
 from gspo_kernels.trainer.rows.policy import Policy
-from gspo_kernels.trainer.run.arrangement import Arrangement
+from gspo_kernels.trainer.run.arrangement import Arrangement, set_aside
 from gspo_kernels.trainer.run.checkpoint import WEIGHTS, check_weights, read_tensors, saved_tensors
 from gspo_kernels.trainer.run.processes import is_sharded, shard_again
 
@@ -194,7 +193,7 @@ class PolicyUpdater:
                     if lesson is not None:
                         lesson.note(output.metrics, own["loss_mask"])
                     if more and self.arrangement.tensor > 1:
-                        _set_aside(policy, earlier)
+                        set_aside(policy, earlier)
             if len(micro):
                 found[0, experience.places(micro)] = output.logprobs
                 if output.entropy is not None:
@@ -414,16 +413,6 @@ def learning_rate_factor(update: int, config: UpdateConfig) -> float:
     done = min((update - warmup) / rest, 1.0)
     factors = {"none": 1.0, "linear": 1.0 - done, "cosine": 0.5 + 0.5 * math.cos(math.pi * done)}
     return factors[config.learning_rate_decay]
-
-
-def _set_aside(policy: Any, earlier: dict[Tensor, Tensor]) -> None:
-    """Take the gradients of whole weights out of sight of hooks that sum them over processes: transformers'
-    own (5.23) do so with every backward, and would sum those of earlier micro-batches once more.
-    """
-    for p in policy.parameters():
-        if p.grad is not None and not isinstance(p, DTensor):
-            earlier[p] = p.grad if p not in earlier else earlier[p].add_(p.grad)
-            p.grad = None
 
 
 def _coefficients(

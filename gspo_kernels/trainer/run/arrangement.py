@@ -71,6 +71,16 @@ class Arrangement:
                 self.sum_(p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad)
 
 
+def set_aside(policy: Any, earlier: dict[Tensor, Tensor]) -> None:
+    """Take the gradients of whole weights out of sight of hooks that sum them over processes: transformers'
+    own (5.23) do so with every backward, and would sum those of earlier micro-batches once more.
+    """
+    for p in policy.parameters():
+        if p.grad is not None and not isinstance(p, DTensor):
+            earlier[p] = p.grad if p not in earlier else earlier[p].add_(p.grad)
+            p.grad = None
+
+
 def _group(accelerator: Any, outer: int, size: int, inner: int) -> Any:
     """Those of ``size`` processes each among which this one is, where ``inner`` lie between two of them."""
     names = ("outer", "group", "inner")

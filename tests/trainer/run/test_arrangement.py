@@ -130,11 +130,11 @@ def train_together(folder, output, case):
         head = trainer.model.get_output_embeddings().weight
         assert getattr(getattr(head, "device_mesh", None), "ndim", 0) == len(shared.keys() - {"context"})
         trainer.train(resume=steps > 2)
-    digest = hashlib.sha256()
-    for p in trainer.updater.policy.parameters():
-        whole = p.full_tensor() if isinstance(p, DTensor) else p
-        digest.update(whole.detach().numpy().tobytes())
-    assert len(set(gather_object([digest.hexdigest()]))) == 1  # all have the same weights, bit for bit
+        digest = hashlib.sha256()
+        for value in trainer.updater.tensors().values():  # weights, and sums of gradients for Adam
+            whole = value.full_tensor() if isinstance(value, DTensor) else value
+            digest.update(whole.numpy().tobytes())
+        assert len(set(gather_object([digest.hexdigest()]))) == 1  # all have the same, bit for bit
 
 
 @pytest.fixture(scope="module")
