@@ -37,7 +37,8 @@ def make_policies(
 ) -> Policies:
     """Load the model if it is a directory, refuse what cannot be trained, and make policy and reference.
 
-    Under FSDP2 they come back sharded; of a directory no process ever holds more than its shards.
+    Under FSDP2 they come back sharded; of a directory no process ever holds more than its shards, or, of
+    matrices that are cut over processes, its part before it is sharded.
     """
     adapted = config.lora.rank > 0
     load: Callable[[], Any] | None = None

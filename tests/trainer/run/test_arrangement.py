@@ -1,5 +1,6 @@
 """Processes that share weight matrices or sequences take the steps of one process."""
 
+import dataclasses
 import functools
 import hashlib
 import json
@@ -16,7 +17,7 @@ from gspo_kernels.trainer import GSPOTrainer
 from gspo_kernels.trainer.input_errors import ConfigError, ModelError, RewardError
 from gspo_kernels.trainer.run.arrangement import Arrangement
 from gspo_kernels.trainer.run.metrics import read_metrics
-from gspo_kernels.trainer.run.models import make_policies
+from gspo_kernels.trainer.run.models import load_model, make_policies
 from tests.forks import in_processes
 from tests.trainer.conftest import make_accelerator, small_config, tiny_qwen3
 from tests.trainer.run.test_processes import (
@@ -186,6 +187,19 @@ def test_a_model_that_is_there_already_is_not_cut(tmp_path, tokenizer):
     config = small_config(tmp_path)
     with pytest.raises(ModelError, match=r"parallel\.tensor is for a model that is loaded here"):
         make_policies(tiny_qwen3(tokenizer), tokenizer, config, make_accelerator(), Arrangement(tensor=2))
+
+
+def test_copies_of_a_model_need_a_transformers_that_makes_them(monkeypatch):
+    @dataclasses.dataclass
+    class Older:
+        tp_size: int
+
+    monkeypatch.setattr("transformers.distributed.DistributedConfig", Older)
+    four = SimpleNamespace(num_processes=4)
+    with pytest.raises(ModelError, match=r"parallel\.tensor 2 of 4 processes needs transformers 5\.23"):
+        load_model("any", accelerator=four, tensor=2)
+    with pytest.raises(ModelError, match="there is no such directory"):
+        load_model("any", accelerator=four, tensor=4)
 
 
 def accelerator(count=4, sharded=False, **launched):
