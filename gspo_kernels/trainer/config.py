@@ -199,7 +199,7 @@ class ParallelConfig(Section, key="parallel"):
 
     tensor: Count | None = option(
         None,
-        "processes over which weight matrices are cut, the vocabulary too, by the model's tp_plan: 1 or all; "
+        "processes over which weight matrices are cut, the vocabulary too, by the model's tp_plan; "
         "none: as accelerate's ParallelismConfig says",
     )
     context: Count | None = option(

@@ -123,7 +123,7 @@ class GSPOTrainer:
             truncated=config.rollout.truncated,
             seed=config.seed,
             # the layers of a model that is cut wait for each other
-            together=arrangement.tensor > 1 and server is None,
+            together=arrangement.tensor if server is None else 1,
         )
         self.recipe = make_recipe(
             config,

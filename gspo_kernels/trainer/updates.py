@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 import gspo_kernels as gk
 from gspo_kernels.trainer.config import TrainConfig, UpdateConfig
@@ -30,7 +29,7 @@ from gspo_kernels.trainer.engines.teacher import ServedTeacher
 from gspo_kernels.trainer.rollout import sampling_mismatch
 from gspo_kernels.trainer.rows.experience import Experience, micro_batches
 from gspo_kernels.trainer.rows.policy import Policy
-from gspo_kernels.trainer.run.arrangement import Arrangement
+from gspo_kernels.trainer.run.arrangement import Arrangement, set_aside
 from gspo_kernels.trainer.run.checkpoint import WEIGHTS, check_weights, read_tensors, saved_tensors
 from gspo_kernels.trainer.run.processes import is_sharded, shard_again
 
@@ -63,9 +62,11 @@ class PolicyUpdater:
         update = config.update
         self.arrangement = arrangement or Arrangement.of(accelerator, config)
         trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
-        kinds = ([p for p in trained if isinstance(p, DTensor) is cut] for cut in (False, True))
+        kinds: dict[Any, list[Tensor]] = {}
+        for p in trained:
+            kinds.setdefault(getattr(p, "device_mesh", None), []).append(p)
         optimizer = torch.optim.AdamW(
-            [{"params": kind} for kind in kinds if kind],  # no operation takes both at once
+            [{"params": kind} for kind in kinds.values()],  # no operation takes two at once
             lr=update.learning_rate,
             betas=(update.adam_beta1, update.adam_beta2),
             weight_decay=update.weight_decay,
@@ -77,11 +78,11 @@ class PolicyUpdater:
         self.accelerator = accelerator
         self.layout = policy.layout
         self.sharded = is_sharded(policy)
-        if self.arrangement.tensor > 1:  # no gradient is to be averaged
+        if not self.sharded and self.arrangement.tensor == 1:
+            self.policy, self.optimizer = accelerator.prepare(policy, optimizer)
+        elif not self.sharded:  # DDP takes no DTensors
             self.policy = accelerator.prepare_model(policy, evaluation_mode=True)
             self.optimizer = accelerator.prepare_optimizer(optimizer)
-        elif not self.sharded:
-            self.policy, self.optimizer = accelerator.prepare(policy, optimizer)
         else:
             self.policy, self.optimizer = policy, accelerator.prepare_optimizer(optimizer)
             # FSDP takes the first module that runs for the root of all; an engine would run a layer.
@@ -192,15 +193,16 @@ class PolicyUpdater:
                     if lesson is not None:
                         lesson.note(output.metrics, own["loss_mask"])
                     if more and self.arrangement.tensor > 1:
-                        _set_aside(policy, earlier)
+                        set_aside(policy, earlier)
             if len(micro):
                 found[0, experience.places(micro)] = output.logprobs
                 if output.entropy is not None:
                     found[1, experience.places(micro)] = output.entropy
         for p, grad in earlier.items():
             p.grad = grad if p.grad is None else p.grad.add_(grad)
-        if self.arrangement.tensor == 1:  # otherwise all have all of them
-            found = self.accelerator.reduce(found, "sum")
+        if terms is not None:
+            self.arrangement.sum_gradients(policy)
+        self.arrangement.sum_(found)
         return gk.TokenLogprobs(*found)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -411,16 +413,6 @@ def learning_rate_factor(update: int, config: UpdateConfig) -> float:
     done = min((update - warmup) / rest, 1.0)
     factors = {"none": 1.0, "linear": 1.0 - done, "cosine": 0.5 + 0.5 * math.cos(math.pi * done)}
     return factors[config.learning_rate_decay]
-
-
-def _set_aside(policy: Any, earlier: dict[Tensor, Tensor]) -> None:
-    """Take the gradients of whole weights out of sight of hooks that sum them over processes: transformers'
-    own (5.23) do so with every backward, and would sum those of earlier micro-batches once more.
-    """
-    for p in policy.parameters():
-        if p.grad is not None and not isinstance(p, DTensor):
-            earlier[p] = p.grad if p not in earlier else earlier[p].add_(p.grad)
-            p.grad = None
 
 
 def _coefficients(

@@ -17,7 +17,7 @@ from gspo_kernels.trainer.rewards import Rewards, RewardSet
 from gspo_kernels.trainer.rewards.comparing import differing
 from gspo_kernels.trainer.rollout import Completion, RolloutEngine, Sampling
 from gspo_kernels.trainer.rows.experience import Experience
-from gspo_kernels.trainer.run.processes import in_shares, on_all
+from gspo_kernels.trainer.run.processes import in_shares
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,8 @@ def joined(parts: Sequence[Samples]) -> Samples:
 class Sampler:
     """Completes prompts and scores the completions; each process does its share and gets all of them.
 
-    Where the engine needs all processes ``together``, all complete every prompt alike, and score their share.
+    Where the engine needs several processes ``together``, they complete the same prompts alike, and score
+    other ones.
     """
 
     accelerator: Any
@@ -67,7 +68,7 @@ class Sampler:
     rewards: RewardSet
     truncated: str  # as in `Completion.counted`
     seed: int
-    together: bool = False
+    together: int = 1
 
     @torch.no_grad()
     def __call__(
@@ -110,10 +111,11 @@ class Sampler:
             return Samples(samples, score(self.rewards, prompts, samples))
 
         with self.weights(), self.accelerator.autocast():
-            if not self.together:
+            if self.together == 1:
                 shares = in_shares(self.accelerator, len(picked), lambda own: scored(completed(own)))
                 return joined(shares)
-            every = on_all(self.accelerator, lambda: completed(range(len(picked))))[0]
+            parts = in_shares(self.accelerator, len(picked), completed, self.together)
+        every = [sample for part in parts for sample in part]
 
         def share(own: list[int]) -> Samples:
             return scored(every[own[0] * group_size : (own[-1] + 1) * group_size])

@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+from torch.distributed import all_reduce, group
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from gspo_kernels.trainer.config import TrainConfig
 from gspo_kernels.trainer.input_errors import ConfigError
@@ -16,12 +19,17 @@ from gspo_kernels.trainer.rows.context import Context
 class Arrangement:
     """What the processes share, seen from one of them.
 
+    Those with parts of the same weight matrices follow each other, and then those with parts of the same
+    sequences.
+
     Attributes:
         tensor: how many have a part of each weight matrix; 1: all weights are here, or FSDP's to gather.
         context: those that share sequences with this one, if any do.
         parts: of how many processes, or groups of them, each has its own part of a batch.
         part: which one this process works on.
-        averaged: over how many processes gradients are averaged.
+        averaged: over how many processes DDP or FSDP averages gradients; 1: neither does.
+        peers: the group of those that have the same of each weight matrix as this one, and another part of
+            the batch or of its sequences; None: there are no others.
     """
 
     tensor: int = 1
@@ -29,6 +37,7 @@ class Arrangement:
     parts: int = 1
     part: int = 0
     averaged: int = 1
+    peers: Any = None
 
     @classmethod
     def of(cls, accelerator: Any, config: TrainConfig) -> Arrangement:
@@ -40,21 +49,50 @@ class Arrangement:
         count, index = accelerator.num_processes, accelerator.process_index
         tensor, context = (_size(accelerator, config, name) for name in ("tensor", "context"))
         _check(accelerator, config, tensor, context)
-        if tensor > 1:
-            return cls(tensor=tensor)
-        shared = None
+        together = tensor * context
+        shared, peers = None, group.WORLD
         if context > 1:
-            shape, names = (count // context, context), ("parts", "context")
-            mesh = init_device_mesh(accelerator.device.type, shape, mesh_dim_names=names)
-            shared = Context(mesh["context"].get_group())
-        return cls(context=shared, parts=count // context, part=index // context, averaged=count)
+            shared = Context(_group(accelerator, count // together, context, tensor))
+        if tensor > 1:
+            peers = None if tensor == count else _group(accelerator, 1, count // tensor, tensor)
+        averaged = count // tensor if tensor == 1 or accelerator.is_fsdp2 else 1
+        return cls(tensor, shared, count // together, index // together, averaged, peers)
+
+    def sum_(self, values: Tensor) -> None:
+        """Add up, in place, what this process and its peers have of something."""
+        if self.peers is not None:
+            all_reduce(values, group=self.peers)
+
+    def sum_gradients(self, policy: Any) -> None:
+        """Add up the gradients of this process and its peers, where neither DDP nor FSDP does it."""
+        # all have run the same layers, so the same weights have gradients
+        for p in policy.parameters() if self.averaged == 1 else ():
+            if p.grad is not None:
+                self.sum_(p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad)
+
+
+def set_aside(policy: Any, earlier: dict[Tensor, Tensor]) -> None:
+    """Take the gradients of whole weights out of sight of hooks that sum them over processes: transformers'
+    own (5.23) do so with every backward, and would sum those of earlier micro-batches once more.
+    """
+    for p in policy.parameters():
+        if p.grad is not None and not isinstance(p, DTensor):
+            earlier[p] = p.grad if p not in earlier else earlier[p].add_(p.grad)
+            p.grad = None
+
+
+def _group(accelerator: Any, outer: int, size: int, inner: int) -> Any:
+    """Those of ``size`` processes each among which this one is, where ``inner`` lie between two of them."""
+    names = ("outer", "group", "inner")
+    mesh = init_device_mesh(accelerator.device.type, (outer, size, inner), mesh_dim_names=names)
+    return mesh["group"].get_group()
 
 
 def _size(accelerator: Any, config: TrainConfig, name: str) -> int:
     """How many processes share something."""
     asked: int | None = getattr(config.parallel, name)
     short = {"tensor": "tp", "context": "cp"}[name]
-    launched = int(getattr(getattr(accelerator, "parallelism_config", None), f"{short}_size", 1))
+    launched = _launched(accelerator, short)
     if asked is not None and launched not in (1, asked):
         raise ConfigError(
             f"parallel.{name} must be {launched} or none, as accelerate's ParallelismConfig has "
@@ -63,30 +101,43 @@ def _size(accelerator: Any, config: TrainConfig, name: str) -> int:
     return launched if asked is None else asked
 
 
+def _launched(accelerator: Any, short: str) -> int:
+    return int(getattr(getattr(accelerator, "parallelism_config", None), f"{short}_size", 1))
+
+
 def _check(accelerator: Any, config: TrainConfig, tensor: int, context: int) -> None:
     """Refuse what cannot be had together."""
-    count, sharded = accelerator.num_processes, accelerator.is_fsdp2
-    needs: list[tuple[bool, str, str]] = []
-    if tensor > 1:
-        needs = [
-            (context == 1, "parallel.context", "1: sequences are whole where weight matrices are cut"),
-            (not sharded, "FSDP", "off: it splits weights by itself, and the vocabulary is not cut then"),
-            (tensor == count, "parallel.tensor", f"1, or the number of processes ({count})"),
-            (config.lora.rank == 0, "lora.rank", "0: adapters are not cut along with their weights"),
-        ]
-    elif context > 1:
-        packed = config.update.layout == "packed"
-        needs = [
-            (count % context == 0, "parallel.context", f"a divisor of the number of processes ({count})"),
-            (packed, "update.layout", "'packed', the layout whose rows are cut"),
-        ]
-    if tensor > 1 or context > 1:
-        needs.append((not config.update.batch_invariant, "update.batch_invariant", "off: ranks' sums round"))
-        served = config.distillation.url is not None
-        needs.append(
-            (not served, "distillation.url", "none: what a server says belongs to whole rows of one")
-        )
+    asked = {"parallel.tensor": tensor, "parallel.context": context}
+    asked = {name: size for name, size in asked.items() if size > 1}
+    if not asked:
+        return
+    count, update = accelerator.num_processes, config.update
+    whole, uncut = tensor == 1, context == 1
+    needs = [
+        (
+            count % (tensor * context) == 0,
+            " times ".join(asked),
+            f"a divisor of the number of processes ({count})",
+        ),
+        (
+            whole or not accelerator.is_fsdp2 or _launched(accelerator, "tp") == tensor,
+            "FSDP",
+            f"off, or launched with a tp_size of {tensor} beside its dp_shard_size",
+        ),
+        (
+            whole or config.lora.rank == 0,
+            "lora.rank",
+            "0: peft makes adapters of this process's part of a weight alone",
+        ),
+        (uncut or update.layout == "packed", "update.layout", "'packed', the layout whose rows are cut"),
+        (not update.batch_invariant, "update.batch_invariant", "off: ranks' sums round"),
+        (
+            config.distillation.url is None,
+            "distillation.url",
+            "none: what a server says belongs to whole rows of one",
+        ),
+    ]
+    got = ", ".join(f"{name} {size}" for name, size in asked.items())
     for held, name, expected in needs:
         if not held:
-            what = f"parallel.tensor {tensor}" if tensor > 1 else f"parallel.context {context}"
-            raise ConfigError(f"{name} must be {expected}; got {what}")
+            raise ConfigError(f"{name} must be {expected}; got {got}")

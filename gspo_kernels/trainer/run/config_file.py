@@ -28,7 +28,8 @@ FREE_ON_RESUME = (
     "save_rollouts",
     *("reward_timeout", "reward_process", "update.steps", "update.micro_batch_tokens", "rollout.batch_size"),
 )
-"""Keys that may change when a run is resumed, with all of ``evaluation``, ``checkpoint`` and ``engine``."""
+"""Keys that may change when a run is resumed, with all of ``evaluation``, ``checkpoint``, ``engine`` and
+``parallel``."""
 
 
 def options(cls: Any = TrainConfig, section: str = "") -> Iterator[tuple[str, str, Any, Any]]:
@@ -125,7 +126,7 @@ def require_same_run(saved: TrainConfig, current: TrainConfig) -> None:
         for key in {**before, **now}
         if before.get(key) != now.get(key)
         and key not in FREE_ON_RESUME
-        and not key.startswith(("evaluation.", "checkpoint.", "engine."))
+        and not key.startswith(("evaluation.", "checkpoint.", "engine.", "parallel."))
     ]
     if changed:
         raise ConfigError(f"a run cannot be resumed with other settings ({'; '.join(changed)})")

@@ -37,7 +37,8 @@ def make_policies(
 ) -> Policies:
     """Load the model if it is a directory, refuse what cannot be trained, and make policy and reference.
 
-    Under FSDP2 they come back sharded; of a directory no process ever holds more than its shards.
+    Under FSDP2 they come back sharded; of a directory no process ever holds more than its shards, or, of
+    matrices that are cut over processes, its part before it is sharded.
     """
     adapted = config.lora.rank > 0
     load: Callable[[], Any] | None = None
@@ -148,9 +149,7 @@ def load_model(
     dtype = torch.bfloat16 if half else torch.float32
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention}
     if tensor > 1:
-        from transformers.distributed import DistributedConfig
-
-        options["distributed_config"] = DistributedConfig(tp_size=tensor)
+        options["distributed_config"] = _copies(accelerator.num_processes // tensor, tensor)
         model = _loaded(AutoModelForCausalLM, path, "model", **options)
         model.config.distributed_config = None  # by which saving would wait for all; one process writes
         return model
@@ -162,6 +161,22 @@ def load_model(
     if whole := [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]:
         raise ModelError(f"FSDP needs transformers 5.20 or later, to read shards: {whole[0]} was read whole")
     return model
+
+
+def _copies(count: int, tensor: int) -> Any:
+    """Have transformers load so many copies of a model, each cut over ``tensor`` processes."""
+    from transformers.distributed import DistributedConfig
+
+    class Copies(DistributedConfig):
+        dp_size = 1  # above that transformers gives the copies to FSDP
+
+    try:
+        return Copies(tp_size=tensor, **({"dp_replicate_size": count} if count > 1 else {}))
+    except TypeError as error:
+        raise ModelError(
+            f"parallel.tensor {tensor} of {tensor * count} processes needs transformers 5.23 or later; "
+            "an earlier one cuts a model over all of them"
+        ) from error
 
 
 def load_skeleton(path: str) -> Any:

@@ -100,12 +100,17 @@ def on_main(accelerator: Any, work: Callable[[], _Result]) -> _Result | None:
     return on_all(accelerator, lambda: work() if accelerator.is_main_process else None)[0]
 
 
-def in_shares(accelerator: Any, count: int, work: Callable[[list[int]], _Result]) -> list[_Result]:
-    """Let each process ``work`` on its share of ``count`` things; return all parts of the whole, in order."""
-    shares = np.array_split(np.arange(count), accelerator.num_processes)
-    own = shares[accelerator.process_index].tolist()
+def in_shares(
+    accelerator: Any, count: int, work: Callable[[list[int]], _Result], alike: int = 1
+) -> list[_Result]:
+    """Let each process ``work`` on its share of ``count`` things; return all parts of the whole, in order.
+
+    So many as ``alike`` says, one after the other, work on the same share and get the same.
+    """
+    shares = np.array_split(np.arange(count), accelerator.num_processes // alike)
+    own = shares[accelerator.process_index // alike].tolist()
     parts = on_all(accelerator, lambda: work(own) if own else None)
-    return [part for part in parts if part is not None]
+    return [part for part in parts[::alike] if part is not None]
 
 
 def is_sharded(policy: nn.Module) -> bool:

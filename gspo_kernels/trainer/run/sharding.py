@@ -50,7 +50,8 @@ def shard_policy(accelerator: Any, policy: Policy) -> Policy:
     """Give a policy's weights to FSDP2, as accelerate does it; shards that were loaded stay as they are."""
     from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 
-    loaded = {n: p for n, p in policy.named_parameters(remove_duplicate=False) if isinstance(p, DTensor)}
+    named = policy.named_parameters(remove_duplicate=False)
+    loaded = {n: p for n, p in named if isinstance(p, DTensor) and not _is_cut(p)}
     # FSDP splits whole weights: it gets some without content, and then the shards in their place.
     whole = {
         id(p): nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta"), p.requires_grad)
@@ -63,9 +64,14 @@ def shard_policy(accelerator: Any, policy: Policy) -> Policy:
     return policy
 
 
+def _is_cut(weight: DTensor) -> bool:
+    """Whether transformers has cut a weight by the model's ``tp_plan``, which FSDP can split once more."""
+    return "tp" in (weight.device_mesh.mesh_dim_names or ())
+
+
 def check_policy(accelerator: Any, policy: Policy) -> None:
     """Run `Policy.check`; on shards through a second policy that shares them, without mixed precision."""
-    if accelerator.is_fsdp2 and any(isinstance(p, DTensor) for p in policy.parameters()):
+    if accelerator.is_fsdp2 and any(isinstance(p, DTensor) and not _is_cut(p) for p in policy.parameters()):
         plugin = accelerator.state.fsdp_plugin
         policy = copy.deepcopy(policy, {id(p): p for p in policy.parameters()})
         mixed, plugin.mixed_precision_policy = plugin.mixed_precision_policy, None
