@@ -57,7 +57,7 @@ _ON_DEVICE = (
     "tests/kernels/test_sequence_ratio.py",
     "tests/kernels/test_triton_scoring.py",
     "tests/invariants",
-    "tests/test_equivalence.py",
+    "tests/equivalence",
 )
 
 

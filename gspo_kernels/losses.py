@@ -418,8 +418,9 @@ def explain_schedule(
     read it: matrix products, memory, the cost model's time, the reason, and the alternatives.
 
     Arguments of the loss that can't change the plan are left out here. Which inputs need a gradient does, so
-    call it under the same grad mode. Sequence lengths are read from the device. A teacher's own product and
-    messages are not counted: they are the same in every schedule.
+    call it under the same grad mode. Sequence lengths are read from the device. What a teacher adds is
+    counted: its product, the logits beside the student's in a chunk, gradients of tokens that have none of
+    the objective, and messages.
 
     Raises:
         TypeError, ValueError: as the loss itself.

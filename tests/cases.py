@@ -1,8 +1,4 @@
-"""Calls to compare with the oracle: how they are built, run through an entry point, and judged.
-
-The budget is the data's own: plain PyTorch (the oracle in the kernel's dtype of statistics) has some error
-against fp64, measured over a few neighbours of the case, and a kernel may have twice that (``accuracy``).
-"""
+"""Calls to compare with the oracle: how they are built, and run through an entry point."""
 
 from __future__ import annotations
 
@@ -17,7 +13,6 @@ from torch import Tensor
 
 import gspo_kernels as gk
 from tests import oracle
-from tests.accuracy import Spread, assert_as_exact
 from tests.draws import shifted_seed
 
 LAYOUTS = ("padded", "packed")
@@ -58,12 +53,12 @@ LOGIT_OPTIONS: dict[str, dict[str, Any]] = {
 }
 """``kept_ids`` says how many are drawn."""
 
-_DRAWS = 8
-
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """Arguments of one call. ``inputs`` receive gradients, ``terms`` and ``logit_options`` are keywords."""
+    """Arguments of one call. ``inputs`` receive gradients, ``terms`` and ``logit_options`` are keywords, and
+    ``teacher`` are those of a ``Teacher``.
+    """
 
     kind: str
     labels: Tensor
@@ -76,6 +71,7 @@ class Case:
     logit_options: dict[str, Any] = field(default_factory=dict)
     logits_dtype: str = "float32"
     ignore_index: int = -100
+    teacher: dict[str, Any] | None = None
 
     @property
     def counted(self) -> Tensor:
@@ -93,8 +89,12 @@ class Result:
     logprobs: Tensor
     grads: dict[str, Tensor]
     entropy: Tensor | None = None
+    divergence: Tensor | None = None
+    """From a teacher: the mean of the counted tokens."""
     sensitivity: dict[str, float] = field(default_factory=dict)
-    """Sums of abs(dLoss/dlogprob) and abs(dLoss/dentropy): how far the tokens' errors can move the loss."""
+    """Sums of abs(dLoss/dlogprob) and abs(dLoss/dentropy): how far the tokens' errors can move the loss. Of
+    divergences times the most that a logit of the row moves each.
+    """
 
     def values(self) -> dict[str, Tensor]:
         named = {
@@ -102,10 +102,8 @@ class Result:
             "logprobs": self.logprobs,
             **{f"grad {k}": v for k, v in self.grads.items()},
         }
-        return named if self.entropy is None else {**named, "entropy": self.entropy}
-
-
-# --- building
+        beside = {"entropy": self.entropy, "divergence": self.divergence}
+        return named | {name: value for name, value in beside.items() if value is not None}
 
 
 def offsets(lengths: tuple[int, ...], dtype: torch.dtype = torch.int32) -> Tensor:
@@ -114,6 +112,20 @@ def offsets(lengths: tuple[int, ...], dtype: torch.dtype = torch.int32) -> Tenso
 
 def generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(shifted_seed(seed))
+
+
+def stats(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def scores_of(inputs: dict[str, Tensor], rounded: bool = False) -> Tensor:
+    """Logits from the inputs: themselves, or the product."""
+    if "logits" in inputs:
+        return inputs["logits"]
+    hidden, weight, bias = inputs["hidden"], inputs["weight"], inputs.get("bias")
+    out = hidden @ weight.T
+    out = out if bias is None else out + bias
+    return out.to(stats(out.dtype)) if rounded else out
 
 
 @functools.cache
@@ -172,7 +184,7 @@ def make_case(
     if kind == "logprobs":
         truth = inputs["logprobs"].double()
     else:
-        scores = _scores({name: value.double() for name, value in inputs.items()})
+        scores = scores_of({name: value.double() for name, value in inputs.items()})
         truth, _ = oracle.token_logprobs(scores, labels, everything, cu_seqlens=cu_seqlens, **options)
 
     named = _terms(terms, rng, lengths, tokens)
@@ -202,7 +214,7 @@ def make_case(
         kind=kind,
         labels=labels.to(label_dtype),
         inputs=inputs,
-        old_logprobs=None if named.pop("on_policy", False) else old.to(_stats(dtype)),
+        old_logprobs=None if named.pop("on_policy", False) else old.to(stats(dtype)),
         advantages=advantage,
         cu_seqlens=cu_seqlens,
         loss_mask=loss_mask,
@@ -319,6 +331,10 @@ def pad(case: Case, padding: int, *, masked: bool = True, fill: float = 0.0) -> 
     labels = spread(case.labels, 0).masked_fill(~present, 0 if masked else case.ignore_index)
     mask = spread(case.counted, False)
     per_row = {name for name in case.inputs if name not in ("weight", "bias")}
+    of_tokens = ("hidden", "logits", "ids", "logprobs", "coef")
+    teacher = case.teacher and {
+        name: spread_if(value) if name in of_tokens else value for name, value in case.teacher.items()
+    }
     return replace(
         case,
         labels=labels,
@@ -332,10 +348,8 @@ def pad(case: Case, padding: int, *, masked: bool = True, fill: float = 0.0) -> 
         cu_seqlens=None,
         loss_mask=mask if masked or case.loss_mask is not None else None,
         terms={name: spread_if(value) for name, value in case.terms.items()},
+        teacher=teacher,
     )
-
-
-# --- running
 
 
 def device_of(backend: str) -> torch.device:
@@ -359,7 +373,9 @@ def run(case: Case, entry: str, objective: Any, backend: str = "auto", **options
         logprobs = torch.where(case.counted, logprobs, 0.0)
         entropy = None if entropy is None else torch.where(case.counted, entropy, 0.0)
     grads = {name: leaf.grad.cpu() for name, leaf in leaves.items()}
-    return Result(output.loss.detach().cpu(), logprobs, grads, entropy)
+    mean = output.metrics.get("divergence")
+    divergence = None if mean is None else mean.cpu()
+    return Result(output.loss.detach().cpu(), logprobs, grads, entropy, divergence)
 
 
 def call(
@@ -379,6 +395,8 @@ def call(
     logit_options["ignore_index"] = case.ignore_index
     shared = {**layout, **terms, "objective": objective}
     linear = {"bias": leaves.get("bias"), "logits_dtype": case.logits_dtype}
+    if case.teacher is not None:
+        options["teacher"] = gk.Teacher(**{name: moved(value) for name, value in case.teacher.items()})
     if entry == "policy_loss":
         return gk.policy_loss(
             leaves["logprobs"], old, advantages, entropy=leaves.get("entropy"), **shared, **options
@@ -403,148 +421,3 @@ def call(
             leaves["hidden"], leaves["weight"], labels, **linear, **logit_options, **options
         )
     return gk.policy_loss(tokens.logprobs, old, advantages, entropy=tokens.entropy, **shared)
-
-
-# --- judging
-
-
-def _stats(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def _scores(inputs: dict[str, Tensor], rounded: bool = False) -> Tensor:
-    """Logits from the inputs: themselves, or the product."""
-    if "logits" in inputs:
-        return inputs["logits"]
-    hidden, weight, bias = inputs["hidden"], inputs["weight"], inputs.get("bias")
-    out = hidden @ weight.T
-    out = out if bias is None else out + bias
-    return out.to(_stats(out.dtype)) if rounded else out
-
-
-def expect(case: Case, objective: Any, dtype: torch.dtype | None = torch.float64) -> Result:
-    """The oracle's answer in fp64, or plain PyTorch's: ``None`` takes the inputs' dtype of statistics."""
-    leaves = {
-        name: value.detach().to(dtype or value.dtype).clone().requires_grad_()
-        for name, value in case.inputs.items()
-    }
-    rounded = dtype is None and case.logits_dtype == "input"
-    raised = {name: leaf if rounded else leaf.to(_stats(leaf.dtype)) for name, leaf in leaves.items()}
-    labels, counted = case.labels, case.counted
-    entropy = None
-    if case.kind == "logprobs":
-        logprobs, entropy = raised["logprobs"], raised.get("entropy")
-    else:
-        scores = _scores(raised, rounded)
-        logprobs, entropy = oracle.token_logprobs(
-            scores, labels, counted, cu_seqlens=case.cu_seqlens, **case.logit_options
-        )
-    loss = oracle.policy_loss(
-        logprobs,
-        case.old_logprobs,
-        case.advantages,
-        counted,
-        objective,
-        cu_seqlens=case.cu_seqlens,
-        entropy=entropy if case.wants_entropy else None,
-        **case.terms,
-    )
-    # where no token counts no input has been looked at
-    loss = loss + sum(leaf[:0].sum() for leaf in leaves.values())
-    between = {"logprobs": logprobs} if entropy is None else {"logprobs": logprobs, "entropy": entropy}
-    between = {name: value for name, value in between.items() if value.requires_grad}
-    grads = torch.autograd.grad(
-        loss, [*leaves.values(), *between.values()], allow_unused=True, materialize_grads=True
-    )
-    moved_by = [float(grad.abs().sum()) for grad in grads[len(leaves) :]]
-    shown = torch.where(counted, logprobs, 0.0) if case.kind != "logprobs" else logprobs
-    return Result(
-        loss.detach(),
-        shown.detach(),
-        dict(zip(leaves, grads[: len(leaves)], strict=True)),
-        entropy.detach() if case.wants_entropy else None,
-        dict(zip(between, moved_by, strict=True)),
-    )
-
-
-def neighbour(case: Case, draw: int) -> Case:
-    """The same case with inputs moved by up to a part in 128: as ill-conditioned, with roundings of its own.
-
-    Old and reference log-probs move along, so that every ratio and clip decision stays.
-    """
-    if draw == 0:
-        return case
-    rng = generator(draw)
-
-    def moved(value: Tensor) -> Tensor:
-        noise = torch.rand(value.shape, generator=rng, dtype=torch.float64) - 0.5
-        return (value.double() * (1 + noise / 64)).to(value.dtype)
-
-    there = replace(case, inputs={name: moved(value) for name, value in case.inputs.items()})
-    change = (true_logprobs(there) - true_logprobs(case)).nan_to_num(0.0, 0.0, 0.0)
-
-    def along(value: Any) -> Any:
-        return (value.double() + change).to(value.dtype) if isinstance(value, Tensor) else value
-
-    terms = {name: along(value) if name == "ref_logprobs" else value for name, value in case.terms.items()}
-    return replace(there, old_logprobs=along(case.old_logprobs), terms=terms)
-
-
-def true_logprobs(case: Case) -> Tensor:
-    """What the case's log-probs are in fp64, 0 where not counted."""
-    inputs = {name: value.detach().double() for name, value in case.inputs.items()}
-    if case.kind == "logprobs":
-        return inputs["logprobs"]
-    return oracle.token_logprobs(
-        _scores(inputs), case.labels, case.counted, cu_seqlens=case.cu_seqlens, **case.logit_options
-    )[0]
-
-
-@functools.lru_cache(maxsize=4096)
-def _judged(case: Case, objective: Any) -> tuple[Result, dict[str, Spread]]:
-    """The fp64 answer and the spread of plain PyTorch's errors."""
-    reference = expect(case, objective)
-    errors: dict[str, list[Tensor]] = {}
-    in_double = next(iter(case.inputs.values())).dtype == torch.float64
-    # fp64 has no finer truth: fp32's errors, scaled, say how it rounds, and half as much is the truth's own
-    scale = 1.5 * torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps if in_double else 1.0
-    for draw in range(_DRAWS):
-        there = neighbour(case, draw)
-        if in_double:
-            old = None if there.old_logprobs is None else there.old_logprobs.float()
-            inputs = {name: value.float() for name, value in there.inputs.items()}
-            there = replace(there, inputs=inputs, old_logprobs=old)
-        exact = expect(there, objective).values()
-        for name, value in expect(there, objective, None).values().items():
-            errors.setdefault(name, []).append(scale * (value.double() - exact[name]))
-    spreads = {
-        name: Spread.of(each, by_row=name in ("grad logits", "grad hidden", "grad weight"))
-        for name, each in errors.items()
-    }
-    # errors of tokens cancel in a sum by luck only
-    moved_by = reference.sensitivity.items()
-    carried = sum(spreads[name].element * weight for name, weight in moved_by if name in spreads)
-    tokens = int(case.counted.sum()) * _DRAWS
-    spreads["loss"] = spreads["loss"].at_least(carried, carried, tokens)
-    if case.kind != "logprobs" and type(objective).__name__ != "Linear":
-        # a ratio's relative error is the error of the log-probs that it is the exponential of
-        ratio = spreads["logprobs"].element
-        for name, value in reference.values().items():
-            if name.startswith("grad ") and value.numel():
-                moved = ratio * float(value.norm()), ratio * float(value.abs().max())
-                spreads[name] = spreads[name].at_least(*moved, tokens)
-    return reference, spreads
-
-
-def assert_equals_oracle(actual: Result, case: Case, objective: Any) -> None:
-    """Every output of a call is as exact as plain PyTorch's."""
-    reference, plain = _judged(case, objective)
-    references, answers = reference.values(), actual.values()
-    assert answers.keys() >= references.keys()
-    for name, expected in references.items():
-        got = answers[name]
-        assert got.shape == expected.shape, name
-        if name.startswith("grad "):
-            assert got.dtype == case.inputs[name.removeprefix("grad ")].dtype, name
-        eps = torch.finfo(got.dtype).eps
-        assert_as_exact(name, [got.double() - expected.double()], plain[name], [expected], eps)

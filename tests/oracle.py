@@ -35,16 +35,31 @@ def counted_tokens(labels: Tensor, loss_mask: Tensor | None, ignore_index: int) 
     return counted if loss_mask is None else counted & (loss_mask != 0)
 
 
+def transformed(
+    logits: Tensor,
+    index: int,
+    *,
+    temperature: float | Tensor = 1.0,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+) -> Tensor:
+    """Raw logits of sequence ``index`` as z."""
+    z = logit_scale * logits
+    if softcap is not None:
+        z = softcap * torch.tanh(z / softcap)
+    if isinstance(temperature, Tensor) and temperature.ndim:
+        temperature = temperature[index].to(z.dtype)
+    return z / temperature
+
+
 def token_logprobs(
     logits: Tensor,
     labels: Tensor,
     counted: Tensor,
     *,
     cu_seqlens: Tensor | None = None,
-    temperature: float | Tensor = 1.0,
-    logit_scale: float = 1.0,
-    softcap: float | None = None,
     kept_ids: Tensor | None = None,
+    **options,
 ) -> tuple[Tensor, Tensor]:
     """Log-probs and entropy, 0 where not counted; a tensor ``temperature`` has one value per sequence."""
     logprobs = torch.zeros(labels.shape, dtype=logits.dtype)
@@ -52,13 +67,7 @@ def token_logprobs(
     for sequence in sequences(counted, cu_seqlens):
         if sequence.count == 0:
             continue
-        z = logit_scale * sequence.pick(logits)
-        if softcap is not None:
-            z = softcap * torch.tanh(z / softcap)
-        if isinstance(temperature, Tensor):
-            z = z / temperature[sequence.index].to(z.dtype)
-        else:
-            z = z / temperature
+        z = transformed(sequence.pick(logits), sequence.index, **options)
         if kept_ids is not None:
             cut = torch.ones(z.shape, dtype=torch.bool)
             for row, ids in zip(cut, sequence.pick(kept_ids).tolist(), strict=True):
@@ -72,6 +81,105 @@ def token_logprobs(
         logprobs = logprobs.masked_scatter(here, chosen)
         entropy = entropy.masked_scatter(here, -(logp.exp() * possible).sum(-1))
     return logprobs, entropy
+
+
+def divergence(log_p: Tensor, log_q: Tensor, beta: float) -> Tensor:
+    """Of a student's p from a teacher's q over the last dimension: KL(q || p) with beta 0, KL(p || q) with 1,
+    and between them what both are from their mixture.
+    """
+
+    def kl(log_a, log_b):
+        return torch.where(log_a == -math.inf, 0.0, log_a.exp() * (log_a - log_b)).sum(-1)
+
+    if beta == 0:
+        return kl(log_q, log_p)
+    if beta == 1:
+        return kl(log_p, log_q)
+    log_m = torch.logaddexp(log_p + math.log(1 - beta), log_q + math.log(beta))
+    return beta * kl(log_q, log_m) + (1 - beta) * kl(log_p, log_m)
+
+
+def divergence_over_ids(
+    z: Tensor, theirs: Tensor, ids: Tensor, beta: float, tail: bool, scored: bool = False
+) -> Tensor:
+    """The same over some ids [.., K], each of them once, and what they leave (``tail``); 0 without any.
+
+    ``theirs`` is the teacher's z, or (``scored``) the ids' log-probs, which leave 2^-24 at least.
+    """
+    earlier = torch.ones(ids.shape[-1:] * 2, dtype=torch.bool).tril(-1)
+    repeated = ((ids.unsqueeze(-1) == ids.unsqueeze(-2)) & earlier).any(-1)
+    first, V = (ids >= 0) & ~repeated, z.shape[-1]
+    some = first.any(-1, keepdim=True)
+    chosen = torch.zeros(*z.shape[:-1], V + 1, dtype=torch.bool)
+    chosen = chosen.scatter(-1, torch.where(ids < 0, V, ids), True)[..., :V]
+
+    def columns(logits):
+        logp = (logits if tail else logits.masked_fill(some & ~chosen, -math.inf)).log_softmax(-1)
+        left = logp.masked_fill(chosen, -math.inf).logsumexp(-1, keepdim=True)
+        return logp.gather(-1, ids.clamp(min=0)), left
+
+    def said(logprobs):
+        mass = logprobs.masked_fill(~first, -math.inf).logsumexp(-1, keepdim=True)
+        left = torch.log(-torch.expm1(mass.clamp(max=-(2.0**-24))))
+        return logprobs if tail else logprobs - mass, left
+
+    own, other = columns(z), (said if scored else columns)(theirs)
+    counts = torch.cat([first, some], -1) if tail else first
+    # a column that doesn't count is one that both sides are sure of
+    log_p, log_q = (
+        torch.where(counts, torch.cat(each, -1) if tail else each[0], 0.0) for each in (own, other)
+    )
+    return divergence(log_p, log_q, beta)
+
+
+def divergences(
+    scores: Tensor,
+    theirs: Tensor | None,
+    counted: Tensor,
+    *,
+    cu_seqlens: Tensor | None,
+    student: dict,
+    teacher: dict,
+    beta: float = 0.5,
+    top_k: int = 0,
+    top_k_of: str = "teacher",
+    add_tail: bool = True,
+    ids: Tensor | None = None,
+    logprobs: Tensor | None = None,
+) -> Tensor:
+    """How far each token is from a teacher's logits, or from log-probs of ids; 0 where not counted.
+
+    ``student`` and ``teacher`` are options of ``transformed``; the student's ``kept_ids`` hold for both.
+    """
+    found = torch.zeros(counted.shape, dtype=scores.dtype)
+    student, kept = dict(student), student.get("kept_ids")
+    student.pop("kept_ids", None)
+    teacher = {"temperature": student.get("temperature", 1.0)} | teacher
+    for sequence in sequences(counted, cu_seqlens):
+        if sequence.count == 0:
+            continue
+        z = transformed(sequence.pick(scores), sequence.index, **student)
+        if ids is not None:
+            said = sequence.pick(logprobs).to(z.dtype)
+            values = divergence_over_ids(z, said, sequence.pick(ids).long(), beta, add_tail, scored=True)
+        else:
+            other = transformed(sequence.pick(theirs), sequence.index, **teacher)
+            if top_k:
+                leading = (z if top_k_of == "student" else other).topk(top_k).indices
+                values = divergence_over_ids(z, other, leading, beta, add_tail)
+            elif kept is not None:
+                sets = [sorted({i for i in row if i >= 0}) for row in sequence.pick(kept).tolist()]
+                rows = [
+                    [each[t, columns].log_softmax(-1) for each in (z, other)]
+                    for t, columns in enumerate(sets)
+                ]
+                values = torch.stack([divergence(*row, beta) for row in rows])
+            else:
+                values = divergence(z.log_softmax(-1), other.log_softmax(-1), beta)
+        here = torch.zeros_like(counted)
+        here[sequence.where] = sequence.counted
+        found = found.masked_scatter(here, values)
+    return found
 
 
 def ppo_clip(log_ratio: Tensor, advantage: float, low: float, high: float, dual: float | None) -> Tensor:

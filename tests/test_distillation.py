@@ -8,6 +8,7 @@ import torch
 
 import gspo_kernels as gk
 from gspo_kernels.types import stats_dtype
+from tests import oracle
 from tests.accuracy import Spread, assert_as_exact, differences
 from tests.cases import AGGREGATIONS, LAYOUTS, device_of, generator, offsets
 
@@ -29,31 +30,6 @@ OVER_IDS = [
 ]
 DRAWS = 4
 COUNTED = torch.tensor([[1, 1, 0], [0, 1, 1]], dtype=torch.bool)
-
-
-def direct(log_p, log_q, beta):
-    """The definitions, over the last dimension."""
-
-    def kl(log_a, log_b):
-        return torch.where(log_a == -math.inf, 0.0, log_a.exp() * (log_a - log_b)).sum(-1)
-
-    if beta == 0:
-        return kl(log_q, log_p)
-    if beta == 1:
-        return kl(log_p, log_q)
-    log_m = torch.logaddexp(log_p + math.log(1 - beta), log_q + math.log(beta))
-    return beta * kl(log_q, log_m) + (1 - beta) * kl(log_p, log_m)
-
-
-def over_ids(z, zt, ids, beta, tail):
-    """The same over some ids, [.., K], and what they leave."""
-    chosen = torch.zeros_like(z, dtype=torch.bool).scatter_(-1, ids, True)
-    columns = []
-    for each in (z, zt):
-        logp = (each if tail else each.masked_fill(~chosen, -math.inf)).log_softmax(-1)
-        left = [logp.masked_fill(chosen, -math.inf).logsumexp(-1, keepdim=True)] if tail else []
-        columns.append(torch.cat([logp.gather(-1, ids), *left], -1))
-    return direct(*columns, beta)
 
 
 def transformed(x, options, prefix=""):
@@ -99,10 +75,10 @@ class Problem:
             x, xt = leaves["logits"], theirs["teacher_logits"]
         z, zt = transformed(x, self.options), transformed(xt, self.options, "teacher_")
         if not top_k:
-            found = direct(z.log_softmax(-1), zt.log_softmax(-1), beta)
+            found = oracle.divergence(z.log_softmax(-1), zt.log_softmax(-1), beta)
         else:
             ids = (z if top_k_of == "student" else zt).topk(top_k).indices
-            found = over_ids(z, zt, ids, beta, add_tail)
+            found = oracle.divergence_over_ids(z, zt, ids, beta, add_tail)
         found = torch.where(COUNTED, found, 0.0)
         loss = (found * self.weights.to(dtype)).sum() / COUNTED.sum()
         grads = torch.autograd.grad(loss, list(leaves.values()))
@@ -300,7 +276,7 @@ def test_banned_tokens_infinities_and_nan(name, backend):
             want = p - q if beta == 0 else (1.0 if beta == 1 else 1 - beta) * p * (far - (p * far).sum())
             assert (grad - want / 2).abs().max() < 1e-6, (beta, top_k)
             if value == "f":
-                direct_value = direct(z.log_softmax(-1), zt.log_softmax(-1), beta).nan_to_num(0.0)
+                direct_value = oracle.divergence(z.log_softmax(-1), zt.log_softmax(-1), beta).nan_to_num(0.0)
                 assert (got - direct_value).abs() < 1e-6
 
 

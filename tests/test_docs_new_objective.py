@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import gspo_kernels as gk
-from tests.cases import assert_equals_oracle, make_case, run
+from tests.cases import make_case, run
+from tests.judging import assert_equals_oracle
 from tests.test_readme import run as read
 
 PAGE = read("docs/new_objective.md")

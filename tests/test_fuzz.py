@@ -4,35 +4,35 @@ import pytest
 import torch
 
 import gspo_kernels as gk
-from tests import fuzz
 from tests.cases import LAYOUTS, device_of, generator, offsets
 from tests.draws import shifted_seed
+from tests.fuzz.__main__ import main
 
 SECONDS = {"reference": 10, "cpp": 25, "triton": 10}
 
 
 @pytest.mark.slow
 def test_random_calls(backend, capsys):
-    found = fuzz.main(
-        ["--backend", backend, "--seconds", str(SECONDS[backend]), "--seed", str(shifted_seed(0))]
-    )
+    found = main(["--backend", backend, "--seconds", str(SECONDS[backend]), "--seed", str(shifted_seed(0))])
     assert found == 0, capsys.readouterr().out
 
 
-def test_the_fuzzer_sees_a_fault_and_prints_the_line_that_repeats_it(monkeypatch, capsys):
+@pytest.mark.parametrize("of", ["any call", "a call with a teacher"])
+def test_the_fuzzer_sees_a_fault_and_prints_the_line_that_repeats_it(of, monkeypatch, capsys):
     sound = gk.fused_policy_loss
 
     def faulty(*arguments, **options):
         output = sound(*arguments, **options)
-        return output._replace(loss=output.loss * 1.001)
+        wrong = of == "any call" or options.get("teacher") is not None
+        return output._replace(loss=output.loss * 1.001) if wrong else output
 
     monkeypatch.setattr(gk, "fused_policy_loss", faulty)
-    assert fuzz.main(["--backend", "reference", "--seconds", "60"]) == 1
+    assert main(["--backend", "reference", "--seconds", "60"]) == 1
     *_, line = capsys.readouterr().out.splitlines()
     assert line.startswith("python -m tests.fuzz --backend reference --seed 0 --call ")
-    assert fuzz.main(line.split()[3:]) == 1
+    assert main(line.split()[3:]) == 1
     monkeypatch.undo()
-    assert fuzz.main([*line.split()[3:], "--seconds", "0"]) == 0
+    assert main([*line.split()[3:], "--seconds", "0"]) == 0
 
 
 @pytest.mark.parametrize("on_policy", [False, True])

@@ -34,8 +34,8 @@ ALLOWANCE = 32 * MIB
 # Short enough to measure plain PyTorch, long enough for its logits to outweigh all else.
 NAIVE_TOKENS = 256
 
-# Two chunks of logits, had they to be written.
-SCORED_TOKENS = 512
+# Two chunks of logits, had they to be written, of one side or of a student and a teacher.
+SCORED_TOKENS, TAUGHT_TOKENS = 512, 448
 
 # Bytes per logit of plain PyTorch at its peak, in the backward of log_softmax: the logits, which a variable
 # holds (4, or 2 in bf16); the log_softmax that its backward needs (4); the gradient of that, which gather's
@@ -52,21 +52,27 @@ def naive(hidden, weight, labels, old, advantages):
     (-torch.minimum(ratio * advantages, clipped * advantages).mean()).backward()
 
 
-def ours(schedule):
+def options_of(contestant, tokens, vocabulary, dtype, sequences):
+    """How a contestant calls us: by a schedule, or beside a teacher of the student's size."""
     import gspo_kernels as gk
 
-    def call(*arguments):
-        out = gk.fused_linear_policy_loss(*arguments, schedule=schedule, max_chunk_bytes=CHUNK)
-        out.loss.backward()
+    if contestant != "teacher":
+        return {"schedule": contestant, "max_chunk_bytes": CHUNK}
+    hidden, weight, *_ = inputs(tokens, vocabulary, dtype, sequences, False)
+    return {"teacher": gk.Teacher(hidden=hidden.detach(), weight=weight), "max_chunk_bytes": CHUNK}
 
-    return call
+
+def ours(*arguments, **options):
+    import gspo_kernels as gk
+
+    gk.fused_linear_policy_loss(*arguments, **options).loss.backward()
 
 
-def promised(schedule, arguments):
+def promised(*arguments, **options):
     """What the package itself says it takes beyond inputs and gradients."""
     import gspo_kernels as gk
 
-    return gk.explain_schedule(*arguments, schedule=schedule, max_chunk_bytes=CHUNK).peak_bytes
+    return gk.explain_schedule(*arguments, **options).peak_bytes
 
 
 def inputs(tokens, vocabulary, dtype, sequences, trains_weight):
@@ -91,15 +97,21 @@ def child(contestant, tokens, dtype, sequences):
     from gspo_kernels.linear import calibration
 
     calibration.choice()  # where this processor was never measured, that takes memory of its own for a while
-    call = naive if contestant == "naive" else ours(contestant)
-    case = DTYPES[dtype], int(sequences), contestant != "frozen"
-    call(*inputs(64, 1000, *case))
-    arguments = inputs(int(tokens), VOCABULARY, *case)
-    promise = 0 if contestant == "naive" else promised(contestant, arguments)
+    plain, case = contestant == "naive", (DTYPES[dtype], int(sequences))
+
+    def problem(*size):
+        options = {} if plain else options_of(contestant, *size, *case)
+        return inputs(*size, *case, contestant != "frozen"), options
+
+    call = naive if plain else ours
+    arguments, options = problem(64, 1000)
+    call(*arguments, **options)
+    arguments, options = problem(int(tokens), VOCABULARY)
+    promise = 0 if plain else promised(*arguments, **options)
     before = resident("VmHWM")
     # an earlier peak could hide what comes
     assert before - resident("VmRSS") < 4 * MIB
-    call(*arguments)
+    call(*arguments, **options)
     assert bool((arguments[0].grad != 0).any(-1).all())
     print(resident("VmHWM") - before, promise)
 
@@ -139,6 +151,16 @@ def test_peak_is_a_chunk_and_the_gradients(schedule, dtype, sequences):
     assert used <= limit, f"{used / MIB:.0f} MiB, expected at most {limit / MIB:.0f}"
     assert used <= promise + gradients + ALLOWANCE, f"{used / MIB:.0f} MiB, promised {promise / MIB:.0f}"
     assert used <= NAIVE_BYTES[dtype] * TOKENS * VOCABULARY / 10
+
+
+@pytest.mark.slow
+def test_a_teacher_takes_a_part_of_the_chunk():
+    """Both sides' logits are in it; as many tokens as fill it twice."""
+    used, promise = measure("teacher", TAUGHT_TOKENS, "bf16", 8)
+    gradients = (TAUGHT_TOKENS + VOCABULARY) * WIDTH * 2
+    assert abs(used - promise - gradients) <= ALLOWANCE, (
+        f"{used / MIB:.0f} MiB, promised {promise / MIB:.0f} beside {gradients / MIB:.0f} of gradients"
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

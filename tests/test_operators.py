@@ -149,14 +149,14 @@ def operator_inputs():
             (upstream.abs(), taught._replace(divergence_coef=number)),
         ],
         "linear_taught_policy": [
-            (trained(options), taught, Lesson(heads, whole, schedule, True), everything)
+            (trained(options), taught, Lesson(heads, whole, schedule), everything)
             for schedule in ("two_pass", "auto")
         ]
         + [
             (
                 frozen(by_row._replace(kept=None)),
                 taught,
-                Lesson(scored_heads, over_ids._replace(labelled=True), "known", False),
+                Lesson(scored_heads, over_ids._replace(labelled=True), "known"),
                 Needs(True, False, False),
             )
         ],

@@ -9,8 +9,9 @@ import gspo_kernels as gk
 from gspo_kernels import cpp
 from gspo_kernels.types import LogitTransform
 from tests.accuracy import Spread, assert_as_exact
-from tests.cases import KIND, assert_equals_oracle, generator, make_case, run
+from tests.cases import KIND, generator, make_case, run
 from tests.cpp.cpp_oracle import IGNORE, assert_within_budget, exact, plain
+from tests.judging import assert_equals_oracle
 
 EPS = torch.finfo(torch.float32).eps
 # A ratio has log-probs' error as its relative one; logits from a product in fp32 have its roundings too.

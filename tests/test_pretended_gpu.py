@@ -11,7 +11,8 @@ import gspo_kernels as gk
 from gspo_kernels.linear.gradients import Gradients
 from gspo_kernels.linear.head import Head
 from gspo_kernels.linear.sums import HeadSums, Needs, Rows, Weights
-from tests.cases import assert_equals_oracle, generator, make_case, run
+from tests.cases import generator, make_case, run
+from tests.judging import assert_equals_oracle
 from tests.pretended import PretendedGpu
 
 pytestmark = [

@@ -16,7 +16,8 @@ from gspo_kernels import cpp, doctor
 from gspo_kernels.cpp.products import multiplies
 from gspo_kernels.linear import calibration, head, products
 from gspo_kernels.linear.head import Head
-from tests.cases import assert_equals_oracle, generator, make_case, run
+from tests.cases import generator, make_case, run
+from tests.judging import assert_equals_oracle
 
 ROOT = Path(__file__).parent.parent
 ENTRY = "fused_linear_policy_loss"

@@ -10,9 +10,10 @@ import gspo_kernels as gk
 from gspo_kernels.linear.head import Head
 from gspo_kernels.ops.backends import load
 from gspo_kernels.types import stats_dtype
+from tests import oracle
 from tests.accuracy import Spread, assert_as_exact, differences
 from tests.cases import device_of, generator, offsets
-from tests.test_distillation import COUNTED, DRAWS, Problem, direct, over_ids, transformed
+from tests.test_distillation import COUNTED, DRAWS, Problem, transformed
 
 FORMS = (
     {"beta": 0.0},
@@ -51,10 +52,10 @@ class Lesson(Problem):
         if self.old is None:
             return {"logprobs": logprobs.detach()}
         if not top_k:
-            found = direct(log_p, zt.log_softmax(-1), beta)
+            found = oracle.divergence(log_p, zt.log_softmax(-1), beta)
         else:
             ids = (z if top_k_of == "student" else zt).topk(top_k).indices
-            found = over_ids(z, zt, ids, beta, add_tail)
+            found = oracle.divergence_over_ids(z, zt, ids, beta, add_tail)
         found = torch.where(COUNTED, found, 0.0)
         objective = OBJECTIVES[objective]
         policy = gk.policy_loss(logprobs, self.old, ADVANTAGES, loss_mask=COUNTED, objective=objective).loss

@@ -24,7 +24,7 @@ from gspo_kernels.linear.scopes import Scopes, rehearse
 from gspo_kernels.linear.small import SmallLossFunction, small_loss
 from gspo_kernels.linear.sums import Needs
 from gspo_kernels.linear.taught import Lesson, LinearTaughtFunction
-from gspo_kernels.linear.two_heads import LinearTeacher
+from gspo_kernels.linear.two_heads import LinearTeacher, TwoHeads
 from gspo_kernels.logits import LogitArguments, on_all_ranks, takes_dtensors, wants_entropy
 from gspo_kernels.objectives.base import Objective
 from gspo_kernels.ops.pairs import DivergenceForm
@@ -177,7 +177,7 @@ def fused_linear_policy_loss(
 
 
 def _with_teacher(call: _Prepared, taught: tuple[LinearTeacher, DivergenceForm], name: str) -> LossOutput:
-    lesson = Lesson(*taught, name, call.skip)
+    lesson = Lesson(*taught, name)
     loss, policy, divergence, mean, metrics, logprobs = LinearTaughtFunction.apply(
         *call.operands, call.terms, lesson, torch.compiler.is_compiling()
     )
@@ -209,14 +209,19 @@ def explain_schedule(
     head = (hidden, weight, labels, bias)
     call = _Prepared(*head, logit_arguments, terms, True, chunking, skip_inactive, objective, teacher)
     name, reason = call.choose(schedule)
-    rows = Call.of(call.operands)
-    scopes = Scopes(rows, call.terms, call.skip)
-    shapes = shapes_of(rows, call.terms, call.needs)
+    rows, theirs = Call.of(call.operands), None
+    if call.taught is not None:
+        heads = TwoHeads(rows, call.taught[0])
+        rows, theirs = heads.call, heads.teacher_shapes
+        if any(call.needs):
+            reason = f"{reason}; beside a teacher every token has a gradient"
+    scopes = Scopes(rows, call.terms, call.skip and theirs is None)
+    shapes = shapes_of(rows, call.terms, call.needs, theirs)
     sequences = (0, 0)
     if call.terms.cp_group:
         sums = rehearse(rows.labels, call.terms, name, with_entropy, call.options.backend)
         sequences = sums.sent_bytes, sums.messages
-    wire = Wire.of(rows, shapes, with_entropy, sequences)
+    wire = Wire.of(rows, shapes, with_entropy, sequences, call.taught)
     return explain(
         name,
         reason,

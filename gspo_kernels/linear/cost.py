@@ -35,6 +35,20 @@ MACHINES = {
 
 
 @dataclass(frozen=True)
+class TeacherShapes:
+    """The sizes of a teacher beside an objective; zeros where it is no more than log-probs of some ids.
+
+    Attributes:
+        width: of its hidden states.
+        logits_itemsize, operand_itemsize: of its head, as in ``Shapes``.
+    """
+
+    width: int = 0
+    logits_itemsize: int = 0
+    operand_itemsize: int = 0
+
+
+@dataclass(frozen=True)
 class Shapes:
     """The sizes that costs depend on.
 
@@ -47,6 +61,7 @@ class Shapes:
         one_launch: whether a kernel of the backend evaluates the policy terms.
         one_pass: whether the rows p - onehot of a chunk are written with its log-probs, gradient or not.
         device: "cpu", or a GPU.
+        teacher: what stands beside the objective, or None.
     """
 
     vocabulary: int
@@ -61,6 +76,7 @@ class Shapes:
     one_launch: bool
     one_pass: bool
     device: str
+    teacher: TeacherShapes | None = None
 
     @property
     def machine(self) -> Machine:
@@ -77,10 +93,15 @@ class Shapes:
         """Bytes of the tensor that dWeight is summed in."""
         return self.vocabulary * self.width * self.accumulator_itemsize if self.trains_weight else 0
 
+    @property
+    def teacher_products(self) -> float:
+        """A teacher's product of a row, in those of the student's size."""
+        return self.teacher.width / self.width if self.teacher is not None and self.teacher.width else 0.0
+
 
 @dataclass(frozen=True)
 class Cost:
-    """The model's price of one part: products in units of 2VH operations per row, bytes moved, seconds."""
+    """The model's price of one part: products in units of 2VH operations, bytes moved, seconds."""
 
     products: float
     moved: float
@@ -89,7 +110,9 @@ class Cost:
 
 def cost(strategy: str, rows: int, shapes: Shapes, active: float = ACTIVE_FRACTION) -> Cost:
     """What working through ``rows`` rows by ``strategy`` (a schedule, or "forward") takes."""
-    gradients = shapes.trains_hidden + shapes.trains_weight
+    gradients, machine, teacher = shapes.trains_hidden + shapes.trains_weight, shapes.machine, shapes.teacher
+    if teacher is not None:
+        active = 1.0  # it gives a gradient to rows that have none of the objective
     logits = rows * shapes.vocabulary * shapes.logits_itemsize
     scores = rows * shapes.vocabulary * shapes.rows_itemsize
     chunks = -(-rows // shapes.chunk_rows)
@@ -117,7 +140,11 @@ def cost(strategy: str, rows: int, shapes: Shapes, active: float = ACTIVE_FRACTI
     elif strategy == "two_pass":
         products += active * (1 + gradients)
         moved += active * (2 * logits + making) + active_chunks * adding
-    machine = shapes.machine
-    operations = 2.0 * shapes.vocabulary * shapes.width * rows * products
-    seconds = operations / machine.operations[shapes.operand_itemsize] + moved / machine.bandwidth
-    return Cost(products * rows, moved, seconds)
+    operations = 2.0 * shapes.vocabulary * shapes.width * rows
+    seconds = operations * products / machine.operations[shapes.operand_itemsize]
+    if teacher is not None and teacher.width:
+        products += shapes.teacher_products
+        seconds += operations * shapes.teacher_products / machine.operations[teacher.operand_itemsize]
+        # written, read to be compared, and read again for the gradient
+        moved += (3.0 if gradients else 2.0) * rows * shapes.vocabulary * teacher.logits_itemsize
+    return Cost(products * rows, moved, seconds + moved / machine.bandwidth)

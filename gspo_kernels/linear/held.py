@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from gspo_kernels.linear.gradients import HeadGradients
+from gspo_kernels.linear.head import LOGITS_SLAB
 from gspo_kernels.linear.scaling import times, times_
 from gspo_kernels.linear.sums import Needs
 from gspo_kernels.ops.backends import launches_of
@@ -50,7 +51,12 @@ class _Held(NamedTuple):
 
 def _scaled(total: Tensor, upstream: Tensor, dtype: torch.dtype, backend: str) -> Tensor:
     if total.dtype != dtype:
-        return torch.mul(total, upstream, out=torch.empty(total.shape, dtype=dtype, device=total.device))
+        out = torch.empty(total.shape, dtype=dtype, device=total.device)
+        # on the CPU what is to be rounded exists as a whole beforehand
+        rows = LOGITS_SLAB if total.is_cpu else len(total)
+        for own, into in zip(total.split(rows), out.split(rows), strict=True):
+            torch.mul(own, upstream, out=into)
+        return out
     if total.numel():
         scale_(total, upstream, backend)
     return total

@@ -12,8 +12,11 @@ from gspo_kernels.linear.chunks import Call
 from gspo_kernels.linear.cost import Shapes
 from gspo_kernels.linear.schedule import SCHEDULES, Part, Refusals, costs, over_budget, plan_parts, seconds_of
 from gspo_kernels.linear.segments import SEGMENT
+from gspo_kernels.linear.two_heads import LinearTeacher
+from gspo_kernels.ops.pairs import DivergenceForm
 from gspo_kernels.parallel.agreement import AGREEMENT_BYTES
-from gspo_kernels.parallel.vocabulary import statistics_bytes
+from gspo_kernels.parallel.vocabulary import compared_bytes, statistics_bytes
+from gspo_kernels.types import stats_dtype
 
 
 @dataclass(frozen=True)
@@ -25,15 +28,27 @@ class Wire:
         hidden: bytes of its hidden state, where those are scattered.
         gradient: bytes of its dHidden, where that is summed.
         sequences: bytes of what ranks say and sum of sequences that they share, and in how many collectives.
+        compared: bytes of what is gathered of a row that is projected and compared with a teacher's, gather
+            by gather.
+        compared_twice: whether its gradient takes these gathers once more.
     """
 
     statistics: int = 0
     hidden: int = 0
     gradient: int = 0
     sequences: tuple[int, int] = (0, 0)
+    compared: tuple[int, ...] = ()
+    compared_twice: bool = False
 
     @classmethod
-    def of(cls, call: Call, shapes: Shapes, entropy: bool, sequences: tuple[int, int]) -> Wire:
+    def of(
+        cls,
+        call: Call,
+        shapes: Shapes,
+        entropy: bool,
+        sequences: tuple[int, int],
+        taught: tuple[LinearTeacher, DivergenceForm] | None,
+    ) -> Wire:
         """From a call."""
         if not call.options.shard.group:
             return cls(sequences=sequences)
@@ -43,6 +58,7 @@ class Wire:
             shapes.width * call.hidden.element_size() if chunking.scattered else 0,
             shapes.width * own if shapes.trains_hidden and chunking.reduce_hidden_grad else 0,
             sequences,
+            *_compared(own, taught),
         )
 
     def overlaps(self, parts: Sequence[Part]) -> str:
@@ -63,13 +79,16 @@ class Wire:
         total, messages = self.sequences
         if not self.statistics:
             return total, messages
-        agreements = 1 + any(part.strategy == "two_pass" for part in parts)
+        # beside a teacher the gradient comes from the same operator as the loss
+        agreements = 1 + (not self.compared and any(part.strategy == "two_pass" for part in parts))
         total, messages = total + agreements * AGREEMENT_BYTES, messages + agreements
         for part in parts:
             learning = part.rows - part.resting if part.strategy != "forward" else 0
             again = learning if part.strategy == "two_pass" else 0
+            compared = [(part.rows, size) for size in self.compared]
             for rows, size in (
-                (part.rows, self.statistics),
+                (again if compared else part.rows, self.statistics),
+                *compared * (2 if self.compared_twice and learning else 1),
                 (part.rows, self.hidden),
                 (again, self.hidden),
                 (learning, self.gradient),
@@ -77,6 +96,19 @@ class Wire:
                 total += rows * size
                 messages += -(-rows // shapes.chunk_rows) if size else 0
         return total, messages
+
+
+def _compared(
+    itemsize: int, taught: tuple[LinearTeacher, DivergenceForm] | None
+) -> tuple[tuple[int, ...], bool]:
+    """The last two of ``Wire``, of statistics of an ``itemsize`` and whoever stands beside the objective."""
+    if taught is None:
+        return (), False
+    teacher, form = taught
+    ids = teacher.rows.ids
+    k = form.top_k if ids is None else ids.shape[-1]
+    theirs = itemsize if teacher.hidden is None else stats_dtype(teacher.hidden.dtype).itemsize
+    return compared_bytes((itemsize, theirs), k, ids is not None), k > 0
 
 
 @dataclass(frozen=True)
@@ -87,9 +119,10 @@ class SchedulePlan:
         schedule: a name, "mixed" where parts differ, or "forward" where nothing has a gradient.
         gemms: products over all counted rows, forward and backward: 3.0 is 6NHV operations. Rows that turn
             out to have no gradient make it fewer; ``ACTIVE_FRACTION`` is assumed where that isn't known.
+        teacher_gemms: how much of that is a teacher's projection: its width over the student's.
         chunk_rows: rows of logits that exist at once, at most.
         chunks: how many chunks there are in the forward.
-        chunk_bytes: bytes of those logits.
+        chunk_bytes: bytes of those logits, a teacher's included.
         accumulator_bytes: dWeight's and dBias's sums, fp32 (fp64 for fp64 inputs).
         peak_bytes: all that lives beyond inputs, dHidden, dWeight and dBias.
         seconds: by the cost model.
@@ -104,6 +137,7 @@ class SchedulePlan:
 
     schedule: str
     gemms: float
+    teacher_gemms: float
     chunk_rows: int
     chunks: int
     chunk_bytes: int
@@ -122,8 +156,8 @@ class SchedulePlan:
         """A few lines for people."""
         mebi = 2**20
         lines = [
-            f"schedule {self.schedule}: {self.gemms:.2f} GEMMs over the counted tokens, {self.chunks} "
-            f"chunk(s) of up to {self.chunk_rows} rows",
+            f"schedule {self.schedule}: {self.gemms:.2f} GEMMs over the counted tokens{self._of_teacher}, "
+            f"{self.chunks} chunk(s) of up to {self.chunk_rows} rows",
             f"  because {self.reason}",
             f"  memory beyond inputs and gradients: {self.peak_bytes / mebi:.1f} MiB "
             f"({self.chunk_bytes / mebi:.1f} MiB of logits); by the cost model {self.seconds * 1e3:.3g} ms",
@@ -141,6 +175,11 @@ class SchedulePlan:
             lines.append(f"  not {name}: " + (value if isinstance(value, str) else f"{value * 1e3:.3g} ms"))
         return "\n".join(lines)
 
+    @property
+    def _of_teacher(self) -> str:
+        """Which of the products are a teacher's, in words."""
+        return f" ({self.teacher_gemms:.2f} of them the teacher's)" if self.teacher_gemms else ""
+
     def plot(self, path: str | PathLike[str]) -> Path:
         """Draw the plan: its chunks, what other schedules would take, its memory beside that of all logits.
 
@@ -157,8 +196,8 @@ class SchedulePlan:
         chunk = "chunk" if self.chunks == 1 else "chunks"
         picture.draw(
             file,
-            f"schedule {self.schedule}: {self.gemms:.2f} products, {self.chunks} {chunk} of up to "
-            f"{self.chunk_rows} rows",
+            f"schedule {self.schedule}: {self.gemms:.2f} products{self._of_teacher}, {self.chunks} {chunk} "
+            f"of up to {self.chunk_rows} rows",
             self.parts,
             self.chunk_rows,
             {self.schedule: self.seconds, **self.alternatives},
@@ -230,6 +269,7 @@ def explain(
     wider = shapes.rows_itemsize > shapes.logits_itemsize
     # rows that don't fit into the logits' memory have their own
     row = shapes.logits_itemsize + (shapes.rows_itemsize if wider else 0)
+    row += shapes.teacher.logits_itemsize if shapes.teacher is not None else 0
     chunk_bytes = most * shapes.vocabulary * row
     sent, messages = wire.sent(parts, shapes)
     copy = shapes.accumulator_bytes if shapes.accumulator_itemsize > weight_itemsize else 0
@@ -237,6 +277,7 @@ def explain(
     return SchedulePlan(
         schedule=schedule,
         gemms=sum(price.products for part in parts for price in costs(part, shapes, 1.0)) / max(total, 1),
+        teacher_gemms=shapes.teacher_products,
         chunk_rows=most,
         chunks=sum(-(-part.rows // shapes.chunk_rows) for part in parts),
         chunk_bytes=chunk_bytes,

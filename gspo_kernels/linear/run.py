@@ -16,7 +16,7 @@ from torch import Tensor
 from gspo_kernels.aggregation import Aggregation
 from gspo_kernels.evaluate import PolicyStep, evaluate
 from gspo_kernels.linear.chunks import Call, Chunk
-from gspo_kernels.linear.cost import Shapes
+from gspo_kernels.linear.cost import Shapes, TeacherShapes
 from gspo_kernels.linear.exactness import coefficients_depend_on, evaluated_at_once, refusals
 from gspo_kernels.linear.gradients import Gradients, active, recompute
 from gspo_kernels.linear.schedule import Part, plan_parts
@@ -30,7 +30,7 @@ from gspo_kernels.terms import Terms
 from gspo_kernels.types import RowStats, stats_dtype
 
 
-def shapes_of(call: Call, terms: Terms, needs: Needs) -> Shapes:
+def shapes_of(call: Call, terms: Terms, needs: Needs, teacher: TeacherShapes | None) -> Shapes:
     """What costs depend on."""
     head, objective = call.head, from_spec(terms.objective)
     entropy = terms.entropy_coef is not None or "entropy" in objective.needs
@@ -45,8 +45,9 @@ def shapes_of(call: Call, terms: Terms, needs: Needs) -> Shapes:
         trains_hidden=needs.hidden,
         trains_weight=needs.head,
         one_launch=ratio_form(objective, terms, call.options.backend) is not None,
-        one_pass=call.one_pass(entropy),
+        one_pass=teacher is None and call.one_pass(entropy),
         device=call.hidden.device.type,
+        teacher=teacher,
     )
 
 
@@ -55,8 +56,7 @@ class Run:
 
     def __init__(self, scores: Scores, terms: Terms, needs: Needs, skip: bool):
         call = scores.call
-        # beside a teacher every row has a gradient
-        self.call, self.scores, self.terms, self.skip = call, scores, terms, skip and not scores.compares
+        self.call, self.scores, self.terms, self.skip = call, scores, terms, skip
         self.gradients = Gradients(call, needs, normalised=True)
         self._step: PolicyStep | None = None
 
@@ -132,7 +132,7 @@ class Run:
             return
         self.scopes = Scopes(call, terms, self.skip)
         reasons = refusals(from_spec(terms.objective), terms, needs.head, call.head.fixed)
-        shapes = shapes_of(call, terms, needs)
+        shapes = shapes_of(call, terms, needs, self.scores.teacher)
         parts = plan_parts(schedule, self.scopes.rows, self.scopes.idle, shapes, reasons)
         self.at_once = bool(terms.cp_group) or evaluated_at_once(
             from_spec(terms.objective), terms, call.head.fixed
@@ -205,7 +205,8 @@ class Run:
             chosen = order if chosen is None else chosen[order]
         grad, grad_entropy = (each if each is None or chosen is None else each[chosen] for each in grads)
         assert grad is not None
-        anew = self.scores.compares or (isinstance(keep, Tensor) and self.call.head.shows_other_rows)
+        left_out = isinstance(keep, Tensor)
+        anew = self.scores.teacher is not None or (left_out and self.call.head.shows_other_rows)
         recompute(self.scores, self.gradients, where, anew, grad, grad_entropy)
 
     def _frozen(self, part: Part) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gspo_kernels.linear.chunks import Call, Chunk
+from gspo_kernels.linear.cost import TeacherShapes
 from gspo_kernels.ops.backends import FoldingBackend, OnePassBackend
 from gspo_kernels.ops.memory import Workspace
 from gspo_kernels.ops.pairs import Pair
@@ -89,11 +90,10 @@ class Projected(NamedTuple):
 class Scores:
     """Log-probs, log-sum-exp and entropy of a call, filled chunk by chunk; one chunk of logits at a time.
 
-    ``known`` are those of an earlier pass, [B, T] each. ``compares`` says that chunks come beside a
-    teacher's.
+    ``known`` are those of an earlier pass, [B, T] each. ``teacher`` are the sizes of what chunks come beside.
     """
 
-    compares = False
+    teacher: TeacherShapes | None = None
 
     def __init__(self, call: Call, entropy: bool, known: RowStats | None = None):
         self.call, self.backend = call, call.backend

@@ -32,7 +32,6 @@ class Lesson(NamedTuple):
     teacher: LinearTeacher
     form: DivergenceForm
     schedule: str
-    skip: bool
 
 
 class LinearTaughtLoss(NamedTuple):
@@ -65,7 +64,8 @@ def linear_taught_policy(
     heads = TwoHeads(call.check("linear_taught_policy", *said), lesson.teacher)
     shares = divergence_shares(operands.labels, terms)
     scores = TaughtScores(heads, lesson.form, shares)
-    run = Run(scores, terms, needs, lesson.skip)
+    # every row has a gradient
+    run = Run(scores, terms, needs, skip=False)
     if not any(needs):
         run.forward()
     elif lesson.schedule == "known":

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gspo_kernels.layout import as_rows
 from gspo_kernels.linear.chunks import Call, Chunk, LinearOperands
+from gspo_kernels.linear.cost import TeacherShapes
 from gspo_kernels.linear.scaling import power_of_two
 from gspo_kernels.linear.scores import Projected, Scores, Taught
 from gspo_kernels.ops.memory import CHUNK_ROWS, Workspace
@@ -64,6 +65,14 @@ class TwoHeads:
             call = replace(call, chunk_rows=max(1, rows * own // together))
         self.call = call
 
+    @property
+    def teacher_shapes(self) -> TeacherShapes:
+        """What the teacher's side costs depend on."""
+        if self._teacher is None:
+            return TeacherShapes()
+        head = self._teacher.head
+        return TeacherShapes(self._teacher.hidden.shape[-1], head.dtype.itemsize, head.weight.dtype.itemsize)
+
     def of_student(self, chunk: Chunk) -> Tensor:
         """Its logits alone, [n, V], in memory that the next call writes over."""
         head = self.call.head
@@ -106,11 +115,10 @@ class TaughtScores(Scores):
         divergences: [B, T] in nats, 0.0 where no chunk has been compared.
     """
 
-    compares = True
-
     def __init__(self, heads: TwoHeads, form: DivergenceForm, shares: Tensor):
         super().__init__(heads.call, False)
         self._heads, self._form, self._shares = heads, form, shares
+        self.teacher = heads.teacher_shapes
         self.divergences = heads.call.new_rows()
 
     def logits(self, chunk: Chunk) -> Tensor:

@@ -48,6 +48,21 @@ def statistics_bytes(entropy: bool, itemsize: int = 4) -> int:
     return 8 + (1 + entropy) * itemsize
 
 
+def compared_bytes(itemsizes: tuple[int, int], k: int, given: bool) -> tuple[int, ...]:
+    """What a rank sends to each other for a row with a label that is compared with a teacher's, gather by
+    gather.
+
+    Args:
+        itemsizes: of either side's statistics.
+        k: over how many ids; 0: over the vocabulary.
+        given: whether an engine has given the ids, with their log-probs.
+    """
+    if not k:
+        return (*(statistics_bytes(False, itemsize) for itemsize in itemsizes), 16)
+    of_student = 8 * (2 * (k + 1) + 1)
+    return (of_student,) if given else (16 * k, 8 * (2 * k + 1), of_student)
+
+
 def first_column(shard: Shard, width: int) -> int:
     """The token id of the first of a shard's ``width`` columns."""
     return shard.start if shard.start >= 0 else rank_and_size(shard.group)[0] * width

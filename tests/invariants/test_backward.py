@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import gspo_kernels as gk
-from tests.cases import FUSED_ENTRIES, KIND, assert_equals_oracle, device_of, generator, make_case, run
+from tests.cases import FUSED_ENTRIES, KIND, device_of, generator, make_case, run
 from tests.invariants.common import ENTRIES, SHORT, assert_same_bits, forward, leaves_of, on_device
+from tests.judging import assert_equals_oracle
 
 
 @pytest.mark.parametrize("terms", ["plain", "on_policy"])

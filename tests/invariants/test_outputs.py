@@ -8,8 +8,9 @@ import torch
 
 import gspo_kernels as gk
 from gspo_kernels.types import METRICS
-from tests.cases import KIND, assert_equals_oracle, device_of, generator, make_case, run
+from tests.cases import KIND, device_of, generator, make_case, run
 from tests.invariants.common import ENTRIES, LOSSES, SHORT, forward, leaves_of, on_device
+from tests.judging import assert_equals_oracle
 
 
 @pytest.mark.parametrize("terms", ["all", "on_policy"])

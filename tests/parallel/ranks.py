@@ -79,6 +79,11 @@ class Wire:
         self.sent = dict.fromkeys(self.KINDS, 0)
         self.calls = dict.fromkeys(self.KINDS, 0)
 
+    @property
+    def total(self):
+        """Bytes and calls of all kinds."""
+        return sum(self.sent.values()), sum(self.calls.values())
+
     def __enter__(self):
         self.theirs = {kind: getattr(dist, kind) for kind in self.KINDS}
         for kind, function in self.theirs.items():

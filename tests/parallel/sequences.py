@@ -8,7 +8,8 @@ import torch.distributed as dist
 
 import gspo_kernels as gk
 from gspo_kernels.integrations.layouts import tokens_of_rank
-from tests.cases import Result, assert_equals_oracle, call, make_case
+from tests.cases import Result, call, make_case
+from tests.judging import assert_equals_oracle
 from tests.objectives.sample_batches import examples, make_batch
 from tests.parallel.ranks import LOSSES, VOCABULARY, assert_all_raise, assert_same_bits, every, of_ranks
 

@@ -16,7 +16,8 @@ import gspo_kernels as gk
 from gspo_kernels import step
 from gspo_kernels.integrations.layouts import tokens_of_rank
 from gspo_kernels.parallel.agreement import AGREEMENT_BYTES, RanksDisagreeError
-from tests.cases import Result, assert_equals_oracle, call, make_case
+from tests.cases import Result, call, make_case
+from tests.judging import assert_equals_oracle
 from tests.objectives.sample_batches import examples, make_batch
 from tests.parallel.ranks import LOSSES, VOCABULARY, Wire, assert_all_raise, assert_same_bits, every, of_ranks
 from tests.parallel.sequences import ENTRIES, LENGTHS, part, positions, run

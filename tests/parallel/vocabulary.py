@@ -8,8 +8,9 @@ import torch.distributed as dist
 
 import gspo_kernels as gk
 from tests.accuracy import Spread, assert_as_exact
-from tests.cases import ADVANTAGES, LOGIT_OPTIONS, Result, assert_equals_oracle, call, make_case
+from tests.cases import ADVANTAGES, LOGIT_OPTIONS, Result, call, make_case
 from tests.draws import shifted_seed
+from tests.judging import assert_equals_oracle
 from tests.objectives.sample_batches import examples, make_batch
 from tests.parallel.ranks import LOSSES, SCORES, VOCABULARY, assert_same_bits, every, of_ranks
 

@@ -9,8 +9,9 @@ import torch.distributed as dist
 import gspo_kernels as gk
 from gspo_kernels import bits
 from gspo_kernels.parallel.agreement import RanksDisagreeError
-from tests.cases import assert_equals_oracle, make_case
+from tests.cases import make_case
 from tests.draws import shifted_seed
+from tests.judging import assert_equals_oracle
 from tests.parallel.ranks import LOSSES, VOCABULARY, assert_all_raise, assert_same_bits, every, of_ranks
 from tests.parallel.vocabulary import cut, run, shares
 

@@ -1,5 +1,8 @@
 """Distillation on several ranks, alone and beside an objective: both sides are cut in the same places."""
 
+import functools
+import itertools
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -24,7 +27,11 @@ CUT = {"logits": -1, "weight": 0, "bias": 0}
 
 
 class Sides:
-    """A student and a teacher of two sequences, in fp64, where another order of sums hardly shows."""
+    """A student and a teacher of two sequences, in fp64, where another order of sums hardly shows.
+
+    Attributes:
+        explain: makes the plan of the last call beside an objective, from hidden states.
+    """
 
     def __init__(self, linear, dtype=torch.float64):
         rng = torch.Generator().manual_seed(shifted_seed(5))
@@ -42,7 +49,7 @@ class Sides:
             }
 
         self.linear, self.student, self.teacher = linear, side(8), side(12)
-        self.mask = MASK
+        self.mask, self.chunk_bytes = MASK, 4096
         self.labels = torch.randint(0, VOCABULARY, (2, 3), generator=rng)
         self.old = -4 + 0.1 * normal(2, 3)
         self.ids = torch.randint(0, VOCABULARY, (2, 3, 4), generator=rng)
@@ -64,13 +71,17 @@ class Sides:
             theirs, form = {}, form | {"ids": self.ids, "logprobs": self.logprobs}
         options = {"loss_mask": self.mask, "temperature": 0.7, "backend": backend, **group}
         if self.linear:
-            options["max_chunk_bytes"] = 4096
+            options["max_chunk_bytes"] = self.chunk_bytes
         if beside:
             function = gk.fused_linear_policy_loss if self.linear else gk.fused_policy_loss
-            out = function(
-                **leaves, labels=self.labels, old_logprobs=self.old, advantages=torch.tensor([1.0, -1.0]),
-                objective=gk.GSPO(0.1, 0.1), teacher=gk.Teacher(**theirs, **form, coef=0.3), **options,
-            )  # fmt: skip
+            given = {
+                "labels": self.labels, "old_logprobs": self.old, "advantages": torch.tensor([1.0, -1.0]),
+                "objective": gk.GSPO(0.1, 0.1), "teacher": gk.Teacher(**theirs, **form, coef=0.3),
+            }  # fmt: skip
+            if self.linear:
+                known = {name: options[name] for name in options if name not in ("temperature", "backend")}
+                self.explain = functools.partial(gk.explain_schedule, **leaves, **given, **known)
+            out = function(**leaves, **given, **options)
             shown = out.logprobs, out.metrics["divergence"]
         else:
             function = gk.fused_linear_distillation_loss if self.linear else gk.distillation_loss
@@ -81,6 +92,11 @@ class Sides:
             out = function(**leaves, **renamed, **form, **options)
             shown = (out.divergence,)
         return out.loss, shown, dict(zip(leaves, torch.autograd.grad(out.loss, leaves.values()), strict=True))
+
+
+def sent_by(plan):
+    """Bytes and messages."""
+    return plan.sent_bytes, plan.messages
 
 
 @of_ranks(2)
@@ -113,7 +129,10 @@ def teachers_beside_parts_of_sequences():
         for side in (sides.student, sides.teacher):
             side |= {name: value[:, here] for name, value in side.items() if name in ("logits", "hidden")}
         sides.labels, sides.old, sides.mask = (each[:, here] for each in (sides.labels, sides.old, MASK))
-        loss, (_, own_mean), own = sides.run(form, True, cp_group=dist.group.WORLD)
+        with Wire() as wire:
+            loss, (_, own_mean), own = sides.run(form, True, cp_group=dist.group.WORLD)
+        if linear:
+            assert sent_by(sides.explain()) == wire.total
         assert_same_bits(loss=loss, mean=own_mean)
         pairs = [(loss, whole), (own_mean, mean)]
         parts = every(own)
@@ -136,6 +155,11 @@ def teachers_on_the_wire():
             sides.run(form, False, "cpp", columns, tp_group=dist.group.WORLD)
         assert wire.sent["all_gather"] == AGREEMENT_BYTES + counted * bytes_of_row
         assert wire.sent["all_reduce"] == counted * 8 * 4
+    sides.chunk_bytes = 2 * 2 * 4 * (columns[1] - columns[0])  # two rows of either side
+    for form, schedule in itertools.product((FORMS[1], FORMS[3], FORMS[5]), ("aligned", "two_pass")):
+        with Wire() as wire:
+            sides.run(form, True, "cpp", columns, tp_group=dist.group.WORLD, schedule=schedule)
+        assert sent_by(sides.explain()) == wire.total, (form, schedule)
 
 
 @of_ranks(2)

@@ -14,7 +14,8 @@ import gspo_kernels as gk
 from gspo_kernels.linear.head import Head
 from gspo_kernels.linear.sums import HeadSums
 from gspo_kernels.parallel.agreement import AGREEMENT_BYTES, RanksDisagreeError
-from tests.cases import Result, assert_equals_oracle, call, make_case
+from tests.cases import Result, call, make_case
+from tests.judging import assert_equals_oracle
 from tests.parallel.ranks import (
     LOSSES,
     SCORES,

@@ -10,7 +10,8 @@ import gspo_kernels as gk
 from gspo_kernels.linear.schedule import SCHEDULES
 from gspo_kernels.objectives.base import Objective, ObjectiveLoss
 from gspo_kernels.objectives.finite import exp, mul
-from tests.cases import LAYOUTS, assert_equals_oracle, for_objective, make_case, run
+from tests.cases import LAYOUTS, for_objective, make_case, run
+from tests.judging import assert_equals_oracle
 from tests.schedules.common import ENTRY, ROW, V, run_with_frozen_head
 
 OBJECTIVES = {

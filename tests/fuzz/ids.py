@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 import gspo_kernels as gk
-from tests.cases import device_of
-from tests.test_distillation import direct, over_ids
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-SINGLE = torch.finfo(torch.float32)
+from tests import oracle
+from tests.cases import device_of, offsets, scores_of
+from tests.fuzz import DTYPES, SINGLE
+from tests.fuzz.teachers import draw_form, draw_scored, draw_side, near_a_tie
 
 
 class Draw:
@@ -35,29 +34,20 @@ class Draw:
             self.options["softcap"] = dice.choice((3.0, 30.0))
         if dice.random() < 0.3:
             self.options["logit_scale"] = dice.choice((0.3, 1.7, -0.4))
-        self.inputs, self.teacher = self._side(), self._side("teacher_")
+        shape = (self.linear, self.tokens, self.vocabulary)
+        self.inputs, self.teacher = (draw_side(dice, self._normal, *shape, self.dtype) for _ in range(2))
         self.budget = {"max_chunk_bytes": dice.choice((1, 2, 5)) * self.vocabulary * 8} if self.linear else {}
         self.upstream = self._normal(*self.tokens, 1)
         (self._distillation if self.distills else self._selection)()
 
     def __str__(self) -> str:
         shapes = {name: (value.dtype, tuple(value.shape)) for name, value in self.inputs.items()}
-        return f"{'distillation' if self.distills else 'selected ids'} {shapes} {self.options} {self.form}"
+        kind = "distillation" if self.distills else "selected ids"
+        beside = f"teacher {[*self.teacher]} {self.how} packed {self.packed}" if self.distills else ""
+        return f"{kind} {shapes} {self.options} {self.form} {beside}"
 
     def _normal(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self.rng, dtype=torch.float64)
-
-    def _side(self, prefix: str = "") -> dict[str, Tensor]:
-        size, width = self.dice.choice((0.1, 2.0, 10.0)), self.dice.choice((1, 3, 16))
-        if not self.linear:
-            return {f"{prefix}logits": (size * self._normal(*self.tokens, self.vocabulary)).to(self.dtype)}
-        found = {
-            f"{prefix}hidden": self._normal(*self.tokens, width).to(self.dtype),
-            f"{prefix}weight": (size / width**0.5 * self._normal(self.vocabulary, width)).to(self.dtype),
-        }
-        if self.dice.random() < 0.5:
-            found[f"{prefix}bias"] = self._normal(self.vocabulary).to(self.dtype)
-        return found
 
     def _selection(self) -> None:
         K, V = self.dice.choice((1, 2, 5, 20)), self.vocabulary
@@ -70,42 +60,38 @@ class Draw:
         self.upstream = self._normal(*self.tokens, K + 1)
 
     def _distillation(self) -> None:
-        self.form = {"beta": self.dice.choice((0.0, 0.1, 0.5, 1.0))}
-        if self.dice.random() < 0.4:
-            self.form["top_k"] = min(self.vocabulary, self.dice.choice((1, 3, 30)))
-            self.form["add_tail"] = self.dice.random() < 0.5
-            self.form["top_k_of"] = self.dice.choice(("teacher", "student"))
-        self.form["loss_mask"] = torch.rand(self.tokens, generator=self.rng) < 0.8
-        if self.dice.random() < 0.3 and self.dtype != torch.float64:
+        dice, self.how = self.dice, {}
+        self.mask = torch.rand(self.tokens, generator=self.rng) < 0.8
+        self.packed = dice.random() < 0.3 and self.tokens[0] > 0
+        if dice.random() < 0.3:
+            self.teacher = draw_scored(dice, self.rng, self.tokens, self.vocabulary)
+            self.form = draw_form(dice, self.vocabulary, over_ids=False) | {"add_tail": dice.random() < 0.5}
+            return
+        self.form = draw_form(dice, self.vocabulary)
+        if dice.random() < 0.3 and self.dtype != torch.float64:
             self.teacher = {name: value.float() for name, value in self.teacher.items()}
-
-    def _z(self, side: dict[str, Tensor], prefix: str, transformed: bool) -> Tensor:
-        x = side.get(f"{prefix}logits")
-        if x is None:
-            x = side[f"{prefix}hidden"] @ side[f"{prefix}weight"].T + side.get(f"{prefix}bias", 0.0)
-        options = self.options if transformed else {}
-        z = x * options.get("logit_scale", 1.0)
-        if "softcap" in options:
-            z = options["softcap"] * torch.tanh(z / options["softcap"])
-        heat = self.options.get("temperature", 1.0)
-        return z / (heat.to(z.dtype).view(-1, 1, 1) if torch.is_tensor(heat) else heat)
+        if dice.random() < 0.3:
+            self.how = {"temperature": dice.choice((0.6, 1.3)), "logit_scale": dice.choice((0.4, -1.3))}
+        if near_a_tie(self.inputs, self.options, self.teacher | self.how | self.form, self.mask):
+            del self.form["top_k"], self.form["top_k_of"], self.form["add_tail"]
 
     def formulas(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """Values, and the gradients of their sum times ``upstream``."""
         leaves = {name: value.to(dtype, copy=True).requires_grad_() for name, value in self.inputs.items()}
-        z = self._z(leaves, "", True)
+        scores = scores_of(leaves)
         if self.distills:
-            zt = self._z({name: value.to(dtype) for name, value in self.teacher.items()}, "teacher_", False)
-            beta, top_k, mask = self.form["beta"], self.form.get("top_k", 0), self.form["loss_mask"]
-            if top_k:
-                ids = (z if self.form["top_k_of"] == "student" else zt).topk(top_k).indices
-                found = over_ids(z, zt, ids, beta, self.form["add_tail"])
-            else:
-                found = direct(z.log_softmax(-1), zt.log_softmax(-1), beta)
-            values = {"divergence": torch.where(mask, found, 0.0)}
-            loss = (values["divergence"].unsqueeze(-1) * self.upstream.to(dtype)).sum()
+            scored = "ids" in self.teacher
+            theirs = {} if scored else {name: value.to(dtype) for name, value in self.teacher.items()}
+            found = oracle.divergences(
+                scores, theirs and scores_of(theirs), self.mask, cu_seqlens=None, student=self.options,
+                teacher=self.how, **self.form, **(self.teacher if scored else {}),
+            )  # fmt: skip
+            values = {"divergence": found}
+            loss = (found.unsqueeze(-1) * self.upstream.to(dtype)).sum()
+            loss = loss + 0.0 * sum(leaf[:0].sum() for leaf in leaves.values())
         else:
-            values, loss = self._of_ids(z)
+            rows = [oracle.transformed(row, i, **self.options) for i, row in enumerate(scores)]
+            values, loss = self._of_ids(torch.stack(rows) if rows else scores)
         grads = torch.autograd.grad(loss, list(leaves.values()))
         named = {f"grad {name}": grad for name, grad in zip(leaves, grads, strict=True)}
         return {name: value.detach() for name, value in {**values, **named}.items()}
@@ -147,12 +133,20 @@ class Draw:
         options = {name: moved(value) for name, value in {**self.options, **self.form}.items()}
         options |= {"backend": backend, **self.budget}
         if self.distills:
-            theirs = {name: moved(value) for name, value in self.teacher.items()}
+            theirs = {name if name == "ids" else f"teacher_{name}": x for name, x in self.teacher.items()}
+            given = (
+                leaves | theirs | {"loss_mask": self.mask, "token_weights": self.upstream.squeeze(-1).float()}
+            )
+            if self.packed:
+                heads = ("weight", "bias", "teacher_weight", "teacher_bias")
+                given = {name: x if name in heads else x.flatten(0, 1) for name, x in given.items()}
+                rows, length = self.tokens
+                given["cu_seqlens"] = offsets((length,) * rows)
+            options |= {f"teacher_{name}": value for name, value in self.how.items()}
             function = gk.fused_linear_distillation_loss if self.linear else gk.distillation_loss
-            weights = moved(self.upstream.squeeze(-1).float())
-            out = function(**leaves, **theirs, **options, token_weights=weights, aggregation="sum")
+            out = function(**{n: moved(x) for n, x in given.items()}, **options, aggregation="sum")
             out.loss.backward()
-            values = {"divergence": out.divergence}
+            values = {"divergence": out.divergence.view(self.tokens)}
         else:
             function = gk.linear_selected_logprobs if self.linear else gk.selected_logprobs
             out = function(**leaves, **options)
@@ -171,12 +165,16 @@ class Draw:
 def attempt(drawn: Draw, backend: str) -> None:
     """Run and judge one call: 16 times plain fp32's error, and roundings of the inputs' dtype in between."""
     drawn.upstream = drawn.upstream.float().double()
+    # a label's log-prob near 0 is rounded there, and so is what it leaves
+    rounds = backend == "reference" and not drawn.distills and drawn.form["ids"].shape[-1] == 1
+    if rounds:
+        drawn.upstream[..., -1] = 0.0
     exact, rough = drawn.formulas(torch.float64), drawn.formulas(torch.float32)
     finer = torch.finfo(torch.float64).eps / SINGLE.eps if drawn.dtype == torch.float64 else 1.0
     reach = float(drawn.upstream.abs().sum(-1).max()) if drawn.upstream.numel() else 0.0
     answers = drawn.ours(backend)
-    if backend == "reference" and not drawn.distills and drawn.form["ids"].shape[-1] == 1:
-        answers.pop("tail", None)  # a label's log-prob near 0 is rounded there, and so is what it leaves
+    if rounds:
+        answers.pop("tail", None)
     steep = abs(drawn.options.get("logit_scale", 1.0)) / 0.5
     for name, got in answers.items():
         want = exact[name]

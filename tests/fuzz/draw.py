@@ -1,21 +1,9 @@
-"""Random calls of every entry against the naive fp64 oracle.
-
-``python -m tests.fuzz --backend cpp --seconds 60`` draws layouts, lengths 0 and 1, dtypes, strides, holes
-with NaN and infinities, every term, schedule and chunk size, upstream gradients, extremes. It looks for wrong
-values, not for units in the last place (the tests do that): an error may be a generous multiple of plain
-fp32's, and a clip decision that rounding could turn is not drawn. It ends with 1 at the first failure, after
-the line that repeats it.
-"""
+"""Calls of the entries that take labels, drawn from a seed."""
 
 from __future__ import annotations
 
-import argparse
-import itertools
 import math
 import random
-import sys
-import time
-import traceback
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,24 +11,23 @@ import torch
 from torch import Tensor
 
 import gspo_kernels as gk
-from tests import fuzz_ids, oracle
-from tests.cases import (
-    AGGREGATIONS,
-    KIND,
-    Case,
-    call,
-    device_of,
-    draw_kept,
-    expect,
-    offsets,
-    pad,
-    true_logprobs,
-)
+from tests import oracle
+from tests.cases import AGGREGATIONS, KIND, Case, draw_kept, offsets, pad
+from tests.fuzz import DTYPES
+from tests.fuzz.teachers import draw_teacher, near_a_tie
+from tests.judging import expect, true_logprobs
 
 ENTRIES = tuple(KIND)
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 SCHEDULES = ("auto", "known", "aligned", "deferred", "frozen", "cached", "two_pass")
-SINGLE, POISON = torch.finfo(torch.float32), (math.nan, math.inf, -math.inf)
+POISON = (math.nan, math.inf, -math.inf)
+
+
+def shown(values: dict[str, Any]) -> dict[str, Any]:
+    """Of tensors what they are like."""
+    return {
+        name: (value.dtype, tuple(value.shape), value.stride()) if isinstance(value, Tensor) else value
+        for name, value in values.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -53,14 +40,12 @@ class Drawn:
     twice: bool
 
     def __str__(self) -> str:
-        case, inputs = (
-            self.case,
-            {n: (v.dtype, tuple(v.shape), v.stride()) for n, v in self.case.inputs.items()},
-        )
+        case, inputs = self.case, shown(self.case.inputs)
         layout = "padded" if case.cu_seqlens is None else f"packed {case.cu_seqlens.tolist()}"
         return (
             f"{self.entry} {layout} {inputs} {self.objective} {case.terms} {case.logit_options} "
-            f"{self.options} old {case.old_logprobs is not None} factor {self.factor} twice {self.twice}"
+            f"teacher {shown(case.teacher or {})} {self.options} old {case.old_logprobs is not None} "
+            f"factor {self.factor} twice {self.twice}"
         )
 
 
@@ -83,7 +68,9 @@ class Draw:
         while True:
             drawn = self._call()
             clean = cleaned(drawn.case)
-            if near_a_clip_bound(clean, drawn.objective) or not fits(clean, drawn.objective, 1.0):
+            beside = (clean.inputs, clean.logit_options, clean.teacher or {}, clean.counted)
+            turned = near_a_clip_bound(clean, drawn.objective) or near_a_tie(*beside)
+            if turned or not fits(clean, drawn.objective, 1.0):
                 continue
             return drawn if fits(clean, drawn.objective, drawn.factor) else replace(drawn, factor=1.0)
 
@@ -126,9 +113,12 @@ class Draw:
             case = replace(
                 case, terms=terms | {"ref_logprobs": (truth + 0.2 * self.normal(tokens)).to(statistics)}
             )
-        case = self.laid_out(
-            self.poisoned(case), by_labels=entry in ("fused_policy_loss", "fused_linear_policy_loss")
-        )
+        by_labels = entry in ("fused_policy_loss", "fused_linear_policy_loss")
+        # an entropy beside a teacher is refused; what one side bans may be infinitely far from the other
+        alone = "entropy_coef" in terms or any(value.isinf().any() for value in inputs.values())
+        if by_labels and not alone and self.chance(0.4):
+            case = replace(case, teacher=draw_teacher(dice, self.rng, case, vocabulary, len(lengths)))
+        case = self.laid_out(self.poisoned(case), by_labels)
         factor = dice.choice((1.0, 1.0, 0.5, -3.0, 0.0, 65536.0, 65536.0))
         return Drawn(entry, case, objective, self.options(entry, case, vocabulary), factor, self.chance(0.1))
 
@@ -222,6 +212,8 @@ class Draw:
         def spoil(value: Tensor | None) -> Tensor | None:
             if value is None or value.shape[:1] != hole.shape:
                 return value
+            if not value.is_floating_point():
+                return value
             bad = torch.tensor([self.dice.choice(POISON) for _ in hole], dtype=value.dtype)
             return torch.where(
                 hole.view(-1, *(1,) * (value.ndim - 1)), bad.view(-1, *(1,) * (value.ndim - 1)), value
@@ -236,6 +228,11 @@ class Draw:
             inputs={name: spoil(value) if name in rows else value for name, value in case.inputs.items()},
             old_logprobs=spoil(case.old_logprobs),
             terms=terms,
+            teacher=case.teacher
+            and {
+                name: spoil(value) if name in (*rows, "coef") and isinstance(value, Tensor) else value
+                for name, value in case.teacher.items()
+            },
         )
 
     def laid_out(self, case: Case, by_labels: bool) -> Case:
@@ -251,7 +248,15 @@ class Draw:
         if case.loss_mask is not None:
             dtype = self.dice.choice((torch.bool, torch.int64, torch.float32))
             case = replace(case, loss_mask=case.loss_mask.to(dtype))
-        return replace(case, inputs={name: self.strided(value) for name, value in case.inputs.items()})
+        sides = ("logits", "hidden", "weight", "bias", "logprobs")
+        return replace(
+            case,
+            inputs={name: self.strided(value) for name, value in case.inputs.items()},
+            teacher=case.teacher
+            and {
+                name: self.strided(value) if name in sides else value for name, value in case.teacher.items()
+            },
+        )
 
     def strided(self, value: Tensor) -> Tensor:
         """The same values in memory of another order, between values that are none."""
@@ -266,7 +271,8 @@ class Draw:
 
     def options(self, entry: str, case: Case, vocabulary: int) -> dict[str, Any]:
         options: dict[str, Any] = {}
-        if entry in ("fused_policy_loss", "fused_linear_policy_loss") and self.chance(0.3):
+        policy = entry in ("fused_policy_loss", "fused_linear_policy_loss")
+        if policy and case.teacher is None and self.chance(0.3):
             options["return_entropy"] = True
         if entry == "token_logprobs" or entry == "fused_policy_loss":
             options["inplace_backward"] = self.chance(0.15) and case.inputs["logits"].is_contiguous()
@@ -320,38 +326,6 @@ def cleaned(case: Case) -> Case:
     )
 
 
-def attempt(drawn: Drawn, backend: str) -> bool:
-    """Run and judge one call; False where the package refused a schedule that can't serve it."""
-    case, entry, options = drawn.case, drawn.entry, dict(drawn.options)
-    device = device_of(backend)
-
-    def moved(value: Any) -> Any:
-        return value.to(device) if isinstance(value, Tensor) else value
-
-    leaves = {name: moved(value.detach()).requires_grad_() for name, value in case.inputs.items()}
-    inplace = options.pop("inplace_backward", False)
-    given = dict(leaves)
-    if inplace:
-        options["inplace_backward"] = True
-        given["logits"] = leaves["logits"] * 1.0
-    if options.get("schedule") == "frozen":
-        given = {name: leaf if name == "hidden" else leaf.detach() for name, leaf in leaves.items()}
-    try:
-        output = call(case, given, entry, drawn.objective, backend, moved, **options)
-    except ValueError as refusal:
-        if "schedule" in str(refusal):
-            return False
-        raise
-    loss = output.loss * drawn.factor
-    if drawn.twice and not inplace:
-        loss.backward(retain_graph=True)
-        for leaf in leaves.values():
-            leaf.grad = None
-    loss.backward()
-    judge(drawn, output, {n: leaf.grad for n, leaf in leaves.items() if leaf.grad is not None})
-    return True
-
-
 def fits(case: Case, objective: Any, factor: float) -> bool:
     grads = expect(case, objective).grads
     return all(
@@ -359,122 +333,3 @@ def fits(case: Case, objective: Any, factor: float) -> bool:
         or float(grad.abs().max()) * abs(factor) < torch.finfo(case.inputs[name].dtype).max / 16
         for name, grad in grads.items()
     )
-
-
-def judge(drawn: Drawn, output: gk.LossOutput, grads: dict[str, Tensor]) -> None:
-    """Error at most 16 times plain fp32's, and what roundings of inputs' dtype in between can make."""
-    case, factor = cleaned(drawn.case), drawn.factor
-    truth = expect(case, drawn.objective)
-    single = replace(case, inputs={name: value.float() for name, value in case.inputs.items()})
-    rough = expect(single, drawn.objective, None).values()
-    in_double = case.inputs[next(iter(case.inputs))].dtype == torch.float64
-    finer = torch.finfo(torch.float64).eps / SINGLE.eps if in_double else 1.0
-    same = expect(single, drawn.objective) if in_double else truth
-    spread = {
-        name: finer * float((rough[name].double() - value).abs().max()) if value.numel() else 0.0
-        for name, value in same.values().items()
-    }
-    carried = sum(spread.get(name, 0.0) * weight for name, weight in truth.sensitivity.items())
-    slope, vocabulary = steepest(case.logit_options), vocabulary_of(case)
-    reach = truth.sensitivity.get("logprobs", 0.0) + 2 * math.log(vocabulary + 2) * truth.sensitivity.get(
-        "entropy", 0.0
-    )
-    answers = {"loss": output.loss, **{f"grad {name}": grad for name, grad in grads.items()}}
-    if drawn.entry in ("fused_policy_loss", "fused_linear_policy_loss"):
-        answers["logprobs"] = output.logprobs
-    for name, got in answers.items():
-        want = truth.values()[name] * (factor if name.startswith("grad ") else 1.0)
-        got = got.detach().cpu()
-        assert got.shape == want.shape, f"{name}: shape {tuple(got.shape)}, expected {tuple(want.shape)}"
-        if want.numel() == 0:
-            continue
-        info, largest = torch.finfo(got.dtype), float(want.abs().max())
-        allowed = (
-            16 * spread[name]
-            + 64 * SINGLE.eps * finer * (largest + (name == "loss") * reach)
-            + info.eps * largest
-        )
-        if name == "loss":
-            allowed += 16 * carried
-        else:
-            allowed += info.smallest_normal * info.eps
-        if name.startswith("grad "):
-            allowed = (
-                abs(factor) * (16 * spread[name] + 64 * SINGLE.eps * finer * reach * slope)
-                + info.eps * largest
-            )
-            allowed += 2 * info.smallest_normal * info.eps
-            # rows of 16 bits enter the products
-            allowed += abs(factor) * 4 * info.eps * reach * slope * partner(case, name)
-        if name == "grad logits":
-            # a probability below 1e-38 is 0 before a coefficient multiplies it
-            small = max(4 * info.smallest_normal * info.eps, 1e-30 * max(1.0, largest))
-            there = (want.abs() > small) & ((rough[name] * factor).abs() > small)
-            lost = float((there & (got == 0)).double().mean())
-            assert lost == 0, f"{name}: {lost:.1%} of the numbers that {got.dtype} can hold came out as zero"
-        found = float((got.double() - want).abs().nan_to_num(math.inf).max())
-        assert found <= allowed, (
-            f"{name}: error {found:.3e}, allowed {allowed:.3e}, largest value {largest:.3e}"
-        )
-
-
-def steepest(options: dict[str, Any]) -> float:
-    temperature = options.get("temperature", 1.0)
-    coldest = (
-        float(temperature.min()) if isinstance(temperature, Tensor) and temperature.numel() else temperature
-    )
-    return abs(options.get("logit_scale", 1.0)) / (coldest if isinstance(coldest, float) else 1.0)
-
-
-def vocabulary_of(case: Case) -> int:
-    return (
-        case.inputs["logits"].shape[-1] if "logits" in case.inputs else len(case.inputs.get("weight", (0,)))
-    )
-
-
-def partner(case: Case, name: str) -> float:
-    """The largest number that a row of the product's gradient meets."""
-    other = {"grad hidden": "weight", "grad weight": "hidden"}.get(name)
-    if other is None or case.inputs[other].numel() == 0:
-        return 1.0 if name == "grad bias" else 0.0
-    return float(case.inputs[other].double().nan_to_num(0.0, 0.0, 0.0).abs().max())
-
-
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--backend", default="cpp", choices=("reference", "cpp", "triton"))
-    parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--call", type=int, help="this one alone")
-    given = parser.parse_args(arguments)
-    largest = 200 if given.backend == "triton" and not torch.cuda.is_available() else 5000
-    end, refused = time.monotonic() + given.seconds, 0
-    calls = itertools.count() if given.call is None else iter([given.call])
-    number = 0
-    for number in calls:
-        seed = 10**7 * given.seed + number
-        # every fourth has ids or a teacher instead of labels
-        drawn = fuzz_ids.Draw(seed, largest) if number % 4 == 3 else Draw(seed, largest).call()
-        try:
-            if isinstance(drawn, fuzz_ids.Draw):
-                fuzz_ids.attempt(drawn, given.backend)
-            else:
-                refused += not attempt(drawn, given.backend)
-        except Exception:
-            traceback.print_exc()
-            print(drawn)
-            print(
-                f"python -m tests.fuzz --backend {given.backend} --seed {given.seed} --call {number}",
-                flush=True,
-            )
-            return 1
-        if time.monotonic() > end:
-            break
-    print(f"{number + 1} calls of {given.backend}, {refused} of them refused for their schedule, none wrong")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,180 @@
+"""What a call must answer, and whether it does.
+
+The budget is the data's own: plain PyTorch (the oracle in the kernel's dtype of statistics) has some error
+against fp64, measured over a few neighbours of the case, and a kernel may have twice that (``accuracy``).
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import gspo_kernels as gk
+from tests import oracle
+from tests.accuracy import Spread, assert_as_exact
+from tests.cases import Case, Result, generator, scores_of, stats
+
+_DRAWS = 8
+
+
+def expect(case: Case, objective: Any, dtype: torch.dtype | None = torch.float64) -> Result:
+    """The oracle's answer in fp64, or plain PyTorch's: ``None`` takes the inputs' dtype of statistics."""
+    leaves = {
+        name: value.detach().to(dtype or value.dtype).clone().requires_grad_()
+        for name, value in case.inputs.items()
+    }
+    rounded = dtype is None and case.logits_dtype == "input"
+    raised = {name: leaf if rounded else leaf.to(stats(leaf.dtype)) for name, leaf in leaves.items()}
+    labels, counted = case.labels, case.counted
+    entropy = None
+    if case.kind == "logprobs":
+        logprobs, entropy = raised["logprobs"], raised.get("entropy")
+    else:
+        scores = scores_of(raised, rounded)
+        logprobs, entropy = oracle.token_logprobs(
+            scores, labels, counted, cu_seqlens=case.cu_seqlens, **case.logit_options
+        )
+    loss = oracle.policy_loss(
+        logprobs,
+        case.old_logprobs,
+        case.advantages,
+        counted,
+        objective,
+        cu_seqlens=case.cu_seqlens,
+        entropy=entropy if case.wants_entropy else None,
+        **case.terms,
+    )
+    found, mean = None, None
+    if case.teacher is not None:
+        found = divergences_of(case, scores)
+        # the loss is Linear's of divergences in the place of log-probs
+        how = gk.Linear(
+            aggregation=objective.aggregation, aggregation_constant=objective.aggregation_constant
+        )
+        shared = {name: case.terms[name] for name in ("lengths", "normalizer") if name in case.terms}
+        coef = torch.as_tensor(case.teacher.get("coef", 1.0), dtype=torch.float64).expand(labels.shape)
+        loss = loss + oracle.policy_loss(
+            found, None, None, counted, how, cu_seqlens=case.cu_seqlens, token_weights=coef, **shared
+        )
+        mean = (found.sum() / max(int(counted.sum()), 1)).detach()
+    # where no token counts no input has been looked at
+    loss = loss + sum(leaf[:0].sum() for leaf in leaves.values())
+    between = {"logprobs": logprobs} if entropy is None else {"logprobs": logprobs, "entropy": entropy}
+    between = {name: value for name, value in between.items() if value.requires_grad}
+    if found is not None and found.requires_grad:
+        between["divergence"] = found
+    grads = torch.autograd.grad(
+        loss, [*leaves.values(), *between.values()], allow_unused=True, materialize_grads=True
+    )
+    moved_by = dict(zip(between, (grad.abs() for grad in grads[len(leaves) :]), strict=True))
+    if "divergence" in moved_by:
+        # p log(p / q) is a row's divergence and 1 at most, and its gradient that less p times the divergence
+        moved_by["divergence"] = moved_by["divergence"] * (1 + 2 * found.detach().abs())
+    shown = torch.where(counted, logprobs, 0.0) if case.kind != "logprobs" else logprobs
+    return Result(
+        loss.detach(),
+        shown.detach(),
+        dict(zip(leaves, grads[: len(leaves)], strict=True)),
+        entropy.detach() if case.wants_entropy else None,
+        mean,
+        {name: float(size.sum()) for name, size in moved_by.items()},
+    )
+
+
+def divergences_of(case: Case, scores: Tensor) -> Tensor:
+    """From the case's teacher, in the dtype of the student's logits."""
+    given = dict(case.teacher)
+    given.pop("coef", None)
+    names = {"temperature", "logit_scale", "softcap"}
+    how = {name: given.pop(name) for name in names & given.keys() if given[name] is not None}
+    side = {name: given.pop(name).to(scores.dtype) for name in ("hidden", "weight", "bias") if name in given}
+    theirs = given.pop("logits").to(scores.dtype) if "logits" in given else side and scores_of(side)
+    options = {"student": case.logit_options, "teacher": how, "cu_seqlens": case.cu_seqlens}
+    return oracle.divergences(scores, theirs, case.counted, **options, **given)
+
+
+def neighbour(case: Case, draw: int) -> Case:
+    """The same case with inputs moved by up to a part in 128: as ill-conditioned, with roundings of its own.
+
+    Old and reference log-probs move along, so that every ratio and clip decision stays.
+    """
+    if draw == 0:
+        return case
+    rng = generator(draw)
+
+    def moved(value: Tensor) -> Tensor:
+        noise = torch.rand(value.shape, generator=rng, dtype=torch.float64) - 0.5
+        return (value.double() * (1 + noise / 64)).to(value.dtype)
+
+    there = replace(case, inputs={name: moved(value) for name, value in case.inputs.items()})
+    change = (true_logprobs(there) - true_logprobs(case)).nan_to_num(0.0, 0.0, 0.0)
+
+    def along(value: Any) -> Any:
+        return (value.double() + change).to(value.dtype) if isinstance(value, Tensor) else value
+
+    terms = {name: along(value) if name == "ref_logprobs" else value for name, value in case.terms.items()}
+    return replace(there, old_logprobs=along(case.old_logprobs), terms=terms)
+
+
+def true_logprobs(case: Case) -> Tensor:
+    """What the case's log-probs are in fp64, 0 where not counted."""
+    inputs = {name: value.detach().double() for name, value in case.inputs.items()}
+    if case.kind == "logprobs":
+        return inputs["logprobs"]
+    return oracle.token_logprobs(
+        scores_of(inputs), case.labels, case.counted, cu_seqlens=case.cu_seqlens, **case.logit_options
+    )[0]
+
+
+@functools.lru_cache(maxsize=4096)
+def _judged(case: Case, objective: Any) -> tuple[Result, dict[str, Spread]]:
+    """The fp64 answer and the spread of plain PyTorch's errors."""
+    reference = expect(case, objective)
+    errors: dict[str, list[Tensor]] = {}
+    in_double = next(iter(case.inputs.values())).dtype == torch.float64
+    # fp64 has no finer truth: fp32's errors, scaled, say how it rounds, and half as much is the truth's own
+    scale = 1.5 * torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps if in_double else 1.0
+    for draw in range(_DRAWS):
+        there = neighbour(case, draw)
+        if in_double:
+            old = None if there.old_logprobs is None else there.old_logprobs.float()
+            inputs = {name: value.float() for name, value in there.inputs.items()}
+            there = replace(there, inputs=inputs, old_logprobs=old)
+        exact = expect(there, objective).values()
+        for name, value in expect(there, objective, None).values().items():
+            errors.setdefault(name, []).append(scale * (value.double() - exact[name]))
+    spreads = {
+        name: Spread.of(each, by_row=name in ("grad logits", "grad hidden", "grad weight"))
+        for name, each in errors.items()
+    }
+    # errors of tokens cancel in a sum by luck only
+    moved_by = reference.sensitivity.items()
+    carried = sum(spreads[name].element * weight for name, weight in moved_by if name in spreads)
+    tokens = int(case.counted.sum()) * _DRAWS
+    spreads["loss"] = spreads["loss"].at_least(carried, carried, tokens)
+    if case.kind != "logprobs" and type(objective).__name__ != "Linear":
+        # a ratio's relative error is the error of the log-probs that it is the exponential of
+        ratio = spreads["logprobs"].element
+        for name, value in reference.values().items():
+            if name.startswith("grad ") and value.numel():
+                moved = ratio * float(value.norm()), ratio * float(value.abs().max())
+                spreads[name] = spreads[name].at_least(*moved, tokens)
+    return reference, spreads
+
+
+def assert_equals_oracle(actual: Result, case: Case, objective: Any) -> None:
+    """Every output of a call is as exact as plain PyTorch's."""
+    reference, plain = _judged(case, objective)
+    references, answers = reference.values(), actual.values()
+    assert answers.keys() >= references.keys()
+    for name, expected in references.items():
+        got = answers[name]
+        assert got.shape == expected.shape, name
+        if name.startswith("grad "):
+            assert got.dtype == case.inputs[name.removeprefix("grad ")].dtype, name
+        eps = torch.finfo(got.dtype).eps
+        assert_as_exact(name, [got.double() - expected.double()], plain[name], [expected], eps)
