@@ -106,7 +106,7 @@ def sequence_ratio(
         ignore_index=options.ignore_index,
         **operands._asdict(),
     )
-    # a label that isn't there has the log-prob NaN, so that few calls need to look for one
+    # the log-prob of a label that is no column is NaN: where no ratio is, no label needs a look
     if checked_values(labels.device) and math.isnan(stats.metrics.tolist()[_RATIO_MEAN]):
         check_rows(labels, logits.shape[-1], options)
     return stats
