@@ -49,9 +49,10 @@ def implemented_by(implementation: Callable[..., R]) -> Callable[[Callable[P, R]
 
         @functools.wraps(declared)
         def call(*args: P.args, **named: P.kwargs) -> R:
-            given = {**defaults, **dict(zip(ordered, args, strict=False)), **named}
-            twice = any(name in named for name in ordered[: len(args)])
-            if twice or len(args) > len(ordered) or given.keys() != complete:
+            said = {**dict(zip(ordered, args, strict=False)), **named}
+            given = {**defaults, **said}
+            # less was said than was given: something twice, or more than there are places for
+            if len(said) != len(args) + len(named) or given.keys() != complete:
                 declared(*args, **named)  # says what is wrong as Python does
             passed = {name: given[name] for name in alone}
             for name, make, places in tables:

@@ -163,12 +163,11 @@ def on_all_ranks(implementation: Callable[..., R]) -> Callable[..., R]:
 
     @functools.wraps(implementation)
     def call(**arguments: Any) -> R:
-        groups = {
-            "cp_group": getattr(arguments.get("terms"), "cp_group", None) or None,
-            "tp_group": getattr(arguments.get("logit_arguments"), "tp_group", None),
-        }
-        if all(group is None for group in groups.values()):
+        context = getattr(arguments.get("terms"), "cp_group", None) or None
+        shards = getattr(arguments.get("logit_arguments"), "tp_group", None)
+        if context is None and shards is None:
             return implementation(**arguments)
+        groups = {"cp_group": context, "tp_group": shards}
         asked = getattr(arguments.get("product_arguments"), "batch_invariant", None)
         refuse_groups(in_force(asked), **groups)
         if torch.compiler.is_compiling():

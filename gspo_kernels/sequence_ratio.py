@@ -5,6 +5,7 @@ Which losses are of this form the objective says; kernels never hear of its name
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -14,9 +15,9 @@ from gspo_kernels.aggregation import Aggregation
 from gspo_kernels.layout import layout_of
 from gspo_kernels.objectives.base import Objective
 from gspo_kernels.ops.backends import RatioBackend, load
-from gspo_kernels.ops.library import operator
+from gspo_kernels.ops.library import checked_values, operator
 from gspo_kernels.ops.logprobs import RowGradients, check_rows, gradient_of_logits, save_rows, saved_rows
-from gspo_kernels.ops.values import check_cu_seqlens, check_lengths, check_normalizer
+from gspo_kernels.ops.values import check_cu_seqlens, check_lengths, check_normalizer, check_temperature
 from gspo_kernels.terms import Terms
 from gspo_kernels.torch_internals import constant_when_traced
 from gspo_kernels.types import (
@@ -79,6 +80,9 @@ class RatioOperands(NamedTuple):
         return cls(terms.old_logprobs, terms.advantages, weights, terms.lengths, normalizer, terms.cu_seqlens)
 
 
+_RATIO_MEAN = METRICS.index("ratio/mean")
+
+
 @operator
 def sequence_ratio(
     logits: Tensor,
@@ -88,13 +92,13 @@ def sequence_ratio(
     form: RatioClip,
 ) -> SequenceRatioStats:
     """From logits to loss; see ``ops.backends.RatioBackend``."""
-    check_rows(labels, logits.shape[-1], options)
+    check_temperature(options.row_temperature)
     check_cu_seqlens(operands.cu_seqlens, labels)
     check_normalizer(operands.normalizer)
     if operands.lengths is not None:
         counted = (labels != options.ignore_index).to(torch.float64)
         check_lengths(operands.lengths, layout_of(labels, operands.cu_seqlens).sum(counted))
-    return cast(RatioBackend, load(options.backend)).sequence_ratio_forward(
+    stats = cast(RatioBackend, load(options.backend)).sequence_ratio_forward(
         logits,
         labels,
         form=form,
@@ -102,6 +106,10 @@ def sequence_ratio(
         ignore_index=options.ignore_index,
         **operands._asdict(),
     )
+    # the log-prob of a label that is no column is NaN: where no ratio is, no label needs a look
+    if checked_values(labels.device) and math.isnan(stats.metrics.tolist()[_RATIO_MEAN]):
+        check_rows(labels, logits.shape[-1], options)
+    return stats
 
 
 @sequence_ratio.register_fake

@@ -323,6 +323,16 @@ def test_messages_say_what_was_got_and_what_is_expected():
         token(**(arguments(token) | {"labels": torch.full((B, T), V)}))
 
 
+@pytest.mark.parametrize("function", [fused, fused_linear])
+@pytest.mark.parametrize("wrong", [-1, V])
+def test_one_label_that_is_no_column_is_found_where_nothing_is_learned(function, wrong):
+    given = arguments(function)
+    given["labels"], given["advantages"] = given["labels"].clone(), torch.zeros(B)
+    given["labels"][-1, -1] = wrong
+    with pytest.raises(ValueError, match=f"labels: got {wrong} in a counted position, expected 0 <= label"):
+        function(**given)
+
+
 def test_a_backend_that_cannot_serve_says_why(monkeypatch):
     import gspo_kernels.cpp
 

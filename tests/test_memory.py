@@ -199,9 +199,9 @@ def flags_of(address):
     not Path("/sys/kernel/mm/transparent_hugepage/enabled").exists(), reason="a kernel without huge pages"
 )
 def test_large_blocks_ask_for_huge_pages():
-    from gspo_kernels.ops.memory import new_memory
+    from gspo_kernels.ops.memory import memory_like
 
-    memory = new_memory((64, MIB // 4), torch.float32, torch.device("cpu"))
+    memory = memory_like(torch.empty(64, MIB // 4))
     assert memory.shape == (64, MIB // 4) and memory.dtype == torch.float32
     assert "hg" in flags_of(memory.data_ptr() + 32 * MIB)
 
@@ -217,9 +217,9 @@ def given_back():
 
 
 def gradient_memory(mib=64, dtype=torch.float32):
-    from gspo_kernels.ops.memory import new_memory
+    from gspo_kernels.ops.memory import memory_like
 
-    return new_memory((mib, MIB // dtype.itemsize), dtype, torch.device("cpu"))
+    return memory_like(torch.empty(mib, MIB // dtype.itemsize, dtype=dtype))
 
 
 on_linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="pages are kept on Linux")

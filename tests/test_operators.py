@@ -11,11 +11,12 @@ from gspo_kernels.linear.sums import Needs
 from gspo_kernels.linear.taught import Lesson
 from gspo_kernels.linear.two_heads import LinearTeacher
 from gspo_kernels.ops.divergence import divergence_forward
-from gspo_kernels.ops.library import flat, nobody_listens, tensors_in
+from gspo_kernels.ops.library import flat, nobody_listens
 from gspo_kernels.ops.logprobs import RowGradients, logprobs_forward
 from gspo_kernels.ops.pairs import DivergenceForm, Pair, TeacherRows
 from gspo_kernels.ops.selected import SelectedGradients, SelectedOperands, selected_forward
 from gspo_kernels.sequence_ratio import RatioOperands
+from gspo_kernels.step import policy_step
 from gspo_kernels.terms import Terms
 from gspo_kernels.types import PairGradients, RatioClip, RowOptions, RowStats, Shard
 from tests.cases import generator
@@ -203,7 +204,8 @@ def test_tensor_subclasses_are_noticed_inside_structs():
     plain = torch.zeros(2, 3)
 
     def unheard(old_logprobs):
-        return nobody_listens(tensors_in(flat((plain, Terms(old_logprobs=old_logprobs)))))
+        terms = Terms(old_logprobs=old_logprobs)
+        return nobody_listens(policy_step.tensors(plain, None, "cpp", terms, True))
 
     assert unheard(plain)
     assert not unheard(plain.as_subclass(Subclass))

@@ -57,7 +57,7 @@ def logprobs_forward(
     logits: Tensor, labels: Tensor, transform: LogitTransform, *, ignore_index: int, entropy: bool
 ) -> RowStats:
     """See ``ops.backends.RowBackend.logprobs_forward``."""
-    stats = _empty_stats(logits, entropy)
+    stats = _empty_stats(logits, labels, entropy)
     _operators().logprobs_forward(*_row_arguments(logits, labels, transform, ignore_index), *stats)
     return stats
 
@@ -79,15 +79,16 @@ def logprobs_backward(
     if grad_entropy is not None and stats.entropy is None:
         raise ValueError("stats.entropy: got None, expected a tensor because grad_entropy is given")
     _check_out(logits, out)
+    dtype = stats_dtype(logits.dtype)
     _operators().logprobs_backward(
         *_row_arguments(logits, labels, transform, ignore_index),
         _vector(stats.logprobs, logits),
         stats.lse.contiguous(),
         _vector(stats.entropy, logits),
-        *(
-            None if grad is None else grad.detach().to(stats_dtype(logits.dtype))
+        *[
+            None if grad is None else _as(grad.detach(), dtype)
             for grad in (grad_logprobs, grad_entropy, grad_scale)
-        ),
+        ],
         sharded,
         out,
     )
@@ -104,7 +105,7 @@ def logprobs_and_grad(
 ) -> RowStats:
     """See ``ops.backends.RowBackend.logprobs_and_grad``."""
     _check_out(logits, out)
-    stats = _empty_stats(logits, entropy=False)
+    stats = _empty_stats(logits, labels, entropy=False)
     _operators().logprobs_and_grad(
         *_row_arguments(logits, labels, transform, ignore_index),
         _vector(coefficients, logits),
@@ -123,7 +124,7 @@ def logprobs_and_rows(
     wide = stats_dtype(logits.dtype)
     if out.dtype not in ((wide, torch.bfloat16) if wide == torch.float32 else (wide,)):
         raise TypeError(f"out: got {out.dtype}, expected {wide}, as the statistics, or bf16 from fp32 ones")
-    stats = _empty_stats(logits, entropy=False)
+    stats = _empty_stats(logits, labels, entropy=False)
     factors = torch.empty_like(stats.logprobs)
     _operators().logprobs_and_rows(
         *_row_arguments(logits, labels, transform, ignore_index), stats.logprobs, stats.lse, factors, out
@@ -279,7 +280,7 @@ def sequence_ratio_forward(
     cu_seqlens: Tensor | None,
 ) -> SequenceRatioStats:
     """See ``ops.backends.RatioBackend.sequence_ratio_forward``."""
-    rows = _empty_stats(logits, entropy=False)
+    rows = _empty_stats(logits, labels, entropy=False)
     new = rows.logprobs.new_empty
     loss, *others = new(()), new(advantages.shape), new(()), new(len(METRICS))
     _operators().sequence_ratio_forward(
@@ -302,11 +303,12 @@ def merge_mask(
     """See ``ops.backends.MaskBackend.merge_mask``."""
     if mask.dtype not in _MASKS or (labels is not None and labels.dtype != torch.int64):
         return None
-    counted, merged = torch.empty(mask.shape, dtype=torch.bool), None
+    mask, merged = mask.detach().contiguous(), None
+    counted = torch.empty_like(mask, dtype=torch.bool)
     if labels is not None:
         labels = labels.contiguous()
         merged = torch.empty_like(labels)
-    binary = _operators().merge_mask(mask.detach().contiguous(), labels, ignore_index, counted, merged)
+    binary = _operators().merge_mask(mask, labels, ignore_index, counted, merged)
     return counted, merged, binary
 
 
@@ -338,9 +340,10 @@ def _operators() -> torch._ops._OpNamespace:
     return torch.ops.gspo_kernels_cpp
 
 
-def _empty_stats(logits: Tensor, entropy: bool) -> RowStats:
+def _empty_stats(logits: Tensor, labels: Tensor, entropy: bool) -> RowStats:
     def empty(dtype: torch.dtype) -> Tensor:
-        return torch.empty(logits.shape[:2], dtype=dtype)
+        # in half of the time that a shape takes
+        return torch.empty_like(labels, dtype=dtype, memory_format=torch.contiguous_format)
 
     dtype = stats_dtype(logits.dtype)
     return RowStats(empty(dtype), empty(torch.float64), empty(dtype) if entropy else None)
@@ -348,7 +351,12 @@ def _empty_stats(logits: Tensor, entropy: bool) -> RowStats:
 
 def _vector(values: Tensor | None, logits: Tensor) -> Tensor | None:
     """One value per row as the operators take it: contiguous, in the dtype of statistics."""
-    return None if values is None else values.detach().to(stats_dtype(logits.dtype)).contiguous()
+    return None if values is None else _as(values.detach(), stats_dtype(logits.dtype)).contiguous()
+
+
+def _as(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """``to``, which takes as long as a small operation where it changes nothing, too."""
+    return values if values.dtype == dtype else values.to(dtype)
 
 
 def _numbers(values: Tensor | None) -> Tensor | None:
@@ -388,7 +396,7 @@ def _row_arguments(
     if labels.shape != logits.shape[:2]:
         raise ValueError(f"labels: got shape {tuple(labels.shape)}, expected {tuple(logits.shape[:2])}")
     options = _row_options(transform, ignore_index, stats_dtype(logits.dtype))
-    return (logits.detach(), labels.to(torch.int64).contiguous(), *options)
+    return (logits.detach(), _as(labels, torch.int64).contiguous(), *options)
 
 
 def _row_options(

@@ -103,6 +103,8 @@ class Head:
         if self.in_blocks:
             return multiply(hidden, self.weight.t(), out, bias=self.bias)
         hidden = self._operand(hidden)
+        if self.vocabulary <= LOGITS_SLAB:
+            return self._columns_of_logits(hidden, self.weight, self.bias, out)
         for slab in self._slabs(LOGITS_SLAB):
             self._slab_of_logits(hidden, slab, out[:, slab])
         return out
@@ -132,13 +134,18 @@ class Head:
 
     def _operand(self, values: Tensor) -> Tensor:
         """Hidden states or weights as products on the CPU take them that leave fp32 or fp64."""
-        if self.fixed and self.in_blocks:
+        if self.exact or (self.fixed and self.in_blocks):
             return values
         return values.to(stats_dtype(values.dtype))
 
     def _slab_of_logits(self, operand: Tensor, slab: slice, out: Tensor) -> Tensor:
         """Some columns of logits, in fp32 or fp64."""
-        weight, bias = self._operand(self.weight[slab]), None if self.bias is None else self.bias[slab]
+        bias = None if self.bias is None else self.bias[slab]
+        return self._columns_of_logits(operand, self.weight[slab], bias, out)
+
+    def _columns_of_logits(self, operand: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+        """Those of some rows of the weight, or of all."""
+        weight = self._operand(weight)
         if self.fixed:
             return fixed_product(operand, weight.t(), out, bias=bias)
         torch.mm(operand, weight.t(), out=out)

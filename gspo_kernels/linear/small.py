@@ -53,15 +53,16 @@ def small_loss(
         return None
     head = Head(weight.detach(), None if bias is None else bias.detach(), chunking.logits_dtype)
     budget = min(SMALL_BYTES, chunking.max_chunk_bytes or SMALL_BYTES)
-    small = hidden.is_cpu and head.exact and 0 < labels.numel() * head.row_bytes <= budget
+    size = labels.numel() * weight.shape[0] * weight.element_size()
+    small = hidden.is_cpu and head.exact and 0 < size <= budget
     if not small or entropy or terms.skipped is not None or terms.old_logprobs is None:
         return None
     form = sequence_form(objective, terms, options.backend)
     if form is None or not bool(terms.counted(labels).all()):
         return None
     rows = hidden.detach().reshape(-1, hidden.shape[-1])
-    logits = head.logits(rows, torch.empty(len(rows), head.vocabulary, dtype=head.dtype))
-    logits = logits.view(*labels.shape, head.vocabulary)
+    logits = head.logits(rows, rows.new_empty(rows.shape[0], weight.shape[0]))
+    logits = logits.view(*labels.shape, weight.shape[0])
     stats = sequence_ratio(logits, labels, options, RatioOperands.of(labels, terms), form)
     coefficients = stats.coefficients / stats.divisor
     # hidden states that aren't finite show here, also where a zero advantage hides them from the loss
@@ -97,7 +98,8 @@ class SmallLossFunction(torch.autograd.Function):
         (hidden, labels, logits, logprobs, lse, each, weight, bias), options = saved_rows(ctx)
         head, needs = Head(weight, bias, ctx.logits_dtype), ctx.needs
         grads = RowGradients(each, None, None)
-        rows = logprobs_backward(logits, labels, RowStats(logprobs, lse, None), grads, options).flatten(0, 1)
+        rows = logprobs_backward(logits, labels, RowStats(logprobs, lse, None), grads, options)
+        rows = rows.view(-1, rows.shape[-1])
         found: tuple[Tensor | None, ...] = (
             head.grad_hidden(rows).view(hidden.shape) if needs.hidden else None,
             transposed_product(rows, hidden.reshape(-1, hidden.shape[-1])) if needs.weight else None,

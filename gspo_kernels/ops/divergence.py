@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gspo_kernels.ops.library import inplace_operator, operator
 from gspo_kernels.ops.logprobs import check_rows, save_rows, saved_rows, scale_
-from gspo_kernels.ops.memory import new_memory
+from gspo_kernels.ops.memory import memory_like
 from gspo_kernels.ops.pairs import DivergenceForm, Pair, TeacherRows
 from gspo_kernels.ops.values import check_temperature
 from gspo_kernels.types import PairGradients, PairStats, RowOptions, pair_dtypes, stats_dtype
@@ -50,7 +50,7 @@ def divergence_backward(
     pair: Pair, options: RowOptions, known: PairStats, gradients: PairGradients
 ) -> Tensor:
     """The student's gradient in the dtype of its logits, contiguous."""
-    out = new_memory(pair.logits.shape, pair.logits.dtype, pair.logits.device)
+    out = memory_like(pair.logits)
     pair.evaluate(options, known, gradients, out)
     return out
 
@@ -102,7 +102,7 @@ class PairWithGradient(NamedTuple):
 def divergence_and_grad(pair: Pair, options: RowOptions, gradients: PairGradients) -> PairWithGradient:
     """Both, for gradients that are known beforehand."""
     _checked(pair, options, "divergence_and_grad")
-    out = new_memory(pair.logits.shape, pair.logits.dtype, pair.logits.device)
+    out = memory_like(pair.logits)
     return PairWithGradient(*pair.evaluate(options, None, gradients, out), out)
 
 

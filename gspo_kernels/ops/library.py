@@ -36,6 +36,7 @@ class _Struct:
         self.fields: dict[str, _Struct] | None = None
         if inspect.isclass(kind) and issubclass(kind, tuple) and hasattr(kind, "_fields"):
             self.fields = {name: _Struct(inner) for name, inner in typing.get_type_hints(kind).items()}
+        self.places = () if self.fields is None else _places(self.fields)
 
     def operands(self, name: str) -> Iterator[tuple[str, str]]:
         """Name and schema type of each operand, for an argument of a name."""
@@ -50,6 +51,28 @@ class _Struct:
         if self.fields is None:
             return next(operands)
         return self.kind(*[inner.take(operands) for inner in self.fields.values()])
+
+
+def _places(structs: dict[str, _Struct]) -> tuple[tuple[int, _Struct], ...]:
+    """Where among arguments there are tensors, or structs that hold some."""
+    leaves = (Tensor, Tensor | None)
+    return tuple((i, x) for i, x in enumerate(structs.values()) if x.places or x.kind in leaves)
+
+
+def _tensors_at(places: tuple[tuple[int, _Struct], ...], values: Any, found: list[Tensor]) -> list[Tensor]:
+    """``found``, and after it the tensors among arguments and in structs among them.
+
+    In the path of every small call: what can't be a tensor is not looked at.
+    """
+    for place, struct in places:
+        value = values[place]
+        if value is None:
+            continue
+        if struct.places:
+            _tensors_at(struct.places, value, found)
+        else:
+            found.append(value)
+    return found
 
 
 def flat(values: Any) -> list[Any]:
@@ -76,19 +99,6 @@ def nobody_listens(tensors: list[Tensor]) -> bool:
     return _PLAIN.issuperset(map(type, tensors))
 
 
-def tensors_in(values: Any) -> list[Tensor]:
-    """The tensors among arguments, and in structs among them."""
-    found: list[Tensor] = []
-    for value in values:
-        if value is None:  # most of them, and in the path of every small call
-            continue
-        if isinstance(value, tuple):
-            found.extend(tensors_in(value))
-        elif isinstance(value, Tensor):
-            found.append(value)
-    return found
-
-
 class Operator:
     """A registered operator: a call dispatches through torch; ``register_fake`` gives it a shape function.
 
@@ -103,6 +113,7 @@ class Operator:
         result = hints.pop("return")
         self.name, self.__doc__ = implementation.__name__, implementation.__doc__
         self._arguments = {name: _Struct(kind) for name, kind in hints.items()}
+        self._places = _places(self._arguments)
         self._implementation = implementation
         self._mutates = mutates is not None
         operands = [pair for name, struct in self._arguments.items() for pair in struct.operands(name)]
@@ -118,7 +129,7 @@ class Operator:
         self.default = getattr(getattr(torch.ops, NAMESPACE), self.name).default
 
     def _from_operands(self, *operands: Any) -> Any:
-        with _isolation(tensors_in(operands)):
+        with _isolation([operand for operand in operands if isinstance(operand, Tensor)]):
             return self._with_structs(self._implementation, operands)
 
     def _with_structs(self, function: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
@@ -128,7 +139,7 @@ class Operator:
 
     def __call__(self, *args: Any) -> Any:
         """Dispatch; the arguments are those of the implementation."""
-        tensors = tensors_in(args)
+        tensors = self.tensors(*args)
         if nobody_listens(tensors):
             with _isolation(tensors):
                 result = self._implementation(*args)
@@ -140,6 +151,10 @@ class Operator:
             # a kernel writes unseen by autograd, which must refuse what it has saved of the tensor
             torch.autograd.graph.increment_version(args[0])
         return result if self._result is None else self._result(*result)
+
+    def tensors(self, *args: Any) -> list[Tensor]:
+        """The tensors among the arguments of a call, and in structs among them."""
+        return _tensors_at(self._places, args, [])
 
     def save(self, ctx: Any, *args: Any) -> None:
         """Save the arguments of a call in an autograd context, for ``repeat``."""
@@ -178,12 +193,12 @@ _NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 def _isolation(tensors: list[Tensor]) -> contextlib.AbstractContextManager[Any]:
     """An operator computes what it says: no autograd, and no autocast or TF32 that the caller has on."""
-    device = tensors[0].device.type if tensors else "cpu"
-    if device == "cpu" and not torch.is_autocast_enabled(device):
+    on_cpu = not tensors or tensors[0].is_cpu
+    if on_cpu and not torch.is_autocast_enabled("cpu"):
         # contexts that change nothing would take as long as the small operations of a small call
         learns = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
         return torch.no_grad() if learns else _NOTHING
-    return _isolated(device)
+    return _isolated("cpu" if on_cpu else tensors[0].device.type)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gspo_kernels.ops.backends import load, rows_of, sharding
 from gspo_kernels.ops.library import checked_values, inplace_operator, operator
-from gspo_kernels.ops.memory import new_memory
+from gspo_kernels.ops.memory import memory_like
 from gspo_kernels.ops.values import check_kept, check_temperature
 from gspo_kernels.types import RowOptions, RowStats, stats_dtype
 
@@ -64,8 +64,8 @@ def check_rows(labels: Tensor, vocabulary: int, options: RowOptions, *said: obje
     check_temperature(options.row_temperature)
     if not checked_values(labels.device) or not labels.numel():
         return
-    lowest, highest = (int(label) for label in labels.aminmax())
-    if lowest < 0 or highest >= vocabulary:
+    lowest, highest = labels.aminmax()
+    if int(lowest) < 0 or int(highest) >= vocabulary:
         _check_range(labels, vocabulary, options)
     if options.kept is not None:
         check_kept(labels, options.kept, labels != options.ignore_index)
@@ -127,7 +127,7 @@ def logprobs_backward(
     logits: Tensor, labels: Tensor, stats: RowStats, grads: RowGradients, options: RowOptions
 ) -> Tensor:
     """The logits' gradient in their dtype, contiguous."""
-    out = new_memory(logits.shape, logits.dtype, logits.device)
+    out = memory_like(logits)
     _write_gradient(out, logits, labels, stats, grads, options)
     return out
 
@@ -171,7 +171,7 @@ def logprobs_and_grad(
 ) -> LogitGradient:
     """Log-probs and the logits' gradient for coefficients dLoss/dlogprobs [B, T] known beforehand."""
     check_rows(labels, logits.shape[-1], options, "logprobs_and_grad", logits.dtype)
-    out = new_memory(logits.shape, logits.dtype, logits.device)
+    out = memory_like(logits)
     stats = rows_of(options).logprobs_and_grad(
         logits, labels, coefficients, options.transform, ignore_index=options.ignore_index, out=out
     )

@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import math
 import mmap
 import os
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -67,22 +66,21 @@ HUGE_PAGES_FROM = 16 * 2**20
 """Bytes from which new memory on the CPU asks for huge pages."""
 
 
-def new_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """An uninitialised tensor for the gradient of logits.
+def memory_like(logits: Tensor) -> Tensor:
+    """An uninitialised, contiguous tensor for the gradient of logits.
 
     To fault in new pages takes as long as all that is computed on them. On Linux a large tensor is therefore
     made of the pages of the last one that nothing refers to any more, if it was up to twice as large; until
     then the system may take them whenever it needs memory (``MADV_FREE``). New ones ask for huge pages.
     """
-    count = math.prod(shape)
-    size = count * dtype.itemsize
-    if device.type != "cpu" or size < HUGE_PAGES_FROM or not sys.platform.startswith("linux"):
-        return torch.empty(shape, dtype=dtype, device=device)
+    size = logits.numel() * logits.element_size()
+    if not logits.is_cpu or size < HUGE_PAGES_FROM or not sys.platform.startswith("linux"):
+        return torch.empty_like(logits, memory_format=torch.contiguous_format)
     pages = _pages(size)
     # the tensor's storage is what holds this view, so its end is the view's
     view = memoryview(pages)
     weakref.finalize(view, _give_back, pages).atexit = False
-    return torch.frombuffer(view, dtype=dtype, count=count).view(tuple(shape))
+    return torch.frombuffer(view, dtype=logits.dtype, count=logits.numel()).view(logits.shape)
 
 
 _given_back: list[mmap.mmap] = []

@@ -24,7 +24,7 @@ from gspo_kernels import bits
 from gspo_kernels.ops.backends import load, sharding
 from gspo_kernels.ops.library import checked_values, inplace_operator, operator
 from gspo_kernels.ops.logprobs import check_rows, save_rows, saved_rows
-from gspo_kernels.ops.memory import new_memory
+from gspo_kernels.ops.memory import memory_like
 from gspo_kernels.types import LogitTransform, RowOptions, RowStats, Shard, stats_dtype
 
 
@@ -304,7 +304,7 @@ class SelectedOperands(NamedTuple):
 @operator
 def selected_backward(logits: Tensor, operands: SelectedOperands) -> Tensor:
     """The logits' gradient in their dtype, contiguous."""
-    out = new_memory(logits.shape, logits.dtype, logits.device)
+    out = memory_like(logits)
     operands.write_into(out, logits)
     return out
 
