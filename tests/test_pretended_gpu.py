@@ -311,6 +311,17 @@ def test_rows_of_on_policy_calls_stay_on_the_chip(gpu, dtype):
     torch.testing.assert_close(hidden, got.grads["hidden"], rtol=2 * torch.finfo(dtype).eps, atol=1e-7)
 
 
+def test_rows_that_are_projected_again_for_their_gradient_stay_on_the_chip(gpu):
+    """In fp32, which shows that they were projected beside other rows before: statistics are taken anew."""
+    case = make_case("linear", "packed", "holes", vocabulary=64)
+    options = {"schedule": "two_pass", "max_chunk_bytes": 4 * 64 * 4}
+    with gpu:
+        got = run(case, ENTRY, gk.GSPO(), "triton", **options)
+    assert gpu.kernels["held_row_kernel"] and gpu.kernels["logprobs_forward_kernel"]
+    assert not gpu.kernels["logprobs_backward_kernel"]
+    assert_equals_oracle(got, case, gk.GSPO())
+
+
 READ_TWICE = {
     "old log-probs": ({}, {"skip_inactive": "none"}),
     "reference log-probs": ({"old_logprobs": None}, REFERENCE),
