@@ -36,8 +36,10 @@ class Step:
         """Seconds of a chunk's product that moves so many bytes."""
         return max(self.operations / OPERATIONS, moved / BANDWIDTH)
 
-    def over_products(self, summed_inside: bool) -> float:
-        """Time beside that of the operations alone; ``summed_inside``: dWeight is summed by its product."""
+    def over_products(self, summed_inside: bool, held: bool = False) -> float:
+        """Time beside that of the operations alone; ``summed_inside``: dWeight is summed by its product;
+        ``held``: a row stays on the chip between its log-prob and its gradient.
+        """
         logits, hidden = self.chunk_rows * self.vocabulary, self.chunk_rows * self.width
         sums = self.vocabulary * self.width  # as many as the weight has elements
         bare = self.chunks * 3 * self.operations / OPERATIONS
@@ -46,8 +48,8 @@ class Step:
             + self.product(2.0 * logits + 2.0 * sums + 4.0 * hidden)
             + self.product(2.0 * logits + 2.0 * hidden + (8.0 if summed_inside else 4.0) * sums)
         )
-        # log-probs read fp32 logits; the gradient reads them and writes 16-bit rows
-        between = self.chunks * 10.0 * logits
+        # log-probs read fp32 logits; the gradient writes 16-bit rows, and reads logits that aren't held
+        between = self.chunks * (6.0 if held else 10.0) * logits
         if not summed_inside:
             # the product is read and the sum written, from the second chunk on the sum is read, too
             between += (12.0 * self.chunks - 4.0) * sums
@@ -82,5 +84,9 @@ if __name__ == "__main__":
     for name, hidden in (("after its products", False), ("beside the next tile's", True)):
         share = 100 * ScoringTile().of_peak(hidden)
         print(f"a scoring tile, folded {name}: {share:.0f}% of the peak, counted, not measured")
-    for name, inside in (("dWeight added to its sum", False), ("dWeight summed inside of its product", True)):
-        print(f"{name}: {Step().over_products(inside):.2f} x the three products, counted, not measured")
+    for name, *ways in (
+        ("dWeight added to its sum", False),
+        ("dWeight summed inside of its product, logits read twice so that rows can be left out", True),
+        ("the same on-policy, each logit read once", True, True),
+    ):
+        print(f"{name}: {Step().over_products(*ways):.2f} x the three products, counted, not measured")

@@ -33,6 +33,7 @@ KERNELS = {
     "one pass on-policy, bf16, read twice": ("both", "bf16", 1 << 20, 1.0),
     "one pass on-policy, bf16, held": ("both", "bf16", 151936, 1.0),
     "one pass on-policy, fp32, held": ("both", "fp32", 151936, 1.0),
+    "rows from hidden states, fp32 to bf16, held": ("rows", "fp32", 151936, 1.0),
 }
 """What is launched, the dtype of the logits, a vocabulary (it matters whether 16 divides it), temperature."""
 
@@ -58,6 +59,9 @@ def record(what: str, dtype: str, vocabulary: int, temperature: float, blocks: i
         kernels.logprobs_backward(
             logits, labels, stats, floats, None, scale, transform, ignore_index=-100, out=logits
         )
+    elif what == "rows":
+        narrow = logits.view(torch.bfloat16)[..., :vocabulary]
+        kernels.logprobs_and_rows(logits, labels, transform, ignore_index=-100, out=narrow)
     else:
         kernels.logprobs_and_grad(logits, labels, floats, transform, ignore_index=-100, out=logits)
     return recorder.calls[-1]

@@ -14,6 +14,7 @@ from gspo_kernels.linear.sums import HeadSums, Needs, Rows, Weights
 from tests.cases import generator, make_case, run
 from tests.judging import assert_equals_oracle
 from tests.pretended import PretendedGpu
+from tests.schedules.common import run_with_frozen_head
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="the other tests show it on the device itself"),
@@ -211,18 +212,18 @@ FROM_HIDDEN = {
     ("auto", "none"): (32, 19, 0),
     ("auto", "backward"): (42, 19, 2),
     ("known", "none"): (23, 19, 0),
-    ("known", "backward"): (25, 23, 5),
+    ("known", "backward"): (27, 19, 2),
 }
 
 
-def from_hidden(gpu, dtype, terms, options, chunks):
+def from_hidden(gpu, dtype, terms, options, chunks, vocabulary=V):
     """A loss and its gradients, of a batch that is cut in so many chunks."""
-    (hidden, weight), labels, old, advantages = problem(dtype, length=2)
+    (hidden, weight), labels, old, advantages = problem(dtype, vocabulary=vocabulary, length=2)
     leaves = [hidden.requires_grad_(), weight.requires_grad_()]
     terms = {"old_logprobs": old, "advantages": advantages.abs() + 1, "normalizer": 8.0} | terms
     terms = {"objective": gk.GSPO(clip_low=0.999, clip_high=1e9), "loss_mask": torch.ones(B, 2)} | terms
     with gpu:
-        budget = B * 2 // chunks * ROW
+        budget = B * 2 // chunks * vocabulary * 4
         gk.fused_linear_policy_loss(
             *leaves, labels, **terms, **options, max_chunk_bytes=budget
         ).loss.backward()
@@ -247,6 +248,7 @@ IN_A_CHUNK = {
     "GSPO with holes": ("aligned", {"loss_mask": HOLES}, 8),
     "GSPO with KL": ("aligned", REFERENCE, 7),
     "GSPO on-policy": ("known", {"old_logprobs": None}, 4),
+    "GSPO on-policy, held": ("known", {"old_logprobs": None, "vocabulary": 64}, 3),
     "GSPO on-policy with KL": ("known", {"old_logprobs": None} | REFERENCE, 9),
     "GRPO": ("known", {"objective": gk.GRPO(0.999, 1e9)}, 9),
     "GRPO with KL": ("known", {"objective": gk.GRPO(0.999, 1e9)} | REFERENCE, 9),
@@ -262,17 +264,104 @@ IN_A_CHUNK = {
 def test_a_chunk_takes_few_launches(gpu, name, skip):
     """Those of some chunks less those of half as many. Leaving rows out takes one more and a look."""
     schedule, terms, most = IN_A_CHUNK[name]
-    dtype = terms.get("dtype", torch.bfloat16)
-    terms, most = {key: terms[key] for key in terms if key != "dtype"}, most + (skip == "backward")
+    given = {"dtype": torch.bfloat16, "vocabulary": V} | terms
+    dtype, vocabulary = given.pop("dtype"), given.pop("vocabulary")
+    terms, most = {key: terms[key] for key in terms if key in given}, most + (skip == "backward")
     counts = []
     for chunks in (4, 8):
         gpu.small.clear(), gpu.kernels.clear(), gpu.looks.clear()
-        from_hidden(gpu, dtype, terms, {"schedule": schedule, "skip_inactive": skip}, chunks)
+        options = {"schedule": schedule, "skip_inactive": skip}
+        from_hidden(gpu, dtype, terms, options, chunks, vocabulary)
         launches = gpu.small.total() + gpu.kernels.total()
-        counts.append((gpu.kernels["logprobs_forward_kernel"], launches, gpu.looks.total()))
+        scored = gpu.kernels["held_row_kernel" if vocabulary == 64 else "logprobs_forward_kernel"]
+        counts.append((scored, launches, gpu.looks.total()))
     chunks, launches, looks = (more - some for some, more in zip(*counts, strict=True))
     assert chunks and launches <= most * chunks <= 12 * chunks
     assert looks == (chunks if skip == "backward" else 0)
+
+
+# --- rows that stay on the chip, of vocabularies that come in 16-byte pieces
+
+ON_POLICY = {"lengths": (3, 0, 4, 2, 1), "advantages": (1.0, -0.4, 0.0, -1.3, 0.5), "vocabulary": 64}
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+def test_rows_of_on_policy_calls_stay_on_the_chip(gpu, dtype):
+    """Whatever the schedule; log-probs alone are taken of rows that are known to have no gradient."""
+    case = make_case("linear", "packed", "on_policy", dtype=dtype, **ON_POLICY)
+    chunks = {"max_chunk_bytes": 3 * 64 * 4, "backend": "triton"}
+    for schedule, skip, chunk, forward in (
+        ("auto", "backward", 3, 2),
+        ("known", "none", 3, 0),
+        ("deferred", "backward", 3, 2),
+        ("cached", "backward", 3, 2),
+        ("aligned", "none", 4, 0),
+    ):
+        gpu.kernels.clear()
+        options = {"schedule": schedule, "skip_inactive": skip, "max_chunk_bytes": chunk * 64 * 4}
+        with gpu:
+            got = run(case, ENTRY, gk.GSPO(), "triton", **options)
+        assert gpu.kernels["held_row_kernel"] >= 2, schedule
+        assert gpu.kernels["logprobs_forward_kernel"] == forward, (schedule, skip, gpu.kernels)
+        assert not gpu.kernels["logprobs_backward_kernel"], schedule
+        assert_equals_oracle(got, case, gk.GSPO())
+    with gpu:
+        output, hidden = run_with_frozen_head(case, gk.GSPO(), schedule="frozen", **chunks)
+    torch.testing.assert_close(output.logprobs[case.counted], got.logprobs[case.counted])
+    torch.testing.assert_close(hidden, got.grads["hidden"], rtol=2 * torch.finfo(dtype).eps, atol=1e-7)
+
+
+def test_rows_that_are_projected_again_for_their_gradient_stay_on_the_chip(gpu):
+    """In fp32, which shows that they were projected beside other rows before: statistics are taken anew."""
+    case = make_case("linear", "packed", "holes", vocabulary=64)
+    options = {"schedule": "two_pass", "max_chunk_bytes": 4 * 64 * 4}
+    with gpu:
+        got = run(case, ENTRY, gk.GSPO(), "triton", **options)
+    assert gpu.kernels["held_row_kernel"] and gpu.kernels["logprobs_forward_kernel"]
+    assert not gpu.kernels["logprobs_backward_kernel"]
+    assert_equals_oracle(got, case, gk.GSPO())
+
+
+READ_TWICE = {
+    "old log-probs": ({}, {"skip_inactive": "none"}),
+    "reference log-probs": ({"old_logprobs": None}, REFERENCE),
+    "rows that may be left out": ({"old_logprobs": None}, {"schedule": "aligned"}),
+    "entropy": ({"old_logprobs": None}, {"return_entropy": True}),
+    "softcap": ({"old_logprobs": None}, {"softcap": 9.0}),
+    "sampling mask": ({"old_logprobs": None}, {"kept_mask": torch.full((B, 2, 2), -1, dtype=torch.int32)}),
+    "batch-invariant": ({"old_logprobs": None}, {"batch_invariant": True}),
+    "columns": ({"old_logprobs": None, "vocabulary": 72}, {}),
+}
+
+
+@pytest.mark.parametrize("name", READ_TWICE)
+def test_rows_are_read_twice_where_that_is_needed(gpu, name):
+    given, options = READ_TWICE[name]
+    vocabulary = given.get("vocabulary", 64)
+    (hidden, weight), labels, old, advantages = problem(torch.bfloat16, vocabulary=vocabulary, length=2)
+    leaves = hidden.requires_grad_(), weight.requires_grad_()
+    options = {"max_chunk_bytes": B * 2 * vocabulary * 4, "backend": "triton"} | options
+    with gpu:
+        terms = given.get("old_logprobs", old), advantages
+        gk.fused_linear_policy_loss(*leaves, labels, *terms, **options).loss.backward()
+    assert not gpu.kernels["held_row_kernel"] and gpu.kernels["logprobs_forward_kernel"]
+
+
+def test_old_log_probs_of_the_same_weights_make_a_ratio_of_1(gpu):
+    """Exactly from ``linear_token_logprobs``, within 1e-6 from a call whose rows have stayed on the chip."""
+    (hidden, weight), labels, _, advantages = problem(torch.bfloat16, vocabulary=1040, length=2)
+    leaves = hidden.requires_grad_(), weight.requires_grad_()
+    options = {"max_chunk_bytes": 8 * 1040 * 4, "backend": "triton"}
+    with gpu:
+        old = gk.linear_token_logprobs(*leaves, labels, **options).logprobs.detach()
+        known = gk.fused_linear_policy_loss(*leaves, labels, None, advantages, **options)
+        for schedule in ("aligned", "deferred", "cached", "two_pass"):
+            out = gk.fused_linear_policy_loss(
+                *leaves, labels, old, advantages, schedule=schedule, skip_inactive="none", **options
+            )
+            assert out.metrics["ratio/min"] == out.metrics["ratio/max"] == 1.0, schedule
+    assert gpu.kernels["held_row_kernel"] == 2
+    assert (known.logprobs.double() - old).mean(1).abs().max() <= 1e-6
 
 
 @pytest.mark.parametrize("schedule", ["aligned", "cached"])

@@ -116,6 +116,13 @@ def logprobs_and_grad(
     return stats
 
 
+def one_pass_pays(
+    vocabulary: int, dtype: torch.dtype, transform: LogitTransform, device: torch.device, settled: bool
+) -> bool:
+    """See ``ops.backends.OnePassBackend.one_pass_pays``: always, and the bits are the same."""
+    return True
+
+
 def logprobs_and_rows(
     logits: Tensor, labels: Tensor, transform: LogitTransform, *, ignore_index: int, out: Tensor
 ) -> tuple[RowStats, Tensor]:

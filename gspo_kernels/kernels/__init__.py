@@ -12,7 +12,7 @@ from gspo_kernels.kernels.gradients import gradient_of_rows, logprobs_backward
 from gspo_kernels.kernels.hidden import active_rows, product_operand, scale_rows_, store_hidden, sum_unit
 from gspo_kernels.kernels.launch import INTERPRETED
 from gspo_kernels.kernels.logprobs import logprobs_forward
-from gspo_kernels.kernels.one_pass import logprobs_and_grad
+from gspo_kernels.kernels.one_pass import logprobs_and_grad, logprobs_and_rows, one_pass_pays
 from gspo_kernels.kernels.products import fixed_product
 from gspo_kernels.kernels.scale import scale_
 from gspo_kernels.kernels.scoring import linear_logprobs_forward, linear_logprobs_unavailable
@@ -27,8 +27,10 @@ __all__ = [
     "linear_logprobs_forward",
     "linear_logprobs_unavailable",
     "logprobs_and_grad",
+    "logprobs_and_rows",
     "logprobs_backward",
     "logprobs_forward",
+    "one_pass_pays",
     "product_operand",
     "ratio_step",
     "scale_",

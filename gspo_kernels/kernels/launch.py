@@ -62,12 +62,16 @@ def stats_type(dtype: torch.dtype) -> tl.dtype:
     return _STATS[stats_dtype(dtype)]
 
 
+ALIGNED_COLUMNS = 16
+"""What divides the vocabulary of rows that lie side by side in 16-byte pieces, whatever their dtype."""
+
+
 def is_aligned(tensor_BTV: Tensor) -> bool:
     """Whether each row starts at a multiple of 16 bytes and no 16-byte access crosses its end."""
     vocabulary = tensor_BTV.shape[-1]
     size = tensor_BTV.element_size()
     return (
-        vocabulary % 16 == 0
+        vocabulary % ALIGNED_COLUMNS == 0
         and tensor_BTV.stride(2) == 1
         and tensor_BTV.data_ptr() % 16 == 0
         and tensor_BTV.stride(0) * size % 16 == 0

@@ -18,6 +18,7 @@ from gspo_kernels.kernels.columns import row_pointer
 from gspo_kernels.kernels.gradients import write_gradient
 from gspo_kernels.kernels.kept import in_row, kept_row
 from gspo_kernels.kernels.launch import (
+    ALIGNED_COLUMNS,
     FOLD_AND_GRAD,
     RowArguments,
     Tile,
@@ -65,11 +66,16 @@ def held_tile(logits: Tensor, out: Tensor, transform: LogitTransform) -> Tile | 
     That is where a row has too many of them, doesn't come in 16-byte pieces, is of fp64, or is bent by a
     softcap or cut by a sampling mask.
     """
-    V, size = logits.shape[2], logits.element_size()
-    plain = not transform.softcap and transform.kept is None and size < 8
-    if V == 0 or not plain or access(logits, out) != "aligned":
+    if access(logits, out) != "aligned":
         return None
-    threads, blocks = 64 if platform() == "hip" else 32, most_blocks(logits.device)
+    return _tile(logits.shape[2], logits.element_size(), transform, logits.device)
+
+
+def _tile(V: int, size: int, transform: LogitTransform, device: torch.device) -> Tile | None:
+    """``held_tile`` of rows in 16-byte pieces."""
+    if V == 0 or size == 8 or transform.softcap or transform.kept is not None:
+        return None
+    threads, blocks = 64 if platform() == "hip" else 32, most_blocks(device)
     # With eight warps four programs' blocks share an NVIDIA multiprocessor, each at another stage of its row.
     for warps in (8, 16):
         count = 1
@@ -79,6 +85,15 @@ def held_tile(logits: Tensor, out: Tensor, transform: LogitTransform) -> Tile | 
                 return tile
             count *= 2
     return None
+
+
+@triton.jit
+def _coefficient(coefficients_ptr, b, t, stride_b, stride_t, labelled, STATS: tl.constexpr):
+    """A row's, 1 where none are given; without a label in range the log-prob depends on no logit."""
+    coefficient = tl.full([], 1.0, STATS)
+    if coefficients_ptr is not None:
+        coefficient = tl.load(element(coefficients_ptr, b, t, stride_b, stride_t)).to(STATS)
+    return tl.where(labelled, coefficient, 0.0)
 
 
 @row_kernel
@@ -125,8 +140,9 @@ def held_row_kernel(
     label = tl.load(element(labels_ptr, b, t, labels_stride_b, labels_stride_t)).to(tl.int64)
     counted = label != ignore_index
     labelled = counted & in_row(label, V, None)
-    coefficient = tl.load(element(coefficients_ptr, b, t, coefficients_stride_b, coefficients_stride_t))
-    coefficient = tl.where(labelled, coefficient.to(STATS), 0.0)
+    coefficient = _coefficient(
+        coefficients_ptr, b, t, coefficients_stride_b, coefficients_stride_t, labelled, STATS
+    )
     row = row_pointer(logits_ptr, b, t, logits_stride_b, logits_stride_t, "aligned")
     out_row = row_pointer(out_ptr, b, t, out_stride_b, out_stride_t, "aligned")
     place = tl.where(labelled, label, 0).to(tl.int32)
@@ -248,8 +264,9 @@ def logprobs_and_grad_kernel(
     if kept_ptr is not None:
         kept = kept_row(kept_ptr, b, t, kept_stride_b, kept_stride_t)
     labelled = counted & in_row(label, V, kept)
-    coefficient = tl.load(element(coefficients_ptr, b, t, coefficients_stride_b, coefficients_stride_t))
-    coefficient = tl.where(labelled, coefficient.to(STATS), 0.0)
+    coefficient = _coefficient(
+        coefficients_ptr, b, t, coefficients_stride_b, coefficients_stride_t, labelled, STATS
+    )
     slopes = row_slopes(
         (slope, inner, outer), row_temperature_ptr, b, t, temperature_stride_b, temperature_stride_t, STATS
     )
@@ -313,7 +330,7 @@ def logprobs_and_grad_kernel(
 def _hold(
     logits: Tensor,
     labels: Tensor,
-    coefficients: Tensor,
+    coefficients: Tensor | None,
     transform: LogitTransform,
     tile: Tile,
     stats: RowStats,
@@ -321,7 +338,7 @@ def _hold(
     ignore_index: int,
     out: Tensor,
 ) -> None:
-    """``logprobs_and_grad`` by a ``held_tile``, into ``stats`` and ``out``."""
+    """``_in_one_pass`` by a ``held_tile``, into ``stats`` and ``out``."""
     B, T, V = logits.shape
     rows = RowArguments.of(logits, labels, transform, tile, out)
     launch(
@@ -340,7 +357,7 @@ def _hold(
         *rows.slopes,
         *rows.strides[:2],
         *rows.strides[3:7],
-        *coefficients.stride(),
+        *((0, 0) if coefficients is None else coefficients.stride()),
         *out.stride()[:2],
         STATS=rows.constants["STATS"],
         SCALED=rows.constants["SCALED"],
@@ -351,16 +368,16 @@ def _hold(
     )
 
 
-def logprobs_and_grad(
+def _in_one_pass(
     logits: Tensor,
     labels: Tensor,
-    coefficients: Tensor,
+    coefficients: Tensor | None,
     transform: LogitTransform,
     *,
     ignore_index: int,
     out: Tensor,
 ) -> RowStats:
-    """See ``ops.backends.RowBackend.logprobs_and_grad``; raises as ``logprobs_backward``."""
+    """``logprobs_and_grad``; without coefficients they are 1."""
     B, T, V = logits.shape
     logprobs = torch.empty(B, T, dtype=stats_dtype(logits.dtype), device=logits.device)
     stats = RowStats(logprobs, torch.empty_like(logprobs, dtype=torch.float64), None)
@@ -386,10 +403,40 @@ def logprobs_and_grad(
         ignore_index,
         *rows.slopes,
         *rows.strides,
-        *coefficients.stride(),
+        *((0, 0) if coefficients is None else coefficients.stride()),
         *out.stride()[:2],
         **rows.constants,
         NARROWS_IN_PLACE=in_place,
         WARPS=tile.warps,
     )
     return stats
+
+
+def logprobs_and_grad(
+    logits: Tensor,
+    labels: Tensor,
+    coefficients: Tensor,
+    transform: LogitTransform,
+    *,
+    ignore_index: int,
+    out: Tensor,
+) -> RowStats:
+    """See ``ops.backends.RowBackend.logprobs_and_grad``; raises as ``logprobs_backward``."""
+    return _in_one_pass(logits, labels, coefficients, transform, ignore_index=ignore_index, out=out)
+
+
+def logprobs_and_rows(
+    logits: Tensor, labels: Tensor, transform: LogitTransform, *, ignore_index: int, out: Tensor
+) -> tuple[RowStats, None]:
+    """See ``ops.backends.OnePassBackend.logprobs_and_rows``; raises as ``logprobs_backward``."""
+    return _in_one_pass(logits, labels, None, transform, ignore_index=ignore_index, out=out), None
+
+
+def one_pass_pays(
+    vocabulary: int, dtype: torch.dtype, transform: LogitTransform, device: torch.device, settled: bool
+) -> bool:
+    """See ``ops.backends.OnePassBackend.one_pass_pays``: where rows stay on the chip. Their sums have another
+    order than the fold's, and a row that nothing multiplies need not be written.
+    """
+    aligned = vocabulary % ALIGNED_COLUMNS == 0
+    return settled and aligned and _tile(vocabulary, dtype.itemsize, transform, device) is not None

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch import Tensor
 from gspo_kernels.invariance import refuse_backend
 from gspo_kernels.linear.head import Head
 from gspo_kernels.linear.segments import SEGMENT
-from gspo_kernels.ops.backends import HiddenBackend, RowBackend, launches_of, rows_of
+from gspo_kernels.ops.backends import HiddenBackend, OnePassBackend, RowBackend, launches_of, rows_of
 from gspo_kernels.ops.logprobs import SAID, check_rows
 from gspo_kernels.ops.memory import chunk_rows
 from gspo_kernels.parallel.agreement import digest, together
@@ -293,9 +293,14 @@ class Call:
         counted = self.counted.flatten()
         return counted.cumsum(0) - counted.to(torch.int64)
 
-    def one_pass(self, entropy: bool) -> bool:
-        """Whether the backend writes rows along with statistics. Those that come alone sum otherwise."""
-        return not (entropy or self.head.fixed) and hasattr(self.backend, "logprobs_and_rows")
+    def one_pass(self, entropy: bool, settled: bool) -> bool:
+        """Whether the backend writes rows along with statistics; ``settled`` as in
+        ``OnePassBackend.one_pass_pays``. Those that come alone sum otherwise.
+        """
+        if entropy or self.head.fixed or not hasattr(self.backend, "logprobs_and_rows"):
+            return False
+        given = (self.head.vocabulary, self.head.dtype, self.options.transform, self.head.weight.device)
+        return cast(OnePassBackend, self.backend).one_pass_pays(*given, settled)
 
     def rows_memory(self, logits: Tensor, out: Tensor | None) -> Tensor:
         """Memory for the rows that come from logits [n, V]: ``out``, or that of the logits where they fit."""

@@ -60,6 +60,7 @@ class Shapes:
         trains_hidden, trains_weight: which gradients are wanted.
         one_launch: whether a kernel of the backend evaluates the policy terms.
         one_pass: whether the rows p - onehot of a chunk are written with its log-probs, gradient or not.
+        one_pass_settled: whether they are where none will be left out by what the log-probs give.
         device: "cpu", or a GPU.
         teacher: what stands beside the objective, or None.
     """
@@ -75,6 +76,7 @@ class Shapes:
     trains_weight: bool
     one_launch: bool
     one_pass: bool
+    one_pass_settled: bool
     device: str
     teacher: TeacherShapes | None = None
 
@@ -119,7 +121,8 @@ def cost(strategy: str, rows: int, shapes: Shapes, active: float = ACTIVE_FRACTI
     adding = 2.0 * shapes.accumulator_bytes  # read and written for each chunk that reaches dWeight
     active_chunks = -(-int(rows * active) // shapes.chunk_rows) if active else 0
     products, moved = 1.0, 2.0 * logits
-    making = scores if shapes.one_pass else logits + scores  # rows from logits
+    together = shapes.one_pass or (shapes.one_pass_settled and strategy != "aligned")
+    making = scores if together else logits + scores  # rows from logits
     filling = 2 * active * (1 - active)  # rows behind those that are kept fill the gaps in front
     if strategy == "known":
         products += gradients

@@ -18,6 +18,14 @@ def coefficients_depend_on(objective: Objective, terms: Terms) -> str:
     return objective.coefficient_scope
 
 
+def compares_none(terms: Terms) -> bool:
+    """Whether no log-probs are given, so that nobody sees the last bits of those that the call computes.
+
+    Given ones make a ratio of exactly 1 where weights and path are the same.
+    """
+    return terms.old_logprobs is None and terms.ref_logprobs is None
+
+
 def what_couples_tokens(objective: Objective, terms: Terms) -> str:
     """What makes coefficients depend on more than a token, in words."""
     name = f"{type(objective).__name__} off-policy" if objective.ratio_only else type(objective).__name__

@@ -127,7 +127,7 @@ class Gradients:
         """What enters the gradient products, in ``out`` or, where it fits, in the memory of the logits; of
         all rows of the chunk, or those at ``rows``.
         """
-        if projected.factors is not None:
+        if projected.written:
             return Rows(projected.values, projected.factors)
         return Rows(self._write(projected, chunk, (self.ones(len(chunk)), None), out, rows), None)
 
@@ -148,7 +148,7 @@ class Gradients:
         rows: Tensor | None,
     ) -> Tensor:
         """d(grad * logprob + grad_entropy * entropy)/dlogits."""
-        assert projected.factors is None
+        assert not projected.written
         logits = projected.values
         values = self.call.rows_memory(logits, out)
         grad, grad_entropy = (None if each is None else each.unsqueeze(0) for each in grads)
@@ -269,7 +269,7 @@ def recompute(
     for chunk in scores.call.chunks(index):
         now = slice(done, done + len(chunk))
         if known is None:
-            projected = scores.score(chunk, grad_entropy is not None)
+            projected = scores.score(chunk, grad_entropy is not None, settled=True)
         else:
             projected = Projected(scores.logits(chunk), known.each(lambda stat: stat[now]))  # noqa: B023
         entropy = None if grad_entropy is None else grad_entropy[now]

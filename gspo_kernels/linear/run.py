@@ -17,11 +17,11 @@ from gspo_kernels.aggregation import Aggregation
 from gspo_kernels.evaluate import PolicyStep, evaluate
 from gspo_kernels.linear.chunks import Call, Chunk
 from gspo_kernels.linear.cost import Shapes, TeacherShapes
-from gspo_kernels.linear.exactness import coefficients_depend_on, evaluated_at_once, refusals
+from gspo_kernels.linear.exactness import coefficients_depend_on, compares_none, evaluated_at_once, refusals
 from gspo_kernels.linear.gradients import Gradients, active, recompute
 from gspo_kernels.linear.schedule import Part, plan_parts
 from gspo_kernels.linear.scopes import Pieces, Scopes, chunk_terms, known_coefficients, token_terms
-from gspo_kernels.linear.scores import Kept, Scores
+from gspo_kernels.linear.scores import Kept, Projected, Scores
 from gspo_kernels.linear.sums import HeadSums, Needs, Rows, Weights
 from gspo_kernels.objectives.base import from_spec
 from gspo_kernels.sequence_ratio import ratio_form
@@ -45,10 +45,15 @@ def shapes_of(call: Call, terms: Terms, needs: Needs, teacher: TeacherShapes | N
         trains_hidden=needs.hidden,
         trains_weight=needs.head,
         one_launch=ratio_form(objective, terms, call.options.backend) is not None,
-        one_pass=teacher is None and call.one_pass(entropy),
+        one_pass=teacher is None and call.one_pass(entropy, settled=False),
+        one_pass_settled=teacher is None and call.one_pass(entropy, settled=compares_none(terms)),
         device=call.hidden.device.type,
         teacher=teacher,
     )
+
+
+_Coefficients = Callable[[slice, Chunk, RowStats], tuple[Tensor, Tensor | None]]
+"""dLoss/dlogprobs and dLoss/dentropy of some of the rows of a call: a chunk of them, given its statistics."""
 
 
 class Run:
@@ -74,26 +79,44 @@ class Run:
 
     def known(self) -> None:
         """Coefficients token by token, or beforehand where they depend on nothing."""
-        call, where, done = self.call, self.call.projected, 0
-        coefficients = self._known_coefficients(where)
+        call, terms, where, skip, done = self.call, self.terms, self.call.projected, self.skip, 0
+        if coefficients_depend_on(from_spec(terms.objective), terms) == "nothing":
+            grad = known_coefficients(call.labels, terms, call.options.backend).flatten()[where]
+            if skip and call.selects_rows:
+                where, grad = self._score_idle(where, grad)
+                skip = False
+            coefficients = _taken_from(grad)
+        else:
+            coefficients = self._coefficients_of_tokens(where)
         for chunk in call.chunks(where):
             now = slice(done, done + len(chunk))
-            projected = self.scores.add(chunk)
-            self.gradients.add(projected, chunk, *coefficients(now, chunk, projected.stats), self.skip)
+            projected = self._add(chunk, skip)
+            self.gradients.add(projected, chunk, *coefficients(now, chunk, projected.stats), skip)
             done = now.stop
             del projected
 
-    def _known_coefficients(
-        self, where: slice | Tensor
-    ) -> Callable[[slice, Chunk, RowStats], tuple[Tensor, Tensor | None]]:
-        """What gives dLoss/dlogprobs and dLoss/dentropy of some of the rows at ``where``: a chunk of them,
-        given its statistics.
+    def _add(self, chunk: Chunk, skip: bool, out: Tensor | None = None) -> Projected:
+        """``Scores.add``; ``skip`` says that what it finds may leave rows out."""
+        return self.scores.add(chunk, out, settled=not skip and compares_none(self.terms))
+
+    def _score_idle(self, where: slice | Tensor, grad: Tensor) -> tuple[slice | Tensor, Tensor]:
+        """Take log-probs of the rows at ``where`` whose coefficients ``grad`` are 0; what is left of both.
+
+        One look at the device for the whole call. In chunks that are left every row has a gradient.
         """
+        call = self.call
+        keep = call.index(grad != 0)
+        if not isinstance(keep, Tensor):
+            return where, grad
+        where = _index(where, keep.device)
+        idle = call.index(grad == 0, len(where) - len(keep))
+        for chunk in call.forward_chunks(where[idle]):
+            self.scores.add_forward(chunk)
+        return where[keep], grad[keep]
+
+    def _coefficients_of_tokens(self, where: slice | Tensor) -> _Coefficients:
         labels, terms, backend = self.call.labels, self.terms, self.call.options.backend
         objective = from_spec(terms.objective)
-        if coefficients_depend_on(objective, terms) == "nothing":
-            known = known_coefficients(labels, terms, backend).flatten()[where]
-            return lambda rows, *_: (known[rows], None)
         form = ratio_form(objective, terms, backend)
         if form is not None:
             pieces = Pieces(self.call, terms, form.level, where)
@@ -162,7 +185,7 @@ class Run:
 
     def _whole(self) -> None:
         chunk = self.call.chunk(slice(0, self.call.labels.numel()))
-        projected = self.scores.add(chunk)
+        projected = self._add(chunk, self.skip)
         shown = projected.stats.each(lambda stat: stat.view(self.call.labels.shape))
         backend = self.call.options.backend
         terms = self.terms._replace(normalizer=self.total) if self.call.head.fixed else self.terms
@@ -189,7 +212,7 @@ class Run:
 
     def _aligned(self, part: Part) -> None:
         chunk = self.call.chunk(self.scopes.rows_of(part), self.scopes.labels_of(part))
-        projected = self.scores.add(chunk)
+        projected = self._add(chunk, self.skip)
         self.gradients.add(projected, chunk, *self._step_of(part, projected.stats), self.skip)
 
     def _two_pass(self, part: Part) -> None:
@@ -212,7 +235,7 @@ class Run:
     def _frozen(self, part: Part) -> None:
         gradients = self.gradients
         for chunk in self.call.chunks(self.scopes.rows_of(part)):
-            projected = self.scores.add(chunk)
+            projected = self._add(chunk, skip=False)
             rows = gradients.rows(projected, chunk)
             gradients.add_hidden(rows, chunk, Weights(gradients.ones(len(chunk))))
             del projected, rows
@@ -235,7 +258,7 @@ class Run:
         beside, done = [], 0
         for chunk in call.chunks(where):
             now = slice(done, done + len(chunk))
-            projected = self.scores.add(chunk, out=cache[now])
+            projected = self._add(chunk, skip=False, out=cache[now])
             beside.append(gradients.rows(projected, chunk, out=cache[now]).factors)
             done = now.stop
             del projected
@@ -262,7 +285,7 @@ class Run:
         done = 0
         weights = gradients.ones(part.rows) if factors is None else factors[0].to(gradients.accumulate)
         for chunk in call.chunks(where):
-            projected = self.scores.add(chunk)
+            projected = self._add(chunk, skip=False)
             unit = weights[done : done + len(chunk)]
             done += len(chunk)
             rows = gradients.rows(projected, chunk)
@@ -279,6 +302,10 @@ class Run:
         coefficient = torch.where(weight == 0, 0.0, whole / weight)
         self._scale(part, coefficient.expand(part.rows))
         gradients.sums.add_sums(self.scratch, coefficient)
+
+
+def _taken_from(grad: Tensor) -> _Coefficients:
+    return lambda rows, *_: (grad[rows], None)
 
 
 def _flat(step: PolicyStep) -> tuple[Tensor, Tensor | None]:

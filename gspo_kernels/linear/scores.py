@@ -69,14 +69,16 @@ class Projected(NamedTuple):
     """A chunk on its way from logits to the gradient products.
 
     Attributes:
-        values: [n, V], the logits; or already rows, d logprob/dlogits but for a factor of each.
+        values: [n, V], the logits, or what enters the gradient products in their stead.
         stats: [n] each.
-        factors: [n] in the statistics' dtype, or None where ``values`` are the logits.
+        written: whether ``values`` are rows d logprob/dlogits already, but for a factor of each.
+        factors: [n] in the statistics' dtype; None: 1.
         taught: what there is of a teacher beside them, if any.
     """
 
     values: Tensor
     stats: RowStats
+    written: bool = False
     factors: Tensor | None = None
     taught: Taught | None = None
 
@@ -84,7 +86,7 @@ class Projected(NamedTuple):
         """Some of the rows, in the same memory."""
         factors = None if self.factors is None else self.factors[kept.rows]
         stats = self.stats.each(lambda stat: stat[kept.rows])
-        return Projected(kept.to_front(self.values), stats, factors)
+        return Projected(kept.to_front(self.values), stats, self.written, factors)
 
 
 class Scores:
@@ -139,12 +141,16 @@ class Scores:
         )
         return RowStats(*stats).each(lambda stat: stat.squeeze(0))
 
-    def score(self, chunk: Chunk, entropy: bool, out: Tensor | None = None) -> Projected:
+    def score(
+        self, chunk: Chunk, entropy: bool, out: Tensor | None = None, settled: bool = False
+    ) -> Projected:
         """Project a chunk whose gradient is wanted, too: where one pass does both, its rows come with the
         statistics, in ``out`` or in the memory of the logits.
+
+        ``settled``: no row is left out by what is found, and log-probs are compared with no others.
         """
         logits = self.logits(chunk)
-        if not self.call.one_pass(entropy):
+        if not self.call.one_pass(entropy, settled):
             return Projected(logits, self.statistics(logits, chunk, entropy))
         rows = self.call.rows_memory(logits, out)
         stats, factors = cast(OnePassBackend, self.backend).logprobs_and_rows(
@@ -154,11 +160,12 @@ class Scores:
             ignore_index=self.call.options.ignore_index,
             out=rows.unsqueeze(0),
         )
-        return Projected(rows, stats.each(lambda stat: stat.squeeze(0)), factors.squeeze(0))
+        factors = None if factors is None else factors.squeeze(0)
+        return Projected(rows, stats.each(lambda stat: stat.squeeze(0)), True, factors)
 
-    def add(self, chunk: Chunk, out: Tensor | None = None) -> Projected:
+    def add(self, chunk: Chunk, out: Tensor | None = None, settled: bool = False) -> Projected:
         """``score`` a chunk and keep its statistics."""
-        projected = self.score(chunk, self._kept.entropy is not None, out)
+        projected = self.score(chunk, self._kept.entropy is not None, out, settled)
         self.keep(projected.stats, chunk)
         return projected
 

@@ -125,14 +125,16 @@ class TaughtScores(Scores):
         """See ``Scores.logits``: the student's alone."""
         return self._heads.of_student(chunk)
 
-    def score(self, chunk: Chunk, entropy: bool, out: Tensor | None = None) -> Projected:
+    def score(
+        self, chunk: Chunk, entropy: bool, out: Tensor | None = None, settled: bool = False
+    ) -> Projected:
         """See ``Scores.score``; both sides are projected, compared, and the divergences kept."""
         pair = self._heads.pair(chunk, self._form)
         stats = pair.evaluate(self.call.options, transform=chunk.transform)
         self.divergences.view(-1)[chunk.where] = stats.divergences.squeeze(0)
         of_rows = RowStats(stats.logprobs.squeeze(0), stats.lse.squeeze(0), None)
         shares = self._shares.flatten()[chunk.where].unsqueeze(0)
-        return Projected(pair.logits.squeeze(0), of_rows, None, Taught(pair, stats, shares))
+        return Projected(pair.logits.squeeze(0), of_rows, taught=Taught(pair, stats, shares))
 
     def close(self) -> None:
         """See ``Scores.close``."""

@@ -117,15 +117,30 @@ class RowBackend(Protocol):
 
 
 class OnePassBackend(RowBackend, Protocol):
-    """A backend to which the rows of gradient products are no more work than the statistics."""
+    """A backend that can write the rows of gradient products along with the statistics."""
+
+    def one_pass_pays(
+        self,
+        vocabulary: int,
+        dtype: torch.dtype,
+        transform: LogitTransform,
+        device: torch.device,
+        settled: bool,
+    ) -> bool:
+        """Whether that is less work than first statistics, then rows, for contiguous logits of ``dtype``.
+
+        ``settled``: every row will enter the products, and nobody will see whether log-probs have the bits of
+        ``logprobs_forward``. Otherwise rows come along only where they cost nothing and bits are the same.
+        """
 
     def logprobs_and_rows(
         self, logits: Tensor, labels: Tensor, transform: LogitTransform, *, ignore_index: int, out: Tensor
-    ) -> tuple[RowStats, Tensor]:
-        """The forward, and in ``out`` d logprob/dlogits but for a factor per row, returned as [B, T].
+    ) -> tuple[RowStats, Tensor | None]:
+        """The forward, and in ``out`` d logprob/dlogits but for a factor per row, returned as [B, T]; or None
+        where the factors are 1.
 
-        ``out`` is as in ``logprobs_backward``, in the statistics' dtype or bf16. With factors, elements can
-        be the exponentials that the log-sum-exp takes anyway, each computed once.
+        ``out`` is as in ``logprobs_backward``; with factors in the statistics' dtype or bf16. With factors,
+        elements can be the exponentials that the log-sum-exp takes anyway, each computed once.
         """
 
 

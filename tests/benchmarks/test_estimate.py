@@ -12,9 +12,17 @@ PAGE = Path(__file__).parents[2] / "docs" / "hidden_states.md"
 
 
 def test_the_page_quotes_what_is_counted():
-    sentence = r"([\d.]+) of the three products; added to its sum afterwards, ([\d.]+)\."
+    sentence = (
+        r"([\d.]+) of the three products where .* read logits twice; "
+        r"on-policy, .* chip, ([\d.]+); .* added to its sum afterwards, ([\d.]+)\."
+    )
     (quoted,) = re.findall(sentence, " ".join(PAGE.read_text("utf-8").split()))
-    assert quoted == tuple(f"{Step().over_products(inside):.2f}" for inside in (True, False))
+    ways = ((True,), (True, True), (False,))
+    assert quoted == tuple(f"{Step().over_products(*way):.2f}" for way in ways)
+
+
+def test_an_on_policy_step_is_within_eight_hundredths_of_its_products():
+    assert 1.0 < Step().over_products(True, held=True) <= 1.08
 
 
 def test_the_page_quotes_what_a_scoring_tile_reaches():
@@ -38,6 +46,7 @@ def test_one_chunk_by_hand():
     logits, weight = 4096 * 8192, 8192 * 2048
     bare = 6 * logits * 2048 / OPERATIONS
     assert step.over_products(True) == pytest.approx(1 + 10 * logits / BANDWIDTH / bare)
+    assert step.over_products(True, held=True) == pytest.approx(1 + 6 * logits / BANDWIDTH / bare)
     assert step.over_products(False) == pytest.approx(1 + (10 * logits + 8 * weight) / BANDWIDTH / bare)
 
 

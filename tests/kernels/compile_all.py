@@ -222,7 +222,8 @@ def multiply(n: int, H: int, V: int, dtype: torch.dtype, target: str) -> None:
 def hold(target: str) -> list[Any]:
     """Launches of log-probs and gradients where rows may stay on the chip, as on the target."""
     clusters = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 8)
-    recorder = Recorder(BLOCKS[target] if clusters else 1)
+    blocks = BLOCKS[target] if clusters else 1
+    recorder = Recorder(blocks)
     one_pass.platform = lambda: TARGETS[target].backend
     for V, dtype, transform in (
         (151936, torch.bfloat16, PLAIN),
@@ -237,6 +238,7 @@ def hold(target: str) -> list[Any]:
         )
         out = logits.view(torch.bfloat16)[..., :V] if dtype == torch.float32 else logits
         kernels.logprobs_and_grad(logits, labels, floats, transform, ignore_index=-100, out=out)
+    recorder.calls.append(record(*KERNELS["rows from hidden states, fp32 to bf16, held"], blocks))
     return recorder.calls
 
 

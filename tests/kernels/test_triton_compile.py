@@ -187,7 +187,7 @@ def test_clusters_order_what_their_blocks_exchange(report, target):
     clusters = [
         entry["cluster"] for entry in entries(report, target, "held_row_kernel") if "cluster" in entry
     ]
-    assert len(clusters) == 2
+    assert len(clusters) == 3
     for order in clusters:
         assert_cluster_orders(order)
         meetings = [place for place, word in enumerate(order) if "cluster.arrive" in word]

@@ -5,14 +5,17 @@ import torch
 
 pytest.importorskip("triton")
 
+import triton
+import triton.language as tl
+
 from benchmarks.traffic import counted
 from gspo_kernels import kernels
 from gspo_kernels.kernels import one_pass
 from gspo_kernels.kernels.one_pass import held_tile
 from gspo_kernels.types import LogitTransform
-from tests.kernels.accesses import backwards, order_of_programs, shuffle, without_races
-from tests.kernels.row_oracle import PLAIN
-from tests.kernels.test_triton_rows import IGNORE, SOFT, WARM, and_grad, check, room_for, rows
+from tests.kernels.accesses import backwards, order_of_programs, rebuilt, shuffle, without_races
+from tests.kernels.row_oracle import PLAIN, Judge, exact, neighbour, plain
+from tests.kernels.test_triton_rows import DEVICE, IGNORE, SOFT, WARM, and_grad, check, room_for, rows
 
 GPU = torch.cuda.is_available()
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -80,6 +83,109 @@ def test_narrower_gradients_elsewhere_and_over_the_logits(narrow):
         with order_of_programs(arrange), without_races():
             kernels.logprobs_and_grad(chunk, labels, grad, PLAIN, ignore_index=IGNORE, out=out)
         assert torch.equal(out, got)
+
+
+# --- rows for the products of hidden states
+
+CHUNK = 10240 + 16
+"""fp32 columns of two blocks of threads, of whose last pieces little is full."""
+
+
+def and_rows(logits, labels, narrow, transform=PLAIN):
+    """16-bit rows d logprob/dlogits in the memory of fp32 logits."""
+    chunk, out = room_for(logits.to(DEVICE), narrow)
+    assert held_tile(chunk, out, transform) is not None
+    stats, factors = kernels.logprobs_and_rows(
+        chunk, labels.to(DEVICE), transform, ignore_index=IGNORE, out=out
+    )
+    assert factors is None
+    return stats.each(torch.Tensor.cpu), out.cpu()
+
+
+@triton.jit
+def two_ulps_more(coefficients_ptr, b, t, stride_b, stride_t, labelled, STATS):
+    return tl.where(labelled, 1.0 + 2.0**-6, 0.0).to(STATS)
+
+
+@pytest.mark.parametrize("narrow", (BF16, FP16))
+def test_rows_over_their_own_logits_are_as_exact_as_plain_pytorch(monkeypatch, narrow):
+    logits, labels, *_ = rows(CHUNK, FP32, B=1, T=4)
+    ones, eps = torch.ones(labels.shape), torch.finfo(narrow).eps
+    assert GPU or held_tile(logits, logits, WARM).blocks == 2
+
+    def draw(k):
+        here = neighbour(logits, k), labels, WARM, ones, None
+        return exact(*here), [plain(*here, False)]
+
+    judge = Judge(draw, draws=3)
+    stats, got = and_rows(logits, labels, narrow, WARM)
+    judge.hold("logprobs", stats.logprobs, eps=torch.finfo(FP32).eps)
+    judge.hold("grad", got, eps=eps)
+    known, elsewhere = and_grad(logits, labels, ones, WARM, out=torch.empty_like(logits, dtype=narrow))
+    assert torch.equal(elsewhere, got) and torch.equal(known.logprobs, stats.logprobs)
+    if not GPU and narrow == BF16:
+        monkeypatch.setattr(one_pass, "_coefficient", two_ulps_more)
+        with pytest.raises(AssertionError, match="grad"):
+            judge.hold("grad", and_rows(logits, labels, narrow, WARM)[1], eps=eps)
+
+
+def test_special_rows_over_their_own_logits():
+    """A label that is ignored or no column, columns at -inf, the label at -inf, +inf and NaN."""
+    logits, labels, *_ = rows(CHUNK, FP32, B=1, T=7)
+    inf = float("inf")
+    labels[0, 0], labels[0, 1], labels[0, 2:] = IGNORE, CHUNK, 77
+    logits[0, 0] = float("nan")
+    logits[0, 2, 78:9000] = logits[0, 3, 77] = -inf
+    logits[0, 4, 9000] = inf
+    logits[0, 5, 77] = inf
+    logits[0, 6, 9000] = float("nan")
+    want = -torch.softmax(logits.double(), -1)
+    want[..., 77] += 1
+    chosen = torch.log_softmax(logits.double(), -1)[..., 77]
+    want[0, :2], chosen[0, 0], chosen[0, 1] = 0.0, 0.0, float("nan")
+    for narrow in (BF16, FP16):
+        stats, got = and_rows(logits, labels, narrow)
+        torch.testing.assert_close(stats.logprobs.double(), chosen, rtol=2e-6, atol=1e-6, equal_nan=True)
+        limits = torch.finfo(narrow)
+        torch.testing.assert_close(
+            got.double(), want, rtol=limits.eps, atol=limits.smallest_normal * limits.eps, equal_nan=True
+        )
+        assert not got[0, :4].isnan().any() and got[0, 4:].isnan().all()
+
+
+@pytest.mark.skipif(GPU, reason="the interpreter orders programs and counts accesses")
+def test_rows_over_their_own_logits_need_no_order_and_read_once():
+    logits, labels, *_ = rows(CHUNK, FP32, B=1, T=3)
+    labels[0, 1] = IGNORE
+    _, want = and_rows(logits, labels, BF16)
+    for arrange in (backwards, shuffle(0)):
+        with order_of_programs(arrange), without_races():
+            assert torch.equal(and_rows(logits, labels, BF16)[1], want)
+    out = torch.empty_like(logits, dtype=BF16)
+    with counted(logits, out) as traffic:
+        kernels.logprobs_and_rows(logits, labels, PLAIN, ignore_index=IGNORE, out=out)
+    expected = torch.ones_like(logits, dtype=torch.int64)
+    expected.scatter_(-1, labels.clamp(min=0).unsqueeze(-1), 2)  # the label's by itself
+    expected[0, 1] = 0
+    assert torch.equal(traffic.reads[0].view_as(logits), expected)
+    assert traffic.per_row(traffic.writes, 1) == [1] * 3
+    unordered = pytest.raises(triton.runtime.errors.InterpreterError, match="race: store by program 0")
+    with without_races(), rebuilt(create_barrier=lambda plain: None), unordered:
+        and_rows(logits, labels, BF16)
+
+
+def test_rows_come_along_only_where_that_is_less_work():
+    device = torch.device(DEVICE)
+    assert kernels.one_pass_pays(4096, FP32, PLAIN, device, True)
+    assert not kernels.one_pass_pays(4096, FP32, PLAIN, device, False)
+    kept = PLAIN._replace(kept=torch.empty(1, 2, 128, dtype=torch.int32))
+    for V, dtype, transform in ((4104, FP32, PLAIN), (4096, FP64, PLAIN), (0, FP32, PLAIN)):
+        assert not kernels.one_pass_pays(V, dtype, transform, device, True)
+    assert not any(kernels.one_pass_pays(4096, FP32, one, device, True) for one in (SOFT, kept))
+    # A launch that is asked for all the same reads rows twice.
+    logits, labels, *_ = rows(1009, FP32, B=1, T=2)
+    stats, _ = kernels.logprobs_and_rows(logits, labels, PLAIN, ignore_index=IGNORE, out=logits.clone())
+    assert torch.equal(stats.logprobs, and_grad(logits, labels, torch.ones(1, 2))[0].logprobs)
 
 
 @pytest.mark.skipif(GPU, reason="accesses are counted under the interpreter")

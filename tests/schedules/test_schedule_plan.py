@@ -43,7 +43,7 @@ def shapes(**changes):
     values = {
         "vocabulary": 32000, "width": 512, "chunk_rows": 100, "logits_itemsize": 4, "rows_itemsize": 4,
         "accumulator_itemsize": 4, "operand_itemsize": 4, "trains_hidden": True, "trains_weight": True,
-        "one_launch": False, "one_pass": False, "device": "cpu",
+        "one_launch": False, "one_pass": False, "one_pass_settled": False, "device": "cpu",
     }  # fmt: skip
     return Shapes(**{**values, **changes})
 
