@@ -231,7 +231,7 @@ def instructions(kernel: Any) -> list[Instruction]:
     for line in kernel.asm["amdgcn"].splitlines():
         if label := re.match(r"(\.LBB\w+):", line):
             labels[label[1]] = len(parsed)
-        elif code := re.match(r"\t([a-z]\w+_\w+)\s*(\S*)", line):
+        elif code := re.match(r"\t([a-z]+_\w+)\s*(\S*)", line):
             parsed.append((code[1], code[2]))
     return [
         Instruction(opcode, labels.get(operand) if "branch" in opcode else None, opcode == "s_branch")
