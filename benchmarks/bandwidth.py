@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.measure import Clock, give_memory_back
+from benchmarks.measure import Clock
 from benchmarks.registry import Options, suite
+from benchmarks.resident import give_memory_back
 from benchmarks.tables import Row, aligned, number
 from gspo_kernels.types import LogitTransform, RatioClip, RowStats
 

@@ -8,8 +8,6 @@ memory, Linux), and by the allocator on a GPU.
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import gc
 import json
 import math
@@ -19,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -32,7 +30,7 @@ import gspo_kernels as gk
 from benchmarks.judge import Judge
 from benchmarks.problem import Problem
 from benchmarks.registry import CONTESTANTS, Contestant, Missing, Options, entrants
-from gspo_kernels.ops import memory
+from benchmarks.resident import give_memory_back, peak_of_this_process
 
 PACKAGES = (
     *("torch", "triton", "trl", "liger-kernel", "transformers", "cut-cross-entropy"),
@@ -426,30 +424,6 @@ def peaks_in_a_process(found: Sequence[Entrant], problem: Any) -> dict[str, int]
         )
     lines = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
     return {line["contestant"]: line["bytes"] for line in lines}
-
-
-def _resident(what: str) -> int:
-    status = Path("/proc/self/status").read_text()
-    return int(status.split(f"{what}:")[1].split()[0]) * 1024
-
-
-def give_memory_back() -> None:
-    """Let large blocks go back to the system when freed, so that resident memory is what is in use."""
-    with contextlib.suppress(OSError, AttributeError):
-        for threshold in (-3, -1):  # M_MMAP_THRESHOLD and M_TRIM_THRESHOLD of glibc
-            ctypes.CDLL(None).mallopt(threshold, 131072)
-
-
-@contextlib.contextmanager
-def peak_of_this_process() -> Iterator[Callable[[], int]]:
-    """Yield what tells by how many bytes the block raised resident memory at most."""
-    gc.collect()
-    memory.release()
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
-    before = _resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")
-    yield lambda: _resident("VmHWM") - before
 
 
 def print_peaks(where: Path) -> None:

@@ -25,8 +25,9 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from benchmarks.judge import Verdict
-from benchmarks.measure import give_memory_back, peak_of_this_process, reason, spread
+from benchmarks.measure import reason, spread
 from benchmarks.registry import CONTESTANTS, Contestant, Missing, Options, entrants, suite
+from benchmarks.resident import give_memory_back, peak_of_this_process
 from benchmarks.tables import case_table
 from benchmarks.trainers import OURS, Finished, Setting, Turns, make_model
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.measure import give_memory_back, peak_of_this_process
 from benchmarks.registry import Options, suite
+from benchmarks.resident import give_memory_back, peak_of_this_process
 from benchmarks.tables import aligned, number
 
 VOCABULARY, WIDTH, SEQUENCES = 151936, 64, 4

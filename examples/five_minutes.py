@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 import gspo_kernels as gk
-from benchmarks.measure import peak_of_this_process
+from benchmarks.resident import peak_of_this_process
 
 
 @dataclass
