@@ -62,7 +62,6 @@ def test_advantages_are_the_teachers_log_probs_minus_the_policys(
     assert all(not parameter.requires_grad for parameter in updater.teacher.parameters())
 
 
-@pytest.mark.slow
 def test_a_teacher_is_as_batch_invariant_as_the_policy(tmp_path, tokenizer, rows, reward, teacher):
     """Its log-probs are advantages, and so a part of every coefficient."""
     sections = {**TAUGHT, "distillation": {"teacher": teacher}, "update": {"batch_invariant": True}}
@@ -71,6 +70,7 @@ def test_a_teacher_is_as_batch_invariant_as_the_policy(tmp_path, tokenizer, rows
     assert updater.teacher.batch_invariant is True and updater.policy.batch_invariant is True
 
 
+@pytest.mark.slow
 def test_the_example_comes_nearer_to_its_teacher(tmp_path):
     """By the divergence over the whole vocabulary of answers' tokens, which no sampling blurs."""
     trainer = example.make_trainer(tmp_path / "run", seed=shifted_seed(0), steps=8, teacher_steps=120)
