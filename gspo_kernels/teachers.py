@@ -109,9 +109,11 @@ class TeacherArguments(NamedTuple):
             backend=student.backend,
         )
         sequences = tokens.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        theirs = own.with_rows(
-            own.checked(tokens, sequences, width), row_labels, packed, cu_seqlens, dtype, width
-        )
+        try:
+            theirs = own.checked(tokens, sequences, width)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"teacher_{error}") from None
+        theirs = own.with_rows(theirs, row_labels, packed, cu_seqlens, dtype, width)
         ids, logprobs = self._of_ids(tokens, packed, width, options)
         return TeacherRows(
             None,
