@@ -83,8 +83,7 @@ class Chunking(NamedTuple):
 
 class LinearOperands(NamedTuple):
     """What every operator over hidden states takes: hidden [B, T, H] (packed: [1, N, H]), weight [V, H], bias
-    [V] or None, labels [B, T], and how their logits are made. Scattered hidden
-    states have as many tokens as this rank has.
+    [V] or None, labels [B, T], and how their logits are made. Scattered hidden states have this rank's T.
     """
 
     hidden: Tensor
