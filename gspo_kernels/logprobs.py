@@ -10,7 +10,7 @@ from gspo_kernels import checks
 from gspo_kernels.entry import implemented_by
 from gspo_kernels.layout import as_rows, from_rows
 from gspo_kernels.linear import calls
-from gspo_kernels.logits import LogitArguments, check_inplace, check_logits, on_all_ranks
+from gspo_kernels.logits import LogitArguments, check_inplace, check_logits, on_all_ranks, takes_dtensors
 from gspo_kernels.ops.logprobs import TokenLogprobsFunction
 from gspo_kernels.types import TokenLogprobs
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # not every build of PyTorch has it
     from torch.distributed.device_mesh import DeviceMesh
 
 
+@takes_dtensors
 @on_all_ranks
 def _token_logprobs(
     logits: Tensor,

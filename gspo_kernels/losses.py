@@ -175,7 +175,7 @@ def policy_coefficients(
     Raises:
         TypeError, ValueError: a wrong argument, named in the message. ``entropy_coef`` other than 0 is
             refused: the entropy's gradient is no coefficient of a log-prob; give it to the loss that takes
-                these coefficients.
+            these coefficients.
     """
 
 

@@ -31,9 +31,7 @@ class DivergenceArguments(NamedTuple):
     add_tail: bool = True
 
     def checked(self, vocabulary: int, ids: Tensor | None, labelled: bool) -> DivergenceForm:
-        """Checked; ``ids`` are those that the caller gave; a vocabulary of 0 is one whose size isn't
-        known.
-        """
+        """The same, checked, given the caller's ``ids``; a vocabulary of 0 is one of unknown size."""
         beta = checks.number("beta", self.beta)
         if not 0 <= beta <= 1:
             raise ValueError(f"beta: got {beta}, expected 0 (forward KL) to 1 (reverse KL)")
@@ -68,7 +66,7 @@ class TeacherArguments(NamedTuple):
     teacher_logprobs: Tensor | None = None
 
     def check_source(self, name: str, given: Tensor | None) -> None:
-        """There must be the tensor of a name, or ids with their log-probs."""
+        """Refuse all but the tensor of a name, or ids with their log-probs, and not both."""
         of_ids = {"ids": self.ids, "teacher_logprobs": self.teacher_logprobs}
         for label, value in of_ids.items():
             if given is not None and value is not None:
@@ -111,9 +109,11 @@ class TeacherArguments(NamedTuple):
             backend=student.backend,
         )
         sequences = tokens.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        theirs = own.with_rows(
-            own.checked(tokens, sequences, width), row_labels, packed, cu_seqlens, dtype, width
-        )
+        try:
+            theirs = own.checked(tokens, sequences, width)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"teacher_{error}") from None
+        theirs = own.with_rows(theirs, row_labels, packed, cu_seqlens, dtype, width)
         ids, logprobs = self._of_ids(tokens, packed, width, options)
         return TeacherRows(
             None,
@@ -161,7 +161,7 @@ class Teacher:
             of its own. None: ``ids`` and ``logprobs`` say what is known of the teacher.
         weight: [V, H of the teacher].
         bias: [V] or None.
-        logits: the shape of the student's, for a loss from logits, in place of the three.
+        logits: the shape of the student's, for a loss from logits, in place of these three.
         ids, logprobs: the tokens' shape and K: the log-probs of some ids, as an engine returns them; -100
             where there are fewer.
         coef: weight of the divergence: a number, or a tensor that broadcasts to the labels.
@@ -186,12 +186,12 @@ class Teacher:
 
     @property
     def arguments(self) -> TeacherArguments:
-        """As the distillation losses take them."""
+        """The teacher's own options and ids, as the distillation losses take them."""
         return TeacherArguments(self.temperature, self.logit_scale, self.softcap, self.ids, self.logprobs)
 
     @property
     def divergence(self) -> DivergenceArguments:
-        """The same."""
+        """Which divergence, as the distillation losses take it."""
         return DivergenceArguments(self.beta, self.top_k, self.top_k_of, self.add_tail)
 
 

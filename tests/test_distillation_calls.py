@@ -115,6 +115,9 @@ WRONG = {
     "aggregation: got 'mean'": {"aggregation": "mean"},
     "loss_mask: got shape": {"loss_mask": torch.ones(2, 4)},
     "loss_mask: expected only 0 and 1": {"loss_mask": torch.full((2, 3), 2)},
+    "^teacher_temperature: got -1": {"teacher_temperature": -1.0},
+    "^teacher_temperature: got shape": {"teacher_temperature": torch.ones(3)},
+    "^teacher_softcap: got 0": {"teacher_softcap": 0.0},
     "temperature: expected only positive": {"temperature": torch.tensor([1.0, 0.0])},
     "inplace_backward: got int": {"inplace_backward": 1},
 }  # fmt: skip

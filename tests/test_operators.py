@@ -165,6 +165,13 @@ def operator_inputs():
             (trained(options), heads, whole, shares, everything),
             (trained(options), scored_heads, over_ids, shares, everything),
             (frozen(by_row), heads, whole, shares, Needs(True, False, False)),
+            (
+                frozen(by_row)._replace(hidden=hidden.bfloat16(), weight=weight.bfloat16()),
+                heads,
+                whole,
+                shares,
+                Needs(False, True, False),
+            ),
         ],
         "sequence_ratio": [
             (logits, labels, in_triton, RatioOperands.of(labels, sequence), form),

@@ -34,11 +34,11 @@ __all__ = ["PolicyLoss", "RolloutCorrection"]
 _REFUSED: dict[str, tuple[Any, str]] = {
     "tensor_model_parallel_size": (
         1,
-        "a rank holds a part of the vocabulary, the fused loss needs whole rows",
+        "a rank holds a part of the vocabulary, and this adapter passes no tp_group",
     ),
-    "context_parallel_size": (1, "a rank holds a part of a sequence, the loss needs whole ones"),
-    "allgather_cp": (False, "a rank holds a part of a sequence, the loss needs whole ones"),
-    "rollout_top_p": (1.0, "the fused loss has no mask of sampled tokens"),
+    "context_parallel_size": (1, "a rank holds a part of a sequence, and this adapter passes no cp_group"),
+    "allgather_cp": (False, "a rank holds a part of a sequence, and this adapter passes no cp_group"),
+    "rollout_top_p": (1.0, "this adapter passes no mask of sampled tokens"),
     "use_opsm": (False, "off-policy sequence masking is not part of this loss"),
     "use_tis": (False, "give PolicyLoss a correction=RolloutCorrection(...) instead"),
     "get_mismatch_metrics": (False, "it also changes slime's loss; these metrics are not part of this one"),

@@ -89,7 +89,7 @@ def _tile(V: int, size: int, transform: LogitTransform, device: torch.device) ->
 
 @triton.jit
 def _coefficient(coefficients_ptr, b, t, stride_b, stride_t, labelled, STATS: tl.constexpr):
-    """A row's, 1 where none are given; without a label in range the log-prob depends on no logit."""
+    """A row's coefficient: 1 where none are given, 0 without a label in range, as no logit matters then."""
     coefficient = tl.full([], 1.0, STATS)
     if coefficients_ptr is not None:
         coefficient = tl.load(element(coefficients_ptr, b, t, stride_b, stride_t)).to(STATS)

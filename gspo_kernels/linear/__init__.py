@@ -9,5 +9,6 @@ coefficients, normalised to at most 1, multiply the hidden rows and the result, 
 CPU 16-bit weights are raised to fp32 in slabs, as fp32 products are faster there.
 
 The C++ backend makes rows of a chunk's logits along with their statistics: the same exponentials serve both,
-and what is missing to p - onehot is a factor per row, which multiplies where the coefficient does.
+and what is missing to p - onehot is a factor per row, which multiplies where the coefficient does. Triton
+writes rows along with their statistics where they fit on the chip and no log-probs are compared.
 """

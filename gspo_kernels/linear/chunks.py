@@ -83,8 +83,7 @@ class Chunking(NamedTuple):
 
 class LinearOperands(NamedTuple):
     """What every operator over hidden states takes: hidden [B, T, H] (packed: [1, N, H]), weight [V, H], bias
-    [V] or None, labels [B, T], and how their logits are made. T of hidden states that are scattered is what
-    this rank has of it.
+    [V] or None, labels [B, T], and how their logits are made. Scattered hidden states have this rank's T.
     """
 
     hidden: Tensor
@@ -174,9 +173,9 @@ class Call:
 
     @property
     def launches(self) -> HiddenBackend | None:
-        """What does in one launch each what is done around the gradient products; None where PyTorch does it.
+        """The backend's launches for what is done around the gradient products; None where PyTorch does it.
 
-        It knows nothing of columns, and so not whether ranks share them.
+        They see no columns of logits, and so work alike where ranks share these.
         """
         return launches_of(self.options.backend)
 
@@ -277,7 +276,7 @@ class Call:
         return Chunk(where, fetch(), labels.unsqueeze(0), transform)
 
     def _begin_hidden(self, where: slice | Tensor) -> Callable[[], Tensor]:
-        """Begin to fetch the hidden states [n, H] of the rows at some positions; what returns them."""
+        """Begin to fetch the hidden states [n, H] of the rows at some positions; the result waits for it."""
         if self.tokens is not None:
             return self.tokens.begin_gather(self.hidden, where)
         if self.hidden.is_contiguous():
@@ -295,7 +294,8 @@ class Call:
 
     def one_pass(self, entropy: bool, settled: bool) -> bool:
         """Whether the backend writes rows along with statistics; ``settled`` as in
-        ``OnePassBackend.one_pass_pays``. Those that come alone sum otherwise.
+        ``OnePassBackend.one_pass_pays``. Never in batch-invariant calls: statistics that come alone, as in
+        scoring, sum in another order.
         """
         if entropy or self.head.fixed or not hasattr(self.backend, "logprobs_and_rows"):
             return False
@@ -314,6 +314,6 @@ class Call:
         return torch.empty(logits.shape, dtype=dtype, device=logits.device)
 
     def new_rows(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Zeros [B, T], unless a dtype is given in the statistics'."""
+        """Zeros [B, T], in the statistics' dtype unless one is given."""
         dtype = stats_dtype(self.hidden.dtype) if dtype is None else dtype
         return torch.zeros(self.labels.shape, dtype=dtype, device=self.labels.device)

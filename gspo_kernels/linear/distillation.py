@@ -1,5 +1,4 @@
-"""Operator: a distillation loss from two pairs of hidden states and weights, and the student's gradient,
-together.
+"""Operator: a distillation loss from two pairs of hidden states and weights, with the student's gradient.
 
 What a token's divergence weighs is known beforehand from masks and lengths, so a chunk of rows is projected
 once on either side, and its gradient follows while both sides' logits exist: 3 products of the student's size
@@ -86,7 +85,7 @@ def _(
     return LinearDistilled(
         hidden.new_empty((), dtype=sums),
         labels.new_empty(labels.shape, dtype=sums),
-        hidden.new_empty(hidden.shape if needs.hidden else 0),
+        hidden.new_empty(hidden.shape if needs.hidden else 0, dtype=hidden.dtype if needs.hidden else sums),
         hidden.new_empty(hidden.shape[:-1], dtype=sums),
         weight.new_empty(weight.shape if needs.weight else 0, dtype=sums),
         weight.new_empty(weight.shape[0] if needs.bias else 0, dtype=sums),

@@ -132,7 +132,7 @@ class Gradients:
         return Rows(self._write(projected, chunk, (self.ones(len(chunk)), None), out, rows), None)
 
     def ones(self, count: int) -> Tensor:
-        """[count], all in the same place."""
+        """Ones [count], all in one place of memory."""
         return self._one.expand(count)
 
     @cached_property

@@ -45,7 +45,7 @@ class Head:
 
     @property
     def exact(self) -> bool:
-        """Whether gradients show the last bit of the logits; 16-bit ones don't."""
+        """Whether gradients show the last bit of the logits: those of 16-bit weights don't."""
         return self.weight.dtype in (torch.float32, torch.float64)
 
     @property
@@ -110,7 +110,9 @@ class Head:
         return out
 
     def fold_logits(self, hidden: Tensor, folds: Folds) -> None:
-        """[n, H]: hand each logit on, with the bits that ``logits`` writes in fp32 or fp64, on the CPU."""
+        """Hand each logit of hidden states [n, H] on, with the bits that ``logits`` writes in fp32 or fp64;
+        on the CPU.
+        """
         if self.in_blocks:
             folds.add_product(hidden, self.weight, self.bias)
             return
@@ -144,7 +146,7 @@ class Head:
         return self._columns_of_logits(operand, self.weight[slab], bias, out)
 
     def _columns_of_logits(self, operand: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
-        """Those of some rows of the weight, or of all."""
+        """Columns of logits, given their rows of the weight."""
         weight = self._operand(weight)
         if self.fixed:
             return fixed_product(operand, weight.t(), out, bias=bias)
@@ -152,7 +154,7 @@ class Head:
         return out if bias is None else out.add_(bias)
 
     def _slabs_of_logits(self, hidden: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """All of them, a slab at a time in the same memory."""
+        """All columns of logits, a slab at a time in the same memory."""
         # rows a power of two apart would share a few lines of a cache
         width = min(self.vocabulary, LOGITS_SLAB) + 16
         columns = torch.empty(hidden.shape[0], width, dtype=stats_dtype(hidden.dtype))

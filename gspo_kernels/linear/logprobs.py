@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gspo_kernels.linear.chunks import Call, Chunking, LinearOperands
-from gspo_kernels.linear.gradients import Gradients, HeadGradients, recompute
+from gspo_kernels.linear.gradients import Gradients, HeadGradients, active, recompute
 from gspo_kernels.linear.scores import Scores
 from gspo_kernels.linear.sums import Needs
 from gspo_kernels.logits import LogitArguments
@@ -118,8 +118,7 @@ def linear_logprobs_backward(
     call = Call.of(operands).check("linear_logprobs_backward", grad_entropy is not None, needs, skip)
     keep = call.counted if call.compact else None
     if skip:
-        keep = grad_logprobs != 0 if grad_entropy is None else (grad_logprobs != 0) | (grad_entropy != 0)
-        keep = keep & call.counted
+        keep = active(grad_logprobs, grad_entropy) & call.counted
     anew = skip and call.head.shows_other_rows and keep is not None and not torch.equal(keep, call.counted)
     scores = Scores(call, False, stats)
     gradients = Gradients(call, needs, normalised=False)

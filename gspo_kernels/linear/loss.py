@@ -32,8 +32,8 @@ class Settings(NamedTuple):
 class LinearLoss(NamedTuple):
     """Loss and metrics as in ``PolicyStep``, log-probs, entropy, and the gradients for upstream 1.
 
-    What is not wanted is empty. dHidden comes as two factors, see ``Gradients``;
-    dWeight and dBias in the statistics' dtype.
+    What is not wanted is empty. dHidden comes as two factors, see ``Gradients``; dWeight and dBias are in the
+    statistics' dtype.
     """
 
     loss: Tensor

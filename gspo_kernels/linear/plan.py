@@ -27,7 +27,7 @@ class Wire:
         statistics: bytes of what is gathered of a row that is projected.
         hidden: bytes of its hidden state, where those are scattered.
         gradient: bytes of its dHidden, where that is summed.
-        sequences: bytes of what ranks say and sum of sequences that they share, and in how many collectives.
+        sequences: bytes of what ranks of ``cp_group`` say and sum, and in how many collectives.
         compared: bytes of what is gathered of a row that is projected and compared with a teacher's, gather
             by gather.
         compared_twice: whether its gradient takes these gathers once more.
@@ -101,7 +101,7 @@ class Wire:
 def _compared(
     itemsize: int, taught: tuple[LinearTeacher, DivergenceForm] | None
 ) -> tuple[tuple[int, ...], bool]:
-    """The last two of ``Wire``, of statistics of an ``itemsize`` and whoever stands beside the objective."""
+    """``Wire.compared`` and ``Wire.compared_twice``, given the itemsize of the student's statistics."""
     if taught is None:
         return (), False
     teacher, form = taught

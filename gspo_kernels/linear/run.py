@@ -31,7 +31,7 @@ from gspo_kernels.types import RowStats, stats_dtype
 
 
 def shapes_of(call: Call, terms: Terms, needs: Needs, teacher: TeacherShapes | None) -> Shapes:
-    """What costs depend on."""
+    """The sizes that a call's costs depend on."""
     head, objective = call.head, from_spec(terms.objective)
     entropy = terms.entropy_coef is not None or "entropy" in objective.needs
     return Shapes(
@@ -135,7 +135,7 @@ class Run:
         return of_tokens
 
     def forward(self) -> None:
-        """No gradients."""
+        """All log-probs, and no gradients."""
         for chunk in self.call.chunks(self.call.projected):
             self.scores.add(chunk)
 
@@ -199,7 +199,7 @@ class Run:
         return _flat(take_step(logprobs, entropy, terms, self.call.options.backend, want_metrics=False))
 
     def _coefficients(self, part: Part) -> tuple[Tensor, Tensor | None]:
-        """The same from the statistics that are kept."""
+        """``_step_of`` a part, given the statistics that are kept."""
         if self.at_once:
             where = self.scopes.rows_of(part)
             grad, grad_entropy = _flat(self.step())

@@ -18,10 +18,11 @@ from gspo_kernels.types import PairStats, RowStats
 
 
 class Kept(NamedTuple):
-    """The rows that are kept, in an order that moves few: those in front stay, those behind fill gaps. Or in
+    """The rows that are kept, in an order that moves few (those in front stay, those behind fill gaps), or in
     their own order.
 
-    Whatever is read lies behind all that has been written, also where rows move a few at a time.
+    Either way a row that moves lies behind all places that are already filled, also where rows move a few at
+    a time.
 
     Attributes:
         rows: [k], the index of each.
@@ -92,7 +93,8 @@ class Projected(NamedTuple):
 class Scores:
     """Log-probs, log-sum-exp and entropy of a call, filled chunk by chunk; one chunk of logits at a time.
 
-    ``known`` are those of an earlier pass, [B, T] each. ``teacher`` are the sizes of what chunks come beside.
+    ``known`` are those of an earlier pass, [B, T] each. ``teacher`` are a teacher's sizes, whose logits come
+    beside each chunk's.
     """
 
     teacher: TeacherShapes | None = None

@@ -1,8 +1,7 @@
 """Operator: a hidden-state loss plus a divergence from a teacher, and the gradient of their sum.
 
 Log-probs and divergences come from one projection on either side, and both gradients enter the products as
-one
-row: what a loss takes alone, and one product of the teacher's size.
+one row: together they take what a loss takes alone, and one product of the teacher's size.
 """
 
 from __future__ import annotations

@@ -24,7 +24,6 @@ from gspo_kernels.torch_internals import constant_when_traced, plain_constant
 from gspo_kernels.types import RatioClip
 
 AGGREGATIONS = ("sequence_mean", "token_mean", "sequence_mean_token_sum", "constant", "sum")
-SCOPES = ("nothing", "token", "turn", "sequence", "group", "batch")
 
 
 @dataclass(frozen=True)

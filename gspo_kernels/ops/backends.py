@@ -31,8 +31,7 @@ class RowBackend(Protocol):
     come as [1, N, V]. Labels are int64 or int32 [B, T], any strides. A row whose label is ``ignore_index`` is
     *ignored*: its logits are never read, its statistics are 0.0, its gradient row is zero. Any other label
     outside [0, V), or of a column that ``transform.kept`` cuts, makes the row's log-prob NaN; none outside is
-    used as an address. Statistics are fp32, fp64 for
-    fp64 logits.
+    used as an address. Statistics are fp32, fp64 for fp64 logits.
     """
 
     def unavailable(self, device: torch.device) -> str | None:
@@ -102,9 +101,8 @@ class RowBackend(Protocol):
         ``teacher_logits`` are [B, T, V], with strides and a dtype of their own; what ``transform.kept`` cuts
         is cut on both sides. A row whose logits have no softmax, on either side, has a divergence of NaN.
 
-        What is ``known`` is not computed again and returned as it is: all of it, or ``Normalizers``, which
-        may
-        be those of wider rows: divergences and centres are then the sums over the columns here.
+        What is ``known`` is returned as it is and not computed again: all of it, or ``Normalizers``. Those
+        may be of wider rows; divergences and centres are then sums over the columns here.
 
         ``gradients`` and ``out`` come together or not at all; then ``out``, as in ``logprobs_backward``,
         becomes d/dlogits of ``sum(gradients.divergences * divergences + gradients.logprobs * logprobs)``. A
@@ -145,11 +143,11 @@ class OnePassBackend(RowBackend, Protocol):
 
 
 class HiddenBackend(RowBackend, Protocol):
-    """A backend that has in one launch each what a call over hidden states does around its products.
+    """A backend with a launch for each thing that a call over hidden states does around its products.
 
-    The rows of a chunk are worked on all, or those at ``rows`` (int32 [k], each once) alone, in that order.
-    What is said of all rows, coefficients [n] with any stride among it, is not selected beforehand. What a
-    coefficient multiplies may be multiplied by ``factors`` [n], too. Exact zeros beat overflows.
+    All n rows of a chunk are worked on, or those at ``rows`` (int32 [k], each once) alone, in that order.
+    Arguments [n], such as coefficients (of any stride), are those of all rows in either case. ``factors`` [n]
+    multiply along with the coefficients. An exact zero of either beats an overflow of the other.
     """
 
     def active_rows(self, grad: Tensor, grad_entropy: Tensor | None) -> Tensor | None:
@@ -226,7 +224,7 @@ class Folds(Protocol):
     """Rows whose logits come some columns at a time and are never whole."""
 
     def add(self, logits: Tensor, first: int) -> None:
-        """Columns [n, k] from column ``first``: 2,048 or a multiple of it, or up to the last column."""
+        """Columns [n, k] from column ``first`` on; k is a multiple of 2,048, but for the last columns."""
 
     def add_product(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         """All columns, as the backend's own product of [n, H] and [V, H] computes them."""
@@ -252,7 +250,7 @@ class FoldingBackend(RowBackend, Protocol):
 
 
 class MaskBackend(RowBackend, Protocol):
-    """A backend that has in one operation what PyTorch has in as many as the rest of a small call."""
+    """A backend that merges mask and labels in one operation, where PyTorch takes many."""
 
     def merge_mask(
         self, mask: Tensor, labels: Tensor | None, ignore_index: int

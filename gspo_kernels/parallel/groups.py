@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def group_name(argument: str, group: object) -> str:
-    """The name of a process group, or of that of a device mesh of one dimension.
+    """The name of a process group, or of the group of a device mesh of one dimension.
 
     Raises:
         TypeError, ValueError: naming ``argument``.
@@ -55,11 +55,11 @@ class Rehearsal:
 
     @property
     def name(self) -> str:
-        """Stands for the group's in the rehearsal."""
+        """What stands for the group's name in the rehearsal."""
         return f"rehearsal {id(self)} of {self.group}"
 
     def count(self, values: Tensor) -> None:
-        """Values that would be sent."""
+        """Count values that would be sent."""
         self.sent_bytes += values.nbytes
         self.messages += 1
 

@@ -66,11 +66,11 @@ class AcrossRanks(Layout):
         return self.here.expand(_Shared.apply(values, self.group))
 
     def over_ranks(self, sums: Tensor) -> Tensor:
-        """One all-reduce."""
+        """Sums of each rank -> of all ranks; one all-reduce."""
         return _Sum.apply(sums, self.group)
 
     def largest(self, values: Tensor) -> Tensor:
-        """One gather; NaN wherever a rank has it."""
+        """The largest value of any rank; one gather, and NaN wherever a rank has it."""
         return gathered(self.group, values).amax(0)
 
 

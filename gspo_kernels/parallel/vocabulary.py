@@ -44,13 +44,13 @@ _NOT_HERE = 1.0
 
 
 def statistics_bytes(entropy: bool, itemsize: int = 4) -> int:
-    """What a rank sends to each other for a row."""
+    """How many bytes a rank sends to each other for a row."""
     return 8 + (1 + entropy) * itemsize
 
 
 def compared_bytes(itemsizes: tuple[int, int], k: int, given: bool) -> tuple[int, ...]:
-    """What a rank sends to each other for a row with a label that is compared with a teacher's, gather by
-    gather.
+    """How many bytes a rank sends to each other in each gather, for a row with a label that is compared with
+    a teacher's.
 
     Args:
         itemsizes: of either side's statistics.
@@ -292,8 +292,8 @@ class ShardedRows:
 
 
 def selected_of_all(shard: Shard, z: Tensor, present: Tensor, rest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of some ids of whole rows from what each rank has of them: transformed logits [B, T, K] in fp64, which
-    there are, and the log-sum-exp of all other columns [B, T], fp64.
+    """What ranks have of some ids, put together for whole rows: transformed logits [B, T, K] in fp64, which
+    of them there are, and the log-sum-exp of all other columns [B, T], fp64.
     """
     own = torch.cat([torch.where(present, z, 0.0), present.to(z.dtype), rest.unsqueeze(-1)], -1)
     every = gathered(shard.group, own)
@@ -320,7 +320,7 @@ def put_together(lse: Tensor, logprobs: Tensor, entropy: Tensor | None) -> RowSt
     """Statistics of whole rows from those of all shards, each [ranks, B, T]; a log-prob above 0 says that the
     label is not in the shard.
 
-    As in one process, a row with +inf has NaN for log-probs, one of nothing but -inf, too.
+    As in one process, a row with +inf has NaN for log-probs, and so has one of nothing but -inf.
     """
     here = ~(logprobs > 0)
     total = torch.logsumexp(lse, 0)

@@ -40,11 +40,11 @@ class PolicyUpdater:
     """Owns the optimizer, the learning rate's schedule and the objective.
 
     The accelerator wraps the policy for its devices, unless FSDP2 holds it already; the optimizer gets its
-    trainable parameters. A teacher, prepared and frozen, makes advantages of its log-probs; from one behind a
-    server a divergence is added to the loss. KL terms compare
-    with the reference, a frozen copy that is prepared already, or where there is none with the policy itself
-    inside ``reference_mode()``, which switches its adapter off. The arrangement says which processes share
-    what; by default each has its own part of a batch.
+    trainable parameters. The log-probs of a teacher, prepared and frozen, become advantages; a teacher behind
+    a server adds a divergence to the loss. KL terms compare with the reference, a frozen copy that is
+    prepared already, or where there is none with the policy itself inside ``reference_mode()``, which
+    switches its adapter off. The arrangement says which processes share what; by default the configuration
+    does.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class PolicyUpdater:
     ) -> gk.TokenLogprobs:
         """Return what `score` does; with terms of the loss, [B] or [N], add its gradient to the weights.
 
-        With a lesson, that of the divergence from its teacher, too; there is no entropy then.
+        With a lesson the gradient of the divergence from its teacher is added, too, and there is no entropy.
         """
         found = torch.zeros(2, len(experience.loss_mask), device=experience.loss_mask.device)
         earlier: dict[Tensor, Tensor] = {}
@@ -389,7 +389,7 @@ class PolicyUpdater:
     def _off_policy(self, experience: Experience, terms: Mapping[str, Any]) -> Metrics:
         """Return how far the engine's log-probs are from ours, and what weights for that leave of a batch.
 
-        Of the completions that were scored.
+        Both are of the completions that were scored.
         """
         sampled = experience.rollout_logprobs
         if sampled is None:

@@ -287,6 +287,13 @@ def dtensors():
         grads = {name: leaf.grad.full_tensor() for name, leaf in leaves.items()}
         if dist.get_rank() == 0:
             assert_equals_oracle(Result(out.loss.detach(), out.logprobs, grads), case, gk.GSPO())
+    scored = make_case("logits", vocabulary=61)
+    whole = scored.inputs["logits"].clone().requires_grad_()
+    placed = distribute_tensor(whole.detach(), mesh, [Shard(whole.ndim - 1)]).requires_grad_()
+    found, expected = (gk.token_logprobs(logits, scored.labels).logprobs for logits in (placed, whole))
+    torch.testing.assert_close(found, expected)
+    grads = [torch.autograd.grad(each.sum(), leaf)[0] for each, leaf in ((found, placed), (expected, whole))]
+    torch.testing.assert_close(grads[0].full_tensor(), grads[1])
     for wrong, expected in (
         ({"weight": Shard(1)}, "weight: is a DTensor with placement Shard(dim=1), expected Replicate()"),
         ({"hidden": Shard(1)}, "hidden: is a DTensor with placement Shard(dim=1)"),

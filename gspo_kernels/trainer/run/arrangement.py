@@ -82,7 +82,7 @@ def set_aside(policy: Any, earlier: dict[Tensor, Tensor]) -> None:
 
 
 def _group(accelerator: Any, outer: int, size: int, inner: int) -> Any:
-    """Those of ``size`` processes each among which this one is, where ``inner`` lie between two of them."""
+    """The group of ``size`` processes that has this one; neighbours in it are ``inner`` ranks apart."""
     names = ("outer", "group", "inner")
     mesh = init_device_mesh(accelerator.device.type, (outer, size, inner), mesh_dim_names=names)
     return mesh["group"].get_group()

@@ -121,6 +121,7 @@ def make_teacher(
         model,
         layout=config.update.layout,
         temperature=config.rollout.temperature,
+        batch_invariant=config.update.batch_invariant,
         context=arrangement.context,
     )
     check_policy(accelerator, teacher.requires_grad_(False))

@@ -62,6 +62,14 @@ def test_advantages_are_the_teachers_log_probs_minus_the_policys(
     assert all(not parameter.requires_grad for parameter in updater.teacher.parameters())
 
 
+def test_a_teacher_is_as_batch_invariant_as_the_policy(tmp_path, tokenizer, rows, reward, teacher):
+    """Its log-probs are advantages, and so a part of every coefficient."""
+    sections = {**TAUGHT, "distillation": {"teacher": teacher}, "update": {"batch_invariant": True}}
+    config = small_config(tmp_path / "run", **sections)
+    updater = GSPOTrainer(tiny_qwen3(tokenizer), tokenizer, reward, rows, rows[:3], config).updater
+    assert updater.teacher.batch_invariant is True and updater.policy.batch_invariant is True
+
+
 @pytest.mark.slow
 def test_the_example_comes_nearer_to_its_teacher(tmp_path):
     """By the divergence over the whole vocabulary of answers' tokens, which no sampling blurs."""
