@@ -113,43 +113,16 @@ def backend(request):
     return request.param
 
 
-class Scopes:
-    """The patches of one launch, one per module that its functions come from, undone together at its end."""
-
-    def __init__(self):
-        self.by_module = {}
-
-    def restore(self):
-        while self.by_module:
-            self.by_module.popitem()[1].restore()
-
-
-class Held:
-    """What a nested patch returns: the launch undoes it."""
-
-    def restore(self):
-        pass
-
-
 @pytest.fixture(scope="session", autouse=True)
-def patch_once_per_launch():
-    """Make Triton's interpreter several times faster: it patches ``triton.language`` anew at every call."""
+def fast_interpreter():
+    """Triton's interpreter without what it does over and over."""
     if torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
         yield
         return
-    from triton.runtime import interpreter
+    from tests.kernels.interpreter import dtypes_looked_up_once, patched_once, quick_overflow_checks
 
-    patch, scopes = interpreter._patch_lang, Scopes()
-
-    def patch_once(function):
-        outermost, module = not scopes.by_module, id(function.__globals__)
-        if module not in scopes.by_module:
-            scopes.by_module[module] = patch(function)
-        return scopes if outermost else Held()
-
-    interpreter._patch_lang = patch_once
-    yield
-    interpreter._patch_lang = patch
+    with patched_once(), quick_overflow_checks(), dtypes_looked_up_once():
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)
