@@ -142,6 +142,10 @@ def test_wrong_heads():
                                                                 "teacher_logprobs": IDS.float()},
         "teacher_bias: got shape": {"teacher_bias": torch.zeros(8)},
         "teacher_weight: got torch.bfloat16": {"teacher_weight": torch.zeros(9, 5).bfloat16()},
+        "teacher_weight: got torch.float64 with batch_invariant": {
+            "teacher_hidden": torch.zeros(2, 3, 5).double(), "teacher_weight": torch.zeros(9, 5).double(),
+            "batch_invariant": True,
+        },
     }.items():  # fmt: skip
         with pytest.raises((TypeError, ValueError), match=message):
             gk.fused_linear_distillation_loss(**(given | change))

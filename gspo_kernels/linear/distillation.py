@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gspo_kernels.linear.chunks import Call, Chunking, LinearOperands
 from gspo_kernels.linear.gradients import Gradients
-from gspo_kernels.linear.held import hold, released
+from gspo_kernels.linear.held import Held, hold, released
 from gspo_kernels.linear.sums import Needs, Rows, Weights
 from gspo_kernels.linear.two_heads import LinearTeacher, TwoHeads, fitting
 from gspo_kernels.ops.divergence import summed
@@ -25,14 +25,11 @@ from gspo_kernels.types import PairGradients, RowOptions, stats_dtype
 
 
 class LinearDistilled(NamedTuple):
-    """Loss and divergences as in ``Distilled``, and the gradients for upstream 1, see ``held.hold``."""
+    """Loss and divergences as in ``Distilled``, and the gradients."""
 
     loss: Tensor
     divergences: Tensor
-    grad_hidden: Tensor
-    scales: Tensor
-    grad_weight: Tensor
-    grad_bias: Tensor
+    held: Held
 
 
 @operator
@@ -70,25 +67,18 @@ def linear_distillation(
         gradients.add_rows(Rows(out, None), chunk, Weights(scale.squeeze(0), share.squeeze(0) != 0))
         del pair, stats, known, out
     heads.close()
-    outputs = (gradients.hidden, gradients.scales, *gradients.sums.result())
-    # one empty tensor each: an operator's outputs may not be the same tensor
-    present = (found.new_empty(0) if x is None else x for x in outputs)
-    return LinearDistilled(summed(found, shares), found, *present)
+    return LinearDistilled(summed(found, shares), found, Held.of(gradients))
 
 
 @linear_distillation.register_fake
 def _(
     operands: LinearOperands, teacher: LinearTeacher, form: DivergenceForm, shares: Tensor, needs: Needs
 ) -> LinearDistilled:
-    hidden, weight, labels = operands.hidden, operands.weight, operands.labels
-    sums = stats_dtype(hidden.dtype)
+    sums = stats_dtype(operands.hidden.dtype)
     return LinearDistilled(
-        hidden.new_empty((), dtype=sums),
-        labels.new_empty(labels.shape, dtype=sums),
-        hidden.new_empty(hidden.shape if needs.hidden else 0, dtype=hidden.dtype if needs.hidden else sums),
-        hidden.new_empty(hidden.shape[:-1], dtype=sums),
-        weight.new_empty(weight.shape if needs.weight else 0, dtype=sums),
-        weight.new_empty(weight.shape[0] if needs.bias else 0, dtype=sums),
+        operands.hidden.new_empty((), dtype=sums),
+        operands.labels.new_empty(operands.labels.shape, dtype=sums),
+        Held.fake(operands, needs),
     )
 
 

@@ -11,17 +11,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gspo_kernels.linear.gradients import HeadGradients
+from gspo_kernels.linear.chunks import LinearOperands
+from gspo_kernels.linear.gradients import Gradients, HeadGradients
 from gspo_kernels.linear.head import LOGITS_SLAB
 from gspo_kernels.linear.scaling import times, times_
 from gspo_kernels.linear.sums import Needs
 from gspo_kernels.ops.backends import launches_of
 from gspo_kernels.ops.library import Operator
 from gspo_kernels.ops.logprobs import scale_
+from gspo_kernels.types import stats_dtype
 
 
-class _Held(NamedTuple):
-    """Gradients that a forward has computed, for upstream 1."""
+class Held(NamedTuple):
+    """Gradients that a forward has computed, for upstream 1; empty where not needed.
+
+    dHidden comes as two factors, see ``Gradients``; dWeight and dBias are in the statistics' dtype.
+    """
 
     hidden: Tensor
     scales: Tensor
@@ -29,8 +34,23 @@ class _Held(NamedTuple):
     bias: Tensor
 
     @classmethod
-    def of(cls, loss: Any) -> _Held:
-        return cls(loss.grad_hidden, loss.scales, loss.grad_weight, loss.grad_bias)
+    def of(cls, gradients: Gradients) -> Held:
+        """As an operator returns them: no two of its outputs may be the same tensor."""
+        found = (gradients.hidden, gradients.scales, *gradients.sums.result())
+        missing = gradients.call.hidden.new_empty
+        return cls(*(missing(0, dtype=gradients.accumulate) if x is None else x for x in found))
+
+    @classmethod
+    def fake(cls, operands: LinearOperands, needs: Needs) -> Held:
+        """Without values, for tracing."""
+        hidden, weight = operands.hidden, operands.weight
+        sums = stats_dtype(hidden.dtype)
+        return cls(
+            hidden.new_empty(hidden.shape) if needs.hidden else hidden.new_empty(0, dtype=sums),
+            hidden.new_empty(hidden.shape[:-1], dtype=sums),
+            weight.new_empty(weight.shape if needs.weight else 0, dtype=sums),
+            weight.new_empty(weight.shape[0] if needs.bias else 0, dtype=sums),
+        )
 
     def times(self, upstream: Tensor, dtype: torch.dtype, backend: str | None) -> HeadGradients:
         """Those of hidden, weight and bias for ``upstream``; in this memory where ``backend`` is given."""
@@ -75,8 +95,7 @@ def hold(
 
     Args:
         ctx: of the function.
-        result: what the operator returned, with the fields of ``_Held``, of which dHidden comes as two
-            factors (see ``Gradients``) and dWeight and dBias in the statistics' dtype.
+        result: what the operator returned, with gradients as ``held``.
         computed_by: the operator.
         arguments: of its call, hidden states first.
         needs: which gradients are wanted.
@@ -86,9 +105,9 @@ def hold(
     ctx.needs, ctx.dtype, ctx.backend = needs, arguments[0].hidden.dtype, backend
     ctx.kept, ctx.held, ctx.computed_by = kept, None, None
     if kept:
-        ctx.save_for_backward(*_Held.of(result))
+        ctx.save_for_backward(*result.held)
     else:
-        ctx.held, ctx.computed_by = _Held.of(result), computed_by
+        ctx.held, ctx.computed_by = result.held, computed_by
         computed_by.save(ctx, *arguments)
 
 
@@ -96,9 +115,9 @@ def released(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
     """The gradients of hidden, weight and bias for ``upstream``, None for those that nobody wants."""
     held, ctx.held = ctx.held, None
     if ctx.kept:
-        gradients = _Held(*ctx.saved_tensors).times(upstream, ctx.dtype, None)
+        gradients = Held(*ctx.saved_tensors).times(upstream, ctx.dtype, None)
     else:
         if held is None:
-            held = _Held.of(ctx.computed_by.repeat(ctx))
+            held = ctx.computed_by.repeat(ctx).held
         gradients = held.times(upstream, ctx.dtype, ctx.backend)
     return gradients.wanted(ctx.needs)

@@ -121,6 +121,9 @@ def check_teachers_head(
     if bias is not None:
         checks.floats("teacher_bias", bias, (vocabulary,), "[V]", tokens.device)
         bias = bias.detach()
+    reason = fixed_unavailable(weight, trained=False) if chunking.batch_invariant else None
+    if reason is not None:
+        raise ValueError(f"teacher_weight: got {weight.dtype} with batch_invariant=True, but {reason}")
     try:
         return check_inputs(hidden.detach(), weight.detach(), bias, tokens, chunking)
     except TypeError as error:

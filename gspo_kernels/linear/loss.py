@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gspo_kernels.evaluate import metric_names
 from gspo_kernels.linear.chunks import Call, Chunking, LinearOperands
-from gspo_kernels.linear.held import hold, released
+from gspo_kernels.linear.held import Held, hold, released
 from gspo_kernels.linear.run import Run
 from gspo_kernels.linear.scores import Scores
 from gspo_kernels.linear.sums import Needs
@@ -30,20 +30,13 @@ class Settings(NamedTuple):
 
 
 class LinearLoss(NamedTuple):
-    """Loss and metrics as in ``PolicyStep``, log-probs, entropy, and the gradients for upstream 1.
-
-    What is not wanted is empty. dHidden comes as two factors, see ``Gradients``; dWeight and dBias are in the
-    statistics' dtype.
-    """
+    """Loss and metrics as in ``PolicyStep``, log-probs, the entropy or an empty tensor, and the gradients."""
 
     loss: Tensor
     metrics: Tensor
     logprobs: Tensor
     entropy: Tensor
-    grad_hidden: Tensor
-    scales: Tensor
-    grad_weight: Tensor
-    grad_bias: Tensor
+    held: Held
 
 
 @operator
@@ -60,30 +53,22 @@ def linear_policy(operands: LinearOperands, terms: Terms, settings: Settings, ne
         run.known()
     else:
         run.by_scopes(settings.schedule, needs)
-    stats, gradients = run.scores.stats, run.gradients
+    scored = ScoredRows.of(run.scores.stats)
     run.scores.close()
     step = run.step()
-    outputs = (stats.entropy, gradients.hidden, gradients.scales, *gradients.sums.result())
-    # one empty tensor each: an operator's outputs may not be the same tensor
-    present = (step.loss.new_empty(0) if x is None else x for x in outputs)
-    return LinearLoss(step.loss, step.metrics, stats.logprobs, *present)
+    return LinearLoss(step.loss, step.metrics, scored.logprobs, scored.entropy, Held.of(run.gradients))
 
 
 @linear_policy.register_fake
 def _(operands: LinearOperands, terms: Terms, settings: Settings, needs: Needs) -> LinearLoss:
-    hidden, weight, labels = operands.hidden, operands.weight, operands.labels
-    scored = ScoredRows.fake(labels, hidden.dtype, settings.entropy)
-    sums, missing = stats_dtype(hidden.dtype), scored.logprobs.new_empty
-    entropy = scored.entropy if settings.entropy else None
+    scored = ScoredRows.fake(operands.labels, operands.hidden.dtype, settings.entropy)
+    sums, entropy = stats_dtype(operands.hidden.dtype), scored.entropy if settings.entropy else None
     return LinearLoss(
-        missing((), dtype=sums),
-        missing(len(metric_names(terms, entropy)), dtype=sums),
+        scored.logprobs.new_empty((), dtype=sums),
+        scored.logprobs.new_empty(len(metric_names(terms, entropy)), dtype=sums),
         scored.logprobs,
         scored.entropy,
-        hidden.new_empty(hidden.shape) if needs.hidden else missing(0),
-        missing(hidden.shape[:-1]),
-        weight.new_empty(weight.shape, dtype=sums) if needs.weight else missing(0),
-        weight.new_empty(weight.shape[0], dtype=sums) if needs.bias else missing(0),
+        Held.fake(operands, needs),
     )
 
 

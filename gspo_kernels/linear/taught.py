@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gspo_kernels.evaluate import metric_names
 from gspo_kernels.linear.chunks import Call, Chunking, LinearOperands
-from gspo_kernels.linear.held import hold, released
+from gspo_kernels.linear.held import Held, hold, released
 from gspo_kernels.linear.run import Run
 from gspo_kernels.linear.sums import Needs
 from gspo_kernels.linear.two_heads import LinearTeacher, TaughtScores, TwoHeads
@@ -34,8 +34,8 @@ class Lesson(NamedTuple):
 
 
 class LinearTaughtLoss(NamedTuple):
-    """The sum and its two parts, the divergences' mean, the objective's metrics, log-probs, and the gradients
-    for upstream 1, see ``held.hold``.
+    """The sum and its two parts, the divergences' mean, the objective's metrics, log-probs, and the
+    gradients.
     """
 
     loss: Tensor
@@ -44,10 +44,7 @@ class LinearTaughtLoss(NamedTuple):
     mean: Tensor
     metrics: Tensor
     logprobs: Tensor
-    grad_hidden: Tensor
-    scales: Tensor
-    grad_weight: Tensor
-    grad_bias: Tensor
+    held: Held
 
 
 @operator
@@ -76,18 +73,20 @@ def linear_taught_policy(
     scores.close()
     step = run.step()
     far = take_divergence_step(scores.divergences, shares, terms)
-    gradients = run.gradients
-    outputs = (gradients.hidden, gradients.scales, *gradients.sums.result())
-    # one empty tensor each: an operator's outputs may not be the same tensor
-    present = (step.loss.new_empty(0) if x is None else x for x in outputs)
     return LinearTaughtLoss(
-        step.loss + far.loss, step.loss, far.loss, far.mean, step.metrics, scores.stats.logprobs, *present
+        step.loss + far.loss,
+        step.loss,
+        far.loss,
+        far.mean,
+        step.metrics,
+        scores.stats.logprobs,
+        Held.of(run.gradients),
     )
 
 
 @linear_taught_policy.register_fake
 def _(operands: LinearOperands, terms: Terms, lesson: Lesson, needs: Needs) -> LinearTaughtLoss:
-    hidden, weight, labels = operands.hidden, operands.weight, operands.labels
+    hidden, labels = operands.hidden, operands.labels
     sums = stats_dtype(hidden.dtype)
     loss, policy, divergence, mean = (hidden.new_empty((), dtype=sums) for _ in range(4))
     return LinearTaughtLoss(
@@ -97,10 +96,7 @@ def _(operands: LinearOperands, terms: Terms, lesson: Lesson, needs: Needs) -> L
         mean,
         hidden.new_empty(len(metric_names(terms, None)), dtype=sums),
         labels.new_empty(labels.shape, dtype=sums),
-        hidden.new_empty(hidden.shape if needs.hidden else 0, dtype=hidden.dtype if needs.hidden else sums),
-        hidden.new_empty(hidden.shape[:-1], dtype=sums),
-        weight.new_empty(weight.shape if needs.weight else 0, dtype=sums),
-        weight.new_empty(weight.shape[0] if needs.bias else 0, dtype=sums),
+        Held.fake(operands, needs),
     )
 
 

@@ -103,8 +103,8 @@ class Operator:
     """A registered operator: a call dispatches through torch; ``register_fake`` gives it a shape function.
 
     Args:
-        implementation: takes tensors, numbers, strings and structs; returns a tensor, a named tuple or plain
-            tuple of tensors, or None. Its name is the operator's.
+        implementation: takes tensors, numbers, strings and structs; returns a tensor, a struct of tensors, or
+            None. Its name is the operator's.
         mutates: the name of the argument that it writes into, which must be the first.
     """
 
@@ -118,12 +118,12 @@ class Operator:
         self._mutates = mutates is not None
         operands = [pair for name, struct in self._arguments.items() for pair in struct.operands(name)]
         written = ", ".join(f"{'Tensor(a!)' if name == mutates else kind} {name}" for name, kind in operands)
-        outputs = _Struct(result).fields
-        self._result = None if outputs is None else result
-        if outputs is None:
+        outputs = _Struct(result)
+        self._result = None if outputs.fields is None else outputs
+        if self._result is None:
             returned = "()" if result is type(None) else "Tensor"
         else:
-            returned = f"({', '.join('Tensor' for _ in outputs)})"
+            returned = f"({', '.join(kind for _, kind in outputs.operands(''))})"
         _LIBRARY.define(f"{self.name}({written}) -> {returned}")
         _LIBRARY.impl(self.name, self._from_operands, "CompositeExplicitAutograd")
         self.default = getattr(getattr(torch.ops, NAMESPACE), self.name).default
@@ -135,7 +135,7 @@ class Operator:
     def _with_structs(self, function: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
         left = iter(operands)
         result = function(*[struct.take(left) for struct in self._arguments.values()])
-        return result if self._result is None else tuple(result)
+        return result if self._result is None else tuple(flat(result))
 
     def __call__(self, *args: Any) -> Any:
         """Dispatch; the arguments are those of the implementation."""
@@ -150,7 +150,7 @@ class Operator:
         if self._mutates and not torch.compiler.is_compiling():
             # a kernel writes unseen by autograd, which must refuse what it has saved of the tensor
             torch.autograd.graph.increment_version(args[0])
-        return result if self._result is None else self._result(*result)
+        return result if self._result is None else self._result.take(iter(result))
 
     def tensors(self, *args: Any) -> list[Tensor]:
         """The tensors among the arguments of a call, and in structs among them."""

@@ -164,8 +164,9 @@ def test_memory_at_export(tmp_path, tokenizer):
         largest = max(p.numel() * p.element_size() for p in trainer.model.parameters())
         write = partial(export_model, trainer.model, tokenizer, main=rank == 0)
         peak, _ = most_held(lambda: write(tmp_path / "files", largest_file=largest_file))
-        # What is gathered lies in a buffer first, and FSDP's padding once more.
-        assert peak <= (largest_file if rank == 0 else 0) + 3 * largest
+        # What is gathered lies in a buffer first, and FSDP's padding once more; gloo's thread may be late to
+        # let the weight before go.
+        assert peak <= (largest_file if rank == 0 else 0) + 4 * largest
         peak, _ = most_held(lambda: write(tmp_path / "one"))
         assert rank == 1 or peak > 5 * largest_file
 
