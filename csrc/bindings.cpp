@@ -48,16 +48,17 @@ void boxed_and_rows(Tensor logits, Tensor labels, OptionalTensor row_temperature
 
 void boxed_divergence(Tensor logits, Tensor labels, OptionalTensor row_temperature, OptionalTensor kept,
                       double logit_scale, double softcap, double temperature, int64_t ignore_index,
-                      Tensor teacher_logits, OptionalTensor teacher_row_temperature, double teacher_logit_scale,
-                      double teacher_softcap, double teacher_temperature, double beta, bool normalizers_known,
-                      bool all_known, OptionalTensor grad_divergences, OptionalTensor grad_logprobs,
-                      Tensor logprobs, Tensor lse, Tensor teacher_lse, Tensor divergences, Tensor centres,
-                      OptionalTensor out) {
+                      Tensor teacher_logits, OptionalTensor teacher_row_temperature,
+                      double teacher_logit_scale, double teacher_softcap, double teacher_temperature,
+                      double beta, bool normalizers_known, bool all_known, OptionalTensor grad_divergences,
+                      OptionalTensor grad_logprobs, Tensor logprobs, Tensor lse, Tensor teacher_lse,
+                      Tensor divergences, Tensor centres, OptionalTensor out) {
     const LogitOptions options{row_temperature, kept, logit_scale, softcap, temperature, ignore_index};
-    const LogitOptions teacher{teacher_row_temperature, kept,         teacher_logit_scale, teacher_softcap,
+    const LogitOptions teacher{teacher_row_temperature, kept,        teacher_logit_scale, teacher_softcap,
                                teacher_temperature,     ignore_index};
     const PairTensors pairs{logprobs, lse, teacher_lse, divergences, centres, normalizers_known, all_known};
-    divergence(logits, teacher_logits, labels, options, teacher, beta, grad_divergences, grad_logprobs, pairs, out);
+    divergence(logits, teacher_logits, labels, options, teacher, beta, grad_divergences, grad_logprobs, pairs,
+               out);
 }
 
 void boxed_ratio_step(Tensor logprobs, Tensor mask, OptionalTensor old_logprobs, OptionalTensor offsets,
@@ -66,31 +67,28 @@ void boxed_ratio_step(Tensor logprobs, Tensor mask, OptionalTensor old_logprobs,
                       bool count_tokens, int64_t divisor_kind, double divisor_scale, bool per_token,
                       OptionalTensor ref_logprobs, OptionalTensor kl_beta, int64_t kl_estimator, Tensor loss,
                       Tensor metrics, Tensor grad_logprobs) {
-    const SequenceTokens tokens{values<bool>(mask), old_logprobs, offsets,      advantages, weights,
-                                lengths,            normalizer,   ref_logprobs, kl_beta,    kl_estimator};
-    const RatioClip form{log_low,      log_high,      log_dual, count_tokens,
-                         divisor_kind, divisor_scale, per_token};
+    const SequenceTokens tokens{values<bool>(mask), old_logprobs, offsets, advantages,  weights, lengths,
+                                normalizer,         ref_logprobs, kl_beta, kl_estimator};
+    const RatioClip form{log_low, log_high, log_dual, count_tokens, divisor_kind, divisor_scale, per_token};
     ratio_step(logprobs, tokens, form, {.loss = loss, .metrics = metrics, .grad_logprobs = grad_logprobs});
 }
 
 void boxed_sequence_ratio_forward(Tensor logits, Tensor labels, OptionalTensor row_temperature,
-                                  OptionalTensor kept, double logit_scale, double softcap,
-                                  double temperature, int64_t ignore_index, OptionalTensor old_logprobs,
-                                  OptionalTensor offsets, Tensor advantages, OptionalTensor weights,
-                                  OptionalTensor lengths, OptionalTensor normalizer, double log_low,
-                                  double log_high, double log_dual, bool count_tokens, int64_t divisor_kind,
-                                  double divisor_scale, bool per_token, Tensor logprobs, Tensor lse,
-                                  Tensor loss, Tensor coefficients, Tensor divisor, Tensor metrics) {
+                                  OptionalTensor kept, double logit_scale, double softcap, double temperature,
+                                  int64_t ignore_index, OptionalTensor old_logprobs, OptionalTensor offsets,
+                                  Tensor advantages, OptionalTensor weights, OptionalTensor lengths,
+                                  OptionalTensor normalizer, double log_low, double log_high, double log_dual,
+                                  bool count_tokens, int64_t divisor_kind, double divisor_scale,
+                                  bool per_token, Tensor logprobs, Tensor lse, Tensor loss,
+                                  Tensor coefficients, Tensor divisor, Tensor metrics) {
     const LogitOptions options{row_temperature, kept, logit_scale, softcap, temperature, ignore_index};
     OptionalTensor no_entropy;
     logprobs_forward(logits, labels, options, logprobs, lse, no_entropy);
     const int64_t count = labels.numel(), *label = values<int64_t>(labels);
     const std::unique_ptr<bool[]> mask(new bool[count]);
     for (int64_t i = 0; i < count; ++i) mask[i] = label[i] != ignore_index;
-    const SequenceTokens tokens{mask.get(), old_logprobs, offsets,   advantages,
-                                weights,    lengths,      normalizer};
-    const RatioClip form{log_low,      log_high,      log_dual, count_tokens,
-                         divisor_kind, divisor_scale, per_token};
+    const SequenceTokens tokens{mask.get(), old_logprobs, offsets, advantages, weights, lengths, normalizer};
+    const RatioClip form{log_low, log_high, log_dual, count_tokens, divisor_kind, divisor_scale, per_token};
     ratio_step(logprobs, tokens, form,
                {.loss = loss, .metrics = metrics, .coefficients = coefficients, .divisor = divisor});
 }
@@ -100,8 +98,8 @@ bool boxed_merge_mask(Tensor mask, OptionalTensor labels, int64_t ignore_index, 
     return merge_mask({mask, labels, ignore_index}, counted, merged);
 }
 
-void boxed_product(Tensor a, Tensor b, OptionalTensor bias, OptionalTensor ends, Tensor out,
-                   bool accumulate, int64_t instructions) {
+void boxed_product(Tensor a, Tensor b, OptionalTensor bias, OptionalTensor ends, Tensor out, bool accumulate,
+                   int64_t instructions) {
     product(a, b, bias, ends, out, accumulate, instructions);
 }
 
@@ -128,13 +126,14 @@ void boxed_folded_statistics(Tensor folds, Tensor labels, int64_t ignore_index, 
 }  // namespace
 }  // namespace gspo_kernels
 
-#define GSPO_OPTIONS                                                                                \
-    "Tensor labels, Tensor? row_temperature, Tensor? kept, float logit_scale, float softcap, float temperature, " \
+#define GSPO_OPTIONS                                                                                 \
+    "Tensor labels, Tensor? row_temperature, Tensor? kept, float logit_scale, float softcap, float " \
+    "temperature, "                                                                                  \
     "int ignore_index, "
 #define GSPO_ROWS "Tensor logits, " GSPO_OPTIONS
-#define GSPO_SEQUENCES                                                                              \
-    "Tensor? old_logprobs, Tensor? offsets, Tensor advantages, Tensor? weights, Tensor? lengths, "  \
-    "Tensor? normalizer, float log_low, float log_high, float log_dual, bool count_tokens, "        \
+#define GSPO_SEQUENCES                                                                             \
+    "Tensor? old_logprobs, Tensor? offsets, Tensor advantages, Tensor? weights, Tensor? lengths, " \
+    "Tensor? normalizer, float log_low, float log_high, float log_dual, bool count_tokens, "       \
     "int divisor_kind, float divisor_scale, bool per_token, "
 
 STABLE_TORCH_LIBRARY(gspo_kernels_cpp, library) {
@@ -159,16 +158,18 @@ STABLE_TORCH_LIBRARY(gspo_kernels_cpp, library) {
     library.def("sequence_ratio_forward(" GSPO_ROWS GSPO_SEQUENCES
                 "Tensor(a!) logprobs, Tensor(b!) lse, Tensor(c!) loss, Tensor(d!) coefficients, "
                 "Tensor(e!) divisor, Tensor(f!) metrics) -> ()");
-    library.def("merge_mask(Tensor mask, Tensor? labels, int ignore_index, Tensor(a!) counted, "
-                "Tensor(b!)? merged) -> bool");
+    library.def(
+        "merge_mask(Tensor mask, Tensor? labels, int ignore_index, Tensor(a!) counted, "
+        "Tensor(b!)? merged) -> bool");
     library.def(
         "product(Tensor a, Tensor b, Tensor? bias, Tensor? ends, Tensor(a!) out, bool accumulate, "
         "int instructions) -> ()");
     library.def("fold_columns(" GSPO_ROWS "int first, int vocabulary, bool entropy, Tensor(a!) folds) -> ()");
     library.def("fold_products(Tensor hidden, " GSPO_OPTIONS
                 "Tensor weight, Tensor? bias, bool entropy, int instructions, Tensor(a!) folds) -> ()");
-    library.def("folded_statistics(Tensor folds, Tensor labels, int ignore_index, Tensor(a!) logprobs, "
-                "Tensor(b!) lse, Tensor(c!)? entropy) -> ()");
+    library.def(
+        "folded_statistics(Tensor folds, Tensor labels, int ignore_index, Tensor(a!) logprobs, "
+        "Tensor(b!) lse, Tensor(c!)? entropy) -> ()");
     library.def("multiplies_fp32() -> bool");
     library.def("multiplies_bf16() -> bool");
 }

@@ -187,8 +187,8 @@ struct ToMixture {
     S student, teacher;  // log(p / m), log(q / m)
 };
 
-// With x = log(beta q) - log((1 - beta) p) and m = (1 - beta) p + beta q: no difference of logarithms that are both
-// infinite where either of p and q is 0.
+// With x = log(beta q) - log((1 - beta) p) and m = (1 - beta) p + beta q: no difference of logarithms that
+// are both infinite where either of p and q is 0.
 template <class S>
 GSPO_INLINE ToMixture<S> to_mixture(S log_p, S log_q, const Mixture<S>& mixture) {
     const S x = (log_q - log_p) + mixture.log_odds;
@@ -243,56 +243,56 @@ GSPO_INLINE void store_of(const S* __restrict g, int64_t n, T* out) {
 
 }  // namespace
 
-#define GSPO_DEFINE_FOR_STATS(S)                                                            \
-    GSPO_CLONES S maximum(const S* z, int64_t n) {                                          \
-        return maximum_of(z, n);                                                            \
-    }                                                                                       \
-    GSPO_CLONES S sum_exp(const S* z, int64_t n, S shift) {                                 \
-        return sum_exp_of(z, n, shift);                                                     \
-    }                                                                                       \
-    GSPO_CLONES ExpSums<S> sum_exp_weighted(const S* z, int64_t n, S shift) {               \
-        return sum_exp_weighted_of(z, n, shift);                                            \
-    }                                                                                       \
-    GSPO_CLONES S write_exp(const S* z, int64_t n, S shift, S* out) {                       \
-        return write_exp_of(z, n, shift, out);                                              \
-    }                                                                                       \
-    GSPO_CLONES void transform(S* z, int64_t n, const Transform<S>& parameters, S* slope) { \
-        transform_of(z, n, parameters, slope);                                              \
-    }                                                                                       \
-    GSPO_CLONES void gradient(const S* z, int64_t n, const RowGradient<S>& row, S* out) {   \
-        gradient_of(z, n, row, out);                                                        \
-    }                                                                                       \
-    GSPO_CLONES void cut(S* z, int64_t n, const int32_t* kept, S fill) {                    \
-        cut_of(z, n, kept, fill);                                                           \
-    }                                                                                       \
-    GSPO_CLONES void scale(const S* z, int64_t n, S factor, S* out) {                       \
-        _Pragma("GCC ivdep") for (int64_t i = 0; i < n; ++i) out[i] = z[i] * factor;        \
-    }                                                                                       \
-    GSPO_CLONES void multiply(S* out, const S* factor, int64_t n) {                         \
-        for (int64_t i = 0; i < n; ++i) out[i] *= factor[i];                                \
-    }                                                                                       \
-    GSPO_CLONES void shrink(S* out, int64_t n, S factor) {                                  \
-        shrink_of(out, n, factor);                                                          \
-    }                                                                                       \
-    GSPO_CLONES S forward_kl(const S* z, const S* t, int64_t n, const Normalizers<S>& rows, S c, S label_c, \
-                             S* out) {                                                      \
-        return forward_kl_of(z, t, n, rows, c, label_c, out);                               \
-    }                                                                                       \
-    GSPO_CLONES S reverse_kl(const S* z, const S* t, int64_t n, const Normalizers<S>& rows) { \
-        return reverse_kl_of(z, t, n, rows);                                                \
-    }                                                                                       \
+#define GSPO_DEFINE_FOR_STATS(S)                                                                             \
+    GSPO_CLONES S maximum(const S* z, int64_t n) {                                                           \
+        return maximum_of(z, n);                                                                             \
+    }                                                                                                        \
+    GSPO_CLONES S sum_exp(const S* z, int64_t n, S shift) {                                                  \
+        return sum_exp_of(z, n, shift);                                                                      \
+    }                                                                                                        \
+    GSPO_CLONES ExpSums<S> sum_exp_weighted(const S* z, int64_t n, S shift) {                                \
+        return sum_exp_weighted_of(z, n, shift);                                                             \
+    }                                                                                                        \
+    GSPO_CLONES S write_exp(const S* z, int64_t n, S shift, S* out) {                                        \
+        return write_exp_of(z, n, shift, out);                                                               \
+    }                                                                                                        \
+    GSPO_CLONES void transform(S* z, int64_t n, const Transform<S>& parameters, S* slope) {                  \
+        transform_of(z, n, parameters, slope);                                                               \
+    }                                                                                                        \
+    GSPO_CLONES void gradient(const S* z, int64_t n, const RowGradient<S>& row, S* out) {                    \
+        gradient_of(z, n, row, out);                                                                         \
+    }                                                                                                        \
+    GSPO_CLONES void cut(S* z, int64_t n, const int32_t* kept, S fill) {                                     \
+        cut_of(z, n, kept, fill);                                                                            \
+    }                                                                                                        \
+    GSPO_CLONES void scale(const S* z, int64_t n, S factor, S* out) {                                        \
+        _Pragma("GCC ivdep") for (int64_t i = 0; i < n; ++i) out[i] = z[i] * factor;                         \
+    }                                                                                                        \
+    GSPO_CLONES void multiply(S* out, const S* factor, int64_t n) {                                          \
+        for (int64_t i = 0; i < n; ++i) out[i] *= factor[i];                                                 \
+    }                                                                                                        \
+    GSPO_CLONES void shrink(S* out, int64_t n, S factor) {                                                   \
+        shrink_of(out, n, factor);                                                                           \
+    }                                                                                                        \
+    GSPO_CLONES S forward_kl(const S* z, const S* t, int64_t n, const Normalizers<S>& rows, S c, S label_c,  \
+                             S* out) {                                                                       \
+        return forward_kl_of(z, t, n, rows, c, label_c, out);                                                \
+    }                                                                                                        \
+    GSPO_CLONES S reverse_kl(const S* z, const S* t, int64_t n, const Normalizers<S>& rows) {                \
+        return reverse_kl_of(z, t, n, rows);                                                                 \
+    }                                                                                                        \
     GSPO_CLONES void reverse_kl_gradient(const S* z, const S* t, int64_t n, const Normalizers<S>& rows, S c, \
-                                         S label_c, S value, S* out) {                      \
-        reverse_kl_gradient_of(z, t, n, rows, c, label_c, value, out);                      \
-    }                                                                                       \
+                                         S label_c, S value, S* out) {                                       \
+        reverse_kl_gradient_of(z, t, n, rows, c, label_c, value, out);                                       \
+    }                                                                                                        \
     GSPO_CLONES Divergences<S> jensen_shannon(const S* z, const S* t, int64_t n, const Normalizers<S>& rows, \
-                                              const Mixture<S>& mixture) {                  \
-        return jensen_shannon_of(z, t, n, rows, mixture);                                   \
-    }                                                                                       \
-    GSPO_CLONES void jensen_shannon_gradient(const S* z, const S* t, int64_t n, const Normalizers<S>& rows, \
-                                             const Mixture<S>& mixture, S c, S label_c, S of_student, \
-                                             S* out) {                                      \
-        jensen_shannon_gradient_of(z, t, n, rows, mixture, c, label_c, of_student, out);    \
+                                              const Mixture<S>& mixture) {                                   \
+        return jensen_shannon_of(z, t, n, rows, mixture);                                                    \
+    }                                                                                                        \
+    GSPO_CLONES void jensen_shannon_gradient(const S* z, const S* t, int64_t n, const Normalizers<S>& rows,  \
+                                             const Mixture<S>& mixture, S c, S label_c, S of_student,        \
+                                             S* out) {                                                       \
+        jensen_shannon_gradient_of(z, t, n, rows, mixture, c, label_c, of_student, out);                     \
     }
 GSPO_DEFINE_FOR_STATS(float)
 GSPO_DEFINE_FOR_STATS(double)

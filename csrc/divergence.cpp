@@ -10,8 +10,9 @@ struct PairNumbers {
     double logprob, lse, teacher_lse, divergence, centre;
 };
 
-// A student's row beside a teacher's: the divergence by `beta` (0 is the forward KL(q || p), 1 the reverse KL(p || q), and
-// between them the generalised Jensen-Shannon divergence), the label's log-prob, and the gradient of both.
+// A student's row beside a teacher's: the divergence by `beta` (0 is the forward KL(q || p), 1 the reverse
+// KL(p || q), and between them the generalised Jensen-Shannon divergence), the label's log-prob, and the
+// gradient of both.
 template <class T>
 class RowPair {
   public:
@@ -65,9 +66,10 @@ class RowPair {
     // The forward KL's gradient needs no sum over the row.
     bool compares_while_writing() const { return beta_ == 0; }
 
-    // The divergence times `c` and the log-prob times `label_c`, differentiated, in `out`, which may be the student's
-    // logits, or narrower rows inside their memory: whole blocks are read before they are written, and the rest of the row
-    // lies behind. Returns the forward KL, where that is the divergence and has a part.
+    // The divergence times `c` and the log-prob times `label_c`, differentiated, in `out`, which may be the
+    // student's logits, or narrower rows inside their memory: whole blocks are read before they are written,
+    // and the rest of the row lies behind. Returns the forward KL, where that is the divergence and has a
+    // part.
     template <class O>
     double write(const PairNumbers& row, S c, S label_c, O* out) {
         if (c == 0 && label_c == 0) {
@@ -130,7 +132,8 @@ class RowPair {
     void each_block(const F& work) {
         for (int64_t begin = 0; begin < student_.vocabulary(); begin += kBlock) {
             const int64_t n = std::min(kBlock, student_.vocabulary() - begin);
-            work(student_.block(begin, n, buffer_, slope_), teacher_.block(begin, n, teacher_buffer_), begin, n);
+            work(student_.block(begin, n, buffer_, slope_), teacher_.block(begin, n, teacher_buffer_), begin,
+                 n);
         }
     }
 
@@ -157,7 +160,8 @@ void divergence(const Tensor& logits, const Tensor& teacher_logits, const Tensor
         const S *c = values<S>(grad_divergences), *label_c = values<S>(grad_logprobs);
         S *logprob = mutable_values<S>(pairs.logprobs), *divergence = mutable_values<S>(pairs.divergences),
           *centre = mutable_values<S>(pairs.centres);
-        double *lse = mutable_values<double>(pairs.lse), *teacher_lse = mutable_values<double>(pairs.teacher_lse);
+        double *lse = mutable_values<double>(pairs.lse),
+               *teacher_lse = mutable_values<double>(pairs.teacher_lse);
         for_each_row(labels.numel(), inputs.logits.vocabulary, [&](int64_t i) {
             O* out_row = out ? out_rows.row(i) : nullptr;
             PairNumbers row{};

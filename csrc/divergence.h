@@ -1,5 +1,5 @@
-// Divergences of a student's rows of logits from a teacher's; `gspo_kernels.ops.backends.RowBackend.divergence` says
-// what they mean.
+// Divergences of a student's rows of logits from a teacher's;
+// `gspo_kernels.ops.backends.RowBackend.divergence` says what they mean.
 #pragma once
 
 #include "rows.h"
@@ -12,8 +12,8 @@ struct PairTensors {
     bool normalizers_known, all_known;
 };
 
-// Both logits are of one dtype. The two gradients are contiguous, of the dtype of statistics; that of divergences comes
-// together with `out` or not at all.
+// Both logits are of one dtype. The two gradients are contiguous, of the dtype of statistics; that of
+// divergences comes together with `out` or not at all.
 void divergence(const Tensor& logits, const Tensor& teacher_logits, const Tensor& labels,
                 const LogitOptions& options, const LogitOptions& teacher_options, double beta,
                 const std::optional<Tensor>& grad_divergences, const std::optional<Tensor>& grad_logprobs,

@@ -6,8 +6,8 @@
 namespace gspo_kernels {
 namespace {
 
-// Rows of a block of logits that is folded while in cache: so many that packing the weight costs little beside
-// multiplying it.
+// Rows of a block of logits that is folded while in cache: so many that packing the weight costs little
+// beside multiplying it.
 constexpr int64_t kFoldedRows = kBlockRows / 2;
 static_assert(kBlock % kTileColumns == 0);
 
@@ -49,7 +49,8 @@ struct Columns {
     bool entropy;
     double* folds;
 
-    Columns(const Tensor& labels, const LogitOptions& options, int64_t vocabulary, bool entropy, Tensor& folds)
+    Columns(const Tensor& labels, const LogitOptions& options, int64_t vocabulary, bool entropy,
+            Tensor& folds)
         : labels(values<int64_t>(labels)),
           row_temperature(values<S>(options.row_temperature)),
           kept(values<int32_t>(options.kept)),
@@ -104,12 +105,13 @@ void fold_products(const Tensor& hidden, const Tensor& weight, const std::option
     using torch::headeronly::ScalarType;
     const int64_t rows = hidden.size(0), depth = hidden.size(1), vocabulary = weight.size(0);
     check(folds, rows, vocabulary);
-    STD_TORCH_CHECK(weight.size(1) == depth && labels.numel() == rows && (!bias || bias->numel() == vocabulary),
-                    "fold_products: the shapes of hidden, weight, bias and labels don't fit each other");
+    STD_TORCH_CHECK(
+        weight.size(1) == depth && labels.numel() == rows && (!bias || bias->numel() == vocabulary),
+        "fold_products: the shapes of hidden, weight, bias and labels don't fit each other");
     const bool bf16 = hidden.scalar_type() == ScalarType::BFloat16;
-    STD_TORCH_CHECK(hidden.scalar_type() == weight.scalar_type() &&
-                        (bf16 || hidden.scalar_type() == ScalarType::Float),
-                    "fold_products: hidden and weight must both be fp32 or both bf16");
+    STD_TORCH_CHECK(
+        hidden.scalar_type() == weight.scalar_type() && (bf16 || hidden.scalar_type() == ScalarType::Float),
+        "fold_products: hidden and weight must both be fp32 or both bf16");
     if (rows == 0) return;
     const Columns<float> columns(labels, options, vocabulary, entropy, folds);
     const auto fold = [&](const Computed& block) {
@@ -126,7 +128,8 @@ void fold_products(const Tensor& hidden, const Tensor& weight, const std::option
         using T = decltype(dtype);
         multiply<T>({values<T>(hidden), hidden.stride(0), hidden.stride(1)},
                     {values<T>(weight), weight.stride(0), weight.stride(1)}, output,
-                    Blocks::equal(rows, kTileRows, row_blocks), column_blocks, tile_of<T>(instructions), fold);
+                    Blocks::equal(rows, kTileRows, row_blocks), column_blocks, tile_of<T>(instructions),
+                    fold);
     };
     bf16 ? run(BFloat16{}) : run(float{});
 }

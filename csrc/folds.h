@@ -1,8 +1,9 @@
 // Statistics of rows whose logits come some columns at a time, and are gone before the next.
 //
-// What is kept of a row is a line of `folds`, fp64 and contiguous, [rows, 2 + 3 * ceil(V / kBlock)]: whether its
-// label has been met, the logit there, and of each block of columns but the label's the maximum and both sums.
-// Blocks of a row are added up in their order, as those of a written row are, so that bits are the same.
+// What is kept of a row is a line of `folds`, fp64 and contiguous, [rows, 2 + 3 * ceil(V / kBlock)]: whether
+// its label has been met, the logit there, and of each block of columns but the label's the maximum and both
+// sums. Blocks of a row are added up in their order, as those of a written row are, so that bits are the
+// same.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>

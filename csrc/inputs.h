@@ -72,7 +72,9 @@ struct Inputs {
   private:
     Row<T> row(int64_t i, int64_t own_label) const {
         const S temperature = row_temperature ? row_temperature[i] : static_cast<S>(options.temperature);
-        return {logits, i, own_label,
+        return {logits,
+                i,
+                own_label,
                 {static_cast<S>(options.logit_scale), static_cast<S>(options.softcap), temperature},
                 kept ? kept + i * ((logits.vocabulary + 31) / 32) : nullptr};
     }

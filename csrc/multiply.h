@@ -34,7 +34,8 @@ struct Blocks {
     // Of about the same size.
     static Blocks equal(int64_t lines, int64_t tile, int64_t blocks) {
         const int64_t tiles = divide_up(lines, tile);
-        const int64_t size = divide_up(tiles, std::clamp<int64_t>(blocks, 1, std::max<int64_t>(tiles, 1))) * tile;
+        const int64_t size =
+            divide_up(tiles, std::clamp<int64_t>(blocks, 1, std::max<int64_t>(tiles, 1))) * tile;
         return {divide_up(lines, size), size};
     }
 };
@@ -94,7 +95,8 @@ void multiply(const Lines<T>& a, const Lines<T>& b, const Output& out, Blocks ro
                         Tile tile{a_panels.data + i * units, b_panels.data + j * units, units};
                         tile.rows = std::min(kTileRows, height - i);
                         tile.columns = std::min(kTileColumns, width - j);
-                        float* const values = hands_on ? nullptr : out.data + (row + i) * out.stride + column + j;
+                        float* const values =
+                            hands_on ? nullptr : out.data + (row + i) * out.stride + column + j;
                         float* const sum = sums.data + i * sums_stride + j;
                         if (k > 0) {
                             tile.base = sum;

@@ -12,7 +12,8 @@ constexpr int64_t kBlockColumns = 20 * kTileColumns;
 template <class T>
 void multiply_into(const Lines<T>& a, const Lines<T>& b, const Output& out, int64_t instructions) {
     const int64_t threads = torch::stable::get_num_threads();
-    int64_t row_blocks = divide_up(out.rows, kBlockRows), column_blocks = divide_up(out.columns, kBlockColumns);
+    int64_t row_blocks = divide_up(out.rows, kBlockRows),
+            column_blocks = divide_up(out.columns, kBlockColumns);
     if (row_blocks * column_blocks < 8 * threads) {
         // few blocks: shares must be equal
         row_blocks = divide_up(row_blocks, threads) * threads;
@@ -48,8 +49,8 @@ void product(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias
         STD_TORCH_CHECK(last == depth, "product: the last of the ends must be the depth of a and b");
     }
     if (rows == 0 || columns == 0) return;
-    const Output output{mutable_values<float>(out), out.stride(0),       rows,      columns, depth,
-                        values<float>(bias),        accumulate,          cuts};
+    const Output output{mutable_values<float>(out), out.stride(0), rows, columns, depth,
+                        values<float>(bias),        accumulate,    cuts};
     const auto run = [&](auto dtype) {
         using T = decltype(dtype);
         multiply_into<T>({values<T>(a), a.stride(0), a.stride(1)}, {values<T>(b), b.stride(1), b.stride(0)},

@@ -12,10 +12,10 @@ namespace gspo_kernels {
 
 using torch::stable::Tensor;
 
-// out [M, N] (+)= a [M, K] @ b [K, N], with any strides of a and b; `out` fp32, contiguous along N. `bias` [N]
-// fp32, contiguous, is added to each row; not together with `accumulate`. `ends`, int64 and contiguous, cuts K
-// into pieces that end there: each is summed up by itself and then added to what is there, in their order.
-// `instructions`: 0, the best that the processor has; 1, without AVX-512; 2, plain C++.
+// out [M, N] (+)= a [M, K] @ b [K, N], with any strides of a and b; `out` fp32, contiguous along N. `bias`
+// [N] fp32, contiguous, is added to each row; not together with `accumulate`. `ends`, int64 and contiguous,
+// cuts K into pieces that end there: each is summed up by itself and then added to what is there, in their
+// order. `instructions`: 0, the best that the processor has; 1, without AVX-512; 2, plain C++.
 void product(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias,
              const std::optional<Tensor>& ends, Tensor& out, bool accumulate, int64_t instructions);
 

@@ -307,8 +307,9 @@ void write_gradient(const Row<T>& row, S logprob, RowGradient<S> gradient_row, O
     }
 }
 
-// row_statistics and write_gradient for logits that are z but for a factor, with one exponential an element: those
-// of the sums, in `memory` of the row's size until their normalizer is known, or in `out`, which may be the logits.
+// row_statistics and write_gradient for logits that are z but for a factor, with one exponential an element:
+// those of the sums, in `memory` of the row's size until their normalizer is known, or in `out`, which may be
+// the logits.
 template <class T, class O, class S>
 Statistics statistics_and_gradient(const Row<T>& row, S c, O* out, std::vector<S>& memory,
                                    std::vector<double>& maxima) {
@@ -370,8 +371,8 @@ void shrink_row(O* out, int64_t n, S factor) {
     }
 }
 
-// Statistics and what products take in one pass, one exponential an element: `out` is d logprob / d logits but
-// for a factor of the row, exp(z - shift) and at the label minus their sum. Blocks upwards, as in
+// Statistics and what products take in one pass, one exponential an element: `out` is d logprob / d logits
+// but for a factor of the row, exp(z - shift) and at the label minus their sum. Blocks upwards, as in
 // write_gradient.
 template <class T, class O, class S>
 Statistics write_rows(const Row<T>& row, O* out, S& factor) {
@@ -413,7 +414,8 @@ Statistics write_rows(const Row<T>& row, O* out, S& factor) {
         begin = end;
     }
     if (row.label() >= 0) from_float(static_cast<S>(0 - others.sum) * label_slope, out[row.label()]);
-    factor = static_cast<S>(-row.template chain<double>() / (others.sum + std::exp(z_label - others.maximum)));
+    factor =
+        static_cast<S>(-row.template chain<double>() / (others.sum + std::exp(z_label - others.maximum)));
     return statistics;
 }
 

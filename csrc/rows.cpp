@@ -108,8 +108,9 @@ void logprobs_and_grad(const Tensor& logits, const Tensor& labels, const LogitOp
             const bool at_once = c[i] != 0 && row.label() >= 0 && row.only_scaled();
             thread_local std::vector<S> memory;
             thread_local std::vector<double> maxima;
-            const Statistics statistics = at_once ? statistics_and_gradient(row, c[i], out_row, memory, maxima)
-                                                  : row_statistics(row, false);
+            const Statistics statistics = at_once
+                                              ? statistics_and_gradient(row, c[i], out_row, memory, maxima)
+                                              : row_statistics(row, false);
             const S logprob = static_cast<S>(statistics.logprob);
             logprob_out[i] = logprob;
             lse_out[i] = statistics.lse;

@@ -39,17 +39,21 @@ struct Sequence {
 };
 
 // Equal log-probs have the ratio 1, also where both are -inf.
-double difference(double a, double b) { return a == b ? 0.0 : a - b; }
+double difference(double a, double b) {
+    return a == b ? 0.0 : a - b;
+}
 
 // Zero wins over infinity.
-double product(double a, double b) { return a == 0 || b == 0 ? 0.0 : a * b; }
+double product(double a, double b) {
+    return a == 0 || b == 0 ? 0.0 : a * b;
+}
 
 // Ratio and clip decision in fp64.
 Clipped clip(double log_ratio, double advantage, double weight, const RatioClip& form) {
-    Clipped result{.ratio = std::exp(log_ratio),
-                   .low = advantage < 0 && log_ratio < form.log_low,
-                   .high = (advantage > 0 && log_ratio > form.log_high) ||
-                           (advantage < 0 && log_ratio > form.log_dual)};
+    Clipped result{
+        .ratio = std::exp(log_ratio),
+        .low = advantage < 0 && log_ratio < form.log_low,
+        .high = (advantage > 0 && log_ratio > form.log_high) || (advantage < 0 && log_ratio > form.log_dual)};
     if (advantage == 0 || weight == 0) return result;
     // Bounded before the exponential, by selection: nothing gives 0 * inf, and NaN stays NaN.
     const bool clipped = result.low || result.high;
@@ -87,7 +91,9 @@ class Factors {
     bool per_token_;
 };
 
-double share(double part, double whole) { return part / (whole > 0 ? whole : 1.0); }
+double share(double part, double whole) {
+    return part / (whole > 0 ? whole : 1.0);
+}
 
 // In the order of types.METRICS, and the KL after them where it is wanted.
 template <class S>
@@ -177,8 +183,8 @@ void ratio_step(const Tensor& logprobs, const SequenceTokens& tokens, const Rati
             const double each = form.count_tokens ? 1.0 : 1.0 / sequence.length;
             double coefficient = 0;
             if (sequence.count && !form.per_token) {
-                const Clipped clipped = clip(sequence.log_ratio / sequence.length, advantages.at(i, 0),
-                                             weights.at(i, 0), form);
+                const Clipped clipped =
+                    clip(sequence.log_ratio / sequence.length, advantages.at(i, 0), weights.at(i, 0), form);
                 sequence.add(clipped, sequence.count);
                 sequence.loss = clipped.loss * (form.count_tokens ? sequence.length : 1.0);
                 coefficient = clipped.coefficient * each;
@@ -186,6 +192,12 @@ void ratio_step(const Tensor& logprobs, const SequenceTokens& tokens, const Rati
             }
             if (coefficients) coefficients[i] = static_cast<S>(coefficient);
             if (!grad) return;
+            if (!form.per_token && !reference) {
+                const S slope = static_cast<S>(coefficient / total);
+                for (int64_t token = begin; token < end; ++token)
+                    grad[token] = tokens.mask[token] ? slope : 0;
+                return;
+            }
             double losses = 0;
             for (int64_t token = begin; token < end; ++token) {
                 grad[token] = 0;
@@ -229,14 +241,15 @@ bool merge_mask(const LabelledMask& given, Tensor& counted, std::optional<Tensor
         const N* mask = values<N>(given.mask);
         const int64_t* label = values<int64_t>(given.labels);
         int64_t* out = merged ? mutable_values<int64_t>(*merged) : nullptr;
-        bool *counts = mutable_values<bool>(counted), binary = true;
-        for (int64_t i = 0; i < given.mask.numel(); ++i) {
-            const bool given_in = mask[i] != 0;
-            binary &= mask[i] == N(given_in);
-            counts[i] = given_in && !(label && label[i] == given.ignore_index);
-            if (out) out[i] = given_in ? label[i] : given.ignore_index;
-        }
-        return binary;
+        bool* counts = mutable_values<bool>(counted);
+        N other = 0;
+        const int64_t n = given.mask.numel();
+        // Loops without branches, which become vector instructions.
+        for (int64_t i = 0; i < n; ++i) other = mask[i] == N(0) || mask[i] == N(1) ? other : N(1);
+        for (int64_t i = 0; i < n; ++i) counts[i] = mask[i] != N(0);
+        for (int64_t i = 0; label && i < n; ++i) counts[i] &= label[i] != given.ignore_index;
+        for (int64_t i = 0; out && i < n; ++i) out[i] = mask[i] != N(0) ? label[i] : given.ignore_index;
+        return other == N(0);
     };
     using torch::headeronly::ScalarType;
     switch (given.mask.scalar_type()) {

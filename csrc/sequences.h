@@ -21,16 +21,16 @@ struct RatioClip {
 
 // What is reduced besides log-probs; all contiguous, null means absent. Numbers are fp32 or fp64.
 struct SequenceTokens {
-    const bool* mask;                     // of tokens, which are [B, T] or [1, N]
-    std::optional<Tensor> old_logprobs;   // the same shape; absent: logprobs themselves
-    std::optional<Tensor> offsets;        // [B + 1] int64, of packed sequences
-    std::optional<Tensor> advantages;     // [B], or like logprobs where ratios are per token; never absent
-    std::optional<Tensor> weights;        // the same
-    std::optional<Tensor> lengths;        // [B]
-    std::optional<Tensor> normalizer;     // 0-d
-    std::optional<Tensor> ref_logprobs{}; // like logprobs; absent: neither penalty nor its metric
-    std::optional<Tensor> kl_beta{};      // the same shape; absent: only the metric
-    int64_t kl_estimator = 3;             // k1, k2 or k3
+    const bool* mask;                      // of tokens, which are [B, T] or [1, N]
+    std::optional<Tensor> old_logprobs;    // the same shape; absent: logprobs themselves
+    std::optional<Tensor> offsets;         // [B + 1] int64, of packed sequences
+    std::optional<Tensor> advantages;      // [B], or like logprobs where ratios are per token; never absent
+    std::optional<Tensor> weights;         // the same
+    std::optional<Tensor> lengths;         // [B]
+    std::optional<Tensor> normalizer;      // 0-d
+    std::optional<Tensor> ref_logprobs{};  // like logprobs; absent: neither penalty nor its metric
+    std::optional<Tensor> kl_beta{};       // the same shape; absent: only the metric
+    int64_t kl_estimator = 3;              // k1, k2 or k3
 };
 
 // All of the dtype of logprobs, which is fp32 or fp64.

@@ -44,53 +44,51 @@ void portable(const Tile& tile) {
 
 constexpr int kVectors = kTileColumns / 16;
 
-#define GSPO_DEFINE_TILE(NAME, TARGET, MULTIPLY_ADD)                                                        \
-    TARGET void NAME(const Tile& tile) {                                                                    \
-        __m512 sums[kTileRows][kVectors];                                                                   \
-        for (auto& row : sums)                                                                              \
-            for (auto& sum : row) sum = _mm512_setzero_ps();                                                \
-        const float* soon = tile.base && tile.base_stride ? tile.base : tile.stream ? nullptr : tile.out;   \
-        const int64_t soon_stride = tile.base && tile.base_stride ? tile.base_stride : tile.out_stride;     \
-        for (int64_t i = 0; soon && i < tile.rows; ++i) {                                                   \
-            for (int j = 0; j < kVectors; ++j) __builtin_prefetch(soon + i * soon_stride + j * 16, 1);      \
-        }                                                                                                   \
-        const uint32_t *a = tile.a, *b = tile.b;                                                            \
-        for (int64_t k = 0; k < tile.depth; ++k, a += kTileRows, b += kTileColumns) {                       \
-            __m512i columns[kVectors];                                                                      \
-            _Pragma("GCC unroll 4") for (int j = 0; j < kVectors; ++j) {                                    \
-                columns[j] = _mm512_load_si512(b + j * 16);                                                 \
-            }                                                                                               \
-            _Pragma("GCC unroll 16") for (int64_t i = 0; i < kTileRows; ++i) {                              \
-                const __m512i row = _mm512_set1_epi32(static_cast<int>(a[i]));                              \
-                _Pragma("GCC unroll 4") for (int j = 0; j < kVectors; ++j) {                                \
-                    sums[i][j] = MULTIPLY_ADD(sums[i][j], row, columns[j]);                                 \
-                }                                                                                           \
-            }                                                                                               \
-        }                                                                                                   \
-        _Pragma("GCC unroll 16") for (int64_t i = 0; i < kTileRows; ++i) {                                  \
-            if (i == tile.rows) break;                                                                      \
-            _Pragma("GCC unroll 4") for (int j = 0; j < kVectors; ++j) {                                    \
-                const int64_t left = tile.columns - j * 16;                                                 \
-                const __mmask16 mask = left >= 16 ? 0xffff : left > 0 ? (1u << left) - 1 : 0;               \
-                __m512 value = sums[i][j];                                                                  \
-                if (tile.base) {                                                                            \
-                    const float* base = tile.base + i * tile.base_stride + j * 16;                          \
-                    value = _mm512_add_ps(value, _mm512_maskz_loadu_ps(mask, base));                        \
-                }                                                                                           \
-                float* out = tile.out + i * tile.out_stride + j * 16;                                       \
-                if (tile.stream && left >= 16) {                                                            \
-                    _mm512_stream_ps(out, value);                                                           \
-                } else {                                                                                    \
-                    _mm512_mask_storeu_ps(out, mask, value);                                                \
-                }                                                                                           \
-            }                                                                                               \
-        }                                                                                                   \
+#define GSPO_DEFINE_TILE(NAME, TARGET, MULTIPLY_ADD)                                                      \
+    TARGET void NAME(const Tile& tile) {                                                                  \
+        __m512 sums[kTileRows][kVectors];                                                                 \
+        for (auto& row : sums)                                                                            \
+            for (auto& sum : row) sum = _mm512_setzero_ps();                                              \
+        const float* soon = tile.base && tile.base_stride ? tile.base : tile.stream ? nullptr : tile.out; \
+        const int64_t soon_stride = tile.base && tile.base_stride ? tile.base_stride : tile.out_stride;   \
+        for (int64_t i = 0; soon && i < tile.rows; ++i) {                                                 \
+            for (int j = 0; j < kVectors; ++j) __builtin_prefetch(soon + i * soon_stride + j * 16, 1);    \
+        }                                                                                                 \
+        const uint32_t *a = tile.a, *b = tile.b;                                                          \
+        for (int64_t k = 0; k < tile.depth; ++k, a += kTileRows, b += kTileColumns) {                     \
+            __m512i columns[kVectors];                                                                    \
+            _Pragma("GCC unroll 4") for (int j = 0; j < kVectors; ++j) {                                  \
+                columns[j] = _mm512_load_si512(b + j * 16);                                               \
+            }                                                                                             \
+            _Pragma("GCC unroll 16") for (int64_t i = 0; i < kTileRows; ++i) {                            \
+                const __m512i row = _mm512_set1_epi32(static_cast<int>(a[i]));                            \
+                _Pragma("GCC unroll 4") for (int j = 0; j < kVectors; ++j) {                              \
+                    sums[i][j] = MULTIPLY_ADD(sums[i][j], row, columns[j]);                               \
+                }                                                                                         \
+            }                                                                                             \
+        }                                                                                                 \
+        _Pragma("GCC unroll 16") for (int64_t i = 0; i < kTileRows; ++i) {                                \
+            if (i == tile.rows) break;                                                                    \
+            _Pragma("GCC unroll 4") for (int j = 0; j < kVectors; ++j) {                                  \
+                const int64_t left = tile.columns - j * 16;                                               \
+                const __mmask16 mask = left >= 16 ? 0xffff : left > 0 ? (1u << left) - 1 : 0;             \
+                __m512 value = sums[i][j];                                                                \
+                if (tile.base) {                                                                          \
+                    const float* base = tile.base + i * tile.base_stride + j * 16;                        \
+                    value = _mm512_add_ps(value, _mm512_maskz_loadu_ps(mask, base));                      \
+                }                                                                                         \
+                float* out = tile.out + i * tile.out_stride + j * 16;                                     \
+                if (tile.stream && left >= 16) {                                                          \
+                    _mm512_stream_ps(out, value);                                                         \
+                } else {                                                                                  \
+                    _mm512_mask_storeu_ps(out, mask, value);                                              \
+                }                                                                                         \
+            }                                                                                             \
+        }                                                                                                 \
     }
 
-#define GSPO_MULTIPLY_ADD_FP32(sum, a, b) \
-    _mm512_fmadd_ps(_mm512_castsi512_ps(a), _mm512_castsi512_ps(b), sum)
-#define GSPO_MULTIPLY_ADD_BF16(sum, a, b) \
-    _mm512_dpbf16_ps(sum, (__m512bh)(a), (__m512bh)(b))
+#define GSPO_MULTIPLY_ADD_FP32(sum, a, b) _mm512_fmadd_ps(_mm512_castsi512_ps(a), _mm512_castsi512_ps(b), sum)
+#define GSPO_MULTIPLY_ADD_BF16(sum, a, b) _mm512_dpbf16_ps(sum, (__m512bh)(a), (__m512bh)(b))
 
 // Sixteen registers of eight hold the sums of 6 x 16 elements, so a tile takes four rounds over its panels,
 // which L1 holds.
@@ -102,8 +100,9 @@ static_assert(kTileRows % kNarrowRows == 0 && kTileColumns % kNarrowColumns == 0
 // Of a pair of bf16 values, the second or the first as fp32; of an fp32 value, itself.
 template <bool second>
 GSPO_TARGET_NARROW inline __m256 half_of(__m256i pairs) {
-    return _mm256_castsi256_ps(second ? _mm256_and_si256(pairs, _mm256_set1_epi32(static_cast<int>(0xffff0000)))
-                                      : _mm256_slli_epi32(pairs, 16));
+    return _mm256_castsi256_ps(second
+                                   ? _mm256_and_si256(pairs, _mm256_set1_epi32(static_cast<int>(0xffff0000)))
+                                   : _mm256_slli_epi32(pairs, 16));
 }
 
 template <Operands operands>
@@ -135,10 +134,12 @@ GSPO_TARGET_NARROW void narrow(const Tile& tile) {
                 _mm256_store_ps(values[i], sums[i][0]);
                 _mm256_store_ps(values[i] + 8, sums[i][1]);
             }
-            const int64_t width = tile.columns - column < kNarrowColumns ? tile.columns - column : kNarrowColumns;
+            const int64_t width =
+                tile.columns - column < kNarrowColumns ? tile.columns - column : kNarrowColumns;
             for (int64_t i = 0; i < kNarrowRows && row + i < tile.rows; ++i) {
                 float* const out = tile.out + (row + i) * tile.out_stride + column;
-                const float* const base = tile.base ? tile.base + (row + i) * tile.base_stride + column : nullptr;
+                const float* const base =
+                    tile.base ? tile.base + (row + i) * tile.base_stride + column : nullptr;
                 for (int64_t j = 0; j < width; ++j) out[j] = base ? values[i][j] + base[j] : values[i][j];
             }
         }

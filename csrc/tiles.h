@@ -16,8 +16,8 @@ struct Tile {
     int64_t depth;  // units
     float* out;
     int64_t out_stride;
-    const float* base;    // what the product is added to: `out`, a bias, or null for nothing
-    int64_t base_stride;  // between its rows
+    const float* base;      // what the product is added to: `out`, a bias, or null for nothing
+    int64_t base_stride;    // between its rows
     int64_t rows, columns;  // of `out` that there are, at most the tile's
     bool stream;            // past the caches: `out` is 64-byte aligned, and so are its rows
 };
@@ -33,11 +33,13 @@ enum class Operands { fp32, bf16 };
 TileProduct native_tile(Operands operands);
 
 // The same with AVX2, as fast as that allows; null where the processor lacks it. An element's sum is the same
-// chain of fused multiply-adds, so bits agree with the native tile's, but for subnormal numbers of bf16 as below.
+// chain of fused multiply-adds, so bits agree with the native tile's, but for subnormal numbers of bf16 as
+// below.
 TileProduct narrow_tile(Operands operands);
 
-// The same sums in the same order on any processor. bf16: a product of two is exact in fp32, so bits agree with
-// the instruction's, which adds the second of a pair first, but for subnormal numbers, which it takes for 0.
+// The same sums in the same order on any processor. bf16: a product of two is exact in fp32, so bits agree
+// with the instruction's, which adds the second of a pair first, but for subnormal numbers, which it takes
+// for 0.
 TileProduct portable_tile(Operands operands);
 
 }  // namespace gspo_kernels
