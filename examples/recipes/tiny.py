@@ -43,7 +43,7 @@ def first_and_last(output, key, steps=10):
 
 def rewards(trainer, rows):
     """Return the mean rewards that the recipe reports for a rollout of these rows, always with one seed."""
-    _, metrics = trainer.recipe.rollout(rows, 0)
+    _, metrics = trainer.recipe.rollout(rows, trainer.recipe.sampler.stages(0))
     return {name: value for name, value in metrics.items() if name.startswith("reward/")}
 
 

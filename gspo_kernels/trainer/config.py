@@ -56,8 +56,7 @@ class RolloutConfig(Section, key="rollout"):
     top_k: Natural = option(0, "sample among the k most likely tokens; 0 means all")
     min_p: BelowOne = option(0.0, "sample tokens with this share of the likeliest one's probability; 0: all")
     keep_sampling_mask: bool = option(
-        False,
-        "train on log-probs among the tokens that top_p, top_k and min_p left, not in the whole vocabulary",
+        False, "train on log-probs among the tokens that top_p, top_k and min_p left, not among all"
     )
     batch_size: Count = option(256, "completions generated at once, by each process; memory and speed")
     truncated: Literal["keep", "mask"] = option(
@@ -71,14 +70,8 @@ class RolloutConfig(Section, key="rollout"):
 
     def sampling(self) -> Sampling:
         """Return how rollouts are sampled."""
-        return Sampling(
-            self.max_new_tokens,
-            self.temperature,
-            self.top_p,
-            self.top_k,
-            self.min_p,
-            return_mask=self.keep_sampling_mask,
-        )
+        cuts = self.top_p, self.top_k, self.min_p
+        return Sampling(self.max_new_tokens, self.temperature, *cuts, return_mask=self.keep_sampling_mask)
 
 
 @dataclass(frozen=True)
@@ -94,11 +87,7 @@ class EngineConfig(Section, key="engine"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.url is None:
-            for name in ("model", "weights"):
-                self.require(getattr(self, name) is None, name, "left alone where there is no engine.url")
-            return
-        self.require_address("url")
+        self.require_address("url", "model", "weights")
 
 
 @dataclass(frozen=True)
@@ -138,18 +127,14 @@ class KLConfig(Section, key="kl"):
     """A penalty on the distance to the reference policy: the model as it was before training."""
 
     beta: NotNegative = option(0.0, "weight of the KL term; 0 leaves it out")
-    estimator: Literal["k1", "k2", "k3"] = option(
-        "k3", "k1, k2 or k3, per token, of log-probs under policy and reference"
-    )
+    estimator: Literal["k1", "k2", "k3"] = option("k3", "per token, of log-probs under policy and reference")
 
 
 @dataclass(frozen=True)
 class OffPolicyConfig(Section, key="off_policy"):
     """Weights for what the sampling engine computes otherwise than the trainer (TIS, MIS, IcePop, ...)."""
 
-    level: Literal["none", "token", "sequence"] = option(
-        "none", "'none', one weight for each 'token', or one for each 'sequence'"
-    )
+    level: Literal["none", "token", "sequence"] = option("none", "one weight for each token, or sequence")
     reduce: str = option(
         "mean", "tokens of a sequence become one by their 'mean', which fits GSPO, 'sum' or 'max' (k2 and k3)"
     )
@@ -195,17 +180,16 @@ class LoraConfig(Section, key="lora"):
 
 @dataclass(frozen=True)
 class ParallelConfig(Section, key="parallel"):
-    """Which processes compute together; the others each have a part of the batch."""
+    """Which processes compute together; the others each have a part of the batch.
+
+    None: as accelerate's ParallelismConfig says.
+    """
 
     tensor: Count | None = option(
-        None,
-        "processes over which weight matrices are cut, the vocabulary too, by the model's tp_plan; "
-        "none: as accelerate's ParallelismConfig says",
+        None, "processes over which weight matrices are cut, the vocabulary too, by the model's tp_plan"
     )
     context: Count | None = option(
-        None,
-        "processes over which the tokens of a packed row are cut, for long sequences; "
-        "none: as accelerate's ParallelismConfig says",
+        None, "processes over which the tokens of a packed row are cut, for long sequences"
     )
 
 
@@ -248,9 +232,7 @@ class DataConfig(Section, key="data"):
     eval_split: str | None = option(None, "split of the eval dataset")
     subset: str | None = option(None, "configuration of a dataset on the Hub")
     prompt_column: str = option("prompt", "column that holds the prompt: text, or a list of messages")
-    too_long: Literal["error", "drop"] = option(
-        "error", "a prompt that leaves no room in the context: 'error', or 'drop' the row"
-    )
+    too_long: Literal["error", "drop"] = option("error", "rows whose prompt leaves no room in the context")
     template_options: Mapping[str, Any] = field(
         default_factory=dict,
         metadata={"help": "arguments of the chat template, as JSON: '{\"enable_thinking\": false}'"},
@@ -284,8 +266,7 @@ class TrainConfig(Section):
         None, "attention of the model: sdpa, eager, flash_attention_2, flex_attention; transformers' choice"
     )
     dataset: str = option(
-        "",
-        "prompts: a jsonl or parquet file, a directory, a name on the Hub; other columns reach the rewards",
+        "", "prompts: a jsonl or parquet file, a directory, a name on the Hub; other columns reach rewards"
     )
     eval_dataset: str | None = option(None, "prompts that are never trained on")
     reward: tuple[str, ...] = option(
@@ -296,9 +277,7 @@ class TrainConfig(Section):
     reward_process: bool = option(
         False, "call every reward function in a process of its own, which can be stopped whatever it does"
     )
-    advantages: Method = option(
-        "group_normalized", f"how rewards become advantages: one of {', '.join(typing.get_args(Method))}"
-    )
+    advantages: Method = option("group_normalized", "how rewards become advantages")
     advantage_scale: Literal["group", "batch", "none"] = option(
         "group", "what group_normalized divides by: the 'group' or 'batch' deviation, or 'none'"
     )
@@ -336,25 +315,20 @@ class TrainConfig(Section):
         if self.reward_weights is not None and self.reward:
             each = f"one number for each of the {len(self.reward)} rewards"
             self.require(len(self.reward_weights) == len(self.reward), "reward_weights", each)
-        turns, size = self.turns.count, self.rollout.group_size
+        rollout, update, turns = self.rollout, self.update, self.turns.count
         served = "above 0 beside engine.url: vLLM says what it could have drawn only of so many tokens"
-        bounded = self.engine.url is None or not self.rollout.keep_sampling_mask or self.rollout.top_k > 0
-        self.rollout.require(bounded, "top_k", served)
+        bounded = self.engine.url is None or not rollout.keep_sampling_mask or rollout.top_k > 0
+        rollout.require(bounded, "top_k", served)
         either = "0 where turns.count is more than 1: either a draft or an environment's feedback is refined"
         self.igrpo.require(self.igrpo.drafts == 0 or turns == 1, "drafts", either)
         whole = "1 where turns.count is more than 1: the turns of a trajectory belong together"
         self.dapo.require(self.dapo.batches == 1 or turns == 1, "batches", whole)
-        room = f"at most rollout.max_new_tokens ({self.rollout.max_new_tokens})"
-        fitting = self.dapo.overlong_buffer <= self.rollout.max_new_tokens
-        self.dapo.require(fitting, "overlong_buffer", room)
-        together = (
-            self.update.layout == "shared_prefix" or self.objective.build().coefficient_scope == "group"
-        )
-        groups = self.rollout.prompts_per_rollout * turns
+        room = f"at most rollout.max_new_tokens ({rollout.max_new_tokens})"
+        self.dapo.require(self.dapo.overlong_buffer <= rollout.max_new_tokens, "overlong_buffer", room)
+        together = update.layout == "shared_prefix" or self.objective.build().coefficient_scope == "group"
         kind = ("prompts" if turns == 1 else "turns of prompts") if together else "completions"
-        most = groups if together else groups * size
-        fits = self.update.minibatches <= most
-        self.update.require(fits, "minibatches", f"at most the {most} {kind} of a rollout")
+        most = rollout.prompts_per_rollout * turns * (1 if together else rollout.group_size)
+        update.require(update.minibatches <= most, "minibatches", f"at most the {most} {kind} of a rollout")
         self._check_distillation()
         if self.veripo.dpo_steps > 0:
             alone = (
@@ -373,22 +347,17 @@ class TrainConfig(Section):
             by_token = f"none with {self.objective.name}, which takes no advantages per token; GRPO does"
             options.require(built.takes_token_advantages, "teacher", by_token)
         if options.url is not None:
-            for name, fits in {
-                "rollout.temperature 1, which is what vLLM's log-probs of given tokens are at": (
-                    self.rollout.temperature == 1.0
-                ),
-                "rollout.keep_sampling_mask off, as a server's log-probs are over the whole vocabulary": (
-                    not self.rollout.keep_sampling_mask
-                ),
-                "update.entropy_coef 0, as the pass that has divergences has no entropy": (
-                    self.update.entropy_coef == 0
-                ),
-                "an objective that looks at no entropy": "entropy" not in built.needs,
-                f"another objective than {self.objective.name}, which looks at other sequences": (
-                    built.coefficient_scope not in ("group", "batch")
-                ),
-            }.items():
-                options.require(fits, "url", f"with {name}, or none")
+            rollout, bonus = self.rollout, self.update.entropy_coef
+            plain, whole = rollout.temperature == 1.0, not rollout.keep_sampling_mask
+            apart = built.coefficient_scope not in ("group", "batch")
+            for fits, what in (
+                (plain, "rollout.temperature 1, which is what vLLM's log-probs of given tokens are at"),
+                (whole, "rollout.keep_sampling_mask off, as a server's log-probs know the whole vocabulary"),
+                (bonus == 0, "update.entropy_coef 0, as the pass that has divergences has no entropy"),
+                ("entropy" not in built.needs, "an objective that looks at no entropy"),
+                (apart, f"another objective than {self.objective.name}, which looks at other sequences"),
+            ):
+                options.require(fits, "url", f"with {what}, or none")
 
     def needs_reference(self) -> bool:
         """Whether a term of the loss compares with the reference policy."""
@@ -409,14 +378,15 @@ class TrainConfig(Section):
 
     def warnings(self) -> list[str]:
         """Return what is allowed and probably not meant."""
-        update, found = self.update, []
-        if update.minibatches * update.epochs == 1 and self.objective.build().coefficient_scope == "sequence":
-            found.append(
-                f"with one minibatch and one epoch every ratio of {self.objective.name} is exactly 1 and "
-                "nothing is ever clipped: the only update after a rollout uses the weights that sampled it. "
-                "Use 2 to 8 minibatches unless on-policy updates are meant"
-            )
-        return found
+        if self.update.minibatches * self.update.epochs > 1:
+            return []
+        if self.objective.build().coefficient_scope != "sequence":
+            return []
+        return [
+            f"with one minibatch and one epoch every ratio of {self.objective.name} is exactly 1 and "
+            "nothing is ever clipped: the only update after a rollout uses the weights that sampled it. "
+            "Use 2 to 8 minibatches unless on-policy updates are meant"
+        ]
 
 
 def trainable_objectives() -> dict[str, Any]:

@@ -84,12 +84,11 @@ def make_model(tokenizer: Any, seed: int) -> Any:
     return Qwen3ForCausalLM(config)
 
 
-def warm_up(model: Any, tokenizer: Any, rows: list[dict[str, str]], *, steps: int, seed: int) -> float:
-    """Train on right answers for a few steps, so that sampling finds some; return the last loss in nats."""
+def warm_up(model: Any, tokenizer: Any, rows: list[dict[str, str]], *, steps: int, seed: int) -> None:
+    """Train on right answers for a few steps, so that sampling finds some."""
     generator = random.Random(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10))
-    loss = torch.zeros(())
     model.train()
     for _ in range(steps):
         batch = generator.sample(rows, 64)
@@ -105,7 +104,6 @@ def warm_up(model: Any, tokenizer: Any, rows: list[dict[str, str]], *, steps: in
         scheduler.step()
         optimizer.zero_grad()
     model.eval()
-    return loss.item()
 
 
 def prepare(directory: Path, *, seed: int, warm_up_steps: int = 60) -> None:

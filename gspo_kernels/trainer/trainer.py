@@ -27,8 +27,7 @@ from gspo_kernels.trainer.run.files import RunDirectory
 from gspo_kernels.trainer.run.metrics import Record
 from gspo_kernels.trainer.run.models import load_tokenizer, make_policies, make_teacher
 from gspo_kernels.trainer.run.processes import check_processes, make_accelerator
-from gspo_kernels.trainer.run.run import Run
-from gspo_kernels.trainer.run.signals import noted
+from gspo_kernels.trainer.run.run import Run, noted
 from gspo_kernels.trainer.updates import PolicyUpdater
 
 

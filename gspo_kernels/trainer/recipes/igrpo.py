@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 from gspo_kernels.trainer.input_errors import DataError
 from gspo_kernels.trainer.recipes.plain import Metrics, Recipe
-from gspo_kernels.trainer.recipes.samples import Samples
+from gspo_kernels.trainer.recipes.samples import Samples, Stages
 from gspo_kernels.trainer.rewards.comparing import best_of
 
 
@@ -18,10 +18,7 @@ class IGRPO(Recipe):
     """The best of several drafts goes into the prompt.
 
     A prompt keeps its plain form where no draft has a reward, and where the draft leaves no room in the
-    context.
-
-    Raises:
-        DataError: a conversation has no message of the user, which the template would fill.
+    context. A `DataError` says that a conversation has no message of the user, which the template would fill.
     """
 
     def __post_init__(self) -> None:
@@ -34,13 +31,11 @@ class IGRPO(Recipe):
                     "user, and this conversation has none"
                 )
 
-    stages: ClassVar[int] = 2
-
-    def rollout(self, picked: Sequence[int], step: int, stage: int = 0) -> tuple[Samples, Metrics]:
+    def rollout(self, picked: Sequence[int], stages: Stages) -> tuple[Samples, Metrics]:
         """Return refinements; drafts only show in the metrics."""
         options, prompts = self.config.igrpo, self.prompts
         alone = replace(self.sampling, return_mask=False)  # no loss counts drafts
-        drafts = self.sampler(prompts, picked, options.drafts, alone, step, stage=stage)
+        drafts = self.sampler(prompts, picked, options.drafts, alone, stages)
         best, scored = best_of(drafts.rewards.total, options.drafts)
         refined = self.encode(
             [
@@ -53,7 +48,7 @@ class IGRPO(Recipe):
             ids if use else prompts.tokens[row] for row, ids, use in zip(picked, refined, used, strict=True)
         ]
         size = self.config.rollout.group_size
-        samples = self.sampler(prompts, picked, size, self.sampling, step, tokens=tokens, stage=stage + 1)
+        samples = self.sampler(prompts, picked, size, self.sampling, stages, tokens)
         return samples, {
             "reward/drafts": float(drafts.rewards.total.nanmean()),
             "reward/best_drafts": float(drafts.rewards.total[best].nanmean()),

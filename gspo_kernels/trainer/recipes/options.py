@@ -79,8 +79,7 @@ class DAPOConfig(Section, key="dapo"):
         "groups whose rewards differ; 1: no dynamic sampling",
     )
     metric: str | None = option(
-        None,
-        "reward that must differ within a group for that, the accuracy for example; else the weighted sum",
+        None, "reward that must differ within a group for that, as the accuracy; else the weighted sum"
     )
     overlong_buffer: Natural = option(
         0, "last tokens before rollout.max_new_tokens over which the reward falls linearly; 0: no penalty"
@@ -101,9 +100,7 @@ class DistillationConfig(Section, key="distillation"):
         None, "directory (or hub name) of a model with the same tokenizer, which scores every completion"
     )
     url: str | None = option(
-        None,
-        "address of a vLLM server with the teacher, which says of every token how likely it finds its top_k "
-        "ids: the loss gets the divergence over these",
+        None, "address of a vLLM server with the teacher: the loss gets the divergence over its top_k ids"
     )
     model: str | None = option(None, "name that the server gives the teacher; none: it serves only one")
     top_k: Count = option(20, "ids that the server compares over; its --max-logprobs is at least that")
@@ -125,12 +122,7 @@ class DistillationConfig(Section, key="distillation"):
             used or self.reward_coef == 0, "reward_coef", "0 where there is no distillation.teacher or url"
         )
         self.require(self.teacher is None or self.url is None, "url", "none beside a distillation.teacher")
-        served = {"model": None, "top_k": 20, "beta": 0.0, "add_tail": True}
-        for name, default in served.items():
-            alone = self.url is not None or getattr(self, name) == default
-            self.require(alone, name, "left alone where there is no distillation.url")
-        if self.url is not None:
-            self.require_address("url")
+        self.require_address("url", "model", "top_k", "beta", "add_tail")
 
 
 @dataclass(frozen=True)
@@ -144,8 +136,7 @@ class TurnsConfig(Section, key="turns"):
         "after a turn; 'module:function' or 'file.py:function', called like a reward",
     )
     keep: Literal["first", "best"] = option(
-        "first",
-        "completion that stays in the history: the 'first', which is as good as a random one, or the 'best'",
+        "first", "completion that stays in the history: the 'first', as good as a random one, or the 'best'"
     )
 
     def __post_init__(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -12,14 +12,7 @@ from gspo_kernels.trainer.config import TrainConfig
 from gspo_kernels.trainer.data import PromptOrder, Prompts
 from gspo_kernels.trainer.input_errors import ConfigError
 from gspo_kernels.trainer.recipes.dapo import OVERLONG, chosen, groups_of, penalised
-from gspo_kernels.trainer.recipes.samples import (
-    Sample,
-    Sampler,
-    Samples,
-    experience_of,
-    joined,
-    metrics_of,
-)
+from gspo_kernels.trainer.recipes.samples import Sampler, Samples, Stages, experience_of, joined, metrics_of
 from gspo_kernels.trainer.rewards.comparing import advantages_of, differing, levels
 from gspo_kernels.trainer.rollout import Sampling
 from gspo_kernels.trainer.rows.experience import Experience
@@ -33,11 +26,8 @@ Metrics = dict[str, float]
 class Recipe:
     """What a step learns from, and how: the plain one, which others change in parts.
 
-    Raises:
-        ConfigError: ``dapo.metric`` names no reward, or a reward has the name of DAPO's penalty.
+    A `ConfigError` says that ``dapo.metric`` names no reward, or a reward has the name of DAPO's penalty.
     """
-
-    stages: ClassVar[int] = 1  # how often a rollout samples, each time with random numbers of its own
 
     config: TrainConfig
     sampler: Sampler
@@ -48,6 +38,7 @@ class Recipe:
     last: Samples | None = None  # of the last step, where it sampled
 
     def __post_init__(self) -> None:
+        self.sampling = self.config.rollout.sampling()
         self.order = PromptOrder(len(self.prompts.tokens), self.config.seed)
         self.resampled = 0  # prompts that dynamic sampling took beyond those of every rollout
         names, dapo = self.sampler.rewards.names, self.config.dapo
@@ -57,11 +48,6 @@ class Recipe:
             raise ConfigError(
                 f"dapo.overlong_buffer: the penalty is a reward {OVERLONG!r}, and there is one of that name"
             )
-
-    @property
-    def sampling(self) -> Sampling:
-        """How tokens are drawn in rollouts."""
-        return self.config.rollout.sampling()
 
     def experience(self, step: int) -> tuple[Experience, Metrics]:
         """Sample, score and compare: return what the update of this step, from 1, learns from."""
@@ -81,10 +67,10 @@ class Recipe:
         run, dapo = self.config.rollout, self.config.dapo
         count, size = run.prompts_per_rollout, run.group_size
         start, differs = earlier * count + self.resampled, torch.zeros(0, dtype=torch.bool)
+        stages = self.sampler.stages(step)
         batches: list[tuple[Samples, Metrics]] = []
         while len(batches) < dapo.batches and int(differs.sum()) < count:
-            picked = self.order.indices(start + len(batches) * count, count)
-            batches.append(self.rollout(picked, step, len(batches) * self.stages))
+            batches.append(self.rollout(self.order.indices(start + len(batches) * count, count), stages))
             rewards = batches[-1][0].rewards
             compared = rewards.total if dapo.metric is None else rewards.by_name[dapo.metric]
             differs = torch.cat([differs, differing(compared, size)])
@@ -119,17 +105,15 @@ class Recipe:
             )
         return experience_of(samples, size, advantages, self.sampler.accelerator.device)
 
-    def rollout(self, picked: Sequence[int], step: int, stage: int = 0) -> tuple[Samples, Metrics]:
-        """Return groups of ``rollout.group_size`` completions for the update, and metrics of its own.
-
-        ``stage`` is that of its first sampling in this step.
-        """
+    def rollout(self, picked: Sequence[int], stages: Stages) -> tuple[Samples, Metrics]:
+        """Return groups of ``rollout.group_size`` completions for the update, and metrics of its own."""
         size = self.config.rollout.group_size
-        return self.sampler(self.prompts, picked, size, self.sampling, step, stage=stage), {}
+        return self.sampler(self.prompts, picked, size, self.sampling, stages), {}
 
     def evaluate(self, prompts: Prompts, sampling: Sampling) -> tuple[Samples, Metrics]:
         """Return one completion of every prompt as it is, and metrics of its own."""
-        return self.sampler(prompts, range(len(prompts.tokens)), 1, sampling, 0), {}
+        rows, stages = range(len(prompts.tokens)), self.sampler.stages(0)
+        return self.sampler(prompts, rows, 1, sampling, stages), {}
 
     def fits(self, tokens: Sequence[int]) -> bool:
         """Whether a prompt leaves room for its completion in the context."""
@@ -138,12 +122,15 @@ class Recipe:
     @property
     def shown(self) -> list[tuple[Any, str, float]]:
         """Completions of the last step to show: prompt, completion, reward."""
-        each, rewards = (
-            ([], torch.zeros(0)) if self.last is None else (self.last.each, self.last.rewards.total)
-        )
-        pairs = list(zip(each, rewards.tolist(), strict=True))
-        last = pairs[max(len(pairs) - self.config.show_samples, 0) :]
-        return [(self._shown_prompt(sample), sample.text, reward) for sample, reward in last]
+        if self.last is None:
+            return []
+        found, rows, decode = [], self.prompts.rows, self.sampler.tokenizer.decode
+        pairs = list(zip(self.last.each, self.last.rewards.total.tolist(), strict=True))
+        for sample, reward in pairs[max(len(pairs) - self.config.show_samples, 0) :]:
+            plain = sample.prompt == self.prompts.tokens[sample.row]  # and not what a recipe made of it
+            prompt = rows[sample.row]["prompt"] if plain else decode(sample.prompt)
+            found.append((prompt, sample.text, reward))
+        return found
 
     def records(self) -> Iterator[dict[str, Any]]:
         """Yield what is worth keeping of every completion of the last step, as JSON takes it."""
@@ -169,13 +156,7 @@ class Recipe:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned."""
-        self.resampled = state.get("resampled", 0)
-
-    def _shown_prompt(self, sample: Sample) -> Any:
-        """Return the prompt as the dataset has it, or what a recipe made of it."""
-        if sample.prompt == self.prompts.tokens[sample.row]:
-            return self.prompts.rows[sample.row]["prompt"]
-        return self.sampler.tokenizer.decode(sample.prompt)
+        self.resampled = state["resampled"]
 
 
 def means(metrics: Sequence[Metrics]) -> Metrics:

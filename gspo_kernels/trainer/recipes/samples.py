@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -18,6 +19,8 @@ from gspo_kernels.trainer.rewards.comparing import differing
 from gspo_kernels.trainer.rollout import Completion, RolloutEngine, Sampling
 from gspo_kernels.trainer.rows.experience import Experience
 from gspo_kernels.trainer.run.processes import in_shares
+
+Stages = Iterator[np.random.SeedSequence]
 
 
 @dataclass(frozen=True)
@@ -45,20 +48,15 @@ class Samples(NamedTuple):
 
 def joined(parts: Sequence[Samples]) -> Samples:
     """Put samples one after the other; at least one part."""
-    rewards = [part.rewards for part in parts]
-    by_name = {name: torch.cat([r.by_name[name] for r in rewards]) for name in rewards[0].by_name}
-    total = torch.cat([r.total for r in rewards])
-    return Samples(
-        [sample for part in parts for sample in part.each], Rewards(total, by_name, rewards[0].weights)
-    )
+    rewards = Rewards.joined([part.rewards for part in parts])
+    return Samples([sample for part in parts for sample in part.each], rewards)
 
 
 @dataclass
 class Sampler:
     """Completes prompts and scores the completions; each process does its share and gets all of them.
 
-    Where the engine needs several processes ``together``, they complete the same prompts alike, and score
-    other ones.
+    Where the engine needs several processes ``together``, they complete the same prompts alike.
     """
 
     accelerator: Any
@@ -70,6 +68,14 @@ class Sampler:
     seed: int
     together: int = 1
 
+    def stages(self, step: int) -> Stages:
+        """Yield random numbers for each time that a step, 0 for evaluations, samples.
+
+        They come from the run's seed, the step and the stage, so they are the same in any number of processes
+        and after a restart.
+        """
+        return (np.random.SeedSequence([self.seed, step, stage]) for stage in itertools.count())
+
     @torch.no_grad()
     def __call__(
         self,
@@ -77,26 +83,21 @@ class Sampler:
         picked: Sequence[int],
         group_size: int,
         sampling: Sampling,
-        step: int,
-        *,
+        stages: Stages,
         tokens: Sequence[list[int]] | None = None,
-        stage: int = 0,
     ) -> Samples:
-        """Complete each of the picked prompts ``group_size`` times.
+        """Complete each of the picked prompts ``group_size`` times, with random numbers of the next stage.
 
-        A completion's random numbers come from the run's seed, the step (0 for evaluations), the stage of a
-        step that samples several times, and its place, so they are the same in any number of processes and
-        after a restart. ``tokens`` are completed in place of the prompts; rewards see these all the same.
+        ``tokens`` are completed in place of the prompts; rewards see these all the same.
         """
         if tokens is None:
             tokens = [prompts.tokens[row] for row in picked]
-        places = np.random.SeedSequence([self.seed, step, stage])
-        seeds = places.generate_state(len(picked) * group_size, np.uint64).reshape(-1, group_size)
+        seeds = next(stages).generate_state(len(picked) * group_size, np.uint64).reshape(-1, group_size)
 
-        def completed(own: Sequence[int]) -> list[Sample]:
+        def completed(own: list[int]) -> list[Sample]:
             rows = [picked[place] for place in own for _ in range(group_size)]
             given = [tokens[place] for place in own for _ in range(group_size)]
-            found = self.engine.generate(given, sampling, seeds=seeds[list(own)].flatten().tolist())
+            found = self.engine.generate(given, sampling, seeds=seeds[own].flatten().tolist())
             if sampling.return_mask and any(each.mask is None for each in found):
                 raise EngineError(
                     f"rollout.keep_sampling_mask: {type(self.engine).__name__} does not say what it could "
@@ -107,37 +108,31 @@ class Sampler:
             counted = [each.counted(self.truncated) for each in found]
             return [Sample(*each) for each in zip(rows, given, texts, found, counted, strict=True)]
 
-        def scored(samples: list[Sample]) -> Samples:
-            return Samples(samples, score(self.rewards, prompts, samples))
-
         with self.weights(), self.accelerator.autocast():
-            if self.together == 1:
-                shares = in_shares(self.accelerator, len(picked), lambda own: scored(completed(own)))
-                return joined(shares)
             parts = in_shares(self.accelerator, len(picked), completed, self.together)
-        every = [sample for part in parts for sample in part]
+        samples = [sample for part in parts for sample in part]
+        return Samples(samples, self.score(self.rewards, prompts, samples, group_size))
 
-        def share(own: list[int]) -> Samples:
-            return scored(every[own[0] * group_size : (own[-1] + 1) * group_size])
+    def score(
+        self, rewards: RewardSet, prompts: Prompts, samples: Sequence[Sample], group_size: int
+    ) -> Rewards:
+        """Call reward functions on completions, with their prompts and columns as the dataset has them.
 
-        return joined(in_shares(self.accelerator, len(picked), share))
+        Each process asks for its share of the groups, and gets all.
+        """
 
+        def share(groups: list[int]) -> Rewards:
+            own = samples[groups[0] * group_size : (groups[-1] + 1) * group_size]
+            data = [prompts.rows[sample.row] for sample in own]
+            texts, ids = [sample.text for sample in own], [sample.ids.tolist() for sample in own]
+            return rewards([row["prompt"] for row in data], texts, ids, columns_of(data, prompts.columns))
 
-def score(rewards: RewardSet, prompts: Prompts, samples: Sequence[Sample]) -> Rewards:
-    """Call reward functions on completions, with their prompts and columns as the dataset has them."""
-    data = [prompts.rows[sample.row] for sample in samples]
-    return rewards(
-        [row["prompt"] for row in data],
-        [sample.text for sample in samples],
-        [sample.ids.tolist() for sample in samples],
-        columns_of(data, prompts.columns),
-    )
+        return Rewards.joined(in_shares(self.accelerator, len(samples) // group_size, share))
 
 
 def experience_of(samples: Samples, group_size: int, advantages: Tensor, device: torch.device) -> Experience:
     """Return what the update takes; completions without a reward or an advantage do not count in it."""
     applies = (~samples.rewards.total.isnan()).tolist()
-
     completions = [sample.completion for sample in samples.each]
 
     def packed(name: str) -> Tensor | None:

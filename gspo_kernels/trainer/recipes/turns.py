@@ -13,7 +13,7 @@ from torch import Tensor
 from gspo_kernels.trainer.data import Prompts, columns_of
 from gspo_kernels.trainer.input_errors import ConfigError, RewardError
 from gspo_kernels.trainer.recipes.plain import Metrics, Recipe
-from gspo_kernels.trainer.recipes.samples import Samples, joined
+from gspo_kernels.trainer.recipes.samples import Samples, Stages, joined
 from gspo_kernels.trainer.rewards.calls import TEXTS, ListFunction
 from gspo_kernels.trainer.rewards.comparing import best_of
 from gspo_kernels.trainer.rewards.loading import name_of
@@ -64,10 +64,10 @@ class Turns(Recipe):
         if conversation is not None:
             self.encode([continued(conversation, "an answer", "feedback")])
 
-    def rollout(self, picked: Sequence[int], step: int, stage: int = 0) -> tuple[Samples, Metrics]:
+    def rollout(self, picked: Sequence[int], stages: Stages) -> tuple[Samples, Metrics]:
         """Return the groups of all prompts' first turns, then of their second ones, and so on."""
         size = self.config.rollout.group_size
-        turns = self._turns(self.prompts, picked, size, self.sampling, step, stage)
+        turns = self._turns(self.prompts, picked, size, self.sampling, stages)
         metrics = {f"reward/turn_{number}": math.nan for number in range(1, self.config.turns.count + 1)}
         for number, turn in enumerate(turns, start=1):
             metrics[f"reward/turn_{number}"] = float(turn.samples.rewards.total.nanmean())
@@ -79,23 +79,17 @@ class Turns(Recipe):
     def evaluate(self, prompts: Prompts, sampling: Sampling) -> tuple[Samples, Metrics]:
         """Return the first turn, and the mean over prompts of each reward's best turn."""
         count = len(prompts.tokens)
-        turns = self._turns(prompts, range(count), 1, sampling, 0, 0)
+        turns = self._turns(prompts, range(count), 1, sampling, self.sampler.stages(0))
         names = self.sampler.rewards.names
         return turns[0].samples, {f"best_turn/{name}": best_turns(turns, count, name) for name in names}
 
     def _turns(
-        self,
-        prompts: Prompts,
-        picked: Sequence[int],
-        group_size: int,
-        sampling: Sampling,
-        step: int,
-        first_stage: int,
+        self, prompts: Prompts, picked: Sequence[int], group_size: int, sampling: Sampling, stages: Stages
     ) -> list[Turn]:
         histories = {place: prompts.rows[row]["prompt"] for place, row in enumerate(picked)}
         tokens = {place: prompts.tokens[row] for place, row in enumerate(picked)}
         turns: list[Turn] = []
-        for stage in range(first_stage, first_stage + self.config.turns.count):
+        for _ in range(self.config.turns.count):
             if turns:
                 histories = self._observe(prompts, histories, turns[-1])
                 encoded = zip(histories, self.encode(list(histories.values())), strict=True)
@@ -103,7 +97,7 @@ class Turns(Recipe):
             if not tokens:
                 break
             rows, given = [picked[place] for place in tokens], list(tokens.values())
-            samples = self.sampler(prompts, rows, group_size, sampling, step, tokens=given, stage=stage)
+            samples = self.sampler(prompts, rows, group_size, sampling, stages, given)
             kept, _ = best_of(samples.rewards.total, group_size)
             if self.config.turns.keep == "first":
                 kept -= kept % group_size

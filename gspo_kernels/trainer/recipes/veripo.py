@@ -12,17 +12,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from gspo_kernels.trainer.data import Prompts
 from gspo_kernels.trainer.recipes.plain import Metrics, Recipe
-from gspo_kernels.trainer.recipes.samples import Samples, score
+from gspo_kernels.trainer.recipes.samples import Samples
 from gspo_kernels.trainer.rewards import RewardSet, load_reward
 from gspo_kernels.trainer.rollout import Sampling
 from gspo_kernels.trainer.rows.experience import Experience
-from gspo_kernels.trainer.run.processes import in_shares
 
 
 class VeriPO:
@@ -52,8 +50,10 @@ class VeriPO:
         experience = self.recipe.compared(samples)
         metrics["phase"] = 0.0
         if self.config.keeps(step):
-            judged = self._judged(samples)
-            if judged is not None:
+            judged: Tensor | None = None
+            if self.verifier is not None:
+                size, prompts = self.recipe.config.rollout.group_size, self.recipe.prompts
+                judged = self.recipe.sampler.score(self.verifier, prompts, samples.each, size).total
                 metrics["verifier/mean"] = float(judged.nanmean())
             scores = combined(samples.rewards.total, judged, self.config.reward_weight)
             self.kept.append(in_pairs(self.updater.objective, experience, scores))
@@ -95,29 +95,15 @@ class VeriPO:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the rollouts that wait for their step, and the other recipe's state."""
-        names = [each.name for each in fields(Experience)]
-        kept = [{name: getattr(each, name) for name in names} for each in self.kept]
+        kept = [{each.name: getattr(one, each.name) for each in fields(one)} for one in self.kept]
         return {"kept": kept, "recipe": self.recipe.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned."""
-        self.recipe.load_state_dict(state.get("recipe", {}))
+        self.recipe.load_state_dict(state["recipe"])
         device = self.recipe.sampler.accelerator.device
         kept = tree_map_only(Tensor, lambda tensor: tensor.to(device), state["kept"])
         self.kept = [Experience(**values) for values in kept]
-
-    def _judged(self, samples: Samples) -> Tensor | None:
-        """Return the verifier's scores, [B]: each process asks for its share of the groups, all get all."""
-        verifier, size = self.verifier, self.recipe.config.rollout.group_size
-        if verifier is None:
-            return None
-
-        def share(groups: list[int]) -> Tensor:
-            own = [sample for group in groups for sample in samples.each[group * size : (group + 1) * size]]
-            return score(verifier, self.recipe.prompts, own).total
-
-        accelerator = self.recipe.sampler.accelerator
-        return torch.cat(in_shares(accelerator, len(samples.each) // size, share))
 
 
 def combined(rewards: Tensor, judged: Tensor | None, reward_weight: float) -> Tensor:

@@ -15,8 +15,7 @@ import numbers
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
+from concurrent.futures import Future, wait
 from typing import Any, NamedTuple
 
 import torch
@@ -43,24 +42,16 @@ NUMBERS = Answer(
 TEXTS = Answer("texts", "a text", lambda value: isinstance(value, str))
 
 
-class _OutOfTimeError(Exception):
-    """A call took longer than it may."""
-
-
 class ListFunction:
     """A reward or feedback function as the trainer calls it: plain, async or a `ProcessReward`."""
 
     def __init__(self, what: str, function: Any, answer: Answer) -> None:
         self.what = what
         self.function = function
+        self.inner = function.function if isinstance(function, ProcessReward) else function
         self.answer = answer
         self.is_async = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
         self._loop: asyncio.AbstractEventLoop | None = None
-
-    @property
-    def inner(self) -> Any:
-        """The function itself, which a process may run."""
-        return self.function.function if isinstance(self.function, ProcessReward) else self.function
 
     def check(self, given: Iterable[str], columns: Iterable[str]) -> None:
         """Raise a `RewardError` if it cannot be called with what is given and the dataset's columns."""
@@ -69,11 +60,9 @@ class ListFunction:
         if twice := arguments.keys() & bound.keys():
             raise RewardError(f"{self.what}: {', '.join(twice)} is an option and a column")
         try:
-            signature = inspect.signature(self.inner)
-        except ValueError:  # some builtin functions have none
-            return
-        try:
-            signature.bind(**arguments)
+            inspect.signature(self.inner).bind(**arguments)
+        except ValueError:  # some builtin functions have no signature
+            pass
         except TypeError as error:
             names = ", ".join(columns) or "none"
             raise RewardError(
@@ -86,35 +75,23 @@ class ListFunction:
         That raises a `RewardError` that names the function, and the completion where it is known: it raised,
         took more than ``seconds``, or did not return one value that fits for each completion.
         """
-        began = time.monotonic()
-        started = self._start(arguments) if self.is_async else None
+        started = self._start(arguments, seconds) if self.is_async else None
 
-        def call() -> Any:
-            if started is not None:
-                left = None if seconds is None else max(seconds - (time.monotonic() - began), 0.0)
-                return self._result(started, left)
-            return (
-                self.function(**arguments)
-                if seconds is None
-                else self._result(self._start(arguments), seconds)
-            )
+        def finish() -> list[Any]:
+            try:
+                if started is None and seconds is None:
+                    values = self.function(**arguments)
+                else:
+                    values = (started or self._start(arguments, seconds))()
+            except RewardError:
+                raise
+            except (Exception, SystemExit) as error:
+                raise RewardError(f"{self.what} raised {error!r}{place_of(error, self.inner)}") from error
+            return self._checked(values, arguments["prompts"], arguments["completions"])
 
-        return lambda: self._checked(arguments, seconds, call)
+        return finish
 
-    def _checked(
-        self, arguments: Mapping[str, Any], seconds: float | None, call: Callable[[], Any]
-    ) -> list[Any]:
-        prompts, completions = arguments["prompts"], arguments["completions"]
-        try:
-            values = call()
-        except _OutOfTimeError as error:
-            raise RewardError(
-                f"{self.what} took more than {seconds:g} seconds for {len(completions)} completions"
-            ) from error
-        except RewardError:
-            raise
-        except (Exception, SystemExit) as error:
-            raise RewardError(f"{self.what} raised {error!r}{place_of(error, self.inner)}") from error
+    def _checked(self, values: Any, prompts: Sequence[Any], completions: Sequence[str]) -> list[Any]:
         if hasattr(values, "tolist"):  # a tensor, or an array of numpy
             values = values.tolist()
         if not isinstance(values, Sequence) or isinstance(values, str):
@@ -132,8 +109,11 @@ class ListFunction:
                 )
         return list(values)
 
-    def _start(self, arguments: Mapping[str, Any]) -> Future[Any]:
-        """Call in a daemon thread, which keeps no program from ending, with the torch state of this one."""
+    def _start(self, arguments: Mapping[str, Any], seconds: float | None) -> Callable[[], Any]:
+        """Call in a daemon thread, which keeps no program from ending, with the torch state of this one.
+
+        Return what waits for the answer, and gives the call up once its seconds are over.
+        """
         future: Future[Any] = Future()
         grad = torch.is_grad_enabled()
         device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
@@ -151,18 +131,18 @@ class ListFunction:
             except BaseException as error:
                 future.set_exception(error)
 
+        began = time.monotonic()
         threading.Thread(target=run, name="gspo reward", daemon=True).start()
-        return future
 
-    def _result(self, future: Future[Any], seconds: float | None) -> Any:
-        try:
-            return future.result(seconds)
-        except FutureTimeoutError as error:
-            if future.done() and future.exception() is error:
-                raise
-        if isinstance(self.function, ProcessReward):
-            self.function.kill()
-        if (loop := self._loop) is not None:  # it may be blocked for good: the next call gets another one
-            self._loop = None
-            loop.call_soon_threadsafe(lambda: [task.cancel() for task in asyncio.all_tasks(loop)])
-        raise _OutOfTimeError
+        def result() -> Any:
+            if wait([future], None if seconds is None else began + seconds - time.monotonic()).done:
+                return future.result()
+            if isinstance(self.function, ProcessReward):
+                self.function.kill()
+            if loop is not None:  # it may be blocked for good: the next call gets another one
+                self._loop = None
+                loop.call_soon_threadsafe(lambda: [task.cancel() for task in asyncio.all_tasks(loop)])
+            count = len(arguments["completions"])
+            raise RewardError(f"{self.what} took more than {seconds:g} seconds for {count} completions")
+
+        return result

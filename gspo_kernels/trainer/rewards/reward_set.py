@@ -56,6 +56,12 @@ class Rewards:
     by_name: dict[str, Tensor]
     weights: Mapping[str, float] = field(default_factory=dict)
 
+    @classmethod
+    def joined(cls, parts: Sequence[Rewards]) -> Rewards:
+        """Put the rewards of several parts of a batch one after the other; at least one part."""
+        by_name = {name: torch.cat([each.by_name[name] for each in parts]) for name in parts[0].by_name}
+        return cls(torch.cat([each.total for each in parts]), by_name, parts[0].weights)
+
 
 class RewardSet:
     """Several reward functions, called together and summed with weights.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,17 +17,15 @@ from gspo_kernels.trainer.run.checkpoint import (
 )
 from gspo_kernels.trainer.run.config_file import load_config
 from gspo_kernels.trainer.run.export import export_adapters, export_model
-from gspo_kernels.trainer.run.files import RunDirectory, write_directory, write_file
-from gspo_kernels.trainer.run.metrics import read_metrics
+from gspo_kernels.trainer.run.files import RunDirectory, write_directory
 from gspo_kernels.trainer.run.models import add_adapters, load_model, load_skeleton, load_tokenizer
-from gspo_kernels.trainer.run.plot import plot_progress
+from gspo_kernels.trainer.run.run import draw
 
 
 def plot_run(path: str | Path) -> Path:
     """Draw ``progress.png`` of the metrics that a run has written so far; return where it lies."""
     directory = _run_in(path)
-    records = read_metrics(directory.metrics)
-    write_file(directory.plot, lambda file: plot_progress(records, file))
+    draw(directory)
     return directory.plot
 
 
@@ -61,14 +60,8 @@ def export_checkpoint(
     check_weights(saved_tensors(chosen), trained)
     read_tensors(chosen, {WEIGHTS + name: weight for name, weight in trained.items()})
     dtype = torch.bfloat16 if half else torch.float32
-
-    def write(unfinished: Path) -> None:
-        if adapters:
-            export_adapters(adapted, tokenizer, unfinished, dtype)
-        else:
-            export_model(model, tokenizer, unfinished, dtype=dtype)
-
-    write_directory(to, write)
+    write = partial(export_adapters, adapted) if adapters else partial(export_model, model)
+    write_directory(to, lambda path: write(tokenizer, path, dtype=dtype))
 
 
 def _run_in(path: str | Path) -> RunDirectory:

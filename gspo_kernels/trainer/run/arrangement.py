@@ -41,13 +41,10 @@ class Arrangement:
 
     @classmethod
     def of(cls, accelerator: Any, config: TrainConfig) -> Arrangement:
-        """As configuration and accelerate say.
-
-        Raises:
-            ConfigError: they contradict each other, or want what cannot be had together.
-        """
+        """As configuration and accelerate say; a `ConfigError` says what contradicts or excludes what."""
         count, index = accelerator.num_processes, accelerator.process_index
-        tensor, context = (_size(accelerator, config, name) for name in ("tensor", "context"))
+        tensor = _size(accelerator, config.parallel.tensor, "tensor", "tp")
+        context = _size(accelerator, config.parallel.context, "context", "cp")
         _check(accelerator, config, tensor, context)
         together = tensor * context
         shared, peers = None, group.WORLD
@@ -88,10 +85,8 @@ def _group(accelerator: Any, outer: int, size: int, inner: int) -> Any:
     return mesh["group"].get_group()
 
 
-def _size(accelerator: Any, config: TrainConfig, name: str) -> int:
+def _size(accelerator: Any, asked: int | None, name: str, short: str) -> int:
     """How many processes share something."""
-    asked: int | None = getattr(config.parallel, name)
-    short = {"tensor": "tp", "context": "cp"}[name]
     launched = _launched(accelerator, short)
     if asked is not None and launched not in (1, asked):
         raise ConfigError(
@@ -112,32 +107,21 @@ def _check(accelerator: Any, config: TrainConfig, tensor: int, context: int) -> 
     if not asked:
         return
     count, update = accelerator.num_processes, config.update
-    whole, uncut = tensor == 1, context == 1
-    needs = [
-        (
-            count % (tensor * context) == 0,
-            " times ".join(asked),
-            f"a divisor of the number of processes ({count})",
-        ),
-        (
-            whole or not accelerator.is_fsdp2 or _launched(accelerator, "tp") == tensor,
-            "FSDP",
-            f"off, or launched with a tp_size of {tensor} beside its dp_shard_size",
-        ),
-        (
-            whole or config.lora.rank == 0,
-            "lora.rank",
-            "0: peft makes adapters of this process's part of a weight alone",
-        ),
-        (uncut or update.layout == "packed", "update.layout", "'packed', the layout whose rows are cut"),
-        (not update.batch_invariant, "update.batch_invariant", "off: ranks' sums round"),
-        (
-            config.distillation.url is None,
-            "distillation.url",
-            "none: what a server says belongs to whole rows of one",
-        ),
-    ]
     got = ", ".join(f"{name} {size}" for name, size in asked.items())
-    for held, name, expected in needs:
+
+    def require(held: bool, name: str, expected: str) -> None:
         if not held:
             raise ConfigError(f"{name} must be {expected}; got {got}")
+
+    divisor = f"a divisor of the number of processes ({count})"
+    require(count % (tensor * context) == 0, " times ".join(asked), divisor)
+    if tensor > 1:
+        launched = not accelerator.is_fsdp2 or _launched(accelerator, "tp") == tensor
+        require(launched, "FSDP", f"off, or launched with a tp_size of {tensor} beside its dp_shard_size")
+        alone = "0: peft makes adapters of this process's part of a weight alone"
+        require(config.lora.rank == 0, "lora.rank", alone)
+    if context > 1:
+        require(update.layout == "packed", "update.layout", "'packed', the layout whose rows are cut")
+    require(not update.batch_invariant, "update.batch_invariant", "off: ranks' sums round")
+    served = "none: what a server says belongs to whole rows of one"
+    require(config.distillation.url is None, "distillation.url", served)

@@ -7,6 +7,7 @@ another number of processes can read as well; the rest is one file.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import pickle
 import random
@@ -55,9 +56,7 @@ def load_state(path: Path, accelerator: Any = ALONE) -> dict[str, Any]:
     """Read the state that `save_state` wrote, after comparing every byte with its checksum.
 
     The tensors are left to `read_tensors`, their files are compared here as well. All processes must call.
-
-    Raises:
-        RunDirectoryError: a file is missing or was damaged, or another version wrote it.
+    A `RunDirectoryError` says that a file is missing or was damaged, or that another version wrote it.
     """
     state: dict[str, Any] = {}
 
@@ -125,19 +124,17 @@ def _together(work: Callable[[], object]) -> None:
 
 def _checksums(path: Path, accelerator: Any) -> dict[str, int]:
     """Return the CRC-32 of every file; each process reads its share of them."""
-    here = on_all(accelerator, lambda: sorted(file.name for file in path.iterdir()))[0]
+    here = on_all(accelerator, lambda: sorted(path.iterdir()))[0]
 
-    def sums(share: list[int]) -> dict[str, int]:
-        found = {}
-        for index in share:
-            value = 0
-            with (path / here[index]).open("rb") as file:
-                while block := file.read(2**20):
-                    value = zlib.crc32(block, value)
-            found[here[index]] = value
-        return found
+    def checksum(file: Path) -> int:
+        value = 0
+        with file.open("rb") as opened:
+            while block := opened.read(2**20):
+                value = zlib.crc32(block, value)
+        return value
 
-    return {name: value for part in in_shares(accelerator, len(here), sums) for name, value in part.items()}
+    parts = in_shares(accelerator, len(here), lambda own: [checksum(here[index]) for index in own])
+    return dict(zip((file.name for file in here), itertools.chain(*parts), strict=True))
 
 
 def fingerprints(config: Any, tokenizer: Any, prompts: Prompts) -> dict[str, str]:
@@ -157,10 +154,10 @@ def fingerprints(config: Any, tokenizer: Any, prompts: Prompts) -> dict[str, str
 
 def random_state() -> dict[str, Any]:
     """Return the state of every global random generator, as plain containers and tensors."""
-    name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
+    name, keys, *others = np.random.get_state(legacy=True)
     state: dict[str, Any] = {
         "python": random.getstate(),
-        "numpy": (name, torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, gauss),
+        "numpy": (name, np.asarray(keys).tolist(), *others),
         "torch": torch.get_rng_state(),
     }
     if torch.cuda.is_available():
@@ -171,8 +168,7 @@ def random_state() -> dict[str, Any]:
 def set_random_state(state: dict[str, Any]) -> None:
     """Restore what `random_state` returned."""
     random.setstate(state["python"])
-    name, keys, position, has_gauss, gauss = state["numpy"]
-    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
+    np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state_all(state["cuda"])

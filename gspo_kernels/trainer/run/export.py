@@ -32,10 +32,8 @@ def export_model(
     """Write a directory that ``from_pretrained`` loads; adapters are added to the weights they adapt.
 
     All processes call, as shards are gathered, one weight at a time. The main one writes, and holds the
-    weights of one file. They are as trained, or rounded to ``dtype``.
-
-    Raises:
-        OSError: in the main process, once the others need it no more.
+    weights of one file. They are as trained, or rounded to ``dtype``. An `OSError` of the main process comes
+    once the others need it no more.
     """
     state = _saved_weights(model)
     files = _split(state, largest_file)

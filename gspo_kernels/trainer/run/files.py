@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import re
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,8 +18,6 @@ from typing import IO, Any
 
 from gspo_kernels.trainer.input_errors import RunDirectoryError
 from gspo_kernels.trainer.run.processes import ALONE, on_all, on_main
-
-_NAME = re.compile(r"step_(\d{6,})")
 
 
 class RunDirectory:
@@ -37,6 +34,8 @@ class RunDirectory:
         self.model = self.path / "model"
         self.plot = self.path / "progress.png"
         self.trackers = self.path / "trackers"
+        self._files = self.metrics, self.plot, self.config
+        self._folders = self.checkpoints, self.model, self.rollouts, self.trackers
 
     def holds_a_run(self) -> bool:
         """Whether a run has written here."""
@@ -54,8 +53,7 @@ class RunDirectory:
             raise RunDirectoryError("resume and overwrite exclude each other")
         if resume and not self.holds_a_run():
             raise RunDirectoryError(f"there is no run in {self.path} to resume")
-        files = (self.config, self.metrics, self.plot, *map(self.path.joinpath, others))
-        written = (*files, self.checkpoints, self.model, self.rollouts, self.trackers)
+        written = *self._files, *map(self.path.joinpath, others), *self._folders
         strange = [path.name for path in written if path.exists()]
         if strange and not self.marker.exists():
             raise RunDirectoryError(
@@ -95,10 +93,10 @@ class RunDirectory:
         """
         self.claim(resume=resume, overwrite=overwrite)
         if self.holds_a_run() and not resume:
-            for folder in (self.checkpoints, self.model, self.rollouts, self.trackers):
+            for folder in self._folders:
                 if folder.exists():  # at once, so that a kill leaves no half of it
                     folder.rename(self.path / f".unfinished-removed-{folder.name}")
-            for path in (self.metrics, self.plot, self.config):
+            for path in self._files:
                 path.unlink(missing_ok=True)
         self.checkpoints.mkdir(parents=True, exist_ok=True)
         for parent in (self.path, self.checkpoints):
@@ -107,18 +105,14 @@ class RunDirectory:
 
     def latest_checkpoint(self) -> Path | None:
         """Return the newest whole checkpoint, or None."""
-        found = self._whole_checkpoints()
-        return found[-1] if found else None
+        return next(reversed(self._whole_checkpoints()), None)
 
     def save_checkpoint(
         self, step: int, write: Callable[[Path], None], keep: int, accelerator: Any = ALONE
     ) -> Path:
-        """Let ``write`` fill the checkpoint of ``step``; drop all but the newest ``keep``.
+        """Let ``write`` fill a step's checkpoint, as `write_directory`; drop all but the newest ``keep``.
 
-        As `write_directory`, in all processes.
-
-        Raises:
-            RunDirectoryError: it cannot be written (a full disk); earlier checkpoints are as they were.
+        A `RunDirectoryError` says that it cannot be written (a full disk); earlier ones are as they were.
         """
         final = self.checkpoints / f"step_{step:06d}"
         try:
@@ -135,12 +129,8 @@ class RunDirectory:
         return final
 
     def _whole_checkpoints(self) -> list[Path]:
-        if not self.checkpoints.is_dir():
-            return []
-        found = [
-            (int(m[1]), path) for path in self.checkpoints.iterdir() if (m := _NAME.fullmatch(path.name))
-        ]
-        return [path for _, path in sorted(found)]
+        found = [path for path in self.checkpoints.glob("step_*") if path.name[5:].isdecimal()]
+        return sorted(found, key=lambda path: int(path.name[5:]))
 
 
 def write_directory(final: Path, write: Callable[[Path], None], accelerator: Any = ALONE) -> None:
@@ -158,14 +148,12 @@ def write_directory(final: Path, write: Callable[[Path], None], accelerator: Any
         for path in unfinished.rglob("*"):
             _flush(path)
         _flush(unfinished)
+        replaced = final.parent / f".unfinished-replaced-{final.name}"
+        shutil.rmtree(replaced, ignore_errors=True)
         if final.exists():
-            replaced = final.parent / f".unfinished-replaced-{final.name}"
-            shutil.rmtree(replaced, ignore_errors=True)
             final.rename(replaced)
-            unfinished.rename(final)
-            shutil.rmtree(replaced)
-        else:
-            unfinished.rename(final)
+        unfinished.rename(final)
+        shutil.rmtree(replaced, ignore_errors=True)
         _flush(final.parent)
 
     on_main(accelerator, begin)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from gspo_kernels.trainer.config import TrainConfig
 
@@ -14,19 +15,17 @@ MISMATCH = {"fp32": 1e-3, "bf16": 0.1}
 token. Rounding makes about 1e-6 in fp32, and 0.01 in bf16, where the engine rounds its logits."""
 
 
+@dataclass
 class Health:
     """Counts symptoms over consecutive steps and says what they mean, once each time that they set in.
 
     A step that does not measure what shows a symptom (a DPO step has no rollout) leaves its count alone.
-    ``mismatch`` bounds ``mismatch/mean`` and the distance of ``mismatch/ratio`` from 1; None: nothing does.
-    ``cuts`` says that sampling cuts tokens off which training counts, and that this is to be told once.
     """
 
-    def __init__(self, patience: int = PATIENCE, mismatch: float | None = None, cuts: bool = False) -> None:
-        self.patience = patience
-        self.mismatch = mismatch
-        self.cuts = cuts
-        self.streaks: dict[str, int] = {}
+    patience: int = PATIENCE
+    mismatch: float | None = None  # bounds mismatch/mean, and the distance of mismatch/ratio from 1
+    cuts: bool = False  # sampling cuts tokens off which training counts, and this is to be told once
+    streaks: dict[str, int] = field(default_factory=dict, init=False)
 
     @classmethod
     def of(cls, config: TrainConfig) -> Health:

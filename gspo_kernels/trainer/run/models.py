@@ -43,20 +43,11 @@ def make_policies(
     adapted = config.lora.rank > 0
     load: Callable[[], Any] | None = None
     if isinstance(model, str | Path):
-        half = adapted and config.update.precision == "bf16"
-        load = partial(
-            load_model,
-            str(model),
-            half=half,
-            attention=config.attn_implementation,
-            accelerator=accelerator,
-            tensor=arrangement.tensor,
-        )
+        load = partial(_load, str(model), config, accelerator, arrangement, frozen=adapted)
         model = load()
-    elif arrangement.tensor > 1:
-        raise ModelError("parallel.tensor is for a model that is loaded here, and this one was given")
-    elif config.attn_implementation is not None:
-        raise ModelError("attn_implementation is for a model that is loaded here, and this one was given")
+    elif arrangement.tensor > 1 or config.attn_implementation is not None:
+        name = "parallel.tensor" if arrangement.tensor > 1 else "attn_implementation"
+        raise ModelError(f"{name} is for a model that is loaded here, and this one was given")
     elif not adapted:
         model = model.float()
     model.to(accelerator.device).eval()  # dropout would hide what the check of the head looks for
@@ -75,22 +66,14 @@ def make_policies(
     if adapted:
         set_seed(config.seed)
         reference_mode = add_adapters(model, config.lora).disable_adapter
-    options: dict[str, Any] = {
-        "layout": config.update.layout,
-        "temperature": config.rollout.temperature,
-        "batch_invariant": config.update.batch_invariant,
-        "context": arrangement.context,
-    }
     if config.needs_reference() and not adapted:
         # the modules of a model that is cut are bound to the weights that they were made with
         other = copy.deepcopy(model) if arrangement.tensor == 1 or load is None else load()
-        reference = Policy(other, **options).requires_grad_(False)
-    policy = Policy(model, gradient_checkpointing=config.update.gradient_checkpointing, **options)
+        reference = _policy(other, config, arrangement).requires_grad_(False)
+    policy = _policy(model, config, arrangement, config.update.gradient_checkpointing)
     check_policy(accelerator, policy)
-    if reference is not None and accelerator.is_fsdp2:
-        reference = shard_policy(accelerator, reference)
-    elif reference is not None:
-        reference = accelerator.prepare_model(reference, evaluation_mode=True)
+    if reference is not None:
+        reference = _frozen(accelerator, reference)
     if accelerator.is_fsdp2:
         policy = shard_policy(accelerator, policy)
     return Policies(model, policy, reference, reference_mode, fingerprint)
@@ -108,36 +91,40 @@ def make_teacher(
         return None
     if load_tokenizer(path).get_vocab() != tokenizer.get_vocab():
         raise ModelError(f"distillation.teacher: {path} has another tokenizer than the model that is trained")
-    half = config.update.precision == "bf16"
-    model = load_model(
-        path,
-        half=half,
-        attention=config.attn_implementation,
-        accelerator=accelerator,
-        tensor=arrangement.tensor,
-    )
-    model.to(accelerator.device).eval()
-    teacher = Policy(
+    model = _load(path, config, accelerator, arrangement, frozen=True).to(accelerator.device)
+    teacher = _policy(model, config, arrangement).requires_grad_(False)
+    check_policy(accelerator, teacher)
+    return _frozen(accelerator, teacher)
+
+
+def _load(path: str, config: TrainConfig, accelerator: Any, arrangement: Arrangement, frozen: bool) -> Any:
+    """Load a model as a run has it, in bf16 where that is asked for and the weights stay as they are."""
+    half = frozen and config.update.precision == "bf16"
+    attention, tensor = config.attn_implementation, arrangement.tensor
+    return load_model(path, half=half, attention=attention, accelerator=accelerator, tensor=tensor)
+
+
+def _policy(model: Any, config: TrainConfig, arrangement: Arrangement, checkpointing: bool = False) -> Policy:
+    return Policy(
         model,
         layout=config.update.layout,
         temperature=config.rollout.temperature,
         batch_invariant=config.update.batch_invariant,
+        gradient_checkpointing=checkpointing,
         context=arrangement.context,
     )
-    check_policy(accelerator, teacher.requires_grad_(False))
+
+
+def _frozen(accelerator: Any, policy: Policy) -> Policy:
+    """Prepare a policy that is never trained."""
     if accelerator.is_fsdp2:
-        return shard_policy(accelerator, teacher)
-    prepared: Policy = accelerator.prepare_model(teacher, evaluation_mode=True)
+        return shard_policy(accelerator, policy)
+    prepared: Policy = accelerator.prepare_model(policy, evaluation_mode=True)
     return prepared
 
 
 def load_model(
-    path: str,
-    *,
-    half: bool = False,
-    attention: str | None = None,
-    accelerator: Any = None,
-    tensor: int = 1,
+    path: str, *, half: bool = False, attention: str | None = None, accelerator: Any = None, tensor: int = 1
 ) -> Any:
     """Load a causal language model in fp32, as 16-bit weights would lose the small steps of RL.
 

@@ -59,8 +59,13 @@ class Section:
         if not condition:
             raise ConfigError(f"{self.key}{name} must be {expected}, got {getattr(self, name)!r}")
 
-    def require_address(self, name: str) -> None:
-        """Raise a `ConfigError` unless an option is where a server listens."""
+    def require_address(self, name: str, *others: str) -> None:
+        """Raise a `ConfigError` unless an option is where a server listens, or None and others untouched."""
+        if getattr(self, name) is None:
+            for other in others:
+                untouched = getattr(self, other) == getattr(type(self), other)
+                self.require(untouched, other, f"left alone where there is no {self.key}{name}")
+            return
         parts = urlsplit(getattr(self, name))
         whole = parts.scheme in ("http", "https") and bool(parts.netloc) and parts.path in ("", "/")
         self.require(whole, name, "an address as http://localhost:8000, without /v1 or another path")

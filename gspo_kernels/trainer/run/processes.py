@@ -127,9 +127,6 @@ def whole_weights(accelerator: Any, policy: nn.Module) -> Iterator[None]:
 
     Forward passes inside gather nothing, so processes may run different numbers of them.
     """
-    if not is_sharded(policy):
-        yield
-        return
     modules = [module for module in policy.modules() if isinstance(module, FSDPModule)]
     for module in modules:
         module.set_reshard_after_forward(False, recurse=False)
@@ -137,10 +134,10 @@ def whole_weights(accelerator: Any, policy: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        again = bool(accelerator.state.fsdp_plugin.reshard_after_forward)
         for module in modules:
             # The outermost one keeps its weights from forward to backward, as FSDP has it by default.
-            module.set_reshard_after_forward(again and module is not policy, recurse=False)
+            again = module is not policy and bool(accelerator.state.fsdp_plugin.reshard_after_forward)
+            module.set_reshard_after_forward(again, recurse=False)
         shard_again(policy)
 
 

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import os
+import signal
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +35,11 @@ from gspo_kernels.trainer.run.metrics import (
 from gspo_kernels.trainer.run.plot import plot_progress
 from gspo_kernels.trainer.run.processes import on_main, peak_memory, shard_again
 
+_NOTED = b"\nending after this step, with a checkpoint; Ctrl-C once more ends at once\n"
+
 
 class Run:
-    """The directory, the display and the trackers of a run. The first process writes; all must call.
-
-    Args:
-        config: of the run.
-        accelerator: accelerate's, with the trackers.
-    """
+    """The directory, the display and the trackers of a run. The first process writes; all must call."""
 
     def __init__(self, config: TrainConfig, accelerator: Any) -> None:
         if config.save_rollouts:
@@ -122,25 +124,17 @@ class Run:
 
     def finish(self, step: int, model: Any, tokenizer: Any, policy: Any) -> Record:
         """Export the model, draw the plot, show what was gained; return the last evaluation's metrics."""
-        directory, main = self.directory, self.accelerator.is_main_process
+        directory, accelerator = self.directory, self.accelerator
         shard_again(policy)
-
-        def draw() -> None:
-            records = read_metrics(directory.metrics)
-            write_file(directory.plot, lambda path: plot_progress(records, path))
-
+        write = partial(export_model, model, tokenizer, main=accelerator.is_main_process)
         try:
-            write_directory(
-                directory.model,
-                lambda path: export_model(model, tokenizer, path, main=main),
-                self.accelerator,
-            )
-            on_main(self.accelerator, draw)
+            write_directory(directory.model, write, accelerator)
+            on_main(accelerator, lambda: draw(directory))
         except (OSError, RuntimeError) as error:
             raise RunDirectoryError(
                 f"the model or the plot cannot be written: {error}; --resume does it when there is room"
             ) from error
-        for tracker in self.accelerator.trackers:
+        for tracker in accelerator.trackers:
             tracker.finish()
         records = read_metrics(directory.metrics)
         evaluations = [record for record in records if "eval/greedy_accuracy" in record]
@@ -149,3 +143,32 @@ class Run:
             self.display.accuracy_table(title, evaluations[0], evaluations[-1])
         self.display.line(f"trained model: {directory.model}   plot: {directory.plot}")
         return evaluations[-1] if evaluations else records[-1]
+
+
+def draw(directory: RunDirectory) -> None:
+    """Draw ``progress.png`` of the metrics that a run has written so far."""
+    records = read_metrics(directory.metrics)
+    write_file(directory.plot, lambda path: plot_progress(records, path))
+
+
+@contextmanager
+def noted() -> Iterator[list[int]]:
+    """Note SIGTERM and a first SIGINT inside instead of ending; in the main thread, where they arrive."""
+    caught: list[int] = []
+
+    def note(number: int, _: object) -> None:
+        if number == signal.SIGINT:
+            if caught:
+                raise KeyboardInterrupt
+            os.write(2, _NOTED)  # print might have been interrupted
+        caught.append(number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield caught
+        return
+    previous = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield caught
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -15,7 +15,7 @@ from gspo_kernels.trainer import GSPOTrainer
 from gspo_kernels.trainer.input_errors import RunDirectoryError
 from gspo_kernels.trainer.run.files import RunDirectory
 from gspo_kernels.trainer.run.metrics import read_metrics
-from gspo_kernels.trainer.run.signals import noted
+from gspo_kernels.trainer.run.run import noted
 from tests.draws import shifted_seed
 from tests.forks import exit_code, forked
 from tests.trainer.conftest import make_accelerator, small_config, tiny_qwen3
