@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gspo_kernels.integrations.layouts import offsets_of
 from gspo_kernels.trainer.data import load_prompts
 from gspo_kernels.trainer.input_errors import DataError
 from gspo_kernels.trainer.rollout import RolloutEngine, Sampling, SamplingMask
-from gspo_kernels.trainer.rows.packing import offsets
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Samples:
     @property
     def cu_seqlens(self) -> Tensor:
         """int32 [B + 1], where each completion begins among the N tokens."""
-        return offsets(self.lengths)
+        return offsets_of(torch.tensor(self.lengths, dtype=torch.int64))
 
 
 def draw_samples(

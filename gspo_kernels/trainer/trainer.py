@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from accelerate.utils import gather_object, set_seed
 
 from gspo_kernels.trainer.config import TrainConfig
-from gspo_kernels.trainer.data import Prompts, Rows, check_rows, column_names, prepare_prompts, tokens_of
+from gspo_kernels.trainer.data import Rows, check_rows, column_names, prepare_prompts, tokens_of
 from gspo_kernels.trainer.engines.choice import engine_of, server_of, teacher_of
 from gspo_kernels.trainer.input_errors import ConfigError, ModelError, RunDirectoryError
 from gspo_kernels.trainer.recipes.choice import make_recipe
@@ -105,33 +105,20 @@ class GSPOTrainer:
         context = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         longest = None if context is None else context - config.rollout.max_new_tokens
         template, embedded = config.data.template_options, self.model.get_input_embeddings().num_embeddings
-
-        def prepared(rows: Rows, name: str) -> Prompts:
-            options: dict[str, Any] = {"too_long": config.data.too_long, "template_options": template}
-            return prepare_prompts(self.tokenizer, rows, name, longest, embedded=embedded, **options)
-
-        self.train_prompts = prepared(train_dataset, "the training dataset")
-        self.eval_prompts = None if eval_dataset is None else prepared(eval_dataset, "the eval dataset")
+        options: dict[str, Any] = {"too_long": config.data.too_long, "template_options": template}
+        prepared = partial(prepare_prompts, self.tokenizer, longest=longest, embedded=embedded, **options)
+        self.train_prompts = prepared(rows=train_dataset, name="the training dataset")
+        self.eval_prompts = prepared(rows=eval_dataset, name="the eval dataset") if eval_dataset else None
         self.engine, weights = engine_of(server, engine, self.model, self.tokenizer, self.updater, config)
-        sampler = Sampler(
-            self.accelerator,
-            weights,
-            self.engine,
-            self.tokenizer,
-            self.rewards,
-            truncated=config.rollout.truncated,
-            seed=config.seed,
-            # the layers of a model that is cut wait for each other
-            together=arrangement.tensor if server is None else 1,
-        )
-        self.recipe = make_recipe(
-            config,
-            sampler,
-            self.updater,
-            self.train_prompts,
-            lambda prompts: tokens_of(self.tokenizer, prompts, "new prompts", template),
-            longest,
-        )
+        parts = self.accelerator, weights, self.engine, self.tokenizer, self.rewards
+        # The layers of a model that is cut wait for each other.
+        together = arrangement.tensor if server is None else 1
+        sampler = Sampler(*parts, config.rollout.truncated, config.seed, together)
+
+        def encode(prompts: Sequence[Any]) -> list[list[int]]:
+            return tokens_of(self.tokenizer, prompts, "new prompts", template)
+
+        self.recipe = make_recipe(config, sampler, self.updater, self.train_prompts, encode, longest)
         self.step = 0
 
     def train(self, *, resume: bool = False, overwrite: bool = False) -> Record:

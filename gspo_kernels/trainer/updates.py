@@ -11,20 +11,21 @@ got, and one process or several take the same step.
 from __future__ import annotations
 
 import copy
-import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
 
 import gspo_kernels as gk
 from gspo_kernels.trainer.config import TrainConfig, UpdateConfig
-from gspo_kernels.trainer.engines.lesson import Lesson, lesson_of
 from gspo_kernels.trainer.engines.teacher import ServedTeacher
 from gspo_kernels.trainer.rollout import sampling_mismatch
 from gspo_kernels.trainer.rows.experience import Experience, micro_batches
@@ -36,15 +37,26 @@ from gspo_kernels.trainer.run.processes import is_sharded, shard_again
 Metrics = dict[str, float]
 
 
+class Minibatch(NamedTuple):
+    """What one optimizer update learns from."""
+
+    rows: Tensor  # of the rollout; all count in divisors
+    active: Tensor  # those that can have a gradient; the others cost no forward pass
+    micro_batches: list[Tensor]  # of these, this process's part
+
+
 class PolicyUpdater:
     """Owns the optimizer, the learning rate's schedule and the objective.
 
-    The accelerator wraps the policy for its devices, unless FSDP2 holds it already; the optimizer gets its
-    trainable parameters. The log-probs of a teacher, prepared and frozen, become advantages; a teacher behind
-    a server adds a divergence to the loss. KL terms compare with the reference, a frozen copy that is
-    prepared already, or where there is none with the policy itself inside ``reference_mode()``, which
-    switches its adapter off. The arrangement says which processes share what; by default the configuration
-    does.
+    Args:
+        accelerator: accelerate's, which wraps the policy for its devices, unless FSDP2 holds it already.
+        policy: what is trained, where parameters ask for gradients.
+        config: of the run.
+        reference: what KL terms compare with, frozen and prepared; None: the policy itself inside
+            ``reference_mode()``, which switches its adapter off.
+        teacher: frozen and prepared; its log-probs become advantages.
+        served_teacher: one behind a server, which adds a divergence to the loss.
+        arrangement: which processes share what; None: as the configuration says.
     """
 
     def __init__(
@@ -61,10 +73,10 @@ class PolicyUpdater:
     ) -> None:
         update = config.update
         self.arrangement = arrangement or Arrangement.of(accelerator, config)
-        trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
         kinds: dict[Any, list[Tensor]] = {}
-        for p in trained:
-            kinds.setdefault(getattr(p, "device_mesh", None), []).append(p)
+        for p in policy.parameters():
+            if p.requires_grad:
+                kinds.setdefault(getattr(p, "device_mesh", None), []).append(p)
         optimizer = torch.optim.AdamW(
             [{"params": kind} for kind in kinds.values()],  # no operation takes two at once
             lr=update.learning_rate,
@@ -72,24 +84,20 @@ class PolicyUpdater:
             weight_decay=update.weight_decay,
             fused=True,  # the plain one makes temporary copies of every weight
         )
-        self.scheduler = torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda number: learning_rate_factor(number, update)
-        )
+        self.scheduler = LambdaLR(optimizer, partial(learning_rate_factor, config=update))
         self.accelerator = accelerator
         self.layout = policy.layout
         self.sharded = is_sharded(policy)
-        if not self.sharded and self.arrangement.tensor == 1:
-            self.policy, self.optimizer = accelerator.prepare(policy, optimizer)
-        elif not self.sharded:  # DDP takes no DTensors
-            self.policy = accelerator.prepare_model(policy, evaluation_mode=True)
-            self.optimizer = accelerator.prepare_optimizer(optimizer)
-        else:
-            self.policy, self.optimizer = policy, accelerator.prepare_optimizer(optimizer)
+        if self.sharded:
+            self.policy = policy
             # FSDP takes the first module that runs for the root of all; an engine would run a layer.
             token = torch.ones(1, dtype=torch.int64, device=accelerator.device)
             with torch.no_grad():
-                self.policy([token], [token])
-            shard_again(self.policy)
+                policy([token], [token])
+            shard_again(policy)
+        else:  # DDP takes no DTensors
+            self.policy = accelerator.prepare_model(policy, evaluation_mode=self.arrangement.tensor > 1)
+        self.optimizer = accelerator.prepare_optimizer(optimizer)
         self.reference = self.policy if reference is None else reference
         self.reference_mode = reference_mode
         self.teacher, self.served_teacher = teacher, served_teacher
@@ -119,27 +127,21 @@ class PolicyUpdater:
 
         Metrics cover the completions that can have a gradient, and averages the minibatches that hold any.
         """
-        minibatches = self._minibatches(experience, step)
+        minibatches = [self._cut(experience, rows) for rows in self._minibatches(experience, step)]
         first_epoch = minibatches[: self.config.update.minibatches]
         terms = self._terms(experience, first_epoch)
-        taught, lesson = self._taught(experience, terms, first_epoch), None
-        if self.served_teacher is not None:
-            config, micros = self.config.distillation, self._micros(experience, first_epoch)
-            terms["advantages"] = config.reward_coef * experience.advantages
-            lesson = lesson_of(self.served_teacher, self.accelerator, config, experience, micros)
+        taught = self._taught(experience, terms, first_epoch)
         each = [
-            self._update_minibatch(
-                experience, terms, rows, lesson=lesson, on_policy=number == 0 and not self.scores_first
-            )
-            for number, rows in enumerate(minibatches)
+            self._update_minibatch(experience, terms, part, on_policy=number == 0 and not self.scores_first)
+            for number, part in enumerate(minibatches)
         ]
-        scored = [number for number, rows in enumerate(minibatches) if len(self._active(experience, rows))]
-        clipped = {n: each[n]["clip_fraction/low"] + each[n]["clip_fraction/high"] for n in scored if n > 0}
+        scored = [number for number, part in enumerate(minibatches) if len(part.active)]
+        later = [each[n]["clip_fraction/low"] + each[n]["clip_fraction/high"] for n in scored if n > 0]
         measured = [each[n] for n in scored] or each
         metrics = {name: sum(values[name] for values in measured) / len(measured) for name in each[0]}
         metrics["ratio/min"] = min(values["ratio/min"] for values in measured)
         metrics["ratio/max"] = max(values["ratio/max"] for values in measured)
-        metrics["clip_fraction/after_first"] = sum(clipped.values()) / max(len(clipped), 1)
+        metrics["clip_fraction/after_first"] = sum(later) / max(len(later), 1)
         metrics["learning_rate"] = float(self.scheduler.get_last_lr()[0])
         for number, values in enumerate(each, start=1):
             metrics |= {f"minibatch_{number}/{name}": value for name, value in values.items()}
@@ -147,8 +149,9 @@ class PolicyUpdater:
 
     def current_logprobs(self, experience: Experience, step: int) -> Tensor:
         """Return [N] log-probs under the weights of now, cut as the update of this step will cut them."""
-        minibatches = self._minibatches(experience, step)[: self.config.update.minibatches]
-        return self.score(self.policy, experience, self._micros(experience, minibatches)).logprobs
+        first_epoch = self._minibatches(experience, step)[: self.config.update.minibatches]
+        cut = [self._cut(experience, rows) for rows in first_epoch]
+        return self.score(self.policy, experience, all_of(cut)).logprobs
 
     @torch.no_grad()
     def score(self, policy: Any, experience: Experience, micro_batches: Sequence[Tensor]) -> gk.TokenLogprobs:
@@ -157,51 +160,11 @@ class PolicyUpdater:
         Cut into the micro-batches of the update, because results may depend on a batch's shape in the last
         bit.
         """
-        return self._pass(policy, experience, micro_batches)
-
-    def _pass(
-        self,
-        policy: Any,
-        experience: Experience,
-        micro_batches: Sequence[Tensor],
-        terms: Mapping[str, Any] | None = None,
-        lesson: Lesson | None = None,
-    ) -> gk.TokenLogprobs:
-        """Return what `score` does; with terms of the loss, [B] or [N], add its gradient to the weights.
-
-        With a lesson the gradient of the divergence from its teacher is added, too, and there is no entropy.
-        """
         found = torch.zeros(2, len(experience.loss_mask), device=experience.loss_mask.device)
-        earlier: dict[Tensor, Tensor] = {}
-        for number, micro in enumerate(micro_batches, start=1):
-            # An empty micro-batch runs only to keep step with other processes: the first row, uncounted.
-            rows, own = micro if len(micro) else micro.new_zeros(1), None
-            more, waiting = number < len(micro_batches), nullcontext()
-            if terms is not None:
-                own = experience.pick(terms, rows)
-                own["loss_mask"] &= len(micro) > 0
-                if lesson is not None:
-                    own["teacher"] = lesson.teacher(experience.places(rows))
-                if more and not self.sharded:  # FSDP reduces each gradient, to keep only shards
-                    waiting = self.accelerator.no_sync(self.policy)
-            with waiting:
-                output = policy(
-                    *experience.tokens(rows), own, experience.mask(rows), return_entropy=lesson is None
-                )
-                if own is not None:
-                    self.accelerator.backward(output.loss)
-                    if lesson is not None:
-                        lesson.note(output.metrics, own["loss_mask"])
-                    if more and self.arrangement.tensor > 1:
-                        set_aside(policy, earlier)
-            if len(micro):
-                found[0, experience.places(micro)] = output.logprobs
-                if output.entropy is not None:
-                    found[1, experience.places(micro)] = output.entropy
-        for p, grad in earlier.items():
-            p.grad = grad if p.grad is None else p.grad.add_(grad)
-        if terms is not None:
-            self.arrangement.sum_gradients(policy)
+        for rows, counts in in_step(micro_batches):
+            output = policy(*experience.tokens(rows), None, experience.mask(rows), return_entropy=True)
+            if counts:
+                found[:, experience.places(rows)] = torch.stack(output)
         self.arrangement.sum_(found)
         return gk.TokenLogprobs(*found)
 
@@ -230,14 +193,12 @@ class PolicyUpdater:
             if name.startswith("optimizer/"):
                 _, key, name = name.split("/", 2)
                 p = trained[name]
-                of_parameter = tensor.shape == p.shape
-                empty = torch.zeros_like(p.detach() if of_parameter else tensor, device=p.device)
-                self.optimizer.state[p][key] = empty
+                like = p.detach() if tensor.shape == p.shape else tensor  # sums, or the number of steps
+                self.optimizer.state[p][key] = torch.zeros_like(like, device=p.device)
         read_tensors(checkpoint, self.tensors())
-        scheduler, updates = self.scheduler, state["updates"]
-        scheduler.load_state_dict({**scheduler.state_dict(), "last_epoch": updates})
+        self.scheduler.last_epoch = updates = state["updates"]
         for group in self.optimizer.param_groups:
-            group["lr"] = scheduler.base_lrs[0] * scheduler.lr_lambdas[0](updates)
+            group["lr"] = self.scheduler.base_lrs[0] * learning_rate_factor(updates, self.config.update)
 
     def _trained(self) -> dict[str, Tensor]:
         policy = self.policy if self.sharded else self.accelerator.unwrap_model(self.policy)
@@ -258,7 +219,7 @@ class PolicyUpdater:
         return minibatches
 
     def _active(self, experience: Experience, rows: Tensor) -> Tensor:
-        """Return the rows that can have a gradient; the others cost no forward pass but count."""
+        """Return the rows that can have a gradient."""
         counted = experience.counted[rows] > 0
         beyond = self.looks_around or self.config.kl.beta > 0 or self.config.update.entropy_coef != 0
         beyond = beyond or self.teacher is not None or self.served_teacher is not None
@@ -266,21 +227,16 @@ class PolicyUpdater:
             counted &= experience.advantages[rows] != 0
         return rows[counted]
 
-    def _cut(self, experience: Experience, rows: Tensor) -> list[Tensor]:
-        """Return this process's micro-batches of a minibatch."""
+    def _cut(self, experience: Experience, rows: Tensor) -> Minibatch:
+        """Return a minibatch with what of it runs at all, and what of that runs here."""
+        active, budget = self._active(experience, rows), self.config.update.micro_batch_tokens
         processes = self.arrangement.parts, self.arrangement.part
-        budget, active = self.config.update.micro_batch_tokens, self._active(experience, rows)
-        return micro_batches(experience, active, self.layout, budget, *processes)
+        return Minibatch(rows, active, micro_batches(experience, active, self.layout, budget, *processes))
 
-    def _micros(self, experience: Experience, minibatches: Sequence[Tensor]) -> list[Tensor]:
-        """Return this process's micro-batches of some minibatches."""
-        return [micro for rows in minibatches for micro in self._cut(experience, rows)]
-
-    def _terms(self, experience: Experience, first_epoch: Sequence[Tensor]) -> dict[str, Any]:
+    def _terms(self, experience: Experience, first_epoch: Sequence[Minibatch]) -> dict[str, Any]:
         """Return the terms of the loss that stay the same for all minibatches; tensors are [B] or [N]."""
         config = self.config
-        cut = [self._cut(experience, rows) for rows in first_epoch]
-        unscored = [micro for micros in cut[0 if self.scores_first else 1 :] for micro in micros]
+        unscored = all_of(first_epoch if self.scores_first else first_epoch[1:])
         terms: dict[str, Any] = {
             "old_logprobs": self.score(self.policy, experience, unscored).logprobs,
             "advantages": experience.advantages,
@@ -288,20 +244,16 @@ class PolicyUpdater:
             "entropy_coef": config.update.entropy_coef,
         }
         if config.needs_reference():
-            terms["ref_logprobs"] = experience.ref_logprobs
-            if experience.ref_logprobs is None:
-                everything = [micro for micros in cut for micro in micros]
+            ref = experience.ref_logprobs
+            if ref is None:
                 with self.reference_mode():
-                    terms["ref_logprobs"] = self.score(self.reference, experience, everything).logprobs
-            terms |= {"kl_beta": config.kl.beta, "kl_estimator": config.kl.estimator}
+                    ref = self.score(self.reference, experience, all_of(first_epoch)).logprobs
+            terms |= {"ref_logprobs": ref, "kl_beta": config.kl.beta, "kl_estimator": config.kl.estimator}
         if config.off_policy.level != "none":
-            assert experience.rollout_logprobs is not None
-            terms["rollout_weights"] = config.off_policy.weights(
-                terms["old_logprobs"],
-                experience.rollout_logprobs,
-                experience.loss_mask,
-                experience.offsets(torch.arange(len(experience.completions))),
-            )
+            mine, theirs = terms["old_logprobs"], experience.rollout_logprobs
+            assert theirs is not None
+            ends = experience.offsets(torch.arange(len(experience.completions)))
+            terms["rollout_weights"] = config.off_policy.weights(mine, theirs, experience.loss_mask, ends)
         if "group_ids" in self.objective.needs:
             terms["group_ids"] = experience.group_ids
         if "turn_ids" in self.objective.needs:
@@ -310,13 +262,18 @@ class PolicyUpdater:
         return terms
 
     def _taught(
-        self, experience: Experience, terms: dict[str, Any], first_epoch: Sequence[Tensor]
+        self, experience: Experience, terms: dict[str, Any], first_epoch: Sequence[Minibatch]
     ) -> Metrics:
-        """Make the teacher's log-probs minus the policy's the advantages, [N]; return how far they are."""
+        """Put what a teacher says into the terms; return how far it is, where that is known by now.
+
+        Its log-probs minus the policy's become the advantages, [N]. One behind a server becomes a term.
+        """
+        config, mask, micros = self.config.distillation, experience.loss_mask, all_of(first_epoch)
+        if self.served_teacher is not None:
+            terms["advantages"] = config.reward_coef * experience.advantages
+            terms["teacher"] = self.served_teacher.teach(self.accelerator, experience, micros)
         if self.teacher is None:
             return {}
-        config, mask = self.config.distillation, experience.loss_mask
-        micros = self._micros(experience, first_epoch)
         theirs = self.score(self.teacher, experience, micros).logprobs
         far = gk.advantages.reverse_kl(terms["old_logprobs"], theirs, loss_mask=mask)
         terms["advantages"] = config.coef * far
@@ -326,50 +283,108 @@ class PolicyUpdater:
         return {"distillation/reverse_kl": -float(far.sum() / mask.sum().clamp(min=1))}
 
     def _update_minibatch(
-        self,
-        experience: Experience,
-        terms: dict[str, Any],
-        rows: Tensor,
-        *,
-        on_policy: bool,
-        lesson: Lesson | None = None,
+        self, experience: Experience, terms: dict[str, Any], part: Minibatch, *, on_policy: bool
     ) -> Metrics:
-        active = self._active(experience, rows)
-        micro_batches = self._cut(experience, rows)
-        objective, world = self._objective(), self.arrangement.averaged
+        objective = self.objective
+        if hasattr(objective, "seed"):  # it draws: other numbers in each update
+            objective = replace(objective, seed=objective.seed + self.updates)
+        taught: Metrics = {}
         if self.looks_around:
-            current = self.score(self.policy, experience, micro_batches)
-            whole, coefficients = _coefficients(experience, terms, current, rows, objective)
-            # Gradients are averaged over the processes, and each of them has its own share of the sum.
-            own: dict[str, Any] = {name: world * value for name, value in coefficients.items()}
-            own |= {"loss_mask": terms["loss_mask"], "old_logprobs": None, "advantages": None}
-            self._pass(self.policy, experience, micro_batches, own | {"objective": gk.Linear()}, lesson)
+            whole = self._learn_around(experience, terms, part, objective)
         else:
-            mask = experience.loss_mask[experience.places(rows)]
-            divisor = float(gk.normalizer(objective, mask, cu_seqlens=experience.offsets(rows)))
-            own = terms | {"objective": objective, "normalizer": divisor / world}
-            if on_policy:
-                own["old_logprobs"] = None
-            current = self._pass(self.policy, experience, micro_batches, own, lesson)
-            if on_policy:
-                terms["old_logprobs"] += current.logprobs
-            # Over the whole minibatch, so that metrics do not depend on how it was cut.
-            places = experience.places(active)
-            whole = gk.policy_loss(
-                current.logprobs[places],
-                **experience.pick(terms, active),
-                entropy=None if lesson is not None or current.entropy is None else current.entropy[places],
-                cu_seqlens=experience.offsets(active),
-                normalizer=divisor,
-                objective=objective,
-            )
+            whole, taught = self._learn_alone(experience, terms, part, objective, on_policy)
         values = {name: float(value) for name, value in whole.metrics.items()}
-        values["loss"] = float(whole.loss.detach())
-        if lesson is not None:
-            learned = lesson.metrics(self.accelerator)
-            values["loss"] += learned["distillation/loss"]
-            values |= learned
-        return values | self._step()
+        values["loss"] = float(whole.loss.detach()) + taught.get("distillation/loss", 0.0)
+        return values | taught | self._step()
+
+    def _learn_alone(
+        self, experience: Experience, terms: dict[str, Any], part: Minibatch, objective: Any, on_policy: bool
+    ) -> tuple[gk.LossOutput, Metrics]:
+        """Learn by a loss that each micro-batch takes alone; return that of all, and a teacher's metrics."""
+        rows, active, micros = part
+        world, mask = self.arrangement.averaged, experience.loss_mask[experience.places(rows)]
+        divisor = float(gk.normalizer(objective, mask, cu_seqlens=experience.offsets(rows)))
+        own = terms | {"objective": objective, "normalizer": divisor / world}
+        if on_policy:
+            own["old_logprobs"] = None
+        logprobs, entropy, taught = self._learn(experience, micros, own)
+        if on_policy:
+            terms["old_logprobs"] += logprobs
+        # Over the whole minibatch, so that metrics do not depend on how it was cut.
+        places, own = experience.places(active), experience.pick(terms, active)
+        own |= {"cu_seqlens": experience.offsets(active), "normalizer": divisor, "objective": objective}
+        own["entropy"] = None if entropy is None else entropy[places]
+        own.pop("teacher", None)
+        return gk.policy_loss(logprobs[places], **own), taught
+
+    def _learn_around(
+        self, experience: Experience, terms: dict[str, Any], part: Minibatch, objective: Any
+    ) -> gk.LossOutput:
+        """Learn by a loss that looks at the whole minibatch, whose micro-batches then carry its gradient."""
+        rows, _, micros = part
+        places, world = experience.places(rows), self.arrangement.averaged
+        current = self.score(self.policy, experience, micros)
+        assert current.entropy is not None
+        logprobs = current.logprobs[places].requires_grad_()
+        entropy = current.entropy[places].requires_grad_()
+        whole = gk.policy_loss(
+            logprobs,
+            **experience.pick(terms, rows),
+            entropy=entropy,
+            cu_seqlens=experience.offsets(rows),
+            objective=objective,
+        )
+        gradients = torch.autograd.grad(whole.loss, (logprobs, entropy), materialize_grads=True)
+        # Gradients are averaged over the processes, and each of them has its own share of the sum.
+        token_weights, entropy_coef = torch.zeros(2, len(current.logprobs), device=rows.device)
+        token_weights[places], entropy_coef[places] = world * gradients[0], -world * gradients[1]
+        own: dict[str, Any] = {"objective": gk.Linear(), "old_logprobs": None, "advantages": None}
+        own |= {"loss_mask": terms["loss_mask"], "token_weights": token_weights}
+        if terms["entropy_coef"] != 0:
+            own["entropy_coef"] = entropy_coef
+        self._learn(experience, micros, own)
+        return whole
+
+    def _learn(
+        self, experience: Experience, micro_batches: Sequence[Tensor], terms: Mapping[str, Any]
+    ) -> tuple[Tensor, Tensor | None, Metrics]:
+        """Add the gradient of a loss with these terms, [B] or [N], to that of the weights.
+
+        Returns:
+            Log-probs and entropy as `score` does; where there is a teacher among the terms no entropy, but
+            what its divergence adds to the loss, and its mean over tokens, in nats.
+        """
+        found = torch.zeros(2, len(experience.loss_mask), device=experience.loss_mask.device)
+        said = found.new_zeros(3, dtype=torch.float64)
+        taught, earlier = "teacher" in terms, dict[Tensor, Tensor]()
+        for number, (rows, counts) in enumerate(in_step(micro_batches), start=1):
+            last, own = number == len(micro_batches), experience.pick(terms, rows)
+            own["loss_mask"] &= counts
+            at_once = last or self.sharded  # FSDP reduces each gradient, to keep only shards
+            with nullcontext() if at_once else self.accelerator.no_sync(self.policy):
+                inputs = *experience.tokens(rows), own, experience.mask(rows)
+                output = self.policy(*inputs, return_entropy=not taught)
+                self.accelerator.backward(output.loss)
+            if self.arrangement.tensor > 1 and not last:
+                set_aside(self.policy, earlier)
+            if counts:
+                found[0, experience.places(rows)] = output.logprobs
+                if taught:
+                    metrics, tokens = output.metrics, own["loss_mask"].sum()
+                    far = metrics["divergence"] * tokens
+                    said += torch.stack([metrics["loss/divergence"], far, tokens])
+                else:
+                    found[1, experience.places(rows)] = output.entropy
+        for p, grad in earlier.items():
+            p.grad = grad if p.grad is None else p.grad.add_(grad)
+        self.arrangement.sum_gradients(self.policy)
+        self.arrangement.sum_(found)
+        if not taught:
+            return found[0], found[1], {}
+        self.arrangement.sum_(said)
+        added, distance, count = said.tolist()
+        learned = {"distillation/loss": added / self.arrangement.averaged}
+        return found[0], None, learned | {"distillation/divergence": distance / max(count, 1.0)}
 
     def _step(self) -> Metrics:
         norm = self.accelerator.clip_grad_norm_(self.policy.parameters(), self.config.update.max_grad_norm)
@@ -379,12 +394,6 @@ class PolicyUpdater:
             self.scheduler.step()
         self.optimizer.zero_grad()
         return {"grad_norm": norm, "updates_left_out": float(not math.isfinite(norm))}
-
-    def _objective(self) -> Any:
-        """Return the objective, with a seed of its own for each update where it draws."""
-        if not hasattr(self.objective, "seed"):
-            return self.objective
-        return dataclasses.replace(self.objective, seed=self.objective.seed + self.updates)
 
     def _off_policy(self, experience: Experience, terms: Mapping[str, Any]) -> Metrics:
         """Return how far the engine's log-probs are from ours, and what weights for that leave of a batch.
@@ -404,6 +413,19 @@ class PolicyUpdater:
         return found
 
 
+def all_of(minibatches: Sequence[Minibatch]) -> list[Tensor]:
+    """Return this process's micro-batches of several minibatches."""
+    return [micro for minibatch in minibatches for micro in minibatch.micro_batches]
+
+
+def in_step(micro_batches: Sequence[Tensor]) -> list[tuple[Tensor, bool]]:
+    """Return the rows of each micro-batch and whether they count.
+
+    An empty one runs only to keep step with other processes, on the first row, which does not.
+    """
+    return [(micro, True) if len(micro) else (micro.new_zeros(1), False) for micro in micro_batches]
+
+
 def learning_rate_factor(update: int, config: UpdateConfig) -> float:
     """Return what the learning rate is multiplied by in the optimizer update of this index, from 0."""
     warmup = config.warmup_updates
@@ -413,27 +435,3 @@ def learning_rate_factor(update: int, config: UpdateConfig) -> float:
     done = min((update - warmup) / rest, 1.0)
     factors = {"none": 1.0, "linear": 1.0 - done, "cosine": 0.5 + 0.5 * math.cos(math.pi * done)}
     return factors[config.learning_rate_decay]
-
-
-def _coefficients(
-    experience: Experience, terms: Mapping[str, Any], current: gk.TokenLogprobs, rows: Tensor, objective: Any
-) -> tuple[gk.LossOutput, dict[str, Tensor]]:
-    """Return the loss of a whole minibatch, and its gradient as `gk.Linear` takes it, [N]."""
-    assert current.entropy is not None
-    places = experience.places(rows)
-    logprobs = current.logprobs[places].requires_grad_()
-    entropy = current.entropy[places].requires_grad_()
-    whole = gk.policy_loss(
-        logprobs,
-        **experience.pick(terms, rows),
-        entropy=entropy,
-        cu_seqlens=experience.offsets(rows),
-        objective=objective,
-    )
-    gradients = torch.autograd.grad(whole.loss, (logprobs, entropy), materialize_grads=True)
-    token_weights, entropy_coef = torch.zeros(2, len(current.logprobs), device=rows.device)
-    token_weights[places], entropy_coef[places] = gradients[0], -gradients[1]
-    coefficients = {"token_weights": token_weights}
-    if terms["entropy_coef"] != 0:
-        coefficients["entropy_coef"] = entropy_coef
-    return whole, coefficients

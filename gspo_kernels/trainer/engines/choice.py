@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -22,24 +22,17 @@ from gspo_kernels.trainer.run.models import end_token_ids, padding_token_id
 from gspo_kernels.trainer.run.processes import on_all, whole_weights
 from gspo_kernels.trainer.updates import PolicyUpdater
 
-_PROBE = "2 + 2 is 4. Is it? Yes!\n"
-"""A text that tokenizers cut in different ways."""
-
 
 def server_of(config: TrainConfig, engine: RolloutEngine | None, accelerator: Any) -> VLLMServer | None:
     """Return the server that the configuration names, which answers every process, or None.
 
     A `ConfigError` says that there is an ``engine`` already, an `EngineError` that the server does not serve.
     """
-    options = config.engine
-    if options.url is None:
-        return None
-    if engine is not None:
-        raise ConfigError(f"engine.url: got {options.url!r} beside an engine; only one of them can sample")
-    server = VLLMServer(
-        options.url, model=options.model, timeout=options.timeout, at_once=config.rollout.batch_size
-    )
-    on_all(accelerator, server.check)
+    server, url = _server(config, "engine"), config.engine.url
+    if server is not None and engine is not None:
+        raise ConfigError(f"engine.url: got {url!r} beside an engine; only one of them can sample")
+    if server is not None:
+        on_all(accelerator, server.check)
     return server
 
 
@@ -50,24 +43,20 @@ def teacher_of(config: TrainConfig, tokenizer: Any, model: Any, accelerator: Any
         EngineError: the server does not serve.
         ModelError: it has another tokenizer.
     """
-    options = config.distillation
+    server = _server(config, "distillation")
+    if server is None:
+        return None
+    teacher = ServedTeacher(server, config.distillation, model.get_input_embeddings().num_embeddings)
+    on_all(accelerator, lambda: teacher.check(tokenizer))
+    return teacher
+
+
+def _server(config: TrainConfig, section: Literal["engine", "distillation"]) -> VLLMServer | None:
+    options = getattr(config, section)
     if options.url is None:
         return None
-    server = VLLMServer(
-        options.url,
-        model=options.model,
-        timeout=config.engine.timeout,
-        at_once=config.rollout.batch_size,
-        section="distillation",
-    )
-    teacher = ServedTeacher(server, options.top_k, model.get_input_embeddings().num_embeddings)
-
-    def check() -> None:
-        server.check()
-        teacher.check(tokenizer, _PROBE)
-
-    on_all(accelerator, check)
-    return teacher
+    timeout, at_once = config.engine.timeout, config.rollout.batch_size
+    return VLLMServer(options.url, model=options.model, timeout=timeout, at_once=at_once, section=section)
 
 
 def engine_of(
@@ -82,22 +71,14 @@ def engine_of(
 
     That is the server, or the engine that was given, or the model's own generation.
     """
-    accelerator, policy = updater.accelerator, updater.policy
-    whole = partial(whole_weights, accelerator, policy)
+    whole = partial(whole_weights, updater.accelerator, updater.policy)
     if engine is not None:
         return engine, whole
     end_ids = end_token_ids(model, tokenizer)
     if server is None:
         pad_id = padding_token_id(tokenizer)
         return TransformersEngine(model, end_ids, pad_id, config.rollout.batch_size), whole
-    weights = WeightTransfer(
-        server,
-        accelerator,
-        policy,
-        model,
-        tokenizer,
-        folder=Path(config.engine.weights or config.output),
-        dtype=torch.bfloat16 if config.update.precision == "bf16" else torch.float32,
-        updates=lambda: updater.updates,
-    )
+    folder = Path(config.engine.weights or config.output)
+    dtype = torch.bfloat16 if config.update.precision == "bf16" else torch.float32
+    weights = WeightTransfer(server, updater, model, tokenizer, folder, dtype)
     return VLLMEngine(server, end_ids, model.get_input_embeddings().num_embeddings), weights

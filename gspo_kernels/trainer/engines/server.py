@@ -14,17 +14,12 @@ import json
 import os
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from contextlib import suppress
-from functools import partial
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
-from queue import Empty, SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 from urllib.error import HTTPError
 from urllib.request import ProxyHandler, Request, build_opener
 
-from gspo_kernels.trainer.engines.teacher import Scored
-from gspo_kernels.trainer.engines.vllm import Answer
 from gspo_kernels.trainer.input_errors import EngineError
 
 _Found = TypeVar("_Found")
@@ -33,16 +28,28 @@ _START = "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL"
 _GENERATE = "/inference/v1/generate"
 """Its own endpoint, from tokens to tokens, that alone says what could have been drawn."""
 
+Scored: TypeAlias = dict[int, float]
+"""Log-probs in nats by token id, of one place."""
+
+
+class Answer(NamedTuple):
+    """One completion as vLLM gives it."""
+
+    tokens: list[int]  # with the token that ended it
+    logprobs: list[float] | None  # of these tokens, in nats
+    reason: str | None  # why it ended: "stop" or "length"
+    mask: list[list[int]] | None = None  # ids that each token could have been drawn as
+
 
 class VLLMServer:
     """One server, which may have several GPUs and replicas behind its address.
 
     Args:
         url: where it listens, as ``http://localhost:8000``.
-        section: of the configuration, which has its ``url`` and ``model``.
         model: the name under which it serves the model; None: the only one that it serves.
         timeout: seconds that one answer may take, and a reload as well.
         at_once: requests that wait for an answer at the same time.
+        section: of the configuration, which has its ``url`` and ``model``.
 
     The key of a server that asks for one is taken from ``VLLM_API_KEY``, as vLLM does.
     """
@@ -57,19 +64,18 @@ class VLLMServer:
         self.timeout = timeout
         self.at_once = at_once
         self._open = build_opener(ProxyHandler({})).open  # a proxy is for what lies outside
-        key = os.environ.get("VLLM_API_KEY")
-        self._headers = {"Content-Type": "application/json"} | (
-            {"Authorization": f"Bearer {key}"} if key else {}
-        )
+        self._headers = {"Content-Type": "application/json"}
+        if key := os.environ.get("VLLM_API_KEY"):
+            self._headers["Authorization"] = f"Bearer {key}"
 
     def check(self) -> None:
         """Raise an `EngineError` unless the server answers and serves the model."""
-        answer = self._ask("/v1/models")
-        try:
+
+        def names(answer: Any) -> list[str]:
             # Adapters are listed as well, with the model that they change as their parent.
-            served = [each["id"] for each in answer["data"] if each.get("parent") is None]
-        except (KeyError, TypeError, AttributeError) as error:
-            raise self._unexpected("/v1/models", answer) from error
+            return [each["id"] for each in answer["data"] if each.get("parent") is None]
+
+        served = self._read("/v1/models", None, names)
         if self.model is None and len(served) == 1:
             self.model = served[0]
         if self.model not in served:
@@ -81,59 +87,53 @@ class VLLMServer:
     def complete(
         self, prompts: Sequence[list[int]], options: Sequence[dict[str, Any]], *, masks: bool = False
     ) -> list[Answer]:
-        """See `Service.complete`: one request for each prompt, as each has a seed of its own."""
-        pairs = zip(prompts, options, strict=True)
-        return self._all([partial(self._complete, prompt, own, masks) for prompt, own in pairs])
+        """Complete each prompt under its own options, which are fields of vLLM's ``SamplingParams``.
+
+        One request for each, as each has a seed of its own. With ``masks`` the answers say what could have
+        been drawn.
+        """
+        return self._all(lambda prompt, own: self._complete(prompt, own, masks), prompts, options)
 
     def score(self, sequences: Sequence[list[int]], top_k: int) -> list[list[Scored]]:
-        """See `Scorer.score`; requests as in `complete`."""
-        return self._all([partial(self._score, sequence, top_k) for sequence in sequences])
+        """Return of every token but the first of each sequence what its likeliest ids, and itself, had as
+        log-probs.
+        """
+        # vLLM generates a token at least; what it says of a prompt comes before temperature and all cuts
+        options = {"model": self.model, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": top_k}
+
+        def ask(sequence: list[int]) -> list[Scored]:
+            return self._read("/v1/completions", {"prompt": sequence, **options}, _scores)
+
+        return self._all(ask, sequences)
 
     def tokenize(self, text: str) -> list[int]:
-        """See `Scorer.tokenize`."""
+        """Return the ids of a text, without special ones around it."""
         request = {"model": self.model, "prompt": text, "add_special_tokens": False}
-        answer = self._ask("/tokenize", request)
-        try:
-            return list(map(int, answer["tokens"]))
-        except (KeyError, TypeError, ValueError) as error:
-            raise self._unexpected("/tokenize", answer) from error
+        return self._read("/tokenize", request, lambda answer: list(map(int, answer["tokens"])))
 
-    def _all(self, requests: Sequence[Callable[[], _Found]]) -> list[_Found]:
-        """What each request returns, several of them under way at a time.
+    def _all(self, ask: Callable[..., _Found], *arguments: Sequence[Any]) -> list[_Found]:
+        """Call ``ask`` with what is at the same place in all arguments, several calls under way at a time.
 
         The first that fails ends all: what waits is not asked any more, and what is asked is left behind in
         daemon threads, which keep no program from ending.
         """
-        waiting: SimpleQueue[tuple[Future[_Found], Callable[[], _Found]]] = SimpleQueue()
-        answers: list[Future[_Found]] = []
-        for request in requests:
-            answers.append(Future())
-            waiting.put((answers[-1], request))
+        failed = threading.Event()
 
-        def ask() -> None:
-            with suppress(Empty):
-                while True:
-                    answer, request = waiting.get_nowait()
-                    try:
-                        answer.set_result(request())
-                    except BaseException as error:
-                        answer.set_exception(error)
-                        return
+        def work(task: tuple[int, tuple[Any, ...]]) -> tuple[int, Any]:
+            place, given = task
+            try:
+                return place, None if failed.is_set() else ask(*given)
+            except BaseException:
+                failed.set()
+                raise
 
-        for _ in range(min(self.at_once, len(requests))):
-            threading.Thread(target=ask, name="gspo request", daemon=True).start()
-        try:
-            done, _ = wait(answers, return_when=FIRST_EXCEPTION)
-            for failed in filter(Future.exception, done):
-                failed.result()
-            return [answer.result() for answer in answers]
-        finally:
-            with suppress(Empty):
-                while True:
-                    waiting.get_nowait()
+        tasks = list(enumerate(zip(*arguments, strict=True)))
+        with ThreadPool(min(self.at_once, len(tasks)) or 1) as pool:
+            answers = dict(pool.imap_unordered(work, tasks))
+        return [answers[place] for place in range(len(tasks))]
 
     def reload(self, path: Path) -> None:
-        """See `Service.reload`."""
+        """Take the weights of a directory that ``from_pretrained`` could load; forget cached prefixes."""
         arguments = {"method": "reload_weights", "kwargs": {"weights_path": str(path)}}
         try:
             self._ask("/collective_rpc", arguments)
@@ -149,8 +149,8 @@ class VLLMServer:
         path, request = "/v1/completions", {"prompt": prompt, "return_token_ids": True, **options}
         if masks:
             path, request = _GENERATE, {"token_ids": prompt, "sampling_params": options}
-        answer = self._ask(path, {"model": self.model, **request})
-        try:
+
+        def completion(answer: Any) -> Answer:
             (choice,) = answer["choices"]
             values, mask = choice.get("logprobs"), choice.get("sampling_mask")
             if values is not None:
@@ -161,27 +161,20 @@ class VLLMServer:
                 choice["finish_reason"],
                 None if mask is None else [list(map(int, kept)) for kept in mask],
             )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise self._unexpected(path, answer) from error
 
-    def _score(self, sequence: list[int], top_k: int) -> list[Scored]:
-        path = "/v1/completions"
-        # vLLM generates a token at least; what it says of a prompt comes before temperature and all cuts
-        options = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": top_k}
-        answer = self._ask(path, {"model": self.model, "prompt": sequence, **options})
+        return self._read(path, {"model": self.model, **request}, completion)
+
+    def _read(self, path: str, body: Any, read: Callable[[Any], _Found]) -> _Found:
+        """Ask, and return what ``read`` finds in the answer."""
+        answer = self._ask(path, body)
         try:
-            (choice,) = answer["choices"]
-            first, *others = choice["prompt_logprobs"]
-            return [] if first is not None else [_scored(each) for each in others]
+            return read(answer)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise self._unexpected(path, answer) from error
-
-    def _unexpected(self, path: str, answer: Any) -> EngineError:
-        return EngineError(
-            f"{self.url}{path} answered something else than vLLM does (one choice with token_ids, "
-            "log-probs and finish_reason, or with prompt_logprobs; a list of models, or of tokens): "
-            f"{_beginning(json.dumps(answer))}"
-        )
+            raise EngineError(
+                f"{self.url}{path} answered something else than vLLM does (one choice with token_ids, "
+                "log-probs and finish_reason, or with prompt_logprobs; a list of models, or of tokens): "
+                f"{_beginning(json.dumps(answer))}"
+            ) from error
 
     def _ask(self, path: str, body: Any = None) -> Any:
         """Post JSON, or without a body get; return the JSON of the answer, None where it is empty."""
@@ -216,9 +209,13 @@ class VLLMServer:
             ) from error
 
 
-def _scored(given: dict[str, Any]) -> Scored:
-    """What vLLM says of one token of a prompt: its likeliest ids, and the token's own beside them."""
-    return {int(token): float(each["logprob"]) for token, each in given.items()}
+def _scores(answer: Any) -> list[Scored]:
+    """What vLLM says of the tokens of a prompt but the first: likeliest ids, and the token's own beside."""
+    (choice,) = answer["choices"]
+    first, *others = choice["prompt_logprobs"]
+    if first is not None:
+        return []
+    return [{int(token): float(each["logprob"]) for token, each in said.items()} for said in others]
 
 
 def _beginning(text: str) -> str:

@@ -5,48 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
 
+import gspo_kernels as gk
 from gspo_kernels.bits import NO_ID
+from gspo_kernels.trainer.engines.server import Scored, VLLMServer
 from gspo_kernels.trainer.input_errors import EngineError, ModelError
+from gspo_kernels.trainer.recipes.options import DistillationConfig
+from gspo_kernels.trainer.rows.experience import Experience
+from gspo_kernels.trainer.run.processes import on_all
 
-Scored: TypeAlias = dict[int, float]
-"""Log-probs in nats by token id, of one place."""
-
-
-class Scorer(Protocol):
-    """A server that scores given tokens.
-
-    Attributes:
-        name: what it is called in messages.
-    """
-
-    name: str
-
-    def score(self, sequences: Sequence[list[int]], top_k: int) -> list[list[Scored]]:
-        """Of every token but the first of each sequence, what its likeliest ids, and itself, had as
-        log-probs.
-        """
-        ...
-
-    def tokenize(self, text: str) -> list[int]:
-        """Return the ids of a text, without special ones around it."""
-        ...
-
-
-class TeacherLogprobs(NamedTuple):
-    """What a teacher says of N tokens.
-
-    Attributes:
-        ids: int64 [N, K], `NO_ID` where there are fewer.
-        logprobs: fp32 [N, K], in nats, over the teacher's whole vocabulary.
-    """
-
-    ids: Tensor
-    logprobs: Tensor
+_PROBE = "2 + 2 is 4. Is it? Yes!\n"
+"""A text that tokenizers cut in different ways."""
 
 
 @dataclass
@@ -54,49 +27,65 @@ class ServedTeacher:
     """Asks a server, and refuses answers that don't fit.
 
     Attributes:
-        scorer: who answers.
-        top_k: K.
+        server: who answers.
+        options: how many ids it is asked about, and what is learned of them.
         vocabulary: how many tokens the trained model embeds.
     """
 
-    scorer: Scorer
-    top_k: int
+    server: VLLMServer
+    options: DistillationConfig
     vocabulary: int
 
-    def check(self, tokenizer: Any, text: str) -> None:
-        """Raise a `ModelError` unless the server cuts a text into the same tokens."""
-        own, theirs = tokenizer.encode(text, add_special_tokens=False), self.scorer.tokenize(text)
+    def check(self, tokenizer: Any) -> None:
+        """Raise an `EngineError` unless the server serves, a `ModelError` unless it cuts texts into the same
+        tokens.
+        """
+        self.server.check()
+        own, theirs = tokenizer.encode(_PROBE, add_special_tokens=False), self.server.tokenize(_PROBE)
         if own != theirs:
             raise ModelError(
-                f"distillation.url: {self.scorer.name} has another tokenizer than the model that is trained: "
-                f"{text[:40]!r} is {theirs[:8]} to it, and {own[:8]} here"
+                f"distillation.url: {self.server.name} has another tokenizer than the model that is trained: "
+                f"{_PROBE!r} is {theirs[:8]} to it, and {own[:8]} here"
             )
 
-    def score(self, prompts: Sequence[Tensor], completions: Sequence[Tensor]) -> TeacherLogprobs:
-        """Return what the teacher says of the completions' tokens, one completion after the other.
+    def teach(self, accelerator: Any, experience: Experience, micro_batches: Sequence[Tensor]) -> gk.Teacher:
+        """Have the server score this process's micro-batches; return what it told all, of the N tokens."""
+        rows = torch.cat([experience.group_ids.new_zeros(0), *micro_batches])
+        shape, device = (len(experience.loss_mask), self.options.top_k), experience.loss_mask.device
+        ids, logprobs = torch.full(shape, NO_ID, device=device), torch.zeros(shape, device=device)
+        for own, *said in on_all(accelerator, lambda: (rows.tolist(), *self.score(*experience.tokens(rows)))):
+            places = experience.places(torch.tensor(own, dtype=torch.int64, device=device))
+            ids[places], logprobs[places] = (each.to(device) for each in said)
+        options = self.options
+        return gk.Teacher(
+            ids=ids, logprobs=logprobs, coef=options.coef, beta=options.beta, add_tail=options.add_tail
+        )
+
+    def score(self, prompts: Sequence[Tensor], completions: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Ask what the teacher says of the completions' N tokens, one completion after the other.
+
+        Returns:
+            The ids that it finds likeliest, int64 [N, K], `NO_ID` where there are fewer, and their log-probs
+            over its whole vocabulary, fp32 [N, K], in nats.
 
         Raises:
             EngineError: the server cannot be reached, refuses, or its answer does not fit the request.
         """
         sequences = [[*p.tolist(), *c.tolist()] for p, c in zip(prompts, completions, strict=True)]
-        answers = self.scorer.score(sequences, self.top_k)
-        N = sum(map(len, completions))
-        ids = torch.full((N, self.top_k), NO_ID)
-        logprobs = torch.zeros(N, self.top_k)
-        place = 0
+        answers = self.server.score(sequences, self.options.top_k)
+        rows: list[list[tuple[int, float]]] = []
         for sequence, completion, answer in zip(sequences, completions, answers, strict=True):
             if len(answer) != len(sequence) - 1:
                 raise self._error(
                     f"gave log-probs of {len(answer)} tokens, where {len(sequence) - 1} were asked for"
                 )
-            for token, scored in zip(completion.tolist(), answer[-len(completion) :], strict=True):
-                chosen = self._likeliest(token, scored)
-                ids[place, : len(chosen)] = torch.tensor([each for each, _ in chosen])
-                logprobs[place, : len(chosen)] = torch.tensor([value for _, value in chosen])
-                place += 1
-        return TeacherLogprobs(ids, logprobs)
+            rows += map(self._likeliest, completion.tolist(), answer[-len(completion) :])
+        shape = len(rows), self.options.top_k
+        ids = torch.tensor([[token for token, _ in row] for row in rows], dtype=torch.int64).view(shape)
+        return ids, torch.tensor([[value for _, value in row] for row in rows]).view(shape)
 
     def _likeliest(self, token: int, scored: Scored) -> list[tuple[int, float]]:
+        """Return the K likeliest ids and their log-probs, the likeliest first; `NO_ID` fills them up."""
         if token not in scored:
             raise self._error(
                 f"gave no log-prob of token {token}, which it was asked about: has it cut the sequence?"
@@ -113,7 +102,8 @@ class ServedTeacher:
                 "gave log-probs that are not numbers of at most 0: the model's logits are not finite"
             )
         finite = [each for each in scored.items() if math.isfinite(each[1])]
-        return sorted(finite, key=lambda each: (-each[1], each[0]))[: self.top_k]
+        likeliest = sorted(finite, key=lambda each: (-each[1], each[0]))[: self.options.top_k]
+        return likeliest + [(NO_ID, 0.0)] * (self.options.top_k - len(likeliest))
 
     def _error(self, what: str) -> EngineError:
-        return EngineError(f"{self.scorer.name} {what}")
+        return EngineError(f"{self.server.name} {what}")

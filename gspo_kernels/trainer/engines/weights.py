@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,85 +13,81 @@ from typing import Any
 
 import torch
 
-from gspo_kernels.trainer.engines.vllm import Service
+from gspo_kernels.trainer.engines.server import VLLMServer
 from gspo_kernels.trainer.input_errors import EngineError
 from gspo_kernels.trainer.run.export import export_model
 from gspo_kernels.trainer.run.processes import on_all, on_main, shard_again
+from gspo_kernels.trainer.updates import PolicyUpdater
 
 
 @dataclass
 class WeightTransfer:
-    """Writes weights as ``from_pretrained`` reads them, and lets the service load them.
+    """Writes weights as ``from_pretrained`` reads them, and lets the server load them.
 
     The first process writes what all gather; all must enter. Each time the directory has a new name, so that
-    a service that does not see it fails, and never loads what it has cached. One that a killed process left
+    a server that does not see it fails, and never loads what it has cached. One that a killed process left
     behind in a run's own directory goes when the run is resumed or replaced.
 
     Attributes:
-        service: who gets them.
-        accelerator: accelerate's.
-        policy: what is trained, perhaps sharded.
+        server: who gets them.
+        updater: whose weights they are.
         model: transformers' model inside, with adapters if there are any, which are added to its weights.
         tokenizer: written beside the weights.
-        folder: where directories are made; the service must see it under the same path.
+        folder: where directories are made; the server must see it under the same path.
         dtype: of the weights as they are written.
-        updates: says how many updates the weights had so far.
     """
 
-    service: Service
-    accelerator: Any
-    policy: Any
+    server: VLLMServer
+    updater: PolicyUpdater
     model: Any
     tokenizer: Any
     folder: Path
     dtype: torch.dtype
-    updates: Callable[[], int]
     _sent: int | None = field(default=None, init=False)
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        """Inside, the service has the weights of now; an `EngineError` says why it does not."""
-        updates = self.updates()
+        """Inside, the server has the weights of now; an `EngineError` says why it does not."""
+        updates = self.updater.updates
         if updates != self._sent:
             self._send()
             self._sent = updates
         yield
 
     def _send(self) -> None:
-        path = on_main(self.accelerator, self._new_directory)
+        accelerator = self.updater.accelerator
+        path = on_main(accelerator, self._new_directory)
         assert path is not None
         try:
-            shard_again(self.policy)
-            on_all(self.accelerator, lambda: self._write(path))
-            on_main(self.accelerator, lambda: self.service.reload(path))
+            shard_again(self.updater.policy)
+            on_all(accelerator, lambda: self._write(path))
+            on_main(accelerator, lambda: self.server.reload(path))
         finally:
-            if self._main:
+            if accelerator.is_main_process:
                 shutil.rmtree(path, ignore_errors=True)
 
-    @property
-    def _main(self) -> bool:
-        return bool(self.accelerator.is_main_process)
-
     def _new_directory(self) -> Path:
-        try:
+        with self._writing():
             self.folder.mkdir(parents=True, exist_ok=True)
             path = Path(tempfile.mkdtemp(prefix=".unfinished-weights-", dir=self.folder.resolve()))
             path.chmod(0o755)  # the server may belong to another user
-            return path
-        except OSError as error:
-            raise self._unwritten(error) from error
+        return path
 
     def _write(self, path: Path) -> None:
-        own = self.model.config
+        own, main = self.model.config, self.updater.accelerator.is_main_process
         self.model.config = copy.deepcopy(own)  # writing notes in it what was written
         try:
-            export_model(self.model, self.tokenizer, path, main=self._main, dtype=self.dtype)
-        except (OSError, RuntimeError) as error:
-            raise self._unwritten(error) from error
+            with self._writing():
+                export_model(self.model, self.tokenizer, path, main=main, dtype=self.dtype)
         finally:
             self.model.config = own
 
-    def _unwritten(self, error: Exception) -> EngineError:
-        return EngineError(
-            f"engine.weights: the weights for {self.service.name} cannot be written to {self.folder}: {error}"
-        )
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, RuntimeError) as error:
+            raise EngineError(
+                f"engine.weights: the weights for {self.server.name} cannot be written to {self.folder}: "
+                f"{error}"
+            ) from error

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils._pytree import tree_map_only
 
+from gspo_kernels.integrations.lm_head import causal_lm_of
 from gspo_kernels.trainer.input_errors import ModelError
 
 EXACT_LAYERS = {"full_attention", "sliding_attention"}
@@ -64,19 +65,9 @@ def positions_of(rows: Sequence[Row], device: torch.device) -> Tensor:
     return pad_sequence([row.position_ids() for row in rows], batch_first=True).to(device)
 
 
-def unwrapped(model: Any) -> Any:
-    """Return the transformers model inside DDP and PEFT wrappers."""
-    from accelerate.utils import extract_model_from_parallel
-    from transformers import PreTrainedModel
-
-    if not isinstance(model, PreTrainedModel):  # searching it takes as long as a small forward pass
-        model = extract_model_from_parallel(model)
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
 def implementation_of(model: Any) -> str:
     """Return the name of a model's attention; refuse models that would mix up the sequences of a row."""
-    causal = unwrapped(model)
+    causal = causal_lm_of(model)
     config = causal.config.get_text_config()
     name = str(config._attn_implementation)
     accepted = inspect.signature(causal.forward).parameters
@@ -102,10 +93,21 @@ def attention_masks(model: Any, rows: Sequence[Row], device: torch.device) -> An
         One mask, or one for each type of layer where they differ (sliding windows): [rows, 1, T, T], a
         `SegmentMask` for SDPA, additive for eager attention, a BlockMask for flex attention.
     """
-    causal = unwrapped(model)
-    name = causal.config.get_text_config()._attn_implementation
-    longest = max(row.longest for row in rows)
-    return by_layer(model, longest, lambda window: _mask(rows, window, device, name, causal.dtype))
+    causal = causal_lm_of(model)
+    name, dtype = causal.config.get_text_config()._attn_implementation, causal.dtype
+
+    def mask(window: int | None) -> Any:
+        if name == "sdpa":
+            return SegmentMask(rows, window, device)
+        if name == "flex_attention":
+            from torch.nn.attention.flex_attention import create_block_mask
+
+            T = max(row.tokens for row in rows)
+            return create_block_mask(_rule(rows, window, device), len(rows), None, T, T, device=str(device))
+        seen = dense_mask(rows, window, device)
+        return torch.zeros((), dtype=dtype, device=device).where(seen, torch.finfo(dtype).min)
+
+    return by_layer(model, max(row.longest for row in rows), mask)
 
 
 def by_layer(model: Any, longest: int, make: Callable[[int | None], Any]) -> Any:
@@ -114,32 +116,15 @@ def by_layer(model: Any, longest: int, make: Callable[[int | None], Any]) -> Any
     A window counts where sequences of up to ``longest`` tokens reach beyond it. Layers that differ get a dict
     with a mask for each type.
     """
-    config = unwrapped(model).config.get_text_config()
-    default = "full_attention" if getattr(config, "sliding_window", None) is None else "sliding_attention"
-    masks: dict[int | None, Any] = {}
-    kinds = {}
-    for layer in set(getattr(config, "layer_types", None) or (default,)):
-        window = config.sliding_window if layer == "sliding_attention" else None
-        if window is not None and window >= longest:
-            window = None
-        if window not in masks:
-            masks[window] = make(window)
-        kinds[layer] = masks[window]
+    config = causal_lm_of(model).config.get_text_config()
+    width = getattr(config, "sliding_window", None)
+    default = "full_attention" if width is None else "sliding_attention"
+    layers = set(getattr(config, "layer_types", None) or (default,))
+    window = None if width is None or width >= longest else width
+    windows = {layer: window if layer == "sliding_attention" else None for layer in layers}
+    masks = {each: make(each) for each in set(windows.values())}
+    kinds = {layer: masks[each] for layer, each in windows.items()}
     return kinds if len(masks) > 1 else next(iter(masks.values()))
-
-
-def _mask(
-    rows: Sequence[Row], window: int | None, device: torch.device, implementation: str, dtype: torch.dtype
-) -> Any:
-    if implementation == "sdpa":
-        return SegmentMask(rows, window, device)
-    if implementation == "flex_attention":
-        from torch.nn.attention.flex_attention import create_block_mask
-
-        T = max(row.tokens for row in rows)
-        return create_block_mask(_rule(rows, window, device), len(rows), None, T, T, device=str(device))
-    seen = dense_mask(rows, window, device)
-    return torch.zeros((), dtype=dtype, device=device).where(seen, torch.finfo(dtype).min)
 
 
 def _rule(
@@ -167,14 +152,30 @@ def dense_mask(rows: Sequence[Row], window: int | None, device: torch.device) ->
     return _rule(rows, window, device)(number, None, index[:, None], index)
 
 
-class SegmentMask(Tensor):
-    """`dense_mask` without its T x T entries: SDPA given this mask runs segment by segment.
-
-    The cost is that of the sequences, not quadratic in the row, and a sequence that shares nothing needs no
-    mask at all, so that PyTorch may use its flash kernel. Any other operation sees the dense mask.
+class AttentionMask(Tensor):
+    """A mask without entries: SDPA given this one runs the ``attend`` of its class.
 
     It travels as an argument, like every mask, and needs no change to the model; recomputation under gradient
     checkpointing finds it again. torch's own CausalBias works in the same way.
+    """
+
+    attend: ClassVar[Callable[..., Tensor]]
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if function is scaled_dot_product_attention:
+            return cls.attend(*args, **(kwargs or {}))
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **(kwargs or {}))
+
+
+class SegmentMask(AttentionMask):
+    """`dense_mask` without its T x T entries: SDPA runs segment by segment.
+
+    The cost is that of the sequences, not quadratic in the row, and a sequence that shares nothing needs no
+    mask at all, so that PyTorch may use its flash kernel. Any other operation sees the dense mask.
     """
 
     rows: Sequence[Row]
@@ -189,18 +190,6 @@ class SegmentMask(Tensor):
         mask.rows, mask.window = rows, window
         return mask
 
-    def __init__(self, rows: Sequence[Row], window: int | None, device: torch.device) -> None:
-        pass
-
-    @classmethod
-    def __torch_function__(
-        cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if function is scaled_dot_product_attention:
-            return _attention_by_segment(*args, **(kwargs or {}))
-        with torch._C.DisableTorchFunctionSubclass():
-            return function(*args, **(kwargs or {}))
-
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -210,47 +199,45 @@ class SegmentMask(Tensor):
         )
         return function(*args, **kwargs)
 
+    @staticmethod
+    def attend(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: SegmentMask,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **options: Any,
+    ) -> Tensor:
+        """SDPA on [rows, heads, T, D], each sequence with its own and the shared keys; 0 in padding.
 
-def _attention_by_segment(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: SegmentMask,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    **options: Any,
-) -> Tensor:
-    """SDPA on [rows, heads, T, D], each sequence with its own and the shared keys; 0 in padding.
-
-    ``is_causal`` is in the mask already.
-    """
-    window, T = attn_mask.window, attn_mask.shape[-1]
-    outputs, ones = [], [1] * len(attn_mask.rows)
-    cut = (_cut(x, ones, 0) for x in (query, key, value))
-    for row, *qkv in zip(attn_mask.rows, *cut, strict=True):
-        # Neighbours of one length are a batch, which takes less time than as many calls.
-        runs = [(row.prefix, 1)] if row.prefix else []
-        runs += [(size, len(list(same))) for size, same in groupby(row.lengths) if size > 0]
-        padding = T - row.tokens
-        sizes = [size * count for size, count in runs] + [padding] * (padding > 0)
-        parts = [_cut(x, sizes, 2) for x in qkv]
-        segments = []
-        for i, (size, count) in enumerate(runs):
-            q, k, v = (part[i].squeeze(0).unflatten(1, (count, size)).transpose(0, 1) for part in parts)
-            shared = row.prefix > 0 and i > 0
-            if shared:
-                k, v = (
-                    torch.cat([part[0].expand(count, -1, -1, -1), x], 2)
-                    for part, x in zip(parts[1:], (k, v), strict=True)
-                )
-            plain = not shared and (window is None or size <= window)
-            mask = None if plain else causal_mask(size, k.shape[2], window, query.device)
-            found = scaled_dot_product_attention(q, k, v, mask, dropout_p, plain, **options)
-            segments.append(found.transpose(0, 1).flatten(1, 2).unsqueeze(0))
-        if padding:
-            segments.append(value.new_zeros(1, query.shape[1], padding, value.shape[3]))
-        outputs.append(_joined(segments, 2))
-    return _joined(outputs, 0)
+        ``is_causal`` is in the mask already.
+        """
+        window, T = attn_mask.window, attn_mask.shape[-1]
+        outputs, ones = [], [1] * len(attn_mask.rows)
+        cut = (_cut(x, ones, 0) for x in (query, key, value))
+        for row, *qkv in zip(attn_mask.rows, *cut, strict=True):
+            # Neighbours of one length are a batch, which takes less time than as many calls.
+            runs = [(row.prefix, 1)] if row.prefix else []
+            runs += [(size, len(list(same))) for size, same in groupby(row.lengths) if size > 0]
+            padding = T - row.tokens
+            sizes = [size * count for size, count in runs] + [padding] * (padding > 0)
+            parts = [_cut(x, sizes, 2) for x in qkv]
+            segments = []
+            for i, (size, count) in enumerate(runs):
+                q, k, v = (part[i].squeeze(0).unflatten(1, (count, size)).transpose(0, 1) for part in parts)
+                shared = row.prefix > 0 and i > 0
+                if shared:
+                    before = (part[0].expand(count, -1, -1, -1) for part in parts[1:])
+                    k, v = (torch.cat(pair, 2) for pair in zip(before, (k, v), strict=True))
+                plain = not shared and (window is None or size <= window)
+                mask = None if plain else causal_mask(size, k.shape[2], window, query.device)
+                found = scaled_dot_product_attention(q, k, v, mask, dropout_p, plain, **options)
+                segments.append(found.transpose(0, 1).flatten(1, 2).unsqueeze(0))
+            if padding:
+                segments.append(value.new_zeros(1, query.shape[1], padding, value.shape[3]))
+            outputs.append(_joined(segments, 2))
+        return _joined(outputs, 0)
 
 
 def _cut(x: Tensor, sizes: list[int], dim: int) -> Sequence[Tensor]:

@@ -21,8 +21,9 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from gspo_kernels.integrations.layouts import offsets_of, tokens_of_rank
 from gspo_kernels.layout import segment_ids
 from gspo_kernels.parallel.groups import gathered, sum_
+from gspo_kernels.terms import FORMS
 from gspo_kernels.trainer.input_errors import ModelError
-from gspo_kernels.trainer.rows.attention import by_layer, causal_mask, implementation_of
+from gspo_kernels.trainer.rows.attention import AttentionMask, by_layer, causal_mask, implementation_of
 from gspo_kernels.trainer.rows.packing import (
     IGNORED,
     LossInputs,
@@ -35,17 +36,11 @@ from gspo_kernels.trainer.rows.packing import (
 
 _LEAST = 2
 """Tokens of a process at least: attention treats one alone as a step of generation."""
-_BY_TOKEN = {"loss_mask", "old_logprobs", "ref_logprobs", "token_weights", "entropy_coef", "turn_ids"}
-"""Terms of a loss that are never one per sequence."""
 
 
 @dataclass(frozen=True)
 class Context:
-    """The processes that share sequences; a policy that is copied goes on with the same.
-
-    Attributes:
-        group: the process group.
-    """
+    """The process group of those that share sequences; a policy that is copied goes on with the same."""
 
     group: Any
 
@@ -135,12 +130,8 @@ class _Gather(torch.autograd.Function):
         return mine.to(grad.dtype), None
 
 
-class CutMask(Tensor):
-    """Stands for the causal mask of a row's tokens that are here: SDPA given this one gathers the others'.
-
-    It travels as an argument, like every mask, and needs no change to the model; recomputation under gradient
-    checkpointing finds it again.
-    """
+class CutMask(AttentionMask):
+    """Stands for the causal mask of the tokens that are here: SDPA gathers the others' keys and values."""
 
     cut: Cut
     window: int | None
@@ -153,53 +144,39 @@ class CutMask(Tensor):
         mask.cut, mask.window = cut, window
         return mask
 
-    def __init__(self, cut: Cut, window: int | None) -> None:
-        pass
-
     @classmethod
-    def __torch_function__(
-        cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if function is scaled_dot_product_attention:
-            return _attention_to_all(*args, **(kwargs or {}))
-        with torch._C.DisableTorchFunctionSubclass():
-            return function(*args, **(kwargs or {}))
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(cls, function: Any, *_: Any, **__: Any) -> Any:  # type: ignore[override]
         raise ModelError(
             f"parallel.context: the model's attention computes {function} of a mask itself, and leaves no "
             "room for the keys of other processes"
         )
 
-
-def _attention_to_all(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: CutMask,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    **options: Any,
-) -> Tensor:
-    """SDPA of [1, heads, n, D] queries; ``is_causal`` is in the mask already."""
-    cut, window = attn_mask.cut, attn_mask.window
-    widths = [key.shape[-1], value.shape[-1]]
-    gathered = _Gather.apply(torch.cat([key, value], -1), cut)
-    # split, not slices: the backward of a slice fills a whole row
-    sequences = gathered.split(list(cut.lengths), dim=2)
-    outputs = []
-    for run, q in zip(cut.runs, query.split([run.tokens for run in cut.runs], dim=2), strict=True):
-        k, v = sequences[run.sequence][:, :, : run.seen].split(widths, dim=-1)
-        mask: Any = None
-        if window is not None and run.seen > window:
-            mask = causal_mask(run.tokens, run.seen, window, query.device)
-        elif run.tokens < run.seen:
-            mask = causal_lower_right(run.tokens, run.seen)
-        outputs.append(scaled_dot_product_attention(q, k, v, mask, dropout_p, mask is None, **options))
-    return torch.cat(outputs, dim=2)
+    @staticmethod
+    def attend(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: CutMask,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **options: Any,
+    ) -> Tensor:
+        """SDPA of [1, heads, n, D] queries; ``is_causal`` is in the mask already."""
+        cut, window = attn_mask.cut, attn_mask.window
+        widths = [key.shape[-1], value.shape[-1]]
+        gathered = _Gather.apply(torch.cat([key, value], -1), cut)
+        # split, not slices: the backward of a slice fills a whole row
+        sequences = gathered.split(list(cut.lengths), dim=2)
+        outputs = []
+        for run, q in zip(cut.runs, query.split([run.tokens for run in cut.runs], dim=2), strict=True):
+            k, v = sequences[run.sequence][:, :, : run.seen].split(widths, dim=-1)
+            mask: Any = None
+            if window is not None and run.seen > window:
+                mask = causal_mask(run.tokens, run.seen, window, query.device)
+            elif run.tokens < run.seen:
+                mask = causal_lower_right(run.tokens, run.seen)
+            outputs.append(scaled_dot_product_attention(q, k, v, mask, dropout_p, mask is None, **options))
+        return torch.cat(outputs, dim=2)
 
 
 def shared_hidden_states(
@@ -258,7 +235,8 @@ def own_terms(
     def own(name: str, value: Any) -> Any:
         if not isinstance(value, Tensor) or value.ndim == 0:
             return value
-        per_token = name in _BY_TOKEN or (len(value) == tokens and tokens != sequences)
+        never_one_per_sequence = FORMS[name].shape in ("tokens", "broadcast")
+        per_token = never_one_per_sequence or (len(value) == tokens and tokens != sequences)
         return value[where] if per_token else pad(value, (0, empty))
 
     return {name: own(name, value) for name, value in terms.items()}

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, groupby
 from typing import Any
 
 import torch
 from torch import Tensor
 
+import gspo_kernels as gk
+from gspo_kernels.integrations.layouts import offsets_of
 from gspo_kernels.trainer.rollout import SamplingMask
 from gspo_kernels.trainer.rows.attention import ranges
-from gspo_kernels.trainer.rows.packing import offsets, token_budget_batches
+from gspo_kernels.trainer.rows.packing import token_budget_batches
 from gspo_kernels.trainer.rows.shared_prefix import shared_prefix_tokens
 
 
@@ -53,8 +55,7 @@ class Experience:
     @cached_property
     def counted(self) -> Tensor:
         """[B] int64, how many tokens of each row the loss counts."""
-        owners = self.by_token(torch.arange(len(self.completions), device=self.loss_mask.device))
-        return torch.zeros_like(self.group_ids).index_add(0, owners, self.loss_mask.long())
+        return torch.stack([tokens.sum() for tokens in self.loss_mask.split(self.lengths)])
 
     def places(self, rows: Tensor) -> Tensor:
         """Return where among the N tokens these rows' are, one row after the other, int64."""
@@ -72,15 +73,22 @@ class Experience:
 
     def offsets(self, rows: Tensor) -> Tensor:
         """Return ``cu_seqlens`` of these rows' tokens."""
-        return offsets([self.lengths[row] for row in rows.tolist()], self.loss_mask.device)
+        lengths = [self.lengths[row] for row in rows.tolist()]
+        return offsets_of(torch.tensor(lengths, dtype=torch.int64, device=self.loss_mask.device))
 
     def pick(self, terms: Mapping[str, Any], rows: Tensor) -> dict[str, Any]:
-        """Return the part of some terms of a loss, [B], [N] or the same for all, that belongs to rows."""
+        """Return the part of some terms of a loss that belongs to rows.
+
+        Terms are [B], or [N] and more, or the same for all; or a teacher of ids.
+        """
         places, B = self.places(rows), len(self.completions)
-        return {
-            name: value if not isinstance(value, Tensor) else value[rows if len(value) == B else places]
-            for name, value in terms.items()
-        }
+
+        def part(value: Any) -> Any:
+            if isinstance(value, gk.Teacher):
+                return replace(value, ids=part(value.ids), logprobs=part(value.logprobs))
+            return value[rows if len(value) == B else places] if isinstance(value, Tensor) else value
+
+        return {name: part(value) for name, value in terms.items()}
 
     def by_token(self, values: Tensor) -> Tensor:
         """Repeat one value per row, [B], for each of its tokens, [N]."""
@@ -96,17 +104,14 @@ def micro_batches(
     """
     units = [[row] for row in rows.tolist()]
     if layout == "shared_prefix":  # completions of one prompt stay together
-        groups: dict[int, list[int]] = {}
-        for row in sorted(rows.tolist()):
-            groups.setdefault(int(experience.group_ids[row]), []).append(row)
-        units = list(groups.values())
+        group_of = experience.group_ids.tolist().__getitem__
+        units = [list(group) for _, group in groupby(sorted(rows.tolist()), group_of)]
     sizes = experience.lengths
     lengths = [shared_prefix_tokens(len(experience.prompts[u[0]]), [sizes[row] for row in u]) for u in units]
     if layout != "packed" and lengths:
         # Padded rows are as long as the longest of their micro-batch, which may hold the longest of all.
         lengths = [max(lengths)] * len(lengths)
     shares = token_budget_batches(lengths, max(sum(lengths), 1), count=world)
-    shares += [[]] * (world - len(shares))
     parts = [[lengths[unit] for unit in share] for share in shares]
     count = max(len(token_budget_batches(part, budget)) for part in parts)
     cut = token_budget_batches(parts[rank], budget, count=count)

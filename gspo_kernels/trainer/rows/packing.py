@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -10,15 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from gspo_kernels.integrations.layouts import offsets_of, pack
+from gspo_kernels.integrations.lm_head import causal_lm_of
 from gspo_kernels.trainer.input_errors import ModelError
-from gspo_kernels.trainer.rows.attention import (
-    Row,
-    attention_masks,
-    implementation_of,
-    positions_of,
-    ranges,
-    unwrapped,
-)
+from gspo_kernels.trainer.rows.attention import Row, attention_masks, implementation_of, positions_of, ranges
 
 IGNORED = -100
 """Label of positions that predict no completion token."""
@@ -65,7 +61,7 @@ def packed_inputs(prompts: Tokens, completions: Tokens, *, model: Any = None) ->
         "input_ids": torch.cat([part for p, c in pairs for part in (p, c[:-1])]).unsqueeze(0),
         "position_ids": positions_of([row], device),
         "shift_labels": torch.cat(shifted).unsqueeze(0),
-        "cu_seqlens": offsets(lengths, device),
+        "cu_seqlens": offsets_of(torch.tensor(lengths, device=device)),
         "use_cache": False,
     }
     if model is None:
@@ -88,7 +84,8 @@ def packed_hidden_states(model: Any, prompts: Tokens, completions: Tokens) -> Lo
     inputs = packed_inputs(prompts, completions, model=model)
     labels, _ = inputs.pop("shift_labels"), inputs.pop("cu_seqlens")
     predicting = (labels.flatten() != IGNORED).nonzero().flatten()
-    return loss_inputs(last_hidden_states(model, inputs), predicting, completions)
+    hidden = last_hidden_states(model, inputs)
+    return LossInputs(hidden[0, predicting], *pack(completions))
 
 
 def padded_hidden_states(model: Any, prompts: Tokens, completions: Tokens) -> LossInputs:
@@ -103,14 +100,7 @@ def padded_hidden_states(model: Any, prompts: Tokens, completions: Tokens) -> Lo
     hidden = model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
     firsts = [i * input_ids.shape[1] + len(prompt) - 1 for i, prompt in enumerate(prompts)]
     predicting = ranges(firsts, [len(completion) for completion in completions], hidden.device)
-    return loss_inputs(hidden, predicting, completions)
-
-
-def loss_inputs(hidden: Tensor, predicting: Tensor, completions: Tokens) -> LossInputs:
-    """Pick the positions, of [rows * T], that predict the tokens of the completions, from [rows, T, H]."""
-    lengths = [len(completion) for completion in completions]
-    labels = torch.cat(list(completions))
-    return LossInputs(hidden.flatten(0, 1)[predicting], labels, offsets(lengths, hidden.device))
+    return LossInputs(hidden.flatten(0, 1)[predicting], *pack(completions))
 
 
 def last_hidden_states(model: Any, inputs: dict[str, Any]) -> Tensor:
@@ -119,7 +109,7 @@ def last_hidden_states(model: Any, inputs: dict[str, Any]) -> Tensor:
     The call goes through ``model.__call__``, so that the hooks of wrappers and adapters run, and projects one
     position only.
     """
-    causal = unwrapped(model)
+    causal = causal_lm_of(model)
     captured: list[Any] = []
     # Some models call their decoder, others the model around it; the outermost that is called ends last.
     handles = [
@@ -149,7 +139,7 @@ def check_packing(model: Any) -> None:
 
 def probe(model: Any, prompts: list[int], completions: list[int]) -> tuple[list[Tensor], list[Tensor]]:
     """Return token ids of these lengths that differ from sequence to sequence."""
-    vocabulary = unwrapped(model).config.get_text_config().vocab_size
+    vocabulary = causal_lm_of(model).config.get_text_config().vocab_size
     tokens = (torch.arange(sum(prompts) + sum(completions), device=model.device) * 7 + 3) % vocabulary
     first, rest = tokens.split([sum(prompts), sum(completions)])
     return list(first.split(prompts)), list(rest.split(completions))
@@ -176,7 +166,7 @@ def compare_with_alone(
     difference = (ours - reference).abs().max().item()
     if not difference <= bound:
         raise ModelError(
-            f"{type(unwrapped(model)).__name__} cannot hold several sequences in one row: its hidden "
+            f"{type(causal_lm_of(model)).__name__} cannot hold several sequences in one row: its hidden "
             f"states differ from those of the sequences alone by {difference:.3g} (rounding: < {bound:.3g})"
         )
 
@@ -201,11 +191,10 @@ def token_budget_batches(lengths: Sequence[int], budget: int, *, count: int | No
         raise ValueError(f"lengths and budget: expected positive numbers, got {list(lengths)} and {budget}")
     alone = [[i] for i, length in enumerate(lengths) if length > budget]
     order = sorted((i for i, length in enumerate(lengths) if length <= budget), key=lambda i: -lengths[i])
-    number = -(-sum(lengths[i] for i in order) // budget)
-    batches = _balanced(lengths, order, number)
-    while any(sum(lengths[i] for i in batch) > budget for batch in batches):
-        number += 1
+    for number in itertools.count(-(-sum(lengths[i] for i in order) // budget)):
         batches = _balanced(lengths, order, number)
+        if all(sum(lengths[i] for i in batch) <= budget for batch in batches):
+            break
     if count is not None:
         if count < len(alone) + number:
             raise ValueError(f"count: got {count}, but budget {budget} needs {len(alone) + number} batches")
@@ -232,8 +221,3 @@ def check_sequences(prompts: Tokens, completions: Tokens) -> None:
         for i, tokens in enumerate(sequences):
             if tokens.dim() != 1 or len(tokens) == 0:
                 raise ValueError(f"{name}[{i}]: got shape {tuple(tokens.shape)}, expected [length > 0]")
-
-
-def offsets(lengths: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
-    """Return int32 [B + 1], where each sequence begins and the last one ends."""
-    return torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)

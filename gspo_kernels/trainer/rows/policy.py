@@ -9,8 +9,7 @@ refused instead of being trained on wrong log-probs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from itertools import groupby
 from typing import Any
 
@@ -103,8 +102,11 @@ class Policy(nn.Module):
         Both are packed over the N completion tokens, completion after completion, and so is the mask: where
         there is one, log-probs and entropy are those of the softmax over what it holds.
         """
-        with self._checkpointing(torch.is_grad_enabled()):
-            (hidden, labels, cu_seqlens), where = self._hidden_states(prompts, completions)
+        for layer in self._checkpointed:
+            layer.training = torch.is_grad_enabled()
+        (hidden, labels, cu_seqlens), where = self._hidden_states(prompts, completions)
+        for layer in self._checkpointed:  # in training mode generation would lose its cache
+            layer.training = False
         head = head_of(self.model)
         options = {
             "temperature": self.temperature,
@@ -115,30 +117,22 @@ class Policy(nn.Module):
         if mask is not None:
             kept = mask.bitmask(head.weight.shape[0])
             options["kept_mask"] = kept if where is None else kept[where]
+        N = sum(map(len, completions))
+        out: gk.TokenLogprobs | gk.LossOutput
         if terms is None:
-            scored = gk.linear_token_logprobs(hidden, head.weight, labels, **options)
-            if where is None:
-                return scored
-            return gk.TokenLogprobs(*(_placed(values, where, completions) for values in scored))
-        if where is not None and self.context is not None:
-            terms = own_terms(terms, where, sum(map(len, completions)), len(completions), cu_seqlens)
-            options["cp_group"] = self.context.group
-        out = gk.fused_linear_policy_loss(
-            hidden, head.weight, labels, cu_seqlens=cu_seqlens, **terms, **options
-        )
+            out = gk.linear_token_logprobs(hidden, head.weight, labels, **options)
+        else:
+            if where is not None and self.context is not None:
+                terms = own_terms(terms, where, N, len(completions), cu_seqlens)
+                options["cp_group"] = self.context.group
+            options |= {"cu_seqlens": cu_seqlens, **terms}
+            out = gk.fused_linear_policy_loss(hidden, head.weight, labels, **options)
         if where is None:
             return out
-        logprobs, entropy = (_placed(values, where, completions) for values in (out.logprobs, out.entropy))
-        return out._replace(logprobs=logprobs, entropy=entropy)
-
-    @contextmanager
-    def _checkpointing(self, enabled: bool) -> Iterator[None]:
-        """Layers forget their activations in training mode only, where generation would lose its cache."""
-        for layer in self._checkpointed:
-            layer.training = enabled
-        yield
-        for layer in self._checkpointed:
-            layer.training = False
+        found: dict[str, Any] = {"logprobs": out.logprobs, "entropy": out.entropy}
+        for name, own in found.items():
+            found[name] = None if own is None else own.new_zeros(N).index_copy(0, where, own)
+        return out._replace(**found)
 
     def _hidden_states(self, prompts: Tokens, completions: Tokens) -> tuple[LossInputs, Tensor | None]:
         """Return what the loss takes, and which completion tokens these are; None: all."""
@@ -152,13 +146,6 @@ class Policy(nn.Module):
         groups = [list(group) for _, group in groupby(pairs, lambda pair: pair[0].tolist())]
         firsts, parts = [group[0][0] for group in groups], [[c for _, c in group] for group in groups]
         return shared_prefix_hidden_states(self.model, firsts, parts), None
-
-
-def _placed(values: Any, where: Tensor, completions: Tokens) -> Any:
-    """Return values of some completion tokens, if any are given, among those of all, 0 elsewhere."""
-    if values is None:
-        return None
-    return values.new_zeros(sum(map(len, completions))).index_copy(0, where, values)
 
 
 def head_of(model: Any) -> LMHead:

@@ -9,12 +9,14 @@ its completions, as it is without sharing.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from gspo_kernels.integrations.layouts import pack
 from gspo_kernels.trainer.input_errors import ModelError
 from gspo_kernels.trainer.rows.attention import Row, attention_masks, implementation_of, positions_of, ranges
 from gspo_kernels.trainer.rows.packing import (
@@ -23,7 +25,6 @@ from gspo_kernels.trainer.rows.packing import (
     check_sequences,
     compare_with_alone,
     last_hidden_states,
-    loss_inputs,
     probe,
 )
 
@@ -64,8 +65,8 @@ def shared_prefix_hidden_states(model: Any, prompts: Tokens, completions: Sequen
         "attention_mask": attention_masks(model, rows, device),
     }
     hidden = last_hidden_states(model, inputs)
-    each = [completion for group in completions for completion in group]
-    return loss_inputs(hidden, _predicting(rows, hidden.shape[1], device), each)
+    predicting = _predicting(rows, hidden.shape[1], device)
+    return LossInputs(hidden.flatten(0, 1)[predicting], *pack(list(chain(*completions))))
 
 
 def check_shared_prefix(model: Any) -> None:

@@ -114,7 +114,7 @@ def test_every_path_samples_by_the_server(tmp_path, tokenizer, stand_in, case):
     folder = tmp_path / ("elsewhere/below" if case == "another directory" else "run")
     assert {str(folder)} == {path.rpartition("/")[0] for path in stand_in.reloads}
     assert not list(folder.glob(".unfinished-*"))
-    assert trainer.engine.service.model == "policy"
+    assert trainer.engine.server.model == "policy"
 
 
 def test_bf16_weights_go_to_the_server_in_bf16(tmp_path, tokenizer, stand_in):

@@ -38,10 +38,10 @@ def test_advantages_are_the_teachers_log_probs_minus_the_policys(
     updater, seen = trainer.updater, {}
     sound = updater._update_minibatch
 
-    def noted(experience, terms, rows, *, lesson, on_policy):
-        assert lesson is None and not on_policy  # ratios are to what the advantages compare with
+    def noted(experience, terms, part, *, on_policy):
+        assert "teacher" not in terms and not on_policy  # ratios are to what the advantages compare with
         seen.setdefault("advantages", terms["advantages"].clone())
-        return sound(experience, terms, rows, lesson=lesson, on_policy=on_policy)
+        return sound(experience, terms, part, on_policy=on_policy)
 
     updater._update_minibatch = noted
 
