@@ -27,6 +27,7 @@ from torch.optim.lr_scheduler import LambdaLR
 import gspo_kernels as gk
 from gspo_kernels.trainer.config import TrainConfig, UpdateConfig
 from gspo_kernels.trainer.engines.teacher import ServedTeacher
+from gspo_kernels.trainer.input_errors import EngineError
 from gspo_kernels.trainer.rollout import sampling_mismatch
 from gspo_kernels.trainer.rows.experience import Experience, micro_batches
 from gspo_kernels.trainer.rows.policy import Policy
@@ -251,7 +252,8 @@ class PolicyUpdater:
             terms |= {"ref_logprobs": ref, "kl_beta": config.kl.beta, "kl_estimator": config.kl.estimator}
         if config.off_policy.level != "none":
             mine, theirs = terms["old_logprobs"], experience.rollout_logprobs
-            assert theirs is not None
+            if theirs is None:
+                raise EngineError("off_policy.level: the engine gives no log-probs of what it sampled")
             ends = experience.offsets(torch.arange(len(experience.completions)))
             terms["rollout_weights"] = config.off_policy.weights(mine, theirs, experience.loss_mask, ends)
         if "group_ids" in self.objective.needs:

@@ -10,7 +10,7 @@ from torch.nn.utils.rnn import pad_sequence
 import gspo_kernels as gk
 from gspo_kernels.bits import columns
 from gspo_kernels.trainer.config import TrainConfig, UpdateConfig, trainable_objectives
-from gspo_kernels.trainer.input_errors import ConfigError, RunDirectoryError
+from gspo_kernels.trainer.input_errors import ConfigError, EngineError, RunDirectoryError
 from gspo_kernels.trainer.rows.experience import Experience
 from gspo_kernels.trainer.rows.policy import Policy
 from gspo_kernels.trainer.run.checkpoint import save_state
@@ -283,6 +283,8 @@ def test_what_weights_leave_of_a_batch_is_measured(tokenizer):
     assert metrics["weights/min"] == pytest.approx(float(weights.min()))
     assert metrics["weights/max"] == pytest.approx(float(weights.max())) != metrics["weights/min"]
     assert 0 < metrics["weights/gradient_norm"] != 1.0
+    with pytest.raises(EngineError, match=r"off_policy\.level: the engine gives no log-probs"):
+        updater.update(replace(experience, rollout_logprobs=None))
 
 
 def test_epochs_draw_their_order_anew_and_group_what_must_stay_together(tokenizer):
