@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig
 
-from gspo_kernels.trainer.engines.decoding import Decoding, quick_head
+from gspo_kernels.trainer.engines.decoding import Decoding, packed_head
 from gspo_kernels.trainer.rollout import Completion, Sampling, seeds_of
 
 
@@ -51,7 +51,7 @@ class TransformersEngine:
         options = {"max_new_tokens": C, "do_sample": False, "pad_token_id": self.pad_id}
         longest_first = sorted(range(B), key=lambda row: -len(prompts[row]))
         found: dict[int, Completion] = {}
-        with _own_generation_defaults_set_aside(model), quick_head(model):
+        with _own_generation_defaults_set_aside(model), packed_head(model):
             for start in range(0, B, self.batch_size):
                 chosen = longest_first[start : start + self.batch_size]
                 given = [prompts[row] for row in chosen]
