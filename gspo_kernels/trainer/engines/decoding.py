@@ -107,8 +107,9 @@ class Decoding:
         table_ids, table = self.completion_ids.cpu(), self.logprobs.cpu()
         ends = torch.isin(table_ids, self.end_ids.cpu())
         finished, masks = ends.any(1), self._masks()
-        lengths = torch.where(finished, ends.to(torch.int8).argmax(1) + 1, table.shape[1]).tolist()
-        if any(bool(own[:length].isnan().any()) for own, length in zip(table, lengths, strict=True)):
+        lengths = torch.where(finished, ends.to(torch.int8).argmax(1) + 1, table.shape[1])
+        inside = torch.arange(table.shape[1]) < lengths.unsqueeze(1)
+        if bool((table.isnan() & inside).any()):
             raise ModelError(
                 "the model's probabilities are not numbers (NaN): its weights or its logits are not finite"
             )
@@ -120,7 +121,7 @@ class Decoding:
                 None if self.uniforms is None else table[row, :length].clone(),
                 mask=masks[row].first(length) if masks else None,
             )
-            for row, length in enumerate(lengths)
+            for row, length in enumerate(lengths.tolist())
         ]
 
     def _masks(self) -> list[SamplingMask]:

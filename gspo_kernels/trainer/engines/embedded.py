@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig
 
 from gspo_kernels.trainer.engines.decoding import Decoding, packed_head
@@ -72,10 +71,10 @@ def left_padded(
     token_lists: Sequence[list[int]], pad_id: int, device: torch.device | str = "cpu"
 ) -> tuple[Tensor, Tensor]:
     """Return ids, and a mask that is 1 where they are no padding, both [B, P] int64."""
-    rows = [torch.tensor(tokens) for tokens in token_lists]
-    ids = pad_sequence(rows, batch_first=True, padding_value=pad_id, padding_side="left")
-    ones = [torch.ones_like(row) for row in rows]
-    return ids.to(device), pad_sequence(ones, batch_first=True, padding_side="left").to(device)
+    longest = max(map(len, token_lists))
+    ids = [[pad_id] * (longest - len(tokens)) + list(tokens) for tokens in token_lists]
+    mask = [[0] * (longest - len(tokens)) + [1] * len(tokens) for tokens in token_lists]
+    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
 
 
 def _uniforms(seeds: Sequence[int] | None, rows: int, steps: int) -> np.ndarray:
