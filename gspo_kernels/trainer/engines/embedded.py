@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig
 
-from gspo_kernels.trainer.engines.decoding import Decoding, quick_head
+from gspo_kernels.trainer.engines.decoding import Decoding, packed_head
 from gspo_kernels.trainer.rollout import Completion, Sampling, seeds_of
 
 
@@ -51,7 +50,7 @@ class TransformersEngine:
         options = {"max_new_tokens": C, "do_sample": False, "pad_token_id": self.pad_id}
         longest_first = sorted(range(B), key=lambda row: -len(prompts[row]))
         found: dict[int, Completion] = {}
-        with _own_generation_defaults_set_aside(model), quick_head(model):
+        with _own_generation_defaults_set_aside(model), packed_head(model):
             for start in range(0, B, self.batch_size):
                 chosen = longest_first[start : start + self.batch_size]
                 given = [prompts[row] for row in chosen]
@@ -72,10 +71,10 @@ def left_padded(
     token_lists: Sequence[list[int]], pad_id: int, device: torch.device | str = "cpu"
 ) -> tuple[Tensor, Tensor]:
     """Return ids, and a mask that is 1 where they are no padding, both [B, P] int64."""
-    rows = [torch.tensor(tokens) for tokens in token_lists]
-    ids = pad_sequence(rows, batch_first=True, padding_value=pad_id, padding_side="left")
-    ones = [torch.ones_like(row) for row in rows]
-    return ids.to(device), pad_sequence(ones, batch_first=True, padding_side="left").to(device)
+    longest = max(map(len, token_lists))
+    ids = [[pad_id] * (longest - len(tokens)) + list(tokens) for tokens in token_lists]
+    mask = [[0] * (longest - len(tokens)) + [1] * len(tokens) for tokens in token_lists]
+    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
 
 
 def _uniforms(seeds: Sequence[int] | None, rows: int, steps: int) -> np.ndarray:

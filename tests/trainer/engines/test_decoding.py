@@ -4,8 +4,8 @@ import inspect
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from gspo_kernels.linear import products
 from gspo_kernels.trainer.engines import decoding
 from gspo_kernels.trainer.engines.decoding import by_inversion, draw
 from gspo_kernels.trainer.engines.embedded import TransformersEngine
@@ -136,20 +136,37 @@ def test_sliding_windows_and_full_attention_in_one_model(tokenizer):
                 torch.testing.assert_close(found[row].logprobs, exact, atol=1e-5, rtol=1e-5)
 
 
-def test_the_head_multiplies_by_the_library_of_the_losses(tokenizer, monkeypatch):
-    model = tiny_qwen3(tokenizer, initializer_range=0.2)
+class Operations(TorchDispatchMode):
+    """Notes the names of oneDNN's operations."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "mkldnn":
+            self.names.append(function._schema.name.removeprefix("mkldnn::"))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.skipif(not decoding.packs(), reason="no oneDNN products for this processor")
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_weight_of_the_head_is_laid_out_once(tokenizer, monkeypatch, bias):
+    model = tiny_qwen3(tokenizer, initializer_range=0.2, tie_word_embeddings=False)
+    if bias:
+        model.lm_head.bias = torch.nn.Parameter(torch.linspace(-2.0, 2.0, len(tokenizer)))
     engine = TransformersEngine(model, [9999], 0, 8)
-    plain = engine.generate([[5, 6], [7]], Sampling(4), seeds=range(2))
-    shapes = []
-
-    def multiply(a, b, out):
-        shapes.append(tuple(out.shape))
-        return torch.mm(a, b, out=out)
-
-    monkeypatch.setattr(products, "SMALL", 0)
-    monkeypatch.setattr(products, "fp32_library", lambda: "cpp")
-    monkeypatch.setattr(decoding, "multiply", multiply)
-    found = engine.generate([[5, 6], [7]], Sampling(4), seeds=range(2))
+    with Operations() as plain_operations:
+        plain = engine.generate([[5, 6], [7]], Sampling(4), seeds=range(2))
+    monkeypatch.setattr(decoding, "SMALL", 0)
+    with Operations() as operations:
+        found = engine.generate([[5, 6], [7]], Sampling(4), seeds=range(2))
+    assert plain_operations.names == []
+    assert operations.names == ["_reorder_linear_weight"] + ["_linear_pointwise"] * 4
     assert ids_of(found) == ids_of(plain)
-    assert shapes == [(2, len(tokenizer))] * 4
+    for mine, theirs in zip(found, plain, strict=True):
+        torch.testing.assert_close(mine.logprobs, theirs.logprobs, atol=1e-5, rtol=1e-5)
     assert "forward" not in vars(model.lm_head)
+    with torch.no_grad():  # the next rollout has the next weights
+        model.lm_head.weight.neg_()
+    assert ids_of(engine.generate([[5, 6], [7]], Sampling(4), seeds=range(2))) != ids_of(plain)
