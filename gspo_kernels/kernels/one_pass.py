@@ -27,6 +27,7 @@ from gspo_kernels.kernels.launch import (
     narrows_in_place,
     platform,
     row_kernel,
+    triton_version,
 )
 from gspo_kernels.kernels.rows import (
     combine_lanes,
@@ -54,8 +55,7 @@ def most_blocks(device: torch.device) -> int:
     """Of how many blocks a program may consist."""
     if platform() == "interpreter":
         return 16
-    version = tuple(int(number) for number in triton.__version__.split(".")[:2])
-    if platform() == "hip" or version < _CLUSTERS_FROM:
+    if platform() == "hip" or triton_version() < _CLUSTERS_FROM:
         return 1
     return _BLOCKS_BY_CAPABILITY.get(torch.cuda.get_device_capability(device)[0], 1)
 
