@@ -283,7 +283,7 @@ def logprobs_backward(
     if V == 0:
         return
     tile = BACKWARD[max(logits.element_size(), out.element_size())]
-    tile = without_spills(tile, logits.dtype, transform)
+    tile = without_spills(tile, transform.softcap > 0)
     arguments = RowArguments.of(logits, labels, transform, tile, out)
     launch(
         logprobs_backward_kernel,

@@ -73,15 +73,14 @@ FOLD_AND_GRAD = {2: Tile(16384, 16), 4: Tile(8192, 16), 8: Tile(2048, 16)}
 DIVERGENCE = {2: Tile(1024, 4), 4: Tile(1024, 4), 8: Tile(512, 4)}
 
 
-def without_spills(tile: Tile, dtype: torch.dtype, transform: LogitTransform) -> Tile:
-    """The tile for a kernel under a softcap or of fp64 logits, where much is alive at a time.
+def without_spills(tile: Tile, much: bool, registers: int = 128) -> Tile:
+    """The tile for a kernel that keeps ``much`` alive at a time, such as under a softcap or in fp64.
 
-    Left alone, the ptxas of Triton before 3.8 gives some of these on sm_90 a few registers less than they
-    need, for one more program, and puts a number on the stack; under a limit it gives what they need.
+    Left alone, the ptxas of Triton before 3.8 gives some of these a few registers less than they need, for
+    one more program, and puts a number on the stack; under a limit it gives what they need.
     """
-    much = transform.softcap or dtype == torch.float64
     if much and triton_version() < (3, 8) and platform() == "cuda":
-        return tile._replace(registers=128)
+        return tile._replace(registers=registers)
     return tile
 
 

@@ -260,7 +260,8 @@ def sequence_ratio_forward(
         stats.logprobs.zero_()
         stats.lse.zero_()
         return stats
-    tile = without_spills(FOLD[logits.element_size()], logits.dtype, transform)
+    much = transform.softcap > 0 or logits.dtype == torch.float64
+    tile = without_spills(FOLD[logits.element_size()], much)
     rows = RowArguments.of(logits, labels, transform, tile)
     launch(
         sequence_ratio_kernel,

@@ -104,6 +104,8 @@ def assert_arrivals_order(order, target):
 
 @pytest.mark.parametrize("target", (*NVIDIA, "gfx942"))
 def test_arrivals_order_what_programs_store(report, target):
+    if target == "gfx942" and report["triton"].startswith(("3.6.", "3.7.")):
+        pytest.xfail("LLVM leaves out the wait behind buffer_wbl2 where it sees no access under way")
     for kernel, number in (("sequence_ratio_kernel", 2), ("ratio_step_kernel", 1)):
         for entry in entries(report, target, kernel):
             assert len(list(arrivals(entry["order"]))) == number, entry["kernel"]
@@ -246,12 +248,12 @@ def test_other_strides_do_not(report):
 
 
 def test_one_exponential_per_element(report):
-    """16 bf16 or 8 fp32 elements per thread, and one for their maximum, in three copies; the rest is once."""
+    """Of 16 bf16 or 8 fp32 elements per thread, and one for their maximum."""
     for dtype, width in (("bfloat16", 16), ("float32", 8)):
         for entry in entries(
             report, "sm_90", "logprobs_forward_kernel", f" {dtype} aligned", "no entropy_ptr"
         ):
-            assert 3 * (width + 1) < entry["exponentials"] <= 3 * (width + 1) + 3, entry
+            assert entry["counts"]["mufu_per_logit"] == pytest.approx((width + 1) / width, abs=1e-3), entry
 
 
 def test_no_kernel_becomes_dearer(report):
