@@ -45,7 +45,9 @@ NO_GPU = """## GPU
 Not measured yet. `python -m benchmarks campaign --out DIR` runs tests, suites and a sweep of kernel
 configurations on a GPU in nine minutes. The tests compile all kernels with the Triton that is installed, and
 allow no spilled registers on sm_80, sm_90, sm_100, sm_120 and gfx942; nothing spills with Triton 3.6 and 3.7
-either (`pytest --triton FOLDER tests/kernels/test_triton_compile.py` compiles with another).
+either (`pytest --triton FOLDER tests/kernels/test_triton_compile.py` compiles with another). On gfx942 these
+two leave out a wait between what a program writes and its arrival in a packed sequence ratio: take a newer
+one there.
 """
 
 TRAINING = """A Qwen3 with random weights, GSPO, AdamW, fp32. A step is a rollout by transformers' generation
