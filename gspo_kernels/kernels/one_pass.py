@@ -28,7 +28,6 @@ from gspo_kernels.kernels.launch import (
     platform,
     row_kernel,
     triton_version,
-    without_spills,
 )
 from gspo_kernels.kernels.rows import (
     combine_lanes,
@@ -388,10 +387,9 @@ def _in_one_pass(
         _hold(*given, ignore_index=ignore_index, out=out)
         return stats
     tile = FOLD_AND_GRAD[max(logits.element_size(), out.element_size())]
-    tile = without_spills(tile, transform.softcap > 0)
-    if tile.registers is not None:
-        # threads of 16 warps have no more
-        tile = tile._replace(block=tile.block // 2)
+    if transform.softcap and platform() == "cuda":
+        # threads of 16 warps have no more registers, too few for what a softcap keeps of a whole block
+        tile = tile._replace(block=tile.block // 2, registers=128)
     rows = RowArguments.of(logits, labels, transform, tile, out)
     launch(
         logprobs_and_grad_kernel,
