@@ -66,9 +66,7 @@ class Recorder:
     def __call__(
         self, kernel: Any, programs: int, device: Any, tile: Any, *args: Any, **constants: Any
     ) -> None:
-        options = {"num_warps": tile.warps, "num_stages": tile.stages, "num_ctas": tile.blocks}
-        options["enable_fp_fusion"] = False
-        self.calls.append((kernel, args, constants | options))
+        self.calls.append((kernel, args, constants | tile.options()))
 
 
 def specialisation(call: Call, target: GPUTarget) -> tuple[str, ASTSource, Any]:
@@ -76,6 +74,8 @@ def specialisation(call: Call, target: GPUTarget) -> tuple[str, ASTSource, Any]:
     kernel, args, keywords = call
     if "PLATFORM" in keywords:
         keywords = keywords | {"PLATFORM": target.backend}
+    if target.backend != "cuda":
+        keywords = {key: value for key, value in keywords.items() if key != "maxnreg"}
     backend = make_backend(target)
     binder = create_function_from_signature(kernel.signature, kernel.params, backend)
     bound, special, rest = binder(*args, **keywords)
@@ -243,7 +243,7 @@ def shortest_way(
     program: list[Instruction],
     start: int,
     end: int,
-    moves: Callable[[Instruction], bool] = lambda one: one.loaded > 0,
+    moves: Callable[[Instruction], bool],
     most: int = 1,
 ) -> list[Instruction]:
     """What is executed from ``start`` to ``end``: of the ways around branches that come by most instructions
@@ -286,7 +286,13 @@ def row_loops(program: list[Instruction]) -> list[list[Instruction]]:
         for start, end in loops
         if not any((a, b) != (start, end) and start <= a and b <= end for a, b in loops)
     ]
-    bodies = [shortest_way(program, start, end) for start, end in inner]
+
+    def body_of(start: int, end: int) -> list[Instruction]:
+        # Where some of a loop's ways load 16 bytes at a time, the others are for blocks at the ends of a row.
+        least = 16 if any(one.loaded >= 16 for one in program[start:end]) else 1
+        return shortest_way(program, start, end, lambda one: one.loaded >= least)
+
+    bodies = [body_of(start, end) for start, end in inner]
 
     def walks(body: list[Instruction]) -> bool:
         return any(one.loaded >= 16 for one in body) or exponentials(body) >= 8
@@ -334,13 +340,14 @@ def counts(call: Call, target: str, kernel: Any) -> dict[str, Any]:
     own = call[2]["BLOCK"] / (warps * lanes)
 
     def logits_of(walk: list[Instruction]) -> float:
-        """A thread's share of a held row. Otherwise from 16-byte loads; where there are none, a fold takes an
-        exponential more than it has logits.
+        """A thread's share of a held row. Otherwise from exponentials, of which a fold takes one more than it
+        has logits, and from 16-byte loads, of which some may be of what a neighbour has.
         """
         if stays:
             return float(call[1][0].shape[2]) / (warps * lanes * call[2]["num_ctas"])
+        folded = own * max(1, round(exponentials(walk) / (own + 1)))
         wide = sum(one.loaded for one in walk if one.loaded >= 16) / size
-        return wide or own * max(1, round(exponentials(walk) / (own + 1)))
+        return min(wide or folded, folded)
 
     logits = [logits_of(walk) for walk in walks]
 

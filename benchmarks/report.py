@@ -44,9 +44,10 @@ NO_GPU = """## GPU
 
 Not measured yet. `python -m benchmarks campaign --out DIR` runs tests, suites and a sweep of kernel
 configurations on a GPU in nine minutes. The tests compile all kernels with the Triton that is installed, and
-allow no spilled registers on sm_80, sm_90, sm_100 and sm_120, but 8 bytes per thread on sm_90 with older
-ones: with Triton 3.6 and 3.7 in a packed sequence ratio under a softcap, and under sampling masks with 3.6 in
-the gradient of bf16 logits, with 3.7 in folds of fp32 and fp64 ones.
+allow no spilled registers on sm_80, sm_90, sm_100, sm_120 and gfx942; nothing spills with Triton 3.6 and 3.7
+either (`pytest --triton FOLDER tests/kernels/test_triton_compile.py` compiles with another). On gfx942 these
+two leave out a wait between what a program writes and its arrival in a packed sequence ratio: take a newer
+one there.
 """
 
 TRAINING = """A Qwen3 with random weights, GSPO, AdamW, fp32. A step is a rollout by transformers' generation
@@ -93,9 +94,9 @@ INTRODUCTIONS = {
     "static": "Compiled for GPUs that were not there, and counted in the loops over a row, not measured. "
     "Each cell: instructions per logit; registers, warps that a multiprocessor has room for at a time, KiB "
     "that these load in one iteration; a row that is held has none, and all that a thread does for it is "
-    "spread over its logits. Rows anywhere: they begin at no multiple of 16 bytes. Their "
-    "statistics are read 4 bytes at a time, as the order of a sum may not depend on where a row lies; "
-    "gradients have no such order.",
+    "spread over its logits. Rows anywhere: they begin at no multiple of 16 bytes. As the order of a sum may "
+    "not depend on where a row lies, a thread takes its eight 16-bit logits out of the two 16-byte pieces of "
+    "memory that hold them, and reads wider ones one by one; gradients have no such order.",
     "traffic": "Triton's loads and stores of logits and their gradient, counted under its interpreter; for "
     "PyTorch, operands and results of each operator. No device was involved.",
 }

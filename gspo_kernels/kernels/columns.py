@@ -73,33 +73,8 @@ def load_columns(
 
 
 @triton.jit
-def row_source(row, width, ACCESS: tl.constexpr):
-    """What ``load_block`` reads a row from.
-
-    For 16-bit logits of a "shifted" row: (the row, its pairs of columns that are 4-byte words, how many
-    columns of the first pair lie before the row, its ends). The ends are the column of a pair that only
-    begins within the row, and above it that of one that only ends there: nothing beside the row is read.
-    """
-    LOGIT: tl.constexpr = row.dtype.element_ty
-    if ACCESS == "shifted" and LOGIT.primitive_bitwidth == 16:
-        behind = ((row.to(tl.int64) // 2) % 2).to(tl.int32)
-        pairs = (row - behind).to(tl.pointer_type(tl.uint32), bitcast=True)
-        last = _single(row, width - 1, (width > 0) & ((width + behind) % 2 == 1))
-        first = _single(row, 0, (width > 0) & (behind == 1))
-        return row, pairs, behind, last | (first << 16)
-    else:
-        return (row,)
-
-
-@triton.jit
-def _single(row, column, is_there):
-    """One 16-bit column as a number of 32 bits."""
-    return tl.load(row + column, mask=is_there, other=0.0).to(tl.uint16, bitcast=True).to(tl.uint32)
-
-
-@triton.jit
 def load_block(
-    source,
+    row,
     start,
     lanes,
     width,
@@ -107,81 +82,153 @@ def load_block(
     ACCESS: tl.constexpr,
     MASKED: tl.constexpr,
     EVICT: tl.constexpr,
+    PLATFORM: tl.constexpr,
 ):
     """Raw logits [loads, threads, vector] of a block; what MASKED gives beyond the width means nothing."""
     VECTOR: tl.constexpr = lanes.shape[2]
     THREADS: tl.constexpr = lanes.shape[1]
     pieces = tl.arange(0, lanes.shape[0])[:, None] * THREADS + tl.arange(0, THREADS)[None, :]
-    first = pieces * VECTOR
     if ACCESS == "aligned":
-        block = load_columns(source[0], start, lanes, width, stride_v, ACCESS, MASKED, EVICT)
-    elif ACCESS == "shifted" and VECTOR == 8:
-        block = _load_pairs(source, start, first, width, EVICT)
+        block = load_columns(row, start, lanes, width, stride_v, ACCESS, MASKED, EVICT)
+    elif ACCESS == "shifted" and VECTOR == 8 and not MASKED:
+        block = _load_across_pieces(row, start, pieces, width, stride_v, EVICT, PLATFORM)
     else:
-        # One by one, each thread its own, which share what the first of them has brought to the cache.
-        row = source[0]
-        a = load_columns(row, start, first, width, stride_v, ACCESS, MASKED, EVICT)
-        b = load_columns(row, start, first + 1, width, stride_v, ACCESS, MASKED, EVICT)
-        if VECTOR == 2:
-            block = tl.join(a, b)
-        else:
-            c = load_columns(row, start, first + 2, width, stride_v, ACCESS, MASKED, EVICT)
-            d = load_columns(row, start, first + 3, width, stride_v, ACCESS, MASKED, EVICT)
-            block = _four(a, b, c, d)
-            if VECTOR == 8:
-                e = load_columns(row, start, first + 4, width, stride_v, ACCESS, MASKED, EVICT)
-                f = load_columns(row, start, first + 5, width, stride_v, ACCESS, MASKED, EVICT)
-                g = load_columns(row, start, first + 6, width, stride_v, ACCESS, MASKED, EVICT)
-                h = load_columns(row, start, first + 7, width, stride_v, ACCESS, MASKED, EVICT)
-                block = _alternating(_four(a, c, e, g), _four(b, d, f, h))
+        block = _load_one_by_one(row, start, pieces, width, stride_v, VECTOR, ACCESS, MASKED, EVICT)
     return block
 
 
 @triton.jit
-def _load_pairs(source, start, first, width, EVICT: tl.constexpr):
-    """Vectors of eight 16-bit columns, out of the five pairs that hold them."""
-    row, pairs, behind, _ = source
-    places = (pairs + start // 2) + first // 2
-    LAST: tl.constexpr = first.shape[0] * first.shape[1] * 8 + 2
-    column = start - behind
-    if (column >= 0) & (column <= width - LAST):
-        a = tl.load(places, eviction_policy=EVICT)
-        b = tl.load(places + 1, eviction_policy=EVICT)
-        c = tl.load(places + 2, eviction_policy=EVICT)
-        d = tl.load(places + 3, eviction_policy=EVICT)
-        e = tl.load(places + 4, mask=tl.where(behind == 1, first, -1) >= 0, eviction_policy=EVICT)
+def _load_one_by_one(
+    row,
+    start,
+    pieces,
+    width,
+    stride_v,
+    VECTOR: tl.constexpr,
+    ACCESS: tl.constexpr,
+    MASKED: tl.constexpr,
+    EVICT: tl.constexpr,
+):
+    """Each thread its own columns, which share what the first of them has brought to the cache."""
+    column = start + pieces * VECTOR
+    if ACCESS == "single":
+        place = row + column.to(tl.int64) * stride_v
+        step = stride_v
     else:
-        a = _load_pair(source, places, column + first, width, EVICT)
-        b = _load_pair(source, places + 1, column + first + 2, width, EVICT)
-        c = _load_pair(source, places + 2, column + first + 4, width, EVICT)
-        d = _load_pair(source, places + 3, column + first + 6, width, EVICT)
-        # Where pairs begin with the vector, the fifth is the next one's alone.
-        e = _load_pair(source, places + 4, column + first + 8, tl.where(behind == 1, width, 0), EVICT)
-    by = (16 * behind).to(tl.uint64)
-    found = _four(_from(a, b, by), _from(b, c, by), _from(c, d, by), _from(d, e, by))
+        place = (row + start) + pieces * VECTOR
+        step = 1
+    a = _load_column(place, column, width, MASKED, EVICT)
+    b = _load_column(place + step, column + 1, width, MASKED, EVICT)
+    if VECTOR == 2:
+        block = tl.join(a, b)
+    else:
+        c = _load_column(place + 2 * step, column + 2, width, MASKED, EVICT)
+        d = _load_column(place + 3 * step, column + 3, width, MASKED, EVICT)
+        block = _four(a, b, c, d)
+        if VECTOR == 8:
+            e = _load_column(place + 4 * step, column + 4, width, MASKED, EVICT)
+            f = _load_column(place + 5 * step, column + 5, width, MASKED, EVICT)
+            g = _load_column(place + 6 * step, column + 6, width, MASKED, EVICT)
+            h = _load_column(place + 7 * step, column + 7, width, MASKED, EVICT)
+            block = _alternating(_four(a, c, e, g), _four(b, d, f, h))
+    return block
+
+
+@triton.jit
+def _load_column(place, column, width, MASKED: tl.constexpr, EVICT: tl.constexpr):
+    """One column for each thread and load."""
+    if MASKED:
+        return tl.load(place, mask=column < width, other=-float("inf"), eviction_policy=EVICT)
+    return tl.load(place, eviction_policy=EVICT)
+
+
+@triton.jit
+def _load_across_pieces(row, start, pieces, width, stride_v, EVICT: tl.constexpr, PLATFORM: tl.constexpr):
+    """Vectors of eight 16-bit columns as fp32 numbers, out of the two 16-byte pieces that hold each.
+
+    Where such a piece begins before the row or ends behind it, columns are read one by one: nothing beside
+    the row is read.
+    """
     LOGIT: tl.constexpr = row.dtype.element_ty
-    if LOGIT == tl.bfloat16:
-        # As the fp32 numbers that they stand for, which is an operation for each.
-        block = _alternating(found << 16, found & 0xFFFF0000).to(tl.float32, bitcast=True)
+    WIDE: tl.constexpr = (pieces.shape[0] * pieces.shape[1] + 1) * 8
+    behind = ((row.to(tl.int64).to(tl.uint32) >> 1) & 7).to(tl.int32)
+    if _lies_within(start - behind, width, WIDE):
+        words = ((row - behind) + start).to(tl.pointer_type(tl.uint32), bitcast=True)
+        places = tl.multiple_of(words, 16) + (pieces[:, :, None] * 4 + tl.arange(0, 4)[None, None, :])
+        piece = _words(tl.load(places, eviction_policy=EVICT))
+        piece += _words(tl.load(places + 4, eviction_policy=EVICT))
+        block = _vectors(piece, behind, 0, 8, LOGIT, PLATFORM)
     else:
-        block = _alternating(found.to(tl.uint16), (found >> 16).to(tl.uint16)).to(LOGIT, bitcast=True)
+        block = _load_one_by_one(row, start, pieces, width, stride_v, 8, "shifted", False, EVICT)
+        block = block.to(tl.float32)
     return block
 
 
 @triton.jit
-def _load_pair(source, place, column, width, EVICT: tl.constexpr):
-    """A pair of columns where either may lie beside the row."""
-    # Columns before the row are large numbers without a sign.
-    inside = column.to(tl.uint32) < tl.maximum(width - 1, 0).to(tl.uint32)
-    pair = tl.load(place, mask=inside, other=0, eviction_policy=EVICT)
-    pair = tl.where(column == width - 1, source[3] & 0xFFFF, pair)
-    return tl.where(column == -1, source[3] & 0xFFFF0000, pair)
+def _lies_within(column, width, WIDE: tl.constexpr):
+    """Whether so many columns, from this one on, are all of the row."""
+    return (column >= 0) & (column <= width - WIDE)
 
 
 @triton.jit
-def _from(one, other, by):
-    """32 bits of two words, from a bit of the first one on."""
-    return ((one.to(tl.uint64) | (other.to(tl.uint64) << 32)) >> by).to(tl.uint32)
+def _words(quads):
+    """The four numbers of each thread and load."""
+    even, odd = tl.split(tl.reshape(quads, [quads.shape[0], quads.shape[1], 2, 2]))
+    a, c = tl.split(even)
+    b, d = tl.split(odd)
+    return a, b, c, d
+
+
+@triton.jit
+def _vectors(
+    words, behind, FIRST: tl.constexpr, CHOICES: tl.constexpr, LOGIT: tl.constexpr, PLATFORM: tl.constexpr
+):
+    """The eight columns from the one at ``behind`` on, which is one of CHOICES from FIRST on.
+
+    To branch is cheaper than to shift: what makes an fp32 number of a column takes it from where it is.
+    """
+    HALF: tl.constexpr = CHOICES // 2
+    if CHOICES == 1:
+        even = _four(
+            _column_of(words, FIRST, FIRST, LOGIT, PLATFORM),
+            _column_of(words, FIRST + 2, FIRST, LOGIT, PLATFORM),
+            _column_of(words, FIRST + 4, FIRST, LOGIT, PLATFORM),
+            _column_of(words, FIRST + 6, FIRST, LOGIT, PLATFORM),
+        )
+        odd = _four(
+            _column_of(words, FIRST + 1, FIRST, LOGIT, PLATFORM),
+            _column_of(words, FIRST + 3, FIRST, LOGIT, PLATFORM),
+            _column_of(words, FIRST + 5, FIRST, LOGIT, PLATFORM),
+            _column_of(words, FIRST + 7, FIRST, LOGIT, PLATFORM),
+        )
+        block = _alternating(even, odd)
+    elif behind < FIRST + HALF:
+        block = _vectors(words, behind, FIRST, HALF, LOGIT, PLATFORM)
+    else:
+        block = _vectors(words, behind, FIRST + HALF, HALF, LOGIT, PLATFORM)
+    return block
+
+
+@triton.jit
+def _column_of(words, PLACE: tl.constexpr, BRANCH: tl.constexpr, LOGIT: tl.constexpr, PLATFORM: tl.constexpr):
+    """The fp32 number that a 16-bit column among some words stands for.
+
+    On NVIDIA written in assembly that names its branch in a comment: of branches that do the same to other
+    words the compiler makes one, behind a selection of each word.
+    """
+    word = words[PLACE // 2]
+    if PLATFORM == "cuda":
+        part: tl.constexpr = "high" if PLACE % 2 else "low"
+        bf16: tl.constexpr = "and.b32 $0, $1, 0xffff0000;" if PLACE % 2 else "shl.b32 $0, $1, 16;"
+        fp16: tl.constexpr = f"{{.reg .b16 low, high; mov.b32 {{low, high}}, $1; cvt.f32.f16 $0, {part};}}"
+        code: tl.constexpr = bf16 if LOGIT == tl.bfloat16 else fp16
+        named: tl.constexpr = f"{code} // {BRANCH}"
+        column = tl.inline_asm_elementwise(named, "=r,r", [word], tl.uint32, is_pure=True, pack=1)
+        column = column.to(tl.float32, bitcast=True)
+    else:
+        bits = (word >> (16 * (PLACE % 2))).to(tl.uint16)
+        column = bits.to(LOGIT, bitcast=True).to(tl.float32)
+    return column
 
 
 @triton.jit

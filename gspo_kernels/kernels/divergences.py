@@ -25,6 +25,7 @@ from gspo_kernels.kernels.launch import (
     launch,
     narrows_in_place,
     row_kernel,
+    without_spills,
 )
 from gspo_kernels.kernels.rows import (
     combine_lanes,
@@ -384,10 +385,11 @@ def divergence(
     )
     grads = (None, None) if gradients is None else gradients
     beside = () if out is None else (out,)
+    mixed = 0 < beta < 1
     tile = DIVERGENCE[max(each.element_size() for each in (logits, teacher_logits, *beside))]
+    tile = without_spills(tile, mixed)
     rows = RowArguments.of(logits, labels, transform, tile, *beside)
     teacher = Slopes.of(teacher_transform)
-    mixed = 0 < beta < 1
     logs = (math.log(beta) - math.log1p(-beta), math.log(beta), math.log1p(-beta)) if mixed else (0.0,) * 3
     # whole vectors or single elements: what begins elsewhere is read in smaller pieces
     every = access(logits, teacher_logits, *beside)

@@ -17,6 +17,7 @@ from gspo_kernels.kernels.launch import (
     launch,
     narrows_in_place,
     row_kernel,
+    without_spills,
 )
 from gspo_kernels.kernels.rows import (
     HUGE,
@@ -282,6 +283,7 @@ def logprobs_backward(
     if V == 0:
         return
     tile = BACKWARD[max(logits.element_size(), out.element_size())]
+    tile = without_spills(tile, transform.softcap > 0)
     arguments = RowArguments.of(logits, labels, transform, tile, out)
     launch(
         logprobs_backward_kernel,

@@ -26,15 +26,33 @@ def platform() -> str:
     return "cuda" if torch.version.hip is None else "hip"
 
 
+def triton_version() -> tuple[int, ...]:
+    """Its major and minor number."""
+    return tuple(int(number) for number in triton.__version__.split(".")[:2])
+
+
 class Tile(NamedTuple):
     """Columns that a program takes at a time, warps per block of threads, stages of the pipeline that feeds a
-    product, and blocks of threads per program: more than one make a cluster.
+    product, blocks of threads per program (more than one make a cluster), and the most registers of a thread
+    where the compiler isn't left to choose.
     """
 
     block: int
     warps: int
     stages: int = 1
     blocks: int = 1
+    registers: int | None = None
+
+    def options(self) -> dict[str, Any]:
+        """What Triton compiles a kernel with.
+
+        Fusing of multiplications and additions is off, so that the same helper rounds the same in every
+        kernel: old log-probs from one kernel and new ones from another then don't differ at all. Kernels ask
+        for fma where it pays.
+        """
+        options = {"num_warps": self.warps, "num_stages": self.stages, "num_ctas": self.blocks}
+        options["enable_fp_fusion"] = False
+        return options | ({} if self.registers is None else {"maxnreg": self.registers})
 
 
 # The tile by the bytes of one logit, the same on all devices. A fold keeps two (with entropy three) numbers
@@ -53,6 +71,18 @@ FOLD_AND_GRAD = {2: Tile(16384, 16), 4: Tile(8192, 16), 8: Tile(2048, 16)}
 # A divergence has two rows under way and four numbers per lane; with eight lanes a thread takes 62 to 72
 # registers, and seven programs share an NVIDIA multiprocessor.
 DIVERGENCE = {2: Tile(1024, 4), 4: Tile(1024, 4), 8: Tile(512, 4)}
+
+
+def without_spills(tile: Tile, much: bool, registers: int = 128) -> Tile:
+    """The tile for a kernel that keeps ``much`` alive at a time, such as under a softcap or in fp64.
+
+    Left alone, the ptxas of Triton before 3.8 gives some of these a few registers less than they need, for
+    one more program, and puts a number on the stack; under a limit it gives what they need.
+    """
+    if much and triton_version() < (3, 8) and platform() == "cuda":
+        return tile._replace(registers=registers)
+    return tile
+
 
 _STATS = {torch.float32: tl.float32, torch.float64: tl.float64}
 
@@ -212,12 +242,7 @@ def row_kernel(function: Callable[..., None]) -> Any:
 def launch(
     kernel: Any, programs: int, device: torch.device, tile: Tile, *args: Any, **constants: Any
 ) -> None:
-    """Run ``programs`` programs of ``kernel`` on ``device``, which needn't be the current one.
-
-    Fusing of multiplications and additions is off, so that the same helper rounds the same in every kernel:
-    old log-probs from one kernel and new ones from another then don't differ at all. Kernels ask for fma
-    where it pays.
-    """
+    """Run ``programs`` programs of ``kernel`` on ``device``, which needn't be the current one."""
     if programs == 0:
         return
     guard: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
@@ -228,11 +253,4 @@ def launch(
     elif device.index != torch.cuda.current_device():
         guard = torch.cuda.device(device)
     with guard:
-        kernel[(programs,)](
-            *args,
-            **constants,
-            num_warps=tile.warps,
-            num_stages=tile.stages,
-            num_ctas=tile.blocks,
-            enable_fp_fusion=False,
-        )
+        kernel[(programs,)](*args, **constants, **tile.options())

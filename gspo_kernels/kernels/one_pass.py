@@ -27,6 +27,7 @@ from gspo_kernels.kernels.launch import (
     narrows_in_place,
     platform,
     row_kernel,
+    triton_version,
 )
 from gspo_kernels.kernels.rows import (
     combine_lanes,
@@ -54,8 +55,7 @@ def most_blocks(device: torch.device) -> int:
     """Of how many blocks a program may consist."""
     if platform() == "interpreter":
         return 16
-    version = tuple(int(number) for number in triton.__version__.split(".")[:2])
-    if platform() == "hip" or version < _CLUSTERS_FROM:
+    if platform() == "hip" or triton_version() < _CLUSTERS_FROM:
         return 1
     return _BLOCKS_BY_CAPABILITY.get(torch.cuda.get_device_capability(device)[0], 1)
 
@@ -387,6 +387,9 @@ def _in_one_pass(
         _hold(*given, ignore_index=ignore_index, out=out)
         return stats
     tile = FOLD_AND_GRAD[max(logits.element_size(), out.element_size())]
+    if transform.softcap and platform() == "cuda":
+        # threads of 16 warps have no more registers, too few for what a softcap keeps of a whole block
+        tile = tile._replace(block=tile.block // 2, registers=128)
     rows = RowArguments.of(logits, labels, transform, tile, out)
     launch(
         logprobs_and_grad_kernel,

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gspo_kernels.kernels.launch import Tile, launch, platform, row_kernel
+from gspo_kernels.kernels.launch import Tile, launch, platform, row_kernel, without_spills
 from gspo_kernels.kernels.rows import narrowed
 
 SEGMENT = 128
@@ -199,7 +199,7 @@ def fixed_product(
         fixed_product_kernel,
         programs,
         a.device,
-        Tile(tile.columns, tile.warps, tile.stages),
+        without_spills(Tile(tile.columns, tile.warps, tile.stages), a.dtype == torch.float32),
         a,
         b,
         bias,

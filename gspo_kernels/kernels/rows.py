@@ -18,7 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gspo_kernels.kernels.columns import load_block, row_source
+from gspo_kernels.kernels.columns import load_block
 from gspo_kernels.kernels.kept import cut_heights
 
 HUGE: tl.constexpr = tl.constexpr(1e30)
@@ -286,9 +286,8 @@ def open_row(
         width = width // VECTOR * VECTOR
     label = tl.where(labelled, label, -1).to(tl.int32)
     home = tl.maximum(label, 0) // BLOCK
-    source = row_source(row, width, ACCESS)
-    block = load_block(source, home * BLOCK, lanes, width, stride_v, ACCESS, True, EVICT)
-    return source, width, lanes, home, label, block, labelled
+    block = load_block(row, home * BLOCK, lanes, width, stride_v, ACCESS, True, EVICT, PLATFORM)
+    return row, width, lanes, home, label, block, labelled
 
 
 @triton.jit
@@ -312,7 +311,7 @@ def fold_row(
     rounded sum. Where the label isn't a column of the row, the log-prob is NaN. Columns that ``kept``, the
     row's mask or None, cuts count like those beyond the width.
     """
-    source, width, lanes, home, label, block, labelled = opened
+    row, width, lanes, home, label, block, labelled = opened
     STEEP: tl.constexpr = SOFTCAP or SCALED != 0
     steepness = slopes[0]
     if SOFTCAP:
@@ -339,13 +338,13 @@ def fold_row(
     full = width // BLOCK
     for other in range(tl.where(home < full, full - 1, full)):
         start = tl.where(other < home, other, other + 1) * BLOCK
-        raw = load_block(source, start, lanes, width, stride_v, ACCESS, False, EVICT)
+        raw = load_block(row, start, lanes, width, stride_v, ACCESS, False, EVICT, PLATFORM)
         y = _height(raw, slopes, STATS, SCALED, SOFTCAP, PLATFORM)
         y = cut_heights(y, start, width, kept)
         state = _fold_block(state, y, power, STEEP, ENTROPY, PLATFORM)
     if (home < full) & (full * BLOCK < width):
         columns = full * BLOCK + lanes
-        raw = load_block(source, full * BLOCK, lanes, width, stride_v, ACCESS, True, EVICT)
+        raw = load_block(row, full * BLOCK, lanes, width, stride_v, ACCESS, True, EVICT, PLATFORM)
         y = _height(raw, slopes, STATS, SCALED, SOFTCAP, PLATFORM)
         y = tl.where(columns < width, y, -float("inf"))
         y = cut_heights(y, full * BLOCK, width, kept)

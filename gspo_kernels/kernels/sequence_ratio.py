@@ -21,6 +21,7 @@ from gspo_kernels.kernels.launch import (
     RowArguments,
     launch,
     row_kernel,
+    without_spills,
 )
 from gspo_kernels.kernels.rows import element, fold_row, joined, open_row, row_slopes
 from gspo_kernels.kernels.sequences import (
@@ -259,7 +260,8 @@ def sequence_ratio_forward(
         stats.logprobs.zero_()
         stats.lse.zero_()
         return stats
-    tile = FOLD[logits.element_size()]
+    much = transform.softcap > 0 or logits.dtype == torch.float64
+    tile = without_spills(FOLD[logits.element_size()], much)
     rows = RowArguments.of(logits, labels, transform, tile)
     launch(
         sequence_ratio_kernel,

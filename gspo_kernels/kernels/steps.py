@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gspo_kernels.kernels.launch import Tile, launch, row_kernel
+from gspo_kernels.kernels.launch import Tile, launch, row_kernel, without_spills
 from gspo_kernels.kernels.rows import element
 from gspo_kernels.kernels.sequences import (
     KL,
@@ -278,7 +278,7 @@ def ratio_step(
         ratio_step_kernel,
         sequences,
         logprobs.device,
-        _STEP,
+        without_spills(_STEP, True, 255),
         logprobs,
         mask.view(torch.int8),
         old,

@@ -339,7 +339,6 @@ def compile_calls(calls: list[Any], targets: list[str]) -> list[dict[str, Any]]:
                 entry["wide_copies"] = sum(".128" in copy for copy in copies)
                 entry["narrow_copies"] = len(copies) - entry["wide_copies"]
                 entry["barriers"] = len(re.findall(r"\bBAR\.SYNC", code))
-                entry["exponentials"] = code.count("MUFU.EX2")
             report.append(entry)
     return report
 

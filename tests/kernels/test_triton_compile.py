@@ -15,18 +15,6 @@ pytest.importorskip("triton")
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 COUNTED = ROOT / "benchmarks" / "results" / "cpu_two_cores_avx2" / "static.json"
-RARE = "sequence_ratio_kernel bfloat16 scaled softcap aligned no row_temperature_ptr"
-PADDED = "no row_temperature_ptr no weights_ptr no lengths_ptr no normalizer_ptr no cu_seqlens_ptr"
-MASKED_FP32 = f"sequence_ratio_kernel float32 scaled softcap shifted kept {PADDED}"
-MASKED_FP64 = f"sequence_ratio_kernel float64 aligned kept {PADDED}"
-MASKED_BACKWARD = (
-    "logprobs_backward_kernel bfloat16->bfloat16 scaled softcap aligned kept no row_temperature_ptr"
-)
-# By version of Triton, on sm_90: kernels that its ptxas gives too few registers, and bytes per thread.
-SPILLS = {
-    "3.6.": {RARE: 8, MASKED_BACKWARD: 8},
-    "3.7.": {RARE: 8, MASKED_FP32: 8, MASKED_FP64: 8},
-}
 NVIDIA = ("sm_80", "sm_90", "sm_100", "sm_120")
 
 
@@ -77,9 +65,6 @@ def test_every_kernel_compiles(report, target):
 @pytest.mark.parametrize("target", (*NVIDIA, "gfx942"))
 def test_nothing_spills(report, target):
     spilled = {e["kernel"]: e["STACK"] + e["LOCAL"] for e in entries(report, target)}
-    for kernel, most in SPILLS.get(report["triton"][:4], {}).items():
-        if target == "sm_90":
-            spilled[kernel] = max(0, spilled[kernel] - most)
     assert not any(spilled.values()), {name: size for name, size in spilled.items() if size}
 
 
@@ -119,6 +104,8 @@ def assert_arrivals_order(order, target):
 
 @pytest.mark.parametrize("target", (*NVIDIA, "gfx942"))
 def test_arrivals_order_what_programs_store(report, target):
+    if target == "gfx942" and report["triton"].startswith(("3.6.", "3.7.")):
+        pytest.xfail("LLVM leaves out the wait behind buffer_wbl2 where it sees no access under way")
     for kernel, number in (("sequence_ratio_kernel", 2), ("ratio_step_kernel", 1)):
         for entry in entries(report, target, kernel):
             assert len(list(arrivals(entry["order"]))) == number, entry["kernel"]
@@ -244,13 +231,14 @@ def test_gradients_of_rows_that_begin_anywhere_do_so_too(report):
             assert entry["wide_loads"] >= 6, entry
 
 
-def test_folds_of_rows_that_begin_anywhere_read_pairs(report):
-    """Two columns at a time, but for one at either end; threads keep their columns, and exchange nothing."""
+def test_folds_of_rows_that_begin_anywhere_read_whole_pieces(report):
+    """Two of 16 bytes for eight columns; threads keep their columns, and exchange nothing."""
     for entry in entries(report, "sm_90", "16 ", " shifted"):
         if "logprobs_forward" in entry["kernel"] or "sequence_ratio" in entry["kernel"]:
-            loads = entry["counts"]["loads"]
-            assert set(loads) == {"32"} and loads["32"] <= (12 if "kept" in entry["kernel"] else 10), entry
-            assert entry["narrow_logit_loads"] == 2 and entry["counts"]["barriers"] == 0, entry
+            words = {"32": 2} if "kept" in entry["kernel"] else {}
+            assert entry["counts"]["loads"] == {"128": 4} | words, entry
+            # one by one: the label's block, one at an end, and the last
+            assert entry["narrow_logit_loads"] <= 3 * 16 and entry["counts"]["barriers"] == 0, entry
 
 
 def test_other_strides_do_not(report):
@@ -260,12 +248,13 @@ def test_other_strides_do_not(report):
 
 
 def test_one_exponential_per_element(report):
-    """16 bf16 or 8 fp32 elements per thread, and one for their maximum, in three copies; the rest is once."""
+    """Of 16 bf16 or 8 fp32 elements per thread, and one for their maximum; with Triton 3.6 two."""
+    more = 2 if report["triton"].startswith("3.6.") else 1
     for dtype, width in (("bfloat16", 16), ("float32", 8)):
         for entry in entries(
             report, "sm_90", "logprobs_forward_kernel", f" {dtype} aligned", "no entropy_ptr"
         ):
-            assert 3 * (width + 1) < entry["exponentials"] <= 3 * (width + 1) + 3, entry
+            assert entry["counts"]["mufu_per_logit"] == pytest.approx((width + more) / width, abs=1e-3), entry
 
 
 def test_no_kernel_becomes_dearer(report):

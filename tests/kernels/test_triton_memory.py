@@ -128,11 +128,16 @@ def load_one_more(row, start, lanes, width, stride_v, ACCESS, MASKED, EVICT):
 
 
 @triton.jit
-def load_all(row, start, lanes, width, stride_v, ACCESS, MASKED, EVICT):
-    return tl.load((row + start) + lanes)
+def load_one_more_column(place, column, width, MASKED, EVICT):
+    return tl.load(place, mask=column < width + 1, other=-float("inf"))
 
 
-@pytest.mark.parametrize(("loads", "lanes"), [(load_one_more, 1), (load_all, 3)])
+@triton.jit
+def load_any_column(place, column, width, MASKED, EVICT):
+    return tl.load(place)
+
+
+@pytest.mark.parametrize(("loads", "lanes"), [(load_one_more_column, 1), (load_any_column, 3)])
 def test_a_load_beyond_the_last_row_is_found(monkeypatch, loads, lanes):
     logits, labels = torch.randn(1, 2, 1009), torch.zeros(1, 2, dtype=torch.int64)
 
@@ -140,7 +145,7 @@ def test_a_load_beyond_the_last_row_is_found(monkeypatch, loads, lanes):
         return kernels.logprobs_forward(logits, labels, PLAIN, ignore_index=IGNORE, entropy=False)
 
     call()
-    monkeypatch.setattr(columns, "load_columns", loads)
+    monkeypatch.setattr(columns, "_load_column", loads)
     found(f"out of bounds: load of 4 bytes by program 1 in {lanes} lanes", call)
 
 
@@ -158,26 +163,26 @@ def test_a_load_between_rows_is_found(monkeypatch, loads, first):
 
 
 @triton.jit
-def load_whole_pair(source, place, column, width, EVICT):
-    return tl.load(place, mask=column < width, other=0)
+def begins_within(column, width, WIDE):
+    return column >= 0
 
 
 @triton.jit
-def load_pair_before(source, place, column, width, EVICT):
-    return tl.load(place, mask=column + 2 <= width, other=0)
+def ends_within(column, width, WIDE):
+    return column <= width - WIDE
 
 
-@pytest.mark.parametrize(("loads", "place"), [(load_whole_pair, 0), (load_pair_before, 1)])
-def test_a_pair_of_columns_that_reaches_beyond_its_row_is_found(monkeypatch, loads, place):
-    room, labels = torch.randn(1, 1, 64).bfloat16(), torch.zeros(1, 1, dtype=torch.int64)
-    logits = room[..., place : place + 47 - place]
+@pytest.mark.parametrize(("within", "label", "words"), [(begins_within, 0, 4), (ends_within, 4095, 1)])
+def test_a_piece_that_reaches_beyond_its_row_is_found(monkeypatch, within, label, words):
+    """Of a row of two blocks, the one without the label: it holds the row's end, or begins with it."""
+    logits, labels = torch.randn(1, 1, 4104).bfloat16()[..., 1:4097], torch.full((1, 1), label)
 
     def call():
         return kernels.logprobs_forward(logits, labels, PLAIN, ignore_index=IGNORE, entropy=False)
 
     call()
-    monkeypatch.setattr(columns, "_load_pair", loads)
-    found("out of bounds: load of 4 bytes by program 0 in 1 lanes", call)
+    monkeypatch.setattr(columns, "_lies_within", within)
+    found(f"out of bounds: load of 4 bytes by program 0 in {words} lanes", call)
 
 
 @triton.jit
