@@ -46,8 +46,8 @@ Not measured yet. `python -m benchmarks campaign --out DIR` runs tests, suites a
 configurations on a GPU in nine minutes. The tests compile all kernels with the Triton that is installed, and
 allow no spilled registers on sm_80, sm_90, sm_100, sm_120 and gfx942; nothing spills with Triton 3.6 and 3.7
 either (`pytest --triton FOLDER tests/kernels/test_triton_compile.py` compiles with another). On gfx942 these
-two leave out a wait between what a program writes and its arrival in a packed sequence ratio: take a newer
-one there.
+two leave out a wait between what a program writes and its arrival in a packed sequence ratio, so on AMD
+GPUs the kernels want Triton 3.9.
 """
 
 TRAINING = """A Qwen3 with random weights, GSPO, AdamW, fp32. A step is a rollout by transformers' generation

@@ -7,10 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks.static import dearer
 
 pytest.importorskip("triton")
+
+from gspo_kernels import kernels
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
@@ -100,6 +103,15 @@ def assert_arrivals_order(order, target):
     if target in NVIDIA:
         # the batch is reduced from what other programs have stored, and from the normalizer
         assert sum(word.startswith("ld") and "volatile" not in word for word in last) <= 1, last
+
+
+@pytest.mark.parametrize("platform", ["cuda", "hip"])
+@pytest.mark.parametrize("version", [(3, 6), (3, 7), (3, 8), (3, 9), (4, 0)])
+def test_amd_is_refused_to_a_triton_that_does_not_order_arrivals(monkeypatch, version, platform):
+    monkeypatch.setattr(kernels, "platform", lambda: platform)
+    monkeypatch.setattr(kernels, "triton_version", lambda: version)
+    refused = kernels.unavailable(torch.device("cuda")) or ""
+    assert ("for AMD GPUs Triton before 3.9" in refused) == (platform == "hip" and version < (3, 9))
 
 
 @pytest.mark.parametrize("target", (*NVIDIA, "gfx942"))
