@@ -266,9 +266,8 @@ def test_the_first_minibatch_needs_no_old_logprobs(tokenizer, monkeypatch):
 def test_what_weights_leave_of_a_batch_is_measured(tokenizer):
     experience = make_experience()
     everything = torch.arange(len(experience.completions))
-    assert not any(
-        name.startswith("weights/") for name in make_updater(tokenizer, make_config()).update(experience)
-    )
+    unweighted = make_updater(tokenizer, make_config()).update(experience)
+    assert not any(name.startswith("weights/") for name in unweighted)
     updater = make_updater(tokenizer, make_config(off_policy={"level": "sequence", "high": 1.01}))
     weights = gk.rollout_weights(
         updater.current_logprobs(experience, 0),
