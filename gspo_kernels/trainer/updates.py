@@ -96,7 +96,8 @@ class PolicyUpdater:
             with torch.no_grad():
                 policy([token], [token])
             shard_again(policy)
-        else:  # DDP takes no DTensors
+        else:
+            # Without DDP where tensors are cut: it takes no DTensors.
             self.policy = accelerator.prepare_model(policy, evaluation_mode=self.arrangement.tensor > 1)
         self.optimizer = accelerator.prepare_optimizer(optimizer)
         self.reference = self.policy if reference is None else reference

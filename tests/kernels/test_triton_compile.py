@@ -117,7 +117,7 @@ def test_amd_is_refused_to_a_triton_that_does_not_order_arrivals(monkeypatch, ve
 @pytest.mark.parametrize("target", (*NVIDIA, "gfx942"))
 def test_arrivals_order_what_programs_store(report, target):
     if target == "gfx942" and report["triton"].startswith(("3.6.", "3.7.")):
-        pytest.xfail("LLVM leaves out the wait behind buffer_wbl2 where it sees no access under way")
+        pytest.skip("refused on AMD GPUs: LLVM leaves out the wait behind buffer_wbl2 there")
     for kernel, number in (("sequence_ratio_kernel", 2), ("ratio_step_kernel", 1)):
         for entry in entries(report, target, kernel):
             assert len(list(arrivals(entry["order"]))) == number, entry["kernel"]

@@ -218,7 +218,7 @@ def draw(logits: Tensor, sampling: Sampling, uniforms: Tensor) -> tuple[Tensor, 
         kept = columns(mask, logits.shape[1])
         logits.masked_fill_(~kept, -torch.inf)
     # One pass where a maximum, a difference and an exponential are three.
-    tokens, probs = by_inversion(torch.softmax(logits, -1, out=logits), uniforms)
+    tokens, probs = by_inversion(logits.softmax(-1), uniforms)
     return tokens.squeeze(-1), probs.squeeze(-1), kept
 
 

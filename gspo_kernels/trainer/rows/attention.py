@@ -153,22 +153,36 @@ def dense_mask(rows: Sequence[Row], window: int | None, device: torch.device) ->
 
 
 class AttentionMask(Tensor):
-    """A mask without entries: SDPA given this one runs the ``attend`` of its class.
+    """A mask without entries: SDPA given this one runs its ``attend``.
 
     It travels as an argument, like every mask, and needs no change to the model; recomputation under gradient
     checkpointing finds it again. torch's own CausalBias works in the same way.
     """
 
     attend: ClassVar[Callable[..., Tensor]]
+    """SDPA of [rows, heads, T, D] queries, keys and values under this mask, with its dropout and other options."""
 
     @classmethod
     def __torch_function__(
         cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if function is scaled_dot_product_attention:
-            return cls.attend(*args, **(kwargs or {}))
+            return _attend(*args, **(kwargs or {}))
         with torch._C.DisableTorchFunctionSubclass():
             return function(*args, **(kwargs or {}))
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: AttentionMask,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **options: Any,
+) -> Tensor:
+    """Take the arguments of SDPA; ``is_causal`` is in the mask already."""
+    return attn_mask.attend(query, key, value, dropout_p, **options)
 
 
 class SegmentMask(AttentionMask):
@@ -199,24 +213,12 @@ class SegmentMask(AttentionMask):
         )
         return function(*args, **kwargs)
 
-    @staticmethod
-    def attend(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: SegmentMask,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        **options: Any,
-    ) -> Tensor:
-        """SDPA on [rows, heads, T, D], each sequence with its own and the shared keys; 0 in padding.
-
-        ``is_causal`` is in the mask already.
-        """
-        window, T = attn_mask.window, attn_mask.shape[-1]
-        outputs, ones = [], [1] * len(attn_mask.rows)
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, dropout_p: float, **options: Any) -> Tensor:
+        """See `AttentionMask.attend`: each sequence with its own and the shared keys; 0 in padding."""
+        window, T = self.window, self.shape[-1]
+        outputs, ones = [], [1] * len(self.rows)
         cut = (_cut(x, ones, 0) for x in (query, key, value))
-        for row, *qkv in zip(attn_mask.rows, *cut, strict=True):
+        for row, *qkv in zip(self.rows, *cut, strict=True):
             # Neighbours of one length are a batch, which takes less time than as many calls.
             runs = [(row.prefix, 1)] if row.prefix else []
             runs += [(size, len(list(same))) for size, same in groupby(row.lengths) if size > 0]

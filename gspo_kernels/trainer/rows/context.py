@@ -151,18 +151,9 @@ class CutMask(AttentionMask):
             "room for the keys of other processes"
         )
 
-    @staticmethod
-    def attend(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: CutMask,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        **options: Any,
-    ) -> Tensor:
-        """SDPA of [1, heads, n, D] queries; ``is_causal`` is in the mask already."""
-        cut, window = attn_mask.cut, attn_mask.window
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, dropout_p: float, **options: Any) -> Tensor:
+        """See `AttentionMask.attend`: of this process's queries, [1, heads, n, D], and all keys."""
+        cut, window = self.cut, self.window
         widths = [key.shape[-1], value.shape[-1]]
         gathered = _Gather.apply(torch.cat([key, value], -1), cut)
         # split, not slices: the backward of a slice fills a whole row
