@@ -160,7 +160,7 @@ class AttentionMask(Tensor):
     """
 
     attend: ClassVar[Callable[..., Tensor]]
-    """SDPA of [rows, heads, T, D] queries, keys and values under this mask, with its dropout and other options."""
+    """SDPA under this mask, of queries, keys and values of [rows, heads, T, D]."""
 
     @classmethod
     def __torch_function__(
