@@ -7,6 +7,8 @@
 
 #include <algorithm>
 
+#include "avx512.h"
+
 // target_clones needs the GNU loader's indirect functions; x86-64-v3 and v4 are known as dispatch targets
 // since GCC 12. GSPO_ONE_CLONE leaves what -march says, so that each can be tested by itself.
 #if defined(GSPO_ONE_CLONE)
@@ -243,24 +245,27 @@ GSPO_INLINE void store_of(const S* __restrict g, int64_t n, T* out) {
 
 }  // namespace
 
+#define GSPO_DEFINE_EXPONENTIALS(S)                                                       \
+    GSPO_CLONES S maximum(const S* z, int64_t n) {                                        \
+        return maximum_of(z, n);                                                          \
+    }                                                                                     \
+    GSPO_CLONES S sum_exp(const S* z, int64_t n, S shift) {                               \
+        return sum_exp_of(z, n, shift);                                                   \
+    }                                                                                     \
+    GSPO_CLONES ExpSums<S> sum_exp_weighted(const S* z, int64_t n, S shift) {             \
+        return sum_exp_weighted_of(z, n, shift);                                          \
+    }                                                                                     \
+    GSPO_CLONES S write_exp(const S* z, int64_t n, S shift, S* out) {                     \
+        return write_exp_of(z, n, shift, out);                                            \
+    }                                                                                     \
+    GSPO_CLONES void gradient(const S* z, int64_t n, const RowGradient<S>& row, S* out) { \
+        gradient_of(z, n, row, out);                                                      \
+    }
+GSPO_DEFINE_EXPONENTIALS(double)
+
 #define GSPO_DEFINE_FOR_STATS(S)                                                                             \
-    GSPO_CLONES S maximum(const S* z, int64_t n) {                                                           \
-        return maximum_of(z, n);                                                                             \
-    }                                                                                                        \
-    GSPO_CLONES S sum_exp(const S* z, int64_t n, S shift) {                                                  \
-        return sum_exp_of(z, n, shift);                                                                      \
-    }                                                                                                        \
-    GSPO_CLONES ExpSums<S> sum_exp_weighted(const S* z, int64_t n, S shift) {                                \
-        return sum_exp_weighted_of(z, n, shift);                                                             \
-    }                                                                                                        \
-    GSPO_CLONES S write_exp(const S* z, int64_t n, S shift, S* out) {                                        \
-        return write_exp_of(z, n, shift, out);                                                               \
-    }                                                                                                        \
     GSPO_CLONES void transform(S* z, int64_t n, const Transform<S>& parameters, S* slope) {                  \
         transform_of(z, n, parameters, slope);                                                               \
-    }                                                                                                        \
-    GSPO_CLONES void gradient(const S* z, int64_t n, const RowGradient<S>& row, S* out) {                    \
-        gradient_of(z, n, row, out);                                                                         \
     }                                                                                                        \
     GSPO_CLONES void cut(S* z, int64_t n, const int32_t* kept, S fill) {                                     \
         cut_of(z, n, kept, fill);                                                                            \
@@ -311,13 +316,42 @@ GSPO_DEFINE_LOAD(load, double, double)
         store_of(g, n, out);                               \
     }
 GSPO_DEFINE_STORE(store, float, float)
-GSPO_DEFINE_STORE(store, float, BFloat16)
 GSPO_DEFINE_STORE(store_any, float, Half)
 GSPO_DEFINE_STORE(store, float, double)
 GSPO_DEFINE_STORE(store, double, float)
 GSPO_DEFINE_STORE(store, double, BFloat16)
 GSPO_DEFINE_STORE(store, double, Half)
 GSPO_DEFINE_STORE(store, double, double)
+
+namespace portable {
+GSPO_DEFINE_EXPONENTIALS(float)
+GSPO_DEFINE_STORE(store, float, BFloat16)
+}  // namespace portable
+
+#ifdef GSPO_AVX512
+#define GSPO_BEST(CALL) avx512::available() ? avx512::CALL : portable::CALL
+#else
+#define GSPO_BEST(CALL) portable::CALL
+#endif
+
+float maximum(const float* z, int64_t n) {
+    return GSPO_BEST(maximum(z, n));
+}
+float sum_exp(const float* z, int64_t n, float shift) {
+    return GSPO_BEST(sum_exp(z, n, shift));
+}
+ExpSums<float> sum_exp_weighted(const float* z, int64_t n, float shift) {
+    return GSPO_BEST(sum_exp_weighted(z, n, shift));
+}
+float write_exp(const float* z, int64_t n, float shift, float* out) {
+    return GSPO_BEST(write_exp(z, n, shift, out));
+}
+void gradient(const float* z, int64_t n, const RowGradient<float>& row, float* out) {
+    GSPO_BEST(gradient(z, n, row, out));
+}
+void store(const float* g, int64_t n, BFloat16* out) {
+    GSPO_BEST(store(g, n, out));
+}
 
 // What a processor has one instruction for takes a dozen of integer work, as long as an exponential.
 #ifdef GSPO_F16C

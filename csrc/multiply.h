@@ -19,10 +19,6 @@ constexpr int64_t kBlockRows = 86 * kTileRows;
 // fewer, the closer to pairwise summation.
 constexpr int64_t kPieceUnits = 128;
 
-// Results of this size don't stay in any cache until they are read: written past them, they don't have to be
-// fetched first.
-constexpr int64_t kStreamBytes = int64_t{1} << 25;
-
 inline int64_t divide_up(int64_t a, int64_t b) {
     return (a + b - 1) / b;
 }

@@ -6,7 +6,8 @@
 #include <type_traits>
 #include <vector>
 
-#include "blocks.h"
+#include "avx512.h"
+#include "tiles.h"
 
 namespace gspo_kernels {
 namespace {
@@ -81,6 +82,12 @@ class Row {
     void cut_block(int64_t begin, int64_t n, S* values, S fill) const {
         static_assert(kBlock % 32 == 0);
         if (kept_) cut(values, n, kept_ + begin / 32, fill);
+    }
+
+    // The logits in memory, where avx512 can take them for z; null where it can't.
+    const T* stored(int64_t begin) const {
+        const bool as_they_are = stride_ == 1 && !kept_ && transform_.is_identity();
+        return as_they_are && avx512::available() ? data_ + begin : nullptr;
     }
 
     // The same with -inf in the label's place.
@@ -204,25 +211,34 @@ Statistics statistics_of(const Others& others, bool has_label, double z_label, b
 template <class T>
 Others block_sums(const Row<T>& row, int64_t begin, int64_t n, bool with_entropy, StatsOf<T>* buffer,
                   StatsOf<T>* exponentials = nullptr) {
-    using S = StatsOf<T>;
-    const S* z = row.others(begin, n, buffer);
     Others others;
-    others.maximum = maximum(z, n);
-    const S shift = others.template shift<S>();
-    // Memory would idle while the exponentials run: it brings the next block meanwhile.
-    for (int64_t i = 0; i < n; i += kPiece) {
-        const int64_t piece = std::min(kPiece, n - i);
-        row.prefetch(begin + kBlock + i, kPiece);
-        if (with_entropy) {
-            const auto [exp_sum, weighted_sum] = sum_exp_weighted(z + i, piece, shift);
-            others.sum += exp_sum;
-            others.weighted += weighted_sum;
-        } else if (exponentials) {
-            others.sum += write_exp(z + i, piece, shift, exponentials + i);
-        } else {
-            others.sum += sum_exp(z + i, piece, shift);
+    const auto sum = [&](const auto* z) {
+        using namespace avx512;  // for 16-bit floats
+        others.maximum = maximum(z, n);
+        const auto shift = others.template shift<StatsOf<T>>();
+        // Memory would idle while the exponentials run: it brings the next block meanwhile.
+        for (int64_t i = 0; i < n; i += kPiece) {
+            const int64_t piece = std::min(kPiece, n - i);
+            row.prefetch(begin + kBlock + i, kPiece);
+            if (with_entropy) {
+                const auto [exp_sum, weighted_sum] = sum_exp_weighted(z + i, piece, shift);
+                others.sum += exp_sum;
+                others.weighted += weighted_sum;
+            } else if (exponentials) {
+                others.sum += write_exp(z + i, piece, shift, exponentials + i);
+            } else {
+                others.sum += sum_exp(z + i, piece, shift);
+            }
+        }
+    };
+    if constexpr (avx512::handles<T>) {
+        const T* stored = row.label_in(begin, n) ? nullptr : row.stored(begin);
+        if (stored) {
+            sum(stored);
+            return others;
         }
     }
+    sum(row.others(begin, n, buffer));
     return others;
 }
 
@@ -289,13 +305,23 @@ S label_gradient(S logprob, const RowGradient<S>& row) {
 // Blocks upwards, each read before it is written: `out` may be the logits, or narrower rows inside their
 // memory.
 template <class T, class O, class S>
-void write_gradient(const Row<T>& row, S logprob, RowGradient<S> gradient_row, O* out) {
+void write_gradient(const Row<T>& row, S logprob, RowGradient<S> gradient_row, O* out, bool stream = false) {
     alignas(64) S buffer[kBlock], slope[kBlock];
     const S chain = row.template chain<S>();
     gradient_row.c *= chain;
     gradient_row.entropy_c *= chain;
+    stream = stream && std::is_same_v<O, float> && reinterpret_cast<uintptr_t>(out) % 64 == 0;
     for (int64_t begin = 0; begin < row.vocabulary(); begin += kBlock, out += kBlock) {
         const int64_t n = std::min(kBlock, row.vocabulary() - begin);
+        if constexpr (avx512::handles<T> && avx512::handles<O>) {
+            if (const T* stored = row.stored(begin)) {
+                avx512::gradient(stored, n, gradient_row, out, stream);
+                if (row.label_in(begin, n)) {
+                    from_float(label_gradient(logprob, gradient_row), out[row.label() - begin]);
+                }
+                continue;
+            }
+        }
         const S* z = row.block(begin, n, buffer, slope);
         S* g = buffer;
         if constexpr (std::is_same_v<O, S>) g = out;
@@ -305,6 +331,7 @@ void write_gradient(const Row<T>& row, S logprob, RowGradient<S> gradient_row, O
         row.cut_block(begin, n, g, 0);  // whatever is there, and in the coefficients
         if constexpr (!std::is_same_v<O, S>) store(g, n, out);
     }
+    if (stream) finish_streams();
 }
 
 // row_statistics and write_gradient for logits that are z but for a factor, with one exponential an element:

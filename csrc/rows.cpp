@@ -28,6 +28,12 @@ class Upstream {
     int64_t length_ = 1, stride_b_ = 0, stride_t_ = 0;
 };
 
+// Whether a gradient is written past the caches: it doesn't stay in them, nor are the logits there.
+bool past_caches(const Tensor& out, const Tensor& logits) {
+    return out.numel() * out.element_size() >= kStreamBytes &&
+           out.const_data_ptr() != logits.const_data_ptr();
+}
+
 }  // namespace
 
 void logprobs_forward(const Tensor& logits, const Tensor& labels, const LogitOptions& options,
@@ -61,6 +67,7 @@ void logprobs_backward(const Tensor& logits, const Tensor& labels, const LogitOp
         const Rows<O> out_rows(out, out.mutable_data_ptr());
         const S *logprob_in = values<S>(logprobs), *entropy_in = values<S>(entropy);
         const double* lse_in = values<double>(lse);
+        const bool stream = past_caches(out, logits);
         const Upstream<S> c(grad_logprobs, grad_scale), entropy_c(grad_entropy, grad_scale);
         for_each_row(labels.numel(), inputs.logits.vocabulary, [&](int64_t i) {
             O* out_row = out_rows.row(i);
@@ -79,7 +86,7 @@ void logprobs_backward(const Tensor& logits, const Tensor& labels, const LogitOp
             } else {
                 set_normalizer(row, logprob_in[i], lse_in[i], gradient);
             }
-            write_gradient(row, logprob_in[i], gradient, out_row);
+            write_gradient(row, logprob_in[i], gradient, out_row, stream);
         });
     };
     visit_dtype(logits,

@@ -22,6 +22,10 @@ struct Tile {
     bool stream;            // past the caches: `out` is 64-byte aligned, and so are its rows
 };
 
+// Results of this size don't stay in any cache until they are read: written past them, they don't have to be
+// fetched first.
+constexpr int64_t kStreamBytes = int64_t{1} << 25;
+
 // Makes what was streamed by this thread visible to others.
 void finish_streams();
 

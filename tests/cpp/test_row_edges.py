@@ -138,10 +138,29 @@ def test_every_kind_of_gradient_is_rounded_as_pytorch_rounds(dtype):
         [values, every[None], halfway[None], (every * (1 + 2**-9))[None], (every * 0.75)[None]], 1
     )
     values = values[values != 0][None]
-    logits = torch.tensor([0.0, -float("inf")]).expand(1, values.shape[1], 2)
-    labels = torch.ones(values.shape, dtype=torch.int64)
-    out = and_grad(logits, labels, values, out=torch.empty(logits.shape, dtype=dtype))[1][..., 1]
-    assert equal([out], [values.to(dtype)])
+    # Column 0 has p = 1; what column 1 has is subnormal beside many values.
+    logits = torch.tensor([0.0, -85.0, -float("inf")]).expand(1, values.shape[1], 3)
+    labels = torch.full(values.shape, 2)
+    rounded = [values.to(dtype), (-values).to(dtype)]
+    at_once = and_grad(logits, labels, values, out=torch.empty(logits.shape, dtype=dtype))[1]
+    assert equal([at_once[..., 2], at_once[..., 0]], rounded)
+    later = torch.empty(logits.shape, dtype=dtype)
+    backward(logits, labels, forward(logits, labels), values, out=later)
+    assert equal([later[..., 2], later[..., 0]], rounded)
+
+
+@pytest.mark.parametrize("vocabulary", [32000, 30011])
+def test_a_gradient_too_large_for_caches_is_written_like_any(vocabulary):
+    """Above 32 MiB it may go past them, where a row begins with a cache line."""
+    logits, labels, g, _ = make(vocabulary, torch.float32, rows=(2, 150))
+    stats = forward(logits, labels)
+    large = backward(logits, labels, stats, g)
+    assert large.nbytes > 2**25
+    parts = []
+    for one in torch.arange(logits.shape[1]).split(1):
+        own = stats.each(lambda x, one=one: x[:, one])
+        parts.append(backward(logits[:, one], labels[:, one], own, g[:, one]))
+    assert equal([large], [torch.cat(parts, 1)])
 
 
 @pytest.mark.parametrize("label", [-1, 300, 301, 2**40, -(2**62)])
