@@ -44,7 +44,8 @@ class Writer<float> {
     explicit Writer(bool stream = false) : stream_(stream) {}
 
     void operator()(__m512 x, float* out, __mmask16 lanes) const {
-        stream_&& lanes == kAll ? _mm512_stream_ps(out, x) : _mm512_mask_storeu_ps(out, lanes, x);
+        if (stream_ && lanes == kAll) return _mm512_stream_ps(out, x);
+        _mm512_mask_storeu_ps(out, lanes, x);
     }
 
   private:
@@ -115,8 +116,8 @@ class Exponential {
         const __m512 shifted = _mm512_fmadd_ps(x, _mm512_set1_ps(kLanes * C::log2_e), round_);
         const __m512 n = _mm512_sub_ps(shifted, round_);
         const __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0x1.62e43p-1f / kLanes), x);
-        const __m512i bits =
-            _mm512_castps_si512(shifted);  // n, of which a permute reads the lowest four bits
+        // They end with n, of which a permute reads the lowest four.
+        const __m512i bits = _mm512_castps_si512(shifted);
         const __m512i power = _mm512_add_epi32(_mm512_permutexvar_epi32(bits, powers_),
                                                _mm512_slli_epi32(bits, C::mantissa - 4));
         const __m512 p = _mm512_fmadd_ps(r, _mm512_set1_ps(1.0f / 6), _mm512_set1_ps(0.5f));
