@@ -47,8 +47,9 @@ constexpr int kVectors = kTileColumns / 16;
 #define GSPO_DEFINE_TILE(NAME, TARGET, MULTIPLY_ADD)                                                      \
     TARGET void NAME(const Tile& tile) {                                                                  \
         __m512 sums[kTileRows][kVectors];                                                                 \
-        for (auto& row : sums)                                                                            \
-            for (auto& sum : row) sum = _mm512_setzero_ps();                                              \
+        _Pragma("GCC unroll 16") for (auto& row : sums) {                                                 \
+            _Pragma("GCC unroll 4") for (auto& sum : row) sum = _mm512_setzero_ps();                      \
+        }                                                                                                 \
         const float* soon = tile.base && tile.base_stride ? tile.base : tile.stream ? nullptr : tile.out; \
         const int64_t soon_stride = tile.base && tile.base_stride ? tile.base_stride : tile.out_stride;   \
         for (int64_t i = 0; soon && i < tile.rows; ++i) {                                                 \
