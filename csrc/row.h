@@ -84,11 +84,13 @@ class Row {
         if (kept_) cut(values, n, kept_ + begin / 32, fill);
     }
 
-    // The logits in memory, where avx512 can take them for z; null where it can't.
-    const T* stored(int64_t begin) const {
-        const bool as_they_are = stride_ == 1 && !kept_ && transform_.is_identity();
-        return as_they_are && avx512::available() ? data_ + begin : nullptr;
+    // Whether z are the logits and avx512 takes them.
+    bool for_avx512() const {
+        return avx512::handles<T> && avx512::available() && !kept_ && transform_.is_identity();
     }
+
+    // They where they are, for it; null where it needs them side by side first.
+    const T* stored(int64_t begin) const { return for_avx512() && stride_ == 1 ? data_ + begin : nullptr; }
 
     // The same with -inf in the label's place.
     const S* others(int64_t begin, int64_t n, S* buffer, S* slope = nullptr) const {
@@ -211,9 +213,9 @@ Statistics statistics_of(const Others& others, bool has_label, double z_label, b
 template <class T>
 Others block_sums(const Row<T>& row, int64_t begin, int64_t n, bool with_entropy, StatsOf<T>* buffer,
                   StatsOf<T>* exponentials = nullptr) {
-    Others others;
     const auto sum = [&](const auto* z) {
         using namespace avx512;  // for 16-bit floats
+        Others others;
         others.maximum = maximum(z, n);
         const auto shift = others.template shift<StatsOf<T>>();
         // Memory would idle while the exponentials run: it brings the next block meanwhile.
@@ -230,16 +232,13 @@ Others block_sums(const Row<T>& row, int64_t begin, int64_t n, bool with_entropy
                 others.sum += sum_exp(z + i, piece, shift);
             }
         }
+        return others;
     };
     if constexpr (avx512::handles<T>) {
         const T* stored = row.label_in(begin, n) ? nullptr : row.stored(begin);
-        if (stored) {
-            sum(stored);
-            return others;
-        }
+        if (stored) return sum(stored);
     }
-    sum(row.others(begin, n, buffer));
-    return others;
+    return sum(row.others(begin, n, buffer));
 }
 
 // One pass over the row.

@@ -104,6 +104,7 @@ void logprobs_and_grad(const Tensor& logits, const Tensor& labels, const LogitOp
         const S* c = values<S>(coefficients);
         S* logprob_out = mutable_values<S>(logprobs);
         double* lse_out = mutable_values<double>(lse);
+        const bool stream = past_caches(out, logits);
         for_each_row(labels.numel(), inputs.logits.vocabulary, [&](int64_t i) {
             O* out_row = out_rows.row(i);
             if (inputs.ignored(i)) {
@@ -112,7 +113,8 @@ void logprobs_and_grad(const Tensor& logits, const Tensor& labels, const LogitOp
                 return write_zeros(out_row, out_rows.vocabulary);
             }
             const Row<T> row = inputs.row(i);
-            const bool at_once = c[i] != 0 && row.label() >= 0 && row.only_scaled();
+            // To keep an exponential takes longer than AVX-512 takes for another.
+            const bool at_once = c[i] != 0 && row.label() >= 0 && row.only_scaled() && !row.for_avx512();
             thread_local std::vector<S> memory;
             thread_local std::vector<double> maxima;
             const Statistics statistics = at_once
@@ -126,7 +128,7 @@ void logprobs_and_grad(const Tensor& logits, const Tensor& labels, const LogitOp
             if (!std::isfinite(lse_out[i])) return write_nan(out_row, row.vocabulary());
             const RowGradient<S> gradient{static_cast<S>(statistics.maximum),
                                           static_cast<S>(statistics.log_sum), c[i], 0, 0};
-            write_gradient(row, logprob, gradient, out_row);
+            write_gradient(row, logprob, gradient, out_row, stream);
         });
     };
     visit_dtype(logits,

@@ -80,7 +80,7 @@ def test_the_loss_is_the_objectives_and_the_divergence_over_the_servers_ids(
 
 def test_a_run_comes_nearer_to_its_teacher(tmp_path, tokenizer, rows, reward, teacher):
     """On what it has sampled first, over the whole vocabulary."""
-    sections = {"update": {"steps": 8, "learning_rate": 3e-2}}
+    sections = {"update": {"steps": 8, "learning_rate": 3e-3}}
     trainer = make_trainer(tmp_path / "run", tokenizer, rows, reward, teacher.url, sections)
 
     @torch.no_grad()
@@ -96,7 +96,8 @@ def test_a_run_comes_nearer_to_its_teacher(tmp_path, tokenizer, rows, reward, te
     texts = [body["prompt"] for body, _ in teacher.completions[:12]]
     after = distance(texts)
     trainer.model.load_state_dict(start)
-    assert after < 0.97 * distance(texts), (after, distance(texts))
+    # Over ten seeds 0.85 to 0.89, by rewards alone 1.00 to 1.01.
+    assert after < 0.94 * distance(texts), (after, distance(texts))
     found = [each.get("distillation/divergence") for each in read_metrics(tmp_path / "run" / "metrics.jsonl")]
     assert len([each for each in found if each is not None]) == 8
 
