@@ -348,18 +348,21 @@ def test_rows_are_read_twice_where_that_is_needed(gpu, name):
 
 
 def test_old_log_probs_of_the_same_weights_make_a_ratio_of_1(gpu):
-    """Exactly from ``linear_token_logprobs``, within 1e-6 from a call whose rows have stayed on the chip."""
+    """Exactly from ``linear_token_logprobs`` by products of as many rows; within 1e-6 by others, and from a call
+    whose rows have stayed on the chip.
+    """
     (hidden, weight), labels, _, advantages = problem(torch.bfloat16, vocabulary=1040, length=2)
     leaves = hidden.requires_grad_(), weight.requires_grad_()
     options = {"max_chunk_bytes": 8 * 1040 * 4, "backend": "triton"}
     with gpu:
         old = gk.linear_token_logprobs(*leaves, labels, **options).logprobs.detach()
         known = gk.fused_linear_policy_loss(*leaves, labels, None, advantages, **options)
-        for schedule in ("aligned", "deferred", "cached", "two_pass"):
+        for schedule in ("aligned", "cached", "two_pass", "deferred"):
             out = gk.fused_linear_policy_loss(
                 *leaves, labels, old, advantages, schedule=schedule, skip_inactive="none", **options
             )
-            assert out.metrics["ratio/min"] == out.metrics["ratio/max"] == 1.0, schedule
+            bound = 1e-6 if schedule == "deferred" else 0.0  # a sequence at a time
+            assert max(abs(out.metrics[f"ratio/{end}"] - 1.0) for end in ("min", "max")) <= bound, schedule
     assert gpu.kernels["held_row_kernel"] == 2
     assert (known.logprobs.double() - old).mean(1).abs().max() <= 1e-6
 

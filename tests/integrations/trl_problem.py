@@ -53,8 +53,9 @@ class Rollouts:
         rng = random.Random(shifted_seed(1000 * self.calls + trainer.accelerator.process_index))
         self.calls += 1
         completions = []
-        for _ in prompts:
-            ids = [rng.randrange(LETTERS) for _ in range(rng.randint(1, COMPLETION))]
+        # All begin differently: tokens of equal contexts have entropies of which the last bit is the larger.
+        for first in rng.sample(range(LETTERS), len(prompts)):
+            ids = [first] + [rng.randrange(LETTERS) for _ in range(rng.randint(0, COMPLETION - 1))]
             completions.append(ids if len(ids) == COMPLETION else [*ids, tokenizer.eos_token_id])
         rollout = {
             "prompt_ids": [tokenizer(prompt)["input_ids"] for prompt in prompts],
@@ -62,7 +63,7 @@ class Rollouts:
             "logprobs": None,
         }
         if self.tool_tokens:
-            rollout["env_mask"] = [[int(i % 3 != 1) for i in range(len(ids))] for ids in completions]
+            rollout["env_mask"] = [[int(i % 3 != 0) for i in range(len(ids))] for ids in completions]
         return rollout
 
 

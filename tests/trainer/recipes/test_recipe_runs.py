@@ -1,5 +1,8 @@
 """Whole runs of iGRPO and of turn-level groups: restart, processes, layouts, learning."""
 
+import json
+import operator
+
 import pytest
 
 from examples.recipes import igrpo as igrpo_example
@@ -65,7 +68,7 @@ KINDS: dict[str, dict] = {
 @pytest.mark.parametrize("recipe", RUNS)
 def test_two_processes_sample_what_one_does(tmp_path, tokenizer, rows, reward, recipe, kind):
     update = {"steps": 2} | KINDS[kind].get("update", {})
-    sections = RUNS[recipe] | SHORT | KINDS[kind] | {"update": update}
+    sections = RUNS[recipe] | SHORT | KINDS[kind] | {"update": update, "save_rollouts": True}
     run(tmp_path / "one", tokenizer, rows, reward, **sections)
 
     def train(rank):
@@ -81,13 +84,20 @@ def test_two_processes_sample_what_one_does(tmp_path, tokenizer, rows, reward, r
     in_processes(2, train)
     one, two = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("one", "two"))
     assert [record.keys() for record in one] == [record.keys() for record in two]
-    near = {"rel": 1e-6}
     if "bf16" in kind:  # rounded in other places: other tokens now and then, after a step other weights
-        near, one, two = {"abs": 0.1}, one[:2], two[:2]
+        ids = [first_rollout(tmp_path / name) for name in ("one", "two")]
+        assert sum(map(operator.eq, *ids)) > 0.5 * len(ids[0])
+        return
     for a, b in zip(one, two, strict=True):
         for key in a:
             if key.startswith(("reward/", "eval/", "igrpo/", "turns/", "completions/")):
-                assert b[key] == pytest.approx(a[key], **near), key
+                assert b[key] == pytest.approx(a[key], rel=1e-6), key
+
+
+def first_rollout(output):
+    """The token of every completion and place of a run's first step; None behind a completion's end."""
+    lines = (output / "rollouts" / "step_000001.jsonl").read_text().splitlines()
+    return [token for line in lines for token in (json.loads(line)["token_ids"] + [None] * 5)[:5]]
 
 
 @pytest.mark.parametrize("recipe", RUNS)
