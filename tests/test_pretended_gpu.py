@@ -348,8 +348,8 @@ def test_rows_are_read_twice_where_that_is_needed(gpu, name):
 
 
 def test_old_log_probs_of_the_same_weights_make_a_ratio_of_1(gpu):
-    """Exactly from ``linear_token_logprobs`` by products of as many rows; within 1e-6 by others, and from a call
-    whose rows have stayed on the chip.
+    """Exactly from ``linear_token_logprobs`` by products of as many rows; within 1e-6 by others, and from a
+    call whose rows have stayed on the chip.
     """
     (hidden, weight), labels, _, advantages = problem(torch.bfloat16, vocabulary=1040, length=2)
     leaves = hidden.requires_grad_(), weight.requires_grad_()

@@ -44,7 +44,7 @@ RUNS = {
     "masks": GSPO | MASKS,
     "masks, dapo": DAPO | MASKS,
     "adaptive entropy": GSPO | {"entropy_coef": 0.1, "use_adaptive_entropy": True, "entropy_target": 6.0},
-    # without the first tokens, whose contexts are equal within a group: the last bit of an entropy would decide
+    # without first tokens, whose contexts are equal within a group: the last bit of an entropy would decide
     "high entropy tokens": GSPO | {"top_entropy_quantile": 0.4, "entropy_coef": 0.1, "tool_tokens": True},
     "LoRA": GSPO | {"lora": True, "learning_rate": 0.5},
     "LoRA, reference by disabled adapter": GSPO | {"lora": True, "beta": 0.1, "learning_rate": 0.5},
