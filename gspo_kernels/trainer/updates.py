@@ -291,9 +291,8 @@ class PolicyUpdater:
         objective = self.objective
         if hasattr(objective, "seed"):  # it draws: other numbers in each update
             objective = replace(objective, seed=objective.seed + self.updates)
-        taught: Metrics = {}
         if self.looks_around:
-            whole = self._learn_around(experience, terms, part, objective)
+            whole, taught = self._learn_around(experience, terms, part, objective)
         else:
             whole, taught = self._learn_alone(experience, terms, part, objective, on_policy)
         values = {name: float(value) for name, value in whole.metrics.items()}
@@ -322,7 +321,7 @@ class PolicyUpdater:
 
     def _learn_around(
         self, experience: Experience, terms: dict[str, Any], part: Minibatch, objective: Any
-    ) -> gk.LossOutput:
+    ) -> tuple[gk.LossOutput, Metrics]:
         """Learn by a loss that looks at the whole minibatch, whose micro-batches then carry its gradient."""
         rows, _, micros = part
         places, world = experience.places(rows), self.arrangement.averaged
@@ -346,7 +345,7 @@ class PolicyUpdater:
         if terms["entropy_coef"] != 0:
             own["entropy_coef"] = entropy_coef
         self._learn(experience, micros, own)
-        return whole
+        return whole, {}
 
     def _learn(
         self, experience: Experience, micro_batches: Sequence[Tensor], terms: Mapping[str, Any]

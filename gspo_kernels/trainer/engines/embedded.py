@@ -45,8 +45,7 @@ class TransformersEngine:
         model, device = self.model, self.model.device
         B, C = len(prompts), sampling.max_new_tokens
         end_ids = torch.tensor(self.end_ids, device=device)
-        greedy = sampling.temperature == 0.0
-        uniforms = None if greedy else torch.from_numpy(_uniforms(seeds, B, C)).to(device)
+        uniforms = None if sampling.temperature == 0 else torch.from_numpy(_uniforms(seeds, B, C)).to(device)
         options = {"max_new_tokens": C, "do_sample": False, "pad_token_id": self.pad_id}
         longest_first = sorted(range(B), key=lambda row: -len(prompts[row]))
         found: dict[int, Completion] = {}
