@@ -99,7 +99,8 @@ class PolicyUpdater:
         else:
             # Without DDP where tensors are cut: it takes no DTensors.
             self.policy = accelerator.prepare_model(policy, evaluation_mode=self.arrangement.tensor > 1)
-        self.optimizer = accelerator.prepare_optimizer(optimizer)
+        prepared = accelerator.prepare_optimizer(optimizer)  # scales gradients; and looks for packages
+        self.optimizer = optimizer if accelerator.scaler is None else prepared
         self.reference = self.policy if reference is None else reference
         self.reference_mode = reference_mode
         self.teacher, self.served_teacher = teacher, served_teacher
