@@ -53,8 +53,7 @@ class TransformersEngine:
             for start in range(0, B, self.batch_size):
                 chosen = longest_first[start : start + self.batch_size]
                 given = [prompts[row] for row in chosen]
-                own = None if uniforms is None else uniforms[chosen]
-                decoding = Decoding(given, sampling, own, end_ids)
+                decoding = Decoding(given, sampling, None if uniforms is None else uniforms[chosen], end_ids)
                 prompt_ids, prompt_mask = left_padded(given, self.pad_id, device)
                 model.generate(
                     input_ids=prompt_ids,
