@@ -129,8 +129,8 @@ class Policy(nn.Module):
             out = gk.fused_linear_policy_loss(hidden, head.weight, labels, **options)
         if where is None:
             return out
-        own = {"logprobs": out.logprobs, "entropy": out.entropy}
-        there = {name: x.new_zeros(N).index_copy(0, where, x) for name, x in own.items() if x is not None}
+        own = {"logprobs": out.logprobs, "entropy": out.entropy}.items()
+        there: Any = {n: x.new_zeros(N).index_copy(0, where, x) for n, x in own if x is not None}
         return out._replace(**there)
 
     def _hidden_states(self, prompts: Tokens, completions: Tokens) -> tuple[LossInputs, Tensor | None]:
