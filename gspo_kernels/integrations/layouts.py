@@ -42,8 +42,8 @@ def offsets_of(lengths: Tensor) -> Tensor:
     checks.dtype("lengths", checks.tensor("lengths", lengths, None, "[B]", None), checks.INTEGERS)
     if lengths.ndim != 1:
         raise ValueError(f"lengths: got shape {tuple(lengths.shape)}, expected [B]")
-    if checked_values(lengths.device) and bool((lengths < 0).any()):
-        raise ValueError(f"lengths: got {int(lengths.min())}, expected numbers of at least 0")
+    if checked_values(lengths.device) and lengths.numel() and (least := int(lengths.min())) < 0:
+        raise ValueError(f"lengths: got {least}, expected numbers of at least 0")
     return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
 
 

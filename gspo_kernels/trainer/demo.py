@@ -91,12 +91,10 @@ def warm_up(model: Any, tokenizer: Any, rows: list[dict[str, str]], *, steps: in
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10))
     model.train()
     for _ in range(steps):
-        batch = generator.sample(rows, 64)
-        texts = [row["prompt"] + row["answer"] + tokenizer.eos_token for row in batch]
+        texts = [row["prompt"] + row["answer"] + tokenizer.eos_token for row in generator.sample(rows, 64)]
         ids = torch.tensor(tokenizer(texts)["input_ids"])
         hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
-        answers = slice(DIGITS, -1)
-        logits = model.lm_head(hidden[:, answers])
+        logits = model.lm_head(hidden[:, DIGITS:-1])
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, DIGITS + 1 :].flatten())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -236,10 +236,9 @@ class GSPOTrainer:
 
 def speed(experience: Experience, started: float, sampled: float, ended: float) -> dict[str, float]:
     """Return where the seconds of a step went."""
-    tokens = sum(len(completion) for completion in experience.completions)
     return {
         "seconds": ended - started,
         "seconds/rollout": sampled - started,
         "seconds/update": ended - sampled,
-        "tokens_per_second": tokens / (ended - started),
+        "tokens_per_second": sum(experience.lengths) / (ended - started),
     }

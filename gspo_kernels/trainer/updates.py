@@ -99,7 +99,8 @@ class PolicyUpdater:
         else:
             # Without DDP where tensors are cut: it takes no DTensors.
             self.policy = accelerator.prepare_model(policy, evaluation_mode=self.arrangement.tensor > 1)
-        self.optimizer = accelerator.prepare_optimizer(optimizer)
+        prepared = accelerator.prepare_optimizer(optimizer)  # scales gradients; and looks for packages
+        self.optimizer = optimizer if accelerator.scaler is None else prepared
         self.reference = self.policy if reference is None else reference
         self.reference_mode = reference_mode
         self.teacher, self.served_teacher = teacher, served_teacher
@@ -291,9 +292,8 @@ class PolicyUpdater:
         objective = self.objective
         if hasattr(objective, "seed"):  # it draws: other numbers in each update
             objective = replace(objective, seed=objective.seed + self.updates)
-        taught: Metrics = {}
         if self.looks_around:
-            whole = self._learn_around(experience, terms, part, objective)
+            whole, taught = self._learn_around(experience, terms, part, objective)
         else:
             whole, taught = self._learn_alone(experience, terms, part, objective, on_policy)
         values = {name: float(value) for name, value in whole.metrics.items()}
@@ -310,9 +310,11 @@ class PolicyUpdater:
         own = terms | {"objective": objective, "normalizer": divisor / world}
         if on_policy:
             own["old_logprobs"] = None
-        logprobs, entropy, taught = self._learn(experience, micros, own)
+        logprobs, entropy, taught, whole = self._learn(experience, micros, own)
         if on_policy:
             terms["old_logprobs"] += logprobs
+        if whole is not None:
+            return whole, taught
         # Over the whole minibatch, so that metrics do not depend on how it was cut.
         places, own = experience.places(active), experience.pick(terms, active)
         own |= {"cu_seqlens": experience.offsets(active), "normalizer": divisor, "objective": objective}
@@ -322,7 +324,7 @@ class PolicyUpdater:
 
     def _learn_around(
         self, experience: Experience, terms: dict[str, Any], part: Minibatch, objective: Any
-    ) -> gk.LossOutput:
+    ) -> tuple[gk.LossOutput, Metrics]:
         """Learn by a loss that looks at the whole minibatch, whose micro-batches then carry its gradient."""
         rows, _, micros = part
         places, world = experience.places(rows), self.arrangement.averaged
@@ -346,16 +348,17 @@ class PolicyUpdater:
         if terms["entropy_coef"] != 0:
             own["entropy_coef"] = entropy_coef
         self._learn(experience, micros, own)
-        return whole
+        return whole, {}
 
     def _learn(
         self, experience: Experience, micro_batches: Sequence[Tensor], terms: Mapping[str, Any]
-    ) -> tuple[Tensor, Tensor | None, Metrics]:
+    ) -> tuple[Tensor, Tensor | None, Metrics, gk.LossOutput | None]:
         """Add the gradient of a loss with these terms, [B] or [N], to that of the weights.
 
         Returns:
             Log-probs and entropy as `score` does; where there is a teacher among the terms no entropy, but
-            what its divergence adds to the loss, and its mean over tokens, in nats.
+            what its divergence adds to the loss, and its mean over tokens, in nats; without a teacher the
+            loss itself, where one micro-batch of one process is all that there is.
         """
         found = torch.zeros(2, len(experience.loss_mask), device=experience.loss_mask.device)
         said = found.new_zeros(3, dtype=torch.float64)
@@ -374,8 +377,7 @@ class PolicyUpdater:
                 found[0, experience.places(rows)] = output.logprobs
                 if taught:
                     metrics, tokens = output.metrics, own["loss_mask"].sum()
-                    far = metrics["divergence"] * tokens
-                    said += torch.stack([metrics["loss/divergence"], far, tokens])
+                    said += torch.stack([metrics["loss/divergence"], metrics["divergence"] * tokens, tokens])
                 else:
                     found[1, experience.places(rows)] = output.entropy
         for p, grad in earlier.items():
@@ -383,11 +385,12 @@ class PolicyUpdater:
         self.arrangement.sum_gradients(self.policy)
         self.arrangement.sum_(found)
         if not taught:
-            return found[0], found[1], {}
+            alone = len(micro_batches) == 1 == self.accelerator.num_processes
+            return found[0], found[1], {}, output._replace(loss=output.loss.detach()) if alone else None
         self.arrangement.sum_(said)
         added, distance, count = said.tolist()
         learned = {"distillation/loss": added / self.arrangement.averaged}
-        return found[0], None, learned | {"distillation/divergence": distance / max(count, 1.0)}
+        return found[0], None, learned | {"distillation/divergence": distance / max(count, 1.0)}, None
 
     def _step(self) -> Metrics:
         norm = self.accelerator.clip_grad_norm_(self.policy.parameters(), self.config.update.max_grad_norm)

@@ -135,8 +135,7 @@ class Decoding:
 
 def packs() -> bool:
     """Whether oneDNN is there, and has products for this processor that were measured."""
-    built = torch.backends.mkldnn.is_available()
-    return built and "AVX" in torch.backends.cpu.get_cpu_capability()
+    return torch.backends.mkldnn.is_available() and "AVX" in torch.backends.cpu.get_cpu_capability()
 
 
 @contextmanager

@@ -45,8 +45,7 @@ class TransformersEngine:
         model, device = self.model, self.model.device
         B, C = len(prompts), sampling.max_new_tokens
         end_ids = torch.tensor(self.end_ids, device=device)
-        greedy = sampling.temperature == 0.0
-        uniforms = None if greedy else torch.from_numpy(_uniforms(seeds, B, C)).to(device)
+        uniforms = None if sampling.temperature == 0 else torch.from_numpy(_uniforms(seeds, B, C)).to(device)
         options = {"max_new_tokens": C, "do_sample": False, "pad_token_id": self.pad_id}
         longest_first = sorted(range(B), key=lambda row: -len(prompts[row]))
         found: dict[int, Completion] = {}
@@ -54,8 +53,7 @@ class TransformersEngine:
             for start in range(0, B, self.batch_size):
                 chosen = longest_first[start : start + self.batch_size]
                 given = [prompts[row] for row in chosen]
-                own = None if uniforms is None else uniforms[chosen]
-                decoding = Decoding(given, sampling, own, end_ids)
+                decoding = Decoding(given, sampling, None if uniforms is None else uniforms[chosen], end_ids)
                 prompt_ids, prompt_mask = left_padded(given, self.pad_id, device)
                 model.generate(
                     input_ids=prompt_ids,

@@ -107,8 +107,7 @@ class Recipe:
 
     def rollout(self, picked: Sequence[int], stages: Stages) -> tuple[Samples, Metrics]:
         """Return groups of ``rollout.group_size`` completions for the update, and metrics of its own."""
-        size = self.config.rollout.group_size
-        return self.sampler(self.prompts, picked, size, self.sampling, stages), {}
+        return self.sampler(self.prompts, picked, self.config.rollout.group_size, self.sampling, stages), {}
 
     def evaluate(self, prompts: Prompts, sampling: Sampling) -> tuple[Samples, Metrics]:
         """Return one completion of every prompt as it is, and metrics of its own."""

@@ -156,10 +156,9 @@ def experience_of(samples: Samples, group_size: int, advantages: Tensor, device:
 def metrics_of(samples: Samples, group_size: int) -> dict[str, float]:
     """Return what a rollout says of itself: rewards, lengths, and groups that nothing can be learned from."""
     rewards, count = samples.rewards, len(samples.each)
-    means = {f"reward/{name}": float(values.nanmean()) for name, values in rewards.by_name.items()}
     return {
         "reward/mean": float(rewards.total.nanmean()),
-        **means,
+        **{f"reward/{name}": float(values.nanmean()) for name, values in rewards.by_name.items()},
         "groups_without_variance": float((~differing(rewards.total, group_size)).float().mean()),
         "completions/length": sum(len(sample.ids) for sample in samples.each) / count,
         "completions/finished": sum(sample.completion.finished for sample in samples.each) / count,

@@ -66,8 +66,7 @@ class Turns(Recipe):
 
     def rollout(self, picked: Sequence[int], stages: Stages) -> tuple[Samples, Metrics]:
         """Return the groups of all prompts' first turns, then of their second ones, and so on."""
-        size = self.config.rollout.group_size
-        turns = self._turns(self.prompts, picked, size, self.sampling, stages)
+        turns = self._turns(self.prompts, picked, self.config.rollout.group_size, self.sampling, stages)
         metrics = {f"reward/turn_{number}": math.nan for number in range(1, self.config.turns.count + 1)}
         for number, turn in enumerate(turns, start=1):
             metrics[f"reward/turn_{number}"] = float(turn.samples.rewards.total.nanmean())

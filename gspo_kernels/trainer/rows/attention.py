@@ -227,7 +227,7 @@ class SegmentMask(AttentionMask):
             parts = [_cut(x, sizes, 2) for x in qkv]
             segments = []
             for i, (size, count) in enumerate(runs):
-                q, k, v = (part[i].squeeze(0).unflatten(1, (count, size)).transpose(0, 1) for part in parts)
+                q, k, v = (x[i].reshape(-1, count, size, x[i].shape[3]).transpose(0, 1) for x in parts)
                 shared = row.prefix > 0 and i > 0
                 if shared:
                     before = (part[0].expand(count, -1, -1, -1) for part in parts[1:])
@@ -235,7 +235,7 @@ class SegmentMask(AttentionMask):
                 plain = not shared and (window is None or size <= window)
                 mask = None if plain else causal_mask(size, k.shape[2], window, query.device)
                 found = scaled_dot_product_attention(q, k, v, mask, dropout_p, plain, **options)
-                segments.append(found.transpose(0, 1).flatten(1, 2).unsqueeze(0))
+                segments.append(found.transpose(0, 1).reshape(1, -1, size * count, found.shape[3]))
             if padding:
                 segments.append(value.new_zeros(1, query.shape[1], padding, value.shape[3]))
             outputs.append(_joined(segments, 2))

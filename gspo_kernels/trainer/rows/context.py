@@ -118,8 +118,7 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, own: Tensor, cut: Cut) -> Tensor:
         ctx.cut = cut
         padded = pad(own[:, :, : cut.count], (0, 0, 0, cut.most - cut.count))
-        every = gathered(cut.group, padded).movedim(0, 2)
-        return every.flatten(2, 3).index_select(2, cut.places)
+        return gathered(cut.group, padded).movedim(0, 2).flatten(2, 3).index_select(2, cut.places)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -211,8 +210,7 @@ def shared_hidden_states(
     of_each = torch.bincount(cut.places[labels != IGNORED] // cut.most).tolist()
     sequences = next(number for number in itertools.count(len(completions)) if number not in of_each)
     counts = torch.bincount(owners, minlength=sequences)
-    loss_inputs = LossInputs(hidden[0, predicting], labels[own[predicting]], offsets_of(counts))
-    return loss_inputs, where
+    return LossInputs(hidden[0, predicting], labels[own[predicting]], offsets_of(counts)), where
 
 
 def own_terms(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, groupby
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -14,7 +14,6 @@ from torch import Tensor
 import gspo_kernels as gk
 from gspo_kernels.integrations.layouts import offsets_of
 from gspo_kernels.trainer.rollout import SamplingMask
-from gspo_kernels.trainer.rows.attention import ranges
 from gspo_kernels.trainer.rows.packing import token_budget_batches
 from gspo_kernels.trainer.rows.shared_prefix import shared_prefix_tokens
 
@@ -57,10 +56,14 @@ class Experience:
         """[B] int64, how many tokens of each row the loss counts."""
         return torch.stack([tokens.sum() for tokens in self.loss_mask.split(self.lengths)])
 
+    @cached_property
+    def _places(self) -> Sequence[Tensor]:
+        """Where among the N tokens each row's are, int64."""
+        return torch.arange(len(self.loss_mask), device=self.loss_mask.device).split(self.lengths)
+
     def places(self, rows: Tensor) -> Tensor:
         """Return where among the N tokens these rows' are, one row after the other, int64."""
-        starts, chosen = [0, *accumulate(self.lengths)], rows.tolist()
-        return ranges([starts[row] for row in chosen], [self.lengths[row] for row in chosen], rows.device)
+        return torch.cat([rows[:0], *(self._places[row] for row in rows.tolist())])
 
     def tokens(self, rows: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """Return the prompts and the completions of these rows."""

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from gspo_kernels.integrations.layouts import offsets_of, pack
 from gspo_kernels.integrations.lm_head import causal_lm_of
 from gspo_kernels.trainer.input_errors import ModelError
-from gspo_kernels.trainer.rows.attention import Row, attention_masks, implementation_of, positions_of, ranges
+from gspo_kernels.trainer.rows.attention import Row, attention_masks, implementation_of, ranges
 
 IGNORED = -100
 """Label of positions that predict no completion token."""
@@ -52,27 +52,32 @@ def packed_inputs(prompts: Tokens, completions: Tokens, *, model: Any = None) ->
         ModelError: a model that cannot be packed exactly.
         ValueError: empty or mismatched sequences.
     """
+    inputs, lengths = _row_of(prompts, completions, model)
+    pairs = zip(prompts, completions, strict=True)
+    shifted = [part for p, c in pairs for part in (p.new_full((len(p) - 1,), IGNORED), c)]
+    inputs["shift_labels"] = torch.cat(shifted).unsqueeze(0)
+    return inputs | {"cu_seqlens": offsets_of(torch.tensor(lengths, device=prompts[0].device))}
+
+
+def _row_of(prompts: Tokens, completions: Tokens, model: Any) -> tuple[dict[str, Any], list[int]]:
+    """Return what of `packed_inputs` a model itself takes, and the tokens of each sequence."""
     check_sequences(prompts, completions)
     pairs = list(zip(prompts, completions, strict=True))
-    lengths = [len(prompt) + len(completion) - 1 for prompt, completion in pairs]
-    device, row = prompts[0].device, Row(0, lengths)
-    shifted = [part for p, c in pairs for part in (p.new_full((len(p) - 1,), IGNORED), c)]
+    lengths, device = [len(p) + len(c) - 1 for p, c in pairs], prompts[0].device
     inputs: dict[str, Any] = {
         "input_ids": torch.cat([part for p, c in pairs for part in (p, c[:-1])]).unsqueeze(0),
-        "position_ids": positions_of([row], device),
-        "shift_labels": torch.cat(shifted).unsqueeze(0),
-        "cu_seqlens": offsets_of(torch.tensor(lengths, device=device)),
+        "position_ids": ranges([0] * len(lengths), lengths, device).unsqueeze(0),
         "use_cache": False,
     }
-    if model is None:
-        return inputs
-    implementation = implementation_of(model)
-    if len(lengths) == 1:
-        return inputs
-    if "flash" in implementation:
-        inputs |= {"cu_seq_lens_q": inputs["cu_seqlens"], "cu_seq_lens_k": inputs["cu_seqlens"]}
-        return inputs | {"max_length_q": max(lengths), "max_length_k": max(lengths)}
-    return inputs | {"attention_mask": attention_masks(model, [row], device)}
+    implementation = None if model is None else implementation_of(model)
+    if implementation is not None and len(lengths) > 1:
+        if "flash" in implementation:
+            ends = offsets_of(torch.tensor(lengths, device=device))
+            inputs["cu_seq_lens_q"] = inputs["cu_seq_lens_k"] = ends
+            inputs["max_length_q"] = inputs["max_length_k"] = max(lengths)
+        else:
+            inputs["attention_mask"] = attention_masks(model, [Row(0, lengths)], device)
+    return inputs, lengths
 
 
 def packed_hidden_states(model: Any, prompts: Tokens, completions: Tokens) -> LossInputs:
@@ -81,11 +86,10 @@ def packed_hidden_states(model: Any, prompts: Tokens, completions: Tokens) -> Lo
     Equal to running each sequence alone, values and gradients, up to rounding. Takes and refuses what
     `packed_inputs` does; the model's own ``__call__`` runs, plain, with a PEFT adapter, or wrapped (DDP).
     """
-    inputs = packed_inputs(prompts, completions, model=model)
-    labels, _ = inputs.pop("shift_labels"), inputs.pop("cu_seqlens")
-    predicting = (labels.flatten() != IGNORED).nonzero().flatten()
-    hidden = last_hidden_states(model, inputs)
-    return LossInputs(hidden[0, predicting], *pack(completions))
+    inputs, lengths = _row_of(prompts, completions, model)
+    hidden, counts = last_hidden_states(model, inputs), [len(completion) for completion in completions]
+    firsts = [end - count for end, count in zip(itertools.accumulate(lengths), counts, strict=True)]
+    return LossInputs(hidden[0, ranges(firsts, counts, hidden.device)], *pack(completions))
 
 
 def padded_hidden_states(model: Any, prompts: Tokens, completions: Tokens) -> LossInputs:

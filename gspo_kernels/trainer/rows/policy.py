@@ -129,10 +129,9 @@ class Policy(nn.Module):
             out = gk.fused_linear_policy_loss(hidden, head.weight, labels, **options)
         if where is None:
             return out
-        found: dict[str, Any] = {"logprobs": out.logprobs, "entropy": out.entropy}
-        for name, own in found.items():
-            found[name] = None if own is None else own.new_zeros(N).index_copy(0, where, own)
-        return out._replace(**found)
+        own = {"logprobs": out.logprobs, "entropy": out.entropy}.items()
+        there: Any = {n: x.new_zeros(N).index_copy(0, where, x) for n, x in own if x is not None}
+        return out._replace(**there)
 
     def _hidden_states(self, prompts: Tokens, completions: Tokens) -> tuple[LossInputs, Tensor | None]:
         """Return what the loss takes, and which completion tokens these are; None: all."""

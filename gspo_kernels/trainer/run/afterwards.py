@@ -40,8 +40,7 @@ def export_checkpoint(
     directory = _run_in(path)
     if to.exists():
         raise RunDirectoryError(f"{to} exists already; nothing is written over")
-    latest = directory.latest_checkpoint()
-    chosen = latest if step is None else directory.checkpoints / f"step_{step:06d}"
+    chosen = directory.latest_checkpoint() if step is None else directory.checkpoints / f"step_{step:06d}"
     if chosen is None or not chosen.is_dir():
         raise RunDirectoryError(
             f"there is no checkpoint {'yet' if chosen is None else chosen.name} in {path}"

@@ -63,7 +63,7 @@ class Arrangement:
     def sum_gradients(self, policy: Any) -> None:
         """Add up the gradients of this process and its peers, where neither DDP nor FSDP does it."""
         # all have run the same layers, so the same weights have gradients
-        for p in policy.parameters() if self.averaged == 1 else ():
+        for p in policy.parameters() if self.averaged == 1 and self.peers is not None else ():
             if p.grad is not None:
                 self.sum_(p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad)
 

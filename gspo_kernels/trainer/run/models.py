@@ -144,8 +144,7 @@ def load_model(
     if accelerator is None or not accelerator.is_fsdp2:
         return _loaded(AutoModelForCausalLM, path, "model", **options)
     with sharded_weights(accelerator):
-        here = {"": accelerator.device}
-        model = _loaded(AutoModelForCausalLM, path, "model", device_map=here, **options)
+        model = _loaded(AutoModelForCausalLM, path, "model", device_map={"": accelerator.device}, **options)
     if whole := [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]:
         raise ModelError(f"FSDP needs transformers 5.20 or later, to read shards: {whole[0]} was read whole")
     return model
