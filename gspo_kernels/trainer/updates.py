@@ -99,7 +99,8 @@ class PolicyUpdater:
         else:
             # Without DDP where tensors are cut: it takes no DTensors.
             self.policy = accelerator.prepare_model(policy, evaluation_mode=self.arrangement.tensor > 1)
-        prepared = accelerator.prepare_optimizer(optimizer)  # scales gradients; and looks for packages
+        # A wrapper, which a scaler of fp16 gradients needs; without one it costs more than small updates.
+        prepared = accelerator.prepare_optimizer(optimizer)
         self.optimizer = optimizer if accelerator.scaler is None else prepared
         self.reference = self.policy if reference is None else reference
         self.reference_mode = reference_mode
