@@ -80,8 +80,8 @@ void pack(const Lines<T>& from, int64_t line, int64_t count, int64_t begin, int6
         }
     } else if (from.line_stride == 1) {
         packed = count / width * width;
-        // Few units at a time: a panel's are written together, where each by itself would be a line apart from
-        // the last by a multiple of a power of two, and share its place in L1 with all others.
+        // Few units at a time: a panel's are written together, where each by itself would be a line apart
+        // from the last by a multiple of a power of two, and share its place in L1 with all others.
         constexpr int64_t kTogether = 8;
         for (int64_t begun = 0; begun < units; begun += kTogether) {
             const int64_t ended = std::min(units, begun + kTogether);
