@@ -61,16 +61,27 @@ void boxed_divergence(Tensor logits, Tensor labels, OptionalTensor row_temperatu
                out);
 }
 
-void boxed_ratio_step(Tensor logprobs, Tensor mask, OptionalTensor old_logprobs, OptionalTensor offsets,
+bool boxed_ratio_step(Tensor logprobs, Tensor mask, OptionalTensor old_logprobs, OptionalTensor offsets,
                       Tensor advantages, OptionalTensor weights, OptionalTensor lengths,
                       OptionalTensor normalizer, double log_low, double log_high, double log_dual,
                       bool count_tokens, int64_t divisor_kind, double divisor_scale, bool per_token,
                       OptionalTensor ref_logprobs, OptionalTensor kl_beta, int64_t kl_estimator, Tensor loss,
                       Tensor metrics, Tensor grad_logprobs) {
-    const SequenceTokens tokens{values<bool>(mask), old_logprobs, offsets, advantages,  weights, lengths,
-                                normalizer,         ref_logprobs, kl_beta, kl_estimator};
+    const bool* counted = nullptr;
+    std::unique_ptr<bool[]> merged;
+    if (mask.scalar_type() == torch::headeronly::ScalarType::Bool) {
+        counted = values<bool>(mask);
+    } else {
+        merged.reset(new bool[mask.numel()]);
+        OptionalTensor no_labels;
+        if (!merge_mask({mask, {}, 0}, merged.get(), no_labels)) return false;
+        counted = merged.get();
+    }
+    const SequenceTokens tokens{counted, old_logprobs, offsets,      advantages, weights,
+                                lengths, normalizer,   ref_logprobs, kl_beta,    kl_estimator};
     const RatioClip form{log_low, log_high, log_dual, count_tokens, divisor_kind, divisor_scale, per_token};
     ratio_step(logprobs, tokens, form, {.loss = loss, .metrics = metrics, .grad_logprobs = grad_logprobs});
+    return true;
 }
 
 void boxed_sequence_ratio_forward(Tensor logits, Tensor labels, OptionalTensor row_temperature,
@@ -95,7 +106,7 @@ void boxed_sequence_ratio_forward(Tensor logits, Tensor labels, OptionalTensor r
 
 bool boxed_merge_mask(Tensor mask, OptionalTensor labels, int64_t ignore_index, Tensor counted,
                       OptionalTensor merged) {
-    return merge_mask({mask, labels, ignore_index}, counted, merged);
+    return merge_mask({mask, labels, ignore_index}, mutable_values<bool>(counted), merged);
 }
 
 void boxed_product(Tensor a, Tensor b, OptionalTensor bias, OptionalTensor ends, Tensor out, bool accumulate,
@@ -154,7 +165,7 @@ STABLE_TORCH_LIBRARY(gspo_kernels_cpp, library) {
                 "Tensor(f!)? out) -> ()");
     library.def("ratio_step(Tensor logprobs, Tensor mask, " GSPO_SEQUENCES
                 "Tensor? ref_logprobs, Tensor? kl_beta, int kl_estimator, Tensor(a!) loss, "
-                "Tensor(b!) metrics, Tensor(c!) grad_logprobs) -> ()");
+                "Tensor(b!) metrics, Tensor(c!) grad_logprobs) -> bool");
     library.def("sequence_ratio_forward(" GSPO_ROWS GSPO_SEQUENCES
                 "Tensor(a!) logprobs, Tensor(b!) lse, Tensor(c!) loss, Tensor(d!) coefficients, "
                 "Tensor(e!) divisor, Tensor(f!) metrics) -> ()");

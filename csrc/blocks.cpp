@@ -1,4 +1,4 @@
-// Each loop is compiled once per instruction set; the dynamic loader picks the best one that the machine has.
+// Each loop is compiled once per instruction set.
 //
 // `#pragma omp simd` (-fopenmp-simd: no OpenMP runtime) lets just these sums be reordered over vector lanes.
 // The order depends on the instruction set alone, so results don't change from run to run or with the number
@@ -8,18 +8,11 @@
 #include <algorithm>
 
 #include "avx512.h"
+#include "clones.h"
 
-// target_clones needs the GNU loader's indirect functions; x86-64-v3 and v4 are known as dispatch targets
-// since GCC 12. GSPO_ONE_CLONE leaves what -march says, so that each can be tested by itself.
-#if defined(GSPO_ONE_CLONE)
-#define GSPO_CLONES
-#elif defined(__x86_64__) && defined(__ELF__) && defined(__GLIBC__) && defined(__GNUC__) && \
-    !defined(__clang__) && __GNUC__ >= 12
-#define GSPO_CLONES __attribute__((target_clones("default", "arch=x86-64-v3", "arch=x86-64-v4")))
+#ifdef GSPO_HAS_CLONES
 #define GSPO_F16C
 #include <immintrin.h>
-#else
-#define GSPO_CLONES
 #endif
 
 namespace gspo_kernels {

@@ -7,6 +7,7 @@
 #include <atomic>
 #include <new>
 #include <type_traits>
+#include <vector>
 
 #include "panels.h"
 #include "tiles.h"
@@ -59,12 +60,83 @@ struct Computed {
     int64_t stride, row, column, height, width;
 };
 
+// A part of K that is summed up in registers; the parts before it have `before` units.
+struct Piece {
+    int64_t begin, end, before;
+};
+
+// At least one, which may be empty: there may be a bias.
+template <class T>
+std::vector<Piece> pieces_of(const Output& out) {
+    std::vector<Piece> pieces;
+    int64_t before = 0;
+    for (int64_t begin = 0, i = 0; begin < out.depth || pieces.empty(); ++i) {
+        int64_t end = std::min(out.depth, begin + kPieceUnits * Lines<T>::per_unit);
+        if (out.ends && out.depth) end = out.ends[i];
+        pieces.push_back({begin, end, before});
+        before += Lines<T>::units(end - begin);
+        begin = end;
+    }
+    return pieces;
+}
+
+// An operand in panels. A small one that many blocks of the product share is packed beforehand, once; of
+// others each thread packs what it multiplies.
+template <class T, int64_t width>
+class Panels {
+  public:
+    Panels(const Lines<T>& from, int64_t lines, Blocks blocks, const std::vector<Piece>& pieces, int64_t uses)
+        : from_(from),
+          lines_(lines),
+          size_(blocks.size),
+          units_(pieces.back().before + Lines<T>::units(pieces.back().end - pieces.back().begin)),
+          shared_(uses >= kUses && blocks.count * size_ * units_ <= kUnits),
+          memory_(shared_ ? blocks.count * size_ * units_ : 0) {
+        if (!shared_) return;
+        const int64_t count = pieces.size();
+        torch::stable::parallel_for(0, blocks.count * count, 1, [&](int64_t first, int64_t last) {
+            for (int64_t i = first; i < last; ++i) {
+                const Piece& piece = pieces[i % count];
+                pack_block(i / count, piece, place(i / count, piece));
+            }
+        });
+    }
+
+    // Of a block and a piece, in `own` where they weren't packed before.
+    const uint32_t* of(int64_t block, const Piece& piece, uint32_t* own) const {
+        if (shared_) return place(block, piece);
+        pack_block(block, piece, own);
+        return own;
+    }
+
+    int64_t own_units() const { return shared_ ? 0 : size_ * kPieceUnits; }
+
+  private:
+    static constexpr int64_t kUses = 8, kUnits = int64_t{1} << 21;
+
+    uint32_t* place(int64_t block, const Piece& piece) const {
+        return memory_.data + size_ * (block * units_ + piece.before);
+    }
+    void pack_block(int64_t block, const Piece& piece, uint32_t* into) const {
+        const int64_t line = block * size_;
+        pack<T, width>(from_, line, std::min(size_, lines_ - line), piece.begin, piece.end, into);
+    }
+
+    const Lines<T> from_;
+    const int64_t lines_, size_, units_;
+    const bool shared_;
+    const Lined<uint32_t> memory_;
+};
+
 // `take` is null, or gets each block, from any thread, instead of `out.data`.
 template <class T, class Take>
 void multiply(const Lines<T>& a, const Lines<T>& b, const Output& out, Blocks rows, Blocks columns,
               TileProduct tile_product, const Take& take) {
     constexpr bool hands_on = !std::is_null_pointer_v<Take>;
-    const int64_t tasks = rows.count * columns.count, piece = kPieceUnits * Lines<T>::per_unit;
+    const int64_t tasks = rows.count * columns.count;
+    const std::vector<Piece> pieces = pieces_of<T>(out);
+    const Panels<T, kTileRows> rows_packed(a, out.rows, rows, pieces, columns.count);
+    const Panels<T, kTileColumns> columns_packed(b, out.columns, columns, pieces, rows.count);
     const bool streams = !hands_on && out.rows * out.columns * sizeof(float) >= kStreamBytes &&
                          out.stride % 16 == 0 && reinterpret_cast<uintptr_t>(out.data) % 64 == 0;
     // Rows a power of two apart would share the same few lines of a cache.
@@ -72,29 +144,27 @@ void multiply(const Lines<T>& a, const Lines<T>& b, const Output& out, Blocks ro
     const int64_t threads = std::min<int64_t>(torch::stable::get_num_threads(), tasks);
     std::atomic<int64_t> next{0};
     torch::stable::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
-        const Lined<uint32_t> a_panels(rows.size * kPieceUnits), b_panels(columns.size * kPieceUnits);
+        const Lined<uint32_t> own_rows(rows_packed.own_units()), own_columns(columns_packed.own_units());
         // Sums on their way stay in cache: each value of `out` is written once, and read at most once.
-        const Lined<float> sums(hands_on || out.depth > piece || out.ends ? rows.size * sums_stride : 0);
+        const Lined<float> sums(hands_on || pieces.size() > 1 ? rows.size * sums_stride : 0);
         for (int64_t task; (task = next.fetch_add(1, std::memory_order_relaxed)) < tasks;) {
-            const int64_t row = task % rows.count * rows.size, column = task / rows.count * columns.size;
+            const int64_t row_block = task % rows.count, column_block = task / rows.count;
+            const int64_t row = row_block * rows.size, column = column_block * columns.size;
             const int64_t height = std::min(rows.size, out.rows - row);
             const int64_t width = std::min(columns.size, out.columns - column);
-            const int64_t* next_end = out.ends;
-            // once without any K, too: there may be a bias
-            for (int64_t k = 0, end = 0; k == 0 || k < out.depth; k = std::max<int64_t>(end, 1)) {
-                end = next_end && out.depth ? *next_end++ : std::min(out.depth, k + piece);
-                const int64_t units = Lines<T>::units(end - k);
-                pack<T, kTileRows>(a, row, height, k, end, a_panels.data);
-                pack<T, kTileColumns>(b, column, width, k, end, b_panels.data);
+            for (const Piece& piece : pieces) {
+                const int64_t units = Lines<T>::units(piece.end - piece.begin);
+                const uint32_t* a_panels = rows_packed.of(row_block, piece, own_rows.data);
+                const uint32_t* b_panels = columns_packed.of(column_block, piece, own_columns.data);
                 for (int64_t j = 0; j < width; j += kTileColumns) {
                     for (int64_t i = 0; i < height; i += kTileRows) {
-                        Tile tile{a_panels.data + i * units, b_panels.data + j * units, units};
+                        Tile tile{a_panels + i * units, b_panels + j * units, units};
                         tile.rows = std::min(kTileRows, height - i);
                         tile.columns = std::min(kTileColumns, width - j);
                         float* const values =
                             hands_on ? nullptr : out.data + (row + i) * out.stride + column + j;
                         float* const sum = sums.data + i * sums_stride + j;
-                        if (k > 0) {
+                        if (piece.begin > 0) {
                             tile.base = sum;
                             tile.base_stride = sums_stride;
                         } else if (out.accumulate) {
@@ -103,7 +173,7 @@ void multiply(const Lines<T>& a, const Lines<T>& b, const Output& out, Blocks ro
                         } else if (out.bias) {
                             tile.base = out.bias + column + j;
                         }
-                        const bool last = !hands_on && end == out.depth;
+                        const bool last = !hands_on && piece.end == out.depth;
                         tile.out = last ? values : sum;
                         tile.out_stride = last ? out.stride : sums_stride;
                         tile.stream = last && streams;

@@ -80,15 +80,22 @@ void pack(const Lines<T>& from, int64_t line, int64_t count, int64_t begin, int6
         }
     } else if (from.line_stride == 1) {
         packed = count / width * width;
-        for (int64_t unit = 0; unit < units; ++unit) {
-            const T* first = from.at(line, begin + unit * per_unit);
-            const T* second = (unit + 1) * per_unit <= k ? first + from.k_stride : nullptr;
-            uint32_t* panel = panels + unit * width;
+        // Few units at a time: a panel's are written together, where each by itself would be a line apart
+        // from the last by a multiple of a power of two, and share its place in L1 with all others.
+        constexpr int64_t kTogether = 8;
+        for (int64_t begun = 0; begun < units; begun += kTogether) {
+            const int64_t ended = std::min(units, begun + kTogether);
+            uint32_t* panel = panels + begun * width;
             for (int64_t l = 0; l < packed; l += width, panel += width * units) {
-                if (second) {
-                    for (int64_t i = 0; i < width; ++i) panel[i] = unit_of(first + l + i, second + l + i);
-                } else {
-                    for (int64_t i = 0; i < width; ++i) panel[i] = unit_of<T>(first + l + i, nullptr);
+                for (int64_t unit = begun; unit < ended; ++unit) {
+                    const T* first = from.at(line + l, begin + unit * per_unit);
+                    const T* second = (unit + 1) * per_unit <= k ? first + from.k_stride : nullptr;
+                    uint32_t* out = panel + (unit - begun) * width;
+                    if (second) {
+                        for (int64_t i = 0; i < width; ++i) out[i] = unit_of(first + i, second + i);
+                    } else {
+                        for (int64_t i = 0; i < width; ++i) out[i] = unit_of<T>(first + i, nullptr);
+                    }
                 }
             }
         }

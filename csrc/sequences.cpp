@@ -3,16 +3,19 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <limits>
 #include <utility>
 #include <vector>
 
+#include "tokens.h"
 #include "values.h"
 
 namespace gspo_kernels {
 namespace {
 
+constexpr int64_t kGrain = 1 << 15;  // tokens that are worth a thread
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 struct Clipped {
@@ -150,8 +153,16 @@ void ratio_step(const Tensor& logprobs, const SequenceTokens& tokens, const Rati
         const auto log_ratio_of = [&](int64_t token) {
             return difference(now[token], old ? old[token] : now[token]);
         };
+        const auto sum = [&](int64_t begin, int64_t n) {
+            const bool* mask = tokens.mask + begin;
+            if (!tokens.old_logprobs) return counted_sum(now + begin, now + begin, mask, n);
+            if (tokens.old_logprobs->scalar_type() == torch::headeronly::ScalarType::Double) {
+                return counted_sum(now + begin, values<double>(tokens.old_logprobs) + begin, mask, n);
+            }
+            return counted_sum(now + begin, values<float>(tokens.old_logprobs) + begin, mask, n);
+        };
         std::vector<Sequence> batch(sequences);
-        const int64_t grain = std::max<int64_t>(1, (1 << 15) * sequences / std::max<int64_t>(1, count));
+        const int64_t grain = std::max<int64_t>(1, kGrain * sequences / std::max<int64_t>(1, count));
         const auto for_each_sequence = [&](const auto& body) {
             torch::stable::parallel_for(0, sequences, grain, [&](int64_t first, int64_t last) {
                 for (int64_t i = first; i < last; ++i) body(i, batch[i]);
@@ -159,11 +170,9 @@ void ratio_step(const Tensor& logprobs, const SequenceTokens& tokens, const Rati
         };
         for_each_sequence([&](int64_t i, Sequence& sequence) {
             const auto [begin, end] = tokens_of(i);
-            for (int64_t token = begin; token < end; ++token) {
-                if (!tokens.mask[token]) continue;
-                ++sequence.count;
-                sequence.log_ratio += log_ratio_of(token);
-            }
+            const auto [count, log_ratio] = sum(begin, end - begin);
+            sequence.count = count;
+            sequence.log_ratio = log_ratio;
             if (sequence.count) sequence.length = lengths ? lengths[i] : sequence.count;
         });
         double total = form.divisor == 2 ? 1.0 : 0.0;
@@ -193,10 +202,8 @@ void ratio_step(const Tensor& logprobs, const SequenceTokens& tokens, const Rati
             if (coefficients) coefficients[i] = static_cast<S>(coefficient);
             if (!grad) return;
             if (!form.per_token && !reference) {
-                const S slope = static_cast<S>(coefficient / total);
-                for (int64_t token = begin; token < end; ++token)
-                    grad[token] = tokens.mask[token] ? slope : 0;
-                return;
+                return write_counted(tokens.mask + begin, end - begin, static_cast<S>(coefficient / total),
+                                     grad + begin);
             }
             double losses = 0;
             for (int64_t token = begin; token < end; ++token) {
@@ -235,21 +242,20 @@ void ratio_step(const Tensor& logprobs, const SequenceTokens& tokens, const Rati
     }
 }
 
-bool merge_mask(const LabelledMask& given, Tensor& counted, std::optional<Tensor>& merged) {
+bool merge_mask(const LabelledMask& given, bool* counted, std::optional<Tensor>& merged) {
     const auto work = [&](auto dtype) {
         using N = decltype(dtype);
         const N* mask = values<N>(given.mask);
-        const int64_t* label = values<int64_t>(given.labels);
+        const int64_t* labels = values<int64_t>(given.labels);
         int64_t* out = merged ? mutable_values<int64_t>(*merged) : nullptr;
-        bool* counts = mutable_values<bool>(counted);
-        N other = 0;
-        const int64_t n = given.mask.numel();
-        // Loops without branches, which become vector instructions.
-        for (int64_t i = 0; i < n; ++i) other = mask[i] == N(0) || mask[i] == N(1) ? other : N(1);
-        for (int64_t i = 0; i < n; ++i) counts[i] = mask[i] != N(0);
-        for (int64_t i = 0; label && i < n; ++i) counts[i] &= label[i] != given.ignore_index;
-        for (int64_t i = 0; out && i < n; ++i) out[i] = mask[i] != N(0) ? label[i] : given.ignore_index;
-        return other == N(0);
+        std::atomic<bool> binary{true};
+        torch::stable::parallel_for(0, given.mask.numel(), kGrain, [&](int64_t begin, int64_t end) {
+            if (!merge(mask + begin, labels ? labels + begin : nullptr, given.ignore_index, end - begin,
+                       counted + begin, out ? out + begin : nullptr)) {
+                binary = false;
+            }
+        });
+        return binary.load();
     };
     using torch::headeronly::ScalarType;
     switch (given.mask.scalar_type()) {

@@ -51,8 +51,8 @@ struct LabelledMask {
     int64_t ignore_index;
 };
 
-// Whether the mask holds only 0 and 1. `counted`, bool, is true where it isn't 0, nor the label
-// `ignore_index`; `merged` are the labels, `ignore_index` where the mask is 0.
-bool merge_mask(const LabelledMask& given, Tensor& counted, std::optional<Tensor>& merged);
+// Whether the mask holds only 0 and 1. `counted` is true where it isn't 0, nor the label `ignore_index`;
+// `merged` are the labels, `ignore_index` where the mask is 0.
+bool merge_mask(const LabelledMask& given, bool* counted, std::optional<Tensor>& merged);
 
 }  // namespace gspo_kernels

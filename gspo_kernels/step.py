@@ -17,9 +17,11 @@ from gspo_kernels.layout import from_rows
 from gspo_kernels.objectives.base import from_spec
 from gspo_kernels.ops.backends import RatioBackend, load
 from gspo_kernels.ops.library import operator
+from gspo_kernels.ops.logprobs import scale_
 from gspo_kernels.sequence_ratio import RatioOperands, ratio_form
 from gspo_kernels.terms import Terms, check_values
-from gspo_kernels.types import KLPenalty, LossOutput, stats_dtype
+from gspo_kernels.torch_internals import is_last_backward
+from gspo_kernels.types import KLPenalty, LossOutput, RatioClip, stats_dtype
 
 
 def take_step(
@@ -27,11 +29,22 @@ def take_step(
 ) -> PolicyStep:
     """``evaluate``, or one launch of the backend where it has one for the terms; only in operators."""
     form = ratio_form(from_spec(terms.objective), terms, backend)
+    return _step_in_form(logprobs, entropy, terms, backend, want_metrics, form)
+
+
+def _step_in_form(
+    logprobs: Tensor,
+    entropy: Tensor | None,
+    terms: Terms,
+    backend: str,
+    want_metrics: bool,
+    form: RatioClip | None,
+) -> PolicyStep:
     if form is None:
         return evaluate(logprobs, entropy, terms, want_metrics)
-    present = counted = terms.counted(logprobs)
+    present = terms.counted(logprobs) if terms.loss_mask is None else terms.loss_mask
     if terms.skipped is not None:
-        present = counted & ~terms.layout(logprobs).expand(terms.skipped)
+        present = present & ~terms.layout(logprobs).expand(terms.skipped)
     logprobs = logprobs.to(stats_dtype(logprobs.dtype)).contiguous()
     operands = RatioOperands.of(logprobs, terms, form.level)
     kl = None
@@ -52,9 +65,21 @@ def policy_step(
     logprobs: Tensor, entropy: Tensor | None, backend: str, terms: Terms, want_metrics: bool
 ) -> PolicyStep:
     """``take_step`` after checking values that only the device knows."""
-    terms = check_values(logprobs, terms, "policy_step", entropy is not None, want_metrics)
-    step = take_step(logprobs, entropy, terms, backend, want_metrics)
+    form = ratio_form(from_spec(terms.objective), terms, backend)
+    reads_mask = form is not None and _backend_reads_mask(terms, entropy, backend)
+    terms = check_values(
+        logprobs, terms, "policy_step", entropy is not None, want_metrics, mask=not reads_mask
+    )
+    step = _step_in_form(logprobs, entropy, terms, backend, want_metrics, form)
     return step if want_metrics else step._replace(metrics=step.loss.new_empty(0))
+
+
+def _backend_reads_mask(terms: Terms, entropy: Tensor | None, backend: str) -> bool:
+    """Whether the launch checks the mask as it reads it, and nothing else looks at the mask."""
+    if terms.loss_mask is None or any(x is not None for x in (entropy, terms.lengths, terms.skipped)):
+        return False
+    reads = getattr(load(backend), "reads_mask", None)
+    return reads is not None and reads(terms.loss_mask)
 
 
 @policy_step.register_fake
@@ -70,7 +95,9 @@ def _(logprobs: Tensor, entropy: Tensor | None, backend: str, terms: Terms, want
 
 
 class PolicyLoss(torch.autograd.Function):
-    """Loss of given log-probs (and entropy); the backward multiplies what the forward already knows."""
+    """Loss of given log-probs (and entropy); the backward multiplies what the forward already knows,
+    in its memory where no other backward will ask for it.
+    """
 
     @staticmethod
     def forward(
@@ -79,6 +106,7 @@ class PolicyLoss(torch.autograd.Function):
         step = policy_step(logprobs, entropy, backend, terms, True)
         ctx.save_for_backward(step.grad_logprobs, step.grad_entropy)
         ctx.dtypes = (logprobs.dtype, None if entropy is None else entropy.dtype)
+        ctx.backend = backend
         ctx.has_entropy_gradient = entropy is not None and terms.entropy_coef is not None
         ctx.mark_non_differentiable(step.metrics)
         return step.loss, step.metrics
@@ -87,6 +115,9 @@ class PolicyLoss(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
         grad_logprobs, grad_entropy = ctx.saved_tensors
         dtype, entropy_dtype = ctx.dtypes
+        if entropy_dtype is None and is_last_backward():
+            scale_(grad_logprobs, grad, ctx.backend)
+            return grad_logprobs.to(dtype), None, None, None
         to_entropy = (grad_entropy * grad).to(entropy_dtype) if ctx.has_entropy_gradient else None
         return (grad_logprobs * grad).to(dtype), to_entropy, None, None
 

@@ -21,7 +21,7 @@ from gspo_kernels.objectives.base import Objective, from_spec
 from gspo_kernels.ops import values
 from gspo_kernels.ops.library import checked_values
 from gspo_kernels.parallel.agreement import digest
-from gspo_kernels.types import stats_dtype
+from gspo_kernels.types import constant, stats_dtype
 
 KL_ESTIMATORS = ("k1", "k2", "k3")
 
@@ -79,7 +79,8 @@ class Form:
         per_sequence = self.shape == "sequences"
         if self.shape == "either":
             per_sequence = self._is_per_sequence(name, tuple(tensor.shape), place, only)
-        return tensor.detach() if per_sequence else as_rows(tensor.detach(), place.packed)
+        tensor = constant(tensor)
+        return tensor if per_sequence else as_rows(tensor, place.packed)
 
     @staticmethod
     def _is_per_sequence(name: str, shape: tuple[int, ...], place: Place, only: str) -> bool:
@@ -251,18 +252,19 @@ def _check_fit(terms: Terms, objective: Objective, has_entropy: bool) -> None:
         raise ValueError("entropy: got None, but entropy_coef asks for an entropy bonus")
 
 
-def check_values(tokens: Tensor, terms: Terms, *call: object) -> Terms:
+def check_values(tokens: Tensor, terms: Terms, *call: object, mask: bool = True) -> Terms:
     """The terms with their mask as bool, after checks that need a look at values; see ``ops.values``.
 
-    With a ``cp_group`` all its ranks go on, or all raise. ``call`` is what must be the same on all of them,
-    besides what the terms say of whole sequences.
+    Without ``mask`` that is left as it is, for whoever reads it to check. With a ``cp_group`` all its ranks
+    go on, or all raise. ``call`` is what must be the same on all of them, besides what the terms say of whole
+    sequences.
     """
     if not terms.cp_group:
-        return _check_values(tokens, terms)
+        return _check_values(tokens, terms, mask)
     from gspo_kernels.parallel.agreement import RanksDisagreeError, agree, together
 
     with together(terms.cp_group, tokens.device):
-        terms = _check_values(tokens, terms)
+        terms = _check_values(tokens, terms, mask)
         said = _of_whole_sequences(tokens, terms, call)
         own = [number for name in _EITHER for number in _said_of_either(tokens, terms, name)]
         every = agree(terms.cp_group, tokens.device, said, own)
@@ -313,9 +315,9 @@ def _of_whole_sequences(tokens: Tensor, terms: Terms, call: tuple[object, ...]) 
     return {what: digest(value) for what, value in said.items()}
 
 
-def _check_values(tokens: Tensor, terms: Terms) -> Terms:
+def _check_values(tokens: Tensor, terms: Terms, mask: bool) -> Terms:
     values.check_cu_seqlens(terms.cu_seqlens, tokens)
-    counted = values.check_mask(terms.loss_mask)
+    counted = values.check_mask(terms.loss_mask) if mask else terms.loss_mask
     if counted is not terms.loss_mask:
         terms = terms._replace(loss_mask=counted)
     values.check_normalizer(terms.normalizer)

@@ -58,3 +58,13 @@ def inner_autograd() -> Iterator[None]:
         torch.enable_grad(),
     ):
         yield
+
+
+def is_last_backward() -> bool:
+    """In a function's backward: whether what it saved is freed afterwards, so that it may write there.
+
+    Never where the backward is traced, or followed itself by autograd (``create_graph``).
+    """
+    if torch.compiler.is_compiling() or torch.is_grad_enabled():
+        return False
+    return not torch._C._autograd._get_current_graph_task_keep_graph()

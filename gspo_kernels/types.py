@@ -27,6 +27,15 @@ METRICS = (
 """Names of the metrics that every loss reports, in the order in which kernels and ops store them."""
 
 
+def constant(values: Tensor) -> Tensor:
+    """``detach``, which takes as long as a small operation where it changes nothing, too."""
+    return values.detach() if values.requires_grad else values
+
+
+MASK_VALUES = "loss_mask: expected only 0 and 1 (or bool)"
+"""What is said of a mask that holds anything else."""
+
+
 class TokenLogprobs(NamedTuple):
     """Per-token log-probabilities.
 

@@ -193,3 +193,21 @@ def test_small_differences_to_the_reference_keep_their_digits(launching):
     objective = gk.GRPO(aggregation="sum")
     gk.policy_loss(logprobs, None, zero, **terms, objective=objective).loss.backward()
     torch.testing.assert_close(logprobs.grad, -torch.expm1(-d), rtol=2e-15, atol=0)
+
+
+def test_masks_of_numbers_are_checked_whoever_reads_them(launching):
+    for changes in ({}, {"entropy": torch.ones(B, T)}, {"lengths": torch.full((B,), 3.0)}):
+        with pytest.raises(ValueError, match="loss_mask: expected only 0 and 1"):
+            outcome({"loss_mask": HOLES * 2, **changes}, STEP["gspo"], launching)
+    halves, _ = outcome({"loss_mask": HOLES.half()}, STEP["gspo"], launching)
+    assert torch.equal(halves.loss, outcome({"loss_mask": HOLES}, STEP["gspo"], launching)[0].loss)
+
+
+def test_a_kept_graph_has_its_gradient_again(launching):
+    logprobs = (torch.randn(B, T, generator=generator(0)) - 2).to(launching).requires_grad_()
+    loss = gk.policy_loss(logprobs, None, torch.ones(B, device=launching)).loss
+    first, again = (torch.autograd.grad(3.0 * loss, logprobs, retain_graph=True)[0] for _ in range(2))
+    with_graph = torch.autograd.grad(3.0 * loss, logprobs, create_graph=True)[0]
+    last = torch.autograd.grad(3.0 * loss, logprobs)[0]
+    assert first.count_nonzero() == B * T and first.data_ptr() != again.data_ptr()
+    assert all(torch.equal(first, each) for each in (again, with_graph, last))

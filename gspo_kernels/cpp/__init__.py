@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gspo_kernels.types import (
+    MASK_VALUES,
     METRICS,
     KLPenalty,
     LogitTransform,
@@ -21,6 +22,7 @@ from gspo_kernels.types import (
     RatioStep,
     RowStats,
     SequenceRatioStats,
+    constant,
     pair_dtypes,
     stats_dtype,
 )
@@ -260,8 +262,8 @@ def ratio_step(
     new = logprobs.new_empty
     step = RatioStep(new(()), new(len(METRICS) + (kl is not None)), torch.empty_like(logprobs))
     beta = None if kl is None or kl.beta is None else kl.beta.to(torch.float64).expand(logprobs.shape)
-    _operators().ratio_step(
-        logprobs.detach().contiguous(),
+    binary = _operators().ratio_step(
+        constant(logprobs).contiguous(),
         mask.contiguous(),
         *_sequence_arguments(old_logprobs, cu_seqlens, advantages, weights, lengths, normalizer, form),
         None if kl is None else _numbers(kl.ref_logprobs),
@@ -269,7 +271,14 @@ def ratio_step(
         0 if kl is None else int(kl.estimator[1:]),
         *step,
     )
+    if not binary:
+        raise ValueError(MASK_VALUES)
     return step
+
+
+def reads_mask(mask: Tensor) -> bool:
+    """See ``ops.backends.RatioBackend.reads_mask``."""
+    return mask.dtype in _MASKS
 
 
 def sequence_ratio_forward(
@@ -310,7 +319,7 @@ def merge_mask(
     """See ``ops.backends.MaskBackend.merge_mask``."""
     if mask.dtype not in _MASKS or (labels is not None and labels.dtype != torch.int64):
         return None
-    mask, merged = mask.detach().contiguous(), None
+    mask, merged = constant(mask).contiguous(), None
     counted = torch.empty_like(mask, dtype=torch.bool)
     if labels is not None:
         labels = labels.contiguous()
@@ -358,7 +367,7 @@ def _empty_stats(logits: Tensor, labels: Tensor, entropy: bool) -> RowStats:
 
 def _vector(values: Tensor | None, logits: Tensor) -> Tensor | None:
     """One value per row as the operators take it: contiguous, in the dtype of statistics."""
-    return None if values is None else _as(values.detach(), stats_dtype(logits.dtype)).contiguous()
+    return None if values is None else _as(constant(values), stats_dtype(logits.dtype)).contiguous()
 
 
 def _as(values: Tensor, dtype: torch.dtype) -> Tensor:
@@ -371,7 +380,7 @@ def _numbers(values: Tensor | None) -> Tensor | None:
     if values is None:
         return None
     exact = values.dtype in (torch.float32, torch.float64)
-    return (values if exact else values.to(torch.float64)).detach().contiguous()
+    return constant(values if exact else values.to(torch.float64)).contiguous()
 
 
 def _sequence_arguments(

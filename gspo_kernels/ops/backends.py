@@ -252,6 +252,9 @@ class FoldingBackend(RowBackend, Protocol):
 class MaskBackend(RowBackend, Protocol):
     """A backend that merges mask and labels in one operation, where PyTorch takes many."""
 
+    def reads_mask(self, mask: Tensor) -> bool:
+        """Whether ``ratio_step`` takes the mask, of whatever dtype, as the caller gave it."""
+
     def merge_mask(
         self, mask: Tensor, labels: Tensor | None, ignore_index: int
     ) -> tuple[Tensor, Tensor | None, bool] | None:
@@ -304,7 +307,8 @@ class RatioBackend(RowBackend, Protocol):
     ) -> RatioStep:
         """The same from log-probs [B, T] or [1, N], fp32 or fp64 and contiguous, per sequence or token.
 
-        Everything is computed in fp64. ``mask`` is bool of the same shape: rows that are not ignored.
+        Everything is computed in fp64. ``mask`` is of the same shape: rows that are not ignored. It is bool,
+        or what ``reads_mask`` says yes to, and then ValueError says where it isn't only 0 and 1.
         ``old_logprobs`` is None where they are the log-probs themselves. ``advantages`` and ``weights`` are
         [B], or like the log-probs for ratios of tokens. ``cu_seqlens`` may be int64.
         """

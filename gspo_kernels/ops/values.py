@@ -10,7 +10,7 @@ from torch import Tensor
 from gspo_kernels import bits
 from gspo_kernels.ops.backends import MaskBackend, load, resolve, sharding
 from gspo_kernels.ops.library import checked_values, operator
-from gspo_kernels.types import Shard
+from gspo_kernels.types import MASK_VALUES, Shard
 
 
 def check_cu_seqlens(cu_seqlens: Tensor | None, tokens: Tensor) -> None:
@@ -41,7 +41,7 @@ def _merged(loss_mask: Tensor, labels: Tensor | None, ignore_index: int) -> tupl
         found = cast(MaskBackend, backend).merge_mask(loss_mask, labels, ignore_index)
     counted, merged, binary = found or _merged_in_torch(loss_mask, labels, ignore_index)
     if not binary:
-        raise ValueError("loss_mask: expected only 0 and 1 (or bool)")
+        raise ValueError(MASK_VALUES)
     return counted, merged
 
 

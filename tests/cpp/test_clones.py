@@ -20,8 +20,8 @@ def test_each_clone_is_within_budget(clone, tmp_path):
         pytest.skip(f"this processor does not run {clone}")
     if not any(runs_here(newer) for newer in CLONES[CLONES.index(clone) + 1 :]):
         pytest.skip(f"the loader picks {clone} here, so that every other test runs it")
-    tests = ["tests/cpp/test_rows.py", "tests/cpp/test_row_edges.py"]
-    chosen = ["-k", "2049 or temperature_per_row or far_from_zero or 16_bit"]
+    tests = [f"tests/cpp/test_{name}.py" for name in ("rows", "row_edges", "tokens")]
+    chosen = ["-k", "counted_tokens or 2049 or temperature_per_row or far_from_zero or 16_bit"]
     options = ["-p", "no:xdist", "-p", "no:cacheprovider", f"--extension={build(clone, tmp_path / 'tree')}"]
     command = [sys.executable, "-m", "pytest", *options, *tests, *chosen]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
