@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+import gspo_kernels as gk
+
 MIB = 2**20
 # Schedule, dtype and number of sequences. A chunk holds 441 rows: whole sequences only where there are 12.
 # "cached" is absent: by name it keeps the rows of the whole batch.
@@ -240,6 +242,19 @@ def test_a_gradient_that_was_dropped_makes_room_for_the_next(given_back, dtype):
     assert gradient_memory(31, dtype).data_ptr() != address  # half of its pages would lie idle
     del beside
     assert len(given_back) == 1
+
+
+@on_linux
+def test_a_sum_that_was_rounded_makes_room_for_the_next(given_back):
+    hidden, weight = torch.randn(2, 3, 256).bfloat16(), torch.randn(20_000, 256).bfloat16()
+    labels, gradients = torch.randint(20_000, (2, 3)), []
+    for _ in range(2):
+        leaves = [each.clone().requires_grad_() for each in (hidden, weight)]
+        loss = gk.fused_linear_policy_loss(*leaves, labels, None, torch.ones(2), schedule="two_pass").loss
+        loss.backward()
+        gradients.append(leaves[1].grad)
+        assert len(given_back) == 1 and len(given_back[0]) == 4 * weight.numel()
+    assert torch.equal(*gradients) and gradients[0].count_nonzero() > 0
 
 
 @on_linux

@@ -12,6 +12,7 @@ from gspo_kernels.linear.products import fixed_product, multiply, transposed_pro
 from gspo_kernels.linear.scaling import bounded_for_sums, largest, most_in_sums, power_of_two, times
 from gspo_kernels.linear.segments import Segmented, Segments
 from gspo_kernels.ops.backends import launches_of, load
+from gspo_kernels.ops.memory import used_memory
 from gspo_kernels.types import stats_dtype
 
 
@@ -81,7 +82,9 @@ class HeadSums:
         dtype, device = stats_dtype(head.weight.dtype), head.weight.device
         self._head, self._backend, self._launches = head, load(backend), launches_of(backend)
         self._power: Tensor | None = None
-        self._weight = torch.empty(head.weight.shape, dtype=dtype, device=device) if needs.weight else None
+        # a sum that is rounded to be the gradient is given up by the end of the backward
+        memory = torch.empty if dtype == head.weight.dtype else used_memory
+        self._weight = memory(head.weight.shape, dtype=dtype, device=device) if needs.weight else None
         self._bias = torch.zeros(head.vocabulary, dtype=dtype, device=device) if needs.bias else None
         self._empty = True
         self._segments = Segments(head.rows_in_step) if head.fixed else None

@@ -67,20 +67,25 @@ HUGE_PAGES_FROM = 16 * 2**20
 
 
 def memory_like(logits: Tensor) -> Tensor:
-    """An uninitialised, contiguous tensor for the gradient of logits.
+    """``used_memory`` for the gradient of logits."""
+    return used_memory(logits.shape, logits.dtype, logits.device)
+
+
+def used_memory(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """An uninitialised, contiguous tensor that is soon given up again.
 
     To fault in new pages takes as long as all that is computed on them. On Linux a large tensor is therefore
     made of the pages of the last one that nothing refers to any more, if it was up to twice as large; until
     then the system may take them whenever it needs memory (``MADV_FREE``). New ones ask for huge pages.
     """
-    size = logits.numel() * logits.element_size()
-    if not logits.is_cpu or size < HUGE_PAGES_FROM or not sys.platform.startswith("linux"):
-        return torch.empty_like(logits, memory_format=torch.contiguous_format)
+    size = shape.numel() * dtype.itemsize
+    if device.type != "cpu" or size < HUGE_PAGES_FROM or not sys.platform.startswith("linux"):
+        return torch.empty(shape, dtype=dtype, device=device)
     pages = _pages(size)
     # the tensor's storage is what holds this view, so its end is the view's
     view = memoryview(pages)
     weakref.finalize(view, _give_back, pages).atexit = False
-    return torch.frombuffer(view, dtype=logits.dtype, count=logits.numel()).view(logits.shape)
+    return torch.frombuffer(view, dtype=dtype, count=shape.numel()).view(shape)
 
 
 _given_back: list[mmap.mmap] = []
