@@ -17,7 +17,6 @@ from gspo_kernels.layout import from_rows
 from gspo_kernels.objectives.base import from_spec
 from gspo_kernels.ops.backends import RatioBackend, load
 from gspo_kernels.ops.library import operator
-from gspo_kernels.ops.logprobs import scale_
 from gspo_kernels.sequence_ratio import RatioOperands, ratio_form
 from gspo_kernels.terms import Terms, check_values
 from gspo_kernels.torch_internals import is_last_backward
@@ -106,7 +105,6 @@ class PolicyLoss(torch.autograd.Function):
         step = policy_step(logprobs, entropy, backend, terms, True)
         ctx.save_for_backward(step.grad_logprobs, step.grad_entropy)
         ctx.dtypes = (logprobs.dtype, None if entropy is None else entropy.dtype)
-        ctx.backend = backend
         ctx.has_entropy_gradient = entropy is not None and terms.entropy_coef is not None
         ctx.mark_non_differentiable(step.metrics)
         return step.loss, step.metrics
@@ -116,8 +114,7 @@ class PolicyLoss(torch.autograd.Function):
         grad_logprobs, grad_entropy = ctx.saved_tensors
         dtype, entropy_dtype = ctx.dtypes
         if entropy_dtype is None and is_last_backward():
-            scale_(grad_logprobs, grad, ctx.backend)
-            return grad_logprobs.to(dtype), None, None, None
+            return grad_logprobs.mul_(grad).to(dtype), None, None, None
         to_entropy = (grad_entropy * grad).to(entropy_dtype) if ctx.has_entropy_gradient else None
         return (grad_logprobs * grad).to(dtype), to_entropy, None, None
 

@@ -70,7 +70,7 @@ def test_weights_gradients_and_moments_are_those_of_a_run(script, tmp_path):
         parameter.register_post_accumulate_grad_hook(lambda p: gradients.update({p: p.grad.nbytes}))
     trainer.step = 1
     trainer.updater.update(trainer.rollout()[0], 1)
-    state = trainer.updater.optimizer.optimizer.state.values()
+    state = trainer.updater.optimizer.state.values()
     moments = sum(t.nbytes for each in state for t in each.values() if t.ndim > 0)
     table = script.training(script.shape_of(model.config), gpus=1)
     weights = sum(parameter.nbytes for parameter in trainer.model.parameters())
