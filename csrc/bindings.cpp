@@ -181,8 +181,9 @@ STABLE_TORCH_LIBRARY(gspo_kernels_cpp, library) {
     library.def(
         "folded_statistics(Tensor folds, Tensor labels, int ignore_index, Tensor(a!) logprobs, "
         "Tensor(b!) lse, Tensor(c!)? entropy) -> ()");
-    library.def("multiplies_fp32() -> bool");
-    library.def("multiplies_bf16() -> bool");
+    library.def("product_instructions(bool bf16) -> int");
+    library.def("has_product_instructions(int instructions, bool bf16) -> bool");
+    library.def("amx_unavailable() -> str");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(gspo_kernels_cpp, CPU, library) {
@@ -201,8 +202,9 @@ STABLE_TORCH_LIBRARY_IMPL(gspo_kernels_cpp, CPU, library) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(gspo_kernels_cpp, CompositeExplicitAutograd, library) {
-    library.impl("multiplies_fp32", TORCH_BOX(&gspo_kernels::multiplies_fp32));
-    library.impl("multiplies_bf16", TORCH_BOX(&gspo_kernels::multiplies_bf16));
+    library.impl("product_instructions", TORCH_BOX(&gspo_kernels::product_instructions));
+    library.impl("has_product_instructions", TORCH_BOX(&gspo_kernels::has_product_instructions));
+    library.impl("amx_unavailable", TORCH_BOX(&gspo_kernels::amx_reason));
 }
 
 // Importing the module is what registers the operators; it has no contents of its own.

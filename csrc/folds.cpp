@@ -8,7 +8,7 @@ namespace {
 
 // Rows of a block of logits that is folded while in cache: so many that packing the weight costs little
 // beside multiplying it.
-constexpr int64_t kFoldedRows = kBlockRows / 2;
+constexpr int64_t kFoldedRows = 43 * kTileRows;
 static_assert(kBlock % kTileColumns == 0);
 
 // A line of `folds`.
@@ -124,14 +124,15 @@ void fold_products(const Tensor& hidden, const Tensor& weight, const std::option
     int64_t row_blocks = divide_up(rows, kFoldedRows);
     if (row_blocks * column_blocks.count < 8 * threads) row_blocks = divide_up(row_blocks, threads) * threads;
     const Output output{nullptr, 0, rows, vocabulary, depth, values<float>(bias), false, nullptr};
-    const auto run = [&](auto dtype) {
-        using T = decltype(dtype);
-        multiply<T>({values<T>(hidden), hidden.stride(0), hidden.stride(1)},
-                    {values<T>(weight), weight.stride(0), weight.stride(1)}, output,
-                    Blocks::equal(rows, kTileRows, row_blocks), column_blocks, tile_of<T>(instructions),
-                    fold);
-    };
-    bf16 ? run(BFloat16{}) : run(float{});
+    with_instructions(static_cast<Instructions>(instructions), bf16,
+                      [&](auto format, TileProduct tile_product) {
+                          using Format = decltype(format);
+                          using T = typename Format::Value;
+                          multiply<Format>({values<T>(hidden), hidden.stride(0), hidden.stride(1)},
+                                           {values<T>(weight), weight.stride(0), weight.stride(1)}, output,
+                                           Blocks::equal(rows, Format::rows, row_blocks), column_blocks,
+                                           tile_product, fold);
+                      });
 }
 
 void folded_statistics(const Tensor& folds, const Tensor& labels, int64_t ignore_index, Tensor& logprobs,

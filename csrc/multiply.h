@@ -14,8 +14,6 @@
 
 namespace gspo_kernels {
 
-// A block of `a` (half a megabyte) stays in a core's L2, as does a panel of `b`.
-constexpr int64_t kBlockRows = 86 * kTileRows;
 // Units along K that are summed up in registers before they are added to the rest. Results depend on it: the
 // fewer, the closer to pairwise summation.
 constexpr int64_t kPieceUnits = 128;
@@ -62,34 +60,36 @@ struct Computed {
 
 // A part of K that is summed up in registers; the parts before it have `before` units.
 struct Piece {
-    int64_t begin, end, before;
+    int64_t begin, end, before, units;
 };
 
 // At least one, which may be empty: there may be a bias.
-template <class T>
+template <class Format>
 std::vector<Piece> pieces_of(const Output& out) {
+    using Operand = Lines<typename Format::Value>;
     std::vector<Piece> pieces;
     int64_t before = 0;
     for (int64_t begin = 0, i = 0; begin < out.depth || pieces.empty(); ++i) {
-        int64_t end = std::min(out.depth, begin + kPieceUnits * Lines<T>::per_unit);
+        int64_t end = std::min(out.depth, begin + kPieceUnits * Operand::per_unit);
         if (out.ends && out.depth) end = out.ends[i];
-        pieces.push_back({begin, end, before});
-        before += Lines<T>::units(end - begin);
+        const int64_t units = divide_up(Operand::units(end - begin), Format::step) * Format::step;
+        pieces.push_back({begin, end, before, units});
+        before += units;
         begin = end;
     }
     return pieces;
 }
 
-// An operand in panels. A small one that many blocks of the product share is packed beforehand, once; of
-// others each thread packs what it multiplies.
-template <class T, int64_t width>
+// An operand in panels, as `pack` makes them. A small one that many blocks of the product share is packed
+// beforehand, once; of others each thread packs what it multiplies.
+template <class T, auto pack>
 class Panels {
   public:
     Panels(const Lines<T>& from, int64_t lines, Blocks blocks, const std::vector<Piece>& pieces, int64_t uses)
         : from_(from),
           lines_(lines),
           size_(blocks.size),
-          units_(pieces.back().before + Lines<T>::units(pieces.back().end - pieces.back().begin)),
+          units_(pieces.back().before + pieces.back().units),
           shared_(uses >= kUses && blocks.count * size_ * units_ <= kUnits),
           memory_(shared_ ? blocks.count * size_ * units_ : 0) {
         if (!shared_) return;
@@ -119,7 +119,7 @@ class Panels {
     }
     void pack_block(int64_t block, const Piece& piece, uint32_t* into) const {
         const int64_t line = block * size_;
-        pack<T, width>(from_, line, std::min(size_, lines_ - line), piece.begin, piece.end, into);
+        pack(from_, line, std::min(size_, lines_ - line), piece.begin, piece.end, into);
     }
 
     const Lines<T> from_;
@@ -129,14 +129,15 @@ class Panels {
 };
 
 // `take` is null, or gets each block, from any thread, instead of `out.data`.
-template <class T, class Take>
-void multiply(const Lines<T>& a, const Lines<T>& b, const Output& out, Blocks rows, Blocks columns,
-              TileProduct tile_product, const Take& take) {
+template <class Format, class Take>
+void multiply(const Lines<typename Format::Value>& a, const Lines<typename Format::Value>& b,
+              const Output& out, Blocks rows, Blocks columns, TileProduct tile_product, const Take& take) {
+    using T = typename Format::Value;
     constexpr bool hands_on = !std::is_null_pointer_v<Take>;
     const int64_t tasks = rows.count * columns.count;
-    const std::vector<Piece> pieces = pieces_of<T>(out);
-    const Panels<T, kTileRows> rows_packed(a, out.rows, rows, pieces, columns.count);
-    const Panels<T, kTileColumns> columns_packed(b, out.columns, columns, pieces, rows.count);
+    const std::vector<Piece> pieces = pieces_of<Format>(out);
+    const Panels<T, Format::pack_a> rows_packed(a, out.rows, rows, pieces, columns.count);
+    const Panels<T, Format::pack_b> columns_packed(b, out.columns, columns, pieces, rows.count);
     const bool streams = !hands_on && out.rows * out.columns * sizeof(float) >= kStreamBytes &&
                          out.stride % 16 == 0 && reinterpret_cast<uintptr_t>(out.data) % 64 == 0;
     // Rows a power of two apart would share the same few lines of a cache.
@@ -147,19 +148,20 @@ void multiply(const Lines<T>& a, const Lines<T>& b, const Output& out, Blocks ro
         const Lined<uint32_t> own_rows(rows_packed.own_units()), own_columns(columns_packed.own_units());
         // Sums on their way stay in cache: each value of `out` is written once, and read at most once.
         const Lined<float> sums(hands_on || pieces.size() > 1 ? rows.size * sums_stride : 0);
+        if (tile_product.begin) tile_product.begin();
         for (int64_t task; (task = next.fetch_add(1, std::memory_order_relaxed)) < tasks;) {
             const int64_t row_block = task % rows.count, column_block = task / rows.count;
             const int64_t row = row_block * rows.size, column = column_block * columns.size;
             const int64_t height = std::min(rows.size, out.rows - row);
             const int64_t width = std::min(columns.size, out.columns - column);
             for (const Piece& piece : pieces) {
-                const int64_t units = Lines<T>::units(piece.end - piece.begin);
+                const int64_t units = piece.units;
                 const uint32_t* a_panels = rows_packed.of(row_block, piece, own_rows.data);
                 const uint32_t* b_panels = columns_packed.of(column_block, piece, own_columns.data);
                 for (int64_t j = 0; j < width; j += kTileColumns) {
-                    for (int64_t i = 0; i < height; i += kTileRows) {
+                    for (int64_t i = 0; i < height; i += Format::rows) {
                         Tile tile{a_panels + i * units, b_panels + j * units, units};
-                        tile.rows = std::min(kTileRows, height - i);
+                        tile.rows = std::min(Format::rows, height - i);
                         tile.columns = std::min(kTileColumns, width - j);
                         float* const values =
                             hands_on ? nullptr : out.data + (row + i) * out.stride + column + j;
@@ -177,24 +179,39 @@ void multiply(const Lines<T>& a, const Lines<T>& b, const Output& out, Blocks ro
                         tile.out = last ? values : sum;
                         tile.out_stride = last ? out.stride : sums_stride;
                         tile.stream = last && streams;
-                        tile_product(tile);
+                        tile_product.multiply(tile);
                     }
                 }
             }
             if constexpr (hands_on) take(Computed{sums.data, sums_stride, row, column, height, width});
         }
+        if (tile_product.end) tile_product.end();
         finish_streams();
     });
 }
 
-// The tile of the best instructions that are wanted: see `product`.
-template <class T>
-TileProduct tile_of(int64_t instructions) {
-    constexpr Operands operands = sizeof(T) == sizeof(float) ? Operands::fp32 : Operands::bf16;
-    TileProduct tile = nullptr;
-    if (instructions == 0) tile = native_tile(operands);
-    if (tile == nullptr && instructions <= 1) tile = narrow_tile(operands);
-    return tile == nullptr ? portable_tile(operands) : tile;
+// The best instructions for these operands on this processor.
+Instructions best_instructions(bool bf16);
+
+// Whether this processor has them, and they serve these operands.
+bool has_instructions(Instructions instructions, bool bf16);
+
+// Calls `work` with the format of panels and the tile product of some instructions.
+template <class Work>
+void with_instructions(Instructions instructions, bool bf16, const Work& work) {
+    STD_TORCH_CHECK(has_instructions(instructions, bf16),
+                    "product: this processor lacks the instructions, or they don't serve these operands");
+    if (instructions == Instructions::best) instructions = best_instructions(bf16);
+    if (!bf16) return work(VectorPanels<float>{}, vector_tile(instructions, false));
+    switch (instructions) {
+        case Instructions::amx:
+        case Instructions::portable_amx:
+            return work(AmxPanels{}, amx_tile(instructions));
+        case Instructions::avx512:
+            return work(VectorPanels<WidenedBFloat16>{}, vector_tile(instructions, false));
+        default:
+            return work(VectorPanels<BFloat16>{}, vector_tile(instructions, true));
+    }
 }
 
 }  // namespace gspo_kernels

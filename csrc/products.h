@@ -7,6 +7,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <optional>
+#include <string>
 
 namespace gspo_kernels {
 
@@ -15,12 +16,14 @@ using torch::stable::Tensor;
 // out [M, N] (+)= a [M, K] @ b [K, N], with any strides of a and b; `out` fp32, contiguous along N. `bias`
 // [N] fp32, contiguous, is added to each row; not together with `accumulate`. `ends`, int64 and contiguous,
 // cuts K into pieces that end there: each is summed up by itself and then added to what is there, in their
-// order. `instructions`: 0, the best that the processor has; 1, without AVX-512; 2, plain C++.
+// order. `instructions` are those of tiles.h.
 void product(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias,
              const std::optional<Tensor>& ends, Tensor& out, bool accumulate, int64_t instructions);
 
-// Whether this processor has instructions for it.
-bool multiplies_fp32();
-bool multiplies_bf16();
+// The best of `Instructions` (tiles.h) for fp32 or bf16 on this processor, whether it has some, and why AMX
+// is not used ("": it is).
+int64_t product_instructions(bool bf16);
+bool has_product_instructions(int64_t instructions, bool bf16);
+std::string amx_reason();
 
 }  // namespace gspo_kernels

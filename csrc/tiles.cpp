@@ -12,14 +12,14 @@
 namespace gspo_kernels {
 namespace {
 
-template <Operands operands>
+template <bool bf16>
 void portable(const Tile& tile) {
     float sums[kTileRows][kTileColumns] = {};
     const uint32_t *a = tile.a, *b = tile.b;
     for (int64_t k = 0; k < tile.depth; ++k, a += kTileRows, b += kTileColumns) {
         for (int64_t i = 0; i < kTileRows; ++i) {
             for (int64_t j = 0; j < kTileColumns; ++j) {
-                if constexpr (operands == Operands::fp32) {
+                if constexpr (!bf16) {
                     sums[i][j] += std::bit_cast<float>(a[i]) * std::bit_cast<float>(b[j]);
                 } else {
                     constexpr uint32_t second = 0xffff0000;
@@ -106,7 +106,7 @@ GSPO_TARGET_NARROW inline __m256 half_of(__m256i pairs) {
                                    : _mm256_slli_epi32(pairs, 16));
 }
 
-template <Operands operands>
+template <bool bf16>
 GSPO_TARGET_NARROW void narrow(const Tile& tile) {
     alignas(32) float values[kNarrowRows][kNarrowColumns];
     for (int64_t row = 0; row < tile.rows; row += kNarrowRows) {
@@ -119,7 +119,7 @@ GSPO_TARGET_NARROW void narrow(const Tile& tile) {
                 const __m256i right = _mm256_load_si256(reinterpret_cast<const __m256i*>(b + 8));
                 _Pragma("GCC unroll 6") for (int64_t i = 0; i < kNarrowRows; ++i) {
                     const __m256i one = _mm256_set1_epi32(static_cast<int>(a[i]));
-                    if constexpr (operands == Operands::fp32) {
+                    if constexpr (!bf16) {
                         const __m256 value = _mm256_castsi256_ps(one);
                         sums[i][0] = _mm256_fmadd_ps(value, _mm256_castsi256_ps(left), sums[i][0]);
                         sums[i][1] = _mm256_fmadd_ps(value, _mm256_castsi256_ps(right), sums[i][1]);
@@ -160,27 +160,21 @@ void finish_streams() {
 #endif
 }
 
-TileProduct portable_tile(Operands operands) {
-    return operands == Operands::fp32 ? portable<Operands::fp32> : portable<Operands::bf16>;
-}
-
-TileProduct narrow_tile(Operands operands) {
-#ifdef GSPO_X86
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
-        return operands == Operands::fp32 ? narrow<Operands::fp32> : narrow<Operands::bf16>;
-    }
-#endif
-    return nullptr;
-}
-
-TileProduct native_tile(Operands operands) {
+TileProduct vector_tile(Instructions instructions, bool bf16) {
+    if (instructions == Instructions::portable) return {bf16 ? portable<true> : portable<false>};
 #ifdef GSPO_X86
     const bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-    if (wide && operands == Operands::fp32) return native_fp32;
-    if (wide && __builtin_cpu_supports("avx512bf16")) return native_bf16;
+    if (instructions == Instructions::avx512 && wide && !bf16) return {native_fp32};
+    if (instructions == Instructions::avx512_bf16 && wide && bf16 && __builtin_cpu_supports("avx512bf16")) {
+        return {native_bf16};
+    }
+    if (instructions == Instructions::avx2 && __builtin_cpu_supports("avx2") &&
+        __builtin_cpu_supports("fma")) {
+        return {bf16 ? narrow<true> : narrow<false>};
+    }
 #endif
-    return nullptr;
+    return {nullptr};
 }
 
 }  // namespace gspo_kernels

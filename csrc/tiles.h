@@ -1,14 +1,17 @@
 // A tile of a matrix product: its sums stay in registers while K runs.
 //
 // Operands come in panels of 32-bit units along K: an fp32 value, or two bf16 values that follow each other.
-// A panel of `a` holds kTileRows units for each step along K, one of `b` kTileColumns.
+// panels.h packs them.
 #pragma once
 
 #include <cstdint>
 
 namespace gspo_kernels {
 
-constexpr int64_t kTileRows = 12, kTileColumns = 32;
+// Of the tiles in vector registers, and of AMX's.
+constexpr int64_t kTileRows = 12, kAmxRows = 32, kTileColumns = 32;
+// Units along K that one AMX instruction multiplies.
+constexpr int64_t kAmxUnits = 16;
 
 struct Tile {
     const uint32_t* a;
@@ -29,21 +32,29 @@ constexpr int64_t kStreamBytes = int64_t{1} << 25;
 // Makes what was streamed by this thread visible to others.
 void finish_streams();
 
-using TileProduct = void (*)(const Tile& tile);
+struct TileProduct {
+    void (*multiply)(const Tile& tile);
+    // Called by each thread before its first tile and after its last; null: not needed.
+    void (*begin)() = nullptr;
+    void (*end)() = nullptr;
+};
 
-enum class Operands { fp32, bf16 };
+// What multiplies; products.cpp has the rule that chooses.
+enum class Instructions : int64_t {
+    best,          // the fastest that this processor has
+    amx,           // bf16: tdpbf16ps
+    avx512_bf16,   // bf16: vdpbf16ps
+    avx512,        // fp32: fused multiply-adds of 16; bf16 is widened to fp32 while it is packed
+    avx2,          // fp32: fused multiply-adds of 8; bf16 with the sums of avx512_bf16
+    portable,      // plain C++ with the sums of avx2, but for fused multiply-adds of fp32
+    portable_amx,  // bf16: plain C++ with the bits of amx
+};
 
-// For this processor; null where it has no instructions for it that are worth it.
-TileProduct native_tile(Operands operands);
+// Null where this processor lacks the instructions, or where they don't serve these operands.
+TileProduct vector_tile(Instructions instructions, bool bf16);
+TileProduct amx_tile(Instructions instructions);
 
-// The same with AVX2, as fast as that allows; null where the processor lacks it. An element's sum is the same
-// chain of fused multiply-adds, so bits agree with the native tile's, but for subnormal numbers of bf16 as
-// below.
-TileProduct narrow_tile(Operands operands);
-
-// The same sums in the same order on any processor. bf16: a product of two is exact in fp32, so bits agree
-// with the instruction's, which adds the second of a pair first, but for subnormal numbers, which it takes
-// for 0.
-TileProduct portable_tile(Operands operands);
+// Why AMX is not used on this processor; null where it is.
+const char* amx_unavailable();
 
 }  // namespace gspo_kernels

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from gspo_kernels import integrations
-from gspo_kernels.cpp.products import multiplies
+from gspo_kernels.cpp.products import best_instructions, multiplies
 from gspo_kernels.integrations.errors import IntegrationError, require_package
 from gspo_kernels.invariance import is_batch_invariant
 from gspo_kernels.linear import calibration
@@ -90,7 +90,11 @@ def _frameworks() -> list[str]:
 def _products() -> list[str]:
     """Who multiplies hidden states and weights on the CPU."""
     fp32 = calibration.choice()
-    bf16 = "by cpp, natively" if multiplies(torch.bfloat16) else "in fp32: none are native here"
+    bf16 = "in fp32 by the library above: this processor has no AVX-512, or PyTorch may not use it"
+    if multiplies(torch.bfloat16):
+        without_amx = torch.ops.gspo_kernels_cpp.amx_unavailable()
+        bf16 = f"by cpp with {best_instructions(torch.bfloat16)}"
+        bf16 += f"; no AMX: {without_amx}" if without_amx else ""
     missing = backends.why_not("cpp", torch.device("cpu"))
     fixed = "by cpp" if missing is None else f"not here: {missing}"
     return [

@@ -8,19 +8,41 @@ from torch import Tensor
 from gspo_kernels.cpp import _operators, unavailable
 
 PIECE = 128
-"""Values along K that are summed up before they are added to the rest; bf16 has twice as many."""
-INSTRUCTIONS = ("best", "avx2", "portable")
+"""Values along K that ``ends`` may put in one piece."""
+INSTRUCTIONS = ("best", "amx", "avx512_bf16", "avx512", "avx2", "portable", "portable_amx")
+"""What multiplies, as csrc/tiles.h lists it. AMX has bits of its own from bf16; so has "avx512", which widens
+bf16 to fp32. All others give the same bits, but for subnormal bf16 numbers, which "avx512_bf16" takes for 0,
+and for "portable" from fp32. "portable_amx" is AMX in plain C++."""
+
+
+def has_instructions(instructions: str, dtype: torch.dtype) -> bool:
+    """Whether this processor has these instructions, and they multiply ``dtype``."""
+    return dtype in (torch.float32, torch.bfloat16) and bool(
+        _operators().has_product_instructions(INSTRUCTIONS.index(instructions), dtype == torch.bfloat16)
+    )
+
+
+def best_instructions(dtype: torch.dtype) -> str:
+    """What "best" means for fp32 or bf16 on this processor: csrc/products.cpp has the rule."""
+    return INSTRUCTIONS[_operators().product_instructions(dtype == torch.bfloat16)]
+
+
+def values_in_step(dtype: torch.dtype) -> int:
+    """Values along K that the best instructions for fp32 or bf16 sum up in an order of their own."""
+    if dtype == torch.float32:
+        return 1
+    return {"amx": 32, "avx512": 1}.get(best_instructions(dtype), 2)
 
 
 def multiplies(dtype: torch.dtype) -> bool:
-    """Whether the processor has instructions for products of ``dtype``, and PyTorch is allowed to use them
-    (``ATEN_CPU_CAPABILITY``).
+    """Whether the processor has fast instructions for products of ``dtype``, and PyTorch is allowed to use
+    them (``ATEN_CPU_CAPABILITY``).
     """
     if unavailable(torch.device("cpu")) is not None or torch.backends.cpu.get_cpu_capability() != "AVX512":
         return False
-    if dtype == torch.float32:
-        return bool(_operators().multiplies_fp32())
-    return dtype == torch.bfloat16 and bool(_operators().multiplies_bf16())
+    if dtype not in (torch.float32, torch.bfloat16):
+        return False
+    return best_instructions(dtype) in ("amx", "avx512_bf16", "avx512")
 
 
 def multiply(
@@ -42,14 +64,12 @@ def multiply(
         out: [M, N] fp32, contiguous along N.
         bias: [N] or None; not with ``accumulate``.
         ends: int64, ascending, the last of them K; the sum along K runs in pieces that end there, each summed
-            up by itself and then added to what there is, in their order. None: pieces of ``PIECE`` fp32 or
-            twice as many bf16 values, which is the longest that a piece may be.
-        instructions: "best", or those of processors that have less: "avx2", and "portable" for plain C++,
-            which is slow. The sums are the same with AVX2, and from bf16 with all of them, but for
-            subnormal bf16 numbers, which the best instruction takes for 0.
+            up by itself and then added to what there is, in their order. A piece has at most ``PIECE``
+            values. None: pieces of ``PIECE`` values, or of 256 where two bf16 values are multiplied at once.
+        instructions: one of ``INSTRUCTIONS``.
 
     Raises:
-        RuntimeError: shapes, dtypes or ends don't fit.
+        RuntimeError: shapes, dtypes or ends don't fit, or the processor lacks the instructions.
     """
     if bias is not None:
         bias = bias.detach().to(torch.float32).contiguous()

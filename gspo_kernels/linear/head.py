@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from gspo_kernels.linear.products import fixed_product, in_blocks, multiply
+from gspo_kernels.linear.products import fixed_product, in_blocks, multiply, values_in_step
 from gspo_kernels.linear.segments import SEGMENT
 from gspo_kernels.ops.backends import Folds
 from gspo_kernels.torch_internals import onednn_multiplies
@@ -76,7 +76,7 @@ class Head:
         """How many rows a fixed product for dWeight may sum up in one step of an order of its own."""
         if self.weight.is_cuda:
             return SEGMENT
-        return 2 if self.rows_dtype == torch.bfloat16 else 1
+        return values_in_step(self.rows_dtype)
 
     @property
     def row_bytes(self) -> int:

@@ -1,7 +1,7 @@
 """Matrix products with a head's weight: torch's, or on the CPU the C++ backend's where those are faster.
 
-bf16 operands go to the C++ backend wherever the processor multiplies them natively: no product of torch's
-takes bf16 and leaves fp32 there. fp32 operands go where they have been measured to be faster (calibration).
+bf16 operands go to the C++ backend wherever the processor has AVX-512: no product of torch's takes bf16 and
+leaves fp32 there. fp32 operands go where they have been measured to be faster (calibration).
 The choice depends on the weight alone, so that a token's logits come from one library however many rows are
 projected together: log-probs that were taken earlier, by another call, remain comparable.
 """
@@ -12,11 +12,18 @@ import torch
 from torch import Tensor
 
 from gspo_kernels import cpp
-from gspo_kernels.cpp.products import multiplies, multiply
+from gspo_kernels.cpp.products import multiplies, multiply, values_in_step
 from gspo_kernels.linear.calibration import fp32_library
 from gspo_kernels.torch_internals import constant_when_traced
 
-__all__ = ["fixed_product", "fixed_unavailable", "in_blocks", "multiply", "transposed_product"]
+__all__ = [
+    "fixed_product",
+    "fixed_unavailable",
+    "in_blocks",
+    "multiply",
+    "transposed_product",
+    "values_in_step",
+]
 
 SMALL = 2**20
 """Elements of an fp32 weight below which nothing is measured and torch multiplies."""

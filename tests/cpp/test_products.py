@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
 
 from gspo_kernels import cpp
-from gspo_kernels.cpp.products import INSTRUCTIONS, PIECE, multiplies, multiply
+from gspo_kernels.cpp.products import INSTRUCTIONS, PIECE, has_instructions, multiplies, multiply
 from tests.accuracy import Spread, assert_as_exact
 from tests.cases import generator
 
@@ -15,12 +21,18 @@ pytestmark = pytest.mark.skipif(
     cpp.unavailable(torch.device("cpu")) is not None, reason=str(cpp.unavailable(torch.device("cpu")))
 )
 
+ROOT = Path(__file__).parents[2]
 DTYPES = (torch.float32, torch.bfloat16)
 # Multiples of nothing, one more and one less than a tile, a block, a piece along K (128 or 256), odd K
 SHAPES = (
     (1, 1, 1), (5, 7, 3), (10, 40, 127), (12, 32, 256), (13, 33, 257), (11, 31, 255), (100, 300, 513),
     (505, 961, 40), (3, 40, 2050), (600, 5, 77),
 )  # fmt: skip
+
+
+def require(instructions: str, dtype: torch.dtype) -> None:
+    if not has_instructions(instructions, dtype):
+        pytest.skip(f"{instructions} is not for {dtype}, or this processor has none")
 
 
 def draw(shape: tuple[int, int, int], dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -52,6 +64,7 @@ def assert_product(out: Tensor, a: Tensor, b: Tensor, there: Tensor | None = Non
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_values(shape, dtype, instructions):
+    require(instructions, dtype)
     a, b = draw(shape, dtype)
     assert_product(multiply(a, b, poisoned(a, b), instructions=instructions), a, b)
 
@@ -139,25 +152,84 @@ def test_any_number_of_threads_gives_the_same_bits(shape, dtype):
     assert all(torch.equal(result, results[0]) for result in results)
 
 
-@pytest.mark.skipif(not multiplies(torch.bfloat16), reason="this processor doesn't multiply bf16")
-def test_portable_products_of_bf16_are_the_instruction_s():
+@pytest.mark.parametrize(
+    ("one", "other", "dtype"),
+    [
+        ("amx", "portable_amx", torch.bfloat16),
+        ("avx512_bf16", "portable", torch.bfloat16),
+        ("avx2", "portable", torch.bfloat16),
+        ("avx512", "avx2", torch.float32),
+    ],
+)
+def test_instructions_with_the_same_sums_have_the_same_bits(one, other, dtype):
+    require(one, dtype)
+    require(other, dtype)
+    for shape, turned in itertools.product(SHAPES, (False, True)):
+        a, b = draw(shape, dtype)
+        a[0, 0], b[-1, -1] = float("inf"), -0.0
+        if turned:
+            a, b = a.t().contiguous().t(), b.t().contiguous().t()
+        results = [multiply(a, b, poisoned(a, b), instructions=way) for way in (one, other)]
+        torch.testing.assert_close(*results, rtol=0, atol=0, equal_nan=True)
+
+
+def test_amx_takes_subnormal_numbers_for_zero_and_leaves_none():
+    smallest, subnormal = 2.0**-126, 2.0**-130
+    a = torch.tensor([[subnormal, 1.0], [smallest, -1.0], [smallest, 0.0]], dtype=torch.bfloat16)
+    b = torch.tensor([[2.0**100], [smallest]], dtype=torch.bfloat16)
+    halved = torch.tensor([[0.5], [0.0]], dtype=torch.bfloat16)
+    for way in ("amx", "portable_amx"):
+        if has_instructions(way, torch.bfloat16):
+            sums = multiply(a, b, poisoned(a, b), instructions=way)
+            assert sums.flatten().tolist() == [smallest, 2.0**-26 - smallest, 2.0**-26]
+            assert (multiply(a, halved, poisoned(a, halved), instructions=way) == 0).all()
+
+
+def test_bf16_without_instructions_of_its_own_is_multiplied_as_fp32():
+    """Piece by piece: those of "avx512" have as many values of either dtype."""
+    require("avx512", torch.float32)
     for shape in SHAPES:
         a, b = draw(shape, torch.bfloat16)
-        a[0, 0], b[-1, -1] = float("inf"), -0.0
-        native, portable = (multiply(a, b, poisoned(a, b), instructions=way) for way in ("best", "portable"))
-        assert torch.equal(native.view(torch.int32), portable.view(torch.int32)) or (
-            torch.equal(native.isnan(), portable.isnan())
-            and torch.equal(native.nan_to_num(), portable.nan_to_num())
-        )
+        for left, right in ((a, b), (a.t().contiguous().t(), b.t().contiguous().t())):
+            widened = multiply(a.float(), b.float(), poisoned(a, b), instructions="avx512")
+            assert torch.equal(multiply(left, right, poisoned(a, b), instructions="avx512"), widened)
 
 
-@pytest.mark.skipif(not multiplies(torch.bfloat16), reason="this processor doesn't multiply bf16")
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_products_with_fewer_instructions_are_the_same_chain_of_additions(dtype):
-    for shape in SHAPES:
-        a, b = draw(shape, dtype)
-        best, narrow = (multiply(a, b, poisoned(a, b), instructions=way) for way in ("best", "avx2"))
-        assert torch.equal(best, narrow)
+def test_amx_products_go_between_those_of_pytorch():
+    """oneDNN configures the same registers of the same threads."""
+    require("amx", torch.bfloat16)
+    a, b = draw((300, 500, 600), torch.bfloat16)
+    ours, theirs = multiply(a, b, poisoned(a, b)), a @ b
+    for _ in range(20):
+        assert torch.equal(multiply(a, b, poisoned(a, b)), ours)
+        assert torch.equal(a @ b, theirs)
+
+
+def test_onednn_s_limit_leaves_amx_out():
+    code = (
+        "import torch; from gspo_kernels.cpp.products import best_instructions\n"
+        "print(best_instructions(torch.bfloat16), torch.ops.gspo_kernels_cpp.amx_unavailable())"
+    )
+    environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16", "PYTHONPATH": str(ROOT)}
+    ran = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120, check=True
+    )
+    instructions, reason = ran.stdout.split(maxsplit=1)
+    assert instructions != "amx"
+    expected = "ONEDNN_MAX_CPU_ISA leaves it out" if has_instructions("amx", torch.bfloat16) else "none"
+    assert expected in reason or reason.startswith("this build")
+
+
+@pytest.mark.parametrize("instructions", ["portable_amx", "amx", "avx512"])
+def test_pieces_of_bf16_end_where_they_are_told_whatever_multiplies(instructions):
+    require(instructions, torch.bfloat16)
+    a, b = draw((33, 276, 301), torch.bfloat16)
+    ends = [1, 41, 41 + PIECE, 290, 301]
+    expected = torch.zeros(33, 276)
+    for start, end in itertools.pairwise([0, *ends]):
+        multiply(a[:, start:end], b[start:end], expected, accumulate=True, instructions=instructions)
+    out = multiply(a, b, poisoned(a, b), ends=torch.tensor(ends), instructions=instructions)
+    assert torch.equal(out, expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -182,6 +254,7 @@ def test_pieces_that_end_where_they_are_told_to_add_up_in_their_order(dtype):
 @pytest.mark.parametrize("instructions", INSTRUCTIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_infinities_and_nan_stay_in_their_rows_and_columns(dtype, instructions):
+    require(instructions, dtype)
     a, b = draw((30, 50, 77), dtype)
     clean = multiply(a, b, poisoned(a, b), instructions=instructions)
     a[3, 5], a[17, 76], b[2, 9] = float("nan"), float("inf"), float("-inf")
