@@ -31,6 +31,7 @@ from benchmarks.judge import Judge
 from benchmarks.problem import Problem
 from benchmarks.registry import CONTESTANTS, Contestant, Missing, Options, entrants
 from benchmarks.resident import give_memory_back, peak_of_this_process
+from gspo_kernels.cpp.products import best_instructions, multiplies
 
 PACKAGES = (
     *("torch", "triton", "trl", "liger-kernel", "transformers", "cut-cross-entropy"),
@@ -95,6 +96,8 @@ def machine(device: torch.device) -> dict[str, Any]:
     else:
         name = f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
         name += f", {torch.backends.cpu.get_cpu_capability()}"
+        if multiplies(torch.bfloat16) and best_instructions(torch.bfloat16) == "amx":
+            name += " and AMX"
     return {"device": name, "type": device.type, "versions": found}
 
 

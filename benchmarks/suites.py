@@ -92,7 +92,7 @@ def logits(options: Options) -> dict[str, Any]:
 
 @suite("hidden", "Loss and gradients from hidden states")
 def hidden(options: Options) -> dict[str, Any]:
-    """Every schedule; half of the sequences without gradient; a frozen head; on-policy; a tiny shape."""
+    """Every schedule; half of the sequences inactive; a frozen head; on-policy; bf16; a tiny shape."""
     on_cpu = options.device.type == "cpu"
     size = (4, 128, 32000, 512) if on_cpu else (16, 1024, 151936, 4096)
     size, dtype = ((2, 8, 300, 16) if options.tiny else size), "fp32" if on_cpu else "bf16"
@@ -108,6 +108,11 @@ def hidden(options: Options) -> dict[str, Any]:
     if not on_cpu and not options.tiny:
         narrow = (*size[:3], 2048)
         cases.append(case("all active, H=2048", narrow, dtype, (OTHERS, r"ours, auto")))
+    if on_cpu:
+        for words, V in (("large", 32000), ("small", 1000)) if not options.tiny else (("large", 300),):
+            long = (4, 512, V, 512) if not options.tiny else size
+            ours = r"ours, auto(, 16-bit logits)?"
+            cases.append(case(f"bf16, {words} vocabulary", long, "bf16", (OTHERS, ours)))
     tiny = (4, 16, 1000, 64) if not options.tiny else (2, 4, 50, 8)
     cases.append(case("tiny", tiny, "fp32", (OTHERS, r"ours, auto(, reference backend)?"), repeats=9))
     return {"cases": run_cases(cases, options)}
