@@ -19,7 +19,7 @@ from benchmarks.registry import CONTESTANTS, SUITES, Missing, Options, ordered
 
 for _module in (
     *("contestants", "trainers", "suites", "step", "training"),
-    *("fidelity", "rounding", "traffic", "static", "schedules", "rows", "distillation", "trl_memory"),
+    *("fidelity", "rounding", "traffic", "static", "rows", "distillation", "trl_memory"),
     *("ranks", "bandwidth", "launches", "tuning"),
 ):
     importlib.import_module(f"benchmarks.{_module}")  # they register what they have

@@ -113,7 +113,6 @@ ORDER = (
         "rounding",
         "traffic",
         "static",
-        "schedules",
         "rows",
         "distillation",
         "trl_memory",

@@ -193,22 +193,6 @@ def traffic_text(record: dict[str, Any]) -> str:
     )
 
 
-def schedules_text(record: dict[str, Any]) -> str:
-    """How good the cost model's choices are."""
-    worst = sorted(record["grid"], key=lambda case: -case["loss"])[:5]
-    rows: list[Sequence[str]] = [["shape", "chosen", "best", "chosen / best", "best, ms"]]
-    for case in worst:
-        shape = f"{case['sequences']} x {case['length']}, V={case['vocabulary']}, H={case['width']}"
-        shape += f", chunks of {case['chunk_rows']} rows"
-        shape += ", frozen" if case["frozen"] else ", half inactive" if case["inactive"] else ""
-        milliseconds = number(1e3 * case["seconds"][case["best"]])
-        rows.append([shape, case["chosen"], case["best"], number(case["loss"]), milliseconds])
-    return (
-        f"Over {len(record['grid'])} shapes the cost model's choice takes {number(record['median_loss'])} of "
-        f"the best schedule's time in the median. The five worst:\n\n{markdown(rows)}"
-    )
-
-
 def scaling_text(record: dict[str, Any]) -> str:
     """Exponents of growth."""
     rows: list[Sequence[str]] = [["exponent of growth", "time", "memory"]]
@@ -248,7 +232,6 @@ TEXTS: dict[str, Callable[[dict[str, Any]], str]] = {
     "fidelity": fidelity_text,
     "rounding": rounding_text,
     "traffic": traffic_text,
-    "schedules": schedules_text,
     "scaling": scaling_text,
 }
 

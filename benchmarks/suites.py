@@ -97,7 +97,7 @@ def hidden(options: Options) -> dict[str, Any]:
     size = (4, 128, 32000, 512) if on_cpu else (16, 1024, 151936, 4096)
     size, dtype = ((2, 8, 300, 16) if options.tiny else size), "fp32" if on_cpu else "bf16"
     case = functools.partial(_case, "hidden", floor=PRODUCTS, floor_name=THREE_PRODUCTS)
-    schedules = r"ours, (auto|known|aligned|deferred|frozen|cached|two_pass)(, 16-bit logits)?"
+    schedules = r"ours, (auto|known|aligned|deferred|frozen|two_pass)(, 16-bit logits)?"
     cases = [
         case("all active", size, dtype, (OTHERS, schedules)),
         case("batch-invariant", size, dtype, (r"ours, auto(, batch-invariant)?", r"naive PyTorch")),
@@ -207,7 +207,7 @@ def memory(options: Options) -> dict[str, Any]:
     on_cpu = options.device.type == "cpu"
     size = (4, 64, 151936, 64) if on_cpu else (8, 1024, 151936, 1024)
     size, dtype = ((2, 8, 300, 16) if options.tiny else size), "fp32" if on_cpu else "bf16"
-    every = (OTHERS, r"ours, auto(, 16-bit logits)?", r"ours, (deferred|cached|two_pass)")
+    every = (OTHERS, r"ours, auto(, 16-bit logits)?", r"ours, (deferred|two_pass)")
     head = _case("hidden", "from hidden states", size, dtype, every, repeats=0)
     small = size if not on_cpu or options.tiny else (2, 64, 151936, 0)
     rows = _case(

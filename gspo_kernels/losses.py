@@ -358,17 +358,18 @@ def fused_linear_policy_loss(
         objective, cp_group: as in ``policy_loss``.
         teacher: as in ``fused_policy_loss``, with ``hidden`` and ``weight`` in place of ``logits``. Each
             side's logits are computed once for both parts of the loss, and so are the gradient products.
-        schedule: "auto", "known", "aligned", "deferred", "frozen", "cached" or "two_pass": how the batch is
-            cut into chunks and products. All give the same result; one that can't is refused with the reason.
-            "auto" chooses by a cost model, for each sequence; see ``explain_schedule``. All but "two_pass"
+        schedule: "auto", "known", "frozen", "aligned", "deferred" or "two_pass": how the batch is cut into
+            chunks and products. All give the same result; one that can't is refused with the reason. "auto"
+            is the first of them that is exact for the call: "known" where a token's coefficient is known or
+            its own, "frozen" where the lm_head has no gradient, "aligned" for sequences (groups) that fit in
+            a chunk, "deferred" for longer ones; see ``explain_schedule``. All but "two_pass"
             compute the gradient along with the loss; so does "auto", but on the CPU logits of up to 1 MiB
             stay until the backward.
         skip_inactive: "backward": rows without gradient enter no gradient product, where the schedule knows
             them in time ("deferred" and "frozen" don't, but for zero advantages). "all": sequences whose
             gradient is known to be zero beforehand (zero advantage, no KL or entropy term) enter no product
             at all; their log-probs are NaN and metrics cover the rest. "none": nothing is left out, no look
-            at the device (of packed calls, "aligned", "deferred", "frozen" and "cached" by name look at the
-            lengths).
+            at the device (of packed calls, "aligned", "deferred" and "frozen" by name look at the lengths).
 
     Returns:
         LossOutput(loss, logprobs, entropy, metrics).
@@ -415,7 +416,7 @@ def explain_schedule(
     cp_group: ProcessGroup | DeviceMesh | None = None,
 ) -> SchedulePlan:
     """The plan of a ``fused_linear_policy_loss`` call with these arguments, without running it; print it to
-    read it: matrix products, memory, the cost model's time, the reason, and the alternatives.
+    read it: matrix products, memory, the reason, and the alternatives.
 
     Arguments of the loss that can't change the plan are left out here. Which inputs need a gradient does, so
     call it under the same grad mode. Sequence lengths are read from the device. What a teacher adds is

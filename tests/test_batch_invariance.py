@@ -174,10 +174,10 @@ SAME_SUMS = (
     Way(packed=True, threads=2),
     Way(packed=True, rows=130),
     Way(padding=(5, 0), schedule="aligned", rows=140),
-    Way(padding=(3, 8), schedule="cached", rows=90, threads=2),
+    Way(padding=(3, 8), schedule="two_pass", rows=90, threads=2),
     Way(schedule="two_pass", rows=33),
     Way(packed=True, schedule="two_pass", rows=256, threads=3),
-    Way(schedule="cached", skip="none"),
+    Way(schedule="two_pass", skip="none"),
     Way(packed=True, schedule="aligned", skip="none"),
 )
 """Arrangements in which dWeight is the same sum of the same segments."""
@@ -187,7 +187,7 @@ SAME_ROWS = (
     Way(splits=2),
     Way(splits=5, rows=40, schedule="two_pass"),
     Way(splits=10, packed=True, threads=3),
-    Way(order=SHUFFLED, splits=3, padding=(0, 9), schedule="cached"),
+    Way(order=SHUFFLED, splits=3, padding=(0, 9), schedule="two_pass"),
 )
 
 
@@ -233,7 +233,7 @@ def test_a_frozen_head():
     expected = compute(given, Way(schedule="frozen"), head_learns=False)
     trained = compute(given, Way())
     assert_same(trained, expected, ROWS)
-    for schedule in ("aligned", "cached", "two_pass", "auto"):
+    for schedule in ("aligned", "two_pass", "auto"):
         assert_same(
             compute(given, Way(schedule=schedule, packed=True, rows=140), head_learns=False), expected
         )

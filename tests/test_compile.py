@@ -18,7 +18,6 @@ SCHEDULES = {
     "auto": (gk.GSPO(), "weighted"),
     "aligned": (gk.GSPO(), "all"),
     "deferred": (gk.GSPO(), "weighted"),
-    "cached": (gk.GSPO(), "weighted"),
     "two_pass": (gk.GSPO(), "weighted"),
     "known on-policy": (gk.GSPO(), "on_policy_terms"),
 }

@@ -137,11 +137,6 @@ def test_the_sketch_of_the_layers_is_up_to_date():
     assert drawn.SKETCH.read_text() == drawn.sketch(), "run `python docs/generate_architecture.py`"
 
 
-def test_the_plan_that_is_drawn_is_what_the_page_says():
-    plan = script("docs/generate_plan.py").plan()
-    assert plan.schedule == "mixed" and set(plan.parts) == {"two_pass", "aligned"}
-
-
 def test_the_tables_of_scaling_are_up_to_date():
     tables = script("docs/generate_scaling.py")
     text = tables.PAGE.read_text()

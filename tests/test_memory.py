@@ -16,7 +16,6 @@ import gspo_kernels as gk
 
 MIB = 2**20
 # Schedule, dtype and number of sequences. A chunk holds 441 rows: whole sequences only where there are 12.
-# "cached" is absent: by name it keeps the rows of the whole batch.
 CASES = (
     ("auto", "fp32", 6),
     ("auto", "bf16", 6),

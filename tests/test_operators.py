@@ -130,7 +130,7 @@ def operator_inputs():
         ],
         "linear_policy": [
             (trained(options), plain, Settings(schedule, False, True), everything)
-            for schedule in ("known", "deferred", "cached", "auto")
+            for schedule in ("known", "deferred", "auto")
         ]
         + [
             (frozen(by_row, cut), full, Settings(schedule, True, False), Needs(True, False, False))

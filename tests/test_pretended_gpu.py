@@ -36,15 +36,15 @@ def gpu(monkeypatch):
 # --- products
 
 
-@pytest.mark.parametrize("schedule", ["aligned", "deferred", "cached", "two_pass"])
+@pytest.mark.parametrize("schedule", ["aligned", "deferred", "two_pass"])
 @pytest.mark.parametrize("dtype", NARROW)
 def test_16_bit_rows_live_in_the_memory_of_the_logits(gpu, monkeypatch, dtype, schedule):
     """Rows p - onehot in 16 bits, unscaled, over their own fp32 logits, whose memory is kept."""
     shared, logits = [], set()
     rows_of = Gradients.rows
 
-    def rows(self, projected, *args, out=None, **kwargs):
-        found = rows_of(self, projected, *args, out=out, **kwargs)
+    def rows(self, projected, *args, **kwargs):
+        found = rows_of(self, projected, *args, **kwargs)
         shared.append(found.values.data_ptr() == projected.values.data_ptr())
         logits.add(projected.values.data_ptr())
         assert found.values.dtype == dtype
@@ -54,7 +54,7 @@ def test_16_bit_rows_live_in_the_memory_of_the_logits(gpu, monkeypatch, dtype, s
     case = make_case("linear", "packed", "holes", dtype=dtype)
     with gpu:
         got = run(case, ENTRY, gk.GSPO(), "triton", schedule=schedule, max_chunk_bytes=4 * ROW)
-    assert shared and all(shared) == (schedule != "cached") and len(logits) == 1
+    assert shared and all(shared) and len(logits) == 1
     assert_equals_oracle(got, case, gk.GSPO())
 
 
@@ -77,7 +77,7 @@ def test_products_of_16_bits_add_up_in_fp32_and_in_place(gpu, dtype, bias):
     ]
 
 
-@pytest.mark.parametrize("schedule", ["aligned", "deferred", "cached", "two_pass"])
+@pytest.mark.parametrize("schedule", ["aligned", "deferred", "two_pass"])
 @pytest.mark.parametrize("dtype", NARROW)
 def test_peak_memory_is_what_the_plan_says(gpu, dtype, schedule):
     """All that is there beside the gradients, but for rows [n, H] of a chunk and a few numbers per token."""
@@ -205,12 +205,10 @@ FROM_HIDDEN = {
     ("aligned", "backward"): (46, 26, 5),
     ("deferred", "none"): (163, 42, 0),
     ("deferred", "backward"): (171, 42, 1),
-    ("cached", "none"): (32, 19, 0),
-    ("cached", "backward"): (42, 19, 2),
     ("two_pass", "none"): (19, 17, 0),
     ("two_pass", "backward"): (25, 17, 2),
-    ("auto", "none"): (32, 19, 0),
-    ("auto", "backward"): (42, 19, 2),
+    ("auto", "none"): (38, 22, 0),
+    ("auto", "backward"): (46, 26, 5),
     ("known", "none"): (23, 19, 0),
     ("known", "backward"): (27, 19, 2),
 }
@@ -294,7 +292,6 @@ def test_rows_of_on_policy_calls_stay_on_the_chip(gpu, dtype):
         ("auto", "backward", 3, 2),
         ("known", "none", 3, 0),
         ("deferred", "backward", 3, 2),
-        ("cached", "backward", 3, 2),
         ("aligned", "none", 4, 0),
     ):
         gpu.kernels.clear()
@@ -357,7 +354,7 @@ def test_old_log_probs_of_the_same_weights_make_a_ratio_of_1(gpu):
     with gpu:
         old = gk.linear_token_logprobs(*leaves, labels, **options).logprobs.detach()
         known = gk.fused_linear_policy_loss(*leaves, labels, None, advantages, **options)
-        for schedule in ("aligned", "cached", "two_pass", "deferred"):
+        for schedule in ("aligned", "two_pass", "deferred"):
             out = gk.fused_linear_policy_loss(
                 *leaves, labels, old, advantages, schedule=schedule, skip_inactive="none", **options
             )
@@ -367,7 +364,7 @@ def test_old_log_probs_of_the_same_weights_make_a_ratio_of_1(gpu):
     assert (known.logprobs.double() - old).mean(1).abs().max() <= 1e-6
 
 
-@pytest.mark.parametrize("schedule", ["aligned", "cached"])
+@pytest.mark.parametrize("schedule", ["aligned"])
 def test_clipped_sequences_are_left_out_by_a_look_a_chunk(gpu, schedule):
     """Of chunks whose sequences aren't known to be idle; where a whole batch waits, by two."""
     (hidden, weight), labels, old, advantages = problem(torch.bfloat16)

@@ -42,7 +42,7 @@ def not_in_blocks(monkeypatch):
 
 
 @here
-@pytest.mark.parametrize("schedule", ["aligned", "deferred", "cached", "two_pass", "known"])
+@pytest.mark.parametrize("schedule", ["aligned", "deferred", "two_pass", "known"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("backend", ["cpp", "reference"])
 @pytest.mark.parametrize("library", ["in_blocks", "not_in_blocks"])

@@ -153,7 +153,7 @@ def test_schedules(schedule):
 
 def test_schedules_that_need_one_coefficient_are_refused():
     lesson = Lesson(linear=True)
-    for schedule in ("deferred", "frozen", "cached"):
+    for schedule in ("deferred", "frozen"):
         with pytest.raises(ValueError, match="the teacher adds a gradient that is no multiple"):
             lesson.ours("cpp", call={"schedule": schedule})
     with pytest.raises(ValueError, match="'all' leaves sequences out that the teacher gives a gradient"):

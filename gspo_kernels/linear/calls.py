@@ -18,8 +18,7 @@ from gspo_kernels.linear.inputs import (
 from gspo_kernels.linear.logprobs import LinearTokenLogprobsFunction, check_unwritten, unwritten_logprobs
 from gspo_kernels.linear.loss import LinearPolicyFunction, Settings
 from gspo_kernels.linear.plan import SchedulePlan, Wire, explain
-from gspo_kernels.linear.run import shapes_of
-from gspo_kernels.linear.schedule import choose
+from gspo_kernels.linear.schedule import Shapes, choose
 from gspo_kernels.linear.scopes import Scopes, rehearse
 from gspo_kernels.linear.small import SmallLossFunction, small_loss
 from gspo_kernels.linear.sums import Needs
@@ -31,7 +30,7 @@ from gspo_kernels.ops.pairs import DivergenceForm
 from gspo_kernels.step import loss_of, output_of, with_divergence
 from gspo_kernels.teachers import Teacher, check_teacher, named, taught
 from gspo_kernels.terms import Terms, checked, leave_out_idle, merge_mask
-from gspo_kernels.types import LossOutput, TokenLogprobs
+from gspo_kernels.types import LossOutput, TokenLogprobs, stats_dtype
 
 SKIP_INACTIVE = ("backward", "all", "none")
 
@@ -216,7 +215,17 @@ def explain_schedule(
         if any(call.needs):
             reason = f"{reason}; beside a teacher every token has a gradient"
     scopes = Scopes(rows, call.terms, call.skip and theirs is None)
-    shapes = shapes_of(rows, call.terms, call.needs, theirs)
+    shapes = Shapes(
+        vocabulary=rows.vocabulary,
+        width=hidden.shape[-1],
+        chunk_rows=rows.chunk_rows,
+        logits_itemsize=rows.head.dtype.itemsize,
+        rows_itemsize=rows.rows_itemsize,
+        accumulator_itemsize=stats_dtype(hidden.dtype).itemsize,
+        trains_hidden=call.needs.hidden,
+        trains_weight=call.needs.head,
+        teacher=theirs,
+    )
     sequences = (0, 0)
     if call.terms.cp_group:
         sums = rehearse(rows.labels, call.terms, name, with_entropy, call.options.backend)

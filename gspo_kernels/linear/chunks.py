@@ -302,11 +302,9 @@ class Call:
         given = (self.head.vocabulary, self.head.dtype, self.options.transform, self.head.weight.device)
         return cast(OnePassBackend, self.backend).one_pass_pays(*given, settled)
 
-    def rows_memory(self, logits: Tensor, out: Tensor | None) -> Tensor:
-        """Memory for the rows that come from logits [n, V]: ``out``, or that of the logits where they fit."""
+    def rows_memory(self, logits: Tensor) -> Tensor:
+        """Memory for the rows that come from logits [n, V]: that of the logits where they fit."""
         dtype = self.head.rows_dtype
-        if out is not None:
-            return out
         if logits.dtype == dtype:
             return logits
         if logits.element_size() > dtype.itemsize:

@@ -54,7 +54,7 @@ def linear_distillation(
             del pair, stats
             continue
         share = shares.flatten()[chunk.where].unsqueeze(0)
-        out, known = call.rows_memory(pair.logits.squeeze(0), None), None
+        out, known = call.rows_memory(pair.logits.squeeze(0)), None
         units, scale = (share != 0).to(gradients.accumulate), share
         if out.dtype == torch.float16:
             known = pair.evaluate(call.options, transform=chunk.transform)

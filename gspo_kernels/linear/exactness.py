@@ -61,7 +61,7 @@ def refusals(objective: Objective, terms: Terms, trains_head: bool, invariant: b
         reasons["deferred"] = f"rollout_weights per token give {name} coefficients per token"
     beside = {"entropy_coef": terms.entropy_coef, "the teacher": terms.divergence_coef}
     for what in (name for name, coef in beside.items() if coef is not None):
-        for schedule in ("deferred", "frozen", "cached"):
+        for schedule in ("deferred", "frozen"):
             reasons[schedule] = f"{what} adds a gradient that is no multiple of the log-prob's"
     if trains_head:
         reasons.setdefault("frozen", "the lm_head's weight or bias needs a gradient")
@@ -75,11 +75,11 @@ def refusals(objective: Objective, terms: Terms, trains_head: bool, invariant: b
                 "known", "batch-invariant mode takes coefficients from whole sequences, as other schedules do"
             )
         if evaluated_at_once(objective, terms, invariant):
-            for schedule in ("aligned", "frozen", "cached"):
+            for schedule in ("aligned", "frozen"):
                 reasons[schedule] = (
                     f"batch-invariant mode evaluates coefficients that depend on the {scope} all at once"
                 )
     if terms.skipped is not None and scope in ("group", "batch"):
-        for schedule in ("aligned", "frozen", "cached"):
+        for schedule in ("aligned", "frozen"):
             reasons[schedule] = f"skip_inactive='all' leaves out sequences that {name}'s coefficients look at"
     return Refusals(reasons)

@@ -103,13 +103,13 @@ class Gradients:
         scale = power_of_two(torch.maximum(grad.abs(), grad_entropy.abs()).to(self.accumulate))
         if moving is None:
             moving = active(grad, grad_entropy)
-        values = self._write(projected, chunk, (grad / scale, grad_entropy / scale), None, rows)
+        values = self._write(projected, chunk, (grad / scale, grad_entropy / scale), rows)
         self.add_rows(Rows(values, None), chunk, Weights(scale, moving, rows))
 
     def _add_taught(self, taught: Taught, chunk: Chunk, grad: Tensor) -> None:
         """``add`` the gradients of log-probs and of divergences, which are rows of their own."""
         pair, stats, shares = taught
-        out = self.call.rows_memory(pair.logits.squeeze(0), None)
+        out = self.call.rows_memory(pair.logits.squeeze(0))
         # each row has two coefficients, so they go into it, so divided that 16 bits can hold them
         largest_of_row = torch.maximum(grad.unsqueeze(0).abs().to(torch.float64), shares.abs())
         scale = power_of_two(largest_of_row.to(self.accumulate))
@@ -121,15 +121,13 @@ class Gradients:
         pair.evaluate(self.call.options, stats, units, out.unsqueeze(0), chunk.transform)
         self.add_rows(Rows(out, None), chunk, Weights(scale.squeeze(0), (largest_of_row != 0).squeeze(0)))
 
-    def rows(
-        self, projected: Projected, chunk: Chunk, out: Tensor | None = None, rows: Tensor | None = None
-    ) -> Rows:
-        """What enters the gradient products, in ``out`` or, where it fits, in the memory of the logits; of
-        all rows of the chunk, or those at ``rows``.
+    def rows(self, projected: Projected, chunk: Chunk, rows: Tensor | None = None) -> Rows:
+        """What enters the gradient products, where it fits in the memory of the logits; of all rows of the
+        chunk, or those at ``rows``.
         """
         if projected.written:
             return Rows(projected.values, projected.factors)
-        return Rows(self._write(projected, chunk, (self.ones(len(chunk)), None), out, rows), None)
+        return Rows(self._write(projected, chunk, (self.ones(len(chunk)), None), rows), None)
 
     def ones(self, count: int) -> Tensor:
         """Ones [count], all in one place of memory."""
@@ -144,13 +142,12 @@ class Gradients:
         projected: Projected,
         chunk: Chunk,
         grads: tuple[Tensor, Tensor | None],
-        out: Tensor | None,
         rows: Tensor | None,
     ) -> Tensor:
         """d(grad * logprob + grad_entropy * entropy)/dlogits."""
         assert not projected.written
         logits = projected.values
-        values = self.call.rows_memory(logits, out)
+        values = self.call.rows_memory(logits)
         grad, grad_entropy = (None if each is None else each.unsqueeze(0) for each in grads)
         assert grad is not None
         stats = projected.stats.each(lambda stat: stat.unsqueeze(0))

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from os import PathLike
-from pathlib import Path
 
-from gspo_kernels.linear import picture
 from gspo_kernels.linear.chunks import Call
-from gspo_kernels.linear.cost import Shapes
-from gspo_kernels.linear.schedule import SCHEDULES, Part, Refusals, costs, over_budget, plan_parts, seconds_of
+from gspo_kernels.linear.schedule import SCHEDULES, Part, Refusals, Shapes, plan_parts, products
 from gspo_kernels.linear.segments import SEGMENT
 from gspo_kernels.linear.two_heads import LinearTeacher
 from gspo_kernels.ops.pairs import DivergenceForm
@@ -113,26 +109,25 @@ def _compared(
 
 @dataclass(frozen=True)
 class SchedulePlan:
-    """What a call will do, and what the cost model expects of it.
+    """What a call will do.
 
     Attributes:
         schedule: a name, "mixed" where parts differ, or "forward" where nothing has a gradient.
         gemms: products over all counted rows, forward and backward: 3.0 is 6NHV operations. Rows that turn
-            out to have no gradient make it fewer; ``ACTIVE_FRACTION`` is assumed where that isn't known.
+            out to have no gradient make it fewer.
         teacher_gemms: how much of that is a teacher's projection: its width over the student's.
         chunk_rows: rows of logits that exist at once, at most.
         chunks: how many chunks there are in the forward.
         chunk_bytes: bytes of those logits, a teacher's included.
         accumulator_bytes: dWeight's and dBias's sums, fp32 (fp64 for fp64 inputs).
         peak_bytes: all that lives beyond inputs, dHidden, dWeight and dBias.
-        seconds: by the cost model.
         batch_invariant: whether products and sums are in a fixed order.
         sent_bytes: what a rank of ``tp_group`` and ``cp_group`` sends to each other, or puts into sums.
         messages: in how many collectives.
         overlaps: which of them run while something is multiplied, in words.
         reason: why this schedule.
         parts: rows by strategy.
-        alternatives: of each other schedule, the model's seconds or why it is not possible.
+        alternatives: of each other schedule, its products or why it is not exact.
     """
 
     schedule: str
@@ -143,7 +138,6 @@ class SchedulePlan:
     chunk_bytes: int
     accumulator_bytes: int
     peak_bytes: int
-    seconds: float
     batch_invariant: bool
     sent_bytes: int
     messages: int
@@ -160,7 +154,7 @@ class SchedulePlan:
             f"{self.chunks} chunk(s) of up to {self.chunk_rows} rows",
             f"  because {self.reason}",
             f"  memory beyond inputs and gradients: {self.peak_bytes / mebi:.1f} MiB "
-            f"({self.chunk_bytes / mebi:.1f} MiB of logits); by the cost model {self.seconds * 1e3:.3g} ms",
+            f"({self.chunk_bytes / mebi:.1f} MiB of logits)",
         ]
         if self.batch_invariant:
             lines.append("  batch-invariant: products and sums in a fixed order, whatever is computed along")
@@ -172,51 +166,13 @@ class SchedulePlan:
         if len(self.parts) > 1:
             lines.append("  tokens: " + ", ".join(f"{name} {rows}" for name, rows in self.parts.items()))
         for name, value in self.alternatives.items():
-            lines.append(f"  not {name}: " + (value if isinstance(value, str) else f"{value * 1e3:.3g} ms"))
+            lines.append(f"  not {name}: " + (value if isinstance(value, str) else f"{value:.2f} GEMMs"))
         return "\n".join(lines)
 
     @property
     def _of_teacher(self) -> str:
         """Which of the products are a teacher's, in words."""
         return f" ({self.teacher_gemms:.2f} of them the teacher's)" if self.teacher_gemms else ""
-
-    def plot(self, path: str | PathLike[str]) -> Path:
-        """Draw the plan: its chunks, what other schedules would take, its memory beside that of all logits.
-
-        Args:
-            path: of the PNG.
-
-        Returns:
-            The path.
-
-        Raises:
-            ImportError: matplotlib isn't installed; the extra ``bench`` has it.
-        """
-        file, rows = Path(path), sum(self.parts.values())
-        chunk = "chunk" if self.chunks == 1 else "chunks"
-        picture.draw(
-            file,
-            f"schedule {self.schedule}: {self.gemms:.2f} products{self._of_teacher}, {self.chunks} {chunk} "
-            f"of up to {self.chunk_rows} rows",
-            self.parts,
-            self.chunk_rows,
-            {self.schedule: self.seconds, **self.alternatives},
-            {
-                "all logits at once": rows * self.chunk_bytes // max(self.chunk_rows, 1),
-                "logits of a chunk": self.chunk_bytes,
-                "this plan": self.peak_bytes,
-            },
-        )
-        return file
-
-
-def extra_bytes(strategy: str, rows: int, shapes: Shapes) -> int:
-    """What a strategy keeps beyond one chunk of logits."""
-    if strategy == "deferred":
-        return shapes.accumulator_bytes
-    if strategy == "cached":
-        return rows * shapes.vocabulary * shapes.rows_itemsize
-    return 0
 
 
 def explain(
@@ -242,17 +198,17 @@ def explain(
             return [Part("forward", 0, len(rows), sum(rows))]
         if schedule == "known":
             return [Part("known", 0, len(rows), sum(rows))]
-        return plan_parts(schedule, rows, idle, shapes, refusals)
+        return plan_parts(schedule, rows, idle, shapes.chunk_rows, refusals)
+
+    def gemms_of(parts: list[Part]) -> float:
+        return sum(products(part, shapes) for part in parts) / max(sum(rows), 1)
 
     def alternative(schedule: str) -> float | str:
         refused = refusals.of(schedule)
         if refused is not None:
             return refused
         try:
-            seconds = seconds_of(parts_of(schedule), shapes)
-            if schedule == "cached" and over_budget(sum(rows) - sum(rows[len(rows) - idle :]), shapes):
-                return f"{seconds * 1e3:.3g} ms, but its rows take more memory than another chunk"
-            return seconds
+            return gemms_of(parts_of(schedule))
         except ValueError as error:
             return str(error).removeprefix(f"schedule: {schedule!r} ")
 
@@ -263,8 +219,7 @@ def explain(
         if part.resting:
             by_strategy["forward"] = by_strategy.get("forward", 0) + part.resting
     used = [strategy for strategy in by_strategy if strategy != "forward"] or ["forward"]
-    schedule = name if name != "auto" else used[0] if len(used) == 1 else "mixed"
-    total = sum(rows)
+    schedule = used[0] if len(used) == 1 else "mixed"
     most = min(shapes.chunk_rows, max((part.rows for part in parts), default=0))
     wider = shapes.rows_itemsize > shapes.logits_itemsize
     # rows that don't fit into the logits' memory have their own
@@ -276,7 +231,7 @@ def explain(
     held = SEGMENT * shapes.vocabulary * shapes.rows_itemsize if invariant and shapes.trains_weight else 0
     return SchedulePlan(
         schedule=schedule,
-        gemms=sum(price.products for part in parts for price in costs(part, shapes, 1.0)) / max(total, 1),
+        gemms=gemms_of(parts),
         teacher_gemms=shapes.teacher_products,
         chunk_rows=most,
         chunks=sum(-(-part.rows // shapes.chunk_rows) for part in parts),
@@ -285,8 +240,7 @@ def explain(
         peak_bytes=chunk_bytes
         + copy
         + held
-        + max((extra_bytes(p.strategy, p.rows, shapes) for p in parts), default=0),
-        seconds=seconds_of(parts, shapes),
+        + (shapes.accumulator_bytes if any(part.strategy == "deferred" for part in parts) else 0),
         batch_invariant=invariant,
         sent_bytes=sent,
         messages=messages,

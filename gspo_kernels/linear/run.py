@@ -15,42 +15,18 @@ from torch import Tensor
 
 from gspo_kernels.aggregation import Aggregation
 from gspo_kernels.evaluate import PolicyStep, evaluate
-from gspo_kernels.linear.chunks import Call, Chunk
-from gspo_kernels.linear.cost import Shapes, TeacherShapes
+from gspo_kernels.linear.chunks import Chunk
 from gspo_kernels.linear.exactness import coefficients_depend_on, compares_none, evaluated_at_once, refusals
 from gspo_kernels.linear.gradients import Gradients, active, recompute
 from gspo_kernels.linear.schedule import Part, plan_parts
 from gspo_kernels.linear.scopes import Pieces, Scopes, chunk_terms, known_coefficients, token_terms
-from gspo_kernels.linear.scores import Kept, Projected, Scores
-from gspo_kernels.linear.sums import HeadSums, Needs, Rows, Weights
+from gspo_kernels.linear.scores import Projected, Scores
+from gspo_kernels.linear.sums import HeadSums, Needs, Weights
 from gspo_kernels.objectives.base import from_spec
 from gspo_kernels.sequence_ratio import ratio_form
 from gspo_kernels.step import take_step
 from gspo_kernels.terms import Terms
-from gspo_kernels.types import RowStats, stats_dtype
-
-
-def shapes_of(call: Call, terms: Terms, needs: Needs, teacher: TeacherShapes | None) -> Shapes:
-    """The sizes that a call's costs depend on."""
-    head, objective = call.head, from_spec(terms.objective)
-    entropy = terms.entropy_coef is not None or "entropy" in objective.needs
-    return Shapes(
-        vocabulary=call.vocabulary,
-        width=call.hidden.shape[-1],
-        chunk_rows=call.chunk_rows,
-        logits_itemsize=head.dtype.itemsize,
-        rows_itemsize=call.rows_itemsize,
-        accumulator_itemsize=stats_dtype(call.hidden.dtype).itemsize,
-        operand_itemsize=head.weight.dtype.itemsize,
-        trains_hidden=needs.hidden,
-        trains_weight=needs.head,
-        one_launch=ratio_form(objective, terms, call.options.backend) is not None,
-        one_pass=teacher is None and call.one_pass(entropy, settled=False),
-        one_pass_settled=teacher is None and call.one_pass(entropy, settled=compares_none(terms)),
-        device=call.hidden.device.type,
-        teacher=teacher,
-    )
-
+from gspo_kernels.types import RowStats
 
 _Coefficients = Callable[[slice, Chunk, RowStats], tuple[Tensor, Tensor | None]]
 """dLoss/dlogprobs and dLoss/dentropy of some of the rows of a call: a chunk of them, given its statistics."""
@@ -95,9 +71,9 @@ class Run:
             done = now.stop
             del projected
 
-    def _add(self, chunk: Chunk, skip: bool, out: Tensor | None = None) -> Projected:
+    def _add(self, chunk: Chunk, skip: bool) -> Projected:
         """``Scores.add``; ``skip`` says that what it finds may leave rows out."""
-        return self.scores.add(chunk, out, settled=not skip and compares_none(self.terms))
+        return self.scores.add(chunk, settled=not skip and compares_none(self.terms))
 
     def _score_idle(self, where: slice | Tensor, grad: Tensor) -> tuple[slice | Tensor, Tensor]:
         """Take log-probs of the rows at ``where`` whose coefficients ``grad`` are 0; what is left of both.
@@ -155,8 +131,7 @@ class Run:
             return
         self.scopes = Scopes(call, terms, self.skip)
         reasons = refusals(from_spec(terms.objective), terms, needs.head, call.head.fixed)
-        shapes = shapes_of(call, terms, needs, self.scores.teacher)
-        parts = plan_parts(schedule, self.scopes.rows, self.scopes.idle, shapes, reasons)
+        parts = plan_parts(schedule, self.scopes.rows, self.scopes.idle, call.chunk_rows, reasons)
         self.at_once = bool(terms.cp_group) or evaluated_at_once(
             from_spec(terms.objective), terms, call.head.fixed
         )
@@ -171,7 +146,6 @@ class Run:
             "aligned": self._aligned,
             "deferred": self._deferred,
             "frozen": self._frozen,
-            "cached": self._cached,
             "two_pass": self._two_pass,
         }
         for part in parts:
@@ -250,31 +224,6 @@ class Run:
             scales.view(-1)[where].mul_(coefficients[own])
         else:
             scales.view(-1)[where] *= coefficients[own]
-
-    def _cached(self, part: Part) -> None:
-        call, gradients, where = self.call, self.gradients, self.scopes.rows_of(part)
-        head = call.head
-        cache = torch.empty(part.rows, head.vocabulary, dtype=head.rows_dtype, device=call.hidden.device)
-        beside, done = [], 0
-        for chunk in call.chunks(where):
-            now = slice(done, done + len(chunk))
-            projected = self._add(chunk, skip=False, out=cache[now])
-            beside.append(gradients.rows(projected, chunk, out=cache[now]).factors)
-            done = now.stop
-            del projected
-        factors = [each for each in beside if each is not None]
-        rows = Rows(cache, torch.cat(factors) if factors else None)
-        grad, _ = self._coefficients(part)
-        keep = call.index(grad != 0) if self.skip else None
-        if isinstance(keep, Tensor):
-            kept = Kept.of(keep, part.rows, head.fixed)
-            where, grad = _index(where, keep.device)[kept.rows], grad[kept.rows]
-            rows = Rows(kept.to_front(cache), None if rows.factors is None else rows.factors[kept.rows])
-        done = 0
-        for chunk in call.chunks(where):
-            now = slice(done, done + len(chunk))
-            gradients.add_rows(rows.at(now), chunk, Weights(grad[now]))
-            done = now.stop
 
     def _deferred(self, part: Part) -> None:
         call, gradients, where = self.call, self.gradients, self.scopes.rows_of(part)

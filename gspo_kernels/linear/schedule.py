@@ -7,22 +7,70 @@ scopes that is worked through in one way; f is the fraction of its rows that hav
 | schedule | products | how |
 |---|---|---|
 | known | 3G | coefficients come from the token itself: log-probs and gradient from one chunk |
+| frozen | 2G | no weight gradient: rows of dHidden wait for their coefficients |
 | aligned | (1 + 2f)G | chunks hold whole scopes: log-probs, coefficients, gradient of the same logits |
 | deferred | 3G | a sequence's gradient is summed up without its coefficient, which multiplies the sum |
-| frozen | 2G | no weight gradient: rows of dHidden wait for their coefficients |
-| cached | (1 + 2f)G | rows p - onehot of the whole part wait for their coefficients |
 | two_pass | (1 + 3f)G | the logits of rows with a gradient are computed once more |
+
+"auto" is the first row of the table that is exact for the call: scopes that fit in a chunk are aligned, each
+longer one is deferred. Where nothing needs a gradient there is only the forward product.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from gspo_kernels.linear.cost import ACTIVE_FRACTION, Cost, Shapes, cost
+SCHEDULES = ("known", "frozen", "aligned", "deferred", "two_pass")
 
-SCHEDULES = ("known", "aligned", "deferred", "frozen", "cached", "two_pass")
+
+@dataclass(frozen=True)
+class TeacherShapes:
+    """The sizes of a teacher beside an objective; zeros where it is no more than log-probs of some ids.
+
+    Attributes:
+        width: of its hidden states.
+        logits_itemsize: bytes of an element of its logits.
+    """
+
+    width: int = 0
+    logits_itemsize: int = 0
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """The sizes that products and memory depend on.
+
+    Attributes:
+        vocabulary, width: V and H.
+        chunk_rows: rows of logits that fit the budget.
+        logits_itemsize, rows_itemsize, accumulator_itemsize: bytes of an element of the logits, of the rows
+            p - onehot, and of dWeight's sum.
+        trains_hidden, trains_weight: which gradients are wanted.
+        teacher: what stands beside the objective, or None.
+    """
+
+    vocabulary: int
+    width: int
+    chunk_rows: int
+    logits_itemsize: int
+    rows_itemsize: int
+    accumulator_itemsize: int
+    trains_hidden: bool
+    trains_weight: bool
+    teacher: TeacherShapes | None = None
+
+    @property
+    def accumulator_bytes(self) -> int:
+        """Bytes of the tensor that dWeight is summed in."""
+        return self.vocabulary * self.width * self.accumulator_itemsize if self.trains_weight else 0
+
+    @property
+    def teacher_products(self) -> float:
+        """A teacher's product of a row, in those of the student's size."""
+        return self.teacher.width / self.width if self.teacher is not None and self.teacher.width else 0.0
 
 
 @dataclass(frozen=True)
@@ -65,7 +113,7 @@ class Part:
 
 
 def plan_parts(
-    schedule: str, rows: Sequence[int], idle: int, shapes: Shapes, refusals: Refusals
+    schedule: str, rows: Sequence[int], idle: int, chunk_rows: int, refusals: Refusals
 ) -> list[Part]:
     """Cut scopes into parts.
 
@@ -74,18 +122,27 @@ def plan_parts(
         rows: counted rows of each scope; the last ``idle`` of them have no gradient, whatever the forward
             finds.
         idle: how many.
-        shapes: sizes.
+        chunk_rows: rows of logits that fit the budget.
         refusals: of the call.
 
     Raises:
         ValueError: "aligned" by name, but a scope doesn't fit in a chunk.
     """
-    working = len(rows) - idle
-    parts = _working_parts(schedule, rows[:working], shapes, refusals)
-    stop = working
+    working = rows[: len(rows) - idle]
+    if schedule == "aligned" and working and max(working) > chunk_rows:
+        raise ValueError(
+            f"schedule: 'aligned' needs chunks that hold whole sequences (or groups), one has {max(working)} "
+            f"counted tokens but a chunk {chunk_rows} rows; raise max_chunk_bytes or use 'auto'"
+        )
+    strategies = [schedule] * len(working)
+    if schedule == "auto":
+        longer = "deferred" if refusals.of("deferred") is None else "two_pass"
+        strategies = ["aligned" if count <= chunk_rows else longer for count in working]
+    parts = _joined(working, strategies, chunk_rows)
+    stop = len(working)
     if parts and parts[-1].strategy == "aligned":
         last, held = parts[-1], parts[-1].rows
-        while stop < len(rows) and held + rows[stop] <= shapes.chunk_rows:
+        while stop < len(rows) and held + rows[stop] <= chunk_rows:
             held += rows[stop]
             stop += 1
         parts[-1] = Part("aligned", last.start, stop, held, held - last.rows)
@@ -93,88 +150,25 @@ def plan_parts(
     return [*parts, Part("forward", stop, len(rows), rest)] if rest else parts
 
 
-def costs(part: Part, shapes: Shapes, active: float = ACTIVE_FRACTION) -> list[Cost]:
-    """Of the rows with a gradient and of those without."""
-    costs = [cost(part.strategy, part.rows - part.resting, shapes, active)]
-    return [*costs, cost("forward", part.resting, shapes)] if part.resting else costs
+def products(part: Part, shapes: Shapes) -> float:
+    """Products of a part in which every row that can have a gradient has one, in units of 2VH operations."""
+    gradients = shapes.trains_hidden + shapes.trains_weight
+    of_row = {"forward": 0, "frozen": shapes.trains_hidden, "two_pass": 1 + gradients}
+    learning = (part.rows - part.resting) * of_row.get(part.strategy, gradients)
+    return learning + part.rows * (1.0 + shapes.teacher_products)
 
 
-def seconds_of(parts: Sequence[Part], shapes: Shapes) -> float:
-    """What the model expects of parts."""
-    steps = sum(part.strategy not in ("forward", "known") for part in parts)
-    return steps * shapes.step + sum(price.seconds for part in parts for price in costs(part, shapes))
-
-
-def _working_parts(schedule: str, rows: Sequence[int], shapes: Shapes, refusals: Refusals) -> list[Part]:
-    if schedule in ("frozen", "cached", "two_pass"):
-        return [Part(schedule, 0, len(rows), sum(rows))] if rows else []
-    if schedule == "deferred":
-        return [Part(schedule, i, i + 1, count) for i, count in enumerate(rows) if count]
-    if schedule == "aligned" and rows and max(rows) > shapes.chunk_rows:
-        raise ValueError(
-            f"schedule: 'aligned' needs chunks that hold whole sequences (or groups), one has {max(rows)} "
-            f"counted tokens but a chunk {shapes.chunk_rows} rows; raise max_chunk_bytes or use 'auto'"
-        )
-    if schedule == "aligned":
-        return _joined(rows, [schedule] * len(rows), shapes)
-    return _cheapest_parts(rows, shapes, refusals)
-
-
-def _cheapest_parts(rows: Sequence[int], shapes: Shapes, refusals: Refusals) -> list[Part]:
-    """Of scopes that fit a chunk all go one way, each longer one goes its own."""
-
-    def allowed(names: Sequence[str], budgeted: int) -> list[str]:
-        over = {"cached"} if over_budget(budgeted, shapes) else set()
-        return [name for name in names if name not in over and refusals.of(name) is None]
-
-    fitting = [count for count in rows if count <= shapes.chunk_rows]
-    prices = {
-        name: seconds_of([Part(name, 0, len(fitting), sum(fitting))], shapes)
-        for name in allowed(("frozen", "cached", "two_pass"), sum(fitting))
-    }
-    # first, so that it wins where the price is the same but for rounding: it takes the least memory
-    prices = {"aligned": seconds_of(_joined(fitting, ["aligned"] * len(fitting), shapes), shapes), **prices}
-    bound = (1.0 + 1e-9) * min(prices.values())
-    short = next(name for name, price in prices.items() if price <= bound)
-
-    def strategy(count: int) -> str:
-        if count <= shapes.chunk_rows:
-            return short
-        # neighbours share an evaluation, unless deferred; with a frozen head that would do the same products
-        deferred = () if refusals.of("frozen") is None else ("deferred",)
-        names = allowed((*deferred, "frozen", "cached", "two_pass"), count)
-        steps = {"deferred": shapes.step}
-        return min(names, key=lambda name: cost(name, count, shapes).seconds + steps.get(name, 0.0))
-
-    return _joined(rows, [strategy(count) for count in rows], shapes)
-
-
-def _overfull(strategy: str, scopes: int, rows: int, shapes: Shapes) -> bool:
-    """Whether a part of so many scopes and rows is more than the strategy takes at once."""
-    if strategy == "deferred":
-        return scopes > 1
-    if strategy == "aligned":
-        return rows > shapes.chunk_rows
-    return strategy == "cached" and over_budget(rows, shapes)
-
-
-def over_budget(rows: int, shapes: Shapes) -> bool:
-    """What is cached comes on top of the chunk, and may take as much again."""
-    return rows * shapes.rows_itemsize > shapes.chunk_rows * shapes.logits_itemsize
-
-
-def _joined(rows: Sequence[int], strategies: Sequence[str], shapes: Shapes) -> list[Part]:
-    """Neighbours of one strategy as parts, each as much as that takes, of about the same size."""
+def _joined(rows: Sequence[int], strategies: Sequence[str], chunk_rows: int) -> list[Part]:
+    """Neighbours of one strategy as parts: aligned ones of about the same size, deferred ones alone."""
     parts: list[Part] = []
     for strategy, run in itertools.groupby(range(len(rows)), strategies.__getitem__):
         members = list(run)
-        target = float("inf")
-        if strategy == "aligned":
-            total = sum(rows[i] for i in members)
-            target = total / max(1, -(-total // shapes.chunk_rows))
+        most = {"aligned": chunk_rows, "deferred": 0}.get(strategy, math.inf)
+        total = sum(rows[i] for i in members)
+        target = total / max(1, -(-total // chunk_rows)) if strategy == "aligned" else most
         first, held = members[0], 0
         for i in members:
-            if i > first and (held >= target or _overfull(strategy, i + 1 - first, held + rows[i], shapes)):
+            if i > first and (held >= target or held + rows[i] > most):
                 parts.append(Part(strategy, first, i, held))
                 first, held = i, 0
             held += rows[i]
@@ -186,7 +180,7 @@ def choose(schedule: str, refusals: Refusals, learns: bool, may_synchronise: boo
     """What serves a call, from what is known without looking at any value, and why.
 
     "two_pass" projects again in the backward; all others compute the gradient along with the loss. "auto"
-    stands for parts chosen by cost.
+    stands for parts: scopes that fit in a chunk, and longer ones.
 
     Args:
         schedule: "auto" or a name.
@@ -204,8 +198,10 @@ def choose(schedule: str, refusals: Refusals, learns: bool, may_synchronise: boo
         return schedule, "asked for"
     if refusals.of("known") is None:
         return "known", "every token's coefficient is known beforehand or a function of its own log-prob"
-    if refusals.of("aligned") is not None:
-        return "two_pass", str(refusals.of("aligned"))
     if not may_synchronise:
         return "two_pass", "skip_inactive='none' reads no sequence lengths from the device"
-    return "auto", "it is the cheapest by the cost model"
+    if refusals.of("frozen") is None:
+        return "frozen", "the lm_head is frozen, so only dHidden waits for its coefficients"
+    if refusals.of("aligned") is not None:
+        return "two_pass", str(refusals.of("aligned"))
+    return "auto", "whole sequences (or groups) that fit in a chunk share it, longer ones go by themselves"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gspo_kernels.linear.chunks import Call, Chunk
-from gspo_kernels.linear.cost import TeacherShapes
+from gspo_kernels.linear.schedule import TeacherShapes
 from gspo_kernels.ops.backends import FoldingBackend, OnePassBackend
 from gspo_kernels.ops.memory import Workspace
 from gspo_kernels.ops.pairs import Pair
@@ -143,18 +143,16 @@ class Scores:
         )
         return RowStats(*stats).each(lambda stat: stat.squeeze(0))
 
-    def score(
-        self, chunk: Chunk, entropy: bool, out: Tensor | None = None, settled: bool = False
-    ) -> Projected:
+    def score(self, chunk: Chunk, entropy: bool, settled: bool = False) -> Projected:
         """Project a chunk whose gradient is wanted, too: where one pass does both, its rows come with the
-        statistics, in ``out`` or in the memory of the logits.
+        statistics, where they fit in the memory of the logits.
 
         ``settled``: no row is left out by what is found, and log-probs are compared with no others.
         """
         logits = self.logits(chunk)
         if not self.call.one_pass(entropy, settled):
             return Projected(logits, self.statistics(logits, chunk, entropy))
-        rows = self.call.rows_memory(logits, out)
+        rows = self.call.rows_memory(logits)
         stats, factors = cast(OnePassBackend, self.backend).logprobs_and_rows(
             logits.unsqueeze(0),
             chunk.labels,
@@ -165,9 +163,9 @@ class Scores:
         factors = None if factors is None else factors.squeeze(0)
         return Projected(rows, stats.each(lambda stat: stat.squeeze(0)), True, factors)
 
-    def add(self, chunk: Chunk, out: Tensor | None = None, settled: bool = False) -> Projected:
+    def add(self, chunk: Chunk, settled: bool = False) -> Projected:
         """``score`` a chunk and keep its statistics."""
-        projected = self.score(chunk, self._kept.entropy is not None, out, settled)
+        projected = self.score(chunk, self._kept.entropy is not None, settled)
         self.keep(projected.stats, chunk)
         return projected
 

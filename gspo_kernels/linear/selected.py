@@ -75,7 +75,7 @@ def linear_selected_backward(
             own.logprobs / scale.unsqueeze(-1), None if own.tail is None else own.tail / scale
         )
         logits = scores.logits(chunk)
-        out = call.rows_memory(logits, None)
+        out = call.rows_memory(logits)
         write_gradient(
             out.unsqueeze(0),
             logits.unsqueeze(0),

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from gspo_kernels.layout import as_rows
 from gspo_kernels.linear.chunks import Call, Chunk, LinearOperands
-from gspo_kernels.linear.cost import TeacherShapes
 from gspo_kernels.linear.scaling import power_of_two
+from gspo_kernels.linear.schedule import TeacherShapes
 from gspo_kernels.linear.scores import Projected, Scores, Taught
 from gspo_kernels.ops.memory import CHUNK_ROWS, Workspace
 from gspo_kernels.ops.pairs import DivergenceForm, Pair, TeacherRows
@@ -71,7 +71,7 @@ class TwoHeads:
         if self._teacher is None:
             return TeacherShapes()
         head = self._teacher.head
-        return TeacherShapes(self._teacher.hidden.shape[-1], head.dtype.itemsize, head.weight.dtype.itemsize)
+        return TeacherShapes(self._teacher.hidden.shape[-1], head.dtype.itemsize)
 
     def of_student(self, chunk: Chunk) -> Tensor:
         """Its logits alone, [n, V], in memory that the next call writes over."""
@@ -125,9 +125,7 @@ class TaughtScores(Scores):
         """See ``Scores.logits``: the student's alone."""
         return self._heads.of_student(chunk)
 
-    def score(
-        self, chunk: Chunk, entropy: bool, out: Tensor | None = None, settled: bool = False
-    ) -> Projected:
+    def score(self, chunk: Chunk, entropy: bool, settled: bool = False) -> Projected:
         """See ``Scores.score``; both sides are projected, compared, and the divergences kept."""
         pair = self._heads.pair(chunk, self._form)
         stats = pair.evaluate(self.call.options, transform=chunk.transform)

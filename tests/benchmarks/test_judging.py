@@ -293,7 +293,7 @@ def test_everyone_is_asked():
     }
     for backend in ("triton", "cpp", "reference"):
         assert f"ours, {backend}" in names["logits"]
-    for schedule in ("auto", "known", "aligned", "deferred", "frozen", "cached", "two_pass"):
+    for schedule in ("auto", "known", "aligned", "deferred", "frozen", "two_pass"):
         assert f"ours, {schedule}" in names["hidden"]
     for task, packages in {
         "logits": ("naive", "torch.compile", "TRL", "Liger triton_grpo_loss", "QuACK", "verl"),

@@ -51,14 +51,6 @@ def test_a_run_writes_what_was_found(folder):
     assert missing["status"] == "missing" and "cut_cross_entropy" in missing["reason"]
 
 
-def test_the_schedules_are_compared_with_the_choice(tmp_path):
-    assert command_line.main(["run", "schedules", "--size", "tiny", "--out", str(tmp_path)]) == 0
-    record = json.loads((tmp_path / "schedules.json").read_text())
-    (case,) = record["grid"]
-    assert set(case["seconds"]) | set(case["refused"]) == {"auto", *SCHEDULES}
-    assert case["chosen"] in case["seconds"] and record["worst"] == case["loss"] > 0
-
-
 def test_rows_of_a_backbone_are_judged_by_padding(tmp_path, monkeypatch):
     def off(device):
         return lambda rows: 1.001 * padded(rows)

@@ -18,7 +18,7 @@ from tests.fuzz.teachers import draw_teacher, near_a_tie
 from tests.judging import expect, true_logprobs
 
 ENTRIES = tuple(KIND)
-SCHEDULES = ("auto", "known", "aligned", "deferred", "frozen", "cached", "two_pass")
+SCHEDULES = ("auto", "known", "aligned", "deferred", "frozen", "two_pass")
 POISON = (math.nan, math.inf, -math.inf)
 
 

@@ -188,7 +188,7 @@ def objectives_beyond_sums():
 @of_ranks(2)
 def schedules():
     """Those that wait for whole sequences, chunk by chunk; the others are refused with the reason."""
-    for schedule, skip in itertools.product(("two_pass", "cached", "auto"), ("backward", "all", "none")):
+    for schedule, skip in itertools.product(("two_pass", "auto"), ("backward", "all", "none")):
         terms = "holes" if skip == "all" else "plain"  # with holes nothing counted is idle, so nothing is NaN
         case = make_case("linear", "packed", terms, vocabulary=VOCABULARY, lengths=LENGTHS)
         out = judge(case, objective=gk.GSPO(), schedule=schedule, skip_inactive=skip, max_chunk_bytes=1024)

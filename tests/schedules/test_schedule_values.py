@@ -43,7 +43,7 @@ def is_exact(schedule, objective, terms=(), trains_head=True):
         return not token_level and not {"kl", "entropy", "token_advantages"} & set(terms)
     if schedule == "frozen":
         return not trains_head and "entropy" not in terms
-    return schedule != "cached" or "entropy" not in terms
+    return True
 
 
 def check(case, objective, schedule, **options):
@@ -96,7 +96,7 @@ def test_schedules_equal_the_oracle(name, schedule, layout, rows, inactive):
 @pytest.mark.parametrize("inactive", [0, 50, 100])
 @pytest.mark.parametrize("skip_inactive", ["all", "none"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("schedule", ["auto", "aligned", "deferred", "frozen", "cached", "two_pass"])
+@pytest.mark.parametrize("schedule", ["auto", "aligned", "deferred", "frozen", "two_pass"])
 def test_schedules_with_and_without_skipping(schedule, layout, skip_inactive, inactive):
     case = make_case("linear", layout, "holes", advantages=INACTIVE[inactive])
     # "none" projects padding too, so that a sequence has six rows
@@ -124,7 +124,7 @@ def test_schedules_with_every_term(name, schedule, rows, terms):
     check(case, OBJECTIVES[name], schedule, max_chunk_bytes=rows * ROW)
 
 
-@pytest.mark.parametrize("schedule", ["auto", "aligned", "cached", "two_pass", "known"])
+@pytest.mark.parametrize("schedule", ["auto", "aligned", "two_pass", "known"])
 def test_per_token_advantages(schedule):
     objective = gk.GRPO() if schedule == "known" else gk.GSPOToken()
     case = make_case("linear", "packed", "holes+token_advantages")
@@ -142,20 +142,20 @@ def test_deferred_refuses_coefficients_per_token():
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("schedule", ["auto", "aligned", "deferred", "frozen", "cached", "two_pass"])
+@pytest.mark.parametrize("schedule", ["auto", "aligned", "deferred", "frozen", "two_pass"])
 def test_dtypes_of_every_schedule(schedule, dtype, backend):
     case = make_case("linear", "packed", "holes", dtype=dtype)
     check(case, gk.GSPO(), schedule, max_chunk_bytes=4 * V * max(4, dtype.itemsize), backend=backend)
 
 
 @pytest.mark.parametrize("name", ["together", "kept and the rest"])
-@pytest.mark.parametrize("schedule", ["auto", "aligned", "deferred", "frozen", "cached", "two_pass"])
+@pytest.mark.parametrize("schedule", ["auto", "aligned", "deferred", "frozen", "two_pass"])
 def test_logit_options_of_every_schedule(schedule, name):
     case = make_case("linear", "padded", "holes", logit_options=name)
     check(case, gk.GSPO(), schedule, max_chunk_bytes=4 * ROW)
 
 
-@pytest.mark.parametrize("schedule", ["auto", "aligned", "cached", "two_pass"])
+@pytest.mark.parametrize("schedule", ["auto", "aligned", "two_pass"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_logits_in_the_inputs_dtype(schedule, dtype):
     # Linear has no clip decision that such rounding could turn
@@ -165,7 +165,7 @@ def test_logits_in_the_inputs_dtype(schedule, dtype):
     check(case, gk.Linear(), schedule, max_chunk_bytes=4 * V * 6)
 
 
-@pytest.mark.parametrize("schedule", ["aligned", "deferred", "cached", "two_pass", "auto"])
+@pytest.mark.parametrize("schedule", ["aligned", "deferred", "two_pass", "auto"])
 def test_strided_and_interleaved(schedule):
     """Idle sequences between the others, hidden states of any strides."""
     case = make_case("linear", "packed", "holes", advantages=INACTIVE[50])
@@ -205,7 +205,7 @@ class RelativeToAll(Relative):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("rows", [1, 6, 8, 1000])
-@pytest.mark.parametrize("schedule", ["auto", "aligned", "cached", "frozen", "deferred", "known"])
+@pytest.mark.parametrize("schedule", ["auto", "aligned", "frozen", "deferred", "known"])
 @pytest.mark.parametrize("kind", [Relative, RelativeToAll])
 def test_groups_and_batch(kind, schedule, rows, layout):
     groups = (5, 2, 5, 2, 2, 5) if kind is Relative else (0,) * 6  # interleaved: 5 counts 4, 2 counts 6
