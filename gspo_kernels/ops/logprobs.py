@@ -49,17 +49,12 @@ class LogitGradient(NamedTuple):
     grad_logits: Tensor
 
 
-SAID = "the call, its objective, schedule, options or dtypes, or which inputs need a gradient"
-"""What ranks that don't compute the same differ in."""
-
-
-def check_rows(labels: Tensor, vocabulary: int, options: RowOptions, *said: object) -> None:
+def check_rows(labels: Tensor, vocabulary: int, options: RowOptions) -> None:
     """Every label must be ``ignore_index``, or in the vocabulary and in its sampling mask, and temperatures
-    positive; looked at as ``ops.values`` says. Of a shard, ``vocabulary`` is what is here, and all ranks
-    check together that they have ``said`` the same.
+    positive; looked at as ``ops.values`` says. Of a shard, ``vocabulary`` is what is here.
     """
     if options.shard.group:
-        sharding().check_shards(labels, vocabulary, options, {SAID: sharding().digest(said)})
+        sharding().check_shards(labels, vocabulary, options)
         return
     check_temperature(options.row_temperature)
     if not checked_values(labels.device) or not labels.numel():
@@ -78,9 +73,10 @@ def _check_range(labels: Tensor, vocabulary: int, options: RowOptions) -> None:
 
 
 def wrong_label(value: int, vocabulary: int, options: RowOptions) -> ValueError:
-    """What to raise for a label in a counted position."""
+    """What to raise for a label in a counted position; a vocabulary of 0 is one of unknown size."""
+    most = vocabulary or "the vocabulary's size"
     return ValueError(
-        f"labels: got {value} in a counted position, expected 0 <= label < {vocabulary} "
+        f"labels: got {value} in a counted position, expected 0 <= label < {most} "
         f"or ignore_index={options.ignore_index}"
     )
 
@@ -88,7 +84,7 @@ def wrong_label(value: int, vocabulary: int, options: RowOptions) -> ValueError:
 @operator
 def logprobs_forward(logits: Tensor, labels: Tensor, options: RowOptions, entropy: bool) -> ScoredRows:
     """Log-probs, log-sum-exp and entropy of logits [B, T, V] at labels [B, T]."""
-    check_rows(labels, logits.shape[-1], options, "logprobs_forward", logits.dtype, entropy)
+    check_rows(labels, logits.shape[-1], options)
     stats = rows_of(options).logprobs_forward(
         logits, labels, options.transform, ignore_index=options.ignore_index, entropy=entropy
     )
@@ -170,7 +166,7 @@ def logprobs_and_grad(
     logits: Tensor, labels: Tensor, coefficients: Tensor, options: RowOptions
 ) -> LogitGradient:
     """Log-probs and the logits' gradient for coefficients dLoss/dlogprobs [B, T] known beforehand."""
-    check_rows(labels, logits.shape[-1], options, "logprobs_and_grad", logits.dtype)
+    check_rows(labels, logits.shape[-1], options)
     out = memory_like(logits)
     stats = rows_of(options).logprobs_and_grad(
         logits, labels, coefficients, options.transform, ignore_index=options.ignore_index, out=out

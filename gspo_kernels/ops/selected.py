@@ -266,7 +266,7 @@ def write_gradient(
 @operator
 def selected_forward(logits: Tensor, ids: Tensor, options: RowOptions, within: bool) -> SelectedRows:
     """See ``score``."""
-    check_rows(ids.amax(-1), logits.shape[-1], options, "selected_forward", logits.dtype, within)
+    check_rows(ids.amax(-1), logits.shape[-1], options)
     return score(logits, ids, options.backend, options.transform, within, options.shard)
 
 

@@ -13,8 +13,7 @@ shard needs no other: its columns, and the statistics of the whole row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -24,8 +23,7 @@ from gspo_kernels.ops.backends import RowBackend
 from gspo_kernels.ops.library import checked_values
 from gspo_kernels.ops.logprobs import wrong_label
 from gspo_kernels.ops.values import check_kept, check_temperature
-from gspo_kernels.parallel.agreement import RanksDisagreeError, agree, digest, together
-from gspo_kernels.parallel.groups import begin_gather, gathered, rank_and_size
+from gspo_kernels.parallel.groups import begin_gather, gathered, gathered_numbers, rank_and_size
 from gspo_kernels.types import (
     LogitTransform,
     Normalizers,
@@ -76,49 +74,31 @@ def columns_of(shard: Shard, width: int) -> tuple[int, int]:
     return first_column(shard, width), total
 
 
-def check_shards(
-    labels: Tensor,
-    width: int,
-    options: RowOptions,
-    same: Mapping[str, int] = MappingProxyType({}),
-    own: Sequence[int] = (),
-) -> list[tuple[int, ...]]:
-    """What a rank does first in a call: it makes sure that all are in the same one and none refuses it.
-
-    Args:
-        labels: [B, T], ids of the whole vocabulary.
-        width: how many columns this rank has.
-        options: of the call.
-        same, own: more facts, as for ``agree``.
-
-    Returns:
-        Every rank's ``own``.
+def range_of(labels: Tensor, width: int, options: RowOptions) -> tuple[int, int, int, int]:
+    """The first of this rank's ``width`` columns and how many they are, and the lowest and highest counted
+    label [B, T], which are ids of the whole vocabulary; after looking at temperatures, labels and masks.
 
     Raises:
-        ValueError: on all ranks: shards that don't make one vocabulary, or labels outside of it.
-        RanksDisagreeError: see ``agree``.
+        ValueError: on this rank.
     """
-    group, device = options.shard.group, labels.device
-    with together(group, device):
-        check_temperature(options.row_temperature)
-        counted = labels[labels != options.ignore_index] if checked_values(device) else labels[:0]
-        lowest, highest = (int(x) for x in counted.aminmax()) if counted.numel() else (0, 0)
-        summed = int(counted.sum())
-        if options.kept is not None:
-            start = first_column(options.shard, width)
-            here = (labels != options.ignore_index) & (labels >= start) & (labels < start + width)
-            check_kept(labels, options.kept, here, start)
-    transform = options.transform._replace(row_temperature=None, kept=None)
-    common = {
-        "labels: length": labels.shape[1],
-        "labels: rows": labels.shape[0],
-        "logit_scale, softcap, temperature, ignore_index, backend or sampling masks": digest(
-            transform, options.ignore_index, options.backend, options.kept is None
-        ),
-        **same,
-    }
-    found = [first_column(options.shard, width), width, lowest, highest, summed]
-    every = agree(group, device, common, [*found, *own])
+    check_temperature(options.row_temperature)
+    start, total = columns_of(options.shard, width)
+    counted = labels[labels != options.ignore_index] if checked_values(labels.device) else labels[:0]
+    lowest, highest = (int(x) for x in counted.aminmax()) if counted.numel() else (0, 0)
+    if lowest < 0 or (total and highest >= total):
+        raise wrong_label(lowest if lowest < 0 else highest, total, options)
+    if options.kept is not None:
+        here = (labels != options.ignore_index) & (labels >= start) & (labels < start + width)
+        check_kept(labels, options.kept, here, start)
+    return start, width, lowest, highest
+
+
+def check_ranges(every: Sequence[tuple[int, ...]], options: RowOptions) -> None:
+    """Look at ``range_of`` of all ranks.
+
+    Raises:
+        ValueError: shards that don't make one vocabulary, or labels outside of it.
+    """
     total = 0
     for first, columns, *_ in sorted(every):
         if first != total:
@@ -127,12 +107,22 @@ def check_shards(
                 f"vocab_range: the ranks have {ranges}, expected ranges that follow each other from 0 on"
             )
         total += columns
-    for _, _, low, high, *_ in every:
+    for _, _, low, high in every:
         if low < 0 or high >= total:
             raise wrong_label(low if low < 0 else high, total, options)
-    if len({said[len(found) - 1] for said in every}) > 1:
-        raise RanksDisagreeError("labels: are not the same on the ranks of the process group")
-    return [said[len(found) :] for said in every]
+
+
+def check_shards(labels: Tensor, width: int, options: RowOptions) -> None:
+    """Look at labels [B, T] and at what ranges the ranks have, where values are looked at.
+
+    Ranges that the caller gives are gathered, 32 bytes of each rank.
+
+    Raises:
+        ValueError: see ``range_of`` and ``check_ranges``.
+    """
+    here = range_of(labels, width, options)
+    if options.shard.start >= 0 and checked_values(labels.device):
+        check_ranges(gathered_numbers(options.shard.group, labels.device, here), options)
 
 
 class ShardedRows:
