@@ -21,12 +21,11 @@ from gspo_kernels.invariance import in_force, refuse_groups
 from gspo_kernels.logits import with_local_tensors
 from gspo_kernels.objectives.base import Objective
 from gspo_kernels.ops.backends import resolve
-from gspo_kernels.ops.logprobs import check_rows
+from gspo_kernels.ops.logprobs import check_ranges, check_rows, range_of
 from gspo_kernels.ops.values import check_temperature
 from gspo_kernels.parallel.agreement import Member, compare, digest, validates
 from gspo_kernels.parallel.groups import group_name
 from gspo_kernels.parallel.tokens import ScatteredTokens
-from gspo_kernels.parallel.vocabulary import check_ranges, range_of
 from gspo_kernels.terms import FORMS, Terms, check_values
 from gspo_kernels.types import RowOptions
 

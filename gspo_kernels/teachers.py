@@ -11,10 +11,10 @@ from torch import Tensor
 from gspo_kernels import checks
 from gspo_kernels.layout import as_rows
 from gspo_kernels.logits import LogitArguments
-from gspo_kernels.ops.backends import sharding
 from gspo_kernels.ops.divergence import DivergenceFunction
 from gspo_kernels.ops.pairs import DivergenceForm, TeacherRows
 from gspo_kernels.ops.selected import checked_ids
+from gspo_kernels.ops.shards import columns_of
 from gspo_kernels.step import DivergenceLoss, loss_of, with_divergence
 from gspo_kernels.terms import Terms
 from gspo_kernels.types import LossOutput, RowOptions
@@ -146,7 +146,7 @@ class TeacherArguments(NamedTuple):
 def vocabulary_of(width: int, options: RowOptions) -> int:
     """The size of the whole vocabulary, 0 where the ``width`` columns of this process don't say it."""
     shard = options.shard
-    total: int = sharding().columns_of(shard, width)[1] if shard.group else width
+    total = columns_of(shard, width)[1] if shard.group else width
     return total
 
 

@@ -15,11 +15,10 @@ from gspo_kernels.invariance import refuse_backend
 from gspo_kernels.linear.head import Head
 from gspo_kernels.linear.segments import SEGMENT
 from gspo_kernels.ops.backends import HiddenBackend, OnePassBackend, RowBackend, launches_of, rows_of
-from gspo_kernels.ops.logprobs import check_rows
+from gspo_kernels.ops.logprobs import check_ranges, check_rows, range_of
 from gspo_kernels.ops.memory import chunk_rows
 from gspo_kernels.parallel.groups import begin_sum_, gathered_numbers
 from gspo_kernels.parallel.tokens import ScatteredTokens
-from gspo_kernels.parallel.vocabulary import check_ranges, range_of
 from gspo_kernels.types import LogitTransform, RowOptions, stats_dtype
 
 if TYPE_CHECKING:  # not every build of PyTorch has it

@@ -14,7 +14,7 @@ from gspo_kernels.linear.schedule import SCHEDULES, Part, Refusals, costs, over_
 from gspo_kernels.linear.segments import SEGMENT
 from gspo_kernels.linear.two_heads import LinearTeacher
 from gspo_kernels.ops.pairs import DivergenceForm
-from gspo_kernels.parallel.vocabulary import compared_bytes, statistics_bytes
+from gspo_kernels.ops.shards import compared_bytes, statistics_bytes
 from gspo_kernels.types import stats_dtype
 
 

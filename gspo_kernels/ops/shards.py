@@ -13,26 +13,25 @@ shard needs no other: its columns, and the statistics of the whole row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from gspo_kernels import bits
-from gspo_kernels.ops.backends import RowBackend
-from gspo_kernels.ops.library import checked_values
-from gspo_kernels.ops.logprobs import wrong_label
-from gspo_kernels.ops.values import check_kept, check_temperature
-from gspo_kernels.parallel.groups import begin_gather, gathered, gathered_numbers, rank_and_size
+from gspo_kernels.parallel.groups import begin_gather, gathered, rank_and_size
 from gspo_kernels.types import (
     LogitTransform,
     Normalizers,
     PairGradients,
     PairStats,
-    RowOptions,
     RowStats,
     Shard,
 )
+
+if TYPE_CHECKING:  # which has these rows in its table
+    from gspo_kernels.ops.backends import RowBackend
 
 IGNORED, ELSEWHERE = -1, -2
 """Labels within a shard: of rows that are left out, and where the label is another shard's, or nobody's."""
@@ -72,57 +71,6 @@ def columns_of(shard: Shard, width: int) -> tuple[int, int]:
     """
     total = 0 if shard.start >= 0 else width * rank_and_size(shard.group)[1]
     return first_column(shard, width), total
-
-
-def range_of(labels: Tensor, width: int, options: RowOptions) -> tuple[int, int, int, int]:
-    """The first of this rank's ``width`` columns and how many they are, and the lowest and highest counted
-    label [B, T], which are ids of the whole vocabulary; after looking at temperatures, labels and masks.
-
-    Raises:
-        ValueError: on this rank.
-    """
-    check_temperature(options.row_temperature)
-    start, total = columns_of(options.shard, width)
-    counted = labels[labels != options.ignore_index] if checked_values(labels.device) else labels[:0]
-    lowest, highest = (int(x) for x in counted.aminmax()) if counted.numel() else (0, 0)
-    if lowest < 0 or (total and highest >= total):
-        raise wrong_label(lowest if lowest < 0 else highest, total, options)
-    if options.kept is not None:
-        here = (labels != options.ignore_index) & (labels >= start) & (labels < start + width)
-        check_kept(labels, options.kept, here, start)
-    return start, width, lowest, highest
-
-
-def check_ranges(every: Sequence[tuple[int, ...]], options: RowOptions) -> None:
-    """Look at ``range_of`` of all ranks.
-
-    Raises:
-        ValueError: shards that don't make one vocabulary, or labels outside of it.
-    """
-    total = 0
-    for first, columns, *_ in sorted(every):
-        if first != total:
-            ranges = ", ".join(f"{start} to {start + columns}" for start, columns, *_ in every)
-            raise ValueError(
-                f"vocab_range: the ranks have {ranges}, expected ranges that follow each other from 0 on"
-            )
-        total += columns
-    for _, _, low, high in every:
-        if low < 0 or high >= total:
-            raise wrong_label(low if low < 0 else high, total, options)
-
-
-def check_shards(labels: Tensor, width: int, options: RowOptions) -> None:
-    """Look at labels [B, T] and at what ranges the ranks have, where values are looked at.
-
-    Ranges that the caller gives are gathered, 32 bytes of each rank.
-
-    Raises:
-        ValueError: see ``range_of`` and ``check_ranges``.
-    """
-    here = range_of(labels, width, options)
-    if options.shard.start >= 0 and checked_values(labels.device):
-        check_ranges(gathered_numbers(options.shard.group, labels.device, here), options)
 
 
 class ShardedRows:
