@@ -38,6 +38,7 @@ _VOCABULARY = {
 }  # fmt: skip
 """Arguments of which ranks may have parts of the vocabulary, and the dimension that this is."""
 _HIDDEN = ("hidden", "teacher_hidden", "teacher.hidden")
+_OF_TOKENS = ("labels", "ids", "cu_seqlens", "kept_ids", "kept_mask", "teacher.ids", "teacher.logprobs")
 _LEARNING = ("logits", "hidden", "weight", "bias")
 _GROUPS = ("tp_group", "cp_group", "group")
 
@@ -66,12 +67,12 @@ class _Call:
         judge: Callable[[list[tuple[int, ...]]], None] | None = None,
     ) -> None:
         """See ``agreement.compare``; ``own`` and ``judge`` are for ranks that share the vocabulary."""
-        self.met = True
         members = []
         for argument, (group, share) in self.groups.items():
             same = {} if refused is not None else _placements(self.arguments) | _SAME[share](self.arguments)
             numbers = (own, judge) if share == "vocabulary" else ((), None)
             members.append(Member(argument, group, same, *numbers))
+        self.met = True
         compare(members, self.device, refused)
 
 
@@ -150,7 +151,7 @@ def compare_ranks(
     if torch.compiler.is_compiling():
         return
     call = _current.get()
-    if call is None or call.met:
+    if call is None or call.met or not call.groups:
         return
     if terms is not None:
         check_values(labels, terms._replace(cp_group=""))
@@ -285,11 +286,14 @@ def _same_rows(arguments: Mapping[str, Any]) -> dict[str, str | None]:
 
 
 def _same_sequences(arguments: Mapping[str, Any]) -> dict[str, str | None]:
-    """What is the same on ranks that have parts of the same sequences: all but what is one per token."""
+    """What is the same on ranks that have parts of the same sequences: all but what is one per token. A call
+    without ``cu_seqlens`` among its arguments is one of tokens, whichever sequences they are of.
+    """
     found = _same_always(arguments)
     tokens, offsets = _tokens(arguments), arguments.get("cu_seqlens")
     sequences = tokens.shape[0] if offsets is None else len(offsets) - 1
-    found["cu_seqlens or labels: the number of sequences"] = str(sequences)
+    if "cu_seqlens" in arguments:
+        found["cu_seqlens or labels: the number of sequences"] = str(sequences)
     for name, value in arguments.items():
         if name in (*_GROUPS, "call", "batch_invariant", "loss_mask"):
             continue
@@ -299,7 +303,7 @@ def _same_sequences(arguments: Mapping[str, Any]) -> dict[str, str | None]:
             found[name] = _sizes(value)
         elif name in ("logprobs", "entropy"):
             found[name] = _kind(value) if isinstance(value, Tensor) else "None"
-        elif name in ("labels", "cu_seqlens", "kept_ids", "kept_mask", "teacher.ids", "teacher.logprobs"):
+        elif name in _OF_TOKENS or (name == "temperature" and "cu_seqlens" not in arguments):
             found[name] = _given(value)
         elif name == "backend":
             found[name] = resolve(value, tokens.device)

@@ -261,7 +261,9 @@ def check_values(tokens: Tensor, terms: Terms, mask: bool = True) -> Terms:
     terms = _check_values(tokens, terms, mask)
     if not terms.cp_group or terms.cu_seqlens is None:
         return terms
-    either = [name for name in may_be_per_token(terms) if getattr(terms, name) is not None]
+    either = [name for name in _EITHER if getattr(terms, name) is not None]
+    if not from_spec(terms.objective).takes_token_advantages:
+        either = [name for name in either if name != "advantages"]
     if not either:
         return terms
     per_token = [getattr(terms, name).ndim == 2 for name in either]
@@ -278,12 +280,6 @@ def check_values(tokens: Tensor, terms: Terms, mask: bool = True) -> Terms:
 
 
 _EITHER = tuple(name for name, form in FORMS.items() if form is EITHER)
-
-
-def may_be_per_token(terms: Terms) -> tuple[str, ...]:
-    """Which terms may be one per sequence or one per token."""
-    takes = from_spec(terms.objective).takes_token_advantages
-    return tuple(name for name in _EITHER if name != "advantages" or takes)
 
 
 def _check_values(tokens: Tensor, terms: Terms, mask: bool) -> Terms:

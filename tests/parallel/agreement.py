@@ -307,6 +307,21 @@ def ranks_that_agree():
                 assert [(what, where) for what, where, _ in first] == [("all_gather", name) for name in order]
 
 
+@of_ranks(2)
+def scores_of_tokens_on_several_ranks():
+    """DTensors cut over tokens, unevenly, of which each rank has the labels and the temperatures."""
+    mesh = init_device_mesh("cpu", (2,))
+    logits = make_case("logits", "packed", vocabulary=VOCABULARY, lengths=(3, 4)).inputs["logits"]
+    here = slice(0, 4) if dist.get_rank() == 0 else slice(4, 7)
+    labels, temperature = torch.arange(7)[here], torch.linspace(0.5, 2.0, 7)[here]
+    with validated():
+        placed = distribute_tensor(logits, mesh, [Shard(0)])
+        scores = gk.token_logprobs(placed, labels, temperature=temperature).logprobs
+    torch.testing.assert_close(
+        scores, gk.token_logprobs(logits[here], labels, temperature=temperature).logprobs
+    )
+
+
 class Collectives(Wire):
     """Which collectives come in which groups, with how many bytes."""
 
