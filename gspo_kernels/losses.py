@@ -47,7 +47,7 @@ def _given_logprobs(
         checks.floats("entropy", entropy, tuple(logprobs.shape), "the shape of logprobs", logprobs.device)
         entropy = as_rows(entropy, packed)
     rows = as_rows(logprobs, packed)
-    compare_ranks(rows, checked_terms)
+    compare_ranks(rows.detach(), checked_terms)
     return rows, entropy, resolve("auto", logprobs.device), checked_terms
 
 
