@@ -68,11 +68,11 @@ def loss(step: Step, tensor: int = 1, context: int = 1) -> Loss:
     if tensor > 1:
         # dHidden is summed while the chunk's dWeight is multiplied
         beyond = max(reduce(4.0 * rows * part.width, tensor) - product, 0.0)
-        waits += gather(512, tensor) + part.chunks * (gather(12.0 * rows, tensor) + beyond)
+        waits += gather(56, tensor) + part.chunks * (gather(12.0 * rows, tensor) + beyond)
     if context > 1:
         # the schedule two_pass: coefficients come after all ranks' sums, and then logits once more
         work += part.chunks * (product + 4.0 * rows * part.vocabulary / BANDWIDTH)
-        waits += gather(512, context) + 2 * reduce(80, context)
+        waits += 2 * reduce(80, context)
     return Loss(work, waits)
 
 

@@ -11,6 +11,7 @@ from gspo_kernels import checks
 from gspo_kernels.layout import Layout, as_rows
 from gspo_kernels.objectives.base import Objective, from_spec
 from gspo_kernels.ops.library import operator
+from gspo_kernels.ranks import compare_ranks, comparing
 from gspo_kernels.terms import Terms, check_values, shaped
 
 if TYPE_CHECKING:  # not every build of PyTorch has it
@@ -88,7 +89,7 @@ def _or_one(count: Tensor) -> Tensor:
 @operator
 def token_shares(tokens: Tensor, terms: Terms) -> Tensor:
     """[B, T] fp64: d loss / d value of each token, ``token_weights`` on its value; looks at values first."""
-    terms = check_values(tokens, terms, "token_shares")
+    terms = check_values(tokens, terms)
     aggregation = Aggregation.of(tokens, terms)
     weights = aggregation.selected(terms.token_weights)
     shares = aggregation.token_shares()
@@ -135,7 +136,8 @@ def normalizer(
 
     Raises:
         TypeError, ValueError: a wrong argument, named in the message.
-        RanksDisagreeError: another rank refused the call, or was called with another objective.
+        RanksDisagreeError: with GSPO_KERNELS_VALIDATE=1, another rank refused the call, or was called with
+            something else; see ``docs/parallel.md``.
     """
     given = Terms(
         loss_mask=loss_mask,
@@ -145,26 +147,25 @@ def normalizer(
         group_ids=group_ids,
     )
     if group is None and cp_group is None:
-        return _or_one(_counted(objective, given, ""))
-    from gspo_kernels.parallel.agreement import agree, all_or_none, digest
+        return _or_one(_counted(*_checked(objective, given)))
     from gspo_kernels.parallel.groups import group_name, rank_and_size, sum_
 
-    device = getattr(loss_mask, "device", torch.device("cpu"))
-    with all_or_none(device, group=group, cp_group=cp_group):
-        context = "" if cp_group is None else group_name("cp_group", cp_group)
-        count = _counted(objective, given, context)
-        if group is None:
-            return _or_one(count)
-        name = group_name("group", group)
-        agree(name, device, {"objective": digest(objective.spec)}, ())
-    _, ranks = rank_and_size(name)
+    given_groups = {"group": group, "cp_group": cp_group}
+    with comparing("normalizer", {"objective": objective, "terms": given, **given_groups}):
+        names = {name: group_name(name, value) for name, value in given_groups.items() if value is not None}
+        rows, terms = _checked(objective, given)
+        compare_ranks(rows, terms)
+    count = _counted(rows, terms._replace(cp_group=names.get("cp_group", "")))
+    if group is None:
+        return _or_one(count)
+    _, ranks = rank_and_size(names["group"])
     if objective.outer_divisor()[0] == "one":
         return count / ranks
-    return _or_one(sum_(name, count.clone()) / ranks)
+    return _or_one(sum_(names["group"], count.clone()) / ranks)
 
 
-def _counted(objective: Objective, given: Terms, context: str) -> Tensor:
-    """What a call's outer divisor counts; see ``normalizer``. ``context`` names the ``cp_group``, if any."""
+def _checked(objective: Objective, given: Terms) -> tuple[Tensor, Terms]:
+    """The mask in rows, and checked terms."""
     loss_mask, cu_seqlens = given.loss_mask, given.cu_seqlens
     checks.objective(objective, Objective)
     mask = checks.tensor("loss_mask", loss_mask, None, "[B, T], or [N] with cu_seqlens", None)
@@ -175,6 +176,9 @@ def _counted(objective: Objective, given: Terms, context: str) -> Tensor:
             raise ValueError(f"{name}: got None, but {type(objective).__name__} counts pairs and needs it")
         if not pairs and value is not None:
             raise ValueError(f"{name}: {type(objective).__name__} counts no pairs, expected None")
-    terms = shaped(given, mask, objective)._replace(cp_group=context)
-    rows = as_rows(mask, cu_seqlens is not None)
-    return Aggregation.of(rows, check_values(rows, terms, "normalizer")).counted
+    return as_rows(mask, cu_seqlens is not None), shaped(given, mask, objective)
+
+
+def _counted(rows: Tensor, terms: Terms) -> Tensor:
+    """What a call's outer divisor counts, of a mask in rows."""
+    return Aggregation.of(rows, check_values(rows, terms)).counted

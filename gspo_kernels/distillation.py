@@ -19,11 +19,10 @@ from gspo_kernels.logits import (
     LogitArguments,
     check_inplace,
     check_logits,
-    on_all_ranks,
-    takes_dtensors,
 )
 from gspo_kernels.objectives import Linear
 from gspo_kernels.ops.divergence import DivergenceFunction, KnownDivergenceFunction, summed
+from gspo_kernels.ranks import compare_ranks, on_all_ranks
 from gspo_kernels.teachers import DivergenceArguments, TeacherArguments, vocabulary_of
 from gspo_kernels.terms import Terms, merge_mask, shaped
 from gspo_kernels.types import DistillationOutput
@@ -34,7 +33,7 @@ if TYPE_CHECKING:  # not every build of PyTorch has it
 
 
 class _Call:
-    """What both entries make of their arguments: rows, options of both sides, and the shares of tokens."""
+    """What both entries make of their arguments: rows, and options of both sides."""
 
     def __init__(
         self,
@@ -64,7 +63,13 @@ class _Call:
         self.teacher = teacher_arguments.rows(
             tokens, self.labels, logit_arguments, self.options, terms.cu_seqlens, dtype, width
         )
-        self.shares = token_shares(self.labels, terms)
+        self._terms, self._width = terms, width
+
+    def shares(self) -> Tensor:
+        """The shares of tokens, once ranks have compared their arguments."""
+        temperature = self.teacher.row_temperature
+        compare_ranks(self.labels, self._terms, self.options, self._width, teacher_temperature=temperature)
+        return token_shares(self.labels, self._terms)
 
     def output(self, loss: Tensor, divergence: Tensor) -> DistillationOutput:
         """As the caller gets it."""
@@ -76,7 +81,6 @@ def _aggregation(aggregation: str, constant: float | None) -> Linear:
     return Linear(aggregation=aggregation, aggregation_constant=constant)
 
 
-@takes_dtensors
 @on_all_ranks
 def _distillation_loss(
     logits: Tensor,
@@ -105,15 +109,16 @@ def _distillation_loss(
         _aggregation(aggregation, aggregation_constant),
     )
     teacher = call.teacher.with_logits(teacher_logits, logits, call.packed)
+    shares = call.shares()
     arguments = (as_rows(logits, call.packed), teacher, call.labels, call.form, call.options)
     learns = torch.is_grad_enabled() and logits.requires_grad
     # In fp16 a loss scale decides what is representable, and only the backward knows it.
     narrow = logits.dtype == torch.float16
     if learns and not (inplace_backward or narrow or torch.compiler.is_compiling()):
-        loss, divergence = KnownDivergenceFunction.apply(*arguments, call.shares)
+        loss, divergence = KnownDivergenceFunction.apply(*arguments, shares)
     else:
         _, divergence = DivergenceFunction.apply(*arguments, inplace_backward)
-        loss = summed(divergence, call.shares)
+        loss = summed(divergence, shares)
     return call.output(loss, divergence)
 
 
@@ -195,7 +200,6 @@ def distillation_loss(
     """
 
 
-@takes_dtensors
 @on_all_ranks
 def _fused_linear_distillation_loss(
     hidden: Tensor,
@@ -235,7 +239,7 @@ def _fused_linear_distillation_loss(
         *LinearOperands(as_rows(hidden, call.packed), weight, bias, call.labels, call.options, chunking),
         LinearTeacher.of(*theirs, call.teacher, call.packed),
         call.form,
-        call.shares,
+        call.shares(),
         torch.compiler.is_compiling(),
     )
     return call.output(loss, divergence)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gspo_kernels import bits, checks
-from gspo_kernels.invariance import in_force, is_batch_invariant, refuse_backend, refuse_groups
+from gspo_kernels.invariance import is_batch_invariant, refuse_backend
 from gspo_kernels.layout import as_rows, segment_ids
 from gspo_kernels.objectives.base import Objective
 from gspo_kernels.ops.backends import resolve
@@ -141,43 +141,21 @@ class LogitArguments(NamedTuple):
         return options._replace(row_temperature=values)
 
 
+def with_local_tensors(arguments: dict[str, Any]) -> dict[str, Any]:
+    """A public function's arguments, with what this process has of DTensors, and the groups of the rest."""
+    if "logit_arguments" in arguments and any(hasattr(value, "device_mesh") for value in arguments.values()):
+        from gspo_kernels.parallel.placements import resolved
+
+        return resolved(arguments)
+    return arguments
+
+
 def takes_dtensors(implementation: Callable[..., R]) -> Callable[..., R]:
-    """Have a public function take DTensors: what this process has of them, and the group of the rest."""
+    """Have a public function take DTensors."""
 
     @functools.wraps(implementation)
     def call(**arguments: Any) -> R:
-        if any(hasattr(value, "device_mesh") for value in arguments.values()):
-            from gspo_kernels.parallel.placements import resolved
-
-            arguments = resolved(arguments)
-        return implementation(**arguments)
-
-    return call
-
-
-def on_all_ranks(implementation: Callable[..., R]) -> Callable[..., R]:
-    """Have a public function raise either on all ranks of its ``cp_group`` and ``tp_group`` or on none.
-
-    Compiled code is no place to tell others of an error: there only what operators check is raised on all.
-    """
-
-    @functools.wraps(implementation)
-    def call(**arguments: Any) -> R:
-        context = getattr(arguments.get("terms"), "cp_group", None) or None
-        shards = getattr(arguments.get("logit_arguments"), "tp_group", None)
-        if context is None and shards is None:
-            return implementation(**arguments)
-        groups = {"cp_group": context, "tp_group": shards}
-        asked = getattr(arguments.get("product_arguments"), "batch_invariant", None)
-        refuse_groups(in_force(asked), **groups)
-        if torch.compiler.is_compiling():
-            return implementation(**arguments)
-        from gspo_kernels.parallel.agreement import all_or_none
-
-        names = ("labels", "logprobs", "ids", "logits", "hidden")
-        tokens = next((arguments[name] for name in names if name in arguments), None)
-        with all_or_none(getattr(tokens, "device", torch.device("cpu")), **groups):
-            return implementation(**arguments)
+        return implementation(**with_local_tensors(arguments))
 
     return call
 

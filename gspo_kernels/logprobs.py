@@ -10,8 +10,9 @@ from gspo_kernels import checks
 from gspo_kernels.entry import implemented_by
 from gspo_kernels.layout import as_rows, from_rows
 from gspo_kernels.linear import calls
-from gspo_kernels.logits import LogitArguments, check_inplace, check_logits, on_all_ranks, takes_dtensors
+from gspo_kernels.logits import LogitArguments, check_inplace, check_logits
 from gspo_kernels.ops.logprobs import TokenLogprobsFunction
+from gspo_kernels.ranks import compare_ranks, on_all_ranks
 from gspo_kernels.types import TokenLogprobs
 
 if TYPE_CHECKING:  # not every build of PyTorch has it
@@ -19,7 +20,6 @@ if TYPE_CHECKING:  # not every build of PyTorch has it
     from torch.distributed.device_mesh import DeviceMesh
 
 
-@takes_dtensors
 @on_all_ranks
 def _token_logprobs(
     logits: Tensor,
@@ -35,6 +35,7 @@ def _token_logprobs(
     check_inplace(logits, inplace_backward)
     rows, row_labels = as_rows(logits, packed), as_rows(labels, packed)
     options = logit_arguments.with_rows(options, row_labels, packed, None, logits.dtype, logits.shape[-1])
+    compare_ranks(row_labels, None, options, logits.shape[-1])
     logprobs, entropy = TokenLogprobsFunction.apply(
         rows, row_labels, return_entropy, inplace_backward, options
     )

@@ -12,21 +12,19 @@ from gspo_kernels.entry import implemented_by
 from gspo_kernels.layout import as_rows, from_rows
 from gspo_kernels.linear import calls
 from gspo_kernels.linear.exactness import coefficients_depend_on
-from gspo_kernels.linear.inputs import check_before_ranks_work
 from gspo_kernels.linear.plan import SchedulePlan
 from gspo_kernels.linear.scopes import without_logprobs
 from gspo_kernels.logits import (
     LogitArguments,
     check_inplace,
     check_logits,
-    on_all_ranks,
-    takes_dtensors,
     wants_entropy,
 )
 from gspo_kernels.objectives import GSPO
 from gspo_kernels.objectives.base import Objective
 from gspo_kernels.ops.backends import resolve
 from gspo_kernels.ops.logprobs import KnownCoefficientsFunction, TokenLogprobsFunction
+from gspo_kernels.ranks import compare_ranks, on_all_ranks
 from gspo_kernels.sequence_ratio import RatioOperands, SequenceRatioFunction, sequence_form
 from gspo_kernels.step import carried_loss, loss_of, output_of, policy_step
 from gspo_kernels.teachers import Teacher, beside_teacher, check_teacher, taught
@@ -48,7 +46,9 @@ def _given_logprobs(
     if entropy is not None:
         checks.floats("entropy", entropy, tuple(logprobs.shape), "the shape of logprobs", logprobs.device)
         entropy = as_rows(entropy, packed)
-    return as_rows(logprobs, packed), entropy, resolve("auto", logprobs.device), checked_terms
+    rows = as_rows(logprobs, packed)
+    compare_ranks(rows.detach(), checked_terms)
+    return rows, entropy, resolve("auto", logprobs.device), checked_terms
 
 
 @on_all_ranks
@@ -121,7 +121,8 @@ def policy_loss(
 
     Raises:
         TypeError, ValueError: a wrong argument, named in the message.
-        RanksDisagreeError: another rank refused the call, or was called with something else.
+        RanksDisagreeError: with GSPO_KERNELS_VALIDATE=1, another rank refused the call, or was called with
+            something else; see ``docs/parallel.md``.
     """
 
 
@@ -179,7 +180,6 @@ def policy_coefficients(
     """
 
 
-@takes_dtensors
 @on_all_ranks
 def _fused_policy_loss(
     logits: Tensor,
@@ -204,12 +204,15 @@ def _fused_policy_loss(
         options, row_labels, packed, terms.cu_seqlens, logits.dtype, logits.shape[-1]
     )
     whole = not options.shard.group
-    check_before_ranks_work(row_labels, terms, options)
     if teacher is not None:
         check_teacher(teacher, "logits", with_entropy)
         about = (labels, row_labels, logit_arguments, options, terms, logits.dtype, logits.shape[-1])
-        return beside_teacher(taught(teacher, *about), teacher, logits, row_labels, options, inplace_backward)
+        lesson = taught(teacher, *about, logits)
+        temperature = lesson.rows.row_temperature
+        compare_ranks(row_labels, lesson.terms, options, logits.shape[-1], teacher_temperature=temperature)
+        return beside_teacher(lesson, logits, row_labels, options, inplace_backward)
 
+    compare_ranks(row_labels, terms, options, logits.shape[-1])
     learns = torch.is_grad_enabled() and logits.requires_grad
     tracing = torch.compiler.is_compiling()
     # In fp16 a loss scale decides what is representable, and only the backward knows it.

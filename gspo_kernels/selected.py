@@ -17,11 +17,10 @@ from gspo_kernels.logits import (
     LogitArguments,
     check_inplace,
     check_logits,
-    on_all_ranks,
-    takes_dtensors,
 )
 from gspo_kernels.ops.logprobs import TokenLogprobsFunction
 from gspo_kernels.ops.selected import SelectedLogprobsFunction, TailFunction, checked_ids
+from gspo_kernels.ranks import compare_ranks, on_all_ranks
 from gspo_kernels.types import SelectedLogprobs
 
 if TYPE_CHECKING:  # not every build of PyTorch has it
@@ -47,7 +46,6 @@ def _of_one(logprobs: Tensor, labels: Tensor, packed: bool) -> SelectedLogprobs:
     return _output(logprobs.unsqueeze(-1), TailFunction.apply(logprobs, labels != bits.NO_ID), packed, False)
 
 
-@takes_dtensors
 @on_all_ranks
 def _selected_logprobs(
     logits: Tensor,
@@ -65,6 +63,7 @@ def _selected_logprobs(
     rows, row_tokens = as_rows(logits, packed), as_rows(tokens, packed)
     options = logit_arguments.with_rows(options, row_tokens, packed, None, logits.dtype, vocabulary)
     row_ids = checked_ids(as_rows(ids, packed), vocabulary, options)
+    compare_ranks(row_ids.amax(-1), None, options, vocabulary)
     if ids.shape[-1] == 1 and not normalize_within:
         labels = row_ids.squeeze(-1)
         logprobs, _ = TokenLogprobsFunction.apply(rows, labels, False, inplace_backward, options)
@@ -118,7 +117,6 @@ def selected_logprobs(
     """
 
 
-@takes_dtensors
 @on_all_ranks
 def _linear_selected_logprobs(
     hidden: Tensor,
@@ -142,6 +140,7 @@ def _linear_selected_logprobs(
     # the largest is one of them, or says that there is none
     labels = row_ids.amax(-1)
     operands = LinearOperands(as_rows(hidden, packed), weight, bias, labels, options, chunking)
+    compare_ranks(labels, None, options, vocabulary, operands.scattered)
     if ids.shape[-1] == 1 and not normalize_within:
         logprobs, _ = LinearTokenLogprobsFunction.apply(*operands, False, True)
         return _of_one(logprobs, labels, packed)

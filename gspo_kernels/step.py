@@ -66,9 +66,7 @@ def policy_step(
     """``take_step`` after checking values that only the device knows."""
     form = ratio_form(from_spec(terms.objective), terms, backend)
     reads_mask = form is not None and _backend_reads_mask(terms, entropy, backend)
-    terms = check_values(
-        logprobs, terms, "policy_step", entropy is not None, want_metrics, mask=not reads_mask
-    )
+    terms = check_values(logprobs, terms, mask=not reads_mask)
     step = _step_in_form(logprobs, entropy, terms, backend, want_metrics, form)
     return step if want_metrics else step._replace(metrics=step.loss.new_empty(0))
 
@@ -151,7 +149,7 @@ def take_divergence_step(found: Tensor, shares: Tensor, terms: Terms) -> Diverge
 @operator
 def divergence_step(found: Tensor, terms: Terms) -> DivergenceStep:
     """``take_divergence_step`` of divergences [B, T], after checking values that only the device knows."""
-    terms = check_values(found, terms, "divergence_step")
+    terms = check_values(found, terms)
     return take_divergence_step(found, divergence_shares(found, terms), terms)
 
 

@@ -11,10 +11,10 @@ from torch import Tensor
 from gspo_kernels import checks
 from gspo_kernels.layout import as_rows
 from gspo_kernels.logits import LogitArguments
-from gspo_kernels.ops.backends import sharding
 from gspo_kernels.ops.divergence import DivergenceFunction
 from gspo_kernels.ops.pairs import DivergenceForm, TeacherRows
 from gspo_kernels.ops.selected import checked_ids
+from gspo_kernels.ops.shards import columns_of
 from gspo_kernels.step import DivergenceLoss, loss_of, with_divergence
 from gspo_kernels.terms import Terms
 from gspo_kernels.types import LossOutput, RowOptions
@@ -146,7 +146,7 @@ class TeacherArguments(NamedTuple):
 def vocabulary_of(width: int, options: RowOptions) -> int:
     """The size of the whole vocabulary, 0 where the ``width`` columns of this process don't say it."""
     shard = options.shard
-    total: int = sharding().columns_of(shard, width)[1] if shard.group else width
+    total = columns_of(shard, width)[1] if shard.group else width
     return total
 
 
@@ -214,6 +214,7 @@ def taught(
     terms: Terms,
     dtype: torch.dtype,
     width: int,
+    logits: Tensor | None = None,
 ) -> Taught:
     """Check a teacher beside an objective.
 
@@ -224,6 +225,7 @@ def taught(
         options, terms: checked.
         dtype: of the student's logits.
         width: how many columns of them this process has.
+        logits: the student's as the caller gave them, for a teacher that may have logits, too.
 
     Raises:
         TypeError, ValueError: naming the field of ``Teacher``.
@@ -232,6 +234,8 @@ def taught(
     try:
         form = teacher.divergence.checked(vocabulary, teacher.ids, labelled=True)
         rows = given.rows(labels, row_labels, student, options, terms.cu_seqlens, dtype, width)
+        if logits is not None:
+            rows = rows.with_logits(teacher.logits, logits, terms.cu_seqlens is not None)
         coef = checks.broadcastable("coef", teacher.coef, tuple(labels.shape), labels.device)
     except (TypeError, ValueError) as error:
         raise named(error) from None
@@ -286,7 +290,6 @@ def named(error: TypeError | ValueError) -> TypeError | ValueError:
 
 def beside_teacher(
     lesson: Taught,
-    teacher: Teacher,
     logits: Tensor,
     row_labels: Tensor,
     options: RowOptions,
@@ -297,10 +300,6 @@ def beside_teacher(
     """
     form, rows, terms = lesson
     packed = terms.cu_seqlens is not None
-    try:
-        rows = rows.with_logits(teacher.logits, logits, packed)
-    except (TypeError, ValueError) as error:
-        raise named(error) from None
     logprobs, found = DivergenceFunction.apply(
         as_rows(logits, packed), rows, row_labels, form, options, inplace_backward
     )

@@ -20,8 +20,8 @@ from gspo_kernels.layout import Layout, as_rows, layout_of
 from gspo_kernels.objectives.base import Objective, from_spec
 from gspo_kernels.ops import values
 from gspo_kernels.ops.library import checked_values
-from gspo_kernels.parallel.agreement import digest
-from gspo_kernels.types import constant, stats_dtype
+from gspo_kernels.parallel.groups import gathered_numbers
+from gspo_kernels.types import constant
 
 KL_ESTIMATORS = ("k1", "k2", "k3")
 
@@ -252,67 +252,34 @@ def _check_fit(terms: Terms, objective: Objective, has_entropy: bool) -> None:
         raise ValueError("entropy: got None, but entropy_coef asks for an entropy bonus")
 
 
-def check_values(tokens: Tensor, terms: Terms, *call: object, mask: bool = True) -> Terms:
+def check_values(tokens: Tensor, terms: Terms, mask: bool = True) -> Terms:
     """The terms with their mask as bool, after checks that need a look at values; see ``ops.values``.
 
-    Without ``mask`` that is left as it is, for whoever reads it to check. With a ``cp_group`` all its ranks
-    go on, or all raise. ``call`` is what must be the same on all of them, besides what the terms say of whole
-    sequences.
+    Without ``mask`` that is left as it is, for whoever reads it to check. Ranks of a ``cp_group`` tell each
+    other what each of them has per token, where packed tokens may by chance be as many as sequences.
     """
-    if not terms.cp_group:
-        return _check_values(tokens, terms, mask)
-    from gspo_kernels.parallel.agreement import RanksDisagreeError, agree, together
-
-    with together(terms.cp_group, tokens.device):
-        terms = _check_values(tokens, terms, mask)
-        said = _of_whole_sequences(tokens, terms, call)
-        own = [number for name in _EITHER for number in _said_of_either(tokens, terms, name)]
-        every = agree(terms.cp_group, tokens.device, said, own)
-    for place, name in enumerate(_EITHER):
-        kinds, contents = ({each[2 * place + i] for each in every} for i in range(2))
-        if kinds == {_BY_TOKEN, _AMBIGUOUS} and getattr(terms, name).ndim == 1:
-            terms = terms._replace(**{name: getattr(terms, name).unsqueeze(0)})
-        elif kinds >= {_BY_TOKEN, _BY_SEQUENCE} or (_BY_TOKEN not in kinds and len(contents) > 1):
-            raise RanksDisagreeError(f"{name}: differs between the ranks of cp_group")
+    terms = _check_values(tokens, terms, mask)
+    if not terms.cp_group or terms.cu_seqlens is None:
+        return terms
+    either = [name for name in _EITHER if getattr(terms, name) is not None]
+    if not from_spec(terms.objective).takes_token_advantages:
+        either = [name for name in either if name != "advantages"]
+    if not either:
+        return terms
+    per_token = [getattr(terms, name).ndim == 2 for name in either]
+    every = gathered_numbers(terms.cp_group, tokens.device, per_token)
+    for name, ranks in zip(either, zip(*every, strict=True), strict=True):
+        value = getattr(terms, name)
+        if any(ranks) and value.ndim == 1:
+            if value.numel() != tokens.numel():
+                raise ValueError(
+                    f"{name}: got one per sequence, expected one per token, as another rank of cp_group has"
+                )
+            terms = terms._replace(**{name: value.unsqueeze(0)})
     return terms
 
 
 _EITHER = tuple(name for name, form in FORMS.items() if form is EITHER)
-_BY_SEQUENCE, _BY_TOKEN, _AMBIGUOUS = range(3)
-"""What a rank has of a term that is one per sequence or one per token: packed, N may equal B by chance."""
-
-
-def _said_of_either(tokens: Tensor, terms: Terms, name: str) -> tuple[int, int]:
-    """What this rank has of a term, and what stands for its values where they are one per sequence."""
-    value = getattr(terms, name)
-    if value is None:
-        return _BY_SEQUENCE, 0
-    if value.ndim == 2:
-        return _BY_TOKEN, 0
-    by_chance = terms.cu_seqlens is not None and value.shape[0] == tokens.numel()
-    seen = digest(value.tolist()) if checked_values(value.device) else 0
-    return _AMBIGUOUS if by_chance else _BY_SEQUENCE, seen
-
-
-def _of_whole_sequences(tokens: Tensor, terms: Terms, call: tuple[object, ...]) -> dict[str, int]:
-    """What stands for all that is to be the same on the ranks that have parts of the same sequences."""
-    given = {name: getattr(terms, name) for name in FORMS if name != "loss_mask"}
-    present = [name for name, value in given.items() if value is not None]
-    options = (terms.objective, terms.kl_estimator, terms.kl_ratio_weighted)
-    of_sequences = {
-        name: value.tolist()
-        for name, value in given.items()
-        if value is not None
-        and (value.ndim == 0 or FORMS[name].shape == "sequences")
-        and checked_values(value.device)
-    }
-    said = {
-        "cu_seqlens or labels: the number of sequences": terms.layout(tokens).sequences,
-        "the call, its objective or its options": (call, options, str(stats_dtype(tokens.dtype))),
-        "which terms are given": present,
-        "a number, or a term of whole sequences": of_sequences,
-    }
-    return {what: digest(value) for what, value in said.items()}
 
 
 def _check_values(tokens: Tensor, terms: Terms, mask: bool) -> Terms:

@@ -1,5 +1,7 @@
 """The public contract, the arrows between modules, and clean tools."""
 
+import ast
+import contextlib
 import importlib.util
 import inspect
 import os
@@ -12,6 +14,11 @@ from pathlib import Path
 import pytest
 
 import gspo_kernels as gk
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 ROOT = Path(__file__).parent.parent
 
@@ -222,6 +229,7 @@ PLANTED = {
     "a trainer that knows the report on it": ("trainer/trainer.py", "import gspo_kernels.mismatch"),
     "an adapter that knows the command line": ("integrations/verl.py", "import gspo_kernels.cli"),
     "a head that knows schedules": ("linear/head.py", "from gspo_kernels.linear import schedule"),
+    "a process group that knows operators": ("parallel/groups.py", "from gspo_kernels.ops import values"),
     "a module in no layer": ("stray.py", ""),
 }
 
@@ -240,6 +248,41 @@ def test_import_contracts_fail_for_what_they_forbid(planted, tmp_path):
         [tool("lint-imports"), "--no-cache"], cwd=tmp_path, env=environment, capture_output=True, text=True
     )
     assert result.returncode != 0 and "BROKEN" in result.stdout, result.stdout + result.stderr
+
+
+def named_in_strings(path, source):
+    """The modules of the package that strings of one of its files name, as ``import_module`` takes them."""
+    package = ".".join(path.relative_to(ROOT).parent.parts)
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            name = node.value
+            if re.fullmatch(r"\.+\w+(\.\w+)*", name):
+                with contextlib.suppress(ImportError):  # beyond the package
+                    name = importlib.util.resolve_name(name, package)
+            file = ROOT.joinpath(*name.split(".")) if re.fullmatch(r"gspo_kernels(\.\w+)+", name) else None
+            if file is not None and (file.is_dir() or file.with_suffix(".py").exists()):
+                found.add(name)
+    return found
+
+
+def upwards(path, source):
+    """Those of them that are in a layer above the file's, by the first contract."""
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    layers = enumerate(contracts[0]["layers"])
+    order = {module: place for place, layer in layers for module in layer.split(" | ")}
+    here = order.get(path.relative_to(ROOT / "gspo_kernels").with_suffix("").parts[0], -1)
+    return {name for name in named_in_strings(path, source) if order[name.split(".")[1]] < here}
+
+
+def test_no_module_imports_one_above_it_by_a_string():
+    for path in (ROOT / "gspo_kernels").rglob("*.py"):
+        assert upwards(path, path.read_text(encoding="utf-8")) == set(), path
+    backends = ROOT / "gspo_kernels" / "ops" / "backends.py"
+    assert "gspo_kernels.cpp" in named_in_strings(backends, backends.read_text(encoding="utf-8"))
+    for name in ("..linear.calls", "gspo_kernels.linear.calls"):
+        planted = f"import importlib\n\nimportlib.import_module({name!r}, __package__)\n"
+        assert upwards(backends, planted) == {"gspo_kernels.linear.calls"}
 
 
 def test_objectives_may_not_import_layers(tmp_path):

@@ -1,4 +1,4 @@
-"""prime-rl: ``PolicyLoss`` is a custom loss, ``[trainer.loss] type = "custom"``."""
+"""prime-rl: ``PolicyLoss`` is a custom loss, ``[trainer.loss] type = "custom"``, and a loss object."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from gspo_kernels.objectives import GSPO
 from gspo_kernels.objectives.base import Objective
 from gspo_kernels.terms import KL_ESTIMATORS
 
-SUPPORTED = ">=0.7,<0.9"
+SUPPORTED = ">=0.7,<0.10"
 
 
 class LossInputs(Protocol):
-    """What prime-rl passes for one sequence; each tensor is [T]."""
+    """What this loss reads of what prime-rl passes for one sequence; each tensor is [T]."""
 
     trainer_logprobs: Tensor
     inference_logprobs: Tensor
@@ -37,8 +37,11 @@ class LossOutputs(NamedTuple):
 class PolicyLoss:
     """Any objective as prime-rl's custom loss, a sum over the tokens of one sequence.
 
-    prime-rl divides the sum over all sequences by the number of tokens in the whole batch, so the objective
-    must aggregate by "token_mean": GSPO's loss of a sequence then counts once per token.
+    prime-rl divides the sum over all sequences by the number of tokens in the whole batch (or the sum of
+    their weights), so the objective must aggregate by "token_mean": GSPO's loss of a sequence then counts
+    once per token.
+
+    A custom loss is called; prime-rl's loss objects have ``loss``, which is the same here.
 
     Args:
         objective: ``GSPO(aggregation="token_mean")`` by default. The ratio's old log-probs are the inference
@@ -64,6 +67,10 @@ class PolicyLoss:
         self.kl_estimator = checks.choice("kl_estimator", kl_estimator, KL_ESTIMATORS)
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
+        """See ``loss``."""
+        return self.loss(inputs)
+
+    def loss(self, inputs: LossInputs) -> LossOutputs:
         """The loss of one sequence, summed over its counted tokens, each times its ``loss_weights``."""
         weights, reference = inputs.loss_weights, inputs.ref_logprobs
         mask, advantages = inputs.loss_mask[None], inputs.advantages[None]

@@ -11,7 +11,6 @@ from gspo_kernels.linear.chunks import Call, Chunking, LinearOperands
 from gspo_kernels.linear.exactness import refusals
 from gspo_kernels.linear.inputs import (
     ProductArguments,
-    check_before_ranks_work,
     check_inputs,
     check_teachers_head,
 )
@@ -24,9 +23,10 @@ from gspo_kernels.linear.small import SmallLossFunction, small_loss
 from gspo_kernels.linear.sums import Needs
 from gspo_kernels.linear.taught import Lesson, LinearTaughtFunction
 from gspo_kernels.linear.two_heads import LinearTeacher, TwoHeads
-from gspo_kernels.logits import LogitArguments, on_all_ranks, takes_dtensors, wants_entropy
+from gspo_kernels.logits import LogitArguments, takes_dtensors, wants_entropy
 from gspo_kernels.objectives.base import Objective
 from gspo_kernels.ops.pairs import DivergenceForm
+from gspo_kernels.ranks import compare_ranks, on_all_ranks
 from gspo_kernels.step import loss_of, output_of, with_divergence
 from gspo_kernels.teachers import Teacher, check_teacher, named, taught
 from gspo_kernels.terms import Terms, checked, leave_out_idle, merge_mask
@@ -35,7 +35,6 @@ from gspo_kernels.types import LossOutput, TokenLogprobs, stats_dtype
 SKIP_INACTIVE = ("backward", "all", "none")
 
 
-@takes_dtensors
 @on_all_ranks
 def linear_token_logprobs(
     hidden: Tensor,
@@ -61,6 +60,7 @@ def linear_token_logprobs(
     rows, row_labels = as_rows(hidden, packed), as_rows(labels, packed)
     options = logit_arguments.with_rows(options, row_labels, packed, None, hidden.dtype, weight.shape[0])
     operands = LinearOperands(rows, weight, bias, row_labels, options, chunking)
+    compare_ranks(row_labels, None, options, weight.shape[0], operands.scattered)
     if unwritten and options.backend == "triton":
         logprobs, entropy = unwritten_logprobs(operands, return_entropy)
     else:
@@ -128,7 +128,6 @@ class _Prepared:
         return choose(schedule, self.refusals, any(self.needs), lengths_known)
 
 
-@takes_dtensors
 @on_all_ranks
 def fused_linear_policy_loss(
     hidden: Tensor,
@@ -155,11 +154,12 @@ def fused_linear_policy_loss(
     call = _Prepared(*head, logit_arguments, terms, with_entropy, chunking, skip_inactive, objective, teacher)
     name, _ = call.choose(schedule)
     backend, terms = call.options.backend, call.terms
+    temperature = None if call.taught is None else call.taught[0].rows.row_temperature
+    compare_ranks(call.labels, terms, call.options, weight.shape[0], call.operands.scattered, temperature)
     if call.taught is not None:
         return _with_teacher(call, call.taught, name)
     # batch-invariant gradients of all schedules are multiplied by what comes from above at the same place
     if name == "two_pass" and not (chunking.batch_invariant and any(call.needs)):
-        check_before_ranks_work(call.labels, terms, call.options)
         logprobs, entropy = LinearTokenLogprobsFunction.apply(*call.operands, with_entropy, call.skip)
         return loss_of(logprobs, entropy if with_entropy else None, backend, terms, call.packed)
     small = small_loss(call.operands, terms, objective, with_entropy) if name == "auto" else None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple, cast
@@ -16,18 +15,18 @@ from gspo_kernels.invariance import refuse_backend
 from gspo_kernels.linear.head import Head
 from gspo_kernels.linear.segments import SEGMENT
 from gspo_kernels.ops.backends import HiddenBackend, OnePassBackend, RowBackend, launches_of, rows_of
-from gspo_kernels.ops.logprobs import SAID, check_rows
+from gspo_kernels.ops.logprobs import check_ranges, check_rows, range_of
 from gspo_kernels.ops.memory import chunk_rows
-from gspo_kernels.parallel.agreement import digest, together
-from gspo_kernels.parallel.groups import begin_sum_
+from gspo_kernels.parallel.groups import begin_sum_, gathered_numbers
 from gspo_kernels.parallel.tokens import ScatteredTokens
-from gspo_kernels.parallel.vocabulary import check_shards
 from gspo_kernels.types import LogitTransform, RowOptions, stats_dtype
 
 if TYPE_CHECKING:  # not every build of PyTorch has it
     from torch.distributed import Work
 
 
+SIZES_BYTES = 56
+"""What a rank of a ``tp_group`` sends to each other rank before it plans."""
 FOLDED_ROWS = 4096
 """Rows whose logits are never written are projected at a time: enough that reading the weight costs nothing
 beside its product, and few enough that copies of hidden states stay small."""
@@ -93,6 +92,11 @@ class LinearOperands(NamedTuple):
     options: RowOptions
     chunking: Chunking
 
+    @property
+    def scattered(self) -> int | None:
+        """How many tokens of a row this rank has hidden states of, where ranks share them."""
+        return self.hidden.shape[1] if self.chunking.scattered else None
+
 
 @dataclass(frozen=True)
 class Call:
@@ -129,35 +133,23 @@ class Call:
         itemsize = head.rows_dtype.itemsize
         return Call(hidden, head, labels, options, rows, head.vocabulary, itemsize, chunking)
 
-    def together(self) -> AbstractContextManager[None]:
-        """For what may be refused before ``check``: all ranks of a process group raise it."""
-        group = self.options.shard.group
-        return together(group, self.labels.device) if group else nullcontext()
-
-    def check(self, *said: object) -> Call:
+    def check(self) -> Call:
         """The call, after looking at its labels and temperatures as ``ops.values`` says.
 
-        Ranks of a process group check together, and agree on sizes; ``said`` is what makes the call.
+        Ranks of a process group gather their sizes, to plan alike.
         """
         head, group = self.head, self.options.shard.group
         if not group:
             check_rows(self.labels, head.vocabulary, self.options)
             return self
-        same = {
-            "hidden: width": self.hidden.shape[-1],
-            SAID: digest(said, head.weight.dtype, head.bias is None, self.chunking),
-        }
-        own = (self.chunk_rows, head.vocabulary, self.rows_itemsize, self.hidden.shape[1])
-        every = check_shards(self.labels, head.vocabulary, self.options, same, own)
-        rows, vocabularies, itemsizes, lengths = zip(*every, strict=True)
+        ranges = range_of(self.labels, head.vocabulary, self.options)
+        sizes = (self.chunk_rows, self.rows_itemsize, self.hidden.shape[1])
+        every = gathered_numbers(group, self.labels.device, (*ranges, *sizes))
+        check_ranges([numbers[: len(ranges)] for numbers in every], self.options)
+        _, vocabularies, _, _, rows, itemsizes, lengths = zip(*every, strict=True)
         tokens = None
         if self.chunking.scattered:
-            tokens = ScatteredTokens(group, tuple(itertools.accumulate(lengths)))
-            if tokens.ends[-1] != self.labels.shape[1]:
-                raise ValueError(
-                    f"hidden: the ranks have {', '.join(map(str, lengths))} tokens, expected "
-                    f"{self.labels.shape[1]} in all, like labels"
-                )
+            tokens = ScatteredTokens.of(group, lengths, self.labels.shape[1])
         return replace(
             self,
             chunk_rows=min(rows),

@@ -41,9 +41,8 @@ def linear_distillation(
     ``shares`` are [B, T], fp64.
     """
     call = Call.of(operands)
-    with call.together():
-        check_temperature(teacher.rows.row_temperature)
-    heads = TwoHeads(call.check("linear_distillation", form, needs), teacher)
+    check_temperature(teacher.rows.row_temperature)
+    heads = TwoHeads(call.check(), teacher)
     call = heads.call
     found, gradients = call.new_rows(), Gradients(call, needs, normalised=True)
     for chunk in call.chunks(call.projected):

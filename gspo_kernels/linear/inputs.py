@@ -12,8 +12,6 @@ from gspo_kernels.invariance import in_force
 from gspo_kernels.linear.chunks import Chunking
 from gspo_kernels.linear.products import fixed_unavailable
 from gspo_kernels.logits import check_scores
-from gspo_kernels.terms import Terms, check_values
-from gspo_kernels.types import RowOptions
 
 LOGITS_DTYPES = ("float32", "input")
 
@@ -128,9 +126,3 @@ def check_teachers_head(
         return check_inputs(hidden.detach(), weight.detach(), bias, tokens, chunking)
     except TypeError as error:
         raise TypeError(f"teacher_{error}") from None
-
-
-def check_before_ranks_work(labels: Tensor, terms: Terms, options: RowOptions) -> None:
-    """Look at the terms' values early where ranks share the rows: what one refuses all are to raise."""
-    if options.shard.group and not torch.compiler.is_compiling():
-        check_values(labels, terms)

@@ -20,7 +20,7 @@ from gspo_kernels.types import RowOptions, RowStats
 @operator
 def linear_logprobs_forward(operands: LinearOperands, entropy: bool) -> ScoredRows:
     """Log-probs, log-sum-exp and entropy of hidden states at their labels."""
-    call = Call.of(operands).check("linear_logprobs_forward", entropy)
+    call = Call.of(operands).check()
     scores = Scores(call, entropy)
     for chunk in call.forward_chunks(call.projected):
         scores.add_forward(chunk)
@@ -45,7 +45,7 @@ def unwritten_logprobs(operands: LinearOperands, entropy: bool) -> UnwrittenLogp
     """Log-probs and entropy of hidden states at their labels; no logits are written. Triton only."""
     from gspo_kernels.kernels import linear_logprobs_forward as score
 
-    call = Call.of(operands).check("unwritten_logprobs", entropy)
+    call = Call.of(operands).check()
     rows = call.chunk(call.index(call.counted))
     stats = score(
         rows.hidden,
@@ -115,7 +115,7 @@ def linear_logprobs_backward(
 
     ``skip`` leaves rows without gradient out of every product.
     """
-    call = Call.of(operands).check("linear_logprobs_backward", grad_entropy is not None, needs, skip)
+    call = Call.of(operands).check()
     keep = call.counted if call.compact else None
     if skip:
         keep = active(grad_logprobs, grad_entropy) & call.counted

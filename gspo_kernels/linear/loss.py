@@ -42,12 +42,8 @@ class LinearLoss(NamedTuple):
 @operator
 def linear_policy(operands: LinearOperands, terms: Terms, settings: Settings, needs: Needs) -> LinearLoss:
     """A hidden-state loss, its log-probs and its gradients."""
-    call = Call.of(operands)
-    with call.together():
-        terms = check_values(operands.labels, terms, "linear_policy", settings, needs)
-    call = call.check(
-        "linear_policy", terms.objective, terms.kl_estimator, terms.kl_ratio_weighted, settings, needs
-    )
+    terms = check_values(operands.labels, terms)
+    call = Call.of(operands).check()
     run = Run(Scores(call, settings.entropy), terms, needs, settings.skip)
     if settings.schedule == "known":
         run.known()

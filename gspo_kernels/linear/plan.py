@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gspo_kernels.linear.chunks import Call
+from gspo_kernels.linear.chunks import SIZES_BYTES, Call
 from gspo_kernels.linear.schedule import SCHEDULES, Part, Refusals, Shapes, plan_parts, products
 from gspo_kernels.linear.segments import SEGMENT
 from gspo_kernels.linear.two_heads import LinearTeacher
 from gspo_kernels.ops.pairs import DivergenceForm
-from gspo_kernels.parallel.agreement import AGREEMENT_BYTES
-from gspo_kernels.parallel.vocabulary import compared_bytes, statistics_bytes
+from gspo_kernels.ops.shards import compared_bytes, statistics_bytes
 from gspo_kernels.types import stats_dtype
 
 
@@ -76,8 +75,8 @@ class Wire:
         if not self.statistics:
             return total, messages
         # beside a teacher the gradient comes from the same operator as the loss
-        agreements = 1 + (not self.compared and any(part.strategy == "two_pass" for part in parts))
-        total, messages = total + agreements * AGREEMENT_BYTES, messages + agreements
+        passes = 1 + (not self.compared and any(part.strategy == "two_pass" for part in parts))
+        total, messages = total + passes * SIZES_BYTES, messages + passes
         for part in parts:
             learning = part.rows - part.resting if part.strategy != "forward" else 0
             again = learning if part.strategy == "two_pass" else 0

@@ -13,7 +13,7 @@ from gspo_kernels.linear.schedule import TeacherShapes
 from gspo_kernels.ops.backends import FoldingBackend, OnePassBackend
 from gspo_kernels.ops.memory import Workspace
 from gspo_kernels.ops.pairs import Pair
-from gspo_kernels.parallel.vocabulary import ShardedRows
+from gspo_kernels.ops.shards import ShardedRows
 from gspo_kernels.types import PairStats, RowStats
 
 

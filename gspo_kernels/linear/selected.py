@@ -28,7 +28,7 @@ from gspo_kernels.types import RowOptions
 @operator
 def linear_selected_forward(operands: LinearOperands, ids: Tensor, within: bool) -> SelectedRows:
     """Log-probs of ids [B, T, K] and what is left; the labels of rows without ids are ``ignore_index``."""
-    call = Call.of(operands).check("linear_selected_forward", within)
+    call = Call.of(operands).check()
     found = fake_rows(ids, operands.hidden.dtype)
     for values in found:
         values.zero_()
@@ -58,7 +58,7 @@ def linear_selected_backward(
     within: bool,
 ) -> HeadGradients:
     """Gradients of hidden, weight and bias, recomputing logits chunk by chunk, by the same products."""
-    call = Call.of(operands).check("linear_selected_backward", needs, within)
+    call = Call.of(operands).check()
     scores, gradients = Scores(call, False), Gradients(call, needs, normalised=False)
     for chunk in call.chunks(call.projected):
 

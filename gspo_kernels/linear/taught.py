@@ -53,11 +53,9 @@ def linear_taught_policy(
 ) -> LinearTaughtLoss:
     """A hidden-state loss with a teacher, its log-probs and its gradients."""
     call = Call.of(operands)
-    with call.together():
-        terms = check_values(operands.labels, terms, "linear_taught_policy", lesson.form, needs)
-        check_temperature(lesson.teacher.rows.row_temperature)
-    said = (terms.objective, terms.kl_estimator, terms.kl_ratio_weighted, lesson.schedule, lesson.form, needs)
-    heads = TwoHeads(call.check("linear_taught_policy", *said), lesson.teacher)
+    terms = check_values(operands.labels, terms)
+    check_temperature(lesson.teacher.rows.row_temperature)
+    heads = TwoHeads(call.check(), lesson.teacher)
     shares = divergence_shares(operands.labels, terms)
     scores = TaughtScores(heads, lesson.form, shares)
     # every row has a gradient

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import importlib
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 
+from gspo_kernels.ops.shards import ShardedRows
 from gspo_kernels.torch_internals import constant_when_traced
 from gspo_kernels.types import (
     KLPenalty,
@@ -327,15 +328,10 @@ def load(name: str) -> RowBackend:
     return cast(RowBackend, importlib.import_module(_MODULES[name], __package__))
 
 
-def sharding() -> Any:
-    """The module that serves rows whose columns lie on several ranks, imported on first use."""
-    return importlib.import_module("..parallel.vocabulary", __package__)
-
-
 def rows_of(options: RowOptions) -> RowBackend:
     """What serves the rows of a call: the backend, or around it what asks the other ranks."""
     rows = load(options.backend)
-    return cast(RowBackend, sharding().ShardedRows(rows, options.shard)) if options.shard.group else rows
+    return ShardedRows(rows, options.shard) if options.shard.group else rows
 
 
 def launches_of(name: str) -> HiddenBackend | None:

@@ -22,15 +22,15 @@ def summed(found: Tensor, shares: Tensor) -> Tensor:
     return torch.where(shares != 0, found.to(torch.float64), 0.0).mul(shares).sum().to(found.dtype)
 
 
-def _checked(pair: Pair, options: RowOptions, *said: object) -> None:
+def _checked(pair: Pair, options: RowOptions) -> None:
     check_temperature(pair.teacher.row_temperature)
-    check_rows(pair.labels, pair.logits.shape[-1], options, pair.form, pair.logits.dtype, *said)
+    check_rows(pair.labels, pair.logits.shape[-1], options)
 
 
 @operator
 def divergence_forward(pair: Pair, options: RowOptions) -> PairStats:
     """Of logits [B, T, V]; see ``RowBackend.divergence``."""
-    _checked(pair, options, "divergence_forward")
+    _checked(pair, options)
     return pair.evaluate(options)
 
 
@@ -101,7 +101,7 @@ class PairWithGradient(NamedTuple):
 @operator
 def divergence_and_grad(pair: Pair, options: RowOptions, gradients: PairGradients) -> PairWithGradient:
     """Both, for gradients that are known beforehand."""
-    _checked(pair, options, "divergence_and_grad")
+    _checked(pair, options)
     out = memory_like(pair.logits)
     return PairWithGradient(*pair.evaluate(options, None, gradients, out), out)
 

@@ -5,15 +5,18 @@ Rows are [B, T] (packed: [1, N]); see ``ops.backends.RowBackend`` for what each 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from gspo_kernels.ops.backends import load, rows_of, sharding
+from gspo_kernels.ops.backends import load, rows_of
 from gspo_kernels.ops.library import checked_values, inplace_operator, operator
 from gspo_kernels.ops.memory import memory_like
+from gspo_kernels.ops.shards import columns_of
 from gspo_kernels.ops.values import check_kept, check_temperature
+from gspo_kernels.parallel.groups import gathered_numbers
 from gspo_kernels.types import RowOptions, RowStats, stats_dtype
 
 
@@ -49,17 +52,12 @@ class LogitGradient(NamedTuple):
     grad_logits: Tensor
 
 
-SAID = "the call, its objective, schedule, options or dtypes, or which inputs need a gradient"
-"""What ranks that don't compute the same differ in."""
-
-
-def check_rows(labels: Tensor, vocabulary: int, options: RowOptions, *said: object) -> None:
+def check_rows(labels: Tensor, vocabulary: int, options: RowOptions) -> None:
     """Every label must be ``ignore_index``, or in the vocabulary and in its sampling mask, and temperatures
-    positive; looked at as ``ops.values`` says. Of a shard, ``vocabulary`` is what is here, and all ranks
-    check together that they have ``said`` the same.
+    positive; looked at as ``ops.values`` says. Of a shard, ``vocabulary`` is what is here.
     """
     if options.shard.group:
-        sharding().check_shards(labels, vocabulary, options, {SAID: sharding().digest(said)})
+        check_shards(labels, vocabulary, options)
         return
     check_temperature(options.row_temperature)
     if not checked_values(labels.device) or not labels.numel():
@@ -78,17 +76,69 @@ def _check_range(labels: Tensor, vocabulary: int, options: RowOptions) -> None:
 
 
 def wrong_label(value: int, vocabulary: int, options: RowOptions) -> ValueError:
-    """What to raise for a label in a counted position."""
+    """What to raise for a label in a counted position; a vocabulary of 0 is one of unknown size."""
+    most = vocabulary or "the vocabulary's size"
     return ValueError(
-        f"labels: got {value} in a counted position, expected 0 <= label < {vocabulary} "
+        f"labels: got {value} in a counted position, expected 0 <= label < {most} "
         f"or ignore_index={options.ignore_index}"
     )
+
+
+def range_of(labels: Tensor, width: int, options: RowOptions) -> tuple[int, int, int, int]:
+    """The first of this rank's ``width`` columns and how many they are, and the lowest and highest counted
+    label [B, T], which are ids of the whole vocabulary; after looking at temperatures, labels and masks.
+
+    Raises:
+        ValueError: on this rank.
+    """
+    check_temperature(options.row_temperature)
+    start, total = columns_of(options.shard, width)
+    counted = labels[labels != options.ignore_index] if checked_values(labels.device) else labels[:0]
+    lowest, highest = (int(x) for x in counted.aminmax()) if counted.numel() else (0, 0)
+    if lowest < 0 or (total and highest >= total):
+        raise wrong_label(lowest if lowest < 0 else highest, total, options)
+    if options.kept is not None:
+        here = (labels != options.ignore_index) & (labels >= start) & (labels < start + width)
+        check_kept(labels, options.kept, here, start)
+    return start, width, lowest, highest
+
+
+def check_ranges(every: Sequence[tuple[int, ...]], options: RowOptions) -> None:
+    """Look at ``range_of`` of all ranks.
+
+    Raises:
+        ValueError: shards that don't make one vocabulary, or labels outside of it.
+    """
+    total = 0
+    for first, columns, *_ in sorted(every):
+        if first != total:
+            ranges = ", ".join(f"{start} to {start + columns}" for start, columns, *_ in every)
+            raise ValueError(
+                f"vocab_range: the ranks have {ranges}, expected ranges that follow each other from 0 on"
+            )
+        total += columns
+    for _, _, low, high in every:
+        if low < 0 or high >= total:
+            raise wrong_label(low if low < 0 else high, total, options)
+
+
+def check_shards(labels: Tensor, width: int, options: RowOptions) -> None:
+    """Look at labels [B, T] and at what ranges the ranks have, where values are looked at.
+
+    Ranges that the caller gives are gathered, 32 bytes of each rank.
+
+    Raises:
+        ValueError: see ``range_of`` and ``check_ranges``.
+    """
+    here = range_of(labels, width, options)
+    if options.shard.start >= 0 and checked_values(labels.device):
+        check_ranges(gathered_numbers(options.shard.group, labels.device, here), options)
 
 
 @operator
 def logprobs_forward(logits: Tensor, labels: Tensor, options: RowOptions, entropy: bool) -> ScoredRows:
     """Log-probs, log-sum-exp and entropy of logits [B, T, V] at labels [B, T]."""
-    check_rows(labels, logits.shape[-1], options, "logprobs_forward", logits.dtype, entropy)
+    check_rows(labels, logits.shape[-1], options)
     stats = rows_of(options).logprobs_forward(
         logits, labels, options.transform, ignore_index=options.ignore_index, entropy=entropy
     )
@@ -170,7 +220,7 @@ def logprobs_and_grad(
     logits: Tensor, labels: Tensor, coefficients: Tensor, options: RowOptions
 ) -> LogitGradient:
     """Log-probs and the logits' gradient for coefficients dLoss/dlogprobs [B, T] known beforehand."""
-    check_rows(labels, logits.shape[-1], options, "logprobs_and_grad", logits.dtype)
+    check_rows(labels, logits.shape[-1], options)
     out = memory_like(logits)
     stats = rows_of(options).logprobs_and_grad(
         logits, labels, coefficients, options.transform, ignore_index=options.ignore_index, out=out

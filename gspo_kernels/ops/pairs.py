@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gspo_kernels import bits, checks, divergences
 from gspo_kernels.layout import as_rows
-from gspo_kernels.ops.backends import rows_of, sharding
+from gspo_kernels.ops.backends import rows_of
 from gspo_kernels.ops.selected import (
     SelectedGradients,
     SelectedRows,
@@ -22,6 +22,7 @@ from gspo_kernels.ops.selected import (
     score,
     write_gradient,
 )
+from gspo_kernels.ops.shards import leading_of_all
 from gspo_kernels.types import (
     LogitTransform,
     PairGradients,
@@ -264,4 +265,4 @@ def _leading_ids(logits: Tensor, k: int, largest: bool, options: RowOptions) -> 
     if not options.shard.group:
         return found.indices
     signed = found.values if largest else -found.values
-    return sharding().leading_of_all(options.shard, width, signed, found.indices, k)
+    return leading_of_all(options.shard, width, signed, found.indices, k)

@@ -21,10 +21,11 @@ import torch
 from torch import Tensor
 
 from gspo_kernels import bits
-from gspo_kernels.ops.backends import load, sharding
+from gspo_kernels.ops.backends import load
 from gspo_kernels.ops.library import checked_values, inplace_operator, operator
 from gspo_kernels.ops.logprobs import check_rows, save_rows, saved_rows
 from gspo_kernels.ops.memory import memory_like
+from gspo_kernels.ops.shards import columns_of, selected_of_all
 from gspo_kernels.types import LogitTransform, RowOptions, RowStats, Shard, stats_dtype
 
 
@@ -61,8 +62,8 @@ def _(ids: Tensor, vocabulary: int, options: RowOptions) -> Tensor:
 
 
 def _columns(width: int, shard: Shard) -> tuple[int, int]:
-    """See ``parallel.vocabulary.columns_of``."""
-    return sharding().columns_of(shard, width) if shard.group else (0, width)
+    """See ``shards.columns_of``."""
+    return columns_of(shard, width) if shard.group else (0, width)
 
 
 def _check_ids(ids: Tensor, first: int, vocabulary: int, width: int, options: RowOptions) -> None:
@@ -195,7 +196,7 @@ def score(
     z, _ = _transformed(logits.gather(-1, here.index), transform)
     present = here.present
     if shard.group:
-        z, present, rest = sharding().selected_of_all(shard, z, present, rest)
+        z, present, rest = selected_of_all(shard, z, present, rest)
     own = _Set(ids, present)
     z = torch.where(present, z, -torch.inf)
     # Relative to the likeliest id, whose log-prob may be near 0: log p = -log(1 + other mass / its own).
@@ -266,7 +267,7 @@ def write_gradient(
 @operator
 def selected_forward(logits: Tensor, ids: Tensor, options: RowOptions, within: bool) -> SelectedRows:
     """See ``score``."""
-    check_rows(ids.amax(-1), logits.shape[-1], options, "selected_forward", logits.dtype, within)
+    check_rows(ids.amax(-1), logits.shape[-1], options)
     return score(logits, ids, options.backend, options.transform, within, options.shard)
 
 

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from gspo_kernels import bits
-from gspo_kernels.ops.backends import MaskBackend, load, resolve, sharding
+from gspo_kernels.ops.backends import MaskBackend, load, resolve
 from gspo_kernels.ops.library import checked_values, operator
+from gspo_kernels.ops.shards import columns_of
 from gspo_kernels.types import MASK_VALUES, Shard
 
 
@@ -118,7 +119,7 @@ def _(kept_ids: Tensor, vocabulary: int) -> Tensor:
 @operator
 def mask_of_shard(kept_ids: Tensor | None, kept_mask: Tensor | None, shard: Shard, width: int) -> Tensor:
     """The bitmask of a shard's ``width`` columns, from what is given of the whole vocabulary's ids."""
-    first, total = sharding().columns_of(shard, width)
+    first, total = columns_of(shard, width)
     if kept_mask is not None:
         if total and kept_mask.shape[-1] != bits.words(total):
             raise ValueError(

@@ -1,1 +1,1 @@
-"""Rows, tokens, sequences and calls that the ranks of a process group share."""
+"""Process groups: tokens and sequences that their ranks share, and arguments that they compare."""

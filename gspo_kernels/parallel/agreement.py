@@ -1,109 +1,127 @@
-"""One small gather at the beginning of a call: all ranks go on, or all of them raise.
+"""One gather in each process group of a call: all ranks go on, or all of them raise.
 
-A rank that refused its arguments takes part with the reason. So nobody waits for it in a collective that it
-will never reach, and everybody can say what was wrong. What goes wrong later, such as a lack of memory, ends
-the waiting of the others by the group's own timeout, or sooner where the process ends.
+Each rank looks at its arguments alone first. Then it sends what must be equal on all ranks, or the sentence
+with which it refuses the call. Groups come one after the other, and what the ranks of one have found goes
+along into the next: in a grid of ranks all learn of an error, whichever rank has it.
 """
 
 from __future__ import annotations
 
-import collections
-import contextlib
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from gspo_kernels.parallel.groups import gathered, group_name, side_channel
+from gspo_kernels.parallel.groups import gathered, side_channel
 
-NUMBERS = 24
-"""How many numbers a rank says, most of them 0."""
-TEXT = 40
-"""How many more numbers hold the reason of a refusal, 8 bytes of text each."""
-AGREEMENT_BYTES = 8 * (NUMBERS + TEXT)
-"""What each rank sends to each other at the beginning of a call."""
-
-_REFUSED, _AGREES = 1, 2
-_rounds: collections.Counter[str] = collections.Counter()
+MESSAGE_BYTES = 2**15
+"""What a rank sends to each other rank of a group."""
+_LONGEST = 160  # characters of a fact; a hundred facts fit into a message
 
 
 class RanksDisagreeError(RuntimeError):
     """Another rank refused the call, or was called with something else."""
 
 
-def digest(*values: object) -> int:
-    """A number that stands for values which ``repr`` tells apart."""
-    said = hashlib.blake2b(repr(values).encode(), digest_size=7)
-    return int.from_bytes(said.digest(), "big")
+@dataclass(frozen=True)
+class Member:
+    """What this rank has to say in one group.
+
+    Attributes:
+        argument: what messages call the group.
+        group: its name.
+        same: what must be equal on all ranks, by the name of an argument; None: equal to anything.
+        own: numbers that may differ.
+        judge: raises where all ranks' ``own`` together are wrong.
+    """
+
+    argument: str
+    group: str
+    same: Mapping[str, str | None]
+    own: tuple[int, ...] = ()
+    judge: Callable[[list[tuple[int, ...]]], None] | None = None
 
 
-def agree(
-    group: str, device: torch.device, same: Mapping[str, int], own: Sequence[int]
-) -> list[tuple[int, ...]]:
-    """Every rank's ``own`` numbers, after making sure that ``same`` are.
+def validates() -> bool:
+    """Whether ranks compare their arguments: with GSPO_KERNELS_VALIDATE=1, which all of them must have."""
+    return os.environ.get("GSPO_KERNELS_VALIDATE") == "1"
+
+
+def digest(values: Tensor) -> str:
+    """What stands for the elements of a tensor, in their order."""
+    raw = values.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return hashlib.blake2b(raw, digest_size=6).hexdigest()
+
+
+def compare(members: Sequence[Member], device: torch.device, refused: Exception | None = None) -> None:
+    """Meet the other ranks of each group, in the same order on all of them.
 
     Args:
-        group: name.
+        members: the groups.
         device: of the call's tensors.
-        same: what must be equal on all ranks, by a name that says what it is.
-        own: what may differ; as many on each rank.
+        refused: why this rank refuses the call; it is not raised here.
 
     Raises:
-        RanksDisagreeError: on all ranks.
+        RanksDisagreeError, or what ``judge`` raises: on all ranks, but those that have ``refused``.
     """
-    every = _exchange(group, device, [_AGREES, *same.values(), *own], "")
-    for number, (said, text) in enumerate(every):
-        if said[0] == _REFUSED:
-            raise RanksDisagreeError(f"rank {number} of the process group refused the call: {text}")
-    for place, name in enumerate(same, start=1):
-        values = [said[place] for said, _ in every]
-        if len({*values}) > 1:
-            raise RanksDisagreeError(f"{name}: differs between the ranks of the process group: {values}")
-    first = 1 + len(same)
-    return [said[first : first + len(own)] for said, _ in every]
+    verdict = refused
+    for member in members:
+        every = _exchange(member, device, verdict)
+        if verdict is None:
+            try:
+                _judge(member, every)
+            except Exception as error:
+                verdict = error
+    if verdict is not None and verdict is not refused:
+        raise verdict
 
 
-def refuse(group: str, device: torch.device, error: Exception) -> None:
-    """Tell the other ranks, which wait in ``agree``, that this one has raised."""
-    _exchange(group, device, [_REFUSED], f"{type(error).__name__}: {error}")
+def _judge(member: Member, every: list[dict[str, Any]]) -> None:
+    for rank, theirs in enumerate(every):
+        if "refused" in theirs:
+            raise RanksDisagreeError(
+                f"rank {rank} of {member.argument} refused the call: {theirs['refused']}"
+            )
+    for name in every[0]["same"]:
+        if all(name in theirs["same"] for theirs in every):
+            _compare_values(member.argument, name, [theirs["same"][name] for theirs in every])
+    if member.judge is not None:
+        member.judge([tuple(theirs["own"]) for theirs in every])
 
 
-def _exchange(
-    group: str, device: torch.device, numbers: Sequence[int], text: str
-) -> list[tuple[tuple[int, ...], str]]:
-    """Every rank's numbers and text."""
-    _rounds[group] += 1
-    assert len(numbers) <= NUMBERS
-    encoded = text.encode()[: 8 * TEXT].ljust(8 * TEXT, b"\0")
-    own = torch.zeros(NUMBERS + TEXT, dtype=torch.int64)
-    own[: len(numbers)] = torch.tensor(numbers, dtype=torch.int64)
-    own[NUMBERS:] = torch.frombuffer(bytearray(encoded), dtype=torch.int64)
-    every = gathered(group, own.to(side_channel(group, device))).cpu()
-    texts = [bytes(row[NUMBERS:].view(torch.uint8).tolist()) for row in every]
-    said = [tuple(int(x) for x in row[:NUMBERS].tolist()) for row in every]
-    return [
-        (row, words.rstrip(b"\0").decode(errors="replace")) for row, words in zip(said, texts, strict=True)
-    ]
+def _compare_values(argument: str, name: str, values: list[str | None]) -> None:
+    known = [(rank, value) for rank, value in enumerate(values) if value is not None]
+    for rank, value in known:
+        first, expected = known[0]
+        if value != expected:
+            raise RanksDisagreeError(
+                f"{name}: differs between the ranks of {argument}: rank {first} has {expected}, rank {rank} "
+                f"has {value}"
+            )
 
 
-@contextlib.contextmanager
-def together(group: str, device: torch.device) -> Iterator[None]:
-    """What is raised inside, before the ranks have agreed on the call, is raised on all of them."""
-    rounds = _rounds[group]
-    try:
-        yield
-    except Exception as error:
-        if _rounds[group] == rounds:
-            with contextlib.suppress(Exception):  # such as a time limit: this rank's own reason says more
-                refuse(group, device, error)
-        raise
+def _exchange(member: Member, device: torch.device, refused: Exception | None) -> list[dict[str, Any]]:
+    """Every rank's message."""
+    message: dict[str, Any]
+    if refused is None:
+        message = {"same": {name: _short(value) for name, value in member.same.items()}, "own": member.own}
+    else:
+        named = "" if isinstance(refused, RanksDisagreeError) else f"{type(refused).__name__}: "
+        message = {"refused": f"{named}{refused}"[: MESSAGE_BYTES // 16]}
+    encoded = json.dumps(message).encode().ljust(MESSAGE_BYTES)
+    assert len(encoded) == MESSAGE_BYTES
+    sent = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
+    every = gathered(member.group, sent.to(side_channel(member.group, device))).cpu()
+    return [json.loads(row.numpy().tobytes()) for row in every]
 
 
-@contextlib.contextmanager
-def all_or_none(device: torch.device, **groups: object) -> Iterator[None]:
-    """``together`` for each of the groups that are given, by the names of the arguments."""
-    with contextlib.ExitStack() as stack:
-        for argument, group in groups.items():
-            if group is not None:
-                stack.enter_context(together(group_name(argument, group), device))
-        yield
+def _short(value: str | None) -> str | None:
+    if value is None or len(value) <= _LONGEST:
+        return value
+    whole = hashlib.blake2b(value.encode(), digest_size=6).hexdigest()
+    return f"{value[: _LONGEST - 20]}... ({whole})"

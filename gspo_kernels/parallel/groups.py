@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -102,6 +102,12 @@ def gathered(name: str, own: Tensor) -> Tensor:
     every, work = begin_gather(name, own)
     work.wait()
     return every
+
+
+def gathered_numbers(name: str, device: torch.device, own: Sequence[int]) -> list[tuple[int, ...]]:
+    """Every rank's whole numbers, as many on each; ``device`` is that of the call's tensors."""
+    numbers = torch.tensor(own, dtype=torch.int64, device=side_channel(name, device))
+    return [tuple(int(number) for number in row) for row in gathered(name, numbers).tolist()]
 
 
 def begin_gather(name: str, own: Tensor) -> tuple[Tensor, Work]:

@@ -20,6 +20,41 @@ TOKENS = ("logits", "hidden")
 """Arguments of which the dimension before the last is that of tokens."""
 
 
+def groups_of(given: dict[str, DTensor]) -> dict[str, tuple[str, str]]:
+    """The groups of more than one rank that DTensors lie on: the name of each, and "vocabulary" or "tokens"
+    where one of them is cut so over it, else "". Placements that can't be served are no error here.
+    """
+    found: dict[str, tuple[str, str]] = {}
+    for name, value in given.items():
+        for dim, placement in enumerate(value.placements):
+            group = value.device_mesh.get_group(dim)
+            if group.size() == 1:
+                continue
+            share = "vocabulary" if cuts_vocabulary(name, value, placement) else ""
+            share = share or ("tokens" if cuts_tokens(name, value, placement) else "")
+            before = next((key for key, (known, _) in found.items() if known == group.group_name), None)
+            key = before or f"dimension {dim} of the mesh of {name}"
+            # what cuts the vocabulary counts more than what cuts tokens
+            shares = {share, found[before][1]} if before else {share}
+            share = next(each for each in ("vocabulary", "tokens", "") if each in shares)
+            found[key] = (group.group_name, share)
+    return found
+
+
+def cuts_vocabulary(name: str, value: DTensor, placement: Any) -> bool:
+    """Whether an argument's vocabulary is cut by a placement."""
+    from torch.distributed.tensor import Shard
+
+    return name in VOCABULARY and placement == Shard(VOCABULARY[name] % value.ndim)
+
+
+def cuts_tokens(name: str, value: DTensor, placement: Any) -> bool:
+    """Whether an argument's tokens are cut by a placement."""
+    from torch.distributed.tensor import Shard
+
+    return name in TOKENS and placement == Shard(value.ndim - 2)
+
+
 class Placed:
     """The DTensors of a call, by what each dimension of their meshes cuts.
 
@@ -46,8 +81,8 @@ class Placed:
         """What the ranks of a group have parts of, given how arguments are placed over it."""
         from torch.distributed.tensor import Replicate
 
-        cut = [name for name in placements if self.cuts_vocabulary(name, placements[name])]
-        apart = [name for name in placements if self._cuts_tokens(name, placements[name])]
+        cut = [name for name in placements if cuts_vocabulary(name, self.given[name], placements[name])]
+        apart = [name for name in placements if cuts_tokens(name, self.given[name], placements[name])]
         for name, placement in placements.items():
             if name not in (*cut, *apart) and placement != Replicate():
                 raise ValueError(f"{name}: {_refusal(name, placement)}")
@@ -58,17 +93,6 @@ class Placed:
                     raise ValueError(f"{name}: expected a DTensor of {like}'s placement, as {like} is one")
             return "vocabulary"
         return "tokens" if apart else None
-
-    def cuts_vocabulary(self, name: str, placement: Any) -> bool:
-        """Whether an argument's vocabulary is cut by a placement."""
-        from torch.distributed.tensor import Shard
-
-        return name in VOCABULARY and placement == Shard(VOCABULARY[name] % self.given[name].ndim)
-
-    def _cuts_tokens(self, name: str, placement: Any) -> bool:
-        from torch.distributed.tensor import Shard
-
-        return name in TOKENS and placement == Shard(self.given[name].ndim - 2)
 
     def _only(self, roles: dict[str, str | None], role: str) -> ProcessGroup | None:
         """The group that has a role."""
@@ -138,7 +162,7 @@ def resolved(arguments: dict[str, Any]) -> dict[str, Any]:
     found = dict(arguments)
     for name, value in given.items():
         found[name] = placed.local(name, products is None or products.reduce_hidden_grad)
-        if name in VOCABULARY and any(placed.cuts_vocabulary(name, each) for each in value.placements):
+        if name in VOCABULARY and any(cuts_vocabulary(name, value, each) for each in value.placements):
             dim = VOCABULARY[name] % value.ndim
             shape, offset = compute_local_shape_and_global_offset(
                 value.shape, value.device_mesh, value.placements

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -27,6 +27,20 @@ class ScatteredTokens:
 
     group: str
     ends: tuple[int, ...]
+
+    @classmethod
+    def of(cls, group: str, lengths: Sequence[int], tokens: int) -> ScatteredTokens:
+        """From how many columns each rank has.
+
+        Raises:
+            ValueError: they are not ``tokens`` together.
+        """
+        if sum(lengths) != tokens:
+            raise ValueError(
+                f"hidden: the ranks have {', '.join(map(str, lengths))} tokens, expected {tokens} in all, "
+                "like labels"
+            )
+        return cls(group, tuple(itertools.accumulate(lengths)))
 
     def begin_gather(self, own: Tensor, where: slice | Tensor) -> Callable[[], Tensor]:
         """Begin to gather rows [n, H] at flattened positions of [B, T] from each rank's ``own`` [B, T_r, H].

@@ -1,5 +1,6 @@
-"""prime-rl's hook as published in 0.8.0 (git tag v0.8.0, 60bc295), and its own code where that is there."""
+"""prime-rl's hook as published after 0.9.0, and its own code where that is there."""
 
+import contextlib
 import dataclasses
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 import gspo_kernels as gk
+from gspo_kernels.integrations import errors, hooks
 from gspo_kernels.integrations.errors import IntegrationError
 from gspo_kernels.integrations.prime_rl import PolicyLoss
 from tests.draws import shifted_seed
@@ -19,7 +21,7 @@ GSPO = gk.GSPO(clip_low=0.1, clip_high=0.15, aggregation="token_mean")
 
 
 class LossInputs(NamedTuple):
-    """The published fields."""
+    """The published fields; those of the sampling mask came after 0.9.0."""
 
     trainer_logprobs: torch.Tensor
     inference_logprobs: torch.Tensor
@@ -27,6 +29,8 @@ class LossInputs(NamedTuple):
     advantages: torch.Tensor
     loss_mask: torch.Tensor
     loss_weights: torch.Tensor | None = None
+    trainer_mask_logprobs: torch.Tensor | None = None
+    inference_mask_logprobs: torch.Tensor | None = None
 
 
 def step(
@@ -133,14 +137,30 @@ def test_a_missing_reference_is_named():
         PolicyLoss(kl_beta=0.1)(part)
 
 
+def real(*names, **known):
+    """Definitions of prime-rl's own file of losses."""
+    types = ("Float", "Bool", "Int", "Any", "Loss", "LossFn", "IPOLossConfig", "CustomLossConfig")
+    return peers.extract(
+        peers.source("prime_rl", "prime_rl/trainer/rl/loss.py"),
+        *names,
+        torch=torch,
+        Tensor=torch.Tensor,
+        dataclass=dataclasses.dataclass,
+        field=dataclasses.field,
+        **dict.fromkeys(types, peers.Anything),
+        **known,
+    )
+
+
+def has_loss_objects():
+    return "class IPOLoss:" in peers.source("prime_rl", "prime_rl/trainer/rl/loss.py").read_text()
+
+
 def test_inside_prime_rl_s_compute_loss():
-    names = dict.fromkeys(("Float", "Bool", "Int", "Any", "LossFn"), peers.Anything)
-    real = peers.extract(
-        peers.source("prime_rl", "prime_rl/trainer/rl/loss.py"), "LossInputs", "compute_loss",
-        torch=torch, Tensor=torch.Tensor, dataclass=dataclasses.dataclass, field=dataclasses.field, **names,
-    )  # fmt: skip
-    assert [each.name for each in dataclasses.fields(real["LossInputs"])] == [*LossInputs._fields]
-    compute, weights = real["compute_loss"], torch.linspace(0.5, 1.5, 42, dtype=torch.float64).view(6, 7)
+    own = real("LossInputs", "compute_loss")
+    published = [each.name for each in dataclasses.fields(own["LossInputs"])]
+    assert published == [*LossInputs._fields][: 8 if has_loss_objects() else 6]
+    compute, weights = own["compute_loss"], torch.linspace(0.5, 1.5, 42, dtype=torch.float64).view(6, 7)
     for options in ({}, {"reference": True}, {"weights": weights}, {"weights": weights, "reference": True}):
         loss_fn = PolicyLoss(GSPO, kl_beta=0.1 if "reference" in options else 0.0)
         want = step(loss_fn, problem(), dtype=torch.float64, **options)
@@ -148,32 +168,90 @@ def test_inside_prime_rl_s_compute_loss():
         torch.testing.assert_close(got, want)
 
 
+def test_as_prime_rl_s_custom_loss():
+    if not has_loss_objects():
+        pytest.skip("this prime-rl has no loss objects")
+    loss_fn = PolicyLoss(GSPO)
+    own = real(
+        "LossInputs", "LossOutputs", "compute_loss", "CustomLoss", import_object={"my_loss.loss": loss_fn}.get
+    )
+    custom = own["CustomLoss"](SimpleNamespace(import_path="my_loss.loss", kwargs={}))
+    got = step(custom, problem(), dtype=torch.float64, compute=own["compute_loss"])
+    torch.testing.assert_close(got, step(loss_fn, problem(), dtype=torch.float64))
+
+
+@pytest.mark.parametrize(("installed", "served"), [("0.7.0", True), ("0.9.1.dev40", True), ("0.10.0", False)])
+def test_versions(monkeypatch, installed, served):
+    """0.9.1.dev is the main branch after 0.9.0, with another default and loss objects."""
+    for module in (hooks, errors):
+        monkeypatch.setattr(module, "version", lambda name: installed)
+    with contextlib.nullcontext() if served else pytest.raises(IntegrationError, match="is installed"):
+        PolicyLoss()
+
+
+def test_it_is_one_of_prime_rl_s_loss_objects():
+    """Which have ``loss`` and are not called."""
+    given = problem()
+    part = LossInputs(given.logprobs[0], given.old[0], None, given.token_advantages[0], given.mask[0])
+    loss_fn = PolicyLoss(GSPO)
+    assert torch.equal(loss_fn.loss(part).loss, loss_fn(part).loss)
+
+
+@dataclasses.dataclass
+class Inputs:
+    """As prime-rl's own, which is a dataclass."""
+
+    trainer_logprobs: torch.Tensor
+    inference_logprobs: torch.Tensor
+    ref_logprobs: torch.Tensor | None
+    advantages: torch.Tensor
+    loss_mask: torch.Tensor
+    loss_weights: torch.Tensor | None = None
+
+
+def ipo(inputs):
+    """Its gradient's source: the ratio of tokens whose probability moved by at most 0.3, at most 1e4."""
+    logp, old = inputs.trainer_logprobs, inputs.inference_logprobs
+    kept = inputs.loss_mask & ((logp.exp() - old.exp()).abs() <= 0.3)
+    ratio = (logp - old).exp().clamp(max=1e4).detach()
+    weights = 1.0 if inputs.loss_weights is None else inputs.loss_weights
+    return -torch.where(kept, weights * inputs.advantages * ratio * logp, 0.0).sum()
+
+
 @pytest.mark.parametrize("weighted", [False, True])
-def test_prime_rl_s_default_from_the_parts_of_the_page(weighted):
-    """The same gradients as prime-rl's own default loss; DPPO's value is another one."""
-    page = run("docs/integrations/prime_rl.md")
-    names = dict.fromkeys(("Float", "Bool", "DefaultLossConfig"), peers.Anything)
-    real = peers.extract(
-        peers.source("prime_rl", "prime_rl/trainer/rl/loss.py"), "LossInputs", "LossOutputs", "_safe_mean",
-        "compute_importance_ratio_and_mismatch_kl", "default_loss_fn", torch=torch, Tensor=torch.Tensor,
-        dataclass=dataclasses.dataclass, field=dataclasses.field, **names,
-    )  # fmt: skip
-    config = SimpleNamespace(dppo_mask_low=0.2, dppo_mask_high=0.2, adv_tau=1.0, kl_tau=1e-3)
+@pytest.mark.parametrize("theirs", [False, True])
+def test_prime_rl_s_default_from_the_parts_of_the_page(weighted, theirs):
+    """The same gradients as IPO's formula, and as prime-rl's own loss; DPPO's value is another one."""
+    page, reference, inputs_type = run("docs/integrations/prime_rl.md"), ipo, Inputs
+    if theirs:
+        if not has_loss_objects():
+            pytest.skip("this prime-rl has another default")
+        helpers = ("_safe_mean", "_mismatch_kl_from_log_ratio", "_capped_importance_ratio")
+        own = real("LossInputs", "LossOutputs", *helpers, "IPOLoss")
+        config = SimpleNamespace(eps=0.3, max_importance_ratio=1e4, adv_tau=1.0, score_centering=False)
+        inputs_type, objects = own["LossInputs"], own["IPOLoss"](config)
+
+        def reference(inputs):
+            return objects.loss(inputs).loss
+
     rng = torch.Generator().manual_seed(shifted_seed(8))
     logprobs = -3 * torch.rand(64, generator=rng, dtype=torch.float64)
     inference = (logprobs + 0.7 * torch.randn(64, generator=rng, dtype=torch.float64)).clamp(max=-1e-3)
+    inference[:2] = torch.tensor([-14.0, -1e-3], dtype=torch.float64)
+    logprobs[:2] = torch.tensor([-1.5, -12.0], dtype=torch.float64)
     mask = torch.rand(64, generator=rng) > 0.2
+    mask[:2] = True
+    moved = (logprobs.exp() - inference.exp()).abs()[mask]
+    assert bool((moved > 0.3).any()) and bool((moved <= 0.3).any())
+    assert bool(
+        ((logprobs - inference)[mask & ((logprobs.exp() - inference.exp()).abs() <= 0.3)] > 9.3).any()
+    )
     weights = 0.5 + torch.rand(64, generator=rng, dtype=torch.float64) if weighted else None
     for advantage in (1.0, -0.5):
         gradients = []
-        for loss_fn in (lambda inputs: real["default_loss_fn"](inputs, config), page["loss"]):
+        for loss_fn in (reference, lambda inputs: page["loss"](inputs).loss):
             leaf = logprobs.clone().requires_grad_()
             advantages = torch.full_like(leaf, advantage)
-            inputs = real["LossInputs"](leaf, inference, None, advantages, mask, weights)
-            gradients.append(torch.autograd.grad(loss_fn(inputs).loss, leaf)[0])
+            inputs = inputs_type(leaf, inference, None, advantages, mask, weights)
+            gradients.append(torch.autograd.grad(loss_fn(inputs), leaf)[0])
         torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-10, atol=1e-14)
-        without_kl = (
-            gradients[0] / 2e-3 - (logprobs - inference) * (1 if weights is None else weights)
-        ).abs()
-        dropped = mask & (without_kl < 1e-9)
-        assert 0 < dropped.sum() < mask.sum()  # the bounds matter

@@ -1,7 +1,9 @@
 """What cases on several ranks share; each is a function that every rank calls."""
 
+import contextlib
 import importlib
 import itertools
+import os
 from collections.abc import Callable
 
 import torch
@@ -55,16 +57,31 @@ def assert_same_bits(**values):
         assert first[name] == other[name], name
 
 
-def assert_all_raise(expected, culprit, call, error=ValueError):
-    """The culprit its own error, all others that it refused."""
+@contextlib.contextmanager
+def validated():
+    """With GSPO_KERNELS_VALIDATE=1."""
+    before = os.environ.get("GSPO_KERNELS_VALIDATE")
+    os.environ["GSPO_KERNELS_VALIDATE"] = "1"
     try:
-        call()
+        yield
+    finally:
+        if before is None:
+            del os.environ["GSPO_KERNELS_VALIDATE"]
+        else:
+            os.environ["GSPO_KERNELS_VALIDATE"] = before
+
+
+def assert_all_raise(expected, culprit, call, error=ValueError):
+    """Where ranks compare their arguments: the culprit its own error, all others that it refused."""
+    try:
+        with validated():
+            call()
     except error as raised:
         assert dist.get_rank() == culprit or culprit is None, raised
         assert expected in str(raised), raised
     except RanksDisagreeError as raised:
         assert dist.get_rank() != culprit and culprit is not None, raised
-        assert f"rank {culprit} of the process group refused the call" in str(raised), raised
+        assert "refused the call" in str(raised), raised
         assert expected in str(raised), raised
     else:
         raise AssertionError("nothing was raised")

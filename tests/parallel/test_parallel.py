@@ -8,6 +8,7 @@ from tests.parallel.ranks import cases_of
 from tests.test_readme import run
 
 MODULES = (
+    "agreement",
     "vocabulary",
     "vocabulary_ids",
     "vocabulary_teachers",

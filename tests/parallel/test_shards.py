@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gspo_kernels.ops.backends import load
-from gspo_kernels.parallel.vocabulary import ELSEWHERE, IGNORED, put_together
+from gspo_kernels.ops.shards import ELSEWHERE, IGNORED, put_together
 from gspo_kernels.types import LogitTransform
 from tests.cases import device_of
 from tests.draws import shifted_seed

@@ -9,7 +9,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import gspo_kernels as gk
-from gspo_kernels.parallel.agreement import AGREEMENT_BYTES, RanksDisagreeError
+from gspo_kernels.linear.chunks import SIZES_BYTES
+from gspo_kernels.parallel.agreement import RanksDisagreeError
 from tests.draws import shifted_seed
 from tests.parallel.ranks import VOCABULARY, Wire, assert_all_raise, assert_same_bits, every, of_ranks
 from tests.parallel.vocabulary import shares
@@ -153,7 +154,7 @@ def teachers_on_the_wire():
     for form, bytes_of_row in ((FORMS[1], 12 + 12 + 16), (FORMS[3], 2 * 8 * 5 + 2 * 8 * (2 * 5 + 1))):
         with Wire() as wire:
             sides.run(form, False, "cpp", columns, tp_group=dist.group.WORLD)
-        assert wire.sent["all_gather"] == AGREEMENT_BYTES + counted * bytes_of_row
+        assert wire.sent["all_gather"] == SIZES_BYTES + counted * bytes_of_row
         assert wire.sent["all_reduce"] == counted * 8 * 4
     sides.chunk_bytes = 2 * 2 * 4 * (columns[1] - columns[0])  # two rows of either side
     for form, schedule in itertools.product((FORMS[1], FORMS[3], FORMS[5]), ("aligned", "two_pass")):
@@ -168,7 +169,7 @@ def wrong_teachers():
     sides, rank, group = Sides(True), dist.get_rank(), {"tp_group": dist.group.WORLD}
     form = {"beta": 0.3 if rank else 0.4}
     assert_all_raise(
-        "the call, its objective", None, lambda: sides.run(form, False, "cpp", shares()[rank], **group),
+        "beta: differs", None, lambda: sides.run(form, False, "cpp", shares()[rank], **group),
         RanksDisagreeError,
     )  # fmt: skip
     wrong = {"beta": 1.5 if rank else 0.5}

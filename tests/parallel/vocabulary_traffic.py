@@ -11,9 +11,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import gspo_kernels as gk
+from gspo_kernels.linear.chunks import SIZES_BYTES
 from gspo_kernels.linear.head import Head
 from gspo_kernels.linear.sums import HeadSums
-from gspo_kernels.parallel.agreement import AGREEMENT_BYTES, RanksDisagreeError
+from gspo_kernels.parallel.agreement import RanksDisagreeError
 from tests.cases import Result, call, make_case
 from tests.judging import assert_equals_oracle
 from tests.parallel.ranks import (
@@ -73,9 +74,9 @@ def bytes_on_the_wire():
         options |= {"sequence_parallel": scattered, "max_chunk_bytes": 16 * vocabulary}
         with Wire() as wire:
             call(case, leaves, LOSSES["linear"], gk.GSPO(), "cpp", **options).loss.backward()
-        agreements = 1 + (schedule == "two_pass")
+        passes = 1 + (schedule == "two_pass")
         rows = tokens * (16 if terms == "entropy" else 12)
-        assert wire.sent["all_gather"] == agreements * AGREEMENT_BYTES + rows
+        assert wire.sent["all_gather"] == passes * SIZES_BYTES + rows
         assert wire.sent["reduce" if scattered else "all_reduce"] == 4 * tokens * width
         assert wire.sent["all_reduce" if scattered else "reduce"] == 0
         assert wire.sent["broadcast"] == scattered * 2 * 4 * tokens * width
@@ -199,7 +200,7 @@ def errors():
         short = replace(case, labels=case.labels[:, 1:])
         assert_all_raise("labels of shape", 1, wrong(short))
         low = replace(case, labels=case.labels - 10**6)
-        assert_all_raise("in a counted position", None, wrong(low))
+        assert_all_raise("in a counted position", 1, wrong(low))
         if entry in LOSSES.values():
             negative = replace(case, terms={"lengths": torch.full((6,), -1.0)})
             assert_all_raise("lengths: expected positive", 1, wrong(negative))
@@ -213,8 +214,8 @@ def errors():
     other = gk.GSPO() if here else gk.GRPO()
     for expected, options in (
         ("vocab_range: the ranks have", {"vocab_range": shares()[0]}),
-        ("the call, its objective", {"objective": other}),
-        ("the call, its objective", {"skip_inactive": "none" if here else "backward"}),
+        ("objective: differs", {"objective": other}),
+        ("skip_inactive: differs", {"skip_inactive": "none" if here else "backward"}),
         ("hidden: the ranks have", {"sequence_parallel": True}),
     ):
         objective = options.pop("objective", gk.GSPO())

@@ -13,28 +13,25 @@ shard needs no other: its columns, and the statistics of the whole row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from gspo_kernels import bits
-from gspo_kernels.ops.backends import RowBackend
-from gspo_kernels.ops.library import checked_values
-from gspo_kernels.ops.logprobs import wrong_label
-from gspo_kernels.ops.values import check_kept, check_temperature
-from gspo_kernels.parallel.agreement import RanksDisagreeError, agree, digest, together
 from gspo_kernels.parallel.groups import begin_gather, gathered, rank_and_size
 from gspo_kernels.types import (
     LogitTransform,
     Normalizers,
     PairGradients,
     PairStats,
-    RowOptions,
     RowStats,
     Shard,
 )
+
+if TYPE_CHECKING:  # which has these rows in its table
+    from gspo_kernels.ops.backends import RowBackend
 
 IGNORED, ELSEWHERE = -1, -2
 """Labels within a shard: of rows that are left out, and where the label is another shard's, or nobody's."""
@@ -74,65 +71,6 @@ def columns_of(shard: Shard, width: int) -> tuple[int, int]:
     """
     total = 0 if shard.start >= 0 else width * rank_and_size(shard.group)[1]
     return first_column(shard, width), total
-
-
-def check_shards(
-    labels: Tensor,
-    width: int,
-    options: RowOptions,
-    same: Mapping[str, int] = MappingProxyType({}),
-    own: Sequence[int] = (),
-) -> list[tuple[int, ...]]:
-    """What a rank does first in a call: it makes sure that all are in the same one and none refuses it.
-
-    Args:
-        labels: [B, T], ids of the whole vocabulary.
-        width: how many columns this rank has.
-        options: of the call.
-        same, own: more facts, as for ``agree``.
-
-    Returns:
-        Every rank's ``own``.
-
-    Raises:
-        ValueError: on all ranks: shards that don't make one vocabulary, or labels outside of it.
-        RanksDisagreeError: see ``agree``.
-    """
-    group, device = options.shard.group, labels.device
-    with together(group, device):
-        check_temperature(options.row_temperature)
-        counted = labels[labels != options.ignore_index] if checked_values(device) else labels[:0]
-        lowest, highest = (int(x) for x in counted.aminmax()) if counted.numel() else (0, 0)
-        summed = int(counted.sum())
-        if options.kept is not None:
-            start = first_column(options.shard, width)
-            here = (labels != options.ignore_index) & (labels >= start) & (labels < start + width)
-            check_kept(labels, options.kept, here, start)
-    transform = options.transform._replace(row_temperature=None, kept=None)
-    common = {
-        "labels: length": labels.shape[1],
-        "labels: rows": labels.shape[0],
-        "logit_scale, softcap, temperature, ignore_index, backend or sampling masks": digest(
-            transform, options.ignore_index, options.backend, options.kept is None
-        ),
-        **same,
-    }
-    found = [first_column(options.shard, width), width, lowest, highest, summed]
-    every = agree(group, device, common, [*found, *own])
-    total = 0
-    for first, columns, *_ in sorted(every):
-        if first != total:
-            ranges = ", ".join(f"{start} to {start + columns}" for start, columns, *_ in every)
-            raise ValueError(
-                f"vocab_range: the ranks have {ranges}, expected ranges that follow each other from 0 on"
-            )
-        total += columns
-    for _, _, low, high, *_ in every:
-        if low < 0 or high >= total:
-            raise wrong_label(low if low < 0 else high, total, options)
-    if len({said[len(found) - 1] for said in every}) > 1:
-        raise RanksDisagreeError("labels: are not the same on the ranks of the process group")
-    return [said[len(found) :] for said in every]
 
 
 class ShardedRows:

@@ -1,0 +1,338 @@
+"""What the ranks of a call must agree on, and public functions that compare it where they are asked to.
+
+With GSPO_KERNELS_VALIDATE=1 each rank looks at its arguments, and then all compare them in one gather per
+process group, before any other work. Without it a wrong argument is an error on its rank, and the others wait
+for that rank as in any collective.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from gspo_kernels.invariance import in_force, refuse_groups
+from gspo_kernels.logits import with_local_tensors
+from gspo_kernels.objectives.base import Objective
+from gspo_kernels.ops.backends import resolve
+from gspo_kernels.ops.logprobs import check_ranges, check_rows, range_of
+from gspo_kernels.ops.values import check_temperature
+from gspo_kernels.parallel.agreement import Member, compare, digest, validates
+from gspo_kernels.parallel.groups import group_name
+from gspo_kernels.parallel.tokens import ScatteredTokens
+from gspo_kernels.terms import FORMS, Terms, check_values
+from gspo_kernels.types import RowOptions
+
+R = TypeVar("R")
+
+_VOCABULARY = {
+    "logits": -1, "teacher_logits": -1, "teacher.logits": -1,
+    "weight": 0, "teacher_weight": 0, "teacher.weight": 0,
+    "bias": 0, "teacher_bias": 0, "teacher.bias": 0,
+}  # fmt: skip
+"""Arguments of which ranks may have parts of the vocabulary, and the dimension that this is."""
+_HIDDEN = ("hidden", "teacher_hidden", "teacher.hidden")
+_OF_TOKENS = ("labels", "ids", "cu_seqlens", "kept_ids", "kept_mask", "teacher.ids", "teacher.logprobs")
+_LEARNING = ("logits", "hidden", "weight", "bias")
+_GROUPS = ("tp_group", "cp_group", "group")
+
+
+class _Call:
+    """A call of this rank, until it has met the other ranks.
+
+    Attributes:
+        arguments: as the caller gave them, those of structs by the names of their fields.
+        device: of the tokens.
+        groups: the name of each group by what messages call it, along with what its ranks share.
+        met: whether the ranks have compared their arguments.
+    """
+
+    def __init__(self, name: str, arguments: dict[str, Any]):
+        self.arguments = {"call": name, **_flat(arguments)}
+        tokens = _tokens(self.arguments)
+        self.device = tokens.device if isinstance(tokens, Tensor) else torch.device("cpu")
+        self.groups = _groups(self.arguments)
+        self.met = False
+
+    def meet(
+        self,
+        refused: Exception | None = None,
+        own: tuple[int, ...] = (),
+        judge: Callable[[list[tuple[int, ...]]], None] | None = None,
+    ) -> None:
+        """See ``agreement.compare``; ``own`` and ``judge`` are for ranks that share the vocabulary."""
+        members = []
+        for argument, (group, share) in self.groups.items():
+            same = {} if refused is not None else _placements(self.arguments) | _SAME[share](self.arguments)
+            numbers = (own, judge) if share == "vocabulary" else ((), None)
+            members.append(Member(argument, group, same, *numbers))
+        self.met = True
+        compare(members, self.device, refused)
+
+
+_current: ContextVar[_Call | None] = ContextVar("call", default=None)
+
+
+@contextlib.contextmanager
+def comparing(name: str, arguments: dict[str, Any]) -> Iterator[None]:
+    """What is raised inside before ``compare_ranks`` is raised on all ranks of the arguments' groups.
+
+    Nothing happens without GSPO_KERNELS_VALIDATE=1, nor while code is compiled.
+    """
+    if torch.compiler.is_compiling() or not validates():
+        yield
+        return
+    call = _Call(name, arguments)
+    token = _current.set(call)
+    try:
+        yield
+    except Exception as error:
+        if not call.met:
+            call.meet(error)
+        raise
+    finally:
+        _current.reset(token)
+
+
+def on_all_ranks(implementation: Callable[..., R]) -> Callable[..., R]:
+    """Have a public function take DTensors, and compare its arguments with those of other ranks.
+
+    The function calls ``compare_ranks`` once it has looked at its arguments, before it computes anything.
+    """
+    name = implementation.__name__.removeprefix("_")
+
+    def with_local(arguments: dict[str, Any]) -> R:
+        arguments = with_local_tensors(arguments)
+        context = getattr(arguments.get("terms"), "cp_group", None) or None
+        shards = getattr(arguments.get("logit_arguments"), "tp_group", None)
+        if context is not None or shards is not None:
+            asked = getattr(arguments.get("product_arguments"), "batch_invariant", None)
+            refuse_groups(in_force(asked), cp_group=context, tp_group=shards)
+        return implementation(**arguments)
+
+    @functools.wraps(implementation)
+    def call(**arguments: Any) -> R:
+        if torch.compiler.is_compiling() or not validates():
+            return with_local(arguments)
+        with comparing(name, arguments):
+            return with_local(arguments)
+
+    return call
+
+
+def compare_ranks(
+    labels: Tensor,
+    terms: Terms | None = None,
+    options: RowOptions | None = None,
+    width: int = 0,
+    scattered: int | None = None,
+    teacher_temperature: Tensor | None = None,
+) -> None:
+    """Within ``comparing``, look at the values of this rank's arguments, and compare all with other ranks'.
+
+    Args:
+        labels: [B, T]; for a call without labels anything of their shape.
+        terms: of a loss, checked.
+        options: of logits, checked.
+        width: how many columns of logits this rank has.
+        scattered: how many columns of the labels this rank has hidden states of, where ranks share them.
+        teacher_temperature: of a teacher's rows.
+
+    Raises:
+        TypeError, ValueError: what is wrong on this rank, or with all of them together.
+        RanksDisagreeError: another rank refused the call, or was called with something else.
+    """
+    if torch.compiler.is_compiling():
+        return
+    call = _current.get()
+    if call is None or call.met or not call.groups:
+        return
+    if terms is not None:
+        check_values(labels, terms._replace(cp_group=""))
+    check_temperature(teacher_temperature)
+    if options is None:
+        call.meet()
+    elif not options.shard.group:
+        check_rows(labels, width, options)
+        call.meet()
+    else:
+        settled, group, length = options, options.shard.group, labels.shape[1]
+
+        def judge(every: list[tuple[int, ...]]) -> None:
+            check_ranges([numbers[:4] for numbers in every], settled)
+            if scattered is not None:
+                ScatteredTokens.of(group, [numbers[4] for numbers in every], length)
+
+        call.meet(None, (*range_of(labels, width, options), scattered or 0), judge)
+
+
+def _flat(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments, with those of named tuples by their names, and those of a teacher as "teacher.name"."""
+    flat: dict[str, Any] = {}
+    for name, value in arguments.items():
+        if isinstance(value, tuple) and hasattr(value, "_asdict"):
+            flat |= {key: each for key, each in value._asdict().items() if key not in arguments}
+        elif dataclasses.is_dataclass(value) and name == "teacher":
+            flat |= {
+                f"teacher.{field.name}": getattr(value, field.name) for field in dataclasses.fields(value)
+            }
+        else:
+            flat[name] = value
+    return flat
+
+
+def _tokens(arguments: Mapping[str, Any]) -> Any:
+    """What has the tokens' shape in front."""
+    names = ("labels", "logprobs", "ids", "logits", "hidden", "loss_mask")
+    return next((arguments[name] for name in names if arguments.get(name) is not None), None)
+
+
+def _groups(arguments: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
+    """The groups that the arguments name, or their DTensors' meshes have; the vocabulary's come first."""
+    shares = dict(zip(_GROUPS, ("vocabulary", "tokens", "batch"), strict=True))
+    found: dict[str, tuple[str, str]] = {}
+    for argument, share in shares.items():
+        if arguments.get(argument) not in (None, ""):
+            with contextlib.suppress(TypeError, ValueError):  # the call says what is wrong with it
+                found[argument] = group_name(argument, arguments[argument]), share
+    placed = {name: value for name, value in arguments.items() if hasattr(value, "device_mesh")}
+    if placed:
+        from gspo_kernels.parallel.placements import groups_of
+
+        known = {group for group, _ in found.values()}
+        found |= {name: pair for name, pair in groups_of(placed).items() if pair[0] not in known}
+    order = (*shares.values(), "")
+    return dict(sorted(found.items(), key=lambda item: order.index(item[1][1])))
+
+
+def _value(value: Any) -> str:
+    """What stands for an argument; a number and a tensor of it are the same."""
+    if isinstance(value, Tensor):
+        if value.ndim == 0 and not value.is_complex():
+            return repr(float(value))
+        return f"{_kind(value)} {list(value.shape)}, digest {digest(value)}"
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return repr(float(value))
+    if isinstance(value, Objective):
+        return value.spec
+    return repr(value) if isinstance(value, str | bool | None) else type(value).__name__
+
+
+def _kind(value: Tensor) -> str:
+    return f"{str(value.dtype).removeprefix('torch.')} on {value.device.type}"
+
+
+def _sizes(value: Any, without: tuple[int, ...] = ()) -> str:
+    """Dtype and shape of a tensor, some of its dimensions left open."""
+    if not isinstance(value, Tensor):
+        return _value(value)
+    sizes = ["..." if dim in without or dim - value.ndim in without else str(size)
+             for dim, size in enumerate(value.shape)]  # fmt: skip
+    return f"{_kind(value)} [{', '.join(sizes)}]"
+
+
+def _given(value: Any) -> str:
+    return "None" if value is None else "a tensor" if isinstance(value, Tensor) else _value(value)
+
+
+def _placements(arguments: Mapping[str, Any]) -> dict[str, str | None]:
+    """How tensors that may be DTensors lie on their meshes, and the name of the call."""
+    found: dict[str, str | None] = {"call": arguments["call"]}
+    for name in (*_VOCABULARY, *_HIDDEN):
+        value: Any = arguments.get(name)
+        if hasattr(value, "device_mesh"):
+            found[f"{name}: the DTensor"] = (
+                f"{value.placements} on a mesh of {tuple(value.device_mesh.shape)}"
+            )
+        elif isinstance(value, Tensor):
+            found[f"{name}: the DTensor"] = "a plain tensor"
+    return found
+
+
+def _same_always(arguments: Mapping[str, Any]) -> dict[str, str | None]:
+    """What is no tensor of rows, or says how ranks go through the call."""
+    found: dict[str, str | None] = {}
+    for name in _LEARNING:
+        if isinstance(arguments.get(name), Tensor):
+            learns = torch.is_grad_enabled() and arguments[name].requires_grad
+            found[f"{name}: whether it needs a gradient"] = repr(learns)
+    found["batch-invariant mode"] = repr(in_force(arguments.get("batch_invariant")))
+    for name in _GROUPS:
+        found[f"{name}: whether there is one"] = repr(arguments.get(name) not in (None, ""))
+    return found
+
+
+def _same_rows(arguments: Mapping[str, Any]) -> dict[str, str | None]:
+    """What is the same on ranks that share the vocabulary: all but their columns."""
+    found = _same_always(arguments)
+    for name, value in arguments.items():
+        if name in (*_GROUPS, "call", "vocab_range", "batch_invariant"):
+            continue
+        if name in _VOCABULARY:
+            found[name] = _sizes(value, (_VOCABULARY[name],))
+        elif name in _HIDDEN:
+            found[name] = _sizes(value, (-2,) if arguments.get("sequence_parallel") else ())
+        elif name == "backend":
+            found[name] = resolve(value, _tokens(arguments).device)
+        else:
+            found[name] = _value(value)
+    return found
+
+
+def _same_sequences(arguments: Mapping[str, Any]) -> dict[str, str | None]:
+    """What is the same on ranks that have parts of the same sequences: all but what is one per token. A call
+    without ``cu_seqlens`` among its arguments is one of tokens, whichever sequences they are of.
+    """
+    found = _same_always(arguments)
+    tokens, offsets = _tokens(arguments), arguments.get("cu_seqlens")
+    sequences = tokens.shape[0] if offsets is None else len(offsets) - 1
+    if "cu_seqlens" in arguments:
+        found["cu_seqlens or labels: the number of sequences"] = str(sequences)
+    for name, value in arguments.items():
+        if name in (*_GROUPS, "call", "batch_invariant", "loss_mask"):
+            continue
+        if name in _HIDDEN or name in ("logits", "teacher_logits", "teacher.logits"):
+            found[name] = _sizes(value, tuple(range(tokens.ndim)))
+        elif name in _VOCABULARY:
+            found[name] = _sizes(value)
+        elif name in ("logprobs", "entropy"):
+            found[name] = _kind(value) if isinstance(value, Tensor) else "None"
+        elif name in _OF_TOKENS or (name == "temperature" and "cu_seqlens" not in arguments):
+            found[name] = _given(value)
+        elif name == "backend":
+            found[name] = resolve(value, tokens.device)
+        elif name in FORMS or name == "teacher.coef":
+            form = FORMS[name].shape if name in FORMS else "broadcast"
+            found[name] = _of_sequences(arguments, name, form, sequences)
+        else:
+            found[name] = _value(value)
+    return found
+
+
+def _of_sequences(arguments: Mapping[str, Any], name: str, form: str, sequences: int) -> str | None:
+    """A term as ranks with parts of the same sequences have it; None where nobody can tell."""
+    value, packed = arguments[name], arguments.get("cu_seqlens") is not None
+    if not isinstance(value, Tensor) or value.ndim == 0 or form == "sequences":
+        return _value(value)
+    if form == "either" and tuple(value.shape) == (sequences,):
+        takes = name != "advantages" or arguments["objective"].takes_token_advantages
+        by_chance = packed and takes and value.shape == _tokens(arguments).shape
+        return None if by_chance else f"one per sequence: {_value(value)}"
+    if form == "broadcast" and value.ndim == 2 and value.shape[1] == 1 and not packed:
+        return _value(value)
+    return "one per token"
+
+
+_SAME: dict[str, Callable[[Mapping[str, Any]], dict[str, str | None]]] = {
+    "vocabulary": _same_rows,
+    "tokens": _same_sequences,
+    "batch": lambda arguments: {"objective": _value(arguments["objective"])},
+    "": lambda arguments: {},
+}
+"""What is the same on the ranks of a group, by what these share."""
