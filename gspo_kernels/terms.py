@@ -7,6 +7,7 @@ tokens from [B].
 
 from __future__ import annotations
 
+import math
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -195,7 +196,11 @@ def shaped(given: Terms, tokens: Tensor, objective: Objective) -> Terms:
         value = getattr(given, label)
         if value is not None:
             alone = label == "advantages" and not objective.takes_token_advantages
-            found[label] = form.checked(label, value, place, type(objective).__name__ if alone else "")
+            try:
+                found[label] = form.checked(label, value, place, type(objective).__name__ if alone else "")
+            except ValueError:
+                values.refuse_lengths(given.cu_seqlens)
+                raise
     return given._replace(objective=objective.spec, cp_group=_context(given.cp_group), **found)
 
 
@@ -252,19 +257,27 @@ def _check_fit(terms: Terms, objective: Objective, has_entropy: bool) -> None:
         raise ValueError("entropy: got None, but entropy_coef asks for an entropy bonus")
 
 
-def check_values(tokens: Tensor, terms: Terms, *call: object, mask: bool = True) -> Terms:
+def check_values(
+    tokens: Tensor,
+    terms: Terms,
+    *call: object,
+    mask: bool = True,
+    given: bool = True,
+    logprobs: Tensor | None = None,
+) -> Terms:
     """The terms with their mask as bool, after checks that need a look at values; see ``ops.values``.
 
-    Without ``mask`` that is left as it is, for whoever reads it to check. With a ``cp_group`` all its ranks
+    Without ``mask`` that is left as it is, for whoever reads it to check; without ``given`` so are log-probs
+    and advantages. ``logprobs`` are the current ones where the caller gave them. With a ``cp_group`` all its ranks
     go on, or all raise. ``call`` is what must be the same on all of them, besides what the terms say of whole
     sequences.
     """
     if not terms.cp_group:
-        return _check_values(tokens, terms, mask)
+        return _check_values(tokens, terms, mask, given, logprobs)
     from gspo_kernels.parallel.agreement import RanksDisagreeError, agree, together
 
     with together(terms.cp_group, tokens.device):
-        terms = _check_values(tokens, terms, mask)
+        terms = _check_values(tokens, terms, mask, given, logprobs)
         said = _of_whole_sequences(tokens, terms, call)
         own = [number for name in _EITHER for number in _said_of_either(tokens, terms, name)]
         every = agree(terms.cp_group, tokens.device, said, own)
@@ -315,7 +328,7 @@ def _of_whole_sequences(tokens: Tensor, terms: Terms, call: tuple[object, ...]) 
     return {what: digest(value) for what, value in said.items()}
 
 
-def _check_values(tokens: Tensor, terms: Terms, mask: bool) -> Terms:
+def _check_values(tokens: Tensor, terms: Terms, mask: bool, given: bool, logprobs: Tensor | None) -> Terms:
     values.check_cu_seqlens(terms.cu_seqlens, tokens)
     counted = values.check_mask(terms.loss_mask) if mask else terms.loss_mask
     if counted is not terms.loss_mask:
@@ -326,7 +339,90 @@ def _check_values(tokens: Tensor, terms: Terms, mask: bool) -> Terms:
         values.check_lengths(terms.lengths, counts)
     if terms.group_ids is not None and checked_values(terms.group_ids.device):
         _check_groups(terms.group_ids)
+    if given:
+        check_given(tokens, terms, logprobs)
     return terms
+
+
+_HIGHEST = 1.0
+"""Nats. Log-probs are at most 0; those that were rounded to 16 bits may pass it by a little."""
+
+
+def check_given(tokens: Tensor, terms: Terms, logprobs: Tensor | None = None) -> None:
+    """Refuse log-probs above 1 nat, and NaN among advantages and among other policies' log-probs.
+
+    Tokens that don't count may hold anything. Old log-probs may be NaN where the policy term has no gradient
+    whatever they are, reference ones where no KL asks for them. NaN among the current ``logprobs`` is what
+    ``docs/infinities.md`` says.
+    """
+    if not checked_values(tokens.device):
+        return
+    named = {"logprobs": logprobs, "old_logprobs": terms.old_logprobs, "ref_logprobs": terms.ref_logprobs}
+    for name, values in named.items():
+        # one look finds both: the largest of numbers with a NaN among them is NaN
+        if values is not None and values.numel() and not float(values.max()) <= _HIGHEST:
+            _check_logprobs(name, values, tokens, terms)
+    advantages = terms.advantages
+    if advantages is not None and advantages.numel() and math.isnan(float(advantages.max())):
+        counted = terms.counted(tokens)
+        if advantages.ndim == 1:
+            counted = terms.layout(tokens).sum(counted.to(torch.float64)) > 0
+        wrong = counted & advantages.isnan()
+        if bool(wrong.any()):
+            raise ValueError(f"advantages: got NaN at {_first_place(wrong, terms)}, expected numbers")
+
+
+def _check_logprobs(name: str, values: Tensor, tokens: Tensor, terms: Terms) -> None:
+    counted = terms.counted(tokens)
+    above = counted & (values > _HIGHEST)
+    if bool(above.any()):
+        raise ValueError(
+            f"{name}: got {float(values[above][0]):.6g} at {_first_place(above, terms)}, expected log-probs "
+            "in nats, which are at most 0 (rounding forgiven up to 1); are they logits, or negated?"
+        )
+    if name == "logprobs":
+        return
+    asked = _policy_moves(tokens, terms, counted)
+    if name == "ref_logprobs":
+        if name not in from_spec(terms.objective).needs:
+            asked = torch.zeros_like(counted)
+        if terms.kl_beta is not None:
+            asked = asked | (counted & (terms.kl_beta.to(tokens.device) != 0))
+    wrong = asked & values.isnan()
+    if bool(wrong.any()):
+        raise ValueError(
+            f"{name}: got NaN at {_first_place(wrong, terms)}, expected log-probs wherever they decide about "
+            'the gradient (skip_inactive="all" returns NaN for sequences that have none)'
+        )
+
+
+def _policy_moves(tokens: Tensor, terms: Terms, counted: Tensor) -> Tensor:
+    """Bool, tokens: those whose gradient by the policy term may depend on old and reference log-probs."""
+    objective, weighted_kl = from_spec(terms.objective), terms.kl_beta is not None and terms.kl_ratio_weighted
+    if objective.coefficient_scope == "nothing":
+        return torch.zeros_like(counted)
+    factors = [terms.advantages] if objective.zero_advantage_is_inactive else []
+    if objective.coefficient_scope in ("token", "sequence"):
+        factors.append(terms.rollout_weights)
+    layout, moving = terms.layout(tokens), counted
+    for factor in factors:
+        if factor is None or weighted_kl:
+            continue
+        if factor.ndim == 1:
+            moving = moving & layout.expand(factor != 0)
+        elif objective.coefficient_scope == "token":
+            moving = moving & (factor != 0)
+        elif not terms.cp_group:
+            moving = moving & layout.expand(layout.sum(((factor != 0) & counted).to(torch.float64)) > 0)
+    return moving
+
+
+def _first_place(where: Tensor, terms: Terms) -> str:
+    """The first place that is true, in the caller's layout."""
+    place = where.nonzero()[0].tolist()
+    if where.ndim == 1:
+        return f"sequence {place[0]}"
+    return f"position {place if terms.cu_seqlens is None else place[1:]}"
 
 
 def _check_groups(group_ids: Tensor) -> None:
