@@ -177,7 +177,7 @@ bool ratio_step(const Tensor& logprobs, const SequenceTokens& tokens, const Rati
             const auto [count, log_ratio, above] = sum(begin, end - begin);
             sequence.count = count;
             sequence.log_ratio = log_ratio;
-            sequence.doubtful = above;
+            sequence.doubtful = above || std::isnan(log_ratio);
             if (sequence.count) sequence.length = lengths ? lengths[i] : sequence.count;
         });
         double total = form.divisor == 2 ? 1.0 : 0.0;

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 import typing
@@ -19,9 +18,7 @@ def _refuse_options(
     """Refuse arguments that are none of the function's, but options of one, as an objective's clip range."""
     for name in sorted(unknown):
         for argument, kind in kinds.items():
-            if not dataclasses.is_dataclass(kind) or not any(
-                name in fields for fields in _fields_below(kind)
-            ):
+            if not isinstance(kind, type) or name not in _fields_below(kind):
                 continue
             value, example = given.get(argument), "..."
             if isinstance(value, kind) and hasattr(value, name):
@@ -32,11 +29,12 @@ def _refuse_options(
             )
 
 
-def _fields_below(kind: Any) -> Iterator[set[str]]:
+def _fields_below(kind: type) -> Iterator[str]:
     """The names of the fields of a dataclass, and of all that derive from it."""
-    yield {field.name for field in dataclasses.fields(kind)}
-    for derived in kind.__subclasses__():
-        yield from _fields_below(derived)
+    if hasattr(kind, "__dataclass_fields__"):
+        yield from kind.__dataclass_fields__
+        for derived in kind.__subclasses__():
+            yield from _fields_below(derived)
 
 
 def implemented_by(implementation: Callable[..., R]) -> Callable[[Callable[P, R]], Callable[P, R]]:

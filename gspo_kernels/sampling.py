@@ -64,13 +64,13 @@ def sampling_mask(
         engine: "transformers" or "vllm".
 
     Returns:
-        int32 [B, T, ceil(V / 32)] or [N, ceil(V / 32)]: bit v % 32 of word v // 32 for id v. A row that has no
-        softmax, with NaN or +inf among its logits, keeps all ids: nothing can be said of it.
+        int32 [B, T, ceil(V / 32)] or [N, ceil(V / 32)]: bit v % 32 of word v // 32 for id v. A row that has
+        no softmax, with NaN or +inf among its logits, keeps all ids.
 
     Raises:
-        TypeError, ValueError: a wrong argument, named in the message. Looked at on CPU tensors, elsewhere with
-            GSPO_KERNELS_VALIDATE=1: a label outside of the vocabulary, or a row with a label, of whichever
-            position where there are no labels, that has no softmax.
+        TypeError, ValueError: a wrong argument, named in the message. On CPU tensors, and elsewhere with
+            GSPO_KERNELS_VALIDATE=1, also a label outside of the vocabulary, and a row without a softmax
+            unless its label is -100.
     """
     checks.floats("logits", logits, None, "[B, T, V] or [N, V]", None)
     shape, vocabulary = logits.shape[:-1], logits.shape[-1]
@@ -127,8 +127,8 @@ def _check_defined(defined: Tensor, drawn: Tensor | None, start: int, shape: tor
         place = start + int(wrong.nonzero()[0])
         position = [place] if len(shape) == 1 else list(divmod(place, shape[1]))
         raise ValueError(
-            f"logits: got NaN or +inf at position {position}, from which no sampler draws; expected numbers or "
-            f"-inf (rows whose label is {bits.NO_ID} may hold anything)"
+            f"logits: got NaN or +inf at position {position}, from which no sampler draws; expected numbers "
+            f"or -inf (rows whose label is {bits.NO_ID} may hold anything)"
         )
 
 

@@ -88,8 +88,8 @@ def selected_logprobs(
     Each logit is read once in the forward, and read and written once in the backward, whatever K.
     Equivalent to ``log_softmax(z, -1).gather(-1, ids)`` in fp32, with z as in ``token_logprobs``, and to
     ``log(1 - the sum over different ids of their probabilities)``, but without its cancellation: a mass of
-    1e-8 that is left is as exact as one of 1/2, and one of 1e-100 as well. With a single id the log-probs, and
-    without the tail in a loss the gradient, have the bits of ``token_logprobs``.
+    1e-8 that is left, or of 1e-100, is as exact as one of 1/2. With a single id the log-probs, and without
+    the tail in a loss the gradient, have the bits of ``token_logprobs``.
 
     Args:
         logits: [B, T, V] or [N, V], fp16, bf16, fp32 or fp64, any strides.

@@ -268,9 +268,10 @@ def check_values(
     """The terms with their mask as bool, after checks that need a look at values; see ``ops.values``.
 
     Without ``mask`` that is left as it is, for whoever reads it to check; without ``given`` so are log-probs
-    and advantages. ``logprobs`` are the current ones where the caller gave them. With a ``cp_group`` all its ranks
-    go on, or all raise. ``call`` is what must be the same on all of them, besides what the terms say of whole
-    sequences.
+    and advantages. ``logprobs`` are the current ones, if there are any yet.
+
+    With a ``cp_group`` all its ranks go on, or all raise. ``call`` is what must be the same on all of them,
+    besides what the terms say of whole sequences.
     """
     if not terms.cp_group:
         return _check_values(tokens, terms, mask, given, logprobs)
@@ -351,17 +352,17 @@ _HIGHEST = 1.0
 def check_given(tokens: Tensor, terms: Terms, logprobs: Tensor | None = None) -> None:
     """Refuse log-probs above 1 nat, and NaN among advantages and among other policies' log-probs.
 
-    Tokens that don't count may hold anything. Old log-probs may be NaN where the policy term has no gradient
-    whatever they are, reference ones where no KL asks for them. NaN among the current ``logprobs`` is what
+    Tokens that don't count may hold anything. Old log-probs may be NaN where no gradient depends on them,
+    reference ones where no KL asks for them. What NaN among the current ``logprobs`` does,
     ``docs/infinities.md`` says.
     """
     if not checked_values(tokens.device):
         return
     named = {"logprobs": logprobs, "old_logprobs": terms.old_logprobs, "ref_logprobs": terms.ref_logprobs}
-    for name, values in named.items():
+    for name, given in named.items():
         # one look finds both: the largest of numbers with a NaN among them is NaN
-        if values is not None and values.numel() and not float(values.max()) <= _HIGHEST:
-            _check_logprobs(name, values, tokens, terms)
+        if given is not None and given.numel() and not float(given.max()) <= _HIGHEST:
+            _check_logprobs(name, given, tokens, terms)
     advantages = terms.advantages
     if advantages is not None and advantages.numel() and math.isnan(float(advantages.max())):
         counted = terms.counted(tokens)
@@ -372,23 +373,22 @@ def check_given(tokens: Tensor, terms: Terms, logprobs: Tensor | None = None) ->
             raise ValueError(f"advantages: got NaN at {_first_place(wrong, terms)}, expected numbers")
 
 
-def _check_logprobs(name: str, values: Tensor, tokens: Tensor, terms: Terms) -> None:
+def _check_logprobs(name: str, given: Tensor, tokens: Tensor, terms: Terms) -> None:
     counted = terms.counted(tokens)
-    above = counted & (values > _HIGHEST)
+    above = counted & (given > _HIGHEST)
     if bool(above.any()):
         raise ValueError(
-            f"{name}: got {float(values[above][0]):.6g} at {_first_place(above, terms)}, expected log-probs "
-            "in nats, which are at most 0 (rounding forgiven up to 1); are they logits, or negated?"
+            f"{name}: got {float(given[above][0]):.6g} at {_first_place(above, terms)}, expected log-probs "
+            "in nats, which are at most 0, or 1 with rounding; are these logits, or negated?"
         )
     if name == "logprobs":
         return
-    asked = _policy_moves(tokens, terms, counted)
-    if name == "ref_logprobs":
-        if name not in from_spec(terms.objective).needs:
-            asked = torch.zeros_like(counted)
-        if terms.kl_beta is not None:
-            asked = asked | (counted & (terms.kl_beta.to(tokens.device) != 0))
-    wrong = asked & values.isnan()
+    objective, asked = from_spec(terms.objective), torch.zeros_like(counted)
+    if name in objective.needs or (name == "old_logprobs" and objective.coefficient_scope != "nothing"):
+        asked = may_move(tokens, terms)
+    if name == "ref_logprobs" and terms.kl_beta is not None:
+        asked = asked | (counted & (terms.kl_beta.to(tokens.device) != 0))
+    wrong = asked & given.isnan()
     if bool(wrong.any()):
         raise ValueError(
             f"{name}: got NaN at {_first_place(wrong, terms)}, expected log-probs wherever they decide about "
@@ -396,24 +396,28 @@ def _check_logprobs(name: str, values: Tensor, tokens: Tensor, terms: Terms) -> 
         )
 
 
-def _policy_moves(tokens: Tensor, terms: Terms, counted: Tensor) -> Tensor:
-    """Bool, tokens: those whose gradient by the policy term may depend on old and reference log-probs."""
-    objective, weighted_kl = from_spec(terms.objective), terms.kl_beta is not None and terms.kl_ratio_weighted
-    if objective.coefficient_scope == "nothing":
-        return torch.zeros_like(counted)
+def may_move(tokens: Tensor, terms: Terms) -> Tensor:
+    """Bool, tokens: those that count, less those whose gradient is zero whatever the log-probs are, even NaN.
+
+    These have no advantage, or no rollout weight, and no KL term, entropy bonus or teacher beside it.
+    """
+    moving, objective = terms.counted(tokens), from_spec(terms.objective)
+    if any(getattr(terms, name) is not None for name in _BESIDE):
+        return moving
+    scope, layout = objective.coefficient_scope, terms.layout(tokens)
     factors = [terms.advantages] if objective.zero_advantage_is_inactive else []
-    if objective.coefficient_scope in ("token", "sequence"):
+    if scope in ("token", "sequence"):
         factors.append(terms.rollout_weights)
-    layout, moving = terms.layout(tokens), counted
     for factor in factors:
-        if factor is None or weighted_kl:
+        if factor is None:
             continue
         if factor.ndim == 1:
             moving = moving & layout.expand(factor != 0)
-        elif objective.coefficient_scope == "token":
+        elif scope == "token":
             moving = moving & (factor != 0)
-        elif not terms.cp_group:
-            moving = moving & layout.expand(layout.sum(((factor != 0) & counted).to(torch.float64)) > 0)
+        elif not terms.cp_group:  # there its other tokens are elsewhere
+            some = layout.sum((moving & (factor != 0)).to(torch.float64)) > 0
+            moving = moving & layout.expand(some)
     return moving
 
 

@@ -350,8 +350,8 @@ def refuse_multipliers(low: float, high: float) -> None:
     """Refuse a clip range of a sequence's ratio that looks like its ends: (0.8, 1.2) for 0.8 to 1.2."""
     if 0.5 <= low < 1.0 < high < 2.0:
         raise ValueError(
-            f"clip_low, clip_high: got {low} and {high}, which look like the ends of the range; expected their "
-            f"distances from 1, so clip_low={1 - low:.6g}, clip_high={high - 1:.6g} for ratios from {low} to {high}"
+            f"clip_low, clip_high: got {low} and {high}, which look like the ends of the range; expected "
+            f"distances from 1: clip_low={1 - low:.6g}, clip_high={high - 1:.6g} for {low} to {high}"
         )
 
 

@@ -294,7 +294,7 @@ class RatioBackend(RowBackend, Protocol):
 
         ``doubt`` looks at the values that callers pass, and raises where one is wrong. A backend calls it at
         the end, but may leave that out where it has seen itself that no counted log-prob, of whichever
-        policy, is above 1 nat, and neither an advantage nor the loss is NaN.
+        policy, is above 1 nat, and no advantage, log-ratio or penalty is NaN.
         """
 
     def ratio_step(
