@@ -29,7 +29,7 @@ def _refuse_options(
             )
 
 
-def _fields_below(kind: type) -> Iterator[str]:
+def _fields_below(kind: Any) -> Iterator[str]:
     """The names of the fields of a dataclass, and of all that derive from it."""
     if hasattr(kind, "__dataclass_fields__"):
         yield from kind.__dataclass_fields__
