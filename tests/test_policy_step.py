@@ -237,8 +237,8 @@ def test_an_empty_batch_has_metrics_of_its_own(monkeypatch, launching, objective
     for tokens, layout in calls:
         advantages = torch.ones(shape[0], device=launching)
         out = gk.policy_loss(
-            tokens, tokens.detach(), advantages, ref_logprobs=tokens.detach(), kl_beta=0.1, objective=objective,
-            **layout,
+            tokens, tokens.detach(), advantages, ref_logprobs=tokens.detach(), kl_beta=0.1,
+            objective=objective, **layout,
         )  # fmt: skip
         assert out.loss == 0 and out.metrics["kl/ref"] == 0
         assert not any(metric.isnan() for metric in out.metrics.values())
