@@ -61,7 +61,10 @@ void boxed_divergence(Tensor logits, Tensor labels, OptionalTensor row_temperatu
                out);
 }
 
-bool boxed_ratio_step(Tensor logprobs, Tensor mask, OptionalTensor old_logprobs, OptionalTensor offsets,
+// Where the mask holds more than 0 and 1; where the values need a closer look; otherwise.
+enum Verdict : int64_t { kNoMask, kDoubtful, kPlausible };
+
+int64_t boxed_ratio_step(Tensor logprobs, Tensor mask, OptionalTensor old_logprobs, OptionalTensor offsets,
                       Tensor advantages, OptionalTensor weights, OptionalTensor lengths,
                       OptionalTensor normalizer, double log_low, double log_high, double log_dual,
                       bool count_tokens, int64_t divisor_kind, double divisor_scale, bool per_token,
@@ -74,17 +77,17 @@ bool boxed_ratio_step(Tensor logprobs, Tensor mask, OptionalTensor old_logprobs,
     } else {
         merged.reset(new bool[mask.numel()]);
         OptionalTensor no_labels;
-        if (!merge_mask({mask, {}, 0}, merged.get(), no_labels)) return false;
+        if (!merge_mask({mask, {}, 0}, merged.get(), no_labels)) return kNoMask;
         counted = merged.get();
     }
     const SequenceTokens tokens{counted, old_logprobs, offsets,      advantages, weights,
                                 lengths, normalizer,   ref_logprobs, kl_beta,    kl_estimator};
     const RatioClip form{log_low, log_high, log_dual, count_tokens, divisor_kind, divisor_scale, per_token};
-    ratio_step(logprobs, tokens, form, {.loss = loss, .metrics = metrics, .grad_logprobs = grad_logprobs});
-    return true;
+    const SequenceOutputs outputs{.loss = loss, .metrics = metrics, .grad_logprobs = grad_logprobs};
+    return ratio_step(logprobs, tokens, form, outputs) ? kPlausible : kDoubtful;
 }
 
-void boxed_sequence_ratio_forward(Tensor logits, Tensor labels, OptionalTensor row_temperature,
+bool boxed_sequence_ratio_forward(Tensor logits, Tensor labels, OptionalTensor row_temperature,
                                   OptionalTensor kept, double logit_scale, double softcap, double temperature,
                                   int64_t ignore_index, OptionalTensor old_logprobs, OptionalTensor offsets,
                                   Tensor advantages, OptionalTensor weights, OptionalTensor lengths,
@@ -100,8 +103,9 @@ void boxed_sequence_ratio_forward(Tensor logits, Tensor labels, OptionalTensor r
     for (int64_t i = 0; i < count; ++i) mask[i] = label[i] != ignore_index;
     const SequenceTokens tokens{mask.get(), old_logprobs, offsets, advantages, weights, lengths, normalizer};
     const RatioClip form{log_low, log_high, log_dual, count_tokens, divisor_kind, divisor_scale, per_token};
-    ratio_step(logprobs, tokens, form,
-               {.loss = loss, .metrics = metrics, .coefficients = coefficients, .divisor = divisor});
+    return ratio_step(
+        logprobs, tokens, form,
+        {.loss = loss, .metrics = metrics, .coefficients = coefficients, .divisor = divisor});
 }
 
 bool boxed_merge_mask(Tensor mask, OptionalTensor labels, int64_t ignore_index, Tensor counted,
@@ -165,10 +169,10 @@ STABLE_TORCH_LIBRARY(gspo_kernels_cpp, library) {
                 "Tensor(f!)? out) -> ()");
     library.def("ratio_step(Tensor logprobs, Tensor mask, " GSPO_SEQUENCES
                 "Tensor? ref_logprobs, Tensor? kl_beta, int kl_estimator, Tensor(a!) loss, "
-                "Tensor(b!) metrics, Tensor(c!) grad_logprobs) -> bool");
+                "Tensor(b!) metrics, Tensor(c!) grad_logprobs) -> int");
     library.def("sequence_ratio_forward(" GSPO_ROWS GSPO_SEQUENCES
                 "Tensor(a!) logprobs, Tensor(b!) lse, Tensor(c!) loss, Tensor(d!) coefficients, "
-                "Tensor(e!) divisor, Tensor(f!) metrics) -> ()");
+                "Tensor(e!) divisor, Tensor(f!) metrics) -> bool");
     library.def(
         "merge_mask(Tensor mask, Tensor? labels, int ignore_index, Tensor(a!) counted, "
         "Tensor(b!)? merged) -> bool");

@@ -29,7 +29,7 @@ struct Sequence {
     double length = 1, log_ratio = 0, loss = 0, kl = 0;
     double ratios = 0, least = kInfinity, most = -kInfinity;
     int64_t lows = 0, highs = 0;
-    bool active = false;
+    bool active = false, doubtful = false;
 
     void add(const Clipped& clipped, int64_t tokens) {
         ratios += clipped.ratio;
@@ -99,11 +99,13 @@ double share(double part, double whole) {
 }
 
 // In the order of types.METRICS, and the KL after them where it is wanted.
+// False where there is a doubt.
 template <class S>
-void reduce_batch(const std::vector<Sequence>& batch, double divisor, bool per_token, bool with_kl, S* loss,
+bool reduce_batch(const std::vector<Sequence>& batch, double divisor, bool per_token, bool with_kl, S* loss,
                   S* metrics) {
     double losses = 0, ratios = 0, least = kInfinity, most = -kInfinity, drift = 0, kl = 0;
     double number = 0, tokens = 0, lows = 0, highs = 0, clipped_tokens = 0, actives = 0;
+    bool doubtful = false;
     for (const Sequence& sequence : batch) {
         if (sequence.count == 0) continue;
         ++number;
@@ -118,6 +120,7 @@ void reduce_batch(const std::vector<Sequence>& batch, double divisor, bool per_t
         clipped_tokens += sequence.clipped_tokens;
         actives += sequence.active;
         kl += sequence.kl;
+        doubtful |= sequence.doubtful;
     }
     *loss = static_cast<S>(losses / divisor);
     const double items = per_token ? tokens : number, mean = share(ratios, items);
@@ -131,11 +134,12 @@ void reduce_batch(const std::vector<Sequence>& batch, double divisor, bool per_t
     metrics[6] = static_cast<S>(share(drift, tokens));
     metrics[7] = static_cast<S>(share(actives, number));
     if (with_kl) metrics[8] = static_cast<S>(share(kl, tokens));
+    return !doubtful && !std::isnan(losses);
 }
 
 }  // namespace
 
-void ratio_step(const Tensor& logprobs, const SequenceTokens& tokens, const RatioClip& form,
+bool ratio_step(const Tensor& logprobs, const SequenceTokens& tokens, const RatioClip& form,
                 const SequenceOutputs& outputs) {
     const auto work = [&](auto dtype) {
         using S = decltype(dtype);
@@ -170,9 +174,10 @@ void ratio_step(const Tensor& logprobs, const SequenceTokens& tokens, const Rati
         };
         for_each_sequence([&](int64_t i, Sequence& sequence) {
             const auto [begin, end] = tokens_of(i);
-            const auto [count, log_ratio] = sum(begin, end - begin);
+            const auto [count, log_ratio, above] = sum(begin, end - begin);
             sequence.count = count;
             sequence.log_ratio = log_ratio;
+            sequence.doubtful = above || std::isnan(log_ratio);
             if (sequence.count) sequence.length = lengths ? lengths[i] : sequence.count;
         });
         double total = form.divisor == 2 ? 1.0 : 0.0;
@@ -198,6 +203,7 @@ void ratio_step(const Tensor& logprobs, const SequenceTokens& tokens, const Rati
                 sequence.loss = clipped.loss * (form.count_tokens ? sequence.length : 1.0);
                 coefficient = clipped.coefficient * each;
                 sequence.active = coefficient != 0;
+                sequence.doubtful |= std::isnan(advantages.at(i, 0));
             }
             if (coefficients) coefficients[i] = static_cast<S>(coefficient);
             if (!grad) return;
@@ -214,10 +220,12 @@ void ratio_step(const Tensor& logprobs, const SequenceTokens& tokens, const Rati
                     const Clipped clipped =
                         clip(log_ratio_of(token), advantages.at(i, token), weights.at(i, token), form);
                     sequence.add(clipped, 1);
+                    sequence.doubtful |= std::isnan(advantages.at(i, token));
                     losses += clipped.loss;
                     slope = clipped.coefficient * each;
                 }
                 if (reference) {
+                    sequence.doubtful |= reference[token] > kHighestLogprob;
                     const Penalty kl =
                         kl_penalty(difference(now[token], reference[token]), tokens.kl_estimator);
                     sequence.kl += kl.value;
@@ -232,14 +240,10 @@ void ratio_step(const Tensor& logprobs, const SequenceTokens& tokens, const Rati
             sequence.loss += losses * each;
         });
         if (outputs.divisor) *mutable_values<S>(*outputs.divisor) = static_cast<S>(total);
-        reduce_batch(batch, total, form.per_token, bool(reference), mutable_values<S>(outputs.loss),
-                     mutable_values<S>(outputs.metrics));
+        return reduce_batch(batch, total, form.per_token, bool(reference), mutable_values<S>(outputs.loss),
+                            mutable_values<S>(outputs.metrics));
     };
-    if (logprobs.scalar_type() == torch::headeronly::ScalarType::Double) {
-        work(double{});
-    } else {
-        work(float{});
-    }
+    return logprobs.scalar_type() == torch::headeronly::ScalarType::Double ? work(double{}) : work(float{});
 }
 
 bool merge_mask(const LabelledMask& given, bool* counted, std::optional<Tensor>& merged) {

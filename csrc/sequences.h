@@ -41,7 +41,9 @@ struct SequenceOutputs {
     std::optional<Tensor> grad_logprobs{};  // like logprobs; absent: not wanted
 };
 
-void ratio_step(const Tensor& logprobs, const SequenceTokens& tokens, const RatioClip& form,
+// False where a counted log-prob is above kHighestLogprob, or an advantage, a sequence's log-ratio or the loss
+// is NaN: the values need a closer look.
+bool ratio_step(const Tensor& logprobs, const SequenceTokens& tokens, const RatioClip& form,
                 const SequenceOutputs& outputs);
 
 // What a mask and the label that leaves rows out say together; all contiguous.

@@ -12,12 +12,17 @@ GSPO_INLINE CountedSum counted_sum_of(const S* now, const O* old, const bool* ma
     alignas(64) double sums[kLanes] = {}, terms[kAtOnce];
     const uint8_t* counts = reinterpret_cast<const uint8_t*>(mask);
     int64_t count = 0;
+    uint8_t above = 0;
     for (int64_t begin = 0; begin < n; begin += kAtOnce) {
         const int64_t size = n - begin < kAtOnce ? n - begin : kAtOnce;
         uint8_t here = 0;
         for (int64_t i = 0; i < size; ++i) {
             const double a = now[begin + i], b = old[begin + i];
             terms[i] = select(counts[begin + i] == 0, 0.0, select(a == b, 0.0, a - b));
+        }
+        for (int64_t i = 0; i < size; ++i) {
+            const bool high = (now[begin + i] > S(kHighestLogprob)) | (old[begin + i] > O(kHighestLogprob));
+            above |= counts[begin + i] & uint8_t(high);
         }
         for (int64_t i = 0; i < size; ++i) here += counts[begin + i];
         count += here;
@@ -29,7 +34,7 @@ GSPO_INLINE CountedSum counted_sum_of(const S* now, const O* old, const bool* ma
     for (int64_t half = kLanes / 2; half > 0; half /= 2) {
         for (int64_t lane = 0; lane < half; ++lane) sums[lane] += sums[lane + half];
     }
-    return {count, sums[0]};
+    return {count, sums[0], above != 0};
 }
 
 template <class S>

@@ -9,7 +9,11 @@ namespace gspo_kernels {
 struct CountedSum {
     int64_t count;
     double log_ratio;
+    bool above;  // whether one of the log-probs is above kHighestLogprob
 };
+
+// Nats. Log-probs are at most 0; those that were rounded to 16 bits may pass it by a little.
+constexpr double kHighestLogprob = 1;
 
 // now - old summed up in fp64, where equal ones have the difference 0, also where both are -inf. Token i is
 // added to lane i % 16: padding behind a sequence doesn't change the order.

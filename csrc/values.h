@@ -23,19 +23,22 @@ S* mutable_values(const torch::stable::Tensor& tensor) {
     return static_cast<S*>(tensor.mutable_data_ptr());
 }
 
-// Elements of a contiguous tensor of fp32 or fp64, read as fp64; false where there is no tensor.
+// Elements of a contiguous tensor of fp32 or fp64, read as fp64; false where there is no tensor. One without
+// elements is there, whatever its address.
 class Reals {
   public:
     explicit Reals(const std::optional<torch::stable::Tensor>& tensor)
-        : data_(tensor ? tensor->const_data_ptr() : nullptr),
+        : there_(tensor.has_value()),
+          data_(tensor ? tensor->const_data_ptr() : nullptr),
           wide_(tensor && tensor->scalar_type() == torch::headeronly::ScalarType::Double) {}
 
-    explicit operator bool() const { return data_ != nullptr; }
+    explicit operator bool() const { return there_; }
     double operator[](int64_t i) const {
         return wide_ ? static_cast<const double*>(data_)[i] : static_cast<const float*>(data_)[i];
     }
 
   private:
+    bool there_;
     const void* data_;
     bool wide_;
 };

@@ -5,11 +5,36 @@ from __future__ import annotations
 import functools
 import inspect
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+def _refuse_options(
+    function: str, unknown: set[str], given: Mapping[Any, Any], kinds: Mapping[str, Any]
+) -> None:
+    """Refuse arguments that are none of the function's, but options of one, as an objective's clip range."""
+    for name in sorted(unknown):
+        for argument, kind in kinds.items():
+            if not isinstance(kind, type) or name not in _fields_below(kind):
+                continue
+            value, example = given.get(argument), "..."
+            if isinstance(value, kind) and hasattr(value, name):
+                example = f"{type(value).__name__}({name}={given[name]!r})"
+            raise TypeError(
+                f"{name}: {function} has no such argument, it is an option of the {argument}; pass it as "
+                f"{argument}={example}"
+            )
+
+
+def _fields_below(kind: Any) -> Iterator[str]:
+    """The names of the fields of a dataclass, and of all that derive from it."""
+    if hasattr(kind, "__dataclass_fields__"):
+        yield from kind.__dataclass_fields__
+        for derived in kind.__subclasses__():
+            yield from _fields_below(derived)
 
 
 def implemented_by(implementation: Callable[..., R]) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -53,6 +78,7 @@ def implemented_by(implementation: Callable[..., R]) -> Callable[[Callable[P, R]
             given = {**defaults, **said}
             # less was said than was given: something twice, or more than there are places for
             if len(said) != len(args) + len(named) or given.keys() != complete:
+                _refuse_options(declared.__name__, named.keys() - complete, given, wanted)
                 declared(*args, **named)  # says what is wrong as Python does
             passed = {name: given[name] for name in alone}
             for name, make, places in tables:

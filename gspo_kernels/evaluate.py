@@ -16,7 +16,7 @@ from gspo_kernels.aggregation import Aggregation, selected
 from gspo_kernels.layout import Layout
 from gspo_kernels.objectives import finite
 from gspo_kernels.objectives.base import ObjectiveLoss, PolicyBatch, from_spec
-from gspo_kernels.terms import FORMS, Terms
+from gspo_kernels.terms import FORMS, Terms, may_move
 from gspo_kernels.torch_internals import inner_autograd
 from gspo_kernels.types import METRICS, stats_dtype
 
@@ -152,7 +152,8 @@ def _evaluate(logprobs: Tensor, entropy: Tensor | None, terms: Terms, want_metri
     loss = sum(sums[1:], start=sums[0])
 
     everywhere = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
-    grads = [torch.where(present, grad, 0.0) for grad in everywhere]
+    moving = present & may_move(logprobs, terms)
+    grads = [torch.where(moving, grad, 0.0) for grad in everywhere]
     metrics = logp.new_empty(0)
     if want_metrics:
         active = torch.stack([grad != 0 for grad in grads]).any(0)

@@ -154,7 +154,8 @@ def compare_ranks(
     if call is None or call.met or not call.groups:
         return
     if terms is not None:
-        check_values(labels, terms._replace(cp_group=""))
+        logprobs = labels if labels.is_floating_point() else None
+        check_values(labels, terms._replace(cp_group=""), logprobs=logprobs)
     check_temperature(teacher_temperature)
     if options is None:
         call.meet()

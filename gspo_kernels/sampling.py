@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gspo_kernels import bits, checks
 from gspo_kernels.logits import check_logits
+from gspo_kernels.ops.library import checked_values
 from gspo_kernels.types import stats_dtype
 
 ENGINES = ("transformers", "vllm")
@@ -58,15 +59,18 @@ def sampling_mask(
         top_k: how many ids are kept; 0: all.
         top_p: the share of probability that is kept, in (0, 1]; 1: all.
         min_p: the least probability, relative to the most likely id's, in [0, 1); 0: none.
-        labels: [B, T] or [N], int64 or int32, or None: ids that are kept whatever the rules say. Those
-            outside of the vocabulary, such as -100, add nothing.
+        labels: [B, T] or [N], int64 or int32, or None: ids that are kept whatever the rules say; -100 where
+            there is none. Rows without one may hold anything.
         engine: "transformers" or "vllm".
 
     Returns:
-        int32 [B, T, ceil(V / 32)] or [N, ceil(V / 32)]: bit v % 32 of word v // 32 for id v.
+        int32 [B, T, ceil(V / 32)] or [N, ceil(V / 32)]: bit v % 32 of word v // 32 for id v. A row that has
+        no softmax, with NaN or +inf among its logits, keeps all ids.
 
     Raises:
-        TypeError, ValueError: a wrong argument, named in the message.
+        TypeError, ValueError: a wrong argument, named in the message. On CPU tensors, and elsewhere with
+            GSPO_KERNELS_VALIDATE=1, also a label outside of the vocabulary, and a row without a softmax
+            unless its label is -100.
     """
     checks.floats("logits", logits, None, "[B, T, V] or [N, V]", None)
     shape, vocabulary = logits.shape[:-1], logits.shape[-1]
@@ -88,16 +92,44 @@ def sampling_mask(
             (), checks.number("temperature", temperature, positive=True), dtype=torch.float64
         )
     rows = logits.reshape(-1, vocabulary)
+    looks = checked_values(logits.device)
+    if looks and labels is not None:
+        _check_labels(labels, vocabulary)
     masks = rows.new_empty((rows.shape[0], bits.words(vocabulary)), dtype=torch.int32)
     step = max(1, _ELEMENTS // vocabulary)
     for start in range(0, rows.shape[0], step):
         here = slice(start, start + step)
         z = rows[here].to(stats_dtype(logits.dtype))
         z = z / (heat if heat.ndim == 0 else heat[here]).to(z.dtype)
-        masks[here] = bits.packed_columns(z >= _least_kept(z, rules))
+        defined = z.amax(-1, keepdim=True) < torch.inf  # of a row with NaN that is NaN
+        if looks and not bool(defined.all()):
+            drawn = None if labels is None else labels.reshape(-1)[here] != bits.NO_ID
+            _check_defined(defined.squeeze(-1), drawn, start, shape)
+        masks[here] = bits.packed_columns((z >= _least_kept(z, rules)) | ~defined)
     if labels is not None:
         masks |= bits.packed_ids(labels.reshape(-1, 1), vocabulary)
     return masks.view(*shape, masks.shape[-1])
+
+
+def _check_labels(labels: Tensor, vocabulary: int) -> None:
+    wrong = (labels != bits.NO_ID) & ((labels < 0) | (labels >= vocabulary))
+    if bool(wrong.any()):
+        raise ValueError(
+            f"labels: got {int(labels[wrong][0])} at position {wrong.nonzero()[0].tolist()}, expected "
+            f"0 <= label < {vocabulary}, or {bits.NO_ID} for none"
+        )
+
+
+def _check_defined(defined: Tensor, drawn: Tensor | None, start: int, shape: torch.Size) -> None:
+    """Rows [n] from ``start`` on, in which something was drawn (None: in all), must have a softmax."""
+    wrong = ~defined if drawn is None else ~defined & drawn
+    if bool(wrong.any()):
+        place = start + int(wrong.nonzero()[0])
+        position = [place] if len(shape) == 1 else list(divmod(place, shape[1]))
+        raise ValueError(
+            f"logits: got NaN or +inf at position {position}, from which no sampler draws; expected numbers "
+            f"or -inf (rows whose label is {bits.NO_ID} may hold anything)"
+        )
 
 
 def _least_kept(z: Tensor, rules: _Rules) -> Tensor:

@@ -6,20 +6,18 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from gspo_kernels import bits, checks
+from gspo_kernels import checks
 from gspo_kernels.entry import implemented_by
 from gspo_kernels.layout import as_rows, from_rows
 from gspo_kernels.linear.chunks import LinearOperands
 from gspo_kernels.linear.inputs import ProductArguments, check_inputs
-from gspo_kernels.linear.logprobs import LinearTokenLogprobsFunction
-from gspo_kernels.linear.selected import LinearSelectedLogprobsFunction
+from gspo_kernels.linear.selected import LinearOneIdFunction, LinearSelectedLogprobsFunction
 from gspo_kernels.logits import (
     LogitArguments,
     check_inplace,
     check_logits,
 )
-from gspo_kernels.ops.logprobs import TokenLogprobsFunction
-from gspo_kernels.ops.selected import SelectedLogprobsFunction, TailFunction, checked_ids
+from gspo_kernels.ops.selected import OneIdFunction, SelectedLogprobsFunction, checked_ids
 from gspo_kernels.ranks import compare_ranks, on_all_ranks
 from gspo_kernels.types import SelectedLogprobs
 
@@ -41,11 +39,6 @@ def _output(logprobs: Tensor, tail: Tensor, packed: bool, within: bool) -> Selec
     return SelectedLogprobs(from_rows(logprobs, packed), None if within else from_rows(tail, packed))
 
 
-def _of_one(logprobs: Tensor, labels: Tensor, packed: bool) -> SelectedLogprobs:
-    """A single id's log-prob, which is a label's, as those of K ids."""
-    return _output(logprobs.unsqueeze(-1), TailFunction.apply(logprobs, labels != bits.NO_ID), packed, False)
-
-
 @on_all_ranks
 def _selected_logprobs(
     logits: Tensor,
@@ -65,9 +58,8 @@ def _selected_logprobs(
     row_ids = checked_ids(as_rows(ids, packed), vocabulary, options)
     compare_ranks(row_ids.amax(-1), None, options, vocabulary)
     if ids.shape[-1] == 1 and not normalize_within:
-        labels = row_ids.squeeze(-1)
-        logprobs, _ = TokenLogprobsFunction.apply(rows, labels, False, inplace_backward, options)
-        return _of_one(logprobs, labels, packed)
+        logprobs, tail = OneIdFunction.apply(rows, row_ids.squeeze(-1), inplace_backward, options)
+        return _output(logprobs.unsqueeze(-1), tail, packed, False)
     logprobs, tail = SelectedLogprobsFunction.apply(
         rows, row_ids, inplace_backward, options, normalize_within
     )
@@ -95,8 +87,8 @@ def selected_logprobs(
     Each logit is read once in the forward, and read and written once in the backward, whatever K.
     Equivalent to ``log_softmax(z, -1).gather(-1, ids)`` in fp32, with z as in ``token_logprobs``, and to
     ``log(1 - the sum over different ids of their probabilities)``, but without its cancellation: a mass of
-    1e-8 that is left is as exact as one of 1/2. With a single id the same bits as ``token_logprobs`` (whose
-    "reference" backend rounds log-probs near 0, and so the tail beside them).
+    1e-8 that is left, or of 1e-100, is as exact as one of 1/2. With a single id the log-probs, and without
+    the tail in a loss the gradient, have the bits of ``token_logprobs``.
 
     Args:
         logits: [B, T, V] or [N, V], fp16, bf16, fp32 or fp64, any strides.
@@ -142,8 +134,8 @@ def _linear_selected_logprobs(
     operands = LinearOperands(as_rows(hidden, packed), weight, bias, labels, options, chunking)
     compare_ranks(labels, None, options, vocabulary, operands.scattered)
     if ids.shape[-1] == 1 and not normalize_within:
-        logprobs, _ = LinearTokenLogprobsFunction.apply(*operands, False, True)
-        return _of_one(logprobs, labels, packed)
+        logprobs, tail = LinearOneIdFunction.apply(*operands)
+        return _output(logprobs.unsqueeze(-1), tail, packed, False)
     logprobs, tail = LinearSelectedLogprobsFunction.apply(*operands, row_ids, normalize_within)
     return _output(logprobs, tail, packed, normalize_within)
 

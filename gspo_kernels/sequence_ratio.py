@@ -5,6 +5,7 @@ Which losses are of this form the objective says; kernels never hear of its name
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, NamedTuple, cast
 
@@ -13,12 +14,13 @@ from torch import Tensor
 
 from gspo_kernels.aggregation import Aggregation
 from gspo_kernels.layout import layout_of
+from gspo_kernels.objectives import GSPO
 from gspo_kernels.objectives.base import Objective
 from gspo_kernels.ops.backends import RatioBackend, load
 from gspo_kernels.ops.library import checked_values, operator
 from gspo_kernels.ops.logprobs import RowGradients, check_rows, gradient_of_logits, save_rows, saved_rows
 from gspo_kernels.ops.values import check_cu_seqlens, check_lengths, check_normalizer, check_temperature
-from gspo_kernels.terms import Terms
+from gspo_kernels.terms import Terms, check_given
 from gspo_kernels.torch_internals import constant_when_traced
 from gspo_kernels.types import (
     METRICS,
@@ -98,6 +100,9 @@ def sequence_ratio(
     if operands.lengths is not None:
         counted = (labels != options.ignore_index).to(torch.float64)
         check_lengths(operands.lengths, layout_of(labels, operands.cu_seqlens).sum(counted))
+    doubt = (
+        functools.partial(_check_given, labels, operands, options) if checked_values(labels.device) else None
+    )
     stats = cast(RatioBackend, load(options.backend)).sequence_ratio_forward(
         logits,
         labels,
@@ -105,11 +110,25 @@ def sequence_ratio(
         transform=options.transform,
         ignore_index=options.ignore_index,
         **operands._asdict(),
+        doubt=doubt,
     )
     # the log-prob of a label that is no column is NaN: where no ratio is, no label needs a look
     if checked_values(labels.device) and math.isnan(stats.metrics.tolist()[_RATIO_MEAN]):
         check_rows(labels, logits.shape[-1], options)
     return stats
+
+
+def _check_given(labels: Tensor, operands: RatioOperands, options: RowOptions) -> None:
+    """``terms.check_given``: what all losses of this form ask of values, GSPO asks."""
+    terms = Terms(
+        operands.old_logprobs,
+        operands.advantages,
+        labels != options.ignore_index,
+        operands.cu_seqlens,
+        rollout_weights=operands.weights,
+        objective=GSPO().spec,
+    )
+    check_given(labels, terms)
 
 
 @sequence_ratio.register_fake

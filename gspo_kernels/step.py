@@ -6,6 +6,8 @@ backend; ``evaluate`` says the same of every objective, in a few hundred small o
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -16,9 +18,9 @@ from gspo_kernels.evaluate import PolicyStep, evaluate, metric_names, token_mean
 from gspo_kernels.layout import from_rows
 from gspo_kernels.objectives.base import from_spec
 from gspo_kernels.ops.backends import RatioBackend, load
-from gspo_kernels.ops.library import operator
+from gspo_kernels.ops.library import checked_values, operator
 from gspo_kernels.sequence_ratio import RatioOperands, ratio_form
-from gspo_kernels.terms import Terms, check_values
+from gspo_kernels.terms import Terms, check_given, check_values
 from gspo_kernels.torch_internals import is_last_backward
 from gspo_kernels.types import KLPenalty, LossOutput, RatioClip, stats_dtype
 
@@ -38,6 +40,7 @@ def _step_in_form(
     backend: str,
     want_metrics: bool,
     form: RatioClip | None,
+    doubt: Callable[[], None] | None = None,
 ) -> PolicyStep:
     if form is None:
         return evaluate(logprobs, entropy, terms, want_metrics)
@@ -51,7 +54,7 @@ def _step_in_form(
         beta = None if terms.kl_beta is None else terms.kl_beta.to(logprobs.device)
         kl = KLPenalty(terms.ref_logprobs, beta, terms.kl_estimator)
     step = cast(RatioBackend, load(backend)).ratio_step(
-        logprobs, present, form=form, **operands._asdict(), kl=kl
+        logprobs, present, form=form, **operands._asdict(), kl=kl, doubt=doubt
     )
     metrics = step.metrics
     if entropy is not None and want_metrics:
@@ -66,8 +69,17 @@ def policy_step(
     """``take_step`` after checking values that only the device knows."""
     form = ratio_form(from_spec(terms.objective), terms, backend)
     reads_mask = form is not None and _backend_reads_mask(terms, entropy, backend)
-    terms = check_values(logprobs, terms, mask=not reads_mask)
-    step = _step_in_form(logprobs, entropy, terms, backend, want_metrics, form)
+    terms = check_values(
+        logprobs,
+        terms,
+        mask=not reads_mask,
+        given=form is None,  # otherwise the backend looks as it reads them
+        logprobs=logprobs,
+    )
+    doubt = None
+    if form is not None and checked_values(logprobs.device):
+        doubt = functools.partial(check_given, logprobs, terms, logprobs)
+    step = _step_in_form(logprobs, entropy, terms, backend, want_metrics, form, doubt)
     return step if want_metrics else step._replace(metrics=step.loss.new_empty(0))
 
 
@@ -149,7 +161,7 @@ def take_divergence_step(found: Tensor, shares: Tensor, terms: Terms) -> Diverge
 @operator
 def divergence_step(found: Tensor, terms: Terms) -> DivergenceStep:
     """``take_divergence_step`` of divergences [B, T], after checking values that only the device knows."""
-    terms = check_values(found, terms)
+    terms = check_values(found, terms, given=False)
     return take_divergence_step(found, divergence_shares(found, terms), terms)
 
 

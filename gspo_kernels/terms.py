@@ -7,6 +7,7 @@ tokens from [B].
 
 from __future__ import annotations
 
+import math
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -195,7 +196,11 @@ def shaped(given: Terms, tokens: Tensor, objective: Objective) -> Terms:
         value = getattr(given, label)
         if value is not None:
             alone = label == "advantages" and not objective.takes_token_advantages
-            found[label] = form.checked(label, value, place, type(objective).__name__ if alone else "")
+            try:
+                found[label] = form.checked(label, value, place, type(objective).__name__ if alone else "")
+            except ValueError:
+                values.refuse_lengths(given.cu_seqlens)
+                raise
     return given._replace(objective=objective.spec, cp_group=_context(given.cp_group), **found)
 
 
@@ -252,13 +257,23 @@ def _check_fit(terms: Terms, objective: Objective, has_entropy: bool) -> None:
         raise ValueError("entropy: got None, but entropy_coef asks for an entropy bonus")
 
 
-def check_values(tokens: Tensor, terms: Terms, mask: bool = True) -> Terms:
+def check_values(
+    tokens: Tensor,
+    terms: Terms,
+    *,
+    mask: bool = True,
+    given: bool = True,
+    logprobs: Tensor | None = None,
+) -> Terms:
     """The terms with their mask as bool, after checks that need a look at values; see ``ops.values``.
 
-    Without ``mask`` that is left as it is, for whoever reads it to check. Ranks of a ``cp_group`` tell each
-    other what each of them has per token, where packed tokens may by chance be as many as sequences.
+    Without ``mask`` that is left as it is, for whoever reads it to check; without ``given`` so are log-probs
+    and advantages. ``logprobs`` are the current ones, if there are any yet.
+
+    Ranks of a ``cp_group`` tell each other what each of them has per token, where packed tokens may by chance
+    be as many as sequences.
     """
-    terms = _check_values(tokens, terms, mask)
+    terms = _check_values(tokens, terms, mask, given, logprobs)
     if not terms.cp_group or terms.cu_seqlens is None:
         return terms
     either = [name for name in _EITHER if getattr(terms, name) is not None]
@@ -282,7 +297,7 @@ def check_values(tokens: Tensor, terms: Terms, mask: bool = True) -> Terms:
 _EITHER = tuple(name for name, form in FORMS.items() if form is EITHER)
 
 
-def _check_values(tokens: Tensor, terms: Terms, mask: bool) -> Terms:
+def _check_values(tokens: Tensor, terms: Terms, mask: bool, given: bool, logprobs: Tensor | None) -> Terms:
     values.check_cu_seqlens(terms.cu_seqlens, tokens)
     counted = values.check_mask(terms.loss_mask) if mask else terms.loss_mask
     if counted is not terms.loss_mask:
@@ -293,7 +308,93 @@ def _check_values(tokens: Tensor, terms: Terms, mask: bool) -> Terms:
         values.check_lengths(terms.lengths, counts)
     if terms.group_ids is not None and checked_values(terms.group_ids.device):
         _check_groups(terms.group_ids)
+    if given:
+        check_given(tokens, terms, logprobs)
     return terms
+
+
+_HIGHEST = 1.0
+"""Nats. Log-probs are at most 0; those that were rounded to 16 bits may pass it by a little."""
+
+
+def check_given(tokens: Tensor, terms: Terms, logprobs: Tensor | None = None) -> None:
+    """Refuse log-probs above 1 nat, and NaN among advantages and among other policies' log-probs.
+
+    Tokens that don't count may hold anything. Old log-probs may be NaN where no gradient depends on them,
+    reference ones where no KL asks for them. What NaN among the current ``logprobs`` does,
+    ``docs/infinities.md`` says.
+    """
+    if not checked_values(tokens.device):
+        return
+    named = {"logprobs": logprobs, "old_logprobs": terms.old_logprobs, "ref_logprobs": terms.ref_logprobs}
+    for name, given in named.items():
+        # one look finds both: the largest of numbers with a NaN among them is NaN
+        if given is not None and given.numel() and not float(given.max()) <= _HIGHEST:
+            _check_logprobs(name, given, tokens, terms)
+    advantages = terms.advantages
+    if advantages is not None and advantages.numel() and math.isnan(float(advantages.max())):
+        counted = terms.counted(tokens)
+        if advantages.ndim == 1:
+            counted = terms.layout(tokens).sum(counted.to(torch.float64)) > 0
+        wrong = counted & advantages.isnan()
+        if bool(wrong.any()):
+            raise ValueError(f"advantages: got NaN at {_first_place(wrong, terms)}, expected numbers")
+
+
+def _check_logprobs(name: str, given: Tensor, tokens: Tensor, terms: Terms) -> None:
+    counted = terms.counted(tokens)
+    above = counted & (given > _HIGHEST)
+    if bool(above.any()):
+        raise ValueError(
+            f"{name}: got {float(given[above][0]):.6g} at {_first_place(above, terms)}, expected log-probs "
+            "in nats, which are at most 0, or 1 with rounding; are these logits, or negated?"
+        )
+    if name == "logprobs":
+        return
+    objective, asked = from_spec(terms.objective), torch.zeros_like(counted)
+    if name in objective.needs or (name == "old_logprobs" and objective.coefficient_scope != "nothing"):
+        asked = may_move(tokens, terms)
+    if name == "ref_logprobs" and terms.kl_beta is not None:
+        asked = asked | (counted & (terms.kl_beta.to(tokens.device) != 0))
+    wrong = asked & given.isnan()
+    if bool(wrong.any()):
+        raise ValueError(
+            f"{name}: got NaN at {_first_place(wrong, terms)}, expected log-probs wherever they decide about "
+            'the gradient (skip_inactive="all" returns NaN for sequences that have none)'
+        )
+
+
+def may_move(tokens: Tensor, terms: Terms) -> Tensor:
+    """Bool, tokens: those that count, less those whose gradient is zero whatever the log-probs are, even NaN.
+
+    These have no advantage, or no rollout weight, and no KL term, entropy bonus or teacher beside it.
+    """
+    moving, objective = terms.counted(tokens), from_spec(terms.objective)
+    if any(getattr(terms, name) is not None for name in _BESIDE):
+        return moving
+    scope, layout = objective.coefficient_scope, terms.layout(tokens)
+    factors = [terms.advantages] if objective.zero_advantage_is_inactive else []
+    if scope in ("token", "sequence"):
+        factors.append(terms.rollout_weights)
+    for factor in factors:
+        if factor is None:
+            continue
+        if factor.ndim == 1:
+            moving = moving & layout.expand(factor != 0)
+        elif scope == "token":
+            moving = moving & (factor != 0)
+        elif not terms.cp_group:  # there its other tokens are elsewhere
+            some = layout.sum((moving & (factor != 0)).to(torch.float64)) > 0
+            moving = moving & layout.expand(some)
+    return moving
+
+
+def _first_place(where: Tensor, terms: Terms) -> str:
+    """The first place that is true, in the caller's layout."""
+    place = where.nonzero()[0].tolist()
+    if where.ndim == 1:
+        return f"sequence {place[0]}"
+    return f"position {place if terms.cu_seqlens is None else place[1:]}"
 
 
 def _check_groups(group_ids: Tensor) -> None:

@@ -145,6 +145,7 @@ def test_dynamic_shapes(entry):
             "fused_linear_policy_loss": (batch, length, 4),
         }[entry]
         value = torch.randn(*shape, generator=rng)
+        value = -value.abs() if entry == "policy_loss" else value
         labels = torch.randint(0, 23, (batch, length), generator=rng)
         old, advantages = -torch.rand(batch, length, generator=rng), torch.randn(batch, generator=rng)
         grads = []
@@ -281,7 +282,8 @@ def test_gradcheck_policy_loss(name, kl_estimator, kl_ratio_weighted):
             kl_ratio_weighted=kl_ratio_weighted, objective=getattr(gk, name)(**WIDE), **TERMS,
         ).loss  # fmt: skip
 
-    gradcheck(function, small(2, 3), small(2, 3, seed=1))
+    logprobs = -small(2, 3).detach().abs()
+    gradcheck(function, logprobs.requires_grad_(), small(2, 3, seed=1))
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -340,3 +340,55 @@ def test_a_backend_that_cannot_serve_says_why(monkeypatch):
     with pytest.raises(RuntimeError, match=r"cpp.*renovated"):
         token(**arguments(token), backend="cpp")
     token(**arguments(token), backend="auto")
+
+
+@pytest.mark.parametrize("objective", [gk.GSPO(), gk.GRPO()], ids=["sequences", "tokens"])
+def test_lengths_in_the_place_of_offsets_are_blamed_on_them(objective):
+    """There seems to be one sequence less: so every term that is one per sequence has a wrong shape."""
+    logprobs, lengths = -torch.rand(9), torch.tensor([4, 2, 3])
+    terms = {"rollout_weights": torch.ones(3), "lengths": lengths}
+    for name, value in ({"": None} | terms).items():
+        named = {} if value is None else {name: value}
+        for given in (lengths, lengths.cumsum(0)):
+            with pytest.raises(
+                ValueError, match=r"cu_seqlens: starts at 4, expected 0: .* not their lengths"
+            ):
+                gk.policy_loss(
+                    logprobs, logprobs, torch.ones(3), cu_seqlens=given, objective=objective, **named
+                )
+    offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    gk.policy_loss(logprobs, logprobs, torch.ones(3), cu_seqlens=offsets, objective=objective)
+    # right offsets and wrong advantages
+    with pytest.raises(ValueError, match=r"advantages: got shape \(4,\)"):
+        gk.policy_loss(logprobs, logprobs, torch.ones(4), cu_seqlens=offsets, objective=objective)
+
+
+@pytest.mark.parametrize("function", [gk.policy_loss, gk.policy_coefficients])
+def test_options_of_an_objective_are_not_the_losss(function):
+    arguments = -torch.rand(2, 3), None, torch.ones(2)
+    for objective in (gk.GSPO(), gk.GRPO(clip_high=0.3)):
+        example = rf"objective={type(objective).__name__}\(clip_low=0.1\)"
+        with pytest.raises(TypeError, match=rf"clip_low: {function.__name__} has no such argument.*{example}"):
+            function(*arguments, objective=objective, clip_low=0.1)
+    for name in ("clip_high", "dual_clip", "aggregation", "tau_positive"):
+        with pytest.raises(TypeError, match=f"{name}: .* it is an option of the objective"):
+            function(*arguments, **{name: 0.1})
+    with pytest.raises(TypeError, match="unexpected keyword argument 'clip_range'"):
+        function(*arguments, objective=gk.GSPO(), clip_range=0.1)
+
+
+@pytest.mark.parametrize("name", ["GSPO", "LUSPO", "ESPO", "GSPOToken"])
+def test_clip_ranges_that_look_like_their_ends_are_refused(name):
+    objective = getattr(gk, name)
+    for low, high in ((0.8, 1.2), (0.5, 1.001), (0.9997, 1.0004), (0.999, 1.999)):
+        with pytest.raises(
+            ValueError, match=f"clip_low, clip_high: got {low} and {high}, which look like the ends"
+        ):
+            objective(low, high)
+    for low, high in ((0.49, 1.2), (0.8, 1.0), (0.8, 2.0), (1.0, 1.2), (0.9, 99.0)):
+        objective(low, high)
+
+
+@pytest.mark.parametrize("name", ["GRPO", "DAPO", "BNPO", "TLGRPO", "DHPO", "ClipCov"])
+def test_ratios_of_tokens_may_have_any_clip_range(name):
+    assert getattr(gk, name)(0.8, 1.2).clip_high == 1.2

@@ -70,6 +70,8 @@ def operator_inputs():
     scored_heads = heads._replace(hidden=None, weight=None, bias=None, rows=said)
     taught = plain._replace(loss_mask=labels != -100, divergence_coef=upstream.double())
 
+    sure = logits.scatter(-1, labels.clamp(min=0).unsqueeze(-1), 200.0)
+
     def trained(options):
         return LinearOperands(hidden, weight, bias, labels, options, chunks)
 
@@ -93,6 +95,8 @@ def operator_inputs():
         "mask_of_ids": [(labels.unsqueeze(-1), 7)],
         "mask_of_shard": [(ids, None, Shard("", 2), 3), (None, kept, Shard("", 2), 3)],
         "checked_ids": [(ids, 7, options)],
+        "one_id_forward": [(logits, labels, options), (sure, labels, by_row)],
+        "linear_one_id_forward": [(trained(options),), (frozen(by_row),)],
         "selected_forward": [(logits, ids, options, False), (logits, ids[..., ::2], by_row, True)],
         "selected_backward": [(logits, SelectedOperands(ids, selected, both, options, False))],
         "selected_backward_": [(logits.clone(), SelectedOperands(ids, selected, both, options, False))],

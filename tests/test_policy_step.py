@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import gspo_kernels as gk
-from gspo_kernels import losses, step
+from gspo_kernels import losses, step, terms
 from gspo_kernels.ops.backends import why_not
 from tests.cases import generator
 
@@ -160,7 +160,11 @@ INFINITE = torch.tensor(list(itertools.product(*((x, -math.inf, math.nan) for x 
     "objective", [gk.GRPO(), gk.GRPO(dual_clip=3.0), gk.GSPO(clip_low=0.2, clip_high=0.2)]
 )
 def test_infinities_are_those_of_the_evaluation(monkeypatch, launching, objective, advantage, estimator):
-    """Each combination of finite, banned and undefined log-probs is a token, beside a finite one."""
+    """Each combination of finite, banned and undefined log-probs is a token, beside a finite one; where
+    values are looked at, some of them are refused.
+    """
+    monkeypatch.setattr(terms, "checked_values", lambda device: False)
+    monkeypatch.setattr(step, "checked_values", lambda device: False)
     new, old, reference = (column.to(launching).unsqueeze(1) for column in INFINITE.unbind(1))
     beside = torch.full_like(new, -1.5)
 
@@ -211,3 +215,31 @@ def test_a_kept_graph_has_its_gradient_again(launching):
     last = torch.autograd.grad(3.0 * loss, logprobs)[0]
     assert first.count_nonzero() == B * T and first.data_ptr() != again.data_ptr()
     assert all(torch.equal(first, each) for each in (again, with_graph, last))
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (3, 0), (0, 0)], ids=str)
+@pytest.mark.parametrize("objective", [gk.GSPO(), gk.GRPO()], ids=["sequences", "tokens"])
+def test_an_empty_batch_has_metrics_of_its_own(monkeypatch, launching, objective, shape):
+    """Whatever the memory held that they are written to."""
+    new_empty = torch.Tensor.new_empty
+
+    def full_of_nan(self, *size, **options):
+        values = new_empty(self, *size, **options)
+        return values.fill_(math.nan) if values.is_floating_point() else values
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", full_of_nan)
+    logprobs = torch.zeros(shape, device=launching, requires_grad=True)
+    calls = [(logprobs, {})]
+    if shape[0] == 0:
+        calls.append(
+            (logprobs.flatten(), {"cu_seqlens": torch.zeros(1, dtype=torch.int32, device=launching)})
+        )
+    for tokens, layout in calls:
+        advantages = torch.ones(shape[0], device=launching)
+        out = gk.policy_loss(
+            tokens, tokens.detach(), advantages, ref_logprobs=tokens.detach(), kl_beta=0.1,
+            objective=objective, **layout,
+        )  # fmt: skip
+        assert out.loss == 0 and out.metrics["kl/ref"] == 0
+        assert not any(metric.isnan() for metric in out.metrics.values())
+        out.loss.backward()

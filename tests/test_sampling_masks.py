@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import gspo_kernels as gk
-from gspo_kernels import bits
+from gspo_kernels import bits, sampling
 from tests.cases import device_of, draw_kept, generator
 
 V = 2048 + 77  # a second block, and words that end within it
@@ -283,6 +283,40 @@ def test_what_was_drawn_is_in_its_set():
 def test_wrong_rules(options, error, message):
     with pytest.raises(error, match=message):
         gk.sampling_mask(torch.randn(2, 3, 5), **options)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("wrong", [40, -1, -99])
+def test_labels_outside_of_the_vocabulary_are_refused(wrong, packed):
+    logits, labels = torch.randn(2, 3, 40), torch.tensor([[0, -100, 39], [1, wrong, 2]])
+    place = r"\[4\]" if packed else r"\[1, 1\]"
+    if packed:
+        logits, labels = logits.flatten(0, 1), labels.flatten()
+    message = rf"labels: got {wrong} at position {place}, expected 0 <= label < 40, or -100"
+    with pytest.raises(ValueError, match=message):
+        gk.sampling_mask(logits, top_k=2, labels=labels)
+    labels[labels == wrong] = -100
+    assert gk.sampling_mask(logits, top_k=2, labels=labels).shape == (*labels.shape, 2)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("rules", [{}, {"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.1}], ids=str)
+def test_rows_without_a_softmax_are_refused(monkeypatch, rules, bad):
+    logits = torch.randn(2, 3, 40)
+    plain = gk.sampling_mask(logits, **rules)
+    logits[1, 1, 7] = bad
+    with pytest.raises(ValueError, match=r"logits: got NaN or \+inf at position \[1, 1\]"):
+        gk.sampling_mask(logits, **rules)
+    with pytest.raises(ValueError, match=r"logits: got NaN or \+inf at position \[4\]"):
+        gk.sampling_mask(logits.flatten(0, 1), labels=torch.zeros(6, dtype=torch.int64), **rules)
+    # where nothing was drawn, and where nothing is looked at, such a row keeps everything
+    labels = torch.full((2, 3), -100)
+    inert = gk.sampling_mask(logits, labels=labels, **rules)
+    monkeypatch.setattr(sampling, "checked_values", lambda device: False)
+    for mask in (inert, gk.sampling_mask(logits, **rules)):
+        assert bits.columns(mask, 40)[1, 1].all()
+        mask[1, 1] = plain[1, 1]
+        assert torch.equal(mask, plain)
 
 
 # --- why

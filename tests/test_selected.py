@@ -198,8 +198,6 @@ def test_ids_and_their_tail_add_to_one(K, backend):
 @pytest.mark.parametrize("left", [1e-3, 1e-8, 1e-14, 1e-25])
 @pytest.mark.parametrize("K", [1, 4])
 def test_a_small_tail_keeps_its_relative_accuracy(left, K, backend):
-    if K == 1 and backend == "reference":
-        pytest.skip("a single id is a label, and log_softmax rounds a label's log-prob near 0")
     logits = torch.zeros(1, 2, 1009, dtype=torch.float64)
     ids = torch.arange(5, 5 + K).expand(1, 2, K)
     logits[..., 5 : 5 + K] = math.log((1009 - K) / left / K)
@@ -212,6 +210,88 @@ def test_a_small_tail_keeps_its_relative_accuracy(left, K, backend):
     # each of those that are left has its share of what moves the tail: (1 - tail) / their number
     elsewhere = logits.grad[..., 100]
     assert (elsewhere * (1009 - K) - 1 / (1 + odds)).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("linear", [False, True], ids=["logits", "hidden"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("K", [1, 2])
+def test_the_tail_of_a_sure_token(K, dtype, linear, backend):
+    """Its log-prob underflows to 0, and log(1 - exp(0)) would be -inf. Beside it is a token that is unsure."""
+    gap = 110.0 if dtype != torch.float64 else 800.0
+    rows = torch.tensor([[gap, 1.0, 0.0, -2.0], [0.0, 1.0, 2.0, 3.0], [0.5, gap, 1.0, 0.0]], dtype=dtype)
+    ids = torch.tensor([0, 2, 1]).view(1, 3, 1).expand(1, 3, K)
+    exact = rows.to(torch.float64, copy=True).requires_grad_()
+    left = exact.masked_fill(torch.nn.functional.one_hot(ids[0, :, 0], 4).bool(), -math.inf)
+    tail = left.logsumexp(-1) - exact.logsumexp(-1)
+    upstream = torch.tensor([1.0, -0.5, 2.0])
+    (tail * upstream.double()).sum().backward()
+
+    device = device_of(backend)
+    if linear:
+        leaf = rows.T.contiguous().to(device).requires_grad_()
+        hidden = torch.eye(3, dtype=dtype, device=device).unsqueeze(0)
+        out = gk.linear_selected_logprobs(hidden, leaf, ids.to(device), backend=backend)
+    else:
+        leaf = rows.unsqueeze(0).to(device).requires_grad_()
+        out = gk.selected_logprobs(leaf, ids.to(device), backend=backend)
+    (out.tail * upstream.to(device)).sum().backward()
+    grad = leaf.grad.T if linear else leaf.grad[0]
+    eps, coarse = torch.finfo(out.tail.dtype).eps, torch.finfo(dtype).eps
+    torch.testing.assert_close(out.tail[0].cpu().double(), tail.detach(), rtol=2 * eps, atol=2 * eps)
+    # exp(tail) is as far off as the tail's rounding says
+    torch.testing.assert_close(
+        grad.cpu().double(), exact.grad, rtol=2 * coarse, atol=2 * coarse + 2 * gap * eps
+    )
+
+
+@pytest.mark.parametrize("linear", [False, True], ids=["logits", "hidden"])
+@pytest.mark.parametrize("within", [False, True], ids=["of all", "within"])
+@pytest.mark.parametrize("K", [1, 2, 4])
+def test_what_has_no_softmax_is_nan_in_its_row_alone(K, within, linear, backend):
+    """A row, or with ``normalize_within`` a set, of nothing but -inf, or with NaN or +inf."""
+    device, V = device_of(backend), 4
+    fine = torch.tensor([1.0, -1.0, 0.5, 2.0])
+    nothing = fine.clone()
+    nothing[: K if within else V] = -math.inf
+    undefined = [nothing] + [fine.index_fill(0, torch.tensor([0]), bad) for bad in (math.nan, math.inf)]
+    ids = torch.arange(K).expand(1, 2, K).to(device)
+    weights = torch.arange(1.0, K + 1).to(device)
+    for row in undefined:
+        leaf = torch.stack([row, fine]).to(device)
+        if linear:
+            # each row is a bias of its own
+            results = []
+            for bias in leaf:
+                bias = bias.clone().requires_grad_()
+                zeros = torch.zeros(1, 1, 8, device=device), torch.zeros(V, 8, device=device)
+                out = gk.linear_selected_logprobs(
+                    *zeros, ids[:, :1], bias=bias, normalize_within=within, backend=backend
+                )
+                loss = (out.logprobs * weights).sum() + (0.0 if within or K == V else out.tail.sum())
+                loss.backward()
+                results.append((out.logprobs[0, 0], None if within else out.tail[0, 0], bias.grad))
+        else:
+            leaf = leaf.unsqueeze(0).requires_grad_()
+            out = gk.selected_logprobs(leaf, ids, normalize_within=within, backend=backend)
+            loss = (out.logprobs * weights).sum() + (0.0 if within or K == V else out.tail.sum())
+            loss.backward()
+            tails = [None, None] if within else out.tail[0]
+            results = list(zip(out.logprobs[0], tails, leaf.grad[0], strict=True))
+        (logprobs, tail, grad), (others, other_tail, other_grad) = results
+        assert logprobs.isnan().all() and (within or tail.isnan())
+        assert grad[: K if within else V].isnan().all() and (not within or (grad[K:] == 0).all())
+        assert others.isfinite().all() and other_grad.isfinite().all()
+        assert within or not other_tail.isnan()
+
+
+@pytest.mark.parametrize("within", [False, True], ids=["of all", "within"])
+@pytest.mark.parametrize("K", [1, 2])
+def test_a_row_without_upstream_gradient_has_none(K, within, backend):
+    logits = torch.full((1, 1, 4), -math.inf).to(device_of(backend)).requires_grad_()
+    ids = torch.arange(K, device=logits.device).view(1, 1, K)
+    out = gk.selected_logprobs(logits, ids, normalize_within=within, backend=backend)
+    (grad,) = torch.autograd.grad(out.logprobs, logits, torch.zeros_like(out.logprobs))
+    assert (grad == 0).all()
 
 
 def test_equal_ids_have_results_of_their_own_and_their_gradients_add(backend):

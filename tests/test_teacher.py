@@ -265,7 +265,7 @@ def test_gradients_keep_their_bits_in_batch_invariant_mode():
     hidden, theirs, weight, their_weight = (
         torch.randn(*shape, generator=rng) for shape in ((200, 70), (200, 90), (60, 70), (60, 90))
     )
-    labels, old = torch.randint(0, 60, (200,), generator=rng), torch.randn(200, generator=rng)
+    labels, old = torch.randint(0, 60, (200,), generator=rng), torch.randn(200, generator=rng) - 4
     teacher, ends = gk.Teacher(hidden=theirs, weight=their_weight, coef=0.3), torch.tensor([0, 60, 200])
     shown = []
     for rows, schedule in ((200, "auto"), (33, "auto"), (150, "two_pass")):

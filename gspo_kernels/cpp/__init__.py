@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -245,6 +246,10 @@ def _divergence_of_two_dtypes(
     return found
 
 
+_NO_MASK, _DOUBTFUL = range(2)
+"""What the C++ ``ratio_step`` says of the values that it has read, if anything."""
+
+
 def ratio_step(
     logprobs: Tensor,
     mask: Tensor,
@@ -257,12 +262,13 @@ def ratio_step(
     normalizer: Tensor | None,
     cu_seqlens: Tensor | None,
     kl: KLPenalty | None = None,
+    doubt: Callable[[], None] | None = None,
 ) -> RatioStep:
     """See ``ops.backends.RatioBackend.ratio_step``."""
     new = logprobs.new_empty
     step = RatioStep(new(()), new(len(METRICS) + (kl is not None)), torch.empty_like(logprobs))
     beta = None if kl is None or kl.beta is None else kl.beta.to(torch.float64).expand(logprobs.shape)
-    binary = _operators().ratio_step(
+    verdict = _operators().ratio_step(
         constant(logprobs).contiguous(),
         mask.contiguous(),
         *_sequence_arguments(old_logprobs, cu_seqlens, advantages, weights, lengths, normalizer, form),
@@ -271,8 +277,10 @@ def ratio_step(
         0 if kl is None else int(kl.estimator[1:]),
         *step,
     )
-    if not binary:
+    if verdict == _NO_MASK:
         raise ValueError(MASK_VALUES)
+    if verdict == _DOUBTFUL and doubt is not None:
+        doubt()
     return step
 
 
@@ -294,12 +302,13 @@ def sequence_ratio_forward(
     lengths: Tensor | None,
     normalizer: Tensor | None,
     cu_seqlens: Tensor | None,
+    doubt: Callable[[], None] | None = None,
 ) -> SequenceRatioStats:
     """See ``ops.backends.RatioBackend.sequence_ratio_forward``."""
     rows = _empty_stats(logits, labels, entropy=False)
     new = rows.logprobs.new_empty
     loss, *others = new(()), new(advantages.shape), new(()), new(len(METRICS))
-    _operators().sequence_ratio_forward(
+    plausible = _operators().sequence_ratio_forward(
         *_row_arguments(logits, labels, transform, ignore_index),
         *_sequence_arguments(old_logprobs, cu_seqlens, advantages, weights, lengths, normalizer, form),
         rows.logprobs,
@@ -307,6 +316,8 @@ def sequence_ratio_forward(
         loss,
         *others,
     )
+    if not plausible and doubt is not None:
+        doubt()
     return SequenceRatioStats(loss, rows.logprobs, rows.lse, *others)
 
 

@@ -7,6 +7,8 @@ known only then, so that gradients are still to be divided by it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
@@ -251,6 +253,7 @@ def ratio_step(
     normalizer: Tensor | None,
     cu_seqlens: Tensor | None,
     kl: KLPenalty | None = None,
+    doubt: Callable[[], None] | None = None,
 ) -> RatioStep:
     """See ``ops.backends.RatioBackend.ratio_step``."""
     B, T = logprobs.shape
@@ -316,4 +319,6 @@ def ratio_step(
         TOKENS_PER_BLOCK=32 * _STEP.warps * _TOKENS_PER_THREAD,
         SEQUENCES_PER_BLOCK=32 * _STEP.warps,
     )
+    if doubt is not None:
+        doubt()
     return RatioStep(loss, metrics, torch.div(gradient, divisor, out=torch.empty_like(logprobs)))

@@ -346,6 +346,15 @@ def require_clip_range(low: float, high: float, dual: float | None) -> None:
             )
 
 
+def refuse_multipliers(low: float, high: float) -> None:
+    """Refuse a clip range of a sequence's ratio that looks like its ends: (0.8, 1.2) for 0.8 to 1.2."""
+    if 0.5 <= low < 1.0 < high < 2.0:
+        raise ValueError(
+            f"clip_low, clip_high: got {low} and {high}, which look like the ends of the range; expected "
+            f"distances from 1: clip_low={1 - low:.6g}, clip_high={high - 1:.6g} for {low} to {high}"
+        )
+
+
 def require_numbers(least: float = 0.0, most: float = math.inf, **values: object) -> None:
     """Check options that are numbers: finite, from ``least`` to ``most``."""
     for name, value in values.items():

@@ -10,6 +10,7 @@ from gspo_kernels.objectives.base import (
     ObjectiveLoss,
     PolicyBatch,
     ppo_clip,
+    refuse_multipliers,
     require_clip_range,
 )
 from gspo_kernels.types import RatioClip
@@ -42,6 +43,7 @@ class GSPO(Objective):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_clip_range(self.clip_low, self.clip_high, self.dual_clip)
+        refuse_multipliers(self.clip_low, self.clip_high)
 
     def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
         """One value per sequence."""

@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from gspo_kernels.objectives import finite
-from gspo_kernels.objectives.base import Objective, ObjectiveLoss, PolicyBatch, ppo_clip, require_clip_range
+from gspo_kernels.objectives.base import (
+    Objective,
+    ObjectiveLoss,
+    PolicyBatch,
+    ppo_clip,
+    refuse_multipliers,
+    require_clip_range,
+)
 from gspo_kernels.types import RatioClip
 
 
@@ -37,6 +44,8 @@ class ClippedRatio(Objective):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_clip_range(self.clip_low, self.clip_high, self.dual_clip)
+        if self.ratio_level == "sequence":
+            refuse_multipliers(self.clip_low, self.clip_high)
 
     def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
         """One value per token."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Callable
 from typing import Protocol, cast
 
 import torch
@@ -283,6 +284,7 @@ class RatioBackend(RowBackend, Protocol):
         lengths: Tensor | None,
         normalizer: Tensor | None,
         cu_seqlens: Tensor | None,
+        doubt: Callable[[], None] | None = None,
     ) -> SequenceRatioStats:
         """Loss, coefficients and metrics of a clipped sequence ratio, straight from the logits.
 
@@ -290,6 +292,10 @@ class RatioBackend(RowBackend, Protocol):
         ``lengths`` are [B]; L is ``lengths`` where given, otherwise the number of rows that are not ignored.
         ``normalizer`` is a 0-d tensor on the device that replaces what ``form.divisor`` counts. Packed calls
         have B=1 in the logits' layout and int32 ``cu_seqlens`` [sequences + 1].
+
+        ``doubt`` looks at the values that callers pass, and raises where one is wrong. A backend calls it at
+        the end, but may leave that out where it has seen itself that no counted log-prob, of whichever
+        policy, is above 1 nat, and no advantage, log-ratio or penalty is NaN.
         """
 
     def ratio_step(
@@ -305,6 +311,7 @@ class RatioBackend(RowBackend, Protocol):
         normalizer: Tensor | None,
         cu_seqlens: Tensor | None,
         kl: KLPenalty | None = None,
+        doubt: Callable[[], None] | None = None,
     ) -> RatioStep:
         """The same from log-probs [B, T] or [1, N], fp32 or fp64 and contiguous, per sequence or token.
 

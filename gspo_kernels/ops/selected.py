@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from gspo_kernels import bits
-from gspo_kernels.ops.backends import load
+from gspo_kernels.ops.backends import load, rows_of
 from gspo_kernels.ops.library import checked_values, inplace_operator, operator
-from gspo_kernels.ops.logprobs import check_rows, save_rows, saved_rows
+from gspo_kernels.ops.logprobs import RowGradients, check_rows, gradient_of_logits, save_rows, saved_rows
 from gspo_kernels.ops.memory import memory_like
 from gspo_kernels.ops.shards import columns_of, selected_of_all
 from gspo_kernels.types import LogitTransform, RowOptions, RowStats, Shard, stats_dtype
@@ -207,8 +207,8 @@ def score(
     logp_top = -_softplus(beside - top)
     logprobs = torch.where(is_top, logp_top, torch.where(z == -torch.inf, z, (z - top) + logp_top))
     tail = -_softplus(each.logsumexp(-1) - rest)
-    # a row with +inf has no softmax
-    none = torch.maximum(top.squeeze(-1), rest) == torch.inf
+    # a row with +inf or NaN has no softmax, nor has one of nothing but -inf
+    none = ~torch.maximum(top.squeeze(-1), rest).isfinite()
     logprobs, tail = logprobs.masked_fill(none.unsqueeze(-1), torch.nan), tail.masked_fill(none, torch.nan)
     dtype = stats_dtype(logits.dtype)
     return SelectedRows(
@@ -241,13 +241,15 @@ def write_gradient(
     _, slope = _transformed(logits.gather(-1, here.index), transform)
     logp, g = rows.logprobs.to(torch.float64), torch.where(own.present, grads.logprobs, 0.0).to(torch.float64)
     g_tail = g.new_zeros(()) if grads.tail is None else grads.tail.to(torch.float64)
+    inactive = (g == 0).all(-1) & (g_tail == 0)
     if within:
         out.zero_()
     else:
         tail, rest = rows.tail.to(torch.float64), rows.rest
         outside = g_tail * -torch.expm1(tail) - g.sum(-1) * tail.exp()
         # nothing is left where the set is everything, and then no column is there to take it
-        outside = torch.where(rest == -torch.inf, 0.0, outside).to(rows.tail.dtype)
+        outside = torch.where((rest == -torch.inf) & ~tail.isnan(), 0.0, outside)
+        outside = outside.masked_fill(inactive, 0.0).to(rows.tail.dtype)
         labels, others = _rest(ids, here, V, transform)
         stats = RowStats(torch.zeros_like(rows.tail), rest, None)
         load(backend).logprobs_backward(
@@ -255,6 +257,7 @@ def write_gradient(
         )
     every, per_id = g.sum(-1, keepdim=True) + g_tail.unsqueeze(-1), own.sums(g)
     at_ids = (per_id * -torch.expm1(logp) - (every - per_id) * logp.exp()) * slope
+    at_ids = at_ids.masked_fill(inactive.unsqueeze(-1), 0.0)
     # A place without an id repeats one that has: in whatever order numbers are written, they are the same.
     places = torch.arange(ids.shape[-1], device=ids.device)
     place = torch.where(here.present, places, here.present.byte().argmax(-1, keepdim=True))
@@ -262,6 +265,68 @@ def write_gradient(
     # where no id is here, what is there stays
     there = torch.where(here.present.any(-1, keepdim=True), at_ids.gather(-1, place), out.gather(-1, columns))
     out.scatter_(-1, columns, there.to(out.dtype))
+
+
+class OneIdRows(NamedTuple):
+    """``SelectedRows`` of a single id, a label [B, T], and the log-sum-exp of the whole row in fp64."""
+
+    logprobs: Tensor
+    tail: Tensor
+    rest: Tensor
+    lse: Tensor
+
+
+def certain(logprobs: Tensor, backend: str) -> Tensor:
+    """Bool: the log-probs that are so near 0 that what they leave can't be told from them.
+
+    Statistics are 0 there, or have lost digits below the normal range; the reference's, which come from
+    ``log_softmax``, have lost some wherever p is not small.
+    """
+    kind = torch.finfo(logprobs.dtype)
+    return logprobs > (-0.7 if backend == "reference" else -kind.tiny / kind.eps)
+
+
+def tail_of_one(logprobs: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Log(1 - exp(logprobs)) and the log-sum-exp of what is left, in fp64, where log-probs aren't
+    ``certain``.
+    """
+    logp = logprobs.to(torch.float64)
+    tail = torch.where(logp > -0.7, torch.log(-torch.expm1(logp)), torch.log1p(-logp.exp()))
+    return tail, lse + tail
+
+
+def fake_one_id(labels: Tensor, dtype: torch.dtype) -> OneIdRows:
+    """Empty ones for inputs of ``dtype``."""
+    rows = fake_rows(labels.unsqueeze(-1), dtype)
+    return OneIdRows(rows.logprobs.squeeze(-1), rows.tail, rows.rest, torch.empty_like(rows.rest))
+
+
+@operator
+def one_id_forward(logits: Tensor, labels: Tensor, options: RowOptions) -> OneIdRows:
+    """Log-probs with the bits of ``logprobs_forward``, and what they leave.
+
+    Rows that are nearly ``certain`` are read once more, without their label.
+    """
+    check_rows(labels, logits.shape[-1], options)
+    stats = rows_of(options).logprobs_forward(
+        logits, labels, options.transform, ignore_index=options.ignore_index, entropy=False
+    )
+    counted = labels != bits.NO_ID
+    tail, rest = tail_of_one(stats.logprobs, stats.lse)
+    again = counted & certain(stats.logprobs, options.backend)
+    # other devices would have to be asked; rows without ids cost nothing there
+    if not labels.is_cpu or bool(again.any()):
+        ids = labels.masked_fill(~again, bits.NO_ID).unsqueeze(-1)
+        rows = score(logits, ids, options.backend, options.transform, False, options.shard)
+        tail = torch.where(again, rows.tail.to(torch.float64), tail)
+        rest = torch.where(again, rows.rest, rest)
+    tail = torch.where(counted, tail, 0.0).to(stats.logprobs.dtype)
+    return OneIdRows(stats.logprobs, tail, rest, stats.lse)
+
+
+@one_id_forward.register_fake
+def _(logits: Tensor, labels: Tensor, options: RowOptions) -> OneIdRows:
+    return fake_one_id(labels, logits.dtype)
 
 
 @operator
@@ -356,19 +421,35 @@ class SelectedLogprobsFunction(torch.autograd.Function):
         return (logits, *(None,) * 4)
 
 
-class TailFunction(torch.autograd.Function):
-    """log(1 - exp(logprobs)), 0.0 where not counted: what a single id leaves."""
+class OneIdFunction(torch.autograd.Function):
+    """The same of a single id [B, T]: without the tail in a loss, log-probs and gradient are a label's to the
+    bit.
+    """
 
     @staticmethod
-    def forward(ctx: Any, logprobs: Tensor, counted: Tensor) -> Tensor:
-        logp = logprobs.to(torch.float64)
-        tail = torch.where(logp > -0.7, torch.log(-torch.expm1(logp)), torch.log1p(-logp.exp()))
-        ctx.save_for_backward(logp, tail, counted)
-        return torch.where(counted, tail, 0.0).to(logprobs.dtype)
+    def forward(
+        ctx: Any, logits: Tensor, labels: Tensor, inplace: bool, options: RowOptions
+    ) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        rows = one_id_forward(logits, labels, options)
+        save_rows(ctx, options, logits, labels, *rows)
+        ctx.inplace = inplace
+        return rows.logprobs, rows.tail
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        logp, tail, counted = ctx.saved_tensors
-        # where there is no gradient an infinite slope has no part
-        slope = torch.where(counted & (grad != 0), (logp - tail).exp(), 0.0)
-        return (-grad * slope).to(grad.dtype), None
+    def backward(ctx: Any, grad_logprobs: Tensor | None, grad_tail: Tensor | None) -> tuple[Any, ...]:
+        (logits, labels, logprobs, tail, rest, lse), options = saved_rows(ctx)
+        if grad_tail is None:
+            if grad_logprobs is None:
+                return (None,) * 4
+            stats, grads = RowStats(logprobs, lse, None), RowGradients(grad_logprobs, None, None)
+            return (gradient_of_logits(logits, labels, stats, grads, options, ctx.inplace), *(None,) * 3)
+        if grad_logprobs is None:
+            grad_logprobs = torch.zeros_like(logprobs)
+        of_one = SelectedGradients(grad_logprobs.unsqueeze(-1), grad_tail)
+        rows = SelectedRows(logprobs.unsqueeze(-1), tail, rest)
+        operands = SelectedOperands(labels.unsqueeze(-1), rows, of_one, options, False)
+        if not ctx.inplace:
+            return (selected_backward(logits, operands), *(None,) * 3)
+        selected_backward_(logits, operands)
+        return (logits, *(None,) * 3)

@@ -18,13 +18,28 @@ def check_cu_seqlens(cu_seqlens: Tensor | None, tokens: Tensor) -> None:
     """Offsets must start at 0, never decrease, and end at the number of tokens."""
     if cu_seqlens is None or not checked_values(cu_seqlens.device):
         return
-    first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
-    if first != 0:
-        raise ValueError(f"cu_seqlens: starts at {first}, expected 0")
+    refuse_lengths(cu_seqlens)
+    last = int(cu_seqlens[-1])
     if last != tokens.numel():
         raise ValueError(f"cu_seqlens: ends at {last}, expected the number of tokens, {tokens.numel()}")
     if bool((cu_seqlens[1:] < cu_seqlens[:-1]).any()):
         raise ValueError("cu_seqlens: decreases, expected offsets that never do")
+
+
+def refuse_lengths(cu_seqlens: Tensor | None) -> None:
+    """Offsets must start at 0, which lengths don't.
+
+    Called before a shape is blamed that doesn't fit the number of sequences, too: whoever passes lengths has
+    one sequence less than they think.
+    """
+    if cu_seqlens is None or cu_seqlens.is_meta or torch.compiler.is_compiling():
+        return
+    first = int(cu_seqlens[0])
+    if first != 0:
+        raise ValueError(
+            f"cu_seqlens: starts at {first}, expected 0: it has the offsets [B + 1] of sequences, not their "
+            "lengths [B]; torch.nn.functional.pad(lengths.cumsum(0), (1, 0)) makes them of lengths"
+        )
 
 
 def check_mask(loss_mask: Tensor | None) -> Tensor | None:

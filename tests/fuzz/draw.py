@@ -108,7 +108,8 @@ class Draw:
         truth = true_logprobs(case)
         statistics = torch.float64 if dtype == torch.float64 else torch.float32
         if not self.chance(0.3):
-            case = replace(case, old_logprobs=(truth - self.log_ratios(lengths)).to(statistics))
+            old = (truth - self.log_ratios(lengths)).clamp(max=0.0)
+            case = replace(case, old_logprobs=old.to(statistics))
         if "ref_logprobs" in terms:
             case = replace(
                 case, terms=terms | {"ref_logprobs": (truth + 0.2 * self.normal(tokens)).to(statistics)}

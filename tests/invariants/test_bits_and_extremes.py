@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import gspo_kernels as gk
+from gspo_kernels import sequence_ratio, step, terms
 from tests.cases import (
     FUSED_ENTRIES,
     KIND,
@@ -146,8 +147,9 @@ EXTREMES = (-1e4, -200.0, -87.0, 0.0, 87.0, 200.0, 1e4)
 @pytest.mark.parametrize("name", ["GSPO", "GSPOToken", "GRPO"])
 def test_extreme_ratios(name, dual, advantage, log_ratio):
     objective = getattr(gk, name)(dual_clip=dual)
-    logprobs = torch.tensor([[-1.0], [-2.0]]).requires_grad_()
-    old = torch.tensor([[-1.0 - log_ratio], [-2.0]])
+    # neither side is above 0
+    logprobs = torch.tensor([[-1.0 + min(log_ratio, 0.0)], [-2.0]]).requires_grad_()
+    old = torch.tensor([[-1.0 - max(log_ratio, 0.0)], [-2.0]])
     output = gk.policy_loss(logprobs, old, torch.tensor([advantage, 1.0]), objective=objective, normalizer=1)
     output.loss.backward()
     value, coefficient = clipped_value(advantage, log_ratio, objective.clip_low, objective.clip_high, dual)
@@ -159,8 +161,10 @@ def test_extreme_ratios(name, dual, advantage, log_ratio):
 
 @pytest.mark.parametrize("entry", ["fused_policy_loss", "fused_linear_policy_loss"])
 @pytest.mark.parametrize("name", ["GSPO", "GRPO"])
-def test_extreme_ratios_fused(name, entry, backend):
+def test_extreme_ratios_fused(monkeypatch, name, entry, backend):
     """All combinations in one batch: each sequence's gradient is as if it were alone."""
+    for module in (terms, step, sequence_ratio):  # old log-probs that go with low ratios are refused
+        monkeypatch.setattr(module, "checked_values", lambda device: False)
     if backend == "triton" and (name, entry) != ("GSPO", "fused_policy_loss"):
         backend = "cpp"
     objective = getattr(gk, name)()
@@ -192,7 +196,7 @@ def test_extreme_ratios_fused(name, entry, backend):
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_extreme_kl(weighted, estimator, sign):
-    logprobs = torch.tensor([[-1.0, -2.0]]).requires_grad_()
+    logprobs = (torch.tensor([[-1.0, -2.0]]) + min(sign * 1e4, 0.0)).requires_grad_()
     reference = logprobs.detach() - sign * torch.tensor([[1e4, 0.0]])
     output = gk.policy_loss(
         logprobs, logprobs.detach() - sign * 1e4, torch.tensor([0.0]), ref_logprobs=reference, kl_beta=0.5,

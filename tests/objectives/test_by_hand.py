@@ -92,7 +92,7 @@ def test_vespo():
     assert better == pytest.approx(-(w**2) * E(3 - 3 * w) / 2, rel=1e-12)
     assert worse == pytest.approx(w**3 * E(2 - 2 * w) / 2, rel=1e-12)
     # each log-ratio is clamped to 20 before they add up
-    _, ((cut, _),) = run(fp64([1e4, -19.0]), fp64(1.0), gk.VESPO())
+    _, ((cut, _),) = run(fp64([1e4, -19.0]), fp64(1.0), gk.VESPO(), logp=-20.0)
     assert cut == pytest.approx(-E(2) * E(3 - 3 * E(1)) / 2, rel=1e-12)
 
 

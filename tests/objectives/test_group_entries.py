@@ -203,9 +203,11 @@ def test_extreme_log_ratios(name, size):
     case, objective = case_of(name), OBJECTIVES[name]
     for seed in range(5):
         sign = torch.randn(sum(LENGTHS), generator=generator(seed)).sign().double()
-        old = case.inputs["logprobs"] - size * sign
+        # neither side is above 0
+        inputs = {"logprobs": case.inputs["logprobs"] + (size * sign).clamp(max=0)}
+        old = inputs["logprobs"] - size * sign
         terms = {key: old if key == "ref_logprobs" else value for key, value in case.terms.items()}
-        extreme = replace(case, old_logprobs=old, terms=terms)
+        extreme = replace(case, inputs=case.inputs | inputs, old_logprobs=old, terms=terms)
         got = coefficients(extreme, objective)
         loss = gk.policy_loss(
             extreme.inputs["logprobs"], old, extreme.advantages, **arguments(extreme, objective)

@@ -52,8 +52,11 @@ def batches(draw, *, most=0.3):
     direction = normal(*shape).sign() if mixed else normal(count, 1).sign()
     log_ratio = torch.tensor(sizes).double().unsqueeze(1) * direction * uniform(*shape).clamp(max=1.0)
     advantages = torch.tensor([1.0, *signs[1:]]).double() * uniform(count)
-    old = logprobs - log_ratio - 0.02 * normal(*shape)
-    old = old.clamp(max=-1e-3) if most < 1 else old
+    log_ratio = log_ratio + 0.02 * normal(*shape)
+    if most < 1:
+        old = (logprobs - log_ratio).clamp(max=-1e-3)
+    else:  # neither side above 0
+        logprobs, old = logprobs + log_ratio.clamp(max=0), logprobs - log_ratio.clamp(min=0)
     has = {
         "token_weights": uniform(*shape),
         "lengths": mask.sum(1) + 2.5,
