@@ -1,5 +1,6 @@
 #include "tokens.h"
 
+#include <algorithm>
 #include <bit>
 #include <type_traits>
 
@@ -39,11 +40,18 @@ GSPO_INLINE CountedSum counted_sum_of(const S* now, const O* old, const bool* ma
 template <class S>
 GSPO_INLINE bool any_above_of(const S* values, int64_t n) {
     using Bits = std::conditional_t<sizeof(S) == 4, int32_t, int64_t>;
-    Bits highest = 0;
-    for (int64_t i = 0; i < n; ++i) {
-        const Bits bits = std::bit_cast<Bits>(values[i]);
-        highest = bits > highest ? bits : highest;
+    constexpr int64_t kLanes = 64;
+    alignas(64) Bits lanes[kLanes] = {};
+    int64_t i = 0;
+    for (; i + kLanes <= n; i += kLanes) {
+        for (int64_t lane = 0; lane < kLanes; ++lane) {
+            const Bits bits = std::bit_cast<Bits>(values[i + lane]);
+            lanes[lane] = select(bits > lanes[lane], bits, lanes[lane]);
+        }
     }
+    for (; i < n; ++i) lanes[0] = std::max(lanes[0], std::bit_cast<Bits>(values[i]));
+    Bits highest = 0;
+    for (int64_t lane = 0; lane < kLanes; ++lane) highest = std::max(highest, lanes[lane]);
     return highest > std::bit_cast<Bits>(S(kHighestLogprob));
 }
 
