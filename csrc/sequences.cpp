@@ -79,6 +79,15 @@ Penalty kl_penalty(double d, int64_t estimator) {
     return {grown + std::max(d, std::numeric_limits<double>::lowest()), -grown};
 }
 
+// Of some elements of log-probs, if there are any.
+bool above(const std::optional<Tensor>& logprobs, int64_t begin, int64_t end) {
+    if (!logprobs) return false;
+    if (logprobs->scalar_type() == torch::headeronly::ScalarType::Double) {
+        return any_above(values<double>(logprobs) + begin, end - begin);
+    }
+    return any_above(values<float>(logprobs) + begin, end - begin);
+}
+
 // One number per sequence, or per token where it has two dimensions; 1 where there is none.
 class Factors {
   public:
@@ -174,10 +183,12 @@ bool ratio_step(const Tensor& logprobs, const SequenceTokens& tokens, const Rati
         };
         for_each_sequence([&](int64_t i, Sequence& sequence) {
             const auto [begin, end] = tokens_of(i);
-            const auto [count, log_ratio, above] = sum(begin, end - begin);
+            const auto [count, log_ratio] = sum(begin, end - begin);
             sequence.count = count;
             sequence.log_ratio = log_ratio;
-            sequence.doubtful = above || std::isnan(log_ratio);
+            sequence.doubtful = std::isnan(log_ratio) || any_above(now + begin, end - begin) ||
+                                above(tokens.old_logprobs, begin, end) ||
+                                above(tokens.ref_logprobs, begin, end);
             if (sequence.count) sequence.length = lengths ? lengths[i] : sequence.count;
         });
         double total = form.divisor == 2 ? 1.0 : 0.0;
@@ -220,12 +231,10 @@ bool ratio_step(const Tensor& logprobs, const SequenceTokens& tokens, const Rati
                     const Clipped clipped =
                         clip(log_ratio_of(token), advantages.at(i, token), weights.at(i, token), form);
                     sequence.add(clipped, 1);
-                    sequence.doubtful |= std::isnan(advantages.at(i, token));
                     losses += clipped.loss;
                     slope = clipped.coefficient * each;
                 }
                 if (reference) {
-                    sequence.doubtful |= reference[token] > kHighestLogprob;
                     const Penalty kl =
                         kl_penalty(difference(now[token], reference[token]), tokens.kl_estimator);
                     sequence.kl += kl.value;

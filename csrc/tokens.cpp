@@ -1,5 +1,9 @@
 #include "tokens.h"
 
+#include <algorithm>
+#include <bit>
+#include <type_traits>
+
 #include "clones.h"
 #include "vec_math.h"
 
@@ -12,17 +16,12 @@ GSPO_INLINE CountedSum counted_sum_of(const S* now, const O* old, const bool* ma
     alignas(64) double sums[kLanes] = {}, terms[kAtOnce];
     const uint8_t* counts = reinterpret_cast<const uint8_t*>(mask);
     int64_t count = 0;
-    uint8_t above = 0;
     for (int64_t begin = 0; begin < n; begin += kAtOnce) {
         const int64_t size = n - begin < kAtOnce ? n - begin : kAtOnce;
         uint8_t here = 0;
         for (int64_t i = 0; i < size; ++i) {
             const double a = now[begin + i], b = old[begin + i];
             terms[i] = select(counts[begin + i] == 0, 0.0, select(a == b, 0.0, a - b));
-        }
-        for (int64_t i = 0; i < size; ++i) {
-            const bool high = (now[begin + i] > S(kHighestLogprob)) | (old[begin + i] > O(kHighestLogprob));
-            above |= counts[begin + i] & uint8_t(high);
         }
         for (int64_t i = 0; i < size; ++i) here += counts[begin + i];
         count += here;
@@ -34,7 +33,26 @@ GSPO_INLINE CountedSum counted_sum_of(const S* now, const O* old, const bool* ma
     for (int64_t half = kLanes / 2; half > 0; half /= 2) {
         for (int64_t lane = 0; lane < half; ++lane) sums[lane] += sums[lane + half];
     }
-    return {count, sums[0], above != 0};
+    return {count, sums[0]};
+}
+
+// As integers numbers above 0 are in their order, and those below 0 are below them.
+template <class S>
+GSPO_INLINE bool any_above_of(const S* values, int64_t n) {
+    using Bits = std::conditional_t<sizeof(S) == 4, int32_t, int64_t>;
+    constexpr int64_t kLanes = 64;
+    alignas(64) Bits lanes[kLanes] = {};
+    int64_t i = 0;
+    for (; i + kLanes <= n; i += kLanes) {
+        for (int64_t lane = 0; lane < kLanes; ++lane) {
+            const Bits bits = std::bit_cast<Bits>(values[i + lane]);
+            lanes[lane] = select(bits > lanes[lane], bits, lanes[lane]);
+        }
+    }
+    for (; i < n; ++i) lanes[0] = std::max(lanes[0], std::bit_cast<Bits>(values[i]));
+    Bits highest = 0;
+    for (int64_t lane = 0; lane < kLanes; ++lane) highest = std::max(highest, lanes[lane]);
+    return highest > std::bit_cast<Bits>(S(kHighestLogprob));
 }
 
 template <class S>
@@ -69,6 +87,11 @@ GSPO_DEFINE_COUNTED_SUM(float, float)
 GSPO_DEFINE_COUNTED_SUM(float, double)
 GSPO_DEFINE_COUNTED_SUM(double, float)
 GSPO_DEFINE_COUNTED_SUM(double, double)
+
+#define GSPO_DEFINE_ANY_ABOVE(S) \
+    GSPO_CLONES bool any_above(const S* values, int64_t n) { return any_above_of(values, n); }
+GSPO_DEFINE_ANY_ABOVE(float)
+GSPO_DEFINE_ANY_ABOVE(double)
 
 #define GSPO_DEFINE_WRITE_COUNTED(S)                                               \
     GSPO_CLONES void write_counted(const bool* mask, int64_t n, S value, S* out) { \

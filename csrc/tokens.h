@@ -9,7 +9,6 @@ namespace gspo_kernels {
 struct CountedSum {
     int64_t count;
     double log_ratio;
-    bool above;  // whether one of the log-probs is above kHighestLogprob
 };
 
 // Nats. Log-probs are at most 0; those that were rounded to 16 bits may pass it by a little.
@@ -24,6 +23,11 @@ GSPO_DECLARE_COUNTED_SUM(float, double)
 GSPO_DECLARE_COUNTED_SUM(double, float)
 GSPO_DECLARE_COUNTED_SUM(double, double)
 #undef GSPO_DECLARE_COUNTED_SUM
+
+// Whether one of the values is above kHighestLogprob, or a NaN with the sign of a positive number; of those that
+// don't count, too.
+bool any_above(const float* values, int64_t n);
+bool any_above(const double* values, int64_t n);
 
 // `value` where the mask counts, 0 elsewhere.
 void write_counted(const bool* mask, int64_t n, float value, float* out);

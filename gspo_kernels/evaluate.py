@@ -7,6 +7,7 @@ its formula. The objective travels as a string.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -152,7 +153,10 @@ def _evaluate(logprobs: Tensor, entropy: Tensor | None, terms: Terms, want_metri
     loss = sum(sums[1:], start=sums[0])
 
     everywhere = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
-    moving = present & may_move(logprobs, terms)
+    moving = present
+    if terms.old_logprobs is not None and (not old.is_cpu or math.isnan(float(old.sum()))):
+        # NaN has no part where it decides nothing
+        moving = present & may_move(logprobs, terms)
     grads = [torch.where(moving, grad, 0.0) for grad in everywhere]
     metrics = logp.new_empty(0)
     if want_metrics:

@@ -368,7 +368,9 @@ def test_options_of_an_objective_are_not_the_losss(function):
     arguments = -torch.rand(2, 3), None, torch.ones(2)
     for objective in (gk.GSPO(), gk.GRPO(clip_high=0.3)):
         example = rf"objective={type(objective).__name__}\(clip_low=0.1\)"
-        with pytest.raises(TypeError, match=rf"clip_low: {function.__name__} has no such argument.*{example}"):
+        with pytest.raises(
+            TypeError, match=rf"clip_low: {function.__name__} has no such argument.*{example}"
+        ):
             function(*arguments, objective=objective, clip_low=0.1)
     for name in ("clip_high", "dual_clip", "aggregation", "tau_positive"):
         with pytest.raises(TypeError, match=f"{name}: .* it is an option of the objective"):

@@ -216,7 +216,7 @@ def test_a_small_tail_keeps_its_relative_accuracy(left, K, backend):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("K", [1, 2])
 def test_the_tail_of_a_sure_token(K, dtype, linear, backend):
-    """Its log-prob underflows to 0, and log(1 - exp(0)) would be -inf. Beside it is a token that is unsure."""
+    """Its log-prob underflows to 0, and log(1 - exp(0)) would be -inf."""
     gap = 110.0 if dtype != torch.float64 else 800.0
     rows = torch.tensor([[gap, 1.0, 0.0, -2.0], [0.0, 1.0, 2.0, 3.0], [0.5, gap, 1.0, 0.0]], dtype=dtype)
     ids = torch.tensor([0, 2, 1]).view(1, 3, 1).expand(1, 3, K)
