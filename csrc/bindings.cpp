@@ -65,11 +65,11 @@ void boxed_divergence(Tensor logits, Tensor labels, OptionalTensor row_temperatu
 enum Verdict : int64_t { kNoMask, kDoubtful, kPlausible };
 
 int64_t boxed_ratio_step(Tensor logprobs, Tensor mask, OptionalTensor old_logprobs, OptionalTensor offsets,
-                      Tensor advantages, OptionalTensor weights, OptionalTensor lengths,
-                      OptionalTensor normalizer, double log_low, double log_high, double log_dual,
-                      bool count_tokens, int64_t divisor_kind, double divisor_scale, bool per_token,
-                      OptionalTensor ref_logprobs, OptionalTensor kl_beta, int64_t kl_estimator, Tensor loss,
-                      Tensor metrics, Tensor grad_logprobs) {
+                         Tensor advantages, OptionalTensor weights, OptionalTensor lengths,
+                         OptionalTensor normalizer, double log_low, double log_high, double log_dual,
+                         bool count_tokens, int64_t divisor_kind, double divisor_scale, bool per_token,
+                         OptionalTensor ref_logprobs, OptionalTensor kl_beta, int64_t kl_estimator,
+                         Tensor loss, Tensor metrics, Tensor grad_logprobs) {
     const bool* counted = nullptr;
     std::unique_ptr<bool[]> merged;
     if (mask.scalar_type() == torch::headeronly::ScalarType::Bool) {
@@ -103,9 +103,8 @@ bool boxed_sequence_ratio_forward(Tensor logits, Tensor labels, OptionalTensor r
     for (int64_t i = 0; i < count; ++i) mask[i] = label[i] != ignore_index;
     const SequenceTokens tokens{mask.get(), old_logprobs, offsets, advantages, weights, lengths, normalizer};
     const RatioClip form{log_low, log_high, log_dual, count_tokens, divisor_kind, divisor_scale, per_token};
-    return ratio_step(
-        logprobs, tokens, form,
-        {.loss = loss, .metrics = metrics, .coefficients = coefficients, .divisor = divisor});
+    return ratio_step(logprobs, tokens, form,
+                      {.loss = loss, .metrics = metrics, .coefficients = coefficients, .divisor = divisor});
 }
 
 bool boxed_merge_mask(Tensor mask, OptionalTensor labels, int64_t ignore_index, Tensor counted,
@@ -188,6 +187,7 @@ STABLE_TORCH_LIBRARY(gspo_kernels_cpp, library) {
     library.def("product_instructions(bool bf16) -> int");
     library.def("has_product_instructions(int instructions, bool bf16) -> bool");
     library.def("amx_unavailable() -> str");
+    library.def("on_intel() -> bool");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(gspo_kernels_cpp, CPU, library) {
@@ -209,6 +209,7 @@ STABLE_TORCH_LIBRARY_IMPL(gspo_kernels_cpp, CompositeExplicitAutograd, library) 
     library.impl("product_instructions", TORCH_BOX(&gspo_kernels::product_instructions));
     library.impl("has_product_instructions", TORCH_BOX(&gspo_kernels::has_product_instructions));
     library.impl("amx_unavailable", TORCH_BOX(&gspo_kernels::amx_reason));
+    library.impl("on_intel", TORCH_BOX(&gspo_kernels::on_intel));
 }
 
 // Importing the module is what registers the operators; it has no contents of its own.

@@ -91,10 +91,16 @@ Instructions best_instructions(bool bf16) {
                              [&](Instructions i) { return has_instructions(i, bf16); });
     };
     if (!bf16) return first({avx512, avx2, portable});
-#if defined(__x86_64__) && defined(__GNUC__)
-    if (__builtin_cpu_is("intel")) return first({amx, avx512, avx2, portable});
-#endif
+    if (on_intel()) return first({amx, avx512, avx2, portable});
     return first({amx, avx512_bf16, avx512, avx2, portable});
+}
+
+bool on_intel() {
+#if defined(__x86_64__) && defined(__GNUC__)
+    return __builtin_cpu_is("intel");
+#else
+    return false;
+#endif
 }
 
 int64_t product_instructions(bool bf16) {

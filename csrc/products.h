@@ -25,5 +25,6 @@ void product(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias
 int64_t product_instructions(bool bf16);
 bool has_product_instructions(int64_t instructions, bool bf16);
 std::string amx_reason();
+bool on_intel();
 
 }  // namespace gspo_kernels

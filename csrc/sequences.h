@@ -41,8 +41,8 @@ struct SequenceOutputs {
     std::optional<Tensor> grad_logprobs{};  // like logprobs; absent: not wanted
 };
 
-// False where a log-prob may be above kHighestLogprob, or a sequence's advantage, its log-ratio or the loss is
-// NaN: the values need a closer look.
+// False where a log-prob may be above kHighestLogprob, or a sequence's advantage, its log-ratio or the loss
+// is NaN: the values need a closer look.
 bool ratio_step(const Tensor& logprobs, const SequenceTokens& tokens, const RatioClip& form,
                 const SequenceOutputs& outputs);
 

@@ -88,8 +88,10 @@ GSPO_DEFINE_COUNTED_SUM(float, double)
 GSPO_DEFINE_COUNTED_SUM(double, float)
 GSPO_DEFINE_COUNTED_SUM(double, double)
 
-#define GSPO_DEFINE_ANY_ABOVE(S) \
-    GSPO_CLONES bool any_above(const S* values, int64_t n) { return any_above_of(values, n); }
+#define GSPO_DEFINE_ANY_ABOVE(S)                             \
+    GSPO_CLONES bool any_above(const S* values, int64_t n) { \
+        return any_above_of(values, n);                      \
+    }
 GSPO_DEFINE_ANY_ABOVE(float)
 GSPO_DEFINE_ANY_ABOVE(double)
 

@@ -24,8 +24,8 @@ GSPO_DECLARE_COUNTED_SUM(double, float)
 GSPO_DECLARE_COUNTED_SUM(double, double)
 #undef GSPO_DECLARE_COUNTED_SUM
 
-// Whether one of the values is above kHighestLogprob, or a NaN with the sign of a positive number; of those that
-// don't count, too.
+// Whether one of the values is above kHighestLogprob, or a NaN with the sign of a positive number; of those
+// that don't count, too.
 bool any_above(const float* values, int64_t n);
 bool any_above(const double* values, int64_t n);
 

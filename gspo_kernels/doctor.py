@@ -14,7 +14,7 @@ from gspo_kernels import integrations
 from gspo_kernels.cpp.products import best_instructions, multiplies
 from gspo_kernels.integrations.errors import IntegrationError, require_package
 from gspo_kernels.invariance import is_batch_invariant
-from gspo_kernels.linear import calibration
+from gspo_kernels.linear.products import fp32_library
 from gspo_kernels.ops import backends
 
 _PACKAGES = (
@@ -89,7 +89,7 @@ def _frameworks() -> list[str]:
 
 def _products() -> list[str]:
     """Who multiplies hidden states and weights on the CPU."""
-    fp32 = calibration.choice()
+    fp32 = fp32_library()
     bf16 = "in fp32 by the library above: this processor has no AVX-512, or PyTorch may not use it"
     if multiplies(torch.bfloat16):
         without_amx = torch.ops.gspo_kernels_cpp.amx_unavailable()
@@ -98,7 +98,7 @@ def _products() -> list[str]:
     missing = backends.why_not("cpp", torch.device("cpu"))
     fixed = "by cpp" if missing is None else f"not here: {missing}"
     return [
-        f"  products of fp32 by {fp32.library}: {fp32.reason}",
+        f"  products of fp32 by {fp32}",
         f"  products of bf16 {bf16}",
         f"  products in batch-invariant mode {fixed}",
     ]

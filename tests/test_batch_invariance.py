@@ -13,7 +13,7 @@ from torch import Tensor
 
 import gspo_kernels as gk
 from gspo_kernels import cpp
-from gspo_kernels.linear import head
+from gspo_kernels.linear import head, products
 from gspo_kernels.linear.chunks import Call
 from gspo_kernels.linear.segments import Segments
 from tests.cases import generator
@@ -365,7 +365,7 @@ def test_segments_that_end_with_chunks_are_found(monkeypatch):
 
 def test_without_the_mode_bits_differ_where_the_library_multiplies(monkeypatch):
     """Where the processor's library multiplies one row in another order than many; it may not."""
-    monkeypatch.setenv("GSPO_KERNELS_CALIBRATE", "0")
+    monkeypatch.setattr(products, "fp32_library", lambda: "torch")
     given = problem(torch.float32)
     hidden, labels = rows_of_problem(given)
     one, many = hidden[:1] @ given.weight.t(), (hidden @ given.weight.t())[:1]

@@ -95,9 +95,7 @@ def resident(what):
 
 def child(contestant, tokens, dtype, sequences):
     """Print by how many bytes a forward and backward raise the peak, and what was promised."""
-    from gspo_kernels.linear import calibration
 
-    calibration.choice()  # where this processor was never measured, that takes memory of its own for a while
     plain, case = contestant == "naive", (DTYPES[dtype], int(sequences))
 
     def problem(*size):

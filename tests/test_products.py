@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -13,8 +12,8 @@ import torch
 
 import gspo_kernels as gk
 from gspo_kernels import cpp, doctor
-from gspo_kernels.cpp.products import multiplies
-from gspo_kernels.linear import calibration, head, products
+from gspo_kernels.cpp.products import best_instructions, multiplies
+from gspo_kernels.linear import head, products
 from gspo_kernels.linear.head import Head
 from tests.cases import generator, make_case, run
 from tests.judging import assert_equals_oracle
@@ -111,124 +110,21 @@ def test_small_weights_and_other_dtypes_are_left_to_torch(monkeypatch):
     assert not products.in_blocks(torch.empty(products.SMALL, 1, device="meta"))
 
 
-# --- what is measured, and remembered
-
-
-@pytest.fixture
-def cache(monkeypatch, tmp_path):
-    """A cache of its own, a processor that has products, and what is measured: seconds to be set."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.delenv("GSPO_KERNELS_CALIBRATE", raising=False)
-    monkeypatch.setattr(calibration, "multiplies", lambda dtype: True)
-    measured = []
-    seconds = {"torch": 2.0, "cpp": 1.0}
-
-    def measure():
-        measured.append(dict(seconds))
-        return dict(seconds)
-
-    monkeypatch.setattr(calibration, "measure", measure)
-    calibration.choice.cache_clear()
-    yield measured, seconds
-    calibration.choice.cache_clear()
-
-
-def chosen_by_another_process() -> str:
-    calibration.choice.cache_clear()
-    return calibration.fp32_library()
-
-
-def test_a_processor_is_measured_once(cache):
-    measured, seconds = cache
-    assert calibration.fp32_library() == calibration.fp32_library() == "cpp" and len(measured) == 1
-    seconds.update(cpp=5.0)
-    assert chosen_by_another_process() == "cpp" and len(measured) == 1
-    assert list(calibration.cache_file().parent.iterdir()) == [calibration.cache_file()]
-
-
-@pytest.mark.parametrize(("ratio", "library"), [(0.99, "torch"), (1.01, "cpp")])
-def test_it_takes_a_margin(cache, ratio, library):
-    cache[1]["torch"] = ratio * calibration.MARGIN
-    assert calibration.fp32_library() == library
-
-
 @pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        b"\xff\xfe",
-        b"[]",
-        b'{"seconds": {"torch": 1}}',
-        b'{"seconds": {"torch": -1, "cpp": 0}}',
-        b'{"seconds": {"torch": "x", "cpp": 1}}',
-        b'{"seconds": null}',
-    ],
+    ("intel", "has", "library"), [(True, True, "torch"), (False, True, "cpp"), (False, False, "torch")]
 )
-def test_a_file_that_makes_no_sense_is_replaced(cache, content):
-    measured, _ = cache
-    calibration.cache_file().parent.mkdir()
-    calibration.cache_file().write_bytes(content)
-    assert calibration.fp32_library() == "cpp" and len(measured) == 1
-    assert json.loads(calibration.cache_file().read_text())["seconds"] == measured[0]
-    assert chosen_by_another_process() == "cpp" and len(measured) == 1
-
-
-def test_who_keeps_a_measurement_first_decides_for_all(cache, monkeypatch):
-    """Another process measures at the same time, finds otherwise, and is faster to write it down."""
-
-    def measure():
-        calibration.cache_file().parent.mkdir(exist_ok=True)
-        calibration.cache_file().write_text('{"seconds": {"torch": 1.0, "cpp": 1.0}}')
-        return {"torch": 2.0, "cpp": 1.0}
-
-    monkeypatch.setattr(calibration, "measure", measure)
-    assert calibration.fp32_library() == "torch" == chosen_by_another_process()
-
-
-def test_a_cache_that_can_t_be_written_is_no_error(cache, monkeypatch, tmp_path):
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert calibration.fp32_library() == "cpp" == chosen_by_another_process()
-    assert len(cache[0]) == 2
-
-
-def test_switched_off(cache, monkeypatch):
-    monkeypatch.setenv("GSPO_KERNELS_CALIBRATE", "0")
-    assert calibration.choice() == ("torch", "GSPO_KERNELS_CALIBRATE=0") and not cache[0]
-    assert not calibration.cache_file().exists()
-
-
-def test_processors_without_products_are_not_measured(cache, monkeypatch):
-    monkeypatch.setattr(calibration, "multiplies", lambda dtype: False)
-    assert calibration.fp32_library() == "torch" and not cache[0]
-
-
-def test_other_instructions_are_another_processor(cache, monkeypatch):
-    monkeypatch.setenv("MKL_ENABLE_INSTRUCTIONS", "AVX2")
-    before = calibration.cache_file()
-    monkeypatch.setenv("MKL_ENABLE_INSTRUCTIONS", "AVX512")
-    assert calibration.cache_file() != before
-
-
-@pytest.mark.parametrize("home", ["", "relative"])
-def test_the_cache_is_the_user_s(monkeypatch, home, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", home)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert calibration.cache_file().parent == tmp_path / ".cache" / "gspo_kernels"
+def test_the_library_of_fp32_products_is_a_rule_by_vendor(monkeypatch, intel, has, library):
+    monkeypatch.setattr(products, "on_intel", lambda: intel)
+    monkeypatch.setattr(products, "multiplies", lambda dtype: has)
+    assert products.fp32_library() == library
 
 
 @here
-def test_measuring_takes_both_libraries_through_the_three_products():
-    seconds = calibration.measure()
-    assert set(seconds) == set(calibration.LIBRARIES) and all(value > 0 for value in seconds.values())
-
-
-def test_the_doctor_says_who_multiplies(cache):
+def test_the_doctor_says_what_multiplies():
     text = doctor.report()
-    assert "products of fp32 by cpp: measured: torch 2000.00 ms, cpp 1000.00 ms" in text
-    assert str(calibration.cache_file()) in text
-
-    assert "products of bf16" in text
+    assert f"products of fp32 by {products.fp32_library()}" in text and "products of bf16" in text
+    if multiplies(torch.bfloat16):
+        assert f"by cpp with {best_instructions(torch.bfloat16)}" in text
 
 
 @pytest.mark.slow

@@ -228,7 +228,7 @@ PLANTED = {
     "a loss that knows the trainer": ("linear/calls.py", "import gspo_kernels.trainer"),
     "a trainer that knows the report on it": ("trainer/trainer.py", "import gspo_kernels.mismatch"),
     "an adapter that knows the command line": ("integrations/verl.py", "import gspo_kernels.cli"),
-    "a head that knows schedules": ("linear/head.py", "from gspo_kernels.linear import schedule"),
+    "a head that knows scores": ("linear/head.py", "from gspo_kernels.linear import scores"),
     "a process group that knows operators": ("parallel/groups.py", "from gspo_kernels.ops import values"),
     "a module in no layer": ("stray.py", ""),
 }

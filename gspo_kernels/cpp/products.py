@@ -27,6 +27,11 @@ def best_instructions(dtype: torch.dtype) -> str:
     return INSTRUCTIONS[_operators().product_instructions(dtype == torch.bfloat16)]
 
 
+def on_intel() -> bool:
+    """Whether this is a processor of Intel's, for which MKL is made."""
+    return bool(_operators().on_intel())
+
+
 def values_in_step(dtype: torch.dtype) -> int:
     """Values along K that the best instructions for fp32 or bf16 sum up in an order of their own."""
     if dtype == torch.float32:
