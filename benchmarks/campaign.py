@@ -55,7 +55,6 @@ class Stage:
 _ON_DEVICE = (
     "tests/kernels/test_triton_rows.py",
     "tests/kernels/test_sequence_ratio.py",
-    "tests/kernels/test_triton_scoring.py",
     "tests/invariants",
     "tests/equivalence",
 )

@@ -136,7 +136,6 @@ def _register_scoring(name: str, about: dict[str, Any], **options: Any) -> None:
 
 _register_scoring("float32 logits", {"precision": "float32"})
 _register_scoring("16-bit logits", {"precision": "input", "only_16_bit": True}, logits_dtype="input")
-_register_scoring("no logits", {"precision": "float32"}, max_chunk_bytes=0, backend="triton")
 _register_scoring("float32 logits, reference backend", {"precision": "float32"}, backend="reference")
 
 

@@ -1,8 +1,8 @@
 """How long a step from hidden states takes beside its three products, by counting: no device is involved.
 
-``python -m benchmarks.estimate`` prints it, and what a product reaches that is folded in registers. Products
-take as long as their operations, or their bytes where those take longer; what lies between them takes as long
-as its bytes. Launches, looks at the device and the work per token are left out.
+``python -m benchmarks.estimate`` prints it. Products take as long as their operations, or their bytes where
+those take longer; what lies between them takes as long as its bytes. Launches, looks at the device and the
+work per token are left out.
 """
 
 from __future__ import annotations
@@ -56,34 +56,7 @@ class Step:
         return (products + between / BANDWIDTH) / bare
 
 
-LANES, PRODUCTS_PER_CLOCK, L2_PER_CLOCK = 128, 2048, 24.0
-"""Of an H100's multiprocessor, per clock: instructions of single lanes, 16-bit multiply-adds, and the bytes
-that 5.5e12 a second from the L2 cache are for each of 132 at 1.755 GHz.
-"""
-
-
-@dataclass(frozen=True)
-class ScoringTile:
-    """A tile of logits that is folded where it is computed, by about 14 instructions a logit."""
-
-    width: int = 4096
-    rows: int = 128
-    columns: int = 256
-    fold: float = 14.0
-
-    def of_peak(self, overlapped: bool) -> float:
-        """Of the tensor cores' peak; ``overlapped``: the fold runs beside the next tile's products."""
-        products = self.rows * self.columns * self.width / PRODUCTS_PER_CLOCK
-        operands = 2.0 * (self.rows + self.columns) * self.width / L2_PER_CLOCK
-        fold = self.fold * self.rows * self.columns / LANES
-        clocks = max(products, operands, fold) if overlapped else max(products, operands) + fold
-        return products / clocks
-
-
 if __name__ == "__main__":
-    for name, hidden in (("after its products", False), ("beside the next tile's", True)):
-        share = 100 * ScoringTile().of_peak(hidden)
-        print(f"a scoring tile, folded {name}: {share:.0f}% of the peak, counted, not measured")
     for name, *ways in (
         ("dWeight added to its sum", False),
         ("dWeight summed inside of its product, logits read twice so that rows can be left out", True),

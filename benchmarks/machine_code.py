@@ -31,13 +31,12 @@ from gspo_kernels.kernels import (
     one_pass,
     products,
     scale,
-    scoring,
     sequence_ratio,
     steps,
 )
 
 _LAUNCHING = (
-    divergences, gradients, hidden, logprobs, one_pass, products, scale, scoring, sequence_ratio, steps,
+    divergences, gradients, hidden, logprobs, one_pass, products, scale, sequence_ratio, steps,
 )  # fmt: skip
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -96,7 +95,6 @@ def name_of(call: Call) -> str:
     known = (
         "SCALED",
         "SOFTCAP",
-        "ALIGNED",
         "PER_TOKEN",
         "SHARDED",
         "A_ALONG_K",

@@ -1,9 +1,8 @@
 """A sweep of kernel configurations: which tiles are fastest on this device, beside those that are chosen now.
 
-Row kernels take their block and warps from tables of ``kernels.launch``; the scoring kernel its tile from
-``kernels.scoring``. Each configuration replaces the entry for its time only, and must give the same answer as
-the present one before it is timed (bit for bit but for the order of sums: within a rounding of fp32
-log-probs).
+Row kernels take their block and warps from tables of ``kernels.launch``. Each configuration replaces the
+entry for its time only, and must give the same answer as the present one before it is timed (bit for bit but
+for the order of sums: within a rounding of fp32 log-probs).
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ def _median(call: Callable[[], Any], device: torch.device, repeats: int) -> floa
 
 def configurations(tiny: bool) -> list[tuple[str, str, tuple[int, ...]]]:
     """(kernel, what its numbers mean, numbers): the present ones first, then the kernels in turn."""
-    from gspo_kernels.kernels import launch, scoring
+    from gspo_kernels.kernels import launch
 
     blocks, warps = ((4096, 8192) if tiny else (2048, 4096, 8192, 16384)), ((8,) if tiny else (4, 8, 16))
     columns: list[list[tuple[str, str, tuple[int, ...]]]] = []
@@ -69,16 +68,6 @@ def configurations(tiny: bool) -> list[tuple[str, str, tuple[int, ...]]]:
         present = (table[2].block, table[2].warps)
         others = [(b, w) for b in blocks for w in warps if (b, w) != present]
         columns.append([(kernel, "block, warps", numbers) for numbers in (present, *others)])
-    fields = "rows, columns, depth, warps, stages, slices"
-    tiles = [tuple(scoring._LARGE), (128, 256, 64, 8, 3, 8), (128, 256, 64, 8, 4, 4), (128, 128, 64, 4, 4, 4)]
-    tiles += [
-        (128, 128, 64, 8, 4, 4),
-        (256, 128, 64, 8, 3, 4),
-        (64, 256, 64, 4, 4, 8),
-        (128, 256, 32, 8, 5, 8),
-    ]
-    kept: list[tuple[int, ...]] = list(dict.fromkeys(tiles))
-    columns.append([("scoring", fields, tile) for tile in (kept[:1] if tiny else kept)])
     columns.append([("held", "blocks of threads at most", (blocks,)) for blocks in (16, 8, 4, 0)])
     return [one for turn in itertools.zip_longest(*columns) for one in turn if one is not None]
 
@@ -86,18 +75,16 @@ def configurations(tiny: bool) -> list[tuple[str, str, tuple[int, ...]]]:
 def tune(options: Options) -> list[dict[str, Any]]:
     """Seconds of every configuration that time allows."""
     from gspo_kernels import kernels
-    from gspo_kernels.kernels import launch, one_pass, scoring
+    from gspo_kernels.kernels import launch, one_pass
     from gspo_kernels.types import LogitTransform
 
     device, plain = options.device, LogitTransform()
-    N, V, H = (4, 300, 64) if options.tiny else (4096, 151936, 4096)
+    N, V = (4, 300) if options.tiny else (4096, 151936)
     generator = torch.Generator(device).manual_seed(0)
     logits = torch.randn(1, N, V, generator=generator, device=device).mul_(3).bfloat16()
     labels = torch.randint(V, (1, N), generator=generator, device=device)
     c = torch.randn(1, N, generator=generator, device=device)
     out = torch.empty_like(logits)
-    hidden = torch.randn(N, H, generator=generator, device=device).bfloat16()
-    weight = (torch.randn(V, H, generator=generator, device=device) * 3 / H**0.5).bfloat16()
     stats = kernels.logprobs_forward(logits, labels, plain, ignore_index=-100, entropy=False)
 
     def backward() -> Tensor:
@@ -114,11 +101,6 @@ def tune(options: Options) -> list[dict[str, Any]]:
         "backward": backward,
         "fold_and_grad": in_one_pass,
         "held": in_one_pass,
-        "scoring": lambda: (
-            kernels.linear_logprobs_forward(
-                hidden, weight, None, labels[0], plain, ignore_index=-100, entropy=False
-            ).logprobs
-        ),
     }
     tables = {"fold": launch.FOLD, "backward": launch.BACKWARD, "fold_and_grad": launch.FOLD_AND_GRAD}
     wanted: dict[str, Tensor] = {}
@@ -129,9 +111,7 @@ def tune(options: Options) -> list[dict[str, Any]]:
         if time.perf_counter() - start > SECONDS:
             line["skipped"] = "out of time"
             continue
-        if kernel == "scoring":
-            change = _attribute(scoring, "_LARGE", scoring.ProductTile(*numbers))
-        elif kernel == "held":
+        if kernel == "held":
             change = _attribute(one_pass, "most_blocks", lambda device, most=numbers[0]: most)
         else:
             change = _entry(tables[kernel], 2, launch.Tile(*numbers))

@@ -134,18 +134,15 @@ def linear_token_logprobs(
             token).
         logit_scale: factor on the logits, bias included.
         softcap: bound of the tanh soft-capping, or None.
-        kept_ids, kept_mask: as in ``token_logprobs``; not with ``max_chunk_bytes=0`` on a GPU.
+        kept_ids, kept_mask: as in ``token_logprobs``.
         ignore_index: positions with this label are left out: 0.0, no gradient, never projected.
         return_entropy: also return the differentiable entropy.
         logits_dtype: "float32": products of 16-bit inputs leave the matrix product in fp32. "input": they are
             rounded to the inputs' dtype, as other trainers do.
         max_chunk_bytes: bytes of logits that exist at once, at least a row; by default 4,096 rows on a
             GPU and 1,024 to 2,048 on the CPU, as many as fit 256 MiB; at least 64 MiB, at most 1/16 of the
-            memory. 0: logits are never written at all; for scoring without a gradient, by the backends
-            "cpp" and "triton". The former does so anyway, but for rounded 16-bit logits and ``tp_group``,
-            with the bits that written logits give. The latter's kernel is never chosen by itself and
-            refused where ``batch_invariant``: its sums have another order, so that ratios with the losses'
-            log-probs are 1 to rounding instead of exactly.
+            memory. The backend "cpp" writes no logits at all, but for rounded 16-bit logits and
+            ``tp_group``; the bits are those that written logits give.
         batch_invariant: whether results keep their bits whatever is computed along with them; None: as
             ``set_batch_invariant`` says, whose documentation says what that promises.
         backend: "auto", "triton", "cpp" or "reference".

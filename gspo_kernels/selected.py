@@ -173,7 +173,7 @@ def linear_selected_logprobs(
             never projected.
         bias: [V] or None.
         temperature, logit_scale, softcap, logits_dtype, backend: as in ``linear_token_logprobs``.
-        max_chunk_bytes, batch_invariant: as there; a budget of 0 is refused.
+        max_chunk_bytes, batch_invariant: as there.
         tp_group, vocab_range, reduce_hidden_grad, sequence_parallel: as there.
 
     Returns:

@@ -323,6 +323,17 @@ def test_messages_say_what_was_got_and_what_is_expected():
         token(**(arguments(token) | {"labels": torch.full((B, T), V)}))
 
 
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize("function", [linear, fused_linear])
+@pytest.mark.parametrize("budget", [0, -1])
+def test_a_chunk_has_at_least_a_row(function, budget, backend):
+    """Also where no gradient is wanted, and the backend writes no logits anyway."""
+    kwargs = arguments(function) | {"max_chunk_bytes": budget, "backend": backend}
+    expected = rf"max_chunk_bytes: got {budget}, expected at least 1: a chunk is at least a row"
+    with torch.no_grad(), pytest.raises(ValueError, match=expected):
+        function(**kwargs)
+
+
 @pytest.mark.parametrize("function", [fused, fused_linear])
 @pytest.mark.parametrize("wrong", [-1, V])
 def test_one_label_that_is_no_column_is_found_where_nothing_is_learned(function, wrong):

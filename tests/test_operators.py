@@ -31,7 +31,7 @@ def operator_inputs():
     kept |= bits.packed_ids(labels.unsqueeze(-1), 7)
     options = RowOptions(1.5, 4.0, 0.7, None, None, -100, "cpp")
     by_row = RowOptions(1.0, 0.0, 1.0, torch.full((2, 3), 0.8), kept, -100, "reference")
-    in_triton, by_row_in_triton = (each._replace(backend="triton", kept=None) for each in (options, by_row))
+    in_triton = options._replace(backend="triton", kept=None)
     scored = logprobs_forward(logits, labels, options, True)
     logprobs, entropy, upstream = scored.logprobs, scored.entropy, torch.randn(2, 3, generator=rng)
     stats, without_entropy = RowStats(*scored), RowStats(logprobs, scored.lse, None)
@@ -109,10 +109,6 @@ def operator_inputs():
         "linear_logprobs_forward": [
             (trained(options), True),
             (frozen(by_row), False),
-        ],
-        "unwritten_logprobs": [
-            (trained(in_triton), True),
-            (frozen(by_row_in_triton), False),
         ],
         "linear_logprobs_backward": [
             (trained(options), stats, upstream, upstream, everything, True),

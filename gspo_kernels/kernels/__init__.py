@@ -15,7 +15,6 @@ from gspo_kernels.kernels.logprobs import logprobs_forward
 from gspo_kernels.kernels.one_pass import logprobs_and_grad, logprobs_and_rows, one_pass_pays
 from gspo_kernels.kernels.products import fixed_product
 from gspo_kernels.kernels.scale import scale_
-from gspo_kernels.kernels.scoring import linear_logprobs_forward, linear_logprobs_unavailable
 from gspo_kernels.kernels.sequence_ratio import sequence_ratio_forward
 from gspo_kernels.kernels.steps import ratio_step
 
@@ -24,8 +23,6 @@ __all__ = [
     "divergence",
     "fixed_product",
     "gradient_of_rows",
-    "linear_logprobs_forward",
-    "linear_logprobs_unavailable",
     "logprobs_and_grad",
     "logprobs_and_rows",
     "logprobs_backward",

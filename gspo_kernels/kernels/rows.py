@@ -243,21 +243,6 @@ def _fold_block(state, y, power, SCALED: tl.constexpr, ENTROPY: tl.constexpr, PL
 
 
 @triton.jit
-def joined_folds(one, other, ENTROPY: tl.constexpr, PLATFORM: tl.constexpr):
-    """(peak, total, spread) of the columns of two folds together. The peak of ``one`` must be finite."""
-    peak = tl.maximum(one[0], other[0])
-    down = one[0] - peak
-    other_down = other[0] - peak
-    e = exp_flushed(down, PLATFORM)
-    other_e = exp_flushed(other_down, PLATFORM)
-    spread = one[2]
-    if ENTROPY:
-        spread = e * (one[2] + tl.maximum(down, -HUGE) * one[1])
-        spread += other_e * (other[2] + tl.maximum(other_down, -HUGE) * other[1])
-    return peak, e * one[1] + other_e * other[1], spread
-
-
-@triton.jit
 def open_row(
     row,
     label,

@@ -14,7 +14,7 @@ from gspo_kernels.linear.inputs import (
     check_inputs,
     check_teachers_head,
 )
-from gspo_kernels.linear.logprobs import LinearTokenLogprobsFunction, check_unwritten, unwritten_logprobs
+from gspo_kernels.linear.logprobs import LinearTokenLogprobsFunction
 from gspo_kernels.linear.loss import LinearPolicyFunction, Settings
 from gspo_kernels.linear.plan import SchedulePlan, Wire, explain
 from gspo_kernels.linear.schedule import Shapes, choose
@@ -46,25 +46,16 @@ def linear_token_logprobs(
     return_entropy: bool,
 ) -> TokenLogprobs:
     """See ``gspo_kernels.linear_token_logprobs``."""
-    budget = product_arguments.max_chunk_bytes
-    unwritten = budget == 0 and not isinstance(budget, bool)
-    if unwritten:
-        product_arguments = product_arguments._replace(max_chunk_bytes=None)
     chunking = product_arguments.checked(compact=True, group=logit_arguments.tp_group)
     hidden, weight, bias = check_inputs(hidden, weight, bias, labels, chunking)
     packed = labels.ndim == 1
     options = logit_arguments.checked(labels, labels.shape[0], weight.shape[0])
     checks.flag("return_entropy", return_entropy)
-    if unwritten:
-        check_unwritten(hidden, weight, bias, logit_arguments, chunking, options)
     rows, row_labels = as_rows(hidden, packed), as_rows(labels, packed)
     options = logit_arguments.with_rows(options, row_labels, packed, None, hidden.dtype, weight.shape[0])
     operands = LinearOperands(rows, weight, bias, row_labels, options, chunking)
     compare_ranks(row_labels, None, options, weight.shape[0], operands.scattered)
-    if unwritten and options.backend == "triton":
-        logprobs, entropy = unwritten_logprobs(operands, return_entropy)
-    else:
-        logprobs, entropy = LinearTokenLogprobsFunction.apply(*operands, return_entropy, True)
+    logprobs, entropy = LinearTokenLogprobsFunction.apply(*operands, return_entropy, True)
     return TokenLogprobs(from_rows(logprobs, packed), from_rows(entropy, packed) if return_entropy else None)
 
 

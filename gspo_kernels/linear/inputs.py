@@ -30,7 +30,7 @@ class ProductArguments(NamedTuple):
         checks.choice("logits_dtype", self.logits_dtype, LOGITS_DTYPES)
         budget = self.max_chunk_bytes
         if budget is not None and checks.integer("max_chunk_bytes", budget) < 1:
-            raise ValueError(f"max_chunk_bytes: got {budget}, expected at least 1")
+            raise ValueError(f"max_chunk_bytes: got {budget}, expected at least 1: a chunk is at least a row")
         reduces = checks.flag("reduce_hidden_grad", self.reduce_hidden_grad)
         scattered = checks.flag("sequence_parallel", self.sequence_parallel)
         for name, value in (("reduce_hidden_grad", not reduces), ("sequence_parallel", scattered)):

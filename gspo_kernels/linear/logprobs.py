@@ -1,8 +1,8 @@
-"""Operators: log-probs of hidden states and their gradient, and log-probs without written logits."""
+"""Operators: log-probs of hidden states and their gradient."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +11,6 @@ from gspo_kernels.linear.chunks import Call, Chunking, LinearOperands
 from gspo_kernels.linear.gradients import Gradients, HeadGradients, active, recompute
 from gspo_kernels.linear.scores import Scores
 from gspo_kernels.linear.sums import Needs
-from gspo_kernels.logits import LogitArguments
 from gspo_kernels.ops.library import operator
 from gspo_kernels.ops.logprobs import ScoredRows, save_rows, saved_rows
 from gspo_kernels.types import RowOptions, RowStats
@@ -31,75 +30,6 @@ def linear_logprobs_forward(operands: LinearOperands, entropy: bool) -> ScoredRo
 @linear_logprobs_forward.register_fake
 def _(operands: LinearOperands, entropy: bool) -> ScoredRows:
     return ScoredRows.fake(operands.labels, operands.hidden.dtype, entropy)
-
-
-class UnwrittenLogprobs(NamedTuple):
-    """Log-probs and entropy [B, T]; the entropy is empty where it was not asked for."""
-
-    logprobs: Tensor
-    entropy: Tensor
-
-
-@operator
-def unwritten_logprobs(operands: LinearOperands, entropy: bool) -> UnwrittenLogprobs:
-    """Log-probs and entropy of hidden states at their labels; no logits are written. Triton only."""
-    from gspo_kernels.kernels import linear_logprobs_forward as score
-
-    call = Call.of(operands).check()
-    rows = call.chunk(call.index(call.counted))
-    stats = score(
-        rows.hidden,
-        call.head.weight,
-        call.head.bias,
-        rows.labels.squeeze(0),
-        rows.transform,
-        ignore_index=operands.options.ignore_index,
-        entropy=entropy,
-    )
-    logprobs, entropies = call.new_rows(), call.new_rows() if entropy else stats.logprobs.new_empty(0)
-    logprobs.view(-1)[rows.where] = stats.logprobs
-    if stats.entropy is not None:
-        entropies.view(-1)[rows.where] = stats.entropy
-    return UnwrittenLogprobs(logprobs, entropies)
-
-
-@unwritten_logprobs.register_fake
-def _(operands: LinearOperands, entropy: bool) -> UnwrittenLogprobs:
-    scored = ScoredRows.fake(operands.labels, operands.hidden.dtype, entropy)
-    return UnwrittenLogprobs(scored.logprobs, scored.entropy)
-
-
-def check_unwritten(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    logit_arguments: LogitArguments,
-    chunking: Chunking,
-    options: RowOptions,
-) -> None:
-    """Refuse what can't be scored without writing logits."""
-    trained = [x for x in (hidden, weight, bias) if x is not None and x.requires_grad]
-    reason: str | None
-    if trained and torch.is_grad_enabled():
-        reason = "there is no gradient; call it under torch.no_grad()"
-    elif chunking.logits_dtype != "float32":
-        reason = f"logits_dtype={chunking.logits_dtype!r} rounds what is not written"
-    elif options.backend not in ("triton", "cpp"):
-        reason = f"it takes the Triton or the C++ backend, and this call's is {options.backend!r}"
-    elif options.shard.group:
-        reason = "ranks with shards of the vocabulary (tp_group) write theirs"
-    elif options.backend == "cpp":
-        reason = None  # it writes none anyway
-    elif chunking.batch_invariant:
-        reason = "the kernel's sums have another order than those of logits, which batch-invariant mode takes"
-    elif logit_arguments.kept_ids is not None or logit_arguments.kept_mask is not None:
-        reason = "its kernel has no sampling masks (kept_ids, kept_mask)"
-    else:
-        from gspo_kernels.kernels import linear_logprobs_unavailable
-
-        reason = linear_logprobs_unavailable(hidden, weight)
-    if reason is not None:
-        raise ValueError(f"max_chunk_bytes: got 0 (logits are never written), but {reason}")
 
 
 @operator

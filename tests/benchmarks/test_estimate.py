@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.estimate import BANDWIDTH, OPERATIONS, ScoringTile, Step
+from benchmarks.estimate import BANDWIDTH, OPERATIONS, Step
 
 PAGE = Path(__file__).parents[2] / "docs" / "hidden_states.md"
 
@@ -23,21 +23,6 @@ def test_the_page_quotes_what_is_counted():
 
 def test_an_on_policy_step_is_within_eight_hundredths_of_its_products():
     assert 1.0 < Step().over_products(True, held=True) <= 1.08
-
-
-def test_the_page_quotes_what_a_scoring_tile_reaches():
-    quoted = re.findall(
-        r"reaches (\d+)% of the peak; .* it would be (\d+)%\.", " ".join(PAGE.read_text("utf-8").split())
-    )
-    assert quoted == [tuple(f"{100 * ScoringTile().of_peak(hidden):.0f}" for hidden in (False, True))]
-
-
-def test_a_scoring_tile_by_hand():
-    """128 x 256 at H = 4,096: 65,536 clocks of products, 131,072 of operands, 3,584 of the fold."""
-    assert ScoringTile().of_peak(True) == 0.5
-    assert ScoringTile().of_peak(False) == pytest.approx(65536 / (131072 + 3584))
-    # a tile that is folded for longer than it is multiplied
-    assert ScoringTile(width=64).of_peak(True) == pytest.approx(1024 / 3584)
 
 
 def test_one_chunk_by_hand():

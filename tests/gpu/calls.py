@@ -119,7 +119,7 @@ def taught(device, scale):
 
 
 # Which kernels: sequence_ratio, ratio_step, logprobs_forward, logprobs_backward, logprobs_and_grad (also
-# in place and narrowing in place), score_tile with combine_splits, scale, divergence (in both ways, too).
+# in place and narrowing in place), scale, divergence (in both ways, too).
 CALLS = {
     "sequence ratio": from_logits,
     "sequence ratio, packed, in place": lambda *to: from_logits(*to, packed=True, in_place=True),
@@ -139,7 +139,6 @@ CALLS = {
     "reverse KL, hidden": lambda device, scale: distilled(device, scale, 1.0, scale.width),
     "forward KL, hidden": lambda device, scale: distilled(device, scale, 0.0, scale.width),
     "an objective and a teacher, hidden": taught,
-    "scoring without logits": lambda *to: scores(*to, max_chunk_bytes=0),
 }
 
 

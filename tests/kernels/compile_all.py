@@ -26,7 +26,7 @@ from benchmarks.machine_code import (
 )
 from benchmarks.static import KERNELS, record
 from gspo_kernels import kernels
-from gspo_kernels.kernels import one_pass, products, scoring
+from gspo_kernels.kernels import one_pass, products
 from gspo_kernels.types import (
     KLPenalty,
     LogitTransform,
@@ -186,25 +186,6 @@ def backward_of_rows(transform: LogitTransform, entropy: bool) -> None:
     )
 
 
-def score(
-    N: int, H: int, V: int, dtype: torch.dtype, transform: LogitTransform, everything: bool, target: str
-) -> None:
-    """The scoring launcher as on the target, with every optional argument or with none."""
-    scoring.platform = lambda: TARGETS[target].backend
-    scoring.shared_memory = lambda device: SHARED_MEMORY[target]
-    if everything:
-        transform = transform._replace(temperature=1.0, row_temperature=torch.ones(1, N))
-    kernels.linear_logprobs_forward(
-        torch.empty(N, H, dtype=dtype),
-        torch.empty(V, H, dtype=dtype),
-        torch.empty(V) if everything else None,
-        torch.zeros(N, dtype=torch.int64),
-        transform,
-        ignore_index=-100,
-        entropy=everything,
-    )
-
-
 def multiply(n: int, H: int, V: int, dtype: torch.dtype, target: str) -> None:
     """The launcher of fixed products as on the target: a chunk's three products."""
     products.platform = lambda: TARGETS[target].backend
@@ -265,20 +246,6 @@ def keys(kind: str) -> dict[str, int]:
     return {name: len(specialisations) for name, specialisations in found.items()}
 
 
-def scoring_keys(kind: str) -> dict[str, int]:
-    """The same for the scoring kernels."""
-    recorder = Recorder()
-    for N, H, V in {
-        "scored rows": [(N, 128, V) for N in (1, 16, 17, 4096) for V in (1, 16, 1009)],
-        "scored widths": [(16, 128, 16), (16, 129, 16)],
-    }[kind]:
-        score(N, H, V, torch.bfloat16, PLAIN, False, "sm_90")
-    found: dict[str, set[str]] = {}
-    for call in recorder.calls:
-        found.setdefault(call[0].fn.__name__, set()).add(specialisation(call, TARGETS["sm_90"])[0])
-    return {name: len(specialisations) for name, specialisations in found.items()}
-
-
 def order_of_cluster(kernel: Any) -> list[str]:
     """Accesses to memory and to other blocks' shared memory, and the barriers of a cluster, in the PTX."""
     return re.findall(r"\b(?:barrier\.cluster\.\S+|(?:ld|st)\.(?:\S*global\S*|shared\S*))", kernel.asm["ptx"])
@@ -296,7 +263,7 @@ def order_of_memory(kernel: Any) -> list[str]:
 def is_read(name: str) -> bool:
     """Whether a test asks the machine code of a kernel."""
     words = set(name.split())
-    if words & {"ratio_step_kernel", "scale_kernel", "combine_splits_kernel"}:
+    if words & {"ratio_step_kernel", "scale_kernel"}:
         return False
     if name.startswith(("sum_unit", "active_rows", "scale_rows")):
         return False
@@ -304,7 +271,7 @@ def is_read(name: str) -> bool:
     if "held_row_kernel" in words:
         # A temperature of its own is divided by in fp64, by a subroutine that no shortest way knows.
         return "row_temperature_ptr" in words
-    return plain or bool(words & {"logprobs_backward_kernel", "score_tile_kernel", "shifted"})
+    return plain or bool(words & {"logprobs_backward_kernel", "shifted"})
 
 
 def compile_calls(calls: list[Any], targets: list[str]) -> list[dict[str, Any]]:
@@ -334,10 +301,6 @@ def compile_calls(calls: list[Any], targets: list[str]) -> list[dict[str, Any]]:
                 entry["wide_loads"] = sum(".128" in load for load in loads)
                 entry["narrow_logit_loads"] = sum(".U16" in load for load in loads)
                 entry["wide_stores"] = len(re.findall(r"\bSTG\.E\S*\.128", code))
-                entry["tensor_cores"] = len(re.findall(r"\b(?:HMMA|HGMMA|UTCHMMA|UTCQMMA)\b", code))
-                copies = re.findall(r"\bLDGSTS\S*", code)
-                entry["wide_copies"] = sum(".128" in copy for copy in copies)
-                entry["narrow_copies"] = len(copies) - entry["wide_copies"]
                 entry["barriers"] = len(re.findall(r"\bBAR\.SYNC", code))
             report.append(entry)
     return report
@@ -387,21 +350,16 @@ def main() -> None:
     report += compile_calls(rest.calls, [target for target in targets if target in BOTH])
     for target in targets:
         report += compile_calls(hold(target), [target])
-        scores = Recorder()
-        for dtype, H in ((torch.bfloat16, 4096), (torch.float32, 4096), (torch.bfloat16, 1009)):
-            score(64, H, 1009, dtype, PLAIN, False, target)
-            if target in BOTH or (dtype, H) == (torch.bfloat16, 4096):
-                score(64, H, 1009, dtype, BENT, True, target)
+        fixed = Recorder()
         for dtype, H, V in (
             (torch.bfloat16, 4096, 4096),
             (torch.float32, 4096, 4096),
             (torch.float16, 1009, 1009),
         ):
             multiply(300, H, V, dtype, target)
-        report += compile_calls(scores.calls, [target])
+        report += compile_calls(fixed.calls, [target])
     kinds = ("same", "rows", "aligned vocabulary", "odd vocabulary", "alignment")
     counts = {kind: keys(kind) for kind in kinds}
-    counts |= {kind: scoring_keys(kind) for kind in ("scored rows", "scored widths")}
     print(json.dumps({"triton": triton.__version__, "compiled": report, "keys": counts}))
 
 

@@ -59,8 +59,6 @@ def test_every_kernel_compiles(report, target):
         "scale_rows_kernel",
         "store_hidden_kernel",
         "sum_unit_kernel",
-        "score_tile_kernel",
-        "combine_splits_kernel",
         "fixed_product_kernel",
     }
 
@@ -199,15 +197,6 @@ def test_clusters_order_what_their_blocks_exchange(report, target):
 
 
 @pytest.mark.parametrize("target", NVIDIA)
-def test_scoring_copies_16_bytes_at_a_time_and_knows_no_tf32(report, target):
-    for entry in entries(report, target, "score_tile_kernel", " aligned"):
-        assert entry["wide_copies"] and not entry["narrow_copies"], entry
-    for dtype in ("bfloat16", "float32"):
-        for entry in entries(report, target, "score_tile_kernel", f" {dtype}"):
-            assert bool(entry["tensor_cores"]) == (dtype == "bfloat16"), entry
-
-
-@pytest.mark.parametrize("target", NVIDIA)
 def test_only_narrowing_in_place_pays_for_a_barrier(report, target):
     for entry in entries(report, target, "logprobs_backward_kernel"):
         assert entry["barriers"] == ("narrows_in_place" in entry["kernel"]), entry
@@ -299,7 +288,7 @@ def test_a_dearer_kernel_is_found(figure, worse):
         assert dearer(line | {figure: worse(line[figure])}, line) == [figure]
 
 
-@pytest.mark.parametrize("kind", ("same", "rows", "aligned vocabulary", "odd vocabulary", "scored rows"))
+@pytest.mark.parametrize("kind", ("same", "rows", "aligned vocabulary", "odd vocabulary"))
 def test_shapes_do_not_recompile(report, kind):
     assert set(report["keys"][kind].values()) == {1}, report["keys"][kind]
 
@@ -308,4 +297,3 @@ def test_alignment_does(report):
     """The keys that are counted above can differ, where a kernel reads logits."""
     for name, count in report["keys"]["alignment"].items():
         assert count == (1 if name.startswith("ratio_step_kernel") else 2), name
-    assert report["keys"]["scored widths"] == {"score_tile_kernel": 2, "combine_splits_kernel": 1}

@@ -13,7 +13,6 @@ pytest.importorskip("triton")
 
 from benchmarks.traffic import counted
 from gspo_kernels import kernels
-from gspo_kernels.kernels import scoring
 from gspo_kernels.ops.selected import SelectedGradients, score, write_gradient
 from gspo_kernels.types import LogitTransform, PairGradients, RatioClip, Shard
 
@@ -163,19 +162,6 @@ def test_a_teacher_beside_an_objective_is_read_once_in_the_backward(batch, beta)
         kernels.divergence(*given, ignore_index=IGNORE, known=known, gradients=grads, out=out)
     assert [traffic.per_row(traffic.reads, side) for side in range(2)] == [COUNTED, COUNTED]
     assert traffic.per_row(traffic.writes, 2) == [1] * 6
-
-
-def test_scoring_reads_no_tile_of_ignored_rows(monkeypatch):
-    monkeypatch.setattr(scoring, "_INTERPRETED", scoring.ProductTile(16, 64, 32, 1, 1, 1))
-    hidden, weight = torch.randn(48, 64), torch.randn(192, 64)
-    labels = torch.arange(48)
-    labels[16:32] = labels[40] = IGNORE
-    with counted(hidden, weight) as traffic:
-        kernels.linear_logprobs_forward(
-            hidden, weight, None, labels, PLAIN, ignore_index=IGNORE, entropy=True
-        )
-    assert traffic.per_row(traffic.reads, 0) == [3] * 16 + [0] * 16 + [3] * 16
-    assert traffic.per_row(traffic.reads, 1) == [2] * 192
 
 
 def test_scaling_by_one_touches_nothing():
