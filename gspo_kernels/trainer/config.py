@@ -1,0 +1,449 @@
+"""Configuration of a training run: every option, documented once.
+
+``gspo train --help`` prints the same words. A run is described by a YAML file and dotted overrides:
+``rollout: {group_size: 8}`` and ``--rollout.group_size 8`` are the same thing. pydantic checks the values and
+tyro reads the command line. Nothing here imports torch, so that wrong keys are answered at once.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import types
+import typing
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, cast
+from urllib.parse import urlsplit
+
+import tyro
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+
+class InputError(ValueError):
+    """Something given to the trainer cannot be used; the message names it, and no work was lost."""
+
+
+def option(default: Any, help: str, **bounds: Any) -> Any:
+    """Return an option with its default, one line of documentation and pydantic's bounds (ge, gt, le, lt)."""
+    return Field(default, description=help, **bounds)
+
+
+class Section(BaseModel):
+    """Frozen options: values become what their annotations say, or an `InputError` names the key."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise InputError(_sentence(type(self), error)) from None
+
+    # pydantic validates nested sections itself then, and its errors have the whole dotted key.
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_as_yaml(cls, values: Any) -> Any:
+        """Take one value for a list of one; refuse true and false where pydantic would take 1 and 0."""
+        for name, value in values.items() if isinstance(values, dict) else ():
+            kinds = _kinds(cls.model_fields[name].annotation) if name in cls.model_fields else set()
+            if isinstance(value, bool) and kinds & {int, float}:
+                raise ValueError(f"{name} must be a number, got {value!r}")
+            if tuple in kinds and isinstance(value, str | int | float):
+                values = {**values, name: (value,)}
+        return values
+
+    def require(self, condition: bool, name: str, expected: str) -> None:
+        """Raise a ValueError that names an option and its value unless the condition is true."""
+        if not condition:
+            raise ValueError(f"{name} must be {expected}, got {getattr(self, name)!r}")
+
+
+class DataConfig(Section):
+    """What of the datasets is used, and how a prompt becomes tokens."""
+
+    split: str | None = option(None, "split of the training dataset, as 'train[:1000]'; files have none")
+    eval_split: str | None = option(None, "split of the eval dataset")
+    subset: str | None = option(None, "configuration of a dataset on the Hub")
+    prompt_column: str = option("prompt", "column that holds the prompt: text, or a list of messages")
+    template_options: Annotated[
+        dict[str, Any], tyro.conf.arg(constructor=json.loads, metavar="JSON", help_behavior_hint="")
+    ] = Field({}, description="arguments of the chat template: '{\"enable_thinking\": false}'")
+
+
+class RolloutConfig(Section):
+    """How completions are sampled."""
+
+    prompts_per_rollout: int = option(32, "prompts in one rollout", ge=1)
+    group_size: int = option(8, "completions of each prompt, which advantages compare", ge=2)
+    max_new_tokens: int = option(256, "longest completion in tokens; longer ones are truncated", ge=1)
+    temperature: float = option(1.0, "of sampling; training log-probs use the same one", gt=0)
+    top_p: float = option(1.0, "nucleus sampling; see keep_sampling_mask", gt=0, le=1)
+    top_k: int = option(0, "sample among the k most likely tokens; 0: all", ge=0)
+    min_p: float = option(0.0, "sample tokens with this share of the top probability; 0: all", ge=0, lt=1)
+    keep_sampling_mask: bool = option(False, "train on log-probs among the tokens that could be drawn")
+    batch_size: int = option(256, "completions that a process generates at once; memory and speed", ge=1)
+    truncated: Literal["keep", "mask"] = option("keep", "completions without an end token; mask: no loss")
+
+    @model_validator(mode="after")
+    def _check(self) -> RolloutConfig:
+        cuts = self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+        plain = "false where top_p, top_k and min_p cut no token off"
+        self.require(cuts or not self.keep_sampling_mask, "keep_sampling_mask", plain)
+        return self
+
+
+class EngineConfig(Section):
+    """What samples: the trained model itself, or vLLM, which gets its weights after every change."""
+
+    url: str | None = option(None, "a vLLM server, as http://localhost:8000; or local: vLLM in this process")
+    weights: str | None = option(None, "directory for weights on their way to vLLM; the output by default")
+    memory: float = option(0.4, "share of the GPU's memory for a local vLLM", gt=0, le=1)
+
+    @model_validator(mode="after")
+    def _check(self) -> EngineConfig:
+        if self.url is None:
+            self.require(self.weights is None, "weights", "left out where there is no engine.url")
+        elif self.url != "local":
+            parts = urlsplit(self.url)
+            whole = parts.scheme in ("http", "https") and bool(parts.netloc) and parts.path in ("", "/")
+            self.require(whole, "url", "local, or an address as http://localhost:8000 without a path")
+        return self
+
+
+class UpdateConfig(Section):
+    """How the weights move. A step is one rollout and one optimizer update for each of its minibatches."""
+
+    steps: int = option(300, "rollouts in the whole run", ge=1)
+    minibatches: int = option(4, "parts of a rollout, an update each; the first has ratios of exactly 1", ge=1)
+    epochs: int = option(1, "passes over a rollout", ge=1)
+    micro_batch_tokens: int = option(16384, "tokens per forward pass; changes memory and speed only", ge=1)
+    shared_prefix: bool = option(False, "encode a prompt once for all of its completions; not with flash")
+    precision: Literal["fp32", "bf16"] = option("fp32", "of products; weights and logits stay in fp32")
+    gradient_checkpointing: bool = option(False, "recompute activations: less memory, a third slower")
+    entropy_coef: float = option(0.0, "weight of the entropy bonus in the loss")
+    learning_rate: float = option(1e-6, "AdamW's learning rate after the warmup", gt=0)
+    warmup_updates: int = option(0, "optimizer updates over which the learning rate rises from 0", ge=0)
+    learning_rate_decay: Literal["none", "linear", "cosine"] = option("none", "to 0 at the last step")
+    weight_decay: float = option(0.0, "AdamW's weight decay", ge=0)
+    max_grad_norm: float = option(1.0, "gradients are scaled down to this norm", gt=0, allow_inf_nan=True)
+
+
+class ObjectiveConfig(Section):
+    """Which policy loss is minimised; its fields follow by name: --objective.clip_low 3e-4."""
+
+    model_config = ConfigDict(extra="allow")
+
+    name: str = option("GSPO", "name of the objective")
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The objective's fields that were given."""
+        return dict(self.model_extra or {})
+
+
+class KLConfig(Section):
+    """A penalty on the distance to the reference policy: the model as it was before training."""
+
+    beta: float = option(0.0, "weight of the KL term; 0 leaves it out", ge=0)
+    estimator: Literal["k1", "k2", "k3"] = option("k3", "of the KL per token")
+
+
+class OffPolicyConfig(Section):
+    """Weights for what the sampling engine computes otherwise than the trainer (TIS, MIS, IcePop, ...)."""
+
+    level: Literal["none", "token", "sequence"] = option("none", "one weight for each token, or sequence")
+    reduce: str = option("mean", "tokens of a sequence become one by mean, sum or max")
+    mode: str = option("truncate", "outside the bounds: truncate, mask, icepop, sequence_mask, k1, k2, k3")
+    low: float | None = option(None, "lower bound of a weight or divergence; 0.5 for icepop")
+    high: float | None = option(None, "upper bound; without a lower one 2 for truncate, 5 for icepop")
+
+
+class LoraConfig(Section):
+    """Train small adapters instead of the weights, by peft; the reference is the model without them."""
+
+    rank: int = option(0, "rank of the adapters; 0 trains all weights", ge=0)
+    alpha: int = option(32, "adapters are scaled by alpha / rank", ge=1)
+    target_modules: str = option("all-linear", "layers that get one, by comma; or all-linear")
+
+
+class EvaluationConfig(Section):
+    """How progress on the held-out prompts is measured: greedily, and sampled as in rollouts."""
+
+    every: int = option(25, "steps between two evaluations; one comes first, one at the end", ge=1)
+    prompts: int = option(256, "held-out prompts, from the start of the eval dataset", ge=1)
+
+
+class CheckpointConfig(Section):
+    """When the state of the run is saved."""
+
+    every: int = option(50, "steps between two checkpoints; there is always one at the end", ge=1)
+    keep: int = option(2, "newest checkpoints that are kept", ge=1)
+
+
+Method = Literal[
+    "group_normalized",
+    "leave_one_out",
+    "optimal_baseline",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "gdpo",
+]
+"""Advantages of the library that compare the completions of a group."""
+
+
+class TrainConfig(Section):
+    """One training run."""
+
+    model: str = option("", "directory, or name on the Hub, of the causal language model to train")
+    attn_implementation: str | None = option(None, "sdpa or flash_attention_2; transformers' choice")
+    dataset: str = option("", "prompts: jsonl, parquet, directory or Hub name; columns reach rewards")
+    eval_dataset: str | None = option(None, "prompts that are never trained on")
+    reward: tuple[str, ...] = option((), "'module:function' or 'file.py:function', with '(name=value)'")
+    reward_weights: tuple[float, ...] | None = option(None, "one weight for each reward; all 1")
+    reward_timeout: float | None = option(600.0, "seconds that a reward may take; None: no limit", gt=0)
+    advantages: Method = option("group_normalized", "how rewards become advantages")
+    advantage_scale: Literal["group", "batch", "none"] = option("group", "group_normalized divides by it")
+    output: str = option("runs/gspo", "directory for metrics, checkpoints, the plot and the trained model")
+    seed: int = option(0, "seed of every random choice", ge=0)
+    save_rollouts: bool = option(False, "keep every completion with its rewards and log-probs")
+    trackers: tuple[str, ...] = option((), "where metrics go as well: tensorboard, wandb, trackio, ...")
+    data: DataConfig = DataConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    engine: EngineConfig = EngineConfig()
+    update: UpdateConfig = UpdateConfig()
+    objective: ObjectiveConfig = ObjectiveConfig()
+    kl: KLConfig = KLConfig()
+    off_policy: OffPolicyConfig = OffPolicyConfig()
+    lora: LoraConfig = LoraConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+
+    @model_validator(mode="after")
+    def _check(self) -> TrainConfig:
+        plain = self.advantages == "group_normalized" or self.advantage_scale == "group"
+        self.require(plain, "advantage_scale", f"left out with {self.advantages}")
+        if self.reward_weights is not None and self.reward:
+            each = f"one number for each of the {len(self.reward)} rewards"
+            self.require(len(self.reward_weights) == len(self.reward), "reward_weights", each)
+        if self.engine.url is not None and self.rollout.keep_sampling_mask and self.rollout.top_k == 0:
+            raise ValueError("rollout.top_k must be above 0 with engine.url and keep_sampling_mask, got 0")
+        return self
+
+
+_Config = TypeVar("_Config", bound=TrainConfig)
+
+
+def from_mapping(values: Mapping[str, Any], cls: type[_Config] = cast(Any, TrainConfig)) -> _Config:
+    """Return the configuration of nested mappings, as YAML gives them; a section may be None."""
+    if not isinstance(values, Mapping):
+        raise InputError(f"the configuration must be a mapping of keys to values, got {values!r:.80}")
+    sections = {name for name, field in cls.model_fields.items() if _is_section(field.annotation)}
+    return cls(**{str(k): v for k, v in values.items() if v is not None or k not in sections})
+
+
+def load_config(
+    path: str | Path | None,
+    overrides: Mapping[str, Any] | None = None,
+    cls: type[_Config] = cast(Any, TrainConfig),
+) -> _Config:
+    """Read a YAML file and put dotted overrides on top; without a file the defaults are the start."""
+    values: Any = {}
+    if path is not None:
+        path = Path(path)
+        if not path.is_file():
+            raise InputError(f"there is no configuration file {path}")
+        try:
+            values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise InputError(f"{path} is not valid YAML: {error}") from error
+        if not isinstance(values, dict):
+            raise InputError(f"{path} must contain a mapping of keys to values, got {type(values).__name__}")
+    for dotted, value in (overrides or {}).items():
+        section, _, key = dotted.rpartition(".")
+        if section and values.get(section) is None:
+            values[section] = {}
+        (values[section] if section else values)[key] = value
+    return from_mapping(values, cls)
+
+
+def to_mapping(config: TrainConfig) -> dict[str, Any]:
+    """Return what `from_mapping` reads back as an equal configuration, without sections that nobody used."""
+    start = type(config)()
+    values = config.model_dump(mode="json")
+    return {key: value for key, value in values.items() if not _unused_section(config, start, key)}
+
+
+def _unused_section(config: TrainConfig, start: TrainConfig, key: str) -> bool:
+    return isinstance(getattr(config, key), Section) and getattr(config, key) == getattr(start, key)
+
+
+class Command(NamedTuple):
+    """What one ``gspo train`` command asks for."""
+
+    config: Any
+    resume: bool
+    overwrite: bool
+    force: bool
+
+
+DESCRIPTION = """\
+Train a causal language model with GSPO on prompts and reward functions.
+  gspo train config.yaml --update.learning_rate 1e-6
+  gspo train --model DIR --dataset prompts.jsonl --reward rewards.py:correct
+- config.yaml has the keys below, nested by section; options come on top of it.
+- A reward is a function f(completions, **columns) -> list[float | None].
+- Several devices: accelerate launch [...] -m gspo_kernels.cli train config.yaml
+"""
+
+
+def parse_arguments(
+    arguments: Sequence[str], cls: type[TrainConfig] = TrainConfig, prog: str = "gspo train"
+) -> Command:
+    """Read a command line: ``[CONFIG] [--key value ...]`` with ``--resume``, ``--overwrite``, ``--force``.
+
+    ``--resume --output DIR`` without CONFIG takes the one that DIR contains.
+    """
+    arguments = list(arguments)
+    path = arguments.pop(0) if arguments and not arguments[0].startswith("-") else None
+    if path is None and "--resume" in arguments and "--output" in arguments[:-1]:
+        path = str(Path(arguments[arguments.index("--output") + 1]) / "config.yaml")
+    start = load_config(path, cls=cls)
+    chosen, rest = tyro.cli(
+        _command_line(cls, start),
+        prog=prog,
+        usage=f"{prog} [CONFIG] [--resume | --overwrite] [OPTIONS]",
+        description=DESCRIPTION,
+        args=arguments,
+        use_underscores=True,
+        return_unknown_args=True,
+        config=(tyro.conf.FlagCreatePairsOff, tyro.conf.OmitSubcommandPrefixes),
+    )
+    # The fields of an objective are known once its class is, which needs torch.
+    fields = dict(start.objective.options)
+    for name, value in _pairs(rest):
+        if not name.startswith("objective."):
+            raise InputError(f"unknown option --{name}{near_matches(name, keys(cls))}")
+        fields[name.removeprefix("objective.")] = yaml.safe_load(value)
+    values = chosen.config.model_dump()
+    values["objective"] = {**fields, "name": chosen.config.objective.name}
+    return Command(from_mapping(values, cls), chosen.resume, chosen.overwrite, chosen.force)
+
+
+def _command_line(cls: Any, start: TrainConfig) -> Any:
+    """Return the dataclass that tyro fills."""
+    from dataclasses import field, make_dataclass
+
+    def flag(text: str) -> Any:
+        return Annotated[bool, tyro.conf.arg(help=text, help_behavior_hint="")]
+
+    return make_dataclass(
+        "train",
+        [
+            ("config", Annotated[cls, tyro.conf.arg(name="")], field(default_factory=lambda: start)),
+            ("resume", flag("go on from the last checkpoint in --output"), False),
+            ("overwrite", flag("replace the run in --output"), False),
+            ("force", flag("with --resume: go on although settings were changed"), False),
+        ],
+    )
+
+
+def _pairs(rest: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield what tyro did not know as pairs of an option's name and its value."""
+    words = iter(rest)
+    for word in words:
+        if not word.startswith("--"):
+            raise InputError(f"unexpected argument {word!r}; a configuration file comes first")
+        name, equals, value = word[2:].partition("=")
+        yield name.replace("-", "_"), value if equals else next(words, "")
+
+
+def keys(cls: Any = TrainConfig, prefix: str = "") -> Iterator[str]:
+    """Yield the dotted key of every option."""
+    for name, field in cls.model_fields.items():
+        if _is_section(field.annotation):
+            yield from keys(field.annotation, f"{name}.")
+        else:
+            yield f"{prefix}{name}"
+
+
+def near_matches(key: str, known: Iterable[str]) -> str:
+    """Return ``" (did you mean ...?)"`` with the known keys close to ``key``, or an empty string."""
+    known = list(known)
+    last = key.rsplit(".", 1)[-1]
+    close = difflib.get_close_matches(key, known, n=3, cutoff=0.6)
+    for name in known:
+        end = name.rsplit(".", 1)[-1]
+        initials = "".join(word[0] for word in end.split("_"))
+        near = end == last or initials == last or difflib.SequenceMatcher(None, end, last).ratio() > 0.8
+        close += [name] if near and name not in close else []
+    return f" (did you mean {' or '.join(close[:3])}?)" if close else ""
+
+
+FREE_ON_RESUME = {"model", "dataset", "eval_dataset", "output", "trackers", "save_rollouts", "reward_timeout"}
+FREE_ON_RESUME |= {"update.steps", "update.micro_batch_tokens", "rollout.batch_size"}
+"""Keys that may change when a run is resumed, with all of ``evaluation``, ``checkpoint`` and ``engine``."""
+
+
+def changed_settings(saved: TrainConfig, current: TrainConfig) -> list[str]:
+    """Return ``"key: before -> now"`` for the settings that matter to a run that goes on."""
+    before, now = flat(saved.model_dump(mode="json")), flat(current.model_dump(mode="json"))
+    return [
+        f"{key}: {before.get(key)!r} -> {now.get(key)!r}"
+        for key in {**before, **now}
+        if before.get(key) != now.get(key)
+        and key not in FREE_ON_RESUME
+        and not key.startswith(("evaluation.", "checkpoint.", "engine."))
+    ]
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the leaves of nested mappings by their dotted keys."""
+    leaves: dict[str, Any] = {}
+    for key, value in values.items():
+        leaves |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return leaves
+
+
+def _is_section(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, Section)
+
+
+def _kinds(annotation: Any) -> set[Any]:
+    """Return the types that an annotation allows: of ``tuple[float, ...] | None`` tuple and None."""
+    parts = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
+    return {typing.get_origin(part) or part for part in parts}
+
+
+_EXPECTED = {
+    "greater_than_equal": "at least {ge:g}",
+    "greater_than": "above {gt:g}",
+    "less_than_equal": "at most {le:g}",
+    "less_than": "below {lt:g}",
+    "finite_number": "a finite number",
+    "literal_error": "{expected}",
+    "int_parsing": "a whole number",
+    "int_from_float": "a whole number",
+    "float_parsing": "a number",
+    "model_type": "a mapping of keys to values",
+    "model_attributes_type": "a mapping of keys to values",
+}
+"""What a range, a choice or a type asks for, by pydantic's name of the error."""
+
+
+def _sentence(cls: Any, error: ValidationError) -> str:
+    """Return the first of pydantic's errors as one sentence with the dotted key."""
+    first = error.errors()[0]
+    place = [str(part) for part in first["loc"] if part in cls.model_fields or len(first["loc"]) < 4]
+    key = ".".join(place)
+    if first["type"] == "extra_forbidden":
+        return f"unknown key {key}{near_matches(key, keys(cls))}"
+    if first["type"] == "value_error":
+        return f"{key}{'.' if key else ''}{first['ctx']['error']}"
+    if first["type"] in _EXPECTED:
+        expected = _EXPECTED[first["type"]].format(**first.get("ctx", {}))
+        return f"{key} must be {expected}, got {first['input']!r}"
+    return f"{key}: {first['msg']}, got {first['input']!r:.80}"

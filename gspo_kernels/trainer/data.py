@@ -1,0 +1,236 @@
+"""Prompts: where they come from, what they are in tokens, and in which order they are used."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gspo_kernels.trainer.config import InputError
+
+RESERVED = ("prompts", "completions", "completion_ids")
+"""What reward functions get beside the columns, and therefore no column may be called."""
+
+Rows = Sequence[Mapping[str, Any]]
+
+
+def load_prompts(
+    source: str | Path, *, split: str | None = None, subset: str | None = None, prompt_column: str = "prompt"
+) -> Rows:
+    """Read rows with a prompt; all other columns are kept and reach the reward functions.
+
+    A prompt is text, or a conversation: a list of messages ``{"role": ..., "content": ...}``.
+
+    Args:
+        source: a jsonl file (one JSON object per line, values of any type), a parquet file, a directory of
+            data files, or the name of a dataset on the Hub.
+        split: which split, "train" by default, or as datasets writes it a part of one ("train[:1000]").
+        subset: which configuration of a dataset on the Hub or of a directory of data files.
+        prompt_column: the column that is the prompt; it is called "prompt" from here on.
+
+    Raises:
+        InputError: there is nothing to read, or rows are not prompts; names the source and the row.
+    """
+    path, name = Path(source), str(source)
+    is_file = path.suffix in (".json", ".jsonl", ".parquet") and not path.is_dir()
+    for option, value in (("split", split), ("subset", subset)):
+        if is_file and value is not None:
+            raise InputError(f"{name} is a single file and has no {option} {value!r}")
+    is_hub_name = re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) and not is_file
+    if not path.exists() and not is_hub_name:
+        raise InputError(f"there is no dataset file {name}")
+    if is_file and path.suffix != ".parquet":
+        rows = _read_jsonl(path)
+    elif path.is_file() and not is_file:
+        raise InputError(f"{name}: expected a .jsonl or .parquet file, a directory or a name on the Hub")
+    else:
+        rows = _load_dataset(path, name, split, subset)
+    if prompt_column != "prompt":
+        rows = _rename(rows, prompt_column, name)
+    check_rows(rows, name)
+    return rows
+
+
+def _read_jsonl(path: Path) -> Rows:
+    rows = []
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line.decode("utf-8"))
+        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+            form = "UTF-8" if isinstance(error, UnicodeDecodeError) else "JSON"
+            raise InputError(f"{path}, line {number}: not valid {form} ({error})") from error
+        if not isinstance(row, dict):
+            raise InputError(f"{path}, line {number}: expected a JSON object, got {type(row).__name__}")
+        rows.append(row)
+    return rows
+
+
+def _load_dataset(path: Path, name: str, split: str | None, subset: str | None) -> Any:
+    from datasets import load_dataset
+
+    try:
+        if path.suffix == ".parquet" and path.is_file():
+            return load_dataset("parquet", data_files=name, split="train")
+        return load_dataset(name, subset, split=split or "train")
+    except Exception as error:  # datasets lets through what its readers raise
+        missing = "" if path.exists() else "there is no such file or directory, and from the Hub "
+        raise InputError(f"dataset {name}: {missing}it cannot be loaded: {error!r}") from error
+
+
+def _rename(rows: Any, column: str, name: str) -> Rows:
+    for number, row in enumerate(rows, start=1):
+        if column not in row:
+            raise InputError(f"{name}, row {number}: no {column!r} among the columns ({', '.join(row)})")
+    if hasattr(rows, "rename_column"):
+        others = [other for other in rows.column_names if other != "prompt"]
+        renamed: Rows = rows.select_columns(others).rename_column(column, "prompt")
+        return renamed
+    return [{**{k: v for k, v in row.items() if k != column}, "prompt": row[column]} for row in rows]
+
+
+def check_rows(rows: Rows, name: str) -> None:
+    """Raise an `InputError` unless there are rows and each has a prompt: text, or a list of messages."""
+    if len(rows) == 0:
+        raise InputError(f"{name} is empty: it has no prompts")
+    for number, row in enumerate(rows, start=1):
+        place = f"{name}, row {number}"
+        if "prompt" not in row:
+            columns = f"({', '.join(map(repr, row)) or 'none'}); data.prompt_column names the one to use"
+            raise InputError(f"{place}: no 'prompt' among the columns {columns}")
+        if taken := [repr(column) for column in RESERVED if column in row]:
+            why = "because reward functions get an argument of that name"
+            raise InputError(f"{place}: a column must not be called {', '.join(taken)}, {why}")
+        prompt = row["prompt"]
+        messages = isinstance(prompt, list) and prompt and all(map(_is_message, prompt))
+        if not messages and not (isinstance(prompt, str) and prompt):
+            expected = "non-empty text, or a list of messages with a text as 'role' and as 'content'"
+            raise InputError(f"{place}: 'prompt' must be {expected}, got {prompt!r:.80}")
+        texts = [message["content"] for message in prompt] if messages else [prompt]
+        if any(re.search("[\ud800-\udfff]", text) for text in texts):
+            raise InputError(f"{place}: 'prompt' has half of a surrogate pair, which is no character")
+
+
+def _is_message(message: Any) -> bool:
+    return isinstance(message, Mapping) and all(isinstance(message.get(k), str) for k in ("role", "content"))
+
+
+def column_names(rows: Rows) -> list[str]:
+    """Return the names of all columns but the prompt that any of the rows has."""
+    names = getattr(rows, "column_names", None) or dict.fromkeys(key for row in rows for key in row)
+    return [name for name in names if name != "prompt"]
+
+
+def columns_of(rows: Rows, names: Sequence[str] | None = None) -> dict[str, list[Any]]:
+    """Return some columns, by default every one but the prompt, as lists; None where a row lacks it."""
+    names = column_names(rows) if names is None else names
+    return {name: [row.get(name) for row in rows] for name in names}
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Rows, the token ids of their prompts, and the names of the columns that reward functions get."""
+
+    rows: Rows
+    tokens: list[list[int]]
+    columns: list[str]
+
+
+def prepare_prompts(
+    tokenizer: Any,
+    rows: Rows,
+    name: str,
+    *,
+    longest: int | None,
+    embedded: int | None = None,
+    template_options: Mapping[str, Any] | None = None,
+) -> Prompts:
+    """Turn the prompts of a dataset into tokens, as `encode_prompts` does, and check each of them.
+
+    Args:
+        tokenizer: a transformers tokenizer.
+        rows: what `check_rows` accepts.
+        name: what messages call the rows.
+        longest: tokens that a prompt may have, or None for any number.
+        embedded: how many tokens the model knows; None: not checked.
+        template_options: keyword arguments of the chat template (Qwen3: ``{"enable_thinking": False}``).
+
+    Raises:
+        InputError: a prompt is too long, makes no token or one that the model doesn't know, or the template
+            does not take it; names the row.
+    """
+    if longest is not None and longest < 1:
+        raise InputError(
+            f"{name}: the model's context leaves no room for a prompt beside rollout.max_new_tokens"
+        )
+    tokens = encode_prompts(tokenizer, [row["prompt"] for row in rows], name, template_options or {})
+    for number, ids in enumerate(tokens, start=1):
+        place = f"{name}, row {number}: the prompt has"
+        if not ids:
+            raise InputError(f"{name}, row {number}: the tokenizer makes no token of the prompt")
+        if embedded is not None and max(ids) >= embedded:
+            known = f"the model embeds only {embedded}; the tokenizer belongs to another model"
+            raise InputError(f"{place} token {max(ids)}, but {known}")
+        if longest is not None and len(ids) > longest:
+            room = f"the model's context leaves room for {longest} beside rollout.max_new_tokens"
+            raise InputError(f"{place} {len(ids)} tokens, but {room}")
+    return Prompts(rows, tokens, column_names(rows))
+
+
+def encode_prompts(
+    tokenizer: Any, prompts: Sequence[Any], name: str, template_options: Mapping[str, Any]
+) -> list[list[int]]:
+    """Return the token ids of prompts.
+
+    Text is encoded as it is, with the special tokens that the tokenizer adds by itself. A conversation goes
+    through the tokenizer's chat template, which opens the assistant's turn; one that ends with a message of
+    the assistant is continued there. An `InputError` names the row that the template does not take.
+    """
+    tokens: list[list[int]] = [[] for _ in prompts]
+    for is_text in (True, False):  # a template writes its special tokens itself
+        chosen = [i for i, prompt in enumerate(prompts) if isinstance(prompt, str) == is_text]
+        texts = [
+            prompts[i]
+            if is_text
+            else _render(tokenizer, prompts[i], f"{name}, row {i + 1}", template_options)
+            for i in chosen
+        ]
+        if chosen:
+            encoded = tokenizer(texts, add_special_tokens=is_text)["input_ids"]
+            for i, ids in zip(chosen, encoded, strict=True):
+                tokens[i] = ids
+    return tokens
+
+
+def _render(tokenizer: Any, messages: list[Any], place: str, options: Mapping[str, Any]) -> str:
+    from jinja2 import TemplateError
+
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise InputError(f"{place}: the prompt is a conversation, but the tokenizer has no chat template")
+    continued = messages[-1]["role"] == "assistant"
+    # Arrow fills the keys that a message lacks with None.
+    messages = [{key: value for key, value in m.items() if value is not None} for m in messages]
+    turn = {"add_generation_prompt": not continued, "continue_final_message": continued}
+    try:
+        text: str = tokenizer.apply_chat_template(messages, tokenize=False, **turn, **options)
+    except (TemplateError, ValueError, TypeError) as error:
+        raise InputError(f"{place}: the chat template does not take the conversation: {error}") from error
+    return text
+
+
+def prompt_order(num_rows: int, seed: int, start: int, count: int) -> list[int]:
+    """Return the rows number ``start`` to ``start + count`` of an endless shuffled order.
+
+    Every epoch is a permutation of its own, drawn from (seed, epoch): so a position is all the state.
+    """
+    first, last = start // num_rows, (start + count - 1) // num_rows
+    epochs = [np.random.default_rng([seed, epoch]).permutation(num_rows) for epoch in range(first, last + 1)]
+    offset = start - first * num_rows
+    order: list[int] = np.concatenate(epochs)[offset : offset + count].tolist() if epochs else []
+    return order

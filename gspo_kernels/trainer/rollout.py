@@ -1,0 +1,250 @@
+"""Rollouts: completions sampled from the current policy, by an engine or by the model itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from gspo_kernels import bits
+from gspo_kernels.sampling import sampling_mask
+from gspo_kernels.trainer.config import InputError, RolloutConfig
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn; greedy where ``temperature`` is 0.
+
+    Attributes:
+        max_new_tokens: the longest completion.
+        temperature: logits are divided by it.
+        top_p: then only the most likely tokens whose probabilities reach this sum are drawn; 1: all.
+        top_k: and before that, only this many of the most likely; 0: all.
+        min_p: and after both, only those with at least this share of the likeliest one's probability; 0: all.
+        return_mask: whether the completions must name the tokens that could have been drawn.
+    """
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    return_mask: bool = False
+
+    @property
+    def cuts(self) -> bool:
+        """Whether there are tokens that cannot be drawn."""
+        return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
+
+
+def sampling_of(config: RolloutConfig) -> Sampling:
+    """Return how a run samples its rollouts."""
+    names = ("max_new_tokens", "temperature", "top_p", "top_k", "min_p")
+    options = {name: getattr(config, name) for name in names}
+    return Sampling(**options, return_mask=config.keep_sampling_mask)
+
+
+class SamplingMask(NamedTuple):
+    """The tokens that a sampler could have drawn at each of C places.
+
+    Attributes:
+        ids: int32 [S], the ids of the first place, then those of the second one, and so on.
+        counts: [C] int64, how many a place has; 0: any id, as for what a tool wrote.
+    """
+
+    ids: Tensor
+    counts: Tensor
+
+    @classmethod
+    def of(cls, sets: Sequence[Sequence[int]]) -> SamplingMask:
+        """Return that of one list of ids for each place, as vLLM returns it."""
+        ids = [token for each in sets for token in each]
+        return cls(torch.tensor(ids, dtype=torch.int32), torch.tensor([len(each) for each in sets]))
+
+    @classmethod
+    def joined(cls, parts: Sequence[SamplingMask]) -> SamplingMask:
+        """Put the places of several one after the other; at least one part."""
+        return cls(*(torch.cat(each) for each in zip(*parts, strict=True)))
+
+    def to_lists(self) -> list[list[int]]:
+        """Return what `of` takes."""
+        return [each.tolist() for each in self.ids.split(self.counts.tolist())]
+
+    def to(self, device: torch.device) -> SamplingMask:
+        """Return the same on another device."""
+        return SamplingMask(self.ids.to(device), self.counts.to(device))
+
+    def bitmask(self, vocabulary: int) -> Tensor:
+        """Return what the losses take as ``kept_mask``, int32 [C, ceil(V / 32)]."""
+        whole = bits.packed_columns(torch.ones(vocabulary, dtype=torch.bool, device=self.ids.device))
+        kept = bits.packed_rows(self.ids, self.counts, vocabulary)
+        return torch.where(self.counts.unsqueeze(1) > 0, kept, whole)
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What completes a prompt: C > 0 tokens, on the CPU.
+
+    Attributes:
+        ids: [C] int64, up to and including the first end token.
+        finished: whether there is an end token.
+        logprobs: [C] fp32, of each token under the distribution that it was drawn from, so after temperature,
+            top-k, top-p and min-p. None where the engine returns none, and for greedy completions.
+        turn_ids: [C] int64, which turn, from 0, a token belongs to; -1: none, as a tool or an environment
+            wrote it, and no loss counts it. None: all is one turn.
+        mask: what could have been drawn. None: not asked for, or not known.
+    """
+
+    ids: Tensor
+    finished: bool
+    logprobs: Tensor | None = None
+    turn_ids: Tensor | None = None
+    mask: SamplingMask | None = None
+
+    def counted(self, truncated: str = "keep") -> Tensor:
+        """Return [C] bool, the tokens that a loss counts: those that the policy wrote.
+
+        Args:
+            truncated: what a completion without an end token does: "keep" trains on it, "mask" leaves it out
+                of the loss (its reward still counts in its group's mean).
+        """
+        if truncated not in ("keep", "mask"):
+            raise ValueError(f"truncated: got {truncated!r}, expected 'keep' or 'mask'")
+        written = torch.ones_like(self.ids) if self.turn_ids is None else self.turn_ids + 1
+        return (written > 0) & (self.finished or truncated == "keep")
+
+
+class RolloutEngine(Protocol):
+    """What completes prompts for the trainer."""
+
+    def generate(self, prompts: list[list[int]], sampling: Sampling) -> list[Completion]:
+        """Complete every prompt once, with the policy's current weights.
+
+        Args:
+            prompts: B lists of token ids, none empty; a prompt with several completions is there as often.
+            sampling: how tokens are drawn, by random numbers of torch's default generator.
+
+        Returns:
+            B completions in the order of the prompts.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A part of a completion over several turns.
+
+    Attributes:
+        tokens: its token ids.
+        logprobs: what `Completion.logprobs` holds for them; None where unknown.
+        sampled: whether the policy wrote it, and so it is a turn; false for the output of a tool.
+        mask: what could have been drawn; None where unknown.
+    """
+
+    tokens: list[int]
+    logprobs: list[float] | None = None
+    sampled: bool = True
+    mask: SamplingMask | None = None
+
+    def __post_init__(self) -> None:
+        counts = {
+            "logprobs": None if self.logprobs is None else len(self.logprobs),
+            "mask": None if self.mask is None else len(self.mask.counts),
+        }
+        for name, count in counts.items():
+            if count is not None and count != len(self.tokens):
+                raise ValueError(f"{name}: got {count} for {len(self.tokens)} tokens")
+
+
+def join_segments(segments: Sequence[Segment], finished: bool) -> Completion:
+    """Return a completion over several turns, for an engine that lets the policy meet an environment.
+
+    Args:
+        segments: in order, at least one token in all.
+        finished: whether it came to its end.
+
+    Returns:
+        The completion with ``turn_ids``; with ``logprobs``, and ``mask``, if every sampled segment has them.
+    """
+    turn_ids, logprobs, masks = [], [], []
+    for part, number in zip(segments, accumulate(part.sampled for part in segments), strict=True):
+        length = len(part.tokens)
+        turn_ids += [number - 1 if part.sampled else -1] * length
+        logprobs += (part.sampled and part.logprobs) or [0.0] * length
+        masks.append((part.sampled and part.mask) or SamplingMask.of([[]] * length))
+    sampled = [part for part in segments if part.sampled]
+    return Completion(
+        torch.tensor([token for part in segments for token in part.tokens]),
+        finished,
+        torch.tensor(logprobs) if all(part.logprobs is not None for part in sampled) else None,
+        torch.tensor(turn_ids),
+        SamplingMask.joined(masks) if all(part.mask is not None for part in sampled) else None,
+    )
+
+
+@dataclass
+class ModelEngine:
+    """The model that is trained samples by itself, in a loop over tokens.
+
+    A prompt that several completions continue goes through the model once. Completions that have ended leave
+    the batch as soon as they are half of it. Prompts of similar length are batched together. Only the
+    `Sampling` decides how tokens are drawn: the model's generation config has no part in it.
+
+    Attributes:
+        model: the model that is trained, so that completions always come from its current weights.
+        end_ids: tokens that end a completion.
+        pad_id: token that fills rows on the left.
+        batch_size: completions generated at once; changes memory, speed and random numbers only.
+    """
+
+    model: Any
+    end_ids: list[int]
+    pad_id: int
+    batch_size: int
+
+    @torch.no_grad()
+    def generate(self, prompts: list[list[int]], sampling: Sampling) -> list[Completion]:
+        """See `RolloutEngine.generate`; an `InputError` reports probabilities that are not numbers."""
+        longest_first = sorted(range(len(prompts)), key=lambda row: -len(prompts[row]))
+        completions: dict[int, Completion] = {}
+        with _evaluation(self.model):
+            for start in range(0, len(prompts), self.batch_size):
+                rows = longest_first[start : start + self.batch_size]
+                batch = self._complete([prompts[row] for row in rows], sampling)
+                completions |= dict(zip(rows, batch, strict=True))
+        return [completions[row] for row in range(len(prompts))]
+
+    def _complete(self, prompts: list[list[int]], sampling: Sampling) -> list[Completion]:
+        from transformers import DynamicCache
+
+        model, device = self.model, self.model.device
+        B, C = len(prompts), sampling.max_new_tokens
+        end_ids = torch.tensor(self.end_ids, device=device)
+        ids, logprobs = torch.zeros(B, C, dtype=torch.int64), torch.zeros(B, C)
+        ids, logprobs = ids.to(device), logprobs.to(device)
+        counts, kept_ids = torch.zeros_like(ids), [torch.zeros(0, dtype=torch.int32, device=device)]
+        kept_rows = [torch.zeros(0, dtype=torch.int64, device=device)]
+
+        places: dict[tuple[int, ...], int] = {}
+        owners = torch.tensor([places.setdefault(tuple(each), len(places)) for each in prompts], device=device)
+        tokens, mask = left_padded(list(places), self.pad_id, device)
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        rows, going = torch.arange(B, device=device), torch.ones(B, dtype=torch.bool, device=device)
+        cache = DynamicCache(config=model.config)
+        for place in range(C):
+            logits = model(
+                input_ids=tokens,
+                attention_mask=mask,
+                position_ids=positions,
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1,
+            ).logits[:, -1].float()
+            left = going.nonzero().flatten() if 2 * int(going.sum()) <= len(going) else None
+            ...
+        return []
