@@ -222,7 +222,7 @@ class _Call:
             if required and (p.kind is p.POSITIONAL_ONLY or name not in (*RESERVED, *columns)):
                 available = ", ".join(columns) or "none"
                 raise InputError(
-                    f"{self.what} cannot be called: it takes {name!r}, and gets {', '.join(RESERVED)} and the "
+                    f"{self.what} cannot be called: it takes {name!r} and gets {', '.join(RESERVED)} and the "
                     f"dataset's columns ({available}), all by name"
                 )
 
@@ -293,8 +293,8 @@ class _Call:
             is_finite = isinstance(value, numbers.Real) and bool(abs(value) <= sys.float_info.max)  # type: ignore[operator]
             if value is not None and not is_finite:
                 raise InputError(
-                    f"{self.what} returned {value!r} for completion {i}; expected a finite number, or None where "
-                    f"it does not apply (prompt {prompts[i]!r:.200}, completion {completions[i]!r:.200})"
+                    f"{self.what} returned {value!r} for completion {i}; expected a finite number, or None "
+                    f"if it does not apply (prompt {prompts[i]!r:.200}, completion {completions[i]!r:.200})"
                 )
         return values
 
