@@ -48,7 +48,7 @@ from gspo_kernels.trainer.processes import (
 from gspo_kernels.trainer.report import Metrics, Report
 from gspo_kernels.trainer.rewards import RewardFunction, Rewards, RewardSet, advantages_of, levels
 from gspo_kernels.trainer.rollout import ModelEngine, RolloutEngine, Sampling, sampling_of
-from gspo_kernels.trainer.update import Updater, check_config
+from gspo_kernels.trainer.update import Updater, check_config, needs_reference
 from gspo_kernels.trainer.vllm import sync_weights, vllm_engine
 
 
@@ -103,7 +103,7 @@ class GSPOTrainer:
         self.report = Report(config, self.accelerator, self.directory)
         path = str(model)
         self.model, policy, reference, reference_mode = make_policies(
-            model, self.tokenizer, config, self.accelerator
+            model, self.tokenizer, config, self.accelerator, needs_reference=needs_reference(config)
         )
         self.updater = Updater(
             self.accelerator, policy, config, reference=reference, reference_mode=reference_mode

@@ -1,0 +1,369 @@
+"""The directory of a run, its checkpoints, going on from one, and exporting one.
+
+A checkpoint is written into a hidden directory next to its final place, flushed to disk and renamed. Whatever
+happens in between, the newest directory with a final name can be loaded. Each process writes and reads its
+shards of weights and optimizer (`torch.distributed.checkpoint`); the rest is one file.
+
+The directory of a run has a marker: nothing without one is ever deleted or written over. The process that
+works on it locks the marker, and the system gives the lock up with the process, however that ends.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pickle
+import shutil
+import signal
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+import yaml
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from gspo_kernels.trainer.config import InputError, TrainConfig, changed_settings, load_config, to_mapping
+from gspo_kernels.trainer.model import (
+    add_adapters,
+    export_adapters,
+    export_model,
+    load_model,
+    load_tokenizer,
+)
+from gspo_kernels.trainer.processes import ALONE, on_all, on_main
+
+
+class RunDirectory:
+    """Names of everything that a run writes, and the checkpoints among it; gives up its lock on exit."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.marker = self.path / ".gspo_run"
+        self._lock: IO[str] | None = None
+        self.config = self.path / "config.yaml"
+        self.metrics = self.path / "metrics.jsonl"
+        self.rollouts = self.path / "rollouts"
+        self.checkpoints = self.path / "checkpoints"
+        self.model = self.path / "model"
+        self.plot = self.path / "progress.png"
+        self.trackers = self.path / "trackers"
+        self._files = self.metrics, self.plot, self.config
+        self._folders = self.checkpoints, self.model, self.rollouts, self.trackers
+
+    def holds_a_run(self) -> bool:
+        """Whether a run has written here."""
+        begun = (self.config, self.metrics, self.checkpoints, self.model)
+        return self.marker.exists() and any(path.exists() for path in begun)
+
+    def claim(self, *, resume: bool = False, overwrite: bool = False, others: Sequence[str] = ()) -> None:
+        """Mark and lock the directory, or raise before anything in it was touched.
+
+        Args:
+            resume, overwrite: what may be done with a run that is there.
+            others: names of what will be written next to the files of a run.
+        """
+        if resume and overwrite:
+            raise InputError("resume and overwrite exclude each other")
+        if resume and not self.holds_a_run():
+            raise InputError(f"there is no run in {self.path} to resume")
+        written = *self._files, *map(self.path.joinpath, others), *self._folders
+        strange = [path.name for path in written if path.exists()]
+        if strange and not self.marker.exists():
+            raise InputError(
+                f"{self.path} has {', '.join(strange)}, and no run wrote that; choose another --output"
+            )
+        self.release()
+        self.path.mkdir(parents=True, exist_ok=True)
+        lock = self.marker.open("a")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            lock.close()
+            raise InputError(f"another process works on the run in {self.path}") from error
+        self._lock = lock
+        if self.holds_a_run() and not (resume or overwrite):
+            self.release()
+            raise InputError(
+                f"{self.path} already has a run: go on with --resume, replace it with --overwrite, or "
+                "choose another --output"
+            )
+
+    def release(self, *_: object) -> None:
+        """Let other processes work on the run."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def __enter__(self) -> RunDirectory:
+        return self
+
+    __exit__ = release
+
+    def prepare(self, *, resume: bool, overwrite: bool) -> None:
+        """Claim the directory and make it usable.
+
+        With ``overwrite`` exactly the files of the earlier run are removed, and nothing else that lies there.
+        """
+        self.claim(resume=resume, overwrite=overwrite)
+        if self.holds_a_run() and not resume:
+            for folder in self._folders:
+                if folder.exists():  # at once, so that a kill leaves no half of it
+                    folder.rename(self.path / f".unfinished-removed-{folder.name}")
+            for path in self._files:
+                path.unlink(missing_ok=True)
+        self.checkpoints.mkdir(parents=True, exist_ok=True)
+        for parent in (self.path, self.checkpoints):
+            for unfinished in parent.glob(".unfinished-*"):
+                unfinished.unlink() if unfinished.is_file() else shutil.rmtree(unfinished)
+
+    def latest_checkpoint(self) -> Path | None:
+        """Return the newest whole checkpoint, or None."""
+        return next(reversed(self._whole_checkpoints()), None)
+
+    def save_checkpoint(
+        self, step: int, write: Callable[[Path], None], keep: int, accelerator: Any = ALONE
+    ) -> None:
+        """Let ``write`` fill a step's checkpoint, as `write_directory`; drop all but the newest ``keep``.
+
+        An `InputError` says that it cannot be written (a full disk); earlier ones are as they were.
+        """
+        try:
+            write_directory(self.checkpoints / f"step_{step:06d}", write, accelerator)
+        except (OSError, RuntimeError) as error:  # torch.save raises both
+            last = self.latest_checkpoint()
+            raise InputError(
+                f"the checkpoint of step {step} cannot be written: {error}; --resume goes on from "
+                f"{last.name if last else 'the start'} when there is room"
+            ) from error
+        if accelerator.is_main_process:
+            for old in self._whole_checkpoints()[:-keep]:
+                shutil.rmtree(old)
+
+    def _whole_checkpoints(self) -> list[Path]:
+        found = [path for path in self.checkpoints.glob("step_*") if path.name[5:].isdecimal()]
+        return sorted(found, key=lambda path: int(path.name[5:]))
+
+
+def open_run(
+    directory: RunDirectory,
+    config: TrainConfig,
+    accelerator: Any,
+    *,
+    resume: bool,
+    overwrite: bool,
+    force: bool,
+) -> tuple[Path | None, list[str]]:
+    """Make the directory ready, or raise before anything is lost.
+
+    Returns:
+        The checkpoint to go on from, or None; and which settings are others than before, where ``force``
+        allows that.
+    """
+
+    def prepare() -> list[str]:
+        directory.prepare(resume=resume, overwrite=overwrite)
+        if not resume or not directory.config.exists():
+            return []
+        changed = changed_settings(load_config(directory.config, cls=type(config)), config)
+        if changed and not force:
+            raise InputError(
+                f"the run was started with other settings ({'; '.join(changed)}); --force goes on with these"
+            )
+        return changed
+
+    changed = on_main(accelerator, prepare) or []
+    checkpoint = directory.latest_checkpoint() if resume else None
+    if checkpoint is not None and directory.model.exists() and directory.plot.exists():
+        step = int(checkpoint.name[5:])
+        if step >= config.update.steps:
+            raise InputError(
+                f"the run in {directory.path} is finished ({step} steps); raise update.steps to train on"
+            )
+    on_main(
+        accelerator,
+        lambda: write_text(directory.config, yaml.safe_dump(to_mapping(config), sort_keys=False)),
+    )
+    return checkpoint, changed
+
+
+def save_state(
+    state: Mapping[str, Any], tensors: Mapping[str, Tensor], path: Path, *, accelerator: Any = ALONE
+) -> None:
+    """Write the state of a run into a checkpoint's directory; all processes must call it.
+
+    Of the tensors, by name, each process writes the shards that it has, or its share of what all have.
+    """
+    _together(lambda: dcp.save(dict(tensors), checkpoint_id=path / "tensors"))
+    if accelerator.is_main_process:
+        torch.save(dict(state), path / "state.pt")
+
+
+def load_state(path: Path) -> dict[str, Any]:
+    """Read what `save_state` wrote but its tensors; an `InputError` says that it is damaged."""
+    try:
+        state: dict[str, Any] = torch.load(path / "state.pt", map_location="cpu", weights_only=True)
+        return state
+    except (OSError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
+        raise _damaged(path, error) from error
+
+
+def load_tensors(
+    path: Path,
+    weights: Mapping[str, Tensor],
+    make_room: Callable[[str, torch.Size], Tensor | None] = lambda name, shape: None,
+) -> None:
+    """Fill weights, whole or shards, with those of a checkpoint; all processes call.
+
+    Args:
+        path: the checkpoint.
+        weights: by the names that they have in it; others in it, or other shapes, are refused.
+        make_room: returns what to fill for anything else that is in it, by name and shape; None: nothing.
+    """
+    try:
+        metadata = dcp.FileSystemReader(path / "tensors").read_metadata().state_dict_metadata
+    except (OSError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
+        raise _damaged(path, error) from error
+    shapes = {name: each.size for name, each in metadata.items() if isinstance(each, TensorStorageMetadata)}
+    here = {name: weight.shape for name, weight in weights.items()}
+    saved = {name: shape for name, shape in shapes.items() if name.startswith("weights/")}
+    for name in sorted(here | saved):
+        if here.get(name) != saved.get(name):
+            raise InputError(
+                f"the checkpoint is of another model: it has {name.removeprefix('weights/')} as "
+                f"{saved.get(name, 'nothing')}, the model as {here.get(name, 'nothing')}"
+            )
+    rooms = {name: make_room(name, shape) for name, shape in shapes.items() if name not in saved}
+    wanted = dict(weights) | {name: room for name, room in rooms.items() if room is not None}
+    try:
+        _together(lambda: dcp.load(wanted, checkpoint_id=path / "tensors"))
+    except (OSError, RuntimeError, EOFError) as error:
+        raise _damaged(path, error) from error
+
+
+def _damaged(path: Path, error: Exception) -> InputError:
+    return InputError(f"the checkpoint {path} is damaged ({error}); remove it to go on from the one before")
+
+
+def _together(work: Callable[[], object]) -> None:
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # in one process, as meant
+            work()
+    except dcp.CheckpointException as error:  # no Exception of Python's
+        causes = [cause for cause, _ in error.failures.values()]
+        raise OSError(f"{type(causes[0]).__name__}: {causes[0]}") from error
+
+
+def export_checkpoint(
+    run: str | Path, to: Path, *, step: int | None = None, half: bool = False, adapters: bool = False
+) -> None:
+    """Write the model of a checkpoint, by default the newest, into a new directory for ``from_pretrained``.
+
+    With ``half`` in bfloat16; with ``adapters`` nothing but these, for peft. An `InputError` says that there
+    is no such checkpoint, that it has no adapters, or that something lies at ``to`` already.
+    """
+    directory = RunDirectory(run)
+    if not directory.holds_a_run():
+        raise InputError(f"there is no run in {run}")
+    if to.exists():
+        raise InputError(f"{to} exists already; nothing is written over")
+    chosen = directory.latest_checkpoint() if step is None else directory.checkpoints / f"step_{step:06d}"
+    if chosen is None or not chosen.is_dir():
+        raise InputError(f"there is no checkpoint {'yet' if chosen is None else chosen.name} in {run}")
+    config = load_config(directory.config)
+    if adapters and config.lora.rank == 0:
+        raise InputError(f"the run in {run} trains all weights: there are no adapters alone")
+    tokenizer, model = load_tokenizer(config.model), load_model(config.model)
+    adapted = add_adapters(model, config.lora) if config.lora.rank > 0 else None
+    trained = {f"weights/model.{n}": p.detach() for n, p in model.named_parameters() if p.requires_grad}
+    load_tensors(chosen, trained)
+    dtype = torch.bfloat16 if half else torch.float32
+    if adapters:
+        write_directory(to, partial(export_adapters, adapted, tokenizer, dtype=dtype))
+    else:
+        write_directory(to, partial(export_model, model, tokenizer, dtype=dtype))
+
+
+def write_directory(final: Path, write: Callable[[Path], None], accelerator: Any = ALONE) -> None:
+    """Create the directory ``final`` with what ``write`` puts into it, all or nothing.
+
+    All processes of the accelerator call, and ``write`` runs in each. Where it fails in one, all raise.
+    """
+    unfinished = final.parent / f".unfinished-{final.name}"
+
+    def begin() -> None:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+
+    def finish() -> None:
+        for path in unfinished.rglob("*"):
+            _flush(path)
+        _flush(unfinished)
+        replaced = final.parent / f".unfinished-replaced-{final.name}"
+        shutil.rmtree(replaced, ignore_errors=True)
+        if final.exists():
+            final.rename(replaced)
+        unfinished.rename(final)
+        shutil.rmtree(replaced, ignore_errors=True)
+        _flush(final.parent)
+
+    on_main(accelerator, begin)
+    try:
+        on_all(accelerator, lambda: write(unfinished))
+        on_main(accelerator, finish)
+    except Exception:
+        if accelerator.is_main_process:
+            shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+
+
+def write_file(path: Path, write: Callable[[Path], object]) -> None:
+    """Create a file with what ``write`` puts into it, all or nothing."""
+    unfinished = path.parent / f".unfinished-{path.name}"
+    write(unfinished)
+    _flush(unfinished)
+    unfinished.replace(path)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file, all or nothing."""
+    write_file(path, lambda unfinished: unfinished.write_text(text, encoding="utf-8"))
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def defer_signals() -> Iterator[list[int]]:
+    """Note SIGTERM and a first SIGINT inside instead of ending; in the main thread, where they arrive."""
+    caught: list[int] = []
+
+    def note(number: int, _: object) -> None:
+        if number == signal.SIGINT:
+            if caught:
+                raise KeyboardInterrupt
+            # print might have been interrupted
+            os.write(2, b"\nending after this step, with a checkpoint; Ctrl-C once more ends at once\n")
+        caught.append(number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield caught
+        return
+    previous = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield caught
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
