@@ -37,19 +37,18 @@ def load_prompts(
         InputError: there is nothing to read, or rows are not prompts; names the source and the row.
     """
     path, name = Path(source), str(source)
-    is_file = path.suffix in (".json", ".jsonl", ".parquet") and not path.is_dir()
-    for option, value in (("split", split), ("subset", subset)):
-        if is_file and value is not None:
-            raise InputError(f"{name} is a single file and has no {option} {value!r}")
-    is_hub_name = re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) and not is_file
-    if not path.exists() and not is_hub_name:
+    hub_name = re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) and path.suffix not in (
+        ".json",
+        ".jsonl",
+        ".parquet",
+    )
+    if not path.exists() and not hub_name:
         raise InputError(f"there is no dataset file {name}")
-    if is_file and path.suffix != ".parquet":
-        rows = _read_jsonl(path)
-    elif path.is_file() and not is_file:
-        raise InputError(f"{name}: expected a .jsonl or .parquet file, a directory or a name on the Hub")
-    else:
-        rows = _load_dataset(path, name, split, subset)
+    for option, value in (("split", split), ("subset", subset)):
+        if path.is_file() and value is not None:
+            raise InputError(f"{name} is a single file and has no {option} {value!r}")
+    is_jsonl = path.is_file() and path.suffix != ".parquet"
+    rows = _read_jsonl(path) if is_jsonl else _load_dataset(path, name, split, subset)
     if prompt_column != "prompt":
         rows = _rename(rows, prompt_column, name)
     check_rows(rows, name)
@@ -76,7 +75,7 @@ def _load_dataset(path: Path, name: str, split: str | None, subset: str | None) 
     from datasets import load_dataset
 
     try:
-        if path.suffix == ".parquet" and path.is_file():
+        if path.is_file():
             return load_dataset("parquet", data_files=name, split="train")
         return load_dataset(name, subset, split=split or "train")
     except Exception as error:  # datasets lets through what its readers raise

@@ -5,21 +5,19 @@ import contextlib
 import functools
 import json
 import math
-import os
+import subprocess
 import sys
 import threading
 import time
+import typing
 
 import numpy as np
 import pytest
 import torch
 
 import gspo_kernels as gk
-from gspo_kernels.trainer import GSPOTrainer, TrainConfig
-from gspo_kernels.trainer.input_errors import ConfigError, RewardError
-from gspo_kernels.trainer.rewards import ADVANTAGES, Rewards, RewardSet, advantages_of, load_reward
-from gspo_kernels.trainer.run.config_file import require_same_run
-from tests.trainer.conftest import small_config, tiny_qwen3
+from gspo_kernels.trainer.config import InputError, Method
+from gspo_kernels.trainer.rewards import Rewards, RewardSet, advantages_of, differing, levels, load_reward
 
 ARGUMENTS = (["p", "q"], ["x", "yy"], [[1], [2, 2]], {"answer": ["x", "z"]})
 
@@ -67,20 +65,21 @@ def test_what_counts_as_numbers(values):
         ([1.0, math.nan], ["nan", "completion 1"]),
         ([1.0, math.inf], ["inf", "completion 1"]),
         ([1.0, [2.0]], ["[2.0]", "completion 1"]),
+        ([10**400, 1.0], ["completion 0", "finite"]),
     ],
 )
 def test_wrong_returns_name_the_function(returned, words):
     def my_reward(prompts, completions, completion_ids, **columns):
         return returned
 
-    with pytest.raises(RewardError) as caught:
+    with pytest.raises(InputError) as caught:
         RewardSet([my_reward])(*ARGUMENTS)
     for word in ["my_reward", *words]:
         assert word in str(caught.value)
 
 
 def test_a_wrong_value_shows_its_sample():
-    with pytest.raises(RewardError, match=r"completion 1.*prompt 'q', completion 'yy'"):
+    with pytest.raises(InputError, match=r"completion 1.*prompt 'q', completion 'yy'"):
         RewardSet([lambda *a, **k: [1.0, math.nan]])(*ARGUMENTS)
 
 
@@ -98,25 +97,22 @@ def test_a_reward_that_raises_is_named_with_the_place(kind, timeout):
         await raise_later()
 
     function = my_reward if kind == "plain" else my_async_reward
-    with pytest.raises(RewardError, match=r"reward raised LookupError\('later'\) \(.*test_rewards.py, line"):
-        RewardSet([function], timeouts=timeout)(*ARGUMENTS)
+    with pytest.raises(InputError, match=r"reward raised LookupError\('later'\) \(.*test_rewards.py, line"):
+        RewardSet([function], timeout=timeout)(*ARGUMENTS)
 
 
 @pytest.mark.parametrize("timeout", [None, 10.0])
-@pytest.mark.parametrize("kind", ["plain", "async", "process"])
-def test_a_reward_that_exits_is_an_error_that_names_it(tmp_path, kind, timeout):
+@pytest.mark.parametrize("kind", ["plain", "async"])
+def test_a_reward_that_exits_is_an_error_that_names_it(kind, timeout):
     def leaves(prompts, completions, completion_ids, **columns):
         sys.exit(0)
 
     async def leaves_later(prompts, completions, completion_ids, **columns):
         sys.exit(0)
 
-    (tmp_path / "own.py").write_text("import sys\ndef leaves_alone(**columns):\n    sys.exit(0)\n")
-    function = {"plain": lambda: leaves, "async": lambda: leaves_later}.get(
-        kind, lambda: load_reward(f"{tmp_path}/own.py:leaves_alone", own_process=True)
-    )()
-    with pytest.raises(RewardError, match=r"reward function leaves\w* raised SystemExit\(0\) \(.*, line \d"):
-        RewardSet([function], timeouts=timeout)(*ARGUMENTS)
+    function = {"plain": leaves, "async": leaves_later}[kind]
+    with pytest.raises(InputError, match=r"reward function leaves\w* raised SystemExit\(0\) \(.*, line \d"):
+        RewardSet([function], timeout=timeout)(*ARGUMENTS)
 
 
 def test_an_exception_below_a_reward_names_the_rewards_own_line():
@@ -124,9 +120,7 @@ def test_an_exception_below_a_reward_names_the_rewards_own_line():
         return [json.loads(text) for text in completions]
 
     line = parses.__code__.co_firstlineno + 1
-    with pytest.raises(
-        RewardError, match=rf"test_rewards.py, line {line}, below it .*decoder.py, line \d+\)"
-    ):
+    with pytest.raises(InputError, match=rf"test_rewards.py, line {line}, below it .*decoder.py, line \d+\)"):
         RewardSet([parses])(*ARGUMENTS)
 
 
@@ -136,14 +130,15 @@ def test_an_exception_below_a_reward_names_the_rewards_own_line():
         ([0.0, 1e39], None, "reward function f gives completion 1 .*fp32 .*prompt 'q', completion 'yy'"),
         ([0.0, 1e30], [1e30, 1.0], "reward function f gives completion 1 with its weight"),
         ([0.0, 3e38], [1.0, 1.0], "the sum of f, f_2 gives completion 1"),
-        ([0.0, 0.0], [math.inf, 1.0], r"reward weights must be finite numbers, got \[inf, 1.0\]"),
+        ([0.0, 0.0], [math.inf, 1.0], r"reward_weights must be finite numbers, got \[inf, 1.0\]"),
+        ([0.0, 0.0], [1.0], "reward_weights: got 1, expected one for each of 2 rewards"),
     ],
 )
 def test_totals_that_are_not_finite_are_refused(values, weights, words):
     def f(completions, **columns):
         return values
 
-    with pytest.raises(RewardError, match=words):
+    with pytest.raises(InputError, match=words):
         RewardSet([f, f], weights)(*ARGUMENTS)
 
 
@@ -151,20 +146,43 @@ def test_columns_that_do_not_fit_are_found_beforehand():
     def my_reward(prompts, completions, completion_ids, *, solution):
         return [0.0, 0.0]
 
-    with pytest.raises(RewardError, match=r"my_reward cannot be called .*\(answer\).*'solution'"):
+    with pytest.raises(InputError, match=r"my_reward cannot be called: it takes 'solution'.*\(answer\)"):
         RewardSet([my_reward]).check(["answer"])
-    with pytest.raises(RewardError, match="my_reward cannot be called"):
+    with pytest.raises(InputError, match="my_reward cannot be called"):
         RewardSet([my_reward])(*ARGUMENTS)
     RewardSet([my_reward, max]).check(["solution"])
-    with pytest.raises(RewardError, match="my_reward: solution is an option and a column"):
+    with pytest.raises(InputError, match="my_reward: solution is an option and a column"):
         RewardSet([functools.partial(my_reward, solution=3)]).check(["solution"])
+    with pytest.raises(InputError, match="sqrt cannot be called: it takes 'x'"):
+        RewardSet([math.sqrt]).check(["x"])  # which it does not take by name
 
 
-def test_arguments_go_by_name_as_in_trl():
-    def my_reward(completions, **kwargs):
+def test_a_reward_gets_what_its_signature_takes():
+    def only_completions(completions):
         return [float(len(text)) for text in completions]
 
-    assert RewardSet([my_reward])(*ARGUMENTS).total.tolist() == [1.0, 2.0]
+    def some(answer, completion_ids, scale=2.0):
+        return [scale * len(ids) + (right == "z") for ids, right in zip(completion_ids, answer, strict=True)]
+
+    async def later(prompts):
+        return [0.25] * len(prompts)
+
+    class Callable:
+        def __call__(self, completions, missing=None):
+            return [float(missing is None)] * len(completions)
+
+    def as_in_trl(completions, **kwargs):
+        return [float(sorted(kwargs) == ["answer", "completion_ids", "prompts"])] * len(completions)
+
+    found = RewardSet([only_completions, some, later, Callable(), as_in_trl], timeout=10.0)(*ARGUMENTS)
+    values = {name: column.tolist() for name, column in found.by_name.items()}
+    assert values == {
+        "only_completions": [1.0, 2.0],
+        "some": [2.0, 5.0],
+        "later": [0.25, 0.25],
+        "Callable": [1.0, 1.0],
+        "as_in_trl": [1.0, 1.0],
+    }
 
 
 @pytest.mark.parametrize("timeout", [None, 10.0])
@@ -181,7 +199,7 @@ def test_async_rewards_run_at_the_same_time_and_keep_their_loop(timeout):
 
         return reward
 
-    rewards = RewardSet([make(1), lambda *a, **k: [0.5, 0.25], make(2)], [1.0, 1.0, 10.0], timeouts=timeout)
+    rewards = RewardSet([make(1), lambda *a, **k: [0.5, 0.25], make(2)], [1.0, 1.0, 10.0], timeout=timeout)
     for _ in range(2):
         meet.clear()
         result = rewards(*ARGUMENTS)
@@ -221,14 +239,15 @@ def test_a_reward_that_hangs_is_given_up(kind):
     async def innocent(prompts, completions, completion_ids, **columns):
         return [0.0, 0.0]
 
-    rewards = RewardSet([innocent, function], timeouts=[5.0, 0.2])
+    rewards = RewardSet([innocent, function], timeout=0.2)
     started = time.monotonic()
     try:
-        with pytest.raises(RewardError, match=rf"{kind} took more than 0.2 seconds for 2 completions"):
+        with pytest.raises(InputError, match=rf"{kind} took more than 0.2 seconds for 2 completions"):
             rewards(*ARGUMENTS)
     finally:
         stop.set()
     assert time.monotonic() - started < 5.0
+    rewards = RewardSet([innocent, function], timeout=5.0) if kind == "plain" else rewards
     assert rewards(*ARGUMENTS).total.tolist() == [1.0, 2.0]
 
 
@@ -236,8 +255,8 @@ def test_an_exception_called_timeout_is_not_ours():
     async def slow_server(prompts, completions, completion_ids, **columns):
         raise TimeoutError("no answer")
 
-    with pytest.raises(RewardError, match="slow_server raised TimeoutError"):
-        RewardSet([slow_server], timeouts=5.0)(*ARGUMENTS)
+    with pytest.raises(InputError, match="slow_server raised TimeoutError"):
+        RewardSet([slow_server], timeout=5.0)(*ARGUMENTS)
 
 
 def test_an_interrupt_inside_a_thread_reaches_the_caller():
@@ -245,7 +264,7 @@ def test_an_interrupt_inside_a_thread_reaches_the_caller():
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        RewardSet([interrupted], timeouts=5.0)(*ARGUMENTS)
+        RewardSet([interrupted], timeout=5.0)(*ARGUMENTS)
 
 
 def test_rewards_compute_no_gradients_in_their_thread():
@@ -253,69 +272,25 @@ def test_rewards_compute_no_gradients_in_their_thread():
         return [float(torch.is_grad_enabled())] * 2
 
     with torch.no_grad():
-        assert RewardSet([grad_mode], timeouts=5.0)(*ARGUMENTS).total.tolist() == [0.0, 0.0]
+        assert RewardSet([grad_mode], timeout=5.0)(*ARGUMENTS).total.tolist() == [0.0, 0.0]
 
 
-@pytest.mark.parametrize(
-    ("timeouts", "words"), [([1.0, 2.0], "2 timeouts for 1"), (0.0, "above 0"), (math.nan, "above 0")]
-)
-def test_timeouts_are_checked(timeouts, words):
-    with pytest.raises(RewardError, match=words):
-        RewardSet([lambda *a, **k: [0, 0]], timeouts=timeouts)
-
-
-@pytest.mark.parametrize(("given", "seconds"), [({}, 600.0), ({"reward_timeout": "none"}, None)])
-def test_runs_have_a_limit_unless_told_otherwise(tmp_path, tokenizer, given, seconds):
-    """One for every function, the verifier of VerIPO among them."""
-
-    def plain(completions, **columns):
-        return [0.0] * len(completions)
-
-    async def waits(completions, **columns):
-        return [0.0] * len(completions)
-
-    verifier = {"dpo_steps": 1, "verifier": "gspo_kernels.rewards:regex_format(pattern='a')"}
-    config = small_config(tmp_path, veripo=verifier, **given)
-    trainer = GSPOTrainer(
-        tiny_qwen3(tokenizer), tokenizer, [plain, waits], [{"prompt": "a"}] * 3, config=config
+def test_a_reward_that_hangs_keeps_no_program_from_ending():
+    """What is left behind, plain or async, is a daemon thread; the process ends with its error."""
+    code = (
+        "import threading\nfrom gspo_kernels.trainer.rewards import RewardSet\n"
+        "def hangs(completions):\n    threading.Event().wait()\n"
+        "RewardSet([hangs], timeout=0.1)(['p'], ['c'], [[1]], {})\n"
     )
-    assert trainer.rewards.timeouts == {"plain": seconds, "waits": seconds}
-    assert trainer.recipe.verifier.timeouts == {"regex_format": seconds}
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert run.returncode == 1
+    assert "InputError: reward function hangs took more than 0.1 seconds for 1 completions" in run.stderr
 
 
-def test_a_run_that_a_reward_has_stopped_may_go_on_with_another_limit():
-    before, after = (TrainConfig(reward_timeout=limit, reward_process=limit is None) for limit in (5.0, None))
-    require_same_run(before, after)
-
-
-def test_a_process_is_killed_and_started_again(tmp_path):
-    """The function holds Python's lock, so that no thread of its process gets to run."""
-    (tmp_path / "own.py").write_text(
-        "calls = 0\n"
-        "def own(prompts, completions, completion_ids, *, answer, factor=1):\n"
-        "    global calls\n"
-        "    calls += 1\n"
-        "    print('not into the pipe')\n"
-        "    if answer == ['raise', 'z']:\n"
-        "        raise LookupError('no')\n"
-        "    if answer == ['hang', 'z']:\n"
-        "        sum(range(10**12))\n"
-        "    return [factor * calls, None]\n"
-    )
-    rewards = RewardSet([load_reward(f"{tmp_path}/own.py:own(factor=2)", own_process=True)], timeouts=1.0)
-
-    def total(answer):
-        return rewards(*ARGUMENTS[:3], {"answer": [answer, "z"]}).total[0].item()
-
-    assert [total("x"), total("x")] == [2.0, 4.0]
-    with pytest.raises(RewardError, match=r"own raised LookupError\('no'\) \(.*own.py, line 7\)"):
-        total("raise")
-    with pytest.raises(RewardError, match=r"own took more than 1 seconds"):
-        total("hang")
-    rewards.timeouts["own"] = None  # starting takes seconds
-    assert total("x") == 2.0
-    with pytest.raises(RewardError, match=r"own cannot be called .*\(question\)"):
-        rewards.check(["question"])
+@pytest.mark.parametrize("timeout", [0.0, math.nan, math.inf])
+def test_the_time_limit_is_checked(timeout):
+    with pytest.raises(InputError, match="reward_timeout must be above 0"):
+        RewardSet([lambda *a, **k: [0, 0]], timeout=timeout)
 
 
 GROUPS = torch.tensor([[1.0, 2.0, 4.0, 0.0], [0.0, 0.0, 3.0, 1.0]])
@@ -351,7 +326,7 @@ def by_hand(method):
     return (summed - summed.mean()) / (summed.std(ddof=1) + 1e-4)
 
 
-@pytest.mark.parametrize("method", ADVANTAGES)
+@pytest.mark.parametrize("method", typing.get_args(Method))
 def test_advantages_by_name(method):
     found = advantages_of(make_rewards(), group_size=4, method=method, lengths=torch.arange(1.0, 9.0))
     assert found.dtype == torch.float32
@@ -363,12 +338,18 @@ def test_a_wrong_choice_of_advantages_is_refused():
     expected = gk.advantages.group_normalized(rewards.total, group_size=4, scale="none")
     assert torch.equal(advantages_of(rewards, group_size=4, scale="none"), expected)
     for options, words in (
-        ({"method": "grpo"}, "advantages must be one of group_normalized.*gdpo, got 'grpo'"),
+        ({"method": "grpo"}, "unknown method 'grpo'"),
         ({"method": "gdpo", "scale": "batch"}, "advantage_scale 'batch' is for group_normalized"),
-        ({"method": "optimal_baseline"}, "needs lengths"),
+        ({"method": "optimal_baseline"}, "lengths: got None"),
     ):
-        with pytest.raises(ConfigError, match=words):
+        with pytest.raises(InputError, match=words):
             advantages_of(rewards, group_size=4, **options)
+
+
+def test_ranks_and_groups_that_differ():
+    total = torch.tensor([3.0, 1.0, 3.0, 2.0, math.nan, 1.0, math.nan, 1.0])
+    assert levels(total[:4], 4).tolist() == [1, 3, 1, 2]
+    assert differing(total, 4).tolist() == [True, False]
 
 
 def test_loading_from_a_module_and_from_a_file(tmp_path, monkeypatch):
@@ -408,31 +389,10 @@ def test_options_are_bound_to_literals():
 def test_what_cannot_be_loaded(tmp_path, spec, words):
     (tmp_path / "broken.py").write_text("def f(:\n")
     spec = spec.replace("{tmp}", str(tmp_path))
-    with pytest.raises(RewardError) as caught:
+    with pytest.raises(InputError) as caught:
         load_reward(spec)
     assert spec in str(caught.value)
     assert words in str(caught.value)
-
-
-def test_every_function_in_a_process_of_its_own(tmp_path, monkeypatch):
-    """Asked for as a whole: importable functions, async ones too; the time limit kills what hangs."""
-    (tmp_path / "importable_rewards.py").write_text(
-        "import os\n"
-        "async def waits(completions, **columns):\n"
-        "    return [float(os.getpid())] * len(completions)\n"
-        "def hangs(completions, **columns):\n"
-        "    sum(range(10**12))\n"
-    )
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.syspath_prepend(str(tmp_path))
-    functions = [load_reward(f"importable_rewards:{name}") for name in ("waits", "hangs")]
-    rewards = RewardSet(functions, timeouts=[60.0, 0.5], own_process=True)
-    with pytest.raises(RewardError, match=r"hangs took more than 0.5 seconds"):
-        rewards(*ARGUMENTS)
-    alone = RewardSet(functions[:1], timeouts=60.0, own_process=True)
-    assert os.getpid() != alone(*ARGUMENTS).total[0].item() > 0
-    with pytest.raises(RewardError, match="cannot be sent to a process of its own"):
-        RewardSet([lambda **columns: []], own_process=True)
 
 
 def test_files_of_the_same_name_are_two_modules(tmp_path):
