@@ -147,7 +147,7 @@ class Batch:
         return values.repeat_interleave(torch.tensor(self.lengths, device=values.device))
 
 
-def make_batch(rollout: Rollout, advantages: Tensor, *, truncated: str, device: torch.device) -> Batch:
+def make_batch(rollout: Rollout, advantages: Tensor, truncated: str, device: torch.device) -> Batch:
     """Return what the update takes; completions without a reward or an advantage do not count in it."""
     samples, size = rollout.samples, rollout.group_size
     completions = [sample.completion for sample in samples]

@@ -346,6 +346,20 @@ def _flush(path: Path) -> None:
 
 
 @contextmanager
+def saved_on_failure(
+    directory: RunDirectory, state: Mapping[str, Any], save: Callable[[Mapping[str, Any]], None]
+) -> Iterator[None]:
+    """Save the state where something inside fails, in all processes together, so that nothing is lost."""
+    try:
+        yield
+    except Exception:
+        latest = directory.latest_checkpoint()
+        if latest is None or latest.name != f"step_{state['step']:06d}":
+            save(state)
+        raise
+
+
+@contextmanager
 def defer_signals() -> Iterator[list[int]]:
     """Note SIGTERM and a first SIGINT inside instead of ending; in the main thread, where they arrive."""
     caught: list[int] = []

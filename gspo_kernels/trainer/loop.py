@@ -1,15 +1,13 @@
 """The training loop: sample completions, score them, compare within groups, update in minibatches, repeat.
 
 `GSPOTrainer` reads from top to bottom like the algorithm. A recipe subclasses it and overrides the methods from
-`GSPOTrainer.rollout` to `GSPOTrainer.evaluation`, and what a checkpoint contains (``state_dict``);
-``examples/recipes`` has several.
+`GSPOTrainer.rollout` to `GSPOTrainer.evaluation`, and what a checkpoint contains; see ``examples/recipes``.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -19,37 +17,16 @@ import torch
 from accelerate.utils import gather_object
 
 from gspo_kernels.trainer.batch import Batch, Rollout, Sample, make_batch, rollout_metrics
-from gspo_kernels.trainer.checkpoint import RunDirectory, defer_signals, load_state, open_run, save_state
+from gspo_kernels.trainer.checkpoint import RunDirectory, defer_signals, load_state, open_run
+from gspo_kernels.trainer.checkpoint import save_state, saved_on_failure
 from gspo_kernels.trainer.config import InputError, TrainConfig
-from gspo_kernels.trainer.data import (
-    Prompts,
-    Rows,
-    check_rows,
-    column_names,
-    columns_of,
-    prepare_prompts,
-    prompt_order,
-)
-from gspo_kernels.trainer.model import (
-    end_token_ids,
-    export_model,
-    load_tokenizer,
-    make_policies,
-    padding_token_id,
-)
-from gspo_kernels.trainer.processes import (
-    check_processes,
-    make_accelerator,
-    map_shares,
-    reshard,
-    seed_everything,
-    whole_weights,
-)
+from gspo_kernels.trainer.data import Prompts, Rows, check_rows, columns_of, prepare_prompts, prompt_order
+from gspo_kernels.trainer.model import export_model, load_tokenizer, make_policies
+from gspo_kernels.trainer.processes import check_processes, make_accelerator, map_shares, seed_everything
 from gspo_kernels.trainer.report import Metrics, Report
 from gspo_kernels.trainer.rewards import RewardFunction, Rewards, RewardSet, advantages_of, levels
-from gspo_kernels.trainer.rollout import ModelEngine, RolloutEngine, Sampling, sampling_of
-from gspo_kernels.trainer.update import Updater, check_config, needs_reference
-from gspo_kernels.trainer.vllm import sync_weights, vllm_engine
+from gspo_kernels.trainer.rollout import RolloutEngine, Sampling, sampling_of
+from gspo_kernels.trainer.update import Updater, check_config, make_engine, needs_reference
 
 
 class GSPOTrainer:
@@ -57,13 +34,13 @@ class GSPOTrainer:
 
     Args:
         model: a transformers causal language model, or a directory to load one from.
-        tokenizer: its tokenizer, or None to load the one beside the model.
+        tokenizer: its tokenizer, or None to load the one next to the model.
         rewards: one function or several, ``f(prompts, completions, completion_ids, **columns)``.
         dataset: rows (mappings) with a ``"prompt"``; other columns reach the reward functions.
         eval_dataset: rows that are never trained on, or None.
         config: everything else.
         engine: what completes prompts; by default what ``config.engine`` names, or the model itself.
-        accelerator: accelerate's, for what its own environment variables do not say.
+        accelerator: accelerate's, for what its environment variables do not say.
 
     Raises:
         InputError: the model, a dataset, a reward or the configuration cannot be used; nothing was written.
@@ -88,107 +65,79 @@ class GSPOTrainer:
         check_config(config, serves_turns=self.serves_turns)
         if tokenizer is None and not isinstance(model, str | Path):
             raise InputError("a model that is already loaded needs its tokenizer")
-        if engine is not None and config.engine.url is not None:
-            raise InputError(f"engine.url: got {config.engine.url!r} and an engine; only one can sample")
         self.tokenizer = tokenizer if tokenizer is not None else load_tokenizer(str(model))
         functions = [rewards] if callable(rewards) else list(rewards)
         self.rewards = RewardSet(functions, config.reward_weights, config.reward_timeout)
-        check_rows(dataset, "the training dataset")
-        self.rewards.check(column_names(dataset))
         self.directory = RunDirectory(config.output)
-        self.accelerator = accelerator or make_accelerator(
-            config.update.precision, config.trackers, self.directory.trackers
-        )
+        self.accelerator = accelerator or make_accelerator(config, self.directory.trackers)
         check_processes(self.accelerator)
         self.report = Report(config, self.accelerator, self.directory)
-        path = str(model)
-        self.model, policy, reference, reference_mode = make_policies(
-            model, self.tokenizer, config, self.accelerator, needs_reference=needs_reference(config)
-        )
-        self.updater = Updater(
-            self.accelerator, policy, config, reference=reference, reference_mode=reference_mode
-        )
-        vocabulary = self.model.get_input_embeddings().num_embeddings
+        compares = needs_reference(config)
+        self.model, *policies = make_policies(model, self.tokenizer, config, self.accelerator, compares)
+        self.updater = Updater(self.accelerator, config, *policies)
         context = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         self.longest_prompt = None if context is None else context - config.rollout.max_new_tokens
-        prepare = partial(
-            prepare_prompts,
-            self.tokenizer,
-            longest=self.longest_prompt,
-            embedded=vocabulary,
-            template_options=config.data.template_options,
-        )
-        self.train_prompts: Prompts = prepare(dataset, "the training dataset")
+        self.train_prompts = self._prompts(dataset, "the training dataset")
+        self.rewards.check(self.train_prompts.columns)
         self.eval_prompts: Prompts | None = None
         if eval_dataset is not None:
-            held_out = [eval_dataset[i] for i in range(min(config.evaluation.prompts, len(eval_dataset)))]
-            check_rows(held_out, "the eval dataset")
-            self.eval_prompts = prepare(held_out, "the eval dataset")
-        end_ids = end_token_ids(self.model, self.tokenizer)
-        self.engine: Any = engine
-        if engine is None and config.engine.url is None:
-            pad_id = padding_token_id(self.tokenizer)
-            self.engine = ModelEngine(self.model, end_ids, pad_id, config.rollout.batch_size)
-        elif engine is None:
-            self.engine = vllm_engine(
-                config, end_ids=end_ids, vocabulary=vocabulary, model_path=path, accelerator=self.accelerator
-            )
-        self.step = 0
-        self.prompts_used = 0
-        self._engine_has: int | None = None  # number of updates in the weights that were sent to it
+            held_out = [row for row, _ in zip(eval_dataset, range(config.evaluation.prompts), strict=False)]
+            self.eval_prompts = self._prompts(held_out, "the eval dataset")
+        path = str(model) if isinstance(model, str | Path) else None
+        self.engine: Any = make_engine(engine, config, self.model, self.tokenizer, path, self.accelerator)
+        self.step, self.prompts_used = 0, 0
+
+    def _prompts(self, rows: Rows, name: str) -> Prompts:
+        check_rows(rows, name)
+        options = {"longest": self.longest_prompt, "template_options": self.config.data.template_options}
+        embedded = self.model.get_input_embeddings().num_embeddings
+        return prepare_prompts(self.tokenizer, rows, name, embedded=embedded, **options)
 
     def train(self, *, resume: bool = False, overwrite: bool = False, force: bool = False) -> Metrics:
         """Run to the configured number of steps; return the metrics of the last evaluation.
 
         Writes ``config.yaml``, ``metrics.jsonl``, ``checkpoints/``, ``progress.png`` and the trained
         ``model/`` into the output directory. SIGTERM, or Ctrl-C once, ends the run after the step in
-        progress, with a checkpoint and `SystemExit`; so does an error in a reward or an engine, with the
-        checkpoint of the step before.
+        progress, with a checkpoint and `SystemExit`. An error in a reward or an engine leaves the checkpoint
+        of the step before. ``resume`` with other settings than before needs ``force``.
         """
-        config, report = self.config, self.report
         with self.directory:
-            checkpoint, changed = open_run(
-                self.directory, config, self.accelerator, resume=resume, overwrite=overwrite, force=force
-            )
+            options = {"resume": resume, "overwrite": overwrite, "force": force}
+            checkpoint, changed = open_run(self.directory, self.config, self.accelerator, **options)
             if checkpoint is not None:
                 self.load_state_dict(load_state(checkpoint), checkpoint)
-            report.begin(self.step, resumed=checkpoint is not None, changed=changed)
-            if self.eval_prompts is None:
-                report.display.line("no eval dataset: accuracy on held-out prompts is not measured")
-            with report.display, defer_signals() as signals:
+            self.report.begin(self.step, resumed=resume, changed=changed, evaluates=bool(self.eval_prompts))
+            with self.report.display, defer_signals() as signals:
                 if self.step == 0:
-                    report.step(0, self.evaluate())
-                while self.step < config.update.steps:
+                    self.report.step(0, self.evaluate())
+                while self.step < self.config.update.steps:
                     self.take_step(signals)
-            reshard(self.updater.policy)
-            return report.finish(self.step, partial(export_model, self.model, self.tokenizer))
+            return self.report.finish(self.step, partial(export_model, self.model, self.tokenizer))
 
     def take_step(self, signals: Sequence[int] = ()) -> None:
         """Sample, score, compare and update once; evaluate and save where that is due."""
-        config, report = self.config, self.report
-        before, started = self.state_dict(), time.monotonic()
+        config, before, started = self.config, self.state_dict(), time.monotonic()
         self.step += 1
         seed_everything(config.seed, self.step, self.accelerator.process_index)
-        with self._saved_on_failure(before):
+        with saved_on_failure(self.directory, before, self.save):
             rollout = self.rollout()
             batch = self.compare(rollout)
         sampled = time.monotonic()
         metrics = rollout_metrics(rollout) | self.update(batch)
         ended = time.monotonic()
-        metrics |= {"seconds": ended - started, "seconds/rollout": sampled - started}
-        metrics |= {"seconds/update": ended - sampled}
-        metrics["tokens_per_second"] = sum(batch.lengths) / (ended - started)
+        metrics |= {"seconds/rollout": sampled - started, "seconds/update": ended - sampled}
+        metrics |= {"seconds": ended - started, "tokens_per_second": sum(batch.lengths) / (ended - started)}
         last = self.step == config.update.steps
         if last or self.step % config.evaluation.every == 0:
-            with self._saved_on_failure(self.state_dict()):
+            with saved_on_failure(self.directory, self.state_dict(), self.save):
                 metrics |= self.evaluate()
-        report.step(self.step, metrics)
-        report.rollout(self.step, rollout, self.tokenizer, show=last or "eval/greedy_accuracy" in metrics)
+        self.report.step(self.step, metrics)
+        self.report.rollout(self.step, rollout, self.tokenizer, show=last or "eval/greedy_accuracy" in metrics)
         stop = max(gather_object([max(signals, default=0)]))
         if last or stop or self.step % config.checkpoint.every == 0:
             self.save(self.state_dict())
         if stop and not last:
-            report.display.line(f"ended after step {self.step}; --resume goes on from there")
+            self.report.display.line(f"ended after step {self.step}; --resume goes on from there")
             raise SystemExit(128 + stop)
 
     # What a recipe overrides: the parts of a step, in their order.
@@ -200,8 +149,8 @@ class GSPOTrainer:
 
     def next_rows(self, count: int | None = None) -> list[int]:
         """Return the rows of the next prompts, by default those of one rollout."""
-        count = count or self.config.rollout.prompts_per_rollout
-        start, self.prompts_used = self.prompts_used, self.prompts_used + count
+        start, count = self.prompts_used, count or self.config.rollout.prompts_per_rollout
+        self.prompts_used += count
         return prompt_order(len(self.train_prompts.tokens), self.config.seed, start, count)
 
     @torch.no_grad()
@@ -219,21 +168,22 @@ class GSPOTrainer:
         Every process completes its share of the prompts, and all get the whole. ``tokens``, a list for each
         row, are completed in place of the prompts; rewards see these all the same.
         """
-        prompts, size = prompts or self.train_prompts, group_size or self.config.rollout.group_size
-        how = sampling or sampling_of(self.config.rollout)
-        given = [prompts.tokens[row] for row in rows] if tokens is None else tokens
+        source, size = prompts or self.train_prompts, group_size or self.config.rollout.group_size
+        sampling = sampling or sampling_of(self.config.rollout)
+        given = [source.tokens[row] for row in rows] if tokens is None else tokens
 
-        def complete(places: list[int]) -> list[Sample]:
-            each = [place for place in places for _ in range(size)]
-            found = self.engine.generate([given[place] for place in each], how)
-            if how.return_mask and any(completion.mask is None for completion in found):
+        def complete(share: list[int]) -> list[Sample]:
+            each = [place for place in share for _ in range(size)]
+            completions = self.engine.generate([given[place] for place in each], sampling)
+            if sampling.return_mask and any(completion.mask is None for completion in completions):
                 name = type(self.engine).__name__
                 raise InputError(f"rollout.keep_sampling_mask: {name} gives completions without a mask")
-            texts = self.tokenizer.batch_decode([c.ids.tolist() for c in found], skip_special_tokens=True)
-            pairs = zip(each, texts, found, strict=True)
-            return [Sample(rows[place], list(given[place]), text, c) for place, text, c in pairs]
+            ids = [completion.ids.tolist() for completion in completions]
+            texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
+            parts = zip(each, texts, completions, strict=True)
+            return [Sample(rows[place], list(given[place]), text, done) for place, text, done in parts]
 
-        with self._engine_weights(), self.accelerator.autocast():
+        with self.updater.weights_in(self.engine, self.tokenizer), self.accelerator.autocast():
             shares = map_shares(self.accelerator, len(rows), complete)
         return [sample for share in shares for sample in share]
 
@@ -245,9 +195,8 @@ class GSPOTrainer:
         def rewards_of(share: list[int]) -> Rewards:
             mine = [sample for place in share for sample in groups[place]]
             rows = [source.rows[sample.row] for sample in mine]
-            ids = [sample.ids.tolist() for sample in mine]
-            columns = columns_of(rows, source.columns)
-            return self.rewards([row["prompt"] for row in rows], [s.text for s in mine], ids, columns)
+            texts, ids = [sample.text for sample in mine], [sample.ids.tolist() for sample in mine]
+            return self.rewards([row["prompt"] for row in rows], texts, ids, columns_of(rows, source.columns))
 
         return Rewards.joined(map_shares(self.accelerator, len(groups), rewards_of))
 
@@ -260,15 +209,10 @@ class GSPOTrainer:
         elif kind == "levels":
             advantages = levels(rewards.total, size)
         else:
-            advantages = advantages_of(
-                rewards,
-                group_size=size,
-                method=config.advantages,
-                scale=config.advantage_scale,
-                lengths=torch.tensor([len(sample.ids) for sample in rollout.samples]),
-            )
-        truncated, device = config.rollout.truncated, self.accelerator.device
-        return make_batch(rollout, advantages, truncated=truncated, device=device)
+            counted = [int(s.completion.counted(config.rollout.truncated).sum()) for s in rollout.samples]
+            how = {"method": config.advantages, "scale": config.advantage_scale}
+            advantages = advantages_of(rewards, group_size=size, lengths=torch.tensor(counted), **how)
+        return make_batch(rollout, advantages, config.rollout.truncated, self.accelerator.device)
 
     def update(self, batch: Batch) -> Metrics:
         """Take one optimizer step for each minibatch."""
@@ -286,8 +230,8 @@ class GSPOTrainer:
         metrics: Metrics = {}
         seed_everything(self.config.seed, 0, self.accelerator.process_index)
         for label in ("greedy", "sampled"):
-            how = sampling_of(self.config.rollout, greedy=label == "greedy", return_mask=False)
-            rollout = self.evaluation(self.eval_prompts, how)
+            sampling = sampling_of(self.config.rollout, greedy=label == "greedy", return_mask=False)
+            rollout = self.evaluation(self.eval_prompts, sampling)
             means = {name: float(values.nanmean()) for name, values in rollout.rewards.by_name.items()}
             metrics[f"eval/{label}_accuracy"] = means[self.rewards.names[0]]
             metrics |= {f"eval/{label}/{name}": value for name, value in {**means, **rollout.metrics}.items()}
@@ -296,14 +240,10 @@ class GSPOTrainer:
     # What goes into a checkpoint.
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything that going on needs but the updater's tensors: numbers, containers, CPU tensors."""
-        return {
-            "step": self.step,
-            "prompts_used": self.prompts_used,
-            "updates": self.updater.updates,
-            "streaks": dict(self.report.health.streaks),
-            "processes": self.accelerator.num_processes,
-        }
+        """Return all that going on needs but the updater's tensors: numbers, containers, CPU tensors."""
+        counts = {"step": self.step, "prompts_used": self.prompts_used, "updates": self.updater.updates}
+        streaks = dict(self.report.health.streaks)
+        return {**counts, "streaks": streaks, "processes": self.accelerator.num_processes}
 
     def load_state_dict(self, state: Mapping[str, Any], checkpoint: Path) -> None:
         """Go on from what `state_dict` returned, and from a checkpoint's tensors."""
@@ -317,28 +257,3 @@ class GSPOTrainer:
         """Write the checkpoint of a state; all processes call."""
         write = partial(save_state, state, self.updater.tensors(), accelerator=self.accelerator)
         self.directory.save_checkpoint(state["step"], write, self.config.checkpoint.keep, self.accelerator)
-
-    @contextmanager
-    def _saved_on_failure(self, state: Mapping[str, Any]) -> Iterator[None]:
-        """Save the state where something inside fails, so that nothing is lost; all processes fail together."""
-        try:
-            yield
-        except Exception:
-            latest = self.directory.latest_checkpoint()
-            if latest is None or latest.name != f"step_{state['step']:06d}":
-                self.save(state)
-            raise
-
-    def _engine_weights(self) -> AbstractContextManager[None]:
-        """Return a context in which the engine has the weights of now."""
-        updater = self.updater
-        if not hasattr(self.engine, "load"):
-            return whole_weights(self.accelerator, updater.policy)
-        if self._engine_has != updater.updates:
-            reshard(updater.policy)
-            dtype = torch.bfloat16 if self.config.update.precision == "bf16" else torch.float32
-            write = partial(export_model, self.model, self.tokenizer, accelerator=self.accelerator, dtype=dtype)
-            folder = Path(self.config.engine.weights or self.config.output)
-            sync_weights(self.engine, write, folder, self.accelerator)
-            self._engine_has = updater.updates
-        return nullcontext()

@@ -225,7 +225,7 @@ ReferenceMode = Callable[[], AbstractContextManager[Any]]
 
 
 def make_policies(
-    model: Any, tokenizer: Any, config: TrainConfig, accelerator: Any, *, needs_reference: bool
+    model: Any, tokenizer: Any, config: TrainConfig, accelerator: Any, needs_reference: bool
 ) -> tuple[Any, Policy, Any, ReferenceMode]:
     """Load the model if it is a directory, refuse what cannot be trained, and make policy and reference.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
-from gspo_kernels.trainer.config import InputError
+from gspo_kernels.trainer.config import InputError, TrainConfig
 
 _Result = TypeVar("_Result")
 
@@ -22,15 +22,15 @@ ALONE: Any = SimpleNamespace(num_processes=1, process_index=0, is_main_process=T
 """Stands for accelerate's `Accelerator` where there is one process and nothing is trained."""
 
 
-def make_accelerator(precision: str, trackers: Sequence[str] = (), folder: str | Path = ".") -> Any:
-    """Return accelerate's `Accelerator` for "fp32" or "bf16", with trackers that write into a folder."""
+def make_accelerator(config: TrainConfig, folder: str | Path = ".") -> Any:
+    """Return accelerate's `Accelerator` for a run, with trackers that write into a folder."""
     from accelerate import Accelerator
 
     started = int(os.environ.get("WORLD_SIZE", "1"))
     try:
         accelerator = Accelerator(
-            mixed_precision={"fp32": "no"}.get(precision, precision),
-            log_with=list(trackers) or None,
+            mixed_precision="bf16" if config.update.precision == "bf16" else "no",
+            log_with=list(config.trackers) or None,
             project_dir=folder,
             # torchrun on a machine without GPUs: accelerate would set up one process in each.
             cpu=True if started > 1 and not torch.accelerator.is_available() else None,
@@ -38,7 +38,7 @@ def make_accelerator(precision: str, trackers: Sequence[str] = (), folder: str |
     except ValueError as error:
         raise InputError(f"update.precision or trackers: {error}") from error
     there = [str(getattr(tracker, "value", tracker)) for tracker in accelerator.log_with]
-    for name in trackers:  # accelerate leaves out silently what is not installed
+    for name in config.trackers:  # accelerate leaves out silently what is not installed
         if name not in there:
             raise InputError(f"trackers: {name} is not installed")
     return accelerator

@@ -39,12 +39,14 @@ class Report:
         self.health = Health(config)
         self.display = Display(config.update.steps, quiet=not accelerator.is_main_process)
 
-    def begin(self, step: int, *, resumed: bool, changed: Sequence[str]) -> None:
+    def begin(self, step: int, *, resumed: bool, changed: Sequence[str], evaluates: bool) -> None:
         """Drop metrics after ``step``, start trackers, and say what is worth knowing."""
         if resumed:
             self.display.line(f"resuming {self.directory.path} after step {step}")
         if changed:
             self.display.warn(f"settings changed: {'; '.join(changed)}")
+        if not evaluates:
+            self.display.line("no eval dataset: accuracy on held-out prompts is not measured")
         if self.accelerator.is_main_process:
             kept = [each for each in read_metrics(self.directory.metrics) if resumed and each["step"] <= step]
             write_text(self.directory.metrics, "".join(json.dumps(record) + "\n" for record in kept))

@@ -14,8 +14,8 @@ import copy
 import dataclasses
 import math
 import typing
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -33,8 +33,10 @@ import gspo_kernels as gk
 from gspo_kernels.trainer.batch import Batch, micro_batches
 from gspo_kernels.trainer.checkpoint import load_tensors
 from gspo_kernels.trainer.config import InputError, OffPolicyConfig, TrainConfig, UpdateConfig, near_matches
-from gspo_kernels.trainer.model import Policy, ReferenceMode
-from gspo_kernels.trainer.processes import reshard
+from gspo_kernels.trainer.model import Policy, ReferenceMode, end_token_ids, export_model, padding_token_id
+from gspo_kernels.trainer.processes import reshard, whole_weights
+from gspo_kernels.trainer.rollout import ModelEngine
+from gspo_kernels.trainer.vllm import sync_weights, vllm_engine
 
 Metrics = dict[str, float]
 
@@ -126,6 +128,24 @@ def off_policy_weights(
     )
 
 
+def make_engine(
+    engine: Any, config: TrainConfig, model: Any, tokenizer: Any, path: str | None, accelerator: Any
+) -> Any:
+    """Return the engine, or make what ``engine.url`` names: the model itself, or vLLM."""
+    url, end_ids = config.engine.url, end_token_ids(model, tokenizer)
+    if engine is not None:
+        if url is not None:
+            raise InputError(f"engine.url: got {url!r} and an engine; only one of them can sample")
+        return engine
+    if url is None:
+        return ModelEngine(model, end_ids, padding_token_id(tokenizer), config.rollout.batch_size)
+    if url == "local" and path is None:
+        raise InputError("engine.url: a local vLLM loads the model from a directory or the Hub")
+    vocabulary = model.get_input_embeddings().num_embeddings
+    options = {"end_ids": end_ids, "vocabulary": vocabulary, "model_path": path or ""}
+    return vllm_engine(config, **options, accelerator=accelerator)
+
+
 class Minibatch(NamedTuple):
     """What one optimizer update learns from."""
 
@@ -140,7 +160,6 @@ class Updater:
     Args:
         accelerator: accelerate's, which wraps the policy for its devices, unless FSDP2 has sharded it already.
         policy: what is trained, where parameters ask for gradients.
-        config: of the run.
         reference: what KL terms compare with, frozen and prepared; None: the policy itself inside
             ``reference_mode()``, which switches its adapter off.
     """
@@ -148,9 +167,8 @@ class Updater:
     def __init__(
         self,
         accelerator: Any,
-        policy: Policy,
         config: TrainConfig,
-        *,
+        policy: Policy,
         reference: Any = None,
         reference_mode: ReferenceMode = nullcontext,
     ) -> None:
@@ -178,6 +196,7 @@ class Updater:
         self.optimizer = optimizer if accelerator.scaler is None else prepared
         self.reference = self.policy if reference is None else reference
         self.reference_mode = reference_mode
+        self._sent: int | None = None  # number of updates of the weights that an engine has a copy of
         self._minimise(config)
 
     def _minimise(self, config: TrainConfig) -> None:
@@ -196,6 +215,23 @@ class Updater:
     def updates(self) -> int:
         """How many updates the weights had since the run began."""
         return int(self.scheduler.last_epoch)
+
+    @contextmanager
+    def weights_in(self, engine: Any, tokenizer: Any) -> Iterator[None]:
+        """Inside, an engine has the weights of now: whole in the model, or sent to vLLM after a change."""
+        if not hasattr(engine, "load"):
+            with whole_weights(self.accelerator, self.policy):
+                yield
+            return
+        if self._sent != self.updates:
+            reshard(self.policy)
+            model = self.accelerator.unwrap_model(self.policy).model
+            dtype = torch.bfloat16 if self.config.update.precision == "bf16" else torch.float32
+            write = partial(export_model, model, tokenizer, accelerator=self.accelerator, dtype=dtype)
+            folder = Path(self.config.engine.weights or self.config.output)
+            sync_weights(engine, write, folder, self.accelerator)
+            self._sent = self.updates
+        yield
 
     def update(self, batch: Batch, step: int = 0) -> Metrics:
         """Take one optimizer step for each minibatch; return the metrics, averaged and by minibatch.
