@@ -84,15 +84,17 @@ def _train(arguments: list[str]) -> None:
     train(arguments)
 
 
-def train(arguments: Sequence[str], trainer: Any = None, config_type: Any = None, prog: str = "gspo train") -> None:
+def train(
+    arguments: Sequence[str], trainer: Any = None, config_type: Any = None, prog: str = "gspo train"
+) -> None:
     """Train as a command line says, with `GSPOTrainer` or a recipe's subclass of it and of its configuration.
 
     Wrong keys and missing files are answered before torch is imported.
     """
     from gspo_kernels.trainer.config import TrainConfig, parse_arguments
 
-    chosen = parse_arguments(arguments, config_type or TrainConfig, prog)
-    _run(chosen.config, trainer, resume=chosen.resume, overwrite=chosen.overwrite, force=chosen.force)
+    config, flags = parse_arguments(arguments, config_type or TrainConfig, prog)
+    _run(config, trainer, **flags)
 
 
 def run(trainer: Any, config_type: Any, arguments: Sequence[str] | None = None) -> int:

@@ -1,9 +1,9 @@
 """From a scored rollout to rows of the model: micro-batches, packed rows, shared prefixes, who sees whom.
 
 Sequences of any length lie in one row without padding, each attending to itself only. With a shared prefix
-(Prefix Grouper, arXiv 2506.05433) a prompt is there once, followed by its completions side by side, each with
-positions that go on from the prompt's; a completion sees the prompt and itself. Hidden states and gradients are
-those of the sequences alone, up to rounding; models for which they are not are refused.
+(Prefix Grouper, arXiv 2506.05433) a prompt is there once, followed by its completions side by side, each
+with positions that go on from the prompt's; a completion sees the prompt and itself. Hidden states and
+gradients are those of the sequences alone, up to rounding; models for which they are not are refused.
 """
 
 from __future__ import annotations
@@ -132,10 +132,7 @@ class Batch:
         return offsets_of(torch.tensor(lengths, dtype=torch.int64, device=self.loss_mask.device))
 
     def pick(self, terms: Mapping[str, Any], rows: Tensor) -> dict[str, Any]:
-        """Return the part of some terms of a loss that belongs to rows.
-
-        Terms are [B], or [N] and more, or the same for all.
-        """
+        """Return the part of some terms of a loss, [B], [N] or the same for all, that belongs to rows."""
         places, B = self.places(rows), len(self.completions)
         return {
             name: value[rows if len(value) == B else places] if isinstance(value, Tensor) else value
@@ -174,10 +171,7 @@ def make_batch(rollout: Rollout, advantages: Tensor, truncated: str, device: tor
 def micro_batches(
     batch: Batch, rows: Tensor, *, shared_prefix: bool, budget: int, world: int, rank: int
 ) -> list[Tensor]:
-    """Cut rows by a budget of tokens and return the part of process ``rank`` among ``world``.
-
-    Every process gets the same number, so some may be empty.
-    """
+    """Cut rows by a budget of tokens; return those of process ``rank``, as many as others, some empty."""
     units = [[row] for row in rows.tolist()]
     if shared_prefix:  # completions of one prompt stay together
         group_of = batch.group_ids.tolist().__getitem__
@@ -192,23 +186,13 @@ def micro_batches(
 
 
 def token_budget_batches(lengths: Sequence[int], budget: int, *, count: int | None = None) -> list[list[int]]:
-    """Cut sequences into micro-batches of at most ``budget`` tokens with nearly equal numbers of tokens.
+    """Cut sequences into batches of at most ``budget`` tokens with nearly equal numbers of tokens.
 
-    Longest first, each to the batch with the fewest tokens (Graham 1969); the same input gives the same
-    batches. They come with the most tokens first, so that processes that go through them in step wait little.
-    A sequence longer than the budget goes alone.
-
-    Args:
-        lengths, budget: tokens of each sequence, and of a batch; at least 1, or a ValueError says so.
-        count: number of batches, for processes whose collectives must match: the largest
-            ``len(token_budget_batches(lengths, budget))`` of all of them. Batches are empty where there are
-            fewer sequences. By default, the smallest number that keeps the budget.
-
-    Returns:
-        Indices into ``lengths``, ascending within a batch.
+    Longest first, each to the batch with the fewest tokens (Graham 1969). Batches are indices into
+    ``lengths``, ascending, those with the most tokens first, so that processes that go through them in step
+    wait little. A sequence longer than the budget goes alone. ``count`` batches, some perhaps empty, are for
+    processes whose collectives must match; by default it is the smallest number that keeps the budget.
     """
-    if budget < 1 or any(length < 1 for length in lengths):
-        raise ValueError(f"lengths and budget: expected positive numbers, got {list(lengths)} and {budget}")
     alone = [[i] for i, length in enumerate(lengths) if length > budget]
     order = sorted((i for i, length in enumerate(lengths) if length <= budget), key=lambda i: -lengths[i])
     for number in itertools.count(-(-sum(lengths[i] for i in order) // budget)):
@@ -216,8 +200,6 @@ def token_budget_batches(lengths: Sequence[int], budget: int, *, count: int | No
         if all(sum(lengths[i] for i in batch) <= budget for batch in batches):
             break
     if count is not None:
-        if count < len(alone) + number:
-            raise ValueError(f"count: got {count}, but budget {budget} needs {len(alone) + number} batches")
         batches = _balanced(lengths, order, count - len(alone))
     return sorted(alone + batches, key=lambda batch: (-sum(lengths[i] for i in batch), batch))
 
@@ -253,24 +235,14 @@ class Group(NamedTuple):
 def packed_inputs(model: Any, prompts: Tokens, completions: Tokens) -> dict[str, Any]:
     """Lay sequences out in one row, as keyword arguments of a causal language model's forward.
 
-    The last token of a sequence predicts nothing and is left out: T = sum(P_i + C_i - 1).
-
-    Args:
-        model: the model they are for, which decides what keeps the sequences apart: a mask, or for
-            flash-attention their offsets; neither for a single one.
-        prompts, completions: B tensors of token ids each, [P_i] and [C_i], none empty.
-
-    Raises:
-        InputError: a model that cannot be packed exactly.
-        ValueError: empty or mismatched sequences.
+    The last token of a sequence predicts nothing and is left out: T = sum(P_i + C_i - 1). What keeps them
+    apart is a mask, or their offsets for flash-attention. A model that cannot be packed is an `InputError`.
     """
-    check_sequences(prompts, completions)
     pairs = list(zip(prompts, completions, strict=True))
     lengths, device = [len(p) + len(c) - 1 for p, c in pairs], prompts[0].device
-    inputs: dict[str, Any] = {
-        "input_ids": torch.cat([part for p, c in pairs for part in (p, c[:-1])]).unsqueeze(0),
-        "position_ids": ranges([0] * len(lengths), lengths, device).unsqueeze(0),
-    }
+    ids = torch.cat([part for p, c in pairs for part in (p, c[:-1])])
+    positions = ranges([0] * len(lengths), lengths, device)
+    inputs: dict[str, Any] = {"input_ids": ids[None], "position_ids": positions[None]}
     implementation = attention_of(model)
     if len(lengths) == 1:
         return inputs
@@ -286,8 +258,7 @@ def packed_inputs(model: Any, prompts: Tokens, completions: Tokens) -> dict[str,
 def packed_hidden_states(model: Any, prompts: Tokens, completions: Tokens) -> LossInputs:
     """Run the backbone once over all sequences, without padding.
 
-    Equal to running each sequence alone, values and gradients, up to rounding. Takes and refuses what
-    `packed_inputs` does; the model's ``__call__`` runs, plain, with a PEFT adapter, or wrapped (DDP).
+    The model's ``__call__`` runs, plain, with a PEFT adapter, or wrapped (DDP).
     """
     hidden = last_hidden_states(model, packed_inputs(model, prompts, completions))
     counts = [len(completion) for completion in completions]
@@ -297,18 +268,11 @@ def packed_hidden_states(model: Any, prompts: Tokens, completions: Tokens) -> Lo
 
 
 def shared_prefix_hidden_states(model: Any, prompts: Tokens, completions: Tokens) -> LossInputs:
-    """Run the backbone over each prompt once, followed by its completions; equal prompts are neighbours.
-
-    Equal to running every completion behind its copy of the prompt, values and gradients, up to rounding.
-
-    Raises:
-        InputError: a model that a mask does not describe exactly, or whose attention takes none.
-        ValueError: empty or mismatched sequences.
-    """
-    check_sequences(prompts, completions)
+    """Run the backbone over each prompt once, followed by its completions; equal prompts are neighbours."""
     if "flash" in (name := attention_of(model)):
         raise InputError(f"update.shared_prefix: {name} takes no mask; load the model with sdpa")
-    groups, ids, positions, predicting, lengths = [], [], [], [], []
+    groups, positions, predicting, lengths = [], [], [], []
+    ids: list[Tensor] = []
     pairs = zip(prompts, completions, strict=True)
     for _, each in groupby(pairs, lambda pair: pair[0].tolist()):
         members = list(each)
@@ -328,11 +292,7 @@ def shared_prefix_hidden_states(model: Any, prompts: Tokens, completions: Tokens
 
 
 def last_hidden_states(model: Any, inputs: dict[str, Any]) -> Tensor:
-    """Return what enters the head, [rows, T, H], from a call of the whole model.
-
-    The call goes through ``model.__call__``, so that the hooks of wrappers and adapters run, and projects one
-    position only.
-    """
+    """Return what enters the head, [1, T, H], from a call of the whole model, which projects one position."""
     causal = causal_lm_of(model)
     captured: list[Any] = []
     # Some models call their decoder, others the model around it; the outermost that is called ends last.
@@ -356,22 +316,17 @@ def last_hidden_states(model: Any, inputs: dict[str, Any]) -> Tensor:
 def check_rows_of(model: Any, *, shared_prefix: bool = False) -> None:
     """Refuse a model whose hidden states in a common row differ from those of the sequences alone.
 
-    Runs a few tokens, once; before the model is wrapped for several devices. Leaking attention changes hidden
-    states by as much as they are large, rounding by some multiples of eps; the line is drawn at sqrt(eps),
-    relative to the largest.
+    Leaking attention changes hidden states by as much as they are large, rounding by some multiples of eps;
+    the line is drawn at sqrt(eps), relative to the largest.
     """
     prompts, completions = probe(model, [4, 1, 6, 2], [3, 5, 1, 2])
     together: Callable[..., LossInputs] = packed_hidden_states
     if shared_prefix:
         together, prompts = shared_prefix_hidden_states, [prompts[0]] * 3 + [prompts[3]]
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
     with torch.autocast(model.device.type, enabled=False):
         ours = together(model, prompts, completions).hidden
         pairs = zip(prompts, completions, strict=True)
         reference = torch.cat([packed_hidden_states(model, [p], [c]).hidden for p, c in pairs])
-    for module, mode in modes:
-        module.training = mode
     bound = torch.finfo(reference.dtype).eps ** 0.5 * reference.abs().max().item()
     difference = (ours - reference).abs().max().item()
     if not difference <= bound:
@@ -387,17 +342,6 @@ def probe(model: Any, prompts: list[int], completions: list[int]) -> tuple[list[
     tokens = (torch.arange(sum(prompts) + sum(completions), device=model.device) * 7 + 3) % vocabulary
     first, rest = tokens.split([sum(prompts), sum(completions)])
     return list(first.split(prompts)), list(rest.split(completions))
-
-
-def check_sequences(prompts: Tokens, completions: Tokens) -> None:
-    """Raise a ValueError that names what cannot be packed."""
-    if len(prompts) != len(completions) or not prompts:
-        counts = f"completions: got {len(completions)} for {len(prompts)} prompts"
-        raise ValueError(f"{counts}, expected one each, at least one")
-    for name, sequences in (("prompts", prompts), ("completions", completions)):
-        for i, tokens in enumerate(sequences):
-            if tokens.dim() != 1 or len(tokens) == 0:
-                raise ValueError(f"{name}[{i}]: got shape {tuple(tokens.shape)}, expected [length > 0]")
 
 
 def ranges(starts: Sequence[int], lengths: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
@@ -448,11 +392,10 @@ def attention_mask(model: Any, groups: Sequence[Group], device: torch.device) ->
 
 
 class RowMask(Tensor):
-    """A mask without entries: SDPA given this one runs sequence by sequence.
+    """A mask without entries, [1, 1, T, T]: SDPA given this one runs sequence by sequence.
 
-    The cost is that of the sequences, not quadratic in the row, and a sequence that shares nothing needs no
-    mask at all, so that PyTorch may use its flash kernel. The mask travels as an argument, like every mask,
-    and needs no change to the model; torch's CausalBias works in the same way.
+    The cost is that of the sequences, not quadratic in the row, and PyTorch may use its flash kernel. It
+    travels as an argument and needs no change to the model; torch's CausalBias works in the same way.
     """
 
     groups: Sequence[Group]
@@ -460,7 +403,7 @@ class RowMask(Tensor):
 
     @staticmethod
     def __new__(cls, groups: Sequence[Group], window: int | None, device: torch.device) -> RowMask:
-        """Make a tensor of the mask's shape, [1, 1, T, T], without storage."""
+        """Make a tensor of the mask's shape, without storage."""
         T = sum(group.prefix + sum(group.lengths) for group in groups)
         mask: RowMask = Tensor._make_wrapper_subclass(cls, (1, 1, T, T), dtype=torch.bool, device=device)
         mask.groups, mask.window = groups, window

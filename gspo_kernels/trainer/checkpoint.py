@@ -1,11 +1,10 @@
 """The directory of a run, its checkpoints, going on from one, and exporting one.
 
-A checkpoint is written into a hidden directory next to its final place, flushed to disk and renamed. Whatever
-happens in between, the newest directory with a final name can be loaded. Each process writes and reads its
-shards of weights and optimizer (`torch.distributed.checkpoint`); the rest is one file.
-
-The directory of a run has a marker: nothing without one is ever deleted or written over. The process that
-works on it locks the marker, and the system gives the lock up with the process, however that ends.
+A checkpoint is written into a hidden directory, flushed to disk and renamed: whatever happens in between, the
+newest directory with a final name can be loaded. Each process writes and reads its shards of weights and
+optimizer (`torch.distributed.checkpoint`); the rest is one file. The directory of a run has a marker: nothing
+without one is ever deleted or written over. The process that works on it locks the marker, and the system
+gives the lock up with the process, however that ends.
 """
 
 from __future__ import annotations
@@ -24,10 +23,13 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 import yaml
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from gspo_kernels.trainer.config import InputError, TrainConfig, changed_settings, load_config, to_mapping
 from gspo_kernels.trainer.model import (
@@ -54,8 +56,8 @@ class RunDirectory:
         self.model = self.path / "model"
         self.plot = self.path / "progress.png"
         self.trackers = self.path / "trackers"
-        self._files = self.metrics, self.plot, self.config
-        self._folders = self.checkpoints, self.model, self.rollouts, self.trackers
+        self._written = self.metrics, self.plot, self.config
+        self._written += self.checkpoints, self.model, self.rollouts, self.trackers
 
     def holds_a_run(self) -> bool:
         """Whether a run has written here."""
@@ -65,20 +67,17 @@ class RunDirectory:
     def claim(self, *, resume: bool = False, overwrite: bool = False, others: Sequence[str] = ()) -> None:
         """Mark and lock the directory, or raise before anything in it was touched.
 
-        Args:
-            resume, overwrite: what may be done with a run that is there.
-            others: names of what will be written next to the files of a run.
+        ``resume`` or ``overwrite`` is what may be done with a run that is there; ``others`` are names of what
+        will be written next to the files of a run.
         """
         if resume and overwrite:
             raise InputError("resume and overwrite exclude each other")
         if resume and not self.holds_a_run():
             raise InputError(f"there is no run in {self.path} to resume")
-        written = *self._files, *map(self.path.joinpath, others), *self._folders
-        strange = [path.name for path in written if path.exists()]
+        written = *self._written, *map(self.path.joinpath, others)
+        strange = ", ".join(path.name for path in written if path.exists())
         if strange and not self.marker.exists():
-            raise InputError(
-                f"{self.path} has {', '.join(strange)}, and no run wrote that; choose another --output"
-            )
+            raise InputError(f"{self.path} has {strange}, and no run wrote that; choose another --output")
         self.release()
         self.path.mkdir(parents=True, exist_ok=True)
         lock = self.marker.open("a")
@@ -90,10 +89,8 @@ class RunDirectory:
         self._lock = lock
         if self.holds_a_run() and not (resume or overwrite):
             self.release()
-            raise InputError(
-                f"{self.path} already has a run: go on with --resume, replace it with --overwrite, or "
-                "choose another --output"
-            )
+            choices = "go on with --resume, replace it with --overwrite, or choose another --output"
+            raise InputError(f"{self.path} already has a run: {choices}")
 
     def release(self, *_: object) -> None:
         """Let other processes work on the run."""
@@ -107,17 +104,11 @@ class RunDirectory:
     __exit__ = release
 
     def prepare(self, *, resume: bool, overwrite: bool) -> None:
-        """Claim the directory and make it usable.
-
-        With ``overwrite`` exactly the files of the earlier run are removed, and nothing else that lies there.
-        """
+        """Claim the directory and make it usable; ``overwrite`` removes what an earlier run wrote."""
         self.claim(resume=resume, overwrite=overwrite)
-        if self.holds_a_run() and not resume:
-            for folder in self._folders:
-                if folder.exists():  # at once, so that a kill leaves no half of it
-                    folder.rename(self.path / f".unfinished-removed-{folder.name}")
-            for path in self._files:
-                path.unlink(missing_ok=True)
+        for path in () if resume else self._written:
+            if path.exists():  # at once, so that a kill leaves no half of it
+                path.rename(self.path / f".unfinished-removed-{path.name}")
         self.checkpoints.mkdir(parents=True, exist_ok=True)
         for parent in (self.path, self.checkpoints):
             for unfinished in parent.glob(".unfinished-*"):
@@ -130,18 +121,13 @@ class RunDirectory:
     def save_checkpoint(
         self, step: int, write: Callable[[Path], None], keep: int, accelerator: Any = ALONE
     ) -> None:
-        """Let ``write`` fill a step's checkpoint, as `write_directory`; drop all but the newest ``keep``.
-
-        An `InputError` says that it cannot be written (a full disk); earlier ones are as they were.
-        """
+        """Let ``write`` fill a step's checkpoint, as `write_directory`; drop all but the newest ``keep``."""
         try:
             write_directory(self.checkpoints / f"step_{step:06d}", write, accelerator)
         except (OSError, RuntimeError) as error:  # torch.save raises both
             last = self.latest_checkpoint()
-            raise InputError(
-                f"the checkpoint of step {step} cannot be written: {error}; --resume goes on from "
-                f"{last.name if last else 'the start'} when there is room"
-            ) from error
+            then = f"--resume goes on from {last.name if last else 'the start'} when there is room"
+            raise InputError(f"the checkpoint of step {step} cannot be written: {error}; {then}") from error
         if accelerator.is_main_process:
             for old in self._whole_checkpoints()[:-keep]:
                 shutil.rmtree(old)
@@ -162,9 +148,7 @@ def open_run(
 ) -> tuple[Path | None, list[str]]:
     """Make the directory ready, or raise before anything is lost.
 
-    Returns:
-        The checkpoint to go on from, or None; and which settings are others than before, where ``force``
-        allows that.
+    Returns the checkpoint to go on from, or None; and which settings ``force`` allowed to be others.
     """
 
     def prepare() -> list[str]:
@@ -180,27 +164,20 @@ def open_run(
 
     changed = on_main(accelerator, prepare) or []
     checkpoint = directory.latest_checkpoint() if resume else None
-    if checkpoint is not None and directory.model.exists() and directory.plot.exists():
-        step = int(checkpoint.name[5:])
-        if step >= config.update.steps:
-            raise InputError(
-                f"the run in {directory.path} is finished ({step} steps); raise update.steps to train on"
-            )
-    on_main(
-        accelerator,
-        lambda: write_text(directory.config, yaml.safe_dump(to_mapping(config), sort_keys=False)),
-    )
+    step = 0 if checkpoint is None else int(checkpoint.name[5:])
+    if step >= config.update.steps and directory.model.exists() and directory.plot.exists():
+        finished = f"the run in {directory.path} is finished ({step} steps)"
+        raise InputError(f"{finished}; raise update.steps to train on")
+    text = yaml.safe_dump(to_mapping(config), sort_keys=False)
+    on_main(accelerator, lambda: write_text(directory.config, text))
     return checkpoint, changed
 
 
 def save_state(
     state: Mapping[str, Any], tensors: Mapping[str, Tensor], path: Path, *, accelerator: Any = ALONE
 ) -> None:
-    """Write the state of a run into a checkpoint's directory; all processes must call it.
-
-    Of the tensors, by name, each process writes the shards that it has, or its share of what all have.
-    """
-    _together(lambda: dcp.save(dict(tensors), checkpoint_id=path / "tensors"))
+    """Write the state of a run into a checkpoint's directory; all processes call, with their shards."""
+    _together(lambda: save(dict(tensors), checkpoint_id=path / "tensors"))
     if accelerator.is_main_process:
         torch.save(dict(state), path / "state.pt")
 
@@ -210,7 +187,7 @@ def load_state(path: Path) -> dict[str, Any]:
     try:
         state: dict[str, Any] = torch.load(path / "state.pt", map_location="cpu", weights_only=True)
         return state
-    except (OSError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
+    except READ_ERRORS as error:
         raise _damaged(path, error) from error
 
 
@@ -221,14 +198,12 @@ def load_tensors(
 ) -> None:
     """Fill weights, whole or shards, with those of a checkpoint; all processes call.
 
-    Args:
-        path: the checkpoint.
-        weights: by the names that they have in it; others in it, or other shapes, are refused.
-        make_room: returns what to fill for anything else that is in it, by name and shape; None: nothing.
+    Other names in it, or other shapes, are refused. ``make_room`` returns by name and shape what to fill with
+    anything that is no weight; None: nothing.
     """
     try:
-        metadata = dcp.FileSystemReader(path / "tensors").read_metadata().state_dict_metadata
-    except (OSError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
+        metadata = FileSystemReader(path / "tensors").read_metadata().state_dict_metadata
+    except READ_ERRORS as error:
         raise _damaged(path, error) from error
     shapes = {name: each.size for name, each in metadata.items() if isinstance(each, TensorStorageMetadata)}
     here = {name: weight.shape for name, weight in weights.items()}
@@ -242,9 +217,12 @@ def load_tensors(
     rooms = {name: make_room(name, shape) for name, shape in shapes.items() if name not in saved}
     wanted = dict(weights) | {name: room for name, room in rooms.items() if room is not None}
     try:
-        _together(lambda: dcp.load(wanted, checkpoint_id=path / "tensors"))
-    except (OSError, RuntimeError, EOFError) as error:
+        _together(lambda: load(wanted, checkpoint_id=path / "tensors"))
+    except READ_ERRORS as error:
         raise _damaged(path, error) from error
+
+
+READ_ERRORS = OSError, RuntimeError, EOFError, pickle.UnpicklingError
 
 
 def _damaged(path: Path, error: Exception) -> InputError:
@@ -256,7 +234,7 @@ def _together(work: Callable[[], object]) -> None:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # in one process, as meant
             work()
-    except dcp.CheckpointException as error:  # no Exception of Python's
+    except CheckpointException as error:  # no Exception of Python's
         causes = [cause for cause, _ in error.failures.values()]
         raise OSError(f"{type(causes[0]).__name__}: {causes[0]}") from error
 
@@ -266,8 +244,7 @@ def export_checkpoint(
 ) -> None:
     """Write the model of a checkpoint, by default the newest, into a new directory for ``from_pretrained``.
 
-    With ``half`` in bfloat16; with ``adapters`` nothing but these, for peft. An `InputError` says that there
-    is no such checkpoint, that it has no adapters, or that something lies at ``to`` already.
+    With ``half`` in bfloat16; with ``adapters`` nothing but these, for peft.
     """
     directory = RunDirectory(run)
     if not directory.holds_a_run():
@@ -277,25 +254,20 @@ def export_checkpoint(
     chosen = directory.latest_checkpoint() if step is None else directory.checkpoints / f"step_{step:06d}"
     if chosen is None or not chosen.is_dir():
         raise InputError(f"there is no checkpoint {'yet' if chosen is None else chosen.name} in {run}")
-    config = load_config(directory.config)
+    config: Any = load_config(directory.config)
     if adapters and config.lora.rank == 0:
         raise InputError(f"the run in {run} trains all weights: there are no adapters alone")
     tokenizer, model = load_tokenizer(config.model), load_model(config.model)
     adapted = add_adapters(model, config.lora) if config.lora.rank > 0 else None
     trained = {f"weights/model.{n}": p.detach() for n, p in model.named_parameters() if p.requires_grad}
     load_tensors(chosen, trained)
+    write = partial(export_adapters, adapted) if adapters else partial(export_model, model)
     dtype = torch.bfloat16 if half else torch.float32
-    if adapters:
-        write_directory(to, partial(export_adapters, adapted, tokenizer, dtype=dtype))
-    else:
-        write_directory(to, partial(export_model, model, tokenizer, dtype=dtype))
+    write_directory(to, lambda path: write(tokenizer, path, dtype=dtype))
 
 
 def write_directory(final: Path, write: Callable[[Path], None], accelerator: Any = ALONE) -> None:
-    """Create the directory ``final`` with what ``write`` puts into it, all or nothing.
-
-    All processes of the accelerator call, and ``write`` runs in each. Where it fails in one, all raise.
-    """
+    """Create a directory with what ``write`` puts into it in each process, all or nothing; all call."""
     unfinished = final.parent / f".unfinished-{final.name}"
 
     def begin() -> None:
@@ -324,17 +296,12 @@ def write_directory(final: Path, write: Callable[[Path], None], accelerator: Any
         raise
 
 
-def write_file(path: Path, write: Callable[[Path], object]) -> None:
-    """Create a file with what ``write`` puts into it, all or nothing."""
-    unfinished = path.parent / f".unfinished-{path.name}"
-    write(unfinished)
-    _flush(unfinished)
-    unfinished.replace(path)
-
-
 def write_text(path: Path, text: str) -> None:
     """Write a text file, all or nothing."""
-    write_file(path, lambda unfinished: unfinished.write_text(text, encoding="utf-8"))
+    unfinished = path.parent / f".unfinished-{path.name}"
+    unfinished.write_text(text, encoding="utf-8")
+    _flush(unfinished)
+    unfinished.replace(path)
 
 
 def _flush(path: Path) -> None:

@@ -13,7 +13,7 @@ import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar, cast
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 import tyro
@@ -69,9 +69,9 @@ class DataConfig(Section):
     eval_split: str | None = option(None, "split of the eval dataset")
     subset: str | None = option(None, "configuration of a dataset on the Hub")
     prompt_column: str = option("prompt", "column that holds the prompt: text, or a list of messages")
-    template_options: Annotated[
-        dict[str, Any], tyro.conf.arg(constructor=json.loads, metavar="JSON", help_behavior_hint="")
-    ] = Field({}, description="arguments of the chat template: '{\"enable_thinking\": false}'")
+    template_options: Annotated[dict[str, Any], tyro.conf.arg(constructor=json.loads, metavar="JSON")] = (
+        option({}, "arguments of the chat template: '{\"enable_thinking\": false}'")
+    )
 
 
 class RolloutConfig(Section):
@@ -118,7 +118,9 @@ class UpdateConfig(Section):
     """How the weights move. A step is one rollout and one optimizer update for each of its minibatches."""
 
     steps: int = option(300, "rollouts in the whole run", ge=1)
-    minibatches: int = option(4, "parts of a rollout, an update each; the first has ratios of exactly 1", ge=1)
+    minibatches: int = option(
+        4, "parts of a rollout, an update each; the first has ratios of exactly 1", ge=1
+    )
     epochs: int = option(1, "passes over a rollout", ge=1)
     micro_batch_tokens: int = option(16384, "tokens per forward pass; changes memory and speed only", ge=1)
     shared_prefix: bool = option(False, "encode a prompt once for all of its completions; not with flash")
@@ -211,7 +213,7 @@ class TrainConfig(Section):
     seed: int = option(0, "seed of every random choice", ge=0)
     save_rollouts: bool = option(False, "keep every completion with its rewards and log-probs")
     trackers: tuple[str, ...] = option((), "where metrics go as well: tensorboard, wandb, trackio, ...")
-    data: DataConfig = DataConfig()
+    data: DataConfig = DataConfig()  # type: ignore[call-arg]
     rollout: RolloutConfig = RolloutConfig()
     engine: EngineConfig = EngineConfig()
     update: UpdateConfig = UpdateConfig()
@@ -234,22 +236,19 @@ class TrainConfig(Section):
         return self
 
 
-_Config = TypeVar("_Config", bound=TrainConfig)
-
-
-def from_mapping(values: Mapping[str, Any], cls: type[_Config] = cast(Any, TrainConfig)) -> _Config:
+def from_mapping(values: Mapping[str, Any], cls: Any = TrainConfig) -> Any:
     """Return the configuration of nested mappings, as YAML gives them; a section may be None."""
     if not isinstance(values, Mapping):
         raise InputError(f"the configuration must be a mapping of keys to values, got {values!r:.80}")
-    sections = {name for name, field in cls.model_fields.items() if _is_section(field.annotation)}
+    sections = {key.partition(".")[0] for key in keys(cls) if "." in key}
     return cls(**{str(k): v for k, v in values.items() if v is not None or k not in sections})
 
 
 def load_config(
     path: str | Path | None,
     overrides: Mapping[str, Any] | None = None,
-    cls: type[_Config] = cast(Any, TrainConfig),
-) -> _Config:
+    cls: Any = TrainConfig,
+) -> Any:
     """Read a YAML file and put dotted overrides on top; without a file the defaults are the start."""
     values: Any = {}
     if path is not None:
@@ -272,29 +271,20 @@ def load_config(
 
 def to_mapping(config: TrainConfig) -> dict[str, Any]:
     """Return what `from_mapping` reads back as an equal configuration, without sections that nobody used."""
-    start = type(config)()
-    values = config.model_dump(mode="json")
-    return {key: value for key, value in values.items() if not _unused_section(config, start, key)}
-
-
-def _unused_section(config: TrainConfig, start: TrainConfig, key: str) -> bool:
-    return isinstance(getattr(config, key), Section) and getattr(config, key) == getattr(start, key)
-
-
-class Command(NamedTuple):
-    """What one ``gspo train`` command asks for."""
-
-    config: Any
-    resume: bool
-    overwrite: bool
-    force: bool
+    values, start = config.model_dump(mode="json"), type(config)()
+    used = [key for key in values if getattr(config, key) != getattr(start, key)]
+    return {key: each for key, each in values.items() if key in used or not isinstance(each, dict)}
 
 
 DESCRIPTION = """\
 Train a causal language model with GSPO on prompts and reward functions.
   gspo train config.yaml --update.learning_rate 1e-6
   gspo train --model DIR --dataset prompts.jsonl --reward rewards.py:correct
-- config.yaml has the keys below, nested by section; options come on top of it.
+  gspo train --resume --output DIR
+- config.yaml comes first. It has the keys below, nested by section; options come
+  on top of it.
+- --resume goes on from the last checkpoint in --output, with --force although
+  settings were changed; --overwrite replaces the run in --output.
 - A reward is a function f(completions, **columns) -> list[float | None].
 - Several devices: accelerate launch [...] -m gspo_kernels.cli train config.yaml
 """
@@ -302,69 +292,45 @@ Train a causal language model with GSPO on prompts and reward functions.
 
 def parse_arguments(
     arguments: Sequence[str], cls: type[TrainConfig] = TrainConfig, prog: str = "gspo train"
-) -> Command:
-    """Read a command line: ``[CONFIG] [--key value ...]`` with ``--resume``, ``--overwrite``, ``--force``.
+) -> tuple[Any, dict[str, bool]]:
+    """Read ``[CONFIG] [--key value ...]``; return the configuration, and resume, overwrite and force.
 
-    ``--resume --output DIR`` without CONFIG takes the one that DIR contains.
+    ``--resume --output DIR`` without CONFIG takes the one in DIR.
     """
     arguments = list(arguments)
     path = arguments.pop(0) if arguments and not arguments[0].startswith("-") else None
-    if path is None and "--resume" in arguments and "--output" in arguments[:-1]:
+    flags = {name: f"--{name}" in arguments for name in ("resume", "overwrite", "force")}
+    arguments = [word for word in arguments if word.removeprefix("--") not in flags]
+    if path is None and flags["resume"] and "--output" in arguments[:-1]:
         path = str(Path(arguments[arguments.index("--output") + 1]) / "config.yaml")
     start = load_config(path, cls=cls)
-    chosen, rest = tyro.cli(
-        _command_line(cls, start),
+    chosen, unknown = tyro.cli(
+        cls,
+        default=start,
         prog=prog,
-        usage=f"{prog} [CONFIG] [--resume | --overwrite] [OPTIONS]",
         description=DESCRIPTION,
         args=arguments,
         use_underscores=True,
         return_unknown_args=True,
-        config=(tyro.conf.FlagCreatePairsOff, tyro.conf.OmitSubcommandPrefixes),
+        config=(tyro.conf.FlagCreatePairsOff,),
     )
     # The fields of an objective are known once its class is, which needs torch.
-    fields = dict(start.objective.options)
-    for name, value in _pairs(rest):
-        if not name.startswith("objective."):
-            raise InputError(f"unknown option --{name}{near_matches(name, keys(cls))}")
-        fields[name.removeprefix("objective.")] = yaml.safe_load(value)
-    values = chosen.config.model_dump()
-    values["objective"] = {**fields, "name": chosen.config.objective.name}
-    return Command(from_mapping(values, cls), chosen.resume, chosen.overwrite, chosen.force)
-
-
-def _command_line(cls: Any, start: TrainConfig) -> Any:
-    """Return the dataclass that tyro fills."""
-    from dataclasses import field, make_dataclass
-
-    def flag(text: str) -> Any:
-        return Annotated[bool, tyro.conf.arg(help=text, help_behavior_hint="")]
-
-    return make_dataclass(
-        "train",
-        [
-            ("config", Annotated[cls, tyro.conf.arg(name="")], field(default_factory=lambda: start)),
-            ("resume", flag("go on from the last checkpoint in --output"), False),
-            ("overwrite", flag("replace the run in --output"), False),
-            ("force", flag("with --resume: go on although settings were changed"), False),
-        ],
-    )
-
-
-def _pairs(rest: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield what tyro did not know as pairs of an option's name and its value."""
-    words = iter(rest)
+    objective = start.objective.options | {"name": chosen.objective.name}
+    words = iter(unknown)
     for word in words:
         if not word.startswith("--"):
             raise InputError(f"unexpected argument {word!r}; a configuration file comes first")
         name, equals, value = word[2:].partition("=")
-        yield name.replace("-", "_"), value if equals else next(words, "")
+        if not name.startswith("objective."):
+            raise InputError(f"unknown option --{name}{near_matches(name, keys(cls))}")
+        objective[name.removeprefix("objective.")] = yaml.safe_load(value if equals else next(words, ""))
+    return from_mapping({**chosen.model_dump(), "objective": objective}, cls), flags
 
 
 def keys(cls: Any = TrainConfig, prefix: str = "") -> Iterator[str]:
     """Yield the dotted key of every option."""
     for name, field in cls.model_fields.items():
-        if _is_section(field.annotation):
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
             yield from keys(field.annotation, f"{name}.")
         else:
             yield f"{prefix}{name}"
@@ -406,10 +372,6 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     for key, value in values.items():
         leaves |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
     return leaves
-
-
-def _is_section(annotation: Any) -> bool:
-    return isinstance(annotation, type) and issubclass(annotation, Section)
 
 
 def _kinds(annotation: Any) -> set[Any]:

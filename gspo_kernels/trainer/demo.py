@@ -16,7 +16,14 @@ from typing import Any
 
 import torch
 
-from gspo_kernels.trainer.config import TrainConfig
+from gspo_kernels.trainer.config import (
+    CheckpointConfig,
+    EvaluationConfig,
+    ObjectiveConfig,
+    RolloutConfig,
+    TrainConfig,
+    UpdateConfig,
+)
 
 DIGITS = 4
 STEPS = 300
@@ -123,17 +130,12 @@ def make_config(directory: Path, *, seed: int, steps: int = STEPS) -> TrainConfi
         model=str(directory / "base"),
         dataset=str(directory / "train.jsonl"),
         eval_dataset=str(directory / "held_out.jsonl"),
-        reward=["gspo_kernels.trainer.demo:exact"],
+        reward=("gspo_kernels.trainer.demo:exact",),
         output=str(directory),
         seed=seed,
-        rollout={"prompts_per_rollout": 128, "group_size": 4, "max_new_tokens": DIGITS + 1},
-        update={
-            "steps": steps,
-            "minibatches": 4,
-            "learning_rate": 3e-4,
-            "learning_rate_decay": "linear",
-        },
-        objective={"name": "GSPO", "clip_low": 3e-4, "clip_high": 4e-4},
-        evaluation={"every": 25, "prompts": HELD_OUT_PROMPTS},
-        checkpoint={"every": 100},
+        rollout=RolloutConfig(prompts_per_rollout=128, group_size=4, max_new_tokens=DIGITS + 1),
+        update=UpdateConfig(steps=steps, minibatches=4, learning_rate=3e-4, learning_rate_decay="linear"),
+        objective=ObjectiveConfig(name="GSPO", clip_low=3e-4, clip_high=4e-4),
+        evaluation=EvaluationConfig(every=25, prompts=HELD_OUT_PROMPTS),
+        checkpoint=CheckpointConfig(every=100),
     )

@@ -1,7 +1,7 @@
 """The training loop: sample completions, score them, compare within groups, update in minibatches, repeat.
 
-`GSPOTrainer` reads from top to bottom like the algorithm. A recipe subclasses it and overrides the methods from
-`GSPOTrainer.rollout` to `GSPOTrainer.evaluation`, and what a checkpoint contains; see ``examples/recipes``.
+`GSPOTrainer` reads from top to bottom like the algorithm. A recipe subclasses it and overrides the parts of a
+step, from `GSPOTrainer.rollout` on, and what a checkpoint contains; see ``examples/recipes``.
 """
 
 from __future__ import annotations
@@ -17,8 +17,14 @@ import torch
 from accelerate.utils import gather_object
 
 from gspo_kernels.trainer.batch import Batch, Rollout, Sample, make_batch, rollout_metrics
-from gspo_kernels.trainer.checkpoint import RunDirectory, defer_signals, load_state, open_run
-from gspo_kernels.trainer.checkpoint import save_state, saved_on_failure
+from gspo_kernels.trainer.checkpoint import (
+    RunDirectory,
+    defer_signals,
+    load_state,
+    open_run,
+    save_state,
+    saved_on_failure,
+)
 from gspo_kernels.trainer.config import InputError, TrainConfig
 from gspo_kernels.trainer.data import Prompts, Rows, check_rows, columns_of, prepare_prompts, prompt_order
 from gspo_kernels.trainer.model import export_model, load_tokenizer, make_policies
@@ -89,9 +95,9 @@ class GSPOTrainer:
 
     def _prompts(self, rows: Rows, name: str) -> Prompts:
         check_rows(rows, name)
-        options = {"longest": self.longest_prompt, "template_options": self.config.data.template_options}
-        embedded = self.model.get_input_embeddings().num_embeddings
-        return prepare_prompts(self.tokenizer, rows, name, embedded=embedded, **options)
+        options: dict[str, Any] = {"template_options": self.config.data.template_options}
+        options |= {"embedded": self.model.get_input_embeddings().num_embeddings}
+        return prepare_prompts(self.tokenizer, rows, name, longest=self.longest_prompt, **options)
 
     def train(self, *, resume: bool = False, overwrite: bool = False, force: bool = False) -> Metrics:
         """Run to the configured number of steps; return the metrics of the last evaluation.
@@ -132,7 +138,9 @@ class GSPOTrainer:
             with saved_on_failure(self.directory, self.state_dict(), self.save):
                 metrics |= self.evaluate()
         self.report.step(self.step, metrics)
-        self.report.rollout(self.step, rollout, self.tokenizer, show=last or "eval/greedy_accuracy" in metrics)
+        self.report.rollout(
+            self.step, rollout, self.tokenizer, show=last or "eval/greedy_accuracy" in metrics
+        )
         stop = max(gather_object([max(signals, default=0)]))
         if last or stop or self.step % config.checkpoint.every == 0:
             self.save(self.state_dict())
@@ -196,7 +204,8 @@ class GSPOTrainer:
             mine = [sample for place in share for sample in groups[place]]
             rows = [source.rows[sample.row] for sample in mine]
             texts, ids = [sample.text for sample in mine], [sample.ids.tolist() for sample in mine]
-            return self.rewards([row["prompt"] for row in rows], texts, ids, columns_of(rows, source.columns))
+            columns = columns_of(rows, source.columns)
+            return self.rewards([row["prompt"] for row in rows], texts, ids, columns)
 
         return Rewards.joined(map_shares(self.accelerator, len(groups), rewards_of))
 

@@ -25,7 +25,6 @@ import gspo_kernels as gk
 from gspo_kernels.integrations.errors import IntegrationError
 from gspo_kernels.integrations.lm_head import LMHead, lm_head_of
 from gspo_kernels.trainer.batch import (
-    LossInputs,
     Tokens,
     check_rows_of,
     packed_hidden_states,
@@ -37,7 +36,9 @@ from gspo_kernels.trainer.processes import ALONE, reshard, seed_everything
 from gspo_kernels.trainer.rollout import SamplingMask
 
 
-def load_model(path: str, *, half: bool = False, attention: str | None = None, accelerator: Any = ALONE) -> Any:
+def load_model(
+    path: str, *, half: bool = False, attention: str | None = None, accelerator: Any = ALONE
+) -> Any:
     """Load a causal language model in fp32, as 16-bit weights would lose the small steps of RL.
 
     With ``half`` in bfloat16, for weights that only adapters change. With an accelerator that runs FSDP2
@@ -57,26 +58,21 @@ def load_model(path: str, *, half: bool = False, attention: str | None = None, a
 
 
 def load_tokenizer(path: str) -> Any:
-    """Load the tokenizer that lies beside the model."""
+    """Load the tokenizer that lies next to the model."""
     from transformers import AutoTokenizer
 
     return _loaded(AutoTokenizer, path, "the tokenizer of")
 
 
 def _loaded(kind: Any, path: str, what: str, **options: Any) -> Any:
-    check_model_path(path)
+    if not Path(path).is_dir() and not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", path):
+        missing = "there is no such directory, and a model on the Hub is called 'organization/name'"
+        raise InputError(f"model {path!r} cannot be loaded: {missing}")
     try:
         return kind.from_pretrained(path, **options)
     except Exception as error:  # transformers lets through what its readers raise
         lines = str(error).strip().splitlines() or [repr(error)]
         raise InputError(f"{what} {path!r} cannot be loaded: {lines[0]}") from error
-
-
-def check_model_path(path: str) -> None:
-    """Refuse what is neither a directory nor looks like a model's name on the Hub."""
-    if not Path(path).is_dir() and not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", path):
-        missing = "there is no such directory, and a model on the Hub is called 'organization/name'"
-        raise InputError(f"model {path!r} cannot be loaded: {missing}")
 
 
 def end_token_ids(model: Any, tokenizer: Any) -> list[int]:
@@ -91,11 +87,10 @@ def end_token_ids(model: Any, tokenizer: Any) -> list[int]:
 
 def padding_token_id(tokenizer: Any) -> int:
     """Return the id that fills rows; an end token where there is no padding token, as padding is masked."""
-    if tokenizer.pad_token_id is not None:
-        return int(tokenizer.pad_token_id)
-    if tokenizer.eos_token_id is None:
+    ids = [i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None]
+    if not ids:
         raise InputError("the tokenizer has neither a padding nor an end-of-sequence token")
-    return int(tokenizer.eos_token_id)
+    return int(ids[0])
 
 
 def add_adapters(model: Any, config: LoraConfig) -> Any:
@@ -120,18 +115,13 @@ def add_adapters(model: Any, config: LoraConfig) -> Any:
 class Policy(nn.Module):
     """A causal language model that scores completions, or takes their loss, without writing logits.
 
-    The head runs inside ``forward``, with the backbone, so that the hooks of DDP and FSDP see one module whose
-    parameters are all there while it runs. Completions are scored with the temperature that they are sampled
-    with, in packed rows, or with a shared prefix for equal prompts.
+    The head runs inside ``forward``, with the backbone, so that DDP and FSDP see one module whose parameters
+    are all there while it runs. Completions are scored with the temperature that they are sampled with, in
+    packed rows, or with a shared prefix for equal prompts.
     """
 
     def __init__(
-        self,
-        model: Any,
-        *,
-        temperature: float,
-        shared_prefix: bool = False,
-        gradient_checkpointing: bool = False,
+        self, model: Any, *, temperature: float, shared_prefix: bool = False, checkpointing: bool = False
     ) -> None:
         super().__init__()
         self.model = model
@@ -142,7 +132,7 @@ class Policy(nn.Module):
         # Dropout would make the ratio differ from 1 with equal weights, so it stays off in training too.
         self.eval()
         self._checkpointed: list[nn.Module] = []
-        if gradient_checkpointing:
+        if checkpointing:
             from transformers.modeling_layers import GradientCheckpointingLayer
 
             name = "activation_checkpointing_enable"
@@ -170,8 +160,8 @@ class Policy(nn.Module):
     ) -> gk.TokenLogprobs | gk.LossOutput:
         """Score completions, or return the loss of `gk.fused_linear_policy_loss` if its terms are given.
 
-        Both are packed over the N completion tokens, completion after completion, and so is the mask: where
-        there is one, log-probs and entropy are those of the softmax over what it contains.
+        Both are packed over the N completion tokens, and so is the mask: where there is one, log-probs and
+        entropy are those of the softmax over what it contains.
         """
         states = shared_prefix_hidden_states if self.shared_prefix else packed_hidden_states
         for layer in self._checkpointed:
@@ -201,24 +191,21 @@ def head_of(model: Any) -> LMHead:
 def check_head(model: Any) -> None:
     """Refuse a model whose next-token log-probs differ from those of backbone and head taken apart.
 
-    What lies between raw logits and softmax (soft-capping, logit scaling) is read from the model's config; a
-    model whose head does something else would be trained on wrong log-probs.
+    What lies between raw logits and softmax (soft-capping, logit scaling) is read from the model's config.
     """
     prompts, completions = probe(model, [3], [4])
-    inputs: LossInputs = packed_hidden_states(model, prompts, completions)
+    hidden, labels, _ = packed_hidden_states(model, prompts, completions)
     head, name = head_of(model), type(model).__name__
-    ours = gk.linear_token_logprobs(inputs.hidden, head.weight, inputs.labels, **head.options()).logprobs
+    ours = gk.linear_token_logprobs(hidden, head.weight, labels, **head.options()).logprobs
     logits = model(torch.cat([*prompts, *completions]).unsqueeze(0)).logits[0, 2:-1].float()
     if not logits.isfinite().all():
         raise InputError(f"the logits of {name} are not finite: its weights are damaged")
-    theirs = logits.log_softmax(-1).gather(-1, inputs.labels.unsqueeze(-1)).squeeze(-1)
+    theirs = logits.log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
     tolerance = 1e-3 if head.weight.dtype == torch.float32 else 0.1
     difference = (ours - theirs).abs().max().item()
     if not difference <= tolerance * (1.0 + theirs.abs().max().item()):
-        raise InputError(
-            f"the head of {name} does something that this trainer does not know: log-probs from its hidden "
-            f"states and lm_head differ from the model's by {difference:.3g}"
-        )
+        unknown = f"the head of {name} does something that this trainer does not know"
+        raise InputError(f"{unknown}: log-probs of hidden states and lm_head differ by {difference:.3g}")
 
 
 ReferenceMode = Callable[[], AbstractContextManager[Any]]
@@ -229,10 +216,9 @@ def make_policies(
 ) -> tuple[Any, Policy, Any, ReferenceMode]:
     """Load the model if it is a directory, refuse what cannot be trained, and make policy and reference.
 
-    Returns:
-        transformers' model, with adapters if there are any; the same as a policy, sharded under FSDP2; a
-        frozen copy as the reference, where one is needed and there are no adapters, or None; and a context in
-        which the policy is the reference.
+    Returns transformers' model, with adapters if there are any; the same as a policy, sharded under FSDP2; a
+    frozen copy as the reference, where one is needed and there are no adapters, or None; and a context in
+    which the policy is the reference.
     """
     adapted = config.lora.rank > 0
     if isinstance(model, str | Path):
@@ -240,14 +226,14 @@ def make_policies(
         model = load_model(
             str(model), half=half, attention=config.attn_implementation, accelerator=accelerator
         )
-    elif config.attn_implementation is not None:
-        raise InputError("attn_implementation is for a model that is loaded here, and this one was given")
     elif not adapted:
         model = model.float()
     model.to(accelerator.device).eval()  # dropout would hide what the check of the head looks for
     rows, padding = model.get_input_embeddings().weight.shape[0], padding_token_id(tokenizer)
     if padding >= rows:
-        raise InputError(f"the tokenizer's padding token is {padding}, and the model embeds only {rows} tokens")
+        raise InputError(
+            f"the tokenizer's padding token is {padding}, and the model embeds only {rows} tokens"
+        )
     reference: Any = None
     reference_mode: Any = nullcontext
     if adapted:
@@ -272,12 +258,8 @@ def frozen_policy(path: str, config: TrainConfig, accelerator: Any) -> Any:
 
 
 def _policy(model: Any, config: TrainConfig, checkpointing: bool = False) -> Policy:
-    return Policy(
-        model,
-        temperature=config.rollout.temperature,
-        shared_prefix=config.update.shared_prefix,
-        gradient_checkpointing=checkpointing,
-    )
+    options = {"shared_prefix": config.update.shared_prefix, "checkpointing": checkpointing}
+    return Policy(model, temperature=config.rollout.temperature, **options)
 
 
 def _frozen(policy: Policy, accelerator: Any) -> Any:
@@ -292,10 +274,9 @@ def _frozen(policy: Policy, accelerator: Any) -> Any:
 
 @contextmanager
 def _sharded_weights(accelerator: Any) -> Iterator[None]:
-    """Let models that are built inside without weights, on the meta device, have shards for parameters.
+    """Let models that are built inside, on the meta device, have FSDP2's shards for parameters.
 
-    transformers (since 5.20) then reads of each weight what belongs to this process, and nothing else. The
-    shards are those of FSDP2: rows, along the mesh that accelerate gives it.
+    transformers (since 5.20) then reads of each weight what belongs to this process, and nothing else.
     """
     mesh = getattr(accelerator, "torch_device_mesh", None)
     if mesh is None:
@@ -400,7 +381,8 @@ LARGEST_FILE = 5 * 10**9
 
 def _write_shards(model: Any, state: dict[str, Tensor], path: Path, accelerator: Any) -> None:
     """Let each process write its shards, and the first one put the files together."""
-    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
     from transformers.core_model_loading import revert_weight_conversion
 
     (path / "model.safetensors").unlink(missing_ok=True)
@@ -408,13 +390,13 @@ def _write_shards(model: Any, state: dict[str, Tensor], path: Path, accelerator:
     ends = itertools.accumulate(tensor.numel() * tensor.element_size() for tensor in state.values())
     files = {name: 1 + end // LARGEST_FILE for name, end in zip(state, ends, strict=True)}
     numbers = {old: new for new, old in enumerate(dict.fromkeys(files.values()), start=1)}
-    writer = dcp.HuggingFaceStorageWriter(
+    writer = HuggingFaceStorageWriter(
         str(path),
         fqn_to_index_mapping={name: numbers[file] for name, file in files.items()},
         save_distributed=True,
         enable_consolidation=True,
     )
-    dcp.save(state, storage_writer=writer)
+    save(state, storage_writer=writer)
     if accelerator.is_main_process:
         shutil.rmtree(path / "sharded")
 

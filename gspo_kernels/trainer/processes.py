@@ -45,22 +45,18 @@ def make_accelerator(config: TrainConfig, folder: str | Path = ".") -> Any:
 
 
 def check_processes(accelerator: Any) -> None:
-    """Refuse a way of running in several processes that is not supported, or was asked for and not set up.
-
-    FSDP's options are set to what the policy needs.
-    """
+    """Refuse several processes that were asked for and not set up, or in a way that is not supported."""
     started, count = int(os.environ.get("WORLD_SIZE", "1")), accelerator.num_processes
+    kind = accelerator.distributed_type.value
     if started != count:
         raise InputError(
-            f"{started} processes were started, and accelerate set up {count} on {accelerator.device.type}, so "
-            "each would train alone; start them with `accelerate launch`, or on CPUs with "
-            f"`torchrun --nproc_per_node {started} -m gspo_kernels.cli train`"
+            f"{started} processes were started and accelerate set up {count}, so each would train alone; "
+            f"start them with accelerate launch, or torchrun --nproc_per_node {started} -m gspo_kernels.cli"
         )
-    kind = accelerator.distributed_type.value
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true" and kind != "FSDP":
         raise InputError(
-            f"FSDP was asked for, but accelerate set up {kind!r} on {accelerator.device.type}: weights would "
-            "not be sharded. accelerate enables FSDP on GPUs only, started by `accelerate launch`"
+            f"FSDP was asked for, but accelerate set up {kind!r} on {accelerator.device.type}, so weights "
+            "would not be sharded: accelerate enables FSDP on GPUs only, started by accelerate launch"
         )
     if kind == "FSDP" and not accelerator.is_fsdp2:
         raise InputError("FSDP version 1 is not supported; use --fsdp_version 2")
@@ -69,7 +65,9 @@ def check_processes(accelerator: Any) -> None:
     parallel = getattr(accelerator, "parallelism_config", None)
     for name in ("tp", "cp", "sp"):
         if getattr(parallel, f"{name}_size", 1) > 1:
-            raise InputError(f"{name}_size of accelerate's ParallelismConfig must be 1: only data is split here")
+            raise InputError(
+                f"{name}_size of accelerate's ParallelismConfig must be 1: only data is split here"
+            )
     if kind == "FSDP":
         _set_up_fsdp(accelerator)
 
@@ -133,10 +131,7 @@ def seed_everything(*numbers: int) -> None:
 
 @contextmanager
 def whole_weights(accelerator: Any, policy: nn.Module) -> Iterator[None]:
-    """Gather all weights on every device inside, as sampling needs them; outside FSDP they are there.
-
-    Forward passes inside gather nothing, so processes may run different numbers of them.
-    """
+    """Have all weights on every device inside, so that processes may run different numbers of passes."""
     modules = [module for module in policy.modules() if isinstance(module, FSDPModule)]
     for module in modules:
         module.set_reshard_after_forward(False, recurse=False)
@@ -145,7 +140,7 @@ def whole_weights(accelerator: Any, policy: nn.Module) -> Iterator[None]:
         yield
     finally:
         for module in modules:
-            # The outermost one keeps its weights from forward to backward, as FSDP has it by default.
+            # The outermost one keeps its weights until backward, as FSDP has it by default.
             again = module is not policy and bool(accelerator.state.fsdp_plugin.reshard_after_forward)
             module.set_reshard_after_forward(again, recurse=False)
         reshard(policy)
@@ -156,12 +151,3 @@ def reshard(policy: nn.Module) -> None:
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-
-
-def peak_memory(device: torch.device) -> int:
-    """Return the most memory that this process used so far, in bytes: on its GPU, or in all."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -5,23 +5,24 @@ from __future__ import annotations
 import json
 import math
 import re
+import resource
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate.utils import gather_object
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import MofNCompleteColumn, Progress, TextColumn
+from rich.progress import MofNCompleteColumn, Progress
 from rich.table import Table
 
 from gspo_kernels.trainer.batch import Rollout
-from gspo_kernels.trainer.checkpoint import RunDirectory, write_directory, write_file, write_text
+from gspo_kernels.trainer.checkpoint import RunDirectory, write_directory, write_text
 from gspo_kernels.trainer.config import InputError, TrainConfig, flat, to_mapping
-from gspo_kernels.trainer.processes import on_main, peak_memory
-from gspo_kernels.trainer.update import config_warnings
+from gspo_kernels.trainer.processes import on_main
 
 Metrics = dict[str, Any]
 
@@ -51,14 +52,19 @@ class Report:
             kept = [each for each in read_metrics(self.directory.metrics) if resumed and each["step"] <= step]
             write_text(self.directory.metrics, "".join(json.dumps(record) + "\n" for record in kept))
         self.accelerator.init_trackers("gspo", flat(to_mapping(self.config)))
-        for warning in config_warnings(self.config):
-            self.display.warn(warning)
+        if self.config.update.minibatches * self.config.update.epochs == 1:
+            self.display.warn(
+                "with one minibatch and one epoch every ratio is exactly 1 and nothing is ever clipped; use "
+                "2 to 8 minibatches unless on-policy updates are meant"
+            )
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Write, track and show the metrics of a step, and warn of what they mean."""
         if step > 0:
-            peak = max(gather_object([peak_memory(self.accelerator.device)]))
-            metrics = {**metrics, "memory/peak_gib": peak / 2**30}
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+            if self.accelerator.device.type == "cuda":
+                peak = torch.cuda.max_memory_allocated(self.accelerator.device)
+            metrics = {**metrics, "memory/peak_gib": max(gather_object([peak])) / 2**30}
         record = finite({"step": step, **metrics})
         if self.accelerator.is_main_process:
             with self.directory.metrics.open("a", encoding="utf-8") as file:
@@ -96,8 +102,8 @@ class Report:
         records = read_metrics(directory.metrics)
         evaluations = [record for record in records if "eval/greedy_accuracy" in record]
         if evaluations:
-            title = f"{step} steps of {self.config.objective.name}"
-            self.display.accuracy_table(title, evaluations[0], evaluations[-1])
+            first, last = (metrics_line(evaluations[i], EVALUATION) for i in (0, -1))
+            self.display.line(f"before: {first}\nafter {step} steps of {self.config.objective.name}: {last}")
         self.display.line(f"trained model: {directory.model}   plot: {directory.plot}")
         return evaluations[-1] if evaluations else records[-1]
 
@@ -155,14 +161,12 @@ def _text(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 
-def _shortened(text: str, longest: int = 400) -> str:
-    """Leave the middle of a long text out."""
-    half = longest // 2
-    return text if len(text) <= longest else f"{text[:half]} [...] {text[-half:]}"
+def _shortened(text: str) -> str:
+    return escape(text if len(text) <= 400 else f"{text[:200]} [...] {text[-200:]}")
 
 
 class Display:
-    """Progress of one run on a terminal, or plain lines elsewhere. Use as a context manager around the loop."""
+    """Progress of one run on a terminal, or plain lines elsewhere; a context manager around the loop."""
 
     def __init__(self, steps: int, *, console: Console | None = None, quiet: bool = False) -> None:
         self.console = console or Console(quiet=quiet)
@@ -204,7 +208,7 @@ class Display:
             table.add_column(heading, ratio=1)
         table.add_column("reward", justify="right")
         for prompt, completion, reward in shown:
-            table.add_row(escape(_shortened(prompt)), escape(_shortened(completion)), f"{reward:.3f}")
+            table.add_row(_shortened(prompt), _shortened(completion), f"{reward:.3f}")
         self.console.print(table)
 
     def line(self, text: str) -> None:
@@ -214,18 +218,6 @@ class Display:
     def warn(self, text: str) -> None:
         """Print a warning above the live display."""
         self.console.print(f"[yellow]warning:[/yellow] {escape(text)}", soft_wrap=True, highlight=False)
-
-    def accuracy_table(self, title: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
-        """Print held-out accuracies before and after, and what was gained."""
-        table = Table(title=title, title_justify="left")
-        table.add_column("held-out accuracy")
-        for heading in ("before", "after", "gain"):
-            table.add_column(heading, justify="right")
-        for label in ("greedy", "sampled"):
-            first, last = before.get(f"eval/{label}_accuracy"), after.get(f"eval/{label}_accuracy")
-            gain = "-" if first is None or last is None else f"{100 * (last - first):+.1f} points"
-            table.add_row(label, _text(first, ".1%"), _text(last, ".1%"), gain)
-        self.console.print(table)
 
 
 class _Lines(Progress):
@@ -272,60 +264,53 @@ class Health:
                 "over tokens, so their log-probs are of two distributions. rollout.keep_sampling_mask trains "
                 "on the one that was sampled from"
             )
-        for metric, (present, message) in self._symptoms(metrics).items():
+        present = self._present(metrics)
+        for metric, message in SYMPTOMS.items():
             if metric in metrics:
-                self.streaks[metric] = self.streaks.get(metric, 0) + 1 if present else 0
+                self.streaks[metric] = self.streaks.get(metric, 0) + 1 if present[metric] else 0
                 if self.streaks[metric] == PATIENCE:
                     due.append(f"for {PATIENCE} steps in a row {message}.")
         return due
 
-    def _symptoms(self, metrics: Mapping[str, float | None]) -> dict[str, tuple[bool, str]]:
-        """Return by the metric that shows it: whether a symptom is there, what it means and what helps."""
-        finished, ratio = metrics.get("completions/finished"), metrics.get("mismatch/ratio")
-        gaps = (metrics.get("mismatch/mean"), None if ratio is None else abs(ratio - 1.0))
-        equal = _at_least(metrics.get("groups_without_variance"), 1.0)
+    def _present(self, metrics: Mapping[str, float | None]) -> dict[str, bool]:
+        """Return for each of the symptoms whether it is there."""
+
+        def at_least(name: str, bound: float) -> bool:
+            value = metrics.get(name)
+            return value is not None and value >= bound
+
+        equal, finished = at_least("groups_without_variance", 1.0), metrics.get("completions/finished")
+        ratio = metrics.get("mismatch/ratio")
+        apart = ratio is not None and abs(ratio - 1.0) >= self.mismatch
+        unmoved = metrics.get("ratio/min") == metrics.get("ratio/max") == 1.0
         return {
-            "groups_without_variance": (
-                equal,
-                "all rewards are equal within every group, so all advantages are 0 and nothing can be "
-                "learned. Make the task easier or harder, add a reward with partial credit, or raise "
-                "rollout.group_size or rollout.temperature",
-            ),
-            "clip_fraction/after_first": (
-                _at_least(metrics.get("clip_fraction/after_first"), 0.95),
-                "nearly every sequence is clipped after the first minibatch, so the later ones hardly learn. "
-                "Lower update.learning_rate, use fewer minibatches, or widen the objective's clip range",
-            ),
-            "minibatch_2/ratio/max": (
-                metrics.get("ratio/min") == metrics.get("ratio/max") == 1.0 and not equal,
-                "every ratio is exactly 1, also after the first minibatch: the updates do not change the "
-                "policy. Raise update.learning_rate",
-            ),
-            "completions/finished": (
-                finished is not None and finished <= 0.05,
-                "hardly a completion ends by itself: nearly all are truncated at rollout.max_new_tokens. "
-                "Raise it, or check that the model knows its end token",
-            ),
-            "reward/mean": (
-                metrics.get("reward/mean") is None,
-                "no reward applies to any completion (every value is None)",
-            ),
-            "updates_left_out": (
-                _at_least(metrics.get("updates_left_out"), 1.0),
-                "gradients are not finite, the optimizer updates were left out",
-            ),
-            "mismatch/mean": (
-                any(_at_least(gap, self.mismatch) for gap in gaps),
-                "sampling and training disagree about the probability of the same tokens: mismatch/mean, or "
-                f"the distance of mismatch/ratio from 1, is at least {self.mismatch:g}, which rounding does "
-                "not explain. Look whether sampling uses older weights, another temperature or other tokens "
-                "than training; off_policy can weigh the difference",
-            ),
+            "groups_without_variance": equal,
+            "clip_fraction/after_first": at_least("clip_fraction/after_first", 0.95),
+            "minibatch_2/ratio/max": unmoved and not equal,
+            "completions/finished": finished is not None and finished <= 0.05,
+            "reward/mean": metrics.get("reward/mean") is None,
+            "updates_left_out": at_least("updates_left_out", 1.0),
+            "mismatch/mean": apart or at_least("mismatch/mean", self.mismatch),
         }
 
 
-def _at_least(value: float | None, bound: float) -> bool:
-    return value is not None and value >= bound
+SYMPTOMS = {
+    "groups_without_variance": "all rewards are equal within every group, so all advantages are 0 and "
+    "nothing can be learned. Make the task easier or harder, add a reward with partial credit, or raise "
+    "rollout.group_size or rollout.temperature",
+    "clip_fraction/after_first": "nearly every sequence is clipped after the first minibatch, so the later "
+    "ones hardly learn. Lower update.learning_rate, use fewer minibatches, or widen the clip range",
+    "minibatch_2/ratio/max": "every ratio is exactly 1, also after the first minibatch: the updates do not "
+    "change the policy. Raise update.learning_rate",
+    "completions/finished": "hardly a completion ends by itself: nearly all are truncated at "
+    "rollout.max_new_tokens. Raise it, or check that the model knows its end token",
+    "reward/mean": "no reward applies to any completion (every value is None)",
+    "updates_left_out": "gradients are not finite, the optimizer updates were left out",
+    "mismatch/mean": "sampling and training disagree about the probability of the same tokens by more than "
+    "rounding explains. Look whether sampling uses older weights, another temperature or other tokens than "
+    "training; off_policy can weigh the difference",
+}
+"""What a symptom means and what helps, by the metric that shows it."""
 
 
 # The plot: what a run learned, whether its updates were sound, and where its time went.
@@ -343,9 +328,9 @@ def plot_run(run: str | Path) -> Path:
     directory = RunDirectory(run)
     if not directory.holds_a_run():
         raise InputError(f"there is no run in {run}")
-    records = read_metrics(directory.metrics)
-    write_file(directory.plot, lambda path: plot_progress(records, path))
-    return directory.plot
+    unfinished = directory.path / ".unfinished-progress.png"
+    plot_progress(read_metrics(directory.metrics), unfinished)
+    return unfinished.replace(directory.plot)
 
 
 def plot_progress(records: Sequence[Metrics], path: Path) -> None:
@@ -353,19 +338,22 @@ def plot_progress(records: Sequence[Metrics], path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    shown = _panels(records)
+    shown = [
+        (title, lines, scale)
+        for title, lines, scale in _panels(records)
+        if any(record.get(key) is not None for record in records for key in lines)
+    ]
     rows = max(-(-len(shown) // COLUMNS), 1)
     height = 3.4 * rows
     figure = Figure(figsize=(15, height), dpi=110, facecolor="white")
     # Automatic layouts draw all text once more, which takes longer than the rest.
     figure.subplots_adjust(0.05, 0.6 / height, 0.985, 1 - 0.4 / height, wspace=0.22, hspace=0.42)
     FigureCanvasAgg(figure)
-    last = records[-1]["step"] if records else 0
     axes = figure.subplots(rows, min(COLUMNS, max(len(shown), 1)), squeeze=False).flatten()
-    for ax, (title, draw) in zip(axes, shown, strict=False):
+    for ax, (title, lines, scale) in zip(axes, shown, strict=False):
         ax.set_title(title, loc="left", fontsize=11, color=INK, pad=8, y=1.0)
-        draw(ax)
-        ax.set_xlim(0, max(last, 1))
+        _draw(ax, records, lines, scale)
+        ax.set_xlim(0, max(records[-1]["step"], 1))
         ax.set_xlabel("step", color=INK)
         ax.xaxis.get_major_locator().set_params(integer=True)
         ax.grid(color=GRID, linewidth=0.8)
@@ -382,86 +370,38 @@ def plot_progress(records: Sequence[Metrics], path: Path) -> None:
     figure.savefig(path, format="png")
 
 
-def _panels(records: Sequence[Metrics]) -> list[tuple[str, Callable[[Any], None]]]:
-    """Return the title of every panel that has something to show, and what draws it."""
-    records = [record | _derived(record) for record in records]
-    evaluations = [record for record in records if "eval/greedy_accuracy" in record]
-    kl, whose = "kl/old", "policy that sampled"
-    if any(record.get("kl/ref") is not None for record in records):
-        kl, whose = "kl/ref", "reference"
-    rewards = sorted({key for record in records for key in record if key.startswith("reward/")})
-    several = {key: key.removeprefix("reward/") for key in rewards if key != "reward/mean"}
-    reward = {"reward/mean": "weighted sum", **several} if 1 < len(several) <= 6 else {"reward/mean": None}
-    candidates: list[tuple[str, Sequence[Metrics], Lines, str]] = [
-        ("Mean reward of the rollouts", records, reward, ""),
-        ("Accuracy on held-out prompts", evaluations, _accuracies(evaluations), "share"),
-        (
-            "Shares of a rollout",
-            records,
-            {
-                "groups_without_variance": "groups without variance",
-                "completions/truncated": "truncated completions",
-            },
-            "share",
-        ),
-        ("Clipped share by minibatch", records, _clipped(records), "share"),
-        (
-            "Largest and smallest ratio of a step",
-            records,
-            {"ratio/max": "largest", "ratio/min": "smallest"},
-            "",
-        ),
-        (f"KL to the {whose}, nats per token", records, {kl: None}, ""),
-        ("Entropy, nats per token", records, {"entropy": None}, ""),
-        ("Tokens per completion", records, {"completions/length": None}, "zero"),
-        ("Gradient norm before clipping", records, {"grad_norm": None}, "zero"),
-        (
-            "Sampling against training, nats per token",
-            records,
-            {"mismatch/mean": "mean", "mismatch/max": "largest"},
-            "log",
-        ),
-        ("Completion tokens per second", records, {"tokens_per_second": None}, "zero"),
-        (
-            "Seconds per step",
-            records,
-            {"seconds/rollout": "rollout", "seconds/update": "update"},
-            "zero",
-        ),
-    ]
-    return [
-        (title, partial(_draw, records=[r for r in chosen if any(k in r for k in lines)], lines=lines, scale=scale))
-        for title, chosen, lines, scale in candidates
-        if any(record.get(key) is not None for record in chosen for key in lines)
-    ]
-
-
-def _derived(record: Metrics) -> Metrics:
-    """Return what is drawn of a record and not in it: truncated completions, clipped shares of both sides."""
-    finished = record.get("completions/finished")
-    found = {} if finished is None else {"completions/truncated": 1.0 - finished}
-    for key, low in record.items():
-        if key.startswith("minibatch_") and key.endswith("/clip_fraction/low"):
-            high = record.get(key.removesuffix("low") + "high")
-            clipped = None if low is None or high is None else low + high
-            found[key.replace("clip_fraction/low", "clipped")] = clipped
-    return found
-
-
-def _accuracies(evaluations: Sequence[Metrics]) -> Lines:
-    lines: Lines = {}
+def _panels(records: Sequence[Metrics]) -> list[tuple[str, Lines, str]]:
+    """Return of every panel the title, what it draws, and its scale."""
+    names = {key for record in records for key in record if key.startswith("reward/")} - {"reward/mean"}
+    rewards: Lines = {"reward/mean": "weighted sum" if 1 < len(names) <= 6 else None}
+    rewards |= {key: key.removeprefix("reward/") for key in sorted(names) if 1 < len(names) <= 6}
+    accuracies: Lines = {}
     for name in ("greedy", "sampled"):
-        values = [v for r in evaluations if (v := r.get(f"eval/{name}_accuracy")) is not None]
+        values = [v for record in records if (v := record.get(f"eval/{name}_accuracy")) is not None]
         gain = f"  {values[0]:.0%} to {values[-1]:.0%}" if values else ""
-        lines[f"eval/{name}_accuracy"] = f"{name}{gain}"
-    return lines
-
-
-def _clipped(steps: Sequence[Metrics]) -> Lines:
-    keys = {key for record in steps for key in record if key.endswith("/clipped")}
-    numbers = sorted(int(key.split("/")[0].removeprefix("minibatch_")) for key in keys)
-    named = numbers if len(numbers) <= 8 else [numbers[0], numbers[-1]]
-    return {f"minibatch_{n}/clipped": f"minibatch {n}" if n in named else None for n in numbers}
+        accuracies[f"eval/{name}_accuracy"] = f"{name}{gain}"
+    shares: Lines = {"groups_without_variance": "groups without variance"}
+    shares["completions/finished"] = "completions that end by themselves"
+    clipped: Lines = {"clip_fraction/low": "at the low end", "clip_fraction/high": "at the high end"}
+    to_reference = any(record.get("kl/ref") is not None for record in records)
+    kl, whose = ("kl/ref", "reference") if to_reference else ("kl/old", "policy that sampled")
+    ratios: Lines = {"ratio/max": "largest", "ratio/min": "smallest"}
+    mismatch: Lines = {"mismatch/mean": "mean", "mismatch/max": "largest"}
+    seconds: Lines = {"seconds/rollout": "rollout", "seconds/update": "update"}
+    return [
+        ("Mean reward of the rollouts", rewards, ""),
+        ("Accuracy on held-out prompts", accuracies, "share"),
+        ("Shares of a rollout", shares, "share"),
+        ("Clipped share of what the loss counts", clipped, "share"),
+        ("Largest and smallest ratio of a step", ratios, ""),
+        (f"KL to the {whose}, nats per token", {kl: None}, ""),
+        ("Entropy, nats per token", {"entropy": None}, ""),
+        ("Tokens per completion", {"completions/length": None}, "zero"),
+        ("Gradient norm before clipping", {"grad_norm": None}, "zero"),
+        ("Sampling against training, nats per token", mismatch, "log"),
+        ("Completion tokens per second", {"tokens_per_second": None}, "zero"),
+        ("Seconds per step", seconds, "zero"),
+    ]
 
 
 def smoothed(values: Sequence[float | None], width: int) -> list[float]:
@@ -475,13 +415,14 @@ def smoothed(values: Sequence[float | None], width: int) -> list[float]:
 
 def _draw(ax: Any, records: Sequence[Metrics], lines: Lines, scale: str) -> None:
     """Draw metrics, smoothed and above their faint selves; a share is one only if all values are."""
-    x, drawn = [record["step"] for record in records], []
+    drawn = []
     for number, (key, label) in enumerate(lines.items()):
         color = (BLUE, ORANGE)[number] if number < 2 else f"C{number}"
-        values = [record.get(key) for record in records]
+        measured = [record for record in records if key in record]
+        x, values = [record["step"] for record in measured], [record[key] for record in measured]
         drawn += [value for value in values if value is not None]
         ax.plot(x, [math.nan if v is None else v for v in values], color=color, alpha=0.25, linewidth=1)
-        mean = smoothed(values, max(1, len(records) // 30))
+        mean = smoothed(values, max(1, len(measured) // 30))
         ax.plot(x, mean, color=color, linewidth=1.8, label=label)
     if scale == "zero":
         ax.set_ylim(0.0, 1.05 * ax.get_ylim()[1])

@@ -99,18 +99,6 @@ def check_config(config: TrainConfig, *, serves_turns: bool = False) -> None:
         )
 
 
-def config_warnings(config: TrainConfig) -> list[str]:
-    """Return what is allowed and probably not meant."""
-    on_policy = config.update.minibatches * config.update.epochs == 1
-    if not on_policy or make_objective(config).coefficient_scope != "sequence":
-        return []
-    return [
-        f"with one minibatch and one epoch every ratio of {config.objective.name} is exactly 1 and "
-        "nothing is ever clipped: the only update after a rollout uses the weights that sampled it. "
-        "Use 2 to 8 minibatches unless on-policy updates are meant"
-    ]
-
-
 def needs_reference(config: TrainConfig) -> bool:
     """Whether a term of the loss compares with the reference policy."""
     return config.kl.beta > 0 or "ref_logprobs" in make_objective(config).needs
@@ -123,9 +111,8 @@ def off_policy_weights(
     options = config.model_dump()
     if config.mode == "truncate" and config.low is None and config.high is None:
         options["high"] = 2.0
-    return gk.rollout_weights(
-        old_logprobs, rollout_logprobs, loss_mask=mask, cu_seqlens=cu_seqlens, **options
-    )
+    options |= {"loss_mask": mask, "cu_seqlens": cu_seqlens}
+    return gk.rollout_weights(old_logprobs, rollout_logprobs, **options)
 
 
 def make_engine(
@@ -158,7 +145,7 @@ class Updater:
     """Owns the optimizer, the learning rate's schedule and the objective.
 
     Args:
-        accelerator: accelerate's, which wraps the policy for its devices, unless FSDP2 has sharded it already.
+        accelerator: accelerate's, which wraps the policy for its devices, unless FSDP2 has sharded it.
         policy: what is trained, where parameters ask for gradients.
         reference: what KL terms compare with, frozen and prepared; None: the policy itself inside
             ``reference_mode()``, which switches its adapter off.
@@ -260,18 +247,17 @@ class Updater:
 
     def score(self, policy: Any, batch: Batch, step: int) -> gk.TokenLogprobs:
         """Return log-probs and entropy, [N], of the rows that the update of this step will look at."""
-        first_epoch = self._minibatches(batch, step)[: self.config.update.minibatches]
-        return self._score(policy, batch, [micro for each in first_epoch for micro in each.micro_batches])
+        return self._score(policy, batch, self._minibatches(batch, step)[: self.config.update.minibatches])
 
     @torch.no_grad()
-    def _score(self, policy: Any, batch: Batch, micros: Sequence[Tensor]) -> gk.TokenLogprobs:
-        """Return log-probs and entropy of the rows in all processes' micro-batches, [N], 0 elsewhere.
+    def _score(self, policy: Any, batch: Batch, minibatches: Sequence[Minibatch]) -> gk.TokenLogprobs:
+        """Return log-probs and entropy of the active rows of minibatches, [N], 0 elsewhere.
 
         Cut into the micro-batches of the update, because results may depend on a batch's shape in the last
         bit.
         """
         values = torch.zeros(2, len(batch.loss_mask), device=batch.loss_mask.device)
-        for rows, counts in pad_micro_batches(micros):
+        for rows, counts in pad_micro_batches([m for each in minibatches for m in each.micro_batches]):
             output = policy(*batch.tokens(rows), None, batch.mask(rows), return_entropy=True)
             if counts:
                 values[:, batch.places(rows)] = torch.stack(output)
@@ -289,21 +275,16 @@ class Updater:
         together = self.objective.coefficient_scope == "group" or update.shared_prefix
         units = batch.group_ids if together else torch.arange(B, device=device)
         names = units.unique().cpu().numpy()
+        share: dict[str, Any] = {"world": self.accelerator.num_processes}
+        share |= {"rank": self.accelerator.process_index, "budget": update.micro_batch_tokens}
+        share["shared_prefix"] = update.shared_prefix
         minibatches = []
         for epoch in range(update.epochs):
             order = np.random.default_rng([self.config.seed, step, epoch]).permutation(names)
             for part in np.array_split(order, update.minibatches):
                 rows = (torch.from_numpy(part).to(device).unsqueeze(1) == units).nonzero()[:, 1]
                 active = self._active(batch, rows)
-                micros = micro_batches(
-                    batch,
-                    active,
-                    shared_prefix=update.shared_prefix,
-                    budget=update.micro_batch_tokens,
-                    world=self.accelerator.num_processes,
-                    rank=self.accelerator.process_index,
-                )
-                minibatches.append(Minibatch(rows, active, micros))
+                minibatches.append(Minibatch(rows, active, micro_batches(batch, active, **share)))
         return minibatches
 
     def _active(self, batch: Batch, rows: Tensor) -> Tensor:
@@ -326,15 +307,14 @@ class Updater:
         terms["unscored"] = old is None and not scores_first
         if old is None:
             later = first_epoch if scores_first else first_epoch[1:]
-            old = self._score(self.policy, batch, [m for each in later for m in each.micro_batches]).logprobs
+            old = self._score(self.policy, batch, later).logprobs
         terms |= {"old_logprobs": old, "advantages": batch.advantages, "loss_mask": batch.loss_mask}
         terms["entropy_coef"] = config.update.entropy_coef
         if needs_reference(config):
             ref = batch.ref_logprobs
             if ref is None:
-                micros = [micro for each in first_epoch for micro in each.micro_batches]
                 with self.reference_mode():
-                    ref = self._score(self.reference, batch, micros).logprobs
+                    ref = self._score(self.reference, batch, first_epoch).logprobs
             terms |= {"ref_logprobs": ref, "kl_beta": config.kl.beta, "kl_estimator": config.kl.estimator}
         if config.off_policy.level != "none":
             sampled = batch.rollout_logprobs
@@ -390,17 +370,12 @@ class Updater:
         """Learn by a loss that looks at the whole minibatch, whose micro-batches then carry its gradient."""
         rows, _, micros = minibatch
         places, world = batch.places(rows), self.accelerator.num_processes
-        current = self._score(self.policy, batch, micros)
+        current = self._score(self.policy, batch, [minibatch])
         assert current.entropy is not None
         logprobs = current.logprobs[places].requires_grad_()
         entropy = current.entropy[places].requires_grad_()
-        output = gk.policy_loss(
-            logprobs,
-            **batch.pick(terms, rows),
-            entropy=entropy,
-            cu_seqlens=batch.offsets(rows),
-            objective=objective,
-        )
+        whole = batch.pick(terms, rows) | {"cu_seqlens": batch.offsets(rows), "objective": objective}
+        output = gk.policy_loss(logprobs, entropy=entropy, **whole)
         gradients = torch.autograd.grad(output.loss, (logprobs, entropy), materialize_grads=True)
         # Gradients are averaged over the processes, and each of them has its share of the sum.
         token_weights, entropy_coef = torch.zeros(2, len(current.logprobs), device=rows.device)
@@ -469,20 +444,19 @@ class Updater:
         return tensors
 
     def load(self, checkpoint: Path, updates: int) -> None:
-        """Restore `tensors` from a checkpoint of any number of processes; that of another model is refused."""
+        """Restore `tensors` from a checkpoint of any number of processes; another model's is refused."""
         trained = self._trained()
 
-        def room(name: str, shape: torch.Size) -> Tensor | None:
-            """Make the optimizer's state, of which a new one has none."""
-            kind, key, name = name.split("/", 2)
-            if kind != "optimizer" or name not in trained:
-                return None
+        def optimizer_state(name: str, shape: torch.Size) -> Tensor:
+            """Make room for it: a new optimizer has none."""
+            _, key, name = name.split("/", 2)
             p = trained[name]
             like = p.detach() if shape == p.shape else torch.zeros(shape)  # or the number of steps
             self.optimizer.state[p][key] = torch.zeros_like(like, device=p.device)
-            return self.optimizer.state[p][key]
+            state: Tensor = self.optimizer.state[p][key]
+            return state
 
-        load_tensors(checkpoint, {f"weights/{n}": p.detach() for n, p in trained.items()}, room)
+        load_tensors(checkpoint, {f"weights/{n}": p.detach() for n, p in trained.items()}, optimizer_state)
         self.scheduler.last_epoch = updates
         for group in self.optimizer.param_groups:
             group["lr"] = self.scheduler.base_lrs[0] * learning_rate_factor(updates, self.config.update)
@@ -512,25 +486,18 @@ def learning_rate_factor(update: int, config: UpdateConfig) -> float:
 
 
 def sampling_mismatch(logprobs: Tensor, sampling_logprobs: Tensor, mask: Tensor) -> Metrics:
-    """Compare log-probs of the same tokens from training and from sampling.
+    """Compare log-probs of the same tokens from training, before the first update, and from sampling.
 
     They differ by rounding where both take the same weights, temperature and vocabulary; with top-k or top-p
-    also by the log of the probability that was cut off, as training takes the whole vocabulary.
-
-    Args:
-        logprobs: [B, C] or [N], from training, before the first update.
-        sampling_logprobs: the same shape, `Completion.logprobs`.
-        mask: the same shape, bool, the tokens that were scored and count.
+    also by the log of the probability that was cut off, as training takes the whole vocabulary. All arguments
+    have one shape; the mask, bool, has the tokens that were scored and count.
 
     Returns:
-        "mismatch/mean" and "mismatch/max": of the absolute differences, in nats; "mismatch/ratio": the mean
+        "mismatch/mean" and "mismatch/max" of the absolute differences, in nats; "mismatch/ratio": the mean
         over tokens of exp(training - sampling), 1 where both agree. NaN where no token counts.
     """
     difference = logprobs[mask].double() - sampling_logprobs[mask].double()
-    if difference.numel() == 0:
-        return dict.fromkeys(("mismatch/mean", "mismatch/max", "mismatch/ratio"), float("nan"))
-    return {
-        "mismatch/mean": float(difference.abs().mean()),
-        "mismatch/max": float(difference.abs().max()),
-        "mismatch/ratio": float(difference.exp().mean()),
-    }
+    size = difference.abs()
+    largest = float(size.max()) if size.numel() else math.nan
+    ratio = float(difference.exp().mean())
+    return {"mismatch/mean": float(size.mean()), "mismatch/max": largest, "mismatch/ratio": ratio}
