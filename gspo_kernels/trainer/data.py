@@ -24,7 +24,8 @@ def load_prompts(
 ) -> Rows:
     """Read rows with a prompt; all other columns are kept and reach the reward functions.
 
-    A prompt is text, or a conversation: a list of messages ``{"role": ..., "content": ...}``.
+    A prompt is text, or a conversation: a list of messages ``{"role": ..., "content": ...}``. An `InputError`
+    names the source and the row that cannot be used.
 
     Args:
         source: a jsonl file (one JSON object per line, values of any type), a parquet file, a directory of
@@ -32,9 +33,6 @@ def load_prompts(
         split: which split, "train" by default, or as datasets writes it a part of one ("train[:1000]").
         subset: which configuration of a dataset on the Hub or of a directory of data files.
         prompt_column: the column that is the prompt; it is called "prompt" from here on.
-
-    Raises:
-        InputError: there is nothing to read, or rows are not prompts; names the source and the row.
     """
     path, name = Path(source), str(source)
     hub_name = re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) and path.suffix not in (
@@ -150,7 +148,7 @@ def prepare_prompts(
     embedded: int | None = None,
     template_options: Mapping[str, Any] | None = None,
 ) -> Prompts:
-    """Turn the prompts of a dataset into tokens, as `encode_prompts` does, and check each of them.
+    """Turn prompts into tokens, as `encode_prompts` does; an `InputError` names a row that does not fit.
 
     Args:
         tokenizer: a transformers tokenizer.
@@ -159,10 +157,6 @@ def prepare_prompts(
         longest: tokens that a prompt may have, or None for any number.
         embedded: how many tokens the model knows; None: not checked.
         template_options: keyword arguments of the chat template (Qwen3: ``{"enable_thinking": False}``).
-
-    Raises:
-        InputError: a prompt is too long, makes no token or one that the model doesn't know, or the template
-            does not take it; names the row.
     """
     if longest is not None and longest < 1:
         raise InputError(

@@ -1,12 +1,8 @@
 """Reward functions: finding them, calling them within a time limit, and what their values become.
 
-A reward function has the signature ::
-
-    f(prompts, completions, completion_ids, **columns) -> list[float | None]
-
-or takes only some of these arguments, all of them lists with one entry per completion: prompts as the dataset
-has them (text or messages), completions as text, completions as token ids, and the dataset's other columns.
-None means that the reward does not apply to that completion. The function may be ``async``.
+A reward function takes some or all of ``(prompts, completions, completion_ids, **columns)`` by name: lists
+with one entry per completion of prompts as the dataset has them, texts, token ids and the dataset's other
+columns. It returns a list of numbers, None where it does not apply, and may be ``async``.
 """
 
 from __future__ import annotations
@@ -42,8 +38,7 @@ RewardFunction = Callable[..., Any]
 def load_reward(spec: str) -> RewardFunction:
     """Return the function behind ``"module:function"`` or ``"path/to/file.py:function"``.
 
-    ``(name=value, ...)`` after it binds keyword arguments to literal values. An `InputError` says what is
-    wrong with the specification, the file or the module.
+    ``(name=value, ...)`` after it binds keyword arguments to literal values.
     """
     place, opening, options = spec.partition("(")
     location, _, name = place.rpartition(":")
@@ -52,36 +47,31 @@ def load_reward(spec: str) -> RewardFunction:
     if location.endswith(".py") and not Path(location).is_file():
         raise InputError(f"reward {spec!r}: there is no file {location}")
     try:
-        module = _import_file(Path(location)) if location.endswith(".py") else _import_module(location)
+        module = _import(location)
     except Exception as error:
         raise InputError(f"reward {spec!r}: {location} failed to load: {error!r}") from error
     function = getattr(module, name, None)
-    if function is None:
-        raise InputError(f"reward {spec!r}: {location} has no {name!r}")
     if not callable(function):
-        raise InputError(f"reward {spec!r}: {name} is not a function but {type(function).__name__}")
+        kind = "there is no such name" if function is None else f"it is {type(function).__name__}"
+        raise InputError(f"reward {spec!r}: {name!r} is not a function of {location}: {kind}")
     return functools.partial(function, **_options(opening + options, spec)) if opening else function
 
 
-def _import_file(path: Path) -> Any:
-    name = str(path.resolve())  # so that files of the same name in two folders are two modules
-    module_spec = importlib.util.spec_from_file_location(name, path)
-    assert module_spec is not None and module_spec.loader is not None
-    module = importlib.util.module_from_spec(module_spec)
-    sys.modules[name] = module  # dataclasses look their module up there
-    module_spec.loader.exec_module(module)
-    return module
-
-
-def _import_module(location: str) -> Any:
+def _import(location: str) -> Any:
+    if location.endswith(".py"):
+        name = str(Path(location).resolve())  # so that files of the same name in two folders are two modules
+        module_spec = importlib.util.spec_from_file_location(name, location)
+        assert module_spec is not None and module_spec.loader is not None
+        module = importlib.util.module_from_spec(module_spec)
+        sys.modules[name] = module  # dataclasses look their module up there
+        module_spec.loader.exec_module(module)
+        return module
     # A console script does not look into the current directory, where a user's reward module is.
-    here = str(Path.cwd())
-    sys.path.insert(0, here)
+    sys.path.insert(0, here := str(Path.cwd()))
     try:
         return importlib.import_module(location)
     finally:
-        if here in sys.path:
-            sys.path.remove(here)
+        sys.path.remove(here)
 
 
 def _options(text: str, spec: str) -> dict[str, Any]:
@@ -120,18 +110,14 @@ class Rewards:
 class RewardSet:
     """Several reward functions, called together and summed with weights.
 
-    ``async`` functions run at the same time, while the others run one after the other. A function that
-    exceeds the time limit is an error: a coroutine is cancelled; a plain function runs in a daemon thread,
-    which nobody can stop, so it is left behind and ends with the program. A thread that never releases
-    Python's lock stops everything: such a function must start a process itself.
+    ``async`` functions run at the same time, while the others run one after the other. What exceeds the time
+    limit is an error. A plain function runs in a daemon thread, which nobody can stop: it is left behind and
+    ends with the program. One that never releases Python's lock must start a process itself.
 
     Args:
         functions: the reward functions.
         weights: one for each; all 1 if not given.
         timeout: seconds that a call may take; None: no limit, and plain functions run in the calling thread.
-
-    Raises:
-        InputError: no function, a weight that is not finite, or a wrong number of weights.
     """
 
     def __init__(
@@ -142,12 +128,10 @@ class RewardSet:
     ) -> None:
         if not functions:
             raise InputError("no reward function was given")
-        if weights is not None and len(weights) != len(functions):
-            raise InputError(
-                f"reward_weights: got {len(weights)}, expected one for each of {len(functions)} rewards"
-            )
-        if weights is not None and not all(map(math.isfinite, weights)):
-            raise InputError(f"reward_weights must be finite numbers, got {list(weights)}")
+        weights = [1.0] * len(functions) if weights is None else weights
+        if len(weights) != len(functions) or not all(map(math.isfinite, weights)):
+            expected = f"a finite number for each of {len(functions)} rewards"
+            raise InputError(f"reward_weights: got {list(weights)}, expected {expected}")
         if timeout is not None and not 0.0 < timeout < math.inf:
             raise InputError(f"reward_timeout must be above 0 seconds, or None for no limit; got {timeout}")
         self._calls: dict[str, _Call] = {}
@@ -157,7 +141,7 @@ class RewardSet:
             name = next(name for name in names if name not in self._calls)
             self._calls[name] = _Call(name, function, timeout)
         self.names = list(self._calls)
-        self.weights = dict(zip(self.names, weights or [1.0] * len(functions), strict=True))
+        self.weights = dict(zip(self.names, weights, strict=True))
 
     def check(self, columns: Iterable[str]) -> None:
         """Raise an `InputError` if a function cannot be called with these columns of the dataset."""
@@ -171,31 +155,28 @@ class RewardSet:
         completion_ids: Sequence[Sequence[int]],
         columns: Mapping[str, Sequence[Any]],
     ) -> Rewards:
-        """Score every completion with every function.
-
-        An `InputError` names the function, and the completion where it is known: the function raised, took
-        too long, or did not return a finite number or None for each completion.
-        """
+        """Score every completion with every function; an `InputError` names the one that fails."""
         import torch
 
         self.check(columns)
         arguments = {**dict(zip(RESERVED, (prompts, completions, completion_ids), strict=True)), **columns}
-        # Coroutines begin here, and go on while the plain functions are called.
-        waiting = {name: call.begin(arguments) for name, call in self._calls.items()}
-        values = {name: waiting[name]() for name in sorted(waiting, key=lambda n: self._calls[n].is_async)}
+        calls = list(self._calls.values())
+        # Coroutines go on while the plain functions are called, one after the other.
+        started = {call: call.start(arguments) for call in calls if call.is_async}
+        values = {
+            call.name: call.finish(call.start(arguments), arguments) for call in calls if not call.is_async
+        }
+        values |= {call.name: call.finish(future, arguments) for call, future in started.items()}
         by_name = {
             name: torch.tensor([math.nan if v is None else float(v) for v in values[name]])
             for name in self.names
         }
         weighted = torch.stack([self.weights[name] * by_name[name] for name in self.names])
-        sums = {f"reward function {name}": row for name, row in zip(self.names, weighted, strict=True)}
-        for what, row in {**sums, f"the sum of {', '.join(self.names)}": weighted.nansum(0)}.items():
-            if row.isinf().any():
-                i = int(row.isinf().nonzero()[0])
-                raise InputError(
-                    f"{what} gives completion {i} with its weight a reward beyond the range of fp32 "
-                    f"(prompt {prompts[i]!r:.200}, completion {completions[i]!r:.200})"
-                )
+        if (infinite := weighted.nansum(0).isinf()).any():
+            i = int(infinite.nonzero()[0])
+            raise InputError(
+                f"rewards {', '.join(self.names)}: the weighted sum of completion {i} exceeds fp32"
+            )
         total = torch.where(weighted.isnan().all(0), torch.nan, weighted.nansum(0))
         return Rewards(total, by_name, self.weights)
 
@@ -204,7 +185,8 @@ class _Call:
     """One reward function: which arguments it takes, and a call with a time limit."""
 
     def __init__(self, name: str, function: RewardFunction, timeout: float | None) -> None:
-        self.what, self.function, self.timeout = f"reward function {name}", function, timeout
+        self.name, self.function, self.timeout = name, function, timeout
+        self.what = f"reward function {name}"
         self.is_async = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
         # An event loop lives as long as its function, so that clients and connections outlive a call.
         self.loop: asyncio.AbstractEventLoop | None = None
@@ -220,36 +202,20 @@ class _Call:
         for name, p in self.parameters.items():
             required = p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
             if required and (p.kind is p.POSITIONAL_ONLY or name not in (*RESERVED, *columns)):
-                available = ", ".join(columns) or "none"
+                names = f"{', '.join(RESERVED)} and the dataset's columns ({', '.join(columns) or 'none'})"
                 raise InputError(
-                    f"{self.what} cannot be called: it takes {name!r} and gets {', '.join(RESERVED)} and the "
-                    f"dataset's columns ({available}), all by name"
+                    f"{self.what} cannot be called: it takes {name!r} and gets {names}, all by name"
                 )
 
-    def begin(self, arguments: Mapping[str, Any]) -> Callable[[], Sequence[float | None]]:
-        """Start a coroutine; return what waits for its values, or calls a plain function and waits."""
-        takes_all = any(p.kind is p.VAR_KEYWORD for p in self.parameters.values())
-        taken = {name: v for name, v in arguments.items() if takes_all or name in self.parameters}
-        started = self._start(taken) if self.is_async else None
+    def start(self, arguments: Mapping[str, Any]) -> Future[Any]:
+        """Call in a daemon thread, which keeps no program from ending, with the torch state of this one.
 
-        def finish() -> Sequence[float | None]:
-            try:
-                if started is None and self.timeout is None:
-                    values = self.function(**taken)
-                else:
-                    values = self._wait(*(started or self._start(taken)), len(arguments["completions"]))
-            except InputError:
-                raise
-            except (Exception, SystemExit) as error:
-                raise InputError(f"{self.what} raised {error!r}{_place_of(error, self.function)}") from error
-            return self._checked(values, arguments["prompts"], arguments["completions"])
-
-        return finish
-
-    def _start(self, arguments: Mapping[str, Any]) -> tuple[Future[Any], float]:
-        """Call in a daemon thread, which keeps no program from ending, with the torch state of this one."""
+        A plain function without a time limit is called right here.
+        """
         import torch
 
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in self.parameters.values())
+        taken = {name: v for name, v in arguments.items() if takes_all or name in self.parameters}
         future: Future[Any] = Future()
         grad = torch.is_grad_enabled()
         device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
@@ -262,39 +228,42 @@ class _Call:
             if device is not None:
                 torch.cuda.set_device(device)
             try:
-                values = self.function(**arguments)
+                values = self.function(**taken)
                 future.set_result(values if loop is None else loop.run_until_complete(values))
             except BaseException as error:
                 future.set_exception(error)
 
-        threading.Thread(target=run, name="gspo reward", daemon=True).start()
-        return future, time.monotonic()
+        self.ends = None if self.timeout is None else time.monotonic() + self.timeout
+        if self.timeout is None and loop is None:
+            run()
+        else:
+            threading.Thread(target=run, name="gspo reward", daemon=True).start()
+        return future
 
-    def _wait(self, future: Future[Any], began: float, count: int) -> Any:
-        seconds = None if self.timeout is None else began + self.timeout - time.monotonic()
-        if wait([future], seconds).done:
-            return future.result()
-        if self.loop is not None:  # it may be blocked for good: the next call gets another one
-            loop, self.loop = self.loop, None
-            loop.call_soon_threadsafe(lambda: [task.cancel() for task in asyncio.all_tasks(loop)])
-        raise InputError(f"{self.what} took more than {self.timeout:g} seconds for {count} completions")
-
-    def _checked(
-        self, values: Any, prompts: Sequence[Any], completions: Sequence[str]
-    ) -> Sequence[float | None]:
+    def finish(self, future: Future[Any], arguments: Mapping[str, Any]) -> Sequence[float | None]:
+        """Wait for what was started, and check it; raise where the time is over."""
+        prompts, completions = arguments["prompts"], arguments["completions"]
+        if not wait([future], self.ends and max(self.ends - time.monotonic(), 0.0)).done:
+            self.loop = None  # it may be blocked for good: the next call gets another one
+            limit = f"{self.timeout:g} seconds for {len(completions)} completions"
+            raise InputError(f"{self.what} took more than {limit}")
+        try:
+            values = future.result()
+        except (Exception, SystemExit) as error:
+            raise InputError(f"{self.what} raised {error!r}{_place_of(error, self.function)}") from error
         if hasattr(values, "tolist"):  # a tensor, or an array of numpy
             values = values.tolist()
         if not isinstance(values, Sequence) or isinstance(values, str):
             raise InputError(f"{self.what} must return a list of numbers, got {type(values).__name__}")
         if len(values) != len(completions):
             raise InputError(f"{self.what} returned {len(values)} values for {len(completions)} completions")
-        for i, value in enumerate(values):
+        for value, prompt, completion in zip(values, prompts, completions, strict=True):
             # bool and numpy scalars are Numbers as well
-            is_finite = isinstance(value, numbers.Real) and bool(abs(value) <= sys.float_info.max)  # type: ignore[operator]
+            is_finite = isinstance(value, numbers.Real) and bool(abs(value) < 3.4e38)  # type: ignore[operator]
             if value is not None and not is_finite:
                 raise InputError(
-                    f"{self.what} returned {value!r} for completion {i}; expected a finite number, or None "
-                    f"if it does not apply (prompt {prompts[i]!r:.200}, completion {completions[i]!r:.200})"
+                    f"{self.what} returned {value!r}, expected a finite fp32 number or None (completion "
+                    f"{completion!r:.200} of prompt {prompt!r:.200})"
                 )
         return values
 
@@ -316,22 +285,17 @@ def _place_of(error: BaseException, function: Any) -> str:
 
 
 def advantages_of(
-    rewards: Rewards,
-    *,
-    group_size: int,
-    method: str = "group_normalized",
-    scale: str = "group",
-    lengths: Tensor | None = None,
+    rewards: Rewards, *, group_size: int, method: str, scale: str = "group", lengths: Tensor | None = None
 ) -> Tensor:
     """Return [B] fp32 advantages by a formula of `gk.advantages`; 0 where no reward applies.
 
     Args:
         rewards: of B completions, the rows of a group consecutive.
         group_size: completions of one prompt.
-        method: a name of config's ``Method``. All but "gdpo" take the weighted sum of the rewards; "gdpo"
-            normalizes each reward alone and sums then. "reinforce_plus_plus_baseline" subtracts the group's
-            mean before it whitens over the batch, "reinforce_plus_plus" only whitens.
-        scale: "group", "batch" or "none": what "group_normalized" divides by; no other method has one.
+        method: a name of config's ``Method``. "gdpo" normalizes each reward alone and sums them then; the
+            others take the weighted sum. "reinforce_plus_plus_baseline" subtracts the group's mean before it
+            whitens over the batch, "reinforce_plus_plus" only whitens.
+        scale: what "group_normalized" divides by, "group", "batch" or "none"; others have no such choice.
         lengths: [B], counted tokens, for "optimal_baseline".
     """
     from gspo_kernels import advantages
@@ -339,24 +303,19 @@ def advantages_of(
     total = rewards.total
     if method == "group_normalized":
         return advantages.group_normalized(total, group_size=group_size, scale=scale)
-    if scale != "group":
-        raise InputError(f"advantage_scale {scale!r} is for group_normalized; {method} has no such choice")
-    if method == "gdpo":
-        import torch
-
-        table_BK = torch.stack(list(rewards.by_name.values()), 1)
-        weights = table_BK.new_tensor([rewards.weights.get(name, 1.0) for name in rewards.by_name])
-        return advantages.gdpo(table_BK, group_size=group_size, weights=weights)
-    if method == "optimal_baseline":
-        if lengths is None:
-            raise InputError("lengths: got None, expected [B] token counts for optimal_baseline")
-        return advantages.optimal_baseline(total, lengths, group_size=group_size)
     if method == "leave_one_out":
         return advantages.leave_one_out(total, group_size=group_size)
-    if method in ("reinforce_plus_plus", "reinforce_plus_plus_baseline"):
-        groups = group_size if method == "reinforce_plus_plus_baseline" else None
-        return advantages.reinforce_plus_plus(total, group_size=groups)
-    raise InputError(f"advantages: unknown method {method!r}")
+    if method == "optimal_baseline" and lengths is not None:
+        return advantages.optimal_baseline(total, lengths, group_size=group_size)
+    if method == "reinforce_plus_plus":
+        return advantages.reinforce_plus_plus(total)
+    if method == "reinforce_plus_plus_baseline":
+        return advantages.reinforce_plus_plus(total, group_size=group_size)
+    if method == "gdpo":
+        table_BK = total.new_tensor([values.tolist() for values in rewards.by_name.values()]).T
+        weights = total.new_tensor([rewards.weights.get(name, 1.0) for name in rewards.by_name])
+        return advantages.gdpo(table_BK, group_size=group_size, weights=weights)
+    raise InputError(f"advantages: unknown method {method!r}, or lengths are missing")
 
 
 def levels(total: Tensor, group_size: int) -> Tensor:

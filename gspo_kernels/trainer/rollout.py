@@ -153,24 +153,19 @@ class Segment:
     mask: SamplingMask | None = None
 
     def __post_init__(self) -> None:
-        counts = {
-            "logprobs": None if self.logprobs is None else len(self.logprobs),
-            "mask": None if self.mask is None else len(self.mask.counts),
-        }
-        for name, count in counts.items():
-            if count is not None and count != len(self.tokens):
-                raise ValueError(f"{name}: got {count} for {len(self.tokens)} tokens")
+        for name, values in (("logprobs", self.logprobs), ("mask", self.mask and self.mask.counts)):
+            if values is not None and len(values) != len(self.tokens):
+                raise ValueError(f"{name}: got {len(values)} for {len(self.tokens)} tokens")
 
 
 def join_segments(segments: Sequence[Segment], finished: bool) -> Completion:
     """Return a completion over several turns, for an engine that lets the policy meet an environment.
 
+    It has ``turn_ids``, and ``logprobs`` and ``mask`` if every sampled segment has them.
+
     Args:
         segments: in order, at least one token in all.
         finished: whether it came to its end.
-
-    Returns:
-        The completion with ``turn_ids``; with ``logprobs``, and ``mask``, if every sampled segment has them.
     """
     turn_ids, logprobs, masks = [], [], []
     for part, number in zip(segments, accumulate(part.sampled for part in segments), strict=True):
@@ -238,12 +233,7 @@ class ModelEngine:
                 cache.reorder_cache(owners)
                 logits, mask, positions = (x[owners] for x in (logits, mask, positions))
             drawn, probs, kept = draw(logits, sampling, torch.rand(len(rows), 1, device=device))
-            sets = (
-                kept.nonzero()[:, 1].to("cpu", torch.int32).split(kept.sum(-1).tolist())
-                if kept is not None
-                else ()
-            )
-            draws.append((rows, drawn, probs, sets))
+            draws.append((rows, drawn, probs, kept))
             going &= ~torch.isin(drawn, end_ids)
             left = int(going.sum())
             if left == 0 or place == C - 1:
@@ -288,7 +278,7 @@ class ModelEngine:
         return completions
 
 
-def draw(logits: Tensor, sampling: Sampling, uniforms: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+def draw(logits: Tensor, sampling: Sampling, uniforms: Tensor) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
     """Draw a token from each row of logits; the most likely one where the temperature is 0.
 
     A uniform number picks the token whose interval of the cumulative probabilities it lies in. This needs one
@@ -300,30 +290,28 @@ def draw(logits: Tensor, sampling: Sampling, uniforms: Tensor) -> tuple[Tensor, 
         uniforms: [b, 1] in [0, 1).
 
     Returns:
-        Tokens, [b] int64; their probabilities, [b]; and with ``return_mask`` [b, V] bool,
-        what could have been drawn, otherwise None.
+        Tokens, [b] int64; their probabilities, [b]; with ``return_mask`` b lists of possible ids.
     """
     if sampling.temperature == 0:
         tokens = logits.argmax(-1)
-        return tokens, torch.ones_like(logits[:, 0]), None
+        return tokens, torch.ones_like(logits[:, 0]), ()
     # Differences keep more digits in the division.
     logits = (logits - logits.amax(-1, keepdim=True)) / sampling.temperature
-    kept = None
+    sets: Sequence[Tensor] = ()
     if sampling.cuts:
         mask = sampling_mask(logits, top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p)
         kept = bits.columns(mask, logits.shape[1])
         logits = logits.masked_fill(~kept, -torch.inf)
+        if sampling.return_mask:
+            sets = kept.nonzero()[:, 1].to("cpu", torch.int32).split(kept.sum(-1).tolist())
     probs = logits.softmax(-1)
     cumulative = probs.cumsum(-1, dtype=torch.float64)
     # The factor keeps the product below the total where it would round up to it.
     shares = uniforms.double() * cumulative[:, -1:] * (1.0 - 2.0**-40)
     # To the right: the first sum above the share, so never a token of probability 0; NaN goes beyond the end.
     tokens = torch.searchsorted(cumulative, shares, right=True).clamp(max=logits.shape[1] - 1)
-    return (
-        tokens.squeeze(-1),
-        (probs.gather(-1, tokens) / cumulative[:, -1:]).squeeze(-1),
-        kept if sampling.return_mask else None,
-    )
+    probs = probs.gather(-1, tokens) / cumulative[:, -1:]
+    return tokens.squeeze(-1), probs.squeeze(-1), sets
 
 
 def left_padded(

@@ -1,9 +1,9 @@
 """Completions by vLLM, and the way of the policy's weights to it.
 
-A server is used by its published HTTP interface: ``/v1/completions``, or ``/inference/v1/generate`` with
-sampling masks. It must be started with ``VLLM_SERVER_DEV_MODE=1``, which opens ``/collective_rpc`` and
-``/reset_prefix_cache``. Where vLLM is installed, ``engine.url: local`` runs one in each training process.
-Weights reach both through a directory, which the server must see under the same path.
+A server is used by its published HTTP interface. Start it with ``VLLM_SERVER_DEV_MODE=1``, which opens
+``/collective_rpc`` and ``/reset_prefix_cache``, and with ``--logprobs-mode processed_logprobs`` where the
+temperature is not 1 or tokens are cut off. Where vLLM is installed, ``engine.url: local`` runs one in each
+training process. Weights reach both through a directory, which the server must see under the same path.
 """
 
 from __future__ import annotations
@@ -29,13 +29,6 @@ from gspo_kernels.trainer.processes import on_all, on_main
 from gspo_kernels.trainer.rollout import Completion, Sampling, SamplingMask
 
 _START = "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL"
-_GENERATE = "/inference/v1/generate"
-_TIMEOUT = 1800.0
-"""Seconds that one answer may take, and a reload as well."""
-_PROBED = 8
-"""Tokens that show which distribution log-probs are taken from."""
-_TIED = 8
-"""Equally likely tokens of which none is the single most likely one: a few, as logits have few bits."""
 
 
 class VLLMResponse(NamedTuple):
@@ -50,24 +43,16 @@ class VLLMResponse(NamedTuple):
 def vllm_engine(
     config: TrainConfig, *, end_ids: list[int], vocabulary: int, model_path: str, accelerator: Any
 ) -> VLLMEngine:
-    """Return the engine that ``engine.url`` names, once it is ready.
+    """Return the engine that ``engine.url`` names, once it is ready, or raise in all processes.
 
-    Args:
-        config: of the run; ``engine.url`` is the address of a server, or "local".
-        end_ids: tokens that end a completion.
-        vocabulary: how many tokens the trained model embeds.
-        model_path: the directory or the Hub's name of the model, which a local vLLM loads.
-        accelerator: accelerate's; an `InputError` in one process is raised in all.
+    A local vLLM loads ``model_path``, a directory or a name on the Hub; see `VLLMEngine` for the others.
     """
     engines: list[VLLMEngine] = []
 
     def start() -> None:
         url = config.engine.url
-        if url is None or url == "local":
-            vllm: VLLMServer | LocalVLLM = LocalVLLM(config, model_path, accelerator)
-        else:
-            vllm = VLLMServer(url, at_once=config.rollout.batch_size)
-            vllm.check()
+        local = url is None or url == "local"
+        vllm = LocalVLLM(config, model_path, accelerator) if local else VLLMServer(str(url))
         engines.append(VLLMEngine(vllm, end_ids, vocabulary))
 
     on_all(accelerator, start)
@@ -75,33 +60,27 @@ def vllm_engine(
 
 
 class VLLMServer:
-    """One server, which may have several GPUs and replicas behind its address.
+    """One server, which may have several GPUs and replicas behind its address, and serves one model.
 
     Args:
-        url: where it listens, as ``http://localhost:8000``.
-        at_once: requests that wait for an answer at the same time.
+        url: where it listens, as ``http://localhost:8000``. The key of a server that asks for one is taken
+            from ``VLLM_API_KEY``, as vLLM does.
         timeout: seconds that one answer may take, and a reload as well.
-
-    The key of a server that asks for one is taken from ``VLLM_API_KEY``, as vLLM does.
+        at_once: requests that wait for an answer at the same time.
     """
 
-    in_process = False
-
-    def __init__(self, url: str, *, at_once: int = 256, timeout: float = _TIMEOUT) -> None:
-        self.url = url.rstrip("/")
+    def __init__(self, url: str, *, timeout: float = 1800.0, at_once: int = 256) -> None:
+        self.url, self.timeout, self.at_once = url.rstrip("/"), timeout, at_once
         self.name = f"the vLLM server at {self.url}"
-        self.model: str | None = None
-        self.at_once = at_once
-        self.timeout = timeout
         self._open = build_opener(ProxyHandler({})).open  # a proxy is for addresses outside
         self._headers = {"Content-Type": "application/json"}
         if key := os.environ.get("VLLM_API_KEY"):
             self._headers["Authorization"] = f"Bearer {key}"
-
-    def check(self) -> None:
-        """Raise an `InputError` unless the server answers and serves one model."""
-        # Adapters are listed as well, with the model that they change as their parent.
-        served = self.read("/v1/models", None, lambda a: [m["id"] for m in a["data"] if not m.get("parent")])
+        listed = self.ask("/v1/models")
+        try:  # adapters are listed as well, with the model that they change as their parent
+            served = [each["id"] for each in listed["data"] if not each.get("parent")]
+        except (KeyError, TypeError, AttributeError) as error:
+            raise self._strange(listed) from error
         if len(served) != 1:
             raise InputError(f"{self.name} serves {', '.join(served) or 'nothing'}; expected one model")
         self.model = served[0]
@@ -121,6 +100,24 @@ class VLLMServer:
             responses = dict(pool.imap_unordered(work, range(len(prompts))))
         return [responses[i] for i in range(len(prompts))]
 
+    def _complete(self, prompt: list[int], options: dict[str, Any], masks: bool) -> VLLMResponse:
+        if masks:
+            request = {"model": self.model, "token_ids": prompt, "sampling_params": options}
+            answer = self.ask("/inference/v1/generate", request)
+        else:
+            request = {"model": self.model, "prompt": prompt, "return_token_ids": True, **options}
+            answer = self.ask("/v1/completions", request)
+        try:
+            (choice,) = answer["choices"]
+            values = choice.get("logprobs")
+            if values is not None:
+                values = [x["logprob"] for x in values["content"]] if masks else values["token_logprobs"]
+                values = list(map(float, values))
+            tokens = list(map(int, choice["token_ids"]))
+            return VLLMResponse(tokens, values, choice["finish_reason"], choice.get("sampling_mask"))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise self._strange(answer) from error
+
     def load(self, path: Path) -> None:
         """Take the weights of a directory that ``from_pretrained`` could load; forget cached prefixes."""
         try:
@@ -128,40 +125,9 @@ class VLLMServer:
         except InputError as error:
             raise InputError(
                 f"{error}. The weights are in {path}: the server must see them there, be able to reload "
-                f"({_START}; reload_weights takes weights_path), and serve a model of the same architecture "
-                "and vocabulary"
+                f"({_START}), and serve a model of the same architecture and vocabulary"
             ) from error
         self.ask("/reset_prefix_cache", {})
-
-    def _complete(self, prompt: list[int], options: dict[str, Any], masks: bool) -> VLLMResponse:
-        path, request = "/v1/completions", {"prompt": prompt, "return_token_ids": True, **options}
-        if masks:
-            path, request = _GENERATE, {"token_ids": prompt, "sampling_params": options}
-
-        def response(answer: Any) -> VLLMResponse:
-            (choice,) = answer["choices"]
-            values, mask = choice.get("logprobs"), choice.get("sampling_mask")
-            if values is not None:
-                values = [x["logprob"] for x in values["content"]] if masks else values["token_logprobs"]
-            return VLLMResponse(
-                list(map(int, choice["token_ids"])),
-                None if values is None else list(map(float, values)),
-                choice["finish_reason"],
-                None if mask is None else [list(map(int, kept)) for kept in mask],
-            )
-
-        return self.read(path, {"model": self.model, **request}, response)
-
-    def read(self, path: str, body: Any, parse: Callable[[Any], Any]) -> Any:
-        """Ask, and return what ``parse`` makes of the answer; an `InputError` where it cannot."""
-        answer = self.ask(path, body)
-        try:
-            return parse(answer)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise InputError(
-                f"{self.url}{path} gave another answer than vLLM does (choices with token_ids, log-probs and "
-                f"finish_reason; a list of models): {json.dumps(answer):.300}"
-            ) from error
 
     def ask(self, path: str, body: Any = None) -> Any:
         """Post JSON, or without a body get; return the JSON of the answer, None where it is empty."""
@@ -176,7 +142,7 @@ class VLLMServer:
                 "; set VLLM_API_KEY to the key that the server was started with" if error.code == 401 else ""
             )
             if error.code in (404, 405):
-                more = " --return-sampling-mask --enable-scale-out" if path == _GENERATE else ""
+                more = " --return-sampling-mask --enable-scale-out" if "generate" in path else ""
                 hint = f"; is it vLLM, started as {_START}{more}?"
             message = error.read().decode(errors="replace")
             raise InputError(f"{url} answered {error.code} {error.reason}: {message:.300}{hint}") from error
@@ -189,26 +155,25 @@ class VLLMServer:
         except ValueError as error:
             raise InputError(f"{url} gave no JSON but {text:.300}; is it a vLLM server?") from error
 
+    def _strange(self, answer: Any) -> InputError:
+        return InputError(f"{self.name} gave another answer than vLLM does: {json.dumps(answer):.300}")
+
 
 class LocalVLLM:
     """vLLM's ``LLM`` in this process, on the GPU that trains; it has ``engine.memory`` of that."""
 
-    in_process = True
     name = "vLLM in this process"
 
     def __init__(self, config: TrainConfig, model_path: str, accelerator: Any) -> None:
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        try:
-            vllm = importlib.import_module("vllm")
-        except ImportError as error:
-            raise InputError(f"engine.url local needs vLLM: pip install vllm ({error})") from error
         options: dict[str, Any] = {"logprobs_mode": "processed_logprobs", "skip_tokenizer_init": True}
         if config.rollout.keep_sampling_mask:
             options["return_sampling_mask"] = True
         if accelerator.num_processes > 1:  # one in each process, which torchrun or accelerate has started
             options["distributed_executor_backend"] = "external_launcher"
         try:
-            self.llm = vllm.LLM(
+            self.vllm = importlib.import_module("vllm")
+            self.llm = self.vllm.LLM(
                 model_path,
                 dtype="bfloat16" if config.update.precision == "bf16" else "float32",
                 gpu_memory_utilization=config.engine.memory,
@@ -218,13 +183,12 @@ class LocalVLLM:
             )
         except Exception as error:
             raise InputError(f"engine.url local: vLLM cannot start with {model_path}: {error!r}") from error
-        self.parameters = vllm.SamplingParams
 
     def complete(
         self, prompts: Sequence[list[int]], options: Sequence[dict[str, Any]], masks: bool
     ) -> list[VLLMResponse]:
         """Do what `VLLMServer.complete` does."""
-        parameters = [self.parameters(detokenize=False, **own) for own in options]
+        parameters = [self.vllm.SamplingParams(detokenize=False, **own) for own in options]
         inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
         responses = []
         for request in self.llm.generate(inputs, parameters, use_tqdm=False):
@@ -233,18 +197,14 @@ class LocalVLLM:
             if output.logprobs is not None:
                 pairs = zip(output.logprobs, tokens, strict=True)
                 logprobs = [values[token].logprob for values, token in pairs]
-            mask = getattr(output, "sampling_mask", None)
-            kept = None if mask is None else mask.token_ids
-            responses.append(VLLMResponse(tokens, logprobs, output.finish_reason, kept))
+            mask = output.sampling_mask.token_ids if masks else None
+            responses.append(VLLMResponse(tokens, logprobs, output.finish_reason, mask))
         return responses
 
     def load(self, path: Path) -> None:
         """Do what `VLLMServer.load` does."""
-        try:
-            self.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(path)})
-            self.llm.reset_prefix_cache()
-        except Exception as error:
-            raise InputError(f"{self.name} cannot load the weights in {path}: {error!r}") from error
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(path)})
+        self.llm.reset_prefix_cache()
 
 
 class VLLMEngine:
@@ -261,27 +221,13 @@ class VLLMEngine:
 
     def __init__(self, vllm: VLLMServer | LocalVLLM, end_ids: list[int], vocabulary: int) -> None:
         self.vllm, self.end_ids, self.vocabulary = vllm, end_ids, vocabulary
-        self._probed = False
 
     def load(self, path: Path) -> None:
         """Take the weights of a directory that ``from_pretrained`` could load."""
         self.vllm.load(path)
 
     def generate(self, prompts: list[list[int]], sampling: Sampling) -> list[Completion]:
-        """See `RolloutEngine.generate`.
-
-        Raises:
-            InputError: vLLM cannot be reached, refuses, or its response does not fit the request.
-        """
-        if sampling.temperature == 0.0:  # cuts never remove the most likely token
-            return self._sample(prompts, Sampling(sampling.max_new_tokens, temperature=0.0))
-        # The model's own distribution is the same before and after all options.
-        plain = sampling.temperature == 1.0 and not sampling.cuts
-        if not (plain or self._probed):
-            self._check_logprobs(prompts[0], sampling.max_new_tokens)
-        return self._sample(prompts, sampling)
-
-    def _sample(self, prompts: list[list[int]], sampling: Sampling) -> list[Completion]:
+        """See `RolloutEngine.generate`; an `InputError` names a response that does not fit the request."""
         options: dict[str, Any] = {
             "max_tokens": sampling.max_new_tokens,
             "temperature": sampling.temperature,
@@ -301,72 +247,41 @@ class VLLMEngine:
         responses = self.vllm.complete(prompts, each, sampling.return_mask)
         return [self._completion(response, sampling) for response in responses]
 
-    def _check_logprobs(self, prompt: list[int], longest: int) -> None:
-        """Refuse log-probs that are taken before temperature, top-k and top-p.
-
-        Among the one most likely token its probability is 1, or 1 / n where n are equally likely. Before
-        top-k it is so only of a policy that is sure of every token, where the difference is nothing.
-        """
-        state = torch.get_rng_state()  # the rollout has the same seeds with and without this check
-        (probe,) = self._sample([prompt], Sampling(min(longest, _PROBED), top_k=1))
-        torch.set_rng_state(state)
-        assert probe.logprobs is not None
-        possible = torch.tensor([-math.log(n) for n in range(1, _TIED + 1)])
-        if bool(((probe.logprobs.unsqueeze(1) - possible).abs().amin(1) > 1e-5).any()):
-            raise InputError(
-                f"{self.vllm.name} takes log-probs before temperature, top-k and top-p; start vLLM with "
-                "--logprobs-mode processed_logprobs, or sample with temperature 1 and without top-k and top-p"
-            )
-        self._probed = True
-
     def _completion(self, response: VLLMResponse, sampling: Sampling) -> Completion:
-        if fault := self._fault(response, sampling):
+        tokens, logprobs, reason, mask = response
+        count, ended = len(tokens), [token in self.end_ids for token in tokens]
+        fault = None
+        if not all(0 <= token < self.vocabulary for token in tokens):
+            fault = f"sampled token {max(tokens)}, and the trained model embeds {self.vocabulary}"
+        elif not tokens or any(ended[:-1]) or not (ended[-1] or count == sampling.max_new_tokens):
+            fault = (
+                f"ended a completion after {count} tokens for the reason {reason!r}, where {self.end_ids} or "
+                f"{sampling.max_new_tokens} tokens end it; --max-model-len must hold prompt and completion"
+            )
+        elif sampling.temperature == 0.0:
+            logprobs = None
+        elif logprobs is None or len(logprobs) != count or not all(map(math.isfinite, logprobs)):
+            fault = f"returned {logprobs} as log-probs of {count} tokens"
+        kept = [token in ids for token, ids in zip(tokens, mask or (), strict=False)]
+        if sampling.return_mask and kept != [True] * count:
+            flags = "--return-sampling-mask (0.28 or later), or set rollout.keep_sampling_mask to false"
+            fault = f"returned no sampling mask with the tokens that it sampled; start vLLM with {flags}"
+        if fault:
             raise InputError(f"{self.vllm.name} {fault}")
-        tokens, logprobs, _, mask = response
         return Completion(
             torch.tensor(tokens),
-            tokens[-1] in self.end_ids,
-            None if sampling.temperature == 0.0 else torch.tensor(logprobs),
+            ended[-1],
+            None if logprobs is None else torch.tensor(logprobs),
             mask=SamplingMask.of(mask or ()) if sampling.return_mask else None,
         )
-
-    def _fault(self, response: VLLMResponse, sampling: Sampling) -> str | None:
-        """Return why a response cannot be trained on, or None."""
-        tokens, logprobs, reason, mask = response
-        count, longest = len(tokens), sampling.max_new_tokens
-        if not tokens or reason not in ("stop", "length"):
-            return f"ended a completion after {count} tokens for the reason {reason!r}"
-        if strange := [token for token in tokens if not 0 <= token < self.vocabulary]:
-            known = f"the trained model embeds {self.vocabulary}: it serves another model"
-            return f"sampled token {strange[0]}, and {known}"
-        ends = [place for place, token in enumerate(tokens) if token in self.end_ids]
-        if ends not in ([], [count - 1]) or (reason == "stop" and not ends):
-            return f"ended a completion at token {tokens[-1]}, where {self.end_ids} were asked to end it"
-        if count > longest:
-            return f"sampled {count} tokens, where {longest} were asked for"
-        if not ends and count < longest:
-            room = "its --max-model-len must hold the longest prompt and rollout.max_new_tokens"
-            return f"ended a completion after {count} of {longest} tokens; {room}"
-        if sampling.temperature > 0.0:
-            if logprobs is None or len(logprobs) != count:
-                return f"returned {len(logprobs or ())} log-probs for {count} tokens"
-            if not all(map(math.isfinite, logprobs)):
-                return "returned log-probs that are not finite: the model's logits are not"
-        if sampling.return_mask:
-            if mask is None:
-                flags = "--return-sampling-mask (0.28 or later), or set rollout.keep_sampling_mask to false"
-                return f"returned no sampling mask; start vLLM with {flags}"
-            if len(mask) != count or any(t not in kept for t, kept in zip(tokens, mask, strict=True)):
-                return "returned a sampling mask without the tokens that it sampled"
-        return None
 
 
 def sync_weights(engine: VLLMEngine, write: Callable[[Path], None], folder: Path, accelerator: Any) -> None:
     """Write weights into a new hidden directory, let vLLM load them, and remove it; all processes must call.
 
     Each time the directory has a new name, so that a server that does not see it fails, and never loads what
-    it has cached. One that a killed process left behind in a run's directory goes when the run is resumed or
-    replaced. An `InputError` says why the weights cannot be written or loaded.
+    it has cached. One that a killed process left behind goes when the run is resumed or replaced. An
+    `InputError` says why the weights cannot be written or loaded.
     """
 
     def new_directory() -> Path:
@@ -375,19 +290,17 @@ def sync_weights(engine: VLLMEngine, write: Callable[[Path], None], folder: Path
         path.chmod(0o755)  # the server may belong to another user
         return path
 
-    path: Path | None = None
+    path: Any = None
     try:
         path = on_main(accelerator, new_directory)
-        assert path is not None
-        written = path
-        on_all(accelerator, lambda: write(written))
+        on_all(accelerator, lambda: write(path))
         # Every process has a local vLLM of its own, and one server is enough for all.
-        load = on_all if engine.vllm.in_process else on_main
-        load(accelerator, lambda: engine.load(written))
-    except (OSError, RuntimeError) as error:
-        raise InputError(
-            f"engine.weights: the weights for {engine.vllm.name} cannot be written to {folder}: {error}"
-        ) from error
+        load = on_all if isinstance(engine.vllm, LocalVLLM) else on_main
+        load(accelerator, lambda: engine.load(path))
+    except InputError:
+        raise
+    except Exception as error:
+        raise InputError(f"engine.weights: weights for {engine.vllm.name} in {folder}: {error}") from error
     finally:
-        if path is not None and accelerator.is_main_process:
+        if accelerator.is_main_process and path is not None:
             shutil.rmtree(path, ignore_errors=True)

@@ -61,11 +61,12 @@ def test_what_counts_as_numbers(values):
         (1.0, ["must return a list", "float"]),
         (None, ["must return a list", "NoneType"]),
         ("ab", ["must return a list", "str"]),
-        (["a", 1.0], ["'a'", "completion 0"]),
-        ([1.0, math.nan], ["nan", "completion 1"]),
-        ([1.0, math.inf], ["inf", "completion 1"]),
-        ([1.0, [2.0]], ["[2.0]", "completion 1"]),
-        ([10**400, 1.0], ["completion 0", "finite"]),
+        (["a", 1.0], ["'a'", "completion 'x' of prompt 'p'"]),
+        ([1.0, math.nan], ["nan", "completion 'yy' of prompt 'q'"]),
+        ([1.0, math.inf], ["inf", "completion 'yy'"]),
+        ([1.0, [2.0]], ["[2.0]", "completion 'yy'"]),
+        ([10**400, 1.0], ["completion 'x'", "finite fp32 number"]),
+        ([0.0, 1e39], ["1e+39", "completion 'yy'", "finite fp32 number"]),
     ],
 )
 def test_wrong_returns_name_the_function(returned, words):
@@ -76,11 +77,6 @@ def test_wrong_returns_name_the_function(returned, words):
         RewardSet([my_reward])(*ARGUMENTS)
     for word in ["my_reward", *words]:
         assert word in str(caught.value)
-
-
-def test_a_wrong_value_shows_its_sample():
-    with pytest.raises(InputError, match=r"completion 1.*prompt 'q', completion 'yy'"):
-        RewardSet([lambda *a, **k: [1.0, math.nan]])(*ARGUMENTS)
 
 
 async def raise_later():
@@ -127,11 +123,10 @@ def test_an_exception_below_a_reward_names_the_rewards_own_line():
 @pytest.mark.parametrize(
     ("values", "weights", "words"),
     [
-        ([0.0, 1e39], None, "reward function f gives completion 1 .*fp32 .*prompt 'q', completion 'yy'"),
-        ([0.0, 1e30], [1e30, 1.0], "reward function f gives completion 1 with its weight"),
-        ([0.0, 3e38], [1.0, 1.0], "the sum of f, f_2 gives completion 1"),
-        ([0.0, 0.0], [math.inf, 1.0], r"reward_weights must be finite numbers, got \[inf, 1.0\]"),
-        ([0.0, 0.0], [1.0], "reward_weights: got 1, expected one for each of 2 rewards"),
+        ([0.0, 1e30], [1e30, 1.0], "rewards f, f_2: the weighted sum of completion 1 exceeds fp32"),
+        ([0.0, 3e38], [1.0, 1.0], "rewards f, f_2: the weighted sum of completion 1 exceeds fp32"),
+        ([0.0, 0.0], [math.inf, 1.0], r"reward_weights: got \[inf, 1.0\], expected a finite number for each"),
+        ([0.0, 0.0], [1.0], r"reward_weights: got \[1.0\], expected a finite number for each of 2 rewards"),
     ],
 )
 def test_totals_that_are_not_finite_are_refused(values, weights, words):
@@ -333,17 +328,12 @@ def test_advantages_by_name(method):
     np.testing.assert_allclose(found.view(2, 4), by_hand(method), rtol=1e-5, atol=1e-6)
 
 
-def test_a_wrong_choice_of_advantages_is_refused():
+def test_the_scale_of_advantages():
     rewards = make_rewards()
     expected = gk.advantages.group_normalized(rewards.total, group_size=4, scale="none")
-    assert torch.equal(advantages_of(rewards, group_size=4, scale="none"), expected)
-    for options, words in (
-        ({"method": "grpo"}, "unknown method 'grpo'"),
-        ({"method": "gdpo", "scale": "batch"}, "advantage_scale 'batch' is for group_normalized"),
-        ({"method": "optimal_baseline"}, "lengths: got None"),
-    ):
-        with pytest.raises(InputError, match=words):
-            advantages_of(rewards, group_size=4, **options)
+    assert torch.equal(
+        advantages_of(rewards, group_size=4, method="group_normalized", scale="none"), expected
+    )
 
 
 def test_ranks_and_groups_that_differ():
@@ -375,8 +365,8 @@ def test_options_are_bound_to_literals():
         ("math.sqrt", "expected 'module:function'"),
         (":sqrt", "expected 'module:function'"),
         ("math:", "expected 'module:function'"),
-        ("math:sqroot", "has no 'sqroot'"),
-        ("math:pi", "not a function"),
+        ("math:sqroot", "'sqroot' is not a function of math: there is no such name"),
+        ("math:pi", "'pi' is not a function of math: it is float"),
         ("no_such_module:f", "no_such_module"),
         ("no_such_file.py:f", "there is no file"),
         ("{tmp}/broken.py:f", "SyntaxError"),
