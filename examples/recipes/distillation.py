@@ -52,8 +52,6 @@ class Config(TrainConfig):
     @model_validator(mode="after")
     def _check_teacher(self) -> Config:
         recipe, rollout = self.recipe, self.rollout
-        if (recipe.teacher is None) == (recipe.url is None):
-            raise ValueError("give either recipe.teacher or recipe.url")
         if recipe.url is not None and rollout.temperature != 1.0:
             raise ValueError(f"rollout.temperature must be 1 with recipe.url, got {rollout.temperature:g}")
         if recipe.url is not None and rollout.keep_sampling_mask:
@@ -73,6 +71,8 @@ class Distillation(GSPOTrainer):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         recipe = self.config.recipe
+        if (recipe.teacher is None) == (recipe.url is None):
+            raise InputError("give either recipe.teacher or recipe.url")
         if not self.updater.objective.takes_token_advantages:
             name = self.config.objective.name
             raise InputError(f"objective.name: {name} takes no advantages per token; GRPO does")
@@ -83,10 +83,9 @@ class Distillation(GSPOTrainer):
             self.teacher = frozen_policy(recipe.teacher, self.config, self.accelerator)
         else:
             self.server = VLLMServer(recipe.url)
-            self.server.check()
             probe = "2 + 2 is 4. Is it? Yes!\n"  # which tokenizers cut in different ways
             request = {"model": self.server.model, "prompt": probe, "add_special_tokens": False}
-            theirs = self.server.read("/tokenize", request, lambda answer: list(map(int, answer["tokens"])))
+            theirs = self.server.ask("/tokenize", request)["tokens"]
             if theirs != self.tokenizer.encode(probe, add_special_tokens=False):
                 raise InputError(f"recipe.url: {self.server.name} has another tokenizer than the policy")
 
@@ -98,8 +97,10 @@ class Distillation(GSPOTrainer):
         """Have the teacher score every token; its advantages take the place of the rewards'."""
         batch, recipe = super().compare(rollout), self.config.recipe
         mask = batch.loss_mask
-        policy = self.updater.score(self.updater.policy, batch, self.step).logprobs
-        teacher = self.teacher_logprobs(batch).to(policy.device)
+        # Completions without an advantage by their rewards are scored as well.
+        every = replace(batch, advantages=torch.ones_like(batch.advantages))
+        policy = self.updater.score(self.updater.policy, every, self.step).logprobs
+        teacher = self.teacher_logprobs(every).to(policy.device)
         advantages = gk.advantages.reverse_kl(policy, teacher, loss_mask=mask, coef=recipe.coef)
         distance = float(advantages.sum() / recipe.coef / mask.sum().clamp(min=1))
         rollout.metrics["distillation/reverse_kl"] = -distance
@@ -122,14 +123,14 @@ class Distillation(GSPOTrainer):
 
     def ask(self, sequence: list[int]) -> Tensor:
         """Return the server's log-probs of all tokens of a sequence but the first."""
-
-        def parse(answer: Any) -> list[float]:
-            scored = answer["choices"][0]["prompt_logprobs"][1:]
-            return [each[str(token)]["logprob"] for each, token in zip(scored, sequence[1:], strict=True)]
-
         assert self.server is not None
         request = {"model": self.server.model, "prompt": sequence, "max_tokens": 1, "prompt_logprobs": 0}
-        logprobs = torch.tensor(self.server.read("/v1/completions", request, parse))
+        answer = self.server.ask("/v1/completions", request)
+        try:
+            scored = zip(answer["choices"][0]["prompt_logprobs"][1:], sequence[1:], strict=True)
+            logprobs = torch.tensor([float(each[str(token)]["logprob"]) for each, token in scored])
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise InputError(f"{self.server.name} gave no log-prob for each token: {error!r}") from error
         if not (logprobs <= 0).all():
             raise InputError(f"{self.server.name} gave log-probs that are not numbers of at most 0")
         return logprobs

@@ -24,7 +24,6 @@ from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
-from pydantic import model_validator
 
 from gspo_kernels.cli import run
 from gspo_kernels.trainer.batch import Rollout, Sample
@@ -51,12 +50,6 @@ class Config(TrainConfig):
 
     recipe: Options = Options()
 
-    @model_validator(mode="after")
-    def _check_feedback(self) -> Config:
-        if not self.recipe.feedback:
-            raise ValueError("recipe.feedback is missing; expected 'module:function' or 'file.py:function'")
-        return self
-
 
 class Turn(NamedTuple):
     """One turn of some trajectories."""
@@ -79,6 +72,8 @@ class Turns(GSPOTrainer):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
+        if not self.config.recipe.feedback:
+            raise InputError("recipe.feedback is missing; expected 'module:function' or 'file.py:function'")
         self.feedback = load_reward(self.config.recipe.feedback)
         parameters = inspect.signature(self.feedback).parameters.values()
         known = {"prompts", "completions", "rewards", *self.train_prompts.columns}
