@@ -58,6 +58,8 @@ class Rollout(NamedTuple):
 def rollout_metrics(rollout: Rollout) -> dict[str, float]:
     """Return rewards, lengths, and the share of groups that nothing can be learned from."""
     rewards, samples = rollout.rewards, rollout.samples
+    if not samples:  # a recipe's step that learns from an earlier rollout
+        return dict(rollout.metrics)
     same = ~differing(rewards.total, rollout.group_size)
     return {
         "reward/mean": float(rewards.total.nanmean()),

@@ -76,7 +76,7 @@ class Report:
 
     def rollout(self, step: int, rollout: Rollout, tokenizer: Any, *, show: bool) -> None:
         """Write the completions of a step where that is asked for; show the last few where it is time."""
-        if not self.accelerator.is_main_process:
+        if not self.accelerator.is_main_process or not rollout.samples:
             return
         if self.config.save_rollouts:
             records = [json.dumps(_record(rollout, i, tokenizer)) for i in range(len(rollout.samples))]

@@ -30,7 +30,7 @@ def trainer_of(name, output, pairs, rows, reward, *, warm_up, steps, learning_ra
     model, tokenizer = make_start(pairs, steps=warm_up, seed=0)
     update = {"steps": steps, "minibatches": 4, "learning_rate": learning_rate, "micro_batch_tokens": 16384}
     sections["update"] = update | sections.get("update", {})
-    sections["evaluation"] = {"every": steps}
+    sections["checkpoint"] = {"every": steps}
     trainer, _ = RECIPES[name]
     return trainer(model, tokenizer, reward, rows, None, small_config(name, output, **sections))
 
