@@ -473,8 +473,12 @@ def test_what_cannot_be_meant_is_refused(tmp_path, tokenizer, rows, reward, othe
     config = small_config(tmp_path / "run", engine={"url": other_weights.url})
     with pytest.raises(InputError, match=r"engine.url: got .* and an engine; only one of them can sample"):
         make_trainer(tokenizer, rows, reward, config, engine=VLLMEngine(None, ENDS, 258))
+    local = small_config(tmp_path / "run", engine={"url": "local"})
+    with pytest.raises(InputError, match=r"engine.url: a local vLLM loads the model from a directory"):
+        make_trainer(tokenizer, rows, reward, local)
+    model.save_pretrained(tmp_path / "base")
     with pytest.raises(InputError, match=r"engine.url local: vLLM cannot start .*No module named 'vllm'"):
-        make_trainer(tokenizer, rows, reward, small_config(tmp_path / "run", engine={"url": "local"}))
+        make_trainer(tokenizer, rows, reward, local, model=str(tmp_path / "base"))
     with pytest.raises(InputError, match="http://localhost:1/v1/models cannot be reached"):
         make_trainer(
             tokenizer, rows, reward, small_config(tmp_path / "run", engine={"url": "http://localhost:1"})
