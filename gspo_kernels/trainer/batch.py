@@ -288,7 +288,8 @@ def shared_prefix_hidden_states(model: Any, prompts: Tokens, completions: Tokens
             predicting += [start + P - 1, first]
             lengths += [1, length]
     inputs = {"input_ids": torch.cat(ids)[None], "position_ids": torch.cat(positions)[None]}
-    inputs["attention_mask"] = attention_mask(model, groups, prompts[0].device)
+    if inputs["input_ids"].shape[1] > 1:  # transformers takes a single token for a step of decoding
+        inputs["attention_mask"] = attention_mask(model, groups, prompts[0].device)
     hidden = last_hidden_states(model, inputs)
     return LossInputs(hidden[0, ranges(predicting, lengths, hidden.device)], *pack(completions))
 

@@ -56,8 +56,8 @@ class RunDirectory:
         self.model = self.path / "model"
         self.plot = self.path / "progress.png"
         self.trackers = self.path / "trackers"
-        self._written = self.metrics, self.plot, self.config
-        self._written += self.checkpoints, self.model, self.rollouts, self.trackers
+        self._written = [self.metrics, self.plot, self.config]
+        self._written += [self.checkpoints, self.model, self.rollouts, self.trackers]
 
     def holds_a_run(self) -> bool:
         """Whether a run has written here."""

@@ -213,7 +213,7 @@ class TrainConfig(Section):
     seed: int = option(0, "seed of every random choice", ge=0)
     save_rollouts: bool = option(False, "keep every completion with its rewards and log-probs")
     trackers: tuple[str, ...] = option((), "where metrics go as well: tensorboard, wandb, trackio, ...")
-    data: DataConfig = DataConfig()  # type: ignore[call-arg]
+    data: DataConfig = DataConfig()
     rollout: RolloutConfig = RolloutConfig()
     engine: EngineConfig = EngineConfig()
     update: UpdateConfig = UpdateConfig()
