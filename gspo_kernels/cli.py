@@ -171,13 +171,14 @@ def _mismatch(arguments: list[str]) -> None:
 def _run(
     config: TrainConfig, trainer: Any = None, *, resume: bool, overwrite: bool, force: bool = False
 ) -> None:
-    from gspo_kernels.trainer.config import InputError
+    from gspo_kernels.trainer.config import InputError, check_model_path
     from gspo_kernels.trainer.data import load_prompts
     from gspo_kernels.trainer.rewards import load_reward
 
     for key in ("model", "dataset", "reward"):
         if not getattr(config, key):
             raise InputError(f"{key} is missing: give --{key}, or the key in the configuration file")
+    check_model_path(config.model)
     data = config.data
 
     def load(source: str, split: str | None) -> Rows:

@@ -75,13 +75,11 @@ def rollout_metrics(rollout: Rollout) -> dict[str, float]:
 class Batch:
     """What an update learns from: B completions of N tokens in all, groups consecutive, on one device.
 
-    What belongs to tokens is packed: one completion after the other, without padding.
-
     Attributes:
         prompts: B tensors of token ids, [P_i].
         completions: B tensors of token ids, [C_i], C_i > 0.
         advantages: [B] fp32, or what the objective takes for them; or one for each token, [N].
-        loss_mask: [N] bool, tokens that the loss counts.
+        loss_mask: [N] bool, tokens that the loss counts; packed, one completion after the other.
         group_ids: [B] int64, which prompt a row completes.
         rollout_logprobs: [N] fp32, by the engine that sampled; None where it has none.
         turn_ids: [N] int64, -1 outside turns; None: every completion is one turn.

@@ -32,13 +32,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from gspo_kernels.trainer.config import InputError, TrainConfig, changed_settings, load_config, to_mapping
-from gspo_kernels.trainer.model import (
-    add_adapters,
-    export_adapters,
-    export_model,
-    load_model,
-    load_tokenizer,
-)
+from gspo_kernels.trainer.model import add_adapters, export_adapters, export_model, load_model, load_tokenizer
 from gspo_kernels.trainer.processes import ALONE, on_all, on_main
 
 
@@ -78,7 +72,7 @@ class RunDirectory:
         strange = ", ".join(path.name for path in written if path.exists())
         if strange and not self.marker.exists():
             raise InputError(f"{self.path} has {strange}, and no run wrote that; choose another --output")
-        self.release()
+        self.__exit__()
         self.path.mkdir(parents=True, exist_ok=True)
         lock = self.marker.open("a")
         try:
@@ -88,20 +82,18 @@ class RunDirectory:
             raise InputError(f"another process works on the run in {self.path}") from error
         self._lock = lock
         if self.holds_a_run() and not (resume or overwrite):
-            self.release()
+            self.__exit__()
             choices = "go on with --resume, replace it with --overwrite, or choose another --output"
             raise InputError(f"{self.path} already has a run: {choices}")
-
-    def release(self, *_: object) -> None:
-        """Let other processes work on the run."""
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None
 
     def __enter__(self) -> RunDirectory:
         return self
 
-    __exit__ = release
+    def __exit__(self, *_: object) -> None:
+        """Let other processes work on the run."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
 
     def prepare(self, *, resume: bool, overwrite: bool) -> None:
         """Claim the directory and make it usable; ``overwrite`` removes what an earlier run wrote."""
@@ -133,8 +125,7 @@ class RunDirectory:
                 shutil.rmtree(old)
 
     def _whole_checkpoints(self) -> list[Path]:
-        found = [path for path in self.checkpoints.glob("step_*") if path.name[5:].isdecimal()]
-        return sorted(found, key=lambda path: int(path.name[5:]))
+        return sorted(self.checkpoints.glob("step_*"), key=lambda path: int(path.name[5:]))
 
 
 def open_run(
@@ -157,9 +148,8 @@ def open_run(
             return []
         changed = changed_settings(load_config(directory.config, cls=type(config)), config)
         if changed and not force:
-            raise InputError(
-                f"the run was started with other settings ({'; '.join(changed)}); --force goes on with these"
-            )
+            what = "; ".join(changed)
+            raise InputError(f"the run was started with other settings ({what}); --force goes on with these")
         return changed
 
     changed = on_main(accelerator, prepare) or []
@@ -210,10 +200,8 @@ def load_tensors(
     saved = {name: shape for name, shape in shapes.items() if name.startswith("weights/")}
     for name in sorted(here | saved):
         if here.get(name) != saved.get(name):
-            raise InputError(
-                f"the checkpoint is of another model: it has {name.removeprefix('weights/')} as "
-                f"{saved.get(name, 'nothing')}, the model as {here.get(name, 'nothing')}"
-            )
+            other = f"{saved.get(name, 'nothing')}, the model as {here.get(name, 'nothing')}"
+            raise InputError(f"the checkpoint is of another model: it has {name[8:]} as {other}")
     rooms = {name: make_room(name, shape) for name, shape in shapes.items() if name not in saved}
     wanted = dict(weights) | {name: room for name, room in rooms.items() if room is not None}
     try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -300,7 +301,7 @@ def parse_arguments(
     arguments = list(arguments)
     path = arguments.pop(0) if arguments and not arguments[0].startswith("-") else None
     flags = {name: f"--{name}" in arguments for name in ("resume", "overwrite", "force")}
-    arguments = [word for word in arguments if word.removeprefix("--") not in flags]
+    arguments = [word for word in arguments if word not in ("--resume", "--overwrite", "--force")]
     if path is None and flags["resume"] and "--output" in arguments[:-1]:
         path = str(Path(arguments[arguments.index("--output") + 1]) / "config.yaml")
     start = load_config(path, cls=cls)
@@ -364,6 +365,13 @@ def changed_settings(saved: TrainConfig, current: TrainConfig) -> list[str]:
         and key not in FREE_ON_RESUME
         and not key.startswith(("evaluation.", "checkpoint.", "engine."))
     ]
+
+
+def check_model_path(path: str) -> None:
+    """Refuse what is neither a directory nor looks like a model's name on the Hub."""
+    if not Path(path).is_dir() and not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", path):
+        missing = "there is no such directory, and a model on the Hub is called 'organization/name'"
+        raise InputError(f"model {path!r} cannot be loaded: {missing}")
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

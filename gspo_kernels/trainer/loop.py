@@ -112,9 +112,10 @@ class GSPOTrainer:
             checkpoint, changed = open_run(self.directory, self.config, self.accelerator, **options)
             if checkpoint is not None:
                 self.load_state_dict(load_state(checkpoint), checkpoint)
-            self.report.begin(self.step, resumed=resume, changed=changed, evaluates=bool(self.eval_prompts))
+            step = None if checkpoint is None else self.step
+            self.report.begin(step, changed=changed, evaluates=self.eval_prompts is not None)
             with self.report.display, defer_signals() as signals:
-                if self.step == 0:
+                if checkpoint is None:
                     self.report.step(0, self.evaluate())
                 while self.step < self.config.update.steps:
                     self.take_step(signals)

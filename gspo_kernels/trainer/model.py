@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -31,7 +30,7 @@ from gspo_kernels.trainer.batch import (
     probe,
     shared_prefix_hidden_states,
 )
-from gspo_kernels.trainer.config import InputError, LoraConfig, TrainConfig
+from gspo_kernels.trainer.config import InputError, LoraConfig, TrainConfig, check_model_path
 from gspo_kernels.trainer.processes import ALONE, reshard, seed_everything
 from gspo_kernels.trainer.rollout import SamplingMask
 
@@ -65,9 +64,7 @@ def load_tokenizer(path: str) -> Any:
 
 
 def _loaded(kind: Any, path: str, what: str, **options: Any) -> Any:
-    if not Path(path).is_dir() and not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", path):
-        missing = "there is no such directory, and a model on the Hub is called 'organization/name'"
-        raise InputError(f"model {path!r} cannot be loaded: {missing}")
+    check_model_path(path)
     try:
         return kind.from_pretrained(path, **options)
     except Exception as error:  # transformers lets through what its readers raise

@@ -40,17 +40,18 @@ class Report:
         self.health = Health(config)
         self.display = Display(config.update.steps, quiet=not accelerator.is_main_process)
 
-    def begin(self, step: int, *, resumed: bool, changed: Sequence[str], evaluates: bool) -> None:
-        """Drop metrics after ``step``, start trackers, and say what is worth knowing."""
-        if resumed:
+    def begin(self, step: int | None, *, changed: Sequence[str], evaluates: bool) -> None:
+        """Start trackers, drop metrics after ``step``, where a run goes on, and say what is worth knowing."""
+        if step is not None:
             self.display.line(f"resuming {self.directory.path} after step {step}")
         if changed:
             self.display.warn(f"settings changed: {'; '.join(changed)}")
         if not evaluates:
             self.display.line("no eval dataset: accuracy on held-out prompts is not measured")
         if self.accelerator.is_main_process:
-            kept = [each for each in read_metrics(self.directory.metrics) if resumed and each["step"] <= step]
-            write_text(self.directory.metrics, "".join(json.dumps(record) + "\n" for record in kept))
+            records = [] if step is None else read_metrics(self.directory.metrics)
+            kept = [json.dumps(record) + "\n" for record in records if record["step"] <= (step or 0)]
+            write_text(self.directory.metrics, "".join(kept))
         self.accelerator.init_trackers("gspo", flat(to_mapping(self.config)))
         if self.config.update.minibatches * self.config.update.epochs == 1:
             self.display.warn(
@@ -94,9 +95,8 @@ class Report:
             write_directory(directory.model, partial(write_model, accelerator=accelerator), accelerator)
             on_main(accelerator, lambda: plot_run(directory.path))
         except (OSError, RuntimeError) as error:
-            raise InputError(
-                f"the model or the plot cannot be written: {error}; --resume does it when there is room"
-            ) from error
+            room = "--resume does it when there is room"
+            raise InputError(f"the model or the plot cannot be written: {error}; {room}") from error
         for tracker in accelerator.trackers:
             tracker.finish()
         records = read_metrics(directory.metrics)
@@ -197,8 +197,8 @@ class Display:
         if self.live is not None:
             self.live.update(self.task, completed=step, metrics=metrics_line(metrics) if step else "")
         elif step > 0 and (step % 10 == 0 or step == self.steps):
-            done = max(step - self.first_step, 1)
-            left = (time.monotonic() - self.started) / done * (self.steps - step)
+            rate = (time.monotonic() - self.started) / max(step - self.first_step, 1)
+            left = rate * (self.steps - step)
             self.line(f"step {step}/{self.steps}  {metrics_line(metrics)}  {left:.0f} s left")
 
     def samples(self, step: int, shown: Sequence[tuple[str, str, float]]) -> None:
@@ -319,9 +319,6 @@ INK, GRID = "#30343b", "#e4e6ea"
 BLUE, ORANGE = "#2166ac", "#d95f0e"
 COLUMNS = 3
 
-Lines = dict[str, str | None]
-"""What a panel draws: by metric its label."""
-
 
 def plot_run(run: str | Path) -> Path:
     """Draw ``progress.png`` of the metrics that a run has written so far; return where it lies."""
@@ -338,21 +335,22 @@ def plot_progress(records: Sequence[Metrics], path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    shown = [
-        (title, lines, scale)
-        for title, lines, scale in _panels(records)
-        if any(record.get(key) is not None for record in records for key in lines)
-    ]
+    measured = {key for record in records for key, value in record.items() if value is not None}
+    rewards = {key: key.removeprefix("reward/") for key in sorted(measured) if key.startswith("reward/")}
+    panels = [("Mean reward of the rollouts", rewards, ""), *PANELS]
+    shown = [panel for panel in panels if measured.intersection(panel[1])]
     rows = max(-(-len(shown) // COLUMNS), 1)
     height = 3.4 * rows
     figure = Figure(figsize=(15, height), dpi=110, facecolor="white")
     # Automatic layouts draw all text once more, which takes longer than the rest.
     figure.subplots_adjust(0.05, 0.6 / height, 0.985, 1 - 0.4 / height, wspace=0.22, hspace=0.42)
     FigureCanvasAgg(figure)
-    axes = figure.subplots(rows, min(COLUMNS, max(len(shown), 1)), squeeze=False).flatten()
+    axes = figure.subplots(rows, COLUMNS, squeeze=False).flatten()
+    for ax in axes[len(shown) :]:
+        ax.set_axis_off()
     for ax, (title, lines, scale) in zip(axes, shown, strict=False):
         ax.set_title(title, loc="left", fontsize=11, color=INK, pad=8, y=1.0)
-        _draw(ax, records, lines, scale)
+        _draw(ax, records, {key: label for key, label in lines.items() if key in measured}, scale)
         ax.set_xlim(0, max(records[-1]["step"], 1))
         ax.set_xlabel("step", color=INK)
         ax.xaxis.get_major_locator().set_params(integer=True)
@@ -360,60 +358,45 @@ def plot_progress(records: Sequence[Metrics], path: Path) -> None:
         ax.set_axisbelow(True)
         ax.tick_params(which="both", colors=INK, length=0)
         ax.spines[["top", "right", "left", "bottom"]].set_visible(False)
-        if ax.get_legend_handles_labels()[1]:
-            ax.legend(frameon=False, loc="best", fontsize=9, labelcolor=INK)
-    for ax in axes[len(shown) :]:
-        ax.set_axis_off()
+        ax.legend(frameon=False, loc="best", fontsize=9, labelcolor=INK)
     if not shown:
         axes[0].text(0.5, 0.5, "no step was taken", transform=axes[0].transAxes, ha="center", color=INK)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, format="png")
 
 
-def _panels(records: Sequence[Metrics]) -> list[tuple[str, Lines, str]]:
-    """Return of every panel the title, what it draws, and its scale."""
-    names = {key for record in records for key in record if key.startswith("reward/")} - {"reward/mean"}
-    rewards: Lines = {"reward/mean": "weighted sum" if 1 < len(names) <= 6 else None}
-    rewards |= {key: key.removeprefix("reward/") for key in sorted(names) if 1 < len(names) <= 6}
-    accuracies: Lines = {}
-    for name in ("greedy", "sampled"):
-        values = [v for record in records if (v := record.get(f"eval/{name}_accuracy")) is not None]
-        gain = f"  {values[0]:.0%} to {values[-1]:.0%}" if values else ""
-        accuracies[f"eval/{name}_accuracy"] = f"{name}{gain}"
-    shares: Lines = {"groups_without_variance": "groups without variance"}
-    shares["completions/finished"] = "completions that end by themselves"
-    clipped: Lines = {"clip_fraction/low": "at the low end", "clip_fraction/high": "at the high end"}
-    to_reference = any(record.get("kl/ref") is not None for record in records)
-    kl, whose = ("kl/ref", "reference") if to_reference else ("kl/old", "policy that sampled")
-    ratios: Lines = {"ratio/max": "largest", "ratio/min": "smallest"}
-    mismatch: Lines = {"mismatch/mean": "mean", "mismatch/max": "largest"}
-    seconds: Lines = {"seconds/rollout": "rollout", "seconds/update": "update"}
-    return [
-        ("Mean reward of the rollouts", rewards, ""),
-        ("Accuracy on held-out prompts", accuracies, "share"),
-        ("Shares of a rollout", shares, "share"),
-        ("Clipped share of what the loss counts", clipped, "share"),
-        ("Largest and smallest ratio of a step", ratios, ""),
-        (f"KL to the {whose}, nats per token", {kl: None}, ""),
-        ("Entropy, nats per token", {"entropy": None}, ""),
-        ("Tokens per completion", {"completions/length": None}, "zero"),
-        ("Gradient norm before clipping", {"grad_norm": None}, "zero"),
-        ("Sampling against training, nats per token", mismatch, "log"),
-        ("Completion tokens per second", {"tokens_per_second": None}, "zero"),
-        ("Seconds per step", seconds, "zero"),
-    ]
+PANELS: list[tuple[str, dict[str, str], str]] = [
+    (
+        "Accuracy on held-out prompts",
+        {"eval/greedy_accuracy": "greedy", "eval/sampled_accuracy": "sampled"},
+        "share",
+    ),
+    (
+        "Shares of a rollout",
+        {"groups_without_variance": "groups without variance", "completions/finished": "finished"},
+        "share",
+    ),
+    ("Clipped share", {"clip_fraction/low": "low", "clip_fraction/high": "high"}, "share"),
+    ("Ratio", {"ratio/max": "largest of a step", "ratio/min": "smallest"}, ""),
+    ("KL, nats per token", {"kl/old": "to the policy that sampled", "kl/ref": "to the reference"}, ""),
+    ("Entropy, nats per token", {"entropy": "policy"}, ""),
+    ("Tokens per completion", {"completions/length": "mean"}, "zero"),
+    ("Gradient norm before clipping", {"grad_norm": "mean of the minibatches"}, "zero"),
+    ("Sampling against training, nats", {"mismatch/mean": "mean", "mismatch/max": "largest"}, "log"),
+    ("Completion tokens per second", {"tokens_per_second": "whole step"}, "zero"),
+    ("Seconds per step", {"seconds/rollout": "rollout", "seconds/update": "update"}, "zero"),
+]
+"""Title, what is drawn, by metric its label, and the scale."""
 
 
 def smoothed(values: Sequence[float | None], width: int) -> list[float]:
     """Return the mean over the last ``width`` values that are there, NaN before the first."""
-    means = []
-    for end in range(1, len(values) + 1):
-        window = [value for value in values[max(0, end - width) : end] if value is not None]
-        means.append(sum(window) / len(window) if window else float("nan"))
-    return means
+    ends = range(1, len(values) + 1)
+    windows = [[v for v in values[max(0, end - width) : end] if v is not None] for end in ends]
+    return [sum(window) / len(window) if window else math.nan for window in windows]
 
 
-def _draw(ax: Any, records: Sequence[Metrics], lines: Lines, scale: str) -> None:
+def _draw(ax: Any, records: Sequence[Metrics], lines: Mapping[str, str], scale: str) -> None:
     """Draw metrics, smoothed and above their faint selves; a share is one only if all values are."""
     drawn = []
     for number, (key, label) in enumerate(lines.items()):

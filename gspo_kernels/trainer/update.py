@@ -1,11 +1,9 @@
 """From a scored rollout to new weights: old log-probs once, then one optimizer update per minibatch.
 
-Old, new and reference log-probs come from one path: the same module, rows, kernel and sampling mask. What the
-clip range sees is then the policy's change and not the difference between two code paths.
-
-Every process has the whole rollout and takes the same decisions about it; each one runs its share of the
-micro-batches, and as many of them as the others. So the number of collectives never depends on what a process
-got, and one process or several take the same step.
+Old, new and reference log-probs come from one path, so that the clip range sees the policy's change and not
+the difference between two paths. Every process has the whole rollout and takes the same decisions about it;
+each one runs its share of the micro-batches, and as many of them as the others. So the number of collectives
+never depends on what a process got, and one process or several take the same step.
 """
 
 from __future__ import annotations
@@ -13,7 +11,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-import typing
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -44,10 +41,7 @@ Metrics = dict[str, float]
 
 
 def trainable_objectives() -> dict[str, Any]:
-    """Return the registered objectives that a rollout can serve, by name.
-
-    All but those that need coefficients or weights of single tokens.
-    """
+    """Return by name the objectives that a rollout can serve: they need no coefficients of single tokens."""
     classes: dict[str, Any] = {name: getattr(gk.objectives, name) for name in gk.objectives.__all__}
     served = {"ref_logprobs", "group_ids", "turn_ids", "entropy"}
     return {name: cls for name, cls in classes.items() if served.issuperset(cls.needs)}
@@ -59,31 +53,26 @@ def make_objective(config: TrainConfig) -> Any:
     if name not in classes:
         hint = f"{near_matches(name, classes)}; there are {', '.join(classes)}"
         raise InputError(f"objective.name: no objective {name!r}{hint}")
-    cls = classes[name]
-    known, hints = [field.name for field in dataclasses.fields(cls) if field.init], typing.get_type_hints(cls)
-    values = {}
-    for key, value in config.objective.options.items():
+    known = sorted(field.name for field in dataclasses.fields(classes[name]) if field.init)
+    for key in config.objective.options:
         if key not in known:
-            hint = f"{near_matches(key, known)}; it has {', '.join(sorted(known))}"
+            hint = f"{near_matches(key, known)}; it has {', '.join(known)}"
             raise InputError(f"unknown key objective.{key} for {name}{hint}")
-        try:
-            values[key] = TypeAdapter(hints[key]).validate_python(value)
-        except ValidationError as error:
-            raise InputError(f"objective.{key}: {error.errors()[0]['msg']}, got {value!r}") from error
     try:
-        return cls(**values)
-    except (TypeError, ValueError) as error:
-        raise InputError(f"objective {name}: {error}") from error
+        return TypeAdapter(classes[name]).validate_python(config.objective.options)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(["objective", *map(str, first["loc"][:1])])
+        got = "" if first["type"] == "value_error" else f", got {first['input']!r}"
+        raise InputError(f"{place}: {first['msg'].removeprefix('Value error, ')}{got}") from error
 
 
 def check_config(config: TrainConfig, *, serves_turns: bool = False) -> None:
     """Raise an `InputError` for a loss that cannot be computed: wrong fields, bounds or minibatches."""
     objective, rollout, update = make_objective(config), config.rollout, config.update
     if "turn_ids" in objective.needs and not serves_turns:
-        raise InputError(
-            f"objective.name: {config.objective.name} compares turns, and plain training has rollouts of one "
-            "turn; train with `python -m examples.recipes.turns`"
-        )
+        turns = f"{config.objective.name} compares turns, and plain training has rollouts of one turn"
+        raise InputError(f"objective.name: {turns}; train with python -m examples.recipes.turns")
     if config.off_policy.level != "none":
         one = torch.zeros(1)
         try:
@@ -94,9 +83,8 @@ def check_config(config: TrainConfig, *, serves_turns: bool = False) -> None:
     most = rollout.prompts_per_rollout * (1 if together else rollout.group_size)
     if update.minibatches > most:
         kind = "prompts" if together else "completions"
-        raise InputError(
-            f"update.minibatches must be at most the {most} {kind} of a rollout, got {update.minibatches}"
-        )
+        fitting = f"at most the {most} {kind} of a rollout"
+        raise InputError(f"update.minibatches must be {fitting}, got {update.minibatches}")
 
 
 def needs_reference(config: TrainConfig) -> bool:
@@ -144,11 +132,8 @@ class Minibatch(NamedTuple):
 class Updater:
     """Owns the optimizer, the learning rate's schedule and the objective.
 
-    Args:
-        accelerator: accelerate's, which wraps the policy for its devices, unless FSDP2 has sharded it.
-        policy: what is trained, where parameters ask for gradients.
-        reference: what KL terms compare with, frozen and prepared; None: the policy itself inside
-            ``reference_mode()``, which switches its adapter off.
+    It trains the parameters of the policy that ask for gradients. KL terms compare with the reference, frozen
+    and prepared, or with the policy itself inside ``reference_mode()``, which switches its adapter off.
     """
 
     def __init__(
@@ -253,8 +238,7 @@ class Updater:
     def _score(self, policy: Any, batch: Batch, minibatches: Sequence[Minibatch]) -> gk.TokenLogprobs:
         """Return log-probs and entropy of the active rows of minibatches, [N], 0 elsewhere.
 
-        Cut into the micro-batches of the update, because results may depend on a batch's shape in the last
-        bit.
+        Cut as in the update, because results may depend on a batch's shape in the last bit.
         """
         values = torch.zeros(2, len(batch.loss_mask), device=batch.loss_mask.device)
         for rows, counts in pad_micro_batches([m for each in minibatches for m in each.micro_batches]):
@@ -271,9 +255,9 @@ class Updater:
 
     def _minibatches(self, batch: Batch, step: int) -> list[Minibatch]:
         """Return the minibatches of every epoch, in an order drawn from seed, step and epoch."""
-        B, device, update = len(batch.completions), batch.advantages.device, self.config.update
+        device, update = batch.advantages.device, self.config.update
         together = self.objective.coefficient_scope == "group" or update.shared_prefix
-        units = batch.group_ids if together else torch.arange(B, device=device)
+        units = batch.group_ids if together else torch.arange(len(batch.completions), device=device)
         names = units.unique().cpu().numpy()
         share: dict[str, Any] = {"world": self.accelerator.num_processes}
         share |= {"rank": self.accelerator.process_index, "budget": update.micro_batch_tokens}
@@ -299,12 +283,11 @@ class Updater:
     def _terms(self, batch: Batch, first_epoch: Sequence[Minibatch]) -> dict[str, Any]:
         """Return the terms of the loss that stay the same for all minibatches; tensors are [B] or [N].
 
-        "unscored" is no term: whether the first minibatch still needs its old log-probs.
+        "unscored" is no term: whether the first minibatch has yet to get its old log-probs.
         """
-        config, terms = self.config, dict[str, Any]()
-        old = batch.old_logprobs
+        config, old = self.config, batch.old_logprobs
         scores_first = self.needs_full_minibatch or config.off_policy.level != "none"
-        terms["unscored"] = old is None and not scores_first
+        terms: dict[str, Any] = {"unscored": old is None and not scores_first}
         if old is None:
             later = first_epoch if scores_first else first_epoch[1:]
             old = self._score(self.policy, batch, later).logprobs
@@ -320,9 +303,8 @@ class Updater:
             sampled = batch.rollout_logprobs
             if sampled is None:
                 raise InputError("off_policy.level: the engine returns no log-probs of what it sampled")
-            ends = batch.offsets(torch.arange(len(batch.completions)))
-            weights = off_policy_weights(config.off_policy, old, sampled, batch.loss_mask, ends)
-            terms["rollout_weights"] = weights
+            ends, mask = batch.offsets(torch.arange(len(batch.completions))), batch.loss_mask
+            terms["rollout_weights"] = off_policy_weights(config.off_policy, old, sampled, mask, ends)
         if "group_ids" in self.objective.needs:
             terms["group_ids"] = batch.group_ids
         if "turn_ids" in self.objective.needs:
@@ -341,7 +323,7 @@ class Updater:
         else:
             output = self._learn_each(batch, terms, minibatch, objective, on_policy)
         values = {name: float(value) for name, value in output.metrics.items()}
-        return values | {"loss": float(output.loss.detach())} | self._optimizer_step()
+        return {**values, "loss": float(output.loss.detach()), **self._optimizer_step()}
 
     def _learn_each(
         self, batch: Batch, terms: dict[str, Any], minibatch: Minibatch, objective: Any, on_policy: bool
@@ -417,10 +399,7 @@ class Updater:
         return {"grad_norm": norm, "updates_left_out": float(not math.isfinite(norm))}
 
     def _off_policy_metrics(self, batch: Batch, terms: Mapping[str, Any]) -> Metrics:
-        """Return how far the engine's log-probs are from ours, and what weights for that leave of a batch.
-
-        Both are of the completions that were scored.
-        """
+        """Return how far the engine's log-probs are from ours, and what weights for that leave of a batch."""
         sampled = batch.rollout_logprobs
         if sampled is None:
             return {}
@@ -467,10 +446,7 @@ class Updater:
 
 
 def pad_micro_batches(micros: Sequence[Tensor]) -> list[tuple[Tensor, bool]]:
-    """Return the rows of each micro-batch and whether they count.
-
-    An empty one runs only to keep step with other processes, on the first row, which does not.
-    """
+    """Return the rows of each micro-batch and whether they count; an empty one runs on the first row."""
     return [(micro, True) if len(micro) else (micro.new_zeros(1), False) for micro in micros]
 
 
