@@ -46,8 +46,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _answered(prog: str, command: Callable[[], None]) -> int:
     """Run a command; what a person can mend becomes one sentence and an exit status."""
-    from gspo_kernels.trainer.config import InputError
-
     try:
         command()
     except KeyboardInterrupt:
@@ -58,7 +56,11 @@ def _answered(prog: str, command: Callable[[], None]) -> int:
             raise
         print(f"{prog}: error: {error}; pip install 'gspo-kernels[train]'", file=sys.stderr)
         return 1
-    except (InputError, OSError) as error:
+    except (ValueError, OSError) as error:
+        from gspo_kernels.trainer.config import InputError
+
+        if not isinstance(error, InputError | OSError):
+            raise
         print(f"{prog}: error: {error}", file=sys.stderr)
         return 1
     return 0
