@@ -134,7 +134,7 @@ def make_config(directory: Path, *, seed: int, steps: int = STEPS) -> TrainConfi
         output=str(directory),
         seed=seed,
         rollout=RolloutConfig(prompts_per_rollout=128, group_size=4, max_new_tokens=DIGITS + 1),
-        update=UpdateConfig(steps=steps, minibatches=4, learning_rate=3e-4, learning_rate_decay="linear"),
+        update=UpdateConfig(steps=steps, minibatches=4, learning_rate=5e-4, learning_rate_decay="linear"),
         objective=ObjectiveConfig.model_validate({"name": "GSPO", "clip_low": 3e-4, "clip_high": 4e-4}),
         evaluation=EvaluationConfig(every=25, prompts=HELD_OUT_PROMPTS),
         checkpoint=CheckpointConfig(every=100),
