@@ -114,7 +114,7 @@ class GSPOTrainer:
                 self.load_state_dict(load_state(checkpoint), checkpoint)
             step = None if checkpoint is None else self.step
             self.report.begin(step, changed=changed, evaluates=self.eval_prompts is not None)
-            with self.report.display, defer_signals() as signals:
+            with self.report, defer_signals() as signals:
                 if checkpoint is None:
                     self.report.step(0, self.evaluate())
                 while self.step < self.config.update.steps:
@@ -146,7 +146,7 @@ class GSPOTrainer:
         if last or stop or self.step % config.checkpoint.every == 0:
             self.save(self.state_dict())
         if stop and not last:
-            self.report.display.line(f"ended after step {self.step}; --resume goes on from there")
+            self.report.say(f"ended after step {self.step}; --resume goes on from there")
             raise SystemExit(128 + stop)
 
     # What a recipe overrides: the parts of a step, in their order.
@@ -261,7 +261,7 @@ class GSPOTrainer:
         self.step, self.prompts_used = state["step"], state["prompts_used"]
         self.report.health.streaks = dict(state["streaks"])
         if state["processes"] != self.accelerator.num_processes:
-            self.report.display.line("another number of processes than before: sampling has new seeds")
+            self.report.say("another number of processes than before: sampling has new seeds")
 
     def save(self, state: Mapping[str, Any]) -> None:
         """Write the checkpoint of a state; all processes call."""

@@ -8,16 +8,19 @@ import re
 import resource
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.utils import gather_object
-from rich.console import Console
+from rich.console import Console, Group
+from rich.live import Live
 from rich.markup import escape
 from rich.progress import MofNCompleteColumn, Progress
 from rich.table import Table
+from rich.text import Text
 
 from gspo_kernels.trainer.batch import Rollout
 from gspo_kernels.trainer.checkpoint import RunDirectory, write_directory, write_text
@@ -26,38 +29,67 @@ from gspo_kernels.trainer.processes import on_main
 
 Metrics = dict[str, Any]
 
-SHOWN = 3
-"""Completions that are printed after each evaluation."""
+STEP = (
+    "reward {reward/mean:.3f}  no-variance groups {groups_without_variance:.0%}  "
+    "ratio {ratio/min:.4f}..{ratio/max:.4f}  "
+    "clipped {clip_fraction/low:.0%} low {clip_fraction/high:.0%} high  "
+    "entropy {entropy:.2f}  kl {kl:.1e}  {tokens_per_second:,.0f} tok/s  {memory/peak_gib:.1f} GiB"
+)
+EVALUATION = "held-out accuracy: greedy {eval/greedy_accuracy:.1%}, sampled {eval/sampled_accuracy:.1%}"
 
 
 class Report:
-    """Where the metrics and completions of a run go. The first process writes; all must call."""
+    """Where the metrics and completions of a run go: files, trackers and the terminal, live if it is one.
 
-    def __init__(self, config: TrainConfig, accelerator: Any, directory: RunDirectory) -> None:
+    The first process writes; all must call. A context manager around the loop.
+    """
+
+    def __init__(
+        self, config: TrainConfig, accelerator: Any, directory: RunDirectory, console: Console | None = None
+    ) -> None:
         self.config = config
         self.accelerator = accelerator
         self.directory = directory
         self.health = Health(config)
-        self.display = Display(config.update.steps, quiet=not accelerator.is_main_process)
+        self.console = console or Console(quiet=not accelerator.is_main_process)
+        self.first_step: int | None = None
+        self.started = 0.0
+        self.progress = Progress(*Progress.get_default_columns(), MofNCompleteColumn())
+        self.task = self.progress.add_task("training", total=config.update.steps)
+        self.live = Live(self.progress, console=self.console, transient=True)
+
+    def __enter__(self) -> Report:
+        if self.console.is_terminal:
+            self.live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.live.stop()
+
+    def say(self, text: str, *, warning: bool = False) -> None:
+        """Print a line, above the live display."""
+        prefix = "[yellow]warning:[/yellow] " if warning else ""
+        self.console.print(prefix + escape(text), soft_wrap=True, highlight=False)
 
     def begin(self, step: int | None, *, changed: Sequence[str], evaluates: bool) -> None:
         """Start trackers, drop metrics after ``step``, where a run goes on, and say what is worth knowing."""
         if step is not None:
-            self.display.line(f"resuming {self.directory.path} after step {step}")
+            self.say(f"resuming {self.directory.path} after step {step}")
         if changed:
-            self.display.warn(f"settings changed: {'; '.join(changed)}")
+            self.say(f"settings changed: {'; '.join(changed)}", warning=True)
         if not evaluates:
-            self.display.line("no eval dataset: accuracy on held-out prompts is not measured")
+            self.say("no eval dataset: accuracy on held-out prompts is not measured")
+        if self.config.update.minibatches * self.config.update.epochs == 1:
+            self.say(
+                "with one minibatch and one epoch every ratio is exactly 1 and nothing is ever clipped; use "
+                "2 to 8 minibatches unless on-policy updates are meant",
+                warning=True,
+            )
         if self.accelerator.is_main_process:
             records = [] if step is None else read_metrics(self.directory.metrics)
             kept = [json.dumps(record) + "\n" for record in records if record["step"] <= (step or 0)]
             write_text(self.directory.metrics, "".join(kept))
         self.accelerator.init_trackers("gspo", flat(to_mapping(self.config)))
-        if self.config.update.minibatches * self.config.update.epochs == 1:
-            self.display.warn(
-                "with one minibatch and one epoch every ratio is exactly 1 and nothing is ever clipped; use "
-                "2 to 8 minibatches unless on-policy updates are meant"
-            )
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Write, track and show the metrics of a step, and warn of what they mean."""
@@ -71,22 +103,40 @@ class Report:
             with self.directory.metrics.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record, allow_nan=False) + "\n")
         self.accelerator.log({name: value for name, value in record.items() if value is not None}, step)
-        self.display.step(step, record)
+        self._show(step, record)
         for warning in self.health.check(record) if step > 0 else ():
-            self.display.warn(f"step {step}: {warning}")
+            self.say(f"step {step}: {warning}", warning=True)
+
+    def _show(self, step: int, record: Metrics) -> None:
+        """Show a step under the progress bar, where lines wrap; without a terminal every tenth."""
+        steps, line = self.config.update.steps, metrics_line(record, STEP) if step > 0 else ""
+        if self.first_step is None:
+            self.first_step, self.started = step, time.monotonic()
+        if "eval/greedy_accuracy" in record:
+            self.say(f"step {step}/{steps}  {metrics_line(record, EVALUATION)}")
+        if self.console.is_terminal:
+            self.progress.update(self.task, completed=step)
+            self.live.update(Group(self.progress, Text(line, style="cyan")))
+        elif step > 0 and (step % 10 == 0 or step == steps):
+            rate = (time.monotonic() - self.started) / max(step - self.first_step, 1)
+            self.say(f"step {step}/{steps}  {line}  {rate * (steps - step):.0f} s left")
 
     def rollout(self, step: int, rollout: Rollout, tokenizer: Any, *, show: bool) -> None:
         """Write the completions of a step where that is asked for; show the last few where it is time."""
         if not self.accelerator.is_main_process or not rollout.samples:
             return
+        totals = rollout.rewards.total.tolist()
         if self.config.save_rollouts:
-            records = [json.dumps(_record(rollout, i, tokenizer)) for i in range(len(rollout.samples))]
             self.directory.rollouts.mkdir(exist_ok=True)
-            path = self.directory.rollouts / f"step_{step:06d}.jsonl"
-            write_text(path, "".join(f"{record}\n" for record in records))
+            lines = [json.dumps(_record(rollout, i, tokenizer)) + "\n" for i in range(len(totals))]
+            write_text(self.directory.rollouts / f"step_{step:06d}.jsonl", "".join(lines))
         if show:
-            last = list(zip(rollout.samples, rollout.rewards.total.tolist(), strict=True))[-SHOWN:]
-            self.display.samples(step, [(tokenizer.decode(s.prompt), s.text, reward) for s, reward in last])
+            table = Table("prompt", "completion", "reward", title=f"completions of step {step}")
+            for sample, reward in list(zip(rollout.samples, totals, strict=True))[-3:]:
+                texts = (tokenizer.decode(sample.prompt), sample.text)
+                short = [text if len(text) <= 400 else f"{text[:200]} [...] {text[-200:]}" for text in texts]
+                table.add_row(*map(escape, short), f"{reward:.3f}")
+            self.console.print(table)
 
     def finish(self, step: int, write_model: Callable[..., None]) -> Metrics:
         """Export the model, draw the plot, show what was gained; return the last evaluation's metrics."""
@@ -103,8 +153,8 @@ class Report:
         evaluations = [record for record in records if "eval/greedy_accuracy" in record]
         if evaluations:
             first, last = (metrics_line(evaluations[i], EVALUATION) for i in (0, -1))
-            self.display.line(f"before: {first}\nafter {step} steps of {self.config.objective.name}: {last}")
-        self.display.line(f"trained model: {directory.model}   plot: {directory.plot}")
+            self.say(f"before: {first}\nafter {step} steps of {self.config.objective.name}: {last}")
+        self.say(f"trained model: {directory.model}   plot: {directory.plot}")
         return evaluations[-1] if evaluations else records[-1]
 
 
@@ -124,6 +174,17 @@ def _record(rollout: Rollout, index: int, tokenizer: Any) -> Metrics:
     }
 
 
+def metrics_line(metrics: Mapping[str, Any], template: str) -> str:
+    """Fill ``{name:format}`` with metrics; what is missing or not a number is a dash."""
+    values = {"kl": metrics.get("kl/ref", metrics.get("kl/old")), **metrics}
+
+    def text(match: re.Match[str]) -> str:
+        value = values.get(match[1])
+        return "-" if value is None else format(value, match[2])
+
+    return re.sub(r"\{([^:{}]+):([^{}]+)\}", text, template)
+
+
 def finite(metrics: Mapping[str, Any]) -> Metrics:
     """Return the metrics with everything that JSON has no number for replaced by None."""
     return {k: value if value is not None and math.isfinite(value) else None for k, value in metrics.items()}
@@ -133,100 +194,9 @@ def read_metrics(path: Path) -> list[Metrics]:
     """Read all whole lines; a line cut short by a crash is left out."""
     records = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
-        try:
+        with suppress(json.JSONDecodeError):
             records.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
     return records
-
-
-# The terminal.
-
-POLICY = (
-    "reward {reward/mean:.3f}  no-variance groups {groups_without_variance:.0%}  "
-    "ratio {ratio/min:.4f}..{ratio/max:.4f}  "
-    "clipped {clip_fraction/low:.0%} low {clip_fraction/high:.0%} high  "
-    "entropy {entropy:.2f}  kl {kl:.1e}  {tokens_per_second:,.0f} tok/s  {memory/peak_gib:.1f} GiB"
-)
-EVALUATION = "held-out accuracy: greedy {eval/greedy_accuracy:.1%}, sampled {eval/sampled_accuracy:.1%}"
-
-
-def metrics_line(metrics: Mapping[str, Any], template: str = POLICY) -> str:
-    """Fill ``{name:format}`` with metrics; what is missing or not a number is a dash."""
-    values = {"kl": metrics.get("kl/ref", metrics.get("kl/old")), **metrics}
-    return re.sub(r"\{([^:{}]+):([^{}]+)\}", lambda m: _text(values.get(m[1]), m[2]), template)
-
-
-def _text(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
-
-
-def _shortened(text: str) -> str:
-    return escape(text if len(text) <= 400 else f"{text[:200]} [...] {text[-200:]}")
-
-
-class Display:
-    """Progress of one run on a terminal, or plain lines elsewhere; a context manager around the loop."""
-
-    def __init__(self, steps: int, *, console: Console | None = None, quiet: bool = False) -> None:
-        self.console = console or Console(quiet=quiet)
-        self.steps = steps
-        self.started = time.monotonic()
-        self.first_step: int | None = None
-        self.live: Progress | None = None
-        if self.console.is_terminal:
-            columns = *Progress.get_default_columns(), MofNCompleteColumn()
-            self.live = _Lines(*columns, console=self.console, transient=True)
-            self.task = self.live.add_task("training", total=steps)
-
-    def __enter__(self) -> Display:
-        if self.live is not None:
-            self.live.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self.live is not None:
-            self.live.stop()
-
-    def step(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Show one step's metrics; an evaluation among them as well."""
-        if self.first_step is None:
-            self.first_step, self.started = step, time.monotonic()
-        if "eval/greedy_accuracy" in metrics:
-            self.line(f"step {step}/{self.steps}  {metrics_line(metrics, EVALUATION)}")
-        if self.live is not None:
-            self.live.update(self.task, completed=step, metrics=metrics_line(metrics) if step else "")
-        elif step > 0 and (step % 10 == 0 or step == self.steps):
-            rate = (time.monotonic() - self.started) / max(step - self.first_step, 1)
-            left = rate * (self.steps - step)
-            self.line(f"step {step}/{self.steps}  {metrics_line(metrics)}  {left:.0f} s left")
-
-    def samples(self, step: int, shown: Sequence[tuple[str, str, float]]) -> None:
-        """Print completions of one step: (prompt, completion, reward)."""
-        table = Table(title=f"completions of step {step}", title_justify="left", show_lines=True)
-        for heading in ("prompt", "completion"):
-            table.add_column(heading, ratio=1)
-        table.add_column("reward", justify="right")
-        for prompt, completion, reward in shown:
-            table.add_row(_shortened(prompt), _shortened(completion), f"{reward:.3f}")
-        self.console.print(table)
-
-    def line(self, text: str) -> None:
-        """Print a line above the live display."""
-        self.console.print(escape(text), soft_wrap=True, highlight=False)
-
-    def warn(self, text: str) -> None:
-        """Print a warning above the live display."""
-        self.console.print(f"[yellow]warning:[/yellow] {escape(text)}", soft_wrap=True, highlight=False)
-
-
-class _Lines(Progress):
-    """A progress bar with the metrics of the last step under it, which wrap at any width."""
-
-    def get_renderables(self) -> Any:
-        yield self.make_tasks_table(self.tasks)
-        for task in self.tasks:
-            yield f"[cyan]{escape(task.fields.get('metrics', ''))}[/cyan]"
 
 
 # Warnings.
