@@ -94,13 +94,13 @@ def small_config(output, **sections) -> TrainConfig:
     return from_mapping(values, TrainConfig)
 
 
-def make_trainer(tokenizer, rows, reward, config, **changes):
-    """A trainer of a tiny model; half of the vocabulary ends a completion, so lengths differ."""
+def make_trainer(own_tokenizer, rows, reward, config, **changes):
+    """A trainer of a tiny model; a third of the vocabulary ends a completion, so lengths differ."""
     from gspo_kernels.trainer import GSPOTrainer
 
     arguments = {
-        "model": changes.pop("model", None) or tiny_qwen3(tokenizer),
-        "tokenizer": tokenizer,
+        "model": changes.pop("model", None) or tiny_qwen3(own_tokenizer),
+        "tokenizer": own_tokenizer,
         "rewards": reward,
         "dataset": rows,
         "eval_dataset": rows[:3],
