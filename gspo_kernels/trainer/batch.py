@@ -108,14 +108,11 @@ class Batch:
         """[B] int64, how many tokens of each row the loss counts."""
         return torch.stack([tokens.sum() for tokens in self.loss_mask.split(self.lengths)])
 
-    @cached_property
-    def _places(self) -> Sequence[Tensor]:
-        """Where among the N tokens each row's are, int64."""
-        return torch.arange(len(self.loss_mask), device=self.loss_mask.device).split(self.lengths)
-
     def places(self, rows: Tensor) -> Tensor:
         """Return where among the N tokens these rows' are, one row after the other, int64."""
-        return torch.cat([rows[:0], *(self._places[row] for row in rows.tolist())])
+        ends, chosen = list(itertools.accumulate(self.lengths)), rows.tolist()
+        lengths = [self.lengths[row] for row in chosen]
+        return ranges([ends[row] - self.lengths[row] for row in chosen], lengths, rows.device)
 
     def tokens(self, rows: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """Return the prompts and the completions of these rows."""
@@ -338,7 +335,7 @@ def check_rows_of(model: Any, *, shared_prefix: bool = False) -> None:
 
 
 def probe(model: Any, prompts: list[int], completions: list[int]) -> tuple[list[Tensor], list[Tensor]]:
-    """Return token ids of these lengths that differ from sequence to sequence."""
+    """Return token ids of these lengths that differ from sequence to sequence, to try a model with."""
     vocabulary = causal_lm_of(model).config.get_text_config().vocab_size
     tokens = (torch.arange(sum(prompts) + sum(completions), device=model.device) * 7 + 3) % vocabulary
     first, rest = tokens.split([sum(prompts), sum(completions)])
@@ -454,17 +451,13 @@ def _attend(
             if prefix is not None:
                 before = (x.expand(count, -1, -1, -1) for x in prefix)
                 k, v = (torch.cat(pair, 2) for pair in zip(before, own, strict=True))
-            window = attn_mask.window
+            window, keys, mask = attn_mask.window, k.shape[2], None
             plain = prefix is None and (window is None or size <= window)
-            mask = None if plain else _causal_mask(size, k.shape[2], window, q.device)
+            if not plain:  # the last positions of a sequence
+                mask = torch.ones(size, keys, dtype=torch.bool, device=q.device).tril(keys - size)
+                mask = mask if window is None else mask.triu(keys - size - window + 1)
             out = scaled_dot_product_attention(q, k, v, mask, dropout_p, plain, **options)
             outputs.append(out.transpose(0, 1).reshape(1, -1, size * count, out.shape[3]))
             if prefix is None and group.prefix > 0:
                 prefix = own
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
-
-
-def _causal_mask(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
-    """Return [queries, keys] bool for the last positions of a sequence."""
-    seen = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
-    return seen if window is None else seen.triu(keys - queries - window + 1)

@@ -31,7 +31,14 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from gspo_kernels.trainer.config import InputError, TrainConfig, changed_settings, load_config, to_mapping
+from gspo_kernels.trainer.config import (
+    InputError,
+    TrainConfig,
+    changed_settings,
+    from_mapping,
+    load_config,
+    to_mapping,
+)
 from gspo_kernels.trainer.model import add_adapters, export_adapters, export_model, load_model, load_tokenizer
 from gspo_kernels.trainer.processes import ALONE, on_all, on_main
 
@@ -50,8 +57,8 @@ class RunDirectory:
         self.model = self.path / "model"
         self.plot = self.path / "progress.png"
         self.trackers = self.path / "trackers"
-        self._written = [self.metrics, self.plot, self.config]
-        self._written += [self.checkpoints, self.model, self.rollouts, self.trackers]
+        self.written = [self.metrics, self.plot, self.config]
+        self.written += [self.checkpoints, self.model, self.rollouts, self.trackers]
 
     def holds_a_run(self) -> bool:
         """Whether a run has written here."""
@@ -68,7 +75,7 @@ class RunDirectory:
             raise InputError("resume and overwrite exclude each other")
         if resume and not self.holds_a_run():
             raise InputError(f"there is no run in {self.path} to resume")
-        written = *self._written, *map(self.path.joinpath, others)
+        written = *self.written, *map(self.path.joinpath, others)
         strange = ", ".join(path.name for path in written if path.exists())
         if strange and not self.marker.exists():
             raise InputError(f"{self.path} has {strange}, and no run wrote that; choose another --output")
@@ -94,17 +101,6 @@ class RunDirectory:
         if self._lock is not None:
             self._lock.close()
             self._lock = None
-
-    def prepare(self, *, resume: bool, overwrite: bool) -> None:
-        """Claim the directory and make it usable; ``overwrite`` removes what an earlier run wrote."""
-        self.claim(resume=resume, overwrite=overwrite)
-        for path in () if resume else self._written:
-            if path.exists():  # at once, so that a kill leaves no half of it
-                path.rename(self.path / f".unfinished-removed-{path.name}")
-        self.checkpoints.mkdir(parents=True, exist_ok=True)
-        for parent in (self.path, self.checkpoints):
-            for unfinished in parent.glob(".unfinished-*"):
-                unfinished.unlink() if unfinished.is_file() else shutil.rmtree(unfinished)
 
     def latest_checkpoint(self) -> Path | None:
         """Return the newest whole checkpoint, or None."""
@@ -143,13 +139,20 @@ def open_run(
     """
 
     def prepare() -> list[str]:
-        directory.prepare(resume=resume, overwrite=overwrite)
-        if not resume or not directory.config.exists():
-            return []
-        changed = changed_settings(load_config(directory.config, cls=type(config)), config)
+        directory.claim(resume=resume, overwrite=overwrite)
+        changed: list[str] = []
+        if resume and directory.config.exists():
+            changed = changed_settings(load_config(directory.config, cls=type(config)), config)
         if changed and not force:
             what = "; ".join(changed)
             raise InputError(f"the run was started with other settings ({what}); --force goes on with these")
+        for path in () if resume else directory.written:
+            if path.exists():  # at once, so that a kill leaves no half of it
+                path.rename(directory.path / f".unfinished-removed-{path.name}")
+        directory.checkpoints.mkdir(parents=True, exist_ok=True)
+        for parent in (directory.path, directory.checkpoints):
+            for unfinished in parent.glob(".unfinished-*"):
+                unfinished.unlink() if unfinished.is_file() else shutil.rmtree(unfinished)
         return changed
 
     changed = on_main(accelerator, prepare) or []
@@ -167,18 +170,17 @@ def save_state(
     state: Mapping[str, Any], tensors: Mapping[str, Tensor], path: Path, *, accelerator: Any = ALONE
 ) -> None:
     """Write the state of a run into a checkpoint's directory; all processes call, with their shards."""
-    _together(lambda: save(dict(tensors), checkpoint_id=path / "tensors"))
+    with _all_processes():
+        save(dict(tensors), checkpoint_id=path / "tensors")
     if accelerator.is_main_process:
         torch.save(dict(state), path / "state.pt")
 
 
 def load_state(path: Path) -> dict[str, Any]:
     """Read what `save_state` wrote but its tensors; an `InputError` says that it is damaged."""
-    try:
+    with _reading(path):
         state: dict[str, Any] = torch.load(path / "state.pt", map_location="cpu", weights_only=True)
-        return state
-    except READ_ERRORS as error:
-        raise _damaged(path, error) from error
+    return state
 
 
 def load_tensors(
@@ -191,10 +193,8 @@ def load_tensors(
     Other names in it, or other shapes, are refused. ``make_room`` returns by name and shape what to fill with
     anything that is no weight; None: nothing.
     """
-    try:
+    with _reading(path):
         metadata = FileSystemReader(path / "tensors").read_metadata().state_dict_metadata
-    except READ_ERRORS as error:
-        raise _damaged(path, error) from error
     shapes = {name: each.size for name, each in metadata.items() if isinstance(each, TensorStorageMetadata)}
     here = {name: weight.shape for name, weight in weights.items()}
     saved = {name: shape for name, shape in shapes.items() if name.startswith("weights/")}
@@ -204,24 +204,25 @@ def load_tensors(
             raise InputError(f"the checkpoint is of another model: it has {name[8:]} as {other}")
     rooms = {name: make_room(name, shape) for name, shape in shapes.items() if name not in saved}
     wanted = dict(weights) | {name: room for name, room in rooms.items() if room is not None}
+    with _reading(path), _all_processes():
+        load(wanted, checkpoint_id=path / "tensors")
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
     try:
-        _together(lambda: load(wanted, checkpoint_id=path / "tensors"))
-    except READ_ERRORS as error:
-        raise _damaged(path, error) from error
+        yield
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        remedy = "remove it to go on from the one before"
+        raise InputError(f"the checkpoint {path} is damaged ({error}); {remedy}") from error
 
 
-READ_ERRORS = OSError, RuntimeError, EOFError, pickle.UnpicklingError
-
-
-def _damaged(path: Path, error: Exception) -> InputError:
-    return InputError(f"the checkpoint {path} is damaged ({error}); remove it to go on from the one before")
-
-
-def _together(work: Callable[[], object]) -> None:
+@contextmanager
+def _all_processes() -> Iterator[None]:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # in one process, as meant
-            work()
+            yield
     except CheckpointException as error:  # no Exception of Python's
         causes = [cause for cause, _ in error.failures.values()]
         raise OSError(f"{type(causes[0]).__name__}: {causes[0]}") from error
@@ -242,7 +243,10 @@ def export_checkpoint(
     chosen = directory.latest_checkpoint() if step is None else directory.checkpoints / f"step_{step:06d}"
     if chosen is None or not chosen.is_dir():
         raise InputError(f"there is no checkpoint {'yet' if chosen is None else chosen.name} in {run}")
-    config: Any = load_config(directory.config)
+    saved = yaml.safe_load(directory.config.read_text(encoding="utf-8"))
+    config = from_mapping(
+        {k: v for k, v in saved.items() if k in TrainConfig.model_fields}
+    )  # a recipe has more
     if adapters and config.lora.rank == 0:
         raise InputError(f"the run in {run} trains all weights: there are no adapters alone")
     tokenizer, model = load_tokenizer(config.model), load_model(config.model)

@@ -58,7 +58,7 @@ class Section(BaseModel):
         return values
 
     def require(self, condition: bool, name: str, expected: str) -> None:
-        """Raise a ValueError that names an option and its value unless the condition is true."""
+        """Raise an error that names an option and its value unless the condition is true."""
         if not condition:
             raise ValueError(f"{name} must be {expected}, got {getattr(self, name)!r}")
 
@@ -388,32 +388,20 @@ def _kinds(annotation: Any) -> set[Any]:
     return {typing.get_origin(part) or part for part in parts}
 
 
-_EXPECTED = {
-    "greater_than_equal": "at least {ge:g}",
-    "greater_than": "above {gt:g}",
-    "less_than_equal": "at most {le:g}",
-    "less_than": "below {lt:g}",
-    "finite_number": "a finite number",
-    "literal_error": "{expected}",
-    "int_parsing": "a whole number",
-    "int_from_float": "a whole number",
-    "float_parsing": "a number",
-    "model_type": "a mapping of keys to values",
-    "model_attributes_type": "a mapping of keys to values",
-}
-"""What a range, a choice or a type asks for, by pydantic's name of the error."""
-
-
 def _sentence(cls: Any, error: ValidationError) -> str:
     """Return the first of pydantic's errors as one sentence with the dotted key."""
     first = error.errors()[0]
-    place = [str(part) for part in first["loc"] if part in cls.model_fields or len(first["loc"]) < 4]
-    key = ".".join(place)
+    key, message = ".".join(map(str, first["loc"])), first["msg"]
     if first["type"] == "extra_forbidden":
         return f"unknown key {key}{near_matches(key, keys(cls))}"
     if first["type"] == "value_error":
         return f"{key}{'.' if key else ''}{first['ctx']['error']}"
-    if first["type"] in _EXPECTED:
-        expected = _EXPECTED[first["type"]].format(**first.get("ctx", {}))
-        return f"{key} must be {expected}, got {first['input']!r}"
-    return f"{key}: {first['msg']}, got {first['input']!r:.80}"
+    for theirs, ours in (
+        ("Input should be", "must be"),
+        ("greater than or equal to", "at least"),
+        ("less than or equal to", "at most"),
+        ("greater than", "above"),
+        ("less than", "below"),
+    ):
+        message = message.replace(theirs, ours)
+    return f"{key} {message}, got {first['input']!r:.80}"

@@ -318,22 +318,26 @@ class Updater:
         objective = self.objective
         if hasattr(objective, "seed"):  # it draws: other numbers in each update
             objective = replace(objective, seed=objective.seed + self.updates)
-        if self.needs_full_minibatch:
-            output = self._learn_full(batch, terms, minibatch, objective)
-        else:
-            output = self._learn_each(batch, terms, minibatch, objective, on_policy)
+        learn = self._learn_full if self.needs_full_minibatch else self._learn_each
+        output = learn(batch, terms | {"objective": objective}, minibatch, on_policy)
+        norm = self.accelerator.clip_grad_norm_(self.policy.parameters(), self.config.update.max_grad_norm)
+        norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+        if math.isfinite(norm):
+            self.optimizer.step()
+            self.scheduler.step()
+        self.optimizer.zero_grad()
         values = {name: float(value) for name, value in output.metrics.items()}
-        return {**values, "loss": float(output.loss.detach()), **self._optimizer_step()}
+        values |= {"loss": float(output.loss.detach()), "grad_norm": norm}
+        return {**values, "updates_left_out": float(not math.isfinite(norm))}
 
     def _learn_each(
-        self, batch: Batch, terms: dict[str, Any], minibatch: Minibatch, objective: Any, on_policy: bool
+        self, batch: Batch, terms: dict[str, Any], minibatch: Minibatch, on_policy: bool
     ) -> gk.LossOutput:
         """Learn by a loss that each micro-batch takes alone; return that of all."""
         rows, active, micros = minibatch
         mask, world = batch.loss_mask[batch.places(rows)], self.accelerator.num_processes
-        divisor = float(gk.normalizer(objective, mask, cu_seqlens=batch.offsets(rows)))
-        # DDP and FSDP average gradients over the processes.
-        own = terms | {"objective": objective, "normalizer": divisor / world}
+        divisor = float(gk.normalizer(terms["objective"], mask, cu_seqlens=batch.offsets(rows)))
+        own = terms | {"normalizer": divisor / world}  # DDP and FSDP average gradients over the processes
         if on_policy:
             own["old_logprobs"] = None
         logprobs, entropy, output = self._backward(batch, micros, own)
@@ -343,11 +347,11 @@ class Updater:
             return output
         # Over the whole minibatch, so that metrics do not depend on how it was cut.
         places, whole = batch.places(active), batch.pick(terms, active)
-        whole |= {"cu_seqlens": batch.offsets(active), "normalizer": divisor, "objective": objective}
+        whole |= {"cu_seqlens": batch.offsets(active), "normalizer": divisor}
         return gk.policy_loss(logprobs[places], entropy=entropy[places], **whole)
 
     def _learn_full(
-        self, batch: Batch, terms: dict[str, Any], minibatch: Minibatch, objective: Any
+        self, batch: Batch, terms: dict[str, Any], minibatch: Minibatch, on_policy: bool
     ) -> gk.LossOutput:
         """Learn by a loss that looks at the whole minibatch, whose micro-batches then carry its gradient."""
         rows, _, micros = minibatch
@@ -356,7 +360,7 @@ class Updater:
         assert current.entropy is not None
         logprobs = current.logprobs[places].requires_grad_()
         entropy = current.entropy[places].requires_grad_()
-        whole = batch.pick(terms, rows) | {"cu_seqlens": batch.offsets(rows), "objective": objective}
+        whole = batch.pick(terms, rows) | {"cu_seqlens": batch.offsets(rows)}
         output = gk.policy_loss(logprobs, entropy=entropy, **whole)
         gradients = torch.autograd.grad(output.loss, (logprobs, entropy), materialize_grads=True)
         # Gradients are averaged over the processes, and each of them has its share of the sum.
@@ -388,15 +392,6 @@ class Updater:
             if counts:
                 values[:, batch.places(rows)] = torch.stack([output.logprobs, output.entropy])
         return *self._sum(values), output and output._replace(loss=output.loss.detach())
-
-    def _optimizer_step(self) -> Metrics:
-        norm = self.accelerator.clip_grad_norm_(self.policy.parameters(), self.config.update.max_grad_norm)
-        norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
-        if math.isfinite(norm):
-            self.optimizer.step()
-            self.scheduler.step()
-        self.optimizer.zero_grad()
-        return {"grad_norm": norm, "updates_left_out": float(not math.isfinite(norm))}
 
     def _off_policy_metrics(self, batch: Batch, terms: Mapping[str, Any]) -> Metrics:
         """Return how far the engine's log-probs are from ours, and what weights for that leave of a batch."""
