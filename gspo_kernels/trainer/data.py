@@ -24,8 +24,7 @@ def load_prompts(
 ) -> Rows:
     """Read rows with a prompt; all other columns are kept and reach the reward functions.
 
-    A prompt is text, or a conversation: a list of messages ``{"role": ..., "content": ...}``. An `InputError`
-    names the source and the row that cannot be used.
+    A prompt is text, or a conversation: a list of messages ``{"role": ..., "content": ...}``.
 
     Args:
         source: a jsonl file (one JSON object per line, values of any type), a parquet file, a directory of
@@ -35,12 +34,10 @@ def load_prompts(
         prompt_column: the column that is the prompt; it is called "prompt" from here on.
     """
     path, name = Path(source), str(source)
-    hub_name = re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) and path.suffix not in (
-        ".json",
-        ".jsonl",
-        ".parquet",
+    on_hub = re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) and not name.endswith(
+        (".json", ".jsonl", ".parquet")
     )
-    if not path.exists() and not hub_name:
+    if not path.exists() and not on_hub:
         raise InputError(f"there is no dataset file {name}")
     for option, value in (("split", split), ("subset", subset)):
         if path.is_file() and value is not None:
@@ -48,7 +45,13 @@ def load_prompts(
     is_jsonl = path.is_file() and path.suffix != ".parquet"
     rows = _read_jsonl(path) if is_jsonl else _load_dataset(path, name, split, subset)
     if prompt_column != "prompt":
-        rows = _rename(rows, prompt_column, name)
+        for number, row in enumerate(rows, start=1):
+            if prompt_column not in row:
+                columns = ", ".join(row)
+                raise InputError(f"{name}, row {number}: no {prompt_column!r} among the columns ({columns})")
+        dropped = (prompt_column, "prompt")
+        others = [{k: v for k, v in row.items() if k not in dropped} for row in rows]
+        rows = [{**other, "prompt": row[prompt_column]} for other, row in zip(others, rows, strict=True)]
     check_rows(rows, name)
     return rows
 
@@ -79,17 +82,6 @@ def _load_dataset(path: Path, name: str, split: str | None, subset: str | None) 
     except Exception as error:  # datasets lets through what its readers raise
         missing = "" if path.exists() else "there is no such file or directory, and from the Hub "
         raise InputError(f"dataset {name}: {missing}it cannot be loaded: {error!r}") from error
-
-
-def _rename(rows: Any, column: str, name: str) -> Rows:
-    for number, row in enumerate(rows, start=1):
-        if column not in row:
-            raise InputError(f"{name}, row {number}: no {column!r} among the columns ({', '.join(row)})")
-    if hasattr(rows, "rename_column"):
-        others = [other for other in rows.column_names if other != "prompt"]
-        renamed: Rows = rows.select_columns(others).rename_column(column, "prompt")
-        return renamed
-    return [{**{k: v for k, v in row.items() if k != column}, "prompt": row[column]} for row in rows]
 
 
 def check_rows(rows: Rows, name: str) -> None:
@@ -151,17 +143,13 @@ def prepare_prompts(
     """Turn prompts into tokens, as `encode_prompts` does; an `InputError` names a row that does not fit.
 
     Args:
-        tokenizer: a transformers tokenizer.
-        rows: what `check_rows` accepts.
+        tokenizer, rows: a transformers tokenizer, and what `check_rows` accepts.
         name: what messages call the rows.
-        longest: tokens that a prompt may have, or None for any number.
-        embedded: how many tokens the model knows; None: not checked.
+        longest, embedded: tokens that a prompt may have, and that the model knows; None: any number.
         template_options: keyword arguments of the chat template (Qwen3: ``{"enable_thinking": False}``).
     """
     if longest is not None and longest < 1:
-        raise InputError(
-            f"{name}: the model's context leaves no room for a prompt beside rollout.max_new_tokens"
-        )
+        raise InputError(f"{name}: the context leaves no room for a prompt beside rollout.max_new_tokens")
     tokens = encode_prompts(tokenizer, [row["prompt"] for row in rows], name, template_options or {})
     for number, ids in enumerate(tokens, start=1):
         place = f"{name}, row {number}: the prompt has"
@@ -181,9 +169,8 @@ def encode_prompts(
 ) -> list[list[int]]:
     """Return the token ids of prompts.
 
-    Text is encoded as it is, with the special tokens that the tokenizer adds by itself. A conversation goes
-    through the tokenizer's chat template, which opens the assistant's turn; one that ends with a message of
-    the assistant is continued there. An `InputError` names the row that the template does not take.
+    Text gets the special tokens that the tokenizer adds by itself. A conversation goes through the chat
+    template, which opens the assistant's turn, or continues it where it is the last message.
     """
     tokens: list[list[int]] = [[] for _ in prompts]
     for is_text in (True, False):  # a template writes its special tokens itself

@@ -86,17 +86,11 @@ def _options(text: str, spec: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Rewards:
-    """Rewards of some completions.
+    """Rewards of B completions."""
 
-    Attributes:
-        total: [B] fp32, the weighted sum of the rewards that apply; NaN where none does.
-        by_name: [B] fp32 for each reward function, NaN where it does not apply.
-        weights: the weight of each reward function; 1 where it is missing.
-    """
-
-    total: Tensor
-    by_name: dict[str, Tensor]
-    weights: Mapping[str, float] = field(default_factory=dict)
+    total: Tensor  # [B] fp32, the weighted sum of the rewards that apply; NaN where none does
+    by_name: dict[str, Tensor]  # [B] fp32 for each reward function, NaN where it does not apply
+    weights: Mapping[str, float] = field(default_factory=dict)  # by name; 1 where it is missing
 
     @classmethod
     def joined(cls, parts: Sequence[Rewards]) -> Rewards:
@@ -115,8 +109,7 @@ class RewardSet:
     ends with the program. One that never releases Python's lock must start a process itself.
 
     Args:
-        functions: the reward functions.
-        weights: one for each; all 1 if not given.
+        functions, weights: the reward functions, and a weight for each; all 1 if not given.
         timeout: seconds that a call may take; None: no limit, and plain functions run in the calling thread.
     """
 
@@ -136,7 +129,8 @@ class RewardSet:
             raise InputError(f"reward_timeout must be above 0 seconds, or None for no limit; got {timeout}")
         self._calls: dict[str, _Call] = {}
         for function in functions:
-            base = _name_of(function)
+            inner = function.func if isinstance(function, functools.partial) else function
+            base = getattr(inner, "__name__", type(inner).__name__)
             names = (base if n == 1 else f"{base}_{n}" for n in itertools.count(1))
             name = next(name for name in names if name not in self._calls)
             self._calls[name] = _Call(name, function, timeout)
@@ -187,6 +181,7 @@ class _Call:
     def __init__(self, name: str, function: RewardFunction, timeout: float | None) -> None:
         self.name, self.function, self.timeout = name, function, timeout
         self.what = f"reward function {name}"
+        self.inner = function.func if isinstance(function, functools.partial) else function
         self.is_async = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
         # An event loop lives as long as its function, so that clients and connections outlive a call.
         self.loop: asyncio.AbstractEventLoop | None = None
@@ -250,7 +245,7 @@ class _Call:
         try:
             values = future.result()
         except (Exception, SystemExit) as error:
-            raise InputError(f"{self.what} raised {error!r}{_place_of(error, self.function)}") from error
+            raise InputError(f"{self.what} raised {error!r}{_place_of(error, self.inner)}") from error
         if hasattr(values, "tolist"):  # a tensor, or an array of numpy
             values = values.tolist()
         if not isinstance(values, Sequence) or isinstance(values, str):
@@ -268,16 +263,9 @@ class _Call:
         return values
 
 
-def _name_of(function: RewardFunction) -> str:
-    if isinstance(function, functools.partial):
-        return _name_of(function.func)
-    return getattr(function, "__name__", type(function).__name__)
-
-
 def _place_of(error: BaseException, function: Any) -> str:
     """Return `` (file, line n)``: the function's own last line, and where it called others the one below."""
-    inner = function.func if isinstance(function, functools.partial) else function
-    code = getattr(inner, "__code__", None) or getattr(type(inner).__call__, "__code__", None)
+    code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if code is not None and frame.filename == code.co_filename]
     places = [f"{frame.filename}, line {frame.lineno}" for frame in (*own[-1:], *frames[-1:])]
@@ -290,8 +278,7 @@ def advantages_of(
     """Return [B] fp32 advantages by a formula of `gk.advantages`; 0 where no reward applies.
 
     Args:
-        rewards: of B completions, the rows of a group consecutive.
-        group_size: completions of one prompt.
+        rewards, group_size: of B completions, those of one prompt consecutive.
         method: a name of config's ``Method``. "gdpo" normalizes each reward alone and sums them then; the
             others take the weighted sum. "reinforce_plus_plus_baseline" subtracts the group's mean before it
             whitens over the batch, "reinforce_plus_plus" only whitens.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -134,53 +133,6 @@ class RolloutEngine(Protocol):
             B completions in the order of the prompts.
         """
         ...
-
-
-@dataclass(frozen=True)
-class Segment:
-    """A part of a completion over several turns.
-
-    Attributes:
-        tokens: its token ids.
-        logprobs: what `Completion.logprobs` holds for them; None where unknown.
-        sampled: whether the policy wrote it, and so it is a turn; false for the output of a tool.
-        mask: what could have been drawn; None where unknown.
-    """
-
-    tokens: list[int]
-    logprobs: list[float] | None = None
-    sampled: bool = True
-    mask: SamplingMask | None = None
-
-    def __post_init__(self) -> None:
-        for name, values in (("logprobs", self.logprobs), ("mask", self.mask and self.mask.counts)):
-            if values is not None and len(values) != len(self.tokens):
-                raise ValueError(f"{name}: got {len(values)} for {len(self.tokens)} tokens")
-
-
-def join_segments(segments: Sequence[Segment], finished: bool) -> Completion:
-    """Return a completion over several turns, for an engine that lets the policy meet an environment.
-
-    It has ``turn_ids``, and ``logprobs`` and ``mask`` if every sampled segment has them.
-
-    Args:
-        segments: in order, at least one token in all.
-        finished: whether it came to its end.
-    """
-    turn_ids, logprobs, masks = [], [], []
-    for part, number in zip(segments, accumulate(part.sampled for part in segments), strict=True):
-        length = len(part.tokens)
-        turn_ids += [number - 1 if part.sampled else -1] * length
-        logprobs += (part.sampled and part.logprobs) or [0.0] * length
-        masks.append((part.sampled and part.mask) or SamplingMask.of([[]] * length))
-    sampled = [part for part in segments if part.sampled]
-    return Completion(
-        torch.tensor([token for part in segments for token in part.tokens]),
-        finished,
-        torch.tensor(logprobs) if all(part.logprobs is not None for part in sampled) else None,
-        torch.tensor(turn_ids),
-        SamplingMask.joined(masks) if all(part.mask is not None for part in sampled) else None,
-    )
 
 
 @dataclass

@@ -60,13 +60,9 @@ def vllm_engine(
 
 
 class VLLMServer:
-    """One server, which may have several GPUs and replicas behind its address, and serves one model.
+    """One server that serves one model; where it asks for a key, that is in ``VLLM_API_KEY``.
 
-    Args:
-        url: where it listens, as ``http://localhost:8000``. The key of a server that asks for one is taken
-            from ``VLLM_API_KEY``, as vLLM does.
-        timeout: seconds that one answer may take, and a reload as well.
-        at_once: requests that wait for an answer at the same time.
+    ``timeout`` is in seconds, for one answer or a reload; ``at_once`` requests wait at the same time.
     """
 
     def __init__(self, url: str, *, timeout: float = 1800.0, at_once: int = 256) -> None:
@@ -210,13 +206,8 @@ class LocalVLLM:
 class VLLMEngine:
     """Samples by vLLM, with every option stated that shapes the distribution.
 
-    vLLM would take missing ones from the served model's generation config. A seed gives a completion random
-    numbers of its own; vLLM's kernels round by the batch, so a token may still depend on other completions.
-
-    Args:
-        vllm: the server, or vLLM in this process.
-        end_ids: tokens that end a completion, and no others do.
-        vocabulary: how many tokens the trained model embeds.
+    vLLM would take missing ones from the served model's generation config. Nothing but ``end_ids`` ends a
+    completion. ``vocabulary`` is how many tokens the trained model embeds.
     """
 
     def __init__(self, vllm: VLLMServer | LocalVLLM, end_ids: list[int], vocabulary: int) -> None:
@@ -280,8 +271,7 @@ def sync_weights(engine: VLLMEngine, write: Callable[[Path], None], folder: Path
     """Write weights into a new hidden directory, let vLLM load them, and remove it; all processes must call.
 
     Each time the directory has a new name, so that a server that does not see it fails, and never loads what
-    it has cached. One that a killed process left behind goes when the run is resumed or replaced. An
-    `InputError` says why the weights cannot be written or loaded.
+    it has cached.
     """
 
     def new_directory() -> Path:

@@ -17,9 +17,7 @@ from gspo_kernels.trainer.rollout import (
     ModelEngine,
     Sampling,
     SamplingMask,
-    Segment,
     draw,
-    join_segments,
     left_padded,
 )
 from tests.draws import shifted_seed
@@ -82,22 +80,6 @@ def test_tokens_that_a_loss_counts():
     assert torch.equal(plain.counted(), plain.counted("keep"))
     with pytest.raises(ValueError, match="truncated: got 'drop'"):
         plain.counted("drop")
-
-
-def test_segments_of_several_turns():
-    turns = [Segment([7, 8], [-0.5, -1.0]), Segment([5], sampled=False), Segment([6, END], [-2.0, -0.25])]
-    completion = join_segments(turns, True)
-    assert completion.finished and completion.ids.tolist() == [7, 8, 5, 6, END]
-    assert completion.turn_ids.tolist() == [0, 0, -1, 1, 1]
-    assert completion.logprobs.tolist() == [-0.5, -1.0, 0.0, -2.0, -0.25]
-    assert completion.counted().int().tolist() == [1, 1, 0, 1, 1]
-    other = join_segments([Segment([5, 5], sampled=False), Segment([3], [-3.0])], False)
-    assert other.ids.tolist() == [5, 5, 3] and other.turn_ids.tolist() == [-1, -1, 0]
-    assert other.logprobs.tolist() == [0.0, 0.0, -3.0]
-    assert other.counted().int().tolist() == [0, 0, 1] and not other.counted("mask").any()
-    assert join_segments([*turns, Segment([3])], False).logprobs is None
-    with pytest.raises(ValueError, match="logprobs: got 1 for 2 tokens"):
-        Segment([1, 2], [0.0])
 
 
 def sample(model, tokenizer, prompts, sampling, batch_size=64, ends=None):
@@ -241,11 +223,6 @@ def test_masks_of_places_one_after_the_other():
     assert SamplingMask.joined([mask, first]).to_lists() == [[3, 40], [], [0], [3, 40]]
     kept = columns(mask.bitmask(41), 41)
     assert [row.nonzero().flatten().tolist() for row in kept] == [[3, 40], list(range(41)), [0]]
-    turns = [Segment([7], mask=SamplingMask.of([[7, 8]])), Segment([1, 2], sampled=False)]
-    assert join_segments(turns, True).mask.to_lists() == [[7, 8], [], []]
-    assert join_segments([*turns, Segment([3])], True).mask is None
-    with pytest.raises(ValueError, match="mask: got 1 for 2 tokens"):
-        Segment([7, 8], mask=first)
 
 
 def test_draws_have_the_probabilities_of_the_scores():
