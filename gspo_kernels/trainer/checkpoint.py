@@ -102,6 +102,43 @@ class RunDirectory:
             self._lock.close()
             self._lock = None
 
+    def open(
+        self, config: TrainConfig, accelerator: Any, *, resume: bool, overwrite: bool, force: bool
+    ) -> tuple[Path | None, list[str]]:
+        """Make the directory ready, or raise before anything is lost.
+
+        Returns the checkpoint to go on from, or None; and which settings ``force`` allowed to be others.
+        """
+
+        def prepare() -> list[str]:
+            self.claim(resume=resume, overwrite=overwrite)
+            changed: list[str] = []
+            if resume and self.config.exists():
+                changed = changed_settings(load_config(self.config, cls=type(config)), config)
+            if changed and not force:
+                what = "; ".join(changed)
+                raise InputError(
+                    f"the run was started with other settings ({what}); --force goes on with these"
+                )
+            for path in () if resume else self.written:
+                if path.exists():  # at once, so that a kill leaves no half of it
+                    path.rename(self.path / f".unfinished-{os.getpid()}-{path.name}")
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+            for parent in (self.path, self.checkpoints):
+                for unfinished in parent.glob(".unfinished-*"):
+                    unfinished.unlink() if unfinished.is_file() else shutil.rmtree(unfinished)
+            return changed
+
+        changed = on_main(accelerator, prepare) or []
+        checkpoint = self.latest_checkpoint() if resume else None
+        step = 0 if checkpoint is None else int(checkpoint.name[5:])
+        if step >= config.update.steps and self.model.exists() and self.plot.exists():
+            finished = f"the run in {self.path} is finished ({step} steps)"
+            raise InputError(f"{finished}; raise update.steps to train on")
+        text = yaml.safe_dump(to_mapping(config), sort_keys=False)
+        on_main(accelerator, lambda: write_text(self.config, text))
+        return checkpoint, changed
+
     def latest_checkpoint(self) -> Path | None:
         """Return the newest whole checkpoint, or None."""
         return next(reversed(self._whole_checkpoints()), None)
@@ -123,47 +160,18 @@ class RunDirectory:
     def _whole_checkpoints(self) -> list[Path]:
         return sorted(self.checkpoints.glob("step_*"), key=lambda path: int(path.name[5:]))
 
-
-def open_run(
-    directory: RunDirectory,
-    config: TrainConfig,
-    accelerator: Any,
-    *,
-    resume: bool,
-    overwrite: bool,
-    force: bool,
-) -> tuple[Path | None, list[str]]:
-    """Make the directory ready, or raise before anything is lost.
-
-    Returns the checkpoint to go on from, or None; and which settings ``force`` allowed to be others.
-    """
-
-    def prepare() -> list[str]:
-        directory.claim(resume=resume, overwrite=overwrite)
-        changed: list[str] = []
-        if resume and directory.config.exists():
-            changed = changed_settings(load_config(directory.config, cls=type(config)), config)
-        if changed and not force:
-            what = "; ".join(changed)
-            raise InputError(f"the run was started with other settings ({what}); --force goes on with these")
-        for path in () if resume else directory.written:
-            if path.exists():  # at once, so that a kill leaves no half of it
-                path.rename(directory.path / f".unfinished-removed-{path.name}")
-        directory.checkpoints.mkdir(parents=True, exist_ok=True)
-        for parent in (directory.path, directory.checkpoints):
-            for unfinished in parent.glob(".unfinished-*"):
-                unfinished.unlink() if unfinished.is_file() else shutil.rmtree(unfinished)
-        return changed
-
-    changed = on_main(accelerator, prepare) or []
-    checkpoint = directory.latest_checkpoint() if resume else None
-    step = 0 if checkpoint is None else int(checkpoint.name[5:])
-    if step >= config.update.steps and directory.model.exists() and directory.plot.exists():
-        finished = f"the run in {directory.path} is finished ({step} steps)"
-        raise InputError(f"{finished}; raise update.steps to train on")
-    text = yaml.safe_dump(to_mapping(config), sort_keys=False)
-    on_main(accelerator, lambda: write_text(directory.config, text))
-    return checkpoint, changed
+    @contextmanager
+    def saved_on_failure(
+        self, state: Mapping[str, Any], save: Callable[[Mapping[str, Any]], None]
+    ) -> Iterator[None]:
+        """Save the state where something inside fails, in all processes together, so that nothing is lost."""
+        try:
+            yield
+        except Exception:
+            latest = self.latest_checkpoint()
+            if latest is None or latest.name != f"step_{state['step']:06d}":
+                save(state)
+            raise
 
 
 def save_state(
@@ -302,20 +310,6 @@ def _flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-@contextmanager
-def saved_on_failure(
-    directory: RunDirectory, state: Mapping[str, Any], save: Callable[[Mapping[str, Any]], None]
-) -> Iterator[None]:
-    """Save the state where something inside fails, in all processes together, so that nothing is lost."""
-    try:
-        yield
-    except Exception:
-        latest = directory.latest_checkpoint()
-        if latest is None or latest.name != f"step_{state['step']:06d}":
-            save(state)
-        raise
 
 
 @contextmanager

@@ -9,24 +9,17 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
-from itertools import groupby
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from accelerate.utils import gather_object
 
+from gspo_kernels.trainer import data
 from gspo_kernels.trainer.batch import Batch, Rollout, Sample, make_batch, rollout_metrics
-from gspo_kernels.trainer.checkpoint import (
-    RunDirectory,
-    defer_signals,
-    load_state,
-    open_run,
-    save_state,
-    saved_on_failure,
-)
+from gspo_kernels.trainer.checkpoint import RunDirectory, defer_signals, load_state, save_state
 from gspo_kernels.trainer.config import InputError, TrainConfig
-from gspo_kernels.trainer.data import Prompts, Rows, check_rows, columns_of, prepare_prompts, prompt_order
 from gspo_kernels.trainer.model import export_model, load_tokenizer, make_policies
 from gspo_kernels.trainer.processes import check_processes, make_accelerator, map_shares, seed_everything
 from gspo_kernels.trainer.report import Metrics, Report
@@ -39,8 +32,7 @@ class GSPOTrainer:
     """Trains a causal language model on prompts and reward functions, in one process or several.
 
     Args:
-        model: a transformers causal language model, or a directory to load one from.
-        tokenizer: its tokenizer, or None to load the one next to the model.
+        model, tokenizer: of transformers; or a directory, and None for the tokenizer in it.
         rewards: one function or several, ``f(prompts, completions, completion_ids, **columns)``.
         dataset: rows (mappings) with a ``"prompt"``; other columns reach the reward functions.
         eval_dataset: rows that are never trained on, or None.
@@ -48,20 +40,18 @@ class GSPOTrainer:
         engine: what completes prompts; by default what ``config.engine`` names, or the model itself.
         accelerator: accelerate's, for what its environment variables do not say.
 
-    Raises:
-        InputError: the model, a dataset, a reward or the configuration cannot be used; nothing was written.
+    An `InputError` says what cannot be used; nothing was written then.
     """
 
-    serves_turns: ClassVar[bool] = False
-    """Whether rollouts have ``turn_ids``, which objectives of turns need."""
+    serves_turns: ClassVar[bool] = False  # whether rollouts have turn_ids, which some objectives need
 
     def __init__(
         self,
         model: Any,
         tokenizer: Any,
         rewards: RewardFunction | Sequence[RewardFunction],
-        dataset: Rows,
-        eval_dataset: Rows | None = None,
+        dataset: data.Rows,
+        eval_dataset: data.Rows | None = None,
         config: TrainConfig | None = None,
         *,
         engine: RolloutEngine | None = None,
@@ -71,9 +61,14 @@ class GSPOTrainer:
         check_config(config, serves_turns=self.serves_turns)
         if tokenizer is None and not isinstance(model, str | Path):
             raise InputError("a model that is already loaded needs its tokenizer")
-        self.tokenizer = tokenizer if tokenizer is not None else load_tokenizer(str(model))
+        self.tokenizer = load_tokenizer(str(model)) if tokenizer is None else tokenizer
         functions = [rewards] if callable(rewards) else list(rewards)
         self.rewards = RewardSet(functions, config.reward_weights, config.reward_timeout)
+        held_out = None if eval_dataset is None else list(islice(eval_dataset, config.evaluation.prompts))
+        data.check_rows(dataset, "the training dataset")
+        if held_out is not None:
+            data.check_rows(held_out, "the eval dataset")
+        self.rewards.check(data.column_names(dataset))
         self.directory = RunDirectory(config.output)
         self.accelerator = accelerator or make_accelerator(config, self.directory.trackers)
         check_processes(self.accelerator)
@@ -83,33 +78,24 @@ class GSPOTrainer:
         self.updater = Updater(self.accelerator, config, *policies)
         context = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         self.longest_prompt = None if context is None else context - config.rollout.max_new_tokens
-        self.train_prompts = self._prompts(dataset, "the training dataset")
-        self.rewards.check(self.train_prompts.columns)
-        self.eval_prompts: Prompts | None = None
-        if eval_dataset is not None:
-            held_out = [row for row, _ in zip(eval_dataset, range(config.evaluation.prompts), strict=False)]
-            self.eval_prompts = self._prompts(held_out, "the eval dataset")
-        path = str(model) if isinstance(model, str | Path) else None
-        self.engine: Any = make_engine(engine, config, self.model, self.tokenizer, path, self.accelerator)
+        limits: dict[str, Any] = {"embedded": self.model.get_input_embeddings().num_embeddings}
+        limits |= {"longest": self.longest_prompt, "template_options": config.data.template_options}
+        prepare = partial(data.prepare_prompts, self.tokenizer, **limits)
+        self.train_prompts: data.Prompts = prepare(dataset, "the training dataset")
+        self.eval_prompts = None if held_out is None else prepare(held_out, "the eval dataset")
+        self.engine: Any = make_engine(engine, config, self.model, self.tokenizer, model, self.accelerator)
         self.step, self.prompts_used = 0, 0
-
-    def _prompts(self, rows: Rows, name: str) -> Prompts:
-        check_rows(rows, name)
-        options: dict[str, Any] = {"template_options": self.config.data.template_options}
-        options |= {"embedded": self.model.get_input_embeddings().num_embeddings}
-        return prepare_prompts(self.tokenizer, rows, name, longest=self.longest_prompt, **options)
 
     def train(self, *, resume: bool = False, overwrite: bool = False, force: bool = False) -> Metrics:
         """Run to the configured number of steps; return the metrics of the last evaluation.
 
-        Writes ``config.yaml``, ``metrics.jsonl``, ``checkpoints/``, ``progress.png`` and the trained
-        ``model/`` into the output directory. SIGTERM, or Ctrl-C once, ends the run after the step in
-        progress, with a checkpoint and `SystemExit`. An error in a reward or an engine leaves the checkpoint
-        of the step before. ``resume`` with other settings than before needs ``force``.
+        SIGTERM, or Ctrl-C once, ends the run after the step in progress, with a checkpoint and `SystemExit`.
+        An error in a reward or an engine leaves the checkpoint of the step before. ``resume`` with other
+        settings than before needs ``force``.
         """
         with self.directory:
-            options = {"resume": resume, "overwrite": overwrite, "force": force}
-            checkpoint, changed = open_run(self.directory, self.config, self.accelerator, **options)
+            flags = {"resume": resume, "overwrite": overwrite, "force": force}
+            checkpoint, changed = self.directory.open(self.config, self.accelerator, **flags)
             if checkpoint is not None:
                 self.load_state_dict(load_state(checkpoint), checkpoint)
             step = None if checkpoint is None else self.step
@@ -126,7 +112,7 @@ class GSPOTrainer:
         config, before, started = self.config, self.state_dict(), time.monotonic()
         self.step += 1
         seed_everything(config.seed, self.step, self.accelerator.process_index)
-        with saved_on_failure(self.directory, before, self.save):
+        with self.directory.saved_on_failure(before, self.save):
             rollout = self.rollout()
             batch = self.compare(rollout)
         sampled = time.monotonic()
@@ -136,12 +122,11 @@ class GSPOTrainer:
         metrics |= {"seconds": ended - started, "tokens_per_second": sum(batch.lengths) / (ended - started)}
         last = self.step == config.update.steps
         if last or self.step % config.evaluation.every == 0:
-            with saved_on_failure(self.directory, self.state_dict(), self.save):
+            with self.directory.saved_on_failure(self.state_dict(), self.save):
                 metrics |= self.evaluate()
         self.report.step(self.step, metrics)
-        self.report.rollout(
-            self.step, rollout, self.tokenizer, show=last or "eval/greedy_accuracy" in metrics
-        )
+        shown = last or "eval/greedy_accuracy" in metrics
+        self.report.rollout(self.step, rollout, self.tokenizer, show=shown)
         stop = max(gather_object([max(signals, default=0)]))
         if last or stop or self.step % config.checkpoint.every == 0:
             self.save(self.state_dict())
@@ -160,7 +145,7 @@ class GSPOTrainer:
         """Return the rows of the next prompts, by default those of one rollout."""
         start, count = self.prompts_used, count or self.config.rollout.prompts_per_rollout
         self.prompts_used += count
-        return prompt_order(len(self.train_prompts.tokens), self.config.seed, start, count)
+        return data.prompt_order(len(self.train_prompts.tokens), self.config.seed, start, count)
 
     @torch.no_grad()
     def sample(
@@ -168,14 +153,14 @@ class GSPOTrainer:
         rows: Sequence[int],
         group_size: int | None = None,
         *,
-        prompts: Prompts | None = None,
+        prompts: data.Prompts | None = None,
         sampling: Sampling | None = None,
         tokens: Sequence[list[int]] | None = None,
     ) -> list[Sample]:
         """Complete the prompt of each row ``group_size`` times; groups are consecutive.
 
-        Every process completes its share of the prompts, and all get the whole. ``tokens``, a list for each
-        row, are completed in place of the prompts; rewards see these all the same.
+        Every process completes its share, and all get the whole. ``tokens``, a list for each row, are
+        completed in place of the prompts; rewards see these all the same.
         """
         source, size = prompts or self.train_prompts, group_size or self.config.rollout.group_size
         sampling = sampling or sampling_of(self.config.rollout)
@@ -196,7 +181,7 @@ class GSPOTrainer:
             shares = map_shares(self.accelerator, len(rows), complete)
         return [sample for share in shares for sample in share]
 
-    def score(self, samples: Sequence[Sample], prompts: Prompts | None = None) -> Rewards:
+    def score(self, samples: Sequence[Sample], prompts: data.Prompts | None = None) -> Rewards:
         """Call the reward functions; each process asks for its share of the groups, and all get the whole."""
         source = prompts or self.train_prompts
         groups = [list(group) for _, group in groupby(samples, lambda sample: sample.row)]
@@ -205,7 +190,7 @@ class GSPOTrainer:
             mine = [sample for place in share for sample in groups[place]]
             rows = [source.rows[sample.row] for sample in mine]
             texts, ids = [sample.text for sample in mine], [sample.ids.tolist() for sample in mine]
-            columns = columns_of(rows, source.columns)
+            columns = data.columns_of(rows, source.columns)
             return self.rewards([row["prompt"] for row in rows], texts, ids, columns)
 
         return Rewards.joined(map_shares(self.accelerator, len(groups), rewards_of))
@@ -228,7 +213,7 @@ class GSPOTrainer:
         """Take one optimizer step for each minibatch."""
         return self.updater.update(batch, self.step)
 
-    def evaluation(self, prompts: Prompts, sampling: Sampling) -> Rollout:
+    def evaluation(self, prompts: data.Prompts, sampling: Sampling) -> Rollout:
         """Complete every held-out prompt once and score the completions."""
         samples = self.sample(range(len(prompts.tokens)), 1, prompts=prompts, sampling=sampling)
         return Rollout(samples, self.score(samples, prompts), 1)
@@ -244,10 +229,8 @@ class GSPOTrainer:
             rollout = self.evaluation(self.eval_prompts, sampling)
             means = {name: float(values.nanmean()) for name, values in rollout.rewards.by_name.items()}
             metrics[f"eval/{label}_accuracy"] = means[self.rewards.names[0]]
-            metrics |= {f"eval/{label}/{name}": value for name, value in {**means, **rollout.metrics}.items()}
+            metrics |= {f"eval/{label}/{k}": value for k, value in {**means, **rollout.metrics}.items()}
         return metrics
-
-    # What goes into a checkpoint.
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that going on needs but the updater's tensors: numbers, containers, CPU tensors."""

@@ -104,9 +104,9 @@ def off_policy_weights(
 
 
 def make_engine(
-    engine: Any, config: TrainConfig, model: Any, tokenizer: Any, path: str | None, accelerator: Any
+    engine: Any, config: TrainConfig, model: Any, tokenizer: Any, source: Any, accelerator: Any
 ) -> Any:
-    """Return the engine, or make what ``engine.url`` names: the model itself, or vLLM."""
+    """Return the engine, or make what ``engine.url`` names: the model itself, or vLLM with its source."""
     url, end_ids = config.engine.url, end_token_ids(model, tokenizer)
     if engine is not None:
         if url is not None:
@@ -114,10 +114,10 @@ def make_engine(
         return engine
     if url is None:
         return ModelEngine(model, end_ids, padding_token_id(tokenizer), config.rollout.batch_size)
-    if url == "local" and path is None:
+    if url == "local" and not isinstance(source, str | Path):
         raise InputError("engine.url: a local vLLM loads the model from a directory or the Hub")
     vocabulary = model.get_input_embeddings().num_embeddings
-    options = {"end_ids": end_ids, "vocabulary": vocabulary, "model_path": path or ""}
+    options = {"end_ids": end_ids, "vocabulary": vocabulary, "model_path": str(source)}
     return vllm_engine(config, **options, accelerator=accelerator)
 
 
@@ -230,16 +230,16 @@ class Updater:
             metrics |= {f"minibatch_{number}/{name}": value for name, value in values.items()}
         return metrics | self._off_policy_metrics(batch, terms)
 
-    def score(self, policy: Any, batch: Batch, step: int) -> gk.TokenLogprobs:
-        """Return log-probs and entropy, [N], of the rows that the update of this step will look at."""
-        return self._score(policy, batch, self._minibatches(batch, step)[: self.config.update.minibatches])
-
     @torch.no_grad()
-    def _score(self, policy: Any, batch: Batch, minibatches: Sequence[Minibatch]) -> gk.TokenLogprobs:
-        """Return log-probs and entropy of the active rows of minibatches, [N], 0 elsewhere.
+    def score(
+        self, policy: Any, batch: Batch, step: int = 0, minibatches: Sequence[Minibatch] | None = None
+    ) -> gk.TokenLogprobs:
+        """Return log-probs and entropy, [N], of the rows that the update of a step looks at; 0 elsewhere.
 
-        Cut as in the update, because results may depend on a batch's shape in the last bit.
+        Cut as in that update, because results may depend on a batch's shape in the last bit.
         """
+        if minibatches is None:
+            minibatches = self._minibatches(batch, step)[: self.config.update.minibatches]
         values = torch.zeros(2, len(batch.loss_mask), device=batch.loss_mask.device)
         for rows, counts in pad_micro_batches([m for each in minibatches for m in each.micro_batches]):
             output = policy(*batch.tokens(rows), None, batch.mask(rows), return_entropy=True)
@@ -290,14 +290,14 @@ class Updater:
         terms: dict[str, Any] = {"unscored": old is None and not scores_first}
         if old is None:
             later = first_epoch if scores_first else first_epoch[1:]
-            old = self._score(self.policy, batch, later).logprobs
+            old = self.score(self.policy, batch, minibatches=later).logprobs
         terms |= {"old_logprobs": old, "advantages": batch.advantages, "loss_mask": batch.loss_mask}
         terms["entropy_coef"] = config.update.entropy_coef
         if needs_reference(config):
             ref = batch.ref_logprobs
             if ref is None:
                 with self.reference_mode():
-                    ref = self._score(self.reference, batch, first_epoch).logprobs
+                    ref = self.score(self.reference, batch, minibatches=first_epoch).logprobs
             terms |= {"ref_logprobs": ref, "kl_beta": config.kl.beta, "kl_estimator": config.kl.estimator}
         if config.off_policy.level != "none":
             sampled = batch.rollout_logprobs
@@ -356,7 +356,7 @@ class Updater:
         """Learn by a loss that looks at the whole minibatch, whose micro-batches then carry its gradient."""
         rows, _, micros = minibatch
         places, world = batch.places(rows), self.accelerator.num_processes
-        current = self._score(self.policy, batch, [minibatch])
+        current = self.score(self.policy, batch, minibatches=[minibatch])
         assert current.entropy is not None
         logprobs = current.logprobs[places].requires_grad_()
         entropy = current.entropy[places].requires_grad_()
@@ -379,7 +379,7 @@ class Updater:
         """Add the gradient of a loss with these terms, [B] or [N], to that of the weights.
 
         Returns:
-            Log-probs and entropy as `_score` does, and the loss of the last micro-batch here.
+            Log-probs and entropy as `score` does, and the loss of the last micro-batch here.
         """
         values, output = torch.zeros(2, len(batch.loss_mask), device=batch.loss_mask.device), None
         for number, (rows, counts) in enumerate(pad_micro_batches(micros), start=1):
