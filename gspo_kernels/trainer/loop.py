@@ -39,8 +39,6 @@ class GSPOTrainer:
         config: everything else.
         engine: what completes prompts; by default what ``config.engine`` names, or the model itself.
         accelerator: accelerate's, for what its environment variables do not say.
-
-    An `InputError` says what cannot be used; nothing was written then.
     """
 
     serves_turns: ClassVar[bool] = False  # whether rollouts have turn_ids, which some objectives need
@@ -80,7 +78,7 @@ class GSPOTrainer:
         self.longest_prompt = None if context is None else context - config.rollout.max_new_tokens
         limits: dict[str, Any] = {"embedded": self.model.get_input_embeddings().num_embeddings}
         limits |= {"longest": self.longest_prompt, "template_options": config.data.template_options}
-        prepare = partial(data.prepare_prompts, self.tokenizer, **limits)
+        prepare: Any = partial(data.prepare_prompts, self.tokenizer, **limits)
         self.train_prompts: data.Prompts = prepare(dataset, "the training dataset")
         self.eval_prompts = None if held_out is None else prepare(held_out, "the eval dataset")
         self.engine: Any = make_engine(engine, config, self.model, self.tokenizer, model, self.accelerator)
