@@ -182,10 +182,9 @@ class _Given:
         self.setting = setting
 
     def generate(self, prompts: list[list[int]], sampling: Any) -> Any:
-        from gspo_kernels.trainer.rollout import Segment, join_segments
+        from gspo_kernels.trainer.rollout import Completion
 
-        segments = [[Segment(ids)] for ids in given_completions(self.setting, prompts)]
-        return [join_segments(each, False) for each in segments]
+        return [Completion(torch.tensor(ids), False) for ids in given_completions(self.setting, prompts)]
 
 
 def _ours(layout: str, setting: Setting, model: Any, turns: Turns) -> None:

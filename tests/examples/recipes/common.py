@@ -8,7 +8,7 @@ from examples.recipes import dapo, distillation, igrpo, turns, veripo
 from gspo_kernels.trainer.config import from_mapping
 from gspo_kernels.trainer.demo import make_model, make_tokenizer
 from gspo_kernels.trainer.processes import seed_everything
-from gspo_kernels.trainer.rollout import Segment, join_segments
+from gspo_kernels.trainer.rollout import Completion
 from tests.trainer.conftest import tiny_qwen3
 
 RECIPES = {
@@ -54,7 +54,7 @@ class Scripted:
         copies = [texts[:i].count(text) for i, text in enumerate(texts)]
         answers = [self.script(text, copy) for text, copy in zip(texts, copies, strict=True)]
         ids = self.tokenizer(answers)["input_ids"]
-        return [join_segments([Segment(each, [-1.0] * len(each))], True) for each in ids]
+        return [Completion(torch.tensor(each), True, torch.full((len(each),), -1.0)) for each in ids]
 
 
 def scripted(name, output, tokenizer, rows, script, reward, **sections):
