@@ -145,13 +145,11 @@ def _export(arguments: list[str]) -> None:
     parser.add_argument("--to", type=Path, required=True, help="new directory for the model")
     parser.add_argument("--step", type=int, help="of the checkpoint; the newest one if not given")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="precision of the weights")
-    parser.add_argument("--adapters", action="store_true", help="the adapters alone, for peft")
     chosen = parser.parse_args(arguments)
     from gspo_kernels.trainer.checkpoint import export_checkpoint
 
     _quiet_transformers()
-    half = chosen.dtype == "bf16"
-    export_checkpoint(chosen.run, chosen.to, step=chosen.step, half=half, adapters=chosen.adapters)
+    export_checkpoint(chosen.run, chosen.to, step=chosen.step, half=chosen.dtype == "bf16")
 
 
 def _plot(arguments: list[str]) -> None:

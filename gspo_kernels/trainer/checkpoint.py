@@ -18,7 +18,6 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -39,7 +38,7 @@ from gspo_kernels.trainer.config import (
     load_config,
     to_mapping,
 )
-from gspo_kernels.trainer.model import add_adapters, export_adapters, export_model, load_model, load_tokenizer
+from gspo_kernels.trainer.model import add_adapters, export_model, load_model, load_tokenizer
 from gspo_kernels.trainer.processes import ALONE, on_all, on_main
 
 
@@ -236,13 +235,8 @@ def _all_processes() -> Iterator[None]:
         raise OSError(f"{type(causes[0]).__name__}: {causes[0]}") from error
 
 
-def export_checkpoint(
-    run: str | Path, to: Path, *, step: int | None = None, half: bool = False, adapters: bool = False
-) -> None:
-    """Write the model of a checkpoint, by default the newest, into a new directory for ``from_pretrained``.
-
-    With ``half`` in bfloat16; with ``adapters`` nothing but these, for peft.
-    """
+def export_checkpoint(run: str | Path, to: Path, *, step: int | None = None, half: bool = False) -> None:
+    """Write a checkpoint's model, by default the newest, into a new directory, with ``half`` in bfloat16."""
     directory = RunDirectory(run)
     if not directory.holds_a_run():
         raise InputError(f"there is no run in {run}")
@@ -255,15 +249,13 @@ def export_checkpoint(
     config = from_mapping(
         {k: v for k, v in saved.items() if k in TrainConfig.model_fields}
     )  # a recipe has more
-    if adapters and config.lora.rank == 0:
-        raise InputError(f"the run in {run} trains all weights: there are no adapters alone")
     tokenizer, model = load_tokenizer(config.model), load_model(config.model)
-    adapted = add_adapters(model, config.lora) if config.lora.rank > 0 else None
+    if config.lora.rank > 0:
+        add_adapters(model, config.lora)
     trained = {f"weights/model.{n}": p.detach() for n, p in model.named_parameters() if p.requires_grad}
     load_tensors(chosen, trained)
-    write = partial(export_adapters, adapted) if adapters else partial(export_model, model)
     dtype = torch.bfloat16 if half else torch.float32
-    write_directory(to, lambda path: write(tokenizer, path, dtype=dtype))
+    write_directory(to, lambda path: export_model(model, tokenizer, path, dtype=dtype))
 
 
 def write_directory(final: Path, write: Callable[[Path], None], accelerator: Any = ALONE) -> None:

@@ -396,12 +396,3 @@ def _write_shards(model: Any, state: dict[str, Tensor], path: Path, accelerator:
     save(state, storage_writer=writer)
     if accelerator.is_main_process:
         shutil.rmtree(path / "sharded")
-
-
-def export_adapters(adapted: Any, tokenizer: Any, path: Path, dtype: torch.dtype) -> None:
-    """Write the directory that ``PeftModel.from_pretrained`` adds to the model that was adapted."""
-    for name, parameter in adapted.named_parameters():
-        if ".lora_" in name:
-            parameter.data = parameter.data.to(dtype)
-    adapted.save_pretrained(path, save_embedding_layers=False)
-    tokenizer.save_pretrained(path)

@@ -54,20 +54,15 @@ def check_processes(accelerator: Any) -> None:
             f"start them with accelerate launch, or torchrun --nproc_per_node {started} -m gspo_kernels.cli"
         )
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true" and kind != "FSDP":
-        raise InputError(
-            f"FSDP was asked for, but accelerate set up {kind!r} on {accelerator.device.type}, so weights "
-            "would not be sharded: accelerate enables FSDP on GPUs only, started by accelerate launch"
-        )
+        on = f"FSDP was asked for, and accelerate set up {kind} on {accelerator.device.type}"
+        raise InputError(f"{on}; it enables FSDP on GPUs only, started by accelerate launch")
     if kind == "FSDP" and not accelerator.is_fsdp2:
         raise InputError("FSDP version 1 is not supported; use --fsdp_version 2")
     if kind not in ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP"):
         raise InputError(f"accelerate set up {kind}; supported are one process, DDP and FSDP version 2")
     parallel = getattr(accelerator, "parallelism_config", None)
-    for name in ("tp", "cp", "sp"):
-        if getattr(parallel, f"{name}_size", 1) > 1:
-            raise InputError(
-                f"{name}_size of accelerate's ParallelismConfig must be 1: only data is split here"
-            )
+    if any(getattr(parallel, f"{name}_size", 1) > 1 for name in ("tp", "cp", "sp")):
+        raise InputError("accelerate's ParallelismConfig: this trainer splits data and shards, not layers")
     if kind == "FSDP":
         _set_up_fsdp(accelerator)
 

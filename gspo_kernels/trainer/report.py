@@ -26,6 +26,7 @@ from gspo_kernels.trainer.batch import Rollout
 from gspo_kernels.trainer.checkpoint import RunDirectory, write_directory, write_text
 from gspo_kernels.trainer.config import InputError, TrainConfig, flat, to_mapping
 from gspo_kernels.trainer.processes import on_main
+from gspo_kernels.trainer.rollout import sampling_of
 
 Metrics = dict[str, Any]
 
@@ -186,7 +187,7 @@ def metrics_line(metrics: Mapping[str, Any], template: str) -> str:
 
 
 def finite(metrics: Mapping[str, Any]) -> Metrics:
-    """Return the metrics with everything that JSON has no number for replaced by None."""
+    """Return the metrics, None in place of everything that JSON has no number for."""
     return {k: value if value is not None and math.isfinite(value) else None for k, value in metrics.items()}
 
 
@@ -216,10 +217,8 @@ class Health:
     """
 
     def __init__(self, config: TrainConfig) -> None:
-        rollout = config.rollout
-        cuts = rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0
         # Sampling cuts tokens off that training counts: a mismatch without a bound, worth one warning.
-        self.cuts = cuts and not rollout.keep_sampling_mask
+        self.cuts = sampling_of(config.rollout).cuts and not config.rollout.keep_sampling_mask
         self.mismatch = math.inf if self.cuts else MISMATCH[config.update.precision]
         self.streaks: dict[str, int] = {}
 
@@ -336,16 +335,9 @@ def plot_progress(records: Sequence[Metrics], path: Path) -> None:
 
 
 PANELS: list[tuple[str, dict[str, str], str]] = [
-    (
-        "Accuracy on held-out prompts",
-        {"eval/greedy_accuracy": "greedy", "eval/sampled_accuracy": "sampled"},
-        "share",
-    ),
-    (
-        "Shares of a rollout",
-        {"groups_without_variance": "groups without variance", "completions/finished": "finished"},
-        "share",
-    ),
+    ("Held-out accuracy", {"eval/greedy_accuracy": "greedy", "eval/sampled_accuracy": "sampled"}, "share"),
+    ("Groups with equal rewards", {"groups_without_variance": "share of a rollout"}, "share"),
+    ("Completions that end by themselves", {"completions/finished": "share of a rollout"}, "share"),
     ("Clipped share", {"clip_fraction/low": "low", "clip_fraction/high": "high"}, "share"),
     ("Ratio", {"ratio/max": "largest of a step", "ratio/min": "smallest"}, ""),
     ("KL, nats per token", {"kl/old": "to the policy that sampled", "kl/ref": "to the reference"}, ""),

@@ -248,7 +248,6 @@ class Updater:
         return gk.TokenLogprobs(*self._sum(values))
 
     def _sum(self, values: Tensor) -> Tensor:
-        """Add up, in place, what the processes have."""
         if self.accelerator.num_processes > 1:
             all_reduce(values)
         return values
@@ -459,13 +458,8 @@ def learning_rate_factor(update: int, config: UpdateConfig) -> float:
 def sampling_mismatch(logprobs: Tensor, sampling_logprobs: Tensor, mask: Tensor) -> Metrics:
     """Compare log-probs of the same tokens from training, before the first update, and from sampling.
 
-    They differ by rounding where both take the same weights, temperature and vocabulary; with top-k or top-p
-    also by the log of the probability that was cut off, as training takes the whole vocabulary. All arguments
-    have one shape; the mask, bool, has the tokens that were scored and count.
-
-    Returns:
-        "mismatch/mean" and "mismatch/max" of the absolute differences, in nats; "mismatch/ratio": the mean
-        over tokens of exp(training - sampling), 1 where both agree. NaN where no token counts.
+    Of the tokens in the mask, bool of the same shape: "mismatch/mean" and "mismatch/max" of the absolute
+    differences, in nats, and "mismatch/ratio", the mean of exp(training - sampling). NaN where there are none.
     """
     difference = logprobs[mask].double() - sampling_logprobs[mask].double()
     size = difference.abs()
