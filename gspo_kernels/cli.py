@@ -93,9 +93,7 @@ def train(
 
     Wrong keys and missing files are answered before torch is imported.
     """
-    from gspo_kernels.trainer.config import TrainConfig, parse_arguments
-
-    config, flags = parse_arguments(arguments, config_type or TrainConfig, prog)
+    config, flags = parse_arguments(arguments, config_type, prog)
     _run(config, trainer, **flags)
 
 
@@ -104,6 +102,70 @@ def run(trainer: Any, config_type: Any, arguments: Sequence[str] | None = None) 
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     prog = Path(sys.argv[0]).stem
     return _answered(prog, lambda: train(arguments, trainer, config_type, prog))
+
+
+DESCRIPTION = """\
+Train a causal language model with GSPO on prompts and reward functions.
+  gspo train config.yaml --update.learning_rate 1e-6
+  gspo train --model DIR --dataset prompts.jsonl --reward rewards.py:correct
+  gspo train --resume --output DIR
+- config.yaml comes first. It has the keys below, nested by section; options come
+  on top of it.
+- --resume goes on from the last checkpoint in --output, with --force although
+  settings were changed; --overwrite replaces the run in --output.
+- A reward is a function f(completions, **columns) -> list[float | None].
+- Several devices: accelerate launch [...] -m gspo_kernels.cli train config.yaml
+"""
+
+
+def parse_arguments(
+    arguments: Sequence[str], cls: Any = None, prog: str = "gspo train"
+) -> tuple[Any, dict[str, bool]]:
+    """Read ``[CONFIG] [--key value ...]``; return the configuration, and resume, overwrite and force.
+
+    ``--resume --output DIR`` without CONFIG takes the one in DIR.
+    """
+    import tyro
+    import yaml
+
+    from gspo_kernels.trainer.config import (
+        InputError,
+        TrainConfig,
+        from_mapping,
+        keys,
+        load_config,
+        near_matches,
+    )
+
+    cls = cls or TrainConfig
+    arguments = list(arguments)
+    path = arguments.pop(0) if arguments and not arguments[0].startswith("-") else None
+    flags = {name: f"--{name}" in arguments for name in ("resume", "overwrite", "force")}
+    arguments = [word for word in arguments if word not in ("--resume", "--overwrite", "--force")]
+    if path is None and flags["resume"] and "--output" in arguments[:-1]:
+        path = str(Path(arguments[arguments.index("--output") + 1]) / "config.yaml")
+    start = load_config(path, cls=cls)
+    chosen, unknown = tyro.cli(
+        cls,
+        default=start,
+        prog=prog,
+        description=DESCRIPTION,
+        args=arguments,
+        use_underscores=True,
+        return_unknown_args=True,
+        config=(tyro.conf.FlagCreatePairsOff,),
+    )
+    # The fields of an objective are known once its class is, which needs torch.
+    objective = start.objective.options | {"name": chosen.objective.name}
+    words = iter(unknown)
+    for word in words:
+        if not word.startswith("--"):
+            raise InputError(f"unexpected argument {word!r}; a configuration file comes first")
+        name, equals, value = word[2:].partition("=")
+        if not name.startswith("objective."):
+            raise InputError(f"unknown option --{name}{near_matches(name, keys(cls))}")
+        objective[name.removeprefix("objective.")] = yaml.safe_load(value if equals else next(words, ""))
+    return from_mapping({**chosen.model_dump(), "objective": objective}, cls), flags
 
 
 def _demo(arguments: list[str]) -> None:

@@ -119,7 +119,8 @@ def test_commands_parse(words, monkeypatch):
     from accelerate.commands.launch import launch_command_parser
 
     from gspo_kernels import cli
-    from gspo_kernels.trainer.config import load_config, parse_arguments
+    from gspo_kernels.cli import parse_arguments
+    from gspo_kernels.trainer.config import load_config
 
     monkeypatch.chdir(ROOT)
     while "=" in words[0]:

@@ -349,8 +349,8 @@ def ranges(starts: Sequence[int], lengths: Sequence[int], device: torch.device |
     return (torch.arange(sum(lengths)) + firsts.repeat_interleave(sizes)).to(device)
 
 
-# Attention: transformers finds packed sequences by position_ids that restart, only without a cache and a mask,
-# not in every model, and not where sequences share a prompt. So the mask is built here.
+# Attention: transformers finds packed sequences by position_ids that restart, but not in every model, and not
+# where sequences share a prompt. So the mask is built here.
 
 
 def attention_of(model: Any) -> str:

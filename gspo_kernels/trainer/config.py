@@ -12,7 +12,7 @@ import json
 import re
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
@@ -277,57 +277,6 @@ def to_mapping(config: TrainConfig) -> dict[str, Any]:
     return {key: each for key, each in values.items() if key in used or not isinstance(each, dict)}
 
 
-DESCRIPTION = """\
-Train a causal language model with GSPO on prompts and reward functions.
-  gspo train config.yaml --update.learning_rate 1e-6
-  gspo train --model DIR --dataset prompts.jsonl --reward rewards.py:correct
-  gspo train --resume --output DIR
-- config.yaml comes first. It has the keys below, nested by section; options come
-  on top of it.
-- --resume goes on from the last checkpoint in --output, with --force although
-  settings were changed; --overwrite replaces the run in --output.
-- A reward is a function f(completions, **columns) -> list[float | None].
-- Several devices: accelerate launch [...] -m gspo_kernels.cli train config.yaml
-"""
-
-
-def parse_arguments(
-    arguments: Sequence[str], cls: type[TrainConfig] = TrainConfig, prog: str = "gspo train"
-) -> tuple[Any, dict[str, bool]]:
-    """Read ``[CONFIG] [--key value ...]``; return the configuration, and resume, overwrite and force.
-
-    ``--resume --output DIR`` without CONFIG takes the one in DIR.
-    """
-    arguments = list(arguments)
-    path = arguments.pop(0) if arguments and not arguments[0].startswith("-") else None
-    flags = {name: f"--{name}" in arguments for name in ("resume", "overwrite", "force")}
-    arguments = [word for word in arguments if word not in ("--resume", "--overwrite", "--force")]
-    if path is None and flags["resume"] and "--output" in arguments[:-1]:
-        path = str(Path(arguments[arguments.index("--output") + 1]) / "config.yaml")
-    start = load_config(path, cls=cls)
-    chosen, unknown = tyro.cli(
-        cls,
-        default=start,
-        prog=prog,
-        description=DESCRIPTION,
-        args=arguments,
-        use_underscores=True,
-        return_unknown_args=True,
-        config=(tyro.conf.FlagCreatePairsOff,),
-    )
-    # The fields of an objective are known once its class is, which needs torch.
-    objective = start.objective.options | {"name": chosen.objective.name}
-    words = iter(unknown)
-    for word in words:
-        if not word.startswith("--"):
-            raise InputError(f"unexpected argument {word!r}; a configuration file comes first")
-        name, equals, value = word[2:].partition("=")
-        if not name.startswith("objective."):
-            raise InputError(f"unknown option --{name}{near_matches(name, keys(cls))}")
-        objective[name.removeprefix("objective.")] = yaml.safe_load(value if equals else next(words, ""))
-    return from_mapping({**chosen.model_dump(), "objective": objective}, cls), flags
-
-
 def keys(cls: Any = TrainConfig, prefix: str = "") -> Iterator[str]:
     """Yield the dotted key of every option."""
     for name, field in cls.model_fields.items():
@@ -339,15 +288,10 @@ def keys(cls: Any = TrainConfig, prefix: str = "") -> Iterator[str]:
 
 def near_matches(key: str, known: Iterable[str]) -> str:
     """Return ``" (did you mean ...?)"`` with the known keys close to ``key``, or an empty string."""
-    known = list(known)
-    last = key.rsplit(".", 1)[-1]
-    close = difflib.get_close_matches(key, known, n=3, cutoff=0.6)
-    for name in known:
-        end = name.rsplit(".", 1)[-1]
-        initials = "".join(word[0] for word in end.split("_"))
-        near = end == last or initials == last or difflib.SequenceMatcher(None, end, last).ratio() > 0.8
-        close += [name] if near and name not in close else []
-    return f" (did you mean {' or '.join(close[:3])}?)" if close else ""
+    ends, last = {name: name.rsplit(".", 1)[-1] for name in known}, key.rsplit(".", 1)[-1]
+    same = [n for n, end in ends.items() if last in (end, "".join(word[0] for word in end.split("_")))]
+    close = dict.fromkeys([*same, *difflib.get_close_matches(key, ends, n=3, cutoff=0.6)])
+    return f" (did you mean {' or '.join([*close][:3])}?)" if close else ""
 
 
 FREE_ON_RESUME = {"model", "dataset", "eval_dataset", "output", "trackers", "save_rollouts", "reward_timeout"}
@@ -402,6 +346,8 @@ def _sentence(cls: Any, error: ValidationError) -> str:
         ("less than or equal to", "at most"),
         ("greater than", "above"),
         ("less than", "below"),
+        ("a valid integer", "a whole number"),
     ):
         message = message.replace(theirs, ours)
+    message = re.sub(r"a valid dictionary or instance of \w+", "a mapping of keys to values", message)
     return f"{key} {message}, got {first['input']!r:.80}"

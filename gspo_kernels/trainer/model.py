@@ -217,53 +217,45 @@ def make_policies(
     frozen copy as the reference, where one is needed and there are no adapters, or None; and a context in
     which the policy is the reference.
     """
-    adapted = config.lora.rank > 0
+    adapted, attention = config.lora.rank > 0, config.attn_implementation
     if isinstance(model, str | Path):
         half = adapted and config.update.precision == "bf16"
-        model = load_model(
-            str(model), half=half, attention=config.attn_implementation, accelerator=accelerator
-        )
+        model = load_model(str(model), half=half, attention=attention, accelerator=accelerator)
+    elif attention is not None:
+        raise InputError("attn_implementation is for a model that is loaded here, and this one was given")
     elif not adapted:
         model = model.float()
-    model.to(accelerator.device).eval()  # dropout would hide what the check of the head looks for
+    model.to(accelerator.device)
     rows, padding = model.get_input_embeddings().weight.shape[0], padding_token_id(tokenizer)
     if padding >= rows:
-        raise InputError(
-            f"the tokenizer's padding token is {padding}, and the model embeds only {rows} tokens"
-        )
+        raise InputError(f"the tokenizer's padding token is {padding}, and the model embeds {rows} tokens")
     reference: Any = None
     reference_mode: Any = nullcontext
     if adapted:
         seed_everything(config.seed)
         reference_mode = add_adapters(model, config.lora).disable_adapter
     elif needs_reference:
-        reference = _policy(copy.deepcopy(model), config)
-    policy = _policy(model, config, config.update.gradient_checkpointing)
-    _check(accelerator, policy)
-    if reference is not None:
-        reference = _frozen(reference, accelerator)
-    return model, shard_policy(accelerator, policy), reference, reference_mode
+        reference = _prepared(copy.deepcopy(model), config, accelerator, frozen=True)
+    return model, _prepared(model, config, accelerator), reference, reference_mode
 
 
 def frozen_policy(path: str, config: TrainConfig, accelerator: Any) -> Any:
     """Load a model that is never trained, checked and prepared: a teacher, for a recipe."""
     half, attention = config.update.precision == "bf16", config.attn_implementation
     model = load_model(path, half=half, attention=attention, accelerator=accelerator)
-    policy = _policy(model.to(accelerator.device).eval(), config)
+    return _prepared(model.to(accelerator.device), config, accelerator, frozen=True)
+
+
+def _prepared(model: Any, config: TrainConfig, accelerator: Any, *, frozen: bool = False) -> Any:
+    options = {"checkpointing": config.update.gradient_checkpointing and not frozen}
+    options["shared_prefix"] = config.update.shared_prefix
+    policy = Policy(model, temperature=config.rollout.temperature, **options)
     _check(accelerator, policy)
-    return _frozen(policy, accelerator)
-
-
-def _policy(model: Any, config: TrainConfig, checkpointing: bool = False) -> Policy:
-    options = {"shared_prefix": config.update.shared_prefix, "checkpointing": checkpointing}
-    return Policy(model, temperature=config.rollout.temperature, **options)
-
-
-def _frozen(policy: Policy, accelerator: Any) -> Any:
-    policy.requires_grad_(False)
+    if frozen:
+        policy.requires_grad_(False)
     if accelerator.is_fsdp2:
         return shard_policy(accelerator, policy)
-    return accelerator.prepare_model(policy, evaluation_mode=True)
+    return accelerator.prepare_model(policy, evaluation_mode=True) if frozen else policy
 
 
 # Shards: under FSDP2 each process reads, and keeps, its own alone.
@@ -298,8 +290,6 @@ def _sharded_weights(accelerator: Any) -> Iterator[None]:
 
 def shard_policy(accelerator: Any, policy: Policy) -> Policy:
     """Give a policy's weights to FSDP2, as accelerate does it; shards that were loaded stay as they are."""
-    if not accelerator.is_fsdp2:
-        return policy
     from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 
     named = policy.named_parameters(remove_duplicate=False)

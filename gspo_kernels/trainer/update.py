@@ -459,7 +459,7 @@ def sampling_mismatch(logprobs: Tensor, sampling_logprobs: Tensor, mask: Tensor)
     """Compare log-probs of the same tokens from training, before the first update, and from sampling.
 
     Of the tokens in the mask, bool of the same shape: "mismatch/mean" and "mismatch/max" of the absolute
-    differences, in nats, and "mismatch/ratio", the mean of exp(training - sampling). NaN where there are none.
+    differences, in nats, and "mismatch/ratio", the mean of exp(training - sampling). NaN if there is none.
     """
     difference = logprobs[mask].double() - sampling_logprobs[mask].double()
     size = difference.abs()

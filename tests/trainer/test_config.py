@@ -6,6 +6,7 @@ import sys
 import pytest
 
 import gspo_kernels as gk
+from gspo_kernels.cli import parse_arguments
 from gspo_kernels.trainer.config import (
     InputError,
     TrainConfig,
@@ -13,7 +14,6 @@ from gspo_kernels.trainer.config import (
     from_mapping,
     keys,
     load_config,
-    parse_arguments,
     to_mapping,
 )
 from gspo_kernels.trainer.update import check_config, make_objective
