@@ -13,11 +13,16 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from gspo_kernels.trainer.checkpoint import RunDirectory, defer_signals, write_directory
-from gspo_kernels.trainer.config import InputError
+from gspo_kernels.trainer.config import InputError, TrainConfig
+from gspo_kernels.trainer.processes import ALONE
 from gspo_kernels.trainer.report import read_metrics
 from tests.draws import shifted_seed
 from tests.forks import exit_code, forked
 from tests.trainer.conftest import make_trainer, same, small_config, weights
+
+
+def prepare(run, *, resume=False, overwrite=False):
+    run.open(TrainConfig(), ALONE, resume=resume, overwrite=overwrite, force=False)
 
 
 def writer(text):
@@ -30,7 +35,7 @@ def writer(text):
 
 def test_newest_checkpoints_are_kept(tmp_path):
     run = RunDirectory(tmp_path)
-    run.prepare(resume=False, overwrite=False)
+    prepare(run)
     assert run.latest_checkpoint() is None
     for step in (5, 20, 100):
         run.save_checkpoint(step, writer(str(step)), keep=2)
@@ -46,7 +51,7 @@ class Killed(BaseException):
 @pytest.mark.parametrize("moment", ["while writing", "before the rename"])
 def test_a_kill_while_saving_leaves_the_last_checkpoint(tmp_path, monkeypatch, moment, same_step):
     run = RunDirectory(tmp_path)
-    run.prepare(resume=False, overwrite=False)
+    prepare(run)
     run.save_checkpoint(1, writer("whole"), keep=1)
 
     def write(path):
@@ -61,7 +66,7 @@ def test_a_kill_while_saving_leaves_the_last_checkpoint(tmp_path, monkeypatch, m
     monkeypatch.undo()
     run.__exit__()  # as the system does for a process that is gone
     again = RunDirectory(tmp_path)
-    again.prepare(resume=True, overwrite=False)
+    prepare(again, resume=True)
     assert again.latest_checkpoint().name == "step_000001"
     assert (again.latest_checkpoint() / "inner" / "a.txt").read_text() == "whole"
     assert [path.name for path in again.checkpoints.iterdir()] == ["step_000001"], "leftovers are removed"
@@ -80,18 +85,18 @@ def test_a_directory_is_replaced_as_a_whole(tmp_path):
 def test_a_run_is_never_lost_by_accident(tmp_path):
     run = RunDirectory(tmp_path)
     with pytest.raises(InputError, match="no run"):
-        run.prepare(resume=True, overwrite=False)
-    run.prepare(resume=False, overwrite=False)
+        prepare(run, resume=True)
+    prepare(run)
     run.metrics.write_text("{}\n")
     run.save_checkpoint(1, writer("1"), keep=1)
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(InputError, match=r"--resume.*--overwrite"):
-        run.prepare(resume=False, overwrite=False)
+        prepare(run)
     with pytest.raises(InputError, match="exclude"):
-        run.prepare(resume=True, overwrite=True)
-    run.prepare(resume=True, overwrite=False)
+        prepare(run, resume=True, overwrite=True)
+    prepare(run, resume=True)
     assert run.metrics.exists() and run.latest_checkpoint() is not None
-    run.prepare(resume=False, overwrite=True)
+    prepare(run, overwrite=True)
     assert not run.metrics.exists() and run.latest_checkpoint() is None
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
@@ -104,9 +109,9 @@ def test_what_no_run_wrote_is_never_touched(tmp_path):
     for choice in ({"resume": True}, {"overwrite": True}, {}):
         choice = {"resume": False, "overwrite": False} | choice
         with pytest.raises(InputError, match=r"no run"):
-            RunDirectory(tmp_path).prepare(**choice)
+            prepare(RunDirectory(tmp_path), **choice)
     with pytest.raises(InputError, match=r"has config.yaml, model, and no run wrote that"):
-        RunDirectory(tmp_path).prepare(resume=False, overwrite=True)
+        prepare(RunDirectory(tmp_path), overwrite=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.yaml", "model"]
     assert (tmp_path / "config.yaml").read_text() == (tmp_path / "model" / "a.txt").read_text() == "mine"
 
@@ -116,7 +121,7 @@ def test_one_process_at_a_time_and_a_dead_one_keeps_nothing(tmp_path):
 
     def hold():
         with RunDirectory(tmp_path) as run:
-            run.prepare(resume=False, overwrite=False)
+            prepare(run)
             run.metrics.write_text("{}\n")
             os.write(sender, b"x")
             time.sleep(600)
@@ -126,13 +131,13 @@ def test_one_process_at_a_time_and_a_dead_one_keeps_nothing(tmp_path):
         os.read(reader, 1)
         for choice in ({"resume": True, "overwrite": False}, {"resume": False, "overwrite": True}):
             with pytest.raises(InputError, match="another process works on the run"):
-                RunDirectory(tmp_path).prepare(**choice)
+                prepare(RunDirectory(tmp_path), **choice)
         assert (tmp_path / "metrics.jsonl").read_text() == "{}\n"
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
     with RunDirectory(tmp_path) as run:
-        run.prepare(resume=True, overwrite=False)
+        prepare(run, resume=True)
 
 
 STEPS = 8
