@@ -75,28 +75,19 @@ def rollout_metrics(rollout: Rollout) -> dict[str, float]:
 class Batch:
     """What an update learns from: B completions of N tokens in all, groups consecutive, on one device.
 
-    Attributes:
-        prompts: B tensors of token ids, [P_i].
-        completions: B tensors of token ids, [C_i], C_i > 0.
-        advantages: [B] fp32, or what the objective takes for them; or one for each token, [N].
-        loss_mask: [N] bool, tokens that the loss counts; packed, one completion after the other.
-        group_ids: [B] int64, which prompt a row completes.
-        rollout_logprobs: [N] fp32, by the engine that sampled; None where it has none.
-        turn_ids: [N] int64, -1 outside turns; None: every completion is one turn.
-        old_logprobs, ref_logprobs: [N] fp32, by the policy and the reference; None: the updater scores them.
-        masks: of B completions, what could have been drawn: every log-prob is one among that. None: anything.
+    What belongs to tokens is packed: one completion after the other, without padding.
     """
 
-    prompts: Sequence[Tensor]
-    completions: Sequence[Tensor]
-    advantages: Tensor
-    loss_mask: Tensor
-    group_ids: Tensor
-    rollout_logprobs: Tensor | None = None
-    turn_ids: Tensor | None = None
-    old_logprobs: Tensor | None = None
-    ref_logprobs: Tensor | None = None
-    masks: Sequence[SamplingMask] | None = None
+    prompts: Sequence[Tensor]  # B of token ids, [P_i]
+    completions: Sequence[Tensor]  # B of token ids, [C_i], C_i > 0
+    advantages: Tensor  # [B] fp32, or what the objective takes for them; or one for each token, [N]
+    loss_mask: Tensor  # [N] bool, tokens that the loss counts
+    group_ids: Tensor  # [B] int64, which prompt a row completes
+    rollout_logprobs: Tensor | None = None  # [N] fp32, by the engine that sampled, where it has them
+    turn_ids: Tensor | None = None  # [N] int64, -1 outside turns; None: every completion is one turn
+    old_logprobs: Tensor | None = None  # [N] fp32, by the policy; None: the updater scores them
+    ref_logprobs: Tensor | None = None  # [N] fp32, by the reference; None: the updater scores them
+    masks: Sequence[SamplingMask] | None = None  # B, log-probs are among what could be drawn; None: all
 
     @cached_property
     def lengths(self) -> list[int]:

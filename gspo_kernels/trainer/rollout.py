@@ -16,23 +16,14 @@ from gspo_kernels.trainer.config import InputError, RolloutConfig
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn; greedy where ``temperature`` is 0.
-
-    Attributes:
-        max_new_tokens: the longest completion.
-        temperature: logits are divided by it.
-        top_p: then only the most likely tokens whose probabilities reach this sum are drawn; 1: all.
-        top_k: and before that, only this many of the most likely; 0: all.
-        min_p: and after both, only those with at least this share of the likeliest one's probability; 0: all.
-        return_mask: whether the completions must name the tokens that could have been drawn.
-    """
+    """How tokens are drawn; greedily where ``temperature`` is 0. Cuts: top_k first, then top_p, then min_p."""
 
     max_new_tokens: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    return_mask: bool = False
+    temperature: float = 1.0  # logits are divided by it
+    top_p: float = 1.0  # only the most likely tokens whose probabilities reach this sum are drawn
+    top_k: int = 0  # only this many of the most likely; 0: all
+    min_p: float = 0.0  # only those with at least this share of the likeliest one's probability
+    return_mask: bool = False  # whether completions must name the tokens that could have been drawn
 
     @property
     def cuts(self) -> bool:
@@ -50,15 +41,10 @@ def sampling_of(config: RolloutConfig, *, greedy: bool = False, return_mask: boo
 
 
 class SamplingMask(NamedTuple):
-    """The tokens that a sampler could have drawn at each of C places.
+    """The tokens that a sampler could have drawn at each of C places."""
 
-    Attributes:
-        ids: int32 [S], the ids of the first place, then those of the second one, and so on.
-        counts: [C] int64, how many a place has; 0: any id, as for what a tool wrote.
-    """
-
-    ids: Tensor
-    counts: Tensor
+    ids: Tensor  # int32 [S], the ids of the first place, then those of the second one, and so on
+    counts: Tensor  # [C] int64, how many a place has; 0: any id, as for what a tool wrote
 
     @classmethod
     def of(cls, sets: Sequence[Sequence[int]]) -> SamplingMask:
@@ -88,33 +74,23 @@ class SamplingMask(NamedTuple):
 
 @dataclass(frozen=True)
 class Completion:
-    """What completes a prompt: C > 0 tokens, on the CPU.
+    """What completes a prompt: C > 0 tokens, on the CPU."""
 
-    Attributes:
-        ids: [C] int64, up to and including the first end token.
-        finished: whether there is an end token.
-        logprobs: [C] fp32, of each token under the distribution that it was drawn from, so after temperature,
-            top-k, top-p and min-p. None where the engine returns none, and for greedy completions.
-        turn_ids: [C] int64, which turn, from 0, a token belongs to; -1: none, as a tool or an environment
-            wrote it, and no loss counts it. None: all is one turn.
-        mask: what could have been drawn. None: not asked for, or not known.
-    """
-
-    ids: Tensor
-    finished: bool
+    ids: Tensor  # [C] int64, up to and including the first end token
+    finished: bool  # whether there is an end token
+    # [C] fp32, under the distribution that a token was drawn from, so after temperature and cuts; None where
+    # the engine returns none, and for greedy completions.
     logprobs: Tensor | None = None
+    # [C] int64, which turn, from 0, a token belongs to; -1: none, as a tool or an environment wrote it, and no
+    # loss counts it. None: all is one turn.
     turn_ids: Tensor | None = None
-    mask: SamplingMask | None = None
+    mask: SamplingMask | None = None  # what could have been drawn; None: not asked for, or not known
 
     def counted(self, truncated: str = "keep") -> Tensor:
         """Return [C] bool, the tokens that a loss counts: those that the policy wrote.
 
-        Args:
-            truncated: what a completion without an end token does: "keep" trains on it, "mask" leaves it out
-                of the loss (its reward still counts in its group's mean).
+        A completion without an end token counts if ``truncated`` is "keep", and not if it is "mask".
         """
-        if truncated not in ("keep", "mask"):
-            raise ValueError(f"truncated: got {truncated!r}, expected 'keep' or 'mask'")
         written = torch.ones_like(self.ids) if self.turn_ids is None else self.turn_ids + 1
         return (written > 0) & (self.finished or truncated == "keep")
 
