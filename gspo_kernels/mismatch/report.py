@@ -6,7 +6,7 @@ import json
 import math
 import textwrap
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,38 +27,19 @@ _HARMLESS = 0.01
 
 
 @dataclass(frozen=True)
-class Worst:
-    """A token on which both sides differ most.
-
-    Attributes:
-        sequence, position: which completion, and where in it, from 0.
-        token: its id.
-        text, context: it in letters, and what comes before it; None without a tokenizer.
-        training, sampling: log-probs in nats.
-    """
-
-    sequence: int
-    position: int
-    token: int
-    text: str | None
-    context: str | None
-    training: float
-    sampling: float
-
-
-@dataclass(frozen=True)
 class Report:
     """What was measured.
 
     Attributes:
         comparison: training next to the sampler.
-        worst: tokens that differ most, the worst one first.
+        worst: tokens that differ most, the worst first: "sequence", "position", "token", "training" and
+            "sampling" in nats; with a tokenizer "text", and "context" before it.
         switched: what each switch does.
         about: what was compared, for the file.
     """
 
     comparison: Comparison
-    worst: list[Worst]
+    worst: list[dict[str, Any]]
     switched: list[Switched]
     about: dict[str, Any]
 
@@ -85,7 +66,7 @@ class Report:
             ],
             "corrections": comparison.corrections(),
             "range_of_99_percent": list(comparison.range_that_holds(0.99)),
-            "worst": [asdict(token) for token in self.worst],
+            "worst": self.worst,
             "log_s": comparison.log_s.tolist(),
             "cu_seqlens": comparison.cu_seqlens.tolist(),
             "per_token": {
@@ -118,11 +99,9 @@ class Report:
         if self.worst:
             lines += ["", "worst tokens        training   sampling  difference   token"]
         for w in self.worst[:5]:
-            shown = f"{w.token}" if w.text is None else f"{w.text!r} after {w.context!r}"
-            lines.append(
-                f"  {w.sequence:>5}:{w.position:<8}{w.training:>12.4f}{w.sampling:>11.4f}"
-                f"{w.training - w.sampling:>12.1e}   {shown}"
-            )
+            shown = f"{w['text']!r} after {w['context']!r}" if "text" in w else str(w["token"])
+            numbers = f"{w['training']:>12.4f}{w['sampling']:>11.4f}{w['training'] - w['sampling']:>12.1e}"
+            lines.append(f"  {w['sequence']:>5}:{w['position']:<8}{numbers}   {shown}")
         sentences = advise(self.comparison, self.switched)
         wrapped = [textwrap.fill(f"- {sentence}", 100, subsequent_indent="  ") for sentence in sentences]
         return "\n".join([*lines, "", *wrapped])
@@ -138,18 +117,18 @@ def make_report(
     """Put a report together; ``tokenizer`` may be None."""
     sizes = comparison.difference.abs().nan_to_num(math.inf)
     order = sizes.argsort(descending=True, stable=True)[:_WORST]
-    worst = []
+    worst: list[dict[str, Any]] = []
     for token in (int(t) for t in order if sizes[t] > 0):
         sequence = int((comparison.cu_seqlens[1:] <= token).sum())
         position = int(comparison.places[token])
         ids = samples.completions[sequence].tolist()
-        before = [] if samples.prompts is None else samples.prompts[sequence].tolist()
-        text = context = None
+        worst.append({"sequence": sequence, "position": position, "token": ids[position]})
+        for side in ("training", "sampling"):
+            worst[-1][side] = float(getattr(comparison, side)[token])
         if tokenizer is not None:
-            text = tokenizer.decode([ids[position]])
-            context = tokenizer.decode((before + ids[:position])[-_CONTEXT:])
-        numbers = float(comparison.training[token]), float(comparison.sampling[token])
-        worst.append(Worst(sequence, position, ids[position], text, context, *numbers))
+            before = [] if samples.prompts is None else samples.prompts[sequence].tolist()
+            context = (before + ids[:position])[-_CONTEXT:]
+            worst[-1] |= {"text": tokenizer.decode([ids[position]]), "context": tokenizer.decode(context)}
     return Report(comparison, worst, list(switched), about)
 
 

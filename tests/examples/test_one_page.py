@@ -19,10 +19,10 @@ def one_thread():
 
 
 def test_it_learns_to_sort(tmp_path):
-    """Fewer steps than by default; seeds 0 to 4 went from 0.47 or less to 0.84 or more."""
+    """Fewer steps than by default; seeds 0 to 4 went from at most 0.58 to at least 0.83."""
     options = one_page.Options(output=tmp_path, seed=shifted_seed(0) % 5, steps=60, device="cpu")
     records = one_page.main(options)
-    assert records[0]["held_out/sampled"] < 0.6
+    assert records[0]["held_out/sampled"] < 0.65
     assert records[-1]["held_out/sampled"] > 0.75 and records[-1]["held_out/greedy"] > 0.85
     # GSPO as it should be: after the first minibatch of a rollout some sequences are clipped, not all
     clipped = [record["clip_fraction/low"] + record["clip_fraction/high"] for record in records[1:]]

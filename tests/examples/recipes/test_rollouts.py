@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from examples.recipes import dapo
-from examples.recipes.igrpo import first_highest, refined_prompt
+from examples.recipes.igrpo import refined_prompt
 from examples.recipes.turns import continued
 from gspo_kernels.trainer.batch import Rollout, Sample
 from gspo_kernels.trainer.rewards import Rewards
@@ -48,10 +48,6 @@ def turns(tmp_path, tokenizer, rows, script, count=3, keep="first", **sections):
 
 
 # iGRPO
-
-
-def test_the_best_is_the_first_of_the_highest():
-    assert [first_highest(each) for each in ([0.1, 0.5, 0.5], [NAN, -1.0, NAN], [NAN, NAN])] == [1, 1, 0]
 
 
 def test_a_template_is_filled_once():
@@ -157,13 +153,6 @@ def test_a_history_without_room_ends_its_trajectory(tmp_path, tokenizer):
     assert [len(sample.prompt) for sample in rollout.samples] == [2, 2, 2, 2, 59, 59]
     assert rollout.metrics["reward/turn_2"] == 1 and "reward/turn_3" not in rollout.metrics
     assert rollout.metrics["turns/ended_early"] == 1 and len(trainer.engine.calls) == 2
-
-
-def test_a_kept_completion_without_a_reward(tmp_path, tokenizer):
-    trainer = turns(tmp_path, tokenizer, ROWS, lambda _, copy: ["no", "1"][copy], count=2)
-    rollout = trainer.rollout()
-    assert trainer.engine.calls[1] == ["abnoa-"] * 2 + ["cdnoc-"] * 2
-    assert rollout.metrics["reward/turn_1"] == 1 and math.isnan(rollout.metrics["reward/best_turn"])
 
 
 def test_evaluation_is_of_the_first_turn_and_of_the_best(tmp_path, tokenizer):
