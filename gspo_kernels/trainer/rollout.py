@@ -16,7 +16,7 @@ from gspo_kernels.trainer.config import InputError, RolloutConfig
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn; greedily where ``temperature`` is 0. Cuts: top_k first, then top_p, then min_p."""
+    """How tokens are drawn; greedily at ``temperature`` 0. Cuts: top_k first, then top_p, then min_p."""
 
     max_new_tokens: int
     temperature: float = 1.0  # logits are divided by it
@@ -81,8 +81,8 @@ class Completion:
     # [C] fp32, under the distribution that a token was drawn from, so after temperature and cuts; None where
     # the engine returns none, and for greedy completions.
     logprobs: Tensor | None = None
-    # [C] int64, which turn, from 0, a token belongs to; -1: none, as a tool or an environment wrote it, and no
-    # loss counts it. None: all is one turn.
+    # [C] int64, which turn, from 0, a token belongs to; -1: none, as a tool or an environment wrote it: it
+    # is not trained on. None: all is one turn.
     turn_ids: Tensor | None = None
     mask: SamplingMask | None = None  # what could have been drawn; None: not asked for, or not known
 
@@ -91,6 +91,8 @@ class Completion:
 
         A completion without an end token counts if ``truncated`` is "keep", and not if it is "mask".
         """
+        if truncated not in ("keep", "mask"):
+            raise ValueError(f"truncated: got {truncated!r}, expected 'keep' or 'mask'")
         written = torch.ones_like(self.ids) if self.turn_ids is None else self.turn_ids + 1
         return (written > 0) & (self.finished or truncated == "keep")
 

@@ -319,15 +319,17 @@ class Updater:
             objective = replace(objective, seed=objective.seed + self.updates)
         learn = self._learn_full if self.needs_full_minibatch else self._learn_each
         output = learn(batch, terms | {"objective": objective}, minibatch, on_policy)
+        values = {name: float(value) for name, value in output.metrics.items()}
+        return {**values, "loss": float(output.loss.detach()), **self._optimizer_step()}
+
+    def _optimizer_step(self) -> Metrics:
         norm = self.accelerator.clip_grad_norm_(self.policy.parameters(), self.config.update.max_grad_norm)
         norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
         if math.isfinite(norm):
             self.optimizer.step()
             self.scheduler.step()
         self.optimizer.zero_grad()
-        values = {name: float(value) for name, value in output.metrics.items()}
-        values |= {"loss": float(output.loss.detach()), "grad_norm": norm}
-        return {**values, "updates_left_out": float(not math.isfinite(norm))}
+        return {"grad_norm": norm, "updates_left_out": float(not math.isfinite(norm))}
 
     def _learn_each(
         self, batch: Batch, terms: dict[str, Any], minibatch: Minibatch, on_policy: bool
