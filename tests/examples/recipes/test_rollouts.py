@@ -37,37 +37,26 @@ def texts(tokenizer, rollout):
     return prompts, [sample.text for sample in rollout.samples]
 
 
-def igrpo(tmp_path, tokenizer, rows, script, drafts=2, reward=digit, **sections):
-    recipe = {"drafts": drafts, "template": TEMPLATE}
-    return scripted("igrpo", tmp_path / "run", tokenizer, rows, script, reward, recipe=recipe, **sections)
-
-
-def turns(tmp_path, tokenizer, rows, script, count=3, keep="first", **sections):
-    recipe = {"count": count, "keep": keep, "feedback": f"{__name__}:answers"}
-    return scripted("turns", tmp_path / "run", tokenizer, rows, script, digit, recipe=recipe, **sections)
+def made(recipe, tmp_path, tokenizer, script, rows=ROWS, reward=digit, eval_rows=None, **options):
+    if recipe == "turns":
+        options = {"count": 3, "feedback": f"{__name__}:answers"} | options
+    sections = {"recipe": options, "eval_rows": eval_rows}
+    return scripted(recipe, tmp_path / "run", tokenizer, rows, script, reward, **sections)
 
 
 # iGRPO
 
 
-def test_a_template_is_filled_once():
+def test_a_template_is_filled_once_and_in_the_last_message_of_the_user():
     filled = refined_prompt("a{draft}", "b{prompt}", "{{prompt}|{draft}|{draft}{x}")
     assert filled == "{a{draft}|b{prompt}|b{prompt}{x}"
-
-
-def test_a_template_fills_the_last_message_of_the_user():
     system, question = {"role": "system", "content": "s"}, {"role": "user", "content": "q", "name": "n"}
-    answer, again = {"role": "assistant", "content": "w"}, {"role": "user", "content": "r"}
-    refined = {"role": "user", "content": "r<d>"}
-    assert refined_prompt([system, question, answer, again], "d", TEMPLATE) == [
-        system,
-        question,
-        answer,
-        refined,
-    ]
+    begun, again = {"role": "assistant", "content": "w"}, {"role": "user", "content": "r"}
+    whole = refined_prompt([system, question, begun, again], "d", TEMPLATE)
+    assert whole == [system, question, begun, {"role": "user", "content": "r<d>"}]
     # an answer that had begun is part of the draft, and begins the refinement as well
-    begun = refined_prompt([system, question, answer], "d", TEMPLATE)
-    assert begun == [system, {"role": "user", "content": "q<wd>", "name": "n"}, answer]
+    refined = refined_prompt([system, question, begun], "d", TEMPLATE)
+    assert refined == [system, {"role": "user", "content": "q<wd>", "name": "n"}, begun]
 
 
 def test_the_best_draft_goes_into_the_prompt_and_refinements_are_trained(tmp_path, tokenizer):
@@ -82,7 +71,7 @@ def test_the_best_draft_goes_into_the_prompt_and_refinements_are_trained(tmp_pat
             return f"{4 + 2 * copy}!"
         return {"ab": ["1x", "3y", "3z"], "cd": ["no", "0u", "none"]}[prompt][copy]
 
-    trainer = igrpo(tmp_path, tokenizer, ROWS, script, drafts=3, reward=reward)
+    trainer = made("igrpo", tmp_path, tokenizer, script, drafts=3, template=TEMPLATE, reward=reward)
     rollout = trainer.rollout()
     assert trainer.engine.calls == [["ab"] * 3 + ["cd"] * 3, ["ab<3y>"] * 2 + ["cd<0u>"] * 2]
     assert texts(tokenizer, rollout) == (["ab<3y>"] * 2 + ["cd<0u>"] * 2, ["4!", "6!"] * 2)
@@ -100,9 +89,9 @@ def test_the_best_draft_goes_into_the_prompt_and_refinements_are_trained(tmp_pat
 def test_a_prompt_without_a_usable_draft_stays_plain(tmp_path, tokenizer):
     """No reward; or no room: 64 tokens of context less 5 leave 59, of which prompt and template take 4."""
     for name, draft, length in (("no reward", "no", 2), ("no room", "1" * 56, 2), ("room", "1" * 55, 59)):
-        trainer = igrpo(
-            tmp_path / name, tokenizer, ROWS, lambda prompt, _, d=draft: d if prompt == "ab" else "1"
-        )
+        script = {"ab": draft, "cd": "1"}
+        options = {"drafts": 2, "template": TEMPLATE}
+        trainer = made("igrpo", tmp_path / name, tokenizer, lambda p, _, s=script: s.get(p, "1"), **options)
         rollout = trainer.rollout()
         assert [len(sample.prompt) for sample in rollout.samples] == [length] * 2 + [5] * 2, name
         assert rollout.metrics["igrpo/without_draft"] == (0.5 if length == 2 else 0), name
@@ -132,7 +121,7 @@ def test_each_turn_is_a_group_of_one_history(tmp_path, tokenizer, keep, historie
         turn = (len(prompt) - 2) // 3
         return str({"a": (0, 1), "c": (5, 4)}[prompt[0]][copy] + turn)
 
-    trainer = turns(tmp_path, tokenizer, ROWS, script, keep=keep)
+    trainer = made("turns", tmp_path, tokenizer, script, keep=keep)
     rollout = trainer.rollout()
     prompts, completions = texts(tokenizer, rollout)
     assert prompts == [history for history in histories for _ in range(2)]
@@ -148,7 +137,7 @@ def test_each_turn_is_a_group_of_one_history(tmp_path, tokenizer, keep, historie
 def test_a_history_without_room_ends_its_trajectory(tmp_path, tokenizer):
     """Of 59 tokens: "ab" with 55 and an answer of 2 fits once, "cd" with 56 not at all."""
     length = {"ab": 55, "cd": 56}
-    trainer = turns(tmp_path, tokenizer, ROWS, lambda prompt, copy: "1" * length[prompt[:2]])
+    trainer = made("turns", tmp_path, tokenizer, lambda prompt, copy: "1" * length[prompt[:2]])
     rollout = trainer.rollout()
     assert [len(sample.prompt) for sample in rollout.samples] == [2, 2, 2, 2, 59, 59]
     assert rollout.metrics["reward/turn_2"] == 1 and "reward/turn_3" not in rollout.metrics
@@ -157,7 +146,7 @@ def test_a_history_without_room_ends_its_trajectory(tmp_path, tokenizer):
 
 def test_evaluation_is_of_the_first_turn_and_of_the_best(tmp_path, tokenizer):
     script = {"ab": "4", "ab4a4": "6", "ab4a46a6": "2", "cd": "3", "cd3c3": "no", "cd3c3noc-": "1"}
-    trainer = turns(tmp_path, tokenizer, ROWS, lambda prompt, _: script[prompt], eval_rows=ROWS)
+    trainer = made("turns", tmp_path, tokenizer, lambda prompt, _: script[prompt], eval_rows=ROWS)
     metrics = trainer.evaluate()
     for label in ("greedy", "sampled"):
         assert metrics[f"eval/{label}_accuracy"] == 3.5 and metrics[f"eval/{label}/best_turn"] == 4.5
@@ -200,8 +189,7 @@ def test_prompts_are_sampled_until_enough_groups_differ(tmp_path, tokenizer):
         return str(copy) if prompt in "bef" else "1"
 
     def sampled(batches):
-        recipe = {"recipe": {"batches": batches}}
-        return scripted("dapo", tmp_path / str(batches), tokenizer, LETTERS, script, digit, **recipe)
+        return made("dapo", tmp_path / str(batches), tokenizer, script, LETTERS, batches=batches)
 
     trainer = sampled(4)
     rollout = trainer.rollout()
@@ -230,7 +218,7 @@ def test_groups_are_compared_before_the_penalty_and_by_the_metric(tmp_path, toke
     """a's completions differ by their length alone, which makes an advantage but no informative group."""
     for name, reward, metric in (("one", digit, None), ("two", [digit, length], "digit")):
         recipe = {"batches": 2, "overlong_buffer": 2, "overlong_penalty": 0.5, "metric": metric}
-        trainer = scripted("dapo", tmp_path / name, tokenizer, LETTERS, longer, reward, recipe=recipe)
+        trainer = made("dapo", tmp_path / name, tokenizer, longer, LETTERS, reward, **recipe)
         rollout = trainer.rollout()
         assert rollout.metrics["dapo/batches"] == 2 and rollout.metrics["dapo/groups_that_differ"] == 0.5
         assert texts(tokenizer, rollout)[0] == ["a", "a", "c", "c"]
