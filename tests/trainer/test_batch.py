@@ -1,7 +1,6 @@
 """Rows of several sequences against each sequence alone; who sees whom; what is refused; micro-batches."""
 
 import copy
-import gc
 from contextlib import contextmanager
 from itertools import pairwise
 
@@ -13,11 +12,8 @@ from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
 from gspo_kernels.trainer.batch import (
-    Group,
-    RowMask,
     check_rows_of,
     packed_hidden_states,
-    packed_inputs,
     shared_prefix_hidden_states,
     token_budget_batches,
 )
@@ -128,9 +124,7 @@ def test_values_and_gradients_are_those_of_each_sequence_alone(family, layout):
     model, run = build(family), LAYOUTS[layout]
     check_rows_of(model, shared_prefix=layout != "packed")
     assert_as_exact(
-        model,
-        lambda m: run(m, prompts, completions).hidden,
-        lambda m: alone(m, prompts, completions),
+        model, lambda m: run(m, prompts, completions).hidden, lambda m: alone(m, prompts, completions)
     )
 
 
@@ -158,27 +152,6 @@ def test_through_a_lora_adapter_with_gradient_checkpointing(layout):
     )
 
 
-def test_through_ddp():
-    from torch import distributed
-
-    prompts, completions = sequences()
-    model = build("Qwen3")
-    plain = values_and_gradients(model, lambda m: packed_hidden_states(m, prompts, completions).hidden)
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    try:
-        model.lm_head.requires_grad_(False)  # used outside by whoever computes the loss
-        wrapped = torch.nn.parallel.DistributedDataParallel(model)
-        ours = values_and_gradients(wrapped, lambda m: packed_hidden_states(m, prompts, completions).hidden)
-    finally:
-        # the wrapper first: were it the group's last owner, joining the group's threads could wait for the
-        # GIL that it holds
-        wrapped = None
-        gc.collect()
-        distributed.destroy_process_group()
-    assert ours.keys() == {"hidden states"} | {f"module.{n}" for n in plain if n != "hidden states"}
-    assert all(torch.equal(plain[name.removeprefix("module.")], ours[name]) for name in ours)
-
-
 def test_the_row_has_no_padding_and_the_call_goes_through_the_model_itself():
     prompts, completions = sequences()
     model, seen, logits = build("Qwen3"), [], []
@@ -193,15 +166,6 @@ def test_the_row_has_no_padding_and_the_call_goes_through_the_model_itself():
     prompts, completions = sequences("shared prefix")
     shared_prefix_hidden_states(model, prompts, completions)
     assert seen[1]["input_ids"].shape == (1, 9 + 1 + 4 + sum(len(c) - 1 for c in completions))
-
-
-def test_inputs_of_one_row():
-    tokens = [[torch.tensor(t) for t in part] for part in ([[1, 2, 3], [7]], [[4, 5], [8]])]
-    row = packed_inputs(build("Llama"), *tokens)
-    assert row["input_ids"].tolist() == [[1, 2, 3, 4, 7]]
-    assert row["position_ids"].tolist() == [[0, 1, 2, 3, 0]]
-    assert isinstance(row["attention_mask"], RowMask) and row["attention_mask"].shape == (1, 1, 5, 5)
-    assert "attention_mask" not in packed_inputs(build("Llama"), *[part[:1] for part in tokens])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -231,41 +195,6 @@ def test_a_completion_sees_its_prompt_and_itself_only(family, layout):
         assert touched == list(range(8 + 6, 8 + 6 + 9))
     else:
         assert touched == [*range(9), *range(9 + 3, 9 + 3 + 6)]
-
-
-@pytest.mark.parametrize(
-    "groups", [[Group(0, [3, 1, 6])], [Group(4, [2, 0, 5]), Group(1, [3]), Group(2, [0, 1])]]
-)
-@pytest.mark.parametrize("window", [None, 3])
-def test_a_row_mask_is_the_dense_mask(groups, window):
-    """Values and gradients of SDPA, against a mask written down entry by entry."""
-    owner, position = [], []
-    for number, group in enumerate(groups):
-        owner += [(number, None)] * group.prefix
-        position += range(group.prefix)
-        for member, length in enumerate(group.lengths):
-            owner += [(number, member)] * length
-            position += range(group.prefix, group.prefix + length)
-    T = len(owner)
-    dense = torch.zeros(T, T, dtype=torch.bool)
-    for q in range(T):
-        for k in range(T):
-            same = owner[q] == owner[k] or (owner[q][0], None) == owner[k]
-            near = window is None or position[q] - position[k] < window
-            dense[q, k] = same and position[k] <= position[q] and near
-    mask = RowMask(groups, window, torch.device("cpu"))
-    assert mask.shape == (1, 1, T, T) and mask.dtype == torch.bool
-    generator = torch.Generator().manual_seed(shifted_seed(0))
-    qkv = torch.randn(3, 1, 2, T, 4, generator=generator, dtype=torch.float64, requires_grad=True)
-    weights = torch.randn(1, 2, T, 4, generator=generator, dtype=torch.float64)
-    found = []
-    for each in (dense[None, None], mask):
-        output = scaled_dot_product_attention(*qkv, attn_mask=each, scale=0.7)
-        found.append((output.detach(), *torch.autograd.grad((output * weights).sum(), qkv)))
-    for ours, exact in zip(*reversed(found), strict=True):
-        torch.testing.assert_close(ours, exact, rtol=1e-12, atol=1e-14)
-    with pytest.raises(InputError, match="reads its mask"):
-        _ = mask | dense
 
 
 def flash_stand_in(module, query, key, value, attention_mask, scaling=None, **kwargs):

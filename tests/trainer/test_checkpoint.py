@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from gspo_kernels.trainer.checkpoint import RunDirectory, defer_signals, write_directory
+from gspo_kernels.trainer.checkpoint import RunDirectory, defer_signals
 from gspo_kernels.trainer.config import InputError, TrainConfig
 from gspo_kernels.trainer.processes import ALONE
 from gspo_kernels.trainer.report import read_metrics
@@ -70,16 +70,6 @@ def test_a_kill_while_saving_leaves_the_last_checkpoint(tmp_path, monkeypatch, m
     assert again.latest_checkpoint().name == "step_000001"
     assert (again.latest_checkpoint() / "inner" / "a.txt").read_text() == "whole"
     assert [path.name for path in again.checkpoints.iterdir()] == ["step_000001"], "leftovers are removed"
-
-
-def test_a_directory_is_replaced_as_a_whole(tmp_path):
-    final = tmp_path / "model"
-    write_directory(final, writer("old"))
-    (final / "stale").write_text("")
-    write_directory(final, writer("new"))
-    assert [path.name for path in final.iterdir()] == ["inner"]
-    assert (final / "inner" / "a.txt").read_text() == "new"
-    assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 def test_a_run_is_never_lost_by_accident(tmp_path):

@@ -7,15 +7,7 @@ import pytest
 
 import gspo_kernels as gk
 from gspo_kernels.cli import parse_arguments
-from gspo_kernels.trainer.config import (
-    InputError,
-    TrainConfig,
-    changed_settings,
-    from_mapping,
-    keys,
-    load_config,
-    to_mapping,
-)
+from gspo_kernels.trainer.config import InputError, TrainConfig, from_mapping, keys, load_config, to_mapping
 from gspo_kernels.trainer.update import check_config, make_objective
 
 MINIBATCHES = {"update": {"minibatches": 9}, "rollout": {"prompts_per_rollout": 1, "group_size": 8}}
@@ -45,10 +37,7 @@ WRONG = [
     ({"engine": {"url": "http://localhost:8000/v1"}}, ["engine.url", "without a path"]),
     ({"engine": {"weights": "shared"}}, ["engine.weights", "engine.url"]),
     (
-        {
-            "engine": {"url": "http://localhost:1"},
-            "rollout": {"top_p": 0.9, "keep_sampling_mask": True},
-        },
+        {"engine": {"url": "http://localhost:1"}, "rollout": {"top_p": 0.9, "keep_sampling_mask": True}},
         ["rollout.top_k must be above 0"],
     ),
     ({"seed": "none"}, ["seed", "whole number", "'none'"]),
@@ -145,14 +134,6 @@ def test_unreadable_files(tmp_path, content, words):
         path.write_bytes(content)
     with pytest.raises(InputError, match=words):
         load_config(path)
-
-
-def test_what_may_change_when_a_run_goes_on():
-    longer = from_mapping({"update": {"steps": 999}, "evaluation": {"every": 7}, "reward_timeout": 1.0})
-    assert changed_settings(TrainConfig(), longer) == []
-    other = from_mapping({"update": {"learning_rate": 0.5}, "objective": {"clip_low": 0.1}})
-    changes = ["update.learning_rate: 1e-06 -> 0.5", "objective.clip_low: None -> 0.1"]
-    assert changed_settings(TrainConfig(), other) == changes
 
 
 def test_the_command_line_comes_on_top_of_the_file(tmp_path):

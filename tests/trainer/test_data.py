@@ -49,6 +49,7 @@ def test_a_file_in_another_encoding_is_named_with_the_line(tmp_path):
         ('{"prompt": ""}\n', ["row 1", "non-empty text"]),
         ('{"prompt": 3}\n', ["row 1", "text", "3"]),
         ('{"prompt": []}\n', ["row 1", "list of messages", "[]"]),
+        ('{"prompt": "a\\ud800"}\n', ["row 1", "half of a surrogate pair"]),
         ('{"prompt": [{"role": "user"}]}\n', ["row 1", "list of messages", "'content'"]),
         ('{"prompt": [{"role": "user", "content": ["a"]}]}\n', ["row 1", "list of messages", "['a']"]),
         ('{"prompt": "a"}\n{"prompt": "b", "completions": 3}\n', ["row 2", "'completions'"]),

@@ -15,7 +15,6 @@ from gspo_kernels.trainer.checkpoint import RunDirectory
 from gspo_kernels.trainer.config import TrainConfig
 from gspo_kernels.trainer.report import (
     EVALUATION,
-    PANELS,
     PATIENCE,
     STEP,
     SYMPTOMS,
@@ -24,7 +23,6 @@ from gspo_kernels.trainer.report import (
     metrics_line,
     plot_progress,
     read_metrics,
-    smoothed,
 )
 from gspo_kernels.trainer.rewards import Rewards
 from gspo_kernels.trainer.rollout import Completion
@@ -161,26 +159,3 @@ def test_plot_of_any_run(tmp_path, steps, evaluated):
             record |= {"eval/greedy_accuracy": 0.5, "eval/sampled_accuracy": 0.25}
     plot_progress(records, tmp_path / "plots" / "progress.png")
     assert (tmp_path / "plots" / "progress.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_plot_of_everything(tmp_path, monkeypatch):
-    """Every metric has a panel, and a panel shows what its metric says."""
-    from matplotlib.figure import Figure
-
-    drawn, save = {}, Figure.savefig
-
-    def note(figure, *args, **options):
-        for ax in figure.axes:
-            lines = {line.get_label(): line.get_ydata()[-1] for line in ax.get_lines()}
-            drawn[ax.get_title(loc="left")] = {k: float(v) for k, v in lines.items() if not k.startswith("_")}
-        save(figure, *args, **options)
-
-    monkeypatch.setattr(Figure, "savefig", note)
-    everything = {key: 0.125 * (n + 1) for n, key in enumerate(key for panel in PANELS for key in panel[1])}
-    records = [everything | {"step": step, "reward/mean": 0.5, "reward/a": 0.25} for step in range(1, 7)]
-    plot_progress(records, tmp_path / "progress.png")
-    for title, lines, _ in PANELS:
-        assert drawn[title] == {label: everything[key] for key, label in lines.items()}
-    assert drawn["Mean reward of the rollouts"] == {"mean": 0.5, "a": 0.25}
-    assert smoothed([1.0, None, 3.0, 5.0], 2) == [1.0, 1.0, 3.0, 4.0]
-    assert math.isnan(smoothed([None], 2)[0])

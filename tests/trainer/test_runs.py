@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gspo_kernels.trainer.checkpoint import RunDirectory
 from gspo_kernels.trainer.config import InputError
-from gspo_kernels.trainer.report import PATIENCE, Report, read_metrics
+from gspo_kernels.trainer.report import PATIENCE, read_metrics
 from gspo_kernels.trainer.rollout import Completion
 from tests.trainer.conftest import make_accelerator, make_trainer, same, small_config, tiny_qwen3, weights
 
@@ -124,26 +124,6 @@ def test_a_failure_leaves_a_checkpoint_and_the_run_goes_on_from_it(tmp_path, tok
     assert same(weights(resumed.model), weights(straight.model))
 
 
-def test_resuming_exports_a_run_killed_before_its_export(tmp_path, tokenizer, rows, reward, monkeypatch):
-    config = small_config(tmp_path)
-    killed = make_trainer(tokenizer, rows, reward, config)
-    with monkeypatch.context() as patch:
-        patch.setattr(Report, "finish", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
-        with pytest.raises(KeyboardInterrupt):
-            killed.train()
-    assert not (tmp_path / "model").exists()
-    make_trainer(tokenizer, rows, reward, config).train(resume=True)
-    assert same(weights(AutoModelForCausalLM.from_pretrained(tmp_path / "model")), weights(killed.model))
-
-
-def test_evaluating_more_often_changes_nothing(tmp_path, tokenizer, rows, reward):
-    often = make_trainer(tokenizer, rows, reward, small_config(tmp_path / "a", evaluation={"every": 1}))
-    often.train()
-    never = make_trainer(tokenizer, rows, reward, small_config(tmp_path / "b"), eval_dataset=None)
-    never.train()
-    assert same(weights(often.model), weights(never.model))
-
-
 def batch_of(trainer):
     trainer.step = 1
     torch.manual_seed(0)
@@ -196,22 +176,6 @@ def test_levels_rewards_and_gdpo_reach_the_objectives(tmp_path, tokenizer, rows)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_rollouts_keep_groups_together_and_pass_their_columns(tmp_path, tokenizer, rows):
-    seen = []
-
-    def record(prompts, letter):
-        seen.append((prompts, letter))
-        return [0.0] * len(prompts)
-
-    trainer = make_trainer(tokenizer, rows, record, small_config(tmp_path))
-    for trainer.step in (1, 2):
-        trainer.rollout()
-    for prompts, letters in seen:
-        assert all(len(set(prompts[i : i + 4])) == 1 for i in range(0, 12, 4))
-        assert letters == [prompt[0] for prompt in prompts]
-    assert sorted(prompts[i] for prompts, _ in seen for i in (0, 4, 8)) == sorted(r["prompt"] for r in rows)
-
-
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -260,31 +224,6 @@ def test_warnings_when_nothing_can_be_learned_or_sampling_cuts(tmp_path, tokeniz
         steps = read_metrics(tmp_path / str(keep) / "metrics.jsonl")[1:]
         assert capsys.readouterr().out.count("sampling cuts off") == (0 if keep else 1)
         assert (max(each["mismatch/mean"] for each in steps) < 1e-5) == keep
-
-
-def test_adapters_are_exported_with_the_weights_and_resume_bit_for_bit(tmp_path, tokenizer, rows, reward):
-    pytest.importorskip("peft")
-    sections = {"lora": {"rank": 2}, "kl": {"beta": 0.05}, "update": {"learning_rate": 0.05}}
-    straight = make_trainer(tokenizer, rows, reward, small_config(tmp_path / "straight", **sections))
-    base = weights(straight.model)
-    straight.train()
-    trained = weights(straight.model)
-    assert all(same({n: base[n]}, {n: trained[n]}) == ("lora" not in n) for n in base)
-    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "straight" / "model")
-    ids = torch.tensor([[5, 6, 7, 8]])
-    with torch.no_grad():
-        ours, plain = straight.model(ids).logits, tiny_qwen3(tokenizer)(ids).logits
-        torch.testing.assert_close(exported(ids).logits, ours, atol=1e-5, rtol=1e-5)
-    assert (ours - plain).abs().max() > 1e-2
-    changes = sections | {"update": sections["update"] | {"steps": 2}}
-    make_trainer(tokenizer, rows, reward, small_config(tmp_path / "resumed", **changes)).train()
-    resumed = make_trainer(tokenizer, rows, reward, small_config(tmp_path / "resumed", **sections))
-    resumed.train(resume=True)
-    assert same(weights(resumed.model), trained)
-    for targets, words in (("lm_head", "lm_head"), ("no_such_layer", "lora.target_modules")):
-        config = small_config(tmp_path / "refused", lora={"rank": 2, "target_modules": targets})
-        with pytest.raises(InputError, match=words):
-            make_trainer(tokenizer, rows, reward, config)
 
 
 def test_trackers_get_the_metrics(tmp_path, tokenizer, rows, reward):

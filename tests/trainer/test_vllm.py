@@ -1,7 +1,6 @@
 """vLLM against a stand-in that speaks its interface: requests, answers, weights, errors, whole runs."""
 
 import copy
-import math
 import os
 import signal
 import socket
@@ -40,58 +39,6 @@ def make_server(stand_in, **changes):
 
 def make_engine(stand_in, end_ids=ENDS, **changes):
     return VLLMEngine(make_server(stand_in, **changes), list(end_ids), vocabulary=258)
-
-
-@pytest.mark.parametrize(
-    "sampling", [Sampling(6), Sampling(6, 0.7), Sampling(6, 1.3, top_p=0.8, top_k=40)], ids=str
-)
-def test_completions_are_what_the_server_sampled(stand_in, sampling):
-    """Tokens and log-probs of each seed, bit for bit and in their order."""
-    torch.manual_seed(shifted_seed(0))
-    completions = make_engine(stand_in).generate(PROMPTS, sampling)
-    torch.manual_seed(shifted_seed(0))
-    seeds = torch.randint(2**63 - 1, (4,)).tolist()
-    answers = {body["seed"]: (body["prompt"], choice) for body, choice in stand_in.completions}
-    for row, (seed, prompt) in enumerate(zip(seeds, PROMPTS, strict=True)):
-        asked, choice = answers[seed]
-        tokens = choice["token_ids"]
-        assert asked == prompt and ids_of(completions)[row] == tokens
-        logprobs = torch.tensor(choice["logprobs"]["token_logprobs"])
-        assert torch.equal(completions[row].logprobs, logprobs)
-        assert completions[row].finished == (tokens[-1] in ENDS)
-    assert len(completions) == 4
-
-
-def test_log_probs_are_those_of_the_distribution_that_tokens_were_drawn_from(stand_in, model):
-    sampling = Sampling(6, 0.7, top_p=0.9, top_k=50)
-    completions = make_engine(stand_in).generate(PROMPTS * 4, sampling)
-    exact, errors, sizes = copy.deepcopy(model).double(), [], []
-    for prompt, ids, logprobs in zip(
-        PROMPTS * 4, ids_of(completions), [each.logprobs for each in completions], strict=True
-    ):
-        with torch.no_grad():
-            logits = (
-                exact(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1] / sampling.temperature
-            )
-        for place, token in enumerate(ids):
-            best = logits[place].topk(sampling.top_k).values.softmax(-1)
-            kept = int((best.cumsum(-1) < sampling.top_p).sum()) + 1
-            logp = logits[place, token] - logits[place].topk(kept).values.logsumexp(-1)
-            errors.append(float(logprobs[place] - logp))
-            sizes.append(float(logits[place].abs().max()))
-    # One fp32 rounding of what a log-prob is made of: a logit, and the log of a sum over the vocabulary.
-    assert torch.tensor(errors).pow(2).mean().sqrt() < 2.0**-24 * (max(sizes) + math.log(258))
-    every = torch.cat([each.logprobs for each in completions])
-    assert (every <= 0).all() and every.min() < -1
-
-
-def test_the_default_generator_decides(stand_in):
-    engine, sampling = make_engine(stand_in), Sampling(6)
-    torch.manual_seed(shifted_seed(0))
-    drawn = engine.generate(PROMPTS, sampling)
-    torch.manual_seed(shifted_seed(0))
-    assert ids_of(engine.generate(PROMPTS, sampling)) == ids_of(drawn)
-    assert ids_of(engine.generate(PROMPTS, sampling)) != ids_of(drawn)
 
 
 def test_greedy_completions_are_those_of_the_model_itself(stand_in, model):
@@ -226,12 +173,6 @@ def test_a_failure_and_ctrl_c_wait_for_no_other_completion(stand_in):
     assert time.monotonic() - started < 15
 
 
-def test_a_context_that_is_too_short_is_an_error(stand_in):
-    stand_in.longest = 5
-    with pytest.raises(InputError, match=r"after 1 tokens .*--max-model-len must hold"):
-        make_engine(stand_in, end_ids=[]).generate([[65] * 4], Sampling(3))
-
-
 def test_what_the_server_refuses_is_reported(stand_in):
     with pytest.raises(InputError, match=r"/v1/completions answered 400 .*Token id 300 is out of voc"):
         make_engine(stand_in).generate([[300]], Sampling(3))
@@ -262,33 +203,6 @@ def test_a_server_that_cannot_be_reached_is_named(stand_in, monkeypatch):
     monkeypatch.setenv("VLLM_API_KEY", "secret")
     monkeypatch.setenv("http_proxy", url)  # where nobody listens
     make_engine(stand_in).generate([[65]], Sampling(2))
-
-
-def test_a_server_that_hangs_up_is_named():
-    with socket.socket() as listening:
-        listening.bind(("localhost", 0))
-        listening.listen()
-        url = f"http://localhost:{listening.getsockname()[1]}"
-
-        def hang_up():
-            connection, _ = listening.accept()
-            connection.recv(1)
-            connection.close()
-
-        threading.Thread(target=hang_up, daemon=True).start()
-        with pytest.raises(InputError, match=f"{url}/v1/models cannot be reached"):
-            VLLMServer(url, timeout=5.0)
-
-
-def test_weights_are_loaded_and_cached_prefixes_forgotten(tmp_path, stand_in, tokenizer):
-    server, other = make_server(stand_in), tiny_qwen3(tokenizer, seed=1)
-    engine = make_engine(stand_in)
-    engine.generate(PROMPTS, Sampling(6, temperature=0.0))
-    other.save_pretrained(tmp_path / "weights")
-    server.load(tmp_path / "weights")
-    expected = ModelEngine(other, ENDS, 256, 4).generate(PROMPTS, Sampling(6, temperature=0.0))
-    found = engine.generate(PROMPTS, Sampling(6, temperature=0.0))
-    assert ids_of(found) == ids_of(expected)
 
 
 def test_weights_that_cannot_be_loaded_are_an_error(tmp_path, stand_in, tokenizer):
@@ -411,14 +325,6 @@ def test_weights_that_the_server_did_not_load_are_noticed(
     assert min(mismatch(tmp_path / "stale")) > 100 * max(mismatch(tmp_path / "right"))
 
 
-def test_a_resumed_run_gives_its_weights_to_a_new_server(tmp_path, tokenizer, rows, reward, other_weights):
-    run(tokenizer, rows, reward, tmp_path, other_weights.url)
-    with serving(tiny_qwen3(tokenizer, seed=8)) as another:
-        run(tokenizer, rows, reward, tmp_path, another.url, update={"steps": 4}, resume=True)
-        assert len(another.reloads) == 2
-    assert max(mismatch(tmp_path)) < 1e-5
-
-
 @pytest.mark.parametrize("case", ["adapters", "bf16", "another directory", "off-policy weights"])
 def test_every_path_samples_by_the_server(tmp_path, tokenizer, rows, reward, other_weights, case):
     folder = tmp_path / "elsewhere" / "below"
@@ -459,14 +365,6 @@ def test_two_processes_share_a_server(tmp_path, tokenizer, rows, reward, other_w
             run(tokenizer, rows, reward, tmp_path / "fails", other_weights.url)
 
     in_processes(2, fails)
-
-
-def test_weights_that_find_no_room_are_an_error(tmp_path, tokenizer, rows, reward, other_weights):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match=r"engine.weights: weights for the vLLM server .*file/below"):
-        engine = {"weights": str(tmp_path / "file" / "below")}
-        run(tokenizer, rows, reward, tmp_path / "run", other_weights.url, engine=engine)
-    assert not other_weights.reloads
 
 
 def test_what_cannot_be_meant_is_refused(tmp_path, tokenizer, rows, reward, other_weights, model):

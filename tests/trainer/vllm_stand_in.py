@@ -26,7 +26,6 @@ FIELDS = {
     "stop_token_ids",
     "ignore_eos",
     "return_token_ids",
-    "prompt_logprobs",
 }
 
 
@@ -47,7 +46,6 @@ class StandIn:
         stale: whether it says that it reloaded, and did not.
         spoil: changes an answer before it is sent.
         masking: whether it was started with --return-sampling-mask.
-        most: its --max-logprobs.
         completions: what it was asked for and what it answered, in no order.
         reloads: directories that it loaded.
     """
@@ -58,7 +56,6 @@ class StandIn:
         self.developing, self.key, self.stale, self.seconds = True, None, False, 0.0
         self.spoil = lambda answer: answer
         self.completions, self.reloads, self.cached, self.masking = [], [], {}, True
-        self.most = 20
         self.lock = threading.Lock()
         vars(self).update(changes)
 
@@ -91,8 +88,6 @@ class StandIn:
             raise Refused(404, f"The model `{body['model']}` does not exist.")
         prompt, options = body["prompt"], DEFAULTS | body
         assert isinstance(prompt, list) and prompt
-        if "prompt_logprobs" in body:
-            return self.score(body, prompt)
         assert body["return_token_ids"] is True
         assert -(2**63) <= options.get("seed", 0) < 2**63
         if max(prompt) >= self.model.config.vocab_size:
@@ -103,25 +98,6 @@ class StandIn:
         choice = {"index": 0, "text": "unused", "token_ids": tokens, "finish_reason": reason}
         if options.get("logprobs") is not None:
             choice["logprobs"] = {"tokens": [str(token) for token in tokens], "token_logprobs": logprobs}
-        self.completions.append((body, choice))
-        return {"object": "text_completion", "model": body["model"], "choices": [choice]}
-
-    def score(self, body, prompt):
-        """Log-probs of a prompt's tokens before temperature and cuts: the likeliest, and the token's own."""
-        K = body["prompt_logprobs"]
-        if self.most < K:
-            raise Refused(
-                400, f"Requested prompt logprobs of {K}, which is greater than max allowed: {self.most}"
-            )
-        if len(prompt) + body["max_tokens"] > self.longest:
-            raise Refused(400, f"This model's maximum context length is {self.longest} tokens")
-        with torch.no_grad():
-            scored = self.model(torch.tensor([prompt])).logits[0, :-1].float().log_softmax(-1)
-        said = [None]
-        for token, values in zip(prompt[1:], scored, strict=True):
-            ids = {*values.topk(K).indices.tolist(), token}
-            said.append({str(i): {"logprob": float(values[i]), "rank": 1, "decoded_token": "?"} for i in ids})
-        choice = {"index": 0, "text": "?", "finish_reason": "length", "prompt_logprobs": said}
         self.completions.append((body, choice))
         return {"object": "text_completion", "model": body["model"], "choices": [choice]}
 
