@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import register_fsdp_forward_method
@@ -258,9 +259,6 @@ def _prepared(model: Any, config: TrainConfig, accelerator: Any, *, frozen: bool
     return accelerator.prepare_model(policy, evaluation_mode=True) if frozen else policy
 
 
-# Shards: under FSDP2 each process reads, and keeps, its own alone.
-
-
 @contextmanager
 def _sharded_weights(accelerator: Any) -> Iterator[None]:
     """Let models that are built inside, on the meta device, have FSDP2's shards for parameters.
@@ -319,9 +317,6 @@ def _check(accelerator: Any, policy: Policy) -> None:
     reshard(policy)
 
 
-# Export.
-
-
 @torch.no_grad()
 def export_model(
     model: Any, tokenizer: Any, path: Path, *, accelerator: Any = ALONE, dtype: torch.dtype | None = None
@@ -344,6 +339,8 @@ def export_model(
             tokenizer.save_pretrained(path)
         if sharded:
             _write_shards(model, state, path, accelerator)
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
     finally:
         model.config = own
 

@@ -37,8 +37,6 @@ from gspo_kernels.trainer.vllm import sync_weights, vllm_engine
 
 Metrics = dict[str, float]
 
-# The second stage of reading a configuration: what needs the library, and so torch.
-
 
 def trainable_objectives() -> dict[str, Any]:
     """Return by name the objectives that a rollout can serve: they need no coefficients of single tokens."""
