@@ -13,7 +13,6 @@ import functools
 import importlib
 import importlib.util
 import inspect
-import itertools
 import math
 import numbers
 import sys
@@ -36,10 +35,7 @@ RewardFunction = Callable[..., Any]
 
 
 def load_reward(spec: str) -> RewardFunction:
-    """Return the function behind ``"module:function"`` or ``"path/to/file.py:function"``.
-
-    ``(name=value, ...)`` after it binds keyword arguments to literal values.
-    """
+    """Return the function of "module:function" or "file.py:function", with "(name=value, ...)" bound."""
     place, opening, options = spec.partition("(")
     location, _, name = place.rpartition(":")
     if not location or not name:
@@ -54,7 +50,16 @@ def load_reward(spec: str) -> RewardFunction:
     if not callable(function):
         kind = "there is no such name" if function is None else f"it is {type(function).__name__}"
         raise InputError(f"reward {spec!r}: {name!r} is not a function of {location}: {kind}")
-    return functools.partial(function, **_options(opening + options, spec)) if opening else function
+    if not opening:
+        return function
+    try:
+        call = ast.parse(f"f({options}", mode="eval").body
+        if not isinstance(call, ast.Call) or call.args or not all(k.arg for k in call.keywords):
+            raise ValueError(options)
+        bound = {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
+    except (SyntaxError, ValueError) as error:
+        raise InputError(f"reward {spec!r}: expected (name=value, ...) with plain values") from error
+    return functools.partial(function, **bound)
 
 
 def _import(location: str) -> Any:
@@ -72,16 +77,6 @@ def _import(location: str) -> Any:
         return importlib.import_module(location)
     finally:
         sys.path.remove(here)
-
-
-def _options(text: str, spec: str) -> dict[str, Any]:
-    try:
-        call = ast.parse(f"f{text}", mode="eval").body
-        if isinstance(call, ast.Call) and not call.args and all(k.arg for k in call.keywords):
-            return {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
-    except (SyntaxError, ValueError):
-        pass
-    raise InputError(f"reward {spec!r}: expected (name=value, ...) with plain values after the function")
 
 
 @dataclass(frozen=True)
@@ -131,7 +126,7 @@ class RewardSet:
         for function in functions:
             inner = function.func if isinstance(function, functools.partial) else function
             base = getattr(inner, "__name__", type(inner).__name__)
-            names = (base if n == 1 else f"{base}_{n}" for n in itertools.count(1))
+            names = [base, *(f"{base}_{n}" for n in range(2, len(functions) + 1))]
             name = next(name for name in names if name not in self._calls)
             self._calls[name] = _Call(name, function, timeout)
         self.names = list(self._calls)
@@ -203,10 +198,7 @@ class _Call:
                 )
 
     def start(self, arguments: Mapping[str, Any]) -> Future[Any]:
-        """Call in a daemon thread, which keeps no program from ending, with the torch state of this one.
-
-        A plain function without a time limit is called right here.
-        """
+        """Call in a daemon thread with the torch state of this one; without a time limit, right here."""
         import torch
 
         takes_all = any(p.kind is p.VAR_KEYWORD for p in self.parameters.values())

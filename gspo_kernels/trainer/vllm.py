@@ -32,10 +32,10 @@ _START = "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL"
 
 
 class VLLMResponse(NamedTuple):
-    """One completion as vLLM returns it."""
+    """One completion as vLLM returns it: tokens with the one that ended it, and their log-probs in nats."""
 
-    tokens: list[int]  # with the token that ended it
-    logprobs: list[float] | None  # of these tokens, in nats
+    tokens: list[int]
+    logprobs: list[float] | None
     reason: str | None  # why it ended: "stop" or "length"
     mask: list[list[int]] | None = None  # ids that each token could have been drawn as
 
@@ -43,10 +43,7 @@ class VLLMResponse(NamedTuple):
 def vllm_engine(
     config: TrainConfig, *, end_ids: list[int], vocabulary: int, model_path: str, accelerator: Any
 ) -> VLLMEngine:
-    """Return the engine that ``engine.url`` names, once it is ready, or raise in all processes.
-
-    A local vLLM loads ``model_path``, a directory or a name on the Hub; see `VLLMEngine` for the others.
-    """
+    """Return the engine that ``engine.url`` names, once it is ready; a local vLLM loads ``model_path``."""
     engines: list[VLLMEngine] = []
 
     def start() -> None:
@@ -84,14 +81,12 @@ class VLLMServer:
     def complete(
         self, prompts: Sequence[list[int]], options: Sequence[dict[str, Any]], masks: bool
     ) -> list[VLLMResponse]:
-        """Complete each prompt under its options, which are fields of vLLM's ``SamplingParams``.
-
-        The first request that fails ends all: those under way are left behind in daemon threads.
-        """
+        """Complete each prompt under its options, which are fields of vLLM's ``SamplingParams``."""
 
         def work(i: int) -> tuple[int, VLLMResponse]:
             return i, self._complete(prompts[i], options[i], masks)
 
+        # The first request that fails ends all: those under way are left behind in daemon threads.
         with ThreadPool(min(self.at_once, len(prompts)) or 1) as pool:
             responses = dict(pool.imap_unordered(work, range(len(prompts))))
         return [responses[i] for i in range(len(prompts))]
@@ -270,8 +265,7 @@ class VLLMEngine:
 def sync_weights(engine: VLLMEngine, write: Callable[[Path], None], folder: Path, accelerator: Any) -> None:
     """Write weights into a new hidden directory, let vLLM load them, and remove it; all processes must call.
 
-    Each time the directory has a new name, so that a server that does not see it fails, and never loads what
-    it has cached.
+    Its name is new each time, so that a server that does not see it fails, and loads nothing from a cache.
     """
 
     def new_directory() -> Path:
