@@ -156,7 +156,7 @@ def parse_arguments(
         config=(tyro.conf.FlagCreatePairsOff,),
     )
     # The fields of an objective are known once its class is, which needs torch.
-    objective = start.objective.options | {"name": chosen.objective.name}
+    objective = {**start.objective.model_dump(), "name": chosen.objective.name}
     words = iter(unknown)
     for word in words:
         if not word.startswith("--"):

@@ -50,7 +50,9 @@ class Section(BaseModel):
     def _read_as_yaml(cls, values: Any) -> Any:
         """Take one value for a list of one; refuse true and false where pydantic would take 1 and 0."""
         for name, value in values.items() if isinstance(values, dict) else ():
-            kinds = _kinds(cls.model_fields[name].annotation) if name in cls.model_fields else set()
+            hint = cls.model_fields[name].annotation if name in cls.model_fields else None
+            parts = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+            kinds = {typing.get_origin(part) or part for part in parts}
             if isinstance(value, bool) and kinds & {int, float}:
                 raise ValueError(f"{name} must be a number, got {value!r}")
             if tuple in kinds and isinstance(value, str | int | float):
@@ -141,11 +143,6 @@ class ObjectiveConfig(Section):
     model_config = ConfigDict(extra="allow")
 
     name: str = option("GSPO", "name of the objective")
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """The objective's fields that were given."""
-        return dict(self.model_extra or {})
 
 
 class KLConfig(Section):
@@ -324,12 +321,6 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     for key, value in values.items():
         leaves |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
     return leaves
-
-
-def _kinds(annotation: Any) -> set[Any]:
-    """Return the types that an annotation allows: of ``tuple[float, ...] | None`` tuple and None."""
-    parts = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
-    return {typing.get_origin(part) or part for part in parts}
 
 
 def _sentence(cls: Any, error: ValidationError) -> str:

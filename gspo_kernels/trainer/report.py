@@ -179,11 +179,9 @@ def metrics_line(metrics: Mapping[str, Any], template: str) -> str:
     """Fill ``{name:format}`` with metrics; what is missing or not a number is a dash."""
     values = {"kl": metrics.get("kl/ref", metrics.get("kl/old")), **metrics}
 
-    def text(match: re.Match[str]) -> str:
-        value = values.get(match[1])
-        return "-" if value is None else format(value, match[2])
-
-    return re.sub(r"\{([^:{}]+):([^{}]+)\}", text, template)
+    there = {name: value for name, value in values.items() if value is not None}
+    pattern = r"\{([^:{}]+):([^{}]+)\}"
+    return re.sub(pattern, lambda m: format(there[m[1]], m[2]) if m[1] in there else "-", template)
 
 
 def finite(metrics: Mapping[str, Any]) -> Metrics:

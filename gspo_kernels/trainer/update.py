@@ -52,12 +52,13 @@ def make_objective(config: TrainConfig) -> Any:
         hint = f"{near_matches(name, classes)}; there are {', '.join(classes)}"
         raise InputError(f"objective.name: no objective {name!r}{hint}")
     known = sorted(field.name for field in dataclasses.fields(classes[name]) if field.init)
-    for key in config.objective.options:
+    options = config.objective.model_extra or {}
+    for key in options:
         if key not in known:
             hint = f"{near_matches(key, known)}; it has {', '.join(known)}"
             raise InputError(f"unknown key objective.{key} for {name}{hint}")
     try:
-        return TypeAdapter(classes[name]).validate_python(config.objective.options)
+        return TypeAdapter(classes[name]).validate_python(options)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(["objective", *map(str, first["loc"][:1])])
@@ -243,12 +244,9 @@ class Updater:
             output = policy(*batch.tokens(rows), None, batch.mask(rows), return_entropy=True)
             if counts:
                 values[:, batch.places(rows)] = torch.stack(output)
-        return gk.TokenLogprobs(*self._sum(values))
-
-    def _sum(self, values: Tensor) -> Tensor:
         if self.accelerator.num_processes > 1:
             all_reduce(values)
-        return values
+        return gk.TokenLogprobs(*values)
 
     def _minibatches(self, batch: Batch, step: int) -> list[Minibatch]:
         """Return the minibatches of every epoch, in an order drawn from seed, step and epoch."""
@@ -390,7 +388,9 @@ class Updater:
                 self.accelerator.backward(output.loss)
             if counts:
                 values[:, batch.places(rows)] = torch.stack([output.logprobs, output.entropy])
-        return *self._sum(values), output and output._replace(loss=output.loss.detach())
+        if self.accelerator.num_processes > 1:
+            all_reduce(values)
+        return *values, output and output._replace(loss=output.loss.detach())
 
     def _off_policy_metrics(self, batch: Batch, terms: Mapping[str, Any]) -> Metrics:
         """Return how far the engine's log-probs are from ours, and what weights for that leave of a batch."""
