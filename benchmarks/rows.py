@@ -92,7 +92,7 @@ def _load_packed_by_positions(device: torch.device) -> Callable[..., Tensor]:
         row = packed_inputs(rows.model, [rows.prompt] * len(rows.group), rows.group)
         del row["attention_mask"]
         counted = row["position_ids"][0] >= len(rows.prompt) - 1
-        found: Tensor = rows.model.model(**row).last_hidden_state[0, counted]
+        found: Tensor = rows.model.model(**row, use_cache=False).last_hidden_state[0, counted]
         return found
 
     return call
