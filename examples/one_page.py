@@ -128,7 +128,7 @@ def sample(model: Any, tokenizer: Any, rows: Rows, options: Options, greedy: boo
     """Complete the prompt of every row once, and score the completion."""
     prompts = [row["prompt"] for row in rows]
     inputs = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left").to(options.device)
-    # Every setting is stated, as a model's own defaults would sample from another policy.
+    # Every setting is stated, as a model's defaults would sample from another policy.
     drawn = {"do_sample": True, "temperature": options.temperature, "top_k": 0, "top_p": 1.0}
     config = GenerationConfig(
         max_new_tokens=options.max_new_tokens,

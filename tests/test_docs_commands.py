@@ -23,10 +23,10 @@ PAGES = sorted(
 
 NOT_RUN = {
     r"pip install|^make ": "installs or builds",
-    r"^pytest|^python -m (tests|release|benchmarks)": "runs other tests or measures; tests of its own",
+    r"^pytest|^python -m (tests|release|benchmarks)": "runs other tests, or measures",
     r"vllm serve|--engine\.url|--url http": "needs vLLM; tests/trainer/test_vllm.py has a stand-in",
     r"use_fsdp|num_processes 8|nproc-per-node|7B|seven_billion": "needs GPUs",
-    r"^python -m examples\.(five_minutes|paper)": "has tests of its own in tests/examples",
+    r"^python -m examples\.(five_minutes|paper)": "is tested in tests/examples",
 }
 """Commands that are not run here, and why."""
 

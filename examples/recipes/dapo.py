@@ -9,7 +9,7 @@ fill the rollout up, so that its size never changes. The next rollout takes the 
 were sampled. The paper samples until the batch is full, however long that takes.
 
 **The soft penalty.** A completion loses nothing up to ``rollout.max_new_tokens - recipe.overlong_buffer``
-tokens, then linearly up to ``recipe.overlong_penalty`` at ``max_new_tokens``. It is a reward of its own,
+tokens, then linearly up to ``recipe.overlong_penalty`` at ``max_new_tokens``. It is a separate reward,
 ``overlong``. Groups are compared before the penalty. The paper's hard form is ``rollout.truncated: mask``.
 """
 

@@ -4,7 +4,7 @@
 
 In every turn ``rollout.group_size`` candidates of one history are sampled, scored and compared with each
 other. One of them stays in the history, followed by what the feedback function returns, and the next turn
-begins. All candidates of all turns are trained on: each is a sequence of its own, whose prompt is the
+begins. All candidates of all turns are trained on: each is a sequence by itself, whose prompt is the
 history.
 
 The feedback function is ``f(prompts, completions, rewards, **columns) -> list[str]``, with an entry for each
@@ -13,7 +13,7 @@ trajectory: prompts and columns as the dataset has them, the completions that st
 
 Text grows by the completion and the feedback. A conversation grows by a message of the assistant and one of
 the user. A trajectory whose history leaves no room in the context ends early. Which candidate the paper
-keeps and what its histories hold is not known to us.
+keeps and what its histories have is not known to us.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ class Config(TrainConfig):
     @model_validator(mode="after")
     def _check_dpo(self) -> Config:
         if self.kl.beta > 0:
-            raise ValueError(f"kl.beta must be 0, as DPO has a reference of its own, got {self.kl.beta:g}")
+            raise ValueError(f"kl.beta must be 0, as DPO has another reference, got {self.kl.beta:g}")
         prompts, parts = self.rollout.prompts_per_rollout, self.update.minibatches
         if parts > prompts:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Training's log-probs of given tokens, as they are and with one thing switched at a time."""
+"""Training's log-probs of sampled tokens, as they are and with one thing switched at a time."""
 
 from __future__ import annotations
 
@@ -180,27 +180,27 @@ def switches(
     """
     half = baseline.weights if baseline.weights != "fp32" else "bf16"
     other_half = "fp16" if half == "bf16" else "bf16"
-    found: dict[str, dict[str, Any]] = {}
+    changes: dict[str, dict[str, Any]] = {}
     if baseline.weights == "fp32":
-        found[f"weights in {half}"] = {"weights": half}
-        found[f"weights and head in {half}"] = {"weights": half, "head": half}
-        found[f"weights and head in {other_half}"] = {"weights": other_half, "head": other_half}
+        changes[f"weights in {half}"] = {"weights": half}
+        changes[f"weights and head in {half}"] = {"weights": half, "head": half}
+        changes[f"weights and head in {other_half}"] = {"weights": other_half, "head": other_half}
     else:
-        found["weights in fp32"] = {"weights": "fp32", "head": "fp32"}
+        changes["weights in fp32"] = {"weights": "fp32", "head": "fp32"}
     head = half if baseline.head == "fp32" else "fp32"
-    found[f"head in {head}"] = {"head": head}
-    found[f"softmax in {half}"] = {"softmax": half}
+    changes[f"head in {head}"] = {"head": head}
+    changes[f"softmax in {half}"] = {"softmax": half}
     other = "eager" if attention != "eager" else "sdpa"
-    found[f"{other} attention"] = {"attention": other, "packed": False}
-    found["one sequence at a time"] = {"packed": False}
-    found[f"chunks of {_FEW_ROWS} rows"] = {"max_chunk_bytes": 4 * _FEW_ROWS * vocabulary}
+    changes[f"{other} attention"] = {"attention": other, "packed": False}
+    changes["one sequence at a time"] = {"packed": False}
+    changes[f"chunks of {_FEW_ROWS} rows"] = {"max_chunk_bytes": 4 * _FEW_ROWS * vocabulary}
     if baseline.temperature != 1.0:
-        found["log-probs before temperature"] = {"temperature": 1.0}
+        changes["log-probs before temperature"] = {"temperature": 1.0}
     if baseline.recorded:
-        found["sampling mask off"] = {"recorded": False}
+        changes["sampling mask off"] = {"recorded": False}
     elif sampling.top_p < 1.0 or sampling.top_k > 0:
-        found["sampling mask on"] = {"top_p": sampling.top_p, "top_k": sampling.top_k}
-    return found
+        changes["sampling mask on"] = {"top_p": sampling.top_p, "top_k": sampling.top_k}
+    return changes
 
 
 def attribute(

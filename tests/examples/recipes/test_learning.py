@@ -36,12 +36,9 @@ def trainer_of(name, output, pairs, rows, reward, *, warm_up, steps, learning_ra
 
 
 def three_digits(seed):
-    """Every prompt of three digits whose sorted form is not among a fifth of them: "497=", "479"."""
-    generator = random.Random(seed)
-    rows = [
-        {"prompt": f"{a}{b}{c}=", "answer": "".join(sorted(a + b + c))}
-        for a, b, c in product("0123456789", repeat=3)
-    ]
+    """Prompts of three digits, "497=", whose sorted form, "479", is not among a fifth of them."""
+    generator, digits = random.Random(seed), product("0123456789", repeat=3)
+    rows = [{"prompt": f"{a}{b}{c}=", "answer": "".join(sorted(a + b + c))} for a, b, c in digits]
     answers = sorted({row["answer"] for row in rows})
     held_out = set(generator.sample(answers, len(answers) // 5))
     generator.shuffle(rows)
@@ -49,16 +46,14 @@ def three_digits(seed):
 
 
 def with_drafts(rows, template, seed):
-    """(prompt, answer) pairs: of each row without a draft, with a right one, and with a wrong one."""
-    generator = random.Random(seed)
-    pairs = []
+    """(prompt, answer) pairs: of each row twice without a draft, with a right one, and with a wrong one."""
+    generator, pairs = random.Random(seed), []
     for row in rows:
         wrong = list(row["answer"])
         i, j = generator.sample(range(3), 2)
         wrong[i], wrong[j] = wrong[j], wrong[i]
-        pairs += [(row["prompt"], row["answer"])] * 2
-        for draft in (row["answer"], "".join(wrong)):
-            pairs.append((template.format(prompt=row["prompt"], draft=draft), row["answer"]))
+        prompts = [template.format(prompt=row["prompt"], draft=d) for d in (row["answer"], "".join(wrong))]
+        pairs += [(prompt, row["answer"]) for prompt in (row["prompt"], row["prompt"], *prompts)]
     return pairs
 
 
