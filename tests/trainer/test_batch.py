@@ -281,10 +281,3 @@ def test_batches_hold_every_sequence_once_and_keep_the_budget(lengths, budget, m
         assert tokens == sorted(tokens, reverse=True)
     # Empty only where there is no sequence left to give.
     assert sum(map(bool, fixed)) == min(len(fixed), len(lengths))
-
-
-def test_batches_are_balanced():
-    assert token_budget_batches([8, 4, 4, 4, 4, 8], 16) == [[0, 1, 3], [2, 4, 5]]
-    assert token_budget_batches([70, 70, 70], 100) == [[0], [1], [2]]
-    assert token_budget_batches([30] * 7, 100) == [[0, 3, 6], [1, 4], [2, 5]]
-    assert token_budget_batches([200, 10, 10], 100) == [[0], [1, 2]]

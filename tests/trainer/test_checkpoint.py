@@ -33,16 +33,6 @@ def writer(text):
     return write
 
 
-def test_newest_checkpoints_are_kept(tmp_path):
-    run = RunDirectory(tmp_path)
-    prepare(run)
-    assert run.latest_checkpoint() is None
-    for step in (5, 20, 100):
-        run.save_checkpoint(step, writer(str(step)), keep=2)
-    assert sorted(path.name for path in run.checkpoints.iterdir()) == ["step_000020", "step_000100"]
-    assert (run.latest_checkpoint() / "inner" / "a.txt").read_text() == "100"
-
-
 class Killed(BaseException):
     """Stands for the end of the process: nothing after it runs."""
 

@@ -7,10 +7,8 @@ import re
 import time
 
 import pytest
-import torch
 from rich.console import Console
 
-from gspo_kernels.trainer.batch import Rollout, Sample
 from gspo_kernels.trainer.checkpoint import RunDirectory
 from gspo_kernels.trainer.config import TrainConfig
 from gspo_kernels.trainer.report import (
@@ -24,8 +22,6 @@ from gspo_kernels.trainer.report import (
     plot_progress,
     read_metrics,
 )
-from gspo_kernels.trainer.rewards import Rewards
-from gspo_kernels.trainer.rollout import Completion
 from tests.trainer.conftest import make_accelerator
 
 RECORD = {
@@ -96,23 +92,6 @@ def test_without_a_terminal_every_tenth_step_is_a_line(tmp_path):
     assert "reward -" in metrics_line({}, STEP) and "greedy -" in metrics_line({}, EVALUATION)
 
 
-def test_completions_are_shown_and_kept(tmp_path, tokenizer):
-    texts = ["4[/b]", "x" * 999]
-    completions = [Completion(torch.tensor(tokenizer(text)["input_ids"]), True) for text in texts]
-    samples = [
-        Sample(0, tokenizer("2+2=")["input_ids"], text, c) for text, c in zip(texts, completions, strict=True)
-    ]
-    total = torch.tensor([1.0, math.nan])
-    report, out = make_report(tmp_path, width=200)
-    report.rollout(4, Rollout(samples, Rewards(total, {"a": total}), 2), tokenizer, show=True)
-    for words in ("step 4", "2+2=", "4[/b]", "1.000", "[...]"):
-        assert words in out.getvalue()
-    kept = [
-        json.loads(line) for line in (tmp_path / "rollouts" / "step_000004.jsonl").read_text().splitlines()
-    ]
-    assert [each["reward"] for each in kept] == [1.0, None] and kept[0]["completion"] == "4[/b]"
-
-
 FINE = {"reward/mean": 0.5, "groups_without_variance": 0.5, "completions/finished": 0.5}
 
 
@@ -139,14 +118,6 @@ def test_warnings_come_after_some_steps_and_once(symptom, words):
     (warning,) = (each for some in said for each in some)
     assert words in warning and warning.startswith(f"for {PATIENCE} steps in a row")
     assert symptom.keys() & SYMPTOMS.keys()
-
-
-def test_a_mismatch_is_told_from_rounding():
-    for precision, bound in (("fp32", 1e-5), ("bf16", 0.02)):
-        health = Health(TrainConfig(update={"precision": precision}))
-        assert not any(
-            health.check({"mismatch/mean": bound, "mismatch/ratio": 1.0 + bound}) for _ in range(9)
-        )
 
 
 @pytest.mark.parametrize("evaluated", [True, False])

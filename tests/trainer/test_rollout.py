@@ -50,19 +50,6 @@ def test_greedy_completions_do_not_depend_on_padding_or_batches(model, tokenizer
         ids.append(found)
 
 
-def test_the_models_own_generation_defaults_are_set_aside(model, tokenizer):
-    torch.manual_seed(shifted_seed(0))
-    plain = ids_of(sample(model, tokenizer, ["ab"] * 16, Sampling(6)))
-    model.generation_config.top_k = 1
-    model.generation_config.temperature = 0.1
-    model.generation_config.repetition_penalty = 5.0
-    model.generation_config.max_length = 3
-    torch.manual_seed(shifted_seed(0))
-    again = ids_of(sample(model, tokenizer, ["ab"] * 16, Sampling(6)))
-    assert plain == again
-    assert model.generation_config.top_k == 1, "the model keeps its own defaults"
-
-
 def sampling_logprobs(model, prompts, completions, sampling):
     """[N] by a forward pass without a cache, and the definitions of temperature, top-k and top-p."""
     rows = []

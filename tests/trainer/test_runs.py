@@ -11,7 +11,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from gspo_kernels.trainer.checkpoint import RunDirectory
 from gspo_kernels.trainer.config import InputError
 from gspo_kernels.trainer.report import PATIENCE, read_metrics
-from gspo_kernels.trainer.rollout import Completion
 from tests.trainer.conftest import make_accelerator, make_trainer, same, small_config, tiny_qwen3, weights
 
 
@@ -195,20 +194,6 @@ def test_bad_input_is_refused_before_anything_is_written(tmp_path, tokenizer, ro
     assert not (tmp_path / "run").exists()
 
 
-def test_an_engine_must_return_the_masks_that_are_asked_for(tmp_path, tokenizer, rows, reward):
-    class Scripted:
-        def generate(self, prompts, sampling):
-            return [Completion(torch.tensor([5, 6]), True) for _ in prompts]
-
-    rollout = {"top_p": 0.9, "keep_sampling_mask": True}
-    trainer = make_trainer(
-        tokenizer, rows, reward, small_config(tmp_path, rollout=rollout), engine=Scripted()
-    )
-    trainer.step = 1
-    with pytest.raises(InputError, match="keep_sampling_mask: Scripted gives completions without a mask"):
-        trainer.rollout()
-
-
 def test_warnings_when_nothing_can_be_learned_or_sampling_cuts(tmp_path, tokenizer, rows, reward, capsys):
     config = small_config(tmp_path / "flat", update={"steps": PATIENCE + 1})
     trainer = make_trainer(tokenizer, rows, lambda prompts: [0.7] * len(prompts), config)
@@ -231,27 +216,24 @@ def test_trackers_get_the_metrics(tmp_path, tokenizer, rows, reward):
     from accelerate.tracking import GeneralTracker
 
     class Kept(GeneralTracker):
-        name, requires_logging_directory, main_process_only = "kept", False, True
-        logged, finished, config, tracker = {}, False, None, None
-
-        def store_init_configuration(self, values):
-            Kept.config = values
+        name, requires_logging_directory, main_process_only, tracker = "kept", False, True, None
+        logged, finished, config = {}, [], {}
+        store_init_configuration = config.update
 
         def log(self, values, step=None, **options):
-            Kept.logged[step] = values
+            self.logged[step] = values
 
         def finish(self):
-            Kept.finished = True
+            self.finished.append(True)
 
     make_accelerator()
     accelerator = Accelerator(log_with=[Kept()])
     make_trainer(tokenizer, rows, reward, small_config(tmp_path), accelerator=accelerator).train()
-    assert Kept.finished and Kept.config["update.steps"] == 4
-    assert sorted(Kept.logged) == [0, 1, 2, 3, 4]
+    assert Kept.finished and Kept.config["update.steps"] == 4 and sorted(Kept.logged) == [0, 1, 2, 3, 4]
     assert Kept.logged[4]["reward/mean"] == read_metrics(tmp_path / "metrics.jsonl")[4]["reward/mean"]
-    make_accelerator()
+    config = small_config(tmp_path, trackers=["comet_ml"])
     with pytest.raises(InputError, match="comet_ml is not installed"):
-        config = small_config(tmp_path, trackers=["comet_ml"])
+        make_accelerator()
         make_trainer(tokenizer, rows, reward, config, accelerator=None)
 
 

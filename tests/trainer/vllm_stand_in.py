@@ -40,7 +40,6 @@ class StandIn:
 
     Attributes:
         names: of the models that it lists.
-        mode: "processed_logprobs" or "raw_logprobs".
         dtype: what it computes in.
         longest: its --max-model-len.
         stale: whether it says that it reloaded, and did not.
@@ -52,7 +51,7 @@ class StandIn:
 
     def __init__(self, model, **changes):
         self.model = model.eval()
-        self.names, self.mode, self.dtype, self.longest = ["policy"], "processed_logprobs", torch.float32, 64
+        self.names, self.dtype, self.longest = ["policy"], torch.float32, 64
         self.developing, self.key, self.stale, self.seconds = True, None, False, 0.0
         self.spoil = lambda answer: answer
         self.completions, self.reloads, self.cached, self.masking = [], [], {}, True
@@ -143,7 +142,7 @@ class StandIn:
             self.kept.append(scores.isfinite().nonzero().flatten().tolist())
             logp = scores.log_softmax(-1)
             tokens.append(int(torch.multinomial(logp.exp(), 1, generator=draws)))
-            logprobs.append(float((raw if self.mode == "raw_logprobs" else logp)[tokens[-1]]))
+            logprobs.append(float(logp[tokens[-1]]))
         return tokens, logprobs, "stop" if tokens[-1] in ends else "length"
 
     def scores(self, ids):
