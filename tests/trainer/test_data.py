@@ -145,17 +145,11 @@ def test_another_column_may_be_the_prompt(tmp_path):
         load_prompts(path, prompt_column="answer")
 
 
-def test_order_is_a_new_permutation_in_every_epoch():
-    epochs = [prompt_order(5, 3, start, 5) for start in (0, 5, 10)]
-    assert all(sorted(epoch) == [0, 1, 2, 3, 4] for epoch in epochs)
-    assert len({tuple(epoch) for epoch in epochs}) > 1
-
-
-def test_order_needs_nothing_but_the_position():
-    straight = prompt_order(7, 1, 0, 40)
-    assert [i for start in range(0, 40, 4) for i in prompt_order(7, 1, start, 4)] == straight
-    assert prompt_order(7, 1, 13, 9) == straight[13:22]
-    assert prompt_order(7, 2, 0, 40) != straight
+def test_order_is_a_new_permutation_in_every_epoch_and_needs_only_the_position():
+    straight = prompt_order(7, 1, 0, 42)
+    assert all(sorted(straight[start : start + 7]) == [*range(7)] for start in range(0, 42, 7))
+    assert straight[:7] != straight[7:14] and prompt_order(7, 2, 0, 42) != straight
+    assert [i for start in range(0, 42, 6) for i in prompt_order(7, 1, start, 6)] == straight
 
 
 def test_data_and_rewards_are_read_without_torch():

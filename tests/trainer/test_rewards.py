@@ -214,14 +214,6 @@ def test_a_reward_that_hangs_is_given_up(kind):
     assert rewards(*ARGUMENTS).total.tolist() == [1.0, 2.0]
 
 
-def test_rewards_compute_no_gradients_in_their_thread():
-    def grad_mode(prompts, completions, completion_ids, **columns):
-        return [float(torch.is_grad_enabled())] * 2
-
-    with torch.no_grad():
-        assert RewardSet([grad_mode], timeout=5.0)(*ARGUMENTS).total.tolist() == [0.0, 0.0]
-
-
 def test_a_reward_that_hangs_keeps_no_program_from_ending():
     """What is left behind, plain or async, is a daemon thread; the process ends with its error."""
     code = (
