@@ -86,13 +86,13 @@ def _load_padded(device: torch.device) -> Callable[..., Tensor]:
 @contestant("packed, mask by transformers", "rows")
 def _load_packed_by_positions(device: torch.device) -> Callable[..., Tensor]:
     """As transformers does it: sequences are found by their positions, the mask has T x T entries."""
-    from gspo_kernels.trainer.rows.packing import packed_inputs
+    from gspo_kernels.trainer.batch import packed_inputs
 
     def call(rows: Rows) -> Tensor:
-        row = packed_inputs([rows.prompt] * len(rows.group), rows.group)
-        counted = row.pop("shift_labels")[0] >= 0
-        del row["cu_seqlens"]
-        found: Tensor = rows.model.model(**row).last_hidden_state[0, counted]
+        row = packed_inputs(rows.model, [rows.prompt] * len(rows.group), rows.group)
+        del row["attention_mask"]
+        counted = row["position_ids"][0] >= len(rows.prompt) - 1
+        found: Tensor = rows.model.model(**row, use_cache=False).last_hidden_state[0, counted]
         return found
 
     return call
@@ -100,16 +100,18 @@ def _load_packed_by_positions(device: torch.device) -> Callable[..., Tensor]:
 
 @contestant("ours, packed rows of a backbone", "rows", ours=True)
 def _load_packed(device: torch.device) -> Callable[..., Tensor]:
-    from gspo_kernels.trainer.rows.packing import packed_hidden_states
+    from gspo_kernels.trainer.batch import packed_hidden_states
 
     return lambda rows: packed_hidden_states(rows.model, [rows.prompt] * len(rows.group), rows.group).hidden
 
 
 @contestant("ours, a shared prompt", "rows", ours=True)
 def _load_shared(device: torch.device) -> Callable[..., Tensor]:
-    from gspo_kernels.trainer.rows.shared_prefix import shared_prefix_hidden_states
+    from gspo_kernels.trainer.batch import shared_prefix_hidden_states
 
-    return lambda rows: shared_prefix_hidden_states(rows.model, [rows.prompt], [rows.group]).hidden
+    return lambda rows: (
+        shared_prefix_hidden_states(rows.model, [rows.prompt] * len(rows.group), rows.group).hidden
+    )
 
 
 class RowsJudge:
@@ -134,8 +136,6 @@ class RowsJudge:
 @suite("rows", "Rows of the backbone: padded, packed, a shared prompt", everything=False)
 def rows(options: Options) -> dict[str, Any]:
     """Qwen3 with random weights; transformers' own mask only where a prompt has 512 tokens."""
-    from gspo_kernels.trainer.rows.shared_prefix import shared_prefix_tokens
-
     on_cpu = options.device.type == "cpu"
     H, layers, group = (256, 4, 8) if on_cpu else (1024, 12, 16)
     sizes = SIZES
@@ -148,7 +148,7 @@ def rows(options: Options) -> dict[str, Any]:
         shape = {
             "dtype": dtype, "H": H, "layers": layers, "prompt": prompt, "completions": group,
             "tokens padded": group * (prompt + longest - 1), "packed": sum(prompt + n - 1 for n in lengths),
-            "shared": shared_prefix_tokens(prompt, lengths),
+            "shared": prompt + sum(n - 1 for n in lengths),
         }  # fmt: skip
         masked = (".*",) if (prompt, shortest) == (512, 64) or options.tiny else ("(?!.*transformers).*",)
         name = f"prompt {prompt}, completions {shortest} to {longest}"

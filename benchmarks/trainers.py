@@ -181,11 +181,10 @@ class _Given:
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
 
-    def generate(self, prompts: list[list[int]], sampling: Any, *, seeds: Sequence[int] | None = None) -> Any:
-        from gspo_kernels.trainer.rollout import Segment, join_segments
+    def generate(self, prompts: list[list[int]], sampling: Any) -> Any:
+        from gspo_kernels.trainer.rollout import Completion
 
-        segments = [[Segment(ids)] for ids in given_completions(self.setting, prompts)]
-        return [join_segments(each, False) for each in segments]
+        return [Completion(torch.tensor(ids), False) for ids in given_completions(self.setting, prompts)]
 
 
 def _ours(layout: str, setting: Setting, model: Any, turns: Turns) -> None:
@@ -193,8 +192,11 @@ def _ours(layout: str, setting: Setting, model: Any, turns: Turns) -> None:
     from gspo_kernels.trainer.config import CheckpointConfig, EvaluationConfig, RolloutConfig, UpdateConfig
 
     class Timed(GSPOTrainer):
-        def rollout(self) -> Any:
+        def take_step(self, signals: Sequence[int] = ()) -> None:
             turns.begin()
+            super().take_step(signals)
+
+        def rollout(self) -> Any:
             with turns.rollout():
                 return super().rollout()
 
@@ -211,7 +213,7 @@ def _ours(layout: str, setting: Setting, model: Any, turns: Turns) -> None:
                 steps=never,
                 minibatches=setting.minibatches,
                 epochs=setting.epochs,
-                layout=layout,
+                shared_prefix=layout == "shared_prefix",
                 learning_rate=setting.learning_rate,
                 max_grad_norm=setting.max_grad_norm,
             ),
@@ -232,7 +234,7 @@ def _load_ours(layout: str, device: torch.device) -> Callable[..., None]:
     return functools.partial(_ours, layout)
 
 
-for _layout in ("packed", "padded", "shared_prefix"):
+for _layout in ("packed", "shared_prefix"):
     contestant(OURS.format(_layout), "training", precision="float32", ours=True)(
         functools.partial(_load_ours, _layout)
     )

@@ -41,7 +41,7 @@ SMALLEST = 1e-30
 LIBRARIES = [
     "benchmarks.trainers",
     "transformers.models.qwen3.modeling_qwen3",
-    "gspo_kernels.trainer.trainer",
+    "gspo_kernels.trainer.loop",
     "trl.trainer.grpo_trainer",
 ]
 """Modules that contestants import; a contestant that lacks one says so when it is loaded."""

@@ -55,8 +55,8 @@ REFERENCE = {
     "rewards": ("Ready-made rewards", "gspo_kernels.rewards"),
     "trainer": (
         "The bundled trainer",
-        "gspo_kernels.trainer.trainer.GSPOTrainer gspo_kernels.trainer.config.TrainConfig "
-        "gspo_kernels.trainer.run.config_file.load_config",
+        "gspo_kernels.trainer.loop.GSPOTrainer gspo_kernels.trainer.config.TrainConfig "
+        "gspo_kernels.trainer.config.load_config",
     ),
 }
 """Titles and contents of the pages of the reference; the text is the docstrings'."""

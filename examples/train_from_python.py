@@ -4,11 +4,10 @@ python examples/train_from_python.py
 """
 
 from gspo_kernels.trainer import GSPOTrainer, TrainConfig
-from gspo_kernels.trainer.config import RolloutConfig, UpdateConfig
 from gspo_kernels.trainer.demo import make_model, make_tokenizer
 
 
-def capitals(prompts, completions, completion_ids, **columns):
+def capitals(completions):
     """Share of capital letters in the completion."""
     return [sum("A" <= char <= "Z" for char in text) / max(len(text), 1) for text in completions]
 
@@ -19,9 +18,8 @@ def main() -> None:
     prompts = [{"prompt": f"{number}:"} for number in range(100)]
     config = TrainConfig(
         output="runs/capitals",
-        threads=1,
-        rollout=RolloutConfig(prompts_per_rollout=8, group_size=8, max_new_tokens=8),
-        update=UpdateConfig(steps=60, minibatches=4, learning_rate=3e-4),
+        rollout={"prompts_per_rollout": 8, "group_size": 8, "max_new_tokens": 8},
+        update={"steps": 60, "minibatches": 4, "learning_rate": 3e-4},
     )
     trainer = GSPOTrainer(
         make_model(tokenizer, seed=0), tokenizer, capitals, prompts[:80], prompts[80:], config

@@ -1,55 +1,110 @@
-"""Fused losses for sequence-level policy optimization: Triton kernels on the GPU, C++ kernels on the CPU."""
+"""Fused losses for sequence-level policy optimization: Triton kernels on the GPU, C++ kernels on the CPU.
 
+Everything is imported on first use: torch takes seconds, and a wrong option of the trainer needs none.
+"""
+
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
 
-from gspo_kernels import advantages, objectives
-from gspo_kernels.aggregation import normalizer
-from gspo_kernels.distillation import distillation_loss, fused_linear_distillation_loss
-from gspo_kernels.invariance import is_batch_invariant, set_batch_invariant
-from gspo_kernels.logprobs import linear_token_logprobs, token_logprobs
-from gspo_kernels.losses import (
-    explain_schedule,
-    fused_linear_policy_loss,
-    fused_policy_loss,
-    policy_coefficients,
-    policy_loss,
-)
-from gspo_kernels.objectives import *  # noqa: F403 - one export line per objective, in its own package
-from gspo_kernels.off_policy import off_policy_mask, rollout_weights
-from gspo_kernels.sampling import sampling_mask
-from gspo_kernels.selected import linear_selected_logprobs, selected_logprobs
-from gspo_kernels.teachers import Teacher
-from gspo_kernels.types import DistillationOutput, LossOutput, SelectedLogprobs, TokenLogprobs
+if TYPE_CHECKING:
+    from gspo_kernels import advantages, objectives
+    from gspo_kernels.aggregation import normalizer
+    from gspo_kernels.distillation import distillation_loss, fused_linear_distillation_loss
+    from gspo_kernels.invariance import is_batch_invariant, set_batch_invariant
+    from gspo_kernels.logprobs import linear_token_logprobs, token_logprobs
+    from gspo_kernels.losses import (
+        explain_schedule,
+        fused_linear_policy_loss,
+        fused_policy_loss,
+        policy_coefficients,
+        policy_loss,
+    )
+    from gspo_kernels.objectives import *  # noqa: F403 - one export line per objective, in its own package
+    from gspo_kernels.off_policy import off_policy_mask, rollout_weights
+    from gspo_kernels.sampling import sampling_mask
+    from gspo_kernels.selected import linear_selected_logprobs, selected_logprobs
+    from gspo_kernels.teachers import Teacher
+    from gspo_kernels.types import DistillationOutput, LossOutput, SelectedLogprobs, TokenLogprobs
+
+    __all__ = [
+        "DistillationOutput",
+        "LossOutput",
+        "SelectedLogprobs",
+        "Teacher",
+        "TokenLogprobs",
+        "advantages",
+        "distillation_loss",
+        "explain_schedule",
+        "fused_linear_distillation_loss",
+        "fused_linear_policy_loss",
+        "fused_policy_loss",
+        "is_batch_invariant",
+        "linear_selected_logprobs",
+        "linear_token_logprobs",
+        "normalizer",
+        "objectives",
+        "off_policy_mask",
+        "policy_coefficients",
+        "policy_loss",
+        "rollout_weights",
+        "sampling_mask",
+        "selected_logprobs",
+        "set_batch_invariant",
+        "token_logprobs",
+    ]
+    __all__ += objectives.__all__
 
 try:
     __version__ = version("gspo_kernels")
 except PackageNotFoundError:  # a source tree that was never installed
     __version__ = "0+unknown"
 
-__all__ = [
-    "DistillationOutput",
-    "LossOutput",
-    "SelectedLogprobs",
-    "Teacher",
-    "TokenLogprobs",
-    "advantages",
-    "distillation_loss",
-    "explain_schedule",
-    "fused_linear_distillation_loss",
-    "fused_linear_policy_loss",
-    "fused_policy_loss",
-    "is_batch_invariant",
-    "linear_selected_logprobs",
-    "linear_token_logprobs",
-    "normalizer",
-    "objectives",
-    "off_policy_mask",
-    "policy_coefficients",
-    "policy_loss",
-    "rollout_weights",
-    "sampling_mask",
-    "selected_logprobs",
-    "set_batch_invariant",
-    "token_logprobs",
-]
-__all__ += objectives.__all__
+_NAMES = {
+    "aggregation": ["normalizer"],
+    "distillation": ["distillation_loss", "fused_linear_distillation_loss"],
+    "invariance": ["is_batch_invariant", "set_batch_invariant"],
+    "logprobs": ["linear_token_logprobs", "token_logprobs"],
+    "losses": [
+        "explain_schedule",
+        "fused_linear_policy_loss",
+        "fused_policy_loss",
+        "policy_coefficients",
+        "policy_loss",
+    ],
+    "off_policy": ["off_policy_mask", "rollout_weights"],
+    "sampling": ["sampling_mask"],
+    "selected": ["linear_selected_logprobs", "selected_logprobs"],
+    "teachers": ["Teacher"],
+    "types": ["DistillationOutput", "LossOutput", "SelectedLogprobs", "TokenLogprobs"],
+}
+"""What is public, by its module; so are the modules ``advantages`` and ``objectives``, and the objectives."""
+
+_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__all__":
+        return sorted(
+            ["advantages", "objectives", *_MODULE_OF, *import_module(f"{__name__}.objectives").__all__]
+        )
+    if name in _MODULE_OF:
+        value = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+    elif name[:1].isupper():  # an objective
+        objectives = import_module(f"{__name__}.objectives")
+        if name not in objectives.__all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(objectives, name)
+    else:
+        try:
+            value = import_module(f"{__name__}.{name}")
+        except ModuleNotFoundError as error:
+            if error.name != f"{__name__}.{name}":
+                raise
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__getattr__("__all__")})

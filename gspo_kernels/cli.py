@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gspo_kernels.trainer.config import TrainConfig
@@ -33,30 +33,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     commands.add_parser("doctor", help="say what works here, and why the rest does not", add_help=False)
     command = parser.parse_args(arguments[:1]).command
+    run_command = {
+        "train": _train,
+        "demo": _demo,
+        "export": _export,
+        "plot": _plot,
+        "mismatch": _mismatch,
+        "doctor": _doctor,
+    }[command]
+    return _answered(f"gspo {command}", lambda: run_command(arguments[1:]))
+
+
+def _answered(prog: str, command: Callable[[], None]) -> int:
+    """Run a command; what a person can mend becomes one sentence and an exit status."""
     try:
-        run = {
-            "train": _train,
-            "demo": _demo,
-            "export": _export,
-            "plot": _plot,
-            "mismatch": _mismatch,
-            "doctor": _doctor,
-        }[command]
-        run(arguments[1:])
+        command()
     except KeyboardInterrupt:
         print("\ninterrupted; --resume goes on from the last checkpoint, if there is one", file=sys.stderr)
         return 130
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("gspo_kernels"):
             raise
-        print(f"gspo {command}: error: {error}; pip install 'gspo-kernels[train]'", file=sys.stderr)
+        print(f"{prog}: error: {error}; pip install 'gspo-kernels[train]'", file=sys.stderr)
         return 1
     except (ValueError, OSError) as error:
-        from gspo_kernels.trainer.input_errors import InputError
+        from gspo_kernels.trainer.config import InputError
 
         if not isinstance(error, InputError | OSError):
             raise
-        print(f"gspo {command}: error: {error}", file=sys.stderr)
+        print(f"{prog}: error: {error}", file=sys.stderr)
         return 1
     return 0
 
@@ -78,16 +83,92 @@ def _doctor(arguments: list[str]) -> None:
 
 
 def _train(arguments: list[str]) -> None:
-    from gspo_kernels.trainer.run.command_line import parse_train_arguments
+    train(arguments)
 
-    chosen = parse_train_arguments(arguments)
-    _run(chosen.config, resume=chosen.resume, overwrite=chosen.overwrite)
+
+def train(
+    arguments: Sequence[str], trainer: Any = None, config_type: Any = None, prog: str = "gspo train"
+) -> None:
+    """Train as a command line says, with `GSPOTrainer` or a recipe's subclass of it and of its configuration.
+
+    Wrong keys and missing files are answered before torch is imported.
+    """
+    config, flags = parse_arguments(arguments, config_type, prog)
+    _run(config, trainer, **flags)
+
+
+def run(trainer: Any, config_type: Any, arguments: Sequence[str] | None = None) -> int:
+    """Be the command line of a recipe, as `main` is that of the package; return the exit status."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    prog = Path(sys.argv[0]).stem
+    return _answered(prog, lambda: train(arguments, trainer, config_type, prog))
+
+
+DESCRIPTION = """\
+Train a causal language model with GSPO on prompts and reward functions.
+  gspo train config.yaml --update.learning_rate 1e-6
+  gspo train --model DIR --dataset prompts.jsonl --reward rewards.py:correct
+  gspo train --resume --output DIR
+- config.yaml comes first. It has the keys below, nested by section; options come
+  on top of it.
+- --resume goes on from the last checkpoint in --output, with --force although
+  settings were changed; --overwrite replaces the run in --output.
+- A reward is a function f(completions, **columns) -> list[float | None].
+- Several devices: accelerate launch [...] -m gspo_kernels.cli train config.yaml
+"""
+
+
+def parse_arguments(
+    arguments: Sequence[str], cls: Any = None, prog: str = "gspo train"
+) -> tuple[Any, dict[str, bool]]:
+    """Read ``[CONFIG] [--key value ...]``; return the configuration, and resume, overwrite and force.
+
+    ``--resume --output DIR`` without CONFIG takes the one in DIR.
+    """
+    import tyro
+    import yaml
+
+    from gspo_kernels.trainer.config import (
+        InputError,
+        TrainConfig,
+        from_mapping,
+        keys,
+        load_config,
+        near_matches,
+    )
+
+    cls = cls or TrainConfig
+    arguments = list(arguments)
+    path = arguments.pop(0) if arguments and not arguments[0].startswith("-") else None
+    flags = {name: f"--{name}" in arguments for name in ("resume", "overwrite", "force")}
+    arguments = [word for word in arguments if word not in ("--resume", "--overwrite", "--force")]
+    if path is None and flags["resume"] and "--output" in arguments[:-1]:
+        path = str(Path(arguments[arguments.index("--output") + 1]) / "config.yaml")
+    start = load_config(path, cls=cls)
+    chosen, unknown = tyro.cli(
+        cls,
+        default=start,
+        prog=prog,
+        description=DESCRIPTION,
+        args=arguments,
+        use_underscores=True,
+        return_unknown_args=True,
+        config=(tyro.conf.FlagCreatePairsOff,),
+    )
+    # The fields of an objective are known once its class is, which needs torch.
+    objective = {**start.objective.model_dump(), "name": chosen.objective.name}
+    words = iter(unknown)
+    for word in words:
+        if not word.startswith("--"):
+            raise InputError(f"unexpected argument {word!r}; a configuration file comes first")
+        name, equals, value = word[2:].partition("=")
+        if not name.startswith("objective."):
+            raise InputError(f"unknown option --{name}{near_matches(name, keys(cls))}")
+        objective[name.removeprefix("objective.")] = yaml.safe_load(value if equals else next(words, ""))
+    return from_mapping({**chosen.model_dump(), "objective": objective}, cls), flags
 
 
 def _demo(arguments: list[str]) -> None:
-    from gspo_kernels.trainer import demo
-    from gspo_kernels.trainer.run.files import RunDirectory
-
     parser = argparse.ArgumentParser(
         prog="gspo demo",
         description="Make a tiny Qwen3 and its tokenizer, warm the model up on sorting four digits, and "
@@ -98,10 +179,16 @@ def _demo(arguments: list[str]) -> None:
         "--output", type=Path, default=Path("runs/demo"), help="directory for everything that is made"
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of every random choice")
-    parser.add_argument("--steps", type=int, default=demo.STEPS, help="rollouts")
+    parser.add_argument("--steps", type=int, default=300, help="rollouts")
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --output")
     parser.add_argument("--overwrite", action="store_true", help="replace the run in --output")
     chosen = parser.parse_args(arguments)
+    import torch
+
+    from gspo_kernels.trainer import demo
+    from gspo_kernels.trainer.checkpoint import RunDirectory
+
+    torch.set_num_threads(1)  # quickest for a model as small as this
     config = demo.make_config(chosen.output, seed=chosen.seed, steps=chosen.steps)
     if not chosen.resume:
         with RunDirectory(chosen.output) as directory:
@@ -120,20 +207,18 @@ def _export(arguments: list[str]) -> None:
     parser.add_argument("--to", type=Path, required=True, help="new directory for the model")
     parser.add_argument("--step", type=int, help="of the checkpoint; the newest one if not given")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="precision of the weights")
-    parser.add_argument("--adapters", action="store_true", help="the adapters alone, for peft")
     chosen = parser.parse_args(arguments)
-    from gspo_kernels.trainer.run.afterwards import export_checkpoint
+    from gspo_kernels.trainer.checkpoint import export_checkpoint
 
     _quiet_transformers()
-    half = chosen.dtype == "bf16"
-    export_checkpoint(chosen.run, chosen.to, step=chosen.step, half=half, adapters=chosen.adapters)
+    export_checkpoint(chosen.run, chosen.to, step=chosen.step, half=chosen.dtype == "bf16")
 
 
 def _plot(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="gspo plot", description="Draw progress.png of a run.")
     parser.add_argument("run", type=Path, help="directory of the run, which may still go on")
     chosen = parser.parse_args(arguments)
-    from gspo_kernels.trainer.run.afterwards import plot_run
+    from gspo_kernels.trainer.report import plot_run
 
     print(plot_run(chosen.run))
 
@@ -145,27 +230,30 @@ def _mismatch(arguments: list[str]) -> None:
     command_line.run(arguments)
 
 
-def _run(config: TrainConfig, *, resume: bool, overwrite: bool) -> None:
+def _run(
+    config: TrainConfig, trainer: Any = None, *, resume: bool, overwrite: bool, force: bool = False
+) -> None:
+    from gspo_kernels.trainer.config import InputError, check_model_path
     from gspo_kernels.trainer.data import load_prompts
-    from gspo_kernels.trainer.input_errors import ConfigError
     from gspo_kernels.trainer.rewards import load_reward
 
     for key in ("model", "dataset", "reward"):
         if not getattr(config, key):
-            raise ConfigError(f"{key} is missing: give --{key}, or the key in the configuration file")
+            raise InputError(f"{key} is missing: give --{key}, or the key in the configuration file")
+    check_model_path(config.model)
     data = config.data
 
     def load(source: str, split: str | None) -> Rows:
         return load_prompts(source, split=split, subset=data.subset, prompt_column=data.prompt_column)
 
-    train_dataset = load(config.dataset, data.split)
+    dataset = load(config.dataset, data.split)
     eval_dataset = None if config.eval_dataset is None else load(config.eval_dataset, data.eval_split)
-    rewards = [load_reward(spec, own_process=config.reward_process) for spec in config.reward]
+    rewards = [load_reward(spec) for spec in config.reward]
     _quiet_transformers()
-    from gspo_kernels.trainer import GSPOTrainer
-
-    trainer = GSPOTrainer(config.model, None, rewards, train_dataset, eval_dataset, config)
-    trainer.train(resume=resume, overwrite=overwrite)
+    if trainer is None:
+        from gspo_kernels.trainer.loop import GSPOTrainer as trainer
+    made = trainer(config.model, None, rewards, dataset, eval_dataset, config)
+    made.train(resume=resume, overwrite=overwrite, force=force)
 
 
 def _quiet_transformers() -> None:

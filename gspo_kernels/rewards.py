@@ -8,9 +8,15 @@ messages of which the last counts.
 
 from __future__ import annotations
 
-import functools
+import importlib.util
+import json
 import logging
+import os
 import re
+import select
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -77,7 +83,8 @@ def math_answer(
 
     The final answer is what math-verify extracts: ``\boxed{}`` first, then LaTeX in ``$``, then the last
     expression. Models write expressions that take forever to compute (9^9^9^9). math-verify stops them by a
-    signal, which only a main thread gets; so the trainer runs this function in a process of its own.
+    signal, which only a main thread gets; so it runs in a process of its own, which is started with the first
+    call, and started again where a signal does not stop it.
 
     Args:
         prompts, completions, completion_ids, columns: one entry per completion.
@@ -87,43 +94,77 @@ def math_answer(
 
     Raises:
         ModuleNotFoundError: math-verify is not installed.
-        RuntimeError: called outside the main thread of a process.
+        RuntimeError: its process cannot be started.
     """
-    try:
-        from math_verify import parse, verify
-    except ModuleNotFoundError as error:
+    if importlib.util.find_spec("math_verify") is None:
         raise ModuleNotFoundError(
             "math_answer needs math-verify: pip install math-verify", name="math_verify"
-        ) from error
-    if threading.current_thread() is not threading.main_thread():
-        raise RuntimeError("math_answer needs the main thread of a process: its time limit is a signal")
-
-    _load_grammars()
-
-    def reward(completion: Completion, answer: object) -> float | None:
-        # Without a sign of LaTeX math-verify would take "\frac{a}{2}" for the number 2.
-        text = str(answer)
-        right = [] if answer is None else parse(text if "$" in text else f"${text}$", parsing_timeout=seconds)
-        if not right:
-            return None
-        found = parse(_text(completion), parsing_timeout=seconds)
-        return float(verify(right, found, timeout_seconds=seconds))
-
-    return [reward(*pair) for pair in zip(completions, _column(columns, column), strict=True)]
+        )
+    pairs = zip(completions, _column(columns, column), strict=True)
+    return [
+        None if answer is None else _verifier.ask(_text(text), str(answer), seconds) for text, answer in pairs
+    ]
 
 
-math_answer.own_process = True  # type: ignore[attr-defined]
+class _Verifier:
+    """The process that compares answers: one line of JSON for a question, one for its reward."""
+
+    def __init__(self) -> None:
+        self.process: Any = None
+        self.owner, self.lock = 0, threading.Lock()
+
+    def ask(self, completion: str, answer: str, seconds: int) -> float | None:
+        """Return the reward; 0 where the process does not answer in time, and is killed."""
+        with self.lock:
+            if self.process is None or self.process.poll() is not None or self.owner != os.getpid():
+                self._start()  # a fork has a process of its own as well
+            self.process.stdin.write(json.dumps([completion, answer, seconds]).encode() + b"\n")
+            # Two texts are parsed and their values compared, each within its seconds.
+            reward: float | None = self._answer(4 * seconds)
+            return reward
+
+    def _start(self) -> None:
+        command = [sys.executable, "-c", "from gspo_kernels.rewards import _verify; _verify()"]
+        self.process = subprocess.Popen(command, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self.owner = os.getpid()
+        if self._answer(None) != "ready":
+            raise RuntimeError("math_answer: the process that compares answers cannot be started")
+
+    def _answer(self, seconds: int | None) -> Any:
+        process = self.process
+        if select.select([process.stdout], [], [], seconds)[0] and (line := process.stdout.readline()):
+            return json.loads(line)
+        process.kill()
+        process.wait()
+        return 0.0
 
 
-@functools.cache
-def _load_grammars() -> None:
-    """Let math-verify read what it needs in a process, on no completion's time."""
+_verifier = _Verifier()
+
+
+def _verify() -> None:
+    """Answer questions of a `_Verifier` until its end."""
     from math_verify import parse, verify
 
-    # it warns at every completion that it gives up, and wherever there is no limit
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the trainer, which ends this process
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    # math-verify warns at every completion that it gives up, and wherever there is no limit
     logging.getLogger("math_verify").setLevel(logging.ERROR)
-    one, other = (parse(text, parsing_timeout=None) for text in (r"$\frac{1}{2}$", "0.5"))
-    verify(one, other, timeout_seconds=None)
+    # It reads its grammars now, on no completion's time.
+    verify(
+        parse(r"$\frac{1}{2}$", parsing_timeout=None),
+        parse("0.5", parsing_timeout=None),
+        timeout_seconds=None,
+    )
+    print(json.dumps("ready"), file=answers)
+    for line in sys.stdin:
+        completion, answer, seconds = json.loads(line)
+        # Without a sign of LaTeX math-verify would take "\frac{a}{2}" for the number 2.
+        right = parse(answer if "$" in answer else f"${answer}$", parsing_timeout=seconds)
+        found = parse(completion, parsing_timeout=seconds) if right else []
+        reward = float(verify(right, found, timeout_seconds=seconds)) if right else None
+        print(json.dumps(reward), file=answers)
 
 
 def _text(completion: Completion) -> str:

@@ -69,7 +69,7 @@ def test_weights_gradients_and_moments_are_those_of_a_run(script, tmp_path):
     for parameter in trainer.model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda p: gradients.update({p: p.grad.nbytes}))
     trainer.step = 1
-    trainer.updater.update(trainer.rollout()[0], 1)
+    trainer.update(trainer.compare(trainer.rollout()))
     state = trainer.updater.optimizer.state.values()
     moments = sum(t.nbytes for each in state for t in each.values() if t.ndim > 0)
     table = script.training(script.shape_of(model.config), gpus=1)
@@ -119,8 +119,8 @@ def test_commands_parse(words, monkeypatch):
     from accelerate.commands.launch import launch_command_parser
 
     from gspo_kernels import cli
-    from gspo_kernels.trainer.run.command_line import parse_train_arguments
-    from gspo_kernels.trainer.run.config_file import load_config
+    from gspo_kernels.cli import parse_arguments
+    from gspo_kernels.trainer.config import load_config
 
     monkeypatch.chdir(ROOT)
     while "=" in words[0]:
@@ -145,13 +145,13 @@ def test_commands_parse(words, monkeypatch):
         example = load_config("examples/seven_billion.yaml")
         assert arguments == ["--resume", "--output", example.output]
         return
-    chosen = parse_train_arguments(arguments)
-    assert chosen.config.update.gradient_checkpointing and chosen.config.update.precision == "bf16"
-    assert (chosen.config.engine.url is None) == ("--engine.url" not in arguments)
+    config, *_ = parse_arguments(arguments)
+    assert config.update.gradient_checkpointing and config.update.precision == "bf16"
+    assert (config.engine.url is None) == ("--engine.url" not in arguments)
 
 
 def test_the_table_is_about_the_example(script):
-    from gspo_kernels.trainer.run.config_file import load_config
+    from gspo_kernels.trainer.config import load_config
 
     config = load_config(ROOT / "examples" / "seven_billion.yaml")
     assert config.update.micro_batch_tokens == script.TOKENS

@@ -1,12 +1,14 @@
 """Ready-made rewards on cases by hand."""
 
 import functools
-import sys
-import threading
+import importlib.util
+import os
+import signal
 from pathlib import Path
 
 import pytest
 
+from gspo_kernels import rewards
 from gspo_kernels.rewards import exact_match, math_answer, regex_format
 
 NONE = [None] * 4
@@ -32,10 +34,10 @@ def test_the_example_rewards():
 
     folder = Path(__file__).parent.parent / "examples"
     rows = load_prompts(folder / "sums.jsonl")
-    rewards = RewardSet([load_reward(f"{folder}/rewards.py:{name}") for name in ("right_number", "brief")])
-    rewards.check(column_names(rows))
+    both = RewardSet([load_reward(f"{folder}/rewards.py:{name}") for name in ("right_number", "brief")])
+    both.check(column_names(rows))
     texts = ["17 + 25 = 42"] * len(rows)
-    found = rewards([row["prompt"] for row in rows], texts, [[1] * 64] * len(rows), columns_of(rows))
+    found = both([row["prompt"] for row in rows], texts, [[1] * 64] * len(rows), columns_of(rows))
     assert found.by_name["right_number"].tolist() == [1.0] + [0.0] * (len(rows) - 1)
     assert found.by_name["brief"].tolist() == [0.75] * len(rows)
 
@@ -71,28 +73,30 @@ def test_math_answer(answer, completion, reward):
     assert math_answer([None], [completion], [None], answer=[answer], seconds=1) == [reward]
 
 
-def test_math_answer_needs_a_main_thread_and_gets_one_in_the_trainer():
+def test_math_answer_works_in_any_thread():
     pytest.importorskip("math_verify")
     from gspo_kernels.trainer.rewards import RewardSet
 
-    caught = []
-
-    def call():
-        try:
-            math_answer([None], ["3"], [None], answer=["3"])
-        except RuntimeError as error:
-            caught.append(str(error))
-
-    thread = threading.Thread(target=call)
-    thread.start()
-    thread.join()
-    assert "main thread" in caught[0]
-    rewards = RewardSet([functools.partial(math_answer, seconds=1)], timeouts=60.0)
+    both = RewardSet([functools.partial(math_answer, seconds=1)], timeout=60.0)
     answers = {"answer": ["1/2", "42"]}
-    assert rewards(NONE[:2], ["0.5", "$9^{9^{9^{9}}}$"], NONE[:2], answers).total.tolist() == [1.0, 0.0]
+    assert both(NONE[:2], ["0.5", "$9^{9^{9^{9}}}$"], NONE[:2], answers).total.tolist() == [1.0, 0.0]
+
+
+def test_a_comparison_that_no_signal_stops_costs_its_own_reward_alone(monkeypatch):
+    """The process is killed, and another one compares what follows; so it is where it was killed before."""
+    pytest.importorskip("math_verify")
+    assert math_answer(NONE[:1], ["3"], NONE[:1], answer=["3"]) == [1.0]
+    first = rewards._verifier.process
+    os.kill(first.pid, signal.SIGSTOP)
+    assert math_answer(NONE[:1], ["3"], NONE[:1], answer=["3"], seconds=1) == [0.0]
+    assert first.poll() is not None
+    assert math_answer(NONE[:2], ["3", "4"], NONE[:2], answer=["3", "3"]) == [1.0, 0.0]
+    rewards._verifier.process.kill()
+    rewards._verifier.process.wait()
+    assert math_answer(NONE[:1], ["3"], NONE[:1], answer=["3"]) == [1.0]
 
 
 def test_without_math_verify_the_package_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "math_verify", None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ModuleNotFoundError, match="pip install math-verify"):
         math_answer([None], ["3"], [None], answer=["3"])

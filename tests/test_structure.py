@@ -226,7 +226,7 @@ PLANTED = {
     "an operator that knows terms": ("ops/values.py", "from gspo_kernels.terms import Terms"),
     "an objective that knows operators": ("objectives/gspo.py", "from gspo_kernels.ops import values"),
     "a loss that knows the trainer": ("linear/calls.py", "import gspo_kernels.trainer"),
-    "a trainer that knows the report on it": ("trainer/trainer.py", "import gspo_kernels.mismatch"),
+    "a trainer that knows the report on it": ("trainer/loop.py", "import gspo_kernels.mismatch"),
     "an adapter that knows the command line": ("integrations/verl.py", "import gspo_kernels.cli"),
     "a head that knows scores": ("linear/head.py", "from gspo_kernels.linear import scores"),
     "a process group that knows operators": ("parallel/groups.py", "from gspo_kernels.ops import values"),

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 
 from examples.paper.models import routers
-from gspo_kernels.trainer.rows.policy import Policy
+from gspo_kernels.trainer.model import Policy
 
 
 def parse(source):
@@ -37,10 +37,7 @@ def exact(policy):
 def bf16_engine(policy):
     """The same weights rounded to bf16, and run in bf16 up to the logits; routers too."""
     model = copy.deepcopy(policy.model).bfloat16()
-    yield (
-        Policy(model, layout=policy.layout, temperature=policy.temperature),
-        lambda logprobs: logprobs,
-    )
+    yield Policy(model, temperature=policy.temperature), lambda logprobs: logprobs
 
 
 @contextmanager

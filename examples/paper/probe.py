@@ -11,9 +11,8 @@ import torch
 import gspo_kernels as gk
 from examples.paper.old_logprobs import RoutingRecorder, changed_experts, parse
 from examples.paper.training import OBJECTIVES
-from gspo_kernels.trainer.engines.embedded import TransformersEngine
-from gspo_kernels.trainer.rollout import Sampling
-from gspo_kernels.trainer.rows.policy import Policy
+from gspo_kernels.trainer.model import Policy
+from gspo_kernels.trainer.rollout import ModelEngine, Sampling
 
 SOURCES = {
     "dense": ("bf16", "noise=0.01", "noise=0.05"),
@@ -30,7 +29,7 @@ def probe(model, tokenizer, kind, rows, *, seed, lengths):
     and the share of experts that the source's pass chose otherwise (None where there are none).
     """
     started, entries = time.process_time(), []
-    policy = Policy(model, layout="padded", temperature=1.0)
+    policy = Policy(model, temperature=1.0)
     prompt_ids = [tokenizer(row["prompt"])["input_ids"] for row in rows[:SEQUENCES]]
     for length in lengths:
         torch.manual_seed(seed)
@@ -69,7 +68,7 @@ def sample_batch(model, tokenizer, prompt_ids, length):
 
     A made-up reward, as it is defined for any length; generation goes on after the end token.
     """
-    engine = TransformersEngine(
+    engine = ModelEngine(
         model,
         end_ids=[tokenizer.vocab_size + 1],
         pad_id=tokenizer.pad_token_id,

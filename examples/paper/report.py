@@ -3,7 +3,7 @@
 import re
 from statistics import mean
 
-from gspo_kernels.trainer.run.plot import BLUE, GRID, INK, ORANGE, smoothed
+from gspo_kernels.trainer.report import BLUE, GRID, INK, ORANGE, smoothed
 
 COLORS = {"GRPO": ORANGE, "GSPO": BLUE, "GSPO, GRPO's range": "#1b7837"}
 PAPER_CLIPPED = {"GRPO": 0.0013, "GSPO": 0.15}

@@ -2,6 +2,7 @@
 
 import copy
 import time
+from dataclasses import replace
 
 import torch
 
@@ -9,7 +10,8 @@ import gspo_kernels as gk
 from examples.paper.old_logprobs import RoutingRecorder, changed_experts, parse
 from examples.rewards import per_digit
 from gspo_kernels.trainer import GSPOTrainer, TrainConfig, demo
-from gspo_kernels.trainer.run.config_file import from_mapping
+from gspo_kernels.trainer.batch import rollout_metrics
+from gspo_kernels.trainer.processes import seed_everything
 
 MINIBATCHES = 4
 OBJECTIVES = {
@@ -30,12 +32,14 @@ def train(start, rows, held_out, *, objective, source, seed, steps, prompts=16, 
     trainer = make_trainer(
         start, rows, held_out, objective, seed, steps=steps, prompts=prompts, learning_rate=learning_rate
     )
-    experts_changed = use_source(trainer, source)
-    torch.manual_seed(seed)
-    before, every = trainer.evaluate(), []
+    torch.set_num_threads(1)  # quickest for models as small as these
+    before, every, experts_changed = trainer.evaluate(), [], []
     for trainer.step in range(1, steps + 1):
-        experience, metrics = trainer.rollout()
-        every.append(metrics | trainer.updater.update(experience, trainer.step))
+        seed_everything(seed, trainer.step)
+        rollout = trainer.rollout()
+        metrics, changed = update(trainer, trainer.compare(rollout), source)
+        every.append(rollout_metrics(rollout) | metrics)
+        experts_changed += changed
     after = trainer.evaluate()
     numbers = range(1, MINIBATCHES + 1)
     return {
@@ -55,62 +59,37 @@ def make_trainer(start, rows, held_out, objective, seed, *, steps, prompts, lear
     """Return the trainer of a copy of a starting point; its loop is driven from outside."""
     model, tokenizer = copy.deepcopy(start[0]), start[1]
     chosen = OBJECTIVES[objective]
-    config = from_mapping(
-        {
-            "seed": seed,
-            "threads": 1,
-            "reward_weights": [0.5, 0.5],
-            "rollout": {
-                "prompts_per_rollout": prompts,
-                "group_size": 8,
-                "max_new_tokens": demo.DIGITS + 1,
-            },
-            "update": {
-                "steps": steps,
-                "minibatches": MINIBATCHES,
-                "layout": "padded",
-                "learning_rate": learning_rate,
-                "learning_rate_decay": "linear",
-                "adam_beta2": 0.99,
-            },
-            "objective": {
-                "name": type(chosen).__name__,
-                "clip_low": chosen.clip_low,
-                "clip_high": chosen.clip_high,
-            },
-            "evaluation": {"prompts": len(held_out), "accuracy": "exact"},
+    config = TrainConfig(
+        seed=seed,
+        reward_weights=(0.5, 0.5),
+        rollout={"prompts_per_rollout": prompts, "group_size": 8, "max_new_tokens": demo.DIGITS + 1},
+        update={
+            "steps": steps,
+            "minibatches": MINIBATCHES,
+            "learning_rate": learning_rate,
+            "learning_rate_decay": "linear",
         },
-        TrainConfig,
+        objective={
+            "name": type(chosen).__name__,
+            "clip_low": chosen.clip_low,
+            "clip_high": chosen.clip_high,
+        },
+        evaluation={"prompts": len(held_out)},
     )
     return GSPOTrainer(model, tokenizer, [demo.exact, per_digit], rows, held_out, config)
 
 
-def use_source(trainer, source):
-    """Make a trainer take all old log-probs from a source; return the list that expert changes will go to.
+def update(trainer, batch, source):
+    """Learn from a batch with old log-probs from a source; return metrics, and how many experts changed.
 
-    The updater scores the micro-batches of all minibatches in one call, and then runs the same micro-batches
-    in the same order: the n-th pass of both sees the same tokens.
+    Scoring takes the micro-batches of the update in the same order, so the n-th pass of both sees the same
+    tokens. A minibatch whose groups all lack variance has no pass, and then nothing is compared.
     """
-    updater, open_source, changes = trainer.updater, parse(source), []
-    updater.scores_first = True
-    score, update = updater.score, updater.update
-    scored = []
-
-    def score_from_source(policy, experience, micro_batches):
-        with open_source(policy) as (engine, on_logprobs), RoutingRecorder(engine.model) as recorder:
-            found = score(engine, experience, micro_batches)
-        scored[:] = recorder.passes
-        return found._replace(logprobs=on_logprobs(found.logprobs))
-
-    def update_and_compare(experience, step=0):
-        with RoutingRecorder(trainer.model) as recorder:
-            metrics = update(experience, step)
-        # A minibatch whose groups all lack variance has no pass; the last passes are those of minibatches.
-        whole = len(scored) == MINIBATCHES
-        pairs = zip(scored, recorder.passes[-MINIBATCHES:], strict=True) if whole else ()
-        if recorder.routers:
-            changes.append([changed_experts(*pair) for pair in pairs] or None)
-        return metrics
-
-    updater.score, updater.update = score_from_source, update_and_compare
-    return changes
+    updater = trainer.updater
+    with parse(source)(updater.policy) as (engine, on_logprobs), RoutingRecorder(engine.model) as scored:
+        old = on_logprobs(updater.score(engine, batch, trainer.step).logprobs)
+    with RoutingRecorder(trainer.model) as learned:
+        metrics = updater.update(replace(batch, old_logprobs=old), trainer.step)
+    whole = len(scored.passes) == len(learned.passes) == MINIBATCHES
+    pairs = zip(scored.passes, learned.passes, strict=True) if whole else ()
+    return metrics, [[changed_experts(*pair) for pair in pairs] or None] if learned.routers else []

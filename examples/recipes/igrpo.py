@@ -1,93 +1,139 @@
-"""iGRPO in small: a tiny model sorts three digits, and is trained to improve on the best of its own drafts.
+"""iGRPO (arXiv 2602.09000): the best of several drafts goes into the prompt, and refinements are trained.
 
-python -m examples.recipes.igrpo
+    python -m examples.recipes.igrpo config.yaml --recipe.drafts 4
+
+In every step, for every prompt:
+
+1. ``recipe.drafts`` completions are sampled and scored, without gradient.
+2. The best one, the first of equals, goes into the prompt.
+3. ``rollout.group_size`` refinements of this prompt are sampled, scored with the same columns, and trained
+   on.
+
+A prompt keeps its plain form where no draft has a reward, and where the draft leaves no room in the context.
+Evaluations complete plain prompts once, as the trained model is used. The paper's template and its numbers of
+drafts and refinements are not known to us; there GRPO makes the update, here any objective does.
 """
 
-import random
-from itertools import product
+from __future__ import annotations
 
-from examples.recipes.tiny import arguments, make_start, rewards
-from examples.rewards import per_digit
-from gspo_kernels.trainer import GSPOTrainer, TrainConfig
-from gspo_kernels.trainer.demo import exact
-from gspo_kernels.trainer.run.config_file import from_mapping
+import math
+import re
+from dataclasses import replace
+from typing import Any
 
-TEMPLATE = "{prompt}{draft};"
-"""What a refinement completes: "497=479;"."""
+from pydantic import model_validator
+
+from gspo_kernels.cli import run
+from gspo_kernels.trainer.batch import Rollout
+from gspo_kernels.trainer.config import InputError, Section, TrainConfig, option
+from gspo_kernels.trainer.data import encode_prompts
+from gspo_kernels.trainer.loop import GSPOTrainer
+from gspo_kernels.trainer.rollout import sampling_of
 
 
-def make_rows(seed):
-    """Return (training rows, held-out rows), which share no multiset of digits: no prompt and no answer."""
-    generator = random.Random(seed)
-    rows = [
-        {"prompt": f"{a}{b}{c}=", "answer": "".join(sorted(a + b + c))}
-        for a, b, c in product(*["0123456789"] * 3)
-    ]
-    answers = sorted({row["answer"] for row in rows})
-    held_out = set(generator.sample(answers, len(answers) // 5))
-    generator.shuffle(rows)
-    return (
-        [row for row in rows if row["answer"] not in held_out],
-        [row for row in rows if row["answer"] in held_out],
+class Options(Section):
+    """Options of iGRPO."""
+
+    drafts: int = option(4, "completions of a prompt of which the best goes into it as a draft", ge=1)
+    template: str = option(
+        "{prompt}\n\nThe best of several earlier answers:\n{draft}\n\nWrite a better answer.",
+        "what the policy then completes; {prompt} is the prompt, or the last message of the user",
     )
 
-
-def warm_up_pairs(rows, seed):
-    """Return (prompt, answer) pairs: of each row without a draft, with a right one, and with a wrong one."""
-    generator = random.Random(seed)
-    pairs = []
-    for row in rows:
-        wrong = list(row["answer"])
-        i, j = generator.sample(range(3), 2)
-        wrong[i], wrong[j] = wrong[j], wrong[i]
-        pairs += [(row["prompt"], row["answer"])] * 2
-        for draft in (row["answer"], "".join(wrong)):
-            pairs.append((TEMPLATE.format(prompt=row["prompt"], draft=draft), row["answer"]))
-    return pairs
+    @model_validator(mode="after")
+    def _check(self) -> Options:
+        for name in ("{prompt}", "{draft}"):
+            self.require(name in self.template, "template", f"a text with {name} in it")
+        return self
 
 
-def make_trainer(output, *, seed, steps, drafts=4):
-    """Warm a tiny model up; return its trainer."""
-    rows, held_out = make_rows(seed)
-    model, tokenizer = make_start(warm_up_pairs(rows, seed), steps=40, seed=seed)
-    config = from_mapping(
-        {
-            "output": str(output),
-            "seed": seed,
-            "threads": 1,
-            "reward_weights": [0.5, 0.5],
-            "igrpo": {"drafts": drafts, "template": TEMPLATE},
-            "rollout": {"prompts_per_rollout": 16, "group_size": 8, "max_new_tokens": 4},
-            "update": {
-                "steps": steps,
-                "minibatches": 4,
-                "layout": "padded",
-                "learning_rate": 3e-4,
-                "learning_rate_decay": "linear",
-                "adam_beta2": 0.99,
-            },
-            "evaluation": {"every": steps, "accuracy": "exact"},
-        },
-        TrainConfig,
-    )
-    return GSPOTrainer(model, tokenizer, [exact, per_digit], rows, held_out, config)
+class Config(TrainConfig):
+    """A run of iGRPO."""
+
+    recipe: Options = Options()
 
 
-def main() -> None:
-    """Train for less than a minute and say what was learned."""
-    chosen = arguments(__doc__.splitlines()[0], "runs/igrpo", 60).parse_args()
-    trainer = make_trainer(chosen.output, seed=chosen.seed, steps=chosen.steps)
-    before = rewards(trainer, range(128))
-    trainer.train(overwrite=True)
-    after = rewards(trainer, range(128))
-    print("\nmean reward on the same 128 prompts, before and after training on refinements")
-    for name, words in (
-        ("drafts", "drafts: one shot, as the model is used"),
-        ("best_drafts", "the best of four drafts, which refinements see"),
-        ("refinements", "refinements"),
-    ):
-        print(f"  {before[f'reward/{name}']:.3f} -> {after[f'reward/{name}']:.3f}   {words}")
+class IGRPO(GSPOTrainer):
+    """Trains on refinements of the policy's best drafts.
+
+    An `InputError` says that a conversation has no message of the user, which the template would fill.
+    """
+
+    config: Config
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        for number, row in enumerate(self.train_prompts.rows, start=1):
+            prompt = row["prompt"]
+            if not isinstance(prompt, str) and all(message["role"] != "user" for message in prompt):
+                raise InputError(
+                    f"the training dataset, row {number}: the draft goes into the last message of the user, "
+                    "and this conversation has none"
+                )
+
+    def rollout(self) -> Rollout:
+        """Sample drafts, then refinements of the best ones; drafts only show in the metrics."""
+        rows, count = self.next_rows(), self.config.recipe.drafts
+        sampling = replace(sampling_of(self.config.rollout), return_mask=False)  # no loss counts drafts
+        drafts = self.sample(rows, count, sampling=sampling)
+        rewards = self.score(drafts).total
+        best = [first_highest(group) + start for start, group in groups_of(rewards.tolist(), count)]
+
+        originals = [self.train_prompts.rows[row]["prompt"] for row in rows]
+        refined = [
+            refined_prompt(prompt, drafts[place].text, self.config.recipe.template)
+            for prompt, place in zip(originals, best, strict=True)
+        ]
+        template_options = self.config.data.template_options
+        tokens = encode_prompts(self.tokenizer, refined, "a prompt with its draft", template_options)
+        used = [
+            not math.isnan(rewards[place])
+            and (self.longest_prompt is None or len(ids) <= self.longest_prompt)
+            for place, ids in zip(best, tokens, strict=True)
+        ]
+        plain = [self.train_prompts.tokens[row] for row in rows]
+        tokens = [new if use else old for new, old, use in zip(tokens, plain, used, strict=True)]
+
+        refinements = self.sample(rows, tokens=tokens)
+        scored = self.score(refinements)
+        metrics = {
+            "reward/drafts": float(rewards.nanmean()),
+            "reward/best_drafts": float(rewards[best].nanmean()),
+            "reward/refinements": float(scored.total.nanmean()),
+            "igrpo/without_draft": used.count(False) / len(used),
+        }
+        return Rollout(refinements, scored, self.config.rollout.group_size, metrics)
+
+
+def groups_of(values: list[float], size: int) -> list[tuple[int, list[float]]]:
+    """Return runs of ``size`` values, each with the place where it begins."""
+    return [(start, values[start : start + size]) for start in range(0, len(values), size)]
+
+
+def first_highest(rewards: list[float]) -> int:
+    """Return the place of the highest reward, the first of equals; NaN, no reward, is below all."""
+    return max(range(len(rewards)), key=lambda i: -math.inf if math.isnan(rewards[i]) else rewards[i])
+
+
+def refined_prompt(prompt: Any, draft: str, template: str) -> Any:
+    """Fill a template's ``{prompt}`` and ``{draft}``.
+
+    Of a conversation, the last message of the user is the prompt. Where the assistant's answer had begun, its
+    beginning is part of the draft.
+    """
+    if isinstance(prompt, str):
+        return _filled(template, prompt=prompt, draft=draft)
+    if prompt[-1]["role"] == "assistant":
+        draft = prompt[-1]["content"] + draft
+    last = max(index for index, message in enumerate(prompt) if message["role"] == "user")
+    content = _filled(template, prompt=prompt[last]["content"], draft=draft)
+    return [*prompt[:last], {**prompt[last], "content": content}, *prompt[last + 1 :]]
+
+
+def _filled(template: str, **values: str) -> str:
+    # In one pass, as the values may hold braces.
+    return re.sub(r"\{(prompt|draft)\}", lambda match: values[match[1]], template)
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(run(IGRPO, Config))

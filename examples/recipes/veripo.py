@@ -1,77 +1,197 @@
-"""VerIPO in small: a tiny model sorts digits, and a verifier who looks at the form of answers steers DPO.
+"""VerIPO (arXiv 2505.19000): phases of the configured objective and phases of DPO in turn.
 
-python -m examples.recipes.veripo
+    python -m examples.recipes.veripo config.yaml --recipe.verifier verifier.py:form --recipe.dpo_steps 5
 
-The model puts up to four dots before its answer: "4097=" -> "..0479". The reward looks at the outcome alone,
-the last four characters, so dots cost nothing. The verifier prefers answers without them.
+1. ``recipe.grpo_steps`` steps with the configured objective.
+2. The completions of the last ``recipe.dpo_steps`` of these rollouts are scored by the verifier, a reward
+   function. The score is the verifier's plus ``recipe.reward_weight`` times the run's rewards.
+3. ``recipe.dpo_steps`` steps of DPO, each on one of these rollouts, the oldest first, without sampling.
+   Completions of a prompt whose scores differ by more than ``recipe.min_gap`` are a pair.
+
+DPO's reference is the policy that its phase begins with. Of that policy only the log-probs of the kept
+completions are needed, so they are taken at that moment, and there is no second copy of any weight. Only
+summaries of the paper were read: which rollouts, which pairs and how long the phases are is our choice.
 """
 
-import argparse
-import random
+from __future__ import annotations
 
-from examples.recipes.tiny import first_and_last, make_start
-from gspo_kernels.trainer import GSPOTrainer, TrainConfig
-from gspo_kernels.trainer.demo import DIGITS, make_rows
-from gspo_kernels.trainer.run.config_file import from_mapping
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
 
-DOTS = 4
+import torch
+from pydantic import model_validator
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
-
-def outcome(completions, *, answer, **columns):
-    """Share of the last four characters that are right; 1 for the right answer, whatever stands before it."""
-    return [
-        sum(a == b for a, b in zip(text[-DIGITS:], right, strict=False)) / DIGITS
-        for text, right in zip(completions, answer, strict=True)
-    ]
-
-
-def form(completions, **columns):
-    """The verifier: 1 without a dot, 0 with four of them."""
-    return [1.0 - min(text.count("."), DOTS) / DOTS for text in completions]
-
-
-def warm_up_pairs(rows, seed):
-    """Return (prompt, answer) pairs with zero to four dots before the answer."""
-    generator = random.Random(seed)
-    return [(row["prompt"], "." * generator.randint(0, DOTS) + row["answer"]) for row in rows]
+from gspo_kernels.cli import run
+from gspo_kernels.trainer.batch import Batch, Rollout, Sample
+from gspo_kernels.trainer.config import (
+    InputError,
+    ObjectiveConfig,
+    OffPolicyConfig,
+    Section,
+    TrainConfig,
+    option,
+)
+from gspo_kernels.trainer.data import columns_of
+from gspo_kernels.trainer.loop import GSPOTrainer
+from gspo_kernels.trainer.processes import on_main
+from gspo_kernels.trainer.rewards import Rewards, RewardSet, load_reward
 
 
-def train(output, *, seed=0, steps=70, dpo_steps=5):
-    """Make the model, train it, and return the trainer; with 0 DPO steps by the reward alone."""
-    rows, held_out = make_rows(seed)
-    model, tokenizer = make_start(warm_up_pairs(rows, seed), steps=60, seed=seed)
-    phases = {"grpo_steps": 10, "dpo_steps": dpo_steps, "verifier": "examples.recipes.veripo:form"}
-    config = from_mapping(
-        {
-            "output": str(output),
-            "seed": seed,
-            "threads": 1,
-            "veripo": phases if dpo_steps else {},
-            "rollout": {"prompts_per_rollout": 16, "group_size": 8, "max_new_tokens": DOTS + DIGITS + 1},
-            "update": {"steps": steps, "minibatches": 4, "layout": "padded", "learning_rate": 1e-4},
-            "evaluation": {"every": steps},
-        },
-        TrainConfig,
+class Options(Section):
+    """Options of VerIPO."""
+
+    grpo_steps: int = option(20, "steps with the configured objective before each phase of DPO", ge=1)
+    dpo_steps: int = option(5, "steps of DPO then, each on one of the last rollouts", ge=1)
+    verifier: str | None = option(None, "reward function that ranks completions for DPO; else the run's")
+    reward_weight: float = option(1.0, "weight of the run's reward next to the verifier's", ge=0)
+    min_gap: float = option(0.0, "scores of a pair differ by more than this", ge=0)
+    beta: float = option(0.1, "DPO's beta: how firmly it stays near its reference", gt=0)
+
+    @model_validator(mode="after")
+    def _check(self) -> Options:
+        most = f"at most recipe.grpo_steps ({self.grpo_steps}): each takes one rollout of that phase"
+        self.require(self.dpo_steps <= self.grpo_steps, "dpo_steps", most)
+        ranked = self.reward_weight > 0 or self.verifier is not None
+        self.require(ranked, "reward_weight", "above 0 where there is no recipe.verifier")
+        return self
+
+
+class Config(TrainConfig):
+    """A run of VerIPO."""
+
+    recipe: Options = Options()
+
+    @model_validator(mode="after")
+    def _check_dpo(self) -> Config:
+        if self.kl.beta > 0:
+            raise ValueError(f"kl.beta must be 0, as DPO has another reference, got {self.kl.beta:g}")
+        prompts, parts = self.rollout.prompts_per_rollout, self.update.minibatches
+        if parts > prompts:
+            raise ValueError(
+                f"update.minibatches must be at most the {prompts} prompts of a rollout, got {parts}"
+            )
+        return self
+
+
+class VeriPO(GSPOTrainer):
+    """Trains by the objective and by DPO in turn.
+
+    An `InputError` says that the verifier can't be loaded or called, or that the objective needs a reference.
+    """
+
+    config: Config
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        recipe, objective = self.config.recipe, self.config.objective.name
+        if "ref_logprobs" in self.updater.objective.needs:
+            raise InputError(
+                f"objective.name: {objective} has a reference, and so has DPO; expected one without"
+            )
+        dpo = ObjectiveConfig(name="DPO", beta=recipe.beta, min_gap=recipe.min_gap)
+        update = {"objective": dpo, "off_policy": OffPolicyConfig()}
+        self.dpo = self.updater.with_config(self.config.model_copy(update=update))
+        self.kept: list[Batch] = []
+        self.verifier: RewardSet | None = None
+        if recipe.verifier is not None:
+            self.verifier = RewardSet([load_reward(recipe.verifier)], timeout=self.config.reward_timeout)
+            self.verifier.check(self.train_prompts.columns)
+
+    def place(self) -> int:
+        """Return the place of this step in its period: DPO's come last."""
+        return (self.step - 1) % (self.config.recipe.grpo_steps + self.config.recipe.dpo_steps)
+
+    def rollout(self) -> Rollout:
+        """Sample; a step of DPO returns no samples."""
+        if self.place() < self.config.recipe.grpo_steps:
+            return super().rollout()._replace(metrics={"phase": 0.0})
+        return Rollout([], Rewards(torch.zeros(0), {}), self.config.rollout.group_size, {"phase": 1.0})
+
+    def compare(self, rollout: Rollout) -> Batch:
+        """Return what this step learns from, and keep the last rollouts of a phase for DPO."""
+        recipe, place = self.config.recipe, self.place()
+        if place >= recipe.grpo_steps:
+            return self.next_pairs(rollout.metrics)
+        batch = super().compare(rollout)
+        if place >= recipe.grpo_steps - recipe.dpo_steps:
+            scores = recipe.reward_weight * rollout.rewards.total
+            if self.verifier is not None:
+                judged = self.judge(rollout.samples)
+                rollout.metrics["verifier/mean"] = float(judged.nanmean())
+                scores = judged if recipe.reward_weight == 0 else scores + judged
+            self.kept.append(in_pairs(self.dpo.objective, batch, scores))
+        return batch
+
+    def next_pairs(self, metrics: dict[str, float]) -> Batch:
+        """Return the oldest rollout that was kept, and say in the metrics what there is to learn from it."""
+        if self.kept[0].ref_logprobs is None:  # a phase begins: its reference is the policy of now
+            self.kept = [
+                replace(batch, ref_logprobs=self.dpo.score(self.dpo.policy, batch, self.step).logprobs)
+                for batch in self.kept
+            ]
+        batch = self.kept.pop(0)
+        present = batch.counted > 0
+        pairs = self.dpo.objective.count_pairs(batch.advantages.double(), batch.group_ids, present)
+        metrics["pairs"] = float(pairs)
+        groups = batch.group_ids.unique()
+        metrics["groups_with_pairs"] = len(batch.group_ids[present].unique()) / len(groups)
+        return batch
+
+    def update(self, batch: Batch) -> dict[str, float]:
+        """Learn by DPO or by the configured objective."""
+        updater = self.dpo if self.place() >= self.config.recipe.grpo_steps else self.updater
+        return updater.update(batch, self.step)
+
+    def judge(self, samples: list[Sample]) -> Tensor:
+        """Return [B] scores by the verifier, which the first process asks; NaN where it gives none."""
+        verifier, rows = self.verifier, [self.train_prompts.rows[sample.row] for sample in samples]
+        assert verifier is not None
+        return on_main(
+            self.accelerator,
+            lambda: (
+                verifier(
+                    [row["prompt"] for row in rows],
+                    [sample.text for sample in samples],
+                    [sample.ids.tolist() for sample in samples],
+                    columns_of(rows, self.train_prompts.columns),
+                ).total
+            ),
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the run and the rollouts that wait for their step."""
+        kept = [{each.name: getattr(batch, each.name) for each in fields(batch)} for batch in self.kept]
+        return super().state_dict() | {"kept": tree_map_only(Tensor, Tensor.cpu, kept)}
+
+    def load_state_dict(self, state: Mapping[str, Any], checkpoint: Path) -> None:
+        """Go on from what `state_dict` returned."""
+        super().load_state_dict(state, checkpoint)
+        device = self.accelerator.device
+        kept = tree_map_only(Tensor, lambda tensor: tensor.to(device), state["kept"])
+        self.kept = [Batch(**values) for values in kept]
+
+
+def in_pairs(dpo: Any, batch: Batch, scores: Tensor) -> Batch:
+    """Return a batch as DPO takes it: scores as levels, and only completions that are in a pair count.
+
+    ``scores`` is [B], the higher the better; NaN: in no pair.
+    """
+    scores = scores.to(batch.advantages.device)
+    present = (batch.counted > 0) & ~scores.isnan()
+    levels = -scores.nan_to_num(0.0)
+    paired = dpo.paired(levels.double(), batch.group_ids, present)
+    return replace(
+        batch,
+        advantages=levels,
+        loss_mask=batch.loss_mask & batch.by_token(paired),
+        rollout_logprobs=None,  # of the weights that sampled, which say nothing about pairs
+        masks=None,
     )
-    trainer = GSPOTrainer(model, tokenizer, outcome, rows, held_out, config)
-    trainer.train(overwrite=True)
-    return trainer
-
-
-def main() -> None:
-    """Train for less than a minute and say what was learned."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", default="runs/veripo")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=70)
-    parser.add_argument("--dpo-steps", type=int, default=5, help="in each phase; 0: the reward alone")
-    chosen = parser.parse_args()
-    train(chosen.output, seed=chosen.seed, steps=chosen.steps, dpo_steps=chosen.dpo_steps)
-    print("\nmean of the first and of the last ten rollouts (a right answer without dots has 5 tokens)")
-    for name, key in (("reward", "reward/mean"), ("tokens", "completions/length")):
-        first, last = first_and_last(chosen.output, key)
-        print(f"  {name:<7} {first:.2f} -> {last:.2f}")
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(run(VeriPO, Config))

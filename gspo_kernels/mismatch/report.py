@@ -1,4 +1,4 @@
-"""A report: numbers, worst tokens, what each switch does and advice, as JSON, a picture and a short text."""
+"""What was measured as JSON, a picture and a short text, with advice."""
 
 from __future__ import annotations
 
@@ -6,112 +6,90 @@ import json
 import math
 import textwrap
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+import torch
 
-from gspo_kernels.mismatch.advice import advise
-from gspo_kernels.mismatch.measure import Comparison, Split
-from gspo_kernels.mismatch.picture import draw
+from gspo_kernels.mismatch.measure import Comparison
 from gspo_kernels.mismatch.samples import Samples
-from gspo_kernels.mismatch.switches import Switched
-from gspo_kernels.trainer.run.files import write_text
+from gspo_kernels.mismatch.scoring import Switched
+from gspo_kernels.trainer.report import BLUE, GRID, INK, ORANGE
 
 _WORST = 10
 _CONTEXT = 12
 """Tokens before a worst token that are shown with it."""
-
-
-@dataclass(frozen=True)
-class Worst:
-    """A token on which both sides differ most.
-
-    Attributes:
-        sequence, position: which completion, and where in it, from 0.
-        token: its id.
-        text: it in letters; None without a tokenizer.
-        context: what stands before it; None without a tokenizer.
-        training, sampling: log-probs in nats.
-    """
-
-    sequence: int
-    position: int
-    token: int
-    text: str | None
-    context: str | None
-    training: float
-    sampling: float
+EXPLAINED = 0.5
+"""A switch explains a difference if it takes away this share of the mean."""
+_HARMLESS = 0.01
+"""Share of sequences outside of the clip range that changes nothing."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """Everything that is said.
+    """What was measured.
 
     Attributes:
-        comparison: training beside the sampler.
-        splits: by what, in bins.
-        worst: tokens that differ most, the worst one first.
+        comparison: training next to the sampler.
+        worst: tokens that differ most, the worst first: "sequence", "position", "token", "training" and
+            "sampling" in nats; with a tokenizer "text", and "context" before it.
         switched: what each switch does.
-        advice: sentences.
         about: what was compared, for the file.
     """
 
     comparison: Comparison
-    splits: dict[str, list[Split]]
-    worst: list[Worst]
+    worst: list[dict[str, Any]]
     switched: list[Switched]
-    advice: list[str]
     about: dict[str, Any]
 
     def write(self, folder: Path) -> list[Path]:
         """Write mismatch.json and mismatch.png, and return their paths."""
         folder.mkdir(parents=True, exist_ok=True)
         paths = [folder / "mismatch.json", folder / "mismatch.png"]
-        write_text(paths[0], json.dumps(_plain(self.as_dict()), indent=1, allow_nan=False) + "\n")
-        draw(self.comparison, self.switched, self.splits, paths[1])
+        text = json.dumps(_finite(self.as_dict()), indent=1, allow_nan=False)
+        paths[0].write_text(text + "\n", encoding="utf-8")
+        draw(self.comparison, self.switched, paths[1])
         return paths
 
     def as_dict(self) -> dict[str, Any]:
         """The report as the file has it; "per_token" and "log_s" are whole, numbers are in nats."""
+        comparison = self.comparison
         return {
             "about": self.about,
-            "clip": list(self.comparison.clip),
-            "summary": self.comparison.summary(),
-            "advice": self.advice,
+            "clip": list(comparison.clip),
+            "summary": comparison.summary(),
+            "advice": advise(comparison, self.switched),
             "switches": [
                 {"name": each.name, "change": each.change, "moved": each.moved, **each.comparison.summary()}
                 for each in self.switched
             ],
-            "corrections": self.comparison.corrections(),
-            "range_of_99_percent": list(self.comparison.range_that_holds(0.99)),
-            "splits": {name: [asdict(split) for split in splits] for name, splits in self.splits.items()},
-            "worst": [asdict(token) for token in self.worst],
-            "log_s": self.comparison.log_s.tolist(),
-            "cu_seqlens": self.comparison.cu_seqlens.tolist(),
+            "corrections": comparison.corrections(),
+            "range_of_99_percent": list(comparison.range_that_holds(0.99)),
+            "worst": self.worst,
+            "log_s": comparison.log_s.tolist(),
+            "cu_seqlens": comparison.cu_seqlens.tolist(),
             "per_token": {
-                "training": self.comparison.training.tolist(),
-                "sampling": self.comparison.sampling.tolist(),
+                "training": comparison.training.tolist(),
+                "sampling": comparison.sampling.tolist(),
             },
         }
 
     def text(self) -> str:
         """A table and the advice, for a terminal."""
-        numbers = self.comparison.summary()
+        n = self.comparison.summary()
         lines = [
-            f"{numbers['tokens/count']:,} tokens in {numbers['sequences/count']:,} sequences",
+            f"{n['tokens/count']:,} tokens in {n['sequences/count']:,} sequences",
             "",
-            f"tokens     |training - sampling|  mean {_nats(numbers['tokens/mean'])}   "
-            f"median {_nats(numbers['tokens/quantile_0.5'])}   "
-            f"99% {_nats(numbers['tokens/quantile_0.99'])}   max {_nats(numbers['tokens/max'])}",
-            f"           ratio outside [0.9, 1.1]: {numbers['tokens/ratio_beyond_tenth']:.2%}   "
-            f"impossible to one side: {numbers['tokens/impossible']:,}",
-            f"sequences  log s  RMS {_nats(numbers['sequences/rms_log_s'])}   "
-            f"mean {_nats(numbers['sequences/mean_log_s'])}   "
-            f"largest {_nats(numbers['sequences/max_abs_log_s'])}",
-            f"           outside of GSPO's range: {numbers['sequences/outside']:.1%}   "
-            f"(below {numbers['sequences/outside_low']:.1%}, above {numbers['sequences/outside_high']:.1%})",
+            f"tokens     |training - sampling|  mean {_nats(n['tokens/mean'])}   "
+            f"median {_nats(n['tokens/quantile_0.5'])}   "
+            f"99% {_nats(n['tokens/quantile_0.99'])}   max {_nats(n['tokens/max'])}",
+            f"           ratio outside [0.9, 1.1]: {n['tokens/ratio_beyond_tenth']:.2%}   "
+            f"impossible to one side: {n['tokens/impossible']:,}",
+            f"sequences  log s  RMS {_nats(n['sequences/rms_log_s'])}   "
+            f"mean {_nats(n['sequences/mean_log_s'])}   largest {_nats(n['sequences/max_abs_log_s'])}",
+            f"           outside of GSPO's range: {n['sequences/outside']:.1%}   "
+            f"(below {n['sequences/outside_low']:.1%}, above {n['sequences/outside_high']:.1%})",
         ]
         if self.switched:
             width = max(len(each.name) for each in self.switched) + 2
@@ -120,77 +98,190 @@ class Report:
             lines += [_line(each.name, each.comparison, width) for each in self.switched]
         if self.worst:
             lines += ["", "worst tokens        training   sampling  difference   token"]
-            lines += [
-                f"  {w.sequence:>5}:{w.position:<8}{w.training:>12.4f}{w.sampling:>11.4f}"
-                f"{w.training - w.sampling:>12.1e}   {_shown(w)}"
-                for w in self.worst[:5]
-            ]
-        said = [textwrap.fill(sentence, 100, subsequent_indent="  ") for sentence in self.advice]
-        return "\n".join([*lines, "", *(f"- {sentence}" for sentence in said)])
+        for w in self.worst[:5]:
+            shown = f"{w['text']!r} after {w['context']!r}" if "text" in w else str(w["token"])
+            numbers = f"{w['training']:>12.4f}{w['sampling']:>11.4f}{w['training'] - w['sampling']:>12.1e}"
+            lines.append(f"  {w['sequence']:>5}:{w['position']:<8}{numbers}   {shown}")
+        sentences = advise(self.comparison, self.switched)
+        wrapped = [textwrap.fill(f"- {sentence}", 100, subsequent_indent="  ") for sentence in sentences]
+        return "\n".join([*lines, "", *wrapped])
 
 
 def make_report(
     samples: Samples,
     comparison: Comparison,
-    entropy: Tensor | None,
     switched: Sequence[Switched],
     tokenizer: Any,
     about: dict[str, Any],
 ) -> Report:
     """Put a report together; ``tokenizer`` may be None."""
-    splits = {"By place in the completion": comparison.by_position()}
-    if entropy is not None:
-        splits["By entropy, nats"] = comparison.by_entropy(entropy)
-    splits["By training's log-prob, nats"] = comparison.by_logprob()
-    return Report(
-        comparison=comparison,
-        splits=splits,
-        worst=_worst(samples, comparison, tokenizer),
-        switched=list(switched),
-        advice=advise(comparison, switched),
-        about=about,
-    )
-
-
-def _worst(samples: Samples, comparison: Comparison, tokenizer: Any) -> list[Worst]:
     sizes = comparison.difference.abs().nan_to_num(math.inf)
     order = sizes.argsort(descending=True, stable=True)[:_WORST]
-    found = []
+    worst: list[dict[str, Any]] = []
     for token in (int(t) for t in order if sizes[t] > 0):
         sequence = int((comparison.cu_seqlens[1:] <= token).sum())
         position = int(comparison.places[token])
         ids = samples.completions[sequence].tolist()
-        before = [] if samples.prompts is None else samples.prompts[sequence].tolist()
-        text = context = None
+        worst.append({"sequence": sequence, "position": position, "token": ids[position]})
+        for side in ("training", "sampling"):
+            worst[-1][side] = float(getattr(comparison, side)[token])
         if tokenizer is not None:
-            text = tokenizer.decode([ids[position]])
-            context = tokenizer.decode((before + ids[:position])[-_CONTEXT:])
-        numbers = float(comparison.training[token]), float(comparison.sampling[token])
-        found.append(Worst(sequence, position, ids[position], text, context, *numbers))
-    return found
+            before = [] if samples.prompts is None else samples.prompts[sequence].tolist()
+            context = (before + ids[:position])[-_CONTEXT:]
+            worst[-1] |= {"text": tokenizer.decode([ids[position]]), "context": tokenizer.decode(context)}
+    return Report(comparison, worst, list(switched), about)
+
+
+def explanation(switched: Sequence[Switched], before: float) -> Switched | None:
+    """Return the switch that brings training nearest to the sampler, if it explains the difference.
+
+    What makes tokens impossible that were sampled explains nothing.
+    """
+    sizes = {s.comparison.summary()["tokens/mean"]: s for s in switched if bool(s.comparison.possible.all())}
+    if not sizes or not before > 0 or min(sizes) > (1 - EXPLAINED) * before:
+        return None
+    return sizes[min(sizes)]
+
+
+def advise(comparison: Comparison, switched: Sequence[Switched]) -> list[str]:
+    """Return sentences: how bad it is, where it comes from, what to do."""
+    numbers = comparison.summary()
+    mean, outside, impossible = (
+        numbers[key] for key in ("tokens/mean", "sequences/outside", "tokens/impossible")
+    )
+    low, high = comparison.clip
+    if outside == 0 and not impossible:
+        advice = [f"No sequence leaves the clip range ({low:g}, {high:g}): either may give old log-probs."]
+    else:
+        advice = [
+            f"{outside:.1%} of the sequences leave the clip range ({low:g}, {high:g}) although nothing was "
+            "trained. Take old log-probs from training itself, as the bundled trainer does, never from the "
+            "sampler."
+        ]
+    if impossible:
+        advice.append(
+            f"{impossible:.0f} tokens are impossible to one side (a log-prob of -inf): a mask, or a "
+            "vocabulary, that only one of them has."
+        )
+    cause = explanation(switched, mean)
+    if cause is not None:
+        left = cause.comparison.summary()["tokens/mean"] / mean
+        advice.append(f"Where it comes from: with {cause.name}, {left:.1%} of the mean difference is left.")
+        advice.append(_remedy(cause.change))
+    elif switched and outside > _HARMLESS:
+        advice.append("No single switch explains it: other weights, or another tokenizer, may have sampled.")
+    if outside > _HARMLESS:
+        advice += _correction(comparison, "Correct" if cause is None else "Where that can't be had, correct")
+    return advice
+
+
+def _remedy(change: dict[str, Any]) -> str:
+    if "top_p" in change:
+        return (
+            "Sample with top_p=1 and top_k=0, or give the losses the same mask (kept_mask=, from "
+            "gk.sampling_mask; in the bundled trainer rollout.keep_sampling_mask): log-probs over the whole "
+            "vocabulary are smaller by the log of the probability that was cut off."
+        )
+    if "recorded" in change:
+        return (
+            "The sampler's log-probs are over the whole vocabulary: let it give them after its cuts (vLLM: "
+            "logprobs_mode=processed_logprobs), or train without rollout.keep_sampling_mask."
+        )
+    if "temperature" in change:
+        return "Ask the sampler for log-probs after temperature (vLLM: logprobs_mode=processed_logprobs)."
+    if change.keys() <= {"weights", "head"}:
+        return (
+            "Sample in the precision that trains where memory allows; fp16 rounds eight times finer than "
+            "bf16. Otherwise the difference is noise around 0, which rollout weights bound."
+        )
+    if "softmax" in change:
+        return "Let the sampler take its log-softmax in fp32."
+    return "Let both sides compute alike in this."
+
+
+def _correction(comparison: Comparison, correct: str) -> list[str]:
+    token, sequence, total = comparison.corrections().values()
+    low, high = comparison.range_that_holds(0.99)
+    if low == 0 or high == 0:
+        mean = comparison.summary()["sequences/mean_log_s"]
+        advice = [f"The difference has one sign (mean log s {mean:.1e}): no clip range makes up for it."]
+    else:
+        advice = [
+            f"If old log-probs must be the sampler's, a clip range of ({low:.2g}, {high:.2g}) holds 99% "
+            "of the untrained sequences; a narrower one clips them by chance."
+        ]
+    level, best = ("token", token) if token["ess"] >= sequence["ess"] else ("sequence", sequence)
+    advice.append(
+        f'{correct} with gk.rollout_weights(..., level="{level}", mode="truncate", high=2.0), which leaves '
+        f"{best['ess']:.1%} of the batch's effective size and {best['gradient_norm']:.2f} of its gradient's "
+        "norm."
+    )
+    if min(total["gradient_norm"] / best["gradient_norm"], total["ess"] / best["ess"]) < 0.9:
+        advice.append(
+            f'The sum over a sequence (reduce="sum") would leave {total["ess"]:.1%} and '
+            f"{total['gradient_norm']:.2f}: it grows with the length."
+        )
+    return advice
+
+
+def draw(comparison: Comparison, switched: Sequence[Switched], path: Path) -> None:
+    """Draw the differences of tokens, those of sequences, and what each switch leaves, into a PNG file."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(16, 4.8), dpi=110, facecolor="white", layout="constrained")
+    tokens, sequences, bars = figure.subplots(1, 3)
+    for ax, title, x in (
+        (tokens, "Tokens: |training - sampling|", "nats"),
+        (sequences, f"Sequences: {float(comparison.outside.double().mean()):.1%} outside", "log s, nats"),
+        (bars, "One thing switched", "mean |training - sampling|, nats"),
+    ):
+        ax.set_title(title, loc="left", fontsize=11, color=INK)
+        ax.set_xlabel(x, color=INK)
+        ax.grid(color=GRID, linewidth=0.8)
+        ax.set_axisbelow(True)
+        ax.spines[["top", "right", "left", "bottom"]].set_visible(False)
+    sizes = comparison.difference[comparison.possible].abs()
+    if positive := sizes[sizes > 0].tolist():
+        low, high = math.log10(min(positive)), math.log10(max(positive))
+        edges = torch.logspace(max(low, high - 8), high + 1e-6, 41, dtype=torch.float64)
+        tokens.hist(positive, bins=edges.tolist(), color=BLUE)
+        tokens.set_xscale("log")
+    tokens.set_ylabel(f"tokens ({len(sizes) - len(positive):,} of {len(sizes):,} are equal)", color=INK)
+    log_s = comparison.log_s[comparison.log_s.isfinite()]
+    low, high = math.log1p(-min(comparison.clip[0], 0.999)), math.log1p(comparison.clip[1])
+    if len(log_s):
+        widest = max(-low, high, float(log_s.abs().max())) * 1.05
+        sequences.axvspan(low, high, color=ORANGE, alpha=0.25, linewidth=0, label="clip range")
+        sequences.hist(log_s.tolist(), bins=41, range=(-widest, widest), color=BLUE)
+        sequences.legend(frameon=False)
+    rows = [("as it is", comparison), *((each.name, each.comparison) for each in switched)]
+    means = [each.summary()["tokens/mean"] for _, each in rows]
+    if switched and any(mean > 0 for mean in means):
+        floor = min(mean for mean in means if mean > 0) / 3
+        bars.barh(
+            range(len(rows)), [max(mean, floor) for mean in means], color=[ORANGE] + [BLUE] * len(switched)
+        )
+        bars.set_yticks(range(len(rows)), [name for name, _ in rows], fontsize=8)
+        bars.invert_yaxis()
+        bars.set_xscale("log")
+    figure.savefig(path)
 
 
 def _line(name: str, comparison: Comparison, width: int) -> str:
-    numbers = comparison.summary()
-    lost = f"   {numbers['tokens/impossible']:,} impossible" if numbers["tokens/impossible"] else ""
-    return (
-        f"{name:<{width}}{_nats(numbers['tokens/mean']):>10}{_nats(numbers['sequences/rms_log_s']):>11}"
-        f"{numbers['sequences/outside']:>9.1%}{lost}"
-    )
+    n = comparison.summary()
+    lost = f"   {n['tokens/impossible']:,} impossible" if n["tokens/impossible"] else ""
+    numbers = f"{_nats(n['tokens/mean']):>10}{_nats(n['sequences/rms_log_s']):>11}"
+    return f"{name:<{width}}{numbers}{n['sequences/outside']:>9.1%}{lost}"
 
 
 def _nats(value: float) -> str:
     return "0" if value == 0 else f"{value:.1e}"
 
 
-def _shown(worst: Worst) -> str:
-    return f"{worst.token}" if worst.text is None else f"{worst.text!r} after {worst.context!r}"
-
-
-def _plain(value: Any) -> Any:
-    """JSON knows no infinities: null."""
+def _finite(value: Any) -> Any:
+    """JSON has no infinities: null."""
     if isinstance(value, dict):
-        return {name: _plain(each) for name, each in value.items()}
+        return {name: _finite(each) for name, each in value.items()}
     if isinstance(value, list):
-        return [_plain(each) for each in value]
+        return [_finite(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from gspo_kernels.integrations.layouts import offsets_of
+from gspo_kernels.trainer.config import InputError
 from gspo_kernels.trainer.data import load_prompts
-from gspo_kernels.trainer.input_errors import DataError
 from gspo_kernels.trainer.rollout import RolloutEngine, Sampling, SamplingMask
 
 
@@ -23,7 +23,7 @@ class Samples:
     Attributes:
         prompts: B tensors of token ids, [P_i]; None where files of log-probs are compared without a model.
         completions: B tensors of token ids, [C_i], C_i > 0.
-        logprobs: [N] fp64, by the sampler, in nats; -inf is a token that it says it can't draw.
+        logprobs: [N] fp64, by the sampler, in nats; -inf is a token that it calls impossible.
         masks: B, what the sampler could have drawn at each token; None where that isn't known.
     """
 
@@ -33,31 +33,23 @@ class Samples:
     masks: list[SamplingMask] | None = None
 
     @property
-    def lengths(self) -> list[int]:
-        """C_i of each completion."""
-        return [len(completion) for completion in self.completions]
-
-    @property
     def cu_seqlens(self) -> Tensor:
         """int32 [B + 1], where each completion begins among the N tokens."""
-        return offsets_of(torch.tensor(self.lengths, dtype=torch.int64))
+        return offsets_of(torch.tensor([len(each) for each in self.completions], dtype=torch.int64))
 
 
-def draw_samples(
-    engine: RolloutEngine, prompts: Sequence[list[int]], sampling: Sampling, *, seed: int
-) -> Samples:
-    """Sample one completion of each prompt; a `DataError` says that the engine gives no log-probs."""
-    seeds = [seed * 1_000_003 + row for row in range(len(prompts))]
-    drawn = engine.generate(list(prompts), sampling, seeds=seeds)
+def draw_samples(engine: RolloutEngine, prompts: list[list[int]], sampling: Sampling) -> Samples:
+    """Sample one completion of each prompt; an `InputError` says that the engine gives no log-probs."""
+    drawn = engine.generate(prompts, sampling)
     logprobs = [each.logprobs for each in drawn if each.logprobs is not None]
     if len(logprobs) < len(drawn):
-        raise DataError("the sampler gives no log-probs; greedy completions (temperature 0) have none")
+        raise InputError("the sampler gives no log-probs; greedy completions (temperature 0) have none")
     tokens = [torch.tensor(prompt) for prompt in prompts]
     return Samples(tokens, [each.ids for each in drawn], torch.cat(logprobs).double())
 
 
 def read_samples(path: Path, tokenizer: Any, most: int) -> Samples:
-    """Read completions as a run keeps them (``save_rollouts``): jsonl or parquet.
+    """Read completions as a run keeps them (``save_rollouts``).
 
     Of its columns "token_ids" and "logprobs" are needed, and with a tokenizer "prompt"; "sampling_mask" is
     taken where every completion has it.
@@ -68,63 +60,60 @@ def read_samples(path: Path, tokenizer: Any, most: int) -> Samples:
         most: how many completions to take, from the first.
 
     Raises:
-        DataError: the file isn't of this kind; names the row.
+        InputError: the file isn't of this kind; names the row.
     """
     rows = load_prompts(path)
     taken = [rows[i] for i in range(min(most, len(rows)))]
     for number, row in enumerate(taken, start=1):
         _check(row, f"{path}, row {number}")
-    logprobs = [value for row in taken for value in row["logprobs"]]
+        if tokenizer is not None and not isinstance(row["prompt"], str):
+            raise InputError(f"{path}, row {number}: the prompt is no text, as a run would have kept it")
     prompts = None
     if tokenizer is not None:
-        for number, row in enumerate(taken, start=1):
-            if not isinstance(row["prompt"], str):
-                raise DataError(f"{path}, row {number}: the prompt is no text, as a run would have kept it")
         # They were written with the special tokens that the tokenizer had added.
         ids = tokenizer([row["prompt"] for row in taken], add_special_tokens=False)["input_ids"]
         prompts = [torch.tensor(each) for each in ids]
         for number, each in enumerate(ids, start=1):
             if not each:
-                raise DataError(f"{path}, row {number}: the tokenizer makes no token of the prompt")
+                raise InputError(f"{path}, row {number}: the tokenizer makes no token of the prompt")
     completions = [torch.tensor(row["token_ids"], dtype=torch.int64) for row in taken]
+    logprobs = torch.tensor([value for row in taken for value in row["logprobs"]], dtype=torch.float64)
     masks = [SamplingMask.of(each) for row in taken if (each := row.get("sampling_mask")) is not None]
-    known = masks if len(masks) == len(taken) else None
-    return Samples(prompts, completions, torch.tensor(logprobs, dtype=torch.float64), known)
+    return Samples(prompts, completions, logprobs, masks if len(masks) == len(taken) else None)
 
 
 def _check(row: Mapping[str, Any], where: str) -> None:
     for column in ("token_ids", "logprobs"):
         if not isinstance(row.get(column), list) or not row[column]:
-            raise DataError(
-                f"{where}: {column} is {row.get(column)!r}, expected a list with a value per token"
-            )
-    got, expected = len(row["logprobs"]), len(row["token_ids"])
-    if got != expected:
-        raise DataError(f"{where}: {got} logprobs for {expected} token_ids")
+            expected = "expected a list with a value per token"
+            raise InputError(f"{where}: {column} is {row.get(column)!r}, {expected}")
+    tokens, sets = row["token_ids"], row.get("sampling_mask")
+    if len(row["logprobs"]) != len(tokens):
+        raise InputError(f"{where}: {len(row['logprobs'])} logprobs for {len(tokens)} token_ids")
     if not all(isinstance(value, int | float) and value <= 1e-3 for value in row["logprobs"]):
-        raise DataError(f"{where}: logprobs must be numbers of at most 0, as they are in nats")
-    sets = row.get("sampling_mask")
+        raise InputError(f"{where}: logprobs must be numbers of at most 0, as they are in nats")
     if sets is None:
         return
     if not isinstance(sets, list) or not all(isinstance(each, list) for each in sets):
-        raise DataError(f"{where}: sampling_mask is {sets!r}, expected a list of token ids per token")
-    if len(sets) != expected:
-        raise DataError(f"{where}: a sampling_mask of {len(sets)} tokens for {expected} token_ids")
-    for place, (token, ids) in enumerate(zip(row["token_ids"], sets, strict=True)):
+        raise InputError(f"{where}: sampling_mask is {sets!r}, expected a list of token ids per token")
+    if len(sets) != len(tokens):
+        raise InputError(f"{where}: a sampling_mask of {len(sets)} tokens for {len(tokens)} token_ids")
+    for place, (token, ids) in enumerate(zip(tokens, sets, strict=True)):
         if ids and token not in ids:
-            raise DataError(f"{where}: token {token} at {place} isn't in its own sampling_mask")
+            raise InputError(f"{where}: token {token} at {place} isn't in its sampling_mask")
 
 
 def check_vocabulary(samples: Samples, embedded: int, where: str) -> None:
-    """Raise a `DataError` where tokens are none of the ``embedded`` that the model knows."""
+    """Raise an `InputError` where tokens are none of the ``embedded`` that the model has."""
     masks = samples.masks or [SamplingMask.of([])] * len(samples.completions)
     rows = zip(samples.prompts or (), samples.completions, (mask.ids for mask in masks), strict=True)
     for number, tokens in enumerate(rows, start=1):
-        for ids in tokens:
-            if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < embedded:
-                found = int(ids.max()) if int(ids.min()) >= 0 else int(ids.min())
-                known = f"the model embeds only {embedded}; the tokens are of another one"
-                raise DataError(f"{where}, row {number}: has token {found}, but {known}")
+        strange = [int(token) for ids in tokens for token in ids if not 0 <= token < embedded]
+        if strange:
+            raise InputError(
+                f"{where}, row {number}: has token {strange[0]}, but the model embeds only {embedded}; the "
+                "tokens are of another one"
+            )
 
 
 def other_logprobs(path: Path, samples: Samples) -> Tensor:
@@ -132,7 +121,7 @@ def other_logprobs(path: Path, samples: Samples) -> Tensor:
     other = read_samples(path, None, len(samples.completions))
     for number, (one, two) in enumerate(zip(samples.completions, other.completions, strict=False), start=1):
         if not torch.equal(one, two):
-            raise DataError(f"{path}, row {number}: its token_ids are not those of the first file")
+            raise InputError(f"{path}, row {number}: its token_ids are not those of the first file")
     if len(other.completions) < len(samples.completions):
-        raise DataError(f"{path}: has {len(other.completions)} rows for {len(samples.completions)}")
+        raise InputError(f"{path}: has {len(other.completions)} rows for {len(samples.completions)}")
     return other.logprobs

@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 
-from gspo_kernels.trainer.config import TrainConfig
-from gspo_kernels.trainer.run.config_file import from_mapping
+from gspo_kernels.trainer.config import TrainConfig, from_mapping
 
 DIGITS = 4
 STEPS = 300
@@ -26,9 +25,7 @@ FILES = ("base", "train.jsonl", "held_out.jsonl")
 """What `prepare` writes."""
 
 
-def exact(
-    prompts: list[str], completions: list[str], completion_ids: list[list[int]], *, answer: list[str]
-) -> list[float]:
+def exact(completions: list[str], answer: list[str]) -> list[float]:
     """1 for the sorted digits and nothing else, otherwise 0."""
     return [float(text == right) for text, right in zip(completions, answer, strict=True)]
 
@@ -120,28 +117,18 @@ def prepare(directory: Path, *, seed: int, warm_up_steps: int = 60) -> None:
 
 def make_config(directory: Path, *, seed: int, steps: int = STEPS) -> TrainConfig:
     """Return the configuration of the demonstration, over the files that `prepare` wrote."""
-    return from_mapping(
-        {
-            "model": str(directory / "base"),
-            "dataset": str(directory / "train.jsonl"),
-            "eval_dataset": str(directory / "held_out.jsonl"),
-            "reward": ["gspo_kernels.trainer.demo:exact"],
-            "output": str(directory),
-            "seed": seed,
-            "threads": 1,
-            "log_every": 20,
-            "rollout": {"prompts_per_rollout": 128, "group_size": 4, "max_new_tokens": DIGITS + 1},
-            "update": {
-                "steps": steps,
-                "minibatches": 4,
-                "layout": "padded",
-                "learning_rate": 3e-4,
-                "learning_rate_decay": "linear",
-                "adam_beta2": 0.99,
-            },
-            "objective": {"name": "GSPO", "clip_low": 3e-4, "clip_high": 4e-4},
-            "evaluation": {"every": 25, "prompts": HELD_OUT_PROMPTS, "accuracy": "exact"},
-            "checkpoint": {"every": 100},
-        },
-        TrainConfig,
-    )
+    values: dict[str, Any] = {
+        "model": str(directory / "base"),
+        "dataset": str(directory / "train.jsonl"),
+        "eval_dataset": str(directory / "held_out.jsonl"),
+        "reward": "gspo_kernels.trainer.demo:exact",
+        "output": str(directory),
+        "seed": seed,
+        "rollout": {"prompts_per_rollout": 128, "group_size": 4, "max_new_tokens": DIGITS + 1},
+        "update": {"steps": steps, "learning_rate": 5e-4, "learning_rate_decay": "linear"},
+        "objective": {"name": "GSPO", "clip_low": 3e-4, "clip_high": 4e-4},
+        "evaluation": {"every": 25, "prompts": HELD_OUT_PROMPTS},
+        "checkpoint": {"every": 100},
+    }
+    config: TrainConfig = from_mapping(values)
+    return config

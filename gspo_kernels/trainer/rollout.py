@@ -1,37 +1,29 @@
-"""Rollouts: completions sampled from the current policy."""
+"""Rollouts: completions sampled from the current policy, by an engine or by the model itself."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from gspo_kernels import bits
+from gspo_kernels.sampling import sampling_mask
+from gspo_kernels.trainer.config import InputError, RolloutConfig
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn; greedy where ``temperature`` is 0.
-
-    Attributes:
-        max_new_tokens: the longest completion.
-        temperature: logits are divided by it.
-        top_p: then only the most likely tokens whose probabilities reach this sum are drawn; 1: all.
-        top_k: and before that, only this many of the most likely; 0: all.
-        min_p: and after both, only those with at least this share of the likeliest one's probability; 0: all.
-        return_mask: whether the completions are to say what could have been drawn.
-    """
+    """How tokens are drawn; greedily at ``temperature`` 0. Cuts: top_k first, then top_p, then min_p."""
 
     max_new_tokens: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    return_mask: bool = False
+    temperature: float = 1.0  # logits are divided by it
+    top_p: float = 1.0  # only the most likely tokens whose probabilities reach this sum are drawn
+    top_k: int = 0  # only this many of the most likely; 0: all
+    min_p: float = 0.0  # only those with at least this share of the likeliest one's probability
+    return_mask: bool = False  # whether completions must name the tokens that could have been drawn
 
     @property
     def cuts(self) -> bool:
@@ -39,26 +31,30 @@ class Sampling:
         return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
 
 
+def sampling_of(config: RolloutConfig, *, greedy: bool = False, return_mask: bool | None = None) -> Sampling:
+    """Return how a run samples its rollouts, or greedily; ``return_mask`` None: as configured."""
+    if greedy:
+        return Sampling(config.max_new_tokens, temperature=0.0)
+    names = ("max_new_tokens", "temperature", "top_p", "top_k", "min_p")
+    mask = config.keep_sampling_mask if return_mask is None else return_mask
+    return Sampling(**{name: getattr(config, name) for name in names}, return_mask=mask)
+
+
 class SamplingMask(NamedTuple):
-    """What a sampler could have drawn at each of C tokens.
+    """The tokens that a sampler could have drawn at each of C places."""
 
-    Attributes:
-        ids: int32 [S], the ids of the first token's set, then those of the second one's, and so on.
-        counts: [C] int64, how many a token has; 0: any id, as for what a tool wrote.
-    """
-
-    ids: Tensor
-    counts: Tensor
+    ids: Tensor  # int32 [S], the ids of the first place, then those of the second one, and so on
+    counts: Tensor  # [C] int64, how many a place has; 0: any id, as for what a tool wrote
 
     @classmethod
     def of(cls, sets: Sequence[Sequence[int]]) -> SamplingMask:
-        """Return that of one list of ids for each token, as vLLM gives it."""
+        """Return that of one list of ids for each place, as vLLM returns it."""
         ids = [token for each in sets for token in each]
         return cls(torch.tensor(ids, dtype=torch.int32), torch.tensor([len(each) for each in sets]))
 
     @classmethod
     def joined(cls, parts: Sequence[SamplingMask]) -> SamplingMask:
-        """Put the tokens of several one after the other; at least one part."""
+        """Put the places of several one after the other; at least one part."""
         return cls(*(torch.cat(each) for each in zip(*parts, strict=True)))
 
     def to_lists(self) -> list[list[int]]:
@@ -69,11 +65,6 @@ class SamplingMask(NamedTuple):
         """Return the same on another device."""
         return SamplingMask(self.ids.to(device), self.counts.to(device))
 
-    def first(self, tokens: int) -> SamplingMask:
-        """Return a copy of what it says of the first tokens."""
-        counts = self.counts[:tokens].clone()
-        return SamplingMask(self.ids[: int(counts.sum())].clone(), counts)
-
     def bitmask(self, vocabulary: int) -> Tensor:
         """Return what the losses take as ``kept_mask``, int32 [C, ceil(V / 32)]."""
         whole = bits.packed_columns(torch.ones(vocabulary, dtype=torch.bool, device=self.ids.device))
@@ -83,30 +74,22 @@ class SamplingMask(NamedTuple):
 
 @dataclass(frozen=True)
 class Completion:
-    """What completes a prompt: C > 0 tokens, on the CPU.
+    """What completes a prompt: C > 0 tokens, on the CPU."""
 
-    Attributes:
-        ids: [C] int64, up to and including the first end token.
-        finished: whether there is an end token.
-        logprobs: [C] fp32, of each token under the distribution that it was drawn from, so after temperature,
-            top-k, top-p and min-p. None where the engine gives none, and for greedy completions.
-        turn_ids: [C] int64, which turn, from 0, a token belongs to; -1: none, as a tool or an environment
-            wrote it, and no loss counts it. None: all is one turn.
-        mask: what could have been drawn. None: not asked for, or the engine does not say it.
-    """
-
-    ids: Tensor
-    finished: bool
+    ids: Tensor  # [C] int64, up to and including the first end token
+    finished: bool  # whether there is an end token
+    # [C] fp32, under the distribution that a token was drawn from, so after temperature and cuts; None where
+    # the engine returns none, and for greedy completions.
     logprobs: Tensor | None = None
+    # [C] int64, which turn, from 0, a token belongs to; -1: none, as a tool or an environment wrote it: it
+    # is not trained on. None: all is one turn.
     turn_ids: Tensor | None = None
-    mask: SamplingMask | None = None
+    mask: SamplingMask | None = None  # what could have been drawn; None: not asked for, or not known
 
     def counted(self, truncated: str = "keep") -> Tensor:
         """Return [C] bool, the tokens that a loss counts: those that the policy wrote.
 
-        Args:
-            truncated: what a completion without an end token does: "keep" trains on it, "mask" leaves it out
-                of the loss (its reward still counts in its group's mean).
+        A completion without an end token counts if ``truncated`` is "keep", and not if it is "mask".
         """
         if truncated not in ("keep", "mask"):
             raise ValueError(f"truncated: got {truncated!r}, expected 'keep' or 'mask'")
@@ -117,16 +100,12 @@ class Completion:
 class RolloutEngine(Protocol):
     """What completes prompts for the trainer."""
 
-    def generate(
-        self, prompts: list[list[int]], sampling: Sampling, *, seeds: Sequence[int] | None = None
-    ) -> list[Completion]:
+    def generate(self, prompts: list[list[int]], sampling: Sampling) -> list[Completion]:
         """Complete every prompt once, with the policy's current weights.
 
         Args:
             prompts: B lists of token ids, none empty; a prompt with several completions is there as often.
-            sampling: how tokens are drawn.
-            seeds: one for each prompt, which alone decides its random numbers; None: taken from torch's
-                default generator.
+            sampling: how tokens are drawn, by random numbers of torch's default generator.
 
         Returns:
             B completions in the order of the prompts.
@@ -134,87 +113,142 @@ class RolloutEngine(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Segment:
-    """A part of a completion over several turns.
+@dataclass
+class ModelEngine:
+    """The model that is trained samples by itself, in a loop over tokens.
+
+    A prompt that several completions continue goes through the model once. Completions that have ended leave
+    the batch as soon as they are half of it. Prompts of similar length are batched together. Only the
+    `Sampling` decides how tokens are drawn: the model's generation config has no part in it.
 
     Attributes:
-        tokens: its token ids.
-        logprobs: what `Completion.logprobs` says of them; None where unknown.
-        sampled: whether the policy wrote it, and so it is a turn; false for the output of a tool.
-        mask: what could have been drawn; None where unknown.
+        model: the model that is trained, so that completions always come from its current weights.
+        end_ids: tokens that end a completion.
+        pad_id: token that fills rows on the left.
+        batch_size: completions generated at once; changes memory, speed and random numbers only.
     """
 
-    tokens: list[int]
-    logprobs: list[float] | None = None
-    sampled: bool = True
-    mask: SamplingMask | None = None
+    model: Any
+    end_ids: list[int]
+    pad_id: int
+    batch_size: int
 
-    def __post_init__(self) -> None:
-        counts = {
-            "logprobs": None if self.logprobs is None else len(self.logprobs),
-            "mask": None if self.mask is None else len(self.mask.counts),
-        }
-        for name, count in counts.items():
-            if count is not None and count != len(self.tokens):
-                raise ValueError(f"{name}: got {count} for {len(self.tokens)} tokens")
+    @torch.no_grad()
+    def generate(self, prompts: list[list[int]], sampling: Sampling) -> list[Completion]:
+        """See `RolloutEngine.generate`; an `InputError` reports probabilities that are not numbers."""
+        longest_first = sorted(range(len(prompts)), key=lambda row: -len(prompts[row]))
+        completions: dict[int, Completion] = {}
+        for start in range(0, len(prompts), self.batch_size):
+            rows = longest_first[start : start + self.batch_size]
+            batch = self._complete([prompts[row] for row in rows], sampling)
+            completions |= dict(zip(rows, batch, strict=True))
+        return [completions[row] for row in range(len(prompts))]
+
+    def _complete(self, prompts: list[list[int]], sampling: Sampling) -> list[Completion]:
+        from transformers import DynamicCache
+
+        device, B, C = self.model.device, len(prompts), sampling.max_new_tokens
+        places: dict[tuple[int, ...], int] = {}
+        owners = torch.tensor([places.setdefault(tuple(ids), len(places)) for ids in prompts], device=device)
+        tokens, mask = left_padded(list(places), self.pad_id, device)
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        rows, going = torch.arange(B, device=device), torch.ones(B, dtype=torch.bool, device=device)
+        end_ids, cache = torch.tensor(self.end_ids, device=device), DynamicCache(config=self.model.config)
+        draws: list[tuple[Tensor, Tensor, Tensor, Sequence[Tensor]]] = []
+        for place in range(C):
+            inputs = {"input_ids": tokens, "attention_mask": mask, "position_ids": positions}
+            options = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
+            logits = self.model(**inputs, **options).logits[:, -1].float()
+            if place == 0:  # every completion of a prompt goes on from there
+                cache.reorder_cache(owners)
+                logits, mask, positions = (x[owners] for x in (logits, mask, positions))
+            drawn, probs, kept = draw(logits, sampling, torch.rand(len(rows), 1, device=device))
+            draws.append((rows, drawn, probs, kept))
+            going &= ~torch.isin(drawn, end_ids)
+            left = int(going.sum())
+            if left == 0 or place == C - 1:
+                break
+            if 2 * left <= len(going):
+                chosen = going.nonzero().flatten()
+                cache.reorder_cache(chosen)
+                rows, drawn, mask, positions, going = (
+                    x[chosen] for x in (rows, drawn, mask, positions, going)
+                )
+            tokens, positions = drawn.unsqueeze(1), positions[:, -1:] + 1
+            mask = torch.nn.functional.pad(mask, (0, 1), value=1)
+        return self._completions(draws, B, sampling)
+
+    def _completions(
+        self, draws: Sequence[tuple[Tensor, Tensor, Tensor, Sequence[Tensor]]], count: int, sampling: Sampling
+    ) -> list[Completion]:
+        """Return completions from what each place drew: rows, tokens, probabilities and kept ids."""
+        ids = torch.zeros(count, len(draws), dtype=torch.int64)
+        logprobs = torch.zeros(count, len(draws))
+        sets: list[list[Tensor]] = [[] for _ in range(count)]
+        for place, (rows, drawn, probs, kept) in enumerate(draws):
+            rows = rows.cpu()
+            ids[rows, place], logprobs[rows, place] = drawn.cpu(), probs.log().float().cpu()
+            for row, each in zip(rows.tolist(), kept, strict=False):
+                sets[row].append(each)
+        ends = torch.isin(ids, torch.tensor(self.end_ids))
+        finished = ends.any(1)
+        lengths = torch.where(finished, ends.to(torch.int8).argmax(1) + 1, len(draws))
+        inside = torch.arange(len(draws)) < lengths.unsqueeze(1)
+        if bool((logprobs.isnan() & inside).any()):
+            raise InputError("the model's probabilities are NaN: its weights or logits are not finite")
+        completions = []
+        for row, length in enumerate(lengths.tolist()):
+            mask = None
+            if sampling.return_mask:
+                counts = torch.tensor([len(each) for each in sets[row][:length]])
+                mask = SamplingMask(torch.cat(sets[row][:length]), counts)
+            # Copies, as a part of a tensor would travel to other processes with the whole.
+            logp = None if sampling.temperature == 0 else logprobs[row, :length].clone()
+            completions.append(Completion(ids[row, :length].clone(), bool(finished[row]), logp, mask=mask))
+        return completions
 
 
-def join_segments(segments: Sequence[Segment], finished: bool) -> Completion:
-    """Return a completion over several turns, for an engine that lets the policy meet an environment.
+def draw(logits: Tensor, sampling: Sampling, uniforms: Tensor) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
+    """Draw a token from each row of logits; the most likely one where the temperature is 0.
+
+    A uniform number picks the token whose interval of the cumulative probabilities it lies in. This needs one
+    softmax and one sum in fp64, and half the time of `torch.multinomial`.
 
     Args:
-        segments: in order, at least one token in all.
-        finished: whether it came to its end.
+        logits: [b, V], floating.
+        sampling: how tokens are drawn.
+        uniforms: [b, 1] in [0, 1).
 
     Returns:
-        The completion with ``turn_ids``; with ``logprobs``, and ``mask``, if every sampled segment has them.
+        Tokens, [b] int64; their probabilities, [b]; with ``return_mask`` b lists of possible ids.
     """
-    turn_ids, logprobs, masks = [], [], []
-    for part, number in zip(segments, accumulate(part.sampled for part in segments), strict=True):
-        length = len(part.tokens)
-        turn_ids += [number - 1 if part.sampled else -1] * length
-        logprobs += (part.sampled and part.logprobs) or [0.0] * length
-        masks.append((part.sampled and part.mask) or SamplingMask.of([[]] * length))
-    sampled = [part for part in segments if part.sampled]
-    return Completion(
-        torch.tensor([token for part in segments for token in part.tokens]),
-        finished,
-        torch.tensor(logprobs) if all(part.logprobs is not None for part in sampled) else None,
-        torch.tensor(turn_ids),
-        SamplingMask.joined(masks) if all(part.mask is not None for part in sampled) else None,
-    )
+    if sampling.temperature == 0:
+        tokens = logits.argmax(-1)
+        return tokens, torch.ones_like(logits[:, 0]), ()
+    # Differences keep more digits in the division.
+    logits = (logits - logits.amax(-1, keepdim=True)) / sampling.temperature
+    sets: Sequence[Tensor] = ()
+    if sampling.cuts:
+        mask = sampling_mask(logits, top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p)
+        kept = bits.columns(mask, logits.shape[1])
+        logits = logits.masked_fill(~kept, -torch.inf)
+        if sampling.return_mask:
+            sets = kept.nonzero()[:, 1].to("cpu", torch.int32).split(kept.sum(-1).tolist())
+    probs = logits.softmax(-1)
+    cumulative = probs.cumsum(-1, dtype=torch.float64)
+    # The factor keeps the product below the total where it would round up to it.
+    shares = uniforms.double() * cumulative[:, -1:] * (1.0 - 2.0**-40)
+    # To the right: the first sum above the share, so never a token of probability 0; NaN goes beyond the end.
+    tokens = torch.searchsorted(cumulative, shares, right=True).clamp(max=logits.shape[1] - 1)
+    probs = probs.gather(-1, tokens) / cumulative[:, -1:]
+    return tokens.squeeze(-1), probs.squeeze(-1), sets
 
 
-def seeds_of(seeds: Sequence[int] | None, rows: int) -> Sequence[int]:
-    """Return the seeds of as many prompts; None: taken from torch's default generator."""
-    if seeds is None:
-        seeds = torch.randint(2**63 - 1, (rows,)).tolist()
-    if len(seeds) != rows:
-        raise ValueError(f"seeds: got {len(seeds)}, expected one for each of the {rows} prompts")
-    return seeds
-
-
-def sampling_mismatch(logprobs: Tensor, sampling_logprobs: Tensor, mask: Tensor) -> dict[str, float]:
-    """Compare log-probs of the same tokens from training and from sampling.
-
-    They differ by rounding where both take the same weights, temperature and vocabulary; with top-k or top-p
-    also by the log of the probability that was cut off, as training takes the whole vocabulary.
-
-    Args:
-        logprobs: [B, C] or [N], from training, before the first update.
-        sampling_logprobs: the same shape, `Completion.logprobs`.
-        mask: the same shape, bool, the tokens that were scored and count.
-
-    Returns:
-        "mismatch/mean" and "mismatch/max": of the absolute differences, in nats; "mismatch/ratio": the mean
-        over tokens of exp(training - sampling), 1 where both agree. NaN where no token counts.
-    """
-    difference = logprobs[mask].double() - sampling_logprobs[mask].double()
-    if difference.numel() == 0:
-        return dict.fromkeys(("mismatch/mean", "mismatch/max", "mismatch/ratio"), float("nan"))
-    return {
-        "mismatch/mean": float(difference.abs().mean()),
-        "mismatch/max": float(difference.abs().max()),
-        "mismatch/ratio": float(difference.exp().mean()),
-    }
+def left_padded(
+    token_lists: Sequence[Sequence[int]], pad_id: int, device: torch.device | str = "cpu"
+) -> tuple[Tensor, Tensor]:
+    """Return ids, and a mask that is 1 where they are no padding, both [B, P] int64."""
+    longest = max(map(len, token_lists))
+    ids = [[pad_id] * (longest - len(tokens)) + list(tokens) for tokens in token_lists]
+    mask = [[0] * (longest - len(tokens)) + [1] * len(tokens) for tokens in token_lists]
+    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)

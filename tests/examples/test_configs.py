@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from gspo_kernels.trainer.run.config_file import load_config
+from gspo_kernels.trainer import load_config
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from examples.paper.old_logprobs import changed_experts, parse
 from examples.paper.probe import gradient, sample_batch
 from examples.paper.training import OBJECTIVES
 from gspo_kernels.trainer import demo
-from gspo_kernels.trainer.rows.policy import Policy
+from gspo_kernels.trainer.model import Policy
 from tests.draws import shifted_seed
 
 PAGE = Path(paper.__file__).parent
@@ -27,7 +28,7 @@ def moe():
     model, tokenizer = make_start("moe", rows, seed=0, warm_up_steps=1)
     prompts = [tokenizer(row["prompt"])["input_ids"] for row in rows[:8]]
     torch.manual_seed(shifted_seed(0))
-    return Policy(model, layout="padded", temperature=1.0), sample_batch(model, tokenizer, prompts, 5)
+    return Policy(model, temperature=1.0), sample_batch(model, tokenizer, prompts, 5)
 
 
 def test_a_tiny_run_writes_results_and_plots_and_continues(tmp_path, monkeypatch):
@@ -41,11 +42,13 @@ def test_a_tiny_run_writes_results_and_plots_and_continues(tmp_path, monkeypatch
     runs = [record for record in records if record["kind"] == "run"]
     assert len(runs) == 8
     for run in runs:
-        clipped = torch.tensor(run["clip_tokens"])
+        # None: a minibatch whose groups all lack variance
+        clipped = torch.tensor([[value or 0.0 for value in step] for step in run["clip_tokens"]])
         assert clipped.shape == (2, 4) and clipped.min() >= 0 and clipped.max() <= 1
         assert len(run["reward"]) == 2 and all(0 <= reward <= 1 for reward in run["reward"])
-        changed = torch.tensor(run["experts_changed"])
+        changed = torch.tensor([step or [math.nan] * 4 for step in run["experts_changed"]])
         assert changed.numel() == (8 if run["model"] == "moe" else 0)
+        changed = changed[~changed.isnan()].view(-1, 4)
         if run["objective"] == "GSPO, GRPO's range":
             assert run["old_logprobs"] == "exact"
         if run["old_logprobs"] == "exact":

@@ -22,7 +22,6 @@ import gspo_kernels as gk
 from gspo_kernels.integrations.errors import IntegrationError
 from gspo_kernels.integrations.layouts import to_predictions, tokens_of_rank
 from gspo_kernels.integrations.transformers import fuse_lm_head
-from gspo_kernels.trainer.rows.context import Context, Cut, CutMask
 from tests.accuracy import Spread, assert_as_exact
 from tests.draws import shifted_seed
 from tests.integrations.tiny_models import tiny
@@ -226,19 +225,45 @@ def tensor_parallel():
         assert torch.equal(model(input_ids=inputs["input_ids"]).logits, logits)
 
 
+def gathered_attention(cu_seqlens):
+    """Attention of this rank's tokens over the keys and values of both ranks, for transformers."""
+    from torch.distributed.nn.functional import all_gather
+
+    shares, whole = [tokens_of_rank(cu_seqlens, rank, 2)[0] for rank in (0, 1)], int(cu_seqlens[-1])
+    mine, every = shares[dist.get_rank()], torch.cat(shares)
+    sequence = torch.bucketize(torch.arange(whole), cu_seqlens[1:], right=True)
+    mask = (sequence[mine][:, None] == sequence[every]) & (every <= mine[:, None])
+
+    def gathered(x):
+        parts = all_gather(torch.nn.functional.pad(x, (0, 0, 0, whole - len(mine))))
+        return torch.cat([part[:, :, : len(share)] for part, share in zip(parts, shares, strict=True)], 2)
+
+    def attend(module, query, key, value, attention_mask, scaling=None, **options):
+        keys, values = gathered(key), gathered(value)
+        out = torch.nn.functional.scaled_dot_product_attention(
+            query, keys, values, mask, scale=scaling, enable_gqa=True
+        )
+        return out.transpose(1, 2).contiguous(), None
+
+    return attend
+
+
 def context_parallel():
     """Each rank has tokens of every sequence, and attention that gathers the others' keys and values."""
+    from transformers import AttentionInterface
+
     (inputs, advantages), group = rows(0), dist.group.WORLD
     row = packed(inputs)
     ids, cu_seqlens = row["input_ids"], row["cu_seqlens"]
     positions = torch.arange(LENGTH).repeat(2).unsqueeze(0)
     labels = to_predictions(row["labels"][0], cu_seqlens=cu_seqlens, fill=-100).unsqueeze(0)
-    cut = Cut.of(Context(group), cu_seqlens)
+    AttentionInterface.register("gathered", gathered_attention(cu_seqlens))
     own, offsets = tokens_of_rank(cu_seqlens, dist.get_rank(), 2)
     mine = {"input_ids": ids[:, own], "shift_labels": labels[:, own], "cu_seqlens": offsets}
     whole_row = {"input_ids": ids, "shift_labels": labels, "cu_seqlens": cu_seqlens}
     model = fuse_lm_head(tiny())
     alone, exact = copy.deepcopy(model), copy.deepcopy(model).double()
+    model.config._attn_implementation = "gathered"
     with torch.no_grad():
         old = alone(**whole_row, return_logprobs=True).logprobs
     old = old + torch.linspace(-2e-3, 2e-3, old.numel())
@@ -246,7 +271,7 @@ def context_parallel():
     here = {
         **mine,
         "position_ids": positions[:, own],
-        "attention_mask": CutMask(cut, None),
+        "attention_mask": torch.ones(1, 1, len(own), len(own), dtype=torch.bool),  # which nobody reads
         "cp_group": group,
     }
     for which, each, given, before in (

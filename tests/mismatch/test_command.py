@@ -8,8 +8,7 @@ import torch
 
 from gspo_kernels import cli
 from gspo_kernels.mismatch.samples import Samples
-from gspo_kernels.mismatch.scoring import Setting, score
-from gspo_kernels.mismatch.switches import switches
+from gspo_kernels.mismatch.scoring import Setting, score, switches
 from gspo_kernels.trainer.rollout import Sampling
 from tests.trainer.conftest import tiny_qwen3
 
@@ -118,7 +117,10 @@ def test_masks_of_a_run_are_trained_with(tmp_path, directory, peaked, tokenizer)
     assert report["summary"]["tokens/mean"] < 1e-5 and report["summary"]["sequences/outside"] == 0
     named = {each["name"]: each for each in report["switches"]}
     assert named["sampling mask off"]["sequences/outside"] > 0.5
-    assert named["padded rows"]["tokens/mean"] < 1e-5 and named["softmax in bf16"]["tokens/mean"] < 0.1
+    assert (
+        named["one sequence at a time"]["tokens/mean"] < 1e-5
+        and named["softmax in bf16"]["tokens/mean"] < 0.1
+    )
 
 
 def test_log_probs_before_temperature_are_found(tmp_path, directory, peaked, tokenizer):
@@ -183,18 +185,11 @@ def nucleus(logits, share):
 
 SETTINGS = {
     "plain": ({}, lambda z: z.log_softmax(-1)),
-    "padded": ({"layout": "padded"}, lambda z: z.log_softmax(-1)),
-    "alone": ({"layout": "alone"}, lambda z: z.log_softmax(-1)),
-    "eager": ({"attention": "eager"}, lambda z: z.log_softmax(-1)),
+    "alone": ({"packed": False}, lambda z: z.log_softmax(-1)),
     "chunks": ({"max_chunk_bytes": 4096}, lambda z: z.log_softmax(-1)),
     "temperature": ({"temperature": 0.7}, lambda z: (z / 0.7).log_softmax(-1)),
-    "before": ({"temperature": 0.7, "order": "before temperature"}, lambda z: z.log_softmax(-1)),
     "softmax": ({"softmax": "bf16"}, lambda z: z.bfloat16().log_softmax(-1)),
     "mask": ({"top_p": 0.9, "temperature": 2.0}, lambda z: nucleus(z / 2.0, 0.9).log_softmax(-1)),
-    "mask first": (
-        {"top_p": 0.9, "temperature": 2.0, "order": "mask, temperature"},
-        lambda z: (nucleus(z, 0.9) / 2.0).log_softmax(-1),
-    ),
     "top-k": (
         {"top_k": 5},
         lambda z: z.masked_fill(z < z.topk(5).values[:, -1:], -torch.inf).log_softmax(-1),
@@ -208,20 +203,19 @@ def test_settings_do_what_they_say(name, peaked, samples):
     scored = score(lambda dtype, attention: peaked, samples, Setting(**changes), 40)
     wanted = by_hand(peaked, samples, compute)
     if name == "softmax":  # near a tie of two bf16 numbers either may come out
-        wrong = (scored.logprobs - wanted).abs() > 1e-6 * wanted.abs()
+        wrong = (scored - wanted).abs() > 1e-6 * wanted.abs()
         assert wrong.double().mean() < 0.05
         return
-    torch.testing.assert_close(scored.logprobs, wanted, rtol=1e-5, atol=2e-5)
-    assert scored.entropy.shape == wanted.shape and (scored.entropy >= -1e-6).all()
+    torch.testing.assert_close(scored, wanted, rtol=1e-5, atol=2e-5)
     if changes.get("top_p") or changes.get("top_k"):
-        assert scored.logprobs.isinf().any() and scored.logprobs.isfinite().any()
+        assert scored.isinf().any() and scored.isfinite().any()
 
 
 @pytest.mark.parametrize("top", [{}, {"top_k": 5}])
 def test_a_16_bit_head_rounds_logits(top, peaked, samples):
     """Fused or not, log-probs are those of rounded logits, far from those of fp32."""
     half = Setting(head="bf16", **top)
-    got = score(lambda dtype, attention: peaked, samples, half, 40).logprobs
+    got = score(lambda dtype, attention: peaked, samples, half, 40)
     weight = peaked.lm_head.weight
 
     states = []
@@ -235,20 +229,20 @@ def test_a_16_bit_head_rounds_logits(top, peaked, samples):
             z = z.masked_fill(z < z.topk(5).values[:, -1:], -torch.inf)
         wanted.append(z.log_softmax(-1).gather(-1, completion[:, None])[:, 0].double())
     wanted = torch.cat(wanted).detach()
-    exact = score(lambda dtype, attention: peaked, samples, replace(half, head="fp32"), 40).logprobs
+    exact = score(lambda dtype, attention: peaked, samples, replace(half, head="fp32"), 40)
     both = got.isfinite() & wanted.isfinite() & exact.isfinite()
     assert (got - wanted)[both].abs().mean() < 0.2 * (exact - wanted)[both].abs().mean()
 
 
 def test_what_can_be_switched():
     plain = switches(Setting(), Sampling(5), "sdpa", 100)
-    assert "eager attention" in plain and "head in bf16" in plain and "padded rows" in plain
+    assert {"eager attention", "head in bf16", "one sequence at a time", "chunks of 16 rows"} <= plain.keys()
     assert not any("mask" in name or "temperature" in name for name in plain)
     masked = switches(Setting(temperature=0.5), Sampling(5, 0.5, 0.9), "eager", 100)
-    assert {"sampling mask on", "mask before temperature", "log-probs before temperature"} <= masked.keys()
     assert masked["sampling mask on"] == {"top_p": 0.9, "top_k": 0} and "sdpa attention" in masked
-    half = switches(Setting(weights="bf16", head="bf16", layout="padded"), Sampling(5), "sdpa", 100)
-    assert half["head in fp32"] == {"head": "fp32"} and "weights in fp32" in half and "packed rows" in half
+    assert masked["log-probs before temperature"] == {"temperature": 1.0}
+    half = switches(Setting(weights="bf16", head="bf16"), Sampling(5), "sdpa", 100)
+    assert half["head in fp32"] == {"head": "fp32"} and "weights in fp32" in half
 
 
 # --- what can't be compared
@@ -262,7 +256,7 @@ def test_what_can_be_switched():
         (["--prompts", "p"], "the model is missing"),
         (["M", "--rollouts", "r", "--against", "a"], "without a model"),
         (["M", "--rollouts", "r", "--sampler-dtype", "bf16"], "sampled already"),
-        (["M", "--prompts", "p", "--url", "localhost"], "engine.url"),
+        (["M", "--prompts", "p", "--url", "localhost"], "url must be"),
         (["M", "--prompts", "p", "--count", "0"], "--count: got 0"),
         (["M", "--prompts", "p", "--temperature", "0"], "--temperature: got 0"),
         (["M", "--prompts", "p", "--top-p", "1.5"], "--top-p"),
@@ -285,7 +279,10 @@ def test_wrong_options_are_named(arguments, words, tmp_path, capsys):
         ({"token_ids": [], "logprobs": []}, "token_ids is []"),
         ({"token_ids": [1], "logprobs": [-1.0], "sampling_mask": 3}, "sampling_mask is 3, expected a list"),
         ({"token_ids": [1], "logprobs": [-1.0], "sampling_mask": []}, "sampling_mask of 0 tokens for 1"),
-        ({"token_ids": [1], "logprobs": [-1.0], "sampling_mask": [[2]]}, "token 1 at 0 isn't in its own"),
+        (
+            {"token_ids": [1], "logprobs": [-1.0], "sampling_mask": [[2]]},
+            "token 1 at 0 isn't in its sampling_mask",
+        ),
     ],
     ids=str,
 )

@@ -6,11 +6,10 @@ import math
 import pytest
 import torch
 
-from gspo_kernels.mismatch.advice import advise, explanation
 from gspo_kernels.mismatch.measure import Comparison
-from gspo_kernels.mismatch.report import make_report
+from gspo_kernels.mismatch.report import advise, explanation, make_report
 from gspo_kernels.mismatch.samples import Samples
-from gspo_kernels.mismatch.switches import Switched
+from gspo_kernels.mismatch.scoring import Switched
 
 CLIP = (3e-4, 4e-4)
 
@@ -64,17 +63,6 @@ def test_impossible_tokens_are_counted_and_their_sequences_outside():
     assert any("impossible to one side" in sentence for sentence in advise(comparison, []))
 
 
-@pytest.mark.parametrize("lengths", [(1,), (2, 5), (8,), (9, 1), (64, 3)])
-def test_every_token_is_in_one_bin(lengths):
-    comparison = compared(*([1e-3] * length for length in lengths))
-    entropy = torch.linspace(0.0, 3.0, sum(lengths), dtype=torch.float64)
-    for splits in (comparison.by_position(), comparison.by_logprob(), comparison.by_entropy(entropy)):
-        assert sum(split.tokens for split in splits) == sum(lengths)
-        assert all(split.mean == pytest.approx(1e-3) for split in splits if split.tokens)
-    first = comparison.by_position()[0]
-    assert (first.label, first.tokens) == ("0", len(lengths))
-
-
 def test_the_range_that_holds():
     values = torch.linspace(-0.01, 0.02, 1001, dtype=torch.float64).tolist()
     low, high = compared(*([value] for value in values)).range_that_holds(0.9)
@@ -108,7 +96,7 @@ def test_the_cause_is_what_takes_the_difference_away():
 def test_a_report_is_json_also_where_numbers_are_not_finite(tmp_path):
     comparison = compared([-math.inf, 0.1], [0.0])
     samples = Samples(None, [torch.tensor([5, 6]), torch.tensor([7])], comparison.sampling)
-    report = make_report(samples, comparison, None, [], None, {"why": "a test"})
+    report = make_report(samples, comparison, [], None, {"why": "a test"})
     written, picture = report.write(tmp_path)
     found = json.loads(written.read_text())
     assert found["per_token"]["training"] == [None, pytest.approx(-1.9), -3.0]
@@ -124,4 +112,4 @@ def test_a_picture_of_nothing(tmp_path, difference):
     comparison = compared([difference])
     switch = switched("head in bf16", comparison, head="bf16")
     samples = Samples(None, [torch.tensor([5])], comparison.sampling)
-    make_report(samples, comparison, torch.zeros(1), [switch], None, {}).write(tmp_path)
+    make_report(samples, comparison, [switch], None, {}).write(tmp_path)

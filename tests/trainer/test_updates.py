@@ -9,20 +9,25 @@ from torch.nn.utils.rnn import pad_sequence
 
 import gspo_kernels as gk
 from gspo_kernels.bits import columns
-from gspo_kernels.trainer.config import TrainConfig, UpdateConfig, trainable_objectives
-from gspo_kernels.trainer.input_errors import ConfigError, EngineError, RunDirectoryError
-from gspo_kernels.trainer.rows.experience import Experience
-from gspo_kernels.trainer.rows.policy import Policy
-from gspo_kernels.trainer.run.checkpoint import save_state
-from gspo_kernels.trainer.run.config_file import from_mapping
-from gspo_kernels.trainer.updates import PolicyUpdater, learning_rate_factor
+from gspo_kernels.trainer.batch import Batch
+from gspo_kernels.trainer.config import TrainConfig, UpdateConfig, from_mapping
+from gspo_kernels.trainer.model import Policy
+from gspo_kernels.trainer.rollout import SamplingMask
+from gspo_kernels.trainer.update import (
+    Updater,
+    learning_rate_factor,
+    make_objective,
+    needs_reference,
+    sampling_mismatch,
+    trainable_objectives,
+)
 from tests.draws import shifted_seed
 from tests.trainer.conftest import make_accelerator, tiny_qwen3
 
 B, C, SIZE, TEMPERATURE = 12, 5, 3, 0.7
 
 
-def make_experience(seed=0):
+def make_batch(seed=0):
     generator = torch.Generator().manual_seed(shifted_seed(seed))
 
     def tokens(length):
@@ -35,7 +40,7 @@ def make_experience(seed=0):
     masks[2][:] = False  # one completion does not count
     masks[4][0] = False  # nor does a token in the middle
     mask = torch.cat(masks)
-    return Experience(
+    return Batch(
         [prompts[group] for group in group_ids.tolist()],
         completions,
         torch.randn(B, generator=generator),
@@ -45,9 +50,9 @@ def make_experience(seed=0):
     )
 
 
-def padded(experience, values):
+def padded(batch, values):
     """Lay packed values out as rows, [B, C]."""
-    return pad_sequence(values.split([len(completion) for completion in experience.completions]), True)
+    return pad_sequence(values.split([len(completion) for completion in batch.completions]), True)
 
 
 def make_config(name="GSPO", objective=None, **sections):
@@ -61,14 +66,17 @@ def make_config(name="GSPO", objective=None, **sections):
     return from_mapping(values, TrainConfig)
 
 
-def make_updater(tokenizer, config, model=None, **options):
-    policy = Policy(
-        model or tiny_qwen3(tokenizer),
-        layout=config.update.layout,
-        temperature=config.rollout.temperature,
-        gradient_checkpointing=config.update.gradient_checkpointing,
-    )
-    return PolicyUpdater(make_accelerator(config.update.precision), policy, config, **options)
+def make_policy(model, config):
+    update = config.update
+    options = {"shared_prefix": update.shared_prefix, "checkpointing": update.gradient_checkpointing}
+    return Policy(model, temperature=config.rollout.temperature, **options)
+
+
+def make_updater(tokenizer, config, model=None, reference=None, **options):
+    policy = make_policy(model or tiny_qwen3(tokenizer), config)
+    if reference is not None:
+        options["reference"] = make_policy(reference, config)
+    return Updater(make_accelerator(config.update.precision), config, policy, **options)
 
 
 def record_steps(updater, found):
@@ -84,17 +92,17 @@ def record_steps(updater, found):
         updater.scheduler.step()
         return {}
 
-    updater._step = step
+    updater._optimizer_step = step
 
 
-def plain_scores(model, experience, rows):
+def plain_scores(model, batch, rows):
     """Log-probs and entropies, [b, C], by the model's own logits, one sequence at a time."""
     logprobs, entropy = torch.zeros(2, len(rows), C)
     for i, row in enumerate(rows.tolist()):
-        prompt, completion = experience.prompts[row], experience.completions[row]
+        prompt, completion = batch.prompts[row], batch.completions[row]
         logits = model(torch.cat([prompt, completion]).unsqueeze(0)).logits[0, len(prompt) - 1 : -1]
-        if experience.masks is not None:
-            kept = columns(experience.masks[row].bitmask(logits.shape[1]), logits.shape[1])
+        if batch.masks is not None:
+            kept = columns(batch.masks[row].bitmask(logits.shape[1]), logits.shape[1])
             logits = logits.masked_fill(~kept, -1e30)
         logp = torch.log_softmax(logits / TEMPERATURE, -1)
         picked = logp.gather(-1, completion.unsqueeze(-1)).squeeze(-1)
@@ -104,17 +112,17 @@ def plain_scores(model, experience, rows):
     return logprobs, entropy
 
 
-def plain_gradients(tokenizer, config, experience, reference=None):
+def plain_gradients(tokenizer, config, batch, reference=None):
     """What `record_steps` sees, by autograd through log-softmax and `policy_loss` of whole minibatches."""
-    model, objective = tiny_qwen3(tokenizer), config.objective.build()
-    mask = padded(experience, experience.loss_mask)
+    model, objective = tiny_qwen3(tokenizer), make_objective(config)
+    mask = padded(batch, batch.loss_mask)
     updater = make_updater(tokenizer, config)
     everything = torch.arange(B)
     with torch.no_grad():
-        old, _ = plain_scores(model, experience, everything)
-        ref = plain_scores(reference, experience, everything)[0] if reference is not None else None
+        old, _ = plain_scores(model, batch, everything)
+        ref = plain_scores(reference, batch, everything)[0] if reference is not None else None
     found = []
-    for number, rows in enumerate(updater._minibatches(experience, 0)):
+    for number, (rows, _, _) in enumerate(updater._minibatches(batch, 0)):
         terms = {
             "loss_mask": mask[rows],
             "entropy_coef": config.update.entropy_coef,
@@ -124,19 +132,19 @@ def plain_gradients(tokenizer, config, experience, reference=None):
         if ref is not None:
             terms["ref_logprobs"] = ref[rows]
         if "group_ids" in objective.needs:
-            terms["group_ids"] = experience.group_ids[rows]
+            terms["group_ids"] = batch.group_ids[rows]
         if "turn_ids" in objective.needs:
             terms["turn_ids"] = torch.zeros(len(rows), C, dtype=torch.int64)
         if config.off_policy.level != "none":
             options = {"level": config.off_policy.level, "high": config.off_policy.high or 2.0}
-            sampled = padded(experience, experience.rollout_logprobs)
+            sampled = padded(batch, batch.rollout_logprobs)
             weights = gk.rollout_weights(old, sampled, loss_mask=mask, **options)
             terms["rollout_weights"] = weights[rows]
         if hasattr(objective, "seed"):
             objective = replace(objective, seed=number)
-        logprobs, entropy = plain_scores(model, experience, rows)
+        logprobs, entropy = plain_scores(model, batch, rows)
         loss = gk.policy_loss(
-            logprobs, old[rows], experience.advantages[rows], entropy=entropy, objective=objective, **terms
+            logprobs, old[rows], batch.advantages[rows], entropy=entropy, objective=objective, **terms
         ).loss
         gradients = torch.autograd.grad(loss, list(model.parameters()))
         found.append(dict(zip((n for n, _ in model.named_parameters()), gradients, strict=True)))
@@ -167,28 +175,28 @@ def wide(name):
 @pytest.mark.parametrize("name", trainable_objectives())
 def test_every_objective_takes_its_step(tokenizer, name):
     """Gradients in small micro-batches are those of whole minibatches by autograd."""
-    experience = make_experience()
+    batch = make_batch()
     kind = trainable_objectives()[name].advantages_are
     if kind == "levels":
-        experience.advantages[:] = torch.tensor([1, 2, 3, 2, 1, 2, 1, 1, 2, 3, 2, 1]).float()
-    config = make_config(name, wide(name), update={"micro_batch_tokens": 14, "layout": "padded"})
-    reference = tiny_qwen3(tokenizer, seed=1) if config.needs_reference() else None
-    wrapped = reference and Policy(reference, layout="padded", temperature=TEMPERATURE)
-    updater = make_updater(tokenizer, config, reference=wrapped)
+        batch.advantages[:] = torch.tensor([1, 2, 3, 2, 1, 2, 1, 1, 2, 3, 2, 1]).float()
+    config = make_config(name, wide(name), update={"micro_batch_tokens": 14})
+    reference = tiny_qwen3(tokenizer, seed=1) if needs_reference(config) else None
+    updater = make_updater(tokenizer, config, reference=reference)
     found = []
     record_steps(updater, found)
-    metrics = updater.update(experience)
-    assert_same_gradients(found, plain_gradients(tokenizer, config, experience, reference))
+    metrics = updater.update(batch)
+    assert_same_gradients(found, plain_gradients(tokenizer, config, batch, reference))
     assert metrics["minibatch_1/ratio/max"] == pytest.approx(1.0, abs=1e-6)
     assert 0 < metrics["entropy"] < 6
 
 
 TERMS = {
-    "packed": {"update": {"layout": "packed"}},
-    "packed in small parts": {"update": {"layout": "packed", "micro_batch_tokens": 9}},
-    "padded in small parts": {"update": {"layout": "padded", "micro_batch_tokens": 9}},
-    "shared prefix": {"update": {"layout": "shared_prefix"}},
-    "shared prefix in parts": {"update": {"layout": "shared_prefix", "micro_batch_tokens": 9}},
+    "packed": {},
+    "packed in small parts": {"update": {"micro_batch_tokens": 9}},
+    "shared prefix": {"update": {"shared_prefix": True}},
+    "shared prefix in parts": {"update": {"shared_prefix": True, "micro_batch_tokens": 9}},
+    "masks": {"masks": True, "kl": {"beta": 0.1}, "update": {"entropy_coef": 0.01, "micro_batch_tokens": 14}},
+    "masks and shared prefix": {"masks": True, "update": {"shared_prefix": True, "micro_batch_tokens": 14}},
     "epochs": {"update": {"epochs": 2, "minibatches": 3}},
     "checkpointing": {"update": {"gradient_checkpointing": True}},
     "entropy": {"update": {"entropy_coef": 0.01, "micro_batch_tokens": 20}},
@@ -203,36 +211,46 @@ TERMS = {
 }
 
 
+def with_masks(batch):
+    """Some ids beside each token's own, and at a few tokens any id."""
+    generator, masks = torch.Generator().manual_seed(shifted_seed(3)), []
+    for completion in batch.completions:
+        sets = [{int(token), *torch.randint(258, (9,), generator=generator).tolist()} for token in completion]
+        sets[0] = set() if len(sets) > 2 else sets[0]
+        masks.append(SamplingMask.of([sorted(each) for each in sets]))
+    return replace(batch, masks=masks)
+
+
 @pytest.mark.parametrize("case", TERMS)
-def test_every_layout_and_term(tokenizer, case):
-    experience, options = make_experience(), dict(TERMS[case])
+def test_every_row_and_term(tokenizer, case):
+    batch, options = make_batch(), dict(TERMS[case])
+    batch = with_masks(batch) if options.pop("masks", False) else batch
     name = options.pop("name", "GSPO")
     objective = {} if name == "EGSW" else options.pop("objective", wide(name))
     config = make_config(name, objective, **options)
-    reference = tiny_qwen3(tokenizer, seed=1) if config.needs_reference() else None
-    wrapped = reference and Policy(reference, layout="packed", temperature=TEMPERATURE)
-    updater = make_updater(tokenizer, config, reference=wrapped)
+    reference = tiny_qwen3(tokenizer, seed=1) if needs_reference(config) else None
+    updater = make_updater(tokenizer, config, reference=reference)
     found = []
     record_steps(updater, found)
-    updater.update(experience)
-    assert_same_gradients(found, plain_gradients(tokenizer, config, experience, reference))
+    updater.update(batch)
+    assert_same_gradients(found, plain_gradients(tokenizer, config, batch, reference))
 
 
 def test_bf16_computes_in_bf16_and_steps_in_fp32(tokenizer):
-    experience, found = make_experience(), {}
+    batch, found = make_batch(), {}
     for precision in ("fp32", "bf16"):
         config = make_config(update={"precision": precision, "learning_rate": 1e-7, "minibatches": 1})
         updater = make_updater(tokenizer, config)
         before = {name: p.detach().clone() for name, p in updater.policy.named_parameters()}
         kept = []
         record_steps(updater, kept)
-        updater.update(experience)
+        updater.update(batch)
         found[precision] = torch.cat([g.flatten() for g in kept[0].values()])
-        del updater._step
+        del updater._optimizer_step
         with torch.no_grad():
             for name, p in updater.policy.named_parameters():
                 p.copy_(before[name])
-        updater.update(experience)
+        updater.update(batch)
         assert all(p.dtype == torch.float32 for p in updater.policy.parameters())
         # AdamW's first step is the learning rate in size, far below what a weight in bf16 could take up
         moved = [(p - before[name]).abs().max() for name, p in updater.policy.named_parameters()]
@@ -247,14 +265,14 @@ def test_the_first_minibatch_needs_no_old_logprobs(tokenizer, monkeypatch):
         updater = make_updater(tokenizer, make_config(**sections))
         seen, inner = [], updater.score
 
-        def spy(policy, experience, micro_batches, seen=seen, inner=inner):
-            seen.extend(row for micro in micro_batches for row in micro.tolist())
-            return inner(policy, experience, micro_batches)
+        def spy(policy, batch, minibatches, seen=seen, inner=inner):
+            seen.extend(row for part in minibatches for micro in part.micro_batches for row in micro.tolist())
+            return inner(policy, batch, minibatches=minibatches)
 
         monkeypatch.setattr(updater, "score", spy)
-        experience = make_experience()
-        experience.loss_mask[experience.places(torch.tensor([2]))[0]] = True
-        metrics = updater.update(experience)
+        batch = make_batch()
+        batch.loss_mask[batch.places(torch.tensor([2]))[0]] = True
+        metrics = updater.update(batch)
         assert len(seen) == len(set(seen)) == scored
         assert metrics["minibatch_1/ratio/min"] == metrics["minibatch_1/ratio/max"] == 1.0
         assert metrics["minibatch_1/clip_fraction/low"] == metrics["minibatch_1/clip_fraction/high"] == 0.0
@@ -263,52 +281,45 @@ def test_the_first_minibatch_needs_no_old_logprobs(tokenizer, monkeypatch):
         assert 0 < metrics["mismatch/mean"] < metrics["mismatch/max"]
 
 
-def test_what_weights_leave_of_a_batch_is_measured(tokenizer):
-    experience = make_experience()
-    everything = torch.arange(len(experience.completions))
-    unweighted = make_updater(tokenizer, make_config()).update(experience)
-    assert not any(name.startswith("weights/") for name in unweighted)
-    updater = make_updater(tokenizer, make_config(off_policy={"level": "sequence", "high": 1.01}))
-    weights = gk.rollout_weights(
-        updater.current_logprobs(experience, 0),
-        experience.rollout_logprobs,
-        loss_mask=experience.loss_mask,
-        cu_seqlens=experience.offsets(everything),
-        level="sequence",
-        high=1.01,
-    )[updater._active(experience, everything)]
-    metrics = updater.update(experience)
-    assert metrics["weights/mean"] == pytest.approx(float(weights.mean()))
-    assert metrics["weights/min"] == pytest.approx(float(weights.min()))
-    assert metrics["weights/max"] == pytest.approx(float(weights.max())) != metrics["weights/min"]
-    assert 0 < metrics["weights/gradient_norm"] != 1.0
-    with pytest.raises(EngineError, match=r"off_policy\.level: the engine gives no log-probs"):
-        updater.update(replace(experience, rollout_logprobs=None))
+def test_log_probs_that_a_batch_brings_are_used(tokenizer):
+    """Old ones of another policy, and those of a reference that is nowhere else."""
+    batch = make_batch()
+    config = make_config(kl={"beta": 0.1}, update={"minibatches": 1})
+    updater = make_updater(tokenizer, config, reference=tiny_qwen3(tokenizer, seed=1))
+    old = updater.score(updater.policy, batch, 0).logprobs
+    given = replace(batch, old_logprobs=old - 0.25, ref_logprobs=old - 0.5)
+    metrics = make_updater(tokenizer, config, reference=tiny_qwen3(tokenizer, seed=2)).update(given)
+    assert metrics["ratio/min"] == pytest.approx(math.exp(0.25), rel=1e-5)
+    assert metrics["kl/ref"] == pytest.approx(math.exp(-0.5) - 1 + 0.5, rel=1e-4)
+
+
+def rows_of(updater, batch, step):
+    return [part.rows.tolist() for part in updater._minibatches(batch, step)]
 
 
 def test_epochs_draw_their_order_anew_and_group_what_must_stay_together(tokenizer):
-    experience = make_experience()
+    batch = make_batch()
     updater = make_updater(tokenizer, make_config(update={"epochs": 2}))
-    rows = [part.tolist() for part in updater._minibatches(experience, 1)]
+    rows = rows_of(updater, batch, 1)
     assert [len(part) for part in rows] == [6, 6, 6, 6]
     assert sorted(rows[0] + rows[1]) == sorted(rows[2] + rows[3]) == list(range(B))
     assert sorted(rows[0]) != sorted(rows[2])
-    assert [part.tolist() for part in updater._minibatches(experience, 1)] == rows
-    assert [part.tolist() for part in updater._minibatches(experience, 2)] != rows
-    grouped = make_updater(tokenizer, make_config("DPO"))._minibatches(experience, 1)
+    assert rows_of(updater, batch, 1) == rows
+    assert rows_of(updater, batch, 2) != rows
+    grouped = make_updater(tokenizer, make_config("DPO"))._minibatches(batch, 1)
     for part in grouped:
-        assert all(count == SIZE for count in experience.group_ids[part].unique(return_counts=True)[1])
+        assert all(count == SIZE for count in batch.group_ids[part.rows].unique(return_counts=True)[1])
 
 
 def test_what_does_not_count_is_inert(tokenizer):
     """Row 2 is left out of the loss: its tokens and its advantage change neither gradient nor loss."""
-    other = make_experience()
+    other = make_batch()
     other.completions[2][:] = 11
     other.advantages[2] = 1e6
     results = []
-    for experience in (make_experience(), other):
+    for batch in (make_batch(), other):
         updater = make_updater(tokenizer, make_config())
-        metrics = updater.update(experience)
+        metrics = updater.update(batch)
         results.append([metrics, *(p.detach().clone() for p in updater.policy.parameters())])
     assert results[0][0] == results[1][0]
     assert all(torch.equal(a, b) for a, b in zip(results[0][1:], results[1][1:], strict=True))
@@ -316,8 +327,8 @@ def test_what_does_not_count_is_inert(tokenizer):
 
 def test_completions_without_advantage_cost_nothing_unless_a_term_needs_them(tokenizer, monkeypatch):
     """The gradient is that of all of them: the divisor counts what the forward pass leaves out."""
-    experience = make_experience()
-    experience.advantages[:6] = 0.0
+    batch = make_batch()
+    batch.advantages[:6] = 0.0
     counted = [row for row in range(B) if row != 2]
     norms = []
     for sections, expected in (
@@ -329,122 +340,63 @@ def test_completions_without_advantage_cost_nothing_unless_a_term_needs_them(tok
         seen, inner = set(), updater.policy.forward
 
         def spy(prompts, completions, *rest, seen=seen, inner=inner, **more):
-            seen.update(row for row in range(B) for c in completions if c is experience.completions[row])
+            seen.update(row for row in range(B) for c in completions if c is batch.completions[row])
             return inner(prompts, completions, *rest, **more)
 
         monkeypatch.setattr(updater.policy, "forward", spy)
-        metrics = updater.update(experience)
+        metrics = updater.update(batch)
         assert sorted(seen) == expected
         norms.append(metrics["minibatch_1/grad_norm"])
     assert norms[0] == pytest.approx(norms[1], rel=1e-3)
-
-
-def test_a_rollout_without_any_advantage_changes_nothing(tokenizer):
-    updater = make_updater(tokenizer, make_config())
-    before = [p.clone() for p in updater.policy.parameters()]
-    experience = make_experience()
-    experience.advantages[:] = 0.0
-    metrics = updater.update(experience)
-    assert metrics["loss"] == metrics["grad_norm"] == 0.0
-    assert all(torch.equal(a, b) for a, b in zip(before, updater.policy.parameters(), strict=True))
 
 
 def test_an_update_with_gradients_that_are_not_finite_is_left_out(tokenizer):
     wide = {"clip_low": 0.5, "clip_high": 0.5}  # outside of the range no gradient is left
     updater = make_updater(tokenizer, make_config(objective=wide))
     before = [p.clone() for p in updater.policy.parameters()]
-    experience = make_experience()
-    experience.advantages[0] = torch.inf
-    metrics = updater.update(experience)
+    batch = make_batch()
+    batch.advantages[0] = torch.inf
+    metrics = updater.update(batch)
     assert sorted(metrics[f"minibatch_{n}/updates_left_out"] for n in (1, 2)) == [0.0, 1.0]
     assert all(torch.isfinite(p).all() for p in updater.policy.parameters())
     assert any(not torch.equal(a, b) for a, b in zip(before, updater.policy.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("gradient_checkpointing", [False, True])
-def test_dropout_stays_off(tokenizer, gradient_checkpointing):
-    config = make_config(update={"gradient_checkpointing": gradient_checkpointing})
-    updater = make_updater(tokenizer, config, model=tiny_qwen3(tokenizer, attention_dropout=0.5))
-    scores = [updater.score(updater.policy, make_experience(), [torch.arange(B)]) for _ in range(2)]
-    assert torch.equal(scores[0].logprobs, scores[1].logprobs)
-    found = []
-    record_steps(updater, found)
-    updater.update(make_experience())
-    assert_same_gradients(found, plain_gradients(tokenizer, config, make_experience()))
-
-
-def test_adapters_are_trained_alone_and_switched_off_for_the_reference(tokenizer):
-    peft = pytest.importorskip("peft")
-    model = tiny_qwen3(tokenizer)
-    base = {name: p.clone() for name, p in model.named_parameters()}
-    lora = peft.get_peft_model(
-        model, peft.LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
-    )
-    config = make_config(kl={"beta": 1e-9}, update={"learning_rate": 0.1, "minibatches": 3})
-    updater = make_updater(
-        tokenizer, config, model=lora.get_base_model(), reference_mode=lora.disable_adapter
-    )
-    first, second = (updater.update(make_experience()) for _ in range(2))
-    # every minibatch of the first step but the first, and all of the second, are away from the base model
-    assert first["minibatch_1/kl/ref"] == pytest.approx(0.0, abs=1e-12)
-    assert min(first["minibatch_3/kl/ref"], second["minibatch_1/kl/ref"]) > 1e-6
-    for name, p in model.named_parameters():
-        if "lora" not in name:
-            assert torch.equal(p, base[name.replace(".base_layer", "")])
-
-
-def test_learning_rate_rises_then_stays(tokenizer):
-    config = make_config(update={"warmup_updates": 3, "learning_rate": 0.4})
-    updater = make_updater(tokenizer, config)
-    rates = [updater.update(make_experience())["learning_rate"] for _ in range(3)]
-    assert rates == pytest.approx([0.3, 0.4, 0.4])
-
-
 def test_the_learning_rate_rises_and_then_falls_only_when_asked():
-    config = UpdateConfig(steps=2, minibatches=2, epochs=2, warmup_updates=3)
-    rates = [learning_rate_factor(update, config) for update in range(8)]
-    assert rates == [0.25, 0.5, 0.75, 1, 1, 1, 1, 1]
-    falling = replace(config, learning_rate_decay="linear")
-    rates = [learning_rate_factor(update, falling) for update in range(9)]
-    assert rates == pytest.approx([0.25, 0.5, 0.75, 1.0, 0.8, 0.6, 0.4, 0.2, 0.0])
-    rates = [
-        learning_rate_factor(update, replace(config, learning_rate_decay="cosine")) for update in range(9)
-    ]
-    expected = [0.5 + 0.5 * math.cos(math.pi * part / 5) for part in range(6)]
-    assert rates == pytest.approx([0.25, 0.5, 0.75, *expected])
-    with pytest.raises(ConfigError, match=r"update\.learning_rate_decay"):
-        replace(config, learning_rate_decay="step")
+    cosine = [0.5 + 0.5 * math.cos(math.pi * part / 5) for part in range(6)]
+    falls = {"none": [1.0] * 6, "linear": [1.0, 0.8, 0.6, 0.4, 0.2, 0.0], "cosine": cosine}
+    for decay, expected in falls.items():
+        options = {"steps": 2, "minibatches": 2, "epochs": 2, "warmup_updates": 3}
+        config = UpdateConfig(**options, learning_rate_decay=decay)
+        rates = [learning_rate_factor(update, config) for update in range(9)]
+        assert rates == pytest.approx([0.25, 0.5, 0.75, *expected])
 
 
 @pytest.mark.parametrize("name", ["GSPO", "DPO"])
 def test_minibatches_without_a_gradient_do_not_dilute_the_metrics(tokenizer, name):
     """Only one group of four has a gradient; what is averaged is the minibatch that holds it."""
-    experience = make_experience()
-    alone = experience.group_ids == 3
-    experience = replace(
-        experience,
+    batch = make_batch()
+    alone = batch.group_ids == 3
+    batch = replace(
+        batch,
         advantages=torch.where(alone, torch.arange(B) % SIZE + 0.0, 0.0),
-        loss_mask=experience.loss_mask & experience.by_token(alone)
-        if name == "DPO"
-        else experience.loss_mask,
-        ref_logprobs=torch.full_like(experience.rollout_logprobs, -5.0) if name == "DPO" else None,
+        loss_mask=batch.loss_mask & batch.by_token(alone) if name == "DPO" else batch.loss_mask,
+        ref_logprobs=torch.full_like(batch.rollout_logprobs, -5.0) if name == "DPO" else None,
     )
-    updater = make_updater(tokenizer, make_config(name, update={"layout": "shared_prefix", "minibatches": 4}))
-    metrics = updater.update(experience)
+    updater = make_updater(tokenizer, make_config(name, update={"shared_prefix": True, "minibatches": 4}))
+    metrics = updater.update(batch)
     (number,) = [n for n in range(1, 5) if metrics[f"minibatch_{n}/grad_norm"] > 0]
     for key in ("loss", "entropy", "ratio/mean", "ratio/min", "grad_norm"):
         assert metrics[key] == metrics[f"minibatch_{number}/{key}"]
     assert metrics["entropy"] > 4 and metrics["loss"] != 0
 
 
-@pytest.mark.parametrize(
-    "changes", [{"num_hidden_layers": 3}, {"num_hidden_layers": 1}, {"intermediate_size": 64}]
-)
-def test_the_state_of_another_model_is_refused_by_name(tmp_path, tokenizer, changes):
-    updater = make_updater(tokenizer, make_config())
-    before = [p.clone() for p in updater.policy.parameters()]
-    other = make_updater(tokenizer, make_config(), model=tiny_qwen3(tokenizer, **changes))
-    save_state({}, other.tensors(), tmp_path)
-    with pytest.raises(RunDirectoryError, match=r"another model: it holds model\.model\.layers\..*as "):
-        updater.load_state_dict(other.state_dict(), tmp_path)
-    assert all(torch.equal(a, b) for a, b in zip(before, updater.policy.parameters(), strict=True))
+def test_mismatch_by_hand():
+    training = torch.tensor([[-1.0, -2.0, torch.nan], [-3.0, 5.0, -1.0]])
+    sampled = torch.tensor([[-1.5, -2.0, 0.0], [-2.0, 0.0, torch.nan]])
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]], dtype=torch.bool)
+    found = sampling_mismatch(training, sampled, mask)
+    assert found["mismatch/mean"] == pytest.approx(0.5)
+    assert found["mismatch/max"] == pytest.approx(1.0)
+    assert found["mismatch/ratio"] == pytest.approx((math.exp(0.5) + 1.0 + math.exp(-1.0)) / 3)
+    assert all(math.isnan(value) for value in sampling_mismatch(training, sampled, mask & False).values())

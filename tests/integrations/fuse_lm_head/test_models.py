@@ -20,7 +20,7 @@ from tests.integrations.fuse_lm_head.common import (
     terms_of,
 )
 from tests.integrations.tiny_models import tiny
-from tests.trainer.rows.packing_cases import nothing_in_single_precision
+from tests.trainer.test_batch import nothing_in_single_precision
 
 
 def adapted(model, **options):

@@ -1,0 +1,454 @@
+"""From a scored rollout to rows of the model: micro-batches, packed rows, shared prefixes, who sees whom.
+
+Sequences of any length lie in one row without padding, each attending to itself only. With a shared prefix
+(Prefix Grouper, arXiv 2506.05433) a prompt is there once, followed by its completions side by side, each
+with positions that go on from the prompt's; a completion sees the prompt and itself. Hidden states and
+gradients are those of the sequences alone, up to rounding; models for which they are not are refused.
+"""
+
+from __future__ import annotations
+
+import heapq
+import inspect
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from gspo_kernels.integrations.layouts import offsets_of, pack
+from gspo_kernels.integrations.lm_head import causal_lm_of
+from gspo_kernels.trainer.config import InputError
+from gspo_kernels.trainer.rewards import Rewards, differing
+from gspo_kernels.trainer.rollout import Completion, SamplingMask
+
+Tokens = Sequence[Tensor]
+"""Token ids of B sequences, [length > 0] each."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A completion of C tokens, and what it completes."""
+
+    row: int  # of the data
+    prompt: list[int]  # tokens that it completes
+    text: str  # what the reward functions see
+    completion: Completion
+
+    @property
+    def ids(self) -> Tensor:
+        """[C], with the end token if there is one."""
+        return self.completion.ids
+
+
+class Rollout(NamedTuple):
+    """B scored completions; those of a group are consecutive."""
+
+    samples: list[Sample]
+    rewards: Rewards
+    group_size: int
+    metrics: Mapping[str, float] = {}  # of a recipe
+
+
+def rollout_metrics(rollout: Rollout) -> dict[str, float]:
+    """Return rewards, lengths, and the share of groups that nothing can be learned from."""
+    rewards, samples = rollout.rewards, rollout.samples
+    if not samples:  # a recipe's step that learns from an earlier rollout
+        return dict(rollout.metrics)
+    same = ~differing(rewards.total, rollout.group_size)
+    return {
+        "reward/mean": float(rewards.total.nanmean()),
+        **{f"reward/{name}": float(values.nanmean()) for name, values in rewards.by_name.items()},
+        "groups_without_variance": float(same.float().mean()),
+        "completions/length": sum(len(sample.ids) for sample in samples) / len(samples),
+        "completions/finished": sum(sample.completion.finished for sample in samples) / len(samples),
+        **rollout.metrics,
+    }
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What an update learns from: B completions of N tokens in all, groups consecutive, on one device.
+
+    What belongs to tokens is packed: one completion after the other, without padding.
+    """
+
+    prompts: Sequence[Tensor]  # B of token ids, [P_i]
+    completions: Sequence[Tensor]  # B of token ids, [C_i], C_i > 0
+    advantages: Tensor  # [B] fp32, or what the objective takes for them; or one for each token, [N]
+    loss_mask: Tensor  # [N] bool, tokens that the loss counts
+    group_ids: Tensor  # [B] int64, which prompt a row completes
+    rollout_logprobs: Tensor | None = None  # [N] fp32, by the engine that sampled, where it has them
+    turn_ids: Tensor | None = None  # [N] int64, -1 outside turns; None: every completion is one turn
+    old_logprobs: Tensor | None = None  # [N] fp32, by the policy; None: the updater scores them
+    ref_logprobs: Tensor | None = None  # [N] fp32, by the reference; None: the updater scores them
+    masks: Sequence[SamplingMask] | None = None  # B, log-probs are among what could be drawn; None: all
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        """Tokens of each completion."""
+        return [len(completion) for completion in self.completions]
+
+    @cached_property
+    def counted(self) -> Tensor:
+        """[B] int64, how many tokens of each row the loss counts."""
+        return torch.stack([tokens.sum() for tokens in self.loss_mask.split(self.lengths)])
+
+    def places(self, rows: Tensor) -> Tensor:
+        """Return where among the N tokens these rows' are, one row after the other, int64."""
+        ends, chosen = list(itertools.accumulate(self.lengths)), rows.tolist()
+        lengths = [self.lengths[row] for row in chosen]
+        return ranges([ends[row] - self.lengths[row] for row in chosen], lengths, rows.device)
+
+    def tokens(self, rows: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the prompts and the completions of these rows."""
+        chosen = rows.tolist()
+        return [self.prompts[row] for row in chosen], [self.completions[row] for row in chosen]
+
+    def mask(self, rows: Tensor) -> SamplingMask | None:
+        """Return what could have been drawn at the tokens of these rows, if not everything."""
+        return None if self.masks is None else SamplingMask.joined([self.masks[row] for row in rows.tolist()])
+
+    def offsets(self, rows: Tensor) -> Tensor:
+        """Return ``cu_seqlens`` of these rows' tokens."""
+        lengths = [self.lengths[row] for row in rows.tolist()]
+        return offsets_of(torch.tensor(lengths, dtype=torch.int64, device=self.loss_mask.device))
+
+    def pick(self, terms: Mapping[str, Any], rows: Tensor) -> dict[str, Any]:
+        """Return the part of some terms of a loss, [B], [N] or the same for all, that belongs to rows."""
+        places, B = self.places(rows), len(self.completions)
+        return {
+            name: value[rows if len(value) == B else places] if isinstance(value, Tensor) else value
+            for name, value in terms.items()
+        }
+
+    def by_token(self, values: Tensor) -> Tensor:
+        """Repeat one value per row, [B], for each of its tokens, [N]."""
+        return values.repeat_interleave(torch.tensor(self.lengths, device=values.device))
+
+
+def make_batch(rollout: Rollout, advantages: Tensor, truncated: str, device: torch.device) -> Batch:
+    """Return what the update takes; completions without a reward or an advantage do not count in it."""
+    samples, size = rollout.samples, rollout.group_size
+    completions = [sample.completion for sample in samples]
+    applies = (~rollout.rewards.total.isnan()).tolist()
+
+    def packed(name: str) -> Tensor | None:
+        values = [getattr(completion, name) for completion in completions]
+        return None if any(value is None for value in values) else torch.cat(values).to(device)
+
+    masks = [completion.mask for completion in completions]
+    counted = [c.counted(truncated) & known for c, known in zip(completions, applies, strict=True)]
+    return Batch(
+        prompts=[torch.tensor(sample.prompt, device=device) for sample in samples],
+        completions=[completion.ids.to(device) for completion in completions],
+        advantages=advantages.nan_to_num(0.0).to(device),
+        loss_mask=torch.cat(counted).to(device),
+        group_ids=torch.arange(len(samples), device=device) // size,
+        rollout_logprobs=packed("logprobs"),
+        turn_ids=packed("turn_ids"),
+        masks=None if None in masks else [mask.to(device) for mask in masks if mask is not None],
+    )
+
+
+def micro_batches(
+    batch: Batch, rows: Tensor, *, shared_prefix: bool, budget: int, world: int, rank: int
+) -> list[Tensor]:
+    """Cut rows by a budget of tokens; return those of process ``rank``, as many as others, some empty."""
+    units = [[row] for row in rows.tolist()]
+    if shared_prefix:  # completions of one prompt stay together
+        group_of = batch.group_ids.tolist().__getitem__
+        units = [list(group) for _, group in groupby(sorted(rows.tolist()), group_of)]
+    lengths = [len(batch.prompts[unit[0]]) + sum(batch.lengths[row] - 1 for row in unit) for unit in units]
+    shares = token_budget_batches(lengths, max(sum(lengths), 1), count=world)
+    parts = [[lengths[unit] for unit in share] for share in shares]
+    count = max(len(token_budget_batches(part, budget)) for part in parts)
+    cut = token_budget_batches(parts[rank], budget, count=count)
+    chosen = [[row for i in part for row in units[shares[rank][i]]] for part in cut]
+    return [torch.tensor(part, dtype=torch.int64, device=rows.device) for part in chosen]
+
+
+def token_budget_batches(lengths: Sequence[int], budget: int, *, count: int | None = None) -> list[list[int]]:
+    """Cut sequences into batches of at most ``budget`` tokens with nearly equal numbers of tokens.
+
+    Longest first, each to the batch with the fewest tokens (Graham 1969). Batches are indices into
+    ``lengths``, ascending, those with the most tokens first, so that processes that go through them in step
+    wait little. A sequence longer than the budget goes alone. ``count`` batches, some perhaps empty, are for
+    processes whose collectives must match; by default it is the smallest number that keeps the budget.
+    """
+    alone = [[i] for i, length in enumerate(lengths) if length > budget]
+    order = sorted((i for i, length in enumerate(lengths) if length <= budget), key=lambda i: -lengths[i])
+    for number in itertools.count(-(-sum(lengths[i] for i in order) // budget)):
+        batches = _balanced(lengths, order, number)
+        if all(sum(lengths[i] for i in batch) <= budget for batch in batches):
+            break
+    if count is not None:
+        batches = _balanced(lengths, order, count - len(alone))
+    return sorted(alone + batches, key=lambda batch: (-sum(lengths[i] for i in batch), batch))
+
+
+def _balanced(lengths: Sequence[int], order: list[int], count: int) -> list[list[int]]:
+    heap = [(0, number) for number in range(count)]
+    batches: list[list[int]] = [[] for _ in range(count)]
+    for i in order:
+        tokens, number = heapq.heappop(heap)
+        batches[number].append(i)
+        heapq.heappush(heap, (tokens + lengths[i], number))
+    return [sorted(batch) for batch in batches]
+
+
+# Rows: the tokens of a forward pass, and the hidden states that predict completion tokens.
+
+
+class LossInputs(NamedTuple):
+    """What the loss takes, packed over completion tokens only."""
+
+    hidden: Tensor  # [N, H], the backbone's output at the positions that predict completion tokens
+    labels: Tensor  # [N] int64, the completion tokens
+    cu_seqlens: Tensor  # int32 [B + 1], offsets of the completions in both
+
+
+class Group(NamedTuple):
+    """Neighbours in a row: tokens that all of its sequences begin with, and what each has after them."""
+
+    prefix: int  # 0 for sequences that share nothing
+    lengths: Sequence[int]  # the sequences' further tokens, in the order of the row
+
+
+def packed_inputs(model: Any, prompts: Tokens, completions: Tokens) -> dict[str, Any]:
+    """Lay sequences out in one row, as keyword arguments of a causal language model's forward.
+
+    The last token of a sequence predicts nothing and is left out: T = sum(P_i + C_i - 1). What keeps them
+    apart is a mask, or their offsets for flash-attention. A model that cannot be packed is an `InputError`.
+    """
+    pairs = list(zip(prompts, completions, strict=True))
+    lengths, device = [len(p) + len(c) - 1 for p, c in pairs], prompts[0].device
+    ids = torch.cat([part for p, c in pairs for part in (p, c[:-1])])
+    positions = ranges([0] * len(lengths), lengths, device)
+    inputs: dict[str, Any] = {"input_ids": ids[None], "position_ids": positions[None]}
+    implementation = attention_of(model)
+    if len(lengths) == 1:
+        return inputs
+    if "flash" in implementation:
+        ends = offsets_of(torch.tensor(lengths, device=device))
+        inputs |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
+        inputs |= {"max_length_q": max(lengths), "max_length_k": max(lengths)}
+    else:
+        inputs["attention_mask"] = attention_mask(model, [Group(0, lengths)], device)
+    return inputs
+
+
+def packed_hidden_states(model: Any, prompts: Tokens, completions: Tokens) -> LossInputs:
+    """Run the backbone once over all sequences, without padding.
+
+    The model's ``__call__`` runs, plain, with a PEFT adapter, or wrapped (DDP).
+    """
+    hidden = last_hidden_states(model, packed_inputs(model, prompts, completions))
+    counts = [len(completion) for completion in completions]
+    ends = itertools.accumulate(len(p) + n - 1 for p, n in zip(prompts, counts, strict=True))
+    firsts = [end - count for end, count in zip(ends, counts, strict=True)]
+    return LossInputs(hidden[0, ranges(firsts, counts, hidden.device)], *pack(completions))
+
+
+def shared_prefix_hidden_states(model: Any, prompts: Tokens, completions: Tokens) -> LossInputs:
+    """Run the backbone over each prompt once, followed by its completions; equal prompts are neighbours."""
+    if "flash" in (name := attention_of(model)):
+        raise InputError(f"update.shared_prefix: {name} takes no mask; load the model with sdpa")
+    groups, positions, predicting, lengths = [], [], [], []
+    ids: list[Tensor] = []
+    pairs = zip(prompts, completions, strict=True)
+    for _, each in groupby(pairs, lambda pair: pair[0].tolist()):
+        members = list(each)
+        prompt, own = members[0][0], [len(completion) - 1 for _, completion in members]
+        start, P = sum(map(len, ids)), len(prompt)
+        groups.append(Group(P, own))
+        ids += [prompt, *(completion[:-1] for _, completion in members)]
+        positions.append(ranges([0] + [P] * len(own), [P, *own], prompt.device))
+        # The prompt's last token predicts the first one of every completion.
+        for first, length in zip(itertools.accumulate(own, initial=start + P), own, strict=False):
+            predicting += [start + P - 1, first]
+            lengths += [1, length]
+    inputs = {"input_ids": torch.cat(ids)[None], "position_ids": torch.cat(positions)[None]}
+    if inputs["input_ids"].shape[1] > 1:  # transformers takes a single token for a step of decoding
+        inputs["attention_mask"] = attention_mask(model, groups, prompts[0].device)
+    hidden = last_hidden_states(model, inputs)
+    return LossInputs(hidden[0, ranges(predicting, lengths, hidden.device)], *pack(completions))
+
+
+def last_hidden_states(model: Any, inputs: dict[str, Any]) -> Tensor:
+    """Return what enters the head, [1, T, H], from a call of the whole model, which projects one position."""
+    causal = causal_lm_of(model)
+    captured: list[Any] = []
+    # Some models call their decoder, others the model around it; the outermost that is called ends last.
+    handles = [
+        module.register_forward_hook(lambda module, args, output: captured.append(output))
+        for module in {causal.base_model, causal.get_decoder()} - {causal}
+    ]
+    try:
+        model(**(inputs | {"use_cache": False, "logits_to_keep": 1}))
+    finally:
+        for handle in handles:
+            handle.remove()
+    hidden = getattr(captured[-1], "last_hidden_state", None) if captured else None
+    if hidden is None or hidden.shape[:2] != inputs["input_ids"].shape:
+        name = type(causal).__name__
+        raise InputError(f"{name}: its backbone did not return one hidden state for each input token")
+    return hidden
+
+
+@torch.no_grad()
+def check_rows_of(model: Any, *, shared_prefix: bool = False) -> None:
+    """Refuse a model whose hidden states in a common row differ from those of the sequences alone.
+
+    Leaking attention changes hidden states by as much as they are large, rounding by some multiples of eps;
+    the line is drawn at sqrt(eps), relative to the largest.
+    """
+    prompts, completions = probe(model, [4, 1, 6, 2], [3, 5, 1, 2])
+    together: Callable[..., LossInputs] = packed_hidden_states
+    if shared_prefix:
+        together, prompts = shared_prefix_hidden_states, [prompts[0]] * 3 + [prompts[3]]
+    with torch.autocast(model.device.type, enabled=False):
+        ours = together(model, prompts, completions).hidden
+        pairs = zip(prompts, completions, strict=True)
+        reference = torch.cat([packed_hidden_states(model, [p], [c]).hidden for p, c in pairs])
+    bound = torch.finfo(reference.dtype).eps ** 0.5 * reference.abs().max().item()
+    difference = (ours - reference).abs().max().item()
+    if not difference <= bound:
+        raise InputError(
+            f"{type(causal_lm_of(model)).__name__} cannot hold several sequences in one row: its hidden "
+            f"states differ from those of the sequences alone by {difference:.3g} (rounding: < {bound:.3g})"
+        )
+
+
+def probe(model: Any, prompts: list[int], completions: list[int]) -> tuple[list[Tensor], list[Tensor]]:
+    """Return token ids of these lengths that differ from sequence to sequence, to try a model with."""
+    vocabulary = causal_lm_of(model).config.get_text_config().vocab_size
+    tokens = (torch.arange(sum(prompts) + sum(completions), device=model.device) * 7 + 3) % vocabulary
+    first, rest = tokens.split([sum(prompts), sum(completions)])
+    return list(first.split(prompts)), list(rest.split(completions))
+
+
+def ranges(starts: Sequence[int], lengths: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
+    """Return start, start + 1, ... for each pair, one after the other, int64."""
+    sizes = torch.tensor(lengths, dtype=torch.int64)
+    firsts = torch.tensor(starts, dtype=torch.int64) - (sizes.cumsum(0) - sizes)
+    return (torch.arange(sum(lengths)) + firsts.repeat_interleave(sizes)).to(device)
+
+
+# Attention: transformers finds packed sequences by position_ids that restart, but not in every model, and not
+# where sequences share a prompt. So the mask is built here.
+
+
+def attention_of(model: Any) -> str:
+    """Return the name of a model's attention; refuse models that would mix up the sequences of a row."""
+    causal = causal_lm_of(model)
+    config = causal.config.get_text_config()
+    name = str(config._attn_implementation)
+    accepted = inspect.signature(causal.forward).parameters
+    known = {"full_attention", "sliding_attention"}
+    strange = sorted(set(getattr(config, "layer_types", None) or ()) - known)
+    reason = None
+    if "position_ids" not in accepted or "logits_to_keep" not in accepted:
+        reason = "its forward takes no position_ids or no logits_to_keep"
+    elif getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+        reason = "its adapter puts tokens before every row"
+    elif strange or getattr(causal, "_is_stateful", False):
+        reason = f"no mask is known that keeps them apart in its layers ({', '.join(strange) or 'recurrent'})"
+    elif name != "sdpa" and "flash" not in name:
+        reason = f"its attention implementation is {name!r}; load it with sdpa or flash_attention_2"
+    if reason is not None:
+        raise InputError(f"{type(causal).__name__} cannot hold several sequences in one row: {reason}")
+    return name
+
+
+def attention_mask(model: Any, groups: Sequence[Group], device: torch.device) -> Any:
+    """Return the `RowMask` of a row, or one for each type of layer where they differ (sliding windows)."""
+    config = causal_lm_of(model).config.get_text_config()
+    width = getattr(config, "sliding_window", None)
+    if width is not None and width >= max(group.prefix + max(group.lengths) for group in groups):
+        width = None
+    default = "full_attention" if getattr(config, "sliding_window", None) is None else "sliding_attention"
+    layers = set(getattr(config, "layer_types", None) or (default,))
+    masks = {
+        layer: RowMask(groups, width if layer == "sliding_attention" else None, device) for layer in layers
+    }
+    return masks if len(masks) > 1 else next(iter(masks.values()))
+
+
+class RowMask(Tensor):
+    """A mask without entries, [1, 1, T, T]: SDPA given this one runs sequence by sequence.
+
+    The cost is that of the sequences, not quadratic in the row, and PyTorch may use its flash kernel. It
+    travels as an argument and needs no change to the model; torch's CausalBias works in the same way.
+    """
+
+    groups: Sequence[Group]
+    window: int | None
+
+    @staticmethod
+    def __new__(cls, groups: Sequence[Group], window: int | None, device: torch.device) -> RowMask:
+        """Make a tensor of the mask's shape, without storage."""
+        T = sum(group.prefix + sum(group.lengths) for group in groups)
+        mask: RowMask = Tensor._make_wrapper_subclass(cls, (1, 1, T, T), dtype=torch.bool, device=device)
+        mask.groups, mask.window = groups, window
+        return mask
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if function is scaled_dot_product_attention:
+            return _attend(*args, **(kwargs or {}))
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        raise InputError(f"this model's attention reads its mask ({function}); only plain SDPA can be packed")
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: RowMask,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **options: Any,
+) -> Tensor:
+    """SDPA under a `RowMask`, of [1, heads, T, D]: each sequence with its keys and the shared ones."""
+    # Neighbours of one length are a batch, which takes less time than as many calls.
+    runs = [
+        [(group.prefix, 1)] * (group.prefix > 0)
+        + [(size, len(list(same))) for size, same in groupby(group.lengths) if size > 0]
+        for group in attn_mask.groups
+    ]
+    # Split, instead of slices, whose backward fills the whole.
+    sizes = [size * count for group in runs for size, count in group]
+    parts = zip(*(x.split(sizes, 2) for x in (query, key, value)), strict=True)
+    outputs = []
+    for group, sizes_of_group in zip(attn_mask.groups, runs, strict=True):
+        prefix: tuple[Tensor, ...] | None = None
+        for size, count in sizes_of_group:
+            q, k, v = (x.reshape(-1, count, size, x.shape[3]).transpose(0, 1) for x in next(parts))
+            own = k, v
+            if prefix is not None:
+                before = (x.expand(count, -1, -1, -1) for x in prefix)
+                k, v = (torch.cat(pair, 2) for pair in zip(before, own, strict=True))
+            window, keys, mask = attn_mask.window, k.shape[2], None
+            plain = prefix is None and (window is None or size <= window)
+            if not plain:  # the last positions of a sequence
+                mask = torch.ones(size, keys, dtype=torch.bool, device=q.device).tril(keys - size)
+                mask = mask if window is None else mask.triu(keys - size - window + 1)
+            out = scaled_dot_product_attention(q, k, v, mask, dropout_p, plain, **options)
+            outputs.append(out.transpose(0, 1).reshape(1, -1, size * count, out.shape[3]))
+            if prefix is None and group.prefix > 0:
+                prefix = own
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)

@@ -1,0 +1,328 @@
+"""The directory of a run, its checkpoints, going on from one, and exporting one.
+
+A checkpoint is written into a hidden directory, flushed to disk and renamed: whatever happens in between, the
+newest directory with a final name can be loaded. Each process writes and reads its shards of weights and
+optimizer (`torch.distributed.checkpoint`); the rest is one file. The directory of a run has a marker: nothing
+without one is ever deleted or written over. The process that works on it locks the marker, and the system
+gives the lock up with the process, however that ends.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pickle
+import shutil
+import signal
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+import yaml
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from gspo_kernels.trainer.config import (
+    InputError,
+    TrainConfig,
+    changed_settings,
+    from_mapping,
+    load_config,
+    to_mapping,
+)
+from gspo_kernels.trainer.model import add_adapters, export_model, load_model, load_tokenizer
+from gspo_kernels.trainer.processes import ALONE, on_all, on_main
+
+
+class RunDirectory:
+    """Names of everything that a run writes, and the checkpoints among it; gives up its lock on exit."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.marker = self.path / ".gspo_run"
+        self._lock: IO[str] | None = None
+        self.config = self.path / "config.yaml"
+        self.metrics = self.path / "metrics.jsonl"
+        self.rollouts = self.path / "rollouts"
+        self.checkpoints = self.path / "checkpoints"
+        self.model = self.path / "model"
+        self.plot = self.path / "progress.png"
+        self.trackers = self.path / "trackers"
+        self.written = [self.metrics, self.plot, self.config]
+        self.written += [self.checkpoints, self.model, self.rollouts, self.trackers]
+
+    def holds_a_run(self) -> bool:
+        """Whether a run has written here."""
+        begun = (self.config, self.metrics, self.checkpoints, self.model)
+        return self.marker.exists() and any(path.exists() for path in begun)
+
+    def claim(self, *, resume: bool = False, overwrite: bool = False, others: Sequence[str] = ()) -> None:
+        """Mark and lock the directory, or raise before anything in it was touched.
+
+        ``resume`` or ``overwrite`` is what may be done with a run that is there; ``others`` are names of what
+        will be written next to the files of a run.
+        """
+        if resume and overwrite:
+            raise InputError("resume and overwrite exclude each other")
+        if resume and not self.holds_a_run():
+            raise InputError(f"there is no run in {self.path} to resume")
+        written = *self.written, *map(self.path.joinpath, others)
+        strange = ", ".join(path.name for path in written if path.exists())
+        if strange and not self.marker.exists():
+            raise InputError(f"{self.path} has {strange}, and no run wrote that; choose another --output")
+        self.__exit__()
+        self.path.mkdir(parents=True, exist_ok=True)
+        lock = self.marker.open("a")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            lock.close()
+            raise InputError(f"another process works on the run in {self.path}") from error
+        self._lock = lock
+        if self.holds_a_run() and not (resume or overwrite):
+            self.__exit__()
+            choices = "go on with --resume, replace it with --overwrite, or choose another --output"
+            raise InputError(f"{self.path} already has a run: {choices}")
+
+    def __enter__(self) -> RunDirectory:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Let other processes work on the run."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def open(
+        self, config: TrainConfig, accelerator: Any, *, resume: bool, overwrite: bool, force: bool
+    ) -> tuple[Path | None, list[str]]:
+        """Make the directory ready, or raise before anything is lost.
+
+        Returns the checkpoint to go on from, or None; and which settings ``force`` allowed to be others.
+        """
+
+        def prepare() -> list[str]:
+            self.claim(resume=resume, overwrite=overwrite)
+            changed: list[str] = []
+            if resume and self.config.exists():
+                changed = changed_settings(load_config(self.config, cls=type(config)), config)
+            if changed and not force:
+                what = "; ".join(changed)
+                raise InputError(
+                    f"the run was started with other settings ({what}); --force goes on with these"
+                )
+            for path in () if resume else self.written:
+                if path.exists():  # at once, so that a kill leaves no half of it
+                    path.rename(self.path / f".unfinished-{os.getpid()}-{path.name}")
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+            for parent in (self.path, self.checkpoints):
+                for unfinished in parent.glob(".unfinished-*"):
+                    unfinished.unlink() if unfinished.is_file() else shutil.rmtree(unfinished)
+            return changed
+
+        changed = on_main(accelerator, prepare) or []
+        checkpoint = self.latest_checkpoint() if resume else None
+        step = 0 if checkpoint is None else int(checkpoint.name[5:])
+        if step >= config.update.steps and self.model.exists() and self.plot.exists():
+            finished = f"the run in {self.path} is finished ({step} steps)"
+            raise InputError(f"{finished}; raise update.steps to train on")
+        text = yaml.safe_dump(to_mapping(config), sort_keys=False)
+        on_main(accelerator, lambda: write_text(self.config, text))
+        return checkpoint, changed
+
+    def latest_checkpoint(self) -> Path | None:
+        """Return the newest whole checkpoint, or None."""
+        return next(reversed(self._whole_checkpoints()), None)
+
+    def save_checkpoint(
+        self, step: int, write: Callable[[Path], None], keep: int, accelerator: Any = ALONE
+    ) -> None:
+        """Let ``write`` fill a step's checkpoint, as `write_directory`; drop all but the newest ``keep``."""
+        try:
+            write_directory(self.checkpoints / f"step_{step:06d}", write, accelerator)
+        except (OSError, RuntimeError) as error:  # torch.save raises both
+            last = self.latest_checkpoint()
+            then = f"--resume goes on from {last.name if last else 'the start'} when there is room"
+            raise InputError(f"the checkpoint of step {step} cannot be written: {error}; {then}") from error
+        if accelerator.is_main_process:
+            for old in self._whole_checkpoints()[:-keep]:
+                shutil.rmtree(old)
+
+    def _whole_checkpoints(self) -> list[Path]:
+        return sorted(self.checkpoints.glob("step_*"), key=lambda path: int(path.name[5:]))
+
+    @contextmanager
+    def saved_on_failure(
+        self, state: Mapping[str, Any], save: Callable[[Mapping[str, Any]], None]
+    ) -> Iterator[None]:
+        """Save the state where something inside fails, in all processes together, so that nothing is lost."""
+        try:
+            yield
+        except Exception:
+            latest = self.latest_checkpoint()
+            if latest is None or latest.name != f"step_{state['step']:06d}":
+                save(state)
+            raise
+
+
+def save_state(
+    state: Mapping[str, Any], tensors: Mapping[str, Tensor], path: Path, *, accelerator: Any = ALONE
+) -> None:
+    """Write the state of a run into a checkpoint's directory; all processes call, with their shards."""
+    with _all_processes():
+        save(dict(tensors), checkpoint_id=path / "tensors")
+    if accelerator.is_main_process:
+        torch.save(dict(state), path / "state.pt")
+
+
+def load_state(path: Path) -> dict[str, Any]:
+    """Read what `save_state` wrote but its tensors; an `InputError` says that it is damaged."""
+    with _reading(path):
+        state: dict[str, Any] = torch.load(path / "state.pt", map_location="cpu", weights_only=True)
+    return state
+
+
+def load_tensors(
+    path: Path,
+    weights: Mapping[str, Tensor],
+    make_room: Callable[[str, torch.Size], Tensor | None] = lambda name, shape: None,
+) -> None:
+    """Fill weights, whole or shards, with those of a checkpoint; all processes call.
+
+    Other names in it, or other shapes, are refused. ``make_room`` returns by name and shape what to fill with
+    anything that is no weight; None: nothing.
+    """
+    with _reading(path):
+        metadata = FileSystemReader(path / "tensors").read_metadata().state_dict_metadata
+    shapes = {name: each.size for name, each in metadata.items() if isinstance(each, TensorStorageMetadata)}
+    here = {name: weight.shape for name, weight in weights.items()}
+    saved = {name: shape for name, shape in shapes.items() if name.startswith("weights/")}
+    for name in sorted(here | saved):
+        if here.get(name) != saved.get(name):
+            other = f"{saved.get(name, 'nothing')}, the model as {here.get(name, 'nothing')}"
+            raise InputError(f"the checkpoint is of another model: it has {name[8:]} as {other}")
+    rooms = {name: make_room(name, shape) for name, shape in shapes.items() if name not in saved}
+    wanted = dict(weights) | {name: room for name, room in rooms.items() if room is not None}
+    with _reading(path), _all_processes():
+        load(wanted, checkpoint_id=path / "tensors")
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        remedy = "remove it to go on from the one before"
+        raise InputError(f"the checkpoint {path} is damaged ({error}); {remedy}") from error
+
+
+@contextmanager
+def _all_processes() -> Iterator[None]:
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # in one process, as meant
+            yield
+    except CheckpointException as error:  # no Exception of Python's
+        causes = [cause for cause, _ in error.failures.values()]
+        raise OSError(f"{type(causes[0]).__name__}: {causes[0]}") from error
+
+
+def export_checkpoint(run: str | Path, to: Path, *, step: int | None = None, half: bool = False) -> None:
+    """Write a checkpoint's model, by default the newest, into a new directory, with ``half`` in bfloat16."""
+    directory = RunDirectory(run)
+    if not directory.holds_a_run():
+        raise InputError(f"there is no run in {run}")
+    if to.exists():
+        raise InputError(f"{to} exists already; nothing is written over")
+    chosen = directory.latest_checkpoint() if step is None else directory.checkpoints / f"step_{step:06d}"
+    if chosen is None or not chosen.is_dir():
+        raise InputError(f"there is no checkpoint {'yet' if chosen is None else chosen.name} in {run}")
+    saved = yaml.safe_load(directory.config.read_text(encoding="utf-8"))
+    config = from_mapping(
+        {k: v for k, v in saved.items() if k in TrainConfig.model_fields}
+    )  # a recipe has more
+    tokenizer, model = load_tokenizer(config.model), load_model(config.model)
+    if config.lora.rank > 0:
+        add_adapters(model, config.lora)
+    trained = {f"weights/model.{n}": p.detach() for n, p in model.named_parameters() if p.requires_grad}
+    load_tensors(chosen, trained)
+    dtype = torch.bfloat16 if half else torch.float32
+    write_directory(to, lambda path: export_model(model, tokenizer, path, dtype=dtype))
+
+
+def write_directory(final: Path, write: Callable[[Path], None], accelerator: Any = ALONE) -> None:
+    """Create a directory with what ``write`` puts into it in each process, all or nothing; all call."""
+    unfinished = final.parent / f".unfinished-{final.name}"
+
+    def begin() -> None:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+
+    def finish() -> None:
+        for path in unfinished.rglob("*"):
+            _flush(path)
+        _flush(unfinished)
+        replaced = final.parent / f".unfinished-replaced-{final.name}"
+        shutil.rmtree(replaced, ignore_errors=True)
+        if final.exists():
+            final.rename(replaced)
+        unfinished.rename(final)
+        shutil.rmtree(replaced, ignore_errors=True)
+        _flush(final.parent)
+
+    on_main(accelerator, begin)
+    try:
+        on_all(accelerator, lambda: write(unfinished))
+        on_main(accelerator, finish)
+    except Exception:
+        if accelerator.is_main_process:
+            shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file, all or nothing."""
+    unfinished = path.parent / f".unfinished-{path.name}"
+    unfinished.write_text(text, encoding="utf-8")
+    _flush(unfinished)
+    unfinished.replace(path)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def defer_signals() -> Iterator[list[int]]:
+    """Note SIGTERM and a first SIGINT inside instead of ending; in the main thread, where they arrive."""
+    caught: list[int] = []
+
+    def note(number: int, _: object) -> None:
+        if number == signal.SIGINT:
+            if caught:
+                raise KeyboardInterrupt
+            # print might have been interrupted
+            os.write(2, b"\nending after this step, with a checkpoint; Ctrl-C once more ends at once\n")
+        caught.append(number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield caught
+        return
+    previous = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield caught
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -1,1 +1,0 @@
-"""Sampling: by the model itself, inside transformers' generate, or by a vLLM server that gets its weights."""

@@ -1,0 +1,250 @@
+"""The training loop: sample completions, score them, compare within groups, update in minibatches, repeat.
+
+`GSPOTrainer` reads from top to bottom like the algorithm. A recipe subclasses it and overrides the parts of a
+step, from `GSPOTrainer.rollout` on, and what a checkpoint contains; see ``examples/recipes``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import groupby, islice
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from accelerate.utils import gather_object
+
+from gspo_kernels.trainer import data
+from gspo_kernels.trainer.batch import Batch, Rollout, Sample, make_batch, rollout_metrics
+from gspo_kernels.trainer.checkpoint import RunDirectory, defer_signals, load_state, save_state
+from gspo_kernels.trainer.config import InputError, TrainConfig
+from gspo_kernels.trainer.model import export_model, load_tokenizer, make_policies
+from gspo_kernels.trainer.processes import check_processes, make_accelerator, map_shares, seed_everything
+from gspo_kernels.trainer.report import Metrics, Report
+from gspo_kernels.trainer.rewards import RewardFunction, Rewards, RewardSet, advantages_of, levels
+from gspo_kernels.trainer.rollout import RolloutEngine, Sampling, sampling_of
+from gspo_kernels.trainer.update import Updater, check_config, make_engine, needs_reference
+
+
+class GSPOTrainer:
+    """Trains a causal language model on prompts and reward functions, in one process or several.
+
+    Args:
+        model, tokenizer: of transformers; or a directory, and None for the tokenizer in it.
+        rewards: one function or several, ``f(prompts, completions, completion_ids, **columns)``.
+        dataset: rows (mappings) with a ``"prompt"``; other columns reach the reward functions.
+        eval_dataset: rows that are never trained on, or None.
+        config: everything else.
+        engine: what completes prompts; by default what ``config.engine`` names, or the model itself.
+        accelerator: accelerate's, for what its environment variables do not say.
+    """
+
+    serves_turns: ClassVar[bool] = False  # whether rollouts have turn_ids, which some objectives need
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        rewards: RewardFunction | Sequence[RewardFunction],
+        dataset: data.Rows,
+        eval_dataset: data.Rows | None = None,
+        config: TrainConfig | None = None,
+        *,
+        engine: RolloutEngine | None = None,
+        accelerator: Any = None,
+    ) -> None:
+        self.config = config = config or TrainConfig()
+        check_config(config, serves_turns=self.serves_turns)
+        if tokenizer is None and not isinstance(model, str | Path):
+            raise InputError("a model that is already loaded needs its tokenizer")
+        self.tokenizer = load_tokenizer(str(model)) if tokenizer is None else tokenizer
+        functions = [rewards] if callable(rewards) else list(rewards)
+        self.rewards = RewardSet(functions, config.reward_weights, config.reward_timeout)
+        held_out = None if eval_dataset is None else list(islice(eval_dataset, config.evaluation.prompts))
+        data.check_rows(dataset, "the training dataset")
+        if held_out is not None:
+            data.check_rows(held_out, "the eval dataset")
+        self.rewards.check(data.column_names(dataset))
+        self.directory = RunDirectory(config.output)
+        self.accelerator = accelerator or make_accelerator(config, self.directory.trackers)
+        check_processes(self.accelerator)
+        self.report = Report(config, self.accelerator, self.directory)
+        compares = needs_reference(config)
+        self.model, *policies = make_policies(model, self.tokenizer, config, self.accelerator, compares)
+        self.updater = Updater(self.accelerator, config, *policies)
+        context = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        self.longest_prompt = None if context is None else context - config.rollout.max_new_tokens
+        limits: dict[str, Any] = {"embedded": self.model.get_input_embeddings().num_embeddings}
+        limits |= {"longest": self.longest_prompt, "template_options": config.data.template_options}
+        prepare: Any = partial(data.prepare_prompts, self.tokenizer, **limits)
+        self.train_prompts: data.Prompts = prepare(dataset, "the training dataset")
+        self.eval_prompts = None if held_out is None else prepare(held_out, "the eval dataset")
+        self.engine: Any = make_engine(engine, config, self.model, self.tokenizer, model, self.accelerator)
+        self.step, self.prompts_used = 0, 0
+
+    def train(self, *, resume: bool = False, overwrite: bool = False, force: bool = False) -> Metrics:
+        """Run to the configured number of steps; return the metrics of the last evaluation.
+
+        SIGTERM, or Ctrl-C once, ends the run after the step in progress, with a checkpoint and `SystemExit`.
+        An error in a reward or an engine leaves the checkpoint of the step before. ``resume`` with other
+        settings than before needs ``force``.
+        """
+        with self.directory:
+            flags = {"resume": resume, "overwrite": overwrite, "force": force}
+            checkpoint, changed = self.directory.open(self.config, self.accelerator, **flags)
+            if checkpoint is not None:
+                self.load_state_dict(load_state(checkpoint), checkpoint)
+            step = None if checkpoint is None else self.step
+            self.report.begin(step, changed=changed, evaluates=self.eval_prompts is not None)
+            with self.report, defer_signals() as signals:
+                if checkpoint is None:
+                    self.report.step(0, self.evaluate())
+                while self.step < self.config.update.steps:
+                    self.take_step(signals)
+            return self.report.finish(self.step, partial(export_model, self.model, self.tokenizer))
+
+    def take_step(self, signals: Sequence[int] = ()) -> None:
+        """Sample, score, compare and update once; evaluate and save where that is due."""
+        config, before, started = self.config, self.state_dict(), time.monotonic()
+        self.step += 1
+        seed_everything(config.seed, self.step, self.accelerator.process_index)
+        with self.directory.saved_on_failure(before, self.save):
+            rollout = self.rollout()
+            batch = self.compare(rollout)
+        sampled = time.monotonic()
+        metrics = rollout_metrics(rollout) | self.update(batch)
+        ended = time.monotonic()
+        metrics |= {"seconds/rollout": sampled - started, "seconds/update": ended - sampled}
+        metrics |= {"seconds": ended - started, "tokens_per_second": sum(batch.lengths) / (ended - started)}
+        last = self.step == config.update.steps
+        if last or self.step % config.evaluation.every == 0:
+            with self.directory.saved_on_failure(self.state_dict(), self.save):
+                metrics |= self.evaluate()
+        self.report.step(self.step, metrics)
+        shown = last or "eval/greedy_accuracy" in metrics
+        self.report.rollout(self.step, rollout, self.tokenizer, show=shown)
+        stop = max(gather_object([max(signals, default=0)]))
+        if last or stop or self.step % config.checkpoint.every == 0:
+            self.save(self.state_dict())
+        if stop and not last:
+            self.report.say(f"ended after step {self.step}; --resume goes on from there")
+            raise SystemExit(128 + stop)
+
+    # What a recipe overrides: the parts of a step, in their order.
+
+    def rollout(self) -> Rollout:
+        """Complete the next prompts in groups, and score the completions."""
+        samples = self.sample(self.next_rows())
+        return Rollout(samples, self.score(samples), self.config.rollout.group_size)
+
+    def next_rows(self, count: int | None = None) -> list[int]:
+        """Return the rows of the next prompts, by default those of one rollout."""
+        start, count = self.prompts_used, count or self.config.rollout.prompts_per_rollout
+        self.prompts_used += count
+        return data.prompt_order(len(self.train_prompts.tokens), self.config.seed, start, count)
+
+    @torch.no_grad()
+    def sample(
+        self,
+        rows: Sequence[int],
+        group_size: int | None = None,
+        *,
+        prompts: data.Prompts | None = None,
+        sampling: Sampling | None = None,
+        tokens: Sequence[list[int]] | None = None,
+    ) -> list[Sample]:
+        """Complete the prompt of each row ``group_size`` times; groups are consecutive.
+
+        Every process completes its share, and all get the whole. ``tokens``, a list for each row, are
+        completed in place of the prompts; rewards see these all the same.
+        """
+        source, size = prompts or self.train_prompts, group_size or self.config.rollout.group_size
+        sampling = sampling or sampling_of(self.config.rollout)
+        given = [source.tokens[row] for row in rows] if tokens is None else tokens
+
+        def complete(share: list[int]) -> list[Sample]:
+            each = [place for place in share for _ in range(size)]
+            completions = self.engine.generate([given[place] for place in each], sampling)
+            if sampling.return_mask and any(completion.mask is None for completion in completions):
+                name = type(self.engine).__name__
+                raise InputError(f"rollout.keep_sampling_mask: {name} gives completions without a mask")
+            ids = [completion.ids.tolist() for completion in completions]
+            texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
+            parts = zip(each, texts, completions, strict=True)
+            return [Sample(rows[place], list(given[place]), text, done) for place, text, done in parts]
+
+        with self.updater.weights_in(self.engine, self.tokenizer), self.accelerator.autocast():
+            shares = map_shares(self.accelerator, len(rows), complete)
+        return [sample for share in shares for sample in share]
+
+    def score(self, samples: Sequence[Sample], prompts: data.Prompts | None = None) -> Rewards:
+        """Call the reward functions; each process asks for its share of the groups, and all get the whole."""
+        source = prompts or self.train_prompts
+        groups = [list(group) for _, group in groupby(samples, lambda sample: sample.row)]
+
+        def rewards_of(share: list[int]) -> Rewards:
+            mine = [sample for place in share for sample in groups[place]]
+            rows = [source.rows[sample.row] for sample in mine]
+            texts, ids = [sample.text for sample in mine], [sample.ids.tolist() for sample in mine]
+            columns = data.columns_of(rows, source.columns)
+            return self.rewards([row["prompt"] for row in rows], texts, ids, columns)
+
+        return Rewards.joined(map_shares(self.accelerator, len(groups), rewards_of))
+
+    def compare(self, rollout: Rollout) -> Batch:
+        """Turn rewards into advantages, completions of a group compared with each other."""
+        config, rewards, size = self.config, rollout.rewards, rollout.group_size
+        kind = self.updater.objective.advantages_are
+        if kind == "rewards":
+            advantages = rewards.total
+        elif kind == "levels":
+            advantages = levels(rewards.total, size)
+        else:
+            counted = [int(s.completion.counted(config.rollout.truncated).sum()) for s in rollout.samples]
+            how = {"method": config.advantages, "scale": config.advantage_scale}
+            advantages = advantages_of(rewards, group_size=size, lengths=torch.tensor(counted), **how)
+        return make_batch(rollout, advantages, config.rollout.truncated, self.accelerator.device)
+
+    def update(self, batch: Batch) -> Metrics:
+        """Take one optimizer step for each minibatch."""
+        return self.updater.update(batch, self.step)
+
+    def evaluation(self, prompts: data.Prompts, sampling: Sampling) -> Rollout:
+        """Complete every held-out prompt once and score the completions."""
+        samples = self.sample(range(len(prompts.tokens)), 1, prompts=prompts, sampling=sampling)
+        return Rollout(samples, self.score(samples, prompts), 1)
+
+    def evaluate(self) -> Metrics:
+        """Complete the held-out prompts greedily and sampled; return the mean of every reward."""
+        if self.eval_prompts is None:
+            return {}
+        metrics: Metrics = {}
+        seed_everything(self.config.seed, 0, self.accelerator.process_index)
+        for label in ("greedy", "sampled"):
+            sampling = sampling_of(self.config.rollout, greedy=label == "greedy", return_mask=False)
+            rollout = self.evaluation(self.eval_prompts, sampling)
+            means = {name: float(values.nanmean()) for name, values in rollout.rewards.by_name.items()}
+            metrics[f"eval/{label}_accuracy"] = means[self.rewards.names[0]]
+            metrics |= {f"eval/{label}/{k}": value for k, value in {**means, **rollout.metrics}.items()}
+        return metrics
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that going on needs but the updater's tensors: numbers, containers, CPU tensors."""
+        counts = {"step": self.step, "prompts_used": self.prompts_used, "updates": self.updater.updates}
+        streaks = dict(self.report.health.streaks)
+        return {**counts, "streaks": streaks, "processes": self.accelerator.num_processes}
+
+    def load_state_dict(self, state: Mapping[str, Any], checkpoint: Path) -> None:
+        """Go on from what `state_dict` returned, and from a checkpoint's tensors."""
+        self.updater.load(checkpoint, state["updates"])
+        self.step, self.prompts_used = state["step"], state["prompts_used"]
+        self.report.health.streaks = dict(state["streaks"])
+        if state["processes"] != self.accelerator.num_processes:
+            self.report.say("another number of processes than before: sampling has new seeds")
+
+    def save(self, state: Mapping[str, Any]) -> None:
+        """Write the checkpoint of a state; all processes call."""
+        write = partial(save_state, state, self.updater.tensors(), accelerator=self.accelerator)
+        self.directory.save_checkpoint(state["step"], write, self.config.checkpoint.keep, self.accelerator)

@@ -1,0 +1,385 @@
+"""Models: loading them, adapters, shards, the policy with its fused head, the reference, export.
+
+Under FSDP2 no process loads, keeps or writes more than its shards.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.nn.modules.module import register_module_module_registration_hook
+
+import gspo_kernels as gk
+from gspo_kernels.integrations.errors import IntegrationError
+from gspo_kernels.integrations.lm_head import LMHead, lm_head_of
+from gspo_kernels.trainer.batch import (
+    Tokens,
+    check_rows_of,
+    packed_hidden_states,
+    probe,
+    shared_prefix_hidden_states,
+)
+from gspo_kernels.trainer.config import InputError, LoraConfig, TrainConfig, check_model_path
+from gspo_kernels.trainer.processes import ALONE, reshard, seed_everything
+from gspo_kernels.trainer.rollout import SamplingMask
+
+
+def load_model(
+    path: str, *, half: bool = False, attention: str | None = None, accelerator: Any = ALONE
+) -> Any:
+    """Load a causal language model in fp32, as 16-bit weights would lose the small steps of RL.
+
+    With ``half`` in bfloat16, for weights that only adapters change. With an accelerator that runs FSDP2
+    every process reads its shards of the weights, onto its device.
+    """
+    from transformers import AutoModelForCausalLM
+
+    dtype = torch.bfloat16 if half else torch.float32
+    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention}
+    if not accelerator.is_fsdp2:
+        return _loaded(AutoModelForCausalLM, path, "model", **options)
+    with _sharded_weights(accelerator):
+        model = _loaded(AutoModelForCausalLM, path, "model", device_map={"": accelerator.device}, **options)
+    if whole := [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]:
+        raise InputError(f"FSDP needs transformers 5.20 or later, to read shards: {whole[0]} was read whole")
+    return model
+
+
+def load_tokenizer(path: str) -> Any:
+    """Load the tokenizer that lies next to the model."""
+    from transformers import AutoTokenizer
+
+    return _loaded(AutoTokenizer, path, "the tokenizer of")
+
+
+def _loaded(kind: Any, path: str, what: str, **options: Any) -> Any:
+    check_model_path(path)
+    try:
+        return kind.from_pretrained(path, **options)
+    except Exception as error:  # transformers lets through what its readers raise
+        lines = str(error).strip().splitlines() or [repr(error)]
+        raise InputError(f"{what} {path!r} cannot be loaded: {lines[0]}") from error
+
+
+def end_token_ids(model: Any, tokenizer: Any) -> list[int]:
+    """Return the ids that end a completion: the tokenizer's, and those of the model's generation config."""
+    configured = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    ids = configured if isinstance(configured, list) else [configured]
+    found = sorted({int(i) for i in [tokenizer.eos_token_id, *ids] if i is not None})
+    if not found:
+        raise InputError("neither the tokenizer nor the model's generation config has an end token")
+    return found
+
+
+def padding_token_id(tokenizer: Any) -> int:
+    """Return the id that fills rows; an end token where there is no padding token, as padding is masked."""
+    ids = [i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None]
+    if not ids:
+        raise InputError("the tokenizer has neither a padding nor an end-of-sequence token")
+    return int(ids[0])
+
+
+def add_adapters(model: Any, config: LoraConfig) -> Any:
+    """Inject LoRA adapters in place; return peft's model around it, for ``disable_adapter``."""
+    import peft
+
+    targets = config.target_modules
+    options = peft.LoraConfig(
+        r=config.rank,
+        lora_alpha=config.alpha,
+        target_modules=targets if targets == "all-linear" else [name.strip() for name in targets.split(",")],
+        task_type="CAUSAL_LM",
+    )
+    try:
+        adapted = peft.get_peft_model(model, options)
+    except ValueError as error:
+        raise InputError(f"lora.target_modules: {error}") from error
+    head_of(model)
+    return adapted
+
+
+class Policy(nn.Module):
+    """A causal language model that scores completions, or takes their loss, without writing logits.
+
+    The head runs inside ``forward``, with the backbone, so that DDP and FSDP see one module whose parameters
+    are all there while it runs. Completions are scored with the temperature that they are sampled with, in
+    packed rows, or with a shared prefix for equal prompts.
+    """
+
+    def __init__(
+        self, model: Any, *, temperature: float, shared_prefix: bool = False, checkpointing: bool = False
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.temperature = temperature
+        self.shared_prefix = shared_prefix
+        # What FSDP's wrapping of one module per layer looks up.
+        self._no_split_modules = getattr(model, "_no_split_modules", None)
+        # Dropout would make the ratio differ from 1 with equal weights, so it stays off in training too.
+        self.eval()
+        self._checkpointed: list[nn.Module] = []
+        if checkpointing:
+            from transformers.modeling_layers import GradientCheckpointingLayer
+
+            name = "activation_checkpointing_enable"
+            enable = getattr(model, name, None) or model.gradient_checkpointing_enable
+            enable({"use_reentrant": False})
+            self._checkpointed = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+            if not self._checkpointed:
+                raise InputError(f"{type(model).__name__} has no layers that could be recomputed")
+
+    @torch.no_grad()
+    def check(self) -> None:
+        """Refuse a model whose head is not understood or that common rows would change; runs a few tokens."""
+        check_head(self.model)
+        check_rows_of(self.model)
+        if self.shared_prefix:
+            check_rows_of(self.model, shared_prefix=True)
+
+    def forward(
+        self,
+        prompts: Tokens,
+        completions: Tokens,
+        terms: Mapping[str, Any] | None = None,
+        mask: SamplingMask | None = None,
+        return_entropy: bool = False,
+    ) -> gk.TokenLogprobs | gk.LossOutput:
+        """Score completions, or return the loss of `gk.fused_linear_policy_loss` if its terms are given.
+
+        Both are packed over the N completion tokens, and so is the mask: where there is one, log-probs and
+        entropy are those of the softmax over what it contains.
+        """
+        states = shared_prefix_hidden_states if self.shared_prefix else packed_hidden_states
+        for layer in self._checkpointed:
+            layer.training = torch.is_grad_enabled()
+        hidden, labels, cu_seqlens = states(self.model, prompts, completions)
+        for layer in self._checkpointed:  # in training mode generation would lose its cache
+            layer.training = False
+        head = head_of(self.model)
+        options = {"temperature": self.temperature, "return_entropy": return_entropy, **head.options()}
+        if mask is not None:
+            options["kept_mask"] = mask.bitmask(head.weight.shape[0])
+        if terms is None:
+            return gk.linear_token_logprobs(hidden, head.weight, labels, **options)
+        options |= {"cu_seqlens": cu_seqlens, **terms}
+        return gk.fused_linear_policy_loss(hidden, head.weight, labels, **options)
+
+
+def head_of(model: Any) -> LMHead:
+    """Find the head of a causal language model; see `lm_head_of`."""
+    try:
+        return lm_head_of(model)
+    except IntegrationError as error:
+        raise InputError(str(error)) from error
+
+
+@torch.no_grad()
+def check_head(model: Any) -> None:
+    """Refuse a model whose next-token log-probs differ from those of backbone and head taken apart.
+
+    What lies between raw logits and softmax (soft-capping, logit scaling) is read from the model's config.
+    """
+    prompts, completions = probe(model, [3], [4])
+    hidden, labels, _ = packed_hidden_states(model, prompts, completions)
+    head, name = head_of(model), type(model).__name__
+    ours = gk.linear_token_logprobs(hidden, head.weight, labels, **head.options()).logprobs
+    logits = model(torch.cat([*prompts, *completions]).unsqueeze(0)).logits[0, 2:-1].float()
+    if not logits.isfinite().all():
+        raise InputError(f"the logits of {name} are not finite: its weights are damaged")
+    theirs = logits.log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    tolerance = 1e-3 if head.weight.dtype == torch.float32 else 0.1
+    difference = (ours - theirs).abs().max().item()
+    if not difference <= tolerance * (1.0 + theirs.abs().max().item()):
+        unknown = f"the head of {name} does something that this trainer does not know"
+        raise InputError(f"{unknown}: log-probs of hidden states and lm_head differ by {difference:.3g}")
+
+
+ReferenceMode = Callable[[], AbstractContextManager[Any]]
+
+
+def make_policies(
+    model: Any, tokenizer: Any, config: TrainConfig, accelerator: Any, needs_reference: bool
+) -> tuple[Any, Policy, Any, ReferenceMode]:
+    """Load the model if it is a directory, refuse what cannot be trained, and make policy and reference.
+
+    Returns transformers' model, with adapters if there are any; the same as a policy, sharded under FSDP2; a
+    frozen copy as the reference, where one is needed and there are no adapters, or None; and a context in
+    which the policy is the reference.
+    """
+    adapted, attention = config.lora.rank > 0, config.attn_implementation
+    if isinstance(model, str | Path):
+        half = adapted and config.update.precision == "bf16"
+        model = load_model(str(model), half=half, attention=attention, accelerator=accelerator)
+    elif attention is not None:
+        raise InputError("attn_implementation is for a model that is loaded here, and this one was given")
+    elif not adapted:
+        model = model.float()
+    model.to(accelerator.device)
+    rows, padding = model.get_input_embeddings().weight.shape[0], padding_token_id(tokenizer)
+    if padding >= rows:
+        raise InputError(f"the tokenizer's padding token is {padding}, and the model embeds {rows} tokens")
+    reference: Any = None
+    reference_mode: Any = nullcontext
+    if adapted:
+        seed_everything(config.seed)
+        reference_mode = add_adapters(model, config.lora).disable_adapter
+    elif needs_reference:
+        reference = _prepared(copy.deepcopy(model), config, accelerator, frozen=True)
+    return model, _prepared(model, config, accelerator), reference, reference_mode
+
+
+def frozen_policy(path: str, config: TrainConfig, accelerator: Any) -> Any:
+    """Load a model that is never trained, checked and prepared: a teacher, for a recipe."""
+    half, attention = config.update.precision == "bf16", config.attn_implementation
+    model = load_model(path, half=half, attention=attention, accelerator=accelerator)
+    return _prepared(model.to(accelerator.device), config, accelerator, frozen=True)
+
+
+def _prepared(model: Any, config: TrainConfig, accelerator: Any, *, frozen: bool = False) -> Any:
+    options = {"checkpointing": config.update.gradient_checkpointing and not frozen}
+    options["shared_prefix"] = config.update.shared_prefix
+    policy = Policy(model, temperature=config.rollout.temperature, **options)
+    _check(accelerator, policy)
+    if frozen:
+        policy.requires_grad_(False)
+    if accelerator.is_fsdp2:
+        return shard_policy(accelerator, policy)
+    return accelerator.prepare_model(policy, evaluation_mode=True) if frozen else policy
+
+
+@contextmanager
+def _sharded_weights(accelerator: Any) -> Iterator[None]:
+    """Let models that are built inside, on the meta device, have FSDP2's shards for parameters.
+
+    transformers (since 5.20) then reads of each weight what belongs to this process, and nothing else.
+    """
+    mesh = getattr(accelerator, "torch_device_mesh", None)
+    if mesh is None:
+        mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
+    else:
+        mesh = mesh[tuple(accelerator.parallelism_config.fsdp_dim_names)]
+    placements = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
+
+    def shard(parent: nn.Module, name: str, child: nn.Module | None) -> None:
+        for module in child.modules() if child is not None else ():
+            for key, p in module._parameters.items():
+                if p is not None and p.is_meta and not isinstance(p, DTensor):
+                    shards = distribute_tensor(p.detach(), mesh, placements, src_data_rank=None)
+                    module._parameters[key] = nn.Parameter(shards, p.requires_grad)
+
+    hook = register_module_module_registration_hook(shard)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def shard_policy(accelerator: Any, policy: Policy) -> Policy:
+    """Give a policy's weights to FSDP2, as accelerate does it; shards that were loaded stay as they are."""
+    from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+
+    named = policy.named_parameters(remove_duplicate=False)
+    loaded = {n: p for n, p in named if isinstance(p, DTensor)}
+    # FSDP splits whole weights: it gets some without content, and then the shards in their place.
+    whole = {
+        id(p): nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta"), p.requires_grad)
+        for p in loaded.values()
+    }
+    for module in policy.modules():
+        module._parameters.update({n: whole.get(id(p), p) for n, p in module._parameters.items()})
+    policy = fsdp2_prepare_model(accelerator, policy)
+    policy.load_state_dict(loaded, strict=False, assign=True)
+    return policy
+
+
+def _check(accelerator: Any, policy: Policy) -> None:
+    """Run `Policy.check`; on shards through a second policy that shares them, without mixed precision."""
+    if accelerator.is_fsdp2 and any(isinstance(p, DTensor) for p in policy.parameters()):
+        plugin = accelerator.state.fsdp_plugin
+        policy = copy.deepcopy(policy, {id(p): p for p in policy.parameters()})
+        mixed, plugin.mixed_precision_policy = plugin.mixed_precision_policy, None
+        policy = shard_policy(accelerator, policy)
+        plugin.mixed_precision_policy = mixed
+        register_fsdp_forward_method(policy, "check")
+    policy.check()
+    reshard(policy)
+
+
+@torch.no_grad()
+def export_model(
+    model: Any, tokenizer: Any, path: Path, *, accelerator: Any = ALONE, dtype: torch.dtype | None = None
+) -> None:
+    """Write a directory that ``from_pretrained`` loads; adapters are added to the weights they adapt.
+
+    All processes call, and of shards each writes its own. Weights are as trained, or rounded to ``dtype``.
+    """
+    own = model.config
+    model.config = copy.deepcopy(own)  # writing notes in it what was written
+    try:
+        state = _merged(model, dtype)
+        sharded = any(isinstance(weight, DTensor) for weight in state.values())
+        if accelerator.is_main_process:
+            # Without weights: the configurations, and the model's code where it has any.
+            model.save_pretrained(path, state_dict={} if sharded else state)
+            if dtype is not None:
+                model.config.dtype = dtype
+                model.config.save_pretrained(path)
+            tokenizer.save_pretrained(path)
+        if sharded:
+            _write_shards(model, state, path, accelerator)
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
+    finally:
+        model.config = own
+
+
+def _merged(model: Any, dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """Return weights, shards under FSDP2, under the names without adapters, with these added."""
+    state = {name: tensor.detach() for name, tensor in model.state_dict().items() if ".lora_" not in name}
+    for prefix, module in model.named_modules():
+        name = f"{prefix}.base_layer.weight"
+        if name in state:
+            state[name] = state[name] + module.get_delta_weight("default").to(state[name].dtype)
+    state = {name.replace(".base_layer.", "."): tensor for name, tensor in state.items()}
+    if dtype is not None:
+        state = {n: tensor.to(dtype) if tensor.is_floating_point() else tensor for n, tensor in state.items()}
+    tied = set(model._tied_weights_keys or ()) if model.config.tie_word_embeddings else set()
+    return {name: tensor for name, tensor in state.items() if name not in tied}
+
+
+LARGEST_FILE = 5 * 10**9
+"""Bytes of weights in one file of a model that was trained in shards."""
+
+
+def _write_shards(model: Any, state: dict[str, Tensor], path: Path, accelerator: Any) -> None:
+    """Let each process write its shards, and the first one put the files together."""
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
+    from transformers.core_model_loading import revert_weight_conversion
+
+    (path / "model.safetensors").unlink(missing_ok=True)
+    state = revert_weight_conversion(model, state)
+    ends = itertools.accumulate(tensor.numel() * tensor.element_size() for tensor in state.values())
+    files = {name: 1 + end // LARGEST_FILE for name, end in zip(state, ends, strict=True)}
+    numbers = {old: new for new, old in enumerate(dict.fromkeys(files.values()), start=1)}
+    writer = HuggingFaceStorageWriter(
+        str(path),
+        fqn_to_index_mapping={name: numbers[file] for name, file in files.items()},
+        save_distributed=True,
+        enable_consolidation=True,
+    )
+    save(state, storage_writer=writer)
+    if accelerator.is_main_process:
+        shutil.rmtree(path / "sharded")

@@ -1,0 +1,148 @@
+"""Several processes: what accelerate set up, work whose failure reaches all, and whole weights under FSDP."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+
+from gspo_kernels.trainer.config import InputError, TrainConfig
+
+_Result = TypeVar("_Result")
+
+ALONE: Any = SimpleNamespace(num_processes=1, process_index=0, is_main_process=True, is_fsdp2=False)
+"""Stands for accelerate's `Accelerator` where there is one process and nothing is trained."""
+
+
+def make_accelerator(config: TrainConfig, folder: str | Path = ".") -> Any:
+    """Return accelerate's `Accelerator` for a run, with trackers that write into a folder."""
+    from accelerate import Accelerator
+
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    try:
+        accelerator = Accelerator(
+            mixed_precision="bf16" if config.update.precision == "bf16" else "no",
+            log_with=list(config.trackers) or None,
+            project_dir=folder,
+            # torchrun on a machine without GPUs: accelerate would set up one process in each.
+            cpu=True if started > 1 and not torch.accelerator.is_available() else None,
+        )
+    except ValueError as error:
+        raise InputError(f"update.precision or trackers: {error}") from error
+    there = [str(getattr(tracker, "value", tracker)) for tracker in accelerator.log_with]
+    for name in config.trackers:  # accelerate leaves out silently what is not installed
+        if name not in there:
+            raise InputError(f"trackers: {name} is not installed")
+    return accelerator
+
+
+def check_processes(accelerator: Any) -> None:
+    """Refuse several processes that were asked for and not set up, or in a way that is not supported."""
+    started, count = int(os.environ.get("WORLD_SIZE", "1")), accelerator.num_processes
+    kind = accelerator.distributed_type.value
+    if started != count:
+        raise InputError(
+            f"{started} processes were started and accelerate set up {count}, so each would train alone; "
+            f"start them with accelerate launch, or torchrun --nproc_per_node {started} -m gspo_kernels.cli"
+        )
+    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true" and kind != "FSDP":
+        on = f"FSDP was asked for, and accelerate set up {kind} on {accelerator.device.type}"
+        raise InputError(f"{on}; it enables FSDP on GPUs only, started by accelerate launch")
+    if kind == "FSDP" and not accelerator.is_fsdp2:
+        raise InputError("FSDP version 1 is not supported; use --fsdp_version 2")
+    if kind not in ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP"):
+        raise InputError(f"accelerate set up {kind}; supported are one process, DDP and FSDP version 2")
+    parallel = getattr(accelerator, "parallelism_config", None)
+    if any(getattr(parallel, f"{name}_size", 1) > 1 for name in ("tp", "cp", "sp")):
+        raise InputError("accelerate's ParallelismConfig: this trainer splits data and shards, not layers")
+    if kind == "FSDP":
+        _set_up_fsdp(accelerator)
+
+
+def _set_up_fsdp(accelerator: Any) -> None:
+    plugin = accelerator.state.fsdp_plugin
+    if plugin.activation_checkpointing:
+        raise InputError("FSDP's activation checkpointing: use update.gradient_checkpointing instead")
+    if accelerator.state.dynamo_plugin.backend.value != "NO":
+        raise InputError("accelerate's dynamo_backend under FSDP is not supported; launch without it")
+    # Only the first process would load weights, which the check of the model's head needs everywhere.
+    plugin.cpu_ram_efficient_loading = False
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
+    if accelerator.mixed_precision != "no":
+        # By default the policy's inputs and outputs, advantages and log-probs, would be rounded as well.
+        plugin.mixed_precision_policy = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
+
+
+def on_all(accelerator: Any, work: Callable[[], _Result]) -> list[_Result]:
+    """Run ``work`` on every process and return the results of all; where one fails, all raise.
+
+    Otherwise the others would wait forever in the next collective.
+    """
+    from accelerate.utils import gather_object
+
+    if accelerator.num_processes == 1:
+        return [work()]
+    outcome: Any
+    try:
+        outcome = work()
+    except Exception as error:
+        known = isinstance(error, InputError | OSError)
+        outcome = error if known else RuntimeError(f"{type(error).__name__}: {error}")
+    outcomes: list[Any] = gather_object([outcome])
+    for each in outcomes:
+        if isinstance(each, Exception):
+            raise each
+    return outcomes
+
+
+def on_main(accelerator: Any, work: Callable[[], _Result]) -> _Result | None:
+    """Run ``work`` in the first process alone and return its result to all; where it fails, all raise."""
+    return on_all(accelerator, lambda: work() if accelerator.is_main_process else None)[0]
+
+
+def map_shares(accelerator: Any, count: int, work: Callable[[list[int]], _Result]) -> list[_Result]:
+    """Let each process ``work`` on its share of ``count`` things; return all parts of the whole, in order."""
+    share = np.array_split(np.arange(count), accelerator.num_processes)[accelerator.process_index].tolist()
+    parts = on_all(accelerator, lambda: work(share) if share else None)
+    return [part for part in parts if part is not None]
+
+
+def seed_everything(*numbers: int) -> None:
+    """Seed Python's, NumPy's and torch's generators with what all the numbers make together."""
+    from accelerate.utils import set_seed
+
+    set_seed(int(np.random.SeedSequence(numbers).generate_state(1)[0]))
+
+
+@contextmanager
+def whole_weights(accelerator: Any, policy: nn.Module) -> Iterator[None]:
+    """Have all weights on every device inside, so that processes may run different numbers of passes."""
+    modules = [module for module in policy.modules() if isinstance(module, FSDPModule)]
+    for module in modules:
+        module.set_reshard_after_forward(False, recurse=False)
+        module.unshard()
+    try:
+        yield
+    finally:
+        for module in modules:
+            # The outermost one keeps its weights until backward, as FSDP has it by default.
+            again = module is not policy and bool(accelerator.state.fsdp_plugin.reshard_after_forward)
+            module.set_reshard_after_forward(again, recurse=False)
+        reshard(policy)
+
+
+def reshard(policy: nn.Module) -> None:
+    """Give up whole weights, which FSDP keeps of the outermost module after a forward without backward."""
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

@@ -1,0 +1,378 @@
+"""What a person sees of a run: metrics, the terminal, warnings in plain words, the plot."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import resource
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+from rich.console import Console, Group
+from rich.live import Live
+from rich.markup import escape
+from rich.progress import MofNCompleteColumn, Progress
+from rich.table import Table
+from rich.text import Text
+
+from gspo_kernels.trainer.batch import Rollout
+from gspo_kernels.trainer.checkpoint import RunDirectory, write_directory, write_text
+from gspo_kernels.trainer.config import InputError, TrainConfig, flat, to_mapping
+from gspo_kernels.trainer.processes import on_main
+from gspo_kernels.trainer.rollout import sampling_of
+
+Metrics = dict[str, Any]
+
+STEP = (
+    "reward {reward/mean:.3f}  no-variance groups {groups_without_variance:.0%}  "
+    "ratio {ratio/min:.4f}..{ratio/max:.4f}  "
+    "clipped {clip_fraction/low:.0%} low {clip_fraction/high:.0%} high  "
+    "entropy {entropy:.2f}  kl {kl:.1e}  {tokens_per_second:,.0f} tok/s  {memory/peak_gib:.1f} GiB"
+)
+EVALUATION = "held-out accuracy: greedy {eval/greedy_accuracy:.1%}, sampled {eval/sampled_accuracy:.1%}"
+
+
+class Report:
+    """Where the metrics and completions of a run go: files, trackers and the terminal, live if it is one.
+
+    The first process writes; all must call. A context manager around the loop.
+    """
+
+    def __init__(
+        self, config: TrainConfig, accelerator: Any, directory: RunDirectory, console: Console | None = None
+    ) -> None:
+        self.config = config
+        self.accelerator = accelerator
+        self.directory = directory
+        self.health = Health(config)
+        self.console = console or Console(quiet=not accelerator.is_main_process)
+        self.first_step: int | None = None
+        self.started = 0.0
+        self.progress = Progress(*Progress.get_default_columns(), MofNCompleteColumn())
+        self.task = self.progress.add_task("training", total=config.update.steps)
+        self.live = Live(self.progress, console=self.console, transient=True)
+
+    def __enter__(self) -> Report:
+        if self.console.is_terminal:
+            self.live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.live.stop()
+
+    def say(self, text: str, *, warning: bool = False) -> None:
+        """Print a line, above the live display."""
+        prefix = "[yellow]warning:[/yellow] " if warning else ""
+        self.console.print(prefix + escape(text), soft_wrap=True, highlight=False)
+
+    def begin(self, step: int | None, *, changed: Sequence[str], evaluates: bool) -> None:
+        """Start trackers, drop metrics after ``step``, where a run goes on, and say what is worth knowing."""
+        if step is not None:
+            self.say(f"resuming {self.directory.path} after step {step}")
+        if changed:
+            self.say(f"settings changed: {'; '.join(changed)}", warning=True)
+        if not evaluates:
+            self.say("no eval dataset: accuracy on held-out prompts is not measured")
+        if self.config.update.minibatches * self.config.update.epochs == 1:
+            self.say(
+                "with one minibatch and one epoch every ratio is exactly 1 and nothing is ever clipped; use "
+                "2 to 8 minibatches unless on-policy updates are meant",
+                warning=True,
+            )
+        if self.accelerator.is_main_process:
+            records = [] if step is None else read_metrics(self.directory.metrics)
+            kept = [json.dumps(record) + "\n" for record in records if record["step"] <= (step or 0)]
+            write_text(self.directory.metrics, "".join(kept))
+        self.accelerator.init_trackers("gspo", flat(to_mapping(self.config)))
+
+    def step(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Write, track and show the metrics of a step, and warn of what they mean."""
+        if step > 0:
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+            if self.accelerator.device.type == "cuda":
+                peak = torch.cuda.max_memory_allocated(self.accelerator.device)
+            metrics = {**metrics, "memory/peak_gib": max(gather_object([peak])) / 2**30}
+        record = finite({"step": step, **metrics})
+        if self.accelerator.is_main_process:
+            with self.directory.metrics.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(record, allow_nan=False) + "\n")
+        self.accelerator.log({name: value for name, value in record.items() if value is not None}, step)
+        self._show(step, record)
+        for warning in self.health.check(record) if step > 0 else ():
+            self.say(f"step {step}: {warning}", warning=True)
+
+    def _show(self, step: int, record: Metrics) -> None:
+        """Show a step under the progress bar, where lines wrap; without a terminal every tenth."""
+        steps, line = self.config.update.steps, metrics_line(record, STEP) if step > 0 else ""
+        if self.first_step is None:
+            self.first_step, self.started = step, time.monotonic()
+        if "eval/greedy_accuracy" in record:
+            self.say(f"step {step}/{steps}  {metrics_line(record, EVALUATION)}")
+        if self.console.is_terminal:
+            self.progress.update(self.task, completed=step)
+            self.live.update(Group(self.progress, Text(line, style="cyan")))
+        elif step > 0 and (step % 10 == 0 or step == steps):
+            rate = (time.monotonic() - self.started) / max(step - self.first_step, 1)
+            self.say(f"step {step}/{steps}  {line}  {rate * (steps - step):.0f} s left")
+
+    def rollout(self, step: int, rollout: Rollout, tokenizer: Any, *, show: bool) -> None:
+        """Write the completions of a step where that is asked for; show the last few where it is time."""
+        if not self.accelerator.is_main_process or not rollout.samples:
+            return
+        totals = rollout.rewards.total.tolist()
+        if self.config.save_rollouts:
+            self.directory.rollouts.mkdir(exist_ok=True)
+            lines = [json.dumps(_record(rollout, i, tokenizer)) + "\n" for i in range(len(totals))]
+            write_text(self.directory.rollouts / f"step_{step:06d}.jsonl", "".join(lines))
+        if show:
+            table = Table("prompt", "completion", "reward", title=f"completions of step {step}")
+            for sample, reward in list(zip(rollout.samples, totals, strict=True))[-3:]:
+                texts = (tokenizer.decode(sample.prompt), sample.text)
+                short = [text if len(text) <= 400 else f"{text[:200]} [...] {text[-200:]}" for text in texts]
+                table.add_row(*map(escape, short), f"{reward:.3f}")
+            self.console.print(table)
+
+    def finish(self, step: int, write_model: Callable[..., None]) -> Metrics:
+        """Export the model, draw the plot, show what was gained; return the last evaluation's metrics."""
+        directory, accelerator = self.directory, self.accelerator
+        try:
+            write_directory(directory.model, partial(write_model, accelerator=accelerator), accelerator)
+            on_main(accelerator, lambda: plot_run(directory.path))
+        except (OSError, RuntimeError) as error:
+            room = "--resume does it when there is room"
+            raise InputError(f"the model or the plot cannot be written: {error}; {room}") from error
+        for tracker in accelerator.trackers:
+            tracker.finish()
+        records = read_metrics(directory.metrics)
+        evaluations = [record for record in records if "eval/greedy_accuracy" in record]
+        if evaluations:
+            first, last = (metrics_line(evaluations[i], EVALUATION) for i in (0, -1))
+            self.say(f"before: {first}\nafter {step} steps of {self.config.objective.name}: {last}")
+        self.say(f"trained model: {directory.model}   plot: {directory.plot}")
+        return evaluations[-1] if evaluations else records[-1]
+
+
+def _record(rollout: Rollout, index: int, tokenizer: Any) -> Metrics:
+    """Return what is worth keeping of a completion, as JSON takes it."""
+    sample, rewards = rollout.samples[index], rollout.rewards
+    completion = sample.completion
+    return {
+        "row": sample.row,
+        "prompt": tokenizer.decode(sample.prompt),
+        "completion": sample.text,
+        **finite({"reward": rewards.total[index].item()}),
+        "rewards": finite({name: values[index].item() for name, values in rewards.by_name.items()}),
+        "token_ids": sample.ids.tolist(),
+        "logprobs": None if completion.logprobs is None else completion.logprobs.tolist(),
+        "sampling_mask": None if completion.mask is None else completion.mask.to_lists(),
+    }
+
+
+def metrics_line(metrics: Mapping[str, Any], template: str) -> str:
+    """Fill ``{name:format}`` with metrics; what is missing or not a number is a dash."""
+    values = {"kl": metrics.get("kl/ref", metrics.get("kl/old")), **metrics}
+
+    there = {name: value for name, value in values.items() if value is not None}
+    pattern = r"\{([^:{}]+):([^{}]+)\}"
+    return re.sub(pattern, lambda m: format(there[m[1]], m[2]) if m[1] in there else "-", template)
+
+
+def finite(metrics: Mapping[str, Any]) -> Metrics:
+    """Return the metrics, None in place of everything that JSON has no number for."""
+    return {k: value if value is not None and math.isfinite(value) else None for k, value in metrics.items()}
+
+
+def read_metrics(path: Path) -> list[Metrics]:
+    """Read all whole lines; a line cut short by a crash is left out."""
+    records = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        with suppress(json.JSONDecodeError):
+            records.append(json.loads(line))
+    return records
+
+
+# Warnings.
+
+PATIENCE = 5
+"""Steps in a row after which a symptom is worth a warning."""
+
+MISMATCH = {"fp32": 1e-3, "bf16": 0.1}
+"""By ``update.precision``: a gap between sampling and training that rounding does not explain, in nats per
+token. Rounding makes about 1e-6 in fp32, and 0.01 in bf16, where the engine rounds its logits."""
+
+
+class Health:
+    """Counts symptoms over consecutive steps and says what they mean, once each time that they set in.
+
+    A step that does not measure what shows a symptom leaves its count alone.
+    """
+
+    def __init__(self, config: TrainConfig) -> None:
+        # Sampling cuts tokens off that training counts: a mismatch without a bound, worth one warning.
+        self.cuts = sampling_of(config.rollout).cuts and not config.rollout.keep_sampling_mask
+        self.mismatch = math.inf if self.cuts else MISMATCH[config.update.precision]
+        self.streaks: dict[str, int] = {}
+
+    def check(self, metrics: Mapping[str, float | None]) -> list[str]:
+        """Return the warnings that are due after a step with these metrics."""
+        due = []
+        ratio = metrics.get("mismatch/ratio")
+        if self.cuts and ratio is not None and "cut" not in self.streaks:
+            self.streaks["cut"] = 1
+            due.append(
+                f"sampling cuts off {1.0 - ratio:.1%} of the probability that training counts, in the mean "
+                "over tokens, so their log-probs are of two distributions. rollout.keep_sampling_mask trains "
+                "on the one that was sampled from"
+            )
+        present = self._present(metrics)
+        for metric, message in SYMPTOMS.items():
+            if metric in metrics:
+                self.streaks[metric] = self.streaks.get(metric, 0) + 1 if present[metric] else 0
+                if self.streaks[metric] == PATIENCE:
+                    due.append(f"for {PATIENCE} steps in a row {message}.")
+        return due
+
+    def _present(self, metrics: Mapping[str, float | None]) -> dict[str, bool]:
+        """Return for each of the symptoms whether it is there."""
+
+        def at_least(name: str, bound: float) -> bool:
+            value = metrics.get(name)
+            return value is not None and value >= bound
+
+        equal, finished = at_least("groups_without_variance", 1.0), metrics.get("completions/finished")
+        ratio = metrics.get("mismatch/ratio")
+        apart = ratio is not None and abs(ratio - 1.0) >= self.mismatch
+        unmoved = metrics.get("ratio/min") == metrics.get("ratio/max") == 1.0
+        return {
+            "groups_without_variance": equal,
+            "clip_fraction/after_first": at_least("clip_fraction/after_first", 0.95),
+            "minibatch_2/ratio/max": unmoved and not equal,
+            "completions/finished": finished is not None and finished <= 0.05,
+            "reward/mean": metrics.get("reward/mean") is None,
+            "updates_left_out": at_least("updates_left_out", 1.0),
+            "mismatch/mean": apart or at_least("mismatch/mean", self.mismatch),
+        }
+
+
+SYMPTOMS = {
+    "groups_without_variance": "all rewards are equal within every group, so all advantages are 0 and "
+    "nothing can be learned. Make the task easier or harder, add a reward with partial credit, or raise "
+    "rollout.group_size or rollout.temperature",
+    "clip_fraction/after_first": "nearly every sequence is clipped after the first minibatch, so the later "
+    "ones hardly learn. Lower update.learning_rate, use fewer minibatches, or widen the clip range",
+    "minibatch_2/ratio/max": "every ratio is exactly 1, also after the first minibatch: the updates do not "
+    "change the policy. Raise update.learning_rate",
+    "completions/finished": "hardly a completion ends by itself: nearly all are truncated at "
+    "rollout.max_new_tokens. Raise it, or check that the model knows its end token",
+    "reward/mean": "no reward applies to any completion (every value is None)",
+    "updates_left_out": "gradients are not finite, the optimizer updates were left out",
+    "mismatch/mean": "sampling and training disagree about the probability of the same tokens by more than "
+    "rounding explains. Look whether sampling uses older weights, another temperature or other tokens than "
+    "training; off_policy can weigh the difference",
+}
+"""What a symptom means and what helps, by the metric that shows it."""
+
+
+# The plot: what a run learned, whether its updates were sound, and where its time went.
+
+INK, GRID = "#30343b", "#e4e6ea"
+BLUE, ORANGE = "#2166ac", "#d95f0e"
+COLUMNS = 3
+
+
+def plot_run(run: str | Path) -> Path:
+    """Draw ``progress.png`` of the metrics that a run has written so far; return where it lies."""
+    directory = RunDirectory(run)
+    if not directory.holds_a_run():
+        raise InputError(f"there is no run in {run}")
+    unfinished = directory.path / ".unfinished-progress.png"
+    plot_progress(read_metrics(directory.metrics), unfinished)
+    return unfinished.replace(directory.plot)
+
+
+def plot_progress(records: Sequence[Metrics], path: Path) -> None:
+    """Draw the metrics of a run into a PNG file; what was not measured gets no panel."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    measured = {key for record in records for key, value in record.items() if value is not None}
+    rewards = {key: key.removeprefix("reward/") for key in sorted(measured) if key.startswith("reward/")}
+    panels = [("Mean reward of the rollouts", rewards, ""), *PANELS]
+    shown = [panel for panel in panels if measured.intersection(panel[1])]
+    rows = max(-(-len(shown) // COLUMNS), 1)
+    height = 3.4 * rows
+    figure = Figure(figsize=(15, height), dpi=110, facecolor="white")
+    # Automatic layouts draw all text once more, which takes longer than the rest.
+    figure.subplots_adjust(0.05, 0.6 / height, 0.985, 1 - 0.4 / height, wspace=0.22, hspace=0.42)
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(rows, COLUMNS, squeeze=False).flatten()
+    for ax in axes[len(shown) :]:
+        ax.set_axis_off()
+    for ax, (title, lines, scale) in zip(axes, shown, strict=False):
+        ax.set_title(title, loc="left", fontsize=11, color=INK, pad=8, y=1.0)
+        _draw(ax, records, {key: label for key, label in lines.items() if key in measured}, scale)
+        ax.set_xlim(0, max(records[-1]["step"], 1))
+        ax.set_xlabel("step", color=INK)
+        ax.xaxis.get_major_locator().set_params(integer=True)
+        ax.grid(color=GRID, linewidth=0.8)
+        ax.set_axisbelow(True)
+        ax.tick_params(which="both", colors=INK, length=0)
+        ax.spines[["top", "right", "left", "bottom"]].set_visible(False)
+        ax.legend(frameon=False, loc="best", fontsize=9, labelcolor=INK)
+    if not shown:
+        axes[0].text(0.5, 0.5, "no step was taken", transform=axes[0].transAxes, ha="center", color=INK)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, format="png")
+
+
+PANELS: list[tuple[str, dict[str, str], str]] = [
+    ("Held-out accuracy", {"eval/greedy_accuracy": "greedy", "eval/sampled_accuracy": "sampled"}, "share"),
+    ("Groups with equal rewards", {"groups_without_variance": "share of a rollout"}, "share"),
+    ("Completions that end by themselves", {"completions/finished": "share of a rollout"}, "share"),
+    ("Clipped share", {"clip_fraction/low": "low", "clip_fraction/high": "high"}, "share"),
+    ("Ratio", {"ratio/max": "largest of a step", "ratio/min": "smallest"}, ""),
+    ("KL, nats per token", {"kl/old": "to the policy that sampled", "kl/ref": "to the reference"}, ""),
+    ("Entropy, nats per token", {"entropy": "policy"}, ""),
+    ("Tokens per completion", {"completions/length": "mean"}, "zero"),
+    ("Gradient norm before clipping", {"grad_norm": "mean of the minibatches"}, "zero"),
+    ("Sampling against training, nats", {"mismatch/mean": "mean", "mismatch/max": "largest"}, "log"),
+    ("Completion tokens per second", {"tokens_per_second": "whole step"}, "zero"),
+    ("Seconds per step", {"seconds/rollout": "rollout", "seconds/update": "update"}, "zero"),
+]
+"""Title, what is drawn, by metric its label, and the scale."""
+
+
+def smoothed(values: Sequence[float | None], width: int) -> list[float]:
+    """Return the mean over the last ``width`` values that are there, NaN before the first."""
+    ends = range(1, len(values) + 1)
+    windows = [[v for v in values[max(0, end - width) : end] if v is not None] for end in ends]
+    return [sum(window) / len(window) if window else math.nan for window in windows]
+
+
+def _draw(ax: Any, records: Sequence[Metrics], lines: Mapping[str, str], scale: str) -> None:
+    """Draw metrics, smoothed and above their faint selves; a share is one only if all values are."""
+    drawn = []
+    for number, (key, label) in enumerate(lines.items()):
+        color = (BLUE, ORANGE)[number] if number < 2 else f"C{number}"
+        measured = [record for record in records if key in record]
+        x, values = [record["step"] for record in measured], [record[key] for record in measured]
+        drawn += [value for value in values if value is not None]
+        ax.plot(x, [math.nan if v is None else v for v in values], color=color, alpha=0.25, linewidth=1)
+        mean = smoothed(values, max(1, len(measured) // 30))
+        ax.plot(x, mean, color=color, linewidth=1.8, label=label)
+    if scale == "zero":
+        ax.set_ylim(0.0, 1.05 * ax.get_ylim()[1])
+    elif scale == "log":
+        ax.set_yscale("log", nonpositive="mask")
+    elif scale == "share" and all(0.0 <= value <= 1.0 for value in drawn):
+        ax.set_ylim(-0.02, 1.02)
+        ax.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    else:
+        ax.ticklabel_format(useOffset=False)

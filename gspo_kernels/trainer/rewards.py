@@ -1,0 +1,313 @@
+"""Reward functions: finding them, calling them within a time limit, and what their values become.
+
+A reward function takes some or all of ``(prompts, completions, completion_ids, **columns)`` by name: lists
+with one entry per completion of prompts as the dataset has them, texts, token ids and the dataset's other
+columns. It returns a list of numbers, None where it does not apply, and may be ``async``.
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import functools
+import importlib
+import importlib.util
+import inspect
+import math
+import numbers
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gspo_kernels.trainer.config import InputError
+from gspo_kernels.trainer.data import RESERVED
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+RewardFunction = Callable[..., Any]
+
+
+def load_reward(spec: str) -> RewardFunction:
+    """Return the function of "module:function" or "file.py:function", with "(name=value, ...)" bound."""
+    place, opening, options = spec.partition("(")
+    location, _, name = place.rpartition(":")
+    if not location or not name:
+        raise InputError(f"reward {spec!r}: expected 'module:function' or 'file.py:function'")
+    if location.endswith(".py") and not Path(location).is_file():
+        raise InputError(f"reward {spec!r}: there is no file {location}")
+    try:
+        module = _import(location)
+    except Exception as error:
+        raise InputError(f"reward {spec!r}: {location} failed to load: {error!r}") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        kind = "there is no such name" if function is None else f"it is {type(function).__name__}"
+        raise InputError(f"reward {spec!r}: {name!r} is not a function of {location}: {kind}")
+    if not opening:
+        return function
+    try:
+        call = ast.parse(f"f({options}", mode="eval").body
+        if not isinstance(call, ast.Call) or call.args or not all(k.arg for k in call.keywords):
+            raise ValueError(options)
+        bound = {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
+    except (SyntaxError, ValueError) as error:
+        raise InputError(f"reward {spec!r}: expected (name=value, ...) with plain values") from error
+    return functools.partial(function, **bound)
+
+
+def _import(location: str) -> Any:
+    if location.endswith(".py"):
+        name = str(Path(location).resolve())  # so that files of the same name in two folders are two modules
+        module_spec = importlib.util.spec_from_file_location(name, location)
+        assert module_spec is not None and module_spec.loader is not None
+        module = importlib.util.module_from_spec(module_spec)
+        sys.modules[name] = module  # dataclasses look their module up there
+        module_spec.loader.exec_module(module)
+        return module
+    # A console script does not look into the current directory, where a user's reward module is.
+    sys.path.insert(0, here := str(Path.cwd()))
+    try:
+        return importlib.import_module(location)
+    finally:
+        sys.path.remove(here)
+
+
+@dataclass(frozen=True)
+class Rewards:
+    """Rewards of B completions."""
+
+    total: Tensor  # [B] fp32, the weighted sum of the rewards that apply; NaN where none does
+    by_name: dict[str, Tensor]  # [B] fp32 for each reward function, NaN where it does not apply
+    weights: Mapping[str, float] = field(default_factory=dict)  # by name; 1 where it is missing
+
+    @classmethod
+    def joined(cls, parts: Sequence[Rewards]) -> Rewards:
+        """Put the rewards of several parts of a batch one after the other; at least one part."""
+        import torch
+
+        by_name = {name: torch.cat([each.by_name[name] for each in parts]) for name in parts[0].by_name}
+        return cls(torch.cat([each.total for each in parts]), by_name, parts[0].weights)
+
+
+class RewardSet:
+    """Several reward functions, called together and summed with weights.
+
+    ``async`` functions run at the same time, while the others run one after the other. What exceeds the time
+    limit is an error. A plain function runs in a daemon thread, which nobody can stop: it is left behind and
+    ends with the program. One that never releases Python's lock must start a process itself.
+
+    Args:
+        functions, weights: the reward functions, and a weight for each; all 1 if not given.
+        timeout: seconds that a call may take; None: no limit, and plain functions run in the calling thread.
+    """
+
+    def __init__(
+        self,
+        functions: Sequence[RewardFunction],
+        weights: Sequence[float] | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        if not functions:
+            raise InputError("no reward function was given")
+        weights = [1.0] * len(functions) if weights is None else weights
+        if len(weights) != len(functions) or not all(map(math.isfinite, weights)):
+            expected = f"a finite number for each of {len(functions)} rewards"
+            raise InputError(f"reward_weights: got {list(weights)}, expected {expected}")
+        if timeout is not None and not 0.0 < timeout < math.inf:
+            raise InputError(f"reward_timeout must be above 0 seconds, or None for no limit; got {timeout}")
+        self._calls: dict[str, _Call] = {}
+        for function in functions:
+            inner = function.func if isinstance(function, functools.partial) else function
+            base = getattr(inner, "__name__", type(inner).__name__)
+            names = [base, *(f"{base}_{n}" for n in range(2, len(functions) + 1))]
+            name = next(name for name in names if name not in self._calls)
+            self._calls[name] = _Call(name, function, timeout)
+        self.names = list(self._calls)
+        self.weights = dict(zip(self.names, weights, strict=True))
+
+    def check(self, columns: Iterable[str]) -> None:
+        """Raise an `InputError` if a function cannot be called with these columns of the dataset."""
+        for call in self._calls.values():
+            call.check(list(columns))
+
+    def __call__(
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[str],
+        completion_ids: Sequence[Sequence[int]],
+        columns: Mapping[str, Sequence[Any]],
+    ) -> Rewards:
+        """Score every completion with every function; an `InputError` names the one that fails."""
+        import torch
+
+        self.check(columns)
+        arguments = {**dict(zip(RESERVED, (prompts, completions, completion_ids), strict=True)), **columns}
+        calls = list(self._calls.values())
+        # Coroutines go on while the plain functions are called, one after the other.
+        started = {call: call.start(arguments) for call in calls if call.is_async}
+        values = {
+            call.name: call.finish(call.start(arguments), arguments) for call in calls if not call.is_async
+        }
+        values |= {call.name: call.finish(future, arguments) for call, future in started.items()}
+        by_name = {
+            name: torch.tensor([math.nan if v is None else float(v) for v in values[name]])
+            for name in self.names
+        }
+        weighted = torch.stack([self.weights[name] * by_name[name] for name in self.names])
+        if (infinite := weighted.nansum(0).isinf()).any():
+            i = int(infinite.nonzero()[0])
+            raise InputError(
+                f"rewards {', '.join(self.names)}: the weighted sum of completion {i} exceeds fp32"
+            )
+        total = torch.where(weighted.isnan().all(0), torch.nan, weighted.nansum(0))
+        return Rewards(total, by_name, self.weights)
+
+
+class _Call:
+    """One reward function: which arguments it takes, and a call with a time limit."""
+
+    def __init__(self, name: str, function: RewardFunction, timeout: float | None) -> None:
+        self.name, self.function, self.timeout = name, function, timeout
+        self.what = f"reward function {name}"
+        self.inner = function.func if isinstance(function, functools.partial) else function
+        self.is_async = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
+        # An event loop lives as long as its function, so that clients and connections outlive a call.
+        self.loop: asyncio.AbstractEventLoop | None = None
+        try:
+            self.parameters = inspect.signature(function).parameters
+        except ValueError:  # some builtin functions have no signature
+            self.parameters = inspect.signature(lambda **_: None).parameters
+
+    def check(self, columns: Sequence[str]) -> None:
+        bound = self.function.keywords if isinstance(self.function, functools.partial) else {}
+        if twice := [name for name in (*RESERVED, *columns) if name in bound]:
+            raise InputError(f"{self.what}: {', '.join(twice)} is an option and a column")
+        for name, p in self.parameters.items():
+            required = p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+            if required and (p.kind is p.POSITIONAL_ONLY or name not in (*RESERVED, *columns)):
+                names = f"{', '.join(RESERVED)} and the dataset's columns ({', '.join(columns) or 'none'})"
+                raise InputError(
+                    f"{self.what} cannot be called: it takes {name!r} and gets {names}, all by name"
+                )
+
+    def start(self, arguments: Mapping[str, Any]) -> Future[Any]:
+        """Call in a daemon thread with the torch state of this one; without a time limit, right here."""
+        import torch
+
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in self.parameters.values())
+        taken = {name: v for name, v in arguments.items() if takes_all or name in self.parameters}
+        future: Future[Any] = Future()
+        grad = torch.is_grad_enabled()
+        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+        if self.is_async and self.loop is None:
+            self.loop = asyncio.new_event_loop()
+        loop = self.loop
+
+        def run() -> None:
+            torch.set_grad_enabled(grad)
+            if device is not None:
+                torch.cuda.set_device(device)
+            try:
+                values = self.function(**taken)
+                future.set_result(values if loop is None else loop.run_until_complete(values))
+            except BaseException as error:
+                future.set_exception(error)
+
+        self.ends = None if self.timeout is None else time.monotonic() + self.timeout
+        if self.timeout is None and loop is None:
+            run()
+        else:
+            threading.Thread(target=run, name="gspo reward", daemon=True).start()
+        return future
+
+    def finish(self, future: Future[Any], arguments: Mapping[str, Any]) -> Sequence[float | None]:
+        """Wait for what was started, and check it; raise where the time is over."""
+        prompts, completions = arguments["prompts"], arguments["completions"]
+        if not wait([future], self.ends and max(self.ends - time.monotonic(), 0.0)).done:
+            self.loop = None  # it may be blocked for good: the next call gets another one
+            limit = f"{self.timeout:g} seconds for {len(completions)} completions"
+            raise InputError(f"{self.what} took more than {limit}")
+        try:
+            values = future.result()
+        except (Exception, SystemExit) as error:
+            raise InputError(f"{self.what} raised {error!r}{_place_of(error, self.inner)}") from error
+        if hasattr(values, "tolist"):  # a tensor, or an array of numpy
+            values = values.tolist()
+        if not isinstance(values, Sequence) or isinstance(values, str):
+            raise InputError(f"{self.what} must return a list of numbers, got {type(values).__name__}")
+        if len(values) != len(completions):
+            raise InputError(f"{self.what} returned {len(values)} values for {len(completions)} completions")
+        for value, prompt, completion in zip(values, prompts, completions, strict=True):
+            # bool and numpy scalars are Numbers as well
+            is_finite = isinstance(value, numbers.Real) and bool(abs(value) < 3.4e38)  # type: ignore[operator]
+            if value is not None and not is_finite:
+                raise InputError(
+                    f"{self.what} returned {value!r}, expected a finite fp32 number or None (completion "
+                    f"{completion!r:.200} of prompt {prompt!r:.200})"
+                )
+        return values
+
+
+def _place_of(error: BaseException, function: Any) -> str:
+    """Return `` (file, line n)``: the function's own last line, and where it called others the one below."""
+    code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if code is not None and frame.filename == code.co_filename]
+    places = [f"{frame.filename}, line {frame.lineno}" for frame in (*own[-1:], *frames[-1:])]
+    return f" ({', below it '.join(dict.fromkeys(places))})" if places else ""
+
+
+def advantages_of(
+    rewards: Rewards, *, group_size: int, method: str, scale: str = "group", lengths: Tensor | None = None
+) -> Tensor:
+    """Return [B] fp32 advantages by a formula of `gk.advantages`; 0 where no reward applies.
+
+    Args:
+        rewards, group_size: of B completions, those of one prompt consecutive.
+        method: a name of config's ``Method``. "gdpo" normalizes each reward alone and sums them then; the
+            others take the weighted sum. "reinforce_plus_plus_baseline" subtracts the group's mean before it
+            whitens over the batch, "reinforce_plus_plus" only whitens.
+        scale: what "group_normalized" divides by, "group", "batch" or "none"; others have no such choice.
+        lengths: [B], counted tokens, for "optimal_baseline".
+    """
+    from gspo_kernels import advantages
+
+    total = rewards.total
+    if method == "group_normalized":
+        return advantages.group_normalized(total, group_size=group_size, scale=scale)
+    if method == "leave_one_out":
+        return advantages.leave_one_out(total, group_size=group_size)
+    if method == "optimal_baseline" and lengths is not None:
+        return advantages.optimal_baseline(total, lengths, group_size=group_size)
+    if method == "reinforce_plus_plus":
+        return advantages.reinforce_plus_plus(total)
+    if method == "reinforce_plus_plus_baseline":
+        return advantages.reinforce_plus_plus(total, group_size=group_size)
+    if method == "gdpo":
+        table_BK = total.new_tensor([values.tolist() for values in rewards.by_name.values()]).T
+        weights = total.new_tensor([rewards.weights.get(name, 1.0) for name in rewards.by_name])
+        return advantages.gdpo(table_BK, group_size=group_size, weights=weights)
+    raise InputError(f"advantages: unknown method {method!r}, or lengths are missing")
+
+
+def levels(total: Tensor, group_size: int) -> Tensor:
+    """Return ranks within groups of this size, 1 for the highest reward and equal for equal ones, [B]."""
+    import torch
+
+    groups = [torch.unique(-group, return_inverse=True)[1] + 1 for group in total.split(group_size)]
+    return torch.cat(groups).to(total.dtype)
+
+
+def differing(total: Tensor, group_size: int) -> Tensor:
+    """Return for each group whether its rewards differ, [groups] bool; NaN, no reward, doesn't count."""
+    import torch
+
+    groups = total.view(-1, group_size)
+    return groups.nan_to_num(-torch.inf).amax(1) > groups.nan_to_num(torch.inf).amin(1)

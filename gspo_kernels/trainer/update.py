@@ -1,0 +1,468 @@
+"""From a scored rollout to new weights: old log-probs once, then one optimizer update per minibatch.
+
+Old, new and reference log-probs come from one path, so that the clip range sees the policy's change and not
+the difference between two paths. Every process has the whole rollout and takes the same decisions about it;
+each one runs its share of the micro-batches, and as many of them as the others. So the number of collectives
+never depends on what a process got, and one process or several take the same step.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from pydantic import TypeAdapter, ValidationError
+from torch import Tensor
+from torch.distributed import all_reduce
+from torch.distributed.fsdp import FSDPModule
+from torch.optim.lr_scheduler import LambdaLR
+
+import gspo_kernels as gk
+from gspo_kernels.trainer.batch import Batch, micro_batches
+from gspo_kernels.trainer.checkpoint import load_tensors
+from gspo_kernels.trainer.config import InputError, OffPolicyConfig, TrainConfig, UpdateConfig, near_matches
+from gspo_kernels.trainer.model import Policy, ReferenceMode, end_token_ids, export_model, padding_token_id
+from gspo_kernels.trainer.processes import reshard, whole_weights
+from gspo_kernels.trainer.rollout import ModelEngine
+from gspo_kernels.trainer.vllm import sync_weights, vllm_engine
+
+Metrics = dict[str, float]
+
+
+def trainable_objectives() -> dict[str, Any]:
+    """Return by name the objectives that a rollout can serve: they need no coefficients of single tokens."""
+    classes: dict[str, Any] = {name: getattr(gk.objectives, name) for name in gk.objectives.__all__}
+    served = {"ref_logprobs", "group_ids", "turn_ids", "entropy"}
+    return {name: cls for name, cls in classes.items() if served.issuperset(cls.needs)}
+
+
+def make_objective(config: TrainConfig) -> Any:
+    """Return the objective; fields that are not given keep the objective's defaults."""
+    classes, name = trainable_objectives(), config.objective.name
+    if name not in classes:
+        hint = f"{near_matches(name, classes)}; there are {', '.join(classes)}"
+        raise InputError(f"objective.name: no objective {name!r}{hint}")
+    known = sorted(field.name for field in dataclasses.fields(classes[name]) if field.init)
+    options = config.objective.model_extra or {}
+    for key in options:
+        if key not in known:
+            hint = f"{near_matches(key, known)}; it has {', '.join(known)}"
+            raise InputError(f"unknown key objective.{key} for {name}{hint}")
+    try:
+        return TypeAdapter(classes[name]).validate_python(options)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(["objective", *map(str, first["loc"][:1])])
+        got = "" if first["type"] == "value_error" else f", got {first['input']!r}"
+        raise InputError(f"{place}: {first['msg'].removeprefix('Value error, ')}{got}") from error
+
+
+def check_config(config: TrainConfig, *, serves_turns: bool = False) -> None:
+    """Raise an `InputError` for a loss that cannot be computed: wrong fields, bounds or minibatches."""
+    objective, rollout, update = make_objective(config), config.rollout, config.update
+    if "turn_ids" in objective.needs and not serves_turns:
+        turns = f"{config.objective.name} compares turns, and plain training has rollouts of one turn"
+        raise InputError(f"objective.name: {turns}; train with python -m examples.recipes.turns")
+    if config.off_policy.level != "none":
+        one = torch.zeros(1)
+        try:
+            off_policy_weights(config.off_policy, one, one, one == 0, torch.tensor([0, 1]))
+        except ValueError as error:
+            raise InputError(f"off_policy: {error}") from error
+    together = update.shared_prefix or objective.coefficient_scope == "group"
+    most = rollout.prompts_per_rollout * (1 if together else rollout.group_size)
+    if update.minibatches > most:
+        kind = "prompts" if together else "completions"
+        fitting = f"at most the {most} {kind} of a rollout"
+        raise InputError(f"update.minibatches must be {fitting}, got {update.minibatches}")
+
+
+def needs_reference(config: TrainConfig) -> bool:
+    """Whether a term of the loss compares with the reference policy."""
+    return config.kl.beta > 0 or "ref_logprobs" in make_objective(config).needs
+
+
+def off_policy_weights(
+    config: OffPolicyConfig, old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, cu_seqlens: Tensor
+) -> Tensor:
+    """Return `gk.rollout_weights` of packed log-probs, [N]: [N], or [B] for one weight per sequence."""
+    options = config.model_dump()
+    if config.mode == "truncate" and config.low is None and config.high is None:
+        options["high"] = 2.0
+    options |= {"loss_mask": mask, "cu_seqlens": cu_seqlens}
+    return gk.rollout_weights(old_logprobs, rollout_logprobs, **options)
+
+
+def make_engine(
+    engine: Any, config: TrainConfig, model: Any, tokenizer: Any, source: Any, accelerator: Any
+) -> Any:
+    """Return the engine, or make what ``engine.url`` names: the model itself, or vLLM with its source."""
+    url, end_ids = config.engine.url, end_token_ids(model, tokenizer)
+    if engine is not None:
+        if url is not None:
+            raise InputError(f"engine.url: got {url!r} and an engine; only one of them can sample")
+        return engine
+    if url is None:
+        return ModelEngine(model, end_ids, padding_token_id(tokenizer), config.rollout.batch_size)
+    if url == "local" and not isinstance(source, str | Path):
+        raise InputError("engine.url: a local vLLM loads the model from a directory or the Hub")
+    vocabulary = model.get_input_embeddings().num_embeddings
+    options = {"end_ids": end_ids, "vocabulary": vocabulary, "model_path": str(source)}
+    return vllm_engine(config, **options, accelerator=accelerator)
+
+
+class Minibatch(NamedTuple):
+    """What one optimizer update learns from."""
+
+    rows: Tensor  # of the batch; all count in divisors
+    active: Tensor  # those that can have a gradient; the others cost no forward pass
+    micro_batches: list[Tensor]  # of these, this process's part
+
+
+class Updater:
+    """Owns the optimizer, the learning rate's schedule and the objective.
+
+    It trains the parameters of the policy that ask for gradients. KL terms compare with the reference, frozen
+    and prepared, or with the policy itself inside ``reference_mode()``, which switches its adapter off.
+    """
+
+    def __init__(
+        self,
+        accelerator: Any,
+        config: TrainConfig,
+        policy: Policy,
+        reference: Any = None,
+        reference_mode: ReferenceMode = nullcontext,
+    ) -> None:
+        update = config.update
+        optimizer = torch.optim.AdamW(
+            [p for p in policy.parameters() if p.requires_grad],
+            lr=update.learning_rate,
+            weight_decay=update.weight_decay,
+            fused=True,  # the plain one makes temporary copies of every weight
+        )
+        self.scheduler = LambdaLR(optimizer, partial(learning_rate_factor, config=update))
+        self.accelerator = accelerator
+        self.sharded = isinstance(policy, FSDPModule)
+        self.policy: Any = policy
+        if self.sharded:
+            # FSDP takes the first module that runs for the root of all; an engine would run a layer.
+            token = torch.ones(1, dtype=torch.int64, device=accelerator.device)
+            with torch.no_grad():
+                policy([token], [token])
+            reshard(policy)
+        else:
+            self.policy = accelerator.prepare_model(policy)
+        # A wrapper, which a scaler of fp16 gradients needs; without one it costs more than small updates.
+        prepared = accelerator.prepare_optimizer(optimizer)
+        self.optimizer = optimizer if accelerator.scaler is None else prepared
+        self.reference = self.policy if reference is None else reference
+        self.reference_mode = reference_mode
+        self._sent: int | None = None  # number of updates of the weights that an engine has a copy of
+        self._minimise(config)
+
+    def _minimise(self, config: TrainConfig) -> None:
+        self.config = config
+        self.objective = make_objective(config)
+        # Such gradients look at other sequences: they are known only once all of these are scored.
+        self.needs_full_minibatch = self.objective.coefficient_scope in ("group", "batch")
+
+    def with_config(self, config: TrainConfig) -> Updater:
+        """Return an updater of the same weights, by the same optimizer, with the loss of another config."""
+        other = copy.copy(self)
+        other._minimise(config)
+        return other
+
+    @property
+    def updates(self) -> int:
+        """How many updates the weights had since the run began."""
+        return int(self.scheduler.last_epoch)
+
+    @contextmanager
+    def weights_in(self, engine: Any, tokenizer: Any) -> Iterator[None]:
+        """Inside, an engine has the weights of now: whole in the model, or sent to vLLM after a change."""
+        if not hasattr(engine, "load"):
+            with whole_weights(self.accelerator, self.policy):
+                yield
+            return
+        if self._sent != self.updates:
+            reshard(self.policy)
+            model = self.accelerator.unwrap_model(self.policy).model
+            dtype = torch.bfloat16 if self.config.update.precision == "bf16" else torch.float32
+            write = partial(export_model, model, tokenizer, accelerator=self.accelerator, dtype=dtype)
+            folder = Path(self.config.engine.weights or self.config.output)
+            sync_weights(engine, write, folder, self.accelerator)
+            self._sent = self.updates
+        yield
+
+    def update(self, batch: Batch, step: int = 0) -> Metrics:
+        """Take one optimizer step for each minibatch; return the metrics, averaged and by minibatch.
+
+        Metrics cover the completions that can have a gradient, and averages the minibatches that have any.
+        """
+        minibatches = self._minibatches(batch, step)
+        terms = self._terms(batch, minibatches[: self.config.update.minibatches])
+        # The first minibatch of a rollout needs no old log-probs: they are its new ones.
+        on_policy = terms.pop("unscored")
+        each = [
+            self._update_minibatch(batch, terms, minibatch, on_policy=on_policy and number == 0)
+            for number, minibatch in enumerate(minibatches)
+        ]
+        scored = [number for number, minibatch in enumerate(minibatches) if len(minibatch.active)]
+        later = [each[n]["clip_fraction/low"] + each[n]["clip_fraction/high"] for n in scored if n > 0]
+        measured = [each[n] for n in scored] or each
+        metrics = {name: sum(values[name] for values in measured) / len(measured) for name in each[0]}
+        metrics["ratio/min"] = min(values["ratio/min"] for values in measured)
+        metrics["ratio/max"] = max(values["ratio/max"] for values in measured)
+        metrics["clip_fraction/after_first"] = sum(later) / max(len(later), 1)
+        metrics["learning_rate"] = float(self.scheduler.get_last_lr()[0])
+        for number, values in enumerate(each, start=1):
+            metrics |= {f"minibatch_{number}/{name}": value for name, value in values.items()}
+        return metrics | self._off_policy_metrics(batch, terms)
+
+    @torch.no_grad()
+    def score(
+        self, policy: Any, batch: Batch, step: int = 0, minibatches: Sequence[Minibatch] | None = None
+    ) -> gk.TokenLogprobs:
+        """Return log-probs and entropy, [N], of the rows that the update of a step looks at; 0 elsewhere.
+
+        Cut as in that update, because results may depend on a batch's shape in the last bit.
+        """
+        if minibatches is None:
+            minibatches = self._minibatches(batch, step)[: self.config.update.minibatches]
+        values = torch.zeros(2, len(batch.loss_mask), device=batch.loss_mask.device)
+        for rows, counts in pad_micro_batches([m for each in minibatches for m in each.micro_batches]):
+            output = policy(*batch.tokens(rows), None, batch.mask(rows), return_entropy=True)
+            if counts:
+                values[:, batch.places(rows)] = torch.stack(output)
+        if self.accelerator.num_processes > 1:
+            all_reduce(values)
+        return gk.TokenLogprobs(*values)
+
+    def _minibatches(self, batch: Batch, step: int) -> list[Minibatch]:
+        """Return the minibatches of every epoch, in an order drawn from seed, step and epoch."""
+        device, update = batch.advantages.device, self.config.update
+        together = self.objective.coefficient_scope == "group" or update.shared_prefix
+        units = batch.group_ids if together else torch.arange(len(batch.completions), device=device)
+        names = units.unique().cpu().numpy()
+        share: dict[str, Any] = {"world": self.accelerator.num_processes}
+        share |= {"rank": self.accelerator.process_index, "budget": update.micro_batch_tokens}
+        share["shared_prefix"] = update.shared_prefix
+        minibatches = []
+        for epoch in range(update.epochs):
+            order = np.random.default_rng([self.config.seed, step, epoch]).permutation(names)
+            for part in np.array_split(order, update.minibatches):
+                rows = (torch.from_numpy(part).to(device).unsqueeze(1) == units).nonzero()[:, 1]
+                active = self._active(batch, rows)
+                minibatches.append(Minibatch(rows, active, micro_batches(batch, active, **share)))
+        return minibatches
+
+    def _active(self, batch: Batch, rows: Tensor) -> Tensor:
+        """Return the rows that can have a gradient."""
+        counted, config = batch.counted[rows] > 0, self.config
+        beyond = self.needs_full_minibatch or config.kl.beta > 0 or config.update.entropy_coef != 0
+        one_each = len(batch.advantages) == len(batch.completions)
+        if self.objective.zero_advantage_is_inactive and not beyond and one_each:
+            counted &= batch.advantages[rows] != 0
+        return rows[counted]
+
+    def _terms(self, batch: Batch, first_epoch: Sequence[Minibatch]) -> dict[str, Any]:
+        """Return the terms of the loss that stay the same for all minibatches; tensors are [B] or [N].
+
+        "unscored" is no term: whether the first minibatch has yet to get its old log-probs.
+        """
+        config, old = self.config, batch.old_logprobs
+        scores_first = self.needs_full_minibatch or config.off_policy.level != "none"
+        terms: dict[str, Any] = {"unscored": old is None and not scores_first}
+        if old is None:
+            later = first_epoch if scores_first else first_epoch[1:]
+            old = self.score(self.policy, batch, minibatches=later).logprobs
+        terms |= {"old_logprobs": old, "advantages": batch.advantages, "loss_mask": batch.loss_mask}
+        terms["entropy_coef"] = config.update.entropy_coef
+        if needs_reference(config):
+            ref = batch.ref_logprobs
+            if ref is None:
+                with self.reference_mode():
+                    ref = self.score(self.reference, batch, minibatches=first_epoch).logprobs
+            terms |= {"ref_logprobs": ref, "kl_beta": config.kl.beta, "kl_estimator": config.kl.estimator}
+        if config.off_policy.level != "none":
+            sampled = batch.rollout_logprobs
+            if sampled is None:
+                raise InputError("off_policy.level: the engine returns no log-probs of what it sampled")
+            ends, mask = batch.offsets(torch.arange(len(batch.completions))), batch.loss_mask
+            terms["rollout_weights"] = off_policy_weights(config.off_policy, old, sampled, mask, ends)
+        if "group_ids" in self.objective.needs:
+            terms["group_ids"] = batch.group_ids
+        if "turn_ids" in self.objective.needs:
+            one_turn = torch.zeros_like(batch.loss_mask, dtype=torch.int64)
+            terms["turn_ids"] = one_turn if batch.turn_ids is None else batch.turn_ids
+        return terms
+
+    def _update_minibatch(
+        self, batch: Batch, terms: dict[str, Any], minibatch: Minibatch, *, on_policy: bool
+    ) -> Metrics:
+        objective = self.objective
+        if hasattr(objective, "seed"):  # it draws: other numbers in each update
+            objective = replace(objective, seed=objective.seed + self.updates)
+        learn = self._learn_full if self.needs_full_minibatch else self._learn_each
+        output = learn(batch, terms | {"objective": objective}, minibatch, on_policy)
+        values = {name: float(value) for name, value in output.metrics.items()}
+        return {**values, "loss": float(output.loss.detach()), **self._optimizer_step()}
+
+    def _optimizer_step(self) -> Metrics:
+        norm = self.accelerator.clip_grad_norm_(self.policy.parameters(), self.config.update.max_grad_norm)
+        norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+        if math.isfinite(norm):
+            self.optimizer.step()
+            self.scheduler.step()
+        self.optimizer.zero_grad()
+        return {"grad_norm": norm, "updates_left_out": float(not math.isfinite(norm))}
+
+    def _learn_each(
+        self, batch: Batch, terms: dict[str, Any], minibatch: Minibatch, on_policy: bool
+    ) -> gk.LossOutput:
+        """Learn by a loss that each micro-batch takes alone; return that of all."""
+        rows, active, micros = minibatch
+        mask, world = batch.loss_mask[batch.places(rows)], self.accelerator.num_processes
+        divisor = float(gk.normalizer(terms["objective"], mask, cu_seqlens=batch.offsets(rows)))
+        own = terms | {"normalizer": divisor / world}  # DDP and FSDP average gradients over the processes
+        if on_policy:
+            own["old_logprobs"] = None
+        logprobs, entropy, output = self._backward(batch, micros, own)
+        if on_policy:
+            terms["old_logprobs"] += logprobs
+        if len(micros) == 1 == world and output is not None:
+            return output
+        # Over the whole minibatch, so that metrics do not depend on how it was cut.
+        places, whole = batch.places(active), batch.pick(terms, active)
+        whole |= {"cu_seqlens": batch.offsets(active), "normalizer": divisor}
+        return gk.policy_loss(logprobs[places], entropy=entropy[places], **whole)
+
+    def _learn_full(
+        self, batch: Batch, terms: dict[str, Any], minibatch: Minibatch, on_policy: bool
+    ) -> gk.LossOutput:
+        """Learn by a loss that looks at the whole minibatch, whose micro-batches then carry its gradient."""
+        rows, _, micros = minibatch
+        places, world = batch.places(rows), self.accelerator.num_processes
+        current = self.score(self.policy, batch, minibatches=[minibatch])
+        assert current.entropy is not None
+        logprobs = current.logprobs[places].requires_grad_()
+        entropy = current.entropy[places].requires_grad_()
+        whole = batch.pick(terms, rows) | {"cu_seqlens": batch.offsets(rows)}
+        output = gk.policy_loss(logprobs, entropy=entropy, **whole)
+        gradients = torch.autograd.grad(output.loss, (logprobs, entropy), materialize_grads=True)
+        # Gradients are averaged over the processes, and each of them has its share of the sum.
+        token_weights, entropy_coef = torch.zeros(2, len(current.logprobs), device=rows.device)
+        token_weights[places], entropy_coef[places] = world * gradients[0], -world * gradients[1]
+        own: dict[str, Any] = {"objective": gk.Linear(), "old_logprobs": None, "advantages": None}
+        own |= {"loss_mask": terms["loss_mask"], "token_weights": token_weights}
+        if terms["entropy_coef"] != 0:
+            own["entropy_coef"] = entropy_coef
+        self._backward(batch, micros, own)
+        return output
+
+    def _backward(
+        self, batch: Batch, micros: Sequence[Tensor], terms: Mapping[str, Any]
+    ) -> tuple[Tensor, Tensor, gk.LossOutput | None]:
+        """Add the gradient of a loss with these terms, [B] or [N], to that of the weights.
+
+        Returns:
+            Log-probs and entropy as `score` does, and the loss of the last micro-batch here.
+        """
+        values, output = torch.zeros(2, len(batch.loss_mask), device=batch.loss_mask.device), None
+        for number, (rows, counts) in enumerate(pad_micro_batches(micros), start=1):
+            own = batch.pick(terms, rows)
+            own["loss_mask"] &= counts
+            at_once = number == len(micros) or self.sharded  # FSDP reduces each gradient, to keep only shards
+            with nullcontext() if at_once else self.accelerator.no_sync(self.policy):
+                output = self.policy(*batch.tokens(rows), own, batch.mask(rows), return_entropy=True)
+                self.accelerator.backward(output.loss)
+            if counts:
+                values[:, batch.places(rows)] = torch.stack([output.logprobs, output.entropy])
+        if self.accelerator.num_processes > 1:
+            all_reduce(values)
+        return *values, output and output._replace(loss=output.loss.detach())
+
+    def _off_policy_metrics(self, batch: Batch, terms: Mapping[str, Any]) -> Metrics:
+        """Return how far the engine's log-probs are from ours, and what weights for that leave of a batch."""
+        sampled = batch.rollout_logprobs
+        if sampled is None:
+            return {}
+        rows = self._active(batch, torch.arange(len(batch.completions), device=sampled.device))
+        ours, theirs = batch.pick(terms, rows), sampled[batch.places(rows)]
+        metrics = sampling_mismatch(ours["old_logprobs"], theirs, ours["loss_mask"])
+        if len(rows) > 0 and "rollout_weights" in terms:
+            masks = {"loss_mask": ours["loss_mask"], "cu_seqlens": batch.offsets(rows)}
+            measured = gk.off_policy.weight_metrics(ours["rollout_weights"], ours["advantages"], **masks)
+            metrics |= {name: float(value) for name, value in measured.items()}
+        return metrics
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return trained weights and the optimizer's state by name: shards under FSDP2, and no copies."""
+        reshard(self.policy)
+        tensors = {}
+        for name, p in self._trained().items():
+            tensors[f"weights/{name}"] = p.detach()
+            for key, value in self.optimizer.state.get(p, {}).items():
+                tensors[f"optimizer/{key}/{name}"] = value
+        return tensors
+
+    def load(self, checkpoint: Path, updates: int) -> None:
+        """Restore `tensors` from a checkpoint of any number of processes; another model's is refused."""
+        trained = self._trained()
+
+        def optimizer_state(name: str, shape: torch.Size) -> Tensor:
+            """Make room for it: a new optimizer has none."""
+            _, key, name = name.split("/", 2)
+            p = trained[name]
+            like = p.detach() if shape == p.shape else torch.zeros(shape)  # or the number of steps
+            self.optimizer.state[p][key] = torch.zeros_like(like, device=p.device)
+            state: Tensor = self.optimizer.state[p][key]
+            return state
+
+        load_tensors(checkpoint, {f"weights/{n}": p.detach() for n, p in trained.items()}, optimizer_state)
+        self.scheduler.last_epoch = updates
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.scheduler.base_lrs[0] * learning_rate_factor(updates, self.config.update)
+
+    def _trained(self) -> dict[str, Tensor]:
+        policy = self.policy if self.sharded else self.accelerator.unwrap_model(self.policy)
+        return {name: p for name, p in policy.named_parameters() if p.requires_grad}
+
+
+def pad_micro_batches(micros: Sequence[Tensor]) -> list[tuple[Tensor, bool]]:
+    """Return the rows of each micro-batch and whether they count; an empty one runs on the first row."""
+    return [(micro, True) if len(micro) else (micro.new_zeros(1), False) for micro in micros]
+
+
+def learning_rate_factor(update: int, config: UpdateConfig) -> float:
+    """Return what the learning rate is multiplied by in the optimizer update of this index, from 0."""
+    warmup = config.warmup_updates
+    if update < warmup:
+        return (update + 1) / (warmup + 1)
+    rest = max(config.steps * config.epochs * config.minibatches - warmup, 1)
+    done = min((update - warmup) / rest, 1.0)
+    factors = {"none": 1.0, "linear": 1.0 - done, "cosine": 0.5 + 0.5 * math.cos(math.pi * done)}
+    return factors[config.learning_rate_decay]
+
+
+def sampling_mismatch(logprobs: Tensor, sampling_logprobs: Tensor, mask: Tensor) -> Metrics:
+    """Compare log-probs of the same tokens from training, before the first update, and from sampling.
+
+    Of the tokens in the mask, bool of the same shape: "mismatch/mean" and "mismatch/max" of the absolute
+    differences, in nats, and "mismatch/ratio", the mean of exp(training - sampling). NaN if there is none.
+    """
+    difference = logprobs[mask].double() - sampling_logprobs[mask].double()
+    size = difference.abs()
+    largest = float(size.max()) if size.numel() else math.nan
+    ratio = float(difference.exp().mean())
+    return {"mismatch/mean": float(size.mean()), "mismatch/max": largest, "mismatch/ratio": ratio}

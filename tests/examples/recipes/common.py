@@ -1,0 +1,103 @@
+"""What the tests of recipes share: their trainers, an engine that follows a script, and short runs."""
+
+import random
+
+import torch
+
+from examples.recipes import dapo, distillation, igrpo, turns, veripo
+from gspo_kernels.trainer.config import from_mapping
+from gspo_kernels.trainer.demo import make_model, make_tokenizer
+from gspo_kernels.trainer.processes import seed_everything
+from gspo_kernels.trainer.rollout import Completion
+from tests.trainer.conftest import tiny_qwen3
+
+RECIPES = {
+    "igrpo": (igrpo.IGRPO, igrpo.Config),
+    "turns": (turns.Turns, turns.Config),
+    "dapo": (dapo.DAPO, dapo.Config),
+    "veripo": (veripo.VeriPO, veripo.Config),
+    "distillation": (distillation.Distillation, distillation.Config),
+}
+
+
+def small_config(name, output, **sections):
+    values = {
+        "output": str(output),
+        "rollout": {"prompts_per_rollout": 3, "group_size": 4, "max_new_tokens": 5},
+        "update": {"steps": 4, "minibatches": 2, "micro_batch_tokens": 60, "learning_rate": 1e-3},
+        "evaluation": {"every": 2, "prompts": 2},
+        "checkpoint": {"every": 2},
+    }
+    for key, changes in sections.items():
+        values[key] = values.get(key, {}) | changes if isinstance(changes, dict) else changes
+    return from_mapping(values, RECIPES[name][1])
+
+
+def make_trainer(
+    name, output, tokenizer, rows, reward, *, engine=None, model=None, eval_rows=None, **sections
+):
+    trainer, _ = RECIPES[name]
+    config = small_config(name, output, **sections)
+    model = model or tiny_qwen3(tokenizer)
+    return trainer(model, tokenizer, reward, rows, eval_rows, config, engine=engine)
+
+
+class Scripted:
+    """Completes the n-th copy of a prompt in a call with ``script(prompt, n)``; remembers the calls."""
+
+    def __init__(self, tokenizer, script):
+        self.tokenizer, self.script, self.calls = tokenizer, script, []
+
+    def generate(self, prompts, sampling):
+        texts = self.tokenizer.batch_decode(prompts)
+        self.calls.append(texts)
+        copies = [texts[:i].count(text) for i, text in enumerate(texts)]
+        answers = [self.script(text, copy) for text, copy in zip(texts, copies, strict=True)]
+        ids = self.tokenizer(answers)["input_ids"]
+        return [Completion(torch.tensor(each), True, torch.full((len(each),), -1.0)) for each in ids]
+
+
+def scripted(name, output, tokenizer, rows, script, reward, **sections):
+    """A trainer at its first step, two prompts in a rollout, in the data's order, two completions of each."""
+    sections["rollout"] = {"prompts_per_rollout": 2, "group_size": 2} | sections.get("rollout", {})
+    engine = Scripted(tokenizer, script)
+    trainer = make_trainer(name, output, tokenizer, rows, reward, engine=engine, **sections)
+
+    def next_rows(count=None):
+        count = count or trainer.config.rollout.prompts_per_rollout
+        start, trainer.prompts_used = trainer.prompts_used, trainer.prompts_used + count
+        return [place % len(rows) for place in range(start, start + count)]
+
+    trainer.next_rows, trainer.step = next_rows, 1
+    return trainer
+
+
+def make_start(pairs, *, steps, seed):
+    """Return a tiny Qwen3, trained for some steps on (prompt, completion) pairs, and its tokenizer."""
+    tokenizer = make_tokenizer()
+    model = make_model(tokenizer, seed)
+    generator = random.Random(seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    for _ in range(steps):
+        rows = []
+        for prompt, completion in generator.sample(pairs, 64):
+            given, rest = tokenizer([prompt, completion + tokenizer.eos_token])["input_ids"]
+            rows.append((torch.tensor(given + rest), torch.tensor([-100] * len(given) + rest)))
+        ids, labels = (
+            torch.nn.utils.rnn.pad_sequence(column, batch_first=True, padding_value=filling)
+            for column, filling in zip(zip(*rows, strict=True), (0, -100), strict=True)
+        )
+        model(input_ids=ids, labels=labels, use_cache=False).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.eval(), tokenizer
+
+
+def rollout_metrics_of(trainer, rows):
+    """Return what a recipe reports of a rollout of these rows, always with one seed."""
+    trainer.next_rows = lambda count=None: list(rows)
+    seed_everything(0)
+    metrics = trainer.rollout().metrics
+    del trainer.next_rows
+    return metrics

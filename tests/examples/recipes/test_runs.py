@@ -1,0 +1,271 @@
+"""Whole runs of recipes: exact restart, several processes, and what is refused."""
+
+import math
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from examples.recipes import veripo
+from gspo_kernels.objectives import DPO
+from gspo_kernels.trainer import InputError, demo
+from gspo_kernels.trainer.batch import Batch
+from gspo_kernels.trainer.report import read_metrics
+from gspo_kernels.trainer.vllm import VLLMServer
+from tests.examples.recipes.common import RECIPES, make_trainer
+from tests.forks import in_processes
+from tests.trainer.conftest import make_accelerator, tiny_qwen3
+
+NAN = math.nan
+
+
+def odd(completion_ids, *, letter):
+    """Differs within some groups only, and has no reward for long completions of "f"."""
+    pairs = zip(completion_ids, letter, strict=True)
+    return [
+        None if first == "f" and len(ids) > 3 else float(first in "ace" and sum(ids) % 2)
+        for ids, first in pairs
+    ]
+
+
+def judge(completion_ids, **columns):
+    """Prefers small token ids, so it disagrees with `odd` often."""
+    return [-sum(ids) / len(ids) for ids in completion_ids]
+
+
+def goes_on(completions):
+    return ["?"] * len(completions)
+
+
+def too_few(completions, **columns):
+    return ["a"]
+
+
+def raises(completions, **columns):
+    raise ValueError("out of order")
+
+
+def wants_a_color(completions, color):
+    return [0.0] * len(completions)
+
+
+@pytest.fixture
+def teacher(tmp_path, tokenizer):
+    for part in (tiny_qwen3(tokenizer, seed=5, hidden_size=48), tokenizer):
+        part.save_pretrained(tmp_path / "teacher")
+    return str(tmp_path / "teacher")
+
+
+def sections_of(name, teacher):
+    feedback, verifier = f"{__name__}:goes_on", f"{__name__}:judge"
+    return {
+        "igrpo": {"recipe": {"drafts": 2, "template": "{prompt};{draft};"}},
+        "turns": {"recipe": {"count": 2, "feedback": feedback}, "objective": {"name": "TLGRPO"}},
+        "dapo": {"recipe": {"batches": 3, "overlong_buffer": 3}, "update": {"minibatches": 1}},
+        "veripo": {"recipe": {"grpo_steps": 3, "dpo_steps": 2, "verifier": verifier}},
+        "distillation": {"recipe": {"teacher": teacher}, "objective": {"name": "GRPO"}},
+    }[name]
+
+
+def records_of(path):
+    """What a run measured, without times and evaluations."""
+    timed = ("seconds", "tokens_per_second", "memory", "eval")
+    records = read_metrics(path / "metrics.jsonl")
+    return [{key: v for key, v in record.items() if not key.startswith(timed)} for record in records]
+
+
+@pytest.mark.parametrize(("name", "stop"), [*((name, 4) for name in RECIPES), ("veripo", 2)])
+def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one(tmp_path, tokenizer, rows, teacher, name, stop):
+    """For VerIPO: stopped while rollouts are kept, and between two steps of DPO."""
+    sections, ends = sections_of(name, teacher), []
+    for run, steps, resume in (("straight", 6, False), ("stopped", stop, False), ("stopped", 6, True)):
+        update = {"steps": steps} | sections.get("update", {})
+        changes = sections | {"update": update, "evaluation": {"every": 100}}
+        trainer = make_trainer(name, tmp_path / run, tokenizer, rows, odd, eval_rows=rows[:2], **changes)
+        trainer.train(resume=resume)
+        ends.append([p.clone() for p in trainer.model.state_dict().values()])
+    assert all(map(torch.equal, ends[0], ends[2])) and not all(map(torch.equal, ends[0], ends[1]))
+    straight, stopped = (records_of(tmp_path / run) for run in ("straight", "stopped"))
+    assert stopped == straight and len(straight) == 7
+    if name == "dapo":  # the checkpoint knows how many prompts were taken
+        assert max(record["dapo/batches"] for record in straight[1:stop]) > 1
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_two_processes_train(tmp_path, tokenizer, rows, teacher, name):
+    """All processes take the same steps, and end with the same weights and state."""
+    sections = sections_of(name, teacher)
+    sections["recipe"] = sections["recipe"] | ({"grpo_steps": 1, "dpo_steps": 1} if name == "veripo" else {})
+
+    def train(rank):
+        make_accelerator()
+        changes = sections | {"update": {"steps": 2} | sections.get("update", {})}
+        trainer = make_trainer(name, tmp_path / "run", tokenizer, rows, odd, **changes)
+        assert trainer.accelerator.num_processes == 2
+        trainer.train()
+        total = torch.stack([p.double().sum() for p in trainer.model.parameters()])
+        state = torch.cat([total, torch.tensor([float(trainer.prompts_used)], dtype=torch.float64)])
+        both = [torch.zeros_like(state) for _ in range(2)]
+        torch.distributed.all_gather(both, state)
+        assert torch.equal(*both)
+
+    in_processes(2, train)
+    records = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [record["step"] for record in records] == [0, 1, 2] and records[1]["grad_norm"] > 0
+
+
+GRPO = {"objective": {"name": "GRPO"}}
+REFUSED = [
+    ("igrpo", {"recipe": {"template": "{draft}"}}, r"recipe.template must be a text with \{prompt\}"),
+    ("igrpo", {"recipe": {"draft": 2}}, "unknown key recipe.draft .did you mean recipe.drafts"),
+    ("igrpo", {}, "training dataset, row 7: .*last message of the user"),
+    ("turns", {}, "recipe.feedback is missing"),
+    ("turns", {"recipe": {"count": 1}}, "recipe.count must be at least 2"),
+    ("turns", {"recipe": {"feedback": f"{__name__}:nothing"}}, "there is no such name"),
+    ("turns", {"recipe": {"feedback": f"{__name__}:wants_a_color"}}, "recipe.feedback .*'color'"),
+    ("dapo", {"recipe": {"batches": 1, "metric": "odd"}}, "recipe.batches must be above 1 .* recipe.metric"),
+    ("dapo", {"recipe": {"overlong_buffer": 6}}, r"recipe.overlong_buffer must be at most .*\(5\), got 6"),
+    ("dapo", {"recipe": {"metric": "even"}}, "recipe.metric: no reward 'even'; there are odd"),
+    ("veripo", {"recipe": {"dpo_steps": 21}}, r"recipe.dpo_steps must be at most recipe.grpo_steps \(20\)"),
+    ("veripo", {"recipe": {"reward_weight": 0}}, "recipe.reward_weight must be above 0 .*no recipe.verifier"),
+    ("veripo", {"kl": {"beta": 0.1}}, "kl.beta must be 0"),
+    ("veripo", {"update": {"minibatches": 4}}, "update.minibatches must be at most the 3 prompts"),
+    ("veripo", {"objective": {"name": "TRPA"}}, "objective.name: TRPA has a reference"),
+    (
+        "veripo",
+        {"recipe": {"verifier": f"{__name__}:wants_a_color"}},
+        "wants_a_color cannot be called.*color",
+    ),
+    ("distillation", {}, "either recipe.teacher or recipe.url"),
+    ("distillation", {"recipe": {"teacher": "any"}}, "GSPO takes no advantages per token"),
+    ("distillation", {"recipe": {"teacher": "nowhere"}} | GRPO, "nowhere"),
+    ("distillation", {"recipe": {"url": "http://localhost:9"}} | GRPO, "cannot be reached"),
+    (
+        "distillation",
+        {"recipe": {"url": "http://b"}, "rollout": {"temperature": 0.5}},
+        "rollout.temperature must be 1",
+    ),
+]
+
+
+@pytest.mark.parametrize("case", REFUSED, ids=lambda case: f"{case[0]} {case[2]:.30}")
+def test_what_cannot_work_is_refused_before_anything_is_written(tmp_path, tokenizer, rows, monkeypatch, case):
+    name, sections, words = case
+    if "row 7" in words:
+        monkeypatch.setattr(tokenizer, "chat_template", "{{ messages[0].content }}", raising=False)
+        rows = [*rows, {"prompt": [{"role": "system", "content": "only"}], "letter": "x"}]
+    with pytest.raises(InputError, match=words):
+        make_trainer(name, tmp_path / "run", tokenizer, rows, odd, **sections)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("feedback", "words"),
+    [
+        ("too_few", r"returned \['a'\], expected a list of 3 texts"),
+        ("raises", "raised ValueError.*out of order"),
+    ],
+)
+def test_feedback_that_goes_wrong_is_named_and_nothing_is_lost(tmp_path, tokenizer, rows, feedback, words):
+    recipe = {"feedback": f"{__name__}:{feedback}"}
+    trainer = make_trainer("turns", tmp_path / "run", tokenizer, rows, odd, recipe=recipe)
+    with pytest.raises(InputError, match=f"recipe.feedback .*{feedback} {words}"):
+        trainer.train()
+    assert (tmp_path / "run" / "checkpoints" / "step_000000").is_dir()
+
+
+# VerIPO
+
+
+def test_pairs_by_hand():
+    """Two groups of four: what has no score or no counted token is in no pair, nor is what has no rival."""
+    scores = torch.tensor([1.0, 0.0, NAN, 0.9, 0.5, 0.5, 0.5, 9.0])
+    mask = torch.ones(16, dtype=torch.bool)
+    mask[14:] = False  # truncated, and masked for it
+    tokens = [torch.tensor([1, 2])] * 8
+    batch = Batch(tokens, tokens, torch.randn(8), mask, torch.arange(8) // 4, torch.randn(16))
+    found = veripo.in_pairs(DPO(min_gap=0.5), batch, scores)
+    assert found.counted.bool().tolist() == [True, True, False, True, False, False, False, False]
+    assert found.rollout_logprobs is None and found.ref_logprobs is None
+    # the first and the fourth beat the second, but are too near to each other
+    present = found.counted > 0
+    assert DPO(min_gap=0.5).count_pairs(found.advantages.double(), found.group_ids, present) == 2
+
+
+def test_phases_of_veripo(tmp_path, tokenizer, rows):
+    sections = sections_of("veripo", None) | {"update": {"steps": 8}}
+    trainer = make_trainer("veripo", tmp_path, tokenizer, rows, odd, **sections)
+    trainer.train()
+    _, *records = read_metrics(tmp_path / "metrics.jsonl")
+    assert [record["phase"] for record in records] == [0, 0, 0, 1, 1, 0, 0, 0]
+    assert ["reward/mean" in record for record in records] == [record["phase"] == 0 for record in records]
+    # the verifier sees the rollouts that DPO will take, and no others
+    assert ["verifier/mean" in record for record in records] == [False, True, True] + [False] * 3 + [True] * 2
+    # the policy that a phase of DPO begins with is its reference: no pair is decided yet
+    assert records[3]["pairs"] > 0 and records[4]["pairs"] > 0
+    assert records[3]["minibatch_1/loss"] == pytest.approx(math.log(2), rel=1e-6)
+    assert records[4]["minibatch_1/loss"] != pytest.approx(math.log(2), rel=1e-6)
+    assert trainer.prompts_used == 6 * 3  # steps of DPO skip no prompt
+
+
+# Distillation
+
+
+def plain_logprobs(model, batch):
+    found = []
+    for prompt, completion in zip(batch.prompts, batch.completions, strict=True):
+        with torch.no_grad():
+            logits = model(torch.cat([prompt, completion]).unsqueeze(0)).logits[0, len(prompt) - 1 : -1]
+        found.append(logits.log_softmax(-1).gather(-1, completion.unsqueeze(-1)).squeeze(-1))
+    return torch.cat(found)
+
+
+def served(tokenizer):
+    """Return what stands for `VLLMServer.ask`; the log-prob of a token is minus its id over 100."""
+
+    def ask(self, path, body=None):
+        if path == "/v1/models":
+            return {"data": [{"id": "teacher"}]}
+        if path == "/tokenize":
+            return {"tokens": tokenizer.encode(body["prompt"], add_special_tokens=False)}
+        assert body["model"] == "teacher" and body["prompt_logprobs"] == 0 and body["max_tokens"] == 1
+        scored = [None, *({str(token): {"logprob": -token / 100}} for token in body["prompt"][1:])]
+        return {"choices": [{"prompt_logprobs": scored}]}
+
+    return ask
+
+
+@pytest.mark.parametrize("where", ["in process", "served"])
+def test_advantages_are_the_teachers_log_probs_minus_the_policys(
+    tmp_path, tokenizer, rows, teacher, monkeypatch, where
+):
+    place = {"teacher": teacher}
+    if where == "served":
+        monkeypatch.setattr(VLLMServer, "ask", served(tokenizer))
+        place = {"url": "http://localhost:8000"}
+    sections = {"recipe": {"coef": 2.0, "reward_coef": 0.5} | place} | GRPO
+    trainer = make_trainer("distillation", tmp_path / "run", tokenizer, rows, odd, **sections)
+    trainer.step = 1
+    rollout = trainer.rollout()
+    batch = trainer.compare(rollout)
+    policy = plain_logprobs(trainer.model, batch)
+    scored = -torch.cat(list(batch.completions)) / 100
+    if where != "served":
+        scored = plain_logprobs(AutoModelForCausalLM.from_pretrained(teacher), batch)
+    plain = super(type(trainer), trainer).compare(rollout)
+    expected = 2.0 * (scored - policy) + 0.5 * plain.by_token(plain.advantages)
+    mask = batch.loss_mask
+    torch.testing.assert_close(batch.advantages[mask], expected[mask], rtol=1e-4, atol=1e-5)
+    distance = float((policy - scored)[mask].mean())
+    assert rollout.metrics["distillation/reverse_kl"] == pytest.approx(distance, rel=1e-4)
+    # ratios are to what the advantages compare with: the first minibatch has ratios of 1
+    assert trainer.update(batch)["minibatch_1/ratio/max"] == pytest.approx(1.0)
+
+
+def test_a_teacher_with_another_tokenizer_is_refused(tmp_path, tokenizer, rows, teacher):
+    other = demo.make_tokenizer()
+    other.add_tokens(["<|more|>"])
+    other.save_pretrained(teacher)
+    sections = {"recipe": {"teacher": teacher}} | GRPO
+    with pytest.raises(InputError, match="another tokenizer"):
+        make_trainer("distillation", tmp_path / "run", tokenizer, rows, odd, **sections)

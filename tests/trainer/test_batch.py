@@ -1,0 +1,283 @@
+"""Rows of several sequences against each sequence alone; who sees whom; what is refused; micro-batches."""
+
+import copy
+from contextlib import contextmanager
+from itertools import pairwise
+
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.functional import scaled_dot_product_attention
+
+from gspo_kernels.trainer.batch import (
+    check_rows_of,
+    packed_hidden_states,
+    shared_prefix_hidden_states,
+    token_budget_batches,
+)
+from gspo_kernels.trainer.config import InputError
+from tests.draws import shifted_seed
+
+SMALL = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+FAMILIES = {
+    "Qwen3": {"head_dim": 8},
+    "Qwen3Moe": {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "Llama": {},
+    "Mistral": {"head_dim": 8, "sliding_window": 4},
+    # One layer with a window and one without.
+    "Gemma3": {"head_dim": 8, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
+    # Learned positions.
+    "GPT2": {},
+}
+LAYOUTS = {"packed": packed_hidden_states, "shared prefix": shared_prefix_hidden_states}
+
+
+def build(family, **changes):
+    torch.manual_seed(shifted_seed(0))
+    if family == "GPT2":
+        sizes = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}
+        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+    else:
+        name = "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config"
+        config = getattr(transformers, name)(**(SMALL | FAMILIES[family] | changes))
+        model = getattr(transformers, f"{family}ForCausalLM")(config)
+    with torch.no_grad():
+        for parameter in model.parameters():  # far from uniform attention
+            parameter.normal_(std=0.3)
+    if family == "Qwen3Moe":
+        model.set_experts_implementation("eager")  # the grouped product has no fp64
+    return model.eval()
+
+
+def sequences(layout="packed"):
+    """Lists of prompts and completions, copies of a prompt one after the other where they share it."""
+    generator = torch.Generator().manual_seed(shifted_seed(1))
+    shapes = ([5, 1, 9, 3], [4, 6, 1, 8]) if layout == "packed" else ([9, 1, 4], [4, 1, 7, 2, 6, 1])
+    prompts, completions = (
+        [torch.randint(1, 64, (n,), generator=generator) for n in each] for each in shapes
+    )
+    if layout != "packed":
+        prompts = [prompts[group] for group in (0, 0, 0, 1, 1, 2)]
+    return prompts, completions
+
+
+def alone(model, prompts, completions):
+    """Hidden states that predict completions, by a plain forward pass of each sequence."""
+    hidden = []
+    for prompt, completion in zip(prompts, completions, strict=True):
+        output = model.base_model(input_ids=torch.cat([prompt, completion])[None], use_cache=False)
+        hidden.append(output.last_hidden_state[0, len(prompt) - 1 : -1])
+    return torch.cat(hidden)
+
+
+def values_and_gradients(model, run):
+    """Hidden states of ``run(model)``, and the gradient of a random weighted sum of them, by parameter."""
+    model.zero_grad()
+    hidden = run(model)
+    weights = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(shifted_seed(2)))
+    (hidden * weights).sum().backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return {"hidden states": hidden.detach()} | gradients
+
+
+@contextmanager
+def nothing_in_single_precision():
+    """What goes to fp32 in a model of any dtype (norms, routers) goes to fp64."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("float", "float32"):
+            patch.setattr(torch, name, torch.float64)
+        patch.setattr(torch.Tensor, "float", torch.Tensor.double)
+        yield
+
+
+def assert_as_exact(model, run, reference):
+    """Equal in fp64; in fp32 as near to that as the reference is."""
+    plain, ours = values_and_gradients(model, reference), values_and_gradients(model, run)
+    with nothing_in_single_precision():
+        double = copy.deepcopy(model).double()
+        exact, in_double = values_and_gradients(double, reference), values_and_gradients(double, run)
+    assert ours.keys() == plain.keys() == exact.keys()
+    for name, value in exact.items():
+        assert value.norm() > 0, name
+        assert (in_double[name] - value).norm() <= 1e-13 * value.norm(), name
+        budget = 3 * (plain[name] - value).norm() + 4 * torch.finfo(torch.float32).eps * value.norm()
+        assert (ours[name] - value).norm() <= budget, name
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_values_and_gradients_are_those_of_each_sequence_alone(family, layout):
+    prompts, completions = sequences(layout)
+    model, run = build(family), LAYOUTS[layout]
+    check_rows_of(model, shared_prefix=layout != "packed")
+    assert_as_exact(
+        model, lambda m: run(m, prompts, completions).hidden, lambda m: alone(m, prompts, completions)
+    )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_through_a_lora_adapter_with_gradient_checkpointing(layout):
+    peft = pytest.importorskip("peft")
+    prompts, completions = sequences(layout)
+    model = peft.get_peft_model(build("Qwen3"), peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"]))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(std=0.3)
+    base = model.get_base_model()
+    base.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train()
+    calls, run = [], LAYOUTS[layout]
+    handle = base.model.layers[0].input_layernorm.register_forward_hook(lambda *args: calls.append(1))
+    values_and_gradients(model, lambda m: run(m, prompts, completions).hidden)
+    assert len(calls) == 2
+    handle.remove()
+    assert_as_exact(
+        model,
+        lambda m: run(m, prompts, completions).hidden,
+        lambda m: alone(m.get_base_model(), prompts, completions),
+    )
+
+
+def test_the_row_has_no_padding_and_the_call_goes_through_the_model_itself():
+    prompts, completions = sequences()
+    model, seen, logits = build("Qwen3"), [], []
+    model.register_forward_pre_hook(lambda m, args, kwargs: seen.append(kwargs), with_kwargs=True)
+    model.lm_head.register_forward_hook(lambda m, args, output: logits.append(output.shape))
+    packed = packed_hidden_states(model, prompts, completions)
+    (kwargs,) = seen
+    assert kwargs["input_ids"].shape == (1, sum(map(len, prompts + completions)) - 4)
+    assert kwargs["use_cache"] is False and logits == [(1, 1, 64)]
+    assert packed.hidden.shape == (19, 32) and torch.equal(packed.labels, torch.cat(completions))
+    assert packed.cu_seqlens.tolist() == [0, 4, 10, 11, 19] and packed.cu_seqlens.dtype == torch.int32
+    prompts, completions = sequences("shared prefix")
+    shared_prefix_hidden_states(model, prompts, completions)
+    assert seen[1]["input_ids"].shape == (1, 9 + 1 + 4 + sum(len(c) - 1 for c in completions))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family", ["Qwen3", "Gemma3"])
+def test_a_completion_sees_its_prompt_and_itself_only(family, layout):
+    """No bit of the others changes with one of them, and no gradient reaches them."""
+    prompts, completions = sequences(layout)
+    model, run = build(family), LAYOUTS[layout]
+    before = run(model, prompts, completions)
+    changed = [*completions[:2], completions[2] % 63 + 1, *completions[3:]]
+    after = run(model, prompts, changed)
+    own = slice(*before.cu_seqlens[2:4].tolist())
+    others = torch.ones(len(before.labels), dtype=torch.bool)
+    others[own] = False
+    assert torch.equal(before.hidden[others], after.hidden[others])
+    # Its first token is predicted by the prompt alone.
+    assert torch.equal(before.hidden[own][0], after.hidden[own][0])
+    assert (before.hidden[own][1:] != after.hidden[own][1:]).any(1).all()
+
+    embedded = []
+    handle = model.get_input_embeddings().register_forward_hook(lambda *args: embedded.append(args[2]))
+    hidden = run(model, prompts, completions).hidden
+    handle.remove()
+    (gradient,) = torch.autograd.grad(hidden[own].sum(), embedded[0])
+    touched = (gradient[0].abs().sum(1) > 0).nonzero().flatten().tolist()
+    if layout == "packed":
+        assert touched == list(range(8 + 6, 8 + 6 + 9))
+    else:
+        assert touched == [*range(9), *range(9 + 3, 9 + 3 + 6)]
+
+
+def flash_stand_in(module, query, key, value, attention_mask, scaling=None, **kwargs):
+    """What flash-attention computes from its offsets, one sequence after the other."""
+    assert attention_mask is None
+    assert torch.equal(kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"])
+    bounds = kwargs["cu_seq_lens_q"].tolist()
+    assert kwargs["max_length_q"] == kwargs["max_length_k"] == max(b - a for a, b in pairwise(bounds))
+    options = {"is_causal": True, "scale": scaling, "enable_gqa": True}
+    parts = [
+        scaled_dot_product_attention(*(x[:, :, a:b] for x in (query, key, value)), **options)
+        for a, b in pairwise(bounds)
+    ]
+    return torch.cat(parts, dim=2).transpose(1, 2), None
+
+
+def test_flash_attention_gets_the_offsets_and_no_mask(monkeypatch):
+    from transformers import AttentionInterface
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, flash_attention_mask
+
+    monkeypatch.setitem(AttentionInterface._global_mapping, "flash_stand_in", flash_stand_in)
+    monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, "flash_stand_in", flash_attention_mask)
+    prompts, completions = sequences()
+    model = build("Qwen3").double()
+    reference = packed_hidden_states(model, prompts, completions).hidden
+    model.config._attn_implementation = "flash_stand_in"
+    ours = packed_hidden_states(model, prompts, completions).hidden
+    bound = 16 * torch.finfo(torch.float64).eps * reference.abs().max().item()
+    assert (ours - reference).abs().max().item() <= bound
+    with pytest.raises(InputError, match=r"update.shared_prefix: flash_stand_in takes no mask.*sdpa"):
+        check_rows_of(model, shared_prefix=True)
+
+
+def recurrent(name):
+    options = {key: SMALL[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers")}
+    if name == "Lfm2":
+        options = SMALL | {"full_attn_idxs": [1]}
+    return getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**options))
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"), [("Mamba", "position_ids"), ("Lfm2", "conv"), ("Bloom", "position_ids")]
+)
+def test_a_model_that_cannot_be_packed_is_refused(name, reason):
+    with pytest.raises(InputError, match=f"{name}.*cannot hold several sequences.*{reason}"):
+        check_rows_of(recurrent(name))
+
+
+@pytest.mark.parametrize("name", ["eager", "flex_attention", "paged|sdpa"])
+def test_other_attention_is_refused(name):
+    model = build("Qwen3")
+    model.config._attn_implementation = name
+    with pytest.raises(InputError, match=rf"implementation is '{name.replace('|', '.')}'; load it with sdpa"):
+        check_rows_of(model)
+
+
+def test_a_model_that_does_something_else_with_the_row_is_refused():
+    model = build("Qwen3")
+    # A convolution along the row, as a hybrid model without layer types would have.
+    model.model.layers[0].register_forward_hook(lambda m, args, output: output + output.roll(1, dims=1))
+    for shared_prefix in (False, True):
+        with pytest.raises(InputError, match="differ from those of the sequences alone"):
+            check_rows_of(model, shared_prefix=shared_prefix)
+
+
+def test_an_adapter_that_adds_tokens_is_refused():
+    peft = pytest.importorskip("peft")
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    with pytest.raises(InputError, match="puts tokens before every row"):
+        check_rows_of(peft.get_peft_model(build("Qwen3"), config))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(1, 40), max_size=30), st.integers(1, 60), st.integers(0, 3))
+def test_batches_hold_every_sequence_once_and_keep_the_budget(lengths, budget, more):
+    batches = token_budget_batches(lengths, budget)
+    fixed = token_budget_batches(lengths, budget, count=len(batches) + more)
+    assert len(fixed) == len(batches) + more
+    assert all(batches)
+    for some in (batches, fixed):
+        assert sorted(i for batch in some for i in batch) == list(range(len(lengths)))
+        tokens = [sum(lengths[i] for i in batch) for batch in some]
+        assert all(n <= budget or len(batch) == 1 for n, batch in zip(tokens, some, strict=True))
+        assert tokens == sorted(tokens, reverse=True)
+    # Empty only where there is no sequence left to give.
+    assert sum(map(bool, fixed)) == min(len(fixed), len(lengths))

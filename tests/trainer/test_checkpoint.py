@@ -1,0 +1,244 @@
+"""The directory of a run, checkpoints whole or absent, restarts to the bit: kill -9, signals, full disks."""
+
+import os
+import random
+import resource
+import shutil
+import signal
+import time
+from functools import partial
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from gspo_kernels.trainer.checkpoint import RunDirectory, defer_signals
+from gspo_kernels.trainer.config import InputError, TrainConfig
+from gspo_kernels.trainer.processes import ALONE
+from gspo_kernels.trainer.report import read_metrics
+from tests.draws import shifted_seed
+from tests.forks import exit_code, forked
+from tests.trainer.conftest import make_trainer, same, small_config, weights
+
+
+def prepare(run, *, resume=False, overwrite=False):
+    run.open(TrainConfig(), ALONE, resume=resume, overwrite=overwrite, force=False)
+
+
+def writer(text):
+    def write(path):
+        (path / "inner").mkdir()
+        (path / "inner" / "a.txt").write_text(text)
+
+    return write
+
+
+class Killed(BaseException):
+    """Stands for the end of the process: nothing after it runs."""
+
+
+@pytest.mark.parametrize("same_step", [False, True])
+@pytest.mark.parametrize("moment", ["while writing", "before the rename"])
+def test_a_kill_while_saving_leaves_the_last_checkpoint(tmp_path, monkeypatch, moment, same_step):
+    run = RunDirectory(tmp_path)
+    prepare(run)
+    run.save_checkpoint(1, writer("whole"), keep=1)
+
+    def write(path):
+        writer("half")(path)
+        if moment == "while writing":
+            raise Killed
+
+    if moment == "before the rename":
+        monkeypatch.setattr("pathlib.Path.rename", lambda *args: (_ for _ in ()).throw(Killed()))
+    with pytest.raises(Killed):
+        run.save_checkpoint(1 if same_step else 2, write, keep=1)
+    monkeypatch.undo()
+    run.__exit__()  # as the system does for a process that is gone
+    again = RunDirectory(tmp_path)
+    prepare(again, resume=True)
+    assert again.latest_checkpoint().name == "step_000001"
+    assert (again.latest_checkpoint() / "inner" / "a.txt").read_text() == "whole"
+    assert [path.name for path in again.checkpoints.iterdir()] == ["step_000001"], "leftovers are removed"
+
+
+def test_a_run_is_never_lost_by_accident(tmp_path):
+    run = RunDirectory(tmp_path)
+    with pytest.raises(InputError, match="no run"):
+        prepare(run, resume=True)
+    prepare(run)
+    run.metrics.write_text("{}\n")
+    run.save_checkpoint(1, writer("1"), keep=1)
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(InputError, match=r"--resume.*--overwrite"):
+        prepare(run)
+    with pytest.raises(InputError, match="exclude"):
+        prepare(run, resume=True, overwrite=True)
+    prepare(run, resume=True)
+    assert run.metrics.exists() and run.latest_checkpoint() is not None
+    prepare(run, overwrite=True)
+    assert not run.metrics.exists() and run.latest_checkpoint() is None
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_what_no_run_wrote_is_never_touched(tmp_path):
+    """A base model lies where the run is to go, under the names that a run would use."""
+    (tmp_path / "config.yaml").write_text("mine")
+    writer("mine")(tmp_path)
+    (tmp_path / "inner").rename(tmp_path / "model")
+    for choice in ({"resume": True}, {"overwrite": True}, {}):
+        choice = {"resume": False, "overwrite": False} | choice
+        with pytest.raises(InputError, match=r"no run"):
+            prepare(RunDirectory(tmp_path), **choice)
+    with pytest.raises(InputError, match=r"has config.yaml, model, and no run wrote that"):
+        prepare(RunDirectory(tmp_path), overwrite=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.yaml", "model"]
+    assert (tmp_path / "config.yaml").read_text() == (tmp_path / "model" / "a.txt").read_text() == "mine"
+
+
+def test_one_process_at_a_time_and_a_dead_one_keeps_nothing(tmp_path):
+    reader, sender = os.pipe()
+
+    def hold():
+        with RunDirectory(tmp_path) as run:
+            prepare(run)
+            run.metrics.write_text("{}\n")
+            os.write(sender, b"x")
+            time.sleep(600)
+
+    child = forked(hold)
+    try:
+        os.read(reader, 1)
+        for choice in ({"resume": True, "overwrite": False}, {"resume": False, "overwrite": True}):
+            with pytest.raises(InputError, match="another process works on the run"):
+                prepare(RunDirectory(tmp_path), **choice)
+        assert (tmp_path / "metrics.jsonl").read_text() == "{}\n"
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    with RunDirectory(tmp_path) as run:
+        prepare(run, resume=True)
+
+
+STEPS = 8
+ROWS = [{"prompt": prompt} for prompt in ("ab", "bcd", "c", "dabc", "ea", "fgh")]
+
+
+def noisy(completion_ids):
+    """Draws from Python's generator, which every step seeds anew."""
+    return [sum(ids) % 7 + random.random() for ids in completion_ids]
+
+
+def run(output, tokenizer, *, resume, steps=STEPS, slow=0.0):
+    def reward(completion_ids):
+        time.sleep(slow)
+        return noisy(completion_ids)
+
+    options = {"checkpoint": {"every": 1}, "evaluation": {"every": 3, "prompts": 2}}
+    config = small_config(output, update={"steps": steps}, **options)
+    make_trainer(tokenizer, ROWS, reward, config, eval_dataset=ROWS[:2]).train(resume=resume)
+
+
+def outcome(output):
+    timed = ("seconds", "tokens_per_second", "memory")
+    records = [
+        {key: value for key, value in record.items() if not key.startswith(timed)}
+        for record in read_metrics(output / "metrics.jsonl")
+    ]
+    return records, weights(AutoModelForCausalLM.from_pretrained(output / "model"))
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory, tokenizer):
+    """The run that nothing interrupts, and the seconds that it took."""
+    output = tmp_path_factory.mktemp("straight")
+    started = time.monotonic()
+    assert exit_code(forked(partial(run, output, tokenizer, resume=False))) == 0
+    return *outcome(output), time.monotonic() - started
+
+
+def test_killed_at_ten_random_moments(tmp_path, tokenizer, straight):
+    """While sampling, updating, evaluating, saving or exporting: whatever the moment hits."""
+    records, expected, seconds = straight
+    moments = random.Random(shifted_seed(0))
+    for _ in range(10):
+        resume = RunDirectory(tmp_path).holds_a_run()
+        child = forked(partial(run, tmp_path, tokenizer, resume=resume))
+        time.sleep(moments.uniform(0.05, 0.3) * seconds)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    directory = RunDirectory(tmp_path)
+    if not (directory.model.exists() and directory.plot.exists()):
+        child = forked(partial(run, tmp_path, tokenizer, resume=directory.holds_a_run()))
+        assert exit_code(child) == 0
+    found = outcome(tmp_path)
+    assert found[0] == records and same(found[1], expected)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_exits(tmp_path, tokenizer, straight, number):
+    records, expected, _ = straight
+    child = forked(partial(run, tmp_path, tokenizer, resume=False, slow=0.02))
+    while len(read_metrics(tmp_path / "metrics.jsonl")) < 3:
+        time.sleep(0.01)
+    os.kill(child, number)
+    assert exit_code(child) == 128 + number
+    reached = read_metrics(tmp_path / "metrics.jsonl")[-1]["step"]
+    assert 2 <= reached < STEPS
+    assert RunDirectory(tmp_path).latest_checkpoint().name == f"step_{reached:06d}"
+    assert exit_code(forked(partial(run, tmp_path, tokenizer, resume=True))) == 0
+    found = outcome(tmp_path)
+    assert found[0] == records and same(found[1], expected)
+
+
+def test_a_second_interrupt_does_not_wait():
+    before = signal.getsignal(signal.SIGINT)
+    with defer_signals() as caught:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert caught == [signal.SIGINT]
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.parametrize("moment", ["at a checkpoint", "at the end"])
+def test_a_full_disk_loses_nothing(tmp_path, tokenizer, moment):
+    """Files may not grow beyond 20 kB in a child: what a checkpoint or a model needs is more."""
+    run(tmp_path, tokenizer, resume=False, steps=2)
+    directory = RunDirectory(tmp_path)
+    expected, kept = outcome(tmp_path)[1], directory.latest_checkpoint()
+    words, steps = r"step 3 cannot be written.*step_000002", 4
+    if moment == "at the end":
+        shutil.rmtree(directory.model)
+        words, steps = r"the model or the plot cannot be written: .*--resume", 2
+
+    def cramped():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+        with pytest.raises(InputError, match=words):
+            run(tmp_path, tokenizer, resume=True, steps=steps)
+
+    assert exit_code(forked(cramped)) == 0
+    assert directory.latest_checkpoint() == kept and not list(tmp_path.rglob(".unfinished*"))
+    run(tmp_path, tokenizer, resume=True, steps=steps)
+    if moment == "at the end":
+        assert same(outcome(tmp_path)[1], expected)
+        with pytest.raises(InputError, match="is finished"):
+            run(tmp_path, tokenizer, resume=True, steps=2)
+    else:
+        run(tmp_path / "straight", tokenizer, resume=False, steps=4)
+        assert same(outcome(tmp_path)[1], outcome(tmp_path / "straight")[1])
+
+
+@pytest.mark.parametrize("name", ["state.pt", "tensors/__0_0.distcp", "tensors/.metadata"])
+@pytest.mark.parametrize("damage", ["cut", "gone"])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_serves(tmp_path, tokenizer, damage, name):
+    run(tmp_path, tokenizer, resume=False, steps=2)
+    last = RunDirectory(tmp_path).latest_checkpoint()
+    file = last / name
+    content = file.read_bytes()
+    file.write_bytes(content[: len(content) // 2]) if damage == "cut" else file.unlink()
+    with pytest.raises(InputError, match=r"step_000002 is damaged.*remove it"):
+        run(tmp_path, tokenizer, resume=True, steps=3)
+    shutil.rmtree(last)
+    run(tmp_path, tokenizer, resume=True, steps=3)
+    assert torch.isfinite(torch.cat([w.flatten() for w in outcome(tmp_path)[1].values()])).all()

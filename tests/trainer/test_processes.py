@@ -1,0 +1,311 @@
+"""Two processes, DDP and FSDP2: losses of one process, exact resume, shards alone, failures that end both."""
+
+import copy
+import gc
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from gspo_kernels.trainer.checkpoint import RunDirectory, load_state
+from gspo_kernels.trainer.config import InputError
+from gspo_kernels.trainer.model import load_model
+from gspo_kernels.trainer.processes import check_processes
+from gspo_kernels.trainer.report import read_metrics
+from tests.forks import in_processes
+from tests.trainer.conftest import (
+    make_accelerator,
+    make_trainer,
+    odd_share,
+    same,
+    small_config,
+    tiny_qwen3,
+    weights,
+)
+
+ROWS = [{"prompt": prompt} for prompt in ("ab", "bcdefghijk", "c", "dabc", "ea", "fgh")]
+
+
+def fsdp2(accelerator):
+    """Sharding on a CPU, which accelerate refuses to set up by itself (it runs DDP instead)."""
+    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
+    if accelerator.mixed_precision != "no":
+        plugin.set_mixed_precision(accelerator.mixed_precision)
+    accelerator.state.distributed_type = DistributedType.FSDP
+    accelerator.state.fsdp_plugin = plugin
+    return accelerator
+
+
+def accelerator_of(kind, precision="fp32"):
+    accelerator = make_accelerator(precision)
+    return fsdp2(accelerator) if kind == "fsdp2" else accelerator
+
+
+def whole(tensors):
+    """Copies of tensors, gathered where they are shards."""
+    return {
+        n: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone() for n, t in tensors.items()
+    }
+
+
+KEPT = {"top_p": 0.9, "keep_sampling_mask": True}
+SECTIONS = {
+    "ddp": {},
+    "ddp without work for one": {"update": {"minibatches": 12}},
+    "ddp of groups with a reference": {"objective": {"name": "DPO"}},
+    "ddp with adapters and masks": {"lora": {"rank": 2}, "kl": {"beta": 0.1}, "rollout": KEPT},
+    "fsdp2 in small parts": {"update": {"micro_batch_tokens": 9}, "rollout": KEPT},
+    "fsdp2 without work for one": {"update": {"minibatches": 12}},
+    "fsdp2 with a reference": {"kl": {"beta": 0.1}, "update": {"shared_prefix": True}},
+    "fsdp2 with adapters": {"lora": {"rank": 2}},
+    "fsdp2, checkpointing, bf16": {"update": {"gradient_checkpointing": True, "precision": "bf16"}},
+}
+
+
+@pytest.mark.parametrize("case", SECTIONS)
+def test_a_saved_rollout_gives_the_losses_of_one_process(tmp_path, tokenizer, case):
+    """Two steps on the same rollout: every metric of every minibatch, and the weights."""
+    sections = SECTIONS[case]
+    precision = sections.get("update", {}).get("precision", "fp32")
+    config = small_config(tmp_path, **sections)
+    one = make_trainer(tokenizer, ROWS, odd_share, config)
+    one.step = 1
+    torch.manual_seed(0)
+    batch = one.compare(one.rollout())
+    before = whole(one.updater.tensors())
+    expected = [one.updater.update(batch, step) for step in (1, 2)]
+    after = one.updater.tensors()
+
+    def update(rank):
+        accelerator = accelerator_of(case.split()[0].strip(","), precision)
+        assert accelerator.num_processes == 2
+        two = make_trainer(tokenizer, ROWS, odd_share, config, accelerator=accelerator)
+        kinds = {type(p).__name__ for p in two.updater.policy.parameters()}
+        assert kinds == {"DTensor" if case.startswith("fsdp2") else "Parameter"}, kinds
+        found = [two.updater.update(batch, step) for step in (1, 2)]
+        tolerance = 0.2 if precision == "bf16" else 1e-3
+        for ours, theirs in zip(found, expected, strict=True):
+            assert ours.keys() == theirs.keys()
+            for name, value in theirs.items():
+                floor = 5e-2 if precision == "bf16" else 2e-6
+                assert ours[name] == pytest.approx(value, rel=tolerance, abs=floor, nan_ok=True), name
+        tensors = whole(two.updater.tensors())
+        for name in (name for name in tensors if name.startswith("weights/")):
+            moved = (after[name] - before[name]).norm()
+            assert (tensors[name] - after[name]).norm() <= (0.5 if precision == "bf16" else 2e-2) * moved, (
+                name
+            )
+
+    in_processes(2, update)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_a_run_in_two_processes_resumes_bit_for_bit_and_exports(tmp_path, tokenizer, kind):
+    def train(rank):
+        for name, steps, resume in (("straight", 3, False), ("stopped", 1, False), ("stopped", 3, True)):
+            config = small_config(tmp_path / name, update={"steps": steps}, checkpoint={"every": 1})
+            trainer = make_trainer(tokenizer, ROWS, odd_share, config, accelerator=accelerator_of(kind))
+            trainer.train(resume=resume)
+        trained = whole(dict(trainer.model.named_parameters(remove_duplicate=False)))
+        exported = AutoModelForCausalLM.from_pretrained(tmp_path / "stopped" / "model")
+        assert same(trained, dict(exported.named_parameters(remove_duplicate=False)))
+
+    in_processes(2, train)
+    a, b = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / name / "model") for name in ("straight", "stopped")
+    )
+    assert same(weights(a), weights(b))
+    records = [read_metrics(tmp_path / name / "metrics.jsonl") for name in ("straight", "stopped")]
+    assert [r["loss"] for r in records[0][1:]] == [r["loss"] for r in records[1][1:]]
+
+
+@pytest.mark.parametrize("before", [1, 2])
+def test_another_number_of_processes_goes_on(tmp_path, tokenizer, before, capfd):
+    """From one to two and back: weights and optimizer to the bit, new seeds, said in one line."""
+
+    def part(processes, steps, resume=False):
+        def train(rank=0):
+            accelerator = accelerator_of("fsdp2" if processes == 2 else "one")
+            config = small_config(tmp_path / "run", update={"steps": steps})
+            trainer = make_trainer(tokenizer, ROWS, odd_share, config, accelerator=accelerator)
+            if resume:
+                checkpoint = RunDirectory(tmp_path / "run").latest_checkpoint()
+                trainer.load_state_dict(load_state(checkpoint), checkpoint)
+                loaded = whole(trainer.updater.tensors())
+                assert trainer.step == 2 and same(loaded, torch.load(tmp_path / "saved.pt"))
+            trainer.train(resume=resume)
+            saved = whole(trainer.updater.tensors())
+            if rank == 0:
+                torch.save(saved, tmp_path / "saved.pt")
+
+        train() if processes == 1 else in_processes(2, train)
+
+    part(before, 2)
+    capfd.readouterr()
+    part(3 - before, 4, resume=True)
+    assert "another number of processes than before: sampling has new seeds" in capfd.readouterr().out
+    assert [r["step"] for r in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [0, 1, 2, 3, 4]
+
+
+class Follower(TorchDispatchMode):
+    """Follows the storages of all tensors that operations in this thread return; ``most`` bytes at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes, self.references = {}, {}
+        self.bound = self.most = 0  # of what is alive now, and at any time
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        result = operation(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            tensor = getattr(tensor, "_local_tensor", tensor)  # a DTensor's
+            if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
+                storage = tensor.untyped_storage()
+                key, size = storage._cdata, storage.nbytes()  # FSDP changes the sizes of storages
+                self.bound += max(size - self.sizes.get(key, 0), 0)
+                self.sizes[key] = size
+                self.references.setdefault(key, StorageWeakRef(storage))
+        if self.bound > self.most:  # which counts what is gone as well
+            alive = {k: torch.UntypedStorage._new_with_weak_ptr(r.cdata) for k, r in self.references.items()}
+            self.sizes = {key: storage.nbytes() for key, storage in alive.items() if storage is not None}
+            self.references = {key: self.references[key] for key in self.sizes}
+            self.bound = sum(self.sizes.values())
+            self.most = max(self.most, self.bound)
+        return result
+
+
+def most_alive(work):
+    """The most bytes of tensors that ``work`` touched and had at once, and its result."""
+    gc.collect()
+    with Follower() as follower:
+        result = work()
+    return follower.most, result
+
+
+def test_no_process_loads_saves_or_resumes_more_than_its_shards(tmp_path, tokenizer, monkeypatch):
+    """At most 1.2 times the shards and the largest weight; more where it is done in one piece."""
+    monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")  # so that it loads in this thread
+    # Of so many layers, those that are whole while they run are little beside all.
+    model = tiny_qwen3(tokenizer, hidden_size=64, intermediate_size=192, num_hidden_layers=24)
+    for each in (model.bfloat16(), tokenizer):
+        each.save_pretrained(tmp_path / "base")
+
+    def is_within(tensors, peak):
+        shards = sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in tensors)
+        largest = max(t.numel() * t.element_size() for t in tensors)
+        assert largest < 0.05 * shards <= peak, "too small a model to tell"
+        return peak <= 1.2 * shards + largest
+
+    def work(rank):
+        config = small_config(tmp_path / "run", kl={"beta": 0.1})
+        options = {"model": str(tmp_path / "base")}
+        options["accelerator"] = fsdp2(make_accelerator())
+        peak, trainer = most_alive(lambda: make_trainer(tokenizer, ROWS, odd_share, config, **options))
+        policy = trainer.updater.policy
+        loaded = [*policy.parameters(), *trainer.updater.reference.parameters()]
+        assert is_within(loaded, peak)
+        peak, _ = most_alive(lambda: copy.deepcopy(load_model(str(tmp_path / "base"))))
+        assert not is_within(loaded, peak)
+        for p in policy.parameters():
+            p.grad = torch.ones_like(p)
+        trainer.updater.optimizer.step()
+        tensors = trainer.updater.tensors()
+        peak, _ = most_alive(lambda: trainer.save(trainer.state_dict()))
+        assert is_within(tensors.values(), peak)
+        peak, _ = most_alive(lambda: whole(tensors))
+        assert not is_within(tensors.values(), peak)
+        saved = {name: t.clone() for name, t in tensors.items()}
+        trainer.updater.optimizer.state.clear()
+        for p in policy.parameters():
+            p.detach().zero_()
+        path = RunDirectory(tmp_path / "run").latest_checkpoint()
+        peak, _ = most_alive(lambda: trainer.load_state_dict(load_state(path), path))
+        assert is_within(tensors.values(), peak)
+        assert same(whole(saved), whole(trainer.updater.tensors()))
+
+    in_processes(2, work)
+
+
+def moe(tokenizer):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    experts = {
+        "num_key_value_heads": 2,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "head_dim": 16,
+    }
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(vocab_size=259, max_position_embeddings=32, **sizes, **experts))
+
+
+MODELS = {
+    "rows that do not divide": lambda tokenizer: tiny_qwen3(tokenizer, vocab_size=259),
+    "tied": lambda tokenizer: tiny_qwen3(tokenizer, tie_word_embeddings=True),
+    "experts that files have one by one": moe,
+}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_sharded_directory_is_read_and_written_as_transformers_does_it(tmp_path, tokenizer, kind):
+    for each in (MODELS[kind](tokenizer), tokenizer):
+        each.save_pretrained(tmp_path / "base")
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+
+    def work(rank):
+        config, accelerator = small_config(tmp_path / "run", update={"steps": 1}), fsdp2(make_accelerator())
+        options = {"model": str(tmp_path / "base"), "accelerator": accelerator}
+        trainer = make_trainer(tokenizer, ROWS, lambda prompts: [0.0] * len(prompts), config, **options)
+        found = whole(dict(trainer.model.named_parameters(remove_duplicate=False)))
+        assert same(found, dict(expected.named_parameters(remove_duplicate=False)))
+        trainer.train()  # without any advantage the weights stay as they were
+
+    in_processes(2, work)
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
+    assert same(weights(found), weights(expected)) and found.dtype == expected.dtype
+
+
+def fails_where_it_is_called_last(prompts, completion_ids):
+    if "fgh" in prompts:
+        raise ValueError("only one process sees this prompt")
+    return odd_share(completion_ids)
+
+
+def test_a_failure_in_one_process_ends_all_and_leaves_a_checkpoint(tmp_path, tokenizer):
+    def train(rank):
+        trainer = make_trainer(tokenizer, ROWS, fails_where_it_is_called_last, small_config(tmp_path))
+        with pytest.raises(InputError, match="only one process sees this prompt"):
+            trainer.train()
+
+    in_processes(2, train)
+    assert RunDirectory(tmp_path).latest_checkpoint() is not None
+
+
+def test_processes_that_were_not_set_up_are_refused(monkeypatch):
+    accelerator = make_accelerator()
+    check_processes(accelerator)
+    with monkeypatch.context() as patch:
+        patch.setenv("WORLD_SIZE", "2")
+        with pytest.raises(InputError, match=r"2 processes were started and accelerate set up 1.*torchrun"):
+            check_processes(accelerator)
+    with monkeypatch.context() as patch:
+        patch.setenv("ACCELERATE_USE_FSDP", "true")
+        with pytest.raises(InputError, match="FSDP was asked for"):
+            check_processes(accelerator)
+    from accelerate.utils import DistributedType
+
+    with monkeypatch.context() as patch:
+        patch.setattr(accelerator.state, "distributed_type", DistributedType.DEEPSPEED)
+        with pytest.raises(InputError, match="one process, DDP and FSDP version 2"):
+            check_processes(accelerator)
+    sharded = fsdp2(make_accelerator())
+    check_processes(sharded)
+    sharded.state.fsdp_plugin.activation_checkpointing = True
+    with pytest.raises(InputError, match=r"use update\.gradient_checkpointing"):
+        check_processes(sharded)

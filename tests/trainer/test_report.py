@@ -1,0 +1,132 @@
+"""Metrics files, warnings, the terminal at several widths and without one, and the plot."""
+
+import io
+import json
+import math
+import re
+import time
+
+import pytest
+from rich.console import Console
+
+from gspo_kernels.trainer.checkpoint import RunDirectory
+from gspo_kernels.trainer.config import TrainConfig
+from gspo_kernels.trainer.report import (
+    EVALUATION,
+    PATIENCE,
+    STEP,
+    SYMPTOMS,
+    Health,
+    Report,
+    metrics_line,
+    plot_progress,
+    read_metrics,
+)
+from tests.trainer.conftest import make_accelerator
+
+RECORD = {
+    "step": 1,
+    "reward/mean": 0.25,
+    "groups_without_variance": 0.5,
+    "ratio/min": 0.99,
+    "ratio/max": 1.01,
+    "clip_fraction/low": 0.1,
+    "clip_fraction/high": 0.2,
+    "entropy": 1.5,
+    "kl/old": 2e-5,
+    "tokens_per_second": 1234.0,
+}
+SHOWN = "reward 0.250 no-variance groups 50% ratio 0.9900..1.0100 clipped 10% low 20% high entropy 1.50"
+
+
+def make_report(tmp_path, width=100, terminal=False, steps=20):
+    out = io.StringIO()
+    console = Console(file=out, width=width, force_terminal=terminal, color_system=None)
+    config = TrainConfig(update={"steps": steps}, save_rollouts=True)
+    directory = RunDirectory(tmp_path)
+    tmp_path.mkdir(exist_ok=True)
+    return Report(config, make_accelerator(), directory, console), out
+
+
+def test_metrics_are_finite_or_null_and_a_line_cut_short_is_left_out(tmp_path):
+    report, out = make_report(tmp_path)
+    report.begin(None, changed=[], evaluates=False)
+    for step in range(4):
+        report.step(step, {"a": math.nan, "b": -math.inf, "c": 0.5, "d": None})
+    first = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])
+    assert first == {"step": 0, "a": None, "b": None, "c": 0.5, "d": None}
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "rew')
+    assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [0, 1, 2, 3]
+    report.begin(2, changed=["seed: 0 -> 1"], evaluates=True)
+    assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [0, 1, 2]
+    assert "no eval dataset" in out.getvalue() and "settings changed: seed: 0 -> 1" in out.getvalue()
+    assert read_metrics(tmp_path / "none.jsonl") == []
+
+
+@pytest.mark.parametrize("width", [80, 110, 160])
+def test_the_terminal_shows_every_metric_and_the_time_left_at_any_width(tmp_path, width):
+    report, out = make_report(tmp_path, width, terminal=True)
+    with report:
+        report.step(0, {"eval/greedy_accuracy": 0.5, "eval/sampled_accuracy": 0.25})
+        for step in (1, 2, 3):
+            time.sleep(0.02)
+            report.step(step, RECORD)
+        report.live.refresh()
+        text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue()).replace("\r", "\n")
+    assert "held-out accuracy: greedy 50.0%, sampled 25.0%" in text
+    last = text[text.rindex("training") :]
+    assert "3/20" in last and re.search(r"\d:\d\d:\d\d", last), "the bar with its time left"
+    assert SHOWN in " ".join(last.split()) and "tok/s" in last and "GiB" in last
+    assert max(map(len, last.splitlines())) <= width
+
+
+def test_without_a_terminal_every_tenth_step_is_a_line(tmp_path):
+    report, out = make_report(tmp_path)
+    with report:
+        for step in range(21):
+            report.step(step, RECORD | {"step": step})
+    lines = [line for line in out.getvalue().splitlines() if line.startswith("step")]
+    assert [line.split()[1] for line in lines if "reward 0.250" in line] == ["10/20", "20/20"]
+    assert all(re.search(r"\d+ s left$", line) for line in lines)
+    assert "reward -" in metrics_line({}, STEP) and "greedy -" in metrics_line({}, EVALUATION)
+
+
+FINE = {"reward/mean": 0.5, "groups_without_variance": 0.5, "completions/finished": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("symptom", "words"),
+    [
+        ({"groups_without_variance": 1.0}, "nothing can be learned"),
+        ({"clip_fraction/after_first": 0.97}, "nearly every sequence is clipped"),
+        ({"minibatch_2/ratio/max": 1.0, "ratio/min": 1.0, "ratio/max": 1.0}, "every ratio is exactly 1"),
+        ({"completions/finished": 0.0}, "truncated"),
+        ({"reward/mean": None}, "no reward applies"),
+        ({"updates_left_out": 1.0}, "not finite"),
+        ({"mismatch/mean": 0.5}, "sampling and training disagree"),
+        ({"mismatch/mean": 1e-6, "mismatch/ratio": 1.2}, "sampling and training disagree"),
+    ],
+)
+def test_warnings_come_after_some_steps_and_once(symptom, words):
+    health = Health(TrainConfig())
+    steps = [FINE | symptom] * (PATIENCE - 1) + [FINE] + [FINE | symptom] * (PATIENCE + 2)
+    if not symptom.keys() & FINE.keys():  # a step that does not measure it leaves its count alone
+        steps = [FINE | symptom] * (PATIENCE - 1) + [FINE] * 3 + [FINE | symptom] * 2
+    said = [health.check(metrics) for metrics in steps]
+    assert sum(map(len, said)) == 1
+    (warning,) = (each for some in said for each in some)
+    assert words in warning and warning.startswith(f"for {PATIENCE} steps in a row")
+    assert symptom.keys() & SYMPTOMS.keys()
+
+
+@pytest.mark.parametrize("evaluated", [True, False])
+@pytest.mark.parametrize("steps", [0, 1, 40])
+def test_plot_of_any_run(tmp_path, steps, evaluated):
+    records = [{"step": 0}]
+    records += [RECORD | {"step": n, "reward/mean": None if n == 3 else n / 40} for n in range(1, steps + 1)]
+    if evaluated:
+        for record in records[::2]:
+            record |= {"eval/greedy_accuracy": 0.5, "eval/sampled_accuracy": 0.25}
+    plot_progress(records, tmp_path / "plots" / "progress.png")
+    assert (tmp_path / "plots" / "progress.png").read_bytes().startswith(b"\x89PNG")

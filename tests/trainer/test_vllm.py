@@ -1,0 +1,333 @@
+"""vLLM against a stand-in that speaks its interface: requests, answers, weights, errors, whole runs."""
+
+import copy
+import socket
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from gspo_kernels.trainer.config import InputError
+from gspo_kernels.trainer.report import read_metrics
+from gspo_kernels.trainer.rollout import ModelEngine, Sampling
+from gspo_kernels.trainer.vllm import VLLMEngine, VLLMServer
+from tests.forks import in_processes
+from tests.trainer.conftest import ids_of, make_trainer, small_config, tiny_qwen3
+from tests.trainer.vllm_stand_in import DEFAULTS, serving
+
+ENDS = list(range(40))
+PROMPTS = [[65, 66], [67], [68, 69, 70, 71], [65, 66]]
+
+
+@pytest.fixture
+def stand_in(model):
+    with serving(copy.deepcopy(model)) as found:
+        yield found
+
+
+def make_server(stand_in, **changes):
+    return VLLMServer(stand_in.url, **({"timeout": 60.0, "at_once": 3} | changes))
+
+
+def make_engine(stand_in, end_ids=ENDS, **changes):
+    return VLLMEngine(make_server(stand_in, **changes), list(end_ids), vocabulary=258)
+
+
+def test_greedy_completions_are_those_of_the_model_itself(stand_in, model):
+    expected = ModelEngine(model, ENDS, 256, 4).generate(PROMPTS, Sampling(6, temperature=0.0))
+    found = make_engine(stand_in).generate(PROMPTS, Sampling(6, temperature=0.0, top_p=0.5, top_k=3))
+    assert ids_of(found) == ids_of(expected)
+    assert [(None, each.finished) for each in expected] == [(each.logprobs, each.finished) for each in found]
+
+
+def test_no_default_of_the_server_shapes_the_distribution(stand_in):
+    engine = make_engine(stand_in)
+    engine.generate(PROMPTS, Sampling(6))
+    engine.generate(PROMPTS, Sampling(6, temperature=0.0))
+    for body, _ in stand_in.completions:
+        assert body.keys() >= DEFAULTS.keys()
+        neutral = {"repetition_penalty": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+        assert {name: body[name] for name in neutral} == neutral
+
+
+def test_completions_end_at_our_tokens_alone(stand_in, model):
+    """The served model's own end token is one like any other, and each of ours ends a completion."""
+    ids = [65]
+    for _ in range(4):
+        ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+    first, never = ids[1], min({*range(258)} - {*ids})
+    stand_in.model.config.eos_token_id = first
+    greedy = Sampling(4, temperature=0.0)
+    goes_on = make_engine(stand_in, end_ids=[never]).generate([[65]], greedy)
+    assert ids_of(goes_on)[0][0] == first and len(goes_on[0].ids) == 4 and not goes_on[0].finished
+    ended = make_engine(stand_in, end_ids=[never, first]).generate([[65]], greedy)
+    assert ids_of(ended) == [[first]] and ended[0].finished
+    last = make_engine(stand_in, end_ids=[first]).generate([[65]], Sampling(1, temperature=0.0))
+    assert last[0].finished, "the end token may be the last one that there is room for"
+
+
+def choice(**changes):
+    return lambda answer: {"choices": [answer["choices"][0] | changes]}
+
+
+SPOILED = {
+    "an older vLLM": (choice(token_ids=None), "gave another answer than vLLM does"),
+    "no choice": (lambda answer: {"choices": []}, "gave another answer than vLLM does"),
+    "two choices": (lambda answer: {"choices": answer["choices"] * 2}, "gave another answer than vLLM"),
+    "not an object": (lambda answer: ["choices"], "gave another answer than vLLM does"),
+    "not JSON": (lambda answer: "<html>", "gave no JSON but <html>; is it a vLLM server"),
+    "no log-probs": (choice(logprobs=None), "returned None as log-probs of 3 tokens"),
+    "too few log-probs": (
+        choice(logprobs={"token_logprobs": [-1.0]}),
+        r"returned \[-1.0\] as log-probs of 3",
+    ),
+    "no number": (choice(logprobs={"token_logprobs": [None] * 3}), "gave another answer than vLLM"),
+    "NaN": (
+        choice(logprobs={"token_logprobs": [float("nan")] * 3}),
+        r"returned \[nan, nan, nan\] as log-probs",
+    ),
+    "aborted": (choice(token_ids=[], finish_reason="abort"), "after 0 tokens for the reason 'abort'"),
+    "another vocabulary": (choice(token_ids=[50, 258, 50]), "sampled token 258, and .* embeds 258"),
+    "went on after the end": (choice(token_ids=[1, 50, 60]), r"after 3 tokens .* where \[0, 1\] or 3"),
+    "ended elsewhere": (choice(token_ids=[50], finish_reason="stop"), "after 1 tokens for the reason 'stop'"),
+    "too long": (choice(token_ids=[50] * 4), "after 4 tokens"),
+}
+
+
+@pytest.mark.parametrize("case", SPOILED)
+def test_answers_that_do_not_fit_are_errors_that_name_the_server(stand_in, case):
+    engine = make_engine(stand_in, end_ids=[0, 1])
+    stand_in.sample = lambda prompt, options: ([50, 60, 70], [-1.0] * 3, "length")
+    stand_in.spoil, message = SPOILED[case]
+    with pytest.raises(InputError, match=message) as raised:
+        engine.generate([[65]], Sampling(3))
+    assert stand_in.url in str(raised.value)
+
+
+def test_a_server_must_return_what_it_could_have_drawn(stand_in):
+    """The right sets are those that a run trains on, below."""
+    sampling = Sampling(3, 0.7, top_k=20, return_mask=True)
+    stand_in.sample = lambda prompt, options: ([50, 60, 70], [-1.0] * 3, "length")
+    engine, stand_in.kept = make_engine(stand_in, end_ids=[0]), []
+    for spoiled in (None, [[50]], [[50], [60], [71, 72]]):
+        stand_in.spoil = choice(sampling_mask=spoiled)
+        with pytest.raises(
+            InputError, match=r"returned no sampling mask with the tokens.*--return-sampling-mask"
+        ):
+            engine.generate([[65]], sampling)
+    stand_in.generate = lambda body: stand_in.answer("POST", "/nowhere", body, {})
+    with pytest.raises(InputError, match=r"404.*--return-sampling-mask --enable-scale-out"):
+        engine.generate([[65]], sampling)
+
+
+def test_what_the_server_refuses_is_reported(stand_in):
+    with pytest.raises(InputError, match=r"/v1/completions answered 400 .*Token id 300 is out of voc"):
+        make_engine(stand_in).generate([[300]], Sampling(3))
+    for names, words in (
+        (["policy", "another"], "serves policy, another; expected one"),
+        ([], "serves nothing"),
+    ):
+        stand_in.names = names
+        with pytest.raises(InputError, match=words):
+            make_server(stand_in)
+    with pytest.raises(InputError, match="gave another answer than vLLM"):
+        stand_in.answer = lambda *_: {"models": []}
+        make_server(stand_in)
+
+
+def test_a_server_that_cannot_be_reached_is_named(stand_in, monkeypatch):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        url = f"http://localhost:{free.getsockname()[1]}"
+    with pytest.raises(InputError, match=f"{url}/v1/models cannot be reached: .*Connection refused"):
+        VLLMServer(url)
+    stand_in.seconds = 5.0
+    with pytest.raises(InputError, match=r"/v1/models did not answer within 0.2 seconds"):
+        make_server(stand_in, timeout=0.2)
+    stand_in.seconds, stand_in.key = 0.0, "secret"
+    with pytest.raises(InputError, match=r"401 .* set VLLM_API_KEY"):
+        make_server(stand_in)
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    monkeypatch.setenv("http_proxy", url)  # where nobody listens
+    make_engine(stand_in).generate([[65]], Sampling(2))
+
+
+def test_weights_that_cannot_be_loaded_are_an_error(tmp_path, stand_in, tokenizer):
+    server = make_server(stand_in)
+    with pytest.raises(
+        InputError, match=f"no such directory {tmp_path}/none.*the server must see them there"
+    ):
+        server.load(tmp_path / "none")
+    tiny_qwen3(tokenizer, vocab_size=300).save_pretrained(tmp_path / "another")
+    with pytest.raises(InputError, match=r"shapes of weights.*same architecture and vocabulary"):
+        server.load(tmp_path / "another")
+    stand_in.developing = False
+    with pytest.raises(InputError, match=r"/collective_rpc answered 404 .*VLLM_SERVER_DEV_MODE=1 vllm serve"):
+        server.load(tmp_path / "another")
+
+
+class LocalModule:
+    """Stands for the module ``vllm``: an ``LLM`` in this process, answered by a `StandIn`."""
+
+    def __init__(self, stand_in):
+        self.stand_in, self.options = stand_in, None
+
+    def LLM(self, model, **options):
+        self.options = {"model": model, **options}
+        return self
+
+    class SamplingParams:
+        def __init__(self, **options):
+            assert options.pop("detokenize") is False
+            self.options = options
+
+    def generate(self, inputs, parameters, use_tqdm):
+        for each, params in zip(inputs, parameters, strict=True):
+            body = {"model": "policy", "prompt": each["prompt_token_ids"], "return_token_ids": True}
+            (choice,) = self.stand_in.complete(body | params.options)["choices"]
+            values = (choice.get("logprobs") or {}).get("token_logprobs")
+            if values is not None:
+                values = [
+                    {t: SimpleNamespace(logprob=v)} for t, v in zip(choice["token_ids"], values, strict=True)
+                ]
+            mask = SimpleNamespace(token_ids=self.stand_in.kept)
+            output = SimpleNamespace(
+                token_ids=choice["token_ids"],
+                logprobs=values,
+                finish_reason=choice["finish_reason"],
+                sampling_mask=mask,
+            )
+            yield SimpleNamespace(outputs=[output])
+
+    def collective_rpc(self, method, kwargs):
+        assert method == "reload_weights"
+        self.stand_in.reload(**kwargs)
+
+    def reset_prefix_cache(self):
+        self.stand_in.cached.clear()
+
+
+@pytest.fixture
+def other_weights(tokenizer):
+    """A server that begins with other weights than the run's, so nothing is right before the first sync."""
+    with serving(tiny_qwen3(tokenizer, seed=7)) as found:
+        yield found
+
+
+def run(tokenizer, rows, reward, output, url, *, resume=False, accelerator=None, **sections):
+    update = {"steps": 3, "learning_rate": 1e-2} | sections.pop("update", {})
+    config = small_config(output, engine={"url": url} | sections.pop("engine", {}), update=update, **sections)
+    changes = {} if accelerator is None else {"accelerator": accelerator}
+    trainer = make_trainer(tokenizer, rows, reward, config, **changes)
+    trainer.train(resume=resume, force=resume)
+    return trainer
+
+
+def mismatch(output):
+    records = read_metrics(output / "metrics.jsonl")
+    return [each["mismatch/mean"] for each in records if "mismatch/mean" in each]
+
+
+@pytest.mark.parametrize("kind", ["server", "local"])
+def test_a_run_samples_from_the_weights_of_now(
+    tmp_path, tokenizer, rows, reward, other_weights, kind, monkeypatch
+):
+    """Log-probs are as near to the trainer's as rounding; what vLLM got last is what the run exports."""
+    module, model = LocalModule(other_weights), None
+    if kind == "local":
+        monkeypatch.setitem(sys.modules, "vllm", module)
+        (model := tmp_path / "base").mkdir()
+        tiny_qwen3(tokenizer).save_pretrained(model)
+    url = other_weights.url if kind == "server" else "local"
+    rollout = {"temperature": 0.8, "top_k": 20, "keep_sampling_mask": True}
+    config = small_config(
+        tmp_path / "run", engine={"url": url}, rollout=rollout, update={"learning_rate": 1e-2}
+    )
+    trainer = make_trainer(tokenizer, rows, reward, config, model=model and str(model))
+    trainer.train()
+    assert isinstance(trainer.engine, VLLMEngine)
+    if kind == "local":
+        expected = {"model": str(model), "dtype": "float32", "gpu_memory_utilization": 0.4}
+        expected |= {"return_sampling_mask": True, "logprobs_mode": "processed_logprobs"}
+        assert module.options.items() >= expected.items()
+    found = mismatch(tmp_path / "run")
+    assert len(found) == 4 and max(found) < 1e-5
+    # once before the first evaluation and once after each step, each time from a directory of its own
+    assert len(set(other_weights.reloads)) == 5
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
+    for name, weight in other_weights.model.state_dict().items():
+        assert torch.equal(weight, exported.state_dict()[name]), name
+    assert not list((tmp_path / "run").glob(".unfinished-*"))
+
+
+def test_weights_that_the_server_did_not_load_are_noticed(
+    tmp_path, tokenizer, rows, reward, other_weights, capsys
+):
+    options = {"update": {"steps": 6}}
+    run(tokenizer, rows, reward, tmp_path / "right", other_weights.url, **options)
+    assert "sampling and training disagree" not in capsys.readouterr().out
+    other_weights.stale = True
+    run(tokenizer, rows, reward, tmp_path / "stale", other_weights.url, **options)
+    assert "sampling and training disagree" in " ".join(capsys.readouterr().out.split())
+    assert min(mismatch(tmp_path / "stale")) > 100 * max(mismatch(tmp_path / "right"))
+
+
+@pytest.mark.parametrize("case", ["adapters", "bf16", "another directory", "off-policy weights"])
+def test_every_path_samples_by_the_server(tmp_path, tokenizer, rows, reward, other_weights, case):
+    folder = tmp_path / "elsewhere" / "below"
+    sections = {
+        "adapters": {"lora": {"rank": 2}},
+        "bf16": {"update": {"precision": "bf16"}},
+        "another directory": {"engine": {"weights": str(folder)}},
+        "off-policy weights": {
+            "off_policy": {"level": "token"},
+            "rollout": {"top_k": 20, "temperature": 0.7},
+        },
+    }[case]
+    other_weights.dtype = torch.bfloat16 if case == "bf16" else torch.float32
+    run(tokenizer, rows, reward, tmp_path / "run", other_weights.url, **sections)
+    steps = mismatch(tmp_path / "run")
+    assert len(steps) == 3
+    if case == "off-policy weights":
+        assert min(steps) > 0.1, "the probability that top-k cut off"
+    else:
+        assert max(steps) < (0.1 if case == "bf16" else 1e-5)
+    written = folder if case == "another directory" else tmp_path / "run"
+    assert {str(written)} == {path.rpartition("/")[0] for path in other_weights.reloads}
+    assert not list(written.glob(".unfinished-*"))
+
+
+def test_two_processes_share_a_server(tmp_path, tokenizer, rows, reward, other_weights):
+    """Each asks for its share, and the weights go there once for both; its failure ends both."""
+
+    def begin(rank):
+        run(tokenizer, rows, reward, tmp_path / "two", other_weights.url)
+
+    in_processes(2, begin)
+    assert len(other_weights.reloads) == 4 and max(mismatch(tmp_path / "two")) < 1e-5
+    other_weights.developing = False
+
+    def fails(rank):
+        with pytest.raises(InputError, match=r"/collective_rpc answered 404"):
+            run(tokenizer, rows, reward, tmp_path / "fails", other_weights.url)
+
+    in_processes(2, fails)
+
+
+def test_what_cannot_be_meant_is_refused(tmp_path, tokenizer, rows, reward, other_weights, model):
+    config = small_config(tmp_path / "run", engine={"url": other_weights.url})
+    with pytest.raises(InputError, match=r"engine.url: got .* and an engine; only one of them can sample"):
+        make_trainer(tokenizer, rows, reward, config, engine=VLLMEngine(None, ENDS, 258))
+    local = small_config(tmp_path / "run", engine={"url": "local"})
+    with pytest.raises(InputError, match=r"engine.url: a local vLLM loads the model from a directory"):
+        make_trainer(tokenizer, rows, reward, local)
+    model.save_pretrained(tmp_path / "base")
+    with pytest.raises(InputError, match=r"engine.url local: vLLM cannot start .*No module named 'vllm'"):
+        make_trainer(tokenizer, rows, reward, local, model=str(tmp_path / "base"))
+    with pytest.raises(InputError, match="http://localhost:1/v1/models cannot be reached"):
+        make_trainer(
+            tokenizer, rows, reward, small_config(tmp_path / "run", engine={"url": "http://localhost:1"})
+        )
+    assert not (tmp_path / "run").exists()
