@@ -30,6 +30,7 @@ ROWS = (
     Row("from logits", "logits", "fp32, all active", "ms"),
     Row("from logits", "logits", "bf16, all active", "ms"),
     Row("from hidden states", "hidden", "all active", "x products"),
+    Row("from hidden states", "hidden", "bf16, large vocabulary", "x products"),
     Row("half of the sequences at zero advantage", "hidden", "half inactive", "x products"),
     Row("frozen head, as with LoRA", "hidden", "frozen head", "x products"),
     Row("from hidden states", "large", "all active, V=151,936", "x products"),
