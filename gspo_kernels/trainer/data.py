@@ -97,7 +97,7 @@ def check_rows(rows: Rows, name: str) -> None:
             why = "because reward functions get an argument of that name"
             raise InputError(f"{place}: a column must not be called {', '.join(taken)}, {why}")
         prompt = row["prompt"]
-        messages = isinstance(prompt, list) and prompt
+        messages = isinstance(prompt, list) and bool(prompt)
         for message in prompt if messages else ():
             parts = message if isinstance(message, Mapping) else {}
             messages = messages and all(isinstance(parts.get(key), str) for key in ("role", "content"))
