@@ -97,17 +97,16 @@ def check_rows(rows: Rows, name: str) -> None:
             why = "because reward functions get an argument of that name"
             raise InputError(f"{place}: a column must not be called {', '.join(taken)}, {why}")
         prompt = row["prompt"]
-        messages = isinstance(prompt, list) and prompt and all(map(_is_message, prompt))
+        messages = isinstance(prompt, list) and bool(prompt)
+        for message in prompt if messages else ():
+            parts = message if isinstance(message, Mapping) else {}
+            messages = messages and all(isinstance(parts.get(key), str) for key in ("role", "content"))
         if not messages and not (isinstance(prompt, str) and prompt):
             expected = "non-empty text, or a list of messages with a text as 'role' and as 'content'"
             raise InputError(f"{place}: 'prompt' must be {expected}, got {prompt!r:.80}")
         texts = [message["content"] for message in prompt] if messages else [prompt]
         if any(re.search("[\ud800-\udfff]", text) for text in texts):
             raise InputError(f"{place}: 'prompt' has half of a surrogate pair, which is no character")
-
-
-def _is_message(message: Any) -> bool:
-    return isinstance(message, Mapping) and all(isinstance(message.get(k), str) for k in ("role", "content"))
 
 
 def column_names(rows: Rows) -> list[str]:
