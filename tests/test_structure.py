@@ -348,3 +348,20 @@ def test_csrc_leaves_the_importing_thread_alone():
     arguments = flags.split("COMPILE_ARGS = [")[1].split("]")[0]
     options = re.findall(r'"(-[^"]+)"', arguments)
     assert not {"-ffast-math", "-Ofast", "-fopenmp", "-funsafe-math-optimizations"} & set(options)
+
+
+def test_public_names_are_the_same_for_type_checkers_and_at_run_time():
+    """They stand twice in the package's ``__init__``, as everything is imported on first use."""
+    tree = ast.parse(Path(gk.__file__).read_text())
+    (checked,) = [node for node in tree.body if isinstance(node, ast.If)]
+    listed = next(node for node in checked.body if isinstance(node, ast.Assign))
+    names = set(ast.literal_eval(listed.value)) | set(gk.objectives.__all__)
+    assert names == set(gk.__all__)
+    imported = {
+        alias.name: node.module
+        for node in checked.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    for name in names - set(gk.objectives.__all__) - {"advantages", "objectives"}:
+        assert getattr(gk, name) is getattr(importlib.import_module(imported[name]), name)
