@@ -34,8 +34,8 @@ def test_a_run_writes_what_was_found(folder):
     assert {"device", "type", "versions", "title", "size", "wall_seconds"} <= set(record)
     assert record["versions"]["torch"] == torch.__version__
     assert [case["name"] for case in record["cases"]] == [
-        "all active", "batch-invariant", "half inactive", "frozen head", "on-policy", "bf16, large vocabulary",
-        "tiny",
+        "all active", "batch-invariant", "half inactive", "frozen head", "on-policy",
+        "bf16, large vocabulary", "tiny",
     ]  # fmt: skip
     for case in record["cases"]:
         assert case["shape"]["V"] and len(case["floor"]["seconds"]) == case["repeats"] == 3
