@@ -65,17 +65,16 @@ struct Mixture {
     void scale(const S* z, int64_t n, S factor, S* out); /* z or not */                                     \
     void multiply(S* out, const S* factor, int64_t n);                                                      \
     void shrink(S* out, int64_t n, S factor); /* at most 1; what would be subnormal is 0 */                 \
-    /* Sums over a block of student's and teacher's logits; c times the gradient, less label_c p, where out \
-     * is not null, */                                                                                      \
+    /* Sums over a block of student's and teacher's logits; c times the gradient where out is not null, */                                                                                      \
     /* which may be z. Those of the last two take what the sums over the whole row are. */                  \
-    S forward_kl(const S* z, const S* t, int64_t n, const Normalizers<S>& rows, S c, S label_c, S* out);    \
+    S forward_kl(const S* z, const S* t, int64_t n, const Normalizers<S>& rows, S c, S* out);    \
     S reverse_kl(const S* z, const S* t, int64_t n, const Normalizers<S>& rows);                            \
-    void reverse_kl_gradient(const S* z, const S* t, int64_t n, const Normalizers<S>& rows, S c, S label_c, \
+    void reverse_kl_gradient(const S* z, const S* t, int64_t n, const Normalizers<S>& rows, S c, \
                              S value, S* out);                                                              \
     Divergences<S> jensen_shannon(const S* z, const S* t, int64_t n, const Normalizers<S>& rows,            \
                                   const Mixture<S>& mixture);                                               \
     void jensen_shannon_gradient(const S* z, const S* t, int64_t n, const Normalizers<S>& rows,             \
-                                 const Mixture<S>& mixture, S c, S label_c, S to_mixture, S* out);
+                                 const Mixture<S>& mixture, S c, S to_mixture, S* out);
 GSPO_DECLARE_FOR_STATS(float)
 GSPO_DECLARE_FOR_STATS(double)
 #undef GSPO_DECLARE_FOR_STATS

@@ -18,7 +18,6 @@ from gspo_kernels.objectives import *  # noqa: F403 - one export line per object
 from gspo_kernels.off_policy import off_policy_mask, rollout_weights
 from gspo_kernels.sampling import sampling_mask
 from gspo_kernels.selected import linear_selected_logprobs, selected_logprobs
-from gspo_kernels.teachers import Teacher
 from gspo_kernels.types import DistillationOutput, LossOutput, SelectedLogprobs, TokenLogprobs
 
 try:
@@ -30,7 +29,6 @@ __all__ = [
     "DistillationOutput",
     "LossOutput",
     "SelectedLogprobs",
-    "Teacher",
     "TokenLogprobs",
     "advantages",
     "distillation_loss",

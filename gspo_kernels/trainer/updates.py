@@ -274,9 +274,6 @@ class PolicyUpdater:
         Its log-probs minus the policy's become the advantages, [N]. One behind a server becomes a term.
         """
         config, mask, micros = self.config.distillation, experience.loss_mask, all_of(first_epoch)
-        if self.served_teacher is not None:
-            terms["advantages"] = config.reward_coef * experience.advantages
-            terms["teacher"] = self.served_teacher.teach(self.accelerator, experience, micros)
         if self.teacher is None:
             return {}
         theirs = self.score(self.teacher, experience, micros).logprobs

@@ -48,7 +48,10 @@ def teacher_of(config: TrainConfig, tokenizer: Any, model: Any, accelerator: Any
         return None
     teacher = ServedTeacher(server, config.distillation, model.get_input_embeddings().num_embeddings)
     on_all(accelerator, lambda: teacher.check(tokenizer))
-    return teacher
+    raise ConfigError(
+        f"distillation.url: got {config.distillation.url!r}, expected none: no loss takes a divergence along "
+        "with an objective; distillation.teacher makes advantages of a teacher's log-probs"
+    )
 
 
 def _server(config: TrainConfig, section: Literal["engine", "distillation"]) -> VLLMServer | None:

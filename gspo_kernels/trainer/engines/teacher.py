@@ -10,13 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import gspo_kernels as gk
 from gspo_kernels.bits import NO_ID
 from gspo_kernels.trainer.engines.server import Scored, VLLMServer
 from gspo_kernels.trainer.input_errors import EngineError, ModelError
 from gspo_kernels.trainer.recipes.options import DistillationConfig
-from gspo_kernels.trainer.rows.experience import Experience
-from gspo_kernels.trainer.run.processes import on_all
 
 _PROBE = "2 + 2 is 4. Is it? Yes!\n"
 """A text that tokenizers cut in different ways."""
@@ -47,19 +44,6 @@ class ServedTeacher:
                 f"distillation.url: {self.server.name} has another tokenizer than the model that is trained: "
                 f"{_PROBE!r} is {theirs[:8]} to it, and {own[:8]} here"
             )
-
-    def teach(self, accelerator: Any, experience: Experience, micro_batches: Sequence[Tensor]) -> gk.Teacher:
-        """Have the server score this process's micro-batches; return what it told all, of the N tokens."""
-        rows = torch.cat([experience.group_ids.new_zeros(0), *micro_batches])
-        shape, device = (len(experience.loss_mask), self.options.top_k), experience.loss_mask.device
-        ids, logprobs = torch.full(shape, NO_ID, device=device), torch.zeros(shape, device=device)
-        for own, *said in on_all(accelerator, lambda: (rows.tolist(), *self.score(*experience.tokens(rows)))):
-            places = experience.places(torch.tensor(own, dtype=torch.int64, device=device))
-            ids[places], logprobs[places] = (each.to(device) for each in said)
-        options = self.options
-        return gk.Teacher(
-            ids=ids, logprobs=logprobs, coef=options.coef, beta=options.beta, add_tail=options.add_tail
-        )
 
     def score(self, prompts: Sequence[Tensor], completions: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Ask what the teacher says of the completions' N tokens, one completion after the other.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 from typing import Any
@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import gspo_kernels as gk
 from gspo_kernels.integrations.layouts import offsets_of
 from gspo_kernels.trainer.rollout import SamplingMask
 from gspo_kernels.trainer.rows.packing import token_budget_batches
@@ -82,13 +81,11 @@ class Experience:
     def pick(self, terms: Mapping[str, Any], rows: Tensor) -> dict[str, Any]:
         """Return the part of some terms of a loss that belongs to rows.
 
-        Terms are [B], or [N] and more, or the same for all; or a teacher of ids.
+        Terms are [B], or [N] and more, or the same for all.
         """
         places, B = self.places(rows), len(self.completions)
 
         def part(value: Any) -> Any:
-            if isinstance(value, gk.Teacher):
-                return replace(value, ids=part(value.ids), logprobs=part(value.logprobs))
             return value[rows if len(value) == B else places] if isinstance(value, Tensor) else value
 
         return {name: part(value) for name, value in terms.items()}
