@@ -50,9 +50,8 @@ void boxed_divergence(Tensor logits, Tensor labels, OptionalTensor row_temperatu
                       double logit_scale, double softcap, double temperature, int64_t ignore_index,
                       Tensor teacher_logits, OptionalTensor teacher_row_temperature,
                       double teacher_logit_scale, double teacher_softcap, double teacher_temperature,
-                      double beta, bool normalizers_known, bool all_known, OptionalTensor grad,
-                      Tensor lse, Tensor teacher_lse,
-                      Tensor divergences, Tensor centres, OptionalTensor out) {
+                      double beta, bool normalizers_known, bool all_known, OptionalTensor grad, Tensor lse,
+                      Tensor teacher_lse, Tensor divergences, Tensor centres, OptionalTensor out) {
     const LogitOptions options{row_temperature, kept, logit_scale, softcap, temperature, ignore_index};
     const LogitOptions teacher{teacher_row_temperature, kept,        teacher_logit_scale, teacher_softcap,
                                teacher_temperature,     ignore_index};

@@ -271,8 +271,7 @@ GSPO_DEFINE_EXPONENTIALS(double)
     GSPO_CLONES void shrink(S* out, int64_t n, S factor) {                                                   \
         shrink_of(out, n, factor);                                                                           \
     }                                                                                                        \
-    GSPO_CLONES S forward_kl(const S* z, const S* t, int64_t n, const Normalizers<S>& rows, S c,             \
-                             S* out) {                                                                       \
+    GSPO_CLONES S forward_kl(const S* z, const S* t, int64_t n, const Normalizers<S>& rows, S c, S* out) {   \
         return forward_kl_of(z, t, n, rows, c, out);                                                         \
     }                                                                                                        \
     GSPO_CLONES S reverse_kl(const S* z, const S* t, int64_t n, const Normalizers<S>& rows) {                \
@@ -287,8 +286,7 @@ GSPO_DEFINE_EXPONENTIALS(double)
         return jensen_shannon_of(z, t, n, rows, mixture);                                                    \
     }                                                                                                        \
     GSPO_CLONES void jensen_shannon_gradient(const S* z, const S* t, int64_t n, const Normalizers<S>& rows,  \
-                                             const Mixture<S>& mixture, S c, S of_student,                   \
-                                             S* out) {                                                       \
+                                             const Mixture<S>& mixture, S c, S of_student, S* out) {         \
         jensen_shannon_gradient_of(z, t, n, rows, mixture, c, of_student, out);                              \
     }
 GSPO_DEFINE_FOR_STATS(float)

@@ -64,10 +64,9 @@ class RowPair {
     // The forward KL's gradient needs no sum over the row.
     bool compares_while_writing() const { return beta_ == 0; }
 
-    // The divergence times `c`, differentiated, in `out`, which may be the
-    // student's logits, or narrower rows inside their memory: whole blocks are read before they are written,
-    // and the rest of the row lies behind. Returns the forward KL, where that is the divergence and has a
-    // part.
+    // The divergence times `c`, differentiated, in `out`, which may be the student's logits, or narrower rows
+    // inside their memory: whole blocks are read before they are written, and the rest of the row lies
+    // behind. Returns the forward KL, where that is the divergence and has a part.
     template <class O>
     double write(const PairNumbers& row, S c, O* out) {
         if (c == 0) {
@@ -140,8 +139,7 @@ void divergence(const Tensor& logits, const Tensor& teacher_logits, const Tensor
         const Tensor& shape = out ? *out : logits;
         const Rows<O> out_rows(shape, out ? out->mutable_data_ptr() : nullptr);
         const S* c = values<S>(grad);
-        S *divergence = mutable_values<S>(pairs.divergences),
-          *centre = mutable_values<S>(pairs.centres);
+        S *divergence = mutable_values<S>(pairs.divergences), *centre = mutable_values<S>(pairs.centres);
         double *lse = mutable_values<double>(pairs.lse),
                *teacher_lse = mutable_values<double>(pairs.teacher_lse);
         for_each_row(labels.numel(), inputs.logits.vocabulary, [&](int64_t i) {
