@@ -50,15 +50,13 @@ void boxed_divergence(Tensor logits, Tensor labels, OptionalTensor row_temperatu
                       double logit_scale, double softcap, double temperature, int64_t ignore_index,
                       Tensor teacher_logits, OptionalTensor teacher_row_temperature,
                       double teacher_logit_scale, double teacher_softcap, double teacher_temperature,
-                      double beta, bool normalizers_known, bool all_known, OptionalTensor grad_divergences,
-                      OptionalTensor grad_logprobs, Tensor logprobs, Tensor lse, Tensor teacher_lse,
-                      Tensor divergences, Tensor centres, OptionalTensor out) {
+                      double beta, bool normalizers_known, bool all_known, OptionalTensor grad, Tensor lse,
+                      Tensor teacher_lse, Tensor divergences, Tensor centres, OptionalTensor out) {
     const LogitOptions options{row_temperature, kept, logit_scale, softcap, temperature, ignore_index};
     const LogitOptions teacher{teacher_row_temperature, kept,        teacher_logit_scale, teacher_softcap,
                                teacher_temperature,     ignore_index};
-    const PairTensors pairs{logprobs, lse, teacher_lse, divergences, centres, normalizers_known, all_known};
-    divergence(logits, teacher_logits, labels, options, teacher, beta, grad_divergences, grad_logprobs, pairs,
-               out);
+    const PairTensors pairs{lse, teacher_lse, divergences, centres, normalizers_known, all_known};
+    divergence(logits, teacher_logits, labels, options, teacher, beta, grad, pairs, out);
 }
 
 // Where the mask holds more than 0 and 1; where the values need a closer look; otherwise.
@@ -163,9 +161,8 @@ STABLE_TORCH_LIBRARY(gspo_kernels_cpp, library) {
     library.def("divergence(" GSPO_ROWS
                 "Tensor teacher_logits, Tensor? teacher_row_temperature, float teacher_logit_scale, "
                 "float teacher_softcap, float teacher_temperature, float beta, bool normalizers_known, "
-                "bool all_known, Tensor? grad_divergences, Tensor? grad_logprobs, Tensor(a!) logprobs, "
-                "Tensor(b!) lse, Tensor(c!) teacher_lse, Tensor(d!) divergences, Tensor(e!) centres, "
-                "Tensor(f!)? out) -> ()");
+                "bool all_known, Tensor? grad, Tensor(a!) lse, Tensor(b!) teacher_lse, "
+                "Tensor(c!) divergences, Tensor(d!) centres, Tensor(e!)? out) -> ()");
     library.def("ratio_step(Tensor logprobs, Tensor mask, " GSPO_SEQUENCES
                 "Tensor? ref_logprobs, Tensor? kl_beta, int kl_estimator, Tensor(a!) loss, "
                 "Tensor(b!) metrics, Tensor(c!) grad_logprobs) -> int");

@@ -134,8 +134,7 @@ GSPO_INLINE S relative_entropy(S q, S log_q, S p, S log_p) {
 }
 
 template <class S>
-GSPO_INLINE S forward_kl_of(const S* z, const S* t, int64_t n, const Normalizers<S>& rows, S c, S label_c,
-                            S* out) {
+GSPO_INLINE S forward_kl_of(const S* z, const S* t, int64_t n, const Normalizers<S>& rows, S c, S* out) {
     S sum = 0;
     if (out == nullptr) {
 #pragma omp simd reduction(+ : sum)
@@ -149,7 +148,7 @@ GSPO_INLINE S forward_kl_of(const S* z, const S* t, int64_t n, const Normalizers
             const auto [log_p, log_q] = log_probs(z[i], t[i], rows);
             const S p = exp_nonpositive(log_p), q = exp_nonpositive(log_q);
             sum += relative_entropy(q, log_q, p, log_p);
-            out[i] = c * (p - q) - label_c * p;
+            out[i] = c * (p - q);
         }
     }
     return sum;
@@ -168,12 +167,12 @@ GSPO_INLINE S reverse_kl_of(const S* z, const S* t, int64_t n, const Normalizers
 
 template <class S>
 GSPO_INLINE void reverse_kl_gradient_of(const S* z, const S* t, int64_t n, const Normalizers<S>& rows, S c,
-                                        S label_c, S value, S* out) {
+                                        S value, S* out) {
 #pragma GCC ivdep
     for (int64_t i = 0; i < n; ++i) {
         const auto [log_p, log_q] = log_probs(z[i], t[i], rows);
         const S p = exp_nonpositive(log_p);
-        out[i] = select(p == 0, S(0), p * (c * ((log_p - log_q) - value) - label_c));
+        out[i] = select(p == 0, S(0), p * (c * ((log_p - log_q) - value)));
     }
 }
 
@@ -210,14 +209,14 @@ GSPO_INLINE Divergences<S> jensen_shannon_of(const S* z, const S* t, int64_t n, 
 
 template <class S>
 GSPO_INLINE void jensen_shannon_gradient_of(const S* z, const S* t, int64_t n, const Normalizers<S>& rows,
-                                            const Mixture<S>& mixture, S c, S label_c, S of_student, S* out) {
+                                            const Mixture<S>& mixture, S c, S of_student, S* out) {
     c *= 1 - mixture.beta;
 #pragma GCC ivdep
     for (int64_t i = 0; i < n; ++i) {
         const auto [log_p, log_q] = log_probs(z[i], t[i], rows);
         const S p = exp_nonpositive(log_p);
         const S far = to_mixture(log_p, log_q, mixture).student - of_student;
-        out[i] = select(p == 0, S(0), p * (c * far - label_c));
+        out[i] = select(p == 0, S(0), p * (c * far));
     }
 }
 
@@ -272,25 +271,23 @@ GSPO_DEFINE_EXPONENTIALS(double)
     GSPO_CLONES void shrink(S* out, int64_t n, S factor) {                                                   \
         shrink_of(out, n, factor);                                                                           \
     }                                                                                                        \
-    GSPO_CLONES S forward_kl(const S* z, const S* t, int64_t n, const Normalizers<S>& rows, S c, S label_c,  \
-                             S* out) {                                                                       \
-        return forward_kl_of(z, t, n, rows, c, label_c, out);                                                \
+    GSPO_CLONES S forward_kl(const S* z, const S* t, int64_t n, const Normalizers<S>& rows, S c, S* out) {   \
+        return forward_kl_of(z, t, n, rows, c, out);                                                         \
     }                                                                                                        \
     GSPO_CLONES S reverse_kl(const S* z, const S* t, int64_t n, const Normalizers<S>& rows) {                \
         return reverse_kl_of(z, t, n, rows);                                                                 \
     }                                                                                                        \
     GSPO_CLONES void reverse_kl_gradient(const S* z, const S* t, int64_t n, const Normalizers<S>& rows, S c, \
-                                         S label_c, S value, S* out) {                                       \
-        reverse_kl_gradient_of(z, t, n, rows, c, label_c, value, out);                                       \
+                                         S value, S* out) {                                                  \
+        reverse_kl_gradient_of(z, t, n, rows, c, value, out);                                                \
     }                                                                                                        \
     GSPO_CLONES Divergences<S> jensen_shannon(const S* z, const S* t, int64_t n, const Normalizers<S>& rows, \
                                               const Mixture<S>& mixture) {                                   \
         return jensen_shannon_of(z, t, n, rows, mixture);                                                    \
     }                                                                                                        \
     GSPO_CLONES void jensen_shannon_gradient(const S* z, const S* t, int64_t n, const Normalizers<S>& rows,  \
-                                             const Mixture<S>& mixture, S c, S label_c, S of_student,        \
-                                             S* out) {                                                       \
-        jensen_shannon_gradient_of(z, t, n, rows, mixture, c, label_c, of_student, out);                     \
+                                             const Mixture<S>& mixture, S c, S of_student, S* out) {         \
+        jensen_shannon_gradient_of(z, t, n, rows, mixture, c, of_student, out);                              \
     }
 GSPO_DEFINE_FOR_STATS(float)
 GSPO_DEFINE_FOR_STATS(double)

@@ -7,12 +7,11 @@ namespace {
 
 // `PairTensors` of one row.
 struct PairNumbers {
-    double logprob, lse, teacher_lse, divergence, centre;
+    double lse, teacher_lse, divergence, centre;
 };
 
 // A student's row beside a teacher's: the divergence by `beta` (0 is the forward KL(q || p), 1 the reverse
-// KL(p || q), and between them the generalised Jensen-Shannon divergence), the label's log-prob, and the
-// gradient of both.
+// KL(p || q), and between them the generalised Jensen-Shannon divergence), and its gradient.
 template <class T>
 class RowPair {
   public:
@@ -28,7 +27,6 @@ class RowPair {
 
     void fold(PairNumbers& row) {
         const Statistics own = row_statistics(student_, false), other = row_statistics(teacher_, false);
-        row.logprob = own.logprob;
         row.lse = own.lse;
         row.teacher_lse = other.lse;
         rows_ = {static_cast<S>(own.maximum), static_cast<S>(own.log_sum), static_cast<S>(other.maximum),
@@ -49,7 +47,7 @@ class RowPair {
             sums = {0, 0};
             each_block([&](const S* z, const S* t, int64_t, int64_t n) {
                 if (beta_ == 0) {
-                    sums.value += forward_kl(z, t, n, rows_, 0, 0, nullptr);
+                    sums.value += forward_kl(z, t, n, rows_, 0, nullptr);
                 } else if (beta_ == 1) {
                     sums.value += reverse_kl(z, t, n, rows_);
                 } else {
@@ -66,21 +64,17 @@ class RowPair {
     // The forward KL's gradient needs no sum over the row.
     bool compares_while_writing() const { return beta_ == 0; }
 
-    // The divergence times `c` and the log-prob times `label_c`, differentiated, in `out`, which may be the
-    // student's logits, or narrower rows inside their memory: whole blocks are read before they are written,
-    // and the rest of the row lies behind. Returns the forward KL, where that is the divergence and has a
-    // part.
+    // The divergence times `c`, differentiated, in `out`, which may be the student's logits, or narrower rows
+    // inside their memory: whole blocks are read before they are written, and the rest of the row lies
+    // behind. Returns the forward KL, where that is the divergence and has a part.
     template <class O>
-    double write(const PairNumbers& row, S c, S label_c, O* out) {
-        if (c == 0 && label_c == 0) {
+    double write(const PairNumbers& row, S c, O* out) {
+        if (c == 0) {
             write_zeros(out, student_.vocabulary());
-        } else if (!std::isfinite(row.lse) || (c != 0 && !directed(row))) {
+        } else if (!directed(row)) {
             write_nan(out, student_.vocabulary());
-        } else if (c == 0) {
-            write_gradient(student_, static_cast<S>(row.logprob),
-                           RowGradient<S>{rows_.shift, rows_.log_sum, label_c, 0, 0}, out);
         } else {
-            return write_both(row, c * chain_, label_c * chain_, out);
+            return write_slopes(row, c * chain_, out);
         }
         return kNaN;
     }
@@ -96,31 +90,19 @@ class RowPair {
     }
 
     template <class O>
-    double write_both(const PairNumbers& row, S c, S label_c, O* out) {
+    double write_slopes(const PairNumbers& row, S c, O* out) {
         const S centre = static_cast<S>(row.centre);
-        const auto gradient = [&](const S* z, const S* t, int64_t n, S weight, S* g) -> double {
-            if (beta_ == 0) return forward_kl(z, t, n, rows_, c, weight, g);
-            if (beta_ == 1) {
-                reverse_kl_gradient(z, t, n, rows_, c, weight, centre, g);
-            } else {
-                jensen_shannon_gradient(z, t, n, rows_, mixture_, c, weight, centre, g);
-            }
-            return 0;
-        };
         double sum = 0;
         each_block([&](const S* z, const S* t, int64_t begin, int64_t n) {
             S* g = buffer_;
             if constexpr (std::is_same_v<O, S>) g = out + begin;
-            const bool labelled = label_c != 0 && student_.label_in(begin, n);
-            const int64_t label = student_.label() - begin;
-            S at_label = 0;
-            if (labelled) {
-                gradient(z + label, t + label, 1, S(0), &at_label);
-                // 1 - p, through expm1 because p near 1 cancels
-                at_label += label_c * static_cast<S>(-std::expm1(row.logprob));
+            if (beta_ == 0) {
+                sum += forward_kl(z, t, n, rows_, c, g);
+            } else if (beta_ == 1) {
+                reverse_kl_gradient(z, t, n, rows_, c, centre, g);
+            } else {
+                jensen_shannon_gradient(z, t, n, rows_, mixture_, c, centre, g);
             }
-            sum += gradient(z, t, n, label_c, g);
-            if (labelled) g[label] = at_label;
             if (student_.soft_capped()) multiply(g, slope_, n);
             student_.cut_block(begin, n, g, 0);
             if constexpr (!std::is_same_v<O, S>) store(g, n, out + begin);
@@ -148,8 +130,7 @@ class RowPair {
 
 void divergence(const Tensor& logits, const Tensor& teacher_logits, const Tensor& labels,
                 const LogitOptions& options, const LogitOptions& teacher_options, double beta,
-                const std::optional<Tensor>& grad_divergences, const std::optional<Tensor>& grad_logprobs,
-                const PairTensors& pairs, std::optional<Tensor>& out) {
+                const std::optional<Tensor>& grad, const PairTensors& pairs, std::optional<Tensor>& out) {
     const auto work = [&](auto dtype, auto out_dtype) {
         using T = decltype(dtype);
         using O = decltype(out_dtype);
@@ -157,9 +138,8 @@ void divergence(const Tensor& logits, const Tensor& teacher_logits, const Tensor
         const Inputs<T> inputs(logits, labels, options), teacher(teacher_logits, labels, teacher_options);
         const Tensor& shape = out ? *out : logits;
         const Rows<O> out_rows(shape, out ? out->mutable_data_ptr() : nullptr);
-        const S *c = values<S>(grad_divergences), *label_c = values<S>(grad_logprobs);
-        S *logprob = mutable_values<S>(pairs.logprobs), *divergence = mutable_values<S>(pairs.divergences),
-          *centre = mutable_values<S>(pairs.centres);
+        const S* c = values<S>(grad);
+        S *divergence = mutable_values<S>(pairs.divergences), *centre = mutable_values<S>(pairs.centres);
         double *lse = mutable_values<double>(pairs.lse),
                *teacher_lse = mutable_values<double>(pairs.teacher_lse);
         for_each_row(labels.numel(), inputs.logits.vocabulary, [&](int64_t i) {
@@ -168,15 +148,14 @@ void divergence(const Tensor& logits, const Tensor& teacher_logits, const Tensor
             if (inputs.ignored(i)) {
                 if (out) write_zeros(out_row, out_rows.vocabulary);
             } else {
-                const Row<T> own = inputs.row(i), other = teacher.unlabelled(i);
+                const Row<T> own = inputs.unlabelled(i), other = teacher.unlabelled(i);
                 RowPair<T> pair(own, other, beta);
-                row = {logprob[i], lse[i], teacher_lse[i], divergence[i], centre[i]};
+                row = {lse[i], teacher_lse[i], divergence[i], centre[i]};
                 pairs.normalizers_known ? pair.take(row) : pair.fold(row);
-                const S weight = label_c ? label_c[i] : S(0);
                 const bool at_once = out && c[i] != 0 && pair.compares_while_writing();
                 if (!pairs.all_known && !at_once) pair.compare(row);
                 if (out) {
-                    const double sum = pair.write(row, c[i], weight, out_row);
+                    const double sum = pair.write(row, c[i], out_row);
                     if (!pairs.all_known && at_once) {
                         row.divergence = sum;
                         row.centre = 0;
@@ -184,7 +163,6 @@ void divergence(const Tensor& logits, const Tensor& teacher_logits, const Tensor
                 }
             }
             if (!pairs.normalizers_known) {
-                logprob[i] = static_cast<S>(row.logprob);
                 lse[i] = row.lse;
                 teacher_lse[i] = row.teacher_lse;
             }

@@ -6,17 +6,16 @@
 
 namespace gspo_kernels {
 
-// Statistics of the rows, contiguous; the first three, or all of them, are known.
+// Statistics of the rows, contiguous; the first two, or all of them, are known.
 struct PairTensors {
-    Tensor logprobs, lse, teacher_lse, divergences, centres;
+    Tensor lse, teacher_lse, divergences, centres;
     bool normalizers_known, all_known;
 };
 
-// Both logits are of one dtype. The two gradients are contiguous, of the dtype of statistics; that of
-// divergences comes together with `out` or not at all.
+// Both logits are of one dtype. The divergences' gradient is contiguous, of the dtype of statistics; it comes
+// together with `out` or not at all.
 void divergence(const Tensor& logits, const Tensor& teacher_logits, const Tensor& labels,
                 const LogitOptions& options, const LogitOptions& teacher_options, double beta,
-                const std::optional<Tensor>& grad_divergences, const std::optional<Tensor>& grad_logprobs,
-                const PairTensors& pairs, std::optional<Tensor>& out);
+                const std::optional<Tensor>& grad, const PairTensors& pairs, std::optional<Tensor>& out);
 
 }  // namespace gspo_kernels

@@ -24,14 +24,12 @@ if TYPE_CHECKING:
     from gspo_kernels.off_policy import off_policy_mask, rollout_weights
     from gspo_kernels.sampling import sampling_mask
     from gspo_kernels.selected import linear_selected_logprobs, selected_logprobs
-    from gspo_kernels.teachers import Teacher
     from gspo_kernels.types import DistillationOutput, LossOutput, SelectedLogprobs, TokenLogprobs
 
     __all__ = [
         "DistillationOutput",
         "LossOutput",
         "SelectedLogprobs",
-        "Teacher",
         "TokenLogprobs",
         "advantages",
         "distillation_loss",
@@ -75,7 +73,6 @@ _NAMES = {
     "off_policy": ["off_policy_mask", "rollout_weights"],
     "sampling": ["sampling_mask"],
     "selected": ["linear_selected_logprobs", "selected_logprobs"],
-    "teachers": ["Teacher"],
     "types": ["DistillationOutput", "LossOutput", "SelectedLogprobs", "TokenLogprobs"],
 }
 """What is public, by its module; so are the modules ``advantages`` and ``objectives``, and the objectives."""

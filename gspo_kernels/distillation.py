@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,9 +12,8 @@ from gspo_kernels.aggregation import token_shares
 from gspo_kernels.entry import implemented_by
 from gspo_kernels.layout import as_rows, from_rows
 from gspo_kernels.linear.chunks import LinearOperands
-from gspo_kernels.linear.distillation import LinearDistillationFunction
+from gspo_kernels.linear.distillation import LinearDistillationFunction, LinearTeacher
 from gspo_kernels.linear.inputs import ProductArguments, check_inputs, check_teachers_head
-from gspo_kernels.linear.two_heads import LinearTeacher
 from gspo_kernels.logits import (
     LogitArguments,
     check_inplace,
@@ -22,14 +21,147 @@ from gspo_kernels.logits import (
 )
 from gspo_kernels.objectives import Linear
 from gspo_kernels.ops.divergence import DivergenceFunction, KnownDivergenceFunction, summed
+from gspo_kernels.ops.pairs import DivergenceForm, TeacherRows
+from gspo_kernels.ops.selected import checked_ids
+from gspo_kernels.ops.shards import columns_of
 from gspo_kernels.ranks import compare_ranks, on_all_ranks
-from gspo_kernels.teachers import DivergenceArguments, TeacherArguments, vocabulary_of
 from gspo_kernels.terms import Terms, merge_mask, shaped
-from gspo_kernels.types import DistillationOutput
+from gspo_kernels.types import DistillationOutput, RowOptions
 
 if TYPE_CHECKING:  # not every build of PyTorch has it
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
+
+
+SIDES = ("teacher", "student")
+
+
+class DivergenceArguments(NamedTuple):
+    """Which divergence, as the caller said it."""
+
+    beta: float = 0.5
+    top_k: int = 0
+    top_k_of: str = "teacher"
+    add_tail: bool = True
+
+    def checked(self, vocabulary: int, ids: Tensor | None) -> DivergenceForm:
+        """The same, checked, given the caller's ``ids``; a vocabulary of 0 is one of unknown size."""
+        beta = checks.number("beta", self.beta)
+        if not 0 <= beta <= 1:
+            raise ValueError(f"beta: got {beta}, expected 0 (forward KL) to 1 (reverse KL)")
+        checks.choice("top_k_of", self.top_k_of, SIDES)
+        tail = checks.flag("add_tail", self.add_tail)
+        top_k = checks.integer("top_k", self.top_k)
+        if top_k < 0 or (vocabulary and top_k > vocabulary):
+            most = vocabulary or "what there are, at most"
+            raise ValueError(f"top_k: got {top_k}, expected 0 to {most}, the size of the vocabulary")
+        if not top_k:
+            if self.top_k_of != "teacher":
+                raise ValueError(f"top_k_of: got {self.top_k_of!r} without a top_k to take")
+            if ids is None and not tail:
+                raise ValueError(
+                    "add_tail: got False, but without top_k or ids there is no tail, expected True"
+                )
+            return DivergenceForm(beta, 0, False, tail)
+        if ids is not None:
+            raise ValueError(f"top_k: got {top_k}, expected 0 along with ids")
+        return DivergenceForm(beta, top_k, self.top_k_of == "student", tail)
+
+
+class TeacherArguments(NamedTuple):
+    """How a teacher's logits become its distribution, and what it has said of some ids, as the caller said
+    it.
+    """
+
+    teacher_temperature: float | Tensor | None = None
+    teacher_logit_scale: float = 1.0
+    teacher_softcap: float | None = None
+    ids: Tensor | None = None
+    teacher_logprobs: Tensor | None = None
+
+    def check_source(self, name: str, given: Tensor | None) -> None:
+        """Refuse all but the tensor of a name, or ids with their log-probs, and not both."""
+        of_ids = {"ids": self.ids, "teacher_logprobs": self.teacher_logprobs}
+        for label, value in of_ids.items():
+            if given is not None and value is not None:
+                raise ValueError(f"{label}: got a tensor, expected None along with {name}")
+            if given is None and value is None:
+                raise ValueError(f"{name}: got None, expected a tensor, or ids along with teacher_logprobs")
+        own = self._replace(ids=None, teacher_logprobs=None)
+        if given is None and own != TeacherArguments():
+            raise ValueError(
+                "teacher_temperature, teacher_logit_scale or teacher_softcap: got one, but teacher_logprobs "
+                "are normalised already, expected none"
+            )
+
+    def rows(
+        self,
+        tokens: Tensor,
+        row_labels: Tensor,
+        student: LogitArguments,
+        options: RowOptions,
+        cu_seqlens: Tensor | None,
+        dtype: torch.dtype,
+        width: int,
+    ) -> TeacherRows:
+        """What there is of the teacher, but for its logits.
+
+        Args:
+            tokens: what has the tokens' shape, as the caller gave it.
+            row_labels: the same in rows.
+            student: how the student's logits become log-probs, as the caller said it.
+            options: the same, checked.
+            cu_seqlens: checked; None: padded.
+            dtype: of the student's logits.
+            width: how many columns of logits this process has.
+        """
+        packed = cu_seqlens is not None
+        own = LogitArguments(
+            student.temperature if self.teacher_temperature is None else self.teacher_temperature,
+            self.teacher_logit_scale,
+            self.teacher_softcap,
+            backend=student.backend,
+        )
+        sequences = tokens.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        try:
+            theirs = own.checked(tokens, sequences, width)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"teacher_{error}") from None
+        theirs = own.with_rows(theirs, row_labels, packed, cu_seqlens, dtype, width)
+        ids, logprobs = self._of_ids(tokens, packed, width, options)
+        return TeacherRows(
+            None,
+            ids,
+            logprobs,
+            theirs.logit_scale,
+            theirs.softcap,
+            theirs.temperature,
+            theirs.row_temperature,
+        )
+
+    def _of_ids(
+        self, tokens: Tensor, packed: bool, width: int, options: RowOptions
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """What a teacher has said of ids, in rows."""
+        if self.ids is None or self.teacher_logprobs is None:
+            return None, None
+        ids = checks.tensor("ids", self.ids, None, "[B, T, K] or [N, K]", tokens.device)
+        checks.dtype("ids", ids, checks.INTEGERS)
+        if ids.shape[:-1] != tokens.shape or ids.shape[-1] == 0:
+            raise ValueError(
+                f"ids: got shape {tuple(ids.shape)}, expected {(*tokens.shape, 'K')} with K >= 1"
+            )
+        logprobs = checks.floats(
+            "teacher_logprobs", self.teacher_logprobs, tuple(ids.shape), "the shape of ids", tokens.device
+        )
+        return checked_ids(as_rows(ids, packed), width, options), as_rows(logprobs.detach(), packed)
+
+
+def vocabulary_of(width: int, options: RowOptions) -> int:
+    """The size of the whole vocabulary, 0 where the ``width`` columns of this process don't say it."""
+    shard = options.shard
+    total = columns_of(shard, width)[1] if shard.group else width
+    return total
 
 
 class _Call:
@@ -54,7 +186,7 @@ class _Call:
         sequences = tokens.shape[0] if terms.cu_seqlens is None else terms.cu_seqlens.shape[0] - 1
         options = logit_arguments.checked(tokens, sequences, width)
         vocabulary = vocabulary_of(width, options)
-        self.form = divergence_arguments.checked(vocabulary, teacher_arguments.ids, labelled=False)
+        self.form = divergence_arguments.checked(vocabulary, teacher_arguments.ids)
         terms = shaped(terms, tokens, aggregation)
         self.labels, terms = merge_mask(as_rows(tokens, self.packed), terms, options.ignore_index)
         self.options = logit_arguments.with_rows(
@@ -117,7 +249,7 @@ def _distillation_loss(
     if learns and not (inplace_backward or narrow or torch.compiler.is_compiling()):
         loss, divergence = KnownDivergenceFunction.apply(*arguments, shares)
     else:
-        _, divergence = DivergenceFunction.apply(*arguments, inplace_backward)
+        divergence = DivergenceFunction.apply(*arguments, inplace_backward)
         loss = summed(divergence, shares)
     return call.output(loss, divergence)
 
@@ -224,7 +356,7 @@ def _fused_linear_distillation_loss(
     hidden, weight, bias = check_inputs(hidden, weight, bias, tokens, chunking)
     teacher_arguments.check_source("teacher_hidden", teacher_hidden)
     theirs = (teacher_hidden, teacher_weight, teacher_bias)
-    theirs = check_teachers_head(*theirs, tokens, weight.shape[0], chunking)
+    rows, their_weight, their_bias = check_teachers_head(*theirs, tokens, weight.shape[0], chunking)
     call = _Call(
         tokens,
         hidden.dtype,
@@ -235,9 +367,10 @@ def _fused_linear_distillation_loss(
         terms,
         _aggregation(aggregation, aggregation_constant),
     )
+    rows = None if rows is None else as_rows(rows, call.packed)
     loss, divergence = LinearDistillationFunction.apply(
         *LinearOperands(as_rows(hidden, call.packed), weight, bias, call.labels, call.options, chunking),
-        LinearTeacher.of(*theirs, call.teacher, call.packed),
+        LinearTeacher(rows, their_weight, their_bias, call.teacher),
         call.form,
         call.shares(),
         torch.compiler.is_compiling(),

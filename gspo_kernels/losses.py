@@ -27,7 +27,6 @@ from gspo_kernels.ops.logprobs import KnownCoefficientsFunction, TokenLogprobsFu
 from gspo_kernels.ranks import compare_ranks, on_all_ranks
 from gspo_kernels.sequence_ratio import RatioOperands, SequenceRatioFunction, sequence_form
 from gspo_kernels.step import carried_loss, loss_of, output_of, policy_step
-from gspo_kernels.teachers import Teacher, beside_teacher, check_teacher, taught
 from gspo_kernels.terms import Terms, checked, merge_mask
 from gspo_kernels.types import LossOutput
 
@@ -189,7 +188,6 @@ def _fused_policy_loss(
     return_entropy: bool,
     inplace_backward: bool,
     objective: Objective,
-    teacher: Teacher | None,
 ) -> LossOutput:
     check_logits(logits, labels)
     packed = checks.layout("labels", labels, terms.cu_seqlens) is not None
@@ -204,14 +202,6 @@ def _fused_policy_loss(
         options, row_labels, packed, terms.cu_seqlens, logits.dtype, logits.shape[-1]
     )
     whole = not options.shard.group
-    if teacher is not None:
-        check_teacher(teacher, "logits", with_entropy)
-        about = (labels, row_labels, logit_arguments, options, terms, logits.dtype, logits.shape[-1])
-        lesson = taught(teacher, *about, logits)
-        temperature = lesson.rows.row_temperature
-        compare_ranks(row_labels, lesson.terms, options, logits.shape[-1], teacher_temperature=temperature)
-        return beside_teacher(lesson, logits, row_labels, options, inplace_backward)
-
     compare_ranks(row_labels, terms, options, logits.shape[-1])
     learns = torch.is_grad_enabled() and logits.requires_grad
     tracing = torch.compiler.is_compiling()
@@ -264,7 +254,6 @@ def fused_policy_loss(
     return_entropy: bool = False,
     inplace_backward: bool = False,
     objective: Objective = GSPO(),
-    teacher: Teacher | None = None,
     backend: str = "auto",
     tp_group: ProcessGroup | DeviceMesh | None = None,
     vocab_range: tuple[int, int] | None = None,
@@ -285,9 +274,6 @@ def fused_policy_loss(
         tp_group, vocab_range: as there.
         return_entropy: also return the entropy, detached; an entropy bonus computes it anyway.
         objective, cp_group: as in ``policy_loss``.
-        teacher: a ``Teacher`` with ``logits``, or with ``ids`` and ``logprobs``: a divergence from it is
-            added to the loss, in the same passes over the logits. Metrics then have "loss/policy",
-            "loss/divergence" and "divergence", the mean of the counted tokens. Refused along with an entropy.
 
     Returns:
         LossOutput(loss, logprobs, entropy, metrics).
@@ -333,7 +319,6 @@ def fused_linear_policy_loss(
     schedule: str = "auto",
     skip_inactive: str = "backward",
     objective: Objective = GSPO(),
-    teacher: Teacher | None = None,
     backend: str = "auto",
     tp_group: ProcessGroup | DeviceMesh | None = None,
     vocab_range: tuple[int, int] | None = None,
@@ -359,8 +344,6 @@ def fused_linear_policy_loss(
         tp_group, vocab_range, reduce_hidden_grad, sequence_parallel: as there.
         return_entropy: also return the entropy, detached; an entropy bonus computes it anyway.
         objective, cp_group: as in ``policy_loss``.
-        teacher: as in ``fused_policy_loss``, with ``hidden`` and ``weight`` in place of ``logits``. Each
-            side's logits are computed once for both parts of the loss, and so are the gradient products.
         schedule: "auto", "known", "frozen", "aligned", "deferred" or "two_pass": how the batch is cut into
             chunks and products. All give the same result; one that can't is refused with the reason. "auto"
             is the first of them that is exact for the call: "known" where a token's coefficient is known or
@@ -411,7 +394,6 @@ def explain_schedule(
     schedule: str = "auto",
     skip_inactive: str = "backward",
     objective: Objective = GSPO(),
-    teacher: Teacher | None = None,
     tp_group: ProcessGroup | DeviceMesh | None = None,
     vocab_range: tuple[int, int] | None = None,
     reduce_hidden_grad: bool = True,
@@ -422,9 +404,7 @@ def explain_schedule(
     read it: matrix products, memory, the reason, and the alternatives.
 
     Arguments of the loss that can't change the plan are left out here. Which inputs need a gradient does, so
-    call it under the same grad mode. Sequence lengths are read from the device. What a teacher adds is
-    counted: its product, the logits beside the student's in a chunk, gradients of tokens that have none of
-    the objective, and messages.
+    call it under the same grad mode. Sequence lengths are read from the device.
 
     Raises:
         TypeError, ValueError: as the loss itself.

@@ -8,7 +8,6 @@ for that rank as in any collective.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
@@ -32,13 +31,13 @@ from gspo_kernels.types import RowOptions
 R = TypeVar("R")
 
 _VOCABULARY = {
-    "logits": -1, "teacher_logits": -1, "teacher.logits": -1,
-    "weight": 0, "teacher_weight": 0, "teacher.weight": 0,
-    "bias": 0, "teacher_bias": 0, "teacher.bias": 0,
+    "logits": -1, "teacher_logits": -1,
+    "weight": 0, "teacher_weight": 0,
+    "bias": 0, "teacher_bias": 0,
 }  # fmt: skip
 """Arguments of which ranks may have parts of the vocabulary, and the dimension that this is."""
-_HIDDEN = ("hidden", "teacher_hidden", "teacher.hidden")
-_OF_TOKENS = ("labels", "ids", "cu_seqlens", "kept_ids", "kept_mask", "teacher.ids", "teacher.logprobs")
+_HIDDEN = ("hidden", "teacher_hidden")
+_OF_TOKENS = ("labels", "ids", "cu_seqlens", "kept_ids", "kept_mask")
 _LEARNING = ("logits", "hidden", "weight", "bias")
 _GROUPS = ("tp_group", "cp_group", "group")
 
@@ -174,15 +173,11 @@ def compare_ranks(
 
 
 def _flat(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments, with those of named tuples by their names, and those of a teacher as "teacher.name"."""
+    """Arguments, with those of named tuples by their names."""
     flat: dict[str, Any] = {}
     for name, value in arguments.items():
         if isinstance(value, tuple) and hasattr(value, "_asdict"):
             flat |= {key: each for key, each in value._asdict().items() if key not in arguments}
-        elif dataclasses.is_dataclass(value) and name == "teacher":
-            flat |= {
-                f"teacher.{field.name}": getattr(value, field.name) for field in dataclasses.fields(value)
-            }
         else:
             flat[name] = value
     return flat
@@ -298,7 +293,7 @@ def _same_sequences(arguments: Mapping[str, Any]) -> dict[str, str | None]:
     for name, value in arguments.items():
         if name in (*_GROUPS, "call", "batch_invariant", "loss_mask"):
             continue
-        if name in _HIDDEN or name in ("logits", "teacher_logits", "teacher.logits"):
+        if name in _HIDDEN or name in ("logits", "teacher_logits"):
             found[name] = _sizes(value, tuple(range(tokens.ndim)))
         elif name in _VOCABULARY:
             found[name] = _sizes(value)
@@ -308,9 +303,8 @@ def _same_sequences(arguments: Mapping[str, Any]) -> dict[str, str | None]:
             found[name] = _given(value)
         elif name == "backend":
             found[name] = resolve(value, tokens.device)
-        elif name in FORMS or name == "teacher.coef":
-            form = FORMS[name].shape if name in FORMS else "broadcast"
-            found[name] = _of_sequences(arguments, name, form, sequences)
+        elif name in FORMS:
+            found[name] = _of_sequences(arguments, name, FORMS[name].shape, sequences)
         else:
             found[name] = _value(value)
     return found

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from gspo_kernels.aggregation import Aggregation
 from gspo_kernels.evaluate import PolicyStep, evaluate, metric_names, token_mean
 from gspo_kernels.layout import from_rows
 from gspo_kernels.objectives.base import from_spec
@@ -127,73 +126,6 @@ class PolicyLoss(torch.autograd.Function):
             return grad_logprobs.mul_(grad).to(dtype), None, None, None
         to_entropy = (grad_entropy * grad).to(entropy_dtype) if ctx.has_entropy_gradient else None
         return (grad_logprobs * grad).to(dtype), to_entropy, None, None
-
-
-class DivergenceStep(NamedTuple):
-    """What divergences from a teacher add to a loss, and their mean over counted tokens, 0-d in the
-    statistics' dtype; the shares of ``divergence_shares``.
-    """
-
-    loss: Tensor
-    mean: Tensor
-    shares: Tensor
-
-
-def divergence_shares(tokens: Tensor, terms: Terms) -> Tensor:
-    """Fp64 like the tokens: dLoss/d divergence of each; only in operators."""
-    assert terms.divergence_coef is not None
-    coef = terms.divergence_coef.to(tokens.device, torch.float64).expand(tokens.shape)
-    shares = Aggregation.of(tokens, terms).token_shares()
-    return torch.where(shares != 0, shares * coef, 0.0)
-
-
-def take_divergence_step(found: Tensor, shares: Tensor, terms: Terms) -> DivergenceStep:
-    """Of divergences in rows; only in operators."""
-    mask = terms.counted(found)
-    values = torch.where(mask, found.to(torch.float64), 0.0)
-    loss = torch.where(shares != 0, values, 0.0).mul(shares).sum()
-    sums = torch.stack([loss, values.sum(), mask.sum().to(torch.float64)])
-    loss, total, count = terms.whole_layout(found).over_ranks(sums).unbind()
-    kind = found.dtype
-    return DivergenceStep(loss.to(kind, copy=True), (total / count.clamp(min=1)).to(kind, copy=True), shares)
-
-
-@operator
-def divergence_step(found: Tensor, terms: Terms) -> DivergenceStep:
-    """``take_divergence_step`` of divergences [B, T], after checking values that only the device knows."""
-    terms = check_values(found, terms, given=False)
-    return take_divergence_step(found, divergence_shares(found, terms), terms)
-
-
-@divergence_step.register_fake
-def _(found: Tensor, terms: Terms) -> DivergenceStep:
-    shares = found.new_empty(found.shape, dtype=torch.float64)
-    return DivergenceStep(found.new_empty(()), found.new_empty(()), shares)
-
-
-class DivergenceLoss(torch.autograd.Function):
-    """What divergences [B, T] add to a loss, and their mean."""
-
-    @staticmethod
-    def forward(ctx: Any, found: Tensor, terms: Terms) -> tuple[Tensor, Tensor]:
-        step = divergence_step(found, terms)
-        ctx.save_for_backward(step.shares)
-        ctx.mark_non_differentiable(step.mean)
-        return step.loss, step.mean
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor, None]:
-        (shares,) = ctx.saved_tensors
-        return (shares * grad).to(grad.dtype), None
-
-
-def with_divergence(
-    out: LossOutput, loss: Tensor, policy: Tensor, divergence: Tensor, mean: Tensor
-) -> LossOutput:
-    """An objective's output with a divergence in its loss, and both parts among its metrics."""
-    parts = {"loss/policy": policy, "loss/divergence": divergence, "divergence": mean}
-    metrics = out.metrics | {name: value.detach() for name, value in parts.items()}
-    return out._replace(loss=loss, metrics=metrics)
 
 
 def loss_of(logprobs: Tensor, entropy: Tensor | None, backend: str, terms: Terms, packed: bool) -> LossOutput:

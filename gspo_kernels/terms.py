@@ -134,9 +134,6 @@ class Terms(NamedTuple):
     objective: str = ""  # ``Objective.spec``
     skipped: Annotated[Tensor | None, SEQUENCES] = None  # bool: without log-probs; in divisors, in no metric
     token_shares: Annotated[Tensor | None, TOKENS] = None  # loss = sum(share * value) instead of aggregating
-    divergence_coef: Annotated[Tensor | None, BROADCAST] = (
-        None  # of a divergence from a teacher, added to the loss
-    )
 
     def layout(self, tokens: Tensor) -> Layout:
         """Where the sequences of ``tokens`` begin and end."""
@@ -367,7 +364,7 @@ def _check_logprobs(name: str, given: Tensor, tokens: Tensor, terms: Terms) -> N
 def may_move(tokens: Tensor, terms: Terms) -> Tensor:
     """Bool, tokens: those that count, less those whose gradient is zero whatever the log-probs are, even NaN.
 
-    These have no advantage, or no rollout weight, and no KL term, entropy bonus or teacher beside it.
+    These have no advantage, or no rollout weight, and no KL term or entropy bonus beside it.
     """
     moving, objective = terms.counted(tokens), from_spec(terms.objective)
     if any(getattr(terms, name) is not None for name in _BESIDE):
@@ -417,15 +414,15 @@ def merge_mask(row_labels: Tensor, terms: Terms, ignore_index: int) -> tuple[Ten
     return row_labels, terms._replace(loss_mask=counted)
 
 
-_BESIDE = {"kl_beta": "kl_beta", "entropy_coef": "entropy_coef", "divergence_coef": "the teacher"}
-"""What gives gradients beside the objective, and the words for it."""
+_BESIDE = ("kl_beta", "entropy_coef")
+"""What gives gradients beside the objective."""
 
 
 def idle_sequences(tokens: Tensor, terms: Terms) -> Tensor | None:
     """[B] bool: sequences whose gradient is zero whatever the forward finds; None where none can be known.
 
     They are those whose counted tokens all have a zero advantage, for an objective to which that means a
-    zero gradient, without a KL term, an entropy bonus or a teacher. Advantages per token may be others on
+    zero gradient, without a KL term or an entropy bonus. Advantages per token may be others on
     other ranks.
     """
     beyond = any(getattr(terms, name) is not None for name in _BESIDE)
@@ -452,8 +449,8 @@ def leave_out_idle(row_labels: Tensor, terms: Terms, ignore_index: int) -> tuple
                 "skip_inactive: 'all' needs one advantage per sequence where cp_group has their tokens; use "
                 "'backward'"
             )
-        for term, name in _BESIDE.items():
-            if getattr(terms, term) is not None:
+        for name in _BESIDE:
+            if getattr(terms, name) is not None:
                 raise ValueError(
                     f"skip_inactive: 'all' leaves sequences out that {name} gives a gradient; use 'backward'"
                 )

@@ -115,14 +115,13 @@ class PairStats(NamedTuple):
     """Statistics of a student's rows beside a teacher's, each [B, T]; zeros for ignored rows.
 
     Attributes:
-        logprobs, lse: as in ``RowStats``, of the student's rows.
+        lse: as in ``RowStats``, of the student's rows.
         teacher_lse: of the teacher's.
         divergences: of the student's rows from the teacher's in nats, statistics' dtype.
         centres: what the slope of each column is relative to in the gradient, the same dtype: of the reverse
             KL the divergence, of Jensen-Shannon KL(p || m), of the forward KL nothing, 0.0.
     """
 
-    logprobs: Tensor
     lse: Tensor
     teacher_lse: Tensor
     divergences: Tensor
@@ -130,26 +129,10 @@ class PairStats(NamedTuple):
 
 
 class Normalizers(NamedTuple):
-    """The first three of ``PairStats``, where the rest is wanted."""
+    """The first two of ``PairStats``, where the rest is wanted."""
 
-    logprobs: Tensor
     lse: Tensor
     teacher_lse: Tensor
-
-
-class PairGradients(NamedTuple):
-    """What multiplies the gradients of a row's divergence and of its log-prob, [B, T] floats with any
-    strides; None: 0.
-    """
-
-    divergences: Tensor
-    logprobs: Tensor | None
-
-    def rows(self, change: Callable[[Tensor], Tensor]) -> PairGradients:
-        """The same of rows that are reshaped or selected."""
-        return PairGradients(
-            change(self.divergences), None if self.logprobs is None else change(self.logprobs)
-        )
 
 
 class LogitTransform(NamedTuple):
@@ -303,4 +286,4 @@ def stats_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def pair_dtypes(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
     """Of the fields of ``PairStats``, where statistics are of ``dtype``."""
-    return dtype, torch.float64, torch.float64, dtype, dtype
+    return torch.float64, torch.float64, dtype, dtype

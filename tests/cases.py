@@ -56,9 +56,7 @@ LOGIT_OPTIONS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """Arguments of one call. ``inputs`` receive gradients, ``terms`` and ``logit_options`` are keywords, and
-    ``teacher`` are those of a ``Teacher``.
-    """
+    """Arguments of one call. ``inputs`` receive gradients, ``terms`` and ``logit_options`` are keywords."""
 
     kind: str
     labels: Tensor
@@ -71,7 +69,6 @@ class Case:
     logit_options: dict[str, Any] = field(default_factory=dict)
     logits_dtype: str = "float32"
     ignore_index: int = -100
-    teacher: dict[str, Any] | None = None
 
     @property
     def counted(self) -> Tensor:
@@ -89,12 +86,8 @@ class Result:
     logprobs: Tensor
     grads: dict[str, Tensor]
     entropy: Tensor | None = None
-    divergence: Tensor | None = None
-    """From a teacher: the mean of the counted tokens."""
     sensitivity: dict[str, float] = field(default_factory=dict)
-    """Sums of abs(dLoss/dlogprob) and abs(dLoss/dentropy): how far the tokens' errors can move the loss. Of
-    divergences times the most that a logit of the row moves each.
-    """
+    """Sums of abs(dLoss/dlogprob) and abs(dLoss/dentropy): how far the tokens' errors can move the loss."""
 
     def values(self) -> dict[str, Tensor]:
         named = {
@@ -102,8 +95,7 @@ class Result:
             "logprobs": self.logprobs,
             **{f"grad {k}": v for k, v in self.grads.items()},
         }
-        beside = {"entropy": self.entropy, "divergence": self.divergence}
-        return named | {name: value for name, value in beside.items() if value is not None}
+        return named if self.entropy is None else named | {"entropy": self.entropy}
 
 
 def offsets(lengths: tuple[int, ...], dtype: torch.dtype = torch.int32) -> Tensor:
@@ -331,10 +323,6 @@ def pad(case: Case, padding: int, *, masked: bool = True, fill: float = 0.0) -> 
     labels = spread(case.labels, 0).masked_fill(~present, 0 if masked else case.ignore_index)
     mask = spread(case.counted, False)
     per_row = {name for name in case.inputs if name not in ("weight", "bias")}
-    of_tokens = ("hidden", "logits", "ids", "logprobs", "coef")
-    teacher = case.teacher and {
-        name: spread_if(value) if name in of_tokens else value for name, value in case.teacher.items()
-    }
     return replace(
         case,
         labels=labels,
@@ -348,7 +336,6 @@ def pad(case: Case, padding: int, *, masked: bool = True, fill: float = 0.0) -> 
         cu_seqlens=None,
         loss_mask=mask if masked or case.loss_mask is not None else None,
         terms={name: spread_if(value) for name, value in case.terms.items()},
-        teacher=teacher,
     )
 
 
@@ -373,9 +360,7 @@ def run(case: Case, entry: str, objective: Any, backend: str = "auto", **options
         logprobs = torch.where(case.counted, logprobs, 0.0)
         entropy = None if entropy is None else torch.where(case.counted, entropy, 0.0)
     grads = {name: leaf.grad.cpu() for name, leaf in leaves.items()}
-    mean = output.metrics.get("divergence")
-    divergence = None if mean is None else mean.cpu()
-    return Result(output.loss.detach().cpu(), logprobs, grads, entropy, divergence)
+    return Result(output.loss.detach().cpu(), logprobs, grads, entropy)
 
 
 def call(
@@ -395,8 +380,6 @@ def call(
     logit_options["ignore_index"] = case.ignore_index
     shared = {**layout, **terms, "objective": objective}
     linear = {"bias": leaves.get("bias"), "logits_dtype": case.logits_dtype}
-    if case.teacher is not None:
-        options["teacher"] = gk.Teacher(**{name: moved(value) for name, value in case.teacher.items()})
     if entry == "policy_loss":
         return gk.policy_loss(
             leaves["logprobs"], old, advantages, entropy=leaves.get("entropy"), **shared, **options

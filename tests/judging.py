@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import gspo_kernels as gk
 from tests import oracle
 from tests.accuracy import Spread, assert_as_exact
 from tests.cases import Case, Result, generator, scores_of, stats
@@ -48,53 +47,22 @@ def expect(case: Case, objective: Any, dtype: torch.dtype | None = torch.float64
         entropy=entropy if case.wants_entropy else None,
         **case.terms,
     )
-    found, mean = None, None
-    if case.teacher is not None:
-        found = divergences_of(case, scores)
-        # the loss is Linear's of divergences in the place of log-probs
-        how = gk.Linear(
-            aggregation=objective.aggregation, aggregation_constant=objective.aggregation_constant
-        )
-        shared = {name: case.terms[name] for name in ("lengths", "normalizer") if name in case.terms}
-        coef = torch.as_tensor(case.teacher.get("coef", 1.0), dtype=torch.float64).expand(labels.shape)
-        loss = loss + oracle.policy_loss(
-            found, None, None, counted, how, cu_seqlens=case.cu_seqlens, token_weights=coef, **shared
-        )
-        mean = (found.sum() / max(int(counted.sum()), 1)).detach()
     # where no token counts no input has been looked at
     loss = loss + sum(leaf[:0].sum() for leaf in leaves.values())
     between = {"logprobs": logprobs} if entropy is None else {"logprobs": logprobs, "entropy": entropy}
     between = {name: value for name, value in between.items() if value.requires_grad}
-    if found is not None and found.requires_grad:
-        between["divergence"] = found
     grads = torch.autograd.grad(
         loss, [*leaves.values(), *between.values()], allow_unused=True, materialize_grads=True
     )
     moved_by = dict(zip(between, (grad.abs() for grad in grads[len(leaves) :]), strict=True))
-    if "divergence" in moved_by:
-        # p log(p / q) is a row's divergence and 1 at most, and its gradient that less p times the divergence
-        moved_by["divergence"] = moved_by["divergence"] * (1 + 2 * found.detach().abs())
     shown = torch.where(counted, logprobs, 0.0) if case.kind != "logprobs" else logprobs
     return Result(
         loss.detach(),
         shown.detach(),
         dict(zip(leaves, grads[: len(leaves)], strict=True)),
         entropy.detach() if case.wants_entropy else None,
-        mean,
         {name: float(size.sum()) for name, size in moved_by.items()},
     )
-
-
-def divergences_of(case: Case, scores: Tensor) -> Tensor:
-    """From the case's teacher, in the dtype of the student's logits."""
-    given = dict(case.teacher)
-    given.pop("coef", None)
-    names = {"temperature", "logit_scale", "softcap"}
-    how = {name: given.pop(name) for name in names & given.keys() if given[name] is not None}
-    side = {name: given.pop(name).to(scores.dtype) for name in ("hidden", "weight", "bias") if name in given}
-    theirs = given.pop("logits").to(scores.dtype) if "logits" in given else side and scores_of(side)
-    options = {"student": case.logit_options, "teacher": how, "cu_seqlens": case.cu_seqlens}
-    return oracle.divergences(scores, theirs, case.counted, **options, **given)
 
 
 def neighbour(case: Case, draw: int) -> Case:

@@ -35,8 +35,8 @@ ALLOWANCE = 32 * MIB
 # Short enough to measure plain PyTorch, long enough for its logits to outweigh all else.
 NAIVE_TOKENS = 256
 
-# Two chunks of logits, had they to be written, of one side or of a student and a teacher.
-SCORED_TOKENS, TAUGHT_TOKENS = 512, 448
+# Two chunks of logits, had they to be written.
+SCORED_TOKENS = 512
 
 # Bytes per logit of plain PyTorch at its peak, in the backward of log_softmax: the logits, which a variable
 # holds (4, or 2 in bf16); the log_softmax that its backward needs (4); the gradient of that, which gather's
@@ -51,16 +51,6 @@ def naive(hidden, weight, labels, old, advantages):
     ratio = (logprobs - old).mean(-1).exp()
     clipped = ratio.clamp(1 - 3e-4, 1 + 4e-4)
     (-torch.minimum(ratio * advantages, clipped * advantages).mean()).backward()
-
-
-def options_of(contestant, tokens, vocabulary, dtype, sequences):
-    """How a contestant calls us: by a schedule, or beside a teacher of the student's size."""
-    import gspo_kernels as gk
-
-    if contestant != "teacher":
-        return {"schedule": contestant, "max_chunk_bytes": CHUNK}
-    hidden, weight, *_ = inputs(tokens, vocabulary, dtype, sequences, False)
-    return {"teacher": gk.Teacher(hidden=hidden.detach(), weight=weight), "max_chunk_bytes": CHUNK}
 
 
 def ours(*arguments, **options):
@@ -99,7 +89,7 @@ def child(contestant, tokens, dtype, sequences):
     plain, case = contestant == "naive", (DTYPES[dtype], int(sequences))
 
     def problem(*size):
-        options = {} if plain else options_of(contestant, *size, *case)
+        options = {} if plain else {"schedule": contestant, "max_chunk_bytes": CHUNK}
         return inputs(*size, *case, contestant != "frozen"), options
 
     call = naive if plain else ours
@@ -150,16 +140,6 @@ def test_peak_is_a_chunk_and_the_gradients(schedule, dtype, sequences):
     assert used <= limit, f"{used / MIB:.0f} MiB, expected at most {limit / MIB:.0f}"
     assert used <= promise + gradients + ALLOWANCE, f"{used / MIB:.0f} MiB, promised {promise / MIB:.0f}"
     assert used <= NAIVE_BYTES[dtype] * TOKENS * VOCABULARY / 10
-
-
-@pytest.mark.slow
-def test_a_teacher_takes_a_part_of_the_chunk():
-    """Both sides' logits are in it; as many tokens as fill it twice."""
-    used, promise = measure("teacher", TAUGHT_TOKENS, "bf16", 8)
-    gradients = (TAUGHT_TOKENS + VOCABULARY) * WIDTH * 2
-    assert abs(used - promise - gradients) <= ALLOWANCE, (
-        f"{used / MIB:.0f} MiB, promised {promise / MIB:.0f} beside {gradients / MIB:.0f} of gradients"
-    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -6,10 +6,9 @@ import torch
 import gspo_kernels as gk
 from gspo_kernels import bits
 from gspo_kernels.linear.chunks import Chunking, LinearOperands
+from gspo_kernels.linear.distillation import LinearTeacher
 from gspo_kernels.linear.loss import Settings
 from gspo_kernels.linear.sums import Needs
-from gspo_kernels.linear.taught import Lesson
-from gspo_kernels.linear.two_heads import LinearTeacher
 from gspo_kernels.ops.divergence import divergence_forward
 from gspo_kernels.ops.library import flat, nobody_listens
 from gspo_kernels.ops.logprobs import RowGradients, logprobs_forward
@@ -18,7 +17,7 @@ from gspo_kernels.ops.selected import SelectedGradients, SelectedOperands, selec
 from gspo_kernels.sequence_ratio import RatioOperands
 from gspo_kernels.step import policy_step
 from gspo_kernels.terms import Terms
-from gspo_kernels.types import PairGradients, RatioClip, RowOptions, RowStats, Shard
+from gspo_kernels.types import RatioClip, RowOptions, RowStats, Shard
 from tests.cases import generator
 
 
@@ -56,19 +55,17 @@ def operator_inputs():
     form = RatioClip(-0.2, 0.2, float("inf"), False, "sequences", 1.0)
     everything = Needs(True, True, True)
     shares, said = upstream.double(), TeacherRows(None, ids, torch.full(ids.shape, -1.5))
-    whole, over_ids = DivergenceForm(0.3, 0, False, True, True), DivergenceForm(1.0, 0, False, False, False)
+    whole, over_ids = DivergenceForm(0.3, 0, False, True), DivergenceForm(1.0, 0, False, False)
     warm = TeacherRows(logits.flip(0), None, None, row_temperature=upstream.abs())
     distilled = [
         (Pair(logits, warm, labels, whole), options),
         (Pair(logits, said, labels, over_ids), by_row._replace(kept=None)),
     ]
     compared = [divergence_forward(*each) for each in distilled]
-    beside = PairGradients(upstream, upstream)
     heads = LinearTeacher(
         torch.cat([hidden, hidden], -1), torch.cat([weight, weight], -1), bias, TeacherRows(None, None, None)
     )
     scored_heads = heads._replace(hidden=None, weight=None, bias=None, rows=said)
-    taught = plain._replace(loss_mask=labels != -100, divergence_coef=upstream.double())
 
     sure = logits.scatter(-1, labels.clamp(min=0).unsqueeze(-1), 200.0)
 
@@ -139,28 +136,10 @@ def operator_inputs():
         "token_shares": [(labels, full._replace(objective=gk.Linear(aggregation="token_mean").spec))],
         "divergence_forward": distilled,
         "divergence_backward": [
-            (*each, found, beside) for each, found in zip(distilled, compared, strict=True)
+            (*each, found, upstream) for each, found in zip(distilled, compared, strict=True)
         ],
-        "divergence_backward_": [
-            (logits.clone(), warm, labels, whole, options, compared[0], beside._replace(logprobs=None))
-        ],
-        "divergence_and_grad": [(*each, beside._replace(logprobs=None)) for each in distilled],
-        "divergence_step": [
-            (upstream.abs(), taught),
-            (upstream.abs(), taught._replace(divergence_coef=number)),
-        ],
-        "linear_taught_policy": [
-            (trained(options), taught, Lesson(heads, whole, schedule), everything)
-            for schedule in ("two_pass", "auto")
-        ]
-        + [
-            (
-                frozen(by_row._replace(kept=None)),
-                taught,
-                Lesson(scored_heads, over_ids._replace(labelled=True), "known"),
-                Needs(True, False, False),
-            )
-        ],
+        "divergence_backward_": [(logits.clone(), warm, labels, whole, options, compared[0], upstream)],
+        "divergence_and_grad": [(*each, upstream) for each in distilled],
         "linear_distillation": [
             (trained(options), heads, whole, shares, everything),
             (trained(options), scored_heads, over_ids, shares, everything),

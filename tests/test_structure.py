@@ -45,11 +45,11 @@ CONTRACT = {
     "policy_coefficients": ("logprobs old_logprobs advantages", f"{POLICY} entropy objective"),
     "fused_policy_loss": (
         "logits labels old_logprobs advantages",
-        f"{POLICY} {LOGITS} return_entropy inplace_backward objective teacher",
+        f"{POLICY} {LOGITS} return_entropy inplace_backward objective",
     ),
     "fused_linear_policy_loss": (
         "hidden weight labels old_logprobs advantages",
-        f"{POLICY} {LOGITS} {HIDDEN} return_entropy schedule skip_inactive objective teacher",
+        f"{POLICY} {LOGITS} {HIDDEN} return_entropy schedule skip_inactive objective",
     ),
     "selected_logprobs": ("logits ids", f"{SELECTED} inplace_backward"),
     "linear_selected_logprobs": (

@@ -17,7 +17,6 @@ from gspo_kernels.types import (
     KLPenalty,
     LogitTransform,
     Normalizers,
-    PairGradients,
     PairStats,
     RatioClip,
     RatioStep,
@@ -156,7 +155,7 @@ def divergence(
     *,
     ignore_index: int,
     known: Normalizers | PairStats | None,
-    gradients: PairGradients | None,
+    grad: Tensor | None,
     out: Tensor | None,
 ) -> PairStats:
     """See ``ops.backends.RowBackend.divergence``."""
@@ -172,7 +171,7 @@ def divergence(
             beta,
             ignore_index,
             known,
-            gradients,
+            grad,
             out,
         )
     shape, dtype = logits.shape[:2], stats_dtype(logits.dtype)
@@ -180,7 +179,6 @@ def divergence(
         found = PairStats(*(torch.empty(shape, dtype=kind) for kind in pair_dtypes(dtype)))
     else:
         found = PairStats(*(each.contiguous() for each in _pair(known, dtype)))
-    of_divergences, of_logprobs = (None, None) if gradients is None else gradients
     _operators().divergence(
         *_row_arguments(logits, labels, transform, ignore_index),
         teacher_logits.detach(),
@@ -189,8 +187,7 @@ def divergence(
         beta,
         known is not None,
         isinstance(known, PairStats),
-        _vector(of_divergences, logits),
-        _vector(of_logprobs, logits),
+        _vector(grad, logits),
         *found,
         out,
     )
@@ -201,7 +198,7 @@ def _pair(known: Normalizers | PairStats, dtype: torch.dtype) -> PairStats:
     """What is known in the dtypes of rows, beside memory for what isn't."""
     kinds = pair_dtypes(dtype)
     given = (value.to(kind) for value, kind in zip(known, kinds, strict=False))
-    missing = (torch.empty_like(known.logprobs, dtype=kind) for kind in kinds[len(known) :])
+    missing = (torch.empty_like(known.lse, dtype=kind) for kind in kinds[len(known) :])
     return PairStats(*given, *missing)
 
 
@@ -214,7 +211,7 @@ def _divergence_of_two_dtypes(
     beta: float,
     ignore_index: int,
     known: Normalizers | PairStats | None,
-    gradients: PairGradients | None,
+    grad: Tensor | None,
     out: Tensor | None,
 ) -> PairStats:
     """A few rows at a time in the dtype that holds both."""
@@ -238,7 +235,7 @@ def _divergence_of_two_dtypes(
                 beta,
                 ignore_index=ignore_index,
                 known=None if known is None else type(known)(*(each[at] for each in known)),
-                gradients=None if gradients is None else gradients.rows(lambda rows: rows[at]),  # noqa: B023
+                grad=None if grad is None else grad[at],
                 out=None if out is None else out[at],
             )
             for whole, part in zip(found, here, strict=True):

@@ -1,5 +1,5 @@
-"""Divergence of a student's rows of logits from a teacher's, log-probs, and the gradient of both. One program
-owns one row of each.
+"""Divergence of a student's rows of logits from a teacher's, and its gradient. One program owns one row of
+each.
 
 Both rows are read to fold their log-sum-exps, and again, from the cache, for the divergence; reverse KL and
 Jensen-Shannon take one more reading for the gradient, which needs the whole row's sum. What is known already
@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gspo_kernels.kernels.columns import load_columns, row_pointer
-from gspo_kernels.kernels.kept import in_row, is_kept, kept_row
+from gspo_kernels.kernels.kept import is_kept, kept_row
 from gspo_kernels.kernels.launch import (
     DIVERGENCE,
     RowArguments,
@@ -35,12 +35,11 @@ from gspo_kernels.kernels.rows import (
     log1p_unit,
     lowest,
     narrowed,
-    one_minus_exp,
     parted,
     row_slopes,
     transformed,
 )
-from gspo_kernels.types import LogitTransform, Normalizers, PairGradients, PairStats, pair_dtypes, stats_dtype
+from gspo_kernels.types import LogitTransform, Normalizers, PairStats, pair_dtypes, stats_dtype
 
 
 @triton.jit
@@ -111,9 +110,7 @@ def divergence_kernel(
     kept_ptr,
     teacher_logits_ptr,
     teacher_temperature_ptr,
-    grad_divergences_ptr,
-    grad_logprobs_ptr,
-    logprobs_ptr,
+    grad_ptr,
     lse_ptr,
     teacher_lse_ptr,
     divergences_ptr,
@@ -142,10 +139,8 @@ def divergence_kernel(
     teacher_logits_stride_v: tl.int64,
     teacher_temperature_stride_b: tl.int64,
     teacher_temperature_stride_t: tl.int64,
-    grad_divergences_stride_b: tl.int64,
-    grad_divergences_stride_t: tl.int64,
-    grad_logprobs_stride_b: tl.int64,
-    grad_logprobs_stride_t: tl.int64,
+    grad_stride_b: tl.int64,
+    grad_stride_t: tl.int64,
     out_stride_b: tl.int64,
     out_stride_t: tl.int64,
     beta: tl.float64,
@@ -162,11 +157,10 @@ def divergence_kernel(
     TEACHER_SOFTCAP: tl.constexpr,
     KIND: tl.constexpr,
     KNOWN: tl.constexpr,
-    LABELLED: tl.constexpr,
     NARROWS_IN_PLACE: tl.constexpr,
 ):
-    """One row's divergence and log-prob, and where there is an ``out`` their gradient. KNOWN says what the
-    statistics hold already: "nothing", "normalizers", or "all"; LABELLED whether the log-prob is wanted.
+    """One row's divergence, and where there is an ``out`` its gradient. KNOWN says what the statistics hold
+    already: "nothing", "normalizers", or "all".
     """
     n = tl.program_id(0)
     b = n // T
@@ -196,8 +190,6 @@ def divergence_kernel(
         # the same number, by an operation that tells the compiler what divides it
         width = width // 16 * 16
     width = tl.where(counted, width, 0)
-    labelled = counted & in_row(label, V, kept) if LABELLED else counted & False
-    column = tl.where(labelled, label, -1).to(tl.int32)
     if KNOWN == "nothing":
         peak = tl.zeros([BLOCK], STATS) + lowest(STATS)
         total = tl.zeros([BLOCK], STATS)
@@ -208,31 +200,22 @@ def divergence_kernel(
                 row, start, lanes, width, logits_stride_v, slopes, kept, STATS, SCALED, SOFTCAP, ACCESS,
                 PLATFORM,
             )  # fmt: skip
-            if LABELLED:
-                # the label's column stays out of the sum, as wherever there is a log-prob
-                z = tl.where(start + lanes == column, -float("inf"), z)
             peak, total = _fold(peak, total, z, PLATFORM)
             z, _ = _load(
                 other, start, lanes, width, teacher_logits_stride_v, teacher_slopes, kept, STATS,
                 TEACHER_SCALED, TEACHER_SOFTCAP, ACCESS, PLATFORM,
             )  # fmt: skip
             other_peak, other_total = _fold(other_peak, other_total, z, PLATFORM)
-        z_label = tl.zeros([], STATS)
-        if LABELLED:
-            # read alone: a number for each lane until the row ends would take as many registers as a fold
-            raw = tl.load(
-                row + tl.maximum(column, 0).to(tl.int64) * logits_stride_v, mask=labelled, other=0.0
-            )
-            z_label, _bend = transformed(raw, slopes, STATS, SCALED, SOFTCAP, PLATFORM)
-        logp, base, rest, _entropy = combine_lanes(peak, total, total, z_label, labelled, STATS, False)
-        _logp, other_base, other_rest, _entropy = combine_lanes(
-            other_peak, other_total, other_total, z_label, labelled & False, STATS, False
+        nowhere = tl.zeros([], STATS)
+        _logp, base, rest, _entropy = combine_lanes(
+            peak, total, total, nowhere, counted & False, STATS, False
         )
-        tl.store(logprobs_ptr + n, tl.where(counted, logp, 0.0))
+        _logp, other_base, other_rest, _entropy = combine_lanes(
+            other_peak, other_total, other_total, nowhere, counted & False, STATS, False
+        )
         tl.store(lse_ptr + n, tl.where(counted, joined(base, rest, tl.float64), 0.0))
         tl.store(teacher_lse_ptr + n, tl.where(counted, joined(other_base, other_rest, tl.float64), 0.0))
     else:
-        logp = tl.load(logprobs_ptr + n)
         base, rest = parted(tl.load(lse_ptr + n), STATS)
         other_base, other_rest = parted(tl.load(teacher_lse_ptr + n), STATS)
     finite = _is_finite(base + rest) & _is_finite(other_base + other_rest)
@@ -245,29 +228,14 @@ def divergence_kernel(
     )
     share = tl.full([], beta, tl.float64).to(STATS)
     coefficient = tl.full([], 0.0, STATS)
-    towards = coefficient
     out_row = row
     if out_ptr is not None:
         out_row = row_pointer(out_ptr, b, t, out_stride_b, out_stride_t, ACCESS)
-        coefficient = tl.load(
-            element(grad_divergences_ptr, b, t, grad_divergences_stride_b, grad_divergences_stride_t)
-        ).to(STATS)
+        coefficient = tl.load(element(grad_ptr, b, t, grad_stride_b, grad_stride_t)).to(STATS)
         coefficient = tl.where(counted, coefficient, 0.0)
-        if grad_logprobs_ptr is not None:
-            towards = tl.load(
-                element(grad_logprobs_ptr, b, t, grad_logprobs_stride_b, grad_logprobs_stride_t)
-            ).to(STATS)
-            towards = tl.where(counted, towards, 0.0)
-    moves = coefficient != 0
-    written = tl.where(moves | (towards != 0), width, 0)
+    written = tl.where(coefficient != 0, width, 0)
     if SCALED or SOFTCAP:
         coefficient = coefficient * (slopes[0][0] + slopes[0][1])
-    label_gradient = towards
-    if grad_logprobs_ptr is not None:
-        if SCALED or SOFTCAP:
-            towards = towards * (slopes[0][0] + slopes[0][1])
-        towards = tl.where(_is_finite(base + rest) & (finite | (coefficient == 0)), towards, float("nan"))
-        label_gradient = towards * one_minus_exp(logp, STATS, PLATFORM)
     # A row without a softmax has no gradient.
     coefficient = tl.where(finite | (coefficient == 0), coefficient, float("nan"))
     WRITES_AT_ONCE: tl.constexpr = (KIND == "forward") and (out_ptr is not None)
@@ -301,9 +269,7 @@ def divergence_kernel(
                 to_mixture += of_student
                 value += (1.0 - share) * of_student + share * of_teacher
             if WRITES_AT_ONCE:
-                grad = tl.where(moves, coefficient * (p - q), 0.0)
-                if grad_logprobs_ptr is not None:
-                    grad += tl.where(start + lanes == column, label_gradient, -(towards * p))
+                grad = coefficient * (p - q)
                 if SOFTCAP:
                     grad = grad * bend
                 grad = _cut(narrowed(grad, OUT, PLATFORM), start + lanes, width, kept)
@@ -348,9 +314,7 @@ def divergence_kernel(
                 else:
                     far, _ = _to_mixture(log_p, log_q, mixture, PLATFORM)
                     far = (1.0 - share) * far
-                grad = tl.where(moves, coefficient * tl.where(p == 0, 0.0, p * (far - whole)), 0.0)
-                if grad_logprobs_ptr is not None:
-                    grad += tl.where(start + lanes == column, label_gradient, -(towards * p))
+                grad = coefficient * tl.where(p == 0, 0.0, p * (far - whole))
                 if SOFTCAP:
                     grad = grad * bend
                 grad = _cut(narrowed(grad, OUT, PLATFORM), start + lanes, width, kept)
@@ -372,7 +336,7 @@ def divergence(
     *,
     ignore_index: int,
     known: Normalizers | PairStats | None,
-    gradients: PairGradients | None,
+    grad: Tensor | None,
     out: Tensor | None,
 ) -> PairStats:
     """See ``ops.backends.RowBackend.divergence``; raises as ``logprobs_backward``."""
@@ -383,7 +347,6 @@ def divergence(
         *(each.to(dtype).contiguous() for each, dtype in zip(given, dtypes, strict=False)),
         *(torch.empty(B, T, dtype=dtype, device=logits.device) for dtype in dtypes[len(given) :]),
     )
-    grads = (None, None) if gradients is None else gradients
     beside = () if out is None else (out,)
     mixed = 0 < beta < 1
     tile = DIVERGENCE[max(each.element_size() for each in (logits, teacher_logits, *beside))]
@@ -402,7 +365,7 @@ def divergence(
         *rows.tensors,
         teacher_logits,
         teacher.row_temperature,
-        *grads,
+        grad,
         *found,
         out,
         T,
@@ -416,7 +379,7 @@ def divergence(
         *teacher_logits.stride(),
         teacher.stride_b,
         teacher.stride_t,
-        *(stride for each in grads for stride in ((0, 0) if each is None else each.stride())),
+        *((0, 0) if grad is None else grad.stride()),
         *((0, 0) if out is None else out.stride()[:2]),
         beta,
         *logs,
@@ -425,7 +388,6 @@ def divergence(
         TEACHER_SOFTCAP=teacher.softcap,
         KIND="mixture" if mixed else "reverse" if beta else "forward",
         KNOWN=("nothing", "normalizers", "all")[(known is not None) + isinstance(known, PairStats)],
-        LABELLED=known is not None or gradients is None or gradients.logprobs is not None,
         NARROWS_IN_PLACE=out is not None and narrows_in_place(logits, out),
     )
     return found

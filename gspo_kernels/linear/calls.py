@@ -9,11 +9,7 @@ from gspo_kernels import checks
 from gspo_kernels.layout import as_rows, from_rows
 from gspo_kernels.linear.chunks import Call, Chunking, LinearOperands
 from gspo_kernels.linear.exactness import refusals
-from gspo_kernels.linear.inputs import (
-    ProductArguments,
-    check_inputs,
-    check_teachers_head,
-)
+from gspo_kernels.linear.inputs import ProductArguments, check_inputs
 from gspo_kernels.linear.logprobs import LinearTokenLogprobsFunction
 from gspo_kernels.linear.loss import LinearPolicyFunction, Settings
 from gspo_kernels.linear.plan import SchedulePlan, Wire, explain
@@ -21,14 +17,10 @@ from gspo_kernels.linear.schedule import Shapes, choose
 from gspo_kernels.linear.scopes import Scopes, rehearse
 from gspo_kernels.linear.small import SmallLossFunction, small_loss
 from gspo_kernels.linear.sums import Needs
-from gspo_kernels.linear.taught import Lesson, LinearTaughtFunction
-from gspo_kernels.linear.two_heads import LinearTeacher, TwoHeads
 from gspo_kernels.logits import LogitArguments, takes_dtensors, wants_entropy
 from gspo_kernels.objectives.base import Objective
-from gspo_kernels.ops.pairs import DivergenceForm
 from gspo_kernels.ranks import compare_ranks, on_all_ranks
-from gspo_kernels.step import loss_of, output_of, with_divergence
-from gspo_kernels.teachers import Teacher, check_teacher, named, taught
+from gspo_kernels.step import loss_of, output_of
 from gspo_kernels.terms import Terms, checked, leave_out_idle, merge_mask
 from gspo_kernels.types import LossOutput, TokenLogprobs, stats_dtype
 
@@ -74,7 +66,6 @@ class _Prepared:
         chunking: Chunking,
         skip_inactive: str,
         objective: Objective,
-        teacher: Teacher | None,
     ):
         self.packed = checks.layout("labels", labels, terms.cu_seqlens) is not None
         sequences = labels.shape[0] if terms.cu_seqlens is None else terms.cu_seqlens.shape[0] - 1
@@ -85,12 +76,6 @@ class _Prepared:
         self.options = logit_arguments.with_rows(
             options, rows, self.packed, terms.cu_seqlens, hidden.dtype, weight.shape[0]
         )
-        self.taught: tuple[LinearTeacher, DivergenceForm] | None = None
-        if teacher is not None:
-            about = (labels, rows, logit_arguments, self.options, terms, hidden.dtype, weight.shape[0])
-            form, their_rows, terms = taught(teacher, *about)
-            head = self._teachers_head(teacher, labels, chunking)
-            self.taught = LinearTeacher.of(*head, their_rows, self.packed), form
         if skip_inactive == "all":
             rows, terms = leave_out_idle(rows, terms, options.ignore_index)
         self.labels, self.terms, self.chunking = rows, terms, chunking
@@ -98,15 +83,6 @@ class _Prepared:
         learns = torch.is_grad_enabled()
         self.needs = Needs(*(learns and x is not None and x.requires_grad for x in (hidden, weight, bias)))
         self.refusals = refusals(objective, terms, self.needs.head, chunking.batch_invariant)
-
-    def _teachers_head(
-        self, teacher: Teacher, labels: Tensor, chunking: Chunking
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        given = (teacher.hidden, teacher.weight, teacher.bias)
-        try:
-            return check_teachers_head(*given, labels, self.weight.shape[0], chunking)
-        except (TypeError, ValueError) as error:
-            raise named(error) from None
 
     @property
     def operands(self) -> LinearOperands:
@@ -132,23 +108,17 @@ def fused_linear_policy_loss(
     schedule: str,
     skip_inactive: str,
     objective: Objective,
-    teacher: Teacher | None,
 ) -> LossOutput:
     """See ``gspo_kernels.fused_linear_policy_loss``."""
     checks.choice("skip_inactive", skip_inactive, SKIP_INACTIVE)
     chunking = product_arguments.checked(skip_inactive != "none", logit_arguments.tp_group)
     hidden, weight, bias = check_inputs(hidden, weight, bias, labels, chunking)
     with_entropy = wants_entropy(return_entropy, terms.entropy_coef, objective)
-    if teacher is not None:
-        check_teacher(teacher, "hidden", with_entropy, chunking.scattered)
     head = (hidden, weight, labels, bias)
-    call = _Prepared(*head, logit_arguments, terms, with_entropy, chunking, skip_inactive, objective, teacher)
+    call = _Prepared(*head, logit_arguments, terms, with_entropy, chunking, skip_inactive, objective)
     name, _ = call.choose(schedule)
     backend, terms = call.options.backend, call.terms
-    temperature = None if call.taught is None else call.taught[0].rows.row_temperature
-    compare_ranks(call.labels, terms, call.options, weight.shape[0], call.operands.scattered, temperature)
-    if call.taught is not None:
-        return _with_teacher(call, call.taught, name)
+    compare_ranks(call.labels, terms, call.options, weight.shape[0], call.operands.scattered)
     # batch-invariant gradients of all schedules are multiplied by what comes from above at the same place
     if name == "two_pass" and not (chunking.batch_invariant and any(call.needs)):
         logprobs, entropy = LinearTokenLogprobsFunction.apply(*call.operands, with_entropy, call.skip)
@@ -166,15 +136,6 @@ def fused_linear_policy_loss(
     return output_of(loss, metrics, logprobs, entropy if with_entropy else None, terms, call.packed)
 
 
-def _with_teacher(call: _Prepared, taught: tuple[LinearTeacher, DivergenceForm], name: str) -> LossOutput:
-    lesson = Lesson(*taught, name)
-    loss, policy, divergence, mean, metrics, logprobs = LinearTaughtFunction.apply(
-        *call.operands, call.terms, lesson, torch.compiler.is_compiling()
-    )
-    out = output_of(policy, metrics, logprobs, None, call.terms, call.packed)
-    return with_divergence(out, loss, policy, divergence, mean)
-
-
 @takes_dtensors
 def explain_schedule(
     hidden: Tensor,
@@ -187,25 +148,17 @@ def explain_schedule(
     schedule: str,
     skip_inactive: str,
     objective: Objective,
-    teacher: Teacher | None,
 ) -> SchedulePlan:
     """See ``gspo_kernels.explain_schedule``."""
     checks.choice("skip_inactive", skip_inactive, SKIP_INACTIVE)
     chunking = product_arguments.checked(skip_inactive != "none", logit_arguments.tp_group)
     hidden, weight, bias = check_inputs(hidden, weight, bias, labels, chunking)
     with_entropy = wants_entropy(False, terms.entropy_coef, objective)
-    if teacher is not None:
-        check_teacher(teacher, "hidden", with_entropy, chunking.scattered)
     head = (hidden, weight, labels, bias)
-    call = _Prepared(*head, logit_arguments, terms, True, chunking, skip_inactive, objective, teacher)
+    call = _Prepared(*head, logit_arguments, terms, True, chunking, skip_inactive, objective)
     name, reason = call.choose(schedule)
-    rows, theirs = Call.of(call.operands), None
-    if call.taught is not None:
-        heads = TwoHeads(rows, call.taught[0])
-        rows, theirs = heads.call, heads.teacher_shapes
-        if any(call.needs):
-            reason = f"{reason}; beside a teacher every token has a gradient"
-    scopes = Scopes(rows, call.terms, call.skip and theirs is None)
+    rows = Call.of(call.operands)
+    scopes = Scopes(rows, call.terms, call.skip)
     shapes = Shapes(
         vocabulary=rows.vocabulary,
         width=hidden.shape[-1],
@@ -215,13 +168,12 @@ def explain_schedule(
         accumulator_itemsize=stats_dtype(hidden.dtype).itemsize,
         trains_hidden=call.needs.hidden,
         trains_weight=call.needs.head,
-        teacher=theirs,
     )
     sequences = (0, 0)
     if call.terms.cp_group:
         sums = rehearse(rows.labels, call.terms, name, with_entropy, call.options.backend)
         sequences = sums.sent_bytes, sums.messages
-    wire = Wire.of(rows, shapes, with_entropy, sequences, call.taught)
+    wire = Wire.of(rows, shapes, with_entropy, sequences)
     return explain(
         name,
         reason,

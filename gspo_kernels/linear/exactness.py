@@ -59,10 +59,9 @@ def refusals(objective: Objective, terms: Terms, trains_head: bool, invariant: b
         reasons["deferred"] = f"advantages per token give {name} coefficients per token"
     elif terms.rollout_weights is not None and terms.rollout_weights.ndim == 2 and objective.level == "token":
         reasons["deferred"] = f"rollout_weights per token give {name} coefficients per token"
-    beside = {"entropy_coef": terms.entropy_coef, "the teacher": terms.divergence_coef}
-    for what in (name for name, coef in beside.items() if coef is not None):
+    if terms.entropy_coef is not None:
         for schedule in ("deferred", "frozen"):
-            reasons[schedule] = f"{what} adds a gradient that is no multiple of the log-prob's"
+            reasons[schedule] = "entropy_coef adds a gradient that is no multiple of the log-prob's"
     if trains_head:
         reasons.setdefault("frozen", "the lm_head's weight or bias needs a gradient")
     if terms.cp_group:

@@ -11,10 +11,9 @@ from torch import Tensor
 
 from gspo_kernels.linear.chunks import Call, Chunk
 from gspo_kernels.linear.scaling import largest, power_of_two, times_
-from gspo_kernels.linear.scores import Kept, Projected, Scores, Taught
+from gspo_kernels.linear.scores import Kept, Projected, Scores
 from gspo_kernels.linear.sums import HeadSums, Needs, Rows, Weights
-from gspo_kernels.linear.two_heads import fitting
-from gspo_kernels.types import PairGradients, stats_dtype
+from gspo_kernels.types import stats_dtype
 
 
 class HeadGradients(NamedTuple):
@@ -76,9 +75,6 @@ class Gradients:
             grad, grad_entropy: dLoss/dlogprobs and dLoss/dentropy, [n], or None.
             skip: leave rows without gradient out of the products.
         """
-        if projected.taught is not None:
-            self._add_taught(projected.taught, chunk, grad)
-            return
         moving, rows = None, None
         if skip and self.call.selects_rows:
             assert self._launches is not None
@@ -105,21 +101,6 @@ class Gradients:
             moving = active(grad, grad_entropy)
         values = self._write(projected, chunk, (grad / scale, grad_entropy / scale), rows)
         self.add_rows(Rows(values, None), chunk, Weights(scale, moving, rows))
-
-    def _add_taught(self, taught: Taught, chunk: Chunk, grad: Tensor) -> None:
-        """``add`` the gradients of log-probs and of divergences, which are rows of their own."""
-        pair, stats, shares = taught
-        out = self.call.rows_memory(pair.logits.squeeze(0))
-        # each row has two coefficients, so they go into it, so divided that 16 bits can hold them
-        largest_of_row = torch.maximum(grad.unsqueeze(0).abs().to(torch.float64), shares.abs())
-        scale = power_of_two(largest_of_row.to(self.accumulate))
-        if out.dtype == torch.float16:
-            scale = torch.maximum(
-                power_of_two(grad.unsqueeze(0).to(self.accumulate)), fitting(shares, stats.divergences)
-            )
-        units = PairGradients(shares / scale, grad.unsqueeze(0) / scale)
-        pair.evaluate(self.call.options, stats, units, out.unsqueeze(0), chunk.transform)
-        self.add_rows(Rows(out, None), chunk, Weights(scale.squeeze(0), (largest_of_row != 0).squeeze(0)))
 
     def rows(self, projected: Projected, chunk: Chunk, rows: Tensor | None = None) -> Rows:
         """What enters the gradient products, where it fits in the memory of the logits; of all rows of the

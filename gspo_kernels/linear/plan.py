@@ -8,10 +8,7 @@ from dataclasses import dataclass
 from gspo_kernels.linear.chunks import SIZES_BYTES, Call
 from gspo_kernels.linear.schedule import SCHEDULES, Part, Refusals, Shapes, plan_parts, products
 from gspo_kernels.linear.segments import SEGMENT
-from gspo_kernels.linear.two_heads import LinearTeacher
-from gspo_kernels.ops.pairs import DivergenceForm
-from gspo_kernels.ops.shards import compared_bytes, statistics_bytes
-from gspo_kernels.types import stats_dtype
+from gspo_kernels.ops.shards import statistics_bytes
 
 
 @dataclass(frozen=True)
@@ -23,27 +20,15 @@ class Wire:
         hidden: bytes of its hidden state, where those are scattered.
         gradient: bytes of its dHidden, where that is summed.
         sequences: bytes of what ranks of ``cp_group`` say and sum, and in how many collectives.
-        compared: bytes of what is gathered of a row that is projected and compared with a teacher's, gather
-            by gather.
-        compared_twice: whether its gradient takes these gathers once more.
     """
 
     statistics: int = 0
     hidden: int = 0
     gradient: int = 0
     sequences: tuple[int, int] = (0, 0)
-    compared: tuple[int, ...] = ()
-    compared_twice: bool = False
 
     @classmethod
-    def of(
-        cls,
-        call: Call,
-        shapes: Shapes,
-        entropy: bool,
-        sequences: tuple[int, int],
-        taught: tuple[LinearTeacher, DivergenceForm] | None,
-    ) -> Wire:
+    def of(cls, call: Call, shapes: Shapes, entropy: bool, sequences: tuple[int, int]) -> Wire:
         """From a call."""
         if not call.options.shard.group:
             return cls(sequences=sequences)
@@ -53,7 +38,6 @@ class Wire:
             shapes.width * call.hidden.element_size() if chunking.scattered else 0,
             shapes.width * own if shapes.trains_hidden and chunking.reduce_hidden_grad else 0,
             sequences,
-            *_compared(own, taught),
         )
 
     def overlaps(self, parts: Sequence[Part]) -> str:
@@ -74,16 +58,13 @@ class Wire:
         total, messages = self.sequences
         if not self.statistics:
             return total, messages
-        # beside a teacher the gradient comes from the same operator as the loss
-        passes = 1 + (not self.compared and any(part.strategy == "two_pass" for part in parts))
+        passes = 1 + any(part.strategy == "two_pass" for part in parts)
         total, messages = total + passes * SIZES_BYTES, messages + passes
         for part in parts:
             learning = part.rows - part.resting if part.strategy != "forward" else 0
             again = learning if part.strategy == "two_pass" else 0
-            compared = [(part.rows, size) for size in self.compared]
             for rows, size in (
-                (again if compared else part.rows, self.statistics),
-                *compared * (2 if self.compared_twice and learning else 1),
+                (part.rows, self.statistics),
                 (part.rows, self.hidden),
                 (again, self.hidden),
                 (learning, self.gradient),
@@ -91,19 +72,6 @@ class Wire:
                 total += rows * size
                 messages += -(-rows // shapes.chunk_rows) if size else 0
         return total, messages
-
-
-def _compared(
-    itemsize: int, taught: tuple[LinearTeacher, DivergenceForm] | None
-) -> tuple[tuple[int, ...], bool]:
-    """``Wire.compared`` and ``Wire.compared_twice``, given the itemsize of the student's statistics."""
-    if taught is None:
-        return (), False
-    teacher, form = taught
-    ids = teacher.rows.ids
-    k = form.top_k if ids is None else ids.shape[-1]
-    theirs = itemsize if teacher.hidden is None else stats_dtype(teacher.hidden.dtype).itemsize
-    return compared_bytes((itemsize, theirs), k, ids is not None), k > 0
 
 
 @dataclass(frozen=True)
@@ -114,10 +82,9 @@ class SchedulePlan:
         schedule: a name, "mixed" where parts differ, or "forward" where nothing has a gradient.
         gemms: products over all counted rows, forward and backward: 3.0 is 6NHV operations. Rows that turn
             out to have no gradient make it fewer.
-        teacher_gemms: how much of that is a teacher's projection: its width over the student's.
         chunk_rows: rows of logits that exist at once, at most.
         chunks: how many chunks there are in the forward.
-        chunk_bytes: bytes of those logits, a teacher's included.
+        chunk_bytes: bytes of those logits.
         accumulator_bytes: dWeight's and dBias's sums, fp32 (fp64 for fp64 inputs).
         peak_bytes: all that lives beyond inputs, dHidden, dWeight and dBias.
         batch_invariant: whether products and sums are in a fixed order.
@@ -131,7 +98,6 @@ class SchedulePlan:
 
     schedule: str
     gemms: float
-    teacher_gemms: float
     chunk_rows: int
     chunks: int
     chunk_bytes: int
@@ -149,7 +115,7 @@ class SchedulePlan:
         """A few lines for people."""
         mebi = 2**20
         lines = [
-            f"schedule {self.schedule}: {self.gemms:.2f} GEMMs over the counted tokens{self._of_teacher}, "
+            f"schedule {self.schedule}: {self.gemms:.2f} GEMMs over the counted tokens, "
             f"{self.chunks} chunk(s) of up to {self.chunk_rows} rows",
             f"  because {self.reason}",
             f"  memory beyond inputs and gradients: {self.peak_bytes / mebi:.1f} MiB "
@@ -167,11 +133,6 @@ class SchedulePlan:
         for name, value in self.alternatives.items():
             lines.append(f"  not {name}: " + (value if isinstance(value, str) else f"{value:.2f} GEMMs"))
         return "\n".join(lines)
-
-    @property
-    def _of_teacher(self) -> str:
-        """Which of the products are a teacher's, in words."""
-        return f" ({self.teacher_gemms:.2f} of them the teacher's)" if self.teacher_gemms else ""
 
 
 def explain(
@@ -223,7 +184,6 @@ def explain(
     wider = shapes.rows_itemsize > shapes.logits_itemsize
     # rows that don't fit into the logits' memory have their own
     row = shapes.logits_itemsize + (shapes.rows_itemsize if wider else 0)
-    row += shapes.teacher.logits_itemsize if shapes.teacher is not None else 0
     chunk_bytes = most * shapes.vocabulary * row
     sent, messages = wire.sent(parts, shapes)
     copy = shapes.accumulator_bytes if shapes.accumulator_itemsize > weight_itemsize else 0
@@ -231,7 +191,6 @@ def explain(
     return SchedulePlan(
         schedule=schedule,
         gemms=gemms_of(parts),
-        teacher_gemms=shapes.teacher_products,
         chunk_rows=most,
         chunks=sum(-(-part.rows // shapes.chunk_rows) for part in parts),
         chunk_bytes=chunk_bytes,

@@ -110,19 +110,6 @@ class Run:
 
         return of_tokens
 
-    def forward(self) -> None:
-        """All log-probs, and no gradients."""
-        for chunk in self.call.chunks(self.call.projected):
-            self.scores.add(chunk)
-
-    def two_pass(self) -> None:
-        """All log-probs, then all gradients; no sequence lengths are read from the device."""
-        for chunk in self.call.forward_chunks(self.call.projected):
-            self.scores.add_forward(chunk)
-        where = self.call.projected
-        grad, _ = _flat(self.step())
-        recompute(self.scores, self.gradients, where, True, grad[where], None)
-
     def by_scopes(self, schedule: str, needs: Needs) -> None:
         """Part by part."""
         call, terms = self.call, self.terms
@@ -202,8 +189,7 @@ class Run:
             chosen = order if chosen is None else chosen[order]
         grad, grad_entropy = (each if each is None or chosen is None else each[chosen] for each in grads)
         assert grad is not None
-        left_out = isinstance(keep, Tensor)
-        anew = self.scores.teacher is not None or (left_out and self.call.head.shows_other_rows)
+        anew = isinstance(keep, Tensor) and self.call.head.shows_other_rows
         recompute(self.scores, self.gradients, where, anew, grad, grad_entropy)
 
     def _frozen(self, part: Part) -> None:

@@ -27,19 +27,6 @@ SCHEDULES = ("known", "frozen", "aligned", "deferred", "two_pass")
 
 
 @dataclass(frozen=True)
-class TeacherShapes:
-    """The sizes of a teacher beside an objective; zeros where it is no more than log-probs of some ids.
-
-    Attributes:
-        width: of its hidden states.
-        logits_itemsize: bytes of an element of its logits.
-    """
-
-    width: int = 0
-    logits_itemsize: int = 0
-
-
-@dataclass(frozen=True)
 class Shapes:
     """The sizes that products and memory depend on.
 
@@ -49,7 +36,6 @@ class Shapes:
         logits_itemsize, rows_itemsize, accumulator_itemsize: bytes of an element of the logits, of the rows
             p - onehot, and of dWeight's sum.
         trains_hidden, trains_weight: which gradients are wanted.
-        teacher: what stands beside the objective, or None.
     """
 
     vocabulary: int
@@ -60,17 +46,11 @@ class Shapes:
     accumulator_itemsize: int
     trains_hidden: bool
     trains_weight: bool
-    teacher: TeacherShapes | None = None
 
     @property
     def accumulator_bytes(self) -> int:
         """Bytes of the tensor that dWeight is summed in."""
         return self.vocabulary * self.width * self.accumulator_itemsize if self.trains_weight else 0
-
-    @property
-    def teacher_products(self) -> float:
-        """A teacher's product of a row, in those of the student's size."""
-        return self.teacher.width / self.width if self.teacher is not None and self.teacher.width else 0.0
 
 
 @dataclass(frozen=True)
@@ -155,7 +135,7 @@ def products(part: Part, shapes: Shapes) -> float:
     gradients = shapes.trains_hidden + shapes.trains_weight
     of_row = {"forward": 0, "frozen": shapes.trains_hidden, "two_pass": 1 + gradients}
     learning = (part.rows - part.resting) * of_row.get(part.strategy, gradients)
-    return learning + part.rows * (1.0 + shapes.teacher_products)
+    return learning + part.rows
 
 
 def _joined(rows: Sequence[int], strategies: Sequence[str], chunk_rows: int) -> list[Part]:

@@ -17,7 +17,7 @@ from gspo_kernels.objectives.base import from_spec
 from gspo_kernels.objectives.linear import Linear
 from gspo_kernels.parallel.groups import Rehearsal, rehearsed
 from gspo_kernels.sequence_ratio import RatioOperands
-from gspo_kernels.step import divergence_shares, take_divergence_step, take_step
+from gspo_kernels.step import take_step
 from gspo_kernels.terms import Form, Terms, check_values, idle_sequences
 
 
@@ -72,8 +72,6 @@ def rehearse(tokens: Tensor, terms: Terms, schedule: str, entropy: bool, backend
                 token_terms(tokens, terms, backend)
         logprobs = torch.zeros(tokens.shape, device=tokens.device)
         take_step(logprobs, torch.zeros_like(logprobs) if entropy else None, terms, backend)
-        if terms.divergence_coef is not None:
-            take_divergence_step(logprobs, divergence_shares(tokens, terms), terms)
     return rehearsal
 
 

@@ -9,12 +9,10 @@ import torch
 from torch import Tensor
 
 from gspo_kernels.linear.chunks import Call, Chunk
-from gspo_kernels.linear.schedule import TeacherShapes
 from gspo_kernels.ops.backends import FoldingBackend, OnePassBackend
 from gspo_kernels.ops.memory import Workspace
-from gspo_kernels.ops.pairs import Pair
 from gspo_kernels.ops.shards import ShardedRows
-from gspo_kernels.types import PairStats, RowStats
+from gspo_kernels.types import RowStats
 
 
 class Kept(NamedTuple):
@@ -52,20 +50,6 @@ class Kept(NamedTuple):
         return values[: self.rows.numel()]
 
 
-class Taught(NamedTuple):
-    """A chunk's rows beside a teacher's.
-
-    Attributes:
-        pair: the rows.
-        stats: what is known of them.
-        shares: [1, n] fp64, dLoss/ddivergences.
-    """
-
-    pair: Pair
-    stats: PairStats
-    shares: Tensor
-
-
 class Projected(NamedTuple):
     """A chunk on its way from logits to the gradient products.
 
@@ -74,14 +58,12 @@ class Projected(NamedTuple):
         stats: [n] each.
         written: whether ``values`` are rows d logprob/dlogits already, but for a factor of each.
         factors: [n] in the statistics' dtype; None: 1.
-        taught: what there is of a teacher beside them, if any.
     """
 
     values: Tensor
     stats: RowStats
     written: bool = False
     factors: Tensor | None = None
-    taught: Taught | None = None
 
     def select(self, kept: Kept) -> Projected:
         """Some of the rows, in the same memory."""
@@ -93,11 +75,8 @@ class Projected(NamedTuple):
 class Scores:
     """Log-probs, log-sum-exp and entropy of a call, filled chunk by chunk; one chunk of logits at a time.
 
-    ``known`` are those of an earlier pass, [B, T] each. ``teacher`` are a teacher's sizes, whose logits come
-    beside each chunk's.
+    ``known`` are those of an earlier pass, [B, T] each.
     """
-
-    teacher: TeacherShapes | None = None
 
     def __init__(self, call: Call, entropy: bool, known: RowStats | None = None):
         self.call, self.backend = call, call.backend

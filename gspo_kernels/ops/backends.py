@@ -16,7 +16,6 @@ from gspo_kernels.types import (
     KLPenalty,
     LogitTransform,
     Normalizers,
-    PairGradients,
     PairStats,
     RatioClip,
     RatioStep,
@@ -94,11 +93,11 @@ class RowBackend(Protocol):
         *,
         ignore_index: int,
         known: Normalizers | PairStats | None,
-        gradients: PairGradients | None,
+        grad: Tensor | None,
         out: Tensor | None,
     ) -> PairStats:
-        """How far each row's softmax is from the teacher's in nats, see ``divergences`` for ``beta``, and the
-        log-prob of its label, which may be missing (NaN) beside gradients of divergences alone.
+        """How far each row's softmax is from the teacher's in nats, see ``divergences`` for ``beta``. Labels
+        only say which rows are ignored.
 
         ``teacher_logits`` are [B, T, V], with strides and a dtype of their own; what ``transform.kept`` cuts
         is cut on both sides. A row whose logits have no softmax, on either side, has a divergence of NaN.
@@ -106,10 +105,9 @@ class RowBackend(Protocol):
         What is ``known`` is returned as it is and not computed again: all of it, or ``Normalizers``. Those
         may be of wider rows; divergences and centres are then sums over the columns here.
 
-        ``gradients`` and ``out`` come together or not at all; then ``out``, as in ``logprobs_backward``,
-        becomes d/dlogits of ``sum(gradients.divergences * divergences + gradients.logprobs * logprobs)``. A
-        divergence of +inf, from a column that one side rules out, has a gradient of NaN unless ``beta`` is 0.
-        A label outside [0, V) is among other columns: its log-prob has the gradient -p here.
+        ``grad``, [B, T] floats with any strides, and ``out`` come together or not at all; then ``out``, as in
+        ``logprobs_backward``, becomes d/dlogits of ``sum(grad * divergences)``. A divergence of +inf, from a
+        column that one side rules out, has a gradient of NaN unless ``beta`` is 0.
         """
 
     def scale_(self, values: Tensor, factor: Tensor) -> None:

@@ -1,5 +1,5 @@
-"""Operators over logits: divergences of a student's rows from a teacher's beside the labels' log-probs, and
-the gradient of both; see ``ops.pairs``.
+"""Operators over logits: divergences of a student's rows from a teacher's, and their gradient; see
+``ops.pairs``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from gspo_kernels.ops.logprobs import check_rows, save_rows, saved_rows, scale_
 from gspo_kernels.ops.memory import memory_like
 from gspo_kernels.ops.pairs import DivergenceForm, Pair, TeacherRows
 from gspo_kernels.ops.values import check_temperature
-from gspo_kernels.types import PairGradients, PairStats, RowOptions, pair_dtypes, stats_dtype
+from gspo_kernels.types import PairStats, RowOptions, pair_dtypes, stats_dtype
 
 
 def summed(found: Tensor, shares: Tensor) -> Tensor:
@@ -46,17 +46,15 @@ def _(pair: Pair, options: RowOptions) -> PairStats:
 
 
 @operator
-def divergence_backward(
-    pair: Pair, options: RowOptions, known: PairStats, gradients: PairGradients
-) -> Tensor:
+def divergence_backward(pair: Pair, options: RowOptions, known: PairStats, grad: Tensor) -> Tensor:
     """The student's gradient in the dtype of its logits, contiguous."""
     out = memory_like(pair.logits)
-    pair.evaluate(options, known, gradients, out)
+    pair.evaluate(options, known, grad, out)
     return out
 
 
 @divergence_backward.register_fake
-def _(pair: Pair, options: RowOptions, known: PairStats, gradients: PairGradients) -> Tensor:
+def _(pair: Pair, options: RowOptions, known: PairStats, grad: Tensor) -> Tensor:
     return pair.logits.new_empty(pair.logits.shape)
 
 
@@ -68,10 +66,10 @@ def divergence_backward_(
     form: DivergenceForm,
     options: RowOptions,
     known: PairStats,
-    gradients: PairGradients,
+    grad: Tensor,
 ) -> None:
     """The same, written over the logits."""
-    Pair(logits, teacher, labels, form).evaluate(options, known, gradients, logits)
+    Pair(logits, teacher, labels, form).evaluate(options, known, grad, logits)
 
 
 @divergence_backward_.register_fake
@@ -82,7 +80,7 @@ def _(
     form: DivergenceForm,
     options: RowOptions,
     known: PairStats,
-    gradients: PairGradients,
+    grad: Tensor,
 ) -> None:
     return None
 
@@ -90,7 +88,6 @@ def _(
 class PairWithGradient(NamedTuple):
     """The fields of ``PairStats``, and the gradient of the student's logits, in their dtype."""
 
-    logprobs: Tensor
     lse: Tensor
     teacher_lse: Tensor
     divergences: Tensor
@@ -99,15 +96,15 @@ class PairWithGradient(NamedTuple):
 
 
 @operator
-def divergence_and_grad(pair: Pair, options: RowOptions, gradients: PairGradients) -> PairWithGradient:
+def divergence_and_grad(pair: Pair, options: RowOptions, grad: Tensor) -> PairWithGradient:
     """Both, for gradients that are known beforehand."""
     _checked(pair, options)
     out = memory_like(pair.logits)
-    return PairWithGradient(*pair.evaluate(options, None, gradients, out), out)
+    return PairWithGradient(*pair.evaluate(options, None, grad, out), out)
 
 
 @divergence_and_grad.register_fake
-def _(pair: Pair, options: RowOptions, gradients: PairGradients) -> PairWithGradient:
+def _(pair: Pair, options: RowOptions, grad: Tensor) -> PairWithGradient:
     logits = pair.logits
     return PairWithGradient(*_fake_pair(pair.labels, logits.dtype), logits.new_empty(logits.shape))
 
@@ -127,7 +124,7 @@ def _saved(ctx: Any) -> tuple[Pair, RowOptions, tuple[Tensor, ...]]:
 
 
 class DivergenceFunction(torch.autograd.Function):
-    """Differentiable log-probs and divergences of logits."""
+    """Differentiable divergences of logits."""
 
     @staticmethod
     def forward(
@@ -138,26 +135,20 @@ class DivergenceFunction(torch.autograd.Function):
         form: DivergenceForm,
         options: RowOptions,
         inplace: bool,
-    ) -> tuple[Tensor, Tensor]:
-        ctx.set_materialize_grads(False)
+    ) -> Tensor:
         pair = Pair(logits, teacher, labels, form)
         found = divergence_forward(pair, options)
         _save(ctx, pair, options, *found)
         ctx.inplace = inplace
-        return found.logprobs, found.divergences
+        return found.divergences
 
     @staticmethod
-    def backward(ctx: Any, of_logprobs: Tensor | None, of_divergences: Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         nothing = (None,) * 5
         pair, options, known = _saved(ctx)
-        if of_divergences is None:
-            if of_logprobs is None:
-                return (None, *nothing)
-            of_divergences = of_logprobs.new_zeros(()).expand(pair.labels.shape)
-        gradients = PairGradients(of_divergences, of_logprobs)
         if not ctx.inplace:
-            return (divergence_backward(pair, options, PairStats(*known), gradients), *nothing)
-        divergence_backward_(*pair, options, PairStats(*known), gradients)
+            return (divergence_backward(pair, options, PairStats(*known), grad), *nothing)
+        divergence_backward_(*pair, options, PairStats(*known), grad)
         return (pair.logits, *nothing)
 
 
@@ -178,7 +169,7 @@ class KnownDivergenceFunction(torch.autograd.Function):
         shares: Tensor,
     ) -> tuple[Tensor, Tensor]:
         pair = Pair(logits, teacher, labels, form)
-        found = divergence_and_grad(pair, options, PairGradients(shares, None))
+        found = divergence_and_grad(pair, options, shares)
         ctx.grad_logits = found.grad_logits
         _save(ctx, pair, options, shares)
         ctx.mark_non_differentiable(found.divergences)
@@ -190,7 +181,7 @@ class KnownDivergenceFunction(torch.autograd.Function):
         ready, ctx.grad_logits = ctx.grad_logits, None
         if ready is None:
             # by the same pass, for the same bits
-            ready = divergence_and_grad(pair, options, PairGradients(shares * grad, None)).grad_logits
+            ready = divergence_and_grad(pair, options, shares * grad).grad_logits
         else:
             scale_(ready, grad, options.backend)
         return (ready, *(None,) * 5)

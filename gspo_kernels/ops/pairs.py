@@ -1,8 +1,7 @@
 """A student's rows beside a teacher's: what is compared of them, and how.
 
 Over the whole vocabulary both rows are read side by side. Over K ids each side has their log-probs and what
-they leave (``ops.selected``), the student's also the label's, and what is done with these numbers is done in
-fp64.
+they leave (``ops.selected``), and what is done with these numbers is done in fp64.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from gspo_kernels.layout import as_rows
 from gspo_kernels.ops.backends import rows_of
 from gspo_kernels.ops.selected import (
     SelectedGradients,
-    SelectedRows,
     first_places,
     score,
     write_gradient,
@@ -25,7 +23,6 @@ from gspo_kernels.ops.selected import (
 from gspo_kernels.ops.shards import leading_of_all
 from gspo_kernels.types import (
     LogitTransform,
-    PairGradients,
     PairStats,
     RowOptions,
     pair_dtypes,
@@ -45,14 +42,12 @@ class DivergenceForm(NamedTuple):
         top_k_of_student: which side's most likely ids these are.
         tail: whether what the ids leave is a column beside them; otherwise both sides are normalised over the
             ids.
-        labelled: whether labels are those of tokens; otherwise they only say which rows are ignored.
     """
 
     beta: float
     top_k: int
     top_k_of_student: bool
     tail: bool
-    labelled: bool
 
 
 class TeacherRows(NamedTuple):
@@ -100,7 +95,9 @@ class TeacherRows(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """Rows of a student beside what there is of a teacher, [B, T], and what is compared of them."""
+    """Rows of a student beside what there is of a teacher, [B, T], and what is compared of them. Labels only
+    say which rows are ignored.
+    """
 
     logits: Tensor
     teacher: TeacherRows
@@ -111,21 +108,14 @@ class Pair(NamedTuple):
         self,
         options: RowOptions,
         known: PairStats | None = None,
-        gradients: PairGradients | None = None,
+        grad: Tensor | None = None,
         out: Tensor | None = None,
         transform: LogitTransform | None = None,
     ) -> PairStats:
-        """See ``RowBackend.divergence``; ``transform`` is that of these rows, if they are some of a call's.
-
-        Log-probs are those of labels only where the form says that there are labels.
-        """
+        """See ``RowBackend.divergence``; ``transform`` is these rows', if they are some of a call's."""
         transform = options.transform if transform is None else transform
-        if gradients is not None and gradients.logprobs is not None and known is not None:
-            # a label that is no column has a constant (NaN) log-prob
-            constant = known.logprobs.isnan() & ~known.divergences.isnan()
-            gradients = gradients._replace(logprobs=gradients.logprobs.masked_fill(constant, 0.0))
         if self.teacher.ids is not None or self.form.top_k:
-            return _over_ids(self, options, transform, gradients, out)
+            return _over_ids(self, options, transform, grad, out)
         assert self.teacher.logits is not None
         return rows_of(options).divergence(
             self.logits,
@@ -136,61 +126,9 @@ class Pair(NamedTuple):
             self.form.beta,
             ignore_index=options.ignore_index,
             known=known,
-            gradients=gradients,
+            grad=grad,
             out=out,
         )
-
-
-class _Student(NamedTuple):
-    """Log-probs of ids [B, T, K] in fp64, log of what they leave [B, T], and the label's log-prob; -inf where
-    an id is there once more.
-
-    Attributes:
-        all_ids: the ids, and behind them the label where there are labels.
-        rows: what ``score`` said of these.
-        beside: where the label is none of the ids.
-    """
-
-    logprobs: Tensor
-    tail: Tensor
-    label: Tensor
-    all_ids: Tensor
-    rows: SelectedRows
-    beside: Tensor
-
-    def gradients(
-        self, of_ids: Tensor, of_tail: Tensor | None, of_label: Tensor | None, within: bool
-    ) -> SelectedGradients:
-        """By the log-probs and the tail of ``rows``, from those by ``logprobs``, ``tail`` and ``label``."""
-        if self.all_ids.shape[-1] == of_ids.shape[-1]:
-            return SelectedGradients(of_ids, of_tail)
-        label = torch.zeros_like(self.label) if of_label is None else of_label.to(torch.float64)
-        if within:
-            of_ids = of_ids - self.logprobs.exp() * of_ids.sum(-1, keepdim=True)
-            return SelectedGradients(torch.cat([of_ids, label.unsqueeze(-1)], -1), None)
-        assert of_tail is not None
-        moved = self.beside & (of_tail != 0)
-        share = torch.where(moved, (self.label - self.tail).exp(), 0.0).nan_to_num(0.0)
-        label = label + of_tail * share
-        return SelectedGradients(torch.cat([of_ids, label.unsqueeze(-1)], -1), of_tail * (1 - share))
-
-
-def _of_student(
-    pair: Pair, ids: Tensor, counts: Tensor, options: RowOptions, transform: LogitTransform
-) -> _Student:
-    """In one pass over the student's logits."""
-    within, labelled = not pair.form.tail, pair.form.labelled
-    label = pair.labels.masked_fill(pair.labels == options.ignore_index, bits.NO_ID).unsqueeze(-1)
-    all_ids = torch.cat([ids, label], -1) if labelled else ids
-    rows = score(pair.logits, all_ids, options.backend, transform, within and not labelled, options.shard)
-    K, logprobs, tail = ids.shape[-1], rows.logprobs.to(torch.float64), rows.tail.to(torch.float64)
-    of_ids, of_label = torch.where(counts, logprobs[..., :K], -torch.inf), logprobs[..., -1]
-    beside = ~(ids == label).any(-1)
-    if labelled:
-        tail = torch.where(beside, torch.logaddexp(tail, of_label), tail)
-        if within:
-            of_ids = of_ids - of_ids.logsumexp(-1, keepdim=True)
-    return _Student(of_ids, tail, of_label, all_ids, rows, beside)
 
 
 def _of_teacher(pair: Pair, ids: Tensor, counts: Tensor, options: RowOptions) -> tuple[Tensor, Tensor]:
@@ -210,7 +148,7 @@ def _over_ids(
     pair: Pair,
     options: RowOptions,
     transform: LogitTransform,
-    gradients: PairGradients | None,
+    grad: Tensor | None,
     out: Tensor | None,
 ) -> PairStats:
     form, ids = pair.form, pair.teacher.ids
@@ -225,36 +163,32 @@ def _over_ids(
     ids = ids.masked_fill((pair.labels == options.ignore_index).unsqueeze(-1), bits.NO_ID)
     counts = first_places(ids, None if options.shard.group else pair.logits.shape[-1])
     log_q, left = _of_teacher(pair, ids, counts, options)
-    student = _of_student(pair, ids, counts, options, transform)
-    log_p = student.logprobs
+    within = not form.tail
+    student = score(pair.logits, ids, options.backend, transform, within, options.shard)
+    log_p = torch.where(counts, student.logprobs.to(torch.float64), -torch.inf)
     if form.tail:
-        log_p = torch.cat([log_p, student.tail.unsqueeze(-1)], -1)
+        log_p = torch.cat([log_p, student.tail.to(torch.float64).unsqueeze(-1)], -1)
         log_q = torch.cat([log_q, left.unsqueeze(-1)], -1)
         counts = torch.cat([counts, counts.any(-1, keepdim=True)], -1)
         log_p, log_q = (torch.where(counts, each, -torch.inf) for each in (log_p, log_q))
     value, slope = divergences.of_columns(log_p, log_q, form.beta)
     broken = torch.stack([(each.isnan() & counts).any(-1) for each in (log_p, log_q)]).any(0)
     found = torch.where(counts, value, 0.0).sum(-1).masked_fill(broken, torch.nan)
-    if out is not None and gradients is not None:
-        coefficients = gradients.divergences.to(torch.float64)
+    if out is not None and grad is not None:
+        coefficients = grad.to(torch.float64)
         idle = (coefficients == 0).unsqueeze(-1)
         weighted = torch.where(idle | ~counts, 0.0, slope * coefficients.unsqueeze(-1))
         lost = broken if form.beta == 0 else ~found.isfinite()
         weighted = torch.where(lost.unsqueeze(-1) & counts & ~idle, torch.nan, weighted)
         K = ids.shape[-1]
-        of_tail = weighted[..., K] if form.tail else None
-        grads = student.gradients(weighted[..., :K], of_tail, gradients.logprobs, not form.tail)
-        within = not (form.tail or form.labelled)
+        grads = SelectedGradients(weighted[..., :K], weighted[..., K] if form.tail else None)
         write_gradient(
-            out, pair.logits, student.all_ids, student.rows, grads, options.backend, transform, within,
-            options.shard,
-        )  # fmt: skip
+            out, pair.logits, ids, student, grads, options.backend, transform, within, options.shard
+        )
     # an operator's outputs may not be the same tensor
-    *nothing, logprobs = torch.zeros(4, *found.shape, dtype=found.dtype, device=found.device).unbind()
-    if form.labelled:
-        logprobs = student.label
+    nothing = torch.zeros(3, *found.shape, dtype=found.dtype, device=found.device)
     kinds = pair_dtypes(stats_dtype(pair.logits.dtype))
-    outputs = (logprobs, *nothing[:2], found, nothing[2])
+    outputs = (nothing[0], nothing[1], found, nothing[2])
     return PairStats(*(each.to(kind, copy=True) for each, kind in zip(outputs, kinds, strict=True)))
 
 

@@ -24,7 +24,6 @@ from gspo_kernels.parallel.groups import begin_gather, gathered, rank_and_size
 from gspo_kernels.types import (
     LogitTransform,
     Normalizers,
-    PairGradients,
     PairStats,
     RowStats,
     Shard,
@@ -43,21 +42,6 @@ _NOT_HERE = 1.0
 def statistics_bytes(entropy: bool, itemsize: int = 4) -> int:
     """How many bytes a rank sends to each other for a row."""
     return 8 + (1 + entropy) * itemsize
-
-
-def compared_bytes(itemsizes: tuple[int, int], k: int, given: bool) -> tuple[int, ...]:
-    """How many bytes a rank sends to each other in each gather, for a row with a label that is compared with
-    a teacher's.
-
-    Args:
-        itemsizes: of either side's statistics.
-        k: over how many ids; 0: over the vocabulary.
-        given: whether an engine has given the ids, with their log-probs.
-    """
-    if not k:
-        return (*(statistics_bytes(False, itemsize) for itemsize in itemsizes), 16)
-    of_student = 8 * (2 * (k + 1) + 1)
-    return (of_student,) if given else (16 * k, 8 * (2 * k + 1), of_student)
 
 
 def first_column(shard: Shard, width: int) -> int:
@@ -157,7 +141,7 @@ class ShardedRows:
         *,
         ignore_index: int,
         known: Normalizers | PairStats | None,
-        gradients: PairGradients | None,
+        grad: Tensor | None,
         out: Tensor | None,
     ) -> PairStats:
         """See ``ops.backends.RowBackend.divergence``; two gathers for the log-sum-exps, and one for the
@@ -165,9 +149,7 @@ class ShardedRows:
         """
         local = self._local(labels, logits.shape[-1], ignore_index)
 
-        def of_shard(
-            known: Normalizers | PairStats, gradients: PairGradients | None, out: Tensor | None
-        ) -> PairStats:
+        def of_shard(known: Normalizers | PairStats, grad: Tensor | None, out: Tensor | None) -> PairStats:
             return self._inner.divergence(
                 logits,
                 teacher_logits,
@@ -177,7 +159,7 @@ class ShardedRows:
                 beta,
                 ignore_index=IGNORED,
                 known=known,
-                gradients=gradients,
+                grad=grad,
                 out=out,
             )
 
@@ -187,7 +169,7 @@ class ShardedRows:
                 self.logprobs_forward(values, labels, how, ignore_index=ignore_index, entropy=False)
                 for values, how in ((logits, transform), (teacher_logits, theirs))
             )
-            known = Normalizers(own.logprobs, own.lse, other.lse)
+            known = Normalizers(own.lse, other.lse)
         if not isinstance(known, PairStats):
             here = of_shard(known, None, None)
             sums = gathered(
@@ -195,7 +177,7 @@ class ShardedRows:
             ).sum(0)
             # an operator's outputs may not share memory
             known = PairStats(*known, *(each.to(here.centres.dtype, copy=True) for each in sums))
-        return known if gradients is None else of_shard(known, gradients, out)
+        return known if grad is None else of_shard(known, grad, out)
 
     def scale_(self, values: Tensor, factor: Tensor) -> None:
         """See ``ops.backends.RowBackend.scale_``."""

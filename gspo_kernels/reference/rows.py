@@ -14,7 +14,6 @@ from gspo_kernels.torch_internals import inner_autograd
 from gspo_kernels.types import (
     LogitTransform,
     Normalizers,
-    PairGradients,
     PairStats,
     RowStats,
     stats_dtype,
@@ -165,7 +164,7 @@ def divergence(
     *,
     ignore_index: int,
     known: Normalizers | PairStats | None,
-    gradients: PairGradients | None,
+    grad: Tensor | None,
     out: Tensor | None,
 ) -> PairStats:
     """See ``ops.backends.RowBackend.divergence``."""
@@ -177,10 +176,8 @@ def divergence(
         z = _counted_columns(leaf, ignored, transform)
         teacher_z = _counted_columns(teacher_logits.detach().to(wide), ignored, theirs)
         if known is None:
-            own = logprobs_forward(logits, labels, transform, ignore_index=ignore_index, entropy=False)
-            known = Normalizers(
-                own.logprobs, own.lse, teacher_z.double().logsumexp(-1).masked_fill(ignored, 0.0)
-            )
+            sides = (each.detach().double().logsumexp(-1) for each in (z, teacher_z))
+            known = Normalizers(*(lse.masked_fill(ignored, 0.0) for lse in sides))
         log_p, log_q = (
             _log_softmax(z.detach(), known.lse),
             _log_softmax(teacher_z, known.teacher_lse).to(z.dtype),
@@ -193,7 +190,7 @@ def divergence(
             centres = torch.zeros_like(value[..., 0]) if beta == 0 else slope.sum(-1) / student
             sums = (each.masked_fill(ignored, 0.0) for each in (value.sum(-1), centres))
             found = PairStats(*known, *sums)
-        if out is not None and gradients is not None:
+        if out is not None and grad is not None:
             p = log_p.exp()
             if beta == 0:
                 far = p + slope
@@ -201,14 +198,10 @@ def divergence(
                 far = slope - p * (found.centres * (1.0 if beta == 1 else 1 - beta)).unsqueeze(-1)
                 # what has infinitely far to go has no direction
                 far = torch.where(found.divergences.isfinite().unsqueeze(-1), far, torch.nan)
-            towards = _slopes_of_logprob(p, labels, found.logprobs)
-            grad = torch.zeros_like(leaf)
-            for slopes, factor in ((far, gradients.divergences), (towards, gradients.logprobs)):
-                if factor is not None:
-                    weight = factor.to(leaf.dtype).masked_fill(ignored, 0.0).unsqueeze(-1)
-                    grad = grad + torch.where(weight == 0, 0.0, slopes * weight)
-            (chained,) = torch.autograd.grad(z, leaf, grad)
-            out.copy_(torch.where(grad == 0, 0.0, chained))
+            weight = grad.to(leaf.dtype).masked_fill(ignored, 0.0).unsqueeze(-1)
+            of_z = torch.where(weight == 0, 0.0, far * weight)
+            (chained,) = torch.autograd.grad(z, leaf, of_z)
+            out.copy_(torch.where(of_z == 0, 0.0, chained))
     return found
 
 

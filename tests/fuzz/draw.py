@@ -14,7 +14,6 @@ import gspo_kernels as gk
 from tests import oracle
 from tests.cases import AGGREGATIONS, KIND, Case, draw_kept, offsets, pad
 from tests.fuzz import DTYPES
-from tests.fuzz.teachers import draw_teacher, near_a_tie
 from tests.judging import expect, true_logprobs
 
 ENTRIES = tuple(KIND)
@@ -44,7 +43,7 @@ class Drawn:
         layout = "padded" if case.cu_seqlens is None else f"packed {case.cu_seqlens.tolist()}"
         return (
             f"{self.entry} {layout} {inputs} {self.objective} {case.terms} {case.logit_options} "
-            f"teacher {shown(case.teacher or {})} {self.options} old {case.old_logprobs is not None} "
+            f"{self.options} old {case.old_logprobs is not None} "
             f"factor {self.factor} twice {self.twice}"
         )
 
@@ -68,9 +67,7 @@ class Draw:
         while True:
             drawn = self._call()
             clean = cleaned(drawn.case)
-            beside = (clean.inputs, clean.logit_options, clean.teacher or {}, clean.counted)
-            turned = near_a_clip_bound(clean, drawn.objective) or near_a_tie(*beside)
-            if turned or not fits(clean, drawn.objective, 1.0):
+            if near_a_clip_bound(clean, drawn.objective) or not fits(clean, drawn.objective, 1.0):
                 continue
             return drawn if fits(clean, drawn.objective, drawn.factor) else replace(drawn, factor=1.0)
 
@@ -115,10 +112,6 @@ class Draw:
                 case, terms=terms | {"ref_logprobs": (truth + 0.2 * self.normal(tokens)).to(statistics)}
             )
         by_labels = entry in ("fused_policy_loss", "fused_linear_policy_loss")
-        # an entropy beside a teacher is refused; what one side bans may be infinitely far from the other
-        alone = "entropy_coef" in terms or any(value.isinf().any() for value in inputs.values())
-        if by_labels and not alone and self.chance(0.4):
-            case = replace(case, teacher=draw_teacher(dice, self.rng, case, vocabulary, len(lengths)))
         case = self.laid_out(self.poisoned(case), by_labels)
         factor = dice.choice((1.0, 1.0, 0.5, -3.0, 0.0, 65536.0, 65536.0))
         return Drawn(entry, case, objective, self.options(entry, case, vocabulary), factor, self.chance(0.1))
@@ -229,11 +222,6 @@ class Draw:
             inputs={name: spoil(value) if name in rows else value for name, value in case.inputs.items()},
             old_logprobs=spoil(case.old_logprobs),
             terms=terms,
-            teacher=case.teacher
-            and {
-                name: spoil(value) if name in (*rows, "coef") and isinstance(value, Tensor) else value
-                for name, value in case.teacher.items()
-            },
         )
 
     def laid_out(self, case: Case, by_labels: bool) -> Case:
@@ -249,14 +237,9 @@ class Draw:
         if case.loss_mask is not None:
             dtype = self.dice.choice((torch.bool, torch.int64, torch.float32))
             case = replace(case, loss_mask=case.loss_mask.to(dtype))
-        sides = ("logits", "hidden", "weight", "bias", "logprobs")
         return replace(
             case,
             inputs={name: self.strided(value) for name, value in case.inputs.items()},
-            teacher=case.teacher
-            and {
-                name: self.strided(value) if name in sides else value for name, value in case.teacher.items()
-            },
         )
 
     def strided(self, value: Tensor) -> Tensor:
@@ -273,7 +256,7 @@ class Draw:
     def options(self, entry: str, case: Case, vocabulary: int) -> dict[str, Any]:
         options: dict[str, Any] = {}
         policy = entry in ("fused_policy_loss", "fused_linear_policy_loss")
-        if policy and case.teacher is None and self.chance(0.3):
+        if policy and self.chance(0.3):
             options["return_entropy"] = True
         if entry == "token_logprobs" or entry == "fused_policy_loss":
             options["inplace_backward"] = self.chance(0.15) and case.inputs["logits"].is_contiguous()

@@ -65,12 +65,9 @@ def judge(drawn: Drawn, output: gk.LossOutput, grads: dict[str, Tensor]) -> None
     slope, vocabulary = steepest(case.logit_options), vocabulary_of(case)
     moves = truth.sensitivity.get
     reach = moves("logprobs", 0.0) + 2 * math.log(vocabulary + 2) * moves("entropy", 0.0)
-    reach += moves("divergence", 0.0)
     answers = {"loss": output.loss, **{f"grad {name}": grad for name, grad in grads.items()}}
     if drawn.entry in ("fused_policy_loss", "fused_linear_policy_loss"):
         answers["logprobs"] = output.logprobs
-    if case.teacher is not None:
-        answers["divergence"] = output.metrics["divergence"]
     for name, got in answers.items():
         want = truth.values()[name] * (factor if name.startswith("grad ") else 1.0)
         got = got.detach().cpu()
@@ -78,8 +75,7 @@ def judge(drawn: Drawn, output: gk.LossOutput, grads: dict[str, Tensor]) -> None
         if want.numel() == 0:
             continue
         info, largest = torch.finfo(got.dtype), float(want.abs().max())
-        # a divergence of 0 is a sum of terms that aren't
-        own = {"loss": reach, "divergence": 1.0 + largest}.get(name, 0.0)
+        own = reach if name == "loss" else 0.0
         allowed = 16 * spread[name] + 64 * SINGLE.eps * finer * (largest + own) + info.eps * largest
         if name == "loss":
             allowed += 16 * carried
@@ -96,7 +92,7 @@ def judge(drawn: Drawn, output: gk.LossOutput, grads: dict[str, Tensor]) -> None
             allowed += 2 * info.smallest_normal * info.eps
             # rows of 16 bits enter the products
             allowed += abs(factor) * 4 * info.eps * reach * slope * partner(case, name)
-        if name == "grad logits" and case.teacher is None:
+        if name == "grad logits":
             # a probability below 1e-38 is 0 before a coefficient multiplies it
             small = max(4 * info.smallest_normal * info.eps, 1e-30 * max(1.0, largest))
             # and one that plain fp32 misses as well is the little that two larger ones leave of each other

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from tests import oracle
-from tests.cases import Case, scores_of
-from tests.fuzz import DTYPES
+from tests.cases import scores_of
 
 
 def draw_form(dice: random.Random, vocabulary: int, over_ids: bool = True) -> dict[str, Any]:
@@ -59,36 +58,6 @@ def draw_side(
     if dice.random() < 0.5:
         found["bias"] = normal(vocabulary).to(dtype)
     return found
-
-
-def draw_teacher(
-    dice: random.Random, rng: torch.Generator, case: Case, vocabulary: int, sequences: int
-) -> dict[str, Any]:
-    """Arguments of a ``Teacher`` beside the objective of a packed case."""
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=rng, dtype=torch.float64)
-
-    def uniform(count: int) -> Tensor:
-        return 0.5 + torch.rand(count, generator=rng)
-
-    tokens, own = case.labels.numel(), next(iter(case.inputs.values())).dtype
-    weights = uniform(tokens).masked_fill(torch.rand(tokens, generator=rng) < 0.2, 0.0)
-    coef = {"coef": dice.choice((0.3, torch.tensor(0.7), weights))}
-    cut = "kept_ids" in case.logit_options
-    if not cut and vocabulary > 1 and dice.random() < 0.3:
-        form = draw_form(dice, vocabulary, over_ids=False) | {"add_tail": dice.random() < 0.5}
-        return draw_scored(dice, rng, (tokens,), vocabulary) | form | coef
-    dtype = own if own == torch.float64 else dice.choice((own, *DTYPES[:3]))
-    how: dict[str, Any] = {}
-    if dice.random() < 0.4:
-        how["temperature"] = dice.choice((0.6, 1.3, uniform(sequences)))
-    if dice.random() < 0.3:
-        how["softcap"] = dice.choice((3.0, 30.0))
-    if dice.random() < 0.3:
-        how["logit_scale"] = dice.choice((0.3, 1.7, -0.4))
-    side = draw_side(dice, normal, case.kind == "linear", (tokens,), vocabulary, dtype)
-    return side | how | draw_form(dice, vocabulary, over_ids=not cut) | coef
 
 
 def near_a_tie(

@@ -111,13 +111,6 @@ def distilled(device, scale, beta, width=0):
     return out.loss.detach(), out.divergence, *torch.autograd.grad(out.loss, leaves)
 
 
-def taught(device, scale):
-    """An objective and a teacher, whose rows of gradients are read once."""
-    (hidden, weight), *_ = problem(device, scale.tokens, scale.vocabulary, 2 * scale.width, seed=1)
-    teacher = gk.Teacher(hidden=hidden, weight=weight, beta=0.5, coef=0.1)
-    return from_hidden(device, scale, teacher=teacher)
-
-
 # Which kernels: sequence_ratio, ratio_step, logprobs_forward, logprobs_backward, logprobs_and_grad (also
 # in place and narrowing in place), scale, divergence (in both ways, too).
 CALLS = {
@@ -138,7 +131,6 @@ CALLS = {
     "Jensen-Shannon, in place": lambda *to: distilled(*to, 0.5),
     "reverse KL, hidden": lambda device, scale: distilled(device, scale, 1.0, scale.width),
     "forward KL, hidden": lambda device, scale: distilled(device, scale, 0.0, scale.width),
-    "an objective and a teacher, hidden": taught,
 }
 
 

@@ -30,7 +30,6 @@ from gspo_kernels.kernels import one_pass, products
 from gspo_kernels.types import (
     KLPenalty,
     LogitTransform,
-    PairGradients,
     PairStats,
     RatioClip,
     RowStats,
@@ -129,14 +128,14 @@ def compare(
     out = {"in place": logits, "narrower": logits.view(torch.bfloat16)[..., :V], "nowhere": None}[write]
     kernels.divergence(
         logits, torch.empty_like(logits), labels, transform, transform, beta, ignore_index=-100,
-        known=None, gradients=None if out is None else PairGradients(floats, None), out=out,
+        known=None, grad=None if out is None else floats, out=out,
     )  # fmt: skip
     if out is not None:
         floats = floats.to(stats_dtype(dtype))
-        known = PairStats(floats, floats.double(), floats.double(), floats, floats)
+        known = PairStats(floats.double(), floats.double(), floats, floats)
         kernels.divergence(
             logits, torch.empty_like(logits), labels, transform, transform, beta, ignore_index=-100,
-            known=known, gradients=PairGradients(floats, floats), out=out,
+            known=known, grad=floats, out=out,
         )  # fmt: skip
 
 

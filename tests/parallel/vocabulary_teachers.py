@@ -1,7 +1,4 @@
-"""Distillation on several ranks, alone and beside an objective: both sides are cut in the same places."""
-
-import functools
-import itertools
+"""Distillation on several ranks: both sides are cut in the same places."""
 
 import torch
 import torch.distributed as dist
@@ -28,11 +25,7 @@ CUT = {"logits": -1, "weight": 0, "bias": 0}
 
 
 class Sides:
-    """A student and a teacher of two sequences, in fp64, where another order of sums hardly shows.
-
-    Attributes:
-        explain: makes the plan of the last call beside an objective, from hidden states.
-    """
+    """A student and a teacher of two sequences, in fp64, where another order of sums hardly shows."""
 
     def __init__(self, linear, dtype=torch.float64):
         rng = torch.Generator().manual_seed(shifted_seed(5))
@@ -50,14 +43,11 @@ class Sides:
             }
 
         self.linear, self.student, self.teacher = linear, side(8), side(12)
-        self.mask, self.chunk_bytes = MASK, 4096
-        self.labels = torch.randint(0, VOCABULARY, (2, 3), generator=rng)
-        self.old = -4 + 0.1 * normal(2, 3)
         self.ids = torch.randint(0, VOCABULARY, (2, 3, 4), generator=rng)
         self.logprobs = normal(2, 3, 4).abs().neg() - 2
 
-    def run(self, form, beside, backend="cpp", columns=None, **group):
-        """Loss, divergences or log-probs, and the gradients of what this rank has."""
+    def run(self, form, backend="cpp", columns=None, **group):
+        """Loss, divergences, and the gradients of what this rank has."""
         start, end = (0, VOCABULARY) if columns is None else columns
         leaves, theirs = (
             {
@@ -70,80 +60,38 @@ class Sides:
         form = dict(form)
         if form.pop("ids", None):
             theirs, form = {}, form | {"ids": self.ids, "logprobs": self.logprobs}
-        options = {"loss_mask": self.mask, "temperature": 0.7, "backend": backend, **group}
+        options = {"loss_mask": MASK, "temperature": 0.7, "backend": backend, **group}
         if self.linear:
-            options["max_chunk_bytes"] = self.chunk_bytes
-        if beside:
-            function = gk.fused_linear_policy_loss if self.linear else gk.fused_policy_loss
-            given = {
-                "labels": self.labels, "old_logprobs": self.old, "advantages": torch.tensor([1.0, -1.0]),
-                "objective": gk.GSPO(0.1, 0.1), "teacher": gk.Teacher(**theirs, **form, coef=0.3),
-            }  # fmt: skip
-            if self.linear:
-                known = {name: options[name] for name in options if name not in ("temperature", "backend")}
-                self.explain = functools.partial(gk.explain_schedule, **leaves, **given, **known)
-            out = function(**leaves, **given, **options)
-            shown = out.logprobs, out.metrics["divergence"]
-        else:
-            function = gk.fused_linear_distillation_loss if self.linear else gk.distillation_loss
-            renamed = {f"teacher_{name}": value for name, value in theirs.items()}
-            form = {
-                ("teacher_logprobs" if name == "logprobs" else name): value for name, value in form.items()
-            }
-            out = function(**leaves, **renamed, **form, **options)
-            shown = (out.divergence,)
-        return out.loss, shown, dict(zip(leaves, torch.autograd.grad(out.loss, leaves.values()), strict=True))
-
-
-def sent_by(plan):
-    """Bytes and messages."""
-    return plan.sent_bytes, plan.messages
+            options["max_chunk_bytes"] = 4096
+        function = gk.fused_linear_distillation_loss if self.linear else gk.distillation_loss
+        renamed = {f"teacher_{name}": value for name, value in theirs.items()}
+        form = {("teacher_logprobs" if name == "logprobs" else name): value for name, value in form.items()}
+        out = function(**leaves, **renamed, **form, **options)
+        return (
+            out.loss,
+            out.divergence,
+            dict(zip(leaves, torch.autograd.grad(out.loss, leaves.values()), strict=True)),
+        )
 
 
 @of_ranks(2)
 def teachers():
     """One process's numbers, from shards of one column and of all others."""
-    for linear, beside in ((False, False), (True, False), (False, True), (True, True)):
+    for linear in (False, True):
         sides = Sides(linear)
         for uneven, backend in ((True, "cpp"), (False, "reference")):
             columns = shares(uneven=uneven)[dist.get_rank()]
             group = {"tp_group": dist.group.WORLD} | ({"vocab_range": columns} if uneven else {})
             for form in FORMS if backend == "cpp" else FORMS[1::2]:
-                whole, shown, grads = sides.run(form, beside, backend)
-                loss, ours, own = sides.run(form, beside, backend, columns, **group)
-                assert_same_bits(loss=loss, **{str(i): each for i, each in enumerate(ours)})
-                for got, wanted in ((loss, whole), *zip(ours, shown, strict=True)):
+                whole, shown, grads = sides.run(form, backend)
+                loss, ours, own = sides.run(form, backend, columns, **group)
+                assert_same_bits(loss=loss, divergence=ours)
+                for got, wanted in ((loss, whole), (ours, shown)):
                     torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-12)
                 parts = every(own)
                 for name, wanted in grads.items():
                     got = torch.cat([part[name] for part in parts], CUT[name]) if name in CUT else own[name]
                     torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-12)
-
-
-@of_ranks(2)
-def teachers_beside_parts_of_sequences():
-    """Context parallelism: the loss is everyone's, gradients are those of a rank's own tokens."""
-    for linear, form in ((False, FORMS[1]), (True, FORMS[3])):
-        sides, rank = Sides(linear), dist.get_rank()
-        whole, (_, mean), grads = sides.run(form, True)
-        here = slice(0, 2) if rank == 0 else slice(2, 3)
-        for side in (sides.student, sides.teacher):
-            side |= {name: value[:, here] for name, value in side.items() if name in ("logits", "hidden")}
-        sides.labels, sides.old, sides.mask = (each[:, here] for each in (sides.labels, sides.old, MASK))
-        with Wire() as wire:
-            loss, (_, own_mean), own = sides.run(form, True, cp_group=dist.group.WORLD)
-        if linear:
-            assert sent_by(sides.explain()) == wire.total
-        assert_same_bits(loss=loss, mean=own_mean)
-        pairs = [(loss, whole), (own_mean, mean)]
-        parts = every(own)
-        for name, wanted in grads.items():
-            shared = name in ("weight", "bias")
-            pairs.append(
-                (sum(p[name] for p in parts) if shared else torch.cat([p[name] for p in parts], 1), wanted)
-            )
-        for got, wanted in pairs:
-            torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-12)
 
 
 @of_ranks(2)
@@ -153,14 +101,9 @@ def teachers_on_the_wire():
     counted, columns = int(MASK.sum()), shares()[rank]
     for form, bytes_of_row in ((FORMS[1], 12 + 12 + 16), (FORMS[3], 2 * 8 * 5 + 2 * 8 * (2 * 5 + 1))):
         with Wire() as wire:
-            sides.run(form, False, "cpp", columns, tp_group=dist.group.WORLD)
+            sides.run(form, "cpp", columns, tp_group=dist.group.WORLD)
         assert wire.sent["all_gather"] == SIZES_BYTES + counted * bytes_of_row
         assert wire.sent["all_reduce"] == counted * 8 * 4
-    sides.chunk_bytes = 2 * 2 * 4 * (columns[1] - columns[0])  # two rows of either side
-    for form, schedule in itertools.product((FORMS[1], FORMS[3], FORMS[5]), ("aligned", "two_pass")):
-        with Wire() as wire:
-            sides.run(form, True, "cpp", columns, tp_group=dist.group.WORLD, schedule=schedule)
-        assert sent_by(sides.explain()) == wire.total, (form, schedule)
 
 
 @of_ranks(2)
@@ -169,16 +112,13 @@ def wrong_teachers():
     sides, rank, group = Sides(True), dist.get_rank(), {"tp_group": dist.group.WORLD}
     form = {"beta": 0.3 if rank else 0.4}
     assert_all_raise(
-        "beta: differs", None, lambda: sides.run(form, False, "cpp", shares()[rank], **group),
+        "beta: differs", None, lambda: sides.run(form, "cpp", shares()[rank], **group),
         RanksDisagreeError,
     )  # fmt: skip
     wrong = {"beta": 1.5 if rank else 0.5}
-    for beside in (False, True):
-        assert_all_raise(
-            "beta: got 1.5", 1, lambda b=beside: sides.run(wrong, b, "cpp", shares()[rank], **group)
-        )
+    assert_all_raise("beta: got 1.5", 1, lambda: sides.run(wrong, "cpp", shares()[rank], **group))
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    whole, _, grads = sides.run(FORMS[2], False)
+    whole, _, grads = sides.run(FORMS[2])
 
     def dtensors(**changed):
         placed = {"hidden": Replicate(), "teacher_hidden": Replicate()} | changed

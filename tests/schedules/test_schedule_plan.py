@@ -169,46 +169,6 @@ def test_explained_products_are_those_that_run(products, schedule, skip_inactive
     assert products["most"] <= plan.chunk_rows <= 8
 
 
-TEACHERS = {
-    "head": {"hidden": torch.zeros(21, 40), "weight": torch.zeros(V, 40)},
-    "top k": {"hidden": torch.zeros(21, 4), "weight": torch.zeros(V, 4), "top_k": 5},
-    "ids": {"ids": torch.zeros(21, 2, dtype=torch.int64), "logprobs": torch.full((21, 2), -1.0)},
-}
-
-
-@pytest.mark.parametrize("kind", TEACHERS)
-def test_a_teacher_is_part_of_the_plan(products, kind):
-    """Its product, its logits in each chunk, and gradients of rows that have none of the objective."""
-    case, teacher = work_case("packed"), gk.Teacher(**TEACHERS[kind])
-    width, theirs = 16, teacher.hidden.shape[1] if teacher.hidden is not None else 0
-    row = ROW if teacher.hidden is None else 2 * ROW
-    for schedule, objective, skip in (
-        ("known", gk.GRPO(), "backward"),
-        ("aligned", gk.GSPO(), "none"),
-        ("aligned", gk.GSPO(), "backward"),
-        ("two_pass", gk.GSPO(), "backward"),
-        ("auto", gk.GSPO(), "backward"),
-    ):
-        leaves = {name: value.detach().clone().requires_grad_() for name, value in case.inputs.items()}
-        options = {"schedule": schedule, "skip_inactive": skip, "max_chunk_bytes": 8 * row}
-        explain = functools.partial(
-            gk.explain_schedule, leaves["hidden"], leaves["weight"], case.labels, case.old_logprobs,
-            case.advantages, bias=leaves["bias"], cu_seqlens=case.cu_seqlens, objective=objective, **options,
-        )  # fmt: skip
-        plan = explain(teacher=teacher)
-        products.update(dict.fromkeys(products, 0))
-        call(case, leaves, ENTRY, objective, teacher=teacher, **options).loss.backward()
-        assert products["hidden"] == products["weight"] == TOKENS == sum(plan.parts.values())
-        assert plan.gemms * TOKENS == pytest.approx(products["projected"] / width + 2 * TOKENS)
-        assert plan.teacher_gemms == theirs / width and "teacher" in plan.reason
-        assert (f"{theirs / width:.2f} of them the teacher's" in str(plan)) == (theirs > 0)
-        assert 0 < products["most"] <= plan.chunk_rows <= 8
-        assert plan.peak_bytes == plan.chunk_bytes == plan.chunk_rows * row
-        with torch.no_grad():
-            forward = explain(teacher=teacher)
-        assert forward.gemms == 1.0 + theirs / width
-
-
 def test_a_plan_reads_well():
     case = make_case("linear", "packed", "holes")
     leaves = {name: value.detach().clone().requires_grad_() for name, value in case.inputs.items()}
