@@ -41,6 +41,8 @@ def in_processes(count, work):
     def begin(rank):
         os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "WORLD_SIZE": str(count)}
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "ACCELERATE_USE_CPU": "true"}
+        # accelerate would set more threads, which wait forever in a copy of a process that has had some
+        os.environ["OMP_NUM_THREADS"] = "1"
         torch.set_num_threads(1)
         work(rank)
         if torch.distributed.is_initialized():  # rank 0 has the store that others may still look into
