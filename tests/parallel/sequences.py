@@ -219,11 +219,12 @@ def schedules():
             lambda s=schedule, o=objective: run(case, "zigzag", o, schedule=s),
         )
     own = part(case, *positions(case, "zigzag"))
-    plan = gk.explain_schedule(
-        own.inputs["hidden"].requires_grad_(), own.inputs["weight"], own.labels, own.old_logprobs,
-        own.advantages, cu_seqlens=own.cu_seqlens, cp_group=dist.group.WORLD,
-    )  # fmt: skip
-    assert plan.schedule == "two_pass" and "cp_group" in plan.reason
+    for trained, schedule, reason in ((False, "frozen", "frozen"), (True, "two_pass", "cp_group")):
+        plan = gk.explain_schedule(
+            own.inputs["hidden"].requires_grad_(), own.inputs["weight"].requires_grad_(trained), own.labels,
+            own.old_logprobs, own.advantages, cu_seqlens=own.cu_seqlens, cp_group=dist.group.WORLD,
+        )  # fmt: skip
+        assert plan.schedule == schedule and reason in plan.reason
 
 
 @of_ranks(2)
