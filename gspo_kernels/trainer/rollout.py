@@ -225,8 +225,8 @@ def draw(logits: Tensor, sampling: Sampling, uniforms: Tensor) -> tuple[Tensor, 
     if sampling.temperature == 0:
         tokens = logits.argmax(-1)
         return tokens, torch.ones_like(logits[:, 0]), ()
-    # Differences keep more digits in the division.
-    logits = (logits - logits.amax(-1, keepdim=True)) / sampling.temperature
+    if sampling.temperature != 1.0:  # differences keep more digits in the division
+        logits = (logits - logits.amax(-1, keepdim=True)) / sampling.temperature
     sets: Sequence[Tensor] = ()
     if sampling.cuts:
         mask = sampling_mask(logits, top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p)
