@@ -11,7 +11,7 @@ from gspo_kernels import checks
 from gspo_kernels.aggregation import token_shares
 from gspo_kernels.entry import implemented_by
 from gspo_kernels.layout import as_rows, from_rows
-from gspo_kernels.linear.chunks import LinearOperands
+from gspo_kernels.linear.call import LinearOperands
 from gspo_kernels.linear.distillation import LinearDistillationFunction, LinearTeacher
 from gspo_kernels.linear.inputs import ProductArguments, check_inputs, check_teachers_head
 from gspo_kernels.logits import (

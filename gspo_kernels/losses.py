@@ -11,9 +11,9 @@ from gspo_kernels import checks
 from gspo_kernels.entry import implemented_by
 from gspo_kernels.layout import as_rows, from_rows
 from gspo_kernels.linear import calls
-from gspo_kernels.linear.exactness import coefficients_depend_on
-from gspo_kernels.linear.plan import SchedulePlan
-from gspo_kernels.linear.scopes import without_logprobs
+from gspo_kernels.linear.explain import SchedulePlan
+from gspo_kernels.linear.groups import without_logprobs
+from gspo_kernels.linear.schedule import coefficients_depend_on
 from gspo_kernels.logits import (
     LogitArguments,
     check_inplace,

@@ -9,7 +9,7 @@ from torch import Tensor
 from gspo_kernels import checks
 from gspo_kernels.entry import implemented_by
 from gspo_kernels.layout import as_rows, from_rows
-from gspo_kernels.linear.chunks import LinearOperands
+from gspo_kernels.linear.call import LinearOperands
 from gspo_kernels.linear.inputs import ProductArguments, check_inputs
 from gspo_kernels.linear.selected import LinearOneIdFunction, LinearSelectedLogprobsFunction
 from gspo_kernels.logits import (

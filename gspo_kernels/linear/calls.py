@@ -7,22 +7,18 @@ from torch import Tensor
 
 from gspo_kernels import checks
 from gspo_kernels.layout import as_rows, from_rows
-from gspo_kernels.linear.chunks import Call, Chunking, LinearOperands
-from gspo_kernels.linear.exactness import refusals
+from gspo_kernels.linear.call import Chunking, LinearOperands, RequiresGrad
+from gspo_kernels.linear.explain import SchedulePlan, explain
 from gspo_kernels.linear.inputs import ProductArguments, check_inputs
 from gspo_kernels.linear.logprobs import LinearTokenLogprobsFunction
-from gspo_kernels.linear.loss import LinearPolicyFunction, Settings
-from gspo_kernels.linear.plan import SchedulePlan, Wire, explain
-from gspo_kernels.linear.schedule import Shapes, choose
-from gspo_kernels.linear.scopes import Scopes, rehearse
-from gspo_kernels.linear.small import SmallLossFunction, small_loss
-from gspo_kernels.linear.sums import Needs
+from gspo_kernels.linear.loss import LinearPolicyFunction, LossPlan, SmallLossFunction, small_loss
+from gspo_kernels.linear.schedule import choose, coefficients_depend_on, unsupported
 from gspo_kernels.logits import LogitArguments, takes_dtensors, wants_entropy
 from gspo_kernels.objectives.base import Objective
 from gspo_kernels.ranks import compare_ranks, on_all_ranks
 from gspo_kernels.step import loss_of, output_of
 from gspo_kernels.terms import Terms, checked, leave_out_idle, merge_mask
-from gspo_kernels.types import LossOutput, TokenLogprobs, stats_dtype
+from gspo_kernels.types import LossOutput, TokenLogprobs
 
 SKIP_INACTIVE = ("backward", "all", "none")
 
@@ -81,8 +77,13 @@ class _Prepared:
         self.labels, self.terms, self.chunking = rows, terms, chunking
         self.skip = skip_inactive != "none"
         learns = torch.is_grad_enabled()
-        self.needs = Needs(*(learns and x is not None and x.requires_grad for x in (hidden, weight, bias)))
-        self.refusals = refusals(objective, terms, self.needs.head, chunking.batch_invariant)
+        self.needs = RequiresGrad(
+            *(learns and x is not None and x.requires_grad for x in (hidden, weight, bias))
+        )
+        self.depends_on = coefficients_depend_on(objective, terms)
+        self.reasons = unsupported(
+            objective, terms, self.depends_on, self.needs.head, chunking.batch_invariant
+        )
 
     @property
     def operands(self) -> LinearOperands:
@@ -92,7 +93,7 @@ class _Prepared:
     def choose(self, schedule: str) -> tuple[str, str]:
         """See ``schedule.choose``."""
         lengths_known = self.skip or not self.packed or not self.hidden.is_cuda
-        return choose(schedule, self.refusals, any(self.needs), lengths_known)
+        return choose(schedule, self.reasons, any(self.needs), lengths_known)
 
 
 @on_all_ranks
@@ -129,9 +130,9 @@ def fused_linear_policy_loss(
             call.hidden, weight, bias, call.labels, call.options, terms, small
         )
         return output_of(loss, metrics, logprobs, None, terms, call.packed)
-    settings = Settings(name, with_entropy, call.skip)
+    plan = LossPlan(name, "deferred" not in call.reasons, call.depends_on, with_entropy, call.skip)
     loss, metrics, logprobs, entropy = LinearPolicyFunction.apply(
-        *call.operands, terms, settings, torch.compiler.is_compiling()
+        *call.operands, terms, plan, torch.compiler.is_compiling()
     )
     return output_of(loss, metrics, logprobs, entropy if with_entropy else None, terms, call.packed)
 
@@ -157,31 +158,5 @@ def explain_schedule(
     head = (hidden, weight, labels, bias)
     call = _Prepared(*head, logit_arguments, terms, True, chunking, skip_inactive, objective)
     name, reason = call.choose(schedule)
-    rows = Call.of(call.operands)
-    scopes = Scopes(rows, call.terms, call.skip)
-    shapes = Shapes(
-        vocabulary=rows.vocabulary,
-        width=hidden.shape[-1],
-        chunk_rows=rows.chunk_rows,
-        logits_itemsize=rows.head.dtype.itemsize,
-        rows_itemsize=rows.rows_itemsize,
-        accumulator_itemsize=stats_dtype(hidden.dtype).itemsize,
-        trains_hidden=call.needs.hidden,
-        trains_weight=call.needs.head,
-    )
-    sequences = (0, 0)
-    if call.terms.cp_group:
-        sums = rehearse(rows.labels, call.terms, name, with_entropy, call.options.backend)
-        sequences = sums.sent_bytes, sums.messages
-    wire = Wire.of(rows, shapes, with_entropy, sequences)
-    return explain(
-        name,
-        reason,
-        scopes.rows,
-        scopes.idle,
-        shapes,
-        call.refusals,
-        weight.element_size(),
-        wire,
-        chunking.batch_invariant,
-    )
+    plan = LossPlan(name, "deferred" not in call.reasons, call.depends_on, with_entropy, call.skip)
+    return explain(name, reason, call.operands, call.terms, plan, call.needs)

@@ -1,18 +1,20 @@
-"""Gradients of hidden states, weight and bias, summed over chunks."""
+"""Gradients of hidden states, weight and bias: summed over chunks, and kept until the backward."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from gspo_kernels.linear.chunks import Call, Chunk
-from gspo_kernels.linear.scaling import largest, power_of_two, times_
-from gspo_kernels.linear.scores import Kept, Projected, Scores
-from gspo_kernels.linear.sums import HeadSums, Needs, Rows, Weights
+from gspo_kernels.linear.call import Call, Chunk, LinearOperands, RequiresGrad
+from gspo_kernels.linear.head import LOGITS_SLAB
+from gspo_kernels.linear.scaling import largest, power_of_two, times, times_
+from gspo_kernels.linear.scores import CompactedRows, Projected, Scores
+from gspo_kernels.linear.sums import GradientRows, HeadSums
+from gspo_kernels.ops.backends import launches_of
+from gspo_kernels.ops.library import Operator
+from gspo_kernels.ops.logprobs import scale_
 from gspo_kernels.types import stats_dtype
 
 
@@ -23,18 +25,15 @@ class HeadGradients(NamedTuple):
     weight: Tensor
     bias: Tensor
 
-    def wanted(self, needs: Needs) -> tuple[Tensor | None, ...]:
-        """None instead of those that nobody wants."""
-        return tuple(grad if need else None for grad, need in zip(self, needs, strict=True))
-
-
-def _nothing() -> None:
-    """What is left to do where nothing was begun."""
-
-
-def active(grad: Tensor, grad_entropy: Tensor | None) -> Tensor:
-    """Bool: which rows have a gradient."""
-    return grad != 0 if grad_entropy is None else (grad != 0) | (grad_entropy != 0)
+    @classmethod
+    def fake(cls, operands: LinearOperands, needs: RequiresGrad) -> HeadGradients:
+        """Without values, for tracing."""
+        hidden, weight, bias, *_ = operands
+        return cls(
+            hidden.new_empty(hidden.shape if needs.hidden else (0,)),
+            weight.new_empty(weight.shape if needs.weight else (0,)),
+            hidden.new_empty(0) if bias is None or not needs.bias else bias.new_empty(bias.shape),
+        )
 
 
 class Gradients:
@@ -46,26 +45,22 @@ class Gradients:
             ``hidden`` are then normalised by powers of two, so that fp16 loses nothing whatever the
             coefficients.
         sums: of dWeight and dBias.
+        dtype: of sums and scales, the statistics'.
+        one: 0-d, 1 in that dtype.
     """
 
-    def __init__(self, call: Call, needs: Needs, normalised: bool):
-        hidden = call.hidden
-        self.call, self.backend, self._launches = call, call.backend, call.launches
+    def __init__(self, call: Call, needs: RequiresGrad, normalised: bool):
+        self.call, self.needs, hidden = call, needs, call.hidden
         self.hidden = (
-            torch.zeros(hidden.shape, dtype=hidden.dtype, device=hidden.device) if needs.hidden else None
+            torch.zeros_like(hidden, memory_format=torch.contiguous_format) if needs.hidden else None
         )
-        self.accumulate = stats_dtype(hidden.dtype)
-        self.scales = hidden.new_ones(hidden.shape[:-1], dtype=self.accumulate) if normalised else None
-        self.needs = needs
+        self.dtype = stats_dtype(hidden.dtype)
+        self.scales = hidden.new_ones(hidden.shape[:-1], dtype=self.dtype) if normalised else None
         self.sums = HeadSums(call.head, needs, call.options.backend)
+        self.one = hidden.new_ones((), dtype=self.dtype)
 
     def add(
-        self,
-        projected: Projected,
-        chunk: Chunk,
-        grad: Tensor,
-        grad_entropy: Tensor | None,
-        skip: bool,
+        self, projected: Projected, chunk: Chunk, grad: Tensor, grad_entropy: Tensor | None, skip: bool
     ) -> None:
         """Add one chunk, given its coefficients; overwrites its logits.
 
@@ -75,143 +70,103 @@ class Gradients:
             grad, grad_entropy: dLoss/dlogprobs and dLoss/dentropy, [n], or None.
             skip: leave rows without gradient out of the products.
         """
-        moving, rows = None, None
-        if skip and self.call.selects_rows:
-            assert self._launches is not None
-            rows = self._launches.active_rows(grad, grad_entropy)
-            if rows is not None and not rows.numel():
+        active = None
+        if skip or self.call.launches is None or grad_entropy is not None:
+            active = is_active(grad, grad_entropy)
+        kept = None if active is None or not skip else CompactedRows.of(active, self.call.head.fixed)
+        if active is not None and kept is not None:
+            if not kept.rows.numel():
                 return
-        elif skip or self._launches is None or grad_entropy is not None:
-            moving = active(grad, grad_entropy)
-            keep = self.call.index(moving) if skip else None
-            if isinstance(keep, Tensor):
-                if keep.numel() == 0:
-                    return
-                kept = Kept.of(keep, len(chunk), self.call.head.fixed)
-                keep = kept.rows
-                projected, chunk, grad = projected.select(kept), chunk.select(keep), grad[keep]
-                moving = moving[keep]
-                grad_entropy = None if grad_entropy is None else grad_entropy[keep]
+            projected, chunk = projected.select(kept), chunk.select(kept.rows)
+            active, grad = active[kept.rows], grad[kept.rows]
+            grad_entropy = None if grad_entropy is None else grad_entropy[kept.rows]
         if grad_entropy is None:
-            self.add_rows(self.rows(projected, chunk, rows=rows), chunk, Weights(grad, moving, rows))
+            self.add_rows(self.rows(projected, chunk, grad, active), chunk)
             return
-        # a row then has two coefficients, so they go into the rows themselves
-        scale = power_of_two(torch.maximum(grad.abs(), grad_entropy.abs()).to(self.accumulate))
-        if moving is None:
-            moving = active(grad, grad_entropy)
-        values = self._write(projected, chunk, (grad / scale, grad_entropy / scale), rows)
-        self.add_rows(Rows(values, None), chunk, Weights(scale, moving, rows))
+        # a row then has two coefficients, so they go into the row itself
+        scale = power_of_two(torch.maximum(grad.abs(), grad_entropy.abs()).to(self.dtype))
+        values = self._write(projected, chunk, grad / scale, grad_entropy / scale)
+        self.add_rows(GradientRows(values, scale, None, active), chunk)
 
-    def rows(self, projected: Projected, chunk: Chunk, rows: Tensor | None = None) -> Rows:
-        """What enters the gradient products, where it fits in the memory of the logits; of all rows of the
-        chunk, or those at ``rows``.
-        """
-        if projected.written:
-            return Rows(projected.values, projected.factors)
-        return Rows(self._write(projected, chunk, (self.ones(len(chunk)), None), rows), None)
-
-    def ones(self, count: int) -> Tensor:
-        """Ones [count], all in one place of memory."""
-        return self._one.expand(count)
-
-    @cached_property
-    def _one(self) -> Tensor:
-        return torch.ones((), dtype=self.accumulate, device=self.call.hidden.device)
-
-    def _write(
+    def rows(
         self,
         projected: Projected,
         chunk: Chunk,
-        grads: tuple[Tensor, Tensor | None],
-        rows: Tensor | None,
-    ) -> Tensor:
+        coefficients: Tensor | None = None,
+        active: Tensor | None = None,
+    ) -> GradientRows:
+        """What enters the gradient products for coefficients [n] (None: ones), in the memory of the logits
+        where it fits there.
+        """
+        ones = self.one.expand(chunk.rows)
+        values = projected.values if projected.written else self._write(projected, chunk, ones, None)
+        return GradientRows(values, ones if coefficients is None else coefficients, projected.factors, active)
+
+    def _write(self, projected: Projected, chunk: Chunk, grad: Tensor, grad_entropy: Tensor | None) -> Tensor:
         """d(grad * logprob + grad_entropy * entropy)/dlogits."""
         assert not projected.written
-        logits = projected.values
-        values = self.call.rows_memory(logits)
-        grad, grad_entropy = (None if each is None else each.unsqueeze(0) for each in grads)
-        assert grad is not None
-        stats = projected.stats.each(lambda stat: stat.unsqueeze(0))
-        given = (logits.unsqueeze(0), chunk.labels, stats)
-        ignore_index = self.call.options.ignore_index
-        if rows is None:
-            self.backend.logprobs_backward(
-                *given,
-                grad,
-                grad_entropy,
-                None,
-                chunk.transform,
-                ignore_index=ignore_index,
-                out=values.unsqueeze(0),
-            )
-            return values
-        assert self._launches is not None
-        values = values[: len(rows)]
-        self._launches.gradient_of_rows(
-            *given,
-            (grad, grad_entropy),
+        values = self.call.rows_memory(projected.values)
+        self.call.backend.logprobs_backward(
+            projected.values.unsqueeze(0),
+            chunk.labels,
+            projected.stats.each(lambda stat: stat.unsqueeze(0)),
+            grad.unsqueeze(0),
+            None if grad_entropy is None else grad_entropy.unsqueeze(0),
+            None,
             chunk.transform,
-            rows,
-            ignore_index=ignore_index,
+            ignore_index=self.call.options.ignore_index,
             out=values.unsqueeze(0),
         )
         return values
 
-    def add_rows(self, rows: Rows, chunk: Chunk, weights: Weights) -> None:
-        """Add rows times their weights."""
-        finish = self.begin_hidden(rows, chunk, weights)
-        ranks = self.call.ranks[chunk.where] if self.call.head.fixed else None
-        # between ranks dHidden is under way meanwhile
-        self.sums.add(rows, chunk.hidden, weights, ranks)
-        finish()
+    def add_rows(self, rows: GradientRows, chunk: Chunk, sums: HeadSums | None = None) -> None:
+        """Add the gradient products of rows; those of weight and bias to ``sums``, if other than ``self``'s.
 
-    def add_hidden(self, rows: Rows, chunk: Chunk, weights: Weights) -> None:
-        """Add the dHidden of rows times their weights; no row's depends on another's."""
-        self.begin_hidden(rows, chunk, weights)()
-
-    def begin_hidden(self, rows: Rows, chunk: Chunk, weights: Weights) -> Callable[[], None]:
-        """``add_hidden`` up to what ranks exchange; what is left to do."""
-        if self.hidden is None:
-            return _nothing
-        values, works = self.call.summed(self.call.head.grad_hidden(rows.values), chunk.where)
-
-        def finish() -> None:
-            for work in works:
-                work.wait()
-            own, where = self.call.own_rows(chunk.where)
-            factors = None if rows.factors is None else rows.factors[own]
-            self._store_hidden(Rows(values, factors), weights.coefficients[own], weights.rows, where)
-
-        return finish
-
-    def _store_hidden(
-        self, rows: Rows, coefficients: Tensor, chosen: Tensor | None, where: slice | Tensor
-    ) -> None:
-        """Put rows of dHidden times their coefficients where they belong.
-
-        Of batch-invariant products the whole coefficient multiplies last, as one that comes late does.
+        What ranks sum of dHidden is under way while dWeight is multiplied. Of batch-invariant products the
+        whole coefficient multiplies dHidden last, as one that comes late does.
         """
-        assert self.hidden is not None
-        values, last = rows.values, self.call.head.fixed
-        hidden, scales = self.hidden.view(-1, values.shape[1]), self.scales
-        if self._launches is not None:
-            flat = None if scales is None else scales.view(-1)
-            self._launches.store_hidden(values, coefficients, rows.factors, chosen, where, hidden, flat, last)
+        call, fixed = self.call, self.call.head.fixed
+        if self.hidden is not None:
+            values, works = call.begin_sum(call.head.grad_hidden(rows.values), chunk.where)
+        ranks = call.ranks[chunk.where] if fixed else None
+        (self.sums if sums is None else sums).add(rows, chunk.hidden, ranks)
+        if self.hidden is None:
             return
-        coefficients = coefficients.to(self.accumulate)
-        if last:
-            scale = rows.scaled(coefficients)
+        for work in works:
+            work.wait()
+        local, where = call.local_rows(chunk.where)
+        coefficients = rows.coefficients[local]
+        factors = None if rows.factors is None else rows.factors[local]
+        hidden, scales = self.hidden.view(-1, values.shape[1]), self.scales
+        if call.launches is not None:
+            flat = None if scales is None else scales.view(-1)
+            call.launches.store_hidden(values, coefficients, factors, None, where, hidden, flat, fixed)
+            return
+        coefficients = coefficients.to(self.dtype)
+        scale = power_of_two(coefficients)
+        factor = coefficients if fixed else coefficients / scale
+        factor = factor if factors is None else times(factors, factor)
+        if fixed:
+            scale = factor
         else:
-            scale = power_of_two(coefficients)
-            values = times_(values, rows.scaled(coefficients / scale).unsqueeze(1))
+            values = times_(values, factor.unsqueeze(1))
         if scales is None:
             scale = scale.unsqueeze(1)
-            values = times_(values, scale) if last else values.mul_(scale)
+            values = times_(values, scale) if fixed else values.mul_(scale)
         else:
             power = power_of_two(largest(values, 1))
             values.div_(power.unsqueeze(1))
             scales.view(-1)[where] = power * scale
         hidden[where] = values.to(hidden.dtype)
+
+    def scale(self, where: slice | Tensor, coefficients: Tensor) -> None:
+        """Let coefficients that have come late multiply the rows of dHidden at some positions."""
+        assert self.scales is not None
+        local, where = self.call.local_rows(where)
+        if isinstance(where, slice):
+            self.scales.view(-1)[where].mul_(coefficients[local])
+        else:
+            self.scales.view(-1)[where] *= coefficients[local]
 
     def result(self) -> HeadGradients:
         """The gradients in the parameters' dtypes."""
@@ -225,32 +180,128 @@ class Gradients:
         )
 
 
+def is_active(grad: Tensor, grad_entropy: Tensor | None) -> Tensor:
+    """Bool: which rows have a gradient."""
+    return grad != 0 if grad_entropy is None else (grad != 0) | (grad_entropy != 0)
+
+
 def recompute(
     scores: Scores,
     gradients: Gradients,
-    index: slice | Tensor,
+    where: slice | Tensor,
     anew: bool,
     grad: Tensor,
     grad_entropy: Tensor | None,
 ) -> None:
-    """Project the rows at ``index`` once more and add their gradient.
+    """Project rows once more and add their gradient.
 
     Args:
         scores: with the statistics of the first pass.
         gradients: to add to.
-        index: positions of the rows with a gradient.
+        where: positions of the rows with a gradient.
         anew: take the statistics anew: a product over other rows may round otherwise, and exp(z - lse) of a
             peaked row shows the last bit of z.
-        grad, grad_entropy: their dLoss/dlogprobs and dLoss/dentropy, or None.
+        grad, grad_entropy: their dLoss/dlogprobs and dLoss/dentropy, [n], or None.
     """
-    known, done = None if anew else scores.at(index), 0
-    for chunk in scores.call.chunks(index):
-        now = slice(done, done + len(chunk))
-        if known is None:
-            projected = scores.score(chunk, grad_entropy is not None, settled=True)
-        else:
-            projected = Projected(scores.logits(chunk), known.each(lambda stat: stat[now]))  # noqa: B023
+    done = 0
+    for chunk in scores.call.chunks(where):
+        now = slice(done, done + chunk.rows)
+        known = None if anew else scores.at(chunk.where)
+        projected = scores.project(chunk, grad_entropy is not None, True, known)
         entropy = None if grad_entropy is None else grad_entropy[now]
         gradients.add(projected, chunk, grad[now], entropy, skip=False)
         done = now.stop
         del projected
+
+
+class SavedGradients(NamedTuple):
+    """Gradients that a loss's forward has computed along with it, for an upstream gradient of 1, until its
+    backward; empty where not needed.
+
+    dHidden comes as two factors, see ``Gradients``; dWeight and dBias are in the statistics' dtype.
+
+    The first backward gives them away, scaled in place; later ones (``retain_graph``) compute them anew.
+    Where code is traced they are kept, and scaled out of place.
+    """
+
+    hidden: Tensor
+    scales: Tensor
+    weight: Tensor
+    bias: Tensor
+
+    @classmethod
+    def of(cls, gradients: Gradients) -> SavedGradients:
+        """As an operator returns them: no two of its outputs may be the same tensor."""
+        computed = (gradients.hidden, gradients.scales, *gradients.sums.result())
+        missing = gradients.call.hidden.new_empty
+        return cls(*(missing(0, dtype=gradients.dtype) if x is None else x for x in computed))
+
+    @classmethod
+    def fake(cls, operands: LinearOperands, needs: RequiresGrad) -> SavedGradients:
+        """Without values, for tracing."""
+        hidden, weight = operands.hidden, operands.weight
+        sums = stats_dtype(hidden.dtype)
+        return cls(
+            hidden.new_empty(hidden.shape) if needs.hidden else hidden.new_empty(0, dtype=sums),
+            hidden.new_empty(hidden.shape[:-1], dtype=sums),
+            weight.new_empty(weight.shape if needs.weight else 0, dtype=sums),
+            weight.new_empty(weight.shape[0] if needs.bias else 0, dtype=sums),
+        )
+
+    def times(self, upstream: Tensor, dtype: torch.dtype) -> HeadGradients:
+        """Those of hidden, weight and bias for an upstream gradient, in memory of their own."""
+        weight, bias = ((total * upstream).to(dtype) for total in (self.weight, self.bias))
+        hidden = self.hidden
+        if hidden.numel():
+            hidden = times(hidden, (self.scales * upstream).unsqueeze(-1)).to(dtype)
+        return HeadGradients(hidden, weight, bias)
+
+    def times_(self, upstream: Tensor, dtype: torch.dtype, backend: str) -> HeadGradients:
+        """The same in this memory, where it has the dtype."""
+        head = []
+        for total in (self.weight, self.bias):
+            out = total
+            if total.dtype != dtype:
+                out = torch.empty(total.shape, dtype=dtype, device=total.device)
+                # on the CPU what is to be rounded exists as a whole beforehand
+                rows = LOGITS_SLAB if total.is_cpu else len(total)
+                for part, rounded in zip(total.split(rows), out.split(rows), strict=True):
+                    torch.mul(part, upstream, out=rounded)
+            elif total.numel():
+                scale_(total, upstream, backend)
+            head.append(out)
+        launches = launches_of(backend)
+        if launches is not None and self.hidden.numel():
+            launches.scale_rows_(self.hidden, self.scales, upstream)
+        elif self.hidden.numel():
+            times_(self.hidden, (self.scales * upstream).unsqueeze(-1))
+        return HeadGradients(self.hidden, *head)
+
+
+def save_gradients(
+    ctx: Any, gradients: SavedGradients, operator: Operator, arguments: tuple[Any, ...], traced: bool
+) -> None:
+    """Leave gradients in an autograd context for ``take_gradients``, with the call of the operator that
+    computed them: its arguments are ``LinearOperands`` first and ``RequiresGrad`` last.
+    """
+    operands: LinearOperands = arguments[0]
+    ctx.needs, ctx.dtype, ctx.backend = arguments[-1], operands.hidden.dtype, operands.options.backend
+    ctx.traced, ctx.saved, ctx.operator = traced, None, None
+    if traced:
+        ctx.save_for_backward(*gradients)
+    else:
+        ctx.saved, ctx.operator = gradients, operator
+        operator.save(ctx, *arguments)
+
+
+def take_gradients(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+    """The gradients of hidden, weight and bias for an upstream gradient, None for those that nobody needs."""
+    if ctx.traced:
+        gradients = SavedGradients(*ctx.saved_tensors).times(upstream, ctx.dtype)
+    else:
+        saved, ctx.saved = ctx.saved, None
+        if saved is None:
+            saved = ctx.operator.repeat(ctx).gradients
+        gradients = saved.times_(upstream, ctx.dtype, ctx.backend)
+    needs: RequiresGrad = ctx.needs
+    return needs.select(gradients)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from gspo_kernels.linear.products import fixed_product, in_blocks, multiply, values_in_step
-from gspo_kernels.linear.segments import SEGMENT
 from gspo_kernels.ops.backends import Folds
+from gspo_kernels.ops.products import SEGMENT, fixed_product, in_blocks, multiply, values_in_step
 from gspo_kernels.torch_internals import onednn_multiplies
 from gspo_kernels.types import stats_dtype
 
@@ -21,32 +18,33 @@ for dHidden. So logits are written in columns that stay in cache, with the same 
 cores that is a twentieth faster, and a quarter where a product has only 16 rows."""
 
 
-@dataclass(frozen=True)
 class Head:
     """The projection from hidden states to logits, and how its products are computed.
 
-    ``fixed``: in an order of their sums that depends on nothing but the weight.
+    Attributes:
+        weight: [V, H].
+        bias: [V], or None.
+        fixed: whether products add up in an order that depends on nothing but the weight.
+        vocabulary: V.
+        exact: whether gradients show the last bit of the logits: those of 16-bit weights don't.
+        dtype: of the logits.
+        rows_dtype: of the rows that enter the gradient products.
+        row_bytes: of a row of logits, and of the row that enters the gradient products unless it fits there.
     """
 
-    weight: Tensor
-    bias: Tensor | None
-    logits_dtype: str
-    fixed: bool = False
-
-    @property
-    def vocabulary(self) -> int:
-        """V."""
-        return self.weight.shape[0]
-
-    @property
-    def native(self) -> bool:
-        """Products in the inputs' own dtype: fp32 and fp64 always, 16-bit where fp32 logits aren't wanted."""
-        return self.weight.dtype in (torch.float32, torch.float64) or self.logits_dtype == "input"
-
-    @property
-    def exact(self) -> bool:
-        """Whether gradients show the last bit of the logits: those of 16-bit weights don't."""
-        return self.weight.dtype in (torch.float32, torch.float64)
+    def __init__(self, weight: Tensor, bias: Tensor | None, logits_dtype: str, fixed: bool = False):
+        self.weight, self.bias, self.fixed = weight, bias, fixed
+        self.vocabulary = weight.shape[0]
+        self.exact = weight.dtype in (torch.float32, torch.float64)
+        self.dtype = weight.dtype if self.exact or logits_dtype == "input" else torch.float32
+        # the C++ backend computes the products
+        self.in_blocks = in_blocks(weight)
+        if fixed:
+            self.in_blocks = weight.is_cpu and weight.dtype in (torch.float32, torch.bfloat16)
+        as_weight = weight.is_cuda or weight.dtype == torch.float64 or self.in_blocks
+        self.rows_dtype = weight.dtype if as_weight else torch.float32
+        beside = self.rows_dtype.itemsize if self.rows_dtype.itemsize > self.dtype.itemsize else 0
+        self.row_bytes = self.vocabulary * (self.dtype.itemsize + beside)
 
     @property
     def shows_other_rows(self) -> bool:
@@ -54,122 +52,84 @@ class Head:
         return self.exact and not self.fixed
 
     @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the logits."""
-        return self.weight.dtype if self.native else torch.float32
-
-    @cached_property
-    def in_blocks(self) -> bool:
-        """Whether the C++ backend computes the products."""
-        if self.fixed:
-            return self.weight.is_cpu and self.weight.dtype in (torch.float32, torch.bfloat16)
-        return in_blocks(self.weight)
-
-    @property
-    def rows_dtype(self) -> torch.dtype:
-        """The dtype of the rows that enter the gradient products."""
-        own = self.weight.is_cuda or self.weight.dtype == torch.float64 or self.in_blocks
-        return self.weight.dtype if own else torch.float32
-
-    @property
     def rows_in_step(self) -> int:
         """How many rows a fixed product for dWeight may sum up in one step of an order of its own."""
-        if self.weight.is_cuda:
-            return SEGMENT
-        return values_in_step(self.rows_dtype)
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of a row of logits, and of the row that enters the gradient products unless it fits there."""
-        rows = self.rows_dtype.itemsize
-        return self.vocabulary * (self.dtype.itemsize + (rows if rows > self.dtype.itemsize else 0))
+        return SEGMENT if self.weight.is_cuda else values_in_step(self.rows_dtype)
 
     def logits(self, hidden: Tensor, out: Tensor) -> Tensor:
         """[n, H] -> [n, V], written into ``out``."""
+        transposed, bias = self.weight.t(), self.bias
         rounded = out.dtype in (torch.float16, torch.bfloat16)
         if self.fixed and (out.is_cuda or (self.in_blocks and not rounded)):
-            return fixed_product(hidden, self.weight.t(), out, bias=self.bias)
-        if self.weight.is_cuda and not self.native:
-            torch.mm(hidden, self.weight.t(), out_dtype=out.dtype, out=out)
-            return out if self.bias is None else out.add_(self.bias)
+            return fixed_product(hidden, transposed, out, bias=bias)
+        if self.weight.is_cuda and out.dtype != self.weight.dtype:
+            torch.mm(hidden, transposed, out_dtype=out.dtype, out=out)
+            return out if bias is None else out.add_(bias)
         if self.weight.is_cuda or (rounded and not self.fixed and onednn_multiplies(out.dtype)):
-            if self.bias is None:
-                return torch.mm(hidden, self.weight.t(), out=out)
-            return torch.addmm(self.bias, hidden, self.weight.t(), out=out)
-        if rounded:
-            for slab, columns in self._slabs_of_logits(hidden):
-                out[:, slab] = columns
-            return out
-        if self.in_blocks:
-            return multiply(hidden, self.weight.t(), out, bias=self.bias)
-        hidden = self._operand(hidden)
-        if self.vocabulary <= LOGITS_SLAB:
-            return self._columns_of_logits(hidden, self.weight, self.bias, out)
-        for slab in self._slabs(LOGITS_SLAB):
-            self._slab_of_logits(hidden, slab, out[:, slab])
+            if bias is None:
+                return torch.mm(hidden, transposed, out=out)
+            return torch.addmm(bias, hidden, transposed, out=out)
+        if self.in_blocks and not rounded:
+            return multiply(hidden, transposed, out, bias=bias)
+        for first, columns in self._slabs(hidden, None if rounded else out):
+            if rounded:
+                out[:, first : first + columns.shape[1]] = columns
         return out
 
-    def fold_logits(self, hidden: Tensor, folds: Folds) -> None:
-        """Hand each logit of hidden states [n, H] on, with the bits that ``logits`` writes in fp32 or fp64;
-        on the CPU.
+    def fold_logits(self, hidden: Tensor, sums: Folds) -> None:
+        """Add each logit of hidden states [n, H] to running sums, on the CPU, with the bits that ``logits``
+        writes in fp32 or fp64.
         """
         if self.in_blocks:
-            folds.add_product(hidden, self.weight, self.bias)
+            sums.add_product(hidden, self.weight, self.bias)
             return
-        for slab, columns in self._slabs_of_logits(hidden):
-            folds.add(columns, slab.start)
+        for first, columns in self._slabs(hidden, None):
+            sums.add(columns, first)
+
+    def _slabs(self, hidden: Tensor, out: Tensor | None) -> Iterator[tuple[int, Tensor]]:
+        """Logits on the CPU in fp32 or fp64, a slab of columns [n, k] at a time, and its first column.
+
+        They are in ``out``, or all in the same memory.
+        """
+        dtype = self.weight.dtype
+        if not (self.exact or (self.fixed and self.in_blocks)):
+            dtype = stats_dtype(dtype)
+        hidden, memory = hidden.to(dtype), out
+        if memory is None:
+            # rows a power of two apart would share a few lines of a cache
+            width = min(self.vocabulary, LOGITS_SLAB) + 16
+            memory = torch.empty(hidden.shape[0], width, dtype=stats_dtype(dtype))
+        for first in range(0, self.vocabulary, LOGITS_SLAB):
+            slab = slice(first, min(first + LOGITS_SLAB, self.vocabulary))
+            columns = memory[:, : slab.stop - first] if out is None else memory[:, slab]
+            weight, bias = self.weight[slab].to(dtype).t(), None if self.bias is None else self.bias[slab]
+            if self.fixed:
+                fixed_product(hidden, weight, columns, bias=bias)
+            else:
+                torch.mm(hidden, weight, out=columns)
+                if bias is not None:
+                    columns.add_(bias)
+            yield first, columns
 
     def grad_hidden(self, rows: Tensor) -> Tensor:
         """[n, V] -> [n, H] in the statistics' dtype."""
+        weight, shape = self.weight, (rows.shape[0], self.weight.shape[1])
         if self.fixed:
-            return self._fixed_grad_hidden(rows)
+            out = torch.empty(shape, dtype=torch.float32, device=rows.device)
+            if rows.dtype == weight.dtype:
+                return fixed_product(rows, weight, out)
+            for first in range(0, self.vocabulary, HIDDEN_SLAB):
+                slab = slice(first, first + HIDDEN_SLAB)
+                fixed_product(rows[:, slab], weight[slab].to(rows.dtype), out, accumulate=first > 0)
+            return out
         if self.in_blocks:
-            return multiply(rows, self.weight, torch.empty(rows.shape[0], self.weight.shape[1]))
-        if rows.dtype == self.weight.dtype:
+            return multiply(rows, weight, torch.empty(shape))
+        if rows.dtype == weight.dtype:
             if rows.is_cuda and rows.dtype in (torch.float16, torch.bfloat16):
-                return torch.mm(rows, self.weight, out_dtype=torch.float32)
-            return torch.mm(rows, self.weight).to(stats_dtype(rows.dtype))
-        out = torch.zeros(rows.shape[0], self.weight.shape[1], dtype=rows.dtype, device=rows.device)
-        for slab in self._slabs(HIDDEN_SLAB):
-            out.addmm_(rows[:, slab], self.weight[slab].to(rows.dtype))
+                return torch.mm(rows, weight, out_dtype=torch.float32)
+            return torch.mm(rows, weight).to(stats_dtype(rows.dtype))
+        out = torch.zeros(shape, dtype=rows.dtype, device=rows.device)
+        for first in range(0, self.vocabulary, HIDDEN_SLAB):
+            slab = slice(first, first + HIDDEN_SLAB)
+            out.addmm_(rows[:, slab], weight[slab].to(rows.dtype))
         return out
-
-    def _operand(self, values: Tensor) -> Tensor:
-        """Hidden states or weights as products on the CPU take them that leave fp32 or fp64."""
-        if self.exact or (self.fixed and self.in_blocks):
-            return values
-        return values.to(stats_dtype(values.dtype))
-
-    def _slab_of_logits(self, operand: Tensor, slab: slice, out: Tensor) -> Tensor:
-        """Some columns of logits, in fp32 or fp64."""
-        bias = None if self.bias is None else self.bias[slab]
-        return self._columns_of_logits(operand, self.weight[slab], bias, out)
-
-    def _columns_of_logits(self, operand: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
-        """Columns of logits, given their rows of the weight."""
-        weight = self._operand(weight)
-        if self.fixed:
-            return fixed_product(operand, weight.t(), out, bias=bias)
-        torch.mm(operand, weight.t(), out=out)
-        return out if bias is None else out.add_(bias)
-
-    def _slabs_of_logits(self, hidden: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """All columns of logits, a slab at a time in the same memory."""
-        # rows a power of two apart would share a few lines of a cache
-        width = min(self.vocabulary, LOGITS_SLAB) + 16
-        columns = torch.empty(hidden.shape[0], width, dtype=stats_dtype(hidden.dtype))
-        hidden = self._operand(hidden)
-        for slab in self._slabs(LOGITS_SLAB):
-            yield slab, self._slab_of_logits(hidden, slab, columns[:, : slab.stop - slab.start])
-
-    def _fixed_grad_hidden(self, rows: Tensor) -> Tensor:
-        out = torch.empty(rows.shape[0], self.weight.shape[1], dtype=torch.float32, device=rows.device)
-        if rows.dtype == self.weight.dtype:
-            return fixed_product(rows, self.weight, out)
-        for slab in self._slabs(HIDDEN_SLAB):
-            fixed_product(rows[:, slab], self.weight[slab].to(rows.dtype), out, accumulate=slab.start > 0)
-        return out
-
-    def _slabs(self, rows: int) -> Iterator[slice]:
-        for start in range(0, self.vocabulary, rows):
-            yield slice(start, min(start + rows, self.vocabulary))

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from gspo_kernels import checks
 from gspo_kernels.invariance import in_force
-from gspo_kernels.linear.chunks import Chunking
-from gspo_kernels.linear.products import fixed_unavailable
+from gspo_kernels.linear.call import Chunking
 from gspo_kernels.logits import check_scores
+from gspo_kernels.ops.products import fixed_unavailable
 
 LOGITS_DTYPES = ("float32", "input")
 

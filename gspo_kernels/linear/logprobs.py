@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gspo_kernels.linear.chunks import Call, Chunking, LinearOperands
-from gspo_kernels.linear.gradients import Gradients, HeadGradients, active, recompute
+from gspo_kernels.linear.call import Call, Chunking, LinearOperands, RequiresGrad
+from gspo_kernels.linear.gradients import Gradients, HeadGradients, is_active, recompute
 from gspo_kernels.linear.scores import Scores
-from gspo_kernels.linear.sums import Needs
 from gspo_kernels.ops.library import operator
 from gspo_kernels.ops.logprobs import ScoredRows, save_rows, saved_rows
 from gspo_kernels.types import RowOptions, RowStats
@@ -19,10 +18,9 @@ from gspo_kernels.types import RowOptions, RowStats
 @operator
 def linear_logprobs_forward(operands: LinearOperands, entropy: bool) -> ScoredRows:
     """Log-probs, log-sum-exp and entropy of hidden states at their labels."""
-    call = Call.of(operands).check()
+    call = Call(operands)
     scores = Scores(call, entropy)
-    for chunk in call.forward_chunks(call.projected):
-        scores.add_forward(chunk)
+    scores.forward(call.projected)
     scores.close()
     return ScoredRows.of(scores.stats)
 
@@ -38,17 +36,17 @@ def linear_logprobs_backward(
     stats: RowStats,
     grad_logprobs: Tensor,
     grad_entropy: Tensor | None,
-    needs: Needs,
+    needs: RequiresGrad,
     skip: bool,
 ) -> HeadGradients:
     """Gradients of hidden, weight and bias, recomputing logits chunk by chunk.
 
     ``skip`` leaves rows without gradient out of every product.
     """
-    call = Call.of(operands).check()
-    keep = call.counted if call.compact else None
+    call = Call(operands)
+    keep = call.counted if call.chunking.compact else None
     if skip:
-        keep = active(grad_logprobs, grad_entropy) & call.counted
+        keep = is_active(grad_logprobs, grad_entropy) & call.counted
     anew = skip and call.head.shows_other_rows and keep is not None and not torch.equal(keep, call.counted)
     scores = Scores(call, False, stats)
     gradients = Gradients(call, needs, normalised=False)
@@ -65,20 +63,10 @@ def _(
     stats: RowStats,
     grad_logprobs: Tensor,
     grad_entropy: Tensor | None,
-    needs: Needs,
+    needs: RequiresGrad,
     skip: bool,
 ) -> HeadGradients:
-    return empty_gradients(operands, needs)
-
-
-def empty_gradients(operands: LinearOperands, needs: Needs) -> HeadGradients:
-    """Of the shapes that gradients have."""
-    hidden, weight, bias, *_ = operands
-    return HeadGradients(
-        hidden.new_empty(hidden.shape if needs.hidden else (0,)),
-        weight.new_empty(weight.shape if needs.weight else (0,)),
-        hidden.new_empty(0) if bias is None or not needs.bias else bias.new_empty(bias.shape),
-    )
+    return HeadGradients.fake(operands, needs)
 
 
 class LinearTokenLogprobsFunction(torch.autograd.Function):
@@ -115,7 +103,7 @@ class LinearTokenLogprobsFunction(torch.autograd.Function):
             if grad_entropy is None:
                 return (None, None, None, *nothing)
             grad_logprobs = torch.zeros_like(grad_entropy)
-        needs = Needs.of(ctx, bias)
+        needs = RequiresGrad.of(ctx, bias)
         gradients = linear_logprobs_backward(
             LinearOperands(hidden, weight, bias, labels, options, ctx.chunking),
             RowStats(logprobs, lse, entropy if ctx.entropy else None),
@@ -124,4 +112,4 @@ class LinearTokenLogprobsFunction(torch.autograd.Function):
             needs,
             ctx.skip,
         )
-        return (*gradients.wanted(needs), *nothing)
+        return (*needs.select(gradients), *nothing)

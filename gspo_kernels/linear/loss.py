@@ -1,30 +1,59 @@
-"""Operator: a hidden-state loss and its gradient, computed together."""
+"""A hidden-state loss whose gradient is computed along with it, by the schedules of ``schedule``.
+
+Log-probs of whole groups (sequences, or groups of them) give their coefficients, so the gradient of a part of
+the batch can follow while its logits, or what is left of them, still exist. The outer divisor is known
+beforehand from masks and lengths alone.
+"""
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from gspo_kernels.evaluate import metric_names
-from gspo_kernels.linear.chunks import Call, Chunking, LinearOperands
-from gspo_kernels.linear.held import Held, hold, released
-from gspo_kernels.linear.run import Run
-from gspo_kernels.linear.scores import Scores
-from gspo_kernels.linear.sums import Needs
-from gspo_kernels.ops.library import operator
-from gspo_kernels.ops.logprobs import ScoredRows
+from gspo_kernels.aggregation import Aggregation
+from gspo_kernels.evaluate import PolicyStep, evaluate, metric_names
+from gspo_kernels.linear.call import Call, Chunk, Chunking, LinearOperands, RequiresGrad, as_index
+from gspo_kernels.linear.gradients import (
+    Gradients,
+    SavedGradients,
+    is_active,
+    recompute,
+    save_gradients,
+    take_gradients,
+)
+from gspo_kernels.linear.groups import CoefficientGroups, PreparedPart, known_coefficients, token_terms
+from gspo_kernels.linear.head import Head
+from gspo_kernels.linear.scaling import times
+from gspo_kernels.linear.schedule import evaluated_at_once, plan_parts
+from gspo_kernels.linear.scores import Projected, Scores
+from gspo_kernels.linear.sums import HeadSums
+from gspo_kernels.objectives.base import Objective, from_spec
+from gspo_kernels.ops.library import nobody_listens, operator
+from gspo_kernels.ops.logprobs import RowGradients, ScoredRows, logprobs_backward, save_rows, saved_rows
+from gspo_kernels.ops.products import transposed_product
+from gspo_kernels.sequence_ratio import RatioOperands, ratio_form, sequence_form, sequence_ratio
+from gspo_kernels.step import _step_in_form, take_step
 from gspo_kernels.terms import Terms, check_values
-from gspo_kernels.types import RowOptions, stats_dtype
+from gspo_kernels.types import RowOptions, RowStats, SequenceRatioStats, stats_dtype
 
 
-class Settings(NamedTuple):
-    """How a call is worked through: a schedule or "auto", whether the entropy is kept, and whether rows
-    without gradient are left out of products.
+class LossPlan(NamedTuple):
+    """How a call is worked through, decided once.
+
+    Attributes:
+        schedule: a name, or "auto": groups that fit in a chunk are aligned, longer ones go by themselves.
+        defers: whether those may be deferred.
+        depends_on: what a token's coefficient depends on, see ``schedule.coefficients_depend_on``.
+        entropy: whether the entropy is kept.
+        skip: whether rows without gradient are left out of products.
     """
 
     schedule: str
+    defers: bool
+    depends_on: str
     entropy: bool
     skip: bool
 
@@ -36,40 +65,39 @@ class LinearLoss(NamedTuple):
     metrics: Tensor
     logprobs: Tensor
     entropy: Tensor
-    held: Held
+    gradients: SavedGradients
 
 
 @operator
-def linear_policy(operands: LinearOperands, terms: Terms, settings: Settings, needs: Needs) -> LinearLoss:
+def linear_policy(operands: LinearOperands, terms: Terms, plan: LossPlan, needs: RequiresGrad) -> LinearLoss:
     """A hidden-state loss, its log-probs and its gradients."""
     terms = check_values(operands.labels, terms)
-    call = Call.of(operands).check()
-    run = Run(Scores(call, settings.entropy), terms, needs, settings.skip)
-    if settings.schedule == "known":
+    run = Run(Call(operands), terms, plan, needs)
+    if plan.schedule == "known":
         run.known()
     else:
-        run.by_scopes(settings.schedule, needs)
-    scored = ScoredRows.of(run.scores.stats)
+        run.by_parts()
     run.scores.close()
-    step = run.step()
-    return LinearLoss(step.loss, step.metrics, scored.logprobs, scored.entropy, Held.of(run.gradients))
+    step, scored = run.whole_step(), ScoredRows.of(run.scores.stats)
+    gradients = SavedGradients.of(run.gradients)
+    return LinearLoss(step.loss, step.metrics, scored.logprobs, scored.entropy, gradients)
 
 
 @linear_policy.register_fake
-def _(operands: LinearOperands, terms: Terms, settings: Settings, needs: Needs) -> LinearLoss:
-    scored = ScoredRows.fake(operands.labels, operands.hidden.dtype, settings.entropy)
-    sums, entropy = stats_dtype(operands.hidden.dtype), scored.entropy if settings.entropy else None
+def _(operands: LinearOperands, terms: Terms, plan: LossPlan, needs: RequiresGrad) -> LinearLoss:
+    scored = ScoredRows.fake(operands.labels, operands.hidden.dtype, plan.entropy)
+    sums, entropy = stats_dtype(operands.hidden.dtype), scored.entropy if plan.entropy else None
     return LinearLoss(
         scored.logprobs.new_empty((), dtype=sums),
         scored.logprobs.new_empty(len(metric_names(terms, entropy)), dtype=sums),
         scored.logprobs,
         scored.entropy,
-        Held.fake(operands, needs),
+        SavedGradients.fake(operands, needs),
     )
 
 
 class LinearPolicyFunction(torch.autograd.Function):
-    """Loss, metrics, log-probs and entropy; the forward already holds the loss's gradients."""
+    """Loss, metrics, log-probs and entropy; the forward computes the gradients, too."""
 
     @staticmethod
     def forward(
@@ -81,16 +109,268 @@ class LinearPolicyFunction(torch.autograd.Function):
         options: RowOptions,
         chunking: Chunking,
         terms: Terms,
-        settings: Settings,
-        kept: bool,
+        plan: LossPlan,
+        traced: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        needs = Needs.of(ctx, bias)
-        arguments = (LinearOperands(hidden, weight, bias, labels, options, chunking), terms, settings, needs)
+        operands = LinearOperands(hidden, weight, bias, labels, options, chunking)
+        arguments = (operands, terms, plan, RequiresGrad.of(ctx, bias))
         result = linear_policy(*arguments)
-        hold(ctx, result, linear_policy, arguments, needs, options.backend, kept)
+        save_gradients(ctx, result.gradients, linear_policy, arguments, traced)
         ctx.mark_non_differentiable(result.metrics, result.logprobs, result.entropy)
         return result.loss, result.metrics, result.logprobs, result.entropy
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
-        return (*released(ctx, grad), *(None,) * 6)
+        return (*take_gradients(ctx, grad), *(None,) * 6)
+
+
+class Run:
+    """One call: its schedules add up statistics and gradients, a method each."""
+
+    def __init__(self, call: Call, terms: Terms, plan: LossPlan, needs: RequiresGrad):
+        self.call, self.terms, self.plan, self.needs = call, terms, plan, needs
+        self.backend = call.options.backend
+        self.scores = Scores(call, plan.entropy)
+        self.gradients = Gradients(call, needs, normalised=True)
+        self.at_once = evaluated_at_once(plan.depends_on, terms, call.head.fixed)
+        self._step: PolicyStep | None = None
+        self._sequence_sums: HeadSums | None = None
+
+    def known(self) -> None:
+        """A token's coefficient is known beforehand, or follows from its own log-prob: log-probs and gradient
+        come from the same chunk.
+        """
+        call, where, skip, terms = self.call, self.call.projected, self.plan.skip, self.terms
+        if self.plan.depends_on == "nothing":
+            grads = known_coefficients(call.labels, terms, self.backend).flatten()
+            keep = call.index(grads[where] != 0) if skip else None
+            if isinstance(keep, Tensor):
+                # the rows without gradient are only projected
+                index = as_index(where, keep.device)
+                idle = call.index(grads[index] == 0, len(index) - len(keep))
+                self.scores.forward(index[idle])
+                where, skip = index[keep], False
+            for chunk in call.chunks(where):
+                self.gradients.add(self.project(chunk, skip), chunk, grads[chunk.where], None, skip)
+            return
+        per_token = token_terms(call.labels, terms, self.backend)
+        form = ratio_form(from_spec(terms.objective), terms, self.backend)
+        if form is not None and form.level == "token":
+            # a launch of the backend, for which the shares are weights
+            form = form._replace(count_tokens=True, divisor="one", divisor_scale=1.0)
+            shares, weights, beta = per_token.token_shares, per_token.rollout_weights, per_token.kl_beta
+            assert shares is not None
+            per_token = per_token._replace(
+                token_shares=None,
+                rollout_weights=shares if weights is None else shares * weights,
+                kl_beta=None if beta is None else shares * beta,
+            )
+        else:
+            form = None
+        for chunk in call.chunks(where):
+            projected = self.project(chunk, skip)
+            rows, (logprobs, _, entropy) = chunk.where, projected.stats
+            if form is not None:
+                chunk_terms = per_token.each(lambda _, value: value.flatten()[rows].unsqueeze(0))  # noqa: B023
+                step = _step_in_form(logprobs.unsqueeze(0), None, chunk_terms, self.backend, False, form)
+            else:
+                # every token is a sequence of its own
+                chunk_terms = per_token.each(lambda _, value: value.flatten()[rows].unsqueeze(1))  # noqa: B023
+                entropy = None if entropy is None else entropy.unsqueeze(1)
+                step = evaluate(logprobs.unsqueeze(1), entropy, chunk_terms, want_metrics=False)
+            self.gradients.add(projected, chunk, *_flat(step), skip)
+            del projected
+
+    def by_parts(self) -> None:
+        """Cut the batch into parts, and work through each by its schedule."""
+        call, plan = self.call, self.plan
+        groups = CoefficientGroups(call, self.terms, plan.depends_on, plan.skip)
+        parts = plan_parts(plan.schedule, groups.rows, groups.inactive, call.chunk_rows, plan.defers)
+        self.scores.expect(min(call.chunk_rows, max((part.rows for part in parts), default=0)))
+        if self.at_once:
+            # the one evaluation, of all tokens on all ranks, follows the last projection
+            parts.sort(key=lambda part: part.schedule != "forward")
+        total = Aggregation.of(call.labels, self.terms).total
+        schedules = {
+            "aligned": self.aligned,
+            "deferred": self.deferred,
+            "frozen": self.frozen,
+            "two_pass": self.two_pass,
+        }
+        for part in groups.prepare(parts, total):
+            if part.schedule == "forward":
+                self.scores.forward(part.where)
+            else:
+                schedules[part.schedule](part)
+
+    def aligned(self, part: PreparedPart) -> None:
+        """A chunk holds whole groups: log-probs, coefficients and gradient of the same logits."""
+        chunk = self.call.chunk(part.where, part.labels)
+        projected = self.project(chunk, self.plan.skip)
+        self.gradients.add(projected, chunk, *self.coefficients(part, projected.stats), self.plan.skip)
+
+    def deferred(self, part: PreparedPart) -> None:
+        """A sequence longer than a chunk, with one coefficient: its sums take it when the sequence ends."""
+        call, gradients, factors = self.call, self.gradients, part.terms.token_weights
+        if self._sequence_sums is None:
+            self._sequence_sums = HeadSums(call.head, self.needs, self.backend)
+        sums = self._sequence_sums
+        sums.clear()
+        weights = gradients.one.expand(part.rows) if factors is None else factors[0].to(gradients.dtype)
+        done = 0
+        for chunk in call.chunks(part.where):
+            projected = self.project(chunk, skip=False)
+            unit = weights[done : done + chunk.rows]
+            done += chunk.rows
+            active = None if call.chunking.compact else call.counted.flatten()[chunk.where]
+            gradients.add_rows(gradients.rows(projected, chunk, unit, active), chunk, sums)
+            del projected
+        grad, _ = self.coefficients(part)
+        # one number for the sequence, taken where rounding matters least
+        counted = call.counted.flatten()[part.where]
+        most = torch.where(counted, weights.abs(), -1.0).argmax()
+        weight, whole = weights.take(most), grad.take(most)  # an index in brackets would be read by the host
+        coefficient = torch.where(weight == 0, 0.0, whole / weight)
+        gradients.scale(part.where, coefficient.expand(part.rows))
+        gradients.sums.add_sums(sums, coefficient)
+
+    def frozen(self, part: PreparedPart) -> None:
+        """The head has no gradient: rows of dHidden wait for their coefficients."""
+        for chunk in self.call.chunks(part.where):
+            projected = self.project(chunk, skip=False)
+            self.gradients.add_rows(self.gradients.rows(projected, chunk), chunk)
+            del projected
+        self.gradients.scale(part.where, self.coefficients(part)[0])
+
+    def two_pass(self, part: PreparedPart) -> None:
+        """The logits of rows with a gradient are computed once more."""
+        head, where = self.call.head, part.where
+        self.scores.forward(where)
+        grad, grad_entropy = self.coefficients(part)
+        keep = self.call.index(is_active(grad, grad_entropy)) if self.plan.skip else None
+        chosen = keep if isinstance(keep, Tensor) else None
+        if chosen is not None:
+            where = as_index(where, chosen.device)[chosen]
+        if head.fixed and isinstance(where, Tensor):
+            where, order = where.sort()
+            chosen = order if chosen is None else chosen[order]
+        if chosen is not None:
+            grad, grad_entropy = grad[chosen], None if grad_entropy is None else grad_entropy[chosen]
+        anew = isinstance(keep, Tensor) and head.shows_other_rows
+        recompute(self.scores, self.gradients, where, anew, grad, grad_entropy)
+
+    def project(self, chunk: Chunk, skip: bool) -> Projected:
+        """Project a chunk and keep its statistics; ``skip`` says that they may leave rows out."""
+        # log-probs that come along with the rows may differ in their last bits, which a ratio would show
+        alone = self.terms.old_logprobs is None and self.terms.ref_logprobs is None
+        projected = self.scores.project(chunk, self.plan.entropy, not skip and alone)
+        self.scores.keep(projected.stats, chunk)
+        return projected
+
+    def coefficients(self, part: PreparedPart, stats: RowStats | None = None) -> tuple[Tensor, Tensor | None]:
+        """dLoss/dlogprobs and dLoss/dentropy of a part's rows, [n] each; ``stats`` may have been taken."""
+        if self.at_once:
+            grad, grad_entropy = _flat(self.whole_step())
+            return grad[part.where], None if grad_entropy is None else grad_entropy[part.where]
+        logprobs, _, entropy = self.scores.at(part.where) if stats is None else stats
+        entropy = None if entropy is None else entropy.unsqueeze(0)
+        return _flat(take_step(logprobs.unsqueeze(0), entropy, part.terms, self.backend, want_metrics=False))
+
+    def whole_step(self) -> PolicyStep:
+        """Loss and metrics of the whole call, once all its log-probs are there."""
+        if self._step is None:
+            logprobs, _, entropy = self.scores.stats
+            self._step = take_step(logprobs, entropy, self.terms, self.backend)
+        return self._step
+
+
+def _flat(step: PolicyStep) -> tuple[Tensor, Tensor | None]:
+    return step.grad_logprobs.flatten(), step.grad_entropy.flatten() if step.grad_entropy.numel() else None
+
+
+SMALL_BYTES = 2**20
+"""Logits on the CPU that take no more stay until the backward."""
+_LEAST, _MOST = 2.0**-64, 2.0**64
+"""Coefficients between these, or zero, lose nothing in a product and overflow none."""
+
+
+class SmallLoss(NamedTuple):
+    """A small call's logits [B, T, V], and what follows from them."""
+
+    logits: Tensor
+    stats: SequenceRatioStats
+    coefficients: Tensor  # [B], dLoss/dlogprobs of each counted token
+
+
+def small_loss(
+    operands: LinearOperands, terms: Terms, objective: Objective, entropy: bool
+) -> SmallLoss | None:
+    """The loss of a small call on the CPU, without autograd; None where the schedules are to serve it.
+
+    Where the logits fit a cache, planning, chunks and normalised coefficients would take longer than the
+    products that they save or protect. The schedules serve what plain arithmetic could spoil: tokens that are
+    left out, whose hidden states may be anything; coefficients that only normalised arithmetic bears; ranks
+    that share a vocabulary; products in a fixed order. They also serve whoever traces operators.
+    """
+    hidden, weight, bias, labels, options, chunking = operands
+    if chunking.batch_invariant or options.shard.group or not nobody_listens([hidden, weight, labels]):
+        return None
+    budget = min(SMALL_BYTES, chunking.max_chunk_bytes or SMALL_BYTES)
+    size = labels.numel() * weight.shape[0] * weight.element_size()
+    exact = weight.dtype in (torch.float32, torch.float64)
+    if not (hidden.is_cpu and exact and 0 < size <= budget):
+        return None
+    if entropy or terms.skipped is not None or terms.old_logprobs is None:
+        return None
+    form = sequence_form(objective, terms, options.backend)
+    if form is None or not bool(terms.counted(labels).all()):
+        return None
+    head = Head(weight.detach(), None if bias is None else bias.detach(), chunking.logits_dtype)
+    rows = hidden.detach().reshape(-1, hidden.shape[-1])
+    logits = head.logits(rows, rows.new_empty(rows.shape[0], weight.shape[0]))
+    logits = logits.view(*labels.shape, weight.shape[0])
+    stats = sequence_ratio(logits, labels, options, RatioOperands.of(labels, terms), form)
+    coefficients = stats.coefficients / stats.divisor
+    # hidden states that aren't finite show here, also where a zero advantage hides them from the loss
+    finite = math.isfinite(stats.lse.sum().item())
+    if not finite or not all(c == 0 or _LEAST < abs(c) < _MOST for c in coefficients.tolist()):
+        return None
+    return SmallLoss(logits, stats, coefficients)
+
+
+class SmallLossFunction(torch.autograd.Function):
+    """Loss, metrics and log-probs of a small call; the backward computes the gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        options: RowOptions,
+        terms: Terms,
+        small: SmallLoss,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        stats = small.stats
+        each = terms.layout(labels).expand(small.coefficients)
+        save_rows(ctx, options, hidden, labels, small.logits, stats.logprobs, stats.lse, each, weight, bias)
+        ctx.needs = RequiresGrad.of(ctx, bias)
+        ctx.mark_non_differentiable(stats.metrics, stats.logprobs)
+        return stats.loss, stats.metrics, stats.logprobs
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
+        (hidden, labels, logits, logprobs, lse, each, weight, bias), options = saved_rows(ctx)
+        head, needs = Head(weight, bias, "float32"), ctx.needs
+        grads = RowGradients(each, None, None)
+        rows = logprobs_backward(logits, labels, RowStats(logprobs, lse, None), grads, options)
+        rows = rows.view(-1, rows.shape[-1])
+        gradients: tuple[Tensor | None, ...] = (
+            head.grad_hidden(rows).view(hidden.shape) if needs.hidden else None,
+            transposed_product(rows, hidden.reshape(-1, hidden.shape[-1])) if needs.weight else None,
+            rows.sum(0) if needs.bias else None,
+        )
+        if grad.item() != 1.0:
+            gradients = tuple(None if one is None else times(one, grad) for one in gradients)
+        return (*gradients, *(None,) * 4)

@@ -1,18 +1,18 @@
-"""How a hidden-state loss is cut into parts, chunks and matrix products: plain numbers, no tensors.
+"""Which schedule serves a hidden-state loss, and how the batch is cut into parts: plain numbers, no tensors.
 
-With N counted tokens, width H and vocabulary V one product is G = 2NHV operations. A *scope* is a set of
-sequences that determine each other's coefficients: one sequence, a group, the batch. A *part* is a run of
-scopes that is worked through in one way; f is the fraction of its rows that have a gradient.
+With N counted tokens, width H and vocabulary V one product is G = 2NHV operations. A *group* is a set of
+sequences that determine each other's coefficients: one sequence, a group of the objective, or the batch. A
+*part* is a run of groups that is worked through in one way; f is the fraction of its rows with a gradient.
 
-| schedule | products | how |
-|---|---|---|
-| known | 3G | coefficients come from the token itself: log-probs and gradient from one chunk |
-| frozen | 2G | no weight gradient: rows of dHidden wait for their coefficients |
-| aligned | (1 + 2f)G | chunks hold whole scopes: log-probs, coefficients, gradient of the same logits |
-| deferred | 3G | a sequence's gradient is summed up without its coefficient, which multiplies the sum |
-| two_pass | (1 + 3f)G | the logits of rows with a gradient are computed once more |
+| schedule | exact where | products | how |
+|---|---|---|---|
+| known | a token's coefficient is known, or its own | 3G | log-probs and gradient from one chunk |
+| frozen | the head has no gradient | 2G | rows of dHidden wait for their coefficients |
+| aligned | groups fit in a chunk | (1 + 2f)G | log-probs, coefficients, gradient of the same logits |
+| deferred | one number per sequence | 3G | a sequence's sums wait for their coefficient |
+| two_pass | always | (1 + 3f)G | rows with a gradient are projected once more |
 
-"auto" is the first row of the table that is exact for the call: scopes that fit in a chunk are aligned, each
+"auto" is the first row of the table that is exact for the call: groups that fit in a chunk are aligned, each
 longer one is deferred. Where nothing needs a gradient there is only the forward product.
 """
 
@@ -21,167 +21,175 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from gspo_kernels.objectives.base import Objective
+from gspo_kernels.terms import Terms
 
 SCHEDULES = ("known", "frozen", "aligned", "deferred", "two_pass")
 
 
-@dataclass(frozen=True)
-class Shapes:
-    """The sizes that products and memory depend on.
+def coefficients_depend_on(objective: Objective, terms: Terms) -> str:
+    """What a token's coefficient depends on in this call: "nothing" (known beforehand), "token" or more."""
+    on_policy = terms.old_logprobs is None and objective.ratio_only
+    if terms.kl_beta is not None and terms.kl_ratio_weighted and objective.coefficient_scope != "token":
+        return objective.coefficient_scope
+    has_token_terms = terms.kl_beta is not None or terms.entropy_coef is not None
+    if on_policy or objective.coefficient_scope == "nothing":
+        return "token" if has_token_terms else "nothing"
+    return objective.coefficient_scope
 
-    Attributes:
-        vocabulary, width: V and H.
-        chunk_rows: rows of logits that fit the budget.
-        logits_itemsize, rows_itemsize, accumulator_itemsize: bytes of an element of the logits, of the rows
-            p - onehot, and of dWeight's sum.
-        trains_hidden, trains_weight: which gradients are wanted.
+
+def evaluated_at_once(depends_on: str, terms: Terms, invariant: bool) -> bool:
+    """Whether coefficients come from one evaluation of the whole call: other ranks have tokens of the same
+    sequences, or sums over sequences must have one order.
     """
-
-    vocabulary: int
-    width: int
-    chunk_rows: int
-    logits_itemsize: int
-    rows_itemsize: int
-    accumulator_itemsize: int
-    trains_hidden: bool
-    trains_weight: bool
-
-    @property
-    def accumulator_bytes(self) -> int:
-        """Bytes of the tensor that dWeight is summed in."""
-        return self.vocabulary * self.width * self.accumulator_itemsize if self.trains_weight else 0
+    return bool(terms.cp_group) or (invariant and depends_on in ("group", "batch"))
 
 
-@dataclass(frozen=True)
-class Refusals:
-    """Why schedules are not exact for a call, by name; what is absent is exact."""
-
-    reasons: dict[str, str] = field(default_factory=dict)
-
-    def of(self, schedule: str) -> str | None:
-        """The reason, or None."""
-        return self.reasons.get(schedule)
-
-    def check(self, schedule: str) -> None:
-        """Refuse an unknown name, or a schedule that is not exact.
-
-        Raises:
-            ValueError: with the reason.
-        """
-        if schedule not in ("auto", *SCHEDULES):
-            raise ValueError(
-                f"schedule: got {schedule!r}, expected 'auto' or one of {', '.join(map(repr, SCHEDULES))}"
-            )
-        reason = self.of(schedule)
-        if reason is not None:
-            raise ValueError(f"schedule: {schedule!r} is not exact here: {reason}; use 'auto'")
-
-
-@dataclass(frozen=True)
-class Part:
-    """Scopes ``start`` to ``stop`` (as ordered by the plan) and how they are worked through.
-
-    The last ``resting`` of the ``rows`` have no gradient: they only share the projection.
-    """
-
-    strategy: str
-    start: int
-    stop: int
-    rows: int
-    resting: int = 0
-
-
-def plan_parts(
-    schedule: str, rows: Sequence[int], idle: int, chunk_rows: int, refusals: Refusals
-) -> list[Part]:
-    """Cut scopes into parts.
-
-    Args:
-        schedule: "auto", or any name but "known", which needs no parts.
-        rows: counted rows of each scope; the last ``idle`` of them have no gradient, whatever the forward
-            finds.
-        idle: how many.
-        chunk_rows: rows of logits that fit the budget.
-        refusals: of the call.
-
-    Raises:
-        ValueError: "aligned" by name, but a scope doesn't fit in a chunk.
-    """
-    working = rows[: len(rows) - idle]
-    if schedule == "aligned" and working and max(working) > chunk_rows:
-        raise ValueError(
-            f"schedule: 'aligned' needs chunks that hold whole sequences (or groups), one has {max(working)} "
-            f"counted tokens but a chunk {chunk_rows} rows; raise max_chunk_bytes or use 'auto'"
+def unsupported(
+    objective: Objective, terms: Terms, depends_on: str, trains_head: bool, invariant: bool
+) -> dict[str, str]:
+    """Why schedules are not exact for a call, by name, or not batch-invariant where that is asked for."""
+    name, reasons = type(objective).__name__, {}
+    if depends_on not in ("nothing", "token"):
+        what = f"{name} off-policy" if objective.ratio_only else name
+        if terms.kl_beta is not None and terms.kl_ratio_weighted:
+            what = f"kl_ratio_weighted with {what}"
+        reasons["known"] = (
+            f"it needs coefficients that depend on one token alone, but {what} makes them "
+            f"depend on the {depends_on}"
         )
-    strategies = [schedule] * len(working)
-    if schedule == "auto":
-        longer = "deferred" if refusals.of("deferred") is None else "two_pass"
-        strategies = ["aligned" if count <= chunk_rows else longer for count in working]
-    parts = _joined(working, strategies, chunk_rows)
-    stop = len(working)
-    if parts and parts[-1].strategy == "aligned":
-        last, held = parts[-1], parts[-1].rows
-        while stop < len(rows) and held + rows[stop] <= chunk_rows:
-            held += rows[stop]
-            stop += 1
-        parts[-1] = Part("aligned", last.start, stop, held, held - last.rows)
-    rest = sum(rows[stop:])
-    return [*parts, Part("forward", stop, len(rows), rest)] if rest else parts
+    if terms.kl_beta is not None:
+        reasons["deferred"] = "kl_beta adds a coefficient of each token's own"
+    elif not objective.factorizes:
+        reasons["deferred"] = f"{name}'s coefficients are not one number per sequence"
+    elif terms.advantages is not None and terms.advantages.ndim == 2:
+        reasons["deferred"] = f"advantages per token give {name} coefficients per token"
+    elif terms.rollout_weights is not None and terms.rollout_weights.ndim == 2 and objective.level == "token":
+        reasons["deferred"] = f"rollout_weights per token give {name} coefficients per token"
+    if terms.entropy_coef is not None:
+        for schedule in ("deferred", "frozen"):
+            reasons[schedule] = "entropy_coef adds a gradient that is no multiple of the log-prob's"
+    if trains_head:
+        reasons.setdefault("frozen", "the lm_head's weight or bias needs a gradient")
+    if terms.cp_group:
+        for schedule in ("aligned", "deferred"):
+            reasons[schedule] = "cp_group has tokens of the same sequences on other ranks"
+    if invariant:
+        reasons.setdefault("deferred", "batch-invariant mode sums dWeight in segments, not in sequences")
+        if depends_on == "token":
+            reasons.setdefault(
+                "known", "batch-invariant mode takes coefficients from whole sequences, as other schedules do"
+            )
+        if depends_on in ("group", "batch"):
+            for schedule in ("aligned", "frozen"):
+                reasons[schedule] = (
+                    f"batch-invariant mode evaluates coefficients that depend on the {depends_on} all at once"
+                )
+    if terms.skipped is not None and depends_on in ("group", "batch"):
+        for schedule in ("aligned", "frozen"):
+            reasons[schedule] = f"skip_inactive='all' leaves out sequences that {name}'s coefficients look at"
+    return reasons
 
 
-def products(part: Part, shapes: Shapes) -> float:
-    """Products of a part in which every row that can have a gradient has one, in units of 2VH operations."""
-    gradients = shapes.trains_hidden + shapes.trains_weight
-    of_row = {"forward": 0, "frozen": shapes.trains_hidden, "two_pass": 1 + gradients}
-    learning = (part.rows - part.resting) * of_row.get(part.strategy, gradients)
-    return learning + part.rows
-
-
-def _joined(rows: Sequence[int], strategies: Sequence[str], chunk_rows: int) -> list[Part]:
-    """Neighbours of one strategy as parts: aligned ones of about the same size, deferred ones alone."""
-    parts: list[Part] = []
-    for strategy, run in itertools.groupby(range(len(rows)), strategies.__getitem__):
-        members = list(run)
-        most = {"aligned": chunk_rows, "deferred": 0}.get(strategy, math.inf)
-        total = sum(rows[i] for i in members)
-        target = total / max(1, -(-total // chunk_rows)) if strategy == "aligned" else most
-        first, held = members[0], 0
-        for i in members:
-            if i > first and (held >= target or held + rows[i] > most):
-                parts.append(Part(strategy, first, i, held))
-                first, held = i, 0
-            held += rows[i]
-        parts.append(Part(strategy, first, members[-1] + 1, held))
-    return [part for part in parts if part.rows]
-
-
-def choose(schedule: str, refusals: Refusals, learns: bool, may_synchronise: bool) -> tuple[str, str]:
+def choose(schedule: str, reasons: dict[str, str], learns: bool, may_synchronise: bool) -> tuple[str, str]:
     """What serves a call, from what is known without looking at any value, and why.
 
     "two_pass" projects again in the backward; all others compute the gradient along with the loss. "auto"
-    stands for parts: scopes that fit in a chunk, and longer ones.
+    stands for parts: groups that fit in a chunk, and longer ones.
 
     Args:
         schedule: "auto" or a name.
-        refusals: of the call.
+        reasons: of ``unsupported``.
         learns: whether any input needs a gradient.
         may_synchronise: whether sequence lengths may be read from the device.
 
     Raises:
         ValueError: unknown name, or a schedule that is not exact for the call.
     """
-    refusals.check(schedule)
+    if schedule not in ("auto", *SCHEDULES):
+        raise ValueError(
+            f"schedule: got {schedule!r}, expected 'auto' or one of {', '.join(map(repr, SCHEDULES))}"
+        )
+    if schedule in reasons:
+        raise ValueError(f"schedule: {schedule!r} is not exact here: {reasons[schedule]}; use 'auto'")
     if not learns:
         return "two_pass", "no input needs a gradient, so there is only the forward product"
     if schedule != "auto":
         return schedule, "asked for"
-    if refusals.of("known") is None:
+    if "known" not in reasons:
         return "known", "every token's coefficient is known beforehand or a function of its own log-prob"
     if not may_synchronise:
         return "two_pass", "skip_inactive='none' reads no sequence lengths from the device"
-    if refusals.of("frozen") is None:
+    if "frozen" not in reasons:
         return "frozen", "the lm_head is frozen, so only dHidden waits for its coefficients"
-    if refusals.of("aligned") is not None:
-        return "two_pass", str(refusals.of("aligned"))
+    if "aligned" in reasons:
+        return "two_pass", reasons["aligned"]
     return "auto", "whole sequences (or groups) that fit in a chunk share it, longer ones go by themselves"
+
+
+class Part(NamedTuple):
+    """Groups ``start`` to ``stop`` and the schedule that they are worked through by.
+
+    The last ``inactive_rows`` of the ``rows`` have no gradient: they only share the projection.
+    """
+
+    schedule: str
+    start: int
+    stop: int
+    rows: int
+    inactive_rows: int = 0
+
+
+def plan_parts(
+    schedule: str, rows: Sequence[int], inactive: int, chunk_rows: int, defers: bool
+) -> list[Part]:
+    """Cut groups into parts.
+
+    Args:
+        schedule: "auto", or any name but "known", which needs no parts.
+        rows: counted rows of each group; the last ``inactive`` of them have no gradient, whatever the forward
+            gives.
+        inactive: how many.
+        chunk_rows: rows of logits that fit the budget.
+        defers: whether "deferred" is exact for the call.
+
+    Raises:
+        ValueError: "aligned" by name, but a group doesn't fit in a chunk.
+    """
+    working = rows[: len(rows) - inactive]
+    if schedule == "aligned" and working and max(working) > chunk_rows:
+        raise ValueError(
+            f"schedule: 'aligned' needs chunks that hold whole sequences (or groups), one has {max(working)} "
+            f"counted tokens but a chunk {chunk_rows} rows; raise max_chunk_bytes or use 'auto'"
+        )
+    schedules = [schedule] * len(working)
+    if schedule == "auto":
+        longer = "deferred" if defers else "two_pass"
+        schedules = ["aligned" if count <= chunk_rows else longer for count in working]
+    parts: list[Part] = []
+    for name, run in itertools.groupby(range(len(working)), schedules.__getitem__):
+        members = list(run)
+        # neighbours go together: aligned ones in parts of about the same size, deferred ones each alone
+        most = {"aligned": chunk_rows, "deferred": 0}.get(name, math.inf)
+        total = sum(working[i] for i in members)
+        target = total / max(1, -(-total // chunk_rows)) if name == "aligned" else most
+        first, count = members[0], 0
+        for i in members:
+            if i > first and (count >= target or count + working[i] > most):
+                parts.append(Part(name, first, i, count))
+                first, count = i, 0
+            count += working[i]
+        parts.append(Part(name, first, members[-1] + 1, count))
+    parts = [part for part in parts if part.rows]
+    stop = len(working)
+    if parts and parts[-1].schedule == "aligned":
+        # what is left of the last chunk is for groups without a gradient
+        last, count = parts[-1], parts[-1].rows
+        while stop < len(rows) and count + rows[stop] <= chunk_rows:
+            count += rows[stop]
+            stop += 1
+        parts[-1] = Part("aligned", last.start, stop, count, count - last.rows)
+    rest = sum(rows[stop:])
+    return [*parts, Part("forward", stop, len(rows), rest)] if rest else parts

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from gspo_kernels.linear.chunks import Call, Chunk
+from gspo_kernels.linear.call import Call, Chunk
 from gspo_kernels.ops.backends import FoldingBackend, OnePassBackend
 from gspo_kernels.ops.memory import Workspace
-from gspo_kernels.ops.shards import ShardedRows
 from gspo_kernels.types import RowStats
 
 
-class Kept(NamedTuple):
-    """The rows that are kept, in an order that moves few (those in front stay, those behind fill gaps), or in
-    their own order.
+class CompactedRows(NamedTuple):
+    """Some rows of a chunk, in an order that moves few: those in front stay, those behind fill gaps. Or in
+    their first order.
 
     Either way a row that moves lies behind all places that are already filled, also where rows move a few at
     a time.
@@ -31,17 +29,22 @@ class Kept(NamedTuple):
     gaps: Tensor
 
     @classmethod
-    def of(cls, keep: Tensor, count: int, in_order: bool = False) -> Kept:
-        """Of ``count`` rows those at ``keep`` [k], ascending; looks once at the device."""
+    def of(cls, keep: Tensor, in_order: bool = False) -> CompactedRows | None:
+        """The rows where ``keep`` [n] holds, None where it holds for all; looks once at the device."""
+        places = torch.arange(keep.numel(), device=keep.device)
+        # how many are kept, and how many of the places that they will have are theirs already
+        counts = torch.stack([keep.sum(), (keep & (places < keep.sum())).sum()])
+        count, stay = counts.tolist()
+        if count == keep.numel():
+            return None
+        kept = keep.nonzero_static(size=count).squeeze(1)
         if in_order:
-            return cls(keep, (keep != torch.arange(keep.numel(), device=keep.device)).nonzero().squeeze(1))
-        rows = torch.arange(keep.numel(), device=keep.device)
-        left_out = torch.ones(count, dtype=torch.bool, device=keep.device).index_fill_(0, keep, False)
-        gaps = left_out[: keep.numel()].nonzero().squeeze(1)
-        rows[gaps] = keep[keep.numel() - gaps.numel() :]
+            return cls(kept, (kept != places[:count]).nonzero().squeeze(1))
+        gaps = (~keep[:count]).nonzero_static(size=count - stay).squeeze(1)
+        rows = places[:count].index_copy(0, gaps, kept[stay:])
         return cls(rows, gaps)
 
-    def to_front(self, values: Tensor) -> Tensor:
+    def compact(self, values: Tensor) -> Tensor:
         """The rows of [n, V], in the same memory, moved a few at a time."""
         step = max(1, values.shape[0] // 32, 2**20 // (values.shape[1] * values.element_size()))
         for start in range(0, self.gaps.numel(), step):
@@ -65,28 +68,29 @@ class Projected(NamedTuple):
     written: bool = False
     factors: Tensor | None = None
 
-    def select(self, kept: Kept) -> Projected:
+    def select(self, kept: CompactedRows) -> Projected:
         """Some of the rows, in the same memory."""
         factors = None if self.factors is None else self.factors[kept.rows]
         stats = self.stats.each(lambda stat: stat[kept.rows])
-        return Projected(kept.to_front(self.values), stats, self.written, factors)
+        return Projected(kept.compact(self.values), stats, self.written, factors)
 
 
 class Scores:
     """Log-probs, log-sum-exp and entropy of a call, filled chunk by chunk; one chunk of logits at a time.
 
-    ``known`` are those of an earlier pass, [B, T] each.
+    Attributes:
+        call: the call.
+        stats: the statistics of all rows, [B, T] each; zeros where nothing was projected.
     """
 
     def __init__(self, call: Call, entropy: bool, known: RowStats | None = None):
-        self.call, self.backend = call, call.backend
+        """``known`` are the statistics of an earlier pass."""
+        self.call = call
         if known is None:
             known = RowStats(
-                call.new_rows(), call.new_rows(dtype=torch.float64), call.new_rows() if entropy else None
+                call.new_rows(), call.new_rows(torch.float64), call.new_rows() if entropy else None
             )
-        self._kept = known
-        self._coming: list[tuple[slice | Tensor, RowStats]] = []
-        self._begun: tuple[Callable[[], RowStats], Chunk] | None = None
+        self.stats = known
         self._most = min(call.chunk_rows, call.labels.numel())
         self._logits: Tensor | None = None
         self._workspace = Workspace()
@@ -102,123 +106,84 @@ class Scores:
 
     def logits(self, chunk: Chunk) -> Tensor:
         """[n, V], in memory that the next call of this writes over."""
-        head, rows = self.call.head, len(chunk)
+        head = self.call.head
         if self._logits is None:
-            size = (max(rows, self._most), head.vocabulary)
+            size = (max(chunk.rows, self._most), head.vocabulary)
             if head.weight.is_cpu:
                 self._logits = self._workspace.rows(*size, head.dtype)
             else:
                 self._logits = torch.empty(size, dtype=head.dtype, device=head.weight.device)
-        return head.logits(chunk.hidden, self._logits[:rows])
+        return head.logits(chunk.hidden, self._logits[: chunk.rows])
 
-    def statistics(self, logits: Tensor, chunk: Chunk, entropy: bool) -> RowStats:
-        """Of a chunk's logits, [n] each."""
-        stats = self.backend.logprobs_forward(
-            logits.unsqueeze(0),
-            chunk.labels,
-            chunk.transform,
-            ignore_index=self.call.options.ignore_index,
-            entropy=entropy,
-        )
-        return RowStats(*stats).each(lambda stat: stat.squeeze(0))
+    def forward(self, where: slice | Tensor) -> None:
+        """Project rows of which only the statistics are wanted."""
+        head, entropy = self.call.head, self.stats.entropy is not None
+        for chunk in self.call.chunks(where, forward_only=True):
+            if not self.call.folds:
+                self.keep(self._statistics(self.logits(chunk), chunk, entropy), chunk)
+                continue
+            # the logits are never written, the bits are the same
+            sums = cast(FoldingBackend, self.call.backend).folds(
+                chunk.labels,
+                chunk.transform,
+                head.vocabulary,
+                head.dtype,
+                ignore_index=self.call.options.ignore_index,
+                entropy=entropy,
+            )
+            head.fold_logits(chunk.hidden, sums)
+            self.keep(sums.statistics().each(lambda stat: stat.squeeze(0)), chunk)
 
-    def score(self, chunk: Chunk, entropy: bool, settled: bool = False) -> Projected:
-        """Project a chunk whose gradient is wanted, too: where one pass does both, its rows come with the
-        statistics, where they fit in the memory of the logits.
+    def project(
+        self, chunk: Chunk, entropy: bool, all_rows_active: bool, known: RowStats | None = None
+    ) -> Projected:
+        """Project a chunk whose gradient is wanted, too.
 
-        ``settled``: no row is left out by what is found, and log-probs are compared with no others.
+        Where one pass makes statistics and the rows of the gradient products, it writes the rows into the
+        memory of the logits. Never in batch-invariant calls: statistics that come alone, as in scoring, sum
+        in another order.
+
+        Args:
+            chunk: the rows.
+            entropy: whether the entropy is wanted.
+            all_rows_active: no row is left out because of its statistics, and nobody compares the log-probs
+                with others.
+            known: the statistics [n] of an earlier pass.
         """
-        logits = self.logits(chunk)
-        if not self.call.one_pass(entropy, settled):
-            return Projected(logits, self.statistics(logits, chunk, entropy))
-        rows = self.call.rows_memory(logits)
-        stats, factors = cast(OnePassBackend, self.backend).logprobs_and_rows(
+        call, logits = self.call, self.logits(chunk)
+        if known is not None:
+            return Projected(logits, known)
+        head, backend = call.head, cast(OnePassBackend, call.backend)
+        one_pass = not entropy and not head.fixed and hasattr(backend, "logprobs_and_rows")
+        if not one_pass or not backend.one_pass_pays(
+            head.vocabulary, head.dtype, call.options.transform, head.weight.device, all_rows_active
+        ):
+            return Projected(logits, self._statistics(logits, chunk, entropy))
+        rows = call.rows_memory(logits)
+        stats, factors = backend.logprobs_and_rows(
             logits.unsqueeze(0),
             chunk.labels,
             chunk.transform,
-            ignore_index=self.call.options.ignore_index,
+            ignore_index=call.options.ignore_index,
             out=rows.unsqueeze(0),
         )
         factors = None if factors is None else factors.squeeze(0)
         return Projected(rows, stats.each(lambda stat: stat.squeeze(0)), True, factors)
 
-    def add(self, chunk: Chunk, settled: bool = False) -> Projected:
-        """``score`` a chunk and keep its statistics."""
-        projected = self.score(chunk, self._kept.entropy is not None, settled)
-        self.keep(projected.stats, chunk)
-        return projected
-
-    def add_forward(self, chunk: Chunk) -> None:
-        """Project a chunk of ``Call.forward_chunks`` and keep its statistics; its logits are not needed.
-
-        What ranks gather of the statistics is under way while the next chunk is multiplied.
-        """
-        entropy, ignored = self._kept.entropy is not None, self.call.options.ignore_index
-        if self.call.folds:
-            head = self.call.head
-            folds = cast(FoldingBackend, self.backend).folds(
-                chunk.labels,
-                chunk.transform,
-                head.vocabulary,
-                head.dtype,
-                ignore_index=ignored,
-                entropy=entropy,
-            )
-            head.fold_logits(chunk.hidden, folds)
-            self.keep(folds.statistics().each(lambda stat: stat.squeeze(0)), chunk)
-            return
-        logits = self.logits(chunk)
-        if not isinstance(self.backend, ShardedRows):
-            self.keep(self.statistics(logits, chunk, entropy), chunk)
-            return
-        self._finish()
-        finish = self.backend.begin_forward(
-            logits.unsqueeze(0), chunk.labels, chunk.transform, ignore_index=ignored, entropy=entropy
+    def _statistics(self, logits: Tensor, chunk: Chunk, entropy: bool) -> RowStats:
+        """Of a chunk's logits, [n] each."""
+        ignore_index = self.call.options.ignore_index
+        stats = self.call.backend.logprobs_forward(
+            logits.unsqueeze(0), chunk.labels, chunk.transform, ignore_index=ignore_index, entropy=entropy
         )
-        self._begun = finish, chunk
-
-    def _finish(self) -> None:
-        """Keep the statistics that ranks are gathering."""
-        if self._begun is not None:
-            (finish, chunk), self._begun = self._begun, None
-            self.keep(finish().each(lambda stat: stat.squeeze(0)), chunk)
+        return stats.each(lambda stat: stat.squeeze(0))
 
     def keep(self, stats: RowStats, chunk: Chunk) -> None:
-        """Keep a chunk's statistics."""
-        self._finish()
-        if self._coming and not _follows(self._coming[-1][0], chunk.where):
-            self._settle()
-        self._coming.append((chunk.where, stats))
-
-    @property
-    def stats(self) -> RowStats:
-        """The statistics of all rows, [B, T] each."""
-        self._finish()
-        self._settle()
-        return self._kept
-
-    def _settle(self) -> None:
-        """Put what chunks have left where it belongs, all at once."""
-        if not self._coming:
-            return
-        places, found = zip(*self._coming, strict=True)
-        self._coming = []
-        where = slice(places[0].start, places[-1].stop) if isinstance(places[0], slice) else _one(places)
-        for all_rows, *parts in zip(self._kept, *found, strict=True):
-            if all_rows is not None:
-                all_rows.view(-1)[where] = _one(parts)
+        """Put a chunk's statistics where they belong."""
+        for all_rows, part in zip(self.stats, stats, strict=True):
+            if all_rows is not None and part is not None:
+                all_rows.view(-1)[chunk.where] = part
 
     def at(self, where: slice | Tensor) -> RowStats:
         """The statistics of some rows, [n] each."""
         return self.stats.each(lambda stat: stat.view(-1)[where])
-
-
-def _follows(before: slice | Tensor, where: slice | Tensor) -> bool:
-    """Whether two chunks' rows can be put in their places together."""
-    if isinstance(before, slice) and isinstance(where, slice):
-        return bool(before.stop == where.start)
-    return isinstance(before, Tensor) and isinstance(where, Tensor)
-
-
-def _one(parts: Sequence[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(tuple(parts))

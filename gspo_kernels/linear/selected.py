@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gspo_kernels.linear.chunks import Call, Chunking, LinearOperands
+from gspo_kernels.linear.call import Call, Chunking, LinearOperands, RequiresGrad
 from gspo_kernels.linear.gradients import Gradients, HeadGradients
-from gspo_kernels.linear.logprobs import empty_gradients, linear_logprobs_backward
+from gspo_kernels.linear.logprobs import linear_logprobs_backward
 from gspo_kernels.linear.scaling import power_of_two
 from gspo_kernels.linear.scores import Scores
-from gspo_kernels.linear.sums import Needs, Rows, Weights
+from gspo_kernels.linear.sums import GradientRows
 from gspo_kernels.ops.library import operator
 from gspo_kernels.ops.logprobs import save_rows, saved_rows
 from gspo_kernels.ops.selected import (
@@ -32,7 +32,7 @@ from gspo_kernels.types import RowOptions, RowStats
 @operator
 def linear_selected_forward(operands: LinearOperands, ids: Tensor, within: bool) -> SelectedRows:
     """Log-probs of ids [B, T, K] and what is left; the labels of rows without ids are ``ignore_index``."""
-    call = Call.of(operands).check()
+    call = Call(operands)
     found = fake_rows(ids, operands.hidden.dtype)
     for values in found:
         values.zero_()
@@ -58,10 +58,9 @@ def linear_one_id_forward(operands: LinearOperands) -> OneIdRows:
 
     Rows that are nearly ``certain`` are projected once more, and read without their label.
     """
-    call = Call.of(operands).check()
+    call = Call(operands)
     scores = Scores(call, False)
-    for chunk in call.forward_chunks(call.projected):
-        scores.add_forward(chunk)
+    scores.forward(call.projected)
     logprobs, lse, _ = scores.stats
     tail, rest = tail_of_one(logprobs, lse)
     labels, backend = call.labels.flatten(), call.options.backend
@@ -86,11 +85,11 @@ def linear_selected_backward(
     ids: Tensor,
     rows: SelectedRows,
     grads: SelectedGradients,
-    needs: Needs,
+    needs: RequiresGrad,
     within: bool,
 ) -> HeadGradients:
     """Gradients of hidden, weight and bias, recomputing logits chunk by chunk, by the same products."""
-    call = Call.of(operands).check()
+    call = Call(operands)
     scores, gradients = Scores(call, False), Gradients(call, needs, normalised=False)
     for chunk in call.chunks(call.projected):
 
@@ -102,7 +101,7 @@ def linear_selected_backward(
         if own.tail is not None:
             largest = torch.maximum(largest, own.tail.abs())
         # K coefficients of a row go into the row itself, so divided that 16 bits can hold them
-        scale = power_of_two(largest.to(gradients.accumulate))
+        scale = power_of_two(largest.to(gradients.dtype))
         own = SelectedGradients(
             own.logprobs / scale.unsqueeze(-1), None if own.tail is None else own.tail / scale
         )
@@ -119,8 +118,8 @@ def linear_selected_backward(
             within,
             call.options.shard,
         )
-        weights = Weights(scale.squeeze(0), (largest != 0).squeeze(0))
-        gradients.add_rows(Rows(out, None), chunk, weights)
+        active = (largest != 0).squeeze(0)
+        gradients.add_rows(GradientRows(out, scale.squeeze(0), None, active), chunk)
         del logits, out
     scores.close()
     return gradients.result()
@@ -132,10 +131,10 @@ def _(
     ids: Tensor,
     rows: SelectedRows,
     grads: SelectedGradients,
-    needs: Needs,
+    needs: RequiresGrad,
     within: bool,
 ) -> HeadGradients:
-    return empty_gradients(operands, needs)
+    return HeadGradients.fake(operands, needs)
 
 
 class LinearSelectedLogprobsFunction(torch.autograd.Function):
@@ -170,7 +169,7 @@ class LinearSelectedLogprobsFunction(torch.autograd.Function):
             if grad_tail is None:
                 return (None, None, None, *nothing)
             grad_logprobs = grad_tail.new_zeros(()).expand(ids.shape)
-        needs = Needs.of(ctx, bias)
+        needs = RequiresGrad.of(ctx, bias)
         gradients = linear_selected_backward(
             LinearOperands(hidden, weight, bias, labels, options, ctx.chunking),
             ids,
@@ -179,7 +178,7 @@ class LinearSelectedLogprobsFunction(torch.autograd.Function):
             needs,
             ctx.within,
         )
-        return (*gradients.wanted(needs), *nothing)
+        return (*needs.select(gradients), *nothing)
 
 
 class LinearOneIdFunction(torch.autograd.Function):
@@ -207,17 +206,17 @@ class LinearOneIdFunction(torch.autograd.Function):
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_tail: Tensor | None) -> tuple[Any, ...]:
         (hidden, weight, bias, labels, logprobs, tail, rest, lse), options = saved_rows(ctx)
         operands = LinearOperands(hidden, weight, bias, labels, options, ctx.chunking)
-        needs, nothing = Needs.of(ctx, bias), (None,) * 3
+        needs, nothing = RequiresGrad.of(ctx, bias), (None,) * 3
         if grad_tail is None:
             if grad_logprobs is None:
                 return (None,) * 6
             stats = RowStats(logprobs, lse, None)
             gradients = linear_logprobs_backward(operands, stats, grad_logprobs, None, needs, True)
-            return (*gradients.wanted(needs), *nothing)
+            return (*needs.select(gradients), *nothing)
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(logprobs)
         rows = SelectedRows(logprobs.unsqueeze(-1), tail, rest)
         grads = SelectedGradients(grad_logprobs.unsqueeze(-1), grad_tail)
         ids = labels.unsqueeze(-1)
         gradients = linear_selected_backward(operands, ids, rows, grads, needs, False)
-        return (*gradients.wanted(needs), *nothing)
+        return (*needs.select(gradients), *nothing)

@@ -2,71 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from gspo_kernels.linear.call import RequiresGrad
 from gspo_kernels.linear.head import Head
-from gspo_kernels.linear.products import fixed_product, multiply, transposed_product
 from gspo_kernels.linear.scaling import bounded_for_sums, largest, most_in_sums, power_of_two, times
-from gspo_kernels.linear.segments import Segmented, Segments
 from gspo_kernels.ops.backends import launches_of, load
 from gspo_kernels.ops.memory import used_memory
+from gspo_kernels.ops.products import SEGMENT, fixed_product, multiply, transposed_product
 from gspo_kernels.types import stats_dtype
 
 
-class Rows(NamedTuple):
-    """What enters the gradient products: d logprob/dlogits is each row times its factor.
+class GradientRows(NamedTuple):
+    """What enters the gradient products: d loss/d logits is each row times its factor and its coefficient.
 
     Attributes:
         values: [n, V].
-        factors: [n], or None for 1.
+        coefficients: [n], any float dtype and stride.
+        factors: [n] in the statistics' dtype, or None for 1.
+        active: [n], bool: rows that have a gradient; None: those whose coefficient isn't 0.
     """
 
     values: Tensor
-    factors: Tensor | None
-
-    def at(self, where: slice) -> Rows:
-        """Some of the rows."""
-        return Rows(self.values[where], None if self.factors is None else self.factors[where])
-
-    def scaled(self, unit: Tensor) -> Tensor:
-        """What is to multiply a product over ``values`` for coefficients ``unit`` [n]."""
-        return unit if self.factors is None else times(self.factors, unit)
-
-
-class Weights(NamedTuple):
-    """What rows are multiplied by on their way into gradients.
-
-    Attributes:
-        coefficients: [n], any float dtype and stride.
-        active: [n], bool: rows that have a gradient; None: those whose coefficient isn't 0.
-        rows: int32 [k], which of the n rows are worked on; None: all.
-    """
-
     coefficients: Tensor
+    factors: Tensor | None = None
     active: Tensor | None = None
-    rows: Tensor | None = None
-
-
-class Needs(NamedTuple):
-    """Which of a call's inputs want a gradient."""
-
-    hidden: bool
-    weight: bool
-    bias: bool
-
-    @classmethod
-    def of(cls, ctx: Any, bias: Tensor | None) -> Needs:
-        """In a function whose first inputs are the three."""
-        hidden, weight, third, *_ = ctx.needs_input_grad
-        return cls(hidden, weight, bias is not None and third)
-
-    @property
-    def head(self) -> bool:
-        """Whether the head is trained."""
-        return self.weight or self.bias
 
 
 class HeadSums:
@@ -78,16 +42,18 @@ class HeadSums:
     Of a head whose products are fixed, both are sums over segments of rows, in their order.
     """
 
-    def __init__(self, head: Head, needs: Needs, backend: str):
+    def __init__(self, head: Head, needs: RequiresGrad, backend: str):
         dtype, device = stats_dtype(head.weight.dtype), head.weight.device
         self._head, self._backend, self._launches = head, load(backend), launches_of(backend)
-        self._power: Tensor | None = None
+        self._dtype, self._power = dtype, None
         # a sum that is rounded to be the gradient is given up by the end of the backward
         memory = torch.empty if dtype == head.weight.dtype else used_memory
         self._weight = memory(head.weight.shape, dtype=dtype, device=device) if needs.weight else None
         self._bias = torch.zeros(head.vocabulary, dtype=dtype, device=device) if needs.bias else None
         self._empty = True
         self._segments = Segments(head.rows_in_step) if head.fixed else None
+
+    _power: Tensor | None
 
     def clear(self) -> None:
         """Begin anew."""
@@ -96,44 +62,59 @@ class HeadSums:
         if self._bias is not None:
             self._bias.zero_()
 
-    def add(self, rows: Rows, hidden: Tensor, weights: Weights, ranks: Tensor | None = None) -> None:
-        """Add those of rows times their weights, with hidden states [n, H]; ``ranks`` [n], ascending, are
-        those of ``Call.ranks``, where products are fixed.
+    def add(self, rows: GradientRows, hidden: Tensor, ranks: Tensor | None = None) -> None:
+        """Add those of rows with hidden states [n, H]; ``ranks`` [n], ascending, are those of ``Call.ranks``,
+        where products are fixed.
         """
-        values = rows.values
+        values, total = rows.values, self._weight
+        if total is None and self._bias is None:
+            return
         if self._segments is not None:
             assert ranks is not None
-            if self._weight is not None or self._bias is not None:
-                parts = (values, self._operand(rows, hidden, weights), self._factors(rows, weights))
-                for segmented in self._segments.cut(parts, ranks):
-                    self._add_segments(segmented)
+            parts = (values, self._operand(rows, hidden, None), self._factors(rows))
+            for segmented in self._segments.cut(parts, ranks):
+                self._add_segments(segmented)
             return
-        if self._weight is not None:
-            unit = self._unit(rows, weights) if values.dtype == torch.float16 else None
-            self._multiply(values.t(), self._operand(rows, hidden, weights, unit))
+        if total is not None:
+            unit = self._unit(rows, total) if values.dtype == torch.float16 else None
+            left, operand = values.t(), self._operand(rows, hidden, unit)
+            # the first product is written: zeros would cost as much as to fill them
+            if self._head.in_blocks:
+                multiply(left, operand, total, accumulate=not self._empty)
+            elif left.dtype == total.dtype:
+                torch.mm(left, operand, out=total) if self._empty else total.addmm_(left, operand)
+            elif self._empty:
+                torch.mm(left, operand, out_dtype=total.dtype, out=total)
+            else:
+                torch.addmm(total, left, operand, out_dtype=total.dtype, out=total)
         if self._bias is not None:
-            self._add_bias(values, self._factors(rows, weights))
+            factors = self._factors(rows)
+            if values.dtype == torch.float16:
+                scale = power_of_two(largest(factors))
+                column = transposed_product(values, (factors / scale).unsqueeze(1)).squeeze(1)
+                self._bias.addcmul_(column, scale)
+            else:
+                self._bias += transposed_product(values, factors.unsqueeze(1)).squeeze(1)
         self._empty = False
 
-    def _factors(self, rows: Rows, weights: Weights) -> Tensor:
-        """What multiplies the rows, [k] in the sums' dtype."""
-        coefficients = weights.coefficients.to(stats_dtype(self._head.weight.dtype))
-        factors = rows.scaled(bounded_for_sums(coefficients))
-        return factors if weights.rows is None else factors[weights.rows]
+    def _factors(self, rows: GradientRows) -> Tensor:
+        """What multiplies the rows, [n] in the sums' dtype."""
+        coefficients = bounded_for_sums(rows.coefficients.to(self._dtype))
+        return coefficients if rows.factors is None else times(rows.factors, coefficients)
 
-    def _operand(self, rows: Rows, hidden: Tensor, weights: Weights, unit: Tensor | None = None) -> Tensor:
+    def _operand(self, rows: GradientRows, hidden: Tensor, unit: Tensor | None) -> Tensor:
         """Hidden states times factors, over ``unit``, as the products take them."""
-        dtype, coefficients, active = rows.values.dtype, weights.coefficients, weights.active
+        dtype, active = rows.values.dtype, rows.active
         if self._launches is not None:
-            most = most_in_sums(stats_dtype(hidden.dtype))
+            most = most_in_sums(self._dtype)
             return self._launches.product_operand(
-                hidden, coefficients, rows.factors, active, weights.rows, unit, most, dtype
+                hidden, rows.coefficients, rows.factors, active, None, unit, most, dtype
             )
-        factors = self._factors(rows, weights)
+        factors = self._factors(rows)
         if unit is not None:
             factors = factors / unit
         if active is None:
-            active = coefficients != 0
+            active = rows.coefficients != 0
         chosen = hidden.to(factors.dtype)
         if not (active.is_cpu and bool(active.all())):
             # selected: the hidden state of a row without gradient may be anything
@@ -150,40 +131,18 @@ class HeadSums:
             fixed_product(left, column, self._bias.unsqueeze(1), accumulate=not first, ends=ends)
         self._empty = False
 
-    def _add_bias(self, values: Tensor, factors: Tensor) -> None:
-        assert self._bias is not None
-        if values.dtype != torch.float16:
-            self._bias += transposed_product(values, factors.unsqueeze(1)).squeeze(1)
-            return
-        scale = power_of_two(largest(factors))
-        self._bias.addcmul_(transposed_product(values, (factors / scale).unsqueeze(1)).squeeze(1), scale)
-
-    def _multiply(self, left: Tensor, operand: Tensor) -> None:
-        """Add [V, n] @ [n, H] to dWeight. The first is written: zeros would cost as much as to fill them."""
-        total = self._weight
-        assert total is not None
-        if self._head.in_blocks:
-            multiply(left, operand, total, accumulate=not self._empty)
-        elif left.dtype == total.dtype:
-            torch.mm(left, operand, out=total) if self._empty else total.addmm_(left, operand)
-        elif self._empty:
-            torch.mm(left, operand, out_dtype=total.dtype, out=total)
-        else:
-            torch.addmm(total, left, operand, out_dtype=total.dtype, out=total)
-
-    def _unit(self, rows: Rows, weights: Weights) -> Tensor:
+    def _unit(self, rows: GradientRows, total: Tensor) -> Tensor:
         """What dWeight counts in, once that is as large as the largest of the rows' factors."""
-        total, before = self._weight, self._power
-        assert total is not None
+        before = self._power
         if before is None and not self._empty:
             before = torch.ones((), dtype=total.dtype, device=total.device)
         if self._launches is not None:
             most = most_in_sums(total.dtype)
             unit, shrink = self._launches.sum_unit(
-                weights.coefficients, rows.factors, weights.rows, before, most, total.dtype
+                rows.coefficients, rows.factors, None, before, most, total.dtype
             )
         else:
-            unit = power_of_two(largest(self._factors(rows, weights)))
+            unit = power_of_two(largest(self._factors(rows)))
             unit = unit if before is None else torch.maximum(before, unit)
             shrink = unit if before is None else before / unit
         if before is not None:
@@ -191,23 +150,17 @@ class HeadSums:
         self._power = unit
         return unit
 
-    def _count_in_ones(self) -> None:
-        power, self._power = self._power, None
-        if power is not None and self._weight is not None:
-            self._backend.scale_(self._weight, power)
-
     def add_sums(self, sums: HeadSums, coefficient: Tensor) -> None:
         """Add other sums times a coefficient that has come late."""
-        weight, bias = sums.result()
         self._count_in_ones()
-        for total, own in ((self._weight, weight), (self._bias, bias)):
-            if total is None or own is None:
+        for total, other in zip((self._weight, self._bias), sums.result(), strict=True):
+            if total is None or other is None:
                 continue
             factor = bounded_for_sums(coefficient.to(total.dtype))
             if self._empty and total is self._weight:
-                torch.mul(own, factor, out=total)
+                torch.mul(other, factor, out=total)
             else:
-                total.addcmul_(own, factor)
+                total.addcmul_(other, factor)
         self._empty = False
 
     def result(self) -> tuple[Tensor | None, Tensor | None]:
@@ -220,3 +173,89 @@ class HeadSums:
             self._empty = False
         self._count_in_ones()
         return self._weight, self._bias
+
+    def _count_in_ones(self) -> None:
+        power, self._power = self._power, None
+        if power is not None and self._weight is not None:
+            self._backend.scale_(self._weight, power)
+
+
+class Segmented(NamedTuple):
+    """Rows of whole segments.
+
+    Attributes:
+        parts: [n, ...] each.
+        ends: int64 [segments], on the CPU: where each segment ends among the rows.
+    """
+
+    parts: tuple[Tensor, ...]
+    ends: Tensor
+
+
+class Segments:
+    """Cuts rows that come in ascending ranks into segments of ``SEGMENT`` tokens that count, and keeps the
+    last back until it is whole.
+
+    Rows of a segment may be missing: they have no gradient. Products that sum a few rows in one step get
+    zeros in their place, so that the same rows share a step.
+
+    Args:
+        step: how many rows; a divisor of ``SEGMENT``.
+    """
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+        self._unfinished: tuple[Tensor, ...] | None = None
+
+    def cut(self, parts: tuple[Tensor, ...], ranks: Tensor) -> Iterator[Segmented]:
+        """The segments that become whole with ``parts``, [n, ...] of rows with ``ranks`` [n]."""
+        if not ranks.numel():
+            return
+        rows = (*parts, ranks.cpu())
+        start, count = 0, ranks.numel()
+        segments = rows[-1] // SEGMENT
+        ends = _ends(segments)
+        whole = bool(rows[-1][-1] % SEGMENT == SEGMENT - 1)
+        before, self._unfinished = self._unfinished, None
+        if before is not None:
+            if bool(segments[0] == before[-1][0] // SEGMENT):
+                start = int(ends[0])
+                before = tuple(torch.cat([old, new[:start]]) for old, new in zip(before, rows, strict=True))
+            if start == count and not whole:
+                self._unfinished = before
+                return
+            yield self._padded(before)
+        stop = count
+        if not whole:
+            stop = max(start, int(ends[-2]) if ends.numel() > 1 else 0)
+            # copied, as the rows' memory is the next chunk's
+            self._unfinished = tuple(row[stop:].clone() for row in rows)
+        if stop > start:
+            yield self._padded(tuple(row[start:stop] for row in rows))
+
+    def rest(self) -> Iterator[Segmented]:
+        """The rows that are kept back, if there are any."""
+        rows, self._unfinished = self._unfinished, None
+        if rows is not None:
+            yield self._padded(rows)
+
+    def _padded(self, rows: tuple[Tensor, ...]) -> Segmented:
+        """Whole segments, with zeros in the place of the rows that a step of the products lacks."""
+        *parts, ranks = rows
+        groups, place, sizes = torch.unique_consecutive(
+            ranks // self._step, return_inverse=True, return_counts=True
+        )
+        # whatever is missing behind the last row is zeros for products anyway
+        sizes[-1] += self._step - 1 - ranks[-1] % self._step
+        if bool((sizes == self._step).all()):
+            return Segmented(tuple(parts), _ends(ranks // SEGMENT))
+        place = (place * self._step + ranks % self._step).to(parts[0].device)
+        count = groups.numel() * self._step
+        filled = tuple(part.new_zeros(count, *part.shape[1:]).index_copy_(0, place, part) for part in parts)
+        return Segmented(filled, _ends(groups * self._step // SEGMENT) * self._step)
+
+
+def _ends(segments: Tensor) -> Tensor:
+    """Where each run of equal numbers ends."""
+    inner = (segments[1:] != segments[:-1]).nonzero().squeeze(1) + 1
+    return torch.cat([inner, inner.new_tensor([len(segments)])])

@@ -16,6 +16,7 @@ from gspo_kernels.cpp.products import multiplies, multiply, on_intel, values_in_
 from gspo_kernels.torch_internals import constant_when_traced
 
 __all__ = [
+    "SEGMENT",
     "fixed_product",
     "fixed_unavailable",
     "in_blocks",
@@ -24,6 +25,9 @@ __all__ = [
     "values_in_step",
 ]
 
+SEGMENT = 128
+"""Rows whose products are summed up in one piece where the order of sums is fixed: no more than
+``cpp.products.PIECE``."""
 SMALL = 2**20
 """Elements of an fp32 weight below which torch multiplies."""
 

@@ -1,0 +1,274 @@
+"""One call over hidden states, and the chunks of rows that it is projected in."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gspo_kernels.invariance import refuse_backend
+from gspo_kernels.linear.head import Head
+from gspo_kernels.ops.backends import launches_of, rows_of
+from gspo_kernels.ops.logprobs import check_ranges, check_rows, range_of
+from gspo_kernels.ops.memory import chunk_rows
+from gspo_kernels.ops.products import SEGMENT
+from gspo_kernels.parallel.groups import begin_sum_, gathered_numbers
+from gspo_kernels.parallel.tokens import ScatteredTokens
+from gspo_kernels.types import LogitTransform, RowOptions, stats_dtype
+
+if TYPE_CHECKING:  # not every build of PyTorch has it
+    from torch.distributed import Work
+
+
+FOLDED_ROWS = 4096
+"""Rows whose logits are never written are projected at a time: enough that reading the weight costs nothing
+beside its product, and few enough that copies of hidden states stay small."""
+
+
+class Chunking(NamedTuple):
+    """How a call over hidden states makes its logits.
+
+    Attributes:
+        logits_dtype: "float32", or "input": 16-bit products are rounded to the inputs' dtype.
+        max_chunk_bytes: of logits at once; 0: the default.
+        compact: leave masked rows out of every product, which looks at the device.
+        reduce_hidden_grad: sum dHidden over the ranks that have the vocabulary's shards.
+        scattered: each of those ranks has the hidden states of some tokens.
+        batch_invariant: no result depends on what is computed along with it, see ``invariance``.
+    """
+
+    logits_dtype: str
+    max_chunk_bytes: int
+    compact: bool
+    reduce_hidden_grad: bool = True
+    scattered: bool = False
+    batch_invariant: bool = False
+
+
+class LinearOperands(NamedTuple):
+    """What every operator over hidden states takes: hidden [B, T, H] (packed: [1, N, H]), weight [V, H], bias
+    [V] or None, labels [B, T], and how their logits are made. Scattered hidden states have this rank's T.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    labels: Tensor
+    options: RowOptions
+    chunking: Chunking
+
+    @property
+    def scattered(self) -> int | None:
+        """How many tokens of a row this rank has hidden states of, where ranks share them."""
+        return self.hidden.shape[1] if self.chunking.scattered else None
+
+
+class RequiresGrad(NamedTuple):
+    """Which of a call's inputs need a gradient."""
+
+    hidden: bool
+    weight: bool
+    bias: bool
+
+    @classmethod
+    def of(cls, ctx: Any, bias: Tensor | None) -> RequiresGrad:
+        """In an autograd function whose first inputs are the three."""
+        hidden, weight, third, *_ = ctx.needs_input_grad
+        return cls(hidden, weight, bias is not None and third)
+
+    @property
+    def head(self) -> bool:
+        """Whether the head is trained."""
+        return self.weight or self.bias
+
+    def select(self, gradients: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
+        """None instead of the gradients that nobody needs."""
+        return tuple(grad if needed else None for grad, needed in zip(gradients, self, strict=True))
+
+
+class Chunk(NamedTuple):
+    """Rows that are projected together.
+
+    Attributes:
+        where: their positions among the flattened rows of the call.
+        hidden: [n, H].
+        labels: [1, n].
+        transform: of these rows, [1, n].
+    """
+
+    where: slice | Tensor
+    hidden: Tensor
+    labels: Tensor
+    transform: LogitTransform
+
+    @property
+    def rows(self) -> int:
+        """How many there are."""
+        return self.labels.shape[1]
+
+    def select(self, keep: Tensor) -> Chunk:
+        """Some of the rows, by index."""
+        transform = self.transform.rows(lambda rows: rows[:, keep])
+        return Chunk(
+            as_index(self.where, keep.device)[keep], self.hidden[keep], self.labels[:, keep], transform
+        )
+
+
+class Call:
+    """One call over hidden states, as operators work on it.
+
+    Ranks that share the vocabulary gather their sizes here, to cut alike.
+
+    Attributes:
+        hidden, labels, options: as in ``LinearOperands``.
+        chunking: how logits are made.
+        head: this rank's.
+        backend: what serves the rows.
+        launches: the backend's launches for what is done around the gradient products; None where PyTorch
+            does it. They see no columns of logits, and so work alike where ranks share these.
+        chunk_rows: the most rows of logits at once, alike on all ranks.
+        folds: whether logits whose statistics alone are wanted are never written: bits are the same.
+        tokens: where hidden states are scattered, which rank has which.
+    """
+
+    def __init__(self, operands: LinearOperands, checked: bool = True):
+        hidden, weight, bias, labels, options, chunking = operands
+        refuse_backend(chunking.batch_invariant, options.backend)
+        self.hidden, self.labels, self.options, self.chunking = hidden, labels, options, chunking
+        self.head = Head(weight, bias, chunking.logits_dtype, chunking.batch_invariant)
+        self.backend, self.launches = rows_of(options), launches_of(options.backend)
+        self.chunk_rows = chunk_rows(self.head.row_bytes, chunking.max_chunk_bytes, weight.device)
+        if self.head.fixed and self.chunk_rows > SEGMENT:
+            self.chunk_rows -= self.chunk_rows % SEGMENT
+        self.folds = self.head.dtype in (torch.float32, torch.float64) and hasattr(self.backend, "folds")
+        self.tokens: ScatteredTokens | None = None
+        if not checked:
+            return
+        if not options.shard.group:
+            check_rows(labels, self.head.vocabulary, options)
+            return
+        ranges = range_of(labels, self.head.vocabulary, options)
+        numbers = (*ranges, self.chunk_rows, hidden.shape[1])
+        every = gathered_numbers(options.shard.group, labels.device, numbers)
+        check_ranges([each[: len(ranges)] for each in every], options)
+        self.chunk_rows = min(each[-2] for each in every)
+        if chunking.scattered:
+            lengths = [each[-1] for each in every]
+            self.tokens = ScatteredTokens.of(options.shard.group, lengths, labels.shape[1])
+
+    @cached_property
+    def counted(self) -> Tensor:
+        """Tokens that have a log-prob."""
+        return self.labels != self.options.ignore_index
+
+    @cached_property
+    def projected(self) -> slice | Tensor:
+        """Positions of the rows that have logits: the counted ones, or without compaction all."""
+        return self.index(self.counted if self.chunking.compact else None)
+
+    @cached_property
+    def ranks(self) -> Tensor:
+        """Of each of the flattened rows, how many that count come before it."""
+        counted = self.counted.flatten()
+        return counted.cumsum(0) - counted.to(torch.int64)
+
+    def index(self, keep: Tensor | None, count: int | None = None) -> slice | Tensor:
+        """Positions of the rows where ``keep`` holds; None: all.
+
+        Looks once at the device, and not at all where ``count``, how many there are, is known.
+        """
+        if keep is None:
+            return slice(0, self.labels.numel())
+        count = int(keep.sum()) if count is None else count
+        if count == keep.numel():
+            return slice(0, count)
+        return keep.flatten().nonzero_static(size=count).squeeze(1)
+
+    def chunks(self, where: slice | Tensor, forward_only: bool = False) -> Iterator[Chunk]:
+        """The rows at some positions in chunks of about the same size.
+
+        ``forward_only``: nothing but statistics is wanted of them. Hidden states that ranks share are
+        gathered one chunk ahead, while a chunk is multiplied.
+        """
+        most = self.chunk_rows
+        if forward_only and self.folds and self.head.in_blocks:
+            # their bits don't depend on other rows, and there are no logits to be bounded
+            most = max(most, FOLDED_ROWS)
+        first, count = (
+            (where.start, where.stop - where.start) if isinstance(where, slice) else (0, len(where))
+        )
+        labels = self.labels.flatten()[where]
+        pieces = -(-count // most)
+        ends = [count * piece // pieces for piece in range(1, pieces + 1)]
+        if self.head.fixed and most % SEGMENT == 0:
+            # so that few segments are parted
+            size = -(-count // max(pieces * SEGMENT, 1)) * SEGMENT
+            ends = [min(count, end) for end in range(size, count + size, size)] if count else []
+        begun: list[tuple[slice | Tensor, Tensor, Callable[[], Tensor]]] = []
+        for start, end in itertools.pairwise((0, *ends)):
+            span = slice(first + start, first + end)
+            rows = span if isinstance(where, slice) else where[span]
+            if self.tokens is None:
+                yield self.chunk(rows, labels[start:end])
+                continue
+            begun.append((rows, labels[start:end], self.tokens.begin_gather(self.hidden, rows)))
+            if len(begun) > 1:
+                rows, chunk_labels, gather = begun.pop(0)
+                yield self.chunk(rows, chunk_labels, gather())
+        for rows, chunk_labels, gather in begun:
+            yield self.chunk(rows, chunk_labels, gather())
+
+    def chunk(
+        self, where: slice | Tensor, labels: Tensor | None = None, hidden: Tensor | None = None
+    ) -> Chunk:
+        """The rows at some positions, whose labels [n] and hidden states [n, H] may have been looked up."""
+        labels = self.labels.flatten()[where] if labels is None else labels
+        if hidden is None and self.tokens is not None:
+            hidden = self.tokens.begin_gather(self.hidden, where)()
+        elif hidden is None and self.hidden.is_contiguous():
+            hidden = self.hidden.flatten(0, 1)[where]
+        elif hidden is None:
+            index = as_index(where, self.labels.device)
+            hidden = self.hidden[index // self.labels.shape[1], index % self.labels.shape[1]]
+        transform = self.options.transform.rows(lambda rows: rows.flatten(0, 1)[where].unsqueeze(0))
+        return Chunk(where, hidden, labels.unsqueeze(0), transform)
+
+    def begin_sum(self, values: Tensor, where: slice | Tensor) -> tuple[Tensor, list[Work]]:
+        """Begin to make dHidden [n, H] of the rows at some positions that of the whole vocabulary.
+
+        Returns:
+            That of ``local_rows``, once the works are done.
+        """
+        if self.tokens is not None:
+            return self.tokens.reduce(values, where)
+        group = self.options.shard.group
+        return values, [begin_sum_(group, values)] if group and self.chunking.reduce_hidden_grad else []
+
+    def local_rows(self, where: slice | Tensor) -> tuple[slice | Tensor, slice | Tensor]:
+        """Which of the rows at some positions have their hidden states here, and where among those."""
+        if self.tokens is None:
+            return slice(None), where
+        return self.tokens.own_rows(where, self.labels.device)
+
+    def rows_memory(self, logits: Tensor) -> Tensor:
+        """Memory for the rows that come from logits [n, V]: that of the logits where they fit."""
+        dtype = self.head.rows_dtype
+        if logits.dtype == dtype:
+            return logits
+        if logits.element_size() > dtype.itemsize:
+            return logits.view(dtype)[:, : logits.shape[1]]
+        return torch.empty(logits.shape, dtype=dtype, device=logits.device)
+
+    def new_rows(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Zeros [B, T], in the statistics' dtype unless another is asked for."""
+        dtype = stats_dtype(self.hidden.dtype) if dtype is None else dtype
+        return torch.zeros(self.labels.shape, dtype=dtype, device=self.labels.device)
+
+
+def as_index(where: slice | Tensor, device: torch.device) -> Tensor:
+    """Positions as int64 [n]."""
+    return torch.arange(where.start, where.stop, device=device) if isinstance(where, slice) else where

@@ -1,0 +1,183 @@
+"""The rows of a call by group (sequences that determine each other's coefficients), and their terms."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gspo_kernels.aggregation import Aggregation
+from gspo_kernels.layout import Padded
+from gspo_kernels.linear.call import Call, as_index
+from gspo_kernels.linear.schedule import Part
+from gspo_kernels.objectives.base import from_spec
+from gspo_kernels.objectives.linear import Linear
+from gspo_kernels.step import take_step
+from gspo_kernels.terms import Form, Terms, idle_sequences
+
+
+def without_logprobs(tokens: Tensor, terms: Terms) -> tuple[Tensor, Terms]:
+    """Log-probs and terms that give dLoss/dlogprobs of the objective alone, where log-probs don't matter;
+    ``tokens`` gives the shape.
+    """
+    alone = terms._replace(old_logprobs=None, ref_logprobs=None, kl_beta=None, entropy_coef=None)
+    return torch.zeros_like(tokens, dtype=torch.float64), alone
+
+
+def known_coefficients(tokens: Tensor, terms: Terms, backend: str) -> Tensor:
+    """dLoss/dlogprobs of the objective alone, where log-probs don't matter; only in operators."""
+    logprobs, alone = without_logprobs(tokens, terms)
+    return take_step(logprobs, None, alone, backend, want_metrics=False).grad_logprobs
+
+
+def token_terms(tokens: Tensor, terms: Terms, backend: str) -> Terms:
+    """The same terms with every tensor expanded to tokens, and aggregation as a share per token."""
+    layout = terms.layout(tokens)
+    shares = Aggregation.of(tokens, terms).token_shares()
+
+    def expanded(form: Form, value: Tensor) -> Tensor:
+        if form.shape == "broadcast":
+            return value.to(tokens.device).expand(tokens.shape)
+        return layout.expand(value) if form.shape != "tokens" and value.ndim == 1 else value
+
+    # the shares hold these already, or only objectives over more than a token look at them
+    rest = terms._replace(
+        cu_seqlens=None, lengths=None, normalizer=None, skipped=None, group_ids=None, cp_group=""
+    )
+    alone = rest.each(expanded)._replace(loss_mask=terms.counted(tokens), token_shares=shares)
+    if from_spec(terms.objective).coefficient_scope in ("nothing", "token"):
+        return alone
+    coefficients = known_coefficients(tokens, terms, backend)
+    weights = torch.where(shares != 0, coefficients / shares, 0.0)
+    return alone._replace(
+        advantages=None, rollout_weights=None, token_weights=weights, objective=Linear().spec
+    )
+
+
+class PreparedPart(NamedTuple):
+    """A part of the batch as the device has it.
+
+    Attributes:
+        schedule: that it is worked through by.
+        rows: how many rows it has.
+        where: their positions among the flattened rows of the call.
+        labels: [rows].
+        terms: of these rows as a packed batch of its own, with the call's outer divisor.
+    """
+
+    schedule: str
+    rows: int
+    where: slice | Tensor
+    labels: Tensor
+    terms: Terms
+
+
+class CoefficientGroups:
+    """The rows of a call by group: groups in the order of their parts, those without any gradient last.
+
+    Attributes:
+        rows: rows of each group.
+        inactive: how many groups, the last ones, have no gradient whatever the forward gives.
+    """
+
+    def __init__(self, call: Call, terms: Terms, depends_on: str, skip: bool):
+        self._call, self._terms = call, terms
+        layout, compact = terms.layout(call.labels), call.chunking.compact
+        # every sequence has the same rows, which nobody needs to look up
+        equal = isinstance(layout, Padded) and not compact
+        asked: dict[str, Tensor] = {}
+        if not equal:
+            present = call.counted if compact else torch.ones_like(call.counted)
+            asked["counts"] = layout.sum(present.to(torch.float64))
+        inactive = idle_sequences(call.labels, terms) if skip else None
+        if inactive is not None:
+            asked["inactive"] = inactive
+        if depends_on == "group" and terms.group_ids is not None:
+            asked["groups"] = terms.group_ids
+        known: dict[str, list[int]] = {"inactive": [0] * layout.sequences}
+        if isinstance(layout, Padded):
+            known["counts"] = [layout.length] * layout.sequences
+        if asked:
+            # one look at the device
+            values = torch.stack([value.to(torch.int64) for value in asked.values()]).tolist()
+            known |= dict(zip(asked, values, strict=True))
+        counts = known["counts"]
+        present_sequences = [i for i, count in enumerate(counts) if count]
+
+        members: dict[int, list[int]] = {}
+        if depends_on not in ("group", "batch"):
+            members = {i: [i] for i in present_sequences}
+        else:
+            for i, group in enumerate(known.get("groups", [0] * len(counts))):
+                members.setdefault(group, []).append(i)
+        groups = list(members.values())
+        working = [group for group in groups if not all(known["inactive"][i] for i in group)]
+        resting = [group for group in groups if all(known["inactive"][i] for i in group)]
+        # those that fit a chunk together, next to those that only need a projection; segments come in order
+        if not call.head.fixed:
+            working.sort(key=lambda group: sum(counts[i] for i in group) <= call.chunk_rows)
+        groups = working + resting
+        self.inactive = len(resting)
+        self.rows = [sum(counts[i] for i in group) for group in groups]
+        self._sequences = [i for group in groups for i in group]
+        self._sequence_ends = [0, *itertools.accumulate(len(group) for group in groups)]
+        self._row_ends = [0, *itertools.accumulate(counts[i] for i in self._sequences)]
+
+        # positions of all rows in the order of the groups
+        self._where = call.index(call.counted if compact else None, sum(counts))
+        if [i for i in self._sequences if counts[i]] != present_sequences:
+            index, starts = as_index(self._where, call.labels.device), [0, *itertools.accumulate(counts)]
+            self._where = torch.cat([index[starts[i] : starts[i + 1]] for i in self._sequences])
+        self._in_place = equal and self._sequences == list(range(len(counts)))
+
+    def prepare(self, parts: Sequence[Part], total: Tensor) -> list[PreparedPart]:
+        """Bring to the device what these parts need there, all of it at once.
+
+        ``total`` is what the outer divisor counts in the call.
+        """
+        if not parts:
+            return []
+        labels, where, ends = self._call.labels, self._where, self._row_ends
+        ranges = [(self._sequence_ends[part.start], self._sequence_ends[part.stop]) for part in parts]
+        sizes = [last - first + 1 for first, last in ranges]
+        order: slice | Tensor = slice(None)
+        if self._in_place:
+            length = labels.shape[1]
+            longest = torch.arange(0, max(sizes) * length, length, dtype=torch.int32, device=labels.device)
+            offsets = [longest[:size] for size in sizes]
+        else:
+            numbers = list(self._sequences)
+            for first, last in ranges:
+                numbers += [end - ends[first] for end in ends[first : last + 1]]
+            table = torch.tensor(numbers, dtype=torch.int32)
+            # pinned, so that the host doesn't wait for the copy
+            pinned = table.pin_memory() if labels.is_cuda else table
+            order, *offsets = pinned.to(labels.device, non_blocking=True).split(
+                [len(self._sequences), *sizes]
+            )
+
+        def in_order(form: Form, value: Tensor) -> Tensor:
+            """One per sequence, or flat [1, n] where it is one per token."""
+            if value.ndim == 0 or form.shape in ("number", "offsets"):
+                return value
+            if form.shape == "broadcast":
+                value = value.to(labels.device).expand(labels.shape)
+            return value[order] if value.ndim == 1 else value.flatten()[where].unsqueeze(0)
+
+        ordered, flat_labels = self._terms._replace(skipped=None).each(in_order), labels.flatten()[where]
+        prepared = []
+        for part, (first, last), cu_seqlens in zip(parts, ranges, offsets, strict=True):
+            rows = slice(ends[first], ends[last])
+
+            def select(form: Form, value: Tensor) -> Tensor:
+                if value.ndim == 1 and form.shape != "offsets":
+                    return value[first:last]  # noqa: B023
+                return value[:, rows] if value.ndim == 2 else value  # noqa: B023
+
+            terms = ordered.each(select)._replace(cu_seqlens=cu_seqlens, normalizer=total)
+            here = rows if isinstance(where, slice) else where[rows]
+            prepared.append(PreparedPart(part.schedule, part.rows, here, flat_labels[rows], terms))
+        return prepared
