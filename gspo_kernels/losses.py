@@ -9,7 +9,6 @@ from gspo_kernels import checks
 from gspo_kernels.entry import implemented_by
 from gspo_kernels.layout import as_rows, from_rows
 from gspo_kernels.linear import calls
-from gspo_kernels.linear.exactness import coefficients_depend_on
 from gspo_kernels.linear.plan import SchedulePlan
 from gspo_kernels.linear.scopes import without_logprobs
 from gspo_kernels.logits import (
@@ -23,6 +22,7 @@ from gspo_kernels.objectives.base import Objective
 from gspo_kernels.ops.backends import resolve
 from gspo_kernels.ops.logprobs import KnownCoefficientsFunction, TokenLogprobsFunction
 from gspo_kernels.parallel.groups import Parallel
+from gspo_kernels.plan import coefficients_depend_on
 from gspo_kernels.ranks import compare_ranks, on_all_ranks
 from gspo_kernels.sequence_ratio import RatioOperands, SequenceRatioFunction, sequence_form
 from gspo_kernels.step import carried_loss, loss_of, output_of, policy_step

@@ -4,18 +4,8 @@ from __future__ import annotations
 
 from gspo_kernels.linear.schedule import Refusals
 from gspo_kernels.objectives.base import Objective
+from gspo_kernels.plan import coefficients_depend_on
 from gspo_kernels.terms import Terms
-
-
-def coefficients_depend_on(objective: Objective, terms: Terms) -> str:
-    """What a token's coefficient depends on in this call: "nothing" (known beforehand), "token" or more."""
-    on_policy = terms.old_logprobs is None and objective.ratio_only
-    if terms.kl_beta is not None and terms.kl_ratio_weighted and objective.coefficient_scope != "token":
-        return objective.coefficient_scope
-    has_token_terms = terms.kl_beta is not None or terms.entropy_coef is not None
-    if on_policy or objective.coefficient_scope == "nothing":
-        return "token" if has_token_terms else "nothing"
-    return objective.coefficient_scope
 
 
 def compares_none(terms: Terms) -> bool:

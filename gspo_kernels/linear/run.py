@@ -16,13 +16,14 @@ from torch import Tensor
 from gspo_kernels.aggregation import Aggregation
 from gspo_kernels.evaluate import PolicyStep, evaluate
 from gspo_kernels.linear.chunks import Chunk
-from gspo_kernels.linear.exactness import coefficients_depend_on, compares_none, evaluated_at_once, refusals
+from gspo_kernels.linear.exactness import compares_none, evaluated_at_once, refusals
 from gspo_kernels.linear.gradients import Gradients, active, recompute
 from gspo_kernels.linear.schedule import Part, plan_parts
 from gspo_kernels.linear.scopes import Pieces, Scopes, chunk_terms, known_coefficients, token_terms
 from gspo_kernels.linear.scores import Projected, Scores
 from gspo_kernels.linear.sums import HeadSums, Needs, Weights
 from gspo_kernels.objectives.base import from_spec
+from gspo_kernels.plan import coefficients_depend_on
 from gspo_kernels.sequence_ratio import ratio_form
 from gspo_kernels.step import take_step
 from gspo_kernels.terms import Terms

@@ -11,11 +11,11 @@ from torch import Tensor
 from gspo_kernels.aggregation import Aggregation
 from gspo_kernels.layout import Padded
 from gspo_kernels.linear.chunks import Call
-from gspo_kernels.linear.exactness import coefficients_depend_on
 from gspo_kernels.linear.schedule import Part
 from gspo_kernels.objectives.base import from_spec
 from gspo_kernels.objectives.linear import Linear
 from gspo_kernels.parallel.groups import Rehearsal, rehearsed
+from gspo_kernels.plan import coefficients_depend_on
 from gspo_kernels.sequence_ratio import RatioOperands
 from gspo_kernels.step import take_step
 from gspo_kernels.terms import Form, Terms, check_values, idle_sequences
