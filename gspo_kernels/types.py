@@ -229,6 +229,10 @@ class RatioClip(NamedTuple):
     level: str = "sequence"
 
 
+NO_RATIO = RatioClip(0.0, 0.0, 0.0, False, "", 0.0, "")
+"""Says that a loss has no such form; its ``level`` is empty."""
+
+
 class KLPenalty(NamedTuple):
     """A KL penalty to a reference beside a clipped ratio; each token's enters like a token's loss.
 

@@ -13,9 +13,9 @@ from torch import Tensor
 
 import gspo_kernels as gk
 from gspo_kernels import cpp
-from gspo_kernels.linear import head, products
-from gspo_kernels.linear.chunks import Call
-from gspo_kernels.linear.segments import Segments
+from gspo_kernels.linear import head
+from gspo_kernels.linear.sums import Segments
+from gspo_kernels.ops import products
 from tests.cases import generator
 
 pytestmark = pytest.mark.skipif(
@@ -343,7 +343,7 @@ def test_products_that_depend_on_the_number_of_rows_are_found(monkeypatch):
         return plain(a[:, half:], b[half:], out, accumulate=True)
 
     monkeypatch.setattr(head, "fixed_product", split)
-    monkeypatch.setattr(Call, "folds", False)  # logits that are never written are another product's
+    monkeypatch.delattr(cpp, "folds")  # logits that are never written are another product's
     given = problem(torch.float32)
     with pytest.raises(AssertionError, match="logprobs"):
         assert_same(compute(given, Way(rows=33)), compute(given, Way()))
@@ -351,7 +351,7 @@ def test_products_that_depend_on_the_number_of_rows_are_found(monkeypatch):
 
 def test_segments_that_end_with_chunks_are_found(monkeypatch):
     def cut(self, parts, ranks):
-        return iter(()) if not ranks.numel() else iter([self._segmented((*parts, ranks))])
+        return iter(()) if not ranks.numel() else iter([self._padded((*parts, ranks))])
 
     monkeypatch.setattr(Segments, "cut", cut)
     given = problem(torch.float32)
@@ -412,14 +412,6 @@ def call(**options):
     )  # fmt: skip
 
 
-def test_the_plan_says_so():
-    assert "batch-invariant" in str(call(function=gk.explain_schedule, batch_invariant=True))
-    assert "batch-invariant" not in str(call(function=gk.explain_schedule))
-    with gk.set_batch_invariant(True):
-        assert call(function=gk.explain_schedule).batch_invariant
-        assert not call(function=gk.explain_schedule, batch_invariant=False).batch_invariant
-
-
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
@@ -428,10 +420,14 @@ def test_the_plan_says_so():
         ({"backend": "reference"}, ValueError, "reference"),
         ({"schedule": "deferred"}, ValueError, "sums dWeight in segments"),
         ({"schedule": "known", "objective": gk.GRPO()}, ValueError, "from whole sequences"),
-        ({"tp_group": object()}, ValueError, "tp_group"),
-        ({"cp_group": object()}, ValueError, "cp_group"),
     ],
 )
 def test_what_has_no_fixed_order_is_refused(options, error, message):
     with pytest.raises(error, match=message):
         call(**({"batch_invariant": True} | options))
+
+
+@pytest.mark.parametrize("name", ["tp_group", "cp_group"])
+def test_process_groups_are_refused(name, group_of_one):
+    with pytest.raises(ValueError, match=f"{name}: got a process group in batch-invariant mode"):
+        call(batch_invariant=True, parallel=gk.Parallel(**{name: group_of_one}))

@@ -10,9 +10,8 @@ from torch import Tensor
 
 import gspo_kernels as gk
 from gspo_kernels import cpp
-from gspo_kernels.linear import products
-from gspo_kernels.linear.chunks import Call
 from gspo_kernels.linear.head import Head
+from gspo_kernels.ops import products
 from tests.cases import draw_kept, generator
 
 pytestmark = pytest.mark.skipif(
@@ -67,7 +66,7 @@ def test_bits_are_those_of_written_logits(library, dtype, monkeypatch):
         calls.append({"batch_invariant": True, "softcap": 3.0})
     folded = [gk.linear_token_logprobs(hidden, weight, labels, **options) for options in calls]
     packed = gk.linear_token_logprobs(hidden.flatten(0, 1), weight, labels.flatten())
-    monkeypatch.setattr(Call, "folds", False)
+    monkeypatch.delattr(cpp, "folds")
     written = [gk.linear_token_logprobs(hidden, weight, labels, **options) for options in calls]
     assert all(same(mine, theirs) for mine, theirs in zip(folded, written, strict=True))
     assert torch.equal(packed.logprobs.view(B, T), folded[0].logprobs)

@@ -108,7 +108,7 @@ def child(contestant, tokens, dtype, sequences):
 def scoring_child(dtype):
     """Print by how many bytes scoring raises the peak, where no logits are written and where chunks are."""
     import gspo_kernels as gk
-    from gspo_kernels.linear.chunks import Call
+    from gspo_kernels import cpp
 
     torch.set_num_threads(2)
     hidden, weight, labels, *_ = inputs(SCORED_TOKENS, VOCABULARY, DTYPES[dtype], 8, False)
@@ -117,7 +117,7 @@ def scoring_child(dtype):
         before = resident("VmHWM")
         gk.linear_token_logprobs(hidden.detach(), weight, labels, max_chunk_bytes=CHUNK, return_entropy=True)
         print(resident("VmHWM") - before)
-        Call.folds = False
+        del cpp.folds
 
 
 def measure(contestant, tokens, dtype, sequences):

@@ -5,15 +5,16 @@ import torch
 
 import gspo_kernels as gk
 from gspo_kernels import bits
-from gspo_kernels.linear.chunks import Chunking, LinearOperands
+from gspo_kernels.linear.call import Chunking, LinearOperands
 from gspo_kernels.linear.distillation import LinearTeacher
-from gspo_kernels.linear.loss import Settings
-from gspo_kernels.linear.sums import Needs
+from gspo_kernels.linear.loss import Schedule
+from gspo_kernels.objectives.base import from_spec
 from gspo_kernels.ops.divergence import divergence_forward
 from gspo_kernels.ops.library import flat, nobody_listens
 from gspo_kernels.ops.logprobs import RowGradients, logprobs_forward
 from gspo_kernels.ops.pairs import DivergenceForm, Pair, TeacherRows
 from gspo_kernels.ops.selected import SelectedGradients, SelectedOperands, selected_forward
+from gspo_kernels.plan import RequiresGrad, make_plan
 from gspo_kernels.sequence_ratio import RatioOperands
 from gspo_kernels.step import policy_step
 from gspo_kernels.terms import Terms
@@ -53,7 +54,13 @@ def operator_inputs():
         rollout_weights=advantages.abs(), normalizer=number,
     )  # fmt: skip
     form = RatioClip(-0.2, 0.2, float("inf"), False, "sequences", 1.0)
-    everything = Needs(True, True, True)
+    everything = RequiresGrad(True, True, True)
+
+    only_hidden = RequiresGrad(True, False, False)
+
+    def plan(terms, needs):
+        return make_plan(from_spec(terms.objective), terms, "cpp", needs, needs.weight)
+
     shares, said = upstream.double(), TeacherRows(None, ids, torch.full(ids.shape, -1.5))
     whole, over_ids = DivergenceForm(0.3, 0, False, True), DivergenceForm(1.0, 0, False, False)
     warm = TeacherRows(logits.flip(0), None, None, row_temperature=upstream.abs())
@@ -100,7 +107,14 @@ def operator_inputs():
         "linear_selected_forward": [(trained(options), ids, False), (frozen(options), ids, True)],
         "linear_selected_backward": [
             (trained(options), ids, selected, both, everything, False),
-            (frozen(options), ids, selected, both._replace(tail=None), Needs(True, False, False), True),
+            (
+                frozen(options),
+                ids,
+                selected,
+                both._replace(tail=None),
+                RequiresGrad(True, False, False),
+                True,
+            ),
         ],
         "mask_labels": [(labels, None, None, -100), (labels, labels > 2, None, -100)],
         "linear_logprobs_forward": [
@@ -109,7 +123,7 @@ def operator_inputs():
         ],
         "linear_logprobs_backward": [
             (trained(options), stats, upstream, upstream, everything, True),
-            (frozen(options), without_entropy, upstream, None, Needs(True, False, False), False),
+            (frozen(options), without_entropy, upstream, None, RequiresGrad(True, False, False), False),
         ],
         "policy_step": [
             (logprobs, None, "cpp", plain, True),
@@ -126,12 +140,17 @@ def operator_inputs():
             )
         ],
         "linear_policy": [
-            (trained(options), plain, Settings(schedule, False, True), everything)
-            for schedule in ("known", "deferred", "auto")
+            (trained(options), plain, plan(plain, everything), Schedule(name, True, False))
+            for name in ("known", "deferred", "auto")
         ]
         + [
-            (frozen(by_row, cut), full, Settings(schedule, True, False), Needs(True, False, False))
-            for cut, schedule in ((fit, "aligned"), (chunks, "auto"))
+            (
+                frozen(by_row, cut),
+                full,
+                plan(full, only_hidden),
+                Schedule(name, False, True),
+            )
+            for cut, name in ((fit, "aligned"), (chunks, "auto"))
         ],
         "token_shares": [(labels, full._replace(objective=gk.Linear(aggregation="token_mean").spec))],
         "divergence_forward": distilled,
@@ -143,13 +162,13 @@ def operator_inputs():
         "linear_distillation": [
             (trained(options), heads, whole, shares, everything),
             (trained(options), scored_heads, over_ids, shares, everything),
-            (frozen(by_row), heads, whole, shares, Needs(True, False, False)),
+            (frozen(by_row), heads, whole, shares, RequiresGrad(True, False, False)),
             (
                 frozen(by_row)._replace(hidden=hidden.bfloat16(), weight=weight.bfloat16()),
                 heads,
                 whole,
                 shares,
-                Needs(False, True, False),
+                RequiresGrad(False, True, False),
             ),
         ],
         "sequence_ratio": [
@@ -165,7 +184,9 @@ def registered():
 
 
 def test_every_operator_has_representative_inputs():
-    # an operator is registered when the module that holds it is imported; the public package imports them all
+    # an operator is registered when the module that holds it is imported; the public functions import them all
+    for name in gk.__all__:
+        getattr(gk, name)
     assert registered() == sorted(operator_inputs())
 
 

@@ -13,8 +13,9 @@ import torch
 import gspo_kernels as gk
 from gspo_kernels import cpp, doctor
 from gspo_kernels.cpp.products import best_instructions, multiplies
-from gspo_kernels.linear import head, products
+from gspo_kernels.linear import head
 from gspo_kernels.linear.head import Head
+from gspo_kernels.ops import products
 from tests.cases import generator, make_case, run
 from tests.judging import assert_equals_oracle
 

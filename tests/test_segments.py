@@ -6,7 +6,7 @@ import itertools
 
 import torch
 
-from gspo_kernels.linear.segments import SEGMENT, Segments
+from gspo_kernels.linear.sums import SEGMENT, Segments
 from tests.cases import generator
 
 

@@ -5,7 +5,7 @@ import torch
 
 import gspo_kernels as gk
 from gspo_kernels import cpp
-from gspo_kernels.linear import calls, small
+from gspo_kernels.linear import calls, loss
 from gspo_kernels.ops import values
 from tests.draws import shifted_seed
 
@@ -46,10 +46,10 @@ def outcome(given, upstream=1.0, twice=False, **options):
 @pytest.fixture
 def kept(monkeypatch):
     """Whether each call's logits stayed until its backward."""
-    found = []
+    found, small_loss = [], loss.small_loss
 
     def watched(*args):
-        result = small.small_loss(*args)
+        result = small_loss(*args)
         found.append(result is not None)
         return result
 
@@ -130,7 +130,7 @@ def test_what_plain_products_could_spoil_goes_the_careful_way(kept, change):
 def test_logits_beyond_the_limit_are_not_kept(kept, monkeypatch):
     given = batch()
     for limit, expected in ((4 * V * B * T, True), (4 * V * B * T - 1, False)):
-        monkeypatch.setattr(small, "SMALL_BYTES", limit)
+        monkeypatch.setattr(loss, "SMALL_BYTES", limit)
         outcome(given)
         assert kept.pop() is expected
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -65,29 +65,6 @@ class LinearOperands(NamedTuple):
     def scattered(self) -> int | None:
         """How many tokens of a row this rank has hidden states of, where ranks share them."""
         return self.hidden.shape[1] if self.chunking.scattered else None
-
-
-class RequiresGrad(NamedTuple):
-    """Which of a call's inputs need a gradient."""
-
-    hidden: bool
-    weight: bool
-    bias: bool
-
-    @classmethod
-    def of(cls, ctx: Any, bias: Tensor | None) -> RequiresGrad:
-        """In an autograd function whose first inputs are the three."""
-        hidden, weight, third, *_ = ctx.needs_input_grad
-        return cls(hidden, weight, bias is not None and third)
-
-    @property
-    def head(self) -> bool:
-        """Whether the head is trained."""
-        return self.weight or self.bias
-
-    def select(self, gradients: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
-        """None instead of the gradients that nobody needs."""
-        return tuple(grad if needed else None for grad, needed in zip(gradients, self, strict=True))
 
 
 class Chunk(NamedTuple):

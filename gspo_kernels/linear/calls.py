@@ -7,14 +7,15 @@ from torch import Tensor
 
 from gspo_kernels import checks
 from gspo_kernels.layout import as_rows, from_rows
-from gspo_kernels.linear.call import Chunking, LinearOperands, RequiresGrad
+from gspo_kernels.linear.call import Chunking, LinearOperands
 from gspo_kernels.linear.explain import SchedulePlan, explain
 from gspo_kernels.linear.inputs import ProductArguments, check_inputs
 from gspo_kernels.linear.logprobs import LinearTokenLogprobsFunction
-from gspo_kernels.linear.loss import LinearPolicyFunction, LossPlan, SmallLossFunction, small_loss
-from gspo_kernels.linear.schedule import choose, coefficients_depend_on, unsupported
+from gspo_kernels.linear.loss import LinearPolicyFunction, Schedule, SmallLossFunction, small_loss
+from gspo_kernels.linear.schedule import choose, unsupported
 from gspo_kernels.logits import LogitArguments, takes_dtensors, wants_entropy
 from gspo_kernels.objectives.base import Objective
+from gspo_kernels.plan import RequiresGrad, make_plan
 from gspo_kernels.ranks import compare_ranks, on_all_ranks
 from gspo_kernels.step import loss_of, output_of
 from gspo_kernels.terms import Terms, checked, leave_out_idle, merge_mask
@@ -75,25 +76,22 @@ class _Prepared:
         if skip_inactive == "all":
             rows, terms = leave_out_idle(rows, terms, options.ignore_index)
         self.labels, self.terms, self.chunking = rows, terms, chunking
-        self.skip = skip_inactive != "none"
-        learns = torch.is_grad_enabled()
-        self.needs = RequiresGrad(
-            *(learns and x is not None and x.requires_grad for x in (hidden, weight, bias))
+        skip = skip_inactive != "none"
+        self.plan = make_plan(
+            objective, terms, self.options.backend, RequiresGrad.of(hidden, weight, bias), skip
         )
-        self.depends_on = coefficients_depend_on(objective, terms)
-        self.reasons = unsupported(
-            objective, terms, self.depends_on, self.needs.head, chunking.batch_invariant
-        )
+        self.unsupported = unsupported(objective, terms, self.plan, chunking.batch_invariant)
 
     @property
     def operands(self) -> LinearOperands:
         """What the operators take."""
         return LinearOperands(self.hidden, self.weight, self.bias, self.labels, self.options, self.chunking)
 
-    def choose(self, schedule: str) -> tuple[str, str]:
+    def choose(self, name: str, entropy: bool) -> tuple[Schedule, str]:
         """See ``schedule.choose``."""
-        lengths_known = self.skip or not self.packed or not self.hidden.is_cuda
-        return choose(schedule, self.reasons, any(self.needs), lengths_known)
+        lengths_known = self.plan.leaves_out or not self.packed or not self.hidden.is_cuda
+        name, reason = choose(name, self.unsupported, any(self.plan.requires_grad), lengths_known)
+        return Schedule(name, "deferred" not in self.unsupported, entropy), reason
 
 
 @on_all_ranks
@@ -117,22 +115,21 @@ def fused_linear_policy_loss(
     with_entropy = wants_entropy(return_entropy, terms.entropy_coef, objective)
     head = (hidden, weight, labels, bias)
     call = _Prepared(*head, logit_arguments, terms, with_entropy, chunking, skip_inactive, objective)
-    name, _ = call.choose(schedule)
-    backend, terms = call.options.backend, call.terms
+    plan, terms = call.plan, call.terms
+    chosen, _ = call.choose(schedule, with_entropy)
     compare_ranks(call.labels, terms, call.options, weight.shape[0], call.operands.scattered)
-    # batch-invariant gradients of all schedules are multiplied by what comes from above at the same place
-    if name == "two_pass" and not (chunking.batch_invariant and any(call.needs)):
-        logprobs, entropy = LinearTokenLogprobsFunction.apply(*call.operands, with_entropy, call.skip)
-        return loss_of(logprobs, entropy if with_entropy else None, backend, terms, call.packed)
-    small = small_loss(call.operands, terms, objective, with_entropy) if name == "auto" else None
+    # batch-invariant gradients of all schedules are multiplied by the upstream gradient at the same place
+    if chosen.name == "two_pass" and not (chunking.batch_invariant and any(plan.requires_grad)):
+        logprobs, entropy = LinearTokenLogprobsFunction.apply(*call.operands, with_entropy, plan.leaves_out)
+        return loss_of(logprobs, entropy if with_entropy else None, plan.backend, terms, call.packed)
+    small = small_loss(call.operands, terms, plan) if chosen.name == "auto" and not with_entropy else None
     if small is not None:
         loss, metrics, logprobs = SmallLossFunction.apply(
             call.hidden, weight, bias, call.labels, call.options, terms, small
         )
         return output_of(loss, metrics, logprobs, None, terms, call.packed)
-    plan = LossPlan(name, "deferred" not in call.reasons, call.depends_on, with_entropy, call.skip)
     loss, metrics, logprobs, entropy = LinearPolicyFunction.apply(
-        *call.operands, terms, plan, torch.compiler.is_compiling()
+        *call.operands, terms, plan, chosen, torch.compiler.is_compiling()
     )
     return output_of(loss, metrics, logprobs, entropy if with_entropy else None, terms, call.packed)
 
@@ -157,6 +154,5 @@ def explain_schedule(
     with_entropy = wants_entropy(False, terms.entropy_coef, objective)
     head = (hidden, weight, labels, bias)
     call = _Prepared(*head, logit_arguments, terms, True, chunking, skip_inactive, objective)
-    name, reason = call.choose(schedule)
-    plan = LossPlan(name, "deferred" not in call.reasons, call.depends_on, with_entropy, call.skip)
-    return explain(name, reason, call.operands, call.terms, plan, call.needs)
+    chosen, reason = call.choose(schedule, with_entropy)
+    return explain(reason, call.operands, call.terms, call.plan, chosen)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gspo_kernels.linear.call import Call, Chunking, LinearOperands, RequiresGrad
+from gspo_kernels.linear.call import Call, Chunking, LinearOperands
 from gspo_kernels.linear.gradients import Gradients, SavedGradients, save_gradients, take_gradients
 from gspo_kernels.linear.scaling import power_of_two
 from gspo_kernels.linear.sums import GradientRows
@@ -21,6 +21,7 @@ from gspo_kernels.ops.library import operator
 from gspo_kernels.ops.memory import CHUNK_ROWS, Workspace
 from gspo_kernels.ops.pairs import DivergenceForm, Pair, TeacherRows
 from gspo_kernels.ops.values import check_temperature
+from gspo_kernels.plan import RequiresGrad
 from gspo_kernels.types import RowOptions, stats_dtype
 
 
@@ -146,11 +147,11 @@ class LinearDistillationFunction(torch.autograd.Function):
         shares: Tensor,
         traced: bool,
     ) -> tuple[Tensor, Tensor]:
-        needs = RequiresGrad.of(ctx, bias)
+        needs = RequiresGrad(*ctx.needs_input_grad[:3])
         operands = LinearOperands(hidden, weight, bias, labels, options, chunking)
         arguments = (operands, teacher, form, shares, needs)
         result = linear_distillation(*arguments)
-        save_gradients(ctx, result.gradients, linear_distillation, arguments, traced)
+        save_gradients(ctx, result.gradients, needs, linear_distillation, arguments, traced)
         ctx.mark_non_differentiable(result.divergences)
         return result.loss, result.divergences
 

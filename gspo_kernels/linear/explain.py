@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gspo_kernels.linear.call import Call, LinearOperands, RequiresGrad
+from gspo_kernels.linear.call import Call, LinearOperands
 from gspo_kernels.linear.groups import CoefficientGroups
-from gspo_kernels.linear.loss import LossPlan
+from gspo_kernels.linear.loss import Schedule
 from gspo_kernels.linear.schedule import Part, plan_parts
 from gspo_kernels.ops.products import SEGMENT
+from gspo_kernels.plan import Plan
 from gspo_kernels.terms import Terms
 from gspo_kernels.types import stats_dtype
 
@@ -43,18 +44,18 @@ class SchedulePlan:
 
 
 def explain(
-    name: str, reason: str, operands: LinearOperands, terms: Terms, plan: LossPlan, needs: RequiresGrad
+    reason: str, operands: LinearOperands, terms: Terms, plan: Plan, schedule: Schedule
 ) -> SchedulePlan:
-    """The plan of a call that ``schedule.choose`` gave ``name``; looks at the lengths on the device."""
-    call = Call(operands, checked=False)
-    head, groups = call.head, CoefficientGroups(call, terms, plan.depends_on, plan.skip)
+    """The plan of a call that ``schedule.choose`` gave a schedule; looks at the lengths on the device."""
+    call, needs = Call(operands, checked=False), plan.requires_grad
+    head, groups = call.head, CoefficientGroups(call, terms, plan.depends_on, plan.leaves_out)
     total = sum(groups.rows)
     if not any(needs):
         parts = [Part("forward", 0, len(groups.rows), total)]
-    elif name == "known":
+    elif schedule.name == "known":
         parts = [Part("known", 0, len(groups.rows), total)]
     else:
-        parts = plan_parts(name, groups.rows, groups.inactive, call.chunk_rows, plan.defers)
+        parts = plan_parts(schedule.name, groups.rows, groups.inactive, call.chunk_rows, schedule.defers)
     products, tokens = 0, dict[str, int]()
     for part in parts:
         gradients = {"forward": 0, "two_pass": 1 + needs.hidden + needs.head}
@@ -63,7 +64,7 @@ def explain(
         tokens[part.schedule] = tokens.get(part.schedule, 0) + active
         if part.inactive_rows:
             tokens["forward"] = tokens.get("forward", 0) + part.inactive_rows
-    used = [schedule for schedule in tokens if schedule != "forward"] or ["forward"]
+    used = [name for name in tokens if name != "forward"] or ["forward"]
     rows = min(call.chunk_rows, max((part.rows for part in parts), default=0))
     sums = head.weight.numel() * stats_dtype(head.weight.dtype).itemsize if needs.head else 0
     peak = rows * head.row_bytes
@@ -73,5 +74,5 @@ def explain(
         peak += sums  # a sequence's own
     if head.fixed and needs.head:
         peak += SEGMENT * head.vocabulary * head.rows_dtype.itemsize  # a segment that is not yet whole
-    schedule = used[0] if len(used) == 1 else "mixed"
-    return SchedulePlan(schedule, reason, products / max(total, 1), peak, tokens)
+    served_by = used[0] if len(used) == 1 else "mixed"
+    return SchedulePlan(served_by, reason, products / max(total, 1), peak, tokens)

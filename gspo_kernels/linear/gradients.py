@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gspo_kernels.linear.call import Call, Chunk, LinearOperands, RequiresGrad
+from gspo_kernels.linear.call import Call, Chunk, LinearOperands
 from gspo_kernels.linear.head import LOGITS_SLAB
 from gspo_kernels.linear.scaling import largest, power_of_two, times, times_
 from gspo_kernels.linear.scores import CompactedRows, Projected, Scores
@@ -15,6 +15,7 @@ from gspo_kernels.linear.sums import GradientRows, HeadSums
 from gspo_kernels.ops.backends import launches_of
 from gspo_kernels.ops.library import Operator
 from gspo_kernels.ops.logprobs import scale_
+from gspo_kernels.plan import RequiresGrad
 from gspo_kernels.types import stats_dtype
 
 
@@ -279,13 +280,18 @@ class SavedGradients(NamedTuple):
 
 
 def save_gradients(
-    ctx: Any, gradients: SavedGradients, operator: Operator, arguments: tuple[Any, ...], traced: bool
+    ctx: Any,
+    gradients: SavedGradients,
+    needs: RequiresGrad,
+    operator: Operator,
+    arguments: tuple[Any, ...],
+    traced: bool,
 ) -> None:
     """Leave gradients in an autograd context for ``take_gradients``, with the call of the operator that
-    computed them: its arguments are ``LinearOperands`` first and ``RequiresGrad`` last.
+    computed them; its first argument is ``LinearOperands``.
     """
     operands: LinearOperands = arguments[0]
-    ctx.needs, ctx.dtype, ctx.backend = arguments[-1], operands.hidden.dtype, operands.options.backend
+    ctx.needs, ctx.dtype, ctx.backend = needs, operands.hidden.dtype, operands.options.backend
     ctx.traced, ctx.saved, ctx.operator = traced, None, None
     if traced:
         ctx.save_for_backward(*gradients)

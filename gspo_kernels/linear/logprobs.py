@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gspo_kernels.linear.call import Call, Chunking, LinearOperands, RequiresGrad
+from gspo_kernels.linear.call import Call, Chunking, LinearOperands
 from gspo_kernels.linear.gradients import Gradients, HeadGradients, is_active, recompute
 from gspo_kernels.linear.scores import Scores
 from gspo_kernels.ops.library import operator
 from gspo_kernels.ops.logprobs import ScoredRows, save_rows, saved_rows
+from gspo_kernels.plan import RequiresGrad
 from gspo_kernels.types import RowOptions, RowStats
 
 
@@ -103,7 +104,7 @@ class LinearTokenLogprobsFunction(torch.autograd.Function):
             if grad_entropy is None:
                 return (None, None, None, *nothing)
             grad_logprobs = torch.zeros_like(grad_entropy)
-        needs = RequiresGrad.of(ctx, bias)
+        needs = RequiresGrad(*ctx.needs_input_grad[:3])
         gradients = linear_logprobs_backward(
             LinearOperands(hidden, weight, bias, labels, options, ctx.chunking),
             RowStats(logprobs, lse, entropy if ctx.entropy else None),

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gspo_kernels.aggregation import Aggregation
 from gspo_kernels.evaluate import PolicyStep, evaluate, metric_names
-from gspo_kernels.linear.call import Call, Chunk, Chunking, LinearOperands, RequiresGrad, as_index
+from gspo_kernels.linear.call import Call, Chunk, Chunking, LinearOperands, as_index
 from gspo_kernels.linear.gradients import (
     Gradients,
     SavedGradients,
@@ -30,32 +30,28 @@ from gspo_kernels.linear.scaling import times
 from gspo_kernels.linear.schedule import evaluated_at_once, plan_parts
 from gspo_kernels.linear.scores import Projected, Scores
 from gspo_kernels.linear.sums import HeadSums
-from gspo_kernels.objectives.base import Objective, from_spec
 from gspo_kernels.ops.library import nobody_listens, operator
 from gspo_kernels.ops.logprobs import RowGradients, ScoredRows, logprobs_backward, save_rows, saved_rows
 from gspo_kernels.ops.products import transposed_product
-from gspo_kernels.sequence_ratio import RatioOperands, ratio_form, sequence_form, sequence_ratio
+from gspo_kernels.plan import Plan, RequiresGrad
+from gspo_kernels.sequence_ratio import RatioOperands, sequence_ratio
 from gspo_kernels.step import _step_in_form, take_step
 from gspo_kernels.terms import Terms, check_values
 from gspo_kernels.types import RowOptions, RowStats, SequenceRatioStats, stats_dtype
 
 
-class LossPlan(NamedTuple):
+class Schedule(NamedTuple):
     """How a call is worked through, decided once.
 
     Attributes:
-        schedule: a name, or "auto": groups that fit in a chunk are aligned, longer ones go by themselves.
+        name: a schedule, or "auto": groups that fit in a chunk are aligned, longer ones go by themselves.
         defers: whether those may be deferred.
-        depends_on: what a token's coefficient depends on, see ``schedule.coefficients_depend_on``.
         entropy: whether the entropy is kept.
-        skip: whether rows without gradient are left out of products.
     """
 
-    schedule: str
+    name: str
     defers: bool
-    depends_on: str
     entropy: bool
-    skip: bool
 
 
 class LinearLoss(NamedTuple):
@@ -69,11 +65,11 @@ class LinearLoss(NamedTuple):
 
 
 @operator
-def linear_policy(operands: LinearOperands, terms: Terms, plan: LossPlan, needs: RequiresGrad) -> LinearLoss:
+def linear_policy(operands: LinearOperands, terms: Terms, plan: Plan, schedule: Schedule) -> LinearLoss:
     """A hidden-state loss, its log-probs and its gradients."""
     terms = check_values(operands.labels, terms)
-    run = Run(Call(operands), terms, plan, needs)
-    if plan.schedule == "known":
+    run = Run(Call(operands), terms, plan, schedule)
+    if schedule.name == "known":
         run.known()
     else:
         run.by_parts()
@@ -84,15 +80,15 @@ def linear_policy(operands: LinearOperands, terms: Terms, plan: LossPlan, needs:
 
 
 @linear_policy.register_fake
-def _(operands: LinearOperands, terms: Terms, plan: LossPlan, needs: RequiresGrad) -> LinearLoss:
-    scored = ScoredRows.fake(operands.labels, operands.hidden.dtype, plan.entropy)
-    sums, entropy = stats_dtype(operands.hidden.dtype), scored.entropy if plan.entropy else None
+def _(operands: LinearOperands, terms: Terms, plan: Plan, schedule: Schedule) -> LinearLoss:
+    scored = ScoredRows.fake(operands.labels, operands.hidden.dtype, schedule.entropy)
+    sums, entropy = stats_dtype(operands.hidden.dtype), scored.entropy if schedule.entropy else None
     return LinearLoss(
         scored.logprobs.new_empty((), dtype=sums),
         scored.logprobs.new_empty(len(metric_names(terms, entropy)), dtype=sums),
         scored.logprobs,
         scored.entropy,
-        SavedGradients.fake(operands, needs),
+        SavedGradients.fake(operands, plan.requires_grad),
     )
 
 
@@ -109,29 +105,29 @@ class LinearPolicyFunction(torch.autograd.Function):
         options: RowOptions,
         chunking: Chunking,
         terms: Terms,
-        plan: LossPlan,
+        plan: Plan,
+        schedule: Schedule,
         traced: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         operands = LinearOperands(hidden, weight, bias, labels, options, chunking)
-        arguments = (operands, terms, plan, RequiresGrad.of(ctx, bias))
+        arguments = (operands, terms, plan, schedule)
         result = linear_policy(*arguments)
-        save_gradients(ctx, result.gradients, linear_policy, arguments, traced)
+        save_gradients(ctx, result.gradients, plan.requires_grad, linear_policy, arguments, traced)
         ctx.mark_non_differentiable(result.metrics, result.logprobs, result.entropy)
         return result.loss, result.metrics, result.logprobs, result.entropy
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
-        return (*take_gradients(ctx, grad), *(None,) * 6)
+        return (*take_gradients(ctx, grad), *(None,) * 7)
 
 
 class Run:
     """One call: its schedules add up statistics and gradients, a method each."""
 
-    def __init__(self, call: Call, terms: Terms, plan: LossPlan, needs: RequiresGrad):
-        self.call, self.terms, self.plan, self.needs = call, terms, plan, needs
-        self.backend = call.options.backend
-        self.scores = Scores(call, plan.entropy)
-        self.gradients = Gradients(call, needs, normalised=True)
+    def __init__(self, call: Call, terms: Terms, plan: Plan, schedule: Schedule):
+        self.call, self.terms, self.plan, self.schedule = call, terms, plan, schedule
+        self.scores = Scores(call, schedule.entropy)
+        self.gradients = Gradients(call, plan.requires_grad, normalised=True)
         self.at_once = evaluated_at_once(plan.depends_on, terms, call.head.fixed)
         self._step: PolicyStep | None = None
         self._sequence_sums: HeadSums | None = None
@@ -140,39 +136,40 @@ class Run:
         """A token's coefficient is known beforehand, or follows from its own log-prob: log-probs and gradient
         come from the same chunk.
         """
-        call, where, skip, terms = self.call, self.call.projected, self.plan.skip, self.terms
+        call, where, skip, terms = self.call, self.call.projected, self.plan.leaves_out, self.terms
         if self.plan.depends_on == "nothing":
-            grads = known_coefficients(call.labels, terms, self.backend).flatten()
+            grads = known_coefficients(call.labels, terms, self.plan.backend).flatten()
             keep = call.index(grads[where] != 0) if skip else None
             if isinstance(keep, Tensor):
                 # the rows without gradient are only projected
                 index = as_index(where, keep.device)
-                idle = call.index(grads[index] == 0, len(index) - len(keep))
-                self.scores.forward(index[idle])
-                where, skip = index[keep], False
+                self.scores.forward(index[call.index(grads[index] == 0, len(index) - len(keep))])
+                where = index[keep]
             for chunk in call.chunks(where):
-                self.gradients.add(self.project(chunk, skip), chunk, grads[chunk.where], None, skip)
+                self.gradients.add(self.project(chunk, False), chunk, grads[chunk.where], None, False)
             return
-        per_token = token_terms(call.labels, terms, self.backend)
-        form = ratio_form(from_spec(terms.objective), terms, self.backend)
-        if form is not None and form.level == "token":
+        per_token = token_terms(call.labels, terms, self.plan.backend)
+        form = self.plan.ratio
+        if form.level:
             # a launch of the backend, for which the shares are weights
-            form = form._replace(count_tokens=True, divisor="one", divisor_scale=1.0)
+            form = form._replace(level="token", count_tokens=True, divisor="one", divisor_scale=1.0)
             shares, weights, beta = per_token.token_shares, per_token.rollout_weights, per_token.kl_beta
             assert shares is not None
+            if per_token.token_weights is not None:
+                # on-policy the ratios are 1, and the objective's coefficients known
+                weights = per_token.token_weights
+                per_token = per_token._replace(advantages=torch.full_like(shares, -1.0), token_weights=None)
             per_token = per_token._replace(
                 token_shares=None,
                 rollout_weights=shares if weights is None else shares * weights,
                 kl_beta=None if beta is None else shares * beta,
             )
-        else:
-            form = None
         for chunk in call.chunks(where):
             projected = self.project(chunk, skip)
             rows, (logprobs, _, entropy) = chunk.where, projected.stats
-            if form is not None:
+            if form.level:
                 chunk_terms = per_token.each(lambda _, value: value.flatten()[rows].unsqueeze(0))  # noqa: B023
-                step = _step_in_form(logprobs.unsqueeze(0), None, chunk_terms, self.backend, False, form)
+                step = _step_in_form(logprobs.unsqueeze(0), None, chunk_terms, self.plan.backend, False, form)
             else:
                 # every token is a sequence of its own
                 chunk_terms = per_token.each(lambda _, value: value.flatten()[rows].unsqueeze(1))  # noqa: B023
@@ -183,9 +180,9 @@ class Run:
 
     def by_parts(self) -> None:
         """Cut the batch into parts, and work through each by its schedule."""
-        call, plan = self.call, self.plan
-        groups = CoefficientGroups(call, self.terms, plan.depends_on, plan.skip)
-        parts = plan_parts(plan.schedule, groups.rows, groups.inactive, call.chunk_rows, plan.defers)
+        call, plan, schedule = self.call, self.plan, self.schedule
+        groups = CoefficientGroups(call, self.terms, plan.depends_on, plan.leaves_out)
+        parts = plan_parts(schedule.name, groups.rows, groups.inactive, call.chunk_rows, schedule.defers)
         self.scores.expect(min(call.chunk_rows, max((part.rows for part in parts), default=0)))
         if self.at_once:
             # the one evaluation, of all tokens on all ranks, follows the last projection
@@ -206,14 +203,14 @@ class Run:
     def aligned(self, part: PreparedPart) -> None:
         """A chunk holds whole groups: log-probs, coefficients and gradient of the same logits."""
         chunk = self.call.chunk(part.where, part.labels)
-        projected = self.project(chunk, self.plan.skip)
-        self.gradients.add(projected, chunk, *self.coefficients(part, projected.stats), self.plan.skip)
+        projected = self.project(chunk, self.plan.leaves_out)
+        self.gradients.add(projected, chunk, *self.coefficients(part, projected.stats), self.plan.leaves_out)
 
     def deferred(self, part: PreparedPart) -> None:
         """A sequence longer than a chunk, with one coefficient: its sums take it when the sequence ends."""
         call, gradients, factors = self.call, self.gradients, part.terms.token_weights
         if self._sequence_sums is None:
-            self._sequence_sums = HeadSums(call.head, self.needs, self.backend)
+            self._sequence_sums = HeadSums(call.head, self.plan.requires_grad, self.plan.backend)
         sums = self._sequence_sums
         sums.clear()
         weights = gradients.one.expand(part.rows) if factors is None else factors[0].to(gradients.dtype)
@@ -247,7 +244,7 @@ class Run:
         head, where = self.call.head, part.where
         self.scores.forward(where)
         grad, grad_entropy = self.coefficients(part)
-        keep = self.call.index(is_active(grad, grad_entropy)) if self.plan.skip else None
+        keep = self.call.index(is_active(grad, grad_entropy)) if self.plan.leaves_out else None
         chosen = keep if isinstance(keep, Tensor) else None
         if chosen is not None:
             where = as_index(where, chosen.device)[chosen]
@@ -263,7 +260,7 @@ class Run:
         """Project a chunk and keep its statistics; ``skip`` says that they may leave rows out."""
         # log-probs that come along with the rows may differ in their last bits, which a ratio would show
         alone = self.terms.old_logprobs is None and self.terms.ref_logprobs is None
-        projected = self.scores.project(chunk, self.plan.entropy, not skip and alone)
+        projected = self.scores.project(chunk, self.schedule.entropy, not skip and alone)
         self.scores.keep(projected.stats, chunk)
         return projected
 
@@ -274,13 +271,15 @@ class Run:
             return grad[part.where], None if grad_entropy is None else grad_entropy[part.where]
         logprobs, _, entropy = self.scores.at(part.where) if stats is None else stats
         entropy = None if entropy is None else entropy.unsqueeze(0)
-        return _flat(take_step(logprobs.unsqueeze(0), entropy, part.terms, self.backend, want_metrics=False))
+        return _flat(
+            take_step(logprobs.unsqueeze(0), entropy, part.terms, self.plan.backend, want_metrics=False)
+        )
 
     def whole_step(self) -> PolicyStep:
         """Loss and metrics of the whole call, once all its log-probs are there."""
         if self._step is None:
             logprobs, _, entropy = self.scores.stats
-            self._step = take_step(logprobs, entropy, self.terms, self.backend)
+            self._step = take_step(logprobs, entropy, self.terms, self.plan.backend)
         return self._step
 
 
@@ -302,9 +301,7 @@ class SmallLoss(NamedTuple):
     coefficients: Tensor  # [B], dLoss/dlogprobs of each counted token
 
 
-def small_loss(
-    operands: LinearOperands, terms: Terms, objective: Objective, entropy: bool
-) -> SmallLoss | None:
+def small_loss(operands: LinearOperands, terms: Terms, plan: Plan) -> SmallLoss | None:
     """The loss of a small call on the CPU, without autograd; None where the schedules are to serve it.
 
     Where the logits fit a cache, planning, chunks and normalised coefficients would take longer than the
@@ -320,16 +317,15 @@ def small_loss(
     exact = weight.dtype in (torch.float32, torch.float64)
     if not (hidden.is_cpu and exact and 0 < size <= budget):
         return None
-    if entropy or terms.skipped is not None or terms.old_logprobs is None:
+    if plan.ratio.level != "sequence" or terms.old_logprobs is None or terms.ref_logprobs is not None:
         return None
-    form = sequence_form(objective, terms, options.backend)
-    if form is None or not bool(terms.counted(labels).all()):
+    if terms.skipped is not None or not bool(terms.counted(labels).all()):
         return None
     head = Head(weight.detach(), None if bias is None else bias.detach(), chunking.logits_dtype)
     rows = hidden.detach().reshape(-1, hidden.shape[-1])
     logits = head.logits(rows, rows.new_empty(rows.shape[0], weight.shape[0]))
     logits = logits.view(*labels.shape, weight.shape[0])
-    stats = sequence_ratio(logits, labels, options, RatioOperands.of(labels, terms), form)
+    stats = sequence_ratio(logits, labels, options, RatioOperands.of(labels, terms), plan.ratio)
     coefficients = stats.coefficients / stats.divisor
     # hidden states that aren't finite show here, also where a zero advantage hides them from the loss
     finite = math.isfinite(stats.lse.sum().item())
@@ -355,7 +351,7 @@ class SmallLossFunction(torch.autograd.Function):
         stats = small.stats
         each = terms.layout(labels).expand(small.coefficients)
         save_rows(ctx, options, hidden, labels, small.logits, stats.logprobs, stats.lse, each, weight, bias)
-        ctx.needs = RequiresGrad.of(ctx, bias)
+        ctx.needs = RequiresGrad(*ctx.needs_input_grad[:3])
         ctx.mark_non_differentiable(stats.metrics, stats.logprobs)
         return stats.loss, stats.metrics, stats.logprobs
 

@@ -24,20 +24,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from gspo_kernels.objectives.base import Objective
+from gspo_kernels.plan import Plan
 from gspo_kernels.terms import Terms
 
 SCHEDULES = ("known", "frozen", "aligned", "deferred", "two_pass")
-
-
-def coefficients_depend_on(objective: Objective, terms: Terms) -> str:
-    """What a token's coefficient depends on in this call: "nothing" (known beforehand), "token" or more."""
-    on_policy = terms.old_logprobs is None and objective.ratio_only
-    if terms.kl_beta is not None and terms.kl_ratio_weighted and objective.coefficient_scope != "token":
-        return objective.coefficient_scope
-    has_token_terms = terms.kl_beta is not None or terms.entropy_coef is not None
-    if on_policy or objective.coefficient_scope == "nothing":
-        return "token" if has_token_terms else "nothing"
-    return objective.coefficient_scope
 
 
 def evaluated_at_once(depends_on: str, terms: Terms, invariant: bool) -> bool:
@@ -47,11 +37,9 @@ def evaluated_at_once(depends_on: str, terms: Terms, invariant: bool) -> bool:
     return bool(terms.cp_group) or (invariant and depends_on in ("group", "batch"))
 
 
-def unsupported(
-    objective: Objective, terms: Terms, depends_on: str, trains_head: bool, invariant: bool
-) -> dict[str, str]:
+def unsupported(objective: Objective, terms: Terms, plan: Plan, invariant: bool) -> dict[str, str]:
     """Why schedules are not exact for a call, by name, or not batch-invariant where that is asked for."""
-    name, reasons = type(objective).__name__, {}
+    name, depends_on, reasons = type(objective).__name__, plan.depends_on, dict[str, str]()
     if depends_on not in ("nothing", "token"):
         what = f"{name} off-policy" if objective.ratio_only else name
         if terms.kl_beta is not None and terms.kl_ratio_weighted:
@@ -71,7 +59,7 @@ def unsupported(
     if terms.entropy_coef is not None:
         for schedule in ("deferred", "frozen"):
             reasons[schedule] = "entropy_coef adds a gradient that is no multiple of the log-prob's"
-    if trains_head:
+    if plan.requires_grad.head:
         reasons.setdefault("frozen", "the lm_head's weight or bias needs a gradient")
     if terms.cp_group:
         for schedule in ("aligned", "deferred"):

@@ -31,18 +31,17 @@ class CompactedRows(NamedTuple):
     @classmethod
     def of(cls, keep: Tensor, in_order: bool = False) -> CompactedRows | None:
         """The rows where ``keep`` [n] holds, None where it holds for all; looks once at the device."""
-        places = torch.arange(keep.numel(), device=keep.device)
-        # how many are kept, and how many of the places that they will have are theirs already
-        counts = torch.stack([keep.sum(), (keep & (places < keep.sum())).sum()])
-        count, stay = counts.tolist()
+        before = keep.cumsum(0)
+        # how many are kept, and how many of these have their place already
+        count, stay = torch.cat([before[-1:], before.take(before[-1:] - 1)]).tolist()
         if count == keep.numel():
             return None
         kept = keep.nonzero_static(size=count).squeeze(1)
+        rows = torch.arange(count, device=keep.device)
         if in_order:
-            return cls(kept, (kept != places[:count]).nonzero().squeeze(1))
+            return cls(kept, (kept != rows).nonzero().squeeze(1))
         gaps = (~keep[:count]).nonzero_static(size=count - stay).squeeze(1)
-        rows = places[:count].index_copy(0, gaps, kept[stay:])
-        return cls(rows, gaps)
+        return cls(rows.index_copy(0, gaps, kept[stay:]), gaps)
 
     def compact(self, values: Tensor) -> Tensor:
         """The rows of [n, V], in the same memory, moved a few at a time."""

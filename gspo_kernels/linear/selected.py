@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gspo_kernels.linear.call import Call, Chunking, LinearOperands, RequiresGrad
+from gspo_kernels.linear.call import Call, Chunking, LinearOperands
 from gspo_kernels.linear.gradients import Gradients, HeadGradients
 from gspo_kernels.linear.logprobs import linear_logprobs_backward
 from gspo_kernels.linear.scaling import power_of_two
@@ -26,6 +26,7 @@ from gspo_kernels.ops.selected import (
     tail_of_one,
     write_gradient,
 )
+from gspo_kernels.plan import RequiresGrad
 from gspo_kernels.types import RowOptions, RowStats
 
 
@@ -169,7 +170,7 @@ class LinearSelectedLogprobsFunction(torch.autograd.Function):
             if grad_tail is None:
                 return (None, None, None, *nothing)
             grad_logprobs = grad_tail.new_zeros(()).expand(ids.shape)
-        needs = RequiresGrad.of(ctx, bias)
+        needs = RequiresGrad(*ctx.needs_input_grad[:3])
         gradients = linear_selected_backward(
             LinearOperands(hidden, weight, bias, labels, options, ctx.chunking),
             ids,
@@ -206,7 +207,7 @@ class LinearOneIdFunction(torch.autograd.Function):
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_tail: Tensor | None) -> tuple[Any, ...]:
         (hidden, weight, bias, labels, logprobs, tail, rest, lse), options = saved_rows(ctx)
         operands = LinearOperands(hidden, weight, bias, labels, options, ctx.chunking)
-        needs, nothing = RequiresGrad.of(ctx, bias), (None,) * 3
+        needs, nothing = RequiresGrad(*ctx.needs_input_grad[:3]), (None,) * 3
         if grad_tail is None:
             if grad_logprobs is None:
                 return (None,) * 6

@@ -8,12 +8,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gspo_kernels.linear.call import RequiresGrad
 from gspo_kernels.linear.head import Head
 from gspo_kernels.linear.scaling import bounded_for_sums, largest, most_in_sums, power_of_two, times
 from gspo_kernels.ops.backends import launches_of, load
 from gspo_kernels.ops.memory import used_memory
 from gspo_kernels.ops.products import SEGMENT, fixed_product, multiply, transposed_product
+from gspo_kernels.plan import RequiresGrad
 from gspo_kernels.types import stats_dtype
 
 

@@ -7,7 +7,7 @@ import torch
 
 import gspo_kernels as gk
 from gspo_kernels.linear.head import HIDDEN_SLAB, LOGITS_SLAB, Head
-from gspo_kernels.linear.scores import Kept
+from gspo_kernels.linear.scores import CompactedRows
 from tests.accuracy import Spread, assert_as_exact
 from tests.cases import LAYOUTS, call, generator, make_case, offsets, run
 from tests.schedules.common import ACTIVE, ADVANTAGE, ENTRY, ROW, TOKENS, V, run_with_frozen_head, work_case
@@ -53,11 +53,15 @@ def test_rows_in_products_of_known(products, layout):
 def test_clipped_rows_never_reach_memory_again():
     """What is kept stays in the memory where it was, and no more of it moves than there are gaps."""
     for size, share in itertools.product((1, 5, 40), (0.0, 0.3, 0.9, 1.0)):
-        keep = (torch.rand(size, generator=generator(size)) < share).nonzero().squeeze(1)
+        mask = torch.rand(size, generator=generator(size)) < share
+        keep = mask.nonzero().squeeze(1)
         values = torch.arange(size * 3.0).reshape(size, 3)
         before, address = values.clone(), values.data_ptr()
-        kept = Kept.of(keep, size)
-        moved = kept.to_front(values)
+        kept = CompactedRows.of(mask)
+        if mask.all():
+            assert kept is None
+            continue
+        moved = kept.compact(values)
         assert torch.equal(kept.rows.sort().values, keep) and torch.equal(moved, before[kept.rows])
         assert not keep.numel() or moved.data_ptr() == address
         assert kept.gaps.numel() == (keep >= keep.numel()).sum()

@@ -1,0 +1,111 @@
+"""What a loss decides once, at its start, and hands down to everything that works on the call."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gspo_kernels.objectives.base import Objective, from_spec
+from gspo_kernels.ops.backends import load
+from gspo_kernels.terms import Terms
+from gspo_kernels.torch_internals import constant_when_traced
+from gspo_kernels.types import NO_RATIO, RatioClip
+
+
+class RequiresGrad(NamedTuple):
+    """Which inputs of a call get a gradient; from log-probs and logits, none of these does."""
+
+    hidden: bool = False
+    weight: bool = False
+    bias: bool = False
+
+    @classmethod
+    def of(cls, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> RequiresGrad:
+        """That of the inputs, under the present grad mode."""
+        inputs = (hidden, weight, bias)
+        return cls(*(torch.is_grad_enabled() and x is not None and x.requires_grad for x in inputs))
+
+    @property
+    def head(self) -> bool:
+        """Whether weight or bias gets one."""
+        return self.weight or self.bias
+
+    def select(self, gradients: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
+        """None instead of the gradients that nobody needs."""
+        return tuple(grad if needed else None for grad, needed in zip(gradients, self, strict=True))
+
+
+class Plan(NamedTuple):
+    """Strings, numbers and flags alone: a plan crosses the operators' boundary as it is.
+
+    Attributes:
+        backend: serves the tensors' device.
+        depends_on: what dLoss/dlogprob of one token depends on besides masks, lengths, weights and
+            advantages: "nothing" (the coefficient is known beforehand), "token", "turn", "sequence", "group"
+            or "batch".
+        ratio: the form in which the backend evaluates the loss in one launch; ``NO_RATIO`` where it can't,
+            and the objective is evaluated in PyTorch.
+        requires_grad: which inputs over hidden states get a gradient.
+        leaves_out: rows without a gradient stay out of gradient products.
+    """
+
+    backend: str
+    depends_on: str
+    ratio: RatioClip = NO_RATIO
+    requires_grad: RequiresGrad = RequiresGrad()
+    leaves_out: bool = False
+
+
+NO_GRAD = RequiresGrad()
+
+
+def make_plan(
+    objective: Objective,
+    terms: Terms,
+    backend: str,
+    requires_grad: RequiresGrad = NO_GRAD,
+    leaves_out: bool = False,
+) -> Plan:
+    """The plan of a call of an objective with these normalized terms."""
+    depends_on = coefficients_depend_on(objective, terms)
+    return Plan(backend, depends_on, ratio_of(terms, backend), requires_grad, leaves_out)
+
+
+def coefficients_depend_on(objective: Objective, terms: Terms) -> str:
+    """What a token's coefficient depends on in a call; see ``Plan.depends_on``."""
+    scope = objective.coefficient_scope
+    if terms.kl_beta is not None and terms.kl_ratio_weighted and scope != "token":
+        return scope
+    on_policy = terms.old_logprobs is None and objective.ratio_only
+    if on_policy or scope == "nothing":
+        has_token_terms = terms.kl_beta is not None or terms.entropy_coef is not None
+        return "token" if has_token_terms else "nothing"
+    return scope
+
+
+def ratio_of(terms: Terms, backend: str) -> RatioClip:
+    """The form in which ``backend`` evaluates these terms in one launch, or ``NO_RATIO``.
+
+    For the terms of a whole call this is decided once, in its plan; a schedule that evaluates other terms
+    (those of known coefficients, or of a chunk) asks for theirs.
+    """
+    beyond = (terms.token_weights, terms.entropy_coef, terms.token_shares)
+    weighted_kl = terms.kl_beta is not None and terms.kl_ratio_weighted
+    if weighted_kl or terms.cp_group or any(term is not None for term in beyond):
+        return NO_RATIO
+    return _declared_ratio(terms.objective) if has_single_launch(backend) else NO_RATIO
+
+
+@constant_when_traced
+def has_single_launch(backend: str) -> bool:
+    """Whether a backend offers the operations of ``RatioBackend``."""
+    return hasattr(load(backend), "sequence_ratio_forward")
+
+
+@functools.lru_cache(maxsize=1024)
+@constant_when_traced
+def _declared_ratio(objective: str) -> RatioClip:
+    return from_spec(objective).ratio_form() or NO_RATIO
