@@ -103,11 +103,10 @@ def layout(name: str, tokens: Tensor, cu_seqlens: object) -> Tensor | None:
     return offsets
 
 
-def broadcastable(name: str, value: object, shape: tuple[int, ...], device: torch.device) -> Tensor | None:
-    """A number or tensor that broadcasts to ``shape``; None where it is the number 0."""
+def broadcastable(name: str, value: object, shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """A number or tensor that broadcasts to ``shape``."""
     if not isinstance(value, Tensor):
-        as_number = number(name, value)
-        return None if as_number == 0 else filled(as_number, device)
+        return filled(number(name, value), device)
     dtype(name, value, FLOATS)
     if value.ndim and value.device != device:
         raise ValueError(f"{name}: is on {value.device}, expected {device} like the other tensors")

@@ -92,16 +92,12 @@ def ratio_of(terms: Terms, backend: str) -> RatioClip:
     weighted_kl = terms.kl_beta is not None and terms.kl_ratio_weighted
     if weighted_kl or terms.cp_group or any(term is not None for term in beyond):
         return NO_RATIO
-    return _declared_ratio(terms.objective) if has_single_launch(backend) else NO_RATIO
-
-
-@constant_when_traced
-def has_single_launch(backend: str) -> bool:
-    """Whether a backend offers the operations of ``RatioBackend``."""
-    return hasattr(load(backend), "sequence_ratio_forward")
+    return _declared_ratio(terms.objective, backend)
 
 
 @functools.lru_cache(maxsize=1024)
 @constant_when_traced
-def _declared_ratio(objective: str) -> RatioClip:
-    return from_spec(objective).ratio_form() or NO_RATIO
+def _declared_ratio(objective: str, backend: str) -> RatioClip:
+    """The objective's form, where the backend is a ``RatioBackend``."""
+    served = hasattr(load(backend), "sequence_ratio_forward")
+    return (from_spec(objective).ratio_form() if served else None) or NO_RATIO

@@ -10,7 +10,7 @@ from gspo_kernels.linear.distillation import LinearTeacher
 from gspo_kernels.linear.loss import Settings
 from gspo_kernels.linear.sums import Needs
 from gspo_kernels.ops.divergence import divergence_forward
-from gspo_kernels.ops.library import flat, nobody_listens
+from gspo_kernels.ops.library import flat, can_bypass_dispatcher
 from gspo_kernels.ops.logprobs import RowGradients, logprobs_forward
 from gspo_kernels.ops.pairs import DivergenceForm, Pair, TeacherRows
 from gspo_kernels.ops.selected import SelectedGradients, SelectedOperands, selected_forward
@@ -191,7 +191,7 @@ def test_tensor_subclasses_are_noticed_inside_structs():
 
     def unheard(old_logprobs):
         terms = Terms(old_logprobs=old_logprobs)
-        return nobody_listens(policy_step.tensors(plain, None, "cpp", terms, True))
+        return can_bypass_dispatcher(policy_step.tensors(plain, None, "cpp", terms, True))
 
     assert unheard(plain)
     assert not unheard(plain.as_subclass(Subclass))

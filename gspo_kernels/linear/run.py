@@ -23,9 +23,8 @@ from gspo_kernels.linear.scopes import Pieces, Scopes, chunk_terms, known_coeffi
 from gspo_kernels.linear.scores import Projected, Scores
 from gspo_kernels.linear.sums import HeadSums, Needs, Weights
 from gspo_kernels.objectives.base import from_spec
-from gspo_kernels.plan import coefficients_depend_on
-from gspo_kernels.sequence_ratio import ratio_form
-from gspo_kernels.step import take_step
+from gspo_kernels.plan import coefficients_depend_on, ratio_of
+from gspo_kernels.step import evaluate_objective
 from gspo_kernels.terms import Terms
 from gspo_kernels.types import RowStats
 
@@ -46,7 +45,8 @@ class Run:
         """Loss and metrics of the whole call, once all its log-probs are there."""
         if self._step is None:
             stats, backend = self.scores.stats, self.call.options.backend
-            self._step = take_step(stats.logprobs, stats.entropy, self.terms, backend)
+            ratio = ratio_of(self.terms, backend)
+            self._step = evaluate_objective(stats.logprobs, stats.entropy, self.terms, backend, ratio)
         return self._step
 
     @cached_property
@@ -93,13 +93,13 @@ class Run:
 
     def _coefficients_of_tokens(self, where: slice | Tensor) -> _Coefficients:
         labels, terms, backend = self.call.labels, self.terms, self.call.options.backend
-        objective = from_spec(terms.objective)
-        form = ratio_form(objective, terms, backend)
-        if form is not None:
+        form = ratio_of(terms, backend)
+        if form.level:
             pieces = Pieces(self.call, terms, form.level, where)
 
             def of_pieces(rows: slice, _: Chunk, stats: RowStats) -> tuple[Tensor, Tensor | None]:
-                return _flat(take_step(stats.logprobs.unsqueeze(0), None, pieces.at(rows), backend, False))
+                logprobs = stats.logprobs.unsqueeze(0)
+                return _flat(evaluate_objective(logprobs, None, pieces.at(rows), backend, form, False))
 
             return of_pieces
         per_token = token_terms(labels, terms, backend)
@@ -151,14 +151,17 @@ class Run:
         shown = projected.stats.each(lambda stat: stat.view(self.call.labels.shape))
         backend = self.call.options.backend
         terms = self.terms._replace(normalizer=self.total) if self.call.head.fixed else self.terms
-        self._step = take_step(shown.logprobs, shown.entropy, terms, backend)
+        ratio = ratio_of(terms, backend)
+        self._step = evaluate_objective(shown.logprobs, shown.entropy, terms, backend, ratio)
         self.gradients.add(projected, chunk, *_flat(self._step), self.skip)
 
     def _step_of(self, part: Part, stats: RowStats) -> tuple[Tensor, Tensor | None]:
         """dLoss/dlogprobs and dLoss/dentropy of a part's rows, given their statistics."""
         logprobs, terms = stats.logprobs.unsqueeze(0), self.scopes.terms_of(part, self.total)
         entropy = None if stats.entropy is None else stats.entropy.unsqueeze(0)
-        return _flat(take_step(logprobs, entropy, terms, self.call.options.backend, want_metrics=False))
+        backend = self.call.options.backend
+        ratio = ratio_of(terms, backend)
+        return _flat(evaluate_objective(logprobs, entropy, terms, backend, ratio, want_metrics=False))
 
     def _coefficients(self, part: Part) -> tuple[Tensor, Tensor | None]:
         """``_step_of`` a part, given the statistics that are kept."""

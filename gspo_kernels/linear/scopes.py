@@ -15,10 +15,10 @@ from gspo_kernels.linear.schedule import Part
 from gspo_kernels.objectives.base import from_spec
 from gspo_kernels.objectives.linear import Linear
 from gspo_kernels.parallel.groups import Rehearsal, rehearsed
-from gspo_kernels.plan import coefficients_depend_on
+from gspo_kernels.plan import coefficients_depend_on, ratio_of
 from gspo_kernels.sequence_ratio import RatioOperands
-from gspo_kernels.step import take_step
-from gspo_kernels.terms import Form, Terms, check_values, idle_sequences
+from gspo_kernels.step import evaluate_objective
+from gspo_kernels.terms import ArgSpec, Terms, check_values, inactive_sequences
 
 
 def without_logprobs(tokens: Tensor, terms: Terms) -> tuple[Tensor, Terms]:
@@ -32,7 +32,8 @@ def without_logprobs(tokens: Tensor, terms: Terms) -> tuple[Tensor, Terms]:
 def known_coefficients(tokens: Tensor, terms: Terms, backend: str) -> Tensor:
     """dLoss/dlogprobs of the objective alone, where log-probs don't matter; only in operators."""
     logprobs, alone = without_logprobs(tokens, terms)
-    return take_step(logprobs, None, alone, backend, want_metrics=False).grad_logprobs
+    ratio = ratio_of(alone, backend)
+    return evaluate_objective(logprobs, None, alone, backend, ratio, want_metrics=False).grad_logprobs
 
 
 def token_terms(tokens: Tensor, terms: Terms, backend: str) -> Terms:
@@ -40,7 +41,7 @@ def token_terms(tokens: Tensor, terms: Terms, backend: str) -> Terms:
     layout, mask = terms.layout(tokens), terms.counted(tokens)
     shares = Aggregation.of(tokens, terms).token_shares()
 
-    def expanded(form: Form, value: Tensor) -> Tensor:
+    def expanded(form: ArgSpec, value: Tensor) -> Tensor:
         if form.shape == "broadcast":
             return _per_token(value, tokens)
         return layout.expand(value) if form.shape != "tokens" and value.ndim == 1 else value
@@ -71,7 +72,13 @@ def rehearse(tokens: Tensor, terms: Terms, schedule: str, entropy: bool, backend
             else:
                 token_terms(tokens, terms, backend)
         logprobs = torch.zeros(tokens.shape, device=tokens.device)
-        take_step(logprobs, torch.zeros_like(logprobs) if entropy else None, terms, backend)
+        evaluate_objective(
+            logprobs,
+            torch.zeros_like(logprobs) if entropy else None,
+            terms,
+            backend,
+            ratio_of(terms, backend),
+        )
     return rehearsal
 
 
@@ -104,7 +111,7 @@ class Pieces:
             self._offsets = length * torch.arange(rows + 1, dtype=torch.int32, device=labels.device)
         weights = RatioOperands.of(labels, terms, level).weights
 
-        def flat(form: Form, value: Tensor) -> Tensor:
+        def flat(form: ArgSpec, value: Tensor) -> Tensor:
             return _of_tokens(form, value, labels, where)
 
         self._terms = (
@@ -123,7 +130,7 @@ class Pieces:
         )
 
 
-def _of_tokens(form: Form, value: Tensor, tokens: Tensor, where: slice | Tensor) -> Tensor:
+def _of_tokens(form: ArgSpec, value: Tensor, tokens: Tensor, where: slice | Tensor) -> Tensor:
     """A term, flat [1, n] at some positions if it is one per token."""
     if value.ndim == 0 or form.shape in ("number", "offsets"):
         return value
@@ -177,7 +184,7 @@ class Scopes:
         if not self._equal:
             kept = call.counted if call.compact else torch.ones_like(call.counted)
             asked["counts"] = layout.sum(kept.to(torch.float64))
-        idle = idle_sequences(call.labels, self.terms) if skip else None
+        idle = inactive_sequences(call.labels, self.terms) if skip else None
         if idle is not None:
             asked["idle"] = idle
         if self._depend_on == "group" and self.terms.group_ids is not None:
@@ -238,7 +245,7 @@ class Scopes:
         self._ends = dict(zip(parts, ends, strict=True))
         self._labels = self.call.labels.flatten()[self.where]
 
-        def in_order(form: Form, value: Tensor) -> Tensor:
+        def in_order(form: ArgSpec, value: Tensor) -> Tensor:
             value = _of_tokens(form, value, self.call.labels, self.where)
             return value[order] if value.ndim == 1 and form.shape != "offsets" else value
 
@@ -265,7 +272,7 @@ class Scopes:
         first, last = self._sequence_range(part)
         rows = slice(self._row_ends[first], self._row_ends[last])
 
-        def select(form: Form, value: Tensor) -> Tensor:
+        def select(form: ArgSpec, value: Tensor) -> Tensor:
             if value.ndim == 1 and form.shape != "offsets":
                 return value[first:last]
             return value[:, rows] if value.ndim == 2 else value

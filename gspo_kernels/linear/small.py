@@ -17,10 +17,10 @@ from gspo_kernels.linear.head import Head
 from gspo_kernels.linear.products import transposed_product
 from gspo_kernels.linear.scaling import times
 from gspo_kernels.linear.sums import Needs
-from gspo_kernels.objectives.base import Objective
-from gspo_kernels.ops.library import nobody_listens
+from gspo_kernels.ops.library import can_bypass_dispatcher
 from gspo_kernels.ops.logprobs import RowGradients, logprobs_backward, save_rows, saved_rows
-from gspo_kernels.sequence_ratio import RatioOperands, sequence_form, sequence_ratio
+from gspo_kernels.plan import ratio_of
+from gspo_kernels.sequence_ratio import RatioOperands, sequence_ratio
 from gspo_kernels.terms import Terms
 from gspo_kernels.types import RowOptions, RowStats, SequenceRatioStats
 
@@ -39,9 +39,7 @@ class SmallLoss(NamedTuple):
     coefficients: Tensor  # [B], dLoss/dlogprobs of each counted token
 
 
-def small_loss(
-    operands: LinearOperands, terms: Terms, objective: Objective, entropy: bool
-) -> SmallLoss | None:
+def small_loss(operands: LinearOperands, terms: Terms, entropy: bool) -> SmallLoss | None:
     """The loss of a small call, without autograd; None where ``run`` is to serve it.
 
     Tokens that are left out need ``run``: what stands in their hidden states may be anything. So do
@@ -49,7 +47,7 @@ def small_loss(
     fixed order, and whoever traces operators.
     """
     hidden, weight, bias, labels, options, chunking = operands
-    if chunking.batch_invariant or options.shard.group or not nobody_listens([hidden, weight, labels]):
+    if chunking.batch_invariant or options.shard.group or not can_bypass_dispatcher([hidden, weight, labels]):
         return None
     head = Head(weight.detach(), None if bias is None else bias.detach(), chunking.logits_dtype)
     budget = min(SMALL_BYTES, chunking.max_chunk_bytes or SMALL_BYTES)
@@ -57,8 +55,8 @@ def small_loss(
     small = hidden.is_cpu and head.exact and 0 < size <= budget
     if not small or entropy or terms.skipped is not None or terms.old_logprobs is None:
         return None
-    form = sequence_form(objective, terms, options.backend)
-    if form is None or not bool(terms.counted(labels).all()):
+    form = ratio_of(terms, options.backend)
+    if form.level != "sequence" or terms.ref_logprobs is not None or not bool(terms.counted(labels).all()):
         return None
     rows = hidden.detach().reshape(-1, hidden.shape[-1])
     logits = head.logits(rows, rows.new_empty(rows.shape[0], weight.shape[0]))

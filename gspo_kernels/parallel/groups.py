@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from gspo_kernels import checks
+from gspo_kernels.invariance import in_force, refuse_groups
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
@@ -76,18 +77,26 @@ class Parallel:
         if not 0 <= first <= last:
             raise ValueError(f"vocab_range: got {self.vocab_range}, expected 0 <= first <= last")
 
-    def only(self, function: str, *usable: str) -> None:
-        """Refuse what the function can't use.
+    def check(self, function: str, usable: tuple[str, ...], batch_invariant: bool | None = None) -> None:
+        """Refuse what the function can't use, and groups where the call is batch-invariant.
 
         Raises:
             ValueError: naming the field.
         """
-        for field in fields(self):
-            if field.name not in usable and getattr(self, field.name) != field.default:
-                takes = ", ".join(usable)
+        if self.tp_group is not None or self.cp_group is not None:
+            refuse_groups(in_force(batch_invariant), cp_group=self.cp_group, tp_group=self.tp_group)
+        unusable = {
+            "tp_group": self.tp_group is not None,
+            "vocab_range": self.vocab_range is not None,
+            "reduce_hidden_grad": not self.reduce_hidden_grad,
+            "sequence_parallel": self.sequence_parallel,
+            "cp_group": self.cp_group is not None,
+        }
+        for name, is_set in unusable.items():
+            if is_set and name not in usable:
                 raise ValueError(
-                    f"{field.name}: {function} can't use it, expected {field.default}; of parallel it takes "
-                    f"{takes}"
+                    f"{name}: {function} can't use it, expected {getattr(Parallel, name)}; of parallel it "
+                    f"takes {', '.join(usable)}"
                 )
 
 
