@@ -16,7 +16,7 @@ from gspo_kernels.linear.inputs import ProductArguments, check_inputs, check_tea
 from gspo_kernels.logits import (
     LogitArguments,
     check_inplace,
-    check_logits,
+    check_scores,
 )
 from gspo_kernels.objectives import Linear
 from gspo_kernels.ops.divergence import DivergenceFunction, KnownDivergenceFunction, summed
@@ -134,14 +134,18 @@ class TeacherArguments(NamedTuple):
         """The teacher's ids and their log-probs, in rows."""
         if self.ids is None or self.teacher_logprobs is None:
             return None, None
-        ids = checks.tensor("ids", self.ids, None, "[B, T, K] or [N, K]", tokens.device)
-        checks.dtype("ids", ids, checks.INTEGERS)
+        ids = checks.tensor("ids", self.ids, None, "[B, T, K] or [N, K]", tokens.device, checks.INTEGERS)
         if ids.shape[:-1] != tokens.shape or ids.shape[-1] == 0:
             raise ValueError(
                 f"ids: got shape {tuple(ids.shape)}, expected {(*tokens.shape, 'K')} with K >= 1"
             )
-        logprobs = checks.floats(
-            "teacher_logprobs", self.teacher_logprobs, tuple(ids.shape), "the shape of ids", tokens.device
+        logprobs = checks.tensor(
+            "teacher_logprobs",
+            self.teacher_logprobs,
+            tuple(ids.shape),
+            "the shape of ids",
+            tokens.device,
+            checks.FLOATS,
         )
         return checked_ids(as_rows(ids, packed), width, options), as_rows(logprobs.detach(), packed)
 
@@ -287,9 +291,9 @@ def distillation_loss(
         (logits, teacher_logits), parallel = local_tensors(
             parallel, passed, logits=logits, teacher_logits=teacher_logits
         )
-        checks.floats("logits", logits, None, "[B, T, V], or [N, V] with cu_seqlens", None)
+        checks.tensor("logits", logits, None, "[B, T, V], or [N, V] with cu_seqlens", None, checks.FLOATS)
         tokens = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)
-        check_logits(logits, tokens)
+        check_scores("logits", logits, tokens, "V")
         teacher.check_source("teacher_logits", teacher_logits)
         check_inplace(logits, inplace_backward)
         objective = Linear(aggregation=aggregation, aggregation_constant=aggregation_constant)
@@ -413,7 +417,7 @@ def fused_linear_distillation_loss(
         chunking = products.normalize(compact=True, parallel=parallel)
         if chunking.scattered:
             raise ValueError("hidden: is sharded over tokens, expected a DTensor with placement Replicate()")
-        checks.floats("hidden", hidden, None, "[B, T, H], or [N, H] with cu_seqlens", None)
+        checks.tensor("hidden", hidden, None, "[B, T, H], or [N, H] with cu_seqlens", None, checks.FLOATS)
         tokens = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
         hidden, weight, bias = check_inputs(hidden, weight, bias, tokens, chunking)
         teacher.check_source("teacher_hidden", teacher_hidden)

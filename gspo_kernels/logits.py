@@ -52,7 +52,14 @@ class LogitArguments(NamedTuple):
         scalar, row_temperature = 1.0, None
         if isinstance(self.temperature, Tensor):
             sequences = labels.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-            checks.floats("temperature", self.temperature, (sequences,), "one per sequence", labels.device)
+            checks.tensor(
+                "temperature",
+                self.temperature,
+                (sequences,),
+                "one per sequence",
+                labels.device,
+                checks.FLOATS,
+            )
             each = self.temperature.detach().to(stats_dtype(dtype))
             if cu_seqlens is not None:
                 each = each[segment_ids(cu_seqlens, labels.numel())]
@@ -67,7 +74,8 @@ class LogitArguments(NamedTuple):
         if not isinstance(self.backend, str):
             raise TypeError(f"backend: got {type(self.backend).__name__}, expected a name")
         backend = resolve(self.backend, labels.device)
-        refuse_backend(is_batch_invariant(), backend)
+        if is_batch_invariant():
+            refuse_backend(True, backend)
         shard = Shard() if parallel.tp_group is None else _shard(parallel, width)
         kept = None
         if self.kept_ids is not None or self.kept_mask is not None:
@@ -82,19 +90,16 @@ class LogitArguments(NamedTuple):
                 raise ValueError(
                     "kept_mask: got a mask, expected None along with kept_ids: they say the same"
                 )
-            checks.dtype(
-                "kept_ids",
-                checks.tensor("kept_ids", ids, None, "of the labels' shape and K", device),
-                checks.INTEGERS,
-            )
+            checks.tensor("kept_ids", ids, None, "of the labels' shape and K", device, checks.INTEGERS)
             if tuple(ids.shape[:-1]) != shape or ids.ndim != labels.ndim + 1:
                 raise ValueError(
                     f"kept_ids: got shape {tuple(ids.shape)}, expected {(*shape, 'K')} for labels of shape "
                     f"{shape}"
                 )
         elif shard.group:  # a mask of the whole vocabulary, of which this process has some columns
-            mask = checks.tensor("kept_mask", mask, None, "of the labels' shape and words", device)
-            checks.dtype("kept_mask", mask, (torch.int32,))
+            mask = checks.tensor(
+                "kept_mask", mask, None, "of the labels' shape and words", device, (torch.int32,)
+            )
             least = bits.words(shard.start + width if shard.start >= 0 else 1)
             if tuple(mask.shape[:-1]) != shape or mask.shape[-1] < least:
                 raise ValueError(
@@ -103,8 +108,9 @@ class LogitArguments(NamedTuple):
                 )
         else:
             meaning = f"the labels' shape and ceil(V / 32) words for V = {width}"
-            mask = checks.tensor("kept_mask", mask, (*shape, bits.words(width)), meaning, device)
-            checks.dtype("kept_mask", mask, (torch.int32,))
+            mask = checks.tensor(
+                "kept_mask", mask, (*shape, bits.words(width)), meaning, device, (torch.int32,)
+            )
         if shard.group:
             mask = mask_of_shard(ids, mask, shard, width)
         elif ids is not None:
@@ -133,26 +139,20 @@ def check_scores(name: str, scores: Tensor, labels: Tensor, width: str, scattere
 
     ``scattered``: scores are those of some columns of the labels.
     """
-    checks.tensor("labels", labels, None, "[B, T] or [N]", None)
-    checks.dtype("labels", labels, checks.INTEGERS)
+    checks.tensor("labels", labels, None, "[B, T] or [N]", None, checks.INTEGERS)
     if labels.ndim not in (1, 2):
         raise ValueError(f"labels: got shape {tuple(labels.shape)}, expected [B, T] or [N]")
-    checks.floats(name, scores, None, f"[B, T, {width}] or [N, {width}]", None)
+    checks.tensor(name, scores, None, f"[B, T, {width}] or [N, {width}]", None, checks.FLOATS)
     shared = labels.ndim - 1 if scattered else labels.ndim
     if scores.ndim != labels.ndim + 1 or scores.shape[:shared] != labels.shape[:shared]:
         raise ValueError(
             f"{name}: got shape {tuple(scores.shape)}, expected {(*labels.shape, width)} for labels of shape "
             f"{tuple(labels.shape)}"
         )
+    if scores.shape[-1] == 0:
+        raise ValueError(f"{name}: got shape {tuple(scores.shape)}, expected {width} >= 1")
     if scores.device != labels.device:
         raise ValueError(f"labels: is on {labels.device}, expected {scores.device} like {name}")
-
-
-def check_logits(logits: Tensor, labels: Tensor) -> None:
-    """[B, T, V] with [B, T], or [N, V] with [N]."""
-    check_scores("logits", logits, labels, "V")
-    if logits.shape[-1] == 0:
-        raise ValueError("logits: the vocabulary is empty, expected V >= 1")
 
 
 def check_inplace(logits: Tensor, inplace_backward: bool) -> None:

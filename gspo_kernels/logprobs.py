@@ -9,7 +9,7 @@ from gspo_kernels.layout import as_rows, from_rows
 from gspo_kernels.linear.chunks import LinearOperands
 from gspo_kernels.linear.inputs import ProductArguments, check_inputs
 from gspo_kernels.linear.logprobs import LinearTokenLogprobsFunction
-from gspo_kernels.logits import LogitArguments, check_inplace, check_logits
+from gspo_kernels.logits import LogitArguments, check_inplace, check_scores
 from gspo_kernels.ops.logprobs import TokenLogprobsFunction
 from gspo_kernels.parallel.groups import Parallel
 from gspo_kernels.parallel.placements import local_tensors
@@ -72,7 +72,7 @@ def token_logprobs(
     ) as ranks:  # fmt: skip
         parallel.check("token_logprobs", ("tp_group", "vocab_range"))
         (logits,), parallel = local_tensors(parallel, logits=logits)
-        check_logits(logits, labels)
+        check_scores("logits", logits, labels, "V")
         packed, vocabulary = labels.ndim == 1, logits.shape[-1]
         checks.flag("return_entropy", return_entropy)
         check_inplace(logits, inplace_backward)

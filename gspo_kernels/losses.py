@@ -18,14 +18,14 @@ from gspo_kernels.linear.plan import SchedulePlan, Wire, explain
 from gspo_kernels.linear.schedule import Refusals, Shapes, choose
 from gspo_kernels.linear.scopes import Scopes, rehearse, without_logprobs
 from gspo_kernels.linear.small import SmallLossFunction, small_loss
-from gspo_kernels.logits import LogitArguments, check_inplace, check_logits, wants_entropy
+from gspo_kernels.logits import LogitArguments, check_inplace, check_scores, wants_entropy
 from gspo_kernels.objectives import GSPO
 from gspo_kernels.objectives.base import Objective
 from gspo_kernels.ops.backends import resolve
 from gspo_kernels.ops.logprobs import KnownCoefficientsFunction, TokenLogprobsFunction
 from gspo_kernels.parallel.groups import Parallel
 from gspo_kernels.parallel.placements import local_tensors
-from gspo_kernels.plan import Plan, RequiresGrad, make_plan, ratio_of
+from gspo_kernels.plan import Plan, RequiresGrad, coefficients_depend_on, ratio_of
 from gspo_kernels.ranks import comparing
 from gspo_kernels.sequence_ratio import RatioOperands, SequenceRatioFunction
 from gspo_kernels.step import PolicyLoss, output_of, policy_step
@@ -179,11 +179,18 @@ def _normalize_logprobs(
         function, logprobs=logprobs, entropy=entropy, terms=passed, objective=objective, parallel=parallel
     ) as ranks:
         parallel.check(function, ("cp_group",))
-        checks.floats("logprobs", logprobs, None, "[B, T], or [N] with cu_seqlens", None)
+        checks.tensor("logprobs", logprobs, None, "[B, T], or [N] with cu_seqlens", None, checks.FLOATS)
         packed = checks.layout("logprobs", logprobs, passed.cu_seqlens) is not None
         terms = validate_terms(passed, logprobs, objective, entropy is not None, parallel)
         if entropy is not None:
-            checks.floats("entropy", entropy, tuple(logprobs.shape), "the shape of logprobs", logprobs.device)
+            checks.tensor(
+                "entropy",
+                entropy,
+                tuple(logprobs.shape),
+                "the shape of logprobs",
+                logprobs.device,
+                checks.FLOATS,
+            )
             entropy = entropy.unsqueeze(0) if packed else entropy
         rows = logprobs.unsqueeze(0) if packed else logprobs
         if ranks is not None:
@@ -258,17 +265,20 @@ def fused_policy_loss(
     ) as ranks:  # fmt: skip
         parallel.check("fused_policy_loss", ("tp_group", "vocab_range", "cp_group"))
         (logits,), parallel = local_tensors(parallel, passed, logits=logits)
-        check_logits(logits, labels)
+        check_scores("logits", logits, labels, "V")
         packed = checks.layout("labels", labels, cu_seqlens) is not None
-        check_inplace(logits, inplace_backward)
+        if inplace_backward is not False:
+            check_inplace(logits, inplace_backward)
         with_entropy = wants_entropy(return_entropy, entropy_coef, objective)
         terms = validate_terms(passed, labels, objective, with_entropy, parallel)
-        rows, row_labels, vocabulary = as_rows(logits, packed), as_rows(labels, packed), logits.shape[-1]
+        rows, row_labels = (x.unsqueeze(0) if packed else x for x in (logits, labels))
         row_labels, terms = merge_mask(row_labels, terms, checks.integer("ignore_index", ignore_index))
+        vocabulary = logits.shape[-1]
         options = how.normalize(labels, cu_seqlens, logits.dtype, vocabulary, parallel)
         if ranks is not None:
             ranks.compare(row_labels, terms, options, vocabulary)
-    plan = make_plan(objective, terms, options.backend)
+    backend = options.backend
+    plan = Plan(backend, coefficients_depend_on(objective, terms), ratio_of(terms, backend))
     learns = torch.is_grad_enabled() and logits.requires_grad
     # In fp16 a loss scale decides what is representable, and only the backward knows it.
     late = with_entropy or inplace_backward or logits.dtype == torch.float16
@@ -539,7 +549,13 @@ def _normalize_linear(
     if skip_inactive == "all":
         rows, terms = leave_out_inactive(rows, terms, options.ignore_index)
     needs = RequiresGrad.of(hidden, weight, bias)
-    plan = make_plan(objective, terms, options.backend, needs, skip_inactive != "none")
+    plan = Plan(
+        options.backend,
+        coefficients_depend_on(objective, terms),
+        ratio_of(terms, options.backend),
+        needs,
+        leaves_out=skip_inactive != "none",
+    )
     reasons = refusals(objective, terms, needs.head, chunking.batch_invariant)
     lengths_known = plan.leaves_out or not packed or not hidden.is_cuda
     name, reason = choose(schedule, reasons, any(needs), lengths_known)

@@ -35,7 +35,9 @@ class RequiresGrad(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Strings, numbers and flags alone: a plan crosses the operators' boundary as it is.
+    """Made once, from ``coefficients_depend_on`` and ``ratio_of`` of a call's normalized terms.
+
+    Strings, numbers and flags alone: a plan crosses the operators' boundary as it is.
 
     Attributes:
         backend: serves the tensors' device.
@@ -53,21 +55,6 @@ class Plan(NamedTuple):
     ratio: RatioClip = NO_RATIO
     requires_grad: RequiresGrad = RequiresGrad()
     leaves_out: bool = False
-
-
-NO_GRAD = RequiresGrad()
-
-
-def make_plan(
-    objective: Objective,
-    terms: Terms,
-    backend: str,
-    requires_grad: RequiresGrad = NO_GRAD,
-    leaves_out: bool = False,
-) -> Plan:
-    """The plan of a call of an objective with these normalized terms."""
-    depends_on = coefficients_depend_on(objective, terms)
-    return Plan(backend, depends_on, ratio_of(terms, backend), requires_grad, leaves_out)
 
 
 def coefficients_depend_on(objective: Objective, terms: Terms) -> str:

@@ -12,7 +12,7 @@ from gspo_kernels.linear.selected import LinearOneIdFunction, LinearSelectedLogp
 from gspo_kernels.logits import (
     LogitArguments,
     check_inplace,
-    check_logits,
+    check_scores,
 )
 from gspo_kernels.ops.selected import OneIdFunction, SelectedLogprobsFunction, checked_ids
 from gspo_kernels.parallel.groups import Parallel
@@ -23,8 +23,7 @@ from gspo_kernels.types import SelectedLogprobs
 
 def _tokens_of(ids: Tensor) -> Tensor:
     """[...] for ids [..., K]: what has the shape that labels would have."""
-    checks.tensor("ids", ids, None, "[B, T, K] or [N, K]", None)
-    checks.dtype("ids", ids, checks.INTEGERS)
+    checks.tensor("ids", ids, None, "[B, T, K] or [N, K]", None, checks.INTEGERS)
     if ids.ndim not in (2, 3) or ids.shape[-1] == 0:
         raise ValueError(f"ids: got shape {tuple(ids.shape)}, expected [B, T, K] or [N, K] with K >= 1")
     return ids[..., 0]
@@ -81,7 +80,7 @@ def selected_logprobs(
         parallel.check("selected_logprobs", ("tp_group", "vocab_range"))
         (logits,), parallel = local_tensors(parallel, logits=logits)
         tokens, vocabulary = _tokens_of(ids), logits.shape[-1]
-        check_logits(logits, tokens)
+        check_scores("logits", logits, tokens, "V")
         packed = tokens.ndim == 1
         checks.flag("normalize_within", normalize_within)
         check_inplace(logits, inplace_backward)

@@ -70,10 +70,8 @@ class ArgSpec:
             return checks.tensor(name, value, None, "[B + 1]", call.device)
         per_sequence = (call.sequences,)
         expected = {"tokens": call.shape, "sequences": per_sequence}.get(self.shape)
-        tensor = checks.tensor(name, value, expected, _MEANINGS[self.shape], call.device)
-        if self.dtypes is not None:
-            checks.dtype(name, tensor, self.dtypes)
-        elif tensor.is_complex():
+        tensor = checks.tensor(name, value, expected, _MEANINGS[self.shape], call.device, self.dtypes)
+        if self.dtypes is None and tensor.is_complex():
             raise TypeError(f"{name}: got {tensor.dtype}, expected bool, int or float")
         shape = tuple(tensor.shape)
         if self.shape == "either" and shape != per_sequence:
@@ -210,7 +208,8 @@ def validate_terms(
         if getattr(passed, label) is None:
             checks.number(label, None)  # refuses it: 0 is what leaves the term out
     terms, name = normalize_terms(passed, tokens, objective, parallel), type(objective).__name__
-    checks.choice("kl_estimator", terms.kl_estimator, KL_ESTIMATORS)
+    if terms.kl_estimator not in KL_ESTIMATORS:
+        checks.choice("kl_estimator", terms.kl_estimator, KL_ESTIMATORS)
     checks.flag("kl_ratio_weighted", terms.kl_ratio_weighted)
     if objective.needs_advantages and terms.advantages is None:
         raise TypeError(f"advantages: got None, but {name} needs them, one per sequence or per token")

@@ -10,7 +10,7 @@ from gspo_kernels.linear.distillation import LinearTeacher
 from gspo_kernels.linear.loss import Settings
 from gspo_kernels.linear.sums import Needs
 from gspo_kernels.ops.divergence import divergence_forward
-from gspo_kernels.ops.library import flat, can_bypass_dispatcher
+from gspo_kernels.ops.library import can_bypass_dispatcher, flat
 from gspo_kernels.ops.logprobs import RowGradients, logprobs_forward
 from gspo_kernels.ops.pairs import DivergenceForm, Pair, TeacherRows
 from gspo_kernels.ops.selected import SelectedGradients, SelectedOperands, selected_forward

@@ -83,9 +83,9 @@ def logprobs_backward(
     dtype = stats_dtype(logits.dtype)
     _operators().logprobs_backward(
         *_row_arguments(logits, labels, transform, ignore_index),
-        _vector(stats.logprobs, logits),
+        _as(stats.logprobs.detach(), dtype).contiguous(),
         stats.lse.contiguous(),
-        _vector(stats.entropy, logits),
+        None if stats.entropy is None else _vector(stats.entropy, logits),
         *[
             None if grad is None else _as(grad.detach(), dtype)
             for grad in (grad_logprobs, grad_entropy, grad_scale)
@@ -365,12 +365,10 @@ def _operators() -> torch._ops._OpNamespace:
 
 
 def _empty_stats(logits: Tensor, labels: Tensor, entropy: bool) -> RowStats:
-    def empty(dtype: torch.dtype) -> Tensor:
-        # in half of the time that a shape takes
-        return torch.empty_like(labels, dtype=dtype, memory_format=torch.contiguous_format)
-
-    dtype = stats_dtype(logits.dtype)
-    return RowStats(empty(dtype), empty(torch.float64), empty(dtype) if entropy else None)
+    # in half of the time that a shape takes
+    like = functools.partial(torch.empty_like, labels, memory_format=torch.contiguous_format)
+    kind = stats_dtype(logits.dtype)
+    return RowStats(like(dtype=kind), like(dtype=torch.float64), like(dtype=kind) if entropy else None)
 
 
 def _vector(values: Tensor | None, logits: Tensor) -> Tensor | None:

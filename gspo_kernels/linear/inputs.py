@@ -44,7 +44,7 @@ def check_inputs(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """[B, T, H] with [B, T], or [N, H] with [N]; returns the three as autocast, if on, wants them."""
     check_scores("hidden", hidden, labels, "H", chunking.scattered)
-    checks.floats("weight", weight, None, "[V, H]", labels.device)
+    checks.tensor("weight", weight, None, "[V, H]", labels.device, checks.FLOATS)
     if weight.ndim != 2 or weight.shape[1] != hidden.shape[-1]:
         raise ValueError(
             f"weight: got shape {tuple(weight.shape)}, expected [V, H] with H = {hidden.shape[-1]}"
@@ -52,7 +52,7 @@ def check_inputs(
     if 0 in weight.shape:
         raise ValueError(f"weight: got shape {tuple(weight.shape)}, expected V >= 1 and H >= 1")
     if bias is not None:
-        checks.floats("bias", bias, (weight.shape[0],), "[V]", labels.device)
+        checks.tensor("bias", bias, (weight.shape[0],), "[V]", labels.device, checks.FLOATS)
     # as F.linear does it: fp64 stays out of autocast
     if torch.is_autocast_enabled(hidden.device.type) and torch.float64 not in (hidden.dtype, weight.dtype):
         low = torch.get_autocast_dtype(hidden.device.type)
@@ -89,20 +89,22 @@ def check_teachers_head(
         return None, None, None
     if weight is None:
         raise ValueError("teacher_weight: got None, expected [V, H] along with teacher_hidden")
-    checks.floats("teacher_hidden", hidden, None, "like hidden but for the width", tokens.device)
+    checks.tensor(
+        "teacher_hidden", hidden, None, "like hidden but for the width", tokens.device, checks.FLOATS
+    )
     if hidden.shape[:-1] != tokens.shape:
         raise ValueError(
             f"teacher_hidden: got shape {tuple(hidden.shape)}, expected {(*tokens.shape, 'H of teacher')} "
             "for the tokens of hidden"
         )
-    checks.floats("teacher_weight", weight, None, "[V, H of the teacher]", tokens.device)
+    checks.tensor("teacher_weight", weight, None, "[V, H of the teacher]", tokens.device, checks.FLOATS)
     if tuple(weight.shape) != (vocabulary, hidden.shape[-1]):
         raise ValueError(
             f"teacher_weight: got shape {tuple(weight.shape)}, expected {(vocabulary, hidden.shape[-1])}, "
             "the student's vocabulary and the width of teacher_hidden"
         )
     if bias is not None:
-        checks.floats("teacher_bias", bias, (vocabulary,), "[V]", tokens.device)
+        checks.tensor("teacher_bias", bias, (vocabulary,), "[V]", tokens.device, checks.FLOATS)
         bias = bias.detach()
     reason = fixed_unavailable(weight, trained=False) if chunking.batch_invariant else None
     if reason is not None:
