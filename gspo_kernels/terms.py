@@ -61,7 +61,7 @@ class ArgSpec:
             TypeError, ValueError: naming the argument, what was got, and what is expected.
         """
         if self.shape == "broadcast":
-            if value == 0 and type(value) in (int, float):
+            if type(value) in (int, float) and value == 0:
                 return None
             return checks.broadcastable(name, value, call.shape, call.device)
         if self.shape == "number":

@@ -14,10 +14,11 @@ from gspo_kernels.ops.library import can_bypass_dispatcher, flat
 from gspo_kernels.ops.logprobs import RowGradients, logprobs_forward
 from gspo_kernels.ops.pairs import DivergenceForm, Pair, TeacherRows
 from gspo_kernels.ops.selected import SelectedGradients, SelectedOperands, selected_forward
+from gspo_kernels.plan import ratio_of
 from gspo_kernels.sequence_ratio import RatioOperands
 from gspo_kernels.step import policy_step
 from gspo_kernels.terms import Terms
-from gspo_kernels.types import RatioClip, RowOptions, RowStats, Shard
+from gspo_kernels.types import NO_RATIO, RatioClip, RowOptions, RowStats, Shard
 from tests.cases import generator
 
 
@@ -112,12 +113,19 @@ def operator_inputs():
             (frozen(options), without_entropy, upstream, None, Needs(True, False, False), False),
         ],
         "policy_step": [
-            (logprobs, None, "cpp", plain, True),
-            (logprobs, entropy, "reference", full, True),
-            (packed_rows[2], packed_rows[2], "triton", packed, False),
+            (logprobs, None, plain, "cpp", ratio_of(plain, "cpp"), True),
+            (logprobs, entropy, full, "reference", NO_RATIO, True),
+            (packed_rows[2], packed_rows[2], packed, "triton", NO_RATIO, False),
         ]
         + [
-            (values, monitored, backend, sequence._replace(old_logprobs=before), monitored is None)
+            (
+                values,
+                monitored,
+                sequence._replace(old_logprobs=before),
+                backend,
+                ratio_of(sequence, backend),
+                monitored is None,
+            )
             for backend in ("triton", "cpp")
             for values, monitored, before in (
                 (logprobs, None, old),
@@ -191,7 +199,7 @@ def test_tensor_subclasses_are_noticed_inside_structs():
 
     def unheard(old_logprobs):
         terms = Terms(old_logprobs=old_logprobs)
-        return can_bypass_dispatcher(policy_step.tensors(plain, None, "cpp", terms, True))
+        return can_bypass_dispatcher(policy_step.tensors(plain, None, terms, "cpp", NO_RATIO, True))
 
     assert unheard(plain)
     assert not unheard(plain.as_subclass(Subclass))
