@@ -25,7 +25,7 @@ from gspo_kernels.ops.selected import checked_ids
 from gspo_kernels.ops.shards import columns_of
 from gspo_kernels.parallel.groups import Parallel
 from gspo_kernels.parallel.placements import local_tensors
-from gspo_kernels.ranks import Comparison, comparing
+from gspo_kernels.ranks import comparing
 from gspo_kernels.terms import Terms, merge_mask, normalize_terms
 from gspo_kernels.types import DistillationOutput, RowOptions
 
@@ -164,7 +164,7 @@ class _DistillationCall(NamedTuple):
     options: RowOptions
     teacher: TeacherRows
     form: DivergenceForm
-    shares: Tensor
+    terms: Terms
 
 
 def _normalize(
@@ -177,9 +177,8 @@ def _normalize(
     passed: Terms,
     objective: Linear,
     parallel: Parallel,
-    ranks: Comparison | None,
 ) -> _DistillationCall:
-    """Check what both losses take and bring it into rows; then ranks compare their arguments.
+    """Check what both losses take, and bring it into rows.
 
     ``tokens`` has the tokens' shape, ``dtype`` and ``width`` are the logits', ``objective`` says how tokens
     become one loss.
@@ -194,9 +193,7 @@ def _normalize(
     options = how.normalize(tokens, passed.cu_seqlens, dtype, width, parallel)
     form = divergence.normalize(vocabulary_of(width, options), teacher.ids)
     rows = teacher.normalize(tokens, how, options, passed.cu_seqlens, dtype, width)
-    if ranks is not None:
-        ranks.compare(labels, terms, options, width, teacher_temperature=rows.row_temperature)
-    return _DistillationCall(labels, options, rows, form, token_shares(labels, terms))
+    return _DistillationCall(labels, options, rows, form, terms)
 
 
 def distillation_loss(
@@ -309,17 +306,21 @@ def distillation_loss(
             parallel,
             ranks,
         )
-    packed = cu_seqlens is not None
-    teacher_rows = call.teacher.with_logits(teacher_logits, logits, packed)
+        packed, temperature = cu_seqlens is not None, call.teacher.row_temperature
+        teacher_rows = call.teacher.with_logits(teacher_logits, logits, packed)
+        if ranks is not None:
+            width = logits.shape[-1]
+            ranks.compare(call.labels, call.terms, call.options, width, teacher_temperature=temperature)
+    shares = token_shares(call.labels, call.terms)
     arguments = (as_rows(logits, packed), teacher_rows, call.labels, call.form, call.options)
     learns = torch.is_grad_enabled() and logits.requires_grad
     # In fp16 a loss scale decides what is representable, and only the backward knows it.
     narrow = logits.dtype == torch.float16
     if learns and not (inplace_backward or narrow or torch.compiler.is_compiling()):
-        loss, each = KnownDivergenceFunction.apply(*arguments, call.shares)
+        loss, each = KnownDivergenceFunction.apply(*arguments, shares)
     else:
         each = DivergenceFunction.apply(*arguments, inplace_backward)
-        loss = summed(each, call.shares)
+        loss = summed(each, shares)
     return DistillationOutput(loss, from_rows(each.detach(), packed))
 
 
@@ -436,13 +437,16 @@ def fused_linear_distillation_loss(
             parallel,
             ranks,
         )
-    packed = cu_seqlens is not None
+        packed, temperature = cu_seqlens is not None, call.teacher.row_temperature
+        if ranks is not None:
+            width = weight.shape[0]
+            ranks.compare(call.labels, call.terms, call.options, width, teacher_temperature=temperature)
     rows = None if rows is None else as_rows(rows, packed)
     loss, each = LinearDistillationFunction.apply(
         *LinearOperands(as_rows(hidden, packed), weight, bias, call.labels, call.options, chunking),
         LinearTeacher(rows, their_weight, their_bias, call.teacher),
         call.form,
-        call.shares,
+        token_shares(call.labels, call.terms),
         torch.compiler.is_compiling(),
     )
     return DistillationOutput(loss, from_rows(each.detach(), packed))
