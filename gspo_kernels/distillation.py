@@ -304,13 +304,12 @@ def distillation_loss(
             passed,
             objective,
             parallel,
-            ranks,
         )
-        packed, temperature = cu_seqlens is not None, call.teacher.row_temperature
+        packed, heat = cu_seqlens is not None, call.teacher.row_temperature
         teacher_rows = call.teacher.with_logits(teacher_logits, logits, packed)
         if ranks is not None:
             width = logits.shape[-1]
-            ranks.compare(call.labels, call.terms, call.options, width, teacher_temperature=temperature)
+            ranks.compare(call.labels, call.terms, call.options, width, teacher_temperature=heat)
     shares = token_shares(call.labels, call.terms)
     arguments = (as_rows(logits, packed), teacher_rows, call.labels, call.form, call.options)
     learns = torch.is_grad_enabled() and logits.requires_grad
@@ -435,12 +434,11 @@ def fused_linear_distillation_loss(
             passed,
             objective,
             parallel,
-            ranks,
         )
-        packed, temperature = cu_seqlens is not None, call.teacher.row_temperature
+        packed, heat = cu_seqlens is not None, call.teacher.row_temperature
         if ranks is not None:
             width = weight.shape[0]
-            ranks.compare(call.labels, call.terms, call.options, width, teacher_temperature=temperature)
+            ranks.compare(call.labels, call.terms, call.options, width, teacher_temperature=heat)
     rows = None if rows is None else as_rows(rows, packed)
     loss, each = LinearDistillationFunction.apply(
         *LinearOperands(as_rows(hidden, packed), weight, bias, call.labels, call.options, chunking),
