@@ -12,8 +12,8 @@ from gspo_kernels.layout import Layout, as_rows
 from gspo_kernels.objectives.base import Objective, from_spec
 from gspo_kernels.ops.library import operator
 from gspo_kernels.parallel.groups import Parallel, group_name, rank_and_size, sum_
-from gspo_kernels.ranks import compare_ranks, comparing
-from gspo_kernels.terms import Terms, check_values, shaped
+from gspo_kernels.ranks import comparing
+from gspo_kernels.terms import Terms, check_values, normalize_terms
 
 if TYPE_CHECKING:  # not every build of PyTorch has it
     from torch.distributed import ProcessGroup
@@ -140,46 +140,33 @@ def normalizer(
         RanksDisagreeError: with GSPO_KERNELS_VALIDATE=1, another rank refused the call, or was called with
             something else; see ``docs/parallel.md``.
     """
-    given = Terms(
+    passed = Terms(
         loss_mask=loss_mask,
         cu_seqlens=cu_seqlens,
         lengths=lengths,
         advantages=advantages,
         group_ids=group_ids,
     )
-    parallel.only("normalizer", "cp_group")
-    cp_group = parallel.cp_group
-    if group is None and cp_group is None:
-        return _or_one(_counted(*_checked(objective, given)))
-    given_groups = {"group": group, "cp_group": cp_group}
-    with comparing("normalizer", {"objective": objective, "terms": given, **given_groups}):
-        names = {name: group_name(name, value) for name, value in given_groups.items() if value is not None}
-        rows, terms = _checked(objective, given)
-        compare_ranks(rows, terms)
-    count = _counted(rows, terms._replace(cp_group=names.get("cp_group", "")))
+    with comparing("normalizer", objective=objective, terms=passed, group=group, parallel=parallel) as ranks:
+        parallel.check("normalizer", ("cp_group",), batch_invariant=False)
+        name = "" if group is None else group_name("group", group)
+        checks.objective(objective, Objective)
+        mask = checks.tensor("loss_mask", loss_mask, None, "[B, T], or [N] with cu_seqlens", None)
+        checks.layout("loss_mask", mask, cu_seqlens)
+        kind, (divisor, _) = type(objective).__name__, objective.outer_divisor()
+        for label, value in (("advantages", advantages), ("group_ids", group_ids)):
+            if divisor == "pairs" and value is None:
+                raise ValueError(
+                    f"{label}: got None, but {type(objective).__name__} counts pairs and needs it"
+                )
+            if divisor != "pairs" and value is not None:
+                raise ValueError(f"{label}: {kind} counts no pairs, expected None")
+        rows = as_rows(mask, cu_seqlens is not None)
+        terms = normalize_terms(passed, mask, objective, parallel)
+        if ranks is not None:
+            ranks.compare(rows, terms)
+    count = Aggregation.of(rows, check_values(rows, terms)).counted
     if group is None:
         return _or_one(count)
-    _, ranks = rank_and_size(names["group"])
-    if objective.outer_divisor()[0] == "one":
-        return count / ranks
-    return _or_one(sum_(names["group"], count.clone()) / ranks)
-
-
-def _checked(objective: Objective, given: Terms) -> tuple[Tensor, Terms]:
-    """The mask in rows, and checked terms."""
-    loss_mask, cu_seqlens = given.loss_mask, given.cu_seqlens
-    checks.objective(objective, Objective)
-    mask = checks.tensor("loss_mask", loss_mask, None, "[B, T], or [N] with cu_seqlens", None)
-    checks.layout("loss_mask", mask, cu_seqlens)
-    pairs = objective.outer_divisor()[0] == "pairs"
-    for name, value in (("advantages", given.advantages), ("group_ids", given.group_ids)):
-        if pairs and value is None:
-            raise ValueError(f"{name}: got None, but {type(objective).__name__} counts pairs and needs it")
-        if not pairs and value is not None:
-            raise ValueError(f"{name}: {type(objective).__name__} counts no pairs, expected None")
-    return as_rows(mask, cu_seqlens is not None), shaped(given, mask, objective)
-
-
-def _counted(rows: Tensor, terms: Terms) -> Tensor:
-    """What a call's outer divisor counts, of a mask in rows."""
-    return Aggregation.of(rows, check_values(rows, terms)).counted
+    _, size = rank_and_size(name)
+    return count / size if divisor == "one" else _or_one(sum_(name, count.clone()) / size)

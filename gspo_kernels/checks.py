@@ -21,22 +21,22 @@ def _described(value: object) -> str:
 
 
 def tensor(
-    name: str, value: object, shape: tuple[int, ...] | None, meaning: str, device: torch.device | None
+    name: str,
+    value: object,
+    shape: tuple[int, ...] | None,
+    meaning: str,
+    device: torch.device | None,
+    dtypes: tuple[torch.dtype, ...] | None = None,
 ) -> Tensor:
-    """A tensor of a shape (None: any) on a device (None: any)."""
+    """A tensor of a shape (None: any) on a device (None: any), of one of some dtypes (None: any)."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: got {type(value).__name__}, expected a tensor {meaning}")
     if shape is not None and tuple(value.shape) != shape:
         raise ValueError(f"{name}: got shape {tuple(value.shape)}, expected {meaning} = {shape}")
     if device is not None and value.device != device:
         raise ValueError(f"{name}: is on {value.device}, expected {device} like the other tensors")
-    return value
-
-
-def dtype(name: str, value: Tensor, allowed: tuple[torch.dtype, ...]) -> Tensor:
-    """A tensor of one of the allowed dtypes."""
-    if value.dtype not in allowed:
-        names = ", ".join(str(each).removeprefix("torch.") for each in allowed)
+    if dtypes is not None and value.dtype not in dtypes:
+        names = ", ".join(str(each).removeprefix("torch.") for each in dtypes)
         raise TypeError(f"{name}: got {value.dtype}, expected one of {names}")
     return value
 
@@ -45,7 +45,12 @@ def floats(
     name: str, value: object, shape: tuple[int, ...] | None, meaning: str, device: torch.device | None
 ) -> Tensor:
     """A floating-point tensor."""
-    return dtype(name, tensor(name, value, shape, meaning, device), FLOATS)
+    return tensor(name, value, shape, meaning, device, FLOATS)
+
+
+def dtype(name: str, value: Tensor, allowed: tuple[torch.dtype, ...]) -> Tensor:
+    """A tensor of one of the allowed dtypes."""
+    return tensor(name, value, None, "", None, allowed)
 
 
 def number(name: str, value: object, *, positive: bool = False, minimum: float | None = None) -> float:
@@ -94,8 +99,7 @@ def layout(name: str, tokens: Tensor, cu_seqlens: object) -> Tensor | None:
                 f"{name}: got shape {tuple(tokens.shape)}, expected [B, T] or, with cu_seqlens, packed [N]"
             )
         return None
-    offsets = tensor("cu_seqlens", cu_seqlens, None, "[B + 1]", tokens.device)
-    dtype("cu_seqlens", offsets, INTEGERS)
+    offsets = tensor("cu_seqlens", cu_seqlens, None, "[B + 1]", tokens.device, INTEGERS)
     if offsets.ndim != 1 or offsets.shape[0] < 1:
         raise ValueError(f"cu_seqlens: got shape {tuple(offsets.shape)}, expected [B + 1]")
     if tokens.ndim != 1:
@@ -103,11 +107,10 @@ def layout(name: str, tokens: Tensor, cu_seqlens: object) -> Tensor | None:
     return offsets
 
 
-def broadcastable(name: str, value: object, shape: tuple[int, ...], device: torch.device) -> Tensor | None:
-    """A number or tensor that broadcasts to ``shape``; None where it is the number 0."""
+def broadcastable(name: str, value: object, shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """A number or tensor that broadcasts to ``shape``."""
     if not isinstance(value, Tensor):
-        as_number = number(name, value)
-        return None if as_number == 0 else filled(as_number, device)
+        return filled(number(name, value), device)
     dtype(name, value, FLOATS)
     if value.ndim and value.device != device:
         raise ValueError(f"{name}: is on {value.device}, expected {device} like the other tensors")

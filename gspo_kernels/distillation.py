@@ -9,7 +9,6 @@ from torch import Tensor
 
 from gspo_kernels import checks
 from gspo_kernels.aggregation import token_shares
-from gspo_kernels.entry import implemented_by
 from gspo_kernels.layout import as_rows, from_rows
 from gspo_kernels.linear.call import LinearOperands
 from gspo_kernels.linear.distillation import LinearDistillationFunction, LinearTeacher
@@ -17,7 +16,7 @@ from gspo_kernels.linear.inputs import ProductArguments, check_inputs, check_tea
 from gspo_kernels.logits import (
     LogitArguments,
     check_inplace,
-    check_logits,
+    check_scores,
 )
 from gspo_kernels.objectives import Linear
 from gspo_kernels.ops.divergence import DivergenceFunction, KnownDivergenceFunction, summed
@@ -25,23 +24,24 @@ from gspo_kernels.ops.pairs import DivergenceForm, TeacherRows
 from gspo_kernels.ops.selected import checked_ids
 from gspo_kernels.ops.shards import columns_of
 from gspo_kernels.parallel.groups import Parallel
-from gspo_kernels.ranks import compare_ranks, on_all_ranks
-from gspo_kernels.terms import Terms, merge_mask, shaped
+from gspo_kernels.parallel.placements import local_tensors
+from gspo_kernels.ranks import comparing
+from gspo_kernels.terms import Terms, merge_mask, normalize_terms
 from gspo_kernels.types import DistillationOutput, RowOptions
 
 SIDES = ("teacher", "student")
 
 
 class DivergenceArguments(NamedTuple):
-    """Which divergence, as the caller said it."""
+    """Which divergence, as the caller passed it."""
 
     beta: float = 0.5
     top_k: int = 0
     top_k_of: str = "teacher"
     add_tail: bool = True
 
-    def checked(self, vocabulary: int, ids: Tensor | None) -> DivergenceForm:
-        """The same, checked, given the caller's ``ids``; a vocabulary of 0 is one of unknown size."""
+    def normalize(self, vocabulary: int, ids: Tensor | None) -> DivergenceForm:
+        """The same, checked along with the caller's ``ids``; a vocabulary of 0 is one of unknown size."""
         beta = checks.number("beta", self.beta)
         if not 0 <= beta <= 1:
             raise ValueError(f"beta: got {beta}, expected 0 (forward KL) to 1 (reverse KL)")
@@ -65,9 +65,7 @@ class DivergenceArguments(NamedTuple):
 
 
 class TeacherArguments(NamedTuple):
-    """How a teacher's logits become its distribution, and what it has said of some ids, as the caller said
-    it.
-    """
+    """How a teacher's logits become its distribution, or its log-probs of some ids."""
 
     teacher_temperature: float | Tensor | None = None
     teacher_logit_scale: float = 1.0
@@ -90,10 +88,9 @@ class TeacherArguments(NamedTuple):
                 "are normalised already, expected none"
             )
 
-    def rows(
+    def normalize(
         self,
         tokens: Tensor,
-        row_labels: Tensor,
         student: LogitArguments,
         options: RowOptions,
         cu_seqlens: Tensor | None,
@@ -103,28 +100,24 @@ class TeacherArguments(NamedTuple):
         """What there is of the teacher, but for its logits.
 
         Args:
-            tokens: what has the tokens' shape, as the caller gave it.
-            row_labels: the same in rows.
-            student: how the student's logits become log-probs, as the caller said it.
-            options: the same, checked.
+            tokens: what has the tokens' shape, as the caller passed it.
+            student: how the student's logits become log-probs, as the caller passed it.
+            options: the same, normalized.
             cu_seqlens: checked; None: padded.
             dtype: of the student's logits.
             width: how many columns of logits this process has.
         """
-        packed = cu_seqlens is not None
-        own = LogitArguments(
+        how = LogitArguments(
             student.temperature if self.teacher_temperature is None else self.teacher_temperature,
             self.teacher_logit_scale,
             self.teacher_softcap,
             backend=student.backend,
         )
-        sequences = tokens.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
         try:
-            theirs = own.checked(tokens, sequences, width)
+            theirs = how.normalize(tokens, cu_seqlens, dtype, width, Parallel())
         except (TypeError, ValueError) as error:
             raise type(error)(f"teacher_{error}") from None
-        theirs = own.with_rows(theirs, row_labels, packed, cu_seqlens, dtype, width)
-        ids, logprobs = self._of_ids(tokens, packed, width, options)
+        ids, logprobs = self._of_ids(tokens, cu_seqlens is not None, width, options)
         return TeacherRows(
             None,
             ids,
@@ -138,17 +131,21 @@ class TeacherArguments(NamedTuple):
     def _of_ids(
         self, tokens: Tensor, packed: bool, width: int, options: RowOptions
     ) -> tuple[Tensor | None, Tensor | None]:
-        """What a teacher has said of ids, in rows."""
+        """The teacher's ids and their log-probs, in rows."""
         if self.ids is None or self.teacher_logprobs is None:
             return None, None
-        ids = checks.tensor("ids", self.ids, None, "[B, T, K] or [N, K]", tokens.device)
-        checks.dtype("ids", ids, checks.INTEGERS)
+        ids = checks.tensor("ids", self.ids, None, "[B, T, K] or [N, K]", tokens.device, checks.INTEGERS)
         if ids.shape[:-1] != tokens.shape or ids.shape[-1] == 0:
             raise ValueError(
                 f"ids: got shape {tuple(ids.shape)}, expected {(*tokens.shape, 'K')} with K >= 1"
             )
-        logprobs = checks.floats(
-            "teacher_logprobs", self.teacher_logprobs, tuple(ids.shape), "the shape of ids", tokens.device
+        logprobs = checks.tensor(
+            "teacher_logprobs",
+            self.teacher_logprobs,
+            tuple(ids.shape),
+            "the shape of ids",
+            tokens.device,
+            checks.FLOATS,
         )
         return checked_ids(as_rows(ids, packed), width, options), as_rows(logprobs.detach(), packed)
 
@@ -160,97 +157,45 @@ def vocabulary_of(width: int, options: RowOptions) -> int:
     return total
 
 
-class _Call:
-    """What both entries make of their arguments: rows, and options of both sides."""
+class _DistillationCall(NamedTuple):
+    """What both losses make of their arguments: rows, and the options of both sides."""
 
-    def __init__(
-        self,
-        tokens: Tensor,
-        dtype: torch.dtype,
-        width: int,
-        logit_arguments: LogitArguments,
-        teacher_arguments: TeacherArguments,
-        divergence_arguments: DivergenceArguments,
-        terms: Terms,
-        aggregation: Linear,
-    ):
-        if terms.cp_group:
-            raise ValueError(
-                "logits or hidden: is a DTensor cut over tokens, expected Replicate() over these ranks"
-            )
-        self.packed = checks.layout("loss_mask or the tokens", tokens, terms.cu_seqlens) is not None
-        sequences = tokens.shape[0] if terms.cu_seqlens is None else terms.cu_seqlens.shape[0] - 1
-        options = logit_arguments.checked(tokens, sequences, width)
-        vocabulary = vocabulary_of(width, options)
-        self.form = divergence_arguments.checked(vocabulary, teacher_arguments.ids)
-        terms = shaped(terms, tokens, aggregation)
-        self.labels, terms = merge_mask(as_rows(tokens, self.packed), terms, options.ignore_index)
-        self.options = logit_arguments.with_rows(
-            options, self.labels, self.packed, terms.cu_seqlens, dtype, width
+    labels: Tensor
+    options: RowOptions
+    teacher: TeacherRows
+    form: DivergenceForm
+    terms: Terms
+
+
+def _normalize(
+    tokens: Tensor,
+    dtype: torch.dtype,
+    width: int,
+    how: LogitArguments,
+    teacher: TeacherArguments,
+    divergence: DivergenceArguments,
+    passed: Terms,
+    objective: Linear,
+    parallel: Parallel,
+) -> _DistillationCall:
+    """Check what both losses take, and bring it into rows.
+
+    ``tokens`` has the tokens' shape, ``dtype`` and ``width`` are the logits', ``objective`` says how tokens
+    become one loss.
+    """
+    if parallel.cp_group is not None:
+        raise ValueError(
+            "logits or hidden: is a DTensor cut over tokens, expected Replicate() over these ranks"
         )
-        self.teacher = teacher_arguments.rows(
-            tokens, self.labels, logit_arguments, self.options, terms.cu_seqlens, dtype, width
-        )
-        self._terms, self._width = terms, width
-
-    def shares(self) -> Tensor:
-        """The shares of tokens, once ranks have compared their arguments."""
-        temperature = self.teacher.row_temperature
-        compare_ranks(self.labels, self._terms, self.options, self._width, teacher_temperature=temperature)
-        return token_shares(self.labels, self._terms)
-
-    def output(self, loss: Tensor, divergence: Tensor) -> DistillationOutput:
-        """As the caller gets it."""
-        return DistillationOutput(loss, from_rows(divergence.detach(), self.packed))
+    packed = checks.layout("loss_mask or the tokens", tokens, passed.cu_seqlens) is not None
+    terms = normalize_terms(passed, tokens, objective)
+    labels, terms = merge_mask(as_rows(tokens, packed), terms, how.ignore_index)
+    options = how.normalize(tokens, passed.cu_seqlens, dtype, width, parallel)
+    form = divergence.normalize(vocabulary_of(width, options), teacher.ids)
+    rows = teacher.normalize(tokens, how, options, passed.cu_seqlens, dtype, width)
+    return _DistillationCall(labels, options, rows, form, terms)
 
 
-def _aggregation(aggregation: str, constant: float | None) -> Linear:
-    """An objective that says how tokens become one loss."""
-    return Linear(aggregation=aggregation, aggregation_constant=constant)
-
-
-@on_all_ranks
-def _distillation_loss(
-    logits: Tensor,
-    teacher_logits: Tensor | None,
-    logit_arguments: LogitArguments,
-    teacher_arguments: TeacherArguments,
-    divergence_arguments: DivergenceArguments,
-    terms: Terms,
-    aggregation: str,
-    aggregation_constant: float | None,
-    inplace_backward: bool,
-) -> DistillationOutput:
-    checks.floats("logits", logits, None, "[B, T, V], or [N, V] with cu_seqlens", None)
-    tokens = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)
-    check_logits(logits, tokens)
-    teacher_arguments.check_source("teacher_logits", teacher_logits)
-    check_inplace(logits, inplace_backward)
-    call = _Call(
-        tokens,
-        logits.dtype,
-        logits.shape[-1],
-        logit_arguments,
-        teacher_arguments,
-        divergence_arguments,
-        terms,
-        _aggregation(aggregation, aggregation_constant),
-    )
-    teacher = call.teacher.with_logits(teacher_logits, logits, call.packed)
-    shares = call.shares()
-    arguments = (as_rows(logits, call.packed), teacher, call.labels, call.form, call.options)
-    learns = torch.is_grad_enabled() and logits.requires_grad
-    # In fp16 a loss scale decides what is representable, and only the backward knows it.
-    narrow = logits.dtype == torch.float16
-    if learns and not (inplace_backward or narrow or torch.compiler.is_compiling()):
-        loss, divergence = KnownDivergenceFunction.apply(*arguments, shares)
-    else:
-        divergence = DivergenceFunction.apply(*arguments, inplace_backward)
-        loss = summed(divergence, shares)
-    return call.output(loss, divergence)
-
-
-@implemented_by(_distillation_loss)
 def distillation_loss(
     logits: Tensor,
     teacher_logits: Tensor | None = None,
@@ -325,55 +270,59 @@ def distillation_loss(
         TypeError, ValueError: a wrong argument, named in the message.
         RuntimeError: the backend can't serve the tensors' device.
     """
-
-
-@on_all_ranks
-def _fused_linear_distillation_loss(
-    hidden: Tensor,
-    weight: Tensor,
-    teacher_hidden: Tensor | None,
-    teacher_weight: Tensor | None,
-    bias: Tensor | None,
-    teacher_bias: Tensor | None,
-    logit_arguments: LogitArguments,
-    teacher_arguments: TeacherArguments,
-    divergence_arguments: DivergenceArguments,
-    product_arguments: ProductArguments,
-    terms: Terms,
-    aggregation: str,
-    aggregation_constant: float | None,
-) -> DistillationOutput:
-    chunking = product_arguments.checked(compact=True, group=logit_arguments.tp_group)
-    if chunking.scattered:
-        raise ValueError("hidden: is sharded over tokens, expected a DTensor with placement Replicate()")
-    checks.floats("hidden", hidden, None, "[B, T, H], or [N, H] with cu_seqlens", None)
-    tokens = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
-    hidden, weight, bias = check_inputs(hidden, weight, bias, tokens, chunking)
-    teacher_arguments.check_source("teacher_hidden", teacher_hidden)
-    theirs = (teacher_hidden, teacher_weight, teacher_bias)
-    rows, their_weight, their_bias = check_teachers_head(*theirs, tokens, weight.shape[0], chunking)
-    call = _Call(
-        tokens,
-        hidden.dtype,
-        weight.shape[0],
-        logit_arguments,
-        teacher_arguments,
-        divergence_arguments,
-        terms,
-        _aggregation(aggregation, aggregation_constant),
+    passed = Terms(
+        loss_mask=loss_mask, cu_seqlens=cu_seqlens, token_weights=token_weights, lengths=lengths,
+        normalizer=normalizer,  # type: ignore[arg-type] # a number becomes a tensor
+    )  # fmt: skip
+    how = LogitArguments(temperature, logit_scale, softcap, backend=backend)
+    teacher = TeacherArguments(
+        teacher_temperature, teacher_logit_scale, teacher_softcap, ids, teacher_logprobs
     )
-    rows = None if rows is None else as_rows(rows, call.packed)
-    loss, divergence = LinearDistillationFunction.apply(
-        *LinearOperands(as_rows(hidden, call.packed), weight, bias, call.labels, call.options, chunking),
-        LinearTeacher(rows, their_weight, their_bias, call.teacher),
-        call.form,
-        call.shares(),
-        torch.compiler.is_compiling(),
-    )
-    return call.output(loss, divergence)
+    divergence = DivergenceArguments(beta, top_k, top_k_of, add_tail)
+    with comparing(
+        "distillation_loss", logits=logits, teacher_logits=teacher_logits, logit_arguments=how,
+        teacher_arguments=teacher, divergence_arguments=divergence, terms=passed, aggregation=aggregation,
+        aggregation_constant=aggregation_constant, inplace_backward=inplace_backward, parallel=parallel,
+    ) as ranks:  # fmt: skip
+        parallel.check("distillation_loss", ("tp_group", "vocab_range"))
+        (logits, teacher_logits), parallel = local_tensors(
+            parallel, passed, logits=logits, teacher_logits=teacher_logits
+        )
+        checks.tensor("logits", logits, None, "[B, T, V], or [N, V] with cu_seqlens", None, checks.FLOATS)
+        tokens = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)
+        check_scores("logits", logits, tokens, "V")
+        teacher.check_source("teacher_logits", teacher_logits)
+        check_inplace(logits, inplace_backward)
+        objective = Linear(aggregation=aggregation, aggregation_constant=aggregation_constant)
+        call = _normalize(
+            tokens,
+            logits.dtype,
+            logits.shape[-1],
+            how,
+            teacher,
+            divergence,
+            passed,
+            objective,
+            parallel,
+        )
+        packed, heat = cu_seqlens is not None, call.teacher.row_temperature
+        teacher_rows = call.teacher.with_logits(teacher_logits, logits, packed)
+        if ranks is not None:
+            width = logits.shape[-1]
+            ranks.compare(call.labels, call.terms, call.options, width, teacher_temperature=heat)
+    shares = token_shares(call.labels, call.terms)
+    arguments = (as_rows(logits, packed), teacher_rows, call.labels, call.form, call.options)
+    learns = torch.is_grad_enabled() and logits.requires_grad
+    # In fp16 a loss scale decides what is representable, and only the backward knows it.
+    narrow = logits.dtype == torch.float16
+    if learns and not (inplace_backward or narrow or torch.compiler.is_compiling()):
+        loss, each = KnownDivergenceFunction.apply(*arguments, shares)
+    else:
+        each = DivergenceFunction.apply(*arguments, inplace_backward)
+        loss = summed(each, shares)
+    return DistillationOutput(loss, from_rows(each.detach(), packed))
 
 
-@implemented_by(_fused_linear_distillation_loss)
 def fused_linear_distillation_loss(
     hidden: Tensor,
     weight: Tensor,
@@ -442,3 +391,60 @@ def fused_linear_distillation_loss(
         TypeError, ValueError: a wrong argument, named in the message.
         RuntimeError: the backend can't serve the tensors' device.
     """
+    passed = Terms(
+        loss_mask=loss_mask, cu_seqlens=cu_seqlens, token_weights=token_weights, lengths=lengths,
+        normalizer=normalizer,  # type: ignore[arg-type] # a number becomes a tensor
+    )  # fmt: skip
+    how = LogitArguments(temperature, logit_scale, softcap, backend=backend)
+    teacher = TeacherArguments(
+        teacher_temperature, teacher_logit_scale, teacher_softcap, ids, teacher_logprobs
+    )
+    divergence = DivergenceArguments(beta, top_k, top_k_of, add_tail)
+    products = ProductArguments(logits_dtype, max_chunk_bytes, batch_invariant)
+    with comparing(
+        "fused_linear_distillation_loss", hidden=hidden, weight=weight, teacher_hidden=teacher_hidden,
+        teacher_weight=teacher_weight, bias=bias, teacher_bias=teacher_bias, logit_arguments=how,
+        teacher_arguments=teacher, divergence_arguments=divergence, product_arguments=products, terms=passed,
+        aggregation=aggregation, aggregation_constant=aggregation_constant, parallel=parallel,
+    ) as ranks:  # fmt: skip
+        usable = ("tp_group", "vocab_range", "reduce_hidden_grad")
+        parallel.check("fused_linear_distillation_loss", usable, batch_invariant)
+        sides, parallel = local_tensors(
+            parallel, passed, batch_invariant, hidden=hidden, weight=weight, bias=bias,
+            teacher_hidden=teacher_hidden, teacher_weight=teacher_weight, teacher_bias=teacher_bias,
+        )  # fmt: skip
+        hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias = sides
+        chunking = products.normalize(compact=True, parallel=parallel)
+        if chunking.scattered:
+            raise ValueError("hidden: is sharded over tokens, expected a DTensor with placement Replicate()")
+        checks.tensor("hidden", hidden, None, "[B, T, H], or [N, H] with cu_seqlens", None, checks.FLOATS)
+        tokens = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
+        hidden, weight, bias = check_inputs(hidden, weight, bias, tokens, chunking)
+        teacher.check_source("teacher_hidden", teacher_hidden)
+        theirs = (teacher_hidden, teacher_weight, teacher_bias)
+        rows, their_weight, their_bias = check_teachers_head(*theirs, tokens, weight.shape[0], chunking)
+        objective = Linear(aggregation=aggregation, aggregation_constant=aggregation_constant)
+        call = _normalize(
+            tokens,
+            hidden.dtype,
+            weight.shape[0],
+            how,
+            teacher,
+            divergence,
+            passed,
+            objective,
+            parallel,
+        )
+        packed, heat = cu_seqlens is not None, call.teacher.row_temperature
+        if ranks is not None:
+            width = weight.shape[0]
+            ranks.compare(call.labels, call.terms, call.options, width, teacher_temperature=heat)
+    rows = None if rows is None else as_rows(rows, packed)
+    loss, each = LinearDistillationFunction.apply(
+        *LinearOperands(as_rows(hidden, packed), weight, bias, call.labels, call.options, chunking),
+        LinearTeacher(rows, their_weight, their_bias, call.teacher),
+        call.form,
+        token_shares(call.labels, call.terms),
+        torch.compiler.is_compiling(),
+    )
+    return DistillationOutput(loss, from_rows(each.detach(), packed))

@@ -17,7 +17,7 @@ from gspo_kernels.aggregation import Aggregation, selected
 from gspo_kernels.layout import Layout
 from gspo_kernels.objectives import finite
 from gspo_kernels.objectives.base import ObjectiveLoss, PolicyBatch, from_spec
-from gspo_kernels.terms import FORMS, Terms, may_move
+from gspo_kernels.terms import SPECS, Terms, may_move
 from gspo_kernels.torch_internals import inner_autograd
 from gspo_kernels.types import METRICS, stats_dtype
 
@@ -87,9 +87,9 @@ def _evaluate_gathered(
     own = {"logprobs": logprobs, "loss_mask": terms.counted(logprobs)}
     if entropy is not None:
         own["entropy"] = entropy
-    for name, form in FORMS.items():
+    for name, spec in SPECS.items():
         value = getattr(terms, name)
-        if form.shape == "broadcast" and value is not None and value.numel() > 1:
+        if spec.shape == "broadcast" and value is not None and value.numel() > 1:
             value = value.to(logprobs.device).expand(logprobs.shape)
         if value is not None and value.ndim == 2 and name != "loss_mask":
             own[name] = value

@@ -5,39 +5,18 @@ from __future__ import annotations
 from torch import Tensor
 
 from gspo_kernels import checks
-from gspo_kernels.entry import implemented_by
 from gspo_kernels.layout import as_rows, from_rows
-from gspo_kernels.linear import calls
-from gspo_kernels.logits import LogitArguments, check_inplace, check_logits
+from gspo_kernels.linear.call import LinearOperands
+from gspo_kernels.linear.inputs import ProductArguments, check_inputs
+from gspo_kernels.linear.logprobs import LinearTokenLogprobsFunction
+from gspo_kernels.logits import LogitArguments, check_inplace, check_scores
 from gspo_kernels.ops.logprobs import TokenLogprobsFunction
 from gspo_kernels.parallel.groups import Parallel
-from gspo_kernels.ranks import compare_ranks, on_all_ranks
+from gspo_kernels.parallel.placements import local_tensors
+from gspo_kernels.ranks import comparing
 from gspo_kernels.types import TokenLogprobs
 
 
-@on_all_ranks
-def _token_logprobs(
-    logits: Tensor,
-    labels: Tensor,
-    logit_arguments: LogitArguments,
-    return_entropy: bool,
-    inplace_backward: bool,
-) -> TokenLogprobs:
-    check_logits(logits, labels)
-    packed = labels.ndim == 1
-    options = logit_arguments.checked(labels, labels.shape[0], logits.shape[-1])
-    checks.flag("return_entropy", return_entropy)
-    check_inplace(logits, inplace_backward)
-    rows, row_labels = as_rows(logits, packed), as_rows(labels, packed)
-    options = logit_arguments.with_rows(options, row_labels, packed, None, logits.dtype, logits.shape[-1])
-    compare_ranks(row_labels, None, options, logits.shape[-1])
-    logprobs, entropy = TokenLogprobsFunction.apply(
-        rows, row_labels, return_entropy, inplace_backward, options
-    )
-    return TokenLogprobs(from_rows(logprobs, packed), from_rows(entropy, packed) if return_entropy else None)
-
-
-@implemented_by(_token_logprobs)
 def token_logprobs(
     logits: Tensor,
     labels: Tensor,
@@ -86,9 +65,27 @@ def token_logprobs(
             GSPO_KERNELS_VALIDATE=1, its log-prob is NaN).
         RuntimeError: the backend can't serve the tensors' device.
     """
+    how = LogitArguments(temperature, logit_scale, softcap, kept_ids, kept_mask, ignore_index, backend)
+    with comparing(
+        "token_logprobs", logits=logits, labels=labels, logit_arguments=how, return_entropy=return_entropy,
+        inplace_backward=inplace_backward, parallel=parallel,
+    ) as ranks:  # fmt: skip
+        parallel.check("token_logprobs", ("tp_group", "vocab_range"))
+        (logits,), parallel = local_tensors(parallel, logits=logits)
+        check_scores("logits", logits, labels, "V")
+        packed, vocabulary = labels.ndim == 1, logits.shape[-1]
+        checks.flag("return_entropy", return_entropy)
+        check_inplace(logits, inplace_backward)
+        options = how.normalize(labels, None, logits.dtype, vocabulary, parallel)
+        rows, row_labels = as_rows(logits, packed), as_rows(labels, packed)
+        if ranks is not None:
+            ranks.compare(row_labels, None, options, vocabulary)
+    logprobs, entropy = TokenLogprobsFunction.apply(
+        rows, row_labels, return_entropy, inplace_backward, options
+    )
+    return TokenLogprobs(from_rows(logprobs, packed), from_rows(entropy, packed) if return_entropy else None)
 
 
-@implemented_by(calls.linear_token_logprobs)
 def linear_token_logprobs(
     hidden: Tensor,
     weight: Tensor,
@@ -142,3 +139,25 @@ def linear_token_logprobs(
         TypeError, ValueError: a wrong argument, named in the message.
         RuntimeError: the backend can't serve the tensors' device.
     """
+    how = LogitArguments(temperature, logit_scale, softcap, kept_ids, kept_mask, ignore_index, backend)
+    products = ProductArguments(logits_dtype, max_chunk_bytes, batch_invariant)
+    with comparing(
+        "linear_token_logprobs", hidden=hidden, weight=weight, labels=labels, bias=bias, logit_arguments=how,
+        product_arguments=products, return_entropy=return_entropy, parallel=parallel,
+    ) as ranks:  # fmt: skip
+        usable = ("tp_group", "vocab_range", "reduce_hidden_grad", "sequence_parallel")
+        parallel.check("linear_token_logprobs", usable, batch_invariant)
+        (hidden, weight, bias), parallel = local_tensors(
+            parallel, None, batch_invariant, hidden=hidden, weight=weight, bias=bias
+        )
+        chunking = products.normalize(compact=True, parallel=parallel)
+        hidden, weight, bias = check_inputs(hidden, weight, bias, labels, chunking)
+        packed, vocabulary = labels.ndim == 1, weight.shape[0]
+        checks.flag("return_entropy", return_entropy)
+        options = how.normalize(labels, None, hidden.dtype, vocabulary, parallel)
+        rows, row_labels = as_rows(hidden, packed), as_rows(labels, packed)
+        operands = LinearOperands(rows, weight, bias, row_labels, options, chunking)
+        if ranks is not None:
+            ranks.compare(row_labels, None, options, vocabulary, operands.scattered)
+    logprobs, entropy = LinearTokenLogprobsFunction.apply(*operands, return_entropy, True)
+    return TokenLogprobs(from_rows(logprobs, packed), from_rows(entropy, packed) if return_entropy else None)

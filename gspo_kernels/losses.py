@@ -2,56 +2,37 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 
 from gspo_kernels import checks
-from gspo_kernels.entry import implemented_by
 from gspo_kernels.layout import as_rows, from_rows
-from gspo_kernels.linear import calls
-from gspo_kernels.linear.explain import SchedulePlan
+from gspo_kernels.linear.call import LinearOperands
+from gspo_kernels.linear.explain import SchedulePlan, explain
 from gspo_kernels.linear.groups import without_logprobs
-from gspo_kernels.logits import (
-    LogitArguments,
-    check_inplace,
-    check_logits,
-    wants_entropy,
-)
+from gspo_kernels.linear.inputs import ProductArguments, check_inputs
+from gspo_kernels.linear.logprobs import LinearTokenLogprobsFunction
+from gspo_kernels.linear.loss import LinearPolicyFunction, Schedule, SmallLossFunction, small_loss
+from gspo_kernels.linear.schedule import choose, unsupported
+from gspo_kernels.logits import LogitArguments, check_inplace, check_scores, wants_entropy
 from gspo_kernels.objectives import GSPO
 from gspo_kernels.objectives.base import Objective
 from gspo_kernels.ops.backends import resolve
 from gspo_kernels.ops.logprobs import KnownCoefficientsFunction, TokenLogprobsFunction
 from gspo_kernels.parallel.groups import Parallel
-from gspo_kernels.plan import coefficients_depend_on
-from gspo_kernels.ranks import compare_ranks, on_all_ranks
-from gspo_kernels.sequence_ratio import RatioOperands, SequenceRatioFunction, sequence_form
-from gspo_kernels.step import carried_loss, loss_of, output_of, policy_step
-from gspo_kernels.terms import Terms, checked, merge_mask
+from gspo_kernels.parallel.placements import local_tensors
+from gspo_kernels.plan import Plan, RequiresGrad, coefficients_depend_on, ratio_of
+from gspo_kernels.ranks import comparing
+from gspo_kernels.sequence_ratio import RatioOperands, SequenceRatioFunction
+from gspo_kernels.step import PolicyLoss, output_of, policy_step
+from gspo_kernels.terms import Terms, leave_out_inactive, merge_mask, validate_terms
 from gspo_kernels.types import LossOutput
 
-
-def _given_logprobs(
-    logprobs: Tensor, entropy: Tensor | None, terms: Terms, objective: Objective
-) -> tuple[Tensor, Tensor | None, str, Terms]:
-    """Log-probs and entropy in rows, the backend that serves them, and checked terms."""
-    checks.floats("logprobs", logprobs, None, "[B, T], or [N] with cu_seqlens", None)
-    packed = checks.layout("logprobs", logprobs, terms.cu_seqlens) is not None
-    checked_terms = checked(terms, logprobs, objective, entropy is not None)
-    if entropy is not None:
-        checks.floats("entropy", entropy, tuple(logprobs.shape), "the shape of logprobs", logprobs.device)
-        entropy = as_rows(entropy, packed)
-    rows = as_rows(logprobs, packed)
-    compare_ranks(rows.detach(), checked_terms)
-    return rows, entropy, resolve("auto", logprobs.device), checked_terms
+_ALL = ("tp_group", "vocab_range", "reduce_hidden_grad", "sequence_parallel", "cp_group")
 
 
-@on_all_ranks
-def _policy_loss(logprobs: Tensor, entropy: Tensor | None, terms: Terms, objective: Objective) -> LossOutput:
-    rows = _given_logprobs(logprobs, entropy, terms, objective)
-    return loss_of(*rows, packed=terms.cu_seqlens is not None)
-
-
-@implemented_by(_policy_loss)
 def policy_loss(
     logprobs: Tensor,
     old_logprobs: Tensor | None,
@@ -114,23 +95,18 @@ def policy_loss(
         RanksDisagreeError: with GSPO_KERNELS_VALIDATE=1, another rank refused the call, or was called with
             something else; see ``docs/parallel.md``.
     """
+    arguments: Any = (
+        old_logprobs, advantages, loss_mask, cu_seqlens, ref_logprobs, kl_beta, entropy_coef, rollout_weights,
+        token_weights, lengths, group_ids, turn_ids, normalizer, kl_estimator, kl_ratio_weighted,
+    )  # fmt: skip
+    passed = Terms(*arguments)
+
+    rows, entropy, terms = _normalize_logprobs("policy_loss", logprobs, entropy, passed, objective, parallel)
+    backend = resolve("auto", logprobs.device)
+    loss, metrics = PolicyLoss.apply(rows, entropy, terms, backend, ratio_of(terms, backend))
+    return output_of(loss, metrics, rows, entropy, terms)
 
 
-@on_all_ranks
-def _policy_coefficients(
-    logprobs: Tensor, entropy: Tensor | None, terms: Terms, objective: Objective
-) -> Tensor:
-    if isinstance(terms.entropy_coef, Tensor) or terms.entropy_coef != 0:
-        raise ValueError(
-            "entropy_coef: coefficients of log-probs can't carry the entropy's gradient; pass entropy_coef "
-            "to the loss with objective=Linear() that takes these coefficients as token_weights"
-        )
-    rows = _given_logprobs(logprobs, entropy, terms, objective)
-    with torch.no_grad():
-        return from_rows(policy_step(*rows, False).grad_logprobs, terms.cu_seqlens is not None)
-
-
-@implemented_by(_policy_coefficients)
 def policy_coefficients(
     logprobs: Tensor,
     old_logprobs: Tensor | None,
@@ -168,55 +144,58 @@ def policy_coefficients(
             refused: the entropy's gradient is no coefficient of a log-prob; give it to the loss that takes
             these coefficients.
     """
-
-
-@on_all_ranks
-def _fused_policy_loss(
-    logits: Tensor,
-    labels: Tensor,
-    logit_arguments: LogitArguments,
-    terms: Terms,
-    return_entropy: bool,
-    inplace_backward: bool,
-    objective: Objective,
-) -> LossOutput:
-    check_logits(logits, labels)
-    packed = checks.layout("labels", labels, terms.cu_seqlens) is not None
-    sequences = labels.shape[0] if terms.cu_seqlens is None else terms.cu_seqlens.shape[0] - 1
-    options = logit_arguments.checked(labels, sequences, logits.shape[-1])
-    check_inplace(logits, inplace_backward)
-    with_entropy = wants_entropy(return_entropy, terms.entropy_coef, objective)
-    terms = checked(terms, labels, objective, with_entropy)
-    rows = as_rows(logits, packed)
-    row_labels, terms = merge_mask(as_rows(labels, packed), terms, options.ignore_index)
-    options = logit_arguments.with_rows(
-        options, row_labels, packed, terms.cu_seqlens, logits.dtype, logits.shape[-1]
-    )
-    whole = not options.shard.group
-    compare_ranks(row_labels, terms, options, logits.shape[-1])
-    learns = torch.is_grad_enabled() and logits.requires_grad
-    tracing = torch.compiler.is_compiling()
-    # In fp16 a loss scale decides what is representable, and only the backward knows it.
-    narrow = logits.dtype == torch.float16
-    one_pass = learns and not (tracing or inplace_backward or with_entropy or narrow)
-    if one_pass and coefficients_depend_on(objective, terms) == "nothing":
-        given, alone = without_logprobs(row_labels, terms)
-        with torch.no_grad():
-            coefficients = policy_step(given, None, options.backend, alone, False).grad_logprobs
-        carrier, logprobs = KnownCoefficientsFunction.apply(rows, row_labels, coefficients, options)
-        return carried_loss(carrier, logprobs, None, options.backend, terms, packed)
-    one_launch = whole and terms.old_logprobs is not None and not with_entropy
-    form = sequence_form(objective, terms, options.backend) if one_launch else None
-    if form is not None:
-        loss, logprobs, metrics = SequenceRatioFunction.apply(
-            rows, row_labels, inplace_backward, options, RatioOperands.of(row_labels, terms), form
+    if isinstance(entropy_coef, Tensor) or entropy_coef != 0:
+        raise ValueError(
+            "entropy_coef: coefficients of log-probs can't carry the entropy's gradient; pass entropy_coef "
+            "to the loss with objective=Linear() that takes these coefficients as token_weights"
         )
-        return output_of(loss, metrics, logprobs, None, terms, packed)
-    logprobs, entropy = TokenLogprobsFunction.apply(rows, row_labels, with_entropy, inplace_backward, options)
-    return loss_of(logprobs, entropy if with_entropy else None, options.backend, terms, packed)
+    arguments: Any = (
+        old_logprobs, advantages, loss_mask, cu_seqlens, ref_logprobs, kl_beta, entropy_coef, rollout_weights,
+        token_weights, lengths, group_ids, turn_ids, normalizer, kl_estimator, kl_ratio_weighted,
+    )  # fmt: skip
+    passed = Terms(*arguments)
+
+    rows, entropy, terms = _normalize_logprobs(
+        "policy_coefficients", logprobs, entropy, passed, objective, parallel
+    )
+    backend = resolve("auto", logprobs.device)
+    with torch.no_grad():
+        step = policy_step(rows, entropy, terms, backend, ratio_of(terms, backend), False)
+    return from_rows(step.grad_logprobs, cu_seqlens is not None)
 
 
-@implemented_by(_fused_policy_loss)
+def _normalize_logprobs(
+    function: str,
+    logprobs: Tensor,
+    entropy: Tensor | None,
+    passed: Terms,
+    objective: Objective,
+    parallel: Parallel,
+) -> tuple[Tensor, Tensor | None, Terms]:
+    """Log-probs and entropy in rows, and validated terms; compared with other ranks'."""
+    with comparing(
+        function, logprobs=logprobs, entropy=entropy, terms=passed, objective=objective, parallel=parallel
+    ) as ranks:
+        parallel.check(function, ("cp_group",))
+        checks.tensor("logprobs", logprobs, None, "[B, T], or [N] with cu_seqlens", None, checks.FLOATS)
+        packed = checks.layout("logprobs", logprobs, passed.cu_seqlens) is not None
+        terms = validate_terms(passed, logprobs, objective, entropy is not None, parallel)
+        if entropy is not None:
+            checks.tensor(
+                "entropy",
+                entropy,
+                tuple(logprobs.shape),
+                "the shape of logprobs",
+                logprobs.device,
+                checks.FLOATS,
+            )
+            entropy = entropy.unsqueeze(0) if packed else entropy
+        rows = logprobs.unsqueeze(0) if packed else logprobs
+        if ranks is not None:
+            ranks.compare(rows.detach(), terms)
+    return rows, entropy, terms
+
+
 def fused_policy_loss(
     logits: Tensor,
     labels: Tensor,
@@ -271,9 +250,58 @@ def fused_policy_loss(
         TypeError, ValueError: a wrong argument, named in the message.
         RuntimeError: the backend can't serve the tensors' device.
     """
+    arguments: Any = (
+        old_logprobs, advantages, loss_mask, cu_seqlens, ref_logprobs, kl_beta, entropy_coef, rollout_weights,
+        token_weights, lengths, group_ids, turn_ids, normalizer, kl_estimator, kl_ratio_weighted,
+    )  # fmt: skip
+    passed = Terms(*arguments)
+    how = LogitArguments(temperature, logit_scale, softcap, kept_ids, kept_mask, ignore_index, backend)
+    with comparing(
+        "fused_policy_loss", logits=logits, labels=labels, terms=passed, logit_arguments=how,
+        return_entropy=return_entropy, inplace_backward=inplace_backward, objective=objective,
+        parallel=parallel,
+    ) as ranks:  # fmt: skip
+        parallel.check("fused_policy_loss", ("tp_group", "vocab_range", "cp_group"))
+        (logits,), parallel = local_tensors(parallel, passed, logits=logits)
+        check_scores("logits", logits, labels, "V")
+        packed = checks.layout("labels", labels, cu_seqlens) is not None
+        if inplace_backward is not False:
+            check_inplace(logits, inplace_backward)
+        with_entropy = wants_entropy(return_entropy, entropy_coef, objective)
+        terms = validate_terms(passed, labels, objective, with_entropy, parallel)
+        rows, row_labels = (x.unsqueeze(0) if packed else x for x in (logits, labels))
+        row_labels, terms = merge_mask(row_labels, terms, checks.integer("ignore_index", ignore_index))
+        vocabulary = logits.shape[-1]
+        options = how.normalize(labels, cu_seqlens, logits.dtype, vocabulary, parallel)
+        if ranks is not None:
+            ranks.compare(row_labels, terms, options, vocabulary)
+    backend = options.backend
+    plan = Plan(backend, coefficients_depend_on(objective, terms), ratio_of(terms, backend))
+    learns = torch.is_grad_enabled() and logits.requires_grad
+    # In fp16 a loss scale decides what is representable, and only the backward knows it.
+    late = with_entropy or inplace_backward or logits.dtype == torch.float16
+    if plan.depends_on == "nothing" and learns and not late and not torch.compiler.is_compiling():
+        # the gradient is written in the pass that takes the log-probs
+        zeros, alone = without_logprobs(row_labels, terms)
+        with torch.no_grad():
+            ratio = ratio_of(alone, plan.backend)
+            coefficients = policy_step(zeros, None, alone, plan.backend, ratio, False).grad_logprobs
+        carrier, logprobs = KnownCoefficientsFunction.apply(rows, row_labels, coefficients, options)
+        step = policy_step(logprobs, None, terms, plan.backend, plan.ratio, True)
+        return output_of(carrier + step.loss, step.metrics, logprobs, None, terms)
+    has_given_logprobs = terms.old_logprobs is not None and terms.ref_logprobs is None
+    if plan.ratio.level == "sequence" and has_given_logprobs and not with_entropy and not options.shard.group:
+        operands = RatioOperands.of(row_labels, terms)
+        loss, logprobs, metrics = SequenceRatioFunction.apply(
+            rows, row_labels, inplace_backward, options, operands, plan.ratio
+        )
+        return output_of(loss, metrics, logprobs, None, terms)
+    logprobs, entropy = TokenLogprobsFunction.apply(rows, row_labels, with_entropy, inplace_backward, options)
+    shown = entropy if with_entropy else None
+    loss, metrics = PolicyLoss.apply(logprobs, shown, terms, plan.backend, plan.ratio)
+    return output_of(loss, metrics, logprobs, shown, terms)
 
 
-@implemented_by(calls.fused_linear_policy_loss)
 def fused_linear_policy_loss(
     hidden: Tensor,
     weight: Tensor,
@@ -350,9 +378,48 @@ def fused_linear_policy_loss(
             call.
         RuntimeError: the backend can't serve the tensors' device.
     """
+    arguments: Any = (
+        old_logprobs, advantages, loss_mask, cu_seqlens, ref_logprobs, kl_beta, entropy_coef, rollout_weights,
+        token_weights, lengths, group_ids, turn_ids, normalizer, kl_estimator, kl_ratio_weighted,
+    )  # fmt: skip
+    passed = Terms(*arguments)
+    how = LogitArguments(temperature, logit_scale, softcap, kept_ids, kept_mask, ignore_index, backend)
+    products = ProductArguments(logits_dtype, max_chunk_bytes, batch_invariant)
+    with comparing(
+        "fused_linear_policy_loss", hidden=hidden, weight=weight, labels=labels, bias=bias, terms=passed,
+        logit_arguments=how, product_arguments=products, return_entropy=return_entropy, schedule=schedule,
+        skip_inactive=skip_inactive, objective=objective, parallel=parallel,
+    ) as ranks:  # fmt: skip
+        parallel.check("fused_linear_policy_loss", _ALL, batch_invariant)
+        (hidden, weight, bias), parallel = local_tensors(
+            parallel, passed, batch_invariant, hidden=hidden, weight=weight, bias=bias
+        )
+        with_entropy = wants_entropy(return_entropy, entropy_coef, objective)
+        call = _normalize_linear(
+            hidden, weight, bias, labels, passed, how, products, objective, parallel, with_entropy, schedule,
+            skip_inactive,
+        )  # fmt: skip
+        operands, terms, plan = call.operands, call.terms, call.plan
+        if ranks is not None:
+            ranks.compare(operands.labels, terms, operands.options, weight.shape[0], operands.scattered)
+    # batch-invariant gradients of all schedules are multiplied by the upstream gradient at the same place
+    invariant = operands.chunking.batch_invariant
+    if call.schedule.name == "two_pass" and not (invariant and any(plan.requires_grad)):
+        logprobs, entropy = LinearTokenLogprobsFunction.apply(*operands, with_entropy, plan.leaves_out)
+        shown = entropy if with_entropy else None
+        loss, metrics = PolicyLoss.apply(logprobs, shown, terms, plan.backend, plan.ratio)
+        return output_of(loss, metrics, logprobs, shown, terms)
+    may_be_small = call.schedule.name == "auto" and not with_entropy
+    small = small_loss(operands, terms, plan) if may_be_small else None
+    if small is not None:
+        loss, metrics, logprobs = SmallLossFunction.apply(*operands[:5], terms, small)
+        return output_of(loss, metrics, logprobs, None, terms)
+    loss, metrics, logprobs, entropy = LinearPolicyFunction.apply(
+        *operands, terms, plan, call.schedule, torch.compiler.is_compiling()
+    )
+    return output_of(loss, metrics, logprobs, entropy if with_entropy else None, terms)
 
 
-@implemented_by(calls.explain_schedule)
 def explain_schedule(
     hidden: Tensor,
     weight: Tensor,
@@ -382,7 +449,7 @@ def explain_schedule(
     parallel: Parallel = Parallel(),
 ) -> SchedulePlan:
     """The plan of a ``fused_linear_policy_loss`` call with these arguments, without running it; print it to
-    read it: matrix products, memory, the reason, and the alternatives.
+    read it: the schedule and the reason, matrix products, memory.
 
     Arguments of the loss that can't change the plan are left out here. Which inputs need a gradient does, so
     call it under the same grad mode. Sequence lengths are read from the device.
@@ -390,3 +457,79 @@ def explain_schedule(
     Raises:
         TypeError, ValueError: as the loss itself.
     """
+    arguments: Any = (
+        old_logprobs, advantages, loss_mask, cu_seqlens, ref_logprobs, kl_beta, entropy_coef, rollout_weights,
+        token_weights, lengths, group_ids, turn_ids, None, "k3", kl_ratio_weighted,
+    )  # fmt: skip
+    passed = Terms(*arguments)
+    how = LogitArguments(ignore_index=ignore_index)
+    products = ProductArguments(logits_dtype, max_chunk_bytes, batch_invariant)
+    parallel.check("explain_schedule", _ALL, batch_invariant)
+    (hidden, weight, bias), parallel = local_tensors(
+        parallel, passed, batch_invariant, hidden=hidden, weight=weight, bias=bias
+    )
+    call = _normalize_linear(
+        hidden,
+        weight,
+        bias,
+        labels,
+        passed,
+        how,
+        products,
+        objective,
+        parallel,
+        True,
+        schedule,
+        skip_inactive,
+    )
+    return explain(call.reason, call.operands, call.terms, call.plan, call.schedule)
+
+
+class _LinearCall(NamedTuple):
+    """A loss over hidden states: operands and terms in the operators' form, and how they are worked on."""
+
+    operands: LinearOperands
+    terms: Terms
+    plan: Plan
+    schedule: Schedule
+    reason: str
+
+
+def _normalize_linear(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    passed: Terms,
+    how: LogitArguments,
+    products: ProductArguments,
+    objective: Objective,
+    parallel: Parallel,
+    has_entropy: bool,
+    schedule: str,
+    skip_inactive: str,
+) -> _LinearCall:
+    """Check the arguments of a loss over hidden states, bring them into rows, and choose the schedule."""
+    checks.choice("skip_inactive", skip_inactive, ("backward", "all", "none"))
+    chunking = products.normalize(skip_inactive != "none", parallel)
+    hidden, weight, bias = check_inputs(hidden, weight, bias, labels, chunking)
+    packed = checks.layout("labels", labels, passed.cu_seqlens) is not None
+    terms = validate_terms(passed, labels, objective, has_entropy, parallel)
+    rows, terms = merge_mask(as_rows(labels, packed), terms, checks.integer("ignore_index", how.ignore_index))
+    options = how.normalize(labels, passed.cu_seqlens, hidden.dtype, weight.shape[0], parallel)
+    if skip_inactive == "all":
+        rows, terms = leave_out_inactive(rows, terms, options.ignore_index)
+    needs = RequiresGrad.of(hidden, weight, bias)
+    plan = Plan(
+        options.backend,
+        coefficients_depend_on(objective, terms),
+        ratio_of(terms, options.backend),
+        needs,
+        leaves_out=skip_inactive != "none",
+    )
+    reasons = unsupported(objective, terms, plan, chunking.batch_invariant)
+    lengths_known = plan.leaves_out or not packed or not hidden.is_cuda
+    name, reason = choose(schedule, reasons, any(needs), lengths_known)
+    chosen = Schedule(name, "deferred" not in reasons, has_entropy)
+    operands = LinearOperands(as_rows(hidden, packed), weight, bias, rows, options, chunking)
+    return _LinearCall(operands, terms, plan, chosen, reason)

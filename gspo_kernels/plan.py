@@ -39,7 +39,9 @@ class RequiresGrad(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Strings, numbers and flags alone: a plan crosses the operators' boundary as it is.
+    """Made once, from ``coefficients_depend_on`` and ``ratio_of`` of a call's normalized terms.
+
+    Strings, numbers and flags alone: a plan crosses the operators' boundary as it is.
 
     Attributes:
         backend: serves the tensors' device.
@@ -57,21 +59,6 @@ class Plan(NamedTuple):
     ratio: RatioClip = NO_RATIO
     requires_grad: RequiresGrad = RequiresGrad()
     leaves_out: bool = False
-
-
-NO_GRAD = RequiresGrad()
-
-
-def make_plan(
-    objective: Objective,
-    terms: Terms,
-    backend: str,
-    requires_grad: RequiresGrad = NO_GRAD,
-    leaves_out: bool = False,
-) -> Plan:
-    """The plan of a call of an objective with these normalized terms."""
-    depends_on = coefficients_depend_on(objective, terms)
-    return Plan(backend, depends_on, ratio_of(terms, backend), requires_grad, leaves_out)
 
 
 def coefficients_depend_on(objective: Objective, terms: Terms) -> str:
@@ -96,16 +83,12 @@ def ratio_of(terms: Terms, backend: str) -> RatioClip:
     weighted_kl = terms.kl_beta is not None and terms.kl_ratio_weighted
     if weighted_kl or terms.cp_group or any(term is not None for term in beyond):
         return NO_RATIO
-    return _declared_ratio(terms.objective) if has_single_launch(backend) else NO_RATIO
-
-
-@constant_when_traced
-def has_single_launch(backend: str) -> bool:
-    """Whether a backend offers the operations of ``RatioBackend``."""
-    return hasattr(load(backend), "sequence_ratio_forward")
+    return _declared_ratio(terms.objective, backend)
 
 
 @functools.lru_cache(maxsize=1024)
 @constant_when_traced
-def _declared_ratio(objective: str) -> RatioClip:
-    return from_spec(objective).ratio_form() or NO_RATIO
+def _declared_ratio(objective: str, backend: str) -> RatioClip:
+    """The objective's form, where the backend is a ``RatioBackend``."""
+    served = hasattr(load(backend), "sequence_ratio_forward")
+    return (from_spec(objective).ratio_form() if served else None) or NO_RATIO

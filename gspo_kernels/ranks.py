@@ -1,4 +1,4 @@
-"""What the ranks of a call must agree on, and public functions that compare it where they are asked to.
+"""What the ranks of a call must agree on, and how a public function compares it where it is asked to.
 
 With GSPO_KERNELS_VALIDATE=1 each rank looks at its arguments, and then all compare them in one gather per
 process group, before any other work. Without it a wrong argument is an error on its rank, and the others wait
@@ -8,27 +8,23 @@ for that rank as in any collective.
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterator, Mapping
-from contextvars import ContextVar
-from typing import Any, TypeVar
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from gspo_kernels.invariance import in_force, refuse_groups
-from gspo_kernels.logits import with_local_tensors
+from gspo_kernels.invariance import in_force
 from gspo_kernels.objectives.base import Objective
 from gspo_kernels.ops.backends import resolve
 from gspo_kernels.ops.logprobs import check_ranges, check_rows, range_of
 from gspo_kernels.ops.values import check_temperature
-from gspo_kernels.parallel.agreement import Member, compare, digest, validates
-from gspo_kernels.parallel.groups import group_name
+from gspo_kernels.parallel.agreement import Member, compare, digest
+from gspo_kernels.parallel.groups import Parallel, group_name
 from gspo_kernels.parallel.tokens import ScatteredTokens
-from gspo_kernels.terms import FORMS, Terms, check_values
+from gspo_kernels.terms import SPECS, Terms, check_values
 from gspo_kernels.types import RowOptions
-
-R = TypeVar("R")
 
 _VOCABULARY = {
     "logits": -1, "teacher_logits": -1,
@@ -42,24 +38,89 @@ _LEARNING = ("logits", "hidden", "weight", "bias")
 _GROUPS = ("tp_group", "cp_group", "group")
 
 
-class _Call:
+def comparing(name: str, **arguments: Any) -> contextlib.AbstractContextManager[Comparison | None]:
+    """What is raised inside, before ``Comparison.compare``, is raised on all ranks of the arguments' groups.
+
+    Without GSPO_KERNELS_VALIDATE=1, and while code is compiled, the context is empty and holds None.
+
+    Args:
+        name: of the public function.
+        arguments: of the call, by their names; those of named tuples and of ``Parallel`` by their fields'.
+    """
+    if torch.compiler.is_compiling() or os.environ.get("GSPO_KERNELS_VALIDATE") != "1":
+        return contextlib.nullcontext()
+    return Comparison(name, arguments)
+
+
+class Comparison:
     """A call of this rank, until it has met the other ranks.
 
     Attributes:
-        arguments: as the caller gave them, those of structs by the names of their fields.
+        arguments: as the caller passed them.
         device: of the tokens.
         groups: the name of each group by what messages call it, along with what its ranks share.
         met: whether the ranks have compared their arguments.
     """
 
-    def __init__(self, name: str, arguments: dict[str, Any]):
+    def __init__(self, name: str, arguments: Mapping[str, Any]):
         self.arguments = {"call": name, **_flat(arguments)}
         tokens = _tokens(self.arguments)
         self.device = tokens.device if isinstance(tokens, Tensor) else torch.device("cpu")
         self.groups = _groups(self.arguments)
         self.met = False
 
-    def meet(
+    def __enter__(self) -> Comparison:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, Exception) and not self.met:
+            self._meet(error)
+
+    def compare(
+        self,
+        labels: Tensor,
+        terms: Terms | None = None,
+        options: RowOptions | None = None,
+        width: int = 0,
+        scattered: int | None = None,
+        teacher_temperature: Tensor | None = None,
+    ) -> None:
+        """Look at the values of this rank's arguments, and compare all with other ranks', before any work.
+
+        Args:
+            labels: [B, T]; for a call without labels anything of their shape.
+            terms: of a loss, validated.
+            options: of logits, normalized.
+            width: how many columns of logits this rank has.
+            scattered: how many columns of the labels this rank has hidden states of, where ranks share them.
+            teacher_temperature: of a teacher's rows.
+
+        Raises:
+            TypeError, ValueError: what is wrong on this rank, or with all of them together.
+            RanksDisagreeError: another rank refused the call, or was called with something else.
+        """
+        if not self.groups:
+            return
+        if terms is not None:
+            logprobs = labels if labels.is_floating_point() else None
+            check_values(labels, terms._replace(cp_group=""), logprobs=logprobs)
+        check_temperature(teacher_temperature)
+        if options is None:
+            self._meet()
+        elif not options.shard.group:
+            check_rows(labels, width, options)
+            self._meet()
+        else:
+            local, group, length = options, options.shard.group, labels.shape[1]
+
+            def judge(every: list[tuple[int, ...]]) -> None:
+                check_ranges([numbers[:4] for numbers in every], local)
+                if scattered is not None:
+                    ScatteredTokens.of(group, [numbers[4] for numbers in every], length)
+
+            self._meet(None, (*range_of(labels, width, options), scattered or 0), judge)
+
+    def _meet(
         self,
         refused: Exception | None = None,
         own: tuple[int, ...] = (),
@@ -75,111 +136,16 @@ class _Call:
         compare(members, self.device, refused)
 
 
-_current: ContextVar[_Call | None] = ContextVar("call", default=None)
-
-
-@contextlib.contextmanager
-def comparing(name: str, arguments: dict[str, Any]) -> Iterator[None]:
-    """What is raised inside before ``compare_ranks`` is raised on all ranks of the arguments' groups.
-
-    Nothing happens without GSPO_KERNELS_VALIDATE=1, nor while code is compiled.
-    """
-    if torch.compiler.is_compiling() or not validates():
-        yield
-        return
-    call = _Call(name, arguments)
-    token = _current.set(call)
-    try:
-        yield
-    except Exception as error:
-        if not call.met:
-            call.meet(error)
-        raise
-    finally:
-        _current.reset(token)
-
-
-def on_all_ranks(implementation: Callable[..., R]) -> Callable[..., R]:
-    """Have a public function take DTensors, and compare its arguments with those of other ranks.
-
-    The function calls ``compare_ranks`` once it has looked at its arguments, before it computes anything.
-    """
-    name = implementation.__name__.removeprefix("_")
-
-    def with_local(arguments: dict[str, Any]) -> R:
-        arguments = with_local_tensors(arguments)
-        context = getattr(arguments.get("terms"), "cp_group", None) or None
-        shards = getattr(arguments.get("logit_arguments"), "tp_group", None)
-        if context is not None or shards is not None:
-            asked = getattr(arguments.get("product_arguments"), "batch_invariant", None)
-            refuse_groups(in_force(asked), cp_group=context, tp_group=shards)
-        return implementation(**arguments)
-
-    @functools.wraps(implementation)
-    def call(**arguments: Any) -> R:
-        if torch.compiler.is_compiling() or not validates():
-            return with_local(arguments)
-        with comparing(name, arguments):
-            return with_local(arguments)
-
-    return call
-
-
-def compare_ranks(
-    labels: Tensor,
-    terms: Terms | None = None,
-    options: RowOptions | None = None,
-    width: int = 0,
-    scattered: int | None = None,
-    teacher_temperature: Tensor | None = None,
-) -> None:
-    """Within ``comparing``, look at the values of this rank's arguments, and compare all with other ranks'.
-
-    Args:
-        labels: [B, T]; for a call without labels anything of their shape.
-        terms: of a loss, checked.
-        options: of logits, checked.
-        width: how many columns of logits this rank has.
-        scattered: how many columns of the labels this rank has hidden states of, where ranks share them.
-        teacher_temperature: of a teacher's rows.
-
-    Raises:
-        TypeError, ValueError: what is wrong on this rank, or with all of them together.
-        RanksDisagreeError: another rank refused the call, or was called with something else.
-    """
-    if torch.compiler.is_compiling():
-        return
-    call = _current.get()
-    if call is None or call.met or not call.groups:
-        return
-    if terms is not None:
-        logprobs = labels if labels.is_floating_point() else None
-        check_values(labels, terms._replace(cp_group=""), logprobs=logprobs)
-    check_temperature(teacher_temperature)
-    if options is None:
-        call.meet()
-    elif not options.shard.group:
-        check_rows(labels, width, options)
-        call.meet()
-    else:
-        settled, group, length = options, options.shard.group, labels.shape[1]
-
-        def judge(every: list[tuple[int, ...]]) -> None:
-            check_ranges([numbers[:4] for numbers in every], settled)
-            if scattered is not None:
-                ScatteredTokens.of(group, [numbers[4] for numbers in every], length)
-
-        call.meet(None, (*range_of(labels, width, options), scattered or 0), judge)
-
-
 def _flat(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments, with those of named tuples by their names."""
+    """Arguments, with those of named tuples and of ``Parallel`` by their names."""
     flat: dict[str, Any] = {}
     for name, value in arguments.items():
         if isinstance(value, tuple) and hasattr(value, "_asdict"):
             flat |= {key: each for key, each in value._asdict().items() if key not in arguments}
         else:
             flat[name] = value
+    if isinstance(parallel := flat.pop("parallel", None), Parallel):
+        flat |= vars(parallel)
     return flat
 
 
@@ -303,8 +269,8 @@ def _same_sequences(arguments: Mapping[str, Any]) -> dict[str, str | None]:
             found[name] = _given(value)
         elif name == "backend":
             found[name] = resolve(value, tokens.device)
-        elif name in FORMS:
-            found[name] = _of_sequences(arguments, name, FORMS[name].shape, sequences)
+        elif name in SPECS:
+            found[name] = _of_sequences(arguments, name, SPECS[name].shape, sequences)
         else:
             found[name] = _value(value)
     return found

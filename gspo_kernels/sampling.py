@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gspo_kernels import bits, checks
-from gspo_kernels.logits import check_logits
+from gspo_kernels.logits import check_scores
 from gspo_kernels.ops.library import checked_values
 from gspo_kernels.types import stats_dtype
 
@@ -72,9 +72,10 @@ def sampling_mask(
             GSPO_KERNELS_VALIDATE=1, also a label outside of the vocabulary, and a row without a softmax
             unless its label is -100.
     """
-    checks.floats("logits", logits, None, "[B, T, V] or [N, V]", None)
+    checks.tensor("logits", logits, None, "[B, T, V] or [N, V]", None, checks.FLOATS)
     shape, vocabulary = logits.shape[:-1], logits.shape[-1]
-    check_logits(logits, logits.new_zeros(shape, dtype=torch.int64) if labels is None else labels)
+    tokens = logits.new_zeros(shape, dtype=torch.int64) if labels is None else labels
+    check_scores("logits", logits, tokens, "V")
     checks.choice("engine", engine, ENGINES)
     if checks.integer("top_k", top_k) < 0:
         raise ValueError(f"top_k: got {top_k}, expected at least 0")
@@ -85,7 +86,9 @@ def sampling_mask(
     log_min_p = math.log(min_p) if min_p else -math.inf
     rules = _Rules(min(top_k, vocabulary), top_p, log_min_p, engine == "vllm")
     if isinstance(temperature, Tensor):
-        checks.floats("temperature", temperature, (shape[0],), "one per sequence", logits.device)
+        checks.tensor(
+            "temperature", temperature, (shape[0],), "one per sequence", logits.device, checks.FLOATS
+        )
         heat = temperature.view(-1, *(1,) * (len(shape) - 1)).expand(shape).reshape(-1, 1)
     else:
         heat = logits.new_full(

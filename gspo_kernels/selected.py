@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import Tensor
 
 from gspo_kernels import checks
-from gspo_kernels.entry import implemented_by
 from gspo_kernels.layout import as_rows, from_rows
 from gspo_kernels.linear.call import LinearOperands
 from gspo_kernels.linear.inputs import ProductArguments, check_inputs
@@ -13,18 +12,18 @@ from gspo_kernels.linear.selected import LinearOneIdFunction, LinearSelectedLogp
 from gspo_kernels.logits import (
     LogitArguments,
     check_inplace,
-    check_logits,
+    check_scores,
 )
 from gspo_kernels.ops.selected import OneIdFunction, SelectedLogprobsFunction, checked_ids
 from gspo_kernels.parallel.groups import Parallel
-from gspo_kernels.ranks import compare_ranks, on_all_ranks
+from gspo_kernels.parallel.placements import local_tensors
+from gspo_kernels.ranks import comparing
 from gspo_kernels.types import SelectedLogprobs
 
 
 def _tokens_of(ids: Tensor) -> Tensor:
     """[...] for ids [..., K]: what has the shape that labels would have."""
-    checks.tensor("ids", ids, None, "[B, T, K] or [N, K]", None)
-    checks.dtype("ids", ids, checks.INTEGERS)
+    checks.tensor("ids", ids, None, "[B, T, K] or [N, K]", None, checks.INTEGERS)
     if ids.ndim not in (2, 3) or ids.shape[-1] == 0:
         raise ValueError(f"ids: got shape {tuple(ids.shape)}, expected [B, T, K] or [N, K] with K >= 1")
     return ids[..., 0]
@@ -34,34 +33,6 @@ def _output(logprobs: Tensor, tail: Tensor, packed: bool, within: bool) -> Selec
     return SelectedLogprobs(from_rows(logprobs, packed), None if within else from_rows(tail, packed))
 
 
-@on_all_ranks
-def _selected_logprobs(
-    logits: Tensor,
-    ids: Tensor,
-    logit_arguments: LogitArguments,
-    normalize_within: bool,
-    inplace_backward: bool,
-) -> SelectedLogprobs:
-    tokens, vocabulary = _tokens_of(ids), logits.shape[-1]
-    check_logits(logits, tokens)
-    packed = tokens.ndim == 1
-    options = logit_arguments.checked(tokens, tokens.shape[0], vocabulary)
-    checks.flag("normalize_within", normalize_within)
-    check_inplace(logits, inplace_backward)
-    rows, row_tokens = as_rows(logits, packed), as_rows(tokens, packed)
-    options = logit_arguments.with_rows(options, row_tokens, packed, None, logits.dtype, vocabulary)
-    row_ids = checked_ids(as_rows(ids, packed), vocabulary, options)
-    compare_ranks(row_ids.amax(-1), None, options, vocabulary)
-    if ids.shape[-1] == 1 and not normalize_within:
-        logprobs, tail = OneIdFunction.apply(rows, row_ids.squeeze(-1), inplace_backward, options)
-        return _output(logprobs.unsqueeze(-1), tail, packed, False)
-    logprobs, tail = SelectedLogprobsFunction.apply(
-        rows, row_ids, inplace_backward, options, normalize_within
-    )
-    return _output(logprobs, tail, packed, normalize_within)
-
-
-@implemented_by(_selected_logprobs)
 def selected_logprobs(
     logits: Tensor,
     ids: Tensor,
@@ -101,40 +72,32 @@ def selected_logprobs(
         TypeError, ValueError: a wrong argument, named in the message.
         RuntimeError: the backend can't serve the tensors' device.
     """
-
-
-@on_all_ranks
-def _linear_selected_logprobs(
-    hidden: Tensor,
-    weight: Tensor,
-    ids: Tensor,
-    bias: Tensor | None,
-    logit_arguments: LogitArguments,
-    product_arguments: ProductArguments,
-    normalize_within: bool,
-) -> SelectedLogprobs:
-    tokens = _tokens_of(ids)
-    chunking = product_arguments.checked(compact=True, group=logit_arguments.tp_group)
-    hidden, weight, bias = check_inputs(hidden, weight, bias, tokens, chunking)
-    packed, vocabulary = tokens.ndim == 1, weight.shape[0]
-    options = logit_arguments.checked(tokens, tokens.shape[0], vocabulary)
-    checks.flag("normalize_within", normalize_within)
-    options = logit_arguments.with_rows(
-        options, as_rows(tokens, packed), packed, None, hidden.dtype, vocabulary
-    )
-    row_ids = checked_ids(as_rows(ids, packed), vocabulary, options)
-    # the largest is one of them, or says that there is none
-    labels = row_ids.amax(-1)
-    operands = LinearOperands(as_rows(hidden, packed), weight, bias, labels, options, chunking)
-    compare_ranks(labels, None, options, vocabulary, operands.scattered)
+    how = LogitArguments(temperature, logit_scale, softcap, kept_ids, kept_mask, backend=backend)
+    with comparing(
+        "selected_logprobs", logits=logits, ids=ids, logit_arguments=how, normalize_within=normalize_within,
+        inplace_backward=inplace_backward, parallel=parallel,
+    ) as ranks:  # fmt: skip
+        parallel.check("selected_logprobs", ("tp_group", "vocab_range"))
+        (logits,), parallel = local_tensors(parallel, logits=logits)
+        tokens, vocabulary = _tokens_of(ids), logits.shape[-1]
+        check_scores("logits", logits, tokens, "V")
+        packed = tokens.ndim == 1
+        checks.flag("normalize_within", normalize_within)
+        check_inplace(logits, inplace_backward)
+        options = how.normalize(tokens, None, logits.dtype, vocabulary, parallel)
+        row_ids = checked_ids(as_rows(ids, packed), vocabulary, options)
+        if ranks is not None:
+            ranks.compare(row_ids.amax(-1), None, options, vocabulary)
+    rows = as_rows(logits, packed)
     if ids.shape[-1] == 1 and not normalize_within:
-        logprobs, tail = LinearOneIdFunction.apply(*operands)
+        logprobs, tail = OneIdFunction.apply(rows, row_ids.squeeze(-1), inplace_backward, options)
         return _output(logprobs.unsqueeze(-1), tail, packed, False)
-    logprobs, tail = LinearSelectedLogprobsFunction.apply(*operands, row_ids, normalize_within)
+    logprobs, tail = SelectedLogprobsFunction.apply(
+        rows, row_ids, inplace_backward, options, normalize_within
+    )
     return _output(logprobs, tail, packed, normalize_within)
 
 
-@implemented_by(_linear_selected_logprobs)
 def linear_selected_logprobs(
     hidden: Tensor,
     weight: Tensor,
@@ -174,3 +137,31 @@ def linear_selected_logprobs(
         TypeError, ValueError: a wrong argument, named in the message.
         RuntimeError: the backend can't serve the tensors' device.
     """
+    how = LogitArguments(temperature, logit_scale, softcap, kept_ids, kept_mask, backend=backend)
+    products = ProductArguments(logits_dtype, max_chunk_bytes, batch_invariant)
+    with comparing(
+        "linear_selected_logprobs", hidden=hidden, weight=weight, ids=ids, bias=bias, logit_arguments=how,
+        product_arguments=products, normalize_within=normalize_within, parallel=parallel,
+    ) as ranks:  # fmt: skip
+        usable = ("tp_group", "vocab_range", "reduce_hidden_grad", "sequence_parallel")
+        parallel.check("linear_selected_logprobs", usable, batch_invariant)
+        (hidden, weight, bias), parallel = local_tensors(
+            parallel, None, batch_invariant, hidden=hidden, weight=weight, bias=bias
+        )
+        tokens = _tokens_of(ids)
+        chunking = products.normalize(compact=True, parallel=parallel)
+        hidden, weight, bias = check_inputs(hidden, weight, bias, tokens, chunking)
+        packed, vocabulary = tokens.ndim == 1, weight.shape[0]
+        checks.flag("normalize_within", normalize_within)
+        options = how.normalize(tokens, None, hidden.dtype, vocabulary, parallel)
+        row_ids = checked_ids(as_rows(ids, packed), vocabulary, options)
+        # the largest is one of them, or says that there is none
+        labels = row_ids.amax(-1)
+        operands = LinearOperands(as_rows(hidden, packed), weight, bias, labels, options, chunking)
+        if ranks is not None:
+            ranks.compare(labels, None, options, vocabulary, operands.scattered)
+    if ids.shape[-1] == 1 and not normalize_within:
+        logprobs, tail = LinearOneIdFunction.apply(*operands)
+        return _output(logprobs.unsqueeze(-1), tail, packed, False)
+    logprobs, tail = LinearSelectedLogprobsFunction.apply(*operands, row_ids, normalize_within)
+    return _output(logprobs, tail, packed, normalize_within)

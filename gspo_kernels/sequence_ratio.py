@@ -1,6 +1,6 @@
 """A clipped ratio in one launch of the backend: what it takes, and the loss of sequence ratios from logits.
 
-Which losses are of this form the objective says; kernels never hear of its name.
+Which losses are of this form, ``plan`` says.
 """
 
 from __future__ import annotations
@@ -15,13 +15,11 @@ from torch import Tensor
 from gspo_kernels.aggregation import Aggregation
 from gspo_kernels.layout import layout_of
 from gspo_kernels.objectives import GSPO
-from gspo_kernels.objectives.base import Objective
 from gspo_kernels.ops.backends import RatioBackend, load
 from gspo_kernels.ops.library import checked_values, operator
 from gspo_kernels.ops.logprobs import RowGradients, check_rows, gradient_of_logits, save_rows, saved_rows
 from gspo_kernels.ops.values import check_cu_seqlens, check_lengths, check_normalizer, check_temperature
-from gspo_kernels.terms import Terms, check_given
-from gspo_kernels.torch_internals import constant_when_traced
+from gspo_kernels.terms import Terms, check_logprobs
 from gspo_kernels.types import (
     METRICS,
     RatioClip,
@@ -30,29 +28,6 @@ from gspo_kernels.types import (
     SequenceRatioStats,
     stats_dtype,
 )
-
-
-@constant_when_traced
-def has_single_launch(backend: str) -> bool:
-    """Whether a backend offers ``sequence_ratio_forward``."""
-    return hasattr(load(backend), "sequence_ratio_forward")
-
-
-def ratio_form(objective: Objective, terms: Terms, backend: str) -> RatioClip | None:
-    """The form in which ``backend`` can serve a step of the objective; None where a term goes beyond it."""
-    beyond = (terms.token_weights, terms.entropy_coef, terms.token_shares)
-    weighted_kl = terms.kl_beta is not None and terms.kl_ratio_weighted
-    if weighted_kl or terms.cp_group or any(term is not None for term in beyond):
-        return None
-    if not has_single_launch(backend):
-        return None
-    return objective.ratio_form()
-
-
-def sequence_form(objective: Objective, terms: Terms, backend: str) -> RatioClip | None:
-    """The same for a whole loss from logits, whose ratios are per sequence and have no KL beside them."""
-    form = ratio_form(objective, terms, backend)
-    return form if form is not None and form.level == "sequence" and terms.ref_logprobs is None else None
 
 
 class RatioOperands(NamedTuple):
@@ -94,15 +69,17 @@ def sequence_ratio(
     form: RatioClip,
 ) -> SequenceRatioStats:
     """From logits to loss; see ``ops.backends.RatioBackend``."""
-    check_temperature(options.row_temperature)
-    check_cu_seqlens(operands.cu_seqlens, labels)
-    check_normalizer(operands.normalizer)
+    if options.row_temperature is not None:
+        check_temperature(options.row_temperature)
+    if operands.cu_seqlens is not None:
+        check_cu_seqlens(operands.cu_seqlens, labels)
+    if operands.normalizer is not None:
+        check_normalizer(operands.normalizer)
     if operands.lengths is not None:
         counted = (labels != options.ignore_index).to(torch.float64)
         check_lengths(operands.lengths, layout_of(labels, operands.cu_seqlens).sum(counted))
-    doubt = (
-        functools.partial(_check_given, labels, operands, options) if checked_values(labels.device) else None
-    )
+    looks = checked_values(labels.device)
+    doubt = functools.partial(_check_logprobs, labels, operands, options) if looks else None
     stats = cast(RatioBackend, load(options.backend)).sequence_ratio_forward(
         logits,
         labels,
@@ -113,13 +90,13 @@ def sequence_ratio(
         doubt=doubt,
     )
     # the log-prob of a label that is no column is NaN: where no ratio is, no label needs a look
-    if checked_values(labels.device) and math.isnan(stats.metrics.tolist()[_RATIO_MEAN]):
+    if looks and math.isnan(stats.metrics.tolist()[_RATIO_MEAN]):
         check_rows(labels, logits.shape[-1], options)
     return stats
 
 
-def _check_given(labels: Tensor, operands: RatioOperands, options: RowOptions) -> None:
-    """``terms.check_given``: what all losses of this form ask of values, GSPO asks."""
+def _check_logprobs(labels: Tensor, operands: RatioOperands, options: RowOptions) -> None:
+    """``terms.check_logprobs``: what all losses of this form ask of values, GSPO asks."""
     terms = Terms(
         operands.old_logprobs,
         operands.advantages,
@@ -128,7 +105,7 @@ def _check_given(labels: Tensor, operands: RatioOperands, options: RowOptions) -
         rollout_weights=operands.weights,
         objective=GSPO().spec,
     )
-    check_given(labels, terms)
+    check_logprobs(labels, terms)
 
 
 @sequence_ratio.register_fake
@@ -162,8 +139,11 @@ class SequenceRatioFunction(torch.autograd.Function):
         form: RatioClip,
     ) -> tuple[Tensor, Tensor, Tensor]:
         stats = sequence_ratio(logits, labels, options, operands, form)
-        layout = layout_of(labels, operands.cu_seqlens)
-        each = layout.expand(stats.coefficients / stats.divisor)
+        each = stats.coefficients / stats.divisor
+        if operands.cu_seqlens is None:
+            each = each.unsqueeze(1).expand(labels.shape)
+        else:
+            each = layout_of(labels, operands.cu_seqlens).expand(each)
         save_rows(ctx, options, logits, labels, stats.logprobs, stats.lse, each)
         ctx.inplace = inplace
         ctx.mark_non_differentiable(stats.logprobs, stats.metrics)

@@ -1,7 +1,7 @@
-"""A policy step by whatever does it soonest, as one opaque operator, and the loss that carries its gradient.
+"""From log-probs to a loss that carries their gradient, as one opaque operator.
 
-Steps that are a clipped ratio per sequence or per token, with a KL penalty or without, take one launch of the
-backend; ``evaluate`` says the same of every objective, in a few hundred small operations.
+A clipped ratio per sequence or per token, with a KL penalty or without, takes one launch of the backend;
+``evaluate`` computes the same for every objective, in a few hundred small operations.
 """
 
 from __future__ import annotations
@@ -14,46 +14,47 @@ import torch
 from torch import Tensor
 
 from gspo_kernels.evaluate import PolicyStep, evaluate, metric_names, token_mean
-from gspo_kernels.layout import from_rows
-from gspo_kernels.objectives.base import from_spec
 from gspo_kernels.ops.backends import RatioBackend, load
 from gspo_kernels.ops.library import checked_values, operator
-from gspo_kernels.sequence_ratio import RatioOperands, ratio_form
-from gspo_kernels.terms import Terms, check_given, check_values
+from gspo_kernels.sequence_ratio import RatioOperands
+from gspo_kernels.terms import Terms, check_logprobs, check_values
 from gspo_kernels.torch_internals import is_last_backward
-from gspo_kernels.types import KLPenalty, LossOutput, RatioClip, stats_dtype
+from gspo_kernels.types import STATS_DTYPES, KLPenalty, LossOutput, RatioClip, stats_dtype
 
 
-def take_step(
-    logprobs: Tensor, entropy: Tensor | None, terms: Terms, backend: str, want_metrics: bool = True
-) -> PolicyStep:
-    """``evaluate``, or one launch of the backend where it has one for the terms; only in operators."""
-    form = ratio_form(from_spec(terms.objective), terms, backend)
-    return _step_in_form(logprobs, entropy, terms, backend, want_metrics, form)
-
-
-def _step_in_form(
+def evaluate_objective(
     logprobs: Tensor,
     entropy: Tensor | None,
     terms: Terms,
     backend: str,
-    want_metrics: bool,
-    form: RatioClip | None,
+    ratio: RatioClip,
+    want_metrics: bool = True,
     doubt: Callable[[], None] | None = None,
 ) -> PolicyStep:
-    if form is None:
+    """Loss, coefficients and metrics of these terms; only in operators, which have checked values.
+
+    Args:
+        logprobs: [B, T] or [1, N].
+        entropy: the same shape, or None.
+        terms: validated.
+        backend: evaluates ``ratio``.
+        ratio: see ``plan.ratio_of``; with ``NO_RATIO`` the objective is evaluated in PyTorch.
+        want_metrics: False may leave the metrics out.
+        doubt: see ``RatioBackend.ratio_step``.
+    """
+    if not ratio.level:
         return evaluate(logprobs, entropy, terms, want_metrics)
     present = terms.counted(logprobs) if terms.loss_mask is None else terms.loss_mask
     if terms.skipped is not None:
         present = present & ~terms.layout(logprobs).expand(terms.skipped)
-    logprobs = logprobs.to(stats_dtype(logprobs.dtype)).contiguous()
-    operands = RatioOperands.of(logprobs, terms, form.level)
+    logprobs = (logprobs if logprobs.dtype in STATS_DTYPES else logprobs.float()).contiguous()
+    operands = RatioOperands.of(logprobs, terms, ratio.level)
     kl = None
     if terms.ref_logprobs is not None:
         beta = None if terms.kl_beta is None else terms.kl_beta.to(logprobs.device)
         kl = KLPenalty(terms.ref_logprobs, beta, terms.kl_estimator)
     step = cast(RatioBackend, load(backend)).ratio_step(
-        logprobs, present, form=form, **operands._asdict(), kl=kl, doubt=doubt
+        logprobs, present, form=ratio, **operands._asdict(), kl=kl, doubt=doubt
     )
     metrics = step.metrics
     if entropy is not None and want_metrics:
@@ -63,35 +64,37 @@ def _step_in_form(
 
 @operator
 def policy_step(
-    logprobs: Tensor, entropy: Tensor | None, backend: str, terms: Terms, want_metrics: bool
+    logprobs: Tensor,
+    entropy: Tensor | None,
+    terms: Terms,
+    backend: str,
+    ratio: RatioClip,
+    want_metrics: bool,
 ) -> PolicyStep:
-    """``take_step`` after checking values that only the device knows."""
-    form = ratio_form(from_spec(terms.objective), terms, backend)
-    reads_mask = form is not None and _backend_reads_mask(terms, entropy, backend)
-    terms = check_values(
-        logprobs,
-        terms,
-        mask=not reads_mask,
-        given=form is None,  # otherwise the backend looks as it reads them
-        logprobs=logprobs,
-    )
-    doubt = None
-    if form is not None and checked_values(logprobs.device):
-        doubt = functools.partial(check_given, logprobs, terms, logprobs)
-    step = _step_in_form(logprobs, entropy, terms, backend, want_metrics, form, doubt)
+    """``evaluate_objective`` after checking values that only the device knows."""
+    launch, doubt, reads_mask = bool(ratio.level), None, False
+    others = (entropy, terms.lengths, terms.skipped)
+    if launch and terms.loss_mask is not None and all(x is None for x in others):
+        # then nothing but the launch looks at the mask, and it may check what it reads
+        serving = load(backend)
+        reads_mask = hasattr(serving, "reads_mask") and serving.reads_mask(terms.loss_mask)
+    # a launch also looks at log-probs and advantages as it reads them, and reports what is doubtful
+    terms = check_values(logprobs, terms, mask=not reads_mask, logprobs_too=not launch, logprobs=logprobs)
+    if launch and checked_values(logprobs.device):
+        doubt = functools.partial(check_logprobs, logprobs, terms, logprobs)
+    step = evaluate_objective(logprobs, entropy, terms, backend, ratio, want_metrics, doubt)
     return step if want_metrics else step._replace(metrics=step.loss.new_empty(0))
 
 
-def _backend_reads_mask(terms: Terms, entropy: Tensor | None, backend: str) -> bool:
-    """Whether the launch checks the mask as it reads it, and nothing else looks at the mask."""
-    if terms.loss_mask is None or any(x is not None for x in (entropy, terms.lengths, terms.skipped)):
-        return False
-    reads = getattr(load(backend), "reads_mask", None)
-    return reads is not None and reads(terms.loss_mask)
-
-
 @policy_step.register_fake
-def _(logprobs: Tensor, entropy: Tensor | None, backend: str, terms: Terms, want_metrics: bool) -> PolicyStep:
+def _(
+    logprobs: Tensor,
+    entropy: Tensor | None,
+    terms: Terms,
+    backend: str,
+    ratio: RatioClip,
+    want_metrics: bool,
+) -> PolicyStep:
     dtype = stats_dtype(logprobs.dtype)
     with_entropy = entropy is not None and terms.entropy_coef is not None
     return PolicyStep(
@@ -103,15 +106,15 @@ def _(logprobs: Tensor, entropy: Tensor | None, backend: str, terms: Terms, want
 
 
 class PolicyLoss(torch.autograd.Function):
-    """Loss of given log-probs (and entropy); the backward multiplies what the forward already knows,
-    in its memory where no other backward will ask for it.
+    """Loss of log-probs (and entropy); the backward multiplies what the forward already knows, in its memory
+    where no other backward will ask for it.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, logprobs: Tensor, entropy: Tensor | None, backend: str, terms: Terms
+        ctx: Any, logprobs: Tensor, entropy: Tensor | None, terms: Terms, backend: str, ratio: RatioClip
     ) -> tuple[Tensor, Tensor]:
-        step = policy_step(logprobs, entropy, backend, terms, True)
+        step = policy_step(logprobs, entropy, terms, backend, ratio, True)
         ctx.save_for_backward(step.grad_logprobs, step.grad_entropy)
         ctx.dtypes = (logprobs.dtype, None if entropy is None else entropy.dtype)
         ctx.has_entropy_gradient = entropy is not None and terms.entropy_coef is not None
@@ -123,37 +126,24 @@ class PolicyLoss(torch.autograd.Function):
         grad_logprobs, grad_entropy = ctx.saved_tensors
         dtype, entropy_dtype = ctx.dtypes
         if entropy_dtype is None and is_last_backward():
-            return grad_logprobs.mul_(grad).to(dtype), None, None, None
+            return grad_logprobs.mul_(grad).to(dtype), None, None, None, None
         to_entropy = (grad_entropy * grad).to(entropy_dtype) if ctx.has_entropy_gradient else None
-        return (grad_logprobs * grad).to(dtype), to_entropy, None, None
-
-
-def loss_of(logprobs: Tensor, entropy: Tensor | None, backend: str, terms: Terms, packed: bool) -> LossOutput:
-    """The loss of log-probs (and entropy) in rows, which receive its gradient."""
-    loss, metrics = PolicyLoss.apply(logprobs, entropy, backend, terms)
-    return output_of(loss, metrics, logprobs, entropy, terms, packed)
-
-
-def carried_loss(
-    carrier: Tensor, logprobs: Tensor, entropy: Tensor | None, backend: str, terms: Terms, packed: bool
-) -> LossOutput:
-    """The loss of a call whose forward computed the gradient: ``carrier`` is 0 and holds it."""
-    step = policy_step(logprobs, entropy, backend, terms, True)
-    return output_of(carrier + step.loss, step.metrics, logprobs, entropy, terms, packed)
+        return (grad_logprobs * grad).to(dtype), to_entropy, None, None, None
 
 
 def output_of(
-    loss: Tensor, metrics: Tensor, logprobs: Tensor, entropy: Tensor | None, terms: Terms, packed: bool
+    loss: Tensor, metrics: Tensor, logprobs: Tensor, entropy: Tensor | None, terms: Terms
 ) -> LossOutput:
     """What the public losses return, from rows; NaN where nothing was looked at."""
     names = metric_names(terms, entropy)
-    named = dict(zip(names, metrics.unbind(), strict=True))
-    shown = logprobs.detach()
-    entropy = None if entropy is None else entropy.detach()
-    if terms.skipped is not None:
-        absent = terms.layout(shown).expand(terms.skipped) & terms.counted(shown)
-        shown = shown.masked_fill(absent, float("nan"))
-        entropy = None if entropy is None else entropy.masked_fill(absent, float("nan"))
-    return LossOutput(
-        loss, from_rows(shown, packed), None if entropy is None else from_rows(entropy, packed), named
-    )
+    packed = terms.cu_seqlens is not None
+    per_token = []
+    for rows in (logprobs, entropy):
+        value = None if rows is None else rows.detach()
+        if value is not None and terms.skipped is not None:
+            absent = terms.layout(value).expand(terms.skipped) & terms.counted(value)
+            value = value.masked_fill(absent, float("nan"))
+        per_token.append(value.squeeze(0) if packed and value is not None else value)
+    shown, shown_entropy = per_token
+    assert shown is not None
+    return LossOutput(loss, shown, shown_entropy, dict(zip(names, metrics.unbind(), strict=True)))

@@ -17,17 +17,16 @@ import torch
 from torch import Tensor
 
 from gspo_kernels import checks
-from gspo_kernels.layout import Layout, as_rows, layout_of
+from gspo_kernels.layout import Layout, layout_of
 from gspo_kernels.objectives.base import Objective, from_spec
 from gspo_kernels.ops import values
 from gspo_kernels.ops.library import checked_values
-from gspo_kernels.parallel.groups import gathered_numbers
-from gspo_kernels.types import constant
+from gspo_kernels.parallel.groups import Parallel, gathered_numbers, group_name
 
 KL_ESTIMATORS = ("k1", "k2", "k3")
 
 
-class Place(NamedTuple):
+class CallShape(NamedTuple):
     """Where the terms of a call belong: the labels' shape and device, and how many sequences they hold."""
 
     shape: tuple[int, ...]
@@ -37,7 +36,7 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Form:
+class ArgSpec:
     """What a term looks like.
 
     Attributes:
@@ -49,82 +48,71 @@ class Form:
     shape: Literal["tokens", "sequences", "either", "broadcast", "number", "offsets"]
     dtypes: tuple[torch.dtype, ...] | None = checks.FLOATS
 
-    def checked(self, name: str, value: object, place: Place, only: str = "") -> Tensor | None:
+    def normalize(self, name: str, value: Any, call: CallShape, only: str = "") -> Tensor | None:
         """The value as the operators take it; None where it changes nothing.
 
         Args:
             name: of the argument.
-            value: as the caller gave it, not None.
-            place: of the call.
+            value: as the caller passed it, not None.
+            call: what it belongs to.
             only: for "either": who takes it one per sequence alone, or "".
 
         Raises:
             TypeError, ValueError: naming the argument, what was got, and what is expected.
         """
         if self.shape == "broadcast":
-            return checks.broadcastable(name, value, place.shape, place.device)
+            if type(value) in (int, float) and value == 0:
+                return None
+            return checks.broadcastable(name, value, call.shape, call.device)
         if self.shape == "number":
-            return checks.scalar(name, value, place.device)
+            return checks.scalar(name, value, call.device)
         if self.shape == "offsets":
-            return checks.tensor(name, value, None, "[B + 1]", place.device)
-        expected: tuple[int, ...] | None = None
-        if self.shape == "tokens":
-            expected = place.shape
-        elif self.shape == "sequences":
-            expected = (place.sequences,)
-        tensor = checks.tensor(name, value, expected, _MEANINGS[self.shape], place.device)
-        if self.dtypes is not None:
-            checks.dtype(name, tensor, self.dtypes)
-        elif tensor.is_complex():
+            return checks.tensor(name, value, None, "[B + 1]", call.device)
+        per_sequence = (call.sequences,)
+        expected = {"tokens": call.shape, "sequences": per_sequence}.get(self.shape)
+        tensor = checks.tensor(name, value, expected, _MEANINGS[self.shape], call.device, self.dtypes)
+        if self.dtypes is None and tensor.is_complex():
             raise TypeError(f"{name}: got {tensor.dtype}, expected bool, int or float")
-        per_sequence = self.shape == "sequences"
-        if self.shape == "either":
-            per_sequence = self._is_per_sequence(name, tuple(tensor.shape), place, only)
-        tensor = constant(tensor)
-        return tensor if per_sequence else as_rows(tensor, place.packed)
-
-    @staticmethod
-    def _is_per_sequence(name: str, shape: tuple[int, ...], place: Place, only: str) -> bool:
-        per_sequence = (place.sequences,)
-        if shape == per_sequence:
-            return True
-        if shape != place.shape:
-            raise ValueError(
-                f"{name}: got shape {shape}, expected [B] = {per_sequence}"
-                + ("" if only else f" or the labels' shape {place.shape}")
-            )
-        if only:
-            raise ValueError(
-                f"{name}: got shape {shape}, but {only} takes one per sequence, [B] = {per_sequence}"
-            )
-        return False
+        shape = tuple(tensor.shape)
+        if self.shape == "either" and shape != per_sequence:
+            if shape != call.shape:
+                also = "" if only else f" or the labels' shape {call.shape}"
+                raise ValueError(f"{name}: got shape {shape}, expected [B] = {per_sequence}{also}")
+            if only:
+                raise ValueError(
+                    f"{name}: got shape {shape}, but {only} takes one per sequence, [B] = {per_sequence}"
+                )
+        if tensor.requires_grad:  # detach takes as long as a small operation
+            tensor = tensor.detach()
+        by_sequence = self.shape == "sequences" or (self.shape == "either" and shape == per_sequence)
+        return tensor.unsqueeze(0) if call.packed and not by_sequence else tensor
 
 
 _MEANINGS = {"tokens": "the labels' shape", "sequences": "[B]", "either": "[B] or the labels' shape"}
 
-TOKENS, SEQUENCES, EITHER = Form("tokens"), Form("sequences"), Form("either")
-BROADCAST, NUMBER = Form("broadcast"), Form("number")
-SEQUENCE_IDS, TOKEN_IDS = Form("sequences", checks.INTEGERS), Form("tokens", checks.INTEGERS)
+TOKENS, SEQUENCES, EITHER = ArgSpec("tokens"), ArgSpec("sequences"), ArgSpec("either")
+BROADCAST, NUMBER = ArgSpec("broadcast"), ArgSpec("number")
+SEQUENCE_IDS, TOKEN_IDS = ArgSpec("sequences", checks.INTEGERS), ArgSpec("tokens", checks.INTEGERS)
 
 
 class Terms(NamedTuple):
     """Everything that enters a loss besides log-probs and entropy; the public arguments of the same names.
 
-    ``checked`` turns what a caller gave into what operators take: tensors in rows without a gradient, and
-    numbers as 0-d fp64 tensors, or None where they change nothing. The fields from ``objective`` on are no
-    arguments.
+    ``normalize_terms`` turns what a caller passed into what operators take: tensors in rows without a
+    gradient, and numbers as 0-d fp64 tensors, or None where they change nothing. The fields from
+    ``cp_group`` on are no arguments.
     """
 
     old_logprobs: Annotated[Tensor | None, TOKENS] = None  # None: on-policy
     advantages: Annotated[Tensor | None, EITHER] = None
-    loss_mask: Annotated[Tensor | None, Form("tokens", None)] = None
-    cu_seqlens: Annotated[Tensor | None, Form("offsets", checks.INTEGERS)] = None
+    loss_mask: Annotated[Tensor | None, ArgSpec("tokens", None)] = None
+    cu_seqlens: Annotated[Tensor | None, ArgSpec("offsets", checks.INTEGERS)] = None
     ref_logprobs: Annotated[Tensor | None, TOKENS] = None
     kl_beta: Annotated[Tensor | None, BROADCAST] = None
     entropy_coef: Annotated[Tensor | None, BROADCAST] = None
     rollout_weights: Annotated[Tensor | None, EITHER] = None
     token_weights: Annotated[Tensor | None, TOKENS] = None
-    lengths: Annotated[Tensor | None, Form("sequences", (*checks.FLOATS, *checks.INTEGERS))] = None
+    lengths: Annotated[Tensor | None, ArgSpec("sequences", (*checks.FLOATS, *checks.INTEGERS))] = None
     group_ids: Annotated[Tensor | None, SEQUENCE_IDS] = None
     turn_ids: Annotated[Tensor | None, TOKEN_IDS] = None
     normalizer: Annotated[Tensor | None, NUMBER] = None
@@ -154,81 +142,75 @@ class Terms(NamedTuple):
             return torch.ones_like(tokens, dtype=torch.bool)
         return self.loss_mask if self.loss_mask.dtype == torch.bool else self.loss_mask != 0
 
-    def each(self, change: Callable[[Form, Tensor], Tensor | None]) -> Terms:
-        """The same terms, every tensor among them changed as its form asks for."""
+    def each(self, change: Callable[[ArgSpec, Tensor], Tensor | None]) -> Terms:
+        """The same terms, every tensor among them changed as its specification asks for."""
         changed: dict[str, Any] = {}
-        for name, form in FORMS.items():
+        for name, form in SPECS.items():
             tensor = getattr(self, name)
             if tensor is not None:
                 changed[name] = change(form, tensor)
         return self._replace(**changed)
 
 
-FORMS: dict[str, Form] = {
+SPECS: dict[str, ArgSpec] = {
     name: form
     for name, hint in typing.get_type_hints(Terms, include_extras=True).items()
     for form in getattr(hint, "__metadata__", ())
 }
-"""The form of every tensor among the terms."""
-_GIVEN = {name: FORMS[name] for name in Terms._fields[: Terms._fields.index("objective")] if name in FORMS}
-_BROADCAST_TERMS = tuple(label for label, form in _GIVEN.items() if form.shape == "broadcast")
+"""What every tensor among the terms looks like."""
+_ARGUMENTS = {
+    name: SPECS[name] for name in Terms._fields[: Terms._fields.index("objective")] if name in SPECS
+}
+_BROADCAST_TERMS = tuple(label for label, form in _ARGUMENTS.items() if form.shape == "broadcast")
 
 
-def shaped(given: Terms, tokens: Tensor, objective: Objective) -> Terms:
+def normalize_terms(
+    passed: Terms, tokens: Tensor, objective: Objective, parallel: Parallel | None = None
+) -> Terms:
     """Check shapes, dtypes and devices, and bring the terms into the operators' form.
 
     Args:
-        given: the arguments as the caller gave them.
+        passed: the arguments as the caller passed them.
         tokens: labels, log-probs or mask, whose layout has been checked.
         objective: the loss.
+        parallel: says whether ranks share the sequences.
 
     Raises:
         TypeError, ValueError: naming the argument, what was got, and what is expected.
     """
-    packed = given.cu_seqlens is not None
-    sequences = tokens.shape[0] if given.cu_seqlens is None else given.cu_seqlens.shape[0] - 1
-    place = Place(tuple(tokens.shape), tokens.device, sequences, packed)
-    found: dict[str, Any] = {}
-    for label, form in _GIVEN.items():
-        value = getattr(given, label)
+    packed = passed.cu_seqlens is not None
+    sequences = tokens.shape[0] if passed.cu_seqlens is None else passed.cu_seqlens.shape[0] - 1
+    call = CallShape(tuple(tokens.shape), tokens.device, sequences, packed)
+    normalized: dict[str, Any] = {}
+    for name, spec in _ARGUMENTS.items():
+        value = getattr(passed, name)
         if value is not None:
-            alone = label == "advantages" and not objective.takes_token_advantages
+            only = name == "advantages" and not objective.takes_token_advantages
             try:
-                found[label] = form.checked(label, value, place, type(objective).__name__ if alone else "")
+                normalized[name] = spec.normalize(name, value, call, type(objective).__name__ if only else "")
             except ValueError:
-                values.refuse_lengths(given.cu_seqlens)
+                values.refuse_lengths(passed.cu_seqlens)
                 raise
-    return given._replace(objective=objective.spec, cp_group=_context(given.cp_group), **found)
+    shared = parallel is not None and parallel.cp_group is not None
+    normalized["cp_group"] = group_name("cp_group", parallel.cp_group) if parallel and shared else ""
+    return passed._replace(objective=objective.spec, **normalized)
 
 
-def _context(group: object) -> str:
-    """The name of a ``cp_group`` as the caller gave it."""
-    if group in (None, ""):
-        return ""
-    from gspo_kernels.parallel.groups import group_name
-
-    return group_name("cp_group", group)
-
-
-def checked(given: Terms, tokens: Tensor, objective: Objective, has_entropy: bool) -> Terms:
-    """``shaped`` terms, after refusing what doesn't fit the objective or is no option.
+def validate_terms(
+    passed: Terms, tokens: Tensor, objective: Objective, has_entropy: bool, parallel: Parallel
+) -> Terms:
+    """Normalized terms, after refusing what doesn't fit the objective, or what it would ignore.
 
     ``has_entropy`` says whether the entropy is there, or will be.
     """
     checks.objective(objective, Objective)
     for label in _BROADCAST_TERMS:
-        if getattr(given, label) is None:
+        if getattr(passed, label) is None:
             checks.number(label, None)  # refuses it: 0 is what leaves the term out
-    terms = shaped(given, tokens, objective)
-    checks.choice("kl_estimator", given.kl_estimator, KL_ESTIMATORS)
-    checks.flag("kl_ratio_weighted", given.kl_ratio_weighted)
-    _check_fit(terms, objective, has_entropy)
-    return terms
-
-
-def _check_fit(terms: Terms, objective: Objective, has_entropy: bool) -> None:
-    """Refuse terms that the objective can't do without, or would ignore."""
-    name = type(objective).__name__
+    terms, name = normalize_terms(passed, tokens, objective, parallel), type(objective).__name__
+    if terms.kl_estimator not in KL_ESTIMATORS:
+        checks.choice("kl_estimator", terms.kl_estimator, KL_ESTIMATORS)
+    checks.flag("kl_ratio_weighted", terms.kl_ratio_weighted)
     if objective.needs_advantages and terms.advantages is None:
         raise TypeError(f"advantages: got None, but {name} needs them, one per sequence or per token")
     if not objective.needs_advantages and terms.advantages is not None:
@@ -252,6 +234,7 @@ def _check_fit(terms: Terms, objective: Objective, has_entropy: bool) -> None:
         raise ValueError(f"kl_ratio_weighted: {name} has no importance ratio, expected False")
     if terms.entropy_coef is not None and not has_entropy:
         raise ValueError("entropy: got None, but entropy_coef asks for an entropy bonus")
+    return terms
 
 
 def check_values(
@@ -259,24 +242,38 @@ def check_values(
     terms: Terms,
     *,
     mask: bool = True,
-    given: bool = True,
+    logprobs_too: bool = True,
     logprobs: Tensor | None = None,
 ) -> Terms:
     """The terms with their mask as bool, after checks that need a look at values; see ``ops.values``.
 
-    Without ``mask`` that is left as it is, for whoever reads it to check; without ``given`` so are log-probs
-    and advantages. ``logprobs`` are the current ones, if there are any yet.
-
-    Ranks of a ``cp_group`` tell each other what each of them has per token, where packed tokens may by chance
-    be as many as sequences.
+    Without ``mask`` that is left as it is, for whoever reads it to check; without ``logprobs_too`` so are
+    log-probs and advantages. ``logprobs`` are the current ones, if there are any yet.
     """
-    terms = _check_values(tokens, terms, mask, given, logprobs)
-    if not terms.cp_group or terms.cu_seqlens is None:
-        return terms
-    either = [name for name in _EITHER if getattr(terms, name) is not None]
+    if terms.cu_seqlens is not None:
+        values.check_cu_seqlens(terms.cu_seqlens, tokens)
+    if mask and terms.loss_mask is not None and terms.loss_mask.dtype != torch.bool:
+        terms = terms._replace(loss_mask=values.check_mask(terms.loss_mask))
+    if terms.normalizer is not None:
+        values.check_normalizer(terms.normalizer)
+    if terms.lengths is not None:
+        counts = terms.layout(tokens).sum(terms.counted(tokens).to(torch.float64))
+        values.check_lengths(terms.lengths, counts)
+    if terms.group_ids is not None and checked_values(terms.group_ids.device):
+        _check_groups(terms.group_ids)
+    if logprobs_too:
+        check_logprobs(tokens, terms, logprobs)
+    return _agree_on_token_terms(tokens, terms) if terms.cp_group else terms
+
+
+def _agree_on_token_terms(tokens: Tensor, terms: Terms) -> Terms:
+    """Ranks of a ``cp_group`` tell each other what each of them has per token, where packed tokens may by
+    chance be as many as sequences.
+    """
+    either = [name for name, spec in SPECS.items() if spec is EITHER and getattr(terms, name) is not None]
     if not from_spec(terms.objective).takes_token_advantages:
         either = [name for name in either if name != "advantages"]
-    if not either:
+    if terms.cu_seqlens is None or not either:
         return terms
     per_token = [getattr(terms, name).ndim == 2 for name in either]
     every = gathered_numbers(terms.cp_group, tokens.device, per_token)
@@ -291,30 +288,11 @@ def check_values(
     return terms
 
 
-_EITHER = tuple(name for name, form in FORMS.items() if form is EITHER)
-
-
-def _check_values(tokens: Tensor, terms: Terms, mask: bool, given: bool, logprobs: Tensor | None) -> Terms:
-    values.check_cu_seqlens(terms.cu_seqlens, tokens)
-    counted = values.check_mask(terms.loss_mask) if mask else terms.loss_mask
-    if counted is not terms.loss_mask:
-        terms = terms._replace(loss_mask=counted)
-    values.check_normalizer(terms.normalizer)
-    if terms.lengths is not None:
-        counts = terms.layout(tokens).sum(terms.counted(tokens).to(torch.float64))
-        values.check_lengths(terms.lengths, counts)
-    if terms.group_ids is not None and checked_values(terms.group_ids.device):
-        _check_groups(terms.group_ids)
-    if given:
-        check_given(tokens, terms, logprobs)
-    return terms
-
-
 _HIGHEST = 1.0
 """Nats. Log-probs are at most 0; those that were rounded to 16 bits may pass it by a little."""
 
 
-def check_given(tokens: Tensor, terms: Terms, logprobs: Tensor | None = None) -> None:
+def check_logprobs(tokens: Tensor, terms: Terms, logprobs: Tensor | None = None) -> None:
     """Refuse log-probs above 1 nat, and NaN among advantages and among other policies' log-probs.
 
     Tokens that don't count may hold anything. Old log-probs may be NaN where no gradient depends on them,
@@ -324,10 +302,10 @@ def check_given(tokens: Tensor, terms: Terms, logprobs: Tensor | None = None) ->
     if not checked_values(tokens.device):
         return
     named = {"logprobs": logprobs, "old_logprobs": terms.old_logprobs, "ref_logprobs": terms.ref_logprobs}
-    for name, given in named.items():
+    for name, value in named.items():
         # one look finds both: the largest of numbers with a NaN among them is NaN
-        if given is not None and given.numel() and not float(given.max()) <= _HIGHEST:
-            _check_logprobs(name, given, tokens, terms)
+        if value is not None and value.numel() and not float(value.max()) <= _HIGHEST:
+            _refuse_logprobs(name, value, tokens, terms)
     advantages = terms.advantages
     if advantages is not None and advantages.numel() and math.isnan(float(advantages.max())):
         counted = terms.counted(tokens)
@@ -338,13 +316,13 @@ def check_given(tokens: Tensor, terms: Terms, logprobs: Tensor | None = None) ->
             raise ValueError(f"advantages: got NaN at {_first_place(wrong, terms)}, expected numbers")
 
 
-def _check_logprobs(name: str, given: Tensor, tokens: Tensor, terms: Terms) -> None:
+def _refuse_logprobs(name: str, logprobs: Tensor, tokens: Tensor, terms: Terms) -> None:
     counted = terms.counted(tokens)
-    above = counted & (given > _HIGHEST)
+    above = counted & (logprobs > _HIGHEST)
     if bool(above.any()):
         raise ValueError(
-            f"{name}: got {float(given[above][0]):.6g} at {_first_place(above, terms)}, expected log-probs "
-            "in nats, which are at most 0, or 1 with rounding; are these logits, or negated?"
+            f"{name}: got {float(logprobs[above][0]):.6g} at {_first_place(above, terms)}, expected "
+            "log-probs in nats, which are at most 0, or 1 with rounding; are these logits, or negated?"
         )
     if name == "logprobs":
         return
@@ -353,7 +331,7 @@ def _check_logprobs(name: str, given: Tensor, tokens: Tensor, terms: Terms) -> N
         asked = may_move(tokens, terms)
     if name == "ref_logprobs" and terms.kl_beta is not None:
         asked = asked | (counted & (terms.kl_beta.to(tokens.device) != 0))
-    wrong = asked & given.isnan()
+    wrong = asked & logprobs.isnan()
     if bool(wrong.any()):
         raise ValueError(
             f"{name}: got NaN at {_first_place(wrong, terms)}, expected log-probs wherever they decide about "
@@ -364,10 +342,10 @@ def _check_logprobs(name: str, given: Tensor, tokens: Tensor, terms: Terms) -> N
 def may_move(tokens: Tensor, terms: Terms) -> Tensor:
     """Bool, tokens: those that count, less those whose gradient is zero whatever the log-probs are, even NaN.
 
-    These have no advantage, or no rollout weight, and no KL term or entropy bonus beside it.
+    These have no advantage, or no rollout weight, and neither a KL term nor an entropy bonus.
     """
     moving, objective = terms.counted(tokens), from_spec(terms.objective)
-    if any(getattr(terms, name) is not None for name in _BESIDE):
+    if any(getattr(terms, name) is not None for name in _OTHER_GRADIENTS):
         return moving
     scope, layout = objective.coefficient_scope, terms.layout(tokens)
     factors = [terms.advantages] if objective.zero_advantage_is_inactive else []
@@ -414,18 +392,18 @@ def merge_mask(row_labels: Tensor, terms: Terms, ignore_index: int) -> tuple[Ten
     return row_labels, terms._replace(loss_mask=counted)
 
 
-_BESIDE = ("kl_beta", "entropy_coef")
-"""What gives gradients beside the objective."""
+_OTHER_GRADIENTS = ("kl_beta", "entropy_coef")
+"""Terms that give gradients of their own."""
 
 
-def idle_sequences(tokens: Tensor, terms: Terms) -> Tensor | None:
+def inactive_sequences(tokens: Tensor, terms: Terms) -> Tensor | None:
     """[B] bool: sequences whose gradient is zero whatever the forward finds; None where none can be known.
 
     They are those whose counted tokens all have a zero advantage, for an objective to which that means a
     zero gradient, without a KL term or an entropy bonus. Advantages per token may be others on
     other ranks.
     """
-    beyond = any(getattr(terms, name) is not None for name in _BESIDE)
+    beyond = any(getattr(terms, name) is not None for name in _OTHER_GRADIENTS)
     if terms.advantages is None or beyond or not from_spec(terms.objective).zero_advantage_is_inactive:
         return None
     if terms.advantages.ndim == 1:
@@ -436,20 +414,20 @@ def idle_sequences(tokens: Tensor, terms: Terms) -> Tensor | None:
     return terms.layout(tokens).sum(moving.to(torch.float64)) == 0
 
 
-def leave_out_idle(row_labels: Tensor, terms: Terms, ignore_index: int) -> tuple[Tensor, Terms]:
-    """Idle sequences are not looked at: their labels become ``ignore_index``.
+def leave_out_inactive(row_labels: Tensor, terms: Terms, ignore_index: int) -> tuple[Tensor, Terms]:
+    """Inactive sequences are not looked at: their labels become ``ignore_index``.
 
     Raises:
-        ValueError: no sequence of the call can be known to be idle.
+        ValueError: no sequence of the call can be known to be inactive.
     """
-    idle = idle_sequences(row_labels, terms)
-    if idle is None:
+    inactive = inactive_sequences(row_labels, terms)
+    if inactive is None:
         if terms.cp_group and terms.advantages is not None and terms.advantages.ndim == 2:
             raise ValueError(
                 "skip_inactive: 'all' needs one advantage per sequence where cp_group has their tokens; use "
                 "'backward'"
             )
-        for name in _BESIDE:
+        for name in _OTHER_GRADIENTS:
             if getattr(terms, name) is not None:
                 raise ValueError(
                     f"skip_inactive: 'all' leaves sequences out that {name} gives a gradient; use 'backward'"
@@ -458,5 +436,5 @@ def leave_out_idle(row_labels: Tensor, terms: Terms, ignore_index: int) -> tuple
             f"skip_inactive: 'all' needs an objective without gradient at zero advantage, which "
             f"{type(from_spec(terms.objective)).__name__} is not; use 'backward'"
         )
-    left_out = terms.layout(row_labels).expand(idle)
-    return row_labels.masked_fill(left_out, ignore_index), terms._replace(skipped=idle)
+    left_out = terms.layout(row_labels).expand(inactive)
+    return row_labels.masked_fill(left_out, ignore_index), terms._replace(skipped=inactive)

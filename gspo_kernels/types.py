@@ -27,11 +27,6 @@ METRICS = (
 """Names of the metrics that every loss reports, in the order in which kernels and ops store them."""
 
 
-def constant(values: Tensor) -> Tensor:
-    """``detach``, which takes as long as a small operation where it changes nothing, too."""
-    return values.detach() if values.requires_grad else values
-
-
 MASK_VALUES = "loss_mask: expected only 0 and 1 (or bool)"
 """What is said of a mask that holds anything else."""
 
@@ -281,6 +276,9 @@ class SequenceRatioStats(NamedTuple):
     coefficients: Tensor
     divisor: Tensor
     metrics: Tensor
+
+
+STATS_DTYPES = (torch.float32, torch.float64)
 
 
 def stats_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -60,7 +60,7 @@ class PretendedGpu:
         self._context = self._monkeypatch.context()
         context = self._context.__enter__()
         # operators are what they do: seen from within, instead of as one opaque call
-        context.setattr(library, "nobody_listens", lambda _: True)
+        context.setattr(library, "can_bypass_dispatcher", lambda _: True)
         context.setattr(Tensor, "device", property(self._device_of), raising=False)
         context.setattr(Tensor, "is_cuda", property(lambda x: not _on_host(x)), raising=False)
         context.setattr(Tensor, "is_cpu", property(_on_host), raising=False)

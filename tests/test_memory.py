@@ -117,7 +117,7 @@ def scoring_child(dtype):
         before = resident("VmHWM")
         gk.linear_token_logprobs(hidden.detach(), weight, labels, max_chunk_bytes=CHUNK, return_entropy=True)
         print(resident("VmHWM") - before)
-        del cpp.folds
+        vars(cpp).pop("folds", None)
 
 
 def measure(contestant, tokens, dtype, sequences):
@@ -178,9 +178,9 @@ def flags_of(address):
     not Path("/sys/kernel/mm/transparent_hugepage/enabled").exists(), reason="a kernel without huge pages"
 )
 def test_large_blocks_ask_for_huge_pages():
-    from gspo_kernels.ops.memory import memory_like
+    from gspo_kernels.ops.memory import used_memory
 
-    memory = memory_like(torch.empty(64, MIB // 4))
+    memory = used_memory(torch.Size((64, MIB // 4)), torch.float32, torch.device("cpu"))
     assert memory.shape == (64, MIB // 4) and memory.dtype == torch.float32
     assert "hg" in flags_of(memory.data_ptr() + 32 * MIB)
 
@@ -196,9 +196,9 @@ def given_back():
 
 
 def gradient_memory(mib=64, dtype=torch.float32):
-    from gspo_kernels.ops.memory import memory_like
+    from gspo_kernels.ops.memory import used_memory
 
-    return memory_like(torch.empty(mib, MIB // dtype.itemsize, dtype=dtype))
+    return used_memory(torch.Size((mib, MIB // dtype.itemsize)), dtype, torch.device("cpu"))
 
 
 on_linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="pages are kept on Linux")

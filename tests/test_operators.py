@@ -10,15 +10,15 @@ from gspo_kernels.linear.distillation import LinearTeacher
 from gspo_kernels.linear.loss import Schedule
 from gspo_kernels.objectives.base import from_spec
 from gspo_kernels.ops.divergence import divergence_forward
-from gspo_kernels.ops.library import flat, nobody_listens
+from gspo_kernels.ops.library import can_bypass_dispatcher, flat
 from gspo_kernels.ops.logprobs import RowGradients, logprobs_forward
 from gspo_kernels.ops.pairs import DivergenceForm, Pair, TeacherRows
 from gspo_kernels.ops.selected import SelectedGradients, SelectedOperands, selected_forward
-from gspo_kernels.plan import RequiresGrad, make_plan
+from gspo_kernels.plan import Plan, RequiresGrad, coefficients_depend_on, ratio_of
 from gspo_kernels.sequence_ratio import RatioOperands
 from gspo_kernels.step import policy_step
 from gspo_kernels.terms import Terms
-from gspo_kernels.types import RatioClip, RowOptions, RowStats, Shard
+from gspo_kernels.types import NO_RATIO, RatioClip, RowOptions, RowStats, Shard
 from tests.cases import generator
 
 
@@ -54,12 +54,11 @@ def operator_inputs():
         rollout_weights=advantages.abs(), normalizer=number,
     )  # fmt: skip
     form = RatioClip(-0.2, 0.2, float("inf"), False, "sequences", 1.0)
-    everything = RequiresGrad(True, True, True)
-
-    only_hidden = RequiresGrad(True, False, False)
+    everything, only_hidden = RequiresGrad(True, True, True), RequiresGrad(True, False, False)
 
     def plan(terms, needs):
-        return make_plan(from_spec(terms.objective), terms, "cpp", needs, needs.weight)
+        depends_on = coefficients_depend_on(from_spec(terms.objective), terms)
+        return Plan("cpp", depends_on, ratio_of(terms, "cpp"), needs, needs.weight)
 
     shares, said = upstream.double(), TeacherRows(None, ids, torch.full(ids.shape, -1.5))
     whole, over_ids = DivergenceForm(0.3, 0, False, True), DivergenceForm(1.0, 0, False, False)
@@ -107,14 +106,7 @@ def operator_inputs():
         "linear_selected_forward": [(trained(options), ids, False), (frozen(options), ids, True)],
         "linear_selected_backward": [
             (trained(options), ids, selected, both, everything, False),
-            (
-                frozen(options),
-                ids,
-                selected,
-                both._replace(tail=None),
-                RequiresGrad(True, False, False),
-                True,
-            ),
+            (frozen(options), ids, selected, both._replace(tail=None), only_hidden, True),
         ],
         "mask_labels": [(labels, None, None, -100), (labels, labels > 2, None, -100)],
         "linear_logprobs_forward": [
@@ -123,15 +115,22 @@ def operator_inputs():
         ],
         "linear_logprobs_backward": [
             (trained(options), stats, upstream, upstream, everything, True),
-            (frozen(options), without_entropy, upstream, None, RequiresGrad(True, False, False), False),
+            (frozen(options), without_entropy, upstream, None, only_hidden, False),
         ],
         "policy_step": [
-            (logprobs, None, "cpp", plain, True),
-            (logprobs, entropy, "reference", full, True),
-            (packed_rows[2], packed_rows[2], "triton", packed, False),
+            (logprobs, None, plain, "cpp", ratio_of(plain, "cpp"), True),
+            (logprobs, entropy, full, "reference", NO_RATIO, True),
+            (packed_rows[2], packed_rows[2], packed, "triton", NO_RATIO, False),
         ]
         + [
-            (values, monitored, backend, sequence._replace(old_logprobs=before), monitored is None)
+            (
+                values,
+                monitored,
+                sequence._replace(old_logprobs=before),
+                backend,
+                ratio_of(sequence, backend),
+                monitored is None,
+            )
             for backend in ("triton", "cpp")
             for values, monitored, before in (
                 (logprobs, None, old),
@@ -144,12 +143,7 @@ def operator_inputs():
             for name in ("known", "deferred", "auto")
         ]
         + [
-            (
-                frozen(by_row, cut),
-                full,
-                plan(full, only_hidden),
-                Schedule(name, False, True),
-            )
+            (frozen(by_row, cut), full, plan(full, only_hidden), Schedule(name, False, True))
             for cut, name in ((fit, "aligned"), (chunks, "auto"))
         ],
         "token_shares": [(labels, full._replace(objective=gk.Linear(aggregation="token_mean").spec))],
@@ -162,7 +156,7 @@ def operator_inputs():
         "linear_distillation": [
             (trained(options), heads, whole, shares, everything),
             (trained(options), scored_heads, over_ids, shares, everything),
-            (frozen(by_row), heads, whole, shares, RequiresGrad(True, False, False)),
+            (frozen(by_row), heads, whole, shares, only_hidden),
             (
                 frozen(by_row)._replace(hidden=hidden.bfloat16(), weight=weight.bfloat16()),
                 heads,
@@ -184,8 +178,8 @@ def registered():
 
 
 def test_every_operator_has_representative_inputs():
-    # an operator is registered when the module that holds it is imported; the public functions import them all
-    for name in gk.__all__:
+    # an operator is registered when its module is imported; the public functions import them all
+    for name in gk.__all__:  # which imports the modules that register operators
         getattr(gk, name)
     assert registered() == sorted(operator_inputs())
 
@@ -212,7 +206,7 @@ def test_tensor_subclasses_are_noticed_inside_structs():
 
     def unheard(old_logprobs):
         terms = Terms(old_logprobs=old_logprobs)
-        return nobody_listens(policy_step.tensors(plain, None, "cpp", terms, True))
+        return can_bypass_dispatcher(policy_step.tensors(plain, None, terms, "cpp", NO_RATIO, True))
 
     assert unheard(plain)
     assert not unheard(plain.as_subclass(Subclass))

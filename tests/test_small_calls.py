@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import gspo_kernels as gk
-from gspo_kernels import cpp
-from gspo_kernels.linear import calls, loss
+from gspo_kernels import cpp, losses
+from gspo_kernels.linear import loss
 from gspo_kernels.ops import values
 from tests.draws import shifted_seed
 
@@ -53,7 +53,7 @@ def kept(monkeypatch):
         found.append(result is not None)
         return result
 
-    monkeypatch.setattr(calls, "small_loss", watched)
+    monkeypatch.setattr(losses, "small_loss", watched)
     return found
 
 

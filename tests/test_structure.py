@@ -280,9 +280,9 @@ def test_no_module_imports_one_above_it_by_a_string():
         assert upwards(path, path.read_text(encoding="utf-8")) == set(), path
     backends = ROOT / "gspo_kernels" / "ops" / "backends.py"
     assert "gspo_kernels.cpp" in named_in_strings(backends, backends.read_text(encoding="utf-8"))
-    for name in ("..linear.calls", "gspo_kernels.linear.calls"):
+    for name in ("..linear.call", "gspo_kernels.linear.call"):
         planted = f"import importlib\n\nimportlib.import_module({name!r}, __package__)\n"
-        assert upwards(backends, planted) == {"gspo_kernels.linear.calls"}
+        assert upwards(backends, planted) == {"gspo_kernels.linear.call"}
 
 
 def test_objectives_may_not_import_layers(tmp_path):

@@ -22,7 +22,6 @@ from gspo_kernels.types import (
     RatioStep,
     RowStats,
     SequenceRatioStats,
-    constant,
     pair_dtypes,
     stats_dtype,
 )
@@ -84,9 +83,9 @@ def logprobs_backward(
     dtype = stats_dtype(logits.dtype)
     _operators().logprobs_backward(
         *_row_arguments(logits, labels, transform, ignore_index),
-        _vector(stats.logprobs, logits),
+        _as(stats.logprobs.detach(), dtype).contiguous(),
         stats.lse.contiguous(),
-        _vector(stats.entropy, logits),
+        None if stats.entropy is None else _vector(stats.entropy, logits),
         *[
             None if grad is None else _as(grad.detach(), dtype)
             for grad in (grad_logprobs, grad_entropy, grad_scale)
@@ -266,7 +265,7 @@ def ratio_step(
     step = RatioStep(new(()), new(len(METRICS) + (kl is not None)), torch.empty_like(logprobs))
     beta = None if kl is None or kl.beta is None else kl.beta.to(torch.float64).expand(logprobs.shape)
     verdict = _operators().ratio_step(
-        constant(logprobs).contiguous(),
+        logprobs.detach() if logprobs.requires_grad else logprobs,
         mask.contiguous(),
         *_sequence_arguments(old_logprobs, cu_seqlens, advantages, weights, lengths, normalizer, form),
         None if kl is None else _numbers(kl.ref_logprobs),
@@ -327,7 +326,7 @@ def merge_mask(
     """See ``ops.backends.MaskBackend.merge_mask``."""
     if mask.dtype not in _MASKS or (labels is not None and labels.dtype != torch.int64):
         return None
-    mask, merged = constant(mask).contiguous(), None
+    mask, merged = mask.contiguous(), None
     counted = torch.empty_like(mask, dtype=torch.bool)
     if labels is not None:
         labels = labels.contiguous()
@@ -357,6 +356,7 @@ def scale_(values: Tensor, factor: Tensor) -> None:
         values.mul_(factor)
 
 
+@functools.cache
 def _operators() -> torch._ops._OpNamespace:
     reason = _why_not_loaded()
     if reason is not None:
@@ -365,17 +365,15 @@ def _operators() -> torch._ops._OpNamespace:
 
 
 def _empty_stats(logits: Tensor, labels: Tensor, entropy: bool) -> RowStats:
-    def empty(dtype: torch.dtype) -> Tensor:
-        # in half of the time that a shape takes
-        return torch.empty_like(labels, dtype=dtype, memory_format=torch.contiguous_format)
-
-    dtype = stats_dtype(logits.dtype)
-    return RowStats(empty(dtype), empty(torch.float64), empty(dtype) if entropy else None)
+    # in half of the time that a shape takes
+    like = functools.partial(torch.empty_like, labels, memory_format=torch.contiguous_format)
+    kind = stats_dtype(logits.dtype)
+    return RowStats(like(dtype=kind), like(dtype=torch.float64), like(dtype=kind) if entropy else None)
 
 
 def _vector(values: Tensor | None, logits: Tensor) -> Tensor | None:
     """One value per row as the operators take it: contiguous, in the dtype of statistics."""
-    return None if values is None else _as(constant(values), stats_dtype(logits.dtype)).contiguous()
+    return None if values is None else _as(values.detach(), stats_dtype(logits.dtype)).contiguous()
 
 
 def _as(values: Tensor, dtype: torch.dtype) -> Tensor:
@@ -388,7 +386,8 @@ def _numbers(values: Tensor | None) -> Tensor | None:
     if values is None:
         return None
     exact = values.dtype in (torch.float32, torch.float64)
-    return constant(values if exact else values.to(torch.float64)).contiguous()
+    values = (values if exact else values.to(torch.float64)).contiguous()
+    return values.detach() if values.requires_grad else values
 
 
 def _sequence_arguments(

@@ -15,8 +15,9 @@ from gspo_kernels.linear.call import Call, as_index
 from gspo_kernels.linear.schedule import Part
 from gspo_kernels.objectives.base import from_spec
 from gspo_kernels.objectives.linear import Linear
-from gspo_kernels.step import take_step
-from gspo_kernels.terms import Form, Terms, idle_sequences
+from gspo_kernels.plan import ratio_of
+from gspo_kernels.step import evaluate_objective
+from gspo_kernels.terms import ArgSpec, Terms, inactive_sequences
 
 
 def without_logprobs(tokens: Tensor, terms: Terms) -> tuple[Tensor, Terms]:
@@ -30,7 +31,8 @@ def without_logprobs(tokens: Tensor, terms: Terms) -> tuple[Tensor, Terms]:
 def known_coefficients(tokens: Tensor, terms: Terms, backend: str) -> Tensor:
     """dLoss/dlogprobs of the objective alone, where log-probs don't matter; only in operators."""
     logprobs, alone = without_logprobs(tokens, terms)
-    return take_step(logprobs, None, alone, backend, want_metrics=False).grad_logprobs
+    ratio = ratio_of(alone, backend)
+    return evaluate_objective(logprobs, None, alone, backend, ratio, want_metrics=False).grad_logprobs
 
 
 def token_terms(tokens: Tensor, terms: Terms, backend: str) -> Terms:
@@ -38,7 +40,7 @@ def token_terms(tokens: Tensor, terms: Terms, backend: str) -> Terms:
     layout = terms.layout(tokens)
     shares = Aggregation.of(tokens, terms).token_shares()
 
-    def expanded(form: Form, value: Tensor) -> Tensor:
+    def expanded(form: ArgSpec, value: Tensor) -> Tensor:
         if form.shape == "broadcast":
             return value.to(tokens.device).expand(tokens.shape)
         return layout.expand(value) if form.shape != "tokens" and value.ndim == 1 else value
@@ -92,7 +94,7 @@ class CoefficientGroups:
         if not equal:
             present = call.counted if compact else torch.ones_like(call.counted)
             asked["counts"] = layout.sum(present.to(torch.float64))
-        inactive = idle_sequences(call.labels, terms) if skip else None
+        inactive = inactive_sequences(call.labels, terms) if skip else None
         if inactive is not None:
             asked["inactive"] = inactive
         if depends_on == "group" and terms.group_ids is not None:
@@ -159,7 +161,7 @@ class CoefficientGroups:
                 [len(self._sequences), *sizes]
             )
 
-        def in_order(form: Form, value: Tensor) -> Tensor:
+        def in_order(form: ArgSpec, value: Tensor) -> Tensor:
             """One per sequence, or flat [1, n] where it is one per token."""
             if value.ndim == 0 or form.shape in ("number", "offsets"):
                 return value
@@ -172,7 +174,7 @@ class CoefficientGroups:
         for part, (first, last), cu_seqlens in zip(parts, ranges, offsets, strict=True):
             rows = slice(ends[first], ends[last])
 
-            def select(form: Form, value: Tensor) -> Tensor:
+            def select(form: ArgSpec, value: Tensor) -> Tensor:
                 if value.ndim == 1 and form.shape != "offsets":
                     return value[first:last]  # noqa: B023
                 return value[:, rows] if value.ndim == 2 else value  # noqa: B023

@@ -1,4 +1,4 @@
-"""The arguments of entries that take hidden states and the head's weight."""
+"""The arguments of functions that take hidden states and the head's weight."""
 
 from __future__ import annotations
 
@@ -12,35 +12,28 @@ from gspo_kernels.invariance import in_force
 from gspo_kernels.linear.call import Chunking
 from gspo_kernels.logits import check_scores
 from gspo_kernels.ops.products import fixed_unavailable
+from gspo_kernels.parallel.groups import Parallel
 
 LOGITS_DTYPES = ("float32", "input")
 
 
 class ProductArguments(NamedTuple):
-    """How hidden states become logits, as the caller said it."""
+    """How hidden states become logits, as the caller passed it."""
 
     logits_dtype: str = "float32"
     max_chunk_bytes: int | None = None
-    reduce_hidden_grad: bool = True
-    sequence_parallel: bool = False
     batch_invariant: bool | None = None
 
-    def checked(self, compact: bool, group: object) -> Chunking:
-        """Checked; a budget of None becomes 0, the default. ``group`` is the call's ``tp_group``."""
+    def normalize(self, compact: bool, parallel: Parallel) -> Chunking:
+        """Check the options; a budget of None becomes 0, the default."""
         checks.choice("logits_dtype", self.logits_dtype, LOGITS_DTYPES)
         budget = self.max_chunk_bytes
         if budget is not None and checks.integer("max_chunk_bytes", budget) < 1:
             raise ValueError(f"max_chunk_bytes: got {budget}, expected at least 1: a chunk is at least a row")
-        reduces = checks.flag("reduce_hidden_grad", self.reduce_hidden_grad)
-        scattered = checks.flag("sequence_parallel", self.sequence_parallel)
-        for name, value in (("reduce_hidden_grad", not reduces), ("sequence_parallel", scattered)):
-            if value and group is None:
-                raise ValueError(f"{name}: got {getattr(self, name)} without a tp_group to sum over")
-        if scattered and not reduces:
-            raise ValueError(
-                "reduce_hidden_grad: got False, but with sequence_parallel=True a rank's dHidden is always "
-                "the sum over tp_group"
-            )
+        reduces, scattered = parallel.reduce_hidden_grad, parallel.sequence_parallel
+        if parallel.tp_group is None and (scattered or not reduces):
+            name = "sequence_parallel" if scattered else "reduce_hidden_grad"
+            raise ValueError(f"{name}: got {scattered} without a tp_group to sum over")
         invariant = in_force(self.batch_invariant)
         # segments are counted in tokens that count, so that others have no part in products
         return Chunking(self.logits_dtype, budget or 0, compact or invariant, reduces, scattered, invariant)
@@ -50,20 +43,8 @@ def check_inputs(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, chunking: Chunking
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """[B, T, H] with [B, T], or [N, H] with [N]; returns the three as autocast, if on, wants them."""
-    hidden, weight, bias = _checked_inputs(hidden, weight, bias, labels, chunking.scattered)
-    if chunking.batch_invariant:
-        trained = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (weight, bias))
-        reason = fixed_unavailable(weight, trained)
-        if reason is not None:
-            raise ValueError(f"batch_invariant: got True, but {reason}")
-    return hidden, weight, bias
-
-
-def _checked_inputs(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, scattered: bool
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    check_scores("hidden", hidden, labels, "H", scattered)
-    checks.floats("weight", weight, None, "[V, H]", labels.device)
+    check_scores("hidden", hidden, labels, "H", chunking.scattered)
+    checks.tensor("weight", weight, None, "[V, H]", labels.device, checks.FLOATS)
     if weight.ndim != 2 or weight.shape[1] != hidden.shape[-1]:
         raise ValueError(
             f"weight: got shape {tuple(weight.shape)}, expected [V, H] with H = {hidden.shape[-1]}"
@@ -71,18 +52,22 @@ def _checked_inputs(
     if 0 in weight.shape:
         raise ValueError(f"weight: got shape {tuple(weight.shape)}, expected V >= 1 and H >= 1")
     if bias is not None:
-        checks.floats("bias", bias, (weight.shape[0],), "[V]", labels.device)
-    if torch.is_autocast_enabled(hidden.device.type):
+        checks.tensor("bias", bias, (weight.shape[0],), "[V]", labels.device, checks.FLOATS)
+    # as F.linear does it: fp64 stays out of autocast
+    if torch.is_autocast_enabled(hidden.device.type) and torch.float64 not in (hidden.dtype, weight.dtype):
         low = torch.get_autocast_dtype(hidden.device.type)
-        # as F.linear does it: fp64 stays out of autocast
-        if torch.float64 not in (hidden.dtype, weight.dtype):
-            return hidden.to(low), weight.to(low), None if bias is None else bias.to(low)
+        hidden, weight, bias = hidden.to(low), weight.to(low), None if bias is None else bias.to(low)
     for name, value in (("weight", weight), ("bias", bias)):
         if value is not None and value.dtype != hidden.dtype:
             raise TypeError(
                 f"{name}: got {value.dtype}, expected {hidden.dtype} like hidden; "
                 "mixed dtypes need torch.autocast"
             )
+    if chunking.batch_invariant:
+        trained = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (weight, bias))
+        reason = fixed_unavailable(weight, trained)
+        if reason is not None:
+            raise ValueError(f"batch_invariant: got True, but {reason}")
     return hidden, weight, bias
 
 
@@ -104,20 +89,22 @@ def check_teachers_head(
         return None, None, None
     if weight is None:
         raise ValueError("teacher_weight: got None, expected [V, H] along with teacher_hidden")
-    checks.floats("teacher_hidden", hidden, None, "like hidden but for the width", tokens.device)
+    checks.tensor(
+        "teacher_hidden", hidden, None, "like hidden but for the width", tokens.device, checks.FLOATS
+    )
     if hidden.shape[:-1] != tokens.shape:
         raise ValueError(
             f"teacher_hidden: got shape {tuple(hidden.shape)}, expected {(*tokens.shape, 'H of teacher')} "
             "for the tokens of hidden"
         )
-    checks.floats("teacher_weight", weight, None, "[V, H of the teacher]", tokens.device)
+    checks.tensor("teacher_weight", weight, None, "[V, H of the teacher]", tokens.device, checks.FLOATS)
     if tuple(weight.shape) != (vocabulary, hidden.shape[-1]):
         raise ValueError(
             f"teacher_weight: got shape {tuple(weight.shape)}, expected {(vocabulary, hidden.shape[-1])}, "
             "the student's vocabulary and the width of teacher_hidden"
         )
     if bias is not None:
-        checks.floats("teacher_bias", bias, (vocabulary,), "[V]", tokens.device)
+        checks.tensor("teacher_bias", bias, (vocabulary,), "[V]", tokens.device, checks.FLOATS)
         bias = bias.detach()
     reason = fixed_unavailable(weight, trained=False) if chunking.batch_invariant else None
     if reason is not None:

@@ -30,12 +30,12 @@ from gspo_kernels.linear.scaling import times
 from gspo_kernels.linear.schedule import evaluated_at_once, plan_parts
 from gspo_kernels.linear.scores import Projected, Scores
 from gspo_kernels.linear.sums import HeadSums
-from gspo_kernels.ops.library import nobody_listens, operator
+from gspo_kernels.ops.library import can_bypass_dispatcher, operator
 from gspo_kernels.ops.logprobs import RowGradients, ScoredRows, logprobs_backward, save_rows, saved_rows
 from gspo_kernels.ops.products import transposed_product
 from gspo_kernels.plan import Plan, RequiresGrad
 from gspo_kernels.sequence_ratio import RatioOperands, sequence_ratio
-from gspo_kernels.step import _step_in_form, take_step
+from gspo_kernels.step import evaluate_objective
 from gspo_kernels.terms import Terms, check_values
 from gspo_kernels.types import RowOptions, RowStats, SequenceRatioStats, stats_dtype
 
@@ -169,7 +169,9 @@ class Run:
             rows, (logprobs, _, entropy) = chunk.where, projected.stats
             if form.level:
                 chunk_terms = per_token.each(lambda _, value: value.flatten()[rows].unsqueeze(0))  # noqa: B023
-                step = _step_in_form(logprobs.unsqueeze(0), None, chunk_terms, self.plan.backend, False, form)
+                step = evaluate_objective(
+                    logprobs.unsqueeze(0), None, chunk_terms, self.plan.backend, form, want_metrics=False
+                )
             else:
                 # every token is a sequence of its own
                 chunk_terms = per_token.each(lambda _, value: value.flatten()[rows].unsqueeze(1))  # noqa: B023
@@ -271,15 +273,15 @@ class Run:
             return grad[part.where], None if grad_entropy is None else grad_entropy[part.where]
         logprobs, _, entropy = self.scores.at(part.where) if stats is None else stats
         entropy = None if entropy is None else entropy.unsqueeze(0)
-        return _flat(
-            take_step(logprobs.unsqueeze(0), entropy, part.terms, self.plan.backend, want_metrics=False)
-        )
+        backend, ratio = self.plan.backend, self.plan.ratio
+        logprobs = logprobs.unsqueeze(0)
+        return _flat(evaluate_objective(logprobs, entropy, part.terms, backend, ratio, want_metrics=False))
 
     def whole_step(self) -> PolicyStep:
         """Loss and metrics of the whole call, once all its log-probs are there."""
         if self._step is None:
             logprobs, _, entropy = self.scores.stats
-            self._step = take_step(logprobs, entropy, self.terms, self.plan.backend)
+            self._step = evaluate_objective(logprobs, entropy, self.terms, self.plan.backend, self.plan.ratio)
         return self._step
 
 
@@ -310,7 +312,7 @@ def small_loss(operands: LinearOperands, terms: Terms, plan: Plan) -> SmallLoss 
     that share a vocabulary; products in a fixed order. They also serve whoever traces operators.
     """
     hidden, weight, bias, labels, options, chunking = operands
-    if chunking.batch_invariant or options.shard.group or not nobody_listens([hidden, weight, labels]):
+    if chunking.batch_invariant or options.shard.group or not can_bypass_dispatcher([hidden, weight, labels]):
         return None
     budget = min(SMALL_BYTES, chunking.max_chunk_bytes or SMALL_BYTES)
     size = labels.numel() * weight.shape[0] * weight.element_size()

@@ -39,7 +39,8 @@ def evaluated_at_once(depends_on: str, terms: Terms, invariant: bool) -> bool:
 
 def unsupported(objective: Objective, terms: Terms, plan: Plan, invariant: bool) -> dict[str, str]:
     """Why schedules are not exact for a call, by name, or not batch-invariant where that is asked for."""
-    name, depends_on, reasons = type(objective).__name__, plan.depends_on, dict[str, str]()
+    name, depends_on = type(objective).__name__, plan.depends_on
+    reasons: dict[str, str] = {}
     if depends_on not in ("nothing", "token"):
         what = f"{name} off-policy" if objective.ratio_only else name
         if terms.kl_beta is not None and terms.kl_ratio_weighted:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gspo_kernels.ops.library import inplace_operator, operator
 from gspo_kernels.ops.logprobs import check_rows, save_rows, saved_rows, scale_
-from gspo_kernels.ops.memory import memory_like
+from gspo_kernels.ops.memory import used_memory
 from gspo_kernels.ops.pairs import DivergenceForm, Pair, TeacherRows
 from gspo_kernels.ops.values import check_temperature
 from gspo_kernels.types import PairStats, RowOptions, pair_dtypes, stats_dtype
@@ -48,7 +48,7 @@ def _(pair: Pair, options: RowOptions) -> PairStats:
 @operator
 def divergence_backward(pair: Pair, options: RowOptions, known: PairStats, grad: Tensor) -> Tensor:
     """The student's gradient in the dtype of its logits, contiguous."""
-    out = memory_like(pair.logits)
+    out = used_memory(pair.logits.shape, pair.logits.dtype, pair.logits.device)
     pair.evaluate(options, known, grad, out)
     return out
 
@@ -99,7 +99,7 @@ class PairWithGradient(NamedTuple):
 def divergence_and_grad(pair: Pair, options: RowOptions, grad: Tensor) -> PairWithGradient:
     """Both, for gradients that are known beforehand."""
     _checked(pair, options)
-    out = memory_like(pair.logits)
+    out = used_memory(pair.logits.shape, pair.logits.dtype, pair.logits.device)
     return PairWithGradient(*pair.evaluate(options, None, grad, out), out)
 
 

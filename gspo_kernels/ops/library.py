@@ -59,7 +59,9 @@ def _places(structs: dict[str, _Struct]) -> tuple[tuple[int, _Struct], ...]:
     return tuple((i, x) for i, x in enumerate(structs.values()) if x.places or x.kind in leaves)
 
 
-def _tensors_at(places: tuple[tuple[int, _Struct], ...], values: Any, found: list[Tensor]) -> list[Tensor]:
+def _collect_tensors(
+    places: tuple[tuple[int, _Struct], ...], values: Any, found: list[Tensor]
+) -> list[Tensor]:
     """``found``, and after it the tensors among arguments and in structs among them.
 
     In the path of every small call: what can't be a tensor is not looked at.
@@ -69,7 +71,7 @@ def _tensors_at(places: tuple[tuple[int, _Struct], ...], values: Any, found: lis
         if value is None:
             continue
         if struct.places:
-            _tensors_at(struct.places, value, found)
+            _collect_tensors(struct.places, value, found)
         else:
             found.append(value)
     return found
@@ -86,7 +88,7 @@ def flat(values: Any) -> list[Any]:
     return operands
 
 
-def nobody_listens(tensors: list[Tensor]) -> bool:
+def can_bypass_dispatcher(tensors: list[Tensor]) -> bool:
     """Whether a call on these may go straight to the implementation, because nothing would notice it.
 
     To pass the dispatcher takes as long as a dozen small operations. Compilers, dispatch modes, functorch,
@@ -139,8 +141,8 @@ class Operator:
 
     def __call__(self, *args: Any) -> Any:
         """Dispatch; the arguments are those of the implementation."""
-        tensors = self.tensors(*args)
-        if nobody_listens(tensors):
+        tensors = _collect_tensors(self._places, args, [])
+        if can_bypass_dispatcher(tensors):
             with _isolation(tensors):
                 result = self._implementation(*args)
             if self._mutates:
@@ -154,7 +156,7 @@ class Operator:
 
     def tensors(self, *args: Any) -> list[Tensor]:
         """The tensors among the arguments of a call, and in structs among them."""
-        return _tensors_at(self._places, args, [])
+        return _collect_tensors(self._places, args, [])
 
     def save(self, ctx: Any, *args: Any) -> None:
         """Save the arguments of a call in an autograd context, for ``repeat``."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gspo_kernels.ops.backends import load, rows_of
 from gspo_kernels.ops.library import checked_values, inplace_operator, operator
-from gspo_kernels.ops.memory import memory_like
+from gspo_kernels.ops.memory import used_memory
 from gspo_kernels.ops.shards import columns_of
 from gspo_kernels.ops.values import check_kept, check_temperature
 from gspo_kernels.parallel.groups import gathered_numbers
@@ -164,21 +164,15 @@ class RowGradients(NamedTuple):
     grad_scale: Tensor | None
 
 
-def _write_gradient(
-    out: Tensor, logits: Tensor, labels: Tensor, stats: RowStats, grads: RowGradients, options: RowOptions
-) -> None:
-    rows_of(options).logprobs_backward(
-        logits, labels, stats, *grads, options.transform, ignore_index=options.ignore_index, out=out
-    )
-
-
 @operator
 def logprobs_backward(
     logits: Tensor, labels: Tensor, stats: RowStats, grads: RowGradients, options: RowOptions
 ) -> Tensor:
     """The logits' gradient in their dtype, contiguous."""
-    out = memory_like(logits)
-    _write_gradient(out, logits, labels, stats, grads, options)
+    out = used_memory(logits.shape, logits.dtype, logits.device)
+    rows_of(options).logprobs_backward(
+        logits, labels, stats, *grads, options.transform, ignore_index=options.ignore_index, out=out
+    )
     return out
 
 
@@ -192,7 +186,9 @@ def logprobs_backward_(
     logits: Tensor, labels: Tensor, stats: RowStats, grads: RowGradients, options: RowOptions
 ) -> None:
     """The same, written over the logits."""
-    _write_gradient(logits, logits, labels, stats, grads, options)
+    rows_of(options).logprobs_backward(
+        logits, labels, stats, *grads, options.transform, ignore_index=options.ignore_index, out=logits
+    )
 
 
 @logprobs_backward_.register_fake
@@ -221,7 +217,7 @@ def logprobs_and_grad(
 ) -> LogitGradient:
     """Log-probs and the logits' gradient for coefficients dLoss/dlogprobs [B, T] known beforehand."""
     check_rows(labels, logits.shape[-1], options)
-    out = memory_like(logits)
+    out = used_memory(logits.shape, logits.dtype, logits.device)
     stats = rows_of(options).logprobs_and_grad(
         logits, labels, coefficients, options.transform, ignore_index=options.ignore_index, out=out
     )

@@ -66,11 +66,6 @@ HUGE_PAGES_FROM = 16 * 2**20
 """Bytes from which new memory on the CPU asks for huge pages."""
 
 
-def memory_like(logits: Tensor) -> Tensor:
-    """``used_memory`` for the gradient of logits."""
-    return used_memory(logits.shape, logits.dtype, logits.device)
-
-
 def used_memory(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
     """An uninitialised, contiguous tensor that is soon given up again.
 

@@ -24,7 +24,7 @@ from gspo_kernels import bits
 from gspo_kernels.ops.backends import load, rows_of
 from gspo_kernels.ops.library import checked_values, inplace_operator, operator
 from gspo_kernels.ops.logprobs import RowGradients, check_rows, gradient_of_logits, save_rows, saved_rows
-from gspo_kernels.ops.memory import memory_like
+from gspo_kernels.ops.memory import used_memory
 from gspo_kernels.ops.shards import columns_of, selected_of_all
 from gspo_kernels.types import LogitTransform, RowOptions, RowStats, Shard, stats_dtype
 
@@ -370,7 +370,7 @@ class SelectedOperands(NamedTuple):
 @operator
 def selected_backward(logits: Tensor, operands: SelectedOperands) -> Tensor:
     """The logits' gradient in their dtype, contiguous."""
-    out = memory_like(logits)
+    out = used_memory(logits.shape, logits.dtype, logits.device)
     operands.write_into(out, logits)
     return out
 

@@ -13,14 +13,13 @@ shard needs no other: its columns, and the statistics of the whole row.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from gspo_kernels import bits
-from gspo_kernels.parallel.groups import begin_gather, gathered, rank_and_size
+from gspo_kernels.parallel.groups import gathered, rank_and_size
 from gspo_kernels.types import (
     LogitTransform,
     Normalizers,
@@ -37,11 +36,6 @@ IGNORED, ELSEWHERE = -1, -2
 LEAST = torch.finfo(torch.float64).min
 _NOT_HERE = 1.0
 """In the place of a log-prob, which is at most 0: the label is not in this shard."""
-
-
-def statistics_bytes(entropy: bool, itemsize: int = 4) -> int:
-    """How many bytes a rank sends to each other for a row."""
-    return 8 + (1 + entropy) * itemsize
 
 
 def first_column(shard: Shard, width: int) -> int:
@@ -73,15 +67,9 @@ class ShardedRows:
         self, logits: Tensor, labels: Tensor, transform: LogitTransform, *, ignore_index: int, entropy: bool
     ) -> RowStats:
         """See ``ops.backends.RowBackend.logprobs_forward``; one gather of 12 to 16 bytes a row."""
-        return self.begin_forward(logits, labels, transform, ignore_index=ignore_index, entropy=entropy)()
-
-    def begin_forward(
-        self, logits: Tensor, labels: Tensor, transform: LogitTransform, *, ignore_index: int, entropy: bool
-    ) -> Callable[[], RowStats]:
-        """``logprobs_forward`` up to the gather, which is under way until what this returns is called."""
         local = self._local(labels, logits.shape[-1], ignore_index)
         stats = self._inner.logprobs_forward(logits, local, transform, ignore_index=IGNORED, entropy=entropy)
-        return self._begin_whole(stats, local)
+        return self._whole(stats, local)
 
     def logprobs_backward(
         self,
@@ -189,26 +177,20 @@ class ShardedRows:
         columns = torch.where((columns >= 0) & (columns < width), columns, ELSEWHERE)
         return columns.masked_fill_(labels == ignore_index, IGNORED)
 
-    def _begin_whole(self, own: RowStats, local: Tensor) -> Callable[[], RowStats]:
-        """Begin to make the statistics of the whole rows from those of this shard, and the other ranks'."""
+    def _whole(self, stats: RowStats, local: Tensor) -> RowStats:
+        """The statistics of whole rows, from those of this shard and the other ranks'."""
         if not local.numel():
-            return lambda: own
-        logprobs = own.logprobs.masked_fill(local == ELSEWHERE, _NOT_HERE)
-        kept = [own.lse, logprobs] + ([] if own.entropy is None else [own.entropy])
-        sent = torch.cat([each.reshape(-1).view(torch.uint8) for each in kept])
-        every, work = begin_gather(self._shard.group, sent)
-
-        def finish() -> RowStats:
-            work.wait()
-            sizes = [each.numel() * each.element_size() for each in kept]
-            shards = [
-                part.clone(memory_format=torch.contiguous_format).view(like.dtype).view(-1, *like.shape)
-                for part, like in zip(torch.split(every, sizes, dim=1), kept, strict=True)
-            ]
-            whole = put_together(shards[0], shards[1], shards[2] if len(shards) > 2 else None)
-            return whole.each(lambda stat: stat.masked_fill(local == IGNORED, 0.0))
-
-        return finish
+            return stats
+        logprobs = stats.logprobs.masked_fill(local == ELSEWHERE, _NOT_HERE)
+        kept = [stats.lse, logprobs] + ([] if stats.entropy is None else [stats.entropy])
+        every = gathered(self._shard.group, torch.cat([each.reshape(-1).view(torch.uint8) for each in kept]))
+        sizes = [each.numel() * each.element_size() for each in kept]
+        shards = [
+            part.clone(memory_format=torch.contiguous_format).view(like.dtype).view(-1, *like.shape)
+            for part, like in zip(torch.split(every, sizes, dim=1), kept, strict=True)
+        ]
+        whole = put_together(shards[0], shards[1], shards[2] if len(shards) > 2 else None)
+        return whole.each(lambda stat: stat.masked_fill(local == IGNORED, 0.0))
 
 
 def selected_of_all(shard: Shard, z: Tensor, present: Tensor, rest: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -173,7 +173,8 @@ def mask_labels(
     labels: Tensor, loss_mask: Tensor | None, cu_seqlens: Tensor | None, ignore_index: int
 ) -> MaskedLabels:
     """A copy of the labels, ``ignore_index`` where ``loss_mask`` is 0, after checking mask and offsets."""
-    check_cu_seqlens(cu_seqlens, labels)
+    if cu_seqlens is not None:
+        check_cu_seqlens(cu_seqlens, labels)
     if loss_mask is None:
         return MaskedLabels(
             labels.clone(memory_format=torch.contiguous_format), (labels != ignore_index).contiguous()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -45,11 +44,6 @@ class Member:
     same: Mapping[str, str | None]
     own: tuple[int, ...] = ()
     judge: Callable[[list[tuple[int, ...]]], None] | None = None
-
-
-def validates() -> bool:
-    """Whether ranks compare their arguments: with GSPO_KERNELS_VALIDATE=1, which all of them must have."""
-    return os.environ.get("GSPO_KERNELS_VALIDATE") == "1"
 
 
 def digest(values: Tensor) -> str:

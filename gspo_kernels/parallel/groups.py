@@ -6,15 +6,15 @@ collectives that run in them.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from gspo_kernels import checks
+from gspo_kernels.invariance import in_force, refuse_groups
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
@@ -76,18 +76,26 @@ class Parallel:
         if not 0 <= first <= last:
             raise ValueError(f"vocab_range: got {self.vocab_range}, expected 0 <= first <= last")
 
-    def only(self, function: str, *usable: str) -> None:
-        """Refuse what the function can't use.
+    def check(self, function: str, usable: tuple[str, ...], batch_invariant: bool | None = None) -> None:
+        """Refuse what the function can't use, and groups where the call is batch-invariant.
 
         Raises:
             ValueError: naming the field.
         """
-        for field in fields(self):
-            if field.name not in usable and getattr(self, field.name) != field.default:
-                takes = ", ".join(usable)
+        if self.tp_group is not None or self.cp_group is not None:
+            refuse_groups(in_force(batch_invariant), cp_group=self.cp_group, tp_group=self.tp_group)
+        unusable = {
+            "tp_group": self.tp_group is not None,
+            "vocab_range": self.vocab_range is not None,
+            "reduce_hidden_grad": not self.reduce_hidden_grad,
+            "sequence_parallel": self.sequence_parallel,
+            "cp_group": self.cp_group is not None,
+        }
+        for name, is_set in unusable.items():
+            if is_set and name not in usable:
                 raise ValueError(
-                    f"{field.name}: {function} can't use it, expected {field.default}; of parallel it takes "
-                    f"{takes}"
+                    f"{name}: {function} can't use it, expected {getattr(Parallel, name)}; of parallel it "
+                    f"takes {', '.join(usable)}"
                 )
 
 
@@ -113,51 +121,9 @@ def group_name(argument: str, group: object) -> str:
     return name
 
 
-@dataclass
-class Rehearsal:
-    """What sums and gathers would send, counted.
-
-    Attributes:
-        group: the name of the group whose ranks they are among.
-        sent_bytes: what this rank sends to each other, or puts into sums.
-        messages: in how many of them.
-    """
-
-    group: str
-    sent_bytes: int = 0
-    messages: int = 0
-
-    @property
-    def name(self) -> str:
-        """What stands for the group's name in the rehearsal."""
-        return f"rehearsal {id(self)} of {self.group}"
-
-    def count(self, values: Tensor) -> None:
-        """Count values that would be sent."""
-        self.sent_bytes += values.nbytes
-        self.messages += 1
-
-
-_rehearsals: dict[str, Rehearsal] = {}
-
-
-@contextlib.contextmanager
-def rehearsed(name: str) -> Iterator[Rehearsal]:
-    """Inside, what goes to the group of the rehearsal's name is counted and not sent: other ranks are taken
-    to have the same in a gather, and nothing in a sum.
-    """
-    rehearsal = Rehearsal(name)
-    _rehearsals[rehearsal.name] = rehearsal
-    try:
-        yield rehearsal
-    finally:
-        del _rehearsals[rehearsal.name]
-
-
 def _group(name: str) -> ProcessGroup:
     from torch.distributed import distributed_c10d
 
-    name = _rehearsals[name].group if name in _rehearsals else name
     group: ProcessGroup = distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type]
     return group
 
@@ -170,9 +136,6 @@ def rank_and_size(name: str) -> tuple[int, int]:
 
 def gathered(name: str, own: Tensor) -> Tensor:
     """Every rank's tensor of the same shape, [ranks, *shape]."""
-    if name in _rehearsals:
-        _rehearsals[name].count(own)
-        return own.expand(_group(name).size(), *own.shape).clone()
     every, work = begin_gather(name, own)
     work.wait()
     return every
@@ -196,9 +159,6 @@ def begin_gather(name: str, own: Tensor) -> tuple[Tensor, Work]:
 
 def sum_(name: str, values: Tensor) -> Tensor:
     """The sum over all ranks, in place; the same bits on each of them."""
-    if name in _rehearsals:
-        _rehearsals[name].count(values)
-        return values
     begin_sum_(name, values).wait()
     return values
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+
+from gspo_kernels.invariance import in_force, refuse_groups
+from gspo_kernels.parallel.groups import Parallel
 
 if TYPE_CHECKING:  # not every build of PyTorch has it
     from torch.distributed import ProcessGroup
@@ -136,48 +140,61 @@ _ALIKE = {
 """Arguments that are cut as another is."""
 
 
-def resolved(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a public function with local tensors in place of DTensors, and the ``tp_group``,
-    ``vocab_range``, ``sequence_parallel`` and ``cp_group`` that those stand for.
+def local_tensors(
+    parallel: Parallel, terms: Any = None, batch_invariant: bool | None = None, **tensors: Tensor | None
+) -> tuple[list[Any], Parallel]:
+    """A call's tensors with what this rank has of DTensors, and ``parallel`` with the groups of the rest.
+
+    Args:
+        parallel: as the caller passed it.
+        terms: of a loss; None for calls to which it doesn't matter which sequences tokens are of.
+        batch_invariant: the call's argument.
+        tensors: by the names of the arguments, ``VOCABULARY`` and ``TOKENS`` among them.
 
     Raises:
         ValueError: a DTensor that can't be served, or an argument that contradicts it.
     """
+    dtensors: dict[str, Any] = {name: x for name, x in tensors.items() if hasattr(x, "device_mesh")}
+    if dtensors:
+        tensors, parallel = _resolve(parallel, terms, tensors, dtensors)
+        refuse_groups(in_force(batch_invariant), cp_group=parallel.cp_group, tp_group=parallel.tp_group)
+    return [*tensors.values()], parallel
+
+
+def _resolve(
+    parallel: Parallel, terms: Any, tensors: dict[str, Tensor | None], dtensors: dict[str, DTensor]
+) -> tuple[dict[str, Tensor | None], Parallel]:
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    given = {name: value for name, value in arguments.items() if isinstance(value, DTensor)}
-    terms: Any = arguments.get("terms")
     for name, value in (terms._asdict() if terms is not None else {}).items():
         if isinstance(value, DTensor):
             raise ValueError(f"{name}: is a DTensor, expected a plain tensor, what this rank has")
-    placed = Placed(given)
-    logit_arguments, products = arguments["logit_arguments"], arguments.get("product_arguments")
-    said = {"tp_group": logit_arguments.tp_group, "vocab_range": logit_arguments.vocab_range}
-    if placed.tokens is not None and terms is not None:
-        said["cp_group"] = terms.cp_group or None
-    for name, value in said.items():
-        if value is not None:
-            raise ValueError(f"{name}: {', '.join(given)} as DTensors say it themselves, expected None")
-    found = dict(arguments)
-    for name, value in given.items():
-        found[name] = placed.local(name, products is None or products.reduce_hidden_grad)
-        if name in VOCABULARY and any(cuts_vocabulary(name, value, each) for each in value.placements):
-            dim = VOCABULARY[name] % value.ndim
+    placed = Placed(dtensors)
+    shared = placed.tokens is not None and terms is not None
+    for name in ("tp_group", "vocab_range", *(("cp_group",) if shared else ())):
+        if getattr(parallel, name) is not None:
+            raise ValueError(f"{name}: {', '.join(dtensors)} as DTensors say it themselves, expected None")
+    local, vocab_range = dict(tensors), None
+    for name, dtensor in dtensors.items():
+        local[name] = placed.local(name, parallel.reduce_hidden_grad)
+        if name in VOCABULARY and any(cuts_vocabulary(name, dtensor, each) for each in dtensor.placements):
+            dim = VOCABULARY[name] % dtensor.ndim
             shape, offset = compute_local_shape_and_global_offset(
-                value.shape, value.device_mesh, value.placements
+                dtensor.shape, dtensor.device_mesh, dtensor.placements
             )
-            ids = (offset[dim], offset[dim] + shape[dim])
-            found["logit_arguments"] = logit_arguments._replace(tp_group=placed.vocabulary, vocab_range=ids)
+            vocab_range = (offset[dim], offset[dim] + shape[dim])
     for name, like in _ALIKE.items():
-        alone = (name in given) != (like in given)
-        if isinstance(found.get(name), Tensor) and placed.vocabulary is not None and alone:
+        alone = (name in dtensors) != (like in dtensors)
+        if local.get(name) is not None and placed.vocabulary is not None and alone:
             raise ValueError(f"{name}: expected a DTensor of {like}'s placement, as {like} is one")
-    if products is not None and placed.scattered():
-        found["product_arguments"] = products._replace(sequence_parallel=True)
-    if placed.tokens is not None and terms is not None:
-        found["terms"] = terms._replace(cp_group=placed.tokens)
-    return found
+    if vocab_range is not None:
+        parallel = replace(parallel, tp_group=placed.vocabulary, vocab_range=vocab_range)
+    if placed.scattered():
+        parallel = replace(parallel, sequence_parallel=True)
+    if shared:
+        parallel = replace(parallel, cp_group=placed.tokens)
+    return local, parallel
 
 
 def _is_over(value: DTensor, dim: int, group: ProcessGroup | None) -> bool:

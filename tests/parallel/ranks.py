@@ -16,6 +16,9 @@ LOSSES = {"logits": "fused_policy_loss", "linear": "fused_linear_policy_loss"}
 SCORES = {"logits": "token_logprobs", "linear": "linear_token_logprobs"}
 CASES: list[tuple[Callable[[], None], tuple[int, ...]]] = []
 
+SIZES_BYTES = 48
+"""What a rank of a ``tp_group`` sends to each other rank before a call over hidden states is cut."""
+
 
 def of_ranks(*sizes):
     """A case to run on groups of these sizes: on four, too, where more ranks than two can change it."""

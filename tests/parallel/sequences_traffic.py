@@ -145,18 +145,6 @@ def bytes_on_the_wire():
             forms = 8 * objective.takes_token_advantages
             assert wire.sent["all_gather"] == forms + 16 * extremes, (objective, wire.sent)
             assert not wire.sent["broadcast"] and not wire.sent["reduce"]
-            if kind == "linear":
-                arguments = (own.labels, own.old_logprobs, own.advantages)
-                options = {"cu_seqlens": own.cu_seqlens, "objective": objective, **own.terms}
-                plan = gk.explain_schedule(
-                    leaves["hidden"],
-                    leaves["weight"],
-                    *arguments,
-                    parallel=gk.Parallel(cp_group=dist.group.WORLD),
-                    **options,
-                )
-                assert plan.sent_bytes == sum(wire.sent.values()), (objective, plan.sent_bytes, wire.sent)
-                assert plan.messages == sum(wire.calls.values()), (objective, plan.messages, wire.calls)
 
 
 @of_ranks(2, 4)

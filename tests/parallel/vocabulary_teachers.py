@@ -2,7 +2,6 @@
 
 import torch
 import torch.distributed as dist
-from gspo_kernels.linear.chunks import SIZES_BYTES
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -10,7 +9,15 @@ import gspo_kernels as gk
 from gspo_kernels.parallel.agreement import RanksDisagreeError
 from tests.cases import over_ranks
 from tests.draws import shifted_seed
-from tests.parallel.ranks import VOCABULARY, Wire, assert_all_raise, assert_same_bits, every, of_ranks
+from tests.parallel.ranks import (
+    SIZES_BYTES,
+    VOCABULARY,
+    Wire,
+    assert_all_raise,
+    assert_same_bits,
+    every,
+    of_ranks,
+)
 from tests.parallel.vocabulary import shares
 
 FORMS = (
