@@ -120,31 +120,6 @@ def dhidden_is_summed_while_the_head_is_multiplied():
 
 
 @of_ranks(2)
-def statistics_are_gathered_while_the_next_chunk_is_multiplied():
-    """Where no gradient waits for them: in scoring, and in the first of two passes."""
-    case = make_case("linear", vocabulary=VOCABULARY)
-    gather, project = dist.all_gather, Head.logits
-    for entry, options in ((SCORES["linear"], {}), (LOSSES["linear"], {"schedule": "two_pass"})):
-        order, under_way = [], []
-
-        def begun(*tensors, order=order, **options):
-            order.append("begun")
-            return Reduction(gather(*tensors, **options), order)
-
-        def logits(self, hidden, out, order=order, under_way=under_way):
-            under_way.append(order.count("begun") - order.count("summed"))
-            return project(self, hidden, out)
-
-        dist.all_gather, Head.logits = begun, logits
-        try:
-            judge(case, entry, gk.GSPO(), max_chunk_bytes=8 * VOCABULARY, **options)
-        finally:
-            dist.all_gather, Head.logits = gather, project
-        first, second = under_way[:3], under_way[3:]  # the second one has a gradient
-        assert first == [0, 1, 1] and second and not any(second), under_way
-
-
-@of_ranks(2)
 def hidden_states_are_gathered_while_a_chunk_is_multiplied():
     """Each product finds those of the next chunk on their way; the last one of a pass has no next."""
     case = make_case("linear", vocabulary=VOCABULARY)
