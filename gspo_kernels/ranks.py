@@ -38,8 +38,8 @@ _LEARNING = ("logits", "hidden", "weight", "bias")
 _GROUPS = ("tp_group", "cp_group", "group")
 
 
-def comparing(name: str, **arguments: Any) -> contextlib.AbstractContextManager[Comparison | None]:
-    """What is raised inside, before ``Comparison.compare``, is raised on all ranks of the arguments' groups.
+def comparing(name: str, **arguments: Any) -> contextlib.AbstractContextManager[RankComparison | None]:
+    """What is raised inside, before ``RankComparison.compare``, is raised on all ranks of the call's groups.
 
     Without GSPO_KERNELS_VALIDATE=1, and while code is compiled, the context is empty and holds None.
 
@@ -49,10 +49,10 @@ def comparing(name: str, **arguments: Any) -> contextlib.AbstractContextManager[
     """
     if torch.compiler.is_compiling() or os.environ.get("GSPO_KERNELS_VALIDATE") != "1":
         return contextlib.nullcontext()
-    return Comparison(name, arguments)
+    return RankComparison(name, arguments)
 
 
-class Comparison:
+class RankComparison:
     """A call of this rank, until it has met the other ranks.
 
     Attributes:
@@ -69,7 +69,7 @@ class Comparison:
         self.groups = _groups(self.arguments)
         self.met = False
 
-    def __enter__(self) -> Comparison:
+    def __enter__(self) -> RankComparison:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:

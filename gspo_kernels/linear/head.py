@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gspo_kernels.linear.products import fixed_product, in_blocks, multiply, values_in_step
 from gspo_kernels.linear.segments import SEGMENT
-from gspo_kernels.ops.backends import Folds
+from gspo_kernels.ops.backends import OnlineSoftmax
 from gspo_kernels.torch_internals import onednn_multiplies
 from gspo_kernels.types import stats_dtype
 
@@ -109,7 +109,7 @@ class Head:
             self._slab_of_logits(hidden, slab, out[:, slab])
         return out
 
-    def fold_logits(self, hidden: Tensor, folds: Folds) -> None:
+    def fold_logits(self, hidden: Tensor, folds: OnlineSoftmax) -> None:
         """Hand each logit of hidden states [n, H] on, with the bits that ``logits`` writes in fp32 or fp64;
         on the CPU.
         """
