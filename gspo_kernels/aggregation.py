@@ -58,7 +58,7 @@ class Aggregation:
         else:
             divisor = torch.ones((), dtype=torch.float64, device=mask.device)
         self.counted = divisor
-        self.total = _or_one(divisor)
+        self.total = torch.where(divisor == 0, 1.0, divisor)
         self.divisor = self.total * scale
 
     @classmethod
@@ -81,10 +81,6 @@ class Aggregation:
         """[B]: d loss / d value of each sequence with a counted token, 0 elsewhere."""
         share = torch.where(self.nonempty, 1.0 / self.divisor, 0.0)
         return share if self._per_sequence else share * self.lengths
-
-
-def _or_one(count: Tensor) -> Tensor:
-    return torch.where(count == 0, 1.0, count)
 
 
 @operator
@@ -166,7 +162,9 @@ def normalizer(
         if ranks is not None:
             ranks.compare(rows, terms)
     count = Aggregation.of(rows, check_values(rows, terms)).counted
-    if group is None:
-        return _or_one(count)
-    _, size = rank_and_size(name)
-    return count / size if divisor == "one" else _or_one(sum_(name, count.clone()) / size)
+    if group is not None:
+        _, size = rank_and_size(name)
+        if divisor == "one":
+            return count / size
+        count = sum_(name, count.clone()) / size
+    return torch.where(count == 0, 1.0, count)

@@ -11,7 +11,7 @@ _enabled = False
 
 
 class set_batch_invariant:
-    """Have everything that is computed for a token keep its bits, whatever stands beside the token.
+    """Have everything that is computed for a token keep its bits, whatever is computed along with it.
 
     From its call on, in all threads of the process; as a context manager until the context ends. Entries over
     hidden states also take ``batch_invariant=`` for a single call. A call's backward, compiled and repeated

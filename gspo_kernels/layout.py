@@ -58,11 +58,16 @@ class Padded(Layout):
 
     def sum(self, tokens: Tensor) -> Tensor:
         """[B, T] -> [B]."""
-        return _RowSum.apply(tokens) if _learns(tokens) else _row_sum(tokens)
+        # where autograd does not look on, its function would take longer than a small sum
+        if tokens.requires_grad and torch.is_grad_enabled():
+            return _RowSum.apply(tokens)
+        return _row_sum(tokens)
 
     def expand(self, values: Tensor) -> Tensor:
         """[B] -> [B, T], without copying."""
-        return _RowExpand.apply(values, self.length) if _learns(values) else _expanded(values, self.length)
+        if values.requires_grad and torch.is_grad_enabled():
+            return _RowExpand.apply(values, self.length)
+        return _expanded(values, self.length)
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,11 +129,6 @@ def _row_sum(tokens: Tensor) -> Tensor:
 
 def _expanded(values: Tensor, length: int) -> Tensor:
     return values.unsqueeze(1).expand(values.shape[0], length)
-
-
-def _learns(values: Tensor) -> bool:
-    """Whether autograd looks on; where it does not, its function would take longer than a small sum."""
-    return values.requires_grad and torch.is_grad_enabled()
 
 
 class _RowSum(torch.autograd.Function):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gspo_kernels import bits, checks
-from gspo_kernels.invariance import is_batch_invariant, refuse_backend
+from gspo_kernels.invariance import in_force, refuse_backend
 from gspo_kernels.layout import segment_ids
 from gspo_kernels.objectives.base import Objective
 from gspo_kernels.ops.backends import resolve
@@ -74,7 +74,7 @@ class LogitArguments(NamedTuple):
         if not isinstance(self.backend, str):
             raise TypeError(f"backend: got {type(self.backend).__name__}, expected a name")
         backend = resolve(self.backend, labels.device)
-        if is_batch_invariant():
+        if in_force(None):
             refuse_backend(True, backend)
         shard = Shard() if parallel.tp_group is None else _shard(parallel, width)
         kept = None

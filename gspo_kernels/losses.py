@@ -26,7 +26,7 @@ from gspo_kernels.parallel.placements import local_tensors
 from gspo_kernels.plan import Plan, RequiresGrad, coefficients_depend_on, ratio_of
 from gspo_kernels.ranks import comparing
 from gspo_kernels.sequence_ratio import RatioOperands, SequenceRatioFunction
-from gspo_kernels.step import PolicyLoss, output_of, policy_step
+from gspo_kernels.step import PolicyLossFunction, output_of, policy_step
 from gspo_kernels.terms import Terms, leave_out_inactive, merge_mask, validate_terms
 from gspo_kernels.types import LossOutput
 
@@ -103,7 +103,7 @@ def policy_loss(
 
     rows, entropy, terms = _normalize_logprobs("policy_loss", logprobs, entropy, passed, objective, parallel)
     backend = resolve("auto", logprobs.device)
-    loss, metrics = PolicyLoss.apply(rows, entropy, terms, backend, ratio_of(terms, backend))
+    loss, metrics = PolicyLossFunction.apply(rows, entropy, terms, backend, ratio_of(terms, backend))
     return output_of(loss, metrics, rows, entropy, terms)
 
 
@@ -298,7 +298,7 @@ def fused_policy_loss(
         return output_of(loss, metrics, logprobs, None, terms)
     logprobs, entropy = TokenLogprobsFunction.apply(rows, row_labels, with_entropy, inplace_backward, options)
     shown = entropy if with_entropy else None
-    loss, metrics = PolicyLoss.apply(logprobs, shown, terms, plan.backend, plan.ratio)
+    loss, metrics = PolicyLossFunction.apply(logprobs, shown, terms, plan.backend, plan.ratio)
     return output_of(loss, metrics, logprobs, shown, terms)
 
 
@@ -407,7 +407,7 @@ def fused_linear_policy_loss(
     if call.schedule.name == "two_pass" and not (invariant and any(plan.requires_grad)):
         logprobs, entropy = LinearTokenLogprobsFunction.apply(*operands, with_entropy, plan.leaves_out)
         shown = entropy if with_entropy else None
-        loss, metrics = PolicyLoss.apply(logprobs, shown, terms, plan.backend, plan.ratio)
+        loss, metrics = PolicyLossFunction.apply(logprobs, shown, terms, plan.backend, plan.ratio)
         return output_of(loss, metrics, logprobs, shown, terms)
     may_be_small = call.schedule.name == "auto" and not with_entropy
     small = small_loss(operands, terms, plan) if may_be_small else None

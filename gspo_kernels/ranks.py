@@ -38,8 +38,8 @@ _LEARNING = ("logits", "hidden", "weight", "bias")
 _GROUPS = ("tp_group", "cp_group", "group")
 
 
-def comparing(name: str, **arguments: Any) -> contextlib.AbstractContextManager[Comparison | None]:
-    """What is raised inside, before ``Comparison.compare``, is raised on all ranks of the arguments' groups.
+def comparing(name: str, **arguments: Any) -> contextlib.AbstractContextManager[RankComparison | None]:
+    """What is raised inside, before ``RankComparison.compare``, is raised on all ranks of the call's groups.
 
     Without GSPO_KERNELS_VALIDATE=1, and while code is compiled, the context is empty and holds None.
 
@@ -49,10 +49,10 @@ def comparing(name: str, **arguments: Any) -> contextlib.AbstractContextManager[
     """
     if torch.compiler.is_compiling() or os.environ.get("GSPO_KERNELS_VALIDATE") != "1":
         return contextlib.nullcontext()
-    return Comparison(name, arguments)
+    return RankComparison(name, arguments)
 
 
-class Comparison:
+class RankComparison:
     """A call of this rank, until it has met the other ranks.
 
     Attributes:
@@ -69,7 +69,7 @@ class Comparison:
         self.groups = _groups(self.arguments)
         self.met = False
 
-    def __enter__(self) -> Comparison:
+    def __enter__(self) -> RankComparison:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
@@ -123,15 +123,15 @@ class Comparison:
     def _meet(
         self,
         refused: Exception | None = None,
-        own: tuple[int, ...] = (),
+        numbers: tuple[int, ...] = (),
         judge: Callable[[list[tuple[int, ...]]], None] | None = None,
     ) -> None:
-        """See ``agreement.compare``; ``own`` and ``judge`` are for ranks that share the vocabulary."""
+        """See ``agreement.compare``; ``numbers`` and ``judge`` are for ranks that share the vocabulary."""
         members = []
         for argument, (group, share) in self.groups.items():
             same = {} if refused is not None else _placements(self.arguments) | _SAME[share](self.arguments)
-            numbers = (own, judge) if share == "vocabulary" else ((), None)
-            members.append(Member(argument, group, same, *numbers))
+            of_rank = (numbers, judge) if share == "vocabulary" else ((), None)
+            members.append(Member(argument, group, same, *of_rank))
         self.met = True
         compare(members, self.device, refused)
 
@@ -158,19 +158,19 @@ def _tokens(arguments: Mapping[str, Any]) -> Any:
 def _groups(arguments: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
     """The groups that the arguments name, or their DTensors' meshes have; the vocabulary's come first."""
     shares = dict(zip(_GROUPS, ("vocabulary", "tokens", "batch"), strict=True))
-    found: dict[str, tuple[str, str]] = {}
+    facts: dict[str, tuple[str, str]] = {}
     for argument, share in shares.items():
         if arguments.get(argument) not in (None, ""):
             with contextlib.suppress(TypeError, ValueError):  # the call says what is wrong with it
-                found[argument] = group_name(argument, arguments[argument]), share
+                facts[argument] = group_name(argument, arguments[argument]), share
     placed = {name: value for name, value in arguments.items() if hasattr(value, "device_mesh")}
     if placed:
         from gspo_kernels.parallel.placements import groups_of
 
-        known = {group for group, _ in found.values()}
-        found |= {name: pair for name, pair in groups_of(placed).items() if pair[0] not in known}
+        known = {group for group, _ in facts.values()}
+        facts |= {name: pair for name, pair in groups_of(placed).items() if pair[0] not in known}
     order = (*shares.values(), "")
-    return dict(sorted(found.items(), key=lambda item: order.index(item[1][1])))
+    return dict(sorted(facts.items(), key=lambda item: order.index(item[1][1])))
 
 
 def _value(value: Any) -> str:
@@ -199,81 +199,81 @@ def _sizes(value: Any, without: tuple[int, ...] = ()) -> str:
     return f"{_kind(value)} [{', '.join(sizes)}]"
 
 
-def _given(value: Any) -> str:
+def _presence(value: Any) -> str:
     return "None" if value is None else "a tensor" if isinstance(value, Tensor) else _value(value)
 
 
 def _placements(arguments: Mapping[str, Any]) -> dict[str, str | None]:
     """How tensors that may be DTensors lie on their meshes, and the name of the call."""
-    found: dict[str, str | None] = {"call": arguments["call"]}
+    facts: dict[str, str | None] = {"call": arguments["call"]}
     for name in (*_VOCABULARY, *_HIDDEN):
         value: Any = arguments.get(name)
         if hasattr(value, "device_mesh"):
-            found[f"{name}: the DTensor"] = (
+            facts[f"{name}: the DTensor"] = (
                 f"{value.placements} on a mesh of {tuple(value.device_mesh.shape)}"
             )
         elif isinstance(value, Tensor):
-            found[f"{name}: the DTensor"] = "a plain tensor"
-    return found
+            facts[f"{name}: the DTensor"] = "a plain tensor"
+    return facts
 
 
 def _same_always(arguments: Mapping[str, Any]) -> dict[str, str | None]:
     """What is no tensor of rows, or says how ranks go through the call."""
-    found: dict[str, str | None] = {}
+    facts: dict[str, str | None] = {}
     for name in _LEARNING:
         if isinstance(arguments.get(name), Tensor):
             learns = torch.is_grad_enabled() and arguments[name].requires_grad
-            found[f"{name}: whether it needs a gradient"] = repr(learns)
-    found["batch-invariant mode"] = repr(in_force(arguments.get("batch_invariant")))
+            facts[f"{name}: whether it needs a gradient"] = repr(learns)
+    facts["batch-invariant mode"] = repr(in_force(arguments.get("batch_invariant")))
     for name in _GROUPS:
-        found[f"{name}: whether there is one"] = repr(arguments.get(name) not in (None, ""))
-    return found
+        facts[f"{name}: whether there is one"] = repr(arguments.get(name) not in (None, ""))
+    return facts
 
 
 def _same_rows(arguments: Mapping[str, Any]) -> dict[str, str | None]:
     """What is the same on ranks that share the vocabulary: all but their columns."""
-    found = _same_always(arguments)
+    facts = _same_always(arguments)
     for name, value in arguments.items():
         if name in (*_GROUPS, "call", "vocab_range", "batch_invariant"):
             continue
         if name in _VOCABULARY:
-            found[name] = _sizes(value, (_VOCABULARY[name],))
+            facts[name] = _sizes(value, (_VOCABULARY[name],))
         elif name in _HIDDEN:
-            found[name] = _sizes(value, (-2,) if arguments.get("sequence_parallel") else ())
+            facts[name] = _sizes(value, (-2,) if arguments.get("sequence_parallel") else ())
         elif name == "backend":
-            found[name] = resolve(value, _tokens(arguments).device)
+            facts[name] = resolve(value, _tokens(arguments).device)
         else:
-            found[name] = _value(value)
-    return found
+            facts[name] = _value(value)
+    return facts
 
 
 def _same_sequences(arguments: Mapping[str, Any]) -> dict[str, str | None]:
     """What is the same on ranks that have parts of the same sequences: all but what is one per token. A call
     without ``cu_seqlens`` among its arguments is one of tokens, whichever sequences they are of.
     """
-    found = _same_always(arguments)
+    facts = _same_always(arguments)
     tokens, offsets = _tokens(arguments), arguments.get("cu_seqlens")
     sequences = tokens.shape[0] if offsets is None else len(offsets) - 1
     if "cu_seqlens" in arguments:
-        found["cu_seqlens or labels: the number of sequences"] = str(sequences)
+        facts["cu_seqlens or labels: the number of sequences"] = str(sequences)
     for name, value in arguments.items():
         if name in (*_GROUPS, "call", "batch_invariant", "loss_mask"):
             continue
         if name in _HIDDEN or name in ("logits", "teacher_logits"):
-            found[name] = _sizes(value, tuple(range(tokens.ndim)))
+            facts[name] = _sizes(value, tuple(range(tokens.ndim)))
         elif name in _VOCABULARY:
-            found[name] = _sizes(value)
+            facts[name] = _sizes(value)
         elif name in ("logprobs", "entropy"):
-            found[name] = _kind(value) if isinstance(value, Tensor) else "None"
+            facts[name] = _kind(value) if isinstance(value, Tensor) else "None"
         elif name in _OF_TOKENS or (name == "temperature" and "cu_seqlens" not in arguments):
-            found[name] = _given(value)
+            facts[name] = _presence(value)
         elif name == "backend":
-            found[name] = resolve(value, tokens.device)
+            facts[name] = resolve(value, tokens.device)
         elif name in SPECS:
-            found[name] = _of_sequences(arguments, name, SPECS[name].shape, sequences)
+            facts[name] = _of_sequences(arguments, name, SPECS[name].shape, sequences)
         else:
-            found[name] = _value(value)
-    return found
+            facts[name] = _value(value)
+    return facts
 
 
 def _of_sequences(arguments: Mapping[str, Any], name: str, form: str, sequences: int) -> str | None:

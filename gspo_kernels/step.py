@@ -105,7 +105,7 @@ def _(
     )
 
 
-class PolicyLoss(torch.autograd.Function):
+class PolicyLossFunction(torch.autograd.Function):
     """Loss of log-probs (and entropy); the backward multiplies what the forward already knows, in its memory
     where no other backward will ask for it.
     """

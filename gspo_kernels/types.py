@@ -28,7 +28,7 @@ METRICS = (
 
 
 MASK_VALUES = "loss_mask: expected only 0 and 1 (or bool)"
-"""What is said of a mask that holds anything else."""
+"""The error message for a mask that holds anything else."""
 
 
 class TokenLogprobs(NamedTuple):
@@ -107,7 +107,7 @@ class RowStats(NamedTuple):
 
 
 class PairStats(NamedTuple):
-    """Statistics of a student's rows beside a teacher's, each [B, T]; zeros for ignored rows.
+    """Statistics of a student's rows and a teacher's, each [B, T]; zeros for ignored rows.
 
     Attributes:
         lse: as in ``RowStats``, of the student's rows.
@@ -229,7 +229,7 @@ NO_RATIO = RatioClip(0.0, 0.0, 0.0, False, "", 0.0, "")
 
 
 class KLPenalty(NamedTuple):
-    """A KL penalty to a reference beside a clipped ratio; each token's enters like a token's loss.
+    """A KL penalty to a reference, added to a clipped ratio; each token's enters like a token's loss.
 
     Attributes:
         ref_logprobs: like the log-probs, any strides and float dtype.

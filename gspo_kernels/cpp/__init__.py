@@ -175,9 +175,9 @@ def divergence(
         )
     shape, dtype = logits.shape[:2], stats_dtype(logits.dtype)
     if known is None:
-        found = PairStats(*(torch.empty(shape, dtype=kind) for kind in pair_dtypes(dtype)))
+        stats = PairStats(*(torch.empty(shape, dtype=kind) for kind in pair_dtypes(dtype)))
     else:
-        found = PairStats(*(each.contiguous() for each in _pair(known, dtype)))
+        stats = PairStats(*(each.contiguous() for each in _pair(known, dtype)))
     _operators().divergence(
         *_row_arguments(logits, labels, transform, ignore_index),
         teacher_logits.detach(),
@@ -187,14 +187,14 @@ def divergence(
         known is not None,
         isinstance(known, PairStats),
         _vector(grad, logits),
-        *found,
+        *stats,
         out,
     )
-    return found
+    return stats
 
 
 def _pair(known: Normalizers | PairStats, dtype: torch.dtype) -> PairStats:
-    """What is known in the dtypes of rows, beside memory for what isn't."""
+    """What is known in the dtypes of rows, and memory for what is not."""
     kinds = pair_dtypes(dtype)
     given = (value.to(kind) for value, kind in zip(known, kinds, strict=False))
     missing = (torch.empty_like(known.lse, dtype=kind) for kind in kinds[len(known) :])
@@ -216,7 +216,7 @@ def _divergence_of_two_dtypes(
     """A few rows at a time in the dtype that holds both."""
     B, T, V = logits.shape
     wide = torch.promote_types(logits.dtype, teacher_logits.dtype)
-    found = PairStats(*(torch.empty(B, T, dtype=kind) for kind in pair_dtypes(stats_dtype(logits.dtype))))
+    stats = PairStats(*(torch.empty(B, T, dtype=kind) for kind in pair_dtypes(stats_dtype(logits.dtype))))
     step = max(1, _PIECE // max(V, 1))
     for b in range(B):
         for start in range(0, T, step):
@@ -237,9 +237,9 @@ def _divergence_of_two_dtypes(
                 grad=None if grad is None else grad[at],
                 out=None if out is None else out[at],
             )
-            for whole, part in zip(found, here, strict=True):
+            for whole, part in zip(stats, here, strict=True):
                 whole[at] = part
-    return found
+    return stats
 
 
 _NO_MASK, _DOUBTFUL = range(2)

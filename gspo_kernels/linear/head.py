@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from gspo_kernels.ops.backends import Folds
+from gspo_kernels.ops.backends import OnlineSoftmax
 from gspo_kernels.ops.products import SEGMENT, fixed_product, in_blocks, multiply, values_in_step
 from gspo_kernels.torch_internals import onednn_multiplies
 from gspo_kernels.types import stats_dtype
@@ -76,7 +76,7 @@ class Head:
                 out[:, first : first + columns.shape[1]] = columns
         return out
 
-    def fold_logits(self, hidden: Tensor, sums: Folds) -> None:
+    def fold_logits(self, hidden: Tensor, sums: OnlineSoftmax) -> None:
         """Add each logit of hidden states [n, H] to running sums, on the CPU, with the bits that ``logits``
         writes in fp32 or fp64.
         """

@@ -220,7 +220,7 @@ class HiddenBackend(RowBackend, Protocol):
         """Multiply rows of contiguous ``values`` [..., H] in place by ``scales`` [...] times a 0-d tensor."""
 
 
-class Folds(Protocol):
+class OnlineSoftmax(Protocol):
     """Rows whose logits come some columns at a time and are never whole."""
 
     def add(self, logits: Tensor, first: int) -> None:
@@ -245,7 +245,7 @@ class FoldingBackend(RowBackend, Protocol):
         *,
         ignore_index: int,
         entropy: bool,
-    ) -> Folds:
+    ) -> OnlineSoftmax:
         """Begin rows [1, n], whose logits will be of ``dtype``."""
 
 

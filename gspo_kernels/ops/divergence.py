@@ -17,9 +17,11 @@ from gspo_kernels.ops.values import check_temperature
 from gspo_kernels.types import PairStats, RowOptions, pair_dtypes, stats_dtype
 
 
-def summed(found: Tensor, shares: Tensor) -> Tensor:
+def summed(divergences: Tensor, shares: Tensor) -> Tensor:
     """The loss, in fp64; what has no share may be anything."""
-    return torch.where(shares != 0, found.to(torch.float64), 0.0).mul(shares).sum().to(found.dtype)
+    return (
+        torch.where(shares != 0, divergences.to(torch.float64), 0.0).mul(shares).sum().to(divergences.dtype)
+    )
 
 
 def _checked(pair: Pair, options: RowOptions) -> None:
@@ -137,10 +139,10 @@ class DivergenceFunction(torch.autograd.Function):
         inplace: bool,
     ) -> Tensor:
         pair = Pair(logits, teacher, labels, form)
-        found = divergence_forward(pair, options)
-        _save(ctx, pair, options, *found)
+        result = divergence_forward(pair, options)
+        _save(ctx, pair, options, *result)
         ctx.inplace = inplace
-        return found.divergences
+        return result.divergences
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
@@ -169,11 +171,11 @@ class KnownDivergenceFunction(torch.autograd.Function):
         shares: Tensor,
     ) -> tuple[Tensor, Tensor]:
         pair = Pair(logits, teacher, labels, form)
-        found = divergence_and_grad(pair, options, shares)
-        ctx.grad_logits = found.grad_logits
+        result = divergence_and_grad(pair, options, shares)
+        ctx.grad_logits = result.grad_logits
         _save(ctx, pair, options, shares)
-        ctx.mark_non_differentiable(found.divergences)
-        return summed(found.divergences, shares), found.divergences
+        ctx.mark_non_differentiable(result.divergences)
+        return summed(result.divergences, shares), result.divergences
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:

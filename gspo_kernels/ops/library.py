@@ -60,9 +60,9 @@ def _places(structs: dict[str, _Struct]) -> tuple[tuple[int, _Struct], ...]:
 
 
 def _collect_tensors(
-    places: tuple[tuple[int, _Struct], ...], values: Any, found: list[Tensor]
+    places: tuple[tuple[int, _Struct], ...], values: Any, tensors: list[Tensor]
 ) -> list[Tensor]:
-    """``found``, and after it the tensors among arguments and in structs among them.
+    """``tensors``, and after it the tensors among arguments and in structs among them.
 
     In the path of every small call: what can't be a tensor is not looked at.
     """
@@ -71,10 +71,10 @@ def _collect_tensors(
         if value is None:
             continue
         if struct.places:
-            _collect_tensors(struct.places, value, found)
+            _collect_tensors(struct.places, value, tensors)
         else:
-            found.append(value)
-    return found
+            tensors.append(value)
+    return tensors
 
 
 def flat(values: Any) -> list[Any]:
@@ -237,7 +237,7 @@ def _exact_matmul(device: str) -> Iterator[None]:
 
 
 def _reduction(name: str) -> bool | tuple[bool, bool]:
-    """A setting of 16-bit sums, with that of split sums beside it where this PyTorch has one."""
+    """A setting of 16-bit sums, and that of split sums where this PyTorch has one."""
     matmul = torch.backends.cuda.matmul
     alone: bool = getattr(matmul, name)
     split = getattr(matmul, f"{name}_split_k", None)

@@ -59,20 +59,17 @@ def check_rows(labels: Tensor, vocabulary: int, options: RowOptions) -> None:
     if options.shard.group:
         check_shards(labels, vocabulary, options)
         return
-    check_temperature(options.row_temperature)
+    if options.row_temperature is not None:
+        check_temperature(options.row_temperature)
     if not checked_values(labels.device) or not labels.numel():
         return
     lowest, highest = labels.aminmax()
     if int(lowest) < 0 or int(highest) >= vocabulary:
-        _check_range(labels, vocabulary, options)
+        wrong = (labels != options.ignore_index) & ((labels < 0) | (labels >= vocabulary))
+        if bool(wrong.any()):
+            raise wrong_label(int(labels[wrong][0]), vocabulary, options)
     if options.kept is not None:
         check_kept(labels, options.kept, labels != options.ignore_index)
-
-
-def _check_range(labels: Tensor, vocabulary: int, options: RowOptions) -> None:
-    wrong = (labels != options.ignore_index) & ((labels < 0) | (labels >= vocabulary))
-    if bool(wrong.any()):
-        raise wrong_label(int(labels[wrong][0]), vocabulary, options)
 
 
 def wrong_label(value: int, vocabulary: int, options: RowOptions) -> ValueError:

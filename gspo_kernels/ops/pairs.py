@@ -1,4 +1,4 @@
-"""A student's rows beside a teacher's: what is compared of them, and how.
+"""A student's rows and a teacher's: what is compared of them, and how.
 
 Over the whole vocabulary both rows are read side by side. Over K ids each side has their log-probs and what
 they leave (``ops.selected``), and what is done with these numbers is done in fp64.
@@ -30,7 +30,7 @@ from gspo_kernels.types import (
 )
 
 LEAST_LOG_MASS = -(2.0**-24)
-"""The log of the most that log-probs which an engine has rounded may be said to leave nothing of."""
+"""The log of the most that log-probs which an engine has rounded leave nothing of."""
 
 
 class DivergenceForm(NamedTuple):
@@ -40,7 +40,7 @@ class DivergenceForm(NamedTuple):
         beta: as ``divergences`` has it.
         top_k: of how many ids, 0: all.
         top_k_of_student: which side's most likely ids these are.
-        tail: whether what the ids leave is a column beside them; otherwise both sides are normalised over the
+        tail: whether what the ids leave is one more column; otherwise both sides are normalised over the
             ids.
     """
 
@@ -69,7 +69,7 @@ class TeacherRows(NamedTuple):
     row_temperature: Tensor | None = None
 
     def at(self, where: slice | Tensor, logits: Tensor | None) -> TeacherRows:
-        """What there is of some of the rows, [1, n], beside their logits [n, V]."""
+        """What there is of some of the rows, [1, n], without their logits [n, V]."""
 
         def here(values: Tensor | None) -> Tensor | None:
             return None if values is None else values.flatten(0, 1)[where].unsqueeze(0)
@@ -82,7 +82,7 @@ class TeacherRows(NamedTuple):
         )
 
     def with_logits(self, given: Tensor | None, logits: Tensor, packed: bool) -> TeacherRows:
-        """With the teacher's logits as the caller gave them, beside the student's."""
+        """With the teacher's logits, as the caller passed them along with the student's."""
         if given is None:
             return self
         checks.floats("teacher_logits", given, tuple(logits.shape), "the shape of logits", logits.device)
@@ -173,30 +173,30 @@ def _over_ids(
         log_p, log_q = (torch.where(counts, each, -torch.inf) for each in (log_p, log_q))
     value, slope = divergences.of_columns(log_p, log_q, form.beta)
     broken = torch.stack([(each.isnan() & counts).any(-1) for each in (log_p, log_q)]).any(0)
-    found = torch.where(counts, value, 0.0).sum(-1).masked_fill(broken, torch.nan)
+    total = torch.where(counts, value, 0.0).sum(-1).masked_fill(broken, torch.nan)
     if out is not None and grad is not None:
         coefficients = grad.to(torch.float64)
-        idle = (coefficients == 0).unsqueeze(-1)
-        weighted = torch.where(idle | ~counts, 0.0, slope * coefficients.unsqueeze(-1))
-        lost = broken if form.beta == 0 else ~found.isfinite()
-        weighted = torch.where(lost.unsqueeze(-1) & counts & ~idle, torch.nan, weighted)
+        inactive = (coefficients == 0).unsqueeze(-1)
+        weighted = torch.where(inactive | ~counts, 0.0, slope * coefficients.unsqueeze(-1))
+        lost = broken if form.beta == 0 else ~total.isfinite()
+        weighted = torch.where(lost.unsqueeze(-1) & counts & ~inactive, torch.nan, weighted)
         K = ids.shape[-1]
         grads = SelectedGradients(weighted[..., :K], weighted[..., K] if form.tail else None)
         write_gradient(
             out, pair.logits, ids, student, grads, options.backend, transform, within, options.shard
         )
     # an operator's outputs may not be the same tensor
-    nothing = torch.zeros(3, *found.shape, dtype=found.dtype, device=found.device)
+    nothing = torch.zeros(3, *total.shape, dtype=total.dtype, device=total.device)
     kinds = pair_dtypes(stats_dtype(pair.logits.dtype))
-    outputs = (nothing[0], nothing[1], found, nothing[2])
+    outputs = (nothing[0], nothing[1], total, nothing[2])
     return PairStats(*(each.to(kind, copy=True) for each, kind in zip(outputs, kinds, strict=True)))
 
 
 def _leading_ids(logits: Tensor, k: int, largest: bool, options: RowOptions) -> Tensor:
     """The ids of the k largest, or smallest, logits of each whole row."""
     width = logits.shape[-1]
-    found = logits.topk(min(k, width), largest=largest, sorted=False)
+    leading = logits.topk(min(k, width), largest=largest, sorted=False)
     if not options.shard.group:
-        return found.indices
-    signed = found.values if largest else -found.values
-    return leading_of_all(options.shard, width, signed, found.indices, k)
+        return leading.indices
+    signed = leading.values if largest else -leading.values
+    return leading_of_all(options.shard, width, signed, leading.indices, k)

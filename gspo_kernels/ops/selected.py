@@ -1,7 +1,7 @@
 """Operators over logits: log-probs of K ids per row, the log of the mass that is left, and their gradient.
 
 With U = log-sum-exp of the columns that are *not* selected, by one row pass with the selected ones cut, and
-the K logits z_k beside it,
+the K logits z_k of the ids,
 
     tail = U - L,   logp_k = z_k - L,   L = logaddexp(U, logsumexp over the set of z_k),
 
@@ -203,8 +203,8 @@ def score(
     top, at = z.max(-1, keepdim=True)
     is_top = own.present & (own.ids == own.ids.gather(-1, at))
     each = torch.where(own.first, z, -torch.inf)
-    beside = torch.logaddexp(each.masked_fill(is_top, -torch.inf).logsumexp(-1), rest).unsqueeze(-1)
-    logp_top = -_softplus(beside - top)
+    remaining = torch.logaddexp(each.masked_fill(is_top, -torch.inf).logsumexp(-1), rest).unsqueeze(-1)
+    logp_top = -_softplus(remaining - top)
     logprobs = torch.where(is_top, logp_top, torch.where(z == -torch.inf, z, (z - top) + logp_top))
     tail = -_softplus(each.logsumexp(-1) - rest)
     # a row with +inf or NaN has no softmax, nor has one of nothing but -inf

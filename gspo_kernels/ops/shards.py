@@ -214,8 +214,8 @@ def leading_of_all(shard: Shard, width: int, values: Tensor, columns: Tensor, k:
     values, ids = (each.movedim(0, -2).flatten(-2) for each in every.unbind(1))
     # those that fill up a small shard come after all others, whatever these are
     values = torch.where(ids < 0, -torch.inf, values.nan_to_num(torch.inf, torch.inf, LEAST))
-    found = ids.gather(-1, values.topk(k).indices).to(torch.int64)
-    return found.masked_fill(found < 0, bits.NO_ID)
+    leading = ids.gather(-1, values.topk(k).indices).to(torch.int64)
+    return leading.masked_fill(leading < 0, bits.NO_ID)
 
 
 def put_together(lse: Tensor, logprobs: Tensor, entropy: Tensor | None) -> RowStats:

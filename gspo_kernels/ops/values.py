@@ -52,10 +52,10 @@ def check_mask(loss_mask: Tensor | None) -> Tensor | None:
 
 def _merged(loss_mask: Tensor, labels: Tensor | None, ignore_index: int) -> tuple[Tensor, Tensor | None]:
     """Tokens that count, as bool, and the labels, ``ignore_index`` where ``loss_mask`` is 0."""
-    found, backend = None, load(resolve("auto", loss_mask.device))
+    result, backend = None, load(resolve("auto", loss_mask.device))
     if hasattr(backend, "merge_mask"):
-        found = cast(MaskBackend, backend).merge_mask(loss_mask, labels, ignore_index)
-    counted, merged, binary = found or _merged_in_torch(loss_mask, labels, ignore_index)
+        result = cast(MaskBackend, backend).merge_mask(loss_mask, labels, ignore_index)
+    counted, merged, binary = result or _merged_in_torch(loss_mask, labels, ignore_index)
     if not binary:
         raise ValueError(MASK_VALUES)
     return counted, merged

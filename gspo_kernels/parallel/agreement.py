@@ -1,7 +1,7 @@
 """One gather in each process group of a call: all ranks go on, or all of them raise.
 
 Each rank looks at its arguments alone first. Then it sends what must be equal on all ranks, or the sentence
-with which it refuses the call. Groups come one after the other, and what the ranks of one have found goes
+with which it refuses the call. Groups come one after the other, and what the ranks of one have learnt goes
 along into the next: in a grid of ranks all learn of an error, whichever rank has it.
 """
 

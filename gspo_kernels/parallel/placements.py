@@ -28,7 +28,7 @@ def groups_of(given: dict[str, DTensor]) -> dict[str, tuple[str, str]]:
     """The groups of more than one rank that DTensors lie on: the name of each, and "vocabulary" or "tokens"
     where one of them is cut so over it, else "". Placements that can't be served are no error here.
     """
-    found: dict[str, tuple[str, str]] = {}
+    groups: dict[str, tuple[str, str]] = {}
     for name, value in given.items():
         for dim, placement in enumerate(value.placements):
             group = value.device_mesh.get_group(dim)
@@ -36,13 +36,13 @@ def groups_of(given: dict[str, DTensor]) -> dict[str, tuple[str, str]]:
                 continue
             share = "vocabulary" if cuts_vocabulary(name, value, placement) else ""
             share = share or ("tokens" if cuts_tokens(name, value, placement) else "")
-            before = next((key for key, (known, _) in found.items() if known == group.group_name), None)
+            before = next((key for key, (known, _) in groups.items() if known == group.group_name), None)
             key = before or f"dimension {dim} of the mesh of {name}"
             # what cuts the vocabulary counts more than what cuts tokens
-            shares = {share, found[before][1]} if before else {share}
+            shares = {share, groups[before][1]} if before else {share}
             share = next(each for each in ("vocabulary", "tokens", "") if each in shares)
-            found[key] = (group.group_name, share)
-    return found
+            groups[key] = (group.group_name, share)
+    return groups
 
 
 def cuts_vocabulary(name: str, value: DTensor, placement: Any) -> bool:

@@ -97,15 +97,15 @@ def logprobs_backward(
         given = [(outputs.logprobs, grad_logprobs)]
         if grad_entropy is not None:
             given.append((outputs.entropy, grad_entropy))
-        idle = labels == ignore_index
-        idle = idle | torch.stack([grad == 0 for _, grad in given]).all(0)
+        inactive = labels == ignore_index
+        inactive = inactive | torch.stack([grad == 0 for _, grad in given]).all(0)
         grad_logits = torch.zeros_like(leaf)
         for output, grad in given:
             (slope,) = torch.autograd.grad(output.sum(), leaf, retain_graph=True)
             weight = grad.to(leaf.dtype) * (1.0 if grad_scale is None else grad_scale)
             # a weight that overflowed makes infinities of slopes, but must not make NaN of zeros
             grad_logits = grad_logits + torch.where(slope == 0, 0.0, slope * weight.unsqueeze(-1))
-    out.copy_(grad_logits.masked_fill(idle.unsqueeze(-1), 0.0))
+    out.copy_(grad_logits.masked_fill(inactive.unsqueeze(-1), 0.0))
 
 
 def _of_wider_rows(
@@ -184,25 +184,25 @@ def divergence(
         )
         value, slope = divergences.of_columns(log_p, log_q, beta)
         if isinstance(known, PairStats):
-            found = known
+            stats = known
         else:
             student = 1.0 if beta in (0, 1) else 1 - beta
             centres = torch.zeros_like(value[..., 0]) if beta == 0 else slope.sum(-1) / student
             sums = (each.masked_fill(ignored, 0.0) for each in (value.sum(-1), centres))
-            found = PairStats(*known, *sums)
+            stats = PairStats(*known, *sums)
         if out is not None and grad is not None:
             p = log_p.exp()
             if beta == 0:
                 far = p + slope
             else:
-                far = slope - p * (found.centres * (1.0 if beta == 1 else 1 - beta)).unsqueeze(-1)
+                far = slope - p * (stats.centres * (1.0 if beta == 1 else 1 - beta)).unsqueeze(-1)
                 # what has infinitely far to go has no direction
-                far = torch.where(found.divergences.isfinite().unsqueeze(-1), far, torch.nan)
+                far = torch.where(stats.divergences.isfinite().unsqueeze(-1), far, torch.nan)
             weight = grad.to(leaf.dtype).masked_fill(ignored, 0.0).unsqueeze(-1)
             of_z = torch.where(weight == 0, 0.0, far * weight)
             (chained,) = torch.autograd.grad(z, leaf, of_z)
             out.copy_(torch.where(of_z == 0, 0.0, chained))
-    return found
+    return stats
 
 
 def _log_softmax(z: Tensor, lse: Tensor) -> Tensor:
