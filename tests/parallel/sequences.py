@@ -143,7 +143,7 @@ def every_objective():
         batch = make_batch(objective, everything=everything)
         if objective.needs_token_order:
             with pytest.raises(ValueError, match=r"cp_group: .* looks at the order of tokens"):
-                batch.call(gk.policy_loss, objective, **group)
+                batch.call(gk.policy_loss, objective, **over_ranks(group))
             continue
         whole = torch.tensor([0, batch.logprobs.shape[1]])
         where = tokens_of_rank(whole, dist.get_rank(), dist.get_world_size()).values
