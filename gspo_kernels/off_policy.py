@@ -34,7 +34,7 @@ def rollout_weights(
     it weakens whole batches (docs/off_policy.md). Trainers disagree. The modes, by the names in use:
 
     - "truncate": the ratio of the token or the sequence, clamped to [low, high]. TIS.
-    - "mask": the same ratio where it lies in [low, high], else 0. MIS.
+    - "mask": the same ratio where it lies in [low, high], else 0. MIS; of a sequence's sum Seq-MIS.
     - "icepop": "mask" for tokens, bounded on both sides: IcePop, of Ring-1T's report (arXiv 2510.18855) from
       second-hand text; NeMo-RL's and OpenRLHF's code agree.
     - "sequence_mask": every token's own ratio, but 0 for all of a sequence whose ratio lies outside
@@ -44,11 +44,13 @@ def rollout_weights(
       and 0 elsewhere: ``k1 = -l``, ``k2 = l^2 / 2``, ``k3 = r - 1 - l``, of a token, or of a sequence as the
       mean, the sum or (k2 and k3) the largest over its tokens. verl's ``rollout_rs``: its "token_k3" is
       ``mode="k3"``, "seq_max_k2" is ``level="sequence", reduce="max", mode="k2"``. The bounds of k1 are in
-      nats: verl's "a_b" is ``low=log(a), high=log(b)``. verl clamps l to +-20, this does not.
+      nats: verl's "a_b" is ``low=log(a), high=log(b)``. verl clamps l to +-20, this does not. The mean of a
+      sequence's k1 is minus the log of its geometric mean: Geo-Mask between a and b is ``low=-log(b),
+      high=-log(a)``. The largest k1 finds the least likely token: slime's veto at c is ``high=-log(c)``.
 
-    Weights multiply the policy term and leave divisors alone: what has weight 0 still counts there. verl
-    takes what it rejects out of its mask, and so out of the divisor: ``loss_mask=mask & (weights != 0)`` does
-    that with weights per token. Several corrections are multiplied, as a rejection times truncated ratios.
+    Weights multiply the policy term and leave divisors alone: what has weight 0 still counts there. verl and
+    slime take what they reject out of the mask, and so out of the divisor: ``without_rejected`` does that.
+    Several corrections are multiplied, as a rejection times truncated ratios.
 
     Args:
         old_logprobs: [B, T], or [N] with ``cu_seqlens``: log-probs by the trainer, nats.
@@ -58,7 +60,7 @@ def rollout_weights(
         level: "token": one weight per token. "sequence": one per sequence. "icepop" and "sequence_mask" give
             one per token.
         reduce: how a sequence's tokens become one: "mean", "sum" or "max". Only where there is one number per
-            sequence; "max" only for k2 and k3.
+            sequence; "max" only for k1, k2 and k3.
         mode: see above.
         low, high: bounds; None: no bound, and for "icepop" 0.5 and 5.0, which are OpenRLHF's. At least one is
             needed.
@@ -100,6 +102,39 @@ def rollout_weights(
     return weights.squeeze(0) if packed and by_token else weights
 
 
+def without_rejected(loss_mask: Tensor, weights: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
+    """The mask without tokens of weight 0, so that what a correction rejects leaves every divisor.
+
+    As a ``loss_mask`` it takes them out of KL terms and entropy bonuses, too. Without it rejected tokens and
+    sequences count as zeros, and the gradient is smaller by their share.
+
+    Args:
+        loss_mask: [B, T], or [N] with ``cu_seqlens``: tokens that count.
+        weights: [B], or per token in the shape of ``loss_mask``, as ``rollout_weights`` returns them; packed
+            with N == B, [B].
+        cu_seqlens: int32 or int64 [B + 1], offsets of packed sequences.
+
+    Returns:
+        Bool, the shape of ``loss_mask``.
+
+    Raises:
+        TypeError, ValueError: a wrong argument, named in the message.
+    """
+    checks.tensor("loss_mask", loss_mask, None, "[B, T], or [N] with cu_seqlens", None)
+    checks.layout("loss_mask", loss_mask, cu_seqlens)
+    checks.floats("weights", weights, None, "[B] or the shape of loss_mask", loss_mask.device)
+    sequences = loss_mask.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    per_sequence = _per_sequence("weights", weights, sequences, loss_mask, "loss_mask")
+    check_cu_seqlens(cu_seqlens, loss_mask)
+    check_mask(loss_mask)
+    packed, kept = cu_seqlens is not None, (weights.detach() != 0).to(torch.float64)
+    counted = _rows(loss_mask, packed) != 0
+    counted = counted & (
+        (layout_of(counted, cu_seqlens).expand(kept) if per_sequence else _rows(kept, packed)) != 0
+    )
+    return counted.squeeze(0) if packed else counted
+
+
 def weight_metrics(
     weights: Tensor,
     advantages: Tensor,
@@ -112,7 +147,7 @@ def weight_metrics(
     Over the sequences with a counted token, or the counted tokens where weights are per token:
 
     - "weights/mean", "weights/min", "weights/max": a mean of 1/17 weakens the batch 17-fold,
-    - "weights/zero": the share of weights that are 0,
+    - "weights/zero": the share of weights that are 0: of what a correction rejected,
     - "weights/ess": the effective sample size ``(sum w)^2 / (n sum w^2)`` as a share of n (Kish, as verl has
       it); blind to a common factor, which the mean and the norm show,
     - "weights/gradient_norm": the norm of the policy gradient's coefficients ``w_t A_t / |y_i|`` (at a ratio
@@ -242,9 +277,9 @@ def _checked_options(
         raise ValueError(f"level: mode={mode!r} has one weight per token, got 'sequence', expected 'token'")
     if level == "token" and mode != "sequence_mask" and reduce != "mean":
         raise ValueError(f"reduce: {reduce!r} has no meaning with level='token', expected the default")
-    if reduce == "max" and mode not in ("k2", "k3"):
+    if reduce == "max" and mode not in _DIVERGENCES:
         raise ValueError(
-            f"reduce: 'max' is for mode='k2' and 'k3', got mode={mode!r}, expected 'mean' or 'sum'"
+            f"reduce: 'max' is for mode='k1', 'k2' and 'k3', got mode={mode!r}, expected 'mean' or 'sum'"
         )
     if mode == "icepop":
         low, high = 0.5 if low is None else low, 5.0 if high is None else high
@@ -259,10 +294,11 @@ def _checked_options(
 
 
 def _reduced(layout: Layout, values: Tensor, counted: Tensor, reduce: str) -> Tensor:
-    """Tokens to sequences, from values that are 0 where not counted; the largest is of values above 0."""
+    """Tokens to sequences, from values that are 0 where not counted."""
     if reduce == "max":
-        rows = layout.expand(torch.arange(layout.sequences, device=values.device))
-        return values.new_zeros(layout.sequences).scatter_reduce(0, rows.flatten(), values.flatten(), "amax")
+        rows = layout.expand(torch.arange(layout.sequences, device=values.device)).flatten()
+        values = torch.where(counted, values, -torch.inf).flatten()
+        return values.new_full((layout.sequences,), -torch.inf).scatter_reduce(0, rows, values, "amax")
     total = layout.sum(values)
     return total if reduce == "sum" else total / layout.sum(counted.to(torch.float64)).clamp(min=1.0)
 

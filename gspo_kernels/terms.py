@@ -219,6 +219,11 @@ def validate_terms(
         missing = not has_entropy if needed == "entropy" else getattr(terms, needed) is None
         if missing:
             raise ValueError(f"{needed}: got None, but {name} needs it")
+    if objective.needs_token_order and terms.cp_group:
+        raise ValueError(
+            f"cp_group: {name} looks at the order of tokens, which is not known where ranks share sequences, "
+            "expected None"
+        )
     for label in ("group_ids", "turn_ids"):
         if getattr(terms, label) is not None and label not in objective.needs:
             raise ValueError(f"{label}: {name} would ignore it, expected None")

@@ -21,9 +21,7 @@ DIVERGENCES = {
     "k3": lambda x: math.exp(x) - 1 - x,
 }
 REDUCED = {"mean": lambda values: sum(values) / len(values), "sum": sum, "max": max}
-OF_SEQUENCES = [
-    (mode, reduce) for mode in DIVERGENCES for reduce in REDUCED if (mode, reduce) != ("k1", "max")
-]
+OF_SEQUENCES = [(mode, reduce) for mode in DIVERGENCES for reduce in REDUCED]
 
 
 def log_ratios_of(old, rollout, mask, cu_seqlens):
@@ -148,6 +146,108 @@ def test_rejections_are_verls_own(name, threshold, options):
     assert 0 < theirs.sum() < mask.sum()
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_seq_mis_and_geo_mask_are_their_definitions(layout):
+    """Of "Trust Region Optimization via Sequence Masking": rho below C; 1 for a geometric mean in between."""
+    _, sequences, mask = weights(layout, high=9.0)
+    product = {s.index: math.exp(sum(ls)) for s, ls in sequences}
+    mean = {s.index: math.exp(sum(ls) / len(ls)) for s, ls in sequences}
+    most = sum(product.values()) / 2  # of two with a counted token
+    got, *_ = weights(layout, level="sequence", reduce="sum", mode="mask", high=most)
+    expected = [1.0 if i not in product else product[i] * (product[i] <= most) for i in range(len(LENGTHS))]
+    assert got.tolist() == pytest.approx(expected, rel=1e-13) and expected.count(0) == 1
+    low, high = sum(mean.values()) / 2, 1.0
+    got, *_ = weights(layout, level="sequence", mode="k1", low=-math.log(high), high=-math.log(low))
+    inside = [low <= mean.get(i, low) <= high for i in range(len(LENGTHS))]
+    assert got.tolist() == [float(each) for each in inside] and inside.count(False) == 1
+    # and with truncated ratios of tokens
+    got, *_ = weights(layout, mode="sequence_mask", low=low, high=high)
+    got = got.clamp(max=1.1)
+    for s, ls in sequences:
+        expected = [min(math.exp(x), 1.1) * inside[s.index] for x in ls]
+        assert s.pick(got).tolist() == pytest.approx(expected, rel=1e-13)
+    assert (got[~mask] == 1).all()
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+@pytest.mark.parametrize("mode", ["truncate", "clip", "mask"])
+def test_slimes_own(level, mode):
+    """Its weights and its mask by its own code, with a veto."""
+    names = (
+        "masked_sum", "masked_mean", "masked_min", "masked_max", "calculate_veto_mask",
+        "truncate", "clip", "mask",
+    )  # fmt: skip
+    slime = peers.extract(
+        peers.source("slime", "examples/train_infer_mismatch_helper/mis.py"), *names, "compute_mis_weights",
+        "metrics_append", torch=torch, Any=Any, add_ppl_metrics=lambda *_: None,
+    )  # fmt: skip
+    rng = generator(6)
+    log_ratio = 0.3 * torch.randn(40, 8, generator=rng, dtype=torch.float64)
+    counted = torch.arange(8) < torch.randint(1, 9, (40, 1), generator=rng)
+    args = SimpleNamespace(
+        use_tis=True, tis_level=level, tis_mode=mode, tis_lower_bound=0.7, tis_upper_bound=1.4, use_rs=True,
+        rs_level=level, rs_lower_bound=0.8, rs_upper_bound=1.2, rs_veto_threshold=0.6,
+        tis_batch_normalize=False,
+    )  # fmt: skip
+    zeros = torch.zeros_like(log_ratio)
+    parts = {
+        "train_log_probs": list(log_ratio), "rollout_log_probs": list(zeros), "loss_masks": list(counted),
+    }  # fmt: skip
+    theirs, masks, _ = slime["compute_mis_weights"](args, **parts)
+    theirs = torch.stack(theirs) * torch.stack(masks)
+
+    def ours(**options):
+        if "level" not in options and level != "token":
+            options |= {"level": "sequence", "reduce": "sum" if level == "sequence" else "mean"}
+        got = gk.rollout_weights(log_ratio, zeros, loss_mask=counted, **options)
+        return got.unsqueeze(1) if got.ndim == 1 else got
+
+    low = None if mode == "truncate" else 0.7
+    got = ours(mode="mask" if mode == "mask" else "truncate", low=low, high=1.4)
+    got = got * (ours(mode="mask", low=0.8, high=1.2) != 0)
+    got = got * ours(level="sequence", reduce="max", mode="k1", high=-math.log(0.6))
+    torch.testing.assert_close(got * counted, theirs, rtol=1e-12, atol=0)
+    mask = gk.off_policy.without_rejected(counted, got.expand_as(log_ratio))
+    assert torch.equal(mask, torch.stack(masks).bool()) and 0 < mask.sum() < counted.sum()
+
+
+@pytest.mark.parametrize("objective", [gk.GSPO(0.3, 0.3), gk.DAPO(0.3, 0.3)], ids=lambda o: type(o).__name__)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rejected_sequences_leave_the_divisor_where_the_caller_says_so(layout, objective):
+    """As if they had not been there; else they count as zeros. Per sequence or per token the same mask."""
+    old, rollout, mask, cu_seqlens = example(layout)
+    options = {"level": "sequence", "mode": "mask", "high": 0.9}
+    given = {"loss_mask": mask, "cu_seqlens": cu_seqlens}
+    w = gk.rollout_weights(old, rollout, **given, **options)
+    tokens = gk.rollout_weights(old, rollout, **given, mode="sequence_mask", high=0.9)
+    kept = gk.off_policy.without_rejected(mask, w, cu_seqlens=cu_seqlens)
+    assert kept.dtype == torch.bool and torch.equal(
+        kept, gk.off_policy.without_rejected(mask, tokens, cu_seqlens=cu_seqlens)
+    )
+    advantages = torch.linspace(-1, 2, len(LENGTHS), dtype=torch.float64)
+    given |= {"rollout_weights": w, "objective": objective}
+    counts, zeros = gk.policy_coefficients(old, old - 0.1, advantages, **given), w == 0
+    leaves = gk.policy_coefficients(old, old - 0.1, advantages, **given | {"loss_mask": kept})
+    found = oracle.sequences(mask, cu_seqlens)
+    present = [s for s in found if s.count]
+    size = len if objective.aggregation == "sequence_mean" else lambda these: sum(s.count for s in these)
+    share = size([s for s in present if not zeros[s.index]]) / size(present)
+    assert 0 < share < 1
+    torch.testing.assert_close(leaves * share, counts, rtol=1e-12, atol=1e-15)
+    dropped = weight_metrics(w, advantages, loss_mask=mask, cu_seqlens=cu_seqlens)["weights/zero"]
+    assert dropped.item() == pytest.approx(sum(bool(zeros[s.index]) for s in present) / len(present))
+
+
+def test_without_rejected_names_the_wrong_argument():
+    mask, weights = torch.ones(2, 3), torch.ones(2)
+    with pytest.raises(ValueError, match=r"weights: got shape \(3,\)"):
+        gk.off_policy.without_rejected(mask, torch.ones(3))
+    with pytest.raises(TypeError, match="weights"):
+        gk.off_policy.without_rejected(mask, weights.long())
+    with pytest.raises((TypeError, ValueError), match="loss_mask"):
+        gk.off_policy.without_rejected(mask[0], weights)
+
+
 WRONG = [
     ({"mode": "icepop", "level": "sequence"}, "level"),
     ({"mode": "sequence_mask", "level": "sequence", "high": 2.0}, "level"),
@@ -156,7 +256,7 @@ WRONG = [
     ({"mode": "k3", "low": -0.1}, "low"),
     ({"mode": "k3", "reduce": "max", "high": 1.0}, "reduce"),
     ({"mode": "mask", "level": "sequence", "reduce": "max", "high": 1.0}, "reduce"),
-    ({"mode": "k1", "level": "sequence", "reduce": "max", "high": 1.0}, "reduce"),
+    ({"mode": "truncate", "level": "sequence", "reduce": "max", "high": 1.0}, "reduce"),
     ({"mode": "icepop", "low": 6.0}, "low"),
     ({"mode": "drop", "high": 2.0}, "mode"),
 ]

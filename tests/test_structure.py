@@ -126,11 +126,11 @@ def test_options_of_objectives(name):
 
 
 POSITIONAL = {
-    "clip_low clip_high": "BNPO ClipCov DAPO DHPO DrGRPO EGSW ESPO GRPO GSPO GSPOToken LUSPO TLGRPO",
+    "clip_low clip_high": "BNPO ClipCov DAPO DHPO DrGRPO EGSW ESPO FIPO GRPO GSPO GSPOToken LUSPO TLGRPO",
     "bound_low bound_high": "DPPO",
-    "log_clip_low log_clip_high": "GMPO",
+    "log_clip_low log_clip_high": "CTPO FSPO GMPO",
     "min_ratio max_ratio": "CISPO",
-    "": "ABCGRPO AGRO DPO DRO GPG KLCov Linear REBEL SAPO SSPO TOPR TRPA VESPO",
+    "": "ABCGRPO AGRO DPO DRO GPG KLCov Linear M2PO PrimeIPO REAL REBEL SAPO SSPO TOPR TRPA VESPO",
 }
 
 

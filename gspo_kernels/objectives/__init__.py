@@ -5,6 +5,7 @@ from gspo_kernels.objectives.agro import AGRO
 from gspo_kernels.objectives.bnpo import BNPO
 from gspo_kernels.objectives.cispo import CISPO
 from gspo_kernels.objectives.clip_cov import ClipCov
+from gspo_kernels.objectives.ctpo import CTPO
 from gspo_kernels.objectives.dapo import DAPO
 from gspo_kernels.objectives.dhpo import DHPO
 from gspo_kernels.objectives.dpo import DPO
@@ -13,6 +14,8 @@ from gspo_kernels.objectives.dr_grpo import DrGRPO
 from gspo_kernels.objectives.dro import DRO
 from gspo_kernels.objectives.egsw import EGSW
 from gspo_kernels.objectives.espo import ESPO
+from gspo_kernels.objectives.fipo import FIPO
+from gspo_kernels.objectives.fspo import FSPO
 from gspo_kernels.objectives.gmpo import GMPO
 from gspo_kernels.objectives.gpg import GPG
 from gspo_kernels.objectives.grpo import GRPO
@@ -21,6 +24,9 @@ from gspo_kernels.objectives.gspo_token import GSPOToken
 from gspo_kernels.objectives.kl_cov import KLCov
 from gspo_kernels.objectives.linear import Linear
 from gspo_kernels.objectives.luspo import LUSPO
+from gspo_kernels.objectives.m2po import M2PO
+from gspo_kernels.objectives.prime_ipo import PrimeIPO
+from gspo_kernels.objectives.real import REAL
 from gspo_kernels.objectives.rebel import REBEL
 from gspo_kernels.objectives.sapo import SAPO
 from gspo_kernels.objectives.sspo import SSPO
@@ -34,6 +40,7 @@ __all__ = [
     "AGRO",
     "BNPO",
     "CISPO",
+    "CTPO",
     "DAPO",
     "DHPO",
     "DPO",
@@ -41,11 +48,15 @@ __all__ = [
     "DRO",
     "EGSW",
     "ESPO",
+    "FIPO",
+    "FSPO",
     "GMPO",
     "GPG",
     "GRPO",
     "GSPO",
     "LUSPO",
+    "M2PO",
+    "REAL",
     "REBEL",
     "SAPO",
     "SSPO",
@@ -58,4 +69,5 @@ __all__ = [
     "GSPOToken",
     "KLCov",
     "Linear",
+    "PrimeIPO",
 ]

@@ -170,7 +170,17 @@ def ppo_clip(
     Clip decisions are taken on the log-ratio; exactly on a bound counts as inside. Returns the loss and the
     masks of what the lower and the upper bounds cut off.
     """
-    log_low, log_high, log_dual = log_bounds(low, high, dual)
+    return log_clip(log_ratio, advantages, *log_bounds(low, high, dual))
+
+
+def log_clip(
+    log_ratio: Tensor,
+    advantages: Tensor,
+    log_low: float | Tensor,
+    log_high: float | Tensor,
+    log_dual: float | Tensor = math.inf,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``ppo_clip`` between bounds of the log-ratio, which may differ from token to token."""
     gains, losses = advantages > 0, advantages < 0
     clipped_low = losses & (log_ratio < log_low)
     over_high, over_dual = gains & (log_ratio > log_high), losses & (log_ratio > log_dual)
@@ -230,6 +240,9 @@ class Objective(ABC):
 
     takes_token_advantages: ClassVar[bool] = True
     """False: advantages must be [B]."""
+
+    needs_token_order: ClassVar[bool] = False
+    """It looks at which tokens of a sequence come first: ranks that share sequences can't say."""
 
     zero_advantage_is_inactive: ClassVar[bool] = True
     """A zero advantage means a zero gradient, whatever the log-probs."""

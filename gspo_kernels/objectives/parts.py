@@ -66,6 +66,26 @@ def by_sign(batch: PolicyBatch, positive: float, negative: float) -> Tensor:
     return torch.where(advantages > 0, advantages.new_tensor(positive), negative)
 
 
+def running_sums(batch: PolicyBatch, values: Tensor, decay: float = 1.0, *, onwards: bool = False) -> Tensor:
+    """Tokens: sums over a sequence's counted tokens up to each one, or ``onwards`` from each one. Detached.
+
+    A value that lies k counted tokens away has the weight ``decay ** k``. Doubling the reach of all sums
+    takes the logarithm of the length in steps, and keeps sequences apart whatever the layout.
+    """
+    ids, sums = batch.sequence_ids(), torch.where(batch.mask, values.detach(), 0.0)
+    factors = torch.where(batch.mask, torch.full_like(sums, decay), 1.0)
+    if onwards:
+        ids, sums, factors = ids.flip(1), sums.flip(1), factors.flip(1)
+    reach = 1
+    while reach < sums.shape[1]:
+        same = ids[:, reach:] == ids[:, :-reach]
+        farther = torch.where(same, factors[:, reach:] * sums[:, :-reach], 0.0)
+        sums = torch.cat([sums[:, :reach], sums[:, reach:] + farther], 1)
+        factors = torch.cat([factors[:, :reach], factors[:, reach:] * factors[:, :-reach]], 1)
+        reach *= 2
+    return sums.flip(1) if onwards else sums
+
+
 def surrogate(
     batch: PolicyBatch,
     gain: Tensor,

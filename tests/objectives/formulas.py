@@ -194,6 +194,52 @@ def dppo_weight(o, z):
     return out
 
 
+def prime_ipo(o, q, z):
+    values, slopes = [], []
+    for x, x0, a, new, old in zip(q.l, z.l, q.advantage, z.logp, z.old, strict=True):
+        keep = abs(math.exp(new) - math.exp(old)) <= o.eps
+        r = min(math.exp(x0), o.max_ratio) * math.exp(x - x0)
+        values.append(-keep * a * r + o.kl_tau * x * x)
+        slopes.append(-keep * a * r + 2 * o.kl_tau * x)
+    return values, slopes
+
+
+def fspo(o, q, z):
+    a, total, root = q.advantage[0], sum(q.l), math.sqrt(q.length)
+    inside = min(max(total, -o.log_clip_low * root), o.log_clip_high * root)
+    value = -min(math.exp(total) * a, math.exp(inside) * a)
+    cut = (a > 0 and total > inside) or (a < 0 and total < inside)
+    return value, [0.0 if cut else -a * math.exp(total)] * len(q.l)
+
+
+def ctpo(o, q, z):
+    values, slopes = [], []
+    for t, (x, a) in enumerate(zip(q.l, q.advantage, strict=True)):
+        width = (t + 1) ** o.power
+        log_c = sum(min(max(y, -20.0), 20.0) for y in z.l[: t + 1]) + (x - z.l[t])
+        dual = math.inf if o.log_dual_clip is None else math.exp(o.log_dual_clip * width)
+        low, high = math.exp(-o.log_clip_low * width), math.exp(o.log_clip_high * width)
+        value, slope = clipped(math.exp(log_c), a, 1 - low, high - 1, dual)
+        values.append(value)
+        slopes.append(slope)
+    return values, slopes
+
+
+def fipo(o, q, z):
+    most = math.inf if o.dual_clip is None else math.log(o.dual_clip)
+    moved = [0.0 if x > most else min(max(x, -20.0), 20.0) for x in z.l]
+    values, slopes = [], []
+    for t, (x, a) in enumerate(zip(q.l, q.advantage, strict=True)):
+        future = sum(0.5 ** (k / o.half_life) * y for k, y in enumerate(moved[t:]))
+        f = min(max(math.exp(future), 1 - o.influence_low), 1 + o.influence_high)
+        if a < 0 and math.exp(z.l[t]) > o.safe_ratio:
+            f = min(f, 1.0)
+        value, slope = clipped(math.exp(x), a, o.clip_low, o.clip_high, o.dual_clip)
+        values.append(f * value)
+        slopes.append(f * slope)
+    return values, slopes
+
+
 def dro(o, q, z):
     values = [
         -(a * y - o.beta / 2 * x * x) for a, y, x in zip(q.advantage, q.weighted_logp, q.l, strict=True)
@@ -215,6 +261,10 @@ FORMULAS = {
     "ABCGRPO": abc,
     "DHPO": dhpo,
     "DRO": dro,
+    "PrimeIPO": prime_ipo,
+    "FSPO": fspo,
+    "CTPO": ctpo,
+    "FIPO": fipo,
     "Linear": linear,
     "GPG": weighted(lambda o, z: [1.0] * len(z.l)),
     "CISPO": weighted(cispo_weight),

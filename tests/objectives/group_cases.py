@@ -11,6 +11,8 @@ from gspo_kernels.objectives.clip_cov import ClipCov
 from gspo_kernels.objectives.dpo import DPO
 from gspo_kernels.objectives.egsw import EGSW
 from gspo_kernels.objectives.kl_cov import KLCov
+from gspo_kernels.objectives.m2po import M2PO
+from gspo_kernels.objectives.real import REAL
 from gspo_kernels.objectives.rebel import REBEL
 from gspo_kernels.objectives.trpa import TRPA
 from tests.cases import generator, make_case, pad, replace
@@ -28,8 +30,10 @@ OBJECTIVES = {
     "EGSW": EGSW(alpha=0.7, temperature=0.6, dual_clip=1.5),
     "ClipCov": ClipCov(clip_cov_ratio=0.1, clip_cov_lb=0.001, clip_cov_ub=5.0),
     "KLCov": KLCov(kl_cov_ratio=0.2, ppo_kl_coef=0.6),
+    "REAL": REAL(tau=0.4),
+    "M2PO": M2PO(threshold=0.05, aggregation="sequence_mean"),
 }
-PAIRWISE, BATCHWIDE = ("TRPA", "DPO", "REBEL"), ("ClipCov", "KLCov")
+PAIRWISE, BATCHWIDE = ("TRPA", "DPO", "REBEL"), ("ClipCov", "KLCov", "M2PO")
 every = pytest.mark.parametrize("name", OBJECTIVES)
 
 

@@ -29,6 +29,16 @@ OPTIONS: dict[str, tuple[dict[str, Any], ...]] = {
         {"bound_low": 0.02, "bound_high": 0.03},
         {"divergence": "kl", "bound_low": 0.01, "bound_high": 0.02},
     ),
+    "PrimeIPO": ({"eps": 0.05, "max_ratio": 1.1}, {"kl_tau": 0.2}),
+    "M2PO": ({"threshold": 0.01}, {"threshold": 0.02, "one_sided": False}),
+    "REAL": ({"tau": 0.1, "threshold": 0.0},),
+    "FSPO": ({"log_clip_low": 0.2, "log_clip_high": 0.3},),
+    "CTPO": ({"log_clip_low": 0.2, "log_clip_high": 0.3, "power": 0.7, "log_dual_clip": 0.4},),
+    "FIPO": (
+        {"half_life": 1.5, "influence_low": 0.3, "influence_high": 0.5, "safe_ratio": 1.1},
+        {"dual_clip": 1.3, "half_life": 3.0, "influence_high": 2.0},
+        {"dual_clip": None},
+    ),
     "ABCGRPO": ({"positive_low": 0.1, "positive_high": 0.3, "negative_low": 1.0, "negative_high": 0.05},),
 }
 """Beyond the defaults."""

@@ -7,6 +7,9 @@ import pytest
 import torch
 
 import gspo_kernels as gk
+from gspo_kernels.layout import layout_of
+from gspo_kernels.objectives.base import PolicyBatch
+from gspo_kernels.objectives.parts import running_sums
 from gspo_kernels.objectives.sspo import LOG_GATES
 from tests.draws import shifted_seed
 from tests.objectives.sample_batches import make_batch
@@ -34,6 +37,14 @@ def near(*values):
 
 
 def test_defaults():
+    ipo, m2po, ctpo = gk.PrimeIPO(), gk.M2PO(), gk.CTPO()
+    assert (ipo.eps, ipo.max_ratio, ipo.kl_tau, ipo.aggregation) == (0.3, 1e4, 0.0, "token_mean")
+    assert (m2po.threshold, m2po.one_sided, m2po.aggregation) == (0.04, True, "token_mean")
+    assert (ctpo.log_clip_low, ctpo.log_clip_high, ctpo.power, ctpo.log_dual_clip) == (0.025, 0.05, 0.5, None)
+    fipo = gk.FIPO()
+    assert (fipo.clip_low, fipo.clip_high, fipo.dual_clip, fipo.half_life) == (0.2, 0.28, 10.0, 32.0)
+    assert (fipo.influence_low, fipo.influence_high, fipo.safe_ratio) == (0.0, 0.2, 10.0)
+    assert gk.REAL().tau == gk.REAL().threshold == 0.5
     assert (gk.DAPO().clip_low, gk.DAPO().clip_high, gk.DAPO().aggregation) == (0.2, 0.28, "token_mean")
     assert (gk.BNPO().clip_low, gk.BNPO().clip_high, gk.BNPO().aggregation) == (0.2, 0.2, "token_mean")
     assert (gk.LUSPO().clip_low, gk.LUSPO().clip_high) == (2e-3, 2.5e-3)
@@ -189,6 +200,104 @@ def test_dppo(divergence):
         assert run(log_ratio, fp64(advantage), objective, logp)[1] == [near(expected)]
 
 
+def test_prime_ipo():
+    """Moves of 0.25, 0.35 and -0.35 under either sign of A, and a ratio of 2.5e6."""
+    old = fp64([0.5, 0.5, 0.5, 1e-7]).log()
+    logp = fp64([0.75, 0.85, 0.15, 0.25]).log()
+    for a in (2.0, -2.0):
+        g = gk.policy_coefficients(logp, old, fp64(a), objective=gk.PrimeIPO())
+        assert g.tolist()[0] == near(-1.5 * a / 4, 0.0, 0.0, -1e4 * a / 4)
+        loss = gk.policy_loss(logp, old, fp64(a), objective=gk.PrimeIPO()).loss
+        assert loss.item() == pytest.approx(-a * (1.5 + 1e4) / 4, rel=1e-12)
+        # the pull is on all tokens, masked or not
+        pulled = gk.policy_coefficients(logp, old, fp64(a), objective=gk.PrimeIPO(kl_tau=0.1))
+        assert (pulled - g).tolist()[0] == near(*(0.2 * (logp - old) / 4).tolist()[0])
+
+
+def test_m2po():
+    """Squares 0.01, 0.04 and 0.25 of pushed tokens: the mean of two is 0.025, of three 0.1."""
+    log_ratios, advantages = fp64([0.1, 0.5, -0.9, 0.0], [-0.2, 0.9, 3.0, 0.0]), fp64(1.0, -1.0)
+    _, g = run(log_ratios, advantages, gk.M2PO())
+    assert g[0] == near(-E(0.1) / 8, 0.0, -E(-0.9) / 8, -1 / 8)
+    assert g[1] == near(E(-0.2) / 8, E(0.9) / 8, E(3.0) / 8, 1 / 8)
+    _, g = run(log_ratios, advantages, gk.M2PO(threshold=0.0249))
+    assert g[1] == near(0.0, E(0.9) / 8, E(3.0) / 8, 1 / 8)
+    # all tokens: 0, 0, 0.01, 0.04, 0.25 have the mean 0.06
+    _, g = run(log_ratios, advantages, gk.M2PO(threshold=0.06, one_sided=False))
+    assert [x == 0 for row in g for x in row] == [False, False, True, False, False, True, True, False]
+    # of equal ones all or none
+    _, g = run(fp64([0.2, 0.2, 0.1]), fp64(1.0), gk.M2PO(threshold=0.026))
+    assert g[0] == near(0.0, 0.0, -E(0.1) / 3)
+
+
+def test_real():
+    """Scores 0.2 and -0.2 of two successes, 0.4 of a failure; a group of failures has no loss."""
+    ids = torch.tensor([0, 0, 0, 1, 1])
+    log_ratios = fp64([0.2, 0.2], [-0.3, -0.1], [0.4, 0.4], [0.5, 0.5], [-0.5, 0.1])
+    loss, g = run(log_ratios, fp64(1.0, 1.0, 0.0, 0.0, 0.0), gk.REAL(), group_ids=ids)
+    plus, minus = 1 + E(-0.4) + E(0.4), 1 + E(0.8)
+    assert loss == pytest.approx(3 * (math.log(plus) + math.log(minus)) / 5, rel=1e-12)
+    share = 3 / 5 / 2 / 0.5  # of three copies of the loss in a mean over five, two tokens, tau
+    assert g[0] == near(*[-share * E(-0.4) / plus] * 2) and g[1] == near(*[-share * E(0.4) / plus] * 2)
+    assert g[2] == near(*[share * E(0.8) / minus] * 2) and g[3] == g[4] == [0.0, 0.0]
+
+
+def test_fspo():
+    """The band of four tokens is twice that of one; the ratio is of the sum, and no length divides it."""
+    for log_ratio, inside in ((0.014, True), (0.016, False)):
+        loss, (g,) = run(fp64([log_ratio] * 4), fp64(2.0), gk.FSPO())
+        assert loss == pytest.approx(-2 * E(min(4 * log_ratio, 0.06)), rel=1e-12)
+        assert g == near(*[-2 * E(4 * log_ratio) * inside] * 4)
+    _, (g,) = run(fp64([-0.016] * 4), fp64(-2.0), gk.FSPO())
+    assert g == near(0.0, 0.0, 0.0, 0.0)
+
+
+def test_ctpo():
+    """Log-ratios so far 0.04, 0.08, 0.02, 0.08 in bands up to 0.05 (1, 1.41, 1.73, 2)."""
+    loss, (g,) = run(fp64([0.04, 0.04, -0.06, 0.06]), fp64(2.0), gk.CTPO())
+    assert loss == pytest.approx(-(E(0.04) + E(0.05 * 2**0.5) + E(0.02) + E(0.08)) / 2, rel=1e-12)
+    assert g == near(-E(0.04) / 2, 0.0, -E(0.02) / 2, -E(0.08) / 2)
+    _, (g,) = run(fp64([0.04, 0.04, -0.06, 0.06]), fp64(-2.0), gk.CTPO(log_dual_clip=0.05))
+    assert g == near(E(0.04) / 2, 0.0, E(0.02) / 2, E(0.08) / 2)
+
+
+def test_fipo():
+    """A half-life of one token: F = 0.05 + 0.5 (0.02 + 0.5 * -0.5), 0.02 - 0.25, -0.5."""
+    objective = gk.FIPO(half_life=1.0, influence_low=0.1, influence_high=0.2)
+    _, (g,) = run(fp64([0.05, 0.02, -0.5]), fp64(3.0), objective)
+    assert g == near(-E(0.05 - 0.115) * E(0.05), -0.9 * E(0.02), -0.9 * E(-0.5))
+    # only a first token beyond the dual clip is left out of its sum
+    _, (g,) = run(fp64([2.4, 0.1]), fp64(-3.0), gk.FIPO(half_life=1.0))
+    assert g == near(0.0, 1.5 * E(0.1) * E(0.1))
+    # a large ratio is never amplified where it is pushed down
+    _, (g,) = run(fp64([0.2, 0.1]), fp64(-3.0), gk.FIPO(safe_ratio=1.15))
+    assert g == near(1.5 * E(0.2), 1.5 * E(0.1) * E(0.1))
+
+
+def test_running_sums_keep_sequences_apart():
+    """However long, padded or packed, with holes, and where a neighbour is infinite."""
+    mask = torch.rand(3, 37, generator=torch.Generator().manual_seed(shifted_seed(3))) < 0.7
+    values = torch.arange(111, dtype=torch.float64).view(3, 37) / 7
+    values[1] = math.inf
+    for padded in (True, False):
+        layout = (
+            layout_of(values, None)
+            if padded
+            else layout_of(values.view(1, -1), torch.tensor([0, 37, 74, 111]))
+        )
+        shape = (3, 37) if padded else (1, 111)
+        empty = torch.zeros(shape, dtype=torch.float64)
+        batch = PolicyBatch(layout, mask.view(shape), torch.ones(3), empty, empty, empty)
+        for onwards in (False, True):
+            got = running_sums(batch, values.view(shape), 0.9, onwards=onwards).view(3, 37)
+            for i in (0, 2):
+                here = torch.nonzero(mask[i]).flatten().tolist()
+                for place, t in enumerate(here):
+                    others = here[place:] if onwards else here[place::-1]
+                    expected = sum(0.9**k * values[i, u] for k, u in enumerate(others))
+                    assert got[i, t].item() == pytest.approx(float(expected), rel=1e-13)
+
+
 def test_tl_grpo():
     """Turns 7 and 2 have a ratio each, wherever their tokens are; a token of no turn has ratio 1."""
     log_ratios, turns = fp64([0.1, 0.2, 0.3, 0.5, 9.0]), torch.tensor([[7, 2, 7, 2, -1]])
@@ -309,6 +418,14 @@ def test_as_many_packed_tokens_as_sequences_are_one_advantage_and_weight_per_seq
         (gk.DHPO, {"mix": "more"}, "mix"),
         (gk.ESPO, {"elbo_kl_beta": -1.0}, "elbo_kl_beta"),
         (gk.DrGRPO, {}, "aggregation_constant"),
+        (gk.PrimeIPO, {"max_ratio": 0.9}, "max_ratio"),
+        (gk.M2PO, {"threshold": -0.1}, "threshold"),
+        (gk.REAL, {"tau": 0.0}, "tau"),
+        (gk.FSPO, {"log_clip_high": -0.1}, "log_clip_high"),
+        (gk.CTPO, {"power": 1.5}, "power"),
+        (gk.CTPO, {"log_dual_clip": 0.01}, "log_dual_clip: got 0.01.* at least 0.05"),
+        (gk.FIPO, {"half_life": 0.0}, "half_life"),
+        (gk.FIPO, {"safe_ratio": 0.5}, "safe_ratio"),
     ],
 )
 def test_options_are_validated(cls, options, match):

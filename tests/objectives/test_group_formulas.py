@@ -137,6 +137,29 @@ def stated(name, q):
             share = weight[i] / len(g[i]) / count
             loss, g[i][t] = loss + share * value, share * slope
         return loss, g
+    if name == "REAL":
+        for members in q.groups():
+            signs = {i: 1 if q.values[i] > o.threshold else -1 for i in members}
+            score = {i: math.exp(-signs[i] * sum(q.l(i)) / len(q.l(i)) / o.tau) for i in members}
+            if len(set(signs.values())) < 2:
+                continue
+            rest = {s: 1 + sum(score[i] for i in members if signs[i] == s) for s in (1, -1)}
+            loss += len(members) * (math.log(rest[1]) + math.log(rest[-1])) / count
+            for i in members:
+                share = score[i] / rest[signs[i]] * len(members) / count
+                g[i] = [-signs[i] * share / o.tau / len(g[i])] * len(g[i])
+        return loss, g
+    if name == "M2PO":
+        pushed = [at for at in everything if q.values[at[0]] * q.l(at[0])[at[1]] > 0]
+        pushed.sort(key=lambda at: q.l(at[0])[at[1]] ** 2)
+        while pushed and sum(q.l(i)[t] ** 2 for i, t in pushed) / len(pushed) > o.threshold:
+            pushed.pop()
+        for i, t in everything:
+            l, a = q.l(i)[t], q.values[i]  # noqa: E741
+            if a * l <= 0 or (i, t) in pushed:
+                value = -math.exp(l) * a / len(g[i]) / count
+                loss, g[i][t] = loss + value, value
+        return loss, g
     mean_a = sum(q.values[i] for i, _ in everything) / len(everything)
     mean_logp = sum(q.logp[i][t] for i, t in everything) / len(everything)
     cov = {(i, t): (q.values[i] - mean_a) * (q.logp[i][t] - mean_logp) for i, t in everything}

@@ -153,6 +153,7 @@ NOT_HOMOGENEOUS = {
     "EGSW": "a softmax of advantages",
     "ESPO": "a KL without advantage",
     "Linear": "no advantages",
+    "REAL": "rewards are labels",
     "REBEL": "a ratio besides rewards",
     "TRPA": "advantages are levels",
 }
@@ -160,7 +161,7 @@ NOT_HOMOGENEOUS = {
 
 def scaled(objective, factor):
     """What in an objective is in units of the advantage."""
-    units = {"ClipCov": ("clip_cov_lb", "clip_cov_ub"), "KLCov": ("ppo_kl_coef",)}
+    units = {"ClipCov": ("clip_cov_lb", "clip_cov_ub"), "KLCov": ("ppo_kl_coef",), "PrimeIPO": ("kl_tau",)}
     names = units.get(type(objective).__name__, ())
     return dataclasses.replace(objective, **{name: factor * getattr(objective, name) for name in names})
 

@@ -3,6 +3,7 @@
 import itertools
 from dataclasses import replace
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -140,6 +141,10 @@ def every_objective():
     group = {"cp_group": dist.group.WORLD}
     for objective, everything in itertools.product(examples(), (False, True)):
         batch = make_batch(objective, everything=everything)
+        if objective.needs_token_order:
+            with pytest.raises(ValueError, match=r"cp_group: .* looks at the order of tokens"):
+                batch.call(gk.policy_loss, objective, **over_ranks(group))
+            continue
         whole = torch.tensor([0, batch.logprobs.shape[1]])
         where = tokens_of_rank(whole, dist.get_rank(), dist.get_world_size()).values
         own = rows_of(batch, where, **group)

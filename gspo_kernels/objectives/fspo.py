@@ -1,0 +1,47 @@
+"""FSPO: the likelihood ratio of a whole sequence, clipped in a band that grows with its length."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from gspo_kernels.objectives.base import Objective, ObjectiveLoss, PolicyBatch, log_clip, require_numbers
+
+
+@dataclass(frozen=True)
+class FSPO(Objective):
+    """Fair Sequence Policy Optimization (arXiv 2509.09177, third version); its constants were not read by us.
+
+    ``S_i = sum_t(logp_t - old_t)``; ``loss_i = -min(exp(S_i) A_i, exp(clip(S_i, -log_clip_low sqrt(|y_i|),
+    log_clip_high sqrt(|y_i|))) A_i)``; ``dloss_i/dlogp_t = -exp(S_i) A_i`` for every counted token of an
+    unclipped sequence, else 0. S is the sequence's own log-ratio, not GSPO's mean of it, and the band grows
+    as its spread does, so that long sequences are clipped no more often than short ones.
+
+    That the band scales with the square root is from the abstract, the sum and the minimum from a public
+    implementation that names the paper's Eqs. 3 to 5. The first version shifts the band by a drift, which
+    is 0 there; the paper's dual clip is left out.
+
+    Args:
+        log_clip_low, log_clip_high: half-widths of the band for a length of 1; the defaults are that
+            implementation's.
+    """
+
+    log_clip_low: float = 0.03
+    log_clip_high: float = 0.03
+
+    coefficient_scope: ClassVar[Literal["sequence"]] = "sequence"
+    level: ClassVar[Literal["sequence"]] = "sequence"
+    takes_token_advantages: ClassVar[bool] = False
+    factorizes: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_numbers(log_clip_low=self.log_clip_low, log_clip_high=self.log_clip_high)
+
+    def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
+        """One value per sequence."""
+        assert batch.advantages is not None
+        log_ratio, root = batch.layout.sum(batch.log_ratio), batch.lengths.sqrt()
+        low, high = -self.log_clip_low * root, self.log_clip_high * root
+        loss, cut_low, cut_high = log_clip(log_ratio, batch.advantages, low, high)
+        return ObjectiveLoss(batch.weighted(loss), log_ratio, cut_low, cut_high)
