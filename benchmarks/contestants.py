@@ -19,7 +19,7 @@ from gspo_kernels.linear.schedule import SCHEDULES
 from gspo_kernels.ops import backends
 
 Call = Callable[..., Tensor]
-EVERYTHING = ("logits", "hidden", "logprobs", "scoring")
+EVERYTHING = ("logits", "hidden", "scoring")
 
 
 def package(module: str, device: torch.device, gpu_only: bool = False) -> Any:
@@ -76,15 +76,6 @@ for _backend in backends.BACKENDS:
     _register_logits(_backend)
 
 
-@contestant("ours, packed", "logits", precision="float32", layout="packed", ours=True)
-def _ours_packed_logits(device: torch.device) -> Call:
-    def call(problem: Problem, logits: Tensor) -> Tensor:
-        terms, layout = _arguments(problem)
-        return gk.fused_policy_loss(logits, *terms, **layout).loss
-
-    return call
-
-
 def _hidden(options: dict[str, Any]) -> Call:
     def call(problem: Problem, hidden: Tensor, weight: Tensor) -> Tensor:
         terms, layout = _arguments(problem)
@@ -111,16 +102,6 @@ _register_hidden("auto, 16-bit logits", {"precision": "input", "only_16_bit": Tr
 _register_hidden("auto, reference backend", backend="reference")
 _register_hidden("auto, batch-invariant", batch_invariant=True)
 _register_hidden("auto, packed tokens", {"layout": "packed"})
-_register_hidden("auto, packed tokens, skip all", {"layout": "packed"}, skip_inactive="all")
-
-
-@contestant("ours, policy_loss", "logprobs", precision="float32", ours=True)
-def _load_policy_loss(device: torch.device) -> Call:
-    def call(problem: Problem, logprobs: Tensor) -> Tensor:
-        terms, layout = _arguments(problem)
-        return gk.policy_loss(logprobs, *terms[1:], **layout).loss
-
-    return call
 
 
 def _register_scoring(name: str, about: dict[str, Any], **options: Any) -> None:
@@ -144,15 +125,13 @@ _register_scoring("float32 logits, reference backend", {"precision": "float32"},
 
 def _naive(problem: Problem, *leaves: Tensor, precision: str = "input") -> Tensor:
     """log_softmax and gather."""
-    if problem.task == "logprobs":
-        return gspo.losses(problem, leaves[0]).mean()
     from_logits = problem.task == "logits"
     logits = leaves[0].float() if from_logits else gspo.project(*leaves, precision, native=True)
     logprobs = gspo.picked(logits, problem.labels)
     return logprobs if problem.task == "scoring" else gspo.losses(problem, logprobs).mean()
 
 
-_OF_NAIVE = {"logits": "float32", "hidden": "input", "logprobs": "float32", "scoring": "input"}
+_OF_NAIVE = {"logits": "float32", "hidden": "input", "scoring": "input"}
 
 
 @contestant("naive PyTorch", *EVERYTHING, precision=_OF_NAIVE)

@@ -29,7 +29,7 @@ class Problem:
 
     Attributes:
         task: one of ``registry.TASKS``.
-        inputs: (logits [B, T, V],), (hidden [B, T, H], weight [V, H]) of one dtype, or (log-probs [B, T],).
+        inputs: (logits [B, T, V],), or (hidden [B, T, H], weight [V, H]) of one dtype.
         labels: [B, T].
         old_logprobs: [B, T], fp32, or None: on-policy.
         advantages: [B], fp32.
@@ -52,12 +52,10 @@ class Problem:
     @property
     def names(self) -> tuple[str, ...]:
         """What the leaves are called."""
-        return (self.task,) if self.task in ("logits", "logprobs") else ("hidden", "weight")
+        return ("logits",) if self.task == "logits" else ("hidden", "weight")
 
     @property
     def vocabulary(self) -> int:
-        if self.task == "logprobs":
-            return 1
         return self.inputs[-1].shape[-1 if self.task == "logits" else 0]
 
     def situation(self, name: str) -> Problem:
@@ -196,7 +194,7 @@ def draw(
     device = torch.device(device)
     generator = torch.Generator(device).manual_seed(0)
     weight = torch.empty(0, 0, device=device)
-    if task in ("logits", "logprobs"):
+    if task == "logits":
         first = torch.empty(tokens, vocabulary, dtype=dtype, device=device)
         for rows in row_chunks(tokens, vocabulary, device):
             part = torch.randn(first[rows].shape, generator=generator, device=device)
@@ -228,9 +226,6 @@ def draw(
     log_ratio = noise + _DISTANCE * torch.where(beyond, sign, -sign).double().unsqueeze(1)
     logprobs = logprobs.view(shape)
     inputs = (first.view(*shape, -1), weight) if weight.numel() else (first.view(*shape, -1),)
-    if task == "logprobs":
-        inputs = (logprobs.to(dtype),)
-        logprobs = inputs[0].double()
     return Problem(
         task,
         inputs,
@@ -325,8 +320,8 @@ def exact(problem: Problem) -> Answer:
     if problem.task == "scoring":
         return Answer(problem.logprobs, {})
     found, c = coefficients(problem, problem.logprobs)
-    if problem.task in ("logits", "logprobs"):
-        return Answer(found, {"logprobs": c} if problem.task == "logprobs" else {})
+    if problem.task == "logits":
+        return Answer(found, {})
     first, raised = problem.inputs[0].flatten(0, 1), problem.inputs[1].double()
     hidden = torch.zeros(first.shape, dtype=torch.float64, device=first.device)
     weight = torch.zeros_like(raised) if problem.trains_weight else None
@@ -348,9 +343,6 @@ def plain(problem: Problem, precision: str) -> tuple[Answer, Callable[[slice], T
         The answer but for dLogits, and those of some rows as a function of the slice.
     """
     first, *others = problem.inputs
-    if problem.task == "logprobs":
-        found, c = coefficients(problem, first)
-        return Answer(found, {"logprobs": c}), None
     rows_of, labels = first.flatten(0, 1), problem.labels.flatten()
     raised = others[0].detach().float().requires_grad_(problem.trains_weight) if others else None
 

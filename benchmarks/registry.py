@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-TASKS = ("logits", "hidden", "logprobs", "scoring", "training", "rows", "distillation", "divergence")
+TASKS = ("logits", "hidden", "scoring")
 
 
 class Missing(Exception):
@@ -29,7 +29,7 @@ class Contestant:
         name: how tables call it.
         tasks: which of ``TASKS`` it can do.
         load: device -> call. The call takes a problem and its leaves and returns the loss; for "scoring"
-            the log-probs; for "training" see ``trainers``, for "rows" ``rows``.
+            the log-probs.
         precision: "float32" or "input": what its logits are rounded to (from logits: its statistics), and so
             which plain PyTorch it is held against; or this by task.
         only_16_bit: whether it is another contestant's copy for fp32 inputs.
@@ -87,7 +87,7 @@ class Options:
         cases: parts of names of cases; empty for all.
         without: contestants to leave out, with the reason that the tables give.
         memory: whether to measure peaks.
-        save: is told the cases that are done after each of them, so that none is lost.
+        save: is called after each case with all records so far, so that none is lost.
     """
 
     device: torch.device
@@ -106,19 +106,8 @@ class Options:
 
 
 ORDER = (
-    *("logits", "hidden", "logprobs", "scoring", "large", "realistic", "step", "training", "memory"),
-    *(
-        "scaling",
-        "fidelity",
-        "rounding",
-        "traffic",
-        "static",
-        "rows",
-        "distillation",
-        "trl_memory",
-        "ranks",
-    ),
-    *("bandwidth", "launches", "tuning"),
+    *("logits", "hidden", "large", "realistic", "scoring", "step", "memory"),
+    *("fidelity", "trl_memory", "static"),
 )
 """In which suites run and are reported; others come last."""
 CONTESTANTS: dict[str, Contestant] = {}

@@ -1,20 +1,21 @@
-"""The suites that time contestants on one problem each: from logits, from hidden states, and sweeps."""
+"""The suites of losses: from logits, from hidden states, a padded batch, one training step, peak memory."""
 
 from __future__ import annotations
 
+import copy
 import functools
-import math
-import re
-import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from benchmarks import problem as gspo
+from benchmarks.judge import Verdict
 from benchmarks.measure import Case, run_cases
 from benchmarks.problem import Problem
-from benchmarks.registry import Options, suite
+from benchmarks.registry import Contestant, Options, suite
 
 PRODUCTS = {"logits": 1.0, "dHidden": 1.0, "dWeight": 1.0}
 THREE_PRODUCTS = "the three products"
@@ -53,8 +54,6 @@ def _case(
     B, T, V, H = size
     make = _drawn(task, B, T, V, H, dtype, situation)
     shape = shape_of(B, T, V, H or None, dtype)
-    if task == "logprobs":
-        del shape["V"]
     return Case(name, make, shape, wanted, floor or {}, floor_name, repeats)
 
 
@@ -116,20 +115,6 @@ def hidden(options: Options) -> dict[str, Any]:
     tiny = (4, 16, 1000, 64) if not options.tiny else (2, 4, 50, 8)
     cases.append(case("tiny", tiny, "fp32", (OTHERS, r"ours, auto(, reference backend)?"), repeats=9))
     return {"cases": run_cases(cases, options)}
-
-
-@suite("logprobs", "Loss and gradient from log-probs")
-def logprobs(options: Options) -> dict[str, Any]:
-    """Everything but the log-probs: what a loss costs at least; a tiny batch and a usual one."""
-    sizes = {"tiny": (4, 16, 1000, 0), "64 sequences": (64, 1024, 64, 0)}
-    if options.tiny:
-        sizes = {"tiny": (2, 4, 50, 0)}
-    return {
-        "cases": run_cases(
-            [_case("logprobs", name, size, "fp32", (".*",), repeats=9) for name, size in sizes.items()],
-            options,
-        )
-    }
 
 
 @suite("scoring", "Log-probs from hidden states, no gradient")
@@ -198,7 +183,7 @@ def realistic(options: Options) -> dict[str, Any]:
     return {"about": about, "cases": run_cases([case], options)}
 
 
-# --- memory alone, and sweeps
+# --- peak memory
 
 
 @suite("memory", "Peak memory beyond inputs")
@@ -221,55 +206,128 @@ def memory(options: Options) -> dict[str, Any]:
     return {"cases": run_cases([head, rows], options)}
 
 
-@suite("scaling", "How time and memory grow")
-def scaling(options: Options) -> dict[str, Any]:
-    """Tokens, vocabulary and length, each over two decades; the other sizes stay."""
+# --- one training step of a small model
+
+
+@dataclass
+class Step:
+    """A model, a batch, and what a ``Problem`` offers to those who measure; leaves are the parameters."""
+
+    model: Any
+    optimizer: Any
+    ids: Tensor
+    inner: Problem
+
+    task = "hidden"
+
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        return (self.model.lm_head.weight,)
+
+    def layout(self, name: str) -> Step:
+        if name != "padded":
+            raise ValueError(f"a step has no layout {name!r}")
+        return self
+
+    def leaves(self, copy: bool = False) -> tuple[Tensor, ...]:
+        return tuple(self.model.parameters())
+
+    def call(self, compute: Callable[..., Tensor], leaves: tuple[Tensor, ...]) -> Tensor:
+        hidden = self.model.model(input_ids=self.ids, use_cache=False).last_hidden_state[:, :-1]
+        return compute(self.inner, hidden, self.model.lm_head.weight)
+
+    def finish(self, leaves: tuple[Tensor, ...], gradients: tuple[Tensor | None, ...]) -> None:
+        """The optimizer's step; its learning rate is 0, so that every round computes the same."""
+        for leaf, gradient in zip(leaves, gradients, strict=True):
+            leaf.grad = gradient
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+
+def naive(problem: Problem, hidden: Tensor, weight: Tensor) -> Tensor:
+    """[B] losses in plain PyTorch, whose errors against fp64 decide what is allowed."""
+    logits = gspo.project(hidden, weight, "input", native=False)
+    return gspo.losses(problem, gspo.picked(logits, problem.labels))
+
+
+class StepJudge:
+    """Holds a step's loss and gradients against the same model in fp64."""
+
+    def __init__(self, step: Step):
+        exact = replace(step, model=copy.deepcopy(step.model).double())
+        self.exact, self.plain = self._run(exact), self._run(step)
+        self.names = [name for name, _ in step.model.named_parameters()]
+
+    @staticmethod
+    def _run(step: Step) -> tuple[Tensor, ...]:
+        leaves = step.leaves()
+        losses = step.call(naive, leaves)
+        return (losses.detach(), *torch.autograd.grad(losses.mean(), leaves))
+
+    def verdict(self, contestant: Contestant, loss: Tensor, gradients: tuple[Tensor, ...]) -> Verdict:
+        """Judge the loss and the parameter that is worst."""
+        found = {}
+        for name, got, plain, exact in zip(
+            ("loss", *self.names), (loss, *gradients), self.plain, self.exact, strict=True
+        ):
+            rounding = torch.finfo(torch.float32 if name == "loss" else plain.dtype).eps
+            errors = (plain.double() - exact).abs()
+            # in the mean, errors of sequences cancel by luck; their sizes don't
+            usual = errors.mean() if name == "loss" else errors.max()
+            target = exact.mean() if name == "loss" else exact
+            error = (got.double() - target).abs().max().item()
+            found[name] = error, float(2 * usual + rounding * exact.abs().max().clamp_min(1e-12))
+        worst = max(self.names, key=lambda name: found[name][0] / found[name][1])
+        kept = {name: found[name] for name in ("loss", worst)}
+        return Verdict({n: e for n, (e, _) in kept.items()}, {n: a for n, (_, a) in kept.items()})
+
+
+def make(B: int, T: int, V: int, H: int, layers: int, device: torch.device, dtype: torch.dtype) -> Step:
+    """A Qwen3 with random weights, and tokens drawn at random: its loss is what a step computes."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=V, hidden_size=H, intermediate_size=3 * H, num_hidden_layers=layers,
+        num_attention_heads=max(1, H // 64), num_key_value_heads=max(1, H // 128), head_dim=min(64, H),
+        tie_word_embeddings=False, max_position_embeddings=T + 1,
+    )  # fmt: skip
+    model = Qwen3ForCausalLM(config).to(device, dtype).train()
+    ids = torch.randint(V, (B, T + 1), device=device)
+    sign = (1.0 - 2.0 * (torch.arange(B, device=device) % 2)).double()
+    with torch.no_grad():
+        hidden = copy.deepcopy(model).double().model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
+        logprobs = gspo.picked(hidden @ model.lm_head.weight.double().t(), ids[:, 1:])
+    ones = torch.ones(B, T, device=device)
+    old = (logprobs + 0.05 * sign.unsqueeze(1)).float()
+    inner = Problem("hidden", (), ids[:, 1:].contiguous(), old, sign.float(), ones, logprobs)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0)
+    return Step(model, optimizer, ids, inner)
+
+
+@suite("step", "One training step of a small model")
+def step(options: Options) -> dict[str, Any]:
+    """Qwen3 with random weights, AdamW; everything but the loss is the same for all."""
     on_cpu = options.device.type == "cpu"
-    dtype, H = ("fp32", 128) if on_cpu else ("bf16", 2048)
+    B, T, V, H, layers = (8, 64, 32000, 256, 2) if on_cpu else (16, 1024, 151936, 1024, 12)
     if options.tiny:
-        # by sweep its sizes, then what stays: the vocabulary, (sequences, length), (tokens, vocabulary)
-        tokens, V, batch, vocabularies, total, lengths = (8, 16), 60, (4, 2), (50, 100), (32, 15), (8, 32)
-        H = 8
-    elif on_cpu:
-        tokens, V, total, lengths = (40, 400, 1200, 4000), 8000, (4096, 2000), (32, 512, 4096)
-        batch, vocabularies = (4, 128), (1000, 10000, 30000, 100000)
-    else:
-        tokens, V, total, lengths = (400, 2000, 10000, 40000), 65536, (16384, 16384), (128, 1024, 4096, 16384)
-        batch, vocabularies = (8, 1024), (2000, 10000, 50000, 200000)
-    sizes = [(f"tokens {n}", (4, n // 4, V, H)) for n in tokens]
-    sizes += [(f"vocabulary {v}", (*batch, v, H)) for v in vocabularies]
-    sizes += [(f"length {t}", (total[0] // t, t, total[1], H)) for t in lengths]
-    wanted = (r"ours, auto", r"naive PyTorch")
-    records = run_cases(
-        [_case("hidden", name, size, dtype, wanted, repeats=3) for name, size in sizes], options
+        B, T, V, H, layers = 2, 8, 300, 64, 1
+    dtype = "fp32" if on_cpu else "bf16"
+    shape = {"dtype": dtype, "sequences": B, "length": T, "V": V, "H": H, "layers": layers}
+    wanted = (
+        "naive PyTorch",
+        "torch.compile.*",
+        "TRL.*",
+        "Liger.*",
+        "ours, auto",
+        "CCE, unfiltered",
+        "verl.*",
     )
-    return {"slopes": slopes(records), "cases": records}
-
-
-def slopes(records: Sequence[dict[str, Any]]) -> dict[str, dict[str, dict[str, float]]]:
-    """Exponents of growth, sweep -> contestant -> "time" and "memory", over the upper half of each sweep.
-
-    By least squares on logarithms; 1 is linear, 0 constant. The lower half is left out because there the
-    constant costs of a call, not its growth, are what is measured.
-    """
-    found: dict[str, dict[str, dict[str, float]]] = {}
-    points: dict[tuple[str, str, str], list[tuple[float, float]]] = {}
-    for record in records:
-        match = re.fullmatch(r"(\w+) (\d+)", record["name"])
-        assert match
-        for result in record["results"]:
-            if "seconds" in result:
-                values = {
-                    "time": statistics.median(result["seconds"]["both"]),
-                    "memory": result.get("peak_bytes"),
-                }
-                for what, value in values.items():
-                    if value:
-                        key = (match[1], result["contestant"], what)
-                        points.setdefault(key, []).append((math.log(int(match[2])), math.log(value)))
-    for (sweep, name, what), pairs in points.items():
-        upper = pairs[len(pairs) // 2 :] if len(pairs) > 3 else pairs
-        if len(upper) > 1:
-            slope = statistics.linear_regression(*zip(*upper, strict=True)).slope
-            found.setdefault(sweep, {}).setdefault(name, {})[what] = slope
-    return found
+    case = Case(
+        "step",
+        lambda device: make(B, T, V, H, layers, device, gspo.DTYPES[dtype]),
+        shape,
+        wanted,
+        judge=StepJudge,
+    )
+    return {"cases": run_cases([case], options)}
