@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from benchmarks.measure import DeviceBroken, machine, print_peaks
-from benchmarks.registry import SUITES, Options, ordered
+from benchmarks.registry import SUITES, Options
 
 for _module in ("contestants", "suites", "fidelity", "static", "trl_memory"):
     importlib.import_module(f"benchmarks.{_module}")  # they register contestants and suites
@@ -65,7 +65,7 @@ def _rounded(value: Any) -> Any:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    everything = ", ".join(one.name for one in ordered() if one.everything)
+    everything = ", ".join(one.name for one in SUITES.values() if one.everything)
     run = commands.add_parser("run", help=f"run suites; all: {everything}")
     run.add_argument("suite", nargs="+", choices=["all", *SUITES])
     run.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
@@ -128,7 +128,9 @@ def _run(args: argparse.Namespace) -> int:
         device, args.size, args.repeats, tuple(args.contestants), tuple(args.cases),
         dict(pair.split("=", 1) for pair in args.without), not args.no_memory,
     )  # fmt: skip
-    for name in [one.name for one in ordered() if one.everything] if "all" in args.suite else args.suite:
+    for name in (
+        [one.name for one in SUITES.values() if one.everything] if "all" in args.suite else args.suite
+    ):
         try:
             run_suite(name, options, args.out)
         except DeviceBroken as broken:

@@ -1,9 +1,9 @@
-"""Losses to compute, and their fp64 answers.
+"""The problems that contestants solve, and their fp64 answers.
 
 Hidden states are standard normal and the weight is scaled so that logits have a standard deviation of 3; from
 logits, they are drawn so themselves. Tokens are drawn from the policy. Old log-probs put every sequence 5%
 from the clip range, on the side where its advantage can't be clipped unless the problem says that it is: the
-noise of bf16 logits turns no gradient on or off, for anyone.
+noise of bf16 logits turns no contestant's gradient on or off.
 """
 
 from __future__ import annotations
@@ -74,14 +74,10 @@ class Problem:
             lengths = F.pad(counted.sum(1).cumsum(0), (1, 0)).int()
             old = None if self.old_logprobs is None else self.old_logprobs[counted]
             return replace(
-                self,
-                inputs=(self.inputs[0][counted], *self.inputs[1:]),
-                labels=self.labels[counted],
-                old_logprobs=old,
-                mask=self.mask[counted],
-                logprobs=self.logprobs[counted],
+                self, inputs=(self.inputs[0][counted], *self.inputs[1:]), labels=self.labels[counted],
+                old_logprobs=old, mask=self.mask[counted], logprobs=self.logprobs[counted],
                 cu_seqlens=lengths,
-            )
+            )  # fmt: skip
         if name == "next":
             return replace(self, inputs=(F.pad(self.inputs[0], (0, 0, 0, 1)), *self.inputs[1:]))
         return self
@@ -216,25 +212,18 @@ def draw(
     mask = (torch.arange(shape[1], device=device) < sizes.unsqueeze(1)).double()
     index = torch.arange(sequences, device=device)
     sign = 1.0 - 2.0 * (index // 2 % 2)
-    given = sign * torch.linspace(0.5, 1.5, sequences, device=device)
+    signed = sign * torch.linspace(0.5, 1.5, sequences, device=device)
     if advantages is not None:
-        given = torch.tensor(advantages, device=device)
-        sign = torch.where(given < 0, -1.0, 1.0)
+        signed = torch.tensor(advantages, device=device)
+        sign = torch.where(signed < 0, -1.0, 1.0)
     beyond = torch.tensor(clipped or [False] * sequences, device=device)
     noise = 0.02 * torch.randn(shape, generator=generator, dtype=torch.float64, device=device)
     noise = noise - ((noise * mask).sum(1) / mask.sum(1)).unsqueeze(1)
     log_ratio = noise + _DISTANCE * torch.where(beyond, sign, -sign).double().unsqueeze(1)
     logprobs = logprobs.view(shape)
     inputs = (first.view(*shape, -1), weight) if weight.numel() else (first.view(*shape, -1),)
-    return Problem(
-        task,
-        inputs,
-        labels.view(shape),
-        (logprobs - log_ratio).float(),
-        given.float(),
-        mask.float(),
-        logprobs,
-    )
+    old = (logprobs - log_ratio).float()
+    return Problem(task, inputs, labels.view(shape), old, signed.float(), mask.float(), logprobs)
 
 
 def realistic(
@@ -267,41 +256,30 @@ def realistic(
     values = (rewards - rewards.mean(1, keepdim=True)) / rewards.std(1, keepdim=True)
     # of 64 draws of so many groups, the one whose share of tokens is nearest to what was asked for
     tokens = torch.tensor(sizes).view(groups, _GROUP).sum(1)
-    draws = [
-        torch.randperm(groups, generator=generator)[: round(without_variance * groups)] for _ in range(64)
-    ]
+    flat = round(without_variance * groups)
+    draws = [torch.randperm(groups, generator=generator)[:flat] for _ in range(64)]
     values[min(draws, key=lambda some: abs(tokens[some].sum() / tokens.sum() - without_variance))] = 0.0
     advantages = values.flatten()
-    target, clipped, held = clipped_tokens * sum(sizes), [False] * sequences, 0
+    target, clipped, total = clipped_tokens * sum(sizes), [False] * sequences, 0
     for index in torch.randperm(sequences, generator=generator).tolist():
         # the nearest to the target that whole sequences allow, in this order
-        if advantages[index] != 0 and abs(held + sizes[index] - target) < abs(held - target):
-            clipped[index], held = True, held + sizes[index]
-    return draw(
-        task,
-        sequences * longest,
-        vocabulary,
-        width,
-        sequences,
-        dtype,
-        device,
-        sizes,
-        advantages.tolist(),
-        clipped,
-    )
+        if advantages[index] != 0 and abs(total + sizes[index] - target) < abs(total - target):
+            clipped[index], total = True, total + sizes[index]
+    shape = (sequences * longest, vocabulary, width, sequences)
+    return draw(task, *shape, dtype, device, sizes, advantages.tolist(), clipped)
 
 
 def about(problem: Problem) -> dict[str, float]:
-    """What a batch is like: padding, and tokens at zero advantage, clipped, with a gradient."""
+    """The shares of padding, and of tokens at zero advantage, clipped, and with a gradient."""
     _, gradient = coefficients(problem, problem.logprobs)
     counted = problem.mask.sum()
-    idle = (problem.mask * (problem.advantages == 0).unsqueeze(1)).sum() / counted
+    inactive = (problem.mask * (problem.advantages == 0).unsqueeze(1)).sum() / counted
     active = (gradient != 0).sum() / counted
     return {
         "counted tokens": int(counted),
         "padding": float(1 - counted / problem.mask.numel()),
-        "tokens at zero advantage": float(idle),
-        "clipped tokens": float(1 - idle - active),
+        "tokens at zero advantage": float(inactive),
+        "clipped tokens": float(1 - inactive - active),
         "tokens with a gradient": float(active),
     }
 

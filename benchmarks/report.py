@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks import problem
 from benchmarks.compare import YARDSTICK, Record, load, ratios
+from benchmarks.fidelity import table
 from benchmarks.tables import Row, markdown, number, shape_text
 
 ROOT = Path(__file__).parent.parent
@@ -155,21 +156,11 @@ def spread_line(records: dict[str, Record]) -> str:
 
 def fidelity_text(record: Record) -> str:
     """Errors of log s and wrong clip decisions by contestant."""
-    lengths = list(record["log_s"])
-    head = ["RMS error of log s", *(f"{length} tokens" for length in lengths), "wrong", "closer"]
-    rows: list[Row] = [head]
-    for name in record["log_s"][lengths[0]]:
-        shares = [
-            sum(line["wrong"][name] for line in lines) / max(1, sum(line["sequences"] for line in lines))
-            for lines in (record["counted"], record["below"])
-        ]
-        errors = [number(record["log_s"][length][name], 2) for length in lengths]
-        rows.append([name, *errors, *(f"{share:.1%}" for share in shares)])
     wrong, sequences = record["in_the_loss"]
     counted = sum(line["sequences"] for line in record["counted"])
     return (
-        f"{markdown(rows)}\n\n{counted:,} sequences; of the {sequences} closest, the fused loss decides "
-        f"{wrong} wrongly. {record['left_out']} more are too close to a bound for fp32 log-probs."
+        f"{markdown(table(record))}\n\n{counted:,} sequences; the fused loss decides {wrong} of the "
+        f"{sequences} closest wrongly. {record['left_out']} more are too close to a bound for fp32 log-probs."
     )
 
 
@@ -419,14 +410,12 @@ def plot_fidelity(record: Record, path: Path) -> None:
 def plots(folder: Path, target: Path) -> list[Path]:
     """Draw what ``section`` shows into the folder ``target``."""
     records, drawn = load(folder), []
-    draw: list[tuple[str, Callable[[Path], None], bool]] = [
-        ("", lambda path: plot_bars(records, path), bool(main_cases(records))),
-        ("_fidelity", lambda path: plot_fidelity(records["fidelity"], path), "fidelity" in records),
-    ]
-    for suffix, function, wanted in draw:
-        if wanted:
-            drawn.append(target / f"benchmarks_{folder.name}{suffix}.png")
-            function(drawn[-1])
+    if main_cases(records):
+        drawn.append(target / f"benchmarks_{folder.name}.png")
+        plot_bars(records, drawn[-1])
+    if "fidelity" in records:
+        drawn.append(target / f"benchmarks_{folder.name}_fidelity.png")
+        plot_fidelity(records["fidelity"], drawn[-1])
     return drawn
 
 

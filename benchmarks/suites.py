@@ -1,4 +1,4 @@
-"""The suites of losses: from logits, from hidden states, a padded batch, one training step, peak memory."""
+"""Suites of losses: from logits, from hidden states, a realistic batch, peak memory, one training step."""
 
 from __future__ import annotations
 
@@ -18,32 +18,18 @@ from benchmarks.problem import Problem
 from benchmarks.registry import Contestant, Options, suite
 
 PRODUCTS = {"logits": 1.0, "dHidden": 1.0, "dWeight": 1.0}
-THREE_PRODUCTS = "the three products"
-# Everyone but our own variants, of which each case names those that it is about.
+# All contestants but our variants, which each case names itself.
 OTHERS = r"(?!ours)(?!.*packed).*"
-HALF = (r"ours, auto", r"ours, auto, skip .*", r"naive PyTorch", r"ours, auto, 16-bit logits")
-
-
-def shape_of(B: int, T: int, V: int, H: int | None, dtype: str) -> dict[str, Any]:
-    """What tables say of a problem."""
-    shape: dict[str, Any] = {"dtype": dtype, "sequences": B, "length": T, "V": V}
-    return shape if H is None else {**shape, "H": H}
-
-
-def _drawn(
-    task: str, B: int, T: int, V: int, H: int, dtype: str, situation: str = "all active"
-) -> Callable[[torch.device], Problem]:
-    def make(device: torch.device) -> Problem:
-        drawn = gspo.draw(task, B * T, V, H, B, gspo.DTYPES[dtype], device)
-        return drawn.situation(situation)
-
-    return make
+PLAIN, AUTO, ROWS = "naive PyTorch", r"ours, auto(, 16-bit logits)?", r"ours, (cpp|triton)(, in place)?"
+SKIP = (r"ours, auto(, skip .*)?", PLAIN, r"ours, auto, 16-bit logits")
+Size = tuple[int, int, int, int]
+"""Sequences, length, vocabulary, width."""
 
 
 def _case(
     task: str,
     name: str,
-    size: Sequence[int],
+    size: Size,
     dtype: str,
     wanted: Sequence[str],
     situation: str = "all active",
@@ -52,158 +38,128 @@ def _case(
     repeats: int = 5,
 ) -> Case:
     B, T, V, H = size
-    make = _drawn(task, B, T, V, H, dtype, situation)
-    shape = shape_of(B, T, V, H or None, dtype)
+    shape = {"dtype": dtype, "sequences": B, "length": T, "V": V} | ({"H": H} if H else {})
+
+    def make(device: torch.device) -> Problem:
+        drawn = gspo.draw(task, B * T, V, H, B, gspo.DTYPES[dtype], device)
+        return drawn.situation(situation)
+
     return Case(name, make, shape, wanted, floor or {}, floor_name, repeats)
 
 
-# --- from logits
+def _from_logits(accesses: float, name: str, *args: Any, **options: Any) -> Case:
+    # a copy is two accesses per logit
+    words = f"{accesses:g} accesses per logit, at the rate of a copy"
+    return _case("logits", name, *args, floor={"copy": accesses / 2}, floor_name=words, **options)
+
+
+_from_hidden = functools.partial(_case, "hidden", floor=PRODUCTS, floor_name="the three products")
+
+
+def _choose(options: Options, cpu: Any, gpu: Any, tiny: Any) -> tuple[Any, str, bool]:
+    """The size, the usual dtype, and whether this is a full run on a GPU."""
+    on_cpu = options.device.type == "cpu"
+    size = tiny if options.tiny else cpu if on_cpu else gpu
+    return size, "fp32" if on_cpu else "bf16", not on_cpu and not options.tiny
 
 
 @suite("logits", "Loss and gradient from logits")
 def logits(options: Options) -> dict[str, Any]:
-    """Forward, backward and both; the floor is the least traffic at the rate of a plain copy."""
-    on_cpu = options.device.type == "cpu"
-    size = (8, 64, 32000, 0) if on_cpu else (16, 1024, 151936, 0)
-    small = (4, 16, 1000, 0)
-    if options.tiny:
-        size, small = (2, 8, 300, 0), (2, 4, 50, 0)
-    ours, plain = r"ours, (cpp|triton)(, in place)?", r"naive PyTorch"
-    first, second = ("fp32", "bf16") if on_cpu else ("bf16", "fp32")
-
-    def case(name: str, dtype: str, situation: str, accesses: float, *wanted: str, size: Any = size) -> Case:
-        # a copy is two accesses per logit
-        floor, words = {"copy": accesses / 2}, f"{accesses:g} accesses per logit, at the rate of a copy"
-        return _case("logits", name, size, dtype, wanted, situation, floor, words, 9)
-
+    """The floor is the least traffic, at the rate of a plain copy."""
+    size, first, _ = _choose(options, (8, 64, 32000, 0), (16, 1024, 151936, 0), (2, 8, 300, 0))
+    small = (2, 4, 50, 0) if options.tiny else (4, 16, 1000, 0)
+    second = "bf16" if first == "fp32" else "fp32"
+    every = (OTHERS, ROWS, "ours, reference")
     cases = [
-        case(f"{first}, all active", first, "all active", 3, OTHERS, ours, r"ours, reference"),
-        case(f"{second}, all active", second, "all active", 3, OTHERS, ours),
-        case("bf16, on-policy", "bf16", "on-policy", 2, plain, ours),
-        case(f"{first}, half inactive", first, "half inactive", 2.5, plain, ours),
-        case("fp32, tiny", "fp32", "all active", 3, OTHERS, ours, r"ours, reference", size=small),
+        _from_logits(3, f"{first}, all active", size, first, every, repeats=9),
+        _from_logits(3, f"{second}, all active", size, second, every[:2], repeats=9),
+        _from_logits(2, "bf16, on-policy", size, "bf16", (PLAIN, ROWS), "on-policy", repeats=9),
+        _from_logits(2.5, f"{first}, half inactive", size, first, (PLAIN, ROWS), "half inactive", repeats=9),
+        _from_logits(3, "fp32, tiny", small, "fp32", every, repeats=9),
     ]
     return {"cases": run_cases(cases, options)}
-
-
-# --- from hidden states
 
 
 @suite("hidden", "Loss and gradients from hidden states")
 def hidden(options: Options) -> dict[str, Any]:
     """Every schedule; half of the sequences inactive; a frozen head; on-policy; bf16; a tiny shape."""
-    on_cpu = options.device.type == "cpu"
-    size = (4, 128, 32000, 512) if on_cpu else (16, 1024, 151936, 4096)
-    size, dtype = ((2, 8, 300, 16) if options.tiny else size), "fp32" if on_cpu else "bf16"
-    case = functools.partial(_case, "hidden", floor=PRODUCTS, floor_name=THREE_PRODUCTS)
-    schedules = r"ours, (auto|known|aligned|deferred|frozen|two_pass)(, 16-bit logits)?"
+    sizes = (4, 128, 32000, 512), (16, 1024, 151936, 4096), (2, 8, 300, 16)
+    size, dtype, on_gpu = _choose(options, *sizes)
+    schedules = r"ours, (auto|aligned|deferred|two_pass)(, 16-bit logits)?"
     cases = [
-        case("all active", size, dtype, (OTHERS, schedules)),
-        case("batch-invariant", size, dtype, (r"ours, auto(, batch-invariant)?", r"naive PyTorch")),
-        case("half inactive", size, dtype, HALF, "half inactive"),
-        case("frozen head", size, dtype, (r"ours, (auto|frozen)", r"naive PyTorch"), "frozen head"),
-        case("on-policy", size, dtype, (r"ours, (auto|known)", r"naive PyTorch"), "on-policy"),
+        _from_hidden("all active", size, dtype, (OTHERS, schedules)),
+        _from_hidden("batch-invariant", size, dtype, (r"ours, auto(, batch-invariant)?", PLAIN)),
+        _from_hidden("half inactive", size, dtype, SKIP, "half inactive"),
+        _from_hidden("frozen head", size, dtype, (r"ours, (auto|frozen)", PLAIN), "frozen head"),
+        _from_hidden("on-policy", size, dtype, (r"ours, (auto|known)", PLAIN), "on-policy"),
     ]
-    if not on_cpu and not options.tiny:
-        narrow = (*size[:3], 2048)
-        cases.append(case("all active, H=2048", narrow, dtype, (OTHERS, r"ours, auto")))
-    if on_cpu:
-        for words, V in (("large", 32000), ("small", 1000)) if not options.tiny else (("large", 300),):
-            long = (4, 512, V, 512) if not options.tiny else size
-            ours = r"ours, auto(, 16-bit logits)?"
-            cases.append(case(f"bf16, {words} vocabulary", long, "bf16", (OTHERS, ours)))
-    tiny = (4, 16, 1000, 64) if not options.tiny else (2, 4, 50, 8)
-    cases.append(case("tiny", tiny, "fp32", (OTHERS, r"ours, auto(, reference backend)?"), repeats=9))
-    return {"cases": run_cases(cases, options)}
+    if on_gpu:
+        cases.append(_from_hidden("all active, H=2048", (*size[:3], 2048), dtype, (OTHERS, "ours, auto")))
+    elif dtype == "fp32":
+        for words, V in (("large", 32000), ("small", 1000)):
+            long = size if options.tiny else (4, 512, V, 512)
+            cases.append(_from_hidden(f"bf16, {words} vocabulary", long, "bf16", (OTHERS, AUTO)))
+    tiny = (2, 4, 50, 8) if options.tiny else (4, 16, 1000, 64)
+    everyone = (OTHERS, r"ours, auto(, reference backend)?")
+    return {"cases": run_cases([*cases, _from_hidden("tiny", tiny, "fp32", everyone, repeats=9)], options)}
 
 
 @suite("scoring", "Log-probs from hidden states, no gradient")
 def scoring(options: Options) -> dict[str, Any]:
     """The floor is one product."""
-    on_cpu = options.device.type == "cpu"
-    size = (4, 128, 32000, 512) if on_cpu else (16, 1024, 151936, 4096)
-    size, dtype = ((2, 8, 300, 16) if options.tiny else size), "fp32" if on_cpu else "bf16"
+    sizes = (4, 128, 32000, 512), (16, 1024, 151936, 4096), (2, 8, 300, 16)
+    size, dtype, _ = _choose(options, *sizes)
     floor = {"floor": {"logits": 1.0}, "floor_name": "one product"}
-    cases = [_case("scoring", "all tokens", size, dtype, (".*",), **floor)]
-    if not on_cpu and not options.tiny:
-        cases.append(_case("scoring", "all tokens, H=2048", (*size[:3], 2048), dtype, (".*",), **floor))
-    return {"cases": run_cases(cases, options)}
+    return {"cases": run_cases([_case("scoring", "all tokens", size, dtype, (".*",), **floor)], options)}
 
 
 @suite("large", "Larger problems on a CPU", everything=False)
 def large(options: Options) -> dict[str, Any]:
-    """From logits and hidden states at thousands of tokens, or 152k words. For a CPU; it takes minutes."""
-    sizes = ((8, 256, 32000, 512), (4, 256, 151936, 896))
+    """From logits, and from hidden states with thousands of tokens or 152k words; it takes minutes."""
+    sizes = [(8, 256, 32000, 512), (4, 256, 151936, 896)]
     rows, small = (8, 128, 32000, 0), (4, 128, 8000, 256)
     if options.tiny:
-        sizes, rows, small = ((2, 8, 300, 16),), (2, 8, 300, 0), (2, 8, 300, 16)
-    ours = (OTHERS, r"ours, (cpp|triton)(, in place)?")
-    copies = {"floor": {"copy": 1.5}, "floor_name": "3 accesses per logit, at the rate of a copy"}
+        sizes, rows, small = [(2, 8, 300, 16)], (2, 8, 300, 0), (2, 8, 300, 16)
     cases = [
-        _case("logits", f"from logits, {dtype}", rows, dtype, ours, **copies) for dtype in ("fp32", "bf16")
+        _from_logits(3, f"from logits, {dtype}", rows, dtype, (OTHERS, ROWS)) for dtype in ("fp32", "bf16")
     ]
-    auto = r"ours, auto(, 16-bit logits)?"
-    head = functools.partial(_case, "hidden", floor=PRODUCTS, floor_name=THREE_PRODUCTS, repeats=3)
     for size in sizes:
         vocabulary = f"V={size[2]:,}"
-        cases += [
-            head(f"all active, {vocabulary}", size, "fp32", (OTHERS, auto)),
-            head(f"half inactive, {vocabulary}", size, "fp32", HALF, "half inactive"),
-            head(f"frozen head, {vocabulary}", size, "fp32", (auto, "naive PyTorch"), "frozen head"),
-        ]
-    cases.append(head("all active, bf16", small, "bf16", (OTHERS, auto)))
+        situations = {"all active": (OTHERS, AUTO), "half inactive": SKIP, "frozen head": (AUTO, PLAIN)}
+        for name, wanted in situations.items():
+            cases.append(_from_hidden(f"{name}, {vocabulary}", size, "fp32", wanted, name, repeats=3))
+    cases.append(_from_hidden("all active, bf16", small, "bf16", (OTHERS, AUTO), repeats=3))
     return {"cases": run_cases(cases, options)}
-
-
-# --- a batch as training meets it
 
 
 @suite("realistic", "A batch as training meets it")
 def realistic(options: Options) -> dict[str, Any]:
     """Log-normal lengths, groups without variance, clipped sequences; the floor is that of counted tokens."""
-    on_cpu = options.device.type == "cpu"
-    B, T, V, H = (20, 64, 32000, 512) if on_cpu else (40, 1024, 151936, 4096)
-    if options.tiny:
-        B, T, V, H = 8, 16, 300, 16
-    dtype = "fp32" if on_cpu else "bf16"
+    sizes = (20, 64, 32000, 512), (40, 1024, 151936, 4096), (8, 16, 300, 16)
+    (B, T, V, H), dtype, _ = _choose(options, *sizes)
 
     def make(device: torch.device) -> Problem:
         return gspo.realistic("hidden", B, T, V, H, gspo.DTYPES[dtype], device)
 
+    shape = {"dtype": dtype, "sequences": B, "length": T, "V": V, "H": H}
     wanted = (OTHERS, r"naive.*packed tokens", r"ours, auto(, skip all)?", r"ours, auto, packed tokens")
-    case = Case(
-        "realistic",
-        make,
-        shape_of(B, T, V, H, dtype),
-        wanted,
-        PRODUCTS,
-        "three products of the counted tokens",
-    )
+    case = Case("realistic", make, shape, wanted, PRODUCTS, "three products of the counted tokens")
     about = gspo.about(gspo.realistic("hidden", B, T, 50, 4, torch.float32))
     return {"about": about, "cases": run_cases([case], options)}
-
-
-# --- peak memory
 
 
 @suite("memory", "Peak memory beyond inputs")
 def memory(options: Options) -> dict[str, Any]:
     """A large vocabulary; nothing is timed."""
-    on_cpu = options.device.type == "cpu"
-    size = (4, 64, 151936, 64) if on_cpu else (8, 1024, 151936, 1024)
-    size, dtype = ((2, 8, 300, 16) if options.tiny else size), "fp32" if on_cpu else "bf16"
-    every = (OTHERS, r"ours, auto(, 16-bit logits)?", r"ours, (deferred|two_pass)")
-    head = _case("hidden", "from hidden states", size, dtype, every, repeats=0)
-    small = size if not on_cpu or options.tiny else (2, 64, 151936, 0)
-    rows = _case(
-        "logits",
-        "from logits",
-        (*small[:3], 0),
-        dtype,
-        (OTHERS, r"ours, (cpp|triton)(, in place)?"),
-        repeats=0,
-    )
-    return {"cases": run_cases([head, rows], options)}
+    sizes = (4, 64, 151936, 64), (8, 1024, 151936, 1024), (2, 8, 300, 16)
+    size, dtype, on_gpu = _choose(options, *sizes)
+    rows = (*size[:3], 0) if on_gpu or options.tiny else (2, 64, 151936, 0)
+    every = (OTHERS, AUTO, r"ours, (deferred|two_pass)")
+    cases = [
+        _case("hidden", "from hidden states", size, dtype, every, repeats=0),
+        _case("logits", "from logits", rows, dtype, (OTHERS, ROWS), repeats=0),
+    ]
+    return {"cases": run_cases(cases, options)}
 
 
 # --- one training step of a small model
@@ -211,7 +167,7 @@ def memory(options: Options) -> dict[str, Any]:
 
 @dataclass
 class Step:
-    """A model, a batch, and what a ``Problem`` offers to those who measure; leaves are the parameters."""
+    """A model and a batch, with the methods of a ``Problem`` that the runner calls."""
 
     model: Any
     optimizer: Any
@@ -244,7 +200,7 @@ class Step:
         self.optimizer.zero_grad(set_to_none=True)
 
 
-def naive(problem: Problem, hidden: Tensor, weight: Tensor) -> Tensor:
+def plain_losses(problem: Problem, hidden: Tensor, weight: Tensor) -> Tensor:
     """[B] losses in plain PyTorch, whose errors against fp64 decide what is allowed."""
     logits = gspo.project(hidden, weight, "input", native=False)
     return gspo.losses(problem, gspo.picked(logits, problem.labels))
@@ -261,7 +217,7 @@ class StepJudge:
     @staticmethod
     def _run(step: Step) -> tuple[Tensor, ...]:
         leaves = step.leaves()
-        losses = step.call(naive, leaves)
+        losses = step.call(plain_losses, leaves)
         return (losses.detach(), *torch.autograd.grad(losses.mean(), leaves))
 
     def verdict(self, contestant: Contestant, loss: Tensor, gradients: tuple[Tensor, ...]) -> Verdict:
@@ -308,26 +264,11 @@ def make(B: int, T: int, V: int, H: int, layers: int, device: torch.device, dtyp
 @suite("step", "One training step of a small model")
 def step(options: Options) -> dict[str, Any]:
     """Qwen3 with random weights, AdamW; everything but the loss is the same for all."""
-    on_cpu = options.device.type == "cpu"
-    B, T, V, H, layers = (8, 64, 32000, 256, 2) if on_cpu else (16, 1024, 151936, 1024, 12)
-    if options.tiny:
-        B, T, V, H, layers = 2, 8, 300, 64, 1
-    dtype = "fp32" if on_cpu else "bf16"
-    shape = {"dtype": dtype, "sequences": B, "length": T, "V": V, "H": H, "layers": layers}
-    wanted = (
-        "naive PyTorch",
-        "torch.compile.*",
-        "TRL.*",
-        "Liger.*",
-        "ours, auto",
-        "CCE, unfiltered",
-        "verl.*",
-    )
+    sizes = (8, 64, 32000, 256, 2), (16, 1024, 151936, 1024, 12), (2, 8, 300, 64, 1)
+    size, dtype, _ = _choose(options, *sizes)
+    shape = {"dtype": dtype, **dict(zip(("sequences", "length", "V", "H", "layers"), size, strict=True))}
+    wanted = (PLAIN, "torch.compile.*", "TRL.*", "Liger.*", "ours, auto", "CCE, unfiltered", "verl.*")
     case = Case(
-        "step",
-        lambda device: make(B, T, V, H, layers, device, gspo.DTYPES[dtype]),
-        shape,
-        wanted,
-        judge=StepJudge,
+        "step", lambda device: make(*size, device, gspo.DTYPES[dtype]), shape, wanted, judge=StepJudge
     )
     return {"cases": run_cases([case], options)}
