@@ -74,15 +74,11 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--repeats", type=int, help="interleaved rounds; default: each case's own number")
     run.add_argument("--contestants", nargs="+", default=[], metavar="PART", help="parts of names")
     run.add_argument("--cases", nargs="+", default=[], metavar="PART", help="parts of names")
-    run.add_argument(
-        "--without", nargs="+", default=[], metavar="NAME=REASON", help="contestants to leave out"
-    )
+    run.add_argument("--without", nargs="+", default=[], metavar="NAME=REASON", help="not these contestants")
     run.add_argument("--no-memory", action="store_true", help="don't measure peaks")
     report = commands.add_parser("report", help="write docs/benchmarks.md, its plots and the README's table")
     report.add_argument("--results", type=Path, help="report on this folder instead, into it")
-    report.add_argument(
-        "--check", action="store_true", help="only tell whether page and README are up to date"
-    )
+    report.add_argument("--check", action="store_true", help="only tell whether they are up to date")
     compare = commands.add_parser("compare", help="ratios of two folders of results, and which differ")
     compare.add_argument("a", type=Path)
     compare.add_argument("b", type=Path)
@@ -92,9 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     campaign.add_argument("--minutes", type=float, default=9.0)
     verdict = commands.add_parser("verdict", help="whether a campaign is as good as an earlier one")
     verdict.add_argument("folder", type=Path, help="what a campaign wrote")
-    verdict.add_argument(
-        "--last", type=Path, help="what an earlier campaign wrote; without it, only stages are judged"
-    )
+    verdict.add_argument("--last", type=Path, help="an earlier one; without it, only stages are judged")
     peaks = commands.add_parser("peaks")  # a process of its own for each measurement of memory
     peaks.add_argument("problem", type=Path)
     return parser

@@ -89,18 +89,14 @@ def command(stage: Stage, device: str, out: Path) -> list[str]:
         return [sys.executable, "-m", "pytest", "-q", f"--junit-xml={report}", *stage.arguments]
     if stage.kind == "report":
         return [sys.executable, "-m", "benchmarks", "report", "--results", str(out)]
-    tiny = ["--size", "tiny", "--repeats", "1", "--no-memory"] if device == "cpu" else []
+    words = [sys.executable, "-m", "benchmarks", "run", stage.name, "--device", device, "--out", str(out)]
+    words += ["--size", "tiny", "--repeats", "1", "--no-memory"] if device == "cpu" else []
     without = [f"{name}={reason}" for name, reason in stage.without.items()]
-    options = ["--device", device, "--out", str(out), *tiny, *stage.arguments]
-    return [
-        *(sys.executable, "-m", "benchmarks", "run", stage.name),
-        *options,
-        *(["--without", *without] if without else []),
-    ]
+    return [*words, *stage.arguments, *(["--without", *without] if without else [])]
 
 
 def environment(device: str) -> dict[str, str]:
-    """In a rehearsal, kernels are interpreted and GPU tests run on the CPU."""
+    """The environment; in a rehearsal, kernels are interpreted and GPU tests run on the CPU."""
     rehearsal = {"TRITON_INTERPRET": "1", "GSPO_KERNELS_REHEARSE": "1"} if device == "cpu" else {}
     return os.environ | rehearsal
 
@@ -115,7 +111,7 @@ def run_limited(arguments: Sequence[str], limit: float, device: str, log: Path) 
         try:
             return process.wait(timeout=max(limit, 1.0))
         except subprocess.TimeoutExpired:
-            # first politely: pytest then still writes its report
+            # SIGINT first: pytest then still writes its report
             for sign, patience in ((signal.SIGINT, 3.0), (signal.SIGKILL, 10.0)):
                 os.killpg(process.pid, sign)
                 try:
@@ -138,9 +134,8 @@ def read_tests(stage: Stage, report: Path) -> None:
         found = case.find("failure") if case.find("failure") is not None else case.find("error")
         if found is not None:
             message = (found.get("message") or "").splitlines()
-            stage.failures.append(
-                f"{case.get('classname')}::{case.get('name')}: {' '.join(message[:2])[:300]}"
-            )
+            name = f"{case.get('classname')}::{case.get('name')}"
+            stage.failures.append(f"{name}: {' '.join(message[:2])[:300]}")
 
 
 def run_stage(stage: Stage, device: str, out: Path, limit: float) -> None:
@@ -173,9 +168,7 @@ def main(out: Path, device: str, minutes: float, chosen: Sequence[Stage] | None 
     from benchmarks.measure import machine
 
     if device == "cuda" and not torch.cuda.is_available():
-        print(
-            "no CUDA device here: torch.cuda.is_available() is False; --device cpu rehearses", file=sys.stderr
-        )
+        print("no CUDA device: torch.cuda.is_available() is False; --device cpu rehearses", file=sys.stderr)
         return 2
     out = out.resolve()
     out.mkdir(parents=True, exist_ok=True)
@@ -189,14 +182,9 @@ def main(out: Path, device: str, minutes: float, chosen: Sequence[Stage] | None 
         else:
             print(f"{stage.name}: up to {limit:.0f} s", flush=True)
             run_stage(stage, device, out, limit)
-            print(
-                f"  {stage.status} in {stage.took} s {stage.tests or ''} {stage.reason}".rstrip(), flush=True
-            )
-        record = {
-            **about,
-            "rehearsal": device == "cpu",
-            "minutes": minutes,
-            "stages": [asdict(s) for s in plan],
-        }
+            line = f"  {stage.status} in {stage.took} s {stage.tests or ''} {stage.reason}"
+            print(line.rstrip(), flush=True)
+        record = about | {"rehearsal": device == "cpu", "minutes": minutes}
+        record["stages"] = [asdict(one) for one in plan]
         (out / "campaign.json").write_text(json.dumps(record, indent=1) + "\n")
     return 0

@@ -92,8 +92,8 @@ def machine(device: torch.device) -> dict[str, Any]:
         about = torch.cuda.get_device_properties(device)
         name = f"{about.name}, {about.total_memory / 2**30:.0f} GiB, {about.multi_processor_count} SMs"
     else:
-        name = f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
-        name += f", {torch.backends.cpu.get_cpu_capability()}"
+        capability = torch.backends.cpu.get_cpu_capability()
+        name = f"{platform.machine()} CPU, {torch.get_num_threads()} threads, {capability}"
         if multiplies(torch.bfloat16) and best_instructions(torch.bfloat16) == "amx":
             name += " and AMX"
     return {"device": name, "type": device.type, "versions": found}

@@ -264,11 +264,8 @@ def readme_cell(case: Record, unit: str) -> str:
         if name and known[name] == least:
             parts[index] = f"**{parts[index]}**"
     best = shown[2]
-    return " / ".join(parts) + (f" ({_short(best)})" if best else "")
-
-
-def _short(name: str) -> str:
-    return "naive, packed" if name.startswith("naive") else name.split()[0]
+    who = "naive, packed" if best and best.startswith("naive") else str(best).split()[0]
+    return " / ".join(parts) + (f" ({who})" if best else "")
 
 
 def readme_table(machines: Sequence[Path]) -> str:
@@ -284,7 +281,9 @@ def readme_table(machines: Sequence[Path]) -> str:
                     label = f"{words}, {shape_text(shape)}: {unit}"
                     cells = lines.setdefault(label, [""] * len(columns))
                     cells[column] = readme_cell(case, unit)
-    return markdown([["", *titles], *([label, *cells] for label, cells in lines.items())])
+    table = markdown([["", *titles], *([label, *cells] for label, cells in lines.items())])
+    legend = "Cells: ours / naive PyTorch / the best of the others, by name. An empty cell was not run."
+    return f"{legend}\n\n{table}"
 
 
 SHOWN = ("dtype", "sequences", "length", "V", "H")

@@ -20,18 +20,15 @@ def number(value: float | None, digits: int = 3) -> str:
 
 
 def aligned(rows: Sequence[Row]) -> str:
-    """Columns of text; the first is left-aligned, and so is a row's last cell if it is alone."""
+    """Columns of text; the first is left-aligned. Cells of rows that are short have no width."""
     columns = max(len(row) for row in rows)
     full = [row for row in rows if len(row) == columns]
     widths = [max(len(row[i]) for row in (rows if i == 0 else full)) for i in range(columns)]
     lines = []
-    for row in rows:
-        rest = row[1:]
-        if len(row) == columns:
-            cells = [cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True)]
-        else:
-            cells = list(rest)
-        lines.append("  ".join([row[0].ljust(widths[0]), *cells]).rstrip())
+    for first, *rest in rows:
+        if len(rest) == columns - 1:
+            rest = [cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True)]
+        lines.append("  ".join([first.ljust(widths[0]), *rest]).rstrip())
     return "\n".join(lines)
 
 

@@ -192,7 +192,7 @@ def test_the_readmes_table_has_a_column_per_machine(folder, tmp_path):
     shutil.copytree(folder, other)
     (other / "hidden.json").write_text(json.dumps({**hidden_of(folder), "device": "another machine"}))
     (other / "logits.json").unlink()
-    header, _, *lines = report.readme_table([folder, other]).splitlines()
+    _, _, header, _, *lines = report.readme_table([folder, other]).splitlines()
     assert header.endswith("| another machine |")
     cells = {row[0]: row[1:] for row in (line.strip("|").split("|") for line in lines)}
     assert all(a == b and a.count(" / ") == 2 for name, (a, b) in cells.items() if "hidden" in name)
