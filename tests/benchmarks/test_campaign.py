@@ -20,24 +20,19 @@ def script(text):
     return [sys.executable, "-c", text]
 
 
-def test_a_hanging_stage_is_stopped_with_its_children(tmp_path):
-    child = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"
-    start = time.perf_counter()
-    assert campaign.run_limited(script(child), 1.0, "cpu", tmp_path / "log") is None
-    assert time.perf_counter() - start < 20
-
-
 STAGES = {
     "passes": "",
     "fails": "raise SystemExit('the reason')",
-    "hangs": "import time; time.sleep(60)",
+    "hangs": "import subprocess; subprocess.run(['sleep', '60'])",
 }
 
 
 def test_a_campaign_goes_on_whatever_happens(tmp_path, monkeypatch):
     monkeypatch.setattr(campaign, "command", lambda stage, device, out: script(STAGES[stage.name]))
     plan = [campaign.Stage(name, "suite", 5.0) for name in ("hangs", "fails", "passes")]
+    start = time.perf_counter()
     assert campaign.main(tmp_path, "cpu", 0.4, plan) == 0
+    assert time.perf_counter() - start < 40
     record = json.loads((tmp_path / "campaign.json").read_text())
     assert record["rehearsal"] and record["versions"]["torch"] == torch.__version__
     found = {stage["name"]: stage for stage in record["stages"]}

@@ -65,26 +65,20 @@ def test_kernel(timed, name, dtype):
     assert out.isfinite().all() and logits.isfinite().all()
 
 
-@pytest.fixture
-def hidden(timed):
+@pytest.mark.parametrize("schedule", ("", "aligned", "deferred", "two_pass"))
+def test_from_hidden_states(timed, schedule):
+    """Log-probs without a gradient, or a loss and its gradients by a schedule."""
     size = (512, 16000, 512, 4) if timed[0] else (16, 300, 16, 2)
-    return gspo.draw("hidden", *size, torch.bfloat16 if GPU else torch.float32, DEVICE)
-
-
-def test_linear_token_logprobs(timed, hidden):
-    assert timed[1](lambda: gk.linear_token_logprobs(*hidden.inputs, hidden.labels)).logprobs.isfinite().all()
-
-
-@pytest.mark.parametrize("schedule", ("aligned", "deferred", "two_pass"))
-def test_fused_linear_policy_loss(timed, hidden, schedule):
-    leaves, terms = hidden.leaves(), (hidden.labels, hidden.old_logprobs, hidden.advantages)
+    problem = gspo.draw("hidden", *size, torch.bfloat16 if GPU else torch.float32, DEVICE)
+    leaves, terms = problem.leaves(), (problem.labels, problem.old_logprobs, problem.advantages)
 
     def run():
-        return torch.autograd.grad(
-            gk.fused_linear_policy_loss(*leaves, *terms, schedule=schedule).loss, leaves
-        )
+        if not schedule:
+            return [gk.linear_token_logprobs(*problem.inputs, problem.labels).logprobs]
+        loss = gk.fused_linear_policy_loss(*leaves, *terms, schedule=schedule).loss
+        return torch.autograd.grad(loss, leaves)
 
-    assert all(gradient.isfinite().all() for gradient in timed[1](run))
+    assert all(one.isfinite().all() for one in timed[1](run))
 
 
 def test_policy_loss(timed):

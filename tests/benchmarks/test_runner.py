@@ -9,7 +9,7 @@ import torch
 
 from benchmarks import __main__ as command_line
 from benchmarks import compare, report, suites
-from benchmarks.registry import CONTESTANTS, contestant, suite
+from benchmarks.registry import contestant, suite
 from benchmarks.tables import number, shape_text
 
 
@@ -30,29 +30,20 @@ def hidden_of(folder):
 
 def test_a_run_writes_its_results(folder):
     record = hidden_of(folder)
-    assert {"device", "type", "versions", "title", "size", "wall_seconds"} <= set(record)
+    assert {"device", "type", "title", "size", "wall_seconds"} <= set(record)
     assert record["versions"]["torch"] == torch.__version__
-    names = ["all active", "half inactive", "bf16, large vocabulary", "tiny"]
-    assert [case["name"] for case in record["cases"]] == names
     for case in record["cases"]:
         assert case["shape"]["V"] and len(case["floor"]["seconds"]) == case["repeats"] == 3
         assert case["floor"]["probes"] == suites.PRODUCTS
         for result in case["results"]:
-            timed = result["status"] == "right"
+            timed, ratio = result["status"] == "right", result.get("x_floor")
             assert timed == ("seconds" in result) and timed == (not result["reason"])
-            if timed:
-                assert {len(values) for values in result["seconds"].values()} == {3}
-                assert result["x_floor"]["low"] <= result["x_floor"]["median"] <= result["x_floor"]["high"]
+            assert not timed or {len(values) for values in result["seconds"].values()} == {3}
+            assert not timed or ratio["low"] <= ratio["median"] <= ratio["high"]
         names = {result["contestant"]: result["status"] for result in case["results"]}
         assert names["naive PyTorch"] == names["ours, auto"] == "right"
     missing = {one["contestant"]: one for one in record["cases"][0]["results"]}["CCE, unfiltered"]
     assert missing["status"] == "missing" and "cut_cross_entropy" in missing["reason"]
-
-
-def test_unknown_suites_are_refused(capsys):
-    with pytest.raises(SystemExit):
-        command_line.main(["run", "no such suite"])
-    assert "no such suite" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
@@ -83,22 +74,15 @@ def altered(folder, target, name, factor):
     (target / "hidden.json").write_text(json.dumps(record))
 
 
-def test_a_run_agrees_with_itself(folder, capsys):
-    assert compare.main(folder, folder) == 0
-    assert "slower" not in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(("factor", "word"), ((1000.0, "slower"), (0.001, "faster")))
+@pytest.mark.parametrize(("factor", "word"), ((1.0, ""), (1000.0, "slower"), (0.001, "faster")))
 def test_what_changed_is_named(folder, tmp_path, factor, word, capsys):
-    altered(folder, tmp_path, "ours, auto", factor)
-    assert compare.main(folder, tmp_path) == 1
-    [line] = [line for line in capsys.readouterr().out.splitlines() if line.endswith(word)]
-    assert line.startswith("hidden, all active: ours, auto")
-
-
-def test_nothing_to_compare(tmp_path, capsys):
-    assert compare.main(tmp_path, tmp_path) == 2
+    assert compare.main(tmp_path, folder) == 2
     assert "no results" in capsys.readouterr().out
+    altered(folder, tmp_path, "ours, auto", factor)
+    assert compare.main(folder, tmp_path) == (1 if word else 0)
+    found = [line for line in capsys.readouterr().out.splitlines() if line.endswith(("slower", "faster"))]
+    assert len(found) == bool(word)
+    assert all(line.startswith("hidden, all active: ours, auto") and line.endswith(word) for line in found)
 
 
 def test_without_a_floor_ratios_are_to_naive_pytorch(folder):
@@ -114,14 +98,11 @@ def test_without_a_floor_ratios_are_to_naive_pytorch(folder):
 @pytest.mark.parametrize(
     ("status", "name", "factor", "wrong"),
     [
-        ("done", "ours, auto", 1.0, None),
-        ("done", "ours, auto", 0.001, None),
+        ("done", "ours, auto", 1.0, None), ("done", "ours, auto", 0.001, None),
         ("done", "ours, auto", 1000.0, "times as slow as before"),
-        ("done", "naive PyTorch", 1000.0, None),
-        ("failed", "ours, auto", 1.0, "the reason"),
+        ("done", "naive PyTorch", 1000.0, None), ("failed", "ours, auto", 1.0, "the reason"),
     ],
-    ids=["the same", "faster", "slower", "another's is slower", "a failed stage"],
-)
+)  # fmt: skip
 def test_a_campaign_is_judged_by_its_stages_and_by_our_times(
     folder, tmp_path, status, name, factor, wrong, capsys
 ):
@@ -214,7 +195,6 @@ def test_a_report_on_a_run(folder):
     assert "| all active | half inactive | bf16, large vocabulary | tiny |" in text
     assert "`CCE, unfiltered` (cut_cross_entropy is not installed)" in text
     assert (folder / f"benchmarks_{folder.name}.png").stat().st_size > 10_000
-    assert CONTESTANTS["ours, auto"].ours
 
 
 def test_numbers():
