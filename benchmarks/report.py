@@ -35,13 +35,13 @@ How fast the losses are and how much memory they take, compared with others, one
 ## How to read it
 
 - A cell is `milliseconds · MiB`: the median time of forward and backward, and the peak of memory beyond the
-  inputs. The least of a column is bold, whoever has it. An empty cell: not part of the case.
+  inputs. The least of a column is bold. Empty: not part of the case. `wrong`, `refused`: not timed; the
+  reason is in the file.
 - The floor is what the case's matrix products alone take (from logits: a copy that moves as many bytes),
   timed in the same rounds.
 - A contestant is timed only after its loss and gradients are right: on the very tensors that are timed, its
   error against fp64 is at most twice that of plain PyTorch at the same precision, plus one rounding.
-- Contestants take turns, in alternating order. Short calls are repeated for 20 ms.
-- Each peak is measured in a process of its own. It includes the gradients.
+- Contestants take turns. Short calls are repeated for 20 ms. Peaks include gradients.
 - With 16-bit inputs ours keeps fp32 logits; most others round them to 16 bits and are judged by that.
 - The others run as their own trainers call them; TRL's log-probs include the entropy that TRL logs.
 """
@@ -176,7 +176,7 @@ def campaign_table(folder: Path) -> str:
         counts = (
             [tests["tests"], tests["failures"] + tests["errors"], tests["skipped"]] if tests else [""] * 3
         )
-        outcome = f"{stage['status']} {stage['reason']}".strip()
+        outcome = ", ".join(text for text in (stage["status"], stage["reason"]) if text)
         rows.append([stage["name"], outcome, str(stage["took"]), *map(str, counts)])
         failures += [f"- {failure}" for failure in stage["failures"]]
     return "\n".join([markdown(rows), "", *failures])
