@@ -13,9 +13,9 @@ help:
 	@echo "make demo   environment, install, and a tiny model that learns with GSPO (minutes, CPU)"
 	@echo "make test   environment, install, all tests"
 	@echo "make lint   formatting, lint, types, import arrows"
-	@echo "make bench  everyone's losses, judged, timed, in tables and plots (under ten minutes, CPU)"
+	@echo "make bench  our losses and others': checked, then timed, in tables and plots (under ten minutes, CPU)"
 	@echo "make quick  environment, install, the quick tests (two minutes)"
-	@echo "make campaign  everything a GPU has to say, compared with the last one kept by make campaign-keep"
+	@echo "make campaign  tests and benchmarks on a GPU, compared with the last one kept by make campaign-keep"
 	@echo "make docs   the documentation as a site, in site/"
 	@echo "make dist   what is published: built, checked, installed into bare environments and used there"
 	@echo "make hub    the losses as a kernel of the Hugging Face hub, in dist/hub"
@@ -50,10 +50,10 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks run all --out runs/bench
 	$(BIN)/python -m benchmarks report --results runs/bench
 
-# Fails where a stage did, or where something of ours is slower than in the campaign that was kept last, if there is one.
+# Fails if a stage fails, or if one of our ratios is worse than in the campaign that was kept last, if there is one.
 CAMPAIGN ?= runs/campaign
 LAST ?= $(wildcard runs/last)
-# nine minutes are for a device that costs; a stage that ran out of time says nothing here
+# nine minutes are for a rented device; here every stage shall finish
 CAMPAIGN_OPTIONS ?= --minutes 30
 campaign: $(READY)
 	$(BIN)/python -m benchmarks campaign --out $(CAMPAIGN) $(CAMPAIGN_OPTIONS)

@@ -1,13 +1,11 @@
-"""``python -m benchmarks campaign --out DIR``: everything a GPU has to say, in nine minutes.
+"""``python -m benchmarks campaign --out DIR``: tests and suites on a GPU, in nine minutes.
 
-Stages run one after the other, each a process of its own with a share of the time: first what tells whether
-the kernels are right (GPU tests, compute-sanitizer, the package's tests on the device), then the suites, a
-sweep of kernel configurations, and the report with its plots. A stage that fails, hangs or loses the device
-is recorded, and the rest goes on; a contestant that breaks the device is left out of a second try. What a
-stage doesn't use of its time the next ones get, and none gets what is meant for those behind it, so that the
-time holds and the report is written whatever happens. DIR then holds a JSON file per suite, pytest's reports,
-the page and its plots, and ``campaign.json`` with what happened and what was left out. With ``--device cpu``
-the same stages rehearse on tiny shapes.
+Every stage is a process with a share of the time: first the tests (GPU tests, compute-sanitizer, the tests of
+the package on the device), then the suites, and at last the page with its plots. If a stage fails, hangs or
+loses the device, that is recorded and the next one starts; a contestant that breaks the device is left out of
+a second try. Time that a stage does not use goes to the next ones; no stage gets the time of those after it,
+so the report is always written. DIR then holds a JSON file per suite, reports of pytest, the page, its plots,
+and ``campaign.json`` with all outcomes. With ``--device cpu`` the same stages rehearse on tiny shapes.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ _DEVICE_BROKEN = 3
 
 @dataclass
 class Stage:
-    """One process, and what came of it.
+    """One process and its outcome.
 
     Attributes:
         name: also the suite's name where ``kind`` is "suite".
@@ -51,7 +49,7 @@ class Stage:
     without: dict[str, str] = field(default_factory=dict)
 
 
-# The tests that take a backend, and the kernels' own. Compiling for other targets is the CPU's business.
+# The tests that take a backend, and those of the kernels. Compiling for other targets needs no GPU.
 _ON_DEVICE = (
     "tests/kernels/test_triton_rows.py",
     "tests/kernels/test_sequence_ratio.py",
@@ -61,23 +59,16 @@ _ON_DEVICE = (
 
 
 def stages() -> list[Stage]:
-    """Whether the kernels are right, then in the order of what would be missed most."""
+    """The tests, then the suites in the order of their weight: an early end costs the last ones."""
     return [
         Stage("gpu tests", "tests", 60, ("tests/gpu", "-k", "not sanitizer")),
         Stage("sanitizer", "tests", 40, ("tests/gpu", "-k", "sanitizer")),
         Stage("tests on the device", "tests", 50, (*_ON_DEVICE, "-k", "not cpp and not reference")),
-        Stage("bandwidth", "suite", 45),
-        Stage("hidden", "suite", 95),
-        Stage("logits", "suite", 50),
-        Stage("launches", "suite", 25),
-        Stage("scoring", "suite", 35),
-        Stage("tuning", "suite", 35),
-        Stage("realistic", "suite", 20),
-        Stage("step", "suite", 20),
-        Stage("memory", "suite", 10),
-        Stage("fidelity", "suite", 10),
-        Stage("scaling", "suite", 15),
-        Stage("report", "report", 20),
+        Stage("logits", "suite", 90),
+        Stage("hidden", "suite", 150),
+        Stage("step", "suite", 50),
+        Stage("memory", "suite", 40),
+        Stage("report", "report", 30),
     ]
 
 
@@ -86,7 +77,7 @@ STOPPING = 5.0
 
 
 def limit_of(plan: Sequence[Stage], index: int, left: float, minutes: float) -> float:
-    """Seconds that a stage may take: its share, and what those before it have left; never the others'."""
+    """Seconds that a stage may take: its own share and what earlier stages left, no later stage's share."""
     less = min(1.0, 60 * minutes / sum(stage.seconds for stage in plan))
     return left - less * (STOPPING + sum(stage.seconds for stage in plan[index + 1 :]))
 
@@ -98,18 +89,14 @@ def command(stage: Stage, device: str, out: Path) -> list[str]:
         return [sys.executable, "-m", "pytest", "-q", f"--junit-xml={report}", *stage.arguments]
     if stage.kind == "report":
         return [sys.executable, "-m", "benchmarks", "report", "--results", str(out)]
-    tiny = ["--size", "tiny", "--repeats", "1", "--no-memory"] if device == "cpu" else []
+    words = [sys.executable, "-m", "benchmarks", "run", stage.name, "--device", device, "--out", str(out)]
+    words += ["--size", "tiny", "--repeats", "1", "--no-memory"] if device == "cpu" else []
     without = [f"{name}={reason}" for name, reason in stage.without.items()]
-    options = ["--device", device, "--out", str(out), *tiny, *stage.arguments]
-    return [
-        *(sys.executable, "-m", "benchmarks", "run", stage.name),
-        *options,
-        *(["--without", *without] if without else []),
-    ]
+    return [*words, *stage.arguments, *(["--without", *without] if without else [])]
 
 
 def environment(device: str) -> dict[str, str]:
-    """In a rehearsal, kernels are interpreted and GPU tests run on the CPU."""
+    """The environment; in a rehearsal, kernels are interpreted and GPU tests run on the CPU."""
     rehearsal = {"TRITON_INTERPRET": "1", "GSPO_KERNELS_REHEARSE": "1"} if device == "cpu" else {}
     return os.environ | rehearsal
 
@@ -124,7 +111,7 @@ def run_limited(arguments: Sequence[str], limit: float, device: str, log: Path) 
         try:
             return process.wait(timeout=max(limit, 1.0))
         except subprocess.TimeoutExpired:
-            # first politely: pytest then still writes its report
+            # SIGINT first: pytest then still writes its report
             for sign, patience in ((signal.SIGINT, 3.0), (signal.SIGKILL, 10.0)):
                 os.killpg(process.pid, sign)
                 try:
@@ -147,13 +134,12 @@ def read_tests(stage: Stage, report: Path) -> None:
         found = case.find("failure") if case.find("failure") is not None else case.find("error")
         if found is not None:
             message = (found.get("message") or "").splitlines()
-            stage.failures.append(
-                f"{case.get('classname')}::{case.get('name')}: {' '.join(message[:2])[:300]}"
-            )
+            name = f"{case.get('classname')}::{case.get('name')}"
+            stage.failures.append(f"{name}: {' '.join(message[:2])[:300]}")
 
 
 def run_stage(stage: Stage, device: str, out: Path, limit: float) -> None:
-    """Run a stage and fill in what came of it."""
+    """Run a stage and record its outcome in it."""
     start = time.perf_counter()
     log = out / f"{stage.name.replace(' ', '_')}.log"
     for _ in range(3):
@@ -176,15 +162,13 @@ def run_stage(stage: Stage, device: str, out: Path, limit: float) -> None:
 
 
 def main(out: Path, device: str, minutes: float, chosen: Sequence[Stage] | None = None) -> int:
-    """Run all stages within ``minutes``; 0 whatever came of them, 2 without the device."""
+    """Run all stages within ``minutes``; return 0 whatever their outcome, 2 without the device."""
     import torch
 
     from benchmarks.measure import machine
 
     if device == "cuda" and not torch.cuda.is_available():
-        print(
-            "no CUDA device here: torch.cuda.is_available() is False; --device cpu rehearses", file=sys.stderr
-        )
+        print("no CUDA device: torch.cuda.is_available() is False; --device cpu rehearses", file=sys.stderr)
         return 2
     out = out.resolve()
     out.mkdir(parents=True, exist_ok=True)
@@ -198,14 +182,9 @@ def main(out: Path, device: str, minutes: float, chosen: Sequence[Stage] | None 
         else:
             print(f"{stage.name}: up to {limit:.0f} s", flush=True)
             run_stage(stage, device, out, limit)
-            print(
-                f"  {stage.status} in {stage.took} s {stage.tests or ''} {stage.reason}".rstrip(), flush=True
-            )
-        record = {
-            **about,
-            "rehearsal": device == "cpu",
-            "minutes": minutes,
-            "stages": [asdict(s) for s in plan],
-        }
+            line = f"  {stage.status} in {stage.took} s {stage.tests or ''} {stage.reason}"
+            print(line.rstrip(), flush=True)
+        record = about | {"rehearsal": device == "cpu", "minutes": minutes}
+        record["stages"] = [asdict(one) for one in plan]
         (out / "campaign.json").write_text(json.dumps(record, indent=1) + "\n")
     return 0

@@ -1,32 +1,34 @@
-"""``python -m benchmarks compare A B`` says whether two runs tell the same.
+"""Two runs compared: ``python -m benchmarks compare A B``, and ``verdict DIR --last LAST`` of campaigns.
 
-What is compared are ratios to the floor, not seconds: those are the machine's. Two runs agree on a contestant
-where their spreads (lowest to highest over the interleaved rounds) overlap; where they don't, B is faster or
-slower than A by the medians' quotient. Without a floor, the ratio is to the case's yardstick in the same run.
+Ratios to the floor are compared, not seconds, because seconds depend on the machine. Two runs agree on a
+contestant if their spreads (lowest to highest over the rounds) overlap. In a case without a floor, ratios are
+to naive PyTorch in the same run.
 """
 
 from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterator
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.tables import aligned, between, number
 
 YARDSTICK = "naive PyTorch"
-"""Whom times are divided by where a case has neither a floor nor a yardstick of its own."""
+"""The contestant whose time divides the others' in a case without a floor."""
+Record = dict[str, Any]
 
 
 class Line(NamedTuple):
-    """One contestant in one case, in two runs."""
+    """The ratios of one contestant in one case of two runs."""
 
     suite: str
     case: str
     contestant: str
     a: dict[str, float]
     b: dict[str, float]
+    ours: bool
 
     @property
     def agrees(self) -> bool:
@@ -34,25 +36,19 @@ class Line(NamedTuple):
         return self.a["low"] <= self.b["high"] and self.b["low"] <= self.a["high"]
 
     @property
-    def inside(self) -> bool:
-        """Whether B's median lies within A's spread."""
-        return self.a["low"] <= self.b["median"] <= self.a["high"]
-
-    @property
     def quotient(self) -> float:
         """B's median over A's."""
         return self.b["median"] / self.a["median"]
 
 
-def ratios(case: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """Ratio with its spread, by contestant."""
+def ratios(case: Record) -> dict[str, dict[str, float]]:
+    """Median, lowest and highest ratio, by contestant."""
     timed = {result["contestant"]: result for result in case["results"] if result.get("seconds")}
     if case["floor"]["probes"]:
         return {name: result["x_floor"] for name, result in timed.items()}
-    yardstick = case.get("yardstick", YARDSTICK)
-    if yardstick not in timed:
+    if YARDSTICK not in timed:
         return {}
-    base = timed[yardstick]["seconds"]["both"]
+    base = timed[YARDSTICK]["seconds"]["both"]
     found = {}
     for name, result in timed.items():
         # a contestant that was timed once is compared with the yardstick in that round, the first
@@ -61,49 +57,73 @@ def ratios(case: dict[str, Any]) -> dict[str, dict[str, float]]:
     return found
 
 
-def load(folder: Path) -> dict[str, dict[str, Any]]:
+def load(folder: Path) -> dict[str, Record]:
     """Records of a folder by suite.
 
     Raises:
         FileNotFoundError: there is none.
     """
-    found = {}
-    for path in sorted(folder.glob("*.json")):
-        record = json.loads(path.read_text())
-        if isinstance(record, dict) and "suite" in record:
-            found[record["suite"]] = record
+    records = (json.loads(path.read_text()) for path in sorted(folder.glob("*.json")))
+    found = {record["suite"]: record for record in records if "suite" in record}
     if not found:
         raise FileNotFoundError(f"{folder}: no results of `python -m benchmarks run --out {folder}`")
     return found
 
 
-def lines(a: Path, b: Path) -> Iterator[Line]:
+def lines(a: Path, b: Path) -> list[Line]:
     """What both runs timed."""
-    first, second = load(a), load(b)
-    for suite in first.keys() & second.keys():
+    first, second, found = load(a), load(b), []
+    for suite in sorted(first.keys() & second.keys()):
         cases = {case["name"]: case for case in second[suite].get("cases", [])}
         for case in first[suite].get("cases", []):
             other = ratios(cases[case["name"]]) if case["name"] in cases else {}
-            for contestant, ratio in ratios(case).items():
-                if contestant in other:
-                    yield Line(suite, case["name"], contestant, ratio, other[contestant])
+            ours = {result["contestant"]: result["ours"] for result in case["results"]}
+            found += [
+                Line(suite, case["name"], name, ratio, other[name], ours[name])
+                for name, ratio in ratios(case).items()
+                if name in other
+            ]
+    return found
 
 
 def main(a: Path, b: Path) -> int:
-    """Print a table and a summary; 0 if all agree, 1 otherwise."""
+    """Print a table and a summary; return 0 if all ratios agree, 1 if not, 2 without results."""
     try:
-        found = sorted(lines(a, b))
+        found = lines(a, b)
     except FileNotFoundError as error:
         print(error)
         return 2
     rows = [["", "A", "B", "B / A", ""]]
     for line in found:
-        verdict = "" if line.agrees else "slower" if line.quotient > 1 else "faster"
+        word = "" if line.agrees else "slower" if line.quotient > 1 else "faster"
         name = f"{line.suite}, {line.case}: {line.contestant}"
-        rows.append([name, between(line.a), between(line.b), number(line.quotient), verdict])
-    agree, inside = sum(line.agrees for line in found), sum(line.inside for line in found)
-    print(aligned(rows))
-    print(
-        f"\n{len(found)} ratios; spreads overlap for {agree}; B's median lies within A's spread for {inside}"
-    )
+        rows.append([name, between(line.a), between(line.b), number(line.quotient), word])
+    agree = sum(line.agrees for line in found)
+    print(f"{aligned(rows)}\n\n{len(found)} ratios; the spreads of {agree} overlap")
     return 0 if agree == len(found) else 1
+
+
+def verdict(folder: Path, last: Path | None) -> int:
+    """Print what is wrong with a campaign; return 0 if nothing is, 1 if something is, 2 without results.
+
+    A stage that did not finish is wrong, and so is a ratio of this package whose spread lies wholly above
+    that of the campaign ``last``. Other contestants are not judged.
+    """
+    try:
+        stages = json.loads((folder / "campaign.json").read_text())["stages"]
+        found = [
+            f"{one['name']}: {one['status']}, {one['reason']}" for one in stages if one["status"] != "done"
+        ]
+        if last is None:
+            print("no earlier campaign to compare with")
+        else:
+            found += [
+                f"{line.suite}, {line.case}: {line.contestant} is {line.quotient:.2f} times as slow as before"
+                for line in lines(last, folder)
+                if line.ours and not line.agrees and line.quotient > 1
+            ]
+    except FileNotFoundError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print("\n".join(found) or "every stage is done, and nothing of ours is slower")
+    return 1 if found else 0

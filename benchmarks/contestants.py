@@ -1,4 +1,4 @@
-"""Who computes: this package, plain PyTorch, and the others' kernels as their own trainers call them."""
+"""The contestants: this package, plain PyTorch, and others' kernels as their own trainers call them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gspo_kernels.linear.schedule import SCHEDULES
 from gspo_kernels.ops import backends
 
 Call = Callable[..., Tensor]
-EVERYTHING = ("logits", "hidden", "logprobs", "scoring")
+FROM_HIDDEN = ("hidden", "scoring")
 
 
 def package(module: str, device: torch.device, gpu_only: bool = False) -> Any:
@@ -32,227 +32,157 @@ def package(module: str, device: torch.device, gpu_only: bool = False) -> Any:
     return importlib.import_module(module)
 
 
-# --- this package
+def from_logprobs(name: str, *tasks: str, flat: bool = True, **about: Any) -> Callable[..., Any]:
+    """Register a contestant whose loader returns (leaves..., labels) -> log-probs.
 
+    The function sees tokens in one dimension, or in [B, T] unless ``flat``. Its loss is plain PyTorch.
+    """
 
-def _ours_available(backend: str, device: torch.device) -> None:
-    reason = backends.why_not(backend, device)
-    if reason is None and backend == "triton" and device.type == "cpu":
-        reason = "under Triton's interpreter times mean nothing"
-    if reason is not None:
-        raise Missing(reason)
+    def register(load: Callable[[torch.device], Call]) -> Callable[[torch.device], Call]:
+        @contestant(name, *tasks, **about)
+        def load_loss(device: torch.device) -> Call:
+            function = load(device)
 
-
-def _arguments(problem: Problem) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of our losses after the leaves."""
-    packed = problem.cu_seqlens is not None
-    layout = {"cu_seqlens": problem.cu_seqlens} if packed else {"loss_mask": problem.mask}
-    return (problem.labels, problem.old_logprobs, problem.advantages), layout
-
-
-def _register_logits(backend: str) -> None:
-    for in_place in (False, True):
-
-        @contestant(
-            f"ours, {backend}{', in place' if in_place else ''}",
-            "logits",
-            precision="float32",
-            overwrites=in_place,
-            ours=True,
-        )
-        def load(device: torch.device, in_place: bool = in_place) -> Call:
-            _ours_available(backend, device)
-
-            def call(problem: Problem, logits: Tensor) -> Tensor:
-                terms, layout = _arguments(problem)
-                return gk.fused_policy_loss(
-                    logits, *terms, **layout, inplace_backward=in_place, backend=backend
-                ).loss
+            def call(problem: Problem, first: Tensor, *weight: Tensor) -> Tensor:
+                labels = problem.labels
+                tokens = (first.flatten(0, -2), labels.flatten()) if flat else (first, labels)
+                logprobs = function(tokens[0], *weight, tokens[1]).view(labels.shape)
+                return (
+                    logprobs if problem.task == "scoring" else gspo.losses(problem, logprobs.float()).mean()
+                )
 
             return call
 
+        return load
 
-for _backend in backends.BACKENDS:
-    _register_logits(_backend)
-
-
-@contestant("ours, packed", "logits", precision="float32", layout="packed", ours=True)
-def _ours_packed_logits(device: torch.device) -> Call:
-    def call(problem: Problem, logits: Tensor) -> Tensor:
-        terms, layout = _arguments(problem)
-        return gk.fused_policy_loss(logits, *terms, **layout).loss
-
-    return call
+    return register
 
 
-def _hidden(options: dict[str, Any]) -> Call:
-    def call(problem: Problem, hidden: Tensor, weight: Tensor) -> Tensor:
-        terms, layout = _arguments(problem)
-        return gk.fused_linear_policy_loss(hidden, weight, *terms, **layout, **options).loss
-
-    return call
+# --- this package
 
 
-def _register_hidden(name: str, about: dict[str, Any] | None = None, **options: Any) -> None:
-    about = {"precision": "float32", **(about or {})}
+def _our_loss(
+    function: Callable[..., Any], name: str, task: str, about: dict[str, Any] | None = None, **options: Any
+) -> None:
+    """Register one of our losses with options."""
 
-    @contestant(f"ours, {name}", "hidden", ours=True, **about)
+    @contestant(f"ours, {name}", task, ours=True, **{"precision": "float32", **(about or {})})
     def load(device: torch.device) -> Call:
-        _ours_available(options.get("backend", "auto") if "backend" in options else "reference", device)
-        return _hidden(options)
+        backend = options.get("backend", "reference")
+        reason = backends.why_not(backend, device)
+        if reason is None and backend == "triton" and device.type == "cpu":
+            reason = "under Triton's interpreter times mean nothing"
+        if reason is not None:
+            raise Missing(reason)
 
-
-_register_hidden("auto")
-for _schedule in SCHEDULES:
-    _register_hidden(_schedule, schedule=_schedule)
-_register_hidden("auto, skip all", skip_inactive="all")
-_register_hidden("auto, skip none", skip_inactive="none")
-_register_hidden("auto, 16-bit logits", {"precision": "input", "only_16_bit": True}, logits_dtype="input")
-_register_hidden("auto, reference backend", backend="reference")
-_register_hidden("auto, batch-invariant", batch_invariant=True)
-_register_hidden("auto, packed tokens", {"layout": "packed"})
-_register_hidden("auto, packed tokens, skip all", {"layout": "packed"}, skip_inactive="all")
-
-
-@contestant("ours, policy_loss", "logprobs", precision="float32", ours=True)
-def _load_policy_loss(device: torch.device) -> Call:
-    def call(problem: Problem, logprobs: Tensor) -> Tensor:
-        terms, layout = _arguments(problem)
-        return gk.policy_loss(logprobs, *terms[1:], **layout).loss
-
-    return call
-
-
-def _register_scoring(name: str, about: dict[str, Any], **options: Any) -> None:
-    @contestant(f"ours, {name}", "scoring", ours=True, **about)
-    def load(device: torch.device) -> Call:
-        _ours_available(options.get("backend", "reference"), device)
-
-        def call(problem: Problem, hidden: Tensor, weight: Tensor) -> Tensor:
-            return gk.linear_token_logprobs(hidden, weight, problem.labels, **options).logprobs
+        def call(problem: Problem, *leaves: Tensor) -> Tensor:
+            if problem.task == "scoring":
+                return function(*leaves, problem.labels, **options).logprobs
+            packed = problem.cu_seqlens is not None
+            layout = {"cu_seqlens": problem.cu_seqlens} if packed else {"loss_mask": problem.mask}
+            terms = (problem.labels, problem.old_logprobs, problem.advantages)
+            return function(*leaves, *terms, **layout, **options).loss
 
         return call
 
 
-_register_scoring("float32 logits", {"precision": "float32"})
-_register_scoring("16-bit logits", {"precision": "input", "only_16_bit": True}, logits_dtype="input")
-_register_scoring("float32 logits, reference backend", {"precision": "float32"}, backend="reference")
+ROUNDED = {"precision": "input", "only_16_bit": True}
+for _backend in backends.BACKENDS:
+    _our_loss(gk.fused_policy_loss, _backend, "logits", backend=_backend)
+    _our_loss(
+        gk.fused_policy_loss, f"{_backend}, in place", "logits", {"overwrites": True},
+        backend=_backend, inplace_backward=True,
+    )  # fmt: skip
+_our_hidden = functools.partial(_our_loss, gk.fused_linear_policy_loss, task="hidden")
+_our_hidden("auto")
+for _schedule in SCHEDULES:
+    _our_hidden(_schedule, schedule=_schedule)
+_our_hidden("auto, skip all", skip_inactive="all")
+_our_hidden("auto, skip none", skip_inactive="none")
+_our_hidden("auto, 16-bit logits", about=ROUNDED, logits_dtype="input")
+_our_hidden("auto, reference backend", backend="reference")
+_our_hidden("auto, batch-invariant", batch_invariant=True)
+_our_hidden("auto, packed tokens", about={"layout": "packed"})
+_our_scores = functools.partial(_our_loss, gk.linear_token_logprobs, task="scoring")
+_our_scores("float32 logits")
+_our_scores("16-bit logits", about=ROUNDED, logits_dtype="input")
+_our_scores("float32 logits, reference backend", backend="reference")
 
 
 # --- plain PyTorch
 
 
-def _naive(problem: Problem, *leaves: Tensor, precision: str = "input") -> Tensor:
+def naive(problem: Problem, *leaves: Tensor, precision: str = "input") -> Tensor:
     """log_softmax and gather."""
-    if problem.task == "logprobs":
-        return gspo.losses(problem, leaves[0]).mean()
     from_logits = problem.task == "logits"
     logits = leaves[0].float() if from_logits else gspo.project(*leaves, precision, native=True)
     logprobs = gspo.picked(logits, problem.labels)
     return logprobs if problem.task == "scoring" else gspo.losses(problem, logprobs).mean()
 
 
-_OF_NAIVE = {"logits": "float32", "hidden": "input", "logprobs": "float32", "scoring": "input"}
+_OF_NAIVE = {"logits": "float32", "hidden": "input", "scoring": "input"}
 
 
-@contestant("naive PyTorch", *EVERYTHING, precision=_OF_NAIVE)
+@contestant("naive PyTorch", "logits", *FROM_HIDDEN, precision=_OF_NAIVE)
 def _load_naive(device: torch.device) -> Call:
-    return _naive
+    return naive
 
 
-@contestant("naive PyTorch, fp32 logits", "hidden", "scoring", precision="float32", only_16_bit=True)
+@contestant("naive PyTorch, fp32 logits", *FROM_HIDDEN, precision="float32", only_16_bit=True)
 def _load_naive_fp32(device: torch.device) -> Call:
-    return functools.partial(_naive, precision="float32")
+    return functools.partial(naive, precision="float32")
 
 
 @contestant("naive PyTorch, packed tokens", "hidden", layout="packed")
 def _load_naive_packed(device: torch.device) -> Call:
-    return _naive
+    return naive
 
 
-@contestant("torch.compile of naive", *EVERYTHING, precision=_OF_NAIVE)
+@contestant("torch.compile of naive", "logits", *FROM_HIDDEN, precision=_OF_NAIVE)
 def _load_compiled(device: torch.device) -> Call:
     torch._dynamo.reset()
+    return torch.compile(naive, dynamic=False)
 
-    return torch.compile(_naive, dynamic=False)
 
-
-@contestant("torch linear_cross_entropy", "hidden", "scoring")
+@from_logprobs("torch linear_cross_entropy", *FROM_HIDDEN)
 def _load_torch_linear(device: torch.device) -> Call:
     """In chunks, as its options choose them; torch 2.13 or newer."""
     function, chunks = torch.nn.functional.linear_cross_entropy, torch.nn.LinearCrossEntropyOptions()
-
-    def call(problem: Problem, hidden: Tensor, weight: Tensor) -> Tensor:
-        flat, labels = hidden.flatten(0, -2), problem.labels.flatten()
-        return _finish(problem, -function(flat, weight, labels, reduction="none", options=chunks))
-
-    return call
+    return lambda hidden, weight, labels: -function(hidden, weight, labels, reduction="none", options=chunks)
 
 
 # --- TRL
 
 
-@contestant("TRL chunked log-probs", "hidden", "scoring")
+@from_logprobs("TRL chunked log-probs", *FROM_HIDDEN)
 def _load_trl(device: torch.device) -> Call:
-    """As ``GRPOTrainer`` calls them, entropy included, with its chunk size."""
+    """As ``GRPOTrainer`` calls them, with its chunk size, and with the entropy."""
     function = package("trl.kernels", device).ChunkedLogProbFunction
     chunk = package("trl.trainer.utils", device)._CHUNKED_LOGPROB_CHUNK_SIZE
-
-    def call(problem: Problem, hidden: Tensor, weight: Tensor) -> Tensor:
-        logprobs, *_ = function.apply(
-            hidden.flatten(0, -2), weight, None, problem.labels.flatten(), 1.0, chunk, None, 1.0,
-            ("log_probs", "entropy"),
-        )  # fmt: skip
-        return _finish(problem, logprobs)
-
-    return call
+    terms = (1.0, chunk, None, 1.0, ("log_probs", "entropy"))
+    return lambda hidden, weight, labels: function.apply(hidden, weight, None, labels, *terms)[0]
 
 
-@contestant("TRL selective_log_softmax", "logits")
+@from_logprobs("TRL selective_log_softmax", "logits", flat=False)
 def _load_trl_logits(device: torch.device) -> Call:
-    function = package("trl.trainer.utils", device).selective_log_softmax
-
-    def call(problem: Problem, logits: Tensor) -> Tensor:
-        return _finish(problem, function(logits, problem.labels))
-
-    return call
-
-
-def _finish(problem: Problem, logprobs: Tensor) -> Tensor:
-    """The loss in plain PyTorch, from somebody's log-probs."""
-    shaped = logprobs.view(problem.labels.shape)
-    return shaped if problem.task == "scoring" else gspo.losses(problem, shaped.float()).mean()
+    """It goes through 16-bit logits a sequence at a time."""
+    return package("trl.trainer.utils", device).selective_log_softmax
 
 
 # --- Liger
 
 
-def _sequences(problem: Problem) -> int:
-    return len(problem.advantages)
-
-
-@contestant("Liger LigerFusedLinearGRPOLoss", "hidden", roundings=_sequences)
+@contestant("Liger LigerFusedLinearGRPOLoss", "hidden", roundings=lambda problem: len(problem.advantages))
 def _load_liger(device: torch.device) -> Call:
-    """Not ``compiled``, which would only compile the arithmetic on per-token values."""
+    """Without ``compiled``, which would only compile the arithmetic on values per token."""
     loss = package("liger_kernel.chunked_loss", device).LigerFusedLinearGRPOLoss(
-        beta=0.0,
-        compiled=False,
-        use_ref_model=False,
-        epsilon_low=gspo.CLIP_LOW,
-        epsilon_high=gspo.CLIP_HIGH,
-        loss_type="grpo",
-        importance_sampling_level="sequence",
-    )
+        beta=0.0, compiled=False, use_ref_model=False, epsilon_low=gspo.CLIP_LOW,
+        epsilon_high=gspo.CLIP_HIGH, loss_type="grpo", importance_sampling_level="sequence",
+    )  # fmt: skip
 
     def call(problem: Problem, hidden: Tensor, weight: Tensor) -> Tensor:
-        value, _ = loss(
-            hidden,
-            weight,
-            problem.labels,
-            problem.mask,
-            problem.advantages,
-            old_per_token_logps=problem.old_logprobs,
-        )
+        terms = (problem.labels, problem.mask, problem.advantages)
+        value, _ = loss(hidden, weight, *terms, old_per_token_logps=problem.old_logprobs)
         return value
 
     return call
@@ -264,111 +194,70 @@ def _load_liger_triton(device: torch.device) -> Call:
     function = package("liger_kernel.transformers.grpo_loss", device, gpu_only=True).triton_grpo_loss
 
     def call(problem: Problem, logits: Tensor) -> Tensor:
+        terms = (problem.old_logprobs, None, problem.labels, problem.advantages, problem.mask)
         loss, _ = function(
-            logits,
-            problem.old_logprobs,
-            None,
-            problem.labels,
-            problem.advantages,
-            problem.mask,
-            temperature=1.0,
-            beta=0.0,
-            eps_low=gspo.CLIP_LOW,
-            eps_high=gspo.CLIP_HIGH,
-            loss_type="grpo",
-            importance_sampling_level="sequence",
-            reduce=True,
-        )
+            logits, *terms, temperature=1.0, beta=0.0, eps_low=gspo.CLIP_LOW, eps_high=gspo.CLIP_HIGH,
+            loss_type="grpo", importance_sampling_level="sequence", reduce=True,
+        )  # fmt: skip
         return loss
 
     return call
 
 
-@contestant(
-    "Liger scaled fused linear CE",
-    "hidden",
-    "scoring",
-    roundings=lambda problem: -(-problem.labels.numel() // 512),
-)
+def chunks_of(size: int) -> Callable[[Problem], int]:
+    """How many chunks of so many tokens a problem has."""
+    return lambda problem: -(-problem.labels.numel() // size)
+
+
+@from_logprobs("Liger scaled fused linear CE", *FROM_HIDDEN, roundings=chunks_of(512))
 def _load_liger_scaled(device: torch.device) -> Call:
     """Without entropy; on sm_90 its CuTe kernels, elsewhere chunks of 512 tokens."""
     module = package("liger_kernel.ops.fused_linear_scaled_cross_entropy", device)
     function = module.LigerFusedLinearScaledCrossEntropyFunction
-
-    def call(problem: Problem, hidden: Tensor, weight: Tensor) -> Tensor:
-        nll = function.apply(hidden.flatten(0, -2), weight, problem.labels.flatten())
-        return _finish(problem, -nll)
-
-    return call
+    return lambda hidden, weight, labels: -function.apply(hidden, weight, labels)
 
 
 # --- CCE, QuACK, verl
 
 
 def _register_cce(name: str, filter_eps: str | None) -> None:
-    # its sums of dHidden and dWeight are 16-bit, a rounding for each block of 128 tokens or entries
-    @contestant(name, "hidden", "scoring", roundings=lambda problem: -(-problem.labels.numel() // 128))
+    # its sums of dHidden and dWeight are 16-bit, with a rounding for each block of 128 tokens or entries
+    @from_logprobs(name, *FROM_HIDDEN, roundings=chunks_of(128))
     def load(device: torch.device) -> Call:
         function = package("cut_cross_entropy", device, gpu_only=True).linear_cross_entropy
-
-        def call(problem: Problem, hidden: Tensor, weight: Tensor) -> Tensor:
-            flat, labels = hidden.flatten(0, -2), problem.labels.flatten()
-            nll = function(flat, weight, labels, reduction="none", filter_eps=filter_eps, impl="cce")
-            return _finish(problem, -nll)
-
-        return call
+        options = {"reduction": "none", "filter_eps": filter_eps, "impl": "cce"}
+        return lambda hidden, weight, labels: -function(hidden, weight, labels, **options)
 
 
 _register_cce("CCE, filtered as by default", "high")
 _register_cce("CCE, unfiltered", None)
 
 
-@contestant("QuACK cross_entropy", "logits", precision="float32", overwrites=True)
+@from_logprobs("QuACK cross_entropy", "logits", precision="float32", overwrites=True)
 def _load_quack(device: torch.device) -> Call:
     function = package("quack.cross_entropy", device, gpu_only=True).cross_entropy
-
-    def call(problem: Problem, logits: Tensor) -> Tensor:
-        flat, labels = logits.flatten(0, -2), problem.labels.flatten()
-        nll = function(flat, labels, reduction="none", inplace_backward=True)
-        return _finish(problem, -nll)
-
-    return call
+    return lambda logits, labels: -function(logits, labels, reduction="none", inplace_backward=True)
 
 
-@contestant("QuACK linear_cross_entropy", "hidden", "scoring")
+@from_logprobs("QuACK linear_cross_entropy", *FROM_HIDDEN)
 def _load_quack_linear(device: torch.device) -> Call:
-    """The one that returns a value per token, unlike the chunked ones; it writes all logits."""
+    """The function that returns a value per token, unlike the chunked ones; it writes all logits."""
     function = package("quack.linear_cross_entropy", device, gpu_only=True).linear_cross_entropy_func
-
-    def call(problem: Problem, hidden: Tensor, weight: Tensor) -> Tensor:
-        flat, labels = hidden.flatten(0, -2), problem.labels.flatten()
-        nll = function(flat, weight, None, labels, reduction="none", inplace_backward=True)
-        return _finish(problem, -nll)
-
-    return call
+    options = {"reduction": "none", "inplace_backward": True}
+    return lambda hidden, weight, labels: -function(hidden, weight, None, labels, **options)
 
 
-@contestant(
-    "verl linear_cross_entropy", "hidden", "scoring", roundings=lambda problem: -(-problem.vocabulary // 9504)
+@from_logprobs(
+    "verl linear_cross_entropy", *FROM_HIDDEN, roundings=lambda problem: -(-problem.vocabulary // 9504)
 )
 def _load_verl(device: torch.device) -> Call:
     module = package("verl.utils.kernel.linear_cross_entropy", device, gpu_only=True)
-
-    def call(problem: Problem, hidden: Tensor, weight: Tensor) -> Tensor:
-        flat, labels = hidden.flatten(0, -2), problem.labels.flatten()
-        logprobs, _ = module.linear_cross_entropy(flat, weight, labels, 1.0)
-        return _finish(problem, logprobs)
-
-    return call
+    return lambda hidden, weight, labels: module.linear_cross_entropy(hidden, weight, labels, 1.0)[0]
 
 
-@contestant("verl logprobs_from_logits", "logits", precision="float32", overwrites=True)
+@from_logprobs("verl logprobs_from_logits", "logits", precision="float32", overwrites=True)
 def _load_verl_logits(device: torch.device) -> Call:
     """flash-attention's cross-entropy, which overwrites the logits."""
     package("flash_attn", device, gpu_only=True)
-    function = package("verl.utils.torch_functional", device, gpu_only=True).logprobs_from_logits
-
-    def call(problem: Problem, logits: Tensor) -> Tensor:
-        return _finish(problem, function(logits, problem.labels))
-
-    return call
+    module = package("verl.utils.torch_functional", device, gpu_only=True)
+    return module.logprobs_from_logits

@@ -1,18 +1,17 @@
-"""The suite ``fidelity``: whether log-probs of bf16 models leave GSPO's clip decisions intact.
+"""The suite ``fidelity``: errors of log-probs of bf16 models, and the clip decisions that they flip.
 
 GSPO clips 3e-4 below and 4e-4 above 1, so log s, the mean of logp - logp_old over a sequence, must be known
-better than that. Two measurements, both against fp64 on the same bf16 hidden states and weight, of everyone
-who computes log-probs from hidden states:
+more precisely than that. Everyone who computes log-probs from hidden states is measured against fp64 on the
+same bf16 hidden states and weight:
 
 - *error of log s*: RMS over random sequences of the error of the mean log-prob;
-- *clip decisions*: share of sequences that the objective clips and fp64 doesn't, or the reverse. Sequences
-  are random rows of a pool; old log-probs put their log s at a distance from a bound that is log-uniform.
-  They are exact but for their storage in fp32, so that errors of the new log-probs alone count.
+- *clip decisions*: the share of sequences that the objective clips and fp64 does not, or the reverse. Old
+  log-probs put log s of random sequences at a log-uniform distance from a bound. They are exact except for
+  their storage in fp32, so that errors of the new log-probs alone count.
 
-How near a bound fp32 can decide follows from the data: a stored log-prob is off by up to half the spacing of
-fp32 numbers there, and the mean of these halves, over new and old ones, is a sequence's *resolution*, up to
-5e-7. Sequences nearer than theirs have no side for anyone who stores log-probs in fp32, and do not count.
-A second table goes below that, to show where decisions do turn into coin tosses.
+A log-prob stored in fp32 is off by up to half the spacing of fp32 numbers. The mean of these halves over new
+and old log-probs is the *resolution* of a sequence, up to 5e-7. Sequences closer to a bound than their
+resolution do not count. A second table (``below``) shows those.
 """
 
 from __future__ import annotations
@@ -61,13 +60,49 @@ class Drawn:
     resolution: Tensor
 
 
+@dataclass(frozen=True)
+class Decisions:
+    """Sequences whose distance from a bound is in a band, and the number of wrong decisions by contestant."""
+
+    length: int
+    nearest: float
+    farthest: float
+    sequences: int
+    wrong: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Report:
+    """The result.
+
+    Attributes:
+        log_s: RMS error of log s by length and contestant.
+        counted, below: decisions of sequences that count, and of closer ones.
+        left_out: sequences drawn for ``counted`` that are closer than their resolution.
+        resolution: the largest one.
+        in_the_loss: (wrong, sequences) of the fused loss on the closest that count.
+        missing: contestants without log-probs here, and the reason.
+    """
+
+    rows: int
+    vocabulary: int
+    width: int
+    log_s: dict[int, dict[str, float]]
+    counted: list[Decisions]
+    below: list[Decisions]
+    left_out: int
+    resolution: float
+    in_the_loss: tuple[int, int]
+    missing: dict[str, str]
+
+
 def pool(rows: int, vocabulary: int, width: int, device: torch.device | str = "cpu") -> Problem:
     """Rows that sequences are made of, with their exact log-probs."""
     return gspo.draw("scoring", rows, vocabulary, width, 1, torch.bfloat16, device)
 
 
 def logprobs(rows: Problem, options: Options) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """[rows] log-probs of the pool by everyone who can, and why the others can't."""
+    """[rows] log-probs of the pool by contestant, and the reason for each that has none."""
     found, missing = {}, dict(options.without)
     for one in entrants("scoring", (".*",), options, torch.bfloat16):
         if one.name in missing:
@@ -79,19 +114,6 @@ def logprobs(rows: Problem, options: Options) -> tuple[dict[str, Tensor], dict[s
         except Exception as error:
             missing[one.name] = f"{type(error).__name__}: {str(error).splitlines()[0][:300]}"
     return found, missing
-
-
-def log_s_errors(rows: Problem, paths: dict[str, Tensor], sequences: int) -> dict[int, dict[str, float]]:
-    """RMS error of a sequence's mean log-prob, by length and path."""
-    generator = torch.Generator().manual_seed(1)
-    errors = {}
-    for length in LENGTHS:
-        picked = torch.randint(rows.labels.numel(), (sequences, length), generator=generator)
-        errors[length] = {
-            name: (values.double() - rows.logprobs[0].cpu())[picked].mean(1).square().mean().sqrt().item()
-            for name, values in paths.items()
-        }
-    return errors
 
 
 def _half_spacing(x: Tensor) -> Tensor:
@@ -108,9 +130,8 @@ def draw(rows: Problem, count: int, length: int, nearest: float, farthest: float
     upper = torch.arange(count) % 2 == 0
     outside = torch.arange(count) // 2 % 2 == 0
     bound = torch.where(upper, BOUNDS[1], BOUNDS[0]).double()
-    logs = torch.empty(count, dtype=torch.float64).uniform_(
-        math.log(nearest), math.log(farthest), generator=generator
-    )
+    logs = torch.empty(count, dtype=torch.float64)
+    logs.uniform_(math.log(nearest), math.log(farthest), generator=generator)
     log_s = bound + logs.exp() * torch.where(upper == outside, 1.0, -1.0)
     noise = 0.02 * torch.randn(picked.shape, generator=generator, dtype=torch.float64)
     old = (exact - log_s.unsqueeze(1) + noise - noise.mean(1, keepdim=True)).float()
@@ -118,22 +139,14 @@ def draw(rows: Problem, count: int, length: int, nearest: float, farthest: float
     log_s = (exact - old.double()).mean(1)
     distance = (log_s - bound).abs()
     resolution = (_half_spacing(exact.float()) + _half_spacing(old)).mean(1)
-    return Drawn(
-        picked,
-        old,
-        torch.where(upper, 1.0, -1.0),
-        distance,
-        torch.where(upper, log_s > bound, log_s < bound),
-        distance > resolution,
-        resolution,
-    )
+    advantages, clipped = torch.where(upper, 1.0, -1.0), torch.where(upper, log_s > bound, log_s < bound)
+    return Drawn(picked, old, advantages, distance, clipped, distance > resolution, resolution)
 
 
 def wrong(values: Tensor, drawn: Drawn) -> Tensor:
     """[B]: whether the objective, given these log-probs of the pool, decides otherwise than fp64."""
-    coefficients = gk.policy_coefficients(
-        values[drawn.rows], drawn.old_logprobs, drawn.advantages, objective=gk.GSPO()
-    )
+    terms = (values[drawn.rows], drawn.old_logprobs, drawn.advantages)
+    coefficients = gk.policy_coefficients(*terms, objective=gk.GSPO())
     return (coefficients == 0).all(1) != drawn.clipped
 
 
@@ -149,68 +162,36 @@ def wrong_in_the_loss(rows: Problem, drawn: Drawn, nearest: int) -> Tensor:
     return (grad.flatten(1) == 0).all(1).cpu() != drawn.clipped[near]
 
 
-@dataclass(frozen=True)
-class Decisions:
-    """A line of a table: sequences ``nearest`` to ``farthest`` from a bound, and wrong ones by path."""
-
-    length: int
-    nearest: float
-    farthest: float
-    sequences: int
-    wrong: dict[str, int]
-
-
 def decisions(
     drawn: Drawn, paths: dict[str, Tensor], bands: Sequence[tuple[float, float]], only_counting: bool
 ) -> list[Decisions]:
-    """By band of distance; every drawn sequence is in one."""
+    """A line per band of distance; the outer bands include all sequences beyond them."""
     mistakes = {name: wrong(values, drawn) for name, values in paths.items()}
+    starts = torch.tensor([nearest for nearest, _ in bands[1:]], dtype=torch.float64)
+    band = torch.bucketize(drawn.distance, starts, right=True)
     lines = []
     for index, (nearest, farthest) in enumerate(bands):
-        inside = drawn.distance >= (nearest if index else 0.0)
-        if index + 1 < len(bands):
-            inside &= drawn.distance < farthest
-        if only_counting:
-            inside &= drawn.counts
+        inside = (band == index) & (drawn.counts | (not only_counting))
         counts = {name: int((mistake & inside).sum()) for name, mistake in mistakes.items()}
         lines.append(Decisions(drawn.rows.shape[1], nearest, farthest, int(inside.sum()), counts))
     return lines
 
 
-@dataclass(frozen=True)
-class Report:
-    """What the benchmark found.
-
-    Attributes:
-        log_s: RMS error of log s by length and path.
-        counted: decisions that count; below: nearer ones, for show.
-        left_out: sequences drawn for ``counted`` but nearer than their resolution.
-        resolution: largest of the sequences.
-        in_the_loss: (wrong, sequences) of the fused loss on the nearest that count.
-        missing: who has no log-probs here, and why.
-    """
-
-    rows: int
-    vocabulary: int
-    width: int
-    log_s: dict[int, dict[str, float]]
-    counted: list[Decisions]
-    below: list[Decisions]
-    left_out: int
-    resolution: float
-    in_the_loss: tuple[int, int]
-    missing: dict[str, str]
-
-
 def run(
     options: Options, rows: int = 4096, vocabulary: int = 8192, width: int = 256, sequences: int = 10_200
 ) -> Report:
-    """Everything, from fixed seeds."""
+    """Measure everything, from fixed seeds."""
     source = pool(rows, vocabulary, width, options.device)
     paths, missing = logprobs(source, options)
-    counted, below, left_out, resolution = [], [], 0, 0.0
-    in_the_loss = (0, 0)
+    exact, generator = source.logprobs[0].cpu(), torch.Generator().manual_seed(1)
+    errors, counted, below = {}, [], []
+    left_out, resolution, in_the_loss = 0, 0.0, (0, 0)
     for seed, length in enumerate(LENGTHS):
+        picked = torch.randint(rows, (1024, length), generator=generator)
+        errors[length] = {
+            name: (values.double() - exact)[picked].mean(1).square().mean().sqrt().item()
+            for name, values in paths.items()
+        }
         near = draw(source, sequences // len(LENGTHS), length, BANDS[0][0], BANDS[-1][1], 10 + seed)
         counted += decisions(near, paths, BANDS, True)
         left_out += int((~near.counts).sum())
@@ -220,35 +201,26 @@ def run(
             in_the_loss = (int(mistakes.sum()), len(mistakes))
         nearer = draw(source, sequences // 10, length, BELOW[0][0], BELOW[-1][1], 20 + seed)
         below += decisions(nearer, paths, BELOW, False)
-    errors = log_s_errors(source, paths, 1024)
     return Report(rows, vocabulary, width, errors, counted, below, left_out, resolution, in_the_loss, missing)
 
 
-def table(report: Report) -> str:
-    """Lines of text."""
-    lengths = [f"{length} tokens" for length in report.log_s]
-    rows = [["RMS error of log s", *lengths, "wrong decisions", "nearer, not counted"]]
-    for name in next(iter(report.log_s.values())):
+def table(record: dict[str, Any]) -> list[list[str]]:
+    """A row per contestant: errors by length, and the shares of wrong decisions."""
+    head = ["RMS error of log s", *(f"{length} tokens" for length in record["log_s"]), "wrong", "closer"]
+    rows = [head]
+    for name in next(iter(record["log_s"].values())):
         shares = [
-            sum(line.wrong[name] for line in found) / max(1, sum(line.sequences for line in found))
-            for found in (report.counted, report.below)
+            sum(line["wrong"][name] for line in lines) / max(1, sum(line["sequences"] for line in lines))
+            for lines in (record["counted"], record["below"])
         ]
-        errors = [number(errors[name], 2) for errors in report.log_s.values()]
-        rows.append([name, *errors, *(f"{share:.2%}" for share in shares)])
-    rows += [[name, f"missing: {reason}"] for name, reason in report.missing.items()]
-    counted = sum(line.sequences for line in report.counted)
-    wrong, near = report.in_the_loss
-    return (
-        f"{aligned(rows)}\n{counted} sequences counted; {report.left_out} more are nearer to the bound than "
-        f"the resolution of their stored log-probs (at most {report.resolution:.1e})\n"
-        f"fused_linear_policy_loss itself, on the {near} nearest of {LENGTHS[0]} tokens: {wrong} wrong"
-    )
+        errors = [number(errors[name], 2) for errors in record["log_s"].values()]
+        rows.append([name, *errors, *(f"{share:.1%}" for share in shares)])
+    return rows
 
 
 @suite("fidelity", "Errors of log s, and flipped clip decisions")
 def fidelity(options: Options) -> dict[str, Any]:
     """bf16 hidden states and weight."""
-    sizes = (64, 50, 8, 60) if options.tiny else (4096, 8192, 256, 10_200)
-    report = run(options, *sizes)
-    print(f"bf16, V={report.vocabulary}, H={report.width}, {report.rows} rows\n{table(report)}")
-    return asdict(report)
+    report = asdict(run(options, *((64, 50, 8, 60) if options.tiny else ())))
+    print(aligned(table(report)))
+    return report

@@ -1,4 +1,4 @@
-"""No time without a right answer.
+"""Who is right: only a contestant with a right answer is timed.
 
 ``error <= 2 x the error of plain PyTorch at the same precision + one rounding of the largest value``, for
 loss and gradients (scoring: log-probs), on the very problem that is timed, against fp64. Plain PyTorch
@@ -97,21 +97,10 @@ class Judge:
         logits = self.problem.inputs[0]
         if gradient is not None and layout == "next":
             gradient = gradient[:, :-1]
-        counted = self.problem.mask.bool().flatten()
-        shape = logits.shape if layout != "packed" else (int(counted.sum()), logits.shape[2])
-        if gradient is None or gradient.shape != shape:
+        if gradient is None or gradient.shape != logits.shape:
             return math.inf
         flat = gradient.flatten(0, -2)
-        before = counted.cumsum(0) - counted.long()
-        worst = 0.0
-        for rows, wanted in self._logit_gradients():
-            got = flat[rows]
-            if layout == "packed":
-                wanted = wanted[counted[rows]]
-                start = int(before[rows.start])
-                got = flat[start : start + len(wanted)]
-            worst = max(worst, _distance(got, wanted))
-        return worst
+        return max(_distance(flat[rows], wanted) for rows, wanted in self._logit_gradients())
 
     def _logit_gradients(self) -> Iterator[tuple[slice, Tensor]]:
         """fp64 dLogits by slices of rows; kept where they are few enough."""

@@ -1,9 +1,9 @@
-"""Losses to compute, and their fp64 answers.
+"""The problems that contestants solve, and their fp64 answers.
 
 Hidden states are standard normal and the weight is scaled so that logits have a standard deviation of 3; from
 logits, they are drawn so themselves. Tokens are drawn from the policy. Old log-probs put every sequence 5%
 from the clip range, on the side where its advantage can't be clipped unless the problem says that it is: the
-noise of bf16 logits turns no gradient on or off, for anyone.
+noise of bf16 logits turns no contestant's gradient on or off.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Problem:
 
     Attributes:
         task: one of ``registry.TASKS``.
-        inputs: (logits [B, T, V],), (hidden [B, T, H], weight [V, H]) of one dtype, or (log-probs [B, T],).
+        inputs: (logits [B, T, V],), or (hidden [B, T, H], weight [V, H]) of one dtype.
         labels: [B, T].
         old_logprobs: [B, T], fp32, or None: on-policy.
         advantages: [B], fp32.
@@ -52,12 +52,10 @@ class Problem:
     @property
     def names(self) -> tuple[str, ...]:
         """What the leaves are called."""
-        return (self.task,) if self.task in ("logits", "logprobs") else ("hidden", "weight")
+        return ("logits",) if self.task == "logits" else ("hidden", "weight")
 
     @property
     def vocabulary(self) -> int:
-        if self.task == "logprobs":
-            return 1
         return self.inputs[-1].shape[-1 if self.task == "logits" else 0]
 
     def situation(self, name: str) -> Problem:
@@ -76,14 +74,10 @@ class Problem:
             lengths = F.pad(counted.sum(1).cumsum(0), (1, 0)).int()
             old = None if self.old_logprobs is None else self.old_logprobs[counted]
             return replace(
-                self,
-                inputs=(self.inputs[0][counted], *self.inputs[1:]),
-                labels=self.labels[counted],
-                old_logprobs=old,
-                mask=self.mask[counted],
-                logprobs=self.logprobs[counted],
+                self, inputs=(self.inputs[0][counted], *self.inputs[1:]), labels=self.labels[counted],
+                old_logprobs=old, mask=self.mask[counted], logprobs=self.logprobs[counted],
                 cu_seqlens=lengths,
-            )
+            )  # fmt: skip
         if name == "next":
             return replace(self, inputs=(F.pad(self.inputs[0], (0, 0, 0, 1)), *self.inputs[1:]))
         return self
@@ -196,7 +190,7 @@ def draw(
     device = torch.device(device)
     generator = torch.Generator(device).manual_seed(0)
     weight = torch.empty(0, 0, device=device)
-    if task in ("logits", "logprobs"):
+    if task == "logits":
         first = torch.empty(tokens, vocabulary, dtype=dtype, device=device)
         for rows in row_chunks(tokens, vocabulary, device):
             part = torch.randn(first[rows].shape, generator=generator, device=device)
@@ -218,28 +212,18 @@ def draw(
     mask = (torch.arange(shape[1], device=device) < sizes.unsqueeze(1)).double()
     index = torch.arange(sequences, device=device)
     sign = 1.0 - 2.0 * (index // 2 % 2)
-    given = sign * torch.linspace(0.5, 1.5, sequences, device=device)
+    signed = sign * torch.linspace(0.5, 1.5, sequences, device=device)
     if advantages is not None:
-        given = torch.tensor(advantages, device=device)
-        sign = torch.where(given < 0, -1.0, 1.0)
+        signed = torch.tensor(advantages, device=device)
+        sign = torch.where(signed < 0, -1.0, 1.0)
     beyond = torch.tensor(clipped or [False] * sequences, device=device)
     noise = 0.02 * torch.randn(shape, generator=generator, dtype=torch.float64, device=device)
     noise = noise - ((noise * mask).sum(1) / mask.sum(1)).unsqueeze(1)
     log_ratio = noise + _DISTANCE * torch.where(beyond, sign, -sign).double().unsqueeze(1)
     logprobs = logprobs.view(shape)
     inputs = (first.view(*shape, -1), weight) if weight.numel() else (first.view(*shape, -1),)
-    if task == "logprobs":
-        inputs = (logprobs.to(dtype),)
-        logprobs = inputs[0].double()
-    return Problem(
-        task,
-        inputs,
-        labels.view(shape),
-        (logprobs - log_ratio).float(),
-        given.float(),
-        mask.float(),
-        logprobs,
-    )
+    old = (logprobs - log_ratio).float()
+    return Problem(task, inputs, labels.view(shape), old, signed.float(), mask.float(), logprobs)
 
 
 def realistic(
@@ -272,41 +256,30 @@ def realistic(
     values = (rewards - rewards.mean(1, keepdim=True)) / rewards.std(1, keepdim=True)
     # of 64 draws of so many groups, the one whose share of tokens is nearest to what was asked for
     tokens = torch.tensor(sizes).view(groups, _GROUP).sum(1)
-    draws = [
-        torch.randperm(groups, generator=generator)[: round(without_variance * groups)] for _ in range(64)
-    ]
+    flat = round(without_variance * groups)
+    draws = [torch.randperm(groups, generator=generator)[:flat] for _ in range(64)]
     values[min(draws, key=lambda some: abs(tokens[some].sum() / tokens.sum() - without_variance))] = 0.0
     advantages = values.flatten()
-    target, clipped, held = clipped_tokens * sum(sizes), [False] * sequences, 0
+    target, clipped, total = clipped_tokens * sum(sizes), [False] * sequences, 0
     for index in torch.randperm(sequences, generator=generator).tolist():
         # the nearest to the target that whole sequences allow, in this order
-        if advantages[index] != 0 and abs(held + sizes[index] - target) < abs(held - target):
-            clipped[index], held = True, held + sizes[index]
-    return draw(
-        task,
-        sequences * longest,
-        vocabulary,
-        width,
-        sequences,
-        dtype,
-        device,
-        sizes,
-        advantages.tolist(),
-        clipped,
-    )
+        if advantages[index] != 0 and abs(total + sizes[index] - target) < abs(total - target):
+            clipped[index], total = True, total + sizes[index]
+    shape = (sequences * longest, vocabulary, width, sequences)
+    return draw(task, *shape, dtype, device, sizes, advantages.tolist(), clipped)
 
 
 def about(problem: Problem) -> dict[str, float]:
-    """What a batch is like: padding, and tokens at zero advantage, clipped, with a gradient."""
+    """The shares of padding, and of tokens at zero advantage, clipped, and with a gradient."""
     _, gradient = coefficients(problem, problem.logprobs)
     counted = problem.mask.sum()
-    idle = (problem.mask * (problem.advantages == 0).unsqueeze(1)).sum() / counted
+    inactive = (problem.mask * (problem.advantages == 0).unsqueeze(1)).sum() / counted
     active = (gradient != 0).sum() / counted
     return {
         "counted tokens": int(counted),
         "padding": float(1 - counted / problem.mask.numel()),
-        "tokens at zero advantage": float(idle),
-        "clipped tokens": float(1 - idle - active),
+        "tokens at zero advantage": float(inactive),
+        "clipped tokens": float(1 - inactive - active),
         "tokens with a gradient": float(active),
     }
 
@@ -325,8 +298,8 @@ def exact(problem: Problem) -> Answer:
     if problem.task == "scoring":
         return Answer(problem.logprobs, {})
     found, c = coefficients(problem, problem.logprobs)
-    if problem.task in ("logits", "logprobs"):
-        return Answer(found, {"logprobs": c} if problem.task == "logprobs" else {})
+    if problem.task == "logits":
+        return Answer(found, {})
     first, raised = problem.inputs[0].flatten(0, 1), problem.inputs[1].double()
     hidden = torch.zeros(first.shape, dtype=torch.float64, device=first.device)
     weight = torch.zeros_like(raised) if problem.trains_weight else None
@@ -348,9 +321,6 @@ def plain(problem: Problem, precision: str) -> tuple[Answer, Callable[[slice], T
         The answer but for dLogits, and those of some rows as a function of the slice.
     """
     first, *others = problem.inputs
-    if problem.task == "logprobs":
-        found, c = coefficients(problem, first)
-        return Answer(found, {"logprobs": c}), None
     rows_of, labels = first.flatten(0, 1), problem.labels.flatten()
     raised = others[0].detach().float().requires_grad_(problem.trains_weight) if others else None
 

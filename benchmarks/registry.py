@@ -1,8 +1,8 @@
-"""What can be measured: contestants and suites, each registered by a decorator where it is written.
+"""The registry of contestants and suites, filled by decorators.
 
-A *contestant* is a way to compute a task. Its decorated function takes the device, imports what it needs, and
-returns the call; an ImportError or ``Missing`` is the reason that the tables give for its absence. A *suite*
-is a function from the options of a run to its record; most are lists of ``Case`` for ``measure.run_cases``.
+A *contestant* is a way to compute a task. Its decorated function takes the device, imports what it needs,
+and returns the call; if it raises ImportError or ``Missing``, tables show that reason. A *suite* is a
+function from the options of a run to its record; most run a list of ``Case`` by ``measure.run_cases``.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-TASKS = ("logits", "hidden", "logprobs", "scoring", "training", "rows", "distillation", "divergence")
+TASKS = ("logits", "hidden", "scoring")
 
 
 class Missing(Exception):
-    """A contestant can't be had here; the message says why."""
+    """A contestant is not available here; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -26,13 +26,13 @@ class Contestant:
     """A way to compute a task.
 
     Attributes:
-        name: how tables call it.
+        name: its name in tables.
         tasks: which of ``TASKS`` it can do.
         load: device -> call. The call takes a problem and its leaves and returns the loss; for "scoring"
-            the log-probs; for "training" see ``trainers``, for "rows" ``rows``.
-        precision: "float32" or "input": what its logits are rounded to (from logits: its statistics), and so
-            which plain PyTorch it is held against; or this by task.
-        only_16_bit: whether it is another contestant's copy for fp32 inputs.
+            the log-probs.
+        precision: "float32" or "input": what its logits are rounded to (from logits: its statistics), which
+            is the precision of the plain PyTorch that it is judged by; or this by task.
+        only_16_bit: whether it takes part with 16-bit inputs only.
         roundings: how often it rounds the sum of a gradient to the inputs' dtype, given the problem.
         overwrites: whether its backward overwrites the logits, which are then restored outside the clock.
         layout: "padded", "packed" or "next", see ``Problem.layout``; laid out outside the clock.
@@ -77,7 +77,7 @@ class Suite:
 
 @dataclass(frozen=True)
 class Options:
-    """What a run was asked for.
+    """The options of a run.
 
     Attributes:
         device: "cpu" or "cuda".
@@ -87,7 +87,7 @@ class Options:
         cases: parts of names of cases; empty for all.
         without: contestants to leave out, with the reason that the tables give.
         memory: whether to measure peaks.
-        save: is told the cases that are done after each of them, so that none is lost.
+        save: is called after each case with all records so far, so that none is lost.
     """
 
     device: torch.device
@@ -105,22 +105,6 @@ class Options:
         return self.size == "tiny"
 
 
-ORDER = (
-    *("logits", "hidden", "logprobs", "scoring", "large", "realistic", "step", "training", "memory"),
-    *(
-        "scaling",
-        "fidelity",
-        "rounding",
-        "traffic",
-        "static",
-        "rows",
-        "distillation",
-        "trl_memory",
-        "ranks",
-    ),
-    *("bandwidth", "launches", "tuning"),
-)
-"""In which suites run and are reported; others come last."""
 CONTESTANTS: dict[str, Contestant] = {}
 SUITES: dict[str, Suite] = {}
 
@@ -149,13 +133,8 @@ def suite(name: str, title: str, **about: Any) -> Callable[[Callable[..., Any]],
     return register
 
 
-def ordered() -> list[Suite]:
-    """All suites."""
-    return sorted(SUITES.values(), key=lambda one: ORDER.index(one.name) if one.name in ORDER else len(ORDER))
-
-
 def entrants(task: str, wanted: Sequence[str], options: Options, dtype: torch.dtype) -> list[Contestant]:
-    """The contestants of a task whose whole names match a pattern, and in part what was asked for."""
+    """The contestants of a task whose names match a pattern as a whole and contain a requested part."""
     return [
         one
         for one in CONTESTANTS.values()

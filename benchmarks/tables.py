@@ -1,4 +1,4 @@
-"""Records as text: for the terminal, and as Markdown for the docs."""
+"""Tables of records: aligned text for the terminal, Markdown for the docs."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 Row = Sequence[str]
-PHASES = {"scoring": (), "training": ("rollout", "update")}
-"""The parts of a time, by task; for other tasks forward and backward."""
 
 
 def number(value: float | None, digits: int = 3) -> str:
@@ -22,18 +20,15 @@ def number(value: float | None, digits: int = 3) -> str:
 
 
 def aligned(rows: Sequence[Row]) -> str:
-    """Columns of text; the first is left-aligned, and so is a row's last cell if it is alone."""
+    """Columns of text; the first is left-aligned. Cells of rows that are short have no width."""
     columns = max(len(row) for row in rows)
     full = [row for row in rows if len(row) == columns]
     widths = [max(len(row[i]) for row in (rows if i == 0 else full)) for i in range(columns)]
     lines = []
-    for row in rows:
-        rest = row[1:]
-        if len(row) == columns:
-            cells = [cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True)]
-        else:
-            cells = list(rest)
-        lines.append("  ".join([row[0].ljust(widths[0]), *cells]).rstrip())
+    for first, *rest in rows:
+        if len(rest) == columns - 1:
+            rest = [cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True)]
+        lines.append("  ".join([first.ljust(widths[0]), *rest]).rstrip())
     return "\n".join(lines)
 
 
@@ -49,67 +44,52 @@ def markdown(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def between(spread: dict[str, float], unit: float = 1.0) -> str:
-    """Median and spread."""
-    return (
-        f"{number(spread['median'] * unit)} "
-        f"({number(spread['low'] * unit)} to {number(spread['high'] * unit)})"
-    )
+def between(values: dict[str, float], unit: float = 1.0) -> str:
+    """Median, lowest and highest."""
+    median, low, high = (number(values[name] * unit) for name in ("median", "low", "high"))
+    return f"{median} ({low} to {high})"
 
 
-def result_rows(case: dict[str, Any], reasons: bool = True) -> list[Row]:
-    """A header and a row per contestant."""
+def result_rows(case: dict[str, Any]) -> list[Row]:
+    """A header, and a row per contestant."""
     timed = case["repeats"] > 0
-    floor = bool(case["floor"]["probes"]) and timed
-    phases = PHASES.get(case["task"], ("forward", "backward")) if timed else ()
-    yardstick = case.get("yardstick")
-    header = ["", *(["ms"] if timed else []), *phases]
-    rates = any("tokens_per_second" in result for result in case["results"])
-    header += [*(["tokens/s"] if rates else []), *([f"x {yardstick}"] if yardstick else [])]
-    header += ["x floor"] if floor else []
-    header += ["peak MiB", "error / allowed"]
-    rows: list[Row] = [header]
+    floor = timed and bool(case["floor"]["probes"])
+    phases = ("forward", "backward") if timed and case["task"] != "scoring" else ()
+    header = ["", *(["ms"] if timed else []), *phases, *(["x floor"] if floor else [])]
+    rows: list[Row] = [[*header, "peak MiB", "error / allowed"]]
     for result in case["results"]:
         if result["status"] != "right":
-            if reasons:
-                rows.append([result["contestant"], f"{result['status']}: {result['reason']}"])
+            rows.append([result["contestant"], f"{result['status']}: {result['reason']}"])
             continue
         cells = [result["contestant"]]
         if timed:
             seconds = result["seconds"]
-            cells.append(between(_spread(seconds["both"]), 1e3))
+            cells.append(between(spread(seconds["both"]), 1e3))
             cells += [number(1e3 * statistics.median(seconds[name])) for name in phases]
-        if rates:
-            cells.append(number(result["tokens_per_second"]["median"]))
-        if yardstick:
-            cells.append(
-                number(1.0 if result["contestant"] == yardstick else result["x_contestants"].get(yardstick))
-            )
         if floor:
             cells.append(between(result["x_floor"]))
         peak = result.get("peak_bytes")
-        cells += ["" if peak is None else number(peak / 2**20), number(result["share"], 2)]
-        rows.append(cells)
+        rows.append([*cells, "" if peak is None else number(peak / 2**20), number(result["share"], 2)])
     return rows
 
 
-def _spread(values: Sequence[float]) -> dict[str, float]:
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median, lowest, highest."""
     return {"median": statistics.median(values), "low": min(values), "high": max(values)}
 
 
-def heading(case: dict[str, Any]) -> str:
-    """The case, its shape and its floor in one line."""
-    shape = ", ".join(
-        f"{key} {value:,}" if isinstance(value, int) else f"{key} {value}"
-        for key, value in case["shape"].items()
-    )
-    text = f"{case['name']}: {shape}"
-    if case["floor"]["probes"] and case["floor"]["seconds"]:
-        seconds = statistics.median(case["floor"]["seconds"])
-        text += f"; floor ({case['floor']['name']}) {number(seconds * 1e3)} ms"
-    return text
+def shape_text(shape: dict[str, Any]) -> str:
+    """A shape in words: dtype, sequences x tokens, V, H and whatever else the case names."""
+    rest = {key: value for key, value in shape.items() if key not in ("dtype", "sequences", "length")}
+    parts = [shape["dtype"]] if "dtype" in shape else []
+    parts += [f"{shape['sequences']} x {shape['length']:,} tokens"] if "sequences" in shape else []
+    return ", ".join([*parts, *(f"{key}={value:,}" for key, value in rest.items())])
 
 
 def case_table(case: dict[str, Any]) -> str:
     """What a run prints of a case."""
-    return f"\n{heading(case)}\n{aligned(result_rows(case))}"
+    text = f"{case['name']}: {shape_text(case['shape'])}"
+    if case["floor"]["probes"] and case["floor"]["seconds"]:
+        seconds = statistics.median(case["floor"]["seconds"])
+        text += f"; floor ({case['floor']['name']}) {number(seconds * 1e3)} ms"
+    return f"\n{text}\n{aligned(result_rows(case))}"

@@ -1,77 +1,38 @@
-"""A campaign that survives whatever its stages do, and what only it measures."""
+"""A campaign survives whatever its stages do."""
 
 import json
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks import __main__ as command_line
-from benchmarks import bandwidth, campaign, launches
-from benchmarks.registry import SUITES, Options
+from benchmarks import campaign, report
+from benchmarks.registry import SUITES
 
 ROOT = Path(__file__).parent.parent.parent
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="full sizes are for the campaign")
-def test_bandwidth_is_that_of_the_bytes_that_must_move(monkeypatch):
-    def broken(rows):
-        raise RuntimeError("does not compile")
-
-    walks = {walk.name: walk for walk in bandwidth.WALKS}
-    chosen = [walks["log-probs, bf16"], walks["backward, fp32 to bf16 in place"], walks["scale, bf16"]]
-    monkeypatch.setattr(bandwidth, "WALKS", [*chosen, replace(chosen[0], name="broken", call=broken)])
-    lines = bandwidth.bandwidth(Options(torch.device("cpu"), "tiny"))["lines"]
-    assert [line.get("bytes", 0) / (6 * 300) for line in lines] == [2, 6, 4, 0]
-    assert lines[-1]["missing"] == "RuntimeError: does not compile"
-    for line in lines[:-1]:
-        assert line["share_of_a_copy"] == pytest.approx(line["bandwidth"] / line["copy_bandwidth"])
-
-
-def test_operators_of_a_step_are_counted():
-    x, steps = torch.randn(3), []
-
-    def step():
-        steps.append(x.exp())
-
-    found = launches.counted(step, torch.device("cpu"))
-    assert len(steps) == 2 and found["operators"] == 1 and found["kernels"] == found["waits"] == 0
-
-
-def test_every_step_whose_launches_are_counted_runs():
-    names = []
-    for name, step in launches.steps(Options(torch.device("cpu"), "tiny")):
-        names.append(name)
-        assert all(gradient.isfinite().all() for gradient in step())
-    assert len(names) == 21
 
 
 def script(text):
     return [sys.executable, "-c", text]
 
 
-def test_a_hanging_stage_is_stopped_with_its_children(tmp_path):
-    child = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"
-    start = time.perf_counter()
-    assert campaign.run_limited(script(child), 1.0, "cpu", tmp_path / "log") is None
-    assert time.perf_counter() - start < 20
-
-
 STAGES = {
     "passes": "",
     "fails": "raise SystemExit('the reason')",
-    "hangs": "import time; time.sleep(60)",
+    "hangs": "import subprocess; subprocess.run(['sleep', '60'])",
 }
 
 
 def test_a_campaign_goes_on_whatever_happens(tmp_path, monkeypatch):
     monkeypatch.setattr(campaign, "command", lambda stage, device, out: script(STAGES[stage.name]))
     plan = [campaign.Stage(name, "suite", 5.0) for name in ("hangs", "fails", "passes")]
+    start = time.perf_counter()
     assert campaign.main(tmp_path, "cpu", 0.4, plan) == 0
+    assert time.perf_counter() - start < 40
     record = json.loads((tmp_path / "campaign.json").read_text())
     assert record["rehearsal"] and record["versions"]["torch"] == torch.__version__
     found = {stage["name"]: stage for stage in record["stages"]}
@@ -79,6 +40,9 @@ def test_a_campaign_goes_on_whatever_happens(tmp_path, monkeypatch):
         "fails": "failed", "hangs": "out of time", "passes": "done",
     }  # fmt: skip
     assert "the reason" in found["fails"]["reason"]
+    rows = report.campaign_table(tmp_path).splitlines()
+    assert [row.split(" | ")[0].strip("| ") for row in rows[2:5]] == ["hangs", "fails", "passes"]
+    assert "failed" in rows[3] and "the reason" in rows[3]
 
 
 def test_who_breaks_the_device_is_left_out_of_the_next_try(tmp_path, monkeypatch):
@@ -126,7 +90,8 @@ def test_the_time_holds_whatever_the_stages_do(minutes, hanging):
 def test_the_stages_fit_into_nine_minutes():
     plan = campaign.stages()
     assert sum(stage.seconds for stage in plan) <= 540
-    assert [stage.kind for stage in plan][:3] == ["tests"] * 3 and plan[-1].kind == "report"
+    assert [stage.kind for stage in plan] == ["tests"] * 3 + ["suite"] * 4 + ["report"]
+    assert [stage.name for stage in plan[3:-1]] == ["logits", "hidden", "step", "memory"]
     for stage in plan:
         words = campaign.command(stage, "cuda", Path("out"))
         if stage.kind == "suite":

@@ -1,8 +1,8 @@
 """Speed of single kernels for pytest-benchmark.
 
-``pytest tests/benchmarks/test_kernel_speed.py --benchmark-only --benchmark-autosave`` keeps a run; one
-with ``--benchmark-compare`` later stands beside it. Without the flag each runs once, on a small shape.
-Whether answers are right is tested elsewhere; how fast others are is for ``python -m benchmarks``.
+``pytest tests/benchmarks/test_kernel_speed.py --benchmark-only --benchmark-autosave`` keeps a run; add
+``--benchmark-compare`` to compare a later run with it. Without these flags each kernel runs once on a small
+shape. Other tests check the answers; ``python -m benchmarks`` compares with other packages.
 """
 
 import pytest
@@ -16,97 +16,73 @@ from gspo_kernels.types import LogitTransform
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
-BACKEND = "triton" if GPU else "cpp"
-PLAIN = LogitTransform()
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+PLAIN, IGNORE = LogitTransform(), {"ignore_index": -100}
 
 
 @pytest.fixture
 def timed(request, benchmark):
-    """Rounds that count only where they were asked for."""
+    """Whether times were asked for, and what measures a call."""
     asked = request.config.getoption("benchmark_only", False)
     benchmark.disabled = not asked
 
     def run(call):
         def waited():
-            call()
+            result = call()
             synchronize(DEVICE)
+            return result
 
         return benchmark.pedantic(waited, rounds=10, warmup_rounds=1)
 
     return asked, run
 
 
-@pytest.fixture(params=DTYPES)
-def rows(request, timed):
-    """(backend, logits, labels, coefficients, out)"""
-    N, V = (1024, 32000) if timed[0] else (8, 300)
+KERNELS = {
+    "logprobs_forward": lambda kernel, rows, stats, c, out: kernel(*rows, PLAIN, **IGNORE, entropy=False),
+    "logprobs_forward with entropy": lambda kernel, rows, stats, c, out: kernel(
+        *rows, PLAIN, **IGNORE, entropy=True
+    ),
+    "logprobs_backward": lambda kernel, rows, stats, c, out: kernel(
+        *rows, stats, c, None, None, PLAIN, **IGNORE, out=out
+    ),
+    "logprobs_and_grad": lambda kernel, rows, stats, c, out: kernel(*rows, c, PLAIN, **IGNORE, out=out),
+    "scale_": lambda kernel, rows, stats, c, out: kernel(rows[0], torch.tensor(0.5, device=DEVICE)),
+}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=("fp32", "bf16"))
+def test_kernel(timed, name, dtype):
+    asked, run = timed
+    backend = backends.load("triton" if GPU else "cpp")
+    N, V = (1024, 32000) if asked else (8, 300)
     generator = torch.Generator(DEVICE).manual_seed(0)
-    logits = torch.randn(1, N, V, generator=generator, device=DEVICE).to(DTYPES[request.param])
+    logits = torch.randn(1, N, V, generator=generator, device=DEVICE).to(dtype)
     labels = torch.randint(V, (1, N), generator=generator, device=DEVICE)
-    c = torch.randn(1, N, generator=generator, device=DEVICE)
-    return backends.load(BACKEND), logits, labels, c, torch.empty_like(logits)
+    c, out = torch.randn(1, N, generator=generator, device=DEVICE), torch.zeros_like(logits)
+    stats = backend.logprobs_forward(logits, labels, PLAIN, **IGNORE, entropy=False)
+    kernel = getattr(backend, name.split()[0])
+    run(lambda: KERNELS[name](kernel, (logits, labels), stats, c, out))
+    assert out.isfinite().all() and logits.isfinite().all()
 
 
-def test_logprobs_forward(timed, rows):
-    backend, logits, labels, *_ = rows
-    timed[1](lambda: backend.logprobs_forward(logits, labels, PLAIN, ignore_index=-100, entropy=False))
-
-
-def test_logprobs_forward_with_entropy(timed, rows):
-    backend, logits, labels, *_ = rows
-    timed[1](lambda: backend.logprobs_forward(logits, labels, PLAIN, ignore_index=-100, entropy=True))
-
-
-def test_logprobs_backward(timed, rows):
-    backend, logits, labels, c, out = rows
-    stats = backend.logprobs_forward(logits, labels, PLAIN, ignore_index=-100, entropy=False)
-    terms = (logits, labels, stats, c, None, None, PLAIN)
-    timed[1](lambda: backend.logprobs_backward(*terms, ignore_index=-100, out=out))
-    assert out.isfinite().all()
-
-
-def test_logprobs_and_grad(timed, rows):
-    backend, logits, labels, c, out = rows
-    timed[1](lambda: backend.logprobs_and_grad(logits, labels, c, PLAIN, ignore_index=-100, out=out))
-    assert out.isfinite().all()
-
-
-@pytest.mark.parametrize("factor", (1.0, 0.5))
-def test_scale(timed, rows, factor):
-    backend, logits, *_ = rows
-    number = torch.tensor(factor, device=DEVICE)
-    timed[1](lambda: backend.scale_(logits, number))
-
-
-@pytest.fixture
-def hidden(timed):
+@pytest.mark.parametrize("schedule", ("", "aligned", "deferred", "two_pass"))
+def test_from_hidden_states(timed, schedule):
+    """Log-probs without a gradient, or a loss and its gradients by a schedule."""
     size = (512, 16000, 512, 4) if timed[0] else (16, 300, 16, 2)
-    return gspo.draw("hidden", *size, torch.bfloat16 if GPU else torch.float32, DEVICE)
-
-
-def test_linear_token_logprobs(timed, hidden):
-    timed[1](lambda: gk.linear_token_logprobs(*hidden.inputs, hidden.labels))
-
-
-@pytest.mark.parametrize("schedule", ("aligned", "deferred", "two_pass"))
-def test_fused_linear_policy_loss(timed, hidden, schedule):
-    leaves = hidden.leaves()
-    terms = (hidden.labels, hidden.old_logprobs, hidden.advantages)
+    problem = gspo.draw("hidden", *size, torch.bfloat16 if GPU else torch.float32, DEVICE)
+    leaves, terms = problem.leaves(), (problem.labels, problem.old_logprobs, problem.advantages)
 
     def run():
+        if not schedule:
+            return [gk.linear_token_logprobs(*problem.inputs, problem.labels).logprobs]
         loss = gk.fused_linear_policy_loss(*leaves, *terms, schedule=schedule).loss
         return torch.autograd.grad(loss, leaves)
 
-    timed[1](run)
+    assert all(one.isfinite().all() for one in timed[1](run))
 
 
 def test_policy_loss(timed):
-    """Everything but log-probs: what a loss costs at least."""
-    logprobs = -torch.rand(64, 1024 if timed[0] else 16, device=DEVICE)
-    leaf, advantages = logprobs.requires_grad_(), torch.ones(64, device=DEVICE)
-
-    def run():
-        return torch.autograd.grad(gk.policy_loss(leaf, leaf.detach(), advantages).loss, leaf)
-
-    timed[1](run)
+    """Everything except the log-probs: the least that a loss costs."""
+    leaf = (-torch.rand(64, 1024 if timed[0] else 16, device=DEVICE)).requires_grad_()
+    terms = (leaf.detach(), torch.ones(64, device=DEVICE))
+    assert timed[1](lambda: torch.autograd.grad(gk.policy_loss(leaf, *terms).loss, leaf))[0].isfinite().all()

@@ -1,83 +1,49 @@
-"""The command line, comparing and reporting."""
+"""The command line: running, comparing and reporting."""
 
 import copy
-import dataclasses
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks import __main__ as command_line
-from benchmarks import compare, front_page, report, suites, traffic, verdict
-from benchmarks.registry import CONTESTANTS, SUITES, contestant, suite
-from benchmarks.rows import padded
-from benchmarks.tables import number
-from gspo_kernels.linear.schedule import SCHEDULES
-
-ROOT = Path(__file__).parent.parent.parent
+from benchmarks import compare, report, suites
+from benchmarks.registry import contestant, suite
+from benchmarks.tables import number, shape_text
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A rehearsal's results."""
+    """The results of a small run."""
     out = tmp_path_factory.mktemp("results")
-    chosen = ["ours, auto", "ours, cpp", "ours, triton", "ours, two_pass", "naive PyTorch", "CCE, unfiltered"]
-    options = ["--size", "tiny", "--repeats", "3", "--no-memory", "--contestants", *chosen]
+    chosen = ["ours, auto", "ours, cpp", "ours, two_pass", "naive PyTorch", "CCE, unfiltered"]
+    cases = ["all active", "half inactive", "tiny", "bf16, large"]
+    options = ["--size", "tiny", "--repeats", "3", "--no-memory", "--contestants", *chosen, "--cases", *cases]
     assert command_line.main(["run", "logits", "hidden", *options, "--out", str(out)]) == 0
     return out
 
 
-def test_a_run_writes_what_was_found(folder):
-    record = json.loads((folder / "hidden.json").read_text())
-    assert {"device", "type", "versions", "title", "size", "wall_seconds"} <= set(record)
+def hidden_of(folder):
+    return json.loads((folder / "hidden.json").read_text())
+
+
+def test_a_run_writes_its_results(folder):
+    record = hidden_of(folder)
+    assert {"device", "type", "title", "size", "wall_seconds"} <= set(record)
     assert record["versions"]["torch"] == torch.__version__
-    assert [case["name"] for case in record["cases"]] == [
-        "all active", "batch-invariant", "half inactive", "frozen head", "on-policy",
-        "bf16, large vocabulary", "tiny",
-    ]  # fmt: skip
     for case in record["cases"]:
         assert case["shape"]["V"] and len(case["floor"]["seconds"]) == case["repeats"] == 3
-        assert set(case["rates"]) == {f"gemm_rate {name}" for name in suites.PRODUCTS}
+        assert case["floor"]["probes"] == suites.PRODUCTS
         for result in case["results"]:
-            timed = result["status"] == "right"
+            timed, ratio = result["status"] == "right", result.get("x_floor")
             assert timed == ("seconds" in result) and timed == (not result["reason"])
-            if timed:
-                assert {len(values) for values in result["seconds"].values()} == {3}
-                assert result["x_floor"]["low"] <= result["x_floor"]["median"] <= result["x_floor"]["high"]
+            assert not timed or {len(values) for values in result["seconds"].values()} == {3}
+            assert not timed or ratio["low"] <= ratio["median"] <= ratio["high"]
         names = {result["contestant"]: result["status"] for result in case["results"]}
         assert names["naive PyTorch"] == names["ours, auto"] == "right"
     missing = {one["contestant"]: one for one in record["cases"][0]["results"]}["CCE, unfiltered"]
     assert missing["status"] == "missing" and "cut_cross_entropy" in missing["reason"]
-
-
-def test_rows_of_a_backbone_are_judged_by_padding(tmp_path, monkeypatch):
-    def off(device):
-        return lambda rows: 1.001 * padded(rows)
-
-    name = "packed, mask by transformers"
-    monkeypatch.setitem(CONTESTANTS, name, dataclasses.replace(CONTESTANTS[name], load=off))
-    options = ["--size", "tiny", "--repeats", "1", "--no-memory", "--out", str(tmp_path)]
-    assert command_line.main(["run", "rows", *options]) == 0
-    for case in json.loads((tmp_path / "rows.json").read_text())["cases"]:
-        found = {result["contestant"]: result for result in case["results"]}
-        assert "gradients is off" in found.pop(name)["reason"]
-        assert {one["status"] for one in found.values()} == {"right"} and len(found) == 3
-        assert compare.ratios(case)["padded rows"]["median"] == 1.0
-    assert "x padded rows" in report.section(tmp_path, ".")
-
-
-def test_a_suite_without_cases_has_its_table_in_the_report(tmp_path):
-    record = {"suite": "tuning", "table": [["kernel", "ms"], ["fold", "1.5"]], "versions": {}, "device": "it"}
-    (tmp_path / "tuning.json").write_text(json.dumps(record))
-    assert "| fold | 1.5 |" in report.section(tmp_path, ".")
-
-
-def test_unknown_suites_are_refused(capsys):
-    with pytest.raises(SystemExit):
-        command_line.main(["run", "no such suite"])
-    assert "no such suite" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
@@ -94,59 +60,33 @@ def test_names_are_registered_once():
         contestant("new", "no such task")(lambda device: None)
     with pytest.raises(ValueError, match="registered before"):
         suite("logits", "again")(lambda options: {})
-    for name in (
-        "logits",
-        "hidden",
-        "scoring",
-        "fidelity",
-        "rounding",
-        "memory",
-        "traffic",
-        "realistic",
-        "step",
-        "scaling",
-    ):
-        assert SUITES[name].everything
-    assert {f"ours, {schedule}" for schedule in SCHEDULES} <= CONTESTANTS.keys()
-
-
-def test_the_listing_names_everyone():
-    text = command_line.listing()
-    assert all(name in text for name in [*CONTESTANTS, *SUITES])
 
 
 # --- comparing
 
 
-def altered(folder, tmp_path, factor):
-    """The results with our times in one case changed."""
-    record = json.loads((folder / "hidden.json").read_text())
-    ratio = record["cases"][0]["results"][0]["x_floor"]
-    ratio.update({key: value * factor for key, value in ratio.items()})
-    (tmp_path / "hidden.json").write_text(json.dumps(record))
-    return record["cases"][0]["results"][0]["contestant"]
+def altered(folder, target, name, factor):
+    """The results with the ratio of one contestant in one case changed."""
+    record = hidden_of(folder)
+    for result in record["cases"][0]["results"]:
+        if result["contestant"] == name:
+            result["x_floor"] = {key: value * factor for key, value in result["x_floor"].items()}
+    (target / "hidden.json").write_text(json.dumps(record))
 
 
-def test_a_run_agrees_with_itself(folder, capsys):
-    assert compare.main(folder, folder) == 0
-    assert "slower" not in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(("factor", "word"), ((1000.0, "slower"), (0.001, "faster")))
+@pytest.mark.parametrize(("factor", "word"), ((1.0, ""), (1000.0, "slower"), (0.001, "faster")))
 def test_what_changed_is_named(folder, tmp_path, factor, word, capsys):
-    name = altered(folder, tmp_path, factor)
-    assert compare.main(folder, tmp_path) == 1
-    [line] = [line for line in capsys.readouterr().out.splitlines() if line.endswith(word)]
-    assert name in line and line.startswith("hidden, all active")
-
-
-def test_nothing_to_compare(tmp_path, capsys):
-    assert compare.main(tmp_path, tmp_path) == 2
+    assert compare.main(tmp_path, folder) == 2
     assert "no results" in capsys.readouterr().out
+    altered(folder, tmp_path, "ours, auto", factor)
+    assert compare.main(folder, tmp_path) == (1 if word else 0)
+    found = [line for line in capsys.readouterr().out.splitlines() if line.endswith(("slower", "faster"))]
+    assert len(found) == bool(word)
+    assert all(line.startswith("hidden, all active: ours, auto") and line.endswith(word) for line in found)
 
 
 def test_without_a_floor_ratios_are_to_naive_pytorch(folder):
-    case = copy.deepcopy(json.loads((folder / "hidden.json").read_text())["cases"][0])
+    case = copy.deepcopy(hidden_of(folder)["cases"][0])
     case["floor"]["probes"] = {}
     found = compare.ratios(case)
     assert found["naive PyTorch"] == {"median": 1, "low": 1, "high": 1}
@@ -155,48 +95,31 @@ def test_without_a_floor_ratios_are_to_naive_pytorch(folder):
     assert found["ours, auto"] == pytest.approx(dict(zip(("low", "median", "high"), pairs, strict=True)))
 
 
-def stage(folder, status):
-    stages = [{"name": "hidden", "status": status, "reason": "the reason"}]
-    (folder / "campaign.json").write_text(json.dumps({"stages": stages}))
-
-
 @pytest.mark.parametrize(
-    ("status", "factor", "wrong"),
+    ("status", "name", "factor", "wrong"),
     [
-        ("done", 1.0, None),
-        ("done", 0.001, None),
-        ("done", 1000.0, "times its"),
-        ("failed", 1.0, "the reason"),
+        ("done", "ours, auto", 1.0, None), ("done", "ours, auto", 0.001, None),
+        ("done", "ours, auto", 1000.0, "times as slow as before"),
+        ("done", "naive PyTorch", 1000.0, None), ("failed", "ours, auto", 1.0, "the reason"),
     ],
-    ids=["the same", "faster", "slower", "a failed stage"],
-)
-def test_a_campaign_is_judged_by_its_stages_and_by_what_of_ours_is_slower(
-    folder, tmp_path, status, factor, wrong, capsys
+)  # fmt: skip
+def test_a_campaign_is_judged_by_its_stages_and_by_our_times(
+    folder, tmp_path, status, name, factor, wrong, capsys
 ):
-    name = altered(folder, tmp_path, factor)
-    assert CONTESTANTS[name].ours
-    stage(tmp_path, status)
+    altered(folder, tmp_path, name, factor)
+    stages = [{"name": "hidden", "status": status, "reason": "the reason"}]
+    (tmp_path / "campaign.json").write_text(json.dumps({"stages": stages}))
     command = ["verdict", str(tmp_path), "--last", str(folder)]
     assert command_line.main(command) == (0 if wrong is None else 1)
-    said = capsys.readouterr().out
-    assert "nothing of ours is slower" in said if wrong is None else wrong in said
-
-
-def test_others_may_become_slower(folder, tmp_path):
-    record = json.loads((folder / "hidden.json").read_text())
-    for one in record["cases"][0]["results"]:
-        if one["contestant"] == "naive PyTorch":
-            one["x_floor"] = {key: value * 1000 for key, value in one["x_floor"].items()}
-    (tmp_path / "hidden.json").write_text(json.dumps(record))
-    stage(tmp_path, "done")
-    assert compare.main(folder, tmp_path) == 1 and verdict.main(tmp_path, folder) == 0
+    printed = capsys.readouterr().out
+    assert "nothing of ours is slower" in printed if wrong is None else wrong in printed
 
 
 def test_a_first_campaign_has_nothing_to_be_compared_with(tmp_path, capsys):
-    stage(tmp_path, "done")
-    assert verdict.main(tmp_path, None) == 0
-    assert verdict.main(tmp_path, tmp_path) == 2
-    assert verdict.main(tmp_path / "nowhere", None) == 2
+    (tmp_path / "campaign.json").write_text('{"stages": []}')
+    assert compare.verdict(tmp_path, None) == 0
+    assert compare.verdict(tmp_path, tmp_path) == 2
+    assert compare.verdict(tmp_path / "nowhere", None) == 2
     assert "no results" in capsys.readouterr().err
 
 
@@ -210,84 +133,71 @@ def test_the_page_is_up_to_date():
         assert not any("unfinished" in record for record in compare.load(folder).values())
 
 
-def test_the_page_names_where_others_win():
-    def result(name, milliseconds):
-        seconds = {"both": [ms / 1e3 for ms in milliseconds]}
-        return {"contestant": name, "ours": name.startswith("ours"), "seconds": seconds}
+def result(name, seconds, mebibytes=None, status="right"):
+    peak = {} if mebibytes is None else {"peak_bytes": mebibytes * 2**20}
+    ours = name.startswith("ours")
+    return {
+        "contestant": name,
+        "ours": ours,
+        "status": status,
+        "seconds": {"both": seconds},
+        "reason": "",
+        **peak,
+    }
 
-    results = [
-        result("ours, auto", (5.0, 5.2, 9.0)),
-        result("ours, aligned", (4.0, 4.1, 4.2)),
-        result("fast", (3.9, 3.9, 20.0)),
-        result("slow", (1.0, 4.3, 4.4)),
-        {"contestant": "absent", "ours": False},
-    ]
-    alone = {"name": "alone", "results": results[2:]}
-    record = {"cases": [{"name": "small", "results": results}, alone]}
-    assert report.wins({"hidden": record}) == ["- fast in hidden, small: 3.9 ms, our best 4.1 ms"]
+
+def test_a_table_has_the_least_of_each_column_in_bold():
+    shape = {"dtype": "fp32", "sequences": 2, "length": 3, "V": 4000}
+    results = [result("naive", [0.002, 0.001, 0.009], 7), result("ours, auto", [0.003], 5)]
+    results += [result("TRL", [0.1], status="wrong"), result("CCE", [0.1], status="missing")]
+    floor = {"probes": {"copy": 1.0}, "seconds": [0.0005]}
+    record = {
+        "suite": "hidden",
+        "cases": [{"name": "one", "shape": shape, "floor": floor, "results": results}],
+    }
+    assert report.cases_table([record]).splitlines() == [
+        "|  | one |", "|---|---:|", "| shape | fp32, 2 x 3 tokens, V=4,000 |", "| floor | 0.5 |",
+        "| ours, auto | 3 · **5** |", "| naive | **2** · 7 |", "| TRL | wrong |",
+    ]  # fmt: skip
+
+
+def test_who_could_not_run_is_listed_with_the_reason(folder):
+    line = report.missing_line([hidden_of(folder)])
+    assert (
+        line == "These contestants could not run: `CCE, unfiltered` (cut_cross_entropy is not installed).\n"
+    )
 
 
 def test_the_readmes_table_has_a_column_per_machine(folder, tmp_path):
     other = tmp_path / "other"
     shutil.copytree(folder, other)
-    record = json.loads((other / "hidden.json").read_text())
-    record["device"] = "another machine"
-    (other / "hidden.json").write_text(json.dumps(record))
+    (other / "hidden.json").write_text(json.dumps({**hidden_of(folder), "device": "another machine"}))
     (other / "logits.json").unlink()
-    header, _, *lines = front_page.table([folder, other]).splitlines()
+    _, _, header, _, *lines = report.readme_table([folder, other]).splitlines()
     assert header.endswith("| another machine |")
-    cells = {
-        name: (a, b) for name, a, b in (line.strip("| ").split(" | ") for line in lines if "hidden" in line)
-    }
-    assert cells and all(a == b and a.count(" / ") == 2 for a, b in cells.values())
-    assert all(line.endswith("| not run |") for line in lines if "from logits" in line)
+    cells = {row[0]: row[1:] for row in (line.strip("|").split("|") for line in lines)}
+    assert all(a == b and a.count(" / ") == 2 for name, (a, b) in cells.items() if "hidden" in name)
+    assert [not b.strip() for name, (_, b) in cells.items() if "logits" in name] == [True, True]
 
 
 @pytest.mark.parametrize(
     ("mine", "theirs", "wanted"), ((1.0, 2.0, "**1** / 2 / 3 (TRL)"), (3.5, 2.0, "3.5 / **2** / 3 (TRL)"))
 )
-def test_a_cell_sets_the_least_in_bold(mine, theirs, wanted):
-    def one(name, seconds, ours=False):
-        return {"contestant": name, "ours": ours, "status": "right", "seconds": {"both": [seconds]}}
-
-    others = [one("TRL chunked log-probs", 3.0), one("Liger", 4.0), {**one("CCE", 1.0), "status": "wrong"}]
-    case = {"results": [one("ours, auto", mine, True), one("naive PyTorch", theirs), *others]}
-    assert front_page.cell(case, "s") == wanted
+def test_a_cell_of_the_readme(mine, theirs, wanted):
+    others = [result("TRL chunked log-probs", [3e-3]), result("CCE", [1e-3], status="wrong")]
+    case = {"results": [result("ours, auto", [mine / 1e3]), result("naive PyTorch", [theirs / 1e3]), *others]}
+    assert report.readme_cell(case, "ms") == wanted
 
 
-def test_a_report_on_a_run(folder, capsys):
+def test_a_report_on_a_run(folder):
     assert command_line.main(["report", "--results", str(folder)]) == 0
     text = (folder / "benchmarks.md").read_text()
-    for case in ("all active", "batch-invariant", "half inactive", "tiny"):
-        assert f"**{case}: " in text
-    assert "Missing: CCE, unfiltered (cut_cross_entropy is not installed)" in text
+    assert "| all active | half inactive | bf16, large vocabulary | tiny |" in text
+    assert "`CCE, unfiltered` (cut_cross_entropy is not installed)" in text
     assert (folder / f"benchmarks_{folder.name}.png").stat().st_size > 10_000
 
 
 def test_numbers():
     values = {0.012345: "0.0123", 1.0: "1", 1234.5: "1,230", 12: "12", 2e-8: "2.0e-08", None: "", 0.0: "0"}
     assert {value: number(value) for value in values} == values
-
-
-def test_slopes_are_those_of_growth():
-    def case(n, seconds, peak):
-        result = {"contestant": "it", "seconds": {"both": [seconds]}, "peak_bytes": peak}
-        return {"name": f"tokens {n}", "results": [result]}
-
-    found = suites.slopes([case(n, 1e-3 * n**2 + (n < 100), 7 * n) for n in (10, 100, 1000, 10000)])
-    assert found == {"tokens": {"it": pytest.approx({"time": 2.0, "memory": 1.0})}}
-
-
-# --- traffic
-
-
-def test_traffic_of_plain_operators():
-    """exp reads and writes, gather touches an element per row, a view nothing."""
-    x = torch.randn(4, 1000)
-    index = torch.zeros(4, 1, dtype=torch.int64)
-    with traffic.Operators(2000) as operators:
-        x.exp()
-    assert operators.bytes == 2 * 4 * x.numel()
-    with traffic.Operators(2000) as operators:
-        x.view(2, 2000).gather(1, index[:2])
-    assert operators.bytes == 0
+    assert shape_text({"dtype": "bf16", "V": 1000, "layers": 2}) == "bf16, V=1,000, layers=2"

@@ -7,6 +7,7 @@ import random
 from math import prod
 
 import numpy as np
+import torch
 
 from tests.draws import shifted_seed
 
@@ -269,3 +270,47 @@ def without_races():
     races = Races()
     with watched(races.begin, races.access, races.barrier, races.synchronise):
         yield
+
+
+class Traffic:
+    """How often each element of some tensors is read and written; see ``counted``."""
+
+    def __init__(self, *tensors):
+        self.tensors = tensors
+        self.reads = [torch.zeros(tensor.numel(), dtype=torch.int64) for tensor in tensors]
+        self.writes = [torch.zeros(tensor.numel(), dtype=torch.int64) for tensor in tensors]
+
+    def record(self, counts, pointers, mask):
+        """Count the accesses of a block of pointers."""
+        addresses = np.broadcast_to(pointers.data, np.broadcast_shapes(pointers.data.shape, mask.data.shape))
+        addresses = addresses[np.broadcast_to(mask.data, addresses.shape).astype(bool)].astype(np.int64)
+        width = pointers.get_element_ty().primitive_bitwidth // 8
+        for tensor, count in zip(self.tensors, counts, strict=True):
+            start, size = tensor.data_ptr(), tensor.element_size()
+            # a load may hold several elements
+            each = (addresses[:, None] + np.arange(0, width, size)).ravel()
+            inside = each[(each >= start) & (each < start + tensor.numel() * size)]
+            count += torch.from_numpy(np.bincount((inside - start) // size, minlength=tensor.numel()))
+
+    def per_row(self, counts, index):
+        """One number per row; all elements of a row must have the same count."""
+        rows = counts[index].view(-1, self.tensors[index].shape[-1])
+        assert (rows == rows[:, :1]).all()
+        return rows[:, 0].tolist()
+
+
+@contextlib.contextmanager
+def counted(*tensors):
+    """Count accesses of tensors in the block: those of every load and store that its mask lets through."""
+    traffic = Traffic(*tensors)
+
+    def load(plain, pointers, mask, *rest):
+        traffic.record(traffic.reads, pointers, mask)
+        return plain(pointers, mask, *rest)
+
+    def store(plain, pointers, value, mask, *rest):
+        traffic.record(traffic.writes, pointers, mask)
+        return plain(pointers, value, mask, *rest)
+
+    with rebuilt(create_masked_load=load, create_masked_store=store):
+        yield traffic

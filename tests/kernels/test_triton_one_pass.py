@@ -8,12 +8,11 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from benchmarks.traffic import counted
 from gspo_kernels import kernels
 from gspo_kernels.kernels import one_pass
 from gspo_kernels.kernels.one_pass import held_tile
 from gspo_kernels.types import LogitTransform
-from tests.kernels.accesses import backwards, order_of_programs, rebuilt, shuffle, without_races
+from tests.kernels.accesses import backwards, counted, order_of_programs, rebuilt, shuffle, without_races
 from tests.kernels.row_oracle import PLAIN, Judge, exact, neighbour, plain
 from tests.kernels.test_triton_rows import DEVICE, IGNORE, SOFT, WARM, and_grad, check, room_for, rows
 

@@ -11,10 +11,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from benchmarks.traffic import counted
 from gspo_kernels import kernels
 from gspo_kernels.ops.selected import SelectedGradients, score, write_gradient
 from gspo_kernels.types import LogitTransform, RatioClip, Shard
+from tests.kernels.accesses import counted
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="accesses are counted under the interpreter"
