@@ -28,6 +28,9 @@ OUTSIDE = {
 SAME = {"docs/README.md": "README.md"}
 """Files whose links lead to another: the site's navigation is what docs/README.md is in the tree."""
 
+OBJECTIVES = re.findall(r"^\| \[(\w+)\]", (DOCS / "objectives.md").read_text(encoding="utf-8"), re.MULTILINE)
+"""Names of the objectives, from the table of their page."""
+
 REFERENCE = {
     "losses": (
         "Losses",
@@ -47,8 +50,9 @@ REFERENCE = {
         "gspo_kernels.advantages gspo_kernels.rollout_weights gspo_kernels.off_policy_mask",
     ),
     "objectives": (
-        "The base of all objectives",
-        "gspo_kernels.objectives.base.Objective gspo_kernels.objectives.base.PolicyBatch "
+        "Objectives",
+        " ".join(f"gspo_kernels.{name}" for name in OBJECTIVES)
+        + " gspo_kernels.objectives.base.Objective gspo_kernels.objectives.base.PolicyBatch "
         "gspo_kernels.objectives.base.ObjectiveLoss",
     ),
     "layouts": ("Bridges between layouts", "gspo_kernels.integrations.layouts"),
@@ -97,6 +101,8 @@ def turned(markdown: str, place: str, repository: str | None = None) -> str:
         if not target or re.match(r"\w+:", target):
             return link.group(0)
         path = (source.parent / target).resolve()
+        if path.parent == ROOT / "gspo_kernels" / "objectives" and text in OBJECTIVES:
+            return f"[{text}](reference/objectives.md#gspo_kernels.{text})"
         found = in_site(path)
         if found is not None:
             link_there = f"[{text}]({posixpath.relpath(found, posixpath.dirname(place) or '.')}{anchor})"
