@@ -13,7 +13,7 @@ from tests import oracle
 from tests.cases import LAYOUTS, generator, offsets
 from tests.integrations import peers
 from tests.test_off_policy import LENGTHS, bounded, example
-from tests.test_readme import ROOT, run
+from tests.test_docs import ROOT, run
 
 DIVERGENCES = {
     "k1": lambda x: -x,
