@@ -74,12 +74,12 @@ that lengths have long tails ([arXiv 2605.30859](https://arxiv.org/abs/2605.3085
 
 INTRODUCTIONS = {
     "logits": "The loss and dLogits. In place, the gradient overwrites the logits.",
-    "hidden": "Schedules are [ours](hidden_states.md). Half inactive: every second advantage is 0.",
+    "hidden": "Schedules are [ours](losses.md). Half inactive: every second advantage is 0.",
     "large": "Not part of `make bench`, as it takes many minutes; without peaks.",
     "realistic": REALISTIC,
     "memory": "What one forward and backward adds to its inputs.",
     "training": TRAINING,
-    "rows": "A Qwen3 with random weights; [how rows are laid out](packing.md). No head: the loss is the mean "
+    "rows": "A Qwen3 with random weights; [how rows are laid out](layouts.md#rows-of-the-backbone). No head: the loss is the mean "
     "square of the hidden states that predict completions.",
     "trl_memory": "Resident memory of a process of its own, beyond that before the call.",
     "ranks": "[A `tp_group`](parallel.md) over gloo. Each process keeps to its cores; they take turns.",
