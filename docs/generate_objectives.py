@@ -33,7 +33,7 @@ def own_fields(cls: type[Objective]) -> list[dataclasses.Field[Any]]:
 
 
 def row(name: str, cls: type[Objective]) -> str:
-    """One objective's line of the table: signature, summary and loss, scope of a coefficient, inputs."""
+    """One objective's line of the table: summary and loss, scope of a coefficient, inputs, options."""
     fields = own_fields(cls)
     positional = [f"{f.name}={f.default!r}" for f in fields if not f.kw_only]
     named = [f"{f.name}={f.default!r}" for f in fields if f.kw_only]
@@ -47,10 +47,11 @@ def row(name: str, cls: type[Objective]) -> str:
     inputs = [f"advantages {advantages}"] if cls.needs_advantages else []
     inputs += [f"`{needed}`" for needed in cls.needs]
     cells = (
-        f"[{name}](../{source.as_posix()}) `({options})`",
+        f"[{name}](../{source.as_posix()})",
         f"{summary} {loss}".strip(),
         cls.coefficient_scope,
         ", ".join(inputs),
+        f"`{options}`",
     )
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
 
@@ -58,7 +59,7 @@ def row(name: str, cls: type[Objective]) -> str:
 def page() -> str:
     """The page with its table as it should be."""
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    head = "| objective and options | loss | a coefficient depends on | inputs |\n|---|---|---|---|\n"
+    head = "| objective | loss | a coefficient depends on | inputs | options |\n|---|---|---|---|---|\n"
     table = "".join(row(name, cls) for name, cls in classes().items())
     return before + BEGIN + head + table + END + rest.partition(END)[2]
 

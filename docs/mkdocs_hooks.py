@@ -65,7 +65,11 @@ REFERENCE = {
 }
 """Titles and contents of the pages of the reference; the text is the docstrings'."""
 
-LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s#]*)(#[^)\s]*)?\)")
+LINK = re.compile(
+    r"^```.*?^```|(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s#]*)(#[^)\s]*)?\)|`[^`\n]+`",
+    re.DOTALL | re.MULTILINE,
+)
+"""A link, or code, in which there are none."""
 
 
 def reference_page(name: str) -> str:
@@ -98,7 +102,7 @@ def turned(markdown: str, place: str, repository: str | None = None) -> str:
 
     def turn(link: re.Match[str]) -> str:
         image, text, target, anchor = link.group(1), link.group(2), link.group(3), link.group(4) or ""
-        if not target or re.match(r"\w+:", target):
+        if not target or re.match(r"\w+:", target):  # code, an anchor of this page, or elsewhere
             return link.group(0)
         path = (source.parent / target).resolve()
         if path.parent == ROOT / "gspo_kernels" / "objectives" and text in OBJECTIVES:
@@ -112,9 +116,7 @@ def turned(markdown: str, place: str, repository: str | None = None) -> str:
             return f"{image}[{text}]({repository.rstrip('/')}/blob/HEAD/{path.relative_to(ROOT).as_posix()})"
         return text
 
-    # what stands in code is no link
-    parts = re.split(r"(^```.*?^```|`[^`\n]+`(?!\]))", markdown, flags=re.DOTALL | re.MULTILINE)
-    return "".join(part if index % 2 else LINK.sub(turn, part) for index, part in enumerate(parts))
+    return LINK.sub(turn, markdown)
 
 
 def on_files(files: Any, config: Any) -> Any:
