@@ -89,7 +89,7 @@ def tensor_table() -> str:
         "|---|---|---|---|---|",
     ]
     alone = loss(Step())
-    for ranks in (1, 2, 4, 8, 16):
+    for ranks in (1, 2, 8, 16):
         found = loss(Step(), tensor=ranks)
         share = alone.seconds / ranks / found.seconds
         where = "" if ranks <= NODE else ", two nodes"
@@ -106,7 +106,7 @@ def context_table() -> str:
         "|---|---|---|---|---|",
     ]
     long = Step(tokens=2**20)
-    for ranks in (1, 2, 4, 8, 16, 32, 64):
+    for ranks in (1, 2, 8, 64):
         found = loss(long, context=ranks)
         rate = long.tokens / found.seconds
         lines.append(
@@ -283,12 +283,6 @@ def memory_table(model: Shape | None = None) -> str:
         f"{gib(served)} | {gib(both)} |",
         f"| two other GPUs, one half of each layer on each | {gib(model.parameters)} | "
         f"{gib(0.9 * GPU - model.parameters)} | {gib(sums[1])} on the six |",
-        "",
-        "| GB (10^9 bytes) on disk or in memory of the node | bytes | |",
-        "|---|---|---:|",
-        f"| weights on their way to the server, bf16, each step | 2 P | {2 * model.parameters / 1e9:.1f} |",
-        f"| one checkpoint: weights and moments | 12 P | {12 * model.parameters / 1e9:.1f} |",
-        f"| `model/`, fp32 | 4 P | {4 * model.parameters / 1e9:.1f} |",
     ]
     return "\n".join(lines)
 
