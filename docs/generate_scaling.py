@@ -99,23 +99,6 @@ def tensor_table() -> str:
     return "\n".join(lines)
 
 
-def context_table() -> str:
-    """One sequence of 1,048,576 tokens over 1 to 64 ranks."""
-    lines = [
-        "| ranks | tokens of a rank | work, ms | waits, ms | tokens per second |",
-        "|---|---|---|---|---|",
-    ]
-    long = Step(tokens=2**20)
-    for ranks in (1, 2, 8, 64):
-        found = loss(long, context=ranks)
-        rate = long.tokens / found.seconds
-        lines.append(
-            f"| {ranks} | {long.tokens // ranks:,} | {1e3 * found.work:,.0f} | {1e3 * found.waits:.2f} | "
-            f"{rate:,.0f} |"
-        )
-    return "\n".join(lines)
-
-
 def thousand_table() -> str:
     """70 billion parameters, H = 8,192, from 8 to 1,024 GPUs."""
     lines = [
@@ -290,7 +273,6 @@ def memory_table(model: Shape | None = None) -> str:
 TABLES = {
     "memory": memory_table,
     "tensor": tensor_table,
-    "context": context_table,
     "thousand": thousand_table,
 }
 

@@ -57,9 +57,8 @@ def test_the_plot_shows_coefficients():
 
 
 @pytest.mark.parametrize("layout", ["padded", "packed"])
-@pytest.mark.parametrize("name", ["Damped", "Truncated"])
-def test_the_page_s_objectives_are_served_by_every_entry_and_schedule(name, layout):
-    objective = PAGE[name]()
+def test_the_page_s_objective_is_served_by_every_entry_and_schedule(layout):
+    objective = PAGE["Damped"]()
     case = make_case("linear", layout, "holes")
     reference = run(case, "linear_token_logprobs", objective, "reference")
     for schedule in ("auto", "aligned", "deferred", "two_pass"):
