@@ -46,20 +46,15 @@ def row(name: str, cls: type[Objective]) -> str:
     advantages = "per token or sequence" if cls.takes_token_advantages else "per sequence"
     inputs = [f"advantages {advantages}"] if cls.needs_advantages else []
     inputs += [f"`{needed}`" for needed in cls.needs]
-    cells = (
-        f"[{name}](../{source.as_posix()})",
-        f"{summary} {loss}".strip(),
-        cls.coefficient_scope,
-        ", ".join(inputs),
-        f"`{options}`",
-    )
+    what = f"{summary} {loss}".strip().rstrip(".") + f". Options: `{options}`"
+    cells = (f"[{name}](../{source.as_posix()})", what, f"{cls.coefficient_scope}; {', '.join(inputs)}")
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
 
 
 def page() -> str:
     """The page with its table as it should be."""
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    head = "| objective | loss | a coefficient depends on | inputs | options |\n|---|---|---|---|---|\n"
+    head = "| objective | loss and options | a coefficient depends on; inputs |\n|---|---|---|\n"
     table = "".join(row(name, cls) for name, cls in classes().items())
     return before + BEGIN + head + table + END + rest.partition(END)[2]
 
