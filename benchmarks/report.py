@@ -64,7 +64,7 @@ TABLES = {
 """The tables of a section by title, and the suites of each."""
 NOTES = {
     "logits": "In place: the gradient overwrites the logits.",
-    "hidden": "[Schedules](hidden_states.md) are ours. Half inactive: every second advantage is 0.",
+    "hidden": "[Schedules](losses.md) are ours. Half inactive: every second advantage is 0.",
     "large": "These take many minutes and are not part of `make bench`.",
     "realistic": "Realistic: padded, with log-normal lengths around a third of the longest "
     "([source](https://arxiv.org/abs/2605.30859)); 40% of the groups have no reward variance "

@@ -1,4 +1,4 @@
-"""Write docs/objectives.md and .png from the classes: ``python docs/generate_objectives.py``."""
+"""Write the table and the plot of docs/objectives.md: ``python docs/generate_objectives.py``."""
 
 from __future__ import annotations
 
@@ -18,28 +18,7 @@ from gspo_kernels.objectives.base import Objective
 PAGE = Path(__file__).with_name("objectives.md")
 PLOT = Path(__file__).with_name("objectives.png")
 
-HEAD = """# Objectives
-
-Generated from the classes by `python docs/generate_objectives.py`; every entry is the class's own docstring.
-
-Notation, for a sequence of |y| counted tokens: `logp`, `old` and `ref` are log-probs under the current, the
-sampling and the reference policy; `l_t = logp_t - old_t`; `r_t = exp(l_t)`; `s = exp(mean_t l_t)`; `A` is the
-advantage; `sg` stops the gradient.
-
-Only clip bounds may be given by position, in the order of `clip(r, 1 - low, 1 + high)`: `gk.DAPO(0.2, 0.28)`.
-The options behind the `*` go by name. Every objective has `aggregation` and `aggregation_constant` besides.
-
-What a coefficient depends on decides how micro-batches work. Up to the sequence they add up. Over a group
-they must hold whole groups. Over the batch `policy_coefficients` comes first, on the whole batch, and
-`Linear` carries the coefficients through any split; that way is open to objectives over groups too.
-
-![Gradient coefficient against the ratio](objectives.png)
-
-Two sequences of one token in one group, with advantages of opposite sign (1 and -1; as a level -1 is the
-better), the reference where the ratio is 1, equal entropies and the objective's defaults. The first one's
-ratio moves; shown is minus its gradient coefficient, what pushes its log-prob up, times the number of
-sequences. Objectives over the batch see a third token, less likely and with advantage 0.
-"""
+BEGIN, END = "<!-- objectives -->\n", "<!-- end of objectives -->\n"
 
 
 def classes() -> dict[str, type[Objective]]:
@@ -53,37 +32,31 @@ def own_fields(cls: type[Objective]) -> list[dataclasses.Field[Any]]:
     return [f for f in dataclasses.fields(cls) if shared.get(f.name, dataclasses.MISSING) != f.default]
 
 
-def entry(name: str, cls: type[Objective]) -> str:
-    """One objective's section."""
-    text, _, options = inspect.getdoc(cls).partition("\nArgs:\n")  # type: ignore[union-attr]
+def row(name: str, cls: type[Objective]) -> str:
+    """One objective's line of the table: summary and loss, scope of a coefficient, inputs, options."""
     fields = own_fields(cls)
     positional = [f"{f.name}={f.default!r}" for f in fields if not f.kw_only]
     named = [f"{f.name}={f.default!r}" for f in fields if f.kw_only]
-    arguments = ", ".join([*positional, *(["*"] if named else []), *named])
-    inputs = [] if not cls.needs_advantages else ["advantages, one per sequence"]
-    if cls.takes_token_advantages and inputs:
-        inputs = ["advantages, per sequence or per token"]
+    options = ", ".join([*positional, *(["*"] if named else []), *named])
+    source = Path(inspect.getfile(cls)).relative_to(PAGE.parent.parent)
+    text = inspect.getdoc(cls).partition("\nArgs:\n")[0].replace("``", "`")  # type: ignore[union-attr]
+    summary, *sentences = re.split(r"(?<=\.) (?=[A-Z`])", " ".join(text.split()))
+    found = (re.search(r"`(.*`)?loss\S* = .*?(?=; `dloss|\.?$)", each) for each in sentences)
+    loss = next((match.group() for match in found if match is not None), "")
+    advantages = "per token or sequence" if cls.takes_token_advantages else "per sequence"
+    inputs = [f"advantages {advantages}"] if cls.needs_advantages else []
     inputs += [f"`{needed}`" for needed in cls.needs]
-    facts = {
-        "Options": f"`{name}({arguments})`",
-        "A coefficient depends on": f"the {cls.coefficient_scope}"
-        if cls.coefficient_scope != "nothing"
-        else "nothing but weights",
-        "Inputs": ", ".join(inputs),
-    }
-    lines = [f"- {fact}: {value}" for fact, value in facts.items()]
-    for line in options.split("\n\n")[0].split("\n"):
-        if re.match(r"    \S", line):
-            names, _, meaning = line.strip().partition(": ")
-            lines.append(f"- `{names}`: {meaning}")
-        elif line.strip():
-            lines[-1] += f" {line.strip()}"
-    return f"## {name}\n\n{text.strip()}\n\n{chr(10).join(lines)}\n".replace("``", "`")
+    what = f"{summary} {loss}".strip().rstrip(".") + f". Options: `{options}`"
+    cells = (f"[{name}](../{source.as_posix()})", what, f"{cls.coefficient_scope}; {', '.join(inputs)}")
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
 
 
 def page() -> str:
-    """The whole page."""
-    return HEAD + "\n" + "\n".join(entry(name, cls) for name, cls in classes().items())
+    """The page with its table as it should be."""
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    head = "| objective | loss and options | a coefficient depends on; inputs |\n|---|---|---|\n"
+    table = "".join(row(name, cls) for name, cls in classes().items())
+    return before + BEGIN + head + table + END + rest.partition(END)[2]
 
 
 def made(cls: type[Objective]) -> Objective:

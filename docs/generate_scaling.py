@@ -1,4 +1,7 @@
-"""Write the tables of docs/scaling.md, by arithmetic: ``python docs/generate_scaling.py``."""
+"""Write the tables of docs/scaling.md, by arithmetic: ``python docs/generate_scaling.py``.
+
+Memory is that of the bundled trainer under FSDP; time is that of the loss on H100s.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,14 @@ import math
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.estimate import BANDWIDTH, OPERATIONS, Step
+from gspo_kernels.ops.memory import default_chunk_bytes
 
 PAGE = Path(__file__).with_name("scaling.md")
 NODE = 8
@@ -83,30 +89,13 @@ def tensor_table() -> str:
         "|---|---|---|---|---|",
     ]
     alone = loss(Step())
-    for ranks in (1, 2, 4, 8, 16):
+    for ranks in (1, 2, 8, 16):
         found = loss(Step(), tensor=ranks)
         share = alone.seconds / ranks / found.seconds
         where = "" if ranks <= NODE else ", two nodes"
         rate = Step().tokens / found.seconds
         times = f"{1e3 * found.work:.1f} | {1e3 * found.waits:.2f}"
         lines.append(f"| {ranks}{where} | {times} | {rate:,.0f} | {share:.0%} |")
-    return "\n".join(lines)
-
-
-def context_table() -> str:
-    """One sequence of 1,048,576 tokens over 1 to 64 ranks."""
-    lines = [
-        "| ranks | tokens of a rank | work, ms | waits, ms | tokens per second |",
-        "|---|---|---|---|---|",
-    ]
-    long = Step(tokens=2**20)
-    for ranks in (1, 2, 4, 8, 16, 32, 64):
-        found = loss(long, context=ranks)
-        rate = long.tokens / found.seconds
-        lines.append(
-            f"| {ranks} | {long.tokens // ranks:,} | {1e3 * found.work:,.0f} | {1e3 * found.waits:.2f} | "
-            f"{rate:,.0f} |"
-        )
     return "\n".join(lines)
 
 
@@ -131,7 +120,161 @@ def thousand_table() -> str:
     return "\n".join(lines)
 
 
-TABLES = {"tensor": tensor_table, "context": context_table, "thousand": thousand_table}
+GIB = 2**30
+GPU = 80 * GIB
+TOKENS = 8192
+"""``update.micro_batch_tokens`` of examples/seven_billion.yaml."""
+AT_ONCE, LENGTH = 64, 3072
+"""Completions that are sampled at once by the model's own generation, and tokens of one with its prompt."""
+SERVED_SHARE = 0.4
+"""``--gpu-memory-utilization`` of a server on the GPUs that train."""
+
+
+class Shape(NamedTuple):
+    """What of a model memory depends on."""
+
+    layers: int
+    layer: int  # parameters of one
+    rest: int  # of embeddings, head and last norm
+    width: int
+    mlp: int
+    heads: int
+    head_dim: int
+    kv: int  # width of all keys, or of all values, of a token
+    vocabulary: int
+
+    @property
+    def parameters(self) -> int:
+        """All of them."""
+        return self.layers * self.layer + self.rest
+
+
+def shape_of(config: Any) -> Shape:
+    """Count a model of transformers without making its weights."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    layers = model.model.layers
+    layer = sum(p.numel() for p in layers[0].parameters())
+    rest = sum(p.numel() for p in model.parameters()) - len(layers) * layer
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return Shape(
+        layers=len(layers),
+        layer=layer,
+        rest=rest,
+        width=config.hidden_size,
+        mlp=config.intermediate_size,
+        heads=config.num_attention_heads,
+        head_dim=head_dim,
+        kv=config.num_key_value_heads * head_dim,
+        vocabulary=config.vocab_size,
+    )
+
+
+def qwen2_5_7b(**changes: int) -> Any:
+    """The configuration of Qwen2.5-7B, or with changes of another size."""
+    from transformers import Qwen2Config
+
+    size = {
+        "vocab_size": 152064,
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+    }
+    return Qwen2Config(**(size | changes), tie_word_embeddings=False)
+
+
+def recomputed_layer(model: Shape, tokens: int) -> int:
+    """Bytes that one layer of this kind keeps for its backward pass, in bf16.
+
+    Per token: gate, its activation, up and their product; the layer's input, normed inputs and outputs of
+    attention and MLP, and queries; two inputs of norms in fp32; keys and values; cosines, sines and row
+    statistics.
+    """
+    row = 8 * model.mlp + 20 * model.width + 4 * model.kv + 4 * model.head_dim + 4 * model.heads + 8
+    return tokens * row
+
+
+def training(model: Shape, gpus: int, tokens: int = TOKENS) -> dict[str, tuple[str, float]]:
+    """Return bytes on each GPU by what they are for, with the words of their formula.
+
+    FSDP2 with whole layers as units, bf16 products, recomputed activations.
+    """
+    P, R, L = model.parameters, model.rest, model.layer
+    head = model.vocabulary * model.width
+    chunk = default_chunk_bytes(4 * model.vocabulary, GPU, "cuda")
+    rows = chunk // (4 * model.vocabulary)
+    return {
+        "weights": ("4 P / n", 4 * P / gpus),
+        "gradients": ("4 P / n", 4 * P / gpus),
+        "AdamW's two moments": ("8 P / n", 8 * P / gpus),
+        "bf16 weights in use: embeddings, head, two layers": ("2 (R + 2 L)", 2 * (R + 2 * L)),
+        "gradients of embeddings and head before they are shared out": ("(2 + 4) R", 6 * R),
+        "inputs of the layers, bf16": ("2 l T H", 2 * model.layers * tokens * model.width),
+        "one layer, computed again": ("T (8 I + 20 H + ...)", recomputed_layer(model, tokens)),
+        f"the loss's chunk of logits, {rows:,} rows": (f"4 V x {rows:,}", rows * 4 * model.vocabulary),
+        "the loss's fp32 sums for the head, two at most": ("2 x 4 V H", 8 * head),
+    }
+
+
+def sampling(model: Shape) -> dict[str, tuple[str, float]]:
+    """Return what the model's own generation takes on each GPU besides shards and moments."""
+    cache = AT_ONCE * LENGTH * model.layers * 2 * model.kv * 2
+    return {
+        "all weights in bf16": ("2 P", 2 * model.parameters),
+        f"keys and values of {AT_ONCE} completions of {LENGTH:,} tokens": ("4 l K per token", cache),
+    }
+
+
+def memory_table(model: Shape | None = None) -> str:
+    """The memory of a model, by default of Qwen2.5-7B, in GiB."""
+    model = model or shape_of(qwen2_5_7b())
+
+    def gib(value: float) -> str:
+        return f"{value / GIB:.1f}"
+
+    eight, six, own = training(model, 8), training(model, 6), sampling(model)
+    lines = [
+        f"P = {model.parameters / 1e9:.2f} billion parameters, R = {model.rest / 1e9:.2f} of them in "
+        f"embeddings and head, L = {model.layer / 1e9:.3f} in each of l = {model.layers} layers; "
+        f"H = {model.width:,}, I = {model.mlp:,}, V = {model.vocabulary:,}, K = {model.kv}; "
+        f"n GPUs, T = {TOKENS:,} tokens in a micro-batch.",
+        "",
+        "| GiB on each GPU | bytes | n = 8 | n = 6 |",
+        "|---|---|---:|---:|",
+    ]
+    lines += [f"| {what} | {words} | {gib(v)} | {gib(six[what][1])} |" for what, (words, v) in eight.items()]
+    sums = [sum(value for _, value in each.values()) for each in (eight, six)]
+    lines += [f"| **all of it at the same time** | | **{gib(sums[0])}** | **{gib(sums[1])}** |"]
+    reference = 4 * model.parameters
+    lines += [f"| a reference (`kl.beta` > 0, DPO) | 4 P / n | {gib(reference / 8)} | {gib(reference / 6)} |"]
+    lines += ["", "| GiB on each GPU, while the model samples itself | bytes | |", "|---|---|---:|"]
+    lines += [f"| {what} | {words} | {gib(value)} |" for what, (words, value) in own.items()]
+    held = 16 * model.parameters / 8  # gradients are given up after each update; counted, to be sure
+    lines += [f"| **with what n = 8 keeps** | | **{gib(held + sum(v for _, v in own.values()))}** |"]
+    served = SERVED_SHARE * GPU - 2 * model.parameters
+    both = sums[0] + SERVED_SHARE * GPU
+    lines += [
+        "",
+        "| GiB on a GPU of 80, where a server samples | weights, bf16 | left for keys and values "
+        "| with training |",
+        "|---|---:|---:|---:|",
+        f"| the same GPUs, `--gpu-memory-utilization {SERVED_SHARE}` | {gib(2 * model.parameters)} | "
+        f"{gib(served)} | {gib(both)} |",
+        f"| two other GPUs, one half of each layer on each | {gib(model.parameters)} | "
+        f"{gib(0.9 * GPU - model.parameters)} | {gib(sums[1])} on the six |",
+    ]
+    return "\n".join(lines)
+
+
+TABLES = {
+    "memory": memory_table,
+    "tensor": tensor_table,
+    "thousand": thousand_table,
+}
 
 
 def page(text: str) -> str:

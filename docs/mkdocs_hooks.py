@@ -28,13 +28,16 @@ OUTSIDE = {
 SAME = {"docs/README.md": "README.md"}
 """Files whose links lead to another: the site's navigation is what docs/README.md is in the tree."""
 
+OBJECTIVES = re.findall(r"^\| \[(\w+)\]", (DOCS / "objectives.md").read_text(encoding="utf-8"), re.MULTILINE)
+"""Names of the objectives, from the table of their page."""
+
 REFERENCE = {
     "losses": (
         "Losses",
         "gspo_kernels.fused_linear_policy_loss gspo_kernels.fused_policy_loss gspo_kernels.policy_loss "
         "gspo_kernels.policy_coefficients gspo_kernels.normalizer gspo_kernels.explain_schedule "
-        "gspo_kernels.LossOutput gspo_kernels.fused_linear_distillation_loss gspo_kernels.distillation_loss "
-        "gspo_kernels.DistillationOutput",
+        "gspo_kernels.LossOutput gspo_kernels.Parallel gspo_kernels.fused_linear_distillation_loss "
+        "gspo_kernels.distillation_loss gspo_kernels.DistillationOutput",
     ),
     "logprobs": (
         "Log-probs",
@@ -47,8 +50,9 @@ REFERENCE = {
         "gspo_kernels.advantages gspo_kernels.rollout_weights gspo_kernels.off_policy_mask",
     ),
     "objectives": (
-        "The base of all objectives",
-        "gspo_kernels.objectives.base.Objective gspo_kernels.objectives.base.PolicyBatch "
+        "Objectives",
+        " ".join(f"gspo_kernels.{name}" for name in OBJECTIVES)
+        + " gspo_kernels.objectives.base.Objective gspo_kernels.objectives.base.PolicyBatch "
         "gspo_kernels.objectives.base.ObjectiveLoss",
     ),
     "layouts": ("Bridges between layouts", "gspo_kernels.integrations.layouts"),
@@ -61,7 +65,11 @@ REFERENCE = {
 }
 """Titles and contents of the pages of the reference; the text is the docstrings'."""
 
-LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s#]*)(#[^)\s]*)?\)")
+LINK = re.compile(
+    r"^```.*?^```|(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s#]*)(#[^)\s]*)?\)|`[^`\n]+`",
+    re.DOTALL | re.MULTILINE,
+)
+"""A link, or code, in which there are none."""
 
 
 def reference_page(name: str) -> str:
@@ -94,9 +102,11 @@ def turned(markdown: str, place: str, repository: str | None = None) -> str:
 
     def turn(link: re.Match[str]) -> str:
         image, text, target, anchor = link.group(1), link.group(2), link.group(3), link.group(4) or ""
-        if not target or re.match(r"\w+:", target):
+        if not target or re.match(r"\w+:", target):  # code, an anchor of this page, or elsewhere
             return link.group(0)
         path = (source.parent / target).resolve()
+        if path.parent == ROOT / "gspo_kernels" / "objectives" and text in OBJECTIVES:
+            return f"[{text}](reference/objectives.md#gspo_kernels.{text})"
         found = in_site(path)
         if found is not None:
             link_there = f"[{text}]({posixpath.relpath(found, posixpath.dirname(place) or '.')}{anchor})"
@@ -106,9 +116,7 @@ def turned(markdown: str, place: str, repository: str | None = None) -> str:
             return f"{image}[{text}]({repository.rstrip('/')}/blob/HEAD/{path.relative_to(ROOT).as_posix()})"
         return text
 
-    # what stands in code is no link
-    parts = re.split(r"(^```.*?^```|`[^`\n]+`(?!\]))", markdown, flags=re.DOTALL | re.MULTILINE)
-    return "".join(part if index % 2 else LINK.sub(turn, part) for index, part in enumerate(parts))
+    return LINK.sub(turn, markdown)
 
 
 def on_files(files: Any, config: Any) -> Any:

@@ -302,7 +302,7 @@ def check_logprobs(tokens: Tensor, terms: Terms, logprobs: Tensor | None = None)
 
     Tokens that don't count may hold anything. Old log-probs may be NaN where no gradient depends on them,
     reference ones where no KL asks for them. What NaN among the current ``logprobs`` does,
-    ``docs/infinities.md`` says.
+    ``docs/precision.md`` says.
     """
     if not checked_values(tokens.device):
         return

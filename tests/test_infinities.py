@@ -1,4 +1,4 @@
-"""Banned tokens, infinities and NaN do what docs/infinities.md says, on every backend and in every entry.
+"""Banned tokens, infinities and NaN do what docs/precision.md says, on every backend and in every entry.
 
 The tables are read from the page. How accurate finite values are is judged elsewhere; here each must be
 recognisably the one that the page names.
@@ -13,7 +13,7 @@ import torch
 import gspo_kernels as gk
 from tests.cases import device_of
 
-PAGE = Path(__file__).parent.parent / "docs" / "infinities.md"
+PAGE = Path(__file__).parent.parent / "docs" / "precision.md"
 LABEL = 3
 INF, NAN = math.inf, math.nan
 

@@ -12,8 +12,8 @@ from gspo_kernels.off_policy import weight_metrics
 from tests import oracle
 from tests.cases import LAYOUTS, generator, offsets
 from tests.integrations import peers
+from tests.test_docs import ROOT, run
 from tests.test_off_policy import LENGTHS, bounded, example
-from tests.test_readme import ROOT, run
 
 DIVERGENCES = {
     "k1": lambda x: -x,
@@ -395,5 +395,5 @@ def test_a_sum_weakens_a_batch_17_fold_and_a_mean_does_not():
 
 def test_the_table_of_the_page_is_what_its_code_prints(capsys):
     run("docs/off_policy.md")
-    printed = capsys.readouterr().out
-    assert printed.count("|\n") == 7 and printed in (ROOT / "docs/off_policy.md").read_text()
+    printed = capsys.readouterr().out.rpartition("|\n")[0] + "|\n"
+    assert printed.count("|\n") == 4 and printed in (ROOT / "docs/off_policy.md").read_text()

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.estimate import BANDWIDTH, OPERATIONS, Step
 
-PAGE = Path(__file__).parents[2] / "docs" / "hidden_states.md"
+PAGE = Path(__file__).parents[2] / "docs" / "scaling.md"
 
 
 def test_the_page_quotes_what_is_counted():

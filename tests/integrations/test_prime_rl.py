@@ -15,7 +15,7 @@ from gspo_kernels.integrations.prime_rl import PolicyLoss
 from tests.draws import shifted_seed
 from tests.integrations import hook_problem, peers
 from tests.integrations.hook_problem import SPLITS, assert_close, expected, expected32, problem
-from tests.test_readme import run
+from tests.test_docs import run
 
 GSPO = gk.GSPO(clip_low=0.1, clip_high=0.15, aggregation="token_mean")
 

@@ -5,7 +5,7 @@ import pytest
 from tests.forks import in_processes
 from tests.parallel.processes import run_cases
 from tests.parallel.ranks import cases_of
-from tests.test_readme import run
+from tests.test_docs import run
 
 MODULES = (
     "agreement",
