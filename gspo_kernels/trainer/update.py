@@ -334,9 +334,8 @@ class Updater:
         rows, active, micros = minibatch
         mask, world = batch.loss_mask[batch.places(rows)], self.accelerator.num_processes
         divisor = float(gk.normalizer(terms["objective"], mask, cu_seqlens=batch.offsets(rows)))
-        micro_terms = terms | {
-            "normalizer": divisor / world
-        }  # DDP and FSDP average gradients over the processes
+        # DDP and FSDP average gradients over the processes.
+        micro_terms = terms | {"normalizer": divisor / world}
         if on_policy:
             micro_terms["old_logprobs"] = None
         logprobs, entropy, output = self._backward(batch, micros, micro_terms)

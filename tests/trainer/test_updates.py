@@ -189,7 +189,7 @@ def assert_exact_gradients(found, tokenizer, config, batch, reference):
         assert whole > 0
         for name, gradient in truth.items():
             error, usual = (ours[f"model.{name}"] - gradient).norm(), (theirs[name] - gradient).norm()
-            assert error <= 2 * usual + torch.finfo(torch.float32).eps * whole, name
+            assert error <= 2 * usual + 4 * torch.finfo(torch.float32).eps * whole, name
 
 
 def wide(name):
@@ -316,7 +316,7 @@ def test_the_first_minibatch_needs_no_old_logprobs(tokenizer, monkeypatch):
 
 WEIGHTS = {  # of r, the ratio of training to sampling
     "truncate": ({}, lambda r: r.clamp(max=2.0)),
-    "mask": ({"low": 0.9, "high": 1.5}, lambda r: torch.where((r >= 0.9) & (r <= 1.5), r, 0.0)),
+    "mask": ({"low": 0.15, "high": 1.5}, lambda r: torch.where((r >= 0.15) & (r <= 1.5), r, 0.0)),
     "icepop": ({}, lambda r: torch.where((r >= 0.5) & (r <= 5.0), r, 0.0)),
 }
 
@@ -339,7 +339,7 @@ def test_what_weights_leave_of_a_batch_is_measured(tokenizer, mode):
     metrics = updater.update(batch)
     for name in ("mean", "min", "max"):
         assert metrics[f"weights/{name}"] == pytest.approx(float(getattr(weights, name)()), rel=1e-5)
-    assert 0 < metrics["weights/gradient_norm"] != 1.0
+    assert 0 < metrics["weights/gradient_norm"] != 1.0 and 0 < metrics["weights/mean"]
     with pytest.raises(InputError, match=r"off_policy\.level: the engine returns no log-probs"):
         updater.update(replace(batch, rollout_logprobs=None))
 
