@@ -16,12 +16,11 @@ from gspo_kernels.objectives.base import log_bounds
 from gspo_kernels.off_policy import weight_metrics
 
 QUANTILES = (0.5, 0.9, 0.99, 0.999)
-CORRECTIONS: dict[str, dict[str, Any]] = {
+CORRECTIONS: dict[str, dict[str, Any]] = {  # options of `gk.rollout_weights`, truncated at 2
     "per token": {"level": "token"},
     "per sequence by the mean": {"level": "sequence"},
     "per sequence by the sum": {"level": "sequence", "reduce": "sum"},
 }
-"""Options of `gk.rollout_weights`, truncated at 2, whose effect is reported."""
 
 
 @dataclass(frozen=True)

@@ -111,8 +111,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _LOGIT_BYTES = 64 << 20  # of fp32 logits that exist at once where the head isn't fused
 _FEW_ROWS = 16  # of logits in a chunk, for the switch of the chunk
 
+# The model in a precision of its weights, with an implementation of attention or the default one.
 Load = Callable[[torch.dtype, str | None], Any]
-"""The model in a precision of its weights, with an implementation of attention or the default one."""
 
 
 class Models:
