@@ -133,7 +133,7 @@ def test_draws_are_those_of_the_cumulative_probabilities(V, peaked):
 
 
 class Recites:
-    """A model that finds one token after the other most likely, the same ones for every prompt."""
+    """A model that finds these tokens most likely in the first row, and in the others always the same."""
 
     device, config = torch.device("cpu"), None
 
@@ -142,7 +142,7 @@ class Recites:
 
     def __call__(self, input_ids, **options):
         logits = torch.full((len(input_ids), 1, 10), -50.0)
-        logits[:, :, self.ids.pop(0)] = 50.0
+        logits[0, :, self.ids.pop(0)] = logits[1:, :, 1] = 50.0
         return SimpleNamespace(logits=logits)
 
 
@@ -159,7 +159,8 @@ class Recites:
 )
 def test_a_completion_goes_up_to_its_first_end_token(ids, length, finished):
     for sampling in (Sampling(4), Sampling(4, temperature=0.0)):
-        (found,) = ModelEngine(Recites(ids), [END, OTHER_END], PAD, 1).generate([[5]], sampling)
+        engine = ModelEngine(Recites(ids), [END, OTHER_END], PAD, 3)
+        found, *_ = engine.generate([[5], [6], [7]], sampling)
         assert found.ids.tolist() == ids[:length] and found.finished == finished
         assert (found.logprobs is None) == (sampling.temperature == 0.0)
 
