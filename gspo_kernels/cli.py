@@ -41,10 +41,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "mismatch": _mismatch,
         "doctor": _doctor,
     }[command]
-    return _answered(f"gspo {command}", lambda: run_command(arguments[1:]))
+    return _exit_status(f"gspo {command}", lambda: run_command(arguments[1:]))
 
 
-def _answered(prog: str, command: Callable[[], None]) -> int:
+def _exit_status(prog: str, command: Callable[[], None]) -> int:
     """Run a command; what a person can mend becomes one sentence and an exit status."""
     try:
         command()
@@ -100,21 +100,22 @@ def train(
 def run(trainer: Any, config_type: Any, arguments: Sequence[str] | None = None) -> int:
     """Be the command line of a recipe, as `main` is that of the package; return the exit status."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    prog = Path(sys.argv[0]).stem
-    return _answered(prog, lambda: train(arguments, trainer, config_type, prog))
+    module = sys.modules["__main__"].__spec__  # of python -m
+    prog = f"python {sys.argv[0]}" if module is None else f"python -m {module.name}"
+    return _exit_status(prog, lambda: train(arguments, trainer, config_type, prog))
 
 
 DESCRIPTION = """\
 Train a causal language model with GSPO on prompts and reward functions.
-  gspo train config.yaml --update.learning_rate 1e-6
-  gspo train --model DIR --dataset prompts.jsonl --reward rewards.py:correct
-  gspo train --resume --output DIR
+  {prog} config.yaml --update.learning_rate 1e-6
+  {prog} --model DIR --dataset prompts.jsonl --reward rewards.py:correct
+  {prog} --resume --output DIR
 - config.yaml comes first. It has the keys below, nested by section; options come
   on top of it.
 - --resume goes on from the last checkpoint in --output, with --force although
   settings were changed; --overwrite replaces the run in --output.
 - A reward is a function f(completions, **columns) -> list[float | None].
-- Several devices: accelerate launch [...] -m gspo_kernels.cli train config.yaml
+- Several devices: accelerate launch [...] {launched} config.yaml
 """
 
 
@@ -145,11 +146,12 @@ def parse_arguments(
     if path is None and flags["resume"] and "--output" in arguments[:-1]:
         path = str(Path(arguments[arguments.index("--output") + 1]) / "config.yaml")
     start = load_config(path, cls=cls)
+    launched = "-m gspo_kernels.cli train" if prog == "gspo train" else prog.removeprefix("python ")
     chosen, unknown = tyro.cli(
         cls,
         default=start,
         prog=prog,
-        description=DESCRIPTION,
+        description=DESCRIPTION.format(prog=prog, launched=launched),
         args=arguments,
         use_underscores=True,
         return_unknown_args=True,

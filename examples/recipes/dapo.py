@@ -90,7 +90,7 @@ class DAPO(GSPOTrainer):
             compared = rewards.total if recipe.metric is None else rewards.by_name[recipe.metric]
             differs = torch.cat([differs, differing(compared, size)])
         samples = [sample for batch in batches for sample in batch.samples]
-        whole = Rollout(samples, Rewards.joined([batch.rewards for batch in batches]), size)
+        whole = Rollout(samples, Rewards.concatenate([batch.rewards for batch in batches]), size)
         metrics = rollout_metrics(whole) | {
             "dapo/batches": float(len(batches)),
             "dapo/groups_that_differ": min(int(differs.sum()), count) / count,

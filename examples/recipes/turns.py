@@ -98,7 +98,7 @@ class Turns(GSPOTrainer):
         finished = len(turns[-1].places) if len(turns) == self.config.recipe.count else 0
         metrics["turns/ended_early"] = 1 - finished / len(rows)
         samples = [sample for turn in turns for sample in turn.samples]
-        return Rollout(samples, Rewards.joined([turn.rewards for turn in turns]), size, metrics)
+        return Rollout(samples, Rewards.concatenate([turn.rewards for turn in turns]), size, metrics)
 
     def evaluation(self, prompts: Prompts, sampling: Sampling) -> Rollout:
         """Return the first turn; the mean of the best turns is a metric."""

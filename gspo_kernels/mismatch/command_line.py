@@ -9,17 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from gspo_kernels.mismatch import scoring
 from gspo_kernels.mismatch.measure import Comparison
 from gspo_kernels.mismatch.report import Report, make_report
-from gspo_kernels.mismatch.samples import (
-    Samples,
-    check_vocabulary,
-    draw_samples,
-    other_logprobs,
-    read_samples,
-)
-from gspo_kernels.mismatch.scoring import DTYPES, Load, Models, Setting, attribute, score, switches
+from gspo_kernels.mismatch.scoring import DTYPES, Load, Models, Samples, Setting
 from gspo_kernels.trainer.config import EngineConfig, InputError, TrainConfig
 from gspo_kernels.trainer.data import load_prompts, prepare_prompts
 from gspo_kernels.trainer.model import end_token_ids, load_tokenizer, padding_token_id
@@ -65,7 +60,13 @@ def run(arguments: Sequence[str]) -> Report:
     """Compare, write the report, print it, and return it."""
     chosen = parser().parse_args(list(arguments))
     _check(chosen)
-    report = _against(chosen) if chosen.against is not None else _with_model(chosen)
+    about = {k: str(v) if isinstance(v, Path) else v for k, v in vars(chosen).items() if k != "output"}
+    if chosen.against is not None:
+        samples = scoring.read_samples(chosen.rollouts, None, chosen.count)
+        comparison = _comparison(chosen, samples, scoring.other_logprobs(chosen.against, samples))
+        report = make_report(samples, comparison, [], None, about)
+    else:
+        report = _with_model(chosen, about)
     paths = report.write(chosen.output)
     print(report.text())
     print("\nwritten: " + ", ".join(str(path) for path in paths))
@@ -84,36 +85,21 @@ def _check(chosen: argparse.Namespace) -> None:
     if chosen.url is not None and chosen.sampler_dtype != "fp32":
         raise InputError("--sampler-dtype is for the model that samples itself, and --url samples elsewhere")
     EngineConfig(url=chosen.url)
-    for name, least, most in (
-        ("count", 1, None),
-        ("max_new_tokens", 1, None),
-        ("tokens", 1, None),
-        ("temperature", 1e-6, None),
-        ("top_p", 1e-6, 1.0),
-        ("top_k", 0, None),
-        ("clip_low", 0.0, 1.0),
-        ("clip_high", 0.0, 1.0),
-    ):
-        value = getattr(chosen, name)
+    smallest = {"count": 1, "max_new_tokens": 1, "tokens": 1, "temperature": 1e-6, "top_p": 1e-6, "top_k": 0}
+    largest = {"top_p": 1.0, "clip_low": 1.0, "clip_high": 1.0}
+    for name, least in (smallest | {"clip_low": 0.0, "clip_high": 0.0}).items():
+        value, most = getattr(chosen, name), largest.get(name)
         if not least <= value or (most is not None and value > most):
             expected = f"at least {least:g}" + ("" if most is None else f" and at most {most:g}")
             raise InputError(f"--{name.replace('_', '-')}: got {value}, expected {expected}")
 
 
-def _about(chosen: argparse.Namespace) -> dict[str, Any]:
-    return {k: str(v) if isinstance(v, Path) else v for k, v in vars(chosen).items() if k != "output"}
-
-
-def _against(chosen: argparse.Namespace) -> Report:
-    samples = read_samples(chosen.rollouts, None, chosen.count)
-    other = other_logprobs(chosen.against, samples)
+def _comparison(chosen: argparse.Namespace, samples: Samples, training: Tensor) -> Comparison:
     clip = (chosen.clip_low, chosen.clip_high)
-    return make_report(
-        samples, Comparison(other, samples.logprobs, samples.cu_seqlens, clip), [], None, _about(chosen)
-    )
+    return Comparison(training, samples.logprobs, samples.cu_seqlens, clip)
 
 
-def _with_model(chosen: argparse.Namespace) -> Report:
+def _with_model(chosen: argparse.Namespace, about: dict[str, Any]) -> Report:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tokenizer, load = load_tokenizer(chosen.model), Models(chosen.model, device)
     sampling = Sampling(chosen.max_new_tokens, chosen.temperature, chosen.top_p, chosen.top_k)
@@ -127,23 +113,20 @@ def _with_model(chosen: argparse.Namespace) -> Report:
     )
     model = load(DTYPES[chosen.dtype], chosen.attention)
     embedded = model.get_input_embeddings().num_embeddings
-    check_vocabulary(samples, embedded, str(chosen.rollouts or chosen.prompts))
+    scoring.check_vocabulary(samples, embedded, str(chosen.rollouts or chosen.prompts))
     attention = str(model.config.get_text_config()._attn_implementation)
-    named = switches(baseline, sampling, attention, model.get_output_embeddings().weight.shape[0])
+    named = scoring.switches(baseline, sampling, attention, model.get_output_embeddings().weight.shape[0])
     del model
     _tell("scoring as training does")
-    training = score(load, samples, baseline, chosen.tokens)
-    clip = (chosen.clip_low, chosen.clip_high)
-    comparison = Comparison(training, samples.logprobs, samples.cu_seqlens, clip)
-    switched = []
-    if not chosen.no_switches:
-        switched = attribute(load, samples, baseline, comparison, named, chosen.tokens, _tell)
-    return make_report(samples, comparison, switched, tokenizer, _about(chosen))
+    comparison = _comparison(chosen, samples, scoring.score(load, samples, baseline, chosen.tokens))
+    named = {} if chosen.no_switches else named
+    switched = scoring.attribute(load, samples, baseline, comparison, named, chosen.tokens, _tell)
+    return make_report(samples, comparison, switched, tokenizer, about)
 
 
 def _samples(chosen: argparse.Namespace, tokenizer: Any, load: Load, sampling: Sampling) -> Samples:
     if chosen.rollouts is not None:
-        return read_samples(chosen.rollouts, tokenizer, chosen.count)
+        return scoring.read_samples(chosen.rollouts, tokenizer, chosen.count)
     rows = load_prompts(chosen.prompts)
     rows = [rows[i] for i in range(min(chosen.count, len(rows)))]
     model = load(DTYPES[chosen.sampler_dtype], None)
@@ -158,7 +141,11 @@ def _samples(chosen: argparse.Namespace, tokenizer: Any, load: Load, sampling: S
         )
     _tell(f"sampling {len(prompts)} completions")
     seed_everything(chosen.seed)
-    return draw_samples(engine, prompts, sampling)
+    drawn = engine.generate(prompts, sampling)
+    logprobs = torch.cat([each.logprobs for each in drawn if each.logprobs is not None])
+    return Samples(
+        [torch.tensor(prompt) for prompt in prompts], [each.ids for each in drawn], logprobs.double()
+    )
 
 
 def _tell(text: str) -> None:

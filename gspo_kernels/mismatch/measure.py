@@ -16,28 +16,21 @@ from gspo_kernels.objectives.base import log_bounds
 from gspo_kernels.off_policy import weight_metrics
 
 QUANTILES = (0.5, 0.9, 0.99, 0.999)
-CORRECTIONS: dict[str, dict[str, Any]] = {
+CORRECTIONS: dict[str, dict[str, Any]] = {  # options of `gk.rollout_weights`, truncated at 2
     "per token": {"level": "token"},
     "per sequence by the mean": {"level": "sequence"},
     "per sequence by the sum": {"level": "sequence", "reduce": "sum"},
 }
-"""Options of `gk.rollout_weights`, truncated at 2, whose effect is reported."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Training's log-probs of N tokens in B sequences next to the sampler's.
+    """Training's log-probs of N tokens in B sequences next to the sampler's."""
 
-    Attributes:
-        training, sampling: [N] fp64, nats.
-        cu_seqlens: int32 [B + 1].
-        clip: GSPO's range, below and above 1.
-    """
-
-    training: Tensor
-    sampling: Tensor
-    cu_seqlens: Tensor
-    clip: tuple[float, float]
+    training: Tensor  # [N] fp64, nats
+    sampling: Tensor  # [N] fp64, nats
+    cu_seqlens: Tensor  # int32 [B + 1]
+    clip: tuple[float, float]  # GSPO's range, below and above 1
 
     @property
     def difference(self) -> Tensor:
@@ -61,12 +54,6 @@ class Comparison:
         """[B] bool, sequences outside of the clip range although nothing was trained."""
         low, high, _ = log_bounds(*self.clip, None)
         return (self.log_s < low) | (self.log_s > high)
-
-    @property
-    def places(self) -> Tensor:
-        """[N], each token's place in its completion, from 0."""
-        starts = self.cu_seqlens[:-1].long().repeat_interleave(self.cu_seqlens.diff().long())
-        return torch.arange(len(self.training)) - starts
 
     def summary(self) -> dict[str, float]:
         """Numbers of tokens, in nats, and of sequences."""

@@ -13,35 +13,23 @@ from typing import Any
 import torch
 
 from gspo_kernels.mismatch.measure import Comparison
-from gspo_kernels.mismatch.samples import Samples
-from gspo_kernels.mismatch.scoring import Switched
-from gspo_kernels.trainer.report import BLUE, GRID, INK, ORANGE
+from gspo_kernels.mismatch.scoring import Samples, Switched
+from gspo_kernels.trainer.report import BLUE, INK, ORANGE, style
 
-_WORST = 10
-_CONTEXT = 12
-"""Tokens before a worst token that are shown with it."""
-EXPLAINED = 0.5
-"""A switch explains a difference if it takes away this share of the mean."""
-_HARMLESS = 0.01
-"""Share of sequences outside of the clip range that changes nothing."""
+EXPLAINED = 0.5  # a switch explains a difference if it takes away this share of the mean
+_HARMLESS = 0.01  # share of sequences outside of the clip range that changes nothing
 
 
 @dataclass(frozen=True)
 class Report:
-    """What was measured.
-
-    Attributes:
-        comparison: training next to the sampler.
-        worst: tokens that differ most, the worst first: "sequence", "position", "token", "training" and
-            "sampling" in nats; with a tokenizer "text", and "context" before it.
-        switched: what each switch does.
-        about: what was compared, for the file.
-    """
+    """What was measured."""
 
     comparison: Comparison
+    # Tokens that differ most: "sequence", "position", "token", "training" and "sampling" in nats; with a
+    # tokenizer "text", and "context" before it.
     worst: list[dict[str, Any]]
-    switched: list[Switched]
-    about: dict[str, Any]
+    switched: Sequence[Switched]
+    about: dict[str, Any]  # what was compared, for the file
 
     def write(self, folder: Path) -> list[Path]:
         """Write mismatch.json and mismatch.png, and return their paths."""
@@ -69,10 +57,7 @@ class Report:
             "worst": self.worst,
             "log_s": comparison.log_s.tolist(),
             "cu_seqlens": comparison.cu_seqlens.tolist(),
-            "per_token": {
-                "training": comparison.training.tolist(),
-                "sampling": comparison.sampling.tolist(),
-            },
+            "per_token": {side: getattr(comparison, side).tolist() for side in ("training", "sampling")},
         }
 
     def text(self) -> str:
@@ -116,20 +101,20 @@ def make_report(
 ) -> Report:
     """Put a report together; ``tokenizer`` may be None."""
     sizes = comparison.difference.abs().nan_to_num(math.inf)
-    order = sizes.argsort(descending=True, stable=True)[:_WORST]
+    order = sizes.argsort(descending=True, stable=True)[:10]
     worst: list[dict[str, Any]] = []
     for token in (int(t) for t in order if sizes[t] > 0):
         sequence = int((comparison.cu_seqlens[1:] <= token).sum())
-        position = int(comparison.places[token])
+        position = token - int(comparison.cu_seqlens[sequence])
         ids = samples.completions[sequence].tolist()
         worst.append({"sequence": sequence, "position": position, "token": ids[position]})
         for side in ("training", "sampling"):
             worst[-1][side] = float(getattr(comparison, side)[token])
         if tokenizer is not None:
             before = [] if samples.prompts is None else samples.prompts[sequence].tolist()
-            context = (before + ids[:position])[-_CONTEXT:]
+            context = (before + ids[:position])[-12:]
             worst[-1] |= {"text": tokenizer.decode([ids[position]]), "context": tokenizer.decode(context)}
-    return Report(comparison, worst, list(switched), about)
+    return Report(comparison, worst, switched, about)
 
 
 def explanation(switched: Sequence[Switched], before: float) -> Switched | None:
@@ -146,9 +131,7 @@ def explanation(switched: Sequence[Switched], before: float) -> Switched | None:
 def advise(comparison: Comparison, switched: Sequence[Switched]) -> list[str]:
     """Return sentences: how bad it is, where it comes from, what to do."""
     numbers = comparison.summary()
-    mean, outside, impossible = (
-        numbers[key] for key in ("tokens/mean", "sequences/outside", "tokens/impossible")
-    )
+    outside, impossible = numbers["sequences/outside"], numbers["tokens/impossible"]
     low, high = comparison.clip
     if outside == 0 and not impossible:
         advice = [f"No sequence leaves the clip range ({low:g}, {high:g}): either may give old log-probs."]
@@ -159,11 +142,9 @@ def advise(comparison: Comparison, switched: Sequence[Switched]) -> list[str]:
             "sampler."
         ]
     if impossible:
-        advice.append(
-            f"{impossible:.0f} tokens are impossible to one side (a log-prob of -inf): a mask, or a "
-            "vocabulary, that only one of them has."
-        )
-    cause = explanation(switched, mean)
+        why = "a mask, or a vocabulary, that only one of them has"
+        advice.append(f"{impossible:.0f} tokens are impossible to one side (a log-prob of -inf): {why}.")
+    cause = explanation(switched, mean := numbers["tokens/mean"])
     if cause is not None:
         left = cause.comparison.summary()["tokens/mean"] / mean
         advice.append(f"Where it comes from: with {cause.name}, {left:.1%} of the mean difference is left.")
@@ -211,11 +192,11 @@ def _correction(comparison: Comparison, correct: str) -> list[str]:
             "of the untrained sequences; a narrower one clips them by chance."
         ]
     level, best = ("token", token) if token["ess"] >= sequence["ess"] else ("sequence", sequence)
-    advice.append(
-        f'{correct} with gk.rollout_weights(..., level="{level}", mode="truncate", high=2.0), which leaves '
-        f"{best['ess']:.1%} of the batch's effective size and {best['gradient_norm']:.2f} of its gradient's "
-        "norm."
+    rest = (
+        f"{best['ess']:.1%} of the batch's effective size and {best['gradient_norm']:.2f} of its gradient's"
     )
+    call = f'gk.rollout_weights(..., level="{level}", mode="truncate", high=2.0)'
+    advice.append(f"{correct} with {call}, which leaves {rest} norm.")
     if min(total["gradient_norm"] / best["gradient_norm"], total["ess"] / best["ess"]) < 0.9:
         advice.append(
             f'The sum over a sequence (reduce="sum") would leave {total["ess"]:.1%} and '
@@ -230,16 +211,9 @@ def draw(comparison: Comparison, switched: Sequence[Switched], path: Path) -> No
 
     figure = Figure(figsize=(16, 4.8), dpi=110, facecolor="white", layout="constrained")
     tokens, sequences, bars = figure.subplots(1, 3)
-    for ax, title, x in (
-        (tokens, "Tokens: |training - sampling|", "nats"),
-        (sequences, f"Sequences: {float(comparison.outside.double().mean()):.1%} outside", "log s, nats"),
-        (bars, "One thing switched", "mean |training - sampling|, nats"),
-    ):
-        ax.set_title(title, loc="left", fontsize=11, color=INK)
-        ax.set_xlabel(x, color=INK)
-        ax.grid(color=GRID, linewidth=0.8)
-        ax.set_axisbelow(True)
-        ax.spines[["top", "right", "left", "bottom"]].set_visible(False)
+    style(tokens, "Tokens: |training - sampling|", "nats")
+    style(sequences, f"Sequences: {comparison.summary()['sequences/outside']:.1%} outside", "log s, nats")
+    style(bars, "One thing switched", "mean |training - sampling|, nats")
     sizes = comparison.difference[comparison.possible].abs()
     if positive := sizes[sizes > 0].tolist():
         low, high = math.log10(min(positive)), math.log10(max(positive))
@@ -257,10 +231,8 @@ def draw(comparison: Comparison, switched: Sequence[Switched], path: Path) -> No
     rows = [("as it is", comparison), *((each.name, each.comparison) for each in switched)]
     means = [each.summary()["tokens/mean"] for _, each in rows]
     if switched and any(mean > 0 for mean in means):
-        floor = min(mean for mean in means if mean > 0) / 3
-        bars.barh(
-            range(len(rows)), [max(mean, floor) for mean in means], color=[ORANGE] + [BLUE] * len(switched)
-        )
+        floor, colors = min(mean for mean in means if mean > 0) / 3, [ORANGE] + [BLUE] * len(switched)
+        bars.barh(range(len(rows)), [max(mean, floor) for mean in means], color=colors)
         bars.set_yticks(range(len(rows)), [name for name, _ in rows], fontsize=8)
         bars.invert_yaxis()
         bars.set_xscale("log")

@@ -1,10 +1,11 @@
-"""Training's log-probs of sampled tokens, as they are and with one thing switched at a time."""
+"""Sampled completions, and training's log-probs of them: as they are, and with one thing switched."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,21 +13,106 @@ from torch import Tensor
 
 import gspo_kernels as gk
 from gspo_kernels.bits import columns
+from gspo_kernels.integrations.layouts import offsets_of
 from gspo_kernels.integrations.lm_head import LMHead
 from gspo_kernels.mismatch.measure import Comparison, mean
-from gspo_kernels.mismatch.samples import Samples
 from gspo_kernels.trainer.batch import last_hidden_states, packed_hidden_states, token_budget_batches
+from gspo_kernels.trainer.config import InputError
+from gspo_kernels.trainer.data import load_prompts
 from gspo_kernels.trainer.model import head_of, load_model
 from gspo_kernels.trainer.rollout import Sampling, SamplingMask
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_LOGIT_BYTES = 64 << 20
-"""Of fp32 logits that exist at once where the head isn't fused."""
-_FEW_ROWS = 16
-"""Rows of logits in a chunk, for the switch of the chunk."""
 
+@dataclass(frozen=True)
+class Samples:
+    """B completions of N tokens in all, one after the other."""
+
+    prompts: list[Tensor] | None  # B of token ids, [P_i]; None where files are compared without a model
+    completions: list[Tensor]  # B of token ids, [C_i], C_i > 0
+    logprobs: Tensor  # [N] fp64, by the sampler, in nats; -inf: it calls the token impossible
+    masks: list[SamplingMask] | None = None  # B, what the sampler could have drawn; None: not known
+
+    @property
+    def cu_seqlens(self) -> Tensor:
+        """int32 [B + 1], where each completion begins among the N tokens."""
+        return offsets_of(torch.tensor([len(each) for each in self.completions], dtype=torch.int64))
+
+
+def read_samples(path: Path, tokenizer: Any, most: int) -> Samples:
+    """Read the first completions of a file as a run keeps it (``save_rollouts``).
+
+    Of its columns "token_ids" and "logprobs" are needed, and with a tokenizer "prompt"; "sampling_mask" is
+    taken where every completion has it. An `InputError` names a row that is not of this kind.
+    """
+    whole = load_prompts(path)
+    rows = [whole[i] for i in range(min(most, len(whole)))]
+    for number, row in enumerate(rows, start=1):
+        _check_row(row, f"{path}, row {number}")
+        if tokenizer is not None and not isinstance(row["prompt"], str):
+            raise InputError(f"{path}, row {number}: the prompt is no text, as a run would have kept it")
+    prompts = None
+    if tokenizer is not None:
+        # They were written with the special tokens that the tokenizer had added.
+        ids = tokenizer([row["prompt"] for row in rows], add_special_tokens=False)["input_ids"]
+        prompts = [torch.tensor(each) for each in ids]
+        for number, each in enumerate(ids, start=1):
+            if not each:
+                raise InputError(f"{path}, row {number}: the tokenizer makes no token of the prompt")
+    completions = [torch.tensor(row["token_ids"], dtype=torch.int64) for row in rows]
+    logprobs = torch.tensor([value for row in rows for value in row["logprobs"]], dtype=torch.float64)
+    masks = [SamplingMask.of(each) for row in rows if (each := row.get("sampling_mask")) is not None]
+    return Samples(prompts, completions, logprobs, masks if len(masks) == len(rows) else None)
+
+
+def _check_row(row: Mapping[str, Any], where: str) -> None:
+    for column in ("token_ids", "logprobs"):
+        if not isinstance(row.get(column), list) or not row[column]:
+            raise InputError(
+                f"{where}: {column}: got {row.get(column)!r}, expected a list, a value per token"
+            )
+    tokens, sets = row["token_ids"], row.get("sampling_mask")
+    if len(row["logprobs"]) != len(tokens):
+        raise InputError(f"{where}: {len(row['logprobs'])} logprobs for {len(tokens)} token_ids")
+    if not all(isinstance(value, int | float) and value <= 1e-3 for value in row["logprobs"]):
+        raise InputError(f"{where}: logprobs must be numbers of at most 0, as they are in nats")
+    sets = [[]] * len(tokens) if sets is None else sets
+    if not isinstance(sets, list) or not all(isinstance(each, list) for each in sets):
+        raise InputError(f"{where}: sampling_mask: got {sets!r}, expected a list of token ids per token")
+    if len(sets) != len(tokens):
+        raise InputError(f"{where}: a sampling_mask of {len(sets)} tokens for {len(tokens)} token_ids")
+    for place, (token, ids) in enumerate(zip(tokens, sets, strict=True)):
+        if ids and token not in ids:
+            raise InputError(f"{where}: token {token} at {place} isn't in its sampling_mask")
+
+
+def check_vocabulary(samples: Samples, embedded: int, where: str) -> None:
+    """Raise an `InputError` where tokens are none of the ``embedded`` that the model has."""
+    masks = samples.masks or [SamplingMask.of([])] * len(samples.completions)
+    rows = zip(samples.prompts or (), samples.completions, (mask.ids for mask in masks), strict=True)
+    for number, tokens in enumerate(rows, start=1):
+        unknown = [int(token) for ids in tokens for token in ids if not 0 <= token < embedded]
+        if unknown:
+            known = f"the model embeds only {embedded}; the tokens are of another one"
+            raise InputError(f"{where}, row {number}: has token {unknown[0]}, but {known}")
+
+
+def other_logprobs(path: Path, samples: Samples) -> Tensor:
+    """Read [N] log-probs of the same tokens from another file of that kind."""
+    other = read_samples(path, None, len(samples.completions))
+    for number, (one, two) in enumerate(zip(samples.completions, other.completions, strict=False), start=1):
+        if not torch.equal(one, two):
+            raise InputError(f"{path}, row {number}: its token_ids are not those of the first file")
+    if len(other.completions) < len(samples.completions):
+        raise InputError(f"{path}: has {len(other.completions)} rows for {len(samples.completions)}")
+    return other.logprobs
+
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_LOGIT_BYTES = 64 << 20  # of fp32 logits that exist at once where the head isn't fused
+_FEW_ROWS = 16  # of logits in a chunk, for the switch of the chunk
+
+# The model in a precision of its weights, with an implementation of attention or the default one.
 Load = Callable[[torch.dtype, str | None], Any]
-"""The model in a precision of its weights, with an implementation of attention or the default one."""
 
 
 class Models:
@@ -48,59 +134,37 @@ class Models:
 
 @dataclass(frozen=True)
 class Setting:
-    """How training computes log-probs; by default as the bundled trainer does in fp32.
+    """How training computes log-probs; by default as the bundled trainer does in fp32."""
 
-    Attributes:
-        weights: of the whole model: "fp32", "bf16" or "fp16".
-        head: precision in which logits leave the head's product. With fp32 weights a 16-bit head takes hidden
-            states and weight in 16 bits as well, as autocast does.
-        softmax: precision of the log-softmax.
-        attention: transformers' implementation; None: its default.
-        packed: whether sequences share the rows of the model; else one at a time.
-        temperature: logits are divided by it.
-        top_p, top_k: the sampling mask, outside of which a log-prob is -inf; 1.0 and 0 for none.
-        recorded: among the tokens that the sampler could have drawn, as with ``keep_sampling_mask``.
-        max_chunk_bytes: of logits in one chunk of the fused head; None: its default.
-    """
-
-    weights: str = "fp32"
+    weights: str = "fp32"  # precision of the whole model
+    # Precision in which logits leave the head's product. With fp32 weights a 16-bit head takes hidden states
+    # and weight in 16 bits as well, as autocast does.
     head: str = "fp32"
-    softmax: str = "fp32"
-    attention: str | None = None
-    packed: bool = True
-    temperature: float = 1.0
-    top_p: float = 1.0
+    softmax: str = "fp32"  # precision of the log-softmax
+    attention: str | None = None  # transformers' implementation; None: its default
+    packed: bool = True  # whether sequences share the rows of the model; else one at a time
+    temperature: float = 1.0  # logits are divided by it
+    top_p: float = 1.0  # outside of these two a log-prob is -inf
     top_k: int = 0
-    recorded: bool = False
-    max_chunk_bytes: int | None = None
+    recorded: bool = False  # among the tokens that the sampler could have drawn, as keep_sampling_mask
+    max_chunk_bytes: int | None = None  # of logits in one chunk of the fused head; None: its default
 
 
 @dataclass(frozen=True)
 class Switched:
-    """What one switch does.
-
-    Attributes:
-        name: what was switched.
-        change: the fields of `Setting` that differ from the baseline.
-        comparison: training switched, next to the sampler.
-        moved: mean absolute change of training's log-probs, in nats.
-    """
+    """What one switch does."""
 
     name: str
-    change: dict[str, Any]
-    comparison: Comparison
-    moved: float
+    change: dict[str, Any]  # the fields of `Setting` that differ from the baseline
+    comparison: Comparison  # training switched, next to the sampler
+    moved: float  # mean absolute change of training's log-probs, in nats
 
 
 @torch.no_grad()
 def score(load: Load, samples: Samples, setting: Setting, budget: int) -> Tensor:
-    """Return log-probs of the N completion tokens, fp64 on the CPU.
+    """Return log-probs of the N completion tokens, fp64 on the CPU; ``budget`` tokens go through at once.
 
-    Args:
-        load: gives the model.
-        samples: the completions; their prompts must be known, and for a ``recorded`` mask their masks.
-        setting: how to compute.
-        budget: tokens in one pass of the model.
+    The samples' prompts must be known, and for a ``recorded`` mask their masks.
     """
     assert samples.prompts is not None
     model = load(DTYPES[setting.weights], setting.attention)
@@ -120,7 +184,7 @@ def score(load: Load, samples: Samples, setting: Setting, budget: int) -> Tensor
         kept = None
         if setting.recorded:
             assert samples.masks is not None
-            masks = SamplingMask.joined([samples.masks[row] for row in rows]).to(device)
+            masks = SamplingMask.concatenate([samples.masks[row] for row in rows]).to(device)
             kept = masks.bitmask(head.weight.shape[0])
         scored = _head_logprobs(hidden, head, torch.cat(completions), setting, kept).double().cpu()
         logprobs |= dict(zip(rows, scored.split([len(c) for c in completions]), strict=True))
@@ -151,20 +215,15 @@ def _head_logprobs(
     parts = []
     for rows in torch.arange(len(labels)).split(max(1, _LOGIT_BYTES // (4 * weight.shape[0]))):
         logits = head.transform(torch.nn.functional.linear(hidden[rows], weight, bias).float())
-        if kept is not None:
-            logits = logits.masked_fill(~columns(kept[rows], logits.shape[-1]), -torch.inf)
-        logits = _masked(logits / setting.temperature, setting).to(DTYPES[setting.softmax])
+        logits = logits / setting.temperature
+        mask = None if kept is None else kept[rows]
+        if setting.top_p < 1.0 or setting.top_k > 0:
+            mask = gk.sampling_mask(logits, top_k=setting.top_k, top_p=setting.top_p)
+        if mask is not None:
+            logits = logits.masked_fill(~columns(mask, logits.shape[-1]), -torch.inf)
+        logits = logits.to(DTYPES[setting.softmax])
         parts.append(logits.log_softmax(-1).gather(-1, labels[rows].unsqueeze(-1)).squeeze(-1).float())
     return torch.cat(parts)
-
-
-def _masked(logits: Tensor, setting: Setting) -> Tensor:
-    """-inf outside of the sampling mask, which transformers' warpers find."""
-    from transformers import TopKLogitsWarper, TopPLogitsWarper
-
-    if setting.top_k > 0:
-        logits = TopKLogitsWarper(setting.top_k)(None, logits)
-    return logits if setting.top_p == 1.0 else TopPLogitsWarper(setting.top_p)(None, logits)
 
 
 def switches(
@@ -172,11 +231,7 @@ def switches(
 ) -> dict[str, dict[str, Any]]:
     """Return what can be switched, by name, as changes of the baseline.
 
-    Args:
-        baseline: how training computes.
-        sampling: how the sampler drew.
-        attention: the implementation that the baseline resolves to.
-        vocabulary: V, which says how many bytes a chunk of a few rows has.
+    ``attention`` is the implementation that the baseline resolves to; V says how many bytes a few rows have.
     """
     half = baseline.weights if baseline.weights != "fp32" else "bf16"
     other_half = "fp16" if half == "bf16" else "bf16"
@@ -213,15 +268,11 @@ def attribute(
     tell: Callable[[str], None],
 ) -> list[Switched]:
     """Score the samples once per switch, those that need the same model one after the other."""
-
-    def model_of(name: str) -> tuple[str, str]:
-        setting = replace(baseline, **named[name])
-        return setting.weights, str(setting.attention)
-
+    settings = {name: replace(baseline, **change) for name, change in named.items()}
     done: dict[str, Switched] = {}
-    for name in sorted(named, key=model_of):
+    for name in sorted(named, key=lambda name: (settings[name].weights, str(settings[name].attention))):
         tell(f"switching: {name}")
-        logprobs = score(load, samples, replace(baseline, **named[name]), budget)
+        logprobs = score(load, samples, settings[name], budget)
         both = logprobs.isfinite() & comparison.possible
         moved = mean((logprobs - comparison.training)[both].abs())
         done[name] = Switched(name, named[name], replace(comparison, training=logprobs), moved)

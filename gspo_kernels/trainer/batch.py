@@ -112,7 +112,8 @@ class Batch:
 
     def mask(self, rows: Tensor) -> SamplingMask | None:
         """Return what could have been drawn at the tokens of these rows, if not everything."""
-        return None if self.masks is None else SamplingMask.joined([self.masks[row] for row in rows.tolist()])
+        masks = None if self.masks is None else [self.masks[row] for row in rows.tolist()]
+        return None if masks is None else SamplingMask.concatenate(masks)
 
     def offsets(self, rows: Tensor) -> Tensor:
         """Return ``cu_seqlens`` of these rows' tokens."""
@@ -264,13 +265,13 @@ def shared_prefix_hidden_states(model: Any, prompts: Tokens, completions: Tokens
     pairs = zip(prompts, completions, strict=True)
     for _, each in groupby(pairs, lambda pair: pair[0].tolist()):
         members = list(each)
-        prompt, own = members[0][0], [len(completion) - 1 for _, completion in members]
+        prompt, suffixes = members[0][0], [len(completion) - 1 for _, completion in members]
         start, P = sum(map(len, ids)), len(prompt)
-        groups.append(Group(P, own))
+        groups.append(Group(P, suffixes))
         ids += [prompt, *(completion[:-1] for _, completion in members)]
-        positions.append(ranges([0] + [P] * len(own), [P, *own], prompt.device))
+        positions.append(ranges([0] + [P] * len(suffixes), [P, *suffixes], prompt.device))
         # The prompt's last token predicts the first one of every completion.
-        for first, length in zip(itertools.accumulate(own, initial=start + P), own, strict=False):
+        for first, length in zip(itertools.accumulate(suffixes, initial=start + P), suffixes, strict=False):
             predicting += [start + P - 1, first]
             lengths += [1, length]
     inputs = {"input_ids": torch.cat(ids)[None], "position_ids": torch.cat(positions)[None]}
@@ -309,15 +310,15 @@ def check_rows_of(model: Any, *, shared_prefix: bool = False) -> None:
     the line is drawn at sqrt(eps), relative to the largest.
     """
     prompts, completions = probe(model, [4, 1, 6, 2], [3, 5, 1, 2])
-    together: Callable[..., LossInputs] = packed_hidden_states
+    layout: Callable[..., LossInputs] = packed_hidden_states
     if shared_prefix:
-        together, prompts = shared_prefix_hidden_states, [prompts[0]] * 3 + [prompts[3]]
+        layout, prompts = shared_prefix_hidden_states, [prompts[0]] * 3 + [prompts[3]]
     with torch.autocast(model.device.type, enabled=False):
-        ours = together(model, prompts, completions).hidden
+        common = layout(model, prompts, completions).hidden
         pairs = zip(prompts, completions, strict=True)
-        reference = torch.cat([packed_hidden_states(model, [p], [c]).hidden for p, c in pairs])
-    bound = torch.finfo(reference.dtype).eps ** 0.5 * reference.abs().max().item()
-    difference = (ours - reference).abs().max().item()
+        separate = torch.cat([packed_hidden_states(model, [p], [c]).hidden for p, c in pairs])
+    bound = torch.finfo(separate.dtype).eps ** 0.5 * separate.abs().max().item()
+    difference = (common - separate).abs().max().item()
     if not difference <= bound:
         raise InputError(
             f"{type(causal_lm_of(model)).__name__} cannot hold several sequences in one row: its hidden "
@@ -351,14 +352,14 @@ def attention_of(model: Any) -> str:
     name = str(config._attn_implementation)
     accepted = inspect.signature(causal.forward).parameters
     known = {"full_attention", "sliding_attention"}
-    strange = sorted(set(getattr(config, "layer_types", None) or ()) - known)
+    unknown = sorted(set(getattr(config, "layer_types", None) or ()) - known)
     reason = None
     if "position_ids" not in accepted or "logits_to_keep" not in accepted:
         reason = "its forward takes no position_ids or no logits_to_keep"
     elif getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
         reason = "its adapter puts tokens before every row"
-    elif strange or getattr(causal, "_is_stateful", False):
-        reason = f"no mask is known that keeps them apart in its layers ({', '.join(strange) or 'recurrent'})"
+    elif unknown or getattr(causal, "_is_stateful", False):
+        reason = f"no mask is known that keeps them apart in its layers ({', '.join(unknown) or 'recurrent'})"
     elif name != "sdpa" and "flash" not in name:
         reason = f"its attention implementation is {name!r}; load it with sdpa or flash_attention_2"
     if reason is not None:
@@ -438,10 +439,10 @@ def _attend(
         prefix: tuple[Tensor, ...] | None = None
         for size, count in sizes_of_group:
             q, k, v = (x.reshape(-1, count, size, x.shape[3]).transpose(0, 1) for x in next(parts))
-            own = k, v
+            suffix = k, v
             if prefix is not None:
-                before = (x.expand(count, -1, -1, -1) for x in prefix)
-                k, v = (torch.cat(pair, 2) for pair in zip(before, own, strict=True))
+                prefixes = (x.expand(count, -1, -1, -1) for x in prefix)
+                k, v = (torch.cat(pair, 2) for pair in zip(prefixes, suffix, strict=True))
             window, keys, mask = attn_mask.window, k.shape[2], None
             plain = prefix is None and (window is None or size <= window)
             if not plain:  # the last positions of a sequence
@@ -450,5 +451,5 @@ def _attend(
             out = scaled_dot_product_attention(q, k, v, mask, dropout_p, plain, **options)
             outputs.append(out.transpose(0, 1).reshape(1, -1, size * count, out.shape[3]))
             if prefix is None and group.prefix > 0:
-                prefix = own
+                prefix = suffix
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)

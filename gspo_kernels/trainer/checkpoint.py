@@ -75,9 +75,9 @@ class RunDirectory:
         if resume and not self.holds_a_run():
             raise InputError(f"there is no run in {self.path} to resume")
         written = *self.written, *map(self.path.joinpath, others)
-        strange = ", ".join(path.name for path in written if path.exists())
-        if strange and not self.marker.exists():
-            raise InputError(f"{self.path} has {strange}, and no run wrote that; choose another --output")
+        present = ", ".join(path.name for path in written if path.exists())
+        if present and not self.marker.exists():
+            raise InputError(f"{self.path} has {present}, and no run wrote that; choose another --output")
         self.__exit__()
         self.path.mkdir(parents=True, exist_ok=True)
         lock = self.marker.open("a")
@@ -210,9 +210,9 @@ def load_tensors(
             other = f"{saved.get(name, 'nothing')}, the model as {here.get(name, 'nothing')}"
             raise InputError(f"the checkpoint is of another model: it has {name[8:]} as {other}")
     rooms = {name: make_room(name, shape) for name, shape in shapes.items() if name not in saved}
-    wanted = dict(weights) | {name: room for name, room in rooms.items() if room is not None}
+    targets = dict(weights) | {name: room for name, room in rooms.items() if room is not None}
     with _reading(path), _all_processes():
-        load(wanted, checkpoint_id=path / "tensors")
+        load(targets, checkpoint_id=path / "tensors")
 
 
 @contextmanager

@@ -331,7 +331,7 @@ def _sentence(cls: Any, error: ValidationError) -> str:
         return f"unknown key {key}{near_matches(key, keys(cls))}"
     if first["type"] == "value_error":
         return f"{key}{'.' if key else ''}{first['ctx']['error']}"
-    for theirs, ours in (
+    for words, plain in (
         ("Input should be", "must be"),
         ("greater than or equal to", "at least"),
         ("less than or equal to", "at most"),
@@ -339,6 +339,6 @@ def _sentence(cls: Any, error: ValidationError) -> str:
         ("less than", "below"),
         ("a valid integer", "a whole number"),
     ):
-        message = message.replace(theirs, ours)
+        message = message.replace(words, plain)
     message = re.sub(r"a valid dictionary or instance of \w+", "a mapping of keys to values", message)
     return f"{key} {message}, got {first['input']!r:.80}"

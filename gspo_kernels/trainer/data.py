@@ -14,7 +14,7 @@ import numpy as np
 from gspo_kernels.trainer.config import InputError
 
 RESERVED = ("prompts", "completions", "completion_ids")
-"""What reward functions get beside the columns, and therefore no column may be called."""
+"""Names of what reward functions get in addition to the columns; no column may have them."""
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -148,7 +148,7 @@ def prepare_prompts(
         template_options: keyword arguments of the chat template (Qwen3: ``{"enable_thinking": False}``).
     """
     if longest is not None and longest < 1:
-        raise InputError(f"{name}: the context leaves no room for a prompt beside rollout.max_new_tokens")
+        raise InputError(f"{name}: rollout.max_new_tokens leaves no room for a prompt in the model's context")
     tokens = encode_prompts(tokenizer, [row["prompt"] for row in rows], name, template_options or {})
     for number, ids in enumerate(tokens, start=1):
         place = f"{name}, row {number}: the prompt has"
@@ -158,7 +158,7 @@ def prepare_prompts(
             known = f"the model embeds only {embedded}; the tokenizer belongs to another model"
             raise InputError(f"{place} token {max(ids)}, but {known}")
         if longest is not None and len(ids) > longest:
-            room = f"the model's context leaves room for {longest} beside rollout.max_new_tokens"
+            room = f"rollout.max_new_tokens leaves room for {longest} in the model's context"
             raise InputError(f"{place} {len(ids)} tokens, but {room}")
     return Prompts(rows, tokens, column_names(rows))
 
@@ -206,7 +206,7 @@ def _render(tokenizer: Any, messages: list[Any], place: str, options: Mapping[st
 def prompt_order(num_rows: int, seed: int, start: int, count: int) -> list[int]:
     """Return the rows number ``start`` to ``start + count`` of an endless shuffled order.
 
-    Every epoch is a permutation of its own, drawn from (seed, epoch): so a position is all the state.
+    Every epoch is another permutation, drawn from (seed, epoch), so a position is all the state.
     """
     first, last = start // num_rows, (start + count - 1) // num_rows
     epochs = [np.random.default_rng([seed, epoch]).permutation(num_rows) for epoch in range(first, last + 1)]

@@ -57,9 +57,7 @@ class GSPOTrainer:
     ) -> None:
         self.config = config = config or TrainConfig()
         check_config(config, serves_turns=self.serves_turns)
-        if tokenizer is None and not isinstance(model, str | Path):
-            raise InputError("a model that is already loaded needs its tokenizer")
-        self.tokenizer = load_tokenizer(str(model)) if tokenizer is None else tokenizer
+        self.tokenizer = load_tokenizer(model) if tokenizer is None else tokenizer
         functions = [rewards] if callable(rewards) else list(rewards)
         self.rewards = RewardSet(functions, config.reward_weights, config.reward_timeout)
         held_out = None if eval_dataset is None else list(islice(eval_dataset, config.evaluation.prompts))
@@ -87,9 +85,8 @@ class GSPOTrainer:
     def train(self, *, resume: bool = False, overwrite: bool = False, force: bool = False) -> Metrics:
         """Run to the configured number of steps; return the metrics of the last evaluation.
 
-        SIGTERM, or Ctrl-C once, ends the run after the step in progress, with a checkpoint and `SystemExit`.
-        An error in a reward or an engine leaves the checkpoint of the step before. ``resume`` with other
-        settings than before needs ``force``.
+        SIGTERM, or Ctrl-C once, ends the run after the step with a checkpoint and `SystemExit`. An error in a
+        reward or an engine leaves a checkpoint. ``resume`` with other settings needs ``force``.
         """
         with self.directory:
             flags = {"resume": resume, "overwrite": overwrite, "force": force}
@@ -119,12 +116,15 @@ class GSPOTrainer:
         metrics |= {"seconds/rollout": sampled - started, "seconds/update": ended - sampled}
         metrics |= {"seconds": ended - started, "tokens_per_second": sum(batch.lengths) / (ended - started)}
         last = self.step == config.update.steps
-        if last or self.step % config.evaluation.every == 0:
-            with self.directory.saved_on_failure(self.state_dict(), self.save):
+        if evaluates := last or self.step % config.evaluation.every == 0:
+            try:
                 metrics |= self.evaluate()
+            except Exception:
+                self.report.step(self.step, metrics)
+                self.save(self.state_dict())
+                raise
         self.report.step(self.step, metrics)
-        shown = last or "eval/greedy_accuracy" in metrics
-        self.report.rollout(self.step, rollout, self.tokenizer, show=shown)
+        self.report.rollout(self.step, rollout, self.tokenizer, show=evaluates)
         stop = max(gather_object([max(signals, default=0)]))
         if last or stop or self.step % config.checkpoint.every == 0:
             self.save(self.state_dict())
@@ -162,18 +162,18 @@ class GSPOTrainer:
         """
         source, size = prompts or self.train_prompts, group_size or self.config.rollout.group_size
         sampling = sampling or sampling_of(self.config.rollout)
-        given = [source.tokens[row] for row in rows] if tokens is None else tokens
+        inputs = [source.tokens[row] for row in rows] if tokens is None else tokens
 
         def complete(share: list[int]) -> list[Sample]:
             each = [place for place in share for _ in range(size)]
-            completions = self.engine.generate([given[place] for place in each], sampling)
+            completions = self.engine.generate([inputs[place] for place in each], sampling)
             if sampling.return_mask and any(completion.mask is None for completion in completions):
                 name = type(self.engine).__name__
                 raise InputError(f"rollout.keep_sampling_mask: {name} gives completions without a mask")
             ids = [completion.ids.tolist() for completion in completions]
             texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
             parts = zip(each, texts, completions, strict=True)
-            return [Sample(rows[place], list(given[place]), text, done) for place, text, done in parts]
+            return [Sample(rows[place], list(inputs[place]), text, done) for place, text, done in parts]
 
         with self.updater.weights_in(self.engine, self.tokenizer), self.accelerator.autocast():
             shares = map_shares(self.accelerator, len(rows), complete)
@@ -185,13 +185,13 @@ class GSPOTrainer:
         groups = [list(group) for _, group in groupby(samples, lambda sample: sample.row)]
 
         def rewards_of(share: list[int]) -> Rewards:
-            mine = [sample for place in share for sample in groups[place]]
-            rows = [source.rows[sample.row] for sample in mine]
-            texts, ids = [sample.text for sample in mine], [sample.ids.tolist() for sample in mine]
+            local = [sample for place in share for sample in groups[place]]
+            rows = [source.rows[sample.row] for sample in local]
+            texts, ids = [sample.text for sample in local], [sample.ids.tolist() for sample in local]
             columns = data.columns_of(rows, source.columns)
             return self.rewards([row["prompt"] for row in rows], texts, ids, columns)
 
-        return Rewards.joined(map_shares(self.accelerator, len(groups), rewards_of))
+        return Rewards.concatenate(map_shares(self.accelerator, len(groups), rewards_of))
 
     def compare(self, rollout: Rollout) -> Batch:
         """Turn rewards into advantages, completions of a group compared with each other."""

@@ -57,11 +57,13 @@ def load_model(
     return model
 
 
-def load_tokenizer(path: str) -> Any:
-    """Load the tokenizer that lies next to the model."""
+def load_tokenizer(path: Any) -> Any:
+    """Load the tokenizer that lies next to the model; an `InputError` where this is no directory or name."""
     from transformers import AutoTokenizer
 
-    return _loaded(AutoTokenizer, path, "the tokenizer of")
+    if not isinstance(path, str | Path):
+        raise InputError("tokenizer: got None with a model that is already loaded; expected its tokenizer")
+    return _loaded(AutoTokenizer, str(path), "the tokenizer of")
 
 
 def _loaded(kind: Any, path: str, what: str, **options: Any) -> Any:
@@ -77,10 +79,10 @@ def end_token_ids(model: Any, tokenizer: Any) -> list[int]:
     """Return the ids that end a completion: the tokenizer's, and those of the model's generation config."""
     configured = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     ids = configured if isinstance(configured, list) else [configured]
-    found = sorted({int(i) for i in [tokenizer.eos_token_id, *ids] if i is not None})
-    if not found:
+    end_ids = sorted({int(i) for i in [tokenizer.eos_token_id, *ids] if i is not None})
+    if not end_ids:
         raise InputError("neither the tokenizer nor the model's generation config has an end token")
-    return found
+    return end_ids
 
 
 def padding_token_id(tokenizer: Any) -> int:
@@ -223,7 +225,7 @@ def make_policies(
         half = adapted and config.update.precision == "bf16"
         model = load_model(str(model), half=half, attention=attention, accelerator=accelerator)
     elif attention is not None:
-        raise InputError("attn_implementation is for a model that is loaded here, and this one was given")
+        raise InputError(f"attn_implementation: got {attention!r} with a loaded model; expected None")
     elif not adapted:
         model = model.float()
     model.to(accelerator.device)
@@ -325,8 +327,8 @@ def export_model(
 
     All processes call, and of shards each writes its own. Weights are as trained, or rounded to ``dtype``.
     """
-    own = model.config
-    model.config = copy.deepcopy(own)  # writing notes in it what was written
+    original = model.config
+    model.config = copy.deepcopy(original)  # writing notes in it what was written
     try:
         state = _merged(model, dtype)
         sharded = any(isinstance(weight, DTensor) for weight in state.values())
@@ -342,7 +344,7 @@ def export_model(
     except SafetensorError as error:
         raise OSError(str(error)) from error
     finally:
-        model.config = own
+        model.config = original
 
 
 def _merged(model: Any, dtype: torch.dtype | None) -> dict[str, Tensor]:

@@ -37,9 +37,9 @@ def make_accelerator(config: TrainConfig, folder: str | Path = ".") -> Any:
         )
     except ValueError as error:
         raise InputError(f"update.precision or trackers: {error}") from error
-    there = [str(getattr(tracker, "value", tracker)) for tracker in accelerator.log_with]
+    installed = [str(getattr(tracker, "value", tracker)) for tracker in accelerator.log_with]
     for name in config.trackers:  # accelerate leaves out silently what is not installed
-        if name not in there:
+        if name not in installed:
             raise InputError(f"trackers: {name} is not installed")
     return accelerator
 

@@ -179,9 +179,9 @@ def metrics_line(metrics: Mapping[str, Any], template: str) -> str:
     """Fill ``{name:format}`` with metrics; what is missing or not a number is a dash."""
     values = {"kl": metrics.get("kl/ref", metrics.get("kl/old")), **metrics}
 
-    there = {name: value for name, value in values.items() if value is not None}
+    measured = {name: value for name, value in values.items() if value is not None}
     pattern = r"\{([^:{}]+):([^{}]+)\}"
-    return re.sub(pattern, lambda m: format(there[m[1]], m[2]) if m[1] in there else "-", template)
+    return re.sub(pattern, lambda m: format(measured[m[1]], m[2]) if m[1] in measured else "-", template)
 
 
 def finite(metrics: Mapping[str, Any]) -> Metrics:
@@ -316,20 +316,25 @@ def plot_progress(records: Sequence[Metrics], path: Path) -> None:
     for ax in axes[len(shown) :]:
         ax.set_axis_off()
     for ax, (title, lines, scale) in zip(axes, shown, strict=False):
-        ax.set_title(title, loc="left", fontsize=11, color=INK, pad=8, y=1.0)
+        style(ax, title, "step")
         _draw(ax, records, {key: label for key, label in lines.items() if key in measured}, scale)
         ax.set_xlim(0, max(records[-1]["step"], 1))
-        ax.set_xlabel("step", color=INK)
         ax.xaxis.get_major_locator().set_params(integer=True)
-        ax.grid(color=GRID, linewidth=0.8)
-        ax.set_axisbelow(True)
-        ax.tick_params(which="both", colors=INK, length=0)
-        ax.spines[["top", "right", "left", "bottom"]].set_visible(False)
         ax.legend(frameon=False, loc="best", fontsize=9, labelcolor=INK)
     if not shown:
         axes[0].text(0.5, 0.5, "no step was taken", transform=axes[0].transAxes, ha="center", color=INK)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, format="png")
+
+
+def style(ax: Any, title: str, label: str) -> None:
+    """Give a panel its title, the label of its x-axis, and the looks of all plots."""
+    ax.set_title(title, loc="left", fontsize=11, color=INK, pad=8, y=1.0)
+    ax.set_xlabel(label, color=INK)
+    ax.grid(color=GRID, linewidth=0.8)
+    ax.set_axisbelow(True)
+    ax.tick_params(which="both", colors=INK, length=0)
+    ax.spines[["top", "right", "left", "bottom"]].set_visible(False)
 
 
 PANELS: list[tuple[str, dict[str, str], str]] = [

@@ -88,7 +88,7 @@ class Rewards:
     weights: Mapping[str, float] = field(default_factory=dict)  # by name; 1 where it is missing
 
     @classmethod
-    def joined(cls, parts: Sequence[Rewards]) -> Rewards:
+    def concatenate(cls, parts: Sequence[Rewards]) -> Rewards:
         """Put the rewards of several parts of a batch one after the other; at least one part."""
         import torch
 
@@ -202,7 +202,7 @@ class _Call:
         import torch
 
         takes_all = any(p.kind is p.VAR_KEYWORD for p in self.parameters.values())
-        taken = {name: v for name, v in arguments.items() if takes_all or name in self.parameters}
+        passed = {name: v for name, v in arguments.items() if takes_all or name in self.parameters}
         future: Future[Any] = Future()
         grad = torch.is_grad_enabled()
         device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
@@ -215,7 +215,7 @@ class _Call:
             if device is not None:
                 torch.cuda.set_device(device)
             try:
-                values = self.function(**taken)
+                values = self.function(**passed)
                 future.set_result(values if loop is None else loop.run_until_complete(values))
             except BaseException as error:
                 future.set_exception(error)
@@ -259,8 +259,8 @@ def _place_of(error: BaseException, function: Any) -> str:
     """Return `` (file, line n)``: the function's own last line, and where it called others the one below."""
     code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if code is not None and frame.filename == code.co_filename]
-    places = [f"{frame.filename}, line {frame.lineno}" for frame in (*own[-1:], *frames[-1:])]
+    inside = [frame for frame in frames if code is not None and frame.filename == code.co_filename]
+    places = [f"{frame.filename}, line {frame.lineno}" for frame in (*inside[-1:], *frames[-1:])]
     return f" ({', below it '.join(dict.fromkeys(places))})" if places else ""
 
 

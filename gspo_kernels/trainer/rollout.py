@@ -53,7 +53,7 @@ class SamplingMask(NamedTuple):
         return cls(torch.tensor(ids, dtype=torch.int32), torch.tensor([len(each) for each in sets]))
 
     @classmethod
-    def joined(cls, parts: Sequence[SamplingMask]) -> SamplingMask:
+    def concatenate(cls, parts: Sequence[SamplingMask]) -> SamplingMask:
         """Put the places of several one after the other; at least one part."""
         return cls(*(torch.cat(each) for each in zip(*parts, strict=True)))
 
@@ -150,7 +150,10 @@ class ModelEngine:
         device, B, C = self.model.device, len(prompts), sampling.max_new_tokens
         places: dict[tuple[int, ...], int] = {}
         owners = torch.tensor([places.setdefault(tuple(ids), len(places)) for ids in prompts], device=device)
-        tokens, mask = left_padded(list(places), self.pad_id, device)
+        padding = [max(map(len, places)) - len(ids) for ids in places]
+        filled = [[self.pad_id] * n + list(ids) for n, ids in zip(padding, places, strict=True)]
+        tokens = torch.tensor(filled, device=device)  # [prompts, P], padded on the left
+        mask = (torch.arange(tokens.shape[1]) >= torch.tensor(padding).unsqueeze(1)).long().to(device)
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
         rows, going = torch.arange(B, device=device), torch.ones(B, dtype=torch.bool, device=device)
         end_ids, cache = torch.tensor(self.end_ids, device=device), DynamicCache(config=self.model.config)
@@ -242,13 +245,3 @@ def draw(logits: Tensor, sampling: Sampling, uniforms: Tensor) -> tuple[Tensor, 
     tokens = torch.searchsorted(cumulative, shares, right=True).clamp(max=logits.shape[1] - 1)
     probs = probs.gather(-1, tokens) / cumulative[:, -1:]
     return tokens.squeeze(-1), probs.squeeze(-1), sets
-
-
-def left_padded(
-    token_lists: Sequence[Sequence[int]], pad_id: int, device: torch.device | str = "cpu"
-) -> tuple[Tensor, Tensor]:
-    """Return ids, and a mask that is 1 where they are no padding, both [B, P] int64."""
-    longest = max(map(len, token_lists))
-    ids = [[pad_id] * (longest - len(tokens)) + list(tokens) for tokens in token_lists]
-    mask = [[0] * (longest - len(tokens)) + [1] * len(tokens) for tokens in token_lists]
-    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)

@@ -78,12 +78,12 @@ def check_config(config: TrainConfig, *, serves_turns: bool = False) -> None:
             off_policy_weights(config.off_policy, one, one, one == 0, torch.tensor([0, 1]))
         except ValueError as error:
             raise InputError(f"off_policy: {error}") from error
-    together = update.shared_prefix or objective.coefficient_scope == "group"
-    most = rollout.prompts_per_rollout * (1 if together else rollout.group_size)
+    whole_groups = update.shared_prefix or objective.coefficient_scope == "group"
+    most = rollout.prompts_per_rollout * (1 if whole_groups else rollout.group_size)
     if update.minibatches > most:
-        kind = "prompts" if together else "completions"
-        fitting = f"at most the {most} {kind} of a rollout"
-        raise InputError(f"update.minibatches must be {fitting}, got {update.minibatches}")
+        kind = "prompts" if whole_groups else "completions"
+        expected = f"at most the {most} {kind} of a rollout"
+        raise InputError(f"update.minibatches must be {expected}, got {update.minibatches}")
 
 
 def needs_reference(config: TrainConfig) -> bool:
@@ -251,8 +251,8 @@ class Updater:
     def _minibatches(self, batch: Batch, step: int) -> list[Minibatch]:
         """Return the minibatches of every epoch, in an order drawn from seed, step and epoch."""
         device, update = batch.advantages.device, self.config.update
-        together = self.objective.coefficient_scope == "group" or update.shared_prefix
-        units = batch.group_ids if together else torch.arange(len(batch.completions), device=device)
+        whole_groups = self.objective.coefficient_scope == "group" or update.shared_prefix
+        units = batch.group_ids if whole_groups else torch.arange(len(batch.completions), device=device)
         names = units.unique().cpu().numpy()
         share: dict[str, Any] = {"world": self.accelerator.num_processes}
         share |= {"rank": self.accelerator.process_index, "budget": update.micro_batch_tokens}
@@ -334,10 +334,11 @@ class Updater:
         rows, active, micros = minibatch
         mask, world = batch.loss_mask[batch.places(rows)], self.accelerator.num_processes
         divisor = float(gk.normalizer(terms["objective"], mask, cu_seqlens=batch.offsets(rows)))
-        own = terms | {"normalizer": divisor / world}  # DDP and FSDP average gradients over the processes
+        # DDP and FSDP average gradients over the processes.
+        micro_terms = terms | {"normalizer": divisor / world}
         if on_policy:
-            own["old_logprobs"] = None
-        logprobs, entropy, output = self._backward(batch, micros, own)
+            micro_terms["old_logprobs"] = None
+        logprobs, entropy, output = self._backward(batch, micros, micro_terms)
         if on_policy:
             terms["old_logprobs"] += logprobs
         if len(micros) == 1 == world and output is not None:
@@ -363,11 +364,11 @@ class Updater:
         # Gradients are averaged over the processes, and each of them has its share of the sum.
         token_weights, entropy_coef = torch.zeros(2, len(current.logprobs), device=rows.device)
         token_weights[places], entropy_coef[places] = world * gradients[0], -world * gradients[1]
-        own: dict[str, Any] = {"objective": gk.Linear(), "old_logprobs": None, "advantages": None}
-        own |= {"loss_mask": terms["loss_mask"], "token_weights": token_weights}
+        micro_terms: dict[str, Any] = {"objective": gk.Linear(), "old_logprobs": None, "advantages": None}
+        micro_terms |= {"loss_mask": terms["loss_mask"], "token_weights": token_weights}
         if terms["entropy_coef"] != 0:
-            own["entropy_coef"] = entropy_coef
-        self._backward(batch, micros, own)
+            micro_terms["entropy_coef"] = entropy_coef
+        self._backward(batch, micros, micro_terms)
         return output
 
     def _backward(
@@ -380,11 +381,11 @@ class Updater:
         """
         values, output = torch.zeros(2, len(batch.loss_mask), device=batch.loss_mask.device), None
         for number, (rows, counts) in enumerate(pad_micro_batches(micros), start=1):
-            own = batch.pick(terms, rows)
-            own["loss_mask"] &= counts
+            local = batch.pick(terms, rows)
+            local["loss_mask"] &= counts
             at_once = number == len(micros) or self.sharded  # FSDP reduces each gradient, to keep only shards
             with nullcontext() if at_once else self.accelerator.no_sync(self.policy):
-                output = self.policy(*batch.tokens(rows), own, batch.mask(rows), return_entropy=True)
+                output = self.policy(*batch.tokens(rows), local, batch.mask(rows), return_entropy=True)
                 self.accelerator.backward(output.loss)
             if counts:
                 values[:, batch.places(rows)] = torch.stack([output.logprobs, output.entropy])
@@ -393,16 +394,18 @@ class Updater:
         return *values, output and output._replace(loss=output.loss.detach())
 
     def _off_policy_metrics(self, batch: Batch, terms: Mapping[str, Any]) -> Metrics:
-        """Return how far the engine's log-probs are from ours, and what weights for that leave of a batch."""
+        """Return how far the engine's log-probs are from training's, and what weights leave of a batch."""
         sampled = batch.rollout_logprobs
         if sampled is None:
             return {}
         rows = self._active(batch, torch.arange(len(batch.completions), device=sampled.device))
-        ours, theirs = batch.pick(terms, rows), sampled[batch.places(rows)]
-        metrics = sampling_mismatch(ours["old_logprobs"], theirs, ours["loss_mask"])
+        training, sampling = batch.pick(terms, rows), sampled[batch.places(rows)]
+        metrics = sampling_mismatch(training["old_logprobs"], sampling, training["loss_mask"])
         if len(rows) > 0 and "rollout_weights" in terms:
-            masks = {"loss_mask": ours["loss_mask"], "cu_seqlens": batch.offsets(rows)}
-            measured = gk.off_policy.weight_metrics(ours["rollout_weights"], ours["advantages"], **masks)
+            masks = {"loss_mask": training["loss_mask"], "cu_seqlens": batch.offsets(rows)}
+            measured = gk.off_policy.weight_metrics(
+                training["rollout_weights"], training["advantages"], **masks
+            )
             metrics |= {name: float(value) for name, value in measured.items()}
         return metrics
 

@@ -179,7 +179,7 @@ class LocalVLLM:
         self, prompts: Sequence[list[int]], options: Sequence[dict[str, Any]], masks: bool
     ) -> list[VLLMResponse]:
         """Do what `VLLMServer.complete` does."""
-        parameters = [self.vllm.SamplingParams(detokenize=False, **own) for own in options]
+        parameters = [self.vllm.SamplingParams(detokenize=False, **each) for each in options]
         inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
         responses = []
         for request in self.llm.generate(inputs, parameters, use_tqdm=False):

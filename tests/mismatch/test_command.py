@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from gspo_kernels import cli
-from gspo_kernels.mismatch.samples import Samples
-from gspo_kernels.mismatch.scoring import Setting, score, switches
+from gspo_kernels.mismatch.scoring import Samples, Setting, score, switches
 from gspo_kernels.trainer.rollout import Sampling
 from tests.trainer.conftest import tiny_qwen3
 
@@ -273,11 +272,11 @@ def test_wrong_options_are_named(arguments, words, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        ({"token_ids": [1]}, "row 2: logprobs is None"),
+        ({"token_ids": [1]}, "row 2: logprobs: got None"),
         ({"token_ids": [1, 2], "logprobs": [-1.0]}, "1 logprobs for 2 token_ids"),
         ({"token_ids": [1], "logprobs": [0.5]}, "at most 0"),
-        ({"token_ids": [], "logprobs": []}, "token_ids is []"),
-        ({"token_ids": [1], "logprobs": [-1.0], "sampling_mask": 3}, "sampling_mask is 3, expected a list"),
+        ({"token_ids": [], "logprobs": []}, "token_ids: got []"),
+        ({"token_ids": [1], "logprobs": [-1.0], "sampling_mask": 3}, "sampling_mask: got 3, expected a list"),
         ({"token_ids": [1], "logprobs": [-1.0], "sampling_mask": []}, "sampling_mask of 0 tokens for 1"),
         (
             {"token_ids": [1], "logprobs": [-1.0], "sampling_mask": [[2]]},

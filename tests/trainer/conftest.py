@@ -1,6 +1,7 @@
 """A tiny model, a toy task and a small configuration for the trainer's tests."""
 
 import json
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -112,6 +113,16 @@ def make_trainer(own_tokenizer, rows, reward, config, **changes):
     if hasattr(trainer.engine, "end_ids"):
         trainer.engine.end_ids = list(range(0, 250, 3))
     return trainer
+
+
+@contextmanager
+def nothing_in_single_precision():
+    """What goes to fp32 in a model of any dtype (norms, routers) goes to fp64."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("float", "float32"):
+            patch.setattr(torch, name, torch.float64)
+        patch.setattr(torch.Tensor, "float", torch.Tensor.double)
+        yield
 
 
 def weights(model):

@@ -1,7 +1,6 @@
 """Rows of several sequences against each sequence alone; who sees whom; what is refused; micro-batches."""
 
 import copy
-from contextlib import contextmanager
 from itertools import pairwise
 
 import pytest
@@ -12,6 +11,8 @@ from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
 from gspo_kernels.trainer.batch import (
+    Group,
+    RowMask,
     check_rows_of,
     packed_hidden_states,
     shared_prefix_hidden_states,
@@ -19,6 +20,7 @@ from gspo_kernels.trainer.batch import (
 )
 from gspo_kernels.trainer.config import InputError
 from tests.draws import shifted_seed
+from tests.trainer.conftest import nothing_in_single_precision
 
 SMALL = {
     "vocab_size": 64,
@@ -93,16 +95,6 @@ def values_and_gradients(model, run):
     return {"hidden states": hidden.detach()} | gradients
 
 
-@contextmanager
-def nothing_in_single_precision():
-    """What goes to fp32 in a model of any dtype (norms, routers) goes to fp64."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("float", "float32"):
-            patch.setattr(torch, name, torch.float64)
-        patch.setattr(torch.Tensor, "float", torch.Tensor.double)
-        yield
-
-
 def assert_as_exact(model, run, reference):
     """Equal in fp64; in fp32 as near to that as the reference is."""
     plain, ours = values_and_gradients(model, reference), values_and_gradients(model, run)
@@ -168,35 +160,6 @@ def test_the_row_has_no_padding_and_the_call_goes_through_the_model_itself():
     assert seen[1]["input_ids"].shape == (1, 9 + 1 + 4 + sum(len(c) - 1 for c in completions))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("family", ["Qwen3", "Gemma3"])
-def test_a_completion_sees_its_prompt_and_itself_only(family, layout):
-    """No bit of the others changes with one of them, and no gradient reaches them."""
-    prompts, completions = sequences(layout)
-    model, run = build(family), LAYOUTS[layout]
-    before = run(model, prompts, completions)
-    changed = [*completions[:2], completions[2] % 63 + 1, *completions[3:]]
-    after = run(model, prompts, changed)
-    own = slice(*before.cu_seqlens[2:4].tolist())
-    others = torch.ones(len(before.labels), dtype=torch.bool)
-    others[own] = False
-    assert torch.equal(before.hidden[others], after.hidden[others])
-    # Its first token is predicted by the prompt alone.
-    assert torch.equal(before.hidden[own][0], after.hidden[own][0])
-    assert (before.hidden[own][1:] != after.hidden[own][1:]).any(1).all()
-
-    embedded = []
-    handle = model.get_input_embeddings().register_forward_hook(lambda *args: embedded.append(args[2]))
-    hidden = run(model, prompts, completions).hidden
-    handle.remove()
-    (gradient,) = torch.autograd.grad(hidden[own].sum(), embedded[0])
-    touched = (gradient[0].abs().sum(1) > 0).nonzero().flatten().tolist()
-    if layout == "packed":
-        assert touched == list(range(8 + 6, 8 + 6 + 9))
-    else:
-        assert touched == [*range(9), *range(9 + 3, 9 + 3 + 6)]
-
-
 def flash_stand_in(module, query, key, value, attention_mask, scaling=None, **kwargs):
     """What flash-attention computes from its offsets, one sequence after the other."""
     assert attention_mask is None
@@ -226,6 +189,44 @@ def test_flash_attention_gets_the_offsets_and_no_mask(monkeypatch):
     assert (ours - reference).abs().max().item() <= bound
     with pytest.raises(InputError, match=r"update.shared_prefix: flash_stand_in takes no mask.*sdpa"):
         check_rows_of(model, shared_prefix=True)
+
+
+GROUPS = {
+    "packed": [Group(0, [3, 1, 6, 6])],
+    "shared": [Group(4, [2, 0, 5, 5]), Group(1, [3]), Group(0, [2, 4]), Group(2, [0, 1])],
+}
+
+
+def dense_mask(groups, window):
+    """[T, T] bool by the definition: position i sees j of its sequence or prefix, at most window back."""
+    tokens = []  # the group, the sequence (-1: prefix) and the position of each token
+    for number, group in enumerate(groups):
+        tokens += [(number, -1, position) for position in range(group.prefix)]
+        for sequence, length in enumerate(group.lengths):
+            tokens += [(number, sequence, group.prefix + position) for position in range(length)]
+    return torch.tensor(
+        [
+            [g == h and t in (s, -1) and 0 <= p - q < (window or len(tokens)) for h, t, q in tokens]
+            for g, s, p in tokens
+        ]
+    )
+
+
+@pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
+@pytest.mark.parametrize("window", [None, 3])
+def test_a_row_mask_is_the_dense_mask(groups, window):
+    mask, dense = RowMask(groups, window, torch.device("cpu")), dense_mask(groups, window)
+    assert mask.shape[-2:] == dense.shape and mask.dtype == torch.bool
+    generator = torch.Generator().manual_seed(shifted_seed(0))
+    qkv = torch.randn(3, 1, 2, len(dense), 4, generator=generator, dtype=torch.float64, requires_grad=True)
+    results = []
+    for each in (mask, dense):
+        output = scaled_dot_product_attention(*qkv, attn_mask=each, scale=0.7)
+        (gradient,) = torch.autograd.grad(output.square().sum(), qkv)
+        results.append(torch.cat([output.detach().flatten(), gradient.flatten()]))
+    assert (results[0] - results[1]).norm() <= 1e-14 * results[1].norm()
+    with pytest.raises(InputError, match="attention reads its mask"):
+        _ = mask | False
 
 
 def recurrent(name):

@@ -113,9 +113,9 @@ def test_warnings_come_after_some_steps_and_once(symptom, words):
     steps = [FINE | symptom] * (PATIENCE - 1) + [FINE] + [FINE | symptom] * (PATIENCE + 2)
     if not symptom.keys() & FINE.keys():  # a step that does not measure it leaves its count alone
         steps = [FINE | symptom] * (PATIENCE - 1) + [FINE] * 3 + [FINE | symptom] * 2
-    said = [health.check(metrics) for metrics in steps]
-    assert sum(map(len, said)) == 1
-    (warning,) = (each for some in said for each in some)
+    warnings = [health.check(metrics) for metrics in steps]
+    assert sum(map(len, warnings)) == 1
+    (warning,) = (each for some in warnings for each in some)
     assert words in warning and warning.startswith(f"for {PATIENCE} steps in a row")
     assert symptom.keys() & SYMPTOMS.keys()
 

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 
-from gspo_kernels import advantages as library
 from gspo_kernels.trainer.config import InputError, Method
 from gspo_kernels.trainer.rewards import Rewards, RewardSet, advantages_of, differing, levels, load_reward
 
@@ -226,6 +225,21 @@ def test_a_reward_that_hangs_keeps_no_program_from_ending():
     assert "InputError: reward function hangs took more than 0.1 seconds for 1 completions" in run.stderr
 
 
+def test_a_thread_has_the_state_of_the_caller_and_passes_an_interrupt_on():
+    def grad_mode(completions):
+        return [float(torch.is_grad_enabled())] * len(completions)
+
+    def interrupted(completions):
+        raise KeyboardInterrupt
+
+    for enabled in (True, False):
+        with torch.set_grad_enabled(enabled):
+            found = RewardSet([grad_mode], timeout=10.0)(*ARGUMENTS).total
+        assert found.tolist() == [enabled] * 2
+    with pytest.raises(KeyboardInterrupt):
+        RewardSet([interrupted], timeout=10.0)(*ARGUMENTS)
+
+
 @pytest.mark.parametrize("timeout", [0.0, math.nan, math.inf])
 def test_the_time_limit_is_checked(timeout):
     with pytest.raises(InputError, match="reward_timeout must be above 0"):
@@ -244,9 +258,16 @@ def test_loading_from_a_module_and_from_a_file(tmp_path, monkeypatch):
     text += "@dataclass\nclass Level:\n    value: int = 3\n\n"
     text += "def level(*a, **k):\n    return [Level().value] * 2\n"
     (tmp_path / "levels.py").write_text(text)
-    assert load_reward(f"{tmp_path}/levels.py:level")() == [3, 3]
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "levels.py").write_text(text.replace("3", "4"))
+    one, two = (load_reward(f"{tmp_path}/{folder}levels.py:level") for folder in ("", "other/"))
+    assert (one(), two()) == ([3, 3], [4, 4])  # two files of one name are two modules
+    assert [sys.modules[each.__module__].Level().value for each in (one, two)] == [3, 4]
     monkeypatch.chdir(tmp_path)
     assert load_reward("levels:level")() == [3, 3]
+    bound = load_reward(r"gspo_kernels.rewards:regex_format(pattern=r'a:\d(\)|b)')")
+    assert RewardSet([bound]).names == ["regex_format"]
+    assert bound([], ["a:1)", "a:1b", "a:1"], []) == [1.0, 1.0, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -275,21 +296,45 @@ def test_what_cannot_be_loaded(tmp_path, spec, words):
     assert words in str(caught.value)
 
 
+TABLE = torch.tensor(
+    [[[1.0, 2.0, 4.0, 0.0], [0.0, 0.0, 3.0, 1.0]], [[0.5, math.nan, 0.0, 1.0], [2.0, 2.0, 2.0, 2.0]]]
+)
+"""Two rewards of two groups of four."""
+
+
+def by_hand(method, total):
+    """Each formula in numpy; the total is [groups, size]."""
+    centred = total - total.mean(1, keepdims=True)
+    if method == "group_normalized":
+        return centred / (total.std(1, ddof=1, keepdims=True) + 1e-4)
+    if method == "leave_one_out":
+        return total - (total.sum(1, keepdims=True) - total) / 3
+    if method == "optimal_baseline":
+        lengths = np.arange(1.0, 9.0).reshape(2, 4)
+        return total - (lengths * total).sum(1, keepdims=True) / lengths.sum(1, keepdims=True)
+    if method == "reinforce_plus_plus":
+        return (total - total.mean()) / np.sqrt(total.var(ddof=1) + 1e-8)
+    if method == "reinforce_plus_plus_baseline":
+        return (centred - centred.mean()) / np.sqrt(centred.var(ddof=1) + 1e-8)
+    table = TABLE.double().numpy()
+    mean, std = np.nanmean(table, 2, keepdims=True), np.nanstd(table, 2, ddof=1, keepdims=True)
+    each = np.nan_to_num((table - mean) / (std + 1e-4))
+    summed = each[0] + 0.5 * each[1]
+    return (summed - summed.mean()) / (summed.std(ddof=1) + 1e-4)
+
+
 @pytest.mark.parametrize("method", typing.get_args(Method))
-def test_advantages_by_name(method):
-    """Each is a function of the library, on the weighted sum or, of GDPO, on each reward."""
-    table = torch.tensor(
-        [[1.0, 2.0, 4.0, 0.0, 0.0, 0.0, 3.0, 1.0], [0.5, math.nan, 0.0, 1.0, 2.0, 2.0, 2.0, 2.0]]
+def test_advantages_are_the_formula_of_their_name(method):
+    total = TABLE[0] + 0.5 * TABLE[1].nan_to_num(0.0)
+    rewards = Rewards(total.flatten(), {"a": TABLE[0].flatten(), "b": TABLE[1].flatten()}, {"b": 0.5})
+    found = advantages_of(rewards, group_size=4, method=method, lengths=torch.arange(1.0, 9.0))
+    assert found.dtype == torch.float32
+    np.testing.assert_allclose(
+        found.view(2, 4), by_hand(method, total.double().numpy()), rtol=1e-5, atol=1e-6
     )
-    rewards = Rewards(table[0] + 0.5 * table[1].nan_to_num(0.0), {"a": table[0], "b": table[1]}, {"b": 0.5})
-    total, lengths = rewards.total, torch.arange(1.0, 9.0)
-    expected = {
-        "group_normalized": lambda: library.group_normalized(total, group_size=4, scale="none"),
-        "leave_one_out": lambda: library.leave_one_out(total, group_size=4),
-        "optimal_baseline": lambda: library.optimal_baseline(total, lengths, group_size=4),
-        "reinforce_plus_plus": lambda: library.reinforce_plus_plus(total),
-        "reinforce_plus_plus_baseline": lambda: library.reinforce_plus_plus(total, group_size=4),
-        "gdpo": lambda: library.gdpo(table.T, group_size=4, weights=torch.tensor([1.0, 0.5])),
-    }[method]()
-    found = advantages_of(rewards, group_size=4, method=method, scale="none", lengths=lengths)
-    assert torch.equal(found, expected)
+    if method == "group_normalized":
+        scales = {"none": 1.0, "batch": total.double().std() + 1e-4}
+        for scale, size in scales.items():
+            found = advantages_of(rewards, group_size=4, method=method, scale=scale)
+            expected = (total.double() - total.double().mean(1, keepdim=True)) / size
+            np.testing.assert_allclose(found.view(2, 4), expected, rtol=1e-5, atol=1e-6)

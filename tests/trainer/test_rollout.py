@@ -3,6 +3,7 @@
 import copy
 import inspect
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -34,20 +35,6 @@ def test_tokens_that_a_loss_counts():
 def sample(model, tokenizer, prompts, sampling, batch_size=64, ends=None):
     engine = ModelEngine(model, ends or [tokenizer.eos_token_id], tokenizer.pad_token_id, batch_size)
     return engine.generate(tokenizer(prompts)["input_ids"], sampling)
-
-
-def test_greedy_completions_do_not_depend_on_padding_or_batches(model, tokenizer):
-    prompts = ["a", "hello", "xyz", "abcdefg"]
-    together = ids_of(sample(model, tokenizer, prompts, Sampling(6, temperature=0.0)))
-    in_pairs = ids_of(sample(model, tokenizer, prompts, Sampling(6, temperature=0.0), batch_size=2))
-    alone = [ids_of(sample(model, tokenizer, [p], Sampling(6, temperature=0.0)))[0] for p in prompts]
-    assert together == in_pairs == alone
-    # and are what the model itself finds most likely
-    ids = tokenizer(["hello"])["input_ids"][0]
-    for expected in alone[1]:
-        found = model(torch.tensor([ids])).logits[0, -1].argmax().item()
-        assert found == expected
-        ids.append(found)
 
 
 def sampling_logprobs(model, prompts, completions, sampling):
@@ -88,24 +75,6 @@ def test_logprobs_are_those_of_the_sampling_distribution(tokenizer, sampling):
     assert_logprobs_are_exact(model, tokenizer(prompts)["input_ids"], completions, sampling)
 
 
-def test_completions_are_distributed_as_those_of_generate(tokenizer):
-    """Tokens of two places, 4096 draws each: no cell of the table is six deviations off."""
-    from transformers import GenerationConfig
-
-    model, n = tiny_qwen3(tokenizer, vocab_size=258, initializer_range=0.5), 4096
-    own = torch.stack(
-        [each.ids for each in ModelEngine(model, [9999], 0, n).generate([[5, 6]] * n, Sampling(2))]
-    )
-    options = GenerationConfig(max_new_tokens=2, do_sample=True, top_k=0, pad_token_id=0)
-    model.generation_config = GenerationConfig()
-    with torch.no_grad():
-        theirs = model.generate(torch.tensor([[5, 6]] * n), generation_config=options)[:, 2:]
-    for place in (0, 1):
-        a, b = (torch.bincount(ids[:, place], minlength=258).double() for ids in (own, theirs))
-        assert (a > 20).sum() > 5
-        assert ((a - b).abs() <= 6 * (a + b + 1).sqrt()).all()
-
-
 @pytest.mark.parametrize("rules", [{"top_p": 0.8}, {"top_k": 20}, {"top_p": 0.9, "top_k": 50, "min_p": 0.05}])
 @torch.no_grad()
 def test_a_mask_is_what_was_drawn_from(tokenizer, rules):
@@ -134,21 +103,66 @@ def test_masks_of_places_one_after_the_other():
     mask = SamplingMask.of([[3, 40], [], [0]])
     assert mask.to_lists() == [[3, 40], [], [0]]
     first = SamplingMask.of([[3, 40]])
-    assert SamplingMask.joined([mask, first]).to_lists() == [[3, 40], [], [0], [3, 40]]
+    assert SamplingMask.concatenate([mask, first]).to_lists() == [[3, 40], [], [0], [3, 40]]
     kept = columns(mask.bitmask(41), 41)
     assert [row.nonzero().flatten().tolist() for row in kept] == [[3, 40], list(range(41)), [0]]
 
 
-def test_draws_have_the_probabilities_of_the_scores():
-    """Evenly spread uniform numbers must give each token as often as its probability says."""
-    n, scores = 4096, torch.randn(1, 300, generator=torch.Generator().manual_seed(shifted_seed(0))) * 2
-    scores[0, 0] = scores[0, 7] = scores[0, -1] = -torch.inf
-    uniforms = ((torch.arange(n, dtype=torch.float64) + 0.5) / n).unsqueeze(1)
-    tokens, probs, _ = draw(scores.repeat(n, 1), Sampling(1), uniforms)
-    counts = torch.bincount(tokens, minlength=300)
-    expected = n * scores[0].double().softmax(-1)
-    assert ((counts - expected).abs() <= 1.0).all()
-    torch.testing.assert_close(probs.log().float(), scores[0].log_softmax(-1)[tokens])
+def test_a_token_of_probability_zero_is_never_drawn():
+    """Not even by the smallest and the largest uniform number."""
+    scores = torch.zeros(3, 10)
+    scores[:, [0, 3, 4, 9]] = -torch.inf
+    uniforms = torch.tensor([[0.0], [1.0 - 2.0**-53], [2 / 6 + 1e-6]], dtype=torch.float64)
+    assert draw(scores, Sampling(1), uniforms)[0].tolist() == [1, 8, 5]
+
+
+@pytest.mark.parametrize("V", [1, 300, 6400])
+@pytest.mark.parametrize("peaked", [1.0, 20.0])
+def test_draws_are_those_of_the_cumulative_probabilities(V, peaked):
+    generator = torch.Generator().manual_seed(shifted_seed(V))
+    scores = torch.randn(512, V, generator=generator) * peaked
+    scores[:, V // 3 : V // 2] = -torch.inf
+    uniforms = torch.rand(512, 1, generator=generator, dtype=torch.float64)
+    tokens, probs, _ = draw(scores, Sampling(1), uniforms)
+    exact = scores.double().softmax(-1)
+    above, slack = exact.cumsum(-1), 4 * torch.finfo(torch.float32).eps  # probabilities are fp32
+    mine = tokens.unsqueeze(1)
+    assert (above.gather(-1, mine) - exact.gather(-1, mine) - slack <= uniforms).all()
+    assert (uniforms <= above.gather(-1, mine) + slack).all() and (exact.gather(-1, mine) > 0).all()
+    torch.testing.assert_close(probs.double(), exact.gather(-1, mine).squeeze(1), rtol=1e-5, atol=1e-30)
+
+
+class Recites:
+    """A model that finds these tokens most likely in the first row, and in the others always the same."""
+
+    device, config = torch.device("cpu"), None
+
+    def __init__(self, ids):
+        self.ids = list(ids)
+
+    def __call__(self, input_ids, **options):
+        logits = torch.full((len(input_ids), 1, 10), -50.0)
+        logits[0, :, self.ids.pop(0)] = logits[1:, :, 1] = 50.0
+        return SimpleNamespace(logits=logits)
+
+
+@pytest.mark.parametrize(
+    ("ids", "length", "finished"),
+    [
+        ([1, 2, END, PAD], 3, True),
+        ([1, 2, 3, END], 4, True),  # in the last place
+        ([1, 2, 3, 4], 4, False),
+        ([END, PAD, PAD, PAD], 1, True),
+        ([1, OTHER_END, END, PAD], 2, True),  # the first of several end tokens
+        ([1, PAD, 2, END], 4, True),  # a padding token that was sampled
+    ],
+)
+def test_a_completion_goes_up_to_its_first_end_token(ids, length, finished):
+    for sampling in (Sampling(4), Sampling(4, temperature=0.0)):
+        engine = ModelEngine(Recites(ids), [END, OTHER_END], PAD, 3)
+        found, *_ = engine.generate([[5], [6], [7]], sampling)
+        assert found.ids.tolist() == ids[:length] and found.finished == finished
+        assert (found.logprobs is None) == (sampling.temperature == 0.0)
 
 
 def test_the_default_generator_decides(model, tokenizer):
@@ -161,17 +175,17 @@ def test_the_default_generator_decides(model, tokenizer):
 
 
 class Calls:
-    """Notes how many rows and tokens each forward pass of a model has."""
+    """Records how many rows and tokens each forward pass of a model has."""
 
     def __init__(self, model, monkeypatch):
         self.shapes, forward = [], model.forward
 
-        def noted(input_ids=None, **others):
+        def counting(input_ids=None, **others):
             self.shapes.append(tuple(input_ids.shape))
             return forward(input_ids=input_ids, **others)
 
-        noted.__signature__ = inspect.signature(forward)
-        monkeypatch.setattr(model, "forward", noted)
+        counting.__signature__ = inspect.signature(forward)
+        monkeypatch.setattr(model, "forward", counting)
 
 
 def test_a_prompt_is_read_once(tokenizer, monkeypatch):

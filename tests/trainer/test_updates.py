@@ -1,6 +1,8 @@
-"""Updates: gradients against plain PyTorch for every objective, layout and term; what costs nothing."""
+"""Updates: gradients against fp64 autograd for every objective, layout and term; what costs nothing."""
 
+import copy
 import math
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -10,8 +12,8 @@ from torch.nn.utils.rnn import pad_sequence
 import gspo_kernels as gk
 from gspo_kernels.bits import columns
 from gspo_kernels.trainer.batch import Batch
-from gspo_kernels.trainer.config import TrainConfig, UpdateConfig, from_mapping
-from gspo_kernels.trainer.model import Policy
+from gspo_kernels.trainer.config import InputError, TrainConfig, UpdateConfig, from_mapping
+from gspo_kernels.trainer.model import Policy, add_adapters
 from gspo_kernels.trainer.rollout import SamplingMask
 from gspo_kernels.trainer.update import (
     Updater,
@@ -22,7 +24,7 @@ from gspo_kernels.trainer.update import (
     trainable_objectives,
 )
 from tests.draws import shifted_seed
-from tests.trainer.conftest import make_accelerator, tiny_qwen3
+from tests.trainer.conftest import make_accelerator, nothing_in_single_precision, tiny_qwen3
 
 B, C, SIZE, TEMPERATURE = 12, 5, 3, 0.7
 
@@ -72,11 +74,26 @@ def make_policy(model, config):
     return Policy(model, temperature=config.rollout.temperature, **options)
 
 
-def make_updater(tokenizer, config, model=None, reference=None, **options):
-    policy = make_policy(model or tiny_qwen3(tokenizer), config)
-    if reference is not None:
-        options["reference"] = make_policy(reference, config)
-    return Updater(make_accelerator(config.update.precision), config, policy, **options)
+def build(tokenizer, config, **changes):
+    """The model, with adapters that change it where there are any, and a context that switches these off."""
+    model = tiny_qwen3(tokenizer, **changes)
+    if config.lora.rank == 0:
+        return model, nullcontext
+    adapted = add_adapters(model, config.lora)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".lora_" in name:
+                parameter.normal_(std=0.1)
+    return model, adapted.disable_adapter
+
+
+def make_updater(tokenizer, config, reference=None):
+    """Its model has dropout, which must stay off."""
+    model, reference_mode = build(tokenizer, config, attention_dropout=0.5)
+    options = {"reference": reference and make_policy(reference, config), "reference_mode": reference_mode}
+    return Updater(
+        make_accelerator(config.update.precision), config, make_policy(model.train(), config), **options
+    )
 
 
 def record_steps(updater, found):
@@ -97,10 +114,11 @@ def record_steps(updater, found):
 
 def plain_scores(model, batch, rows):
     """Log-probs and entropies, [b, C], by the model's own logits, one sequence at a time."""
-    logprobs, entropy = torch.zeros(2, len(rows), C)
+    logprobs, entropy = torch.zeros(2, len(rows), C, dtype=model.dtype)
     for i, row in enumerate(rows.tolist()):
         prompt, completion = batch.prompts[row], batch.completions[row]
-        logits = model(torch.cat([prompt, completion]).unsqueeze(0)).logits[0, len(prompt) - 1 : -1]
+        with nothing_in_single_precision() if model.dtype == torch.float64 else nullcontext():
+            logits = model(torch.cat([prompt, completion]).unsqueeze(0)).logits[0, len(prompt) - 1 : -1]
         if batch.masks is not None:
             kept = columns(batch.masks[row].bitmask(logits.shape[1]), logits.shape[1])
             logits = logits.masked_fill(~kept, -1e30)
@@ -112,15 +130,17 @@ def plain_scores(model, batch, rows):
     return logprobs, entropy
 
 
-def plain_gradients(tokenizer, config, batch, reference=None):
+def plain_gradients(tokenizer, config, batch, reference, dtype):
     """What `record_steps` sees, by autograd through log-softmax and `policy_loss` of whole minibatches."""
-    model, objective = tiny_qwen3(tokenizer), make_objective(config)
+    (model, adapters_off), objective = build(tokenizer, config), make_objective(config)
+    model, reference = model.to(dtype), reference and copy.deepcopy(reference).to(dtype)
     mask = padded(batch, batch.loss_mask)
     updater = make_updater(tokenizer, config)
     everything = torch.arange(B)
     with torch.no_grad():
         old, _ = plain_scores(model, batch, everything)
-        ref = plain_scores(reference, batch, everything)[0] if reference is not None else None
+        with adapters_off():
+            ref = plain_scores(reference or model, batch, everything)[0] if needs_reference(config) else None
     found = []
     for number, (rows, _, _) in enumerate(updater._minibatches(batch, 0)):
         terms = {
@@ -137,32 +157,39 @@ def plain_gradients(tokenizer, config, batch, reference=None):
             terms["turn_ids"] = torch.zeros(len(rows), C, dtype=torch.int64)
         if config.off_policy.level != "none":
             options = {"level": config.off_policy.level, "high": config.off_policy.high or 2.0}
-            sampled = padded(batch, batch.rollout_logprobs)
+            sampled = padded(batch, batch.rollout_logprobs).to(dtype)
             weights = gk.rollout_weights(old, sampled, loss_mask=mask, **options)
             terms["rollout_weights"] = weights[rows]
         if hasattr(objective, "seed"):
             objective = replace(objective, seed=number)
         logprobs, entropy = plain_scores(model, batch, rows)
+        advantages = batch.advantages[rows].to(dtype)
         loss = gk.policy_loss(
-            logprobs, old[rows], batch.advantages[rows], entropy=entropy, objective=objective, **terms
+            logprobs, old[rows], advantages, entropy=entropy, objective=objective, **terms
         ).loss
-        gradients = torch.autograd.grad(loss, list(model.parameters()))
-        found.append(dict(zip((n for n, _ in model.named_parameters()), gradients, strict=True)))
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        gradients = torch.autograd.grad(loss, list(trained.values()))
+        found.append(dict(zip(trained, gradients, strict=True)))
         with torch.no_grad():
             for p in model.parameters():
                 p.mul_(1.02)
     return found
 
 
-def assert_same_gradients(found, expected):
-    assert len(found) == len(expected) > 1
-    for ours, theirs in zip(found, expected, strict=True):
-        assert ours.keys() == {f"model.{name}" for name in theirs}
-        largest = max(float(g.abs().max()) for g in theirs.values())
-        assert largest > 0
-        for name, gradient in theirs.items():
-            # both sides are fp32; the largest entry of the model sets the scale of the rounding
-            torch.testing.assert_close(ours[f"model.{name}"], gradient, rtol=1e-4, atol=2e-6 * largest)
+def assert_exact_gradients(found, tokenizer, config, batch, reference):
+    """As near to autograd in fp64 as autograd in fp32 is."""
+    exact, plain = (
+        plain_gradients(tokenizer, config, batch, reference, dtype)
+        for dtype in (torch.float64, torch.float32)
+    )
+    assert len(found) == len(exact) > 1
+    for ours, theirs, truth in zip(found, plain, exact, strict=True):
+        assert ours.keys() == {f"model.{name}" for name in truth}
+        whole = torch.stack([gradient.norm() for gradient in truth.values()]).norm()
+        assert whole > 0
+        for name, gradient in truth.items():
+            error, usual = (ours[f"model.{name}"] - gradient).norm(), (theirs[name] - gradient).norm()
+            assert error <= 2 * usual + 4 * torch.finfo(torch.float32).eps * whole, name
 
 
 def wide(name):
@@ -185,7 +212,7 @@ def test_every_objective_takes_its_step(tokenizer, name):
     found = []
     record_steps(updater, found)
     metrics = updater.update(batch)
-    assert_same_gradients(found, plain_gradients(tokenizer, config, batch, reference))
+    assert_exact_gradients(found, tokenizer, config, batch, reference)
     assert metrics["minibatch_1/ratio/max"] == pytest.approx(1.0, abs=1e-6)
     assert 0 < metrics["entropy"] < 6
 
@@ -201,6 +228,11 @@ TERMS = {
     "checkpointing": {"update": {"gradient_checkpointing": True}},
     "entropy": {"update": {"entropy_coef": 0.01, "micro_batch_tokens": 20}},
     "kl": {"kl": {"beta": 0.1, "estimator": "k2"}, "update": {"micro_batch_tokens": 20}},
+    "adapters and their reference": {
+        "lora": {"rank": 2},
+        "kl": {"beta": 0.1},
+        "update": {"micro_batch_tokens": 20, "gradient_checkpointing": True},
+    },
     "token weights": {"off_policy": {"level": "token"}, "update": {"micro_batch_tokens": 20}},
     "sequence weights": {"off_policy": {"level": "sequence", "high": 1.01}},
     "entropy of pairs": {"name": "REBEL", "objective": {}, "update": {"entropy_coef": 0.01}},
@@ -228,12 +260,13 @@ def test_every_row_and_term(tokenizer, case):
     name = options.pop("name", "GSPO")
     objective = {} if name == "EGSW" else options.pop("objective", wide(name))
     config = make_config(name, objective, **options)
-    reference = tiny_qwen3(tokenizer, seed=1) if needs_reference(config) else None
+    other = needs_reference(config) and config.lora.rank == 0
+    reference = tiny_qwen3(tokenizer, seed=1) if other else None
     updater = make_updater(tokenizer, config, reference=reference)
     found = []
     record_steps(updater, found)
     updater.update(batch)
-    assert_same_gradients(found, plain_gradients(tokenizer, config, batch, reference))
+    assert_exact_gradients(found, tokenizer, config, batch, reference)
 
 
 def test_bf16_computes_in_bf16_and_steps_in_fp32(tokenizer):
@@ -279,6 +312,36 @@ def test_the_first_minibatch_needs_no_old_logprobs(tokenizer, monkeypatch):
         assert metrics["minibatch_2/ratio/max"] != 1.0
         assert metrics["ratio/min"] == min(metrics["minibatch_1/ratio/min"], metrics["minibatch_2/ratio/min"])
         assert 0 < metrics["mismatch/mean"] < metrics["mismatch/max"]
+
+
+WEIGHTS = {  # of r, the ratio of training to sampling
+    "truncate": ({}, lambda r: r.clamp(max=2.0)),
+    "mask": ({"low": 0.15, "high": 1.5}, lambda r: torch.where((r >= 0.15) & (r <= 1.5), r, 0.0)),
+    "icepop": ({}, lambda r: torch.where((r >= 0.5) & (r <= 5.0), r, 0.0)),
+}
+
+
+@pytest.mark.parametrize("mode", WEIGHTS)
+def test_what_weights_leave_of_a_batch_is_measured(tokenizer, mode):
+    bounds, weigh = WEIGHTS[mode]
+    batch = make_batch()
+    off_policy = {"level": "token", "mode": mode, **bounds}
+    unweighted = make_updater(tokenizer, make_config()).update(batch)
+    assert not any(name.startswith("weights/") for name in unweighted)
+    updater = make_updater(tokenizer, make_config(off_policy=off_policy))
+    sampled = batch.rollout_logprobs.clone()
+    sampled[::3] -= 3.0  # far outside of every bound, on both sides
+    sampled[1::3] += 3.0
+    batch = replace(batch, rollout_logprobs=sampled.clamp(max=-0.01))
+    ratios = (updater.score(updater.policy, batch).logprobs.double() - batch.rollout_logprobs.double()).exp()
+    weights = weigh(ratios)[batch.loss_mask]
+    assert (weights != ratios[batch.loss_mask]).any()
+    metrics = updater.update(batch)
+    for name in ("mean", "min", "max"):
+        assert metrics[f"weights/{name}"] == pytest.approx(float(getattr(weights, name)()), rel=1e-5)
+    assert 0 < metrics["weights/gradient_norm"] != 1.0 and metrics["weights/mean"] > 0
+    with pytest.raises(InputError, match=r"off_policy\.level: the engine returns no log-probs"):
+        updater.update(replace(batch, rollout_logprobs=None))
 
 
 def test_log_probs_that_a_batch_brings_are_used(tokenizer):

@@ -1,8 +1,12 @@
 """vLLM against a stand-in that speaks its interface: requests, answers, weights, errors, whole runs."""
 
 import copy
+import os
+import signal
 import socket
 import sys
+import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +19,7 @@ from gspo_kernels.trainer.rollout import ModelEngine, Sampling
 from gspo_kernels.trainer.vllm import VLLMEngine, VLLMServer
 from tests.forks import in_processes
 from tests.trainer.conftest import ids_of, make_trainer, small_config, tiny_qwen3
-from tests.trainer.vllm_stand_in import DEFAULTS, serving
+from tests.trainer.vllm_stand_in import Refused, serving
 
 ENDS = list(range(40))
 PROMPTS = [[65, 66], [67], [68, 69, 70, 71], [65, 66]]
@@ -42,16 +46,6 @@ def test_greedy_completions_are_those_of_the_model_itself(stand_in, model):
     assert [(None, each.finished) for each in expected] == [(each.logprobs, each.finished) for each in found]
 
 
-def test_no_default_of_the_server_shapes_the_distribution(stand_in):
-    engine = make_engine(stand_in)
-    engine.generate(PROMPTS, Sampling(6))
-    engine.generate(PROMPTS, Sampling(6, temperature=0.0))
-    for body, _ in stand_in.completions:
-        assert body.keys() >= DEFAULTS.keys()
-        neutral = {"repetition_penalty": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
-        assert {name: body[name] for name in neutral} == neutral
-
-
 def test_completions_end_at_our_tokens_alone(stand_in, model):
     """The served model's own end token is one like any other, and each of ours ends a completion."""
     ids = [65]
@@ -74,9 +68,7 @@ def choice(**changes):
 
 SPOILED = {
     "an older vLLM": (choice(token_ids=None), "gave another answer than vLLM does"),
-    "no choice": (lambda answer: {"choices": []}, "gave another answer than vLLM does"),
     "two choices": (lambda answer: {"choices": answer["choices"] * 2}, "gave another answer than vLLM"),
-    "not an object": (lambda answer: ["choices"], "gave another answer than vLLM does"),
     "not JSON": (lambda answer: "<html>", "gave no JSON but <html>; is it a vLLM server"),
     "no log-probs": (choice(logprobs=None), "returned None as log-probs of 3 tokens"),
     "too few log-probs": (
@@ -92,7 +84,6 @@ SPOILED = {
     "another vocabulary": (choice(token_ids=[50, 258, 50]), "sampled token 258, and .* embeds 258"),
     "went on after the end": (choice(token_ids=[1, 50, 60]), r"after 3 tokens .* where \[0, 1\] or 3"),
     "ended elsewhere": (choice(token_ids=[50], finish_reason="stop"), "after 1 tokens for the reason 'stop'"),
-    "too long": (choice(token_ids=[50] * 4), "after 4 tokens"),
 }
 
 
@@ -152,6 +143,40 @@ def test_a_server_that_cannot_be_reached_is_named(stand_in, monkeypatch):
     monkeypatch.setenv("VLLM_API_KEY", "secret")
     monkeypatch.setenv("http_proxy", url)  # where nobody listens
     make_engine(stand_in).generate([[65]], Sampling(2))
+
+
+def test_a_failure_and_ctrl_c_wait_for_no_other_completion(stand_in):
+    """Of two requests at a time the first takes long and the second fails; the others are never sent."""
+    engine, complete, asked, released = (
+        make_engine(stand_in, at_once=2),
+        stand_in.complete,
+        [],
+        threading.Event(),
+    )
+
+    def first_is_slow(body):
+        asked.append(tuple(body["prompt"]))
+        if body["prompt"] == [65]:
+            stand_in.lock.release()
+            released.wait(20)
+            stand_in.lock.acquire()
+        if body["prompt"] == [66]:
+            raise Refused(500, "out of memory")
+        return complete(body)
+
+    stand_in.complete, started = first_is_slow, time.monotonic()
+    earlier = signal.signal(signal.SIGINT, signal.default_int_handler)  # workers of pytest-xdist ignore it
+    try:
+        with pytest.raises(InputError, match=r"answered 500 .*out of memory"):
+            engine.generate([[65 + number] for number in range(40)], Sampling(3))
+        assert len(asked) < 10
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate([[65]], Sampling(3))
+        assert time.monotonic() - started < 15
+    finally:
+        signal.signal(signal.SIGINT, earlier)
+        released.set()
 
 
 def test_weights_that_cannot_be_loaded_are_an_error(tmp_path, stand_in, tokenizer):
