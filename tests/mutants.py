@@ -172,7 +172,8 @@ def place(tree: Path, mutant: dict) -> tuple[Path, int] | None:
 
 def run(tree: Path, seconds: float, *arguments: str) -> tuple[int | None, str]:
     """Exit status, None where the time was over, and the output."""
-    environment = os.environ | {"PYTHONPATH": str(tree)}
+    ninja = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"  # compiles what changed
+    environment = os.environ | {"PYTHONPATH": str(tree), "PATH": ninja}
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(
             [sys.executable, *arguments],

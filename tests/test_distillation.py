@@ -107,13 +107,13 @@ class Problem:
         return {name: value.detach().cpu() for name, value in named.items()}
 
 
-def check(backend, *, dtype=torch.float32, packed=False, call=None, forms=None, **kind):
-    """As exact as plain PyTorch in the statistics' dtype, over a few draws."""
+def check(backend, *, dtype=torch.float32, packed=False, call=None, forms=None, first=0, **kind):
+    """As exact as plain PyTorch in the statistics' dtype, over a few draws from the ``first`` on."""
     for form in [{"beta": beta} for beta in BETAS] if forms is None else forms:
         errors, ours, exacts = {}, {}, {}
         in_double = dtype == torch.float64
         scale = 2 * torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps if in_double else 1.0
-        for draw in range(2 if backend == "triton" else DRAWS):
+        for draw in range(first, first + (2 if backend == "triton" else DRAWS)):
             problem = Problem(dtype=dtype, draw=draw, **kind)
             exact = problem.formulas(torch.float64, **form)
             plain = problem.formulas(torch.float32 if in_double else stats_dtype(dtype), **form)

@@ -15,7 +15,7 @@ import torch
 import gspo_kernels as gk
 
 MIB = 2**20
-# Schedule, dtype and number of sequences. A chunk holds 441 rows: whole sequences only where there are 12.
+# Schedule, dtype and number of sequences. A chunk holds 110 rows: whole sequences only where there are 12.
 CASES = (
     ("auto", "fp32", 6),
     ("auto", "bf16", 6),
@@ -26,17 +26,17 @@ CASES = (
 )
 # Schedules that keep, or may choose to keep, a further fp32 [V, H] accumulator.
 FURTHER_ACCUMULATORS = {"auto": 1, "deferred": 1}
-TOKENS, VOCABULARY, WIDTH = 3072, 151936, 64
+TOKENS, VOCABULARY, WIDTH = 768, 151936, 32
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-# More than everything else here together, so that a second chunk alive can't pass for allowance.
-CHUNK = 256 * MIB
+# Twice the allowance, for which a second chunk alive can't pass.
+CHUNK = 64 * MIB
 # Buffers of the matrix library, compacted rows, statistics per token, a slab of a raised weight: 10 MiB here.
 ALLOWANCE = 32 * MIB
 # Short enough to measure plain PyTorch, long enough for its logits to outweigh all else.
 NAIVE_TOKENS = 256
 
 # Two chunks of logits, had they to be written.
-SCORED_TOKENS = 512
+SCORED_TOKENS = 192
 
 # Bytes per logit of plain PyTorch at its peak, in the backward of log_softmax: the logits, which a variable
 # holds (4, or 2 in bf16); the log_softmax that its backward needs (4); the gradient of that, which gather's

@@ -11,7 +11,7 @@ import traceback
 import torch
 
 from tests import fuzz
-from tests.fuzz import ids
+from tests.fuzz import others
 from tests.fuzz.draw import Draw
 from tests.fuzz.judge import attempt
 
@@ -32,10 +32,10 @@ def main(arguments: list[str] | None = None) -> int:
     for number in calls:
         seed = 10**7 * given.seed + number
         # every fourth has ids or a teacher instead of labels
-        drawn = ids.Draw(seed, largest) if number % 4 == 3 else Draw(seed, largest).call()
+        drawn = others.draw(seed, largest) if number % 4 == 3 else Draw(seed, largest).call()
         try:
-            if isinstance(drawn, ids.Draw):
-                ids.attempt(drawn, given.backend)
+            if isinstance(drawn, others.Drawn):
+                drawn.attempt(given.backend)
             else:
                 refused += not attempt(drawn, given.backend)
         except Exception:
