@@ -16,7 +16,6 @@ from tests import oracle
 from tests.draws import shifted_seed
 
 LAYOUTS = ("padded", "packed")
-BACKENDS = ("reference", "cpp", "triton")
 AGGREGATIONS = ("sequence_mean", "token_mean", "sequence_mean_token_sum", "constant", "sum")
 FUSED_ENTRIES = ("token_logprobs", "fused_policy_loss", "linear_token_logprobs", "fused_linear_policy_loss")
 KIND = {

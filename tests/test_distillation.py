@@ -193,6 +193,19 @@ def test_ids_that_an_engine_has_scored(tail, backend):
             torch.testing.assert_close(given[name], value, rtol=1e-4, atol=1e-6 * float(value.abs().max()))
 
 
+def test_a_sure_engine_leaves_a_little(backend):
+    """Where its log-prob rounds to 0, 2^-24 is left for all other ids."""
+    logits, ids = torch.randn(1, 2, 5, generator=generator(6)), torch.tensor([[[1], [3]]])
+    scored = torch.tensor([[[0.0], [-1e-9]]])
+    for beta in BETAS:
+        given = [each.to(device_of(backend)) for each in (logits, ids, scored)]
+        out = gk.distillation_loss(
+            given[0], ids=given[1], teacher_logprobs=given[2], beta=beta, backend=backend
+        )
+        exact = oracle.divergence_over_ids(logits.double(), scored.double(), ids, beta, True, scored=True)
+        torch.testing.assert_close(out.divergence.cpu().double(), exact, rtol=1e-5, atol=1e-7)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_aggregations(aggregation, layout):

@@ -64,7 +64,6 @@ def by_loop(log_ratios, *, level="token", reduce="mean", mode="truncate", low=No
     return [float(inside(value)) if mode in DIVERGENCES else value * inside(value) for value in values]
 
 
-BOUNDING = [{"mode": "truncate"}, {"mode": "mask"}]
 LEVELS = [{"level": "token"}, *({"level": "sequence", "reduce": reduce} for reduce in ("mean", "sum"))]
 BOUNDS = [{"high": 1.1}, {"low": 0.9}, {"low": 0.9, "high": 1.1}, {"low": 0.0, "high": 0.0}]
 FORMS = [
