@@ -6,7 +6,7 @@ import torch
 import gspo_kernels as gk
 from tests.cases import device_of, generator
 from tests.draws import shifted_seed
-from tests.fuzz.__main__ import main
+from tests.fuzz import main
 
 SECONDS = {"reference": 5, "cpp": 10, "triton": 5}
 
