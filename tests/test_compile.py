@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import gspo_kernels as gk
-from tests.cases import KIND, call, generator, make_case, offsets
+from tests.cases import KIND, call, generator, make_case
 
 ENTRIES = (
     "policy_loss",
@@ -219,39 +219,6 @@ def test_gradcheck_policy_loss(name, kl_estimator, kl_ratio_weighted):
 
     logprobs = -small(2, 3).detach().abs()
     gradcheck(function, logprobs.requires_grad_(), small(2, 3, seed=1))
-
-
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("with_terms", [False, True], ids=["plain", "terms"])
-@pytest.mark.parametrize("name", ["GSPO", "GRPO"])
-def test_gradcheck_fused_losses(name, with_terms, packed):
-    objective = getattr(gk, name)(**WIDE)
-    terms = {**TERMS} if with_terms else {}
-    labels, old = LABELS, OLD
-    if packed:
-        labels, old = labels.reshape(-1), old.reshape(-1)
-        terms |= {key: terms[key].reshape(-1) for key in ("ref_logprobs", "token_weights") if key in terms}
-        terms["cu_seqlens"] = offsets((3, 3))
-    advantages = torch.tensor([0.7, -1.1])
-
-    def from_logits(logits):
-        return gk.fused_policy_loss(logits, labels, old, advantages, objective=objective, **terms).loss
-
-    def from_hidden(hidden, weight, bias):
-        return gk.fused_linear_policy_loss(
-            hidden,
-            weight,
-            labels,
-            old,
-            advantages,
-            bias=bias,
-            objective=objective,
-            max_chunk_bytes=120,
-            **terms,
-        ).loss
-
-    gradcheck(from_logits, small(*labels.shape, 5))
-    gradcheck(from_hidden, small(*labels.shape, 4), small(5, 4, seed=1), small(5, seed=2))
 
 
 def test_compiled_calls_follow_the_switch_of_batch_invariance():
