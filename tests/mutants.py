@@ -30,7 +30,7 @@ TEACHERS = "tests/test_distillation.py tests/test_distillation_calls.py"
 # The tests that touch what begins like this, quick ones first. The longest beginning counts.
 TESTS = {
     "gspo_kernels/": f"tests/test_errors.py {CALLS} tests/test_batch_invariance.py tests/test_compile.py",
-    "gspo_kernels/advantages.py": "tests/test_advantages.py tests/test_gdpo_over_tokens.py",
+    "gspo_kernels/advantages.py": "tests/test_advantages.py tests/test_distillation_peers.py",
     "gspo_kernels/cli.py": "tests/trainer/test_cli.py",
     "gspo_kernels/distillation.py": f"{TEACHERS} tests/test_errors.py",
     "gspo_kernels/divergences.py": TEACHERS,
