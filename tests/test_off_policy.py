@@ -112,6 +112,15 @@ def test_rollout_weights_equal_the_loop(layout, form):
         assert (got[~mask] == 1).all()
 
 
+def test_icepop_by_hand():
+    """Two-sided, and what is kept is not truncated; a batch of one sequence stays a batch."""
+    ratios = torch.tensor([[0.49, 0.5, 1.7, 5.0, 5.01]], dtype=torch.float64)
+    got = gk.rollout_weights(
+        ratios.log(), torch.zeros(1, 5).double(), mode="icepop", low=0.5 - 1e-9, high=5 + 1e-9
+    )
+    assert got.tolist() == [[0.0, pytest.approx(0.5), pytest.approx(1.7), pytest.approx(5.0), 0.0]]
+
+
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_a_weight_on_a_bound_is_kept(level):
     same = torch.tensor([[-1.0], [-2.0]])
