@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,7 +17,6 @@ from tests import oracle
 from tests.draws import shifted_seed
 
 LAYOUTS = ("padded", "packed")
-BACKENDS = ("reference", "cpp", "triton")
 AGGREGATIONS = ("sequence_mean", "token_mean", "sequence_mean_token_sum", "constant", "sum")
 FUSED_ENTRIES = ("token_logprobs", "fused_policy_loss", "linear_token_logprobs", "fused_linear_policy_loss")
 KIND = {
@@ -245,7 +245,7 @@ TERMS: dict[str, tuple[str, ...]] = {
     "normalizer": ("normalizer",),
     "on_policy_terms": ("on_policy", "k3", "entropy", "rollout_token"),
 }
-"""Names of what a case carries besides log-probs and advantages."""
+"""Names of what a case carries besides log-probs and advantages; with + between for more."""
 
 
 def _terms(name: str, rng: torch.Generator, lengths: tuple[int, ...], tokens: int) -> dict[str, Any]:
@@ -253,10 +253,7 @@ def _terms(name: str, rng: torch.Generator, lengths: tuple[int, ...], tokens: in
         return 0.5 + torch.rand(*shape, generator=rng, dtype=torch.float64).float()
 
     named: dict[str, Any] = {}
-    parts = TERMS[name.removesuffix("+token_advantages")]
-    if name.endswith("+token_advantages"):
-        named["token_advantages"] = True
-    for part in parts:
+    for part in (part for each in name.split("+") for part in TERMS.get(each, (each,))):
         if part == "loss_mask":
             mask = torch.ones(tokens, dtype=torch.bool)
             # a hole in the middle of the first sequence, and the last sequence without any counted token
@@ -339,13 +336,49 @@ def pad(case: Case, padding: int, *, masked: bool = True, fill: float = 0.0) -> 
     )
 
 
+def poisoned(case: Case, poison: float | str) -> Case:
+    """``poison`` at masked tokens, and in the [B] terms of sequences without counted tokens.
+
+    "mixed" takes each kind in turn.
+    """
+    tokens = case.counted
+    if case.cu_seqlens is None:
+        some = tokens.any(1)
+    else:
+        ends = case.cu_seqlens.tolist()
+        some = torch.tensor([bool(tokens[a:b].any()) for a, b in itertools.pairwise(ends)])
+
+    def filled(value, kept):
+        kinds = (math.nan, math.inf, -math.inf) if poison == "mixed" else (poison,)
+        turns = torch.tensor(list(itertools.islice(itertools.cycle(kinds), value.numel())), dtype=value.dtype)
+        return torch.where(kept, value, turns.reshape(value.shape))
+
+    def spoil(value):
+        if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.ndim == 0:
+            return value
+        if value.shape[: tokens.ndim] == tokens.shape:
+            return filled(value, tokens.reshape(tokens.shape + (1,) * (value.ndim - tokens.ndim)))
+        return filled(value, some) if value.shape == some.shape else value
+
+    per_row = {name for name in case.inputs if name not in ("weight", "bias")}
+    return replace(
+        case,
+        inputs={name: spoil(value) if name in per_row else value for name, value in case.inputs.items()},
+        old_logprobs=spoil(case.old_logprobs),
+        advantages=spoil(case.advantages),
+        terms={name: spoil(value) for name, value in case.terms.items()},
+    )
+
+
 def device_of(backend: str) -> torch.device:
     """Triton runs on a GPU where there is one, otherwise on the CPU by its interpreter."""
     return torch.device("cuda" if backend == "triton" and torch.cuda.is_available() else "cpu")
 
 
-def run(case: Case, entry: str, objective: Any, backend: str = "auto", **options: Any) -> Result:
-    """Forward and backward of a case through one entry point."""
+def run(
+    case: Case, entry: str, objective: Any, backend: str = "auto", factor: float = 1.0, **options: Any
+) -> Result:
+    """Forward and backward of a case through one entry point; the loss times ``factor``."""
     device = device_of(backend)
 
     def moved(value: Any) -> Any:
@@ -353,13 +386,13 @@ def run(case: Case, entry: str, objective: Any, backend: str = "auto", **options
 
     leaves = {name: moved(value.detach()).requires_grad_() for name, value in case.inputs.items()}
     output = call(case, leaves, entry, objective, backend, moved, **options)
-    output.loss.backward()
+    (output.loss * factor).backward()
     logprobs, entropy = output.logprobs.cpu(), None if output.entropy is None else output.entropy.cpu()
     if entry in ("token_logprobs", "linear_token_logprobs"):
         # only the loss knows loss_mask here, so tokens it leaves out still have log-probs
         logprobs = torch.where(case.counted, logprobs, 0.0)
         entropy = None if entropy is None else torch.where(case.counted, entropy, 0.0)
-    grads = {name: leaf.grad.cpu() for name, leaf in leaves.items()}
+    grads = {name: leaf.grad.cpu() / factor for name, leaf in leaves.items()}
     return Result(output.loss.detach().cpu(), logprobs, grads, entropy)
 
 

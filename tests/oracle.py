@@ -132,56 +132,6 @@ def divergence_over_ids(
     return divergence(log_p, log_q, beta)
 
 
-def divergences(
-    scores: Tensor,
-    theirs: Tensor | None,
-    counted: Tensor,
-    *,
-    cu_seqlens: Tensor | None,
-    student: dict,
-    teacher: dict,
-    beta: float = 0.5,
-    top_k: int = 0,
-    top_k_of: str = "teacher",
-    add_tail: bool = True,
-    ids: Tensor | None = None,
-    logprobs: Tensor | None = None,
-) -> Tensor:
-    """How far each token is from a teacher's logits, or from log-probs of ids; 0 where not counted.
-
-    ``student`` and ``teacher`` are options of ``transformed``; the student's ``kept_ids`` hold for both.
-    """
-    found = torch.zeros(counted.shape, dtype=scores.dtype)
-    student, kept = dict(student), student.get("kept_ids")
-    student.pop("kept_ids", None)
-    teacher = {"temperature": student.get("temperature", 1.0)} | teacher
-    for sequence in sequences(counted, cu_seqlens):
-        if sequence.count == 0:
-            continue
-        z = transformed(sequence.pick(scores), sequence.index, **student)
-        if ids is not None:
-            said = sequence.pick(logprobs).to(z.dtype)
-            values = divergence_over_ids(z, said, sequence.pick(ids).long(), beta, add_tail, scored=True)
-        else:
-            other = transformed(sequence.pick(theirs), sequence.index, **teacher)
-            if top_k:
-                leading = (z if top_k_of == "student" else other).topk(top_k).indices
-                values = divergence_over_ids(z, other, leading, beta, add_tail)
-            elif kept is not None:
-                sets = [sorted({i for i in row if i >= 0}) for row in sequence.pick(kept).tolist()]
-                rows = [
-                    [each[t, columns].log_softmax(-1) for each in (z, other)]
-                    for t, columns in enumerate(sets)
-                ]
-                values = torch.stack([divergence(*row, beta) for row in rows])
-            else:
-                values = divergence(z.log_softmax(-1), other.log_softmax(-1), beta)
-        here = torch.zeros_like(counted)
-        here[sequence.where] = sequence.counted
-        found = found.masked_scatter(here, values)
-    return found
-
-
 def ppo_clip(log_ratio: Tensor, advantage: float, low: float, high: float, dual: float | None) -> Tensor:
     """-min(r A, clip(r, 1 - low, 1 + high) A), for A < 0 at most -dual A; one value, branch by branch."""
     zero = 0.0 * torch.where(log_ratio.isfinite(), log_ratio, 0.0)

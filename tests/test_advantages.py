@@ -1,12 +1,17 @@
-"""Advantages against plain loops and by hand."""
+"""Advantages against plain loops, and against verl's own code where it is."""
 
+import collections
 import math
+import typing
+from types import SimpleNamespace
 
+import numpy
 import pytest
 import torch
 
 import gspo_kernels as gk
 from tests.cases import generator, offsets
+from tests.integrations import peers
 
 normalized = gk.advantages.group_normalized
 NAN = math.nan
@@ -58,18 +63,6 @@ def test_group_ids_may_be_in_any_order(dtype):
     )
 
 
-def test_group_size_and_group_ids_agree():
-    rewards = torch.randn(12, generator=generator(0))
-    ids = torch.arange(12) // 4
-    assert torch.equal(normalized(rewards, group_size=4), normalized(rewards, group_ids=ids))
-
-
-def test_by_hand():
-    # mean 2, unbiased std 1
-    got = normalized(torch.tensor([1.0, 2.0, 3.0]), group_size=3, eps=0.0)
-    assert got.tolist() == [-1.0, 0.0, 1.0]
-
-
 @pytest.mark.parametrize("value", [0.0, 0.1, 1.0, -3.3, 1e30])
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
 @pytest.mark.parametrize("count", [1, 3, 7])
@@ -93,14 +86,6 @@ def test_a_group_of_one_gets_zero(scale):
     got = normalized(torch.tensor([3.0, 1.0, 2.0]), group_ids=torch.tensor([7, 1, 1]), scale=scale)
     assert got[0] == 0 and (got[1:] != 0).all()
     assert normalized(torch.tensor([3.0]), group_size=1, scale=scale).tolist() == [0.0]
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_dtypes(dtype):
-    rewards = torch.tensor([1.0, 0.0, 1.0, 1.0], dtype=dtype).requires_grad_()
-    got = normalized(rewards, group_size=4)
-    assert got.dtype == torch.float32 and not got.requires_grad
-    assert got.tolist() == pytest.approx(by_loop([1.0, 0.0, 1.0, 1.0], [0] * 4), rel=1e-6)
 
 
 def test_strided_and_empty():
@@ -141,20 +126,16 @@ def example(count=12, seed=0):
     return rewards, [i // 4 for i in range(count)]
 
 
-def test_leave_one_out_equals_the_loop():
-    rewards, ids = example()
+@pytest.mark.parametrize("size", [2, 4])
+def test_leave_one_out_equals_the_loop(size):
+    rewards, ids = example()[0], [i // size for i in range(12)]
     expected = [0.0] * 12
     for members in members_of(ids, rewards.tolist()):
         for i in members:
             others = [rewards[j].item() for j in members if j != i]
-            expected[i] = rewards[i].item() - sum(others) / len(others)
-    got = gk.advantages.leave_one_out(rewards, group_size=4)
+            expected[i] = rewards[i].item() - sum(others) / len(others) if others else 0.0
+    got = gk.advantages.leave_one_out(rewards, group_size=size)
     assert got.tolist() == pytest.approx(expected, rel=1e-12)
-
-
-def test_leave_one_out_by_hand():
-    got = gk.advantages.leave_one_out(torch.tensor([1.0, 0.0, 0.0]), group_size=3)
-    assert got.tolist() == [1.0, -0.5, -0.5]
 
 
 def test_optimal_baseline_equals_the_loop():
@@ -168,23 +149,6 @@ def test_optimal_baseline_equals_the_loop():
             expected[i] = rewards[i].item() - baseline
     got = gk.advantages.optimal_baseline(rewards, lengths, group_size=4)
     assert got.tolist() == pytest.approx(expected, rel=1e-12)
-
-
-def test_optimal_baseline_by_hand():
-    # baseline (3 * 1 + 1 * 0) / 4
-    got = gk.advantages.optimal_baseline(torch.tensor([1.0, 0.0]), torch.tensor([3, 1]), group_size=2)
-    assert got.tolist() == [0.25, -0.75]
-    equal = gk.advantages.optimal_baseline(torch.tensor([2.0, 5.0]), torch.tensor([7, 7]), group_size=2)
-    assert equal.tolist() == [-1.5, 1.5]
-
-
-def test_optimal_baseline_minimises_the_variance_it_is_named_for():
-    """sum_i |y_i| (R_i - b)^2 is least at its baseline: the gradient's variance where norms grow with |y|."""
-    rewards, lengths = torch.tensor([1.0, 0.0, 0.3, 0.7], dtype=torch.float64), torch.tensor([9, 2, 4, 1])
-    got = gk.advantages.optimal_baseline(rewards, lengths, group_size=4)
-    least = (lengths * got**2).sum()
-    for shift in (-1e-3, 1e-3):
-        assert (lengths * (got + shift) ** 2).sum() > least
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -207,14 +171,6 @@ def test_gdpo_equals_the_loop(weighted, eps):
     assert got.tolist() == pytest.approx(expected, rel=1e-12)
 
 
-def test_gdpo_by_hand():
-    """Rewards on different scales count alike: (1, -1)/sqrt(2) each, which cancel or add up."""
-    rewards = torch.tensor([[1.0, 0.0], [0.0, 100.0], [1.0, 100.0], [0.0, 0.0]], dtype=torch.float64)
-    got = gk.advantages.gdpo(rewards, group_size=2, eps=0.0)
-    half = math.sqrt(3 / 2)
-    assert got.tolist() == pytest.approx([0.0, 0.0, half, -half], abs=1e-12)
-
-
 @pytest.mark.parametrize("with_lengths", [False, True])
 @pytest.mark.parametrize("baseline", [False, True])
 def test_reinforce_plus_plus_equals_the_loop(baseline, with_lengths):
@@ -233,14 +189,6 @@ def test_reinforce_plus_plus_equals_the_loop(baseline, with_lengths):
     groups = {"group_size": 4} if baseline else {}
     got = gk.advantages.reinforce_plus_plus(rewards, lengths=lengths, **groups)
     assert got.tolist() == pytest.approx(expected, rel=1e-12)
-
-
-def test_reinforce_plus_plus_with_lengths_whitens_over_tokens():
-    rewards, lengths = torch.tensor([1.0, 0.0, 3.0], dtype=torch.float64), torch.tensor([2, 5, 1])
-    tokens = torch.repeat_interleave(rewards, lengths)
-    expected = (rewards - tokens.mean()) / (tokens.var() + 1e-8).sqrt()
-    got = gk.advantages.reinforce_plus_plus(rewards, lengths=lengths)
-    torch.testing.assert_close(got, expected, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
@@ -273,20 +221,6 @@ def test_turn_normalized_equals_the_loop(scale):
     assert torch.equal(packed, torch.cat([got[i, :n] for i, n in enumerate(lengths)]))
 
 
-def test_turn_normalized_with_one_turn_is_group_normalized():
-    rewards = torch.randn(8, generator=generator(0))
-    turns = torch.zeros(8, 5, dtype=torch.int64)
-    got = gk.advantages.turn_normalized(rewards.unsqueeze(1), turns, group_size=4)
-    assert torch.equal(got, normalized(rewards, group_size=4).unsqueeze(1).expand(8, 5))
-
-
-def test_turns_without_company_get_zero():
-    """A turn that only one sequence of the group has is a group of one."""
-    rewards = torch.tensor([[1.0, 5.0], [0.0, NAN]])
-    got = gk.advantages.turn_normalized(rewards, torch.tensor([[0, 1], [0, 1]]), group_size=2, eps=0.0)
-    assert got.tolist() == [pytest.approx([math.sqrt(0.5), 0.0]), pytest.approx([-math.sqrt(0.5), 0.0])]
-
-
 def test_class_normalized_makes_every_class_a_sequence_of_one_token():
     """The gradient of GRPO over classes: -A_c / C for each class at ratio 1, both ways of laying them out."""
     rewards = torch.tensor([[1.0, 0.0, 0.0], [0.0, 0.0, 1.0]], dtype=torch.float64)
@@ -310,6 +244,60 @@ def test_class_normalized_makes_every_class_a_sequence_of_one_token():
             onehot = torch.eye(5, dtype=torch.float64)[token]
             expected[p] += -advantages[p, c] / 6 * (onehot - probabilities[p])
     torch.testing.assert_close(grads[0], expected, rtol=1e-12, atol=1e-15)
+
+
+# --- gdpo whitened over tokens
+
+
+def gdpo_over_tokens(rewards, group_size, weights, lengths, eps=1e-6):
+    """verl's form in fp64, token by token."""
+    total = torch.zeros(len(rewards), dtype=torch.float64)
+    for kind, weight in enumerate(weights):
+        for group in torch.arange(len(rewards)).split(group_size):
+            of_group = rewards[group, kind]
+            total[group] += weight * (of_group - of_group.mean()) / (of_group.std() + eps)
+    tokens = torch.repeat_interleave(total, lengths)
+    return (total - tokens.mean()) / (tokens.var() + 1e-8).sqrt()
+
+
+def gdpo_example(seed, dtype=torch.float64):
+    rng = generator(seed)
+    rewards = torch.randn(12, 3, generator=rng, dtype=torch.float64) * torch.tensor([1.0, 30.0, 0.01])
+    return rewards.to(dtype), [0.5, 2.0, 1.0], torch.randint(1, 50, (12,), generator=rng)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_gdpo_with_lengths_whitens_over_tokens_as_verl_does(seed):
+    rewards, weights, lengths = gdpo_example(seed)
+    got = gk.advantages.gdpo(rewards, group_size=4, weights=torch.tensor(weights), lengths=lengths, eps=1e-6)
+    expected = gdpo_over_tokens(rewards, 4, weights, lengths)
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-14)
+    assert (got - gk.advantages.gdpo(rewards, group_size=4, weights=torch.tensor(weights))).abs().max() > 1e-3
+
+
+def test_gdpo_over_tokens_is_verls_own_code():
+    """verl's functions themselves, in fp32 as it runs them, each judged by fp64."""
+    algorithms = peers.source("verl", "trainer/ppo/core_algos.py")
+    names = ("masked_sum", "masked_mean", "masked_var", "masked_whiten")
+    means = peers.extract(peers.source("verl", "utils/torch_functional.py"), *names, torch=torch)
+    verl = peers.extract(
+        algorithms, "compute_grpo_outcome_advantage", "compute_gdpo_outcome_advantage", torch=torch,
+        np=numpy, defaultdict=collections.defaultdict, Optional=typing.Optional, AlgoConfig=dict,
+        verl_F=SimpleNamespace(**means),
+    )  # fmt: skip
+    rewards, weights, lengths = gdpo_example(5, torch.float32)
+    mask = torch.arange(int(lengths.max())) < lengths.unsqueeze(1)
+    got = gk.advantages.gdpo(rewards, group_size=4, weights=torch.tensor(weights), lengths=lengths, eps=1e-6)
+    theirs = verl["compute_gdpo_outcome_advantage"](
+        torch.zeros(mask.shape), mask.float(), numpy.arange(12) // 4,
+        config={"gdpo_reward_keys": ["a", "b", "c"], "gdpo_reward_weights": weights},
+        non_tensor_batch={name: rewards[:, k].numpy() for k, name in enumerate("abc")},
+        batch={"prompts": torch.zeros(12, 0), "attention_mask": mask.long()},
+    )[0]  # fmt: skip
+    expected = gdpo_over_tokens(rewards.double(), 4, weights, lengths)
+    theirs_off = (theirs - expected.unsqueeze(1) * mask).norm() / (expected.unsqueeze(1) * mask).norm()
+    assert theirs_off < 1e-5  # the formula is verl's
+    assert (got - expected).norm() / expected.norm() <= 2**-23
 
 
 # --- what all of them promise

@@ -13,9 +13,6 @@ from torch import Tensor
 
 import gspo_kernels as gk
 from gspo_kernels import cpp
-from gspo_kernels.linear import head
-from gspo_kernels.linear.sums import Segments
-from gspo_kernels.ops import products
 from tests.cases import generator
 
 pytestmark = pytest.mark.skipif(
@@ -329,56 +326,6 @@ def test_from_logits_rows_are_so_in_every_mode():
 
 
 # --- what the comparisons would find
-
-
-def test_products_that_depend_on_the_number_of_rows_are_found(monkeypatch):
-    """As libraries' do, which choose how to split K by the shape."""
-    plain = head.fixed_product
-
-    def split(a, b, out, **options):
-        if a.shape[0] > 50 or options.get("accumulate"):
-            return plain(a, b, out, **options)
-        half = a.shape[1] // 2
-        plain(a[:, :half], b[:half], out, **options)
-        return plain(a[:, half:], b[half:], out, accumulate=True)
-
-    monkeypatch.setattr(head, "fixed_product", split)
-    monkeypatch.delattr(cpp, "folds")  # logits that are never written are another product's
-    given = problem(torch.float32)
-    with pytest.raises(AssertionError, match="logprobs"):
-        assert_same(compute(given, Way(rows=33)), compute(given, Way()))
-
-
-def test_segments_that_end_with_chunks_are_found(monkeypatch):
-    def cut(self, parts, ranks):
-        return iter(()) if not ranks.numel() else iter([self._padded((*parts, ranks))])
-
-    monkeypatch.setattr(Segments, "cut", cut)
-    given = problem(torch.float32)
-    wide = gk.GSPO(0.999, 1e4)  # so that hardly a draw clips all sequences but a short one
-    ways = (Way(rows=20, schedule="two_pass"), Way())
-    found, expected = (compute(given, way, objective=wide) for way in ways)
-    assert_same(found, expected, ROWS)
-    with pytest.raises(AssertionError, match="weight"):
-        assert_same(found, expected, ["weight"])
-
-
-def test_without_the_mode_bits_differ_where_the_library_multiplies(monkeypatch):
-    """Where the processor's library multiplies one row in another order than many; it may not."""
-    monkeypatch.setattr(products, "fp32_library", lambda: "torch")
-    given = problem(torch.float32)
-    hidden, labels = rows_of_problem(given)
-    one, many = hidden[:1] @ given.weight.t(), (hidden @ given.weight.t())[:1]
-    if torch.equal(one, many):
-        pytest.skip("this library multiplies one row as it does many")
-    single = gk.linear_token_logprobs(hidden[:1], given.weight, labels[:1], return_entropy=True)
-    whole = gk.linear_token_logprobs(hidden, given.weight, labels, return_entropy=True)
-    same = [
-        torch.equal(gk.linear_token_logprobs(hidden[i : i + 1], given.weight, labels[i : i + 1]).logprobs,
-                    whole.logprobs[i : i + 1])
-        for i in range(40)
-    ]  # fmt: skip
-    assert single.logprobs.shape == (1,) and not all(same)
 
 
 # --- the switch

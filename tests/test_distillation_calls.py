@@ -38,36 +38,6 @@ def test_the_teacher_gets_no_gradient_and_autocast_casts_both():
     assert {name for name, leaf in leaves.items() if leaf.grad is not None} == set(problem.inputs)
 
 
-def test_gradcheck(backend):
-    """In fp64; by the interpreter one token."""
-    T = 1 if backend == "triton" else 2
-    rng = generator(5)
-    inputs = [torch.randn(*shape, generator=rng, dtype=torch.float64) for shape in ((1, T, 3), (5, 3), (5,))]
-    hidden, weight = (
-        torch.randn(*shape, generator=rng, dtype=torch.float64) for shape in ((1, T, 2), (5, 2))
-    )
-    options = {"softcap": 3.0, "temperature": 0.7, "backend": backend}
-    for form in (
-        {"beta": 0.0},
-        {"beta": 0.4},
-        {"beta": 1.0},
-        {"beta": 0.4, "top_k": 2, "top_k_of": "teacher"},
-    ):
-
-        def from_hidden(*own):
-            return gk.fused_linear_distillation_loss(
-                own[0], own[1], hidden, weight, bias=own[2], **form, **options  # noqa: B023
-            ).loss  # fmt: skip
-
-        def from_logits(logits):
-            return gk.distillation_loss(logits, hidden @ weight.T, **form, **options).loss  # noqa: B023
-
-        own = [each.clone().requires_grad_() for each in inputs]
-        assert torch.autograd.gradcheck(from_hidden, own, fast_mode=True)
-        logits = torch.randn(1, T, 5, generator=rng, dtype=torch.float64, requires_grad=True)
-        assert torch.autograd.gradcheck(from_logits, logits, fast_mode=True)
-
-
 @pytest.mark.parametrize("linear", [False, True], ids=["logits", "hidden"])
 def test_compiled_equals_eager(linear):
     problem = Problem(linear=linear, options="transformed", V=61)

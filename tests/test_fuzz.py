@@ -4,11 +4,11 @@ import pytest
 import torch
 
 import gspo_kernels as gk
-from tests.cases import LAYOUTS, device_of, generator, offsets
+from tests.cases import device_of, generator
 from tests.draws import shifted_seed
-from tests.fuzz.__main__ import main
+from tests.fuzz import main
 
-SECONDS = {"reference": 10, "cpp": 25, "triton": 10}
+SECONDS = {"reference": 5, "cpp": 10, "triton": 5}
 
 
 @pytest.mark.slow
@@ -31,32 +31,6 @@ def test_the_fuzzer_sees_a_fault_and_prints_the_line_that_repeats_it(monkeypatch
     assert main(line.split()[3:]) == 1
     monkeypatch.undo()
     assert main([*line.split()[3:], "--seconds", "0"]) == 0
-
-
-@pytest.mark.parametrize("on_policy", [False, True])
-@pytest.mark.parametrize("entropy_coef", [0.0, 0.1])
-@pytest.mark.parametrize("entry", [gk.fused_policy_loss, gk.fused_linear_policy_loss])
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("shape", [(0, 0), (0, 3), (2, 0)])
-def test_empty_batches_with_entropy(shape, layout, entry, entropy_coef, on_policy, backend):
-    """Whatever is empty, the loss is 0 and carries a gradient of 0."""
-    device, sequences = device_of(backend), shape[0]
-    packed = layout == "packed"
-    rows = (0,) if packed else shape
-    labels = torch.zeros(rows, dtype=torch.int64, device=device)
-    old = None if on_policy else torch.zeros(rows, device=device)
-    options = {"cu_seqlens": offsets((0,) * sequences).to(device)} if packed else {}
-    width = 7 if entry is gk.fused_policy_loss else 4
-    inputs = [torch.zeros(*rows, width, device=device, requires_grad=True)]
-    if entry is gk.fused_linear_policy_loss:
-        inputs.append(torch.ones(7, width, device=device, requires_grad=True))
-    output = entry(
-        *inputs, labels, old, torch.ones(sequences, device=device), return_entropy=True,
-        entropy_coef=entropy_coef, backend=backend, **options,
-    )  # fmt: skip
-    assert output.entropy.shape == rows
-    output.loss.backward()
-    assert output.loss == 0 and all(torch.equal(each.grad, torch.zeros_like(each)) for each in inputs)
 
 
 @pytest.mark.parametrize("scale", [1.0, 65536.0])

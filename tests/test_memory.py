@@ -13,9 +13,10 @@ import pytest
 import torch
 
 import gspo_kernels as gk
+from gspo_kernels.ops.memory import Workspace
 
 MIB = 2**20
-# Schedule, dtype and number of sequences. A chunk holds 441 rows: whole sequences only where there are 12.
+# Schedule, dtype and number of sequences. A chunk holds 110 rows: whole sequences only where there are 12.
 CASES = (
     ("auto", "fp32", 6),
     ("auto", "bf16", 6),
@@ -26,17 +27,17 @@ CASES = (
 )
 # Schedules that keep, or may choose to keep, a further fp32 [V, H] accumulator.
 FURTHER_ACCUMULATORS = {"auto": 1, "deferred": 1}
-TOKENS, VOCABULARY, WIDTH = 3072, 151936, 64
+TOKENS, VOCABULARY, WIDTH = 768, 151936, 32
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-# More than everything else here together, so that a second chunk alive can't pass for allowance.
-CHUNK = 256 * MIB
+# Twice the allowance, for which a second chunk alive can't pass.
+CHUNK = 64 * MIB
 # Buffers of the matrix library, compacted rows, statistics per token, a slab of a raised weight: 10 MiB here.
 ALLOWANCE = 32 * MIB
 # Short enough to measure plain PyTorch, long enough for its logits to outweigh all else.
 NAIVE_TOKENS = 256
 
 # Two chunks of logits, had they to be written.
-SCORED_TOKENS = 512
+SCORED_TOKENS = 192
 
 # Bytes per logit of plain PyTorch at its peak, in the backward of log_softmax: the logits, which a variable
 # holds (4, or 2 in bf16); the log_softmax that its backward needs (4); the gradient of that, which gather's
@@ -54,15 +55,11 @@ def naive(hidden, weight, labels, old, advantages):
 
 
 def ours(*arguments, **options):
-    import gspo_kernels as gk
-
     gk.fused_linear_policy_loss(*arguments, **options).loss.backward()
 
 
 def promised(*arguments, **options):
     """What the package itself says it takes beyond inputs and gradients."""
-    import gspo_kernels as gk
-
     return gk.explain_schedule(*arguments, **options).peak_bytes
 
 
@@ -85,7 +82,6 @@ def resident(what):
 
 def child(contestant, tokens, dtype, sequences):
     """Print by how many bytes a forward and backward raise the peak, and what was promised."""
-
     plain, case = contestant == "naive", (DTYPES[dtype], int(sequences))
 
     def problem(*size):
@@ -161,17 +157,22 @@ def test_what_plain_pytorch_takes(dtype):
     assert measure("naive", NAIVE_TOKENS, dtype, 8)[0] == pytest.approx(expected, rel=0.05)
 
 
-def flags_of(address):
-    """The kernel's flags of the mapping that holds an address."""
-    inside = False
+def mapping(address):
+    """What the kernel says of the mapping that holds an address: its lines by their names."""
+    found, inside = {}, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
-        first = line.split()[0]
+        first, _, rest = line.partition(" ")
         if not first.endswith(":"):
             start, end = (int(bound, 16) for bound in first.split("-"))
             inside = start <= address < end
-        elif inside and first == "VmFlags:":
-            return line.split()[1:]
-    return []
+        elif inside:
+            found[first[:-1]] = rest
+    return found
+
+
+def lazily_free(address):
+    """Bytes of the mapping that holds an address that the kernel may take without writing them anywhere."""
+    return int(mapping(address)["LazyFree"].split()[0]) * 1024
 
 
 @pytest.mark.skipif(
@@ -182,7 +183,7 @@ def test_large_blocks_ask_for_huge_pages():
 
     memory = used_memory(torch.Size((64, MIB // 4)), torch.float32, torch.device("cpu"))
     assert memory.shape == (64, MIB // 4) and memory.dtype == torch.float32
-    assert "hg" in flags_of(memory.data_ptr() + 32 * MIB)
+    assert "hg" in mapping(memory.data_ptr() + 32 * MIB)["VmFlags"].split()
 
 
 @pytest.fixture
@@ -273,8 +274,6 @@ def test_small_gradients_are_left_to_malloc(given_back):
 
 @on_linux
 def test_a_second_step_finds_the_first_one_s_gradient(given_back):
-    import gspo_kernels as gk
-
     logits = torch.randn(1, 64, 2**17, requires_grad=True)
     labels = torch.zeros(1, 64, dtype=torch.int64)
 
@@ -300,8 +299,6 @@ def kept():
 
 def linear_call(tokens=64, **options):
     """Loss and gradients of a call whose chunk takes more than malloc keeps by itself."""
-    import gspo_kernels as gk
-
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(4, tokens // 4, 8, generator=generator).requires_grad_()
     weight = torch.randn(2**20, 8, generator=generator).requires_grad_()
@@ -340,22 +337,7 @@ def test_the_system_may_take_some_of_what_is_kept(kept, monkeypatch, tokens, fre
     assert (free - 1) * MIB <= lazily_free(block.data_ptr() + block.numel() - MIB) <= free * MIB
 
 
-def lazily_free(address):
-    """Bytes of the mapping that holds an address that the kernel may take without writing them anywhere."""
-    inside = False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        first, *rest = line.split()
-        if not first.endswith(":"):
-            start, end = (int(bound, 16) for bound in first.split("-"))
-            inside = start <= address < end
-        elif inside and first == "LazyFree:":
-            return int(rest[0]) * 1024
-    return 0
-
-
 def test_calls_at_the_same_time_share_no_memory(kept):
-    from gspo_kernels.ops.memory import Workspace
-
     one, other = Workspace(), Workspace()
     one.rows(16, MIB, torch.float32)
     one.close()
@@ -367,8 +349,6 @@ def test_calls_at_the_same_time_share_no_memory(kept):
 
 
 def test_what_inference_mode_kept_serves_training(kept):
-    import gspo_kernels as gk
-
     with torch.inference_mode():
         gk.linear_token_logprobs(
             torch.randn(1, 64, 8), torch.randn(2**20, 8), torch.zeros(1, 64, dtype=torch.int64)

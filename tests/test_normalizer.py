@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import gspo_kernels as gk
-from tests.cases import generator
 
 MASK = torch.tensor([[1, 1, 0, 1], [0, 0, 0, 0], [1, 0, 0, 0], [1, 1, 1, 1]])
 
@@ -40,25 +39,6 @@ def test_pairs():
         gk.normalizer(gk.DPO(), every, advantages=advantages)
     with pytest.raises(ValueError, match="advantages: GSPO counts no pairs"):
         gk.normalizer(gk.GSPO(), every, advantages=advantages)
-
-
-@pytest.mark.parametrize("aggregation", ["sequence_mean", "token_mean", "sequence_mean_token_sum", "sum"])
-def test_micro_batches_add_up(aggregation):
-    rng, objective = generator(0), gk.GSPO(aggregation=aggregation)
-    logprobs = -torch.rand(4, 4, generator=rng, dtype=torch.float64).requires_grad_()
-    old, advantages = logprobs.detach() + 1e-4, torch.randn(4, generator=rng, dtype=torch.float64)
-
-    def gradient(rows, **options):
-        loss = gk.policy_loss(
-            logprobs[rows], old[rows], advantages[rows], loss_mask=MASK[rows], objective=objective, **options
-        ).loss
-        return torch.autograd.grad(loss, logprobs)[0]
-
-    whole = gradient(slice(None))
-    number = gk.normalizer(objective, MASK)
-    parts = [gradient(rows, normalizer=number) for rows in (slice(0, 1), slice(1, 4))]
-    torch.testing.assert_close(sum(parts), whole, rtol=1e-12, atol=0)
-    assert whole.count_nonzero()
 
 
 @pytest.mark.parametrize(

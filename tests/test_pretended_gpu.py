@@ -37,8 +37,9 @@ def gpu(monkeypatch):
 # --- products
 
 
-@pytest.mark.parametrize("schedule", ["aligned", "deferred", "two_pass"])
-@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize(
+    ("dtype", "schedule"), [(NARROW[0], "aligned"), (NARROW[1], "deferred"), (NARROW[1], "two_pass")]
+)
 def test_16_bit_rows_live_in_the_memory_of_the_logits(gpu, monkeypatch, dtype, schedule):
     """Rows p - onehot in 16 bits, unscaled, over their own fp32 logits, whose memory is kept."""
     shared, logits = [], set()
@@ -59,8 +60,7 @@ def test_16_bit_rows_live_in_the_memory_of_the_logits(gpu, monkeypatch, dtype, s
     assert_equals_oracle(got, case, gk.GSPO())
 
 
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize(("dtype", "bias"), [(NARROW[0], False), (NARROW[1], True)])
 def test_products_of_16_bits_add_up_in_fp32_and_in_place(gpu, dtype, bias):
     """Every product goes into memory that is there, and dWeight is summed inside of its own."""
     (hidden, weight), labels, old, advantages = problem(dtype)
@@ -78,8 +78,9 @@ def test_products_of_16_bits_add_up_in_fp32_and_in_place(gpu, dtype, bias):
     ]
 
 
-@pytest.mark.parametrize("schedule", ["aligned", "deferred", "two_pass"])
-@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize(
+    ("dtype", "schedule"), [(NARROW[0], "aligned"), (NARROW[1], "deferred"), (NARROW[1], "two_pass")]
+)
 def test_peak_memory_is_what_the_plan_says(gpu, dtype, schedule):
     """All that is there beside the gradients, but for rows [n, H] of a chunk and a few numbers per token."""
     width, vocabulary = 24, 8192

@@ -230,17 +230,6 @@ def test_sets_of_thousands_of_ids():
     assert torch.equal(kept, warped(logits, top_p=0.8))
 
 
-def test_the_engines_differ_where_min_p_meets_top_p():
-    """Of 0.5, 0.2, 0.15, 0.15 min-p 0.35 leaves two; then top-p 0.7 needs the first alone."""
-    logits = torch.tensor([[0.5, 0.2, 0.15, 0.15]], dtype=torch.float64).log()
-    rules = {"min_p": 0.35, "top_p": 0.7}
-    kept = {
-        engine: bits.columns(gk.sampling_mask(logits, engine=engine, **rules), 4)[0].tolist()
-        for engine in ("transformers", "vllm")
-    }
-    assert kept == {"transformers": [True, True, False, False], "vllm": [True, False, False, False]}
-
-
 def test_ties_are_kept_together():
     logits = torch.tensor([[3.0, 1.0, 2.0, 2.0, 2.0, 0.0]])
     for rules in ({"top_k": 2}, {"top_p": 0.5}, {"top_k": 3, "top_p": 0.9}):
@@ -317,33 +306,3 @@ def test_rows_without_a_softmax_are_refused(monkeypatch, rules, bad):
         assert bits.columns(mask, 40)[1, 1].all()
         mask[1, 1] = plain[1, 1]
         assert torch.equal(mask, plain)
-
-
-# --- why
-
-
-@pytest.mark.parametrize("entry", ["logits", "hidden states"])
-def test_without_the_mask_equal_weights_are_far_outside_of_the_clip_range(entry):
-    """Engines report log-probs of what they drew from. Over the whole vocabulary they are lower."""
-    rng = generator(5)
-    sequences, length, vocabulary = 64, 32, 500
-    hidden = torch.randn(sequences, length, 16, generator=rng)
-    weight = 0.6 * torch.randn(vocabulary, 16, generator=rng)
-    logits = hidden @ weight.T
-    mask = gk.sampling_mask(logits, top_p=0.9)
-    drawn_from = torch.log_softmax(logits.masked_fill(~bits.columns(mask, vocabulary), -math.inf), -1)
-    labels = torch.distributions.Categorical(logits=drawn_from).sample()
-    reported = drawn_from.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
-    advantages = torch.where(torch.arange(sequences) % 2 == 0, 1.0, -1.0)
-
-    def outside(**options):
-        if entry == "logits":
-            out = gk.fused_policy_loss(logits, labels, reported, advantages, **options)
-        else:
-            out = gk.fused_linear_policy_loss(hidden, weight, labels, reported, advantages, **options)
-        ratios = torch.exp((out.logprobs - reported).mean(1))
-        return float(((ratios < 1 - 3e-4) | (ratios > 1 + 4e-4)).float().mean())
-
-    without, replayed = outside(), outside(kept_mask=mask)
-    print(f"outside of GSPO's clip range: {without:.0%} without the mask, {replayed:.0%} with it")
-    assert without > 0.9 and replayed == 0.0

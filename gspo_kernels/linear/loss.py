@@ -215,7 +215,10 @@ class Run:
             self._sequence_sums = HeadSums(call.head, self.plan.requires_grad, self.plan.backend)
         sums = self._sequence_sums
         sums.clear()
-        weights = gradients.one.expand(part.rows) if factors is None else factors[0].to(gradients.dtype)
+        counted = call.counted.flatten()[part.where]
+        weights = gradients.one.expand(part.rows)
+        if factors is not None:
+            weights = torch.where(counted, factors[0].to(gradients.dtype), 0.0)
         done = 0
         for chunk in call.chunks(part.where):
             projected = self.project(chunk, skip=False)
@@ -226,7 +229,6 @@ class Run:
             del projected
         grad, _ = self.coefficients(part)
         # one number for the sequence, taken where rounding matters least
-        counted = call.counted.flatten()[part.where]
         most = torch.where(counted, weights.abs(), -1.0).argmax()
         weight, whole = weights.take(most), grad.take(most)  # an index in brackets would be read by the host
         coefficient = torch.where(weight == 0, 0.0, whole / weight)

@@ -70,17 +70,6 @@ def test_values(shape, dtype, instructions):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_an_error_of_a_few_ulps_is_found(dtype):
-    a, b = draw((100, 300, 513), dtype)
-    out, eps = multiply(a, b, poisoned(a, b)), torch.finfo(torch.float32).eps
-    with pytest.raises(AssertionError, match="norm"):
-        assert_product(out * (1 + 8 * eps), a, b)
-    out.view(-1)[out.abs().argmax()] *= 1 + 32 * eps
-    with pytest.raises(AssertionError, match="largest"):
-        assert_product(out, a, b)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(13, 33, 257), (30, 70, 1025)])
 def test_strides_make_no_difference(shape, dtype):
     a, b = draw(shape, dtype)

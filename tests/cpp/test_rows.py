@@ -73,21 +73,6 @@ def test_values_and_gradients_are_within_budget(vocabulary, transform, dtype):
     assert_within_budget("rows", rows, usual, want, "grad", wide(g) * wide(factors))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_temperature_per_row(dtype):
-    logits, labels, g, ge = make(1009, dtype, rows=(2, 16))
-    temperature = torch.rand(16, 2, dtype=dtype).t() + 0.5
-    transform = LogitTransform(softcap=4.0, row_temperature=temperature)
-    stats = forward(logits, labels, transform)
-    want, usual = exact(logits, labels, transform, g, ge), plain(logits, labels, transform, g, ge)
-    assert_within_budget("logprobs", stats.logprobs, usual, want, "logprobs")
-    assert_within_budget("entropy", stats.entropy, usual, want, "entropy")
-    assert_within_budget("grad", backward(logits, labels, stats, g, ge, transform), usual, want, "grad")
-    want, usual = exact(logits, labels, transform, g), plain(logits, labels, transform, g)
-    _, rows, factors = and_rows(logits, labels, transform)
-    assert_within_budget("rows", rows, usual, want, "grad", wide(g) * wide(factors))
-
-
 @pytest.mark.parametrize("spread", [0.0, 30.0])
 @pytest.mark.parametrize("offset", [0.0, 1e3, -1e5])
 def test_logits_far_from_zero_and_far_apart(spread, offset):
@@ -197,20 +182,3 @@ def test_strided_gradient_rows_touch_nothing_between_them():
     and_rows(logits, labels, out=padded[:, ::2, 10:310])
     padded[:, ::2, 10:310] = 7.0
     assert (padded == 7.0).all()
-
-
-@pytest.mark.parametrize("labels_dtype", [torch.int32, torch.int64])
-def test_packed_rows_and_narrow_labels(labels_dtype):
-    logits, labels, _, _ = make(300, torch.float32)
-    packed = forward(logits.view(1, 10, 300), labels.view(1, 10).to(labels_dtype))
-    assert equal([s.view(2, 5) for s in packed], forward(logits, labels))
-    assert packed.logprobs.shape == (1, 10)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_statistics_beside_a_gradient_are_those_of_a_forward(dtype):
-    """Bit for bit, though the sums are taken of exponentials that are kept."""
-    for vocabulary in (1, 15, 500, 2047, 2049, 6001):
-        logits, labels, c, _ = make(vocabulary, dtype)
-        stats, _ = and_grad(logits, labels, c)
-        assert equal(stats[:2], forward(logits, labels, entropy=False)[:2])

@@ -14,7 +14,6 @@ from tests.cases import (
     LENGTHS,
     make_case,
     offsets,
-    pad,
     run,
 )
 from tests.equivalence.common import LINEAR_ENTRIES, OBJECTIVES, check, with_aggregation
@@ -50,13 +49,6 @@ def test_permuted_sequences(entry, order, backend):
     grads = {name: value[undo] if name in per_token else value for name, value in result.grads.items()}
     back = replace(result, logprobs=result.logprobs[undo], grads=grads)
     assert_equals_oracle(back, case, gk.GSPO())
-
-
-@pytest.mark.parametrize("padding", [0, 5])
-@pytest.mark.parametrize("entry", ["fused_policy_loss", "fused_linear_policy_loss"])
-def test_padding_amounts(entry, padding, backend):
-    case = make_case(KIND[entry], "padded", "weighted", padding=padding, lengths=(3, 0, 1, 2))
-    check(case, entry, gk.GSPO(), backend)
 
 
 def test_left_padding(backend):
@@ -145,12 +137,3 @@ def test_fused_equals_its_parts(layout, backend):
     assert torch.equal(fused.entropy, apart.entropy)
     counted = case.counted
     assert (fused.logprobs[~counted] == 0).all() and (fused.entropy[~counted] == 0).all()
-
-
-def test_padded_equals_packed_equals_oracle(backend):
-    packed = make_case("logits", "packed", "holes")
-    padded = pad(packed, 3)
-    one, other = (run(case, "fused_policy_loss", gk.GSPO(), backend) for case in (packed, padded))
-    assert torch.equal(one.logprobs[packed.counted], other.logprobs[padded.counted])
-    assert_equals_oracle(one, packed, gk.GSPO())
-    assert_equals_oracle(other, padded, gk.GSPO())

@@ -53,13 +53,14 @@ def test_long_sequences(entry, layout, backend):
     # more tokens than are reduced at a time, one more than a power of two, none, and a few
     lengths = (3001, 0, 3, 1025)
     if backend == "triton" and not torch.cuda.is_available():
-        # the interpreter takes milliseconds a row of logits, and 512 tokens are reduced at a time there
-        lengths = (520, 0)
+        if layout == "padded":
+            pytest.skip("the interpreter takes milliseconds a row of logits")
+        lengths = (520, 0)  # 512 tokens are reduced at a time there
     case = make_case(KIND[entry], layout, "holes", vocabulary=5, width=3, lengths=lengths, padding=1)
     check(case, entry, gk.GSPO(), backend)
 
 
-@pytest.mark.parametrize("length", [1, 3, 600])
+@pytest.mark.parametrize("length", [1, 3, 150])
 @pytest.mark.parametrize("name", ["GSPO", "GSPOToken", "GRPO"])
 def test_policy_loss_lengths(name, length):
     case = make_case("logprobs", "packed", "k3", lengths=(length, 0, length))

@@ -39,6 +39,10 @@ OPTIONS: dict[str, tuple[dict[str, Any], ...]] = {
         {"dual_clip": 1.3, "half_life": 3.0, "influence_high": 2.0},
         {"dual_clip": None},
     ),
+    "TRPA": ({"beta": 0.7, "kl_coef": 0.2},),
+    "EGSW": ({"alpha": 0.7, "temperature": 0.6, "dual_clip": 1.5},),
+    "ClipCov": ({"clip_cov_ratio": 0.1, "clip_cov_lb": 0.001},),
+    "KLCov": ({"kl_cov_ratio": 0.2, "ppo_kl_coef": 0.6},),
     "ABCGRPO": ({"positive_low": 0.1, "positive_high": 0.3, "negative_low": 1.0, "negative_high": 0.05},),
 }
 """Beyond the defaults."""

@@ -1,7 +1,7 @@
 """The same loss and gradients from hidden states as Liger's fused linear GRPO loss, on ragged batches.
 
 Liger computes in fp32 whatever it is given. Ours in fp64 is what it is compared to, with the error that fp32
-products of these operands may have. Where Liger differs, the difference itself is tested.
+products of these operands may have. Calls where Liger differs are skipped, and say how.
 """
 
 import importlib.util
@@ -42,7 +42,6 @@ SETTINGS = {
 PER_SEQUENCE = ("grpo", "dr_grpo", "sapo", "luspo")
 LENGTHS = (8, 3, 5, 6, 1, 0)
 RAGGED = torch.arange(8) < torch.tensor(LENGTHS).unsqueeze(1)
-FULL = torch.ones(6, 8, dtype=torch.bool)
 BIAS, TEMPERATURE, VOCABULARY, HIDDEN = 0.3, 1.3, 37, 16
 
 
@@ -123,11 +122,11 @@ def test_equals_liger(name, terms):
     objective, options = SETTINGS[name]
     loss_type = name.split(",")[0]
     if loss_type == "vespo" and terms == "weights":
-        pytest.skip("they enter its ratio: a test of its own")
+        pytest.skip("they enter its ratio there")
     if loss_type == "vespo" and terms == "weighted kl":
-        pytest.skip("by which ratio: a test of its own")
+        pytest.skip("there by the ratio of a token")
     if loss_type == "luspo" and "kl" in terms:
-        pytest.skip("Liger counts padding there: a test of its own")
+        pytest.skip("Liger counts padding there")
     case, given, theirs = Case(), divisor(name), {}
     if terms == "on-policy":
         given["old"] = theirs["old"] = None
@@ -143,50 +142,6 @@ def test_equals_liger(name, terms):
             pytest.skip("Liger takes a number of tokens for the others, and ignores it")
         given["normalizer"], theirs["terms"] = 31.0, {"num_items_in_batch": torch.tensor(31.0)}
     case.assert_equal(case.ours(objective, **given), case.liger(name, **options, **theirs))
-
-
-@pytest.mark.parametrize("terms", ["kl", "weighted kl", "weights"])
-def test_luspo_counts_padding_in_liger(terms):
-    """A term per token enters its mean over all positions, padded ones too; equal where there are none."""
-    objective, options = SETTINGS["luspo"]
-    for mask in (FULL, RAGGED):
-        case = Case(mask)
-        if terms == "weights":
-            given, theirs = {"rollout_weights": case.weights}, {"terms": {"vllm_is_ratio": case.weights}}
-        else:
-            given = {"ref_logprobs": case.ref, "kl_beta": 0.25, "kl_ratio_weighted": terms == "weighted kl"}
-            theirs = {"beta": 0.25, "use_bias_correction_kl": terms == "weighted kl"}
-        got = case.ours(objective, **given, **divisor("luspo"))
-        expected = case.liger("luspo", **options, **theirs)
-        if mask is FULL:
-            case.assert_equal(got, expected)
-        else:
-            # the largest of many differences, as those of the loss may cancel
-            assert (got[1] - expected[1]).abs().max() > 10 * case.error
-            # and padded positions get a gradient
-            assert not got[1][~mask].any() and bool(expected[1][~mask].any()) == ("kl" in terms)
-
-
-def test_vespo_takes_weights_into_its_ratio_in_liger():
-    """As in TRL; here the rollout's log-probs are passed as the old ones. Liger adds up padding's weights."""
-    case = Case()
-    rollout = (case.old - 0.1 * (case.weights - 1)).float().double()
-    weights = torch.where(case.mask, (case.old - rollout).exp(), 1.0)
-    expected = case.liger("vespo", terms={"vllm_is_ratio": weights})
-    case.assert_equal(case.ours(gk.VESPO(), rollout), expected)
-    assert abs(case.ours(gk.VESPO(), rollout_weights=weights)[0] - expected[0]) > 10 * case.error
-
-
-def test_vespo_weighs_its_kl_by_the_tokens_ratio_in_liger():
-    """Here by the ratio that the objective has, which is the trajectory's."""
-    case = Case()
-    kl = {"ref_logprobs": case.ref, "kl_beta": 0.25, "kl_ratio_weighted": True}
-    expected = case.liger("vespo", beta=0.25, use_bias_correction_kl=True)
-    parts = [case.ours(gk.VESPO())]
-    assert abs(case.ours(gk.VESPO(), **kl)[0] - expected[0]) > 100 * case.error
-    case.advantages = torch.zeros_like(case.advantages)
-    parts.append(case.ours(gk.DAPO(), **kl))
-    case.assert_equal([sum(both) for both in zip(*parts, strict=True)], expected)
 
 
 @pytest.mark.parametrize("name", PER_SEQUENCE)

@@ -6,7 +6,7 @@ import torch
 import gspo_kernels as gk
 from gspo_kernels.linear.schedule import SCHEDULES
 from tests.draws import shifted_seed
-from tests.objectives.every import alone, close, coefficients, every, layouts, sequences
+from tests.objectives.every import alone, close, coefficients, every, layouts
 from tests.objectives.sample_batches import EVERY, make_batch
 
 
@@ -145,46 +145,6 @@ def test_on_policy_through_every_entry(objective):
 
 
 @alone
-def test_micro_batches_with_a_normalizer_add_up(objective):
-    batch = make_batch(objective, everything=True)
-    found = list(sequences(batch))
-    normalizer = {
-        "token_mean": sum(one.length for one in found if one.l),
-        "sum": 1,
-    }.get(objective.aggregation, sum(bool(one.l) for one in found))
-    whole = coefficients(batch, objective)
-    parts = [
-        coefficients(batch.rows(rows), objective, normalizer=float(normalizer))
-        for rows in (slice(0, 2), slice(2, 3), slice(3, 6))
-    ]
-    close(torch.cat(parts), whole)
-
-
-@every
-def test_sequences_in_any_order(objective):
-    batch = make_batch(objective, everything=True)
-    order = torch.tensor([3, 5, 0, 4, 2, 1])
-    close(coefficients(batch.rows(order), objective), coefficients(batch, objective)[order])
-
-
-@alone
-def test_padding_is_inert(objective):
-    batch = make_batch(objective, everything=True)
-
-    def wider(values):
-        return torch.cat([values, values[:, :3]], 1) if values is not None and values.ndim == 2 else values
-
-    mask = torch.cat([batch.loss_mask, torch.zeros(6, 3, dtype=torch.bool)], 1)
-    changes = {name: wider(tensor) for name, tensor in batch.terms.items()}
-    got = coefficients(
-        batch, objective, logprobs=wider(batch.logprobs), old_logprobs=wider(batch.old_logprobs),
-        loss_mask=mask, **changes,
-    )  # fmt: skip
-    close(got[:, :-3], coefficients(batch, objective))
-    assert not got[:, -3:].any()
-
-
-@alone
 def test_no_counted_token(objective):
     batch = make_batch(objective)
     logprobs = batch.logprobs.nan_to_num(0.0).requires_grad_()
@@ -193,15 +153,3 @@ def test_no_counted_token(objective):
     ).loss
     loss.backward()
     assert loss == 0 and not logprobs.grad.any()
-
-
-NOT_HOMOGENEOUS = ("DRO", "ESPO", "Linear")
-
-
-@alone
-def test_coefficients_scale_with_the_advantages(objective):
-    if type(objective).__name__ in NOT_HOMOGENEOUS or getattr(objective, "kl_tau", 0):
-        pytest.skip("a term without advantage")
-    batch = make_batch(objective)
-    scaled = coefficients(batch, objective, advantages=3.5 * batch.advantages)
-    close(scaled, 3.5 * coefficients(batch, objective))

@@ -9,17 +9,10 @@ from hypothesis import strategies as st
 
 import gspo_kernels as gk
 from tests.draws import shifted_seed
-from tests.objectives.sample_batches import Batch, examples
-
-
-def name_of(objective):
-    options = {f.name: getattr(objective, f.name) for f in dataclasses.fields(objective)}
-    changed = [f"{k}={v}" for k, v in options.items() if v != getattr(type(objective), k, None)]
-    return " ".join([type(objective).__name__, *changed])
-
+from tests.objectives.every import close, coefficients, every
+from tests.objectives.sample_batches import Batch
 
 bounded = settings(deadline=None, max_examples=6, derandomize=True, database=None)
-every = pytest.mark.parametrize("objective", examples(), ids=name_of)
 SIZES = (0.0, 0.05, 0.3, 20.0, 88.0, 300.0, 700.0, 1e4)
 """Of log-ratios: inside and outside clips, about the end of fp32 and of fp64, far beyond."""
 
@@ -73,14 +66,6 @@ def batches(draw, *, most=0.3):
         return Batch(logprobs, old, advantages if objective.needs_advantages else None, mask, terms)
 
     return make
-
-
-def coefficients(batch, objective, **changes):
-    return batch.call(gk.policy_coefficients, objective, **changes)
-
-
-def close(got, expected):
-    torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-13)
 
 
 @every

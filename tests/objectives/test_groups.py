@@ -1,5 +1,6 @@
-"""Objectives over groups of sequences: the formula sheet in plain Python, and numbers by hand."""
+"""Objectives over groups of sequences: the formula sheet in plain Python, draws, and what they refuse."""
 
+import functools
 import itertools
 import math
 
@@ -7,17 +8,67 @@ import pytest
 import torch
 
 import gspo_kernels as gk
-from gspo_kernels.objectives.agro import AGRO
-from gspo_kernels.objectives.clip_cov import ClipCov
-from gspo_kernels.objectives.dpo import DPO
-from gspo_kernels.objectives.egsw import EGSW
+from gspo_kernels import AGRO, DPO, EGSW, REBEL, TRPA, ClipCov, KLCov
 from gspo_kernels.objectives.groups import Groups
-from gspo_kernels.objectives.kl_cov import KLCov
-from gspo_kernels.objectives.rebel import REBEL
-from gspo_kernels.objectives.trpa import TRPA
 from tests import oracle
-from tests.cases import generator
-from tests.objectives.group_cases import IDS, OBJECTIVES, PAIRWISE, arguments, case_of, coefficients, every
+from tests.cases import KIND, generator, make_case, pad, replace, run
+
+ENTRIES = ("policy_loss", "fused_policy_loss", "fused_linear_policy_loss")
+# Groups of four (one sequence without a token), of two and of three, not side by side.
+LENGTHS = (3, 2, 1, 4, 2, 0, 3, 2, 5)
+IDS = (5, -1, 5, 7, -1, 5, 7, 5, 7)
+LEVELS = (1.0, 2.0, 3.0, 2.0, 2.0, 1.0, 1.0, 1.0, 4.0)  # the group of two has no pair
+REWARDS = (0.7, -1.2, 0.0, 2.0, 1.4, 9.0, -0.5, 0.3, 1.1)
+OBJECTIVES = {
+    "TRPA": TRPA(beta=0.7, kl_coef=0.2),
+    "DPO": DPO(beta=0.3),
+    "REBEL": REBEL(eta=0.8),
+    "AGRO": AGRO(beta=0.4),
+    "EGSW": EGSW(alpha=0.7, temperature=0.6, dual_clip=1.5),
+    "ClipCov": ClipCov(clip_cov_ratio=0.1, clip_cov_lb=0.001, clip_cov_ub=5.0),
+    "KLCov": KLCov(kl_cov_ratio=0.2, ppo_kl_coef=0.6),
+}
+PAIRWISE, BATCHWIDE = ("TRPA", "DPO", "REBEL"), ("ClipCov", "KLCov")
+every = pytest.mark.parametrize("name", OBJECTIVES)
+
+
+@functools.cache
+def case_of(name, layout="packed", kind="logprobs", rollout=False):
+    """A case with all that an objective needs, and a hole in its first sequence."""
+    values = LEVELS if name in ("TRPA", "DPO") else REWARDS
+    log_s = (0.2, -0.3, 0.1, 0.4, -0.2, 0.0, -0.4, 0.05, 0.3)
+    case = make_case(
+        kind, "packed", lengths=LENGTHS, advantages=values, log_s=log_s, dtype=torch.float64, noise=0.15
+    )
+    rng, needs, tokens = generator(7), OBJECTIVES[name].needs, sum(LENGTHS)
+    mask = torch.ones(tokens, dtype=torch.bool)
+    mask[1] = False
+    terms = {}
+    if "ref_logprobs" in needs:
+        terms["ref_logprobs"] = case.old_logprobs + 0.3 * torch.randn(tokens, generator=rng).double()
+    if "group_ids" in needs:
+        terms["group_ids"] = torch.tensor(IDS)
+    if rollout:
+        terms["rollout_weights"] = 0.5 + torch.rand(len(LENGTHS), generator=rng).double()
+    inputs = dict(case.inputs)
+    if "entropy" in needs and kind == "logprobs":
+        inputs["entropy"] = torch.rand(tokens, generator=rng).double()
+    case = replace(case, inputs=inputs, terms=terms, loss_mask=mask)
+    return case if layout == "packed" else pad(case, 2)
+
+
+def arguments(case, objective, **changes):
+    """Keywords of ``policy_loss`` from logprobs."""
+    given = {"loss_mask": case.loss_mask, "cu_seqlens": case.cu_seqlens, **case.terms, "objective": objective}
+    if "entropy" in case.inputs:
+        given["entropy"] = case.inputs["entropy"]
+    return {**given, **changes}
+
+
+def coefficients(case, objective, **changes):
+    return gk.policy_coefficients(
+        case.inputs["logprobs"], case.old_logprobs, case.advantages, **arguments(case, objective, **changes)
+    )
 
 
 class Plain:
@@ -214,22 +265,6 @@ def test_a_pairs_rollout_weight_is_the_mean_of_its_two(name):
     torch.testing.assert_close(coefficients(case, OBJECTIVES[name]), expected, rtol=1e-11, atol=1e-14)
 
 
-@every
-def test_coefficients_are_central_differences(name):
-    case, objective = case_of(name), OBJECTIVES[name]
-    logprobs, h = case.inputs["logprobs"], 1e-6
-    got = coefficients(case, objective)
-    for t in range(logprobs.numel()):
-        up, down = (
-            gk.policy_loss(
-                logprobs + sign * h * torch.eye(logprobs.numel(), dtype=torch.float64)[t],
-                case.old_logprobs, case.advantages, **arguments(case, objective),
-            ).loss
-            for sign in (1, -1)
-        )  # fmt: skip
-        assert got[t].item() == pytest.approx(float(up - down) / (2 * h), rel=1e-6, abs=1e-9)
-
-
 def fp64(*values):
     return torch.tensor(values, dtype=torch.float64)
 
@@ -239,21 +274,6 @@ def loss_and_gradient(objective, logprobs, old, advantages, **terms):
     output = gk.policy_loss(logprobs, old, advantages, objective=objective, **terms)
     output.loss.backward()
     return output.loss.item(), logprobs.grad
-
-
-PAIR = {"group_ids": torch.tensor([3, 3])}
-
-
-def test_dpo_by_hand():
-    """Chosen 1, rejected 2: h = 0.5 (0.2 - -0.6) = 0.4."""
-    ref, d = fp64([-1.0, -1.0], [-2.0, -2.0]), fp64([0.1, 0.1], [-0.3, -0.3])
-    loss, g = loss_and_gradient(DPO(beta=0.5), ref + d, None, fp64(1.0, 2.0), ref_logprobs=ref, **PAIR)
-    assert loss == pytest.approx(math.log(1 + math.exp(-0.4)), rel=1e-14)
-    slope = 0.5 * sigmoid(-0.4)
-    assert g.tolist() == [pytest.approx([-slope, -slope]), pytest.approx([slope, slope])]
-    # without a preference there is no pair
-    loss, g = loss_and_gradient(DPO(beta=0.5), ref + d, None, fp64(2.0, 2.0), ref_logprobs=ref, **PAIR)
-    assert loss == 0 and not g.any()
 
 
 def test_dpo_pairs_only_what_differs_enough():
@@ -273,64 +293,8 @@ def test_dpo_pairs_only_what_differs_enough():
     assert DPO().paired(levels, group_ids, torch.tensor([True, False, True])).tolist() == [True, False, True]
 
 
-def test_trpa_by_hand():
-    """Means instead of sums, and level 1 counts 2.5 times: h = 2.5 * 0.5 (0.1 - -0.3)."""
-    ref, d = fp64([-1.0, -1.0], [-2.0, -2.0]), fp64([0.1, 0.1], [-0.3, -0.3])
-    for levels, h in ((fp64(1.0, 2.0), 2.5 * 0.5 * 0.4), (fp64(2.0, 3.0), 0.5 * 0.4)):
-        loss, g = loss_and_gradient(
-            TRPA(beta=0.5, kl_coef=0.0), ref + d, None, levels, ref_logprobs=ref, **PAIR
-        )
-        assert loss == pytest.approx(math.log(1 + math.exp(-h)), rel=1e-14)
-        assert g[0].tolist() == pytest.approx([-h / 0.4 * sigmoid(-h) / 2] * 2)
-    old = ref + d - 0.2
-    both, _ = loss_and_gradient(TRPA(kl_coef=3.0), ref + d, old, fp64(1.0, 2.0), ref_logprobs=ref, **PAIR)
-    none, _ = loss_and_gradient(TRPA(kl_coef=0.0), ref + d, old, fp64(1.0, 2.0), ref_logprobs=ref, **PAIR)
-    assert both - none == pytest.approx(3 * (math.exp(-0.2) + 0.2 - 1), rel=1e-10)
-
-
 def test_trpa_defaults_are_the_codes():
     assert (TRPA().beta, TRPA().anisotropy, TRPA().kl_coef) == (0.1, 2.5, 1e-3)
-
-
-def test_rebel_by_hand():
-    """Residual 0.2 - -0.6 - 0.5 (1 - 0) = 0.3; at 0 the log-ratios explain the rewards."""
-    old, l = fp64([-1.0, -1.0], [-2.0, -2.0]), fp64([0.1, 0.1], [-0.3, -0.3])  # noqa: E741
-    loss, g = loss_and_gradient(REBEL(eta=0.5), old + l, old, fp64(1.0, 0.0), **PAIR)
-    assert loss == pytest.approx(0.09)
-    assert g.tolist() == [pytest.approx([0.6, 0.6]), pytest.approx([-0.6, -0.6])]
-    loss, _ = loss_and_gradient(REBEL(), old + l, old, fp64(0.8, 0.0), **PAIR)
-    assert loss == pytest.approx(0.0, abs=1e-30)
-
-
-def test_rebel_on_policy_is_a_policy_gradient_with_leave_one_out_advantages():
-    """Over a group of G: -2 eta / P sum_j (R_i - R_j) = -4 eta / G of the leave-one-out advantage."""
-    rewards = fp64(1.0, 0.0, 0.5, 3.0)
-    logprobs = -torch.rand(4, 3, generator=generator(0), dtype=torch.float64)
-    got = gk.policy_coefficients(
-        logprobs, None, rewards, objective=REBEL(), group_ids=torch.zeros(4, dtype=torch.int64)
-    )
-    expected = -4 / 4 * gk.advantages.leave_one_out(rewards, group_size=4).unsqueeze(1).expand(4, 3)
-    torch.testing.assert_close(got, expected, rtol=1e-12, atol=0)
-
-
-def test_agro_by_hand():
-    """Regularised rewards 1 - 0.5 * 0.2 = 0.9 and 0 + 0.5 * 0.6 = 0.3: half the variance is 0.045."""
-    ref, d = fp64([-1.0, -1.0], [-2.0, -2.0]), fp64([0.1, 0.1], [-0.3, -0.3])
-    loss, g = loss_and_gradient(AGRO(beta=0.5), ref + d, None, fp64(1.0, 0.0), ref_logprobs=ref, **PAIR)
-    assert loss == pytest.approx(0.045)
-    assert g.tolist() == [pytest.approx([-0.5 * 0.3 / 2] * 2), pytest.approx([0.5 * 0.3 / 2] * 2)]
-
-
-def test_egsw_by_hand():
-    """Weights of softmax((1, -1 + 0.5 * 2)) on GRPO's loss; equal merit halves it."""
-    logprobs, entropy = fp64([-1.0], [-2.0]), fp64([0.0], [2.0])
-    weight = 1 / (1 + math.exp(0 - 1))
-    loss, g = loss_and_gradient(EGSW(alpha=0.5), logprobs, logprobs, fp64(1.0, -1.0), entropy=entropy, **PAIR)
-    assert loss == pytest.approx((-weight + (1 - weight)) / 2)
-    assert g.tolist() == [[pytest.approx(-weight / 2)], [pytest.approx((1 - weight) / 2)]]
-    _, g = loss_and_gradient(EGSW(alpha=1.0), logprobs, logprobs, fp64(1.0, -1.0), entropy=entropy, **PAIR)
-    _, grpo = loss_and_gradient(gk.GRPO(), logprobs, logprobs, fp64(1.0, -1.0))
-    torch.testing.assert_close(g, grpo / 2)
 
 
 def test_clip_cov_by_hand():
@@ -361,18 +325,6 @@ def test_cov_defaults_are_verls():
     assert (KLCov().kl_cov_ratio, KLCov().ppo_kl_coef) == (2e-4, 1.0)
 
 
-def test_kl_cov_by_hand():
-    """Covariances 1.5, -0.5, -0.5 ..: the first token is penalised, and nothing is clipped."""
-    logprobs = fp64([-1.0, -3.0], [-2.0, -2.0])
-    old = logprobs - fp64([0.3, 0.5], [-0.5, 0.5])
-    _, g = loss_and_gradient(KLCov(ppo_kl_coef=0.7), logprobs, old, fp64(3.0, 1.0))
-    e = math.exp
-    expected = [[(-3 * e(0.3) + 0.7) / 4, -3 * e(0.5) / 4], [-e(-0.5) / 4, -e(0.5) / 4]]
-    assert g.tolist() == [pytest.approx(row, rel=1e-13) for row in expected]
-    _, g = loss_and_gradient(KLCov(kl_cov_ratio=1.0, ppo_kl_coef=0.7), logprobs, old, fp64(3.0, 1.0))
-    assert g[1].tolist() == pytest.approx([(-e(-0.5) - 0.7) / 4, (-e(0.5) + 0.7) / 4], rel=1e-13)
-
-
 def test_groups_are_tables():
     ids, nonempty = torch.tensor([4, -1, 4, 9, 4]), torch.tensor([True, True, False, True, True])
     groups, values = Groups(ids, nonempty), fp64(1.0, 2.0, 3.0, 4.0, 5.0)
@@ -385,3 +337,41 @@ def test_groups_are_tables():
     assert weights.tolist() == pytest.approx([sigmoid(-4), 1, 0, 1, sigmoid(4)])
     empty = Groups(ids[:0], nonempty[:0])
     assert empty.flat(empty.mean(empty.table(values[:0]))).shape == (0,)
+
+
+@pytest.mark.parametrize("name", [name for name in OBJECTIVES if name not in BATCHWIDE])
+def test_micro_batches_of_whole_groups_add_up_with_a_normalizer(name):
+    """The normalizer stands for what the divisor counts: pairs for pairwise objectives."""
+    case, objective = case_of(name, "padded"), OBJECTIVES[name]
+    # group 5: levels 1, 3, 1; group 7: levels 2, 1, 4; the group of two has no pair of different levels
+    counted = {"TRPA": 2 + 3, "DPO": 2 + 3, "REBEL": 3 + 3 + 1, "AGRO": 8, "EGSW": 8}
+    whole = coefficients(case, objective)
+    for ids in ((5,), (7, -1)):
+        rows = [i for i, group in enumerate(IDS) if group in ids]
+        terms = {key: value[rows] for key, value in case.terms.items()}
+        inputs = {key: value[rows] for key, value in case.inputs.items()}
+        part = replace(
+            case, terms=terms, inputs=inputs, advantages=case.advantages[rows], labels=case.labels[rows],
+            old_logprobs=case.old_logprobs[rows], loss_mask=case.loss_mask[rows],
+        )  # fmt: skip
+        got = coefficients(part, objective, normalizer=float(counted[name]))
+        torch.testing.assert_close(got, whole[rows], rtol=1e-11, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", BATCHWIDE)
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_objectives_over_the_batch_refuse_micro_batches(entry, name):
+    case = case_of(name, "packed", KIND[entry])
+    part = replace(case, terms={**case.terms, "normalizer": 8.0})
+    with pytest.raises(ValueError, match=r"normalizer: .*policy_coefficients of the whole batch.*Linear"):
+        run(part, entry, OBJECTIVES[name])
+
+
+@pytest.mark.parametrize("name", [name for name in OBJECTIVES if name not in BATCHWIDE])
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_groups_of_one_are_refused(entry, name):
+    case = case_of(name, "packed", KIND[entry])
+    cut = torch.tensor((5, -1, 5, 7, 3, 5, 7, 5, 7))
+    part = replace(case, terms={**case.terms, "group_ids": cut})
+    with pytest.raises(ValueError, match=r"group_ids: group -1 has a single sequence.*Linear"):
+        run(part, entry, OBJECTIVES[name])

@@ -1,0 +1,193 @@
+"""Random calls of every entry against the naive fp64 oracle.
+
+``python -m tests.fuzz --backend cpp --seconds 60`` draws entries, objectives, lengths, layouts, dtypes,
+strides, terms, holes with NaN and infinities, schedules, chunks, upstream gradients, ids and teachers. The
+tests' own judgement decides what is wrong. It ends with 1 at the first failure, after the line that
+repeats it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import random
+import sys
+import time
+import traceback
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import gspo_kernels as gk
+from tests import test_distillation, test_selected
+from tests.cases import AGGREGATIONS, KIND, LAYOUTS, LOGIT_OPTIONS, for_objective, make_case, poisoned, run
+from tests.judging import assert_equals_oracle
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+SCHEDULES = ("auto", "known", "aligned", "deferred", "two_pass")
+# of each line at most one
+PARTS = (
+    ("loss_mask",),
+    ("on_policy",),
+    ("lengths",),
+    ("k1", "k2", "k3", "k3+beta_tensor", "k1+ratio_weighted"),
+    ("entropy", "entropy_tensor"),
+    ("rollout_sequence", "rollout_token"),
+    ("token_weights",),
+    ("normalizer", "normalizer_tensor"),
+)
+
+
+def sizes(dice: random.Random, largest: int) -> tuple[torch.dtype, int]:
+    """A dtype, and a vocabulary: a small one of fp16, whose gradients are normal numbers then."""
+    dtype = dice.choice(DTYPES)
+    largest = min(largest, 61) if dtype == torch.float16 else largest
+    return dtype, max(1, round(math.exp(dice.uniform(0.0, math.log(largest)))))
+
+
+def draw_objective(dice: random.Random) -> Any:
+    aggregation = dice.choice(AGGREGATIONS)
+    shared = {"aggregation": aggregation, "aggregation_constant": 6.0 if aggregation == "constant" else None}
+    kind = dice.choice((gk.GSPO, gk.GSPO, gk.GSPOToken, gk.GRPO, gk.Linear))
+    if kind is gk.Linear:
+        return gk.Linear(**shared)
+    low, high = dice.choice(((0.2, 0.2), (0.1, 0.3)) if kind is gk.GRPO else ((3e-4, 4e-4), (0.2, 0.2)))
+    return kind(clip_low=low, clip_high=high, dual_clip=dice.choice((None, None, 1.5)), **shared)
+
+
+def strided(value: Tensor, kind: str) -> Tensor:
+    """The same values in memory of another order, or between values that are none."""
+    if kind == "reversed axes":
+        axes = tuple(reversed(range(value.ndim)))
+        return value.permute(axes).contiguous().permute(axes)
+    other = torch.full_like(value, math.nan)
+    return torch.stack([value, other], -1)[..., 0] if kind == "gaps" else value
+
+
+def policy_call(seed: int, largest: int) -> tuple[str, partial[bool]]:
+    """A call of an entry that takes labels, or log-probs."""
+    dice = random.Random(seed)
+    entry, objective, (dtype, vocabulary) = (
+        dice.choice(list(KIND)),
+        draw_objective(dice),
+        sizes(dice, largest),
+    )
+    linear = isinstance(objective, gk.Linear)
+    terms = [dice.choice(line) for line in PARTS if dice.random() < 0.25]
+    terms = [part for part in terms if not (linear and part.endswith("ratio_weighted"))]
+    if not isinstance(objective, gk.GSPO | gk.Linear) and dice.random() < 0.3:
+        terms.append("token_advantages")
+    lengths = [dice.choice((0, 0, 1, 1, 2, 3, 5, 8)) for _ in range(6)]
+    lengths[-1] += sum(lengths) == 6  # one number per sequence, or one per token: the shape must tell
+    arguments = {
+        "kind": KIND[entry],
+        "layout": dice.choice(LAYOUTS),
+        "terms": "+".join(["plain", *terms]),
+        "lengths": tuple(lengths),
+        "vocabulary": vocabulary,
+        "width": dice.choice((1, 3, 16, 40)),
+        "dtype": dtype,
+        "padding": dice.choice((0, 2)),
+        "logit_options": dice.choice(list(LOGIT_OPTIONS)),
+        "bias": dice.random() < 0.5,
+        "label_dtype": dice.choice((torch.int64, torch.int32)),
+        "seed": seed,
+    }
+    options: dict[str, Any] = {"factor": dice.choice((1.0, 0.5, -2.0))}
+    if "linear" in entry and dice.random() < 0.6:
+        options["max_chunk_bytes"] = dice.choice((1, 3, 7)) * vocabulary * 8
+    if entry == "fused_linear_policy_loss":
+        options |= {"schedule": dice.choice(SCHEDULES), "skip_inactive": dice.choice(("backward", "none"))}
+    strides, poison = dice.choice(("contiguous", "gaps", "reversed axes")), dice.random() < 0.7
+    attempt = partial(attempt_policy, arguments, entry, objective, strides, poison, options)
+    return f"{entry} {objective} {arguments} {strides} poison {poison} {options}", attempt
+
+
+def attempt_policy(
+    arguments: dict[str, Any],
+    entry: str,
+    objective: Any,
+    strides: str,
+    poison: bool,
+    options: dict[str, Any],
+    backend: str,
+) -> bool:
+    """Run and judge; False where the package refused a schedule that can't serve the call."""
+    case = for_objective(make_case.__wrapped__(**arguments), objective)
+    given = poisoned(case, "mixed") if poison else case
+    given = replace(given, inputs={name: strided(value, strides) for name, value in given.inputs.items()})
+    try:
+        result = run(given, entry, objective, backend, **options)
+    except ValueError as refusal:
+        if "schedule" in str(refusal):
+            return False
+        raise
+    if case.kind == "logprobs":  # as they were passed, holes included
+        shown = {name: getattr(result, name) for name in case.inputs}
+        shown = {name: torch.where(case.counted, shown[name], case.inputs[name]) for name in shown}
+        result = replace(result, **shown)
+    assert_equals_oracle(result, case, objective)
+    return True
+
+
+def other_call(seed: int, largest: int) -> tuple[str, partial[None]]:
+    """A problem of the tests of selected ids, or of distillation."""
+    dice = random.Random(seed)
+    (dtype, V), linear = sizes(dice, largest), dice.random() < 0.5
+    V, dtype = max(V, 2), torch.float32 if dtype == torch.float64 else dtype
+    given: dict[str, Any] = {"V": V, "linear": linear, "dtype": dtype, "first": seed}
+    given["options"] = dice.choice(("plain", "transformed"))
+    if linear:
+        given["call"] = {"max_chunk_bytes": dice.choice((1, 2, 5)) * V * 8}
+    if dice.random() < 0.5:
+        given |= {"K": min(V, dice.choice((1, 2, 5, 20, V))), "layout": dice.choice(LAYOUTS)}
+        given["within"] = dice.random() < 0.3
+        return f"selected ids {given}", partial(test_selected.check, **given)
+    form: dict[str, Any] = {"beta": dice.choice((0.0, 0.1, 0.5, 1.0))}
+    # rounding turns the choice of ids where two logits are alike
+    if not linear and dtype == torch.float32 and dice.random() < 0.4:
+        form |= {"top_k": min(V, dice.choice((1, 3, 30))), "add_tail": dice.random() < 0.5}
+        form["top_k_of"] = dice.choice(("teacher", "student"))
+    given |= {"forms": [form], "packed": dice.random() < 0.3}
+    return f"distillation {given}", partial(test_distillation.check, **given)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--backend", default="cpp", choices=("reference", "cpp", "triton"))
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--call", type=int, help="this one alone")
+    options = parser.parse_args(arguments)
+    largest = 200 if options.backend == "triton" and not torch.cuda.is_available() else 5000
+    end, refused, number = time.monotonic() + options.seconds, 0, 0
+    for number in itertools.count() if options.call is None else (options.call,):
+        # every fourth has ids or a teacher instead of labels
+        draw = other_call if number % 4 == 3 else policy_call
+        description, attempt = draw(10**7 * options.seed + number, largest)
+        try:
+            refused += attempt(backend=options.backend) is False
+        except Exception:
+            traceback.print_exc()
+            print(description)
+            print(
+                f"python -m tests.fuzz --backend {options.backend} --seed {options.seed} --call {number}",
+                flush=True,
+            )
+            return 1
+        if time.monotonic() > end:
+            break
+    print(
+        f"{number + 1} calls of {options.backend}, {refused} of them refused for their schedule, none wrong"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
