@@ -24,7 +24,7 @@ def shares_sequences(ours: dict[str, Any]) -> bool:
         ValueError: ``parallel`` has other fields than ``cp_group``, for which a fused call has no use.
     """
     parallel = ours.get("parallel", Parallel())
-    parallel.only("a fused call", "cp_group")
+    parallel.check("a fused call", ("cp_group",), ours.get("batch_invariant"))
     return parallel.cp_group is not None
 
 
