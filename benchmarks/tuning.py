@@ -63,7 +63,7 @@ def configurations(tiny: bool) -> list[tuple[str, str, tuple[int, ...]]]:
 
     blocks, warps = ((4096, 8192) if tiny else (2048, 4096, 8192, 16384)), ((8,) if tiny else (4, 8, 16))
     columns: list[list[tuple[str, str, tuple[int, ...]]]] = []
-    tables = {"fold": launch.FOLD, "backward": launch.BACKWARD, "fold_and_grad": launch.FOLD_AND_GRAD}
+    tables = {"fold": launch.FORWARD, "backward": launch.BACKWARD, "fold_and_grad": launch.FORWARD_BACKWARD}
     for kernel, table in tables.items():
         present = (table[2].block, table[2].warps)
         others = [(b, w) for b in blocks for w in warps if (b, w) != present]
@@ -102,7 +102,7 @@ def tune(options: Options) -> list[dict[str, Any]]:
         "fold_and_grad": in_one_pass,
         "held": in_one_pass,
     }
-    tables = {"fold": launch.FOLD, "backward": launch.BACKWARD, "fold_and_grad": launch.FOLD_AND_GRAD}
+    tables = {"fold": launch.FORWARD, "backward": launch.BACKWARD, "fold_and_grad": launch.FORWARD_BACKWARD}
     wanted: dict[str, Tensor] = {}
     start, found = time.perf_counter(), []
     for kernel, fields, numbers in configurations(options.tiny):

@@ -14,9 +14,28 @@ import triton.language as tl
 
 
 @triton.jit
-def row_pointer(pointer, b, t, stride_b, stride_t, ACCESS: tl.constexpr):
-    """Address of row (b, t), in 64-bit arithmetic; "aligned" promises that it is a multiple of 16 bytes."""
-    row = pointer + (b.to(tl.int64) * stride_b + t.to(tl.int64) * stride_t)
+def decode(number):
+    """The integer that ``launch.encode`` made a tuple's number of, int64."""
+    return (number >> 1) - (1 << 61)
+
+
+@triton.jit
+def decode_float(halves):
+    """The fp64 number that ``launch.encode_float`` took apart."""
+    low = decode(halves[0]) & 0xFFFFFFFF
+    return (low | (decode(halves[1]) << 32)).to(tl.float64, bitcast=True)
+
+
+@triton.jit
+def element(pointer, b, t, strides):
+    """Address of element (b, t), or row (b, t), of a tensor with encoded strides, in 64-bit arithmetic."""
+    return pointer + (b.to(tl.int64) * decode(strides[0]) + t.to(tl.int64) * decode(strides[1]))
+
+
+@triton.jit
+def row_pointer(pointer, b, t, strides, ACCESS: tl.constexpr):
+    """Address of row (b, t); "aligned" promises that it is a multiple of 16 bytes."""
+    row = element(pointer, b, t, strides)
     if ACCESS == "aligned":
         row = tl.multiple_of(row, 16)
     return row
@@ -79,21 +98,20 @@ def load_block(
     lanes,
     width,
     stride_v,
-    ACCESS: tl.constexpr,
     MASKED: tl.constexpr,
     EVICT: tl.constexpr,
-    PLATFORM: tl.constexpr,
+    ROW: tl.constexpr,
 ):
     """Raw logits [loads, threads, vector] of a block; what MASKED gives beyond the width means nothing."""
     VECTOR: tl.constexpr = lanes.shape[2]
     THREADS: tl.constexpr = lanes.shape[1]
     pieces = tl.arange(0, lanes.shape[0])[:, None] * THREADS + tl.arange(0, THREADS)[None, :]
-    if ACCESS == "aligned":
-        block = load_columns(row, start, lanes, width, stride_v, ACCESS, MASKED, EVICT)
-    elif ACCESS == "shifted" and VECTOR == 8 and not MASKED:
-        block = _load_across_pieces(row, start, pieces, width, stride_v, EVICT, PLATFORM)
+    if ROW.ACCESS == "aligned":
+        block = load_columns(row, start, lanes, width, stride_v, ROW.ACCESS, MASKED, EVICT)
+    elif ROW.ACCESS == "shifted" and VECTOR == 8 and not MASKED:
+        block = _load_across_pieces(row, start, pieces, width, stride_v, EVICT, ROW.PLATFORM)
     else:
-        block = _load_one_by_one(row, start, pieces, width, stride_v, VECTOR, ACCESS, MASKED, EVICT)
+        block = _load_one_by_one(row, start, pieces, width, stride_v, VECTOR, ROW.ACCESS, MASKED, EVICT)
     return block
 
 
