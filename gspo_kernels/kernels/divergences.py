@@ -39,7 +39,7 @@ from gspo_kernels.kernels.rows import (
     split_hi_lo,
     transformed,
 )
-from gspo_kernels.kernels.sampling_mask import is_kept, mask_row
+from gspo_kernels.kernels.sampling_mask import is_kept
 from gspo_kernels.types import LogitTransform, Normalizers, PairStats, pair_dtypes, stats_dtype
 
 
@@ -140,7 +140,7 @@ def divergence_kernel(
     b = n // T
     t = n - b * T
     _label, counted = row_label(labels_ptr, b, t, rows)
-    mask = mask_row(kept_ptr, b, t, rows)
+    mask = None if kept_ptr is None else element(kept_ptr, b, t, rows.kept)
     slopes = row_slopes(rows, row_temperature_ptr, b, t, STATS)
     teacher_slopes = row_slopes(teacher, teacher_temperature_ptr, b, t, STATS)
     row = row_pointer(logits_ptr, b, t, rows.logits, ROW.ACCESS)

@@ -35,7 +35,7 @@ from gspo_kernels.kernels.rows import (
     split_hi_lo,
     transformed,
 )
-from gspo_kernels.kernels.sampling_mask import in_row, is_kept, mask_gradient, mask_row
+from gspo_kernels.kernels.sampling_mask import in_row, is_kept, mask_gradient
 from gspo_kernels.types import LogitTransform, RowStats
 
 
@@ -168,7 +168,7 @@ def logprobs_backward_kernel(
     b = n // T
     t = n - b * T
     label, counted = row_label(labels_ptr, b, t, rows)
-    mask = mask_row(kept_ptr, b, t, rows)
+    mask = None if kept_ptr is None else element(kept_ptr, b, t, rows.kept)
     labelled = in_row(label, V, mask)
     scale = tl.full([], 1.0, STATS)
     if grad_scale_ptr is not None:

@@ -57,10 +57,10 @@ class Tile(NamedTuple):
         return options | ({} if self.registers is None else {"maxnreg": self.registers})
 
 
-# The tile by the bytes of one logit, the same on all devices. The forward keeps two (with entropy three) numbers
-# per thread, and its blocks are two 16-byte loads per thread. Nothing is loaded ahead, as ptxas would move
-# such loads down to where they are used: the number of programs hides the memory's latency. With 32 to 48
-# registers 10 to 16 of four warps share an NVIDIA multiprocessor, and have 40 to 64 KiB under way. The
+# The tile by the bytes of one logit, the same on all devices. The forward keeps two (with entropy three)
+# numbers per thread, and its blocks are two 16-byte loads per thread. Nothing is loaded ahead, as ptxas would
+# move such loads down to where they are used: the number of programs hides the memory's latency. With 32 to
+# 48 registers 10 to 16 of four warps share an NVIDIA multiprocessor, and have 40 to 64 KiB under way. The
 # backward keeps nothing and takes 64 bytes per thread.
 FORWARD = {2: Tile(2048, 4), 4: Tile(1024, 4), 8: Tile(512, 4)}
 BACKWARD = {2: Tile(8192, 8), 4: Tile(4096, 8), 8: Tile(2048, 8)}

@@ -9,10 +9,10 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from gspo_kernels.kernels.columns import decode, row_pointer
+from gspo_kernels.kernels.columns import decode, element, row_pointer
 from gspo_kernels.kernels.launch import FORWARD, RowConstants, RowNumbers, launch, row_kernel
 from gspo_kernels.kernels.rows import add_hi_lo, online_logsumexp, row_label, row_slopes
-from gspo_kernels.kernels.sampling_mask import in_row, mask_row
+from gspo_kernels.kernels.sampling_mask import in_row
 from gspo_kernels.types import LogitTransform, RowStats, stats_dtype
 
 
@@ -35,7 +35,7 @@ def logprobs_forward_kernel(
     b = n // T
     t = n - b * T
     label, counted = row_label(labels_ptr, b, t, rows)
-    mask = mask_row(kept_ptr, b, t, rows)
+    mask = None if kept_ptr is None else element(kept_ptr, b, t, rows.kept)
     logp, base, rest, entropy = online_logsumexp(
         row_pointer(logits_ptr, b, t, rows.logits, ROW.ACCESS),
         label,

@@ -40,7 +40,7 @@ from gspo_kernels.kernels.rows import (
     row_slopes,
     transformed,
 )
-from gspo_kernels.kernels.sampling_mask import in_row, mask_row
+from gspo_kernels.kernels.sampling_mask import in_row
 from gspo_kernels.types import LogitTransform, RowStats, stats_dtype
 
 _CLUSTERS_FROM = (3, 8)
@@ -213,7 +213,7 @@ def logprobs_and_grad_kernel(
     b = n // T
     t = n - b * T
     label, counted = row_label(labels_ptr, b, t, rows)
-    mask = mask_row(kept_ptr, b, t, rows)
+    mask = None if kept_ptr is None else element(kept_ptr, b, t, rows.kept)
     labelled = counted & in_row(label, V, mask)
     coefficient = _coefficient(coefficients_ptr, b, t, rows, labelled, ROW.STATS)
     slopes = row_slopes(rows, row_temperature_ptr, b, t, ROW.STATS)

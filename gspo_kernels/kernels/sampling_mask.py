@@ -8,16 +8,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gspo_kernels.kernels.columns import element
-
-
-@triton.jit
-def mask_row(kept_ptr, b, t, rows):
-    """The mask of row (b, t), or None."""
-    if kept_ptr is None:
-        return None
-    return element(kept_ptr, b, t, rows.kept)
-
 
 @triton.jit
 def is_kept(mask, columns, width):

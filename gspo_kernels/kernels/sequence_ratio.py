@@ -16,7 +16,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from gspo_kernels.kernels.columns import decode, decode_float, row_pointer
+from gspo_kernels.kernels.columns import decode, decode_float, element, row_pointer
 from gspo_kernels.kernels.launch import (
     FORWARD,
     RowConstants,
@@ -27,7 +27,7 @@ from gspo_kernels.kernels.launch import (
     without_spills,
 )
 from gspo_kernels.kernels.rows import add_hi_lo, online_logsumexp, row_label, row_slopes
-from gspo_kernels.kernels.sampling_mask import in_row, mask_row
+from gspo_kernels.kernels.sampling_mask import in_row
 from gspo_kernels.kernels.sequences import (
     SCRATCH_ROWS,
     RatioConstants,
@@ -82,7 +82,7 @@ def sequence_ratio_kernel(
         b = n // T
         t = n - b * T
         label, counted = row_label(labels_ptr, b, t, rows)
-        mask = mask_row(kept_ptr, b, t, rows)
+        mask = None if kept_ptr is None else element(kept_ptr, b, t, rows.kept)
         logp, base, rest, _ = online_logsumexp(
             row_pointer(logits_ptr, b, t, rows.logits, ROW.ACCESS),
             label,

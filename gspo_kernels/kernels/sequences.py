@@ -93,7 +93,8 @@ class RatioOutputs(NamedTuple):
             log-probs.
         loss, divisor, metrics: as in ``types.SequenceRatioStats``.
         scratch: fp64 [SCRATCH_ROWS, sequences].
-        counters: int32 [sequences + 1], zeros: programs that have finished a sequence, and finished sequences.
+        counters: int32 zeros: of each sequence the rows that are finished, of a launch from logits, and
+            behind them the finished sequences.
     """
 
     logprobs: Tensor | None
