@@ -75,13 +75,8 @@ class Gradients:
             grad, grad_entropy: dLoss/dlogprobs and dLoss/dentropy, [n], or None.
             skip: leave rows without gradient out of the products.
         """
-        moving, rows = None, None
-        if skip and self.call.selects_rows:
-            assert self._launches is not None
-            rows = self._launches.active_rows(grad, grad_entropy)
-            if rows is not None and not rows.numel():
-                return
-        elif skip or self._launches is None or grad_entropy is not None:
+        moving = None
+        if skip or self._launches is None or grad_entropy is not None:
             moving = active(grad, grad_entropy)
             keep = self.call.index(moving) if skip else None
             if isinstance(keep, Tensor):
@@ -93,22 +88,20 @@ class Gradients:
                 moving = moving[keep]
                 grad_entropy = None if grad_entropy is None else grad_entropy[keep]
         if grad_entropy is None:
-            self.add_rows(self.rows(projected, chunk, rows=rows), chunk, Weights(grad, moving, rows))
+            self.add_rows(self.rows(projected, chunk), chunk, Weights(grad, moving))
             return
         # a row then has two coefficients, so they go into the rows themselves
         scale = power_of_two(torch.maximum(grad.abs(), grad_entropy.abs()).to(self.accumulate))
         if moving is None:
             moving = active(grad, grad_entropy)
-        values = self._write(projected, chunk, (grad / scale, grad_entropy / scale), rows)
-        self.add_rows(Rows(values, None), chunk, Weights(scale, moving, rows))
+        values = self._write(projected, chunk, (grad / scale, grad_entropy / scale))
+        self.add_rows(Rows(values, None), chunk, Weights(scale, moving))
 
-    def rows(self, projected: Projected, chunk: Chunk, rows: Tensor | None = None) -> Rows:
-        """What enters the gradient products, where it fits in the memory of the logits; of all rows of the
-        chunk, or those at ``rows``.
-        """
+    def rows(self, projected: Projected, chunk: Chunk) -> Rows:
+        """What enters the gradient products, where it fits in the memory of the logits."""
         if projected.written:
             return Rows(projected.values, projected.factors)
-        return Rows(self._write(projected, chunk, (self.ones(len(chunk)), None), rows), None)
+        return Rows(self._write(projected, chunk, (self.ones(len(chunk)), None)), None)
 
     def ones(self, count: int) -> Tensor:
         """Ones [count], all in one place of memory."""
@@ -123,7 +116,6 @@ class Gradients:
         projected: Projected,
         chunk: Chunk,
         grads: tuple[Tensor, Tensor | None],
-        rows: Tensor | None,
     ) -> Tensor:
         """d(grad * logprob + grad_entropy * entropy)/dlogits."""
         assert not projected.written
@@ -134,24 +126,12 @@ class Gradients:
         stats = projected.stats.each(lambda stat: stat.unsqueeze(0))
         given = (logits.unsqueeze(0), chunk.labels, stats)
         ignore_index = self.call.options.ignore_index
-        if rows is None:
-            self.backend.logprobs_backward(
-                *given,
-                grad,
-                grad_entropy,
-                None,
-                chunk.transform,
-                ignore_index=ignore_index,
-                out=values.unsqueeze(0),
-            )
-            return values
-        assert self._launches is not None
-        values = values[: len(rows)]
-        self._launches.gradient_of_rows(
+        self.backend.logprobs_backward(
             *given,
-            (grad, grad_entropy),
+            grad,
+            grad_entropy,
+            None,
             chunk.transform,
-            rows,
             ignore_index=ignore_index,
             out=values.unsqueeze(0),
         )
@@ -180,13 +160,11 @@ class Gradients:
                 work.wait()
             own, where = self.call.own_rows(chunk.where)
             factors = None if rows.factors is None else rows.factors[own]
-            self._store_hidden(Rows(values, factors), weights.coefficients[own], weights.rows, where)
+            self._store_hidden(Rows(values, factors), weights.coefficients[own], where)
 
         return finish
 
-    def _store_hidden(
-        self, rows: Rows, coefficients: Tensor, chosen: Tensor | None, where: slice | Tensor
-    ) -> None:
+    def _store_hidden(self, rows: Rows, coefficients: Tensor, where: slice | Tensor) -> None:
         """Put rows of dHidden times their coefficients where they belong.
 
         Of batch-invariant products the whole coefficient multiplies last, as one that comes late does.
@@ -196,7 +174,7 @@ class Gradients:
         hidden, scales = self.hidden.view(-1, values.shape[1]), self.scales
         if self._launches is not None:
             flat = None if scales is None else scales.view(-1)
-            self._launches.store_hidden(values, coefficients, rows.factors, chosen, where, hidden, flat, last)
+            self._launches.store_hidden(values, coefficients, rows.factors, where, hidden, flat, last)
             return
         coefficients = coefficients.to(self.accumulate)
         if last:

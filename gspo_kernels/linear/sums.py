@@ -42,12 +42,10 @@ class Weights(NamedTuple):
     Attributes:
         coefficients: [n], any float dtype and stride.
         active: [n], bool: rows that have a gradient; None: those whose coefficient isn't 0.
-        rows: int32 [k], which of the n rows are worked on; None: all.
     """
 
     coefficients: Tensor
     active: Tensor | None = None
-    rows: Tensor | None = None
 
 
 class Needs(NamedTuple):
@@ -118,8 +116,7 @@ class HeadSums:
     def _factors(self, rows: Rows, weights: Weights) -> Tensor:
         """What multiplies the rows, [k] in the sums' dtype."""
         coefficients = weights.coefficients.to(stats_dtype(self._head.weight.dtype))
-        factors = rows.scaled(bounded_for_sums(coefficients))
-        return factors if weights.rows is None else factors[weights.rows]
+        return rows.scaled(bounded_for_sums(coefficients))
 
     def _operand(self, rows: Rows, hidden: Tensor, weights: Weights, unit: Tensor | None = None) -> Tensor:
         """Hidden states times factors, over ``unit``, as the products take them."""
@@ -127,7 +124,7 @@ class HeadSums:
         if self._launches is not None:
             most = most_in_sums(stats_dtype(hidden.dtype))
             return self._launches.product_operand(
-                hidden, coefficients, rows.factors, active, weights.rows, unit, most, dtype
+                hidden, coefficients, rows.factors, active, unit, most, dtype
             )
         factors = self._factors(rows, weights)
         if unit is not None:
@@ -180,7 +177,7 @@ class HeadSums:
         if self._launches is not None:
             most = most_in_sums(total.dtype)
             unit, shrink = self._launches.sum_unit(
-                weights.coefficients, rows.factors, weights.rows, before, most, total.dtype
+                weights.coefficients, rows.factors, before, most, total.dtype
             )
         else:
             unit = power_of_two(largest(self._factors(rows, weights)))
