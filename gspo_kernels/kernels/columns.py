@@ -15,21 +15,27 @@ import triton.language as tl
 
 @triton.jit
 def decode(number):
-    """The integer that ``launch.encode`` made a tuple's number of, int64."""
-    return (number >> 1) - (1 << 61)
+    """The int32 that ``launch.encode`` made a tuple's number of."""
+    return (number.to(tl.int64) >> 32).to(tl.int32)
+
+
+@triton.jit
+def decode_wide(halves):
+    """The int64 of ``launch.encode_wide``."""
+    low = decode(halves[0]).to(tl.uint32, bitcast=True).to(tl.int64)
+    return (decode(halves[1]).to(tl.int64) << 32) | low
 
 
 @triton.jit
 def decode_float(halves):
-    """The fp64 number that ``launch.encode_float`` took apart."""
-    low = decode(halves[0]) & 0xFFFFFFFF
-    return (low | (decode(halves[1]) << 32)).to(tl.float64, bitcast=True)
+    """The fp64 number of ``launch.encode_float``."""
+    return decode_wide(halves).to(tl.float64, bitcast=True)
 
 
 @triton.jit
 def element(pointer, b, t, strides):
     """Address of element (b, t), or row (b, t), of a tensor with encoded strides, in 64-bit arithmetic."""
-    return pointer + (b.to(tl.int64) * decode(strides[0]) + t.to(tl.int64) * decode(strides[1]))
+    return pointer + (b.to(tl.int64) * decode_wide(strides[0]) + t.to(tl.int64) * decode_wide(strides[1]))
 
 
 @triton.jit

@@ -16,7 +16,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gspo_kernels.kernels.columns import decode, decode_float, element, load_columns, row_pointer
+from gspo_kernels.kernels.columns import (
+    decode,
+    decode_float,
+    decode_wide,
+    element,
+    load_columns,
+    row_pointer,
+)
 from gspo_kernels.kernels.launch import (
     DIVERGENCE,
     RowConstants,
@@ -135,8 +142,8 @@ def divergence_kernel(
     BLOCK: tl.constexpr = ROW.BLOCK
     PLATFORM: tl.constexpr = ROW.PLATFORM
     n = tl.program_id(0)
-    T = decode(rows.T).to(tl.int32)
-    V = decode(rows.V).to(tl.int32)
+    T = decode(rows.T)
+    V = decode(rows.V)
     b = n // T
     t = n - b * T
     _label, counted = row_label(labels_ptr, b, t, rows)
@@ -145,8 +152,8 @@ def divergence_kernel(
     teacher_slopes = row_slopes(teacher, teacher_temperature_ptr, b, t, STATS)
     row = row_pointer(logits_ptr, b, t, rows.logits, ROW.ACCESS)
     other = row_pointer(teacher_logits_ptr, b, t, teacher.logits, ROW.ACCESS)
-    stride_v = decode(rows.logits[2])
-    other_stride_v = decode(teacher.logits[2])
+    stride_v = decode_wide(rows.logits[2])
+    other_stride_v = decode_wide(teacher.logits[2])
     lanes = tl.arange(0, BLOCK)
     width = V
     if ROW.ACCESS == "aligned":

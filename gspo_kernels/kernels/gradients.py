@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gspo_kernels.kernels.columns import (
     decode,
+    decode_wide,
     edge_columns,
     element,
     load_columns,
@@ -163,8 +164,8 @@ def logprobs_backward_kernel(
     """One row's gradient. ``rows`` is a ``RowNumbers``, ROW a ``RowConstants``."""
     STATS: tl.constexpr = ROW.STATS
     n = tl.program_id(0)
-    T = decode(rows.T).to(tl.int32)
-    V = decode(rows.V).to(tl.int32)
+    T = decode(rows.T)
+    V = decode(rows.V)
     b = n // T
     t = n - b * T
     label, counted = row_label(labels_ptr, b, t, rows)
@@ -192,7 +193,7 @@ def logprobs_backward_kernel(
         tl.where(labelled, label, -1).to(tl.int32),
         V,
         mask,
-        decode(rows.logits[2]),
+        decode_wide(rows.logits[2]),
         row_slopes(rows, row_temperature_ptr, b, t, STATS),
         active,
         (logp, base, rest, entropy),

@@ -171,24 +171,37 @@ def narrows_in_place(logits_BTV: Tensor, out_BTV: Tensor) -> bool:
 # --- numbers that kernels take
 
 
+Wide = tuple[int, int]
+"""A number of 64 bits as ``encode_wide`` and ``encode_float`` make it."""
+
+
 def encode(number: int) -> int:
-    """An integer as it travels in a tuple of kernel arguments; ``columns.decode`` takes it back.
+    """A number of 32 bits as it travels in a tuple of kernel arguments; ``columns.decode`` takes it back.
 
-    Triton compiles anew where an integer in a tuple is 1, divides by 16, or needs more than 32 bits, and has
-    no annotation to forbid that. These are always odd and of 63 bits.
+    Triton compiles anew where an integer in a tuple is 1, divides by 16 or needs more than 32 bits, has no
+    annotation to forbid that, and rounds floats there to fp32. In the upper half of an odd number of 64 bits
+    an integer is none of that (but for -1, for which it compiles once more), and takes no instruction to
+    read.
     """
-    return 2 * number + (1 << 62) + 1
+    return (number << 32) + 0x80000001
 
 
-def encode_float(number: float) -> tuple[int, int]:
-    """An fp64 number as the halves of its bits: Triton would round a float in a tuple to fp32."""
-    low, high = struct.unpack("<Ii", struct.pack("<d", number))
-    return encode(low), encode(high)
+@functools.lru_cache(maxsize=4096)
+def encode_wide(number: int) -> Wide:
+    """A number of 64 bits, the lower half first."""
+    low = number & 0xFFFFFFFF
+    return encode(low - (1 << 32) if low >> 31 else low), encode(number >> 32)
 
 
-def encode_strides(tensor: Tensor | None) -> tuple[int, ...] | None:
+@functools.lru_cache(maxsize=4096)
+def encode_float(number: float) -> Wide:
+    """An fp64 number by its bits."""
+    return encode_wide(struct.unpack("<q", struct.pack("<d", number))[0])
+
+
+def encode_strides(tensor: Tensor | None) -> tuple[Wide, ...] | None:
     """A tensor's strides as they travel in a tuple."""
-    return None if tensor is None else tuple(encode(stride) for stride in tensor.stride())
+    return None if tensor is None else tuple(map(encode_wide, tensor.stride()))
 
 
 class RowNumbers(NamedTuple):
@@ -204,15 +217,15 @@ class RowNumbers(NamedTuple):
 
     T: int
     V: int
-    ignore_index: int
-    slopes: tuple[tuple[int, int], ...]
-    logits: tuple[int, ...] | None
-    labels: tuple[int, ...] | None
-    row_temperature: tuple[int, ...] | None
-    kept: tuple[int, ...] | None
-    out: tuple[int, ...] | None
-    grad: tuple[int, ...] | None
-    grad_entropy: tuple[int, ...] | None
+    ignore_index: Wide
+    slopes: tuple[Wide, ...]
+    logits: tuple[Wide, ...] | None
+    labels: tuple[Wide, ...] | None
+    row_temperature: tuple[Wide, ...] | None
+    kept: tuple[Wide, ...] | None
+    out: tuple[Wide, ...] | None
+    grad: tuple[Wide, ...] | None
+    grad_entropy: tuple[Wide, ...] | None
 
     @staticmethod
     def of(
@@ -226,11 +239,13 @@ class RowNumbers(NamedTuple):
         grad_entropy: Tensor | None = None,
     ) -> RowNumbers:
         """For logits [B, T, V]."""
+        scale, softcap, temperature, *_ = transform
+        inner, outer = (scale / softcap, softcap / temperature) if softcap else (1.0, 1.0)
         return RowNumbers(
             encode(logits.shape[1]),
             encode(logits.shape[2]),
-            encode(ignore_index),
-            _slopes(transform.logit_scale, transform.softcap, transform.temperature),
+            encode_wide(ignore_index),
+            (encode_float(scale / temperature), encode_float(inner), encode_float(outer)),
             encode_strides(logits),
             encode_strides(labels),
             encode_strides(transform.row_temperature),
@@ -239,13 +254,6 @@ class RowNumbers(NamedTuple):
             encode_strides(grad),
             encode_strides(grad_entropy),
         )
-
-
-@functools.lru_cache(maxsize=64)
-def _slopes(scale: float, softcap: float, temperature: float) -> tuple[tuple[int, int], ...]:
-    """The transform's constants, multiplied in fp64."""
-    inner, outer = (scale / softcap, softcap / temperature) if softcap else (1.0, 1.0)
-    return encode_float(scale / temperature), encode_float(inner), encode_float(outer)
 
 
 class RowConstants(NamedTuple):

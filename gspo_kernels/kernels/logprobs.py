@@ -9,7 +9,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from gspo_kernels.kernels.columns import decode, element, row_pointer
+from gspo_kernels.kernels.columns import decode, decode_wide, element, row_pointer
 from gspo_kernels.kernels.launch import FORWARD, RowConstants, RowNumbers, launch, row_kernel
 from gspo_kernels.kernels.rows import add_hi_lo, online_logsumexp, row_label, row_slopes
 from gspo_kernels.kernels.sampling_mask import in_row
@@ -30,8 +30,8 @@ def logprobs_forward_kernel(
 ):
     """One row's statistics. ``rows`` is a ``RowNumbers``, ROW a ``RowConstants``."""
     n = tl.program_id(0)
-    T = decode(rows.T).to(tl.int32)
-    V = decode(rows.V).to(tl.int32)
+    T = decode(rows.T)
+    V = decode(rows.V)
     b = n // T
     t = n - b * T
     label, counted = row_label(labels_ptr, b, t, rows)
@@ -42,7 +42,7 @@ def logprobs_forward_kernel(
         counted & in_row(label, V, mask),
         tl.where(counted, V, 0),
         mask,
-        decode(rows.logits[2]),
+        decode_wide(rows.logits[2]),
         row_slopes(rows, row_temperature_ptr, b, t, ROW.STATS),
         entropy_ptr is not None,
         "evict_first",

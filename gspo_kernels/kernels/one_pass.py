@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gspo_kernels.kernels.columns import decode, element, row_pointer
+from gspo_kernels.kernels.columns import decode, decode_wide, element, row_pointer
 from gspo_kernels.kernels.gradients import write_gradient
 from gspo_kernels.kernels.launch import (
     ALIGNED_COLUMNS,
@@ -116,8 +116,8 @@ def on_chip_row_kernel(
     OUT: tl.constexpr = out_ptr.dtype.element_ty
     THREADS: tl.constexpr = BLOCK // VECTOR
     lanes = tl.arange(0, THREADS)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
-    T = decode(rows.T).to(tl.int32)
-    V = decode(rows.V).to(tl.int32)
+    T = decode(rows.T)
+    V = decode(rows.V)
     # Rows are aligned: the same number, by an operation that tells the compiler what divides it.
     rest_of_row = V // VECTOR * VECTOR - (PIECES - 1) * BLOCK
     n = tl.program_id(0)
@@ -208,8 +208,8 @@ def logprobs_and_grad_kernel(
     ROW a ``RowConstants``.
     """
     n = tl.program_id(0)
-    T = decode(rows.T).to(tl.int32)
-    V = decode(rows.V).to(tl.int32)
+    T = decode(rows.T)
+    V = decode(rows.V)
     b = n // T
     t = n - b * T
     label, counted = row_label(labels_ptr, b, t, rows)
@@ -218,7 +218,7 @@ def logprobs_and_grad_kernel(
     coefficient = _coefficient(coefficients_ptr, b, t, rows, labelled, ROW.STATS)
     slopes = row_slopes(rows, row_temperature_ptr, b, t, ROW.STATS)
     row = row_pointer(logits_ptr, b, t, rows.logits, ROW.ACCESS)
-    stride_v = decode(rows.logits[2])
+    stride_v = decode_wide(rows.logits[2])
     logp, base, rest, _ = online_logsumexp(
         row, label, labelled, tl.where(counted, V, 0), mask, stride_v, slopes, False, "evict_last", ROW
     )

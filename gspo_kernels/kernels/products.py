@@ -15,9 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gspo_kernels.kernels.columns import decode
+from gspo_kernels.kernels.columns import decode, decode_wide
 from gspo_kernels.kernels.launch import (
     Tile,
+    Wide,
     encode,
     encode_strides,
     launch,
@@ -85,10 +86,10 @@ class ProductNumbers(NamedTuple):
     N: int
     K: int
     programs: int
-    a: tuple[int, ...] | None
-    b: tuple[int, ...] | None
-    bias: tuple[int, ...] | None
-    out: tuple[int, ...] | None
+    a: tuple[Wide, ...] | None
+    b: tuple[Wide, ...] | None
+    bias: tuple[Wide, ...] | None
+    out: tuple[Wide, ...] | None
 
 
 class ProductConstants(NamedTuple):
@@ -132,17 +133,17 @@ def fixed_product_kernel(a_ptr, b_ptr, bias_ptr, out_ptr, product, PRODUCT: tl.c
     B_VECTOR: tl.constexpr = PRODUCT.B_VECTOR
     A_ALONG_K: tl.constexpr = PRODUCT.A_ALONG_K
     B_ALONG_K: tl.constexpr = PRODUCT.B_ALONG_K
-    M = decode(product.M).to(tl.int32)
-    N = decode(product.N).to(tl.int32)
-    K = decode(product.K).to(tl.int32)
-    programs = decode(product.programs).to(tl.int32)
-    out_stride_m = decode(product.out[0])
+    M = decode(product.M)
+    N = decode(product.N)
+    K = decode(product.K)
+    programs = decode(product.programs)
+    out_stride_m = decode_wide(product.out[0])
     height = tl.cdiv(M, ROWS)
     width = tl.cdiv(N, COLUMNS)
-    a_stride_m = decode(product.a[0])
-    a_stride_k = decode(product.a[1])
-    b_stride_k = decode(product.b[0])
-    b_stride_n = decode(product.b[1])
+    a_stride_m = decode_wide(product.a[0])
+    a_stride_k = decode_wide(product.a[1])
+    b_stride_k = decode_wide(product.b[0])
+    b_stride_n = decode_wide(product.b[1])
     if A_ALONG_K:
         a_stride_k = 1
     else:
@@ -200,7 +201,7 @@ def fixed_product_kernel(a_ptr, b_ptr, bias_ptr, out_ptr, product, PRODUCT: tl.c
         inside = (rows < M)[:, None] & (columns < N)[None, :]
         if bias_ptr is not None:
             bias = tl.load(
-                bias_ptr + columns.to(tl.int64) * decode(product.bias[0]), mask=columns < N, other=0.0
+                bias_ptr + columns.to(tl.int64) * decode_wide(product.bias[0]), mask=columns < N, other=0.0
             )
             total += bias.to(tl.float32)[None, :]
         tl.store(out_pointers, narrowed(total, out_ptr.dtype.element_ty, PRODUCT.PLATFORM), mask=inside)

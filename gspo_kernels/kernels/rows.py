@@ -18,7 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gspo_kernels.kernels.columns import decode, decode_float, element, load_block
+from gspo_kernels.kernels.columns import decode_float, decode_wide, element, load_block
 from gspo_kernels.kernels.sampling_mask import mask_heights
 
 HUGE: tl.constexpr = tl.constexpr(1e30)
@@ -144,7 +144,7 @@ def _multiply(x, factor):
 def row_label(labels_ptr, b, t, rows):
     """A row's label, int64, and whether the row counts."""
     label = tl.load(element(labels_ptr, b, t, rows.labels)).to(tl.int64)
-    return label, label != decode(rows.ignore_index)
+    return label, label != decode_wide(rows.ignore_index)
 
 
 @triton.jit
@@ -262,7 +262,7 @@ def online_logsumexp(
         width = width // VECTOR * VECTOR
     label = tl.where(labelled, label, -1).to(tl.int32)
     home = tl.maximum(label, 0) // BLOCK
-    raw = load_block(row, home * BLOCK, lanes, width, stride_v, True, EVICT, ROW)
+    label_block = load_block(row, home * BLOCK, lanes, width, stride_v, True, EVICT, ROW)
 
     steepness = slopes[0]
     if ROW.SOFTCAP:
@@ -279,7 +279,7 @@ def online_logsumexp(
 
     # The label's block comes first, so that no other block has to look for the label.
     columns = home * BLOCK + lanes
-    y = mask_heights(_height(raw, slopes, ROW), home * BLOCK, width, mask)
+    y = mask_heights(_height(label_block, slopes, ROW), home * BLOCK, width, mask)
     is_label = columns == label
     y_label = tl.sum(tl.sum(tl.sum(tl.where(is_label, y, 0.0), axis=2), axis=0), axis=0)
     y = tl.where(is_label | (columns >= width), -float("inf"), y)
@@ -293,8 +293,8 @@ def online_logsumexp(
         state = _add_block(state, y, power, ENTROPY, ROW)
     if (home < full) & (full * BLOCK < width):
         columns = full * BLOCK + lanes
-        raw = load_block(row, full * BLOCK, lanes, width, stride_v, True, EVICT, ROW)
-        y = mask_heights(_height(raw, slopes, ROW), full * BLOCK, width, mask)
+        last_block = load_block(row, full * BLOCK, lanes, width, stride_v, True, EVICT, ROW)
+        y = mask_heights(_height(last_block, slopes, ROW), full * BLOCK, width, mask)
         y = tl.where(columns < width, y, -float("inf"))
         state = _add_block(state, y, power, ENTROPY, ROW)
 

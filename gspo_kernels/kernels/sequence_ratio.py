@@ -16,7 +16,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from gspo_kernels.kernels.columns import decode, decode_float, element, row_pointer
+from gspo_kernels.kernels.columns import decode, decode_float, decode_wide, element, row_pointer
 from gspo_kernels.kernels.launch import (
     FORWARD,
     RowConstants,
@@ -73,10 +73,10 @@ def sequence_ratio_kernel(
     ``ratio`` a ``RatioNumbers``.
     """
     n = tl.program_id(0)
-    T = decode(rows.T).to(tl.int32)
-    V = decode(rows.V).to(tl.int32)
-    tokens = decode(ratio.tokens).to(tl.int32)
-    sequences = decode(ratio.sequences).to(tl.int32)
+    T = decode(rows.T)
+    V = decode(rows.V)
+    tokens = decode(ratio.tokens)
+    sequences = decode(ratio.sequences)
     sequence = n - tokens
     if n < tokens:
         b = n // T
@@ -89,7 +89,7 @@ def sequence_ratio_kernel(
             counted & in_row(label, V, mask),
             tl.where(counted, V, 0),
             mask,
-            decode(rows.logits[2]),
+            decode_wide(rows.logits[2]),
             row_slopes(rows, row_temperature_ptr, b, t, ROW.STATS),
             False,
             "evict_first",
@@ -112,7 +112,7 @@ def sequence_ratio_kernel(
             labels_ptr,
             old_ptr,
             out.logprobs,
-            decode(rows.ignore_index),
+            decode_wide(rows.ignore_index),
             rows.labels,
             ratio.old,
             cu_seqlens_ptr is not None,

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gspo_kernels.kernels.columns import decode_float, element
-from gspo_kernels.kernels.launch import encode, encode_float
+from gspo_kernels.kernels.launch import Wide, encode, encode_float, encode_wide
 from gspo_kernels.types import RatioClip
 
 
@@ -30,15 +30,15 @@ class RatioNumbers(NamedTuple):
     T: int
     tokens: int
     sequences: int
-    bounds: tuple[tuple[int, int], ...]
-    divisor_scale: tuple[int, int]
-    mask: tuple[int, int]
-    old: tuple[int, int]
-    advantages: tuple[int, int]
-    weights: tuple[int, int]
-    lengths: tuple[int, int]
-    reference: tuple[int, int]
-    beta: tuple[int, int]
+    bounds: tuple[Wide, ...]
+    divisor_scale: Wide
+    mask: tuple[Wide, Wide]
+    old: tuple[Wide, Wide]
+    advantages: tuple[Wide, Wide]
+    weights: tuple[Wide, Wide]
+    lengths: tuple[Wide, Wide]
+    reference: tuple[Wide, Wide]
+    beta: tuple[Wide, Wide]
 
     @staticmethod
     def of(
@@ -46,12 +46,12 @@ class RatioNumbers(NamedTuple):
     ) -> RatioNumbers:
         """For tensors [sequences] or like the tokens, by the names of the attributes."""
 
-        def strides(values: Tensor | None) -> tuple[int, int]:
+        def strides(values: Tensor | None) -> tuple[Wide, Wide]:
             if values is None:
-                return encode(0), encode(0)
+                return encode_wide(0), encode_wide(0)
             if values.ndim == 1:
-                return encode(values.stride(0)), encode(0)
-            return encode(0 if packed else values.stride(0)), encode(values.stride(1))
+                return encode_wide(values.stride(0)), encode_wide(0)
+            return encode_wide(0 if packed else values.stride(0)), encode_wide(values.stride(1))
 
         names = ("mask", "old", "advantages", "weights", "lengths", "reference", "beta")
         return RatioNumbers(

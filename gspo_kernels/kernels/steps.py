@@ -89,9 +89,9 @@ def ratio_step_kernel(
     """One sequence, computed in fp64. ``out`` is a ``RatioOutputs``, ``ratio`` a ``RatioNumbers``."""
     TOKENS_PER_BLOCK: tl.constexpr = RATIO.TOKENS_PER_BLOCK
     sequence = tl.program_id(0)
-    T = decode(ratio.T).to(tl.int32)
-    sequences = decode(ratio.sequences).to(tl.int32)
-    first, last = rows_of(sequence, cu_seqlens_ptr, decode(ratio.tokens).to(tl.int32), T)
+    T = decode(ratio.T)
+    sequences = decode(ratio.sequences)
+    first, last = rows_of(sequence, cu_seqlens_ptr, decode(ratio.tokens), T)
     count, log_ratio = sum_sequence(
         sequence,
         first,

@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 
 import triton.language as tl
 
-from gspo_kernels.kernels.launch import Tile, encode, launch, row_kernel
+from gspo_kernels.kernels.launch import Tile, encode_wide, launch, row_kernel
 from gspo_kernels.kernels.sequences import sum_sequence
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -31,7 +31,7 @@ def summed(labels, old, logprobs):
     total = torch.empty((), dtype=torch.float64, device=DEVICE)
     count = torch.empty((), dtype=torch.int32, device=DEVICE)
     given = (each.to(DEVICE) for each in (labels, old, logprobs))
-    strides = (encode(0), encode(1))
+    strides = (encode_wide(0), encode_wide(1))
     launch(
         summing_kernel,
         1,
