@@ -16,7 +16,8 @@ import triton.language as tl
 @triton.jit
 def decode(number):
     """The int32 that ``launch.encode`` made a tuple's number of."""
-    return (number.to(tl.int64) >> 32).to(tl.int32)
+    # The interpreter holds what needs 32 bits in so many, until it is added to 64.
+    return ((number + tl.zeros([], tl.int64)) >> 32).to(tl.int32)
 
 
 @triton.jit

@@ -142,11 +142,8 @@ def divergence_kernel(
     BLOCK: tl.constexpr = ROW.BLOCK
     PLATFORM: tl.constexpr = ROW.PLATFORM
     n = tl.program_id(0)
-    T = decode(rows.T)
     V = decode(rows.V)
-    b = n // T
-    t = n - b * T
-    _label, counted = row_label(labels_ptr, b, t, rows)
+    b, t, _label, counted = row_label(n, labels_ptr, rows)
     mask = None if kept_ptr is None else element(kept_ptr, b, t, rows.kept)
     slopes = row_slopes(rows, row_temperature_ptr, b, t, STATS)
     teacher_slopes = row_slopes(teacher, teacher_temperature_ptr, b, t, STATS)
@@ -295,19 +292,9 @@ def divergence(
     student = RowConstants.of(logits, transform, tile, out)
     teacher = RowConstants.of(teacher_logits, teacher_transform, tile)
     launch(
-        divergence_kernel,
-        B * T,
-        logits.device,
-        tile,
-        logits,
-        labels,
-        transform.row_temperature,
-        transform.kept,
-        teacher_logits,
-        teacher_transform.row_temperature,
-        grad,
-        stats,
-        out,
+        divergence_kernel, B * T, logits.device, tile,
+        logits, labels, transform.row_temperature, transform.kept,
+        teacher_logits, teacher_transform.row_temperature, grad, stats, out,
         RowNumbers.of(logits, labels, transform, ignore_index, out=out, grad=grad),
         RowNumbers.of(teacher_logits, None, teacher_transform, ignore_index),
         tuple(encode_float(number) for number in (beta, *logs)),
@@ -317,5 +304,5 @@ def divergence(
             KIND="mixture" if mixed else "reverse" if beta else "forward",
             KNOWN=("nothing", "normalizers", "all")[(known is not None) + isinstance(known, PairStats)],
         ),
-    )
+    )  # fmt: skip
     return stats

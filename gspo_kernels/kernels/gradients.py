@@ -59,10 +59,10 @@ def _gradient(raw, is_label, of_row, slopes, ENTROPY: tl.constexpr, OUT: tl.cons
 def write_gradient(
     row,
     out_row,
+    stride_v,
     label,
     width,
     mask,
-    stride_v,
     slopes,
     active,
     stats,
@@ -77,10 +77,10 @@ def write_gradient(
 
     Args:
         row, out_row: the addresses of its first logit and of that one's gradient.
+        stride_v: from one logit to the next.
         label: int32, -1 where it is no column of the row.
         width: the number of columns.
         mask: the row's sampling mask or None.
-        stride_v: from one logit to the next.
         slopes: from ``row_slopes``.
         active: whether the gradient is other than 0.
         stats: (log-prob, log-sum-exp as two numbers, entropy).
@@ -164,11 +164,8 @@ def logprobs_backward_kernel(
     """One row's gradient. ``rows`` is a ``RowNumbers``, ROW a ``RowConstants``."""
     STATS: tl.constexpr = ROW.STATS
     n = tl.program_id(0)
-    T = decode(rows.T)
     V = decode(rows.V)
-    b = n // T
-    t = n - b * T
-    label, counted = row_label(labels_ptr, b, t, rows)
+    b, t, label, counted = row_label(n, labels_ptr, rows)
     mask = None if kept_ptr is None else element(kept_ptr, b, t, rows.kept)
     labelled = in_row(label, V, mask)
     scale = tl.full([], 1.0, STATS)
@@ -187,20 +184,15 @@ def logprobs_backward_kernel(
         entropy = tl.load(entropy_ptr + n)
         grad_entropy = tl.load(element(grad_entropy_ptr, b, t, rows.grad_entropy)).to(STATS) * scale
         active = counted & ((grad_logp != 0) | (grad_entropy != 0))
-    write_gradient(
-        row_pointer(logits_ptr, b, t, rows.logits, ROW.ACCESS),
-        row_pointer(out_ptr, b, t, rows.out, ROW.ACCESS),
-        tl.where(labelled, label, -1).to(tl.int32),
-        V,
-        mask,
-        decode_wide(rows.logits[2]),
-        row_slopes(rows, row_temperature_ptr, b, t, STATS),
-        active,
-        (logp, base, rest, entropy),
-        (grad_logp, grad_entropy),
-        grad_entropy_ptr is not None,
-        ROW,
-    )
+    row = row_pointer(logits_ptr, b, t, rows.logits, ROW.ACCESS)
+    out_row = row_pointer(out_ptr, b, t, rows.out, ROW.ACCESS)
+    stride_v = decode_wide(rows.logits[2])
+    column = tl.where(labelled, label, -1).to(tl.int32)
+    slopes = row_slopes(rows, row_temperature_ptr, b, t, STATS)
+    stats = (logp, base, rest, entropy)
+    grads = (grad_logp, grad_entropy)
+    ENTROPY: tl.constexpr = grad_entropy_ptr is not None
+    write_gradient(row, out_row, stride_v, column, V, mask, slopes, active, stats, grads, ENTROPY, ROW)
 
 
 def logprobs_backward(
@@ -226,31 +218,15 @@ def logprobs_backward(
         return
     tile = BACKWARD[max(logits.element_size(), out.element_size())]
     tile = without_spills(tile, transform.softcap > 0)
+    rows = RowNumbers.of(
+        logits, labels, transform, ignore_index, out=out, grad=grad_logprobs, grad_entropy=grad_entropy
+    )
     launch(
-        logprobs_backward_kernel,
-        B * T,
-        logits.device,
-        tile,
-        logits,
-        labels,
-        transform.row_temperature,
-        transform.kept,
-        stats.logprobs.contiguous(),
-        stats.lse.contiguous(),
+        logprobs_backward_kernel, B * T, logits.device, tile,
+        logits, labels, transform.row_temperature, transform.kept,
+        stats.logprobs.contiguous(), stats.lse.contiguous(),
         None if grad_entropy is None or stats.entropy is None else stats.entropy.contiguous(),
-        grad_logprobs,
-        grad_entropy,
-        grad_scale,
-        out,
-        RowNumbers.of(
-            logits,
-            labels,
-            transform,
-            ignore_index,
-            out=out,
-            grad=grad_logprobs,
-            grad_entropy=grad_entropy,
-        ),
+        grad_logprobs, grad_entropy, grad_scale, out, rows,
         SHARDED=sharded,
         ROW=RowConstants.of(logits, transform, tile, out),
-    )
+    )  # fmt: skip

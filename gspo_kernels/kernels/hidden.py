@@ -18,7 +18,6 @@ from gspo_kernels.kernels.rows import narrowed
 _TILE = Tile(1024, 4)
 # The interpreter takes as long for one row as for many.
 _ROWS, _COLUMNS = (64, 64) if INTERPRETED else (4, _TILE.block)
-_SELECT = Tile(1024, 4)
 
 
 @triton.jit
@@ -122,25 +121,12 @@ def product_operand(
     count, width = hidden.shape
     out = torch.empty(count, width, dtype=dtype, device=hidden.device)
     launch(
-        product_operand_kernel,
-        triton.cdiv(count, _ROWS),
-        hidden.device,
-        _TILE,
-        hidden.contiguous(),
-        coefficients,
-        factors,
+        product_operand_kernel, triton.cdiv(count, _ROWS), hidden.device, _TILE,
+        hidden.contiguous(), coefficients, factors,
         None if active is None else active.contiguous().view(torch.int8),
-        unit,
-        out,
-        count,
-        coefficients.stride(0),
-        width,
-        most,
-        STATS=stats_type(hidden.dtype),
-        ROWS=_ROWS,
-        BLOCK=_COLUMNS,
-        PLATFORM=platform(),
-    )
+        unit, out, count, coefficients.stride(0), width, most,
+        STATS=stats_type(hidden.dtype), ROWS=_ROWS, BLOCK=_COLUMNS, PLATFORM=platform(),
+    )  # fmt: skip
     return out
 
 
@@ -187,20 +173,10 @@ def sum_unit(
     """See ``ops.backends.HiddenBackend.sum_unit``."""
     out = torch.empty(2, dtype=dtype, device=coefficients.device)
     launch(
-        sum_unit_kernel,
-        1,
-        out.device,
-        _SELECT,
-        coefficients,
-        factors,
-        before,
-        out,
-        len(coefficients),
-        coefficients.stride(0),
-        most,
-        STATS=stats_type(dtype),
-        BLOCK=_SELECT.block,
-    )
+        sum_unit_kernel, 1, out.device, _TILE,
+        coefficients, factors, before, out, len(coefficients), coefficients.stride(0), most,
+        STATS=stats_type(dtype), BLOCK=_TILE.block,
+    )  # fmt: skip
     return out[0], out[1]
 
 
@@ -284,26 +260,15 @@ def store_hidden(
     """See ``ops.backends.HiddenBackend.store_hidden``."""
     count, width = values.shape
     launch(
-        store_hidden_kernel,
-        triton.cdiv(count, _ROWS),
-        values.device,
-        _TILE,
-        values.contiguous(),
-        coefficients,
-        factors,
+        store_hidden_kernel, triton.cdiv(count, _ROWS), values.device, _TILE,
+        values.contiguous(), coefficients, factors,
         None if isinstance(where, slice) else where,
-        hidden,
-        scales,
-        count,
-        coefficients.stride(0),
+        hidden, scales, count, coefficients.stride(0),
         where.start if isinstance(where, slice) else 0,
         width,
-        STATS=stats_type(values.dtype),
-        WHOLE_LAST=whole_last,
-        ROWS=_ROWS,
-        BLOCK=_COLUMNS,
-        PLATFORM=platform(),
-    )
+        STATS=stats_type(values.dtype), WHOLE_LAST=whole_last,
+        ROWS=_ROWS, BLOCK=_COLUMNS, PLATFORM=platform(),
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["scales_ptr", "factor_ptr", "count"])
@@ -335,17 +300,7 @@ def scale_rows_(values: Tensor, scales: Tensor, factor: Tensor) -> None:
     width = values.shape[-1]
     count = values.numel() // width
     launch(
-        scale_rows_kernel,
-        triton.cdiv(count, _ROWS),
-        values.device,
-        _TILE,
-        values,
-        scales,
-        factor,
-        count,
-        width,
-        STATS=stats_type(values.dtype),
-        ROWS=_ROWS,
-        BLOCK=_COLUMNS,
-        PLATFORM=platform(),
-    )
+        scale_rows_kernel, triton.cdiv(count, _ROWS), values.device, _TILE,
+        values, scales, factor, count, width,
+        STATS=stats_type(values.dtype), ROWS=_ROWS, BLOCK=_COLUMNS, PLATFORM=platform(),
+    )  # fmt: skip

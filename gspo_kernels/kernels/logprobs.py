@@ -30,23 +30,16 @@ def logprobs_forward_kernel(
 ):
     """One row's statistics. ``rows`` is a ``RowNumbers``, ROW a ``RowConstants``."""
     n = tl.program_id(0)
-    T = decode(rows.T)
     V = decode(rows.V)
-    b = n // T
-    t = n - b * T
-    label, counted = row_label(labels_ptr, b, t, rows)
+    b, t, label, counted = row_label(n, labels_ptr, rows)
     mask = None if kept_ptr is None else element(kept_ptr, b, t, rows.kept)
+    row = row_pointer(logits_ptr, b, t, rows.logits, ROW.ACCESS)
+    stride_v = decode_wide(rows.logits[2])
+    labelled = counted & in_row(label, V, mask)
+    width = tl.where(counted, V, 0)
+    slopes = row_slopes(rows, row_temperature_ptr, b, t, ROW.STATS)
     logp, base, rest, entropy = online_logsumexp(
-        row_pointer(logits_ptr, b, t, rows.logits, ROW.ACCESS),
-        label,
-        counted & in_row(label, V, mask),
-        tl.where(counted, V, 0),
-        mask,
-        decode_wide(rows.logits[2]),
-        row_slopes(rows, row_temperature_ptr, b, t, ROW.STATS),
-        entropy_ptr is not None,
-        "evict_first",
-        ROW,
+        row, stride_v, label, labelled, width, mask, slopes, entropy_ptr is not None, "evict_first", ROW
     )
     tl.store(logprobs_ptr + n, tl.where(counted, logp, 0.0))
     tl.store(lse_ptr + n, tl.where(counted, add_hi_lo(base, rest, tl.float64), 0.0))
@@ -64,16 +57,10 @@ def logprobs_forward(
     stats = RowStats(logprobs, lse, torch.empty_like(logprobs) if entropy else None)
     tile = FORWARD[logits.element_size()]
     launch(
-        logprobs_forward_kernel,
-        B * T,
-        logits.device,
-        tile,
-        logits,
-        labels,
-        transform.row_temperature,
-        transform.kept,
+        logprobs_forward_kernel, B * T, logits.device, tile,
+        logits, labels, transform.row_temperature, transform.kept,
         *stats,
         RowNumbers.of(logits, labels, transform, ignore_index),
         ROW=RowConstants.of(logits, transform, tile),
-    )
+    )  # fmt: skip
     return stats

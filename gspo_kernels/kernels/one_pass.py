@@ -116,14 +116,11 @@ def on_chip_row_kernel(
     OUT: tl.constexpr = out_ptr.dtype.element_ty
     THREADS: tl.constexpr = BLOCK // VECTOR
     lanes = tl.arange(0, THREADS)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
-    T = decode(rows.T)
     V = decode(rows.V)
     # Rows are aligned: the same number, by an operation that tells the compiler what divides it.
     rest_of_row = V // VECTOR * VECTOR - (PIECES - 1) * BLOCK
     n = tl.program_id(0)
-    b = n // T
-    t = n - b * T
-    label, counted = row_label(labels_ptr, b, t, rows)
+    b, t, label, counted = row_label(n, labels_ptr, rows)
     labelled = counted & in_row(label, V, None)
     coefficient = _coefficient(coefficients_ptr, b, t, rows, labelled, ROW.STATS)
     row = row_pointer(logits_ptr, b, t, rows.logits, "aligned")
@@ -208,11 +205,8 @@ def logprobs_and_grad_kernel(
     ROW a ``RowConstants``.
     """
     n = tl.program_id(0)
-    T = decode(rows.T)
     V = decode(rows.V)
-    b = n // T
-    t = n - b * T
-    label, counted = row_label(labels_ptr, b, t, rows)
+    b, t, label, counted = row_label(n, labels_ptr, rows)
     mask = None if kept_ptr is None else element(kept_ptr, b, t, rows.kept)
     labelled = counted & in_row(label, V, mask)
     coefficient = _coefficient(coefficients_ptr, b, t, rows, labelled, ROW.STATS)
@@ -220,26 +214,18 @@ def logprobs_and_grad_kernel(
     row = row_pointer(logits_ptr, b, t, rows.logits, ROW.ACCESS)
     stride_v = decode_wide(rows.logits[2])
     logp, base, rest, _ = online_logsumexp(
-        row, label, labelled, tl.where(counted, V, 0), mask, stride_v, slopes, False, "evict_last", ROW
+        row, stride_v, label, labelled, tl.where(counted, V, 0), mask, slopes, False, "evict_last", ROW
     )
     tl.store(logprobs_ptr + n, tl.where(counted, logp, 0.0))
     tl.store(lse_ptr + n, tl.where(counted, add_hi_lo(base, rest, tl.float64), 0.0))
     # Where out is the logits, no thread may overwrite what another still reads.
     tl.debug_barrier()
-    write_gradient(
-        row,
-        row_pointer(out_ptr, b, t, rows.out, ROW.ACCESS),
-        tl.where(labelled, label, -1).to(tl.int32),
-        V,
-        mask,
-        stride_v,
-        slopes,
-        coefficient != 0,
-        (logp, base, rest, logp),
-        (coefficient, coefficient),
-        False,
-        ROW,
-    )
+    out_row = row_pointer(out_ptr, b, t, rows.out, ROW.ACCESS)
+    column = tl.where(labelled, label, -1).to(tl.int32)
+    stats = (logp, base, rest, logp)
+    grads = (coefficient, coefficient)
+    active = coefficient != 0
+    write_gradient(row, out_row, stride_v, column, V, mask, slopes, active, stats, grads, False, ROW)
 
 
 def _in_one_pass(
@@ -259,38 +245,21 @@ def _in_one_pass(
     rows = RowNumbers.of(logits, labels, transform, ignore_index, out=out, grad=coefficients)
     if (tile := on_chip_tile(logits, out, transform)) is not None:
         launch(
-            on_chip_row_kernel,
-            B * T,
-            logits.device,
-            tile,
-            logits,
-            labels,
-            transform.row_temperature,
-            coefficients,
-            *results,
-            rows,
+            on_chip_row_kernel, B * T, logits.device, tile,
+            logits, labels, transform.row_temperature, coefficients, *results, rows,
             PIECES=triton.cdiv(V, tile.block),
             ROW=RowConstants.of(logits, transform, tile, out),
-        )
+        )  # fmt: skip
         return stats
     tile = FORWARD_BACKWARD[max(logits.element_size(), out.element_size())]
     if transform.softcap and platform() == "cuda":
         # threads of 16 warps have no more registers, too few for what a softcap keeps of a whole block
         tile = tile._replace(block=tile.block // 2, registers=128)
     launch(
-        logprobs_and_grad_kernel,
-        B * T,
-        logits.device,
-        tile,
-        logits,
-        labels,
-        transform.row_temperature,
-        transform.kept,
-        coefficients,
-        *results,
-        rows,
+        logprobs_and_grad_kernel, B * T, logits.device, tile,
+        logits, labels, transform.row_temperature, transform.kept, coefficients, *results, rows,
         ROW=RowConstants.of(logits, transform, tile, out),
-    )
+    )  # fmt: skip
     return stats
 
 

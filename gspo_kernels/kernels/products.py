@@ -247,24 +247,10 @@ def fixed_product(
     tiles = triton.cdiv(M, tile.rows) * triton.cdiv(N, tile.columns)
     programs = min(tiles, _multiprocessors(a.device))
     launch(
-        fixed_product_kernel,
-        programs,
-        a.device,
+        fixed_product_kernel, programs, a.device,
         without_spills(Tile(tile.columns, tile.warps, tile.stages), a.dtype == torch.float32),
-        a,
-        b,
-        bias,
-        out,
-        ProductNumbers(
-            encode(M),
-            encode(N),
-            encode(K),
-            encode(programs),
-            encode_strides(a),
-            encode_strides(b),
-            encode_strides(bias),
-            encode_strides(out),
-        ),
+        a, b, bias, out,
+        ProductNumbers(*map(encode, (M, N, K, programs)), *map(encode_strides, (a, b, bias, out))),
         PRODUCT=ProductConstants(
             A_ALONG_K=a_along_k,
             B_ALONG_K=b_along_k,
@@ -279,7 +265,7 @@ def fixed_product(
             GROUP=_GROUP,
             PLATFORM=platform(),
         ),
-    )
+    )  # fmt: skip
     return out
 
 

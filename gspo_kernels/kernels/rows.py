@@ -18,7 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gspo_kernels.kernels.columns import decode_float, decode_wide, element, load_block
+from gspo_kernels.kernels.columns import decode, decode_float, decode_wide, element, load_block
 from gspo_kernels.kernels.sampling_mask import mask_heights
 
 HUGE: tl.constexpr = tl.constexpr(1e30)
@@ -141,10 +141,13 @@ def _multiply(x, factor):
 
 
 @triton.jit
-def row_label(labels_ptr, b, t, rows):
-    """A row's label, int64, and whether the row counts."""
+def row_label(n, labels_ptr, rows):
+    """Where row n is, (b, t), its label, int64, and whether it counts."""
+    T = decode(rows.T)
+    b = n // T
+    t = n - b * T
     label = tl.load(element(labels_ptr, b, t, rows.labels)).to(tl.int64)
-    return label, label != decode_wide(rows.ignore_index)
+    return b, t, label, label != decode_wide(rows.ignore_index)
 
 
 @triton.jit
@@ -227,11 +230,11 @@ def _add_block(state, y, power, ENTROPY: tl.constexpr, ROW: tl.constexpr):
 @triton.jit
 def online_logsumexp(
     row,
+    stride_v,
     label,
     labelled,
     width,
     mask,
-    stride_v,
     slopes,
     ENTROPY: tl.constexpr,
     EVICT: tl.constexpr,
@@ -244,11 +247,10 @@ def online_logsumexp(
     the bits of the result.
 
     Args:
-        row: the address of its first logit.
+        row, stride_v: the address of its first logit, and from one logit to the next.
         label, labelled: the label, and whether it is a column of the row; otherwise the log-prob is NaN.
         width: the number of columns.
         mask: the row's sampling mask or None. Columns that it excludes count like those beyond the width.
-        stride_v: from one column to the next.
         slopes: from ``row_slopes``.
     """
     VECTOR: tl.constexpr = 128 // row.dtype.element_ty.primitive_bitwidth

@@ -41,14 +41,7 @@ def scale_(values: Tensor, factor: Tensor) -> None:
     """See ``ops.backends.RowBackend.scale_``."""
     count = values.numel()
     launch(
-        scale_kernel,
-        triton.cdiv(count, _TILE.block),
-        values.device,
-        _TILE,
-        values,
-        factor,
-        count,
-        STATS=stats_type(values.dtype),
-        BLOCK=_TILE.block,
-        PLATFORM=platform(),
-    )
+        scale_kernel, triton.cdiv(count, _TILE.block), values.device, _TILE,
+        values, factor, count,
+        STATS=stats_type(values.dtype), BLOCK=_TILE.block, PLATFORM=platform(),
+    )  # fmt: skip

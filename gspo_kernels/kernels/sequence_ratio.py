@@ -79,21 +79,15 @@ def sequence_ratio_kernel(
     sequences = decode(ratio.sequences)
     sequence = n - tokens
     if n < tokens:
-        b = n // T
-        t = n - b * T
-        label, counted = row_label(labels_ptr, b, t, rows)
+        b, t, label, counted = row_label(n, labels_ptr, rows)
         mask = None if kept_ptr is None else element(kept_ptr, b, t, rows.kept)
+        row = row_pointer(logits_ptr, b, t, rows.logits, ROW.ACCESS)
+        stride_v = decode_wide(rows.logits[2])
+        labelled = counted & in_row(label, V, mask)
+        width = tl.where(counted, V, 0)
+        slopes = row_slopes(rows, row_temperature_ptr, b, t, ROW.STATS)
         logp, base, rest, _ = online_logsumexp(
-            row_pointer(logits_ptr, b, t, rows.logits, ROW.ACCESS),
-            label,
-            counted & in_row(label, V, mask),
-            tl.where(counted, V, 0),
-            mask,
-            decode_wide(rows.logits[2]),
-            row_slopes(rows, row_temperature_ptr, b, t, ROW.STATS),
-            False,
-            "evict_first",
-            ROW,
+            row, stride_v, label, labelled, width, mask, slopes, False, "evict_first", ROW
         )
         tl.store(out.logprobs + n, tl.where(counted, logp, 0.0))
         tl.store(out.lse + n, tl.where(counted, add_hi_lo(base, rest, tl.float64), 0.0))
@@ -105,31 +99,13 @@ def sequence_ratio_kernel(
     first, last = rows_of(sequence, cu_seqlens_ptr, tokens, T)
     if signal_and_count(out.counters + sequence) == last - first:
         count, log_ratio = sum_sequence(
-            sequence,
-            first,
-            last,
-            T,
-            labels_ptr,
-            old_ptr,
-            out.logprobs,
-            decode_wide(rows.ignore_index),
-            rows.labels,
-            ratio.old,
-            cu_seqlens_ptr is not None,
-            RATIO.STATS,
-            RATIO.TOKENS_PER_BLOCK,
-        )
+            sequence, first, last, T,
+            labels_ptr, rows.labels, decode_wide(rows.ignore_index), old_ptr, ratio.old, out.logprobs,
+            cu_seqlens_ptr is not None, RATIO.STATS, RATIO.TOKENS_PER_BLOCK,
+        )  # fmt: skip
         length = length_of(sequence, count, lengths_ptr, ratio)
         s, loss, coefficient, low, high = clip_sequence(
-            sequence,
-            count,
-            log_ratio,
-            length,
-            advantages_ptr,
-            weights_ptr,
-            ratio,
-            RATIO.COUNT_TOKENS,
-            RATIO.STATS,
+            sequence, count, log_ratio, length, advantages_ptr, weights_ptr, ratio, RATIO
         )
         coefficient = coefficient.to(RATIO.STATS)
         tl.store(out.gradient + sequence, coefficient)
@@ -176,27 +152,12 @@ def sequence_ratio_forward(
         FORWARD[logits.element_size()], transform.softcap > 0 or logits.dtype == torch.float64
     )
     launch(
-        sequence_ratio_kernel,
-        B * T + sequences,
-        logits.device,
-        tile,
-        logits,
-        labels,
-        transform.row_temperature,
-        transform.kept,
-        old_logprobs,
-        advantages,
-        weights,
-        lengths,
-        normalizer,
+        sequence_ratio_kernel, B * T + sequences, logits.device, tile,
+        logits, labels, transform.row_temperature, transform.kept,
+        old_logprobs, advantages, weights, lengths, normalizer,
         None if cu_seqlens is None else cu_seqlens.contiguous(),
         RatioOutputs(
-            stats.logprobs,
-            stats.lse,
-            stats.coefficients,
-            stats.loss,
-            stats.divisor,
-            stats.metrics,
+            stats.logprobs, stats.lse, stats.coefficients, stats.loss, stats.divisor, stats.metrics,
             torch.empty(SCRATCH_ROWS * sequences, dtype=torch.float64, device=logits.device),
             torch.zeros(sequences + 1, dtype=torch.int32, device=logits.device),
         ),

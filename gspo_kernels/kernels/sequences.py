@@ -193,11 +193,11 @@ def sum_sequence(
     last,
     T,
     labels_ptr,
-    old_ptr,
-    logprobs_ptr,
-    ignore_index,
     labels_strides,
+    ignore_index,
+    old_ptr,
     old_strides,
+    logprobs_ptr,
     PACKED: tl.constexpr,
     STATS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -251,21 +251,20 @@ def clip_sequence(
     advantages_ptr,
     weights_ptr,
     ratio,
-    COUNT_TOKENS: tl.constexpr,
-    STATS: tl.constexpr,
+    RATIO: tl.constexpr,
 ):
     """Ratio, loss, coefficient and clip flags of one sequence, from the sum of its log-ratios.
 
     Sums and products are fp64, so that no intermediate overflows where the result doesn't; the clip decision
     is taken on log s in the statistics' dtype, as everywhere else.
     """
-    advantage = tl.load(element(advantages_ptr, sequence, sequence * 0, ratio.advantages)).to(STATS)
-    weight = tl.full([], 1.0, STATS)
+    advantage = tl.load(element(advantages_ptr, sequence, sequence * 0, ratio.advantages)).to(RATIO.STATS)
+    weight = tl.full([], 1.0, RATIO.STATS)
     if weights_ptr is not None:
-        weight = tl.load(element(weights_ptr, sequence, sequence * 0, ratio.weights)).to(STATS)
-    log_s = (log_ratio / length).to(STATS)
-    s, loss, coefficient, low, high = clip(log_s, advantage, weight, clip_bounds(ratio, STATS))
-    if COUNT_TOKENS:
+        weight = tl.load(element(weights_ptr, sequence, sequence * 0, ratio.weights)).to(RATIO.STATS)
+    log_s = (log_ratio / length).to(RATIO.STATS)
+    s, loss, coefficient, low, high = clip(log_s, advantage, weight, clip_bounds(ratio, RATIO.STATS))
+    if RATIO.COUNT_TOKENS:
         loss = loss * length
     else:
         coefficient = coefficient / length
@@ -307,14 +306,7 @@ def _share(part, whole):
 
 
 @triton.jit
-def reduce_batch(
-    out,
-    sequences,
-    normalizer_ptr,
-    divisor_scale,
-    WITH_KL: tl.constexpr,
-    RATIO: tl.constexpr,
-):
+def reduce_batch(out, sequences, normalizer_ptr, divisor_scale, WITH_KL: tl.constexpr, RATIO: tl.constexpr):
     """Loss, divisor and metrics, from the sequences' scratch."""
     scratch_ptr = out.scratch
     metrics_ptr = out.metrics

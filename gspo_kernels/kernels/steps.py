@@ -93,35 +93,17 @@ def ratio_step_kernel(
     sequences = decode(ratio.sequences)
     first, last = rows_of(sequence, cu_seqlens_ptr, decode(ratio.tokens), T)
     count, log_ratio = sum_sequence(
-        sequence,
-        first,
-        last,
-        T,
-        mask_ptr,
-        old_ptr,
-        logprobs_ptr,
-        0,
-        ratio.mask,
-        ratio.old,
-        cu_seqlens_ptr is not None,
-        tl.float64,
-        TOKENS_PER_BLOCK,
-    )
+        sequence, first, last, T,
+        mask_ptr, ratio.mask, 0, old_ptr, ratio.old, logprobs_ptr,
+        cu_seqlens_ptr is not None, tl.float64, TOKENS_PER_BLOCK,
+    )  # fmt: skip
     length = length_of(sequence, count, lengths_ptr, ratio)
     share = tl.full([], 1.0, tl.float64)
     if not RATIO.COUNT_TOKENS:
         share = share / length
     if not RATIO.PER_TOKEN:
         s, loss, coefficient, low, high = clip_sequence(
-            sequence,
-            count,
-            log_ratio,
-            length,
-            advantages_ptr,
-            weights_ptr,
-            ratio,
-            RATIO.COUNT_TOKENS,
-            tl.float64,
+            sequence, count, log_ratio, length, advantages_ptr, weights_ptr, ratio, RATIO
         )
 
     lanes = tl.arange(0, TOKENS_PER_BLOCK)
@@ -223,27 +205,12 @@ def ratio_step(
     gradient = torch.empty_like(logprobs, dtype=torch.float64)
 
     launch(
-        ratio_step_kernel,
-        sequences,
-        logprobs.device,
-        without_spills(_STEP, True, 255),
-        logprobs,
-        mask.view(torch.int8),
-        old,
-        advantages,
-        weights,
-        lengths,
-        normalizer,
+        ratio_step_kernel, sequences, logprobs.device, without_spills(_STEP, True, 255),
+        logprobs, mask.view(torch.int8), old, advantages, weights, lengths, normalizer,
         None if cu_seqlens is None else cu_seqlens.to(torch.int32).contiguous(),
-        reference,
-        beta,
+        reference, beta,
         RatioOutputs(
-            None,
-            None,
-            gradient,
-            loss,
-            divisor,
-            metrics,
+            None, None, gradient, loss, divisor, metrics,
             torch.empty(SCRATCH_ROWS * sequences, dtype=torch.float64, device=logprobs.device),
             torch.zeros(1, dtype=torch.int32, device=logprobs.device),
         ),

@@ -21,7 +21,7 @@ def summing_kernel(
     labels_ptr, old_ptr, logprobs_ptr, sums_ptr, counts_ptr, strides, T: tl.int32, BLOCK: tl.constexpr
 ):
     count, total = sum_sequence(
-        0, 0, T, T, labels_ptr, old_ptr, logprobs_ptr, -100, strides, strides, True, tl.float32, BLOCK
+        0, 0, T, T, labels_ptr, strides, -100, old_ptr, strides, logprobs_ptr, True, tl.float32, BLOCK
     )
     tl.store(sums_ptr, total)
     tl.store(counts_ptr, count)
