@@ -164,7 +164,7 @@ def sequence_ratio_forward(
         RowNumbers.of(logits, labels, transform, ignore_index),
         RatioNumbers.of(
             form, T, B * T, sequences, False,
-            old=old_logprobs, advantages=advantages, weights=weights, lengths=lengths,
+            None, old_logprobs, advantages, weights, lengths, None, None,
         ),
         ROW=RowConstants.of(logits, transform, tile),
         RATIO=RatioConstants(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -42,26 +43,30 @@ class RatioNumbers(NamedTuple):
 
     @staticmethod
     def of(
-        form: RatioClip, T: int, tokens: int, sequences: int, packed: bool, **terms: Tensor | None
+        form: RatioClip, T: int, tokens: int, sequences: int, packed: bool, *terms: Tensor | None
     ) -> RatioNumbers:
-        """For tensors [sequences] or like the tokens, by the names of the attributes."""
+        """For tensors [sequences] or like the tokens, in the order of the attributes."""
+        sizes = encode(T), encode(tokens), encode(sequences)
+        return RatioNumbers(*sizes, *_bounds(form), *(_strides(term, packed) for term in terms))
 
-        def strides(values: Tensor | None) -> tuple[Wide, Wide]:
-            if values is None:
-                return encode_wide(0), encode_wide(0)
-            if values.ndim == 1:
-                return encode_wide(values.stride(0)), encode_wide(0)
-            return encode_wide(0 if packed else values.stride(0)), encode_wide(values.stride(1))
 
-        names = ("mask", "old", "advantages", "weights", "lengths", "reference", "beta")
-        return RatioNumbers(
-            encode(T),
-            encode(tokens),
-            encode(sequences),
-            (encode_float(form.log_low), encode_float(form.log_high), encode_float(form.log_dual)),
-            encode_float(form.divisor_scale),
-            **{name: strides(terms.get(name)) for name in names},
-        )
+@functools.lru_cache(maxsize=64)
+def _bounds(form: RatioClip) -> tuple[tuple[Wide, ...], Wide]:
+    """The bounds of the clip, and the divisor's factor."""
+    bounds = (encode_float(form.log_low), encode_float(form.log_high), encode_float(form.log_dual))
+    return bounds, encode_float(form.divisor_scale)
+
+
+_ZERO = encode_wide(0)
+
+
+def _strides(values: Tensor | None, packed: bool) -> tuple[Wide, Wide]:
+    """From one sequence to the next, and from one token."""
+    if values is None:
+        return _ZERO, _ZERO
+    if values.ndim == 1:
+        return encode_wide(values.stride(0)), _ZERO
+    return _ZERO if packed else encode_wide(values.stride(0)), encode_wide(values.stride(1))
 
 
 class RatioConstants(NamedTuple):

@@ -216,8 +216,7 @@ def ratio_step(
         ),
         RatioNumbers.of(
             form, T, B * T, sequences, cu_seqlens is not None,
-            mask=mask, old=old, advantages=advantages, weights=weights, lengths=lengths,
-            reference=reference, beta=beta,
+            mask, old, advantages, weights, lengths, reference, beta,
         ),
         RATIO=RatioConstants(
             STATS=tl.float64,

@@ -239,6 +239,13 @@ def order_of_memory(kernel: Any) -> list[str]:
     return re.findall(words, kernel.asm["amdgcn"])
 
 
+def matrix_instructions(kernel: Any) -> list[str]:
+    """The instructions that multiply matrices, in the PTX or AMD assembly."""
+    if "ptx" in kernel.asm:
+        return sorted(set(re.findall(r"\b(?:wg|tcgen05\.)?mma\.\S+", kernel.asm["ptx"])))
+    return sorted(set(re.findall(r"\bv_mfma_\S+", kernel.asm["amdgcn"])))
+
+
 def is_read(name: str) -> bool:
     """Whether a test asks the machine code of a kernel."""
     words = set(name.split())
@@ -270,6 +277,8 @@ def compile_calls(calls: list[Any], targets: list[str]) -> list[dict[str, Any]]:
             names = call[0].signature.parameters
             if any(hasattr(arg, "counters") for arg in call[1]):
                 entry["order"] = order_of_memory(kernel)
+            if name.startswith("fixed_product_kernel"):
+                entry["matrix_instructions"] = matrix_instructions(kernel)
             if call[2]["num_ctas"] > 1:
                 entry["cluster"] = order_of_cluster(kernel)
             if is_read(name) and "logits_ptr" in names:

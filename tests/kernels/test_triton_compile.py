@@ -216,6 +216,17 @@ def test_aligned_rows_move_16_bytes_at_a_time(report, target, dtype):
         assert entry["wide_loads"] >= 10 and entry["wide_stores"] >= 4, entry
 
 
+@pytest.mark.parametrize("target", (*NVIDIA, "gfx942"))
+def test_products_of_fp32_are_products_of_fp32(report, target):
+    """NVIDIA's matrix instructions would round fp32 to TF32, AMD's xf32 ones likewise."""
+    for entry in entries(report, target, "fixed_product_kernel float32"):
+        instructions = entry["matrix_instructions"]
+        assert not instructions if target in NVIDIA else all("xf32" not in one for one in instructions), entry
+    # what is counted can be there
+    for entry in entries(report, target, "fixed_product_kernel bfloat16"):
+        assert entry["matrix_instructions"], entry
+
+
 @pytest.mark.parametrize("target", NVIDIA)
 def test_hidden_states_move_16_bytes_at_a_time(report, target):
     """32 columns a thread, of two or four bytes each."""
