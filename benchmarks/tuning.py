@@ -116,7 +116,7 @@ def tune(options: Options) -> list[dict[str, Any]]:
         else:
             change = _entry(tables[kernel], 2, launch.Tile(*numbers))
         # Rows that are held aren't walked.
-        aside = _attribute(one_pass, "held_tile", lambda *_: None)
+        aside = _attribute(one_pass, "on_chip_tile", lambda *_: None)
         try:
             with change, aside if kernel == "fold_and_grad" else contextlib.nullcontext():
                 got = calls[kernel]().clone()

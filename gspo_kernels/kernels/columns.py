@@ -42,7 +42,8 @@ def element(pointer, b, t, strides):
 @triton.jit
 def row_pointer(pointer, b, t, strides, ACCESS: tl.constexpr):
     """Address of row (b, t); "aligned" promises that it is a multiple of 16 bytes."""
-    row = element(pointer, b, t, strides)
+    # Not by ``element``: Triton 3.6 forgets what divides the result of a function.
+    row = pointer + (b.to(tl.int64) * decode_wide(strides[0]) + t.to(tl.int64) * decode_wide(strides[1]))
     if ACCESS == "aligned":
         row = tl.multiple_of(row, 16)
     return row
@@ -110,15 +111,17 @@ def load_block(
     ROW: tl.constexpr,
 ):
     """Raw logits [loads, threads, vector] of a block; what MASKED gives beyond the width means nothing."""
+    ACCESS: tl.constexpr = ROW.ACCESS
+    PLATFORM: tl.constexpr = ROW.PLATFORM
     VECTOR: tl.constexpr = lanes.shape[2]
     THREADS: tl.constexpr = lanes.shape[1]
     pieces = tl.arange(0, lanes.shape[0])[:, None] * THREADS + tl.arange(0, THREADS)[None, :]
-    if ROW.ACCESS == "aligned":
-        block = load_columns(row, start, lanes, width, stride_v, ROW.ACCESS, MASKED, EVICT)
-    elif ROW.ACCESS == "shifted" and VECTOR == 8 and not MASKED:
-        block = _load_across_pieces(row, start, pieces, width, stride_v, EVICT, ROW.PLATFORM)
+    if ACCESS == "aligned":
+        block = load_columns(row, start, lanes, width, stride_v, ACCESS, MASKED, EVICT)
+    elif ACCESS == "shifted" and VECTOR == 8 and not MASKED:
+        block = _load_across_pieces(row, start, pieces, width, stride_v, EVICT, PLATFORM)
     else:
-        block = _load_one_by_one(row, start, pieces, width, stride_v, VECTOR, ROW.ACCESS, MASKED, EVICT)
+        block = _load_one_by_one(row, start, pieces, width, stride_v, VECTOR, ACCESS, MASKED, EVICT)
     return block
 
 

@@ -65,7 +65,8 @@ class PairConstants(NamedTuple):
 @triton.jit
 def _load(row, start, lanes, width, stride_v, slopes, mask, ROW: tl.constexpr):
     """Transformed logits of a block, -inf beyond the width and where masked; the softcap's bend."""
-    raw = load_columns(row, start, lanes, width, stride_v, ROW.ACCESS, True, "evict_last")
+    ACCESS: tl.constexpr = ROW.ACCESS
+    raw = load_columns(row, start, lanes, width, stride_v, ACCESS, True, "evict_last")
     z, bend = transformed(raw, slopes, ROW)
     inside = start + lanes < width
     if mask is not None:
@@ -78,9 +79,10 @@ def _store_gradient(out_row, grad, bend, start, lanes, width, written, mask, ROW
     """Store a block of a gradient, 0 for columns that the mask excludes, whatever their logits and the row's
     coefficients hold.
     """
+    PLATFORM: tl.constexpr = ROW.PLATFORM
     if ROW.SOFTCAP:
         grad = grad * bend
-    grad = narrowed(grad, out_row.dtype.element_ty, ROW.PLATFORM)
+    grad = narrowed(grad, out_row.dtype.element_ty, PLATFORM)
     if mask is not None:
         grad = tl.where(is_kept(mask, start + lanes, width), grad, tl.zeros_like(grad))
     if ROW.NARROWS_IN_PLACE:
@@ -138,6 +140,7 @@ def divergence_kernel(
     """One row's divergence, and where there is an ``out`` its gradient. ``stats`` are ``PairStats``, ``rows``
     and ``teacher`` a ``RowNumbers`` each; ``mixture`` are beta, its log-odds, log(beta) and log(1 - beta).
     """
+    ACCESS: tl.constexpr = ROW.ACCESS
     STATS: tl.constexpr = ROW.STATS
     BLOCK: tl.constexpr = ROW.BLOCK
     PLATFORM: tl.constexpr = ROW.PLATFORM
@@ -147,13 +150,13 @@ def divergence_kernel(
     mask = None if kept_ptr is None else element(kept_ptr, b, t, rows.kept)
     slopes = row_slopes(rows, row_temperature_ptr, b, t, STATS)
     teacher_slopes = row_slopes(teacher, teacher_temperature_ptr, b, t, STATS)
-    row = row_pointer(logits_ptr, b, t, rows.logits, ROW.ACCESS)
-    other = row_pointer(teacher_logits_ptr, b, t, teacher.logits, ROW.ACCESS)
+    row = row_pointer(logits_ptr, b, t, rows.logits, ACCESS)
+    other = row_pointer(teacher_logits_ptr, b, t, teacher.logits, ACCESS)
     stride_v = decode_wide(rows.logits[2])
     other_stride_v = decode_wide(teacher.logits[2])
     lanes = tl.arange(0, BLOCK)
     width = V
-    if ROW.ACCESS == "aligned":
+    if ACCESS == "aligned":
         # the same number, by an operation that tells the compiler what divides it
         width = width // 16 * 16
     width = tl.where(counted, width, 0)
@@ -190,7 +193,7 @@ def divergence_kernel(
     coefficient = tl.full([], 0.0, STATS)
     out_row = row
     if out_ptr is not None:
-        out_row = row_pointer(out_ptr, b, t, rows.out, ROW.ACCESS)
+        out_row = row_pointer(out_ptr, b, t, rows.out, ACCESS)
         coefficient = tl.load(element(grad_ptr, b, t, rows.grad)).to(STATS)
         coefficient = tl.where(counted, coefficient, 0.0)
     written = tl.where(coefficient != 0, width, 0)

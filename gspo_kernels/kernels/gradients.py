@@ -43,16 +43,17 @@ from gspo_kernels.types import LogitTransform, RowStats
 @triton.jit
 def _gradient(raw, is_label, of_row, slopes, ENTROPY: tl.constexpr, OUT: tl.constexpr, ROW: tl.constexpr):
     """The gradient of some logits of a row; ``write_gradient`` says which."""
+    PLATFORM: tl.constexpr = ROW.PLATFORM
     at_label, base, rest, grad_logp, entropy, grad_entropy = of_row
     z, bend = transformed(raw, slopes, ROW)
     log_p = (z - base) - rest
     weight = -grad_logp
     if ENTROPY:
         weight -= grad_entropy * (tl.maximum(log_p, -HUGE) + entropy)
-    grad = tl.where(is_label, at_label, exp_flushed(log_p, ROW.PLATFORM) * weight)
+    grad = tl.where(is_label, at_label, exp_flushed(log_p, PLATFORM) * weight)
     if ROW.SOFTCAP:
         grad = grad * bend
-    return narrowed(grad, OUT, ROW.PLATFORM)
+    return narrowed(grad, OUT, PLATFORM)
 
 
 @triton.jit
@@ -86,6 +87,7 @@ def write_gradient(
         stats: (log-prob, log-sum-exp as two numbers, entropy).
         grads: (that of the log-prob, that of the entropy); without ENTROPY only the first is used.
     """
+    PLATFORM: tl.constexpr = ROW.PLATFORM
     logp, base, rest, entropy = stats
     grad_logp, grad_entropy = grads
     ACCESS: tl.constexpr = ROW.ACCESS
@@ -98,7 +100,7 @@ def write_gradient(
         slope = slopes[0][0] + slopes[0][1]
         grad_logp *= slope
         grad_entropy *= slope
-    at_label = grad_logp * one_minus_exp(logp, ROW.STATS, ROW.PLATFORM)
+    at_label = grad_logp * one_minus_exp(logp, ROW.STATS, PLATFORM)
     if ENTROPY:
         at_label -= grad_entropy * tl.exp(logp) * (tl.maximum(logp, -HUGE) + entropy)
     # A row with +inf has NaN for log-probs, also where exp(z - inf) is 0.
@@ -162,6 +164,7 @@ def logprobs_backward_kernel(
     ROW: tl.constexpr,
 ):
     """One row's gradient. ``rows`` is a ``RowNumbers``, ROW a ``RowConstants``."""
+    ACCESS: tl.constexpr = ROW.ACCESS
     STATS: tl.constexpr = ROW.STATS
     n = tl.program_id(0)
     V = decode(rows.V)
@@ -184,8 +187,8 @@ def logprobs_backward_kernel(
         entropy = tl.load(entropy_ptr + n)
         grad_entropy = tl.load(element(grad_entropy_ptr, b, t, rows.grad_entropy)).to(STATS) * scale
         active = counted & ((grad_logp != 0) | (grad_entropy != 0))
-    row = row_pointer(logits_ptr, b, t, rows.logits, ROW.ACCESS)
-    out_row = row_pointer(out_ptr, b, t, rows.out, ROW.ACCESS)
+    row = row_pointer(logits_ptr, b, t, rows.logits, ACCESS)
+    out_row = row_pointer(out_ptr, b, t, rows.out, ACCESS)
     stride_v = decode_wide(rows.logits[2])
     column = tl.where(labelled, label, -1).to(tl.int32)
     slopes = row_slopes(rows, row_temperature_ptr, b, t, STATS)

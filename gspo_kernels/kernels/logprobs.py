@@ -29,11 +29,12 @@ def logprobs_forward_kernel(
     ROW: tl.constexpr,
 ):
     """One row's statistics. ``rows`` is a ``RowNumbers``, ROW a ``RowConstants``."""
+    ACCESS: tl.constexpr = ROW.ACCESS
     n = tl.program_id(0)
     V = decode(rows.V)
     b, t, label, counted = row_label(n, labels_ptr, rows)
     mask = None if kept_ptr is None else element(kept_ptr, b, t, rows.kept)
-    row = row_pointer(logits_ptr, b, t, rows.logits, ROW.ACCESS)
+    row = row_pointer(logits_ptr, b, t, rows.logits, ACCESS)
     stride_v = decode_wide(rows.logits[2])
     labelled = counted & in_row(label, V, mask)
     width = tl.where(counted, V, 0)

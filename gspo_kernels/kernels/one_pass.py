@@ -111,6 +111,7 @@ def on_chip_row_kernel(
     """One row, of PIECES blocks of columns: all but the last of them are full. ``rows`` is a ``RowNumbers``,
     ROW a ``RowConstants``.
     """
+    PLATFORM: tl.constexpr = ROW.PLATFORM
     BLOCK: tl.constexpr = ROW.BLOCK
     VECTOR: tl.constexpr = 128 // logits_ptr.dtype.element_ty.primitive_bitwidth
     OUT: tl.constexpr = out_ptr.dtype.element_ty
@@ -152,7 +153,7 @@ def on_chip_row_kernel(
         total = tl.zeros([THREADS], ROW.STATS)
         exponentials = ()
         for piece in tl.static_range(PIECES):
-            e = exp_flushed(heights[piece] - peak[:, None], ROW.PLATFORM)
+            e = exp_flushed(heights[piece] - peak[:, None], PLATFORM)
             total += tl.sum(e, axis=1)
             exponentials += (e,)  # type: ignore[assignment]
         logp, base, rest, _ = combine_threads(peak, total, peak, z_label, labelled, False, ROW.STATS)
@@ -161,10 +162,10 @@ def on_chip_row_kernel(
         if coefficient != 0:
             if ROW.SCALED != 0:
                 coefficient *= slopes[0][0] + slopes[0][1]
-            at_label = coefficient * one_minus_exp(logp, ROW.STATS, ROW.PLATFORM)
+            at_label = coefficient * one_minus_exp(logp, ROW.STATS, PLATFORM)
             # A row with +inf has NaN for log-probs.
             rest = tl.where(base == float("inf"), float("nan"), rest)
-            weight = -coefficient * exp_flushed((peak - base) - rest, ROW.PLATFORM)
+            weight = -coefficient * exp_flushed((peak - base) - rest, PLATFORM)
             # Where out lies in the memory of the logits, nobody may overwrite what others have still to read.
             # The blocks of a cluster have met in the reductions.
             tl.debug_barrier()
@@ -174,7 +175,7 @@ def on_chip_row_kernel(
                     tl.debug_barrier()
                     grad = tl.where(lanes == place - piece * BLOCK, at_label, grad)
                 pointers = out_row + piece * BLOCK + lanes
-                grad = narrowed(grad, OUT, ROW.PLATFORM)
+                grad = narrowed(grad, OUT, PLATFORM)
                 if piece < PIECES - 1:
                     tl.store(pointers, grad, eviction_policy="evict_first")
                 else:
@@ -204,6 +205,7 @@ def logprobs_and_grad_kernel(
     """One row's statistics, then its gradient, for which the row is read again. ``rows`` is a ``RowNumbers``,
     ROW a ``RowConstants``.
     """
+    ACCESS: tl.constexpr = ROW.ACCESS
     n = tl.program_id(0)
     V = decode(rows.V)
     b, t, label, counted = row_label(n, labels_ptr, rows)
@@ -211,7 +213,7 @@ def logprobs_and_grad_kernel(
     labelled = counted & in_row(label, V, mask)
     coefficient = _coefficient(coefficients_ptr, b, t, rows, labelled, ROW.STATS)
     slopes = row_slopes(rows, row_temperature_ptr, b, t, ROW.STATS)
-    row = row_pointer(logits_ptr, b, t, rows.logits, ROW.ACCESS)
+    row = row_pointer(logits_ptr, b, t, rows.logits, ACCESS)
     stride_v = decode_wide(rows.logits[2])
     logp, base, rest, _ = online_logsumexp(
         row, stride_v, label, labelled, tl.where(counted, V, 0), mask, slopes, False, "evict_last", ROW
@@ -220,7 +222,7 @@ def logprobs_and_grad_kernel(
     tl.store(lse_ptr + n, tl.where(counted, add_hi_lo(base, rest, tl.float64), 0.0))
     # Where out is the logits, no thread may overwrite what another still reads.
     tl.debug_barrier()
-    out_row = row_pointer(out_ptr, b, t, rows.out, ROW.ACCESS)
+    out_row = row_pointer(out_ptr, b, t, rows.out, ACCESS)
     column = tl.where(labelled, label, -1).to(tl.int32)
     stats = (logp, base, rest, logp)
     grads = (coefficient, coefficient)

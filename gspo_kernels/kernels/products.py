@@ -125,6 +125,7 @@ def fixed_product_kernel(a_ptr, b_ptr, bias_ptr, out_ptr, product, PRODUCT: tl.c
     """Every so many-th tile of out (+)= a @ b + bias. ``product`` is a ``ProductNumbers``, PRODUCT a
     ``ProductConstants``.
     """
+    PLATFORM: tl.constexpr = PRODUCT.PLATFORM
     ROWS: tl.constexpr = PRODUCT.ROWS
     COLUMNS: tl.constexpr = PRODUCT.COLUMNS
     DEPTH: tl.constexpr = PRODUCT.DEPTH
@@ -187,7 +188,7 @@ def fixed_product_kernel(a_ptr, b_ptr, bias_ptr, out_ptr, product, PRODUCT: tl.c
                     there = k + tl.arange(0, DEPTH) < K
                     a = tl.load(a_pointers, mask=there[None, :], other=0.0)
                     b = tl.load(b_pointers, mask=there[:, None], other=0.0)
-                if PRODUCT.PLATFORM == "interpreter":
+                if PLATFORM == "interpreter":
                     # The interpreter would multiply the bits of bf16 numbers as integers.
                     a = a.to(tl.float32)
                     b = b.to(tl.float32)
@@ -195,8 +196,8 @@ def fixed_product_kernel(a_ptr, b_ptr, bias_ptr, out_ptr, product, PRODUCT: tl.c
                 a_pointers += DEPTH * a_stride_k
                 b_pointers += DEPTH * b_stride_k
             total += sums
-        rows = _anew(top, PRODUCT.PLATFORM) + tl.arange(0, ROWS)
-        columns = _anew(left, PRODUCT.PLATFORM) + tl.arange(0, COLUMNS)
+        rows = _anew(top, PLATFORM) + tl.arange(0, ROWS)
+        columns = _anew(left, PLATFORM) + tl.arange(0, COLUMNS)
         out_pointers = out_ptr + rows.to(tl.int64)[:, None] * out_stride_m + columns[None, :]
         inside = (rows < M)[:, None] & (columns < N)[None, :]
         if bias_ptr is not None:
@@ -204,7 +205,7 @@ def fixed_product_kernel(a_ptr, b_ptr, bias_ptr, out_ptr, product, PRODUCT: tl.c
                 bias_ptr + columns.to(tl.int64) * decode_wide(product.bias[0]), mask=columns < N, other=0.0
             )
             total += bias.to(tl.float32)[None, :]
-        tl.store(out_pointers, narrowed(total, out_ptr.dtype.element_ty, PRODUCT.PLATFORM), mask=inside)
+        tl.store(out_pointers, narrowed(total, out_ptr.dtype.element_ty, PLATFORM), mask=inside)
 
 
 def fixed_product(

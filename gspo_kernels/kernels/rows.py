@@ -170,10 +170,11 @@ def row_slopes(rows, row_temperature_ptr, b, t, STATS: tl.constexpr):
 @triton.jit
 def transformed(raw, slopes, ROW: tl.constexpr):
     """Return z of some logits, and the factor of dz/dx that varies within the row."""
+    PLATFORM: tl.constexpr = ROW.PLATFORM
     x = raw.to(ROW.STATS)
     bend = 1.0
     if ROW.SOFTCAP:
-        bent = tanh(_multiply(x, slopes[1]), ROW.STATS, ROW.PLATFORM)
+        bent = tanh(_multiply(x, slopes[1]), ROW.STATS, PLATFORM)
         z = _multiply(bent, slopes[2])
         bend = (1.0 - bent) * (1.0 + bent)
     elif ROW.SCALED:
@@ -189,9 +190,10 @@ def transformed(raw, slopes, ROW: tl.constexpr):
 @triton.jit
 def _height(raw, slopes, ROW: tl.constexpr):
     """Heights of logits: z of a row is its height times the row's steepness, which is positive."""
+    PLATFORM: tl.constexpr = ROW.PLATFORM
     x = raw.to(ROW.STATS)
     if ROW.SOFTCAP:
-        x = tanh(_multiply(x, slopes[1]), ROW.STATS, ROW.PLATFORM)
+        x = tanh(_multiply(x, slopes[1]), ROW.STATS, PLATFORM)
     elif ROW.SCALED == -1:
         x = -x
     return x
@@ -200,9 +202,10 @@ def _height(raw, slopes, ROW: tl.constexpr):
 @triton.jit
 def _exp_of_height(x, power, ROW: tl.constexpr):
     """The exponential of a difference of heights, which is at most 0, times their steepness."""
+    PLATFORM: tl.constexpr = ROW.PLATFORM
     if ROW.SCALED == 0 and not ROW.SOFTCAP:
-        return exp_flushed(x, ROW.PLATFORM)
-    if ROW.PLATFORM == "cuda" and x.dtype == tl.float32:
+        return exp_flushed(x, PLATFORM)
+    if PLATFORM == "cuda" and x.dtype == tl.float32:
         return _exp2_flushed(_multiply(x, power))
     return tl.exp(_multiply(x, power))
 

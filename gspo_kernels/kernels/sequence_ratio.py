@@ -72,6 +72,7 @@ def sequence_ratio_kernel(
     """Compute one row and count it, or only count. ``out`` is a ``RatioOutputs``, ``rows`` a ``RowNumbers``,
     ``ratio`` a ``RatioNumbers``.
     """
+    ACCESS: tl.constexpr = ROW.ACCESS
     n = tl.program_id(0)
     T = decode(rows.T)
     V = decode(rows.V)
@@ -81,7 +82,7 @@ def sequence_ratio_kernel(
     if n < tokens:
         b, t, label, counted = row_label(n, labels_ptr, rows)
         mask = None if kept_ptr is None else element(kept_ptr, b, t, rows.kept)
-        row = row_pointer(logits_ptr, b, t, rows.logits, ROW.ACCESS)
+        row = row_pointer(logits_ptr, b, t, rows.logits, ACCESS)
         stride_v = decode_wide(rows.logits[2])
         labelled = counted & in_row(label, V, mask)
         width = tl.where(counted, V, 0)

@@ -87,6 +87,7 @@ def ratio_step_kernel(
     RATIO: tl.constexpr,
 ):
     """One sequence, computed in fp64. ``out`` is a ``RatioOutputs``, ``ratio`` a ``RatioNumbers``."""
+    ESTIMATOR: tl.constexpr = RATIO.ESTIMATOR
     TOKENS_PER_BLOCK: tl.constexpr = RATIO.TOKENS_PER_BLOCK
     sequence = tl.program_id(0)
     T = decode(ratio.T)
@@ -146,7 +147,7 @@ def ratio_step_kernel(
             slope = tl.zeros([TOKENS_PER_BLOCK], tl.float64) + coefficient
         if reference_ptr is not None:
             reference = _load_tokens(reference_ptr, b, t, ratio.reference, counted)
-            kl, kl_slope = kl_penalty(log_ratio_of(new, reference), RATIO.ESTIMATOR)
+            kl, kl_slope = kl_penalty(log_ratio_of(new, reference), ESTIMATOR)
             kls += tl.where(counted, kl, 0.0)
             if beta_ptr is not None:
                 beta = _load_tokens(beta_ptr, b, t, ratio.beta, counted)
