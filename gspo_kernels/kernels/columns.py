@@ -1,9 +1,9 @@
 """How kernels read a row's columns: 16 bytes at a time where the row begins at a multiple of 16 bytes, and by
 as few loads as its place in memory allows where it doesn't.
 
-Folds take blocks as [loads, threads, vector]: 16 bytes of columns for each thread and load, counted from the
-row's first column wherever that lies. Which thread folds a column, and in which order, leaves no trace of the
-place. Gradients walk the 16-byte pieces of memory instead, see ``whole_vectors``.
+The log-sum-exp takes blocks [loads, threads, vector]: 16 bytes of columns for each thread and load, counted
+from the row's first column. So neither the thread that adds a column nor the order depends on where the row
+begins. Gradients read the 16-byte pieces of memory instead, see ``whole_vectors``.
 """
 
 # ruff: noqa: SIM108, SIM300 - in Triton, branches choose code and constants are what a kernel is compiled for.
@@ -96,7 +96,7 @@ def load_columns(
     return tl.load(pointers, eviction_policy=EVICT)
 
 
-# --- blocks of a fold
+# --- blocks of the log-sum-exp
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Gradients of logit rows, given their statistics.
+"""Gradients of logit rows, from their statistics.
 
 One program owns one row. Statistics are contiguous [B, T]; everything else comes with its strides.
 """

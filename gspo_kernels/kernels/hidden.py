@@ -182,7 +182,7 @@ def sum_unit(
 
 @triton.jit
 def _unit_rows(sources, columns, mask, unit):
-    """Some columns of rows, times what their coefficients are beside a power of two."""
+    """Some columns of rows, times their coefficients over a power of two."""
     values = tl.load(sources[:, None] + columns[None, :], mask=mask, other=0.0)
     return times(values, unit[:, None])
 

@@ -112,7 +112,7 @@ def is_aligned(tensor_BTV: Tensor) -> bool:
 
 
 def access(logits_BTV: Tensor, *out_BTV: Tensor) -> str:
-    """How kernels walk rows, alike in the logits and what is written beside them.
+    """How kernels read rows, alike in the logits and in what is written for them.
 
     Returns:
         "aligned" where all is in 16-byte pieces, "shifted" where all but the ends of rows is (rows of both

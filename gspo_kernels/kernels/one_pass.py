@@ -137,7 +137,7 @@ def on_chip_row_kernel(
         slopes = row_slopes(rows, row_temperature_ptr, b, t, ROW.STATS)
         z_label, _ = transformed(tl.load(row + place), slopes, ROW)
 
-        # As in ``online_logsumexp`` each thread has a maximum and a sum of its own.
+        # As in ``online_logsumexp`` each thread has its maximum and its sum.
         peak = tl.zeros([THREADS], ROW.STATS) + lowest(ROW.STATS)
         heights = ()
         for piece in tl.static_range(PIECES):
