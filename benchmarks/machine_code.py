@@ -68,11 +68,26 @@ class Recorder:
         self.calls.append((kernel, args, constants | tile.options()))
 
 
+def _on_platform(name: str, value: Any, platform: str) -> Any:
+    """A constant as the launch would have it there."""
+    if hasattr(value, "PLATFORM"):
+        return value._replace(PLATFORM=platform)
+    return platform if name == "PLATFORM" else value
+
+
+def constants_of(call: Call) -> dict[str, Any]:
+    """What a call is compiled for, by name; of named tuples the fields, the first of a name."""
+    found: dict[str, Any] = {}
+    for name, value in call[2].items():
+        fields = value._asdict() if hasattr(value, "_asdict") else {name: value}
+        found = fields | found
+    return found
+
+
 def specialisation(call: Call, target: GPUTarget) -> tuple[str, ASTSource, Any]:
     """What Triton makes of a call: the launch's cache key, and the ingredients of a compilation."""
     kernel, args, keywords = call
-    if "PLATFORM" in keywords:
-        keywords = keywords | {"PLATFORM": target.backend}
+    keywords = {name: _on_platform(name, value, target.backend) for name, value in keywords.items()}
     if target.backend != "cuda":
         keywords = {key: value for key, value in keywords.items() if key != "maxnreg"}
     backend = make_backend(target)
@@ -85,9 +100,10 @@ def specialisation(call: Call, target: GPUTarget) -> tuple[str, ASTSource, Any]:
 def name_of(call: Call) -> str:
     """A readable name of a call: kernel, dtypes of logits and gradient, flags, arguments left out.
 
-    That there is no sampling mask, and no list of rows, goes without saying.
+    That there is no sampling mask goes without saying.
     """
-    kernel, args, keywords = call
+    kernel, args, _ = call
+    keywords = constants_of(call)
     names = list(kernel.signature.parameters)
     rows = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.dim() == 3]
     tensors = [each for each in rows if each.is_floating_point()] or args[:1]
@@ -111,9 +127,8 @@ def name_of(call: Call) -> str:
     given = dict(zip(names, args, strict=False))
     if "PIECES" in keywords:
         flags += [f"{keywords['PIECES']} pieces of {keywords['num_ctas']} blocks"]
-    rare = {"kept_ptr": "kept", "rows_ptr": "rows"}
-    flags += [flag for name, flag in rare.items() if given.get(name) is not None]
-    missing = [f"no {name}" for name, arg in given.items() if arg is None and name not in rare]
+    flags += ["kept"] if given.get("kept_ptr") is not None else []
+    missing = [f"no {name}" for name, arg in given.items() if arg is None and name != "kept_ptr"]
     return " ".join([kernel.fn.__name__, dtypes, *flags, *missing])
 
 
@@ -335,7 +350,7 @@ def counts(call: Call, target: str, kernel: Any) -> dict[str, Any]:
     stays = "PIECES" in call[2]
     program = instructions(kernel)
     walks = [held_row(program)] if stays else row_loops(program)
-    own = call[2]["BLOCK"] / (warps * lanes)
+    own = constants_of(call)["BLOCK"] / (warps * lanes)
 
     def logits_of(walk: list[Instruction]) -> float:
         """A thread's share of a held row. Otherwise from exponentials, of which a fold takes one more than it

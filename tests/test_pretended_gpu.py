@@ -273,7 +273,7 @@ def test_a_chunk_takes_few_launches(gpu, name, skip):
         options = {"schedule": schedule, "skip_inactive": skip}
         from_hidden(gpu, dtype, terms, options, chunks, vocabulary)
         launches = gpu.small.total() + gpu.kernels.total()
-        scored = gpu.kernels["held_row_kernel" if vocabulary == 64 else "logprobs_forward_kernel"]
+        scored = gpu.kernels["on_chip_row_kernel" if vocabulary == 64 else "logprobs_forward_kernel"]
         counts.append((scored, launches, gpu.looks.total()))
     chunks, launches, looks = (more - some for some, more in zip(*counts, strict=True))
     assert chunks and launches <= most * chunks <= 16 * chunks
@@ -300,7 +300,7 @@ def test_rows_of_on_policy_calls_stay_on_the_chip(gpu, dtype):
         options = {"schedule": schedule, "skip_inactive": skip, "max_chunk_bytes": chunk * 64 * 4}
         with gpu:
             got = run(case, ENTRY, gk.GSPO(), "triton", **options)
-        assert gpu.kernels["held_row_kernel"] >= 2, schedule
+        assert gpu.kernels["on_chip_row_kernel"] >= 2, schedule
         assert gpu.kernels["logprobs_forward_kernel"] == forward, (schedule, skip, gpu.kernels)
         assert not gpu.kernels["logprobs_backward_kernel"], schedule
         assert_equals_oracle(got, case, gk.GSPO())
@@ -316,7 +316,7 @@ def test_rows_that_are_projected_again_for_their_gradient_stay_on_the_chip(gpu):
     options = {"schedule": "two_pass", "max_chunk_bytes": 4 * 64 * 4}
     with gpu:
         got = run(case, ENTRY, gk.GSPO(), "triton", **options)
-    assert gpu.kernels["held_row_kernel"] and gpu.kernels["logprobs_forward_kernel"]
+    assert gpu.kernels["on_chip_row_kernel"] and gpu.kernels["logprobs_forward_kernel"]
     assert not gpu.kernels["logprobs_backward_kernel"]
     assert_equals_oracle(got, case, gk.GSPO())
 
@@ -343,7 +343,7 @@ def test_rows_are_read_twice_where_that_is_needed(gpu, name):
     with gpu:
         terms = given.get("old_logprobs", old), advantages
         gk.fused_linear_policy_loss(*leaves, labels, *terms, **options).loss.backward()
-    assert not gpu.kernels["held_row_kernel"] and gpu.kernels["logprobs_forward_kernel"]
+    assert not gpu.kernels["on_chip_row_kernel"] and gpu.kernels["logprobs_forward_kernel"]
 
 
 def test_old_log_probs_of_the_same_weights_make_a_ratio_of_1(gpu):
@@ -362,7 +362,7 @@ def test_old_log_probs_of_the_same_weights_make_a_ratio_of_1(gpu):
             )
             bound = 1e-6 if schedule == "deferred" else 0.0  # a sequence at a time
             assert max(abs(out.metrics[f"ratio/{end}"] - 1.0) for end in ("min", "max")) <= bound, schedule
-    assert gpu.kernels["held_row_kernel"] == 2
+    assert gpu.kernels["on_chip_row_kernel"] == 2
     assert (known.logprobs.double() - old).mean(1).abs().max() <= 1e-6
 
 

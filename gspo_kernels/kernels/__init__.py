@@ -1,6 +1,6 @@
 """The Triton backend: ``ops.backends.RatioBackend`` as a module, for NVIDIA and AMD GPUs.
 
-Kernels know rows, addresses and segments of rows; of reinforcement learning only the form they are handed.
+Kernels know rows, addresses and sequences of rows; of reinforcement learning only the clip of ``RatioClip``.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 
 from gspo_kernels.kernels.divergences import divergence
-from gspo_kernels.kernels.gradients import gradient_of_rows, logprobs_backward
-from gspo_kernels.kernels.hidden import active_rows, product_operand, scale_rows_, store_hidden, sum_unit
+from gspo_kernels.kernels.gradients import logprobs_backward
+from gspo_kernels.kernels.hidden import product_operand, scale_rows_, store_hidden, sum_unit
 from gspo_kernels.kernels.launch import INTERPRETED, platform, triton_version
 from gspo_kernels.kernels.logprobs import logprobs_forward
 from gspo_kernels.kernels.one_pass import logprobs_and_grad, logprobs_and_rows, one_pass_pays
@@ -19,10 +19,8 @@ from gspo_kernels.kernels.sequence_ratio import sequence_ratio_forward
 from gspo_kernels.kernels.steps import ratio_step
 
 __all__ = [
-    "active_rows",
     "divergence",
     "fixed_product",
-    "gradient_of_rows",
     "logprobs_and_grad",
     "logprobs_and_rows",
     "logprobs_backward",

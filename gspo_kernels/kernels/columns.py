@@ -1,9 +1,9 @@
 """How kernels read a row's columns: 16 bytes at a time where the row begins at a multiple of 16 bytes, and by
 as few loads as its place in memory allows where it doesn't.
 
-Folds take blocks as [loads, threads, vector]: 16 bytes of columns for each thread and load, counted from the
-row's first column wherever that lies. Which thread folds a column, and in which order, leaves no trace of the
-place. Gradients walk the 16-byte pieces of memory instead, see ``whole_vectors``.
+The log-sum-exp takes blocks [loads, threads, vector]: 16 bytes of columns for each thread and load, counted
+from the row's first column. So neither the thread that adds a column nor the order depends on where the row
+begins. Gradients read the 16-byte pieces of memory instead, see ``whole_vectors``.
 """
 
 # ruff: noqa: SIM108, SIM300 - in Triton, branches choose code and constants are what a kernel is compiled for.
@@ -14,9 +14,36 @@ import triton.language as tl
 
 
 @triton.jit
-def row_pointer(pointer, b, t, stride_b, stride_t, ACCESS: tl.constexpr):
-    """Address of row (b, t), in 64-bit arithmetic; "aligned" promises that it is a multiple of 16 bytes."""
-    row = pointer + (b.to(tl.int64) * stride_b + t.to(tl.int64) * stride_t)
+def decode(number):
+    """The int32 that ``launch.encode`` made a tuple's number of."""
+    # The interpreter holds what needs 32 bits in so many, until it is added to 64.
+    return ((number + tl.zeros([], tl.int64)) >> 32).to(tl.int32)
+
+
+@triton.jit
+def decode_wide(halves):
+    """The int64 of ``launch.encode_wide``."""
+    low = decode(halves[0]).to(tl.uint32, bitcast=True).to(tl.int64)
+    return (decode(halves[1]).to(tl.int64) << 32) | low
+
+
+@triton.jit
+def decode_float(halves):
+    """The fp64 number of ``launch.encode_float``."""
+    return decode_wide(halves).to(tl.float64, bitcast=True)
+
+
+@triton.jit
+def element(pointer, b, t, strides):
+    """Address of element (b, t), or row (b, t), of a tensor with encoded strides, in 64-bit arithmetic."""
+    return pointer + (b.to(tl.int64) * decode_wide(strides[0]) + t.to(tl.int64) * decode_wide(strides[1]))
+
+
+@triton.jit
+def row_pointer(pointer, b, t, strides, ACCESS: tl.constexpr):
+    """Address of row (b, t); "aligned" promises that it is a multiple of 16 bytes."""
+    # Not by ``element``: Triton 3.6 forgets what divides the result of a function.
+    row = pointer + (b.to(tl.int64) * decode_wide(strides[0]) + t.to(tl.int64) * decode_wide(strides[1]))
     if ACCESS == "aligned":
         row = tl.multiple_of(row, 16)
     return row
@@ -69,7 +96,7 @@ def load_columns(
     return tl.load(pointers, eviction_policy=EVICT)
 
 
-# --- blocks of a fold
+# --- blocks of the log-sum-exp
 
 
 @triton.jit
@@ -79,12 +106,13 @@ def load_block(
     lanes,
     width,
     stride_v,
-    ACCESS: tl.constexpr,
     MASKED: tl.constexpr,
     EVICT: tl.constexpr,
-    PLATFORM: tl.constexpr,
+    ROW: tl.constexpr,
 ):
     """Raw logits [loads, threads, vector] of a block; what MASKED gives beyond the width means nothing."""
+    ACCESS: tl.constexpr = ROW.ACCESS
+    PLATFORM: tl.constexpr = ROW.PLATFORM
     VECTOR: tl.constexpr = lanes.shape[2]
     THREADS: tl.constexpr = lanes.shape[1]
     pieces = tl.arange(0, lanes.shape[0])[:, None] * THREADS + tl.arange(0, THREADS)[None, :]

@@ -1,81 +1,98 @@
 """Divergence of a student's rows of logits from a teacher's, and its gradient. One program owns one row of
 each.
 
-Both rows are read to fold their log-sum-exps, and again, from the cache, for the divergence; reverse KL and
-Jensen-Shannon take one more reading for the gradient, which needs the whole row's sum. What is known already
-is not read for: a backward reads once. ``divergences`` has the formulas.
+Both rows are read for their log-sum-exps, and again, from the cache, for the divergence; reverse KL and
+Jensen-Shannon read them once more for the gradient, which needs the whole row's sum. What is known already is
+not read for: a backward reads once. ``divergences`` has the formulas.
 """
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from gspo_kernels.kernels.columns import load_columns, row_pointer
-from gspo_kernels.kernels.kept import is_kept, kept_row
+from gspo_kernels.kernels.columns import (
+    decode,
+    decode_float,
+    decode_wide,
+    element,
+    load_columns,
+    row_pointer,
+)
 from gspo_kernels.kernels.launch import (
     DIVERGENCE,
-    RowArguments,
-    Slopes,
+    RowConstants,
+    RowNumbers,
     access,
+    encode_float,
     launch,
-    narrows_in_place,
     row_kernel,
     without_spills,
 )
 from gspo_kernels.kernels.rows import (
-    combine_lanes,
-    element,
+    add_hi_lo,
+    combine_threads,
     exp_flushed,
-    joined,
     log1p_unit,
     lowest,
     narrowed,
-    parted,
+    row_label,
     row_slopes,
+    split_hi_lo,
     transformed,
 )
+from gspo_kernels.kernels.sampling_mask import is_kept
 from gspo_kernels.types import LogitTransform, Normalizers, PairStats, pair_dtypes, stats_dtype
 
 
+class PairConstants(NamedTuple):
+    """What a divergence is compiled for.
+
+    Attributes:
+        KIND: "forward", "reverse" or "mixture".
+        KNOWN: what the statistics hold already: "nothing", "normalizers" or "all".
+    """
+
+    KIND: str
+    KNOWN: str
+
+
 @triton.jit
-def _load(
-    row,
-    start,
-    lanes,
-    width,
-    stride_v,
-    slopes,
-    kept,
-    STATS: tl.constexpr,
-    SCALED: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    ACCESS: tl.constexpr,
-    PLATFORM: tl.constexpr,
-):
-    """Transformed logits of a block, -inf beyond the width and where the mask cuts; the softcap's bend."""
+def _load(row, start, lanes, width, stride_v, slopes, mask, ROW: tl.constexpr):
+    """Transformed logits of a block, -inf beyond the width and where masked; the softcap's bend."""
+    ACCESS: tl.constexpr = ROW.ACCESS
     raw = load_columns(row, start, lanes, width, stride_v, ACCESS, True, "evict_last")
-    z, bend = transformed(raw, slopes, STATS, SCALED, SOFTCAP, PLATFORM)
+    z, bend = transformed(raw, slopes, ROW)
     inside = start + lanes < width
-    if kept is not None:
-        inside = inside & is_kept(kept, start + lanes, width)
+    if mask is not None:
+        inside = inside & is_kept(mask, start + lanes, width)
     return tl.where(inside, z, -float("inf")), bend
 
 
 @triton.jit
-def _cut(gradient, columns, width, kept):
-    """A gradient, 0 for columns that are cut, whatever their logits and the row's coefficients hold."""
-    if kept is not None:
-        gradient = tl.where(is_kept(kept, columns, width), gradient, tl.zeros_like(gradient))
-    return gradient
+def _store_gradient(out_row, grad, bend, start, lanes, width, written, mask, ROW: tl.constexpr):
+    """Store a block of a gradient, 0 for columns that the mask excludes, whatever their logits and the row's
+    coefficients hold.
+    """
+    PLATFORM: tl.constexpr = ROW.PLATFORM
+    if ROW.SOFTCAP:
+        grad = grad * bend
+    grad = narrowed(grad, out_row.dtype.element_ty, PLATFORM)
+    if mask is not None:
+        grad = tl.where(is_kept(mask, start + lanes, width), grad, tl.zeros_like(grad))
+    if ROW.NARROWS_IN_PLACE:
+        # Block k of the gradient covers logits of blocks up to k, which others may not have read yet.
+        tl.debug_barrier()
+    tl.store(out_row + (start + lanes), grad, mask=start + lanes < written)
 
 
 @triton.jit
-def _fold(peak, total, z, PLATFORM: tl.constexpr):
+def _add_block(peak, total, z, PLATFORM: tl.constexpr):
     """The running maximum and sum of exponentials of each lane, with one more block."""
     top = tl.maximum(peak, z)
     return top, total * exp_flushed(peak - top, PLATFORM) + exp_flushed(z - top, PLATFORM)
@@ -111,217 +128,139 @@ def divergence_kernel(
     teacher_logits_ptr,
     teacher_temperature_ptr,
     grad_ptr,
-    lse_ptr,
-    teacher_lse_ptr,
-    divergences_ptr,
-    centres_ptr,
+    stats,
     out_ptr,
-    T: tl.int32,
-    V: tl.int32,
-    ignore_index: tl.int64,
-    slope: tl.float64,
-    inner: tl.float64,
-    outer: tl.float64,
-    logits_stride_b: tl.int64,
-    logits_stride_t: tl.int64,
-    logits_stride_v: tl.int64,
-    labels_stride_b: tl.int64,
-    labels_stride_t: tl.int64,
-    temperature_stride_b: tl.int64,
-    temperature_stride_t: tl.int64,
-    kept_stride_b: tl.int64,
-    kept_stride_t: tl.int64,
-    teacher_slope: tl.float64,
-    teacher_inner: tl.float64,
-    teacher_outer: tl.float64,
-    teacher_logits_stride_b: tl.int64,
-    teacher_logits_stride_t: tl.int64,
-    teacher_logits_stride_v: tl.int64,
-    teacher_temperature_stride_b: tl.int64,
-    teacher_temperature_stride_t: tl.int64,
-    grad_stride_b: tl.int64,
-    grad_stride_t: tl.int64,
-    out_stride_b: tl.int64,
-    out_stride_t: tl.int64,
-    beta: tl.float64,
-    log_odds: tl.float64,
-    log_teacher: tl.float64,
-    log_student: tl.float64,
-    STATS: tl.constexpr,
-    SCALED: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    ACCESS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PLATFORM: tl.constexpr,
-    TEACHER_SCALED: tl.constexpr,
-    TEACHER_SOFTCAP: tl.constexpr,
-    KIND: tl.constexpr,
-    KNOWN: tl.constexpr,
-    NARROWS_IN_PLACE: tl.constexpr,
+    rows,
+    teacher,
+    mixture,
+    ROW: tl.constexpr,
+    TEACHER: tl.constexpr,
+    PAIR: tl.constexpr,
 ):
-    """One row's divergence, and where there is an ``out`` its gradient. KNOWN says what the statistics hold
-    already: "nothing", "normalizers", or "all".
+    """One row's divergence, and where there is an ``out`` its gradient. ``stats`` are ``PairStats``, ``rows``
+    and ``teacher`` a ``RowNumbers`` each; ``mixture`` are beta, its log-odds, log(beta) and log(1 - beta).
     """
+    ACCESS: tl.constexpr = ROW.ACCESS
+    STATS: tl.constexpr = ROW.STATS
+    BLOCK: tl.constexpr = ROW.BLOCK
+    PLATFORM: tl.constexpr = ROW.PLATFORM
     n = tl.program_id(0)
-    b = n // T
-    t = n - b * T
-    label = tl.load(element(labels_ptr, b, t, labels_stride_b, labels_stride_t)).to(tl.int64)
-    counted = label != ignore_index
-    kept = kept_ptr
-    if kept_ptr is not None:
-        kept = kept_row(kept_ptr, b, t, kept_stride_b, kept_stride_t)
-    slopes = row_slopes(
-        (slope, inner, outer), row_temperature_ptr, b, t, temperature_stride_b, temperature_stride_t, STATS
-    )
-    teacher_slopes = row_slopes(
-        (teacher_slope, teacher_inner, teacher_outer),
-        teacher_temperature_ptr,
-        b,
-        t,
-        teacher_temperature_stride_b,
-        teacher_temperature_stride_t,
-        STATS,
-    )
-    row = row_pointer(logits_ptr, b, t, logits_stride_b, logits_stride_t, ACCESS)
-    other = row_pointer(teacher_logits_ptr, b, t, teacher_logits_stride_b, teacher_logits_stride_t, ACCESS)
+    V = decode(rows.V)
+    b, t, _label, counted = row_label(n, labels_ptr, rows)
+    mask = None if kept_ptr is None else element(kept_ptr, b, t, rows.kept)
+    slopes = row_slopes(rows, row_temperature_ptr, b, t, STATS)
+    teacher_slopes = row_slopes(teacher, teacher_temperature_ptr, b, t, STATS)
+    row = row_pointer(logits_ptr, b, t, rows.logits, ACCESS)
+    other = row_pointer(teacher_logits_ptr, b, t, teacher.logits, ACCESS)
+    stride_v = decode_wide(rows.logits[2])
+    other_stride_v = decode_wide(teacher.logits[2])
     lanes = tl.arange(0, BLOCK)
     width = V
     if ACCESS == "aligned":
         # the same number, by an operation that tells the compiler what divides it
         width = width // 16 * 16
     width = tl.where(counted, width, 0)
-    if KNOWN == "nothing":
+    if PAIR.KNOWN == "nothing":
         peak = tl.zeros([BLOCK], STATS) + lowest(STATS)
         total = tl.zeros([BLOCK], STATS)
         other_peak = peak
         other_total = total
         for start in range(0, width, BLOCK):
-            z, _ = _load(
-                row, start, lanes, width, logits_stride_v, slopes, kept, STATS, SCALED, SOFTCAP, ACCESS,
-                PLATFORM,
-            )  # fmt: skip
-            peak, total = _fold(peak, total, z, PLATFORM)
-            z, _ = _load(
-                other, start, lanes, width, teacher_logits_stride_v, teacher_slopes, kept, STATS,
-                TEACHER_SCALED, TEACHER_SOFTCAP, ACCESS, PLATFORM,
-            )  # fmt: skip
-            other_peak, other_total = _fold(other_peak, other_total, z, PLATFORM)
-        nowhere = tl.zeros([], STATS)
-        _logp, base, rest, _entropy = combine_lanes(
-            peak, total, total, nowhere, counted & False, STATS, False
+            z, _ = _load(row, start, lanes, width, stride_v, slopes, mask, ROW)
+            peak, total = _add_block(peak, total, z, PLATFORM)
+            z, _ = _load(other, start, lanes, width, other_stride_v, teacher_slopes, mask, TEACHER)
+            other_peak, other_total = _add_block(other_peak, other_total, z, PLATFORM)
+        zero = tl.zeros([], STATS)
+        no_label = counted & False
+        _logp, base, rest, _ = combine_threads(peak, total, total, zero, no_label, False, STATS)
+        _logp, other_base, other_rest, _ = combine_threads(
+            other_peak, other_total, other_total, zero, no_label, False, STATS
         )
-        _logp, other_base, other_rest, _entropy = combine_lanes(
-            other_peak, other_total, other_total, nowhere, counted & False, STATS, False
-        )
-        tl.store(lse_ptr + n, tl.where(counted, joined(base, rest, tl.float64), 0.0))
-        tl.store(teacher_lse_ptr + n, tl.where(counted, joined(other_base, other_rest, tl.float64), 0.0))
+        tl.store(stats.lse + n, tl.where(counted, add_hi_lo(base, rest, tl.float64), 0.0))
+        lse = add_hi_lo(other_base, other_rest, tl.float64)
+        tl.store(stats.teacher_lse + n, tl.where(counted, lse, 0.0))
     else:
-        base, rest = parted(tl.load(lse_ptr + n), STATS)
-        other_base, other_rest = parted(tl.load(teacher_lse_ptr + n), STATS)
+        base, rest = split_hi_lo(tl.load(stats.lse + n), STATS)
+        other_base, other_rest = split_hi_lo(tl.load(stats.teacher_lse + n), STATS)
     finite = _is_finite(base + rest) & _is_finite(other_base + other_rest)
 
-    OUT: tl.constexpr = STATS if out_ptr is None else out_ptr.dtype.element_ty
-    mixture = (
-        tl.full([], log_odds, tl.float64).to(STATS),
-        tl.full([], log_teacher, tl.float64).to(STATS),
-        tl.full([], log_student, tl.float64).to(STATS),
+    share = decode_float(mixture[0]).to(STATS)
+    logs = (
+        decode_float(mixture[1]).to(STATS),
+        decode_float(mixture[2]).to(STATS),
+        decode_float(mixture[3]).to(STATS),
     )
-    share = tl.full([], beta, tl.float64).to(STATS)
     coefficient = tl.full([], 0.0, STATS)
     out_row = row
     if out_ptr is not None:
-        out_row = row_pointer(out_ptr, b, t, out_stride_b, out_stride_t, ACCESS)
-        coefficient = tl.load(element(grad_ptr, b, t, grad_stride_b, grad_stride_t)).to(STATS)
+        out_row = row_pointer(out_ptr, b, t, rows.out, ACCESS)
+        coefficient = tl.load(element(grad_ptr, b, t, rows.grad)).to(STATS)
         coefficient = tl.where(counted, coefficient, 0.0)
     written = tl.where(coefficient != 0, width, 0)
-    if SCALED or SOFTCAP:
+    if ROW.SCALED != 0 or ROW.SOFTCAP:
         coefficient = coefficient * (slopes[0][0] + slopes[0][1])
     # A row without a softmax has no gradient.
     coefficient = tl.where(finite | (coefficient == 0), coefficient, float("nan"))
-    WRITES_AT_ONCE: tl.constexpr = (KIND == "forward") and (out_ptr is not None)
+    WRITES_AT_ONCE: tl.constexpr = (PAIR.KIND == "forward") and (out_ptr is not None)
     value = tl.zeros([BLOCK], STATS)
     to_mixture = tl.zeros([BLOCK], STATS)
     if WRITES_AT_ONCE:
-        # no thread may overwrite what another still folds
+        # no thread may overwrite what another still reads for the log-sum-exps
         tl.debug_barrier()
-    if WRITES_AT_ONCE or KNOWN != "all":
-        for start in range(0, written if KNOWN == "all" else width, BLOCK):
-            z, bend = _load(
-                row, start, lanes, width, logits_stride_v, slopes, kept, STATS, SCALED, SOFTCAP, ACCESS,
-                PLATFORM,
-            )  # fmt: skip
+    if WRITES_AT_ONCE or PAIR.KNOWN != "all":
+        for start in range(0, written if PAIR.KNOWN == "all" else width, BLOCK):
+            z, bend = _load(row, start, lanes, width, stride_v, slopes, mask, ROW)
             log_p = (z - base) - rest
-            z, _ = _load(
-                other, start, lanes, width, teacher_logits_stride_v, teacher_slopes, kept, STATS,
-                TEACHER_SCALED, TEACHER_SOFTCAP, ACCESS, PLATFORM,
-            )  # fmt: skip
+            z, _ = _load(other, start, lanes, width, other_stride_v, teacher_slopes, mask, TEACHER)
             log_q = (z - other_base) - other_rest
             p = exp_flushed(log_p, PLATFORM)
             q = exp_flushed(log_q, PLATFORM)
-            if KIND == "forward":
+            if PAIR.KIND == "forward":
                 value += _relative_entropy(q, log_q, p, log_p)
-            elif KIND == "reverse":
+            elif PAIR.KIND == "reverse":
                 value += _relative_entropy(p, log_p, q, log_q)
             else:
-                of_student, of_teacher = _to_mixture(log_p, log_q, mixture, PLATFORM)
+                of_student, of_teacher = _to_mixture(log_p, log_q, logs, PLATFORM)
                 of_student = tl.where(p == 0, 0.0, p * of_student)
                 of_teacher = tl.where(q == 0, 0.0, q * of_teacher)
                 to_mixture += of_student
                 value += (1.0 - share) * of_student + share * of_teacher
             if WRITES_AT_ONCE:
                 grad = coefficient * (p - q)
-                if SOFTCAP:
-                    grad = grad * bend
-                grad = _cut(narrowed(grad, OUT, PLATFORM), start + lanes, width, kept)
-                if NARROWS_IN_PLACE:
-                    # Block k of the gradient covers logits of blocks up to k, which others may not have read
-                    # yet.
-                    tl.debug_barrier()
-                tl.store(out_row + (start + lanes), grad, mask=start + lanes < written)
-    if KNOWN == "all":
-        found = tl.load(divergences_ptr + n)
-        centre = tl.load(centres_ptr + n)
+                _store_gradient(out_row, grad, bend, start, lanes, width, written, mask, ROW)
+    if PAIR.KNOWN == "all":
+        divergence = tl.load(stats.divergences + n)
+        centre = tl.load(stats.centres + n)
     else:
-        found = tl.sum(value, axis=0)
-        found = tl.where(finite | (width == 0), found, float("nan"))
-        centre = found
-        if KIND == "forward":
-            centre = tl.zeros_like(found)
-        elif KIND == "mixture":
+        divergence = tl.sum(value, axis=0)
+        divergence = tl.where(finite | (width == 0), divergence, float("nan"))
+        centre = divergence
+        if PAIR.KIND == "forward":
+            centre = tl.zeros_like(divergence)
+        elif PAIR.KIND == "mixture":
             centre = tl.where(finite | (width == 0), tl.sum(to_mixture, axis=0), float("nan"))
-        tl.store(divergences_ptr + n, found)
-        tl.store(centres_ptr + n, centre)
+        tl.store(stats.divergences + n, divergence)
+        tl.store(stats.centres + n, centre)
     if out_ptr is not None:
-        if KIND != "forward":
+        if PAIR.KIND != "forward":
             tl.debug_barrier()
-            whole = centre if KIND == "reverse" else (1.0 - share) * centre
+            whole = centre if PAIR.KIND == "reverse" else (1.0 - share) * centre
             # A row that has infinitely far to go has no direction.
-            coefficient = tl.where(_is_finite(found) | (coefficient == 0), coefficient, float("nan"))
+            coefficient = tl.where(_is_finite(divergence) | (coefficient == 0), coefficient, float("nan"))
             for start in range(0, written, BLOCK):
-                z, bend = _load(
-                    row, start, lanes, width, logits_stride_v, slopes, kept, STATS, SCALED, SOFTCAP, ACCESS,
-                    PLATFORM,
-                )  # fmt: skip
+                z, bend = _load(row, start, lanes, width, stride_v, slopes, mask, ROW)
                 log_p = (z - base) - rest
-                z, _ = _load(
-                    other, start, lanes, width, teacher_logits_stride_v, teacher_slopes, kept, STATS,
-                    TEACHER_SCALED, TEACHER_SOFTCAP, ACCESS, PLATFORM,
-                )  # fmt: skip
+                z, _ = _load(other, start, lanes, width, other_stride_v, teacher_slopes, mask, TEACHER)
                 log_q = (z - other_base) - other_rest
                 p = exp_flushed(log_p, PLATFORM)
-                if KIND == "reverse":
+                if PAIR.KIND == "reverse":
                     far = log_p - log_q
                 else:
-                    far, _ = _to_mixture(log_p, log_q, mixture, PLATFORM)
+                    far, _ = _to_mixture(log_p, log_q, logs, PLATFORM)
                     far = (1.0 - share) * far
                 grad = coefficient * tl.where(p == 0, 0.0, p * (far - whole))
-                if SOFTCAP:
-                    grad = grad * bend
-                grad = _cut(narrowed(grad, OUT, PLATFORM), start + lanes, width, kept)
-                if NARROWS_IN_PLACE:
-                    tl.debug_barrier()
-                tl.store(out_row + (start + lanes), grad, mask=start + lanes < written)
-        zeros = tl.zeros([BLOCK], OUT)
+                _store_gradient(out_row, grad, bend, start, lanes, width, written, mask, ROW)
+        zeros = tl.zeros([BLOCK], out_ptr.dtype.element_ty)
         for start in range(0, tl.where(written != 0, 0, V), BLOCK):
             tl.store(out_row + (start + lanes), zeros, mask=start + lanes < V)
 
@@ -340,54 +279,33 @@ def divergence(
     out: Tensor | None,
 ) -> PairStats:
     """See ``ops.backends.RowBackend.divergence``; raises as ``logprobs_backward``."""
-    B, T, V = logits.shape
+    B, T, _ = logits.shape
     dtypes = pair_dtypes(stats_dtype(logits.dtype))
-    given = () if known is None else known
-    found = PairStats(
-        *(each.to(dtype).contiguous() for each, dtype in zip(given, dtypes, strict=False)),
-        *(torch.empty(B, T, dtype=dtype, device=logits.device) for dtype in dtypes[len(given) :]),
+    first = () if known is None else known
+    stats = PairStats(
+        *(each.to(dtype).contiguous() for each, dtype in zip(first, dtypes, strict=False)),
+        *(torch.empty(B, T, dtype=dtype, device=logits.device) for dtype in dtypes[len(first) :]),
     )
-    beside = () if out is None else (out,)
+    tensors = (logits, teacher_logits) if out is None else (logits, teacher_logits, out)
     mixed = 0 < beta < 1
-    tile = DIVERGENCE[max(each.element_size() for each in (logits, teacher_logits, *beside))]
-    tile = without_spills(tile, mixed)
-    rows = RowArguments.of(logits, labels, transform, tile, *beside)
-    teacher = Slopes.of(teacher_transform)
+    tile = without_spills(DIVERGENCE[max(each.element_size() for each in tensors)], mixed)
     logs = (math.log(beta) - math.log1p(-beta), math.log(beta), math.log1p(-beta)) if mixed else (0.0,) * 3
-    # whole vectors or single elements: what begins elsewhere is read in smaller pieces
-    every = access(logits, teacher_logits, *beside)
-    constants = {**rows.constants, "ACCESS": "aligned" if every == "aligned" else "single"}
+    # whole vectors or single elements: rows that begin elsewhere are read in smaller pieces
+    rows_access = "aligned" if access(*tensors) == "aligned" else "single"
+    student = RowConstants.of(logits, transform, tile, out)
+    teacher = RowConstants.of(teacher_logits, teacher_transform, tile)
     launch(
-        divergence_kernel,
-        B * T,
-        logits.device,
-        tile,
-        *rows.tensors,
-        teacher_logits,
-        teacher.row_temperature,
-        grad,
-        *found,
-        out,
-        T,
-        V,
-        ignore_index,
-        *rows.slopes,
-        *rows.strides,
-        teacher.slope,
-        teacher.inner,
-        teacher.outer,
-        *teacher_logits.stride(),
-        teacher.stride_b,
-        teacher.stride_t,
-        *((0, 0) if grad is None else grad.stride()),
-        *((0, 0) if out is None else out.stride()[:2]),
-        beta,
-        *logs,
-        **constants,
-        TEACHER_SCALED=teacher.scaled,
-        TEACHER_SOFTCAP=teacher.softcap,
-        KIND="mixture" if mixed else "reverse" if beta else "forward",
-        KNOWN=("nothing", "normalizers", "all")[(known is not None) + isinstance(known, PairStats)],
-        NARROWS_IN_PLACE=out is not None and narrows_in_place(logits, out),
-    )
-    return found
+        divergence_kernel, B * T, logits.device, tile,
+        logits, labels, transform.row_temperature, transform.kept,
+        teacher_logits, teacher_transform.row_temperature, grad, stats, out,
+        RowNumbers.of(logits, labels, transform, ignore_index, out=out, grad=grad),
+        RowNumbers.of(teacher_logits, None, teacher_transform, ignore_index),
+        tuple(encode_float(number) for number in (beta, *logs)),
+        ROW=student._replace(ACCESS=rows_access),
+        TEACHER=teacher._replace(STATS=student.STATS, ACCESS=rows_access),
+        PAIR=PairConstants(
+            KIND="mixture" if mixed else "reverse" if beta else "forward",
+            KNOWN=("nothing", "normalizers", "all")[(known is not None) + isinstance(known, PairStats)],
+        ),
+    )  # fmt: skip
+    return stats

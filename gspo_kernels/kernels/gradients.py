@@ -1,4 +1,4 @@
-"""Gradients of logit rows, given their statistics.
+"""Gradients of logit rows, from their statistics.
 
 One program owns one row. Statistics are contiguous [B, T]; everything else comes with its strides.
 """
@@ -9,114 +9,103 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gspo_kernels.kernels.columns import edge_columns, load_columns, row_pointer, whole_vectors
-from gspo_kernels.kernels.kept import cut_block, in_row, is_kept, kept_row
+from gspo_kernels.kernels.columns import (
+    decode,
+    decode_wide,
+    edge_columns,
+    element,
+    load_columns,
+    row_pointer,
+    whole_vectors,
+)
 from gspo_kernels.kernels.launch import (
     BACKWARD,
-    RowArguments,
+    RowConstants,
+    RowNumbers,
     launch,
-    narrows_in_place,
     row_kernel,
     without_spills,
 )
 from gspo_kernels.kernels.rows import (
     HUGE,
-    element,
     exp_flushed,
     narrowed,
     one_minus_exp,
-    parted,
+    row_label,
     row_slopes,
+    split_hi_lo,
     transformed,
-    without_payload,
 )
+from gspo_kernels.kernels.sampling_mask import in_row, is_kept, mask_gradient
 from gspo_kernels.types import LogitTransform, RowStats
 
 
 @triton.jit
-def _without_payloads(factor):
-    """The same for a factor of two parts."""
-    return without_payload(factor[0]), without_payload(factor[1])
-
-
-@triton.jit
-def _gradient(
-    raw,
-    is_label,
-    of_row,
-    STATS: tl.constexpr,
-    SCALED: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    ENTROPY: tl.constexpr,
-    OUT: tl.constexpr,
-    PLATFORM: tl.constexpr,
-):
+def _gradient(raw, is_label, of_row, slopes, ENTROPY: tl.constexpr, OUT: tl.constexpr, ROW: tl.constexpr):
     """The gradient of some logits of a row; ``write_gradient`` says which."""
-    at_label, base, rest, grad_logp, entropy, grad_entropy, slopes = of_row
-    z, bend = transformed(raw, slopes, STATS, SCALED, SOFTCAP, PLATFORM)
+    PLATFORM: tl.constexpr = ROW.PLATFORM
+    at_label, base, rest, grad_logp, entropy, grad_entropy = of_row
+    z, bend = transformed(raw, slopes, ROW)
     log_p = (z - base) - rest
     weight = -grad_logp
     if ENTROPY:
         weight -= grad_entropy * (tl.maximum(log_p, -HUGE) + entropy)
     grad = tl.where(is_label, at_label, exp_flushed(log_p, PLATFORM) * weight)
-    if SOFTCAP:
+    if ROW.SOFTCAP:
         grad = grad * bend
-    return narrowed(grad, OUT, PLATFORM, raw.dtype == tl.bfloat16 and PLATFORM == "hip")
+    return narrowed(grad, OUT, PLATFORM)
 
 
 @triton.jit
 def write_gradient(
     row,
     out_row,
+    stride_v,
     label,
     width,
-    active,
-    stride_v,
-    logp,
-    base,
-    rest,
-    grad_logp,
-    entropy,
-    grad_entropy,
+    mask,
     slopes,
-    kept,
-    STATS: tl.constexpr,
-    SCALED: tl.constexpr,
-    SOFTCAP: tl.constexpr,
+    active,
+    stats,
+    grads,
     ENTROPY: tl.constexpr,
-    ACCESS: tl.constexpr,
-    NARROWS_IN_PLACE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PLATFORM: tl.constexpr,
+    ROW: tl.constexpr,
 ):
     """Read a row and write its gradient; write zeros, and read nothing, where it isn't active.
 
     dlogp/dz_v = onehot_v - p_v and dH/dz_v = -p_v (log p_v + H). At the label both start from its own
     log-prob, because 1 - p(label) taken from exp(z - lse) would be all rounding where p(label) is close to 1.
+
+    Args:
+        row, out_row: the addresses of its first logit and of that one's gradient.
+        stride_v: from one logit to the next.
+        label: int32, -1 where it is no column of the row.
+        width: the number of columns.
+        mask: the row's sampling mask or None.
+        slopes: from ``row_slopes``.
+        active: whether the gradient is other than 0.
+        stats: (log-prob, log-sum-exp as two numbers, entropy).
+        grads: (that of the log-prob, that of the entropy); without ENTROPY only the first is used.
     """
+    PLATFORM: tl.constexpr = ROW.PLATFORM
+    logp, base, rest, entropy = stats
+    grad_logp, grad_entropy = grads
+    ACCESS: tl.constexpr = ROW.ACCESS
+    BLOCK: tl.constexpr = ROW.BLOCK
     OUT: tl.constexpr = out_row.dtype.element_ty
     BITS: tl.constexpr = row.dtype.element_ty.primitive_bitwidth
     VECTOR: tl.constexpr = 128 // (OUT.primitive_bitwidth if OUT.primitive_bitwidth < BITS else BITS)
     lanes = tl.arange(0, BLOCK)
-    if SCALED or SOFTCAP:
+    if ROW.SCALED != 0 or ROW.SOFTCAP:
         slope = slopes[0][0] + slopes[0][1]
         grad_logp *= slope
         grad_entropy *= slope
-    at_label = grad_logp * one_minus_exp(logp, STATS, PLATFORM)
+    at_label = grad_logp * one_minus_exp(logp, ROW.STATS, PLATFORM)
     if ENTROPY:
         at_label -= grad_entropy * tl.exp(logp) * (tl.maximum(logp, -HUGE) + entropy)
     # A row with +inf has NaN for log-probs, also where exp(z - inf) is 0.
     rest = tl.where(base == float("inf"), float("nan"), rest)
-    if PLATFORM == "hip":
-        # Then a NaN has no longer payload than one among the logits, see ``rows.narrowed``.
-        at_label = without_payload(at_label)
-        base = without_payload(base)
-        rest = without_payload(rest)
-        grad_logp = without_payload(grad_logp)
-        entropy = without_payload(entropy)
-        grad_entropy = without_payload(grad_entropy)
-        slopes = (_without_payloads(slopes[0]), _without_payloads(slopes[1]), _without_payloads(slopes[2]))
-    of_row = (at_label, base, rest, grad_logp, entropy, grad_entropy, slopes)
+    of_row = (at_label, base, rest, grad_logp, entropy, grad_entropy)
     whole_row, first, whole = whole_vectors(row, width, VECTOR, ACCESS)
     whole_out = out_row
     if ACCESS == "shifted":
@@ -125,32 +114,34 @@ def write_gradient(
         columns, inside = edge_columns(tl.arange(0, 2 * VECTOR), first, whole, width, VECTOR)
         reads = inside & (columns < tl.where(active, width, 0))
         shown = reads
-        if kept is not None:
-            shown = reads & is_kept(kept, columns, width)
+        if mask is not None:
+            shown = reads & is_kept(mask, columns, width)
         edge = tl.load(row + columns, mask=reads, other=-float("inf"))
-        edge = _gradient(edge, columns == label, of_row, STATS, SCALED, SOFTCAP, ENTROPY, OUT, PLATFORM)
+        edge = _gradient(edge, columns == label, of_row, slopes, ENTROPY, OUT, ROW)
         edge = tl.where(shown, edge, 0.0).to(OUT)
-        if not NARROWS_IN_PLACE:
+        if not ROW.NARROWS_IN_PLACE:
             tl.store(out_row + columns, edge, mask=inside)
     UNIT: tl.constexpr = 1 if ACCESS == "single" else VECTOR
     read = tl.multiple_of(tl.where(active, whole, 0), UNIT)
-    idle = tl.multiple_of(tl.where(active, 0, whole), UNIT)
+    zeroed = tl.multiple_of(tl.where(active, 0, whole), UNIT)
     ahead = load_columns(whole_row, 0, lanes, read, stride_v, ACCESS, True, "evict_first")
     for start in range(0, read, BLOCK):
         raw = ahead
         # This load stands before the store, across which the compiler can't move it: out may be the logits.
         ahead = load_columns(whole_row, start + BLOCK, lanes, read, stride_v, ACCESS, True, "evict_first")
         is_label = start + lanes == label - first
-        grad = _gradient(raw, is_label, of_row, STATS, SCALED, SOFTCAP, ENTROPY, OUT, PLATFORM)
-        grad = cut_block(grad, first + start, first + read, kept, VECTOR, ACCESS)
-        if NARROWS_IN_PLACE:
+        grad = _gradient(raw, is_label, of_row, slopes, ENTROPY, OUT, ROW)
+        grad = mask_gradient(grad, first + start, first + read, mask, VECTOR, ACCESS)
+        if ROW.NARROWS_IN_PLACE:
             # Block k of the gradient covers logits of blocks up to k, which others may not have read yet.
             tl.debug_barrier()
         tl.store(whole_out + (start + lanes), grad, mask=start + lanes < read, eviction_policy="evict_first")
     zeros = tl.zeros([BLOCK], OUT)
-    for start in range(0, idle, BLOCK):
-        tl.store(whole_out + (start + lanes), zeros, mask=start + lanes < idle, eviction_policy="evict_first")
-    if ACCESS == "shifted" and NARROWS_IN_PLACE:
+    for start in range(0, zeroed, BLOCK):
+        tl.store(
+            whole_out + (start + lanes), zeros, mask=start + lanes < zeroed, eviction_policy="evict_first"
+        )
+    if ACCESS == "shifted" and ROW.NARROWS_IN_PLACE:
         tl.debug_barrier()
         tl.store(out_row + columns, edge, mask=inside)
 
@@ -167,97 +158,44 @@ def logprobs_backward_kernel(
     grad_logprobs_ptr,
     grad_entropy_ptr,
     grad_scale_ptr,
-    rows_ptr,
     out_ptr,
-    T: tl.int32,
-    V: tl.int32,
-    ignore_index: tl.int64,
-    slope: tl.float64,
-    inner: tl.float64,
-    outer: tl.float64,
-    logits_stride_b: tl.int64,
-    logits_stride_t: tl.int64,
-    logits_stride_v: tl.int64,
-    labels_stride_b: tl.int64,
-    labels_stride_t: tl.int64,
-    temperature_stride_b: tl.int64,
-    temperature_stride_t: tl.int64,
-    kept_stride_b: tl.int64,
-    kept_stride_t: tl.int64,
-    grad_logprobs_stride_b: tl.int64,
-    grad_logprobs_stride_t: tl.int64,
-    grad_entropy_stride_b: tl.int64,
-    grad_entropy_stride_t: tl.int64,
-    out_stride_b: tl.int64,
-    out_stride_t: tl.int64,
-    STATS: tl.constexpr,
-    SCALED: tl.constexpr,
-    SOFTCAP: tl.constexpr,
+    rows,
     SHARDED: tl.constexpr,
-    ACCESS: tl.constexpr,
-    NARROWS_IN_PLACE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PLATFORM: tl.constexpr,
+    ROW: tl.constexpr,
 ):
-    """One row's gradient, or that of the one that ``rows`` names."""
+    """One row's gradient. ``rows`` is a ``RowNumbers``, ROW a ``RowConstants``."""
+    ACCESS: tl.constexpr = ROW.ACCESS
+    STATS: tl.constexpr = ROW.STATS
     n = tl.program_id(0)
-    out_b = n // T
-    out_t = n - out_b * T
-    if rows_ptr is not None:
-        n = tl.load(rows_ptr + n)
-    b = n // T
-    t = n - b * T
-    label = tl.load(element(labels_ptr, b, t, labels_stride_b, labels_stride_t)).to(tl.int64)
-    counted = label != ignore_index
-    kept = kept_ptr
-    if kept_ptr is not None:
-        kept = kept_row(kept_ptr, b, t, kept_stride_b, kept_stride_t)
-    labelled = in_row(label, V, kept)
+    V = decode(rows.V)
+    b, t, label, counted = row_label(n, labels_ptr, rows)
+    mask = None if kept_ptr is None else element(kept_ptr, b, t, rows.kept)
+    labelled = in_row(label, V, mask)
     scale = tl.full([], 1.0, STATS)
     if grad_scale_ptr is not None:
         scale = tl.load(grad_scale_ptr).to(STATS)
-    grad_logp = tl.load(element(grad_logprobs_ptr, b, t, grad_logprobs_stride_b, grad_logprobs_stride_t))
-    grad_logp = grad_logp.to(STATS) * scale
+    grad_logp = tl.load(element(grad_logprobs_ptr, b, t, rows.grad)).to(STATS) * scale
     if not SHARDED:
         # Without a label in range the log-prob is NaN and depends on no logit.
         grad_logp = tl.where(labelled, grad_logp, 0.0)
     logp = tl.load(logprobs_ptr + n)
-    base, rest = parted(tl.load(lse_ptr + n), STATS)
+    base, rest = split_hi_lo(tl.load(lse_ptr + n), STATS)
     active = counted & (grad_logp != 0)
     entropy = logp
     grad_entropy = grad_logp
     if grad_entropy_ptr is not None:
         entropy = tl.load(entropy_ptr + n)
-        grad_entropy = tl.load(element(grad_entropy_ptr, b, t, grad_entropy_stride_b, grad_entropy_stride_t))
-        grad_entropy = grad_entropy.to(STATS) * scale
+        grad_entropy = tl.load(element(grad_entropy_ptr, b, t, rows.grad_entropy)).to(STATS) * scale
         active = counted & ((grad_logp != 0) | (grad_entropy != 0))
-    slopes = row_slopes(
-        (slope, inner, outer), row_temperature_ptr, b, t, temperature_stride_b, temperature_stride_t, STATS
-    )
-    write_gradient(
-        row_pointer(logits_ptr, b, t, logits_stride_b, logits_stride_t, ACCESS),
-        row_pointer(out_ptr, out_b, out_t, out_stride_b, out_stride_t, ACCESS),
-        tl.where(labelled, label, -1).to(tl.int32),
-        V,
-        active,
-        logits_stride_v,
-        logp,
-        base,
-        rest,
-        grad_logp,
-        entropy,
-        grad_entropy,
-        slopes,
-        kept,
-        STATS,
-        SCALED,
-        SOFTCAP,
-        grad_entropy_ptr is not None,
-        ACCESS,
-        NARROWS_IN_PLACE,
-        BLOCK,
-        PLATFORM,
-    )
+    row = row_pointer(logits_ptr, b, t, rows.logits, ACCESS)
+    out_row = row_pointer(out_ptr, b, t, rows.out, ACCESS)
+    stride_v = decode_wide(rows.logits[2])
+    column = tl.where(labelled, label, -1).to(tl.int32)
+    slopes = row_slopes(rows, row_temperature_ptr, b, t, STATS)
+    stats = (logp, base, rest, entropy)
+    grads = (grad_logp, grad_entropy)
+    ENTROPY: tl.constexpr = grad_entropy_ptr is not None
+    write_gradient(row, out_row, stride_v, column, V, mask, slopes, active, stats, grads, ENTROPY, ROW)
 
 
 def logprobs_backward(
@@ -272,9 +210,8 @@ def logprobs_backward(
     ignore_index: int,
     out: Tensor,
     sharded: bool = False,
-    rows: Tensor | None = None,
 ) -> None:
-    """See ``ops.backends.RowBackend.logprobs_backward``, and for ``rows`` ``HiddenBackend.gradient_of_rows``.
+    """See ``ops.backends.RowBackend.logprobs_backward``.
 
     Raises:
         ValueError: ``out`` overlaps the logits in any other way.
@@ -284,47 +221,15 @@ def logprobs_backward(
         return
     tile = BACKWARD[max(logits.element_size(), out.element_size())]
     tile = without_spills(tile, transform.softcap > 0)
-    arguments = RowArguments.of(logits, labels, transform, tile, out)
+    rows = RowNumbers.of(
+        logits, labels, transform, ignore_index, out=out, grad=grad_logprobs, grad_entropy=grad_entropy
+    )
     launch(
-        logprobs_backward_kernel,
-        B * T if rows is None else len(rows),
-        logits.device,
-        tile,
-        *arguments.tensors,
-        stats.logprobs.contiguous(),
-        stats.lse.contiguous(),
+        logprobs_backward_kernel, B * T, logits.device, tile,
+        logits, labels, transform.row_temperature, transform.kept,
+        stats.logprobs.contiguous(), stats.lse.contiguous(),
         None if grad_entropy is None or stats.entropy is None else stats.entropy.contiguous(),
-        grad_logprobs,
-        grad_entropy,
-        grad_scale,
-        rows,
-        out,
-        T,
-        V,
-        ignore_index,
-        *arguments.slopes,
-        *arguments.strides,
-        *grad_logprobs.stride(),
-        *((0, 0) if grad_entropy is None else grad_entropy.stride()),
-        *out.stride()[:2],
+        grad_logprobs, grad_entropy, grad_scale, out, rows,
         SHARDED=sharded,
-        **arguments.constants,
-        NARROWS_IN_PLACE=narrows_in_place(logits, out),
-    )
-
-
-def gradient_of_rows(
-    logits: Tensor,
-    labels: Tensor,
-    stats: RowStats,
-    grads: tuple[Tensor, Tensor | None],
-    transform: LogitTransform,
-    rows: Tensor,
-    *,
-    ignore_index: int,
-    out: Tensor,
-) -> None:
-    """See ``ops.backends.HiddenBackend.gradient_of_rows``; raises as ``logprobs_backward``."""
-    logprobs_backward(
-        logits, labels, stats, *grads, None, transform, ignore_index=ignore_index, out=out, rows=rows
-    )
+        ROW=RowConstants.of(logits, transform, tile, out),
+    )  # fmt: skip

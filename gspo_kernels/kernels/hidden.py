@@ -12,13 +12,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gspo_kernels.kernels.launch import INTERPRETED, Tile, launch, platform, row_kernel, stats_type
+from gspo_kernels.kernels.launch import INTERPRETED, Tile, launch, platform, stats_type
 from gspo_kernels.kernels.rows import narrowed
 
 _TILE = Tile(1024, 4)
 # The interpreter takes as long for one row as for many.
 _ROWS, _COLUMNS = (64, 64) if INTERPRETED else (4, _TILE.block)
-_SELECT = Tile(1024, 4)
 
 
 @triton.jit
@@ -47,7 +46,7 @@ def times(value, factor):
 
 @triton.jit
 def _coefficients(coefficients_ptr, factors_ptr, rows, inside, stride, STATS: tl.constexpr):
-    """Of some rows the coefficient, and a factor beside it."""
+    """The coefficients of some rows, and the factors that multiply along with them."""
     coefficient = tl.load(coefficients_ptr + rows.to(tl.int64) * stride, mask=inside, other=0.0).to(STATS)
     factor = tl.full(coefficient.shape, 1.0, STATS)
     if factors_ptr is not None:
@@ -56,21 +55,15 @@ def _coefficients(coefficients_ptr, factors_ptr, rows, inside, stride, STATS: tl
 
 
 @triton.jit
-def _rows_here(rows_ptr, count, ROWS: tl.constexpr):
-    """The rows of this program: where they come among those that are worked on, whether there are so many,
-    and which of all rows they are.
-    """
-    places = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    inside = places < count
-    rows = places
-    if rows_ptr is not None:
-        rows = tl.load(rows_ptr + places, mask=inside, other=0)
-    return places.to(tl.int64), inside, rows
+def _rows_here(count, ROWS: tl.constexpr):
+    """The rows of this program, int64, and whether there are so many."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    return rows.to(tl.int64), rows < count
 
 
 @triton.jit(
     do_not_specialize=[
-        *("coefficients_ptr", "factors_ptr", "active_ptr", "rows_ptr", "unit_ptr"),
+        *("coefficients_ptr", "factors_ptr", "active_ptr", "unit_ptr"),
         *("count", "stride", "most"),
     ]
 )
@@ -79,7 +72,6 @@ def product_operand_kernel(
     coefficients_ptr,
     factors_ptr,
     active_ptr,
-    rows_ptr,
     unit_ptr,
     out_ptr,
     count: tl.int32,
@@ -92,7 +84,7 @@ def product_operand_kernel(
     PLATFORM: tl.constexpr,
 ):
     """Some rows of dWeight's operand."""
-    places, inside, rows = _rows_here(rows_ptr, count, ROWS)
+    rows, inside = _rows_here(count, ROWS)
     share, factor = _coefficients(coefficients_ptr, factors_ptr, rows, inside, stride, STATS)
     reads = inside & (share != 0)
     if active_ptr is not None:
@@ -104,8 +96,8 @@ def product_operand_kernel(
         share = times(share, factor)
     if unit_ptr is not None:
         share = share * power_of_two(tl.load(unit_ptr).to(STATS), STATS)[1]
-    sources = hidden_ptr + rows.to(tl.int64) * width
-    targets = out_ptr + places * width
+    sources = hidden_ptr + rows * width
+    targets = out_ptr + rows * width
     for start in range(0, width, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         beyond = columns[None, :] < width
@@ -121,48 +113,32 @@ def product_operand(
     coefficients: Tensor,
     factors: Tensor | None,
     active: Tensor | None,
-    rows: Tensor | None,
     unit: Tensor | None,
     most: float,
     dtype: torch.dtype,
 ) -> Tensor:
     """See ``ops.backends.HiddenBackend.product_operand``."""
-    count, width = len(hidden if rows is None else rows), hidden.shape[1]
+    count, width = hidden.shape
     out = torch.empty(count, width, dtype=dtype, device=hidden.device)
     launch(
-        product_operand_kernel,
-        triton.cdiv(count, _ROWS),
-        hidden.device,
-        _TILE,
-        hidden.contiguous(),
-        coefficients,
-        factors,
+        product_operand_kernel, triton.cdiv(count, _ROWS), hidden.device, _TILE,
+        hidden.contiguous(), coefficients, factors,
         None if active is None else active.contiguous().view(torch.int8),
-        rows,
-        unit,
-        out,
-        count,
-        coefficients.stride(0),
-        width,
-        most,
-        STATS=stats_type(hidden.dtype),
-        ROWS=_ROWS,
-        BLOCK=_COLUMNS,
-        PLATFORM=platform(),
-    )
+        unit, out, count, coefficients.stride(0), width, most,
+        STATS=stats_type(hidden.dtype), ROWS=_ROWS, BLOCK=_COLUMNS, PLATFORM=platform(),
+    )  # fmt: skip
     return out
 
 
 @triton.jit(
     do_not_specialize=[
-        *("coefficients_ptr", "factors_ptr", "rows_ptr", "before_ptr", "out_ptr"),
+        *("coefficients_ptr", "factors_ptr", "before_ptr", "out_ptr"),
         *("count", "stride", "most"),
     ]
 )
 def sum_unit_kernel(
     coefficients_ptr,
     factors_ptr,
-    rows_ptr,
     before_ptr,
     out_ptr,
     count: tl.int32,
@@ -176,8 +152,6 @@ def sum_unit_kernel(
     for start in range(0, count, BLOCK):
         rows = start + tl.arange(0, BLOCK)
         inside = rows < count
-        if rows_ptr is not None:
-            rows = tl.load(rows_ptr + rows, mask=inside, other=0)
         share, factor = _coefficients(coefficients_ptr, factors_ptr, rows, inside, stride, STATS)
         share = times(tl.minimum(tl.abs(share), tl.full([], most, STATS)), factor)
         peaks = tl.maximum(peaks, tl.abs(share))
@@ -192,7 +166,6 @@ def sum_unit_kernel(
 def sum_unit(
     coefficients: Tensor,
     factors: Tensor | None,
-    rows: Tensor | None,
     before: Tensor | None,
     most: float,
     dtype: torch.dtype,
@@ -200,34 +173,23 @@ def sum_unit(
     """See ``ops.backends.HiddenBackend.sum_unit``."""
     out = torch.empty(2, dtype=dtype, device=coefficients.device)
     launch(
-        sum_unit_kernel,
-        1,
-        out.device,
-        _SELECT,
-        coefficients,
-        factors,
-        rows,
-        before,
-        out,
-        len(coefficients if rows is None else rows),
-        coefficients.stride(0),
-        most,
-        STATS=stats_type(dtype),
-        BLOCK=_SELECT.block,
-    )
+        sum_unit_kernel, 1, out.device, _TILE,
+        coefficients, factors, before, out, len(coefficients), coefficients.stride(0), most,
+        STATS=stats_type(dtype), BLOCK=_TILE.block,
+    )  # fmt: skip
     return out[0], out[1]
 
 
 @triton.jit
 def _unit_rows(sources, columns, mask, unit):
-    """Some columns of rows, times what their coefficients are beside a power of two."""
+    """Some columns of rows, times their coefficients over a power of two."""
     values = tl.load(sources[:, None] + columns[None, :], mask=mask, other=0.0)
     return times(values, unit[:, None])
 
 
 @triton.jit(
     do_not_specialize=[
-        *("coefficients_ptr", "factors_ptr", "rows_ptr", "where_ptr", "scales_ptr"),
+        *("coefficients_ptr", "factors_ptr", "where_ptr", "scales_ptr"),
         *("count", "stride", "first"),
     ]
 )
@@ -235,7 +197,6 @@ def store_hidden_kernel(
     values_ptr,
     coefficients_ptr,
     factors_ptr,
-    rows_ptr,
     where_ptr,
     hidden_ptr,
     scales_ptr,
@@ -250,7 +211,7 @@ def store_hidden_kernel(
     PLATFORM: tl.constexpr,
 ):
     """Some rows of dHidden."""
-    places, inside, rows = _rows_here(rows_ptr, count, ROWS)
+    rows, inside = _rows_here(count, ROWS)
     coefficient, factor = _coefficients(coefficients_ptr, factors_ptr, rows, inside, stride, STATS)
     if WHOLE_LAST:
         scale = times(coefficient, factor)
@@ -260,10 +221,10 @@ def store_hidden_kernel(
         unit = coefficient * inverse
         if factors_ptr is not None:
             unit = times(unit, factor)
-    targets = first + rows.to(tl.int64)
+    targets = first + rows
     if where_ptr is not None:
         targets = tl.load(where_ptr + rows, mask=inside, other=0).to(tl.int64)
-    sources = values_ptr + places * width
+    sources = values_ptr + rows * width
     if scales_ptr is not None:
         peaks = tl.zeros([ROWS], STATS)
         for start in range(0, width, BLOCK):
@@ -291,7 +252,6 @@ def store_hidden(
     values: Tensor,
     coefficients: Tensor,
     factors: Tensor | None,
-    rows: Tensor | None,
     where: slice | Tensor,
     hidden: Tensor,
     scales: Tensor | None,
@@ -300,27 +260,15 @@ def store_hidden(
     """See ``ops.backends.HiddenBackend.store_hidden``."""
     count, width = values.shape
     launch(
-        store_hidden_kernel,
-        triton.cdiv(count, _ROWS),
-        values.device,
-        _TILE,
-        values.contiguous(),
-        coefficients,
-        factors,
-        rows,
+        store_hidden_kernel, triton.cdiv(count, _ROWS), values.device, _TILE,
+        values.contiguous(), coefficients, factors,
         None if isinstance(where, slice) else where,
-        hidden,
-        scales,
-        count,
-        coefficients.stride(0),
+        hidden, scales, count, coefficients.stride(0),
         where.start if isinstance(where, slice) else 0,
         width,
-        STATS=stats_type(values.dtype),
-        WHOLE_LAST=whole_last,
-        ROWS=_ROWS,
-        BLOCK=_COLUMNS,
-        PLATFORM=platform(),
-    )
+        STATS=stats_type(values.dtype), WHOLE_LAST=whole_last,
+        ROWS=_ROWS, BLOCK=_COLUMNS, PLATFORM=platform(),
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["scales_ptr", "factor_ptr", "count"])
@@ -336,9 +284,9 @@ def scale_rows_kernel(
     PLATFORM: tl.constexpr,
 ):
     """Some rows times what the row and all of them are to be multiplied by."""
-    places, inside, _ = _rows_here(None, count, ROWS)
-    scale = tl.load(scales_ptr + places, mask=inside, other=0.0).to(STATS) * tl.load(factor_ptr).to(STATS)
-    lines = values_ptr + places * width
+    rows, inside = _rows_here(count, ROWS)
+    scale = tl.load(scales_ptr + rows, mask=inside, other=0.0).to(STATS) * tl.load(factor_ptr).to(STATS)
+    lines = values_ptr + rows * width
     for start in range(0, width, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         mask = inside[:, None] & (columns[None, :] < width)
@@ -352,91 +300,7 @@ def scale_rows_(values: Tensor, scales: Tensor, factor: Tensor) -> None:
     width = values.shape[-1]
     count = values.numel() // width
     launch(
-        scale_rows_kernel,
-        triton.cdiv(count, _ROWS),
-        values.device,
-        _TILE,
-        values,
-        scales,
-        factor,
-        count,
-        width,
-        STATS=stats_type(values.dtype),
-        ROWS=_ROWS,
-        BLOCK=_COLUMNS,
-        PLATFORM=platform(),
-    )
-
-
-@triton.jit
-def _is_active(grad_ptr, grad_entropy_ptr, rows, count, stride, stride_entropy):
-    """Whether some rows have a gradient."""
-    inside = rows < count
-    active = tl.load(grad_ptr + rows.to(tl.int64) * stride, mask=inside, other=0.0) != 0
-    if grad_entropy_ptr is not None:
-        active |= tl.load(grad_entropy_ptr + rows.to(tl.int64) * stride_entropy, mask=inside, other=0.0) != 0
-    return active
-
-
-@row_kernel
-def active_rows_kernel(
-    grad_ptr,
-    grad_entropy_ptr,
-    rows_ptr,
-    gaps_ptr,
-    movers_ptr,
-    total_ptr,
-    count: tl.int32,
-    stride: tl.int64,
-    stride_entropy: tl.int64,
-    BLOCK: tl.constexpr,
-):
-    """One program for all rows, of which there are no more than a chunk has."""
-    lanes = tl.arange(0, BLOCK)
-    total = count * 0
-    for start in range(0, count, BLOCK):
-        active = _is_active(grad_ptr, grad_entropy_ptr, start + lanes, count, stride, stride_entropy)
-        total += tl.sum(active.to(tl.int32), axis=0)
-    tl.store(total_ptr, total)
-    gaps = count * 0
-    movers = count * 0
-    for start in range(0, count, BLOCK):
-        rows = start + lanes
-        active = _is_active(grad_ptr, grad_entropy_ptr, rows, count, stride, stride_entropy)
-        front = rows < total
-        tl.store(rows_ptr + rows, rows, mask=front & active)
-        gap = (front & (active == 0)).to(tl.int32)
-        mover = ((front == 0) & active).to(tl.int32)
-        tl.store(gaps_ptr + gaps + tl.cumsum(gap, axis=0) - gap, rows, mask=gap != 0)
-        tl.store(movers_ptr + movers + tl.cumsum(mover, axis=0) - mover, rows, mask=mover != 0)
-        gaps += tl.sum(gap, axis=0)
-        movers += tl.sum(mover, axis=0)
-    # What threads have listed others read.
-    tl.debug_barrier()
-    for start in range(0, gaps, BLOCK):
-        inside = start + lanes < gaps
-        gap = tl.load(gaps_ptr + (start + lanes), mask=inside, other=0)
-        tl.store(rows_ptr + gap, tl.load(movers_ptr + (start + lanes), mask=inside, other=0), mask=inside)
-
-
-def active_rows(grad: Tensor, grad_entropy: Tensor | None) -> Tensor | None:
-    """See ``ops.backends.HiddenBackend.active_rows``."""
-    count = len(grad)
-    lists = torch.empty(3 * count + 1, dtype=torch.int32, device=grad.device)
-    *each, total = lists.split([count, count, count, 1])
-    launch(
-        active_rows_kernel,
-        1,
-        grad.device,
-        _SELECT,
-        grad,
-        grad_entropy,
-        *each,
-        total,
-        count,
-        grad.stride(0),
-        0 if grad_entropy is None else grad_entropy.stride(0),
-        BLOCK=_SELECT.block,
-    )
-    found = int(total)
-    return None if found == count else each[0][:found]
+        scale_rows_kernel, triton.cdiv(count, _ROWS), values.device, _TILE,
+        values, scales, factor, count, width,
+        STATS=stats_type(values.dtype), ROWS=_ROWS, BLOCK=_COLUMNS, PLATFORM=platform(),
+    )  # fmt: skip

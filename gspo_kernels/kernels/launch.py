@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
+import struct
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,10 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gspo_kernels.kernels.rows import fold_row
+from gspo_kernels.kernels.columns import decode
 from gspo_kernels.types import LogitTransform, stats_dtype
 
-INTERPRETED = not isinstance(fold_row, triton.runtime.JITFunction)
+INTERPRETED = not isinstance(decode, triton.runtime.JITFunction)
 """Whether the kernels were imported under TRITON_INTERPRET=1 and so run on CPU tensors."""
 
 
@@ -55,18 +57,18 @@ class Tile(NamedTuple):
         return options | ({} if self.registers is None else {"maxnreg": self.registers})
 
 
-# The tile by the bytes of one logit, the same on all devices. A fold keeps two (with entropy three) numbers
-# per thread, and its blocks are two 16-byte loads per thread. Nothing is loaded ahead, as ptxas would move
-# such loads down to where they are used: the number of programs hides the memory's latency. With 32 to 48
-# registers 10 to 16 of four warps share an NVIDIA multiprocessor, and have 40 to 64 KiB under way. The
+# The tile by the bytes of one logit, the same on all devices. The forward keeps two (with entropy three)
+# numbers per thread, and its blocks are two 16-byte loads per thread. Nothing is loaded ahead, as ptxas would
+# move such loads down to where they are used: the number of programs hides the memory's latency. With 32 to
+# 48 registers 10 to 16 of four warps share an NVIDIA multiprocessor, and have 40 to 64 KiB under way. The
 # backward keeps nothing and takes 64 bytes per thread.
-FOLD = {2: Tile(2048, 4), 4: Tile(1024, 4), 8: Tile(512, 4)}
+FORWARD = {2: Tile(2048, 4), 4: Tile(1024, 4), 8: Tile(512, 4)}
 BACKWARD = {2: Tile(8192, 8), 4: Tile(4096, 8), 8: Tile(2048, 8)}
 
 # The on-policy kernel reads its row twice, the second time from the L2 cache. Few rows may be in flight at a
 # time, so a program takes 16 warps, and so many loads per thread that with more than 64 registers only one
 # fits on an NVIDIA multiprocessor. More warps would be more than the 1,024 threads of an AMD workgroup.
-FOLD_AND_GRAD = {2: Tile(16384, 16), 4: Tile(8192, 16), 8: Tile(2048, 16)}
+FORWARD_BACKWARD = {2: Tile(16384, 16), 4: Tile(8192, 16), 8: Tile(2048, 16)}
 
 # A divergence has two rows under way and four numbers per lane; with eight lanes a thread takes 62 to 72
 # registers, and seven programs share an NVIDIA multiprocessor.
@@ -110,7 +112,7 @@ def is_aligned(tensor_BTV: Tensor) -> bool:
 
 
 def access(logits_BTV: Tensor, *out_BTV: Tensor) -> str:
-    """How kernels walk rows, alike in the logits and what is written beside them.
+    """How kernels read rows, alike in the logits and in what is written for them.
 
     Returns:
         "aligned" where all is in 16-byte pieces, "shifted" where all but the ends of rows is (rows of both
@@ -166,65 +168,130 @@ def narrows_in_place(logits_BTV: Tensor, out_BTV: Tensor) -> bool:
     )
 
 
-class Slopes(NamedTuple):
-    """A ``LogitTransform`` as kernels take it: z = slope * x, or z = outer * tanh(inner * x) with a
-    softcap.
+# --- numbers that kernels take
+
+
+Wide = tuple[int, int]
+"""A number of 64 bits as ``encode_wide`` and ``encode_float`` make it."""
+
+
+def encode(number: int) -> int:
+    """A number of 32 bits as it travels in a tuple of kernel arguments; ``columns.decode`` takes it back.
+
+    Triton compiles anew where an integer in a tuple is 1, divides by 16 or needs more than 32 bits, has no
+    annotation to forbid that, and rounds floats there to fp32. In the upper half of an odd number of 64 bits
+    an integer is none of that (but for -1, for which it compiles once more), and takes no instruction to
+    read.
     """
-
-    slope: float
-    inner: float
-    outer: float
-    row_temperature: Tensor | None
-    stride_b: int
-    stride_t: int
-    scaled: int
-    softcap: bool
-
-    @staticmethod
-    def of(transform: LogitTransform) -> Slopes:
-        """Fold the transform's constants together in fp64."""
-        scale, softcap, temperature, row_temperature, _ = transform
-        slope = scale / temperature
-        inner, outer = (scale / softcap, softcap / temperature) if softcap else (1.0, 1.0)
-        stride_b, stride_t = (0, 0) if row_temperature is None else row_temperature.stride()
-        scaled = 0 if slope == 1.0 and row_temperature is None else 1 if slope > 0 else -1
-        return Slopes(slope, inner, outer, row_temperature, stride_b, stride_t, scaled, bool(softcap))
+    return (number << 32) + 0x80000001
 
 
-class RowArguments(NamedTuple):
-    """What launchers pass to every kernel over logit rows, in the order of the kernels' parameters.
+@functools.lru_cache(maxsize=4096)
+def encode_wide(number: int) -> Wide:
+    """A number of 64 bits, the lower half first."""
+    low = number & 0xFFFFFFFF
+    return encode(low - (1 << 32) if low >> 31 else low), encode(number >> 32)
+
+
+@functools.lru_cache(maxsize=4096)
+def encode_float(number: float) -> Wide:
+    """An fp64 number by its bits."""
+    return encode_wide(struct.unpack("<q", struct.pack("<d", number))[0])
+
+
+def encode_strides(tensor: Tensor | None) -> tuple[Wide, ...] | None:
+    """A tensor's strides as they travel in a tuple."""
+    return None if tensor is None else tuple(map(encode_wide, tensor.stride()))
+
+
+class RowNumbers(NamedTuple):
+    """Sizes, strides and factors of logit rows, all of them encoded.
 
     Attributes:
-        tensors: logits, labels, temperatures and sampling masks of rows.
-        slopes: the three factors of ``Slopes``.
-        strides: those of the tensors.
-        constants: what the kernels are compiled for.
+        T, V: rows of a sequence and columns of a row.
+        ignore_index: the label of rows that don't count.
+        slopes: (slope, inner, outer) of the ``LogitTransform``: z = slope * x, or with a softcap
+            z = outer * tanh(inner * x).
+        logits, labels, row_temperature, kept, out, grad, grad_entropy: strides of these tensors.
     """
 
-    tensors: tuple[Tensor | None, ...]
-    slopes: tuple[float, float, float]
-    strides: tuple[int, ...]
-    constants: dict[str, Any]
+    T: int
+    V: int
+    ignore_index: Wide
+    slopes: tuple[Wide, ...]
+    logits: tuple[Wide, ...] | None
+    labels: tuple[Wide, ...] | None
+    row_temperature: tuple[Wide, ...] | None
+    kept: tuple[Wide, ...] | None
+    out: tuple[Wide, ...] | None
+    grad: tuple[Wide, ...] | None
+    grad_entropy: tuple[Wide, ...] | None
 
     @staticmethod
     def of(
-        logits: Tensor, labels: Tensor, transform: LogitTransform, tile: Tile, *out: Tensor
-    ) -> RowArguments:
-        """For logits [B, T, V] and what is written beside them."""
-        slopes = Slopes.of(transform)
-        kept_strides = (0, 0) if transform.kept is None else transform.kept.stride()[:2]
-        return RowArguments(
-            (logits, labels, slopes.row_temperature, transform.kept),
-            (slopes.slope, slopes.inner, slopes.outer),
-            (*logits.stride(), *labels.stride(), slopes.stride_b, slopes.stride_t, *kept_strides),
-            {
-                "STATS": stats_type(logits.dtype),
-                "SCALED": slopes.scaled,
-                "SOFTCAP": slopes.softcap,
-                "ACCESS": access(logits, *out),
-                "BLOCK": tile.block,
-                "PLATFORM": platform(),
-            },
+        logits: Tensor,
+        labels: Tensor | None,
+        transform: LogitTransform,
+        ignore_index: int,
+        *,
+        out: Tensor | None = None,
+        grad: Tensor | None = None,
+        grad_entropy: Tensor | None = None,
+    ) -> RowNumbers:
+        """For logits [B, T, V]."""
+        scale, softcap, temperature, *_ = transform
+        inner, outer = (scale / softcap, softcap / temperature) if softcap else (1.0, 1.0)
+        return RowNumbers(
+            encode(logits.shape[1]),
+            encode(logits.shape[2]),
+            encode_wide(ignore_index),
+            (encode_float(scale / temperature), encode_float(inner), encode_float(outer)),
+            encode_strides(logits),
+            encode_strides(labels),
+            encode_strides(transform.row_temperature),
+            encode_strides(transform.kept),
+            encode_strides(out),
+            encode_strides(grad),
+            encode_strides(grad_entropy),
+        )
+
+
+class RowConstants(NamedTuple):
+    """What a kernel over logit rows is compiled for.
+
+    Attributes:
+        STATS: the dtype of statistics.
+        SCALED: 0 where logits are taken as they are, else the sign of what multiplies them.
+        SOFTCAP: whether there is one.
+        ACCESS: see ``access``.
+        NARROWS_IN_PLACE: see ``narrows_in_place``.
+        BLOCK, WARPS: the tile.
+        PLATFORM: see ``platform``.
+    """
+
+    STATS: tl.dtype
+    SCALED: int
+    SOFTCAP: bool
+    ACCESS: str
+    NARROWS_IN_PLACE: bool
+    BLOCK: int
+    WARPS: int
+    PLATFORM: str
+
+    @staticmethod
+    def of(logits: Tensor, transform: LogitTransform, tile: Tile, out: Tensor | None = None) -> RowConstants:
+        """For logits [B, T, V] and the gradient that is written for them; raises as ``narrows_in_place``."""
+        slope = transform.logit_scale / transform.temperature
+        plain = slope == 1.0 and transform.row_temperature is None
+        return RowConstants(
+            STATS=stats_type(logits.dtype),
+            SCALED=0 if plain else 1 if slope > 0 else -1,
+            SOFTCAP=bool(transform.softcap),
+            ACCESS=access(logits) if out is None else access(logits, out),
+            NARROWS_IN_PLACE=out is not None and narrows_in_place(logits, out),
+            BLOCK=tile.block,
+            WARPS=tile.warps,
+            PLATFORM=platform(),
         )
 
 

@@ -9,21 +9,10 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from gspo_kernels.kernels.columns import row_pointer
-from gspo_kernels.kernels.kept import in_row, kept_row
-from gspo_kernels.kernels.launch import (
-    FOLD,
-    RowArguments,
-    launch,
-    row_kernel,
-)
-from gspo_kernels.kernels.rows import (
-    element,
-    fold_row,
-    joined,
-    open_row,
-    row_slopes,
-)
+from gspo_kernels.kernels.columns import decode, decode_wide, element, row_pointer
+from gspo_kernels.kernels.launch import FORWARD, RowConstants, RowNumbers, launch, row_kernel
+from gspo_kernels.kernels.rows import add_hi_lo, online_logsumexp, row_label, row_slopes
+from gspo_kernels.kernels.sampling_mask import in_row
 from gspo_kernels.types import LogitTransform, RowStats, stats_dtype
 
 
@@ -36,69 +25,25 @@ def logprobs_forward_kernel(
     logprobs_ptr,
     lse_ptr,
     entropy_ptr,
-    T: tl.int32,
-    V: tl.int32,
-    ignore_index: tl.int64,
-    slope: tl.float64,
-    inner: tl.float64,
-    outer: tl.float64,
-    logits_stride_b: tl.int64,
-    logits_stride_t: tl.int64,
-    logits_stride_v: tl.int64,
-    labels_stride_b: tl.int64,
-    labels_stride_t: tl.int64,
-    temperature_stride_b: tl.int64,
-    temperature_stride_t: tl.int64,
-    kept_stride_b: tl.int64,
-    kept_stride_t: tl.int64,
-    STATS: tl.constexpr,
-    SCALED: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    ACCESS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WARPS: tl.constexpr,
-    PLATFORM: tl.constexpr,
+    rows,
+    ROW: tl.constexpr,
 ):
-    """One row's statistics."""
+    """One row's statistics. ``rows`` is a ``RowNumbers``, ROW a ``RowConstants``."""
+    ACCESS: tl.constexpr = ROW.ACCESS
     n = tl.program_id(0)
-    b = n // T
-    t = n - b * T
-    label = tl.load(element(labels_ptr, b, t, labels_stride_b, labels_stride_t)).to(tl.int64)
-    counted = label != ignore_index
-    kept = kept_ptr
-    if kept_ptr is not None:
-        kept = kept_row(kept_ptr, b, t, kept_stride_b, kept_stride_t)
-    slopes = row_slopes(
-        (slope, inner, outer), row_temperature_ptr, b, t, temperature_stride_b, temperature_stride_t, STATS
-    )
-    opened = open_row(
-        row_pointer(logits_ptr, b, t, logits_stride_b, logits_stride_t, ACCESS),
-        label,
-        counted & in_row(label, V, kept),
-        tl.where(counted, V, 0),
-        logits_stride_v,
-        ACCESS,
-        BLOCK,
-        WARPS,
-        "evict_first",
-        PLATFORM,
-    )
-    logp, base, rest, entropy = fold_row(
-        opened,
-        kept,
-        logits_stride_v,
-        slopes,
-        STATS,
-        SCALED,
-        SOFTCAP,
-        entropy_ptr is not None,
-        ACCESS,
-        BLOCK,
-        "evict_first",
-        PLATFORM,
+    V = decode(rows.V)
+    b, t, label, counted = row_label(n, labels_ptr, rows)
+    mask = None if kept_ptr is None else element(kept_ptr, b, t, rows.kept)
+    row = row_pointer(logits_ptr, b, t, rows.logits, ACCESS)
+    stride_v = decode_wide(rows.logits[2])
+    labelled = counted & in_row(label, V, mask)
+    width = tl.where(counted, V, 0)
+    slopes = row_slopes(rows, row_temperature_ptr, b, t, ROW.STATS)
+    logp, base, rest, entropy = online_logsumexp(
+        row, stride_v, label, labelled, width, mask, slopes, entropy_ptr is not None, "evict_first", ROW
     )
     tl.store(logprobs_ptr + n, tl.where(counted, logp, 0.0))
-    tl.store(lse_ptr + n, tl.where(counted, joined(base, rest, lse_ptr.dtype.element_ty), 0.0))
+    tl.store(lse_ptr + n, tl.where(counted, add_hi_lo(base, rest, tl.float64), 0.0))
     if entropy_ptr is not None:
         tl.store(entropy_ptr + n, tl.where(counted, entropy, 0.0))
 
@@ -107,25 +52,16 @@ def logprobs_forward(
     logits: Tensor, labels: Tensor, transform: LogitTransform, *, ignore_index: int, entropy: bool
 ) -> RowStats:
     """See ``ops.backends.RowBackend.logprobs_forward``."""
-    B, T, V = logits.shape
+    B, T, _ = logits.shape
     logprobs = torch.empty(B, T, dtype=stats_dtype(logits.dtype), device=logits.device)
     lse = torch.empty_like(logprobs, dtype=torch.float64)
     stats = RowStats(logprobs, lse, torch.empty_like(logprobs) if entropy else None)
-    tile = FOLD[logits.element_size()]
-    rows = RowArguments.of(logits, labels, transform, tile)
+    tile = FORWARD[logits.element_size()]
     launch(
-        logprobs_forward_kernel,
-        B * T,
-        logits.device,
-        tile,
-        *rows.tensors,
+        logprobs_forward_kernel, B * T, logits.device, tile,
+        logits, labels, transform.row_temperature, transform.kept,
         *stats,
-        T,
-        V,
-        ignore_index,
-        *rows.slopes,
-        *rows.strides,
-        **rows.constants,
-        WARPS=tile.warps,
-    )
+        RowNumbers.of(logits, labels, transform, ignore_index),
+        ROW=RowConstants.of(logits, transform, tile),
+    )  # fmt: skip
     return stats

@@ -14,34 +14,33 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gspo_kernels.kernels.columns import row_pointer
+from gspo_kernels.kernels.columns import decode, decode_wide, element, row_pointer
 from gspo_kernels.kernels.gradients import write_gradient
-from gspo_kernels.kernels.kept import in_row, kept_row
 from gspo_kernels.kernels.launch import (
     ALIGNED_COLUMNS,
-    FOLD_AND_GRAD,
-    RowArguments,
+    FORWARD_BACKWARD,
+    RowConstants,
+    RowNumbers,
     Tile,
     access,
     launch,
-    narrows_in_place,
     platform,
     row_kernel,
     triton_version,
 )
 from gspo_kernels.kernels.rows import (
-    combine_lanes,
-    element,
+    add_hi_lo,
+    combine_threads,
     exp_flushed,
-    fold_row,
-    joined,
     lowest,
     narrowed,
     one_minus_exp,
-    open_row,
+    online_logsumexp,
+    row_label,
     row_slopes,
     transformed,
 )
+from gspo_kernels.kernels.sampling_mask import in_row
 from gspo_kernels.types import LogitTransform, RowStats, stats_dtype
 
 _CLUSTERS_FROM = (3, 8)
@@ -60,7 +59,7 @@ def most_blocks(device: torch.device) -> int:
     return _BLOCKS_BY_CAPABILITY.get(torch.cuda.get_device_capability(device)[0], 1)
 
 
-def held_tile(logits: Tensor, out: Tensor, transform: LogitTransform) -> Tile | None:
+def on_chip_tile(logits: Tensor, out: Tensor, transform: LogitTransform) -> Tile | None:
     """The smallest program that holds a row of these logits, None where they are to be read twice.
 
     That is where a row has too many of them, doesn't come in 16-byte pieces, is of fp64, or is bent by a
@@ -72,7 +71,7 @@ def held_tile(logits: Tensor, out: Tensor, transform: LogitTransform) -> Tile | 
 
 
 def _tile(V: int, size: int, transform: LogitTransform, device: torch.device) -> Tile | None:
-    """``held_tile`` of rows in 16-byte pieces."""
+    """``on_chip_tile`` of rows in 16-byte pieces."""
     if V == 0 or size == 8 or transform.softcap or transform.kept is not None:
         return None
     threads, blocks = 64 if platform() == "hip" else 32, most_blocks(device)
@@ -88,16 +87,16 @@ def _tile(V: int, size: int, transform: LogitTransform, device: torch.device) ->
 
 
 @triton.jit
-def _coefficient(coefficients_ptr, b, t, stride_b, stride_t, labelled, STATS: tl.constexpr):
-    """A row's coefficient: 1 where none are given, 0 without a label in range, as no logit matters then."""
+def _coefficient(coefficients_ptr, b, t, rows, labelled, STATS: tl.constexpr):
+    """A row's coefficient: 1 without coefficients, 0 without a label in range, as no logit matters then."""
     coefficient = tl.full([], 1.0, STATS)
     if coefficients_ptr is not None:
-        coefficient = tl.load(element(coefficients_ptr, b, t, stride_b, stride_t)).to(STATS)
+        coefficient = tl.load(element(coefficients_ptr, b, t, rows.grad)).to(STATS)
     return tl.where(labelled, coefficient, 0.0)
 
 
 @row_kernel
-def held_row_kernel(
+def on_chip_row_kernel(
     logits_ptr,
     labels_ptr,
     row_temperature_ptr,
@@ -105,46 +104,28 @@ def held_row_kernel(
     logprobs_ptr,
     lse_ptr,
     out_ptr,
-    T: tl.int32,
-    V: tl.int32,
-    ignore_index: tl.int64,
-    slope: tl.float64,
-    inner: tl.float64,
-    outer: tl.float64,
-    logits_stride_b: tl.int64,
-    logits_stride_t: tl.int64,
-    labels_stride_b: tl.int64,
-    labels_stride_t: tl.int64,
-    temperature_stride_b: tl.int64,
-    temperature_stride_t: tl.int64,
-    coefficients_stride_b: tl.int64,
-    coefficients_stride_t: tl.int64,
-    out_stride_b: tl.int64,
-    out_stride_t: tl.int64,
-    STATS: tl.constexpr,
-    SCALED: tl.constexpr,
-    VECTOR: tl.constexpr,
-    BLOCK: tl.constexpr,
+    rows,
     PIECES: tl.constexpr,
-    PLATFORM: tl.constexpr,
+    ROW: tl.constexpr,
 ):
-    """One row, of PIECES blocks of columns: all but the last of them are full."""
+    """One row, of PIECES blocks of columns: all but the last of them are full. ``rows`` is a ``RowNumbers``,
+    ROW a ``RowConstants``.
+    """
+    PLATFORM: tl.constexpr = ROW.PLATFORM
+    BLOCK: tl.constexpr = ROW.BLOCK
+    VECTOR: tl.constexpr = 128 // logits_ptr.dtype.element_ty.primitive_bitwidth
     OUT: tl.constexpr = out_ptr.dtype.element_ty
     THREADS: tl.constexpr = BLOCK // VECTOR
     lanes = tl.arange(0, THREADS)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+    V = decode(rows.V)
     # Rows are aligned: the same number, by an operation that tells the compiler what divides it.
     rest_of_row = V // VECTOR * VECTOR - (PIECES - 1) * BLOCK
     n = tl.program_id(0)
-    b = n // T
-    t = n - b * T
-    label = tl.load(element(labels_ptr, b, t, labels_stride_b, labels_stride_t)).to(tl.int64)
-    counted = label != ignore_index
+    b, t, label, counted = row_label(n, labels_ptr, rows)
     labelled = counted & in_row(label, V, None)
-    coefficient = _coefficient(
-        coefficients_ptr, b, t, coefficients_stride_b, coefficients_stride_t, labelled, STATS
-    )
-    row = row_pointer(logits_ptr, b, t, logits_stride_b, logits_stride_t, "aligned")
-    out_row = row_pointer(out_ptr, b, t, out_stride_b, out_stride_t, "aligned")
+    coefficient = _coefficient(coefficients_ptr, b, t, rows, labelled, ROW.STATS)
+    row = row_pointer(logits_ptr, b, t, rows.logits, "aligned")
+    out_row = row_pointer(out_ptr, b, t, rows.out, "aligned")
     place = tl.where(labelled, label, 0).to(tl.int32)
     home = tl.where(labelled, place // BLOCK, -1)
     if counted:
@@ -153,22 +134,14 @@ def held_row_kernel(
             raws += (tl.load(row + piece * BLOCK + lanes, eviction_policy="evict_first"),)  # type: ignore[assignment]
         last = row + (PIECES - 1) * BLOCK + lanes
         raws += (tl.load(last, mask=lanes < rest_of_row, other=0.0, eviction_policy="evict_first"),)  # type: ignore[assignment]
-        slopes = row_slopes(
-            (slope, inner, outer),
-            row_temperature_ptr,
-            b,
-            t,
-            temperature_stride_b,
-            temperature_stride_t,
-            STATS,
-        )
-        z_label, _ = transformed(tl.load(row + place), slopes, STATS, SCALED, False, PLATFORM)
+        slopes = row_slopes(rows, row_temperature_ptr, b, t, ROW.STATS)
+        z_label, _ = transformed(tl.load(row + place), slopes, ROW)
 
-        # As in a row's fold each thread has a maximum and a sum of its own.
-        peak = tl.zeros([THREADS], STATS) + lowest(STATS)
+        # As in ``online_logsumexp`` each thread has its maximum and its sum.
+        peak = tl.zeros([THREADS], ROW.STATS) + lowest(ROW.STATS)
         heights = ()
         for piece in tl.static_range(PIECES):
-            z, _ = transformed(raws[piece], slopes, STATS, SCALED, False, PLATFORM)
+            z, _ = transformed(raws[piece], slopes, ROW)
             if piece == PIECES - 1:
                 z = tl.where(lanes < rest_of_row, z, -float("inf"))
             if home == piece:
@@ -177,19 +150,19 @@ def held_row_kernel(
                 z = tl.where(lanes == place - piece * BLOCK, -float("inf"), z)
             peak = tl.maximum(peak, tl.max(z, axis=1))
             heights += (z,)  # type: ignore[assignment]
-        total = tl.zeros([THREADS], STATS)
+        total = tl.zeros([THREADS], ROW.STATS)
         exponentials = ()
         for piece in tl.static_range(PIECES):
             e = exp_flushed(heights[piece] - peak[:, None], PLATFORM)
             total += tl.sum(e, axis=1)
             exponentials += (e,)  # type: ignore[assignment]
-        logp, base, rest, _ = combine_lanes(peak, total, peak, z_label, labelled, STATS, False)
+        logp, base, rest, _ = combine_threads(peak, total, peak, z_label, labelled, False, ROW.STATS)
         tl.store(logprobs_ptr + n, logp)
-        tl.store(lse_ptr + n, joined(base, rest, lse_ptr.dtype.element_ty))
+        tl.store(lse_ptr + n, add_hi_lo(base, rest, tl.float64))
         if coefficient != 0:
-            if SCALED:
+            if ROW.SCALED != 0:
                 coefficient *= slopes[0][0] + slopes[0][1]
-            at_label = coefficient * one_minus_exp(logp, STATS, PLATFORM)
+            at_label = coefficient * one_minus_exp(logp, ROW.STATS, PLATFORM)
             # A row with +inf has NaN for log-probs.
             rest = tl.where(base == float("inf"), float("nan"), rest)
             weight = -coefficient * exp_flushed((peak - base) - rest, PLATFORM)
@@ -210,10 +183,10 @@ def held_row_kernel(
     else:
         tl.store(logprobs_ptr + n, 0.0)
         tl.store(lse_ptr + n, 0.0)
-    idle = tl.where(coefficient == 0, V // VECTOR * VECTOR, 0)
+    zeroed = tl.where(coefficient == 0, V // VECTOR * VECTOR, 0)
     zeros = tl.zeros([THREADS, VECTOR], OUT)
-    for start in range(0, idle, BLOCK):
-        tl.store(out_row + start + lanes, zeros, mask=lanes < idle - start, eviction_policy="evict_first")
+    for start in range(0, zeroed, BLOCK):
+        tl.store(out_row + start + lanes, zeros, mask=lanes < zeroed - start, eviction_policy="evict_first")
 
 
 @row_kernel
@@ -226,146 +199,35 @@ def logprobs_and_grad_kernel(
     logprobs_ptr,
     lse_ptr,
     out_ptr,
-    T: tl.int32,
-    V: tl.int32,
-    ignore_index: tl.int64,
-    slope: tl.float64,
-    inner: tl.float64,
-    outer: tl.float64,
-    logits_stride_b: tl.int64,
-    logits_stride_t: tl.int64,
-    logits_stride_v: tl.int64,
-    labels_stride_b: tl.int64,
-    labels_stride_t: tl.int64,
-    temperature_stride_b: tl.int64,
-    temperature_stride_t: tl.int64,
-    kept_stride_b: tl.int64,
-    kept_stride_t: tl.int64,
-    coefficients_stride_b: tl.int64,
-    coefficients_stride_t: tl.int64,
-    out_stride_b: tl.int64,
-    out_stride_t: tl.int64,
-    STATS: tl.constexpr,
-    SCALED: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    ACCESS: tl.constexpr,
-    NARROWS_IN_PLACE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WARPS: tl.constexpr,
-    PLATFORM: tl.constexpr,
+    rows,
+    ROW: tl.constexpr,
 ):
-    """One row's statistics, then its gradient, for which the row is read again."""
+    """One row's statistics, then its gradient, for which the row is read again. ``rows`` is a ``RowNumbers``,
+    ROW a ``RowConstants``.
+    """
+    ACCESS: tl.constexpr = ROW.ACCESS
     n = tl.program_id(0)
-    b = n // T
-    t = n - b * T
-    label = tl.load(element(labels_ptr, b, t, labels_stride_b, labels_stride_t)).to(tl.int64)
-    counted = label != ignore_index
-    kept = kept_ptr
-    if kept_ptr is not None:
-        kept = kept_row(kept_ptr, b, t, kept_stride_b, kept_stride_t)
-    labelled = counted & in_row(label, V, kept)
-    coefficient = _coefficient(
-        coefficients_ptr, b, t, coefficients_stride_b, coefficients_stride_t, labelled, STATS
-    )
-    slopes = row_slopes(
-        (slope, inner, outer), row_temperature_ptr, b, t, temperature_stride_b, temperature_stride_t, STATS
-    )
-    row = row_pointer(logits_ptr, b, t, logits_stride_b, logits_stride_t, ACCESS)
-    opened = open_row(
-        row,
-        label,
-        labelled,
-        tl.where(counted, V, 0),
-        logits_stride_v,
-        ACCESS,
-        BLOCK,
-        WARPS,
-        "evict_last",
-        PLATFORM,
-    )
-    logp, base, rest, _ = fold_row(
-        opened,
-        kept,
-        logits_stride_v,
-        slopes,
-        STATS,
-        SCALED,
-        SOFTCAP,
-        False,
-        ACCESS,
-        BLOCK,
-        "evict_last",
-        PLATFORM,
+    V = decode(rows.V)
+    b, t, label, counted = row_label(n, labels_ptr, rows)
+    mask = None if kept_ptr is None else element(kept_ptr, b, t, rows.kept)
+    labelled = counted & in_row(label, V, mask)
+    coefficient = _coefficient(coefficients_ptr, b, t, rows, labelled, ROW.STATS)
+    slopes = row_slopes(rows, row_temperature_ptr, b, t, ROW.STATS)
+    row = row_pointer(logits_ptr, b, t, rows.logits, ACCESS)
+    stride_v = decode_wide(rows.logits[2])
+    logp, base, rest, _ = online_logsumexp(
+        row, stride_v, label, labelled, tl.where(counted, V, 0), mask, slopes, False, "evict_last", ROW
     )
     tl.store(logprobs_ptr + n, tl.where(counted, logp, 0.0))
-    tl.store(lse_ptr + n, tl.where(counted, joined(base, rest, lse_ptr.dtype.element_ty), 0.0))
-    # Where out is the logits, no thread may overwrite what another still folds.
+    tl.store(lse_ptr + n, tl.where(counted, add_hi_lo(base, rest, tl.float64), 0.0))
+    # Where out is the logits, no thread may overwrite what another still reads.
     tl.debug_barrier()
-    write_gradient(
-        row,
-        row_pointer(out_ptr, b, t, out_stride_b, out_stride_t, ACCESS),
-        tl.where(labelled, label, -1).to(tl.int32),
-        V,
-        coefficient != 0,
-        logits_stride_v,
-        logp,
-        base,
-        rest,
-        coefficient,
-        logp,
-        coefficient,
-        slopes,
-        kept,
-        STATS,
-        SCALED,
-        SOFTCAP,
-        False,
-        ACCESS,
-        NARROWS_IN_PLACE,
-        BLOCK,
-        PLATFORM,
-    )
-
-
-def _hold(
-    logits: Tensor,
-    labels: Tensor,
-    coefficients: Tensor | None,
-    transform: LogitTransform,
-    tile: Tile,
-    stats: RowStats,
-    *,
-    ignore_index: int,
-    out: Tensor,
-) -> None:
-    """``_in_one_pass`` by a ``held_tile``, into ``stats`` and ``out``."""
-    B, T, V = logits.shape
-    rows = RowArguments.of(logits, labels, transform, tile, out)
-    launch(
-        held_row_kernel,
-        B * T,
-        logits.device,
-        tile,
-        *rows.tensors[:3],
-        coefficients,
-        stats.logprobs,
-        stats.lse,
-        out,
-        T,
-        V,
-        ignore_index,
-        *rows.slopes,
-        *rows.strides[:2],
-        *rows.strides[3:7],
-        *((0, 0) if coefficients is None else coefficients.stride()),
-        *out.stride()[:2],
-        STATS=rows.constants["STATS"],
-        SCALED=rows.constants["SCALED"],
-        VECTOR=16 // logits.element_size(),
-        BLOCK=tile.block,
-        PIECES=triton.cdiv(V, tile.block),
-        PLATFORM=rows.constants["PLATFORM"],
-    )
+    out_row = row_pointer(out_ptr, b, t, rows.out, ACCESS)
+    column = tl.where(labelled, label, -1).to(tl.int32)
+    stats = (logp, base, rest, logp)
+    grads = (coefficient, coefficient)
+    active = coefficient != 0
+    write_gradient(row, out_row, stride_v, column, V, mask, slopes, active, stats, grads, False, ROW)
 
 
 def _in_one_pass(
@@ -381,37 +243,25 @@ def _in_one_pass(
     B, T, V = logits.shape
     logprobs = torch.empty(B, T, dtype=stats_dtype(logits.dtype), device=logits.device)
     stats = RowStats(logprobs, torch.empty_like(logprobs, dtype=torch.float64), None)
-    in_place = narrows_in_place(logits, out)
-    if (held := held_tile(logits, out, transform)) is not None:
-        given = (logits, labels, coefficients, transform, held, stats)
-        _hold(*given, ignore_index=ignore_index, out=out)
+    results = (stats.logprobs, stats.lse, out)
+    rows = RowNumbers.of(logits, labels, transform, ignore_index, out=out, grad=coefficients)
+    if (tile := on_chip_tile(logits, out, transform)) is not None:
+        launch(
+            on_chip_row_kernel, B * T, logits.device, tile,
+            logits, labels, transform.row_temperature, coefficients, *results, rows,
+            PIECES=triton.cdiv(V, tile.block),
+            ROW=RowConstants.of(logits, transform, tile, out),
+        )  # fmt: skip
         return stats
-    tile = FOLD_AND_GRAD[max(logits.element_size(), out.element_size())]
+    tile = FORWARD_BACKWARD[max(logits.element_size(), out.element_size())]
     if transform.softcap and platform() == "cuda":
         # threads of 16 warps have no more registers, too few for what a softcap keeps of a whole block
         tile = tile._replace(block=tile.block // 2, registers=128)
-    rows = RowArguments.of(logits, labels, transform, tile, out)
     launch(
-        logprobs_and_grad_kernel,
-        B * T,
-        logits.device,
-        tile,
-        *rows.tensors,
-        coefficients,
-        stats.logprobs,
-        stats.lse,
-        out,
-        T,
-        V,
-        ignore_index,
-        *rows.slopes,
-        *rows.strides,
-        *((0, 0) if coefficients is None else coefficients.stride()),
-        *out.stride()[:2],
-        **rows.constants,
-        NARROWS_IN_PLACE=in_place,
-        WARPS=tile.warps,
-    )
+        logprobs_and_grad_kernel, B * T, logits.device, tile,
+        logits, labels, transform.row_temperature, transform.kept, coefficients, *results, rows,
+        ROW=RowConstants.of(logits, transform, tile, out),
+    )  # fmt: skip
     return stats
 
 
@@ -436,10 +286,14 @@ def logprobs_and_rows(
 
 
 def one_pass_pays(
-    vocabulary: int, dtype: torch.dtype, transform: LogitTransform, device: torch.device, settled: bool
+    vocabulary: int,
+    dtype: torch.dtype,
+    transform: LogitTransform,
+    device: torch.device,
+    all_rows_active: bool,
 ) -> bool:
     """See ``ops.backends.OnePassBackend.one_pass_pays``: where rows stay on the chip. Their sums have another
-    order than the fold's, and a row that nothing multiplies need not be written.
+    order than those of ``logprobs_forward``, and a row that nothing multiplies need not be written.
     """
     aligned = vocabulary % ALIGNED_COLUMNS == 0
-    return settled and aligned and _tile(vocabulary, dtype.itemsize, transform, device) is not None
+    return all_rows_active and aligned and _tile(vocabulary, dtype.itemsize, transform, device) is not None

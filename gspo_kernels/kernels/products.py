@@ -15,7 +15,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gspo_kernels.kernels.launch import Tile, launch, platform, row_kernel, without_spills
+from gspo_kernels.kernels.columns import decode, decode_wide
+from gspo_kernels.kernels.launch import (
+    Tile,
+    Wide,
+    encode,
+    encode_strides,
+    launch,
+    platform,
+    row_kernel,
+    without_spills,
+)
 from gspo_kernels.kernels.rows import narrowed
 
 SEGMENT = 128
@@ -63,38 +73,78 @@ def _anew(x, PLATFORM: tl.constexpr):
     return x
 
 
+class ProductNumbers(NamedTuple):
+    """Sizes and strides of out = a @ b + bias, all of them encoded.
+
+    Attributes:
+        M, N, K: rows and columns of ``out``, and the length of its sums.
+        programs: how many there are.
+        a, b, bias, out: strides.
+    """
+
+    M: int
+    N: int
+    K: int
+    programs: int
+    a: tuple[Wide, ...] | None
+    b: tuple[Wide, ...] | None
+    bias: tuple[Wide, ...] | None
+    out: tuple[Wide, ...] | None
+
+
+class ProductConstants(NamedTuple):
+    """What a product is compiled for.
+
+    Attributes:
+        A_ALONG_K, B_ALONG_K: whether an operand is contiguous along K, or along its other dimension.
+        A_VECTOR, B_VECTOR: elements of a 16-byte piece, or 1 where operands don't come in such.
+        WHOLE: whether K is a multiple of LENGTH.
+        ACCUMULATE: whether ``out`` is added to.
+        ROWS, COLUMNS, DEPTH: a tile.
+        LENGTH: steps along K that are summed up by themselves.
+        GROUP: tiles of rows that are computed side by side.
+        PLATFORM: see ``launch.platform``.
+    """
+
+    A_ALONG_K: bool
+    B_ALONG_K: bool
+    A_VECTOR: int
+    B_VECTOR: int
+    WHOLE: bool
+    ACCUMULATE: bool
+    ROWS: int
+    COLUMNS: int
+    DEPTH: int
+    LENGTH: int
+    GROUP: int
+    PLATFORM: str
+
+
 @row_kernel
-def fixed_product_kernel(
-    a_ptr,
-    b_ptr,
-    bias_ptr,
-    out_ptr,
-    M: tl.int32,
-    N: tl.int32,
-    K: tl.int32,
-    programs: tl.int32,
-    a_stride_m: tl.int64,
-    a_stride_k: tl.int64,
-    b_stride_k: tl.int64,
-    b_stride_n: tl.int64,
-    bias_stride: tl.int64,
-    out_stride_m: tl.int64,
-    A_ALONG_K: tl.constexpr,
-    B_ALONG_K: tl.constexpr,
-    A_VECTOR: tl.constexpr,
-    B_VECTOR: tl.constexpr,
-    WHOLE: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    LENGTH: tl.constexpr,
-    GROUP: tl.constexpr,
-    PLATFORM: tl.constexpr,
-):
-    """Every so many-th tile of out (+)= a @ b + bias."""
+def fixed_product_kernel(a_ptr, b_ptr, bias_ptr, out_ptr, product, PRODUCT: tl.constexpr):
+    """Every so many-th tile of out (+)= a @ b + bias. ``product`` is a ``ProductNumbers``, PRODUCT a
+    ``ProductConstants``.
+    """
+    PLATFORM: tl.constexpr = PRODUCT.PLATFORM
+    ROWS: tl.constexpr = PRODUCT.ROWS
+    COLUMNS: tl.constexpr = PRODUCT.COLUMNS
+    DEPTH: tl.constexpr = PRODUCT.DEPTH
+    GROUP: tl.constexpr = PRODUCT.GROUP
+    A_VECTOR: tl.constexpr = PRODUCT.A_VECTOR
+    B_VECTOR: tl.constexpr = PRODUCT.B_VECTOR
+    A_ALONG_K: tl.constexpr = PRODUCT.A_ALONG_K
+    B_ALONG_K: tl.constexpr = PRODUCT.B_ALONG_K
+    M = decode(product.M)
+    N = decode(product.N)
+    K = decode(product.K)
+    programs = decode(product.programs)
+    out_stride_m = decode_wide(product.out[0])
     height = tl.cdiv(M, ROWS)
     width = tl.cdiv(N, COLUMNS)
+    a_stride_m = decode_wide(product.a[0])
+    a_stride_k = decode_wide(product.a[1])
+    b_stride_k = decode_wide(product.b[0])
+    b_stride_n = decode_wide(product.b[1])
     if A_ALONG_K:
         a_stride_k = 1
     else:
@@ -122,16 +172,16 @@ def fixed_product_kernel(
         a_pointers = a_lines[:, None] + (depths * a_stride_k)[None, :]
         b_pointers = b_lines[None, :] + (depths * b_stride_k)[:, None]
         total = tl.zeros([ROWS, COLUMNS], tl.float32)
-        if ACCUMULATE:
+        if PRODUCT.ACCUMULATE:
             rows = top + tl.arange(0, ROWS)
             columns = left + tl.arange(0, COLUMNS)
             out_pointers = out_ptr + rows.to(tl.int64)[:, None] * out_stride_m + columns[None, :]
             inside = (rows < M)[:, None] & (columns < N)[None, :]
             total += tl.load(out_pointers, mask=inside, other=0.0).to(tl.float32)
-        for start in range(0, K, LENGTH):
+        for start in range(0, K, PRODUCT.LENGTH):
             sums = tl.zeros([ROWS, COLUMNS], tl.float32)
-            for k in range(start, start + LENGTH, DEPTH):
-                if WHOLE:
+            for k in range(start, start + PRODUCT.LENGTH, DEPTH):
+                if PRODUCT.WHOLE:
                     a = tl.load(a_pointers)
                     b = tl.load(b_pointers)
                 else:
@@ -151,7 +201,9 @@ def fixed_product_kernel(
         out_pointers = out_ptr + rows.to(tl.int64)[:, None] * out_stride_m + columns[None, :]
         inside = (rows < M)[:, None] & (columns < N)[None, :]
         if bias_ptr is not None:
-            bias = tl.load(bias_ptr + columns.to(tl.int64) * bias_stride, mask=columns < N, other=0.0)
+            bias = tl.load(
+                bias_ptr + columns.to(tl.int64) * decode_wide(product.bias[0]), mask=columns < N, other=0.0
+            )
             total += bias.to(tl.float32)[None, :]
         tl.store(out_pointers, narrowed(total, out_ptr.dtype.element_ty, PLATFORM), mask=inside)
 
@@ -196,35 +248,25 @@ def fixed_product(
     tiles = triton.cdiv(M, tile.rows) * triton.cdiv(N, tile.columns)
     programs = min(tiles, _multiprocessors(a.device))
     launch(
-        fixed_product_kernel,
-        programs,
-        a.device,
+        fixed_product_kernel, programs, a.device,
         without_spills(Tile(tile.columns, tile.warps, tile.stages), a.dtype == torch.float32),
-        a,
-        b,
-        bias,
-        out,
-        M,
-        N,
-        K,
-        programs,
-        *a.stride(),
-        *b.stride(),
-        0 if bias is None else bias.stride(0),
-        out.stride(0),
-        A_ALONG_K=a_along_k,
-        B_ALONG_K=b_along_k,
-        A_VECTOR=a_vector,
-        B_VECTOR=b_vector,
-        WHOLE=K % SEGMENT == 0 and ends is None,
-        ACCUMULATE=accumulate,
-        ROWS=tile.rows,
-        COLUMNS=tile.columns,
-        DEPTH=tile.depth,
-        LENGTH=SEGMENT,
-        GROUP=_GROUP,
-        PLATFORM=platform(),
-    )
+        a, b, bias, out,
+        ProductNumbers(*map(encode, (M, N, K, programs)), *map(encode_strides, (a, b, bias, out))),
+        PRODUCT=ProductConstants(
+            A_ALONG_K=a_along_k,
+            B_ALONG_K=b_along_k,
+            A_VECTOR=a_vector,
+            B_VECTOR=b_vector,
+            WHOLE=K % SEGMENT == 0 and ends is None,
+            ACCUMULATE=accumulate,
+            ROWS=tile.rows,
+            COLUMNS=tile.columns,
+            DEPTH=tile.depth,
+            LENGTH=SEGMENT,
+            GROUP=_GROUP,
+            PLATFORM=platform(),
+        ),
+    )  # fmt: skip
     return out
 
 

@@ -1,8 +1,8 @@
-"""Row mathematics that the kernels share: scalar functions, the logit transform, the online fold.
+"""Row mathematics that the kernels share: scalar functions, the logit transform, the online log-sum-exp.
 
-A row is one token's logits. Its columns are walked block by block; each thread keeps a running maximum and a
+A row is one token's logits. Its columns are read block by block; each thread keeps a running maximum and a
 running sum of exponentials of the columns that it has loaded, and the threads are combined once, when the row
-ends. The label's column stays out of that fold: with U = log-sum-exp of the *other* columns,
+ends. The label's column stays out of those sums: with U = log-sum-exp of the *other* columns,
 
     log p(label) = -log(1 + exp(U - z_label)),
 
@@ -18,8 +18,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gspo_kernels.kernels.columns import load_block
-from gspo_kernels.kernels.kept import cut_heights
+from gspo_kernels.kernels.columns import decode, decode_float, decode_wide, element, load_block
+from gspo_kernels.kernels.sampling_mask import mask_heights
 
 HUGE: tl.constexpr = tl.constexpr(1e30)
 """Stands in for infinity where a product with an exponential that is 0 must be 0; exp(-HUGE) is 0."""
@@ -39,7 +39,7 @@ def lowest(STATS: tl.constexpr):
 def exp_flushed(x, PLATFORM: tl.constexpr):
     """exp(x) for x <= 0 as one hardware exponential; on NVIDIA, results below the normal range become 0.
 
-    Keeping them would cost three more instructions for each exponential, a third of the fold's time.
+    Keeping them would cost three more instructions for each exponential, out of eight per logit.
     """
     if PLATFORM == "cuda" and x.dtype == tl.float32:
         return _exp2_flushed(x * _LOG2_E)
@@ -94,24 +94,15 @@ def one_minus_exp(logp, STATS: tl.constexpr, PLATFORM: tl.constexpr):
 
 
 @triton.jit
-def without_payload(value):
-    """The same number, or the NaN that has no payload."""
-    return tl.where(value == value, value, float("nan"))
-
-
-@triton.jit
-def narrowed(value, OUT: tl.constexpr, PLATFORM: tl.constexpr, SHORT_NAN: tl.constexpr = False):
-    """``value`` in the dtype OUT, rounded to the nearest even as hardware does.
-
-    SHORT_NAN says that a NaN has no payload beyond that of bf16: only then may it be rounded like a number.
-    """
+def narrowed(value, OUT: tl.constexpr, PLATFORM: tl.constexpr):
+    """``value`` in the dtype OUT, rounded to the nearest even as hardware does."""
     if OUT == tl.float64:
         return value.to(tl.float64)
     value = value.to(tl.float32)
     if PLATFORM != "cuda" and OUT == tl.bfloat16:
-        # The interpreter truncates, and what Triton does on CDNA 3 takes one or three more instructions.
-        if not SHORT_NAN:
-            value = without_payload(value)
+        # The interpreter truncates, and what Triton does on CDNA 3 takes more instructions. The NaN is one
+        # whose bits rounding leaves a NaN.
+        value = tl.where(value == value, value, float("nan"))
         bits = value.to(tl.uint32, bitcast=True)
         bits = bits + 0x7FFF + ((bits >> 16) & 1)
         return (bits >> 16).to(tl.uint16).to(OUT, bitcast=True)
@@ -119,120 +110,117 @@ def narrowed(value, OUT: tl.constexpr, PLATFORM: tl.constexpr, SHORT_NAN: tl.con
 
 
 @triton.jit
-def joined(base, rest, LSE: tl.constexpr):
-    """A log-sum-exp that is a sum of two as one number of dtype LSE."""
-    return base.to(LSE) + rest.to(LSE)
+def add_hi_lo(high, low, OUT: tl.constexpr):
+    """A sum of two as one number of dtype OUT."""
+    return high.to(OUT) + low.to(OUT)
 
 
 @triton.jit
-def parted(value, STATS: tl.constexpr):
+def split_hi_lo(value, STATS: tl.constexpr):
     """A number of any dtype as a sum of two of dtype STATS."""
-    base = value.to(STATS)
-    rounded = base.to(value.dtype)
-    rest = tl.where(value == rounded, 0.0, value - rounded).to(STATS)
-    return base, rest
+    high = value.to(STATS)
+    rounded = high.to(value.dtype)
+    return high, tl.where(value == rounded, 0.0, value - rounded).to(STATS)
 
 
 @triton.jit
-def element(pointer, b, t, stride_b, stride_t):
-    """Address of element (b, t) of a [B, T] tensor, in 64-bit arithmetic."""
-    return pointer + (b.to(tl.int64) * stride_b + t.to(tl.int64) * stride_t)
-
-
-@triton.jit
-def _factor(value, STATS: tl.constexpr):
+def _split_factor(value, STATS: tl.constexpr):
     """A factor as a sum of two that have its sign, neither of them 0: no product with an infinity is NaN."""
-    head = value.to(STATS)
+    high = value.to(STATS)
     if STATS == tl.float32:
         # Towards 0: half a unit in the last place less, then rounded.
-        head = (value * (1.0 - 2.0**-24)).to(STATS)
-    rest = value - head.to(tl.float64)
-    return head, tl.where(rest == 0, value * 2.0**-60, rest).to(STATS)
+        high = (value * (1.0 - 2.0**-24)).to(STATS)
+    low = value - high.to(tl.float64)
+    return high, tl.where(low == 0, value * 2.0**-60, low).to(STATS)
 
 
 @triton.jit
-def _times(x, factor):
-    """``x`` times a factor of two parts."""
+def _multiply(x, factor):
+    """``x`` times a factor that is a sum of two."""
     return tl.fma(x, factor[0], x * factor[1])
 
 
 @triton.jit
-def row_slopes(
-    constants,
-    row_temperature_ptr,
-    b,
-    t,
-    stride_b,
-    stride_t,
-    STATS: tl.constexpr,
-):
-    """The transform of one row: z = slope * x, or z = outer * tanh(inner * x) under a softcap.
+def row_label(n, labels_ptr, rows):
+    """Where row n is, (b, t), its label, int64, and whether it counts."""
+    T = decode(rows.T)
+    b = n // T
+    t = n - b * T
+    label = tl.load(element(labels_ptr, b, t, rows.labels)).to(tl.int64)
+    return b, t, label, label != decode_wide(rows.ignore_index)
+
+
+@triton.jit
+def row_slopes(rows, row_temperature_ptr, b, t, STATS: tl.constexpr):
+    """The transform of one row, (slope, inner, outer) of ``launch.RowNumbers``.
 
     Each factor comes as a sum of two: rounding it would tilt all logits of the row the same way, and then the
     log-prob and the entropy by much more than rounding each product does.
     """
-    slope = tl.full([], constants[0], tl.float64)
-    inner = tl.full([], constants[1], tl.float64)
-    outer = tl.full([], constants[2], tl.float64)
+    slope = decode_float(rows.slopes[0])
+    inner = decode_float(rows.slopes[1])
+    outer = decode_float(rows.slopes[2])
     if row_temperature_ptr is not None:
-        temperature = tl.load(element(row_temperature_ptr, b, t, stride_b, stride_t)).to(tl.float64)
+        temperature = tl.load(element(row_temperature_ptr, b, t, rows.row_temperature)).to(tl.float64)
         slope = slope / temperature
         outer = outer / temperature
-    return _factor(slope, STATS), _factor(inner, STATS), _factor(outer, STATS)
+    return _split_factor(slope, STATS), _split_factor(inner, STATS), _split_factor(outer, STATS)
 
 
 @triton.jit
-def transformed(
-    raw, slopes, STATS: tl.constexpr, SCALED: tl.constexpr, SOFTCAP: tl.constexpr, PLATFORM: tl.constexpr
-):
+def transformed(raw, slopes, ROW: tl.constexpr):
     """Return z of some logits, and the factor of dz/dx that varies within the row."""
-    x = raw.to(STATS)
+    PLATFORM: tl.constexpr = ROW.PLATFORM
+    x = raw.to(ROW.STATS)
     bend = 1.0
-    if SOFTCAP:
-        bent = tanh(_times(x, slopes[1]), STATS, PLATFORM)
-        z = _times(bent, slopes[2])
+    if ROW.SOFTCAP:
+        bent = tanh(_multiply(x, slopes[1]), ROW.STATS, PLATFORM)
+        z = _multiply(bent, slopes[2])
         bend = (1.0 - bent) * (1.0 + bent)
-    elif SCALED:
-        z = _times(x, slopes[0])
+    elif ROW.SCALED:
+        z = _multiply(x, slopes[0])
     else:
         z = x
     return z, bend
 
 
+# --- the online log-sum-exp
+
+
 @triton.jit
-def _height(
-    raw, slopes, STATS: tl.constexpr, SCALED: tl.constexpr, SOFTCAP: tl.constexpr, PLATFORM: tl.constexpr
-):
+def _height(raw, slopes, ROW: tl.constexpr):
     """Heights of logits: z of a row is its height times the row's steepness, which is positive."""
-    x = raw.to(STATS)
-    if SOFTCAP:
-        x = tanh(_times(x, slopes[1]), STATS, PLATFORM)
-    elif SCALED == -1:
+    PLATFORM: tl.constexpr = ROW.PLATFORM
+    x = raw.to(ROW.STATS)
+    if ROW.SOFTCAP:
+        x = tanh(_multiply(x, slopes[1]), ROW.STATS, PLATFORM)
+    elif ROW.SCALED == -1:
         x = -x
     return x
 
 
 @triton.jit
-def _exp_of_height(x, power, SCALED: tl.constexpr, PLATFORM: tl.constexpr):
+def _exp_of_height(x, power, ROW: tl.constexpr):
     """The exponential of a difference of heights, which is at most 0, times their steepness."""
-    if not SCALED:
+    PLATFORM: tl.constexpr = ROW.PLATFORM
+    if ROW.SCALED == 0 and not ROW.SOFTCAP:
         return exp_flushed(x, PLATFORM)
     if PLATFORM == "cuda" and x.dtype == tl.float32:
-        return _exp2_flushed(_times(x, power))
-    return tl.exp(_times(x, power))
+        return _exp2_flushed(_multiply(x, power))
+    return tl.exp(_multiply(x, power))
 
 
 @triton.jit
-def _fold_block(state, y, power, SCALED: tl.constexpr, ENTROPY: tl.constexpr, PLATFORM: tl.constexpr):
-    """Fold heights [loads, threads, vector] into (peak, total, spread) of each thread, where total is the sum
-    of exp(z - peak) and spread, over the steepness, that of exp(z - peak) (z - peak).
+def _add_block(state, y, power, ENTROPY: tl.constexpr, ROW: tl.constexpr):
+    """Add heights [loads, threads, vector] to (peak, total, spread) of each thread, where total is the sum of
+    exp(z - peak) and spread, over the steepness, that of exp(z - peak) (z - peak).
     """
     peak, total, spread = state
     top = tl.maximum(peak, tl.max(tl.max(y, axis=2), axis=0))
     drop = peak - top
-    shrink = _exp_of_height(drop, power, SCALED, PLATFORM)
+    shrink = _exp_of_height(drop, power, ROW)
     distance = y - top[None, :, None]
-    e = _exp_of_height(distance, power, SCALED, PLATFORM)
+    e = _exp_of_height(distance, power, ROW)
     if ENTROPY:
         # Where the distance is infinite the exponential is 0. A NaN logit makes `total` NaN.
         gained = e * tl.maximum(distance, -HUGE)
@@ -243,110 +231,90 @@ def _fold_block(state, y, power, SCALED: tl.constexpr, ENTROPY: tl.constexpr, PL
 
 
 @triton.jit
-def open_row(
+def online_logsumexp(
     row,
+    stride_v,
     label,
     labelled,
     width,
-    stride_v,
-    ACCESS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WARPS: tl.constexpr,
-    EVICT: tl.constexpr,
-    PLATFORM: tl.constexpr,
-):
-    """Ask for the block that holds the label: what ``fold_row`` begins with.
-
-    ``labelled`` says that the label is a column of the row. Which thread folds a column does not depend on
-    where the row begins in memory, so neither do the bits of the result.
-    """
-    LOGIT: tl.constexpr = row.dtype.element_ty
-    VECTOR: tl.constexpr = 128 // LOGIT.primitive_bitwidth
-    THREADS: tl.constexpr = WARPS * (64 if PLATFORM == "hip" else 32)
-    LOADS: tl.constexpr = BLOCK // (THREADS * VECTOR)
-    pieces = tl.arange(0, LOADS)[:, None] * THREADS + tl.arange(0, THREADS)[None, :]
-    lanes = pieces[:, :, None] * VECTOR + tl.arange(0, VECTOR)[None, None, :]
-    if ACCESS == "aligned":
-        # The same number, by an operation that tells the compiler what divides it.
-        width = width // VECTOR * VECTOR
-    label = tl.where(labelled, label, -1).to(tl.int32)
-    home = tl.maximum(label, 0) // BLOCK
-    block = load_block(row, home * BLOCK, lanes, width, stride_v, ACCESS, True, EVICT, PLATFORM)
-    return row, width, lanes, home, label, block, labelled
-
-
-@triton.jit
-def fold_row(
-    opened,
-    kept,
-    stride_v,
+    mask,
     slopes,
-    STATS: tl.constexpr,
-    SCALED: tl.constexpr,
-    SOFTCAP: tl.constexpr,
     ENTROPY: tl.constexpr,
-    ACCESS: tl.constexpr,
-    BLOCK: tl.constexpr,
     EVICT: tl.constexpr,
-    PLATFORM: tl.constexpr,
+    ROW: tl.constexpr,
 ):
     """Log-prob of the label, log-sum-exp (as a sum of two) and entropy of one row, each logit read once.
 
     The log-sum-exp is one of the logits plus a small rest, which together are more accurate than their
-    rounded sum. Where the label isn't a column of the row, the log-prob is NaN. Columns that ``kept``, the
-    row's mask or None, cuts count like those beyond the width.
+    rounded sum. Which thread adds a column does not depend on where the row begins in memory, so neither do
+    the bits of the result.
+
+    Args:
+        row, stride_v: the address of its first logit, and from one logit to the next.
+        label, labelled: the label, and whether it is a column of the row; otherwise the log-prob is NaN.
+        width: the number of columns.
+        mask: the row's sampling mask or None. Columns that it excludes count like those beyond the width.
+        slopes: from ``row_slopes``.
     """
-    row, width, lanes, home, label, block, labelled = opened
-    STEEP: tl.constexpr = SOFTCAP or SCALED != 0
+    VECTOR: tl.constexpr = 128 // row.dtype.element_ty.primitive_bitwidth
+    THREADS: tl.constexpr = ROW.WARPS * (64 if ROW.PLATFORM == "hip" else 32)
+    LOADS: tl.constexpr = ROW.BLOCK // (THREADS * VECTOR)
+    BLOCK: tl.constexpr = ROW.BLOCK
+    vectors = tl.arange(0, LOADS)[:, None] * THREADS + tl.arange(0, THREADS)[None, :]
+    lanes = vectors[:, :, None] * VECTOR + tl.arange(0, VECTOR)[None, None, :]
+    if ROW.ACCESS == "aligned":
+        # The same number, by an operation that tells the compiler what divides it.
+        width = width // VECTOR * VECTOR
+    label = tl.where(labelled, label, -1).to(tl.int32)
+    home = tl.maximum(label, 0) // BLOCK
+    label_block = load_block(row, home * BLOCK, lanes, width, stride_v, True, EVICT, ROW)
+
     steepness = slopes[0]
-    if SOFTCAP:
+    if ROW.SOFTCAP:
         steepness = slopes[2]
-    elif SCALED == -1:
+    elif ROW.SCALED == -1:
         steepness = (-steepness[0], -steepness[1])
     exact = steepness[0].to(tl.float64) + steepness[1].to(tl.float64)
-    if PLATFORM == "cuda" and STATS == tl.float32:
+    if ROW.PLATFORM == "cuda" and ROW.STATS == tl.float32:
         exact *= _LOG2_E  # for exp2
-    power = _factor(exact, STATS)
+    power = _split_factor(exact, ROW.STATS)
 
-    peak = tl.zeros([lanes.shape[1]], STATS) + lowest(STATS)
+    peak = tl.zeros([THREADS], ROW.STATS) + lowest(ROW.STATS)
     state = (peak, tl.zeros_like(peak), tl.zeros_like(peak))
 
     # The label's block comes first, so that no other block has to look for the label.
     columns = home * BLOCK + lanes
-    y = _height(block, slopes, STATS, SCALED, SOFTCAP, PLATFORM)
-    y = cut_heights(y, home * BLOCK, width, kept)
+    y = mask_heights(_height(label_block, slopes, ROW), home * BLOCK, width, mask)
     is_label = columns == label
     y_label = tl.sum(tl.sum(tl.sum(tl.where(is_label, y, 0.0), axis=2), axis=0), axis=0)
     y = tl.where(is_label | (columns >= width), -float("inf"), y)
-    state = _fold_block(state, y, power, STEEP, ENTROPY, PLATFORM)
+    state = _add_block(state, y, power, ENTROPY, ROW)
 
     full = width // BLOCK
     for other in range(tl.where(home < full, full - 1, full)):
         start = tl.where(other < home, other, other + 1) * BLOCK
-        raw = load_block(row, start, lanes, width, stride_v, ACCESS, False, EVICT, PLATFORM)
-        y = _height(raw, slopes, STATS, SCALED, SOFTCAP, PLATFORM)
-        y = cut_heights(y, start, width, kept)
-        state = _fold_block(state, y, power, STEEP, ENTROPY, PLATFORM)
+        raw = load_block(row, start, lanes, width, stride_v, False, EVICT, ROW)
+        y = mask_heights(_height(raw, slopes, ROW), start, width, mask)
+        state = _add_block(state, y, power, ENTROPY, ROW)
     if (home < full) & (full * BLOCK < width):
         columns = full * BLOCK + lanes
-        raw = load_block(row, full * BLOCK, lanes, width, stride_v, ACCESS, True, EVICT, PLATFORM)
-        y = _height(raw, slopes, STATS, SCALED, SOFTCAP, PLATFORM)
+        last_block = load_block(row, full * BLOCK, lanes, width, stride_v, True, EVICT, ROW)
+        y = mask_heights(_height(last_block, slopes, ROW), full * BLOCK, width, mask)
         y = tl.where(columns < width, y, -float("inf"))
-        y = cut_heights(y, full * BLOCK, width, kept)
-        state = _fold_block(state, y, power, STEEP, ENTROPY, PLATFORM)
+        state = _add_block(state, y, power, ENTROPY, ROW)
 
     peak, total, spread = state
     z_label = y_label
-    if STEEP:
-        peak = tl.maximum(_times(peak, steepness), lowest(STATS))
-        spread = _times(spread, steepness)
-        z_label = _times(y_label, steepness)
-    return combine_lanes(peak, total, spread, z_label, labelled, STATS, ENTROPY)
+    if ROW.SOFTCAP or ROW.SCALED != 0:
+        peak = tl.maximum(_multiply(peak, steepness), lowest(ROW.STATS))
+        spread = _multiply(spread, steepness)
+        z_label = _multiply(y_label, steepness)
+    return combine_threads(peak, total, spread, z_label, labelled, ENTROPY, ROW.STATS)
 
 
 @triton.jit
-def combine_lanes(peak, total, spread, z_label, labelled, STATS: tl.constexpr, ENTROPY: tl.constexpr):
-    """Combine the threads' folds of the other columns with the label's logit into the row's statistics."""
+def combine_threads(peak, total, spread, z_label, labelled, ENTROPY: tl.constexpr, STATS: tl.constexpr):
+    """Combine the threads' sums over the other columns with the label's logit into the row's statistics."""
     top = tl.max(peak, axis=0)
     distance = peak - top
     e = tl.exp(distance)

@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gspo_kernels.kernels.launch import Tile, launch, platform, stats_type
-from gspo_kernels.kernels.rows import narrowed, without_payload
+from gspo_kernels.kernels.rows import narrowed
 
 _TILE = Tile(8192, 8)
 
@@ -22,34 +22,26 @@ def scale_kernel(
     PLATFORM: tl.constexpr,
 ):
     """One block. A factor of 1, the usual upstream gradient, costs no more than the launch."""
-    factor = without_payload(tl.load(factor_ptr).to(STATS))
+    factor = tl.load(factor_ptr).to(STATS)
     OUT: tl.constexpr = values_ptr.dtype.element_ty
-    SHORT_NAN: tl.constexpr = PLATFORM == "hip" and values_ptr.dtype.element_ty == tl.bfloat16
     if factor != 1:
         start = tl.program_id(0).to(tl.int64) * BLOCK
         pointers = values_ptr + (start + tl.arange(0, BLOCK))
         # Whole blocks take no mask: a mask of unknown alignment would split 16-byte accesses.
         if start + BLOCK <= count:
             values = tl.load(pointers).to(STATS) * factor
-            tl.store(pointers, narrowed(values, OUT, PLATFORM, SHORT_NAN))
+            tl.store(pointers, narrowed(values, OUT, PLATFORM))
         else:
             inside = start + tl.arange(0, BLOCK) < count
             values = tl.load(pointers, mask=inside, other=0.0).to(STATS) * factor
-            tl.store(pointers, narrowed(values, OUT, PLATFORM, SHORT_NAN), mask=inside)
+            tl.store(pointers, narrowed(values, OUT, PLATFORM), mask=inside)
 
 
 def scale_(values: Tensor, factor: Tensor) -> None:
     """See ``ops.backends.RowBackend.scale_``."""
     count = values.numel()
     launch(
-        scale_kernel,
-        triton.cdiv(count, _TILE.block),
-        values.device,
-        _TILE,
-        values,
-        factor,
-        count,
-        STATS=stats_type(values.dtype),
-        BLOCK=_TILE.block,
-        PLATFORM=platform(),
-    )
+        scale_kernel, triton.cdiv(count, _TILE.block), values.device, _TILE,
+        values, factor, count,
+        STATS=stats_type(values.dtype), BLOCK=_TILE.block, PLATFORM=platform(),
+    )  # fmt: skip

@@ -1,10 +1,10 @@
 """A clipped sequence ratio in one launch from the logits: ratios, clip decisions, loss and metrics.
 
-There are N + B programs. Program n < N folds one row and arrives at its sequence's counter; program N + i
-only arrives, for sequence i, so that (rows of i) + 1 arrivals complete a sequence, an empty one too. Whoever
-completes a sequence reduces its log-ratios; whoever completes the last sequence reduces the loss and the
-metrics. Nobody waits for anybody, and every reduction runs over memory in a fixed order, so the order of
-programs leaves no trace in the result.
+There are B T + sequences programs. Each of the first B T computes one row and adds 1 to the counter of the
+row's sequence; each of the others only adds 1, for one sequence each, so that the counter of a sequence ends
+at its rows + 1, also where it is empty. The last program of a sequence reduces its log-ratios; the program
+that finishes the last sequence reduces the loss and the metrics. No program waits for another, and every
+reduction runs over memory in a fixed order, so the order of programs leaves no trace in the result.
 """
 
 # ruff: noqa: SIM108 - in Triton, branches choose code.
@@ -16,38 +16,37 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from gspo_kernels.kernels.columns import row_pointer
-from gspo_kernels.kernels.kept import in_row, kept_row
+from gspo_kernels.kernels.columns import decode, decode_float, decode_wide, element, row_pointer
 from gspo_kernels.kernels.launch import (
-    FOLD,
-    RowArguments,
+    FORWARD,
+    RowConstants,
+    RowNumbers,
     launch,
     row_kernel,
+    stats_type,
     without_spills,
 )
-from gspo_kernels.kernels.rows import element, fold_row, joined, open_row, row_slopes
+from gspo_kernels.kernels.rows import add_hi_lo, online_logsumexp, row_label, row_slopes
+from gspo_kernels.kernels.sampling_mask import in_row
 from gspo_kernels.kernels.sequences import (
     SCRATCH_ROWS,
-    arrive,
+    RatioConstants,
+    RatioNumbers,
+    RatioOutputs,
     clip_sequence,
+    fill_without_sequences,
     length_of,
     reduce_batch,
     rows_of,
     sequence_of,
+    signal_and_count,
     store_sequence,
     sum_sequence,
-    without_sequences,
 )
-from gspo_kernels.types import (
-    METRICS,
-    LogitTransform,
-    RatioClip,
-    SequenceRatioStats,
-    stats_dtype,
-)
+from gspo_kernels.types import METRICS, LogitTransform, RatioClip, SequenceRatioStats, stats_dtype
 
-# What is reduced at a time, per thread: with more, the reductions would take more registers than the fold of
-# a row, and leave room for fewer programs.
+# What is reduced at a time, per thread: with more, the reductions would take more registers than a row
+# does, and leave room for fewer programs.
 _TOKENS_PER_THREAD = 4
 _SEQUENCES_PER_THREAD = 1
 
@@ -64,171 +63,57 @@ def sequence_ratio_kernel(
     lengths_ptr,
     normalizer_ptr,
     cu_seqlens_ptr,
-    logprobs_ptr,
-    lse_ptr,
-    coefficients_ptr,
-    loss_ptr,
-    divisor_ptr,
-    metrics_ptr,
-    scratch_ptr,
-    counters_ptr,
-    N: tl.int32,
-    T: tl.int32,
-    V: tl.int32,
-    sequences: tl.int32,
-    ignore_index: tl.int64,
-    slope: tl.float64,
-    inner: tl.float64,
-    outer: tl.float64,
-    log_low: tl.float64,
-    log_high: tl.float64,
-    log_dual: tl.float64,
-    divisor_scale: tl.float64,
-    logits_stride_b: tl.int64,
-    logits_stride_t: tl.int64,
-    logits_stride_v: tl.int64,
-    labels_stride_b: tl.int64,
-    labels_stride_t: tl.int64,
-    temperature_stride_b: tl.int64,
-    temperature_stride_t: tl.int64,
-    kept_stride_b: tl.int64,
-    kept_stride_t: tl.int64,
-    old_stride_b: tl.int64,
-    old_stride_t: tl.int64,
-    advantages_stride: tl.int64,
-    weights_stride: tl.int64,
-    lengths_stride: tl.int64,
-    COUNT_TOKENS: tl.constexpr,
-    DIVISOR: tl.constexpr,
-    STATS: tl.constexpr,
-    SCALED: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    ACCESS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WARPS: tl.constexpr,
-    TOKENS_PER_BLOCK: tl.constexpr,
-    SEQUENCES_PER_BLOCK: tl.constexpr,
-    PLATFORM: tl.constexpr,
+    out,
+    rows,
+    ratio,
+    ROW: tl.constexpr,
+    RATIO: tl.constexpr,
 ):
-    """Fold one row and arrive, or only arrive; the module's docstring says how."""
+    """Compute one row and count it, or only count. ``out`` is a ``RatioOutputs``, ``rows`` a ``RowNumbers``,
+    ``ratio`` a ``RatioNumbers``.
+    """
+    ACCESS: tl.constexpr = ROW.ACCESS
     n = tl.program_id(0)
-    sequence = n - N
-    if n < N:
-        b = n // T
-        t = n - b * T
-        label = tl.load(element(labels_ptr, b, t, labels_stride_b, labels_stride_t)).to(tl.int64)
-        counted = label != ignore_index
-        kept = kept_ptr
-        if kept_ptr is not None:
-            kept = kept_row(kept_ptr, b, t, kept_stride_b, kept_stride_t)
-        slopes = row_slopes(
-            (slope, inner, outer),
-            row_temperature_ptr,
-            b,
-            t,
-            temperature_stride_b,
-            temperature_stride_t,
-            STATS,
+    T = decode(rows.T)
+    V = decode(rows.V)
+    tokens = decode(ratio.tokens)
+    sequences = decode(ratio.sequences)
+    sequence = n - tokens
+    if n < tokens:
+        b, t, label, counted = row_label(n, labels_ptr, rows)
+        mask = None if kept_ptr is None else element(kept_ptr, b, t, rows.kept)
+        row = row_pointer(logits_ptr, b, t, rows.logits, ACCESS)
+        stride_v = decode_wide(rows.logits[2])
+        labelled = counted & in_row(label, V, mask)
+        width = tl.where(counted, V, 0)
+        slopes = row_slopes(rows, row_temperature_ptr, b, t, ROW.STATS)
+        logp, base, rest, _ = online_logsumexp(
+            row, stride_v, label, labelled, width, mask, slopes, False, "evict_first", ROW
         )
-        opened = open_row(
-            row_pointer(logits_ptr, b, t, logits_stride_b, logits_stride_t, ACCESS),
-            label,
-            counted & in_row(label, V, kept),
-            tl.where(counted, V, 0),
-            logits_stride_v,
-            ACCESS,
-            BLOCK,
-            WARPS,
-            "evict_first",
-            PLATFORM,
-        )
-        # While the first logits are under way.
+        tl.store(out.logprobs + n, tl.where(counted, logp, 0.0))
+        tl.store(out.lse + n, tl.where(counted, add_hi_lo(base, rest, tl.float64), 0.0))
         if cu_seqlens_ptr is not None:
             sequence = sequence_of(n, cu_seqlens_ptr, sequences)
         else:
             sequence = b
-        logp, base, rest, _ = fold_row(
-            opened,
-            kept,
-            logits_stride_v,
-            slopes,
-            STATS,
-            SCALED,
-            SOFTCAP,
-            False,
-            ACCESS,
-            BLOCK,
-            "evict_first",
-            PLATFORM,
-        )
-        tl.store(logprobs_ptr + n, tl.where(counted, logp, 0.0))
-        tl.store(lse_ptr + n, tl.where(counted, joined(base, rest, lse_ptr.dtype.element_ty), 0.0))
 
-    first, last = rows_of(sequence, cu_seqlens_ptr, N, T)
-    if arrive(counters_ptr + sequence) == last - first:
+    first, last = rows_of(sequence, cu_seqlens_ptr, tokens, T)
+    if signal_and_count(out.counters + sequence) == last - first:
         count, log_ratio = sum_sequence(
-            sequence,
-            first,
-            last,
-            T,
-            labels_ptr,
-            old_ptr,
-            logprobs_ptr,
-            ignore_index,
-            labels_stride_b,
-            labels_stride_t,
-            old_stride_b,
-            old_stride_t,
-            cu_seqlens_ptr is not None,
-            STATS,
-            TOKENS_PER_BLOCK,
+            sequence, first, last, T,
+            labels_ptr, rows.labels, decode_wide(rows.ignore_index), old_ptr, ratio.old, out.logprobs,
+            cu_seqlens_ptr is not None, RATIO.STATS, RATIO.TOKENS_PER_BLOCK,
+        )  # fmt: skip
+        length = length_of(sequence, count, lengths_ptr, ratio)
+        s, loss, coefficient, low, high = clip_sequence(
+            sequence, count, log_ratio, length, advantages_ptr, weights_ptr, ratio, RATIO
         )
-        length = length_of(sequence, count, lengths_ptr, lengths_stride)
-        ratio, loss, coefficient, low, high = clip_sequence(
-            sequence,
-            count,
-            log_ratio,
-            length,
-            advantages_ptr,
-            weights_ptr,
-            tl.full([], log_low, STATS),
-            tl.full([], log_high, STATS),
-            tl.full([], log_dual, STATS),
-            advantages_stride,
-            weights_stride,
-            COUNT_TOKENS,
-            STATS,
-        )
-        coefficient = coefficient.to(STATS)
-        tl.store(coefficients_ptr + sequence, coefficient)
-        store_sequence(
-            scratch_ptr,
-            sequence,
-            sequences,
-            count,
-            log_ratio,
-            length,
-            ratio,
-            loss,
-            low,
-            high,
-            coefficient != 0,
-        )
-        if arrive(counters_ptr + sequences) == sequences - 1:
-            reduce_batch(
-                scratch_ptr,
-                sequences,
-                normalizer_ptr,
-                tl.full([], divisor_scale, tl.float64),
-                loss_ptr,
-                divisor_ptr,
-                metrics_ptr,
-                DIVISOR,
-                False,
-                False,
-                STATS,
-                SEQUENCES_PER_BLOCK,
-            )
+        coefficient = coefficient.to(RATIO.STATS)
+        tl.store(out.gradient + sequence, coefficient)
+        active = coefficient != 0
+        store_sequence(out.scratch, sequence, sequences, count, log_ratio, length, s, loss, low, high, active)
+        if signal_and_count(out.counters + sequences) == sequences - 1:
+            reduce_batch(out, sequences, normalizer_ptr, decode_float(ratio.divisor_scale), False, RATIO)
 
 
 def sequence_ratio_forward(
@@ -247,7 +132,7 @@ def sequence_ratio_forward(
     doubt: Callable[[], None] | None = None,
 ) -> SequenceRatioStats:
     """See ``ops.backends.RatioBackend.sequence_ratio_forward``."""
-    B, T, V = logits.shape
+    B, T, _ = logits.shape
     sequences = advantages.shape[0]
     logprobs = torch.empty(B, T, dtype=stats_dtype(logits.dtype), device=logits.device)
     stats = SequenceRatioStats(
@@ -259,55 +144,40 @@ def sequence_ratio_forward(
         metrics=logprobs.new_empty(len(METRICS)),
     )
     if sequences == 0:
-        without_sequences(form, normalizer, stats.loss, stats.divisor, stats.metrics)
+        fill_without_sequences(form, normalizer, stats.loss, stats.divisor, stats.metrics)
         stats.logprobs.zero_()
         stats.lse.zero_()
         return stats
-    much = transform.softcap > 0 or logits.dtype == torch.float64
-    tile = without_spills(FOLD[logits.element_size()], much)
-    rows = RowArguments.of(logits, labels, transform, tile)
-    launch(
-        sequence_ratio_kernel,
-        B * T + sequences,
-        logits.device,
-        tile,
-        *rows.tensors,
-        old_logprobs,
-        advantages,
-        weights,
-        lengths,
-        normalizer,
-        None if cu_seqlens is None else cu_seqlens.contiguous(),
-        stats.logprobs,
-        stats.lse,
-        stats.coefficients,
-        stats.loss,
-        stats.divisor,
-        stats.metrics,
-        torch.empty(SCRATCH_ROWS * sequences, dtype=torch.float64, device=logits.device),
-        torch.zeros(sequences + 1, dtype=torch.int32, device=logits.device),
-        B * T,
-        T,
-        V,
-        sequences,
-        ignore_index,
-        *rows.slopes,
-        form.log_low,
-        form.log_high,
-        form.log_dual,
-        form.divisor_scale,
-        *rows.strides,
-        *old_logprobs.stride(),
-        advantages.stride(0),
-        0 if weights is None else weights.stride(0),
-        0 if lengths is None else lengths.stride(0),
-        COUNT_TOKENS=form.count_tokens,
-        DIVISOR=form.divisor,
-        **rows.constants,
-        WARPS=tile.warps,
-        TOKENS_PER_BLOCK=32 * tile.warps * _TOKENS_PER_THREAD,
-        SEQUENCES_PER_BLOCK=32 * tile.warps * _SEQUENCES_PER_THREAD,
+    # A softcap and fp64 keep more numbers of a block at a time.
+    tile = without_spills(
+        FORWARD[logits.element_size()], transform.softcap > 0 or logits.dtype == torch.float64
     )
+    launch(
+        sequence_ratio_kernel, B * T + sequences, logits.device, tile,
+        logits, labels, transform.row_temperature, transform.kept,
+        old_logprobs, advantages, weights, lengths, normalizer,
+        None if cu_seqlens is None else cu_seqlens.contiguous(),
+        RatioOutputs(
+            stats.logprobs, stats.lse, stats.coefficients, stats.loss, stats.divisor, stats.metrics,
+            torch.empty(SCRATCH_ROWS * sequences, dtype=torch.float64, device=logits.device),
+            torch.zeros(sequences + 1, dtype=torch.int32, device=logits.device),
+        ),
+        RowNumbers.of(logits, labels, transform, ignore_index),
+        RatioNumbers.of(
+            form, T, B * T, sequences, False,
+            None, old_logprobs, advantages, weights, lengths, None, None,
+        ),
+        ROW=RowConstants.of(logits, transform, tile),
+        RATIO=RatioConstants(
+            STATS=stats_type(logits.dtype),
+            COUNT_TOKENS=form.count_tokens,
+            DIVISOR=form.divisor,
+            PER_TOKEN=False,
+            ESTIMATOR=None,
+            TOKENS_PER_BLOCK=32 * tile.warps * _TOKENS_PER_THREAD,
+            SEQUENCES_PER_BLOCK=32 * tile.warps * _SEQUENCES_PER_THREAD,
+        ),
+    )  # fmt: skip
     if doubt is not None:
         doubt()
     return stats

@@ -1,17 +1,119 @@
-"""What happens to a sequence once all its rows are there, and to the batch once all sequences are."""
+"""What kernels of clipped ratios do once all rows of a sequence are finished, and once all sequences are."""
 
 from __future__ import annotations
+
+import functools
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from gspo_kernels.kernels.rows import element
+from gspo_kernels.kernels.columns import decode_float, element
+from gspo_kernels.kernels.launch import Wide, encode, encode_float, encode_wide
 from gspo_kernels.types import RatioClip
 
-# Rows of the [11, sequences] fp64 scratch through which sequences reach the final reduction. What is said of
-# ratios adds up over those of a sequence's tokens, where these have their own.
+
+class RatioNumbers(NamedTuple):
+    """Sizes, bounds and strides of clipped ratios, all of them encoded.
+
+    Attributes:
+        T: tokens of a padded sequence.
+        tokens: of all sequences together.
+        sequences: their number.
+        bounds: (low, high, dual) log-ratios of the clip.
+        divisor_scale: the factor on the loss's divisor.
+        mask, old, advantages, weights, lengths, reference, beta: from one sequence to the next, and from one
+            token; 0 where there is one value for all.
+    """
+
+    T: int
+    tokens: int
+    sequences: int
+    bounds: tuple[Wide, ...]
+    divisor_scale: Wide
+    mask: tuple[Wide, Wide]
+    old: tuple[Wide, Wide]
+    advantages: tuple[Wide, Wide]
+    weights: tuple[Wide, Wide]
+    lengths: tuple[Wide, Wide]
+    reference: tuple[Wide, Wide]
+    beta: tuple[Wide, Wide]
+
+    @staticmethod
+    def of(
+        form: RatioClip, T: int, tokens: int, sequences: int, packed: bool, *terms: Tensor | None
+    ) -> RatioNumbers:
+        """For tensors [sequences] or like the tokens, in the order of the attributes."""
+        sizes = encode(T), encode(tokens), encode(sequences)
+        return RatioNumbers(*sizes, *_bounds(form), *(_strides(term, packed) for term in terms))
+
+
+@functools.lru_cache(maxsize=64)
+def _bounds(form: RatioClip) -> tuple[tuple[Wide, ...], Wide]:
+    """The bounds of the clip, and the divisor's factor."""
+    bounds = (encode_float(form.log_low), encode_float(form.log_high), encode_float(form.log_dual))
+    return bounds, encode_float(form.divisor_scale)
+
+
+_ZERO = encode_wide(0)
+
+
+def _strides(values: Tensor | None, packed: bool) -> tuple[Wide, Wide]:
+    """From one sequence to the next, and from one token."""
+    if values is None:
+        return _ZERO, _ZERO
+    if values.ndim == 1:
+        return encode_wide(values.stride(0)), _ZERO
+    return _ZERO if packed else encode_wide(values.stride(0)), encode_wide(values.stride(1))
+
+
+class RatioConstants(NamedTuple):
+    """What a kernel of clipped ratios is compiled for.
+
+    Attributes:
+        STATS: the dtype of statistics.
+        COUNT_TOKENS, DIVISOR: see ``types.RatioClip``.
+        PER_TOKEN: whether each token has a ratio.
+        ESTIMATOR: of the KL penalty, or None.
+        TOKENS_PER_BLOCK, SEQUENCES_PER_BLOCK: how many are reduced at a time.
+    """
+
+    STATS: tl.dtype
+    COUNT_TOKENS: bool
+    DIVISOR: str
+    PER_TOKEN: bool
+    ESTIMATOR: str | None
+    TOKENS_PER_BLOCK: int
+    SEQUENCES_PER_BLOCK: int
+
+
+class RatioOutputs(NamedTuple):
+    """What a launch of clipped ratios writes, all contiguous.
+
+    Attributes:
+        logprobs, lse: [B, T], of a launch from logits.
+        gradient: dLoss/dlogprobs times the divisor, of each sequence, or of each token in a launch from
+            log-probs.
+        loss, divisor, metrics: as in ``types.SequenceRatioStats``.
+        scratch: fp64 [SCRATCH_ROWS, sequences].
+        counters: int32 zeros: of each sequence the rows that are finished, of a launch from logits, and
+            behind them the finished sequences.
+    """
+
+    logprobs: Tensor | None
+    lse: Tensor | None
+    gradient: Tensor
+    loss: Tensor
+    divisor: Tensor
+    metrics: Tensor
+    scratch: Tensor
+    counters: Tensor
+
+
+# Rows of the [11, sequences] fp64 scratch through which sequences reach the final reduction. Where
+# tokens have ratios, those columns hold sums over a sequence's tokens.
 _RATIO: tl.constexpr = tl.constexpr(0)
 _LOSS: tl.constexpr = tl.constexpr(1)
 _LENGTH: tl.constexpr = tl.constexpr(2)
@@ -20,8 +122,8 @@ _LOG_RATIO: tl.constexpr = tl.constexpr(4)
 _LOW: tl.constexpr = tl.constexpr(5)
 _HIGH: tl.constexpr = tl.constexpr(6)
 _ACTIVE: tl.constexpr = tl.constexpr(7)
-LEAST: tl.constexpr = tl.constexpr(8)
-MOST: tl.constexpr = tl.constexpr(9)
+SMALLEST: tl.constexpr = tl.constexpr(8)
+LARGEST: tl.constexpr = tl.constexpr(9)
 KL: tl.constexpr = tl.constexpr(10)
 SCRATCH_ROWS = 11
 
@@ -45,9 +147,9 @@ def sequence_of(n, cu_seqlens_ptr, sequences):
 
 
 @triton.jit
-def arrive(counter_ptr):
-    """Publish what this program has written and count it; what programs counted before have written can then
-    be read.
+def signal_and_count(counter_ptr):
+    """Publish what this program has written, and return how many programs have done so before; what those
+    have written can then be read.
     """
     tl.debug_barrier()
     before = tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu")
@@ -56,17 +158,26 @@ def arrive(counter_ptr):
 
 
 @triton.jit
-def difference(a, b):
-    """Of two log-probs; equal ones have the ratio 1, also where both are -inf."""
+def log_ratio_of(a, b):
+    """The log-ratio of two log-probs; equal ones have the ratio 1, also where both are -inf."""
     return tl.where(a != b, a - b, 0.0)
 
 
 @triton.jit
-def clip(log_ratio, advantage, weight, log_low, log_high, log_dual):
+def clip_bounds(ratio, STATS: tl.constexpr):
+    """The bounds of a ``RatioNumbers``."""
+    low = decode_float(ratio.bounds[0]).to(STATS)
+    high = decode_float(ratio.bounds[1]).to(STATS)
+    return low, high, decode_float(ratio.bounds[2]).to(STATS)
+
+
+@triton.jit
+def clip(log_ratio, advantage, weight, bounds):
     """PPO's clip: (ratio, loss, its derivative by the log-ratio, clipped low, clipped high), fp64 and bool.
 
     The clip decision is taken on the log-ratio, in the dtype that all arguments have.
     """
+    log_low, log_high, log_dual = bounds
     low = (advantage < 0) & (log_ratio < log_low)
     high = ((advantage > 0) & (log_ratio > log_high)) | ((advantage < 0) & (log_ratio > log_dual))
     # The bound is selected before the exponential is taken, so that nothing is 0 * inf and NaN stays NaN.
@@ -74,9 +185,9 @@ def clip(log_ratio, advantage, weight, log_low, log_high, log_dual):
     bounded = tl.where(low | high, bound, log_ratio)
     ratio = tl.exp(log_ratio.to(tl.float64))
     scale = weight.to(tl.float64) * advantage.to(tl.float64)
-    idle = (advantage == 0) | (weight == 0)
-    loss = tl.where(idle, 0.0, -scale * tl.exp(bounded.to(tl.float64)))
-    coefficient = tl.where(idle | low | high, 0.0, -scale * ratio)
+    without_loss = (advantage == 0) | (weight == 0)
+    loss = tl.where(without_loss, 0.0, -scale * tl.exp(bounded.to(tl.float64)))
+    coefficient = tl.where(without_loss | low | high, 0.0, -scale * ratio)
     return ratio, loss, coefficient, low, high
 
 
@@ -87,22 +198,20 @@ def sum_sequence(
     last,
     T,
     labels_ptr,
-    old_ptr,
-    logprobs_ptr,
+    labels_strides,
     ignore_index,
-    labels_stride_b,
-    labels_stride_t,
-    old_stride_b,
-    old_stride_t,
+    old_ptr,
+    old_strides,
+    logprobs_ptr,
     PACKED: tl.constexpr,
     STATS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """How many of a sequence's tokens count, and the fp64 sum of their log-ratios.
 
-    Those of fp32 log-probs are taken as multiples of 2^-40, as all but those of log-probs near 0 are anyway.
-    fp64 adds such numbers up without rounding as long as sums stay below 2^13, so that it doesn't matter
-    where in the rows the tokens stand.
+    The log-ratios of fp32 log-probs are rounded to multiples of 2^-40, which all but those of log-probs near
+    0 are anyway. fp64 adds such numbers without rounding as long as sums stay below 2^13, so that the sum
+    does not depend on where in the rows the tokens stand.
     """
     lanes = tl.arange(0, BLOCK)
     counts = tl.zeros([BLOCK], tl.int32)
@@ -116,12 +225,12 @@ def sum_sequence(
             b = rows * 0 + sequence
             t = rows - sequence * T
         inside = rows < last
-        labels = tl.load(element(labels_ptr, b, t, labels_stride_b, labels_stride_t), mask=inside, other=0)
+        labels = tl.load(element(labels_ptr, b, t, labels_strides), mask=inside, other=0)
         counted = inside & (labels.to(tl.int64) != ignore_index)
-        old = tl.load(element(old_ptr, b, t, old_stride_b, old_stride_t), mask=counted, other=0.0)
+        old = tl.load(element(old_ptr, b, t, old_strides), mask=counted, other=0.0)
         # Volatile, because other programs have written them during this launch.
         new = tl.load(logprobs_ptr + rows, mask=counted, other=0.0, volatile=True)
-        log_ratio = tl.where(counted, difference(new, old.to(STATS)), 0.0).to(tl.float64)
+        log_ratio = tl.where(counted, log_ratio_of(new, old.to(STATS)), 0.0).to(tl.float64)
         if logprobs_ptr.dtype.element_ty == tl.float32:
             log_ratio = (log_ratio + _GRID) - _GRID
         log_ratios += log_ratio
@@ -130,11 +239,11 @@ def sum_sequence(
 
 
 @triton.jit
-def length_of(sequence, count, lengths_ptr, lengths_stride):
+def length_of(sequence, count, lengths_ptr, ratio):
     """L of a sequence, fp64; 1 where no token counts."""
     length = count.to(tl.float64)
     if lengths_ptr is not None:
-        length = tl.load(lengths_ptr + sequence.to(tl.int64) * lengths_stride).to(tl.float64)
+        length = tl.load(element(lengths_ptr, sequence, sequence * 0, ratio.lengths)).to(tl.float64)
     return tl.where(count > 0, length, 1.0)
 
 
@@ -146,31 +255,26 @@ def clip_sequence(
     length,
     advantages_ptr,
     weights_ptr,
-    log_low,
-    log_high,
-    log_dual,
-    advantages_stride,
-    weights_stride,
-    COUNT_TOKENS: tl.constexpr,
-    STATS: tl.constexpr,
+    ratio,
+    RATIO: tl.constexpr,
 ):
     """Ratio, loss, coefficient and clip flags of one sequence, from the sum of its log-ratios.
 
     Sums and products are fp64, so that no intermediate overflows where the result doesn't; the clip decision
     is taken on log s in the statistics' dtype, as everywhere else.
     """
-    advantage = tl.load(advantages_ptr + sequence.to(tl.int64) * advantages_stride).to(STATS)
-    weight = tl.full([], 1.0, STATS)
+    advantage = tl.load(element(advantages_ptr, sequence, sequence * 0, ratio.advantages)).to(RATIO.STATS)
+    weight = tl.full([], 1.0, RATIO.STATS)
     if weights_ptr is not None:
-        weight = tl.load(weights_ptr + sequence.to(tl.int64) * weights_stride).to(STATS)
-    log_s = (log_ratio / length).to(STATS)
-    ratio, loss, coefficient, low, high = clip(log_s, advantage, weight, log_low, log_high, log_dual)
-    if COUNT_TOKENS:
+        weight = tl.load(element(weights_ptr, sequence, sequence * 0, ratio.weights)).to(RATIO.STATS)
+    log_s = (log_ratio / length).to(RATIO.STATS)
+    s, loss, coefficient, low, high = clip(log_s, advantage, weight, clip_bounds(ratio, RATIO.STATS))
+    if RATIO.COUNT_TOKENS:
         loss = loss * length
     else:
         coefficient = coefficient / length
     some = count > 0
-    return ratio, tl.where(some, loss, 0.0), tl.where(some, coefficient, 0.0), some & low, some & high
+    return s, tl.where(some, loss, 0.0), tl.where(some, coefficient, 0.0), some & low, some & high
 
 
 @triton.jit
@@ -207,21 +311,12 @@ def _share(part, whole):
 
 
 @triton.jit
-def reduce_batch(
-    scratch_ptr,
-    sequences,
-    normalizer_ptr,
-    divisor_scale,
-    loss_ptr,
-    divisor_ptr,
-    metrics_ptr,
-    DIVISOR: tl.constexpr,
-    PER_TOKEN: tl.constexpr,
-    WITH_KL: tl.constexpr,
-    STATS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def reduce_batch(out, sequences, normalizer_ptr, divisor_scale, WITH_KL: tl.constexpr, RATIO: tl.constexpr):
     """Loss, divisor and metrics, from the sequences' scratch."""
+    scratch_ptr = out.scratch
+    metrics_ptr = out.metrics
+    STATS: tl.constexpr = RATIO.STATS
+    BLOCK: tl.constexpr = RATIO.SEQUENCES_PER_BLOCK
     lanes = tl.arange(0, BLOCK)
     ratios = tl.zeros([BLOCK], tl.float64)
     least = tl.full([BLOCK], float("inf"), STATS)
@@ -246,9 +341,9 @@ def reduce_batch(
         ratios += tl.where(some, ratio, 0.0)
         smallest = ratio
         largest = ratio
-        if PER_TOKEN:
-            smallest = _column(scratch_ptr, LEAST, indices, sequences)
-            largest = _column(scratch_ptr, MOST, indices, sequences)
+        if RATIO.PER_TOKEN:
+            smallest = _column(scratch_ptr, SMALLEST, indices, sequences)
+            largest = _column(scratch_ptr, LARGEST, indices, sequences)
         least = tl.minimum(least, tl.where(some, smallest, float("inf")).to(STATS))
         most = tl.maximum(most, tl.where(some, largest, -float("inf")).to(STATS))
         losses += _column(scratch_ptr, _LOSS, indices, sequences)
@@ -257,7 +352,7 @@ def reduce_batch(
         log_ratios += _column(scratch_ptr, _LOG_RATIO, indices, sequences)
         lows += low.to(tl.int32)
         highs += high.to(tl.int32)
-        if PER_TOKEN:
+        if RATIO.PER_TOKEN:
             clipped_counts += low + high
         else:
             clipped_counts += count * (low + high)
@@ -271,19 +366,19 @@ def reduce_batch(
     tokens = tl.sum(counts, axis=0)
     if normalizer_ptr is not None:
         divisor = tl.load(normalizer_ptr).to(tl.float64)
-    elif DIVISOR == "sequences":
+    elif RATIO.DIVISOR == "sequences":
         divisor = number
-    elif DIVISOR == "tokens":
+    elif RATIO.DIVISOR == "tokens":
         divisor = length
     else:
         divisor = tl.full([], 1.0, tl.float64)
     divisor = tl.where(divisor == 0, 1.0, divisor) * divisor_scale
-    tl.store(divisor_ptr, divisor.to(STATS))
-    tl.store(loss_ptr, (tl.sum(losses, axis=0) / divisor).to(STATS))
+    tl.store(out.divisor, divisor.to(STATS))
+    tl.store(out.loss, (tl.sum(losses, axis=0) / divisor).to(STATS))
 
     # In the order of types.METRICS.
     items = number
-    if PER_TOKEN:
+    if RATIO.PER_TOKEN:
         items = tokens
     mean = tl.sum(ratios, axis=0) / tl.where(items > 0, items, 1.0)
     undefined = mean != mean
@@ -302,20 +397,20 @@ def reduce_batch(
 
 
 @triton.jit
-def rows_of(sequence, cu_seqlens_ptr, N, T):
+def rows_of(sequence, cu_seqlens_ptr, tokens, T):
     """The first row of a sequence, and the one after its last."""
     if cu_seqlens_ptr is not None:
         # Clamped: cu_seqlens whose values nobody has checked may give nonsense, but no address outside the
         # rows.
-        first = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + sequence), 0), N)
-        last = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + sequence + 1), first), N)
+        first = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + sequence), 0), tokens)
+        last = tl.minimum(tl.maximum(tl.load(cu_seqlens_ptr + sequence + 1), first), tokens)
     else:
         first = sequence * T
         last = first + T
     return first, last
 
 
-def without_sequences(
+def fill_without_sequences(
     form: RatioClip, normalizer: Tensor | None, loss: Tensor, divisor: Tensor, metrics: Tensor
 ) -> None:
     """Fill in the outcome of an empty batch."""

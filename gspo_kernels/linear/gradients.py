@@ -141,7 +141,7 @@ class Gradients:
         hidden, scales = self.hidden.view(-1, values.shape[1]), self.scales
         if call.launches is not None:
             flat = None if scales is None else scales.view(-1)
-            call.launches.store_hidden(values, coefficients, factors, None, where, hidden, flat, fixed)
+            call.launches.store_hidden(values, coefficients, factors, where, hidden, flat, fixed)
             return
         coefficients = coefficients.to(self.dtype)
         scale = power_of_two(coefficients)

@@ -108,7 +108,7 @@ class HeadSums:
         if self._launches is not None:
             most = most_in_sums(self._dtype)
             return self._launches.product_operand(
-                hidden, rows.coefficients, rows.factors, active, None, unit, most, dtype
+                hidden, rows.coefficients, rows.factors, active, unit, most, dtype
             )
         factors = self._factors(rows)
         if unit is not None:
@@ -138,9 +138,7 @@ class HeadSums:
             before = torch.ones((), dtype=total.dtype, device=total.device)
         if self._launches is not None:
             most = most_in_sums(total.dtype)
-            unit, shrink = self._launches.sum_unit(
-                rows.coefficients, rows.factors, None, before, most, total.dtype
-            )
+            unit, shrink = self._launches.sum_unit(rows.coefficients, rows.factors, before, most, total.dtype)
         else:
             unit = power_of_two(largest(self._factors(rows)))
             unit = unit if before is None else torch.maximum(before, unit)

@@ -145,31 +145,9 @@ class OnePassBackend(RowBackend, Protocol):
 class HiddenBackend(RowBackend, Protocol):
     """A backend with a launch for each thing that a call over hidden states does around its products.
 
-    All n rows of a chunk are worked on, or those at ``rows`` (int32 [k], each once) alone, in that order.
-    Arguments [n], such as coefficients (of any stride), are those of all rows in either case. ``factors`` [n]
-    multiply along with the coefficients. An exact zero of either beats an overflow of the other.
+    Arguments [n] are of the n rows of a chunk; coefficients may have any stride. ``factors`` [n] multiply
+    along with the coefficients. An exact zero of either beats an overflow of the other.
     """
-
-    def active_rows(self, grad: Tensor, grad_entropy: Tensor | None) -> Tensor | None:
-        """The rows where one of the gradients [n] isn't 0, None where that is all of them: those in front
-        stay, those behind fill gaps. Looks once at the device.
-        """
-
-    def gradient_of_rows(
-        self,
-        logits: Tensor,
-        labels: Tensor,
-        stats: RowStats,
-        grads: tuple[Tensor, Tensor | None],
-        transform: LogitTransform,
-        rows: Tensor,
-        *,
-        ignore_index: int,
-        out: Tensor,
-    ) -> None:
-        """``logprobs_backward`` of some rows of logits [1, n, V], written to ``out`` [1, k, V]; with ``rows``
-        from ``active_rows`` that may be in the memory of the logits.
-        """
 
     def product_operand(
         self,
@@ -177,7 +155,6 @@ class HiddenBackend(RowBackend, Protocol):
         coefficients: Tensor,
         factors: Tensor | None,
         active: Tensor | None,
-        rows: Tensor | None,
         unit: Tensor | None,
         most: float,
         dtype: torch.dtype,
@@ -191,7 +168,6 @@ class HiddenBackend(RowBackend, Protocol):
         self,
         coefficients: Tensor,
         factors: Tensor | None,
-        rows: Tensor | None,
         before: Tensor | None,
         most: float,
         dtype: torch.dtype,
@@ -205,13 +181,12 @@ class HiddenBackend(RowBackend, Protocol):
         values: Tensor,
         coefficients: Tensor,
         factors: Tensor | None,
-        rows: Tensor | None,
         where: slice | Tensor,
         hidden: Tensor,
         scales: Tensor | None,
         whole_last: bool,
     ) -> None:
-        """Put ``values`` [k, H] in the statistics' dtype times coefficients where they belong: into the lines
+        """Put ``values`` [n, H] in the statistics' dtype times coefficients where they belong: into the lines
         ``where`` of ``hidden`` [N, H], for each of the n rows. With ``scales`` [N] a line's power of two goes
         there. ``whole_last``: the coefficient multiplies last, and not only its own power of two.
         """

@@ -106,6 +106,15 @@ class Access:
         self.lanes = np.flatnonzero(let) + (hash(shape) % 2**20 << 32)
 
 
+def _tensors(arguments):
+    """Those of a launch, also in tuples."""
+    for argument in arguments:
+        if isinstance(argument, tuple):
+            yield from _tensors(argument)
+        elif hasattr(argument, "data_ptr"):
+            yield argument
+
+
 @contextlib.contextmanager
 def watched(begin, access=None, barrier=None, synchronise=None):
     """Tell of the tensors of each launch (``begin``), each ``access`` of a program to memory (its kind is
@@ -118,7 +127,7 @@ def watched(begin, access=None, barrier=None, synchronise=None):
     def init_args_hst(self, args, kwargs):
         found = hosts(self, args, kwargs)
         each = [*found[0], *found[1].values()]
-        begin([one for one in each if hasattr(one, "data_ptr")], self.grid[0])
+        begin(list(_tensors(each)), self.grid[0])
         return found
 
     def load(plain, pointers, mask, *rest):

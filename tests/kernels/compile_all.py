@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import re
@@ -155,34 +154,15 @@ def around_products(dtype: torch.dtype, width: int, everything: bool) -> None:
     n, stats = 5, stats_dtype(dtype)
     floats, most = torch.zeros(n, dtype=stats), torch.finfo(stats).max * 2.0**-24
     hidden, values = torch.empty(n, width, dtype=dtype), torch.empty(n, width, dtype=stats)
-    rows, one = torch.zeros(n, dtype=torch.int32), torch.ones((), dtype=stats)
-    active, where = torch.ones(n, dtype=torch.bool), torch.zeros(n, dtype=torch.int64)
-    given = (floats, rows, active, one, where) if everything else (None,) * 4 + (slice(0, n),)
-    factors, chosen, active, unit, where = given
-    kernels.product_operand(hidden, floats, factors, active, chosen, unit, most, dtype)
-    kernels.sum_unit(floats, factors, chosen, unit, most, stats)
+    one, active = torch.ones((), dtype=stats), torch.ones(n, dtype=torch.bool)
+    where = torch.zeros(n, dtype=torch.int64)
+    given = (floats, active, one, where) if everything else (None,) * 3 + (slice(0, n),)
+    factors, active, unit, where = given
+    kernels.product_operand(hidden, floats, factors, active, unit, most, dtype)
+    kernels.sum_unit(floats, factors, unit, most, stats)
     for scales, whole_last in ((floats, False), (None, everything)):
-        kernels.store_hidden(values, floats, factors, chosen, where, hidden, scales, whole_last)
+        kernels.store_hidden(values, floats, factors, where, hidden, scales, whole_last)
     kernels.scale_rows_(hidden, floats, one)
-    # what it finds is not looked at: nothing has run
-    with contextlib.suppress(RuntimeError):
-        kernels.active_rows(floats, factors)
-
-
-def backward_of_rows(transform: LogitTransform, entropy: bool) -> None:
-    """The backward of some of a chunk's rows, in the memory of its logits."""
-    logits, labels = torch.empty(1, 5, 4096), torch.zeros(1, 5, dtype=torch.int64)
-    each, rows = torch.zeros(1, 5), torch.zeros(3, dtype=torch.int32)
-    kernels.gradient_of_rows(
-        logits,
-        labels,
-        RowStats(each, each.double(), each),
-        (each, each if entropy else None),
-        transform,
-        rows,
-        ignore_index=-100,
-        out=logits.view(torch.bfloat16)[:, :3, :4096],
-    )
 
 
 def multiply(n: int, H: int, V: int, dtype: torch.dtype, target: str) -> None:
@@ -259,15 +239,22 @@ def order_of_memory(kernel: Any) -> list[str]:
     return re.findall(words, kernel.asm["amdgcn"])
 
 
+def matrix_instructions(kernel: Any) -> list[str]:
+    """The instructions that multiply matrices, in the PTX or AMD assembly."""
+    if "ptx" in kernel.asm:
+        return sorted(set(re.findall(r"\b(?:wg|tcgen05\.)?mma\.\S+", kernel.asm["ptx"])))
+    return sorted(set(re.findall(r"\bv_mfma_\S+", kernel.asm["amdgcn"])))
+
+
 def is_read(name: str) -> bool:
     """Whether a test asks the machine code of a kernel."""
     words = set(name.split())
     if words & {"ratio_step_kernel", "scale_kernel"}:
         return False
-    if name.startswith(("sum_unit", "active_rows", "scale_rows")):
+    if name.startswith(("sum_unit", "scale_rows")):
         return False
     plain = not words & {"scaled", "softcap", "kept"} and "float64" not in name
-    if "held_row_kernel" in words:
+    if "on_chip_row_kernel" in words:
         # A temperature of its own is divided by in fp64, by a subroutine that no shortest way knows.
         return "row_temperature_ptr" in words
     return plain or bool(words & {"logprobs_backward_kernel", "shifted"})
@@ -288,8 +275,10 @@ def compile_calls(calls: list[Any], targets: list[str]) -> list[dict[str, Any]]:
             entry["fits"] = kernel.metadata.shared <= SHARED_MEMORY[target]
             entry |= resources(kernel)
             names = call[0].signature.parameters
-            if "counter" in " ".join(names):
+            if any(hasattr(arg, "counters") for arg in call[1]):
                 entry["order"] = order_of_memory(kernel)
+            if name.startswith("fixed_product_kernel"):
+                entry["matrix_instructions"] = matrix_instructions(kernel)
             if call[2]["num_ctas"] > 1:
                 entry["cluster"] = order_of_cluster(kernel)
             if is_read(name) and "logits_ptr" in names:
@@ -317,7 +306,6 @@ def main() -> None:
     compare(torch.float32, PLAIN, 0.5, write="narrower")
     compare(torch.float32, PLAIN, 1.0)
     around_products(torch.bfloat16, 4096, False)
-    backward_of_rows(PLAIN, False)
     report = compile_calls(recorder.calls, targets)
     # Once each: what fp64, the transform, sampling masks, shards and odd strides make of the kernels.
     rest = Recorder()
@@ -339,7 +327,6 @@ def main() -> None:
         call_all(rest, 2, 3, V, dtype, transform._replace(kept=kept))
     for dtype in (torch.bfloat16, torch.float64):
         backward_of_shards(2, 3, 4096, dtype)
-    backward_of_rows(BENT, True)
     around_products(torch.float16, 1009, True)
     around_products(torch.float64, 1009, False)
     strided = torch.empty(2, 3, 4096, 2, dtype=torch.float16)[..., 0]

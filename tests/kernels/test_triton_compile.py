@@ -49,12 +49,11 @@ def test_every_kernel_compiles(report, target):
         "logprobs_forward_kernel",
         "logprobs_backward_kernel",
         "logprobs_and_grad_kernel",
-        "held_row_kernel",
+        "on_chip_row_kernel",
         "divergence_kernel",
         "sequence_ratio_kernel",
         "ratio_step_kernel",
         "scale_kernel",
-        "active_rows_kernel",
         "product_operand_kernel",
         "scale_rows_kernel",
         "store_hidden_kernel",
@@ -149,7 +148,7 @@ def test_arrivals_that_order_too_little_are_found(report, target):
 @pytest.mark.parametrize("target", (*NVIDIA, "gfx942"))
 def test_held_rows_are_loaded_once(report, target):
     """16 bytes at a time, and of single logits only the label's."""
-    for entry in entries(report, target, "held_row_kernel", "no row_temperature_ptr"):
+    for entry in entries(report, target, "on_chip_row_kernel", "no row_temperature_ptr"):
         pieces = int(entry["kernel"].split(" pieces of ")[0].split()[-1])
         assert entry["counts"]["loads"]["128"] == pieces, entry
         if target in NVIDIA:
@@ -182,7 +181,7 @@ def test_clusters_order_what_their_blocks_exchange(report, target):
     if tuple(map(int, report["triton"].split(".")[:2])) < (3, 8):
         pytest.skip(f"Triton {report['triton']} knows no reductions over clusters")
     clusters = [
-        entry["cluster"] for entry in entries(report, target, "held_row_kernel") if "cluster" in entry
+        entry["cluster"] for entry in entries(report, target, "on_chip_row_kernel") if "cluster" in entry
     ]
     assert len(clusters) == 3
     for order in clusters:
@@ -215,6 +214,17 @@ def test_aligned_rows_move_16_bytes_at_a_time(report, target, dtype):
         assert entry["wide_loads"] == 8 and entry["wide_stores"] == 8, entry
     for entry in entries(report, target, "logprobs_and_grad_kernel", f" {dtype}->{dtype} aligned"):
         assert entry["wide_loads"] >= 10 and entry["wide_stores"] >= 4, entry
+
+
+@pytest.mark.parametrize("target", (*NVIDIA, "gfx942"))
+def test_products_of_fp32_are_products_of_fp32(report, target):
+    """NVIDIA's matrix instructions would round fp32 to TF32, AMD's xf32 ones likewise."""
+    for entry in entries(report, target, "fixed_product_kernel float32"):
+        instructions = entry["matrix_instructions"]
+        assert not instructions if target in NVIDIA else all("xf32" not in one for one in instructions), entry
+    # what is counted can be there
+    for entry in entries(report, target, "fixed_product_kernel bfloat16"):
+        assert entry["matrix_instructions"], entry
 
 
 @pytest.mark.parametrize("target", NVIDIA)

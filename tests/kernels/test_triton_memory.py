@@ -18,6 +18,7 @@ import triton.language as tl
 from gspo_kernels import kernels
 from gspo_kernels.kernels import columns, gradients, sequence_ratio, sequences
 from gspo_kernels.kernels import steps as step_kernels
+from gspo_kernels.kernels.columns import element
 from gspo_kernels.types import KLPenalty, RatioClip
 from tests.draws import shifted_seed
 from tests.gpu.calls import CALLS, Scale
@@ -186,8 +187,8 @@ def test_a_piece_that_reaches_beyond_its_row_is_found(monkeypatch, within, label
 
 
 @triton.jit
-def one_element_late(pointer, b, t, stride_b, stride_t, ACCESS):
-    return pointer + (b.to(tl.int64) * stride_b + t.to(tl.int64) * stride_t) + 1
+def one_element_late(pointer, b, t, strides, ACCESS):
+    return element(pointer, b, t, strides) + 1
 
 
 def test_a_store_beyond_the_last_row_is_found(monkeypatch):
@@ -219,7 +220,7 @@ def test_a_missing_barrier_is_found_where_a_row_is_folded_and_overwritten():
 
 
 @triton.jit
-def first_row(pointer, b, t, stride_b, stride_t, ACCESS):
+def first_row(pointer, b, t, strides, ACCESS):
     return pointer
 
 
@@ -230,9 +231,9 @@ def test_two_programs_that_store_to_one_place_are_found(monkeypatch):
 
 
 def arrival(before=True, behind=True, sem="acq_rel", scope="gpu"):
-    """``sequences.arrive`` with something missing; in the interpreter it may be plain Python."""
+    """``sequences.signal_and_count`` with something missing; in the interpreter it may be plain Python."""
 
-    def arrive(counter_ptr):
+    def signal_and_count(counter_ptr):
         if before:
             tl.debug_barrier()
         count = tl.atomic_add(counter_ptr, 1, sem=sem, scope=scope)
@@ -240,7 +241,7 @@ def arrival(before=True, behind=True, sem="acq_rel", scope="gpu"):
             tl.debug_barrier()
         return count
 
-    return arrive
+    return signal_and_count
 
 
 UNORDERED = "race: volatile load by .* may not be stored yet"
@@ -258,11 +259,11 @@ def cached_column(scratch_ptr, row, indices, sequences):
 @pytest.mark.parametrize(
     ("where", "fault", "message"),
     [
-        ("arrive", arrival(before=False), UNORDERED),
-        ("arrive", arrival(behind=False), UNORDERED),
-        ("arrive", arrival(sem="acquire"), UNORDERED),
-        ("arrive", arrival(sem="release"), UNORDERED),
-        ("arrive", arrival(scope="cta"), "scope CTA"),
+        ("signal_and_count", arrival(before=False), UNORDERED),
+        ("signal_and_count", arrival(behind=False), UNORDERED),
+        ("signal_and_count", arrival(sem="acquire"), UNORDERED),
+        ("signal_and_count", arrival(sem="release"), UNORDERED),
+        ("signal_and_count", arrival(scope="cta"), "scope CTA"),
         ("_column", cached_column, "race: load by .* may come from a cache"),
     ],
 )

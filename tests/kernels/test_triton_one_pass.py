@@ -10,7 +10,7 @@ import triton.language as tl
 
 from gspo_kernels import kernels
 from gspo_kernels.kernels import one_pass
-from gspo_kernels.kernels.one_pass import held_tile
+from gspo_kernels.kernels.one_pass import on_chip_tile
 from gspo_kernels.types import LogitTransform
 from tests.kernels.accesses import backwards, counted, order_of_programs, rebuilt, shuffle, without_races
 from tests.kernels.row_oracle import PLAIN, Judge, exact, neighbour, plain
@@ -37,20 +37,20 @@ def empty(V, dtype, out=None):
     ],
 )
 def test_as_exact_as_plain_pytorch(V, dtype, transform):
-    assert held_tile(*empty(V, dtype), transform) is not None
+    assert on_chip_tile(*empty(V, dtype), transform) is not None
     check(*rows(V, dtype), transform)
 
 
 def test_a_real_vocabulary_on_sixteen_multiprocessors():
     logits = empty(151936, BF16)
-    assert GPU or held_tile(*logits, PLAIN).blocks == 16
+    assert GPU or on_chip_tile(*logits, PLAIN).blocks == 16
     check(*rows(151936, BF16, B=1, T=1), PLAIN)
 
 
 def test_labels_anywhere_in_the_row():
     """Of every piece the first and the last column, whose own log-prob stays out of the sum."""
     V = 8192 + 16
-    piece = held_tile(*empty(V, BF16), PLAIN).block
+    piece = on_chip_tile(*empty(V, BF16), PLAIN).block
     labels = torch.tensor([sorted({0, V - 1, *range(piece, V, piece), *range(piece - 1, V, piece)})])
     logits = torch.randn(1, labels.shape[1], V, dtype=FP64)
     logits.scatter_(-1, labels.unsqueeze(-1), 30.0)
@@ -93,7 +93,7 @@ CHUNK = 10240 + 16
 def and_rows(logits, labels, narrow, transform=PLAIN):
     """16-bit rows d logprob/dlogits in the memory of fp32 logits."""
     chunk, out = room_for(logits.to(DEVICE), narrow)
-    assert held_tile(chunk, out, transform) is not None
+    assert on_chip_tile(chunk, out, transform) is not None
     stats, factors = kernels.logprobs_and_rows(
         chunk, labels.to(DEVICE), transform, ignore_index=IGNORE, out=out
     )
@@ -110,7 +110,7 @@ def two_ulps_more(coefficients_ptr, b, t, stride_b, stride_t, labelled, STATS):
 def test_rows_over_their_own_logits_are_as_exact_as_plain_pytorch(monkeypatch, narrow):
     logits, labels, *_ = rows(CHUNK, FP32, B=1, T=4)
     ones, eps = torch.ones(labels.shape), torch.finfo(narrow).eps
-    assert GPU or held_tile(logits, logits, WARM).blocks == 2
+    assert GPU or on_chip_tile(logits, logits, WARM).blocks == 2
 
     def draw(k):
         here = neighbour(logits, k), labels, WARM, ones, None
@@ -223,19 +223,19 @@ BLOCKS = {"sm_80": 1, "sm_90": 16, "sm_100": 16, "sm_120": 8}
 def test_rows_are_held_where_they_fit(monkeypatch, V, dtype, expected):
     for blocks, wanted in zip(BLOCKS.values(), expected, strict=True):
         monkeypatch.setattr(one_pass, "most_blocks", lambda device, blocks=blocks: blocks)
-        tile = held_tile(*empty(V, dtype), PLAIN)
+        tile = on_chip_tile(*empty(V, dtype), PLAIN)
         assert (tile and (tile.warps, tile.blocks)) == wanted, blocks
 
 
 def test_other_rows_are_read_twice():
-    assert held_tile(*empty(4096, BF16), PLAIN) is not None
+    assert on_chip_tile(*empty(4096, BF16), PLAIN) is not None
     kept = torch.empty(1, 2, 128, dtype=torch.int32)
     for transform in (SOFT, PLAIN._replace(kept=kept)):
-        assert held_tile(*empty(4096, BF16), transform) is None
-    assert held_tile(*empty(4096, FP64), PLAIN) is None
-    assert held_tile(*empty(0, BF16), PLAIN) is None
+        assert on_chip_tile(*empty(4096, BF16), transform) is None
+    assert on_chip_tile(*empty(4096, FP64), PLAIN) is None
+    assert on_chip_tile(*empty(0, BF16), PLAIN) is None
     logits, _ = empty(4096, BF16)
-    assert held_tile(logits, torch.empty(1, 2, 4096 + 1, dtype=BF16)[..., 1:], PLAIN) is None
+    assert on_chip_tile(logits, torch.empty(1, 2, 4096 + 1, dtype=BF16)[..., 1:], PLAIN) is None
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ def and_grad(logits, labels, coefficients, transform=PLAIN, out=None, held=True)
     out = to(torch.full(logits.shape, float("nan"), dtype=logits.dtype) if out is None else out)
     with pytest.MonkeyPatch.context() as patch:
         if not held:
-            patch.setattr(one_pass, "held_tile", lambda *_: None)
+            patch.setattr(one_pass, "on_chip_tile", lambda *_: None)
         stats = kernels.logprobs_and_grad(
             to(logits), to(labels), to(coefficients), transform, ignore_index=IGNORE, out=out
         )
@@ -102,7 +102,7 @@ def check(logits, labels, grad_logprobs, grad_entropy, transform):
     alone = judge(grad_logprobs, None)
     alone.hold("grad", backward(logits, labels, stats, grad_logprobs, transform=transform), eps=eps_out)
     # In one go the log-sum-exp is never rounded: held to log_softmax alone.
-    can_be_held = one_pass.held_tile(logits, torch.empty_like(logits), transform) is not None
+    can_be_held = one_pass.on_chip_tile(logits, torch.empty_like(logits), transform) is not None
     for held in {False, can_be_held}:
         known, got = and_grad(logits, labels, grad_logprobs, transform, held=held)
         alone.hold("grad", got, eps=eps_out, formulas=1)

@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 
 import triton.language as tl
 
-from gspo_kernels.kernels.launch import Tile, launch, row_kernel
+from gspo_kernels.kernels.launch import Tile, encode_wide, launch, row_kernel
 from gspo_kernels.kernels.sequences import sum_sequence
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -17,9 +17,11 @@ BLOCK = 64
 
 
 @row_kernel
-def summing_kernel(labels_ptr, old_ptr, logprobs_ptr, sums_ptr, counts_ptr, T: tl.int32, BLOCK: tl.constexpr):
+def summing_kernel(
+    labels_ptr, old_ptr, logprobs_ptr, sums_ptr, counts_ptr, strides, T: tl.int32, BLOCK: tl.constexpr
+):
     count, total = sum_sequence(
-        0, 0, T, T, labels_ptr, old_ptr, logprobs_ptr, -100, 0, 1, 0, 1, True, tl.float32, BLOCK
+        0, 0, T, T, labels_ptr, strides, -100, old_ptr, strides, logprobs_ptr, True, tl.float32, BLOCK
     )
     tl.store(sums_ptr, total)
     tl.store(counts_ptr, count)
@@ -29,7 +31,19 @@ def summed(labels, old, logprobs):
     total = torch.empty((), dtype=torch.float64, device=DEVICE)
     count = torch.empty((), dtype=torch.int32, device=DEVICE)
     given = (each.to(DEVICE) for each in (labels, old, logprobs))
-    launch(summing_kernel, 1, total.device, Tile(BLOCK, 1), *given, total, count, len(labels), BLOCK=BLOCK)
+    strides = (encode_wide(0), encode_wide(1))
+    launch(
+        summing_kernel,
+        1,
+        total.device,
+        Tile(BLOCK, 1),
+        *given,
+        total,
+        count,
+        strides,
+        len(labels),
+        BLOCK=BLOCK,
+    )
     return total.item(), count.item()
 
 
