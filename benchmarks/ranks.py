@@ -81,7 +81,7 @@ def serve(ranks: int, rank: int, store: str, tiny: bool, cores: list[int]) -> No
     group: dict[str, Any] = {}
     if ranks > 1:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
-        group = {"tp_group": dist.group.WORLD}
+        group = {"parallel": gk.Parallel(dist.group.WORLD)}
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(sequences, length, width, generator=generator, requires_grad=True)
     labels = torch.randint(vocabulary, (sequences, length), generator=generator)

@@ -82,7 +82,7 @@ INTRODUCTIONS = {
     "rows": "A Qwen3 with random weights; [how rows are laid out](packing.md). No head: the loss is the mean "
     "square of the hidden states that predict completions.",
     "trl_memory": "Resident memory of a process of its own, beyond that before the call.",
-    "ranks": "[tp_group](parallel.md) over gloo. Each process keeps to its cores; they take turns.",
+    "ranks": "[A `tp_group`](parallel.md) over gloo. Each process keeps to its cores; they take turns.",
     "step": "A Qwen3 with random weights, AdamW; only the loss differs.",
     "fidelity": "bf16 hidden states and weight, everyone who has log-probs from them. Wrong: clip decisions "
     "that differ from fp64's, of sequences 1e-6 to 1e-3 from a bound.",

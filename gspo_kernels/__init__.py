@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     )
     from gspo_kernels.objectives import *  # noqa: F403 - one export line per objective, in its own package
     from gspo_kernels.off_policy import off_policy_mask, rollout_weights
+    from gspo_kernels.parallel.groups import Parallel
     from gspo_kernels.sampling import sampling_mask
     from gspo_kernels.selected import linear_selected_logprobs, selected_logprobs
     from gspo_kernels.types import DistillationOutput, LossOutput, SelectedLogprobs, TokenLogprobs
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     __all__ = [
         "DistillationOutput",
         "LossOutput",
+        "Parallel",
         "SelectedLogprobs",
         "TokenLogprobs",
         "advantages",
@@ -71,6 +73,7 @@ _NAMES = {
         "policy_loss",
     ],
     "off_policy": ["off_policy_mask", "rollout_weights"],
+    "parallel.groups": ["Parallel"],
     "sampling": ["sampling_mask"],
     "selected": ["linear_selected_logprobs", "selected_logprobs"],
     "types": ["DistillationOutput", "LossOutput", "SelectedLogprobs", "TokenLogprobs"],

@@ -11,6 +11,7 @@ from gspo_kernels import checks
 from gspo_kernels.layout import Layout, as_rows
 from gspo_kernels.objectives.base import Objective, from_spec
 from gspo_kernels.ops.library import operator
+from gspo_kernels.parallel.groups import Parallel, group_name, rank_and_size, sum_
 from gspo_kernels.ranks import compare_ranks, comparing
 from gspo_kernels.terms import Terms, check_values, shaped
 
@@ -110,7 +111,7 @@ def normalizer(
     advantages: Tensor | None = None,
     group_ids: Tensor | None = None,
     group: ProcessGroup | DeviceMesh | None = None,
-    cp_group: ProcessGroup | DeviceMesh | None = None,
+    parallel: Parallel = Parallel(),
 ) -> Tensor:
     """What the outer divisor of an objective's loss counts: the ``normalizer=`` of every micro-batch.
 
@@ -128,8 +129,8 @@ def normalizer(
         group: a ProcessGroup, or a DeviceMesh of one dimension: the data-parallel ranks, each with its own
             part of the batch. The result is their sum over their number, because DDP and FSDP average
             gradients: the average of gradients, and of losses, is the whole batch's then.
-        cp_group: the ranks that have parts of the same sequences, as in ``policy_loss``; their parts count as
-            one. The result is the same on all of them.
+        parallel: ``Parallel(cp_group=...)`` where ranks have parts of the same sequences; their parts count
+            as one, and the result is the same on all of them.
 
     Returns:
         0-d fp64 tensor, on the mask's device: the count, 1.0 where nothing is counted, on no rank.
@@ -146,10 +147,10 @@ def normalizer(
         advantages=advantages,
         group_ids=group_ids,
     )
+    parallel.only("normalizer", "cp_group")
+    cp_group = parallel.cp_group
     if group is None and cp_group is None:
         return _or_one(_counted(*_checked(objective, given)))
-    from gspo_kernels.parallel.groups import group_name, rank_and_size, sum_
-
     given_groups = {"group": group, "cp_group": cp_group}
     with comparing("normalizer", {"objective": objective, "terms": given, **given_groups}):
         names = {name: group_name(name, value) for name, value in given_groups.items() if value is not None}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,14 +24,10 @@ from gspo_kernels.ops.divergence import DivergenceFunction, KnownDivergenceFunct
 from gspo_kernels.ops.pairs import DivergenceForm, TeacherRows
 from gspo_kernels.ops.selected import checked_ids
 from gspo_kernels.ops.shards import columns_of
+from gspo_kernels.parallel.groups import Parallel
 from gspo_kernels.ranks import compare_ranks, on_all_ranks
 from gspo_kernels.terms import Terms, merge_mask, shaped
 from gspo_kernels.types import DistillationOutput, RowOptions
-
-if TYPE_CHECKING:  # not every build of PyTorch has it
-    from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
-
 
 SIDES = ("teacher", "student")
 
@@ -280,8 +276,7 @@ def distillation_loss(
     teacher_softcap: float | None = None,
     inplace_backward: bool = False,
     backend: str = "auto",
-    tp_group: ProcessGroup | DeviceMesh | None = None,
-    vocab_range: tuple[int, int] | None = None,
+    parallel: Parallel = Parallel(),
 ) -> DistillationOutput:
     """Divergence of a student from a teacher as a loss, from logits: both are read, and one gradient is
     written.
@@ -320,7 +315,7 @@ def distillation_loss(
             student's.
         inplace_backward: the backward overwrites the student's logits with their gradient.
         backend: as in ``token_logprobs``.
-        tp_group, vocab_range: as there: the ranks have some columns of the student's logits, and the same of
+        parallel: as there: the ranks have some columns of the student's logits, and the same of
             the teacher's. Ids are those of the whole vocabulary, and the same on all ranks.
 
     Returns:
@@ -410,9 +405,7 @@ def fused_linear_distillation_loss(
     max_chunk_bytes: int | None = None,
     batch_invariant: bool | None = None,
     backend: str = "auto",
-    tp_group: ProcessGroup | DeviceMesh | None = None,
-    vocab_range: tuple[int, int] | None = None,
-    reduce_hidden_grad: bool = True,
+    parallel: Parallel = Parallel(),
 ) -> DistillationOutput:
     """Divergence of a student from a teacher as a loss, from hidden states: neither side's logits are ever
     whole.
@@ -439,8 +432,8 @@ def fused_linear_distillation_loss(
         logits_dtype, backend: as in ``linear_token_logprobs``.
         max_chunk_bytes: of logits at once, both sides together; None: by the device's memory.
         batch_invariant: as in ``linear_token_logprobs``.
-        tp_group, vocab_range: as there; both weights and biases are cut in the same places.
-        reduce_hidden_grad: as there.
+        parallel: ``tp_group``, ``vocab_range`` and ``reduce_hidden_grad`` of ``Parallel``; both weights and
+            biases are cut in the same places.
 
     Returns:
         DistillationOutput(loss, divergence).

@@ -47,6 +47,8 @@ def implemented_by(implementation: Callable[..., R]) -> Callable[[Callable[P, R]
     Raises:
         TypeError: at import, for a declared argument that nothing takes.
     """
+    from gspo_kernels.logits import spread
+
     wanted = typing.get_type_hints(implementation)
     del wanted["return"]
 
@@ -59,7 +61,7 @@ def implemented_by(implementation: Callable[..., R]) -> Callable[[Callable[P, R]
         }
         alone = tuple(name for name in wanted if name in parameters)
         tables = []
-        taken = set(alone)
+        taken = {*alone, "parallel"}
         for name, table in wanted.items():
             if name in parameters:
                 continue
@@ -68,7 +70,7 @@ def implemented_by(implementation: Callable[..., R]) -> Callable[[Callable[P, R]
             # what the function doesn't declare stays as the table has it
             defaults |= {place: table._field_defaults[place[1]] for place in places if place not in names}
             tables.append((name, table._make, places))
-        if taken != set(names):
+        if {*names} - taken:
             raise TypeError(f"{declared.__name__}: nothing takes {', '.join(sorted({*names} - taken))}")
         complete = {*names, *defaults}
 
@@ -83,6 +85,8 @@ def implemented_by(implementation: Callable[..., R]) -> Callable[[Callable[P, R]
             passed = {name: given[name] for name in alone}
             for name, make, places in tables:
                 passed[name] = make([given[place] for place in places])
+            if "parallel" in names:
+                passed = spread(declared.__name__, given["parallel"], passed)
             return implementation(**passed)
 
         return call

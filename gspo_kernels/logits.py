@@ -15,6 +15,7 @@ from gspo_kernels.layout import as_rows, segment_ids
 from gspo_kernels.objectives.base import Objective
 from gspo_kernels.ops.backends import resolve
 from gspo_kernels.ops.values import mask_of_ids, mask_of_shard
+from gspo_kernels.parallel.groups import Parallel
 from gspo_kernels.types import RowOptions, Shard, stats_dtype
 
 R = TypeVar("R")
@@ -139,6 +140,27 @@ class LogitArguments(NamedTuple):
             values = values[segment_ids(cu_seqlens, row_labels.numel())]
         values = values.unsqueeze(0) if packed else values.unsqueeze(1).expand(row_labels.shape)
         return options._replace(row_temperature=values)
+
+
+_USES = {
+    "logit_arguments": ("tp_group", "vocab_range"),
+    "product_arguments": ("reduce_hidden_grad", "sequence_parallel"),
+    "terms": ("cp_group",),
+}
+
+
+def spread(function: str, parallel: object, arguments: dict[str, Any]) -> dict[str, Any]:
+    """A function's arguments with each field of ``parallel`` where it is looked at."""
+    if not isinstance(parallel, Parallel):
+        raise TypeError(f"parallel: got {type(parallel).__name__}, expected a Parallel")
+    uses = {name: fields for name, fields in _USES.items() if name in arguments}
+    usable = [field for fields in uses.values() for field in fields]
+    if "divergence_arguments" in arguments:
+        usable = [field for field in usable if field not in ("cp_group", "sequence_parallel")]
+    parallel.only(function, *usable)
+    for name, fields in uses.items():
+        arguments[name] = arguments[name]._replace(**{field: getattr(parallel, field) for field in fields})
+    return arguments
 
 
 def with_local_tensors(arguments: dict[str, Any]) -> dict[str, Any]:

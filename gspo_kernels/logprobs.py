@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 
 from gspo_kernels import checks
@@ -12,12 +10,9 @@ from gspo_kernels.layout import as_rows, from_rows
 from gspo_kernels.linear import calls
 from gspo_kernels.logits import LogitArguments, check_inplace, check_logits
 from gspo_kernels.ops.logprobs import TokenLogprobsFunction
+from gspo_kernels.parallel.groups import Parallel
 from gspo_kernels.ranks import compare_ranks, on_all_ranks
 from gspo_kernels.types import TokenLogprobs
-
-if TYPE_CHECKING:  # not every build of PyTorch has it
-    from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 @on_all_ranks
@@ -56,8 +51,7 @@ def token_logprobs(
     return_entropy: bool = False,
     inplace_backward: bool = False,
     backend: str = "auto",
-    tp_group: ProcessGroup | DeviceMesh | None = None,
-    vocab_range: tuple[int, int] | None = None,
+    parallel: Parallel = Parallel(),
 ) -> TokenLogprobs:
     """Log-probability of each label, differentiable, without keeping anything of the logits' size.
 
@@ -81,11 +75,7 @@ def token_logprobs(
         inplace_backward: the backward overwrites the logits with their gradient instead of allocating one.
             They must not be needed afterwards; a second backward raises.
         backend: "auto", "triton", "cpp" or "reference".
-        tp_group: the process group, or mesh of one dimension, whose ranks each have some columns of the
-            logits, [..., V of the rank]; labels are ids of the whole vocabulary, and everything but the
-            logits is the same on all ranks, results bit for bit. DTensors say it themselves.
-        vocab_range: (first, one past the last) id of this rank's columns. None: all ranks have as many, in
-            their order.
+        parallel: ``tp_group`` and ``vocab_range`` of ``Parallel`` where ranks share the vocabulary.
 
     Returns:
         TokenLogprobs(logprobs, entropy) in nats, the labels' shape, fp32 (fp64 for fp64 logits).
@@ -116,10 +106,7 @@ def linear_token_logprobs(
     max_chunk_bytes: int | None = None,
     batch_invariant: bool | None = None,
     backend: str = "auto",
-    tp_group: ProcessGroup | DeviceMesh | None = None,
-    vocab_range: tuple[int, int] | None = None,
-    reduce_hidden_grad: bool = True,
-    sequence_parallel: bool = False,
+    parallel: Parallel = Parallel(),
 ) -> TokenLogprobs:
     """Log-probability of each label from hidden states: the logits exist only a chunk at a time.
 
@@ -142,19 +129,11 @@ def linear_token_logprobs(
         max_chunk_bytes: bytes of logits that exist at once, at least a row; by default 4,096 rows on a
             GPU and 1,024 to 2,048 on the CPU, as many as fit 256 MiB; at least 64 MiB, at most 1/16 of the
             memory. The backend "cpp" writes no logits at all, but for rounded 16-bit logits and
-            ``tp_group``; the bits are those that written logits give.
+            a ``tp_group``; the bits are those that written logits give.
         batch_invariant: whether results keep their bits whatever is computed along with them; None: as
             ``set_batch_invariant`` says, whose documentation says what that promises.
         backend: "auto", "triton", "cpp" or "reference".
-        tp_group: the process group, or mesh of one dimension, whose ranks each have some rows of weight and
-            bias, [V of the rank, H]; labels are ids of the whole vocabulary, and everything but weight and
-            bias is the same on all ranks, results bit for bit. DTensors say it themselves.
-        vocab_range: (first, one past the last) id of this rank's rows. None: all ranks have as many, in
-            their order.
-        reduce_hidden_grad: sum dHidden over ``tp_group``, a chunk at a time in fp32. False: each rank gets
-            its own part, for callers who sum it themselves.
-        sequence_parallel: ``hidden`` are the tokens of this rank alone, [B, T of the rank, H] or
-            [N of the rank, H], in the order of ranks; labels and results are those of all tokens.
+        parallel: see ``Parallel``; all of it but ``cp_group``, for which log-probs have no use.
 
     Returns:
         TokenLogprobs(logprobs, entropy) in nats, the labels' shape, fp32 (fp64 for fp64 inputs).

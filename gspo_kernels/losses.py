@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
@@ -24,15 +22,12 @@ from gspo_kernels.objectives import GSPO
 from gspo_kernels.objectives.base import Objective
 from gspo_kernels.ops.backends import resolve
 from gspo_kernels.ops.logprobs import KnownCoefficientsFunction, TokenLogprobsFunction
+from gspo_kernels.parallel.groups import Parallel
 from gspo_kernels.ranks import compare_ranks, on_all_ranks
 from gspo_kernels.sequence_ratio import RatioOperands, SequenceRatioFunction, sequence_form
 from gspo_kernels.step import carried_loss, loss_of, output_of, policy_step
 from gspo_kernels.terms import Terms, checked, merge_mask
 from gspo_kernels.types import LossOutput
-
-if TYPE_CHECKING:  # not every build of PyTorch has it
-    from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 def _given_logprobs(
@@ -77,7 +72,7 @@ def policy_loss(
     normalizer: float | Tensor | None = None,
     entropy: Tensor | None = None,
     objective: Objective = GSPO(),
-    cp_group: ProcessGroup | DeviceMesh | None = None,
+    parallel: Parallel = Parallel(),
 ) -> LossOutput:
     """Policy loss of given log-probs: the drop-in for a trainer that already computes them.
 
@@ -109,11 +104,7 @@ def policy_loss(
         entropy: labels' shape, from ``token_logprobs(..., return_entropy=True)``: for the bonus and its
             metric.
         objective: GSPO() by default; see ``gspo_kernels.objectives``.
-        cp_group: a ProcessGroup, or a DeviceMesh of one dimension: ranks that have parts of the same
-            sequences (context parallelism). All that is the labels' shape is of this rank's tokens: padded
-            [B, T of the rank]; packed as many sequences on all ranks, some of them of no tokens. What is [B],
-            and the normalizer, is of whole sequences, the same on all ranks, and so are loss and metrics.
-            Gradients are those of a rank's own tokens, to be summed over the group.
+        parallel: ``Parallel(cp_group=...)`` where ranks have parts of the same sequences.
 
     Returns:
         LossOutput(loss, logprobs, entropy, metrics).
@@ -160,12 +151,12 @@ def policy_coefficients(
     normalizer: float | Tensor | None = None,
     entropy: Tensor | None = None,
     objective: Objective,
-    cp_group: ProcessGroup | DeviceMesh | None = None,
+    parallel: Parallel = Parallel(),
 ) -> Tensor:
     """dLoss/dlogprobs of ``policy_loss`` with the same arguments: what ``Linear`` takes as ``token_weights``.
 
     Args:
-        logprobs, old_logprobs, advantages, objective, cp_group, and all terms from loss_mask to normalizer:
+        logprobs, old_logprobs, advantages, objective, parallel, and all terms from loss_mask to normalizer:
             as in ``policy_loss``.
         entropy: the shape of ``logprobs``; only for objectives that look at it.
 
@@ -255,9 +246,7 @@ def fused_policy_loss(
     inplace_backward: bool = False,
     objective: Objective = GSPO(),
     backend: str = "auto",
-    tp_group: ProcessGroup | DeviceMesh | None = None,
-    vocab_range: tuple[int, int] | None = None,
-    cp_group: ProcessGroup | DeviceMesh | None = None,
+    parallel: Parallel = Parallel(),
 ) -> LossOutput:
     """Policy loss straight from logits: each logit is read once in the forward and once in the backward.
 
@@ -271,9 +260,9 @@ def fused_policy_loss(
         temperature: a number, or a tensor [B] with one per sequence.
         logit_scale, softcap, ignore_index, inplace_backward, backend: as in ``token_logprobs``.
         kept_ids, kept_mask: as there. Old and reference log-probs must be over the same ids.
-        tp_group, vocab_range: as there.
         return_entropy: also return the entropy, detached; an entropy bonus computes it anyway.
-        objective, cp_group: as in ``policy_loss``.
+        objective: as in ``policy_loss``.
+        parallel: ``tp_group``, ``vocab_range`` and ``cp_group`` of ``Parallel``.
 
     Returns:
         LossOutput(loss, logprobs, entropy, metrics).
@@ -320,11 +309,7 @@ def fused_linear_policy_loss(
     skip_inactive: str = "backward",
     objective: Objective = GSPO(),
     backend: str = "auto",
-    tp_group: ProcessGroup | DeviceMesh | None = None,
-    vocab_range: tuple[int, int] | None = None,
-    reduce_hidden_grad: bool = True,
-    sequence_parallel: bool = False,
-    cp_group: ProcessGroup | DeviceMesh | None = None,
+    parallel: Parallel = Parallel(),
 ) -> LossOutput:
     """Policy loss from hidden states and the lm_head's weight: the logits never exist as a whole.
 
@@ -341,9 +326,9 @@ def fused_linear_policy_loss(
         logit_scale, softcap, ignore_index, logits_dtype, backend: as in ``linear_token_logprobs``.
         max_chunk_bytes, batch_invariant: as there.
         kept_ids, kept_mask: as there. Old and reference log-probs must be over the same ids.
-        tp_group, vocab_range, reduce_hidden_grad, sequence_parallel: as there.
         return_entropy: also return the entropy, detached; an entropy bonus computes it anyway.
-        objective, cp_group: as in ``policy_loss``.
+        objective: as in ``policy_loss``.
+        parallel: see ``Parallel``.
         schedule: "auto", "known", "frozen", "aligned", "deferred" or "two_pass": how the batch is cut into
             chunks and products. All give the same result; one that can't is refused with the reason. "auto"
             is the first of them that is exact for the call: "known" where a token's coefficient is known or
@@ -394,11 +379,7 @@ def explain_schedule(
     schedule: str = "auto",
     skip_inactive: str = "backward",
     objective: Objective = GSPO(),
-    tp_group: ProcessGroup | DeviceMesh | None = None,
-    vocab_range: tuple[int, int] | None = None,
-    reduce_hidden_grad: bool = True,
-    sequence_parallel: bool = False,
-    cp_group: ProcessGroup | DeviceMesh | None = None,
+    parallel: Parallel = Parallel(),
 ) -> SchedulePlan:
     """The plan of a ``fused_linear_policy_loss`` call with these arguments, without running it; print it to
     read it: matrix products, memory, the reason, and the alternatives.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 
 from gspo_kernels import checks
@@ -18,12 +16,9 @@ from gspo_kernels.logits import (
     check_logits,
 )
 from gspo_kernels.ops.selected import OneIdFunction, SelectedLogprobsFunction, checked_ids
+from gspo_kernels.parallel.groups import Parallel
 from gspo_kernels.ranks import compare_ranks, on_all_ranks
 from gspo_kernels.types import SelectedLogprobs
-
-if TYPE_CHECKING:  # not every build of PyTorch has it
-    from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 def _tokens_of(ids: Tensor) -> Tensor:
@@ -79,8 +74,7 @@ def selected_logprobs(
     kept_mask: Tensor | None = None,
     inplace_backward: bool = False,
     backend: str = "auto",
-    tp_group: ProcessGroup | DeviceMesh | None = None,
-    vocab_range: tuple[int, int] | None = None,
+    parallel: Parallel = Parallel(),
 ) -> SelectedLogprobs:
     """Log-probabilities of K ids per token and the log of the mass that they leave, differentiable in both.
 
@@ -98,7 +92,7 @@ def selected_logprobs(
             theirs are read, and there is no tail.
         temperature, logit_scale, softcap, inplace_backward, backend: as in ``token_logprobs``.
         kept_ids, kept_mask: as there. Ids must be among the kept.
-        tp_group, vocab_range: as there. Ids are the same on all ranks.
+        parallel: as there. Ids are the same on all ranks.
 
     Returns:
         SelectedLogprobs(logprobs, tail) in nats, [.., K] and [..], fp32 (fp64 for fp64 logits).
@@ -157,10 +151,7 @@ def linear_selected_logprobs(
     max_chunk_bytes: int | None = None,
     batch_invariant: bool | None = None,
     backend: str = "auto",
-    tp_group: ProcessGroup | DeviceMesh | None = None,
-    vocab_range: tuple[int, int] | None = None,
-    reduce_hidden_grad: bool = True,
-    sequence_parallel: bool = False,
+    parallel: Parallel = Parallel(),
 ) -> SelectedLogprobs:
     """Log-probabilities of K ids per token from hidden states: the logits exist only a chunk at a time.
 
@@ -174,7 +165,7 @@ def linear_selected_logprobs(
         bias: [V] or None.
         temperature, logit_scale, softcap, logits_dtype, backend: as in ``linear_token_logprobs``.
         max_chunk_bytes, batch_invariant: as there.
-        tp_group, vocab_range, reduce_hidden_grad, sequence_parallel: as there.
+        parallel: as there.
 
     Returns:
         SelectedLogprobs(logprobs, tail) in nats, [.., K] and [..], fp32 (fp64 for fp64 inputs).

@@ -363,6 +363,13 @@ def run(case: Case, entry: str, objective: Any, backend: str = "auto", **options
     return Result(output.loss.detach().cpu(), logprobs, grads, entropy)
 
 
+def over_ranks(options: dict[str, Any]) -> dict[str, Any]:
+    """Options of a call, with those that are fields of ``gk.Parallel`` put into ``parallel``."""
+    fields = {name: options[name] for name in gk.Parallel.__dataclass_fields__ if name in options}
+    others = {name: value for name, value in options.items() if name not in fields}
+    return others | ({"parallel": gk.Parallel(**fields)} if fields else {})
+
+
 def call(
     case: Case,
     leaves: dict[str, Tensor],
@@ -373,6 +380,7 @@ def call(
     **options: Any,
 ) -> gk.LossOutput:
     """The forward of a case through one entry point, on inputs given separately."""
+    options = over_ranks(options)
     terms = {name: moved(value) for name, value in case.terms.items()}
     layout = {"loss_mask": moved(case.loss_mask), "cu_seqlens": moved(case.cu_seqlens)}
     labels, old, advantages = moved(case.labels), moved(case.old_logprobs), moved(case.advantages)

@@ -135,3 +135,13 @@ def accesses_within_bounds():
 
     with within_bounds():
         yield
+
+
+@pytest.fixture
+def group_of_one():
+    """A process group of this process alone."""
+    from torch import distributed
+
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield distributed.group.WORLD
+    distributed.destroy_process_group()

@@ -428,10 +428,14 @@ def test_the_plan_says_so():
         ({"backend": "reference"}, ValueError, "reference"),
         ({"schedule": "deferred"}, ValueError, "sums dWeight in segments"),
         ({"schedule": "known", "objective": gk.GRPO()}, ValueError, "from whole sequences"),
-        ({"tp_group": object()}, ValueError, "tp_group"),
-        ({"cp_group": object()}, ValueError, "cp_group"),
     ],
 )
 def test_what_has_no_fixed_order_is_refused(options, error, message):
     with pytest.raises(error, match=message):
         call(**({"batch_invariant": True} | options))
+
+
+@pytest.mark.parametrize("name", ["tp_group", "cp_group"])
+def test_process_groups_are_refused(name, group_of_one):
+    with pytest.raises(ValueError, match=f"{name}: got a process group in batch-invariant mode"):
+        call(batch_invariant=True, parallel=gk.Parallel(**{name: group_of_one}))

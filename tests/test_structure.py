@@ -27,16 +27,16 @@ TERMS = (
     "ref_logprobs kl_beta kl_estimator kl_ratio_weighted entropy_coef rollout_weights token_weights lengths "
     "group_ids turn_ids normalizer"
 )
-LOGITS = "temperature logit_scale softcap kept_ids kept_mask ignore_index backend tp_group vocab_range"
-HIDDEN = "bias logits_dtype max_chunk_bytes batch_invariant reduce_hidden_grad sequence_parallel"
-POLICY = f"{LAYOUT} {TERMS} cp_group"
+LOGITS = "temperature logit_scale softcap kept_ids kept_mask ignore_index backend parallel"
+HIDDEN = "bias logits_dtype max_chunk_bytes batch_invariant"
+POLICY = f"{LAYOUT} {TERMS} parallel"
 
 # positional parameters | keyword-only parameters
 SELECTED = f"normalize_within {LOGITS}".replace("ignore_index ", "")
 DISTILLED = (
     f"{LAYOUT} beta top_k top_k_of add_tail ids teacher_logprobs aggregation aggregation_constant "
     "token_weights lengths normalizer temperature logit_scale softcap teacher_temperature "
-    "teacher_logit_scale teacher_softcap backend tp_group vocab_range"
+    "teacher_logit_scale teacher_softcap backend parallel"
 )
 CONTRACT = {
     "token_logprobs": ("logits labels", f"{LOGITS} return_entropy inplace_backward"),
@@ -59,10 +59,10 @@ CONTRACT = {
     "distillation_loss": ("logits teacher_logits", f"{DISTILLED} inplace_backward"),
     "fused_linear_distillation_loss": (
         "hidden weight teacher_hidden teacher_weight",
-        f"{DISTILLED} bias teacher_bias logits_dtype max_chunk_bytes batch_invariant reduce_hidden_grad",
+        f"{DISTILLED} bias teacher_bias logits_dtype max_chunk_bytes batch_invariant",
     ),
     "sampling_mask": ("logits", "temperature top_k top_p min_p labels engine"),
-    "normalizer": ("objective loss_mask", "cu_seqlens lengths advantages group_ids group cp_group"),
+    "normalizer": ("objective loss_mask", "cu_seqlens lengths advantages group_ids group parallel"),
     "rollout_weights": ("old_logprobs rollout_logprobs", f"{LAYOUT} level reduce mode low high"),
     "advantages.group_normalized": ("rewards", "group_size group_ids scale eps"),
     "explain_schedule": ("hidden weight labels old_logprobs advantages", None),
@@ -76,7 +76,7 @@ DEFAULTS = {
     "top_k": 0, "top_p": 1.0, "min_p": 0.0, "engine": "transformers", "skip_inactive": "backward",
     "backend": "auto",
     "objective": gk.GSPO(), "loss_mask": None, "cu_seqlens": None, "normalizer": None, "lengths": None,
-    "reduce_hidden_grad": True, "sequence_parallel": False,
+    "parallel": gk.Parallel(),
     "bias": None, "entropy": None, "scale": "group", "eps": 1e-4, "level": "token", "reduce": "mean",
     "mode": "truncate", "beta": 0.5, "top_k_of": "teacher", "add_tail": True, "aggregation": "token_mean",
     "teacher_logit_scale": 1.0,

@@ -14,6 +14,18 @@ from gspo_kernels.integrations.head_call import LOW_PRECISION, replaced_product
 from gspo_kernels.integrations.lm_head import head_module
 from gspo_kernels.layout import segment_ids
 from gspo_kernels.ops.library import checked_values
+from gspo_kernels.parallel.groups import Parallel
+
+
+def shares_sequences(ours: dict[str, Any]) -> bool:
+    """Whether other ranks have tokens of the same sequences.
+
+    Raises:
+        ValueError: ``parallel`` has other fields than ``cp_group``, for which a fused call has no use.
+    """
+    parallel = ours.get("parallel", Parallel())
+    parallel.only("a fused call", "cp_group")
+    return parallel.cp_group is not None
 
 
 def lay_out_packed(
@@ -35,7 +47,7 @@ def lay_out_packed(
             "cu_seqlens: with a 2-D attention_mask or use_cache=True packed sequences attend to each other; "
             "pass neither"
         )
-    N, shared = labels.shape[1], ours.get("cp_group") is not None
+    N, shared = labels.shape[1], shares_sequences(ours)
     segments = segment_ids(cu_seqlens, N)
     given = kwargs.get("position_ids")
     if given is None:

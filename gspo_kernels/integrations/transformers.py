@@ -26,7 +26,7 @@ from gspo_kernels.integrations.lm_head import (
     lm_head_of,
     virtual_tokens_of,
 )
-from gspo_kernels.integrations.packed_rows import lay_out_packed, score_packed
+from gspo_kernels.integrations.packed_rows import lay_out_packed, score_packed, shares_sequences
 from gspo_kernels.logprobs import linear_token_logprobs
 from gspo_kernels.losses import fused_linear_policy_loss
 from gspo_kernels.ops.library import checked_values
@@ -37,8 +37,9 @@ VERSIONS = ">=5.0,<6"
 """The versions of transformers that this adapter serves."""
 
 _OF_THE_HEAD = {"hidden", "weight", "labels", "bias", "logit_scale", "softcap"}
-_OF_THE_HEAD |= {"tp_group", "vocab_range", "reduce_hidden_grad", "sequence_parallel"}
-_SCORING = {*inspect.signature(linear_token_logprobs).parameters} - _OF_THE_HEAD | {"cu_seqlens"}
+_SCORING = {*inspect.signature(linear_token_logprobs).parameters} - _OF_THE_HEAD - {"parallel"} | {
+    "cu_seqlens"
+}
 _POLICY = {*inspect.signature(fused_linear_policy_loss).parameters} - _OF_THE_HEAD | {"router_aux_loss_coef"}
 _OURS = _SCORING | _POLICY | {"return_logprobs"}
 
@@ -204,7 +205,7 @@ def _forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if virtual:
         labels = _lengthen(virtual, labels, ours)
     packed = ours.get("cu_seqlens") is not None
-    _complete(model, kwargs, packed, shared=ours.get("cp_group") is not None)
+    _complete(model, kwargs, packed, shared=shares_sequences(ours))
     if packed:
         labels = lay_out_packed(model, own, labels, ours, kwargs)
     if packed and scores:
@@ -311,7 +312,7 @@ def _labels(ours: dict[str, Any], kwargs: dict[str, Any]) -> Tensor:
         checks.layout(name, labels.squeeze(0), ours["cu_seqlens"])
     if name == "shift_labels":
         return labels
-    if ours.get("cp_group") is not None:
+    if shares_sequences(ours):
         raise IntegrationError("labels: the next one may lie on another rank of cp_group; pass shift_labels")
     if ours.get("loss_mask") is not None:
         raise IntegrationError(

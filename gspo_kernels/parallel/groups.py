@@ -1,4 +1,5 @@
-"""Process groups by their names, as operators take them, and the few collectives that run in them.
+"""The public argument ``parallel``, process groups by their names, as operators take them, and the few
+collectives that run in them.
 
 ``torch.distributed`` is imported on first use: not every build of PyTorch has it.
 """
@@ -7,14 +8,87 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from gspo_kernels import checks
+
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """Where the tensors of a call live when several ranks share them. By default all of them are here.
+
+    A group is a ``ProcessGroup`` or a ``DeviceMesh`` of one dimension. DTensors bring their own groups: leave
+    the fields about them at their defaults.
+
+    Args:
+        tp_group: ranks that share the vocabulary (tensor parallelism). Each has some columns of the logits,
+            [..., V of the rank], or some rows of the lm_head's weight and bias, [V of the rank, H]. Labels
+            are ids of the whole vocabulary. Everything but logits, weight and bias is the same on all ranks;
+            results are too, bit for bit.
+        vocab_range: (first, one past the last) id of this rank's columns or rows. None: all ranks have as
+            many, in their order.
+        reduce_hidden_grad: sum dHidden over ``tp_group``, a chunk at a time in fp32. False: each rank gets
+            its own part, for callers who sum it themselves.
+        sequence_parallel: ``hidden`` holds the tokens of this rank alone, [B, T of the rank, H] or
+            [N of the rank, H], in the order of ranks. Labels and results are those of all tokens.
+        cp_group: ranks that have parts of the same sequences (context parallelism). All that is the labels'
+            shape is of this rank's tokens: padded [B, T of the rank]; packed as many sequences on all ranks,
+            some of them of no tokens. What is [B], and the normalizer, is of whole sequences, the same on all
+            ranks, and so are loss and metrics. Gradients are those of a rank's own tokens, to be summed over
+            the group.
+
+    Raises:
+        TypeError, ValueError: a wrong option, named in the message.
+    """
+
+    tp_group: ProcessGroup | DeviceMesh | None = None
+    vocab_range: tuple[int, int] | None = None
+    reduce_hidden_grad: bool = True
+    sequence_parallel: bool = False
+    cp_group: ProcessGroup | DeviceMesh | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("tp_group", "cp_group"):
+            if getattr(self, name) is not None:
+                group_name(name, getattr(self, name))
+        checks.flag("reduce_hidden_grad", self.reduce_hidden_grad)
+        checks.flag("sequence_parallel", self.sequence_parallel)
+        if self.sequence_parallel and not self.reduce_hidden_grad:
+            raise ValueError(
+                "reduce_hidden_grad: got False, but with sequence_parallel=True a rank's dHidden is always "
+                "the sum over tp_group"
+            )
+        if self.vocab_range is None:
+            return
+        if self.tp_group is None:
+            raise ValueError(f"vocab_range: got {self.vocab_range} without a tp_group, expected None")
+        if not isinstance(self.vocab_range, tuple) or len(self.vocab_range) != 2:
+            raise ValueError(f"vocab_range: got {self.vocab_range!r}, expected (first, one past the last)")
+        first, last = (checks.integer("vocab_range", end) for end in self.vocab_range)
+        if not 0 <= first <= last:
+            raise ValueError(f"vocab_range: got {self.vocab_range}, expected 0 <= first <= last")
+
+    def only(self, function: str, *usable: str) -> None:
+        """Refuse what the function can't use.
+
+        Raises:
+            ValueError: naming the field.
+        """
+        for field in fields(self):
+            if field.name not in usable and getattr(self, field.name) != field.default:
+                takes = ", ".join(usable)
+                raise ValueError(
+                    f"{field.name}: {function} can't use it, expected {field.default}; of parallel it takes "
+                    f"{takes}"
+                )
 
 
 def group_name(argument: str, group: object) -> str:

@@ -272,7 +272,7 @@ def context_parallel():
         **mine,
         "position_ids": positions[:, own],
         "attention_mask": torch.ones(1, 1, len(own), len(own), dtype=torch.bool),  # which nobody reads
-        "cp_group": group,
+        "parallel": gk.Parallel(cp_group=group),
     }
     for which, each, given, before in (
         ("parts", model, here, old[:, own]),
@@ -291,7 +291,8 @@ def context_parallel():
     spread = Spread.of([errors[1]], by_row=False)
     assert_as_exact("loss and gradients", errors[:1], spread, [truth], torch.finfo(torch.float32).eps)
     try:
-        model(**mine, cp_group=group, return_logprobs=False, old_logprobs=None, advantages=advantages)
+        parallel = gk.Parallel(cp_group=group)
+        model(**mine, parallel=parallel, return_logprobs=False, old_logprobs=None, advantages=advantages)
     except IntegrationError as error:
         assert "position_ids: got None, expected where in their sequences" in str(error), error
     else:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import gspo_kernels as gk
 from gspo_kernels.parallel.agreement import RanksDisagreeError
-from tests.cases import call, make_case
+from tests.cases import call, make_case, over_ranks
 from tests.parallel.ranks import LOSSES, VOCABULARY, Wire, every, of_ranks, validated
 from tests.parallel.sequences import LENGTHS, part, positions
 
@@ -204,6 +204,7 @@ def other_functions():
     beyond = ids + VOCABULARY * here
     labels = case.labels.flip(0) if here else case.labels
     turned = ids.flip(0) if here else ids
+    groups = over_ranks(groups)
     packed = {"cu_seqlens": case.cu_seqlens, **groups}
     sides, both = (hidden, weight) * 2, (logits, logits)
     beta = {"beta": 2.0 if here else 0.5}
@@ -233,7 +234,9 @@ def other_functions():
     ):
         assert_all_say(
             expected,
-            lambda o=options: gk.policy_coefficients(*given, cu_seqlens=part_of.cu_seqlens, **o, **groups),
+            lambda o=options: gk.policy_coefficients(
+                *given, cu_seqlens=part_of.cu_seqlens, **o, **over_ranks(groups)
+            ),
         )
 
 
@@ -242,7 +245,7 @@ def normalizers():
     """Over data-parallel ranks, each of which shares its sequences with another."""
     rows, columns = (group(0, 1), group(2, 3)), (group(0, 2), group(1, 3))
     cp, dp = divmod(dist.get_rank(), 2)
-    groups = {"group": rows[cp], "cp_group": columns[dp]}
+    groups = {"group": rows[cp], "parallel": gk.Parallel(cp_group=columns[dp])}
     mask = torch.ones(3, 4)
     two = 2 * mask if dist.get_rank() == 3 else mask
     assert_all_say("loss_mask: ", lambda: gk.normalizer(gk.GSPO(), two, **groups), 3)

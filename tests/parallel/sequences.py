@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 import gspo_kernels as gk
 from gspo_kernels.integrations.layouts import tokens_of_rank
-from tests.cases import Result, call, make_case
+from tests.cases import Result, call, make_case, over_ranks
 from tests.judging import assert_equals_oracle
 from tests.objectives.sample_batches import examples, make_batch
 from tests.parallel.ranks import LOSSES, VOCABULARY, assert_all_raise, assert_same_bits, every, of_ranks
@@ -130,7 +130,7 @@ def rows_of(batch, where, **group):
         old_logprobs=cut(batch.old_logprobs),
         advantages=cut(batch.advantages),
         loss_mask=cut(batch.loss_mask),
-        terms={**{name: cut(value) for name, value in batch.terms.items()}, **group},
+        terms={**{name: cut(value) for name, value in batch.terms.items()}, **over_ranks(group)},
     )
 
 
@@ -222,7 +222,8 @@ def schedules():
     for trained, schedule, reason in ((False, "frozen", "frozen"), (True, "two_pass", "cp_group")):
         plan = gk.explain_schedule(
             own.inputs["hidden"].requires_grad_(), own.inputs["weight"].requires_grad_(trained), own.labels,
-            own.old_logprobs, own.advantages, cu_seqlens=own.cu_seqlens, cp_group=dist.group.WORLD,
+            own.old_logprobs, own.advantages, cu_seqlens=own.cu_seqlens,
+            parallel=gk.Parallel(cp_group=dist.group.WORLD),
         )  # fmt: skip
         assert plan.schedule == schedule and reason in plan.reason
 

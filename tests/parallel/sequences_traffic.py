@@ -149,7 +149,11 @@ def bytes_on_the_wire():
                 arguments = (own.labels, own.old_logprobs, own.advantages)
                 options = {"cu_seqlens": own.cu_seqlens, "objective": objective, **own.terms}
                 plan = gk.explain_schedule(
-                    leaves["hidden"], leaves["weight"], *arguments, cp_group=dist.group.WORLD, **options
+                    leaves["hidden"],
+                    leaves["weight"],
+                    *arguments,
+                    parallel=gk.Parallel(cp_group=dist.group.WORLD),
+                    **options,
                 )
                 assert plan.sent_bytes == sum(wire.sent.values()), (objective, plan.sent_bytes, wire.sent)
                 assert plan.messages == sum(wire.calls.values()), (objective, plan.messages, wire.calls)
@@ -175,7 +179,7 @@ def a_million_tokens():
     own, offsets = tokens_of_rank(whole, dist.get_rank(), ranks)
     leaf = torch.full((len(own),), -1.0).requires_grad_()
     old = leaf.detach() - (own - tokens / 2) / tokens * 1e-3  # differs from token to token; its mean is 0
-    options = {"cu_seqlens": offsets, "cp_group": group}
+    options = {"cu_seqlens": offsets, "parallel": gk.Parallel(cp_group=group)}
     largest, theirs = Largest(), step.evaluate
 
     def watched(*arguments, **named):
@@ -198,8 +202,8 @@ def a_million_tokens():
         hidden, weight = torch.zeros(length, 4, requires_grad=True), torch.zeros(64, 4, requires_grad=True)
         ids, ends = torch.zeros(length, dtype=torch.int64), torch.tensor([0, length], dtype=torch.int32)
         plan = gk.explain_schedule(
-            hidden, weight, ids, torch.zeros(length), torch.ones(1), cu_seqlens=ends, cp_group=group,
-            max_chunk_bytes=2**16,
+            hidden, weight, ids, torch.zeros(length), torch.ones(1), cu_seqlens=ends,
+            parallel=gk.Parallel(cp_group=group), max_chunk_bytes=2**16,
         )  # fmt: skip
         peaks.append(plan.peak_bytes)
     assert peaks[0] == peaks[1]
@@ -254,7 +258,8 @@ def normalizers():
     cut = part(case, *positions(case, "stream"))
     for one in (gk.GSPO(), gk.DAPO()):
         alone = gk.normalizer(one, case.loss_mask, cu_seqlens=case.cu_seqlens)
-        together = gk.normalizer(one, cut.loss_mask, cu_seqlens=cut.cu_seqlens, cp_group=group)
+        parallel = gk.Parallel(cp_group=group)
+        together = gk.normalizer(one, cut.loss_mask, cu_seqlens=cut.cu_seqlens, parallel=parallel)
         assert_same_bits(together=together)
         assert alone == together
     for message, culprit, given, error in (
@@ -295,7 +300,7 @@ def errors():
             ("objective: differs", own, {"objective": gk.GSPO() if here else gk.GSPO(0.1, 0.2)}),
         ):
             assert_all_raise(expected, None, calling(one, **options), RanksDisagreeError)
-        assert_all_raise("cp_group: got int", None, calling(own, cp_group=3), TypeError)
+        assert_all_raise("cp_group: got int", None, lambda: gk.Parallel(cp_group=3), TypeError)
     by_token = make_case("linear", "padded", "plain+token_advantages", vocabulary=VOCABULARY)
     assert_all_raise(
         "skip_inactive: 'all' needs one advantage per sequence",
@@ -344,7 +349,7 @@ def compiled():
     def loss(logits):
         return gk.fused_policy_loss(
             logits, own.labels, own.old_logprobs, own.advantages, cu_seqlens=own.cu_seqlens,
-            cp_group=dist.group.WORLD,
+            parallel=gk.Parallel(cp_group=dist.group.WORLD),
         ).loss  # fmt: skip
 
     results = []

@@ -162,7 +162,7 @@ def every_objective():
         leaves = cut({"hidden": hidden, "weight": weight}, uneven=True)
         out = gk.fused_linear_policy_loss(
             leaves["hidden"], leaves["weight"], labels, old, batch.advantages, **terms, objective=objective,
-            return_entropy=True, tp_group=dist.group.WORLD, vocab_range=shares(uneven=True)[dist.get_rank()],
+            return_entropy=True, parallel=gk.Parallel(dist.group.WORLD, shares(uneven=True)[dist.get_rank()]),
         )  # fmt: skip
         out.loss.backward()
         assert_same_bits(loss=out.loss, hidden=leaves["hidden"].grad, **out.metrics)
@@ -215,7 +215,8 @@ def edges():
     start, end = shares()[dist.get_rank()]
     for backend in ("cpp", "reference", "triton"):
         own = logits[:, start:end].clone().requires_grad_()
-        got = gk.token_logprobs(own, labels, return_entropy=True, tp_group=dist.group.WORLD, backend=backend)
+        parallel = gk.Parallel(dist.group.WORLD)
+        got = gk.token_logprobs(own, labels, return_entropy=True, parallel=parallel, backend=backend)
         assert_same_bits(logprobs=got.logprobs.nan_to_num(1.0), entropy=got.entropy.nan_to_num(1.0))
         (grad,) = torch.autograd.grad((got.logprobs * weights).sum(), own)
         pairs = ((got.logprobs, want.logprobs), (got.entropy, want.entropy), (grad, whole[:, start:end]))
@@ -253,7 +254,8 @@ def once_more():
     case = make_case("logits", vocabulary=VOCABULARY)
     logits = cut(case.inputs)["logits"].detach()
     leaf = logits.requires_grad_()
-    terms = {"cu_seqlens": case.cu_seqlens, "tp_group": dist.group.WORLD, "inplace_backward": True}
+    terms = {"cu_seqlens": case.cu_seqlens, "parallel": gk.Parallel(dist.group.WORLD)}
+    terms["inplace_backward"] = True
     out = gk.fused_policy_loss(leaf * 1.0, case.labels, case.old_logprobs, case.advantages, **terms)
     out.loss.backward()
     kept, _ = run(case, LOSSES["logits"], gk.GSPO())

@@ -27,7 +27,7 @@ def sampling_masks():
         if dist.get_rank() == 0:
             assert_equals_oracle(result, case, gk.GSPO())
     case = make_case("logits", "padded", vocabulary=VOCABULARY)
-    leaves, group = cut(case.inputs), {"tp_group": dist.group.WORLD}
+    leaves, group = cut(case.inputs), {"parallel": gk.Parallel(dist.group.WORLD)}
     labels = case.labels.clamp(min=0)
     owner = next(r for r, (start, end) in enumerate(shares()) if start <= int(labels[0, 0]) < end)
     everything = torch.full((*labels.shape, 2), -1, dtype=torch.int32)
@@ -56,7 +56,7 @@ def selected_ids():
     upstream = torch.randn(2, 3, 7, generator=generator)
     kept = torch.cat([ids, torch.randint(0, VOCABULARY, (2, 3, 9), generator=generator)], -1)
     start, end = shares(uneven=True)[dist.get_rank()]
-    group = {"tp_group": dist.group.WORLD, "vocab_range": (start, end)}
+    group = {"parallel": gk.Parallel(dist.group.WORLD, (start, end))}
     for linear, within, masked, K in itertools.product((False, True), (False, True), (False, True), (1, 6)):
         found = []
         for options, columns in (({}, slice(None)), (group, slice(start, end))):

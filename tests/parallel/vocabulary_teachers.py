@@ -8,6 +8,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import gspo_kernels as gk
 from gspo_kernels.linear.chunks import SIZES_BYTES
 from gspo_kernels.parallel.agreement import RanksDisagreeError
+from tests.cases import over_ranks
 from tests.draws import shifted_seed
 from tests.parallel.ranks import VOCABULARY, Wire, assert_all_raise, assert_same_bits, every, of_ranks
 from tests.parallel.vocabulary import shares
@@ -60,7 +61,7 @@ class Sides:
         form = dict(form)
         if form.pop("ids", None):
             theirs, form = {}, form | {"ids": self.ids, "logprobs": self.logprobs}
-        options = {"loss_mask": MASK, "temperature": 0.7, "backend": backend, **group}
+        options = {"loss_mask": MASK, "temperature": 0.7, "backend": backend, **over_ranks(group)}
         if self.linear:
             options["max_chunk_bytes"] = 4096
         function = gk.fused_linear_distillation_loss if self.linear else gk.distillation_loss

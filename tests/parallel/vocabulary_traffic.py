@@ -15,7 +15,7 @@ from gspo_kernels.linear.chunks import SIZES_BYTES
 from gspo_kernels.linear.head import Head
 from gspo_kernels.linear.sums import HeadSums
 from gspo_kernels.parallel.agreement import RanksDisagreeError
-from tests.cases import Result, call, make_case
+from tests.cases import Result, call, make_case, over_ranks
 from tests.judging import assert_equals_oracle
 from tests.parallel.ranks import (
     LOSSES,
@@ -82,7 +82,7 @@ def bytes_on_the_wire():
         assert wire.sent["broadcast"] == scattered * 2 * 4 * tokens * width
         plan = gk.explain_schedule(
             leaves["hidden"], leaves["weight"], case.labels, case.old_logprobs, case.advantages,
-            cu_seqlens=case.cu_seqlens, **case.terms, **options,
+            cu_seqlens=case.cu_seqlens, **case.terms, **over_ranks(options),
         )  # fmt: skip
         assert plan.sent_bytes == sum(wire.sent.values())
         said = plan.overlaps.split(", ")
@@ -320,7 +320,7 @@ def compiled():
     def loss(hidden, weight):
         return gk.fused_linear_policy_loss(
             hidden, weight, case.labels, case.old_logprobs, case.advantages, cu_seqlens=case.cu_seqlens,
-            tp_group=dist.group.WORLD, vocab_range=(start, end),
+            parallel=gk.Parallel(dist.group.WORLD, (start, end)),
         ).loss  # fmt: skip
 
     gradients = []

@@ -15,6 +15,7 @@ from torch import nn
 from gspo_kernels.integrations import errors, transformers
 from gspo_kernels.integrations.errors import IntegrationError
 from gspo_kernels.integrations.transformers import LMHead, fuse_lm_head
+from gspo_kernels.parallel.groups import Parallel
 from tests.integrations.distributed_transformers import CASES
 from tests.integrations.fuse_lm_head.common import T, batch
 from tests.integrations.tiny_models import tiny
@@ -45,10 +46,6 @@ PACKED = {"input_ids": IDS.view(1, -1), "labels": IDS.view(1, -1), "cu_seqlens":
         ),
         ({"labels": IDS, **UPDATE, "loss_mask": torch.ones(4, T)}, "loss_mask: belongs to the tokens"),
         (
-            {"labels": IDS, **UPDATE, "cp_group": 3},
-            "labels: the next one may lie on another rank of cp_group",
-        ),
-        (
             {"labels": IDS, **UPDATE, "old_logprobs": torch.zeros(4, T, dtype=torch.bfloat16)},
             "old_logprobs: arrives as torch.bfloat16",
         ),
@@ -73,6 +70,16 @@ def test_wrong_calls_name_the_argument(refusing, arguments, message):
     with pytest.raises((TypeError, ValueError), match=message):
         refusing(**{"input_ids": IDS, **arguments})
     assert "forward" not in refusing.lm_head.__dict__
+
+
+def test_ranks_that_share_sequences_need_shifted_labels(refusing, group_of_one):
+    shared = Parallel(cp_group=group_of_one)
+    with pytest.raises(IntegrationError, match="labels: the next one may lie on another rank of cp_group"):
+        refusing(input_ids=IDS, labels=IDS, **UPDATE, parallel=shared)
+    with pytest.raises(ValueError, match="tp_group: a fused call can't use it"):
+        refusing(input_ids=IDS, labels=IDS, **UPDATE, parallel=Parallel(tp_group=group_of_one))
+    with pytest.raises(IntegrationError, match="parallel: goes with a policy call"):
+        refusing(input_ids=IDS, labels=IDS, **SCORE, parallel=shared)
 
 
 @pytest.fixture(scope="module")
