@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 
-from gspo_kernels.integrations import configured
+from gspo_kernels.integrations import hooks
 from tests.draws import shifted_seed
 
 LENGTHS = (8, 3, 5, 6, 1, 4)
@@ -17,7 +17,7 @@ NO_RANGE = {f"gk_{name}" for name in ("gpg", "topr", "vespo", "sapo", "sspo", "d
 
 @pytest.fixture(autouse=True)
 def warn_anew():
-    configured.warn_once.cache_clear()
+    hooks.warn_once.cache_clear()
 
 
 def batch(seed=0, dtype=torch.float64):

@@ -434,7 +434,7 @@ def test_another_trl_is_refused_in_one_sentence(installed, says, monkeypatch):
 
 
 def test_scoring_takes_keywords_as_trl_does(model_path, tmp_path):
-    """Every argument by keyword, or by position: the same numbers as TRL's; ``max_chunk_bytes`` is passed on."""
+    """Every argument by keyword, or by position: the same numbers; ``max_chunk_bytes`` is passed on."""
 
     rng = torch.Generator().manual_seed(shifted_seed(3))
     ids = torch.randint(200, (4, 9), generator=rng)
@@ -567,7 +567,7 @@ def test_two_processes_end_at_the_weights_of_trl(sharded, model_path, tmp_path, 
         for fresh in (log[0], log[4]):
             assert fresh["ratio/min"] == fresh["ratio/max"] == 1.0
         assert log[1]["ratio/min"] < 1.0 < log[1]["ratio/max"]
-        # on fresh weights the loss is a mean of advantages: bf16 layers do not change it, bf16 could not hold it
+        # on fresh weights the loss is a mean of advantages, which bf16 could not hold
         assert log[0]["loss"] == pytest.approx(logs["GSPO"][0]["loss"], rel=1e-6)
         assert log[0]["loss"] != torch.tensor(log[0]["loss"]).bfloat16().item()
 
