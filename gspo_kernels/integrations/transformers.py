@@ -108,7 +108,7 @@ def fuse_lm_head(model: Any, *, fp32_head: bool = False) -> Any:
     ``ignore_index``.
 
     Packed: one row [1, N] with ``cu_seqlens`` and no 2-D ``attention_mask``; ``position_ids`` restart (and
-    are made where they are not given), which is how transformers keeps sequences apart.
+    are made where there are none), which is how transformers keeps sequences apart.
 
     Through PEFT's prompt learning pass ``shift_labels`` and padded rows: labels and whatever is per token lie
     at the model's own tokens, and the virtual ones before them have none.
@@ -180,7 +180,7 @@ class _FusedState:
         fp32_head: see ``fuse_lm_head``.
         virtual_tokens: how many each prompt-learning adapter around the model puts before its tokens.
         checked_transform: the logit transform that was compared with the model's forward, or None.
-        packing_checked: packed sequences were found not to see each other.
+        packing_checked: whether packed sequences were checked not to see each other.
     """
 
     earlier: Any
@@ -242,7 +242,7 @@ def _forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     )
 
 
-# What a fused call is given.
+# The arguments of a fused call.
 
 
 def _check_options(options: dict[str, Any], scores: bool) -> None:
@@ -255,8 +255,8 @@ def _check_options(options: dict[str, Any], scores: bool) -> None:
     for name in () if scores else ("advantages", "old_logprobs"):
         if name not in options:
             raise IntegrationError(
-                f"{name}: missing beside {min(options)!r}; a policy call needs advantages= (None where the "
-                "objective takes none) and old_logprobs= (None for on-policy), scoring needs "
+                f"{name}: missing, while {min(options)!r} is passed; a policy call needs advantages= (None "
+                "where the objective takes none) and old_logprobs= (None for on-policy), scoring needs "
                 "return_logprobs=True"
             )
     for name, value in options.items():
@@ -277,7 +277,7 @@ def _virtual_tokens(state: _FusedState, options: dict[str, Any], kwargs: dict[st
     if options.get("cu_seqlens") is not None:
         raise IntegrationError(
             "cu_seqlens: the virtual tokens of prompt learning come once for each row, so only the first of "
-            "the packed sequences would have its own; pass padded rows"
+            "the packed sequences would have them; pass padded rows"
         )
     if embeddings is None:  # prefix tuning: they are in the cache
         return 0

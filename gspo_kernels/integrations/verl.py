@@ -101,7 +101,9 @@ class VerlPolicyLoss:
         if not isinstance(self.objective, type):
             _check(self.objective)
             if self.follow_config:
-                raise ValueError("follow_config: got True, but an instance says its own aggregation")
+                raise ValueError(
+                    "follow_config: got True, but an instance has its aggregation, expected False"
+                )
 
     def __call__(
         self,
@@ -152,8 +154,8 @@ class VerlPolicyLoss:
         aggregation = theirs if self.follow_config else self.objective.aggregation
         if aggregation != theirs:
             hooks.warn_once(
-                f"{self.name}: aggregates by {_mode(aggregation)!r}, while loss_agg_mode={mode!r} holds "
-                "for verl's own entropy and KL terms; set it too"
+                f"{self.name}: aggregates by {_mode(aggregation)!r}, while loss_agg_mode={mode!r} applies "
+                "to verl's own entropy and KL terms; set it too"
                 + ("" if fixed else f", or take {self.name}_config")
             )
         if isinstance(self.objective, Objective):

@@ -490,8 +490,8 @@ def refusing():
     [
         ({**SCORE}, "labels, shift_labels: expected exactly one"),
         ({**SCORE, "labels": IDS, "shift_labels": IDS}, "labels, shift_labels: expected exactly one"),
-        ({"labels": IDS, "old_logprobs": None}, "advantages: missing beside 'old_logprobs'"),
-        ({"labels": IDS, "temperature": 0.5}, "advantages: missing beside 'temperature'"),
+        ({"labels": IDS, "old_logprobs": None}, "advantages: missing, while 'old_logprobs' is passed"),
+        ({"labels": IDS, "temperature": 0.5}, "advantages: missing, while 'temperature' is passed"),
         ({"labels": IDS, "advantages": torch.ones(4)}, "old_logprobs: missing"),
         ({"labels": IDS, **SCORE, **UPDATE}, "advantages: goes with a policy call"),
         ({"labels": IDS, **SCORE, "kl_beta": 0.1}, "kl_beta: goes with a policy call"),

@@ -34,9 +34,9 @@ def _compute_logprobs(
     _refuse_shards(logits, labels)
     if not return_entropy:
         return scores(logits, labels).logprobs
-    found = scores(logits, labels.clamp(min=0), entropy=True)  # ignored labels have an entropy, too
-    assert found.entropy is not None
-    return found.logprobs.masked_fill(labels == IGNORED, 0.0), found.entropy.detach()
+    scored = scores(logits, labels.clamp(min=0), entropy=True)  # ignored labels have an entropy, too
+    assert scored.entropy is not None
+    return scored.logprobs.masked_fill(labels == IGNORED, 0.0), scored.entropy.detach()
 
 
 REPLACEMENTS = Replacements(
