@@ -277,6 +277,22 @@ def test_the_correction_weighs_the_policy_term(name, objective):
     )
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"high": 1.1},
+        {"mode": "icepop", "low": 0.9, "high": 1.2},
+        {"level": "sequence", "reduce": "sum", "low": 0.9, "high": 1.5},
+        {"mode": "k2", "level": "sequence", "reduce": "max", "high": 0.05},
+    ],
+)
+def test_a_correction_is_rollout_weights_with_its_options(options):
+    given = problem()
+    weights = RolloutCorrection(**options).weights(given.old, given.rollout, given.mask)
+    expected = gk.rollout_weights(given.old, given.rollout, loss_mask=given.mask, **options)
+    assert torch.equal(weights, expected)
+
+
 @EACH
 def test_every_fitting_objective_splits(name):
     one, given = FRAMEWORKS[name], problem()

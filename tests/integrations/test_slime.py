@@ -181,19 +181,19 @@ def test_any_split_adds_up_to_the_step(objective, changes):
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_the_correction_weighs_the_policy_term(level):
+    """Samples of one rollout share its weight in the sum."""
     correction = RolloutCorrection(level=level, high=1.1)
-    ours = step(PolicyLoss(GSPO, correction=correction), Rollout(fan_out=False), arguments())
-    rollout, total = Rollout(fan_out=False), 0.0
+    ours = step(PolicyLoss(GSPO, correction=correction), Rollout(), arguments())
+    rollout, total = Rollout(), 0.0
     for i in range(4):
         mask = rollout.masks[i]
         log_weight = rollout.old[i] - rollout.engine[i]
         if level == "sequence":
             log_weight = (log_weight * mask).sum() / mask.sum()
-        weight = log_weight.exp().clamp(max=1.1)
+        weight = (log_weight.exp().clamp(max=1.1) * mask).sum() / rollout.sums[i]
         log_ratio = ((rollout.logprobs()[i] - rollout.old[i]) * mask).sum() / mask.sum()
-        value = oracle.ppo_clip(log_ratio, rollout.advantages[i][0].item(), 0.1, 0.15, None)
-        total = total + value * ((weight * mask).sum() / mask.sum())
-    torch.testing.assert_close(ours[0].float(), total / 5)
+        total += weight * oracle.ppo_clip(log_ratio, rollout.advantages[i][0].item(), 0.1, 0.15, None)
+    torch.testing.assert_close(ours[0].float(), total / rollout.rollouts)
 
 
 def test_without_old_logprobs_it_is_on_policy():
