@@ -79,11 +79,15 @@ def expected(given: Problem, objective, dtype=torch.float64, **terms) -> tuple[T
     return loss.detach(), logprobs.grad
 
 
-def judge(compute, truth, make=problem, by_row=False):
-    """``compute(problem)`` in fp32 is as exact as ``truth(problem, dtype)`` there: loss and gradient."""
+def judge(compute, truth, make=problem, row_dims=9, rounded_to=torch.float32):
+    """Results of ``compute(problem)`` are as exact as those of ``truth(problem, dtype)`` in fp32.
+
+    Results with ``row_dims`` dimensions or more share errors by row; ``rounded_to`` None: each its dtype.
+    """
     got = [compute(make(seed)) for seed in range(8)]
     exact, plain = ([truth(make(n), dtype) for n in range(8)] for dtype in (torch.float64, torch.float32))
-    for k, name in enumerate(("loss", "gradient")):
+    for k in range(len(exact[0])):
         ours, theirs, right = ([each[k] for each in kind] for kind in (got, plain, exact))
-        spread = Spread.of(differences(theirs, right), by_row=by_row and k == 1)
-        assert_as_exact(name, differences(ours, right), spread, right, torch.finfo(torch.float32).eps)
+        spread = Spread.of(differences(theirs, right), by_row=right[0].ndim >= row_dims)
+        rounding = torch.finfo(rounded_to or ours[0].dtype).eps
+        assert_as_exact(f"result {k}", differences(ours, right), spread, right, rounding)

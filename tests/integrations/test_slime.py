@@ -175,7 +175,7 @@ def test_any_split_adds_up_to_the_step(objective, changes):
         lambda rollout: step(loss_fns[rollout.seed // 2 % 2], rollout, args),
         lambda rollout, dtype: expected(rollout, objective, args, dtype),
         make=Rollout,
-        by_row=True,
+        row_dims=2,
     )
 
 
@@ -307,7 +307,7 @@ def test_equals_slime(objective, changes):
             else slime_step(stock, rollout, args, theirs)
         ),
         make=Rollout,
-        by_row=True,
+        row_dims=2,
     )
     for name in {*ours} - {"pg_clipfrac"}:
         assert ours[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-6), name
