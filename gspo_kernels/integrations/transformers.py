@@ -37,7 +37,7 @@ from gspo_kernels.parallel.groups import Parallel
 
 __all__ = ["FusedLMOutput", "IntegrationError", "LMHead", "fuse_lm_head", "lm_head_of", "unfuse_lm_head"]  # noqa: F822
 
-VERSIONS = ">=5.0,<6"
+SUPPORTED = ">=5.0,<6"
 """The versions of transformers that this adapter serves."""
 
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
@@ -124,7 +124,7 @@ def fuse_lm_head(model: Any, *, fp32_head: bool = False) -> Any:
         IntegrationError: transformers is missing or unsupported, or the head is not understood; the first
             fused call compares the head and what follows it with the model's own.
     """
-    require_package("transformers", VERSIONS)
+    require_package("transformers", SUPPORTED)
     checks.flag("fp32_head", fp32_head)
     inner = causal_lm_of(model)
     head_module(inner)

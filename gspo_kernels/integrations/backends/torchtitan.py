@@ -12,7 +12,7 @@ from torch import Tensor
 from gspo_kernels.integrations.backends.replacing import NotServedError, Replacements
 from gspo_kernels.integrations.backends.scoring import IGNORED, refuse_other_tensors, scores
 
-VERSIONS = ">=0.3,<0.4"
+SUPPORTED = ">=0.3,<0.4"
 
 
 def _refuse_shards(logits: Tensor, labels: Tensor) -> None:
@@ -41,7 +41,7 @@ def _compute_logprobs(
 
 REPLACEMENTS = Replacements(
     "torchtitan",
-    VERSIONS,
+    SUPPORTED,
     {
         "torchtitan.components.loss:cross_entropy_loss": _cross_entropy_loss,
         "torchtitan.components.loss:compute_logprobs": _compute_logprobs,

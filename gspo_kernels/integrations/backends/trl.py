@@ -14,7 +14,7 @@ import gspo_kernels as gk
 from gspo_kernels.integrations.backends.replacing import NotServedError, Replacements
 from gspo_kernels.integrations.backends.scoring import entropy_of, linear_scores, scores
 
-VERSIONS = ">=1.16,<1.17"
+SUPPORTED = ">=1.16,<1.17"
 
 
 def _selective_log_softmax(
@@ -68,7 +68,7 @@ def _chunked_logprobs(
 
 REPLACEMENTS = Replacements(
     "trl",
-    VERSIONS,
+    SUPPORTED,
     {
         "trl.trainer.utils:selective_log_softmax": _selective_log_softmax,
         "trl.trainer.utils:selective_log_softmax_and_entropy": _selective_log_softmax_and_entropy,

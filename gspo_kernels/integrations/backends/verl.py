@@ -13,7 +13,7 @@ from torch import Tensor
 from gspo_kernels.integrations.backends.replacing import NotServedError, Replacements
 from gspo_kernels.integrations.backends.scoring import entropy_of, linear_scores, scores
 
-VERSIONS = "==0.9.1"
+SUPPORTED = "==0.9.1"
 
 
 def _logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool = True) -> Tensor:
@@ -49,7 +49,7 @@ def _linear_cross_entropy(
 
 REPLACEMENTS = Replacements(
     "verl",
-    VERSIONS,
+    SUPPORTED,
     {
         "verl.utils.torch_functional:logprobs_from_logits": _logprobs_from_logits,
         "verl.utils.torch_functional:entropy_from_logits": _entropy_from_logits,
