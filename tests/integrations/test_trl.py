@@ -2,7 +2,7 @@
 
 One loss, gradient and set of metrics come from inputs made by hand, so that options which need vLLM are
 covered and every ratio, mask and weight matters; plain PyTorch in fp64 judges both trainers. Runs begin at
-the same weights and see the same rollouts: 20 optimizer steps with 4 minibatches each. TRL against itself
+the same weights and see the same rollouts: 12 optimizer steps with 4 minibatches each. TRL against itself
 with plain log-softmax ends 1e-7 apart there; the bounds are far below what one wrong coefficient does.
 """
 
@@ -303,7 +303,7 @@ RUNS = {
 }
 
 
-def train(kind, model_path, folder, *, lora=False, steps=20, **options):
+def train(kind, model_path, folder, *, lora=False, steps=12, **options):
     """Weights before and after, and the log."""
 
     adapter = None
