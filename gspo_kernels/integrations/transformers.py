@@ -299,9 +299,10 @@ def _labels(options: dict[str, Any], kwargs: dict[str, Any], shared: bool) -> Te
             "labels, shift_labels: expected exactly one of them, as a keyword: labels[t] is the token at "
             "position t, shift_labels[t] the one that position t predicts"
         )
-    name, labels = next(iter(passed.items()))
+    ((name, value),) = passed.items()
     cu_seqlens = options.get("cu_seqlens")
-    checks.dtype(name, checks.tensor(name, labels, None, "[B, T] like input_ids", None), checks.INTEGERS)
+    labels = checks.tensor(name, value, None, "[B, T] like input_ids", None)
+    checks.dtype(name, labels, checks.INTEGERS)
     if labels.ndim != 2 or (cu_seqlens is not None and labels.shape[0] != 1):
         expected = "[B, T] like input_ids" if cu_seqlens is None else "[1, N] with cu_seqlens"
         raise IntegrationError(f"{name}: got shape {tuple(labels.shape)}, expected {expected}")
@@ -470,8 +471,7 @@ def _run_with_loss(
         weight, bias = head.weight, None if lm_head.bias is None else head.bias
         _check_gathered(head)
         if not _split_by_vocabulary(weight, bias):
-            # every rank computes the same loss, and the gradient is replicated
-            hidden, weight, bias = (x.full_tensor() if _is_dtensor(x) else x for x in (hidden, weight, bias))
+            hidden, weight, bias = _full(hidden), _full(weight), _full(bias)
         if weight.dim() != 2 or weight.numel() == 0:
             raise IntegrationError(
                 f"model: the weight of its lm_head has shape {tuple(weight.shape)} inside the forward, "
@@ -485,10 +485,7 @@ def _run_with_loss(
         device = hidden.device.type
         autocast = torch.is_autocast_enabled(device) and not fp32_head
         if fp32_head or (weight.dtype == torch.float32 and not autocast):
-            hidden, weight, bias = (
-                x.float() if x is not None and x.dtype in _LOW_PRECISION else x
-                for x in (hidden, weight, bias)
-            )
+            hidden, weight, bias = _at_least_fp32(hidden), _at_least_fp32(weight), _at_least_fp32(bias)
         head_options = lm_head.options() | {"bias": bias} | options
         with nullcontext() if autocast else torch.autocast(device, enabled=False):
             if scores:
@@ -562,6 +559,15 @@ def unrounded(value: Tensor, returned: Tensor) -> Tensor:
 
 def _is_dtensor(tensor: Any) -> bool:
     return hasattr(tensor, "device_mesh")
+
+
+def _full(tensor: Any) -> Any:
+    """The whole of a DTensor, so that all ranks compute the same loss; its gradient is replicated."""
+    return tensor.full_tensor() if _is_dtensor(tensor) else tensor
+
+
+def _at_least_fp32(tensor: Any) -> Any:
+    return tensor.float() if tensor is not None and tensor.dtype in _LOW_PRECISION else tensor
 
 
 def _split_by_vocabulary(weight: Any, bias: Any) -> bool:
