@@ -64,7 +64,7 @@ def supported_versions(adapter: str) -> str | None:
     file = Path(next(iter(integrations.__path__)), f"{adapter}.py")
     if not file.is_file():
         return None
-    declared = re.search(r'^(?:SUPPORTED|VERSIONS) = "(.+)"$', file.read_text(), flags=re.MULTILINE)
+    declared = re.search(r'^SUPPORTED = "(.+)"$', file.read_text(), flags=re.MULTILINE)
     return None if declared is None else declared.group(1)
 
 

@@ -67,7 +67,8 @@ def test_every_adapter_is_listed_with_its_range():
 
 
 def test_adapters_that_need_nothing_of_their_framework_import_nothing():
-    code = "import sys; from gspo_kernels.integrations import areal, nemo_rl, openrlhf, prime_rl, slime; "
-    code += "print([m for m in ('transformers', 'trl', 'verl', 'skyrl', 'nemo_rl') if m in sys.modules])"
+    frameworks = ("transformers", "accelerate", "peft", "trl", "verl", "skyrl", "nemo_rl")
+    code = "import sys; from gspo_kernels.integrations import areal, nemo_rl, openrlhf, prime_rl, slime, "
+    code += f"transformers; print([m for m in {frameworks} if m in sys.modules])"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert found.stdout.strip() == "[]", found.stderr

@@ -1,18 +1,23 @@
-"""What adapters to a loss hook share: which objectives fit it, and its values in the form that losses take.
+"""What adapters to a loss hook share: which objectives fit it, its values as losses take them, its options.
 
 Such a hook sees one micro-batch, with log-probs (or logits) that the framework has made. What it passes is
-fixed, and so is the number that the framework divides by: both decide which objectives it can serve.
+fixed, and so is the number that the framework divides by: both decide which objectives it can serve. verl and
+SkyRL keep losses in a registry, and their configs have words for some options of the objectives.
 """
 
 from __future__ import annotations
 
+import functools
+import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from gspo_kernels import checks
+from gspo_kernels import checks, objectives
 from gspo_kernels.integrations.errors import IntegrationError, require_package
 from gspo_kernels.layout import layout_of
 from gspo_kernels.objectives.base import Objective
@@ -183,3 +188,87 @@ def check_correction(correction: RolloutCorrection | None) -> RolloutCorrection 
             f"correction: got {type(correction).__name__}, expected a RolloutCorrection(...) or None"
         )
     return correction
+
+
+# Objectives by name, with options from a framework's config.
+
+Read = Callable[[Any], Any]
+Reads = dict[str, Read]
+"""Options of an objective, and how each is read from a config."""
+
+SEQUENCE_RANGE = 0.01
+"""A wider clip range hardly ever clips a sequence's ratio: it is meant for ratios of tokens."""
+
+
+def named_objectives() -> dict[str, type[Objective]]:
+    """All objectives by the name of their file with a prefix: ``gk_gspo``, ``gk_dr_grpo``, ..."""
+    classes = [getattr(objectives, name) for name in objectives.__all__]
+    return {"gk_" + cls.__module__.rpartition(".")[2]: cls for cls in classes}
+
+
+def clip_range_options(
+    low: Callable[[Any], float], high: Callable[[Any], float]
+) -> dict[type[Objective], Reads]:
+    """The options of all objectives that clip a ratio at 1 - ``low`` and 1 + ``high``."""
+    clip: Reads = {"clip_low": low, "clip_high": high}
+    two: Reads = {"positive_low": low, "positive_high": high, "negative_low": low, "negative_high": high}
+    same = (objectives.DHPO, objectives.GRPO, objectives.GSPO, objectives.GSPOToken)
+    return {
+        **dict.fromkeys(same, clip),
+        objectives.ABCGRPO: two,
+        objectives.GMPO: {"log_clip_low": low, "log_clip_high": high},
+    }
+
+
+def read(config: Any, path: str, default: Any = None) -> Any:
+    """The attribute of ``config`` at a dotted path, or ``default``; an error where both are missing."""
+    value = config
+    for name in path.split("."):
+        value = getattr(value, name, None)
+    value = default if value is None else value
+    if value is None:
+        raise IntegrationError(f"config.{path}: missing in the config, expected a value")
+    return value
+
+
+def read_options(
+    objective: type[Objective], table: Mapping[type[Objective], Reads], config: Any
+) -> dict[str, Any]:
+    """The options that ``table`` has for the objective, or for a class that it derives from."""
+    reads: Reads = {}
+    for cls in reversed(objective.__mro__):
+        reads.update(table.get(cls, {}))
+    return {name: option(config) for name, option in reads.items()}
+
+
+def build(name: str, objective: type[Objective], **options: Any) -> Objective:
+    """The objective; where it refuses an option, the message has what the config says."""
+    try:
+        return objective(**options)
+    except (TypeError, ValueError) as error:
+        values = ", ".join(f"{option}={value}" for option, value in options.items())
+        raise IntegrationError(f"{name}: {error} (the config has {values})") from None
+
+
+def warn_wide_range(
+    name: str, objective: type[Objective], options: Mapping[str, Any], low: str, high: str
+) -> None:
+    """Warn where an objective of sequence ratios gets a clip range that is meant for token ratios.
+
+    ``low`` and ``high`` are the framework's words for the range.
+    """
+    defaults: Any = objective  # a dataclass: they are attributes of the class
+    if "clip_high" not in options or defaults.clip_high > SEQUENCE_RANGE:
+        return
+    widest = max(options["clip_low"], options["clip_high"])
+    if widest > SEQUENCE_RANGE:
+        warn_once(
+            f"{name}: a clip range of {widest:g} hardly ever clips a sequence's ratio; its paper has "
+            f"{low}={defaults.clip_low}, {high}={defaults.clip_high}"
+        )
+
+
+@functools.cache
+def warn_once(message: str) -> None:
+    """Warn, at most once in a process with the same message."""
+    warnings.warn(message, stacklevel=2)

@@ -221,7 +221,7 @@ def tokens_of_rank(cu_seqlens: Tensor, rank: int, ranks: int, *, order: str = "z
             those cut (as for Ulysses). Runs of a sequence differ by one token at most.
 
     Returns:
-        Positions, int64 [n], in ascending order, and the rank's own ``cu_seqlens``, int32 [B + 1]: as many
+        Positions, int64 [n], in ascending order, and the rank's ``cu_seqlens``, int32 [B + 1]: as many
         sequences on every rank. n is read from the device.
 
     Raises:
@@ -243,8 +243,8 @@ def tokens_of_rank(cu_seqlens: Tensor, rank: int, ranks: int, *, order: str = "z
     sequence = segment_ids(cu_seqlens, tokens)
     # run k of a sequence begins at length * k // (number of runs)
     run = ((positions - cu_seqlens[sequence] + 1) * len(runs) * ranks - 1) // cu_seqlens.diff()[sequence]
-    own = torch.isin(run, torch.tensor(runs, device=run.device)).nonzero().squeeze(1)
-    return PackedTokens(own, offsets_of(torch.bincount(sequence[own], minlength=len(cu_seqlens) - 1)))
+    here = torch.isin(run, torch.tensor(runs, device=run.device)).nonzero().squeeze(1)
+    return PackedTokens(here, offsets_of(torch.bincount(sequence[here], minlength=len(cu_seqlens) - 1)))
 
 
 def response_predictions(cu_seqlens: Tensor, response_cu_seqlens: Tensor) -> Tensor:

@@ -61,7 +61,7 @@ def causal_lm_of(model: Any) -> Any:
 
 
 def virtual_tokens_of(model: Any) -> set[int]:
-    """How many virtual tokens the prompt-learning adapters of a model put before its own, each its number."""
+    """How many virtual tokens each prompt-learning adapter of a model puts before the prompt."""
     while isinstance(model, nn.parallel.DistributedDataParallel):
         model = model.module
     configs = model.peft_config.values() if _is_peft(model) else ()
@@ -76,15 +76,15 @@ def check_causal(model: Any) -> None:
     masked = {*auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES.values()}
     masked -= {*auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()}
     # an encoder of images is bidirectional in a causal language model, too
-    own = (type(None), type(model.config), type(model.config.get_text_config(decoder=True)))
-    said = [
+    of_text = (type(None), type(model.config), type(model.config.get_text_config(decoder=True)))
+    causal = [
         value
         for module in model.modules()
-        if type(getattr(module, "config", None)) in own
+        if type(getattr(module, "config", None)) in of_text
         for value in (getattr(module, "is_causal", None), getattr(module, "is_decoder", None))
         if isinstance(value, bool)
     ]
-    if name in masked or (said and not any(said)):
+    if name in masked or (causal and not any(causal)):
         raise IntegrationError(
             f"model: {name} is bidirectional: its tokens see those that follow, so its log-probs are not "
             "those of a policy that samples token by token; expected a causal language model (in BERT's "

@@ -20,10 +20,15 @@ import torch
 from torch import Tensor
 
 from gspo_kernels import checks, objectives
-from gspo_kernels.integrations import configured
-from gspo_kernels.integrations.configured import Reads, read
+from gspo_kernels.integrations import hooks
 from gspo_kernels.integrations.errors import IntegrationError, require_package
-from gspo_kernels.integrations.hooks import check_objective, fitting_advantages
+from gspo_kernels.integrations.hooks import (
+    Reads,
+    check_objective,
+    clip_range_options,
+    fitting_advantages,
+    read,
+)
 from gspo_kernels.losses import policy_loss
 from gspo_kernels.objectives.base import Objective
 
@@ -49,34 +54,23 @@ def _high(config: Any) -> float:
     return float(read(config, "eps_clip_high"))
 
 
-_CLIP: Reads = {"clip_low": _low, "clip_high": _high}
 _TAU: Reads = {
     "tau_positive": lambda config: read(config, "sapo.tau_pos"),
     "tau_negative": lambda config: read(config, "sapo.tau_neg"),
 }
 
 OPTIONS: dict[type[Objective], Reads] = {
-    objectives.ABCGRPO: {
-        "positive_low": _low,
-        "positive_high": _high,
-        "negative_low": _low,
-        "negative_high": _high,
-    },
+    **clip_range_options(_low, _high),
     objectives.CISPO: {
         "min_ratio": lambda config: 1.0 - read(config, "cispo.cispo_eps_clip_low"),
         "max_ratio": lambda config: 1.0 + read(config, "cispo.cispo_eps_clip_high"),
     },
-    objectives.DHPO: _CLIP,
     objectives.DPPO: {
         "divergence": lambda config: read(config, "dppo.dppo_type").removeprefix("binary_"),
         "bound_low": lambda config: read(config, "dppo.delta_low"),
         "bound_high": lambda config: read(config, "dppo.delta_high"),
         "max_ratio": lambda config: UNBOUNDED,
     },
-    objectives.GMPO: {"log_clip_low": _low, "log_clip_high": _high},
-    objectives.GRPO: _CLIP,
-    objectives.GSPO: _CLIP,
-    objectives.GSPOToken: _CLIP,
     objectives.SAPO: _TAU,
     objectives.SSPO: _TAU,
 }
@@ -136,7 +130,7 @@ class SkyRLPolicyLoss:
         checks.tensor("old_log_probs", old_log_probs, tuple(log_probs.shape), "[B, T]", log_probs.device)
         reduction = read(config, "loss_reduction")
         if REDUCTIONS.get(reduction) != self.objective.aggregation:
-            configured.warn_once(
+            hooks.warn_once(
                 f"{self.name}: SkyRL's advantages come scaled by loss_reduction={reduction!r}, while the "
                 f"objective aggregates by {self.objective.aggregation!r}"
             )
@@ -163,9 +157,9 @@ class SkyRLPolicyLoss:
     def _objective(self, config: Any) -> Objective:
         if isinstance(self.objective, Objective):
             return _summing(self.objective)
-        options = configured.read_options(self.objective, OPTIONS, config)
-        configured.warn_wide_range(self.name, self.objective, options, "eps_clip_low", "eps_clip_high")
-        return configured.build(self.name, self.objective, aggregation="sum", **options)
+        options = hooks.read_options(self.objective, OPTIONS, config)
+        hooks.warn_wide_range(self.name, self.objective, options, "eps_clip_low", "eps_clip_high")
+        return hooks.build(self.name, self.objective, aggregation="sum", **options)
 
 
 def _summing(objective: Objective) -> Objective:
@@ -205,7 +199,7 @@ def _correction(
 
 def _losses() -> tuple[dict[str, SkyRLPolicyLoss], dict[str, str]]:
     served, refused = {}, {}
-    for name, objective in configured.named_objectives().items():
+    for name, objective in hooks.named_objectives().items():
         try:
             served[name] = SkyRLPolicyLoss(name, objective)
         except IntegrationError as error:

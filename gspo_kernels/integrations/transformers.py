@@ -10,14 +10,17 @@ from __future__ import annotations
 import functools
 import inspect
 import types
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from gspo_kernels import checks
 from gspo_kernels.integrations.errors import IntegrationError, require_package
-from gspo_kernels.integrations.head_call import LOW_PRECISION, HeadCall
 from gspo_kernels.integrations.lm_head import (
     LMHead,
     causal_lm_of,
@@ -26,22 +29,23 @@ from gspo_kernels.integrations.lm_head import (
     lm_head_of,
     virtual_tokens_of,
 )
-from gspo_kernels.integrations.packed_rows import lay_out_packed, score_packed, shares_sequences
+from gspo_kernels.layout import segment_ids
 from gspo_kernels.logprobs import linear_token_logprobs
 from gspo_kernels.losses import fused_linear_policy_loss
 from gspo_kernels.ops.library import checked_values
+from gspo_kernels.parallel.groups import Parallel
 
 __all__ = ["FusedLMOutput", "IntegrationError", "LMHead", "fuse_lm_head", "lm_head_of", "unfuse_lm_head"]  # noqa: F822
 
-VERSIONS = ">=5.0,<6"
+SUPPORTED = ">=5.0,<6"
 """The versions of transformers that this adapter serves."""
 
+_LOW_PRECISION = (torch.float16, torch.bfloat16)
 _OF_THE_HEAD = {"hidden", "weight", "labels", "bias", "logit_scale", "softcap"}
-_SCORING = {*inspect.signature(linear_token_logprobs).parameters} - _OF_THE_HEAD - {"parallel"} | {
-    "cu_seqlens"
-}
-_POLICY = {*inspect.signature(fused_linear_policy_loss).parameters} - _OF_THE_HEAD | {"router_aux_loss_coef"}
-_OURS = _SCORING | _POLICY | {"return_logprobs"}
+_SCORING = {*inspect.signature(linear_token_logprobs).parameters, "cu_seqlens"} - _OF_THE_HEAD - {"parallel"}
+_POLICY = {*inspect.signature(fused_linear_policy_loss).parameters, "router_aux_loss_coef"} - _OF_THE_HEAD
+_FUSED = _SCORING | _POLICY | {"return_logprobs"}
+"""Arguments that only a fused call has."""
 
 
 @functools.cache
@@ -104,7 +108,7 @@ def fuse_lm_head(model: Any, *, fp32_head: bool = False) -> Any:
     ``ignore_index``.
 
     Packed: one row [1, N] with ``cu_seqlens`` and no 2-D ``attention_mask``; ``position_ids`` restart (and
-    are made where they are not given), which is how transformers keeps sequences apart.
+    are made where there are none), which is how transformers keeps sequences apart.
 
     Through PEFT's prompt learning pass ``shift_labels`` and padded rows: labels and whatever is per token lie
     at the model's own tokens, and the virtual ones before them have none.
@@ -120,7 +124,7 @@ def fuse_lm_head(model: Any, *, fp32_head: bool = False) -> Any:
         IntegrationError: transformers is missing or unsupported, or the head is not understood; the first
             fused call compares the head and what follows it with the model's own.
     """
-    require_package("transformers", VERSIONS)
+    require_package("transformers", SUPPORTED)
     checks.flag("fp32_head", fp32_head)
     inner = causal_lm_of(model)
     head_module(inner)
@@ -129,20 +133,20 @@ def fuse_lm_head(model: Any, *, fp32_head: bool = False) -> Any:
         inner._gspo_fused.fp32_head = fp32_head
         inner._gspo_fused.virtual_tokens |= virtual_tokens_of(model)
         return model
-    own = type(inner).forward
-    taken = _OURS & {*inspect.signature(own).parameters}
+    of_class = type(inner).forward
+    taken = _FUSED & {*inspect.signature(of_class).parameters}
     if taken:
         raise IntegrationError(
             f"model: {type(inner).__name__}.forward has an argument {min(taken)!r} already"
         )
 
-    @functools.wraps(own)  # generate() reads the signature
+    @functools.wraps(of_class)  # generate() reads the signature
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return _forward(self, args, kwargs)
 
     earlier = inner.__dict__.get("forward")
     inner.forward = types.MethodType(forward, inner)
-    inner._gspo_fused = _Fused(earlier, inner.forward, fp32_head, virtual_tokens_of(model))
+    inner._gspo_fused = _FusedState(earlier, inner.forward, fp32_head, virtual_tokens_of(model))
     return model
 
 
@@ -167,7 +171,7 @@ def unfuse_lm_head(model: Any) -> Any:
 
 
 @dataclass
-class _Fused:
+class _FusedState:
     """What a patched instance remembers.
 
     Attributes:
@@ -175,54 +179,54 @@ class _Fused:
         patched: the one that it has now.
         fp32_head: see ``fuse_lm_head``.
         virtual_tokens: how many each prompt-learning adapter around the model puts before its tokens.
-        head_checked: the logit transform that was found to be the model's own, or None.
-        packing_checked: packed sequences were found not to see each other.
+        checked_transform: the logit transform that was compared with the model's forward, or None.
+        packing_checked: whether packed sequences were checked not to see each other.
     """
 
     earlier: Any
     patched: Any
     fp32_head: bool
     virtual_tokens: set[int]
-    head_checked: tuple[float, float | None] | None = None
+    checked_transform: tuple[float, float | None] | None = None
     packing_checked: bool = False
 
 
 def _forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run the model's own forward; for our arguments with the loss in place of the head's product."""
-    fused = model._gspo_fused
-    own = fused.earlier or functools.partial(type(model).forward, model)
-    ours = {name: kwargs[name] for name in kwargs if name in _OURS}
+    """Run the model's own forward; with arguments of a fused call, the loss takes the head's place."""
+    state = model._gspo_fused
+    forward = state.earlier or functools.partial(type(model).forward, model)
+    options = {name: kwargs[name] for name in kwargs if name in _FUSED}
     kwargs = {name: value for name, value in kwargs.items() if name != "return_logprobs"}
-    scores = checks.flag("return_logprobs", ours.pop("return_logprobs", False))
-    if not scores and not ours.keys() - {"ignore_index"}:  # transformers' own loss takes that one too
-        return own(*args, **kwargs)
-    for name in ours:
+    scores = checks.flag("return_logprobs", options.pop("return_logprobs", False))
+    if not scores and not options.keys() - {"ignore_index"}:  # transformers' own loss takes that one too
+        return forward(*args, **kwargs)
+    for name in options:
         del kwargs[name]
-    _check_terms(ours, scores)
-    aux_weight = ours.pop("router_aux_loss_coef", None)
-    virtual = _virtual_tokens(fused, ours, kwargs)
-    labels = _labels(ours, kwargs)
+    _check_options(options, scores)
+    aux_weight = options.pop("router_aux_loss_coef", None)
+    parallel = options.get("parallel", Parallel())
+    parallel.check("a fused call", ("cp_group",), options.get("batch_invariant"))
+    shared = parallel.cp_group is not None  # other ranks have tokens of the same sequences
+    virtual = _virtual_tokens(state, options, kwargs)
+    labels = _labels(options, kwargs, shared)
     if virtual:
-        labels = _lengthen(virtual, labels, ours)
-    packed = ours.get("cu_seqlens") is not None
-    _complete(model, kwargs, packed, shared=shares_sequences(ours))
+        # positions that don't count, before the labels and before every term per token
+        for name, value in options.items():
+            if isinstance(value, Tensor) and value.shape == labels.shape:
+                options[name] = nn.functional.pad(value, (virtual, 0))
+        labels = nn.functional.pad(labels, (virtual, 0), value=options.get("ignore_index", -100))
+    packed = options.get("cu_seqlens") is not None
+    _complete(model, kwargs, packed, shared)
     if packed:
-        labels = lay_out_packed(model, own, labels, ours, kwargs)
-    if packed and scores:
-        score_packed(ours, labels)
+        labels = _lay_out_packed(model, forward, labels, options, kwargs, shared, scores)
     lm_head = lm_head_of(model)
     transform = lm_head.logit_scale, lm_head.softcap
-    call = HeadCall(
-        head_module(model),
-        lm_head,
-        labels,
-        ours,
-        scores=scores,
-        fp32_head=fused.fp32_head,
-        compare=fused.head_checked != transform,
+    compare = state.checked_transform != transform
+    call = functools.partial(forward, *args, **kwargs)
+    outputs, loss, *per_token, metrics = _run_with_loss(
+        model, lm_head, call, labels, options, scores, state.fp32_head, compare
     )
-    outputs, loss, *per_token = call.run(lambda: own(*args, **kwargs))
-    fused.head_checked = transform
+    state.checked_transform = transform
     if packed:
         per_token = [None if x is None else x.unsqueeze(0) for x in per_token]
     logprobs, entropy = (None if x is None else x[:, virtual:] for x in per_token)
@@ -232,28 +236,31 @@ def _forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         loss=None if loss is None else _with_aux_loss(model, loss, aux_loss, aux_weight),
         logprobs=logprobs,
         entropy=entropy,
-        metrics=call.metrics,
+        metrics=metrics,
         aux_loss=aux_loss,
         **{name: getattr(outputs, name, None) for name in others},
     )
 
 
-def _check_terms(ours: dict[str, Any], scores: bool) -> None:
+# The arguments of a fused call.
+
+
+def _check_options(options: dict[str, Any], scores: bool) -> None:
     """Refuse what is neither a scoring call nor a policy call, and what was rounded on its way."""
-    if scores and ours.keys() - _SCORING:
+    if scores and options.keys() - _SCORING:
         raise IntegrationError(
-            f"{min(ours.keys() - _SCORING)}: goes with a policy call (advantages=), not with "
+            f"{min(options.keys() - _SCORING)}: goes with a policy call (advantages=), not with "
             "return_logprobs=True"
         )
     for name in () if scores else ("advantages", "old_logprobs"):
-        if name not in ours:
+        if name not in options:
             raise IntegrationError(
-                f"{name}: missing beside {min(ours)!r}; a policy call needs advantages= (None where the "
-                "objective takes none) and old_logprobs= (None for on-policy), scoring needs "
+                f"{name}: missing, while {min(options)!r} is passed; a policy call needs advantages= (None "
+                "where the objective takes none) and old_logprobs= (None for on-policy), scoring needs "
                 "return_logprobs=True"
             )
-    for name, value in ours.items():
-        if isinstance(value, Tensor) and value.dtype in LOW_PRECISION and name != "loss_mask":
+    for name, value in options.items():
+        if isinstance(value, Tensor) and value.dtype in _LOW_PRECISION and name != "loss_mask":
             raise IntegrationError(
                 f"{name}: arrives as {value.dtype}, too coarse for a policy ratio; pass fp32, and if a "
                 "wrapper rounds it (FSDP2: MixedPrecisionPolicy with output_dtype or cast_forward_inputs) "
@@ -261,16 +268,16 @@ def _check_terms(ours: dict[str, Any], scores: bool) -> None:
             )
 
 
-def _virtual_tokens(fused: _Fused, ours: dict[str, Any], kwargs: dict[str, Any]) -> int:
+def _virtual_tokens(state: _FusedState, options: dict[str, Any], kwargs: dict[str, Any]) -> int:
     """How many positions PEFT's prompt learning has put before the labels' own."""
     embeddings, shifted = kwargs.get("inputs_embeds"), kwargs.get("shift_labels")
     prefixed = kwargs.get("past_key_values") is not None
-    if not fused.virtual_tokens or (embeddings is None and not prefixed):
+    if not state.virtual_tokens or (embeddings is None and not prefixed):
         return 0
-    if ours.get("cu_seqlens") is not None:
+    if options.get("cu_seqlens") is not None:
         raise IntegrationError(
             "cu_seqlens: the virtual tokens of prompt learning come once for each row, so only the first of "
-            "the packed sequences would have its own; pass padded rows"
+            "the packed sequences would have them; pass padded rows"
         )
     if embeddings is None:  # prefix tuning: they are in the cache
         return 0
@@ -280,57 +287,47 @@ def _virtual_tokens(fused: _Fused, ours: dict[str, Any], kwargs: dict[str, Any])
             "before what else is per token; pass shift_labels"
         )
     more = embeddings.shape[1] - shifted.shape[1]
-    return more if more in fused.virtual_tokens else 0
+    return more if more in state.virtual_tokens else 0
 
 
-def _lengthen(virtual: int, labels: Tensor, ours: dict[str, Any]) -> Tensor:
-    """Put positions that don't count before the labels and, in place, before every term per token."""
-    for name, value in ours.items():
-        if isinstance(value, Tensor) and value.shape == labels.shape:
-            ours[name] = nn.functional.pad(value, (virtual, 0))
-    return nn.functional.pad(labels, (virtual, 0), value=ours.get("ignore_index", -100))
-
-
-def _labels(ours: dict[str, Any], kwargs: dict[str, Any]) -> Tensor:
+def _labels(options: dict[str, Any], kwargs: dict[str, Any], shared: bool) -> Tensor:
     """[B, T], or [1, N] with ``cu_seqlens``: the token that each position predicts."""
-    given = {name: kwargs.pop(name) for name in ("labels", "shift_labels") if kwargs.get(name) is not None}
-    kwargs.pop("labels", None)  # PEFT passes labels=None
-    kwargs.pop("shift_labels", None)
-    if len(given) != 1:
+    passed = {name: kwargs.pop(name, None) for name in ("labels", "shift_labels")}  # PEFT passes None
+    passed = {name: value for name, value in passed.items() if value is not None}
+    if len(passed) != 1:
         raise IntegrationError(
             "labels, shift_labels: expected exactly one of them, as a keyword: labels[t] is the token at "
             "position t, shift_labels[t] the one that position t predicts"
         )
-    name, labels = next(iter(given.items()))
-    packed = ours.get("cu_seqlens") is not None
-    labels = checks.tensor(name, labels, None, "[B, T] like input_ids", None)
+    ((name, value),) = passed.items()
+    cu_seqlens = options.get("cu_seqlens")
+    labels = checks.tensor(name, value, None, "[B, T] like input_ids", None)
     checks.dtype(name, labels, checks.INTEGERS)
-    if labels.ndim != 2 or (packed and labels.shape[0] != 1):
-        expected = "[1, N] with cu_seqlens" if packed else "[B, T] like input_ids"
+    if labels.ndim != 2 or (cu_seqlens is not None and labels.shape[0] != 1):
+        expected = "[B, T] like input_ids" if cu_seqlens is None else "[1, N] with cu_seqlens"
         raise IntegrationError(f"{name}: got shape {tuple(labels.shape)}, expected {expected}")
-    if packed:
-        checks.layout(name, labels.squeeze(0), ours["cu_seqlens"])
+    if cu_seqlens is not None:
+        checks.layout(name, labels.squeeze(0), cu_seqlens)
     if name == "shift_labels":
         return labels
-    if shares_sequences(ours):
+    if shared:
         raise IntegrationError("labels: the next one may lie on another rank of cp_group; pass shift_labels")
-    if ours.get("loss_mask") is not None:
+    if options.get("loss_mask") is not None:
         raise IntegrationError(
             "loss_mask: belongs to the tokens that positions predict, and labels do not; mark tokens that do "
             "not count by ignore_index in labels, or pass shift_labels"
         )
-    ignore_index = ours.get("ignore_index", -100)
+    ignore_index = options.get("ignore_index", -100)
     shifted = labels.roll(-1, dims=1)
     shifted[:, -1:] = ignore_index
-    if packed and labels.shape[1]:  # before an empty first sequence this is -1, the last position of the row
-        shifted[0, ours["cu_seqlens"][1:].long() - 1] = ignore_index
+    if cu_seqlens is not None and labels.shape[1]:
+        # before an empty first sequence the index is -1, the last position of the row
+        shifted[0, cu_seqlens[1:].long() - 1] = ignore_index
     return shifted
 
 
 def _complete(model: Any, kwargs: dict[str, Any], packed: bool, shared: bool) -> None:
-    """Arguments that every fused call gives to the model's own forward; ``shared``: other ranks have tokens
-    of the same sequences.
-    """
+    """Set and check arguments that every fused call gives to the model's own forward."""
     accepts = inspect.signature(type(model).forward).parameters
     anything = any(p.kind is p.VAR_KEYWORD for p in accepts.values())
     for name, value in (("use_cache", False), ("return_dict", True)):
@@ -353,6 +350,271 @@ def _complete(model: Any, kwargs: dict[str, Any], packed: bool, shared: bool) ->
         raise IntegrationError(
             "position_ids: restart within a row, which then holds several sequences; pass cu_seqlens with "
             "one row [1, N]"
+        )
+
+
+def _lay_out_packed(
+    model: Any,
+    forward: Any,
+    labels: Tensor,
+    options: dict[str, Any],
+    kwargs: dict[str, Any],
+    shared: bool,
+    scores: bool,
+) -> Tensor:
+    """Check and complete a packed call; labels and per-token terms [1, N] become [N].
+
+    Where ranks share sequences, attention spans ranks, and the caller answers for what it sees. Scoring takes
+    no ``cu_seqlens``: values that are one per sequence become one per token.
+    """
+    cu_seqlens, temperature = options["cu_seqlens"], options.get("temperature")
+    if "position_ids" not in inspect.signature(type(model).forward).parameters:
+        raise IntegrationError(
+            f"cu_seqlens: {type(model).__name__} takes no position_ids, so it can't keep packed sequences "
+            "apart; pass padded rows"
+        )
+    mask = kwargs.get("attention_mask")
+    if (mask is not None and mask.ndim == 2) or kwargs["use_cache"]:
+        raise IntegrationError(
+            "cu_seqlens: with a 2-D attention_mask or use_cache=True packed sequences attend to each other; "
+            "pass neither"
+        )
+    N = labels.shape[1]
+    segments, positions = segment_ids(cu_seqlens, N), kwargs.get("position_ids")
+    if positions is None:
+        positions = torch.arange(N, device=labels.device) - cu_seqlens.long()[segments]
+        kwargs["position_ids"] = positions.unsqueeze(0)
+    elif not shared and checked_values(labels.device):
+        same_shape, inside = positions.shape == labels.shape, segments.diff().unsqueeze(0) == 0
+        if not same_shape or not torch.equal(positions.diff() == 1, inside):
+            raise IntegrationError("position_ids: do not restart where cu_seqlens says that sequences begin")
+    separated = shared or mask is not None or "cu_seq_lens_q" in kwargs
+    if not separated and not model._gspo_fused.packing_checked:
+        _check_packing(model, forward, labels.device)
+        model._gspo_fused.packing_checked = True
+    for name, value in options.items():
+        if isinstance(value, Tensor) and value.shape == labels.shape:
+            options[name] = value.squeeze(0)
+    if scores:
+        del options["cu_seqlens"]
+        if isinstance(temperature, Tensor):
+            shape = (cu_seqlens.shape[0] - 1,)
+            checks.floats("temperature", temperature, shape, "one per sequence", labels.device)
+            options["temperature"] = temperature[segments]
+    return labels.squeeze(0)
+
+
+@torch.no_grad()
+def _check_packing(model: Any, forward: Any, device: torch.device) -> None:
+    """Refuse a model in which packed sequences see each other; the same few tokens in every process."""
+    tokens = torch.arange(1, 7, device=device).unsqueeze(0) % model.config.get_text_config().vocab_size
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2]], device=device)
+    training = [module for module in model.modules() if module.training]
+    for module in training:  # dropout would differ
+        module.training = False
+    try:
+        with _replaced_product(head_module(model), lambda hidden: hidden, lambda hidden: hidden) as hidden:
+            for part in (slice(0, 6), slice(3, 6)):
+                inputs = {"input_ids": tokens[:, part], "position_ids": positions[:, part]}
+                forward(**inputs, use_cache=False, return_dict=True)
+    finally:
+        for module in training:
+            module.training = True
+    packed, alone = (x.double() for x in (hidden[0][:, 3:], hidden[1]))
+    # more than rounding is refused; at 16 bits a router may send a token to another expert
+    tolerance = 0.1 if hidden[0].dtype in _LOW_PRECISION else 1e-3
+    difference = float((packed - alone).norm() / alone.norm())
+    if not difference <= tolerance:
+        raise IntegrationError(
+            f"cu_seqlens: packed sequences see each other in {type(model).__name__} with "
+            f"{model.config._attn_implementation!r} attention (hidden states change by {difference:.1%}); "
+            "pass padded rows, or a 4-D attention_mask"
+        )
+
+
+# The loss in the place of the head's product.
+
+
+def _run_with_loss(
+    model: Any,
+    lm_head: LMHead,
+    forward: Callable[[], Any],
+    labels: Tensor,
+    options: dict[str, Any],
+    scores: bool,
+    fp32_head: bool,
+    compare: bool,
+) -> tuple[Any, Tensor | None, Tensor, Tensor | None, dict[str, Tensor] | None]:
+    """Run the model's ``forward`` once; its head computes the loss, or log-probs alone where ``scores``.
+
+    Args:
+        model: whose head is replaced meanwhile.
+        lm_head: the head's parameters, and what follows its product.
+        forward: the model's own, with its arguments.
+        labels: [B, T], or [N] for a packed call.
+        options: of ``linear_token_logprobs`` where ``scores``, otherwise of ``fused_linear_policy_loss``.
+        scores: return log-probs and no loss.
+        fp32_head: project in fp32 outside autocast.
+        compare: compare the head's module with the product of its weight, and what the forward does to a row
+            of made-up logits with the transform that the loss applies.
+
+    Returns:
+        The outputs of ``forward``, the loss or None, log-probs, entropy or None, metrics or None.
+    """
+    head, test_logits = head_module(model), torch.empty(0)
+    head_forward = head.forward
+    results: list[Tensor] = []
+    metrics: dict[str, Tensor] | None = None
+
+    def product(hidden: Tensor) -> tuple[Tensor, ...]:
+        nonlocal metrics, test_logits
+        weight, bias = head.weight, None if lm_head.bias is None else head.bias
+        _check_gathered(head)
+        if not _split_by_vocabulary(weight, bias):
+            hidden, weight, bias = _full(hidden), _full(weight), _full(bias)
+        if weight.dim() != 2 or weight.numel() == 0:
+            raise IntegrationError(
+                f"model: the weight of its lm_head has shape {tuple(weight.shape)} inside the forward, "
+                "expected [V, H]; hooks gather sharded weights, so call the outermost module"
+            )
+        if compare and not _is_dtensor(head.weight):  # the module's own product takes DTensors
+            _compare_product(head, head_forward, hidden, weight, bias)
+        test_logits = torch.linspace(-30.0, 30.0, weight.shape[0], device=hidden.device).view(1, 1, -1)
+        if labels.ndim == 1:
+            hidden = hidden.squeeze(0)
+        device = hidden.device.type
+        autocast = torch.is_autocast_enabled(device) and not fp32_head
+        if fp32_head or (weight.dtype == torch.float32 and not autocast):
+            hidden, weight, bias = _at_least_fp32(hidden), _at_least_fp32(weight), _at_least_fp32(bias)
+        head_options = lm_head.options() | {"bias": bias} | options
+        with nullcontext() if autocast else torch.autocast(device, enabled=False):
+            if scores:
+                computed: Any = linear_token_logprobs(hidden, weight, labels, **head_options)
+            else:
+                computed = fused_linear_policy_loss(hidden, weight, labels, **head_options)
+                metrics, computed = computed.metrics, computed[:3]
+        results[:] = [x for x in computed if x is not None]
+        return tuple(results)
+
+    with _replaced_product(head, product, lambda output: test_logits) as calls:
+        outputs = forward()
+    if len(calls) != 1:
+        raise IntegrationError(f"model: its forward calls the lm_head {len(calls)} times, expected once")
+    if compare:
+        _compare_logits(lm_head, test_logits, outputs.logits)
+    values = [unrounded(*pair) for pair in zip(results, calls[0], strict=True)]
+    loss = None if scores else values.pop(0)
+    return outputs, loss, values[0], values[1] if len(values) > 1 else None, metrics
+
+
+@contextmanager
+def _replaced_product(
+    head: Any, product: Callable[[Tensor], Any], stand_in: Callable[[Any], Tensor]
+) -> Iterator[list[Any]]:
+    """Let the head's module compute ``product(hidden)``, and the model's forward see ``stand_in`` of it.
+
+    The module's own hooks run: those that gather its weight (FSDP2, ZeRO-3) also see what ``product``
+    returned, and attach to its gradient.
+
+    Yields:
+        One entry for each call of the head: what its hooks made of ``product(hidden)``.
+    """
+    outputs: list[Any] = []
+
+    def keep(module: Any, inputs: Any, output: Any) -> Tensor:
+        outputs.append(output)
+        return stand_in(output)
+
+    def without_layouts(hooks: OrderedDict[int, Any]) -> OrderedDict[int, Any]:
+        layouts = "torch.distributed.tensor"
+        return OrderedDict(
+            (key, hook) for key, hook in hooks.items() if not hook.__module__.startswith(layouts)
+        )
+
+    before, hooks = head.__dict__.get("forward"), (head._forward_pre_hooks, head._forward_hooks)
+    if getattr(head, "_distribute_module_applied", False):
+        # hooks of parallelize_module would make DTensors of a result that isn't logits
+        head._forward_pre_hooks, head._forward_hooks = map(without_layouts, hooks)
+    handle = head.register_forward_hook(keep)
+    head.forward = product
+    try:
+        yield outputs
+    finally:
+        del head.forward
+        if before is not None:
+            head.forward = before
+        handle.remove()
+        head._forward_pre_hooks, head._forward_hooks = hooks
+
+
+def unrounded(value: Tensor, returned: Tensor) -> Tensor:
+    """``value`` with the gradient of ``returned``, which is what a wrapper made of it.
+
+    FSDP2's MixedPrecisionPolicy rounds what a module returns to ``output_dtype``, and hooks on the rounded
+    tensors gather the weights for the backward. accelerate sets it, for the lm_head too, and no ratio of
+    log-probs would survive it.
+    """
+    return returned if returned.dtype == value.dtype else value.detach() + (returned - returned.detach())
+
+
+def _is_dtensor(tensor: Any) -> bool:
+    return hasattr(tensor, "device_mesh")
+
+
+def _full(tensor: Any) -> Any:
+    """The whole of a DTensor, so that all ranks compute the same loss; its gradient is replicated."""
+    return tensor.full_tensor() if _is_dtensor(tensor) else tensor
+
+
+def _at_least_fp32(tensor: Any) -> Any:
+    return tensor.float() if tensor is not None and tensor.dtype in _LOW_PRECISION else tensor
+
+
+def _split_by_vocabulary(weight: Any, bias: Any) -> bool:
+    """Whether each rank has some rows of a head, [V, H] and [V] or None: tensor parallelism."""
+    if not _is_dtensor(weight):
+        return False
+    from torch.distributed.tensor import Shard
+
+    placements = [getattr(x, "placements", ()) for x in (weight, bias) if x is not None]
+    return all(placement == (Shard(0),) for placement in placements)
+
+
+def _check_gathered(head: Any) -> None:
+    """Refuse a shard of data parallelism."""
+    if not _is_dtensor(head.weight):
+        return
+    from torch.distributed.fsdp import FSDPModule
+
+    # the head's own hooks have run, but not those of a module inside; what hooks gather has no second mesh
+    inside = (module for module in head.modules() if module is not head)
+    mesh = head.weight.device_mesh
+    if mesh.ndim > 1 or any(isinstance(module, FSDPModule) for module in inside):
+        raise IntegrationError(
+            f"model: a DTensor over {mesh} reaches the product of its lm_head, where FSDP2 should have "
+            "gathered it; shard the lm_head with the root module"
+        )
+
+
+def _compare_product(head: Any, forward: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    row = torch.linspace(-1, 1, weight.shape[1], device=hidden.device, dtype=hidden.dtype).view(1, 1, -1)
+    theirs = forward(row).detach().float()
+    ours = nn.functional.linear(row.to(weight.dtype), weight, bias).detach().float()
+    # 1/64: far above bf16 rounding, far below what another product would differ by
+    if theirs.shape != ours.shape or not (theirs - ours).abs().max() <= ours.abs().max() / 64:
+        raise IntegrationError(
+            f"model: its lm_head, {type(head).__name__}, is not the product with its weight and bias"
+        )
+
+
+def _compare_logits(lm_head: LMHead, raw_logits: Tensor, logits: Tensor) -> None:
+    expected = lm_head.transform(raw_logits.double())
+    same = logits.shape == expected.shape
+    if not same or not (logits - expected).abs().max() <= 1e-4 * expected.abs().max():
+        raise IntegrationError(
+            "model: its forward changes logits after the lm_head in a way that is not understood: "
+            f"logit_scale={lm_head.logit_scale:g} and softcap={lm_head.softcap}, read from its config, do "
+            "not describe it"
         )
 
 

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gspo_kernels.integrations.errors import IntegrationError, require_package
+from gspo_kernels.integrations.hooks import SEQUENCE_RANGE
 from gspo_kernels.losses import policy_loss
 from gspo_kernels.objectives import CISPO, GRPO, GSPO, SAPO, VESPO
 from gspo_kernels.objectives.base import Objective, ObjectiveLoss, PolicyBatch
@@ -32,12 +33,8 @@ require_package("trl", SUPPORTED)
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 from trl.trainer.utils import nanmax, nanmin  # noqa: E402
 
-from gspo_kernels.integrations.head_call import exact  # noqa: E402
 from gspo_kernels.integrations.lm_head import causal_lm_of  # noqa: E402
-from gspo_kernels.integrations.transformers import fuse_lm_head  # noqa: E402
-
-GSPO_RANGE = 0.01
-"""A wider clip range is probably meant for token ratios; GSPO's paper has 3e-4 and 4e-4 for sequences."""
+from gspo_kernels.integrations.transformers import fuse_lm_head, unrounded  # noqa: E402
 
 _AGGREGATION = {
     "grpo": "sequence_mean",
@@ -183,7 +180,7 @@ def _check(args: GRPOConfig) -> None:
         )
     if args.importance_sampling_level == "sequence" and args.loss_type in _CLIPPED:
         widest = max(args.epsilon, _epsilon_high(args))
-        if widest > GSPO_RANGE:
+        if widest > SEQUENCE_RANGE:
             warnings.warn(
                 f"epsilon: a clip range of {widest:g} hardly ever clips a sequence's ratio; GSPO's paper has "
                 "epsilon=3e-4, epsilon_high=4e-4",
@@ -233,12 +230,12 @@ class _Box:
         box = cls(arguments)
         returned = model(**inputs, boxed=box)
 
-        def unrounded(name: str) -> Any:
-            value = getattr(box.output, name)
-            return exact(value, getattr(returned, name)) if isinstance(value, Tensor) else value
-
-        names = ("loss", "logprobs", "entropy", "aux_loss", "metrics")
-        return SimpleNamespace(**{name: unrounded(name) for name in names})
+        values = {name: getattr(box.output, name) for name in ("loss", "logprobs", "entropy", "aux_loss")}
+        values = {
+            name: None if value is None else unrounded(value, getattr(returned, name))
+            for name, value in values.items()
+        }
+        return SimpleNamespace(**values, metrics=box.output.metrics)
 
 
 def _take_boxes(model: Any) -> None:

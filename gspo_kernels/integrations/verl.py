@@ -23,10 +23,15 @@ import torch
 from torch import Tensor
 
 from gspo_kernels import checks, objectives
-from gspo_kernels.integrations import configured
-from gspo_kernels.integrations.configured import Reads, read
+from gspo_kernels.integrations import hooks
 from gspo_kernels.integrations.errors import IntegrationError, require_package
-from gspo_kernels.integrations.hooks import check_objective, fitting_advantages
+from gspo_kernels.integrations.hooks import (
+    Reads,
+    check_objective,
+    clip_range_options,
+    fitting_advantages,
+    read,
+)
 from gspo_kernels.losses import policy_loss
 from gspo_kernels.objectives.base import Objective
 
@@ -56,30 +61,20 @@ def _dual(config: Any) -> float:
     return float(read(config, "clip_ratio_c", 3.0))
 
 
-_CLIP: Reads = {"clip_low": _low, "clip_high": _high}
 _TAU: Reads = {
     "tau_positive": lambda config: read(config, "tau_pos", 1.0),
     "tau_negative": lambda config: read(config, "tau_neg", 1.05),
 }
 
 OPTIONS: dict[type[Objective], Reads] = {
-    objectives.ABCGRPO: {
-        "positive_low": _low,
-        "positive_high": _high,
-        "negative_low": _low,
-        "negative_high": _high,
-    },
+    **clip_range_options(_low, _high),
     objectives.CISPO: {
         "min_ratio": lambda config: 1.0 - _low(config),
         "max_ratio": lambda config: 1.0 + _high(config),
     },
-    objectives.DHPO: _CLIP,
     objectives.DPPO: {"bound_low": _low, "bound_high": _high, "max_ratio": _dual},
     objectives.DRO: {"beta": lambda config: read(config, "policy_loss.dro_beta")},
-    objectives.GMPO: {"log_clip_low": _low, "log_clip_high": _high},
-    objectives.GRPO: {**_CLIP, "dual_clip": _dual},
-    objectives.GSPO: _CLIP,
-    objectives.GSPOToken: _CLIP,
+    objectives.GRPO: {"clip_low": _low, "clip_high": _high, "dual_clip": _dual},
     objectives.SAPO: _TAU,
     objectives.SSPO: _TAU,
 }
@@ -106,7 +101,9 @@ class VerlPolicyLoss:
         if not isinstance(self.objective, type):
             _check(self.objective)
             if self.follow_config:
-                raise ValueError("follow_config: got True, but an instance says its own aggregation")
+                raise ValueError(
+                    "follow_config: got True, but an instance has its aggregation, expected False"
+                )
 
     def __call__(
         self,
@@ -156,19 +153,19 @@ class VerlPolicyLoss:
         fixed = isinstance(self.objective, Objective)
         aggregation = theirs if self.follow_config else self.objective.aggregation
         if aggregation != theirs:
-            configured.warn_once(
-                f"{self.name}: aggregates by {_mode(aggregation)!r}, while loss_agg_mode={mode!r} holds "
-                "for verl's own entropy and KL terms; set it too"
+            hooks.warn_once(
+                f"{self.name}: aggregates by {_mode(aggregation)!r}, while loss_agg_mode={mode!r} applies "
+                "to verl's own entropy and KL terms; set it too"
                 + ("" if fixed else f", or take {self.name}_config")
             )
         if isinstance(self.objective, Objective):
             return self.objective
-        options = configured.read_options(self.objective, OPTIONS, config)
-        configured.warn_wide_range(self.name, self.objective, options, "clip_ratio_low", "clip_ratio_high")
+        options = hooks.read_options(self.objective, OPTIONS, config)
+        hooks.warn_wide_range(self.name, self.objective, options, "clip_ratio_low", "clip_ratio_high")
         if aggregation == "constant":
             scale = info.get("loss_scale_factor")
             options["aggregation_constant"] = response_mask.shape[-1] if scale is None else scale
-        return configured.build(self.name, self.objective, aggregation=aggregation, **options)
+        return hooks.build(self.name, self.objective, aggregation=aggregation, **options)
 
 
 def _check(objective: Objective) -> None:
@@ -218,7 +215,7 @@ def _metrics(
 
 def _losses() -> dict[str, VerlPolicyLoss]:
     losses = {}
-    for name, objective in configured.named_objectives().items():
+    for name, objective in hooks.named_objectives().items():
         losses[name] = VerlPolicyLoss(name, objective)
         losses[f"{name}_config"] = VerlPolicyLoss(f"{name}_config", objective, follow_config=True)
     return losses

@@ -251,7 +251,10 @@ def fixed_product(
         fixed_product_kernel, programs, a.device,
         without_spills(Tile(tile.columns, tile.warps, tile.stages), a.dtype == torch.float32),
         a, b, bias, out,
-        ProductNumbers(*map(encode, (M, N, K, programs)), *map(encode_strides, (a, b, bias, out))),
+        ProductNumbers(
+            M=encode(M), N=encode(N), K=encode(K), programs=encode(programs),
+            a=encode_strides(a), b=encode_strides(b), bias=encode_strides(bias), out=encode_strides(out),
+        ),
         PRODUCT=ProductConstants(
             A_ALONG_K=a_along_k,
             B_ALONG_K=b_along_k,

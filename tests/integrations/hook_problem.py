@@ -1,6 +1,6 @@
 """Ragged batches for loss hooks: six sequences with holes in their masks, one empty, some of them clipped."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from tests.draws import shifted_seed
 from tests.objectives.sample_batches import ADVANTAGES, examples, make_batch
 
 GSPO = gk.GSPO(clip_low=0.1, clip_high=0.15)
-SPLITS = ((0, 1, 2, 3, 4, 5),), ((0, 1), (2, 5, 3), (4,)), ((5,), (4, 3, 2, 1, 0))
+WHOLE, PARTS, REVERSED = SPLITS = ((0, 1, 2, 3, 4, 5),), ((0, 1), (2, 5, 3), (4,)), ((5,), (4, 3, 2, 1, 0))
 """Micro-batches, by sequence; one of them without a token."""
 
 
@@ -26,6 +26,12 @@ class Problem:
     advantages: Tensor
     rollout: Tensor
     reference: Tensor
+    seed: int = 0
+
+    @property
+    def splits(self):
+        """One of ``SPLITS``, another one for the next problem."""
+        return SPLITS[self.seed % 3]
 
     @property
     def token_advantages(self) -> Tensor:
@@ -36,13 +42,8 @@ class Problem:
         return (self.old - self.rollout).exp().clamp(max=high)
 
     def part(self, rows, dtype=torch.float64) -> "Problem":
-        rows = list(rows)
-        return Problem(
-            *(each[rows] if each.dtype == torch.bool else each[rows].to(dtype) for each in self.all())
-        )
-
-    def all(self):
-        return self.logprobs, self.old, self.mask, self.advantages, self.rollout, self.reference
+        values = (getattr(self, each.name)[list(rows)] for each in fields(self)[:-1])
+        return Problem(*(each if each.dtype == torch.bool else each.to(dtype) for each in values))
 
 
 def problem(seed: int = 0) -> Problem:
@@ -55,7 +56,7 @@ def problem(seed: int = 0) -> Problem:
     old = batch.old_logprobs.nan_to_num(-1.0)
     return Problem(
         batch.logprobs.nan_to_num(-0.5), old, batch.loss_mask, torch.tensor(ADVANTAGES, dtype=torch.float64),
-        (old + noise()).clamp(max=-1e-3), old - 0.2 + noise(),
+        (old + noise()).clamp(max=-1e-3), old - 0.2 + noise(), seed,
     )  # fmt: skip
 
 
@@ -78,15 +79,15 @@ def expected(given: Problem, objective, dtype=torch.float64, **terms) -> tuple[T
     return loss.detach(), logprobs.grad
 
 
-def expected32(given: Problem, objective, **terms) -> list[Tensor]:
-    """The same in fp32: plain PyTorch's own error."""
-    return [each.double() for each in expected(given, objective, torch.float32, **terms)]
+def judge(compute, truth, make=problem, row_dims=9, rounded_to=torch.float32):
+    """Results of ``compute(problem)`` are as exact as those of ``truth(problem, dtype)`` in fp32.
 
-
-def assert_close(compute, reference, plain, seeds=range(8)):
-    """Loss and gradient of each problem: as exact as plain fp32."""
-    kinds = [[function(problem(seed)) for seed in seeds] for function in (compute, reference, plain)]
-    for name, *values in zip(("loss", "gradient"), *(zip(*kind, strict=True) for kind in kinds), strict=True):
-        got, want, rough = values
-        spread = Spread.of(differences(rough, want), by_row=False)
-        assert_as_exact(name, differences(got, want), spread, want, torch.finfo(torch.float32).eps)
+    Results with ``row_dims`` dimensions or more share errors by row; ``rounded_to`` None: each its dtype.
+    """
+    got = [compute(make(seed)) for seed in range(8)]
+    exact, plain = ([truth(make(n), dtype) for n in range(8)] for dtype in (torch.float64, torch.float32))
+    for k in range(len(exact[0])):
+        ours, theirs, right = ([each[k] for each in kind] for kind in (got, plain, exact))
+        spread = Spread.of(differences(theirs, right), by_row=right[0].ndim >= row_dims)
+        rounding = torch.finfo(rounded_to or ours[0].dtype).eps
+        assert_as_exact(f"result {k}", differences(ours, right), spread, right, rounding)

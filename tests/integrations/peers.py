@@ -10,6 +10,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 import pytest
+import torch
 
 
 def source(framework: str, path: str) -> Path:
@@ -34,6 +35,8 @@ def extract(file: Path, *names: str, **namespace) -> dict:
     for each in wanted:
         if not isinstance(each, ast.Assign):
             each.decorator_list = [one for one in each.decorator_list if isinstance(one, ast.Name)]
+    annotations = dict.fromkeys(("Any", "Callable", "Iterator", "Optional", "Tuple", "Union"), Anything)
+    namespace = {"torch": torch, **annotations, **namespace}
     exec(compile(ast.Module(wanted, []), str(file), "exec"), namespace)
     return namespace
 

@@ -15,11 +15,10 @@ import torch
 from gspo_kernels.integrations.backends import replacing
 from gspo_kernels.integrations.backends.replacing import NotServedError, Replacements
 from gspo_kernels.integrations.errors import IntegrationError
-from tests.accuracy import Spread, assert_as_exact, differences
 from tests.draws import shifted_seed
+from tests.integrations import hook_problem
 
 SHAPE, VOCABULARY, WIDTH = (3, 7), 61, 16
-DRAWS = range(6)
 
 
 @pytest.fixture
@@ -56,17 +55,18 @@ def results(function, leaves, labels, weights, dtype):
 
 def judge(ours, theirs, linear=False, dtype=torch.float32):
     """``ours`` and ``theirs`` take (leaves, labels): both against theirs in fp64 on what dtype rounds."""
-    found, plain, exact = [], [], []
-    for seed in DRAWS:
+
+    def make(seed):
         leaves, labels, weights = draw(seed, dtype, linear)
-        leaves = leaves[: 2 + linear]
-        found.append(results(ours, leaves, labels, weights, dtype))
-        plain.append(results(theirs, leaves, labels, weights, torch.float32))
-        exact.append(results(theirs, leaves, labels, weights, torch.float64))
-    for k in range(len(exact[0])):
-        truth, got, usual = ([each[k] for each in kind] for kind in (exact, found, plain))
-        spread = Spread.of(differences(usual, truth), by_row=truth[0].ndim == 3)
-        assert_as_exact(f"result {k}", differences(got, truth), spread, truth, torch.finfo(got[0].dtype).eps)
+        return leaves[: 2 + linear], labels, weights
+
+    hook_problem.judge(
+        lambda each: results(ours, *each, dtype),
+        lambda each, precision: results(theirs, *each, precision),
+        make,
+        row_dims=3,
+        rounded_to=None,
+    )
 
 
 def test_trls_functions_from_logits(said):
@@ -99,17 +99,11 @@ def test_trls_functions_from_logits(said):
         assert not entropy.requires_grad
     finally:
         backend.remove()
-    assert theirs == (
-        utils.selective_log_softmax,
-        utils.selective_log_softmax_and_entropy,
-        utils.entropy_from_logits,
-    )
-    assert sorted(said()) == [
-        "trl.trainer.utils.entropy_from_logits runs in gspo_kernels",
-        "trl.trainer.utils.selective_log_softmax runs in gspo_kernels",
-        "trl.trainer.utils.selective_log_softmax stays as it is where several ids of a row have a mask",
-        "trl.trainer.utils.selective_log_softmax_and_entropy runs in gspo_kernels",
-    ]
+    names = ("selective_log_softmax", "selective_log_softmax_and_entropy", "entropy_from_logits")
+    assert theirs == tuple(getattr(utils, name) for name in names)
+    lines = [f"trl.trainer.utils.{name} runs in gspo_kernels" for name in names]
+    lines += [f"trl.trainer.utils.{names[0]} stays as it is where several ids of a row have a mask"]
+    assert {*said()} == {*lines} and len(said()) == len(lines)
 
 
 def test_trls_head_from_hidden_states(said):
@@ -177,7 +171,7 @@ def test_torchtitans_losses(said):
     try:
         for dtype in (torch.float32, torch.bfloat16):
             judge(lambda x, y: loss.compute_logprobs(x, y), lambda x, y: theirs[1](x, y), dtype=dtype)
-            for seed in DRAWS:
+            for seed in range(6):
                 (logits,), labels, _ = draw(seed, dtype)
                 labels[0, :3] = -100
                 leaves = [logits.clone().requires_grad_() for _ in range(2)]
@@ -274,11 +268,9 @@ def test_verls_workers_install_by_the_environment():
         "import torch, verl; from verl.utils.torch_functional import logprobs_from_logits as f; "
         "f(torch.randn(2, 3, 9), torch.zeros(2, 3, dtype=torch.int64))"
     )
-    environment = {
-        **os.environ,
-        "VERL_USE_EXTERNAL_MODULES": "gspo_kernels.integrations.backends.verl_workers",
-    }
-    environment["PYTHONPATH"] = os.pathsep.join([str(root), environment.get("PYTHONPATH", "")])
+    modules = "gspo_kernels.integrations.backends.verl_workers"
+    path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "VERL_USE_EXTERNAL_MODULES": modules, "PYTHONPATH": path}
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=600)
     assert "verl.utils.torch_functional.logprobs_from_logits runs in gspo_kernels" in done.stderr

@@ -1,5 +1,7 @@
 """Layout bridges: there and back without loss, the shift that is promised, gradients, and clear errors."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -24,46 +26,40 @@ def restarting(lengths):
 
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("width", [(), (3,)])
-class TestRoundTrips:
-    def test_lists(self, lengths, width):
-        given = sequences(lengths, width)
-        packed = layouts.pack(given)
-        assert packed.cu_seqlens.dtype == torch.int32
-        assert packed.cu_seqlens.diff().tolist() == lengths
-        back = layouts.unpack(*packed)
-        assert all(torch.equal(one, other) for one, other in zip(given, back, strict=True))
+def test_there_and_back(lengths, width):
+    """Lists, nested tensors, padding on either side."""
+    given = sequences(lengths, width)
+    packed = layouts.pack(given)
+    assert packed.cu_seqlens.dtype == torch.int32 and packed.cu_seqlens.diff().tolist() == lengths
+    back = layouts.unpack(*packed)
+    assert all(torch.equal(one, other) for one, other in zip(given, back, strict=True))
 
-    def test_nested(self, lengths, width):
-        nested = torch.nested.nested_tensor(sequences(lengths, width), layout=torch.jagged)
-        packed = layouts.from_nested(nested)
-        assert packed.cu_seqlens.diff().tolist() == lengths
-        back = layouts.to_nested(*packed)
-        assert back.is_nested and back.offsets().dtype == torch.int64
-        assert torch.equal(back.values(), nested.values()) and torch.equal(back.offsets(), nested.offsets())
+    nested = torch.nested.nested_tensor(given, layout=torch.jagged)
+    values, offsets = layouts.from_nested(nested)
+    assert torch.equal(values, packed.values) and torch.equal(offsets, packed.cu_seqlens)
+    back = layouts.to_nested(*packed)
+    assert back.is_nested and back.offsets().dtype == torch.int64
+    assert torch.equal(back.values(), nested.values()) and torch.equal(back.offsets(), nested.offsets())
 
-    @pytest.mark.parametrize("side", ["left", "right"])
-    @pytest.mark.parametrize("extra", [None, 2])
-    def test_padded(self, lengths, width, side, extra):
-        packed = layouts.pack(sequences(lengths, width))
-        length = None if extra is None else max(lengths) + extra
+    for side, length in itertools.product(("left", "right"), (None, max(lengths) + 2)):
         padded, mask = layouts.to_padded(*packed, length=length, side=side, fill=7.0)
         assert padded.shape == (len(lengths), length or max(lengths), *width)
-        for row, kept, sequence in zip(padded, mask, layouts.unpack(*packed), strict=True):
+        for row, kept, sequence in zip(padded, mask, given, strict=True):
             n = len(sequence)
             here = row[len(row) - n :] if side == "left" else row[:n]
             assert torch.equal(here, sequence) and torch.equal(row[kept], sequence)
             assert (row[~kept] == 7.0).all()
-        back = layouts.from_padded(padded, mask)
-        assert torch.equal(back.values, packed.values) and torch.equal(back.cu_seqlens, packed.cu_seqlens)
-        assert torch.equal(layouts.to_padded_like(back.values, mask, fill=7.0), padded)
+        values, offsets = layouts.from_padded(padded, mask)
+        assert torch.equal(values, packed.values) and torch.equal(offsets, packed.cu_seqlens)
+        assert torch.equal(layouts.to_padded_like(values, mask, fill=7.0), padded)
 
 
-@pytest.mark.parametrize("lengths", [[3], [2, 5, 1], [1, 1, 2]])
-@pytest.mark.parametrize("rows", [False, True])
-def test_position_ids_that_restart(lengths, rows):
-    positions = restarting(lengths)
-    offsets = layouts.offsets_from_position_ids(positions.unsqueeze(0) if rows else positions)
-    assert torch.equal(offsets, layouts.offsets_of(torch.tensor(lengths)))
+def test_position_ids_that_restart():
+    for lengths in ([3], [2, 5, 1], [1, 1, 2]):
+        positions = restarting(lengths)
+        for rows in (positions, positions.unsqueeze(0)):
+            offsets = layouts.offsets_from_position_ids(rows)
+            assert torch.equal(offsets, layouts.offsets_of(torch.tensor(lengths)))
     assert layouts.offsets_from_position_ids(positions[:0]).tolist() == [0]
 
 

@@ -2,7 +2,7 @@
 
 import importlib.util
 import inspect
-import math
+import itertools
 import pickle
 import warnings
 from types import SimpleNamespace
@@ -12,24 +12,26 @@ import torch
 
 import gspo_kernels as gk
 from gspo_kernels import objectives
-from gspo_kernels.integrations import configured
 from gspo_kernels.integrations import skyrl as adapter
 from gspo_kernels.integrations.errors import IntegrationError
 from tests.draws import shifted_seed
+from tests.integrations.registry_cases import (  # noqa: F401
+    LENGTHS,
+    MASK,
+    NO_RANGE,
+    assert_equal,
+    clipped_by_hand,
+    quiet,
+    warn_anew,
+)
+from tests.integrations.registry_cases import batch as all_of_batch
 
 needs_skyrl = pytest.mark.skipif(
     importlib.util.find_spec("skyrl") is None,
     reason="skyrl is missing; it pins transformers and torch, so an environment of its own",
 )
-LENGTHS = (8, 3, 5, 6, 1, 4)
-MASK = torch.arange(8) < torch.tensor(LENGTHS).unsqueeze(1)
 FLOAT32 = 4 * torch.finfo(torch.float32).eps
 """SkyRL takes the exponential of log-ratios in fp32, whatever their dtype."""
-
-
-@pytest.fixture(autouse=True)
-def warn_anew():
-    configured.warn_once.cache_clear()
 
 
 def config(**changed):
@@ -46,15 +48,9 @@ def config(**changed):
     return SimpleNamespace(**{**values, **changed})
 
 
-def batch(seed=0, dtype=torch.float64):
-    """Log-probs, old ones, advantages one per sequence, the engine's log-probs."""
-    rng = torch.Generator().manual_seed(shifted_seed(seed))
-    start = -torch.rand(MASK.shape, generator=rng, dtype=torch.float64) - 0.2
-    shift = torch.tensor([0.3, -0.3, 0.3, -0.3, 0.0, 0.6]).double().unsqueeze(1)
-    old = (start - shift - 0.2 * torch.randn(MASK.shape, generator=rng, dtype=torch.float64)).clamp(max=-0.01)
-    advantages = torch.tensor([1.0, -0.5, -1.2, 0.8, 0.0, -2.0]).double().unsqueeze(1).expand(MASK.shape)
-    rollout = old - 0.3 * torch.randn(MASK.shape, generator=rng, dtype=torch.float64)
-    return tuple(torch.where(MASK, each, 0.0).to(dtype) for each in (start, old, advantages, rollout))
+def batch(*arguments):
+    start, old, advantages, _, rollout = all_of_batch(*arguments)
+    return start, old, advantages, rollout
 
 
 def values(loss_fn, start, old, advantages, config, mask=MASK, rollout=None):
@@ -66,14 +62,7 @@ def values(loss_fn, start, old, advantages, config, mask=MASK, rollout=None):
     return loss.detach(), gradient, metrics
 
 
-def quietly(*arguments, **keywords):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return values(*arguments, **keywords)
-
-
-def assert_equal(one, other, guard=0.0):
-    torch.testing.assert_close(one, other, rtol=1e-10 + guard, atol=1e-14 + guard)
+quietly = quiet(values)
 
 
 # --------------------------------------------------------------------- without SkyRL
@@ -88,45 +77,32 @@ def test_each_objective_is_served_or_refused_with_a_reason():
     assert "a whole batch" in adapter.REFUSED["gk_clip_cov"]
 
 
-@pytest.mark.parametrize("name", adapter.LOSSES)
-def test_losses_are_proportional_to_advantages(name):
+def test_losses_are_proportional_to_advantages_and_take_the_clip_range_from_the_config():
     """Only so do scaled advantages make a mean of the sum."""
     start, old, advantages, _ = batch()
-    one = quietly(adapter.LOSSES[name], start, old, advantages, config())
-    scaled = quietly(adapter.LOSSES[name], start, old, 0.1 * advantages, config())
-    assert_equal((10 * scaled[0], 10 * scaled[1]), one[:2])
-    assert one[1].count_nonzero() > 0 and one[1][~MASK].count_nonzero() == 0
-
-
-@pytest.mark.parametrize(
-    "name", sorted(set(adapter.LOSSES) - {"gk_gpg", "gk_topr", "gk_vespo", "gk_sapo", "gk_sspo"})
-)
-def test_clip_ranges_come_from_the_config(name):
-    start, old, advantages, _ = batch()
     narrow = config(
-        eps_clip_low=0.01,
-        eps_clip_high=0.02,
+        eps_clip_low=0.01, eps_clip_high=0.02,
         cispo=SimpleNamespace(cispo_eps_clip_low=0.01, cispo_eps_clip_high=0.02),
         dppo=SimpleNamespace(dppo_type="binary_kl", delta_low=0.001, delta_high=0.001),
-    )
-    one, other = (quietly(adapter.LOSSES[name], start, old, advantages, each) for each in (config(), narrow))
-    assert not (torch.equal(one[0], other[0]) and torch.equal(one[1], other[1]))
-
-
-SIGNATURE = {
-    "log_probs": inspect.Parameter.empty,
-    "old_log_probs": inspect.Parameter.empty,
-    "advantages": inspect.Parameter.empty,
-    "config": inspect.Parameter.empty,
-    "loss_mask": None,
-    "rollout_logprobs": None,
-}
-"""Of SkyRL 0.3's losses."""
+    )  # fmt: skip
+    for name, loss_fn in adapter.LOSSES.items():
+        one = quietly(loss_fn, start, old, advantages, config())
+        scaled = quietly(loss_fn, start, old, 0.1 * advantages, config())
+        assert_equal((10 * scaled[0], 10 * scaled[1]), one[:2])
+        assert one[1].count_nonzero() > 0 and one[1][~MASK].count_nonzero() == 0, name
+        other = quietly(loss_fn, start, old, advantages, narrow)
+        assert (torch.equal(one[0], other[0]) and torch.equal(one[1], other[1])) == (name in NO_RANGE), name
 
 
 def test_the_signature_is_skyrls():
-    ours = inspect.signature(adapter.LOSSES["gk_gspo"]).parameters
-    assert {name: each.default for name, each in ours.items()} == SIGNATURE
+    nothing, parameters = inspect.Parameter.empty, inspect.signature(adapter.LOSSES["gk_gspo"]).parameters
+    assert {name: each.default for name, each in parameters.items()} == {
+        "log_probs": nothing, "old_log_probs": nothing, "advantages": nothing, "config": nothing,
+        "loss_mask": None, "rollout_logprobs": None,
+    }  # fmt: skip
+    if importlib.util.find_spec("skyrl") is not None:
+        for name in ("regular", "gspo"):
+            assert [*inspect.signature(theirs(name)).parameters] == [*parameters]
 
 
 def scale(advantages, reduction, horizon=16):
@@ -148,55 +124,44 @@ REDUCTIONS = {
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize(("name", "cls"), [("gk_gspo", gk.GSPO), ("gk_grpo", gk.GRPO), ("gk_topr", gk.TOPR)])
-def test_the_sum_over_micro_batches_is_the_mean(name, cls, reduction):
+def test_the_sum_over_micro_batches_is_the_mean(reduction):
     start, old, advantages, _ = batch()
-    clip = {} if cls is gk.TOPR else {"clip_low": 0.2, "clip_high": 0.28}
-    start.requires_grad_()
-    expected = gk.policy_loss(
-        start, old, advantages[:, 0], loss_mask=MASK, objective=cls(**clip, **REDUCTIONS[reduction])
-    ).loss
-    (gradient,) = torch.autograd.grad(expected, start)
     scaled, given = scale(advantages, reduction), config(loss_reduction=reduction)
-    parts = [
-        quietly(adapter.LOSSES[name], start.detach()[r], old[r], scaled[r], given, MASK[r])
-        for r in (slice(0, 1), slice(1, 4), slice(4, 6))
-    ]
-    assert_equal(sum(part[0] for part in parts), expected.detach())
-    assert_equal(torch.cat([part[1] for part in parts]), gradient)
+    for name, cls in (("gk_gspo", gk.GSPO), ("gk_grpo", gk.GRPO), ("gk_topr", gk.TOPR)):
+        clip = {} if cls is gk.TOPR else {"clip_low": 0.2, "clip_high": 0.28}
+        leaf, objective = start.clone().requires_grad_(), cls(**clip, **REDUCTIONS[reduction])
+        expected = gk.policy_loss(leaf, old, advantages[:, 0], loss_mask=MASK, objective=objective).loss
+        parts = [
+            quietly(adapter.LOSSES[name], start[r], old[r], scaled[r], given, MASK[r])
+            for r in (slice(0, 1), slice(1, 4), slice(4, 6))
+        ]
+        assert_equal(sum(part[0] for part in parts), expected.detach())
+        assert_equal(torch.cat([part[1] for part in parts]), torch.autograd.grad(expected, leaf)[0])
 
 
 def test_gspo_by_hand():
-    start = torch.tensor([[-1.0, -2.0, -0.5], [-1.5, -1.0, 0.0]], dtype=torch.float64)
-    old = torch.tensor([[-1.1, -2.2, -0.5], [-1.5, -1.2, 0.0]], dtype=torch.float64)
-    mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
+    start, old, mask, loss, gradient, (first, second) = clipped_by_hand()
     advantages = torch.tensor([[2.0 / 6], [-1.0 / 4]], dtype=torch.float64).expand(2, 3)
-    given = config(eps_clip_high=0.05)
-    loss, gradient, metrics = quietly(adapter.LOSSES["gk_gspo"], start, old, advantages, given, mask)
-    first, second = math.exp(0.3 / 3), math.exp(0.2 / 2)
-    assert loss.item() == pytest.approx((-1.05 * 2.0 + second) / 2)
-    assert gradient[0].tolist() == [0, 0, 0]
-    assert gradient[1].tolist() == pytest.approx([second / 4, second / 4, 0])
+    got = quietly(adapter.LOSSES["gk_gspo"], start, old, advantages, config(eps_clip_high=0.05), mask)
+    assert got[0].item() == pytest.approx(loss)
+    torch.testing.assert_close(got[1], gradient)
     expected = {"ratio_mean": (first + second) / 2, "ratio_min": second, "ratio_max": first}
-    assert metrics == pytest.approx({"clip_ratio": 3 / 5, "active_fraction": 0.5, **expected})
-    assert all(type(each) is float for each in metrics.values())
+    assert got[2] == pytest.approx({"clip_ratio": 3 / 5, "active_fraction": 0.5, **expected})
+    assert all(type(each) is float for each in got[2].values())
 
 
-def test_without_a_mask_and_without_a_counted_token():
+def test_masks_and_autocast():
+    """No mask counts everything, an empty one nothing; the worker calls the loss under autocast."""
     start, old, advantages, _ = batch()
-    advantages = advantages[:, :1].expand_as(start)
-    everything = quietly(adapter.LOSSES["gk_gspo"], start, old, advantages, config(), torch.ones_like(MASK))
-    assert_equal(quietly(adapter.LOSSES["gk_gspo"], start, old, advantages, config(), None), everything)
-    nothing = quietly(adapter.LOSSES["gk_gspo"], start, old, advantages, config(), MASK & False)
+    loss_fn, same = adapter.LOSSES["gk_gspo"], advantages[:, :1].expand_as(start)
+    everything = quietly(loss_fn, start, old, same, config(), torch.ones_like(MASK))
+    assert_equal(quietly(loss_fn, start, old, same, config(), None), everything)
+    nothing = quietly(loss_fn, start, old, advantages, config(), MASK & False)
     assert nothing[0] == 0 and nothing[1].count_nonzero() == 0
-
-
-def test_autocast_changes_nothing():
-    """The worker calls the loss under autocast."""
-    start, old, advantages, _ = batch(dtype=torch.float32)
-    expected = quietly(adapter.LOSSES["gk_gspo"], start, old, advantages, config())
+    single = [each.float() for each in (start, old, advantages)]
+    expected = quietly(loss_fn, *single, config())
     with torch.autocast("cpu", torch.bfloat16):
-        got = quietly(adapter.LOSSES["gk_gspo"], start, old, advantages, config())
+        got = quietly(loss_fn, *single, config())
     assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
 
 
@@ -303,17 +268,15 @@ CORRECTIONS = {
 
 
 @needs_skyrl
-@pytest.mark.parametrize(
-    ("ours", "correction"),
-    # SkyRL's dppo takes the engine's log-probs for the old ones
-    [(ours, each) for ours in PAIRS for each in CORRECTIONS if ours != "gk_dppo" or each == "none"],
-)
-def test_equals_skyrl(ours, correction):
+@pytest.mark.parametrize("ours", PAIRS)
+def test_equals_skyrl(ours):
     """Values, gradients and metrics, through SkyRL's registry, scaling and config."""
     from skyrl.backends.skyrl_train.utils.ppo_utils import apply_loss_reduction_to_advantages_minibatch
 
     name, guard = PAIRS[ours]
-    for seed, reduction in enumerate(("token_mean", "sequence_mean", "seq_mean_token_sum_norm")):
+    for seed, (correction, reduction) in enumerate(itertools.product(CORRECTIONS, REDUCTIONS)):
+        if name == "dppo" and correction != "none":  # it takes the engine's log-probs for the old ones
+            continue
         start, old, advantages, rollout = batch(seed)
         scaled = apply_loss_reduction_to_advantages_minibatch(advantages, MASK.long(), reduction, 6, 16)
         assert_equal(scaled, scale(advantages, reduction))
@@ -333,12 +296,6 @@ def test_equals_skyrl(ours, correction):
         assert_equal(got[0], expected[0], guard)
         for metric, value in expected[2].items():
             assert got[2][metric] == pytest.approx(value, rel=1e-6, abs=1e-7), metric
-
-
-@needs_skyrl
-def test_the_signature_is_still_skyrls():
-    for name in ("regular", "gspo"):
-        assert list(inspect.signature(theirs(name)).parameters) == list(SIGNATURE)
 
 
 @needs_skyrl
@@ -388,19 +345,15 @@ def worker_updates(name, monkeypatch, steps=4):
     model = Table(MASK.shape, 11)
     optimizer = torch.optim.SGD(model.parameters(), lr=3.0)
     worker = SimpleNamespace(
-        model=model,
-        optimizer=optimizer,
-        cfg=SimpleNamespace(algorithm=given),
-        policy_loss_fn=theirs(name),
-        mesh_rank=SimpleNamespace(dp_size=1),
+        model=model, optimizer=optimizer, cfg=SimpleNamespace(algorithm=given), policy_loss_fn=theirs(name),
+        mesh_rank=SimpleNamespace(dp_size=1), scheduler=SimpleNamespace(get_last_lr=lambda: [1.0]),
         strategy=SimpleNamespace(backward=lambda loss, *others: loss.backward()),
-        scheduler=SimpleNamespace(get_last_lr=lambda: [1.0]),
-    )
+    )  # fmt: skip
     rng = torch.Generator().manual_seed(shifted_seed(4))
     rows = torch.arange(6).unsqueeze(1)
     sequences = torch.cat([rows, torch.randint(11, MASK.shape, generator=rng)], dim=1)
     old = model(sequences, 8)[0].detach()
-    _, _, advantages, _ = batch(dtype=torch.float32)
+    _, _, advantages, _ = batch(0, torch.float32)
     scaled = apply_loss_reduction_to_advantages_minibatch(
         advantages, MASK.long(), given.loss_reduction, 2, 16
     )

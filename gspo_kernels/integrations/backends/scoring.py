@@ -41,25 +41,24 @@ def scores(
     # two and three dimensions are taken with any strides, which a reshape would copy
     rows = logits if logits.ndim in (2, 3) else logits.reshape(-1, logits.shape[-1])
     overwrite = inplace and torch.is_grad_enabled() and logits.requires_grad and not logits.is_leaf
-    found = gk.token_logprobs(
+    scored = gk.token_logprobs(
         rows,
         labels.reshape(rows.shape[:-1]),
         temperature=temperature,
         return_entropy=entropy,
         inplace_backward=overwrite and rows is logits,
     )
-    logprobs = found.logprobs.view(labels.shape)
-    each = None if found.entropy is None else found.entropy.view(labels.shape)
-    if each is not None and keep is not None:
-        each = each.masked_fill(keep == 0, 0.0)
-    return gk.TokenLogprobs(logprobs, each)
+    return gk.TokenLogprobs(
+        scored.logprobs.view(labels.shape),
+        None if scored.entropy is None else scored.entropy.view(labels.shape),
+    )
 
 
 def entropy_of(logits: Tensor) -> Tensor:
     """[...], the entropy of logits [..., V] in fp32."""
-    found = scores(logits, logits.new_zeros(logits.shape[:-1], dtype=torch.int64), entropy=True).entropy
-    assert found is not None
-    return found
+    scored = scores(logits, logits.new_zeros(logits.shape[:-1], dtype=torch.int64), entropy=True).entropy
+    assert scored is not None
+    return scored
 
 
 def linear_scores(
@@ -78,10 +77,10 @@ def linear_scores(
     if not torch.is_autocast_enabled(hidden.device.type):
         weight = weight.to(hidden.dtype)
     rows = hidden.reshape(-1, hidden.shape[-1])
-    found = gk.linear_token_logprobs(rows, weight, labels.reshape(-1), return_entropy=entropy, **options)
+    scored = gk.linear_token_logprobs(rows, weight, labels.reshape(-1), return_entropy=entropy, **options)
     shape = labels.shape
     return gk.TokenLogprobs(
-        found.logprobs.view(shape), None if found.entropy is None else found.entropy.view(shape)
+        scored.logprobs.view(shape), None if scored.entropy is None else scored.entropy.view(shape)
     )
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from gspo_kernels.integrations.backends.replacing import Replacements
 from gspo_kernels.integrations.backends.scoring import entropy_of, scores
 
-VERSIONS = ">=0.3,<0.4"
+SUPPORTED = ">=0.3,<0.4"
 
 
 def _logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool = True) -> Tensor:
@@ -36,7 +36,7 @@ def _chunked_entropy_from_logits(
 _UTILS = "skyrl.backends.skyrl_train.utils.torch_utils"
 REPLACEMENTS = Replacements(
     "skyrl",
-    VERSIONS,
+    SUPPORTED,
     {
         f"{_UTILS}:logprobs_from_logits": _logprobs_from_logits,
         f"{_UTILS}:chunked_entropy_from_logits": _chunked_entropy_from_logits,

@@ -12,7 +12,7 @@ from torch import Tensor
 from gspo_kernels.integrations.backends.replacing import NotServedError, Replacements
 from gspo_kernels.integrations.backends.scoring import IGNORED, refuse_other_tensors, scores
 
-VERSIONS = ">=0.3,<0.4"
+SUPPORTED = ">=0.3,<0.4"
 
 
 def _refuse_shards(logits: Tensor, labels: Tensor) -> None:
@@ -34,14 +34,14 @@ def _compute_logprobs(
     _refuse_shards(logits, labels)
     if not return_entropy:
         return scores(logits, labels).logprobs
-    found = scores(logits, labels.clamp(min=0), entropy=True)  # ignored labels have an entropy, too
-    assert found.entropy is not None
-    return found.logprobs.masked_fill(labels == IGNORED, 0.0), found.entropy.detach()
+    scored = scores(logits, labels.clamp(min=0), entropy=True)  # ignored labels have an entropy, too
+    assert scored.entropy is not None
+    return scored.logprobs.masked_fill(labels == IGNORED, 0.0), scored.entropy.detach()
 
 
 REPLACEMENTS = Replacements(
     "torchtitan",
-    VERSIONS,
+    SUPPORTED,
     {
         "torchtitan.components.loss:cross_entropy_loss": _cross_entropy_loss,
         "torchtitan.components.loss:compute_logprobs": _compute_logprobs,

@@ -14,7 +14,7 @@ import gspo_kernels as gk
 from gspo_kernels.integrations.backends.replacing import NotServedError, Replacements
 from gspo_kernels.integrations.backends.scoring import entropy_of, linear_scores, scores
 
-VERSIONS = ">=1.16,<1.17"
+SUPPORTED = ">=1.16,<1.17"
 
 
 def _selective_log_softmax(
@@ -35,9 +35,9 @@ def _selective_log_softmax_and_entropy(
     temperature: float = 1.0,
     row_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    found = scores(logits, index, temperature=temperature, keep=row_mask, entropy=True)
-    assert found.entropy is not None
-    return found.logprobs, found.entropy if entropy_requires_grad else found.entropy.detach()
+    scored = scores(logits, index, temperature=temperature, keep=row_mask, entropy=True)
+    assert scored.entropy is not None
+    return scored.logprobs, scored.entropy if entropy_requires_grad else scored.entropy.detach()
 
 
 def _entropy_from_logits(logits: Tensor, chunk_size: int = 128) -> Tensor:
@@ -62,13 +62,13 @@ def _chunked_logprobs(
     if bias is not None:
         options["bias"] = bias.to(hidden.dtype)
     options["softcap"] = final_logit_softcapping
-    found = linear_scores(hidden, weight, targets, entropy="entropy" in outputs, **options)
-    return found.logprobs, found.entropy, None, None, None
+    scored = linear_scores(hidden, weight, targets, entropy="entropy" in outputs, **options)
+    return scored.logprobs, scored.entropy, None, None, None
 
 
 REPLACEMENTS = Replacements(
     "trl",
-    VERSIONS,
+    SUPPORTED,
     {
         "trl.trainer.utils:selective_log_softmax": _selective_log_softmax,
         "trl.trainer.utils:selective_log_softmax_and_entropy": _selective_log_softmax_and_entropy,

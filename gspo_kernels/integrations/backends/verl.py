@@ -13,7 +13,7 @@ from torch import Tensor
 from gspo_kernels.integrations.backends.replacing import NotServedError, Replacements
 from gspo_kernels.integrations.backends.scoring import entropy_of, linear_scores, scores
 
-VERSIONS = "==0.9.1"
+SUPPORTED = "==0.9.1"
 
 
 def _logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool = True) -> Tensor:
@@ -27,8 +27,8 @@ def _entropy_from_logits(logits: Tensor, chunk_size: int = 2048) -> Tensor:
 def _fused_linear_for_ppo(
     self: Any, hidden_states: Tensor, vocab_weights: Tensor, input_ids: Tensor, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor | None]:
-    found = linear_scores(hidden_states, vocab_weights, input_ids, temperature=temperature)
-    return found.logprobs, found.entropy
+    scored = linear_scores(hidden_states, vocab_weights, input_ids, temperature=temperature)
+    return scored.logprobs, scored.entropy
 
 
 def _linear_cross_entropy(
@@ -43,13 +43,13 @@ def _linear_cross_entropy(
         raise NotServedError("the head is cut over the ranks of a group")
     if reduction != "none":
         raise NotServedError(f"reduction is {reduction!r}")
-    found = linear_scores(hidden, weight, labels.reshape(-1), temperature=temperature)
-    return found.logprobs, found.entropy
+    scored = linear_scores(hidden, weight, labels.reshape(-1), temperature=temperature)
+    return scored.logprobs, scored.entropy
 
 
 REPLACEMENTS = Replacements(
     "verl",
-    VERSIONS,
+    SUPPORTED,
     {
         "verl.utils.torch_functional:logprobs_from_logits": _logprobs_from_logits,
         "verl.utils.torch_functional:entropy_from_logits": _entropy_from_logits,

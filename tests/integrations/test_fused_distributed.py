@@ -1,16 +1,12 @@
-"""One of two gloo processes: ``python -m integrations.distributed_transformers RANK STORE RESULT`` in tests/.
+"""Two gloo processes: DDP, FSDP2, tensor parallelism (also as transformers cuts models), context parallelism.
 
-Every case compares this process's share of the work with the same done here alone, bit for bit: halves and
-sums of two are exact.
+Under data parallelism each process's share of the work is compared with the same done alone, bit for bit:
+halves and sums of two are exact. Elsewhere it is as exact as the work done alone.
 """
 
 import copy
-import json
-import os
-import sys
-import traceback
-from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -24,7 +20,14 @@ from gspo_kernels.integrations.layouts import to_predictions, tokens_of_rank
 from gspo_kernels.integrations.transformers import fuse_lm_head
 from tests.accuracy import Spread, assert_as_exact
 from tests.draws import shifted_seed
+from tests.forks import in_processes
 from tests.integrations.tiny_models import tiny
+
+peft = pytest.importorskip("peft", reason="peft is not installed")
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+from transformers import AttentionInterface, AutoModelForCausalLM  # noqa: E402
+from transformers.distributed import DistributedConfig  # noqa: E402
 
 SEQUENCES, LENGTH, PROMPT = 4, 9, 3
 ADVANTAGES = torch.tensor([1.0, -0.7, 0.5, -1.2])
@@ -128,13 +131,11 @@ def ddp():
 
 
 def fsdp2():
+    """Whole, packed, and with a head sharded by itself, which its own hooks gather, also in the backward."""
     data_parallel("Qwen3", shard)
+    data_parallel("Qwen3", shard, changed=packed)
     data_parallel("Qwen3 tied", shard)
     data_parallel("Phi, bias", shard)
-
-
-def fsdp2_head_alone():
-    """The head is sharded by itself and gathered by its own hooks, also in the backward if that needs it."""
 
     def alone(model):
         return shard(model, head_alone=True)
@@ -144,13 +145,8 @@ def fsdp2_head_alone():
     data_parallel("Qwen3", alone, differentiable_scores)
 
 
-def fsdp2_packed():
-    data_parallel("Qwen3", shard, changed=packed)
-
-
 def fsdp2_lora():
     """Adapters in the backbone and a trained copy of the head; a wrapped unit of its own is refused."""
-    import peft
 
     config = peft.LoraConfig(
         target_modules=["q_proj"], modules_to_save=["lm_head"], init_lora_weights=False, r=4
@@ -167,12 +163,8 @@ def fsdp2_lora():
     data_parallel("Qwen3", shard_all, adapted=adapted)
     model = fuse_lm_head(adapted(tiny()))
     fully_shard(model.get_output_embeddings().modules_to_save["default"])
-    try:
+    with pytest.raises(IntegrationError, match="shard the lm_head with the root module"):
         model(**rows(dist.get_rank())[0], return_logprobs=True)
-    except IntegrationError as error:
-        assert "shard the lm_head with the root module" in str(error), error
-    else:
-        raise AssertionError("a head that its own hooks do not gather was not refused")
 
 
 def fsdp2_bf16():
@@ -188,12 +180,8 @@ def fsdp2_bf16():
     ):
         model = shard(fuse_lm_head(tiny()), mp_policy=refused)
         rounded = model(**inputs, return_logprobs=True).logprobs.detach()
-        try:
+        with pytest.raises(IntegrationError, match="arrives as torch"):
             model(**inputs, old_logprobs=rounded, advantages=torch.ones(2))
-        except IntegrationError as error:
-            assert "arrives as torch.bfloat16" in str(error), error
-        else:
-            raise AssertionError("terms rounded to bf16 were not refused")
 
 
 def tensor_parallel():
@@ -250,8 +238,6 @@ def gathered_attention(cu_seqlens):
 
 def context_parallel():
     """Each rank has tokens of every sequence, and attention that gathers the others' keys and values."""
-    from transformers import AttentionInterface
-
     (inputs, advantages), group = rows(0), dist.group.WORLD
     row = packed(inputs)
     ids, cu_seqlens = row["input_ids"], row["cu_seqlens"]
@@ -290,44 +276,95 @@ def context_parallel():
     errors = [found[which].double() - truth for which in ("parts", "alone")]
     spread = Spread.of([errors[1]], by_row=False)
     assert_as_exact("loss and gradients", errors[:1], spread, [truth], torch.finfo(torch.float32).eps)
-    try:
-        parallel = gk.Parallel(cp_group=group)
-        model(**mine, parallel=parallel, return_logprobs=False, old_logprobs=None, advantages=advantages)
-    except IntegrationError as error:
-        assert "position_ids: got None, expected where in their sequences" in str(error), error
-    else:
-        raise AssertionError("positions that nobody gave were made up")
+    with pytest.raises(IntegrationError, match="position_ids: got None, expected where in their sequences"):
+        model(**mine, parallel=here["parallel"], old_logprobs=None, advantages=advantages)
 
 
-CASES = (
-    ddp,
-    fsdp2,
-    fsdp2_head_alone,
-    fsdp2_packed,
-    fsdp2_lora,
-    fsdp2_bf16,
-    tensor_parallel,
-    context_parallel,
-)
+CASES = (ddp, fsdp2, fsdp2_lora, fsdp2_bf16, tensor_parallel, context_parallel)
 
 
-def main(rank, store, result):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    said = {}
-    for case in CASES:
-        try:
-            case()
-            said[case.__name__] = ""
-        except Exception:
-            said[case.__name__] = traceback.format_exc()
-        dist.barrier()
-    Path(result).write_text(json.dumps(said))
-    dist.destroy_process_group()
-    # gloo's threads have been seen to abort a process that was done while its interpreter was taken down
-    sys.stderr.flush()
-    os._exit(0)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_two_processes_equal_one(case):
+    def work(rank):
+        dist.init_process_group("gloo")
+        case()
+
+    in_processes(2, work)
 
 
-if __name__ == "__main__":
-    main(int(sys.argv[1]), *sys.argv[2:])
+# ------------------------------------------------------ models that transformers itself has cut over ranks
+
+MODELS = ("Qwen3", "Qwen3 tied", "Phi, bias")
+
+
+def loaded(folder, name, **sizes):
+    """The model, of which each rank reads its part."""
+    return AutoModelForCausalLM.from_pretrained(
+        folder / name, dtype=torch.float32, distributed_config=DistributedConfig(**sizes)
+    ).eval()
+
+
+def results(model, batches, **options):
+    """Log-probs of the batches, and the gradients of their losses' mean."""
+    fuse_lm_head(model)
+    old = [step(model, *batch, **options)[0].double() for batch in batches]
+    return {"log-probs": torch.cat([each.flatten() for each in old])} | {
+        name: whole(p.grad).double() / len(batches) for name, p in model.named_parameters()
+    }
+
+
+def judge(got, whole_model, batches):
+    """As exact as the model in one process."""
+    alone = results(copy.deepcopy(whole_model), batches)
+    exact = results(copy.deepcopy(whole_model).double(), batches)
+    assert got.keys() == exact.keys()
+    # all of a model's gradients together: each sum over ranks has roundings of its own
+    for names in (["log-probs"], [name for name in got if name != "log-probs"]):
+        flat = [torch.cat([each[name].flatten() for name in names]) for each in (got, alone, exact)]
+        spread = Spread.of([flat[1] - flat[2]], by_row=False)
+        eps = torch.finfo(torch.float32).eps
+        assert_as_exact(", ".join(names), [flat[0] - flat[2]], spread, [flat[2]], eps)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    for name in MODELS:
+        tiny(name).save_pretrained(folder / name)
+    return folder
+
+
+@pytest.mark.slow
+def test_tp_plan_gives_the_numbers_of_one_process(folder):
+    def work(rank):
+        for name in MODELS:
+            model = loaded(folder, name, tp_size=2)
+            assert model.get_output_embeddings().weight.placements == (Shard(0),)
+            inputs, advantages = rows(0)
+            for batch in ((inputs, advantages), (packed(inputs), advantages)):
+                model.zero_grad()
+                judge(results(model, [batch]), tiny(name), [batch])
+            gradient = model.get_output_embeddings().weight.grad
+            assert gradient.placements == (Shard(0),)
+
+    in_processes(2, work)
+
+
+@pytest.mark.slow
+def test_tp_plan_and_fsdp2_together(folder):
+    """Two halves of the batch, each on two ranks that share the vocabulary."""
+
+    def work(rank):
+        for name in ("Qwen3", "Qwen3 tied"):
+            model = loaded(folder, name, tp_size=2, fsdp_size=2)
+            assert model.get_output_embeddings().weight.device_mesh.ndim == 2
+            assert all(isinstance(p, DTensor) for p in model.parameters())
+            halves = [rows(0), rows(1)]
+            got = results(model, [halves[rank // 2]])
+            logprobs = [torch.empty_like(got["log-probs"]) for _ in range(4)]
+            dist.all_gather(logprobs, got["log-probs"])
+            assert torch.equal(logprobs[0], logprobs[1]) and torch.equal(logprobs[2], logprobs[3])
+            judge(got | {"log-probs": torch.cat(logprobs[::2])}, tiny(name), halves)
+
+    in_processes(4, work)

@@ -1,4 +1,4 @@
-"""Fixtures of every test of the fused head."""
+"""Fixtures of every test of the adapters."""
 
 import pytest
 import torch

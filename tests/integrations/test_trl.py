@@ -1,0 +1,682 @@
+"""``FusedGRPOTrainer`` and TRL's own trainer: losses, whole runs, options, two processes, images.
+
+One loss, gradient and set of metrics come from inputs made by hand, so that options which need vLLM are
+covered and every ratio, mask and weight matters; plain PyTorch in fp64 judges both trainers. Runs begin at
+the same weights and see the same rollouts: 12 optimizer steps with 4 minibatches each. TRL against itself
+with plain log-softmax ends 1e-7 apart there; the bounds are far below what one wrong coefficient does.
+"""
+
+import importlib
+import sys
+import warnings
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import gspo_kernels as gk
+from gspo_kernels.integrations import errors
+from gspo_kernels.integrations.errors import IntegrationError
+from tests.draws import shifted_seed
+from tests.forks import in_processes
+
+pytest.importorskip("trl", reason='TRL is missing: pip install "gspo_kernels[trl]"')
+
+from accelerate import FullyShardedDataParallelPlugin, ParallelismConfig
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
+from datasets import Dataset
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration
+from trl import GRPOConfig, GRPOTrainer
+
+from gspo_kernels.integrations.lm_head import causal_lm_of
+from gspo_kernels.integrations.transformers import fuse_lm_head
+from gspo_kernels.integrations.trl import FusedGRPOTrainer, _take_boxes, objective_of
+from tests.integrations.trl_problem import (
+    PlainTrainer,
+    configuration,
+    make_tokenizer,
+    make_trainer,
+    reward,
+    save_model,
+    weights,
+)
+
+EPS = torch.finfo(torch.float32).eps
+CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
+OURS_ALONE = {"ratio/min", "ratio/max", "active_fraction"}
+"""Metrics that TRL's trainer does not have."""
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    return {
+        "qwen3": save_model(tmp_path_factory.mktemp("qwen3")),
+        "qwen3-moe": save_model(tmp_path_factory.mktemp("qwen3-moe"), **experts),
+    }
+
+
+@pytest.fixture(scope="module")
+def model_path(models):
+    return models["qwen3"]
+
+
+# ------------------------------------------------------ one loss
+
+
+def token(kind):
+    return {"loss_type": kind, "epsilon": 0.02, "epsilon_high": 0.03}
+
+
+def sequence(kind):
+    levels = {"importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4}
+    return {"loss_type": kind, **levels}
+
+
+GSPO, GRPO, DAPO, VESPO = sequence("grpo"), token("grpo"), token("dapo"), {"loss_type": "vespo"}
+
+
+@dataclass
+class Case:
+    """GRPOConfig's options ``like`` another case, and what this one is about: it must change the loss.
+
+    ``changes`` are further options, ``inputs`` replace the loss's inputs, ``attributes`` the trainer's.
+    """
+
+    like: dict
+    changes: dict = field(default_factory=dict)
+    inputs: tuple = ("old_per_token_logps",)
+    attributes: dict = field(default_factory=dict)
+    matters: bool = True
+    model: str = "qwen3"
+
+    @property
+    def options(self):
+        return self.like | self.changes
+
+
+def also(*inputs):
+    return ("old_per_token_logps", *inputs)
+
+
+def vllm(like, ratio, **changes):
+    correcting = {"use_vllm": True, "vllm_importance_sampling_correction": True}
+    return Case(like, changes, also(ratio), correcting)
+
+
+BONUS = {"entropy_coef": 0.1}
+HIGH_ENTROPY = {"top_entropy_quantile": 0.4}
+OFF_POLICY = {"off_policy_mask_threshold": 5e-4}
+KL = {"beta": 0.1}
+MEASURED = {"_last_world_entropy": 5.0}
+# TRL rounds these temperatures to fp32, so not 1.05
+SAPO = {"loss_type": "sapo", "sapo_temperature_neg": 1.0625}
+# the grouped product has no fp64
+EAGER = {"router_aux_loss_coef": 0.0, "model_init_kwargs": {"experts_implementation": "eager"}}
+ROUTERS = {"router_aux_loss_coef": 0.5}
+EVERYTHING = KL | BONUS | HIGH_ENTROPY | OFF_POLICY
+
+CASES = {
+    **{f"{kind}, token": Case(token(kind)) for kind in CLIPPED},
+    **{f"{kind}, sequence": Case(sequence(kind)) for kind in CLIPPED},
+    "cispo, token": Case(token("cispo") | {"epsilon_high": 1.03}),
+    "cispo, GRPOConfig's default": Case({"loss_type": "cispo"}),
+    "cispo, sequence": Case(sequence("cispo") | {"epsilon_high": 1.0004}),
+    "sapo, token": Case(SAPO),
+    "sapo, sequence": Case(sequence("sapo") | SAPO),
+    "vespo, token": Case(VESPO),
+    "vespo, sequence": Case(sequence("vespo"), KL),
+    "on-policy": Case(GSPO, inputs=()),
+    "dual clip, token": Case(GRPO, {"delta": 1.04}),
+    "dual clip, sequence": Case(GSPO, {"delta": 1.0005}),
+    "epsilon of 1": Case(GRPO, {"epsilon": 1.0}),
+    "epsilon above 1": Case(GRPO, {"epsilon": 1.5}),
+    "KL": Case(GSPO, KL),
+    "KL, unweighted": Case(GSPO | KL, {"use_bias_correction_kl": False}),
+    "KL, dapo": Case(DAPO, KL),
+    "KL, dr_grpo": Case(sequence("dr_grpo"), KL),
+    "KL, vespo": Case(VESPO, KL),
+    "tool mask": Case(GSPO, inputs=also("tool_mask")),
+    "tool mask, dapo": Case(DAPO, inputs=also("tool_mask")),
+    "temperature": Case(GSPO, {"temperature": 0.7}),
+    "high entropy tokens": Case(GSPO, HIGH_ENTROPY),
+    "high entropy tokens, luspo": Case(sequence("luspo"), HIGH_ENTROPY),
+    "high entropy tokens, vespo": Case(VESPO, HIGH_ENTROPY),
+    "off-policy mask": Case(GSPO, OFF_POLICY),
+    "off-policy mask, vespo": Case(VESPO, OFF_POLICY),
+    "off-policy mask, sampled": Case(GSPO | OFF_POLICY, inputs=also("sampling_per_token_logps")),
+    "entropy bonus": Case(GSPO, BONUS),
+    "entropy bonus, dr_grpo": Case(token("dr_grpo"), BONUS),
+    "entropy bonus, high entropy tokens": Case(GSPO | HIGH_ENTROPY, BONUS),
+    "adaptive entropy": Case(
+        GSPO, BONUS | {"use_adaptive_entropy": True, "entropy_target": 6.0}, attributes=MEASURED
+    ),
+    "adaptive entropy, idle": Case(
+        GSPO,
+        BONUS | {"use_adaptive_entropy": True, "entropy_target": 4.0},
+        attributes=MEASURED,
+        matters=False,
+    ),
+    "experts": Case(GSPO | EAGER, ROUTERS, model="qwen3-moe"),
+    "experts, high entropy tokens": Case(GSPO | EAGER | HIGH_ENTROPY, ROUTERS, model="qwen3-moe"),
+    "vLLM, sequence weights": vllm(GSPO, "sequence_ratio"),
+    "vLLM, token weights": vllm(GSPO, "token_ratio"),
+    "vLLM, token weights, dapo": vllm(DAPO, "token_ratio"),
+    "vLLM, token weights, vespo": vllm(VESPO, "token_ratio", **KL),
+    "vLLM, everything": vllm(GSPO, "token_ratio", **EVERYTHING),
+    "vLLM, everything, vespo": vllm(VESPO, "token_ratio", **EVERYTHING),
+}
+
+
+@pytest.fixture(scope="module")
+def problem(models, tmp_path_factory):
+    """Inputs of the loss in fp64, all that any case asks for."""
+
+    rng = torch.Generator().manual_seed(shifted_seed(1))
+    B, P, C = 7, 4, 8
+    prompt_mask = (torch.arange(P) >= torch.tensor([0, 1, 2, 0, 3, 0, 1]).unsqueeze(1)).long()
+    # the last completion was truncated, so that TRL masks all of it
+    completion_mask = (torch.arange(C) < torch.tensor([8, 3, 5, 6, 1, 7, 0]).unsqueeze(1)).long()
+    inputs = {
+        "prompt_ids": torch.randint(200, (B, P), generator=rng),
+        "prompt_mask": prompt_mask,
+        "completion_ids": torch.randint(200, (B, C), generator=rng),
+        "completion_mask": completion_mask,
+        "advantages": torch.tensor([1.0, -1.0, 0.8, -0.5, 0.0, -1.5, 1.2], dtype=torch.float64),
+        "num_items_in_batch": completion_mask.sum() * 3,
+    }
+    tool_mask = (torch.rand((B, C), generator=rng) > 0.3).long()
+
+    def spread(scale):
+        noise = scale * torch.randn((B, C), generator=rng, dtype=torch.float64) * completion_mask
+        means = noise.sum(1, keepdim=True) / completion_mask.sum(1, keepdim=True).clamp(min=1)
+        return (noise - means) * completion_mask
+
+    trainer = make_trainer(PlainTrainer, models["qwen3"], tmp_path_factory.mktemp("plain"), **GSPO)
+    trainer.model.double()
+    ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
+    with torch.no_grad():
+        logprobs, _, _ = trainer._get_per_token_logps_and_entropies(
+            trainer.model, ids, torch.cat([prompt_mask, completion_mask], 1), C
+        )
+    # log s on both sides of both bounds, and beyond the dual clip's
+    log_s = torch.tensor([6e-4, -6e-4, 2e-4, 2e-4, 0.0, 7e-4, 5e-4], dtype=torch.float64).unsqueeze(1)
+    weights = 1 + 0.3 * torch.randn((B, C), generator=rng, dtype=torch.float64)
+    return inputs | {
+        "old_per_token_logps": logprobs - (log_s + spread(0.05)) * completion_mask,
+        "ref_per_token_logps": logprobs - spread(0.2),
+        "sampling_per_token_logps": logprobs + spread(0.1) + 0.1 * completion_mask,
+        "tool_mask": tool_mask,
+        # what vLLM's modes make: weights, zeros where they are masked, and 1 on padding
+        "token_ratio": torch.where(completion_mask == 0, 1.0, torch.where(weights < 1.4, weights, 0.0)),
+        "sequence_ratio": torch.tensor([1.2, 0.7, 0.0, 1.5, 1.0, 0.9, 1.0], dtype=torch.float64).unsqueeze(1),
+    }  # fmt: skip
+
+
+def selected(problem, case, dtype):
+    """The inputs that a case asks for, floating ones in ``dtype``."""
+    always = [name for name in problem if not name.endswith(("_logps", "_ratio", "tool_mask"))]
+    names = [*always, *case.inputs, *(["ref_per_token_logps"] if case.options.get("beta") else [])]
+    return {
+        "importance_sampling_ratio" if name.endswith("_ratio") else name: problem[name].to(dtype)
+        if problem[name].is_floating_point()
+        else problem[name]
+        for name in names
+    }
+
+
+def evaluate(kind, models, folder, case, problem, dtype=torch.float32):
+    """Loss, gradient over all weights, and metrics."""
+
+    trainer = make_trainer(kind, models[case.model], folder, **case.options)
+    trainer.model.to(dtype).train()
+    trainer.current_gradient_accumulation_steps = 2
+    for name, value in case.attributes.items():
+        setattr(trainer, name, value)
+    loss = trainer.compute_loss(trainer.model, selected(problem, case, dtype))
+    loss.backward()
+    gradient = torch.cat([p.grad.flatten() for p in trainer.model.parameters()]).double()
+    metrics = {name: values[-1] for name, values in trainer._metrics["train"].items()}
+    return loss.item(), gradient, metrics
+
+
+def assert_close(name, ours, theirs, truth, scale):
+    """Twice the other's error, and one rounding of the largest value that enters."""
+    budget = 2 * abs(theirs - truth) + EPS * scale
+    assert abs(ours - truth) <= budget, (name, ours, theirs, truth)
+
+
+WITHOUT = {}
+"""Losses of the cases that others add something to."""
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_loss_gradient_and_metrics_are_those_of_trl(name, models, problem, tmp_path):
+
+    case = CASES[name]
+    truth, exact, expected = evaluate(PlainTrainer, models, tmp_path, case, problem, torch.float64)
+    theirs, their_gradient, their_metrics = evaluate(GRPOTrainer, models, tmp_path, case, problem)
+    ours, gradient, metrics = evaluate(FusedGRPOTrainer, models, tmp_path, case, problem)
+
+    largest = problem["old_per_token_logps"].abs().max() * problem["advantages"].abs().max()
+    assert_close("loss", ours, theirs, truth, largest)
+    error, budget = (gradient - exact).abs().max(), (their_gradient - exact).abs().max()
+    assert error <= 2 * budget + EPS * exact.abs().max()
+    assert exact.abs().max() > 1e-3
+    assert set(metrics) == set(their_metrics) | OURS_ALONE
+    for key in their_metrics:
+        assert_close(key, metrics[key], their_metrics[key], expected[key], largest)
+    base = Case(case.like, model=case.model)
+    if case != base:
+        key = repr(base)
+        if key not in WITHOUT:
+            WITHOUT[key] = evaluate(PlainTrainer, models, tmp_path, base, problem, torch.float64)[0]
+        assert (WITHOUT[key] != truth) == case.matters
+
+
+# ------------------------------------------------------ whole runs
+
+# narrow enough to clip tokens within a rollout's four steps: GRPO and DAPO
+ACCUMULATING = {"gradient_accumulation_steps": 2, "num_iterations": 2}
+MASKS = {"tool_tokens": True, "mask_truncated_completions": True}
+BOUND = {"sgd": 1e-5, "adamw_torch": 2e-3}
+RUNS = {
+    "GSPO": GSPO,
+    "GSPO, AdamW": GSPO | {"optim": "adamw_torch", "learning_rate": 1e-3},
+    "luspo": sequence("luspo") | {"learning_rate": 0.01},
+    "cispo": {"loss_type": "cispo", "epsilon_high": 1.05},
+    "gradient accumulation": GSPO | ACCUMULATING,
+    "gradient accumulation, dapo": DAPO | ACCUMULATING,
+    "gradient accumulation, bnpo": token("bnpo") | ACCUMULATING,
+    "on-policy": GSPO | {"gradient_accumulation_steps": 4},
+    "gradient checkpointing": GSPO | {"gradient_checkpointing": True},
+    "reference model": GSPO | KL,
+    "masks, dapo": DAPO | MASKS,
+    "adaptive entropy": GSPO | {"entropy_coef": 0.1, "use_adaptive_entropy": True, "entropy_target": 6.0},
+    # without first tokens, whose contexts are equal within a group: the last bit of an entropy would decide
+    "high entropy tokens": GSPO | HIGH_ENTROPY | BONUS | {"tool_tokens": True},
+    "LoRA, reference by disabled adapter": GSPO | {"lora": True, "beta": 0.1, "learning_rate": 0.5},
+}
+
+
+def train(kind, model_path, folder, *, lora=False, steps=12, **options):
+    """Weights before and after, and the log."""
+
+    adapter = None
+    if lora:
+        from peft import LoraConfig
+
+        adapter = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj", "down_proj"])
+    trainer = make_trainer(kind, model_path, folder, peft_config=adapter, max_steps=steps, **options)
+    before = weights(trainer.model)
+    trainer.train()
+    return before, weights(trainer.model), trainer.state.log_history[:-1]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_ends_at_the_weights_of_trl(name, model_path, tmp_path):
+
+    options = RUNS[name]
+    before, theirs, their_log = train(GRPOTrainer, model_path, tmp_path, **options)
+    _, ours, log = train(FusedGRPOTrainer, model_path, tmp_path, **options)
+
+    distance = (ours - theirs).norm() / theirs.norm()
+    assert distance <= BOUND[options.get("optim", "sgd")]
+    assert (theirs - before).norm() / theirs.norm() > 100 * distance
+    for entry, their_entry in zip(log, their_log, strict=True):
+        assert set(entry) == set(their_entry) | OURS_ALONE
+        assert entry.get("reward") == their_entry.get("reward")
+    clipped = [entry.get("clip_ratio/region_mean", entry.get("cispo_clip_ratio")) for entry in log]
+    if clipped[0] is not None and name != "on-policy":
+        assert any(0 < share < 1 for share in clipped)
+
+
+def test_in_bf16_identical_weights_have_a_ratio_of_exactly_1(model_path, tmp_path):
+    """Old and reference log-probs come through the head that the loss uses; bf16 is GRPOConfig's default."""
+
+    options = GSPO | {"bf16": True, "beta": 0.1}
+    _, _, log = train(FusedGRPOTrainer, model_path, tmp_path, steps=5, **options)
+    for fresh in (log[0], log[4]):
+        assert fresh["ratio/min"] == fresh["ratio/max"] == 1.0
+        assert fresh["clip_ratio/region_mean"] == 0.0
+    assert log[0]["kl"] == 0.0
+    # and only there: the optimizer has moved the weights in between
+    assert log[1]["ratio/min"] < log[1]["ratio/max"]
+    assert max(moved["clip_ratio/region_mean"] for moved in log[1:4]) > 0.0
+
+
+# ------------------------------------------------------ options and setups
+
+REFUSED = {
+    "liger": ({"use_liger_kernel": True}, "use_liger_kernel: got True"),
+    "loss type": ({"loss_type": "ppo"}, "loss_type: got 'ppo', expected one of 'grpo', 'sapo'"),
+    "level": (
+        {"importance_sampling_level": "sequence_token"},
+        "importance_sampling_level: got 'sequence_token', expected one of 'token', 'sequence'",
+    ),
+    "delta inside the range": (
+        {"loss_type": "grpo", "epsilon_high": 0.3, "delta": 1.2},
+        r"delta: got 1.2, expected None or a ratio above 1 \+ epsilon_high = 1.3",
+    ),
+    "cispo without a weight": (
+        {"loss_type": "cispo", "epsilon_high": 0.0},
+        "epsilon_high: got 0, expected a positive number",
+    ),
+    "negative epsilon": ({"epsilon": -0.1}, "epsilon: got -0.1, expected a finite number of at least 0"),
+    "sapo": ({"loss_type": "sapo", "sapo_temperature_neg": 0.0}, "sapo_temperature_neg: got 0.0"),
+    "vespo": ({"loss_type": "vespo", "vespo_k_pos": -1.0}, "vespo_k_pos: got -1.0"),
+    "no length": (
+        {"loss_type": "dr_grpo", "max_completion_length": None},
+        'max_completion_length: aggregation="constant" needs a positive number',
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_options_without_an_equal_are_refused_by_name(name, tmp_path):
+    options, message = REFUSED[name]
+    # the model is never looked at
+    with pytest.raises(IntegrationError, match=message):
+        make_trainer(FusedGRPOTrainer, "no such model", tmp_path, **options)
+
+
+def test_sequences_in_parts_are_refused_where_trl_does_not_look(tmp_path, monkeypatch):
+    """Its own arguments it checks itself; a configuration of accelerate's it does not."""
+
+    with pytest.raises(ValueError, match="does not support sequence-dim parallelism"):
+        GRPOConfig(str(tmp_path), use_cpu=True, parallelism_config=ParallelismConfig(cp_size=2))
+    for name in ("cp_size", "sp_size"):
+        accelerator = SimpleNamespace(parallelism_config=ParallelismConfig(**{name: 2}))
+        monkeypatch.setattr(GRPOTrainer, "accelerator", accelerator, raising=False)
+        monkeypatch.setattr(GRPOTrainer, "__init__", lambda self, *given, **named: None)
+        with pytest.raises(IntegrationError, match=f"{name}: accelerate's ParallelismConfig has 2"):
+            make_trainer(FusedGRPOTrainer, "no such model", tmp_path)
+
+
+def test_ranges_that_are_rarely_meant_are_warned_about(tmp_path):
+    """GRPOConfig's default of 0.2 as CISPO's weight trains, in TRL too, at a fifth of the rate."""
+
+    def warned(**options):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            with pytest.raises(OSError, match="no such model"):
+                FusedGRPOTrainer("no such model", None, configuration(tmp_path, **options))
+        said = [str(warning.message) for warning in caught]
+        return [each for each in said if "clip range" in each or "epsilon_high: 0.2 is" in each]
+
+    assert len(warned(**GSPO | {"epsilon_high": 0.2})) == 1
+    assert "epsilon=3e-4" in warned(loss_type="grpo", importance_sampling_level="sequence")[0]
+    assert warned(**GSPO) == warned(loss_type="grpo") == warned(loss_type="sapo") == []
+    assert len(warned(loss_type="cispo")) == 1
+    assert warned(loss_type="cispo", epsilon=2.0) == warned(loss_type="cispo", epsilon_high=5.0) == []
+    assert objective_of(configuration(tmp_path, loss_type="cispo")).max_ratio == 0.2
+    assert type(objective_of(GRPOConfig(str(tmp_path), use_cpu=True))) is gk.GRPO
+
+
+@pytest.mark.parametrize(
+    ("installed", "says"), [("1.15.0", "version 1.15.0 is installed"), (None, "not installed")]
+)
+def test_another_trl_is_refused_in_one_sentence(installed, says, monkeypatch):
+
+    def version(distribution):
+        if installed is None:
+            raise errors.PackageNotFoundError
+        return installed
+
+    monkeypatch.setattr(errors, "version", version)
+    monkeypatch.delitem(sys.modules, "gspo_kernels.integrations.trl", raising=False)
+    with pytest.raises(IntegrationError, match=f"trl: {says}.*needs trl>=1.16"):
+        importlib.import_module("gspo_kernels.integrations.trl")
+
+
+def test_scoring_takes_keywords_as_trl_does(model_path, tmp_path):
+    """Every argument by keyword, or by position: the same numbers; ``max_chunk_bytes`` is passed on."""
+
+    rng = torch.Generator().manual_seed(shifted_seed(3))
+    ids = torch.randint(200, (4, 9), generator=rng)
+    mask = torch.ones_like(ids)
+    trainer = make_trainer(FusedGRPOTrainer, model_path, tmp_path, **GSPO)
+    theirs = make_trainer(GRPOTrainer, model_path, tmp_path, **GSPO)
+    for entropy in (False, True):
+        given = {"input_ids": ids, "attention_mask": mask, "logits_to_keep": 6, "compute_entropy": entropy}
+        with torch.no_grad():
+            expected = theirs._get_per_token_logps_and_entropies(model=theirs.model, **given)
+            named = trainer._get_per_token_logps_and_entropies(model=trainer.model, **given)
+            placed = trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, 6, 2, entropy)
+        assert (named[1] is not None) == (placed[1] is not None) == entropy
+        for each in (named, placed):
+            for got, wanted in zip(each[: 1 + entropy], expected, strict=False):
+                torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6)
+    trainer = make_trainer(FusedGRPOTrainer, model_path, tmp_path, max_chunk_bytes=-1, **GSPO)
+    with pytest.raises(ValueError, match="max_chunk_bytes: got -1"):
+        trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, 6)
+
+
+@pytest.mark.parametrize("cast", [True, False])
+def test_log_probs_of_an_fp32_head_under_bf16(cast, model_path, tmp_path):
+    """TRL's head, cast to fp32, sees what ours always sees; not cast, it rounds logits to bf16."""
+
+    scored = []
+    rng = torch.Generator().manual_seed(shifted_seed(2))
+    ids = torch.randint(200, (4, 9), generator=rng)
+    for kind in (GRPOTrainer, FusedGRPOTrainer):
+        trainer = make_trainer(kind, model_path, tmp_path, bf16=True, cast_lm_head_to_fp32=cast, **GSPO)
+        with torch.no_grad():
+            logprobs, entropy, _ = trainer._get_per_token_logps_and_entropies(
+                trainer.model, ids, torch.ones_like(ids), 6, compute_entropy=True
+            )
+        scored.append(torch.stack([logprobs, entropy]).double())
+    theirs, mine = scored
+    apart = (theirs - mine).abs().max() / mine.abs().max()
+    if cast:
+        assert apart <= 4 * torch.finfo(torch.float32).eps
+    else:
+        assert apart > 1e-4
+
+
+def test_generation_and_evaluation_are_trls(model_path, tmp_path):
+    """Without a rollout function: TRL generates with the patched model, and evaluates with our loss."""
+
+    logs = []
+    prompts = Dataset.from_dict({"prompt": ["ab", "cde", "a", "b", "fg", "gf", "c", "hh"]})
+    options = {"per_device_eval_batch_size": 8, "temperature": 3.0, "gradient_accumulation_steps": 2}
+    for kind in (GRPOTrainer, FusedGRPOTrainer):
+        trainer = kind(
+            model_path,
+            reward,
+            configuration(tmp_path, loss_type="cispo", epsilon_high=5.0, **options),
+            train_dataset=prompts,
+            eval_dataset=prompts,
+            processing_class=make_tokenizer(),
+        )
+        logs.append(trainer.evaluate())
+        trainer.train()
+        logs[-1] |= trainer.state.log_history[0]
+    theirs, mine = logs
+    both = OURS_ALONE | {f"eval_{name}" for name in OURS_ALONE}
+    assert mine.keys() == theirs.keys() | both
+    assert theirs["eval_loss"] != 0.0
+    for key in ("eval_reward", "reward", "completions/mean_length"):
+        assert mine[key] == theirs[key]
+    for key in ("eval_loss", "loss"):
+        assert mine[key] == pytest.approx(theirs[key], rel=1e-5, abs=1e-7)
+
+
+# ------------------------------------------------------ two processes
+
+
+def run(kind, sharded, model_path, folder, **options):
+    """Five steps under DDP, or under FSDP2: (weights, log)."""
+    AcceleratorState._reset_state()
+    trainer = make_trainer(kind, model_path, folder, max_steps=5, **options)
+    if sharded:
+        # accelerate on CPU ignores an FSDP plugin and runs DDP, so the plugin is put into its state here
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=["Qwen3DecoderLayer"],
+        )
+        if options.get("bf16"):
+            plugin.set_mixed_precision("bf16")
+        state = trainer.accelerator.state
+        state.distributed_type, state.fsdp_plugin = DistributedType.FSDP, plugin
+        trainer.is_fsdp_enabled = True
+    trainer.train()
+    parameters = list(trainer.model_wrapped.parameters())
+    if sharded:
+        assert all(isinstance(p, DTensor) for p in parameters), "accelerate did not shard the model"
+        parameters = [p.full_tensor() for p in parameters]
+    else:
+        assert isinstance(trainer.model_wrapped, DistributedDataParallel)
+    return torch.cat([p.detach().float().flatten() for p in parameters]), trainer.state.log_history[:-1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharded", [False, True], ids=["DDP", "FSDP2"])
+def test_two_processes_end_at_the_weights_of_trl(sharded, model_path, tmp_path, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+
+    def work(rank):
+        logs = {}
+        for name, options in (("GSPO", GSPO), ("dapo", DAPO)):
+            (theirs, _), (ours, log) = (
+                run(kind, sharded, model_path, tmp_path, **options)
+                for kind in (GRPOTrainer, FusedGRPOTrainer)
+            )
+            start = weights(AutoModelForCausalLM.from_pretrained(model_path))
+            distance = (ours - theirs).norm() / theirs.norm()
+            assert distance <= 1e-5
+            assert (theirs - start).norm() / start.norm() > 100 * distance
+            clipped = [(entry["clip_ratio/region_mean"], entry["ratio/min"]) for entry in log]
+            assert clipped[0] == (0.0, 1.0)
+            assert 0 < clipped[1][0] < 1 and clipped[1][1] < 1
+            # the same in both processes, and gathered over them
+            seen = [None, None]
+            gathered = [[e[key] for e in log] for key in (*OURS_ALONE, "clip_ratio/region_mean")]
+            torch.distributed.all_gather_object(seen, (ours, gathered))
+            assert torch.equal(seen[0][0], seen[1][0]) and seen[0][1] == seen[1][1]
+            logs[name] = log
+        if not sharded:
+            return
+        # accelerate's policy rounds inputs and outputs of the model and its head; ratios must not see that
+        _, log = run(FusedGRPOTrainer, True, model_path, tmp_path, bf16=True, **GSPO)
+        for fresh in (log[0], log[4]):
+            assert fresh["ratio/min"] == fresh["ratio/max"] == 1.0
+        assert log[1]["ratio/min"] < 1.0 < log[1]["ratio/max"]
+        # on fresh weights the loss is a mean of advantages, which bf16 could not hold
+        assert log[0]["loss"] == pytest.approx(logs["GSPO"][0]["loss"], rel=1e-6)
+        assert log[0]["loss"] != torch.tensor(log[0]["loss"]).bfloat16().item()
+
+    in_processes(2, work)
+
+
+@pytest.mark.slow
+def test_peak_memory_is_the_logits_of_completions():
+    """At a vocabulary of 152k, in a process of its own."""
+    from benchmarks import trl_memory
+
+    prompt, completion = 64, 128
+    # all completions fit the default chunk; embedding and head have a gradient; buffers, layers, statistics
+    logits = trl_memory.SEQUENCES * completion * trl_memory.VOCABULARY * 4
+    gradients = 2 * trl_memory.VOCABULARY * trl_memory.WIDTH * 4
+    assert trl_memory.measure("ours", prompt, completion) <= logits + gradients + 32 * trl_memory.MIB
+
+
+# ------------------------------------------------------ images
+
+IMAGE, BEGIN, END, PATCHES, PROMPT, COMPLETION = 90, 91, 92, 4, 9, 5
+
+
+def gemma3():
+    text = {
+        "vocab_size": 96, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "sliding_window": 8,
+        "initializer_range": 0.3, "max_position_embeddings": 64, "query_pre_attn_scalar": 16,
+    }  # fmt: skip
+    vision = {
+        "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "image_size": 16, "patch_size": 4,
+    }  # fmt: skip
+    torch.manual_seed(shifted_seed(0))
+    model = Gemma3ForConditionalGeneration(
+        Gemma3Config(
+            text_config=text, vision_config=vision, mm_tokens_per_image=PATCHES, image_token_index=IMAGE,
+            boi_token_index=BEGIN, eoi_token_index=END,
+        )
+    )  # fmt: skip
+    torch.nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight)  # it begins at zero
+    return model
+
+
+def rollouts():
+    """Prompts with an image between two tokens of text, completions of different lengths, and TRL's terms."""
+    rng = torch.Generator().manual_seed(shifted_seed(1))
+    ids = torch.randint(3, 80, (3, PROMPT + COMPLETION), generator=rng)
+    ids[:, 1], ids[:, 2 : 2 + PATCHES], ids[:, 2 + PATCHES] = BEGIN, IMAGE, END
+    mask = torch.ones_like(ids)
+    mask[1, -2:] = 0
+    return {
+        "prompt_ids": ids[:, :PROMPT],
+        "prompt_mask": mask[:, :PROMPT],
+        "completion_ids": ids[:, PROMPT:],
+        "completion_mask": mask[:, PROMPT:],
+        "pixel_values": torch.rand(3, 3, 16, 16, generator=rng),
+        "num_images": [1, 1, 1],
+        "token_type_ids": (ids == IMAGE).long(),
+        "advantages": torch.tensor([1.0, -0.5, 0.25]),
+        "num_items_in_batch": mask[:, PROMPT:].sum(),
+    }
+
+
+def from_logits(model, inputs):
+    """Log-probs and entropy of the completions by the model's own logits."""
+    ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
+    mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
+    images = {name: inputs[name] for name in ("pixel_values", "token_type_ids")}
+    logits = model(input_ids=ids, attention_mask=mask, **images).logits
+    log_softmax = logits[:, -COMPLETION - 1 : -1].log_softmax(-1)
+    chosen = log_softmax.gather(-1, inputs["completion_ids"].unsqueeze(-1)).squeeze(-1)
+    counted = inputs["completion_mask"] != 0
+    entropy = -(log_softmax.exp() * log_softmax).sum(-1)
+    return torch.where(counted, chosen, 0.0), torch.where(counted, entropy, 0.0)
+
+
+def gradient(model):
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def test_images_reach_the_scores_and_the_loss(tmp_path):
+
+    trainer = make_trainer(FusedGRPOTrainer, save_model(tmp_path / "model"), tmp_path, loss_type="grpo")
+    plain, model, inputs = gemma3().train(), gemma3().train(), rollouts()
+    _take_boxes(causal_lm_of(fuse_lm_head(model)))
+    expected, entropy = from_logits(plain, inputs)
+    blank, _ = from_logits(plain, inputs | {"pixel_values": torch.zeros(3, 3, 16, 16)})
+    assert (expected - blank).abs().max() > 1e-2  # the images matter
+
+    ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
+    mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
+    images = {name: inputs[name] for name in ("pixel_values", "num_images", "token_type_ids")}
+    scored = trainer._get_per_token_logps_and_entropies(
+        model, ids, mask, COMPLETION, batch_size=2, compute_entropy=True, **images
+    )
+    torch.testing.assert_close(scored[0], expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(scored[1], entropy, rtol=1e-5, atol=1e-5)
+
+    old = expected.detach() + 0.3 * torch.randn(
+        expected.shape, generator=torch.Generator().manual_seed(shifted_seed(2))
+    )
+    trainer.current_gradient_accumulation_steps = 1
+    loss = trainer._compute_loss(model, inputs | {"old_per_token_logps": old})
+    loss.backward()
+    wanted = gk.policy_loss(
+        expected, old, inputs["advantages"], loss_mask=inputs["completion_mask"], objective=gk.GRPO()
+    ).loss
+    wanted.backward()
+    torch.testing.assert_close(loss, wanted, rtol=1e-5, atol=1e-6)
+    assert (gradient(model) - gradient(plain)).norm() <= 1e-4 * gradient(plain).norm()
+    assert gradient(plain).norm() > 1e-3
