@@ -166,9 +166,9 @@ def divergence_kernel(
         other_peak = peak
         other_total = total
         for start in range(0, width, BLOCK):
-            z, _ = _load(row, start, lanes, width, stride_v, slopes, mask, ROW)
+            z, _slope = _load(row, start, lanes, width, stride_v, slopes, mask, ROW)
             peak, total = _add_block(peak, total, z, PLATFORM)
-            z, _ = _load(other, start, lanes, width, other_stride_v, teacher_slopes, mask, TEACHER)
+            z, _slope = _load(other, start, lanes, width, other_stride_v, teacher_slopes, mask, TEACHER)
             other_peak, other_total = _add_block(other_peak, other_total, z, PLATFORM)
         zero = tl.zeros([], STATS)
         no_label = counted & False
@@ -211,7 +211,7 @@ def divergence_kernel(
         for start in range(0, written if PAIR.KNOWN == "all" else width, BLOCK):
             z, bend = _load(row, start, lanes, width, stride_v, slopes, mask, ROW)
             log_p = (z - base) - rest
-            z, _ = _load(other, start, lanes, width, other_stride_v, teacher_slopes, mask, TEACHER)
+            z, _slope = _load(other, start, lanes, width, other_stride_v, teacher_slopes, mask, TEACHER)
             log_q = (z - other_base) - other_rest
             p = exp_flushed(log_p, PLATFORM)
             q = exp_flushed(log_q, PLATFORM)
@@ -250,13 +250,13 @@ def divergence_kernel(
             for start in range(0, written, BLOCK):
                 z, bend = _load(row, start, lanes, width, stride_v, slopes, mask, ROW)
                 log_p = (z - base) - rest
-                z, _ = _load(other, start, lanes, width, other_stride_v, teacher_slopes, mask, TEACHER)
+                z, _slope = _load(other, start, lanes, width, other_stride_v, teacher_slopes, mask, TEACHER)
                 log_q = (z - other_base) - other_rest
                 p = exp_flushed(log_p, PLATFORM)
                 if PAIR.KIND == "reverse":
                     far = log_p - log_q
                 else:
-                    far, _ = _to_mixture(log_p, log_q, logs, PLATFORM)
+                    far, _to_teacher = _to_mixture(log_p, log_q, logs, PLATFORM)
                     far = (1.0 - share) * far
                 grad = coefficient * tl.where(p == 0, 0.0, p * (far - whole))
                 _store_gradient(out_row, grad, bend, start, lanes, width, written, mask, ROW)

@@ -75,24 +75,20 @@ class Chunk(NamedTuple):
         hidden: [n, H].
         labels: [1, n].
         transform: of these rows, [1, n].
+        size: n.
     """
 
     where: slice | Tensor
     hidden: Tensor
     labels: Tensor
     transform: LogitTransform
-
-    @property
-    def rows(self) -> int:
-        """How many there are."""
-        return self.labels.shape[1]
+    size: int
 
     def select(self, keep: Tensor) -> Chunk:
         """Some of the rows, by index."""
         transform = self.transform.rows(lambda rows: rows[:, keep])
-        return Chunk(
-            as_index(self.where, keep.device)[keep], self.hidden[keep], self.labels[:, keep], transform
-        )
+        where = as_index(self.where, keep.device)[keep]
+        return Chunk(where, self.hidden[keep], self.labels[:, keep], transform, keep.numel())
 
 
 class Call:
@@ -212,24 +208,18 @@ class Call:
             index = as_index(where, self.labels.device)
             hidden = self.hidden[index // self.labels.shape[1], index % self.labels.shape[1]]
         transform = self.options.transform.rows(lambda rows: rows.flatten(0, 1)[where].unsqueeze(0))
-        return Chunk(where, hidden, labels.unsqueeze(0), transform)
+        return Chunk(where, hidden, labels.unsqueeze(0), transform, labels.numel())
 
     def begin_sum(self, values: Tensor, where: slice | Tensor) -> tuple[Tensor, list[Work]]:
-        """Begin to make dHidden [n, H] of the rows at some positions that of the whole vocabulary.
+        """Begin to make dHidden [n, H] of the rows at some positions that of the whole vocabulary, on the
+        ranks that share it.
 
         Returns:
-            That of ``local_rows``, once the works are done.
+            That of the rows whose hidden states are here, once the works are done.
         """
         if self.tokens is not None:
             return self.tokens.reduce(values, where)
-        group = self.options.shard.group
-        return values, [begin_sum_(group, values)] if group and self.chunking.reduce_hidden_grad else []
-
-    def local_rows(self, where: slice | Tensor) -> tuple[slice | Tensor, slice | Tensor]:
-        """Which of the rows at some positions have their hidden states here, and where among those."""
-        if self.tokens is None:
-            return slice(None), where
-        return self.tokens.own_rows(where, self.labels.device)
+        return values, [begin_sum_(self.options.shard.group, values)]
 
     def rows_memory(self, logits: Tensor) -> Tensor:
         """Memory for the rows that come from logits [n, V]: that of the logits where they fit."""

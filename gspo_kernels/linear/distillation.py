@@ -79,14 +79,14 @@ def linear_distillation(
     for chunk in call.chunks(call.projected):
         # one block of memory where both sides have the same dtype
         shared = theirs is not None and theirs.head.dtype == head.dtype
-        size = (2 * chunk.rows if shared else chunk.rows, head.vocabulary)
+        size = (2 * chunk.size if shared else chunk.size, head.vocabulary)
         if device.type == "cpu":
             block = workspace.rows(*size, head.dtype)
         else:
             block = torch.empty(size, dtype=head.dtype, device=device)
-        logits, teacher_logits = head.logits(chunk.hidden, block[: chunk.rows]), None
+        logits, teacher_logits = head.logits(chunk.hidden, block[: chunk.size]), None
         if theirs is not None:
-            teacher_logits = block[chunk.rows :]
+            teacher_logits = block[chunk.size :]
             if not shared:
                 teacher_logits = torch.empty(size, dtype=theirs.head.dtype, device=device)
             theirs.head.logits(theirs.chunk(chunk.where).hidden, teacher_logits)

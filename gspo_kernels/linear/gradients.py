@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from gspo_kernels.ops.library import Operator
 from gspo_kernels.ops.logprobs import scale_
 from gspo_kernels.plan import RequiresGrad
 from gspo_kernels.types import stats_dtype
+
+if TYPE_CHECKING:  # not every build of PyTorch has it
+    from torch.distributed import Work
 
 
 class HeadGradients(NamedTuple):
@@ -99,7 +102,7 @@ class Gradients:
         """What enters the gradient products for coefficients [n] (None: ones), in the memory of the logits
         where it fits there.
         """
-        ones = self.one.expand(chunk.rows)
+        ones = self.one.expand(chunk.size)
         values = projected.values if projected.written else self._write(projected, chunk, ones, None)
         return GradientRows(values, ones if coefficients is None else coefficients, projected.factors, active)
 
@@ -127,17 +130,22 @@ class Gradients:
         whole coefficient multiplies dHidden last, as one that comes late does.
         """
         call, fixed = self.call, self.call.head.fixed
+        works: list[Work] = []
         if self.hidden is not None:
-            values, works = call.begin_sum(call.head.grad_hidden(rows.values), chunk.where)
+            values = call.head.grad_hidden(rows.values)
+            if call.options.shard.group and call.chunking.reduce_hidden_grad:
+                values, works = call.begin_sum(values, chunk.where)
         ranks = call.ranks[chunk.where] if fixed else None
         (self.sums if sums is None else sums).add(rows, chunk.hidden, ranks)
         if self.hidden is None:
             return
         for work in works:
             work.wait()
-        local, where = call.local_rows(chunk.where)
-        coefficients = rows.coefficients[local]
-        factors = None if rows.factors is None else rows.factors[local]
+        where, coefficients, factors = chunk.where, rows.coefficients, rows.factors
+        if call.tokens is not None:
+            # only some of the rows have their hidden states here
+            local, where = call.tokens.own_rows(where, call.labels.device)
+            coefficients, factors = coefficients[local], None if factors is None else factors[local]
         hidden, scales = self.hidden.view(-1, values.shape[1]), self.scales
         if call.launches is not None:
             flat = None if scales is None else scales.view(-1)
@@ -163,11 +171,13 @@ class Gradients:
     def scale(self, where: slice | Tensor, coefficients: Tensor) -> None:
         """Let coefficients that have come late multiply the rows of dHidden at some positions."""
         assert self.scales is not None
-        local, where = self.call.local_rows(where)
+        if self.call.tokens is not None:
+            local, where = self.call.tokens.own_rows(where, self.call.labels.device)
+            coefficients = coefficients[local]
         if isinstance(where, slice):
-            self.scales.view(-1)[where].mul_(coefficients[local])
+            self.scales.view(-1)[where].mul_(coefficients)
         else:
-            self.scales.view(-1)[where] *= coefficients[local]
+            self.scales.view(-1)[where] *= coefficients
 
     def result(self) -> HeadGradients:
         """The gradients in the parameters' dtypes."""
@@ -206,7 +216,7 @@ def recompute(
     """
     done = 0
     for chunk in scores.call.chunks(where):
-        now = slice(done, done + chunk.rows)
+        now = slice(done, done + chunk.size)
         known = None if anew else scores.at(chunk.where)
         projected = scores.project(chunk, grad_entropy is not None, True, known)
         entropy = None if grad_entropy is None else grad_entropy[now]

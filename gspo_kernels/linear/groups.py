@@ -120,7 +120,8 @@ class CoefficientGroups:
         resting = [group for group in groups if all(known["inactive"][i] for i in group)]
         # those that fit a chunk together, next to those that only need a projection; segments come in order
         if not call.head.fixed:
-            working.sort(key=lambda group: sum(counts[i] for i in group) <= call.chunk_rows)
+            fit = [sum(counts[i] for i in group) <= call.chunk_rows for group in working]
+            working = [working[i] for i in sorted(range(len(working)), key=fit.__getitem__)]
         groups = working + resting
         self.inactive = len(resting)
         self.rows = [sum(counts[i] for i in group) for group in groups]

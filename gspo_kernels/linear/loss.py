@@ -27,7 +27,7 @@ from gspo_kernels.linear.gradients import (
 from gspo_kernels.linear.groups import CoefficientGroups, PreparedPart, known_coefficients, token_terms
 from gspo_kernels.linear.head import Head
 from gspo_kernels.linear.scaling import times
-from gspo_kernels.linear.schedule import evaluated_at_once, plan_parts
+from gspo_kernels.linear.schedule import plan_parts
 from gspo_kernels.linear.scores import Projected, Scores
 from gspo_kernels.linear.sums import HeadSums
 from gspo_kernels.ops.library import can_bypass_dispatcher, operator
@@ -128,7 +128,8 @@ class Run:
         self.call, self.terms, self.plan, self.schedule = call, terms, plan, schedule
         self.scores = Scores(call, schedule.entropy)
         self.gradients = Gradients(call, plan.requires_grad, normalised=True)
-        self.at_once = evaluated_at_once(plan.depends_on, terms, call.head.fixed)
+        # where other ranks have tokens of the same sequences, or sums over sequences must have one order
+        self.at_once = bool(terms.cp_group) or (call.head.fixed and plan.depends_on in ("group", "batch"))
         self._step: PolicyStep | None = None
         self._sequence_sums: HeadSums | None = None
 
@@ -185,7 +186,7 @@ class Run:
         call, plan, schedule = self.call, self.plan, self.schedule
         groups = CoefficientGroups(call, self.terms, plan.depends_on, plan.leaves_out)
         parts = plan_parts(schedule.name, groups.rows, groups.inactive, call.chunk_rows, schedule.defers)
-        self.scores.expect(min(call.chunk_rows, max((part.rows for part in parts), default=0)))
+        self.scores.most_rows = min(call.chunk_rows, max((part.rows for part in parts), default=0))
         if self.at_once:
             # the one evaluation, of all tokens on all ranks, follows the last projection
             parts.sort(key=lambda part: part.schedule != "forward")
@@ -222,8 +223,8 @@ class Run:
         done = 0
         for chunk in call.chunks(part.where):
             projected = self.project(chunk, skip=False)
-            unit = weights[done : done + chunk.rows]
-            done += chunk.rows
+            unit = weights[done : done + chunk.size]
+            done += chunk.size
             active = None if call.chunking.compact else call.counted.flatten()[chunk.where]
             gradients.add_rows(gradients.rows(projected, chunk, unit, active), chunk, sums)
             del projected

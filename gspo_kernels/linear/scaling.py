@@ -41,12 +41,11 @@ def times_(values: Tensor, factor: Tensor) -> Tensor:
     return values if factor.is_cpu and not bool(zero.any()) else values.masked_fill_(zero, 0.0)
 
 
-def most_in_sums(dtype: torch.dtype) -> float:
-    """A bound of coefficients with which no product overflows: infinities of both signs would add to NaN."""
-    return torch.finfo(dtype).max * 2.0**-24
+MOST_IN_SUMS = {dtype: torch.finfo(dtype).max * 2.0**-24 for dtype in _EXPONENT}
+"""A bound of coefficients with which no product overflows: infinities of both signs would add to NaN."""
 
 
 def bounded_for_sums(coefficients: Tensor) -> Tensor:
-    """Coefficients within ``most_in_sums``."""
-    most = most_in_sums(coefficients.dtype)
+    """Coefficients within ``MOST_IN_SUMS``."""
+    most = MOST_IN_SUMS[coefficients.dtype]
     return coefficients.clamp(-most, most)

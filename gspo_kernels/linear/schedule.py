@@ -30,13 +30,6 @@ from gspo_kernels.terms import Terms
 SCHEDULES = ("known", "frozen", "aligned", "deferred", "two_pass")
 
 
-def evaluated_at_once(depends_on: str, terms: Terms, invariant: bool) -> bool:
-    """Whether coefficients come from one evaluation of the whole call: other ranks have tokens of the same
-    sequences, or sums over sequences must have one order.
-    """
-    return bool(terms.cp_group) or (invariant and depends_on in ("group", "batch"))
-
-
 def unsupported(objective: Objective, terms: Terms, plan: Plan, invariant: bool) -> dict[str, str]:
     """Why schedules are not exact for a call, by name, or not batch-invariant where that is asked for."""
     name, depends_on = type(objective).__name__, plan.depends_on

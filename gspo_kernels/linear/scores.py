@@ -80,6 +80,7 @@ class Scores:
     Attributes:
         call: the call.
         stats: the statistics of all rows, [B, T] each; zeros where nothing was projected.
+        most_rows: for how many rows of logits there is room at once.
     """
 
     def __init__(self, call: Call, entropy: bool, known: RowStats | None = None):
@@ -90,13 +91,9 @@ class Scores:
                 call.new_rows(), call.new_rows(torch.float64), call.new_rows() if entropy else None
             )
         self.stats = known
-        self._most = min(call.chunk_rows, call.labels.numel())
+        self.most_rows = min(call.chunk_rows, call.labels.numel())
         self._logits: Tensor | None = None
         self._workspace = Workspace()
-
-    def expect(self, rows: int) -> None:
-        """Make room for chunks of so many rows instead of as many as the budget allows."""
-        self._most = rows
 
     def close(self) -> None:
         """The chunk's memory is no longer needed."""
@@ -107,12 +104,12 @@ class Scores:
         """[n, V], in memory that the next call of this writes over."""
         head = self.call.head
         if self._logits is None:
-            size = (max(chunk.rows, self._most), head.vocabulary)
+            size = (max(chunk.size, self.most_rows), head.vocabulary)
             if head.weight.is_cpu:
                 self._logits = self._workspace.rows(*size, head.dtype)
             else:
                 self._logits = torch.empty(size, dtype=head.dtype, device=head.weight.device)
-        return head.logits(chunk.hidden, self._logits[: chunk.rows])
+        return head.logits(chunk.hidden, self._logits[: chunk.size])
 
     def forward(self, where: slice | Tensor) -> None:
         """Project rows of which only the statistics are wanted."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gspo_kernels.linear.head import Head
-from gspo_kernels.linear.scaling import bounded_for_sums, largest, most_in_sums, power_of_two, times
+from gspo_kernels.linear.scaling import MOST_IN_SUMS, bounded_for_sums, largest, power_of_two, times
 from gspo_kernels.ops.backends import launches_of, load
 from gspo_kernels.ops.memory import used_memory
 from gspo_kernels.ops.products import SEGMENT, fixed_product, multiply, transposed_product
@@ -69,15 +69,20 @@ class HeadSums:
         values, total = rows.values, self._weight
         if total is None and self._bias is None:
             return
+        factors = None
+        if self._launches is None or self._bias is not None or self._segments is not None:
+            # what multiplies the rows, [n] in the sums' dtype
+            factors = bounded_for_sums(rows.coefficients.to(self._dtype))
+            factors = factors if rows.factors is None else times(rows.factors, factors)
         if self._segments is not None:
-            assert ranks is not None
-            parts = (values, self._operand(rows, hidden, None), self._factors(rows))
+            assert ranks is not None and factors is not None
+            parts = (values, self._operand(rows, factors, hidden, None), factors)
             for segmented in self._segments.cut(parts, ranks):
                 self._add_segments(segmented)
             return
         if total is not None:
-            unit = self._unit(rows, total) if values.dtype == torch.float16 else None
-            left, operand = values.t(), self._operand(rows, hidden, unit)
+            unit = self._unit(rows, factors, total) if values.dtype == torch.float16 else None
+            left, operand = values.t(), self._operand(rows, factors, hidden, unit)
             # the first product is written: zeros would cost as much as to fill them
             if self._head.in_blocks:
                 multiply(left, operand, total, accumulate=not self._empty)
@@ -87,8 +92,7 @@ class HeadSums:
                 torch.mm(left, operand, out_dtype=total.dtype, out=total)
             else:
                 torch.addmm(total, left, operand, out_dtype=total.dtype, out=total)
-        if self._bias is not None:
-            factors = self._factors(rows)
+        if self._bias is not None and factors is not None:
             if values.dtype == torch.float16:
                 scale = power_of_two(largest(factors))
                 column = transposed_product(values, (factors / scale).unsqueeze(1)).squeeze(1)
@@ -97,20 +101,17 @@ class HeadSums:
                 self._bias += transposed_product(values, factors.unsqueeze(1)).squeeze(1)
         self._empty = False
 
-    def _factors(self, rows: GradientRows) -> Tensor:
-        """What multiplies the rows, [n] in the sums' dtype."""
-        coefficients = bounded_for_sums(rows.coefficients.to(self._dtype))
-        return coefficients if rows.factors is None else times(rows.factors, coefficients)
-
-    def _operand(self, rows: GradientRows, hidden: Tensor, unit: Tensor | None) -> Tensor:
+    def _operand(
+        self, rows: GradientRows, factors: Tensor | None, hidden: Tensor, unit: Tensor | None
+    ) -> Tensor:
         """Hidden states times factors, over ``unit``, as the products take them."""
         dtype, active = rows.values.dtype, rows.active
         if self._launches is not None:
-            most = most_in_sums(self._dtype)
+            most = MOST_IN_SUMS[self._dtype]
             return self._launches.product_operand(
                 hidden, rows.coefficients, rows.factors, active, unit, most, dtype
             )
-        factors = self._factors(rows)
+        assert factors is not None
         if unit is not None:
             factors = factors / unit
         if active is None:
@@ -131,16 +132,17 @@ class HeadSums:
             fixed_product(left, column, self._bias.unsqueeze(1), accumulate=not first, ends=ends)
         self._empty = False
 
-    def _unit(self, rows: GradientRows, total: Tensor) -> Tensor:
+    def _unit(self, rows: GradientRows, factors: Tensor | None, total: Tensor) -> Tensor:
         """What dWeight counts in, once that is as large as the largest of the rows' factors."""
         before = self._power
         if before is None and not self._empty:
             before = torch.ones((), dtype=total.dtype, device=total.device)
         if self._launches is not None:
-            most = most_in_sums(total.dtype)
+            most = MOST_IN_SUMS[total.dtype]
             unit, shrink = self._launches.sum_unit(rows.coefficients, rows.factors, before, most, total.dtype)
         else:
-            unit = power_of_two(largest(self._factors(rows)))
+            assert factors is not None
+            unit = power_of_two(largest(factors))
             unit = unit if before is None else torch.maximum(before, unit)
             shrink = unit if before is None else before / unit
         if before is not None:
@@ -150,7 +152,8 @@ class HeadSums:
 
     def add_sums(self, sums: HeadSums, coefficient: Tensor) -> None:
         """Add other sums times a coefficient that has come late."""
-        self._count_in_ones()
+        if self._power is not None:
+            self._count_in_ones()
         for total, other in zip((self._weight, self._bias), sums.result(), strict=True):
             if total is None or other is None:
                 continue
@@ -169,7 +172,8 @@ class HeadSums:
         if self._empty and self._weight is not None:
             self._weight.zero_()
             self._empty = False
-        self._count_in_ones()
+        if self._power is not None:
+            self._count_in_ones()
         return self._weight, self._bias
 
     def _count_in_ones(self) -> None:

@@ -14,7 +14,6 @@ import types
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -603,15 +602,6 @@ def test_a_missing_nemo_rl_is_one_clear_sentence(monkeypatch):
     said = r"^nemo-rl: .* this adapter needs NeMo-RL >=0.6,<0.8, installed from"
     with pytest.raises(IntegrationError, match=said):
         nemo_rl.PolicyLoss()
-
-
-def test_the_page_s_example_runs_with_nemo_rl():
-    page = Path(__file__).parents[2] / "docs" / "integrations" / "nemo_rl.md"
-    (block,) = re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL)
-    namespace = {}
-    exec(compile(block, page.name, "exec"), namespace)
-    assert namespace["metrics"]["probs_ratio"] == 1.0
-    assert namespace["next_token_logprobs"].grad.abs().sum() > 0
 
 
 def test_inside_nemo_rl_s_packing_wrapper():

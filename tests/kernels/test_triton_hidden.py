@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("triton")
 
 from gspo_kernels import kernels
-from gspo_kernels.linear.scaling import bounded_for_sums, most_in_sums, power_of_two, times
+from gspo_kernels.linear.scaling import bounded_for_sums, power_of_two, times
 from tests.cases import generator
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run under the interpreter")
@@ -32,7 +32,7 @@ def test_an_operand_is_hidden_states_times_bounded_coefficients(dtype, width):
     unit = torch.tensor(2.0**-3)
     shares = bounded_for_sums(SIZES)
     want = torch.where((SIZES != 0).unsqueeze(1), hidden.float(), 0.0)
-    most = most_in_sums(FP32)
+    most = MOST_IN_SUMS[FP32]
     same(
         kernels.product_operand(hidden, SIZES, None, None, None, most, dtype),
         (want * shares.unsqueeze(1)).to(dtype),
@@ -92,7 +92,7 @@ def test_rows_are_scaled_by_what_comes_from_above(dtype):
 def test_a_unit_is_the_largest_power_so_far():
     coefficients, factors = SIZES[:7], rows_of(16, FP32)[1][:7]
     chosen = [1, 3]
-    most = most_in_sums(FP32)
+    most = MOST_IN_SUMS[FP32]
     unit, _ = kernels.sum_unit(coefficients, None, None, most, FP32)
     assert unit == power_of_two(SIZES[6])
     unit, _ = kernels.sum_unit(SIZES, None, None, most, FP32)
