@@ -78,10 +78,10 @@ DIVERGENCE = {2: Tile(1024, 4), 4: Tile(1024, 4), 8: Tile(512, 4)}
 def without_spills(tile: Tile, much: bool, registers: int = 128) -> Tile:
     """The tile for a kernel that keeps ``much`` alive at a time, such as under a softcap or in fp64.
 
-    Left alone, the ptxas of Triton before 3.8 gives some of these a few registers less than they need, for
-    one more program, and puts a number on the stack; under a limit it gives what they need.
+    Left alone, ptxas gives some of these a few registers less than they need, for one more program, and puts
+    a number on the stack; under a limit it gives what they need.
     """
-    if much and triton_version() < (3, 8) and platform() == "cuda":
+    if much and platform() == "cuda":
         return tile._replace(registers=registers)
     return tile
 

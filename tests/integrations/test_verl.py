@@ -48,6 +48,8 @@ REFUSED = {
     "gk_espo": "token_weights and lengths and ref_logprobs",
     "gk_kl_cov": "whole batch",
     "gk_linear": "token_weights",
+    "gk_m2po": "whole batch",
+    "gk_real": "group_ids",
     "gk_rebel": "group_ids",
     "gk_tl_grpo": "turn_ids",
     "gk_trpa": "ref_logprobs and group_ids",
