@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gspo_kernels.kernels.columns import decode, decode_wide, element, row_pointer
-from gspo_kernels.kernels.launch import FORWARD, RowConstants, RowNumbers, launch, row_kernel
+from gspo_kernels.kernels.launch import FORWARD, RowConstants, RowNumbers, launch, row_kernel, without_spills
 from gspo_kernels.kernels.rows import add_hi_lo, online_logsumexp, row_label, row_slopes
 from gspo_kernels.kernels.sampling_mask import in_row
 from gspo_kernels.types import LogitTransform, RowStats, stats_dtype
@@ -56,7 +56,7 @@ def logprobs_forward(
     logprobs = torch.empty(B, T, dtype=stats_dtype(logits.dtype), device=logits.device)
     lse = torch.empty_like(logprobs, dtype=torch.float64)
     stats = RowStats(logprobs, lse, torch.empty_like(logprobs) if entropy else None)
-    tile = FORWARD[logits.element_size()]
+    tile = without_spills(FORWARD[logits.element_size()], transform.softcap > 0)
     launch(
         logprobs_forward_kernel, B * T, logits.device, tile,
         logits, labels, transform.row_temperature, transform.kept,
