@@ -10,9 +10,8 @@ from torch import Tensor
 from gspo_kernels.linear.call import Call, Chunking, LinearOperands
 from gspo_kernels.linear.gradients import Gradients, HeadGradients
 from gspo_kernels.linear.logprobs import linear_logprobs_backward
-from gspo_kernels.linear.scaling import power_of_two
 from gspo_kernels.linear.scores import Scores
-from gspo_kernels.linear.sums import GradientRows
+from gspo_kernels.linear.sums import GradientRows, power_of_two
 from gspo_kernels.ops.library import operator
 from gspo_kernels.ops.logprobs import save_rows, saved_rows
 from gspo_kernels.ops.selected import (
