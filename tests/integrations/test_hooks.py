@@ -790,7 +790,7 @@ class Inputs:
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("theirs", [False, True])
 def test_prime_rl_s_default_from_the_parts_of_the_page(weighted, theirs):
-    """The same gradients as IPO's formula, and as prime-rl's own loss; DPPO's value is another one."""
+    """The same gradients as IPO's formula, and as prime-rl's own loss."""
     page, reference, inputs_type = run("docs/integrations/prime_rl.md"), ipo, Inputs
     if theirs:
         if "class IPOLoss:" not in prime_file().read_text():
