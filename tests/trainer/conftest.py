@@ -42,19 +42,9 @@ def tokenizer():
     return demo.make_tokenizer()
 
 
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "max_position_embeddings": 64,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "max_position_embeddings": 64}
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+TOKENS = {"vocab_size": 64, "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
 FAMILIES = {
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     "mistral": {"sliding_window": 4},
@@ -69,7 +59,7 @@ def tiny_model(family, tokenizer=None, seed=0, **changes):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(shifted_seed(seed))
-    options = SIZES | FAMILIES.get(family, {})
+    options = SIZES | HEADS | TOKENS | FAMILIES.get(family, {})
     if tokenizer is not None:
         names = ("eos_token_id", "pad_token_id")
         options |= {"vocab_size": len(tokenizer)} | {name: getattr(tokenizer, name) for name in names}

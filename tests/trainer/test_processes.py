@@ -254,15 +254,14 @@ def test_a_sharded_directory_is_read_and_written_as_transformers_does_it(tmp_pat
     assert same(weights(found), weights(expected)) and found.dtype == expected.dtype
 
 
-def fails_where_it_is_called_last(prompts, completion_ids):
-    if "fgh" in prompts:
-        raise ValueError("only one process sees this prompt")
-    return odd_share(completion_ids)
-
-
 def test_a_failure_in_one_process_ends_all_and_leaves_a_checkpoint(tmp_path, tokenizer):
+    def fails(prompts, completion_ids):
+        if "fgh" in prompts:
+            raise ValueError("only one process sees this prompt")
+        return odd_share(completion_ids)
+
     def train(rank):
-        trainer = make_trainer(tokenizer, ROWS, fails_where_it_is_called_last, small_config(tmp_path))
+        trainer = make_trainer(tokenizer, ROWS, fails, small_config(tmp_path))
         with pytest.raises(InputError, match="only one process sees this prompt"):
             trainer.train()
 

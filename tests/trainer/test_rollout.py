@@ -178,7 +178,7 @@ def record_shapes(model):
     shapes = []
 
     def hook(module, args, options):
-        shapes.append(tuple(options["input_ids"].shape))
+        shapes.append(tuple((args[0] if args else options["input_ids"]).shape))
 
     return shapes, model.register_forward_pre_hook(hook, with_kwargs=True)
 

@@ -74,16 +74,12 @@ def test_a_run_goes_on_longer_or_with_other_settings_by_force(tmp_path, tokenize
     def trainer(**sections):
         return make_trainer(tokenizer, rows, reward, small_config(tmp_path, **sections))
 
-    for sections, choices, words in (
-        ({"update": {"steps": 2}}, {"resume": True}, r"finished \(2 steps\)"),
-        (
-            {"update": {"learning_rate": 0.1}},
-            {"resume": True},
-            r"update\.learning_rate: 0\.001 -> 0\.1.*--force",
-        ),
+    for changes, words in (
+        ({"steps": 2}, r"finished \(2 steps\)"),
+        ({"learning_rate": 0.1}, r"update\.learning_rate: 0\.001 -> 0\.1.*--force"),
     ):
         with pytest.raises(InputError, match=words):
-            trainer(**sections).train(**choices)
+            trainer(update=changes).train(resume=True)
     with pytest.raises(InputError, match=r"checkpoint is of another model: it has .*layers"):
         other = tiny_qwen3(tokenizer, num_hidden_layers=3)
         make_trainer(tokenizer, rows, reward, small_config(tmp_path), model=other).train(resume=True)

@@ -24,7 +24,14 @@ from gspo_kernels.trainer.update import (
     trainable_objectives,
 )
 from tests.draws import shifted_seed
-from tests.trainer.conftest import make_accelerator, merged_config, nothing_in_single_precision, tiny_qwen3
+from tests.trainer.conftest import (
+    make_accelerator,
+    merged_config,
+    nothing_in_single_precision,
+    same,
+    tiny_qwen3,
+    weights,
+)
 
 B, C, SIZE, TEMPERATURE = 12, 5, 3, 0.7
 
@@ -264,21 +271,16 @@ def test_bf16_computes_in_bf16_and_steps_in_fp32(tokenizer):
     batch, found = make_batch(), {}
     for precision in ("fp32", "bf16"):
         config = make_config(update={"precision": precision, "learning_rate": 1e-7, "minibatches": 1})
-        updater = make_updater(tokenizer, config)
-        before = {name: p.detach().clone() for name, p in updater.policy.named_parameters()}
-        kept = []
-        record_steps(updater, kept)
+        updater, gradients = make_updater(tokenizer, config), []
+        record_steps(updater, gradients)
         updater.update(batch)
-        found[precision] = torch.cat([g.flatten() for g in kept[0].values()])
-        del updater._optimizer_step
-        with torch.no_grad():
-            for name, p in updater.policy.named_parameters():
-                p.copy_(before[name])
+        found[precision] = torch.cat([g.flatten() for g in gradients[0].values()])
+        updater = make_updater(tokenizer, config)
+        before = weights(updater.policy)
         updater.update(batch)
         assert all(p.dtype == torch.float32 for p in updater.policy.parameters())
         # AdamW's first step is the learning rate in size, far below what a weight in bf16 could take up
-        moved = [(p - before[name]).abs().max() for name, p in updater.policy.named_parameters()]
-        assert min(moved) > 0
+        assert all((p - before[name]).abs().max() > 0 for name, p in updater.policy.named_parameters())
     difference = (found["bf16"] - found["fp32"]).norm() / found["fp32"].norm()
     assert 1e-4 < difference < 0.1
 
@@ -374,9 +376,8 @@ def test_what_does_not_count_is_inert(tokenizer):
     for batch in (make_batch(), other):
         updater = make_updater(tokenizer, make_config())
         metrics = updater.update(batch)
-        results.append([metrics, *(p.detach().clone() for p in updater.policy.parameters())])
-    assert results[0][0] == results[1][0]
-    assert all(torch.equal(a, b) for a, b in zip(results[0][1:], results[1][1:], strict=True))
+        results.append((metrics, weights(updater.policy)))
+    assert results[0][0] == results[1][0] and same(results[0][1], results[1][1])
 
 
 def test_completions_without_advantage_cost_nothing_unless_a_term_needs_them(tokenizer, monkeypatch):
@@ -407,13 +408,12 @@ def test_completions_without_advantage_cost_nothing_unless_a_term_needs_them(tok
 def test_an_update_with_gradients_that_are_not_finite_is_left_out(tokenizer):
     wide = {"clip_low": 0.5, "clip_high": 0.5}  # outside of the range no gradient is left
     updater = make_updater(tokenizer, make_config(objective=wide))
-    before = [p.clone() for p in updater.policy.parameters()]
-    batch = make_batch()
+    batch, before = make_batch(), weights(updater.policy)
     batch.advantages[0] = torch.inf
     metrics = updater.update(batch)
     assert sorted(metrics[f"minibatch_{n}/updates_left_out"] for n in (1, 2)) == [0.0, 1.0]
     assert all(torch.isfinite(p).all() for p in updater.policy.parameters())
-    assert any(not torch.equal(a, b) for a, b in zip(before, updater.policy.parameters(), strict=True))
+    assert not same(before, weights(updater.policy))
 
 
 def test_the_learning_rate_rises_and_then_falls_only_when_asked():
