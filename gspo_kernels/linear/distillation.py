@@ -14,8 +14,7 @@ from torch import Tensor
 
 from gspo_kernels.linear.call import Call, Chunking, LinearOperands
 from gspo_kernels.linear.gradients import Gradients, SavedGradients, save_gradients, take_gradients
-from gspo_kernels.linear.scaling import power_of_two
-from gspo_kernels.linear.sums import GradientRows
+from gspo_kernels.linear.sums import GradientRows, power_of_two
 from gspo_kernels.ops.divergence import summed
 from gspo_kernels.ops.library import operator
 from gspo_kernels.ops.memory import CHUNK_ROWS, Workspace

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from gspo_kernels.linear.call import Call, Chunk, LinearOperands
 from gspo_kernels.linear.head import LOGITS_SLAB
-from gspo_kernels.linear.scaling import largest, power_of_two, times, times_
 from gspo_kernels.linear.scores import CompactedRows, Projected, Scores
-from gspo_kernels.linear.sums import GradientRows, HeadSums
+from gspo_kernels.linear.sums import GradientRows, HeadSums, largest, power_of_two, times, times_
 from gspo_kernels.ops.backends import launches_of
 from gspo_kernels.ops.library import Operator
 from gspo_kernels.ops.logprobs import scale_

@@ -117,13 +117,13 @@ class CoefficientGroups:
                 members.setdefault(group, []).append(i)
         groups = list(members.values())
         working = [group for group in groups if not all(known["inactive"][i] for i in group)]
-        resting = [group for group in groups if all(known["inactive"][i] for i in group)]
+        inactive_groups = [group for group in groups if all(known["inactive"][i] for i in group)]
         # those that fit a chunk together, next to those that only need a projection; segments come in order
         if not call.head.fixed:
             fit = [sum(counts[i] for i in group) <= call.chunk_rows for group in working]
             working = [working[i] for i in sorted(range(len(working)), key=fit.__getitem__)]
-        groups = working + resting
-        self.inactive = len(resting)
+        groups = working + inactive_groups
+        self.inactive = len(inactive_groups)
         self.rows = [sum(counts[i] for i in group) for group in groups]
         self._sequences = [i for group in groups for i in group]
         self._sequence_ends = [0, *itertools.accumulate(len(group) for group in groups)]

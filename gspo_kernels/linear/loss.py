@@ -26,10 +26,9 @@ from gspo_kernels.linear.gradients import (
 )
 from gspo_kernels.linear.groups import CoefficientGroups, PreparedPart, known_coefficients, token_terms
 from gspo_kernels.linear.head import Head
-from gspo_kernels.linear.scaling import times
 from gspo_kernels.linear.schedule import plan_parts
 from gspo_kernels.linear.scores import Projected, Scores
-from gspo_kernels.linear.sums import HeadSums
+from gspo_kernels.linear.sums import HeadSums, times
 from gspo_kernels.ops.library import can_bypass_dispatcher, operator
 from gspo_kernels.ops.logprobs import RowGradients, ScoredRows, logprobs_backward, save_rows, saved_rows
 from gspo_kernels.ops.products import transposed_product

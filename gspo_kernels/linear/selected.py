@@ -10,9 +10,8 @@ from torch import Tensor
 from gspo_kernels.linear.call import Call, Chunking, LinearOperands
 from gspo_kernels.linear.gradients import Gradients, HeadGradients
 from gspo_kernels.linear.logprobs import linear_logprobs_backward
-from gspo_kernels.linear.scaling import power_of_two
 from gspo_kernels.linear.scores import Scores
-from gspo_kernels.linear.sums import GradientRows
+from gspo_kernels.linear.sums import GradientRows, power_of_two
 from gspo_kernels.ops.library import operator
 from gspo_kernels.ops.logprobs import save_rows, saved_rows
 from gspo_kernels.ops.selected import (
@@ -34,18 +33,18 @@ from gspo_kernels.types import RowOptions, RowStats
 def linear_selected_forward(operands: LinearOperands, ids: Tensor, within: bool) -> SelectedRows:
     """Log-probs of ids [B, T, K] and what is left; the labels of rows without ids are ``ignore_index``."""
     call = Call(operands)
-    found = fake_rows(ids, operands.hidden.dtype)
-    for values in found:
+    result = fake_rows(ids, operands.hidden.dtype)
+    for values in result:
         values.zero_()
     scores = Scores(call, False)
     for chunk in call.chunks(call.projected):
-        own = ids.flatten(0, 1)[chunk.where].unsqueeze(0)
+        chunk_ids = ids.flatten(0, 1)[chunk.where].unsqueeze(0)
         logits = scores.logits(chunk).unsqueeze(0)
-        rows = score(logits, own, call.options.backend, chunk.transform, within, call.options.shard)
-        for all_rows, values in zip(found, rows, strict=True):
+        rows = score(logits, chunk_ids, call.options.backend, chunk.transform, within, call.options.shard)
+        for all_rows, values in zip(result, rows, strict=True):
             all_rows.flatten(0, 1)[chunk.where] = values.squeeze(0)
     scores.close()
-    return found
+    return result
 
 
 @linear_selected_forward.register_fake
@@ -97,14 +96,17 @@ def linear_selected_backward(
         def here(values: Tensor) -> Tensor:
             return values.flatten(0, 1)[chunk.where].unsqueeze(0)  # noqa: B023
 
-        own = SelectedGradients(here(grads.logprobs), None if grads.tail is None else here(grads.tail))
-        largest = own.logprobs.abs().amax(-1)
-        if own.tail is not None:
-            largest = torch.maximum(largest, own.tail.abs())
+        chunk_grads = SelectedGradients(
+            here(grads.logprobs), None if grads.tail is None else here(grads.tail)
+        )
+        largest = chunk_grads.logprobs.abs().amax(-1)
+        if chunk_grads.tail is not None:
+            largest = torch.maximum(largest, chunk_grads.tail.abs())
         # K coefficients of a row go into the row itself, so divided that 16 bits can hold them
         scale = power_of_two(largest.to(gradients.dtype))
-        own = SelectedGradients(
-            own.logprobs / scale.unsqueeze(-1), None if own.tail is None else own.tail / scale
+        chunk_grads = SelectedGradients(
+            chunk_grads.logprobs / scale.unsqueeze(-1),
+            None if chunk_grads.tail is None else chunk_grads.tail / scale,
         )
         logits = scores.logits(chunk)
         out = call.rows_memory(logits)
@@ -113,7 +115,7 @@ def linear_selected_backward(
             logits.unsqueeze(0),
             here(ids),
             SelectedRows(*(here(values) for values in rows)),
-            own,
+            chunk_grads,
             call.options.backend,
             chunk.transform,
             within,

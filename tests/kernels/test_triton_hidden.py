@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("triton")
 
 from gspo_kernels import kernels
-from gspo_kernels.linear.scaling import MOST_IN_SUMS, bounded_for_sums, power_of_two, times
+from gspo_kernels.linear.sums import MOST_IN_SUMS, bounded_for_sums, power_of_two, times
 from tests.cases import generator
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run under the interpreter")

@@ -8,8 +8,8 @@ import torch
 
 import gspo_kernels as gk
 from gspo_kernels import cpp
-from gspo_kernels.linear.scaling import times, times_
 from gspo_kernels.linear.schedule import SCHEDULES, Part, plan_parts
+from gspo_kernels.linear.sums import times, times_
 from gspo_kernels.ops import memory
 from tests import oracle
 from tests.cases import LAYOUTS, call, generator, make_case, run

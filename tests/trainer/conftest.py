@@ -42,24 +42,32 @@ def tokenizer():
     return demo.make_tokenizer()
 
 
-def tiny_qwen3(tokenizer, seed=0, **changes):
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "max_position_embeddings": 64}
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+TOKENS = {"vocab_size": 64, "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+FAMILIES = {
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "mistral": {"sliding_window": 4},
+    # One layer with a window and one without.
+    "gemma3_text": {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
+    "lfm2": {"full_attn_idxs": [1]},
+}
+
+
+def tiny_model(family, tokenizer=None, seed=0, **changes):
+    """A random model of a family that transformers has, with the tokenizer's vocabulary if there is one."""
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(shifted_seed(seed))
-    options = {
-        "vocab_size": len(tokenizer),
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 16,
-        "max_position_embeddings": 64,
-        "bos_token_id": None,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-    }
-    return Qwen3ForCausalLM(Qwen3Config(**(options | changes))).eval()
+    options = SIZES | HEADS | TOKENS | FAMILIES.get(family, {})
+    if tokenizer is not None:
+        names = ("eos_token_id", "pad_token_id")
+        options |= {"vocab_size": len(tokenizer)} | {name: getattr(tokenizer, name) for name in names}
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **options | changes)).eval()
+
+
+def tiny_qwen3(tokenizer, seed=0, **changes):
+    return tiny_model("qwen3", tokenizer, seed, **changes)
 
 
 @pytest.fixture
@@ -82,6 +90,13 @@ def reward():
     return odd_share
 
 
+def merged_config(values, sections) -> TrainConfig:
+    """The values with changes to whole options and to options of sections."""
+    for name, changes in sections.items():
+        values[name] = values.get(name, {}) | changes if isinstance(changes, dict) else changes
+    return from_mapping(values)
+
+
 def small_config(output, **sections) -> TrainConfig:
     values = {
         "output": str(output),
@@ -90,9 +105,7 @@ def small_config(output, **sections) -> TrainConfig:
         "evaluation": {"every": 2, "prompts": 4},
         "checkpoint": {"every": 2},
     }
-    for name, changes in sections.items():
-        values[name] = values.get(name, {}) | changes if isinstance(changes, dict) else changes
-    return from_mapping(values, TrainConfig)
+    return merged_config(values, sections)
 
 
 def make_trainer(own_tokenizer, rows, reward, config, **changes):
@@ -113,6 +126,13 @@ def make_trainer(own_tokenizer, rows, reward, config, **changes):
     if hasattr(trainer.engine, "end_ids"):
         trainer.engine.end_ids = list(range(0, 250, 3))
     return trainer
+
+
+def batch_of(trainer):
+    """The rollout of the first step, with advantages."""
+    trainer.step = 1
+    torch.manual_seed(0)
+    return trainer.compare(trainer.rollout())
 
 
 @contextmanager

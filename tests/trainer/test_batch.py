@@ -5,7 +5,6 @@ from itertools import pairwise
 
 import pytest
 import torch
-import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
@@ -20,48 +19,19 @@ from gspo_kernels.trainer.batch import (
 )
 from gspo_kernels.trainer.config import InputError
 from tests.draws import shifted_seed
-from tests.trainer.conftest import nothing_in_single_precision
+from tests.trainer.conftest import nothing_in_single_precision, tiny_model
 
-SMALL = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
-FAMILIES = {
-    "Qwen3": {"head_dim": 8},
-    "Qwen3Moe": {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
-    "Llama": {},
-    "Mistral": {"head_dim": 8, "sliding_window": 4},
-    # One layer with a window and one without.
-    "Gemma3": {"head_dim": 8, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
-    # Learned positions.
-    "GPT2": {},
-}
 LAYOUTS = {"packed": packed_hidden_states, "shared prefix": shared_prefix_hidden_states}
 
 
-def build(family, **changes):
-    torch.manual_seed(shifted_seed(0))
-    if family == "GPT2":
-        sizes = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}
-        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
-    else:
-        name = "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config"
-        config = getattr(transformers, name)(**(SMALL | FAMILIES[family] | changes))
-        model = getattr(transformers, f"{family}ForCausalLM")(config)
+def build(family):
+    model = tiny_model(family, num_attention_heads=4, num_key_value_heads=2, head_dim=8)
     with torch.no_grad():
         for parameter in model.parameters():  # far from uniform attention
             parameter.normal_(std=0.3)
-    if family == "Qwen3Moe":
+    if family == "qwen3_moe":
         model.set_experts_implementation("eager")  # the grouped product has no fp64
-    return model.eval()
+    return model
 
 
 def sequences(layout="packed"):
@@ -110,7 +80,7 @@ def assert_as_exact(model, run, reference):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "llama", "mistral", "gemma3_text", "gpt2"])
 def test_values_and_gradients_are_those_of_each_sequence_alone(family, layout):
     prompts, completions = sequences(layout)
     model, run = build(family), LAYOUTS[layout]
@@ -124,7 +94,7 @@ def test_values_and_gradients_are_those_of_each_sequence_alone(family, layout):
 def test_through_a_lora_adapter_with_gradient_checkpointing(layout):
     peft = pytest.importorskip("peft")
     prompts, completions = sequences(layout)
-    model = peft.get_peft_model(build("Qwen3"), peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"]))
+    model = peft.get_peft_model(build("qwen3"), peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"]))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_" in name:
@@ -146,7 +116,7 @@ def test_through_a_lora_adapter_with_gradient_checkpointing(layout):
 
 def test_the_row_has_no_padding_and_the_call_goes_through_the_model_itself():
     prompts, completions = sequences()
-    model, seen, logits = build("Qwen3"), [], []
+    model, seen, logits = build("qwen3"), [], []
     model.register_forward_pre_hook(lambda m, args, kwargs: seen.append(kwargs), with_kwargs=True)
     model.lm_head.register_forward_hook(lambda m, args, output: logits.append(output.shape))
     packed = packed_hidden_states(model, prompts, completions)
@@ -181,7 +151,7 @@ def test_flash_attention_gets_the_offsets_and_no_mask(monkeypatch):
     monkeypatch.setitem(AttentionInterface._global_mapping, "flash_stand_in", flash_stand_in)
     monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, "flash_stand_in", flash_attention_mask)
     prompts, completions = sequences()
-    model = build("Qwen3").double()
+    model = build("qwen3").double()
     reference = packed_hidden_states(model, prompts, completions).hidden
     model.config._attn_implementation = "flash_stand_in"
     ours = packed_hidden_states(model, prompts, completions).hidden
@@ -229,31 +199,24 @@ def test_a_row_mask_is_the_dense_mask(groups, window):
         _ = mask | False
 
 
-def recurrent(name):
-    options = {key: SMALL[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers")}
-    if name == "Lfm2":
-        options = SMALL | {"full_attn_idxs": [1]}
-    return getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**options))
-
-
 @pytest.mark.parametrize(
-    ("name", "reason"), [("Mamba", "position_ids"), ("Lfm2", "conv"), ("Bloom", "position_ids")]
+    ("name", "reason"), [("mamba", "position_ids"), ("lfm2", "conv"), ("bloom", "position_ids")]
 )
 def test_a_model_that_cannot_be_packed_is_refused(name, reason):
-    with pytest.raises(InputError, match=f"{name}.*cannot hold several sequences.*{reason}"):
-        check_rows_of(recurrent(name))
+    with pytest.raises(InputError, match=f"{name.title()}.*cannot hold several sequences.*{reason}"):
+        check_rows_of(tiny_model(name))
 
 
 @pytest.mark.parametrize("name", ["eager", "flex_attention", "paged|sdpa"])
 def test_other_attention_is_refused(name):
-    model = build("Qwen3")
+    model = build("qwen3")
     model.config._attn_implementation = name
     with pytest.raises(InputError, match=rf"implementation is '{name.replace('|', '.')}'; load it with sdpa"):
         check_rows_of(model)
 
 
 def test_a_model_that_does_something_else_with_the_row_is_refused():
-    model = build("Qwen3")
+    model = build("qwen3")
     # A convolution along the row, as a hybrid model without layer types would have.
     model.model.layers[0].register_forward_hook(lambda m, args, output: output + output.roll(1, dims=1))
     for shared_prefix in (False, True):
@@ -265,7 +228,7 @@ def test_an_adapter_that_adds_tokens_is_refused():
     peft = pytest.importorskip("peft")
     config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
     with pytest.raises(InputError, match="puts tokens before every row"):
-        check_rows_of(peft.get_peft_model(build("Qwen3"), config))
+        check_rows_of(peft.get_peft_model(build("qwen3"), config))
 
 
 @settings(max_examples=200, deadline=None)

@@ -87,7 +87,6 @@ def test_what_no_run_wrote_is_never_touched(tmp_path):
     writer("mine")(tmp_path)
     (tmp_path / "inner").rename(tmp_path / "model")
     for choice in ({"resume": True}, {"overwrite": True}, {}):
-        choice = {"resume": False, "overwrite": False} | choice
         with pytest.raises(InputError, match=r"no run"):
             prepare(RunDirectory(tmp_path), **choice)
     with pytest.raises(InputError, match=r"has config.yaml, model, and no run wrote that"):
@@ -109,9 +108,9 @@ def test_one_process_at_a_time_and_a_dead_one_keeps_nothing(tmp_path):
     child = forked(hold)
     try:
         os.read(reader, 1)
-        for choice in ({"resume": True, "overwrite": False}, {"resume": False, "overwrite": True}):
+        for choice in ("resume", "overwrite"):
             with pytest.raises(InputError, match="another process works on the run"):
-                prepare(RunDirectory(tmp_path), **choice)
+                prepare(RunDirectory(tmp_path), **{choice: True})
         assert (tmp_path / "metrics.jsonl").read_text() == "{}\n"
     finally:
         os.kill(child, signal.SIGKILL)
@@ -124,15 +123,11 @@ STEPS = 8
 ROWS = [{"prompt": prompt} for prompt in ("ab", "bcd", "c", "dabc", "ea", "fgh")]
 
 
-def noisy(completion_ids):
-    """Draws from Python's generator, which every step seeds anew."""
-    return [sum(ids) % 7 + random.random() for ids in completion_ids]
-
-
 def run(output, tokenizer, *, resume, steps=STEPS, slow=0.0):
     def reward(completion_ids):
+        """Draws from Python's generator, which every step seeds anew."""
         time.sleep(slow)
-        return noisy(completion_ids)
+        return [sum(ids) % 7 + random.random() for ids in completion_ids]
 
     options = {"checkpoint": {"every": 1}, "evaluation": {"every": 3, "prompts": 2}}
     config = small_config(output, update={"steps": steps}, **options)

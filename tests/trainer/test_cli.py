@@ -5,22 +5,17 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gspo_kernels import cli
 from gspo_kernels.trainer import demo
 from gspo_kernels.trainer.report import read_metrics
-from tests.draws import shifted_seed
-from tests.trainer.conftest import same, weights
+from tests.trainer.conftest import same, tiny_model, weights
 
 
 @pytest.fixture
 def llama(tmp_path, tokenizer):
-    torch.manual_seed(shifted_seed(0))
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
-    tokens = {"vocab_size": len(tokenizer), "bos_token_id": None, "eos_token_id": tokenizer.eos_token_id}
-    config = LlamaConfig(**sizes, **tokens, max_position_embeddings=64, tie_word_embeddings=True)
-    for each in (LlamaForCausalLM(config), tokenizer):
+    for each in (tiny_model("llama", tokenizer, tie_word_embeddings=True), tokenizer):
         each.save_pretrained(tmp_path / "llama")
     return tmp_path / "llama"
 

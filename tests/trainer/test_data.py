@@ -14,7 +14,7 @@ CHATML = (
 
 def write(tmp_path, text):
     path = tmp_path / "data.jsonl"
-    path.write_text(text, encoding="utf-8")
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
     return path
 
 
@@ -26,13 +26,6 @@ def test_rows_keep_their_columns(tmp_path):
     assert columns_of(rows[:1], ["level"]) == {"level": [None]}  # a batch may lack what the dataset has
 
 
-def test_a_file_in_another_encoding_is_named_with_the_line(tmp_path):
-    path = tmp_path / "latin.jsonl"
-    path.write_bytes(b'{"prompt": "a"}\r\n' + '{"prompt": "é"}\n'.encode("latin-1"))
-    with pytest.raises(InputError, match=r"latin\.jsonl, line 2: not valid UTF-8"):
-        load_prompts(path)
-
-
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -40,6 +33,7 @@ def test_a_file_in_another_encoding_is_named_with_the_line(tmp_path):
         ("", ["is empty"]),
         ("\n\n", ["is empty"]),
         ('{"prompt": "a"}\n{"prompt":\n', ["line 2", "not valid JSON"]),
+        (b'{"prompt": "a"}\r\n{"prompt": "\xe9"}\n', ["line 2: not valid UTF-8"]),
         ('["a"]\n', ["line 1", "list"]),
         ('{"prompt": "a"}\n{"question": "b"}\n', ["row 2", "'prompt'", "'question'"]),
         ('{"prompt": ""}\n', ["row 1", "non-empty text"]),
@@ -55,8 +49,7 @@ def test_what_is_not_a_dataset_is_refused(tmp_path, text, words):
     path = tmp_path / "data.jsonl" if text is None else write(tmp_path, text)
     with pytest.raises(InputError) as caught:
         load_prompts(path)
-    for word in ["data.jsonl", *words]:
-        assert word in str(caught.value)
+    assert all(word in str(caught.value) for word in ["data.jsonl", *words]), caught.value
 
 
 ROWS = [{"prompt": "a", "answer": 1, "level": "x"}, {"prompt": "bc", "answer": 2, "level": None}]
@@ -159,10 +152,8 @@ def test_conversations_go_through_the_chat_template(chat_tokenizer):
         "<|user|>hi<|end|><|assistant|>He",  # an answer that has begun is continued
     ]
     assert encoded[0].count(chat_tokenizer.eos_token_id) == 1
-    encoded = prepare_prompts(
-        chat_tokenizer, rows, "data", longest=None, template_options={"brief": True}
-    ).tokens
-    assert chat_tokenizer.decode(encoded[0]).endswith("<|assistant|>!")
+    brief = prepare_prompts(chat_tokenizer, rows, "data", longest=None, template_options={"brief": True})
+    assert chat_tokenizer.decode(brief.tokens[0]).endswith("<|assistant|>!")
 
 
 def test_conversations_that_cannot_be_rendered(tokenizer, chat_tokenizer):

@@ -5,30 +5,23 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import transformers
 
 from gspo_kernels.trainer import model as model_module
 from gspo_kernels.trainer.config import InputError
 from gspo_kernels.trainer.model import check_head, end_token_ids, head_of, load_model, padding_token_id
-from tests.draws import shifted_seed
-from tests.trainer.conftest import tiny_qwen3
+from tests.trainer.conftest import tiny_model, tiny_qwen3
 
-SIZES = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-EXTRA = {
-    "Llama": {},
-    "Granite": {"logits_scaling": 0.25},
-    "Cohere": {"logit_scale": 4.0, "pad_token_id": 0},
-    "Phi": {},  # its head has a bias
-    "Gemma3": {"head_dim": 16, "final_logit_softcapping": 0.05},
+HEADS = {
+    "llama": {},
+    "granite": {"logits_scaling": 0.25},
+    "cohere": {"logit_scale": 4.0},
+    "phi": {},  # its head has a bias
+    "gemma3_text": {"final_logit_softcapping": 0.05},
 }
 
 
-def build(name):
-    torch.manual_seed(shifted_seed(0))
-    options = {"vocab_size": 64, "num_key_value_heads": 2, "max_position_embeddings": 32}
-    name_of_config = "Gemma3TextConfig" if name == "Gemma3" else f"{name}Config"
-    config = getattr(transformers, name_of_config)(**options, **SIZES, **EXTRA[name])
-    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+def build(family):
+    model = tiny_model(family, **HEADS[family])
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(3.0)
@@ -37,25 +30,26 @@ def build(name):
     return model
 
 
-@pytest.mark.parametrize("name", EXTRA)
-def test_the_heads_of_the_field_are_understood(name):
-    check_head(build(name))
+@pytest.mark.parametrize("family", HEADS)
+def test_the_heads_of_the_field_are_understood(family):
+    check_head(build(family))
 
 
 @pytest.mark.parametrize(
-    ("name", "field", "value"),
+    ("family", "field", "value"),
     [
-        ("Gemma3", "softcap", None),
-        ("Granite", "logit_scale", 1.0),
-        ("Cohere", "logit_scale", 1.0),
-        ("Phi", "bias", None),
+        ("gemma3_text", "softcap", None),
+        ("granite", "logit_scale", 1.0),
+        ("cohere", "logit_scale", 1.0),
+        ("phi", "bias", None),
     ],
 )
-def test_a_head_that_is_not_understood_is_refused(monkeypatch, name, field, value):
+def test_a_head_that_is_not_understood_is_refused(monkeypatch, family, field, value):
     wrong = lambda model: dataclasses.replace(head_of(model), **{field: value})  # noqa: E731
     monkeypatch.setattr(model_module, "head_of", wrong)
-    with pytest.raises(InputError, match=f"{name}ForCausalLM"):
-        check_head(build(name))
+    model = build(family)
+    with pytest.raises(InputError, match=type(model).__name__):
+        check_head(model)
 
 
 def test_end_and_padding_tokens(tokenizer, tmp_path):

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoModelForCausalLM
 
 from gspo_kernels.trainer.checkpoint import RunDirectory, load_state
 from gspo_kernels.trainer.config import InputError
@@ -18,11 +18,13 @@ from gspo_kernels.trainer.processes import check_processes
 from gspo_kernels.trainer.report import read_metrics
 from tests.forks import in_processes
 from tests.trainer.conftest import (
+    batch_of,
     make_accelerator,
     make_trainer,
     odd_share,
     same,
     small_config,
+    tiny_model,
     tiny_qwen3,
     weights,
 )
@@ -75,9 +77,7 @@ def test_a_saved_rollout_gives_the_losses_of_one_process(tmp_path, tokenizer, ca
     precision = sections.get("update", {}).get("precision", "fp32")
     config = small_config(tmp_path, **sections)
     one = make_trainer(tokenizer, ROWS, odd_share, config)
-    one.step = 1
-    torch.manual_seed(0)
-    batch = one.compare(one.rollout())
+    batch = batch_of(one)
     before = whole(one.updater.tensors())
     expected = [one.updater.update(batch, step) for step in (1, 2)]
     after = one.updater.tensors()
@@ -89,18 +89,15 @@ def test_a_saved_rollout_gives_the_losses_of_one_process(tmp_path, tokenizer, ca
         kinds = {type(p).__name__ for p in two.updater.policy.parameters()}
         assert kinds == {"DTensor" if case.startswith("fsdp2") else "Parameter"}, kinds
         found = [two.updater.update(batch, step) for step in (1, 2)]
-        tolerance = 0.2 if precision == "bf16" else 1e-3
+        relative, floor, part = (0.2, 5e-2, 0.5) if precision == "bf16" else (1e-3, 2e-6, 2e-2)
         for ours, theirs in zip(found, expected, strict=True):
             assert ours.keys() == theirs.keys()
             for name, value in theirs.items():
-                floor = 5e-2 if precision == "bf16" else 2e-6
-                assert ours[name] == pytest.approx(value, rel=tolerance, abs=floor, nan_ok=True), name
+                assert ours[name] == pytest.approx(value, rel=relative, abs=floor, nan_ok=True), name
         tensors = whole(two.updater.tensors())
         for name in (name for name in tensors if name.startswith("weights/")):
             moved = (after[name] - before[name]).norm()
-            assert (tensors[name] - after[name]).norm() <= (0.5 if precision == "bf16" else 2e-2) * moved, (
-                name
-            )
+            assert (tensors[name] - after[name]).norm() <= part * moved, name
 
     in_processes(2, update)
 
@@ -204,8 +201,7 @@ def test_no_process_loads_saves_or_resumes_more_than_its_shards(tmp_path, tokeni
 
     def work(rank):
         config = small_config(tmp_path / "run", kl={"beta": 0.1})
-        options = {"model": str(tmp_path / "base")}
-        options["accelerator"] = fsdp2(make_accelerator())
+        options = {"model": str(tmp_path / "base"), "accelerator": fsdp2(make_accelerator())}
         peak, trainer = most_alive(lambda: make_trainer(tokenizer, ROWS, odd_share, config, **options))
         policy = trainer.updater.policy
         loaded = [*policy.parameters(), *trainer.updater.reference.parameters()]
@@ -232,23 +228,10 @@ def test_no_process_loads_saves_or_resumes_more_than_its_shards(tmp_path, tokeni
     in_processes(2, work)
 
 
-def moe(tokenizer):
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    experts = {
-        "num_key_value_heads": 2,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 16,
-        "head_dim": 16,
-    }
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(vocab_size=259, max_position_embeddings=32, **sizes, **experts))
-
-
 MODELS = {
     "rows that do not divide": lambda tokenizer: tiny_qwen3(tokenizer, vocab_size=259),
     "tied": lambda tokenizer: tiny_qwen3(tokenizer, tie_word_embeddings=True),
-    "experts that files have one by one": moe,
+    "experts that files have one by one": lambda tokenizer: tiny_model("qwen3_moe", vocab_size=259),
 }
 
 
@@ -271,15 +254,14 @@ def test_a_sharded_directory_is_read_and_written_as_transformers_does_it(tmp_pat
     assert same(weights(found), weights(expected)) and found.dtype == expected.dtype
 
 
-def fails_where_it_is_called_last(prompts, completion_ids):
-    if "fgh" in prompts:
-        raise ValueError("only one process sees this prompt")
-    return odd_share(completion_ids)
-
-
 def test_a_failure_in_one_process_ends_all_and_leaves_a_checkpoint(tmp_path, tokenizer):
+    def fails(prompts, completion_ids):
+        if "fgh" in prompts:
+            raise ValueError("only one process sees this prompt")
+        return odd_share(completion_ids)
+
     def train(rank):
-        trainer = make_trainer(tokenizer, ROWS, fails_where_it_is_called_last, small_config(tmp_path))
+        trainer = make_trainer(tokenizer, ROWS, fails, small_config(tmp_path))
         with pytest.raises(InputError, match="only one process sees this prompt"):
             trainer.train()
 
@@ -288,22 +270,21 @@ def test_a_failure_in_one_process_ends_all_and_leaves_a_checkpoint(tmp_path, tok
 
 
 def test_processes_that_were_not_set_up_are_refused(monkeypatch):
-    accelerator = make_accelerator()
-    check_processes(accelerator)
-    with monkeypatch.context() as patch:
-        patch.setenv("WORLD_SIZE", "2")
-        with pytest.raises(InputError, match=r"2 processes were started and accelerate set up 1.*torchrun"):
-            check_processes(accelerator)
-    with monkeypatch.context() as patch:
-        patch.setenv("ACCELERATE_USE_FSDP", "true")
-        with pytest.raises(InputError, match="FSDP was asked for"):
-            check_processes(accelerator)
     from accelerate.utils import DistributedType
 
-    with monkeypatch.context() as patch:
-        patch.setattr(accelerator.state, "distributed_type", DistributedType.DEEPSPEED)
-        with pytest.raises(InputError, match="one process, DDP and FSDP version 2"):
+    accelerator = make_accelerator()
+    check_processes(accelerator)
+    for name, value, words in (
+        ("WORLD_SIZE", "2", r"2 processes were started and accelerate set up 1.*torchrun"),
+        ("ACCELERATE_USE_FSDP", "true", "FSDP was asked for"),
+    ):
+        with monkeypatch.context() as patch, pytest.raises(InputError, match=words):
+            patch.setenv(name, value)
             check_processes(accelerator)
+    message = "one process, DDP and FSDP version 2"
+    with monkeypatch.context() as patch, pytest.raises(InputError, match=message):
+        patch.setattr(accelerator.state, "distributed_type", DistributedType.DEEPSPEED)
+        check_processes(accelerator)
     sharded = fsdp2(make_accelerator())
     check_processes(sharded)
     sharded.state.fsdp_plugin.activation_checkpointing = True

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from gspo_kernels import advantages
 from gspo_kernels.trainer.config import InputError, Method
 from gspo_kernels.trainer.rewards import Rewards, RewardSet, advantages_of, differing, levels, load_reward
 
@@ -63,8 +64,7 @@ def test_wrong_returns_name_the_function(returned, words):
 
     with pytest.raises(InputError) as caught:
         RewardSet([my_reward])(*ARGUMENTS)
-    for word in ["my_reward", *words]:
-        assert word in str(caught.value)
+    assert all(word in str(caught.value) for word in ["my_reward", *words]), caught.value
 
 
 @pytest.mark.parametrize("timeout", [None, 10.0])
@@ -292,8 +292,7 @@ def test_what_cannot_be_loaded(tmp_path, spec, words):
     spec = spec.replace("{tmp}", str(tmp_path))
     with pytest.raises(InputError) as caught:
         load_reward(spec)
-    assert spec in str(caught.value)
-    assert words in str(caught.value)
+    assert spec in str(caught.value) and words in str(caught.value)
 
 
 TABLE = torch.tensor(
@@ -302,39 +301,23 @@ TABLE = torch.tensor(
 """Two rewards of two groups of four."""
 
 
-def by_hand(method, total):
-    """Each formula in numpy; the total is [groups, size]."""
-    centred = total - total.mean(1, keepdims=True)
-    if method == "group_normalized":
-        return centred / (total.std(1, ddof=1, keepdims=True) + 1e-4)
-    if method == "leave_one_out":
-        return total - (total.sum(1, keepdims=True) - total) / 3
-    if method == "optimal_baseline":
-        lengths = np.arange(1.0, 9.0).reshape(2, 4)
-        return total - (lengths * total).sum(1, keepdims=True) / lengths.sum(1, keepdims=True)
-    if method == "reinforce_plus_plus":
-        return (total - total.mean()) / np.sqrt(total.var(ddof=1) + 1e-8)
-    if method == "reinforce_plus_plus_baseline":
-        return (centred - centred.mean()) / np.sqrt(centred.var(ddof=1) + 1e-8)
-    table = TABLE.double().numpy()
-    mean, std = np.nanmean(table, 2, keepdims=True), np.nanstd(table, 2, ddof=1, keepdims=True)
-    each = np.nan_to_num((table - mean) / (std + 1e-4))
-    summed = each[0] + 0.5 * each[1]
-    return (summed - summed.mean()) / (summed.std(ddof=1) + 1e-4)
-
-
 @pytest.mark.parametrize("method", typing.get_args(Method))
-def test_advantages_are_the_formula_of_their_name(method):
-    total = TABLE[0] + 0.5 * TABLE[1].nan_to_num(0.0)
-    rewards = Rewards(total.flatten(), {"a": TABLE[0].flatten(), "b": TABLE[1].flatten()}, {"b": 0.5})
-    found = advantages_of(rewards, group_size=4, method=method, lengths=torch.arange(1.0, 9.0))
-    assert found.dtype == torch.float32
-    np.testing.assert_allclose(
-        found.view(2, 4), by_hand(method, total.double().numpy()), rtol=1e-5, atol=1e-6
-    )
-    if method == "group_normalized":
-        scales = {"none": 1.0, "batch": total.double().std() + 1e-4}
-        for scale, size in scales.items():
-            found = advantages_of(rewards, group_size=4, method=method, scale=scale)
-            expected = (total.double() - total.double().mean(1, keepdim=True)) / size
-            np.testing.assert_allclose(found.view(2, 4), expected, rtol=1e-5, atol=1e-6)
+def test_advantages_are_those_of_their_name(method):
+    """tests/test_advantages.py compares each formula with a loop in fp64."""
+    lengths, weights = torch.arange(1.0, 9.0), torch.tensor([1.0, 0.5])
+    table = TABLE.flatten(1)
+    total = table[0] + 0.5 * table[1].nan_to_num(0.0)
+    expected = {
+        "group_normalized": advantages.group_normalized(total, group_size=4),
+        "leave_one_out": advantages.leave_one_out(total, group_size=4),
+        "optimal_baseline": advantages.optimal_baseline(total, lengths, group_size=4),
+        "reinforce_plus_plus": advantages.reinforce_plus_plus(total),
+        "reinforce_plus_plus_baseline": advantages.reinforce_plus_plus(total, group_size=4),
+        "gdpo": advantages.gdpo(table.T, group_size=4, weights=weights),
+    }
+    rewards = Rewards(total, {"a": table[0], "b": table[1]}, {"b": 0.5})
+    found = advantages_of(rewards, group_size=4, method=method, lengths=lengths)
+    assert found.dtype == torch.float32 and torch.equal(found, expected[method])
+    for scale in ("none", "batch") if method == "group_normalized" else ():
+        found = advantages_of(rewards, group_size=4, method=method, scale=scale)
+        assert torch.equal(found, advantages.group_normalized(total, group_size=4, scale=scale))

@@ -1,7 +1,6 @@
 """Rollouts against hand-made cases: masks, padding, the layout for training, how tokens are drawn."""
 
 import copy
-import inspect
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -13,7 +12,7 @@ from gspo_kernels.bits import columns
 from gspo_kernels.trainer.config import InputError
 from gspo_kernels.trainer.rollout import Completion, ModelEngine, Sampling, SamplingMask, draw
 from tests.draws import shifted_seed
-from tests.trainer.conftest import ids_of, tiny_qwen3
+from tests.trainer.conftest import ids_of, tiny_model, tiny_qwen3
 
 END, OTHER_END, PAD = 9, 8, 0
 
@@ -174,64 +173,45 @@ def test_the_default_generator_decides(model, tokenizer):
     assert found[0][0] != found[0][1] and found[0][0] != found[2][0]
 
 
-class Calls:
-    """Records how many rows and tokens each forward pass of a model has."""
+def record_shapes(model):
+    """The rows and tokens of each forward pass from now on, and a handle that ends it."""
+    shapes = []
 
-    def __init__(self, model, monkeypatch):
-        self.shapes, forward = [], model.forward
+    def hook(module, args, options):
+        shapes.append(tuple((args[0] if args else options["input_ids"]).shape))
 
-        def counting(input_ids=None, **others):
-            self.shapes.append(tuple(input_ids.shape))
-            return forward(input_ids=input_ids, **others)
-
-        counting.__signature__ = inspect.signature(forward)
-        monkeypatch.setattr(model, "forward", counting)
+    return shapes, model.register_forward_pre_hook(hook, with_kwargs=True)
 
 
-def test_a_prompt_is_read_once(tokenizer, monkeypatch):
+def test_a_prompt_is_read_once(tokenizer):
     model = tiny_qwen3(tokenizer, initializer_range=0.2)
-    calls = Calls(model, monkeypatch)
+    shapes, _ = record_shapes(model)
     prompts = [[5, 6, 7], [8, 9], [5, 6, 7], [5, 6, 7], [8, 9]]
     found = ModelEngine(model, [9999], tokenizer.pad_token_id, 8).generate(prompts, Sampling(4))
-    assert calls.shapes == [(2, 3), (5, 1), (5, 1), (5, 1)]
+    assert shapes == [(2, 3), (5, 1), (5, 1), (5, 1)]
     assert_logprobs_are_exact(model, prompts, found, Sampling(4))
 
 
-def test_completions_that_have_ended_leave_the_batch(tokenizer, monkeypatch):
+def test_completions_that_have_ended_leave_the_batch(tokenizer):
     model = tiny_qwen3(tokenizer, initializer_range=0.2)
-    prompts, calls = [[5, 6, 7], [8, 9]] * 8, Calls(model, monkeypatch)
+    prompts, (shapes, handle) = [[5, 6, 7], [8, 9]] * 8, record_shapes(model)
     found = ModelEngine(model, list(range(0, 250, 3)), 0, 16).generate(prompts, Sampling(12))
-    monkeypatch.undo()
+    handle.remove()
     for each in found:  # up to the first end token, or all that there is room for
         *inside, last = [token in range(0, 250, 3) for token in each.ids.tolist()]
         assert not any(inside) and each.finished == last and (last or len(each.ids) == 12)
     ended_by = torch.tensor([len(ids) for ids in ids_of(found)])
-    going = [int((ended_by > place).sum()) for place in range(1, len(calls.shapes))]
-    rows = [rows for rows, _ in calls.shapes[1:]]
+    going = [int((ended_by > place).sum()) for place in range(1, len(shapes))]
+    rows = [rows for rows, _ in shapes[1:]]
     assert all(number <= several < 2 * number for number, several in zip(going, rows, strict=True))
     assert rows[-1] < 16 and len(set(ended_by.tolist())) > 2
     assert_logprobs_are_exact(model, prompts, found, Sampling(12))
 
 
-@pytest.mark.parametrize("family", ["Gemma3", "GPT2", "Llama"])
+@pytest.mark.parametrize("family", ["gemma3_text", "gpt2", "llama"])
 def test_other_families(tokenizer, family):
     """Sliding windows beside full attention; learned positions, which left padding must not move."""
-    import transformers
-
-    torch.manual_seed(shifted_seed(0))
-    if family == "GPT2":
-        sizes = {"vocab_size": len(tokenizer), "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2}
-        config = transformers.GPT2Config(**sizes, initializer_range=0.2)
-        model = transformers.GPT2LMHeadModel(config).eval()
-    else:
-        options = {
-            "vocab_size": len(tokenizer), "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-            "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "initializer_range": 0.2,
-        }  # fmt: skip
-        if family == "Gemma3":
-            options |= {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
-        name = "Gemma3TextConfig" if family == "Gemma3" else "LlamaConfig"
-        model = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, name)(**options)).eval()
+    model = tiny_model(family, tokenizer, initializer_range=0.2)
     prompts = [[5, 6, 7, 8, 9, 10], [11, 12]] * 2
     engine = ModelEngine(model, [9999], 0, 8)
     assert_logprobs_are_exact(model, prompts, engine.generate(prompts, Sampling(8)), Sampling(8))

@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 import gspo_kernels as gk
 from gspo_kernels.bits import columns
 from gspo_kernels.trainer.batch import Batch
-from gspo_kernels.trainer.config import InputError, TrainConfig, UpdateConfig, from_mapping
+from gspo_kernels.trainer.config import InputError, UpdateConfig
 from gspo_kernels.trainer.model import Policy, add_adapters
 from gspo_kernels.trainer.rollout import SamplingMask
 from gspo_kernels.trainer.update import (
@@ -24,7 +24,14 @@ from gspo_kernels.trainer.update import (
     trainable_objectives,
 )
 from tests.draws import shifted_seed
-from tests.trainer.conftest import make_accelerator, nothing_in_single_precision, tiny_qwen3
+from tests.trainer.conftest import (
+    make_accelerator,
+    merged_config,
+    nothing_in_single_precision,
+    same,
+    tiny_qwen3,
+    weights,
+)
 
 B, C, SIZE, TEMPERATURE = 12, 5, 3, 0.7
 
@@ -63,9 +70,7 @@ def make_config(name="GSPO", objective=None, **sections):
         "rollout": {"prompts_per_rollout": B // SIZE, "group_size": SIZE, "temperature": TEMPERATURE},
         "objective": {"name": name, **(objective or {})},
     }
-    for section, changes in sections.items():
-        values[section] = values.get(section, {}) | changes
-    return from_mapping(values, TrainConfig)
+    return merged_config(values, sections)
 
 
 def make_policy(model, config):
@@ -176,8 +181,13 @@ def plain_gradients(tokenizer, config, batch, reference, dtype):
     return found
 
 
-def assert_exact_gradients(found, tokenizer, config, batch, reference):
-    """As near to autograd in fp64 as autograd in fp32 is."""
+def assert_exact_gradients(tokenizer, config, batch):
+    """As near to autograd in fp64 as autograd in fp32 is; metrics of the update."""
+    other = needs_reference(config) and config.lora.rank == 0
+    reference = tiny_qwen3(tokenizer, seed=1) if other else None
+    updater, found = make_updater(tokenizer, config, reference=reference), []
+    record_steps(updater, found)
+    metrics = updater.update(batch)
     exact, plain = (
         plain_gradients(tokenizer, config, batch, reference, dtype)
         for dtype in (torch.float64, torch.float32)
@@ -190,6 +200,7 @@ def assert_exact_gradients(found, tokenizer, config, batch, reference):
         for name, gradient in truth.items():
             error, usual = (ours[f"model.{name}"] - gradient).norm(), (theirs[name] - gradient).norm()
             assert error <= 2 * usual + 4 * torch.finfo(torch.float32).eps * whole, name
+    return metrics
 
 
 def wide(name):
@@ -203,16 +214,10 @@ def wide(name):
 def test_every_objective_takes_its_step(tokenizer, name):
     """Gradients in small micro-batches are those of whole minibatches by autograd."""
     batch = make_batch()
-    kind = trainable_objectives()[name].advantages_are
-    if kind == "levels":
+    if trainable_objectives()[name].advantages_are == "levels":
         batch.advantages[:] = torch.tensor([1, 2, 3, 2, 1, 2, 1, 1, 2, 3, 2, 1]).float()
     config = make_config(name, wide(name), update={"micro_batch_tokens": 14})
-    reference = tiny_qwen3(tokenizer, seed=1) if needs_reference(config) else None
-    updater = make_updater(tokenizer, config, reference=reference)
-    found = []
-    record_steps(updater, found)
-    metrics = updater.update(batch)
-    assert_exact_gradients(found, tokenizer, config, batch, reference)
+    metrics = assert_exact_gradients(tokenizer, config, batch)
     assert metrics["minibatch_1/ratio/max"] == pytest.approx(1.0, abs=1e-6)
     assert 0 < metrics["entropy"] < 6
 
@@ -259,35 +264,23 @@ def test_every_row_and_term(tokenizer, case):
     batch = with_masks(batch) if options.pop("masks", False) else batch
     name = options.pop("name", "GSPO")
     objective = {} if name == "EGSW" else options.pop("objective", wide(name))
-    config = make_config(name, objective, **options)
-    other = needs_reference(config) and config.lora.rank == 0
-    reference = tiny_qwen3(tokenizer, seed=1) if other else None
-    updater = make_updater(tokenizer, config, reference=reference)
-    found = []
-    record_steps(updater, found)
-    updater.update(batch)
-    assert_exact_gradients(found, tokenizer, config, batch, reference)
+    assert_exact_gradients(tokenizer, make_config(name, objective, **options), batch)
 
 
 def test_bf16_computes_in_bf16_and_steps_in_fp32(tokenizer):
     batch, found = make_batch(), {}
     for precision in ("fp32", "bf16"):
         config = make_config(update={"precision": precision, "learning_rate": 1e-7, "minibatches": 1})
-        updater = make_updater(tokenizer, config)
-        before = {name: p.detach().clone() for name, p in updater.policy.named_parameters()}
-        kept = []
-        record_steps(updater, kept)
+        updater, gradients = make_updater(tokenizer, config), []
+        record_steps(updater, gradients)
         updater.update(batch)
-        found[precision] = torch.cat([g.flatten() for g in kept[0].values()])
-        del updater._optimizer_step
-        with torch.no_grad():
-            for name, p in updater.policy.named_parameters():
-                p.copy_(before[name])
+        found[precision] = torch.cat([g.flatten() for g in gradients[0].values()])
+        updater = make_updater(tokenizer, config)
+        before = weights(updater.policy)
         updater.update(batch)
         assert all(p.dtype == torch.float32 for p in updater.policy.parameters())
         # AdamW's first step is the learning rate in size, far below what a weight in bf16 could take up
-        moved = [(p - before[name]).abs().max() for name, p in updater.policy.named_parameters()]
-        assert min(moved) > 0
+        assert all((p - before[name]).abs().max() > 0 for name, p in updater.policy.named_parameters())
     difference = (found["bf16"] - found["fp32"]).norm() / found["fp32"].norm()
     assert 1e-4 < difference < 0.1
 
@@ -383,9 +376,8 @@ def test_what_does_not_count_is_inert(tokenizer):
     for batch in (make_batch(), other):
         updater = make_updater(tokenizer, make_config())
         metrics = updater.update(batch)
-        results.append([metrics, *(p.detach().clone() for p in updater.policy.parameters())])
-    assert results[0][0] == results[1][0]
-    assert all(torch.equal(a, b) for a, b in zip(results[0][1:], results[1][1:], strict=True))
+        results.append((metrics, weights(updater.policy)))
+    assert results[0][0] == results[1][0] and same(results[0][1], results[1][1])
 
 
 def test_completions_without_advantage_cost_nothing_unless_a_term_needs_them(tokenizer, monkeypatch):
@@ -416,13 +408,12 @@ def test_completions_without_advantage_cost_nothing_unless_a_term_needs_them(tok
 def test_an_update_with_gradients_that_are_not_finite_is_left_out(tokenizer):
     wide = {"clip_low": 0.5, "clip_high": 0.5}  # outside of the range no gradient is left
     updater = make_updater(tokenizer, make_config(objective=wide))
-    before = [p.clone() for p in updater.policy.parameters()]
-    batch = make_batch()
+    batch, before = make_batch(), weights(updater.policy)
     batch.advantages[0] = torch.inf
     metrics = updater.update(batch)
     assert sorted(metrics[f"minibatch_{n}/updates_left_out"] for n in (1, 2)) == [0.0, 1.0]
     assert all(torch.isfinite(p).all() for p in updater.policy.parameters())
-    assert any(not torch.equal(a, b) for a, b in zip(before, updater.policy.parameters(), strict=True))
+    assert not same(before, weights(updater.policy))
 
 
 def test_the_learning_rate_rises_and_then_falls_only_when_asked():

@@ -18,7 +18,7 @@ from gspo_kernels.trainer.report import read_metrics
 from gspo_kernels.trainer.rollout import ModelEngine, Sampling
 from gspo_kernels.trainer.vllm import VLLMEngine, VLLMServer
 from tests.forks import in_processes
-from tests.trainer.conftest import ids_of, make_trainer, small_config, tiny_qwen3
+from tests.trainer.conftest import ids_of, make_trainer, same, small_config, tiny_qwen3, weights
 from tests.trainer.vllm_stand_in import Refused, serving
 
 ENDS = list(range(40))
@@ -66,20 +66,18 @@ def choice(**changes):
     return lambda answer: {"choices": [answer["choices"][0] | changes]}
 
 
+def scored(values):
+    return choice(logprobs={"token_logprobs": values})
+
+
 SPOILED = {
     "an older vLLM": (choice(token_ids=None), "gave another answer than vLLM does"),
     "two choices": (lambda answer: {"choices": answer["choices"] * 2}, "gave another answer than vLLM"),
     "not JSON": (lambda answer: "<html>", "gave no JSON but <html>; is it a vLLM server"),
     "no log-probs": (choice(logprobs=None), "returned None as log-probs of 3 tokens"),
-    "too few log-probs": (
-        choice(logprobs={"token_logprobs": [-1.0]}),
-        r"returned \[-1.0\] as log-probs of 3",
-    ),
-    "no number": (choice(logprobs={"token_logprobs": [None] * 3}), "gave another answer than vLLM"),
-    "NaN": (
-        choice(logprobs={"token_logprobs": [float("nan")] * 3}),
-        r"returned \[nan, nan, nan\] as log-probs",
-    ),
+    "too few log-probs": (scored([-1.0]), r"returned \[-1.0\] as log-probs of 3"),
+    "no number": (scored([None] * 3), "gave another answer than vLLM"),
+    "NaN": (scored([float("nan")] * 3), r"returned \[nan, nan, nan\] as log-probs"),
     "aborted": (choice(token_ids=[], finish_reason="abort"), "after 0 tokens for the reason 'abort'"),
     "another vocabulary": (choice(token_ids=[50, 258, 50]), "sampled token 258, and .* embeds 258"),
     "went on after the end": (choice(token_ids=[1, 50, 60]), r"after 3 tokens .* where \[0, 1\] or 3"),
@@ -102,11 +100,10 @@ def test_a_server_must_return_what_it_could_have_drawn(stand_in):
     sampling = Sampling(3, 0.7, top_k=20, return_mask=True)
     stand_in.sample = lambda prompt, options: ([50, 60, 70], [-1.0] * 3, "length")
     engine, stand_in.kept = make_engine(stand_in, end_ids=[0]), []
+    words = r"returned no sampling mask with the tokens.*--return-sampling-mask"
     for spoiled in (None, [[50]], [[50], [60], [71, 72]]):
         stand_in.spoil = choice(sampling_mask=spoiled)
-        with pytest.raises(
-            InputError, match=r"returned no sampling mask with the tokens.*--return-sampling-mask"
-        ):
+        with pytest.raises(InputError, match=words):
             engine.generate([[65]], sampling)
     stand_in.generate = lambda body: stand_in.answer("POST", "/nowhere", body, {})
     with pytest.raises(InputError, match=r"404.*--return-sampling-mask --enable-scale-out"):
@@ -147,12 +144,8 @@ def test_a_server_that_cannot_be_reached_is_named(stand_in, monkeypatch):
 
 def test_a_failure_and_ctrl_c_wait_for_no_other_completion(stand_in):
     """Of two requests at a time the first takes long and the second fails; the others are never sent."""
-    engine, complete, asked, released = (
-        make_engine(stand_in, at_once=2),
-        stand_in.complete,
-        [],
-        threading.Event(),
-    )
+    engine, complete = make_engine(stand_in, at_once=2), stand_in.complete
+    asked, released = [], threading.Event()
 
     def first_is_slow(body):
         asked.append(tuple(body["prompt"]))
@@ -212,18 +205,12 @@ class LocalModule:
         for each, params in zip(inputs, parameters, strict=True):
             body = {"model": "policy", "prompt": each["prompt_token_ids"], "return_token_ids": True}
             (choice,) = self.stand_in.complete(body | params.options)["choices"]
-            values = (choice.get("logprobs") or {}).get("token_logprobs")
-            if values is not None:
-                values = [
-                    {t: SimpleNamespace(logprob=v)} for t, v in zip(choice["token_ids"], values, strict=True)
-                ]
+            values = None
+            if "logprobs" in choice:
+                pairs = zip(choice["token_ids"], choice["logprobs"]["token_logprobs"], strict=True)
+                values = [{token: SimpleNamespace(logprob=value)} for token, value in pairs]
             mask = SimpleNamespace(token_ids=self.stand_in.kept)
-            output = SimpleNamespace(
-                token_ids=choice["token_ids"],
-                logprobs=values,
-                finish_reason=choice["finish_reason"],
-                sampling_mask=mask,
-            )
+            output = SimpleNamespace(**(choice | {"logprobs": values, "sampling_mask": mask}))
             yield SimpleNamespace(outputs=[output])
 
     def collective_rpc(self, method, kwargs):
@@ -241,12 +228,11 @@ def other_weights(tokenizer):
         yield found
 
 
-def run(tokenizer, rows, reward, output, url, *, resume=False, accelerator=None, **sections):
+def run(tokenizer, rows, reward, output, url, *, model=None, **sections):
     update = {"steps": 3, "learning_rate": 1e-2} | sections.pop("update", {})
     config = small_config(output, engine={"url": url} | sections.pop("engine", {}), update=update, **sections)
-    changes = {} if accelerator is None else {"accelerator": accelerator}
-    trainer = make_trainer(tokenizer, rows, reward, config, **changes)
-    trainer.train(resume=resume, force=resume)
+    trainer = make_trainer(tokenizer, rows, reward, config, model=model)
+    trainer.train()
     return trainer
 
 
@@ -267,23 +253,19 @@ def test_a_run_samples_from_the_weights_of_now(
         tiny_qwen3(tokenizer).save_pretrained(model)
     url = other_weights.url if kind == "server" else "local"
     rollout = {"temperature": 0.8, "top_k": 20, "keep_sampling_mask": True}
-    config = small_config(
-        tmp_path / "run", engine={"url": url}, rollout=rollout, update={"learning_rate": 1e-2}
-    )
-    trainer = make_trainer(tokenizer, rows, reward, config, model=model and str(model))
-    trainer.train()
+    options = {"model": model and str(model), "rollout": rollout}
+    trainer = run(tokenizer, rows, reward, tmp_path / "run", url, **options)
     assert isinstance(trainer.engine, VLLMEngine)
     if kind == "local":
         expected = {"model": str(model), "dtype": "float32", "gpu_memory_utilization": 0.4}
         expected |= {"return_sampling_mask": True, "logprobs_mode": "processed_logprobs"}
         assert module.options.items() >= expected.items()
     found = mismatch(tmp_path / "run")
-    assert len(found) == 4 and max(found) < 1e-5
+    assert len(found) == 3 and max(found) < 1e-5
     # once before the first evaluation and once after each step, each time from a directory of its own
-    assert len(set(other_weights.reloads)) == 5
+    assert len(set(other_weights.reloads)) == 4
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
-    for name, weight in other_weights.model.state_dict().items():
-        assert torch.equal(weight, exported.state_dict()[name]), name
+    assert same(weights(other_weights.model), weights(exported))
     assert not list((tmp_path / "run").glob(".unfinished-*"))
 
 
@@ -327,10 +309,7 @@ def test_every_path_samples_by_the_server(tmp_path, tokenizer, rows, reward, oth
 def test_two_processes_share_a_server(tmp_path, tokenizer, rows, reward, other_weights):
     """Each asks for its share, and the weights go there once for both; its failure ends both."""
 
-    def begin(rank):
-        run(tokenizer, rows, reward, tmp_path / "two", other_weights.url)
-
-    in_processes(2, begin)
+    in_processes(2, lambda rank: run(tokenizer, rows, reward, tmp_path / "two", other_weights.url))
     assert len(other_weights.reloads) == 4 and max(mismatch(tmp_path / "two")) < 1e-5
     other_weights.developing = False
 
@@ -351,8 +330,7 @@ def test_what_cannot_be_meant_is_refused(tmp_path, tokenizer, rows, reward, othe
     model.save_pretrained(tmp_path / "base")
     with pytest.raises(InputError, match=r"engine.url local: vLLM cannot start .*No module named 'vllm'"):
         make_trainer(tokenizer, rows, reward, local, model=str(tmp_path / "base"))
+    nowhere = small_config(tmp_path / "run", engine={"url": "http://localhost:1"})
     with pytest.raises(InputError, match="http://localhost:1/v1/models cannot be reached"):
-        make_trainer(
-            tokenizer, rows, reward, small_config(tmp_path / "run", engine={"url": "http://localhost:1"})
-        )
+        make_trainer(tokenizer, rows, reward, nowhere)
     assert not (tmp_path / "run").exists()

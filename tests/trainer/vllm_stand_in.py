@@ -17,16 +17,7 @@ from transformers import AutoModelForCausalLM
 
 NEUTRAL = {"min_p": 0.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 DEFAULTS = {"temperature": 0.1, "top_p": 0.5, "top_k": 1, "repetition_penalty": 5.0, **NEUTRAL}
-FIELDS = {
-    "model",
-    "prompt",
-    "max_tokens",
-    "seed",
-    "logprobs",
-    "stop_token_ids",
-    "ignore_eos",
-    "return_token_ids",
-}
+OPTIONS = {"max_tokens", "seed", "logprobs", "stop_token_ids", "ignore_eos", *DEFAULTS}
 
 
 class Refused(Exception):
@@ -81,7 +72,7 @@ class StandIn:
         raise Refused(404, '{"detail":"Not Found"}')
 
     def complete(self, body):
-        if unknown := body.keys() - FIELDS - DEFAULTS.keys():
+        if unknown := body.keys() - {"model", "prompt", "return_token_ids"} - OPTIONS:
             raise Refused(400, f"unknown fields {sorted(unknown)}")
         if body["model"] not in self.names:
             raise Refused(404, f"The model `{body['model']}` does not exist.")
@@ -169,19 +160,11 @@ def serving(model, **changes):
     stand_in = StandIn(model, **changes)
 
     class Handler(BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.respond()
-
-        def do_POST(self):
-            self.respond()
-
         def respond(self):
             body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or "null")
+            status = 200
             try:
-                answer, status = (
-                    stand_in.answer(self.command, urlsplit(self.path).path, body, self.headers),
-                    200,
-                )
+                answer = stand_in.answer(self.command, urlsplit(self.path).path, body, self.headers)
             except Refused as refusal:
                 answer, status = str(refusal), refusal.status
             text = "" if answer is None else answer if isinstance(answer, str) else json.dumps(answer)
@@ -189,6 +172,8 @@ def serving(model, **changes):
                 self.send_response(status)
                 self.end_headers()
                 self.wfile.write(text.encode())
+
+        do_GET = do_POST = respond
 
         def log_message(self, *_):
             pass
