@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from gspo_kernels.linear.explain import SchedulePlan, explain
 from gspo_kernels.linear.groups import without_logprobs
 from gspo_kernels.linear.inputs import ProductArguments, check_inputs
 from gspo_kernels.linear.logprobs import LinearTokenLogprobsFunction
-from gspo_kernels.linear.loss import LinearPolicyFunction, Schedule, SmallLossFunction, small_loss
+from gspo_kernels.linear.loss import LinearPolicyFunction, SmallLossFunction, small_loss
 from gspo_kernels.linear.schedule import choose, unsupported
 from gspo_kernels.logits import LogitArguments, check_inplace, check_scores, wants_entropy
 from gspo_kernels.objectives import GSPO
@@ -395,27 +395,26 @@ def fused_linear_policy_loss(
             parallel, passed, batch_invariant, hidden=hidden, weight=weight, bias=bias
         )
         with_entropy = wants_entropy(return_entropy, entropy_coef, objective)
-        call = _normalize_linear(
+        operands, terms, plan, _ = _normalize_linear(
             hidden, weight, bias, labels, passed, how, products, objective, parallel, with_entropy, schedule,
             skip_inactive,
         )  # fmt: skip
-        operands, terms, plan = call.operands, call.terms, call.plan
         if ranks is not None:
             ranks.compare(operands.labels, terms, operands.options, weight.shape[0], operands.scattered)
     # batch-invariant gradients of all schedules are multiplied by the upstream gradient at the same place
     invariant = operands.chunking.batch_invariant
-    if call.schedule.name == "two_pass" and not (invariant and any(plan.requires_grad)):
+    if plan.schedule == "two_pass" and not (invariant and any(plan.requires_grad)):
         logprobs, entropy = LinearTokenLogprobsFunction.apply(*operands, with_entropy, plan.leaves_out)
         shown = entropy if with_entropy else None
         loss, metrics = PolicyLossFunction.apply(logprobs, shown, terms, plan.backend, plan.ratio)
         return output_of(loss, metrics, logprobs, shown, terms)
-    may_be_small = call.schedule.name == "auto" and not with_entropy
+    may_be_small = plan.schedule == "auto" and not with_entropy
     small = small_loss(operands, terms, plan) if may_be_small else None
     if small is not None:
-        loss, metrics, logprobs = SmallLossFunction.apply(*operands[:5], terms, small)
+        loss, metrics, logprobs = SmallLossFunction.apply(*operands[:5], terms, *small)
         return output_of(loss, metrics, logprobs, None, terms)
     loss, metrics, logprobs, entropy = LinearPolicyFunction.apply(
-        *operands, terms, plan, call.schedule, torch.compiler.is_compiling()
+        *operands, terms, plan, torch.compiler.is_compiling()
     )
     return output_of(loss, metrics, logprobs, entropy if with_entropy else None, terms)
 
@@ -468,31 +467,11 @@ def explain_schedule(
     (hidden, weight, bias), parallel = local_tensors(
         parallel, passed, batch_invariant, hidden=hidden, weight=weight, bias=bias
     )
-    call = _normalize_linear(
-        hidden,
-        weight,
-        bias,
-        labels,
-        passed,
-        how,
-        products,
-        objective,
-        parallel,
-        True,
-        schedule,
+    operands, terms, plan, reason = _normalize_linear(
+        hidden, weight, bias, labels, passed, how, products, objective, parallel, True, schedule,
         skip_inactive,
-    )
-    return explain(call.reason, call.operands, call.terms, call.plan, call.schedule)
-
-
-class _LinearCall(NamedTuple):
-    """A loss over hidden states: operands and terms in the operators' form, and how they are worked on."""
-
-    operands: LinearOperands
-    terms: Terms
-    plan: Plan
-    schedule: Schedule
-    reason: str
+    )  # fmt: skip
+    return explain(reason, operands, terms, plan)
 
 
 def _normalize_linear(
@@ -508,8 +487,10 @@ def _normalize_linear(
     has_entropy: bool,
     schedule: str,
     skip_inactive: str,
-) -> _LinearCall:
-    """Check the arguments of a loss over hidden states, bring them into rows, and choose the schedule."""
+) -> tuple[LinearOperands, Terms, Plan, str]:
+    """Check the arguments of a loss over hidden states, bring them into rows, and choose the schedule; the
+    last is the reason for it.
+    """
     checks.choice("skip_inactive", skip_inactive, ("backward", "all", "none"))
     chunking = products.normalize(skip_inactive != "none", parallel)
     hidden, weight, bias = check_inputs(hidden, weight, bias, labels, chunking)
@@ -525,11 +506,12 @@ def _normalize_linear(
         coefficients_depend_on(objective, terms),
         ratio_of(terms, options.backend),
         needs,
-        leaves_out=skip_inactive != "none",
+        skip_inactive != "none",
+        has_entropy,
     )
     reasons = unsupported(objective, terms, plan, chunking.batch_invariant)
     lengths_known = plan.leaves_out or not packed or not hidden.is_cuda
     name, reason = choose(schedule, reasons, any(needs), lengths_known)
-    chosen = Schedule(name, "deferred" not in reasons, has_entropy)
+    plan = plan._replace(schedule=name, defers="deferred" not in reasons)
     operands = LinearOperands(as_rows(hidden, packed), weight, bias, rows, options, chunking)
-    return _LinearCall(operands, terms, plan, chosen, reason)
+    return operands, terms, plan, reason

@@ -52,6 +52,10 @@ class Plan(NamedTuple):
             and the objective is evaluated in PyTorch.
         requires_grad: which inputs over hidden states get a gradient.
         leaves_out: rows without a gradient stay out of gradient products.
+        entropy: hidden states also give the entropy.
+        schedule: how hidden states are worked through: a name of ``linear.schedule``, or "auto": groups that
+            fit in a chunk are aligned, longer ones go by themselves.
+        defers: whether those may be deferred.
     """
 
     backend: str
@@ -59,6 +63,9 @@ class Plan(NamedTuple):
     ratio: RatioClip = NO_RATIO
     requires_grad: RequiresGrad = RequiresGrad()
     leaves_out: bool = False
+    entropy: bool = False
+    schedule: str = ""
+    defers: bool = False
 
 
 def coefficients_depend_on(objective: Objective, terms: Terms) -> str:

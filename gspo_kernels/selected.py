@@ -8,13 +8,13 @@ from gspo_kernels import checks
 from gspo_kernels.layout import as_rows, from_rows
 from gspo_kernels.linear.call import LinearOperands
 from gspo_kernels.linear.inputs import ProductArguments, check_inputs
-from gspo_kernels.linear.selected import LinearOneIdFunction, LinearSelectedLogprobsFunction
+from gspo_kernels.linear.selected import LinearSelectedLogprobsFunction
 from gspo_kernels.logits import (
     LogitArguments,
     check_inplace,
     check_scores,
 )
-from gspo_kernels.ops.selected import OneIdFunction, SelectedLogprobsFunction, checked_ids
+from gspo_kernels.ops.selected import SelectedLogprobsFunction, checked_ids
 from gspo_kernels.parallel.groups import Parallel
 from gspo_kernels.parallel.placements import local_tensors
 from gspo_kernels.ranks import comparing
@@ -52,8 +52,7 @@ def selected_logprobs(
     Each logit is read once in the forward, and read and written once in the backward, whatever K.
     Equivalent to ``log_softmax(z, -1).gather(-1, ids)`` in fp32, with z as in ``token_logprobs``, and to
     ``log(1 - the sum over different ids of their probabilities)``, but without its cancellation: a mass of
-    1e-8 that is left, or of 1e-100, is as exact as one of 1/2. With a single id the log-probs, and without
-    the tail in a loss the gradient, have the bits of ``token_logprobs``.
+    1e-8 that is left, or of 1e-100, is as exact as one of 1/2.
 
     Args:
         logits: [B, T, V] or [N, V], fp16, bf16, fp32 or fp64, any strides.
@@ -89,9 +88,6 @@ def selected_logprobs(
         if ranks is not None:
             ranks.compare(row_ids.amax(-1), None, options, vocabulary)
     rows = as_rows(logits, packed)
-    if ids.shape[-1] == 1 and not normalize_within:
-        logprobs, tail = OneIdFunction.apply(rows, row_ids.squeeze(-1), inplace_backward, options)
-        return _output(logprobs.unsqueeze(-1), tail, packed, False)
     logprobs, tail = SelectedLogprobsFunction.apply(
         rows, row_ids, inplace_backward, options, normalize_within
     )
@@ -160,8 +156,5 @@ def linear_selected_logprobs(
         operands = LinearOperands(as_rows(hidden, packed), weight, bias, labels, options, chunking)
         if ranks is not None:
             ranks.compare(labels, None, options, vocabulary, operands.scattered)
-    if ids.shape[-1] == 1 and not normalize_within:
-        logprobs, tail = LinearOneIdFunction.apply(*operands)
-        return _output(logprobs.unsqueeze(-1), tail, packed, False)
     logprobs, tail = LinearSelectedLogprobsFunction.apply(*operands, row_ids, normalize_within)
     return _output(logprobs, tail, packed, normalize_within)

@@ -7,7 +7,6 @@ import gspo_kernels as gk
 from gspo_kernels import bits
 from gspo_kernels.linear.call import Chunking, LinearOperands
 from gspo_kernels.linear.distillation import LinearTeacher
-from gspo_kernels.linear.loss import Schedule
 from gspo_kernels.objectives.base import from_spec
 from gspo_kernels.ops.divergence import divergence_forward
 from gspo_kernels.ops.library import can_bypass_dispatcher, flat
@@ -73,8 +72,6 @@ def operator_inputs():
     )
     scored_heads = heads._replace(hidden=None, weight=None, bias=None, rows=said)
 
-    sure = logits.scatter(-1, labels.clamp(min=0).unsqueeze(-1), 200.0)
-
     def trained(options):
         return LinearOperands(hidden, weight, bias, labels, options, chunks)
 
@@ -98,8 +95,6 @@ def operator_inputs():
         "mask_of_ids": [(labels.unsqueeze(-1), 7)],
         "mask_of_shard": [(ids, None, Shard("", 2), 3), (None, kept, Shard("", 2), 3)],
         "checked_ids": [(ids, 7, options)],
-        "one_id_forward": [(logits, labels, options), (sure, labels, by_row)],
-        "linear_one_id_forward": [(trained(options),), (frozen(by_row),)],
         "selected_forward": [(logits, ids, options, False), (logits, ids[..., ::2], by_row, True)],
         "selected_backward": [(logits, SelectedOperands(ids, selected, both, options, False))],
         "selected_backward_": [(logits.clone(), SelectedOperands(ids, selected, both, options, False))],
@@ -139,11 +134,11 @@ def operator_inputs():
             )
         ],
         "linear_policy": [
-            (trained(options), plain, plan(plain, everything), Schedule(name, True, False))
+            (trained(options), plain, plan(plain, everything)._replace(schedule=name, defers=True))
             for name in ("known", "deferred", "auto")
         ]
         + [
-            (frozen(by_row, cut), full, plan(full, only_hidden), Schedule(name, False, True))
+            (frozen(by_row, cut), full, plan(full, only_hidden)._replace(schedule=name, entropy=True))
             for cut, name in ((fit, "aligned"), (chunks, "auto"))
         ],
         "token_shares": [(labels, full._replace(objective=gk.Linear(aggregation="token_mean").spec))],

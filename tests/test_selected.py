@@ -148,30 +148,6 @@ def test_dtypes_and_layouts(dtype, linear, layout, backend):
     check(20, backend, dtype=dtype, linear=linear, layout=layout)
 
 
-# --- one id is a label
-
-
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("linear", [False, True], ids=["logits", "hidden"])
-def test_one_id_has_the_bits_of_a_label(linear, options, backend):
-    problem, device = Problem(1, linear=linear, options=options), device_of(backend)
-    ids, upstream = problem.ids.to(device), problem.grads[0].to(device)
-    ids[0, 0] = -100
-    results = []
-    for selected in (True, False):
-        leaves = {name: value.clone().to(device).requires_grad_() for name, value in problem.inputs.items()}
-        shared = {**leaves, **problem.options, "backend": backend}
-        if selected:
-            function = gk.linear_selected_logprobs if linear else gk.selected_logprobs
-            logprobs = function(ids=ids, **shared).logprobs
-        else:
-            function = gk.linear_token_logprobs if linear else gk.token_logprobs
-            logprobs = function(labels=ids[..., 0], **shared).logprobs.unsqueeze(-1)
-        (logprobs * upstream).sum().backward()
-        results.append([logprobs.detach(), *(leaf.grad for leaf in leaves.values())])
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
 # --- what must hold
 
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from gspo_kernels.linear.call import Call, LinearOperands
 from gspo_kernels.linear.groups import CoefficientGroups
-from gspo_kernels.linear.loss import Schedule
 from gspo_kernels.linear.schedule import Part, plan_parts
 from gspo_kernels.ops.products import SEGMENT
 from gspo_kernels.plan import Plan
@@ -43,19 +42,17 @@ class SchedulePlan:
         )
 
 
-def explain(
-    reason: str, operands: LinearOperands, terms: Terms, plan: Plan, schedule: Schedule
-) -> SchedulePlan:
+def explain(reason: str, operands: LinearOperands, terms: Terms, plan: Plan) -> SchedulePlan:
     """The plan of a call that ``schedule.choose`` gave a schedule; looks at the lengths on the device."""
     call, needs = Call(operands, checked=False), plan.requires_grad
     head, groups = call.head, CoefficientGroups(call, terms, plan.depends_on, plan.leaves_out)
     total = sum(groups.rows)
     if not any(needs):
         parts = [Part("forward", 0, len(groups.rows), total)]
-    elif schedule.name == "known":
+    elif plan.schedule == "known":
         parts = [Part("known", 0, len(groups.rows), total)]
     else:
-        parts = plan_parts(schedule.name, groups.rows, groups.inactive, call.chunk_rows, schedule.defers)
+        parts = plan_parts(plan.schedule, groups.rows, groups.inactive, call.chunk_rows, plan.defers)
     products, tokens = 0, dict[str, int]()
     for part in parts:
         gradients = {"forward": 0, "two_pass": 1 + needs.hidden + needs.head}

@@ -150,21 +150,21 @@ class Gradients:
             flat = None if scales is None else scales.view(-1)
             call.launches.store_hidden(values, coefficients, factors, where, hidden, flat, fixed)
             return
+        # a coefficient is a power of two, which rounds nothing, times a factor below 2 that multiplies now;
+        # of fixed products all of it multiplies last
         coefficients = coefficients.to(self.dtype)
-        scale = power_of_two(coefficients)
-        factor = coefficients if fixed else coefficients / scale
-        factor = factor if factors is None else times(factors, factor)
-        if fixed:
-            scale = factor
-        else:
-            values = times_(values, factor.unsqueeze(1))
+        last = coefficients if fixed else power_of_two(coefficients)
+        if not fixed:
+            factor = coefficients / last
+            values = times_(values, (factor if factors is None else times(factors, factor)).unsqueeze(1))
+        elif factors is not None:
+            last = times(factors, last)
         if scales is None:
-            scale = scale.unsqueeze(1)
-            values = times_(values, scale) if fixed else values.mul_(scale)
+            values = times_(values, last.unsqueeze(1))
         else:
             power = power_of_two(largest(values, 1))
             values.div_(power.unsqueeze(1))
-            scales.view(-1)[where] = power * scale
+            scales.view(-1)[where] = power * last
         hidden[where] = values.to(hidden.dtype)
 
     def scale(self, where: slice | Tensor, coefficients: Tensor) -> None:

@@ -39,20 +39,6 @@ from gspo_kernels.terms import Terms, check_values
 from gspo_kernels.types import RowOptions, RowStats, SequenceRatioStats, stats_dtype
 
 
-class Schedule(NamedTuple):
-    """How a call is worked through, decided once.
-
-    Attributes:
-        name: a schedule, or "auto": groups that fit in a chunk are aligned, longer ones go by themselves.
-        defers: whether those may be deferred.
-        entropy: whether the entropy is kept.
-    """
-
-    name: str
-    defers: bool
-    entropy: bool
-
-
 class LinearLoss(NamedTuple):
     """Loss and metrics as in ``PolicyStep``, log-probs, the entropy or an empty tensor, and the gradients."""
 
@@ -64,11 +50,11 @@ class LinearLoss(NamedTuple):
 
 
 @operator
-def linear_policy(operands: LinearOperands, terms: Terms, plan: Plan, schedule: Schedule) -> LinearLoss:
+def linear_policy(operands: LinearOperands, terms: Terms, plan: Plan) -> LinearLoss:
     """A hidden-state loss, its log-probs and its gradients."""
     terms = check_values(operands.labels, terms)
-    run = Run(Call(operands), terms, plan, schedule)
-    if schedule.name == "known":
+    run = Run(Call(operands), terms, plan)
+    if plan.schedule == "known":
         run.known()
     else:
         run.by_parts()
@@ -79,9 +65,9 @@ def linear_policy(operands: LinearOperands, terms: Terms, plan: Plan, schedule: 
 
 
 @linear_policy.register_fake
-def _(operands: LinearOperands, terms: Terms, plan: Plan, schedule: Schedule) -> LinearLoss:
-    scored = ScoredRows.fake(operands.labels, operands.hidden.dtype, schedule.entropy)
-    sums, entropy = stats_dtype(operands.hidden.dtype), scored.entropy if schedule.entropy else None
+def _(operands: LinearOperands, terms: Terms, plan: Plan) -> LinearLoss:
+    scored = ScoredRows.fake(operands.labels, operands.hidden.dtype, plan.entropy)
+    sums, entropy = stats_dtype(operands.hidden.dtype), scored.entropy if plan.entropy else None
     return LinearLoss(
         scored.logprobs.new_empty((), dtype=sums),
         scored.logprobs.new_empty(len(metric_names(terms, entropy)), dtype=sums),
@@ -105,11 +91,10 @@ class LinearPolicyFunction(torch.autograd.Function):
         chunking: Chunking,
         terms: Terms,
         plan: Plan,
-        schedule: Schedule,
         traced: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         operands = LinearOperands(hidden, weight, bias, labels, options, chunking)
-        arguments = (operands, terms, plan, schedule)
+        arguments = (operands, terms, plan)
         result = linear_policy(*arguments)
         save_gradients(ctx, result.gradients, plan.requires_grad, linear_policy, arguments, traced)
         ctx.mark_non_differentiable(result.metrics, result.logprobs, result.entropy)
@@ -117,15 +102,15 @@ class LinearPolicyFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
-        return (*take_gradients(ctx, grad), *(None,) * 7)
+        return (*take_gradients(ctx, grad), *(None,) * 6)
 
 
 class Run:
     """One call: its schedules add up statistics and gradients, a method each."""
 
-    def __init__(self, call: Call, terms: Terms, plan: Plan, schedule: Schedule):
-        self.call, self.terms, self.plan, self.schedule = call, terms, plan, schedule
-        self.scores = Scores(call, schedule.entropy)
+    def __init__(self, call: Call, terms: Terms, plan: Plan):
+        self.call, self.terms, self.plan = call, terms, plan
+        self.scores = Scores(call, plan.entropy)
         self.gradients = Gradients(call, plan.requires_grad, normalised=True)
         # where other ranks have tokens of the same sequences, or sums over sequences must have one order
         self.at_once = bool(terms.cp_group) or (call.head.fixed and plan.depends_on in ("group", "batch"))
@@ -182,9 +167,9 @@ class Run:
 
     def by_parts(self) -> None:
         """Cut the batch into parts, and work through each by its schedule."""
-        call, plan, schedule = self.call, self.plan, self.schedule
+        call, plan = self.call, self.plan
         groups = CoefficientGroups(call, self.terms, plan.depends_on, plan.leaves_out)
-        parts = plan_parts(schedule.name, groups.rows, groups.inactive, call.chunk_rows, schedule.defers)
+        parts = plan_parts(plan.schedule, groups.rows, groups.inactive, call.chunk_rows, plan.defers)
         self.scores.most_rows = min(call.chunk_rows, max((part.rows for part in parts), default=0))
         if self.at_once:
             # the one evaluation, of all tokens on all ranks, follows the last projection
@@ -264,7 +249,7 @@ class Run:
         """Project a chunk and keep its statistics; ``skip`` says that they may leave rows out."""
         # log-probs that come along with the rows may differ in their last bits, which a ratio would show
         alone = self.terms.old_logprobs is None and self.terms.ref_logprobs is None
-        projected = self.scores.project(chunk, self.schedule.entropy, not skip and alone)
+        projected = self.scores.project(chunk, self.plan.entropy, not skip and alone)
         self.scores.keep(projected.stats, chunk)
         return projected
 
@@ -297,16 +282,11 @@ _LEAST, _MOST = 2.0**-64, 2.0**64
 """Coefficients between these, or zero, lose nothing in a product and overflow none."""
 
 
-class SmallLoss(NamedTuple):
-    """A small call's logits [B, T, V], and what follows from them."""
-
-    logits: Tensor
-    stats: SequenceRatioStats
-    coefficients: Tensor  # [B], dLoss/dlogprobs of each counted token
-
-
-def small_loss(operands: LinearOperands, terms: Terms, plan: Plan) -> SmallLoss | None:
-    """The loss of a small call on the CPU, without autograd; None where the schedules are to serve it.
+def small_loss(
+    operands: LinearOperands, terms: Terms, plan: Plan
+) -> tuple[Tensor, SequenceRatioStats] | None:
+    """Logits [B, T, V] and loss of a small call on the CPU, without autograd; None where the schedules are to
+    serve it.
 
     Where the logits fit a cache, planning, chunks and normalised coefficients would take longer than the
     products that they save or protect. The schedules serve what plain arithmetic could spoil: tokens that are
@@ -335,7 +315,7 @@ def small_loss(operands: LinearOperands, terms: Terms, plan: Plan) -> SmallLoss 
     finite = math.isfinite(stats.lse.sum().item())
     if not finite or not all(c == 0 or _LEAST < abs(c) < _MOST for c in coefficients.tolist()):
         return None
-    return SmallLoss(logits, stats, coefficients)
+    return logits, stats
 
 
 class SmallLossFunction(torch.autograd.Function):
@@ -350,11 +330,11 @@ class SmallLossFunction(torch.autograd.Function):
         labels: Tensor,
         options: RowOptions,
         terms: Terms,
-        small: SmallLoss,
+        logits: Tensor,
+        stats: SequenceRatioStats,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        stats = small.stats
-        each = terms.layout(labels).expand(small.coefficients)
-        save_rows(ctx, options, hidden, labels, small.logits, stats.logprobs, stats.lse, each, weight, bias)
+        each = terms.layout(labels).expand(stats.coefficients / stats.divisor)
+        save_rows(ctx, options, hidden, labels, logits, stats.logprobs, stats.lse, each, weight, bias)
         ctx.needs = RequiresGrad(*ctx.needs_input_grad[:3])
         ctx.mark_non_differentiable(stats.metrics, stats.logprobs)
         return stats.loss, stats.metrics, stats.logprobs
@@ -362,7 +342,8 @@ class SmallLossFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
         (hidden, labels, logits, logprobs, lse, each, weight, bias), options = saved_rows(ctx)
-        head, needs = Head(weight, bias, "float32"), ctx.needs
+        needs = ctx.needs
+        head = Head(weight, bias, "float32")  # small calls are fp32 or fp64, where logits have no other dtype
         grads = RowGradients(each, None, None)
         rows = logprobs_backward(logits, labels, RowStats(logprobs, lse, None), grads, options)
         rows = rows.view(-1, rows.shape[-1])
@@ -373,4 +354,4 @@ class SmallLossFunction(torch.autograd.Function):
         )
         if grad.item() != 1.0:
             gradients = tuple(None if one is None else times(one, grad) for one in gradients)
-        return (*gradients, *(None,) * 4)
+        return (*gradients, *(None,) * 5)

@@ -42,9 +42,15 @@ def unsupported(objective: Objective, terms: Terms, plan: Plan, invariant: bool)
             f"it needs coefficients that depend on one token alone, but {what} makes them "
             f"depend on the {depends_on}"
         )
-    several = _several_coefficients(objective, terms)
-    if several is not None:
-        reasons["deferred"] = several
+    # where the tokens of a sequence have more than one coefficient
+    if terms.kl_beta is not None:
+        reasons["deferred"] = "kl_beta adds a coefficient of each token's own"
+    elif not objective.factorizes:
+        reasons["deferred"] = f"{name}'s coefficients are not one number per sequence"
+    elif terms.advantages is not None and terms.advantages.ndim == 2:
+        reasons["deferred"] = f"advantages per token give {name} coefficients per token"
+    elif terms.rollout_weights is not None and terms.rollout_weights.ndim == 2 and objective.level == "token":
+        reasons["deferred"] = f"rollout_weights per token give {name} coefficients per token"
     if terms.entropy_coef is not None:
         for schedule in ("deferred", "frozen"):
             reasons[schedule] = "entropy_coef adds a gradient that is no multiple of the log-prob's"
@@ -68,20 +74,6 @@ def unsupported(objective: Objective, terms: Terms, plan: Plan, invariant: bool)
         for schedule in ("aligned", "frozen"):
             reasons[schedule] = f"skip_inactive='all' leaves out sequences that {name}'s coefficients look at"
     return reasons
-
-
-def _several_coefficients(objective: Objective, terms: Terms) -> str | None:
-    """Why the tokens of a sequence have more than one coefficient; None where they have one."""
-    name = type(objective).__name__
-    if terms.kl_beta is not None:
-        return "kl_beta adds a coefficient of each token's own"
-    if not objective.factorizes:
-        return f"{name}'s coefficients are not one number per sequence"
-    if terms.advantages is not None and terms.advantages.ndim == 2:
-        return f"advantages per token give {name} coefficients per token"
-    if terms.rollout_weights is not None and terms.rollout_weights.ndim == 2 and objective.level == "token":
-        return f"rollout_weights per token give {name} coefficients per token"
-    return None
 
 
 def choose(schedule: str, reasons: dict[str, str], learns: bool, may_synchronise: bool) -> tuple[str, str]:

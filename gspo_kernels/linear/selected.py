@@ -9,24 +9,19 @@ from torch import Tensor
 
 from gspo_kernels.linear.call import Call, Chunking, LinearOperands
 from gspo_kernels.linear.gradients import Gradients, HeadGradients
-from gspo_kernels.linear.logprobs import linear_logprobs_backward
 from gspo_kernels.linear.scores import Scores
 from gspo_kernels.linear.sums import GradientRows, power_of_two
 from gspo_kernels.ops.library import operator
 from gspo_kernels.ops.logprobs import save_rows, saved_rows
 from gspo_kernels.ops.selected import (
-    OneIdRows,
     SelectedGradients,
     SelectedRows,
-    certain,
-    fake_one_id,
     fake_rows,
     score,
-    tail_of_one,
     write_gradient,
 )
 from gspo_kernels.plan import RequiresGrad
-from gspo_kernels.types import RowOptions, RowStats
+from gspo_kernels.types import RowOptions
 
 
 @operator
@@ -50,33 +45,6 @@ def linear_selected_forward(operands: LinearOperands, ids: Tensor, within: bool)
 @linear_selected_forward.register_fake
 def _(operands: LinearOperands, ids: Tensor, within: bool) -> SelectedRows:
     return fake_rows(ids, operands.hidden.dtype)
-
-
-@operator
-def linear_one_id_forward(operands: LinearOperands) -> OneIdRows:
-    """Log-probs of labels with the bits of ``linear_logprobs_forward``, and what they leave.
-
-    Rows that are nearly ``certain`` are projected once more, and read without their label.
-    """
-    call = Call(operands)
-    scores = Scores(call, False)
-    scores.forward(call.projected)
-    logprobs, lse, _ = scores.stats
-    tail, rest = tail_of_one(logprobs, lse)
-    labels, backend = call.labels.flatten(), call.options.backend
-    for chunk in call.chunks(call.index(call.counted & certain(logprobs, backend))):
-        ids = labels[chunk.where].view(1, -1, 1)
-        logits = scores.logits(chunk).unsqueeze(0)
-        rows = score(logits, ids, backend, chunk.transform, False, call.options.shard)
-        tail.view(-1)[chunk.where] = rows.tail.squeeze(0).to(torch.float64)
-        rest.view(-1)[chunk.where] = rows.rest.squeeze(0)
-    scores.close()
-    return OneIdRows(logprobs, torch.where(call.counted, tail, 0.0).to(logprobs.dtype), rest, lse)
-
-
-@linear_one_id_forward.register_fake
-def _(operands: LinearOperands) -> OneIdRows:
-    return fake_one_id(operands.labels, operands.hidden.dtype)
 
 
 @operator
@@ -181,45 +149,4 @@ class LinearSelectedLogprobsFunction(torch.autograd.Function):
             needs,
             ctx.within,
         )
-        return (*needs.select(gradients), *nothing)
-
-
-class LinearOneIdFunction(torch.autograd.Function):
-    """The same of a single id, the operands' label: without the tail in a loss, log-probs and gradients are a
-    label's to the bit.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        labels: Tensor,
-        options: RowOptions,
-        chunking: Chunking,
-    ) -> tuple[Tensor, Tensor]:
-        ctx.set_materialize_grads(False)
-        rows = linear_one_id_forward(LinearOperands(hidden, weight, bias, labels, options, chunking))
-        save_rows(ctx, options, hidden, weight, bias, labels, *rows)
-        ctx.chunking = chunking
-        return rows.logprobs, rows.tail
-
-    @staticmethod
-    def backward(ctx: Any, grad_logprobs: Tensor | None, grad_tail: Tensor | None) -> tuple[Any, ...]:
-        (hidden, weight, bias, labels, logprobs, tail, rest, lse), options = saved_rows(ctx)
-        operands = LinearOperands(hidden, weight, bias, labels, options, ctx.chunking)
-        needs, nothing = RequiresGrad(*ctx.needs_input_grad[:3]), (None,) * 3
-        if grad_tail is None:
-            if grad_logprobs is None:
-                return (None,) * 6
-            stats = RowStats(logprobs, lse, None)
-            gradients = linear_logprobs_backward(operands, stats, grad_logprobs, None, needs, True)
-            return (*needs.select(gradients), *nothing)
-        if grad_logprobs is None:
-            grad_logprobs = torch.zeros_like(logprobs)
-        rows = SelectedRows(logprobs.unsqueeze(-1), tail, rest)
-        grads = SelectedGradients(grad_logprobs.unsqueeze(-1), grad_tail)
-        ids = labels.unsqueeze(-1)
-        gradients = linear_selected_backward(operands, ids, rows, grads, needs, False)
         return (*needs.select(gradients), *nothing)

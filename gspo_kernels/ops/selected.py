@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from gspo_kernels import bits
-from gspo_kernels.ops.backends import load, rows_of
+from gspo_kernels.ops.backends import load
 from gspo_kernels.ops.library import checked_values, inplace_operator, operator
-from gspo_kernels.ops.logprobs import RowGradients, check_rows, gradient_of_logits, save_rows, saved_rows
+from gspo_kernels.ops.logprobs import check_rows, save_rows, saved_rows
 from gspo_kernels.ops.memory import used_memory
 from gspo_kernels.ops.shards import columns_of, selected_of_all
 from gspo_kernels.types import LogitTransform, RowOptions, RowStats, Shard, stats_dtype
@@ -267,68 +267,6 @@ def write_gradient(
     out.scatter_(-1, columns, there.to(out.dtype))
 
 
-class OneIdRows(NamedTuple):
-    """``SelectedRows`` of a single id, a label [B, T], and the log-sum-exp of the whole row in fp64."""
-
-    logprobs: Tensor
-    tail: Tensor
-    rest: Tensor
-    lse: Tensor
-
-
-def certain(logprobs: Tensor, backend: str) -> Tensor:
-    """Bool: the log-probs that are so near 0 that what they leave can't be told from them.
-
-    Statistics are 0 there, or have lost digits below the normal range; the reference's, which come from
-    ``log_softmax``, have lost some wherever p is not small.
-    """
-    kind = torch.finfo(logprobs.dtype)
-    return logprobs > (-0.7 if backend == "reference" else -kind.tiny / kind.eps)
-
-
-def tail_of_one(logprobs: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Log(1 - exp(logprobs)) and the log-sum-exp of what is left, in fp64, where log-probs aren't
-    ``certain``.
-    """
-    logp = logprobs.to(torch.float64)
-    tail = torch.where(logp > -0.7, torch.log(-torch.expm1(logp)), torch.log1p(-logp.exp()))
-    return tail, lse + tail
-
-
-def fake_one_id(labels: Tensor, dtype: torch.dtype) -> OneIdRows:
-    """Empty ones for inputs of ``dtype``."""
-    rows = fake_rows(labels.unsqueeze(-1), dtype)
-    return OneIdRows(rows.logprobs.squeeze(-1), rows.tail, rows.rest, torch.empty_like(rows.rest))
-
-
-@operator
-def one_id_forward(logits: Tensor, labels: Tensor, options: RowOptions) -> OneIdRows:
-    """Log-probs with the bits of ``logprobs_forward``, and what they leave.
-
-    Rows that are nearly ``certain`` are read once more, without their label.
-    """
-    check_rows(labels, logits.shape[-1], options)
-    stats = rows_of(options).logprobs_forward(
-        logits, labels, options.transform, ignore_index=options.ignore_index, entropy=False
-    )
-    counted = labels != bits.NO_ID
-    tail, rest = tail_of_one(stats.logprobs, stats.lse)
-    again = counted & certain(stats.logprobs, options.backend)
-    # other devices would have to be asked; rows without ids cost nothing there
-    if not labels.is_cpu or bool(again.any()):
-        ids = labels.masked_fill(~again, bits.NO_ID).unsqueeze(-1)
-        rows = score(logits, ids, options.backend, options.transform, False, options.shard)
-        tail = torch.where(again, rows.tail.to(torch.float64), tail)
-        rest = torch.where(again, rows.rest, rest)
-    tail = torch.where(counted, tail, 0.0).to(stats.logprobs.dtype)
-    return OneIdRows(stats.logprobs, tail, rest, stats.lse)
-
-
-@one_id_forward.register_fake
-def _(logits: Tensor, labels: Tensor, options: RowOptions) -> OneIdRows:
-    return fake_one_id(labels, logits.dtype)
-
-
 @operator
 def selected_forward(logits: Tensor, ids: Tensor, options: RowOptions, within: bool) -> SelectedRows:
     """See ``score``."""
@@ -419,37 +357,3 @@ class SelectedLogprobsFunction(torch.autograd.Function):
             return (selected_backward(logits, operands), *(None,) * 4)
         selected_backward_(logits, operands)
         return (logits, *(None,) * 4)
-
-
-class OneIdFunction(torch.autograd.Function):
-    """The same of a single id [B, T]: without the tail in a loss, log-probs and gradient are a label's to the
-    bit.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, labels: Tensor, inplace: bool, options: RowOptions
-    ) -> tuple[Tensor, Tensor]:
-        ctx.set_materialize_grads(False)
-        rows = one_id_forward(logits, labels, options)
-        save_rows(ctx, options, logits, labels, *rows)
-        ctx.inplace = inplace
-        return rows.logprobs, rows.tail
-
-    @staticmethod
-    def backward(ctx: Any, grad_logprobs: Tensor | None, grad_tail: Tensor | None) -> tuple[Any, ...]:
-        (logits, labels, logprobs, tail, rest, lse), options = saved_rows(ctx)
-        if grad_tail is None:
-            if grad_logprobs is None:
-                return (None,) * 4
-            stats, grads = RowStats(logprobs, lse, None), RowGradients(grad_logprobs, None, None)
-            return (gradient_of_logits(logits, labels, stats, grads, options, ctx.inplace), *(None,) * 3)
-        if grad_logprobs is None:
-            grad_logprobs = torch.zeros_like(logprobs)
-        of_one = SelectedGradients(grad_logprobs.unsqueeze(-1), grad_tail)
-        rows = SelectedRows(logprobs.unsqueeze(-1), tail, rest)
-        operands = SelectedOperands(labels.unsqueeze(-1), rows, of_one, options, False)
-        if not ctx.inplace:
-            return (selected_backward(logits, operands), *(None,) * 3)
-        selected_backward_(logits, operands)
-        return (logits, *(None,) * 3)
