@@ -17,7 +17,7 @@ from gspo_kernels.linear.gradients import Gradients, SavedGradients, save_gradie
 from gspo_kernels.linear.sums import GradientRows, power_of_two
 from gspo_kernels.ops.divergence import summed
 from gspo_kernels.ops.library import operator
-from gspo_kernels.ops.memory import CHUNK_ROWS, Workspace
+from gspo_kernels.ops.memory import CHUNK_ROWS, used_memory
 from gspo_kernels.ops.pairs import DivergenceForm, Pair, TeacherRows
 from gspo_kernels.ops.values import check_temperature
 from gspo_kernels.plan import RequiresGrad
@@ -73,21 +73,18 @@ def linear_distillation(
             rows = min(rows, CHUNK_ROWS.get(device.type, CHUNK_ROWS["cuda"])[0])
         both = head.row_bytes + head.vocabulary * theirs.head.dtype.itemsize
         call.chunk_rows = max(1, rows * head.row_bytes // both)
-    workspace = Workspace()
     divergences, gradients = call.new_rows(), Gradients(call, needs, normalised=True)
+    # one block of memory where both sides have the same dtype
+    rows = min(call.chunk_rows, call.labels.numel())
+    shared = theirs is not None and theirs.head.dtype == head.dtype
+    block = used_memory(torch.Size(((1 + shared) * rows, head.vocabulary)), head.dtype, device)
+    teacher_block = block[rows:]
+    if theirs is not None and not shared:
+        teacher_block = torch.empty(rows, head.vocabulary, dtype=theirs.head.dtype, device=device)
     for chunk in call.chunks(call.projected):
-        # one block of memory where both sides have the same dtype
-        shared = theirs is not None and theirs.head.dtype == head.dtype
-        size = (2 * chunk.size if shared else chunk.size, head.vocabulary)
-        if device.type == "cpu":
-            block = workspace.rows(*size, head.dtype)
-        else:
-            block = torch.empty(size, dtype=head.dtype, device=device)
         logits, teacher_logits = head.logits(chunk.hidden, block[: chunk.size]), None
         if theirs is not None:
-            teacher_logits = block[chunk.size :]
-            if not shared:
-                teacher_logits = torch.empty(size, dtype=theirs.head.dtype, device=device)
+            teacher_logits = teacher_block[: chunk.size]
             theirs.head.logits(theirs.chunk(chunk.where).hidden, teacher_logits)
         teacher_rows = teacher.rows.at(chunk.where, teacher_logits)
         pair = Pair(logits.unsqueeze(0), teacher_rows, chunk.labels, form)
@@ -109,7 +106,6 @@ def linear_distillation(
         divergences.view(-1)[chunk.where] = stats.divergences
         active = share.squeeze(0) != 0
         gradients.add_rows(GradientRows(out, scale.squeeze(0), None, active), chunk)
-    workspace.close()
     return LinearDistilled(summed(divergences, shares), divergences, SavedGradients.of(gradients))
 
 

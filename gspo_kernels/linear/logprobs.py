@@ -22,7 +22,6 @@ def linear_logprobs_forward(operands: LinearOperands, entropy: bool) -> ScoredRo
     call = Call(operands)
     scores = Scores(call, entropy)
     scores.forward(call.projected)
-    scores.close()
     return ScoredRows.of(scores.stats)
 
 
@@ -54,7 +53,6 @@ def linear_logprobs_backward(
     where = call.index(keep)
     grad_entropy = None if grad_entropy is None else grad_entropy.flatten()[where]
     recompute(scores, gradients, where, anew, grad_logprobs.flatten()[where], grad_entropy)
-    scores.close()
     return gradients.result()
 
 

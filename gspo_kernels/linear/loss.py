@@ -58,7 +58,6 @@ def linear_policy(operands: LinearOperands, terms: Terms, plan: Plan) -> LinearL
         run.known()
     else:
         run.by_parts()
-    run.scores.close()
     step, scored = run.whole_step(), ScoredRows.of(run.scores.stats)
     gradients = SavedGradients.of(run.gradients)
     return LinearLoss(step.loss, step.metrics, scored.logprobs, scored.entropy, gradients)

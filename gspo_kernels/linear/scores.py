@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gspo_kernels.linear.call import Call, Chunk
 from gspo_kernels.ops.backends import FoldingBackend, OnePassBackend
-from gspo_kernels.ops.memory import Workspace
+from gspo_kernels.ops.memory import used_memory
 from gspo_kernels.types import RowStats
 
 
@@ -93,22 +93,13 @@ class Scores:
         self.stats = known
         self.most_rows = min(call.chunk_rows, call.labels.numel())
         self._logits: Tensor | None = None
-        self._workspace = Workspace()
-
-    def close(self) -> None:
-        """The chunk's memory is no longer needed."""
-        self._logits = None
-        self._workspace.close()
 
     def logits(self, chunk: Chunk) -> Tensor:
         """[n, V], in memory that the next call of this writes over."""
         head = self.call.head
         if self._logits is None:
-            size = (max(chunk.size, self.most_rows), head.vocabulary)
-            if head.weight.is_cpu:
-                self._logits = self._workspace.rows(*size, head.dtype)
-            else:
-                self._logits = torch.empty(size, dtype=head.dtype, device=head.weight.device)
+            size = torch.Size((max(chunk.size, self.most_rows), head.vocabulary))
+            self._logits = used_memory(size, head.dtype, head.weight.device)
         return head.logits(chunk.hidden, self._logits[: chunk.size])
 
     def forward(self, where: slice | Tensor) -> None:

@@ -38,7 +38,6 @@ def linear_selected_forward(operands: LinearOperands, ids: Tensor, within: bool)
         rows = score(logits, chunk_ids, call.options.backend, chunk.transform, within, call.options.shard)
         for all_rows, values in zip(result, rows, strict=True):
             all_rows.flatten(0, 1)[chunk.where] = values.squeeze(0)
-    scores.close()
     return result
 
 
@@ -92,7 +91,6 @@ def linear_selected_backward(
         active = (largest != 0).squeeze(0)
         gradients.add_rows(GradientRows(out, scale.squeeze(0), None, active), chunk)
         del logits, out
-    scores.close()
     return gradients.result()
 
 

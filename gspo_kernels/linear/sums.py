@@ -121,7 +121,7 @@ class HeadSums:
             chosen = torch.where(active.unsqueeze(1), chosen, 0.0)
         return (chosen * factors.unsqueeze(1)).to(dtype)
 
-    def _add_segments(self, segmented: Segmented) -> None:
+    def _add_segments(self, segmented: SegmentedRows) -> None:
         (values, operand, factors), ends = segmented
         left, first = values.t(), self._empty
         if self._weight is not None:
@@ -181,16 +181,9 @@ class HeadSums:
             self._backend.scale_(self._weight, power)
 
 
-class Segmented(NamedTuple):
-    """Rows of whole segments.
-
-    Attributes:
-        parts: [n, ...] each.
-        ends: int64 [segments], on the CPU: where each segment ends among the rows.
-    """
-
-    parts: tuple[Tensor, ...]
-    ends: Tensor
+SegmentedRows = tuple[tuple[Tensor, ...], Tensor]
+"""Parts of rows of whole segments, [n, ...] each, and where each segment ends, int64
+[segments] on the CPU."""
 
 
 class Segments:
@@ -208,7 +201,7 @@ class Segments:
         self._step = step
         self._unfinished: tuple[Tensor, ...] | None = None
 
-    def cut(self, parts: tuple[Tensor, ...], ranks: Tensor) -> Iterator[Segmented]:
+    def cut(self, parts: tuple[Tensor, ...], ranks: Tensor) -> Iterator[SegmentedRows]:
         """The segments that become whole with ``parts``, [n, ...] of rows with ``ranks`` [n]."""
         if not ranks.numel():
             return
@@ -234,13 +227,13 @@ class Segments:
         if stop > start:
             yield self._padded(tuple(row[start:stop] for row in rows))
 
-    def rest(self) -> Iterator[Segmented]:
+    def rest(self) -> Iterator[SegmentedRows]:
         """The rows that are kept back, if there are any."""
         rows, self._unfinished = self._unfinished, None
         if rows is not None:
             yield self._padded(rows)
 
-    def _padded(self, rows: tuple[Tensor, ...]) -> Segmented:
+    def _padded(self, rows: tuple[Tensor, ...]) -> SegmentedRows:
         """Whole segments, with zeros in the place of the rows that a step of the products lacks."""
         *parts, ranks = rows
         groups, place, sizes = torch.unique_consecutive(
@@ -249,11 +242,11 @@ class Segments:
         # whatever is missing behind the last row is zeros for products anyway
         sizes[-1] += self._step - 1 - ranks[-1] % self._step
         if bool((sizes == self._step).all()):
-            return Segmented(tuple(parts), _ends(ranks // SEGMENT))
+            return tuple(parts), _ends(ranks // SEGMENT)
         place = (place * self._step + ranks % self._step).to(parts[0].device)
         count = groups.numel() * self._step
         filled = tuple(part.new_zeros(count, *part.shape[1:]).index_copy_(0, place, part) for part in parts)
-        return Segmented(filled, _ends(groups * self._step // SEGMENT) * self._step)
+        return filled, _ends(groups * self._step // SEGMENT) * self._step
 
 
 def _ends(segments: Tensor) -> Tensor:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import mmap
 import os
 import sys
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -70,8 +68,8 @@ def used_memory(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> 
     """An uninitialised, contiguous tensor that is soon given up again.
 
     To fault in new pages takes as long as all that is computed on them. On Linux a large tensor is therefore
-    made of the pages of the last one that nothing refers to any more, if it was up to twice as large; until
-    then the system may take them whenever it needs memory (``MADV_FREE``). New ones ask for huge pages.
+    made of the pages of one of the last two that nothing refers to any more, if it was up to twice as large;
+    until then the system may take them whenever it needs memory (``MADV_FREE``). New ones ask for huge pages.
     """
     size = shape.numel() * dtype.itemsize
     if device.type != "cpu" or size < HUGE_PAGES_FROM or not sys.platform.startswith("linux"):
@@ -87,11 +85,11 @@ _given_back: list[mmap.mmap] = []
 
 
 def _pages(size: int) -> mmap.mmap:
-    with contextlib.suppress(IndexError):
-        pages = _given_back.pop()
+    for pages in list(_given_back):
         if size <= len(pages) <= 2 * size:
-            return pages
-        del pages
+            with contextlib.suppress(ValueError):  # another thread took them
+                _given_back.remove(pages)
+                return pages
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a kernel without huge pages
         pages.madvise(mmap.MADV_HUGEPAGE)
@@ -101,68 +99,9 @@ def _pages(size: int) -> mmap.mmap:
 def _give_back(pages: mmap.mmap) -> None:
     with contextlib.suppress(OSError):
         pages.madvise(mmap.MADV_FREE)
-        _given_back[:] = [pages]
-
-
-KEPT_FROM = 32 * 2**20
-"""Bytes from which malloc gives memory back to the system at once instead of keeping it."""
-_kept: list[Tensor] = []
-
-
-class Workspace:
-    """Memory for logits on the CPU, a chunk at a time, which the next call finds again.
-
-    Fresh pages would cost a twentieth of the products that fill them, and huge ones have cost more than they
-    saved where a virtual machine's host backs them late. One block at most is kept between calls. What it has
-    beyond the most that a default chunk takes the system may take whenever it needs memory (``MADV_FREE``).
-    For all of it that would cost a hundredth of the products: each page is marked, and marked again when it
-    is next written to.
-    """
-
-    def __init__(self) -> None:
-        self._block: Tensor | None = None
-
-    def rows(self, count: int, width: int, dtype: torch.dtype) -> Tensor:
-        """[count, width], uninitialised, in the memory that any earlier ones of this workspace were in."""
-        size = count * width * dtype.itemsize
-        if self._block is None and size >= KEPT_FROM:
-            with contextlib.suppress(IndexError):
-                self._block = _kept.pop()
-        if self._block is None or self._block.numel() < size:
-            self._block = torch.empty(size, dtype=torch.uint8)
-        return self._block[:size].view(dtype).view(count, width)
-
-    def close(self) -> None:
-        """Keep the block for the next call; nothing may use it any more."""
-        block, self._block = self._block, None
-        if block is None or block.numel() < KEPT_FROM:
-            return
-        resident = host_memory() // MEMORY_SHARE
-        if block.numel() <= resident or _advise(block[resident:], "MADV_FREE"):
-            _kept[:] = [block]
+        _given_back[:] = [pages, *_given_back[:1]]
 
 
 def release() -> None:
     """Give what is kept between calls back to the system now."""
-    _kept.clear()
     _given_back.clear()
-
-
-def _advise(memory: Tensor, advice: str) -> bool:
-    """Tell the system about the pages that lie within a tensor; whether it listens."""
-    kind, advise = getattr(mmap, advice, None), _madvise()
-    if kind is None or advise is None:
-        return False
-    start = -(-memory.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-    end = (memory.data_ptr() + memory.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
-    return advise(start, end - start, kind) == 0
-
-
-@functools.cache
-def _madvise() -> Callable[[int, int, int], int] | None:
-    if not sys.platform.startswith("linux"):
-        return None
-    function = ctypes.CDLL(None).madvise
-    function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    call: Callable[[int, int, int], int] = function
-    return call
