@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gspo_kernels.linear.call import Call, Chunking, LinearOperands
+from gspo_kernels.linear.call import Call, LinearOperands
 from gspo_kernels.linear.gradients import Gradients, SavedGradients, save_gradients, take_gradients
 from gspo_kernels.linear.sums import GradientRows, power_of_two
 from gspo_kernels.ops.divergence import summed
@@ -21,7 +21,7 @@ from gspo_kernels.ops.memory import CHUNK_ROWS, used_memory
 from gspo_kernels.ops.pairs import DivergenceForm, Pair, TeacherRows
 from gspo_kernels.ops.values import check_temperature
 from gspo_kernels.plan import RequiresGrad
-from gspo_kernels.types import RowOptions, stats_dtype
+from gspo_kernels.types import stats_dtype
 
 
 class LinearTeacher(NamedTuple):
@@ -126,27 +126,17 @@ def _(
 
 
 class LinearDistillationFunction(torch.autograd.Function):
-    """Loss and divergences; the forward already holds the loss's gradients."""
+    """Loss and divergences of the operands (field by field), the teacher, the form, shares, and whether the
+    call is traced; the forward computes the gradients, too.
+    """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        labels: Tensor,
-        options: RowOptions,
-        chunking: Chunking,
-        teacher: LinearTeacher,
-        form: DivergenceForm,
-        shares: Tensor,
-        traced: bool,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
         needs = RequiresGrad(*ctx.needs_input_grad[:3])
-        operands = LinearOperands(hidden, weight, bias, labels, options, chunking)
-        arguments = (operands, teacher, form, shares, needs)
-        result = linear_distillation(*arguments)
-        save_gradients(ctx, result.gradients, needs, linear_distillation, arguments, traced)
+        operands, (teacher, form, shares, traced) = LinearOperands(*arguments[:6]), arguments[6:]
+        call = (operands, teacher, form, shares, needs)
+        result = linear_distillation(*call)
+        save_gradients(ctx, result.gradients, needs, linear_distillation, call, traced)
         ctx.mark_non_differentiable(result.divergences)
         return result.loss, result.divergences
 

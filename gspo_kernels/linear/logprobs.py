@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gspo_kernels.linear.call import Call, Chunking, LinearOperands
+from gspo_kernels.linear.call import Call, LinearOperands
 from gspo_kernels.linear.gradients import Gradients, HeadGradients, is_active, recompute
 from gspo_kernels.linear.scores import Scores
 from gspo_kernels.ops.library import operator
 from gspo_kernels.ops.logprobs import ScoredRows, save_rows, saved_rows
 from gspo_kernels.plan import RequiresGrad
-from gspo_kernels.types import RowOptions, RowStats
+from gspo_kernels.types import RowStats
 
 
 @operator
@@ -69,25 +69,17 @@ def _(
 
 
 class LinearTokenLogprobsFunction(torch.autograd.Function):
-    """Differentiable log-probs and entropy of hidden states; the backward recomputes the logits."""
+    """Differentiable log-probs and entropy of the operands (field by field), with or without entropy, and
+    with ``skip`` as in ``linear_logprobs_backward``; the backward recomputes the logits.
+    """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        labels: Tensor,
-        options: RowOptions,
-        chunking: Chunking,
-        entropy: bool,
-        skip: bool,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        operands = LinearOperands(hidden, weight, bias, labels, options, chunking)
+        operands, (entropy, skip) = LinearOperands(*arguments[:6]), arguments[6:]
         scored = linear_logprobs_forward(operands, entropy)
-        save_rows(ctx, options, hidden, weight, bias, labels, *scored)
-        ctx.entropy, ctx.skip, ctx.chunking = entropy, skip, chunking
+        save_rows(ctx, operands.options, *operands[:4], *scored)
+        ctx.entropy, ctx.skip, ctx.chunking = entropy, skip, operands.chunking
         if not entropy:
             ctx.mark_non_differentiable(scored.entropy)
         return scored.logprobs, scored.entropy

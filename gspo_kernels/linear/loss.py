@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gspo_kernels.aggregation import Aggregation
 from gspo_kernels.evaluate import PolicyStep, evaluate, metric_names
-from gspo_kernels.linear.call import Call, Chunk, Chunking, LinearOperands, as_index
+from gspo_kernels.linear.call import Call, Chunk, LinearOperands, as_index
 from gspo_kernels.linear.gradients import (
     Gradients,
     SavedGradients,
@@ -77,25 +77,16 @@ def _(operands: LinearOperands, terms: Terms, plan: Plan) -> LinearLoss:
 
 
 class LinearPolicyFunction(torch.autograd.Function):
-    """Loss, metrics, log-probs and entropy; the forward computes the gradients, too."""
+    """Loss, metrics, log-probs and entropy of the operands (field by field), terms, the plan, and whether the
+    call is traced; the forward computes the gradients, too.
+    """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        labels: Tensor,
-        options: RowOptions,
-        chunking: Chunking,
-        terms: Terms,
-        plan: Plan,
-        traced: bool,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        operands = LinearOperands(hidden, weight, bias, labels, options, chunking)
-        arguments = (operands, terms, plan)
-        result = linear_policy(*arguments)
-        save_gradients(ctx, result.gradients, plan.requires_grad, linear_policy, arguments, traced)
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        operands, (terms, plan, traced) = LinearOperands(*arguments[:6]), arguments[6:]
+        call = (operands, terms, plan)
+        result = linear_policy(*call)
+        save_gradients(ctx, result.gradients, plan.requires_grad, linear_policy, call, traced)
         ctx.mark_non_differentiable(result.metrics, result.logprobs, result.entropy)
         return result.loss, result.metrics, result.logprobs, result.entropy
 

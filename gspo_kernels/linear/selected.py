@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gspo_kernels.linear.call import Call, Chunking, LinearOperands
+from gspo_kernels.linear.call import Call, LinearOperands
 from gspo_kernels.linear.gradients import Gradients, HeadGradients
 from gspo_kernels.linear.scores import Scores
 from gspo_kernels.linear.sums import GradientRows, power_of_two
@@ -21,7 +21,6 @@ from gspo_kernels.ops.selected import (
     write_gradient,
 )
 from gspo_kernels.plan import RequiresGrad
-from gspo_kernels.types import RowOptions
 
 
 @operator
@@ -107,25 +106,17 @@ def _(
 
 
 class LinearSelectedLogprobsFunction(torch.autograd.Function):
-    """Differentiable log-probs of selected ids from hidden states; the backward recomputes the logits."""
+    """Differentiable log-probs of ids for the operands (field by field), ids and ``within``; the backward
+    recomputes the logits.
+    """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        labels: Tensor,
-        options: RowOptions,
-        chunking: Chunking,
-        ids: Tensor,
-        within: bool,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        operands = LinearOperands(hidden, weight, bias, labels, options, chunking)
+        operands, (ids, within) = LinearOperands(*arguments[:6]), arguments[6:]
         rows = linear_selected_forward(operands, ids, within)
-        save_rows(ctx, options, hidden, weight, bias, labels, ids, *rows)
-        ctx.chunking, ctx.within = chunking, within
+        save_rows(ctx, operands.options, *operands[:4], ids, *rows)
+        ctx.chunking, ctx.within = operands.chunking, within
         if within:
             ctx.mark_non_differentiable(rows.tail)
         return rows.logprobs, rows.tail
