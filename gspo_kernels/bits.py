@@ -49,12 +49,12 @@ def packed_columns(kept: Tensor) -> Tensor:
 def part(mask: Tensor, first: int, count: int) -> Tensor:
     """[..., W] to [..., words(count)]: the mask of ``count`` ids from ``first`` on, as ids from 0 on."""
     length, shift = words(count), first & 31
-    own = torch.nn.functional.pad(mask[..., first >> 5 : (first >> 5) + length + 1], (0, length + 1))
+    covering = torch.nn.functional.pad(mask[..., first >> 5 : (first >> 5) + length + 1], (0, length + 1))
     if not shift:
-        return own[..., :length].contiguous()
+        return covering[..., :length].contiguous()
     # int32 shifts to the right bring copies of the sign
-    low = (own[..., :length] >> shift) & ((1 << (32 - shift)) - 1)
-    return low | (own[..., 1 : length + 1] << (32 - shift))
+    low = (covering[..., :length] >> shift) & ((1 << (32 - shift)) - 1)
+    return low | (covering[..., 1 : length + 1] << (32 - shift))
 
 
 def columns(mask: Tensor, vocabulary: int) -> Tensor:

@@ -84,23 +84,23 @@ def _evaluate_gathered(
     from gspo_kernels.parallel.sequences import GatheredTokens
 
     everyone = GatheredTokens(terms.layout(logprobs), logprobs, terms.cp_group)
-    own = {"logprobs": logprobs, "loss_mask": terms.counted(logprobs)}
+    local = {"logprobs": logprobs, "loss_mask": terms.counted(logprobs)}
     if entropy is not None:
-        own["entropy"] = entropy
+        local["entropy"] = entropy
     for name, spec in SPECS.items():
         value = getattr(terms, name)
         if spec.shape == "broadcast" and value is not None and value.numel() > 1:
             value = value.to(logprobs.device).expand(logprobs.shape)
         if value is not None and value.ndim == 2 and name != "loss_mask":
-            own[name] = value
-    whole: dict[str, Any] = dict(zip(own, everyone.whole(list(own.values())), strict=True))
+            local[name] = value
+    whole: dict[str, Any] = dict(zip(local, everyone.whole(list(local.values())), strict=True))
     logprobs, entropy = whole.pop("logprobs"), whole.pop("entropy", None)
     terms = terms._replace(**whole, cu_seqlens=everyone.cu_seqlens, cp_group="")
     step = _evaluate(logprobs, entropy, terms, want_metrics)
     of_entropy = step.grad_entropy
     return step._replace(
-        grad_logprobs=everyone.own(step.grad_logprobs),
-        grad_entropy=everyone.own(of_entropy) if of_entropy.numel() else of_entropy,
+        grad_logprobs=everyone.local_part(step.grad_logprobs),
+        grad_entropy=everyone.local_part(of_entropy) if of_entropy.numel() else of_entropy,
     )
 
 

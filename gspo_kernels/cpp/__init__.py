@@ -118,7 +118,11 @@ def logprobs_and_grad(
 
 
 def one_pass_pays(
-    vocabulary: int, dtype: torch.dtype, transform: LogitTransform, device: torch.device, settled: bool
+    vocabulary: int,
+    dtype: torch.dtype,
+    transform: LogitTransform,
+    device: torch.device,
+    all_rows_active: bool,
 ) -> bool:
     """See ``ops.backends.OnePassBackend.one_pass_pays``: always, and the bits are the same."""
     return True
@@ -196,9 +200,9 @@ def divergence(
 def _pair(known: Normalizers | PairStats, dtype: torch.dtype) -> PairStats:
     """What is known in the dtypes of rows, and memory for what is not."""
     kinds = pair_dtypes(dtype)
-    given = (value.to(kind) for value, kind in zip(known, kinds, strict=False))
+    known_values = (value.to(kind) for value, kind in zip(known, kinds, strict=False))
     missing = (torch.empty_like(known.lse, dtype=kind) for kind in kinds[len(known) :])
-    return PairStats(*given, *missing)
+    return PairStats(*known_values, *missing)
 
 
 def _divergence_of_two_dtypes(
@@ -221,7 +225,7 @@ def _divergence_of_two_dtypes(
     for b in range(B):
         for start in range(0, T, step):
             at = (slice(b, b + 1), slice(start, start + step))
-            own, other = (
+            student, teacher = (
                 each.rows(lambda rows: rows[at])  # noqa: B023
                 for each in (transform, teacher_transform)
             )
@@ -229,8 +233,8 @@ def _divergence_of_two_dtypes(
                 logits[at].to(wide),
                 teacher_logits[at].to(wide),
                 labels[at],
-                own,
-                other,
+                student,
+                teacher,
                 beta,
                 ignore_index=ignore_index,
                 known=None if known is None else type(known)(*(each[at] for each in known)),

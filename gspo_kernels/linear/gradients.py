@@ -199,7 +199,7 @@ def recompute(
     scores: Scores,
     gradients: Gradients,
     where: slice | Tensor,
-    anew: bool,
+    new_stats: bool,
     grad: Tensor,
     grad_entropy: Tensor | None,
 ) -> None:
@@ -209,14 +209,14 @@ def recompute(
         scores: with the statistics of the first pass.
         gradients: to add to.
         where: positions of the rows with a gradient.
-        anew: take the statistics anew: a product over other rows may round otherwise, and exp(z - lse) of a
-            peaked row shows the last bit of z.
+        new_stats: take the statistics once more: a product over other rows may round otherwise, and
+            exp(z - lse) of a peaked row shows the last bit of z.
         grad, grad_entropy: their dLoss/dlogprobs and dLoss/dentropy, [n], or None.
     """
     done = 0
     for chunk in scores.call.chunks(where):
         now = slice(done, done + chunk.size)
-        known = None if anew else scores.at(chunk.where)
+        known = None if new_stats else scores.at(chunk.where)
         projected = scores.project(chunk, grad_entropy is not None, True, known)
         entropy = None if grad_entropy is None else grad_entropy[now]
         gradients.add(projected, chunk, grad[now], entropy, skip=False)

@@ -43,8 +43,8 @@ class Head:
             self.in_blocks = weight.is_cpu and weight.dtype in (torch.float32, torch.bfloat16)
         as_weight = weight.is_cuda or weight.dtype == torch.float64 or self.in_blocks
         self.rows_dtype = weight.dtype if as_weight else torch.float32
-        beside = self.rows_dtype.itemsize if self.rows_dtype.itemsize > self.dtype.itemsize else 0
-        self.row_bytes = self.vocabulary * (self.dtype.itemsize + beside)
+        extra = self.rows_dtype.itemsize if self.rows_dtype.itemsize > self.dtype.itemsize else 0
+        self.row_bytes = self.vocabulary * (self.dtype.itemsize + extra)
 
     @property
     def shows_other_rows(self) -> bool:

@@ -47,12 +47,14 @@ def linear_logprobs_backward(
     keep = call.counted if call.chunking.compact else None
     if skip:
         keep = is_active(grad_logprobs, grad_entropy) & call.counted
-    anew = skip and call.head.shows_other_rows and keep is not None and not torch.equal(keep, call.counted)
+    new_stats = (
+        skip and call.head.shows_other_rows and keep is not None and not torch.equal(keep, call.counted)
+    )
     scores = Scores(call, False, stats)
     gradients = Gradients(call, needs, normalised=False)
     where = call.index(keep)
     grad_entropy = None if grad_entropy is None else grad_entropy.flatten()[where]
-    recompute(scores, gradients, where, anew, grad_logprobs.flatten()[where], grad_entropy)
+    recompute(scores, gradients, where, new_stats, grad_logprobs.flatten()[where], grad_entropy)
     return gradients.result()
 
 

@@ -232,8 +232,8 @@ class Run:
             chosen = order if chosen is None else chosen[order]
         if chosen is not None:
             grad, grad_entropy = grad[chosen], None if grad_entropy is None else grad_entropy[chosen]
-        anew = isinstance(keep, Tensor) and head.shows_other_rows
-        recompute(self.scores, self.gradients, where, anew, grad, grad_entropy)
+        new_stats = isinstance(keep, Tensor) and head.shows_other_rows
+        recompute(self.scores, self.gradients, where, new_stats, grad, grad_entropy)
 
     def project(self, chunk: Chunk, skip: bool) -> Projected:
         """Project a chunk and keep its statistics; ``skip`` says that they may leave rows out."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gspo_kernels.mismatch import scoring
 from gspo_kernels.mismatch.measure import Comparison
-from gspo_kernels.mismatch.report import Report, make_report
+from gspo_kernels.mismatch.report import MismatchReport, make_report
 from gspo_kernels.mismatch.scoring import DTYPES, Load, Models, Samples, Setting
 from gspo_kernels.trainer.config import EngineConfig, InputError, TrainConfig
 from gspo_kernels.trainer.data import load_prompts, prepare_prompts
@@ -56,7 +56,7 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def run(arguments: Sequence[str]) -> Report:
+def run(arguments: Sequence[str]) -> MismatchReport:
     """Compare, write the report, print it, and return it."""
     chosen = parser().parse_args(list(arguments))
     _check(chosen)
@@ -99,7 +99,7 @@ def _comparison(chosen: argparse.Namespace, samples: Samples, training: Tensor) 
     return Comparison(training, samples.logprobs, samples.cu_seqlens, clip)
 
 
-def _with_model(chosen: argparse.Namespace, about: dict[str, Any]) -> Report:
+def _with_model(chosen: argparse.Namespace, about: dict[str, Any]) -> MismatchReport:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tokenizer, load = load_tokenizer(chosen.model), Models(chosen.model, device)
     sampling = Sampling(chosen.max_new_tokens, chosen.temperature, chosen.top_p, chosen.top_k)

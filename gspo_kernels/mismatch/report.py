@@ -21,7 +21,7 @@ _HARMLESS = 0.01  # share of sequences outside of the clip range that changes no
 
 
 @dataclass(frozen=True)
-class Report:
+class MismatchReport:
     """What was measured."""
 
     comparison: Comparison
@@ -98,7 +98,7 @@ def make_report(
     switched: Sequence[Switched],
     tokenizer: Any,
     about: dict[str, Any],
-) -> Report:
+) -> MismatchReport:
     """Put a report together; ``tokenizer`` may be None."""
     sizes = comparison.difference.abs().nan_to_num(math.inf)
     order = sizes.argsort(descending=True, stable=True)[:10]
@@ -114,7 +114,7 @@ def make_report(
             before = [] if samples.prompts is None else samples.prompts[sequence].tolist()
             context = (before + ids[:position])[-12:]
             worst[-1] |= {"text": tokenizer.decode([ids[position]]), "context": tokenizer.decode(context)}
-    return Report(comparison, worst, switched, about)
+    return MismatchReport(comparison, worst, switched, about)
 
 
 def explanation(switched: Sequence[Switched], before: float) -> Switched | None:

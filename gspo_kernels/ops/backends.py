@@ -123,12 +123,13 @@ class OnePassBackend(RowBackend, Protocol):
         dtype: torch.dtype,
         transform: LogitTransform,
         device: torch.device,
-        settled: bool,
+        all_rows_active: bool,
     ) -> bool:
         """Whether that is less work than first statistics, then rows, for contiguous logits of ``dtype``.
 
-        ``settled``: every row will enter the products, and nobody will see whether log-probs have the bits of
-        ``logprobs_forward``. Otherwise rows come along only where they cost nothing and bits are the same.
+        ``all_rows_active``: every row will enter the products, and nobody will see whether log-probs have
+        the bits of ``logprobs_forward``. Otherwise rows come along only where they cost nothing and bits
+        are the same.
         """
 
     def logprobs_and_rows(

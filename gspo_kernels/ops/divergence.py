@@ -113,8 +113,8 @@ def _(pair: Pair, options: RowOptions, grad: Tensor) -> PairWithGradient:
 
 def _save(ctx: Any, pair: Pair, options: RowOptions, *tensors: Tensor) -> None:
     teacher = pair.teacher
-    own = (teacher.logits, teacher.ids, teacher.logprobs, teacher.row_temperature)
-    save_rows(ctx, options, pair.logits, pair.labels, *own, *tensors)
+    of_teacher = (teacher.logits, teacher.ids, teacher.logprobs, teacher.row_temperature)
+    save_rows(ctx, options, pair.logits, pair.labels, *of_teacher, *tensors)
     ctx.teacher = teacher._replace(logits=None, ids=None, logprobs=None, row_temperature=None)
     ctx.form = pair.form
 

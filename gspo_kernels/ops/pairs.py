@@ -81,12 +81,13 @@ class TeacherRows(NamedTuple):
             row_temperature=here(self.row_temperature),
         )
 
-    def with_logits(self, given: Tensor | None, logits: Tensor, packed: bool) -> TeacherRows:
+    def with_logits(self, teacher_logits: Tensor | None, logits: Tensor, packed: bool) -> TeacherRows:
         """With the teacher's logits, as the caller passed them along with the student's."""
-        if given is None:
+        if teacher_logits is None:
             return self
-        checks.floats("teacher_logits", given, tuple(logits.shape), "the shape of logits", logits.device)
-        return self._replace(logits=as_rows(given.detach(), packed))
+        shape = tuple(logits.shape)
+        checks.floats("teacher_logits", teacher_logits, shape, "the shape of logits", logits.device)
+        return self._replace(logits=as_rows(teacher_logits.detach(), packed))
 
     @property
     def transform(self) -> LogitTransform:

@@ -91,7 +91,7 @@ def _are_kept(kept: Tensor, ids: Tensor) -> Tensor:
     return bits.holds(kept.unsqueeze(-2).expand(*ids.shape, -1), ids)
 
 
-class _Set:
+class _IdSet:
     """The ids of rows, [B, T, K], each id of a row once where it counts.
 
     Attributes:
@@ -124,7 +124,7 @@ class _Set:
         )
 
 
-class _Here:
+class _LocalIds:
     """The ids of rows that are among some ``width`` columns.
 
     Attributes:
@@ -144,8 +144,8 @@ def first_places(ids: Tensor, vocabulary: int | None) -> Tensor:
     """Bool like the ids [B, T, K]: the first place of each id that is a column; of a vocabulary whose size
     isn't known, of each id.
     """
-    present = ids >= 0 if vocabulary is None else _Here(ids, vocabulary, None).present
-    return _Set(ids, present).first
+    present = ids >= 0 if vocabulary is None else _LocalIds(ids, vocabulary, None).present
+    return _IdSet(ids, present).first
 
 
 def _transformed(raw: Tensor, transform: LogitTransform) -> tuple[Tensor, Tensor]:
@@ -166,7 +166,9 @@ def _softplus(x: Tensor) -> Tensor:
     return torch.logaddexp(x, torch.zeros_like(x))
 
 
-def _rest(ids: Tensor, here: _Here, width: int, transform: LogitTransform) -> tuple[Tensor, LogitTransform]:
+def _rest(
+    ids: Tensor, here: _LocalIds, width: int, transform: LogitTransform
+) -> tuple[Tensor, LogitTransform]:
     """Labels and transform of the pass over what is not selected; rows without ids have the label -1."""
     others = ~bits.packed_ids(torch.where(here.present, here.index, bits.NO_ID), width)
     if transform.kept is not None:
@@ -187,7 +189,7 @@ def score(
     Of a shard of the columns, 2 K + 1 numbers a row are gathered from all ranks.
     """
     V = logits.shape[-1]
-    here = _Here(ids, V, transform.kept, _columns(V, shard)[0])
+    here = _LocalIds(ids, V, transform.kept, _columns(V, shard)[0])
     if within:
         rest = torch.full(ids.shape[:-1], -torch.inf, dtype=torch.float64, device=ids.device)
     else:
@@ -197,12 +199,12 @@ def score(
     present = here.present
     if shard.group:
         z, present, rest = selected_of_all(shard, z, present, rest)
-    own = _Set(ids, present)
+    unique = _IdSet(ids, present)
     z = torch.where(present, z, -torch.inf)
     # Relative to the likeliest id, whose log-prob may be near 0: log p = -log(1 + other mass / its own).
     top, at = z.max(-1, keepdim=True)
-    is_top = own.present & (own.ids == own.ids.gather(-1, at))
-    each = torch.where(own.first, z, -torch.inf)
+    is_top = unique.present & (unique.ids == unique.ids.gather(-1, at))
+    each = torch.where(unique.first, z, -torch.inf)
     remaining = torch.logaddexp(each.masked_fill(is_top, -torch.inf).logsumexp(-1), rest).unsqueeze(-1)
     logp_top = -_softplus(remaining - top)
     logprobs = torch.where(is_top, logp_top, torch.where(z == -torch.inf, z, (z - top) + logp_top))
@@ -212,8 +214,8 @@ def score(
     logprobs, tail = logprobs.masked_fill(none.unsqueeze(-1), torch.nan), tail.masked_fill(none, torch.nan)
     dtype = stats_dtype(logits.dtype)
     return SelectedRows(
-        torch.where(own.present, logprobs, torch.where(ids == bits.NO_ID, 0.0, torch.nan)).to(dtype),
-        torch.where(own.present.any(-1), tail, 0.0).to(dtype),
+        torch.where(unique.present, logprobs, torch.where(ids == bits.NO_ID, 0.0, torch.nan)).to(dtype),
+        torch.where(unique.present.any(-1), tail, 0.0).to(dtype),
         rest,
     )
 
@@ -231,15 +233,18 @@ def write_gradient(
 ) -> None:
     """d/dlogits of ``sum(grads * (log-probs, tail))`` into ``out``, see ``RowBackend.logprobs_backward``."""
     V = logits.shape[-1]
-    here = _Here(ids, V, transform.kept, _columns(V, shard)[0])
+    here = _LocalIds(ids, V, transform.kept, _columns(V, shard)[0])
     present = here.present
     if shard.group:
         # an id that no rank has, or that is cut, has a log-prob of NaN in a row that has a softmax
         nobodys = rows.logprobs.isnan() & ~rows.tail.isnan().unsqueeze(-1)
         present = (ids != bits.NO_ID) & ~nobodys
-    own = _Set(ids, present)
+    unique = _IdSet(ids, present)
     _, slope = _transformed(logits.gather(-1, here.index), transform)
-    logp, g = rows.logprobs.to(torch.float64), torch.where(own.present, grads.logprobs, 0.0).to(torch.float64)
+    logp, g = (
+        rows.logprobs.to(torch.float64),
+        torch.where(unique.present, grads.logprobs, 0.0).to(torch.float64),
+    )
     g_tail = g.new_zeros(()) if grads.tail is None else grads.tail.to(torch.float64)
     inactive = (g == 0).all(-1) & (g_tail == 0)
     if within:
@@ -255,7 +260,7 @@ def write_gradient(
         load(backend).logprobs_backward(
             logits, labels, stats, -outside, None, None, others, ignore_index=-1, out=out, sharded=True
         )
-    every, per_id = g.sum(-1, keepdim=True) + g_tail.unsqueeze(-1), own.sums(g)
+    every, per_id = g.sum(-1, keepdim=True) + g_tail.unsqueeze(-1), unique.sums(g)
     at_ids = (per_id * -torch.expm1(logp) - (every - per_id) * logp.exp()) * slope
     at_ids = at_ids.masked_fill(inactive.unsqueeze(-1), 0.0)
     # A place without an id repeats one that has: in whatever order numbers are written, they are the same.
@@ -301,8 +306,9 @@ class SelectedOperands(NamedTuple):
     def write_into(self, out: Tensor, logits: Tensor) -> None:
         """The gradient, into memory of its own or over the logits."""
         ids, rows, grads, options, within = self
-        own = (options.backend, options.transform, within, options.shard)
-        write_gradient(out, logits, ids, rows, grads, *own)
+        write_gradient(
+            out, logits, ids, rows, grads, options.backend, options.transform, within, options.shard
+        )
 
 
 @operator

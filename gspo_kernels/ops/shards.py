@@ -153,11 +153,11 @@ class ShardedRows:
 
         if known is None:
             theirs = teacher_transform._replace(kept=transform.kept)
-            own, other = (
+            student, teacher = (
                 self.logprobs_forward(values, labels, how, ignore_index=ignore_index, entropy=False)
                 for values, how in ((logits, transform), (teacher_logits, theirs))
             )
-            known = Normalizers(own.lse, other.lse)
+            known = Normalizers(student.lse, teacher.lse)
         if not isinstance(known, PairStats):
             here = of_shard(known, None, None)
             sums = gathered(
@@ -197,8 +197,8 @@ def selected_of_all(shard: Shard, z: Tensor, present: Tensor, rest: Tensor) -> t
     """What ranks have of some ids, put together for whole rows: transformed logits [B, T, K] in fp64, which
     of them there are, and the log-sum-exp of all other columns [B, T], fp64.
     """
-    own = torch.cat([torch.where(present, z, 0.0), present.to(z.dtype), rest.unsqueeze(-1)], -1)
-    every = gathered(shard.group, own)
+    local = torch.cat([torch.where(present, z, 0.0), present.to(z.dtype), rest.unsqueeze(-1)], -1)
+    every = gathered(shard.group, local)
     K = z.shape[-1]
     return every[..., :K].sum(0), every[..., K : 2 * K].sum(0) > 0, torch.logsumexp(every[..., -1], 0)
 

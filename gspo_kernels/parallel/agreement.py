@@ -35,14 +35,14 @@ class Member:
         argument: what messages call the group.
         group: its name.
         same: what must be equal on all ranks, by the name of an argument; None: equal to anything.
-        own: numbers that may differ.
-        judge: raises where all ranks' ``own`` together are wrong.
+        varying: numbers that may differ.
+        judge: raises where all ranks' ``varying`` together are wrong.
     """
 
     argument: str
     group: str
     same: Mapping[str, str | None]
-    own: tuple[int, ...] = ()
+    varying: tuple[int, ...] = ()
     judge: Callable[[list[tuple[int, ...]]], None] | None = None
 
 
@@ -85,7 +85,7 @@ def _judge(member: Member, every: list[dict[str, Any]]) -> None:
         if all(name in theirs["same"] for theirs in every):
             _compare_values(member.argument, name, [theirs["same"][name] for theirs in every])
     if member.judge is not None:
-        member.judge([tuple(theirs["own"]) for theirs in every])
+        member.judge([tuple(theirs["varying"]) for theirs in every])
 
 
 def _compare_values(argument: str, name: str, values: list[str | None]) -> None:
@@ -103,7 +103,8 @@ def _exchange(member: Member, device: torch.device, refused: Exception | None) -
     """Every rank's message."""
     message: dict[str, Any]
     if refused is None:
-        message = {"same": {name: _short(value) for name, value in member.same.items()}, "own": member.own}
+        same = {name: _short(value) for name, value in member.same.items()}
+        message = {"same": same, "varying": member.varying}
     else:
         named = "" if isinstance(refused, RanksDisagreeError) else f"{type(refused).__name__}: "
         message = {"refused": f"{named}{refused}"[: MESSAGE_BYTES // 16]}

@@ -134,26 +134,26 @@ def rank_and_size(name: str) -> tuple[int, int]:
     return group.rank(), group.size()
 
 
-def gathered(name: str, own: Tensor) -> Tensor:
+def gathered(name: str, local: Tensor) -> Tensor:
     """Every rank's tensor of the same shape, [ranks, *shape]."""
-    every, work = begin_gather(name, own)
+    every, work = begin_gather(name, local)
     work.wait()
     return every
 
 
-def gathered_numbers(name: str, device: torch.device, own: Sequence[int]) -> list[tuple[int, ...]]:
+def gathered_numbers(name: str, device: torch.device, local: Sequence[int]) -> list[tuple[int, ...]]:
     """Every rank's whole numbers, as many on each; ``device`` is that of the call's tensors."""
-    numbers = torch.tensor(own, dtype=torch.int64, device=side_channel(name, device))
+    numbers = torch.tensor(local, dtype=torch.int64, device=side_channel(name, device))
     return [tuple(int(number) for number in row) for row in gathered(name, numbers).tolist()]
 
 
-def begin_gather(name: str, own: Tensor) -> tuple[Tensor, Work]:
+def begin_gather(name: str, local: Tensor) -> tuple[Tensor, Work]:
     """Begin to gather every rank's tensor of the same shape: [ranks, *shape], once the work is done."""
     from torch.distributed import all_gather
 
     group = _group(name)
-    every = own.new_empty(group.size(), *own.shape)
-    work: Work = all_gather([*every.unbind()], own.contiguous(), group=group, async_op=True)
+    every = local.new_empty(group.size(), *local.shape)
+    work: Work = all_gather([*every.unbind()], local.contiguous(), group=group, async_op=True)
     return every, work
 
 

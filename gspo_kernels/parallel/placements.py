@@ -24,12 +24,12 @@ TOKENS = ("logits", "hidden")
 """Arguments of which the dimension before the last is that of tokens."""
 
 
-def groups_of(given: dict[str, DTensor]) -> dict[str, tuple[str, str]]:
+def groups_of(dtensors: dict[str, DTensor]) -> dict[str, tuple[str, str]]:
     """The groups of more than one rank that DTensors lie on: the name of each, and "vocabulary" or "tokens"
     where one of them is cut so over it, else "". Placements that can't be served are no error here.
     """
     groups: dict[str, tuple[str, str]] = {}
-    for name, value in given.items():
+    for name, value in dtensors.items():
         for dim, placement in enumerate(value.placements):
             group = value.device_mesh.get_group(dim)
             if group.size() == 1:
@@ -63,16 +63,16 @@ class Placed:
     """The DTensors of a call, by what each dimension of their meshes cuts.
 
     Attributes:
-        given: by argument.
+        dtensors: by argument.
         vocabulary: the group over which the vocabulary is cut: tensor parallelism.
         tokens: the group over which tokens are cut, but not the vocabulary: context parallelism.
     """
 
-    def __init__(self, given: dict[str, DTensor]):
-        self.given = given
+    def __init__(self, dtensors: dict[str, DTensor]):
+        self.dtensors = dtensors
         self.groups: dict[str, ProcessGroup] = {}
         over: dict[str, dict[str, Any]] = {}
-        for name, value in given.items():
+        for name, value in dtensors.items():
             for dim, placement in enumerate(value.placements):
                 group = value.device_mesh.get_group(dim)
                 self.groups[group.group_name] = group
@@ -85,14 +85,14 @@ class Placed:
         """What the ranks of a group have parts of, given how arguments are placed over it."""
         from torch.distributed.tensor import Replicate
 
-        cut = [name for name in placements if cuts_vocabulary(name, self.given[name], placements[name])]
-        apart = [name for name in placements if cuts_tokens(name, self.given[name], placements[name])]
+        cut = [name for name in placements if cuts_vocabulary(name, self.dtensors[name], placements[name])]
+        apart = [name for name in placements if cuts_tokens(name, self.dtensors[name], placements[name])]
         for name, placement in placements.items():
             if name not in (*cut, *apart) and placement != Replicate():
                 raise ValueError(f"{name}: {_refusal(name, placement)}")
         if cut:
             for name in VOCABULARY:
-                if name in self.given and name not in cut:
+                if name in self.dtensors and name not in cut:
                     like = _ALIKE.get(name, cut[0])
                     raise ValueError(f"{name}: expected a DTensor of {like}'s placement, as {like} is one")
             return "vocabulary"
@@ -103,7 +103,7 @@ class Placed:
         groups = [group for group, has in roles.items() if has == role]
         if len(groups) > 1:
             raise ValueError(
-                f"{', '.join(self.given)}: {len(groups)} dimensions of device meshes cut the {role}, "
+                f"{', '.join(self.dtensors)}: {len(groups)} dimensions of device meshes cut the {role}, "
                 "expected one; FSDP2 gathers its own where the module is called"
             )
         return self.groups[groups[0]] if groups else None
@@ -117,7 +117,7 @@ class Placed:
         """
         from torch.distributed.tensor import Partial
 
-        value = self.given[name]
+        value = self.dtensors[name]
         parts = self.tokens if name in ("weight", "bias") else None if reduced else self.vocabulary
         placements = [
             Partial() if not placement.is_shard() and _is_over(value, dim, parts) else placement
@@ -127,7 +127,7 @@ class Placed:
 
     def scattered(self) -> bool:
         """Whether ranks that share the vocabulary have hidden states of some tokens each."""
-        hidden = self.given.get("hidden")
+        hidden = self.dtensors.get("hidden")
         return hidden is not None and any(
             placement.is_shard() and _is_over(hidden, dim, self.vocabulary)
             for dim, placement in enumerate(hidden.placements)

@@ -21,8 +21,8 @@ from gspo_kernels.parallel.groups import gathered, rank_and_size, sum_
 
 class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, own: Tensor, group: str) -> Tensor:
-        return sum_(group, own.clone(memory_format=torch.contiguous_format))
+    def forward(ctx: Any, local: Tensor, group: str) -> Tensor:
+        return sum_(group, local.clone(memory_format=torch.contiguous_format))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -101,13 +101,13 @@ class GatheredTokens:
         self._places = (rank * self._most + place)[order]
         self._mine = (rank[order] == rank_and_size(group)[0]).nonzero().squeeze(1)
 
-    def whole(self, own: Sequence[Tensor]) -> list[Tensor]:
+    def whole(self, local: Sequence[Tensor]) -> list[Tensor]:
         """Values of each token that is here -> of all, [1, N]; one gather, of 8 bytes for each."""
-        stacked = torch.stack([values.flatten().to(torch.float64) for values in own])
+        stacked = torch.stack([values.flatten().to(torch.float64) for values in local])
         every = gathered(self._group, pad(stacked, (0, self._most - stacked.shape[1])))
         packed = every.transpose(0, 1).flatten(1)[:, self._places]
-        return [row.unsqueeze(0).to(values.dtype) for row, values in zip(packed, own, strict=True)]
+        return [row.unsqueeze(0).to(values.dtype) for row, values in zip(packed, local, strict=True)]
 
-    def own(self, whole: Tensor) -> Tensor:
+    def local_part(self, whole: Tensor) -> Tensor:
         """Values of all tokens, [1, N] -> of those that are here."""
         return whole.squeeze(0)[self._mine].view(self._shape)

@@ -42,26 +42,26 @@ class ScatteredTokens:
             )
         return cls(group, tuple(itertools.accumulate(lengths)))
 
-    def begin_gather(self, own: Tensor, where: slice | Tensor) -> Callable[[], Tensor]:
-        """Begin to gather rows [n, H] at flattened positions of [B, T] from each rank's ``own`` [B, T_r, H].
+    def begin_gather(self, local: Tensor, where: slice | Tensor) -> Callable[[], Tensor]:
+        """Begin to gather rows [n, H] at flattened positions of [B, T] from the ranks' ``local`` [B, T_r, H].
 
         Returns:
             What waits for them, and returns them.
         """
         here, _ = rank_and_size(self.group)
-        pieces = self._pieces(where, own.device)
-        parts = [own.new_empty(chosen.numel(), own.shape[-1]) for chosen, _, _ in pieces]
+        pieces = self._pieces(where, local.device)
+        parts = [local.new_empty(chosen.numel(), local.shape[-1]) for chosen, _, _ in pieces]
         sent = []
         for rank, ((_, b, t), part) in enumerate(zip(pieces, parts, strict=True)):
             if rank == here:
-                part.copy_(own[b, t])
+                part.copy_(local[b, t])
             if part.numel():
                 sent.append(send_to_all(self.group, part, rank))
 
         def finish() -> Tensor:
             for work in sent:
                 work.wait()
-            rows = own.new_empty(sum(map(len, parts)), own.shape[-1])
+            rows = local.new_empty(sum(map(len, parts)), local.shape[-1])
             for (chosen, _, _), part in zip(pieces, parts, strict=True):
                 rows[chosen] = part
             return rows
