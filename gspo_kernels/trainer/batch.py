@@ -206,7 +206,7 @@ def _balanced(lengths: Sequence[int], order: list[int], count: int) -> list[list
 # Rows: the tokens of a forward pass, and the hidden states that predict completion tokens.
 
 
-class PackedTokens(NamedTuple):
+class CompletionRows(NamedTuple):
     """What the loss takes, packed over completion tokens only."""
 
     hidden: Tensor  # [N, H], the backbone's output at the positions that predict completion tokens
@@ -244,7 +244,7 @@ def packed_inputs(model: Any, prompts: Tokens, completions: Tokens) -> dict[str,
     return inputs
 
 
-def packed_hidden_states(model: Any, prompts: Tokens, completions: Tokens) -> PackedTokens:
+def packed_hidden_states(model: Any, prompts: Tokens, completions: Tokens) -> CompletionRows:
     """Run the backbone once over all sequences, without padding.
 
     The model's ``__call__`` runs, plain, with a PEFT adapter, or wrapped (DDP).
@@ -253,10 +253,10 @@ def packed_hidden_states(model: Any, prompts: Tokens, completions: Tokens) -> Pa
     counts = [len(completion) for completion in completions]
     ends = itertools.accumulate(len(p) + n - 1 for p, n in zip(prompts, counts, strict=True))
     firsts = [end - count for end, count in zip(ends, counts, strict=True)]
-    return PackedTokens(hidden[0, ranges(firsts, counts, hidden.device)], *pack(completions))
+    return CompletionRows(hidden[0, ranges(firsts, counts, hidden.device)], *pack(completions))
 
 
-def shared_prefix_hidden_states(model: Any, prompts: Tokens, completions: Tokens) -> PackedTokens:
+def shared_prefix_hidden_states(model: Any, prompts: Tokens, completions: Tokens) -> CompletionRows:
     """Run the backbone over each prompt once, followed by its completions; equal prompts are neighbours."""
     if "flash" in (name := attention_of(model)):
         raise InputError(f"update.shared_prefix: {name} takes no mask; load the model with sdpa")
@@ -278,7 +278,7 @@ def shared_prefix_hidden_states(model: Any, prompts: Tokens, completions: Tokens
     if inputs["input_ids"].shape[1] > 1:  # transformers takes a single token for a step of decoding
         inputs["attention_mask"] = attention_mask(model, groups, prompts[0].device)
     hidden = last_hidden_states(model, inputs)
-    return PackedTokens(hidden[0, ranges(predicting, lengths, hidden.device)], *pack(completions))
+    return CompletionRows(hidden[0, ranges(predicting, lengths, hidden.device)], *pack(completions))
 
 
 def last_hidden_states(model: Any, inputs: dict[str, Any]) -> Tensor:
@@ -310,7 +310,7 @@ def check_rows_of(model: Any, *, shared_prefix: bool = False) -> None:
     the line is drawn at sqrt(eps), relative to the largest.
     """
     prompts, completions = probe(model, [4, 1, 6, 2], [3, 5, 1, 2])
-    layout: Callable[..., PackedTokens] = packed_hidden_states
+    layout: Callable[..., CompletionRows] = packed_hidden_states
     if shared_prefix:
         layout, prompts = shared_prefix_hidden_states, [prompts[0]] * 3 + [prompts[3]]
     with torch.autocast(model.device.type, enabled=False):
