@@ -19,7 +19,7 @@ from gspo_kernels.ops.library import checked_values, operator
 from gspo_kernels.sequence_ratio import RatioOperands
 from gspo_kernels.terms import Terms, check_logprobs, check_values
 from gspo_kernels.torch_internals import is_last_backward
-from gspo_kernels.types import STATS_DTYPES, KLPenalty, LossOutput, RatioClip, stats_dtype
+from gspo_kernels.types import NO_RATIO, STATS_DTYPES, KLPenalty, LossOutput, RatioClip, stats_dtype
 
 
 def evaluate_objective(
@@ -42,7 +42,7 @@ def evaluate_objective(
         want_metrics: False may leave the metrics out.
         doubt: see ``RatioBackend.ratio_step``.
     """
-    if not ratio.level:
+    if ratio == NO_RATIO:
         return evaluate(logprobs, entropy, terms, want_metrics)
     present = terms.counted(logprobs) if terms.loss_mask is None else terms.loss_mask
     if terms.skipped is not None:
@@ -72,7 +72,7 @@ def policy_step(
     want_metrics: bool,
 ) -> PolicyStep:
     """``evaluate_objective`` after checking values that only the device knows."""
-    launch, doubt, reads_mask = bool(ratio.level), None, False
+    launch, doubt, reads_mask = ratio != NO_RATIO, None, False
     others = (entropy, terms.lengths, terms.skipped)
     if launch and terms.loss_mask is not None and all(x is None for x in others):
         # then nothing but the launch looks at the mask, and it may check what it reads

@@ -36,7 +36,7 @@ from gspo_kernels.plan import Plan, RequiresGrad
 from gspo_kernels.sequence_ratio import RatioOperands, sequence_ratio
 from gspo_kernels.step import evaluate_objective
 from gspo_kernels.terms import Terms, check_values
-from gspo_kernels.types import RowOptions, RowStats, SequenceRatioStats, stats_dtype
+from gspo_kernels.types import NO_RATIO, RowOptions, RowStats, SequenceRatioStats, stats_dtype
 
 
 class LinearLoss(NamedTuple):
@@ -125,13 +125,15 @@ class Run:
             return
         per_token = token_terms(call.labels, terms, self.plan.backend)
         form = self.plan.ratio
-        if form.level:
-            # a launch of the backend, for which the shares are weights
+        in_one_launch = form != NO_RATIO
+        if in_one_launch:
+            # loss = sum_t w_t f(r_t, A_t), where w_t is the token's share times its rollout weight
             form = form._replace(level="token", count_tokens=True, divisor="one", divisor_scale=1.0)
             shares, weights, beta = per_token.token_shares, per_token.rollout_weights, per_token.kl_beta
             assert shares is not None
             if per_token.token_weights is not None:
-                # on-policy the ratios are 1, and the objective's coefficients known
+                # Linear, on-policy: coefficients c_t = share_t * token_weights_t. As r = 1 and
+                # dloss/dlogp = -w r A, they are those of w = c and A = -1.
                 weights = per_token.token_weights
                 per_token = per_token._replace(advantages=torch.full_like(shares, -1.0), token_weights=None)
             per_token = per_token._replace(
@@ -142,7 +144,7 @@ class Run:
         for chunk in call.chunks(where):
             projected = self.project(chunk, skip)
             rows, (logprobs, _, entropy) = chunk.where, projected.stats
-            if form.level:
+            if in_one_launch:
                 chunk_terms = per_token.each(lambda _, value: value.flatten()[rows].unsqueeze(0))  # noqa: B023
                 step = evaluate_objective(
                     logprobs.unsqueeze(0), None, chunk_terms, self.plan.backend, form, want_metrics=False
