@@ -25,10 +25,11 @@ if TYPE_CHECKING:
     from gspo_kernels.parallel.groups import Parallel
     from gspo_kernels.sampling import sampling_mask
     from gspo_kernels.selected import linear_selected_logprobs, selected_logprobs
-    from gspo_kernels.types import DistillationOutput, LossOutput, SelectedLogprobs, TokenLogprobs
+    from gspo_kernels.types import DistillationOutput, LoRAHead, LossOutput, SelectedLogprobs, TokenLogprobs
 
     __all__ = [
         "DistillationOutput",
+        "LoRAHead",
         "LossOutput",
         "Parallel",
         "SelectedLogprobs",
@@ -76,7 +77,7 @@ _NAMES = {
     "parallel.groups": ["Parallel"],
     "sampling": ["sampling_mask"],
     "selected": ["linear_selected_logprobs", "selected_logprobs"],
-    "types": ["DistillationOutput", "LossOutput", "SelectedLogprobs", "TokenLogprobs"],
+    "types": ["DistillationOutput", "LoRAHead", "LossOutput", "SelectedLogprobs", "TokenLogprobs"],
 }
 """What is public, by its module; so are the modules ``advantages`` and ``objectives``, and the objectives."""
 

@@ -27,7 +27,7 @@ from gspo_kernels.parallel.groups import Parallel
 from gspo_kernels.parallel.placements import local_tensors
 from gspo_kernels.ranks import comparing
 from gspo_kernels.terms import Terms, merge_mask, normalize_terms
-from gspo_kernels.types import DistillationOutput, RowOptions
+from gspo_kernels.types import DistillationOutput, LoRAHead, RowOptions
 
 SIDES = ("teacher", "student")
 
@@ -325,7 +325,7 @@ def distillation_loss(
 
 def fused_linear_distillation_loss(
     hidden: Tensor,
-    weight: Tensor,
+    weight: Tensor | LoRAHead,
     teacher_hidden: Tensor | None = None,
     teacher_weight: Tensor | None = None,
     *,
@@ -367,7 +367,7 @@ def fused_linear_distillation_loss(
     Args:
         hidden: [B, T, H], or [N, H] with ``cu_seqlens``: the student's; fp16, bf16, fp32 or fp64, any
             strides.
-        weight: [V, H], the student's lm_head's; hidden's dtype, or any under autocast.
+        weight: [V, H], the student's lm_head's, or a ``LoRAHead``; hidden's dtype, or any under autocast.
         teacher_hidden: [B, T, H of the teacher] or [N, H of the teacher], in a dtype of its own. None:
             ``ids`` and ``teacher_logprobs`` say what is known of the teacher.
         teacher_weight: [V, H of the teacher].
@@ -419,7 +419,7 @@ def fused_linear_distillation_loss(
             raise ValueError("hidden: is sharded over tokens, expected a DTensor with placement Replicate()")
         checks.tensor("hidden", hidden, None, "[B, T, H], or [N, H] with cu_seqlens", None, checks.FLOATS)
         tokens = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
-        hidden, weight, bias = check_inputs(hidden, weight, bias, tokens, chunking)
+        hidden, weight, bias, base = check_inputs(hidden, weight, bias, tokens, chunking)
         teacher.check_source("teacher_hidden", teacher_hidden)
         theirs = (teacher_hidden, teacher_weight, teacher_bias)
         rows, their_weight, their_bias = check_teachers_head(*theirs, tokens, weight.shape[0], chunking)
@@ -441,7 +441,7 @@ def fused_linear_distillation_loss(
             ranks.compare(call.labels, call.terms, call.options, width, teacher_temperature=heat)
     rows = None if rows is None else as_rows(rows, packed)
     loss, each = LinearDistillationFunction.apply(
-        *LinearOperands(as_rows(hidden, packed), weight, bias, call.labels, call.options, chunking),
+        *LinearOperands(as_rows(hidden, packed), weight, bias, call.labels, call.options, chunking, base),
         LinearTeacher(rows, their_weight, their_bias, call.teacher),
         call.form,
         token_shares(call.labels, call.terms),

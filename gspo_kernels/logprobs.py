@@ -14,7 +14,7 @@ from gspo_kernels.ops.logprobs import TokenLogprobsFunction
 from gspo_kernels.parallel.groups import Parallel
 from gspo_kernels.parallel.placements import local_tensors
 from gspo_kernels.ranks import comparing
-from gspo_kernels.types import TokenLogprobs
+from gspo_kernels.types import LoRAHead, TokenLogprobs
 
 
 def token_logprobs(
@@ -88,7 +88,7 @@ def token_logprobs(
 
 def linear_token_logprobs(
     hidden: Tensor,
-    weight: Tensor,
+    weight: Tensor | LoRAHead,
     labels: Tensor,
     *,
     bias: Tensor | None = None,
@@ -111,7 +111,7 @@ def linear_token_logprobs(
 
     Args:
         hidden: [B, T, H] or [N, H], fp16, bf16, fp32 or fp64, any strides.
-        weight: [V, H], the lm_head's; hidden's dtype, or any under autocast.
+        weight: [V, H], the lm_head's, or a ``LoRAHead``; hidden's dtype, or any under autocast.
         labels: [B, T] or [N], int64 or int32: the token that each position predicts (not shifted here).
         bias: [V] or None.
         temperature: a number, or a tensor [B] with one per sequence ([N] for packed hidden states: one per
@@ -151,12 +151,12 @@ def linear_token_logprobs(
             parallel, None, batch_invariant, hidden=hidden, weight=weight, bias=bias
         )
         chunking = products.normalize(compact=True, parallel=parallel)
-        hidden, weight, bias = check_inputs(hidden, weight, bias, labels, chunking)
+        hidden, weight, bias, base = check_inputs(hidden, weight, bias, labels, chunking)
         packed, vocabulary = labels.ndim == 1, weight.shape[0]
         checks.flag("return_entropy", return_entropy)
         options = how.normalize(labels, None, hidden.dtype, vocabulary, parallel)
         rows, row_labels = as_rows(hidden, packed), as_rows(labels, packed)
-        operands = LinearOperands(rows, weight, bias, row_labels, options, chunking)
+        operands = LinearOperands(rows, weight, bias, row_labels, options, chunking, base)
         if ranks is not None:
             ranks.compare(row_labels, None, options, vocabulary, operands.scattered)
     logprobs, entropy = LinearTokenLogprobsFunction.apply(*operands, return_entropy, True)

@@ -28,7 +28,7 @@ from gspo_kernels.ranks import comparing
 from gspo_kernels.sequence_ratio import RatioOperands, SequenceRatioFunction
 from gspo_kernels.step import PolicyLossFunction, output_of, policy_step
 from gspo_kernels.terms import Terms, leave_out_inactive, merge_mask, validate_terms
-from gspo_kernels.types import LossOutput
+from gspo_kernels.types import LoRAHead, LossOutput
 
 _ALL = ("tp_group", "vocab_range", "reduce_hidden_grad", "sequence_parallel", "cp_group")
 
@@ -304,7 +304,7 @@ def fused_policy_loss(
 
 def fused_linear_policy_loss(
     hidden: Tensor,
-    weight: Tensor,
+    weight: Tensor | LoRAHead,
     labels: Tensor,
     old_logprobs: Tensor | None,
     advantages: Tensor | None,
@@ -345,7 +345,7 @@ def fused_linear_policy_loss(
 
     Args:
         hidden: [B, T, H], or [N, H] with ``cu_seqlens``; fp16, bf16, fp32 or fp64, any strides.
-        weight: [V, H], the lm_head's; hidden's dtype, or any under autocast.
+        weight: [V, H], the lm_head's, or a ``LoRAHead``; hidden's dtype, or any under autocast.
         labels: [B, T] or [N], int64 or int32: the token that each position predicts (not shifted here).
         bias: [V] or None.
         old_logprobs, advantages, and all terms from loss_mask to normalizer: as in ``policy_loss``; a token
@@ -400,7 +400,8 @@ def fused_linear_policy_loss(
             skip_inactive,
         )  # fmt: skip
         if ranks is not None:
-            ranks.compare(operands.labels, terms, operands.options, weight.shape[0], operands.scattered)
+            width = operands.weight.shape[0]
+            ranks.compare(operands.labels, terms, operands.options, width, operands.scattered)
     # batch-invariant gradients of all schedules are multiplied by the upstream gradient at the same place
     invariant = operands.chunking.batch_invariant
     if plan.schedule == "two_pass" and not (invariant and any(plan.requires_grad)):
@@ -421,7 +422,7 @@ def fused_linear_policy_loss(
 
 def explain_schedule(
     hidden: Tensor,
-    weight: Tensor,
+    weight: Tensor | LoRAHead,
     labels: Tensor,
     old_logprobs: Tensor | None,
     advantages: Tensor | None,
@@ -476,7 +477,7 @@ def explain_schedule(
 
 def _normalize_linear(
     hidden: Tensor,
-    weight: Tensor,
+    weight: Tensor | LoRAHead,
     bias: Tensor | None,
     labels: Tensor,
     passed: Terms,
@@ -493,7 +494,7 @@ def _normalize_linear(
     """
     checks.choice("skip_inactive", skip_inactive, ("backward", "all", "none"))
     chunking = products.normalize(skip_inactive != "none", parallel)
-    hidden, weight, bias = check_inputs(hidden, weight, bias, labels, chunking)
+    hidden, weight, bias, base = check_inputs(hidden, weight, bias, labels, chunking)
     packed = checks.layout("labels", labels, passed.cu_seqlens) is not None
     terms = validate_terms(passed, labels, objective, has_entropy, parallel)
     rows, terms = merge_mask(as_rows(labels, packed), terms, checks.integer("ignore_index", how.ignore_index))
@@ -513,5 +514,5 @@ def _normalize_linear(
     lengths_known = plan.leaves_out or not packed or not hidden.is_cuda
     name, reason = choose(schedule, reasons, any(needs), lengths_known)
     plan = plan._replace(schedule=name, defers="deferred" not in reasons)
-    operands = LinearOperands(as_rows(hidden, packed), weight, bias, rows, options, chunking)
+    operands = LinearOperands(as_rows(hidden, packed), weight, bias, rows, options, chunking, base)
     return operands, terms, plan, reason

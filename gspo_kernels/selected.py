@@ -18,7 +18,7 @@ from gspo_kernels.ops.selected import SelectedLogprobsFunction, checked_ids
 from gspo_kernels.parallel.groups import Parallel
 from gspo_kernels.parallel.placements import local_tensors
 from gspo_kernels.ranks import comparing
-from gspo_kernels.types import SelectedLogprobs
+from gspo_kernels.types import LoRAHead, SelectedLogprobs
 
 
 def _tokens_of(ids: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ def selected_logprobs(
 
 def linear_selected_logprobs(
     hidden: Tensor,
-    weight: Tensor,
+    weight: Tensor | LoRAHead,
     ids: Tensor,
     *,
     bias: Tensor | None = None,
@@ -118,7 +118,7 @@ def linear_selected_logprobs(
 
     Args:
         hidden: [B, T, H] or [N, H], fp16, bf16, fp32 or fp64, any strides.
-        weight: [V, H], the lm_head's; hidden's dtype, or any under autocast.
+        weight: [V, H], the lm_head's, or a ``LoRAHead``; hidden's dtype, or any under autocast.
         ids, normalize_within, kept_ids, kept_mask: as in ``selected_logprobs``. Tokens without any id are
             never projected.
         bias: [V] or None.
@@ -146,14 +146,14 @@ def linear_selected_logprobs(
         )
         tokens = _tokens_of(ids)
         chunking = products.normalize(compact=True, parallel=parallel)
-        hidden, weight, bias = check_inputs(hidden, weight, bias, tokens, chunking)
+        hidden, weight, bias, base = check_inputs(hidden, weight, bias, tokens, chunking)
         packed, vocabulary = tokens.ndim == 1, weight.shape[0]
         checks.flag("normalize_within", normalize_within)
         options = how.normalize(tokens, None, hidden.dtype, vocabulary, parallel)
         row_ids = checked_ids(as_rows(ids, packed), vocabulary, options)
         # the largest is one of them, or says that there is none
         labels = row_ids.amax(-1)
-        operands = LinearOperands(as_rows(hidden, packed), weight, bias, labels, options, chunking)
+        operands = LinearOperands(as_rows(hidden, packed), weight, bias, labels, options, chunking, base)
         if ranks is not None:
             ranks.compare(labels, None, options, vocabulary, operands.scattered)
     logprobs, tail = LinearSelectedLogprobsFunction.apply(*operands, row_ids, normalize_within)

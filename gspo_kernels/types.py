@@ -31,6 +31,25 @@ MASK_VALUES = "loss_mask: expected only 0 and 1 (or bool)"
 """The error message for a mask that holds anything else."""
 
 
+class LoRAHead(NamedTuple):
+    """An lm_head with a low-rank adapter, to be passed as ``weight``: ``weight + scale * B @ A``.
+
+    ``weight`` has no gradient; A and B have. The product with B is one of its own, and nothing of the size of
+    ``weight`` is made.
+
+    Attributes:
+        weight: [V, H], frozen; hidden's dtype, or any under autocast.
+        A: [r, H], any float dtype: PEFT's ``lora_A``.
+        B: [V, r], any float dtype: PEFT's ``lora_B``.
+        scale: PEFT's ``scaling``, lora_alpha / r.
+    """
+
+    weight: Tensor
+    A: Tensor
+    B: Tensor
+    scale: float
+
+
 class TokenLogprobs(NamedTuple):
     """Per-token log-probabilities.
 

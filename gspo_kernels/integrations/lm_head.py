@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gspo_kernels.integrations.errors import IntegrationError
+from gspo_kernels.types import LoRAHead
 
 
 @dataclass(frozen=True)
@@ -17,16 +18,21 @@ class LMHead:
     """A language model's head, as arguments of the linear entries.
 
     Attributes:
-        weight: [V, H], the parameter itself (a DTensor where it is sharded).
+        weight: [V, H], the parameter itself (a DTensor where it is sharded); with PEFT's LoRA a ``LoRAHead``.
         bias: [V] or None.
         logit_scale: factor on the raw logits.
         softcap: bound of the tanh soft-capping, or None.
     """
 
-    weight: Tensor
+    weight: Tensor | LoRAHead
     bias: Tensor | None
     logit_scale: float
     softcap: float | None
+
+    @property
+    def matrix(self) -> Tensor:
+        """[V, H], without an adapter."""
+        return self.weight.weight if isinstance(self.weight, LoRAHead) else self.weight
 
     def options(self) -> dict[str, Any]:
         """The head as keyword arguments of the linear entries, besides hidden states and weight."""
@@ -45,12 +51,13 @@ def lm_head_of(model: Any) -> LMHead:
     ``logits_scaling`` (Granite) divides them. Adapters and data-parallel wrappers are looked through.
 
     Raises:
-        IntegrationError: there is no linear head, it carries an adapter, or it is quantized.
+        IntegrationError: there is no linear head, it carries an adapter other than one plain LoRA, or it is
+            quantized.
     """
     model = causal_lm_of(model)
     head = head_module(model)
     scale, softcap = _logit_transform(model.config.get_text_config())
-    return LMHead(head.weight, getattr(head, "bias", None), scale, softcap)
+    return LMHead(weight_of(head), getattr(head, "bias", None), scale, softcap)
 
 
 def causal_lm_of(model: Any) -> Any:
@@ -103,19 +110,46 @@ def head_module(model: Any) -> Any:
     weight = getattr(head, "weight", None)
     if weight is None or getattr(model.config, "is_encoder_decoder", False):
         raise IntegrationError(f"model: {name} is no causal language model with a linear lm_head")
-    tuners = sys.modules.get("peft.tuners.tuners_utils")  # where PEFT was never imported there is no adapter
-    if tuners is not None and isinstance(head, tuners.BaseTunerLayer):
-        raise IntegrationError(
-            f"model: the lm_head of {name} carries an adapter ({type(head).__name__}), whose product is not "
-            "part of its weight; leave lm_head out of target_modules, or train it whole with "
-            "modules_to_save=['lm_head']"
-        )
+    weight_of(head)
     if not weight.is_floating_point() or (weight.dim() != 2 and weight.numel()):
         raise IntegrationError(
             f"model: the lm_head of {name} holds a {weight.dtype} weight of shape {tuple(weight.shape)}, "
             "expected [V, H] in floating point; leave it out of quantization, and of FSDP1's units"
         )
     return head
+
+
+def weight_of(head: Any) -> Tensor | LoRAHead:
+    """The weight of a head's module; with LoRA of PEFT's that is not disabled or merged, both parts of it.
+
+    Raises:
+        IntegrationError: another kind of adapter, or several at once.
+    """
+    tuners = sys.modules.get("peft.tuners.tuners_utils")  # where PEFT was never imported there is no adapter
+    if tuners is None or not isinstance(head, tuners.BaseTunerLayer):
+        return head.weight  # type: ignore[no-any-return]
+    lora, base = sys.modules["peft.tuners.lora"], head.get_base_layer()
+    active = [name for name in head.active_adapters if name in getattr(head, "lora_A", ())]
+    if isinstance(head, lora.Linear) and (head.disable_adapters or head.merged or not active):
+        return base.weight  # type: ignore[no-any-return]
+    kind = type(head).__name__
+    if not isinstance(head, lora.Linear):
+        reason = f"an adapter ({kind}), whose product is not part of its weight"
+    elif len(active) > 1:
+        reason = f"{len(active)} active adapters"
+    elif active[0] in head.lora_variant:
+        reason = f"a variant of LoRA ({type(head.lora_variant[active[0]]).__name__})"
+    elif head.lora_bias[active[0]]:
+        reason = "LoRA with a bias"
+    elif head.training and getattr(head.lora_dropout[active[0]], "p", 0.0) > 0:
+        reason = "LoRA with dropout"
+    else:
+        (name,) = active
+        return LoRAHead(base.weight, head.lora_A[name].weight, head.lora_B[name].weight, head.scaling[name])
+    raise IntegrationError(
+        f"model: its lm_head carries {reason}; expected one plain LoRA without dropout, or leave lm_head out "
+        "of target_modules and train it whole with modules_to_save=['lm_head']"
+    )
 
 
 def _logit_transform(config: Any) -> tuple[float, float | None]:

@@ -28,12 +28,14 @@ from gspo_kernels.integrations.lm_head import (
     head_module,
     lm_head_of,
     virtual_tokens_of,
+    weight_of,
 )
 from gspo_kernels.layout import segment_ids
 from gspo_kernels.logprobs import linear_token_logprobs
 from gspo_kernels.losses import fused_linear_policy_loss
 from gspo_kernels.ops.library import checked_values
 from gspo_kernels.parallel.groups import Parallel
+from gspo_kernels.types import LoRAHead
 
 __all__ = ["FusedLMOutput", "IntegrationError", "LMHead", "fuse_lm_head", "lm_head_of", "unfuse_lm_head"]  # noqa: F822
 
@@ -468,7 +470,7 @@ def _run_with_loss(
 
     def product(hidden: Tensor) -> tuple[Tensor, ...]:
         nonlocal metrics, test_logits
-        weight, bias = head.weight, None if lm_head.bias is None else head.bias
+        weight, bias, lora = head.weight, None if lm_head.bias is None else head.bias, weight_of(head)
         _check_gathered(head)
         if not _split_by_vocabulary(weight, bias):
             hidden, weight, bias = _full(hidden), _full(weight), _full(bias)
@@ -478,7 +480,7 @@ def _run_with_loss(
                 "expected [V, H]; hooks gather sharded weights, so call the outermost module"
             )
         if compare and not _is_dtensor(head.weight):  # the module's own product takes DTensors
-            _compare_product(head, head_forward, hidden, weight, bias)
+            _compare_product(head, head_forward, hidden, weight, bias, lora)
         test_logits = torch.linspace(-30.0, 30.0, weight.shape[0], device=hidden.device).view(1, 1, -1)
         if labels.ndim == 1:
             hidden = hidden.squeeze(0)
@@ -487,11 +489,12 @@ def _run_with_loss(
         if fp32_head or (weight.dtype == torch.float32 and not autocast):
             hidden, weight, bias = _at_least_fp32(hidden), _at_least_fp32(weight), _at_least_fp32(bias)
         head_options = lm_head.options() | {"bias": bias} | options
+        product_of: Any = lora._replace(weight=weight) if isinstance(lora, LoRAHead) else weight
         with nullcontext() if autocast else torch.autocast(device, enabled=False):
             if scores:
-                computed: Any = linear_token_logprobs(hidden, weight, labels, **head_options)
+                computed: Any = linear_token_logprobs(hidden, product_of, labels, **head_options)
             else:
-                computed = fused_linear_policy_loss(hidden, weight, labels, **head_options)
+                computed = fused_linear_policy_loss(hidden, product_of, labels, **head_options)
                 metrics, computed = computed.metrics, computed[:3]
         results[:] = [x for x in computed if x is not None]
         return tuple(results)
@@ -596,10 +599,14 @@ def _check_gathered(head: Any) -> None:
         )
 
 
-def _compare_product(head: Any, forward: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+def _compare_product(
+    head: Any, forward: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, lora: Tensor | LoRAHead
+) -> None:
     row = torch.linspace(-1, 1, weight.shape[1], device=hidden.device, dtype=hidden.dtype).view(1, 1, -1)
     theirs = forward(row).detach().float()
     ours = nn.functional.linear(row.to(weight.dtype), weight, bias).detach().float()
+    if isinstance(lora, LoRAHead):
+        ours = ours + lora.scale * (row.to(lora.A.dtype) @ lora.A.T @ lora.B.T).detach().float()
     # 1/64: far above bf16 rounding, far below what another product would differ by
     if theirs.shape != ours.shape or not (theirs - ours).abs().max() <= ours.abs().max() / 64:
         raise IntegrationError(

@@ -52,6 +52,9 @@ class Chunking(NamedTuple):
 class LinearOperands(NamedTuple):
     """What every operator over hidden states takes: hidden [B, T, H] (packed: [1, N, H]), weight [V, H], bias
     [V] or None, labels [B, T], and how their logits are made. Scattered hidden states have this rank's T.
+
+    Of a head with a low-rank adapter ``base`` is the frozen [V, H], ``weight`` the adapter's [V, r], and
+    behind the H columns of the hidden states there are r more, which that multiplies.
     """
 
     hidden: Tensor
@@ -60,6 +63,7 @@ class LinearOperands(NamedTuple):
     labels: Tensor
     options: RowOptions
     chunking: Chunking
+    base: Tensor | None = None
 
     @property
     def scattered(self) -> int | None:
@@ -109,15 +113,16 @@ class Call:
     """
 
     def __init__(self, operands: LinearOperands, checked: bool = True):
-        hidden, weight, bias, labels, options, chunking = operands
+        hidden, weight, bias, labels, options, chunking, base = operands
         refuse_backend(chunking.batch_invariant, options.backend)
         self.hidden, self.labels, self.options, self.chunking = hidden, labels, options, chunking
-        self.head = Head(weight, bias, chunking.logits_dtype, chunking.batch_invariant)
+        self.head = Head(weight, bias, chunking.logits_dtype, chunking.batch_invariant, base)
         self.backend, self.launches = rows_of(options), launches_of(options.backend)
         self.chunk_rows = chunk_rows(self.head.row_bytes, chunking.max_chunk_bytes, weight.device)
         if self.head.fixed and self.chunk_rows > SEGMENT:
             self.chunk_rows -= self.chunk_rows % SEGMENT
-        self.folds = self.head.dtype in (torch.float32, torch.float64) and hasattr(self.backend, "folds")
+        wide = self.head.dtype in (torch.float32, torch.float64)
+        self.folds = wide and base is None and hasattr(self.backend, "folds")
         self.tokens: ScatteredTokens | None = None
         if not checked:
             return

@@ -65,7 +65,8 @@ def linear_distillation(
     head, device = call.head, call.hidden.device
     if teacher.hidden is not None and teacher.weight is not None:
         theirs = Call(
-            operands._replace(hidden=teacher.hidden, weight=teacher.weight, bias=teacher.bias), checked=False
+            operands._replace(hidden=teacher.hidden, weight=teacher.weight, bias=teacher.bias, base=None),
+            checked=False,
         )
         # both sides have the memory of the fewest rows that one would have by default
         rows = call.chunk_rows
@@ -133,7 +134,7 @@ class LinearDistillationFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
         needs = RequiresGrad(*ctx.needs_input_grad[:3])
-        operands, (teacher, form, shares, traced) = LinearOperands(*arguments[:6]), arguments[6:]
+        operands, (teacher, form, shares, traced) = LinearOperands(*arguments[:7]), arguments[7:]
         call = (operands, teacher, form, shares, needs)
         result = linear_distillation(*call)
         save_gradients(ctx, result.gradients, needs, linear_distillation, call, traced)
@@ -142,4 +143,4 @@ class LinearDistillationFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
-        return (*take_gradients(ctx, grad), *(None,) * 7)
+        return (*take_gradients(ctx, grad), *(None,) * 8)

@@ -63,7 +63,7 @@ def explain(reason: str, operands: LinearOperands, terms: Terms, plan: Plan) -> 
             tokens["forward"] = tokens.get("forward", 0) + part.inactive_rows
     used = [name for name in tokens if name != "forward"] or ["forward"]
     rows = min(call.chunk_rows, max((part.rows for part in parts), default=0))
-    sums = head.weight.numel() * stats_dtype(head.weight.dtype).itemsize if needs.head else 0
+    sums = head.trained.numel() * stats_dtype(head.weight.dtype).itemsize if needs.head else 0
     peak = rows * head.row_bytes
     if stats_dtype(head.weight.dtype) != head.weight.dtype:
         peak += sums  # dWeight's sum is not the gradient itself

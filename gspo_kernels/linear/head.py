@@ -23,6 +23,8 @@ class Head:
 
     Attributes:
         weight: [V, H].
+        trained: what dWeight is that of: the weight, or the low-rank adapter's [V, r], which multiplies the
+            last r columns of hidden states.
         bias: [V], or None.
         fixed: whether products add up in an order that depends on nothing but the weight.
         vocabulary: V.
@@ -32,7 +34,16 @@ class Head:
         row_bytes: of a row of logits, and of the row that enters the gradient products unless it fits there.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, logits_dtype: str, fixed: bool = False):
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        logits_dtype: str,
+        fixed: bool = False,
+        base: Tensor | None = None,
+    ):
+        self.trained, self.has_adapter = weight, base is not None
+        weight = weight if base is None else base
         self.weight, self.bias, self.fixed = weight, bias, fixed
         self.vocabulary = weight.shape[0]
         self.exact = weight.dtype in (torch.float32, torch.float64)
@@ -57,24 +68,35 @@ class Head:
         return SEGMENT if self.weight.is_cuda else values_in_step(self.rows_dtype)
 
     def logits(self, hidden: Tensor, out: Tensor) -> Tensor:
-        """[n, H] -> [n, V], written into ``out``."""
-        transposed, bias = self.weight.t(), self.bias
+        """[n, H] -> [n, V], written into ``out``; with an adapter [n, H + r]."""
+        transposed, bias, low = self.weight.t(), self.bias, None
+        if self.has_adapter:
+            hidden, low = hidden.split([self.weight.shape[1], self.trained.shape[1]], dim=1)
         rounded = out.dtype in (torch.float16, torch.bfloat16)
         if self.fixed and (out.is_cuda or (self.in_blocks and not rounded)):
-            return fixed_product(hidden, transposed, out, bias=bias)
-        if self.weight.is_cuda and out.dtype != self.weight.dtype:
+            fixed_product(hidden, transposed, out, bias=bias)
+        elif self.weight.is_cuda and out.dtype != self.weight.dtype:
             torch.mm(hidden, transposed, out_dtype=out.dtype, out=out)
-            return out if bias is None else out.add_(bias)
-        if self.weight.is_cuda or (rounded and not self.fixed and onednn_multiplies(out.dtype)):
+            out = out if bias is None else out.add_(bias)
+        elif self.weight.is_cuda or (rounded and not self.fixed and onednn_multiplies(out.dtype)):
             if bias is None:
-                return torch.mm(hidden, transposed, out=out)
-            return torch.addmm(bias, hidden, transposed, out=out)
+                torch.mm(hidden, transposed, out=out)
+            else:
+                torch.addmm(bias, hidden, transposed, out=out)
+        elif self.in_blocks and not rounded:
+            multiply(hidden, transposed, out, bias=bias)
+        else:
+            for first, columns in self._slabs(hidden, None if rounded else out):
+                if rounded:
+                    out[:, first : first + columns.shape[1]] = columns
+        if low is None:
+            return out
+        adapter = self.trained.t()
         if self.in_blocks and not rounded:
-            return multiply(hidden, transposed, out, bias=bias)
-        for first, columns in self._slabs(hidden, None if rounded else out):
-            if rounded:
-                out[:, first : first + columns.shape[1]] = columns
-        return out
+            return multiply(low, adapter, out, accumulate=True)
+        if out.is_cuda and out.dtype != low.dtype:
+            return torch.addmm(out, low, adapter, out_dtype=out.dtype, out=out)
+        return out.addmm_(low.to(out.dtype), adapter.to(out.dtype))
 
     def fold_logits(self, hidden: Tensor, sums: OnlineSoftmax) -> None:
         """Add each logit of hidden states [n, H] to running sums, on the CPU, with the bits that ``logits``
@@ -111,9 +133,13 @@ class Head:
                     columns.add_(bias)
             yield first, columns
 
-    def grad_hidden(self, rows: Tensor) -> Tensor:
-        """[n, V] -> [n, H] in the statistics' dtype."""
-        weight, shape = self.weight, (rows.shape[0], self.weight.shape[1])
+    def grad_hidden(self, rows: Tensor, weight: Tensor | None = None) -> Tensor:
+        """[n, V] -> [n, H] in the statistics' dtype, [n, H + r] with an adapter; or from ``weight`` alone."""
+        if weight is None and self.has_adapter:
+            each = [self.grad_hidden(rows, weight) for weight in (self.weight, self.trained)]
+            return torch.cat(each, 1)
+        weight = self.weight if weight is None else weight
+        shape = rows.shape[0], weight.shape[1]
         if self.fixed:
             out = torch.empty(shape, dtype=torch.float32, device=rows.device)
             if rows.dtype == weight.dtype:

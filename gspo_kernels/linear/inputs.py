@@ -13,6 +13,7 @@ from gspo_kernels.linear.call import Chunking
 from gspo_kernels.logits import check_scores
 from gspo_kernels.ops.products import fixed_unavailable
 from gspo_kernels.parallel.groups import Parallel
+from gspo_kernels.types import LoRAHead
 
 LOGITS_DTYPES = ("float32", "input")
 
@@ -40,10 +41,14 @@ class ProductArguments(NamedTuple):
 
 
 def check_inputs(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, chunking: Chunking
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """[B, T, H] with [B, T], or [N, H] with [N]; returns the three as autocast, if on, wants them."""
+    hidden: Tensor, weight: Tensor | LoRAHead, bias: Tensor | None, labels: Tensor, chunking: Chunking
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """[B, T, H] with [B, T], or [N, H] with [N]; returns the three as autocast, if on, wants them, and None;
+    of a ``LoRAHead`` what ``LinearOperands`` has of it.
+    """
     check_scores("hidden", hidden, labels, "H", chunking.scattered)
+    lora = weight if isinstance(weight, LoRAHead) else None
+    weight = weight.weight if isinstance(weight, LoRAHead) else weight
     checks.tensor("weight", weight, None, "[V, H]", labels.device, checks.FLOATS)
     if weight.ndim != 2 or weight.shape[1] != hidden.shape[-1]:
         raise ValueError(
@@ -66,9 +71,35 @@ def check_inputs(
     if chunking.batch_invariant:
         trained = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (weight, bias))
         reason = fixed_unavailable(weight, trained)
+        if lora is not None:
+            reason = "the two products of a LoRAHead have no fixed order of their sums"
         if reason is not None:
             raise ValueError(f"batch_invariant: got True, but {reason}")
-    return hidden, weight, bias
+    if lora is None:
+        return hidden, weight, bias, None
+    return *_with_adapter(hidden, weight, lora, chunking), bias, weight
+
+
+def _with_adapter(
+    hidden: Tensor, weight: Tensor, lora: LoRAHead, chunking: Chunking
+) -> tuple[Tensor, Tensor]:
+    """Hidden states with ``scale * hidden @ A.T`` behind them, and B; autograd makes dA of what is behind."""
+    rank, (V, H) = len(lora.A), weight.shape
+    checks.tensor("weight.A", lora.A, (rank, H), "[r, H]", hidden.device, checks.FLOATS)
+    checks.tensor("weight.B", lora.B, (V, rank), "[V, r]", hidden.device, checks.FLOATS)
+    scale = checks.number("weight.scale", lora.scale)
+    if torch.is_grad_enabled() and lora.weight.requires_grad:
+        raise ValueError("weight.weight: needs a gradient, expected a frozen weight beside A and B")
+    if any(hasattr(each, "device_mesh") for each in lora[:3]):
+        raise ValueError("weight: got a LoRAHead of DTensors, expected plain tensors")
+    if chunking.scattered or not chunking.reduce_hidden_grad:
+        raise ValueError(
+            "weight: got a LoRAHead, but with sequence_parallel or without reduce_hidden_grad a rank would "
+            "have a part of dA only; expected the product of base and adapter as one weight"
+        )
+    with torch.autocast(hidden.device.type, enabled=False):
+        low = scale * (hidden.to(lora.A.dtype) @ lora.A.t())
+        return torch.cat([hidden, low.to(hidden.dtype)], -1), lora.B.to(hidden.dtype)
 
 
 def check_teachers_head(
@@ -110,6 +141,6 @@ def check_teachers_head(
     if reason is not None:
         raise ValueError(f"teacher_weight: got {weight.dtype} with batch_invariant=True, but {reason}")
     try:
-        return check_inputs(hidden.detach(), weight.detach(), bias, tokens, chunking)
+        return check_inputs(hidden.detach(), weight.detach(), bias, tokens, chunking)[:3]
     except TypeError as error:
         raise TypeError(f"teacher_{error}") from None

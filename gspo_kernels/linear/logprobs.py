@@ -78,9 +78,9 @@ class LinearTokenLogprobsFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        operands, (entropy, skip) = LinearOperands(*arguments[:6]), arguments[6:]
+        operands, (entropy, skip) = LinearOperands(*arguments[:7]), arguments[7:]
         scored = linear_logprobs_forward(operands, entropy)
-        save_rows(ctx, operands.options, *operands[:4], *scored)
+        save_rows(ctx, operands.options, *operands[:4], operands.base, *scored)
         ctx.entropy, ctx.skip, ctx.chunking = entropy, skip, operands.chunking
         if not entropy:
             ctx.mark_non_differentiable(scored.entropy)
@@ -88,8 +88,8 @@ class LinearTokenLogprobsFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Any, ...]:
-        (hidden, weight, bias, labels, logprobs, lse, entropy), options = saved_rows(ctx)
-        nothing = (None,) * 5
+        (hidden, weight, bias, labels, base, logprobs, lse, entropy), options = saved_rows(ctx)
+        nothing = (None,) * 6
         if not ctx.entropy:
             grad_entropy = None
         if grad_logprobs is None:
@@ -98,7 +98,7 @@ class LinearTokenLogprobsFunction(torch.autograd.Function):
             grad_logprobs = torch.zeros_like(grad_entropy)
         needs = RequiresGrad(*ctx.needs_input_grad[:3])
         gradients = linear_logprobs_backward(
-            LinearOperands(hidden, weight, bias, labels, options, ctx.chunking),
+            LinearOperands(hidden, weight, bias, labels, options, ctx.chunking, base),
             RowStats(logprobs, lse, entropy if ctx.entropy else None),
             grad_logprobs,
             grad_entropy,

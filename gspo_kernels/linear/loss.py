@@ -83,7 +83,7 @@ class LinearPolicyFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        operands, (terms, plan, traced) = LinearOperands(*arguments[:6]), arguments[6:]
+        operands, (terms, plan, traced) = LinearOperands(*arguments[:7]), arguments[7:]
         call = (operands, terms, plan)
         result = linear_policy(*call)
         save_gradients(ctx, result.gradients, plan.requires_grad, linear_policy, call, traced)
@@ -92,7 +92,7 @@ class LinearPolicyFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Any, ...]:
-        return (*take_gradients(ctx, grad), *(None,) * 6)
+        return (*take_gradients(ctx, grad), *(None,) * 7)
 
 
 class Run:
@@ -283,10 +283,13 @@ def small_loss(
     Where the logits fit a cache, planning, chunks and normalised coefficients would take longer than the
     products that they save or protect. The schedules serve what plain arithmetic could spoil: tokens that are
     left out, whose hidden states may be anything; coefficients that only normalised arithmetic bears; ranks
-    that share a vocabulary; products in a fixed order. They also serve whoever traces operators.
+    that share a vocabulary; products in a fixed order, or with an adapter. They also serve whoever traces
+    operators.
     """
-    hidden, weight, bias, labels, options, chunking = operands
-    if chunking.batch_invariant or options.shard.group or not can_bypass_dispatcher([hidden, weight, labels]):
+    hidden, weight, bias, labels, options, chunking, base = operands
+    if base is not None or chunking.batch_invariant or options.shard.group:
+        return None
+    if not can_bypass_dispatcher([hidden, weight, labels]):
         return None
     budget = min(SMALL_BYTES, chunking.max_chunk_bytes or SMALL_BYTES)
     size = labels.numel() * weight.shape[0] * weight.element_size()

@@ -113,9 +113,9 @@ class LinearSelectedLogprobsFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        operands, (ids, within) = LinearOperands(*arguments[:6]), arguments[6:]
+        operands, (ids, within) = LinearOperands(*arguments[:7]), arguments[7:]
         rows = linear_selected_forward(operands, ids, within)
-        save_rows(ctx, operands.options, *operands[:4], ids, *rows)
+        save_rows(ctx, operands.options, *operands[:4], operands.base, ids, *rows)
         ctx.chunking, ctx.within = operands.chunking, within
         if within:
             ctx.mark_non_differentiable(rows.tail)
@@ -123,15 +123,15 @@ class LinearSelectedLogprobsFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_tail: Tensor | None) -> tuple[Any, ...]:
-        (hidden, weight, bias, labels, ids, *rows), options = saved_rows(ctx)
-        nothing = (None,) * 5
+        (hidden, weight, bias, labels, base, ids, *rows), options = saved_rows(ctx)
+        nothing = (None,) * 6
         if grad_logprobs is None:
             if grad_tail is None:
                 return (None, None, None, *nothing)
             grad_logprobs = grad_tail.new_zeros(()).expand(ids.shape)
         needs = RequiresGrad(*ctx.needs_input_grad[:3])
         gradients = linear_selected_backward(
-            LinearOperands(hidden, weight, bias, labels, options, ctx.chunking),
+            LinearOperands(hidden, weight, bias, labels, options, ctx.chunking, base),
             ids,
             SelectedRows(*rows),
             SelectedGradients(grad_logprobs, grad_tail),

@@ -42,12 +42,13 @@ class HeadSums:
     """
 
     def __init__(self, head: Head, needs: RequiresGrad, backend: str):
-        dtype, device = stats_dtype(head.weight.dtype), head.weight.device
+        weight = head.trained
+        dtype, device = stats_dtype(weight.dtype), weight.device
         self._head, self._backend, self._launches = head, load(backend), launches_of(backend)
         self._dtype, self._power = dtype, None
         # a sum that is rounded to be the gradient is given up by the end of the backward
-        memory = torch.empty if dtype == head.weight.dtype else used_memory
-        self._weight = memory(head.weight.shape, dtype=dtype, device=device) if needs.weight else None
+        memory = torch.empty if dtype == weight.dtype else used_memory
+        self._weight = memory(weight.shape, dtype=dtype, device=device) if needs.weight else None
         self._bias = torch.zeros(head.vocabulary, dtype=dtype, device=device) if needs.bias else None
         self._empty = True
         self._segments = Segments(head.rows_in_step) if head.fixed else None
@@ -68,6 +69,8 @@ class HeadSums:
         values, total = rows.values, self._weight
         if total is None and self._bias is None:
             return
+        if self._head.has_adapter:
+            hidden = hidden[:, self._head.weight.shape[1] :]
         factors = None
         if self._launches is None or self._bias is not None or self._segments is not None:
             # what multiplies the rows, [n] in the sums' dtype

@@ -185,7 +185,7 @@ def score(load: Load, samples: Samples, setting: Setting, budget: int) -> Tensor
         if setting.recorded:
             assert samples.masks is not None
             masks = SamplingMask.concatenate([samples.masks[row] for row in rows]).to(device)
-            kept = masks.bitmask(head.weight.shape[0])
+            kept = masks.bitmask(head.matrix.shape[0])
         scored = _head_logprobs(hidden, head, torch.cat(completions), setting, kept).double().cpu()
         logprobs |= dict(zip(rows, scored.split([len(c) for c in completions]), strict=True))
     return torch.cat([logprobs[row] for row in range(len(pairs))])
@@ -195,7 +195,7 @@ def _head_logprobs(
     hidden: Tensor, head: LMHead, labels: Tensor, setting: Setting, kept: Tensor | None
 ) -> Tensor:
     half = setting.head != "fp32"
-    weight, bias = head.weight, head.bias
+    weight, bias = head.matrix, head.bias
     if half:
         dtype = DTYPES[setting.head]
         hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)

@@ -141,7 +141,7 @@ _ALIKE = {
 
 
 def local_tensors(
-    parallel: Parallel, terms: Any = None, batch_invariant: bool | None = None, **tensors: Tensor | None
+    parallel: Parallel, terms: Any = None, batch_invariant: bool | None = None, **tensors: Any
 ) -> tuple[list[Any], Parallel]:
     """A call's tensors with what this rank has of DTensors, and ``parallel`` with the groups of the rest.
 
@@ -162,8 +162,8 @@ def local_tensors(
 
 
 def _resolve(
-    parallel: Parallel, terms: Any, tensors: dict[str, Tensor | None], dtensors: dict[str, DTensor]
-) -> tuple[dict[str, Tensor | None], Parallel]:
+    parallel: Parallel, terms: Any, tensors: dict[str, Any], dtensors: dict[str, DTensor]
+) -> tuple[dict[str, Any], Parallel]:
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 

@@ -172,7 +172,7 @@ class Policy(nn.Module):
         head = head_of(self.model)
         options = {"temperature": self.temperature, "return_entropy": return_entropy, **head.options()}
         if mask is not None:
-            options["kept_mask"] = mask.bitmask(head.weight.shape[0])
+            options["kept_mask"] = mask.bitmask(head.matrix.shape[0])
         if terms is None:
             return gk.linear_token_logprobs(hidden, head.weight, labels, **options)
         options |= {"cu_seqlens": cu_seqlens, **terms}
@@ -201,7 +201,7 @@ def check_head(model: Any) -> None:
     if not logits.isfinite().all():
         raise InputError(f"the logits of {name} are not finite: its weights are damaged")
     theirs = logits.log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
-    tolerance = 1e-3 if head.weight.dtype == torch.float32 else 0.1
+    tolerance = 1e-3 if head.matrix.dtype == torch.float32 else 0.1
     difference = (ours - theirs).abs().max().item()
     if not difference <= tolerance * (1.0 + theirs.abs().max().item()):
         unknown = f"the head of {name} does something that this trainer does not know"
