@@ -116,7 +116,8 @@ def fuse_lm_head(model: Any, *, fp32_head: bool = False) -> Any:
     at the model's own tokens, and the virtual ones before them have none.
 
     Args:
-        model: a transformers causal language model, adapters allowed (but not on the lm_head itself).
+        model: a transformers causal language model, adapters allowed (on the lm_head itself one
+            plain LoRA without dropout).
         fp32_head: project in fp32 outside autocast, as TRL's ``cast_lm_head_to_fp32`` does.
 
     Returns:
