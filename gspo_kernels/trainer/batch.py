@@ -1,9 +1,10 @@
 """From a scored rollout to rows of the model: micro-batches, packed rows, shared prefixes, who sees whom.
 
-Sequences of any length lie in one row without padding, each attending to itself only. With a shared prefix
-(Prefix Grouper, arXiv 2506.05433) a prompt is there once, followed by its completions side by side, each
-with positions that go on from the prompt's; a completion sees the prompt and itself. Hidden states and
-gradients are those of the sequences alone, up to rounding; models for which they are not are refused.
+Sequences of any length lie in one row without padding, each attending to itself only. With shared prefixes
+(Prefix Grouper, arXiv 2506.05433, has this for prompts) the row is a tree: what several sequences begin with
+is there once, be it a prompt or, where completions branch off each other, a part of these too. A token sees
+what its sequence has before it, with the positions of its sequence. Hidden states and gradients are those of
+the sequences alone, up to rounding; models for which they are not are refused.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from __future__ import annotations
 import heapq
 import inspect
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -214,11 +216,11 @@ class CompletionRows(NamedTuple):
     cu_seqlens: Tensor  # int32 [B + 1], offsets of the completions in both
 
 
-class Group(NamedTuple):
-    """Neighbours in a row: tokens that all of its sequences begin with, and what each has after them."""
+class Segment(NamedTuple):
+    """Neighbouring tokens of a row, and the earlier segment that they continue."""
 
-    prefix: int  # 0 for sequences that share nothing
-    lengths: Sequence[int]  # the sequences' further tokens, in the order of the row
+    parent: int  # the index of that segment; -1: they begin a sequence
+    length: int
 
 
 def packed_inputs(model: Any, prompts: Tokens, completions: Tokens) -> dict[str, Any]:
@@ -240,7 +242,7 @@ def packed_inputs(model: Any, prompts: Tokens, completions: Tokens) -> dict[str,
         inputs |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
         inputs |= {"max_length_q": max(lengths), "max_length_k": max(lengths)}
     else:
-        inputs["attention_mask"] = attention_mask(model, [Group(0, lengths)], device)
+        inputs["attention_mask"] = attention_mask(model, [Segment(-1, length) for length in lengths], device)
     return inputs
 
 
@@ -257,28 +259,61 @@ def packed_hidden_states(model: Any, prompts: Tokens, completions: Tokens) -> Co
 
 
 def shared_prefix_hidden_states(model: Any, prompts: Tokens, completions: Tokens) -> CompletionRows:
-    """Run the backbone over each prompt once, followed by its completions; equal prompts are neighbours."""
+    """Run the backbone once over the tree of all sequences: a prefix that several share, be it a prompt or a
+    part of their completions, goes through once. Each completion has all of its tokens in the result.
+    """
     if "flash" in (name := attention_of(model)):
         raise InputError(f"update.shared_prefix: {name} takes no mask; load the model with sdpa")
-    groups, positions, predicting, lengths = [], [], [], []
-    ids: list[Tensor] = []
-    pairs = zip(prompts, completions, strict=True)
-    for _, each in groupby(pairs, lambda pair: pair[0].tolist()):
-        members = list(each)
-        prompt, suffixes = members[0][0], [len(completion) - 1 for _, completion in members]
-        start, P = sum(map(len, ids)), len(prompt)
-        groups.append(Group(P, suffixes))
-        ids += [prompt, *(completion[:-1] for _, completion in members)]
-        positions.append(ranges([0] + [P] * len(suffixes), [P, *suffixes], prompt.device))
-        # The prompt's last token predicts the first one of every completion.
-        for first, length in zip(itertools.accumulate(suffixes, initial=start + P), suffixes, strict=False):
-            predicting += [start + P - 1, first]
-            lengths += [1, length]
-    inputs = {"input_ids": torch.cat(ids)[None], "position_ids": torch.cat(positions)[None]}
-    if inputs["input_ids"].shape[1] > 1:  # transformers takes a single token for a step of decoding
-        inputs["attention_mask"] = attention_mask(model, groups, prompts[0].device)
+    pairs = list(zip(prompts, completions, strict=True))
+    device, lengths = prompts[0].device, [len(p) + len(c) - 1 for p, c in pairs]
+    left = iter(torch.cat([part for p, c in pairs for part in (p, c[:-1])]).tolist())
+    tree = Tree(list(itertools.islice(left, length)) for length in lengths)
+    row = torch.tensor([tree.tokens, tree.positions], device=device)
+    inputs = {"input_ids": row[:1], "position_ids": row[1:]}
+    if len(tree.tokens) > 1:  # transformers takes a single token for a step of decoding
+        inputs["attention_mask"] = attention_mask(model, tree.segments, device)
     hidden = last_hidden_states(model, inputs)
-    return CompletionRows(hidden[0, ranges(predicting, lengths, hidden.device)], *pack(completions))
+    # a prompt's last token predicts the first one of every completion
+    paths = zip(tree.paths, prompts, strict=True)
+    predicting = [place for path, prompt in paths for place in path[len(prompt) - 1 :]]
+    return CompletionRows(hidden[0, torch.tensor(predicting, device=device)], *pack(completions))
+
+
+class Tree:
+    """Sequences without their repetitions.
+
+    Attributes:
+        tokens: of the row, each after the one that it follows.
+        positions: of each in its sequences.
+        paths: of each sequence the places of its tokens in the row.
+        segments: of the row.
+    """
+
+    def __init__(self, sequences: Iterable[Sequence[int]]):
+        place_of: dict[tuple[int, int], int] = {}
+        before: list[int] = []  # the place that each token follows, or -1
+        self.tokens: list[int] = []
+        self.positions: list[int] = []
+        self.paths: list[list[int]] = []
+        for ids in sequences:
+            place, path = -1, list[int]()
+            for position, token in enumerate(ids):
+                following = place_of.setdefault((place, token), len(self.tokens))
+                if following == len(self.tokens):
+                    before.append(place)
+                    self.tokens.append(token)
+                    self.positions.append(position)
+                place = following
+                path.append(place)
+            self.paths.append(path)
+        # a segment begins where a token does not follow its neighbour, and behind what others follow, too
+        jumps = {place: earlier for place, earlier in enumerate(before) if earlier != place - 1}
+        starts = sorted({0, *jumps, *(earlier + 1 for earlier in jumps.values())} - {len(self.tokens)})
+        ends = [*starts[1:], len(self.tokens)]
+        self.segments = [
+            Segment(bisect_right(starts, before[start]) - 1, end - start)
+            for start, end in zip(starts, ends, strict=True)
+        ]
 
 
 def last_hidden_states(model: Any, inputs: dict[str, Any]) -> Tensor:
@@ -367,16 +402,18 @@ def attention_of(model: Any) -> str:
     return name
 
 
-def attention_mask(model: Any, groups: Sequence[Group], device: torch.device) -> Any:
+def attention_mask(model: Any, segments: Sequence[Segment], device: torch.device) -> Any:
     """Return the `RowMask` of a row, or one for each type of layer where they differ (sliding windows)."""
     config = causal_lm_of(model).config.get_text_config()
-    width = getattr(config, "sliding_window", None)
-    if width is not None and width >= max(group.prefix + max(group.lengths) for group in groups):
+    width, ends = getattr(config, "sliding_window", None), list[int]()
+    for segment in segments:
+        ends.append(segment.length + (ends[segment.parent] if segment.parent >= 0 else 0))
+    if width is not None and width >= max(ends):
         width = None
     default = "full_attention" if getattr(config, "sliding_window", None) is None else "sliding_attention"
     layers = set(getattr(config, "layer_types", None) or (default,))
     masks = {
-        layer: RowMask(groups, width if layer == "sliding_attention" else None, device) for layer in layers
+        layer: RowMask(segments, width if layer == "sliding_attention" else None, device) for layer in layers
     }
     return masks if len(masks) > 1 else next(iter(masks.values()))
 
@@ -388,15 +425,15 @@ class RowMask(Tensor):
     travels as an argument and needs no change to the model; torch's CausalBias works in the same way.
     """
 
-    groups: Sequence[Group]
+    segments: Sequence[Segment]
     window: int | None
 
     @staticmethod
-    def __new__(cls, groups: Sequence[Group], window: int | None, device: torch.device) -> RowMask:
+    def __new__(cls, segments: Sequence[Segment], window: int | None, device: torch.device) -> RowMask:
         """Make a tensor of the mask's shape, without storage."""
-        T = sum(group.prefix + sum(group.lengths) for group in groups)
+        T = sum(segment.length for segment in segments)
         mask: RowMask = Tensor._make_wrapper_subclass(cls, (1, 1, T, T), dtype=torch.bool, device=device)
-        mask.groups, mask.window = groups, window
+        mask.segments, mask.window = segments, window
         return mask
 
     @classmethod
@@ -424,32 +461,24 @@ def _attend(
     is_causal: bool = False,
     **options: Any,
 ) -> Tensor:
-    """SDPA under a `RowMask`, of [1, heads, T, D]: each sequence with its keys and the shared ones."""
-    # Neighbours of one length are a batch, which takes less time than as many calls.
-    runs = [
-        [(group.prefix, 1)] * (group.prefix > 0)
-        + [(size, len(list(same))) for size, same in groupby(group.lengths) if size > 0]
-        for group in attn_mask.groups
-    ]
+    """SDPA under a `RowMask`, of [1, heads, T, D]: each segment with its keys and those before it."""
+    # Neighbours of one length that continue the same segment are a batch, which takes less time.
+    runs = [(segment, len(list(same))) for segment, same in groupby(attn_mask.segments)]
     # Split, instead of slices, whose backward fills the whole.
-    sizes = [size * count for group in runs for size, count in group]
+    sizes = [segment.length * count for segment, count in runs]
     parts = zip(*(x.split(sizes, 2) for x in (query, key, value)), strict=True)
-    outputs = []
-    for group, sizes_of_group in zip(attn_mask.groups, runs, strict=True):
-        prefix: tuple[Tensor, ...] | None = None
-        for size, count in sizes_of_group:
-            q, k, v = (x.reshape(-1, count, size, x.shape[3]).transpose(0, 1) for x in next(parts))
-            suffix = k, v
-            if prefix is not None:
-                prefixes = (x.expand(count, -1, -1, -1) for x in prefix)
-                k, v = (torch.cat(pair, 2) for pair in zip(prefixes, suffix, strict=True))
-            window, keys, mask = attn_mask.window, k.shape[2], None
-            plain = prefix is None and (window is None or size <= window)
-            if not plain:  # the last positions of a sequence
-                mask = torch.ones(size, keys, dtype=torch.bool, device=q.device).tril(keys - size)
-                mask = mask if window is None else mask.triu(keys - size - window + 1)
-            out = scaled_dot_product_attention(q, k, v, mask, dropout_p, plain, **options)
-            outputs.append(out.transpose(0, 1).reshape(1, -1, size * count, out.shape[3]))
-            if prefix is None and group.prefix > 0:
-                prefix = suffix
+    paths: list[tuple[Tensor, Tensor]] = []  # keys and values of each segment and of what it continues
+    outputs, window = [], attn_mask.window
+    for ((parent, size), count), part in zip(runs, parts, strict=True):
+        q, k, v = (x.reshape(-1, count, size, x.shape[3]).transpose(0, 1) for x in part)
+        if parent >= 0:
+            before = (x.expand(count, -1, -1, -1) for x in paths[parent])
+            k, v = (torch.cat(pair, 2) for pair in zip(before, (k, v), strict=True))
+        paths += zip(k.split(1), v.split(1), strict=True)
+        keys, mask, plain = k.shape[2], None, parent < 0 and (window is None or size <= window)
+        if not plain:  # the last positions of a sequence
+            mask = torch.ones(size, keys, dtype=torch.bool, device=q.device).tril(keys - size)
+            mask = mask if window is None else mask.triu(keys - size - window + 1)
+        out = scaled_dot_product_attention(q, k, v, mask, dropout_p, plain, **options)
+        outputs.append(out.transpose(0, 1).reshape(1, -1, size * count, out.shape[3]))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
 from gspo_kernels.trainer.batch import (
-    Group,
     RowMask,
+    Segment,
     check_rows_of,
     packed_hidden_states,
     shared_prefix_hidden_states,
@@ -130,6 +130,24 @@ def test_the_row_has_no_padding_and_the_call_goes_through_the_model_itself():
     assert seen[1]["input_ids"].shape == (1, 9 + 1 + 4 + sum(len(c) - 1 for c in completions))
 
 
+def test_completions_that_branch_are_a_tree():
+    """Turns that several completions share go through the model once, at any depth, and count for each."""
+    a, b, c, d, e = (torch.arange(first, first + 3) for first in (3, 10, 17, 24, 31))
+    prompts = [a, a, a, a, a[:2], b]
+    completions = [torch.cat(parts) for parts in ((b, c, d), (b, c, e), (b, e), (b, c, d), (e,), (a,))]
+    model, seen = build("qwen3"), []
+    handle = model.register_forward_pre_hook(lambda m, args, kwargs: seen.append(kwargs), with_kwargs=True)
+    shared_prefix_hidden_states(model, prompts, completions)
+    handle.remove()
+    # a b c d, without its last; e behind c, behind b and behind a[:2]; b a
+    assert seen[0]["input_ids"].numel() == 11 + 2 + 2 + 2 + 5
+    assert_as_exact(
+        model,
+        lambda m: shared_prefix_hidden_states(m, prompts, completions).hidden,
+        lambda m: alone(m, prompts, completions),
+    )
+
+
 def flash_stand_in(module, query, key, value, attention_mask, scaling=None, **kwargs):
     """What flash-attention computes from its offsets, one sequence after the other."""
     assert attention_mask is None
@@ -161,31 +179,32 @@ def test_flash_attention_gets_the_offsets_and_no_mask(monkeypatch):
         check_rows_of(model, shared_prefix=True)
 
 
-GROUPS = {
-    "packed": [Group(0, [3, 1, 6, 6])],
-    "shared": [Group(4, [2, 0, 5, 5]), Group(1, [3]), Group(0, [2, 4]), Group(2, [0, 1])],
+ROWS = {
+    "packed": [Segment(-1, length) for length in (3, 1, 6, 6)],
+    "shared": [Segment(*each) for each in ((-1, 4), (0, 2), (0, 5), (0, 5), (-1, 1), (4, 3), (-1, 2))],
+    "tree": [Segment(*each) for each in ((-1, 2), (0, 3), (1, 4), (1, 4), (0, 1), (3, 2), (-1, 5), (5, 1))],
 }
 
 
-def dense_mask(groups, window):
-    """[T, T] bool by the definition: position i sees j of its sequence or prefix, at most window back."""
-    tokens = []  # the group, the sequence (-1: prefix) and the position of each token
-    for number, group in enumerate(groups):
-        tokens += [(number, -1, position) for position in range(group.prefix)]
-        for sequence, length in enumerate(group.lengths):
-            tokens += [(number, sequence, group.prefix + position) for position in range(length)]
-    return torch.tensor(
-        [
-            [g == h and t in (s, -1) and 0 <= p - q < (window or len(tokens)) for h, t, q in tokens]
-            for g, s, p in tokens
-        ]
-    )
+def dense_mask(segments, window):
+    """[T, T] bool by the definition: a token sees its path from the root, at most window back."""
+    paths, first = [], 0
+    for parent, length in segments:
+        path = [] if parent < 0 else paths[sum(s.length for s in segments[: parent + 1]) - 1]
+        for place in range(first, first + length):
+            path = [*path, place]
+            paths.append(path)
+        first += length
+    dense = torch.zeros(first, first, dtype=torch.bool)
+    for place, path in enumerate(paths):
+        dense[place, path[-window:] if window else path] = True
+    return dense
 
 
-@pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
+@pytest.mark.parametrize("segments", ROWS.values(), ids=ROWS)
 @pytest.mark.parametrize("window", [None, 3])
-def test_a_row_mask_is_the_dense_mask(groups, window):
-    mask, dense = RowMask(groups, window, torch.device("cpu")), dense_mask(groups, window)
+def test_a_row_mask_is_the_dense_mask(segments, window):
+    mask, dense = RowMask(segments, window, torch.device("cpu")), dense_mask(segments, window)
     assert mask.shape[-2:] == dense.shape and mask.dtype == torch.bool
     generator = torch.Generator().manual_seed(shifted_seed(0))
     qkv = torch.randn(3, 1, 2, len(dense), 4, generator=generator, dtype=torch.float64, requires_grad=True)
