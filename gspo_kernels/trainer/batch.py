@@ -405,12 +405,8 @@ def attention_of(model: Any) -> str:
 def attention_mask(model: Any, segments: Sequence[Segment], device: torch.device) -> Any:
     """Return the `RowMask` of a row, or one for each type of layer where they differ (sliding windows)."""
     config = causal_lm_of(model).config.get_text_config()
-    width, ends = getattr(config, "sliding_window", None), list[int]()
-    for segment in segments:
-        ends.append(segment.length + (ends[segment.parent] if segment.parent >= 0 else 0))
-    if width is not None and width >= max(ends):
-        width = None
-    default = "full_attention" if getattr(config, "sliding_window", None) is None else "sliding_attention"
+    width = getattr(config, "sliding_window", None)
+    default = "full_attention" if width is None else "sliding_attention"
     layers = set(getattr(config, "layer_types", None) or (default,))
     masks = {
         layer: RowMask(segments, width if layer == "sliding_attention" else None, device) for layer in layers
