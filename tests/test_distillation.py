@@ -1,5 +1,6 @@
 """Distillation losses against their definitions in fp64, and what must hold of them."""
 
+import functools
 import importlib.util
 import itertools
 import math
@@ -8,9 +9,8 @@ import pytest
 import torch
 
 import gspo_kernels as gk
-from gspo_kernels.types import stats_dtype
 from tests import oracle
-from tests.accuracy import Spread, assert_as_exact, differences
+from tests.accuracy import assert_draws_as_exact
 from tests.cases import AGGREGATIONS, device_of, generator, offsets
 
 BETAS = (0.0, 0.3, 1.0)
@@ -29,7 +29,6 @@ OVER_IDS = [
     {"beta": beta, "top_k": 7, "top_k_of": side, "add_tail": tail}
     for beta, side, tail in itertools.product(BETAS, ("teacher", "student"), (True, False))
 ]
-DRAWS = 4
 COUNTED = torch.tensor([[1, 1, 0], [0, 1, 1]], dtype=torch.bool)
 
 
@@ -108,26 +107,18 @@ class Problem:
         return {name: value.detach().cpu() for name, value in named.items()}
 
 
-def check(backend, *, dtype=torch.float32, packed=False, call=None, forms=None, first=0, **kind):
-    """As exact as plain PyTorch in the statistics' dtype, over a few draws from the ``first`` on."""
+def check(backend, *, dtype=torch.float32, packed=False, call=None, forms=None, **kind):
+    """As exact as plain PyTorch in the statistics' dtype, over a few draws."""
     for form in [{"beta": beta} for beta in BETAS] if forms is None else forms:
-        errors, ours, exacts = {}, {}, {}
-        in_double = dtype == torch.float64
-        scale = 2 * torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps if in_double else 1.0
-        for draw in range(first, first + (2 if backend == "triton" else DRAWS)):
-            problem = Problem(dtype=dtype, draw=draw, **kind)
-            exact = problem.formulas(torch.float64, **form)
-            plain = problem.formulas(torch.float32 if in_double else stats_dtype(dtype), **form)
-            for name, got in problem.ours(backend, packed, call, **form).items():
-                errors.setdefault(name, []).append(scale * (plain[name].double() - exact[name]))
-                ours.setdefault(name, []).append(got)
-                exacts.setdefault(name, []).append(exact[name])
-        for name, results in ours.items():
-            by_row = name in ("grad logits", "grad hidden", "grad weight")
-            spread = Spread.of(errors[name], by_row=by_row)
-            eps = torch.finfo(results[0].dtype).eps
-            found = differences(results, exacts[name])
-            assert_as_exact(f"{form} {name}", found, spread, exacts[name], eps)
+        problems = [Problem(dtype=dtype, draw=i, **kind) for i in range(2 if backend == "triton" else 4)]
+        pairs = [
+            (
+                functools.partial(problem.formulas, **form),
+                functools.partial(problem.ours, backend, packed, call, **form),
+            )
+            for problem in problems
+        ]
+        assert_draws_as_exact(pairs, dtype)
 
 
 CHUNKS = {"max_chunk_bytes": 4 * 613 * 4}  # both sides' logits of two tokens at once
