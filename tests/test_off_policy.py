@@ -306,36 +306,6 @@ def test_metrics_of_nothing_and_of_what_is_not_counted():
     assert got["weights/gradient_norm"].item() == pytest.approx(math.sqrt((1 + 0.25) / 2))
 
 
-def expected_weight(variance, most):
-    """E[min(w, most)] of a sequence whose log-ratios add up to N(-variance / 2, variance), where E[w] = 1."""
-
-    def normal(x):
-        return 0.5 * (1 + math.erf(x / math.sqrt(2)))
-
-    sd, log = math.sqrt(variance), math.log(most)
-    return normal((log - variance / 2) / sd) + most * (1 - normal((log + variance / 2) / sd))
-
-
-def test_a_sum_weakens_a_batch_17_fold_and_a_mean_does_not():
-    """The case of NeMo-RL #2269: 9,000 tokens, ratios of tokens at 1, truncated likelihood ratios of 0.0596.
-
-    A token's log-ratio with a standard deviation of 0.04274 gives that by the closed form; the function does
-    as the closed form says, and with the mean it leaves the batch as it is.
-    """
-    tokens, sd, count = 9_000, 0.04274, 256
-    wanted = expected_weight(tokens * sd**2, 2.0)
-    assert 1 / wanted == pytest.approx(16.8, abs=0.1)
-    log_ratios = sd * torch.randn(count, tokens, generator=generator(7), dtype=torch.float64) - sd**2 / 2
-    zeros, advantages = torch.zeros_like(log_ratios), torch.ones(count, dtype=torch.float64)
-    weights = gk.rollout_weights(log_ratios, zeros, **SEQUENCE_MEAN, high=2.0)
-    metrics = weight_metrics(weights, advantages, loss_mask=zeros == 0)
-    assert metrics["weights/ess"] > 1 - 1e-5
-    assert abs(metrics["weights/gradient_norm"] - 1) < 2 * sd**2
-    weights = gk.rollout_weights(log_ratios, zeros, **SEQUENCE_SUM, high=2.0)
-    assert weight_metrics(weights, advantages, loss_mask=zeros == 0)["weights/ess"] < 0.2
-    assert abs(weights.mean() - wanted) < 4.5 * weights.std() / math.sqrt(count)
-
-
 def test_the_table_of_the_page_is_what_its_code_prints(capsys):
     run_page("docs/off_policy.md")
     printed = capsys.readouterr().out.rpartition("|\n")[0] + "|\n"

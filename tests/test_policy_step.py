@@ -121,17 +121,20 @@ def test_one_launch_equals_the_evaluation(monkeypatch, launching, objective, ter
     torch.testing.assert_close(grad, want_grad, **tolerance)
 
 
-class Halved(gk.GRPO):
+def halved(base):
     """Another loss with the same options."""
 
-    def evaluate(self, batch):
-        result = super().evaluate(batch)
-        return result._replace(loss=result.loss / 2)
+    class Halved(base):
+        def evaluate(self, batch):
+            result = super().evaluate(batch)
+            return result._replace(loss=result.loss / 2)
+
+    return Halved()
 
 
 REFERENCE_KL = {"ref_logprobs": torch.full((B, T), -2.0), "kl_beta": 0.1, "kl_ratio_weighted": True}
 ENTROPY_BONUS = {"entropy": torch.ones(B, T), "entropy_coef": 0.1}
-BEYOND = [(gk.GSPOToken(), {}), (Halved(), {}), (gk.CISPO(), {})]
+BEYOND = [(objective, {}) for objective in (gk.GSPOToken(), gk.CISPO(), halved(gk.GRPO), halved(gk.GSPO))]
 BEYOND += [
     (objective, terms)
     for objective in (gk.GSPO(), gk.GRPO())
