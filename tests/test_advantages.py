@@ -168,19 +168,11 @@ def test_turn_normalized(scale):
     assert torch.equal(packed, torch.cat([got[i, :n] for i, n in enumerate(lengths)]))
 
 
-def test_class_normalized_makes_every_class_a_sequence_of_one_token():
-    """The gradient of GRPO over classes: -A_c / C for each class at ratio 1, both ways of laying them out."""
-    rewards = torch.tensor([[1.0, 0.0, 0.0], [0.0, 0.0, 1.0]], dtype=torch.float64)
-    advantages = class_normalized(rewards, eps=0.0)
-    assert advantages[0].tolist() == pytest.approx([2 / math.sqrt(3), -1 / math.sqrt(3), -1 / math.sqrt(3)])
-    logits = torch.randn(2, 5, generator=generator(0), dtype=torch.float64)
-    labels = torch.tensor([[0, 2, 4], [0, 2, 4]])  # the classes' tokens
-    leaf = logits.clone().requires_grad_()
-    (advantages * leaf.log_softmax(-1)[:, labels[0]] / -6).sum().backward()
-    for shape, values in (((2, 3), advantages), ((6, 1), advantages.flatten())):
-        every = logits.unsqueeze(1).expand(2, 3, 5).reshape(*shape, 5).requires_grad_()
-        gk.fused_policy_loss(every, labels.reshape(shape), None, values, objective=gk.GRPO()).loss.backward()
-        torch.testing.assert_close(every.grad.view(2, 3, 5).sum(1), leaf.grad, rtol=1e-12, atol=1e-15)
+def test_class_normalized_takes_the_classes_for_a_group():
+    rewards = torch.tensor([[1.0, 0.0, 0.0], [0.0, NAN, 1.0]], dtype=torch.float64)
+    for options in ({"eps": 0.0}, {"scale": "batch"}):
+        expected = group_normalized(rewards.flatten(), group_size=3, **options).view(2, 3)
+        assert torch.equal(class_normalized(rewards, **options), expected)
 
 
 def test_gdpo_over_tokens_is_verls_own_code():

@@ -11,7 +11,7 @@ import torch
 import gspo_kernels as gk
 from tests import oracle
 from tests.accuracy import assert_draws_as_exact
-from tests.cases import AGGREGATIONS, device_of, generator, offsets
+from tests.cases import AGGREGATIONS, device_of, generator, offsets, scores_of
 
 BETAS = (0.0, 0.3, 1.0)
 OPTIONS = {
@@ -32,13 +32,8 @@ OVER_IDS = [
 COUNTED = torch.tensor([[1, 1, 0], [0, 1, 1]], dtype=torch.bool)
 
 
-def transformed(x, options, prefix=""):
-    z = x * options.get(f"{prefix}logit_scale", 1.0)
-    if f"{prefix}softcap" in options:
-        cap = options[f"{prefix}softcap"]
-        z = cap * torch.tanh(z / cap)
-    heat = options.get(f"{prefix}temperature", torch.ones(2))
-    return z / heat.to(x.dtype).view(2, 1, 1)
+def transformed(x, options):
+    return torch.stack([oracle.transformed(row, i, **options) for i, row in enumerate(x)])
 
 
 class Problem:
@@ -50,30 +45,27 @@ class Problem:
         def normal(*shape, size=1.0):
             return (size * torch.randn(*shape, generator=rng, dtype=torch.float64)).to(dtype)
 
-        self.linear, self.options, self.vocabulary = linear, OPTIONS[options], V
+        self.linear, self.options = linear, OPTIONS[options]
         if linear:
             self.inputs = {"hidden": normal(2, 3, 24), "weight": normal(V, 24, size=0.4), "bias": normal(V)}
-            self.teacher = {
-                "teacher_hidden": normal(2, 3, 40),
-                "teacher_weight": normal(V, 40, size=0.3),
-                "teacher_bias": normal(V),
-            }
+            theirs = {"hidden": normal(2, 3, 40), "weight": normal(V, 40, size=0.3), "bias": normal(V)}
         else:
-            self.inputs = {"logits": normal(2, 3, V, size=2.0)}
-            theirs = self.inputs["logits"] + normal(2, 3, V, size=0.03) if near else normal(2, 3, V, size=2.0)
-            self.teacher = {"teacher_logits": theirs}
+            self.inputs, theirs = {"logits": normal(2, 3, V, size=2.0)}, {"logits": normal(2, 3, V, size=2.0)}
+            if near:
+                theirs = {"logits": self.inputs["logits"] + normal(2, 3, V, size=0.03)}
+        self.teacher = {f"teacher_{name}": value for name, value in theirs.items()}
         self.weights = torch.randn(2, 3, generator=generator(1)).abs()
 
     def formulas(self, dtype, beta=0.5, top_k=0, top_k_of="teacher", add_tail=True):
         """What a user would write in PyTorch, and its gradients."""
         leaves = {name: value.to(dtype, copy=True).requires_grad_() for name, value in self.inputs.items()}
-        theirs = {name: value.to(dtype) for name, value in self.teacher.items()}
-        if self.linear:
-            x = leaves["hidden"] @ leaves["weight"].T + leaves["bias"]
-            xt = theirs["teacher_hidden"] @ theirs["teacher_weight"].T + theirs["teacher_bias"]
-        else:
-            x, xt = leaves["logits"], theirs["teacher_logits"]
-        z, zt = transformed(x, self.options), transformed(xt, self.options, "teacher_")
+        theirs = {name.removeprefix("teacher_"): value.to(dtype) for name, value in self.teacher.items()}
+        sides = ({}, {})
+        for name, value in self.options.items():
+            sides[name.startswith("teacher_")][name.removeprefix("teacher_")] = value
+        z, zt = (
+            transformed(scores_of(given), how) for given, how in zip((leaves, theirs), sides, strict=True)
+        )
         if not top_k:
             found = oracle.divergence(z.log_softmax(-1), zt.log_softmax(-1), beta)
         else:
@@ -96,10 +88,7 @@ class Problem:
             given = {name: value.flatten(0, 1) if name in flat else value for name, value in given.items()}
             given["cu_seqlens"] = offsets((3, 3)).to(device)
         function = gk.fused_linear_distillation_loss if self.linear else gk.distillation_loss
-        options = {
-            name: value.to(device) if torch.is_tensor(value) else value
-            for name, value in self.options.items()
-        }
+        options = {k: v.to(device) if torch.is_tensor(v) else v for k, v in self.options.items()}
         out = function(**given, **form, **options, backend=backend, **(call or {}))
         out.loss.backward()
         named = {f"grad {name}": leaf.grad for name, leaf in leaves.items()}

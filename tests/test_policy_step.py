@@ -28,13 +28,16 @@ TOKEN_STEP = {
     "dr_grpo": gk.DrGRPO(**CLIP, aggregation_constant=7.0),
     "sum": gk.GRPO(**CLIP, aggregation="sum"),
 }
-HOLES = torch.tensor([[1.0] * 5 + [0.0] * 4, [0.0] * 9, [1.0] * 9, [0.0, 1.0] * 4 + [1.0]])
+HOLES = torch.tensor([[1.0, 0.0] * 4 + [1.0], [0.0] * 9, [1.0] * 9, [0.0, 1.0] + [0.0] * 7])
 TERMS = {
     "plain": {},
     "on-policy": {"old_logprobs": None},
     "mask of numbers": {"loss_mask": HOLES},
     "entropy": {"entropy": torch.linspace(0.1, 2.0, B * T).view(B, T), "loss_mask": HOLES},
-    "token weights of the rollout": {"rollout_weights": torch.linspace(0.5, 1.5, B * T).view(B, T)},
+    "weights of tokens": {
+        "rollout_weights": torch.linspace(0.5, 1.5, B * T).view(B, T),
+        "loss_mask": HOLES,
+    },
     "lengths and normalizer": {"lengths": torch.tensor([3.0, 9.0, 20.0, 1.0]), "normalizer": 7.0},
 }
 REFERENCE = {"ref_logprobs": torch.linspace(-2.5, -1.5, B * T).view(B, T), "loss_mask": HOLES}

@@ -8,8 +8,9 @@ import torch
 
 import gspo_kernels as gk
 from gspo_kernels.types import stats_dtype
+from tests import oracle
 from tests.accuracy import assert_draws_as_exact
-from tests.cases import device_of, generator
+from tests.cases import device_of, generator, scores_of
 
 TRANSFORMED = {"logit_scale": -0.6, "softcap": 4.0, "temperature": 0.7}
 by_entry = pytest.mark.parametrize("linear", [False, True], ids=["logits", "hidden"])
@@ -57,11 +58,7 @@ class Problem:
     def formulas(self, dtype, within):
         """What a user would write in PyTorch."""
         leaves = {name: value.to(dtype, copy=True).requires_grad_() for name, value in self.inputs.items()}
-        x = leaves["hidden"] @ leaves["weight"].T + leaves["bias"] if self.linear else leaves["logits"]
-        z = x * self.options.get("logit_scale", 1.0)
-        if "softcap" in self.options:
-            z = self.options["softcap"] * torch.tanh(z / self.options["softcap"])
-        z = z / self.options.get("temperature", 1.0)
+        z = oracle.transformed(scores_of(leaves), 0, **self.options)
         chosen = torch.zeros(*z.shape[:-1], z.shape[-1] + 1, dtype=torch.bool)
         chosen = chosen.scatter_(-1, torch.where(self.ids >= 0, self.ids, z.shape[-1]), True)[..., :-1]
         some, whole = chosen.any(-1), chosen.all(-1)
