@@ -158,6 +158,7 @@ def make_batch(
         "entropy": uniform(*shape),
         "rollout_weights": uniform(len(ADVANTAGES)),
     }
+    has["entropy"][3] = 1.0  # of all tokens of a sequence
     wanted = {*objective.needs, *(("token_weights", "rollout_weights") if everything else ())}
     for name in ("token_weights", "ref_logprobs", "entropy"):
         has[name] = has[name].masked_fill(~mask, float("nan"))

@@ -19,7 +19,7 @@ def fp64(*values):
 
 def coefficients(log_ratios, advantages, objective):
     """Of [B, T] log-ratios."""
-    logprobs = torch.full_like(log_ratios, -2.0)
+    logprobs = torch.full_like(log_ratios, -20.0)
     return gk.policy_coefficients(logprobs, logprobs - log_ratios, advantages, objective=objective)
 
 
@@ -54,6 +54,11 @@ DEFAULTS = [
 def test_defaults():
     for cls, names, values in DEFAULTS:
         assert tuple(getattr(cls(), name) for name in names) == values, cls
+
+
+def test_vespo_clamps_each_log_ratio_before_they_add_up():
+    got = coefficients(fp64([1e4, -19.0]), fp64(1.0), gk.VESPO())
+    assert got[0, 0].item() == pytest.approx(-math.exp(2 + 3 - 3 * math.exp(1)) / 2, rel=1e-12)
 
 
 def test_m2po_leaves_out_all_of_equal_tokens_or_none():
