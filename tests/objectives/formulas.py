@@ -70,8 +70,8 @@ def gspo_token(o, q):
 
 
 def tl_grpo(o, q):
-    turns = {k: q.log_r[q.turn == k].mean() for k in q.turn.unique().tolist()} | {-1: torch.tensor(0.0)}
-    log_turn = torch.stack([turns[k].double() for k in q.turn.tolist()])
+    nothing = q.log_r.new_zeros(())
+    log_turn = torch.stack([q.log_r[q.turn == k].mean() if k >= 0 else nothing for k in q.turn.tolist()])
     return clip(attached(log_turn, q.log_r).exp(), q.advantage, o.clip_low, o.clip_high, o.dual_clip)
 
 
@@ -285,10 +285,12 @@ def kl_cov(o, qs):
 
 def m2po(o, qs):
     squares = [
-        x**2 for q in qs for x, a in zip(q.log_r.tolist(), q.advantage.tolist(), strict=True)
+        x**2
+        for q in qs
+        for x, a in zip(q.log_r.tolist(), q.advantage.tolist(), strict=True)
         if x * a > 0 or not o.one_sided
-    ]  # fmt: skip
-    squares = sorted(squares)
+    ]
+    squares.sort()
     left_out = math.inf
     while squares and sum(squares) / len(squares) > o.threshold:
         left_out = squares.pop()
