@@ -122,7 +122,7 @@ def test_rollout_weights_equal_the_loop(layout, form):
 
 
 def test_bounds_by_hand():
-    """IcePop's default bounds; a weight on a bound is kept."""
+    """IcePop's default bounds; a weight on a bound is kept; the largest k1 is of counted tokens."""
     ratios = torch.tensor([[0.49, 0.51, 1.7, 4.99, 5.01]], dtype=torch.float64)
     got = gk.rollout_weights(ratios.log(), torch.zeros_like(ratios), mode="icepop")
     assert got[0].tolist() == pytest.approx([0.0, 0.51, 1.7, 4.99, 0.0])
@@ -131,6 +131,9 @@ def test_bounds_by_hand():
         ("token", "sequence"), ({"low": 1.0}, {"high": 1.0}, {"low": 1.0, "high": 1.0})
     ):
         assert (gk.rollout_weights(same, same, level=level, mode="mask", **bounds) == 1).all()
+    first = {"loss_mask": torch.tensor([[True, False]]), "level": "sequence", "reduce": "max"}
+    got = gk.rollout_weights(torch.tensor([[0.5, 0.0]]), torch.zeros(1, 2), **first, mode="k1", high=-0.2)
+    assert got.tolist() == [1.0]
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
