@@ -97,7 +97,7 @@ def check(K, backend, *, within=False, dtype=torch.float32, call=None, **kind):
 
 
 @by_set
-@pytest.mark.parametrize("K", [1, 2, 20, 128, 613])
+@pytest.mark.parametrize("K", [1, 2, 20, 613])
 def test_equals_the_formulas(K, within, backend):
     check(K, backend, within=within, options=TRANSFORMED)
     if K in (1, 20):
