@@ -15,7 +15,7 @@ are here (``Spread``), and a kernel may have twice that, plus one rounding of it
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -118,3 +118,27 @@ def differences(got: Iterable[Tensor], exact: Iterable[Tensor]) -> list[Tensor]:
 def _norms(values: Sequence[Tensor]) -> tuple[float, float]:
     flat = torch.cat([each.detach().double().flatten() for each in values])
     return float(flat.norm()), float(flat.abs().max()) if flat.numel() else 0.0
+
+
+def assert_draws_as_exact(draws: Iterable[tuple[Callable, Callable]], dtype: torch.dtype) -> None:
+    """Results of calls in ``dtype`` are as exact as formulas in plain PyTorch are in its dtype of statistics.
+
+    A draw is ``formulas``, which takes the dtype to compute in, and ``ours``; both return tensors by name. In
+    fp64 the formulas' errors in fp32 are scaled. What is -inf in fp64 must be -inf.
+    """
+    double = dtype == torch.float64
+    scale = 2 * torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps if double else 1.0
+    errors: dict[str, list[Tensor]] = {}
+    results: dict[str, list[tuple[Tensor, Tensor]]] = {}
+    for formulas, ours in draws:
+        exact, plain = formulas(torch.float64), formulas(torch.float32)
+        for name, got in ours().items():
+            none, want = exact[name] == -torch.inf, exact[name]
+            assert got.shape == want.shape and torch.equal(got == -torch.inf, none), name
+            want, usual, got = (each.masked_fill(none, 0.0) for each in (want, plain[name], got))
+            errors.setdefault(name, []).append(scale * (usual.double() - want))
+            results.setdefault(name, []).append((got, want))
+    for name, pairs in results.items():
+        got, exact = zip(*pairs, strict=True)
+        spread = Spread.of(errors[name], by_row=name in ("grad logits", "grad hidden", "grad weight"))
+        assert_as_exact(name, differences(got, exact), spread, exact, torch.finfo(got[0].dtype).eps)

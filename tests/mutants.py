@@ -26,11 +26,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 CALLS = "tests/equivalence tests/invariants tests/test_memory.py"
-TEACHERS = "tests/test_distillation.py tests/test_distillation_calls.py"
+OBJECTIVES = "tests/objectives/test_formulas.py tests/objectives/test_promises.py tests/objectives"
+TEACHERS = "tests/test_distillation.py"
 # The tests that touch what begins like this, quick ones first. The longest beginning counts.
 TESTS = {
     "gspo_kernels/": f"tests/test_errors.py {CALLS} tests/test_batch_invariance.py tests/test_compile.py",
-    "gspo_kernels/advantages.py": "tests/test_advantages.py tests/test_distillation_peers.py",
+    "gspo_kernels/advantages.py": "tests/test_advantages.py tests/test_distillation.py",
     "gspo_kernels/cli.py": "tests/trainer/test_cli.py",
     "gspo_kernels/distillation.py": f"{TEACHERS} tests/test_errors.py",
     "gspo_kernels/divergences.py": TEACHERS,
@@ -39,7 +40,10 @@ TESTS = {
     "gspo_kernels/kernels/": f"tests/kernels tests/invariants {TEACHERS} tests/test_selected.py",
     "gspo_kernels/linear/": f"tests/schedules tests/test_products.py {TEACHERS} {CALLS} tests/parallel",
     "gspo_kernels/mismatch/": "tests/mismatch",
-    "gspo_kernels/objectives/": "tests/objectives tests/test_errors.py tests/test_policy_step.py",
+    "gspo_kernels/aggregation.py": f"{OBJECTIVES} tests/test_normalizer.py {CALLS} tests/test_errors.py",
+    "gspo_kernels/evaluate.py": f"{OBJECTIVES} tests/test_policy_step.py {CALLS}",
+    "gspo_kernels/objectives/": f"{OBJECTIVES} tests/test_errors.py tests/test_policy_step.py",
+    "gspo_kernels/step.py": f"tests/test_policy_step.py {OBJECTIVES} {CALLS}",
     "gspo_kernels/off_policy.py": "tests/test_off_policy.py",
     "gspo_kernels/ops/": f"tests/test_operators.py tests/test_selected.py {TEACHERS} {CALLS} tests/parallel",
     "gspo_kernels/parallel/": "tests/parallel tests/test_errors.py",
@@ -49,7 +53,7 @@ TESTS = {
     "gspo_kernels/selected.py": "tests/test_selected.py tests/test_errors.py tests/parallel",
     "gspo_kernels/sequence_ratio.py": "tests/test_policy_step.py tests/kernels/test_sequence_ratio.py",
     "gspo_kernels/trainer/": "tests/trainer tests/examples",
-    "csrc/": f"tests/cpp tests/test_selected.py tests/test_distillation.py tests/test_policy_step.py {CALLS}",
+    "csrc/": f"tests/cpp tests/test_selected.py {TEACHERS} tests/test_policy_step.py {CALLS}",
 }
 SPACED = {  # with spaces around
     "sign": "+:- -:+ *:/",

@@ -1,5 +1,7 @@
 """Distillation losses against their definitions in fp64, and what must hold of them."""
 
+import functools
+import importlib.util
 import itertools
 import math
 
@@ -7,10 +9,9 @@ import pytest
 import torch
 
 import gspo_kernels as gk
-from gspo_kernels.types import stats_dtype
 from tests import oracle
-from tests.accuracy import Spread, assert_as_exact, differences
-from tests.cases import AGGREGATIONS, LAYOUTS, device_of, generator, offsets
+from tests.accuracy import assert_draws_as_exact
+from tests.cases import AGGREGATIONS, device_of, generator, offsets, scores_of
 
 BETAS = (0.0, 0.3, 1.0)
 OPTIONS = {
@@ -28,17 +29,11 @@ OVER_IDS = [
     {"beta": beta, "top_k": 7, "top_k_of": side, "add_tail": tail}
     for beta, side, tail in itertools.product(BETAS, ("teacher", "student"), (True, False))
 ]
-DRAWS = 4
 COUNTED = torch.tensor([[1, 1, 0], [0, 1, 1]], dtype=torch.bool)
 
 
-def transformed(x, options, prefix=""):
-    z = x * options.get(f"{prefix}logit_scale", 1.0)
-    if f"{prefix}softcap" in options:
-        cap = options[f"{prefix}softcap"]
-        z = cap * torch.tanh(z / cap)
-    heat = options.get(f"{prefix}temperature", torch.ones(2))
-    return z / heat.to(x.dtype).view(2, 1, 1)
+def transformed(x, options):
+    return torch.stack([oracle.transformed(row, i, **options) for i, row in enumerate(x)])
 
 
 class Problem:
@@ -50,30 +45,27 @@ class Problem:
         def normal(*shape, size=1.0):
             return (size * torch.randn(*shape, generator=rng, dtype=torch.float64)).to(dtype)
 
-        self.linear, self.options, self.vocabulary = linear, OPTIONS[options], V
+        self.linear, self.options = linear, OPTIONS[options]
         if linear:
             self.inputs = {"hidden": normal(2, 3, 24), "weight": normal(V, 24, size=0.4), "bias": normal(V)}
-            self.teacher = {
-                "teacher_hidden": normal(2, 3, 40),
-                "teacher_weight": normal(V, 40, size=0.3),
-                "teacher_bias": normal(V),
-            }
+            theirs = {"hidden": normal(2, 3, 40), "weight": normal(V, 40, size=0.3), "bias": normal(V)}
         else:
-            self.inputs = {"logits": normal(2, 3, V, size=2.0)}
-            theirs = self.inputs["logits"] + normal(2, 3, V, size=0.03) if near else normal(2, 3, V, size=2.0)
-            self.teacher = {"teacher_logits": theirs}
+            self.inputs, theirs = {"logits": normal(2, 3, V, size=2.0)}, {"logits": normal(2, 3, V, size=2.0)}
+            if near:
+                theirs = {"logits": self.inputs["logits"] + normal(2, 3, V, size=0.03)}
+        self.teacher = {f"teacher_{name}": value for name, value in theirs.items()}
         self.weights = torch.randn(2, 3, generator=generator(1)).abs()
 
     def formulas(self, dtype, beta=0.5, top_k=0, top_k_of="teacher", add_tail=True):
         """What a user would write in PyTorch, and its gradients."""
         leaves = {name: value.to(dtype, copy=True).requires_grad_() for name, value in self.inputs.items()}
-        theirs = {name: value.to(dtype) for name, value in self.teacher.items()}
-        if self.linear:
-            x = leaves["hidden"] @ leaves["weight"].T + leaves["bias"]
-            xt = theirs["teacher_hidden"] @ theirs["teacher_weight"].T + theirs["teacher_bias"]
-        else:
-            x, xt = leaves["logits"], theirs["teacher_logits"]
-        z, zt = transformed(x, self.options), transformed(xt, self.options, "teacher_")
+        theirs = {name.removeprefix("teacher_"): value.to(dtype) for name, value in self.teacher.items()}
+        sides = ({}, {})
+        for name, value in self.options.items():
+            sides[name.startswith("teacher_")][name.removeprefix("teacher_")] = value
+        z, zt = (
+            transformed(scores_of(given), how) for given, how in zip((leaves, theirs), sides, strict=True)
+        )
         if not top_k:
             found = oracle.divergence(z.log_softmax(-1), zt.log_softmax(-1), beta)
         else:
@@ -96,10 +88,7 @@ class Problem:
             given = {name: value.flatten(0, 1) if name in flat else value for name, value in given.items()}
             given["cu_seqlens"] = offsets((3, 3)).to(device)
         function = gk.fused_linear_distillation_loss if self.linear else gk.distillation_loss
-        options = {
-            name: value.to(device) if torch.is_tensor(value) else value
-            for name, value in self.options.items()
-        }
+        options = {k: v.to(device) if torch.is_tensor(v) else v for k, v in self.options.items()}
         out = function(**given, **form, **options, backend=backend, **(call or {}))
         out.loss.backward()
         named = {f"grad {name}": leaf.grad for name, leaf in leaves.items()}
@@ -107,78 +96,68 @@ class Problem:
         return {name: value.detach().cpu() for name, value in named.items()}
 
 
-def check(backend, *, dtype=torch.float32, packed=False, call=None, forms=None, first=0, **kind):
-    """As exact as plain PyTorch in the statistics' dtype, over a few draws from the ``first`` on."""
+def check(backend, *, dtype=torch.float32, packed=False, call=None, forms=None, **kind):
+    """As exact as plain PyTorch in the statistics' dtype, over a few draws."""
     for form in [{"beta": beta} for beta in BETAS] if forms is None else forms:
-        errors, ours, exacts = {}, {}, {}
-        in_double = dtype == torch.float64
-        scale = 2 * torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps if in_double else 1.0
-        for draw in range(first, first + (2 if backend == "triton" else DRAWS)):
-            problem = Problem(dtype=dtype, draw=draw, **kind)
-            exact = problem.formulas(torch.float64, **form)
-            plain = problem.formulas(torch.float32 if in_double else stats_dtype(dtype), **form)
-            for name, got in problem.ours(backend, packed, call, **form).items():
-                errors.setdefault(name, []).append(scale * (plain[name].double() - exact[name]))
-                ours.setdefault(name, []).append(got)
-                exacts.setdefault(name, []).append(exact[name])
-        for name, results in ours.items():
-            by_row = name in ("grad logits", "grad hidden", "grad weight")
-            spread = Spread.of(errors[name], by_row=by_row)
-            eps = torch.finfo(results[0].dtype).eps
-            found = differences(results, exacts[name])
-            assert_as_exact(f"{form} {name}", found, spread, exacts[name], eps)
+        problems = [Problem(dtype=dtype, draw=i, **kind) for i in range(2 if backend == "triton" else 4)]
+        pairs = [
+            (
+                functools.partial(problem.formulas, **form),
+                functools.partial(problem.ours, backend, packed, call, **form),
+            )
+            for problem in problems
+        ]
+        assert_draws_as_exact(pairs, dtype)
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-def test_from_logits(options, backend):
-    check(backend, options=options)
-    check(backend, options=options, V=640, packed=True)
+CHUNKS = {"max_chunk_bytes": 4 * 613 * 4}  # both sides' logits of two tokens at once
+LOW = [{"beta": 0.3}, OVER_IDS[-2]]
+CASES = {
+    "logits": {},
+    "logits transformed, packed": {"options": "transformed", "V": 640, "packed": True},
+    # the divergence is a thousandth of what its terms are, and below
+    "a student near its teacher": {"near": True},
+    "hidden": {"linear": True, "call": CHUNKS},
+    "hidden transformed": {"linear": True, "call": CHUNKS, "options": "transformed"},
+    "ids": {"forms": OVER_IDS, "options": "transformed"},
+    "ids of hidden": {"forms": OVER_IDS[::5], "linear": True, "call": CHUNKS},
+    "fp16 logits": {"dtype": torch.float16, "forms": LOW, "packed": True},
+    "fp16 hidden": {"dtype": torch.float16, "forms": LOW, "packed": True, "linear": True},
+    "bf16 hidden": {"dtype": torch.bfloat16, "forms": LOW, "packed": True, "linear": True},
+    "fp64 hidden": {"dtype": torch.float64, "forms": LOW, "packed": True, "linear": True},
+}
 
 
-def test_a_student_near_its_teacher(backend):
-    """Where the divergence is a thousandth of what its terms are, and below."""
-    check(backend, near=True)
-
-
-@pytest.mark.parametrize("options", OPTIONS)
-def test_from_hidden_states(options, backend):
-    # both sides' logits of two tokens at once
-    check(backend, linear=True, options=options, call={"max_chunk_bytes": 4 * 613 * 4})
-
-
-def test_over_ids(backend):
-    # the interpreter takes its time
-    check(backend, forms=OVER_IDS[::5] if backend == "triton" else OVER_IDS, options="transformed")
-    check(backend, forms=OVER_IDS[::5], linear=True, call={"max_chunk_bytes": 4 * 613 * 4})
+@pytest.mark.parametrize("name", CASES)
+def test_equals_the_formulas(name, backend):
+    case = dict(CASES[name])
+    if name == "ids" and backend == "triton":
+        case["forms"] = OVER_IDS[::5]  # the interpreter takes its time
+    check(backend, **case)
 
 
 @pytest.mark.parametrize("linear", [False, True], ids=["logits", "hidden"])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
-def test_dtypes(dtype, linear, backend):
-    check(backend, dtype=dtype, linear=linear, packed=True, forms=[{"beta": 0.3}, OVER_IDS[-2]])
-
-
-def test_two_dtypes(backend):
-    """A teacher in another dtype than the student's, on both entries."""
-    for linear, beta in itertools.product((False, True), BETAS):
+def test_two_dtypes(linear, backend):
+    """A teacher in another dtype than the student's."""
+    for beta, student_is_narrow in zip(BETAS, (False, True, False), strict=True):
         problem = Problem(linear=linear)
-        problem.teacher = {name: value.bfloat16() for name, value in problem.teacher.items()}
+        for narrow, side in ((student_is_narrow, problem.inputs), (not student_is_narrow, problem.teacher)):
+            side.update({name: value.bfloat16() for name, value in side.items() if narrow})
         exact, ours = problem.formulas(torch.float64, beta), problem.ours(backend, beta=beta)
+        if student_is_narrow:
+            assert (ours["divergence"] - exact["divergence"]).abs().max() < 1e-5
+            continue
         plain = problem.formulas(torch.float32, beta)
         for name, got in ours.items():
             allowed = 4 * (plain[name] - exact[name]).norm() + 1e-6 * exact[name].norm()
             assert (got - exact[name]).norm() <= allowed, name
-        problem.inputs = {name: value.bfloat16() for name, value in problem.inputs.items()}
-        problem.teacher = {name: value.float() for name, value in problem.teacher.items()}
-        exact, ours = problem.formulas(torch.float64, beta), problem.ours(backend, beta=beta)
-        assert (ours["divergence"] - exact["divergence"]).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("tail", [True, False], ids=["with the tail", "within"])
 def test_ids_that_an_engine_has_scored(tail, backend):
     """As the teacher's own top k; ids that are missing, repeated, or all that there are."""
     device = device_of(backend)
-    for linear, beta in itertools.product((False, True), BETAS):
+    for linear, beta in zip((tail, not tail, tail), BETAS, strict=True):
         problem = Problem(linear=linear)
         shown = problem.ours(backend, beta=beta, top_k=7, add_tail=tail)
         theirs = list(problem.teacher.values())
@@ -206,24 +185,19 @@ def test_a_sure_engine_leaves_a_little(backend):
         torch.testing.assert_close(out.divergence.cpu().double(), exact, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-def test_aggregations(aggregation, layout):
+def test_aggregations(aggregation):
     """Those of the objectives: the loss is Linear's of the negative divergences as log-probs."""
     problem = Problem()
-    given = {**problem.inputs, **problem.teacher}
-    layout_terms = {"loss_mask": COUNTED, "lengths": torch.tensor([5.0, 3.0]), "normalizer": 1.7}
-    weights = problem.weights
-    if layout == "packed":
-        given = {name: value.flatten(0, 1) for name, value in given.items()}
-        layout_terms |= {"loss_mask": COUNTED.flatten(), "cu_seqlens": offsets((3, 3))}
-        weights = weights.flatten()
     how = {"aggregation": aggregation, "aggregation_constant": 9 if aggregation == "constant" else None}
-    out = gk.distillation_loss(**given, **layout_terms, **how, token_weights=weights)
-    same = gk.policy_loss(
-        out.divergence, None, None, **layout_terms, token_weights=weights, objective=gk.Linear(**how)
-    )
-    torch.testing.assert_close(out.loss, same.loss, rtol=1e-6, atol=0.0)
+    tokens = {**problem.inputs, **problem.teacher, "loss_mask": COUNTED, "token_weights": problem.weights}
+    flat = {name: value.flatten(0, 1) for name, value in tokens.items()} | {"cu_seqlens": offsets((3, 3))}
+    for given in (tokens, flat):
+        given |= {"lengths": torch.tensor([5.0, 3.0]), "normalizer": 1.7}
+        out = gk.distillation_loss(**given, **how)
+        terms = {name: value for name, value in given.items() if not name.endswith("logits")}
+        same = gk.policy_loss(out.divergence, None, None, **terms, objective=gk.Linear(**how))
+        torch.testing.assert_close(out.loss, same.loss, rtol=1e-6, atol=0.0)
 
 
 # --- what must hold
@@ -267,30 +241,27 @@ SPECIAL = {
 }
 
 
-@pytest.mark.parametrize("name", SPECIAL)
-def test_banned_tokens_infinities_and_nan(name, backend):
-    student, teacher, values, gradients = SPECIAL[name]
-    for top_k, (beta, value, gradient) in itertools.product(
-        (0, 3), zip(BETAS, values, gradients, strict=True)
-    ):
-        logits = torch.tensor([[student, [0.1, 0.2, 0.3]]], device=device_of(backend)).requires_grad_()
-        theirs = torch.tensor([[teacher, [0.3, 0.2, 0.1]]], device=logits.device)
-        out = gk.distillation_loss(logits, theirs, beta=beta, top_k=top_k, backend=backend)
+def test_banned_tokens_infinities_and_nan(backend):
+    """All rows in one call: what is undefined stays in its row."""
+    students, teachers, kinds, smooth = zip(*SPECIAL.values(), strict=True)
+    start, theirs = (torch.tensor(rows).unsqueeze(1).to(device_of(backend)) for rows in (students, teachers))
+    z, zt = (rows[:, 0].cpu().double() for rows in (start, theirs))
+    p, q = z.softmax(-1), zt.softmax(-1)
+    for top_k, (k, beta) in itertools.product((0, 3), enumerate(BETAS)):
+        logits = start.clone().requires_grad_()
+        out = gk.distillation_loss(logits, theirs, beta=beta, top_k=top_k, aggregation="sum", backend=backend)
         out.loss.backward()
-        got, grad = out.divergence[0, 0].cpu(), logits.grad[0, 0].cpu()
-        assert {"f": got.isfinite(), "i": got == math.inf, "n": got.isnan()}[value], (beta, top_k, got)
-        assert bool(grad.isfinite().all()) == (gradient == "f"), (beta, top_k, grad)
-        assert logits.grad[0, 1].isfinite().all() and out.divergence[0, 1].isfinite()
-        if gradient == "f":
-            z, zt = (torch.tensor(row, dtype=torch.float64) for row in (student, teacher))
-            p, q = z.softmax(-1), zt.softmax(-1)
-            m = (1 - beta) * p + beta * q
-            far = (p / (q if beta == 1 else m)).log().nan_to_num(0.0, 0.0, 0.0) * (p > 0)
-            want = p - q if beta == 0 else (1.0 if beta == 1 else 1 - beta) * p * (far - (p * far).sum())
-            assert (grad - want / 2).abs().max() < 1e-6, (beta, top_k)
-            if value == "f":
-                direct_value = oracle.divergence(z.log_softmax(-1), zt.log_softmax(-1), beta).nan_to_num(0.0)
-                assert (got - direct_value).abs() < 1e-6
+        values = oracle.divergence(z.log_softmax(-1), zt.log_softmax(-1), beta).nan_to_num(0.0)
+        student, m = (1.0 if beta == 1 else 1 - beta), (1 - beta) * p + beta * q
+        far = (p / (q if beta == 1 else m)).log().nan_to_num(0.0, 0.0, 0.0) * (p > 0)
+        slopes = p - q if beta == 0 else student * p * (far - (p * far).sum(-1, keepdim=True))
+        for i, name in enumerate(SPECIAL):
+            got, grad, where = out.divergence[i, 0].cpu(), logits.grad[i, 0].cpu(), (name, beta, top_k)
+            assert ("f" if got.isfinite() else "n" if got.isnan() else "i") == kinds[i][k], where
+            assert bool(grad.isfinite().all()) == (smooth[i][k] == "f"), where
+            if smooth[i][k] == "f":
+                assert (grad - slopes[i]).abs().max() < 1e-6, where
+                assert kinds[i][k] != "f" or (got - values[i]).abs() < 1e-6, where
 
 
 def test_the_backward_may_overwrite_the_logits(backend):
@@ -308,3 +279,247 @@ def test_the_backward_may_overwrite_the_logits(backend):
         exact = problem.formulas(torch.float64, **form)["grad logits"]
         errors = [float((each.cpu() - exact).norm()) for each in (leaf.grad, grad)]
         assert max(errors) <= 2 * min(errors) + 1e-7 * float(exact.norm())
+
+
+# --- how it is called
+
+
+def test_several_backwards_and_upstream_factors():
+    for linear in (False, True):
+        problem = Problem(linear=linear)
+        leaves = [value.clone().requires_grad_() for value in problem.inputs.values()]
+        given = dict(zip(problem.inputs, leaves, strict=True)) | problem.teacher
+        function = gk.fused_linear_distillation_loss if linear else gk.distillation_loss
+        out = function(**given)
+        first, second = (torch.autograd.grad(3.0 * out.loss, leaves, retain_graph=True) for _ in range(2))
+        (alone,) = torch.autograd.grad(function(**given).loss, leaves[:1])
+        torch.testing.assert_close(first[0], 3 * alone)
+        assert all((a - b).abs().max() <= 1e-6 * b.abs().max() for a, b in zip(first, second, strict=True))
+        with torch.no_grad():
+            assert torch.equal(function(**given).divergence, out.divergence)
+        only = {**given, **{name: value.detach() for name, value in given.items() if name != "bias"}}
+        if linear:
+            (grad,) = torch.autograd.grad(function(**only).loss, only["bias"])
+            torch.testing.assert_close(grad, first[2] / 3)
+
+
+def test_the_teacher_gets_no_gradient_and_autocast_casts_both():
+    problem = Problem(linear=True)
+    leaves = {name: value.requires_grad_() for name, value in (problem.inputs | problem.teacher).items()}
+    with torch.autocast("cpu", torch.bfloat16):
+        out = gk.fused_linear_distillation_loss(**leaves)
+    low = {name: value.detach().bfloat16() for name, value in leaves.items()}
+    assert torch.equal(out.divergence, gk.fused_linear_distillation_loss(**low).divergence)
+    out.loss.backward()
+    assert {name for name, leaf in leaves.items() if leaf.grad is not None} == set(problem.inputs)
+
+
+@pytest.mark.parametrize("linear", [False, True], ids=["logits", "hidden"])
+def test_compiled_equals_eager(linear):
+    problem = Problem(linear=linear, options="transformed", V=61)
+
+    def step(*leaves):
+        given = dict(zip(problem.inputs, leaves, strict=True)) | problem.teacher
+        function = gk.fused_linear_distillation_loss if linear else gk.distillation_loss
+        whole = function(**given, loss_mask=COUNTED, beta=0.3, **problem.options)
+        over = function(**given, beta=1.0, top_k=4, aggregation="sequence_mean")
+        return whole.loss + over.loss
+
+    torch._dynamo.reset()
+    results = []
+    for function in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
+        leaves = [value.clone().requires_grad_() for value in problem.inputs.values()]
+        loss = function(*leaves)
+        loss.backward()
+        results.append([loss, *(leaf.grad for leaf in leaves)])
+    for eager, compiled in zip(*results, strict=True):
+        torch.testing.assert_close(compiled, eager, rtol=1e-6, atol=1e-8)
+
+
+LOGITS, IDS = torch.zeros(2, 3, 9), torch.zeros(2, 3, 4, dtype=torch.int64)
+SCORED = {"teacher_logits": None, "ids": IDS, "teacher_logprobs": IDS.float()}
+WRONG = {
+    "beta: got 1.5": {"beta": 1.5},
+    "beta: got str": {"beta": "forward"},
+    "top_k: got 10": {"top_k": 10},
+    "top_k: got -1": {"top_k": -1},
+    "top_k_of: got 'both'": {"top_k": 2, "top_k_of": "both"},
+    "top_k_of: got 'student' without": {"top_k_of": "student"},
+    "add_tail: got False, but": {"add_tail": False},
+    "ids: got a tensor, expected None along with teacher_logits": {"ids": IDS},
+    "teacher_logits: got None": {"teacher_logits": None},
+    r"teacher_logits: got shape \(2, 3, 8\)": {"teacher_logits": torch.zeros(2, 3, 8)},
+    "top_k: got 2, expected 0 along with ids": SCORED | {"top_k": 2},
+    "teacher_logprobs: got shape": SCORED | {"teacher_logprobs": torch.zeros(2, 3, 5)},
+    "ids: got 9": SCORED | {"ids": IDS + 9},
+    "teacher_logit_scale or teacher_softcap: got one": SCORED | {"teacher_softcap": 2.0},
+    "aggregation: got 'mean'": {"aggregation": "mean"},
+    "loss_mask: got shape": {"loss_mask": torch.ones(2, 4)},
+    "loss_mask: expected only 0 and 1": {"loss_mask": torch.full((2, 3), 2)},
+    "^teacher_temperature: got -1": {"teacher_temperature": -1.0},
+    "^teacher_temperature: got shape": {"teacher_temperature": torch.ones(3)},
+    "^teacher_softcap: got 0": {"teacher_softcap": 0.0},
+    "temperature: expected only positive": {"temperature": torch.tensor([1.0, 0.0])},
+    "inplace_backward: got int": {"inplace_backward": 1},
+}
+HEADS = {
+    "hidden": torch.zeros(2, 3, 4),
+    "weight": torch.zeros(9, 4),
+    "teacher_hidden": torch.zeros(2, 3, 5),
+    "teacher_weight": torch.zeros(9, 5),
+}
+WRONG_HEADS = {
+    r"teacher_weight: got shape \(8, 5\), expected \(9, 5\)": {"teacher_weight": torch.zeros(8, 5)},
+    r"teacher_hidden: got shape \(2, 4, 5\)": {"teacher_hidden": torch.zeros(2, 4, 5)},
+    "teacher_weight: got None": {"teacher_weight": None},
+    "teacher_weight: got a tensor, expected None without": {
+        "teacher_hidden": None, "ids": IDS, "teacher_logprobs": IDS.float(),
+    },
+    "teacher_bias: got shape": {"teacher_bias": torch.zeros(8)},
+    "teacher_weight: got torch.bfloat16": {"teacher_weight": torch.zeros(9, 5).bfloat16()},
+    "teacher_weight: got torch.float64 with batch_invariant": {
+        "teacher_hidden": torch.zeros(2, 3, 5).double(), "teacher_weight": torch.zeros(9, 5).double(),
+        "batch_invariant": True,
+    },
+}  # fmt: skip
+
+
+def test_wrong_arguments():
+    for message, change in WRONG.items():
+        with pytest.raises((TypeError, ValueError), match=message):
+            gk.distillation_loss(LOGITS, **({"teacher_logits": LOGITS} | change))
+    for message, change in WRONG_HEADS.items():
+        with pytest.raises((TypeError, ValueError), match=message):
+            gk.fused_linear_distillation_loss(**(HEADS | change))
+
+
+def test_gradients_keep_their_bits_in_batch_invariant_mode():
+    """Whatever the chunks, and of each row whatever rows there are."""
+    rng = generator(3)
+    hidden, teacher, weight, teacher_weight = (
+        torch.randn(*shape, generator=rng) for shape in ((200, 70), (200, 90), (60, 70), (60, 90))
+    )
+
+    def run(rows, chosen=slice(None)):
+        leaves = [hidden[chosen].clone().requires_grad_(), weight.clone().requires_grad_()]
+        out = gk.fused_linear_distillation_loss(
+            *leaves, teacher[chosen], teacher_weight, cu_seqlens=offsets((len(leaves[0]),)), normalizer=7.0,
+            max_chunk_bytes=rows * 60 * 8, batch_invariant=True,
+        )  # fmt: skip
+        return out.divergence, *torch.autograd.grad(0.3 * out.loss, leaves)
+
+    whole = run(200)
+    assert all(torch.equal(a, b) for a, b in zip(run(33), whole, strict=True))
+    few = run(150, slice(41, 43))
+    assert all(torch.equal(a, b[41:43]) for a, b in zip(few[:2], whole[:2], strict=True))
+
+
+# --- peers
+
+
+def needs(package):
+    return pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=f"{package} is missing")
+
+
+def assert_equal(ours, theirs, inputs):
+    """Losses, and the gradients of the student's leaves."""
+    results = []
+    for function in (ours, theirs):
+        leaves = [value.clone().requires_grad_() for value in inputs]
+        loss = function(*leaves)
+        results.append([loss.detach(), *torch.autograd.grad(loss, leaves)])
+    for got, wanted in zip(*results, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=2e-4, atol=2e-6)
+
+
+@needs("trl")
+@pytest.mark.parametrize("beta", BETAS)
+def test_trl(beta):
+    """``ChunkedDivergenceFunction`` from hidden states, with scale and cap on each side; GKD from logits."""
+    from trl.experimental.gkd.gkd_trainer import GKDTrainer
+    from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
+
+    problem = Problem(linear=True)
+    teacher, their_weight, their_bias = problem.teacher.values()
+
+    def ours(hidden, weight, bias):
+        return gk.fused_linear_distillation_loss(
+            hidden, weight, teacher, their_weight, bias=bias, teacher_bias=their_bias, beta=beta,
+            temperature=1.3, logit_scale=0.7, softcap=9.0, teacher_logit_scale=0.9, teacher_softcap=8.0,
+        ).loss  # fmt: skip
+
+    def theirs(hidden, weight, bias):
+        divergence, _ = ChunkedDivergenceFunction.apply(
+            hidden.flatten(0, 1), weight, bias, teacher.flatten(0, 1), their_weight, their_bias, beta, 1.3,
+            0.7, 9.0, 0.9, 8.0,
+        )  # fmt: skip
+        return divergence.mean()
+
+    assert_equal(ours, theirs, problem.inputs.values())
+    problem, labels = Problem(), torch.tensor([[1, -100, 2], [3, 4, -100]])
+    (teacher,) = problem.teacher.values()
+    how = {"beta": beta, "temperature": 1.3}
+    assert_equal(
+        lambda logits: gk.distillation_loss(logits, teacher, **how, loss_mask=labels >= 0).loss,
+        lambda logits: GKDTrainer.generalized_jsd_loss(logits, teacher, labels, **how),
+        problem.inputs.values(),
+    )
+
+
+@needs("liger_kernel")
+@pytest.mark.parametrize("beta", BETAS)
+def test_liger(beta):
+    """``LigerFusedLinearJSDLoss`` without its cross-entropy; labels mask."""
+    from liger_kernel.chunked_loss import LigerFusedLinearJSDLoss
+
+    problem, labels = Problem(linear=True), torch.tensor([[1, -100, 2], [3, 4, -100]])
+    teacher, their_weight, their_bias = problem.teacher.values()
+    liger = LigerFusedLinearJSDLoss(0.0, 1.0, beta, temperature=1.3, compiled=False, chunk_size=2)
+    assert_equal(
+        lambda hidden, weight, bias: gk.fused_linear_distillation_loss(
+            hidden, weight, teacher, their_weight, bias=bias, teacher_bias=their_bias, beta=beta,
+            temperature=1.3, loss_mask=labels >= 0,
+        ).loss,
+        lambda hidden, weight, bias: liger(
+            hidden.flatten(0, 1), weight, teacher.flatten(0, 1), their_weight, labels.flatten(), bias,
+            their_bias,
+        ),
+        problem.inputs.values(),
+    )  # fmt: skip
+
+
+# --- sampled tokens
+
+
+def test_advantages_are_teacher_minus_student():
+    student = torch.tensor([[-1.0, -math.inf, -2.0, math.nan]], requires_grad=True)
+    teacher = torch.tensor([[-0.5, -math.inf, -math.inf, 0.0]])
+    mask = torch.tensor([[1, 1, 1, 0]])
+    found = gk.advantages.reverse_kl(student, teacher, loss_mask=mask, coef=2.0)
+    assert found.tolist() == [[1.0, 0.0, -math.inf, 0.0]] and not found.requires_grad
+    for message, arguments in {
+        "teacher_logprobs: got shape": (student, teacher[:, :3]),
+        "logprobs: got torch.int64": (mask, teacher),
+    }.items():
+        with pytest.raises((TypeError, ValueError), match=message):
+            gk.advantages.reverse_kl(*arguments)
+    with pytest.raises(ValueError, match="loss_mask: got shape"):
+        gk.advantages.reverse_kl(student, teacher, loss_mask=mask[:, :3])
+    with pytest.raises(ValueError, match="coef: got 0"):
+        gk.advantages.reverse_kl(student, teacher, coef=0)
+
+
+def test_their_policy_gradient_is_the_reverse_kls_in_expectation():
+    """Every token of a small vocabulary as a sample, weighted by its probability."""
+    V, rng = 11, generator(0)
+    logits = torch.randn(1, 1, V, generator=rng, dtype=torch.float64, requires_grad=True)
+    teacher = torch.randn(1, 1, V, generator=rng, dtype=torch.float64)
+    (wanted,) = torch.autograd.grad(gk.distillation_loss(logits, teacher, beta=1.0).loss, logits)
+    every, labels = logits.expand(1, V, V), torch.arange(V).unsqueeze(0)
+    old = gk.token_logprobs(every, labels).logprobs.detach()
+    advantages = gk.advantages.reverse_kl(old, gk.token_logprobs(teacher.expand(1, V, V), labels).logprobs)
+    out = gk.fused_policy_loss(
+        every, labels, old, advantages, rollout_weights=old.exp(), objective=gk.GRPO(aggregation="sum")
+    )
+    (grad,) = torch.autograd.grad(out.loss, logits)
+    torch.testing.assert_close(grad, wanted, rtol=1e-10, atol=1e-12)

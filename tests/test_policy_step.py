@@ -28,13 +28,16 @@ TOKEN_STEP = {
     "dr_grpo": gk.DrGRPO(**CLIP, aggregation_constant=7.0),
     "sum": gk.GRPO(**CLIP, aggregation="sum"),
 }
-HOLES = torch.tensor([[1.0] * 5 + [0.0] * 4, [0.0] * 9, [1.0] * 9, [0.0, 1.0] * 4 + [1.0]])
+HOLES = torch.tensor([[1.0, 0.0] * 4 + [1.0], [0.0] * 9, [1.0] * 9, [0.0, 1.0] + [0.0] * 7])
 TERMS = {
     "plain": {},
     "on-policy": {"old_logprobs": None},
     "mask of numbers": {"loss_mask": HOLES},
     "entropy": {"entropy": torch.linspace(0.1, 2.0, B * T).view(B, T), "loss_mask": HOLES},
-    "token weights of the rollout": {"rollout_weights": torch.linspace(0.5, 1.5, B * T).view(B, T)},
+    "weights of tokens": {
+        "rollout_weights": torch.linspace(0.5, 1.5, B * T).view(B, T),
+        "loss_mask": HOLES,
+    },
     "lengths and normalizer": {"lengths": torch.tensor([3.0, 9.0, 20.0, 1.0]), "normalizer": 7.0},
 }
 REFERENCE = {"ref_logprobs": torch.linspace(-2.5, -1.5, B * T).view(B, T), "loss_mask": HOLES}
@@ -50,12 +53,17 @@ TOKEN_TERMS = {
     "advantages of tokens": {"advantages": torch.linspace(-1.0, 1.0, B * T).view(B, T), "loss_mask": HOLES},
     "zero advantages": {"advantages": torch.tensor([0.0, 1.0, -0.4, 0.0])},
 }
-CASES = [(objective, terms) for objective in STEP for terms in TERMS]
-CASES += [(objective, terms) for objective in TOKEN_STEP for terms in TERMS | TOKEN_TERMS]
-CASES += [(objective, terms) for objective in ("tokens", "dual", "dual grpo", "dapo") for terms in KL_TERMS]
 LAID_OUT = [(False, torch.float32), (True, torch.float32), (False, torch.float64), (True, torch.bfloat16)]
-# Two of them for a case, in turn: terms and layouts have nothing to do with each other.
-CASES_AS_LAID_OUT = [(*case, *LAID_OUT[(i + k) % 4]) for i, case in enumerate(CASES) for k in (0, 1)]
+
+
+def cases(objectives, terms):
+    """All terms, each with two of the objectives and with two of the layouts, in turn."""
+    some = itertools.cycle(objectives)
+    pairs = [(next(some), term) for term in terms for _ in range(2)]
+    return [(*pair, *LAID_OUT[(i + i // 4) % 4]) for i, pair in enumerate(pairs)]
+
+
+CASES = cases(STEP, TERMS | KL_TERMS) + cases(TOKEN_STEP, TERMS | KL_TERMS | TOKEN_TERMS)
 
 
 @pytest.fixture(params=["cpp", "triton"])
@@ -93,7 +101,7 @@ def outcome(terms, objective, device="cpu", *, packed=False, dtype=torch.float32
     return out, logprobs.grad
 
 
-@pytest.mark.parametrize(("objective", "terms", "packed", "dtype"), CASES_AS_LAID_OUT, ids=str)
+@pytest.mark.parametrize(("objective", "terms", "packed", "dtype"), CASES, ids=str)
 def test_one_launch_equals_the_evaluation(monkeypatch, launching, objective, terms, packed, dtype):
     arguments = ((TERMS | TOKEN_TERMS | KL_TERMS)[terms], (STEP | TOKEN_STEP)[objective], launching)
     options = {"packed": packed, "dtype": dtype}
@@ -116,68 +124,60 @@ def test_one_launch_equals_the_evaluation(monkeypatch, launching, objective, ter
     torch.testing.assert_close(grad, want_grad, **tolerance)
 
 
-BEYOND = {
-    "kl": {"ref_logprobs": torch.zeros(B, T) - 2.0, "kl_beta": 0.1, "kl_ratio_weighted": True},
-    "entropy bonus": {"entropy": torch.ones(B, T), "entropy_coef": 0.1},
-    "token weights": {"token_weights": torch.ones(B, T)},
-}
-
-
-@pytest.mark.parametrize("objective", [gk.GSPO(), gk.GRPO()])
-@pytest.mark.parametrize("terms", BEYOND)
-def test_terms_beyond_it_are_evaluated(monkeypatch, terms, objective):
-    assert evaluations(monkeypatch, BEYOND[terms], objective) == 1
-
-
-class Halved(gk.GRPO):
+def halved(base):
     """Another loss with the same options."""
 
-    def evaluate(self, batch):
-        result = super().evaluate(batch)
-        return result._replace(loss=result.loss / 2)
+    class Halved(base):
+        def evaluate(self, batch):
+            result = super().evaluate(batch)
+            return result._replace(loss=result.loss / 2)
+
+    return Halved()
 
 
-@pytest.mark.parametrize("objective", [gk.GSPOToken(), Halved(), gk.CISPO()])
-def test_objectives_beyond_it_are_evaluated(monkeypatch, objective):
-    assert evaluations(monkeypatch, {}, objective) == 1
+REFERENCE_KL = {"ref_logprobs": torch.full((B, T), -2.0), "kl_beta": 0.1, "kl_ratio_weighted": True}
+ENTROPY_BONUS = {"entropy": torch.ones(B, T), "entropy_coef": 0.1}
+BEYOND = [(objective, {}) for objective in (gk.GSPOToken(), gk.CISPO(), halved(gk.GRPO), halved(gk.GSPO))]
+BEYOND += [
+    (objective, terms)
+    for objective in (gk.GSPO(), gk.GRPO())
+    for terms in (REFERENCE_KL, ENTROPY_BONUS, {"token_weights": torch.ones(B, T)})
+]
 
 
-def evaluations(monkeypatch, terms, objective):
+@pytest.mark.parametrize(("objective", "terms"), BEYOND)
+def test_what_is_beyond_it_is_evaluated(monkeypatch, objective, terms):
     called = []
     evaluate = step.evaluate
     monkeypatch.setattr(step, "evaluate", lambda *args: called.append(1) or evaluate(*args))
     outcome(terms, objective)
-    return len(called)
+    assert called == [1]
 
 
 INFINITE = torch.tensor(list(itertools.product(*((x, -math.inf, math.nan) for x in (-1.0, -1.1, -1.3)))))
 
 
-@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-@pytest.mark.parametrize("advantage", [2.0, -2.0, 0.0])
 @pytest.mark.parametrize(
-    "objective", [gk.GRPO(), gk.GRPO(dual_clip=3.0), gk.GSPO(clip_low=0.2, clip_high=0.2)]
+    "objective", [gk.GRPO(dual_clip=3.0), gk.GSPO(clip_low=0.2, clip_high=0.2)], ids=["tokens", "sequences"]
 )
-def test_infinities_are_those_of_the_evaluation(monkeypatch, launching, objective, advantage, estimator):
-    """Each combination of finite, banned and undefined log-probs is a token, beside a finite one; where
-    values are looked at, some of them are refused.
+def test_infinities_are_those_of_the_evaluation(monkeypatch, launching, objective):
+    """Each combination of finite, banned and undefined log-probs is a token, with a finite one in its
+    sequence; where values are looked at, some of them are refused.
     """
     monkeypatch.setattr(terms, "checked_values", lambda device: False)
     monkeypatch.setattr(step, "checked_values", lambda device: False)
-    new, old, reference = (column.to(launching).unsqueeze(1) for column in INFINITE.unbind(1))
-    beside = torch.full_like(new, -1.5)
+    tokens = torch.stack([INFINITE, torch.full_like(INFINITE, -1.5)], 2).to(launching)
+    kinds = [(2.0, "k1", 0.5), (2.0, "k3", 0.5), (-2.0, "k1", 0.0), (-2.0, "k2", 0.5), (0.0, "k3", 0.5)]
 
     def results():
         found = []
-        for i in range(len(new)):
-            leaf = torch.cat([new[i], beside[i]]).unsqueeze(0).requires_grad_()
-            before, ref = (torch.cat([one[i], beside[i]]).unsqueeze(0) for one in (old, reference))
-            advantages = torch.tensor([advantage], device=launching)
-            for beta in (0.0, 0.5) if estimator == "k1" else (0.5,):
-                kl = {"ref_logprobs": ref, "kl_beta": beta, "kl_estimator": estimator}
-                out = gk.policy_loss(leaf, before, advantages, objective=objective, **kl)
-                (grad,) = torch.autograd.grad(out.loss, leaf)
-                found += [out.loss.detach(), *out.metrics.values(), *grad.flatten()]
+        for one, (advantage, estimator, beta) in itertools.product(tokens.split(1), kinds):
+            logprobs, old, reference = one.unbind(1)
+            leaf, advantages = logprobs.clone().requires_grad_(), logprobs.new_tensor([advantage])
+            kl = {"ref_logprobs": reference, "kl_beta": beta, "kl_estimator": estimator}
+            out = gk.policy_loss(leaf, old, advantages, objective=objective, **kl)
+            (grad,) = torch.autograd.grad(out.loss, leaf)
+            found += [out.loss.detach(), *out.metrics.values(), *grad.flatten()]
         return torch.stack(found)
 
     got = results()

@@ -1,5 +1,6 @@
 """Log-probs over what the sampler could have drawn: ``kept_ids``, ``kept_mask``, and sets rebuilt."""
 
+import itertools
 import math
 
 import pytest
@@ -12,19 +13,33 @@ from tests.cases import device_of, draw_kept, generator
 V = 2048 + 77  # a second block, and words that end within it
 
 
-def problem(backend="auto", count=40):
+def problem(backend="auto"):
     """Logits, labels and sets of ids that they are in."""
     rng, device = generator(0), device_of(backend)
     labels = torch.randint(0, V, (2, 3), generator=rng)
-    ids = draw_kept(labels, V, count, rng)
+    ids = draw_kept(labels, V, 40, rng)
     return torch.randn(2, 3, V, generator=rng).to(device), labels.to(device), ids.to(device)
 
 
-def as_columns(ids):
-    kept = torch.zeros(*ids.shape[:-1], V, dtype=torch.bool, device=ids.device)
-    for row, own in zip(kept.flatten(0, -2), ids.flatten(0, -2).tolist(), strict=True):
-        row[[i for i in own if i >= 0]] = True
-    return kept
+def columns(ids):
+    """Bool [..., V]: the ids, by one-hot rows."""
+    return torch.nn.functional.one_hot(ids.where(ids >= 0, V), V + 1).amax(-2)[..., :V].bool()
+
+
+def results(logits, labels, backend, factor=1.0, **options):
+    """Log-probs, entropy and the gradient of their sum."""
+    leaf = logits.clone().requires_grad_()
+    out = gk.token_logprobs(leaf, labels, return_entropy=True, backend=backend, **options)
+    (out.logprobs * factor + out.entropy).sum().backward()
+    return out.logprobs.detach(), out.entropy.detach(), leaf.grad
+
+
+def assert_same_bits(results):
+    first, *others = results
+    for other in others:
+        assert all(
+            torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)) for a, b in zip(first, other, strict=True)
+        )
 
 
 # --- what a mask is
@@ -32,152 +47,141 @@ def as_columns(ids):
 
 @pytest.mark.parametrize("vocabulary", [1, 31, 32, 33, 64, 70])
 def test_words_hold_the_bits_of_their_ids(vocabulary):
-    rng = generator(vocabulary)
-    ids = torch.randint(0, vocabulary, (5, 40), generator=rng).masked_fill(torch.arange(40) % 3 == 0, -100)
+    ids = torch.randint(0, vocabulary, (5, 40), generator=generator(vocabulary))
+    ids = ids.masked_fill(torch.arange(40) % 3 == 0, -100)
     mask = bits.packed_ids(ids, vocabulary)
     assert mask.dtype == torch.int32 and mask.shape == (5, math.ceil(vocabulary / 32))
-    for row, own in zip(mask.tolist(), ids.tolist(), strict=True):
-        as_number = sum((word % 2**32) << (32 * i) for i, word in enumerate(row))
-        assert as_number == sum(1 << i for i in {i for i in own if i >= 0})
+    for words, row in zip(mask.tolist(), ids.tolist(), strict=True):
+        as_number = sum((word % 2**32) << (32 * i) for i, word in enumerate(words))
+        assert as_number == sum(1 << i for i in set(row) if i >= 0)
     kept = bits.columns(mask, vocabulary)
     assert torch.equal(bits.packed_columns(kept), mask)
-    everything = torch.arange(vocabulary).expand(5, vocabulary)
-    assert torch.equal(torch.stack([bits.holds(mask, ids) for ids in everything.unbind(1)], 1), kept)
+    every = [bits.holds(mask, torch.full((5,), i)) for i in range(vocabulary)]
+    assert torch.equal(torch.stack(every, 1), kept)
 
 
-def test_ids_and_mask_say_the_same(backend):
+def test_ids_and_masks_say_the_same(backend):
     logits, labels, ids = problem(backend)
-    by_ids = gk.token_logprobs(logits, labels, kept_ids=ids, backend=backend).logprobs
-    for given in (ids.flip(-1), torch.cat([ids, ids], -1).int()):
-        assert torch.equal(
-            by_ids, gk.token_logprobs(logits, labels, kept_ids=given, backend=backend).logprobs
-        )
     mask = bits.packed_ids(ids, V)
     strided = torch.stack([mask, ~mask], -1)[..., 0]
-    for given in (mask, strided):
-        assert torch.equal(
-            by_ids, gk.token_logprobs(logits, labels, kept_mask=given, backend=backend).logprobs
-        )
+    of_ids = [{"kept_ids": each} for each in (ids, ids.flip(-1), torch.cat([ids, ids], -1).int())]
+    of_masks = [{"kept_mask": each} for each in (mask, strided)]
+    assert_same_bits(results(logits, labels, backend, **kept) for kept in of_ids + of_masks)
 
 
 # --- what is cut has no part in anything
 
 
-@pytest.mark.parametrize("options", [{}, {"softcap": 3.0}, {"logit_scale": -2.0, "temperature": 0.5}])
-@pytest.mark.parametrize("factor", [1.0, math.inf])
+@pytest.mark.parametrize(
+    ("options", "factor"),
+    [({}, math.inf), ({"softcap": 3.0, "logit_scale": -2.0, "temperature": 0.5}, 1.0)],
+    ids=["an infinite gradient", "transformed"],
+)
 def test_cut_logits_are_inert_whatever_they_hold(options, factor, backend):
     logits, labels, ids = problem(backend)
-    cut = ~as_columns(ids)
-    results = []
-    for what in (0.0, math.nan, math.inf, -math.inf):
-        leaf = logits.masked_fill(cut, what).requires_grad_()
-        out = gk.token_logprobs(leaf, labels, kept_ids=ids, return_entropy=True, backend=backend, **options)
-        (out.logprobs * factor + out.entropy).sum().backward()
-        assert (leaf.grad[cut] == 0).all()
-        results.append((out.logprobs.detach(), out.entropy.detach(), leaf.grad.nan_to_num(7.0)))
-    for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+    cut = ~columns(ids)
+    found = [
+        results(logits.masked_fill(cut, what), labels, backend, factor, kept_ids=ids, **options)
+        for what in (0.0, math.nan, math.inf, -math.inf)
+    ]
+    assert_same_bits(found)
+    assert all((grad[cut] == 0).all() for *_, grad in found)
 
 
-@pytest.mark.parametrize("entry", ["known", "rows"])
-def test_rows_of_gradient_products_are_inert_too(entry, backend):
+@pytest.mark.parametrize("schedule", ["known", "two_pass"])
+def test_rows_of_gradient_products_are_inert_too(schedule, backend):
     """By hidden states: a bias that is infinite for ids that nobody may draw."""
     rng, device = generator(3), device_of(backend)
     hidden, weight = (torch.randn(*shape, 8, generator=rng).to(device) for shape in ((2, 3), (V,)))
     _, labels, ids = problem(backend)
-    ids = ids.masked_fill(ids > V // 2, -100).masked_fill((ids == labels.unsqueeze(-1)), 5)
-    labels = torch.full_like(labels, 5)
+    ids = ids.masked_fill(ids > V // 2, -100).masked_fill(ids == labels.unsqueeze(-1), 5)
     grads = []
     for what in (0.0, math.inf):
         leaves = [x.clone().requires_grad_() for x in (hidden, weight)]
         bias = torch.zeros(V).masked_fill(torch.arange(V) > V // 2, what).to(device)
-        schedule = "known" if entry == "known" else "two_pass"
-        loss = gk.fused_linear_policy_loss(
-            *leaves, labels, None, torch.tensor([1.0, -1.0], device=device), bias=bias, kept_ids=ids,
-            schedule=schedule, max_chunk_bytes=2 * V * 4, backend=backend,
-        ).loss  # fmt: skip
-        loss.backward()
+        gk.fused_linear_policy_loss(
+            *leaves, torch.full_like(labels, 5), None, torch.tensor([1.0, -1.0], device=device), bias=bias,
+            kept_ids=ids, schedule=schedule, max_chunk_bytes=2 * V * 4, backend=backend,
+        ).loss.backward()  # fmt: skip
         grads.append([leaf.grad for leaf in leaves])
-    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+    assert_same_bits(grads)
     assert all(grad.isfinite().all() and grad.any() for grad in grads[0])
 
 
-def test_a_set_of_the_label_alone_is_certain(backend):
+def test_sets_of_the_label_alone_and_of_everything(backend):
     logits, labels, _ = problem(backend)
-    leaf = logits.requires_grad_()
-    out = gk.token_logprobs(leaf, labels, kept_ids=labels.unsqueeze(-1), return_entropy=True, backend=backend)
-    (out.logprobs + out.entropy).sum().backward()
-    assert (out.logprobs == 0).all() and (out.entropy == 0).all() and (leaf.grad == 0).all()
-
-
-def test_a_set_of_everything_changes_no_bit(backend):
-    logits, labels, _ = problem(backend)
+    assert not any(x.any() for x in results(logits, labels, backend, kept_ids=labels.unsqueeze(-1)))
     everything = torch.full((2, 3, bits.words(V)), -1, dtype=torch.int32, device=logits.device)
-    results = []
-    for options in ({}, {"kept_mask": everything}):
-        leaf = logits.clone().requires_grad_()
-        out = gk.token_logprobs(leaf, labels, return_entropy=True, backend=backend, **options)
-        (out.logprobs + out.entropy).sum().backward()
-        results.append((*out, leaf.grad))
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert_same_bits(results(logits, labels, backend, **kept) for kept in ({}, {"kept_mask": everything}))
 
 
 # --- errors
 
 
-def test_a_label_outside_of_its_set_is_an_error_with_its_position(backend):
+def test_a_label_outside_of_its_set(backend, monkeypatch):
+    """An error with its position; where values are not looked at, its log-prob is NaN."""
     logits, labels, ids = problem(backend)
     labels[1, 2] = next(i for i in range(V) if i not in ids[1, 2].tolist())
-    message = rf"labels: got {int(labels[1, 2])} at position \[1, 2\], which the sampling mask there cuts"
-    for entry in ("token_logprobs", "fused_policy_loss"):
-        arguments = () if entry == "token_logprobs" else (None, torch.ones(2, device=labels.device))
-        with pytest.raises(ValueError, match=message):
-            getattr(gk, entry)(logits, labels, *arguments, kept_ids=ids, backend=backend)
+    shared = {"kept_ids": ids, "backend": backend}
     hidden, weight = torch.randn(2, 3, 4).to(labels.device), torch.randn(V, 4).to(labels.device)
-    with pytest.raises(ValueError, match=message):
-        gk.linear_token_logprobs(hidden, weight, labels, kept_ids=ids, backend=backend)
-    # where it doesn't count, nobody looks
-    labels[1, 2] = -100
-    assert gk.token_logprobs(logits, labels, kept_ids=ids, backend=backend).logprobs[1, 2] == 0
-
-
-def test_without_looking_at_values_its_log_prob_is_nan(backend, monkeypatch):
-    logits, labels, ids = problem(backend)
-    labels[1, 2] = next(i for i in range(V) if i not in ids[1, 2].tolist())
+    for call in (
+        lambda: gk.token_logprobs(logits, labels, **shared),
+        lambda: gk.fused_policy_loss(logits, labels, None, torch.ones(2, device=labels.device), **shared),
+        lambda: gk.linear_token_logprobs(hidden, weight, labels, **shared),
+    ):
+        with pytest.raises(
+            ValueError, match=rf"labels: got {int(labels[1, 2])} at position \[1, 2\], which the"
+        ):
+            call()
     monkeypatch.setattr("gspo_kernels.ops.logprobs.checked_values", lambda device: False)
-    leaf = logits.requires_grad_()
-    logprobs = gk.token_logprobs(leaf, labels, kept_ids=ids, backend=backend).logprobs
+    leaf = logits.clone().requires_grad_()
+    logprobs = gk.token_logprobs(leaf, labels, **shared).logprobs
     assert logprobs.isnan().nonzero().tolist() == [[1, 2]]
     torch.where(logprobs.isnan(), 0.0, logprobs).sum().backward()
     assert leaf.grad.isfinite().all() and (leaf.grad[1, 2] == 0).all()
+    monkeypatch.undo()
+    labels[1, 2] = -100  # where it doesn't count, nobody looks
+    assert gk.token_logprobs(logits, labels, **shared).logprobs[1, 2] == 0
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"kept_ids": torch.zeros(2, 3, dtype=torch.int64)}, ValueError, r"kept_ids: got shape \(2, 3\)"),
-        ({"kept_ids": torch.zeros(2, 4, 5, dtype=torch.int64)}, ValueError, "kept_ids: got shape"),
-        ({"kept_ids": torch.zeros(2, 3, 5)}, TypeError, "kept_ids: got torch.float32"),
-        ({"kept_ids": [[1]]}, TypeError, "kept_ids: got list"),
-        ({"kept_ids": torch.full((2, 3, 5), V)}, ValueError, f"kept_ids: got {V}, expected 0 <= id < {V}"),
-        ({"kept_ids": torch.full((2, 3, 5), -1)}, ValueError, "kept_ids: got -1"),
-        ({"kept_mask": torch.zeros(2, 3, 9, dtype=torch.int32)}, ValueError, r"kept_mask: .*\(2, 3, 67\)"),
-        ({"kept_mask": torch.zeros(2, 3, 67, dtype=torch.int64)}, TypeError, "kept_mask: got torch.int64"),
-        (
-            {"kept_ids": torch.zeros(2, 3, 5, dtype=torch.int64), "kept_mask": torch.zeros(2, 3, 67)},
-            ValueError,
-            "kept_mask: got a mask, expected None along with kept_ids",
-        ),
-    ],
-)  # fmt: skip
-def test_wrong_arguments(options, error, message):
+WRONG_SETS = [
+    ({"kept_ids": torch.zeros(2, 3).long()}, ValueError, r"kept_ids: got shape \(2, 3\)"),
+    ({"kept_ids": torch.zeros(2, 4, 5).long()}, ValueError, "kept_ids: got shape"),
+    ({"kept_ids": torch.zeros(2, 3, 5)}, TypeError, "kept_ids: got torch.float32"),
+    ({"kept_ids": [[1]]}, TypeError, "kept_ids: got list"),
+    ({"kept_ids": torch.full((2, 3, 5), V)}, ValueError, f"kept_ids: got {V}, expected 0 <= id < {V}"),
+    ({"kept_ids": torch.full((2, 3, 5), -1)}, ValueError, "kept_ids: got -1"),
+    ({"kept_mask": torch.zeros(2, 3, 9).int()}, ValueError, r"kept_mask: .*\(2, 3, 67\)"),
+    ({"kept_mask": torch.zeros(2, 3, 67).long()}, TypeError, "kept_mask: got torch.int64"),
+    (
+        {"kept_ids": torch.zeros(2, 3, 5).long(), "kept_mask": torch.zeros(2, 3, 67)},
+        ValueError,
+        "kept_mask: got a mask, expected None along with kept_ids",
+    ),
+]
+WRONG_RULES = [
+    ({"top_k": -1}, ValueError, "top_k: got -1"),
+    ({"top_k": 2.0}, TypeError, "top_k: got float"),
+    ({"top_p": 0.0}, ValueError, "top_p: got 0.0"),
+    ({"top_p": 1.1}, ValueError, "top_p: got 1.1"),
+    ({"min_p": 1.0}, ValueError, "min_p: got 1.0"),
+    ({"temperature": 0.0}, ValueError, "temperature: got 0.0"),
+    ({"engine": "sglang"}, ValueError, "engine: got 'sglang'"),
+    ({"labels": torch.zeros(2, 2).long()}, ValueError, "logits: got shape"),
+]
+
+
+def test_wrong_arguments():
     logits, labels, _ = problem()
-    with pytest.raises(error, match=message):
-        gk.token_logprobs(logits, labels, **options)
-    with pytest.raises(error, match=message):
-        gk.fused_linear_policy_loss(
-            torch.randn(2, 3, 4), torch.randn(V, 4), labels, None, torch.ones(2), **options
-        )
+    hidden, weight = torch.randn(2, 3, 4), torch.randn(V, 4)
+    for options, error, message in WRONG_SETS:
+        with pytest.raises(error, match=message):
+            gk.token_logprobs(logits, labels, **options)
+        with pytest.raises(error, match=message):
+            gk.linear_token_logprobs(hidden, weight, labels, **options)
+    for options, error, message in WRONG_RULES:
+        with pytest.raises(error, match=message):
+            gk.sampling_mask(logits, **options)
 
 
 # --- sets rebuilt
@@ -212,12 +216,12 @@ RULES = [
 
 @pytest.mark.parametrize("engine", ["transformers", "vllm"])
 @pytest.mark.parametrize("rules", RULES, ids=str)
-@pytest.mark.parametrize("scale", [0.1, 3.0, 20.0])
-def test_sets_are_those_of_the_engines(rules, scale, engine):
+def test_sets_are_those_of_the_engines(rules, engine):
     # fp64, where neither side's sums are rounded beyond the edge of a set
-    logits = scale * torch.randn(12, 3001, generator=generator(1), dtype=torch.float64)
-    kept = bits.columns(gk.sampling_mask(logits, engine=engine, **rules), 3001)
-    assert torch.equal(kept, warped(logits, engine=engine, **rules))
+    flat = torch.randn(12, 3001, generator=generator(1), dtype=torch.float64)
+    for scale in (0.1, 3.0, 20.0):
+        kept = bits.columns(gk.sampling_mask(scale * flat, engine=engine, **rules), 3001)
+        assert torch.equal(kept, warped(scale * flat, engine=engine, **rules))
 
 
 def test_sets_of_thousands_of_ids():
@@ -251,41 +255,13 @@ def test_what_was_drawn_is_in_its_set():
     logits, labels, _ = problem()
     labels[0, 1] = -100
     mask = gk.sampling_mask(logits, top_k=1, labels=labels)
-    kept = bits.columns(mask, V)
-    assert kept.sum(-1).tolist() == [[2, 1, 2], [2, 2, 2]]
+    assert bits.columns(mask, V).sum(-1).tolist() == [[2, 1, 2], [2, 2, 2]]
     assert gk.token_logprobs(logits, labels, kept_mask=mask).logprobs.isfinite().all()
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"top_k": -1}, ValueError, "top_k: got -1"),
-        ({"top_k": 2.0}, TypeError, "top_k: got float"),
-        ({"top_p": 0.0}, ValueError, "top_p: got 0.0"),
-        ({"top_p": 1.1}, ValueError, "top_p: got 1.1"),
-        ({"min_p": 1.0}, ValueError, "min_p: got 1.0"),
-        ({"temperature": 0.0}, ValueError, "temperature: got 0.0"),
-        ({"engine": "sglang"}, ValueError, "engine: got 'sglang'"),
-        ({"labels": torch.zeros(2, 2, dtype=torch.int64)}, ValueError, "logits: got shape"),
-    ],
-)
-def test_wrong_rules(options, error, message):
-    with pytest.raises(error, match=message):
-        gk.sampling_mask(torch.randn(2, 3, 5), **options)
-
-
-@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
-@pytest.mark.parametrize("wrong", [40, -1, -99])
-def test_labels_outside_of_the_vocabulary_are_refused(wrong, packed):
-    logits, labels = torch.randn(2, 3, 40), torch.tensor([[0, -100, 39], [1, wrong, 2]])
-    place = r"\[4\]" if packed else r"\[1, 1\]"
-    if packed:
-        logits, labels = logits.flatten(0, 1), labels.flatten()
-    message = rf"labels: got {wrong} at position {place}, expected 0 <= label < 40, or -100"
-    with pytest.raises(ValueError, match=message):
-        gk.sampling_mask(logits, top_k=2, labels=labels)
-    labels[labels == wrong] = -100
-    assert gk.sampling_mask(logits, top_k=2, labels=labels).shape == (*labels.shape, 2)
+    for wrong, (shape, place) in itertools.product((V, -1, -99), (((2, 3), r"\[1, 1\]"), ((6,), r"\[4\]"))):
+        labels[1, 1] = wrong
+        message = rf"labels: got {wrong} at position {place}, expected 0 <= label < {V}, or -100"
+        with pytest.raises(ValueError, match=message):
+            gk.sampling_mask(logits.view(*shape, V), top_k=2, labels=labels.view(shape))
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -299,8 +275,7 @@ def test_rows_without_a_softmax_are_refused(monkeypatch, rules, bad):
     with pytest.raises(ValueError, match=r"logits: got NaN or \+inf at position \[4\]"):
         gk.sampling_mask(logits.flatten(0, 1), labels=torch.zeros(6, dtype=torch.int64), **rules)
     # where nothing was drawn, and where nothing is looked at, such a row keeps everything
-    labels = torch.full((2, 3), -100)
-    inert = gk.sampling_mask(logits, labels=labels, **rules)
+    inert = gk.sampling_mask(logits, labels=torch.full((2, 3), -100), **rules)
     monkeypatch.setattr(sampling, "checked_values", lambda device: False)
     for mask in (inert, gk.sampling_mask(logits, **rules)):
         assert bits.columns(mask, 40)[1, 1].all()

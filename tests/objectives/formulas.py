@@ -1,284 +1,388 @@
-"""The formula sheet in plain Python floats: what each objective's loss and coefficient must be.
+"""The formula sheet: the loss of every objective as its source writes it, in fp64 PyTorch, one sequence after
+the other.
 
-``value`` is a sequence's loss before aggregation (one number, or one per token); it takes what is under a
-stop-gradient from ``frozen``. ``slopes`` are the stated coefficients. Nothing here comes from the package.
+``detach`` stands for a stop-gradient; coefficients come from autograd. Nothing here comes from the package.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Sequence:
-    """The counted tokens of one sequence."""
+    """The counted tokens of one sequence, [n] fp64 each; what is one per sequence is repeated."""
 
-    logp: tuple[float, ...]
-    old: tuple[float, ...]
-    advantage: tuple[float, ...]  # per token, all equal where there is one per sequence
+    logp: Tensor
+    old: Tensor
+    advantage: Tensor
+    rollout: Tensor
+    weight: Tensor
+    ref: Tensor
+    entropy: Tensor
+    turn: Tensor
     length: float
-    weights: tuple[float, ...]
-    ref: tuple[float, ...] = ()
-    entropy: tuple[float, ...] = ()
-    turns: tuple[int, ...] = ()
+    group: int
 
     @property
-    def l(self):  # noqa: E743
-        return [w * (a - b) for w, a, b in zip(self.weights, self.logp, self.old, strict=True)]
+    def log_r(self) -> Tensor:
+        return self.weight * (self.logp - self.old)
 
     @property
-    def weighted_logp(self):
-        return [w * a for w, a in zip(self.weights, self.logp, strict=True)]
+    def log_s(self) -> Tensor:
+        return self.log_r.sum() / self.length
 
     @property
-    def log_s(self):
-        return sum(self.l) / self.length
-
-    def moved(self, t: int, step: float) -> Sequence:
-        """One log-prob moved."""
-        return replace(self, logp=(*self.logp[:t], self.logp[t] + step, *self.logp[t + 1 :]))
+    def log_ref(self) -> Tensor:
+        return self.weight * (self.logp - self.ref)
 
 
-def clipped(r, a, low, high, dual=None):
-    """PPO's loss and its slope in log r."""
-    value = -min(r * a, min(max(r, 1 - low), 1 + high) * a)
-    cut = (a > 0 and r > 1 + high) or (a < 0 and r < 1 - low)
-    if dual is not None and a < 0 and r > dual:
-        return -dual * a, 0.0
-    return value, 0.0 if cut else -r * a
+def attached(value: Tensor, to: Tensor) -> Tensor:
+    """``value`` with the gradient of ``to``."""
+    return value.detach() + to - to.detach()
 
 
-def sigmoid(x):
-    return 1 / (1 + math.exp(-x))
+def clip(r, a, low, high, dual=None):
+    """PPO's clipped loss; for A < 0 at most ``-dual A``."""
+    loss = -torch.minimum(r * a, torch.clamp(r, 1 - low, 1 + high) * a)
+    return loss if dual is None else torch.where(a < 0, torch.minimum(loss, -dual * a), loss)
 
 
-def mean_over_turn(q: Sequence):
-    out = []
-    for k in q.turns:
-        members = [x for x, j in zip(q.l, q.turns, strict=True) if j == k]
-        out.append(sum(members) / len(members) if k >= 0 else 0.0)
-    return out
+def by_sign(a, positive, negative):
+    return torch.where(a > 0, a.new_tensor(positive), a.new_tensor(negative))
 
 
-def segment_log_ratios(o, q: Sequence):
-    level = {"GSPOToken": "sequence", "TLGRPO": "turn"}.get(type(o).__name__, "token")
-    return {"token": q.l, "sequence": [q.log_s] * len(q.l), "turn": mean_over_turn(q) if q.turns else []}[
-        level
-    ]
+# Formulas of one sequence: a value per token, or one for the sequence.
 
 
-def clipped_tokens(o, q, z):
-    """GRPO and its kin, GSPO-token, TL-GRPO."""
-    values, slopes = [], []
-    now = q.l
-    for base, x, x0, a in zip(segment_log_ratios(o, z), now, z.l, q.advantage, strict=True):
-        v, g = clipped(math.exp(base + (x - x0)), a, o.clip_low, o.clip_high, o.dual_clip)
-        values.append(v)
-        slopes.append(g)
-    return values, slopes
+def grpo(o, q):
+    return clip(q.log_r.exp(), q.advantage, o.clip_low, o.clip_high, o.dual_clip)
 
 
-def gspo(o, q, z):
-    value, slope = clipped(math.exp(q.log_s), q.advantage[0], o.clip_low, o.clip_high, o.dual_clip)
-    return value, [slope / q.length] * len(q.l)
+def gspo_token(o, q):
+    r = attached(q.log_s, q.log_r).exp()
+    return clip(r, q.advantage, o.clip_low, o.clip_high, o.dual_clip)
 
 
-def espo(o, q, z):
-    value, slopes = gspo(o, q, z)
-    if o.elbo_kl_beta:
-        distance = sum(w * (a - b) for w, a, b in zip(q.weights, q.logp, q.ref, strict=True))
-        value += o.elbo_kl_beta * distance**2 / (2 * q.length)
-        slopes = [g + o.elbo_kl_beta * distance / q.length for g in slopes]
-    return value, slopes
+def tl_grpo(o, q):
+    nothing = q.log_r.new_zeros(())
+    log_turn = torch.stack([q.log_r[q.turn == k].mean() if k >= 0 else nothing for k in q.turn.tolist()])
+    return clip(attached(log_turn, q.log_r).exp(), q.advantage, o.clip_low, o.clip_high, o.dual_clip)
 
 
-def gmpo(o, q, z):
+def gspo(o, q):
+    return clip(q.log_s.exp(), q.advantage[0], o.clip_low, o.clip_high, o.dual_clip)
+
+
+def espo(o, q):
+    # rollout weights, by which the value is multiplied, leave this KL alone
+    kl = o.elbo_kl_beta * q.log_ref.sum().square() / (2 * q.length)
+    return gspo(o, q) + kl / q.rollout.mean()
+
+
+def gmpo(o, q):
     a = q.advantage[0]
-    cut = [(a > 0 and x > o.log_clip_high) or (a < 0 and x < -o.log_clip_low) for x in q.l]
-    bounded = [
-        (o.log_clip_high if a > 0 else -o.log_clip_low) if c else x for x, c in zip(q.l, cut, strict=True)
-    ]
-    w = math.exp(sum(bounded) / q.length)
-    return -a * w, [0.0 if c else -a * w / q.length for c in cut]
+    bounded = q.log_r.clamp(max=o.log_clip_high) if a > 0 else q.log_r.clamp(min=-o.log_clip_low)
+    return -a * (bounded.sum() / q.length).exp()
 
 
-def sapo(o, q, z):
-    values, slopes = [], []
-    for x, a in zip(q.l, q.advantage, strict=True):
-        tau, r = (o.tau_positive if a > 0 else o.tau_negative), math.exp(x)
-        sig = sigmoid(tau * (r - 1))
-        values.append(-a * 4 / tau * sig)
-        slopes.append(-4 * a * sig * (1 - sig) * r)
-    return values, slopes
+def soft_gate(o, q):
+    tau = by_sign(q.advantage, o.tau_positive, o.tau_negative)
+    return 4 / tau * torch.sigmoid(tau * (q.log_r.exp() - 1))
 
 
-def sspo(o, q, z):
-    a = q.advantage[0]
-    tau = o.tau_positive if a > 0 else o.tau_negative
-    r = [math.exp(x) for x in q.l]
-    if o.gate == "sigmoid":
-        gates = [4 / tau * sigmoid(tau * (x - 1)) for x in r]
-        phi = [tau * (1 - sigmoid(tau * (x - 1))) * x for x in r]
-    else:
-        gates, phi = r, [1.0] * len(r)
-    w = math.exp(sum(map(math.log, gates)) / q.length)
-    return -a * w, [-a * w / q.length * p for p in phi]
+def sapo(o, q):
+    return -q.advantage * soft_gate(o, q)
 
 
-def abc(o, q, z):
-    values, slopes = [], []
-    for x, a in zip(q.l, q.advantage, strict=True):
-        low = o.positive_low if a > 0 else o.negative_low
-        high = o.positive_high if a > 0 else o.negative_high
-        r = math.exp(x)
-        values.append(-a * min(max(r, 1 - low), 1 + high))
-        slopes.append(-a * r if 1 - low <= r <= 1 + high else 0.0)
-    return values, slopes
+def sspo(o, q):
+    gate = soft_gate(o, q) if o.gate == "sigmoid" else q.log_r.exp()
+    return -q.advantage[0] * (gate.log().sum() / q.length).exp()
 
 
-def dhpo(o, q, z):
-    n = len(q.l)
+def abc_grpo(o, q):
+    low = by_sign(q.advantage, 1 - o.positive_low, 1 - o.negative_low)
+    high = by_sign(q.advantage, 1 + o.positive_high, 1 + o.negative_high)
+    return -q.advantage * torch.clamp(q.log_r.exp(), low, high)
+
+
+def dhpo(o, q):
+    spread = q.entropy.max() - q.entropy.min()
+    alpha = o.mix
     if o.mix == "entropy":
-        least, most = min(q.entropy), max(q.entropy)
-        alpha = [(h - least) / (most - least) if most > least else 0.5 for h in q.entropy]
+        alpha = (q.entropy - q.entropy.min()) / spread if spread > 0 else 0.5
+    tokens = clip(q.log_r.exp(), q.advantage, o.clip_low, o.clip_high)
+    whole = clip(q.log_s.exp(), q.advantage, o.sequence_clip_low, o.sequence_clip_high)
+    return alpha * tokens + (1 - alpha) * whole
+
+
+def fspo(o, q):
+    total, a, root = q.log_r.sum(), q.advantage[0], math.sqrt(q.length)
+    bounded = total.clamp(-o.log_clip_low * root, o.log_clip_high * root)
+    return -torch.minimum(total.exp() * a, bounded.exp() * a)
+
+
+def ctpo(o, q):
+    width = torch.arange(1.0, len(q.logp) + 1, dtype=torch.float64) ** o.power
+    c = attached(q.log_r.clamp(-20, 20).cumsum(0), q.log_r).exp()
+    dual = None if o.log_dual_clip is None else (o.log_dual_clip * width).exp()
+    low, high = 1 - (-o.log_clip_low * width).exp(), (o.log_clip_high * width).exp() - 1
+    return clip(c, q.advantage, low, high, dual)
+
+
+def fipo(o, q):
+    r = q.log_r.exp()
+    moved = q.log_r.clamp(-20, 20).where(r <= (o.dual_clip or math.inf), 0.0)
+    decay = 0.5 ** (torch.arange(len(r), dtype=torch.float64) / o.half_life)
+    future = torch.stack([(decay[: len(r) - t] * moved[t:]).sum() for t in range(len(r))])
+    factor = future.exp().clamp(1 - o.influence_low, 1 + o.influence_high)
+    factor = torch.where((q.advantage < 0) & (r > o.safe_ratio), factor.clamp(max=1.0), factor)
+    return factor.detach() * grpo(o, q)
+
+
+def prime_ipo(o, q):
+    keep = (q.logp.exp() - q.old.exp()).abs() <= o.eps
+    r = attached(q.log_r.clamp(max=math.log(o.max_ratio)), q.log_r).exp()
+    return -(keep * q.advantage * r) + o.kl_tau * q.log_r.square()
+
+
+def dro(o, q):
+    return -(q.advantage * q.weight * q.logp - o.beta / 2 * q.log_r.square())
+
+
+def policy_gradient(weight):
+    """``-sg[weight] A logp``."""
+
+    def formula(o, q):
+        return -weight(o, q).detach() * q.advantage * q.weight * q.logp
+
+    return formula
+
+
+def cispo_weight(o, q):
+    return q.log_r.exp().clamp(o.min_ratio, o.max_ratio)
+
+
+def topr_weight(o, q):
+    ratio = (q.log_r.sum() if o.ratio_level == "sequence" else q.log_r).exp()
+    return torch.where(q.advantage > 0, 1.0, ratio.clamp(max=1.0))
+
+
+def vespo_weight(o, q):
+    w = q.log_r.clamp(-20, 20).sum().clamp(math.log(1e-8), 20).exp()
+    positive = w**o.k_positive * (o.lambda_positive * (1 - w)).exp()
+    negative = w**o.k_negative * (o.lambda_negative * (1 - w)).exp()
+    return torch.where(q.advantage >= 0, positive, negative)
+
+
+def dppo_weight(o, q):
+    p, old = q.logp.exp(), q.old.exp()
+    if o.divergence == "tv":
+        keep = torch.where(q.advantage > 0, p - old <= o.bound_high, p - old >= -o.bound_low)
     else:
-        alpha = [o.mix] * n
-    tokens = [clipped(math.exp(x), a, o.clip_low, o.clip_high) for x, a in zip(q.l, q.advantage, strict=True)]
-    s = math.exp(q.log_s)
-    whole = [clipped(s, a, o.sequence_clip_low, o.sequence_clip_high) for a in q.advantage]
-    shared = sum((1 - al) * w[1] for al, w in zip(alpha, whole, strict=True)) / q.length
-    values = [al * t[0] + (1 - al) * w[0] for al, t, w in zip(alpha, tokens, whole, strict=True)]
-    return values, [al * t[1] + shared for al, t in zip(alpha, tokens, strict=True)]
+        kl = old * (old / p).log() + (1 - old) * ((1 - old) / (1 - p)).log()
+        up, down = (kl <= o.bound_high) | (p <= old), (kl <= o.bound_low) | (p >= old)
+        keep = torch.where(q.advantage > 0, up, down)
+    return q.log_r.exp().clamp(max=o.max_ratio) * keep
 
 
-def weighted(weight):
-    """-sg[weight] A logp."""
-
-    def both(o, q, z):
-        slopes = [-w * a for w, a in zip(weight(o, z), q.advantage, strict=True)]
-        return [g * x for g, x in zip(slopes, q.weighted_logp, strict=True)], slopes
-
-    return both
-
-
-def cispo_weight(o, z):
-    return [min(max(math.exp(x), o.min_ratio), o.max_ratio) for x in z.l]
-
-
-def topr_weight(o, z):
-    whole = [sum(z.l)] * len(z.l) if o.ratio_level == "sequence" else z.l
-    return [1.0 if a > 0 else min(math.exp(x), 1.0) for x, a in zip(whole, z.advantage, strict=True)]
-
-
-def vespo_weight(o, z):
-    log_w = sum(min(max(x, -20.0), 20.0) for x in z.l)
-    w = math.exp(min(max(log_w, math.log(1e-8)), 20.0))
-    out = []
-    for a in z.advantage:
-        k, lam = (o.k_positive, o.lambda_positive) if a >= 0 else (o.k_negative, o.lambda_negative)
-        out.append(math.exp(lam) * w**k * math.exp(-lam * w))
-    return out
-
-
-def dppo_weight(o, z):
-    out = []
-    for x, a, new, old in zip(z.l, z.advantage, z.logp, z.old, strict=True):
-        p, p_old = math.exp(new), math.exp(old)
-        if o.divergence == "tv":
-            keep = p - p_old <= o.bound_high if a > 0 else p - p_old >= -o.bound_low
-        else:
-            kl = p_old * math.log(p_old / p) + (1 - p_old) * math.log((1 - p_old) / (1 - p))
-            keep = (kl <= o.bound_high or p <= p_old) if a > 0 else (kl <= o.bound_low or p >= p_old)
-        out.append(min(math.exp(x), o.max_ratio) * keep)
-    return out
-
-
-def prime_ipo(o, q, z):
-    values, slopes = [], []
-    for x, x0, a, new, old in zip(q.l, z.l, q.advantage, z.logp, z.old, strict=True):
-        keep = abs(math.exp(new) - math.exp(old)) <= o.eps
-        r = min(math.exp(x0), o.max_ratio) * math.exp(x - x0)
-        values.append(-keep * a * r + o.kl_tau * x * x)
-        slopes.append(-keep * a * r + 2 * o.kl_tau * x)
-    return values, slopes
-
-
-def fspo(o, q, z):
-    a, total, root = q.advantage[0], sum(q.l), math.sqrt(q.length)
-    inside = min(max(total, -o.log_clip_low * root), o.log_clip_high * root)
-    value = -min(math.exp(total) * a, math.exp(inside) * a)
-    cut = (a > 0 and total > inside) or (a < 0 and total < inside)
-    return value, [0.0 if cut else -a * math.exp(total)] * len(q.l)
-
-
-def ctpo(o, q, z):
-    values, slopes = [], []
-    for t, (x, a) in enumerate(zip(q.l, q.advantage, strict=True)):
-        width = (t + 1) ** o.power
-        log_c = sum(min(max(y, -20.0), 20.0) for y in z.l[: t + 1]) + (x - z.l[t])
-        dual = math.inf if o.log_dual_clip is None else math.exp(o.log_dual_clip * width)
-        low, high = math.exp(-o.log_clip_low * width), math.exp(o.log_clip_high * width)
-        value, slope = clipped(math.exp(log_c), a, 1 - low, high - 1, dual)
-        values.append(value)
-        slopes.append(slope)
-    return values, slopes
-
-
-def fipo(o, q, z):
-    most = math.inf if o.dual_clip is None else math.log(o.dual_clip)
-    moved = [0.0 if x > most else min(max(x, -20.0), 20.0) for x in z.l]
-    values, slopes = [], []
-    for t, (x, a) in enumerate(zip(q.l, q.advantage, strict=True)):
-        future = sum(0.5 ** (k / o.half_life) * y for k, y in enumerate(moved[t:]))
-        f = min(max(math.exp(future), 1 - o.influence_low), 1 + o.influence_high)
-        if a < 0 and math.exp(z.l[t]) > o.safe_ratio:
-            f = min(f, 1.0)
-        value, slope = clipped(math.exp(x), a, o.clip_low, o.clip_high, o.dual_clip)
-        values.append(f * value)
-        slopes.append(f * slope)
-    return values, slopes
-
-
-def dro(o, q, z):
-    values = [
-        -(a * y - o.beta / 2 * x * x) for a, y, x in zip(q.advantage, q.weighted_logp, q.l, strict=True)
-    ]
-    return values, [-a + o.beta * x for a, x in zip(q.advantage, q.l, strict=True)]
-
-
-def linear(o, q, z):
-    return q.weighted_logp, [1.0] * len(q.l)
-
-
-FORMULAS = {
-    **dict.fromkeys(("GRPO", "DrGRPO", "DAPO", "BNPO", "GSPOToken", "TLGRPO"), clipped_tokens),
+OF_A_SEQUENCE = {
+    **dict.fromkeys(("GRPO", "DrGRPO", "DAPO", "BNPO"), grpo),
+    "GSPOToken": gspo_token,
+    "TLGRPO": tl_grpo,
     **dict.fromkeys(("GSPO", "LUSPO"), gspo),
     "ESPO": espo,
     "GMPO": gmpo,
     "SAPO": sapo,
     "SSPO": sspo,
-    "ABCGRPO": abc,
+    "ABCGRPO": abc_grpo,
     "DHPO": dhpo,
-    "DRO": dro,
-    "PrimeIPO": prime_ipo,
     "FSPO": fspo,
     "CTPO": ctpo,
     "FIPO": fipo,
-    "Linear": linear,
-    "GPG": weighted(lambda o, z: [1.0] * len(z.l)),
-    "CISPO": weighted(cispo_weight),
-    "TOPR": weighted(topr_weight),
-    "VESPO": weighted(vespo_weight),
-    "DPPO": weighted(dppo_weight),
+    "PrimeIPO": prime_ipo,
+    "DRO": dro,
+    "Linear": lambda o, q: q.weight * q.logp,
+    "GPG": policy_gradient(lambda o, q: torch.ones_like(q.logp)),
+    "CISPO": policy_gradient(cispo_weight),
+    "TOPR": policy_gradient(topr_weight),
+    "VESPO": policy_gradient(vespo_weight),
+    "DPPO": policy_gradient(dppo_weight),
 }
 
 
-def value(o, q: Sequence, frozen: Sequence):
-    """A number for a sequence-level loss, a list for a token-level one."""
-    return FORMULAS[type(o).__name__](o, q, frozen)[0]
+# Formulas of a batch, from a list of sequences to a list of their values.
 
 
-def slopes(o, q: Sequence):
-    """d(sum of the sequence's values)/dlogp_t, as stated."""
-    return [g * w for g, w in zip(FORMULAS[type(o).__name__](o, q, q)[1], q.weights, strict=True)]
+def groups(qs):
+    """The indices of each group's sequences."""
+    return [[i for i, q in enumerate(qs) if q.group == group] for group in {q.group for q in qs}]
+
+
+def agro(o, qs):
+    regularised = [q.advantage[0] - o.beta * q.log_ref.sum() for q in qs]
+    values = list(regularised)
+    for members in groups(qs):
+        mean = sum(regularised[i] for i in members) / len(members)
+        for i in members:
+            values[i] = (regularised[i] - mean).square() / 2
+    return values
+
+
+def egsw(o, qs):
+    merit = torch.stack([(q.advantage.mean() + o.alpha * q.entropy.mean()) / o.temperature for q in qs])
+    share = torch.empty_like(merit)
+    for members in groups(qs):
+        share[members] = merit[members].softmax(0)
+    return [share[i].detach() * grpo(o, q) for i, q in enumerate(qs)]
+
+
+def real(o, qs):
+    values = [q.log_s * 0 for q in qs]
+    for members in groups(qs):
+        score = {i: qs[i].log_s / o.tau for i in members}
+        success = [i for i in members if qs[i].advantage[0] > o.threshold]
+        failure = [i for i in members if i not in success]
+        if success and failure:
+            of_successes = 1 + sum((-score[i]).exp() for i in success)
+            of_failures = 1 + sum(score[i].exp() for i in failure)
+            for i in members:
+                values[i] = of_successes.log() + of_failures.log()
+    return values
+
+
+def covariances(qs):
+    a, logp = (torch.cat([getattr(q, name) for q in qs]).detach() for name in ("advantage", "logp"))
+    return (a - a.mean()) * (logp - logp.mean())
+
+
+def clip_cov(o, qs):
+    plain = [clip(q.log_r.exp(), q.advantage, o.clip_low, o.clip_high) for q in qs]
+    r, a = (torch.cat(x) for x in ([q.log_r.exp() for q in qs], [q.advantage for q in qs]))
+    cut = ((a > 0) & (r > 1 + o.clip_high)) | ((a < 0) & (r < 1 - o.clip_low))
+    cov, keep = covariances(qs), torch.ones(len(r))
+    candidates = [k for k in cov.argsort().tolist() if o.clip_cov_lb < cov[k] < o.clip_cov_ub and not cut[k]]
+    shuffled = torch.randperm(len(candidates), generator=torch.Generator().manual_seed(o.seed))
+    for k in shuffled[: max(1, int(o.clip_cov_ratio * len(r)))].tolist():
+        keep[candidates[k]] = 0.0
+    return [k * value for k, value in zip(keep.split([len(q.logp) for q in qs]), plain, strict=True)]
+
+
+def kl_cov(o, qs):
+    cov = covariances(qs)
+    count = max(1, int(o.kl_cov_ratio * len(cov)))
+    largest = (cov >= cov.sort().values[-count]).split([len(q.logp) for q in qs])
+    return [
+        -q.advantage * q.log_r.exp() + o.ppo_kl_coef * q.log_r.abs() * chosen
+        for q, chosen in zip(qs, largest, strict=True)
+    ]
+
+
+def m2po(o, qs):
+    squares = [
+        x**2
+        for q in qs
+        for x, a in zip(q.log_r.tolist(), q.advantage.tolist(), strict=True)
+        if x * a > 0 or not o.one_sided
+    ]
+    squares.sort()
+    left_out = math.inf
+    while squares and sum(squares) / len(squares) > o.threshold:
+        left_out = squares.pop()
+    values = []
+    for q in qs:
+        pushed = (q.log_r * q.advantage > 0) | (not o.one_sided)
+        out = pushed & (q.log_r**2 >= left_out)
+        values.append(-q.advantage * q.log_r.exp() * ~out)
+    return values
+
+
+OF_A_BATCH = {
+    "AGRO": agro, "EGSW": egsw, "REAL": real, "ClipCov": clip_cov, "KLCov": kl_cov, "M2PO": m2po,
+}  # fmt: skip
+
+
+# Formulas of the pairs within groups, from a list of sequences to the losses of pairs (i, j).
+
+
+def pairs_within_groups(qs):
+    return [(i, j) for i, j in itertools.permutations(range(len(qs)), 2) if qs[i].group == qs[j].group]
+
+
+def level(q):
+    return q.advantage[0]
+
+
+def dpo(o, qs):
+    score = [q.log_ref.sum() for q in qs]
+    return {
+        (i, j): -torch.nn.functional.logsigmoid(o.beta * (score[i] - score[j]))
+        for i, j in pairs_within_groups(qs)
+        if level(qs[j]) - level(qs[i]) > o.min_gap
+    }
+
+
+def trpa(o, qs):
+    score = [q.log_ref.sum() / q.length for q in qs]
+    return {
+        (i, j): -torch.nn.functional.logsigmoid(
+            (o.anisotropy if level(qs[i]) == 1 else 1) * o.beta * (score[i] - score[j])
+        )
+        for i, j in pairs_within_groups(qs)
+        if level(qs[i]) < level(qs[j])
+    }
+
+
+def trpa_penalty(o, q):
+    return o.kl_coef * ((-q.log_r).exp() + q.log_r - 1).sum() / q.length
+
+
+def rebel(o, qs):
+    score = [q.log_r.sum() for q in qs]
+    return {
+        (i, j): (score[i] - score[j] - o.eta * (qs[i].advantage[0] - qs[j].advantage[0])).square()
+        for i, j in pairs_within_groups(qs)
+        if i < j
+    }
+
+
+OF_PAIRS = {"DPO": dpo, "TRPA": trpa, "REBEL": rebel}
+NAMES = OF_A_SEQUENCE.keys() | OF_A_BATCH.keys() | OF_PAIRS.keys()
+
+
+def loss(o, qs: list[Sequence]) -> Tensor:
+    """The loss of a batch's sequences with a counted token."""
+    name, pairs = type(o).__name__, None
+    if name in OF_A_SEQUENCE:
+        values = [OF_A_SEQUENCE[name](o, q) for q in qs]
+    elif name in OF_A_BATCH:
+        values = OF_A_BATCH[name](o, qs)
+    else:
+        pairs = OF_PAIRS[name](o, qs)
+        values = [q.logp.new_zeros(()) for q in qs]
+        for pair, value in pairs.items():
+            for i in pair:
+                values[i] = values[i] + value / 2
+                if name == "TRPA":  # a pair has the mean of its two sequences' penalties
+                    values[i] = values[i] + trpa_penalty(o, qs[i]) / 2
+    total = torch.zeros((), dtype=torch.float64)
+    for q, value in zip(qs, values, strict=True):
+        by_token = value.ndim == 1
+        value = (value * q.rollout).sum() if by_token else value * q.rollout.mean()
+        if o.aggregation == "sequence_mean":
+            total = total + (value / q.length if by_token else value)
+        else:
+            total = total + (value if by_token else value * q.length)
+    divisor = {
+        "sequence_mean": len(qs) if pairs is None else max(1, len(pairs)),
+        "token_mean": sum(q.length for q in qs),
+        "sequence_mean_token_sum": len(qs),
+        "constant": len(qs) * (o.aggregation_constant or 1),
+        "sum": 1,
+    }[o.aggregation]
+    return total / divisor

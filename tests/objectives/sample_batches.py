@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -61,6 +63,18 @@ def examples(*, max_scope: str = "batch") -> list[gk.objectives.base.Objective]:
     return [one for one in made if scopes.index(one.coefficient_scope) <= scopes.index(max_scope)]
 
 
+def name_of(objective: Any) -> str:
+    changed = [
+        f"{option.name}={value}"
+        for option in dataclasses.fields(objective)
+        if (value := getattr(objective, option.name)) != getattr(type(objective), option.name, None)
+    ]
+    return " ".join([type(objective).__name__, *changed])
+
+
+every = pytest.mark.parametrize("objective", examples(), ids=name_of)
+
+
 @dataclass(frozen=True)
 class Batch:
     """Padded arguments of ``policy_loss`` in fp64; masked positions hold NaN."""
@@ -73,45 +87,31 @@ class Batch:
 
     def call(self, function: Any, objective: Any, **changes: Any) -> Any:
         """``policy_loss`` or ``policy_coefficients`` of the batch, with changed arguments."""
-        given = {
-            "logprobs": self.logprobs,
-            "old_logprobs": self.old_logprobs,
-            "advantages": self.advantages,
-            "loss_mask": self.loss_mask,
-            **self.terms,
-            **changes,
-        }
-        return function(
-            given.pop("logprobs"),
-            given.pop("old_logprobs"),
-            given.pop("advantages"),
-            objective=objective,
-            **given,
-        )
+        names = ("logprobs", "old_logprobs", "advantages", "loss_mask")
+        arguments = {name: getattr(self, name) for name in names} | self.terms | changes
+        tokens = [arguments.pop(name) for name in names[:3]]
+        return function(*tokens, objective=objective, **arguments)
 
-    def rows(self, chosen: Any) -> Batch:
-        """Some of the sequences."""
-        return Batch(
-            self.logprobs[chosen],
-            self.old_logprobs[chosen],
-            None if self.advantages is None else self.advantages[chosen],
-            self.loss_mask[chosen],
-            {name: value[chosen] for name, value in self.terms.items()},
-        )
+    def each(self, change: Any) -> Batch:
+        """Every tensor changed."""
+        tensors = (self.logprobs, self.old_logprobs, self.advantages, self.loss_mask)
+        terms = {name: change(value) for name, value in self.terms.items()}
+        return Batch(*(None if x is None else change(x) for x in tensors), terms)
 
     def packed(self) -> Batch:
-        """The same sequences without padding: terms as for ``cu_seqlens``, which is among them."""
-        lengths = [self.logprobs.shape[1]] * len(self.logprobs)
+        """The same tokens, masked ones too, one sequence after the other: ``cu_seqlens`` is a term."""
+        rows, width = self.logprobs.shape
+        flat = self.each(lambda value: value.flatten())
+        flat.terms["cu_seqlens"] = torch.arange(0, rows * width + 1, width, dtype=torch.int32)
+        return flat
 
-        def flat(value: Tensor | None) -> Tensor | None:
-            return value.flatten() if value is not None and value.ndim == 2 else value
 
-        ends = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-        terms = {name: flat(value) for name, value in self.terms.items()}
-        return Batch(
-            flat(self.logprobs), flat(self.old_logprobs), flat(self.advantages), flat(self.loss_mask),
-            {**terms, "cu_seqlens": ends},
-        )  # fmt: skip
+def coefficients(batch: Batch, objective: Any, **changes: Any) -> Tensor:
+    return batch.call(gk.policy_coefficients, objective, **changes)
+
+
+def close(actual: Any, expected: Any) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-12)
 
 
 ADVANTAGES = (1.0, -0.7, 0.0, -1.3, 2.0, 0.4)
@@ -128,9 +128,8 @@ def make_batch(
 ) -> Batch:
     """Six sequences, one of them empty, with holes in their masks.
 
-    ``everything`` adds token weights and rollout weights.
-
     Each sequence's log-ratios lie around 0.0, +-0.05 or +-0.2, so that all branches of all clips are met.
+    ``everything`` adds token weights and rollout weights.
     """
     rng = torch.Generator().manual_seed(shifted_seed(seed))
     shape = (len(ADVANTAGES), length)
@@ -159,6 +158,7 @@ def make_batch(
         "entropy": uniform(*shape),
         "rollout_weights": uniform(len(ADVANTAGES)),
     }
+    has["entropy"][3] = 1.0  # of all tokens of a sequence
     wanted = {*objective.needs, *(("token_weights", "rollout_weights") if everything else ())}
     for name in ("token_weights", "ref_logprobs", "entropy"):
         has[name] = has[name].masked_fill(~mask, float("nan"))
