@@ -16,7 +16,7 @@ from gspo_kernels.integrations.transformers import LMHead, fuse_lm_head, unfuse_
 from gspo_kernels.parallel.groups import Parallel
 from tests import oracle
 from tests.draws import shifted_seed
-from tests.integrations.tiny_models import MODELS, tiny
+from tests.integrations.tiny_models import MODELS, largest_allocation, tiny
 from tests.trainer.conftest import nothing_in_single_precision
 
 pytest.importorskip("transformers", reason="transformers is not installed")
@@ -225,13 +225,6 @@ def test_copies_and_a_forward_that_the_instance_had_before():
     uniform = copied(**call).logprobs[shifted(labels) != IGNORED]
     torch.testing.assert_close(uniform, torch.full_like(uniform, -torch.tensor(96.0).log()))
     assert torch.equal(model(**call).logprobs, scores)
-
-
-def largest_allocation(function):
-    """Bytes of the largest block that any operator allocated."""
-    with torch.profiler.profile(profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]) as run:
-        function()
-    return max(event.self_cpu_memory_usage for event in run.events())
 
 
 def test_logits_are_never_built():
