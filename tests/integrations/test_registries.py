@@ -357,16 +357,54 @@ def test_wrong_calls():
             adapter.register("mine", gk.GSPO)
 
 
-def test_verl_s_one_range_is_for_both_sides():
+def test_every_word_of_a_config_reaches_its_objective():
     """verl falls back to clip_ratio where a side is None."""
-    got = [
-        verl_call(verl.LOSSES["gk_gspo"], *batch()[:3], verl_config(**changes))[1]
-        for changes in (
-            {"clip_ratio": 0.1, "clip_ratio_low": None, "clip_ratio_high": None},
-            {"clip_ratio_low": 0.1, "clip_ratio_high": 0.1},
-        )
-    ]
-    assert torch.equal(*got)
+    rows = batch()[:3]
+
+    def with_sapo(**changes):
+        return {"sapo": SimpleNamespace(**{"tau_pos": 1.0, "tau_neg": 1.05, **changes})}
+
+    for call, losses, make, name, changes in (
+        (verl_call, verl.LOSSES, verl_config, "gk_sapo", {"tau_pos": 0.5}),
+        (verl_call, verl.LOSSES, verl_config, "gk_sapo", {"tau_neg": 2.0}),
+        (verl_call, verl.LOSSES, verl_config, "gk_dro", {"policy_loss": SimpleNamespace(dro_beta=0.6)}),
+        (verl_call, verl.LOSSES, verl_config, "gk_grpo", {"clip_ratio_c": 3.0}),
+        (skyrl_call, skyrl.LOSSES, skyrl_config, "gk_sapo", with_sapo(tau_pos=0.5)),
+        (skyrl_call, skyrl.LOSSES, skyrl_config, "gk_sapo", with_sapo(tau_neg=2.0)),
+    ):
+        before, after = (call(losses[name], *rows, each)[0] for each in (make(), make(**changes)))
+        assert abs(before - after) > 1e-4, (name, changes)
+    ranges = {"clip_ratio": 0.1, "clip_ratio_low": None, "clip_ratio_high": None}
+    one, two = (
+        verl_call(verl.LOSSES["gk_gspo"], *rows, verl_config(**each))[1]
+        for each in (ranges, {"clip_ratio_low": 0.1, "clip_ratio_high": 0.1})
+    )
+    assert torch.equal(one, two)
+
+
+def test_skyrl_s_correction_multiplies_the_loss_and_masks(monkeypatch):
+    """By a stand-in for SkyRL's own function, which makes weights and a mask."""
+    start, old, advantages, weights, rollout = batch()
+    kept = torch.arange(8) % 3 != 0
+
+    def correct(ones, old_logprobs, rollout_logprobs, mask, options):
+        assert torch.equal(old_logprobs, old) and torch.equal(rollout_logprobs, rollout)
+        assert (ones == 1).all() and torch.equal(mask, MASK.long())
+        return weights, mask * kept, {"is_ratio_mean": 1.5}
+
+    utilities = SimpleNamespace(
+        off_policy_correction_enabled=lambda options: options.enabled, apply_off_policy_correction=correct
+    )
+    monkeypatch.setattr(skyrl, "_utilities", lambda name: utilities)
+    for enabled in (False, True):
+        config = skyrl_config(off_policy_correction=SimpleNamespace(enabled=enabled))
+        loss_fn = skyrl.LOSSES["gk_grpo"]
+        loss, _, metrics = skyrl_call(loss_fn, start, old, advantages, config, rollout=rollout)
+        terms = {"rollout_weights": torch.where(kept & MASK, weights, 0.0)} if enabled else {}
+        objective = gk.GRPO(0.2, 0.28, aggregation="sum")
+        want = gk.policy_loss(start, old, advantages, loss_mask=MASK, objective=objective, **terms).loss
+        assert_equal(loss, want)
+        assert metrics.get("is_ratio_mean") == (1.5 if enabled else None)
 
 
 def test_an_objective_of_ones_own():
