@@ -220,36 +220,23 @@ def test_arguments_that_change_the_loss_are_refused_by_name(change, reason):
 
 
 def test_wrong_setups_are_refused():
-    rollout = Rollout()
-    one = rollout.batch([0])
-
-    def call(loss_fn, batch, **changes):
-        return loss_fn(arguments(**changes), batch, rollout.logits[0][None], reducer(one))
-
-    for refused, error, reason in (
-        (lambda: PolicyLoss(gk.EGSW()), IntegrationError, "EGSW needs entropy and group_ids, which slime"),
-        (lambda: PolicyLoss(backend="cuda"), ValueError, "backend: got 'cuda'"),
-        (lambda: call(PolicyLoss(GSPO), one, use_tis=True), IntegrationError, "use_tis: got True"),
-        (
-            lambda: call(
-                PolicyLoss(correction=RolloutCorrection(high=1.0)), one | {"log_probs": None}
-            ),
-            ValueError,
-            "correction: needs the batch's log_probs and rollout_log_probs",
-        ),
-        (
-            lambda: call(PolicyLoss(), rollout.batch([0, 1])),
-            ValueError,
-            "logits: got 9 rows for 15 tokens in total_lengths",
-        ),
-        (
-            lambda: call(PolicyLoss(), one | {"response_lengths": [9]}),
-            ValueError,
-            "as long as its sequence or longer, expected a prompt",
-        ),
-    ):  # fmt: skip
+    one, logits = Rollout().batch([0]), Rollout().logits[0][None]
+    for options, error, reason in (
+        ({"objective": gk.EGSW()}, IntegrationError, "EGSW needs entropy and group_ids, which slime"),
+        ({"backend": "cuda"}, ValueError, "backend: got 'cuda'"),
+    ):
         with pytest.raises(error, match=reason):
-            refused()
+            PolicyLoss(**options)
+    corrected = PolicyLoss(correction=RolloutCorrection(high=1.0))
+    without = "correction: needs the batch's log_probs and rollout_log_probs"
+    for loss_fn, args, batch, reason in (
+        (PolicyLoss(), {"use_tis": True}, one, "use_tis: got True"),
+        (corrected, {}, one | {"log_probs": None}, without),
+        (PolicyLoss(), {}, Rollout().batch([0, 1]), "logits: got 9 rows for 15 tokens in total_lengths"),
+        (PolicyLoss(), {}, one | {"response_lengths": [9]}, "as long as its sequence or longer, expected a"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            loss_fn(arguments(**args), batch, logits, reducer(one))
 
 
 def real(loss_fn=None):

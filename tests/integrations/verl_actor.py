@@ -1,4 +1,4 @@
-"""Actor updates in verl's own FSDP2 engine on CPU tensors: one rank of them. Run by test_verl.py.
+"""Actor updates in verl's own FSDP2 engine on CPU tensors: one rank of them. Run by test_registries.py.
 
 verl has no CPU platform, but lets one be set; nothing else of it is replaced.
 """
