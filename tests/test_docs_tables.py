@@ -10,6 +10,9 @@ import gspo_kernels as gk
 from tests.cases import make_case, run
 from tests.judging import assert_equals_oracle
 from tests.test_docs import run as read
+from tests.trainer.conftest import batch_of, make_trainer, odd_share, rows, small_config, tokenizer
+
+__all__ = ["rows", "tokenizer"]
 
 ROOT = Path(__file__).parent.parent
 
@@ -105,31 +108,19 @@ def test_models_are_counted_and_fit_as_the_page_says():
     assert sums[0] < 0.9 * SCALING.GPU < SCALING.GPU < sums[1]
 
 
-def test_weights_gradients_and_moments_are_those_of_a_run(tmp_path):
+def test_weights_gradients_and_moments_are_those_of_a_run(tmp_path, rows, tokenizer):
     """16 bytes for each parameter, all in fp32; Adam's counters aside."""
-    from gspo_kernels.trainer import GSPOTrainer, demo
-    from tests.trainer.conftest import make_accelerator, small_config, tiny_qwen3
-
-    tokenizer = demo.make_tokenizer()
-    model = tiny_qwen3(tokenizer)
-    config = small_config(tmp_path, update={"precision": "bf16"})
-    rows = [{"prompt": prompt} for prompt in "abc"]
-
-    def even(completion_ids, **columns):
-        return [sum(i % 2 for i in ids) / len(ids) for ids in completion_ids]
-
-    accelerator = make_accelerator("bf16")
-    trainer = GSPOTrainer(model, tokenizer, even, rows, None, config, accelerator=accelerator)
+    trainer = make_trainer(
+        tokenizer, rows, odd_share, small_config(tmp_path, update={"precision": "bf16"}), eval_dataset=None
+    )
     gradients = {}
     for parameter in trainer.model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda p: gradients.update({p: p.grad.nbytes}))
-    trainer.step = 1
-    trainer.update(trainer.compare(trainer.rollout()))
+    trainer.update(batch_of(trainer))
     state = trainer.updater.optimizer.state.values()
     moments = sum(t.nbytes for each in state for t in each.values() if t.ndim > 0)
-    table = SCALING.training(SCALING.shape_of(model.config), gpus=1)
-    weights = sum(parameter.nbytes for parameter in trainer.model.parameters())
-    assert table["weights"][1] == weights
+    table = SCALING.training(SCALING.shape_of(trainer.model.config), gpus=1)
+    assert table["weights"][1] == sum(parameter.nbytes for parameter in trainer.model.parameters())
     assert table["AdamW's two moments"][1] == moments
     assert table["gradients"][1] == sum(gradients.values())
 
@@ -139,16 +130,11 @@ def test_a_layer_keeps_what_the_formula_counts():
 
     T = 192
     config = Qwen2Config(
-        vocab_size=64,
-        hidden_size=256,
-        intermediate_size=640,
-        num_hidden_layers=1,
-        num_attention_heads=4,
+        vocab_size=64, hidden_size=256, intermediate_size=640, num_hidden_layers=1, num_attention_heads=4,
         num_key_value_heads=2,
-    )
-    model = Qwen2ForCausalLM(config).bfloat16()
+    )  # fmt: skip
+    model, kept = Qwen2ForCausalLM(config).bfloat16(), {}
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    kept = {}
 
     def keep(tensor):
         kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()

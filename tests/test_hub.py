@@ -59,11 +59,7 @@ def test_losses_have_the_bits_of_the_installed_package(kernel, backend):
     for got, want in zip(*results, strict=True):
         assert torch.equal(got, want)
     assert results[0][2].any()
-
-
-def test_it_says_its_version_and_has_operators_of_its_own(kernel):
-    assert kernel.__version__ == gk.__version__
-    assert kernel.__name__ != "gspo_kernels"
+    assert kernel.__version__ == gk.__version__ and kernel.__name__ != "gspo_kernels"
     assert hasattr(getattr(torch.ops, kernel.__name__), "linear_policy")
 
 
@@ -117,8 +113,7 @@ class Logprobs(nn.Module):
         return (logits / temperature).log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("bias", "compiled"), [(False, False), (True, True)])
 def test_layers_take_the_place_of_a_model_s_own(folder, bias, compiled):
     torch.manual_seed(shifted_seed(2))
     first, second = OutputLogprobs(H, V, bias=bias), Logprobs()
@@ -154,15 +149,12 @@ def test_imports_become_relative():
             hub.relative(refused, 1)
 
 
-def test_a_folder_of_somebody_else_s_is_left_alone(tmp_path, capsys):
-    (tmp_path / "mine").touch()
-    with pytest.raises(SystemExit):
-        main(["hub", "--out", str(tmp_path)])
-    assert "name another folder" in capsys.readouterr().err and (tmp_path / "mine").exists()
-
-
-def test_the_command_writes_it_and_writes_it_again(folder, capsys):
+def test_the_command_writes_its_own_folder_again_and_leaves_others_alone(folder, tmp_path, capsys):
     (folder / "build" / "left_over").touch()
     assert main(["hub", "--out", str(folder)]) == 0
     assert "for each of cuda, rocm, cpu" in capsys.readouterr().out
     assert not (folder / "build" / "left_over").exists()
+    (tmp_path / "mine").touch()
+    with pytest.raises(SystemExit):
+        main(["hub", "--out", str(tmp_path)])
+    assert "name another folder" in capsys.readouterr().err and (tmp_path / "mine").exists()

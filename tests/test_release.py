@@ -1,5 +1,6 @@
 """What ``make dist`` is made of: versions that agree, honest wheels, bare environments."""
 
+import itertools
 import os
 import re
 import shutil
@@ -8,6 +9,7 @@ import sys
 import zipfile
 from importlib.metadata import distribution
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from packaging.requirements import Requirement
@@ -21,54 +23,36 @@ COMPILED = "gspo_kernels-1.2.3-cp310-abi3-manylinux_2_28_x86_64.whl"
 PURE = "gspo_kernels-1.2.3-py3-none-any.whl"
 
 
-@pytest.fixture
-def tree(tmp_path):
-    """A source tree of version 1.2.3."""
-    (tmp_path / "pyproject.toml").write_text('[project]\nname = "gspo_kernels"\nversion = "1.2.3"\n')
-    (tmp_path / "CHANGELOG.md").write_text("# Changelog\n\n## 1.2.3\n\nNew.\n\n## 1.2.2\n\nOld.\n")
-    return tmp_path
-
-
-def test_version_tag_and_changelog_agree_in_this_tree():
+def test_version_tag_and_changelog_agree_in_this_tree(capsys):
+    """And no second place states the version."""
     assert version.disagreements(tag=f"v{version.stated()}") == []
     assert gk.__version__ == version.stated()
-
-
-def test_no_second_place_states_the_version():
     stated = re.compile(rf"""["']v?{re.escape(version.stated())}["']""")
     for path in (*(ROOT / "gspo_kernels").rglob("*.py"), ROOT / "setup.py", *(ROOT / "release").glob("*.py")):
         assert not stated.search(path.read_text()), path
     assert len(stated.findall((ROOT / "pyproject.toml").read_text())) == 1
-
-
-@pytest.mark.parametrize(
-    ("change", "tag", "said"),
-    [
-        (None, "1.2.3", "wants 'v1.2.3'"),
-        (None, "v1.2.2", "wants 'v1.2.3'"),
-        ("# Changelog\n\n## 1.2.2\n", None, "newest section is '1.2.2'"),
-        ("# Changelog\n", None, "newest section is missing"),
-        ("# Changelog\n\n## Unreleased\n\nNew.\n\n## 1.2.3\n", "v1.2.3", 'stand under "Unreleased"'),
-    ],
-    ids=["tag without v", "another tag", "another version", "no version", "released unreleased"],
-)
-def test_disagreements_are_said(tree, change, tag, said):
-    assert version.disagreements(tree, "v1.2.3") == []
-    if change is not None:
-        (tree / "CHANGELOG.md").write_text(change)
-    (line,) = version.disagreements(tree, tag)
-    assert said in line
-
-
-def test_unreleased_changes_are_no_disagreement_before_a_tag(tree):
-    (tree / "CHANGELOG.md").write_text("# Changelog\n\n## Unreleased\n\n## 1.2.3\n")
-    assert version.disagreements(tree) == []
-
-
-def test_the_command_fails_for_another_tag(capsys):
     assert main(["version"]) == 0 and capsys.readouterr().out.strip() == version.stated()
     assert main(["version", "--tag", "v0.0.0"]) == 1
     assert "'v0.0.0'" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changelog", "tag", "message"),
+    [
+        ("# Changelog\n\n## 1.2.3\n\nNew.\n\n## 1.2.2\n", "v1.2.3", None),
+        ("# Changelog\n\n## 1.2.3\n", "1.2.3", "wants 'v1.2.3'"),
+        ("# Changelog\n\n## 1.2.3\n", "v1.2.2", "wants 'v1.2.3'"),
+        ("# Changelog\n\n## 1.2.2\n", None, "newest section is '1.2.2'"),
+        ("# Changelog\n", None, "newest section is missing"),
+        ("# Changelog\n\n## Unreleased\n\nNew.\n\n## 1.2.3\n", "v1.2.3", 'stand under "Unreleased"'),
+        ("# Changelog\n\n## Unreleased\n\n## 1.2.3\n", None, None),
+    ],
+)
+def test_disagreements_are_named(tmp_path, changelog, tag, message):
+    (tmp_path / "pyproject.toml").write_text('[project]\nname = "gspo_kernels"\nversion = "1.2.3"\n')
+    (tmp_path / "CHANGELOG.md").write_text(changelog)
+    found = version.disagreements(tmp_path, tag)
+    assert len(found) == (message is not None) and all(message in line for line in found)
 
 
 def wheel(folder, name, *files):
@@ -78,16 +62,13 @@ def wheel(folder, name, *files):
     return folder / name
 
 
-def test_kinds_and_strangers_are_read_from_a_wheel(tmp_path):
+def test_what_a_wheel_is_is_read_from_it(tmp_path):
+    """Its kind, what nobody asked for in it, and whether it is for this machine."""
     compiled = wheel(tmp_path, COMPILED, "gspo_kernels/_C.abi3.so", "tests/__init__.py")
     pure = wheel(tmp_path, PURE, "gspo_kernels/_C.unavailable")
     assert (build.wheel_kind(compiled), build.wheel_kind(pure)) == ("compiled", "pure")
     assert build.strangers(compiled, "1.2.3") == ["tests"] and build.strangers(pure, "1.2.3") == []
-
-
-def test_wheels_of_other_machines_are_not_tried():
-    assert install.fits(Path(PURE))
-    assert not install.fits(Path(COMPILED.replace("x86_64", "s390x")))
+    assert install.fits(Path(PURE)) and not install.fits(Path(COMPILED.replace("x86_64", "s390x")))
 
 
 @pytest.fixture
@@ -130,22 +111,15 @@ def test_check_refuses(tmp_path, calls, name, inside, said):
 
 
 def test_the_repair_is_that_of_the_containers(tmp_path, calls):
+    """Each library that ``--exclude`` names lies in torch's folder, where importing torch finds it."""
+    import torch
+
     build.repair(tmp_path / "some.whl", tmp_path / "out")
     (call,) = calls
     assert call[:4] == [sys.executable, "-m", "auditwheel", "repair"]
     assert call[-3:] == ["--wheel-dir", str(tmp_path / "out"), str(tmp_path / "some.whl")]
-
-
-def test_what_stays_outside_of_the_wheel_is_torchs(calls, tmp_path):
-    """Each library that ``--exclude`` names lies in torch's folder, where importing torch finds it."""
-    import torch
-
-    build.repair(tmp_path, tmp_path)
-    left_out = [
-        option for before, option in zip(calls[0], calls[0][1:], strict=False) if before == "--exclude"
-    ]
-    libraries = {path.name for path in (Path(torch.__file__).parent / "lib").iterdir()}
-    assert left_out and set(left_out) <= libraries
+    left_out = {option for before, option in itertools.pairwise(call) if before == "--exclude"}
+    assert left_out and left_out <= {path.name for path in (Path(torch.__file__).parent / "lib").iterdir()}
 
 
 def test_tools_run_with_their_neighbours_on_the_path(monkeypatch):
@@ -184,26 +158,20 @@ def test_the_user_believes_the_doctor_only_if_it_fits_the_wheel(monkeypatch, kin
             user.use_doctor(kind)
 
 
-def test_the_user_refuses_a_checkout(monkeypatch, tmp_path):
+def test_the_user_refuses_a_checkout_and_runs_the_page_of_the_package(monkeypatch, tmp_path):
+    assert user.PURE in (ROOT / "setup.py").read_text()  # the reason that the user expects is the build's
     monkeypatch.setattr(user.sysconfig, "get_path", lambda _: str(tmp_path))
     with pytest.raises(SystemExit, match="imported from"):
         user.use_import()
-
-
-@pytest.mark.parametrize(
-    ("page", "said"), [("no code", "no README"), ("```python\nraise KeyError\n```\n", None)]
-)
-def test_the_user_runs_the_page_of_the_package(monkeypatch, page, said):
-    class About:
-        get_payload = staticmethod(lambda: page)
-
-    monkeypatch.setattr(user, "metadata", lambda _: About)
-    with pytest.raises(KeyError if said is None else SystemExit, match=said):
-        user.use_readme()
-
-
-def test_the_reason_that_the_user_expects_is_the_builds():
-    assert user.PURE in (ROOT / "setup.py").read_text()
+    for page, error, message in (
+        ("no code", SystemExit, "no README"),
+        ("```python\nraise KeyError\n```\n", KeyError, None),
+    ):
+        monkeypatch.setattr(user, "metadata", lambda _, page=page: SimpleNamespace(get_payload=lambda: page))
+        with pytest.raises(error, match=message):
+            user.use_readme()
+    about = distribution("gspo_kernels").metadata
+    assert "```python" in str(about.get_payload() or about["Description"])
 
 
 def test_the_groups_are_pinned():
@@ -231,8 +199,3 @@ def test_the_makefile_offers_every_command():
     ).stdout  # fmt: skip
     for command in ("version --tag v9", "build pure --out dist", "check --out dist", "install --out dist"):
         assert f"-m release {command}" in said
-
-
-def test_the_installed_metadata_carry_the_readme():
-    about = distribution("gspo_kernels").metadata
-    assert "```python" in str(about.get_payload() or about["Description"])

@@ -4,6 +4,7 @@ import ast
 import contextlib
 import importlib.util
 import inspect
+import operator
 import os
 import re
 import shutil
@@ -83,30 +84,27 @@ DEFAULTS = {
 }  # fmt: skip
 
 
-def function(name):
-    found = gk
-    for part in name.split("."):
-        found = getattr(found, part)
-    return found
-
-
-@pytest.mark.parametrize("name", CONTRACT)
-def test_signatures(name):
-    parameters = inspect.signature(function(name)).parameters
-    positional, keywords = CONTRACT[name]
-    kinds = {key: parameter.kind for key, parameter in parameters.items()}
-    assert [key for key, kind in kinds.items() if kind is inspect.Parameter.POSITIONAL_OR_KEYWORD] == (
-        positional.split()
-    )
-    assert inspect.Parameter.VAR_KEYWORD not in kinds.values()
-    assert inspect.Parameter.VAR_POSITIONAL not in kinds.values()
-    named = {key for key, kind in kinds.items() if kind is inspect.Parameter.KEYWORD_ONLY}
-    if keywords is not None:
-        assert named == set(keywords.split())
-    for key in named:
-        required = name == "policy_coefficients" and key == "objective"
-        expected = inspect.Parameter.empty if required else DEFAULTS.get(key)
-        assert parameters[key].default == expected, key
+def test_signatures_and_docstrings():
+    for name, (positional, keywords) in CONTRACT.items():
+        target = operator.attrgetter(name)(gk)
+        parameters, text = inspect.signature(target).parameters, target.__doc__
+        kinds = {key: parameter.kind for key, parameter in parameters.items()}
+        keyed = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        assert [key for key, kind in kinds.items() if kind is keyed] == positional.split(), name
+        named = {key for key, kind in kinds.items() if kind is inspect.Parameter.KEYWORD_ONLY}
+        assert len(named) + len(positional.split()) == len(kinds), f"{name} takes *args or **kwargs"
+        assert keywords is None or named == set(keywords.split()), name
+        for key in named:
+            required = name == "policy_coefficients" and key == "objective"
+            expected = inspect.Parameter.empty if required else DEFAULTS.get(key)
+            assert parameters[key].default == expected, (name, key)
+        if name in ("policy_coefficients", "explain_schedule"):  # these two say whose arguments they share
+            assert re.search("policy_loss|fused_linear_policy_loss", text)
+            continue
+        assert "Returns:" in text and "Raises:" in text
+        # terms are described once, where the other docstrings refer to
+        for key in kinds.keys() - (set() if name == "policy_loss" else set(TERMS.split())):
+            assert re.search(rf"\b{key}\b", text.split("Args:")[1]), (name, key)
 
 
 def test_named_outputs():
@@ -116,13 +114,6 @@ def test_named_outputs():
         "ratio/mean", "ratio/min", "ratio/max", "clip_fraction/low", "clip_fraction/high",
         "clip_fraction/tokens", "kl/old", "active_fraction",
     )  # fmt: skip
-
-
-@pytest.mark.parametrize("name", ["GSPO", "GSPOToken", "GRPO"])
-def test_options_of_objectives(name):
-    assert set(inspect.signature(getattr(gk, name)).parameters) == {
-        "clip_low", "clip_high", "dual_clip", "aggregation", "aggregation_constant",
-    }  # fmt: skip
 
 
 POSITIONAL = {
@@ -144,35 +135,29 @@ def test_clip_bounds_alone_are_positional():
             assert parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
             kinds[parameter.kind is parameter.KEYWORD_ONLY].append(parameter.name)
         assert kinds[False] == fields, name
+        if name in ("GSPO", "GSPOToken", "GRPO"):
+            assert {*kinds[True]} == {"dual_clip", "aggregation", "aggregation_constant"}
         assert {"aggregation", "aggregation_constant"} <= set(kinds[True]), name
 
 
-def test_clip_bounds_by_position_are_the_named_ones():
-    assert gk.DAPO(0.2, 0.28) == gk.DAPO(clip_low=0.2, clip_high=0.28)
-    assert gk.LUSPO(1e-3, 2e-3) == gk.LUSPO(clip_low=1e-3, clip_high=2e-3)
-    with pytest.raises(TypeError, match="positional"):
-        gk.GSPO(3e-4, 4e-4, 3.0)
-
-
-def test_public_names_exist_and_are_documented():
+def test_public_names_are_documented_and_the_same_for_type_checkers():
+    """They stand twice in the package's ``__init__``, as everything is imported on first use."""
     assert len(set(gk.__all__)) == len(gk.__all__)  # ruff keeps the order
-    for name in gk.__all__:
+    tree = ast.parse(Path(gk.__file__).read_text())
+    (checked,) = [node for node in tree.body if isinstance(node, ast.If)]
+    listed = next(node for node in checked.body if isinstance(node, ast.Assign))
+    names = set(ast.literal_eval(listed.value)) | set(gk.objectives.__all__)
+    assert names == set(gk.__all__)
+    imported = {
+        alias.name: node.module
+        for node in checked.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    for name in names:
         assert getattr(gk, name).__doc__, name
-
-
-@pytest.mark.parametrize("name", CONTRACT)
-def test_docstrings_name_every_parameter(name):
-    target = function(name)
-    text = target.__doc__ if name not in ("policy_coefficients", "explain_schedule") else ""
-    if not text:
-        # these two say whose arguments they share
-        assert re.search("policy_loss|fused_linear_policy_loss", target.__doc__)
-        return
-    for key in inspect.signature(target).parameters:
-        if name != "policy_loss" and key in TERMS.split():
-            continue  # these are said once, where the others refer to
-        assert re.search(rf"\b{key}\b", text.split("Args:")[1]), key
-    assert "Returns:" in text and "Raises:" in text
+    for name in names - set(gk.objectives.__all__) - {"advantages", "objectives"}:
+        assert getattr(gk, name) is getattr(importlib.import_module(imported[name]), name)
 
 
 # --- imports
@@ -182,13 +167,11 @@ def run(*command, **options):
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, **options)
 
 
-@pytest.mark.parametrize(
-    "use", ["", "gk.token_logprobs(torch.zeros(1, 1, 3), torch.zeros(1, 1, dtype=torch.int64))"]
-)
-def test_importing_the_package_stays_light(use):
+def test_importing_and_using_the_package_stays_light():
     """A CPU user pays for neither Triton nor transformers."""
     code = (
-        f"import sys, torch; before = set(sys.modules); import gspo_kernels as gk; {use}\n"
+        "import sys, torch; before = set(sys.modules); import gspo_kernels as gk\n"
+        "gk.token_logprobs(torch.zeros(1, 1, 3), torch.zeros(1, 1, dtype=torch.int64))\n"
         "heavy = ('triton', 'transformers', 'accelerate', 'datasets', 'matplotlib', 'gspo_kernels.kernels', "
         "'gspo_kernels.trainer')\n"
         "assert 'gspo_kernels' not in before\n"
@@ -216,38 +199,43 @@ def tool(name):
     return found
 
 
-def test_import_contracts_hold():
-    result = run(tool("lint-imports"), "--no-cache")
-    assert result.returncode == 0, result.stdout + result.stderr
-
-
 PLANTED = {
-    "a kernel that knows an objective": ("kernels/rows.py", "from gspo_kernels.objectives import GSPO"),
-    "an operator that knows terms": ("ops/values.py", "from gspo_kernels.terms import Terms"),
-    "an objective that knows operators": ("objectives/gspo.py", "from gspo_kernels.ops import values"),
-    "a loss that knows the trainer": ("linear/calls.py", "import gspo_kernels.trainer"),
-    "a trainer that knows the report on it": ("trainer/loop.py", "import gspo_kernels.mismatch"),
-    "an adapter that knows the command line": ("integrations/verl.py", "import gspo_kernels.cli"),
-    "a head that knows scores": ("linear/head.py", "from gspo_kernels.linear import scores"),
-    "a process group that knows operators": ("parallel/groups.py", "from gspo_kernels.ops import values"),
-    "a module in no layer": ("stray.py", ""),
+    "kernels/rows.py": "from gspo_kernels.objectives import GSPO",
+    "ops/values.py": "from gspo_kernels.terms import Terms",
+    "objectives/gspo.py": "from gspo_kernels.ops import values",
+    "linear/planted.py": "import gspo_kernels.trainer",
+    "trainer/loop.py": "import gspo_kernels.mismatch",
+    "integrations/verl.py": "import gspo_kernels.cli",
+    "linear/head.py": "from gspo_kernels.linear import scores",
+    "parallel/groups.py": "from gspo_kernels.ops import values",
 }
 
 
-@pytest.mark.parametrize("planted", PLANTED)
-def test_import_contracts_fail_for_what_they_forbid(planted, tmp_path):
-    where, line = PLANTED[planted]
+def test_import_contracts_hold_and_fail_for_what_they_forbid(tmp_path):
+    result = run(tool("lint-imports"), "--no-cache")
+    assert result.returncode == 0, result.stdout + result.stderr
     package = tmp_path / "gspo_kernels"
     shutil.copytree(ROOT / "gspo_kernels", package, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    target = package / where
-    source = target.read_text(encoding="utf-8") if target.exists() else ""
-    target.write_text(f"{source}\n{line}\n", encoding="utf-8")
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    result = subprocess.run(
-        [tool("lint-imports"), "--no-cache"], cwd=tmp_path, env=environment, capture_output=True, text=True
-    )
-    assert result.returncode != 0 and "BROKEN" in result.stdout, result.stdout + result.stderr
+
+    def lint():
+        path = {**os.environ, "PYTHONPATH": str(tmp_path)}
+        command = [tool("lint-imports"), "--no-cache"]
+        found = subprocess.run(command, cwd=tmp_path, env=path, capture_output=True, text=True)
+        assert found.returncode != 0 and "BROKEN" in found.stdout, found.stdout + found.stderr
+        return found.stdout
+
+    (package / "stray.py").touch()  # in no layer
+    assert "stray" in lint()
+    (package / "stray.py").unlink()
+    for where, line in PLANTED.items():
+        with (package / where).open("a", encoding="utf-8") as file:
+            file.write(f"\n{line}\n")
+    report = lint()
+    for where, line in PLANTED.items():
+        importer = "gspo_kernels." + where.removesuffix(".py").replace("/", ".")
+        imported = re.search(r"gspo_kernels(\.\w+)+", line)[0]
+        assert re.search(rf"{importer} -> {imported}", report), (where, report)
 
 
 def named_in_strings(path, source):
@@ -348,20 +336,3 @@ def test_csrc_leaves_the_importing_thread_alone():
     arguments = flags.split("COMPILE_ARGS = [")[1].split("]")[0]
     options = re.findall(r'"(-[^"]+)"', arguments)
     assert not {"-ffast-math", "-Ofast", "-fopenmp", "-funsafe-math-optimizations"} & set(options)
-
-
-def test_public_names_are_the_same_for_type_checkers_and_at_run_time():
-    """They stand twice in the package's ``__init__``, as everything is imported on first use."""
-    tree = ast.parse(Path(gk.__file__).read_text())
-    (checked,) = [node for node in tree.body if isinstance(node, ast.If)]
-    listed = next(node for node in checked.body if isinstance(node, ast.Assign))
-    names = set(ast.literal_eval(listed.value)) | set(gk.objectives.__all__)
-    assert names == set(gk.__all__)
-    imported = {
-        alias.name: node.module
-        for node in checked.body
-        if isinstance(node, ast.ImportFrom)
-        for alias in node.names
-    }
-    for name in names - set(gk.objectives.__all__) - {"advantages", "objectives"}:
-        assert getattr(gk, name) is getattr(importlib.import_module(imported[name]), name)

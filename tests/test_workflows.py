@@ -62,20 +62,13 @@ def test_actions_are_pinned_to_a_commit_and_say_its_version():
     assert "pypa/gh-action-pypi-publish" in pins
 
 
-def test_every_step_does_one_thing():
-    for _, _, step in STEPS:
-        assert ("uses" in step) != ("run" in step)
-
-
 def test_nobody_may_write_but_who_publishes():
     allowed = {("docs", "publish"): {"pages", "id-token"}, ("release", "publish"): {"id-token"}}
     assert all(one["permissions"] == {"contents": "read"} for one in WORKFLOWS.values())
     writing = {key: set(job["permissions"]) for key, job in JOBS.items() if "permissions" in job}
     assert writing == allowed
     assert "secrets." not in "".join(path.read_text() for path in FILES)
-
-
-def test_jobs_wait_for_jobs_that_exist():
+    assert all(("uses" in step) != ("run" in step) for *_, step in STEPS)
     for (name, _), job in JOBS.items():
         needs = job.get("needs", [])
         assert ({needs} if isinstance(needs, str) else set(needs)) <= WORKFLOWS[name]["jobs"].keys()
@@ -107,13 +100,7 @@ def test_the_tests_run_where_there_is_no_triton(tmp_path):
     path = os.pathsep.join((str(tmp_path), str(ROOT)))
     command = [
         sys.executable,
-        "-m",
-        "pytest",
-        "-p",
-        "hide_triton",
-        "-p",
-        "no:xdist",
-        "tests/test_normalizer.py",
+        *["-m", "pytest", "-p", "hide_triton", "-p", "no:xdist", "tests/test_normalizer.py"],
     ]
     result = subprocess.run(
         command, cwd=ROOT, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True

@@ -23,7 +23,7 @@ def script(text):
 STAGES = {
     "passes": "",
     "fails": "raise SystemExit('the reason')",
-    "hangs": "import subprocess; subprocess.run(['sleep', '60'])",
+    "hangs": "import subprocess; subprocess.run(['sleep', '30'])",
 }
 
 
@@ -31,7 +31,7 @@ def test_a_campaign_goes_on_whatever_happens(tmp_path, monkeypatch):
     monkeypatch.setattr(campaign, "command", lambda stage, device, out: script(STAGES[stage.name]))
     plan = [campaign.Stage(name, "suite", 5.0) for name in ("hangs", "fails", "passes")]
     start = time.perf_counter()
-    assert campaign.main(tmp_path, "cpu", 0.4, plan) == 0
+    assert campaign.main(tmp_path, "cpu", 0.3, plan) == 0
     assert time.perf_counter() - start < 40
     record = json.loads((tmp_path / "campaign.json").read_text())
     assert record["rehearsal"] and record["versions"]["torch"] == torch.__version__

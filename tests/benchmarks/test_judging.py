@@ -56,16 +56,13 @@ def test_the_reference_is_that_of_autograd(task, situation):
         assert (found[name] - wanted).abs().max() <= 1e-12 * wanted.abs().max()
 
 
-def test_a_problem_is_what_its_name_says():
+def test_problems_are_what_their_names_say():
     problem = tiny_problem("hidden", dtype=torch.bfloat16)
     assert bool((gspo.coefficients(problem, problem.logprobs)[1] != 0).all())
     half = problem.situation("half inactive")
     assert gspo.coefficients(half, half.logprobs)[1].count_nonzero() == SHAPE[0] // 2
     with pytest.raises(ValueError, match="equal length"):
         gspo.draw("hidden", 10, 20, 4, 3, torch.float32)
-
-
-def test_a_realistic_batch():
     problem = gspo.realistic("hidden", 64, 64, 50, 8, torch.float32)
     about = gspo.about(problem)
     assert 0.3 < about["padding"] < 0.9
@@ -75,12 +72,7 @@ def test_a_realistic_batch():
     assert about["tokens at zero advantage"] == pytest.approx(0.4, abs=0.05)
     total = sum(about[name] for name in about if name.startswith("tokens") or name == "clipped tokens")
     assert total == pytest.approx(1)
-
-
-def test_layouts():
-    problem = real_problem("hidden")
-    packed, longer = problem.layout("packed"), problem.layout("next")
-    counted = problem.mask.bool()
+    packed, longer, counted = problem.layout("packed"), problem.layout("next"), problem.mask.bool()
     assert packed.cu_seqlens.tolist() == [0, *problem.mask.sum(1).cumsum(0).int().tolist()]
     assert torch.equal(packed.inputs[0], problem.inputs[0][counted])
     assert torch.equal(longer.inputs[0][:, :-1], problem.inputs[0])
@@ -95,17 +87,6 @@ def spoil(index, change, problem, *leaves):
     changed = leaves[index].view_as(leaves[index])
     changed.register_hook(change)
     return contestants.naive(problem, *leaves[:index], changed, *leaves[index + 1 :])
-
-
-def wrong_calls(task):
-    """What is wrong, and the call, by name."""
-    calls = {
-        "a thousandth more": (task, functools.partial(spoil, 0, lambda grad: grad * 1.001)),
-        "a row lost": (task, functools.partial(spoil, 0, lambda g: g.index_fill(1, torch.tensor([0]), 0.0))),
-        "loss not a number": ("loss", lambda *to: contestants.naive(*to) * float("nan")),
-        "loss off": ("loss", lambda *to: contestants.naive(*to) + 1e-3),
-    }
-    return calls | ({"sign": ("weight", functools.partial(spoil, 1, torch.neg))} if task == "hidden" else {})
 
 
 def outcomes(task, calls, monkeypatch, problem, repeats=1, without=None, **about):
@@ -123,7 +104,13 @@ def outcomes(task, calls, monkeypatch, problem, repeats=1, without=None, **about
 @pytest.mark.parametrize("task", ("hidden", "logits"))
 @pytest.mark.parametrize("make", (tiny_problem, real_problem))
 def test_a_wrong_contestant_has_no_time(task, make, monkeypatch):
-    wrong = wrong_calls(task)
+    """What is wrong, and the call, by name."""
+    wrong = {
+        "a thousandth more": (task, functools.partial(spoil, 0, lambda grad: grad * 1.001)),
+        "a row lost": (task, functools.partial(spoil, 0, lambda g: g.index_fill(1, torch.tensor([0]), 0.0))),
+        "loss not a number": ("loss", lambda *to: contestants.naive(*to) * float("nan")),
+        "loss off": ("loss", lambda *to: contestants.naive(*to) + 1e-3),
+    } | ({"sign": ("weight", functools.partial(spoil, 1, torch.neg))} if task == "hidden" else {})
     calls = {"honest": contestants.naive, **{name: call for name, (_, call) in wrong.items()}}
     found = outcomes(task, calls, monkeypatch, make(task))
     assert found["honest"]["status"] == "right" and len(found["honest"]["seconds"]["both"]) == 1
@@ -163,16 +150,14 @@ def test_errors_and_absence_have_reasons(monkeypatch):
         ("refused", "RuntimeError: enough"), ("missing", "broke the device"),
     ]  # fmt: skip
     assert "seconds" not in found["tires"] and len(found["honest"]["seconds"]["both"]) == 3
-
-
-def test_a_missing_package_says_so():
-    with pytest.raises(registry.Missing, match="no_such_package is not installed"):
-        contestants.package("no_such_package.module", CPU)
-    with pytest.raises(registry.Missing, match="need a GPU"):
-        contestants.package("torch", CPU, gpu_only=True)
     lost = registry.Contestant("lost", ("hidden",), lambda device: torch.no_such_name)
-    with pytest.raises(registry.Missing, match="no_such_name"):
-        lost.get(CPU)
+    for call, reason in (
+        (lambda: contestants.package("no_such_package.module", CPU), "no_such_package is not installed"),
+        (lambda: contestants.package("torch", CPU, gpu_only=True), "need a GPU"),
+        (lambda: lost.get(CPU), "no_such_name"),
+    ):
+        with pytest.raises(registry.Missing, match=reason):
+            call()
 
 
 def test_ratios_are_to_the_floor(monkeypatch):

@@ -1,13 +1,5 @@
-"""Fixtures of every test of the adapters."""
+"""The models of the adapters' tests are tiny."""
 
-import pytest
-import torch
+from tests.trainer.conftest import one_thread
 
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """The models are so small that a second thread only makes them wait when the machine is busy."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+__all__ = ["one_thread"]

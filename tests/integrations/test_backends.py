@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import types
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -16,130 +17,153 @@ from gspo_kernels.integrations.backends import replacing
 from gspo_kernels.integrations.backends.replacing import NotServedError, Replacements
 from gspo_kernels.integrations.errors import IntegrationError
 from tests.draws import shifted_seed
-from tests.integrations import hook_problem
 
 SHAPE, VOCABULARY, WIDTH = (3, 7), 61, 16
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def said(caplog):
+def lines(caplog):
     """The lines of a run, each of which comes once in a process."""
     replacing._log.cache_clear()
     with caplog.at_level(logging.WARNING, logger="gspo_kernels"):
-        yield lambda: [record.getMessage() for record in caplog.records]
+        yield lambda: {each.getMessage() for each in caplog.records if each.name == "gspo_kernels"}
 
 
-def needs(framework):
+def backend_of(framework):
     if importlib.util.find_spec(framework) is None:
         pytest.skip(f"{framework} is not installed")
     return importlib.import_module(f"gspo_kernels.integrations.backends.{framework}")
 
 
-def draw(seed, dtype=torch.float32, linear=False):
+@contextmanager
+def installed(backend):
+    """Their functions by name; ours are in their place inside, and theirs again afterwards."""
+
+    def found(path):
+        module, _, name = path.partition(":")
+        value = importlib.import_module(module)
+        for each in name.split("."):
+            value = getattr(value, each)
+        return value
+
+    paths = backend.REPLACEMENTS.functions
+    theirs = {path.rpartition(":")[2]: found(path) for path in paths}
+    backend.install()
+    try:
+        assert all(found(path) != each for path, each in zip(paths, theirs.values(), strict=True))
+        yield theirs
+    finally:
+        backend.remove()
+    assert all(found(path) == each for path, each in zip(paths, theirs.values(), strict=True))
+
+
+def draw(linear=False):
     """Leaves, labels, weights of log-probs and entropy."""
-    rng = torch.Generator().manual_seed(shifted_seed(seed))
+    rng = torch.Generator().manual_seed(shifted_seed(0))
     shapes = ((*SHAPE, WIDTH), (VOCABULARY, WIDTH), (VOCABULARY,)) if linear else ((*SHAPE, VOCABULARY),)
-    leaves = [torch.randn(shape, generator=rng, dtype=torch.float64).to(dtype) for shape in shapes]
+    leaves = [torch.randn(shape, generator=rng, dtype=torch.float64) for shape in shapes]
     labels = torch.randint(0, VOCABULARY, SHAPE, generator=rng)
     return leaves, labels, torch.randn(2, *SHAPE, generator=rng, dtype=torch.float64)
 
 
-def results(function, leaves, labels, weights, dtype):
+def results(function, leaves, labels, weights):
     """What a function of (leaves, labels) returns, and the gradients of a weighted sum of it."""
-    leaves = [leaf.to(dtype).requires_grad_() for leaf in leaves]
+    leaves = [leaf.clone().requires_grad_() for leaf in leaves]
     values = function(*leaves, labels)
     values = values if isinstance(values, tuple) else (values,)
     total = sum((w.view(v.shape).to(v.dtype) * v).sum() for w, v in zip(weights, values, strict=False))
-    return [*(v.detach().reshape(SHAPE) for v in values), *torch.autograd.grad(total, leaves)]
+    return [v.detach().reshape(SHAPE) for v in values], torch.autograd.grad(total, leaves)
 
 
-def judge(ours, theirs, linear=False, dtype=torch.float32):
-    """``ours`` and ``theirs`` take (leaves, labels): both against theirs in fp64 on what dtype rounds."""
+def assert_equal(ours, theirs, linear=False, dtypes=(torch.float64,)):
+    """Functions of (leaves, labels): ours against theirs in fp64 of the same numbers."""
+    leaves, labels, weights = draw(linear)
+    for dtype in dtypes:
+        leaves = [leaf.to(dtype) for leaf in leaves]
+        values, gradients = results(ours, leaves, labels, weights)
+        wanted, wanted_gradients = results(theirs, [leaf.double() for leaf in leaves], labels, weights)
+        # 16-bit gradients are rounded once; some functions compute in fp32 whatever they get
+        exact = all(each.dtype == torch.float64 for each in (*values, *wanted))
+        near = 1e-12 if exact else 1e-5
+        for one, other in zip(values, wanted, strict=True):
+            torch.testing.assert_close(one.double(), other.double(), rtol=near, atol=near)
+        for one, other in zip(gradients, wanted_gradients, strict=True):
+            assert one.dtype == dtype
+            rounding = torch.finfo(dtype).eps
+            torch.testing.assert_close(one.double(), other, rtol=max(rounding, near), atol=near)
 
-    def make(seed):
-        leaves, labels, weights = draw(seed, dtype, linear)
-        return leaves[: 2 + linear], labels, weights
 
-    hook_problem.judge(
-        lambda each: results(ours, *each, dtype),
-        lambda each, precision: results(theirs, *each, precision),
-        make,
-        row_dims=3,
-        rounded_to=None,
-    )
+BOTH = (torch.float64, torch.bfloat16)
 
 
-def test_trls_functions_from_logits(said):
-    backend = needs("trl")
+def test_trls_functions_from_logits(lines):
+    backend = backend_of("trl")
     from trl.trainer import utils
 
-    theirs = utils.selective_log_softmax, utils.selective_log_softmax_and_entropy, utils.entropy_from_logits
     keep = torch.ones(SHAPE, dtype=torch.bool)
     keep[1, 2:] = False
-    backend.install()
-    try:
-        ours = utils.selective_log_softmax, utils.selective_log_softmax_and_entropy, utils.entropy_from_logits
-        assert not {*ours} & {*theirs}
-        for dtype in (torch.float32, torch.bfloat16):
-            for options in ({}, {"temperature": 0.7}, {"row_mask": keep}):
-                for one, other in zip(ours[:2], theirs[:2], strict=True):
-                    judge(
-                        lambda x, y, f=one, o=options: f(x, y, **o),
-                        lambda x, y, f=other, o=options: f(x, y, **o),
-                        dtype=dtype,
-                    )
-            judge(lambda x, y: ours[2](x), lambda x, y: theirs[2](x), dtype=dtype)
-        leaves, labels, _ = draw(0)
-        several = torch.stack([labels, labels, (labels + 1) % VOCABULARY], -1)
-        torch.testing.assert_close(ours[0](leaves[0], several), theirs[0](leaves[0], several))
-        with torch.no_grad():
-            several_masked = ours[0](leaves[0], several, row_mask=torch.ones_like(several))
-        assert torch.equal(several_masked, theirs[0](leaves[0], several))
-        _, entropy = ours[1](leaves[0].requires_grad_(), labels, entropy_requires_grad=False)
-        assert not entropy.requires_grad
-    finally:
-        backend.remove()
     names = ("selective_log_softmax", "selective_log_softmax_and_entropy", "entropy_from_logits")
-    assert theirs == tuple(getattr(utils, name) for name in names)
-    lines = [f"trl.trainer.utils.{name} runs in gspo_kernels" for name in names]
-    lines += [f"trl.trainer.utils.{names[0]} stays as it is where several ids of a row have a mask"]
-    assert {*said()} == {*lines} and len(said()) == len(lines)
+    with installed(backend) as theirs:
+        for name in names[:2]:
+            for options in ({}, {"temperature": 0.7}, {"row_mask": keep}):
+                ours, other = getattr(utils, name), theirs[name]
+                assert_equal(
+                    lambda x, y, f=ours, o=options: f(x, y, **o),
+                    lambda x, y, f=other, o=options: f(x, y, **o),
+                    dtypes=BOTH,
+                )
+        assert_equal(lambda x, y: utils.entropy_from_logits(x), lambda x, y: theirs[names[2]](x), dtypes=BOTH)
+        (logits,), labels, _ = draw()
+        several = torch.stack([labels, labels, (labels + 1) % VOCABULARY], -1)
+        torch.testing.assert_close(
+            utils.selective_log_softmax(logits, several), theirs[names[0]](logits, several)
+        )
+        masked = utils.selective_log_softmax(logits, several, row_mask=torch.ones_like(several))
+        assert torch.equal(masked, theirs[names[0]](logits, several))
+        logits.requires_grad_()
+        scored = utils.selective_log_softmax_and_entropy(logits, labels, entropy_requires_grad=False)
+        assert scored[0].requires_grad and not scored[1].requires_grad
+    assert lines() == {f"trl.trainer.utils.{name} runs in gspo_kernels" for name in names} | {
+        f"trl.trainer.utils.{names[0]} stays as it is where several ids of a row have a mask"
+    }
 
 
-def test_trls_head_from_hidden_states(said):
-    backend = needs("trl")
-    from trl.kernels import ChunkedLogProbFunction as Theirs
-
-    before, options = Theirs.apply, (0.7, 32, 5.0, 0.5)
+def test_trls_head_from_hidden_states(lines):
+    backend, options = backend_of("trl"), (0.7, 32, 5.0, 0.5)
 
     def scored(outputs, apply):
         def call(hidden, weight, bias, labels):
             rows = hidden.reshape(-1, WIDTH)
-            found = apply(rows, weight, bias, labels.reshape(-1), *options, outputs)
-            return tuple(each for each in found if each is not None)
+            got = apply(rows, weight, bias, labels.reshape(-1), *options, outputs)
+            return tuple(each for each in got if each is not None)
 
         return call
 
-    backend.install()
-    try:
+    from trl.kernels import ChunkedLogProbFunction
+
+    with installed(backend) as theirs:
+        before = theirs["ChunkedLogProbFunction.apply"]
         for outputs in (("log_probs",), ("log_probs", "entropy")):
-            judge(scored(outputs, Theirs.apply), scored(outputs, before), linear=True)
-        leaves, labels, _ = draw(0, linear=True)
-        found = scored(("log_probs", "is_top1"), Theirs.apply)(*leaves, labels)
-        for one, other in zip(found, scored(("log_probs", "is_top1"), before)(*leaves, labels), strict=True):
-            assert torch.equal(one, other)
-    finally:
-        backend.remove()
-    assert "apply" not in vars(Theirs)
-    assert said() == [
-        "trl.kernels.chunked_logprob.ChunkedLogProbFunction.apply runs in gspo_kernels",
-        "trl.kernels.chunked_logprob.ChunkedLogProbFunction.apply stays as it is where is_top1 is asked for",
-    ]
+            ours, other = (scored(outputs, each) for each in (ChunkedLogProbFunction.apply, before))
+            assert_equal(ours, other, linear=True)
+        leaves, labels, _ = draw(linear=True)
+        refused = [
+            scored(("log_probs", "is_top1"), each)(*leaves, labels)
+            for each in (ChunkedLogProbFunction.apply, before)
+        ]
+        assert all(torch.equal(one, other) for one, other in zip(*refused, strict=True))
+    assert "apply" not in vars(ChunkedLogProbFunction)
+    path = "trl.kernels.chunked_logprob.ChunkedLogProbFunction.apply"
+    assert lines() == {
+        f"{path} runs in gspo_kernels",
+        f"{path} stays as it is where is_top1 is asked for",
+    }
 
 
-def test_a_run_of_trl_ends_where_its_own_does(said, tmp_path):
+def test_a_run_of_trl_ends_where_its_own_does(lines, tmp_path):
     """TRL's own trainer: its loss, options and log lines, and our log-probs."""
-    backend = needs("trl")
+    backend = backend_of("trl")
     from trl import GRPOTrainer
 
     from tests.integrations.trl_problem import make_trainer, save_model, weights
@@ -159,124 +183,95 @@ def test_a_run_of_trl_ends_where_its_own_does(said, tmp_path):
     (theirs, their_log), (ours, log) = runs
     assert (ours - theirs).norm() <= 1e-5 * (theirs - before).norm() and (theirs - before).norm() > 0
     assert [entry.keys() for entry in log] == [entry.keys() for entry in their_log]
-    assert any(line.endswith("runs in gspo_kernels") for line in said())
+    assert any(line.endswith("runs in gspo_kernels") for line in lines())
 
 
-def test_torchtitans_losses(said):
-    backend = needs("torchtitan")
+def test_torchtitans_losses(lines):
+    backend = backend_of("torchtitan")
     from torchtitan.components import loss
 
-    theirs = loss.cross_entropy_loss, loss.compute_logprobs
-    backend.install()
-    try:
-        for dtype in (torch.float32, torch.bfloat16):
-            judge(lambda x, y: loss.compute_logprobs(x, y), lambda x, y: theirs[1](x, y), dtype=dtype)
-            for seed in range(6):
-                (logits,), labels, _ = draw(seed, dtype)
-                labels[0, :3] = -100
-                leaves = [logits.clone().requires_grad_() for _ in range(2)]
-                built = loss.CrossEntropyLoss(loss.CrossEntropyLoss.Config())
-                one, other = built.fn(leaves[0], labels), theirs[0](leaves[1], labels)
-                torch.testing.assert_close(one, other, rtol=1e-5, atol=0)
-                for each in (one, other):
-                    each.backward()
-                eps = torch.finfo(dtype).eps
-                torch.testing.assert_close(leaves[0].grad, leaves[1].grad, rtol=4 * eps, atol=4 * eps)
-                got, want = (
-                    f(logits, labels, return_entropy=True) for f in (loss.compute_logprobs, theirs[1])
-                )
-                for value, expected in zip(got, want, strict=True):
-                    torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-5)
-    finally:
-        backend.remove()
-    assert theirs == (loss.cross_entropy_loss, loss.compute_logprobs)
-    assert len(said()) == 2
+    def mean(function):
+        return lambda logits, labels: function(logits, labels.masked_fill(skipped, -100)) * torch.ones(SHAPE)
+
+    skipped = torch.zeros(SHAPE, dtype=torch.bool)
+    skipped[0, :3] = True
+    with installed(backend) as theirs:
+        assert_equal(loss.compute_logprobs, theirs["compute_logprobs"], dtypes=BOTH)
+        built = loss.CrossEntropyLoss(loss.CrossEntropyLoss.Config()).fn
+        assert_equal(mean(built), mean(theirs["cross_entropy_loss"]))
+        (logits,), labels, _ = draw()
+        labels = labels.masked_fill(skipped, -100)
+        got, want = (
+            f(logits.float(), labels, return_entropy=True)
+            for f in (loss.compute_logprobs, theirs["compute_logprobs"])
+        )
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    assert len(lines()) == 2
 
 
-@pytest.fixture
-def skyrl_utils(monkeypatch):
+def test_skyrls_log_probs(lines, monkeypatch):
     """SkyRL's module, without the packages around it, whose own modules need Ray."""
-    backend = needs("skyrl")
+    backend = backend_of("skyrl")
     root = Path(importlib.util.find_spec("skyrl").submodule_search_locations[0])
     for path in ("backends", "backends/skyrl_train", "backends/skyrl_train/utils"):
         package = types.ModuleType("skyrl." + path.replace("/", "."))
         package.__path__ = [str(root / path)]
         monkeypatch.setitem(sys.modules, package.__name__, package)
     pytest.importorskip("jaxtyping")
-    return backend, importlib.import_module("skyrl.backends.skyrl_train.utils.torch_utils")
-
-
-def test_skyrls_log_probs(skyrl_utils, said):
-    backend, utils = skyrl_utils
-    logprobs, entropy = utils.logprobs_from_logits, utils.chunked_entropy_from_logits
+    utils = importlib.import_module("skyrl.backends.skyrl_train.utils.torch_utils")
     mask = torch.ones(SHAPE)
     mask[0, :2] = 0
-    backend.install()
-    try:
-        judge(utils.logprobs_from_logits, logprobs)
+    with installed(backend) as theirs:
+        assert_equal(utils.logprobs_from_logits, theirs["logprobs_from_logits"])
         for options in ({}, {"attention_mask": mask}):
-            judge(
+            assert_equal(
                 lambda x, y, o=options: utils.chunked_entropy_from_logits(x, True, **o),
-                lambda x, y, o=options: entropy(x, True, **o),
+                lambda x, y, o=options: theirs["chunked_entropy_from_logits"](x, True, **o),
             )
-        (logits,), _, _ = draw(0)
+        (logits,), _, _ = draw()
         assert not utils.chunked_entropy_from_logits(logits.requires_grad_()).requires_grad
         with pytest.raises(ValueError, match="attention_mask: got shape"):
             utils.chunked_entropy_from_logits(logits, attention_mask=mask[:1])
-    finally:
-        backend.remove()
-    assert utils.logprobs_from_logits is logprobs and len(said()) == 2
+    assert len(lines()) == 2
 
 
-def test_verls_log_probs(said):
-    backend = needs("verl")
+def test_verls_log_probs(lines):
+    backend = backend_of("verl")
     from verl.utils import torch_functional as utils
     from verl.utils.experimental.torch_functional import FusedLinearForPPO
 
-    names = ("logprobs_from_logits", "entropy_from_logits", "entropy_from_logits_with_chunking")
-    theirs = {name: getattr(utils, name) for name in names}
-    forward = FusedLinearForPPO.forward
-    backend.install()
-    try:
-        judge(utils.logprobs_from_logits, utils.logprobs_from_logits_naive)
-        for name in names[1:]:
-            flat = [
-                lambda x, y, f=f: f(x.reshape(-1, VOCABULARY)) for f in (getattr(utils, name), theirs[name])
-            ]
-            judge(flat[0], lambda x, y: theirs["entropy_from_logits"](x))
-        judge(
+    def plain_scores(hidden, weight, bias, labels):
+        logp = torch.log_softmax(hidden @ (weight + 0 * bias.unsqueeze(1)).T / 0.7, -1)
+        return logp.gather(-1, labels.unsqueeze(-1)).squeeze(-1), -(logp.exp() * logp).sum(-1)
+
+    with installed(backend) as theirs:
+        assert_equal(utils.logprobs_from_logits, utils.logprobs_from_logits_naive)
+        for name in ("entropy_from_logits", "entropy_from_logits_with_chunking"):
+            ours, other = getattr(utils, name), theirs["entropy_from_logits"]
+            assert_equal(lambda x, y, f=ours: f(x.reshape(-1, VOCABULARY)), lambda x, y, f=other: f(x))
+        assert_equal(
             lambda h, w, b, y: FusedLinearForPPO()(h, w + 0 * b.unsqueeze(1), y, temperature=0.7),
-            lambda h, w, b, y: plain_scores(h, w + 0 * b.unsqueeze(1), y, 0.7),
+            plain_scores,
             linear=True,
         )
-    finally:
-        backend.remove()
-    assert FusedLinearForPPO.forward is forward
-    assert all(getattr(utils, name) is each for name, each in theirs.items())
-    assert len(said()) == 4
-
-
-def plain_scores(hidden, weight, labels, temperature):
-    logp = torch.log_softmax(hidden @ weight.T / temperature, -1)
-    return logp.gather(-1, labels.unsqueeze(-1)).squeeze(-1), -(logp.exp() * logp).sum(-1)
+    assert len(lines()) == 4
 
 
 def test_verls_workers_install_by_the_environment():
-    needs("verl")
-    root = Path(__file__).parents[2]
+    backend_of("verl")
     code = (
         "import torch, verl; from verl.utils.torch_functional import logprobs_from_logits as f; "
         "f(torch.randn(2, 3, 9), torch.zeros(2, 3, dtype=torch.int64))"
     )
     modules = "gspo_kernels.integrations.backends.verl_workers"
-    path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "VERL_USE_EXTERNAL_MODULES": modules, "PYTHONPATH": path}
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=600)
     assert "verl.utils.torch_functional.logprobs_from_logits runs in gspo_kernels" in done.stderr
 
 
-def test_replacements_reach_modules_that_have_imported_the_function(monkeypatch, said):
+def test_replacements_reach_modules_that_have_imported_the_function(monkeypatch, lines):
     framework, user = types.ModuleType("some_framework"), types.ModuleType("some_framework.user")
 
     def theirs(x):
@@ -293,17 +288,15 @@ def test_replacements_reach_modules_that_have_imported_the_function(monkeypatch,
         return 2 * x
 
     both = Replacements("some_framework", ">=1", {"some_framework:double": ours})
-    both.install()
-    both.install()
+    for _ in range(2):
+        both.install()
     assert framework.double(3) == user.imported(3) == 6 and user.imported(-3) == -3
     both.remove()
     assert framework.double is theirs and user.imported is theirs
-    assert said() == [
+    assert lines() == {
         "some_framework.double runs in gspo_kernels",
         "some_framework.double stays as it is where x is negative",
-    ]
-
-
-def test_a_missing_framework_is_refused():
+    }
+    monkeypatch.undo()
     with pytest.raises(IntegrationError, match="no-such-framework: not installed"):
         Replacements("no-such-framework", ">=1", {}).install()

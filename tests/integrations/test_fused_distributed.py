@@ -1,7 +1,7 @@
 """Two gloo processes: DDP, FSDP2, tensor parallelism (also as transformers cuts models), context parallelism.
 
 Under data parallelism each process's share of the work is compared with the same done alone, bit for bit:
-halves and sums of two are exact. Elsewhere it is as exact as the work done alone.
+halves and sums of two are exact. Elsewhere fp64 shows that it is the same.
 """
 
 import copy
@@ -18,7 +18,6 @@ import gspo_kernels as gk
 from gspo_kernels.integrations.errors import IntegrationError
 from gspo_kernels.integrations.layouts import to_predictions, tokens_of_rank
 from gspo_kernels.integrations.transformers import fuse_lm_head
-from tests.accuracy import Spread, assert_as_exact
 from tests.draws import shifted_seed
 from tests.forks import in_processes
 from tests.integrations.tiny_models import tiny
@@ -184,98 +183,79 @@ def fsdp2_bf16():
             model(**inputs, old_logprobs=rounded, advantages=torch.ones(2))
 
 
+def assert_close(name, got, want):
+    """Models in fp64, of which norms are fp32."""
+    assert got.keys() == want.keys()
+    for key, value in want.items():
+        assert (whole(got[key]) - value).norm() <= 1e-6 * value.norm(), (name, key)
+
+
+def results(model, batches, **options):
+    """Log-probs of the batches, and the gradients of their losses' mean."""
+    fuse_lm_head(model).zero_grad()
+    found = [step(model, *batch, **options) for batch in batches]
+    assert not any(isinstance(out.loss, DTensor) for _, out in found)
+    return {"log-probs": torch.cat([old.flatten() for old, _ in found])} | {
+        name: whole(p.grad) / len(batches) for name, p in model.named_parameters() if p.grad is not None
+    }
+
+
 def tensor_parallel():
-    """A head whose vocabulary is split is not gathered: its gradient stays where it is, and is as exact."""
+    """A head whose vocabulary is split is not gathered: its gradient stays where it is."""
     for name in ("Qwen3", "Phi, bias", "Qwen3 tied"):
-        model = fuse_lm_head(tiny(name))
-        inputs, advantages = rows(0)
-        alone, exact = copy.deepcopy(model), copy.deepcopy(model).double()
-        mesh = init_device_mesh("cpu", (2,))
+        model, alone = (fuse_lm_head(tiny(name).double()) for _ in range(2))
+        batch, mesh = rows(0), init_device_mesh("cpu", (2,))
         parallelize_module(model.lm_head, mesh, ColwiseParallel(output_layouts=Replicate()))
         if name == "Qwen3 tied":
             layout = RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
             parallelize_module(model.model.embed_tokens, mesh, layout)
             model.lm_head.weight = model.model.embed_tokens.weight
         assert model.lm_head.weight.placements == (Shard(0),)
-        logits = model(input_ids=inputs["input_ids"]).logits
-        found = {}
-        for which, each in (("split", model), ("alone", alone), ("exact", exact)):
-            old, out = step(each, inputs, advantages)
-            gradients = {name: p.grad for name, p in each.named_parameters() if p.grad is not None}
-            assert not isinstance(out.loss, DTensor)
-            found[which] = {"old": old, "log-probs": out.logprobs, **gradients}
+        logits = model(input_ids=batch[0]["input_ids"]).logits
+        assert_close(name, results(model, [batch]), results(alone, [batch]))
         weight = model.lm_head.weight.grad
         assert weight.placements == (Shard(0),) and weight.to_local().shape[0] == weight.shape[0] // 2
-        for name, truth in found["exact"].items():
-            errors = [(whole(found[which][name]).double() - truth).flatten() for which in ("split", "alone")]
-            spread = Spread.of([errors[1]], by_row=False)
-            assert_as_exact(name, errors[:1], spread, [truth], torch.finfo(torch.float32).eps)
-        assert torch.equal(model(input_ids=inputs["input_ids"]).logits, logits)
+        assert torch.equal(model(input_ids=batch[0]["input_ids"]).logits, logits)
 
 
-def gathered_attention(cu_seqlens):
-    """Attention of this rank's tokens over the keys and values of both ranks, for transformers."""
-    from torch.distributed.nn.functional import all_gather
-
-    shares, whole = [tokens_of_rank(cu_seqlens, rank, 2)[0] for rank in (0, 1)], int(cu_seqlens[-1])
-    mine, every = shares[dist.get_rank()], torch.cat(shares)
-    sequence = torch.bucketize(torch.arange(whole), cu_seqlens[1:], right=True)
-    mask = (sequence[mine][:, None] == sequence[every]) & (every <= mine[:, None])
-
-    def gathered(x):
-        parts = all_gather(torch.nn.functional.pad(x, (0, 0, 0, whole - len(mine))))
-        return torch.cat([part[:, :, : len(share)] for part, share in zip(parts, shares, strict=True)], 2)
-
-    def attend(module, query, key, value, attention_mask, scaling=None, **options):
-        keys, values = gathered(key), gathered(value)
-        out = torch.nn.functional.scaled_dot_product_attention(
-            query, keys, values, mask, scale=scaling, enable_gqa=True
-        )
-        return out.transpose(1, 2).contiguous(), None
-
-    return attend
+def attention_of_each_token(module, query, key, value, attention_mask, **options):
+    """For transformers: instead of attention, which would need the keys and values of other ranks."""
+    return (query + value).transpose(1, 2).contiguous(), None
 
 
 def context_parallel():
-    """Each rank has tokens of every sequence, and attention that gathers the others' keys and values."""
+    """Each rank has tokens of every sequence. Queries depend on positions in them."""
     (inputs, advantages), group = rows(0), dist.group.WORLD
     row = packed(inputs)
     ids, cu_seqlens = row["input_ids"], row["cu_seqlens"]
     positions = torch.arange(LENGTH).repeat(2).unsqueeze(0)
     labels = to_predictions(row["labels"][0], cu_seqlens=cu_seqlens, fill=-100).unsqueeze(0)
-    AttentionInterface.register("gathered", gathered_attention(cu_seqlens))
+    AttentionInterface.register("of each token", attention_of_each_token)
     own, offsets = tokens_of_rank(cu_seqlens, dist.get_rank(), 2)
     mine = {"input_ids": ids[:, own], "shift_labels": labels[:, own], "cu_seqlens": offsets}
     whole_row = {"input_ids": ids, "shift_labels": labels, "cu_seqlens": cu_seqlens}
-    model = fuse_lm_head(tiny())
-    alone, exact = copy.deepcopy(model), copy.deepcopy(model).double()
-    model.config._attn_implementation = "gathered"
+    model, alone = (fuse_lm_head(tiny().double()) for _ in range(2))
+    model.config._attn_implementation = alone.config._attn_implementation = "of each token"
     with torch.no_grad():
         old = alone(**whole_row, return_logprobs=True).logprobs
     old = old + torch.linspace(-2e-3, 2e-3, old.numel())
-    found = {}
     here = {
         **mine,
         "position_ids": positions[:, own],
         "attention_mask": torch.ones(1, 1, len(own), len(own), dtype=torch.bool),  # which nobody reads
         "parallel": gk.Parallel(cp_group=group),
     }
-    for which, each, given, before in (
-        ("parts", model, here, old[:, own]),
-        ("alone", alone, whole_row, old),
-        ("exact", exact, whole_row, old.double()),
-    ):
-        out = each(**given, old_logprobs=before, advantages=advantages.to(before.dtype), objective=gk.GRPO())
+    found = []
+    for each, given, before in ((model, here, old[:, own]), (alone, whole_row, old)):
+        terms = {"old_logprobs": before, "advantages": advantages.to(old), "objective": gk.GRPO()}
+        out = each(**given, **terms)
         out.loss.backward()
-        gradients = [p.grad for p in each.parameters() if p.grad is not None]
-        if which == "parts":
-            for gradient in gradients:
+        gradients = {name: p.grad for name, p in each.named_parameters() if p.grad is not None}
+        if each is model:
+            for gradient in gradients.values():
                 dist.all_reduce(gradient)
-        found[which] = torch.cat([out.loss.detach().view(1), *(x.flatten() for x in gradients)])
-    truth = found["exact"]
-    errors = [found[which].double() - truth for which in ("parts", "alone")]
-    spread = Spread.of([errors[1]], by_row=False)
-    assert_as_exact("loss and gradients", errors[:1], spread, [truth], torch.finfo(torch.float32).eps)
+        found.append({"loss": out.loss.detach(), **gradients})
+    assert_close("context parallel", *found)
     with pytest.raises(IntegrationError, match="position_ids: got None, expected where in their sequences"):
         model(**mine, parallel=here["parallel"], old_logprobs=None, advantages=advantages)
 
@@ -301,30 +281,8 @@ MODELS = ("Qwen3", "Qwen3 tied", "Phi, bias")
 def loaded(folder, name, **sizes):
     """The model, of which each rank reads its part."""
     return AutoModelForCausalLM.from_pretrained(
-        folder / name, dtype=torch.float32, distributed_config=DistributedConfig(**sizes)
+        folder / name, dtype=torch.float64, distributed_config=DistributedConfig(**sizes)
     ).eval()
-
-
-def results(model, batches, **options):
-    """Log-probs of the batches, and the gradients of their losses' mean."""
-    fuse_lm_head(model)
-    old = [step(model, *batch, **options)[0].double() for batch in batches]
-    return {"log-probs": torch.cat([each.flatten() for each in old])} | {
-        name: whole(p.grad).double() / len(batches) for name, p in model.named_parameters()
-    }
-
-
-def judge(got, whole_model, batches):
-    """As exact as the model in one process."""
-    alone = results(copy.deepcopy(whole_model), batches)
-    exact = results(copy.deepcopy(whole_model).double(), batches)
-    assert got.keys() == exact.keys()
-    # all of a model's gradients together: each sum over ranks has roundings of its own
-    for names in (["log-probs"], [name for name in got if name != "log-probs"]):
-        flat = [torch.cat([each[name].flatten() for name in names]) for each in (got, alone, exact)]
-        spread = Spread.of([flat[1] - flat[2]], by_row=False)
-        eps = torch.finfo(torch.float32).eps
-        assert_as_exact(", ".join(names), [flat[0] - flat[2]], spread, [flat[2]], eps)
 
 
 @pytest.fixture(scope="module")
@@ -343,8 +301,7 @@ def test_tp_plan_gives_the_numbers_of_one_process(folder):
             assert model.get_output_embeddings().weight.placements == (Shard(0),)
             inputs, advantages = rows(0)
             for batch in ((inputs, advantages), (packed(inputs), advantages)):
-                model.zero_grad()
-                judge(results(model, [batch]), tiny(name), [batch])
+                assert_close(name, results(model, [batch]), results(tiny(name).double(), [batch]))
             gradient = model.get_output_embeddings().weight.grad
             assert gradient.placements == (Shard(0),)
 
@@ -365,6 +322,7 @@ def test_tp_plan_and_fsdp2_together(folder):
             logprobs = [torch.empty_like(got["log-probs"]) for _ in range(4)]
             dist.all_gather(logprobs, got["log-probs"])
             assert torch.equal(logprobs[0], logprobs[1]) and torch.equal(logprobs[2], logprobs[3])
-            judge(got | {"log-probs": torch.cat(logprobs[::2])}, tiny(name), halves)
+            got["log-probs"] = torch.cat(logprobs[::2])
+            assert_close(name, got, results(tiny(name).double(), halves))
 
     in_processes(4, work)

@@ -53,3 +53,10 @@ def tiny(name="Qwen3", *, attention=None, **options):
         if bias is not None:
             bias.normal_()
     return model
+
+
+def largest_allocation(function):
+    """Bytes of the largest block that any operator allocated."""
+    with torch.profiler.profile(profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]) as run:
+        function()
+    return max(event.self_cpu_memory_usage for event in run.events())

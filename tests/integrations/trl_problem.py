@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 from transformers import PrinterCallback
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOConfig
 
 from gspo_kernels.trainer.demo import make_tokenizer
 from tests.draws import shifted_seed
@@ -110,22 +110,3 @@ def make_trainer(
 def weights(model) -> torch.Tensor:
     """All parameters in one vector."""
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-
-
-class PlainTrainer(GRPOTrainer):
-    """TRL's loss from log-probs of plain PyTorch, in the model's dtype: with an fp64 model, the reference."""
-
-    def _get_per_token_logps_and_entropies(
-        self, model, input_ids, attention_mask, logits_to_keep, compute_entropy=False, compute_aux_loss=False,
-        **options,
-    ):  # fmt: skip
-        routers = {"output_router_logits": True} if compute_aux_loss else {}
-        with self.accelerator.autocast():
-            output = model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False, **routers)
-        logits = output.logits
-        logprobs = (logits[:, -logits_to_keep - 1 : -1] / self.temperature).log_softmax(-1)
-        labels = input_ids[:, -logits_to_keep:]
-        counted = attention_mask[:, -logits_to_keep:] != 0
-        entropy = torch.where(counted, -(logprobs.exp() * logprobs).sum(-1), 0.0)
-        chosen = torch.where(counted, logprobs.gather(-1, labels.unsqueeze(-1)).squeeze(-1), 0.0)
-        return chosen, entropy if compute_entropy else None, output.aux_loss if compute_aux_loss else None

@@ -1,11 +1,10 @@
-"""Actor updates in verl's own FSDP2 engine on CPU tensors: one rank of them. Run by test_verl.py.
+"""Actor updates in verl's own FSDP2 engine on CPU tensors: one rank of them. Run by test_registries.py.
 
 verl has no CPU platform, but lets one be set; nothing else of it is replaced.
 """
 
 import functools
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -82,28 +81,19 @@ def batch_of(rank, world):
         "advantages": jagged(a * one for a, one in zip(ADVANTAGES[rank::world], ones, strict=True)),
     }
     options = {
-        "temperature": 1.0,
-        "global_batch_size": len(LENGTHS),
-        "use_remove_padding": False,
-        "use_dynamic_bsz": False,
-        "micro_batch_size_per_gpu": 2,
-        "pad_token_id": 0,
-        "calculate_entropy": True,
-    }
+        "temperature": 1.0, "global_batch_size": len(LENGTHS), "use_remove_padding": False,
+        "use_dynamic_bsz": False, "micro_batch_size_per_gpu": 2, "pad_token_id": 0, "calculate_entropy": True,
+    }  # fmt: skip
     return tu.get_tensordict(tensors, non_tensor_dict=options)
 
 
-def means_of(metric):
-    return float(metric.aggregate() if hasattr(metric, "aggregate") else torch.tensor(metric).mean())
-
-
-def train(model, loss_mode, config, rank, world, steps):
+def train(model, loss_mode, config, steps):
     """Old log-probs from the engine, then ``steps`` updates on them. Returns metrics and weights."""
     from verl.workers.config import FSDPActorConfig, PolicyLossConfig
     from verl.workers.utils.losses import ppo_loss
     from verl.workers.utils.padding import no_padding_2_padding
 
-    engine, data = build_engine(model), batch_of(rank, world)
+    engine, data = build_engine(model), batch_of(dist.get_rank(), dist.get_world_size())
     with engine.eval_mode():
         scored = engine.infer_batch(data.clone())["model_output"]["log_probs"]
     padded = no_padding_2_padding(scored, data)
@@ -111,34 +101,28 @@ def train(model, loss_mode, config, rank, world, steps):
     old = jagged(row[:n] for row, n in zip(padded, lengths, strict=True))
     data["old_log_probs"] = old
     data["ref_log_prob"] = jagged(row + 0.1 * torch.sin(torch.arange(len(row))) for row in old.unbind())
-    actor = FSDPActorConfig(
-        rollout_n=1,
-        ppo_micro_batch_size_per_gpu=2,
-        policy_loss=PolicyLossConfig(loss_mode=loss_mode),
-        **config,
-    )
+    policy_loss = PolicyLossConfig(loss_mode=loss_mode)
+    actor = FSDPActorConfig(rollout_n=1, ppo_micro_batch_size_per_gpu=2, policy_loss=policy_loss, **config)
     history = []
     with engine.train_mode():
         for _ in range(steps):
             out = engine.train_batch(data.clone(), loss_function=functools.partial(ppo_loss, actor))
-            history.append({name: means_of(value) for name, value in out["metrics"].items()})
+            metrics = out["metrics"].items()
+            means = {
+                n: v.aggregate() if hasattr(v, "aggregate") else torch.tensor(v).mean() for n, v in metrics
+            }
+            history.append({name: float(value) for name, value in means.items()})
     weights = {name: value.full_tensor() for name, value in engine.module.state_dict().items()}
     return history, weights
 
 
-def main(model, folder, rank, world, port, runs):
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=world)
-    use_cpu()
-    for index, (loss_mode, config) in enumerate(json.loads(runs)):
-        result = train(model, loss_mode, config, rank, world, steps=4)
-        if rank == 0:
-            torch.save(result, Path(folder) / f"{index}.pt")
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    model, folder, rank, world, port, runs = sys.argv[1:]
-    main(model, folder, int(rank), int(world), int(port), runs)
+    folder, runs = Path(sys.argv[1]), json.loads(sys.argv[2])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    use_cpu()
+    for index, (loss_mode, config) in enumerate(runs):
+        result = train(str(folder / "model"), loss_mode, config, steps=4)
+        if dist.get_rank() == 0:
+            torch.save(result, folder / f"{index}.pt")
+    dist.destroy_process_group()

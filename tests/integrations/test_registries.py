@@ -1,0 +1,701 @@
+"""The losses in the registries of verl 0.9.1 and SkyRL 0.3: as their workers call them, and inside both.
+
+verl divides by numbers of the whole batch. SkyRL scales advantages beforehand, and a loss is a plain sum.
+"""
+
+import importlib
+import importlib.util
+import inspect
+import itertools
+import json
+import math
+import os
+import pickle
+import subprocess
+import sys
+import types
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import gspo_kernels as gk
+from gspo_kernels import objectives
+from gspo_kernels.integrations import hooks, skyrl, verl
+from gspo_kernels.integrations.errors import IntegrationError
+from tests.draws import shifted_seed
+from tests.integrations.tiny_models import SMALL
+
+ROOT = Path(__file__).parents[2]
+LENGTHS = (8, 3, 5, 6, 1, 4)
+MASK = torch.arange(8) < torch.tensor(LENGTHS).unsqueeze(1)
+STALE = ("ctpo", "fspo", "prime_ipo")  # these have bounds of other kinds
+NO_RANGE = {f"gk_{name}" for name in ("gpg", "topr", "vespo", "sapo", "sspo", "dro", *STALE)}
+"""Objectives that take no clip range."""
+MODES = tuple(verl.AGGREGATIONS)
+INFO = {"dp_size": 2, "batch_num_tokens": sum(LENGTHS), "global_batch_size": 6, "loss_scale_factor": 16}
+
+
+def needs(framework):
+    return pytest.mark.skipif(
+        importlib.util.find_spec(framework) is None,
+        reason=f"{framework} is missing; it needs another transformers, so an environment of its own",
+    )
+
+
+@pytest.fixture(autouse=True)
+def warn_anew():
+    hooks.warn_once.cache_clear()
+
+
+def batch(seed=0, dtype=torch.float64):
+    """Log-probs, old ones, advantages (one per sequence), weights, the engine's log-probs."""
+    rng = torch.Generator().manual_seed(shifted_seed(seed))
+    start = -torch.rand(MASK.shape, generator=rng, dtype=torch.float64) - 0.2
+    shift = torch.tensor([0.3, -0.3, 0.3, -0.3, 0.0, 0.6]).double().unsqueeze(1)
+    old = (start - shift - 0.2 * torch.randn(MASK.shape, generator=rng, dtype=torch.float64)).clamp(max=-0.01)
+    advantages = torch.tensor([1.0, -0.5, -1.2, 0.8, 0.0, -2.0]).double().unsqueeze(1).expand(MASK.shape)
+    weights = 0.5 + torch.rand(MASK.shape, generator=rng, dtype=torch.float64)
+    rollout = old - 0.3 * torch.randn(MASK.shape, generator=rng, dtype=torch.float64)
+    values = (start, old, advantages, weights, rollout)
+    return tuple(torch.where(MASK, each, 0.0).to(dtype) for each in values)
+
+
+def verl_config(**changed):
+    """What verl's ActorConfig holds, with its defaults but for the clip ranges."""
+    values = {
+        "clip_ratio": 0.2, "clip_ratio_low": 0.2, "clip_ratio_high": 0.28, "clip_ratio_c": 1.5,
+        "tau_pos": 1.0, "tau_neg": 1.05, "policy_loss": SimpleNamespace(dro_beta=0.3),
+        "global_batch_info": {},
+    }  # fmt: skip
+    return SimpleNamespace(**{**values, **changed})
+
+
+def skyrl_config(**changed):
+    """What SkyRL's AlgorithmConfig holds, clip ranges aside with its defaults."""
+    values = {
+        "loss_reduction": "sequence_mean", "eps_clip_low": 0.2, "eps_clip_high": 0.28,
+        "sapo": SimpleNamespace(tau_pos=1.0, tau_neg=1.05),
+        "cispo": SimpleNamespace(cispo_eps_clip_low=0.1, cispo_eps_clip_high=0.2),
+        "dppo": SimpleNamespace(dppo_type="binary_tv", delta_low=0.04, delta_high=0.06),
+        "off_policy_correction": None,
+    }  # fmt: skip
+    return SimpleNamespace(**{**values, **changed})
+
+
+def verl_call(
+    loss_fn, start, old, advantages, config, *, mask=MASK, weights=None, mode="token-mean", quiet=True
+):
+    """Loss, gradient and metrics, called as verl's actor does."""
+    return evaluate(
+        start, quiet,
+        lambda leaf: loss_fn(
+            old_log_prob=old, log_prob=leaf, advantages=advantages, response_mask=mask,
+            loss_agg_mode=mode, config=config, rollout_is_weights=weights,
+        ),
+    )  # fmt: skip
+
+
+def skyrl_call(loss_fn, start, old, advantages, config, *, mask=MASK, rollout=None, quiet=True):
+    """Loss, gradient and metrics, called as SkyRL's worker does."""
+    mask = None if mask is None else mask.long()
+    options = {"config": config, "loss_mask": mask, "rollout_logprobs": rollout}
+    return evaluate(start, quiet, lambda leaf: loss_fn(leaf, old, advantages, **options))
+
+
+def evaluate(start, quiet, call):
+    leaf = start.clone().requires_grad_()
+    with warnings.catch_warnings():
+        if quiet:
+            warnings.simplefilter("ignore")
+        loss, metrics = call(leaf)
+    (gradient,) = torch.autograd.grad(loss, leaf)
+    return loss.detach(), gradient, metrics
+
+
+def assert_equal(one, other, guard=0.0):
+    torch.testing.assert_close(one, other, rtol=1e-10 + guard, atol=1e-14 + guard)
+
+
+def scale(advantages, reduction, horizon=16):
+    """SkyRL's scaling of a mini-batch's advantages, by hand."""
+    divisor = {
+        "token_mean": MASK.sum(),
+        "sequence_mean": len(LENGTHS) * MASK.sum(1, keepdim=True),
+        "seq_mean_token_sum_norm": torch.tensor(len(LENGTHS) * horizon),
+    }
+    return advantages / divisor[reduction]
+
+
+# ------------------------------------------------------ without the frameworks
+
+
+def test_every_objective_runs_or_says_why_not():
+    """verl has two names for each. All take the clip range of the config, but those that have none."""
+    start, old, advantages, weights, _ = batch()
+    assert len(verl.LOSSES) == 2 * len(objectives.__all__)
+    assert {"gk_gspo", "gk_gspo_config", "gk_dr_grpo", "gk_gspo_token"} <= set(verl.LOSSES)
+    refused = {
+        **dict.fromkeys(("gk_agro", "gk_dpo", "gk_trpa"), "ref_logprobs and group_ids"),
+        **dict.fromkeys(("gk_clip_cov", "gk_kl_cov", "gk_m2po"), "whole batch"),
+        **dict.fromkeys(("gk_real", "gk_rebel"), "needs group_ids"),
+        "gk_egsw": "entropy and group_ids", "gk_espo": "token_weights and lengths and ref_logprobs",
+        "gk_linear": "token_weights", "gk_tl_grpo": "turn_ids",
+    }  # fmt: skip
+    for name, loss_fn in verl.LOSSES.items():
+        objective = name.removesuffix("_config")
+        if objective in refused:
+            with pytest.raises(IntegrationError, match=refused[objective]):
+                verl_call(loss_fn, start, old, advantages, verl_config(), weights=weights)
+            continue
+        wide, narrow = (
+            verl_call(loss_fn, start, old, advantages, each, weights=weights)
+            for each in (verl_config(), verl_config(clip_ratio_low=0.01, clip_ratio_high=0.02))
+        )
+        assert wide[0].isfinite() and wide[1].isfinite().all() and wide[1][~MASK].count_nonzero() == 0, name
+        assert wide[1].count_nonzero() > 0 and all(isinstance(each, float) for each in wide[2].values())
+        same = torch.equal(wide[0], narrow[0]) and torch.equal(wide[1], narrow[1])
+        assert same == (objective in NO_RANGE), name
+    assert set(skyrl.REFUSED) == {*refused, "gk_dro"}
+    assert set(skyrl.LOSSES) == {*hooks.named_objectives()} - set(skyrl.REFUSED)
+    assert "not proportional to its advantages" in skyrl.REFUSED["gk_dro"]
+    assert all(refused[name] in skyrl.REFUSED[name] for name in refused)
+    narrow = skyrl_config(
+        eps_clip_low=0.01, eps_clip_high=0.02,
+        cispo=SimpleNamespace(cispo_eps_clip_low=0.01, cispo_eps_clip_high=0.02),
+        dppo=SimpleNamespace(dppo_type="binary_kl", delta_low=0.001, delta_high=0.001),
+    )  # fmt: skip
+    for name, loss_fn in skyrl.LOSSES.items():
+        one = skyrl_call(loss_fn, start, old, advantages, skyrl_config())
+        scaled = skyrl_call(loss_fn, start, old, 0.1 * advantages, skyrl_config())
+        assert_equal((10 * scaled[0], 10 * scaled[1]), one[:2])
+        assert one[1].count_nonzero() > 0 and one[1][~MASK].count_nonzero() == 0, name
+        other = skyrl_call(loss_fn, start, old, advantages, narrow)
+        same = torch.equal(one[0], other[0]) and torch.equal(one[1], other[1])
+        assert same == (name in NO_RANGE), name
+
+
+def test_the_signatures_are_the_published_ones():
+    def signature(function):
+        return {name: each.default for name, each in inspect.signature(function).parameters.items()}
+
+    nothing = inspect.Parameter.empty
+    assert signature(verl.LOSSES["gk_gspo"]) == {
+        "old_log_prob": nothing, "log_prob": nothing, "advantages": nothing, "response_mask": nothing,
+        "loss_agg_mode": "token-mean", "config": None, "rollout_is_weights": None,
+    }  # fmt: skip
+    assert signature(skyrl.LOSSES["gk_gspo"]) == {
+        "log_probs": nothing, "old_log_probs": nothing, "advantages": nothing, "config": nothing,
+        "loss_mask": None, "rollout_logprobs": None,
+    }  # fmt: skip
+
+
+def test_gspo_by_hand():
+    """Two sequences, the first of them clipped at 1.05."""
+    start = torch.tensor([[-1.0, -2.0, -0.5], [-1.5, -1.0, 0.0]], dtype=torch.float64)
+    old = torch.tensor([[-1.1, -2.2, -0.5], [-1.5, -1.2, 0.0]], dtype=torch.float64)
+    mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
+    first, second = math.exp(0.3 / 3), math.exp(0.2 / 2)
+    gradient = torch.tensor([[0, 0, 0], [second / 4, second / 4, 0]], dtype=torch.float64)
+    advantages = torch.tensor([[2.0], [-1.0]], dtype=torch.float64).expand(2, 3)
+    ratios = {"ratio/mean": (first + second) / 2, "ratio/min": second, "ratio/max": first}
+    config, scaled = verl_config(clip_ratio_high=0.05), advantages / torch.tensor([[6.0], [4.0]])
+    theirs = verl_call(verl.LOSSES["gk_gspo"], start, old, advantages, config, mask=mask)
+    assert theirs[2] == pytest.approx(
+        {
+            "actor/pg_clipfrac": 3 / 5, "actor/ppo_kl": -0.5 / 5, "actor/pg_clipfrac_lower": 0.0,
+            "actor/active_fraction": 0.5, **{f"actor/{name}": value for name, value in ratios.items()},
+        }
+    )  # fmt: skip
+    config = skyrl_config(eps_clip_high=0.05)
+    got = skyrl_call(skyrl.LOSSES["gk_gspo"], start, old, scaled, config, mask=mask)
+    ratios = {name.replace("/", "_"): value for name, value in ratios.items()}
+    assert got[2] == pytest.approx({"clip_ratio": 3 / 5, "active_fraction": 0.5, **ratios})
+    for loss, grad, metrics in (theirs, got):
+        assert loss.item() == pytest.approx((-1.05 * 2.0 + second) / 2)
+        torch.testing.assert_close(grad, gradient)
+        assert all(type(each) is float for each in metrics.values())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_verl_s_ranks_and_micro_batches_add_up(mode):
+    """Micro-batches' losses add up on a rank, and FSDP takes the mean over ranks."""
+    start, old, advantages, weights, _ = batch()
+    given, whole = (verl_config(global_batch_info={**INFO, "dp_size": size}) for size in (2, 1))
+    for name in ("gk_gspo", "gk_gspo_config", "gk_grpo_config", "gk_vespo_config"):
+        loss_fn, rest = verl.LOSSES[name], {"mode": mode}
+        expected = verl_call(loss_fn, start, old, advantages, whole, weights=weights, **rest)
+        parts = [
+            verl_call(
+                loss_fn, start[r], old[r], advantages[r], given, mask=MASK[r], weights=weights[r], **rest
+            )
+            for r in (slice(0, 1), slice(1, 3), slice(3, 5), slice(5, 6))
+        ]
+        assert_equal(sum(part[0] for part in parts) / 2, expected[0])
+        assert_equal(torch.cat([part[1] for part in parts]) / 2, expected[1])
+        alone = verl_call(loss_fn, start, old, advantages, verl_config(), weights=weights, **rest)
+        # 16 instead of T = 8
+        scaled = 2.0 if mode == "seq-mean-token-sum-norm" and name != "gk_gspo" else 1.0
+        assert_equal(alone[0] / scaled, expected[0])
+        if name == "gk_gspo":  # the mean over sequences, whatever the mode
+            terms = {"loss_mask": MASK, "rollout_weights": weights, "objective": gk.GSPO(0.2, 0.28)}
+            assert_equal(alone[0], gk.policy_loss(start, old, advantages[:, 0], **terms).loss)
+
+
+REDUCTIONS = {
+    "token_mean": {"aggregation": "token_mean"},
+    "sequence_mean": {"aggregation": "sequence_mean"},
+    "seq_mean_token_sum_norm": {"aggregation": "constant", "aggregation_constant": 16},
+}
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_skyrl_s_sum_over_micro_batches_is_the_mean(reduction):
+    start, old, advantages, *_ = batch()
+    scaled, given = scale(advantages, reduction), skyrl_config(loss_reduction=reduction)
+    for name, cls in (("gk_gspo", gk.GSPO), ("gk_grpo", gk.GRPO), ("gk_topr", gk.TOPR)):
+        clip = {} if cls is gk.TOPR else {"clip_low": 0.2, "clip_high": 0.28}
+        leaf, objective = start.clone().requires_grad_(), cls(**clip, **REDUCTIONS[reduction])
+        expected = gk.policy_loss(leaf, old, advantages[:, 0], loss_mask=MASK, objective=objective).loss
+        parts = [
+            skyrl_call(skyrl.LOSSES[name], start[r], old[r], scaled[r], given, mask=MASK[r])
+            for r in (slice(0, 1), slice(1, 4), slice(4, 6))
+        ]
+        assert_equal(sum(part[0] for part in parts), expected.detach())
+        assert_equal(torch.cat([part[1] for part in parts]), torch.autograd.grad(expected, leaf)[0])
+
+
+def test_masks_and_autocast():
+    """An empty mask counts nothing, none everything; SkyRL's worker calls the loss under autocast."""
+    start, old, advantages, *_ = batch()
+    nothing, config = MASK & False, skyrl_config()
+    loss_fn, same = skyrl.LOSSES["gk_gspo"], advantages[:, :1].expand_as(start)
+    empty = [skyrl_call(loss_fn, start, old, advantages, config, mask=nothing)]
+    for name, info in (("gk_gspo", {}), ("gk_dapo", {**INFO, "batch_num_tokens": 0})):
+        given = verl_config(global_batch_info=info)
+        empty.append(verl_call(verl.LOSSES[name], start, old, advantages, given, mask=nothing))
+    assert all(loss == 0 and gradient.count_nonzero() == 0 for loss, gradient, _ in empty)
+    every = skyrl_call(loss_fn, start, old, same, config, mask=torch.ones_like(MASK))
+    assert_equal(skyrl_call(loss_fn, start, old, same, config, mask=None), every)
+    single = [each.float() for each in (start, old, advantages)]
+    expected = skyrl_call(loss_fn, *single, config)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = skyrl_call(loss_fn, *single, config)
+    assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
+
+
+def test_warnings_come_once():
+    rows = batch()[:3]
+    by_verl = "gk_gspo: aggregates by 'seq-mean-token-mean', while loss_agg_mode='token-mean'"
+    by_skyrl = "loss_reduction='token_mean', while the objective aggregates by 'sequence_mean'"
+    wide = skyrl_config(loss_reduction="token_mean")
+    for call, loss_fn, config, first, low, high in (
+        (verl_call, verl.LOSSES["gk_gspo"], verl_config(), by_verl, "clip_ratio_low", "clip_ratio_high"),
+        (skyrl_call, skyrl.LOSSES["gk_gspo"], wide, by_skyrl, "eps_clip_low", "eps_clip_high"),
+    ):
+        with pytest.warns(UserWarning) as caught:
+            for _ in range(2):
+                call(loss_fn, *rows, config, quiet=False)
+        aggregation, clip = (str(each.message) for each in caught)
+        assert first in aggregation and "clip range of 0.28 hardly ever" in clip
+        assert f"{low}=0.0003, {high}=0.0004" in clip
+    narrow = verl_config(clip_ratio_low=3e-4, clip_ratio_high=4e-4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        options = {"mode": "seq-mean-token-mean", "quiet": False}
+        verl_call(verl.LOSSES["gk_gspo"], *rows, narrow, **options)
+        verl_call(verl.LOSSES["gk_gspo_config"], *rows, narrow, quiet=False)
+        verl_call(verl.LOSSES["gk_grpo_config"], *rows, verl_config(), quiet=False)
+        narrow = skyrl_config(eps_clip_low=3e-4, eps_clip_high=4e-4)
+        skyrl_call(skyrl.LOSSES["gk_gspo"], *rows, narrow, quiet=False)
+        skyrl_call(skyrl.LOSSES["gk_dapo"], *rows, wide, quiet=False)
+
+
+ALONE = {"global_batch_info": {"dp_size": 2}}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "options", "message"),
+    [
+        ("gk_gspo", None, {}, "config: got None"),
+        ("gk_gspo", {}, {"mode": "mean"}, "loss_agg_mode: got 'mean'"),
+        ("gk_gspo", {"clip_ratio_low": None, "clip_ratio": None}, {}, r"config\.clip_ratio_low: missing"),
+        ("gk_grpo", {"clip_ratio_c": 1.1}, {}, "gk_grpo: dual_clip: got 1.1.*clip_low=0.2, clip_high=0.28"),
+        ("gk_dro", {"policy_loss": SimpleNamespace(dro_beta=None)}, {}, r"policy_loss\.dro_beta: missing"),
+        ("gk_grpo_config", ALONE, {"mode": "token-mean"}, "dp_size=2 but no batch_num_tokens"),
+        ("gk_grpo_config", ALONE, {"mode": "seq-mean-token-sum"}, "dp_size=2 but no global_batch_size"),
+    ],
+)
+def test_configs_that_verl_s_loss_refuses(name, changes, options, message):
+    config = None if changes is None else verl_config(**changes)
+    with pytest.raises((IntegrationError, ValueError), match=message):
+        verl_call(verl.LOSSES[name], *batch()[:3], config, **options)
+
+
+def test_wrong_calls():
+    start, old, advantages, *_ = batch()
+    varied, ours, gspo = advantages + start, verl.LOSSES, skyrl.LOSSES["gk_gspo"]
+    with pytest.raises(ValueError, match="advantages: differ within a sequence, but GSPO"):
+        verl_call(ours["gk_gspo"], start, old, varied, verl_config())
+    verl_call(ours["gk_gspo_token"], start, old, varied, verl_config())
+    verl_call(ours["gk_grpo_config"], start, old, advantages, verl_config(**ALONE), mode="token-sum")
+    with pytest.raises(ValueError, match="follow_config: got True"):
+        verl.VerlPolicyLoss("mine", gk.GSPO(), follow_config=True)
+    with pytest.raises(TypeError, match="old_log_probs: got NoneType"):
+        skyrl_call(gspo, start, None, advantages, skyrl_config())
+    with pytest.raises(ValueError, match="advantages: differ within a sequence"):
+        skyrl_call(gspo, start, old, varied, skyrl_config())
+    skyrl_call(skyrl.LOSSES["gk_gspo_token"], start, old, varied, skyrl_config())
+    with pytest.raises(IntegrationError, match=r"config\.eps_clip_low: missing"):
+        skyrl_call(gspo, start, old, advantages, SimpleNamespace(loss_reduction="sequence_mean"))
+    with pytest.raises(IntegrationError, match="DRO is not proportional"):
+        skyrl.SkyRLPolicyLoss("mine", gk.DRO())
+    for adapter in (verl, skyrl):
+        with pytest.raises(TypeError, match="objective: got the class GSPO"):
+            adapter.register("mine", gk.GSPO)
+
+
+def test_every_word_of_a_config_reaches_its_objective():
+    """verl falls back to clip_ratio where a side is None."""
+    rows = batch()[:3]
+
+    def with_sapo(**changes):
+        return {"sapo": SimpleNamespace(**{"tau_pos": 1.0, "tau_neg": 1.05, **changes})}
+
+    for call, losses, make, name, changes in (
+        (verl_call, verl.LOSSES, verl_config, "gk_sapo", {"tau_pos": 0.5}),
+        (verl_call, verl.LOSSES, verl_config, "gk_sapo", {"tau_neg": 2.0}),
+        (verl_call, verl.LOSSES, verl_config, "gk_dro", {"policy_loss": SimpleNamespace(dro_beta=0.6)}),
+        (verl_call, verl.LOSSES, verl_config, "gk_grpo", {"clip_ratio_c": 3.0}),
+        (skyrl_call, skyrl.LOSSES, skyrl_config, "gk_sapo", with_sapo(tau_pos=0.5)),
+        (skyrl_call, skyrl.LOSSES, skyrl_config, "gk_sapo", with_sapo(tau_neg=2.0)),
+    ):
+        before, after = (call(losses[name], *rows, each)[0] for each in (make(), make(**changes)))
+        assert abs(before - after) > 1e-4, (name, changes)
+    ranges = {"clip_ratio": 0.1, "clip_ratio_low": None, "clip_ratio_high": None}
+    one, two = (
+        verl_call(verl.LOSSES["gk_gspo"], *rows, verl_config(**each))[1]
+        for each in (ranges, {"clip_ratio_low": 0.1, "clip_ratio_high": 0.1})
+    )
+    assert torch.equal(one, two)
+
+
+def test_skyrl_s_correction_multiplies_the_loss_and_masks(monkeypatch):
+    """By a stand-in for SkyRL's own function, which makes weights and a mask."""
+    start, old, advantages, weights, rollout = batch()
+    kept = torch.arange(8) % 3 != 0
+
+    def correct(ones, old_logprobs, rollout_logprobs, mask, options):
+        assert torch.equal(old_logprobs, old) and torch.equal(rollout_logprobs, rollout)
+        assert (ones == 1).all() and torch.equal(mask, MASK.long())
+        return weights, mask * kept, {"is_ratio_mean": 1.5}
+
+    utilities = SimpleNamespace(
+        off_policy_correction_enabled=lambda options: options.enabled, apply_off_policy_correction=correct
+    )
+    monkeypatch.setattr(skyrl, "_utilities", lambda name: utilities)
+    for enabled in (False, True):
+        config = skyrl_config(off_policy_correction=SimpleNamespace(enabled=enabled))
+        loss_fn = skyrl.LOSSES["gk_grpo"]
+        loss, _, metrics = skyrl_call(loss_fn, start, old, advantages, config, rollout=rollout)
+        terms = {"rollout_weights": torch.where(kept & MASK, weights, 0.0)} if enabled else {}
+        objective = gk.GRPO(0.2, 0.28, aggregation="sum")
+        want = gk.policy_loss(start, old, advantages, loss_mask=MASK, objective=objective, **terms).loss
+        assert_equal(loss, want)
+        assert metrics.get("is_ratio_mean") == (1.5 if enabled else None)
+
+
+def test_an_objective_of_ones_own():
+    """verl takes it as it is; SkyRL's advantages come scaled."""
+    start, old, advantages, *_ = batch()
+    objective = gk.GSPO(0.1, 0.2, dual_clip=1.3, aggregation="token_mean")
+    with pytest.warns(UserWarning, match="mine: aggregates by 'token-mean', while .* set it too$"):
+        loss, _, metrics = verl_call(
+            verl.VerlPolicyLoss("mine", objective), start, old, advantages, verl_config(),
+            mode="seq-mean-token-sum", quiet=False,
+        )  # fmt: skip
+    expected = gk.policy_loss(start, old, advantages[:, 0], loss_mask=MASK, objective=objective)
+    assert_equal(loss, expected.loss)
+    dual = (advantages[:, 0] < 0) & ((start - old).sum(1) / MASK.sum(1) > math.log(1.3))
+    lower = metrics["actor/pg_clipfrac_lower"]
+    assert lower == pytest.approx(MASK[dual].sum() / sum(LENGTHS)) and dual.any()
+    clipped = expected.metrics["clip_fraction/tokens"].item()
+    assert metrics["actor/pg_clipfrac"] + lower == pytest.approx(clipped)
+    objective = gk.GSPO(0.1, 0.2, dual_clip=1.3)
+    ours, scaled = skyrl.SkyRLPolicyLoss("mine", objective), scale(advantages, "sequence_mean")
+    expected = gk.policy_loss(start, old, advantages[:, 0], loss_mask=MASK, objective=objective)
+    for each in (ours, pickle.loads(pickle.dumps(ours))):
+        assert_equal(skyrl_call(each, start, old, scaled, skyrl_config(), quiet=False)[0], expected.loss)
+
+
+def test_registering_in_verl(monkeypatch):
+    """At another version every name says so."""
+    registry = {}
+    algos = types.ModuleType("verl.trainer.ppo.core_algos")
+    algos.register_policy_loss = lambda name: lambda function: registry.setdefault(name, function)
+    monkeypatch.setitem(sys.modules, "verl.trainer.ppo.core_algos", algos)
+    for name in ("verl", "verl.trainer", "verl.trainer.ppo"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setattr(verl, "require_package", lambda *arguments: "0.9.1")
+    verl._register_all()
+    assert registry == verl.LOSSES
+    assert verl.register("mine", gk.GSPO()) is registry["mine"]
+    registry.clear()
+
+    def require(*arguments):
+        raise IntegrationError("verl: version 0.7.0 is installed, this adapter needs verl>=0.9.1,<0.10")
+
+    monkeypatch.setattr(verl, "require_package", require)
+    verl._register_all()
+    assert set(registry) == set(verl.LOSSES)
+    for refused in (lambda: registry["gk_gspo"](another=2), lambda: verl.register("mine", gk.GSPO())):
+        with pytest.raises(IntegrationError, match=r"version 0\.7\.0 is installed"):
+            refused()
+    assert importlib.import_module(entry_point()[1]) is verl
+
+
+@pytest.mark.skipif(importlib.util.find_spec("skyrl") is not None, reason="skyrl is installed")
+def test_without_skyrl_one_sentence():
+    start, old, advantages, _, rollout = batch()
+    given = skyrl_config(off_policy_correction=SimpleNamespace(tis_ratio_type="token"))
+    for call in (
+        skyrl.register_all,
+        lambda: skyrl.register("mine", gk.GSPO()),
+        lambda: skyrl_call(skyrl.LOSSES["gk_gspo"], start, old, advantages, given, rollout=rollout),
+    ):
+        with pytest.raises(IntegrationError, match=r"skyrl: not installed, this adapter needs skyrl>=0.3"):
+            call()
+
+
+def entry_point():
+    """The plugin's line of pyproject.toml, as an installed package has it."""
+    tomllib = pytest.importorskip("tomllib", reason="tomllib comes with Python 3.11")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    ((name, target),) = project["entry-points"]["verl.plugins"].items()
+    return name, target
+
+
+# ------------------------------------------------------ inside verl
+
+VERL = {
+    "gk_gspo": "gspo", "gk_gspo_config": "gspo", "gk_gspo_token_config": "gspo", "gk_sapo": "sapo",
+    "gk_grpo_config": "vanilla", "gk_cispo_config": "cispo", "gk_gpg_config": "gpg", "gk_gmpo": "geo_mean",
+    "gk_dro_config": "dro", "gk_dppo_config": "dppo_tv",
+}  # fmt: skip
+
+
+OTHER_METRICS = {("dppo_tv", "actor/pg_clipfrac_lower")}
+OTHER_METRICS |= {("geo_mean", "actor/pg_clipfrac"), ("geo_mean", "actor/pg_clipfrac_lower")}
+
+
+def verls(name):
+    from verl.trainer.ppo.core_algos import get_policy_loss_fn
+
+    return get_policy_loss_fn(name)
+
+
+@needs("verl")
+@pytest.mark.parametrize("info", [{}, INFO], ids=["alone", "global"])
+@pytest.mark.parametrize("ours", VERL)
+def test_equals_verl(ours, info):
+    """Values, gradients and metrics in each mode, through verl's own registry and config."""
+    from verl.workers.config import ActorConfig, PolicyLossConfig
+
+    # verl's GMPO takes the mean of its micro-batch alone, and counts clipped tokens by their side
+    values = vars(verl_config(global_batch_info={} if ours == "gk_gmpo" else info))
+    values["policy_loss"] = PolicyLossConfig(dro_beta=values["policy_loss"].dro_beta)
+    config = ActorConfig(strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, **values)
+    theirs, of_sequences = VERL[ours], ours in ("gk_gspo", "gk_gspo_config")
+    assert [*inspect.signature(verls(theirs)).parameters] == [*inspect.signature(verls(ours)).parameters]
+    start, old, advantages, token_weights, _ = batch()
+    per_sequence = token_weights[:, :1].expand(MASK.shape)
+    # verl's SAPO takes the mean over sequences in every mode
+    for mode in MODES if ours.endswith("_config") or ours == "gk_sapo" else ("seq-mean-token-mean",):
+        # of verl's means over a sequence, which divide by |y| + 1e-8
+        guard = 5e-8 if mode == "seq-mean-token-mean" or ours == "gk_sapo" else 0.0
+        for weights in (None, per_sequence, token_weights):
+            if weights is token_weights and of_sequences and mode != "seq-mean-token-mean":
+                continue
+            theirs_weights = weights
+            if weights is token_weights and ours == "gk_gmpo":  # verl takes their geometric mean
+                theirs_weights, logs = torch.where(MASK, weights, 1.0), (weights.log() * MASK).nan_to_num()
+                weights = (logs.sum(1) / MASK.sum(1)).exp().unsqueeze(1).expand(MASK.shape)
+            got = verl_call(verls(ours), start, old, advantages, config, weights=weights, mode=mode)
+            expected = verl_call(
+                verls(theirs), start, old, advantages, config, weights=theirs_weights, mode=mode
+            )
+            assert_equal(got[0], expected[0], guard)
+            if of_sequences and weights is token_weights:
+                # GSPO has one coefficient per sequence, and verl's keeps one weight per token
+                assert_equal(got[1].sum(1), expected[1].sum(1), guard)
+                assert (got[1] - expected[1]).abs().max() > 1e-3
+            else:
+                assert_equal(got[1], expected[1], guard)
+            assert got[1].count_nonzero() > 0
+            for name, value in expected[2].items():
+                if (theirs, name) not in OTHER_METRICS:
+                    assert got[2][name] == pytest.approx(value, rel=1e-6, abs=1e-7), name
+            if theirs == "vanilla":
+                assert 0 < got[2]["actor/pg_clipfrac_lower"] < got[2]["actor/pg_clipfrac"]
+    if ours == "gk_gspo_token_config":
+        varied, mode = advantages + 0.3 * token_weights - 0.3, "seq-mean-token-mean"
+        got, expected = (verl_call(verls(n), start, old, varied, config, mode=mode) for n in (ours, theirs))
+        assert_equal(got[:2], expected[:2], 5e-8)
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """An environment in which this checkout counts as an installed package, with its entry point."""
+    folder = tmp_path_factory.mktemp("installed")
+    info = folder / "gspo_kernels-0.1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: gspo_kernels\nVersion: 0.1.0\n")
+    name, target = entry_point()
+    (info / "entry_points.txt").write_text(f"[verl.plugins]\n{name} = {target}\n")
+    path = os.pathsep.join([str(folder), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+
+
+SEQUENCE = {"loss_agg_mode": "seq-mean-token-mean", "clip_ratio_low": 0.03, "clip_ratio_high": 0.04}
+SEQUENCE |= {"use_kl_loss": True, "kl_loss_coef": 0.05, "entropy_coeff": 0.01}
+TOKEN = {"loss_agg_mode": "token-mean", "clip_ratio_low": 0.03, "clip_ratio_high": 0.04, "clip_ratio_c": 1.06}
+
+
+def update_actor(folder, installed, world, runs):
+    """Four updates in verl's FSDP2 engine per (loss, config): weights before, [(metrics, weights)] after."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(shifted_seed(0))
+    network = Qwen3ForCausalLM(Qwen3Config(**SMALL | {"vocab_size": 64, "hidden_size": 16, "head_dim": 8}))
+    network.save_pretrained(folder / "model")
+    script = str(Path(__file__).with_name("verl_actor.py"))
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={world}", "--standalone"]
+    command += [script, str(folder), json.dumps(runs)]
+    done = subprocess.run(command, env=installed, capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    before = {name: value.detach() for name, value in network.state_dict().items()}
+    return before, [torch.load(folder / f"{index}.pt") for index in range(len(runs))]
+
+
+def moved(weights, since):
+    return torch.cat([(weights[name] - since[name]).flatten() for name in sorted(weights)])
+
+
+@needs("verl")
+def test_actor_updates_in_verls_engine(tmp_path_factory, installed):
+    """Old log-probs, micro-batches, entropy, KL, optimizer: weights and metrics as with verl's own losses.
+
+    In one process and in two, and with verl's own loss over our log-probs. verl finds the losses by itself.
+    """
+
+    def close(one, other):
+        return (moved(one, before) - moved(other, before)).norm() <= 1e-5 * moved(other, before).norm()
+
+    runs = [("gspo", SEQUENCE), ("gk_gspo", SEQUENCE), ("vanilla", TOKEN), ("gk_grpo_config", TOKEN)]
+    before, alone = update_actor(tmp_path_factory.mktemp("alone"), installed, 1, runs)
+    for (theirs, weights), (ours, own) in zip(alone[::2], alone[1::2], strict=True):
+        assert close(own, weights)
+        for one, other in zip(theirs, ours, strict=True):
+            assert other == pytest.approx({**other, **one}, rel=1e-4, abs=1e-6)
+        assert ours[0]["actor/ratio/min"] == ours[0]["actor/ratio/max"] == 1.0
+        assert 0 < ours[2]["actor/pg_clipfrac"] < 1 and 0 < ours[2]["actor/active_fraction"] <= 1
+    _, together = update_actor(tmp_path_factory.mktemp("together"), installed, 2, runs[1::2])
+    assert all(close(two[1], one[1]) for one, two in zip(alone[::2], together, strict=True))
+    scored = {**installed, "VERL_USE_EXTERNAL_MODULES": "gspo_kernels.integrations.backends.verl_workers"}
+    _, ((ours, own),) = update_actor(tmp_path_factory.mktemp("scored"), scored, 1, runs[:1])
+    assert close(own, alone[0][1])
+    for one, other in zip(alone[0][0], ours, strict=True):
+        assert other == pytest.approx(one, rel=1e-4, abs=1e-6)
+
+
+# ------------------------------------------------------ inside SkyRL
+
+FLOAT32 = 4 * torch.finfo(torch.float32).eps
+"""SkyRL takes the exponential of log-ratios in fp32, whatever their dtype."""
+SKYRL = {
+    "gk_gspo": ("gspo", 0.0), "gk_gspo_token": ("gspo", 0.0), "gk_grpo": ("regular", FLOAT32),
+    "gk_cispo": ("cispo", FLOAT32), "gk_sapo": ("sapo", 0.0), "gk_dppo": ("dppo", FLOAT32),
+}  # fmt: skip
+CORRECTIONS = {
+    "none": {},
+    "sequence": {"tis_ratio_type": "sequence", "sequence_tis_ratio_clip_high": 1.5},
+    "token": {"tis_ratio_type": "token", "token_tis_ratio_clip_high": 1.1},
+    "masks": {
+        "sequence_mask_metric": "geometric", "geo_mask_low": 0.8, "geo_mask_high": 1.1,
+        "token_mask_is_threshold_low": 0.7, "token_mask_is_threshold_high": 1.4,
+    },
+}  # fmt: skip
+
+
+def algorithm_config(name, **changed):
+    """SkyRL's own config, with the clip ranges of ``skyrl_config``."""
+    from skyrl.train.config import AlgorithmConfig
+
+    given = AlgorithmConfig(policy_loss_type=name)
+    for option, value in vars(skyrl_config(**changed)).items():
+        if isinstance(value, SimpleNamespace):
+            for inner, each in vars(value).items():
+                setattr(getattr(given, option), inner, each)
+        elif value is not None:
+            setattr(given, option, value)
+    return given
+
+
+def skyrls(name):
+    from skyrl.backends.skyrl_train.utils.ppo_utils import PolicyLossRegistry
+
+    skyrl.register_all()
+    return PolicyLossRegistry.get(name)
+
+
+@needs("skyrl")
+@pytest.mark.parametrize("ours", SKYRL)
+def test_equals_skyrl(ours):
+    """Values, gradients and metrics, through SkyRL's registry, scaling and config."""
+    from skyrl.backends.skyrl_train.utils.ppo_utils import apply_loss_reduction_to_advantages_minibatch
+
+    name, guard = SKYRL[ours]
+    assert [*inspect.signature(skyrls(name)).parameters] == [*inspect.signature(skyrls(ours)).parameters]
+    for seed, (correction, reduction) in enumerate(itertools.product(CORRECTIONS, REDUCTIONS)):
+        if name == "dppo" and correction != "none":  # it takes the engine's log-probs for the old ones
+            continue
+        start, old, advantages, _, rollout = batch(seed)
+        scaled = apply_loss_reduction_to_advantages_minibatch(advantages, MASK.long(), reduction, 6, 16)
+        assert_equal(scaled, scale(advantages, reduction))
+        options = SimpleNamespace(**CORRECTIONS[correction])
+        given = algorithm_config(name, loss_reduction=reduction, off_policy_correction=options)
+        rollout = None if name == "dppo" else rollout
+        got, expected = (
+            skyrl_call(skyrls(each), start, old, scaled, given, rollout=rollout) for each in (ours, name)
+        )
+        assert expected[1].count_nonzero() > 0
+        spread = ours == "gk_gspo" and correction in ("token", "masks")  # one coefficient per sequence
+        pick = (lambda x: x.sum(1)) if spread else (lambda x: x)
+        assert_equal(pick(got[1]), pick(expected[1]), guard)
+        if name == "dppo":
+            # r A and sg[r] A logp have one gradient; tokens with A = 0 count as clipped or not
+            continue
+        assert_equal(got[0], expected[0], guard)
+        for metric, value in expected[2].items():
+            assert got[2][metric] == pytest.approx(value, rel=1e-6, abs=1e-7), metric
+
+
+@needs("skyrl")
+def test_skyrl_s_registry():
+    """Names are taken once; SkyRL sends losses to its workers by cloudpickle."""
+    import cloudpickle
+    from skyrl.backends.skyrl_train.utils.ppo_utils import PolicyLossRegistry
+
+    for _ in range(2):
+        skyrl.register_all()
+    assert set(skyrl.LOSSES) <= set(PolicyLossRegistry.list_available())
+    with pytest.raises(ValueError, match="already registered"):
+        skyrl.register("gk_gspo", gk.GSPO())
+    skyrl.register("mine", gk.GSPO(dual_clip=3.0))
+    try:
+        there = cloudpickle.loads(cloudpickle.dumps(PolicyLossRegistry.get("mine")))
+        assert there == PolicyLossRegistry.get("mine")
+    finally:
+        PolicyLossRegistry.unregister("mine")

@@ -1,0 +1,391 @@
+"""``gspo mismatch`` on a tiny model: transformers' ``generate`` samples, or files hold its scores."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from gspo_kernels import cli
+from gspo_kernels.mismatch.measure import Comparison
+from gspo_kernels.mismatch.report import advise, explanation, make_report
+from gspo_kernels.mismatch.scoring import Samples, Setting, Switched, score, switches
+from gspo_kernels.trainer.rollout import Sampling
+from tests.trainer.conftest import tiny_qwen3
+
+PROMPTS = ("ab", "bcd", "c", "dabc", "ea", "fgh", "ijkl", "mn")
+LENGTH = 12
+
+
+@pytest.fixture(scope="module")
+def peaked(tokenizer):
+    """Logits that differ by several nats, as a trained model's do."""
+    model = tiny_qwen3(tokenizer)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(30.0)
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory, peaked, tokenizer):
+    """The model, and a file of prompts."""
+    path = tmp_path_factory.mktemp("peaked")
+    peaked.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    write(path / "prompts.jsonl", [{"prompt": prompt} for prompt in PROMPTS])
+    return path
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def rollouts(path, tokenizer, model, masks=False, **sampling):
+    """A file of completions with the scores of ``generate``, and ``masks``, as a run would keep them."""
+    rows = []
+    for prompt in PROMPTS:
+        ids = torch.tensor(tokenizer([prompt])["input_ids"])
+        out = model.generate(
+            ids, do_sample=True, max_new_tokens=LENGTH, output_scores=True, return_dict_in_generate=True,
+            **{"top_k": 0, **sampling},
+        )  # fmt: skip
+        tokens = out.sequences[0, ids.shape[1] :]
+        logprobs = torch.stack(out.scores, 1)[0].float().log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
+        rows.append({"prompt": prompt, "token_ids": tokens.tolist(), "logprobs": logprobs.tolist()})
+        if masks:
+            kept = [scores[0].isfinite().nonzero()[:, 0].tolist() for scores in out.scores]
+            rows[-1]["sampling_mask"] = kept
+    return write(path, rows)
+
+
+def reported(tmp_path, *arguments):
+    assert cli.main(["mismatch", *map(str, arguments), "--output", str(tmp_path / "out")]) == 0
+    return json.loads((tmp_path / "out" / "mismatch.json").read_text())
+
+
+def error_of(capsys, *arguments):
+    assert cli.main(["mismatch", *map(str, arguments)]) == 1
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert message.startswith("gspo mismatch: error: ")
+    return message
+
+
+def left_by(report):
+    """The mean difference under each switch, over that of the baseline."""
+    before = report["summary"]["tokens/mean"]
+    return {each["name"]: each["tokens/mean"] / before for each in report["switches"]}
+
+
+@pytest.fixture
+def no_picture(monkeypatch):
+    monkeypatch.setattr("gspo_kernels.mismatch.report.draw", lambda *arguments: None)
+
+
+def test_generate_in_fp32_agrees(tmp_path, directory, capsys):
+    arguments = (directory, "--prompts", directory / "prompts.jsonl", "--max-new-tokens", LENGTH)
+    report = reported(tmp_path, *arguments)
+    assert 0 < report["summary"]["tokens/mean"] < 1e-5 and report["summary"]["sequences/outside"] == 0
+    moved = {each["name"]: each["moved"] for each in report["switches"]}
+    assert moved["head in bf16"] > 1e-3 and moved["one sequence at a time"] < 1e-5
+    out = capsys.readouterr().out
+    assert "No sequence leaves the clip range" in out and "head in bf16" in out
+    assert (tmp_path / "out" / "mismatch.png").stat().st_size > 10_000
+
+
+def test_generate_in_bf16_is_found(tmp_path, directory, capsys, no_picture):
+    arguments = (directory, "--prompts", directory / "prompts.jsonl", "--max-new-tokens", LENGTH)
+    report = reported(tmp_path, *arguments, "--sampler-dtype", "bf16")
+    assert report["summary"]["sequences/outside"] > 0.5
+    left = left_by(report)
+    assert min(left, key=left.get) == "weights and head in bf16" and min(left.values()) < 0.05
+    assert "Where it comes from: with weights and head in bf16" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("sampling", "options", "cause", "advice"),
+    [
+        ({"top_k": 4}, ("--top-k", 4), "sampling mask on", "top_p=1"),
+        (
+            {"top_p": 0.8, "temperature": 0.6},
+            ("--top-p", 0.8, "--temperature", 0.6),
+            "sampling mask on",
+            "top_p=1",
+        ),
+        ({}, ("--temperature", 0.7), "log-probs before temperature", "processed_logprobs"),
+    ],
+    ids=str,
+)
+def test_the_cause_is_found(
+    tmp_path, directory, peaked, tokenizer, sampling, options, cause, advice, no_picture
+):
+    file = rollouts(tmp_path / "rollouts.jsonl", tokenizer, peaked, **sampling)
+    report = reported(tmp_path, directory, "--rollouts", file, *options)
+    left = left_by(report)
+    assert report["summary"]["sequences/mean_log_s"] < -1e-3
+    assert min(left, key=left.get) == cause and left[cause] < 0.01
+    assert any(advice in sentence for sentence in report["advice"])
+
+
+def test_masks_of_a_run_are_trained_with(tmp_path, directory, peaked, tokenizer, no_picture):
+    sampling = {"top_p": 0.8, "temperature": 0.6}
+    file = rollouts(tmp_path / "rollouts.jsonl", tokenizer, peaked, masks=True, **sampling)
+    report = reported(tmp_path, directory, "--rollouts", file, "--temperature", "0.6")
+    assert report["summary"]["tokens/mean"] < 1e-5 and report["summary"]["sequences/outside"] == 0
+    named = {each["name"]: each for each in report["switches"]}
+    assert named["sampling mask off"]["sequences/outside"] > 0.5
+    assert named["one sequence at a time"]["tokens/mean"] < 1e-5
+    assert named["softmax in bf16"]["tokens/mean"] < 0.1
+
+
+def test_two_files(tmp_path, peaked, tokenizer, capsys, no_picture):
+    one, other = rollouts(tmp_path / "one.jsonl", tokenizer, peaked), tmp_path / "other.jsonl"
+    rows = [json.loads(line) for line in one.read_text().splitlines()]
+    write(other, [row | {"logprobs": [value - 1e-3 for value in row["logprobs"]]} for row in rows])
+    report = reported(tmp_path, "--rollouts", one, "--against", other)
+    assert report["summary"]["sequences/mean_log_s"] == pytest.approx(-1e-3)
+    assert report["summary"]["sequences/outside_low"] == 1.0 and report["switches"] == []
+    rows[3]["token_ids"][0] += 1
+    write(other, rows)
+    arguments = ("--rollouts", one, "--against", other, "--output", tmp_path / "no")
+    assert "row 4: its token_ids are not those" in error_of(capsys, *arguments)
+    assert not (tmp_path / "no").exists()
+
+
+# --- how log-probs are computed
+
+
+@pytest.fixture(scope="module")
+def samples(peaked, tokenizer):
+    """What the model would write, but every third token is any."""
+    generator = torch.Generator().manual_seed(3)
+    ids = [torch.tensor(tokenizer([prompt])["input_ids"][0]) for prompt in PROMPTS]
+    completions = []
+    for prompt, length in zip(ids, (3, 1, 7, 2, 5, 4, 6, 12), strict=True):
+        written = peaked.generate(prompt[None], do_sample=False, min_new_tokens=length, max_new_tokens=length)
+        tokens = written[0, len(prompt) :].clone()
+        tokens[1::3] = torch.randint(0, 250, (len(tokens[1::3]),), generator=generator)
+        completions.append(tokens)
+    return Samples(ids, completions, torch.zeros(sum(map(len, completions)), dtype=torch.float64))
+
+
+def by_hand(model, samples, logprobs, half=False):
+    """Log-probs from the model's own logits, one sequence at a time; ``half``: of a head in bf16."""
+    found, head = [], model.lm_head
+    own = head.forward
+    if half:
+        head.forward = lambda hidden: (hidden.bfloat16() @ head.weight.bfloat16().T).float()
+    for prompt, completion in zip(samples.prompts, samples.completions, strict=True):
+        with torch.no_grad():
+            logits = model(torch.cat([prompt, completion])[None]).logits[0, len(prompt) - 1 : -1]
+        found.append(logprobs(logits).gather(-1, completion[:, None])[:, 0].double())
+    head.forward = own
+    return torch.cat(found)
+
+
+def nucleus(logits, share):
+    """-inf for tokens that the most likely ones before them bring to the share already."""
+    order = logits.sort(-1, descending=True)
+    before = order.values.softmax(-1).cumsum(-1) - order.values.softmax(-1)
+    kept = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, order.indices, before < share)
+    return logits.masked_fill(~kept, -torch.inf)
+
+
+def log_softmax(logits):
+    return logits.log_softmax(-1)
+
+
+def top_5(logits):
+    return log_softmax(logits.masked_fill(logits < logits.topk(5).values[:, -1:], -torch.inf))
+
+
+SETTINGS = {
+    "plain": ({}, log_softmax),
+    "alone": ({"packed": False}, log_softmax),
+    "chunks": ({"max_chunk_bytes": 4096}, log_softmax),
+    "temperature": ({"temperature": 0.7}, lambda z: log_softmax(z / 0.7)),
+    "softmax": ({"softmax": "bf16"}, lambda z: log_softmax(z.bfloat16())),
+    "mask": ({"top_p": 0.9, "temperature": 2.0}, lambda z: log_softmax(nucleus(z / 2.0, 0.9))),
+    "top-k": ({"top_k": 5}, top_5),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_do_what_they_say(name, peaked, samples):
+    changes, compute = SETTINGS[name]
+    scored = score(lambda dtype, attention: peaked, samples, Setting(**changes), 40)
+    wanted = by_hand(peaked, samples, compute)
+    if name == "softmax":  # near a tie of two bf16 numbers either may come out
+        assert ((scored - wanted).abs() > 1e-6 * wanted.abs()).double().mean() < 0.05
+        return
+    torch.testing.assert_close(scored, wanted, rtol=1e-5, atol=2e-5)
+    if changes.get("top_p") or changes.get("top_k"):
+        assert scored.isinf().any() and scored.isfinite().any()
+
+
+@pytest.mark.parametrize("top", [{}, {"top_k": 5}])
+def test_a_16_bit_head_rounds_logits(top, peaked, samples):
+    """Fused or not, log-probs are those of rounded logits, far from those of fp32."""
+    half = Setting(head="bf16", **top)
+    wanted = by_hand(peaked, samples, top_5 if top else log_softmax, half=True)
+    got, exact = (
+        score(lambda dtype, attention: peaked, samples, each, 40)
+        for each in (half, replace(half, head="fp32"))
+    )
+    both = got.isfinite() & wanted.isfinite() & exact.isfinite()
+    assert (got - wanted)[both].abs().mean() < 0.2 * (exact - wanted)[both].abs().mean()
+
+
+def test_what_can_be_switched():
+    plain = switches(Setting(), Sampling(5), "sdpa", 100)
+    assert {"eager attention", "head in bf16", "one sequence at a time", "chunks of 16 rows"} <= plain.keys()
+    assert not any("mask" in name or "temperature" in name for name in plain)
+    masked = switches(Setting(temperature=0.5), Sampling(5, 0.5, 0.9), "eager", 100)
+    assert masked["sampling mask on"] == {"top_p": 0.9, "top_k": 0} and "sdpa attention" in masked
+    assert masked["log-probs before temperature"] == {"temperature": 1.0}
+    half = switches(Setting(weights="bf16", head="bf16"), Sampling(5), "sdpa", 100)
+    assert half["head in fp32"] == {"head": "fp32"} and "weights in fp32" in half
+
+
+# --- what can't be compared
+
+
+def test_wrong_options_are_named(tmp_path, capsys):
+    for arguments, words in (
+        ([], "either --prompts"),
+        (["M", "--prompts", "p", "--rollouts", "r"], "either --prompts"),
+        (["--prompts", "p"], "the model is missing"),
+        (["M", "--rollouts", "r", "--against", "a"], "without a model"),
+        (["M", "--rollouts", "r", "--sampler-dtype", "bf16"], "sampled already"),
+        (["M", "--prompts", "p", "--url", "http://h", "--sampler-dtype", "bf16"], "--url samples elsewhere"),
+        (["M", "--prompts", "p", "--url", "localhost"], "url must be"),
+        (["M", "--prompts", "p", "--count", "0"], "--count: got 0"),
+        (["M", "--prompts", "p", "--temperature", "0"], "--temperature: got 0"),
+        (["M", "--prompts", "p", "--top-p", "1.5"], "--top-p"),
+        (["M", "--prompts", "p", "--clip-low", "-1"], "--clip-low"),
+    ):
+        assert words in error_of(capsys, *arguments, "--output", tmp_path / "out")
+
+
+def test_files_of_another_kind_or_of_another_model_are_refused(tmp_path, directory, capsys):
+    file = tmp_path / "file.jsonl"
+    good = {"prompt": "a", "token_ids": [1], "logprobs": [-1.0]}
+    masked, two_files = good | {"sampling_mask": [[1, 2]]}, ("--rollouts", file, "--against", file)
+    with_model = (directory, "--rollouts", file)
+    for arguments, first, changes, words in (
+        (two_files, good, {"logprobs": None}, "row 2: logprobs: got None"),
+        (two_files, good, {"token_ids": [1, 2]}, "1 logprobs for 2 token_ids"),
+        (two_files, good, {"logprobs": [0.5]}, "at most 0"),
+        (two_files, good, {"token_ids": [], "logprobs": []}, "token_ids: got []"),
+        (two_files, good, {"sampling_mask": 3}, "sampling_mask: got 3, expected a list"),
+        (two_files, good, {"sampling_mask": []}, "sampling_mask of 0 tokens for 1"),
+        (two_files, good, {"sampling_mask": [[2]]}, "token 1 at 0 isn't in its sampling_mask"),
+        (
+            with_model,
+            masked,
+            {"token_ids": [10**6], "sampling_mask": [[]]},
+            "has token 1000000, but the",
+        ),
+        (with_model, masked, {"token_ids": [-1], "sampling_mask": [[]]}, "has token -1, but"),
+        (with_model, masked, {"sampling_mask": [[1, 10**6]]}, "has token 1000000, but"),
+        (with_model, masked, {"prompt": [{"role": "user", "content": "b"}]}, "the prompt is no text"),
+    ):
+        write(file, [first, first | changes])
+        message = error_of(capsys, *arguments, "--output", tmp_path / "out")
+        assert "row 2" in message and words in message
+
+
+# --- numbers of a comparison against what they are by hand, and the sentences that follow from them
+
+
+def compared(*differences):
+    """Sequences whose tokens differ by these numbers; the sampler's log-probs are -1, -2, ..."""
+    flat = torch.tensor([each for sequence in differences for each in sequence], dtype=torch.float64)
+    sampling = -1.0 - torch.arange(len(flat), dtype=torch.float64)
+    lengths = torch.tensor([0, *(len(sequence) for sequence in differences)])
+    return Comparison(sampling + flat, sampling, lengths.cumsum(0).int(), (3e-4, 4e-4))
+
+
+def switched(name, comparison, **change):
+    return Switched(name, change, comparison, 0.0)
+
+
+def test_sequences_and_their_range():
+    # On the upper bound is inside, as a clip decides it.
+    edge = math.log1p(4e-4)
+    comparison = compared([1e-3, -1e-3], [edge - 1e-12], [edge + 1e-9], [-3e-4, -4e-4, -2.99e-4], [0.0] * 5)
+    wanted = torch.tensor([0.0, edge, edge, -9.99e-4 / 3, 0.0], dtype=torch.float64)
+    torch.testing.assert_close(comparison.log_s, wanted, rtol=0, atol=2e-9)
+    assert comparison.outside.tolist() == [False, False, True, True, False]
+    numbers = comparison.summary()
+    assert numbers["sequences/outside"] == pytest.approx(2 / 5)
+    assert numbers["sequences/outside_low"] == numbers["sequences/outside_high"] == pytest.approx(1 / 5)
+    assert numbers["sequences/rms_log_s"] == pytest.approx(float(wanted.square().mean()) ** 0.5)
+    values = torch.linspace(-0.01, 0.02, 1001, dtype=torch.float64).tolist()
+    low, high = compared(*([value] for value in values)).range_that_holds(0.9)
+    assert low == pytest.approx(-math.expm1(-0.01 + 0.05 * 0.03), rel=0.01)
+    assert high == pytest.approx(math.expm1(0.02 - 0.05 * 0.03), rel=0.01)
+
+
+def test_tokens():
+    numbers = compared([0.0, 0.2, -0.3, 0.01, -0.02]).summary()
+    assert numbers["tokens/count"] == 5 and numbers["tokens/impossible"] == 0
+    assert numbers["tokens/mean"] == pytest.approx(0.53 / 5)
+    assert numbers["tokens/signed_mean"] == pytest.approx(-0.11 / 5)
+    assert numbers["tokens/quantile_0.5"] == pytest.approx(0.02)
+    assert numbers["tokens/quantile_0.99"] == numbers["tokens/max"] == pytest.approx(0.3)
+    assert numbers["tokens/ratio_beyond_tenth"] == pytest.approx(2 / 5)
+
+
+def test_impossible_tokens_are_counted_and_their_sequences_outside():
+    comparison = compared([-math.inf, 0.0], [0.0], [1e-5])
+    assert comparison.possible.tolist() == [False, True, True, True]
+    assert comparison.outside.tolist() == [True, False, False]
+    numbers = comparison.summary()
+    assert numbers["tokens/impossible"] == 1 and numbers["tokens/max"] == pytest.approx(1e-5)
+    both = Comparison(*(torch.tensor([-math.inf, -1.0]),) * 2, torch.tensor([0, 2]), (3e-4, 4e-4))
+    assert both.log_s.tolist() == [0.0]
+    assert any("impossible to one side" in sentence for sentence in advise(comparison, []))
+
+
+def test_corrections_respect_length_or_not():
+    comparison = compared([-0.01] * 100, [-0.01] * 300)
+    token, mean, total = comparison.corrections().values()
+    assert [token["mean"], mean["mean"]] == pytest.approx([math.exp(-0.01)] * 2)
+    assert total["mean"] == pytest.approx((math.exp(-1.0) + math.exp(-3.0)) / 2)
+    assert total["ess"] < 0.7 < 0.99 < mean["ess"]
+    assert any('reduce="sum"' in each for each in advise(comparison, []))
+
+
+def test_the_cause_is_what_takes_the_difference_away():
+    before = compared([1e-2, -1e-2], [2e-2])
+    half, gone = compared([6e-3, -6e-3], [1.2e-2]), compared([1e-6, 0.0], [0.0])
+    mean = before.summary()["tokens/mean"]
+    rest = [
+        switched("half", half, head="bf16"),
+        switched("lost", compared([-math.inf, 0.0], [0.0]), top_p=0.5),
+    ]
+    assert explanation(rest, mean) is None
+    assert explanation([*rest, switched("gone", gone, weights="bf16")], mean).name == "gone"
+    assert explanation([switched("gone", compared([0.0]), head="bf16")], 0.0) is None
+    sentences = advise(before, [switched("gone", gone, weights="bf16")])
+    assert any("with gone, 0.0% of the mean difference is left" in sentence for sentence in sentences)
+    assert any("No single switch explains it" in sentence for sentence in advise(before, rest))
+
+
+@pytest.mark.parametrize("differences", [([-math.inf, 0.1], [0.0]), ([0.0],), ([-math.inf],)], ids=str)
+def test_a_report_where_numbers_are_not_finite_or_nothing_differs(tmp_path, differences):
+    comparison = compared(*differences)
+    completions = [torch.arange(5, 5 + len(each)) for each in differences]
+    samples = Samples(None, completions, comparison.sampling)
+    switch = switched("head in bf16", comparison, head="bf16")
+    report = make_report(samples, comparison, [switch], None, {"why": "a test"})
+    written, picture = report.write(tmp_path)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    found = json.loads(written.read_text())
+    if len(differences) == 2:
+        assert found["per_token"]["training"] == [None, pytest.approx(-1.9), -3.0]
+        assert found["log_s"] == [None, 0.0] and found["about"] == {"why": "a test"}
+        assert [worst["token"] for worst in found["worst"]] == [5, 6]
+        assert "impossible to one side: 1" in report.text()
