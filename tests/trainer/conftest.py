@@ -75,9 +75,12 @@ def model(tokenizer):
     return tiny_qwen3(tokenizer)
 
 
+ROWS = [{"prompt": prompt, "letter": prompt[0]} for prompt in ("ab", "bcd", "c", "dabc", "ea", "fgh")]
+
+
 @pytest.fixture
 def rows():
-    return [{"prompt": prompt, "letter": prompt[0]} for prompt in ("ab", "bcd", "c", "dabc", "ea", "fgh")]
+    return list(ROWS)
 
 
 def odd_share(completion_ids):
