@@ -1,4 +1,4 @@
-"""Does it learn? The demonstration in 200 steps, on prompts and answers never trained on."""
+"""Does it learn? The demonstration in 40 steps, on prompts and answers never trained on."""
 
 import pytest
 
@@ -12,15 +12,16 @@ from tests.draws import shifted_seed
 
 @pytest.mark.slow
 def test_errors_on_held_out_prompts_at_least_halve(tmp_path):
+    """Seeds 0 to 6 left at most a third of them, and had at least 0.87 right answers in the end."""
     seed = shifted_seed(0) % 7
     demo.prepare(tmp_path, seed=seed)
-    values = to_mapping(demo.make_config(tmp_path, seed=seed, steps=200))
-    config = from_mapping(values | {"evaluation": {"every": 200, "prompts": 512}})
+    values = to_mapping(demo.make_config(tmp_path, seed=seed, steps=40))
+    config = from_mapping(values | {"evaluation": {"every": 40, "prompts": 256}})
     data = (load_prompts(path) for path in (config.dataset, config.eval_dataset))
     GSPOTrainer(config.model, None, [load_reward(config.reward[0])], *data, config).train()
     records = read_metrics(tmp_path / "metrics.jsonl")
     first, last = records[0], records[-1]
-    assert last["eval/greedy_accuracy"] >= 0.90
+    assert last["eval/greedy_accuracy"] >= 0.80
     for label in ("greedy", "sampled"):
         before, after = (1 - record[f"eval/{label}_accuracy"] for record in (first, last))
         assert after <= before / 2, (label, before, after)

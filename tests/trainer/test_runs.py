@@ -80,38 +80,38 @@ def test_what_a_run_writes(straight, tokenizer):
 def test_a_failure_leaves_a_checkpoint_and_the_run_goes_on_from_it(tmp_path, tokenizer, straight):
     """The evaluation after step 2 fails, then the reward in step 3, then the engine in step 4."""
     config = small_config(tmp_path, checkpoint={"every": 100}, save_rollouts=True)
-    for fails, words, reached in (
-        ("evaluation", "some returned 1 values for 3 completions", 2),
-        ("reward", "some returned 1 values for 12 completions", 2),
-        ("engine", "the engine is gone", 3),
-        ("nothing", None, 4),
-    ):
 
-        def reward(completion_ids, fails=fails):
-            short = {"evaluation": trainer.step == 2 and len(completion_ids) == 3, "reward": trainer.step == 3}
-            return [1.0] if short.get(fails, False) else some(completion_ids)
+    def trainer_that(fails):
+        def some_values(completion_ids):
+            evaluates = len(completion_ids) == 3
+            wrong = {"evaluation": trainer.step == 2 and evaluates, "reward": trainer.step == 3}
+            return [1.0] if wrong.get(fails, False) else some(completion_ids)
 
-        reward.__name__ = "some"
-        seed = 0 if fails == "evaluation" else 7  # a run that goes on has the weights of its checkpoint
-        trainer = make_trainer(tokenizer, ROWS, reward, config, model=tiny_qwen3(tokenizer, seed=seed))
-        generate = trainer.engine.generate
-
-        def breaks(prompts, sampling, generate=generate, trainer=trainer):
-            if trainer.step == 4:
+        def generate(prompts, sampling):
+            if fails == "engine" and trainer.step == 4:
                 raise InputError("the engine is gone")
-            return generate(prompts, sampling)
+            return inner(prompts, sampling)
 
-        if fails == "engine":
-            trainer.engine.generate = breaks
-        if words is None:
-            trainer.train(resume=True)
-        else:
-            with pytest.raises(InputError, match=words):
-                trainer.train(resume=fails != "evaluation")
+        # a run that goes on has the weights of its checkpoint
+        model = tiny_qwen3(tokenizer, seed=0 if fails == "evaluation" else 7)
+        trainer = make_trainer(tokenizer, ROWS, some_values, config, model=model)
+        inner, trainer.engine.generate = trainer.engine.generate, generate
+        return trainer
+
+    for fails, words, reached in (
+        ("evaluation", "some_values returned 1 values for 3 completions", 2),
+        ("reward", "some_values returned 1 values for 12 completions", 2),
+        ("engine", "the engine is gone", 3),
+    ):
+        trainer = trainer_that(fails)
+        with pytest.raises(InputError, match=words):
+            trainer.train(resume=fails != "evaluation")
         assert trainer.directory.latest_checkpoint().name == f"step_00000{reached}"
         records = read_metrics(trainer.directory.metrics)
         assert [record["step"] for record in records] == [*range(reached + 1)]
         assert records[-1]["grad_norm"] > 0
+    trainer = trainer_that("no more")
+    trainer.train(resume=True)
     assert same(weights(trainer.model), weights(straight.model))
 
 
