@@ -13,17 +13,9 @@ from examples.rewards import per_digit
 from gspo_kernels.trainer.demo import DIGITS, exact, make_rows
 from gspo_kernels.trainer.report import read_metrics
 from tests.draws import shifted_seed
-from tests.examples.recipes.common import RECIPES, make_start, rollout_metrics_of, small_config
+from tests.examples.recipes.common import make_start, make_trainer, rollout_metrics_of
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def trainer_of(name, output, pairs, rows, reward, *, warm_up, steps, learning_rate, **sections):
@@ -31,8 +23,7 @@ def trainer_of(name, output, pairs, rows, reward, *, warm_up, steps, learning_ra
     update = {"steps": steps, "minibatches": 4, "learning_rate": learning_rate, "micro_batch_tokens": 16384}
     sections["update"] = update | sections.get("update", {})
     sections["checkpoint"] = {"every": steps}
-    trainer, _ = RECIPES[name]
-    return trainer(model, tokenizer, reward, rows, None, small_config(name, output, **sections))
+    return make_trainer(name, output, tokenizer, rows, reward, model=model, **sections)
 
 
 def three_digits(seed):
