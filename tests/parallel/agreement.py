@@ -161,13 +161,13 @@ def what_no_rank_sees_alone():
     linear, groups = local_case("linear", "tp")
     for message, options in (
         ("hidden: the ranks have", {**groups, "sequence_parallel": True}),
-        ("tp_group: got int", {"tp_group": 3}),
-        ("cp_group: got int", {"cp_group": 3}),
         ("vocab_range: got (0, 3), expected (first, first + ", {**groups, "vocab_range": (0, 3)}),
         ("vocab_range: got (0, 64) without a tp_group", {"vocab_range": (0, 64)}),
         ("sequence_parallel: got True without a tp_group", {"sequence_parallel": True}),
     ):
         assert_all_raise(message, "all", calling("linear", linear, **options))
+    for name in ("tp_group", "cp_group"):
+        assert_all_raise(f"{name}: got int", "all", lambda n=name: gk.Parallel(**{n: 3}))
     by_token = make_case("linear", "padded", "plain+token_advantages", vocabulary=VOCABULARY)
     message = "skip_inactive: 'all' needs one advantage per sequence"
     assert_all_raise(message, "all", lambda: run(by_token, "cp", gk.GRPO(), skip_inactive="all"))

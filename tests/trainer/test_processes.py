@@ -274,8 +274,10 @@ def test_processes_that_were_not_set_up_are_refused(monkeypatch):
         with monkeypatch.context() as patch, pytest.raises(InputError, match=words):
             patch.setenv(name, value)
             check_processes(accelerator)
-    message = "one process, DDP and FSDP version 2"
-    with monkeypatch.context() as patch, pytest.raises(InputError, match=message):
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(InputError, match="one process, DDP and FSDP version 2"),
+    ):
         patch.setattr(accelerator.state, "distributed_type", DistributedType.DEEPSPEED)
         check_processes(accelerator)
     sharded = fsdp2(make_accelerator())
