@@ -8,9 +8,8 @@ import pytest
 import torch
 
 import gspo_kernels as gk
-from gspo_kernels.bits import columns
 from gspo_kernels.trainer.config import InputError
-from gspo_kernels.trainer.rollout import Completion, ModelEngine, Sampling, SamplingMask, draw
+from gspo_kernels.trainer.rollout import Completion, ModelEngine, Sampling, draw
 from tests.draws import shifted_seed
 from tests.trainer.conftest import ids_of, tiny_model, tiny_qwen3
 
@@ -96,15 +95,6 @@ def test_a_mask_is_what_was_drawn_from(tokenizer, rules):
         torch.testing.assert_close(again, each.logprobs, atol=1e-5, rtol=1e-5)
         agree.append(kept == gk.sampling_mask(logits, temperature=0.8, **rules))
     assert torch.cat(agree).float().mean() > 0.99  # a pass of other shapes may round beyond an edge
-
-
-def test_masks_of_places_one_after_the_other():
-    mask = SamplingMask.of([[3, 40], [], [0]])
-    assert mask.to_lists() == [[3, 40], [], [0]]
-    first = SamplingMask.of([[3, 40]])
-    assert SamplingMask.concatenate([mask, first]).to_lists() == [[3, 40], [], [0], [3, 40]]
-    kept = columns(mask.bitmask(41), 41)
-    assert [row.nonzero().flatten().tolist() for row in kept] == [[3, 40], list(range(41)), [0]]
 
 
 def test_a_token_of_probability_zero_is_never_drawn():

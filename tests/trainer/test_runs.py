@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import random
 import shutil
 
 import pytest
@@ -29,7 +30,12 @@ from tests.trainer.conftest import (
 
 
 def some(completion_ids):
+    DRAWN.append(random.random())
     return [None if index % 2 else float(len(ids)) for index, ids in enumerate(completion_ids)]
+
+
+DRAWN = []
+"""What each call of the reward draws from Python's generator, which every step seeds anew."""
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +43,9 @@ def straight(tmp_path_factory, tokenizer):
     """A trainer whose run nothing has interrupted."""
     config = small_config(tmp_path_factory.mktemp("straight") / "run", save_rollouts=True)
     trainer = make_trainer(tokenizer, ROWS, some, config)
+    DRAWN.clear()
     trainer.last = trainer.train()
+    assert len(DRAWN) == 10 and len({*DRAWN}) == 6  # 4 steps and 3 evaluations, twice: these draw the same
     return trainer
 
 

@@ -336,18 +336,6 @@ def test_what_weights_leave_of_a_batch_is_measured(tokenizer, mode):
         updater.update(replace(batch, rollout_logprobs=None))
 
 
-def test_log_probs_that_a_batch_brings_are_used(tokenizer):
-    """Old ones of another policy, and those of a reference that is nowhere else."""
-    batch = make_batch()
-    config = make_config(kl={"beta": 0.1}, update={"minibatches": 1})
-    updater = make_updater(tokenizer, config, reference=tiny_qwen3(tokenizer, seed=1))
-    old = updater.score(updater.policy, batch, 0).logprobs
-    given = replace(batch, old_logprobs=old - 0.25, ref_logprobs=old - 0.5)
-    metrics = make_updater(tokenizer, config, reference=tiny_qwen3(tokenizer, seed=2)).update(given)
-    assert metrics["ratio/min"] == pytest.approx(math.exp(0.25), rel=1e-5)
-    assert metrics["kl/ref"] == pytest.approx(math.exp(-0.5) - 1 + 0.5, rel=1e-4)
-
-
 def rows_of(updater, batch, step):
     return [part.rows.tolist() for part in updater._minibatches(batch, step)]
 
