@@ -38,7 +38,7 @@ def sequences(layout="packed"):
     """Lists of prompts and completions, copies of a prompt one after the other where they share it."""
     generator = torch.Generator().manual_seed(shifted_seed(1))
     # some of one length side by side, which attend as a batch, some of one token, some beyond a window
-    shapes = ([5, 3, 9, 3], [4, 6, 1, 8]) if layout == "packed" else ([9, 1, 4], [4, 1, 7, 7, 6, 1])
+    shapes = ([5, 3, 9, 3], [4, 6, 1, 8]) if layout == "packed" else ([9, 1, 4], [7, 7, 1, 4, 6, 1])
     prompts, completions = (
         [torch.randint(1, 64, (n,), generator=generator) for n in each] for each in shapes
     )
