@@ -30,8 +30,9 @@ def base(tmp_path_factory):
     """A directory with the tiny model, warmed up."""
     torch.set_num_threads(1)
     rows, _ = one_page.make_rows(0)
+    folder = tmp_path_factory.mktemp("base")
     for part in one_page.make_tiny_model(rows, seed=0, device="cpu"):
-        part.save_pretrained(folder := tmp_path_factory.mktemp("base"))
+        part.save_pretrained(folder)
     return str(folder)
 
 
