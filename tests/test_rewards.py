@@ -8,49 +8,49 @@ from pathlib import Path
 
 import pytest
 
+from examples import rewards as examples
 from gspo_kernels import rewards
 from gspo_kernels.rewards import exact_match, math_answer, regex_format
+from gspo_kernels.trainer import load_config
+from gspo_kernels.trainer.data import column_names, load_prompts
+from gspo_kernels.trainer.rewards import RewardSet, load_reward
 
+ROOT = Path(__file__).parents[1]
 NONE = [None] * 4
 
 
-def test_exact_match():
+def test_exact_match_and_regex_format():
     completions = ["42", " 42\n", "it is 42", [{"role": "assistant", "content": "42"}]]
     answers = {"answer": [42, "42", "42", "42"]}
     assert exact_match(NONE, completions, NONE, **answers) == [1.0, 1.0, 0.0, 1.0]
     assert exact_match(NONE[:2], ["a", "b"], NONE[:2], answer=["A", None]) == [0.0, None]
     function = functools.partial(exact_match, column="solution", ignore_case=True)
-    assert function(NONE[:2], ["Straße", "b"], NONE[:2], answer=["?", "?"], solution=["STRASSE", "c"]) == [
-        1,
-        0,
-    ]
+    columns = {"answer": ["?", "?"], "solution": ["STRASSE", "c"]}
+    assert function(NONE[:2], ["Straße", "b"], NONE[:2], **columns) == [1, 0]
     with pytest.raises(KeyError, match=r"no column 'solution'; there are answer"):
         function(NONE[:1], ["a"], NONE[:1], answer=["a"])
-
-
-def test_the_example_rewards():
-    from gspo_kernels.trainer.data import column_names, columns_of, load_prompts
-    from gspo_kernels.trainer.rewards import RewardSet, load_reward
-
-    folder = Path(__file__).parent.parent / "examples"
-    rows = load_prompts(folder / "sums.jsonl")
-    both = RewardSet([load_reward(f"{folder}/rewards.py:{name}") for name in ("right_number", "brief")])
-    both.check(column_names(rows))
-    texts = ["17 + 25 = 42"] * len(rows)
-    found = both([row["prompt"] for row in rows], texts, [[1] * 64] * len(rows), columns_of(rows))
-    assert found.by_name["right_number"].tolist() == [1.0] + [0.0] * (len(rows) - 1)
-    assert found.by_name["brief"].tolist() == [0.75] * len(rows)
-
-
-def test_regex_format():
     pattern = r"<think>.*</think>\s*\d+"
     completions = ["<think>a\nb</think> 3", "so: <think>a</think> 3", "<think></think>3.", "3"]
     assert regex_format(NONE, completions, NONE, pattern=pattern, answer=NONE) == [1.0, 0.0, 0.0, 0.0]
 
 
-@pytest.mark.parametrize(
-    ("answer", "completion", "reward"),
-    [
+def test_the_examples():
+    """The last number counts, brevity in tokens, right places where the length is right; files are valid."""
+    texts, answers = ["5", "2 + 3 is 5", "5 or 6", "five", "5"], [5, "5", 5, 5, None]
+    assert examples.right_number([], texts, [], answer=answers) == [1, 1, 0, 0, None]
+    ids = [[0] * length for length in (0, 64, 256, 1000)]
+    assert examples.brief([], [""] * 4, ids) == pytest.approx([1.0, 0.75, 0.0, 0.0])
+    digits = ["1234", "12345", "21345", ""]
+    assert examples.per_digit([], digits, [], answer=["12345"] * 4) == [0, 1, 0.6, 0]
+    for path in (ROOT / "examples").glob("*.yaml"):
+        config = load_config(path)
+        rows = load_prompts(ROOT / config.dataset)
+        RewardSet([load_reward(f"{ROOT}/{spec}") for spec in config.reward]).check(column_names(rows))
+
+
+def test_math_answer():
+    pytest.importorskip("math_verify")
+    cases = (
         ("42", "The answer is 42.", 1),
         (42, "so $x = 42$", 1),
         ("42", "I think 41", 0),
@@ -66,20 +66,16 @@ def test_regex_format():
         ("42", "$9^{9^{9^{9}}}$", 0),  # cannot be computed
         (None, "3", None),
         ("", "3", None),
-    ],
-)
-def test_math_answer(answer, completion, reward):
-    pytest.importorskip("math_verify")
-    assert math_answer([None], [completion], [None], answer=[answer], seconds=1) == [reward]
+    )
+    answers, completions, expected = map(list, zip(*cases, strict=True))
+    assert math_answer([None], completions, [None], answer=answers, seconds=1) == expected
 
 
 def test_math_answer_works_in_any_thread():
     pytest.importorskip("math_verify")
-    from gspo_kernels.trainer.rewards import RewardSet
-
     both = RewardSet([functools.partial(math_answer, seconds=1)], timeout=60.0)
     answers = {"answer": ["1/2", "42"]}
-    assert both(NONE[:2], ["0.5", "$9^{9^{9^{9}}}$"], NONE[:2], answers).total.tolist() == [1.0, 0.0]
+    assert both(NONE[:2], ["0.5", "41"], NONE[:2], answers).total.tolist() == [1.0, 0.0]
 
 
 def test_a_comparison_that_no_signal_stops_costs_its_own_reward_alone(monkeypatch):
@@ -88,7 +84,7 @@ def test_a_comparison_that_no_signal_stops_costs_its_own_reward_alone(monkeypatc
     assert math_answer(NONE[:1], ["3"], NONE[:1], answer=["3"]) == [1.0]
     first = rewards._verifier.process
     os.kill(first.pid, signal.SIGSTOP)
-    assert math_answer(NONE[:1], ["3"], NONE[:1], answer=["3"], seconds=1) == [0.0]
+    assert math_answer(NONE[:1], ["3"], NONE[:1], answer=["3"], seconds=0.2) == [0.0]
     assert first.poll() is not None
     assert math_answer(NONE[:2], ["3", "4"], NONE[:2], answer=["3", "3"]) == [1.0, 0.0]
     rewards._verifier.process.kill()

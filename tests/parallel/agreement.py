@@ -2,93 +2,64 @@
 
 import contextlib
 import functools
-import time
 from dataclasses import replace
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import gspo_kernels as gk
-from gspo_kernels.parallel.agreement import RanksDisagreeError
 from tests.cases import call, make_case, over_ranks
-from tests.parallel.ranks import LOSSES, VOCABULARY, Wire, every, of_ranks, validated
-from tests.parallel.sequences import LENGTHS, part, positions
+from tests.parallel.ranks import (
+    ENTRIES,
+    GSPO,
+    KINDS,
+    LENGTHS,
+    LOSSES,
+    SCORES,
+    VOCABULARY,
+    Wire,
+    assert_all_raise,
+    leaves_of,
+    of_ranks,
+    place_of,
+    run,
+    share,
+    validated,
+)
 
-LIMIT = timedelta(seconds=5)
-"""A rank that waits longer waits for nobody."""
+SECONDS = 5
+"""A rank that waits longer in its group waits for nobody."""
 OBJECTIVE = gk.GSPOToken(0.2, 0.2)
 B = len(LENGTHS)
 
 
-@functools.cache
-def group(*ranks):
-    """Of some ranks; all call this."""
-    return dist.new_group(list(ranks), timeout=LIMIT)
-
-
-def places(over):
-    """This rank's places among ranks that have parts of the sequences, and shards of the vocabulary; and the
-    groups of these, by argument. ``over``: "tp", "cp", or both as a grid of two times two.
-    """
-    rank, size = dist.get_rank(), dist.get_world_size()
-    if over == "both":
-        rows, columns = ([group(0, 1), group(2, 3)], [group(0, 2), group(1, 3)])
-        cp, tp = divmod(rank, 2)
-        return cp, tp, {"cp_group": columns[tp], "tp_group": rows[cp]}
-    whole = group(*range(size))
-    return (rank, 0, {"cp_group": whole}) if over == "cp" else (0, rank, {"tp_group": whole})
-
-
-def own(kind, over, terms="plain"):
+def local_case(kind, split, terms="plain"):
     """A case as this rank has it, and its groups."""
-    cp, tp, groups = places(over)
+    place = place_of(split, SECONDS)
     case = make_case(kind, "packed", terms, vocabulary=VOCABULARY, lengths=LENGTHS)
-    if "cp_group" in groups:
-        case = part(case, *positions(case, "zigzag", cp, 2))
-    inputs = dict(case.inputs)
-    if "tp_group" in groups:
-        half = slice(tp * VOCABULARY // 2, (tp + 1) * VOCABULARY // 2)
-        inputs |= {name: inputs[name][half] for name in ("weight", "bias") if name in inputs}
-        inputs |= {"logits": inputs["logits"][:, half]} if kind == "logits" else {}
-    return replace(case, inputs=inputs), groups
+    return share(case, place), place.groups
 
 
-def loss(kind, case, **options):
-    """Loss and gradients."""
-    options = {"objective": OBJECTIVE, **options}
-    leaves = {name: value.clone().requires_grad_() for name, value in case.inputs.items()}
-    entry = LOSSES.get(kind, "policy_loss")
-    call(case, leaves, entry, options.pop("objective"), "cpp", **options).loss.backward()
+def calling(kind, case, *, entry=None, objective=OBJECTIVE, **options):
+    """Forward and backward, later."""
+    run = functools.partial(call, case, leaves_of(case), entry or ENTRIES[kind], objective, "cpp", **options)
+    return lambda: run().loss.backward()
 
 
-def assert_all_say(expected, run, culprit=None):
-    """All ranks raise the sentence, soon: the culprit as its error, others as another rank's, or, without a
-    culprit, as what ranks disagree about.
-    """
-    began, raised = time.monotonic(), None
-    try:
-        with validated():
-            run()
-    except (ValueError, TypeError, RanksDisagreeError) as error:
-        raised = type(error).__name__, str(error)
-    except Exception as error:  # gloo's, of a rank that waited
-        raised = "waited", str(error)
-    ranks = every((raised, time.monotonic() - began))
-    for rank, (said, seconds) in enumerate(ranks):
-        assert said is not None and expected in said[1], (expected, rank, ranks)
-        alone = said[0] in ("ValueError", "TypeError")
-        assert said[0] != "waited" and alone == (rank == culprit), (expected, rank, ranks)
-        assert seconds < LIMIT.total_seconds(), (expected, rank, ranks)
+def splits():
+    return ("both",) if dist.get_world_size() == 4 else ("cp", "tp")
 
 
-def wrong_alone(kind, case):
+def wrong_alone(kind, split, case):
     """What a rank refuses by itself: the sentence, its case, its options."""
     yield "old_logprobs: got shape", replace(case, old_logprobs=torch.zeros(99)), {}
     yield "lengths: expected positive", case, {"lengths": torch.full((B,), -1.0)}
     yield "normalizer: got -2.0", case, {"normalizer": -2.0}
+    if split != "tp":
+        shrinks = torch.tensor([0, 5, *case.cu_seqlens[2:]], dtype=torch.int32)
+        yield "cu_seqlens: decreases", replace(case, cu_seqlens=shrinks), {}
     if kind == "logprobs":
         return
     outside = torch.full_like(case.labels, VOCABULARY + 7)
@@ -105,17 +76,23 @@ def wrong_alone(kind, case):
 
 @of_ranks(2, 4)
 def a_wrong_argument_on_one_rank():
-    for over in ("both",) if dist.get_world_size() == 4 else ("cp", "tp"):
-        for kind in ("linear", "logits", "logprobs") if over == "cp" else ("linear", "logits"):
-            case, groups = own(kind, over)
-            for culprit in (0, 3) if over == "both" else (1,):
-                for expected, wrong, options in wrong_alone(kind, case):
-                    here = dist.get_rank() == culprit
-                    given = (wrong, groups | options) if here else (case, groups)
-                    assert_all_say(expected, lambda k=kind, g=given: loss(k, g[0], **g[1]), culprit)
+    """In a grid all learn of it in two steps, whichever rank has it."""
+    for split in splits():
+        for kind in ("linear",) if split == "both" else KINDS[split]:
+            case, groups = local_case(kind, split)
+            for culprit in (0, 3) if split == "both" else (1,):
+                for expected, wrong, options in wrong_alone(kind, split, case):
+                    one, more = (wrong, options) if dist.get_rank() == culprit else (case, {})
+                    assert_all_raise(expected, culprit, calling(kind, one, **groups, **more))
+    if dist.get_world_size() == 4:
+        return
+    for kind, entry in SCORES.items():
+        case, groups = local_case(kind, "tp")
+        low = replace(case, labels=case.labels - 10**6) if dist.get_rank() == 1 else case
+        assert_all_raise("in a counted position", 1, calling(kind, low, entry=entry, **groups))
 
 
-def disagreeing(kind, over, case):
+def disagreeing(kind, split, case):
     """What two ranks differ in without one of them being wrong: the argument, a case and options."""
     tokens = case.labels.shape
     for name, options in (
@@ -132,6 +109,9 @@ def disagreeing(kind, over, case):
             yield name, case, options
     yield "old_logprobs", replace(case, old_logprobs=None), {}
     yield "advantages", replace(case, advantages=case.advantages + 1), {}
+    if split == "cp":  # an empty sequence at the end
+        ends, values = torch.cat([case.cu_seqlens, case.cu_seqlens[-1:]]), torch.ones(B + 1)
+        yield "the number of sequences", replace(case, cu_seqlens=ends, advantages=values), {}
     if kind == "logprobs":
         return
     for name, options in (
@@ -146,7 +126,7 @@ def disagreeing(kind, over, case):
         yield "schedule", case, {"schedule": "two_pass"}
         yield "skip_inactive", case, {"skip_inactive": "none"}
         yield "bias", replace(case, inputs={k: v for k, v in case.inputs.items() if k != "bias"}), {}
-    if over != "cp":
+    if split != "cp":
         yield "labels", replace(case, labels=case.labels.flip(0)), {}
         yield "old_logprobs", replace(case, old_logprobs=case.old_logprobs - 0.5), {}
         yield "token_weights", case, {"token_weights": torch.arange(1.0, tokens[0] + 1)}
@@ -154,52 +134,52 @@ def disagreeing(kind, over, case):
 
 @of_ranks(2, 4)
 def something_else_on_one_rank():
-    for over in ("both",) if dist.get_world_size() == 4 else ("cp", "tp"):
-        for kind in ("linear", "logits", "logprobs") if over == "cp" else ("linear", "logits"):
-            case, groups = own(kind, over)
-            for name, other, options in disagreeing(kind, over, case):
-                given = (other, groups | options) if dist.get_rank() == 1 else (case, groups)
-                assert_all_say(f"{name}: differs", lambda k=kind, g=given: loss(k, g[0], **g[1]))
+    second = dist.get_rank() == 1
+    for split in splits():
+        for kind in ("linear",) if split == "both" else KINDS[split]:
+            case, groups = local_case(kind, split)
+            for name, other, options in disagreeing(kind, split, case):
+                one, more = (other, options) if second else (case, {})
+                expected = name if " " in name else f"{name}: differs"
+                assert_all_raise(expected, None, calling(kind, one, **groups, **more))
             for name in ("kl_beta", "normalizer"):
                 options = {"kl_beta": 0.25, "normalizer": 7.0, "ref_logprobs": case.old_logprobs}
-                options[name] += dist.get_rank() == 1
-                run = functools.partial(loss, kind, case, **groups, **options)
-                assert_all_say(f"{name}: differs", run)
-
-
-@of_ranks(2, 4)
-def batch_invariant_mode_on_one_rank():
-    """Which refuses process groups."""
-    for kind in LOSSES:
-        case, groups = own(kind, "both" if dist.get_world_size() == 4 else "tp")
-        here = dist.get_rank() == 1
-        with gk.set_batch_invariant(True) if here else contextlib.nullcontext():
-            assert_all_say("in batch-invariant mode", lambda k=kind, c=case, g=groups: loss(k, c, **g), 1)
+                options[name] += second
+                assert_all_raise(f"{name}: differs", None, calling(kind, case, **groups, **options))
 
 
 @of_ranks(2)
-def shards_that_make_no_vocabulary():
-    """What no rank sees alone."""
+def what_no_rank_sees_alone():
+    second = dist.get_rank() == 1
     for kind in LOSSES:
-        case, groups = own(kind, "tp")
-        ids = {"vocab_range": (0, VOCABULARY // 2)}
-        run = functools.partial(loss, kind, case, **groups, **ids)
-        try:
-            with validated():
-                run()
-        except ValueError as error:
-            assert "vocab_range: the ranks have 0 to 32, 0 to 32" in str(error)
-        else:
-            raise AssertionError("nothing was raised")
+        case, groups = local_case(kind, "tp")
+        with gk.set_batch_invariant(True) if second else contextlib.nullcontext():
+            assert_all_raise("in batch-invariant mode", 1, calling(kind, case, **groups))
+        first = {"vocab_range": (0, VOCABULARY // 2)}
+        expected = "vocab_range: the ranks have 0 to 32, 0 to 32"
+        assert_all_raise(expected, "all", calling(kind, case, **groups, **first))
+    linear, groups = local_case("linear", "tp")
+    for message, options in (
+        ("hidden: the ranks have", {**groups, "sequence_parallel": True}),
+        ("vocab_range: got (0, 3), expected (first, first + ", {**groups, "vocab_range": (0, 3)}),
+        ("vocab_range: got (0, 64) without a tp_group", {"vocab_range": (0, 64)}),
+        ("sequence_parallel: got True without a tp_group", {"sequence_parallel": True}),
+    ):
+        assert_all_raise(message, "all", calling("linear", linear, **options))
+    for name in ("tp_group", "cp_group"):
+        assert_all_raise(f"{name}: got int", "all", lambda n=name: gk.Parallel(**{n: 3}))
+    by_token = make_case("linear", "padded", "plain+token_advantages", vocabulary=VOCABULARY)
+    message = "skip_inactive: 'all' needs one advantage per sequence"
+    assert_all_raise(message, "all", lambda: run(by_token, "cp", gk.GRPO(), skip_inactive="all"))
 
 
 @of_ranks(2)
 def other_functions():
     """Scores, selected ids, distillation and coefficients."""
     here = dist.get_rank()
-    case, groups = own("linear", "tp")
+    case, groups = local_case("linear", "tp")
     hidden, weight = case.inputs["hidden"], case.inputs["weight"]
-    logits = own("logits", "tp")[0].inputs["logits"]
+    logits = local_case("logits", "tp")[0].inputs["logits"]
     ids = torch.stack([case.labels.clamp(min=0)] * 2, -1)
     beyond = ids + VOCABULARY * here
     labels = case.labels.flip(0) if here else case.labels
@@ -215,7 +195,7 @@ def other_functions():
         else:
             gk.fused_policy_loss(logits, case.labels, None, case.advantages, **packed)
 
-    for expected, culprit, run in (
+    for expected, culprit, function in (
         ("labels: differs", None, lambda: gk.token_logprobs(logits, labels, **groups)),
         ("labels: differs", None, lambda: gk.linear_token_logprobs(hidden, weight, labels, **groups)),
         ("ids: got", 1, lambda: gk.selected_logprobs(logits, beyond, **groups)),
@@ -225,34 +205,30 @@ def other_functions():
         ("teacher_logits: got shape", 1, lambda: gk.distillation_loss(logits, logits[here:], **packed)),
         ("call: differs", None, other),
     ):
-        assert_all_say(expected, run, culprit)
-    part_of, groups = own("logprobs", "cp")
-    given = (part_of.inputs["logprobs"], part_of.old_logprobs, part_of.advantages)
+        assert_all_raise(expected, culprit, function)
+    local, groups = local_case("logprobs", "cp")
+    arguments = (local.inputs["logprobs"], local.old_logprobs, local.advantages)
+    packed = {"cu_seqlens": local.cu_seqlens, **over_ranks(groups)}
     for expected, options in (
         ("objective: differs", {"objective": gk.GSPO(0.1 * (1 + here), 0.2)}),
-        ("lengths: differs", {"objective": gk.GSPO(), "lengths": torch.full((B,), 30.0 + here)}),
+        ("lengths: differs", {"objective": GSPO, "lengths": torch.full((B,), 30.0 + here)}),
     ):
-        assert_all_say(
-            expected,
-            lambda o=options: gk.policy_coefficients(
-                *given, cu_seqlens=part_of.cu_seqlens, **o, **over_ranks(groups)
-            ),
-        )
+        assert_all_raise(expected, None, lambda o=options: gk.policy_coefficients(*arguments, **packed, **o))
 
 
 @of_ranks(4)
 def normalizers():
     """Over data-parallel ranks, each of which shares its sequences with another."""
-    rows, columns = (group(0, 1), group(2, 3)), (group(0, 2), group(1, 3))
-    cp, dp = divmod(dist.get_rank(), 2)
-    groups = {"group": rows[cp], "parallel": gk.Parallel(cp_group=columns[dp])}
-    mask = torch.ones(3, 4)
-    two = 2 * mask if dist.get_rank() == 3 else mask
-    assert_all_say("loss_mask: ", lambda: gk.normalizer(gk.GSPO(), two, **groups), 3)
-    other = gk.DAPO() if dist.get_rank() == 3 else gk.GSPO()
-    assert_all_say("objective: differs", lambda: gk.normalizer(other, mask, **groups))
-    lengths = torch.full((3,), 9.0 + (dist.get_rank() == 3))
-    assert_all_say("lengths: differs", lambda: gk.normalizer(gk.DAPO(), mask, lengths=lengths, **groups))
+    place = place_of("both", SECONDS)
+    groups = {"group": place.groups["tp_group"], "parallel": gk.Parallel(cp_group=place.groups["cp_group"])}
+    mask, last = torch.ones(3, 4), dist.get_rank() == 3
+    for expected, culprit, objective, counted, options in (
+        ("loss_mask: ", 3, GSPO, mask * (1 + last), {}),
+        ("objective: differs", None, gk.DAPO() if last else GSPO, mask, {}),
+        ("lengths: differs", None, gk.DAPO(), mask, {"lengths": torch.full((3,), 9.0 + last)}),
+    ):
+        normalizer = functools.partial(gk.normalizer, objective, counted, **options, **groups)
+        assert_all_raise(expected, culprit, normalizer)
 
 
 @of_ranks(2, 4)
@@ -262,79 +238,50 @@ def contradicting_dtensors():
     mesh = init_device_mesh("cpu", (2, 2) if four else (2,), mesh_dim_names=("cp", "tp") if four else ("tp",))
     cp = mesh.get_local_rank("cp") if four else 0
     whole = make_case("linear", "packed", vocabulary=VOCABULARY, lengths=LENGTHS)
-    case = part(whole, *positions(whole, "stream", cp, 2)) if four else whole
+    case = share(whole, place_of("cp")._replace(cp=cp, cps=2 if four else 1), "stream")
     placements = {"hidden": Replicate(), "weight": Shard(0), "bias": Shard(0)}
 
     def on_mesh(name, placement):
+        if placement is None:
+            return whole.inputs[name]
+        if placement == Partial():
+            return DTensor.from_local(whole.inputs[name], mesh, [Partial()] * mesh.ndim)
         over_cp = [Shard(0) if name == "hidden" else Replicate()] if four else []
         return distribute_tensor(whole.inputs[name], mesh, [*over_cp, placement])
-
-    def placed(changed):
-        """All ranks place alike, which takes all of them; one of them takes what is changed."""
-        tensors = {name: on_mesh(name, placement) for name, placement in placements.items()}
-        for name, placement in changed.items():
-            other = whole.inputs[name] if placement is None else on_mesh(name, placement)
-            tensors[name] = other if dist.get_rank() == 1 else tensors[name]
-        return tensors
 
     for expected, culprit, changed, options in (
         ("weight: is a DTensor with placement", 1, {"weight": Shard(1)}, {}),
         ("bias: expected a DTensor of weight's placement", 1, {"bias": None}, {}),
+        ("bias: expected a DTensor of weight's placement", 1, {"bias": Replicate()}, {}),
         ("weight: the DTensor: differs", None, {"weight": Replicate(), "bias": Replicate()}, {}),
         ("hidden: is a DTensor with placement", 1, {"hidden": Shard(1)}, {}),
+        ("hidden: is a DTensor with placement Partial", 1, {"hidden": Partial()}, {}),
         ("tp_group: hidden, weight, bias as DTensors say it themselves", 1, {}, {"tp_group": mesh["tp"]}),
         ("schedule: differs", None, {}, {"schedule": "two_pass"}),
         ("temperature: got -1", 1, {}, {"temperature": -1.0}),
     ):  # fmt: skip
-        given = replace(case, inputs=placed(changed))
-        more = options if dist.get_rank() == 1 else {}
-        assert_all_say(expected, lambda g=given, m=more: loss("linear", g, **m), culprit)
+        tensors = {name: on_mesh(name, placement) for name, placement in placements.items()}
+        others = {name: on_mesh(name, placement) for name, placement in changed.items()}  # takes all ranks
+        second = dist.get_rank() == 1
+        case = replace(case, inputs=tensors | (others if second else {}))
+        loss = functools.partial(call, case, case.inputs, LOSSES["linear"], OBJECTIVE, "cpp")
+        assert_all_raise(expected, culprit, functools.partial(loss, **(options if second else {})))
 
 
 @of_ranks(2, 4)
 def ranks_that_agree():
     """Nothing is refused, and one gather in each group comes before any other work."""
-    for over in ("both",) if dist.get_world_size() == 4 else ("cp", "tp"):
-        for kind in ("linear", "logits", "logprobs") if over == "cp" else ("linear", "logits"):
-            for terms in ("all", "kl_tensor", "weighted", "on_policy", "rollout_token"):
-                case, groups = own(kind, over, terms)
-                plain, compared = Collectives(), Collectives()
-                with plain:
-                    loss(kind, case, **groups)
-                with compared, validated():
-                    loss(kind, case, **groups)
-                first, others = compared.seen[: len(groups)], compared.seen[len(groups) :]
-                assert others == plain.seen, (over, kind, terms)
-                by_name = {name: each.group_name for name, each in groups.items()}
-                order = [by_name[name] for name in ("tp_group", "cp_group") if name in by_name]
-                assert [(what, where) for what, where, _ in first] == [("all_gather", name) for name in order]
-
-
-@of_ranks(2)
-def scores_of_tokens_on_several_ranks():
-    """DTensors cut over tokens, unevenly, of which each rank has the labels and the temperatures."""
-    mesh = init_device_mesh("cpu", (2,))
-    logits = make_case("logits", "packed", vocabulary=VOCABULARY, lengths=(3, 4)).inputs["logits"]
-    here = slice(0, 4) if dist.get_rank() == 0 else slice(4, 7)
-    labels, temperature = torch.arange(7)[here], torch.linspace(0.5, 2.0, 7)[here]
-    with validated():
-        placed = distribute_tensor(logits, mesh, [Shard(0)])
-        scores = gk.token_logprobs(placed, labels, temperature=temperature).logprobs
-    torch.testing.assert_close(
-        scores, gk.token_logprobs(logits[here], labels, temperature=temperature).logprobs
-    )
-
-
-class Collectives(Wire):
-    """Which collectives come in which groups, with how many bytes."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def _counted(self, kind, function):
-        def counted(*tensors, **options):
-            self.seen.append((kind, options["group"].group_name, tensors[-1].nbytes))
-            return function(*tensors, **options)
-
-        return counted
+    for split in splits():
+        for kind, terms in (
+            (k, t) for k in KINDS[split] for t in ("all", "kl_tensor", "on_policy", "weighted")
+        ):
+            case, groups = local_case(kind, split, terms)
+            loss = calling(kind, case, **groups)
+            with Wire() as plain:
+                loss()
+            with Wire() as compared, validated():
+                loss()
+            first, others = compared.seen[: len(groups)], compared.seen[len(groups) :]
+            assert others == plain.seen, (split, kind, terms)
+            order = [groups[name].group_name for name in ("tp_group", "cp_group") if name in groups]
+            assert [(what, where) for what, where, _ in first] == [("all_gather", name) for name in order]

@@ -1,27 +1,41 @@
-"""What cases on several ranks share; each is a function that every rank calls."""
+"""What the cases of several ranks share: groups, what a rank has of a call, and what they must agree on.
+
+A case is a function that every rank calls. Ranks share the vocabulary ("tp"), the tokens of the sequences
+("cp"), or both, as a grid of two times two ("both").
+"""
 
 import contextlib
-import importlib
-import itertools
+import functools
 import os
 from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
+import gspo_kernels as gk
+from gspo_kernels.integrations.layouts import tokens_of_rank
 from gspo_kernels.parallel.agreement import RanksDisagreeError
+from tests.cases import Result, call
+from tests.judging import assert_equals_oracle
 
 VOCABULARY = 64  # of which 2 and 4 ranks have equal shares
+LENGTHS = (3, 0, 1, 9, 2, 1)
+ORDERS = ("zigzag", "contiguous", "stream")
+GSPO = gk.GSPO()
 LOSSES = {"logits": "fused_policy_loss", "linear": "fused_linear_policy_loss"}
 SCORES = {"logits": "token_logprobs", "linear": "linear_token_logprobs"}
+ENTRIES = {"logprobs": "policy_loss", **LOSSES}
+KINDS = {"tp": tuple(LOSSES), "cp": tuple(ENTRIES), "both": tuple(LOSSES)}
+BY_TOKEN = ("hidden", "logits", "logprobs", "entropy")
+SHARDED = {"logits": -1, "weight": 0, "bias": 0}
 CASES: list[tuple[Callable[[], None], tuple[int, ...]]] = []
-
-SIZES_BYTES = 48
-"""What a rank of a ``tp_group`` sends to each other rank before a call over hidden states is cut."""
 
 
 def of_ranks(*sizes):
-    """A case to run on groups of these sizes: on four, too, where more ranks than two can change it."""
+    """A case to run on groups of these sizes: on four where more ranks than two can change it."""
 
     def kept(case):
         CASES.append((case, sizes))
@@ -30,16 +44,135 @@ def of_ranks(*sizes):
     return kept
 
 
-def cases_of(size, modules):
-    """The cases of modules of this folder that groups of a size run, as ``module::case``."""
-    for module in modules:
-        importlib.import_module(f"tests.parallel.{module}")
-    return {
-        f"{module}::{case.__name__}": case
-        for module in modules
-        for case, sizes in CASES
-        if size in sizes and case.__module__ == f"tests.parallel.{module}"
+class Place(NamedTuple):
+    """A rank's number among those that share tokens, and among those that share the vocabulary."""
+
+    cp: int
+    cps: int
+    tp: int
+    tps: int
+    groups: dict[str, dist.ProcessGroup]  # by argument
+
+    def columns(self, uneven=False):
+        """Where its ids begin, and where they end."""
+        ends = [VOCABULARY * rank // self.tps for rank in range(self.tps + 1)]
+        if uneven:  # one column, many, and one for each rank that is left
+            ends = [0, 1, *range(VOCABULARY - self.tps + 2, VOCABULARY + 1)]
+        return ends[self.tp], ends[self.tp + 1]
+
+
+@functools.cache
+def place_of(split, seconds=60):
+    """This rank's place, in groups whose ranks wait for each other so long at most; all ranks call this."""
+    (rank, size), limit = (dist.get_rank(), dist.get_world_size()), timedelta(seconds=seconds)
+    if split == "both":
+        rows, columns = (
+            [dist.new_group(ranks, timeout=limit) for ranks in pairs]
+            for pairs in ([[0, 1], [2, 3]], [[0, 2], [1, 3]])
+        )
+        cp, tp = divmod(rank, 2)
+        return Place(cp, 2, tp, 2, {"tp_group": rows[cp], "cp_group": columns[tp]})
+    group = {f"{split}_group": dist.new_group(timeout=limit)}
+    return Place(rank, size, 0, 1, group) if split == "cp" else Place(0, 1, rank, size, group)
+
+
+def tokens_of(case, cp, cps, order="zigzag"):
+    """Which tokens of a case a rank has, and their offsets; columns, and None, of a padded case."""
+    if case.cu_seqlens is None:
+        whole = torch.tensor([0, case.labels.shape[1]])
+        return tokens_of_rank(whole, cp, cps, order=order).values, None
+    return tokens_of_rank(case.cu_seqlens, cp, cps, order=order)
+
+
+def share(case, place, order="zigzag", uneven=False):
+    """The case as a rank has it."""
+    where, offsets = tokens_of(case, place.cp, place.cps, order)
+    (start, end), shape = place.columns(uneven), case.labels.shape
+
+    def tokens(value):
+        per_token = isinstance(value, torch.Tensor) and value.shape[: len(shape)] == shape
+        return value.index_select(len(shape) - 1, where) if per_token and place.cps > 1 else value
+
+    inputs = {name: tokens(value) if name in BY_TOKEN else value for name, value in case.inputs.items()}
+    for name in inputs.keys() & SHARDED if place.tps > 1 else ():
+        inputs[name] = inputs[name].narrow(SHARDED[name], start, end - start)
+    return replace(
+        case,
+        labels=tokens(case.labels),
+        inputs=inputs,
+        old_logprobs=tokens(case.old_logprobs),
+        advantages=tokens(case.advantages),
+        loss_mask=tokens(case.loss_mask),
+        cu_seqlens=offsets,
+        terms={name: tokens(value) for name, value in case.terms.items()},
+        logit_options={name: tokens(value) for name, value in case.logit_options.items()},
+    )
+
+
+def leaves_of(case, frozen=False):
+    """Copies of a case's inputs that get gradients; the head's do not if it is frozen."""
+    trained = {name: not (frozen and name in ("weight", "bias")) for name in case.inputs}
+    return {name: value.clone().requires_grad_(trained[name]) for name, value in case.inputs.items()}
+
+
+def run(
+    case, split, objective=GSPO, entry=None, backend="cpp", *, order="zigzag", uneven=False, frozen=False,
+    **options,
+):  # fmt: skip
+    """A case over ranks, its values and gradients put together as by ``tests.cases.run``; and the output."""
+    place, entry = place_of(split), entry or ENTRIES[case.kind]
+    local = share(case, place, order, uneven)
+    leaves = leaves_of(local, frozen)
+    scattered, summed = options.get("sequence_parallel", False), options.get("reduce_hidden_grad", True)
+    if scattered:  # unevenly: the last rank of several has none
+        length, size = local.labels.shape[-1], place.tps
+        ends = [0, *(length * (rank + 1) // (size - 1) for rank in range(size - 1)), length]
+        hidden = local.inputs["hidden"].narrow(-2, ends[place.tp], ends[place.tp + 1] - ends[place.tp])
+        leaves["hidden"] = hidden.clone().requires_grad_()
+    if uneven:
+        options["vocab_range"] = place.columns(uneven)
+    out = call(local, leaves, entry, objective, backend, **place.groups, **options)
+    out.loss.backward()
+    grads = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+    assert_same_bits(loss=out.loss, **out.metrics)
+    alike = {"hidden": grads.get("hidden")} if summed and not scattered else {}
+    assert_same_bits(place.cp, logprobs=out.logprobs, entropy=out.entropy, **alike)
+
+    each = every({"logprobs": out.logprobs.detach(), "entropy": out.entropy, "grads": grads})
+    rows = [each[cp * place.tps : (cp + 1) * place.tps] for cp in range(place.cps)]  # [cp][tp]
+
+    def of_all_tokens(values):
+        """Those of all tokens from those of the ranks that share them."""
+        whole = values[0].new_empty(*case.labels.shape, *values[0].shape[case.labels.ndim :])
+        for cp, value in enumerate(values):
+            where = tokens_of(case, cp, place.cps, order)[0] if place.cps > 1 else slice(None)
+            whole[where if case.labels.ndim == 1 else (slice(None), where)] = value
+        return whole
+
+    def gradient(name):
+        parts = [[rank["grads"][name] for rank in row] for row in rows]
+        if name not in BY_TOKEN:
+            return torch.cat([sum(parts[cp][tp] for cp in range(place.cps)) for tp in range(place.tps)])
+        if name == "logits" or (name == "hidden" and scattered):
+            return of_all_tokens([torch.cat(row, -1 if name == "logits" else -2) for row in parts])
+        return of_all_tokens([row[0] if summed else sum(row) for row in parts])
+
+    values = {
+        name: None if out.entropy is None and name == "entropy" else of_all_tokens([r[0][name] for r in rows])
+        for name in ("logprobs", "entropy")
     }
+    if entry in SCORES.values():  # which do not know the loss's mask
+        values = {n: None if v is None else torch.where(case.counted, v, 0.0) for n, v in values.items()}
+    whole = {name: gradient(name) for name in grads}
+    return Result(out.loss.detach(), values["logprobs"], whole, values["entropy"]), out
+
+
+def judge(case, split, objective=GSPO, *arguments, **options):
+    """As exact as plain PyTorch in one process, and the same bits on all ranks."""
+    result, out = run(case, split, objective, *arguments, **options)
+    if dist.get_rank() == 0:
+        assert_equals_oracle(result, case, objective)
+    return out
 
 
 def every(value):
@@ -49,75 +182,72 @@ def every(value):
     return out
 
 
-def assert_same_bits(**values):
-    """On all ranks."""
+def assert_same_bits(among=0, **values):
+    """On all ranks, or on those that pass the same number."""
 
-    def said(value):
+    def bits(value):
         return value.dtype, value.detach().contiguous().reshape(-1).view(torch.uint8).tolist()
 
-    first, *others = every({name: said(value) for name, value in values.items() if value is not None})
-    for other, name in itertools.product(others, first):
-        assert first[name] == other[name], name
+    seen = {}
+    for number, theirs in every((among, {n: bits(v) for n, v in values.items() if v is not None})):
+        for name, first in seen.setdefault(number, theirs).items():
+            assert first == theirs[name], name
 
 
 @contextlib.contextmanager
 def validated():
     """With GSPO_KERNELS_VALIDATE=1."""
-    before = os.environ.get("GSPO_KERNELS_VALIDATE")
     os.environ["GSPO_KERNELS_VALIDATE"] = "1"
     try:
         yield
     finally:
-        if before is None:
-            del os.environ["GSPO_KERNELS_VALIDATE"]
-        else:
-            os.environ["GSPO_KERNELS_VALIDATE"] = before
+        del os.environ["GSPO_KERNELS_VALIDATE"]
 
 
-def assert_all_raise(expected, culprit, call, error=ValueError):
-    """Where ranks compare their arguments: the culprit its own error, all others that it refused."""
+def assert_all_raise(expected, culprit, run):
+    """All ranks raise the sentence: the culprit as its error and others as another rank's; without a culprit
+    as what ranks disagree about, or with "all" as the error of each.
+    """
+    raised = None
     try:
         with validated():
-            call()
-    except error as raised:
-        assert dist.get_rank() == culprit or culprit is None, raised
-        assert expected in str(raised), raised
-    except RanksDisagreeError as raised:
-        assert dist.get_rank() != culprit and culprit is not None, raised
-        assert "refused the call" in str(raised), raised
-        assert expected in str(raised), raised
-    else:
-        raise AssertionError("nothing was raised")
+            run()
+    except (ValueError, TypeError, RanksDisagreeError) as error:
+        raised = type(error).__name__, str(error)
+    except Exception as error:  # gloo's, of a rank that waited
+        raised = "waited", str(error)
+    ranks = every(raised)
+    for rank, (kind, message) in enumerate(each or ("nothing", "") for each in ranks):
+        local = culprit == "all" or rank == culprit
+        assert expected in message and kind != "waited", (expected, rank, ranks)
+        assert (kind in ("ValueError", "TypeError")) == local, (expected, rank, ranks)
 
 
 class Wire:
-    """Bytes that this rank hands to collectives, by kind, and how often."""
+    """Which collectives this rank takes part in: the kind, the group, and the bytes that it hands in."""
 
     KINDS = ("all_gather", "all_reduce", "broadcast", "reduce")
 
     def __init__(self):
-        self.sent = dict.fromkeys(self.KINDS, 0)
-        self.calls = dict.fromkeys(self.KINDS, 0)
+        self.seen = []
 
-    @property
-    def total(self):
-        """Bytes and calls of all kinds."""
-        return sum(self.sent.values()), sum(self.calls.values())
+    def sent(self, *kinds):
+        """Bytes, by these kinds or by all."""
+        return sum(size for kind, _, size in self.seen if not kinds or kind in kinds)
 
     def __enter__(self):
-        self.theirs = {kind: getattr(dist, kind) for kind in self.KINDS}
-        for kind, function in self.theirs.items():
+        self.originals = {kind: getattr(dist, kind) for kind in self.KINDS}
+        for kind, function in self.originals.items():
             setattr(dist, kind, self._counted(kind, function))
         return self
 
     def _counted(self, kind, function):
         def counted(*tensors, **options):
-            self.sent[kind] += tensors[-1].nbytes
-            self.calls[kind] += 1
+            self.seen.append((kind, options["group"].group_name, tensors[-1].nbytes))
             return function(*tensors, **options)
 
         return counted
 
     def __exit__(self, *_):
-        for kind, function in self.theirs.items():
+        for kind, function in self.originals.items():
             setattr(dist, kind, function)

@@ -12,10 +12,10 @@ from tests.cases import device_of
 from tests.draws import shifted_seed
 from tests.kernels.row_oracle import PLAIN, Judge, exact, neighbour, plain
 
-ENDS = (0, 1, 33, 300)
+ENDS = (0, 1, 33, 140)
 TRANSFORMS = {
     "plain": PLAIN,
-    "together": LogitTransform(-1.3, 4.0, 1.0, torch.tensor([[0.5, 1.0, 2.0, 1.3, 0.8, 1.1]]).expand(4, 6)),
+    "together": LogitTransform(-1.3, 4.0, 1.0, torch.tensor([[0.5, 1.0, 2.0, 1.3, 0.8, 1.1]]).expand(3, 6)),
 }
 
 
@@ -47,17 +47,20 @@ def in_shards(backend, logits, labels, transform, grad_logprobs, grad_entropy):
     return (*(each.cpu() for each in whole), torch.cat(grads, -1))
 
 
-@pytest.mark.parametrize("transform", TRANSFORMS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "transform"),
+    [(torch.float32, "plain"), (torch.bfloat16, "together"), (torch.float64, "together")],
+    ids=str,
+)
 def test_shards_are_as_exact_as_whole_rows(backend, dtype, transform):
     transform = TRANSFORMS[transform]
     rng = torch.Generator().manual_seed(shifted_seed(7))
-    drawn = (3 * torch.randn(4, 6, ENDS[-1], generator=rng, dtype=torch.float64)).to(dtype)
-    labels = torch.randint(0, ENDS[-1], (4, 6), generator=rng)
-    labels[0] = torch.tensor([0, 1, 32, 33, 299, 5])  # every shard's edges
+    drawn = (3 * torch.randn(3, 6, ENDS[-1], generator=rng, dtype=torch.float64)).to(dtype)
+    labels = torch.randint(0, ENDS[-1], (3, 6), generator=rng)
+    labels[0] = torch.tensor([0, 1, 32, 33, 139, 5])  # every shard's edges
     drawn[1, 0, labels[1, 0]] += 40.0  # a label that leaves nothing to the others
     stats = torch.float64 if dtype == torch.float64 else torch.float32
-    upstream = [torch.randn(4, 6, generator=rng, dtype=torch.float64).to(stats) for _ in range(2)]
+    upstream = [torch.randn(3, 6, generator=rng, dtype=torch.float64).to(stats) for _ in range(2)]
 
     def draw(k):
         logits = neighbour(drawn, k)

@@ -75,9 +75,12 @@ def model(tokenizer):
     return tiny_qwen3(tokenizer)
 
 
+ROWS = [{"prompt": prompt, "letter": prompt[0]} for prompt in ("ab", "bcd", "c", "dabc", "ea", "fgh")]
+
+
 @pytest.fixture
 def rows():
-    return [{"prompt": prompt, "letter": prompt[0]} for prompt in ("ab", "bcd", "c", "dabc", "ea", "fgh")]
+    return list(ROWS)
 
 
 def odd_share(completion_ids):
@@ -90,14 +93,14 @@ def reward():
     return odd_share
 
 
-def merged_config(values, sections) -> TrainConfig:
+def merged_config(values, sections, kind=TrainConfig) -> TrainConfig:
     """The values with changes to whole options and to options of sections."""
     for name, changes in sections.items():
         values[name] = values.get(name, {}) | changes if isinstance(changes, dict) else changes
-    return from_mapping(values)
+    return from_mapping(values, kind)
 
 
-def small_config(output, **sections) -> TrainConfig:
+def small_config(output, kind=TrainConfig, **sections) -> TrainConfig:
     values = {
         "output": str(output),
         "rollout": {"prompts_per_rollout": 3, "group_size": 4, "max_new_tokens": 5},
@@ -105,7 +108,7 @@ def small_config(output, **sections) -> TrainConfig:
         "evaluation": {"every": 2, "prompts": 4},
         "checkpoint": {"every": 2},
     }
-    return merged_config(values, sections)
+    return merged_config(values, sections, kind)
 
 
 def make_trainer(own_tokenizer, rows, reward, config, **changes):

@@ -37,7 +37,8 @@ def build(family):
 def sequences(layout="packed"):
     """Lists of prompts and completions, copies of a prompt one after the other where they share it."""
     generator = torch.Generator().manual_seed(shifted_seed(1))
-    shapes = ([5, 1, 9, 3], [4, 6, 1, 8]) if layout == "packed" else ([9, 1, 4], [4, 1, 7, 2, 6, 1])
+    # some of one length side by side, which attend as a batch, some of one token, some beyond a window
+    shapes = ([5, 3, 9, 3], [4, 6, 1, 8]) if layout == "packed" else ([9, 1, 4], [7, 7, 1, 4, 6, 1])
     prompts, completions = (
         [torch.randint(1, 64, (n,), generator=generator) for n in each] for each in shapes
     )
@@ -214,36 +215,26 @@ def test_a_row_mask_is_the_dense_mask(segments, window):
         (gradient,) = torch.autograd.grad(output.square().sum(), qkv)
         results.append(torch.cat([output.detach().flatten(), gradient.flatten()]))
     assert (results[0] - results[1]).norm() <= 1e-14 * results[1].norm()
+
+
+def test_a_model_that_cannot_be_packed_is_refused():
     with pytest.raises(InputError, match="attention reads its mask"):
-        _ = mask | False
-
-
-@pytest.mark.parametrize(
-    ("name", "reason"), [("mamba", "position_ids"), ("lfm2", "conv"), ("bloom", "position_ids")]
-)
-def test_a_model_that_cannot_be_packed_is_refused(name, reason):
-    with pytest.raises(InputError, match=f"{name.title()}.*cannot hold several sequences.*{reason}"):
-        check_rows_of(tiny_model(name))
-
-
-@pytest.mark.parametrize("name", ["eager", "flex_attention", "paged|sdpa"])
-def test_other_attention_is_refused(name):
+        _ = RowMask([Segment(-1, 3), Segment(-1, 1)], None, torch.device("cpu")) | False
+    for name, reason in (("mamba", "position_ids"), ("lfm2", "conv"), ("bloom", "position_ids")):
+        with pytest.raises(InputError, match=f"{name.title()}.*cannot hold several sequences.*{reason}"):
+            check_rows_of(tiny_model(name))
     model = build("qwen3")
-    model.config._attn_implementation = name
-    with pytest.raises(InputError, match=rf"implementation is '{name.replace('|', '.')}'; load it with sdpa"):
-        check_rows_of(model)
-
-
-def test_a_model_that_does_something_else_with_the_row_is_refused():
-    model = build("qwen3")
+    for name in ("eager", "flex_attention", "paged|sdpa"):
+        model.config._attn_implementation = name
+        words = rf"implementation is '{name.replace('|', '.')}'; load it with sdpa"
+        with pytest.raises(InputError, match=words):
+            check_rows_of(model)
+    model.config._attn_implementation = "sdpa"
     # A convolution along the row, as a hybrid model without layer types would have.
     model.model.layers[0].register_forward_hook(lambda m, args, output: output + output.roll(1, dims=1))
     for shared_prefix in (False, True):
         with pytest.raises(InputError, match="differ from those of the sequences alone"):
             check_rows_of(model, shared_prefix=shared_prefix)
-
-
-def test_an_adapter_that_adds_tokens_is_refused():
     peft = pytest.importorskip("peft")
     config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
     with pytest.raises(InputError, match="puts tokens before every row"):

@@ -9,7 +9,6 @@ import time
 from functools import partial
 
 import pytest
-import torch
 from transformers import AutoModelForCausalLM
 
 from gspo_kernels.trainer.checkpoint import RunDirectory, defer_signals
@@ -37,8 +36,10 @@ class Killed(BaseException):
     """Stands for the end of the process: nothing after it runs."""
 
 
-@pytest.mark.parametrize("same_step", [False, True])
-@pytest.mark.parametrize("moment", ["while writing", "before the rename"])
+@pytest.mark.parametrize(
+    ("moment", "same_step"),
+    [("while writing", True), ("before the rename", False), ("before the rename", True)],
+)
 def test_a_kill_while_saving_leaves_the_last_checkpoint(tmp_path, monkeypatch, moment, same_step):
     run = RunDirectory(tmp_path)
     prepare(run)
@@ -119,18 +120,19 @@ def test_one_process_at_a_time_and_a_dead_one_keeps_nothing(tmp_path):
         prepare(run, resume=True)
 
 
-STEPS = 8
+STEPS = 6
 ROWS = [{"prompt": prompt} for prompt in ("ab", "bcd", "c", "dabc", "ea", "fgh")]
 
 
-def run(output, tokenizer, *, resume, steps=STEPS, slow=0.0):
+def run(output, tokenizer, *, resume=True, steps=STEPS, slow=0.0):
     def reward(completion_ids):
         """Draws from Python's generator, which every step seeds anew."""
         time.sleep(slow)
         return [sum(ids) % 7 + random.random() for ids in completion_ids]
 
     options = {"checkpoint": {"every": 1}, "evaluation": {"every": 3, "prompts": 2}}
-    config = small_config(output, update={"steps": steps}, **options)
+    update = {"steps": steps, "learning_rate_decay": "cosine"}
+    config = small_config(output, update=update, **options)
     make_trainer(tokenizer, ROWS, reward, config, eval_dataset=ROWS[:2]).train(resume=resume)
 
 
@@ -145,45 +147,50 @@ def outcome(output):
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory, tokenizer):
-    """The run that nothing interrupts, and the seconds that it took."""
+    """The run that nothing interrupts: its directory, and the seconds that it took."""
     output = tmp_path_factory.mktemp("straight")
     started = time.monotonic()
     assert exit_code(forked(partial(run, output, tokenizer, resume=False))) == 0
-    return *outcome(output), time.monotonic() - started
+    return output, time.monotonic() - started
+
+
+def assert_same_outcome(output, straight):
+    (records, found), (expected, exact) = outcome(output), outcome(straight)
+    assert records == expected and same(found, exact)
 
 
 def test_killed_at_ten_random_moments(tmp_path, tokenizer, straight):
-    """While sampling, updating, evaluating, saving or exporting: whatever the moment hits."""
-    records, expected, seconds = straight
-    moments = random.Random(shifted_seed(0))
-    for _ in range(10):
-        resume = RunDirectory(tmp_path).holds_a_run()
-        child = forked(partial(run, tmp_path, tokenizer, resume=resume))
-        time.sleep(moments.uniform(0.05, 0.3) * seconds)
+    """While sampling, updating, evaluating, saving or exporting; every second one gets a step further."""
+    moments, directory = random.Random(shifted_seed(0)), RunDirectory(tmp_path)
+    for kill in range(10):
+        wanted = len(read_metrics(directory.metrics)) + kill % 2
+        child = forked(partial(run, tmp_path, tokenizer, resume=directory.holds_a_run()))
+        running = partial(os.waitid, os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        while len(read_metrics(directory.metrics)) < wanted and running() is None:
+            time.sleep(0.01)
+        time.sleep(moments.uniform(0.0, 0.2) * straight[1])
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-    directory = RunDirectory(tmp_path)
     if not (directory.model.exists() and directory.plot.exists()):
         child = forked(partial(run, tmp_path, tokenizer, resume=directory.holds_a_run()))
         assert exit_code(child) == 0
-    found = outcome(tmp_path)
-    assert found[0] == records and same(found[1], expected)
+    assert_same_outcome(tmp_path, straight[0])
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_saves_and_exits(tmp_path, tokenizer, straight, number):
-    records, expected, _ = straight
-    child = forked(partial(run, tmp_path, tokenizer, resume=False, slow=0.02))
-    while len(read_metrics(tmp_path / "metrics.jsonl")) < 3:
-        time.sleep(0.01)
-    os.kill(child, number)
-    assert exit_code(child) == 128 + number
-    reached = read_metrics(tmp_path / "metrics.jsonl")[-1]["step"]
-    assert 2 <= reached < STEPS
-    assert RunDirectory(tmp_path).latest_checkpoint().name == f"step_{reached:06d}"
-    assert exit_code(forked(partial(run, tmp_path, tokenizer, resume=True))) == 0
-    found = outcome(tmp_path)
-    assert found[0] == records and same(found[1], expected)
+def test_signals_save_and_exit(tmp_path, tokenizer, straight):
+    """SIGTERM, and Ctrl-C after the run has gone on."""
+    reached = 0
+    for number in (signal.SIGTERM, signal.SIGINT):
+        child = forked(partial(run, tmp_path, tokenizer, resume=reached > 0, slow=0.1))
+        while len(read_metrics(tmp_path / "metrics.jsonl")) < reached + 2:
+            time.sleep(0.01)
+        os.kill(child, number)
+        assert exit_code(child) == 128 + number
+        before, reached = reached, read_metrics(tmp_path / "metrics.jsonl")[-1]["step"]
+        assert before < reached < STEPS
+        assert RunDirectory(tmp_path).latest_checkpoint().name == f"step_{reached:06d}"
+    run(tmp_path, tokenizer)
+    assert_same_outcome(tmp_path, straight[0])
 
 
 def test_a_second_interrupt_does_not_wait():
@@ -196,44 +203,41 @@ def test_a_second_interrupt_does_not_wait():
     assert signal.getsignal(signal.SIGINT) is before
 
 
-@pytest.mark.parametrize("moment", ["at a checkpoint", "at the end"])
-def test_a_full_disk_loses_nothing(tmp_path, tokenizer, moment):
+def test_a_full_disk_loses_nothing(tmp_path, tokenizer, straight):
     """Files may not grow beyond 20 kB in a child: what a checkpoint or a model needs is more."""
-    run(tmp_path, tokenizer, resume=False, steps=2)
-    directory = RunDirectory(tmp_path)
-    expected, kept = outcome(tmp_path)[1], directory.latest_checkpoint()
-    words, steps = r"step 3 cannot be written.*step_000002", 4
-    if moment == "at the end":
-        shutil.rmtree(directory.model)
-        words, steps = r"the model or the plot cannot be written: .*--resume", 2
+    directory = RunDirectory(shutil.copytree(straight[0], tmp_path / "run"))
 
-    def cramped():
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
-        with pytest.raises(InputError, match=words):
-            run(tmp_path, tokenizer, resume=True, steps=steps)
+    def fails(words):
+        def cramped():
+            resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+            with pytest.raises(InputError, match=words):
+                run(directory.path, tokenizer)
 
-    assert exit_code(forked(cramped)) == 0
-    assert directory.latest_checkpoint() == kept and not list(tmp_path.rglob(".unfinished*"))
-    run(tmp_path, tokenizer, resume=True, steps=steps)
-    if moment == "at the end":
-        assert same(outcome(tmp_path)[1], expected)
-        with pytest.raises(InputError, match="is finished"):
-            run(tmp_path, tokenizer, resume=True, steps=2)
-    else:
-        run(tmp_path / "straight", tokenizer, resume=False, steps=4)
-        assert same(outcome(tmp_path)[1], outcome(tmp_path / "straight")[1])
+        kept = directory.latest_checkpoint()
+        assert exit_code(forked(cramped)) == 0
+        assert directory.latest_checkpoint() == kept and not list(tmp_path.rglob(".unfinished*"))
+
+    shutil.rmtree(directory.model)
+    fails(r"the model or the plot cannot be written: .*--resume")
+    shutil.rmtree(directory.latest_checkpoint())
+    fails(r"step 6 cannot be written.*step_000005")
+    run(directory.path, tokenizer)
+    assert_same_outcome(directory.path, straight[0])
+    with pytest.raises(InputError, match="is finished"):
+        run(directory.path, tokenizer)
 
 
-@pytest.mark.parametrize("name", ["state.pt", "tensors/__0_0.distcp", "tensors/.metadata"])
-@pytest.mark.parametrize("damage", ["cut", "gone"])
-def test_a_damaged_checkpoint_is_named_and_the_one_before_serves(tmp_path, tokenizer, damage, name):
-    run(tmp_path, tokenizer, resume=False, steps=2)
-    last = RunDirectory(tmp_path).latest_checkpoint()
-    file = last / name
-    content = file.read_bytes()
-    file.write_bytes(content[: len(content) // 2]) if damage == "cut" else file.unlink()
-    with pytest.raises(InputError, match=r"step_000002 is damaged.*remove it"):
-        run(tmp_path, tokenizer, resume=True, steps=3)
-    shutil.rmtree(last)
-    run(tmp_path, tokenizer, resume=True, steps=3)
-    assert torch.isfinite(torch.cat([w.flatten() for w in outcome(tmp_path)[1].values()])).all()
+def test_a_damaged_checkpoint_is_named_and_the_one_before_serves(tmp_path, tokenizer, straight):
+    directory = RunDirectory(shutil.copytree(straight[0], tmp_path / "run"))
+    last = directory.latest_checkpoint()
+    for name in ("state.pt", "tensors/__0_0.distcp", "tensors/.metadata"):
+        content = (last / name).read_bytes()
+        for damaged in (content[: len(content) // 2], None):
+            (last / name).unlink() if damaged is None else (last / name).write_bytes(damaged)
+            with pytest.raises(InputError, match=r"step_000006 is damaged.*remove it"):
+                run(directory.path, tokenizer, steps=7)
+        (last / name).write_bytes(content)
+    for path in (last, directory.model):
+        shutil.rmtree(path)
+    run(directory.path, tokenizer)
+    assert_same_outcome(directory.path, straight[0])

@@ -39,48 +39,37 @@ def options(model, jsonl, reward_file, output):
     ]
 
 
-def test_any_local_model_on_any_jsonl(tmp_path, llama, jsonl, reward_file, capsys):
+@pytest.mark.parametrize("adapters", [False, True], ids=["weights", "adapters"])
+def test_a_run_of_any_local_model_goes_on_and_is_exported(
+    tmp_path, llama, jsonl, reward_file, adapters, capsys
+):
     run, line = tmp_path / "run", options(llama, jsonl, reward_file, tmp_path / "run")
+    line += ["--checkpoint.every", "1"] + ["--lora.rank", "2"] * adapters
     assert cli.main(["train", *line]) == 0
     assert "held-out accuracy" in capsys.readouterr().out
-    before, after = (AutoModelForCausalLM.from_pretrained(path) for path in (llama, run / "model"))
-    assert type(after).__name__ == "LlamaForCausalLM" and not same(weights(before), weights(after))
-    AutoTokenizer.from_pretrained(run / "model")
-
-    def steps():
-        return [record["step"] for record in read_metrics(run / "metrics.jsonl")]
-
-    assert steps() == [0, 1, 2]
-    # the same command again is refused, and nothing is lost
-    assert cli.main(["train", *line]) == 1
-    assert "--resume" in capsys.readouterr().err
     # the run goes on from its configuration, with other settings only by force
     longer = ["train", "--resume", "--output", str(run), "--update.steps", "3"]
-    assert cli.main([*longer, "--update.learning_rate", "1e-2"]) == 1
-    assert "update.learning_rate: 0.001 -> 0.01" in capsys.readouterr().err
+    for words, wrong in (
+        ("--resume", ["train", *line]),
+        ("update.learning_rate: 0.001 -> 0.01", [*longer, "--update.learning_rate", "1e-2"]),
+    ):
+        assert cli.main(wrong) == 1
+        assert words in capsys.readouterr().err
     assert cli.main([*longer, "--update.learning_rate", "1e-2", "--force"]) == 0
-    assert steps() == [0, 1, 2, 3]
-    assert cli.main(["train", *line, "--overwrite"]) == 0
-    assert steps() == [0, 1, 2]
-
-
-@pytest.mark.parametrize("adapters", [False, True], ids=["weights", "adapters"])
-def test_a_model_and_a_plot_of_any_checkpoint(tmp_path, llama, jsonl, reward_file, adapters, capsys):
-    run, line = tmp_path / "run", options(llama, jsonl, reward_file, tmp_path / "run")
-    line += ["--checkpoint.every", "1", "--update.learning_rate", "1e-2"] + ["--lora.rank", "2"] * adapters
-    assert cli.main(["train", *line]) == 0
-    for name, flags in (("newest", []), ("first", ["--step", "1"]), ("half", ["--dtype", "bf16"])):
+    assert [record["step"] for record in read_metrics(run / "metrics.jsonl")] == [0, 1, 2, 3]
+    for name, flags in (("newest", []), ("first", ["--step", "2"]), ("half", ["--dtype", "bf16"])):
         assert cli.main(["export", str(run), "--to", str(tmp_path / name), *flags]) == 0
-    trained, newest, first, half = (
+    before, trained, newest, first, half = (
         weights(AutoModelForCausalLM.from_pretrained(path))
-        for path in (run / "model", tmp_path / "newest", tmp_path / "first", tmp_path / "half")
+        for path in (llama, run / "model", *(tmp_path / name for name in ("newest", "first", "half")))
     )
-    AutoTokenizer.from_pretrained(tmp_path / "first")
     for name, weight in trained.items():
         torch.testing.assert_close(newest[name], weight, rtol=1e-6, atol=1e-7 if adapters else 0.0)
         assert torch.equal(newest[name].bfloat16(), half[name])
-    assert not same(trained, first)
+    assert not same(trained, first) and not same(before, first)
     assert {w.dtype for w in load_file(tmp_path / "half" / "model.safetensors").values()} == {torch.bfloat16}
+    for path in (run / "model", tmp_path / "first"):
+        AutoTokenizer.from_pretrained(path)
     (run / "progress.png").unlink()
     assert cli.main(["plot", str(run)]) == 0
     assert (run / "progress.png").read_bytes().startswith(b"\x89PNG")
@@ -93,32 +82,24 @@ def test_a_model_and_a_plot_of_any_checkpoint(tmp_path, llama, jsonl, reward_fil
         assert words in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"--model": "no/such/model"}, ["no/such/model", "cannot be loaded"]),
-        ({"--eval_dataset": "no/such/file.jsonl"}, ["there is no dataset file no/such/file.jsonl"]),
-        ({"--reward": "math:sqrt"}, ["reward function sqrt cannot be called"]),
-        ({"--update.minibatches": "9"}, ["update.minibatches", "at most the 8"]),
-        ({"--rollout.max-new-tokens": "64"}, ["leaves no room for a prompt"]),
-        ({"--rollout.max-new-tokens": "61"}, ["row 4", "leaves room for 3"]),
-        ({"--reward": None}, ["reward is missing"]),
-        ({"--attn_implementation": "eager"}, ["'eager'", "sdpa"]),
-        ({"--lr": "1e-4"}, ["unknown option --lr", "update.learning_rate"]),
-    ],
-    ids=str,
-)
-def test_errors_are_one_line_that_says_what_to_change(
-    tmp_path, llama, jsonl, reward_file, changes, words, capsys
-):
-    line = options(llama, jsonl, reward_file, tmp_path / "run")
-    for key, value in changes.items():
+def test_errors_are_one_line_that_says_what_to_change(tmp_path, llama, jsonl, reward_file, capsys):
+    for key, value, words in (
+        ("--model", "no/such/model", "no/such/model' cannot be loaded"),
+        ("--eval_dataset", "no/such/file.jsonl", "there is no dataset file no/such/file.jsonl"),
+        ("--reward", "math:sqrt", "reward function sqrt cannot be called"),
+        ("--update.minibatches", "9", "update.minibatches must be at most the 8"),
+        ("--rollout.max-new-tokens", "64", "leaves no room for a prompt"),
+        ("--rollout.max-new-tokens", "61", "row 4: the prompt has 4 tokens"),
+        ("--reward", None, "reward is missing"),
+        ("--attn_implementation", "eager", "'eager'; load it with sdpa"),
+        ("--lr", "1e-4", "unknown option --lr"),
+    ):
+        line = options(llama, jsonl, reward_file, tmp_path / "run")
         position = line.index(key) if key in line else len(line)
         line[position : position + 2] = [] if value is None else [key, value]
-    assert cli.main(["train", *line]) == 1
-    message = capsys.readouterr().err.splitlines()[-1]
-    assert message.startswith("gspo train: error: ")
-    assert all(word in message for word in words), message
+        assert cli.main(["train", *line]) == 1
+        message = capsys.readouterr().err.splitlines()[-1]
+        assert message.startswith("gspo train: error: ") and words in message, message
     assert not (tmp_path / "run").exists()
 
 

@@ -1,5 +1,6 @@
 """Prompts: reading them, refusing what is not one, and their order."""
 
+import datasets
 import pytest
 
 from gspo_kernels.trainer import demo
@@ -10,20 +11,20 @@ CHATML = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% if brief %}!{% endif %}{% endif %}"
 )
+ROWS = [{"prompt": "a", "answer": 1, "level": "x"}, {"prompt": "bc", "answer": 2, "level": None}]
 
 
-def write(tmp_path, text):
+def test_rows_keep_their_columns_and_another_one_may_be_the_prompt(tmp_path):
     path = tmp_path / "data.jsonl"
-    path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    return path
-
-
-def test_rows_keep_their_columns(tmp_path):
-    path = write(tmp_path, '{"prompt": "a", "answer": 1}\n\n{"prompt": "é\\n", "answer": [2], "level": 3}\n')
+    path.write_text('{"prompt": "a", "answer": 1}\n\n{"prompt": "é\\n", "answer": [2], "level": 3}\n')
     rows = load_prompts(path)
     assert rows == [{"prompt": "a", "answer": 1}, {"prompt": "é\n", "answer": [2], "level": 3}]
     assert columns_of(rows) == {"answer": [1, [2]], "level": [None, 3]}
     assert columns_of(rows[:1], ["level"]) == {"level": [None]}  # a batch may lack what the dataset has
+    path.write_text('{"prompt": "old", "question": "a"}\n{"prompt": "older", "question": "b"}\n')
+    assert load_prompts(path, prompt_column="question") == [{"prompt": "a"}, {"prompt": "b"}]
+    with pytest.raises(InputError, match=r"no 'answer' among the columns.*question"):
+        load_prompts(path, prompt_column="answer")
 
 
 @pytest.mark.parametrize(
@@ -46,64 +47,41 @@ def test_rows_keep_their_columns(tmp_path):
     ],
 )
 def test_what_is_not_a_dataset_is_refused(tmp_path, text, words):
-    path = tmp_path / "data.jsonl" if text is None else write(tmp_path, text)
+    path = tmp_path / "data.jsonl"
+    if text is not None:
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(InputError) as caught:
         load_prompts(path)
     assert all(word in str(caught.value) for word in ["data.jsonl", *words]), caught.value
 
 
-ROWS = [{"prompt": "a", "answer": 1, "level": "x"}, {"prompt": "bc", "answer": 2, "level": None}]
-
-
-@pytest.fixture
-def saved(tmp_path, monkeypatch):
-    """Datasets of every kind in one folder; nothing is written into the user's own cache."""
-    import datasets
-
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+def test_datasets_of_every_kind(tmp_path, monkeypatch):
+    """Files, folders with splits, and names of the Hub, which go to the library of datasets."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")  # not into the user's
     datasets.disable_progress_bars()
     rows, other = datasets.Dataset.from_list(ROWS), datasets.Dataset.from_list([{"prompt": "test"}])
-    rows.to_parquet(tmp_path / "rows.parquet")
-    (tmp_path / "files").mkdir()
-    rows.to_parquet(tmp_path / "files" / "train-00000.parquet")
+    for name in ("files", "empty"):
+        (tmp_path / name).mkdir()
+    for path in ("rows.parquet", "files/train-00000.parquet"):
+        rows.to_parquet(tmp_path / path)
     other.to_parquet(tmp_path / "files" / "test-00000.parquet")
-    return tmp_path
-
-
-@pytest.mark.parametrize("name", ["rows.parquet", "files"])
-def test_datasets_of_every_kind(saved, name):
-    rows = load_prompts(saved / name)
-    assert [dict(row) for row in rows] == ROWS
-    assert columns_of([rows[i] for i in (1, 1, 0)]) == {"answer": [2, 2, 1], "level": [None, None, "x"]}
-
-
-def test_splits(saved):
-    assert [row["prompt"] for row in load_prompts(saved / "files", split="test")] == ["test"]
-    with pytest.raises(InputError, match=r"files.*nowhere"):
-        load_prompts(saved / "files", split="nowhere")
-    assert [dict(row) for row in load_prompts(saved / "files", split="train[1:]")] == ROWS[1:]
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "words"),
-    [
+    (tmp_path / "broken.parquet").write_bytes(b"PAR1 no")
+    for name in ("rows.parquet", "files"):
+        found = load_prompts(tmp_path / name)
+        assert [dict(row) for row in found] == ROWS
+        assert columns_of([found[i] for i in (1, 1, 0)]) == {"answer": [2, 2, 1], "level": [None, None, "x"]}
+    assert [row["prompt"] for row in load_prompts(tmp_path / "files", split="test")] == ["test"]
+    assert [dict(row) for row in load_prompts(tmp_path / "files", split="train[1:]")] == ROWS[1:]
+    for name, options, words in (
         ("rows.parquet", {"split": "train"}, "a single file and has no split 'train'"),
         ("rows.parquet", {"subset": "main"}, "a single file and has no subset 'main'"),
         ("files", {"prompt_column": "question"}, "no 'question' among the columns"),
+        ("files", {"split": "nowhere"}, "nowhere"),
         ("broken.parquet", {}, "cannot be loaded"),
         ("empty", {}, "cannot be loaded"),
-    ],
-)
-def test_what_a_dataset_does_not_have(saved, name, options, words):
-    (saved / "broken.parquet").write_bytes(b"PAR1 no")
-    (saved / "empty").mkdir()
-    with pytest.raises(InputError, match=words) as caught:
-        load_prompts(saved / name, **options)
-    assert name in str(caught.value)
-
-
-def test_names_of_the_hub_are_given_to_datasets(monkeypatch):
-    import datasets
+    ):
+        with pytest.raises(InputError, match=rf"{name}.*{words}"):
+            load_prompts(tmp_path / name, **options)
 
     def load_dataset(name, subset, *, split):
         if subset is None:
@@ -120,13 +98,6 @@ def test_names_of_the_hub_are_given_to_datasets(monkeypatch):
             load_prompts(name)
 
 
-def test_another_column_may_be_the_prompt(tmp_path):
-    path = write(tmp_path, '{"prompt": "old", "question": "a"}\n{"prompt": "older", "question": "b"}\n')
-    assert load_prompts(path, prompt_column="question") == [{"prompt": "a"}, {"prompt": "b"}]
-    with pytest.raises(InputError, match=r"no 'answer' among the columns.*question"):
-        load_prompts(path, prompt_column="answer")
-
-
 def test_order_is_a_new_permutation_in_every_epoch_and_needs_only_the_position():
     straight = prompt_order(7, 1, 0, 42)
     assert all(sorted(straight[start : start + 7]) == [*range(7)] for start in range(0, 42, 7))
@@ -134,43 +105,30 @@ def test_order_is_a_new_permutation_in_every_epoch_and_needs_only_the_position()
     assert [i for start in range(0, 42, 6) for i in prompt_order(7, 1, start, 6)] == straight
 
 
-@pytest.fixture
-def chat_tokenizer():
-    tokenizer = demo.make_tokenizer()
-    tokenizer.chat_template = CHATML
-    return tokenizer
-
-
-def test_conversations_go_through_the_chat_template(chat_tokenizer):
-    question = {"role": "user", "content": "hi"}
-    answer = {"role": "assistant", "content": "He"}
+def test_conversations_go_through_the_chat_template(tokenizer):
+    chat = demo.make_tokenizer()
+    chat.chat_template = CHATML
+    question, answer = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "He"}
     rows = [{"prompt": [question]}, {"prompt": "plain"}, {"prompt": [{**question, "name": None}, answer]}]
-    encoded = prepare_prompts(chat_tokenizer, rows, "data", longest=None).tokens
-    assert chat_tokenizer.batch_decode(encoded) == [
+    encoded = prepare_prompts(chat, rows, "data", longest=None).tokens
+    assert chat.batch_decode(encoded) == [
         "<|user|>hi<|end|><|assistant|>",
         "plain",
         "<|user|>hi<|end|><|assistant|>He",  # an answer that has begun is continued
     ]
-    assert encoded[0].count(chat_tokenizer.eos_token_id) == 1
-    brief = prepare_prompts(chat_tokenizer, rows, "data", longest=None, template_options={"brief": True})
-    assert chat_tokenizer.decode(brief.tokens[0]).endswith("<|assistant|>!")
-
-
-def test_conversations_that_cannot_be_rendered(tokenizer, chat_tokenizer):
-    rows = [{"prompt": "a"}, {"prompt": [{"role": "user", "content": "hi"}]}]
-    with pytest.raises(InputError, match=r"data, row 2: .* has no chat template"):
+    assert encoded[0].count(chat.eos_token_id) == 1
+    brief = prepare_prompts(chat, rows, "data", longest=None, template_options={"brief": True})
+    assert chat.decode(brief.tokens[0]).endswith("<|assistant|>!")
+    with pytest.raises(InputError, match=r"data, row 1: .* has no chat template"):
         prepare_prompts(tokenizer, rows, "data", longest=None)
-    chat_tokenizer.chat_template = "{{ raise_exception('no system role') }}"
+    chat.chat_template = "{{ raise_exception('no system role') }}"
     with pytest.raises(InputError, match=r"data, row 2: .*no system role"):
-        prepare_prompts(chat_tokenizer, rows, "data", longest=None)
+        prepare_prompts(chat, [rows[1], rows[0]], "data", longest=None)
 
 
-@pytest.mark.parametrize("kind", ["list", "dataset"])
+@pytest.mark.parametrize("kind", [list, datasets.Dataset.from_list])
 def test_prompts_are_checked_against_the_model(tokenizer, kind):
-    import datasets
-
-    rows = [{"prompt": "ab", "n": 1}, {"prompt": "abcdef", "n": 2}]
-    rows = rows if kind == "list" else datasets.Dataset.from_list(rows)
+    rows = kind([{"prompt": "ab", "n": 1}, {"prompt": "abcdef", "n": 2}])
     prompts = prepare_prompts(tokenizer, rows, "data", longest=6, embedded=258)
     assert prompts.tokens == tokenizer(["ab", "abcdef"])["input_ids"]
     assert prompts.columns == ["n"] and [row["n"] for row in prompts.rows] == [1, 2]

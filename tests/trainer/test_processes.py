@@ -1,6 +1,5 @@
 """Two processes, DDP and FSDP2: losses of one process, exact resume, shards alone, failures that end both."""
 
-import copy
 import gc
 
 import pytest
@@ -13,7 +12,6 @@ from transformers import AutoModelForCausalLM
 
 from gspo_kernels.trainer.checkpoint import RunDirectory, load_state
 from gspo_kernels.trainer.config import InputError
-from gspo_kernels.trainer.model import load_model
 from gspo_kernels.trainer.processes import check_processes
 from gspo_kernels.trainer.report import read_metrics
 from tests.forks import in_processes
@@ -58,7 +56,6 @@ def whole(tensors):
 
 KEPT = {"top_p": 0.9, "keep_sampling_mask": True}
 SECTIONS = {
-    "ddp": {},
     "ddp without work for one": {"update": {"minibatches": 12}},
     "ddp of groups with a reference": {"objective": {"name": "DPO"}},
     "ddp with adapters and masks": {"lora": {"rank": 2}, "kl": {"beta": 0.1}, "rollout": KEPT},
@@ -103,15 +100,36 @@ def test_a_saved_rollout_gives_the_losses_of_one_process(tmp_path, tokenizer, ca
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-def test_a_run_in_two_processes_resumes_bit_for_bit_and_exports(tmp_path, tokenizer, kind):
+def test_a_run_resumes_bit_for_bit_exports_and_goes_on_alone(tmp_path, tokenizer, kind, capfd):
+    """Alone, and then in two again: weights and optimizer to the bit, new seeds, which one line says."""
+
+    def trainer(name, steps, processes=2):
+        accelerator = accelerator_of(kind if processes == 2 else "one")
+        config = small_config(tmp_path / name, update={"steps": steps}, checkpoint={"every": 1})
+        return make_trainer(tokenizer, ROWS, odd_share, config, accelerator=accelerator)
+
     def train(rank):
-        for name, steps, resume in (("straight", 3, False), ("stopped", 1, False), ("stopped", 3, True)):
-            config = small_config(tmp_path / name, update={"steps": steps}, checkpoint={"every": 1})
-            trainer = make_trainer(tokenizer, ROWS, odd_share, config, accelerator=accelerator_of(kind))
-            trainer.train(resume=resume)
-        trained = whole(dict(trainer.model.named_parameters(remove_duplicate=False)))
+        for name, steps, resume in (("straight", 2, False), ("stopped", 1, False), ("stopped", 2, True)):
+            last = trainer(name, steps)
+            last.train(resume=resume)
+        trained = whole(dict(last.model.named_parameters(remove_duplicate=False)))
         exported = AutoModelForCausalLM.from_pretrained(tmp_path / "stopped" / "model")
         assert same(trained, dict(exported.named_parameters(remove_duplicate=False)))
+        tensors = whole(last.updater.tensors())
+        if rank == 0:
+            torch.save(tensors, tmp_path / "saved.pt")
+
+    def loaded(steps, processes):
+        """A trainer that has what the last one saved."""
+        again, checkpoint = trainer("stopped", steps, processes), RunDirectory(tmp_path / "stopped")
+        path = checkpoint.latest_checkpoint()
+        again.load_state_dict(load_state(path), path)
+        assert same(whole(again.updater.tensors()), torch.load(tmp_path / "saved.pt"))
+        again.train(resume=True)
+        return again
+
+    def back(rank):
+        loaded(4, 2)
 
     in_processes(2, train)
     a, b = (
@@ -120,34 +138,13 @@ def test_a_run_in_two_processes_resumes_bit_for_bit_and_exports(tmp_path, tokeni
     assert same(weights(a), weights(b))
     records = [read_metrics(tmp_path / name / "metrics.jsonl") for name in ("straight", "stopped")]
     assert [r["loss"] for r in records[0][1:]] == [r["loss"] for r in records[1][1:]]
-
-
-@pytest.mark.parametrize("before", [1, 2])
-def test_another_number_of_processes_goes_on(tmp_path, tokenizer, before, capfd):
-    """From one to two and back: weights and optimizer to the bit, new seeds, said in one line."""
-
-    def part(processes, steps, resume=False):
-        def train(rank=0):
-            accelerator = accelerator_of("fsdp2" if processes == 2 else "one")
-            config = small_config(tmp_path / "run", update={"steps": steps})
-            trainer = make_trainer(tokenizer, ROWS, odd_share, config, accelerator=accelerator)
-            if resume:
-                checkpoint = RunDirectory(tmp_path / "run").latest_checkpoint()
-                trainer.load_state_dict(load_state(checkpoint), checkpoint)
-                loaded = whole(trainer.updater.tensors())
-                assert trainer.step == 2 and same(loaded, torch.load(tmp_path / "saved.pt"))
-            trainer.train(resume=resume)
-            saved = whole(trainer.updater.tensors())
-            if rank == 0:
-                torch.save(saved, tmp_path / "saved.pt")
-
-        train() if processes == 1 else in_processes(2, train)
-
-    part(before, 2)
-    capfd.readouterr()
-    part(3 - before, 4, resume=True)
-    assert "another number of processes than before: sampling has new seeds" in capfd.readouterr().out
-    assert [r["step"] for r in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [0, 1, 2, 3, 4]
+    said = "another number of processes than before: sampling has new seeds"
+    assert said not in capfd.readouterr().out
+    torch.save(whole(loaded(3, 1).updater.tensors()), tmp_path / "saved.pt")
+    assert said in capfd.readouterr().out
+    in_processes(2, back)
+    assert said in capfd.readouterr().out
+    assert [r["step"] for r in read_metrics(tmp_path / "stopped" / "metrics.jsonl")] == [0, 1, 2, 3, 4]
 
 
 class Follower(TorchDispatchMode):
@@ -204,54 +201,50 @@ def test_no_process_loads_saves_or_resumes_more_than_its_shards(tmp_path, tokeni
         options = {"model": str(tmp_path / "base"), "accelerator": fsdp2(make_accelerator())}
         peak, trainer = most_alive(lambda: make_trainer(tokenizer, ROWS, odd_share, config, **options))
         policy = trainer.updater.policy
-        loaded = [*policy.parameters(), *trainer.updater.reference.parameters()]
-        assert is_within(loaded, peak)
-        peak, _ = most_alive(lambda: copy.deepcopy(load_model(str(tmp_path / "base"))))
-        assert not is_within(loaded, peak)
+        assert is_within([*policy.parameters(), *trainer.updater.reference.parameters()], peak)
         for p in policy.parameters():
             p.grad = torch.ones_like(p)
         trainer.updater.optimizer.step()
-        tensors = trainer.updater.tensors()
+        saves = 3 * [*policy.parameters()]  # weights and the two moments of AdamW
         peak, _ = most_alive(lambda: trainer.save(trainer.state_dict()))
-        assert is_within(tensors.values(), peak)
-        peak, _ = most_alive(lambda: whole(tensors))
-        assert not is_within(tensors.values(), peak)
-        saved = {name: t.clone() for name, t in tensors.items()}
+        assert is_within(saves, peak)
+        peak, _ = most_alive(lambda: whole(trainer.updater.tensors()))
+        assert not is_within(saves, peak)
+        saved = {name: t.clone() for name, t in trainer.updater.tensors().items()}
         trainer.updater.optimizer.state.clear()
         for p in policy.parameters():
             p.detach().zero_()
         path = RunDirectory(tmp_path / "run").latest_checkpoint()
         peak, _ = most_alive(lambda: trainer.load_state_dict(load_state(path), path))
-        assert is_within(tensors.values(), peak)
+        assert is_within(saves, peak)
         assert same(whole(saved), whole(trainer.updater.tensors()))
 
     in_processes(2, work)
 
 
-MODELS = {
-    "rows that do not divide": lambda tokenizer: tiny_qwen3(tokenizer, vocab_size=259),
-    "tied": lambda tokenizer: tiny_qwen3(tokenizer, tie_word_embeddings=True),
-    "experts that files have one by one": lambda tokenizer: tiny_model("qwen3_moe", vocab_size=259),
-}
-
-
-@pytest.mark.parametrize("kind", MODELS)
-def test_a_sharded_directory_is_read_and_written_as_transformers_does_it(tmp_path, tokenizer, kind):
-    for each in (MODELS[kind](tokenizer), tokenizer):
-        each.save_pretrained(tmp_path / "base")
-    expected = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+def test_a_sharded_directory_is_read_and_written_as_transformers_does_it(tmp_path, tokenizer):
+    models = {
+        "rows that do not divide": tiny_qwen3(tokenizer, vocab_size=259),
+        "tied": tiny_qwen3(tokenizer, tie_word_embeddings=True),
+        "experts that files have one by one": tiny_model("qwen3_moe", vocab_size=259),
+    }
+    for name, model in models.items():
+        for each in (model, tokenizer):
+            each.save_pretrained(tmp_path / name)
 
     def work(rank):
-        config, accelerator = small_config(tmp_path / "run", update={"steps": 1}), fsdp2(make_accelerator())
-        options = {"model": str(tmp_path / "base"), "accelerator": accelerator}
-        trainer = make_trainer(tokenizer, ROWS, lambda prompts: [0.0] * len(prompts), config, **options)
-        found = whole(dict(trainer.model.named_parameters(remove_duplicate=False)))
-        assert same(found, dict(expected.named_parameters(remove_duplicate=False)))
-        trainer.train()  # without any advantage the weights stay as they were
+        for name, expected in models.items():
+            config = small_config(tmp_path / name / "run", update={"steps": 1})
+            options = {"model": str(tmp_path / name), "accelerator": fsdp2(make_accelerator())}
+            trainer = make_trainer(tokenizer, ROWS, lambda prompts: [0.0] * len(prompts), config, **options)
+            found = whole(dict(trainer.model.named_parameters(remove_duplicate=False)))
+            assert same(found, dict(expected.named_parameters(remove_duplicate=False))), name
+            trainer.train()  # without any advantage the weights stay as they were
 
     in_processes(2, work)
-    found = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
-    assert same(weights(found), weights(expected)) and found.dtype == expected.dtype
+    for name, expected in models.items():
+        found = AutoModelForCausalLM.from_pretrained(tmp_path / name / "run" / "model")
+        assert same(weights(found), weights(expected)) and found.dtype == expected.dtype
 
 
 def test_a_failure_in_one_process_ends_all_and_leaves_a_checkpoint(tmp_path, tokenizer):
@@ -281,8 +274,10 @@ def test_processes_that_were_not_set_up_are_refused(monkeypatch):
         with monkeypatch.context() as patch, pytest.raises(InputError, match=words):
             patch.setenv(name, value)
             check_processes(accelerator)
-    message = "one process, DDP and FSDP version 2"
-    with monkeypatch.context() as patch, pytest.raises(InputError, match=message):
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(InputError, match="one process, DDP and FSDP version 2"),
+    ):
         patch.setattr(accelerator.state, "distributed_type", DistributedType.DEEPSPEED)
         check_processes(accelerator)
     sharded = fsdp2(make_accelerator())

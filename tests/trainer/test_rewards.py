@@ -22,115 +22,12 @@ from gspo_kernels.trainer.rewards import Rewards, RewardSet, advantages_of, diff
 ARGUMENTS = (["p", "q"], ["x", "yy"], [[1], [2, 2]], {"answer": ["x", "z"]})
 
 
-def test_total_is_the_weighted_sum_of_what_applies():
-    def right(prompts, completions, completion_ids, *, answer):
-        return [float(a == b) for a, b in zip(completions, answer, strict=True)]
+def test_a_reward_gets_what_its_signature_takes_and_the_total_is_weighted():
+    def right(completions, answer, scale=2.0):
+        return [scale * (a == b) for a, b in zip(completions, answer, strict=True)]
 
     def length(prompts, completions, completion_ids, **columns):
         return [None, len(completion_ids[1])]
-
-    rewards = RewardSet([right, length], [2.0, 0.5])(*ARGUMENTS)
-    assert rewards.total.tolist() == [2.0, 1.0]
-    assert rewards.by_name["right"].tolist() == [1.0, 0.0]
-    assert math.isnan(rewards.by_name["length"][0])
-
-
-@pytest.mark.parametrize(
-    "values", [[1, 0], [True, False], np.array([1.0, 0.0]), (1.0, 0.0), torch.tensor([1, 0])]
-)
-def test_what_counts_as_numbers(values):
-    assert RewardSet([lambda *a, **k: values])(*ARGUMENTS).total.tolist() == [1.0, 0.0]
-
-
-@pytest.mark.parametrize(
-    ("returned", "words"),
-    [
-        ([1.0], ["1 values for 2 completions"]),
-        ([1.0, 2.0, 3.0], ["3 values for 2 completions"]),
-        (1.0, ["must return a list", "float"]),
-        (None, ["must return a list", "NoneType"]),
-        ("ab", ["must return a list", "str"]),
-        (["a", 1.0], ["'a'", "completion 'x' of prompt 'p'"]),
-        ([1.0, math.nan], ["nan", "completion 'yy' of prompt 'q'"]),
-        ([1.0, math.inf], ["inf", "completion 'yy'"]),
-        ([1.0, [2.0]], ["[2.0]", "completion 'yy'"]),
-        ([10**400, 1.0], ["completion 'x'", "finite fp32 number"]),
-        ([0.0, 1e39], ["1e+39", "completion 'yy'", "finite fp32 number"]),
-    ],
-)
-def test_wrong_returns_name_the_function(returned, words):
-    def my_reward(prompts, completions, completion_ids, **columns):
-        return returned
-
-    with pytest.raises(InputError) as caught:
-        RewardSet([my_reward])(*ARGUMENTS)
-    assert all(word in str(caught.value) for word in ["my_reward", *words]), caught.value
-
-
-@pytest.mark.parametrize("timeout", [None, 10.0])
-@pytest.mark.parametrize("kind", ["plain", "async"])
-@pytest.mark.parametrize("error", [LookupError("later"), SystemExit(0)])
-def test_a_reward_that_raises_or_exits_is_named_with_the_place(kind, timeout, error):
-    def my_reward(prompts, completions, completion_ids, **columns):
-        raise error
-
-    async def my_async_reward(prompts, completions, completion_ids, **columns):
-        await asyncio.sleep(0)
-        raise error
-
-    function = my_reward if kind == "plain" else my_async_reward
-    words = re.escape(f"reward raised {error!r} (") + ".*test_rewards.py, line"
-    with pytest.raises(InputError, match=words):
-        RewardSet([function], timeout=timeout)(*ARGUMENTS)
-
-
-def test_an_exception_below_a_reward_names_the_rewards_own_line():
-    def parses(completions, **columns):
-        return [json.loads(text) for text in completions]
-
-    line = parses.__code__.co_firstlineno + 1
-    with pytest.raises(InputError, match=rf"test_rewards.py, line {line}, below it .*decoder.py, line \d+\)"):
-        RewardSet([parses])(*ARGUMENTS)
-
-
-@pytest.mark.parametrize(
-    ("values", "weights", "words"),
-    [
-        ([0.0, 1e30], [1e30, 1.0], "rewards f, f_2: the weighted sum of completion 1 exceeds fp32"),
-        ([0.0, 3e38], [1.0, 1.0], "rewards f, f_2: the weighted sum of completion 1 exceeds fp32"),
-        ([0.0, 0.0], [math.inf, 1.0], r"reward_weights: got \[inf, 1.0\], expected a finite number for each"),
-        ([0.0, 0.0], [1.0], r"reward_weights: got \[1.0\], expected a finite number for each of 2 rewards"),
-    ],
-)
-def test_totals_that_are_not_finite_are_refused(values, weights, words):
-    def f(completions, **columns):
-        return values
-
-    with pytest.raises(InputError, match=words):
-        RewardSet([f, f], weights)(*ARGUMENTS)
-
-
-def test_columns_that_do_not_fit_are_found_beforehand():
-    def my_reward(prompts, completions, completion_ids, *, solution):
-        return [0.0, 0.0]
-
-    with pytest.raises(InputError, match=r"my_reward cannot be called: it takes 'solution'.*\(answer\)"):
-        RewardSet([my_reward]).check(["answer"])
-    with pytest.raises(InputError, match="my_reward cannot be called"):
-        RewardSet([my_reward])(*ARGUMENTS)
-    RewardSet([my_reward, max]).check(["solution"])
-    with pytest.raises(InputError, match="my_reward: solution is an option and a column"):
-        RewardSet([functools.partial(my_reward, solution=3)]).check(["solution"])
-    with pytest.raises(InputError, match="sqrt cannot be called: it takes 'x'"):
-        RewardSet([math.sqrt]).check(["x"])  # which it does not take by name
-
-
-def test_a_reward_gets_what_its_signature_takes():
-    def only_completions(completions):
-        return [float(len(text)) for text in completions]
-
-    def some(answer, completion_ids, scale=2.0):
-        return [scale * len(ids) + (right == "z") for ids, right in zip(completion_ids, answer, strict=True)]
 
     async def later(prompts):
         return [0.25] * len(prompts)
@@ -142,15 +39,98 @@ def test_a_reward_gets_what_its_signature_takes():
     def as_in_trl(completions, **kwargs):
         return [float(sorted(kwargs) == ["answer", "completion_ids", "prompts"])] * len(completions)
 
-    found = RewardSet([only_completions, some, later, Callable(), as_in_trl], timeout=10.0)(*ARGUMENTS)
-    values = {name: column.tolist() for name, column in found.by_name.items()}
+    functions = [right, length, later, Callable(), as_in_trl]
+    found = RewardSet(functions, [2.0, 0.5, 1.0, 1.0, 1.0], timeout=10.0)(*ARGUMENTS)
+    values = {name: column.nan_to_num(-1.0).tolist() for name, column in found.by_name.items()}
     assert values == {
-        "only_completions": [1.0, 2.0],
-        "some": [2.0, 5.0],
+        "right": [2.0, 0.0],
+        "length": [-1.0, 2.0],
         "later": [0.25, 0.25],
         "Callable": [1.0, 1.0],
         "as_in_trl": [1.0, 1.0],
     }
+    assert found.total.tolist() == [6.25, 3.25]
+    for values in ([1, 0], [True, False], np.array([1.0, 0.0]), (1.0, 0.0), torch.tensor([1, 0])):
+        assert RewardSet([lambda *a, v=values, **k: v])(*ARGUMENTS).total.tolist() == [1.0, 0.0]
+
+
+WRONG = [
+    ([1.0], ["1 values for 2 completions"]),
+    ([1.0, 2.0, 3.0], ["3 values for 2 completions"]),
+    (1.0, ["must return a list", "float"]),
+    (None, ["must return a list", "NoneType"]),
+    ("ab", ["must return a list", "str"]),
+    (["a", 1.0], ["'a'", "completion 'x' of prompt 'p'"]),
+    ([1.0, math.nan], ["nan", "completion 'yy' of prompt 'q'"]),
+    ([1.0, math.inf], ["inf", "completion 'yy'"]),
+    ([1.0, [2.0]], ["[2.0]", "completion 'yy'"]),
+    ([10**400, 1.0], ["completion 'x'", "finite fp32 number"]),
+    ([0.0, 1e39], ["1e+39", "completion 'yy'", "finite fp32 number"]),
+]
+
+
+@pytest.mark.parametrize(("returned", "words"), WRONG)
+def test_wrong_returns_name_the_function(returned, words):
+    def my_reward(completions):
+        return returned
+
+    with pytest.raises(InputError) as caught:
+        RewardSet([my_reward])(*ARGUMENTS)
+    assert all(word in str(caught.value) for word in ["my_reward", *words]), caught.value
+
+
+@pytest.mark.parametrize("timeout", [None, 10.0])
+def test_a_reward_that_raises_or_exits_is_named_with_the_place(timeout):
+    def my_reward(completions):
+        raise error
+
+    async def my_async_reward(completions):
+        await asyncio.sleep(0)
+        raise error
+
+    def parses(completions):
+        return [json.loads(text) for text in completions]
+
+    for function in (my_reward, my_async_reward):
+        for error in (LookupError("later"), SystemExit(0)):
+            words = re.escape(f"{function.__name__} raised {error!r} (") + ".*test_rewards.py, line"
+            with pytest.raises(InputError, match=words):
+                RewardSet([function], timeout=timeout)(*ARGUMENTS)
+    line = parses.__code__.co_firstlineno + 1
+    with pytest.raises(InputError, match=rf"test_rewards.py, line {line}, below it .*decoder.py, line \d+\)"):
+        RewardSet([parses], timeout=timeout)(*ARGUMENTS)
+
+
+def test_what_cannot_be_summed_or_called_is_refused():
+    def f(completions, returned):
+        return returned
+
+    def my_reward(completions, *, solution):
+        return [0.0, 0.0]
+
+    exceeds = "rewards f, f_2: the weighted sum of completion 1 exceeds fp32"
+    expected = r"reward_weights: got \[{}1.0\], expected a finite number for each of 2 rewards"
+    for values, weights, words in (
+        ([0.0, 1e30], [1e30, 1.0], exceeds),
+        ([0.0, 3e38], [1.0, 1.0], exceeds),
+        ([0.0, 0.0], [math.inf, 1.0], expected.format("inf, ")),
+        ([0.0, 0.0], [1.0], expected.format("")),
+    ):
+        with pytest.raises(InputError, match=words):
+            RewardSet([functools.partial(f, returned=values)] * 2, weights)(*ARGUMENTS)
+    for timeout in (0.0, math.nan, math.inf):
+        with pytest.raises(InputError, match="reward_timeout must be above 0"):
+            RewardSet([f], timeout=timeout)
+    for function, columns, words in (
+        (my_reward, ["answer"], r"my_reward cannot be called: it takes 'solution'.*\(answer\)"),
+        (functools.partial(my_reward, solution=3), ["solution"], "solution is an option and a column"),
+        (math.sqrt, ["x"], "sqrt cannot be called: it takes 'x'"),  # which it does not take by name
+    ):
+        with pytest.raises(InputError, match=words):
+            RewardSet([function]).check(columns)
+    with pytest.raises(InputError, match="my_reward cannot be called"):
+        RewardSet([my_reward])(*ARGUMENTS)
+    RewardSet([my_reward, max]).check(["solution"])
 
 
 @pytest.mark.parametrize("timeout", [None, 10.0])
@@ -158,7 +138,7 @@ def test_async_rewards_run_at_the_same_time_and_keep_their_loop(timeout):
     loops, meet = [], []
 
     def make(name):
-        async def reward(prompts, completions, completion_ids, **columns):
+        async def reward(completions):
             loops.append((name, asyncio.get_running_loop()))
             meet.append(name)
             while len(meet) < 2:  # each waits for the other
@@ -176,33 +156,27 @@ def test_async_rewards_run_at_the_same_time_and_keep_their_loop(timeout):
     assert len(set(loops)) == 2
 
 
-def hanging(kind):
-    """A function that hangs until the event is set, and the event."""
+@pytest.mark.parametrize("kind", ["plain", "waits", "blocks"])
+def test_a_reward_that_hangs_is_given_up(kind):
+    """A coroutine's next call gets another loop; a plain function is called again."""
     stop = threading.Event()
 
-    def plain(prompts, completions, completion_ids, **columns):
+    def plain(completions):
         stop.wait()
         return [1.0, 2.0]
 
-    async def waits(prompts, completions, completion_ids, **columns):
+    async def waits(completions):
         await asyncio.sleep(0 if stop.is_set() else 60)
         return [1.0, 2.0]
 
-    async def blocks(prompts, completions, completion_ids, **columns):
-        return plain(prompts, completions, completion_ids)
+    async def blocks(completions):
+        return plain(completions)
 
-    return {f.__name__: f for f in (plain, waits, blocks)}[kind], stop
-
-
-@pytest.mark.parametrize("kind", ["plain", "waits", "blocks"])
-def test_a_reward_that_hangs_is_given_up(kind):
-    function, stop = hanging(kind)
-
-    async def innocent(prompts, completions, completion_ids, **columns):
+    async def innocent(completions):
         return [0.0, 0.0]
 
-    rewards = RewardSet([innocent, function], timeout=0.2)
-    started = time.monotonic()
+    function = {"plain": plain, "waits": waits, "blocks": blocks}[kind]
+    rewards, started = RewardSet([innocent, function], timeout=0.2), time.monotonic()
     try:
         with pytest.raises(InputError, match=rf"{kind} took more than 0.2 seconds for 2 completions"):
             rewards(*ARGUMENTS)
@@ -234,22 +208,9 @@ def test_a_thread_has_the_state_of_the_caller_and_passes_an_interrupt_on():
 
     for enabled in (True, False):
         with torch.set_grad_enabled(enabled):
-            found = RewardSet([grad_mode], timeout=10.0)(*ARGUMENTS).total
-        assert found.tolist() == [enabled] * 2
+            assert RewardSet([grad_mode], timeout=10.0)(*ARGUMENTS).total.tolist() == [enabled] * 2
     with pytest.raises(KeyboardInterrupt):
         RewardSet([interrupted], timeout=10.0)(*ARGUMENTS)
-
-
-@pytest.mark.parametrize("timeout", [0.0, math.nan, math.inf])
-def test_the_time_limit_is_checked(timeout):
-    with pytest.raises(InputError, match="reward_timeout must be above 0"):
-        RewardSet([lambda *a, **k: [0, 0]], timeout=timeout)
-
-
-def test_ranks_and_groups_that_differ():
-    total = torch.tensor([3.0, 1.0, 3.0, 2.0, math.nan, 1.0, math.nan, 1.0])
-    assert levels(total[:4], 4).tolist() == [1, 3, 1, 2]
-    assert differing(total, 4).tolist() == [True, False]
 
 
 def test_loading_from_a_module_and_from_a_file(tmp_path, monkeypatch):
@@ -268,44 +229,27 @@ def test_loading_from_a_module_and_from_a_file(tmp_path, monkeypatch):
     bound = load_reward(r"gspo_kernels.rewards:regex_format(pattern=r'a:\d(\)|b)')")
     assert RewardSet([bound]).names == ["regex_format"]
     assert bound([], ["a:1)", "a:1b", "a:1"], []) == [1.0, 1.0, 0.0]
-
-
-@pytest.mark.parametrize(
-    ("spec", "words"),
-    [
-        ("math.sqrt", "expected 'module:function'"),
-        (":sqrt", "expected 'module:function'"),
-        ("math:", "expected 'module:function'"),
+    (tmp_path / "broken.py").write_text("def f(:\n")
+    for spec, words in (
+        *((spec, "expected 'module:function'") for spec in ("math.sqrt", ":sqrt", "math:")),
         ("math:sqroot", "'sqroot' is not a function of math: there is no such name"),
         ("math:pi", "'pi' is not a function of math: it is float"),
         ("no_such_module:f", "no_such_module"),
         ("no_such_file.py:f", "there is no file"),
-        ("{tmp}/broken.py:f", "SyntaxError"),
-        ("math:pow(1)", "(name=value, ...)"),
-        ("math:pow(a=b)", "(name=value, ...)"),
-        ("math:pow(a=1", "(name=value, ...)"),
-        ("math:pow(**{'a': 1})", "(name=value, ...)"),
-    ],
-)
-def test_what_cannot_be_loaded(tmp_path, spec, words):
-    (tmp_path / "broken.py").write_text("def f(:\n")
-    spec = spec.replace("{tmp}", str(tmp_path))
-    with pytest.raises(InputError) as caught:
-        load_reward(spec)
-    assert spec in str(caught.value) and words in str(caught.value)
-
-
-TABLE = torch.tensor(
-    [[[1.0, 2.0, 4.0, 0.0], [0.0, 0.0, 3.0, 1.0]], [[0.5, math.nan, 0.0, 1.0], [2.0, 2.0, 2.0, 2.0]]]
-)
-"""Two rewards of two groups of four."""
+        (f"{tmp_path}/broken.py:f", "SyntaxError"),
+        *((f"math:pow({end}", "(name=value, ...)") for end in ("1)", "a=b)", "a=1", "**{'a': 1})")),
+    ):
+        with pytest.raises(InputError) as caught:
+            load_reward(spec)
+        assert spec in str(caught.value) and words in str(caught.value)
 
 
 @pytest.mark.parametrize("method", typing.get_args(Method))
 def test_advantages_are_those_of_their_name(method):
     """tests/test_advantages.py compares each formula with a loop in fp64."""
+    nan = math.nan  # two rewards of two groups of four
+    table = torch.tensor([[1.0, 2.0, 4.0, 0.0, 0.0, 0.0, 3.0, 1.0], [0.5, nan, 0.0, 1.0, 2.0, 2.0, 2.0, 2.0]])
     lengths, weights = torch.arange(1.0, 9.0), torch.tensor([1.0, 0.5])
-    table = TABLE.flatten(1)
     total = table[0] + 0.5 * table[1].nan_to_num(0.0)
     expected = {
         "group_normalized": advantages.group_normalized(total, group_size=4),
@@ -321,3 +265,9 @@ def test_advantages_are_those_of_their_name(method):
     for scale in ("none", "batch") if method == "group_normalized" else ():
         found = advantages_of(rewards, group_size=4, method=method, scale=scale)
         assert torch.equal(found, advantages.group_normalized(total, group_size=4, scale=scale))
+
+
+def test_ranks_and_groups_that_differ():
+    total = torch.tensor([3.0, 1.0, 3.0, 2.0, math.nan, 1.0, math.nan, 1.0])
+    assert levels(total[:4], 4).tolist() == [1, 3, 1, 2]
+    assert differing(total, 4).tolist() == [True, False]

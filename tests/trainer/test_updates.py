@@ -119,8 +119,8 @@ def record_steps(updater, found):
 
 def plain_scores(model, batch, rows):
     """Log-probs and entropies, [b, C], by the model's own logits, one sequence at a time."""
-    logprobs, entropy = torch.zeros(2, len(rows), C, dtype=model.dtype)
-    for i, row in enumerate(rows.tolist()):
+    logprobs, entropy = [], []
+    for row in rows.tolist():
         prompt, completion = batch.prompts[row], batch.completions[row]
         with nothing_in_single_precision() if model.dtype == torch.float64 else nullcontext():
             logits = model(torch.cat([prompt, completion]).unsqueeze(0)).logits[0, len(prompt) - 1 : -1]
@@ -128,11 +128,10 @@ def plain_scores(model, batch, rows):
             kept = columns(batch.masks[row].bitmask(logits.shape[1]), logits.shape[1])
             logits = logits.masked_fill(~kept, -1e30)
         logp = torch.log_softmax(logits / TEMPERATURE, -1)
-        picked = logp.gather(-1, completion.unsqueeze(-1)).squeeze(-1)
-        logprobs = logprobs.index_put((torch.tensor(i), torch.arange(len(completion))), picked)
-        h = -(logp.exp() * logp).sum(-1)
-        entropy = entropy.index_put((torch.tensor(i), torch.arange(len(completion))), h)
-    return logprobs, entropy
+        logprobs.append(logp.gather(-1, completion.unsqueeze(-1)).squeeze(-1))
+        entropy.append(-(logp.exp() * logp).sum(-1))
+    room = torch.zeros(C, dtype=model.dtype)  # so that all rows have C places
+    return [pad_sequence([*each, room], True)[:-1] for each in (logprobs, entropy)]
 
 
 def plain_gradients(tokenizer, config, batch, reference, dtype):
@@ -337,18 +336,6 @@ def test_what_weights_leave_of_a_batch_is_measured(tokenizer, mode):
         updater.update(replace(batch, rollout_logprobs=None))
 
 
-def test_log_probs_that_a_batch_brings_are_used(tokenizer):
-    """Old ones of another policy, and those of a reference that is nowhere else."""
-    batch = make_batch()
-    config = make_config(kl={"beta": 0.1}, update={"minibatches": 1})
-    updater = make_updater(tokenizer, config, reference=tiny_qwen3(tokenizer, seed=1))
-    old = updater.score(updater.policy, batch, 0).logprobs
-    given = replace(batch, old_logprobs=old - 0.25, ref_logprobs=old - 0.5)
-    metrics = make_updater(tokenizer, config, reference=tiny_qwen3(tokenizer, seed=2)).update(given)
-    assert metrics["ratio/min"] == pytest.approx(math.exp(0.25), rel=1e-5)
-    assert metrics["kl/ref"] == pytest.approx(math.exp(-0.5) - 1 + 0.5, rel=1e-4)
-
-
 def rows_of(updater, batch, step):
     return [part.rows.tolist() for part in updater._minibatches(batch, step)]
 
@@ -367,19 +354,6 @@ def test_epochs_draw_their_order_anew_and_group_what_must_stay_together(tokenize
         assert all(count == SIZE for count in batch.group_ids[part.rows].unique(return_counts=True)[1])
 
 
-def test_what_does_not_count_is_inert(tokenizer):
-    """Row 2 is left out of the loss: its tokens and its advantage change neither gradient nor loss."""
-    other = make_batch()
-    other.completions[2][:] = 11
-    other.advantages[2] = 1e6
-    results = []
-    for batch in (make_batch(), other):
-        updater = make_updater(tokenizer, make_config())
-        metrics = updater.update(batch)
-        results.append((metrics, weights(updater.policy)))
-    assert results[0][0] == results[1][0] and same(results[0][1], results[1][1])
-
-
 def test_completions_without_advantage_cost_nothing_unless_a_term_needs_them(tokenizer, monkeypatch):
     """The gradient is that of all of them: the divisor counts what the forward pass leaves out."""
     batch = make_batch()
@@ -389,6 +363,7 @@ def test_completions_without_advantage_cost_nothing_unless_a_term_needs_them(tok
     for sections, expected in (
         ({}, list(range(6, B))),
         ({"update": {"entropy_coef": 1e-12}}, counted),
+        ({"kl": {"beta": 1e-12}}, counted),
         ({"name": "DRO"}, counted),
     ):
         updater = make_updater(tokenizer, make_config(**sections))
@@ -402,7 +377,7 @@ def test_completions_without_advantage_cost_nothing_unless_a_term_needs_them(tok
         metrics = updater.update(batch)
         assert sorted(seen) == expected
         norms.append(metrics["minibatch_1/grad_norm"])
-    assert norms[0] == pytest.approx(norms[1], rel=1e-3)
+    assert norms[:2] == pytest.approx(norms[1:3], rel=1e-3)
 
 
 def test_an_update_with_gradients_that_are_not_finite_is_left_out(tokenizer):

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from gspo_kernels.trainer.config import InputError
-from gspo_kernels.trainer.report import read_metrics
+from gspo_kernels.trainer.report import PATIENCE, read_metrics
 from gspo_kernels.trainer.rollout import ModelEngine, Sampling
 from gspo_kernels.trainer.vllm import VLLMEngine, VLLMServer
 from tests.forks import in_processes
@@ -110,35 +110,27 @@ def test_a_server_must_return_what_it_could_have_drawn(stand_in):
         engine.generate([[65]], sampling)
 
 
-def test_what_the_server_refuses_is_reported(stand_in):
+def test_a_server_that_refuses_or_cannot_be_reached_is_named(stand_in, monkeypatch):
     with pytest.raises(InputError, match=r"/v1/completions answered 400 .*Token id 300 is out of voc"):
         make_engine(stand_in).generate([[300]], Sampling(3))
-    for names, words in (
-        (["policy", "another"], "serves policy, another; expected one"),
-        ([], "serves nothing"),
-    ):
-        stand_in.names = names
-        with pytest.raises(InputError, match=words):
-            make_server(stand_in)
-    with pytest.raises(InputError, match="gave another answer than vLLM"):
-        stand_in.answer = lambda *_: {"models": []}
-        make_server(stand_in)
-
-
-def test_a_server_that_cannot_be_reached_is_named(stand_in, monkeypatch):
     with socket.socket() as free:
         free.bind(("localhost", 0))
-        url = f"http://localhost:{free.getsockname()[1]}"
-    with pytest.raises(InputError, match=f"{url}/v1/models cannot be reached: .*Connection refused"):
-        VLLMServer(url)
-    stand_in.seconds = 5.0
-    with pytest.raises(InputError, match=r"/v1/models did not answer within 0.2 seconds"):
-        make_server(stand_in, timeout=0.2)
-    stand_in.seconds, stand_in.key = 0.0, "secret"
-    with pytest.raises(InputError, match=r"401 .* set VLLM_API_KEY"):
-        make_server(stand_in)
+        nobody = f"http://localhost:{free.getsockname()[1]}"
+    with pytest.raises(InputError, match=f"{nobody}/v1/models cannot be reached: .*Connection refused"):
+        VLLMServer(nobody)
+    for change, value, words in (
+        ("names", ["policy", "another"], "serves policy, another; expected one"),
+        ("names", [], "serves nothing"),
+        ("answer", lambda *_: {"models": []}, "gave another answer than vLLM"),
+        ("seconds", 5.0, r"/v1/models did not answer within 0.2 seconds"),
+        ("key", "secret", r"401 .* set VLLM_API_KEY"),
+    ):
+        with monkeypatch.context() as patch, pytest.raises(InputError, match=words):
+            patch.setattr(stand_in, change, value)
+            make_server(stand_in, timeout=0.2 if change == "seconds" else 60.0)
+    stand_in.key = "secret"
     monkeypatch.setenv("VLLM_API_KEY", "secret")
-    monkeypatch.setenv("http_proxy", url)  # where nobody listens
+    monkeypatch.setenv("http_proxy", nobody)
     make_engine(stand_in).generate([[65]], Sampling(2))
 
 
@@ -229,7 +221,7 @@ def other_weights(tokenizer):
 
 
 def run(tokenizer, rows, reward, output, url, *, model=None, **sections):
-    update = {"steps": 3, "learning_rate": 1e-2} | sections.pop("update", {})
+    update = {"steps": 2, "learning_rate": 1e-2} | sections.pop("update", {})
     config = small_config(output, engine={"url": url} | sections.pop("engine", {}), update=update, **sections)
     trainer = make_trainer(tokenizer, rows, reward, config, model=model)
     trainer.train()
@@ -237,8 +229,7 @@ def run(tokenizer, rows, reward, output, url, *, model=None, **sections):
 
 
 def mismatch(output):
-    records = read_metrics(output / "metrics.jsonl")
-    return [each["mismatch/mean"] for each in records if "mismatch/mean" in each]
+    return [each["mismatch/mean"] for each in read_metrics(output / "metrics.jsonl")[1:]]
 
 
 @pytest.mark.parametrize("kind", ["server", "local"])
@@ -254,16 +245,15 @@ def test_a_run_samples_from_the_weights_of_now(
     url = other_weights.url if kind == "server" else "local"
     rollout = {"temperature": 0.8, "top_k": 20, "keep_sampling_mask": True}
     options = {"model": model and str(model), "rollout": rollout}
-    trainer = run(tokenizer, rows, reward, tmp_path / "run", url, **options)
-    assert isinstance(trainer.engine, VLLMEngine)
+    run(tokenizer, rows, reward, tmp_path / "run", url, **options)
     if kind == "local":
         expected = {"model": str(model), "dtype": "float32", "gpu_memory_utilization": 0.4}
         expected |= {"return_sampling_mask": True, "logprobs_mode": "processed_logprobs"}
         assert module.options.items() >= expected.items()
     found = mismatch(tmp_path / "run")
-    assert len(found) == 3 and max(found) < 1e-5
+    assert len(found) == 2 and max(found) < 1e-5
     # once before the first evaluation and once after each step, each time from a directory of its own
-    assert len(set(other_weights.reloads)) == 4
+    assert len(set(other_weights.reloads)) == 3
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
     assert same(weights(other_weights.model), weights(exported))
     assert not list((tmp_path / "run").glob(".unfinished-*"))
@@ -272,22 +262,19 @@ def test_a_run_samples_from_the_weights_of_now(
 def test_weights_that_the_server_did_not_load_are_noticed(
     tmp_path, tokenizer, rows, reward, other_weights, capsys
 ):
-    options = {"update": {"steps": 6}}
-    run(tokenizer, rows, reward, tmp_path / "right", other_weights.url, **options)
-    assert "sampling and training disagree" not in capsys.readouterr().out
     other_weights.stale = True
-    run(tokenizer, rows, reward, tmp_path / "stale", other_weights.url, **options)
+    update = {"steps": PATIENCE}
+    run(tokenizer, rows, reward, tmp_path / "stale", other_weights.url, update=update)
     assert "sampling and training disagree" in " ".join(capsys.readouterr().out.split())
-    assert min(mismatch(tmp_path / "stale")) > 100 * max(mismatch(tmp_path / "right"))
+    assert min(mismatch(tmp_path / "stale")) > 1e-3
 
 
-@pytest.mark.parametrize("case", ["adapters", "bf16", "another directory", "off-policy weights"])
+@pytest.mark.parametrize("case", ["adapters elsewhere", "bf16", "off-policy weights"])
 def test_every_path_samples_by_the_server(tmp_path, tokenizer, rows, reward, other_weights, case):
     folder = tmp_path / "elsewhere" / "below"
     sections = {
-        "adapters": {"lora": {"rank": 2}},
+        "adapters elsewhere": {"lora": {"rank": 2}, "engine": {"weights": str(folder)}},
         "bf16": {"update": {"precision": "bf16"}},
-        "another directory": {"engine": {"weights": str(folder)}},
         "off-policy weights": {
             "off_policy": {"level": "token"},
             "rollout": {"top_k": 20, "temperature": 0.7},
@@ -296,12 +283,11 @@ def test_every_path_samples_by_the_server(tmp_path, tokenizer, rows, reward, oth
     other_weights.dtype = torch.bfloat16 if case == "bf16" else torch.float32
     run(tokenizer, rows, reward, tmp_path / "run", other_weights.url, **sections)
     steps = mismatch(tmp_path / "run")
-    assert len(steps) == 3
     if case == "off-policy weights":
         assert min(steps) > 0.1, "the probability that top-k cut off"
     else:
         assert max(steps) < (0.1 if case == "bf16" else 1e-5)
-    written = folder if case == "another directory" else tmp_path / "run"
+    written = folder if "engine" in sections else tmp_path / "run"
     assert {str(written)} == {path.rpartition("/")[0] for path in other_weights.reloads}
     assert not list(written.glob(".unfinished-*"))
 
@@ -310,7 +296,7 @@ def test_two_processes_share_a_server(tmp_path, tokenizer, rows, reward, other_w
     """Each asks for its share, and the weights go there once for both; its failure ends both."""
 
     in_processes(2, lambda rank: run(tokenizer, rows, reward, tmp_path / "two", other_weights.url))
-    assert len(other_weights.reloads) == 4 and max(mismatch(tmp_path / "two")) < 1e-5
+    assert len(other_weights.reloads) == 3 and max(mismatch(tmp_path / "two")) < 1e-5
     other_weights.developing = False
 
     def fails(rank):

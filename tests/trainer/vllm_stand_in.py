@@ -27,27 +27,15 @@ class Refused(Exception):
 
 
 class StandIn:
-    """What the server is and does; tests change its attributes while it runs.
+    """What the server is and does; tests change its attributes while it runs."""
 
-    Attributes:
-        names: of the models that it lists.
-        dtype: what it computes in.
-        longest: its --max-model-len.
-        stale: whether it says that it reloaded, and did not.
-        spoil: changes an answer before it is sent.
-        masking: whether it was started with --return-sampling-mask.
-        completions: what it was asked for and what it answered, in no order.
-        reloads: directories that it loaded.
-    """
-
-    def __init__(self, model, **changes):
-        self.model = model.eval()
-        self.names, self.dtype, self.longest = ["policy"], torch.float32, 64
-        self.developing, self.key, self.stale, self.seconds = True, None, False, 0.0
-        self.spoil = lambda answer: answer
-        self.completions, self.reloads, self.cached, self.masking = [], [], {}, True
+    def __init__(self, model):
+        self.model, self.dtype = model.eval(), torch.float32  # and what it computes in after a reload
+        self.names, self.key, self.seconds = ["policy"], None, 0.0  # models that it lists; how long it waits
+        self.developing, self.stale = True, False  # whether it reloads weights, and only says so
+        self.spoil = lambda answer: answer  # changes an answer before it is sent
+        self.reloads, self.cached = [], {}  # directories that it loaded; scores by prefix
         self.lock = threading.Lock()
-        vars(self).update(changes)
 
     def answer(self, method, path, body, headers):
         threading.Event().wait(self.seconds)
@@ -82,13 +70,11 @@ class StandIn:
         assert -(2**63) <= options.get("seed", 0) < 2**63
         if max(prompt) >= self.model.config.vocab_size:
             raise Refused(400, f"Token id {max(prompt)} is out of vocabulary")
-        options["max_tokens"] = min(options["max_tokens"], self.longest - len(prompt))
         with torch.no_grad():
             tokens, logprobs, reason = self.sample(prompt, options)
         choice = {"index": 0, "text": "unused", "token_ids": tokens, "finish_reason": reason}
         if options.get("logprobs") is not None:
             choice["logprobs"] = {"tokens": [str(token) for token in tokens], "token_logprobs": logprobs}
-        self.completions.append((body, choice))
         return {"object": "text_completion", "model": body["model"], "choices": [choice]}
 
     def generate(self, body):
@@ -96,14 +82,14 @@ class StandIn:
         if unknown := body.keys() - {"model", "token_ids", "sampling_params"}:
             raise Refused(400, f"unknown fields {sorted(unknown)}")
         options = body["sampling_params"]
-        if self.masking and options["top_k"] <= 0:
+        if options["top_k"] <= 0:
             raise Refused(400, "sampling masks need top_k > 0")
         named = {"model": body["model"], "prompt": body["token_ids"], "return_token_ids": True}
         answer = self.complete(named | options)
         (choice,) = answer["choices"]
         logprobs = choice["logprobs"]["token_logprobs"]
         choice["logprobs"] = {"content": [{"token": "token_id:?", "logprob": value} for value in logprobs]}
-        choice["sampling_mask"] = self.kept if self.masking else None
+        choice["sampling_mask"] = self.kept
         return answer
 
     def sample(self, prompt, options):
@@ -155,9 +141,9 @@ class StandIn:
 
 
 @contextlib.contextmanager
-def serving(model, **changes):
+def serving(model):
     """Yield a `StandIn` that answers at its ``url``."""
-    stand_in = StandIn(model, **changes)
+    stand_in = StandIn(model)
 
     class Handler(BaseHTTPRequestHandler):
         def respond(self):

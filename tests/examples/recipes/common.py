@@ -5,11 +5,10 @@ import random
 import torch
 
 from examples.recipes import dapo, distillation, igrpo, turns, veripo
-from gspo_kernels.trainer.config import from_mapping
 from gspo_kernels.trainer.demo import make_model, make_tokenizer
 from gspo_kernels.trainer.processes import seed_everything
 from gspo_kernels.trainer.rollout import Completion
-from tests.trainer.conftest import tiny_qwen3
+from tests.trainer.conftest import small_config, tiny_qwen3
 
 RECIPES = {
     "igrpo": (igrpo.IGRPO, igrpo.Config),
@@ -20,24 +19,12 @@ RECIPES = {
 }
 
 
-def small_config(name, output, **sections):
-    values = {
-        "output": str(output),
-        "rollout": {"prompts_per_rollout": 3, "group_size": 4, "max_new_tokens": 5},
-        "update": {"steps": 4, "minibatches": 2, "micro_batch_tokens": 60, "learning_rate": 1e-3},
-        "evaluation": {"every": 2, "prompts": 2},
-        "checkpoint": {"every": 2},
-    }
-    for key, changes in sections.items():
-        values[key] = values.get(key, {}) | changes if isinstance(changes, dict) else changes
-    return from_mapping(values, RECIPES[name][1])
-
-
 def make_trainer(
     name, output, tokenizer, rows, reward, *, engine=None, model=None, eval_rows=None, **sections
 ):
-    trainer, _ = RECIPES[name]
-    config = small_config(name, output, **sections)
+    trainer, kind = RECIPES[name]
+    sections["update"] = {"micro_batch_tokens": 60} | sections.get("update", {})
+    config = small_config(output, kind, **sections)
     model = model or tiny_qwen3(tokenizer)
     return trainer(model, tokenizer, reward, rows, eval_rows, config, engine=engine)
 

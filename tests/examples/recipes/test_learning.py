@@ -13,17 +13,9 @@ from examples.rewards import per_digit
 from gspo_kernels.trainer.demo import DIGITS, exact, make_rows
 from gspo_kernels.trainer.report import read_metrics
 from tests.draws import shifted_seed
-from tests.examples.recipes.common import RECIPES, make_start, rollout_metrics_of, small_config
+from tests.examples.recipes.common import make_start, make_trainer, rollout_metrics_of
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def trainer_of(name, output, pairs, rows, reward, *, warm_up, steps, learning_rate, **sections):
@@ -31,8 +23,7 @@ def trainer_of(name, output, pairs, rows, reward, *, warm_up, steps, learning_ra
     update = {"steps": steps, "minibatches": 4, "learning_rate": learning_rate, "micro_batch_tokens": 16384}
     sections["update"] = update | sections.get("update", {})
     sections["checkpoint"] = {"every": steps}
-    trainer, _ = RECIPES[name]
-    return trainer(model, tokenizer, reward, rows, None, small_config(name, output, **sections))
+    return make_trainer(name, output, tokenizer, rows, reward, model=model, **sections)
 
 
 def three_digits(seed):
@@ -58,11 +49,11 @@ def with_drafts(rows, template, seed):
 
 
 def test_refinements_get_better(tmp_path):
-    """Over seeds 0 to 4 refinements gained 0.13 to 0.23 in the rollouts of one task and one start."""
+    """Over seeds 0 to 4 refinements gained 0.08 to 0.14 in the rollouts of one task and one start."""
     rows, template = three_digits(0), "{prompt}{draft};"
     trainer = trainer_of(
         "igrpo", tmp_path, with_drafts(rows, template, 0), rows, [exact, per_digit],
-        warm_up=40, steps=40, learning_rate=3e-4, reward_weights=[0.5, 0.5],
+        warm_up=40, steps=20, learning_rate=5e-4, reward_weights=[0.5, 0.5],
         recipe={"drafts": 4, "template": template},
         rollout={"prompts_per_rollout": 16, "group_size": 8, "max_new_tokens": 4},
         update={"learning_rate_decay": "linear"},
@@ -70,7 +61,7 @@ def test_refinements_get_better(tmp_path):
     before = rollout_metrics_of(trainer, range(128))
     trainer.train()
     after = rollout_metrics_of(trainer, range(128))
-    assert after["reward/refinements"] - before["reward/refinements"] > 0.1
+    assert after["reward/refinements"] - before["reward/refinements"] > 0.04
 
 
 NUMBERS, TURNS = 10, 3
@@ -108,11 +99,11 @@ def games(seed):
 
 
 def test_turns_use_the_feedback(tmp_path):
-    """Without it no guess can earn more than 0.75 on average, the middle's reward."""
+    """Without it no guess can earn more than 0.75 on average, the middle's; seeds 0 to 4: over 0.82."""
     rows = [{"prompt": "?", "target": target} for target in range(NUMBERS)]
     trainer = trainer_of(
         "turns", tmp_path, games(0), rows, closeness,
-        warm_up=60, steps=30, learning_rate=1e-3,
+        warm_up=60, steps=15, learning_rate=2e-3,
         recipe={"count": TURNS, "feedback": f"{__name__}:higher_or_lower"},
         rollout={"prompts_per_rollout": 16, "group_size": 8, "max_new_tokens": 2},
         update={"learning_rate_decay": "linear"},
@@ -125,7 +116,7 @@ def test_turns_use_the_feedback(tmp_path):
     after = rollout_metrics_of(trainer, places)
     assert before["reward/turn_1"] + 0.04 < after["reward/turn_1"] < 0.76
     for turn in ("reward/turn_2", "reward/turn_3"):
-        assert before[turn] < 0.75 and after[turn] > 0.8
+        assert before[turn] < 0.75 and after[turn] > 0.79
 
 
 DOTS = 4
@@ -145,27 +136,27 @@ def form(completions):
 
 
 def test_the_verifier_is_learned_from_and_the_reward_is_kept(tmp_path):
-    """After one phase of DPO. Seeds 0 to 4: 1.1 to 1.9 tokens shorter; by the reward alone 0.1 to 0.2."""
+    """After one phase of DPO. Seeds 0 to 4: 1.2 to 1.7 tokens shorter, and the verifier's mean is 0.97."""
     rows, _ = make_rows(0)
     generator = random.Random(0)
     pairs = [(row["prompt"], "." * generator.randint(0, DOTS) + row["answer"]) for row in rows]
     trainer = trainer_of(
         "veripo", tmp_path, pairs, rows, outcome,
-        warm_up=60, steps=25, learning_rate=1e-4,
-        recipe={"grpo_steps": 10, "dpo_steps": 5, "verifier": f"{__name__}:form"},
+        warm_up=60, steps=14, learning_rate=2e-4,
+        recipe={"grpo_steps": 5, "dpo_steps": 4, "verifier": f"{__name__}:form"},
         rollout={"prompts_per_rollout": 16, "group_size": 8, "max_new_tokens": DOTS + DIGITS + 1},
     )  # fmt: skip
     trainer.train()
     rollouts = [r for r in read_metrics(tmp_path / "metrics.jsonl") if "reward/mean" in r]
-    before, after = rollouts[:10], rollouts[10:]
-    assert [len(before), len(after)] == [10, 10]
+    before, after = rollouts[:5], rollouts[5:]
+    assert [len(before), len(after)] == [5, 5]
 
     def mean(records, key):
         return sum(record[key] for record in records) / len(records)
 
     assert mean(after, "completions/length") < mean(before, "completions/length") - 0.7
     assert mean(after, "reward/mean") > mean(before, "reward/mean") - 0.05
-    assert mean(after[-5:], "verifier/mean") > mean(before[-5:], "verifier/mean") + 0.2
+    assert mean(after[1:], "verifier/mean") > mean(before[1:], "verifier/mean") + 0.2
 
 
 def test_distillation_comes_nearer_to_its_teacher(tmp_path):

@@ -44,9 +44,6 @@ def made(recipe, tmp_path, tokenizer, script, rows=ROWS, reward=digit, eval_rows
     return scripted(recipe, tmp_path / "run", tokenizer, rows, script, reward, **sections)
 
 
-# iGRPO
-
-
 def test_a_template_is_filled_once_and_in_the_last_message_of_the_user():
     filled = refined_prompt("a{draft}", "b{prompt}", "{{prompt}|{draft}|{draft}{x}")
     assert filled == "{a{draft}|b{prompt}|b{prompt}{x}"
@@ -95,9 +92,6 @@ def test_a_prompt_without_a_usable_draft_stays_plain(tmp_path, tokenizer):
         rollout = trainer.rollout()
         assert [len(sample.prompt) for sample in rollout.samples] == [length] * 2 + [5] * 2, name
         assert rollout.metrics["igrpo/without_draft"] == (0.5 if length == 2 else 0), name
-
-
-# Turns
 
 
 def test_a_history_grows_by_a_turn():
@@ -150,9 +144,6 @@ def test_evaluation_is_of_the_first_turn_and_of_the_best(tmp_path, tokenizer):
     metrics = trainer.evaluate()
     for label in ("greedy", "sampled"):
         assert metrics[f"eval/{label}_accuracy"] == 3.5 and metrics[f"eval/{label}/best_turn"] == 4.5
-
-
-# DAPO
 
 
 def shaped(lengths, rewards):

@@ -62,7 +62,7 @@ def sections_of(name, teacher):
         "igrpo": {"recipe": {"drafts": 2, "template": "{prompt};{draft};"}},
         "turns": {"recipe": {"count": 2, "feedback": feedback}, "objective": {"name": "TLGRPO"}},
         "dapo": {"recipe": {"batches": 3, "overlong_buffer": 3}, "update": {"minibatches": 1}},
-        "veripo": {"recipe": {"grpo_steps": 3, "dpo_steps": 2, "verifier": verifier}},
+        "veripo": {"recipe": {"grpo_steps": 2, "dpo_steps": 2, "verifier": verifier}},
         "distillation": {"recipe": {"teacher": teacher}, "objective": {"name": "GRPO"}},
     }[name]
 
@@ -74,44 +74,34 @@ def records_of(path):
     return [{key: v for key, v in record.items() if not key.startswith(timed)} for record in records]
 
 
-@pytest.mark.parametrize(("name", "stop"), [*((name, 4) for name in RECIPES), ("veripo", 2)])
-def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one(tmp_path, tokenizer, rows, teacher, name, stop):
-    """For VerIPO: stopped while rollouts are kept, and between two steps of DPO."""
-    sections, ends = sections_of(name, teacher), []
-    for run, steps, resume in (("straight", 6, False), ("stopped", stop, False), ("stopped", 6, True)):
-        update = {"steps": steps} | sections.get("update", {})
-        changes = sections | {"update": update, "evaluation": {"every": 100}}
-        trainer = make_trainer(name, tmp_path / run, tokenizer, rows, odd, eval_rows=rows[:2], **changes)
-        trainer.train(resume=resume)
-        ends.append([p.clone() for p in trainer.model.state_dict().values()])
-    assert all(map(torch.equal, ends[0], ends[2])) and not all(map(torch.equal, ends[0], ends[1]))
-    straight, stopped = (records_of(tmp_path / run) for run in ("straight", "stopped"))
-    assert stopped == straight and len(straight) == 7
-    if name == "dapo":  # the checkpoint knows how many prompts were taken
-        assert max(record["dapo/batches"] for record in straight[1:stop]) > 1
-
-
 @pytest.mark.parametrize("name", RECIPES)
-def test_two_processes_train(tmp_path, tokenizer, rows, teacher, name):
-    """All processes take the same steps, and end with the same weights and state."""
-    sections = sections_of(name, teacher)
-    sections["recipe"] = sections["recipe"] | ({"grpo_steps": 1, "dpo_steps": 1} if name == "veripo" else {})
+def test_two_processes_train_and_resume_bit_for_bit(tmp_path, tokenizer, rows, teacher, name):
+    """VerIPO stops while rollouts are kept, and between two steps of DPO."""
+    sections = sections_of(name, teacher) | {"evaluation": {"every": 100}}
+    stops = (1, 3) if name == "veripo" else (2,)
 
     def train(rank):
-        make_accelerator()
-        changes = sections | {"update": {"steps": 2} | sections.get("update", {})}
-        trainer = make_trainer(name, tmp_path / "run", tokenizer, rows, odd, **changes)
-        assert trainer.accelerator.num_processes == 2
-        trainer.train()
-        total = torch.stack([p.double().sum() for p in trainer.model.parameters()])
-        state = torch.cat([total, torch.tensor([float(trainer.prompts_used)], dtype=torch.float64)])
-        both = [torch.zeros_like(state) for _ in range(2)]
-        torch.distributed.all_gather(both, state)
+        def ended(run, steps, resume=False):
+            make_accelerator()
+            changes = sections | {"update": {"steps": steps} | sections.get("update", {})}
+            trainer = make_trainer(name, tmp_path / run, tokenizer, rows, odd, eval_rows=rows[:2], **changes)
+            assert trainer.accelerator.num_processes == 2
+            trainer.train(resume=resume)
+            return torch.cat([p.flatten() for p in trainer.model.state_dict().values()])
+
+        straight = ended("straight", 4)
+        for stop in stops:
+            assert not torch.equal(ended("stopped", stop, resume=stop > stops[0]), straight)
+        assert torch.equal(ended("stopped", 4, resume=True), straight)
+        both = [torch.zeros_like(straight) for _ in range(2)]
+        torch.distributed.all_gather(both, straight)
         assert torch.equal(*both)
 
     in_processes(2, train)
-    records = read_metrics(tmp_path / "run" / "metrics.jsonl")
-    assert [record["step"] for record in records] == [0, 1, 2] and records[1]["grad_norm"] > 0
+    straight, stopped = (records_of(tmp_path / run) for run in ("straight", "stopped"))
+    assert stopped == straight and len(straight) == 5 and straight[1]["grad_norm"] > 0
+    if name == "dapo":  # the checkpoint knows how many prompts were taken
+        assert max(record["dapo/batches"] for record in straight[1:3]) > 1
 
 
 GRPO = {"objective": {"name": "GRPO"}}
@@ -174,9 +164,6 @@ def test_feedback_that_goes_wrong_is_named_and_nothing_is_lost(tmp_path, tokeniz
     assert (tmp_path / "run" / "checkpoints" / "step_000000").is_dir()
 
 
-# VerIPO
-
-
 def test_pairs_by_hand():
     """Two groups of four: what has no score or no counted token is in no pair, nor is what has no rival."""
     scores = torch.tensor([1.0, 0.0, NAN, 0.9, 0.5, 0.5, 0.5, 9.0])
@@ -193,8 +180,8 @@ def test_pairs_by_hand():
 
 
 def test_phases_of_veripo(tmp_path, tokenizer, rows):
-    sections = sections_of("veripo", None) | {"update": {"steps": 8}}
-    trainer = make_trainer("veripo", tmp_path, tokenizer, rows, odd, **sections)
+    recipe = {"grpo_steps": 3, "dpo_steps": 2, "verifier": f"{__name__}:judge"}
+    trainer = make_trainer("veripo", tmp_path, tokenizer, rows, odd, recipe=recipe, update={"steps": 8})
     trainer.train()
     _, *records = read_metrics(tmp_path / "metrics.jsonl")
     assert [record["phase"] for record in records] == [0, 0, 0, 1, 1, 0, 0, 0]
@@ -206,9 +193,6 @@ def test_phases_of_veripo(tmp_path, tokenizer, rows):
     assert records[3]["minibatch_1/loss"] == pytest.approx(math.log(2), rel=1e-6)
     assert records[4]["minibatch_1/loss"] != pytest.approx(math.log(2), rel=1e-6)
     assert trainer.prompts_used == 6 * 3  # steps of DPO skip no prompt
-
-
-# Distillation
 
 
 def plain_logprobs(model, batch):
