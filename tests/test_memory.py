@@ -123,7 +123,7 @@ def peaks():
 @pytest.mark.slow
 def test_plain_pytorch_takes_four_times_its_logits(peaks):
     """The measurement itself: in the backward of log_softmax there are the logits, which a variable holds,
-    the log_softmax that its backward needs, its gradient, which gather's makes from zeros, and the logits' own.
+    the log_softmax that its backward needs, its gradient, which gather's makes from zeros, and the logits'.
     """
     assert peaks["plain"][0] == pytest.approx((4 + 4 + 4 + 4) * 128 * VOCABULARY, rel=0.05)
 
