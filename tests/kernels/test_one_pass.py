@@ -100,28 +100,6 @@ def test_rows_over_their_own_logits_are_as_exact_as_plain_pytorch(monkeypatch, n
             judge.hold("grad", and_rows(logits, labels, narrow, WARM)[1], eps=eps)
 
 
-def test_special_rows_over_their_own_logits():
-    """A label that is ignored or no column, columns at -inf, the label at -inf, +inf and NaN."""
-    logits, labels, *_ = draw(CHUNK, FP32, B=1, T=7)
-    inf = float("inf")
-    labels[0, 0], labels[0, 1], labels[0, 2:] = IGNORE, CHUNK, 77
-    logits[0, 0] = float("nan")
-    logits[0, 2, 78:9000] = logits[0, 3, 77] = -inf
-    logits[0, 4, 9000] = logits[0, 5, 77] = inf
-    logits[0, 6, 9000] = float("nan")
-    want = -torch.softmax(logits.double(), -1)
-    want[..., 77] += 1
-    chosen = torch.log_softmax(logits.double(), -1)[..., 77]
-    want[0, :2], chosen[0, 0], chosen[0, 1] = 0.0, 0.0, float("nan")
-    for narrow in (BF16, FP16):
-        stats, got = and_rows(logits, labels, narrow)
-        torch.testing.assert_close(stats.logprobs.double(), chosen, rtol=2e-6, atol=1e-6, equal_nan=True)
-        limits = torch.finfo(narrow)
-        near = {"rtol": limits.eps, "atol": limits.smallest_normal * limits.eps, "equal_nan": True}
-        torch.testing.assert_close(got.double(), want, **near)
-        assert not got[0, :4].isnan().any() and got[0, 4:].isnan().all()
-
-
 @pytest.mark.skipif(GPU, reason="the interpreter orders programs and counts accesses")
 @pytest.mark.parametrize("out_dtype", (FP32, BF16))
 @pytest.mark.parametrize("coefficients", (False, True))
