@@ -134,6 +134,13 @@ def test_any_strides_give_the_bits_of_contiguous_logits(rows, dtype):
         assert same([got], [want]), name
         got, want = (rows.and_grad(*given, grad) for given in ((logits, spread), (dense, labels)))
         assert same([*got[0], got[1]], [*want[0], want[1]]), name
+        # and nothing between strided rows of gradients is written
+        room = torch.full((2, 4, 320), 7.0, dtype=dtype)
+        out = room[:, ::2, 10:310]
+        assert same([rows.and_grad(dense, labels, grad, out=out)[1]], [want[1]])
+        assert (
+            (room[:, 1::2] == 7.0).all() and (room[..., :10] == 7.0).all() and (room[..., 310:] == 7.0).all()
+        )
         if rows.name == "cpp":
             got, want = rows.and_rows(logits, spread), rows.and_rows(dense, labels)
             assert same([*got[0], *got[1:]], [*want[0], *want[1:]]), name
@@ -166,6 +173,11 @@ def test_rows_that_begin_anywhere(rows, dtype):
         assert torch.equal(rows_of(device.cpu()), want)
         elsewhere = rows.backward(rows_of(room), labels, stats, grad, grad_entropy)
         assert torch.equal(elsewhere, want)
+        if dtype == torch.float32:
+            narrowed = rows.there(room.clone())
+            out = narrowed.view(torch.float16)[2:].view(1, places, 2 * stride)[..., :vocabulary]
+            rows.backward(rows_of(narrowed), labels, stats, grad, grad_entropy, out=out)
+            assert torch.equal(out.cpu(), want.half())
         known, want = rows.and_grad(aligned, labels, grad)
         again = rows.there(room.clone())
         got, _ = rows.and_grad(rows_of(again), labels, grad, out=rows_of(again))
@@ -180,9 +192,10 @@ def test_gradients_of_any_dtype_are_the_wide_one_rounded_in_place_or_elsewhere(r
     if rows.name == "triton" and torch.float64 in (dtype, out_dtype) and dtype != out_dtype:
         pytest.skip("no caller mixes fp64 with others")
     # the last 16-bit block's gradient ends in the third block of fp32 logits
-    logits, labels, grad, grad_entropy = draw(4096 * 3 + 5, dtype, B=1, T=5)
-    # fp16 normals, subnormals, overflow; bf16 near its end
-    grad[0] = torch.tensor([1.0, 1e-4, 1e5, 3e38, 1e-30]).to(grad.dtype)
+    logits, labels, grad, grad_entropy = draw(4096 * 3 + 5, dtype, B=1, T=7)
+    # fp16 normals, subnormals, overflow; bf16 near its end; none; and a row that is ignored
+    grad[0] = torch.tensor([1.0, 1e-4, 1e5, 3e38, 1e-30, 0.0, 1.0]).to(grad.dtype)
+    labels[0, 6], logits[0, 6] = IGNORE, float("nan")
     for transform in (PLAIN, SOFT) if (dtype, out_dtype) == (torch.float32, torch.bfloat16) else (PLAIN,):
         stats = rows.forward(logits, labels, transform)
 

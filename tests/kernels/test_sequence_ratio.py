@@ -215,7 +215,8 @@ def test_padded_and_packed_equal_the_closed_form(run, form, options):
 def test_dtypes(run):
     rows = [(i, slice(None)) for i in range(3)]
     for dtype in (torch.float16, torch.bfloat16, torch.float64):
-        given = batch([5, 8, 3], 8, spread=4e-4, dtype=dtype)
+        *given, advantages = batch([5, 8, 3], 8, spread=4e-4, dtype=dtype)
+        given.append(advantages.to(stats_dtype(dtype)) / 3)
         stats = run(*given)
         assert stats.loss.dtype == stats.metrics.dtype == stats_dtype(dtype)
         check(stats, closed_form(stats.logprobs, *given[1:], GSPO, rows), stats_dtype(dtype))
