@@ -51,7 +51,7 @@ class Stage:
 
 # The tests that take a backend, and those of the kernels. Compiling for other targets needs no GPU.
 _ON_DEVICE = (
-    "tests/kernels/test_triton_rows.py",
+    "tests/kernels/test_rows.py",
     "tests/kernels/test_sequence_ratio.py",
     "tests/invariants",
     "tests/equivalence",

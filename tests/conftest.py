@@ -119,9 +119,9 @@ def fast_interpreter():
     if torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
         yield
         return
-    from tests.kernels.interpreter import dtypes_looked_up_once, patched_once, quick_overflow_checks
+    from tests.kernels.interpreter import faster
 
-    with patched_once(), quick_overflow_checks(), dtypes_looked_up_once():
+    with faster():
         yield
 
 

@@ -28,6 +28,7 @@ ROOT = Path(__file__).parents[1]
 CALLS = "tests/equivalence tests/invariants tests/test_memory.py"
 OBJECTIVES = "tests/objectives/test_formulas.py tests/objectives/test_promises.py tests/objectives"
 TEACHERS = "tests/test_distillation.py"
+ROWS = " ".join(f"tests/kernels/test_{name}.py" for name in ("rows", "sequence_ratio", "matrix_products"))
 # The tests that touch what begins like this, quick ones first. The longest beginning counts.
 TESTS = {
     "gspo_kernels/": f"tests/test_errors.py {CALLS} tests/test_batch_invariance.py tests/test_compile.py",
@@ -53,7 +54,7 @@ TESTS = {
     "gspo_kernels/selected.py": "tests/test_selected.py tests/test_errors.py tests/parallel",
     "gspo_kernels/sequence_ratio.py": "tests/test_policy_step.py tests/kernels/test_sequence_ratio.py",
     "gspo_kernels/trainer/": "tests/trainer tests/examples",
-    "csrc/": f"tests/cpp tests/test_selected.py {TEACHERS} tests/test_policy_step.py {CALLS}",
+    "csrc/": f"tests/cpp {ROWS} tests/test_selected.py {TEACHERS} tests/test_policy_step.py {CALLS}",
 }
 SPACED = {  # with spaces around
     "sign": "+:- -:+ *:/",

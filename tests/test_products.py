@@ -1,11 +1,8 @@
-"""Which library multiplies hidden states and weights on the CPU, and that losses don't notice."""
+"""Products with a head's weight on the CPU: which library computes them, that losses don't notice, and scores
+that write no logits.
+"""
 
-from __future__ import annotations
-
-import os
-import subprocess
-import sys
-from pathlib import Path
+import itertools
 
 import pytest
 import torch
@@ -15,136 +12,173 @@ from gspo_kernels import cpp, doctor
 from gspo_kernels.cpp.products import best_instructions, multiplies
 from gspo_kernels.linear import head
 from gspo_kernels.linear.head import Head
+from gspo_kernels.linear.sums import SEGMENT, Segments
 from gspo_kernels.ops import products
-from tests.cases import generator, make_case, run
+from tests.cases import draw_kept, generator, make_case, run
 from tests.judging import assert_equals_oracle
 
-ROOT = Path(__file__).parent.parent
-ENTRY = "fused_linear_policy_loss"
-here = pytest.mark.skipif(
-    cpp.unavailable(torch.device("cpu")) is not None, reason=str(cpp.unavailable(torch.device("cpu")))
-)
+BF16, FP32 = torch.bfloat16, torch.float32
 
 
-@pytest.fixture
-def in_blocks(monkeypatch):
-    """Every fp32 and bf16 product of a head by the C++ backend, on any processor and for any weight."""
-    monkeypatch.setattr(products, "multiplies", lambda dtype: dtype == torch.bfloat16)
-    monkeypatch.setattr(products, "fp32_library", lambda: "cpp")
+@pytest.fixture(params=["torch", "cpp"])
+def library(request, monkeypatch):
+    """Who multiplies fp32 and bf16 heads, on any processor and for any weight."""
+    ours = request.param == "cpp"
+    monkeypatch.setattr(products, "multiplies", lambda dtype: ours and dtype == BF16)
+    monkeypatch.setattr(products, "fp32_library", lambda: request.param)
     monkeypatch.setattr(products, "SMALL", 0)
+    return request.param
 
 
-@pytest.fixture
-def not_in_blocks(monkeypatch):
-    """The same by torch."""
-    monkeypatch.setattr(products, "multiplies", lambda dtype: False)
-    monkeypatch.setattr(products, "fp32_library", lambda: "torch")
-
-
-@here
 @pytest.mark.parametrize("schedule", ["aligned", "deferred", "two_pass", "known"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("backend", ["cpp", "reference"])
-@pytest.mark.parametrize("library", ["in_blocks", "not_in_blocks"])
-def test_losses_equal_the_oracle_whoever_multiplies(request, library, backend, dtype, schedule):
-    request.getfixturevalue(library)
+@pytest.mark.parametrize(("dtype", "backend"), [(FP32, "cpp"), (BF16, "cpp"), (BF16, "reference")])
+def test_losses_equal_the_oracle_whoever_multiplies(library, backend, dtype, schedule):
     case = make_case("linear", "packed", "on_policy" if schedule == "known" else "holes", dtype=dtype)
-    chunk = 4 * 4 * case.inputs["weight"].shape[0]
-    got = run(case, ENTRY, gk.GSPO(), backend, schedule=schedule, max_chunk_bytes=chunk)
+    options = {"schedule": schedule, "max_chunk_bytes": 4 * 4 * case.inputs["weight"].shape[0]}
+    got = run(case, "fused_linear_policy_loss", gk.GSPO(), backend, **options)
     assert_equals_oracle(got, case, gk.GSPO())
 
 
-@here
 @pytest.mark.parametrize("logits_dtype", ["float32", "input"])
-def test_bf16_rows_share_the_memory_of_their_logits(in_blocks, logits_dtype):
-    head = Head(torch.empty(50, 8, dtype=torch.bfloat16), None, logits_dtype)
-    assert head.rows_dtype == torch.bfloat16
-    assert head.row_bytes == 50 * head.dtype.itemsize
+def test_bf16_rows_share_the_memory_of_their_logits_where_bf16_is_multiplied(library, logits_dtype):
+    found = Head(torch.empty(50, 8, dtype=BF16), None, logits_dtype)
+    assert found.rows_dtype == (BF16 if library == "cpp" else FP32)
+    other = 50 * 4 if library == "torch" and logits_dtype == "input" else 0
+    assert found.row_bytes == 50 * found.dtype.itemsize + other
 
 
-def test_without_native_products_rows_stay_fp32(not_in_blocks):
-    head = Head(torch.empty(50, 8, dtype=torch.bfloat16), None, "input")
-    assert head.rows_dtype == torch.float32 and head.row_bytes == 50 * (2 + 4)
-
-
-@here
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_log_probs_are_the_same_bits_in_chunks_of_any_size(in_blocks, dtype):
-    rng = generator(3)
-    hidden, weight = torch.randn(4, 25, 40, generator=rng), torch.randn(300, 40, generator=rng)
-    labels = torch.randint(0, 300, (4, 25), generator=rng)
-    bias = torch.randn(300, generator=rng).to(dtype)
-    found = [
-        gk.linear_token_logprobs(
-            hidden.to(dtype), weight.to(dtype), labels, bias=bias, max_chunk_bytes=rows * 300 * 4
-        ).logprobs
-        for rows in (100, 37, 1)
-    ]
-    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("library", ["torch"], indirect=True)
+@pytest.mark.parametrize("dtype", [torch.float16, BF16])
 @pytest.mark.parametrize("known", [True, False])
-def test_rounded_logits_where_onednn_knows_their_dtype_and_where_not(
-    not_in_blocks, monkeypatch, dtype, known
-):
+def test_rounded_logits_where_onednn_knows_their_dtype_and_where_not(library, monkeypatch, dtype, known):
     """PyTorch's product, or that of fp32 copies, rounded."""
-    asked = []
-    monkeypatch.setattr(head, "onednn_multiplies", lambda dtype: asked.append(dtype) or known)
-    rng = generator(4)
-    hidden, weight = torch.randn(5, 40, generator=rng), torch.randn(2048 + 77, 40, generator=rng)
-    hidden, weight, bias = hidden.to(dtype), weight.to(dtype), torch.randn(2048 + 77, generator=rng).to(dtype)
-    wide = Head(weight, bias, "float32").logits(hidden, torch.empty(5, 2048 + 77))
-    rounded = Head(weight, bias, "input").logits(hidden, torch.empty(5, 2048 + 77, dtype=dtype))
-    expected = wide.to(dtype) if not known else torch.addmm(bias, hidden, weight.t())
-    assert torch.equal(rounded, expected) and asked == [dtype]
+    monkeypatch.setattr(head, "onednn_multiplies", lambda asked: asked == dtype and known)
+    rng, V = generator(4), 2048 + 77
+    hidden, weight, bias = (torch.randn(*size, generator=rng).to(dtype) for size in ((5, 40), (V, 40), (V,)))
+    wide = Head(weight, bias, "float32").logits(hidden, torch.empty(5, V))
+    rounded = Head(weight, bias, "input").logits(hidden, torch.empty(5, V, dtype=dtype))
+    assert torch.equal(rounded, torch.addmm(bias, hidden, weight.t()) if known else wide.to(dtype))
 
 
-@here
-def test_small_weights_and_other_dtypes_are_left_to_torch(monkeypatch):
-    monkeypatch.setattr(products, "fp32_library", lambda: "cpp")
-    monkeypatch.setattr(products, "multiplies", lambda dtype: dtype == torch.bfloat16)
-    big, small = torch.empty(products.SMALL, 1), torch.empty(products.SMALL - 1, 1)
-    assert products.in_blocks(big) and not products.in_blocks(small)
-    assert not products.in_blocks(big.to(torch.float16)) and not products.in_blocks(big.double())
-    assert products.in_blocks(small.to(torch.bfloat16))
-    assert not products.in_blocks(torch.empty(products.SMALL, 1, device="meta"))
+# --- the rule
 
 
-@pytest.mark.parametrize(
-    ("intel", "has", "library"), [(True, True, "torch"), (False, True, "cpp"), (False, False, "torch")]
-)
-def test_the_library_of_fp32_products_is_a_rule_by_vendor(monkeypatch, intel, has, library):
-    monkeypatch.setattr(products, "on_intel", lambda: intel)
-    monkeypatch.setattr(products, "multiplies", lambda dtype: has)
-    assert products.fp32_library() == library
-
-
-@here
-def test_the_doctor_says_what_multiplies():
+def test_who_multiplies_is_a_rule_by_weight_and_vendor(monkeypatch):
     text = doctor.report()
     assert f"products of fp32 by {products.fp32_library()}" in text and "products of bf16" in text
-    if multiplies(torch.bfloat16):
-        assert f"by cpp with {best_instructions(torch.bfloat16)}" in text
+    if multiplies(BF16):
+        assert f"by cpp with {best_instructions(BF16)}" in text
+        assert Head(torch.empty(50, 8, dtype=BF16), None, "float32").in_blocks
+    with monkeypatch.context() as patch:
+        patch.setattr(products, "fp32_library", lambda: "cpp")
+        patch.setattr(products, "multiplies", lambda dtype: dtype == BF16)
+        big, small = torch.empty(products.SMALL, 1), torch.empty(products.SMALL - 1, 1)
+        assert products.in_blocks(big) and not products.in_blocks(small)
+        assert products.in_blocks(small.to(BF16)) and not products.in_blocks(big.to("meta"))
+        assert not products.in_blocks(big.to(torch.float16)) and not products.in_blocks(big.double())
+    for intel, has, expected in ((True, True, "torch"), (False, True, "cpp"), (False, False, "torch")):
+        monkeypatch.setattr(products, "on_intel", lambda intel=intel: intel)
+        monkeypatch.setattr(products, "multiplies", lambda dtype, has=has: has)
+        assert products.fp32_library() == expected
 
 
-@pytest.mark.slow
-@here
-def test_lesser_instruction_sets_take_today_s_products():
-    """In a process whose PyTorch is held to AVX2, as on a processor that has no more."""
-    code = (
-        "import torch; from gspo_kernels.linear.head import Head\n"
-        "for dtype in (torch.float32, torch.bfloat16):\n"
-        "    head = Head(torch.empty(2**14, 2**7, dtype=dtype), None, 'float32')\n"
-        "    print(head.in_blocks, head.rows_dtype)"
-    )
-    environment = {**os.environ, "ATEN_CPU_CAPABILITY": "avx2", "PYTHONPATH": str(ROOT)}
-    ran = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120, check=True
-    )
-    assert ran.stdout.splitlines() == ["False torch.float32"] * 2
+# --- scores, which write no logits and have the bits of those that do
+
+B, T, V, H = 3, 20, 2 * 2048 + 77, 33
 
 
-@pytest.mark.skipif(not multiplies(torch.bfloat16), reason="this processor doesn't multiply bf16")
-def test_native_products_are_chosen_here():
-    assert Head(torch.empty(50, 8, dtype=torch.bfloat16), None, "float32").in_blocks
+def drawn(dtype):
+    """Hidden, weight, bias, labels with holes, and ids that they are among; what is ignored is NaN."""
+    rng = generator(5)
+    hidden, weight = torch.randn(B, T, H, generator=rng), torch.randn(V, H, generator=rng)
+    labels = torch.randint(0, V, (B, T), generator=rng)
+    kept = draw_kept(labels, V, 3000, rng)
+    labels[0, 3:7], labels[2, -1] = -100, -100
+    hidden[labels == -100] = torch.nan
+    return hidden.to(dtype), weight.to(dtype), torch.randn(V, generator=rng).to(dtype), labels, kept
+
+
+def same(a, b):
+    return all(x is y is None or torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("dtype", (FP32, BF16, torch.float16, torch.float64))
+def test_bits_of_scores_are_those_of_written_logits(library, dtype, monkeypatch):
+    hidden, weight, bias, labels, kept = drawn(dtype)
+    calls = [
+        {"bias": added, "return_entropy": entropy, **options}
+        for added, entropy, options in itertools.product(
+            (None, bias),
+            (False, True),
+            (
+                {},
+                {"logit_scale": 0.7, "softcap": 4.0, "temperature": torch.tensor([0.6, 1.0, 1.7])},
+                {"kept_ids": kept, "softcap": 6.0},
+            ),
+        )
+    ]
+    calls += [{"max_chunk_bytes": rows * V * 4} for rows in (1, 7)]
+    calls += [{"batch_invariant": True, "softcap": 3.0}] if dtype != torch.float64 else []
+
+    def scores():
+        return [gk.linear_token_logprobs(hidden, weight, labels, **options) for options in calls]
+
+    folded = scores()
+    packed = gk.linear_token_logprobs(hidden.flatten(0, 1), weight, labels.flatten())
+    assert torch.equal(packed.logprobs.view(B, T), folded[0].logprobs)
+    if library == "cpp" and dtype in (FP32, BF16):  # whatever is projected together
+        assert all(torch.equal(each.logprobs, folded[0].logprobs) for each in folded[12:14])
+    with monkeypatch.context() as patch:
+        patch.setattr(Head, "logits", None)
+        leaf = hidden.nan_to_num().requires_grad_()
+        new = gk.linear_token_logprobs(leaf, weight, labels)
+        assert torch.equal(new.logprobs, folded[0].logprobs)
+        scores()
+    # the backward needs them
+    new.logprobs.sum().backward()
+    assert leaf.grad[labels != -100].any(-1).all()
+    monkeypatch.delattr(cpp, "folds")
+    assert all(same(mine, theirs) for mine, theirs in zip(folded, scores(), strict=True))
+
+
+@pytest.mark.parametrize("options", [{"logits_dtype": "input"}, {"backend": "reference"}])
+def test_rounded_logits_and_the_reference_take_chunks(options, monkeypatch):
+    hidden, weight, _, labels, _ = drawn(BF16)
+    project, written = Head.logits, []
+
+    def logits(*args, **kwargs):
+        written.append(project(*args, **kwargs))
+        return written[-1]
+
+    monkeypatch.setattr(Head, "logits", logits)
+    assert gk.linear_token_logprobs(hidden.nan_to_num(), weight, labels, **options).logprobs.any()
+    assert sum(chunk.numel() for chunk in written) == (labels != -100).sum() * V
+
+
+# --- segments of rows
+
+
+def test_segments_are_the_same_however_rows_come():
+    rng = generator(0)
+    present = torch.rand(1000, generator=rng) > 0.2
+    present[[SEGMENT - 1, 3 * SEGMENT - 1, 4 * SEGMENT]] = False  # ends and a beginning of segments
+    ranks = torch.arange(1000)[present]
+    values = torch.randn(len(ranks), 3, generator=rng)
+    for step in (1, 2, SEGMENT):
+        expected = None
+        for sizes in ([len(ranks)], [1] * len(ranks), [100, 0, 300, 5, len(ranks) - 405]):
+            segments, found = Segments(step), []
+            parts = zip(values.split(sizes), ranks.split(sizes), strict=True)
+            cut = itertools.chain(*(segments.cut((rows,), ranks) for rows, ranks in parts), segments.rest())
+            for (rows,), ends in cut:
+                assert ends[-1] == len(rows) and all(end % step == 0 for end in ends[:-1])
+                found += [rows[a:b] for a, b in itertools.pairwise([0, *ends.tolist()])]
+            expected = expected or found
+            # zeros behind a segment's last row say nothing
+            for one, other in zip(found, expected, strict=True):
+                most = max(len(one), len(other))
+                padded = (torch.nn.functional.pad(x, (0, 0, 0, most - len(x))) for x in (one, other))
+                assert torch.equal(*padded)
+        assert len(expected) == -(-1000 // SEGMENT)
+        total = torch.cat([rows.sum(0, keepdim=True) for rows in expected]).sum(0)
+        torch.testing.assert_close(total, values.sum(0))

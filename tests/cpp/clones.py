@@ -1,6 +1,6 @@
 """Builds the extension with one clone of its loops instead of a choice by the loader.
 
-``python -m tests.cpp.clones x86-64-v3 folder`` prints the file for ``pytest --extension FILE tests/cpp``.
+``python -m tests.cpp.clones x86-64-v3 folder`` prints the FILE for ``pytest --extension FILE tests/kernels``.
 """
 
 from __future__ import annotations

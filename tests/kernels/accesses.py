@@ -116,7 +116,7 @@ def _tensors(arguments):
 
 
 @contextlib.contextmanager
-def watched(begin, access=None, barrier=None, synchronise=None):
+def watched(begin, access, barrier=None, synchronise=None):
     """Tell of the tensors of each launch (``begin``), each ``access`` of a program to memory (its kind is
     "load", "volatile load", "store" or "atomic"), each barrier, and what an atomic access orders.
     """
@@ -282,24 +282,21 @@ def without_races():
 
 
 class Traffic:
-    """How often each element of some tensors is read and written; see ``counted``."""
+    """How often each element of some tensors is loaded and stored; see ``counted``."""
 
     def __init__(self, *tensors):
         self.tensors = tensors
         self.reads = [torch.zeros(tensor.numel(), dtype=torch.int64) for tensor in tensors]
         self.writes = [torch.zeros(tensor.numel(), dtype=torch.int64) for tensor in tensors]
 
-    def record(self, counts, pointers, mask):
-        """Count the accesses of a block of pointers."""
-        addresses = np.broadcast_to(pointers.data, np.broadcast_shapes(pointers.data.shape, mask.data.shape))
-        addresses = addresses[np.broadcast_to(mask.data, addresses.shape).astype(bool)].astype(np.int64)
-        width = pointers.get_element_ty().primitive_bitwidth // 8
-        for tensor, count in zip(self.tensors, counts, strict=True):
-            start, size = tensor.data_ptr(), tensor.element_size()
-            # a load may hold several elements
-            each = (addresses[:, None] + np.arange(0, width, size)).ravel()
-            inside = each[(each >= start) & (each < start + tensor.numel() * size)]
-            count += torch.from_numpy(np.bincount((inside - start) // size, minlength=tensor.numel()))
+    def access(self, program, kind, to):
+        """Count one; a load may hold several elements."""
+        counts = {"store": self.writes, "load": self.reads, "volatile load": self.reads}.get(kind, ())
+        for tensor, count in zip(self.tensors, counts, strict=False):
+            size = tensor.element_size()
+            each = (to.addresses[:, None] + np.arange(0, to.size, size)).ravel() - tensor.data_ptr()
+            inside = each[(each >= 0) & (each < tensor.numel() * size)] // size
+            count += torch.from_numpy(np.bincount(inside, minlength=tensor.numel()))
 
     def per_row(self, counts, index):
         """One number per row; all elements of a row must have the same count."""
@@ -310,16 +307,7 @@ class Traffic:
 
 @contextlib.contextmanager
 def counted(*tensors):
-    """Count accesses of tensors in the block: those of every load and store that its mask lets through."""
+    """Count accesses of contiguous tensors in the block: of what its mask lets through."""
     traffic = Traffic(*tensors)
-
-    def load(plain, pointers, mask, *rest):
-        traffic.record(traffic.reads, pointers, mask)
-        return plain(pointers, mask, *rest)
-
-    def store(plain, pointers, value, mask, *rest):
-        traffic.record(traffic.writes, pointers, mask)
-        return plain(pointers, value, mask, *rest)
-
-    with rebuilt(create_masked_load=load, create_masked_store=store):
+    with watched(lambda tensors, programs: None, traffic.access):
         yield traffic

@@ -26,14 +26,7 @@ from benchmarks.machine_code import (
 from benchmarks.static import KERNELS, record
 from gspo_kernels import kernels
 from gspo_kernels.kernels import one_pass, products
-from gspo_kernels.types import (
-    KLPenalty,
-    LogitTransform,
-    PairStats,
-    RatioClip,
-    RowStats,
-    stats_dtype,
-)
+from gspo_kernels.types import KLPenalty, LogitTransform, PairStats, RatioClip, RowStats, stats_dtype
 
 SHARED_MEMORY = {"sm_80": 166912, "sm_90": 232448, "sm_100": 232448, "sm_120": 101376, "gfx942": 65536}
 BOTH = ("sm_90", "gfx942")
@@ -44,98 +37,67 @@ BENT = LogitTransform(0.5, 30.0, 0.7)
 WARM = LogitTransform(1.0, 0.0, 0.7)
 
 
-def call_all(
-    recorder: Recorder, B: int, T: int, V: int, dtype: torch.dtype, transform: LogitTransform
-) -> None:
-    """Every launcher, with every optional argument given and left out."""
+def call_all(B: int, T: int, V: int, dtype: torch.dtype, transform: LogitTransform) -> None:
+    """Every launcher over rows, with every optional argument and without."""
     logits = torch.empty(B, T, V, dtype=dtype)
-    labels = torch.zeros(B, T, dtype=torch.int64)
-    floats = torch.zeros(B, T)
+    labels, floats = torch.zeros(B, T, dtype=torch.int64), torch.zeros(B, T)
+
+    def backward(grad_entropy: Any, scale: Any, out: torch.Tensor) -> None:
+        rows = logits, labels, stats, floats, grad_entropy, scale, transform
+        kernels.logprobs_backward(*rows, ignore_index=-100, out=out)
+
+    def both(out: torch.Tensor) -> None:
+        kernels.logprobs_and_grad(logits, labels, floats, transform, ignore_index=-100, out=out)
+
     for entropy in (False, True):
         stats = kernels.logprobs_forward(logits, labels, transform, ignore_index=-100, entropy=entropy)
-        kernels.logprobs_backward(
-            logits,
-            labels,
-            stats,
-            floats,
-            floats if entropy else None,
-            torch.ones(()),
-            transform,
-            ignore_index=-100,
-            out=logits,
-        )
-    kernels.logprobs_and_grad(logits, labels, floats, transform, ignore_index=-100, out=logits)
+        backward(floats if entropy else None, torch.ones(()), logits)
+    both(logits)
     if dtype == torch.float32:
         for narrow in (torch.bfloat16, torch.float16) if transform is PLAIN else (torch.bfloat16,):
             out = torch.empty(B, T, V, dtype=narrow)
-            kernels.logprobs_backward(
-                logits, labels, stats, floats, None, None, transform, ignore_index=-100, out=out
-            )
-            kernels.logprobs_and_grad(logits, labels, floats, transform, ignore_index=-100, out=out)
+            backward(None, None, out)
+            both(out)
         out = logits.view(torch.bfloat16)[..., :V]
-        for entropy in (None, floats):
-            kernels.logprobs_backward(
-                logits, labels, stats, floats, entropy, None, transform, ignore_index=-100, out=out
-            )
-        kernels.logprobs_and_grad(logits, labels, floats, transform, ignore_index=-100, out=out)
-    for cu_seqlens in (None, T * torch.arange(B + 1, dtype=torch.int32)):
-        kernels.sequence_ratio_forward(
-            logits if cu_seqlens is None else logits.view(1, B * T, V),
-            labels if cu_seqlens is None else labels.view(1, B * T),
-            floats if cu_seqlens is None else floats.view(1, B * T),
-            torch.zeros(B),
-            FORM if cu_seqlens is None else FORM._replace(count_tokens=True, divisor="tokens"),
-            transform,
-            ignore_index=-100,
-            weights=None if cu_seqlens is None else torch.zeros(B),
-            lengths=None if cu_seqlens is None else torch.zeros(B),
-            normalizer=None if cu_seqlens is None else torch.zeros(()),
-            cu_seqlens=cu_seqlens,
-        )
-        shape = (B, T) if cu_seqlens is None else (1, B * T)
-        stats_floats = floats.to(stats_dtype(dtype)).view(shape)
-        # Each level and each estimator, between the two layouts.
-        padded, packed = (("sequence", ""), ("token", "k3")), (("sequence", "k2"), ("token", "k1"))
-        for level, estimator in padded if cu_seqlens is None else packed:
+        backward(None, None, out)
+        backward(floats, None, out)
+        both(out)
+    without: dict[str, Any] = dict.fromkeys(("weights", "lengths", "normalizer", "cu_seqlens"))
+    ends = T * torch.arange(B + 1, dtype=torch.int32)
+    with_all = dict(zip(without, (torch.zeros(B), torch.zeros(B), torch.zeros(()), ends), strict=True))
+    for options, shape in ((without, (B, T)), (with_all, (1, B * T))):
+        packed = options is with_all
+        form = FORM._replace(count_tokens=True, divisor="tokens") if packed else FORM
+        rows = logits.view(*shape, V), labels.view(shape), floats.view(shape), torch.zeros(B), form, transform
+        kernels.sequence_ratio_forward(*rows, ignore_index=-100, **options)
+        numbers = floats.to(stats_dtype(dtype)).view(shape)
+        # each level and each estimator, between the two layouts
+        for level, estimator in (
+            (("sequence", "k2"), ("token", "k1")) if packed else (("sequence", ""), ("token", "k3"))
+        ):
             beta = None if estimator == "k1" else torch.zeros(())
-            of_tokens = level == "token" and cu_seqlens is not None
-            advantages = stats_floats if of_tokens else torch.zeros(B)
-            form = FORM._replace(level=level)
+            advantages = numbers if level == "token" and packed else torch.zeros(B)
             kernels.ratio_step(
-                stats_floats,
-                torch.ones(shape, dtype=torch.bool),
-                None if cu_seqlens is None else stats_floats,
-                advantages,
-                form if cu_seqlens is None else form._replace(count_tokens=True, divisor="tokens"),
-                weights=None if cu_seqlens is None else advantages,
-                lengths=None if cu_seqlens is None else torch.zeros(B),
-                normalizer=None if cu_seqlens is None else torch.zeros(()),
-                cu_seqlens=cu_seqlens,
-                kl=KLPenalty(stats_floats, beta, estimator) if estimator else None,
-            )
+                numbers, torch.ones(shape, dtype=torch.bool), numbers if packed else None, advantages,
+                form._replace(level=level), kl=KLPenalty(numbers, beta, estimator) if estimator else None,
+                **options | {"weights": advantages if packed else None},
+            )  # fmt: skip
 
 
 def compare(
     dtype: torch.dtype, transform: LogitTransform, beta: float, V: int = 4096, write: str = "in place"
 ) -> None:
     """The launcher of divergences; ``write`` says where the gradient goes."""
-    logits, labels, floats = (
-        torch.empty(2, 3, V, dtype=dtype),
-        torch.zeros(2, 3, dtype=torch.int64),
-        torch.zeros(2, 3),
-    )
+    logits, labels = torch.empty(2, 3, V, dtype=dtype), torch.zeros(2, 3, dtype=torch.int64)
+    floats = torch.zeros(2, 3)
+    pair = logits, torch.empty_like(logits), labels, transform, transform, beta
     out = {"in place": logits, "narrower": logits.view(torch.bfloat16)[..., :V], "nowhere": None}[write]
-    kernels.divergence(
-        logits, torch.empty_like(logits), labels, transform, transform, beta, ignore_index=-100,
-        known=None, grad=None if out is None else floats, out=out,
-    )  # fmt: skip
+    grad = None if out is None else floats
+    kernels.divergence(*pair, ignore_index=-100, known=None, grad=grad, out=out)
     if out is not None:
         floats = floats.to(stats_dtype(dtype))
         known = PairStats(floats.double(), floats.double(), floats, floats)
-        kernels.divergence(
-            logits, torch.empty_like(logits), labels, transform, transform, beta, ignore_index=-100,
-            known=known, grad=floats, out=out,
-        )  # fmt: skip
+        kernels.divergence(*pair, ignore_index=-100, known=known, grad=floats, out=out)
 
 
 def backward_of_shards(B: int, T: int, V: int, dtype: torch.dtype) -> None:
@@ -191,13 +153,9 @@ def hold(target: str) -> list[Any]:
         (4096, torch.float16, WARM),
         (10240, torch.bfloat16, WARM._replace(row_temperature=torch.ones(2, 3))),
     ):
-        logits, labels, floats = (
-            torch.empty(2, 3, V, dtype=dtype),
-            torch.zeros(2, 3, dtype=torch.int64),
-            torch.zeros(2, 3),
-        )
+        logits, labels = torch.empty(2, 3, V, dtype=dtype), torch.zeros(2, 3, dtype=torch.int64)
         out = logits.view(torch.bfloat16)[..., :V] if dtype == torch.float32 else logits
-        kernels.logprobs_and_grad(logits, labels, floats, transform, ignore_index=-100, out=out)
+        kernels.logprobs_and_grad(logits, labels, torch.zeros(2, 3), transform, ignore_index=-100, out=out)
     recorder.calls.append(record(*KERNELS["rows from hidden states, fp32 to bf16, held"], blocks))
     return recorder.calls
 
@@ -213,10 +171,10 @@ def keys(kind: str) -> dict[str, int]:
         "alignment": [(2, 3, 4096), (2, 3, 4097)],
     }[kind]
     for B, T, V in shapes:
-        call_all(recorder, B, T, V, torch.bfloat16, PLAIN)
+        call_all(B, T, V, torch.bfloat16, PLAIN)
     if kind == "rows":
         # Parameters of the transform and of the loss, too.
-        call_all(recorder, 2, 3, 4096, torch.bfloat16, PLAIN._replace(logit_scale=1.0))
+        call_all(2, 3, 4096, torch.bfloat16, PLAIN._replace(logit_scale=1.0))
     found: dict[str, set[str]] = {}
     for call in recorder.calls:
         found.setdefault(name_of(call).replace(" aligned", "").replace(" shifted", ""), set()).add(
@@ -299,7 +257,7 @@ def main() -> None:
     targets = sys.argv[1:] or list(TARGETS)
     recorder = Recorder()
     for dtype in (torch.bfloat16, torch.float32):
-        call_all(recorder, 2, 3, 4096, dtype, PLAIN)
+        call_all(2, 3, 4096, dtype, PLAIN)
     kernels.scale_(torch.empty(3, dtype=torch.bfloat16), torch.ones(()))
     compare(torch.bfloat16, PLAIN, 0.0)
     compare(torch.bfloat16, PLAIN, 0.5)
@@ -309,22 +267,18 @@ def main() -> None:
     report = compile_calls(recorder.calls, targets)
     # Once each: what fp64, the transform, sampling masks, shards and odd strides make of the kernels.
     rest = Recorder()
-    call_all(rest, 2, 3, 4096, torch.bfloat16, BENT)
-    call_all(rest, 2, 3, 4096, torch.float64, PLAIN)
-    call_all(rest, 2, 3, 1009, torch.float16, WARM)
+    call_all(2, 3, 4096, torch.bfloat16, BENT)
+    call_all(2, 3, 4096, torch.float64, PLAIN)
+    call_all(2, 3, 1009, torch.float16, WARM)
     compare(torch.bfloat16, BENT, 0.5)
     compare(torch.float64, PLAIN, 1.0)
     compare(torch.float16, WARM, 0.0, V=1009)
     compare(torch.float32, PLAIN, 1.0, write="nowhere")
     bf16, fp32, fp64 = torch.bfloat16, torch.float32, torch.float64
-    for V, dtype, transform in (
-        (4096, bf16, BENT),
-        (1009, bf16, BENT),
-        (1009, fp32, BENT),
-        (4096, fp64, PLAIN),
-    ):
+    cut = (4096, bf16, BENT), (1009, bf16, BENT), (1009, fp32, BENT), (4096, fp64, PLAIN)
+    for V, dtype, transform in cut:
         kept = torch.empty(2, 3, -(-V // 32), dtype=torch.int32)
-        call_all(rest, 2, 3, V, dtype, transform._replace(kept=kept))
+        call_all(2, 3, V, dtype, transform._replace(kept=kept))
     for dtype in (torch.bfloat16, torch.float64):
         backward_of_shards(2, 3, 4096, dtype)
     around_products(torch.float16, 1009, True)
@@ -337,12 +291,8 @@ def main() -> None:
     for target in targets:
         report += compile_calls(hold(target), [target])
         fixed = Recorder()
-        for dtype, H, V in (
-            (torch.bfloat16, 4096, 4096),
-            (torch.float32, 4096, 4096),
-            (torch.float16, 1009, 1009),
-        ):
-            multiply(300, H, V, dtype, target)
+        for dtype, size in ((bf16, 4096), (fp32, 4096), (torch.float16, 1009)):
+            multiply(300, size, size, dtype, target)
         report += compile_calls(fixed.calls, [target])
     kinds = ("same", "rows", "aligned vocabulary", "odd vocabulary", "alignment")
     counts = {kind: keys(kind) for kind in kinds}

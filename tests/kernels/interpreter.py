@@ -4,58 +4,18 @@ import contextlib
 import operator
 
 import numpy as np
+import pytest
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
+OPERATIONS = {"add": operator.add, "sub": operator.sub, "mul": operator.mul}
 
-class Held:
-    """What a patch returns that is in place already: a launch undoes nothing."""
+
+class Patched:
+    """What patching returns where the language is patched already: a launch undoes nothing."""
 
     def restore(self):
         pass
-
-
-@contextlib.contextmanager
-def patched_once():
-    """``triton.language`` is patched once for each module with kernels, not at every call of theirs."""
-    patch, scopes = interpreter._patch_lang, {}
-
-    def patch_once(function):
-        module = id(function.__globals__)
-        if module not in scopes:
-            scopes[module] = patch(function)
-        return Held()
-
-    interpreter._patch_lang = patch_once
-    try:
-        yield
-    finally:
-        interpreter._patch_lang = patch
-        while scopes:
-            scopes.popitem()[1].restore()
-
-
-@contextlib.contextmanager
-def dtypes_looked_up_once():
-    """NumPy's dtype for one of Triton's comes from a table, which isn't made anew for each."""
-    theirs, known = interpreter._get_np_dtype, {}
-
-    def look_up(dtype):
-        if dtype.scalar.is_ptr():
-            return theirs(dtype)
-        name = dtype.scalar.name
-        if name not in known:
-            known[name] = theirs(dtype)
-        return known[name]
-
-    interpreter._get_np_dtype = look_up
-    try:
-        yield
-    finally:
-        interpreter._get_np_dtype = theirs
-
-
-OPERATIONS = {"add": operator.add, "sub": operator.sub, "mul": operator.mul}
 
 
 def check_overflow(self, left, right, operation):
@@ -70,11 +30,31 @@ def check_overflow(self, left, right, operation):
 
 
 @contextlib.contextmanager
-def quick_overflow_checks():
-    """Sums and products of integers are checked by ``check_overflow``."""
-    theirs = TritonSemantic.binary_op_sanitize_overflow_impl
-    TritonSemantic.binary_op_sanitize_overflow_impl = check_overflow
-    try:
+def faster():
+    """``triton.language`` is patched once for each module with kernels, not at every call of theirs; NumPy's
+    dtypes come from a table; overflow is checked by ``check_overflow``.
+    """
+    patch_language, make_dtype = interpreter._patch_lang, interpreter._get_np_dtype
+    scopes, known = {}, {}
+
+    def patch_once(function):
+        module = id(function.__globals__)
+        if module not in scopes:
+            scopes[module] = patch_language(function)
+        return Patched()
+
+    def look_up(dtype):
+        if dtype.scalar.is_ptr():
+            return make_dtype(dtype)
+        name = dtype.scalar.name
+        if name not in known:
+            known[name] = make_dtype(dtype)
+        return known[name]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter, "_patch_lang", patch_once)
+        patch.setattr(interpreter, "_get_np_dtype", look_up)
+        patch.setattr(TritonSemantic, "binary_op_sanitize_overflow_impl", check_overflow)
         yield
-    finally:
-        TritonSemantic.binary_op_sanitize_overflow_impl = theirs
+    while scopes:
+        scopes.popitem()[1].restore()

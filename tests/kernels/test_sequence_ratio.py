@@ -1,4 +1,4 @@
-"""A sequence ratio in one launch against closed forms over its own log-probs, in any order of programs.
+"""A sequence ratio in one launch against closed forms over its own log-probs.
 
 From logits and from log-probs, in Triton and in C++.
 """
@@ -8,25 +8,15 @@ import math
 import pytest
 import torch
 
-from tests.draws import shifted_seed
-from tests.kernels.accesses import backwards, order_of_programs, shuffle
-
-pytest.importorskip("triton")
-
-from gspo_kernels import cpp, kernels
+from gspo_kernels import cpp
 from gspo_kernels.layout import layout_of
+from gspo_kernels.ops.backends import load, why_not
 from gspo_kernels.reference import rows as reference_rows
-from gspo_kernels.types import (
-    METRICS,
-    LogitTransform,
-    RatioClip,
-    SequenceRatioStats,
-    stats_dtype,
-)
+from gspo_kernels.types import METRICS, LogitTransform, RatioClip, SequenceRatioStats, stats_dtype
+from tests.cases import device_of, generator, offsets
 
-GPU = torch.cuda.is_available()
-DEVICE = "cuda" if GPU else "cpu"
 IGNORE = -100
+OPTIONS = ("weights", "lengths", "normalizer")
 GSPO = RatioClip(math.log(1 - 3e-4), math.log(1 + 4e-4), math.inf, False, "sequences", 1.0)
 DUAL = RatioClip(math.log(0.8), math.log(1.2), math.log(3.0), False, "sequences", 1.0)
 V = 40
@@ -87,19 +77,18 @@ def closed_form(
 
 def batch(lengths, width, *, spread, dtype=torch.float32, seed=0):
     """Padded logits, labels with holes, current log-probs and old ones that differ by about ``spread``."""
-    generator = torch.Generator().manual_seed(shifted_seed(seed))
-    B = len(lengths)
-    logits = (torch.randn(B, width, V, generator=generator) * 2).to(dtype)
-    labels = torch.randint(0, V, (B, width), generator=generator)
+    rng, B = generator(seed), len(lengths)
+    logits = (torch.randn(B, width, V, generator=rng) * 2).to(dtype)
+    labels = torch.randint(0, V, (B, width), generator=rng)
     labels[torch.arange(width) >= torch.tensor(lengths).unsqueeze(1)] = IGNORE
     labels[:, 2::5] = IGNORE
     logits[labels == IGNORE] = float("nan")
     new = torch.log_softmax(logits.double(), -1).gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
-    shift = torch.randn(B, 1, generator=generator) + 0.1 * torch.randn(B, width, generator=generator)
+    shift = torch.randn(B, 1, generator=rng) + 0.1 * torch.randn(B, width, generator=rng)
     old = (new - spread * shift).to(stats_dtype(dtype))
     hole = labels == IGNORE
     old[hole] = torch.where(torch.arange(int(hole.sum())) % 2 == 0, float("nan"), float("inf")).to(old.dtype)
-    advantages = torch.randn(B, generator=generator)
+    advantages = torch.randn(B, generator=rng)
     return logits, labels, old, advantages
 
 
@@ -107,8 +96,8 @@ class Way:
     """How a test gets its results: a backend's launch from logits, or from plain PyTorch's log-probs."""
 
     def __init__(self, backend, source):
-        self.backend, self.source = {"triton": kernels, "cpp": cpp}[backend], source
-        self.device = torch.device(DEVICE if backend == "triton" else "cpu")
+        self.backend, self.source = load(backend), source
+        self.device = device_of(backend)
         # where sums and clip decisions are fp64 whatever the log-probs
         self.wide = backend == "cpp" or source == "log-probs"
 
@@ -120,59 +109,29 @@ class Way:
         stats = backend.logprobs_forward(
             self.move(logits), self.move(labels), LogitTransform(), ignore_index=IGNORE, entropy=entropy
         )
-        return stats.each(lambda value: value.cpu())
+        return stats.each(torch.Tensor.cpu)
 
-    def __call__(
-        self,
-        logits,
-        labels,
-        old,
-        advantages,
-        form=GSPO,
-        cu=None,
-        weights=None,
-        lengths=None,
-        normalizer=None,
-    ):
-        options = {
-            "weights": self.move(weights),
-            "lengths": self.move(lengths),
-            "normalizer": self.move(normalizer),
-            "cu_seqlens": self.move(cu),
-        }
+    def __call__(self, logits, labels, old, advantages, form=GSPO, cu=None, **given):
+        """``given``: some of weights, lengths and normalizer."""
+        terms = {name: self.move(given.get(name)) for name in OPTIONS} | {"cu_seqlens": self.move(cu)}
         old, advantages = self.move(old), self.move(advantages)
         if self.source == "logits":
-            stats = self.backend.sequence_ratio_forward(
-                self.move(logits),
-                self.move(labels),
-                old,
-                advantages,
-                form,
-                LogitTransform(),
-                ignore_index=IGNORE,
-                **options,
-            )
-        else:
-            rows = self.rows(logits, labels).each(self.move)
-            mask = self.move(labels) != IGNORE
-            step = self.backend.ratio_step(rows.logprobs, mask, old, advantages, form, **options)
-            layout = layout_of(mask, options["cu_seqlens"])
-            counts = layout.sum(mask.double())
-            sizes = counts if lengths is None else torch.where(counts > 0, options["lengths"].double(), 0.0)
-            divisor = divisor_of(form, sizes[counts > 0].tolist(), normalizer)
-            # every counted token of a sequence has its coefficient
-            each = (layout.sum(step.grad_logprobs.double()) / counts.clamp(min=1)).to(step.loss.dtype)
-            torch.testing.assert_close(
-                step.grad_logprobs,
-                torch.where(mask, layout.expand(each), 0.0),
-                rtol=1e-15,  # the mean of equal numbers may be rounded, in fp64
-                atol=0.0,
-                equal_nan=True,
-            )
-            stats = SequenceRatioStats(
-                step.loss, rows.logprobs, rows.lse, each * divisor, torch.tensor(divisor), step.metrics
-            )
-        return type(stats)(*(value.cpu() for value in stats))
+            arguments = self.move(logits), self.move(labels), old, advantages, form, LogitTransform()
+            stats = self.backend.sequence_ratio_forward(*arguments, ignore_index=IGNORE, **terms)
+            return type(stats)(*(value.cpu() for value in stats))
+        rows, mask = self.rows(logits, labels).each(self.move), self.move(labels) != IGNORE
+        step = self.backend.ratio_step(rows.logprobs, mask, old, advantages, form, **terms)
+        layout = layout_of(mask, terms["cu_seqlens"])
+        counts = layout.sum(mask.double())
+        sizes = counts if terms["lengths"] is None else terms["lengths"].double()
+        divisor = divisor_of(form, sizes[counts > 0].tolist(), terms["normalizer"])
+        # every counted token of a sequence has its coefficient
+        each = (layout.sum(step.grad_logprobs.double()) / counts.clamp(min=1)).to(step.loss.dtype)
+        want = torch.where(mask, layout.expand(each), 0.0)
+        # the mean of equal numbers may be rounded, in fp64
+        torch.testing.assert_close(step.grad_logprobs, want, rtol=1e-15, atol=0.0, equal_nan=True)
+        stats = (step.loss, rows.logprobs, rows.lse, each * divisor, torch.tensor(divisor), step.metrics)
+        return SequenceRatioStats(*(value.cpu() for value in stats))
 
 
 WAYS = [(backend, source) for backend in ("triton", "cpp") for source in ("logits", "log-probs")]
@@ -181,8 +140,7 @@ WAYS = [(backend, source) for backend in ("triton", "cpp") for source in ("logit
 @pytest.fixture(params=WAYS, ids="-".join)
 def run(request):
     backend, source = request.param
-    reason = cpp.unavailable(torch.device("cpu")) if backend == "cpp" else None
-    if reason is not None:
+    if (reason := why_not(backend, device_of(backend))) is not None:
         pytest.skip(reason)
     return Way(backend, source)
 
@@ -190,10 +148,6 @@ def run(request):
 def packed(tensor, lengths):
     """[1, N, ...]: the first ``lengths[i]`` positions of each row, one after another."""
     return torch.cat([row[:length] for row, length in zip(tensor, lengths, strict=True)]).unsqueeze(0)
-
-
-def offsets(lengths):
-    return torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
 
 
 def check(stats, expected, dtype=torch.float32):
@@ -221,18 +175,13 @@ FORMS = {
 }
 
 
-OPTIONS = ("weights", "lengths", "normalizer")
-
-
-@pytest.mark.parametrize(
-    ("form", "options"),
-    [(name, given) for name in FORMS for given in ((), OPTIONS)] + [("gspo", (name,)) for name in OPTIONS],
-)
+@pytest.mark.parametrize("options", ((), OPTIONS), ids=("no options", "all options"))
+@pytest.mark.parametrize("form", FORMS)
 def test_padded_and_packed_equal_the_closed_form(run, form, options):
     form = FORMS[form]
-    lengths = [0, 1, 3, 9, 0, 12, 7, 11, 4, 0]
+    lengths = [0, 1, 3, 6, 0, 7, 5, 7, 4, 0]
     spread = (4e-4 if form.log_low > -0.01 else 1.0) * (4.0 if "lengths" in options else 1.0)
-    logits, labels, old, advantages = batch(lengths, 12, spread=spread)
+    logits, labels, old, advantages = batch(lengths, 7, spread=spread)
     advantages[5] = 0.0
     # one that is clipped and one that isn't, whatever is drawn
     advantages[[6, 8]] = advantages[[6, 8]].abs() + 0.1
@@ -252,7 +201,7 @@ def test_padded_and_packed_equal_the_closed_form(run, form, options):
     assert 0 < expected[3]["clip_fraction/tokens"] < 1 and 0 < expected[3]["active_fraction"] < 1
     check(stats, expected)
 
-    ends = offsets(lengths)
+    ends = offsets(tuple(lengths))
     args = [packed(value, lengths) for value in (logits, labels, old)]
     flat = run(*args, advantages, form, cu=ends, **extra)
     rows = [(0, slice(ends[i], ends[i + 1])) for i in range(10)]
@@ -263,59 +212,50 @@ def test_padded_and_packed_equal_the_closed_form(run, form, options):
     assert torch.equal(flat.metrics, stats.metrics)
 
 
-@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16, torch.float64))
-def test_dtypes(run, dtype):
-    logits, labels, old, advantages = batch([5, 8, 3], 8, spread=4e-4, dtype=dtype)
-    stats = run(logits, labels, old, advantages)
+def test_dtypes(run):
     rows = [(i, slice(None)) for i in range(3)]
-    assert stats.loss.dtype == stats.metrics.dtype == stats_dtype(dtype)
-    check(stats, closed_form(stats.logprobs, labels, old, advantages, GSPO, rows), stats_dtype(dtype))
+    for dtype in (torch.float16, torch.bfloat16, torch.float64):
+        *given, advantages = batch([5, 8, 3], 8, spread=4e-4, dtype=dtype)
+        given.append(advantages.to(stats_dtype(dtype)) / 3)
+        stats = run(*given)
+        assert stats.loss.dtype == stats.metrics.dtype == stats_dtype(dtype)
+        check(stats, closed_form(stats.logprobs, *given[1:], GSPO, rows), stats_dtype(dtype))
 
 
-@pytest.mark.slow
 def test_more_tokens_and_sequences_than_a_block(run):
     """Several rounds of the reducing loops: from log-probs blocks are of 1,024 tokens and 256 sequences, from
     logits of half as many.
     """
-    lengths = [530, *[1] * 130, 5] if run.source == "logits" else [1100, *[1] * 258, 5]
-    flat = sum(lengths)
-    args = list(batch([flat], flat, spread=4e-4))
-    args[3] = torch.randn(len(lengths), generator=torch.Generator().manual_seed(shifted_seed(1)))
-    ends = offsets(lengths)
+    lengths = (530, *[1] * 130, 5) if run.source == "logits" else (1100, *[1] * 258, 5)
+    args = list(batch([sum(lengths)], sum(lengths), spread=4e-4))
+    args[3], ends = torch.randn(len(lengths), generator=generator(1)), offsets(lengths)
     stats = run(*args, cu=ends)
     rows = [(0, slice(ends[i], ends[i + 1])) for i in range(len(lengths))]
     check(stats, closed_form(stats.logprobs, *args[1:], GSPO, rows))
 
 
-@pytest.mark.parametrize("size", (30.0, 80.0, 1e3, 1e4))
-@pytest.mark.parametrize("sign", (-1, 1))
 @pytest.mark.parametrize("form", (GSPO, DUAL), ids=("gspo", "dual"))
-def test_enormous_log_ratios(run, size, sign, form):
-    logits, labels, old, _ = batch([3, 3, 3], 3, spread=0.0)
-    old[labels != IGNORE] -= sign * size
-    advantages = torch.tensor([1.0, -1.0, 0.0])
-    stats = run(logits, labels, old, advantages, form)
-    for value in (stats.loss, stats.coefficients, stats.metrics):
-        assert not value.isnan().any()
-    rows = [(i, slice(None)) for i in range(3)]
-    want = closed_form(stats.logprobs, labels, old, advantages, form, rows)
+def test_enormous_log_ratios(run, form):
+    """Each sequence's coefficient is its own; an overflow is inf and never NaN."""
     limit = torch.finfo(torch.float32).max
-    fits = [
-        (got, ref) for got, ref in zip(stats.coefficients.tolist(), want[1], strict=True) if abs(ref) < limit
-    ]
-    for got, ref in [*fits, *([(stats.loss.item(), want[0])] if abs(want[0]) < limit else [])]:
-        assert math.isfinite(got)
-        assert got == pytest.approx(ref, rel=1e-6 * max(size, 1.0))
-    if sign > 0 and size > 100 and form is GSPO:
-        assert stats.loss == math.inf and stats.coefficients[1] == math.inf
-    assert stats.coefficients[2] == 0 and stats.coefficients[0 if sign > 0 else 1] == 0
-
-
-def test_overflow_that_the_advantage_undoes_is_finite(run):
-    """exp(100) doesn't fit fp32; 1e-20 times it does."""
+    for sizes in ((-1e4, -1e3, -80.0, -30.0, 30.0, 80.0), (-1e4, 1e3, 1e4)):
+        cases = [(size, advantage) for size in sizes for advantage in (1.0, -1.0, 0.0)]
+        logits, labels, old, _ = batch([2] * len(cases), 2, spread=0.0)
+        old -= torch.tensor([size for size, _ in cases]).unsqueeze(1)
+        advantages = torch.tensor([advantage for _, advantage in cases])
+        stats = run(logits, labels, old, advantages, form)
+        rows = [(i, slice(None)) for i in range(len(cases))]
+        want = closed_form(stats.logprobs, labels, old, advantages, form, rows)
+        assert not any(value.isnan().any() for value in (stats.loss, stats.coefficients, stats.metrics))
+        for (size, _), got, expected in zip(cases, stats.coefficients.tolist(), want[1], strict=True):
+            expected = expected if abs(expected) < limit else math.copysign(math.inf, expected)
+            assert got == pytest.approx(expected, rel=1e-6 * abs(size)), size
+        loss = want[0] if abs(want[0]) < limit else math.inf
+        assert stats.loss.item() == pytest.approx(loss, rel=1e-4)
+        assert math.isinf(loss) == (form is GSPO and max(sizes) > 100)
+    # exp(100) doesn't fit fp32; 1e-20 times it does
     logits, labels, old, _ = batch([2], 2, spread=0.0)
-    old[labels != IGNORE] -= 100.0
-    stats = run(logits, labels, old, torch.tensor([-1e-20]))
+    stats = run(logits, labels, old - 100.0, torch.tensor([-1e-20]))
     assert stats.loss.item() == pytest.approx(1e-20 * math.exp(100.0), rel=1e-4)
     assert stats.metrics[0] == math.inf
 
@@ -375,56 +315,68 @@ def test_nothing_counted(run, normalizer):
         assert stats.metrics.tolist() == [1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
 
 
-@pytest.mark.parametrize("backend", ("triton", "cpp"))
-def test_without_old_logprobs_every_ratio_is_one(backend):
-    if backend == "cpp" and cpp.unavailable(torch.device("cpu")) is not None:
-        pytest.skip(cpp.unavailable(torch.device("cpu")))
-    way = Way(backend, "log-probs")
+@pytest.mark.parametrize("run", [way for way in WAYS if way[1] == "log-probs"], ids="-".join, indirect=True)
+def test_without_old_logprobs_every_ratio_is_one(run):
     logits, labels, _, advantages = batch([7, 0, 9, 2], 9, spread=0.0)
-    logprobs = way.rows(logits, labels).logprobs
-    with_them, without = way(logits, labels, logprobs, advantages), way(logits, labels, None, advantages)
-    for name, a, b in zip(with_them._fields, with_them, without, strict=True):
-        assert torch.equal(a, b), name
+    logprobs = run.rows(logits, labels).logprobs
+    with_them, without = run(logits, labels, logprobs, advantages), run(logits, labels, None, advantages)
+    assert all(torch.equal(a, b) for a, b in zip(with_them, without, strict=True))
     assert without.metrics[:3].tolist() == [1.0, 1.0, 1.0]
 
 
-def test_threads_leave_no_trace():
-    if cpp.unavailable(torch.device("cpu")) is not None:
-        pytest.skip(cpp.unavailable(torch.device("cpu")))
-    generator = torch.Generator().manual_seed(shifted_seed(0))
-    # several times what one thread takes at once
-    logprobs = -torch.rand(64, 4096, generator=generator)
-    old = logprobs + 1e-3 * torch.randn(64, 4096, generator=generator)
-    mask = torch.rand(64, 4096, generator=generator) < 0.9
-    advantages = torch.randn(64, generator=generator)
-    options = dict.fromkeys(("weights", "lengths", "normalizer", "cu_seqlens"))
-    threads, results = torch.get_num_threads(), []
-    try:
-        for number in (1, 2, 3, 8):
-            torch.set_num_threads(number)
-            results.append(cpp.ratio_step(logprobs, mask, old, advantages, GSPO, **options))
-    finally:
-        torch.set_num_threads(threads)
-    for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+# --- sums over tokens in C++
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(GPU, reason="the order of programs can be chosen only under the interpreter")
-@pytest.mark.parametrize("layout", ("padded", "packed"))
-def test_the_order_of_programs_leaves_no_trace(run, layout):
-    if run.backend is cpp:
-        pytest.skip("C++ has threads, not programs")
-    lengths = [0, 1, 3, 9, 12]
-    args = list(batch(lengths, 12, spread=1.0))
-    cu = None
-    if layout == "packed":
-        args[:3] = [packed(value, lengths) for value in args[:3]]
-        cu = offsets(lengths)
-    want = run(*args, DUAL, cu=cu)
-    for arrange in (backwards, *(shuffle(seed) for seed in range(8))):
-        with order_of_programs(arrange) as seen:
-            got = run(*args, DUAL, cu=cu)
-        assert seen and seen[-1] != sorted(seen[-1])
-        for name, a, b in zip(want._fields, got, want, strict=True):
-            assert torch.equal(a, b), name
+# wide enough that nothing is clipped, and a mean of tokens: the drift is the mean of the log-ratios
+OPEN = RatioClip(-math.inf, math.inf, math.inf, False, "sequences", 1.0)
+
+
+def tokens(length, dtype, old_dtype):
+    """Log-probs, old ones, and a mask with holes, behind which nothing is a number."""
+    logprobs = -3 * torch.rand(2, length, dtype=torch.float64)
+    old = logprobs + 1e-2 * torch.randn(2, length, dtype=torch.float64)
+    mask = torch.rand(2, length) < 0.7
+    mask[:, -1] = torch.tensor([True, False])
+    mask[1] = False
+    logprobs, old = logprobs.to(dtype), old.to(old_dtype)
+    logprobs[~mask] = float("nan")
+    logprobs[0, -1] = old[0, -1] = -math.inf
+    return logprobs, mask, old, torch.ones(2)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float64), ids=str)
+@pytest.mark.parametrize("old_dtype", (torch.float32, torch.float64), ids=str)
+def test_only_counted_tokens_are_summed_up_in_cpp(dtype, old_dtype):
+    """In sums of any length, to which padding behind a sequence adds no bit."""
+    options, eps = dict.fromkeys((*OPTIONS, "cu_seqlens")), torch.finfo(dtype).eps
+    for length in (1, 2, 15, 16, 17, 127, 128, 129, 160, 1000):
+        given = logprobs, mask, old, ones = tokens(length, dtype, old_dtype)
+        step = cpp.ratio_step(*given, OPEN, **options)
+        exact = torch.where(mask, logprobs.double() - old.double(), 0.0)
+        exact[0, -1] = 0.0
+        mean = exact.sum() / mask.sum()
+        drift = step.metrics[METRICS.index("kl/old")].double()
+        torch.testing.assert_close(drift, -mean, rtol=4 * eps, atol=1e-15)
+        torch.testing.assert_close(step.loss.double(), -mean.exp(), rtol=4 * eps, atol=0)
+        want = torch.where(mask, (-mean.exp() / mask.sum()).to(dtype), 0.0)
+        torch.testing.assert_close(step.grad_logprobs, want, rtol=4 * eps, atol=0)
+        longer = (torch.nn.functional.pad(each, (0, 75)) for each in (logprobs, mask, old))
+        padded = cpp.ratio_step(*longer, ones, OPEN, **options)
+        assert torch.equal(step.loss, padded.loss) and torch.equal(step.metrics, padded.metrics)
+        assert torch.equal(step.grad_logprobs, padded.grad_logprobs[:, :length])
+
+
+@pytest.mark.parametrize("length", (5, 70_000))
+def test_masks_of_numbers_are_read_as_they_are_in_cpp(length):
+    logprobs, mask, *rest = tokens(length, torch.float32, torch.float32)
+    options = dict.fromkeys((*OPTIONS, "cu_seqlens"))
+    want = cpp.ratio_step(logprobs, mask, *rest, OPEN, **options)
+    for dtype in (torch.int32, torch.int64, torch.float32, torch.float64):
+        numbers = mask.to(dtype)
+        assert cpp.reads_mask(numbers)
+        got = cpp.ratio_step(logprobs, numbers, *rest, OPEN, **options)
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+        numbers[1, -1] = 2
+        with pytest.raises(ValueError, match="loss_mask: expected only 0 and 1"):
+            cpp.ratio_step(logprobs, numbers, *rest, OPEN, **options)
+    assert cpp.reads_mask(mask) and not cpp.reads_mask(mask.to(torch.float16))

@@ -7,18 +7,32 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from benchmarks.static import dearer
 
 pytest.importorskip("triton")
 
-from gspo_kernels import kernels
-
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 COUNTED = ROOT / "benchmarks" / "results" / "cpu_two_cores_avx2" / "static.json"
 NVIDIA = ("sm_80", "sm_90", "sm_100", "sm_120")
+ALL = pytest.mark.parametrize("target", (*NVIDIA, "gfx942"))
+KERNELS = {
+    *(
+        "logprobs_forward_kernel",
+        "logprobs_backward_kernel",
+        "logprobs_and_grad_kernel",
+        "on_chip_row_kernel",
+    ),
+    *(
+        "divergence_kernel",
+        "sequence_ratio_kernel",
+        "ratio_step_kernel",
+        "scale_kernel",
+        "fixed_product_kernel",
+    ),
+    *("product_operand_kernel", "scale_rows_kernel", "store_hidden_kernel", "sum_unit_kernel"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -42,37 +56,14 @@ def entries(report, target, *words):
     return found
 
 
-@pytest.mark.parametrize("target", (*NVIDIA, "gfx942"))
-def test_every_kernel_compiles(report, target):
-    found = {entry["kernel"].split()[0] for entry in entries(report, target)}
-    assert found == {
-        "logprobs_forward_kernel",
-        "logprobs_backward_kernel",
-        "logprobs_and_grad_kernel",
-        "on_chip_row_kernel",
-        "divergence_kernel",
-        "sequence_ratio_kernel",
-        "ratio_step_kernel",
-        "scale_kernel",
-        "product_operand_kernel",
-        "scale_rows_kernel",
-        "store_hidden_kernel",
-        "sum_unit_kernel",
-        "fixed_product_kernel",
-    }
-
-
-@pytest.mark.parametrize("target", (*NVIDIA, "gfx942"))
-def test_nothing_spills(report, target):
-    spilled = {e["kernel"]: e["STACK"] + e["LOCAL"] for e in entries(report, target)}
-    assert not any(spilled.values()), {name: size for name, size in spilled.items() if size}
-
-
-@pytest.mark.parametrize("target", (*NVIDIA, "gfx942"))
-def test_a_program_fits_a_multiprocessor(report, target):
-    assert all(entry["fits"] for entry in entries(report, target))
-    if target in NVIDIA:
-        assert all(entry["REG"] * 32 * entry["warps"] <= 65536 for entry in entries(report, target))
+@ALL
+def test_every_kernel_compiles_and_fits(report, target):
+    """A program into a multiprocessor, and its numbers into registers: nothing spills."""
+    compiled = entries(report, target)
+    assert {entry["kernel"].split()[0] for entry in compiled} == KERNELS
+    for entry in compiled:
+        assert entry["STACK"] + entry["LOCAL"] == 0 and entry["fits"], entry
+        assert target not in NVIDIA or entry["REG"] * 32 * entry["warps"] <= 65536, entry
 
 
 def arrivals(order):
@@ -102,16 +93,7 @@ def assert_arrivals_order(order, target):
         assert sum(word.startswith("ld") and "volatile" not in word for word in last) <= 1, last
 
 
-@pytest.mark.parametrize("platform", ["cuda", "hip"])
-@pytest.mark.parametrize("version", [(3, 6), (3, 7), (3, 8), (3, 9), (4, 0)])
-def test_amd_is_refused_to_a_triton_that_does_not_order_arrivals(monkeypatch, version, platform):
-    monkeypatch.setattr(kernels, "platform", lambda: platform)
-    monkeypatch.setattr(kernels, "triton_version", lambda: version)
-    refused = kernels.unavailable(torch.device("cuda")) or ""
-    assert ("for AMD GPUs Triton before 3.9" in refused) == (platform == "hip" and version < (3, 9))
-
-
-@pytest.mark.parametrize("target", (*NVIDIA, "gfx942"))
+@ALL
 def test_arrivals_order_what_programs_store(report, target):
     if target == "gfx942" and report["triton"].startswith(("3.6.", "3.7.")):
         pytest.skip("refused on AMD GPUs: LLVM leaves out the wait behind buffer_wbl2 there")
@@ -119,10 +101,7 @@ def test_arrivals_order_what_programs_store(report, target):
         for entry in entries(report, target, kernel):
             assert len(list(arrivals(entry["order"]))) == number, entry["kernel"]
             assert_arrivals_order(entry["order"], target)
-
-
-@pytest.mark.parametrize("target", (*NVIDIA, "gfx942"))
-def test_arrivals_that_order_too_little_are_found(report, target):
+    # and what orders too little is found
     order = entries(report, target, "sequence_ratio_kernel")[0]["order"]
     place = max(place for place, word in enumerate(order) if "atom" in word)
     if target in NVIDIA:
@@ -145,7 +124,7 @@ def test_arrivals_that_order_too_little_are_found(report, target):
             pytest.fail(f"not found: {fault}")
 
 
-@pytest.mark.parametrize("target", (*NVIDIA, "gfx942"))
+@ALL
 def test_held_rows_are_loaded_once(report, target):
     """16 bytes at a time, and of single logits only the label's."""
     for entry in entries(report, target, "on_chip_row_kernel", "no row_temperature_ptr"):
@@ -196,67 +175,42 @@ def test_clusters_order_what_their_blocks_exchange(report, target):
 
 
 @pytest.mark.parametrize("target", NVIDIA)
-def test_only_narrowing_in_place_pays_for_a_barrier(report, target):
+def test_rows_move_16_bytes_at_a_time(report, target):
+    """And only narrowing in place pays for a barrier."""
     for entry in entries(report, target, "logprobs_backward_kernel"):
         assert entry["barriers"] == ("narrows_in_place" in entry["kernel"]), entry
     for entry in entries(report, target, "logprobs_backward_kernel", "aligned narrows_in_place"):
         assert entry["wide_loads"] == 4, entry
-
-
-@pytest.mark.parametrize("target", NVIDIA)
-@pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
-def test_aligned_rows_move_16_bytes_at_a_time(report, target, dtype):
-    # The label's block, the loop's and the last, which may be cut off, of two loads each.
-    for kernel in ("logprobs_forward_kernel", "sequence_ratio_kernel"):
-        for entry in entries(report, target, kernel, f" {dtype} aligned"):
-            assert entry["wide_loads"] == 6 and entry["narrow_logit_loads"] == 0, entry
-    for entry in entries(report, target, "logprobs_backward_kernel", f" {dtype}->{dtype} aligned"):
-        assert entry["wide_loads"] == 4 and entry["wide_stores"] == 8, entry
-    for entry in entries(report, target, "logprobs_and_grad_kernel", f" {dtype}->{dtype} aligned"):
-        assert entry["wide_loads"] >= 10 and entry["wide_stores"] >= 4, entry
-
-
-@pytest.mark.parametrize("target", (*NVIDIA, "gfx942"))
-def test_products_of_fp32_are_products_of_fp32(report, target):
-    """NVIDIA's matrix instructions would round fp32 to TF32, AMD's xf32 ones likewise."""
-    for entry in entries(report, target, "fixed_product_kernel float32"):
-        instructions = entry["matrix_instructions"]
-        assert not instructions if target in NVIDIA else all("xf32" not in one for one in instructions), entry
-    # what is counted can be there
-    for entry in entries(report, target, "fixed_product_kernel bfloat16"):
-        assert entry["matrix_instructions"], entry
-
-
-@pytest.mark.parametrize("target", NVIDIA)
-def test_hidden_states_move_16_bytes_at_a_time(report, target):
-    """32 columns a thread, of two or four bytes each."""
-    for kernel, loads in (
+    for dtype in ("bfloat16", "float32"):
+        # the label's block, the loop's and the last, which may be cut off, of two loads each
+        for kernel in ("logprobs_forward_kernel", "sequence_ratio_kernel"):
+            for entry in entries(report, target, kernel, f" {dtype} aligned"):
+                assert entry["wide_loads"] == 6 and entry["narrow_logit_loads"] == 0, entry
+        for entry in entries(report, target, "logprobs_backward_kernel", f" {dtype}->{dtype} aligned"):
+            assert entry["wide_loads"] == 4 and entry["wide_stores"] == 8, entry
+        for entry in entries(report, target, "logprobs_and_grad_kernel", f" {dtype}->{dtype} aligned"):
+            assert entry["wide_loads"] >= 10 and entry["wide_stores"] >= 4, entry
+    # of hidden states a thread has 32 columns, of two or four bytes each
+    for words, loads in (
         ("product_operand_kernel bfloat16", 4),
         ("store_hidden_kernel float32 no factors_ptr", 8),
     ):
-        for entry in entries(report, target, kernel):
+        for entry in entries(report, target, words):
             assert entry["wide_loads"] >= loads and entry["wide_stores"] >= 4, entry
 
 
-def test_gradients_of_rows_that_begin_anywhere_do_so_too(report):
-    """All but less than 16 bytes at either end."""
-    for entry in entries(report, "sm_90", "_kernel float16", " shifted"):
-        if "logprobs_forward" not in entry["kernel"] and "sequence_ratio" not in entry["kernel"]:
-            assert entry["wide_loads"] >= 4, entry
-
-
-def test_folds_of_rows_that_begin_anywhere_read_whole_pieces(report):
-    """Two of 16 bytes for eight columns; threads keep their columns, and exchange nothing."""
-    for entry in entries(report, "sm_90", "16 ", " shifted"):
+def test_rows_that_begin_anywhere_are_read_in_whole_pieces(report):
+    for entry in entries(report, "sm_90", " shifted"):
         if "logprobs_forward" in entry["kernel"] or "sequence_ratio" in entry["kernel"]:
-            words = {"32": 2} if "kept" in entry["kernel"] else {}
-            assert entry["counts"]["loads"] == {"128": 4} | words, entry
-            # one by one: the label's block, one at an end, and the last
-            assert entry["narrow_logit_loads"] <= 3 * 16 and entry["counts"]["barriers"] == 0, entry
-
-
-def test_other_strides_do_not(report):
-    """What the tests above count can be absent."""
+            if "16 " in entry["kernel"]:
+                # two of 16 bytes for eight columns; threads keep their columns, and exchange nothing
+                words = {"32": 2} if "kept" in entry["kernel"] else {}
+                assert entry["counts"]["loads"] == {"128": 4} | words, entry
+                # one by one: the label's block, one at an end, and the last
+                assert entry["narrow_logit_loads"] <= 3 * 16 and entry["counts"]["barriers"] == 0, entry
+        elif "_kernel float16" in entry["kernel"]:
+            assert entry["wide_loads"] >= 4, entry
+    # what is counted can be absent, where strides are others
     for entry in entries(report, "sm_90", "logprobs_forward_kernel", "float16 no"):
         assert entry["wide_loads"] == 0 and entry["narrow_logit_loads"] > 0, entry
 
@@ -265,10 +219,20 @@ def test_one_exponential_per_element(report):
     """Of 16 bf16 or 8 fp32 elements per thread, and one for their maximum; with Triton 3.6 two."""
     more = 2 if report["triton"].startswith("3.6.") else 1
     for dtype, width in (("bfloat16", 16), ("float32", 8)):
-        for entry in entries(
-            report, "sm_90", "logprobs_forward_kernel", f" {dtype} aligned", "no entropy_ptr"
-        ):
+        words = "logprobs_forward_kernel", f" {dtype} aligned", "no entropy_ptr"
+        for entry in entries(report, "sm_90", *words):
             assert entry["counts"]["mufu_per_logit"] == pytest.approx((width + more) / width, abs=1e-3), entry
+
+
+@ALL
+def test_products_of_fp32_are_products_of_fp32(report, target):
+    """NVIDIA's matrix instructions would round fp32 to TF32, AMD's xf32 ones likewise."""
+    for entry in entries(report, target, "fixed_product_kernel float32"):
+        instructions = entry["matrix_instructions"]
+        assert not instructions if target in NVIDIA else all("xf32" not in one for one in instructions), entry
+    # what is counted can be there
+    for entry in entries(report, target, "fixed_product_kernel bfloat16"):
+        assert entry["matrix_instructions"], entry
 
 
 def test_no_kernel_becomes_dearer(report):
@@ -286,27 +250,16 @@ def test_no_kernel_becomes_dearer(report):
     assert len(compared) >= 6 * len((*NVIDIA, "gfx942"))
 
 
-@pytest.mark.parametrize(
-    ("figure", "worse"),
-    [
-        ("instructions_per_logit", lambda value: 1.04 * value),
-        ("mufu_per_logit", lambda value: 1.04 * value),
-        ("spilled", lambda value: value + 8),
-        ("warps", lambda value: value - 4),
-    ],
-)
-def test_a_dearer_kernel_is_found(figure, worse):
+def test_a_dearer_kernel_is_found():
     for line in json.loads(COUNTED.read_text())["lines"]:
         assert not dearer(line, line)
-        assert dearer(line | {figure: worse(line[figure])}, line) == [figure]
+        worse = {figure: 1.04 * line[figure] for figure in ("instructions_per_logit", "mufu_per_logit")}
+        for figure, value in (worse | {"spilled": line["spilled"] + 8, "warps": line["warps"] - 4}).items():
+            assert dearer(line | {figure: value}, line) == [figure]
 
 
-@pytest.mark.parametrize("kind", ("same", "rows", "aligned vocabulary", "odd vocabulary"))
-def test_shapes_do_not_recompile(report, kind):
-    assert set(report["keys"][kind].values()) == {1}, report["keys"][kind]
-
-
-def test_alignment_does(report):
-    """The keys that are counted above can differ, where a kernel reads logits."""
-    for name, count in report["keys"]["alignment"].items():
-        assert count == (1 if name.startswith("ratio_step_kernel") else 2), name
+def test_shapes_do_not_recompile_and_alignment_does(report):
+    for kind, counts in report["keys"].items():
+        for name, count in counts.items():
+            reads_logits = kind == "alignment" and not name.startswith("ratio_step_kernel")
+            assert count == 1 + reads_logits, (kind, name)

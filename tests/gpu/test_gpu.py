@@ -1,14 +1,77 @@
-"""Large tensors, another device, graphs, and the memory that was promised."""
+"""What only a GPU shows: races, large tensors, another device, graphs, and the memory that was promised."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from shutil import which
 
 import pytest
 import torch
 
 import gspo_kernels as gk
-from gspo_kernels.types import LogitTransform
+from tests.draws import shifted_seed
 from tests.gpu.calls import CALLS, problem
+from tests.kernels.row_calls import Rows, chunk_of
 
 kernels = pytest.importorskip("gspo_kernels.kernels", reason="needs Triton")
-PLAIN = LogitTransform()
+ROOT = Path(__file__).parents[2]
+
+
+# --- the same call gives the same bits, whatever else the device does; compute-sanitizer minds no access
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_every_run_gives_the_same_bits(name, device, scale):
+    """Other work in a second stream moves blocks of threads against each other."""
+    wanted = [one.clone() for one in CALLS[name](device, scale)]
+    assert all(one.isfinite().all() for one in wanted)
+    noise = torch.randn(2048, 2048, device=device) if device.type == "cuda" else None
+    stream = torch.cuda.Stream() if noise is not None else None
+    for run in range(scale.runs):
+        if stream is not None and run % 2:
+            with torch.cuda.stream(stream):
+                for _ in range(run % 7):
+                    noise @ noise
+        for got, want in zip(CALLS[name](device, scale), wanted, strict=True):
+            assert torch.equal(got, want), run
+
+
+@pytest.mark.parametrize("tool", ("memcheck", "racecheck", "synccheck", "initcheck"))
+def test_compute_sanitizer_finds_nothing(tool, device):
+    sanitizer = which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    if not Path(sanitizer).exists():
+        pytest.skip("compute-sanitizer is not installed")
+    # racecheck and initcheck stop at cuBLAS's own kernels
+    ours_alone = tool in ("racecheck", "initcheck")
+    names = [name for name in CALLS if not (ours_alone and "hidden" in name)]
+    command = [sanitizer, "--tool", tool, "--error-exitcode", "9", sys.executable, "-m", "tests.gpu.calls"]
+    # memory that torch keeps would hide an access beyond a tensor
+    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    run = subprocess.run(
+        [*command, *names], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-1000:]
+
+
+@pytest.mark.parametrize("V", (32000, 50257, 151936))
+def test_narrowing_in_place_races_with_nothing(V, device, scale):
+    """A row's 16-bit gradient over its own fp32 logits, which the interpreter runs in one order."""
+    tokens, V = (1024, V) if device.type == "cuda" else (2, V // 100)
+    rng = torch.Generator(device).manual_seed(shifted_seed(0))
+    logits = torch.randn(1, tokens, V, device=device, generator=rng)
+    labels = torch.randint(0, V, (1, tokens), device=device, generator=rng)
+    grad, rows = torch.ones(1, tokens, device=device), Rows("triton")
+    stats = rows.forward(logits, labels, entropy=False)
+    want = rows.backward(logits, labels, stats, grad, out=torch.empty_like(logits, dtype=torch.bfloat16))
+    for _ in range(min(scale.runs, 20)):
+        chunk, out = chunk_of(logits, torch.bfloat16)
+        assert torch.equal(rows.backward(chunk, labels, stats, grad, out=out), want)
+        chunk, out = chunk_of(logits, torch.bfloat16)
+        torch.testing.assert_close(rows.and_grad(chunk, labels, grad, out=out)[1], want)
+
+
+# --- large tensors, another device, graphs, memory
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -20,15 +83,6 @@ def test_a_device_that_is_not_the_current_one(name, device, scale):
         for got, want in zip(CALLS[name](torch.device("cuda", 1), scale), wanted, strict=True):
             assert got.device.index == 1
             torch.testing.assert_close(got.cpu(), want.cpu())
-
-
-def _rows(logits, labels, old, advantages, which):
-    """Loss terms of some sequences alone."""
-    leaf = logits[which].detach().requires_grad_()
-    out = gk.fused_policy_loss(
-        leaf, labels[which], old[which], advantages[which], backend="triton", normalizer=1.0
-    )
-    return out.logprobs, torch.autograd.grad(out.loss, leaf)[0]
 
 
 def test_more_elements_than_an_int32_counts(device):
@@ -44,10 +98,12 @@ def test_more_elements_than_an_int32_counts(device):
     leaf = logits.requires_grad_()
     out = gk.fused_policy_loss(leaf, labels, old, advantages, backend="triton", normalizer=1.0)
     (grad,) = torch.autograd.grad(out.loss, leaf)
-    for which in (slice(0, 1), slice(3, 4)):
-        logprobs, alone = _rows(logits, labels, old, advantages, which)
-        assert torch.equal(out.logprobs[which], logprobs)
-        assert torch.equal(grad[which], alone)
+    for one in (slice(0, 1), slice(3, 4)):
+        few = logits[one].detach().requires_grad_()
+        terms = labels[one], old[one], advantages[one]
+        alone = gk.fused_policy_loss(few, *terms, backend="triton", normalizer=1.0)
+        assert torch.equal(out.logprobs[one], alone.logprobs)
+        assert torch.equal(grad[one], torch.autograd.grad(alone.loss, few)[0])
 
 
 def test_more_rows_than_a_grid_dimension_takes(device):
@@ -55,7 +111,7 @@ def test_more_rows_than_a_grid_dimension_takes(device):
     N, V = (70_000, 1000) if device.type == "cuda" else (6, 10)
     logits = torch.randn(1, N, V, device=device)
     labels = torch.randint(V, (1, N), device=device)
-    got = kernels.logprobs_forward(logits, labels, PLAIN, ignore_index=-100, entropy=False).logprobs
+    got = Rows("triton").forward(logits, labels, entropy=False).logprobs.to(device)
     want = logits.double().log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
     plain = logits.log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
     budget = 2 * (plain - want).abs().max() + torch.finfo(torch.float32).eps * want.abs().max()

@@ -1,0 +1,169 @@
+"""The C++ backend at its limits: threads, sizes, refusals, and each instruction set's clone of its loops."""
+
+import platform
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from gspo_kernels import cpp
+from gspo_kernels.types import RatioClip
+from tests.cases import generator
+from tests.cpp.clones import CLONES, ROOT, build, runs_here
+from tests.kernels.row_calls import DTYPES, IGNORE, Rows, draw, same
+
+ROWS = Rows("cpp")
+
+
+@pytest.fixture
+def threads():
+    """``torch.set_num_threads``, undone behind the test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_bits_depend_neither_on_threads_nor_on_the_run(threads, dtype):
+    logits, labels, grad, grad_entropy = draw(4099, dtype, B=3, T=17)
+    rng, size = generator(0), (64, 4096)  # several times the tokens that one thread takes at once
+    logprobs = -torch.rand(size, generator=rng)
+    old = logprobs + 1e-3 * torch.randn(size, generator=rng)
+    sequences = logprobs, torch.rand(size, generator=rng) < 0.9, old, torch.randn(64, generator=rng)
+    form = RatioClip(-1e-3, 1e-3, 1.0, False, "sequences", 1.0)
+    options = dict.fromkeys(("weights", "lengths", "normalizer", "cu_seqlens"))
+
+    def everything():
+        stats = ROWS.forward(logits, labels)
+        known, both = ROWS.and_grad(logits, labels, grad)
+        with_rows, *rest = ROWS.and_rows(logits, labels)
+        of_rows = *stats, *known[:2], both, *with_rows[:2], *rest
+        gradient = ROWS.backward(logits, labels, stats, grad, grad_entropy)
+        return *of_rows, gradient, *cpp.ratio_step(*sequences, form, **options)
+
+    threads(1)
+    want = everything()
+    for count in (1, 2, 2, 3, 64):
+        threads(count)
+        assert same(everything(), want)
+
+
+def test_two_threads_share_the_work(threads):
+    logits, labels = torch.randn(1, 400, 32000), torch.zeros(1, 400, dtype=torch.int64)
+    labels[:, :200] = IGNORE  # equal shares of the rows would leave one thread idle
+    threads(2)
+    ROWS.forward(logits, labels)
+    process, thread = time.process_time(), time.thread_time()
+    for _ in range(10):
+        ROWS.forward(logits, labels)
+    assert time.thread_time() - thread < 0.9 * (time.process_time() - process)
+
+
+def test_every_statistic_is_written(monkeypatch):
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    logits, labels, grad, _ = draw(100, torch.float32, B=7, T=9)
+    before = torch.are_deterministic_algorithms_enabled()
+    try:
+        torch.use_deterministic_algorithms(True)  # torch.empty fills with NaN
+        assert torch.empty(3).isnan().all()
+        stats, (known, _) = ROWS.forward(logits, labels), ROWS.and_grad(logits, labels, grad)
+        with_rows, _, factors = ROWS.and_rows(logits, labels)
+    finally:
+        torch.use_deterministic_algorithms(before)
+    assert not any(values.isnan().any() for values in (*stats, *known[:2], *with_rows[:2], factors))
+
+
+@pytest.mark.parametrize("vocabulary", [32000, 30011])
+def test_a_gradient_too_large_for_caches_is_written_like_any(vocabulary):
+    """Above 32 MiB it may go past them, where a row begins with a cache line."""
+    logits, labels, grad, _ = draw(vocabulary, torch.float32, T=150)
+    stats = ROWS.forward(logits, labels)
+    large = ROWS.backward(logits, labels, stats, grad)
+    assert large.nbytes > 2**25
+    for t in range(0, 150, 7):
+        at = (slice(None), slice(t, t + 1))
+        one = ROWS.backward(logits[at], labels[at], stats.each(lambda x, at=at: x[at]), grad[at])
+        assert torch.equal(large[at], one)
+
+
+def test_offsets_beyond_32_bits():
+    """Memory that is reserved but, save for the few rows in use, never touched."""
+    far, vocabulary = 2**31 + 64, 1000
+    rows, labels, grad, _ = draw(vocabulary, torch.bfloat16, B=1, T=2)
+    labels[0] = torch.tensor([1, 2])
+
+    def spread_out():
+        memory = torch.empty(far + vocabulary, dtype=torch.bfloat16)
+        return memory.as_strided((1, 2, vocabulary), (0, far, 1))
+
+    logits, out = spread_out(), spread_out()
+    logits.copy_(rows)
+    stats = ROWS.forward(logits, labels)
+    assert same(stats, ROWS.forward(rows, labels))
+    want = ROWS.backward(rows, labels, stats, grad)
+    assert torch.equal(ROWS.backward(logits, labels, stats, grad, out=out), want)
+    columns = torch.empty(2**32 + 1, dtype=torch.bfloat16).as_strided((1, 1, 3), (0, 0, 2**31))
+    columns.copy_(rows[:, :1, :3])
+    assert same(
+        ROWS.forward(columns, labels[:, 1:]), ROWS.forward(rows[:, :1, :3].contiguous(), labels[:, 1:])
+    )
+
+
+def test_more_than_2_to_31_logits():
+    logits = torch.randn(32768).bfloat16().expand(1, 70000, 32768)
+    assert logits.numel() > 2**31
+    labels = torch.full((1, 70000), IGNORE)
+    labels[0, [0, 69999]] = torch.tensor([32767, 5])
+    logprobs = ROWS.forward(logits, labels, entropy=False).logprobs
+    want = torch.log_softmax(logits[0, 0].double(), -1)
+    torch.testing.assert_close(logprobs[0, [0, 69999]].double(), want[[32767, 5]], rtol=2e-7, atol=0)
+    assert logprobs.count_nonzero() == 2
+
+
+def test_the_thread_keeps_its_subnormals():
+    ROWS.forward(torch.randn(1, 2, 100), torch.zeros(1, 2, dtype=torch.int64))
+    assert (torch.tensor([1e-40]) * 1.0).item() != 0.0
+
+
+def test_refused():
+    logits, labels, grad, _ = draw(12, torch.float32)
+    stats = ROWS.forward(logits, labels)
+    with pytest.raises(ValueError, match="labels: got shape"):
+        ROWS.forward(logits, labels[:1])
+    with pytest.raises(ValueError, match=r"stats\.entropy"):
+        ROWS.backward(logits, labels, stats._replace(entropy=None), grad, grad)
+    for out, error, message in (
+        (torch.empty(2, 3, 11), ValueError, "out: got shape"),
+        (torch.empty(12, 2, 3).permute(1, 2, 0), ValueError, "vocabulary stride 1"),
+        (logits.long(), TypeError, "out: got torch.int64"),
+    ):
+        with pytest.raises(error, match=message):
+            ROWS.backward(logits, labels, stats, grad, out=out)
+    with pytest.raises(TypeError, match=r"out: got torch\.float16, expected torch\.float32"):
+        ROWS.and_rows(logits, labels, out=logits.half())
+
+
+# --- clones of the loops for other instruction sets than the one that the loader picks here
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("clones") / "tree"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="there are clones for x86-64 alone")
+@pytest.mark.parametrize("clone", CLONES)
+def test_each_clone_is_within_budget(clone, folder):
+    if not runs_here(clone):
+        pytest.skip(f"this processor does not run {clone}")
+    if not any(runs_here(newer) for newer in CLONES[CLONES.index(clone) + 1 :]):
+        pytest.skip(f"the loader picks {clone} here, so that every other test runs it")
+    tests = [f"tests/kernels/test_{name}.py" for name in ("rows", "sequence_ratio")]
+    chosen = ["-k", "cpp and (vocabularies or transforms or far_apart or counted_tokens) or 16_bit"]
+    options = ["-p", "no:xdist", "-p", "no:cacheprovider", f"--extension={build(clone, folder)}"]
+    command = [sys.executable, "-m", "pytest", *options, *tests, *chosen]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-1000:]

@@ -1,0 +1,299 @@
+"""Products whose elements depend on their row and column alone: Triton's, and C++'s by every instruction."""
+
+import functools
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from gspo_kernels import cpp
+from gspo_kernels.cpp import products
+from gspo_kernels.cpp.products import INSTRUCTIONS, PIECE, has_instructions
+from gspo_kernels.ops.backends import why_not
+from tests.accuracy import Spread, assert_as_exact
+from tests.cases import device_of, generator
+
+FP32, BF16 = torch.float32, torch.bfloat16
+# multiples of nothing; one more and one less than a tile, a block, a piece along K (128 or 256); odd K
+SMALL = ((1, 1, 1), (31, 63, 257), (32, 64, 128), (33, 65, 127))
+LARGE = (
+    (5, 7, 3),
+    (13, 33, 255),
+    (40, 72, 256),
+    (100, 300, 513),
+    (505, 961, 40),
+    (3, 40, 2050),
+    (600, 5, 77),
+)
+
+
+class Way:
+    """Triton's product, or C++'s with some instructions; ``dtypes`` are those that it multiplies here."""
+
+    def __init__(self, name):
+        self.name, self.device = name, device_of("triton" if name == "triton" else "cpp")
+        if name == "triton":
+            self.dtypes, self.shapes = (FP32, BF16, torch.float16), SMALL
+        else:
+            self.dtypes = tuple(dtype for dtype in (FP32, BF16) if has_instructions(name, dtype))
+            self.shapes = SMALL + LARGE
+
+    def draw(self, shape, dtype):
+        return tuple(each.to(self.device) for each in draw(shape, dtype))
+
+    def __call__(self, a, b, out=None, **options):
+        if out is None:
+            out = torch.full((a.shape[0], b.shape[1]), torch.nan, device=self.device)
+        if self.name == "triton":
+            from gspo_kernels.kernels import fixed_product
+
+            return fixed_product(a, b, out, **options)
+        return products.multiply(a, b, out, instructions=self.name, **options)
+
+
+@pytest.fixture(params=("triton", *INSTRUCTIONS))
+def way(request):
+    backend = "triton" if request.param == "triton" else "cpp"
+    if (reason := why_not(backend, device_of(backend))) is not None:
+        pytest.skip(reason)
+    if not (found := Way(request.param)).dtypes:
+        pytest.skip("this processor has no such instructions")
+    return found
+
+
+@functools.cache
+def draw(shape, dtype):
+    M, N, K = shape
+    rng = generator(0)
+    return torch.randn(M, K, generator=rng).to(dtype), torch.randn(K, N, generator=rng).to(dtype)
+
+
+@functools.cache
+def sums(shape, dtype):
+    """The exact product, and fp32 PyTorch's in several orders of its sums."""
+    a, b = draw(shape, dtype)
+    orders = [torch.randperm(shape[2], generator=generator(seed)) for seed in range(8)]
+    return a.double() @ b.double(), [a[:, order].float() @ b[order].float() for order in orders]
+
+
+def test_values(way):
+    for dtype, shape in itertools.product(way.dtypes, way.shapes):
+        a, b = way.draw(shape, dtype)
+        product, plain = sums(shape, dtype)
+        bias, there = (torch.randn(size, generator=generator(1)) for size in (shape[1:2], shape[:2]))
+        for name, more, options in (
+            ("alone", torch.zeros(()), {}),
+            ("bias", bias, {"bias": bias.to(way.device)}),
+            ("there", there, {"out": there.to(way.device, copy=True), "accumulate": True}),
+        ):
+            exact = product + more
+            spread = Spread.of([(each + more).double() - exact for each in plain], by_row=False)
+            error = way(a, b, **options).cpu().double() - exact
+            assert_as_exact(f"{dtype} {shape} {name}", [error], spread, [exact], torch.finfo(FP32).eps)
+    rounded = bias.to(way.device, BF16)[:, None].expand(-1, 2)[:, 0]
+    assert torch.equal(way(a, b, bias=rounded), way(a, b, bias=rounded.float()))
+    if way.name == "triton":
+        narrow = torch.empty(there.shape, dtype=dtype, device=way.device)
+        assert torch.equal(way(a, b, narrow), way(a, b).to(dtype)) and dtype != FP32
+
+
+def views(matrix):
+    """A matrix with NaN on all sides, along either dimension, and with strides in both."""
+    for turned in (False, True):
+        inner = matrix.t() if turned else matrix
+        rows, columns = inner.shape
+        room = torch.full((rows + 40, columns + 40), torch.nan, dtype=matrix.dtype, device=matrix.device)
+        inner = room[20:-20, 20:-20].copy_(inner)
+        yield inner.t() if turned else inner
+    apart = matrix.new_full((matrix.shape[0], 3 * matrix.shape[1] + 1), torch.nan)[:, 1::3]
+    yield apart.copy_(matrix)
+
+
+def test_an_element_depends_on_its_row_and_its_column_alone(way, monkeypatch):
+    """Not on strides, on what lies around, on what is computed along with it, nor on who computes it."""
+    large = (530, 1000, 600) if way.name == "best" else (100, 130, 300)
+    threads = torch.get_num_threads()
+    for dtype, shape in itertools.product(way.dtypes, ((3, 5, 7), (33, 70, 130))):
+        a, b = way.draw(shape, dtype)
+        whole = way(a, b)
+        for left, right in itertools.product(views(a), views(b)):
+            assert torch.equal(way(left, right), whole)
+        around = torch.full((shape[0] + 2, shape[1] + 3), 7.0, device=way.device)
+        assert torch.equal(way(a, b, around[1:-1, 2:-1]), whole)
+        around[1:-1, 2:-1] = 7.0
+        assert (around == 7.0).all()
+    for dtype in way.dtypes:
+        a, b = way.draw((37, 70, 200) if way.name == "triton" else large, dtype)
+        whole = way(a, b)
+        assert torch.equal(way(a[7:9], b[:, 1:60]), whole[7:9, 1:60])
+        assert torch.equal(way(torch.cat([a.flip(0)] * 2), b), torch.cat([whole.flip(0)] * 2))
+        for count in (1, 2, 8, 64):
+            if way.name == "triton":
+                monkeypatch.setattr("gspo_kernels.kernels.products._multiprocessors", lambda _, n=count: n)
+            torch.set_num_threads(count)
+            try:
+                assert torch.equal(way(a, b), whole)
+                assert torch.equal(way(a[:1], b), whole[:1]) and torch.equal(way(a, b[:, :3]), whole[:, :3])
+            finally:
+                torch.set_num_threads(threads)
+
+
+def test_pieces_that_end_where_they_are_told_to_add_up_in_their_order(way):
+    """As products of their own that are added one after another, whichever of them one call takes."""
+    ends = [128, 256, 300] if way.name == "triton" else [1, 41, 41 + PIECE, 290, 301]
+    for dtype in way.dtypes:
+        a, b = way.draw((40, 72, ends[-1]), dtype)
+        there = torch.randn(40, 72, generator=generator(5)).to(way.device)
+        whole = way(a, b, there.clone(), accumulate=True, ends=torch.tensor(ends))
+        each = list(itertools.pairwise([0, *ends]))
+        for parts in (each, [(0, ends[2]), *each[3:]], [(0, ends[1]), (ends[1], ends[-1])]):
+            added = there.clone()
+            for start, end in parts:
+                local = torch.tensor([e - start for e in ends if start < e <= end])
+                way(a[:, start:end], b[start:end], added, accumulate=True, ends=local)
+            assert torch.equal(added, whole)
+        if way.name != "triton":
+            assert not torch.equal(way(a, b, there.clone(), accumulate=True), whole)
+
+
+def test_infinities_and_nan_stay_in_their_rows_and_columns(way):
+    for dtype in way.dtypes:
+        a, b = way.draw((30, 50, 77), dtype)
+        a, b, clean = a.clone(), b.clone(), way(a, b)
+        a[3, 5], a[17, 76], b[2, 9] = torch.nan, torch.inf, -torch.inf
+        out, touched = way(a, b), torch.zeros(30, 50, dtype=torch.bool)
+        touched[[3, 17]] = touched[:, 9] = True
+        assert not out[touched].isfinite().any() and torch.equal(out[~touched], clean[~touched])
+        assert out[3].isnan().all() and torch.equal(out[17, 10:].sign(), b[76, 10:].float().sign())
+
+
+def test_nothing_to_multiply(way):
+    for dtype in way.dtypes if way.name != "triton" else ():
+        a, b, bias = torch.empty(2, 0, dtype=dtype), torch.empty(0, 3, dtype=dtype), torch.arange(3.0)
+        assert way(b, torch.empty(3, 4, dtype=dtype)).shape == (0, 4)
+        assert way(torch.empty(4, 3, dtype=dtype), a.t()[:0].reshape(3, 0)).shape == (4, 0)
+        assert (way(a, b) == 0).all() and torch.equal(way(a, b, bias=bias), bias.expand(2, 3))
+        assert (way(a, b, torch.full((2, 3), 5.0), accumulate=True) == 5).all()
+
+
+def test_what_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match="128 apart"):
+        Way("triton")(torch.empty(2, 300), torch.empty(300, 3), ends=torch.tensor([100, 300]))
+    long = {"a": torch.empty(2, 300), "b": torch.empty(300, 3), "ends": torch.tensor([300])}
+    for change, message in (
+        ({"b": torch.empty(5, 3)}, "shapes"),
+        ({"out": torch.empty(2, 4)}, "shapes"),
+        ({"out": torch.empty(3, 2).t()}, "contiguous along its rows"),
+        ({"out": torch.empty(2, 3, dtype=torch.float64)}, "fp32"),
+        ({"b": torch.empty(4, 3, dtype=BF16)}, "one dtype"),
+        ({"a": torch.empty(2, 4).double(), "b": torch.empty(4, 3).double()}, "fp32 or bf16"),
+        ({"ends": torch.tensor([2, 3])}, "last of the ends"),
+        ({"ends": torch.tensor([2, 2, 4])}, "ends must grow"),
+        (long, "no more than"),
+        ({"bias": torch.empty(4)}, "bias"),
+        ({"bias": torch.empty(3), "accumulate": True}, "bias"),
+    ):
+        given = {"a": torch.empty(2, 4), "b": torch.empty(4, 3), "out": torch.empty(2, 3)} | change
+        with pytest.raises(RuntimeError, match=message):
+            products.multiply(**given)
+
+
+# --- instruction sets of the CPU
+
+
+@pytest.mark.parametrize("depth", [40, 600])
+def test_large_results_go_past_the_caches_and_are_the_same(depth):
+    """From 32 MiB, where rows begin at cache lines; with a rest of columns that is no whole vector."""
+    way = Way("best")
+    for dtype in way.dtypes:
+        a, b = way.draw((1100, 8007, depth), dtype)
+        streamed = way(a, b, torch.full((1100, 8016), torch.nan)[:, :8007])
+        assert all(
+            torch.equal(way(rows, b), part)
+            for rows, part in zip(a.split(300), streamed.split(300), strict=True)
+        )
+        added = way(a, b, streamed.clone(), accumulate=True)
+        for rows, before, after in zip(*(each.split(300) for each in (a, streamed, added)), strict=True):
+            assert torch.equal(way(rows, b, before.clone(), accumulate=True), after)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "dtype"),
+    [
+        ("amx", "portable_amx", BF16),
+        ("avx512_bf16", "portable", BF16),
+        ("avx2", "portable", BF16),
+        ("avx512", "avx2", FP32),
+        ("avx512", "as fp32", BF16),
+    ],
+)
+def test_instructions_with_the_same_sums_have_the_same_bits(one, other, dtype):
+    """bf16 without instructions of its own is multiplied as fp32, in pieces of as many values."""
+    if not all(name == "as fp32" or has_instructions(name, dtype) for name in (one, other)):
+        pytest.skip("this processor lacks one of them")
+    for shape, turned in itertools.product(SMALL + LARGE, (False, True)):
+        a, b = (each.clone() for each in draw(shape, dtype))
+        a[0, 0], b[-1, -1] = torch.inf, -0.0
+        if turned:
+            a, b = a.t().contiguous().t(), b.t().contiguous().t()
+        want = Way("avx512")(a.float(), b.float()) if other == "as fp32" else Way(other)(a, b)
+        torch.testing.assert_close(Way(one)(a, b), want, rtol=0, atol=0, equal_nan=True)
+
+
+def test_amx_takes_subnormal_numbers_for_zero_and_leaves_none():
+    smallest, subnormal = 2.0**-126, 2.0**-130
+    a = torch.tensor([[subnormal, 1.0], [smallest, -1.0], [smallest, 0.0]], dtype=BF16)
+    b = torch.tensor([[2.0**100], [smallest]], dtype=BF16)
+    halved = torch.tensor([[0.5], [0.0]], dtype=BF16)
+    for name in ("amx", "portable_amx"):
+        if has_instructions(name, BF16):
+            assert Way(name)(a, b).flatten().tolist() == [smallest, 2.0**-26 - smallest, 2.0**-26]
+            assert (Way(name)(a, halved) == 0).all()
+
+
+def test_amx_products_go_between_those_of_pytorch():
+    """oneDNN configures the same registers of the same threads."""
+    if not has_instructions("amx", BF16):
+        pytest.skip("this processor has no AMX")
+    a, b = draw((300, 500, 600), BF16)
+    ours, theirs = Way("amx")(a, b), a @ b
+    for _ in range(20):
+        assert torch.equal(Way("amx")(a, b), ours) and torch.equal(a @ b, theirs)
+
+
+@pytest.mark.slow
+def test_limits_that_users_set_are_kept():
+    """In processes whose oneDNN may not use AMX, or whose PyTorch is held to AVX2 as on older processors."""
+    code = (
+        "import torch; from gspo_kernels.cpp.products import best_instructions\n"
+        "from gspo_kernels.linear.head import Head\n"
+        "print(best_instructions(torch.bfloat16), torch.ops.gspo_kernels_cpp.amx_unavailable(), sep='; ')\n"
+        "for dtype in (torch.float32, torch.bfloat16):\n"
+        "    head = Head(torch.empty(2**14, 2**7, dtype=dtype), None, 'float32')\n"
+        "    print(head.in_blocks, head.rows_dtype)"
+    )
+    shown = []
+    for limit in ({"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}, {"ATEN_CPU_CAPABILITY": "avx2"}):
+        environment = {**os.environ, **limit, "PYTHONPATH": str(Path(__file__).parents[2])}
+        command = [sys.executable, "-c", code]
+        ran = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=120, check=True
+        )
+        shown.append(ran.stdout.splitlines())
+    instructions, reason = shown[0][0].split("; ")
+    expected = "ONEDNN_MAX_CPU_ISA leaves it out" if has_instructions("amx", BF16) else "none"
+    assert instructions != "amx" and (expected in reason or reason.startswith("this build"))
+    assert shown[1][1:] == ["False torch.float32"] * 2
+
+
+def test_processors_that_pytorch_may_not_use_are_left_alone(monkeypatch):
+    assert not any(products.multiplies(dtype) for dtype in (torch.float64, torch.float16, torch.int8))
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    assert not any(products.multiplies(dtype) for dtype in (FP32, BF16))
+    monkeypatch.undo()
+    monkeypatch.setattr(cpp, "_why_not_loaded", lambda: "the reason")
+    assert not any(products.multiplies(dtype) for dtype in (FP32, BF16))
