@@ -54,7 +54,7 @@ _ON_DEVICE = (
     "tests/kernels/test_triton_rows.py",
     "tests/kernels/test_sequence_ratio.py",
     "tests/invariants",
-    "tests/equivalence",
+    "tests/test_equivalence.py",
 )
 
 

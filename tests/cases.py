@@ -69,6 +69,8 @@ class Case:
     logit_options: dict[str, Any] = field(default_factory=dict)
     logits_dtype: str = "float32"
     ignore_index: int = -100
+    frozen: tuple[str, ...] = ()
+    """Inputs that need no gradient."""
 
     @property
     def counted(self) -> Tensor:
@@ -336,6 +338,15 @@ def pad(case: Case, padding: int, *, masked: bool = True, fill: float = 0.0) -> 
     )
 
 
+def strided(value: Tensor, kind: str) -> Tensor:
+    """The same values in memory of another order ("reversed axes"), or between others ("gaps")."""
+    if kind == "reversed axes":
+        axes = tuple(reversed(range(value.ndim)))
+        return value.permute(axes).contiguous().permute(axes)
+    other = torch.full_like(value, math.nan if value.is_floating_point() else 1)
+    return torch.stack([value, other], -1)[..., 0] if kind == "gaps" else value
+
+
 def poisoned(case: Case, poison: float | str) -> Case:
     """``poison`` at masked tokens, and in the [B] terms of sequences without counted tokens.
 
@@ -384,7 +395,10 @@ def run(
     def moved(value: Any) -> Any:
         return value.to(device) if isinstance(value, Tensor) else value
 
-    leaves = {name: moved(value.detach()).requires_grad_() for name, value in case.inputs.items()}
+    leaves = {
+        name: moved(value.detach()).requires_grad_(name not in case.frozen)
+        for name, value in case.inputs.items()
+    }
     output = call(case, leaves, entry, objective, backend, moved, **options)
     (output.loss * factor).backward()
     logprobs, entropy = output.logprobs.cpu(), None if output.entropy is None else output.entropy.cpu()
@@ -392,7 +406,8 @@ def run(
         # only the loss knows loss_mask here, so tokens it leaves out still have log-probs
         logprobs = torch.where(case.counted, logprobs, 0.0)
         entropy = None if entropy is None else torch.where(case.counted, entropy, 0.0)
-    grads = {name: leaf.grad.cpu() / factor for name, leaf in leaves.items()}
+    assert all(leaves[name].grad is None for name in case.frozen)
+    grads = {name: leaf.grad.cpu() / factor for name, leaf in leaves.items() if name not in case.frozen}
     return Result(output.loss.detach().cpu(), logprobs, grads, entropy)
 
 

@@ -20,11 +20,20 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import gspo_kernels as gk
 from tests import test_distillation, test_selected
-from tests.cases import AGGREGATIONS, KIND, LAYOUTS, LOGIT_OPTIONS, for_objective, make_case, poisoned, run
+from tests.cases import (
+    AGGREGATIONS,
+    KIND,
+    LAYOUTS,
+    LOGIT_OPTIONS,
+    for_objective,
+    make_case,
+    poisoned,
+    run,
+    strided,
+)
 from tests.judging import assert_equals_oracle
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -57,15 +66,6 @@ def draw_objective(dice: random.Random) -> Any:
         return gk.Linear(**shared)
     low, high = dice.choice(((0.2, 0.2), (0.1, 0.3)) if kind is gk.GRPO else ((3e-4, 4e-4), (0.2, 0.2)))
     return kind(clip_low=low, clip_high=high, dual_clip=dice.choice((None, None, 1.5)), **shared)
-
-
-def strided(value: Tensor, kind: str) -> Tensor:
-    """The same values in memory of another order, or between values that are none."""
-    if kind == "reversed axes":
-        axes = tuple(reversed(range(value.ndim)))
-        return value.permute(axes).contiguous().permute(axes)
-    other = torch.full_like(value, math.nan)
-    return torch.stack([value, other], -1)[..., 0] if kind == "gaps" else value
 
 
 def policy_call(seed: int, largest: int) -> tuple[str, partial[bool]]:

@@ -25,7 +25,7 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-CALLS = "tests/equivalence tests/invariants tests/test_memory.py"
+CALLS = "tests/test_equivalence.py tests/invariants tests/test_memory.py"
 TEACHERS = "tests/test_distillation.py tests/test_distillation_calls.py"
 # The tests that touch what begins like this, quick ones first. The longest beginning counts.
 TESTS = {
