@@ -53,7 +53,7 @@ class Stage:
 _ON_DEVICE = (
     "tests/kernels/test_triton_rows.py",
     "tests/kernels/test_sequence_ratio.py",
-    "tests/invariants",
+    "tests/test_invariants.py",
     "tests/test_equivalence.py",
 )
 
