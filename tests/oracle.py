@@ -146,6 +146,15 @@ def ppo_clip(log_ratio: Tensor, advantage: float, low: float, high: float, dual:
     return -log_ratio.exp() * advantage
 
 
+def clipped_sequence(objective, log_s: float, advantage: float) -> tuple[float, float]:
+    """GSPO's loss of a sequence, and its derivative by log s; with fp32's infinities."""
+    leaf = torch.tensor(log_s, dtype=torch.float64, requires_grad=True)
+    bounds = objective.clip_low, objective.clip_high, objective.dual_clip
+    value = ppo_clip(leaf, advantage, *bounds)
+    (slope,) = torch.autograd.grad(value, leaf)
+    return value.float().item(), slope.float().item()
+
+
 def kl_penalty(d: Tensor, estimator: str) -> Tensor:
     return {"k1": d, "k2": d * d / 2, "k3": torch.exp(-d) + d - 1}[estimator]
 

@@ -406,15 +406,6 @@ def test_masked_hidden_states_are_inert_in_every_schedule(schedule, skip_inactiv
 # --- the ends of the range
 
 
-def closed_form(objective, log_ratio, advantage):
-    """Loss of a sequence of one token, and its coefficient, by the oracle; with fp32's infinities."""
-    leaf = torch.tensor(log_ratio, dtype=torch.float64, requires_grad=True)
-    bounds = objective.clip_low, objective.clip_high, objective.dual_clip
-    value = oracle.ppo_clip(leaf, advantage, *bounds)
-    (coefficient,) = torch.autograd.grad(value, leaf)
-    return value.float().item(), coefficient.float().item()
-
-
 EXTREMES = list(itertools.product((-1e4, -200.0, -87.0, 0.0, 87.0, 200.0, 1e4), (1.5, -1.5, 0.0)))
 
 
@@ -429,7 +420,7 @@ def test_extreme_ratios(name, dual):
         advantages = torch.tensor([advantage, 1.0])
         output = gk.policy_loss(logprobs, old, advantages, objective=objective, normalizer=1)
         output.loss.backward()
-        value, coefficient = closed_form(objective, log_ratio, advantage)
+        value, coefficient = oracle.clipped_sequence(objective, log_ratio, advantage)
         assert output.loss.item() == pytest.approx(value - 1.0, rel=1e-6)
         # the neighbour's gradient is its own, whatever happens to this one
         assert logprobs.grad.flatten().tolist() == pytest.approx([coefficient, -1.0], rel=1e-6)
@@ -456,7 +447,7 @@ def test_extreme_ratios_fused(monkeypatch, name, entry, backend):
     grad = leaves["logits" if "logits" in leaves else "hidden"].grad.cpu()
     assert not grad.isnan().any()
     for (log_ratio, advantage), row in zip(EXTREMES, grad, strict=True):
-        _, coefficient = closed_form(objective, log_ratio, advantage)
+        _, coefficient = oracle.clipped_sequence(objective, log_ratio, advantage)
         if math.isinf(coefficient):
             assert not row.isfinite().all()
         else:
