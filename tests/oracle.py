@@ -215,19 +215,13 @@ def policy_loss(
             value = ppo_clip(log_s, float(advantages[i]), *clip) * (sum(weights) / sequence.count)
             total = total + (value if per_sequence_mean else value * length)
             token_ratios = [log_s] * sequence.count
-        elif name == "GSPOToken":
+        elif name in ("GSPOToken", "GRPO"):
             clip = (objective.clip_low, objective.clip_high, objective.dual_clip)
             for log_r, advantage, weight in zip(
                 log_ratios.unbind(), numbers(advantages), weights, strict=True
             ):
-                log_st = log_s.detach() + (log_r - log_r.detach() if log_r.isfinite() else 0.0)
-                total = total + ppo_clip(log_st, advantage, *clip) * weight * share
-                token_ratios.append(log_st)
-        elif name == "GRPO":
-            clip = (objective.clip_low, objective.clip_high, objective.dual_clip)
-            for log_r, advantage, weight in zip(
-                log_ratios.unbind(), numbers(advantages), weights, strict=True
-            ):
+                if name == "GSPOToken":  # the sequence's ratio, with the token's derivative
+                    log_r = log_s.detach() + (log_r - log_r.detach() if log_r.isfinite() else 0.0)
                 total = total + ppo_clip(log_r, advantage, *clip) * weight * share
                 token_ratios.append(log_r)
         elif name == "Linear":

@@ -137,49 +137,6 @@ WRONG = [
     (normalized, "group_ids", [torch.zeros(4, dtype=ids)], []),  # beside group_size
     (normalized, "scale", ["std"], []),
     (normalized, "eps", [-1e-4], [None]),
-    # options of objectives
-    (gk.GSPO, "clip_low", [-0.1, 1.1], ["3e-4"]),
-    (gk.GSPO, "clip_high", [INF, NAN], [None]),
-    (gk.GSPO, "dual_clip", [1.0, NAN], [True]),
-    (gk.GSPO, "aggregation", ["mean"], []),
-    (gk.GSPO, "aggregation_constant", [3.0], []),
-    (gk.GSPOToken, "clip_low", [2], []),
-    (gk.GSPOToken, "clip_high", [-1e-9], []),
-    (gk.GRPO, "clip_high", [], ["0.2"]),
-    (gk.GRPO, "dual_clip", [1.1], []),
-    (gk.CISPO, "min_ratio", [1.5], []),
-    (gk.CISPO, "max_ratio", [0.0], []),
-    (gk.GMPO, "log_clip_low", [-0.1], []),
-    (gk.PrimeIPO, "max_ratio", [0.9], []),
-    (gk.M2PO, "threshold", [-0.1], []),
-    (gk.REAL, "tau", [0.0], []),
-    (gk.FSPO, "log_clip_high", [-0.1], []),
-    (gk.CTPO, "power", [1.5], []),
-    (gk.CTPO, "log_dual_clip", [0.01], []),
-    (gk.FIPO, "half_life", [0.0], []),
-    (gk.FIPO, "safe_ratio", [0.5], []),
-    (gk.SAPO, "tau_positive", [0.0], []),
-    (gk.ABCGRPO, "positive_low", [1.1], []),
-    (gk.TOPR, "ratio_level", ["turn"], []),
-    (gk.VESPO, "lambda_negative", [NAN], []),
-    (gk.DRO, "beta", [INF], []),
-    (gk.DPPO, "divergence", ["js"], []),
-    (gk.SSPO, "gate", ["none"], []),
-    (gk.DHPO, "mix", [1.5, "more"], []),
-    (gk.ESPO, "elbo_kl_beta", [-1.0], []),
-    (gk.DPO, "beta", [-0.1], ["0.1"]),
-    (gk.DPO, "min_gap", [-1.0], []),
-    (gk.TRPA, "anisotropy", [INF], []),
-    (gk.TRPA, "kl_coef", [-1.0], []),
-    (gk.REBEL, "eta", [NAN], []),
-    (gk.AGRO, "beta", [], [None]),
-    (gk.EGSW, "temperature", [0.0], []),
-    (gk.EGSW, "clip_low", [2.0], []),
-    (gk.EGSW, "alpha", [-1.0], []),
-    (gk.ClipCov, "clip_cov_ratio", [1.5], []),
-    (gk.ClipCov, "seed", [], [1.5]),
-    (gk.KLCov, "kl_cov_ratio", [-0.1], []),
-    (gk.KLCov, "ppo_kl_coef", [-0.1], []),
 ]  # fmt: skip
 
 
@@ -190,6 +147,51 @@ def test_wrong_argument(function, name, values, types):
     for exception, wrong in ((ValueError, values), (TypeError, types)):
         for value in wrong:
             assert_refused(exception, name, function, **arguments(function, **{name: value}))
+
+
+# Options of objectives, each alone a ValueError.
+WRONG_OPTIONS = {
+    gk.GSPO: {"clip_low": -0.1, "clip_high": INF, "dual_clip": 1.0, "aggregation": "mean"},
+    gk.GSPOToken: {"clip_low": 2, "clip_high": -1e-9, "dual_clip": NAN, "aggregation_constant": 3.0},
+    gk.GRPO: {"clip_low": 1.1, "clip_high": NAN, "dual_clip": 1.1},
+    gk.CISPO: {"min_ratio": 1.5, "max_ratio": 0.0},
+    gk.GMPO: {"log_clip_low": -0.1},
+    gk.PrimeIPO: {"max_ratio": 0.9},
+    gk.M2PO: {"threshold": -0.1},
+    gk.REAL: {"tau": 0.0},
+    gk.FSPO: {"log_clip_high": -0.1},
+    gk.CTPO: {"power": 1.5, "log_dual_clip": 0.01},
+    gk.FIPO: {"half_life": 0.0, "safe_ratio": 0.5},
+    gk.SAPO: {"tau_positive": 0.0},
+    gk.ABCGRPO: {"positive_low": 1.1},
+    gk.TOPR: {"ratio_level": "turn"},
+    gk.VESPO: {"lambda_negative": NAN},
+    gk.DRO: {"beta": INF},
+    gk.DPPO: {"divergence": "js"},
+    gk.SSPO: {"gate": "none"},
+    gk.DHPO: {"mix": 1.5},
+    gk.ESPO: {"elbo_kl_beta": -1.0},
+    gk.DPO: {"beta": -0.1, "min_gap": -1.0},
+    gk.TRPA: {"anisotropy": INF, "kl_coef": -1.0},
+    gk.REBEL: {"eta": NAN},
+    gk.EGSW: {"temperature": 0.0, "clip_low": 2.0, "alpha": -1.0},
+    gk.ClipCov: {"clip_cov_ratio": 1.5},
+    gk.KLCov: {"kl_cov_ratio": -0.1, "ppo_kl_coef": -0.1},
+}
+WRONG_TYPES = {
+    gk.GSPO: {"clip_low": "3e-4", "clip_high": None, "dual_clip": True},
+    gk.DPO: {"beta": "0.1"},
+    gk.AGRO: {"beta": None},
+    gk.ClipCov: {"seed": 1.5},
+}
+
+
+@pytest.mark.parametrize("objective", {**WRONG_OPTIONS, **WRONG_TYPES})
+def test_wrong_options_of_objectives(objective):
+    for exception, wrong in ((ValueError, WRONG_OPTIONS), (TypeError, WRONG_TYPES)):
+        for name, value in wrong.get(objective, {}).items():
+            assert_refused(exception, name, objective, **{name: value})
+    assert_refused(TypeError, "'epsilon'", objective, epsilon=0.2)
 
 
 NO_ADVANTAGES = {"objective": gk.Linear(), "advantages": None}
@@ -218,6 +220,7 @@ COMBINED = [
     (gk.GSPO, "aggregation_constant", {"aggregation": "constant", "aggregation_constant": INF}),
     (gk.CISPO, "max_ratio: got 0.5.* at least 0.8", {"min_ratio": 0.8, "max_ratio": 0.5}),
     (gk.DrGRPO, "aggregation_constant", {}),
+    (gk.DHPO, "mix", {"mix": "more"}),
     (gk.ClipCov, "clip_cov_ub", {"clip_cov_lb": 6.0}),
 ]  # fmt: skip
 
