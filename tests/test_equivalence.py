@@ -197,6 +197,7 @@ def with_mask_of(dtype):
     return lambda case: replace(case, loss_mask=case.loss_mask.to(dtype))
 
 
+MASKS = (torch.int32, torch.int64, torch.uint8, torch.float32, torch.float64, torch.bfloat16)
 CHANGES = [
     *itertools.product([FUSED], [left_padded]),
     *itertools.product([ROWS, FUSED, LINEAR], [with_strides("gaps")]),
@@ -205,7 +206,7 @@ CHANGES = [
 CHANGES_ON_CPU = [
     *itertools.product([LINEAR_ROWS], [with_strides("gaps"), with_strides("reversed axes")]),
     *itertools.product(FUSED_ENTRIES, [ignoring(0), ignoring(-1)]),
-    *itertools.product([FUSED], map(with_mask_of, (torch.int64, torch.uint8, torch.float32, torch.bfloat16))),
+    *itertools.product([FUSED], map(with_mask_of, MASKS)),
 ]
 
 

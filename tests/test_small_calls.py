@@ -6,7 +6,6 @@ import torch
 import gspo_kernels as gk
 from gspo_kernels import cpp, losses
 from gspo_kernels.linear import loss
-from gspo_kernels.ops import values
 from tests.cases import generator
 
 pytestmark = pytest.mark.skipif(
@@ -97,19 +96,3 @@ def test_logits_beyond_the_limit_are_not_kept(kept, monkeypatch):
         monkeypatch.setattr(loss, "SMALL_BYTES", limit)
         outcome(batch())
         assert kept.pop() is expected
-
-
-@pytest.mark.parametrize("dtype", (torch.bool, torch.int32, torch.int64, torch.float32, torch.float64))
-def test_masks_are_merged_alike_in_cpp_and_torch(dtype):
-    labels = torch.tensor([[5, -100, 7, 3], [-100, 2, 0, 1]])
-    wrong = () if dtype == torch.bool else (2, -1)
-    wrong += (0.5, float("nan"), float("inf")) if dtype.is_floating_point else ()
-    for value in (None, *wrong):
-        mask = torch.tensor([[1, 1, 0, 1], [0, 0, 1, 0]]).to(dtype)
-        if value is not None:
-            mask[1, 2] = value
-        for given in (labels, None):
-            counted, merged, binary = cpp.merge_mask(mask, given, -100)
-            expected = values._merged_in_torch(mask, given, -100)
-            assert torch.equal(counted, expected[0]) and binary == expected[2] == (value is None)
-            assert merged is expected[1] if given is None else torch.equal(merged, expected[1])
