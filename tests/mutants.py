@@ -26,6 +26,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 CALLS = "tests/test_equivalence.py tests/test_invariants.py tests/test_memory.py"
+SCHEDULES = "tests/test_schedules.py tests/test_products.py"
 TEACHERS = "tests/test_distillation.py tests/test_distillation_calls.py"
 # The tests that touch what begins like this, quick ones first. The longest beginning counts.
 TESTS = {
@@ -37,7 +38,7 @@ TESTS = {
     "gspo_kernels/doctor.py": "tests/test_doctor.py",
     "gspo_kernels/integrations/": "tests/integrations",
     "gspo_kernels/kernels/": f"tests/kernels tests/test_invariants.py {TEACHERS} tests/test_selected.py",
-    "gspo_kernels/linear/": f"tests/test_schedules.py tests/test_products.py {TEACHERS} {CALLS} tests/parallel",
+    "gspo_kernels/linear/": f"{SCHEDULES} {TEACHERS} {CALLS} tests/parallel",
     "gspo_kernels/mismatch/": "tests/mismatch",
     "gspo_kernels/objectives/": "tests/objectives tests/test_errors.py tests/test_policy_step.py",
     "gspo_kernels/off_policy.py": "tests/test_off_policy.py",

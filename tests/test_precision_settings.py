@@ -18,9 +18,11 @@ SETTINGS = {
     "new, then old": [NEW, OLD],
     "split sums": ["matmul.allow_bf16_reduced_precision_reduction = (False, False)"],
 }
-SWITCHES = ("matmul.fp32_precision", "matmul.allow_tf32", "matmul.allow_bf16_reduced_precision_reduction",
-            "matmul.allow_bf16_reduced_precision_reduction_split_k",
-            "matmul.allow_fp16_reduced_precision_reduction", "torch.get_float32_matmul_precision()")  # fmt: skip
+SWITCHES = (
+    "matmul.fp32_precision", "matmul.allow_tf32", "torch.get_float32_matmul_precision()",
+    "matmul.allow_bf16_reduced_precision_reduction", "matmul.allow_fp16_reduced_precision_reduction",
+    "matmul.allow_bf16_reduced_precision_reduction_split_k",
+)  # fmt: skip
 
 
 def state():
