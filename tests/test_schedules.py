@@ -1,6 +1,7 @@
 """Schedules of a loss over hidden states: equal to the oracle or refused, and no dearer than promised."""
 
 import itertools
+import math
 from dataclasses import replace
 
 import pytest
@@ -9,10 +10,11 @@ import torch
 import gspo_kernels as gk
 from gspo_kernels import cpp
 from gspo_kernels.linear.head import Head
-from gspo_kernels.linear.sums import HeadSums
+from gspo_kernels.linear.scores import CompactedRows
+from gspo_kernels.linear.sums import HeadSums, times, times_
 from gspo_kernels.ops import memory
 from tests import oracle
-from tests.cases import LAYOUTS, for_objective, make_case, run, strided
+from tests.cases import LAYOUTS, for_objective, generator, make_case, run, strided
 from tests.judging import assert_equals_oracle
 
 ENTRY, V = "fused_linear_policy_loss", 61
@@ -298,6 +300,28 @@ def test_memory_of_the_plan():
 def test_the_default_chunk_is_a_function_of_shapes_and_memory(vocabulary, gib, device, expected):
     assert memory.default_chunk_bytes(4 * vocabulary, gib * 2**30, device) == expected
     assert memory.host_memory() > 2**30
+
+
+@pytest.mark.parametrize("factors", [(2.0, -0.5), (2.0, 0.0), (2.0, math.inf), (0.0, math.nan)])
+def test_an_exact_zero_beats_an_overflow(factors):
+    """In place and not, whichever way the factors have it done."""
+    values = [3.0, 0.0, math.inf, math.nan]
+    want = torch.tensor([[0.0 if 0 in (x, factor) else x * factor for x in values] for factor in factors])
+    rows, column = torch.tensor([values, values]), torch.tensor(factors).unsqueeze(1)
+    for got in (times(rows, column), times_(rows.clone(), column)):
+        torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.9])
+def test_rows_that_stay_in_a_chunk_do_not_move(share):
+    """No more of them than there are gaps, and all in the memory where they were."""
+    keep = torch.rand(40, generator=generator(0)) < share
+    values, kept = torch.arange(120.0).reshape(40, 3), CompactedRows.of(keep)
+    before, moved = values.clone(), kept.compact(values)
+    assert torch.equal(kept.rows.sort().values, keep.nonzero().squeeze(1))
+    assert torch.equal(moved, before[kept.rows])
+    assert moved.numel() == 0 or moved.data_ptr() == values.data_ptr()
+    assert kept.gaps.numel() == int((~keep[: keep.sum()]).sum())
 
 
 @pytest.mark.skipif(cpp.unavailable(torch.device("cpu")) is not None, reason="needs the C++ backend")
