@@ -139,20 +139,22 @@ def other_call(seed: int, largest: int) -> tuple[str, partial[None]]:
     dice = random.Random(seed)
     (dtype, V), linear = sizes(dice, largest), dice.random() < 0.5
     V, dtype = max(V, 2), torch.float32 if dtype == torch.float64 else dtype
-    given: dict[str, Any] = {"V": V, "linear": linear, "dtype": dtype, "first": seed}
-    given["options"] = dice.choice(("plain", "transformed"))
+    given: dict[str, Any] = {"V": V, "linear": linear, "dtype": dtype}
     if linear:
         given["call"] = {"max_chunk_bytes": dice.choice((1, 2, 5)) * V * 8}
     if dice.random() < 0.5:
-        given |= {"K": min(V, dice.choice((1, 2, 5, 20, V))), "layout": dice.choice(LAYOUTS)}
-        given["within"] = dice.random() < 0.3
+        given |= {"K": min(V, dice.choice((1, 2, 5, 20, V))), "within": dice.random() < 0.3}
         return f"selected ids {given}", partial(test_selected.check, **given)
     form: dict[str, Any] = {"beta": dice.choice((0.0, 0.1, 0.5, 1.0))}
     # rounding turns the choice of ids where two logits are alike
     if not linear and dtype == torch.float32 and dice.random() < 0.4:
         form |= {"top_k": min(V, dice.choice((1, 3, 30))), "add_tail": dice.random() < 0.5}
         form["top_k_of"] = dice.choice(("teacher", "student"))
-    given |= {"forms": [form], "packed": dice.random() < 0.3}
+    given |= {
+        "forms": [form],
+        "packed": dice.random() < 0.3,
+        "options": dice.choice(("plain", "transformed")),
+    }
     return f"distillation {given}", partial(test_distillation.check, **given)
 
 

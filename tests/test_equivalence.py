@@ -15,7 +15,6 @@ from tests.cases import (
     LOGIT_OPTIONS,
     for_objective,
     make_case,
-    offsets,
     run,
     strided,
 )
@@ -52,6 +51,8 @@ EVERY_BACKEND = [
     (FUSED, "GSPO dual", "packed", "weighted", {}),
     (FUSED, "GSPOToken", "packed", "all", {}),
     (FUSED, "Linear", "packed", "on_policy", {}),
+    *((entry, "GSPO", layout, "lengths", {"lengths": (0, 0, 2, 1, 0)})
+      for entry, layout in ((FUSED, "packed"), (LINEAR, "padded"))),
     *((FUSED, gk.GSPO(aggregation=name), "packed", "holes+lengths", {})
       for name in ("token_mean", "sequence_mean_token_sum", "sum")),
     (FUSED, gk.GSPO(aggregation="constant", aggregation_constant=6.0), "padded", "holes", {}),
@@ -225,58 +226,6 @@ def test_arguments_in_another_form(entry, change, backend):
 @pytest.mark.parametrize(("entry", "change"), CHANGES_ON_CPU)
 def test_arguments_in_another_form_on_the_cpu(entry, change):
     check_changed(entry, change)
-
-
-def rearranged(case, sequences, tokens):
-    """The case with some of its sequences; ``tokens`` are theirs, by index in the first dimension."""
-
-    def part(value):
-        if not isinstance(value, torch.Tensor) or not value.ndim:
-            return value
-        return value[tokens if value.shape[0] == len(case.labels) else sequences]
-
-    return replace(
-        case, labels=case.labels[tokens], old_logprobs=case.old_logprobs[tokens],
-        inputs={name: value[tokens] if is_row(name) else value for name, value in case.inputs.items()},
-        loss_mask=case.loss_mask[tokens], advantages=case.advantages[sequences],
-        terms={name: part(value) for name, value in case.terms.items()},
-    )  # fmt: skip
-
-
-def is_row(name):
-    return name not in ("weight", "bias")
-
-
-@pytest.mark.parametrize("entry", [FUSED, LINEAR])
-def test_permuted_sequences(entry, backend):
-    case = make_case(KIND[entry], "packed", "weighted", lengths=BRIEF)
-    order, ends = torch.tensor((3, 0, 5, 1, 4, 2)), case.cu_seqlens.tolist()
-    tokens = torch.cat([torch.arange(ends[i], ends[i + 1]) for i in order])
-    moved = replace(rearranged(case, order, tokens), cu_seqlens=offsets(tuple(BRIEF[i] for i in order)))
-    result, undo = run(moved, entry, gk.GSPO(), backend), tokens.argsort()
-    grads = {name: value[undo] if is_row(name) else value for name, value in result.grads.items()}
-    back = replace(result, logprobs=result.logprobs[undo], grads=grads)
-    assert_equals_oracle(back, case, gk.GSPO())
-
-
-@pytest.mark.parametrize(
-    ("entry", "objective"), [(FUSED, gk.GSPO()), (LINEAR, gk.GRPO(aggregation="token_mean"))]
-)
-def test_micro_batches_add_up(entry, objective):
-    """With the whole batch's divisor as normalizer."""
-    case = make_case(KIND[entry], "padded", "kl_tensor")
-    counts = case.counted.sum(1)
-    normalizer = float(counts.sum() if objective.aggregation == "token_mean" else (counts > 0).sum())
-    whole = run(case, entry, objective)
-    loss, logprobs = torch.zeros(()), torch.zeros_like(whole.logprobs)
-    grads = {name: torch.zeros_like(value) for name, value in whole.grads.items()}
-    for rows in (slice(0, 1), slice(1, 6)):
-        micro = rearranged(case, rows, rows)
-        result = run(replace(micro, terms={**micro.terms, "normalizer": normalizer}), entry, objective)
-        loss, logprobs[rows] = loss + result.loss, result.logprobs
-        for name, grad in result.grads.items():
-            (grads[name][rows] if is_row(name) else grads[name]).add_(grad)
-    assert_equals_oracle(replace(whole, loss=loss, grads=grads, logprobs=logprobs), case, objective)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
