@@ -261,7 +261,8 @@ def test_sequences_that_fit_share_chunks_of_about_the_same_size(products):
 def test_explained_products_are_those_that_run(products, schedule, skip_inactive, layout):
     """Every sequence with an advantage active: then nothing is left to guess."""
     case = make_case("linear", layout, "holes", log_s=ACTIVE, **WORK)
-    options = {"schedule": schedule, "skip_inactive": skip_inactive, "max_chunk_bytes": 8 * ROW}
+    # the last chunk has room for those without
+    options = {"schedule": schedule, "skip_inactive": skip_inactive, "max_chunk_bytes": 11 * ROW}
     plan = explain(case, **options)
     run(case, ENTRY, GSPO, **options)
     rows = sum(plan.parts.values())
@@ -269,7 +270,7 @@ def test_explained_products_are_those_that_run(products, schedule, skip_inactive
         # masked rows and those without advantage take part there
         assert rows == case.labels.numel()
     assert plan.products * rows == pytest.approx(sum(map(sum, products.values())))
-    assert max(products["forward"]) <= 8
+    assert max(products["forward"]) <= 11
 
 
 def test_memory_of_the_plan():
