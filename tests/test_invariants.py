@@ -396,6 +396,8 @@ EXTREMES = list(itertools.product((-1e4, -200.0, -87.0, 0.0, 87.0, 200.0, 1e4), 
 @pytest.mark.parametrize("entry", [POLICY, FUSED, LINEAR])
 def test_extreme_ratios(monkeypatch, entry, name, dual, backend):
     """All combinations in one batch: each sequence's gradient is as if it were alone."""
+    if backend == "triton" and (entry, name) != (FUSED, "GSPO"):
+        pytest.skip("the rows are no others, and the ratios are not Triton's")
     for module in (terms_module, step, sequence_ratio):  # old log-probs that go with low ratios are refused
         monkeypatch.setattr(module, "checked_values", lambda device: False)
     objective, (log_s, advantages) = getattr(gk, name)(dual_clip=dual), zip(*EXTREMES, strict=True)
