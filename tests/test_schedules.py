@@ -45,6 +45,8 @@ CASES = {
     "KL": (TOKEN, {"terms": "kl_tensor"}, UNKNOWN_TOKEN | {"deferred": "kl_beta adds"}),
     "weighted KL": (GSPO, {"terms": "kl_ratio_weighted"},
                     {"known": "kl_ratio_weighted with GSPO off-policy", "deferred": "kl_beta adds"}),
+    "weighted KL, on-policy": (GSPO, {"terms": "on_policy+kl_ratio_weighted"},
+                               {"known": "kl_ratio_weighted with GSPO", "deferred": "kl_beta adds"}),
     "entropy": (TOKEN, {"terms": "entropy_tensor"}, UNKNOWN_TOKEN | WITH_ENTROPY),
     "token weights": (TOKEN, {"terms": "token_weights"}, UNKNOWN_TOKEN),
     "advantages of tokens": (TOKEN, {"terms": "holes+token_advantages"}, UNKNOWN_TOKEN | PER_TOKEN),
