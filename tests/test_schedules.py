@@ -40,6 +40,7 @@ CASES = {
     "linear": (LINEAR, {"terms": "weighted"}, OF_TOKENS),
     "on-policy": (GSPO, {"terms": "on_policy"}, {}),
     "on-policy with terms": (GRPO, {"terms": "on_policy_terms"}, WITH_ENTROPY),
+    "on-policy with an entropy": (GSPO, {"terms": "on_policy+entropy"}, WITH_ENTROPY),
     "all terms": (GSPO, {"terms": "all"}, UNKNOWN | WITH_ENTROPY),
     "all terms, tokens": (GRPO, {"layout": "padded", "terms": "all"}, WITH_ENTROPY),
     "KL": (TOKEN, {"terms": "kl_tensor"}, UNKNOWN_TOKEN | {"deferred": "kl_beta adds"}),
