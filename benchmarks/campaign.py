@@ -53,8 +53,8 @@ class Stage:
 _ON_DEVICE = (
     "tests/kernels/test_rows.py",
     "tests/kernels/test_sequence_ratio.py",
-    "tests/invariants",
-    "tests/equivalence",
+    "tests/test_invariants.py",
+    "tests/test_equivalence.py",
 )
 
 

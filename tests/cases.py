@@ -17,6 +17,7 @@ from tests import oracle
 from tests.draws import shifted_seed
 
 LAYOUTS = ("padded", "packed")
+KL = ("k1", "k2", "k3")
 AGGREGATIONS = ("sequence_mean", "token_mean", "sequence_mean_token_sum", "constant", "sum")
 FUSED_ENTRIES = ("token_logprobs", "fused_policy_loss", "linear_token_logprobs", "fused_linear_policy_loss")
 KIND = {
@@ -32,24 +33,16 @@ LENGTHS = (3, 0, 1, 4, 2, 1)
 LOG_S = (5e-3, 0.0, -2e-4, -5e-3, 0.4, 1e-4)
 ADVANTAGES = (1.0, -0.4, -0.7, -1.3, -0.5, 0.0)
 
+TEMPERATURES = torch.tensor([0.5, 1.0, 2.0, 1.3, 0.8, 1.1])
 LOGIT_OPTIONS: dict[str, dict[str, Any]] = {
     "default": {},
     "temperature": {"temperature": 0.7},
-    "temperature per sequence": {"temperature": torch.tensor([0.5, 1.0, 2.0, 1.3, 0.8, 1.1])},
+    "temperature per sequence": {"temperature": TEMPERATURES},
     "softcap": {"softcap": 3.0},
     "logit_scale": {"logit_scale": -0.4},
-    "together": {
-        "logit_scale": 1.7,
-        "softcap": 4.0,
-        "temperature": torch.tensor([0.5, 1.0, 2.0, 1.3, 0.8, 1.1]),
-    },
+    "together": {"logit_scale": 1.7, "softcap": 4.0, "temperature": TEMPERATURES},
     "kept": {"kept_ids": 9},
-    "kept and the rest": {
-        "logit_scale": -0.6,
-        "softcap": 4.0,
-        "temperature": torch.tensor([0.5, 1.0, 2.0, 1.3, 0.8, 1.1]),
-        "kept_ids": 30,
-    },
+    "kept and the rest": {"logit_scale": -0.6, "softcap": 4.0, "temperature": TEMPERATURES, "kept_ids": 30},
 }
 """``kept_ids`` says how many are drawn."""
 
@@ -69,6 +62,8 @@ class Case:
     logit_options: dict[str, Any] = field(default_factory=dict)
     logits_dtype: str = "float32"
     ignore_index: int = -100
+    frozen: tuple[str, ...] = ()
+    """Inputs that need no gradient."""
 
     @property
     def counted(self) -> Tensor:
@@ -157,10 +152,7 @@ def make_case(
     labels = torch.randint(0, vocabulary, (tokens,), generator=rng)
     inputs: dict[str, Tensor] = {}
     if kind == "linear":
-        inputs["hidden"], inputs["weight"] = (
-            normal(tokens, width).to(dtype),
-            normal(vocabulary, width).to(dtype),
-        )
+        inputs["hidden"], inputs["weight"] = (normal(rows, width).to(dtype) for rows in (tokens, vocabulary))
         if bias:
             inputs["bias"] = normal(vocabulary).to(dtype)
     elif kind == "logits":
@@ -180,12 +172,9 @@ def make_case(
         truth, _ = oracle.token_logprobs(scores, labels, everything, cu_seqlens=cu_seqlens, **options)
 
     named = _terms(terms, rng, lengths, tokens)
-    counted = everything.clone()
     loss_mask = named.pop("loss_mask", None)
-    if loss_mask is not None:
-        counted = loss_mask.clone()
     old = truth.clone()
-    for sequence in oracle.sequences(counted, cu_seqlens):
+    for sequence in oracle.sequences(everything if loss_mask is None else loss_mask, cu_seqlens):
         where = sequence.where
         wiggle = noise * normal(sequence.counted.numel())
         if sequence.count:
@@ -225,65 +214,54 @@ def draw_kept(labels: Tensor, vocabulary: int, count: int, rng: torch.Generator)
     return ids
 
 
-TERMS: dict[str, tuple[str, ...]] = {
+TERMS = {
     "plain": (),
     "on_policy": ("on_policy", "loss_mask"),
     "weighted": ("loss_mask", "lengths", "rollout_sequence", "normalizer"),
     "all": ("loss_mask", "lengths", "rollout_token", "token_weights", "k2", "entropy", "normalizer_tensor"),
     "holes": ("loss_mask",),
-    "k1": ("k1",),
-    "k2": ("k2",),
-    "k3": ("k3",),
     "kl_tensor": ("k3", "beta_tensor", "loss_mask"),
     "kl_ratio_weighted": ("k3", "ratio_weighted", "loss_mask"),
-    "entropy": ("entropy",),
     "entropy_tensor": ("entropy_tensor", "loss_mask"),
-    "rollout_sequence": ("rollout_sequence",),
     "rollout_token": ("rollout_token", "loss_mask"),
-    "token_weights": ("token_weights",),
-    "lengths": ("lengths",),
-    "normalizer": ("normalizer",),
     "on_policy_terms": ("on_policy", "k3", "entropy", "rollout_token"),
 }
-"""Names of what a case carries besides log-probs and advantages; with + between for more."""
+"""What a case carries besides log-probs and advantages: these, or single parts of them, with + between."""
 
 
 def _terms(name: str, rng: torch.Generator, lengths: tuple[int, ...], tokens: int) -> dict[str, Any]:
     def uniform(*shape: int) -> Tensor:
         return 0.5 + torch.rand(*shape, generator=rng, dtype=torch.float64).float()
 
+    def holes() -> Tensor:
+        """One in the middle of the first sequence, and no counted token in the last."""
+        mask = torch.ones(tokens, dtype=torch.bool)
+        mask[1 : min(2, lengths[0])] = False
+        mask[tokens - lengths[-1] :] = False
+        return mask
+
+    parts: dict[str, Callable[[], dict[str, Any]]] = {
+        "loss_mask": lambda: {"loss_mask": holes()},
+        **{
+            k: lambda k=k: {"ref_logprobs": None, "kl_beta": 0.1, "kl_estimator": k}
+            for k in ("k1", "k2", "k3")
+        },
+        "beta_tensor": lambda: {"kl_beta": uniform(tokens)},
+        "ratio_weighted": lambda: {"kl_ratio_weighted": True},
+        "entropy": lambda: {"entropy_coef": 0.05},
+        "entropy_tensor": lambda: {"entropy_coef": 0.1 * uniform(tokens)},
+        "rollout_sequence": lambda: {"rollout_weights": uniform(len(lengths))},
+        "rollout_token": lambda: {"rollout_weights": uniform(tokens)},
+        "token_weights": lambda: {"token_weights": uniform(tokens)},
+        "lengths": lambda: {"lengths": torch.tensor(lengths) + 1.5},
+        "normalizer": lambda: {"normalizer": 7.5},
+        "normalizer_tensor": lambda: {"normalizer": torch.tensor(5.0)},
+        "on_policy": lambda: {"on_policy": True},
+        "token_advantages": lambda: {"token_advantages": True},
+    }
     named: dict[str, Any] = {}
     for part in (part for each in name.split("+") for part in TERMS.get(each, (each,))):
-        if part == "loss_mask":
-            mask = torch.ones(tokens, dtype=torch.bool)
-            # a hole in the middle of the first sequence, and the last sequence without any counted token
-            mask[1 : min(2, lengths[0])] = False
-            mask[tokens - lengths[-1] :] = False
-            named["loss_mask"] = mask
-        elif part in ("k1", "k2", "k3"):
-            named |= {"ref_logprobs": None, "kl_beta": 0.1, "kl_estimator": part}
-        elif part == "beta_tensor":
-            named["kl_beta"] = uniform(tokens)
-        elif part == "ratio_weighted":
-            named["kl_ratio_weighted"] = True
-        elif part == "entropy":
-            named["entropy_coef"] = 0.05
-        elif part == "entropy_tensor":
-            named["entropy_coef"] = 0.1 * uniform(tokens)
-        elif part == "rollout_sequence":
-            named["rollout_weights"] = uniform(len(lengths))
-        elif part == "rollout_token":
-            named["rollout_weights"] = uniform(tokens)
-        elif part == "token_weights":
-            named["token_weights"] = uniform(tokens)
-        elif part == "lengths":
-            named["lengths"] = torch.tensor([length + 1.5 for length in lengths])
-        elif part == "normalizer":
-            named["normalizer"] = 7.5
-        elif part == "normalizer_tensor":
-            named["normalizer"] = torch.tensor(5.0)
-        else:
-            named[part] = True
+        named |= parts[part]()
     return named
 
 
@@ -336,6 +314,15 @@ def pad(case: Case, padding: int, *, masked: bool = True, fill: float = 0.0) -> 
     )
 
 
+def strided(value: Tensor, kind: str) -> Tensor:
+    """The same values in memory of another order ("reversed axes"), or between others ("gaps")."""
+    if kind == "reversed axes":
+        axes = tuple(reversed(range(value.ndim)))
+        return value.permute(axes).contiguous().permute(axes)
+    other = torch.full_like(value, math.nan if value.is_floating_point() else 1)
+    return torch.stack([value, other], -1)[..., 0] if kind == "gaps" else value
+
+
 def poisoned(case: Case, poison: float | str) -> Case:
     """``poison`` at masked tokens, and in the [B] terms of sequences without counted tokens.
 
@@ -384,7 +371,10 @@ def run(
     def moved(value: Any) -> Any:
         return value.to(device) if isinstance(value, Tensor) else value
 
-    leaves = {name: moved(value.detach()).requires_grad_() for name, value in case.inputs.items()}
+    leaves = {
+        name: moved(value.detach()).requires_grad_(name not in case.frozen)
+        for name, value in case.inputs.items()
+    }
     output = call(case, leaves, entry, objective, backend, moved, **options)
     (output.loss * factor).backward()
     logprobs, entropy = output.logprobs.cpu(), None if output.entropy is None else output.entropy.cpu()
@@ -392,7 +382,8 @@ def run(
         # only the loss knows loss_mask here, so tokens it leaves out still have log-probs
         logprobs = torch.where(case.counted, logprobs, 0.0)
         entropy = None if entropy is None else torch.where(case.counted, entropy, 0.0)
-    grads = {name: leaf.grad.cpu() / factor for name, leaf in leaves.items()}
+    assert all(leaves[name].grad is None for name in case.frozen)
+    grads = {name: leaf.grad.cpu() / factor for name, leaf in leaves.items() if name not in case.frozen}
     return Result(output.loss.detach().cpu(), logprobs, grads, entropy)
 
 

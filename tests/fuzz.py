@@ -20,11 +20,20 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import gspo_kernels as gk
 from tests import test_distillation, test_selected
-from tests.cases import AGGREGATIONS, KIND, LAYOUTS, LOGIT_OPTIONS, for_objective, make_case, poisoned, run
+from tests.cases import (
+    AGGREGATIONS,
+    KIND,
+    LAYOUTS,
+    LOGIT_OPTIONS,
+    for_objective,
+    make_case,
+    poisoned,
+    run,
+    strided,
+)
 from tests.judging import assert_equals_oracle
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -57,15 +66,6 @@ def draw_objective(dice: random.Random) -> Any:
         return gk.Linear(**shared)
     low, high = dice.choice(((0.2, 0.2), (0.1, 0.3)) if kind is gk.GRPO else ((3e-4, 4e-4), (0.2, 0.2)))
     return kind(clip_low=low, clip_high=high, dual_clip=dice.choice((None, None, 1.5)), **shared)
-
-
-def strided(value: Tensor, kind: str) -> Tensor:
-    """The same values in memory of another order, or between values that are none."""
-    if kind == "reversed axes":
-        axes = tuple(reversed(range(value.ndim)))
-        return value.permute(axes).contiguous().permute(axes)
-    other = torch.full_like(value, math.nan)
-    return torch.stack([value, other], -1)[..., 0] if kind == "gaps" else value
 
 
 def policy_call(seed: int, largest: int) -> tuple[str, partial[bool]]:
@@ -139,20 +139,22 @@ def other_call(seed: int, largest: int) -> tuple[str, partial[None]]:
     dice = random.Random(seed)
     (dtype, V), linear = sizes(dice, largest), dice.random() < 0.5
     V, dtype = max(V, 2), torch.float32 if dtype == torch.float64 else dtype
-    given: dict[str, Any] = {"V": V, "linear": linear, "dtype": dtype, "first": seed}
-    given["options"] = dice.choice(("plain", "transformed"))
+    given: dict[str, Any] = {"V": V, "linear": linear, "dtype": dtype}
     if linear:
         given["call"] = {"max_chunk_bytes": dice.choice((1, 2, 5)) * V * 8}
     if dice.random() < 0.5:
-        given |= {"K": min(V, dice.choice((1, 2, 5, 20, V))), "layout": dice.choice(LAYOUTS)}
-        given["within"] = dice.random() < 0.3
+        given |= {"K": min(V, dice.choice((1, 2, 5, 20, V))), "within": dice.random() < 0.3}
         return f"selected ids {given}", partial(test_selected.check, **given)
     form: dict[str, Any] = {"beta": dice.choice((0.0, 0.1, 0.5, 1.0))}
     # rounding turns the choice of ids where two logits are alike
     if not linear and dtype == torch.float32 and dice.random() < 0.4:
         form |= {"top_k": min(V, dice.choice((1, 3, 30))), "add_tail": dice.random() < 0.5}
         form["top_k_of"] = dice.choice(("teacher", "student"))
-    given |= {"forms": [form], "packed": dice.random() < 0.3}
+    given |= {
+        "forms": [form],
+        "packed": dice.random() < 0.3,
+        "options": dice.choice(("plain", "transformed")),
+    }
     return f"distillation {given}", partial(test_distillation.check, **given)
 
 

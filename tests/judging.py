@@ -59,7 +59,11 @@ def expect(case: Case, objective: Any, dtype: torch.dtype | None = torch.float64
     return Result(
         loss.detach(),
         shown.detach(),
-        dict(zip(leaves, grads[: len(leaves)], strict=True)),
+        {
+            name: grad
+            for name, grad in zip(leaves, grads[: len(leaves)], strict=True)
+            if name not in case.frozen
+        },
         entropy.detach() if case.wants_entropy else None,
         {name: float(size.sum()) for name, size in moved_by.items()},
     )

@@ -25,7 +25,8 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-CALLS = "tests/equivalence tests/invariants tests/test_memory.py"
+CALLS = "tests/test_equivalence.py tests/test_invariants.py tests/test_memory.py"
+SCHEDULES = "tests/test_schedules.py tests/test_products.py tests/test_lora_head.py"
 OBJECTIVES = "tests/objectives/test_formulas.py tests/objectives/test_promises.py tests/objectives"
 TEACHERS = "tests/test_distillation.py"
 ROWS = " ".join(f"tests/kernels/test_{name}.py" for name in ("rows", "sequence_ratio", "matrix_products"))
@@ -38,8 +39,8 @@ TESTS = {
     "gspo_kernels/divergences.py": TEACHERS,
     "gspo_kernels/doctor.py": "tests/test_doctor.py",
     "gspo_kernels/integrations/": "tests/integrations",
-    "gspo_kernels/kernels/": f"tests/kernels tests/invariants {TEACHERS} tests/test_selected.py",
-    "gspo_kernels/linear/": f"tests/schedules tests/test_products.py {TEACHERS} {CALLS} tests/parallel",
+    "gspo_kernels/kernels/": f"tests/kernels tests/test_invariants.py {TEACHERS} tests/test_selected.py",
+    "gspo_kernels/linear/": f"{SCHEDULES} {TEACHERS} {CALLS} tests/parallel",
     "gspo_kernels/mismatch/": "tests/mismatch",
     "gspo_kernels/aggregation.py": f"{OBJECTIVES} tests/test_normalizer.py {CALLS} tests/test_errors.py",
     "gspo_kernels/evaluate.py": f"{OBJECTIVES} tests/test_policy_step.py {CALLS}",

@@ -146,6 +146,15 @@ def ppo_clip(log_ratio: Tensor, advantage: float, low: float, high: float, dual:
     return -log_ratio.exp() * advantage
 
 
+def clipped_sequence(objective, log_s: float, advantage: float) -> tuple[float, float]:
+    """GSPO's loss of a sequence, and its derivative by log s; with fp32's infinities."""
+    leaf = torch.tensor(log_s, dtype=torch.float64, requires_grad=True)
+    bounds = objective.clip_low, objective.clip_high, objective.dual_clip
+    value = ppo_clip(leaf, advantage, *bounds)
+    (slope,) = torch.autograd.grad(value, leaf)
+    return value.float().item(), slope.float().item()
+
+
 def kl_penalty(d: Tensor, estimator: str) -> Tensor:
     return {"k1": d, "k2": d * d / 2, "k3": torch.exp(-d) + d - 1}[estimator]
 
@@ -206,19 +215,13 @@ def policy_loss(
             value = ppo_clip(log_s, float(advantages[i]), *clip) * (sum(weights) / sequence.count)
             total = total + (value if per_sequence_mean else value * length)
             token_ratios = [log_s] * sequence.count
-        elif name == "GSPOToken":
+        elif name in ("GSPOToken", "GRPO"):
             clip = (objective.clip_low, objective.clip_high, objective.dual_clip)
             for log_r, advantage, weight in zip(
                 log_ratios.unbind(), numbers(advantages), weights, strict=True
             ):
-                log_st = log_s.detach() + (log_r - log_r.detach() if log_r.isfinite() else 0.0)
-                total = total + ppo_clip(log_st, advantage, *clip) * weight * share
-                token_ratios.append(log_st)
-        elif name == "GRPO":
-            clip = (objective.clip_low, objective.clip_high, objective.dual_clip)
-            for log_r, advantage, weight in zip(
-                log_ratios.unbind(), numbers(advantages), weights, strict=True
-            ):
+                if name == "GSPOToken":  # the sequence's ratio, with the token's derivative
+                    log_r = log_s.detach() + (log_r - log_r.detach() if log_r.isfinite() else 0.0)
                 total = total + ppo_clip(log_r, advantage, *clip) * weight * share
                 token_ratios.append(log_r)
         elif name == "Linear":

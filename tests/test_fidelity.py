@@ -1,4 +1,4 @@
-"""bf16 models: log s to 1e-6, and no clip decision that differs from fp64's."""
+"""bf16 models: log s to 1e-6, and no clip decision but that of fp64; the benchmark measures more of it."""
 
 import pytest
 import torch
@@ -6,35 +6,32 @@ import torch
 import benchmarks.contestants  # noqa: F401  (registers them)
 from benchmarks import fidelity, registry
 
+NAIVE = "naive PyTorch"
+
 
 @pytest.fixture(scope="module")
 def report():
-    paths = ("ours, float32 logits", "ours, 16-bit logits", "naive PyTorch")
-    return fidelity.run(registry.Options(torch.device("cpu"), only=paths))
+    paths = (fidelity.OURS, "ours, 16-bit logits", NAIVE)
+    options = registry.Options(torch.device("cpu"), only=paths)
+    return fidelity.run(options, rows=1024, vocabulary=4096, width=128, sequences=3000)
 
 
 def test_error_of_log_s(report):
-    for length in (64, 256, 1024):
-        errors = report.log_s[length]
+    for errors in report.log_s.values():
         assert errors[fidelity.OURS] <= 1e-6
         # what the default spares its users; if this were small too, the measurement would be blind
-        assert errors["naive PyTorch"] > 1e-4
-        assert errors["ours, 16-bit logits"] > 1e-4
+        assert errors[NAIVE] > 1e-4 and errors["ours, 16-bit logits"] > 1e-4
 
 
 def test_no_clip_decision_differs(report):
     sequences = sum(line.sequences for line in report.counted)
-    assert sequences >= 10_000
-    assert report.left_out < 0.01 * sequences
+    assert sequences > 0.99 * 3000 and report.left_out < 0.01 * sequences
     assert report.resolution <= 1e-6
     for line in report.counted:
-        assert line.sequences >= 1000
+        assert line.sequences >= 250
         assert line.wrong[fidelity.OURS] == 0
-    assert sum(line.wrong["naive PyTorch"] for line in report.counted) > 0.1 * sequences
-
-
-def test_the_loss_decides_the_same(report):
-    assert report.in_the_loss == (0, 256)
+    assert sum(line.wrong[NAIVE] for line in report.counted) > 0.1 * sequences
+    assert report.in_the_loss == (0, 256)  # which decides the same
 
 
 @pytest.mark.parametrize("length", (5, 64))

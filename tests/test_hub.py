@@ -140,7 +140,9 @@ def test_layers_take_the_place_of_a_model_s_own(folder, bias, compiled):
 
 
 def test_imports_become_relative():
-    source = "from gspo_kernels import checks\nfrom gspo_kernels.ops.memory import used_memory\nimport torch\n"
+    source = (
+        "from gspo_kernels import checks\nfrom gspo_kernels.ops.memory import used_memory\nimport torch\n"
+    )
     for depth, dots in ((1, "."), (3, "...")):
         expected = [f"from {dots} import checks", f"from {dots}ops.memory import used_memory", "import torch"]
         assert hub.relative(source, depth).splitlines() == expected

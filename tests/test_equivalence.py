@@ -1,0 +1,244 @@
+"""Every entry point equals the fp64 oracle in values and gradients, whatever the backend."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+
+import gspo_kernels as gk
+from tests.cases import (
+    AGGREGATIONS,
+    FUSED_ENTRIES,
+    KIND,
+    LAYOUTS,
+    LOGIT_OPTIONS,
+    for_objective,
+    make_case,
+    run,
+    strided,
+)
+from tests.judging import assert_equals_oracle
+
+POLICY, (ROWS, FUSED, LINEAR_ROWS, LINEAR) = "policy_loss", FUSED_ENTRIES
+OBJECTIVES = {
+    "GSPO": gk.GSPO(),
+    "GSPO dual": gk.GSPO(dual_clip=1.2),
+    "GSPOToken": gk.GSPOToken(),
+    "GRPO": gk.GRPO(),
+    "GRPO dual": gk.GRPO(clip_low=0.1, clip_high=0.15, dual_clip=1.3),
+    "Linear": gk.Linear(),
+}
+BRIEF = (3, 0, 1, 2, 1, 1)
+FEW = {"lengths": (2, 0, 1), "log_s": (0.4, 0.0, -0.2), "advantages": (-0.5, 1.0, 0.7)}
+HALF, BFLOAT, DOUBLE = {"dtype": torch.float16}, {"dtype": torch.bfloat16}, {"dtype": torch.float64}
+CHUNK = {"max_chunk_bytes": 3 * 61 * 4}
+
+
+def check(entry, objective, layout, terms, backend="auto", max_chunk_bytes=None, **others):
+    """``others`` are arguments of ``make_case``."""
+    objective = OBJECTIVES[objective] if isinstance(objective, str) else objective
+    case = for_objective(make_case(KIND[entry], layout, terms, **others), objective)
+    options = {} if max_chunk_bytes is None else {"max_chunk_bytes": max_chunk_bytes}
+    assert_equals_oracle(run(case, entry, objective, backend, **options), case, objective)
+
+
+# What every backend runs. It knows rows of logits, and a GSPO loss from logits without an entropy as a whole.
+EVERY_BACKEND = [
+    (FUSED, "GSPO", "packed", "plain", {}),
+    (FUSED, "GSPO", "padded", "weighted", {}),
+    (FUSED, "GSPO", "padded", "on_policy", {}),
+    (FUSED, "GSPO dual", "packed", "weighted", {}),
+    (FUSED, "GSPOToken", "packed", "all", {}),
+    (FUSED, "Linear", "packed", "on_policy", {}),
+    *((entry, "GSPO", layout, "lengths", {"lengths": (0, 0, 2, 1, 0)})
+      for entry, layout in ((FUSED, "packed"), (LINEAR, "padded"))),
+    *((FUSED, gk.GSPO(aggregation=name), "packed", "holes+lengths", {})
+      for name in ("token_mean", "sequence_mean_token_sum", "sum")),
+    (FUSED, gk.GSPO(aggregation="constant", aggregation_constant=6.0), "padded", "holes", {}),
+    (ROWS, "GRPO", "packed", "plain", {}),
+    (ROWS, "GSPO", "padded", "all", {}),
+    (LINEAR_ROWS, "Linear", "packed", "weighted", {}),
+    (LINEAR_ROWS, "GSPO", "padded", "all", CHUNK),
+    (LINEAR, "GSPO", "packed", "on_policy", CHUNK),
+    (LINEAR, "GRPO", "padded", "weighted", {"bias": False}),
+    (LINEAR, "GSPOToken", "packed", "all", CHUNK),
+    (LINEAR, "Linear", "padded", "plain", {}),
+    *itertools.product([FUSED, LINEAR_ROWS], ["GSPO"], ["packed"], ["weighted"], [HALF, BFLOAT, DOUBLE]),
+    *itertools.product([ROWS, LINEAR], ["GRPO"], ["padded"], ["entropy"], [HALF, BFLOAT, DOUBLE]),
+    # rounded logits could turn a clip decision, but Linear has none
+    *((entry, "Linear", "packed", "plain", {**dtype, "logits_dtype": "input"})
+      for entry in (LINEAR_ROWS, LINEAR) for dtype in (HALF, BFLOAT)),
+    # one column; no full vector; prime; one more than the 4,096 and 8,192 that kernels fold at a time; wide
+    *((FUSED, "GSPO", "packed", "plain", FEW | {"vocabulary": V}) for V in (1, 2, 1009, 4097, 8193, 32000)),
+    *((ROWS, "GSPOToken", "padded", "entropy", FEW | {"vocabulary": V}) for V in (1, 8193)),
+    # one more than columns or rows of a weight that are multiplied at a time
+    (LINEAR, "GSPO", "packed", "plain", FEW | {"vocabulary": 1}),
+    (LINEAR, "GSPO", "packed", "plain", FEW | {"vocabulary": 4097}),
+    (LINEAR, "Linear", "packed", "plain", FEW | HALF | {"vocabulary": 8193}),
+    # the label alone says what counts
+    (FUSED, "GSPO", "padded", "plain", {"label_dtype": torch.int32, "masked": False}),
+    (LINEAR, "GSPO", "padded", "plain", {"label_dtype": torch.int32, "masked": False}),
+    *((FUSED, "GSPO", layout, "plain", {"logit_options": name})
+      for layout in LAYOUTS for name in ("together", "kept and the rest")),
+    *((ROWS, "GRPO", "padded", "entropy", {"logit_options": name})
+      for name in ("temperature per sequence", "softcap", "kept and the rest")),
+    (LINEAR_ROWS, "GSPO", "packed", "entropy", {"logit_options": "together"} | CHUNK),
+    (LINEAR, "GSPO", "padded", "entropy", {"logit_options": "kept and the rest"} | CHUNK),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("entry", "objective", "layout", "terms", "others"), EVERY_BACKEND)
+def test_every_backend(entry, objective, layout, terms, others, backend):
+    check(entry, objective, layout, terms, backend, **{"lengths": BRIEF, "padding": 1} | others)
+
+
+def in_turn(entries, objectives, terms):
+    """All combinations, each in one of the layouts."""
+    rows = enumerate(itertools.product(entries, terms, objectives))
+    return [
+        (entry, name, LAYOUTS[(i + i // len(objectives)) % 2], term, {}) for i, (entry, term, name) in rows
+    ]
+
+
+AGGREGATED = [
+    replace(OBJECTIVES[name], aggregation=kind, aggregation_constant=6.0 if kind == "constant" else None)
+    for name in ("GSPO", "GSPOToken", "GRPO dual", "Linear")
+    for kind in AGGREGATIONS[1:]
+]
+ON_CPU = [
+    # Linear has no importance ratio to weight a KL with
+    *in_turn([POLICY], list(OBJECTIVES), [
+        "plain", "on_policy", "weighted", "all", "k1", "kl_tensor", "entropy_tensor", "rollout_token",
+        "on_policy_terms",
+    ]),
+    *in_turn([POLICY, FUSED, LINEAR], ["GSPO", "GSPOToken", "GRPO"], ["kl_ratio_weighted"]),
+    *in_turn([POLICY, FUSED, LINEAR], ["GSPOToken", "GRPO", "GRPO dual"], ["all+token_advantages"]),
+    *in_turn([FUSED, LINEAR], ["GSPO", "GSPOToken", "GRPO"],
+             ["kl_tensor", "entropy_tensor", "on_policy_terms"]),
+    *in_turn(FUSED_ENTRIES, ["GSPO dual", "GRPO", "Linear"], ["weighted", "all"]),
+    *in_turn([POLICY], AGGREGATED, ["holes+lengths", "all"]),
+    *((POLICY, "GSPO", "padded", "all", dtype) for dtype in (HALF, BFLOAT, DOUBLE)),
+    *((POLICY, name, "packed", "k3", {"lengths": (150, 0, 1)}) for name in ("GSPO", "GRPO")),
+    *((entry, "GSPO", "padded" if entry in (ROWS, LINEAR) else "packed", "entropy", {"logit_options": name})
+      for entry in FUSED_ENTRIES for name in list(LOGIT_OPTIONS)[1:]),
+    *((LINEAR_ROWS, "GSPO", "packed", terms, {"max_chunk_bytes": size})
+      for terms in ("all", "on_policy") for size in (1, 2 * 61 * 4, 5 * 61 * 4, 1000 * 61 * 4)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("entry", "objective", "layout", "terms", "others"), ON_CPU)
+def test_on_the_cpu(entry, objective, layout, terms, others):
+    check(entry, objective, layout, terms, **others)
+
+
+def test_long_sequences(backend, monkeypatch):
+    """Longer than what is reduced at a time, by one token or more."""
+    lengths = (1025, 0, 3)
+    if backend == "triton" and not torch.cuda.is_available():
+        from gspo_kernels.kernels import sequence_ratio
+
+        lengths = (130, 0)  # the interpreter takes milliseconds a token
+        monkeypatch.setattr(sequence_ratio, "_TOKENS_PER_THREAD", 1)
+    check(FUSED, "GSPO", "packed", "holes", backend, vocabulary=5, lengths=lengths)
+
+
+def left_padded(case):
+    return replace(
+        case, labels=case.labels.flip(1), inputs={"logits": case.inputs["logits"].flip(1)},
+        old_logprobs=case.old_logprobs.flip(1), loss_mask=case.loss_mask.flip(1),
+    )  # fmt: skip
+
+
+def with_strides(kind):
+    def moved(value):
+        return strided(value, kind) if isinstance(value, torch.Tensor) and value.ndim else value
+
+    def change(case):
+        inputs, terms = (
+            {name: moved(value) for name, value in group.items()} for group in (case.inputs, case.terms)
+        )
+        return replace(
+            case, labels=moved(case.labels), inputs=inputs, terms=terms, loss_mask=moved(case.loss_mask),
+            old_logprobs=moved(case.old_logprobs), advantages=moved(case.advantages),
+        )  # fmt: skip
+
+    return change
+
+
+def expanded(case):
+    """One number in memory for many; all sequences have the same logits."""
+    shape = case.labels.shape
+    inputs = dict(case.inputs)
+    if "logits" in inputs:
+        inputs["logits"] = inputs["logits"][:1, :1].expand(*shape, -1)
+    return replace(
+        case, inputs=inputs, old_logprobs=torch.full((1, 1), -2.0).expand(shape),
+        advantages=torch.tensor(-0.6).expand(shape[0]),
+        terms={
+            "rollout_weights": torch.tensor([[0.7]]).expand(shape),
+            "lengths": torch.tensor(4.0).expand(shape[0]),
+        },
+    )  # fmt: skip
+
+
+def ignoring(index):
+    def change(case):
+        labels = case.labels.clone()
+        labels[0, 0] = labels[2, 0] = index
+        # policy_loss sees no labels, so its mask says what they leave out
+        counted = case.counted & (labels != index)
+        assert counted.any() and (case.counted & ~counted).any()
+        return replace(case, labels=labels, ignore_index=index, loss_mask=counted)
+
+    return change
+
+
+def with_mask_of(dtype):
+    return lambda case: replace(case, loss_mask=case.loss_mask.to(dtype))
+
+
+MASKS = (torch.int32, torch.int64, torch.uint8, torch.float32, torch.float64, torch.bfloat16)
+CHANGES = [
+    *itertools.product([FUSED], [left_padded]),
+    *itertools.product([ROWS, FUSED, LINEAR], [with_strides("gaps")]),
+    *itertools.product([FUSED, LINEAR], [with_strides("reversed axes"), expanded, ignoring(7)]),
+]
+CHANGES_ON_CPU = [
+    *itertools.product([LINEAR_ROWS], [with_strides("gaps"), with_strides("reversed axes")]),
+    *itertools.product(FUSED_ENTRIES, [ignoring(0), ignoring(-1)]),
+    *itertools.product([FUSED], map(with_mask_of, MASKS)),
+]
+
+
+def check_changed(entry, change, backend="auto"):
+    """The same call with the arguments in another form."""
+    terms = "all" if change.__qualname__.startswith("with_strides") else "holes"
+    case = change(make_case(KIND[entry], "padded", terms, lengths=BRIEF, padding=1))
+    assert_equals_oracle(run(case, entry, gk.GSPO(), backend), case, gk.GSPO())
+
+
+@pytest.mark.parametrize(("entry", "change"), CHANGES)
+def test_arguments_in_another_form(entry, change, backend):
+    check_changed(entry, change, backend)
+
+
+@pytest.mark.parametrize(("entry", "change"), CHANGES_ON_CPU)
+def test_arguments_in_another_form_on_the_cpu(entry, change):
+    check_changed(entry, change)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_fused_equals_its_parts(layout, backend):
+    """The same bits, log-probs and entropy included, as the two calls that the docstring names."""
+    case = make_case("logits", layout, "holes", lengths=BRIEF)
+    fused = run(case, FUSED, gk.GRPO(), backend, return_entropy=True)
+    bonus = {**case.terms, "entropy_coef": torch.tensor(0.0)}
+    apart = run(replace(case, terms=bonus), ROWS, gk.GRPO(), backend)
+    for one, other in (
+        (fused.loss, apart.loss),
+        (fused.logprobs, apart.logprobs),
+        (fused.entropy, apart.entropy),
+    ):
+        assert torch.equal(one, other)
+    assert (fused.logprobs[~case.counted] == 0).all() and (fused.entropy[~case.counted] == 0).all()

@@ -1,0 +1,580 @@
+"""What holds of every call: its outputs, its backward, inert masked positions, and the ends of the range."""
+
+import importlib.util
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+import gspo_kernels as gk
+from gspo_kernels import sequence_ratio, step
+from gspo_kernels import terms as terms_module
+from gspo_kernels.types import METRICS
+from tests import oracle
+from tests.cases import (
+    FUSED_ENTRIES,
+    KIND,
+    LAYOUTS,
+    call,
+    device_of,
+    for_objective,
+    generator,
+    make_case,
+    offsets,
+    poisoned,
+    run,
+)
+from tests.judging import assert_equals_oracle
+
+POLICY, (ROWS, FUSED, LINEAR_ROWS, LINEAR) = "policy_loss", FUSED_ENTRIES
+SHORT = {"lengths": (2, 0, 1, 2), "log_s": (5e-3, 0.0, 0.4, -5e-3), "advantages": (1.0, 1.0, -0.5, -1.0)}
+CHUNK = {"max_chunk_bytes": 4 * 61 * 4}
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+SCHEDULES = ("auto", "aligned", "deferred", "two_pass")
+
+
+def on_device(case, backend):
+    """All tensors of a case where the backend runs."""
+
+    def moved(value):
+        return value.to(device_of(backend)) if isinstance(value, torch.Tensor) else value
+
+    inputs, terms = (
+        {name: moved(value) for name, value in group.items()} for group in (case.inputs, case.terms)
+    )
+    names = ("labels", "old_logprobs", "advantages", "cu_seqlens", "loss_mask")
+    return replace(case, inputs=inputs, terms=terms, **{name: moved(getattr(case, name)) for name in names})
+
+
+def forward(case, entry, objective, backend="auto", leaves=None, **options):
+    """Leaves and output, where the backend runs."""
+    case = on_device(case, backend)
+    if leaves is None:
+        leaves = {
+            name: value.detach().requires_grad_(name not in case.frozen)
+            for name, value in case.inputs.items()
+        }
+    return leaves, call(case, leaves, entry, objective, backend, **options)
+
+
+def assert_same_bits(one, other):
+    assert one.values().keys() == other.values().keys()
+    for name, value in one.values().items():
+        assert torch.equal(value, other.values()[name]), name
+
+
+# --- outputs
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("entry", [POLICY, *FUSED_ENTRIES])
+def test_outputs(entry, dtype):
+    stats = torch.float64 if dtype == torch.float64 else torch.float32
+    for terms in ("plain", "on_policy", "entropy"):
+        case = make_case(KIND[entry], "packed", terms, dtype=dtype)
+        leaves, output = forward(case, entry, gk.GSPO())
+        assert isinstance(output, gk.LossOutput) and len(output) == 4
+        assert output.loss.shape == () and output.loss.dtype == stats and output.loss.requires_grad
+        assert (output.entropy is not None) == (terms == "entropy")
+        per_token = [output.logprobs, *([output.entropy] if terms == "entropy" else [])]
+        for each in per_token:
+            assert each.shape == case.labels.shape and not each.requires_grad
+            assert each.dtype == (dtype if entry == POLICY else stats)
+        assert set(output.metrics) == set(METRICS) | ({"entropy"} if terms == "entropy" else set())
+        for metric in output.metrics.values():
+            assert (
+                metric.shape == ()
+                and metric.dtype == stats
+                and not metric.requires_grad
+                and metric.isfinite()
+            )
+        output.loss.backward()
+        for name, leaf in leaves.items():
+            assert leaf.grad.dtype == dtype and leaf.grad.shape == leaf.shape, name
+    if entry in (ROWS, LINEAR_ROWS):
+        for entropy in (False, True):
+            output = getattr(gk, entry)(**leaves, labels=case.labels, return_entropy=entropy, ignore_index=30)
+            assert isinstance(output, gk.TokenLogprobs) and len(output) == 2
+            assert (output.entropy is not None) == entropy and case.labels[0] == 30
+            for each in output if entropy else output[:1]:
+                assert each.dtype == stats and each.shape == case.labels.shape and each[0] == 0
+
+
+E = math.exp
+COMMON = {"clip_fraction/tokens": 3 / 4, "kl/old": -0.05, "active_fraction": 1 / 3, "ratio/min": E(-0.5)}
+BY_HAND = {
+    # clip 0.2: the first sequence is over 1.2, the second under 0.8, the third inside
+    "GSPO": COMMON | {
+        "ratio/mean": (E(0.3) + E(-0.5) + E(0.1)) / 3, "ratio/max": E(0.3),
+        "clip_fraction/low": 1 / 3, "clip_fraction/high": 1 / 3,
+    },
+    # per token; r = exp(0.2) is over 1.2 too
+    "GRPO": COMMON | {
+        "ratio/mean": (E(0.2) + E(0.4) + E(-0.5) + E(0.1)) / 4, "ratio/max": E(0.4),
+        "clip_fraction/low": 1 / 4, "clip_fraction/high": 2 / 4,
+    },
+    # the sequence's ratio on each of its tokens
+    "GSPOToken": COMMON | {
+        "ratio/mean": (2 * E(0.3) + E(-0.5) + E(0.1)) / 4, "ratio/max": E(0.3),
+        "clip_fraction/low": 1 / 4, "clip_fraction/high": 2 / 4,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+@pytest.mark.parametrize("entry", [POLICY, FUSED, LINEAR])
+def test_metrics_by_hand(entry, name, backend):
+    """Uniform logits over 4 tokens; three sequences of 2, 1 and 1 counted tokens, and one without."""
+    log_ratios = torch.tensor([[0.2, 9.0, 0.4], [-0.5, 9.0, 9.0], [9.0, 0.1, 9.0], [9.0, 9.0, 9.0]])
+    inputs = {
+        POLICY: {"logprobs": torch.full((4, 3), -math.log(4))},
+        FUSED: {"logits": torch.zeros(4, 3, 4)},
+        LINEAR: {"hidden": torch.ones(4, 3, 2), "weight": torch.ones(4, 2)},
+    }[entry]
+    case = replace(
+        make_case(KIND[entry]), inputs=inputs, cu_seqlens=None,
+        labels=torch.tensor([[0, 1, 2], [3, 0, 0], [1, 1, 1], [0, 0, 0]]),
+        loss_mask=torch.tensor([[1, 0, 1], [1, 0, 0], [0, 1, 0], [0, 0, 0]]),
+        old_logprobs=-math.log(4) - log_ratios, advantages=torch.tensor([1.0, -1.0, -1.0, 5.0]),
+    )  # fmt: skip
+    _, output = forward(case, entry, getattr(gk, name)(clip_low=0.2, clip_high=0.2), backend)
+    assert tuple(output.metrics) == METRICS
+    for key, value in BY_HAND[name].items():
+        assert output.metrics[key].item() == pytest.approx(value, rel=1e-6), key
+    first = -1.2 if name == "GSPO" else (-1.2 - 1.2) / 2
+    assert output.loss.item() == pytest.approx((first + 0.8 + E(0.1)) / 3, rel=1e-6)
+
+
+def test_metrics_of_kl_and_entropy():
+    case = make_case("logits", "padded", "kl_tensor")
+    _, output = forward(case, FUSED, gk.GRPO(), return_entropy=True)
+    d = (output.logprobs - case.terms["ref_logprobs"])[case.counted].double()
+    assert output.metrics["kl/ref"].item() == pytest.approx(float((torch.exp(-d) + d - 1).mean()), rel=1e-5)
+    mean = float(output.entropy[case.counted].double().mean())
+    assert output.metrics["entropy"].item() == pytest.approx(mean, rel=1e-6)
+
+
+# --- the backward
+
+
+def check_backward_passes(entry, terms, backend="auto", **options):
+    """Two of a scaled loss, to a caller who writes to what it gets. Inputs stay; a rerun is the same."""
+    case, objective = make_case(KIND[entry], "packed", terms, **SHORT), gk.GSPO()
+    here = on_device(case, backend)
+    leaves, output = forward(here, entry, objective, backend, **options)
+    inputs = {**leaves, **here.terms, "labels": here.labels, "old_logprobs": here.old_logprobs,
+              "advantages": here.advantages, "loss_mask": here.loss_mask}  # fmt: skip
+    inputs = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
+    before = {name: (value.detach().clone(), value._version) for name, value in inputs.items()}
+
+    first = torch.autograd.grad(3.0 * output.loss, list(leaves.values()), retain_graph=True)
+    passes = [[grad.cpu().clone() for grad in first]]
+    for grad in first:
+        grad.fill_(7.0)
+    passes.append([grad.cpu() for grad in torch.autograd.grad(3.0 * output.loss, list(leaves.values()))])
+    with pytest.raises(RuntimeError, match=r"second time|freed"):
+        output.loss.backward()
+    for name, value in inputs.items():
+        assert torch.equal(value.detach(), before[name][0]) and value._version == before[name][1], name
+
+    result = run(case, entry, objective, backend, **options)
+    assert_same_bits(result, run(case, entry, objective, backend, **options))
+    for grads in passes:
+        thirds = {name: grad / 3.0 for name, grad in zip(leaves, grads, strict=True)}
+        assert_equals_oracle(replace(result, grads=thirds), case, objective)
+
+
+@pytest.mark.parametrize("terms", ["all", "on_policy"])
+@pytest.mark.parametrize("entry", FUSED_ENTRIES)
+def test_backward_passes(entry, terms, backend):
+    check_backward_passes(entry, terms, backend)
+
+
+@pytest.mark.parametrize(
+    ("entry", "terms", "options"),
+    [
+        (POLICY, "all", {}),
+        (POLICY, "on_policy", {}),
+        (LINEAR, "on_policy", {"schedule": "known"} | CHUNK),
+        *((LINEAR, "holes", {"schedule": name} | CHUNK) for name in SCHEDULES),
+    ],
+)
+def test_backward_passes_on_the_cpu(entry, terms, options):
+    check_backward_passes(entry, terms, **options)
+
+
+def test_the_same_bits_with_several_threads():
+    case = make_case("linear", "packed", "all", vocabulary=4097, width=64, lengths=(40, 50, 60))
+    assert_same_bits(*(run(case, LINEAR, gk.GSPO(), "cpp") for _ in range(2)))
+
+
+def test_a_changed_weight_is_refused_in_a_second_backward():
+    """The first backward has the gradient; a second one would compute with the new weight."""
+    leaves, output = forward(make_case("linear", "packed", "holes"), LINEAR, gk.GSPO())
+    output.loss.backward(retain_graph=True)
+    with torch.no_grad():
+        leaves["weight"].add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.loss.backward()
+
+
+@pytest.mark.parametrize("terms", ["plain", "on_policy", "entropy"])
+@pytest.mark.parametrize("entry", [ROWS, FUSED])
+def test_inplace_backward(entry, terms, backend):
+    case = make_case("logits", "packed", terms, **SHORT)
+    start = case.inputs["logits"].clone().to(device_of(backend)).requires_grad_()
+    # a leaf's gradient never shares its memory, so the logits are an activation, as in a trainer
+    logits = start * 1.0
+    memory = logits.detach()
+    _, output = forward(case, entry, gk.GSPO(), backend, {"logits": logits}, inplace_backward=True)
+    output.loss.backward(retain_graph=True)
+    expected = run(case, entry, gk.GSPO(), backend)
+    assert_equals_oracle(replace(expected, grads={"logits": start.grad.cpu()}), case, gk.GSPO())
+    assert torch.equal(memory, start.grad), "the gradient was not written over the logits"
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation"):
+        output.loss.backward()
+
+
+def upstreams(logprobs):
+    """Ways in which a gradient reaches log-probs, each with the dense gradient that it amounts to."""
+    rows, columns = logprobs.shape
+    ramp = torch.arange(1.0, rows * columns + 1, device=logprobs.device).reshape(columns, rows)
+    ones = torch.ones(rows, columns, device=logprobs.device)
+    return {
+        "sum (stride 0)": (logprobs.sum(), ones),
+        "transposed": ((logprobs.t() * ramp).sum(), ramp.t()),
+        "slice": (logprobs[:, 1:].sum(), ones.index_fill(1, torch.tensor([0], device=ones.device), 0.0)),
+        "expanded": (logprobs.expand(3, rows, columns).sum(), 3.0 * ones),
+    }
+
+
+@pytest.mark.parametrize("entry", [ROWS, LINEAR_ROWS])
+def test_upstream_gradients_of_any_strides(entry, backend):
+    case = on_device(make_case(KIND[entry], "padded", "plain", padding=0, lengths=(2, 1)), backend)
+    for name in upstreams(torch.zeros(2, 2)):
+        gradients = []
+        for dense in (False, True):
+            leaves = {name: value.detach().requires_grad_() for name, value in case.inputs.items()}
+            output = getattr(gk, entry)(**leaves, labels=case.labels, backend=backend)
+            value, upstream = upstreams(output.logprobs)[name]
+            torch.autograd.backward(*((output.logprobs, upstream.contiguous()) if dense else (value,)))
+            gradients.append([leaf.grad for leaf in leaves.values()])
+        assert all(map(torch.equal, *gradients)), name
+
+
+@pytest.mark.parametrize("schedule", ["known", "aligned", "two_pass", "auto"])
+@pytest.mark.parametrize("trained", [("hidden",), ("weight",), ("bias",), ("hidden", "bias")])
+def test_frozen_inputs(trained, schedule):
+    if (schedule, trained) == ("auto", ("hidden",)):
+        pytest.skip("another schedule, which may round otherwise")
+    # "auto" keeps the logits of this small call, if its ratios are one launch
+    objective, terms = (gk.GSPO(), "plain") if schedule == "auto" else (gk.GRPO(), "kl_tensor")
+    case = make_case("linear", "packed", terms, **SHORT)
+    whole = run(case, LINEAR, objective, schedule=schedule)
+    frozen = tuple(name for name in case.inputs if name not in trained)
+    got = run(replace(case, frozen=frozen), LINEAR, objective, schedule=schedule)
+    assert_same_bits(got, replace(whole, grads={name: whole.grads[name] for name in trained}))
+
+
+@pytest.mark.parametrize("entry", [POLICY, *FUSED_ENTRIES])
+def test_without_gradients(entry, backend):
+    case = make_case(KIND[entry], "packed", "on_policy", **SHORT)
+    expected = forward(case, entry, gk.GSPO(), backend)[1]
+    outputs = [forward(case, entry, gk.GSPO(), backend, on_device(case, backend).inputs)[1]]
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            outputs.append(forward(case, entry, gk.GSPO(), backend)[1])
+    for other in outputs:
+        assert not other.loss.requires_grad
+        assert torch.equal(other.loss, expected.loss) and torch.equal(other.logprobs, expected.logprobs)
+        # known coefficients and one launch count what is active the same way
+        assert other.metrics == expected.metrics
+
+
+@pytest.mark.parametrize("entry", [LINEAR_ROWS, LINEAR])
+def test_autocast_rounds_hidden_states_and_weight(entry, backend):
+    case = make_case("linear", "padded", "plain", vocabulary=1009)
+    rounded = replace(case, inputs={name: value.bfloat16() for name, value in case.inputs.items()})
+    expected = run(rounded, entry, gk.GSPO(), backend)
+    # the product stays in fp32: rounding the logits to bf16 would show at once
+    assert_equals_oracle(expected, rounded, gk.GSPO())
+    mixed = replace(case, inputs={**case.inputs, "hidden": case.inputs["hidden"].bfloat16()})
+    for passed in (case, mixed):
+        with torch.autocast(device_of(backend).type, dtype=torch.bfloat16):
+            got = run(passed, entry, gk.GSPO(), backend)
+        assert {name: grad.dtype for name, grad in got.grads.items()} == {
+            name: value.dtype for name, value in passed.inputs.items()
+        }
+        grads = {name: grad.bfloat16() for name, grad in got.grads.items()}
+        assert_same_bits(replace(got, grads=grads), expected)
+        assert all(torch.equal(grad, expected.grads[name].to(grad.dtype)) for name, grad in got.grads.items())
+
+
+@pytest.mark.parametrize("entry", [ROWS, FUSED])
+def test_autocast_leaves_logits_alone(entry):
+    case = make_case("logits", "padded", "plain")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = run(case, entry, gk.GSPO())
+    assert_same_bits(got, run(case, entry, gk.GSPO()))
+
+
+def check_loss_scale(entry, backend="auto", terms="plain", frozen=(), **options):
+    """fp16 gradients are as exact as ever, where coefficients lie far below the smallest number of fp16."""
+    scale = 2.0**20
+    case = make_case(KIND[entry], "packed", terms, dtype=torch.float16, **SHORT)
+    case = replace(case, terms={"normalizer": 1.0}, frozen=frozen)
+    leaves, output = forward(replace(case, terms={"normalizer": scale}), entry, gk.GSPO(), backend, **options)
+    (output.loss * scale).backward()
+    grads = {name: leaf.grad.cpu() for name, leaf in leaves.items() if name not in frozen}
+    assert_equals_oracle(replace(run(case, entry, gk.GSPO(), backend), grads=grads), case, gk.GSPO())
+
+
+@pytest.mark.parametrize("terms", ["plain", "on_policy"])
+@pytest.mark.parametrize("entry", FUSED_ENTRIES)
+def test_fp16_with_a_loss_scale(entry, terms, backend):
+    check_loss_scale(entry, backend, terms)
+
+
+@pytest.mark.parametrize("schedule", [*SCHEDULES[1:], "frozen"])
+def test_fp16_with_a_loss_scale_in_every_schedule(schedule):
+    check_loss_scale(LINEAR, frozen=("weight", "bias") if schedule == "frozen" else (), schedule=schedule)
+
+
+# --- masked positions
+
+
+def check_inert(case, entry, objective, backend="auto", **options):
+    """NaN and infinities in what doesn't count change no bit."""
+    case, spoiled = (for_objective(each, objective) for each in (case, poisoned(case, "mixed")))
+    assert not all(value.isfinite().all() for value in spoiled.inputs.values())
+    clean, got = (run(each, entry, objective, backend, **options) for each in (case, spoiled))
+    if entry == POLICY:  # log-probs come back as they were
+        clean, got = (replace(each, logprobs=each.loss, entropy=None) for each in (clean, got))
+    assert_same_bits(got, clean)
+    assert all(grad.isfinite().all() for grad in got.grads.values())
+
+
+@pytest.mark.parametrize("terms", ["weighted", "kl_tensor", "entropy_tensor", "all"])
+@pytest.mark.parametrize("name", ["GSPO", "GSPOToken", "GRPO", "Linear"])
+def test_masked_positions_of_policy_loss_are_inert(name, terms):
+    terms += "+token_advantages" if name in ("GSPOToken", "GRPO") else ""
+    for layout in LAYOUTS:
+        check_inert(make_case("logprobs", layout, terms), POLICY, getattr(gk, name)())
+
+
+@pytest.mark.parametrize(
+    ("entry", "terms", "objective"),
+    [
+        *((entry, terms, gk.GSPO()) for entry in FUSED_ENTRIES for terms in ("weighted", "all")),
+        (FUSED, "on_policy", gk.GSPO()),
+        (FUSED, "on_policy", gk.Linear()),
+    ],
+)
+def test_masked_positions_are_inert(entry, terms, objective, backend):
+    check_inert(make_case(KIND[entry], "padded", terms, **SHORT), entry, objective, backend)
+
+
+@pytest.mark.parametrize("schedule", ["known", *SCHEDULES])
+def test_masked_hidden_states_are_inert_in_every_schedule(schedule, backend):
+    objective = gk.GRPO() if schedule == "known" else gk.GSPO()
+    skips = ("none", "backward") if backend == "cpp" else ("none",)
+    for skip in skips:
+        options = {"schedule": schedule, "skip_inactive": skip} | CHUNK
+        check_inert(make_case("linear", "packed", "holes", **SHORT), LINEAR, objective, backend, **options)
+
+
+# --- the ends of the range
+
+
+EXTREMES = list(itertools.product((-1e4, -200.0, -87.0, 0.0, 87.0, 200.0, 1e4), (1.5, -1.5, 0.0)))
+
+
+@pytest.mark.parametrize("dual", [None, 3.0])
+@pytest.mark.parametrize("name", ["GSPO", "GSPOToken", "GRPO"])
+@pytest.mark.parametrize("entry", [POLICY, FUSED, LINEAR])
+def test_extreme_ratios(monkeypatch, entry, name, dual, backend):
+    """All combinations in one batch: each sequence's gradient is as if it were alone."""
+    if backend == "triton" and (entry, name) != (FUSED, "GSPO"):
+        pytest.skip("the rows are no others, and the ratios are not Triton's")
+    for module in (terms_module, step, sequence_ratio):  # old log-probs that go with low ratios are refused
+        monkeypatch.setattr(module, "checked_values", lambda device: False)
+    objective, (log_s, advantages) = getattr(gk, name)(dual_clip=dual), zip(*EXTREMES, strict=True)
+    case = make_case(
+        KIND[entry], "packed", "normalizer", lengths=(1,) * len(EXTREMES), bias=False, log_s=log_s,
+        advantages=advantages, dtype=torch.float64 if entry == POLICY else torch.float32,
+    )  # fmt: skip
+    leaves, output = forward(case, entry, objective, backend)
+    output.loss.backward()
+    value, coefficients = zip(*(oracle.clipped_sequence(objective, *each) for each in EXTREMES), strict=True)
+    assert output.loss.item() == pytest.approx(sum(value) / 7.5, rel=1e-4)
+    assert not any(metric.isnan() for metric in output.metrics.values())
+    grad = next(iter(leaves.values())).grad.cpu()
+    assert not grad.isnan().any()
+    for row, coefficient in zip(grad, coefficients, strict=True):
+        if entry == POLICY:
+            assert row.float().item() == pytest.approx(coefficient / 7.5, rel=1e-6)
+        elif math.isinf(coefficient):
+            assert not row.isfinite().all()
+        else:
+            # exp(-1e4) and exp(-200) are zeros of fp32
+            assert row.isfinite().all() and (row != 0).any() == (abs(coefficient) > 1e-40)
+
+
+@pytest.mark.parametrize("schedule", ["aligned", "deferred", "frozen", "two_pass"])
+@pytest.mark.parametrize("upstream", [1.0, 2.0**16])
+def test_an_overflowed_coefficient_makes_no_nan(schedule, upstream):
+    """Log-ratios of 500 overflow fp32, for both signs of the advantage: infinities, and zeros stay zeros."""
+    rng = generator(9)
+    hidden, weight = torch.randn(2, 3, 4, generator=rng), torch.randn(61, 4, generator=rng)
+    hidden[..., 0], weight[:, 1] = 0.0, 0.0
+    leaves = hidden.requires_grad_(), weight.requires_grad_(schedule != "frozen")
+    labels, old = torch.zeros(2, 3, dtype=torch.int64), torch.full((2, 3), -500.0)
+    objective = gk.GSPO(clip_low=1.0, clip_high=1e300)
+    loss = gk.fused_linear_policy_loss(
+        *leaves, labels, old, torch.tensor([-1.0, 1.0]), objective=objective, schedule=schedule
+    ).loss
+    (loss * upstream).backward()
+    assert (hidden.grad[..., 1] == 0).all() and hidden.grad[..., [0, 2, 3]].isinf().all()
+    if schedule != "frozen":
+        assert (weight.grad[:, 0] == 0).all() and not weight.grad.isnan().any()
+        assert weight.grad[0, 2:].abs().min() > 1e25
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_extreme_kl(weighted, estimator):
+    for sign in (1, -1):
+        logprobs = (torch.tensor([[-1.0, -2.0]]) + min(sign * 1e4, 0.0)).requires_grad_()
+        old, reference = logprobs.detach() - sign * 1e4, logprobs.detach() - sign * torch.tensor([[1e4, 0.0]])
+        output = gk.policy_loss(
+            logprobs, old, torch.tensor([0.0]), ref_logprobs=reference, kl_beta=0.5, kl_estimator=estimator,
+            kl_ratio_weighted=weighted,
+        )  # fmt: skip
+        output.loss.backward()
+        assert not output.loss.isnan() and not logprobs.grad.isnan().any()
+        if not weighted and (estimator, sign) != ("k3", -1):
+            value = {"k1": sign * 1e4, "k2": 5e7, "k3": 1e4 - 1}[estimator]
+            assert output.loss.item() == pytest.approx(0.25 * value, rel=1e-6)
+            assert logprobs.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["GSPO", "GSPOToken", "GRPO"])
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_equality_with_a_bound_is_inside(name, advantage):
+    objective = getattr(gk, name)(clip_low=0.5, clip_high=1.0)
+    bound = math.log1p(1.0) if advantage > 0 else math.log1p(-0.5)
+    logprobs = torch.zeros(1, 1, dtype=torch.float64, requires_grad=True)
+    for shift, inside in ((0.0, True), (math.copysign(1e-12, advantage), False)):
+        logprobs.grad, old = None, torch.full((1, 1), -bound - shift, dtype=torch.float64)
+        output = gk.policy_loss(logprobs, old, torch.tensor([advantage]), objective=objective)
+        output.loss.backward()
+        assert (logprobs.grad.item() != 0) == inside
+        clipped = output.metrics["clip_fraction/low"] + output.metrics["clip_fraction/high"]
+        assert clipped.item() == (0.0 if inside else 1.0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_logprobs_are_never_positive(dtype, backend):
+    peaks, device = (0.0, 5.0, 20.0, 200.0, 3e4), device_of(backend)
+    for vocabulary in (1, 2, 1009, 4097):
+        logits = torch.randn(len(peaks), 1, vocabulary, generator=generator(0)).to(dtype)
+        logits[:, 0, -1] += torch.tensor(peaks).to(dtype)
+        labels = torch.full((len(peaks), 1), vocabulary - 1, device=device)
+        leaf = logits.to(device).requires_grad_()
+        output = gk.token_logprobs(leaf, labels, return_entropy=True, backend=backend)
+        assert (output.logprobs <= 0).all() and (output.entropy >= 0).all()
+        assert output.logprobs.isfinite().all() and output.entropy.isfinite().all()
+        if vocabulary == 1:
+            assert (output.logprobs == 0).all() and (output.entropy == 0).all()
+        (output.logprobs.sum() + output.entropy.sum()).backward()
+        assert leaf.grad.isfinite().all()
+
+
+# --- a ratio of one
+
+
+@pytest.mark.parametrize("name", ["GSPO", "GSPOToken", "GRPO"])
+@pytest.mark.parametrize(("entry", "layout"), [(FUSED, "padded"), (LINEAR, "packed")])
+def test_ratio_is_exactly_one_on_the_identical_path(entry, layout, name, backend):
+    case, objective = make_case(KIND[entry], layout, "holes", vocabulary=1009, **SHORT), getattr(gk, name)()
+    with torch.no_grad():
+        old = forward(case, entry, objective, backend)[1].logprobs.cpu()
+    metrics = forward(replace(case, old_logprobs=old), entry, objective, backend)[1].metrics
+    assert all(metrics[f"ratio/{which}"].item() == 1.0 for which in ("min", "mean", "max"))
+    assert metrics["kl/old"].item() == 0.0 and metrics["clip_fraction/tokens"].item() == 0.0
+    # over the same rows: a product over more of them may round otherwise
+    same = replace(case, labels=case.labels.masked_fill(~case.counted, case.ignore_index))
+    apart = ROWS if entry == FUSED else LINEAR_ROWS
+    assert torch.equal(run(same, apart, objective, backend).logprobs, old)
+
+
+def test_ratio_is_one_through_any_other_path_of_ours():
+    """Logits have a language model's size: the last bit of fp32 at 25 is 2e-6 already."""
+    lengths, vocabulary, found = (6, 8, 12), 1009, {}
+    backends = ("reference", "cpp", *(("triton",) if importlib.util.find_spec("triton") else ()))
+    for backend, layout in itertools.product(backends, LAYOUTS):
+        case = make_case("linear", layout, lengths=lengths, vocabulary=vocabulary, width=32)
+        inputs = {**case.inputs, "hidden": case.inputs["hidden"] * (2.0 / math.sqrt(32))}
+        here = on_device(replace(case, inputs=inputs), backend)
+        hidden, weight, bias = here.inputs.values()
+        logits = torch.nn.functional.linear(hidden, weight, bias)
+        outputs = {"logits": gk.token_logprobs(logits, here.labels, backend=backend)}
+        interpreted = backend == "triton" and not torch.cuda.is_available()
+        for rows in (1009,) if interpreted else (1, 7, 1009):
+            outputs[rows] = gk.linear_token_logprobs(
+                hidden, weight, here.labels, bias=bias, max_chunk_bytes=rows * vocabulary * 4, backend=backend
+            )
+        for how, output in outputs.items():
+            found[backend, layout, how] = output.logprobs.cpu()[case.counted]
+    for (one, a), (other, b) in itertools.combinations(found.items(), 2):
+        log_s = torch.stack([part.double().mean() for part in (a - b).split(lengths)])
+        assert log_s.abs().max() <= 1e-6, (one, other, log_s)
+
+
+# --- nothing to do
+
+
+EMPTY = {
+    "no sequences": ((0, 4), None, 0),
+    "no positions": ((3, 0), None, 3),
+    "no tokens": ((0,), (0, 0), 2),
+    "nothing at all": ((0,), (), 0),
+    "all masked": ((2, 3), None, 2),
+    "all masked, packed": ((5,), (2, 0, 3), 3),
+}
+"""Shape of the labels, lengths of packed sequences, and the number of sequences."""
+
+
+@pytest.mark.parametrize("what", EMPTY)
+@pytest.mark.parametrize("entry", [POLICY, FUSED, LINEAR])
+def test_nothing_to_do(entry, what, backend):
+    shape, lengths, batch = EMPTY[what]
+    case = make_case(KIND[entry], "packed", "plain")
+    inputs = {
+        name: value if name in ("weight", "bias") else torch.zeros(*shape, *value.shape[1:])
+        for name, value in case.inputs.items()
+    }
+    case = replace(
+        case, labels=torch.zeros(shape, dtype=torch.int64), inputs=inputs, advantages=torch.ones(batch),
+        cu_seqlens=None if lengths is None else offsets(lengths),
+        loss_mask=torch.zeros(shape, dtype=torch.bool),
+    )  # fmt: skip
+    for name, old in itertools.product(("GSPO", "GSPOToken", "GRPO", "Linear"), (torch.zeros(shape), None)):
+        objective = getattr(gk, name)()
+        here = for_objective(replace(case, old_logprobs=old), objective)
+        leaves, output = forward(here, entry, objective, backend)
+        assert output.loss.item() == 0.0 and output.loss.requires_grad
+        output.loss.backward()
+        for leaf in leaves.values():
+            assert leaf.grad.shape == leaf.shape and (leaf.grad == 0).all()
+        assert output.logprobs.shape == case.labels.shape
+        assert all(metric.isfinite() for metric in output.metrics.values()), output.metrics
+
+
+@pytest.mark.parametrize("entry", [FUSED, LINEAR])
+def test_nothing_to_do_with_every_term(entry):
+    case = make_case(KIND[entry], "padded", "all")
+    result = run(replace(case, loss_mask=torch.zeros_like(case.loss_mask)), entry, gk.GSPO())
+    assert result.loss.item() == 0.0 and all((grad == 0).all() for grad in result.grads.values())

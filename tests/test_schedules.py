@@ -1,0 +1,351 @@
+"""Schedules of a loss over hidden states: equal to the oracle or refused, and no dearer than promised."""
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+import gspo_kernels as gk
+from gspo_kernels import cpp
+from gspo_kernels.linear.head import Head
+from gspo_kernels.linear.scores import CompactedRows
+from gspo_kernels.linear.sums import HeadSums, times, times_
+from gspo_kernels.ops import memory
+from tests import oracle
+from tests.cases import LAYOUTS, for_objective, generator, make_case, run, strided
+from tests.judging import assert_equals_oracle
+
+ENTRY, V = "fused_linear_policy_loss", 61
+ROW = V * 4
+NAMES = ("auto", "known", "frozen", "aligned", "deferred", "two_pass")
+# advantages of a case's six sequences: every other one is zero, all are
+HALF, NONE = (0.0, -0.4, 1.0, 0.0, -0.5, 0.0), (0.0,) * 6
+GSPO, TOKEN, GRPO, LINEAR = gk.GSPO(), gk.GSPOToken(), gk.GRPO(), gk.Linear()
+UNKNOWN = {"known": "it needs coefficients that depend on one token alone, but GSPO off-policy"}
+UNKNOWN_TOKEN = {"known": "but GSPOToken off-policy makes them depend on the sequence"}
+OF_TOKENS = {"deferred": "coefficients are not one number per sequence"}
+WITH_ENTROPY = {"deferred": "entropy_coef adds", "frozen": "entropy_coef adds"}
+PER_TOKEN = {"deferred": "per token give GSPOToken coefficients per token"}
+
+# Objective, arguments of make_case, and the schedules that refuse the call, with their reason.
+CASES = {
+    "sequences": (GSPO, {"layout": "padded", "terms": "weighted"}, UNKNOWN),
+    "sequences, half inactive": (GSPO, {"terms": "weighted", "advantages": HALF}, UNKNOWN),
+    "sequences, all inactive": (GSPO, {"layout": "padded", "terms": "weighted", "advantages": NONE}, UNKNOWN),
+    "token mean": (gk.GSPO(aggregation="token_mean"), {"terms": "holes+lengths"}, UNKNOWN),
+    "tokens of sequences": (TOKEN, {"terms": "weighted", "advantages": HALF}, UNKNOWN_TOKEN),
+    "tokens": (GRPO, {"layout": "padded", "terms": "weighted", "advantages": HALF}, OF_TOKENS),
+    "linear": (LINEAR, {"terms": "weighted"}, OF_TOKENS),
+    "on-policy": (GSPO, {"terms": "on_policy"}, {}),
+    "on-policy with terms": (GRPO, {"terms": "on_policy_terms"}, WITH_ENTROPY),
+    "on-policy with an entropy": (GSPO, {"terms": "on_policy+entropy"}, WITH_ENTROPY),
+    "all terms": (GSPO, {"terms": "all"}, UNKNOWN | WITH_ENTROPY),
+    "all terms, tokens": (GRPO, {"layout": "padded", "terms": "all"}, WITH_ENTROPY),
+    "KL": (TOKEN, {"terms": "kl_tensor"}, UNKNOWN_TOKEN | {"deferred": "kl_beta adds"}),
+    "weighted KL": (GSPO, {"terms": "kl_ratio_weighted"},
+                    {"known": "kl_ratio_weighted with GSPO off-policy", "deferred": "kl_beta adds"}),
+    "weighted KL, on-policy": (GSPO, {"terms": "on_policy+kl_ratio_weighted"},
+                               {"known": "kl_ratio_weighted with GSPO", "deferred": "kl_beta adds"}),
+    "entropy": (TOKEN, {"terms": "entropy_tensor"}, UNKNOWN_TOKEN | WITH_ENTROPY),
+    "token weights": (TOKEN, {"terms": "token_weights"}, UNKNOWN_TOKEN),
+    "advantages of tokens": (TOKEN, {"terms": "holes+token_advantages"}, UNKNOWN_TOKEN | PER_TOKEN),
+    "advantages of tokens alone": (GRPO, {"terms": "holes+token_advantages"}, OF_TOKENS),
+    "rollout weights of tokens": (TOKEN, {"terms": "rollout_token"}, UNKNOWN_TOKEN | PER_TOKEN),
+    "mean rollout weights": (GSPO, {"terms": "rollout_token"}, UNKNOWN),
+    "fp16": (GSPO, {"terms": "holes", "dtype": torch.float16}, UNKNOWN),
+    "fp64": (GSPO, {"terms": "holes", "dtype": torch.float64}, UNKNOWN),
+    # Linear has no clip decision that rounded logits could turn
+    "rounded logits, fp16": (LINEAR, {"dtype": torch.float16, "logits_dtype": "input"}, OF_TOKENS),
+    "rounded logits, bf16": (LINEAR, {"dtype": torch.bfloat16, "logits_dtype": "input"}, OF_TOKENS),
+    "logit options": (GSPO, {"layout": "padded", "terms": "holes", "logit_options": "together"}, UNKNOWN),
+    "sampling mask": (GSPO, {"terms": "holes", "logit_options": "kept and the rest"}, UNKNOWN),
+}  # fmt: skip
+
+
+def with_frozen_head(case):
+    return replace(case, frozen=("weight", "bias"))
+
+
+def longest_active(case):
+    """Counted tokens of the longest sequence that may have a gradient."""
+    per_sequence = case.advantages is not None and case.advantages.shape == (6,)
+    counts = [
+        sequence.count
+        for sequence in oracle.sequences(case.counted, case.cu_seqlens)
+        if not per_sequence or case.advantages[sequence.index] != 0
+    ]
+    return max(counts, default=0)
+
+
+@pytest.mark.parametrize("schedule", NAMES)
+@pytest.mark.parametrize("name", CASES)
+def test_equal_to_the_oracle_or_refused(name, schedule):
+    objective, arguments, refused = CASES[name]
+    case = for_objective(make_case("linear", **arguments), objective)
+    if schedule == "frozen":
+        case = with_frozen_head(case)
+    elif schedule == "auto":
+        case = replace(case, inputs=case.inputs | {"hidden": strided(case.inputs["hidden"], "reversed axes")})
+    row_bytes = V * max(4, case.inputs["weight"].dtype.itemsize)
+    # how many rounded logits fit, with the rows of their gradient, is a matter of the processor
+    for rows in (1, 3, 6) if case.logits_dtype == "float32" else (9,):
+        options = {"schedule": schedule, "max_chunk_bytes": rows * row_bytes}
+        reason = refused.get(schedule)
+        if reason is not None:
+            reason = f"^schedule: '{schedule}' is not exact here: .*{reason}"
+        elif schedule == "aligned" and rows < (longest := longest_active(case)):
+            reason = f"has {longest} counted tokens but a chunk {rows} row"
+        if reason is None:
+            assert_equals_oracle(run(case, ENTRY, objective, **options), case, objective)
+            continue
+        with pytest.raises(ValueError, match=reason):
+            run(case, ENTRY, objective, **options)
+
+
+def test_frozen_wants_a_frozen_head():
+    with pytest.raises(ValueError, match="'frozen' is not exact here: the lm_head's weight or bias needs"):
+        run(make_case("linear"), ENTRY, GSPO, schedule="frozen")
+
+
+@pytest.mark.parametrize("schedule", NAMES)
+def test_every_backend(schedule, backend):
+    objective = GRPO if schedule == "known" else GSPO
+    case = make_case("linear", "packed", "holes", dtype=torch.bfloat16)
+    case = with_frozen_head(case) if schedule == "frozen" else case
+    result = run(case, ENTRY, objective, backend, schedule=schedule, max_chunk_bytes=4 * ROW)
+    assert_equals_oracle(result, case, objective)
+
+
+@pytest.mark.parametrize("schedule", [name for name in NAMES if name != "known"])
+@pytest.mark.parametrize("objective", [GSPO, TOKEN])
+def test_skipping_changes_nothing(schedule, objective):
+    """But log-probs of sequences that "all" leaves out."""
+    for layout, advantages in itertools.product(LAYOUTS, ((1.0, -0.4, -0.7, -1.3, -0.5, 0.3), HALF, NONE)):
+        case = make_case("linear", layout, "holes", advantages=advantages)
+        case = with_frozen_head(case) if schedule == "frozen" else case
+        skipped = torch.zeros_like(case.counted)
+        for sequence in oracle.sequences(case.counted, case.cu_seqlens):
+            skipped[sequence.where] = sequence.counted & (case.advantages[sequence.index] == 0)
+        for skip in ("none", "backward", "all"):
+            # "none" projects padding too, so that a sequence has six rows
+            options = {"schedule": schedule, "skip_inactive": skip, "max_chunk_bytes": 6 * ROW}
+            result = run(case, ENTRY, objective, **options)
+            if skip == "all":
+                assert torch.equal(result.logprobs.isnan(), skipped)
+                everything = run(case, ENTRY, objective).logprobs
+                result = replace(result, logprobs=torch.where(skipped, everything, result.logprobs))
+            assert_equals_oracle(result, case, objective)
+
+
+@pytest.mark.parametrize("objective", [gk.REBEL(), gk.M2PO()], ids=["groups", "batch"])
+@pytest.mark.parametrize("schedule", NAMES)
+def test_groups_and_batch(objective, schedule):
+    """Interleaved groups that fit in a chunk or not; in fp64, where another order of sums doesn't show."""
+    groups = {"group_ids": torch.tensor((5, 2, 5, 2, 2, 5))} if "group_ids" in objective.needs else {}
+    case = make_case(
+        "linear", "packed", "holes", dtype=torch.float64
+    )  # group 5 counts 4 tokens, group 2 counts 6
+    case = replace(case, terms=case.terms | groups)
+    expected = run(case, ENTRY, objective, schedule="two_pass")
+    assert any((grad != 0).any() for grad in expected.grads.values())
+    case = with_frozen_head(case) if schedule == "frozen" else case
+    largest = 6 if groups else 9  # group 5 counts 3 tokens, group 2 counts 6
+    for rows in (1, 5, 6, 9):
+        options = {"schedule": schedule, "max_chunk_bytes": rows * 2 * ROW}
+        if schedule in ("known", "deferred") or (schedule == "aligned" and rows < largest):
+            reason = f"one has {largest} counted tokens" if schedule == "aligned" else "is not exact here"
+            with pytest.raises(ValueError, match=reason):
+                run(case, ENTRY, objective, **options)
+            continue
+        for name, grad in run(case, ENTRY, objective, **options).grads.items():
+            torch.testing.assert_close(grad, expected.grads[name], rtol=0, atol=1e-12)
+
+
+# --- the choice, and what it costs
+
+
+@pytest.fixture
+def products(monkeypatch):
+    """Rows of each product of a call, by kind."""
+    rows = {"forward": [], "hidden": [], "weight": []}
+
+    def count(owner, name, kind):
+        product = getattr(owner, name)
+
+        def counted(self, operand, *args):
+            values = operand if isinstance(operand, torch.Tensor) else operand.values
+            rows[kind].append(values.shape[0])
+            return product(self, operand, *args)
+
+        monkeypatch.setattr(owner, name, counted)
+
+    for owner, name, kind in ((Head, "logits", "forward"), (Head, "fold_logits", "forward"),
+                              (Head, "grad_hidden", "hidden"), (HeadSums, "add", "weight")):  # fmt: skip
+        count(owner, name, kind)
+    return rows
+
+
+def explain(case, **options):
+    leaves = {
+        name: value.detach().clone().requires_grad_(name not in case.frozen)
+        for name, value in case.inputs.items()
+    }
+    return gk.explain_schedule(
+        leaves["hidden"], leaves["weight"], case.labels, case.old_logprobs, case.advantages,
+        bias=leaves["bias"], loss_mask=case.loss_mask, cu_seqlens=case.cu_seqlens, **case.terms, **options,
+    )  # fmt: skip
+
+
+def test_the_rule_takes_the_first_schedule_that_is_exact():
+    """Its lines, each with a call that the lines above don't serve."""
+    case = make_case("linear")
+    two_rows = {"max_chunk_bytes": 2 * ROW}
+    with torch.no_grad():
+        plan = explain(case)
+    assert (plan.schedule, plan.products) == ("forward", 1.0) and "no input needs a gradient" in plan.reason
+    assert explain(case, objective=GRPO).schedule == "known"
+    assert explain(with_frozen_head(case)).schedule == "frozen"
+    assert explain(with_frozen_head(make_case("linear", terms="entropy"))).schedule == "aligned"
+    assert explain(case).schedule == "aligned"
+    assert explain(case, **two_rows).parts == {"aligned": 3, "deferred": 7, "forward": 1}
+    kl = {"ref_logprobs": case.old_logprobs, "kl_beta": 0.1}
+    assert explain(case, **kl, **two_rows).parts == {"aligned": 4, "two_pass": 7}
+    pairs = {"objective": gk.REBEL(), "group_ids": torch.tensor([0, 0, 1, 1, 2, 2])}
+    assert explain(case, **pairs, **two_rows).parts == {"two_pass": 11}
+
+
+# 21 tokens: 16 of sequences with an advantage, of which 12 are not clipped
+WORK = {"lengths": (5, 3, 4, 4, 3, 2), "advantages": (1.0, 0.0, -1.0, 0.5, -0.7, 0.0)}
+CLIPPED, ACTIVE = (1e-4, 0.0, -1e-4, 0.1, 2e-4, 0.0), (1e-4, 0.0, -1e-4, 1e-4, 2e-4, 0.0)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("schedule", "skip_inactive", "rows", "forward", "gradient"),
+    [
+        ("known", "backward", 3, 21, 16),
+        ("frozen", "backward", 3, 21, 16),
+        ("aligned", "backward", 8, 21, 12),
+        ("aligned", "all", 8, 16, 12),
+        ("deferred", "backward", 2, 21, 16),
+        ("deferred", "all", 2, 16, 16),
+        ("two_pass", "backward", 2, 21 + 12, 12),
+        ("two_pass", "all", 2, 16 + 12, 12),
+        ("auto", "backward", 8, 21, 12),
+        ("auto", "all", 8, 16, 12),
+    ],
+)
+def test_rows_in_products(products, schedule, skip_inactive, rows, forward, gradient, layout):
+    """Rows without gradient enter no gradient product, masked ones (padding) none at all."""
+    case = make_case("linear", layout, "plain", log_s=CLIPPED, noise=0.0, **WORK)
+    case = with_frozen_head(case) if schedule == "frozen" else case
+    objective = gk.GRPO(0.9, 9.0) if schedule == "known" else GSPO  # whose tokens are not clipped
+    run(case, ENTRY, objective, schedule=schedule, skip_inactive=skip_inactive, max_chunk_bytes=rows * ROW)
+    assert sum(products["forward"]) == forward and max(products["forward"]) <= rows
+    assert sum(products["hidden"]) == gradient
+    assert sum(products["weight"]) == gradient or schedule == "frozen"
+
+
+def test_sequences_that_fit_share_chunks_of_about_the_same_size(products):
+    """And those without gradient take what is left of the last one."""
+    case = make_case("linear", lengths=(2,) * 15, advantages=(1.0,) * 15)
+    run(case, ENTRY, GSPO, schedule="aligned", max_chunk_bytes=20 * ROW)
+    assert products["forward"] == [16, 14]
+    products["forward"].clear()
+    run(make_case("linear", **WORK), ENTRY, GSPO, schedule="aligned", max_chunk_bytes=21 * ROW)
+    assert products["forward"] == [21]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("skip_inactive", ["backward", "all", "none"])
+@pytest.mark.parametrize("schedule", ["auto", "aligned", "deferred", "two_pass"])
+def test_explained_products_are_those_that_run(products, schedule, skip_inactive, layout):
+    """Every sequence with an advantage active: then nothing is left to guess."""
+    case = make_case("linear", layout, "holes", log_s=ACTIVE, **WORK)
+    # the last chunk has room for those without
+    options = {"schedule": schedule, "skip_inactive": skip_inactive, "max_chunk_bytes": 11 * ROW}
+    plan = explain(case, **options)
+    run(case, ENTRY, GSPO, **options)
+    rows = sum(plan.parts.values())
+    if skip_inactive == "none" and schedule != "deferred":
+        # masked rows and those without advantage take part there
+        assert rows == case.labels.numel()
+    assert plan.products * rows == pytest.approx(sum(map(sum, products.values())))
+    assert max(products["forward"]) <= 11
+
+
+def test_memory_of_the_plan():
+    """Beyond chunk, dHidden and dWeight: one fp32 sum of a 16-bit weight, and one of a deferred sequence."""
+    plan = explain(make_case("linear", "packed", "holes"))
+    assert plan.reason in str(plan) and "3.00 matrix products over the counted tokens (aligned" in str(plan)
+    assert plan.peak_bytes == plan.parts["aligned"] * ROW  # fp32: dWeight is its own sum
+    case = make_case("linear", lengths=(40,), width=8, dtype=torch.bfloat16)
+    sums, chunk = V * 8 * 4, 10 * ROW
+    assert explain(case, schedule="two_pass", max_chunk_bytes=chunk).peak_bytes == chunk + sums
+    for schedule in ("deferred", "auto"):
+        assert explain(case, schedule=schedule, max_chunk_bytes=chunk).peak_bytes == chunk + 2 * sums
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "gib", "device", "expected"),
+    [
+        (151936, 80, "cuda", 4096 * 4 * 151936),
+        (151936, 24, "cpu", 1024 * 4 * 151936),
+        (100000, 24, "cpu", 1024 * 4 * 100000),
+        (50000, 24, "cpu", 2**28),
+        (32000, 24, "cpu", 2048 * 4 * 32000),
+        (32000, 2, "cpu", 2**27),
+        (151936, 4, "cpu", 2**28),
+        (1000, 24, "cpu", memory.MIN_CHUNK_BYTES),
+    ],
+)
+def test_the_default_chunk_is_a_function_of_shapes_and_memory(vocabulary, gib, device, expected):
+    assert memory.default_chunk_bytes(4 * vocabulary, gib * 2**30, device) == expected
+    assert memory.host_memory() > 2**30
+
+
+@pytest.mark.parametrize("factors", [(2.0, -0.5), (2.0, 0.0), (2.0, math.inf), (0.0, math.nan)])
+def test_an_exact_zero_beats_an_overflow(factors):
+    """In place and not, whichever way the factors have it done."""
+    values = [3.0, 0.0, math.inf, math.nan]
+    want = torch.tensor([[0.0 if 0 in (x, factor) else x * factor for x in values] for factor in factors])
+    rows, column = torch.tensor([values, values]), torch.tensor(factors).unsqueeze(1)
+    for got in (times(rows, column), times_(rows.clone(), column)):
+        torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.9])
+def test_rows_that_stay_in_a_chunk_do_not_move(share):
+    """No more of them than there are gaps, and all in the memory where they were."""
+    keep = torch.rand(40, generator=generator(0)) < share
+    values, kept = torch.arange(120.0).reshape(40, 3), CompactedRows.of(keep)
+    before, moved = values.clone(), kept.compact(values)
+    assert torch.equal(kept.rows.sort().values, keep.nonzero().squeeze(1))
+    assert torch.equal(moved, before[kept.rows])
+    assert moved.numel() == 0 or moved.data_ptr() == values.data_ptr()
+    assert kept.gaps.numel() == int((~keep[: keep.sum()]).sum())
+
+
+@pytest.mark.skipif(cpp.unavailable(torch.device("cpu")) is not None, reason="needs the C++ backend")
+@pytest.mark.parametrize(
+    ("schedule", "terms", "rows"),
+    [
+        ("aligned", "holes", 9),
+        ("deferred", "holes", 9),
+        ("aligned", "entropy", 0),
+        ("two_pass", "entropy", 0),
+    ],
+)
+def test_rows_come_with_the_statistics_where_they_can(schedule, terms, rows, monkeypatch):
+    """The results are the same either way, so only counting shows it; an entropy bonus needs the logits."""
+    found, one_pass = [], cpp.logprobs_and_rows
+
+    def counted(logits, *args, **kwargs):
+        found.append(logits.shape[1])
+        return one_pass(logits, *args, **kwargs)
+
+    monkeypatch.setattr(cpp, "logprobs_and_rows", counted)
+    run(make_case("linear", "packed", terms), ENTRY, GSPO, "cpp", schedule=schedule)
+    assert sum(found) == rows
