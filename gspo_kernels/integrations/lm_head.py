@@ -128,13 +128,13 @@ def weight_of(head: Any) -> Tensor | LoRAHead:
     tuners = sys.modules.get("peft.tuners.tuners_utils")  # where PEFT was never imported there is no adapter
     if tuners is None or not isinstance(head, tuners.BaseTunerLayer):
         return head.weight  # type: ignore[no-any-return]
-    lora, base = sys.modules["peft.tuners.lora"], head.get_base_layer()
+    lora_linear, base = sys.modules["peft.tuners.lora"].Linear, head.get_base_layer()
     active = [name for name in head.active_adapters if name in getattr(head, "lora_A", ())]
-    if isinstance(head, lora.Linear) and (head.disable_adapters or head.merged or not active):
+    is_lora = isinstance(head, lora_linear)
+    if is_lora and (head.disable_adapters or head.merged or not active):
         return base.weight  # type: ignore[no-any-return]
-    kind = type(head).__name__
-    if not isinstance(head, lora.Linear):
-        reason = f"an adapter ({kind}), whose product is not part of its weight"
+    if not is_lora:
+        reason = f"an adapter ({type(head).__name__}), whose product is not part of its weight"
     elif len(active) > 1:
         reason = f"{len(active)} active adapters"
     elif active[0] in head.lora_variant:

@@ -354,6 +354,31 @@ def test_epochs_draw_their_order_anew_and_group_what_must_stay_together(tokenize
         assert all(count == SIZE for count in batch.group_ids[part.rows].unique(return_counts=True)[1])
 
 
+def test_what_does_not_count_is_inert(tokenizer):
+    """Row 2 is left out of the loss: its tokens and its advantage change neither gradient nor loss."""
+    other = make_batch()
+    other.completions[2][:] = 11
+    other.advantages[2] = 1e6
+    results = []
+    for batch in (make_batch(), other):
+        updater = make_updater(tokenizer, make_config())
+        metrics = updater.update(batch)
+        results.append((metrics, weights(updater.policy)))
+    assert results[0][0] == results[1][0] and same(results[0][1], results[1][1])
+
+
+def test_log_probs_that_a_batch_brings_are_used(tokenizer):
+    """Old ones of another policy, and those of a reference that is nowhere else."""
+    batch = make_batch()
+    config = make_config(kl={"beta": 0.1}, update={"minibatches": 1})
+    updater = make_updater(tokenizer, config, reference=tiny_qwen3(tokenizer, seed=1))
+    old = updater.score(updater.policy, batch, 0).logprobs
+    given = replace(batch, old_logprobs=old - 0.25, ref_logprobs=old - 0.5)
+    metrics = make_updater(tokenizer, config, reference=tiny_qwen3(tokenizer, seed=2)).update(given)
+    assert metrics["ratio/min"] == pytest.approx(math.exp(0.25), rel=1e-5)
+    assert metrics["kl/ref"] == pytest.approx(math.exp(-0.5) - 1 + 0.5, rel=1e-4)
+
+
 def test_completions_without_advantage_cost_nothing_unless_a_term_needs_them(tokenizer, monkeypatch):
     """The gradient is that of all of them: the divisor counts what the forward pass leaves out."""
     batch = make_batch()
