@@ -124,8 +124,11 @@ def write_gradient(
     UNIT: tl.constexpr = 1 if ACCESS == "single" else VECTOR
     read = tl.multiple_of(tl.where(active, whole, 0), UNIT)
     zeroed = tl.multiple_of(tl.where(active, 0, whole), UNIT)
+    ahead = load_columns(whole_row, 0, lanes, read, stride_v, ACCESS, True, "evict_first")
     for start in range(0, read, BLOCK):
-        raw = load_columns(whole_row, start, lanes, read, stride_v, ACCESS, True, "evict_first")
+        raw = ahead
+        # This load stands before the store, across which the compiler can't move it: out may be the logits.
+        ahead = load_columns(whole_row, start + BLOCK, lanes, read, stride_v, ACCESS, True, "evict_first")
         is_label = start + lanes == label - first
         grad = _gradient(raw, is_label, of_row, slopes, ENTROPY, OUT, ROW)
         grad = mask_gradient(grad, first + start, first + read, mask, VECTOR, ACCESS)
