@@ -14,7 +14,7 @@ help:
 	@echo "make test   environment, install, all tests"
 	@echo "make lint   formatting, lint, types, import arrows"
 	@echo "make bench  our losses and others': checked, then timed, in tables and plots (under ten minutes, CPU)"
-	@echo "make quick  environment, install, the quick tests (two minutes)"
+	@echo "make quick  environment, install, the quick tests (one minute)"
 	@echo "make campaign  tests and benchmarks on a GPU, compared with the last one kept by make campaign-keep"
 	@echo "make docs   the documentation as a site, in site/"
 	@echo "make dist   what is published: built, checked, installed into bare environments and used there"

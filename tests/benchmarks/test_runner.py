@@ -9,7 +9,6 @@ import torch
 
 from benchmarks import __main__ as command_line
 from benchmarks import compare, report, suites
-from benchmarks.estimate import BANDWIDTH, OPERATIONS, Step
 from benchmarks.registry import contestant, suite
 from benchmarks.tables import number, shape_text
 
@@ -176,14 +175,3 @@ def test_numbers():
     values = {0.012345: "0.0123", 1.0: "1", 1234.5: "1,230", 12: "12", 2e-8: "2.0e-08", None: "", 0.0: "0"}
     assert {value: number(value) for value in values} == values
     assert shape_text({"dtype": "bf16", "V": 1000, "layers": 2}) == "bf16, V=1,000, layers=2"
-
-
-def test_the_estimate_of_a_step_by_counting():
-    """4,096 rows of width 2,048 and V = 8,192: products are bound by operations, narrow ones by bytes."""
-    step = Step(tokens=4096, width=2048, vocabulary=8192, chunk_rows=4096)
-    logits, weight = 4096 * 8192, 8192 * 2048
-    bare = 6 * logits * 2048 / OPERATIONS
-    assert step.over_products(True) == pytest.approx(1 + 10 * logits / BANDWIDTH / bare)
-    assert step.over_products(True, held=True) == pytest.approx(1 + 6 * logits / BANDWIDTH / bare)
-    assert step.over_products(False) == pytest.approx(1 + (10 * logits + 8 * weight) / BANDWIDTH / bare)
-    assert Step(width=64).product(1e9) == pytest.approx(1e9 / BANDWIDTH)
