@@ -35,6 +35,7 @@ TESTS = {
     "gspo_kernels/": f"tests/test_errors.py {CALLS} tests/test_batch_invariance.py tests/test_compile.py",
     "gspo_kernels/advantages.py": "tests/test_advantages.py tests/test_distillation.py",
     "gspo_kernels/cli.py": "tests/trainer/test_cli.py",
+    "gspo_kernels/cpp/": f"tests/cpp {ROWS} {CALLS}",
     "gspo_kernels/distillation.py": f"{TEACHERS} tests/test_errors.py",
     "gspo_kernels/divergences.py": TEACHERS,
     "gspo_kernels/doctor.py": "tests/test_doctor.py",

@@ -1,0 +1,75 @@
+"""Whether GSPO crashes, and what it needs against stale data: ``python -m examples.stability``.
+
+Writes one JSON line per run as it goes; what is there already is not run again. Several processes may share
+the work: ``--part 0/2`` and ``--part 1/2``.
+"""
+
+import argparse
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from examples.stability import report
+from examples.stability.study import Setting, run
+
+HERE = Path(__file__).parent
+FACTORS = {
+    "objective": ("GSPO-token", "GRPO", "CISPO", "M2PO"),
+    "old": ("engine",),
+    "head": ("bf16",),
+    "updates": (1, 16),
+    "correction": ("token TIS", "sequence mask"),
+    "replay": (True,),
+}
+"""What is varied alone, from the defaults of ``Setting``; replay only where there are experts."""
+
+
+def settings(seeds):
+    """Every run of the study, seed by seed."""
+    for seed in range(seeds):
+        for model in ("dense", "moe"):
+            baseline = Setting(model=model, seed=seed)
+            yield baseline
+            for name, values in FACTORS.items():
+                for value in values if model == "moe" or name != "replay" else ():
+                    yield replace(baseline, **{name: value})
+
+
+def main(argv=None):
+    """Run what is missing, or draw what is there."""
+    parser = argparse.ArgumentParser(prog="python -m examples.stability", description=__doc__)
+    parser.add_argument("--results", type=Path, default=HERE / "results.jsonl")
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--part", default="0/1", help="which of how many parts of the runs this process does")
+    parser.add_argument("--report", action="store_true", help="run nothing, renew the page")
+    options = parser.parse_args(argv)
+    if options.report:
+        return report.write(read(options.results), HERE)
+    part, parts = map(int, options.part.split("/"))
+    torch.set_num_threads(1)
+    done = [Setting(**{name: record[name] for name in vars(Setting())}) for record in read(options.results)]
+    for index, setting in enumerate(settings(options.seeds)):
+        if index % parts == part and setting not in done:
+            record = run(setting)
+            with options.results.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(rounded(record)) + "\n")
+            changed = {
+                name: value for name, value in vars(setting).items() if value != getattr(Setting(), name)
+            }
+            print(changed, f"reward {record['reward'][-1]:.3f}, {record['cpu_seconds']:.0f} s", flush=True)
+
+
+def read(results):
+    """The records of a results file, none if there is no file."""
+    return [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+
+
+def rounded(record):
+    """Curves with four significant digits, which keeps the file small."""
+    return {k: [float(f"{x:.4g}") for x in v] if isinstance(v, list) else v for k, v in record.items()}
+
+
+if __name__ == "__main__":
+    main()

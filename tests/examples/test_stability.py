@@ -1,0 +1,69 @@
+"""The study of stability on a few tokens: all factors run, routing is replayed, tables say what runs say."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from examples.stability import __main__ as command
+from examples.stability import report, study
+from examples.stability.study import Routers, Setting, hidden_states, make_model, make_prompts
+
+
+@pytest.fixture
+def few_tokens(monkeypatch):
+    for name, value in (("DIGITS", 4), ("PROMPTS", 2), ("GROUP", 4), ("UPDATES", 4)):
+        monkeypatch.setattr(study, name, value)
+    monkeypatch.setattr(study, "make_start", make_model)
+
+
+def test_every_factor_runs_and_is_run_once(few_tokens, monkeypatch, tmp_path, capsys):
+    alone = {name: values[-1:] for name, values in command.FACTORS.items()} | {"updates": (1,)}
+    monkeypatch.setattr(command, "FACTORS", alone)
+    results = tmp_path / "results.jsonl"
+    for part in ("0/2", "1/2", "0/1"):
+        command.main(["--results", str(results), "--seeds", "1", "--part", part])
+    records = command.read(results)
+    settings = list(command.settings(1))
+    assert len(records) == len(settings) == 2 + 2 * 5 + 1
+    by_change = {(report.varied(record), record["model"]): record for record in records}
+    assert len(by_change) == len(records)
+    for record in records:
+        assert len(record["reward"]) == study.UPDATES // record["updates"]
+        assert all(0 <= reward <= 1 for reward in record["reward"]) and max(record["mismatch"]) > 0
+        # old log-probs by the path of the new ones are theirs exactly
+        assert (max(record["spread"]) > 1e-6) == (record["old"] == "engine")
+        assert (max(record["experts_changed"]) > 0) <= (record["model"] == "moe")
+    assert json.dumps(command.rounded(records[0])) == json.dumps(records[0])
+    page = report.renewed("<!-- facts -->\n<!-- end -->\n<!-- runs -->\n<!-- end -->\n", records)
+    assert f"{len(records)} runs" in page and page.count("| dense |") == 6
+    report.draw(records, tmp_path)
+    assert len(list(tmp_path.glob("*.png"))) == 3
+
+
+def test_replayed_experts_are_those_that_were_recorded(few_tokens):
+    model, other = make_model("moe", 0), make_model("moe", 1)
+    prompts, answers = make_prompts(3, torch.Generator().manual_seed(0))
+    routers, others = Routers(model), Routers(other)
+    with routers.recorded():
+        expected = hidden_states(model, prompts, answers)
+    choices = routers.choices
+    with routers.replaying(choices):
+        torch.testing.assert_close(hidden_states(model, prompts, answers), expected)
+    with others.replaying(choices), others.recorded():
+        hidden_states(other, prompts, answers)
+    with others.recorded():
+        hidden_states(other, prompts, answers)
+    assert any((a != b).any() for a, b in zip(others.choices, choices, strict=True))
+
+
+def test_a_reward_that_halves_for_good_has_collapsed():
+    assert report.collapsed([0.2, 0.8, 0.3]) and not report.collapsed([0.2, 0.8, 0.3, 0.5])
+    record = {**vars(Setting()), "reward": [0.1] * 8 + [0.9] * 8 + [0.2] * 8, "cpu_seconds": 1.0}
+    record |= {name: [0.0] * 24 for name in study.CURVES if name != "reward"}
+    found = report.summary(record)
+    assert found["collapsed"] and found["final"] == pytest.approx(0.2) and found["best"] == pytest.approx(0.9)
+    assert report.varied(vars(replace(Setting(), old="engine", updates=1))) == (
+        "old log-probs from the engine, 1 update per rollout"
+    )
