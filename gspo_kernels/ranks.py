@@ -30,6 +30,7 @@ _VOCABULARY = {
     "logits": -1, "teacher_logits": -1,
     "weight": 0, "teacher_weight": 0,
     "bias": 0, "teacher_bias": 0,
+    "B": 0,  # of a LoRAHead
 }  # fmt: skip
 """Arguments of which ranks may have parts of the vocabulary, and the dimension that this is."""
 _HIDDEN = ("hidden", "teacher_hidden")
@@ -141,7 +142,9 @@ def _flat(arguments: Mapping[str, Any]) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for name, value in arguments.items():
         if isinstance(value, tuple) and hasattr(value, "_asdict"):
-            flat |= {key: each for key, each in value._asdict().items() if key not in arguments}
+            flat |= {
+                key: each for key, each in value._asdict().items() if key == name or key not in arguments
+            }
         else:
             flat[name] = value
     if isinstance(parallel := flat.pop("parallel", None), Parallel):

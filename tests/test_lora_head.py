@@ -124,6 +124,7 @@ def test_memory_is_that_of_a_frozen_head_and_the_adapter():
         ({}, {"schedule": "frozen"}, "the lm_head's weight or bias needs a gradient"),
         ({}, {"batch_invariant": True}, "the two products of a LoRAHead have no fixed order"),
         ({"A": torch.zeros(RANK, H + 1)}, {}, "weight.A: got shape"),
+        ({"A": None}, {}, "weight.A: got NoneType"),
         ({"B": torch.zeros(V, RANK + 1)}, {}, "weight.B: got shape"),
         ({"scale": "1"}, {}, "weight.scale"),
         ({"weight": torch.zeros(V, H, requires_grad=True)}, {}, "weight.weight: needs a gradient"),

@@ -84,9 +84,9 @@ def _with_adapter(
     hidden: Tensor, weight: Tensor, lora: LoRAHead, chunking: Chunking
 ) -> tuple[Tensor, Tensor]:
     """Hidden states with ``scale * hidden @ A.T`` behind them, and B; autograd makes dA of what is behind."""
-    rank, (V, H) = len(lora.A), weight.shape
-    checks.tensor("weight.A", lora.A, (rank, H), "[r, H]", hidden.device, checks.FLOATS)
-    checks.tensor("weight.B", lora.B, (V, rank), "[V, r]", hidden.device, checks.FLOATS)
+    A, (V, H) = checks.tensor("weight.A", lora.A, None, "[r, H]", hidden.device, checks.FLOATS), weight.shape
+    checks.tensor("weight.A", A, (len(A) if A.ndim else 0, H), "[r, H]", hidden.device, checks.FLOATS)
+    checks.tensor("weight.B", lora.B, (V, len(A)), "[V, r]", hidden.device, checks.FLOATS)
     scale = checks.number("weight.scale", lora.scale)
     if torch.is_grad_enabled() and lora.weight.requires_grad:
         raise ValueError("weight.weight: needs a gradient, expected a frozen weight beside A and B")

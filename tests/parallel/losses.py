@@ -336,3 +336,29 @@ def compiled():
             value = function(leaves)
             results.append([value.detach(), *torch.autograd.grad(value, leaves.values())])
         assert all(map(torch.equal, *results))
+
+
+@of_ranks(2)
+def a_head_with_an_adapter():
+    """Ranks have rows of the weight and of B, and all of A: dA is whole on each, dB its own rows'."""
+    place, shapes = place_of("tp"), ((2, 5, 8), (VOCABULARY, 8), (3, 8), (VOCABULARY, 3))
+    torch.manual_seed(shifted_seed(0))
+    hidden, weight, A, B = (torch.randn(*shape).double() for shape in shapes)
+    labels, advantages = torch.randint(VOCABULARY, (2, 5)), torch.tensor([1.0, -0.5])
+    old = -torch.rand(2, 5).double() - 3
+
+    def gradients(rows, **options):
+        leaves = [each.clone().requires_grad_() for each in (hidden, A, B[rows])]
+        head = gk.LoRAHead(weight[rows], *leaves[1:], 0.5)
+        rest = (labels, old, advantages)
+        out = gk.fused_linear_policy_loss(leaves[0], head, *rest, objective=gk.GRPO(), **options)
+        out.loss.backward()
+        return out.loss.detach(), *(leaf.grad for leaf in leaves)
+
+    here, parallel = slice(*place.columns()), gk.Parallel(tp_group=place.groups["tp_group"])
+    for schedule in ("aligned", "two_pass"):
+        whole = gradients(slice(None), schedule=schedule)
+        with validated():
+            parts = gradients(here, schedule=schedule, parallel=parallel)
+        for part, value in zip(parts, (*whole[:3], whole[3][here]), strict=True):
+            torch.testing.assert_close(part, value, rtol=1e-12, atol=1e-13)
