@@ -142,9 +142,8 @@ def _flat(arguments: Mapping[str, Any]) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for name, value in arguments.items():
         if isinstance(value, tuple) and hasattr(value, "_asdict"):
-            flat |= {
-                key: each for key, each in value._asdict().items() if key == name or key not in arguments
-            }
+            fields = value._asdict().items()  # a LoRAHead, passed as ``weight``, has one of that name
+            flat |= {key: each for key, each in fields if key == name or key not in arguments}
         else:
             flat[name] = value
     if isinstance(parallel := flat.pop("parallel", None), Parallel):

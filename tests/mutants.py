@@ -51,6 +51,7 @@ TESTS = {
     "gspo_kernels/ops/": f"tests/test_operators.py tests/test_selected.py {TEACHERS} {CALLS} tests/parallel",
     "gspo_kernels/parallel/": "tests/parallel tests/test_errors.py",
     "gspo_kernels/ranks.py": "tests/parallel tests/test_errors.py",
+    "gspo_kernels/reference/": f"{TEACHERS} tests/test_selected.py tests/kernels/test_rows.py {CALLS}",
     "gspo_kernels/rewards.py": "tests/test_rewards.py",
     "gspo_kernels/sampling.py": "tests/test_sampling_masks.py",
     "gspo_kernels/selected.py": "tests/test_selected.py tests/test_errors.py tests/parallel",
