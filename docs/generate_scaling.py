@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +14,6 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.estimate import BANDWIDTH, OPERATIONS, Step
 from gspo_kernels.ops.memory import default_chunk_bytes
 
 PAGE = Path(__file__).with_name("scaling.md")
@@ -23,6 +21,56 @@ NODE = 8
 """GPUs that NVLink connects."""
 MODEL_OPERATIONS = 4e14
 """Per second, of a model's forward and backward: 40% of an H100's data sheet."""
+
+
+OPERATIONS, BANDWIDTH = 6.7e14, 0.85 * 3.35e12
+"""An H100's, per second: what large 16-bit products are taken to reach, 85% of its memory's data sheet."""
+
+
+class Step(NamedTuple):
+    """A step from hidden states in chunks, every row with a gradient: 16-bit operands, fp32 logits and sums.
+
+    Products take as long as their operations, or their bytes where those take longer; what lies between them
+    takes as long as its bytes. Launches and the work per token are left out.
+    """
+
+    tokens: int = 16384
+    width: int = 4096
+    vocabulary: int = 151936
+    chunk_rows: int = 4096
+
+    @property
+    def chunks(self) -> int:
+        """How many."""
+        return -(-self.tokens // self.chunk_rows)
+
+    @property
+    def operations(self) -> float:
+        """Of each product of a chunk."""
+        return 2.0 * self.chunk_rows * self.width * self.vocabulary
+
+    def product(self, moved: float) -> float:
+        """Seconds of a chunk's product that moves so many bytes."""
+        return max(self.operations / OPERATIONS, moved / BANDWIDTH)
+
+    def over_products(self, summed_inside: bool, held: bool = False) -> float:
+        """Time beside that of the operations alone; ``summed_inside``: dWeight is summed by its product;
+        ``held``: a row stays on the chip between its log-prob and its gradient.
+        """
+        logits, hidden = self.chunk_rows * self.vocabulary, self.chunk_rows * self.width
+        sums = self.vocabulary * self.width  # as many as the weight has elements
+        bare = self.chunks * 3 * self.operations / OPERATIONS
+        products = self.chunks * (
+            self.product(2.0 * hidden + 2.0 * sums + 4.0 * logits)
+            + self.product(2.0 * logits + 2.0 * sums + 4.0 * hidden)
+            + self.product(2.0 * logits + 2.0 * hidden + (8.0 if summed_inside else 4.0) * sums)
+        )
+        # log-probs read fp32 logits; the gradient writes 16-bit rows, and reads logits that aren't held
+        between = self.chunks * (6.0 if held else 10.0) * logits
+        if not summed_inside:
+            # the product is read and the sum written, from the second chunk on the sum is read, too
+            between += (12.0 * self.chunks - 4.0) * sums
+        return (products + between / BANDWIDTH) / bare
 
 
 class Link(NamedTuple):
@@ -66,9 +114,9 @@ class Loss(NamedTuple):
 
 def loss(step: Step, tensor: int = 1, context: int = 1) -> Loss:
     """Of ``step.tokens`` tokens of a group of ``tensor`` times ``context`` ranks."""
-    part = replace(step, tokens=-(-step.tokens // context), vocabulary=-(-step.vocabulary // tensor))
+    part = step._replace(tokens=-(-step.tokens // context), vocabulary=-(-step.vocabulary // tensor))
     rows = min(part.chunk_rows, part.tokens)
-    part = replace(part, chunk_rows=rows)
+    part = part._replace(chunk_rows=rows)
     product = part.operations / OPERATIONS
     work, waits = part.over_products(True) * 3 * product * part.chunks, 0.0
     if tensor > 1:

@@ -88,8 +88,19 @@ def test_waiting_is_what_the_page_of_scaling_says():
     step = SCALING.Step()
     one, eight, sixteen = (SCALING.loss(step, tensor=ranks) for ranks in (1, 8, 16))
     assert one.waits == 0 < eight.waits < 0.02 * eight.work and sixteen.waits > sixteen.work
-    short, long = (SCALING.loss(SCALING.replace(step, tokens=n), context=8).waits for n in (2**14, 2**20))
+    short, long = (SCALING.loss(step._replace(tokens=n), context=8).waits for n in (2**14, 2**20))
     assert short == long
+
+
+def test_a_step_is_counted_as_its_products_and_the_bytes_between_them():
+    """4,096 rows of width 2,048 and V = 8,192: products are bound by operations, narrow ones by bytes."""
+    step = SCALING.Step(tokens=4096, width=2048, vocabulary=8192, chunk_rows=4096)
+    logits, weight, bandwidth = 4096 * 8192, 8192 * 2048, SCALING.BANDWIDTH
+    bare = 6 * logits * 2048 / SCALING.OPERATIONS
+    assert step.over_products(True) == pytest.approx(1 + 10 * logits / bandwidth / bare)
+    assert step.over_products(True, held=True) == pytest.approx(1 + 6 * logits / bandwidth / bare)
+    assert step.over_products(False) == pytest.approx(1 + (10 * logits + 8 * weight) / bandwidth / bare)
+    assert SCALING.Step(width=64).product(1e9) == pytest.approx(1e9 / bandwidth)
 
 
 def test_models_are_counted_and_fit_as_the_page_says():

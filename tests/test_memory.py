@@ -114,7 +114,8 @@ def measure():
 
 @pytest.fixture(scope="module")
 def peaks():
-    run = subprocess.run([sys.executable, __file__], capture_output=True, text=True, check=False)
+    command, root = [sys.executable, "-m", "tests.test_memory"], Path(__file__).parents[1]
+    run = subprocess.run(command, capture_output=True, text=True, check=False, cwd=root)
     assert run.returncode == 0, run.stderr
     return json.loads(run.stdout)
 
