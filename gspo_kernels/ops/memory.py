@@ -85,7 +85,7 @@ _given_back: list[mmap.mmap] = []
 
 
 def _pages(size: int) -> mmap.mmap:
-    for pages in list(_given_back):
+    for pages in sorted(_given_back, key=len):
         if size <= len(pages) <= 2 * size:
             with contextlib.suppress(ValueError):  # another thread took them
                 _given_back.remove(pages)
