@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,9 @@ How fast the losses are and how much memory they take, compared with others, one
   timed in the same rounds.
 - A contestant is timed only after its loss and gradients are right: on the very tensors that are timed, its
   error against fp64 is at most twice that of plain PyTorch at the same precision, plus one rounding.
+- Peak memory and errors hardly depend on the machine: the first one's are shown.
 - Contestants take turns. Short calls are repeated for 20 ms. Peaks include gradients.
+- In the plots blue is this package; thin lines go from the lowest to the highest round.
 - With 16-bit inputs ours keeps fp32 logits; most others round them to 16 bits and are judged by that.
 - The others run as their own trainers call them; TRL's log-probs include the entropy that TRL logs.
 """
@@ -103,10 +105,15 @@ def cases_table(records: Sequence[Record]) -> str:
 
 
 def _cells(case: Record) -> dict[str, str]:
-    """``milliseconds · MiB`` by contestant, without those that are missing; the least are bold."""
+    """``milliseconds · MiB`` by contestant, without those that are missing; the least are bold.
+
+    The reference backend is left out, as in the plots: it is there to compare with, not to be fast.
+    """
     found: dict[str, list[float | None]] = {}
     words = {}
     for result in case["results"]:
+        if "reference" in result["contestant"]:
+            continue
         if result["status"] == "right":
             seconds, peak = result.get("seconds"), result.get("peak_bytes")
             found[result["contestant"]] = [
@@ -182,9 +189,9 @@ def campaign_table(folder: Path) -> str:
     return "\n".join([markdown(rows), "", *failures])
 
 
-def section(folder: Path, link: str) -> str:
-    """The section of one folder of results; ``link`` leads to the folder."""
-    records = load(folder)
+def section(folder: Path, link: str, without: Collection[str] = ()) -> str:
+    """The section of one folder of results; ``link`` leads to the folder, some suites are left out."""
+    records = {name: record for name, record in load(folder).items() if name not in without}
     first = next(iter(records.values()))
     packages = ("torch", "triton", "trl", "liger-kernel")
     versions = ", ".join(
@@ -195,10 +202,7 @@ def section(folder: Path, link: str) -> str:
     parts += [note.read_text()] if note.exists() else []
     parts += [line for line in (campaign_table(folder), spread_line(records)) if line]
     if main_cases(records):
-        parts.append(
-            f"![Times over the floor](benchmarks_{folder.name}.png)\n\n"
-            "Blue is this package. Bars are medians, thin lines go from the lowest to the highest round.\n"
-        )
+        parts.append(f"![Times over the floor](benchmarks_{folder.name}.png)\n")
     for title, suites in TABLES.items():
         shown = [records[name] for name in suites if name in records]
         if not shown:
@@ -218,11 +222,19 @@ def folders() -> list[Path]:
     return sorted(path for path in RESULTS.iterdir() if path.is_dir() and any(path.glob("*.json")))
 
 
+def shown_before(folder: Path) -> set[str]:
+    """Suites whose figures hardly depend on the machine, and which an earlier machine's section has."""
+    earlier = folders()[: folders().index(folder)]
+    return {name for name in ("memory", "fidelity") if any(name in load(each) for each in earlier)}
+
+
 def page() -> str:
     """The text of docs/benchmarks.md."""
     every = [record for folder in folders() for record in load(folder).values()]
     gpu = NO_GPU if all(record["type"] != "cuda" for record in every) else ""
-    sections = [section(folder, f"../benchmarks/results/{folder.name}") for folder in folders()]
+    sections = [
+        section(folder, f"../benchmarks/results/{folder.name}", shown_before(folder)) for folder in folders()
+    ]
     return "\n".join([HEAD, missing_line(every) + gpu, *sections])
 
 
@@ -406,13 +418,13 @@ def plot_fidelity(record: Record, path: Path) -> None:
     figure.savefig(path)
 
 
-def plots(folder: Path, target: Path) -> list[Path]:
+def plots(folder: Path, target: Path, without: Collection[str] = ()) -> list[Path]:
     """Draw what ``section`` shows into the folder ``target``."""
     records, drawn = load(folder), []
     if main_cases(records):
         drawn.append(target / f"benchmarks_{folder.name}.png")
         plot_bars(records, drawn[-1])
-    if "fidelity" in records:
+    if "fidelity" in records and "fidelity" not in without:
         drawn.append(target / f"benchmarks_{folder.name}_fidelity.png")
         plot_fidelity(records["fidelity"], drawn[-1])
     return drawn
@@ -430,7 +442,9 @@ def main(results: Path | None = None, check: bool = False) -> int:
         records = list(load(results).values())
         where.write_text(f"{section(results.resolve(), '.')}\n{missing_line(records)}")
     else:
-        where, drawn = PAGE, [plot for folder in folders() for plot in plots(folder, PAGE.parent)]
+        where, drawn = PAGE, []
+        for folder in folders():
+            drawn += plots(folder, PAGE.parent, shown_before(folder))
         PAGE.write_text(page())
         README.write_text(readme())
     print("wrote", *(str(path) for path in (where, *drawn)), sep="\n  ")

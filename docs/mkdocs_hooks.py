@@ -19,9 +19,6 @@ OUTSIDE = {
     "index.md": "README.md",
     "contributing.md": "CONTRIBUTING.md",
     "changelog.md": "CHANGELOG.md",
-    "examples/paper.md": "examples/paper/README.md",
-    "examples/training.png": "examples/paper/training.png",
-    "examples/perturbation.png": "examples/paper/perturbation.png",
 }
 """Place in the site by place in the tree of what lies outside of docs/."""
 

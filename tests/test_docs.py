@@ -24,7 +24,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = ("README.md", *sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md")))
 NOT_RUN = {
     r"^pip install|^make ": "installs or builds",
-    r"^pytest|^python -m (tests|release|benchmarks|examples\.(five_minutes|paper))": "is tested elsewhere",
+    r"^pytest|^python -m (tests|release|benchmarks|examples\.(five_minutes|stability))": "tested elsewhere",
     r"--engine\.url|--url http": "needs vLLM; tests/trainer/test_vllm.py has a stand-in",
 }
 """Commands that are neither run nor parsed here, and why."""

@@ -54,8 +54,7 @@ def test_every_page_is_in_the_navigation_once():
         ("index.md", "![a](docs/objectives.png)", "[![a](objectives.png)](objectives.png)"),
         ("contributing.md", "![a](docs/architecture.svg)", "[![a](architecture.svg)](architecture.svg)"),
         ("losses.md", "[a](../CONTRIBUTING.md)", "[a](contributing.md)"),
-        ("precision.md", "[a](../examples/paper/README.md)", "[a](examples/paper.md)"),
-        ("examples/paper.md", "![a](training.png)", "[![a](training.png)](training.png)"),
+        ("stability.md", "![a](stability_cost.png)", "[![a](stability_cost.png)](stability_cost.png)"),
         ("integrations/trl.md", "[a](../objectives.md)", "[a](../objectives.md)"),
         ("integrations/trl.md", "[a](README.md)", "[a](README.md)"),
         (

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from examples.stability import report
-from examples.stability.study import Setting, run
+from examples.stability.study import Setting, run, setting_of
 
 HERE = Path(__file__).parent
 FACTORS = {
@@ -24,6 +24,15 @@ FACTORS = {
     "replay": (True,),
 }
 """What is varied alone, from the defaults of ``Setting``; replay only where there are experts."""
+INTERACTIONS = (
+    {"old": "engine", "updates": 16},
+    {"objective": "GRPO", "updates": 16},
+    {"old": "engine", "learning_rate": 4e-3},
+)
+"""What is varied together: the two factors that cost reward, another clip on stale data, and a rate at which
+a wrong ratio has more to break."""
+SMALLER_STEPS = ({"updates": 1, "warm_up": 20}, {"updates": 1, "learning_rate": 5e-4})
+"""Run afterwards, dense only, to find out why one update per rollout learns more slowly than four."""
 
 
 def settings(seeds):
@@ -35,6 +44,12 @@ def settings(seeds):
             for name, values in FACTORS.items():
                 for value in values if model == "moe" or name != "replay" else ():
                     yield replace(baseline, **{name: value})
+            for changes in INTERACTIONS:
+                yield replace(baseline, **changes)
+            if model == "dense":
+                yield replace(baseline, learning_rate=4e-3)
+                for changes in SMALLER_STEPS:
+                    yield replace(baseline, **changes)
 
 
 def main(argv=None):
@@ -46,19 +61,20 @@ def main(argv=None):
     parser.add_argument("--report", action="store_true", help="run nothing, renew the page")
     options = parser.parse_args(argv)
     if options.report:
-        return report.write(read(options.results), HERE)
+        return report.write(read(options.results))
     part, parts = map(int, options.part.split("/"))
     torch.set_num_threads(1)
-    done = [Setting(**{name: record[name] for name in vars(Setting())}) for record in read(options.results)]
+    done = [setting_of(record) for record in read(options.results)]
     for index, setting in enumerate(settings(options.seeds)):
         if index % parts == part and setting not in done:
             record = run(setting)
             with options.results.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(rounded(record)) + "\n")
-            changed = {
-                name: value for name, value in vars(setting).items() if value != getattr(Setting(), name)
-            }
-            print(changed, f"reward {record['reward'][-1]:.3f}, {record['cpu_seconds']:.0f} s", flush=True)
+            print(
+                report.varied(record),
+                f"reward {record['reward'][-1]:.3f}, {record['cpu_seconds']:.0f} s",
+                flush=True,
+            )
 
 
 def read(results):

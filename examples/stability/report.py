@@ -1,103 +1,131 @@
 """Plots and tables of ``docs/stability.md``, all of them from the results file."""
 
 import re
-from statistics import mean
+from pathlib import Path
+from statistics import mean, stdev
 
-from examples.stability.study import Setting
-from gspo_kernels.trainer.report import BLUE, GRID, INK, ORANGE
+from examples.stability.study import Setting, setting_of
+from gspo_kernels.trainer.report import BLUE, GRID, INK, ORANGE, style
 
-WINDOW = 8
-"""Rollouts at the end of a run that its final reward is the mean of, at the least."""
-NAMES = {"dense": "dense", "moe": "mixture of experts"}
-BASELINE = "the baseline"
+DOCS = Path(__file__).parents[2] / "docs"
+LAST = 32
+"""Updates at the end of a run that its final reward is the mean over."""
+MODELS = {"dense": "dense", "moe": "MoE"}
+BASELINE = "baseline: GSPO, 4 updates"
+STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
+"""Student's t at 97.5%, for 1 to 9 degrees of freedom."""
 
 
 def summary(record):
-    """What a run comes down to: its best and final reward, whether it collapsed, and means of its curves."""
+    """What a run comes down to: rewards, whether it collapsed, and means of its curves.
+
+    "final", "best" and "lowest" are means over ``LAST`` updates, "reward" over the whole run.
+    """
     reward = record["reward"]
-    window = max(1, min(WINDOW, len(reward) // 4))
+    window = max(1, min(len(reward), LAST // record["updates"]))
     smooth = [mean(reward[i : i + window]) for i in range(len(reward) - window + 1)]
     return {
+        "reward": mean(reward),
         "best": max(smooth),
+        "lowest": min(smooth),
         "final": smooth[-1],
-        "collapsed": collapsed(smooth),
-        "clipped": mean(record["clipped"]),
-        "spread": mean(record["spread"]),
-        "mismatch": mean(record["mismatch"]),
-        "experts_changed": mean(record["experts_changed"]),
+        "collapsed": collapsed([reward[0], *smooth]),
+        **{name: mean(record[name]) for name in ("clipped", "spread", "mismatch", "experts_changed", "kept")},
     }
 
 
 def collapsed(reward):
     """Whether a smoothed reward falls below half of its best and stays there."""
-    best = max(range(len(reward)), key=reward.__getitem__)
-    return reward[-1] < reward[best] / 2
+    return reward[-1] < max(reward) / 2
 
 
 def varied(record):
     """What a run changes of the baseline, in words; the same for all seeds and models."""
-    baseline = Setting()
-    changed = {
-        name: record[name]
-        for name in vars(baseline)
-        if name not in ("model", "seed") and record[name] != getattr(baseline, name)
-    }
+    setting, baseline = setting_of(record), Setting()
     words = {
         "objective": lambda value: value,
-        "old": lambda value: "old log-probs from the engine",
+        "old": lambda value: "engine's old log-probs",
         "head": lambda value: "head in bf16",
-        "updates": lambda value: f"{value} update{'s' if value > 1 else ''} per rollout",
+        "updates": lambda value: f"{value} update{'s' if value > 1 else ''}",
         "correction": lambda value: value,
         "replay": lambda value: "routing replayed",
         "learning_rate": lambda value: f"learning rate {value:g}",
+        "warm_up": lambda value: "warm-up",
     }
-    return ", ".join(words[name](value) for name, value in changed.items()) or BASELINE
+    changed = [name for name in words if getattr(setting, name) != getattr(baseline, name)]
+    return ", ".join(words[name](getattr(setting, name)) for name in changed) or BASELINE
+
+
+def by_change(records):
+    """The summaries of every setting, by (model, seed)."""
+    found = {}
+    for record in records:
+        found.setdefault(varied(record), {})[record["model"], record["seed"]] = summary(record)
+    return found
+
+
+def against_baseline(runs, baseline):
+    """Differences of the mean reward, by (model, seed), from the runs of the baseline with the same ones."""
+    return {pair: runs[pair]["reward"] - baseline[pair]["reward"] for pair in runs if pair in baseline}
+
+
+def interval(values):
+    """The mean of some numbers, and half the width of its 95% interval; None for fewer than two."""
+    half = STUDENT[len(values) - 2] * stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
+    return mean(values), half
 
 
 def table(records):
-    """A row for each setting: of each model how many runs collapsed, and means over the seeds."""
+    """A row for each setting, with means over the seeds and the differences from the baseline."""
     lines = [
-        "| changed | model | runs | collapsed | best reward | final reward | clipped | spread of log s |",
-        "|---|---|---|---|---|---|---|---|",
+        "| changed | final reward, dense | MoE | lowest | clipped | against the baseline | lower in |",
+        "|---|---|---|---|---|---|---|",
     ]
-    for change in dict.fromkeys(varied(record) for record in records):
-        for model, name in NAMES.items():
-            runs = [summary(r) for r in records if varied(r) == change and r["model"] == model]
-            if not runs:
-                continue
-            numbers = {key: mean(run[key] for run in runs) for key in runs[0]}
-            final = [run["final"] for run in runs]
-            lines.append(
-                f"| {change} | {name} | {len(runs)} | {sum(run['collapsed'] for run in runs)} | "
-                f"{numbers['best']:.3f} | {numbers['final']:.3f} ({min(final):.3f} to {max(final):.3f}) | "
-                f"{numbers['clipped']:.1%} | {numbers['spread']:.1e} |"
-            )
+    settings = by_change(records)
+    for change, runs in settings.items():
+        finals = []
+        for model in MODELS:
+            final = [run["final"] for (its_model, _), run in runs.items() if its_model == model]
+            finals.append(f"{mean(final):.2f} ({min(final):.2f} to {max(final):.2f})" if final else "")
+        lowest, clipped = (mean(run[name] for run in runs.values()) for name in ("lowest", "clipped"))
+        cells = [change, *finals, f"{lowest:.2f}", f"{clipped:.1%}"]
+        differences = list(against_baseline(runs, settings[BASELINE]).values())
+        middle, half = interval(differences)
+        if change == BASELINE:
+            cells += ["", ""]
+        elif half is None:
+            cells += [f"{middle:+.3f}", f"{sum(d < 0 for d in differences)} of {len(differences)}"]
+        else:
+            bold = "**" if abs(middle) > half else ""
+            cells += [
+                f"{bold}{middle:+.3f} ± {half:.3f}{bold}",
+                f"{sum(d < 0 for d in differences)} of {len(differences)}",
+            ]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def facts(records):
     """How many runs there are, what they took, and how far engine and trainer lie apart."""
     hours = sum(record["cpu_seconds"] for record in records) / 3600
-    seeds = sorted({record["seed"] for record in records})
-    apart = {
-        model: mean(summary(r)["mismatch"] for r in records if r["model"] == model)
-        for model in NAMES
-        if any(r["model"] == model for r in records)
-    }
-    changed = mean(summary(r)["experts_changed"] for r in records if r["model"] == "moe")
-    distance = " and ".join(f"{value:.1e} ({NAMES[model]})" for model, value in apart.items())
+    summaries = {model: [summary(r) for r in records if r["model"] == model] for model in MODELS}
+    apart = " and ".join(
+        f"{mean(run['mismatch'] for run in runs):.4f} ({MODELS[model]})" for model, runs in summaries.items()
+    )
+    changed = mean(run["experts_changed"] for run in summaries["moe"])
+    fallen = sum(run["collapsed"] for runs in summaries.values() for run in runs)
     return (
-        f"{len(records)} runs, seeds {seeds[0]} to {seeds[-1]}, {hours:.1f} hours of one core. The engine's "
-        f"log-probs lie {distance} nats from the trainer's in the mean over tokens, and {changed:.1%} of its "
-        "experts differ."
+        f"{len(records)} runs, {len({record['seed'] for record in records})} seeds, {hours:.1f} hours of one "
+        f"core. Runs that collapsed: {fallen}. Engine and trainer differ by {apart} nats per token in the "
+        f"mean, and in {changed:.1%} of the chosen experts."
     )
 
 
-def write(records, directory):
-    """Renew the page of a directory, and draw its plots."""
-    page = directory / "README.md"
+def write(records, docs=DOCS):
+    """Renew the page, and draw its plots."""
+    page = docs / "stability.md"
     page.write_text(renewed(page.read_text(encoding="utf-8"), records), encoding="utf-8")
-    draw(records, directory)
+    draw(records, docs)
 
 
 def renewed(text, records):
@@ -112,88 +140,85 @@ def renewed(text, records):
     return text
 
 
-def draw(records, directory):
-    """Three plots: reward by update, final reward by setting, and what clips before anything was learned."""
-    import matplotlib
+def draw(records, docs):
+    """Three plots: the cost of every setting, reward by update, and what is clipped."""
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    plt.rcParams.update({"font.size": 9, "axes.edgecolor": GRID, "axes.labelcolor": INK, "text.color": INK})
-    changes = list(dict.fromkeys(varied(record) for record in records))
-    figures = {
-        "stability_reward.png": (_reward, (11, 4)),
-        "stability_final.png": (_final, (11, 0.28 * len(changes) + 1.2)),
-        "stability_spread.png": (_spread, (11, 4)),
+    settings = [change for change in by_change(records) if change != BASELINE]
+    plots = {
+        "stability_cost.png": (_cost, (10, 0.3 * len(settings) + 1.2), 1),
+        "stability_reward.png": (_rewards, (13, 4), len(CURVES)),
+        "stability_clipped.png": (_clipping, (13, 4), 2),
     }
-    for name, (plot, size) in figures.items():
-        figure, axes = plt.subplots(1, 2, figsize=size, sharey=True, layout="constrained")
-        for axis, model in zip(axes, NAMES, strict=True):
-            plot(axis, [record for record in records if record["model"] == model], changes)
-            axis.set_title(NAMES[model])
-            axis.grid(color=GRID)
-            axis.set_axisbelow(True)
-            axis.spines[["top", "right"]].set_visible(False)
-        if plot is not _final:
-            handles = axes[0].get_legend_handles_labels()
-            figure.legend(*handles, frameon=False, fontsize=8, loc="outside right center")
-        figure.savefig(directory / name, dpi=150)
-        plt.close(figure)
+    for name, (plot, size, columns) in plots.items():
+        figure = Figure(figsize=size, dpi=110, facecolor="white", layout="constrained")
+        plot(figure.subplots(1, columns), records)
+        figure.savefig(docs / name)
 
 
-SHOWN = (BASELINE, "GRPO", "CISPO", "M2PO", "old log-probs from the engine", "16 updates per rollout")
-COLORS = dict(zip(SHOWN, (INK, ORANGE, "#1b7837", "#762a83", BLUE, "#b2182b"), strict=True))
+def _cost(axis, records):
+    """The mean reward of each run minus that of the baseline with its seed, and the mean of these."""
+    settings = by_change(records)
+    baseline = settings.pop(BASELINE)
+    style(axis, "What each change costs or gains", "mean reward over the run, minus the baseline's")
+    for row, runs in enumerate(settings.values()):
+        differences = against_baseline(runs, baseline)
+        for model, color in zip(MODELS, (BLUE, ORANGE), strict=True):
+            dots = [value for (its_model, _), value in differences.items() if its_model == model]
+            label = f"a run, {MODELS[model]}" if row == 0 else None
+            axis.plot(dots, [row] * len(dots), "o", color=color, alpha=0.5, markersize=5, label=label)
+        middle, half = interval(list(differences.values()))
+        label = "mean and its 95% interval" if row == 0 else None
+        axis.errorbar(middle, row, xerr=half, fmt="|", color=INK, capsize=4, label=label)
+    axis.axvline(0, color=INK, linewidth=0.8)
+    axis.set_yticks(range(len(settings)), settings)
+    axis.invert_yaxis()
+    axis.legend(frameon=False, loc="upper left", fontsize=9, labelcolor=INK)
 
 
-def _reward(axis, records, changes):
-    """Mean over the seeds, by update."""
-    for change in SHOWN:
+ENGINE, FAST = "engine's old log-probs", "learning rate 0.004"
+CURVES = {
+    "Objective": (BASELINE, "GRPO", "M2PO", "CISPO"),
+    "Updates per rollout": (BASELINE, "1 update", "1 update, warm-up", "16 updates", "GRPO, 16 updates"),
+    "Old log-probs and learning rate": (BASELINE, ENGINE, FAST, f"{ENGINE}, {FAST}"),
+}
+"""What the panels of the plot of rewards compare."""
+COLORS = (INK, ORANGE, BLUE, "#1b7837", "#762a83")
+
+
+def _lines(axis, records, changes, curve, colors=COLORS):
+    """A line for each setting: the mean over its runs, at the update where a rollout was sampled."""
+    for change, color in zip(changes, colors, strict=False):
         runs = [record for record in records if varied(record) == change]
         if runs:
-            length = min(len(run["reward"]) for run in runs)
-            curve = [mean(run["reward"][i] for run in runs) for i in range(length)]
-            axis.plot(
-                [runs[0]["updates"] * (i + 1) for i in range(length)],
-                curve,
-                color=COLORS[change],
-                label=change,
-            )
-    axis.set_xlabel("updates")
-    axis.set_ylabel("reward: share of right tokens")
-    axis.set_ylim(0, 1)
+            values = [mean(several) for several in zip(*(run[curve] for run in runs), strict=False)]
+            updates = [runs[0]["updates"] * rollout for rollout in range(len(values))]
+            axis.plot(updates, values, color=color, label=change, linewidth=1.6)
+    axis.legend(frameon=False, fontsize=9, labelcolor=INK, loc="upper left")
 
 
-def _final(axis, records, changes):
-    """A dot for each seed; a cross for a run that collapsed."""
-    for row, change in enumerate(changes):
-        for run in (summary(record) for record in records if varied(record) == change):
-            axis.plot(
-                run["final"],
-                row,
-                "x" if run["collapsed"] else "o",
-                color=ORANGE if run["collapsed"] else BLUE,
-            )
-    axis.set_yticks(range(len(changes)), changes)
-    axis.set_ylim(len(changes) - 0.5, -0.5)
-    axis.set_xlim(0, 1.03)
-    axis.set_xlabel("final reward, a point for each seed")
+def _rewards(axes, records):
+    """Reward by update, in the mean over both models and all seeds."""
+    for axis, (title, changes) in zip(axes, CURVES.items(), strict=True):
+        style(axis, title, "updates")
+        _lines(axis, records, changes, "reward")
+        axis.set_ylim(0, 1.35)
+        axis.set_yticks([0, 0.2, 0.4, 0.6, 0.8, 1])
+    axes[0].set_ylabel("reward: share of right digits", color=INK)
 
 
-def _spread(axis, records, changes):
-    """The standard deviation of log s before the first update beside the clip range, by rollout."""
-    for change in SHOWN:
-        runs = [r for r in records if varied(r) == change and max(r["spread"]) > 1e-7]
-        if runs:
-            length = min(len(run["spread"]) for run in runs)
-            curve = [mean(run["spread"][i] for run in runs) for i in range(length)]
-            axis.plot(
-                [runs[0]["updates"] * (i + 1) for i in range(length)],
-                curve,
-                color=COLORS[change],
-                label=change,
-            )
-    axis.axhspan(3e-4, 4e-4, color=GRID, label="GSPO's clip range")
-    axis.set_yscale("log")
-    axis.set_ylim(1e-5, 1e-1)
-    axis.set_xlabel("updates")
-    axis.set_ylabel("spread of log s before the first update")
+def _clipping(axes, records):
+    """The share of tokens that are clipped, and how far the engine's log-probs move a sequence's ratio."""
+    style(axes[0], "Tokens that a clip leaves out of the gradient", "updates")
+    _lines(axes[0], records, (BASELINE, ENGINE, "16 updates", "GRPO", "M2PO"), "clipped")
+    axes[0].yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    axes[0].set_ylim(0, 0.8)
+    style(axes[1], "Engine's old log-probs: deviation of log s before the first update", "updates")
+    for (model, name), color in zip(MODELS.items(), (BLUE, ORANGE), strict=True):
+        of_model = [record for record in records if record["model"] == model]
+        _lines(axes[1], of_model, (ENGINE,), "spread", (color,))
+        axes[1].lines[-1].set_label(name)
+    axes[1].axhspan(3e-4, 4e-4, color=GRID, label="ends of GSPO's clip range")
+    axes[1].set_yscale("log")
+    axes[1].set_ylim(1e-4, 1e-1)
+    axes[1].legend(frameon=False, fontsize=9, labelcolor=INK, loc="upper left")

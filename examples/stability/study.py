@@ -38,7 +38,8 @@ class Setting:
         updates: minibatches, of an update each, that every rollout is cut into.
         correction: "none", "token TIS" or "sequence mask": weights of trainer against engine.
         replay: the experts that the engine chose are used in training.
-        learning_rate: of AdamW, constant.
+        learning_rate: of AdamW.
+        warm_up: updates over which the learning rate rises to its value, which it then keeps.
         seed: of weights, prompts and sampling.
     """
 
@@ -50,7 +51,13 @@ class Setting:
     correction: str = "none"
     replay: bool = False
     learning_rate: float = LEARNING_RATE
+    warm_up: int = 0
     seed: int = 0
+
+
+def setting_of(record):
+    """The setting of a record; what older records don't have is the baseline's."""
+    return Setting(**{name: record[name] for name in vars(Setting()) if name in record})
 
 
 def make_model(kind, seed):
@@ -151,6 +158,7 @@ def run(setting):
     generator = torch.Generator().manual_seed(1000 + setting.seed)
     routers, curves = Routers(model), {name: [] for name in CURVES}
     optimizer = torch.optim.AdamW(model.parameters(), lr=setting.learning_rate, weight_decay=0.0)
+    rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: min(1.0, (n + 1) / max(1, setting.warm_up)))
     for _ in range(UPDATES // setting.updates):
         batch = rollout(model, setting, generator)
         for name in ("reward", "mismatch", "experts_changed", "kept"):
@@ -179,6 +187,7 @@ def run(setting):
             out.loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
+            rate.step()
             optimizer.zero_grad()
             clipped.append(float(out.metrics["clip_fraction/tokens"]))
             spread.append(float((out.logprobs - batch["old"][rows]).mean(1).std()))

@@ -138,8 +138,8 @@ def advise(comparison: Comparison, switched: Sequence[Switched]) -> list[str]:
     else:
         advice = [
             f"{outside:.1%} of the sequences leave the clip range ({low:g}, {high:g}) although nothing was "
-            "trained. Take old log-probs from training itself, as the bundled trainer does, never from the "
-            "sampler."
+            "trained. Take old log-probs by the loss's path, as the bundled trainer does, never those of the "
+            "engine."
         ]
     if impossible:
         why = "a mask, or a vocabulary, that only one of them has"
@@ -150,7 +150,7 @@ def advise(comparison: Comparison, switched: Sequence[Switched]) -> list[str]:
         advice.append(f"Where it comes from: with {cause.name}, {left:.1%} of the mean difference is left.")
         advice.append(_remedy(cause.change))
     elif switched and outside > _HARMLESS:
-        advice.append("No single switch explains it: other weights, or another tokenizer, may have sampled.")
+        advice.append("No single switch explains it: stale data (older weights), other experts or tokenizer.")
     if outside > _HARMLESS:
         advice += _correction(comparison, "Correct" if cause is None else "Where that can't be had, correct")
     return advice
@@ -188,8 +188,8 @@ def _correction(comparison: Comparison, correct: str) -> list[str]:
         advice = [f"The difference has one sign (mean log s {mean:.1e}): no clip range makes up for it."]
     else:
         advice = [
-            f"If old log-probs must be the sampler's, a clip range of ({low:.2g}, {high:.2g}) holds 99% "
-            "of the untrained sequences; a narrower one clips them by chance."
+            "If old log-probs must be the engine's, take GRPO, M2PO or PrimeIPO, or for GSPO a clip range of "
+            f"({low:.2g}, {high:.2g}), which holds 99% of the untrained sequences."
         ]
     level, best = ("token", token) if token["ess"] >= sequence["ess"] else ("sequence", sequence)
     rest = (

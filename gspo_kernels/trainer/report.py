@@ -265,8 +265,8 @@ SYMPTOMS = {
     "groups_without_variance": "all rewards are equal within every group, so all advantages are 0 and "
     "nothing can be learned. Make the task easier or harder, add a reward with partial credit, or raise "
     "rollout.group_size or rollout.temperature",
-    "clip_fraction/after_first": "nearly every sequence is clipped after the first minibatch, so the later "
-    "ones hardly learn. Lower update.learning_rate, use fewer minibatches, or widen the clip range",
+    "clip_fraction/after_first": "nearly every sequence is clipped after the first minibatch: the steps are "
+    "too large, or the data is stale. Lower update.learning_rate, use fewer minibatches, or a wider range",
     "minibatch_2/ratio/max": "every ratio is exactly 1, also after the first minibatch: the updates do not "
     "change the policy. Raise update.learning_rate",
     "completions/finished": "hardly a completion ends by itself: nearly all are truncated at "
@@ -274,8 +274,8 @@ SYMPTOMS = {
     "reward/mean": "no reward applies to any completion (every value is None)",
     "updates_left_out": "gradients are not finite, the optimizer updates were left out",
     "mismatch/mean": "sampling and training disagree about the probability of the same tokens by more than "
-    "rounding explains. Look whether sampling uses older weights, another temperature or other tokens than "
-    "training; off_policy can weigh the difference",
+    "rounding explains: stale data (older weights), other experts, another temperature or other tokens. "
+    "`gspo mismatch` narrows it down; off_policy can weigh the difference",
 }
 """What a symptom means and what helps, by the metric that shows it."""
 

@@ -1,7 +1,8 @@
-"""The study of stability on a few tokens: all factors run, routing is replayed, tables say what runs say."""
+"""The study of stability on a few tokens: all factors run, routing is replayed, the page agrees with runs."""
 
 import json
 from dataclasses import replace
+from statistics import mean
 
 import pytest
 import torch
@@ -18,15 +19,16 @@ def few_tokens(monkeypatch):
     monkeypatch.setattr(study, "make_start", make_model)
 
 
-def test_every_factor_runs_and_is_run_once(few_tokens, monkeypatch, tmp_path, capsys):
+def test_every_factor_runs_and_is_run_once(few_tokens, monkeypatch, tmp_path):
     alone = {name: values[-1:] for name, values in command.FACTORS.items()} | {"updates": (1,)}
     monkeypatch.setattr(command, "FACTORS", alone)
+    monkeypatch.setattr(command, "INTERACTIONS", ({"old": "engine", "updates": 2},))
+    monkeypatch.setattr(command, "SMALLER_STEPS", ({"warm_up": 10**6},))
     results = tmp_path / "results.jsonl"
     for part in ("0/2", "1/2", "0/1"):
         command.main(["--results", str(results), "--seeds", "1", "--part", part])
     records = command.read(results)
-    settings = list(command.settings(1))
-    assert len(records) == len(settings) == 2 + 2 * 5 + 1
+    assert len(records) == len(list(command.settings(1))) == 2 * (1 + 5 + 1) + 1 + 2
     by_change = {(report.varied(record), record["model"]): record for record in records}
     assert len(by_change) == len(records)
     for record in records:
@@ -35,9 +37,11 @@ def test_every_factor_runs_and_is_run_once(few_tokens, monkeypatch, tmp_path, ca
         # old log-probs by the path of the new ones are theirs exactly
         assert (max(record["spread"]) > 1e-6) == (record["old"] == "engine")
         assert (max(record["experts_changed"]) > 0) <= (record["model"] == "moe")
+    # a warm-up that never ends: no update moves a ratio
+    assert by_change["warm-up", "dense"]["clipped"] == [0.0] < by_change[report.BASELINE, "dense"]["clipped"]
     assert json.dumps(command.rounded(records[0])) == json.dumps(records[0])
     page = report.renewed("<!-- facts -->\n<!-- end -->\n<!-- runs -->\n<!-- end -->\n", records)
-    assert f"{len(records)} runs" in page and page.count("| dense |") == 6
+    assert f"{len(records)} runs" in page and page.count("\n| ") == 1 + len(report.by_change(records))
     report.draw(records, tmp_path)
     assert len(list(tmp_path.glob("*.png"))) == 3
 
@@ -65,5 +69,29 @@ def test_a_reward_that_halves_for_good_has_collapsed():
     found = report.summary(record)
     assert found["collapsed"] and found["final"] == pytest.approx(0.2) and found["best"] == pytest.approx(0.9)
     assert report.varied(vars(replace(Setting(), old="engine", updates=1))) == (
-        "old log-probs from the engine, 1 update per rollout"
+        "engine's old log-probs, 1 update"
     )
+
+
+def test_differences_are_those_of_the_same_model_and_seed():
+    baseline = {("dense", seed): {"reward": float(seed)} for seed in range(5)}
+    runs = {("dense", seed): {"reward": seed + 0.1 * seed} for seed in (1, 3)} | {("moe", 1): {"reward": 9.0}}
+    differences = report.against_baseline(runs, baseline)
+    assert differences == {("dense", 1): pytest.approx(0.1), ("dense", 3): pytest.approx(0.3)}
+    # t = 12.71 for one degree of freedom, and the deviation of 0.1 and 0.3 is 0.2 / sqrt(2)
+    assert report.interval(list(differences.values())) == (pytest.approx(0.2), pytest.approx(12.71 * 0.1))
+    assert report.interval([0.5]) == (0.5, None)
+
+
+def test_the_page_says_what_the_results_say():
+    text = (report.DOCS / "stability.md").read_text()
+    records = command.read(command.HERE / "results.jsonl")
+    assert report.renewed(text, records) == text, "run `python -m examples.stability --report`"
+    assert "Runs that collapsed: 0." in text
+    words = " ".join(text.split())
+
+    def share(change, rollouts=None):
+        return mean(mean(r["clipped"][:rollouts]) for r in records if report.varied(r) == change)
+
+    assert f"{share(report.ENGINE):.0%} of the tokens instead of {share(report.BASELINE):.0%}" in words
+    assert f"GRPO clips {share('GRPO', 1):.0%} of the tokens and M2PO {share('M2PO', 1):.0%}" in words
