@@ -78,8 +78,9 @@ def interval(values):
 def table(records):
     """A row for each setting, with means over the seeds and the differences from the baseline."""
     lines = [
-        "| changed | final reward, dense | MoE | lowest | clipped | against the baseline | lower in |",
-        "|---|---|---|---|---|---|---|",
+        "| changed | final reward, dense | MoE | lowest | collapsed | clipped "
+        "| against the baseline | lower in |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     settings = by_change(records)
     for change, runs in settings.items():
@@ -88,7 +89,8 @@ def table(records):
             final = [run["final"] for (its_model, _), run in runs.items() if its_model == model]
             finals.append(f"{mean(final):.2f} ({min(final):.2f} to {max(final):.2f})" if final else "")
         lowest, clipped = (mean(run[name] for run in runs.values()) for name in ("lowest", "clipped"))
-        cells = [change, *finals, f"{lowest:.2f}", f"{clipped:.1%}"]
+        fallen = sum(run["collapsed"] for run in runs.values())
+        cells = [change, *finals, f"{lowest:.2f}", f"{fallen} of {len(runs)}", f"{clipped:.1%}"]
         differences = list(against_baseline(runs, settings[BASELINE]).values())
         middle, half = interval(differences)
         if change == BASELINE:
@@ -116,8 +118,8 @@ def facts(records):
     fallen = sum(run["collapsed"] for runs in summaries.values() for run in runs)
     return (
         f"{len(records)} runs, {len({record['seed'] for record in records})} seeds, {hours:.1f} hours of one "
-        f"core. Runs that collapsed: {fallen}. Engine and trainer differ by {apart} nats per token in the "
-        f"mean, and in {changed:.1%} of the chosen experts."
+        f"core; {fallen} collapsed. Engine and trainer differ by {apart} nats per token in the mean, and in "
+        f"{changed:.1%} of the chosen experts."
     )
 
 
@@ -179,7 +181,13 @@ def _cost(axis, records):
 ENGINE, FAST = "engine's old log-probs", "learning rate 0.004"
 CURVES = {
     "Objective": (BASELINE, "GRPO", "M2PO", "CISPO"),
-    "Updates per rollout": (BASELINE, "1 update", "1 update, warm-up", "16 updates", "GRPO, 16 updates"),
+    "Updates per rollout": (
+        BASELINE,
+        "1 update",
+        "1 update, learning rate 0.0005",
+        "16 updates",
+        "GRPO, 16 updates",
+    ),
     "Old log-probs and learning rate": (BASELINE, ENGINE, FAST, f"{ENGINE}, {FAST}"),
 }
 """What the panels of the plot of rewards compare."""

@@ -87,7 +87,8 @@ def test_the_page_says_what_the_results_say():
     text = (report.DOCS / "stability.md").read_text()
     records = command.read(command.HERE / "results.jsonl")
     assert report.renewed(text, records) == text, "run `python -m examples.stability --report`"
-    assert "Runs that collapsed: 0." in text
+    collapsed = [record for record in records if report.summary(record)["collapsed"]]
+    assert f"{len(collapsed)} collapsed" in text and all(r["learning_rate"] == 4e-3 for r in collapsed)
     words = " ".join(text.split())
 
     def share(change, rollouts=None):
