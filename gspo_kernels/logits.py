@@ -75,7 +75,7 @@ class LogitArguments(NamedTuple):
             raise TypeError(f"backend: got {type(self.backend).__name__}, expected a name")
         backend = resolve(self.backend, labels.device)
         if in_force(None):
-            refuse_backend(True, backend)
+            refuse_backend(backend)
         shard = Shard() if parallel.tp_group is None else _shard(parallel, width)
         kept = None
         if self.kept_ids is not None or self.kept_mask is not None:

@@ -18,7 +18,7 @@ from gspo_kernels.ops.memory import chunk_rows
 from gspo_kernels.ops.products import SEGMENT
 from gspo_kernels.parallel.groups import begin_sum_, gathered_numbers
 from gspo_kernels.parallel.tokens import ScatteredTokens
-from gspo_kernels.types import LogitTransform, RowOptions, stats_dtype
+from gspo_kernels.types import LogitTransform, RowOptions
 
 if TYPE_CHECKING:  # not every build of PyTorch has it
     from torch.distributed import Work
@@ -101,8 +101,8 @@ class Call:
     Ranks that share the vocabulary gather their sizes here, to cut alike.
 
     Attributes:
-        hidden, labels, options: as in ``LinearOperands``.
-        chunking: how logits are made.
+        hidden, labels, options, chunking: as in ``LinearOperands``.
+        counted: [B, T], bool: tokens that have a log-prob.
         head: this rank's.
         backend: what serves the rows.
         launches: the backend's launches for what is done around the gradient products; None where PyTorch
@@ -114,8 +114,10 @@ class Call:
 
     def __init__(self, operands: LinearOperands, checked: bool = True):
         hidden, weight, bias, labels, options, chunking, base = operands
-        refuse_backend(chunking.batch_invariant, options.backend)
+        if chunking.batch_invariant:
+            refuse_backend(options.backend)
         self.hidden, self.labels, self.options, self.chunking = hidden, labels, options, chunking
+        self.counted = labels != options.ignore_index
         self.head = Head(weight, bias, chunking.logits_dtype, chunking.batch_invariant, base)
         self.backend, self.launches = rows_of(options), launches_of(options.backend)
         self.chunk_rows = chunk_rows(self.head.row_bytes, chunking.max_chunk_bytes, weight.device)
@@ -137,11 +139,6 @@ class Call:
         if chunking.scattered:
             lengths = [each[-1] for each in every]
             self.tokens = ScatteredTokens.of(options.shard.group, lengths, labels.shape[1])
-
-    @cached_property
-    def counted(self) -> Tensor:
-        """Tokens that have a log-prob."""
-        return self.labels != self.options.ignore_index
 
     @cached_property
     def projected(self) -> slice | Tensor:
@@ -234,11 +231,6 @@ class Call:
         if logits.element_size() > dtype.itemsize:
             return logits.view(dtype)[:, : logits.shape[1]]
         return torch.empty(logits.shape, dtype=dtype, device=logits.device)
-
-    def new_rows(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Zeros [B, T], in the statistics' dtype unless another is asked for."""
-        dtype = stats_dtype(self.hidden.dtype) if dtype is None else dtype
-        return torch.zeros(self.labels.shape, dtype=dtype, device=self.labels.device)
 
 
 def as_index(where: slice | Tensor, device: torch.device) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gspo_kernels.linear.call import Call, LinearOperands
-from gspo_kernels.linear.gradients import Gradients, SavedGradients, save_gradients, take_gradients
+from gspo_kernels.linear.gradients import Gradients, HeadGradients, save_gradients, take_gradients
 from gspo_kernels.linear.sums import GradientRows, power_of_two
 from gspo_kernels.ops.divergence import summed
 from gspo_kernels.ops.library import operator
@@ -45,7 +45,7 @@ class LinearDistilled(NamedTuple):
 
     loss: Tensor
     divergences: Tensor
-    gradients: SavedGradients
+    gradients: HeadGradients
 
 
 @operator
@@ -74,7 +74,8 @@ def linear_distillation(
             rows = min(rows, CHUNK_ROWS.get(device.type, CHUNK_ROWS["cuda"])[0])
         both = head.row_bytes + head.vocabulary * theirs.head.dtype.itemsize
         call.chunk_rows = max(1, rows * head.row_bytes // both)
-    divergences, gradients = call.new_rows(), Gradients(call, needs, normalised=True)
+    gradients = Gradients(call, needs, normalised=True)
+    divergences = call.hidden.new_zeros(call.labels.shape, dtype=gradients.dtype)
     # one block of memory where both sides have the same dtype
     rows = min(call.chunk_rows, call.labels.numel())
     shared = theirs is not None and theirs.head.dtype == head.dtype
@@ -107,7 +108,7 @@ def linear_distillation(
         divergences.view(-1)[chunk.where] = stats.divergences
         active = share.squeeze(0) != 0
         gradients.add_rows(GradientRows(out, scale.squeeze(0), None, active), chunk)
-    return LinearDistilled(summed(divergences, shares), divergences, SavedGradients.of(gradients))
+    return LinearDistilled(summed(divergences, shares), divergences, gradients.result())
 
 
 @linear_distillation.register_fake
@@ -122,7 +123,7 @@ def _(
     return LinearDistilled(
         operands.hidden.new_empty((), dtype=sums),
         operands.labels.new_empty(operands.labels.shape, dtype=sums),
-        SavedGradients.fake(operands, needs),
+        HeadGradients.fake(operands, needs, normalised=True),
     )
 
 

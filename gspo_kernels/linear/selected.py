@@ -102,7 +102,7 @@ def _(
     needs: RequiresGrad,
     within: bool,
 ) -> HeadGradients:
-    return HeadGradients.fake(operands, needs)
+    return HeadGradients.fake(operands, needs, normalised=False)
 
 
 class LinearSelectedLogprobsFunction(torch.autograd.Function):
@@ -138,4 +138,4 @@ class LinearSelectedLogprobsFunction(torch.autograd.Function):
             needs,
             ctx.within,
         )
-        return (*needs.select(gradients), *nothing)
+        return (*needs.select(gradients.hidden, gradients.weight, gradients.bias), *nothing)
