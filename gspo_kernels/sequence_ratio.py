@@ -51,7 +51,7 @@ class RatioOperands(NamedTuple):
             weights = layout.sum(torch.where(counted, weights.double(), 0.0)) / counts
         if terms.skipped is not None:
             # they have no log-probs, but they are in the divisor
-            normalizer = Aggregation.of(tokens, terms).total
+            normalizer = Aggregation(tokens, terms).total
         if normalizer is not None:
             normalizer = normalizer.to(tokens.device)
         return cls(terms.old_logprobs, terms.advantages, weights, terms.lengths, normalizer, terms.cu_seqlens)

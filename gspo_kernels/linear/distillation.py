@@ -24,22 +24,6 @@ from gspo_kernels.plan import RequiresGrad
 from gspo_kernels.types import stats_dtype
 
 
-class LinearTeacher(NamedTuple):
-    """A teacher's head, or what it has said of some ids.
-
-    Attributes:
-        hidden: [B, T, H of the teacher], or None.
-        weight: [V, H of the teacher], or None.
-        bias: [V], or None.
-        rows: ``TeacherRows`` without logits.
-    """
-
-    hidden: Tensor | None
-    weight: Tensor | None
-    bias: Tensor | None
-    rows: TeacherRows
-
-
 class LinearDistilled(NamedTuple):
     """Loss and divergences as in ``Distilled``, and the gradients."""
 
@@ -51,21 +35,25 @@ class LinearDistilled(NamedTuple):
 @operator
 def linear_distillation(
     operands: LinearOperands,
-    teacher: LinearTeacher,
+    teacher_hidden: Tensor | None,
+    teacher_weight: Tensor | None,
+    teacher_bias: Tensor | None,
+    teacher: TeacherRows,
     form: DivergenceForm,
     shares: Tensor,
     needs: RequiresGrad,
 ) -> LinearDistilled:
     """Loss, divergences and gradients; the labels of rows that are left out are negative.
 
-    ``shares`` are [B, T], fp64.
+    The teacher has a head (hidden [B, T, H of the teacher], weight and bias), or has said something of some
+    ids, in ``teacher``, which has no logits. ``shares`` are [B, T], fp64.
     """
     call, theirs = Call(operands), None
-    check_temperature(teacher.rows.row_temperature)
+    check_temperature(teacher.row_temperature)
     head, device = call.head, call.hidden.device
-    if teacher.hidden is not None and teacher.weight is not None:
+    if teacher_hidden is not None and teacher_weight is not None:
         theirs = Call(
-            operands._replace(hidden=teacher.hidden, weight=teacher.weight, bias=teacher.bias, base=None),
+            operands._replace(hidden=teacher_hidden, weight=teacher_weight, bias=teacher_bias, base=None),
             checked=False,
         )
         # both sides have the memory of the fewest rows that one would have by default
@@ -88,7 +76,7 @@ def linear_distillation(
         if theirs is not None:
             teacher_logits = teacher_block[: chunk.size]
             theirs.head.logits(theirs.chunk(chunk.where).hidden, teacher_logits)
-        teacher_rows = teacher.rows.at(chunk.where, teacher_logits)
+        teacher_rows = teacher.at(chunk.where, teacher_logits)
         pair = Pair(logits.unsqueeze(0), teacher_rows, chunk.labels, form)
         if not any(needs):
             stats = pair.evaluate(call.options, transform=chunk.transform)
@@ -114,7 +102,10 @@ def linear_distillation(
 @linear_distillation.register_fake
 def _(
     operands: LinearOperands,
-    teacher: LinearTeacher,
+    teacher_hidden: Tensor | None,
+    teacher_weight: Tensor | None,
+    teacher_bias: Tensor | None,
+    teacher: TeacherRows,
     form: DivergenceForm,
     shares: Tensor,
     needs: RequiresGrad,
@@ -128,15 +119,15 @@ def _(
 
 
 class LinearDistillationFunction(torch.autograd.Function):
-    """Loss and divergences of the operands (field by field), the teacher, the form, shares, and whether the
-    call is traced; the forward computes the gradients, too.
+    """Loss and divergences of the operands (field by field), the teacher's hidden, weight, bias and rows, the
+    form, shares, and whether the call is traced; the forward computes the gradients, too.
     """
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
         needs = RequiresGrad(*ctx.needs_input_grad[:3])
-        operands, (teacher, form, shares, traced) = LinearOperands(*arguments[:7]), arguments[7:]
-        call = (operands, teacher, form, shares, needs)
+        operands, (*rest, traced) = LinearOperands(*arguments[:7]), arguments[7:]
+        call = (operands, *rest, needs)
         result = linear_distillation(*call)
         save_gradients(ctx, result.gradients, needs, linear_distillation, call, traced)
         ctx.mark_non_differentiable(result.divergences)
@@ -144,4 +135,4 @@ class LinearDistillationFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
-        return (*take_gradients(ctx, grad), *(None,) * 8)
+        return (*take_gradients(ctx, grad), *(None,) * 11)

@@ -38,7 +38,7 @@ def known_coefficients(tokens: Tensor, terms: Terms, backend: str) -> Tensor:
 def token_terms(tokens: Tensor, terms: Terms, backend: str) -> Terms:
     """The same terms with every tensor expanded to tokens, and aggregation as a share per token."""
     layout = terms.layout(tokens)
-    shares = Aggregation.of(tokens, terms).token_shares()
+    shares = Aggregation(tokens, terms).token_shares()
 
     def expanded(form: ArgSpec, value: Tensor) -> Tensor:
         if form.shape == "broadcast":

@@ -170,7 +170,7 @@ class Run:
         if self.at_once:
             # the one evaluation, of all tokens on all ranks, follows the last projection
             parts.sort(key=lambda part: part.schedule != "forward")
-        total = Aggregation.of(call.labels, self.terms).total
+        total = Aggregation(call.labels, self.terms).total
         schedules = {
             "aligned": self.aligned,
             "deferred": self.deferred,

@@ -74,7 +74,8 @@ class HeadSums:
         factors = None
         if self._launches is None or self._bias is not None or self._segments is not None:
             # what multiplies the rows, [n] in the sums' dtype
-            factors = bounded_for_sums(rows.coefficients.to(self._dtype))
+            most = MOST_IN_SUMS[self._dtype]
+            factors = rows.coefficients.to(self._dtype).clamp(-most, most)
             factors = factors if rows.factors is None else times(rows.factors, factors)
         if self._segments is not None:
             assert ranks is not None and factors is not None
@@ -159,7 +160,8 @@ class HeadSums:
         for total, other in zip((self._weight, self._bias), sums.result(), strict=True):
             if total is None or other is None:
                 continue
-            factor = bounded_for_sums(coefficient.to(total.dtype))
+            most = MOST_IN_SUMS[total.dtype]
+            factor = coefficient.to(total.dtype).clamp(-most, most)
             if self._empty and total is self._weight:
                 torch.mul(other, factor, out=total)
             else:
@@ -298,9 +300,3 @@ def times_(values: Tensor, factor: Tensor) -> Tensor:
 
 MOST_IN_SUMS = {dtype: torch.finfo(dtype).max * 2.0**-24 for dtype in _EXPONENT}
 """A bound of coefficients with which no product overflows: infinities of both signs would add to NaN."""
-
-
-def bounded_for_sums(coefficients: Tensor) -> Tensor:
-    """Coefficients within ``MOST_IN_SUMS``."""
-    most = MOST_IN_SUMS[coefficients.dtype]
-    return coefficients.clamp(-most, most)
