@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,13 +16,9 @@ from gspo_kernels.ops.backends import launches_of, rows_of
 from gspo_kernels.ops.logprobs import check_ranges, check_rows, range_of
 from gspo_kernels.ops.memory import chunk_rows
 from gspo_kernels.ops.products import SEGMENT
-from gspo_kernels.parallel.groups import begin_sum_, gathered_numbers
+from gspo_kernels.parallel.groups import gathered_numbers
 from gspo_kernels.parallel.tokens import ScatteredTokens
 from gspo_kernels.types import LogitTransform, RowOptions
-
-if TYPE_CHECKING:  # not every build of PyTorch has it
-    from torch.distributed import Work
-
 
 FOLDED_ROWS = 4096
 """Rows whose logits are never written are projected at a time: enough that reading the weight costs nothing
@@ -211,17 +207,6 @@ class Call:
             hidden = self.hidden[index // self.labels.shape[1], index % self.labels.shape[1]]
         transform = self.options.transform.rows(lambda rows: rows.flatten(0, 1)[where].unsqueeze(0))
         return Chunk(where, hidden, labels.unsqueeze(0), transform, labels.numel())
-
-    def begin_sum(self, values: Tensor, where: slice | Tensor) -> tuple[Tensor, list[Work]]:
-        """Begin to make dHidden [n, H] of the rows at some positions that of the whole vocabulary, on the
-        ranks that share it.
-
-        Returns:
-            That of the rows whose hidden states are here, once the works are done.
-        """
-        if self.tokens is not None:
-            return self.tokens.reduce(values, where)
-        return values, [begin_sum_(self.options.shard.group, values)]
 
     def rows_memory(self, logits: Tensor) -> Tensor:
         """Memory for the rows that come from logits [n, V]: that of the logits where they fit."""

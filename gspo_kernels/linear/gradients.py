@@ -14,6 +14,7 @@ from gspo_kernels.linear.sums import GradientRows, HeadSums, largest, power_of_t
 from gspo_kernels.ops.backends import launches_of
 from gspo_kernels.ops.library import Operator
 from gspo_kernels.ops.logprobs import scale_
+from gspo_kernels.parallel.groups import begin_sum_
 from gspo_kernels.plan import RequiresGrad
 from gspo_kernels.types import stats_dtype
 
@@ -144,8 +145,11 @@ class Gradients:
         works: list[Work] = []
         if self.hidden is not None:
             values = call.head.grad_hidden(rows.values)
-            if call.options.shard.group and call.chunking.reduce_hidden_grad:
-                values, works = call.begin_sum(values, chunk.where)
+            group = call.options.shard.group if call.chunking.reduce_hidden_grad else ""
+            if group and call.tokens is not None:
+                values, works = call.tokens.reduce(values, chunk.where)
+            elif group:
+                works = [begin_sum_(group, values)]
         ranks = call.ranks[chunk.where] if fixed else None
         (self.sums if sums is None else sums).add(rows, chunk.hidden, ranks)
         if self.hidden is None:
