@@ -155,9 +155,7 @@ def normalizer(
         kind, (divisor, _) = type(objective).__name__, objective.outer_divisor()
         for label, value in (("advantages", advantages), ("group_ids", group_ids)):
             if divisor == "pairs" and value is None:
-                raise ValueError(
-                    f"{label}: got None, but {type(objective).__name__} counts pairs and needs it"
-                )
+                raise ValueError(f"{label}: got None, but {kind} counts pairs and needs it")
             if divisor != "pairs" and value is not None:
                 raise ValueError(f"{label}: {kind} counts no pairs, expected None")
         rows = as_rows(mask, cu_seqlens is not None)

@@ -181,14 +181,8 @@ def _normalize_logprobs(
         packed = checks.layout("logprobs", logprobs, passed.cu_seqlens) is not None
         terms = validate_terms(passed, logprobs, objective, entropy is not None, parallel)
         if entropy is not None:
-            checks.tensor(
-                "entropy",
-                entropy,
-                tuple(logprobs.shape),
-                "the shape of logprobs",
-                logprobs.device,
-                checks.FLOATS,
-            )
+            shape, device = tuple(logprobs.shape), logprobs.device
+            checks.tensor("entropy", entropy, shape, "the shape of logprobs", device, checks.FLOATS)
             entropy = entropy.unsqueeze(0) if packed else entropy
         rows = logprobs.unsqueeze(0) if packed else logprobs
         if ranks is not None:

@@ -20,14 +20,7 @@ from gspo_kernels.ops.library import checked_values, operator
 from gspo_kernels.ops.logprobs import RowGradients, check_rows, gradient_of_logits, save_rows, saved_rows
 from gspo_kernels.ops.values import check_cu_seqlens, check_lengths, check_normalizer, check_temperature
 from gspo_kernels.terms import Terms, check_logprobs
-from gspo_kernels.types import (
-    METRICS,
-    RatioClip,
-    RowOptions,
-    RowStats,
-    SequenceRatioStats,
-    stats_dtype,
-)
+from gspo_kernels.types import METRICS, RatioClip, RowOptions, RowStats, SequenceRatioStats, stats_dtype
 
 
 class RatioOperands(NamedTuple):

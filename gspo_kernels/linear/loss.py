@@ -147,7 +147,7 @@ class Run:
         for chunk in call.chunks(where):
             projected = self.scores.project(chunk, self.plan.entropy, self.no_ratio and not skip)
             rows, (logprobs, _, entropy) = chunk.where, projected.stats
-            # every token is a sequence of its own
+            # the chunk is a row of tokens, or, for PyTorch, each token a sequence of its own
             across = 0 if in_one_launch else 1
             chunk_terms = per_token.each(lambda _, value: value.flatten()[rows].unsqueeze(across))  # noqa: B023
             if in_one_launch:

@@ -13,13 +13,7 @@ from gspo_kernels.linear.scores import Scores
 from gspo_kernels.linear.sums import GradientRows, power_of_two
 from gspo_kernels.ops.library import operator
 from gspo_kernels.ops.logprobs import save_rows, saved_rows
-from gspo_kernels.ops.selected import (
-    SelectedGradients,
-    SelectedRows,
-    fake_rows,
-    score,
-    write_gradient,
-)
+from gspo_kernels.ops.selected import SelectedGradients, SelectedRows, fake_rows, score, write_gradient
 from gspo_kernels.plan import RequiresGrad
 
 
