@@ -495,7 +495,8 @@ def _normalize_linear(
     options = how.normalize(labels, passed.cu_seqlens, hidden.dtype, weight.shape[0], parallel)
     if skip_inactive == "all":
         rows, terms = leave_out_inactive(rows, terms, options.ignore_index)
-    needs = RequiresGrad.of(hidden, weight, bias)
+    learns, inputs = torch.is_grad_enabled(), (hidden, weight, bias)
+    needs = RequiresGrad(*(learns and x is not None and x.requires_grad for x in inputs))
     plan = Plan(
         options.backend,
         coefficients_depend_on(objective, terms),

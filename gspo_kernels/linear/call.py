@@ -98,7 +98,6 @@ class Call:
 
     Attributes:
         hidden, labels, options, chunking: as in ``LinearOperands``.
-        counted: [B, T], bool: tokens that have a log-prob.
         head: this rank's.
         backend: what serves the rows.
         launches: the backend's launches for what is done around the gradient products; None where PyTorch
@@ -113,7 +112,6 @@ class Call:
         if chunking.batch_invariant:
             refuse_backend(options.backend)
         self.hidden, self.labels, self.options, self.chunking = hidden, labels, options, chunking
-        self.counted = labels != options.ignore_index
         self.head = Head(weight, bias, chunking.logits_dtype, chunking.batch_invariant, base)
         self.backend, self.launches = rows_of(options), launches_of(options.backend)
         self.chunk_rows = chunk_rows(self.head.row_bytes, chunking.max_chunk_bytes, weight.device)
@@ -135,6 +133,11 @@ class Call:
         if chunking.scattered:
             lengths = [each[-1] for each in every]
             self.tokens = ScatteredTokens.of(options.shard.group, lengths, labels.shape[1])
+
+    @cached_property
+    def counted(self) -> Tensor:
+        """[B, T], bool: tokens that have a log-prob."""
+        return self.labels != self.options.ignore_index
 
     @cached_property
     def projected(self) -> slice | Tensor:
