@@ -118,14 +118,16 @@ class CoefficientGroups:
             self._where = torch.cat([index[starts[i] : starts[i + 1]] for i in self._sequences])
         self._in_place = equal and self._sequences == list(range(len(counts)))
 
-    def prepare(self, parts: Sequence[Part], total: Tensor) -> Iterator[tuple[Part, slice | Tensor, Terms]]:
+    def prepare(
+        self, parts: Sequence[Part], total: Tensor
+    ) -> Iterator[tuple[Part, slice | Tensor, Tensor, Terms]]:
         """Bring to the device what these parts need there, all of it at once.
 
         ``total`` is what the outer divisor counts in the call.
 
         Yields:
-            Each part, the positions of its rows among the flattened rows of the call, and the terms of these
-            rows as a packed batch of its own, with the call's outer divisor.
+            Each part, the positions of its rows among the flattened rows of the call, their labels [n], and
+            their terms as a packed batch of its own, with the call's outer divisor.
         """
         if not parts:
             return
@@ -158,6 +160,7 @@ class CoefficientGroups:
             if form.shape == "broadcast":
                 value = value.to(labels.device).expand(labels.shape)
             ordered[name] = value[order] if value.ndim == 1 else value.flatten()[where].unsqueeze(0)
+        flat_labels = labels.flatten()[where]
         for part, (first, last), cu_seqlens in zip(parts, ranges, offsets, strict=True):
             rows = slice(ends[first], ends[last])
             here: dict[str, Any] = {
@@ -165,4 +168,4 @@ class CoefficientGroups:
                 for name, value in ordered.items()
             }
             terms = whole._replace(**here, cu_seqlens=cu_seqlens)
-            yield part, rows if isinstance(where, slice) else where[rows], terms
+            yield part, rows if isinstance(where, slice) else where[rows], flat_labels[rows], terms

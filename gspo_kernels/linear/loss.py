@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gspo_kernels.aggregation import Aggregation
 from gspo_kernels.evaluate import PolicyStep, evaluate, metric_names
-from gspo_kernels.linear.call import Call, LinearOperands, as_index
+from gspo_kernels.linear.call import Call, Chunk, LinearOperands, as_index
 from gspo_kernels.linear.gradients import (
     Gradients,
     HeadGradients,
@@ -171,23 +171,23 @@ class Run:
             # the one evaluation, of all tokens on all ranks, follows the last projection
             parts.sort(key=lambda part: part.schedule != "forward")
         total = Aggregation(call.labels, self.terms).total
-        schedules = {
-            "aligned": self.aligned,
-            "deferred": self.deferred,
-            "frozen": self.frozen,
-            "two_pass": self.two_pass,
-        }
-        for part, where, terms in groups.prepare(parts, total):
+        for part, where, labels, terms in groups.prepare(parts, total):
             if part.schedule == "forward":
                 self.scores.forward(where)
+            elif part.schedule == "aligned":
+                self.aligned(call.chunk(where, labels), terms)
+            elif part.schedule == "deferred":
+                self.deferred(where, terms)
+            elif part.schedule == "frozen":
+                self.frozen(where, terms)
             else:
-                schedules[part.schedule](where, terms)
+                self.two_pass(where, terms)
 
-    def aligned(self, where: slice | Tensor, terms: Terms) -> None:
+    def aligned(self, chunk: Chunk, terms: Terms) -> None:
         """A chunk holds whole groups: log-probs, coefficients and gradient of the same logits."""
-        chunk, skip = self.call.chunk(where), self.plan.leaves_out
+        skip = self.plan.leaves_out
         projected = self.scores.project(chunk, self.plan.entropy, self.no_ratio and not skip)
-        grad, grad_entropy = self.coefficients(where, terms, projected.stats)
+        grad, grad_entropy = self.coefficients(chunk.where, terms, projected.stats)
         self.gradients.add(projected, chunk, grad, grad_entropy, skip)
 
     def deferred(self, where: slice | Tensor, terms: Terms) -> None:
