@@ -154,6 +154,10 @@ class Operator:
             torch.autograd.graph.increment_version(args[0])
         return result if self._result is None else self._result.take(iter(result))
 
+    def tensors(self, *args: Any) -> list[Tensor]:
+        """The tensors among the arguments of a call, and in structs among them."""
+        return _collect_tensors(self._places, args, [])
+
     def save(self, ctx: Any, *args: Any) -> None:
         """Save the arguments of a call in an autograd context, for ``repeat``."""
         operands = flat(args)
