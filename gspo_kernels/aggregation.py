@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gspo_kernels import checks
-from gspo_kernels.layout import Layout, as_rows
+from gspo_kernels.layout import as_rows
 from gspo_kernels.objectives.base import Objective, from_spec
 from gspo_kernels.ops.library import operator
 from gspo_kernels.parallel.groups import Parallel, group_name, rank_and_size, sum_
@@ -26,9 +26,11 @@ def selected(values: Tensor | None, mask: Tensor) -> Tensor | None:
 
 
 class Aggregation:
-    """Counts and weights that turn per-token and per-sequence values into one loss.
+    """Counts and weights that turn per-token and per-sequence values of a call into one loss.
 
     Attributes:
+        layout: of the tokens, with sums over those of all ranks of ``cp_group``.
+        mask: bool, the shape of the tokens: those that count.
         nonempty: [B] bool: sequences with a counted token.
         lengths: [B] fp64, |y_i|; 1 for empty sequences.
         counted: 0-d fp64: what the outer divisor counts, or the normalizer in its place.
@@ -36,8 +38,14 @@ class Aggregation:
         divisor: the same times the constant that belongs to the objective's aggregation.
     """
 
-    def __init__(self, layout: Layout, mask: Tensor, terms: Terms):
+    def __init__(self, tokens: Tensor, terms: Terms):
+        """``tokens`` give shape and device."""
         objective = from_spec(terms.objective)
+        layout, mask = terms.layout(tokens), terms.counted(tokens)
+        if terms.cp_group:
+            from gspo_kernels.parallel.sequences import AcrossRanks
+
+            layout = AcrossRanks(layout, terms.cp_group)
         self.layout, self.mask = layout, mask
         counts = layout.sum(mask.to(torch.float64))
         self.nonempty = counts > 0
@@ -61,11 +69,6 @@ class Aggregation:
         self.total = torch.where(divisor == 0, 1.0, divisor)
         self.divisor = self.total * scale
 
-    @classmethod
-    def of(cls, tokens: Tensor, terms: Terms) -> Aggregation:
-        """That of a whole call; ``tokens`` gives shape and device."""
-        return cls(terms.whole_layout(tokens), terms.counted(tokens), terms)
-
     def selected(self, values: Tensor | None) -> Tensor | None:
         """[B] or tokens as fp64, zeros where nothing is counted."""
         if values is None:
@@ -87,7 +90,7 @@ class Aggregation:
 def token_shares(tokens: Tensor, terms: Terms) -> Tensor:
     """[B, T] fp64: d loss / d value of each token, ``token_weights`` on its value; looks at values first."""
     terms = check_values(tokens, terms)
-    aggregation = Aggregation.of(tokens, terms)
+    aggregation = Aggregation(tokens, terms)
     weights = aggregation.selected(terms.token_weights)
     shares = aggregation.token_shares()
     return shares if weights is None else shares * weights
@@ -152,16 +155,14 @@ def normalizer(
         kind, (divisor, _) = type(objective).__name__, objective.outer_divisor()
         for label, value in (("advantages", advantages), ("group_ids", group_ids)):
             if divisor == "pairs" and value is None:
-                raise ValueError(
-                    f"{label}: got None, but {type(objective).__name__} counts pairs and needs it"
-                )
+                raise ValueError(f"{label}: got None, but {kind} counts pairs and needs it")
             if divisor != "pairs" and value is not None:
                 raise ValueError(f"{label}: {kind} counts no pairs, expected None")
         rows = as_rows(mask, cu_seqlens is not None)
         terms = normalize_terms(passed, mask, objective, parallel)
         if ranks is not None:
             ranks.compare(rows, terms)
-    count = Aggregation.of(rows, check_values(rows, terms)).counted
+    count = Aggregation(rows, check_values(rows, terms)).counted
     if group is not None:
         _, size = rank_and_size(name)
         if divisor == "one":

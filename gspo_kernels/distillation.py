@@ -11,7 +11,7 @@ from gspo_kernels import checks
 from gspo_kernels.aggregation import token_shares
 from gspo_kernels.layout import as_rows, from_rows
 from gspo_kernels.linear.call import LinearOperands
-from gspo_kernels.linear.distillation import LinearDistillationFunction, LinearTeacher
+from gspo_kernels.linear.distillation import LinearDistillationFunction
 from gspo_kernels.linear.inputs import ProductArguments, check_inputs, check_teachers_head
 from gspo_kernels.logits import (
     LogitArguments,
@@ -442,7 +442,10 @@ def fused_linear_distillation_loss(
     rows = None if rows is None else as_rows(rows, packed)
     loss, each = LinearDistillationFunction.apply(
         *LinearOperands(as_rows(hidden, packed), weight, bias, call.labels, call.options, chunking, base),
-        LinearTeacher(rows, their_weight, their_bias, call.teacher),
+        rows,
+        their_weight,
+        their_bias,
+        call.teacher,
         call.form,
         token_shares(call.labels, call.terms),
         torch.compiler.is_compiling(),

@@ -106,8 +106,8 @@ def _evaluate_gathered(
 
 def _evaluate(logprobs: Tensor, entropy: Tensor | None, terms: Terms, want_metrics: bool) -> PolicyStep:
     objective = from_spec(terms.objective)
-    layout, mask = terms.whole_layout(logprobs), terms.counted(logprobs)
-    aggregation = Aggregation(layout, mask, terms)
+    aggregation = Aggregation(logprobs, terms)
+    layout, mask = aggregation.layout, aggregation.mask
     present = mask if terms.skipped is None else mask & ~layout.expand(terms.skipped)
 
     logp = torch.where(present, logprobs.to(torch.float64), 0.0).requires_grad_()

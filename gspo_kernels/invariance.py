@@ -85,13 +85,13 @@ def refuse_groups(invariant: bool, **groups: Any) -> None:
             )
 
 
-def refuse_backend(invariant: bool, backend: str) -> None:
-    """Refuse rows by PyTorch's own operations in a batch-invariant call.
+def refuse_backend(backend: str) -> None:
+    """Refuse rows by PyTorch's own operations, in a batch-invariant call.
 
     Raises:
         ValueError: with the reason.
     """
-    if invariant and backend == "reference":
+    if backend == "reference":
         raise ValueError(
             "backend: 'reference' is to serve a batch-invariant call, expected 'cpp' or 'triton': PyTorch's "
             "own sums over a row may be split among threads"

@@ -60,14 +60,14 @@ class Padded(Layout):
         """[B, T] -> [B]."""
         # where autograd does not look on, its function would take longer than a small sum
         if tokens.requires_grad and torch.is_grad_enabled():
-            return _RowSum.apply(tokens)
-        return _row_sum(tokens)
+            return _Sum.apply(tokens, self)
+        return _sums(tokens)
 
     def expand(self, values: Tensor) -> Tensor:
         """[B] -> [B, T], without copying."""
         if values.requires_grad and torch.is_grad_enabled():
-            return _RowExpand.apply(values, self.length)
-        return _expanded(values, self.length)
+            return _Expand.apply(values, self)
+        return values.unsqueeze(1).expand(values.shape[0], self.length)
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,11 +84,15 @@ class Packed(Layout):
 
     def sum(self, tokens: Tensor) -> Tensor:
         """[1, N] -> [B]."""
-        return _SegmentSum.apply(tokens, self.offsets, self.segments)
+        if tokens.requires_grad and torch.is_grad_enabled():
+            return _Sum.apply(tokens, self)
+        return _sums(tokens, self.offsets)
 
     def expand(self, values: Tensor) -> Tensor:
         """[B] -> [1, N]."""
-        return _SegmentExpand.apply(values, self.offsets, self.segments)
+        if values.requires_grad and torch.is_grad_enabled():
+            return _Expand.apply(values, self)
+        return values[self.segments].unsqueeze(0)
 
 
 def layout_of(tokens: Tensor, cu_seqlens: Tensor | None) -> Layout:
@@ -114,63 +118,39 @@ def segment_ids(cu_seqlens: Tensor, tokens: int) -> Tensor:
     return torch.searchsorted(cu_seqlens[1:].contiguous(), positions, right=True)
 
 
-def _segment_sum(tokens: Tensor, offsets: Tensor) -> Tensor:
+def _sums(tokens: Tensor, offsets: Tensor | None = None) -> Tensor:
+    """[B]: sums over the segments that ``offsets`` cut, or over rows."""
+    if offsets is None:
+        rows, length = tokens.shape
+        if not tokens.is_cpu or not tokens.numel():
+            return tokens.sum(dim=1)
+        offsets = torch.arange(0, rows * length + 1, length)
     if tokens.numel() == 0:
         return tokens.new_zeros(offsets.numel() - 1)
     return torch.segment_reduce(tokens.flatten(), "sum", offsets=offsets, unsafe=True, initial=0)
 
 
-def _row_sum(tokens: Tensor) -> Tensor:
-    rows, length = tokens.shape
-    if not tokens.is_cpu or not tokens.numel():
-        return tokens.sum(dim=1)
-    return _segment_sum(tokens, torch.arange(0, rows * length + 1, length))
-
-
-def _expanded(values: Tensor, length: int) -> Tensor:
-    return values.unsqueeze(1).expand(values.shape[0], length)
-
-
-class _RowSum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tokens: Tensor) -> Tensor:
-        ctx.length = tokens.shape[1]
-        return _row_sum(tokens)
+class _Sum(torch.autograd.Function):
+    """``Layout.sum``, whose gradient is what ``expand`` makes of the sums'."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return _expanded(grad, ctx.length)
-
-
-class _RowExpand(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, length: int) -> Tensor:
-        return _expanded(values, length)
+    def forward(ctx: Any, tokens: Tensor, layout: Layout) -> Tensor:
+        ctx.layout = layout
+        return layout.sum(tokens)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _row_sum(grad), None
+        return ctx.layout.expand(grad), None
 
 
-class _SegmentSum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tokens: Tensor, offsets: Tensor, segments: Tensor) -> Tensor:
-        ctx.save_for_backward(segments)
-        return _segment_sum(tokens, offsets)
+class _Expand(torch.autograd.Function):
+    """``Layout.expand``, whose gradient is the tokens', summed up."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (segments,) = ctx.saved_tensors
-        return grad[segments].unsqueeze(0), None, None
-
-
-class _SegmentExpand(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, offsets: Tensor, segments: Tensor) -> Tensor:
-        ctx.save_for_backward(offsets)
-        return values[segments].unsqueeze(0)
+    def forward(ctx: Any, values: Tensor, layout: Layout) -> Tensor:
+        ctx.layout = layout
+        return layout.expand(values)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (offsets,) = ctx.saved_tensors
-        return _segment_sum(grad, offsets), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.layout.sum(grad), None

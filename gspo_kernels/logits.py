@@ -51,16 +51,10 @@ class LogitArguments(NamedTuple):
         """
         scalar, row_temperature = 1.0, None
         if isinstance(self.temperature, Tensor):
+            given, device = self.temperature, labels.device
             sequences = labels.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-            checks.tensor(
-                "temperature",
-                self.temperature,
-                (sequences,),
-                "one per sequence",
-                labels.device,
-                checks.FLOATS,
-            )
-            each = self.temperature.detach().to(stats_dtype(dtype))
+            checks.tensor("temperature", given, (sequences,), "one per sequence", device, checks.FLOATS)
+            each = given.detach().to(stats_dtype(dtype))
             if cu_seqlens is not None:
                 each = each[segment_ids(cu_seqlens, labels.numel())]
             row_temperature = (
@@ -75,7 +69,7 @@ class LogitArguments(NamedTuple):
             raise TypeError(f"backend: got {type(self.backend).__name__}, expected a name")
         backend = resolve(self.backend, labels.device)
         if in_force(None):
-            refuse_backend(True, backend)
+            refuse_backend(backend)
         shard = Shard() if parallel.tp_group is None else _shard(parallel, width)
         kept = None
         if self.kept_ids is not None or self.kept_mask is not None:

@@ -181,14 +181,8 @@ def _normalize_logprobs(
         packed = checks.layout("logprobs", logprobs, passed.cu_seqlens) is not None
         terms = validate_terms(passed, logprobs, objective, entropy is not None, parallel)
         if entropy is not None:
-            checks.tensor(
-                "entropy",
-                entropy,
-                tuple(logprobs.shape),
-                "the shape of logprobs",
-                logprobs.device,
-                checks.FLOATS,
-            )
+            shape, device = tuple(logprobs.shape), logprobs.device
+            checks.tensor("entropy", entropy, shape, "the shape of logprobs", device, checks.FLOATS)
             entropy = entropy.unsqueeze(0) if packed else entropy
         rows = logprobs.unsqueeze(0) if packed else logprobs
         if ranks is not None:
@@ -501,7 +495,8 @@ def _normalize_linear(
     options = how.normalize(labels, passed.cu_seqlens, hidden.dtype, weight.shape[0], parallel)
     if skip_inactive == "all":
         rows, terms = leave_out_inactive(rows, terms, options.ignore_index)
-    needs = RequiresGrad.of(hidden, weight, bias)
+    learns, inputs = torch.is_grad_enabled(), (hidden, weight, bias)
+    needs = RequiresGrad(*(learns and x is not None and x.requires_grad for x in inputs))
     plan = Plan(
         options.backend,
         coefficients_depend_on(objective, terms),

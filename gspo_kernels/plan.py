@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from gspo_kernels.objectives.base import Objective, from_spec
@@ -22,19 +21,8 @@ class RequiresGrad(NamedTuple):
     weight: bool = False
     bias: bool = False
 
-    @classmethod
-    def of(cls, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> RequiresGrad:
-        """That of the inputs, under the present grad mode."""
-        inputs = (hidden, weight, bias)
-        return cls(*(torch.is_grad_enabled() and x is not None and x.requires_grad for x in inputs))
-
-    @property
-    def head(self) -> bool:
-        """Whether weight or bias gets one."""
-        return self.weight or self.bias
-
-    def select(self, gradients: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
-        """None instead of the gradients that nobody needs."""
+    def select(self, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """Those of hidden, weight and bias, None for each that nobody needs."""
         return tuple(grad if needed else None for grad, needed in zip(gradients, self, strict=True))
 
 

@@ -20,14 +20,7 @@ from gspo_kernels.ops.library import checked_values, operator
 from gspo_kernels.ops.logprobs import RowGradients, check_rows, gradient_of_logits, save_rows, saved_rows
 from gspo_kernels.ops.values import check_cu_seqlens, check_lengths, check_normalizer, check_temperature
 from gspo_kernels.terms import Terms, check_logprobs
-from gspo_kernels.types import (
-    METRICS,
-    RatioClip,
-    RowOptions,
-    RowStats,
-    SequenceRatioStats,
-    stats_dtype,
-)
+from gspo_kernels.types import METRICS, RatioClip, RowOptions, RowStats, SequenceRatioStats, stats_dtype
 
 
 class RatioOperands(NamedTuple):
@@ -51,7 +44,7 @@ class RatioOperands(NamedTuple):
             weights = layout.sum(torch.where(counted, weights.double(), 0.0)) / counts
         if terms.skipped is not None:
             # they have no log-probs, but they are in the divisor
-            normalizer = Aggregation.of(tokens, terms).total
+            normalizer = Aggregation(tokens, terms).total
         if normalizer is not None:
             normalizer = normalizer.to(tokens.device)
         return cls(terms.old_logprobs, terms.advantages, weights, terms.lengths, normalizer, terms.cu_seqlens)

@@ -127,15 +127,6 @@ class Terms(NamedTuple):
         """Where the sequences of ``tokens`` begin and end."""
         return layout_of(tokens, self.cu_seqlens)
 
-    def whole_layout(self, tokens: Tensor) -> Layout:
-        """The same, with sums over the tokens of all ranks of ``cp_group``."""
-        here = self.layout(tokens)
-        if not self.cp_group:
-            return here
-        from gspo_kernels.parallel.sequences import AcrossRanks
-
-        return AcrossRanks(here, self.cp_group)
-
     def counted(self, tokens: Tensor) -> Tensor:
         """Bool, the shape of ``tokens``: those that count."""
         if self.loss_mask is None:

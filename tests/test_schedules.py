@@ -10,9 +10,10 @@ import torch
 import gspo_kernels as gk
 from gspo_kernels import cpp
 from gspo_kernels.linear.head import Head
-from gspo_kernels.linear.scores import CompactedRows
+from gspo_kernels.linear.scores import Projected, compacted
 from gspo_kernels.linear.sums import HeadSums, times, times_
 from gspo_kernels.ops import memory
+from gspo_kernels.types import RowStats
 from tests import oracle
 from tests.cases import LAYOUTS, for_objective, generator, make_case, run, strided
 from tests.judging import assert_equals_oracle
@@ -320,12 +321,14 @@ def test_an_exact_zero_beats_an_overflow(factors):
 def test_rows_that_stay_in_a_chunk_do_not_move(share):
     """No more of them than there are gaps, and all in the memory where they were."""
     keep = torch.rand(40, generator=generator(0)) < share
-    values, kept = torch.arange(120.0).reshape(40, 3), CompactedRows.of(keep)
-    before, moved = values.clone(), kept.compact(values)
-    assert torch.equal(kept.rows.sort().values, keep.nonzero().squeeze(1))
-    assert torch.equal(moved, before[kept.rows])
-    assert moved.numel() == 0 or moved.data_ptr() == values.data_ptr()
-    assert kept.gaps.numel() == int((~keep[: keep.sum()]).sum())
+    values, (rows, gaps) = torch.arange(120.0).reshape(40, 3), compacted(keep)
+    stats = RowStats(values[:, :1].t().clone(), values[:, 1:2].t().double(), None)
+    before, moved = values.clone(), Projected(values, stats).select(rows, gaps)
+    assert torch.equal(rows.sort().values, keep.nonzero().squeeze(1))
+    assert torch.equal(moved.values, before[rows])
+    assert torch.equal(moved.stats.logprobs, stats.logprobs[:, rows])
+    assert moved.values.numel() == 0 or moved.values.data_ptr() == values.data_ptr()
+    assert gaps.numel() == int((~keep[: keep.sum()]).sum())
 
 
 @pytest.mark.skipif(cpp.unavailable(torch.device("cpu")) is not None, reason="needs the C++ backend")

@@ -83,11 +83,11 @@ def logprobs_backward(
     dtype = stats_dtype(logits.dtype)
     _operators().logprobs_backward(
         *_row_arguments(logits, labels, transform, ignore_index),
-        _as(stats.logprobs.detach(), dtype).contiguous(),
+        stats.logprobs.detach().to(dtype).contiguous(),
         stats.lse.contiguous(),
         None if stats.entropy is None else _vector(stats.entropy, logits),
         *[
-            None if grad is None else _as(grad.detach(), dtype)
+            None if grad is None else grad.detach().to(dtype)
             for grad in (grad_logprobs, grad_entropy, grad_scale)
         ],
         sharded,
@@ -377,12 +377,7 @@ def _empty_stats(logits: Tensor, labels: Tensor, entropy: bool) -> RowStats:
 
 def _vector(values: Tensor | None, logits: Tensor) -> Tensor | None:
     """One value per row as the operators take it: contiguous, in the dtype of statistics."""
-    return None if values is None else _as(values.detach(), stats_dtype(logits.dtype)).contiguous()
-
-
-def _as(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """``to``, which takes as long as a small operation where it changes nothing, too."""
-    return values if values.dtype == dtype else values.to(dtype)
+    return None if values is None else values.detach().to(stats_dtype(logits.dtype)).contiguous()
 
 
 def _numbers(values: Tensor | None) -> Tensor | None:
@@ -423,7 +418,7 @@ def _row_arguments(
     if labels.shape != logits.shape[:2]:
         raise ValueError(f"labels: got shape {tuple(labels.shape)}, expected {tuple(logits.shape[:2])}")
     options = _row_options(transform, ignore_index, stats_dtype(logits.dtype))
-    return (logits.detach(), _as(labels, torch.int64).contiguous(), *options)
+    return (logits.detach(), labels.to(torch.int64).contiguous(), *options)
 
 
 def _row_options(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,13 +16,9 @@ from gspo_kernels.ops.backends import launches_of, rows_of
 from gspo_kernels.ops.logprobs import check_ranges, check_rows, range_of
 from gspo_kernels.ops.memory import chunk_rows
 from gspo_kernels.ops.products import SEGMENT
-from gspo_kernels.parallel.groups import begin_sum_, gathered_numbers
+from gspo_kernels.parallel.groups import gathered_numbers
 from gspo_kernels.parallel.tokens import ScatteredTokens
-from gspo_kernels.types import LogitTransform, RowOptions, stats_dtype
-
-if TYPE_CHECKING:  # not every build of PyTorch has it
-    from torch.distributed import Work
-
+from gspo_kernels.types import LogitTransform, RowOptions
 
 FOLDED_ROWS = 4096
 """Rows whose logits are never written are projected at a time: enough that reading the weight costs nothing
@@ -101,8 +97,7 @@ class Call:
     Ranks that share the vocabulary gather their sizes here, to cut alike.
 
     Attributes:
-        hidden, labels, options: as in ``LinearOperands``.
-        chunking: how logits are made.
+        hidden, labels, options, chunking: as in ``LinearOperands``.
         head: this rank's.
         backend: what serves the rows.
         launches: the backend's launches for what is done around the gradient products; None where PyTorch
@@ -114,7 +109,8 @@ class Call:
 
     def __init__(self, operands: LinearOperands, checked: bool = True):
         hidden, weight, bias, labels, options, chunking, base = operands
-        refuse_backend(chunking.batch_invariant, options.backend)
+        if chunking.batch_invariant:
+            refuse_backend(options.backend)
         self.hidden, self.labels, self.options, self.chunking = hidden, labels, options, chunking
         self.head = Head(weight, bias, chunking.logits_dtype, chunking.batch_invariant, base)
         self.backend, self.launches = rows_of(options), launches_of(options.backend)
@@ -140,7 +136,7 @@ class Call:
 
     @cached_property
     def counted(self) -> Tensor:
-        """Tokens that have a log-prob."""
+        """[B, T], bool: tokens that have a log-prob."""
         return self.labels != self.options.ignore_index
 
     @cached_property
@@ -215,17 +211,6 @@ class Call:
         transform = self.options.transform.rows(lambda rows: rows.flatten(0, 1)[where].unsqueeze(0))
         return Chunk(where, hidden, labels.unsqueeze(0), transform, labels.numel())
 
-    def begin_sum(self, values: Tensor, where: slice | Tensor) -> tuple[Tensor, list[Work]]:
-        """Begin to make dHidden [n, H] of the rows at some positions that of the whole vocabulary, on the
-        ranks that share it.
-
-        Returns:
-            That of the rows whose hidden states are here, once the works are done.
-        """
-        if self.tokens is not None:
-            return self.tokens.reduce(values, where)
-        return values, [begin_sum_(self.options.shard.group, values)]
-
     def rows_memory(self, logits: Tensor) -> Tensor:
         """Memory for the rows that come from logits [n, V]: that of the logits where they fit."""
         dtype = self.head.rows_dtype
@@ -234,11 +219,6 @@ class Call:
         if logits.element_size() > dtype.itemsize:
             return logits.view(dtype)[:, : logits.shape[1]]
         return torch.empty(logits.shape, dtype=dtype, device=logits.device)
-
-    def new_rows(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Zeros [B, T], in the statistics' dtype unless another is asked for."""
-        dtype = stats_dtype(self.hidden.dtype) if dtype is None else dtype
-        return torch.zeros(self.labels.shape, dtype=dtype, device=self.labels.device)
 
 
 def as_index(where: slice | Tensor, device: torch.device) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gspo_kernels.linear.call import Call, LinearOperands
-from gspo_kernels.linear.gradients import Gradients, SavedGradients, save_gradients, take_gradients
+from gspo_kernels.linear.gradients import Gradients, HeadGradients, save_gradients, take_gradients
 from gspo_kernels.linear.sums import GradientRows, power_of_two
 from gspo_kernels.ops.divergence import summed
 from gspo_kernels.ops.library import operator
@@ -24,48 +24,36 @@ from gspo_kernels.plan import RequiresGrad
 from gspo_kernels.types import stats_dtype
 
 
-class LinearTeacher(NamedTuple):
-    """A teacher's head, or what it has said of some ids.
-
-    Attributes:
-        hidden: [B, T, H of the teacher], or None.
-        weight: [V, H of the teacher], or None.
-        bias: [V], or None.
-        rows: ``TeacherRows`` without logits.
-    """
-
-    hidden: Tensor | None
-    weight: Tensor | None
-    bias: Tensor | None
-    rows: TeacherRows
-
-
 class LinearDistilled(NamedTuple):
     """Loss and divergences as in ``Distilled``, and the gradients."""
 
     loss: Tensor
     divergences: Tensor
-    gradients: SavedGradients
+    gradients: HeadGradients
 
 
 @operator
 def linear_distillation(
     operands: LinearOperands,
-    teacher: LinearTeacher,
+    teacher_hidden: Tensor | None,
+    teacher_weight: Tensor | None,
+    teacher_bias: Tensor | None,
+    teacher: TeacherRows,
     form: DivergenceForm,
     shares: Tensor,
     needs: RequiresGrad,
 ) -> LinearDistilled:
     """Loss, divergences and gradients; the labels of rows that are left out are negative.
 
-    ``shares`` are [B, T], fp64.
+    The teacher has a head (hidden [B, T, H of the teacher], weight and bias), or has said something of some
+    ids, in ``teacher``, which has no logits. ``shares`` are [B, T], fp64.
     """
     call, theirs = Call(operands), None
-    check_temperature(teacher.rows.row_temperature)
+    check_temperature(teacher.row_temperature)
     head, device = call.head, call.hidden.device
-    if teacher.hidden is not None and teacher.weight is not None:
+    if teacher_hidden is not None and teacher_weight is not None:
         theirs = Call(
-            operands._replace(hidden=teacher.hidden, weight=teacher.weight, bias=teacher.bias, base=None),
+            operands._replace(hidden=teacher_hidden, weight=teacher_weight, bias=teacher_bias, base=None),
             checked=False,
         )
         # both sides have the memory of the fewest rows that one would have by default
@@ -74,7 +62,8 @@ def linear_distillation(
             rows = min(rows, CHUNK_ROWS.get(device.type, CHUNK_ROWS["cuda"])[0])
         both = head.row_bytes + head.vocabulary * theirs.head.dtype.itemsize
         call.chunk_rows = max(1, rows * head.row_bytes // both)
-    divergences, gradients = call.new_rows(), Gradients(call, needs, normalised=True)
+    gradients = Gradients(call, needs, normalised=True)
+    divergences = call.hidden.new_zeros(call.labels.shape, dtype=gradients.dtype)
     # one block of memory where both sides have the same dtype
     rows = min(call.chunk_rows, call.labels.numel())
     shared = theirs is not None and theirs.head.dtype == head.dtype
@@ -87,7 +76,7 @@ def linear_distillation(
         if theirs is not None:
             teacher_logits = teacher_block[: chunk.size]
             theirs.head.logits(theirs.chunk(chunk.where).hidden, teacher_logits)
-        teacher_rows = teacher.rows.at(chunk.where, teacher_logits)
+        teacher_rows = teacher.at(chunk.where, teacher_logits)
         pair = Pair(logits.unsqueeze(0), teacher_rows, chunk.labels, form)
         if not any(needs):
             stats = pair.evaluate(call.options, transform=chunk.transform)
@@ -107,13 +96,16 @@ def linear_distillation(
         divergences.view(-1)[chunk.where] = stats.divergences
         active = share.squeeze(0) != 0
         gradients.add_rows(GradientRows(out, scale.squeeze(0), None, active), chunk)
-    return LinearDistilled(summed(divergences, shares), divergences, SavedGradients.of(gradients))
+    return LinearDistilled(summed(divergences, shares), divergences, gradients.result())
 
 
 @linear_distillation.register_fake
 def _(
     operands: LinearOperands,
-    teacher: LinearTeacher,
+    teacher_hidden: Tensor | None,
+    teacher_weight: Tensor | None,
+    teacher_bias: Tensor | None,
+    teacher: TeacherRows,
     form: DivergenceForm,
     shares: Tensor,
     needs: RequiresGrad,
@@ -122,20 +114,20 @@ def _(
     return LinearDistilled(
         operands.hidden.new_empty((), dtype=sums),
         operands.labels.new_empty(operands.labels.shape, dtype=sums),
-        SavedGradients.fake(operands, needs),
+        HeadGradients.fake(operands, needs, normalised=True),
     )
 
 
 class LinearDistillationFunction(torch.autograd.Function):
-    """Loss and divergences of the operands (field by field), the teacher, the form, shares, and whether the
-    call is traced; the forward computes the gradients, too.
+    """Loss and divergences of the operands (field by field), the teacher's hidden, weight, bias and rows, the
+    form, shares, and whether the call is traced; the forward computes the gradients, too.
     """
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
         needs = RequiresGrad(*ctx.needs_input_grad[:3])
-        operands, (teacher, form, shares, traced) = LinearOperands(*arguments[:7]), arguments[7:]
-        call = (operands, teacher, form, shares, needs)
+        operands, (*rest, traced) = LinearOperands(*arguments[:7]), arguments[7:]
+        call = (operands, *rest, needs)
         result = linear_distillation(*call)
         save_gradients(ctx, result.gradients, needs, linear_distillation, call, traced)
         ctx.mark_non_differentiable(result.divergences)
@@ -143,4 +135,4 @@ class LinearDistillationFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
-        return (*take_gradients(ctx, grad), *(None,) * 8)
+        return (*take_gradients(ctx, grad), *(None,) * 11)

@@ -46,6 +46,7 @@ def explain(reason: str, operands: LinearOperands, terms: Terms, plan: Plan) -> 
     """The plan of a call that ``schedule.choose`` gave a schedule; looks at the lengths on the device."""
     call, needs = Call(operands, checked=False), plan.requires_grad
     head, groups = call.head, CoefficientGroups(call, terms, plan.depends_on, plan.leaves_out)
+    trained = needs.weight or needs.bias
     total = sum(groups.rows)
     if not any(needs):
         parts = [Part("forward", 0, len(groups.rows), total)]
@@ -55,21 +56,21 @@ def explain(reason: str, operands: LinearOperands, terms: Terms, plan: Plan) -> 
         parts = plan_parts(plan.schedule, groups.rows, groups.inactive, call.chunk_rows, plan.defers)
     products, tokens = 0, dict[str, int]()
     for part in parts:
-        gradients = {"forward": 0, "two_pass": 1 + needs.hidden + needs.head}
+        gradients = {"forward": 0, "two_pass": 1 + needs.hidden + trained}
         active = part.rows - part.inactive_rows
-        products += part.rows + active * gradients.get(part.schedule, needs.hidden + needs.head)
+        products += part.rows + active * gradients.get(part.schedule, needs.hidden + trained)
         tokens[part.schedule] = tokens.get(part.schedule, 0) + active
         if part.inactive_rows:
             tokens["forward"] = tokens.get("forward", 0) + part.inactive_rows
     used = [name for name in tokens if name != "forward"] or ["forward"]
     rows = min(call.chunk_rows, max((part.rows for part in parts), default=0))
-    sums = head.trained.numel() * stats_dtype(head.weight.dtype).itemsize if needs.head else 0
+    sums = head.trained.numel() * stats_dtype(head.weight.dtype).itemsize if trained else 0
     peak = rows * head.row_bytes
     if stats_dtype(head.weight.dtype) != head.weight.dtype:
         peak += sums  # dWeight's sum is not the gradient itself
     if "deferred" in tokens:
         peak += sums  # a sequence's own
-    if head.fixed and needs.head:
+    if head.fixed and trained:
         peak += SEGMENT * head.vocabulary * head.rows_dtype.itemsize  # a segment that is not yet whole
     served_by = used[0] if len(used) == 1 else "mixed"
     return SchedulePlan(served_by, reason, products / max(total, 1), peak, tokens)

@@ -9,11 +9,12 @@ from torch import Tensor
 
 from gspo_kernels.linear.call import Call, Chunk, LinearOperands
 from gspo_kernels.linear.head import LOGITS_SLAB
-from gspo_kernels.linear.scores import CompactedRows, Projected, Scores
+from gspo_kernels.linear.scores import Projected, Scores, compacted
 from gspo_kernels.linear.sums import GradientRows, HeadSums, largest, power_of_two, times, times_
 from gspo_kernels.ops.backends import launches_of
 from gspo_kernels.ops.library import Operator
 from gspo_kernels.ops.logprobs import scale_
+from gspo_kernels.parallel.groups import begin_sum_
 from gspo_kernels.plan import RequiresGrad
 from gspo_kernels.types import stats_dtype
 
@@ -22,20 +23,31 @@ if TYPE_CHECKING:  # not every build of PyTorch has it
 
 
 class HeadGradients(NamedTuple):
-    """Gradients of hidden, weight and bias in their dtypes; empty where not needed."""
+    """Gradients of hidden, weight and bias as an operator returns them; empty where not needed.
+
+    Those of a loss's forward, for an upstream gradient of 1, are not yet in the parameters' dtypes.
+
+    Attributes:
+        hidden: [B, T, H] in hidden's dtype.
+        scales: [B, T], factors on it, see ``Gradients``; empty where there are none.
+        weight, bias: [V, H] and [V]; in the statistics' dtype where there are scales, otherwise in hidden's.
+    """
 
     hidden: Tensor
+    scales: Tensor
     weight: Tensor
     bias: Tensor
 
     @classmethod
-    def fake(cls, operands: LinearOperands, needs: RequiresGrad) -> HeadGradients:
+    def fake(cls, operands: LinearOperands, needs: RequiresGrad, normalised: bool) -> HeadGradients:
         """Without values, for tracing."""
-        hidden, weight, bias, *_ = operands
+        hidden, weight = operands.hidden, operands.weight
+        dtype = stats_dtype(hidden.dtype) if normalised else hidden.dtype
         return cls(
-            hidden.new_empty(hidden.shape if needs.hidden else (0,)),
-            weight.new_empty(weight.shape if needs.weight else (0,)),
-            hidden.new_empty(0) if bias is None or not needs.bias else bias.new_empty(bias.shape),
+            hidden.new_empty(hidden.shape) if needs.hidden else hidden.new_empty(0, dtype=dtype),
+            hidden.new_empty(hidden.shape[:-1] if normalised else 0, dtype=dtype),
+            weight.new_empty(weight.shape if needs.weight else 0, dtype=dtype),
+            weight.new_empty(weight.shape[0] if needs.bias else 0, dtype=dtype),
         )
 
 
@@ -76,51 +88,52 @@ class Gradients:
         active = None
         if skip or self.call.launches is None or grad_entropy is not None:
             active = is_active(grad, grad_entropy)
-        kept = None if active is None or not skip else CompactedRows.of(active, self.call.head.fixed)
+        kept = compacted(active, self.call.head.fixed) if active is not None and skip else None
         if active is not None and kept is not None:
-            if not kept.rows.numel():
+            rows, gaps = kept
+            if not rows.numel():
                 return
-            projected, chunk = projected.select(kept), chunk.select(kept.rows)
-            active, grad = active[kept.rows], grad[kept.rows]
-            grad_entropy = None if grad_entropy is None else grad_entropy[kept.rows]
-        if grad_entropy is None:
-            self.add_rows(self.rows(projected, chunk, grad, active), chunk)
-            return
-        # a row then has two coefficients, so they go into the row itself
-        scale = power_of_two(torch.maximum(grad.abs(), grad_entropy.abs()).to(self.dtype))
-        values = self._write(projected, chunk, grad / scale, grad_entropy / scale)
-        self.add_rows(GradientRows(values, scale, None, active), chunk)
+            projected, chunk = projected.select(rows, gaps), chunk.select(rows)
+            active, grad = active[rows], grad[rows]
+            grad_entropy = None if grad_entropy is None else grad_entropy[rows]
+        self.add_rows(self.rows(projected, chunk, grad, grad_entropy, active), chunk)
 
     def rows(
         self,
         projected: Projected,
         chunk: Chunk,
-        coefficients: Tensor | None = None,
+        grad: Tensor | None = None,
+        grad_entropy: Tensor | None = None,
         active: Tensor | None = None,
     ) -> GradientRows:
-        """What enters the gradient products for coefficients [n] (None: ones), in the memory of the logits
-        where it fits there.
+        """What enters the gradient products for dLoss/dlogprobs (None: ones) and dLoss/dentropy, [n] each, in
+        the memory of the logits where it fits there.
         """
         ones = self.one.expand(chunk.size)
-        values = projected.values if projected.written else self._write(projected, chunk, ones, None)
-        return GradientRows(values, ones if coefficients is None else coefficients, projected.factors, active)
-
-    def _write(self, projected: Projected, chunk: Chunk, grad: Tensor, grad_entropy: Tensor | None) -> Tensor:
-        """d(grad * logprob + grad_entropy * entropy)/dlogits."""
-        assert not projected.written
+        coefficients = ones if grad is None else grad
+        if projected.written:
+            assert grad_entropy is None
+            return GradientRows(projected.values, coefficients, projected.factors, active)
+        of_logprobs, of_entropy = ones, None
+        if grad_entropy is not None:
+            # a row then has two coefficients, so they go into the row itself
+            both = torch.maximum(coefficients.abs(), grad_entropy.abs())
+            scale = power_of_two(both.to(self.dtype))
+            of_logprobs, of_entropy = coefficients / scale, (grad_entropy / scale).unsqueeze(0)
+            coefficients = scale
         values = self.call.rows_memory(projected.values)
         self.call.backend.logprobs_backward(
             projected.values.unsqueeze(0),
             chunk.labels,
-            projected.stats.each(lambda stat: stat.unsqueeze(0)),
-            grad.unsqueeze(0),
-            None if grad_entropy is None else grad_entropy.unsqueeze(0),
+            projected.stats,
+            of_logprobs.unsqueeze(0),
+            of_entropy,
             None,
             chunk.transform,
             ignore_index=self.call.options.ignore_index,
             out=values.unsqueeze(0),
         )
-        return values
+        return GradientRows(values, coefficients, None, active)
 
     def add_rows(self, rows: GradientRows, chunk: Chunk, sums: HeadSums | None = None) -> None:
         """Add the gradient products of rows; those of weight and bias to ``sums``, if other than ``self``'s.
@@ -132,8 +145,11 @@ class Gradients:
         works: list[Work] = []
         if self.hidden is not None:
             values = call.head.grad_hidden(rows.values)
-            if call.options.shard.group and call.chunking.reduce_hidden_grad:
-                values, works = call.begin_sum(values, chunk.where)
+            group = call.options.shard.group if call.chunking.reduce_hidden_grad else ""
+            if group and call.tokens is not None:
+                values, works = call.tokens.reduce(values, chunk.where)
+            elif group:
+                works = [begin_sum_(group, values)]
         ranks = call.ranks[chunk.where] if fixed else None
         (self.sums if sums is None else sums).add(rows, chunk.hidden, ranks)
         if self.hidden is None:
@@ -179,15 +195,13 @@ class Gradients:
             self.scales.view(-1)[where] *= coefficients
 
     def result(self) -> HeadGradients:
-        """The gradients in the parameters' dtypes."""
-        head, hidden = self.call.head, self.call.hidden
-        weight, bias = self.sums.result()
+        """As an operator returns them."""
+        hidden, sums = self.call.hidden, self.sums.result()
+        dtype = hidden.dtype if self.scales is None else self.dtype
+        weight, bias = (None if total is None else total.to(dtype) for total in sums)
         # one empty tensor each: an operator's outputs may not be the same tensor
-        return HeadGradients(
-            hidden.new_empty(0) if self.hidden is None else self.hidden,
-            hidden.new_empty(0) if weight is None else weight.to(head.weight.dtype),
-            hidden.new_empty(0) if bias is None or head.bias is None else bias.to(head.bias.dtype),
-        )
+        computed = (self.hidden, self.scales, weight, bias)
+        return HeadGradients(*(hidden.new_empty(0, dtype=dtype) if x is None else x for x in computed))
 
 
 def is_active(grad: Tensor, grad_entropy: Tensor | None) -> Tensor:
@@ -216,81 +230,19 @@ def recompute(
     done = 0
     for chunk in scores.call.chunks(where):
         now = slice(done, done + chunk.size)
-        known = None if new_stats else scores.at(chunk.where)
-        projected = scores.project(chunk, grad_entropy is not None, True, known)
+        if new_stats:
+            projected = scores.project(chunk, grad_entropy is not None, True, keep=False)
+        else:
+            projected = Projected(scores.logits(chunk), scores.at(chunk.where))
         entropy = None if grad_entropy is None else grad_entropy[now]
         gradients.add(projected, chunk, grad[now], entropy, skip=False)
         done = now.stop
         del projected
 
 
-class SavedGradients(NamedTuple):
-    """Gradients that a loss's forward has computed along with it, for an upstream gradient of 1, until its
-    backward; empty where not needed.
-
-    dHidden comes as two factors, see ``Gradients``; dWeight and dBias are in the statistics' dtype.
-
-    The first backward gives them away, scaled in place; later ones (``retain_graph``) compute them anew.
-    Where code is traced they are kept, and scaled out of place.
-    """
-
-    hidden: Tensor
-    scales: Tensor
-    weight: Tensor
-    bias: Tensor
-
-    @classmethod
-    def of(cls, gradients: Gradients) -> SavedGradients:
-        """As an operator returns them: no two of its outputs may be the same tensor."""
-        computed = (gradients.hidden, gradients.scales, *gradients.sums.result())
-        missing = gradients.call.hidden.new_empty
-        return cls(*(missing(0, dtype=gradients.dtype) if x is None else x for x in computed))
-
-    @classmethod
-    def fake(cls, operands: LinearOperands, needs: RequiresGrad) -> SavedGradients:
-        """Without values, for tracing."""
-        hidden, weight = operands.hidden, operands.weight
-        sums = stats_dtype(hidden.dtype)
-        return cls(
-            hidden.new_empty(hidden.shape) if needs.hidden else hidden.new_empty(0, dtype=sums),
-            hidden.new_empty(hidden.shape[:-1], dtype=sums),
-            weight.new_empty(weight.shape if needs.weight else 0, dtype=sums),
-            weight.new_empty(weight.shape[0] if needs.bias else 0, dtype=sums),
-        )
-
-    def times(self, upstream: Tensor, dtype: torch.dtype) -> HeadGradients:
-        """Those of hidden, weight and bias for an upstream gradient, in memory of their own."""
-        weight, bias = ((total * upstream).to(dtype) for total in (self.weight, self.bias))
-        hidden = self.hidden
-        if hidden.numel():
-            hidden = times(hidden, (self.scales * upstream).unsqueeze(-1)).to(dtype)
-        return HeadGradients(hidden, weight, bias)
-
-    def times_(self, upstream: Tensor, dtype: torch.dtype, backend: str) -> HeadGradients:
-        """The same in this memory, where it has the dtype."""
-        head = []
-        for total in (self.weight, self.bias):
-            out = total
-            if total.dtype != dtype:
-                out = torch.empty(total.shape, dtype=dtype, device=total.device)
-                # on the CPU what is to be rounded exists as a whole beforehand
-                rows = LOGITS_SLAB if total.is_cpu else len(total)
-                for part, rounded in zip(total.split(rows), out.split(rows), strict=True):
-                    torch.mul(part, upstream, out=rounded)
-            elif total.numel():
-                scale_(total, upstream, backend)
-            head.append(out)
-        launches = launches_of(backend)
-        if launches is not None and self.hidden.numel():
-            launches.scale_rows_(self.hidden, self.scales, upstream)
-        elif self.hidden.numel():
-            times_(self.hidden, (self.scales * upstream).unsqueeze(-1))
-        return HeadGradients(self.hidden, *head)
-
-
 def save_gradients(
     ctx: Any,
-    gradients: SavedGradients,
+    gradients: HeadGradients,
     needs: RequiresGrad,
     operator: Operator,
     arguments: tuple[Any, ...],
@@ -310,13 +262,37 @@ def save_gradients(
 
 
 def take_gradients(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-    """The gradients of hidden, weight and bias for an upstream gradient, None for those that nobody needs."""
-    if ctx.traced:
-        gradients = SavedGradients(*ctx.saved_tensors).times(upstream, ctx.dtype)
-    else:
-        saved, ctx.saved = ctx.saved, None
-        if saved is None:
-            saved = ctx.operator.repeat(ctx).gradients
-        gradients = saved.times_(upstream, ctx.dtype, ctx.backend)
+    """The gradients of hidden, weight and bias for an upstream gradient, None for those that nobody needs.
+
+    The first backward gives those of the forward away, scaled in place; later ones (``retain_graph``) compute
+    them anew. Where code is traced they are kept, and scaled out of place.
+    """
     needs: RequiresGrad = ctx.needs
-    return needs.select(gradients)
+    dtype = ctx.dtype
+    if ctx.traced:
+        hidden, scales, *sums = ctx.saved_tensors
+        if hidden.numel():
+            hidden = times(hidden, (scales * upstream).unsqueeze(-1)).to(dtype)
+        return needs.select(hidden, *((total * upstream).to(dtype) for total in sums))
+    saved, ctx.saved = ctx.saved, None
+    if saved is None:
+        saved = ctx.operator.repeat(ctx).gradients
+    hidden, scales, *sums = saved
+    gradients = []
+    for total in sums:
+        out = total
+        if total.dtype != dtype:
+            out = torch.empty(total.shape, dtype=dtype, device=total.device)
+            # on the CPU what is to be rounded exists as a whole beforehand
+            rows = LOGITS_SLAB if total.is_cpu else len(total)
+            for part, rounded in zip(total.split(rows), out.split(rows), strict=True):
+                torch.mul(part, upstream, out=rounded)
+        elif total.numel():
+            scale_(total, upstream, ctx.backend)
+        gradients.append(out)
+    launches = launches_of(ctx.backend)
+    if launches is not None and hidden.numel():
+        launches.scale_rows_(hidden, scales, upstream)
+    elif hidden.numel():
+        times_(hidden, (scales * upstream).unsqueeze(-1))
+    return needs.select(hidden, *gradients)

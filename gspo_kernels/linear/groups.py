@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from gspo_kernels.objectives.base import from_spec
 from gspo_kernels.objectives.linear import Linear
 from gspo_kernels.plan import ratio_of
 from gspo_kernels.step import evaluate_objective
-from gspo_kernels.terms import ArgSpec, Terms, inactive_sequences
+from gspo_kernels.terms import SPECS, ArgSpec, Terms, inactive_sequences
 
 
 def without_logprobs(tokens: Tensor, terms: Terms) -> tuple[Tensor, Terms]:
@@ -38,7 +38,7 @@ def known_coefficients(tokens: Tensor, terms: Terms, backend: str) -> Tensor:
 def token_terms(tokens: Tensor, terms: Terms, backend: str) -> Terms:
     """The same terms with every tensor expanded to tokens, and aggregation as a share per token."""
     layout = terms.layout(tokens)
-    shares = Aggregation.of(tokens, terms).token_shares()
+    shares = Aggregation(tokens, terms).token_shares()
 
     def expanded(form: ArgSpec, value: Tensor) -> Tensor:
         if form.shape == "broadcast":
@@ -57,24 +57,6 @@ def token_terms(tokens: Tensor, terms: Terms, backend: str) -> Terms:
     return alone._replace(
         advantages=None, rollout_weights=None, token_weights=weights, objective=Linear().spec
     )
-
-
-class PreparedPart(NamedTuple):
-    """A part of the batch as the device has it.
-
-    Attributes:
-        schedule: that it is worked through by.
-        rows: how many rows it has.
-        where: their positions among the flattened rows of the call.
-        labels: [rows].
-        terms: of these rows as a packed batch of its own, with the call's outer divisor.
-    """
-
-    schedule: str
-    rows: int
-    where: slice | Tensor
-    labels: Tensor
-    terms: Terms
 
 
 class CoefficientGroups:
@@ -136,13 +118,19 @@ class CoefficientGroups:
             self._where = torch.cat([index[starts[i] : starts[i + 1]] for i in self._sequences])
         self._in_place = equal and self._sequences == list(range(len(counts)))
 
-    def prepare(self, parts: Sequence[Part], total: Tensor) -> list[PreparedPart]:
+    def prepare(
+        self, parts: Sequence[Part], total: Tensor
+    ) -> Iterator[tuple[Part, slice | Tensor, Tensor, Terms]]:
         """Bring to the device what these parts need there, all of it at once.
 
         ``total`` is what the outer divisor counts in the call.
+
+        Yields:
+            Each part, the positions of its rows among the flattened rows of the call, their labels [n], and
+            their terms as a packed batch of its own, with the call's outer divisor.
         """
         if not parts:
-            return []
+            return
         labels, where, ends = self._call.labels, self._where, self._row_ends
         ranges = [(self._sequence_ends[part.start], self._sequence_ends[part.stop]) for part in parts]
         sizes = [last - first + 1 for first, last in ranges]
@@ -162,25 +150,22 @@ class CoefficientGroups:
                 [len(self._sequences), *sizes]
             )
 
-        def in_order(form: ArgSpec, value: Tensor) -> Tensor:
-            """One per sequence, or flat [1, n] where it is one per token."""
-            if value.ndim == 0 or form.shape in ("number", "offsets"):
-                return value
+        # in the order of the groups: one per sequence, or flat [1, n] where it is one per token
+        ordered: dict[str, Tensor] = {}
+        whole = self._terms._replace(skipped=None, cu_seqlens=None, normalizer=total)
+        for name, form in SPECS.items():
+            value = getattr(whole, name)
+            if value is None or value.ndim == 0:
+                continue
             if form.shape == "broadcast":
                 value = value.to(labels.device).expand(labels.shape)
-            return value[order] if value.ndim == 1 else value.flatten()[where].unsqueeze(0)
-
-        ordered, flat_labels = self._terms._replace(skipped=None).each(in_order), labels.flatten()[where]
-        prepared = []
+            ordered[name] = value[order] if value.ndim == 1 else value.flatten()[where].unsqueeze(0)
+        flat_labels = labels.flatten()[where]
         for part, (first, last), cu_seqlens in zip(parts, ranges, offsets, strict=True):
             rows = slice(ends[first], ends[last])
-
-            def select(form: ArgSpec, value: Tensor) -> Tensor:
-                if value.ndim == 1 and form.shape != "offsets":
-                    return value[first:last]  # noqa: B023
-                return value[:, rows] if value.ndim == 2 else value  # noqa: B023
-
-            terms = ordered.each(select)._replace(cu_seqlens=cu_seqlens, normalizer=total)
-            here = rows if isinstance(where, slice) else where[rows]
-            prepared.append(PreparedPart(part.schedule, part.rows, here, flat_labels[rows], terms))
-        return prepared
+            here: dict[str, Any] = {
+                name: value[first:last] if value.ndim == 1 else value[:, rows]
+                for name, value in ordered.items()
+            }
+            terms = whole._replace(**here, cu_seqlens=cu_seqlens)
+            yield part, rows if isinstance(where, slice) else where[rows], flat_labels[rows], terms

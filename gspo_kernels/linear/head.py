@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gspo_kernels.ops.backends import OnlineSoftmax
-from gspo_kernels.ops.products import SEGMENT, fixed_product, in_blocks, multiply, values_in_step
+from gspo_kernels.ops.products import fixed_product, in_blocks, multiply
 from gspo_kernels.torch_internals import onednn_multiplies
 from gspo_kernels.types import stats_dtype
 
@@ -61,11 +61,6 @@ class Head:
     def shows_other_rows(self) -> bool:
         """Whether gradients show that logits were projected along with other rows than before."""
         return self.exact and not self.fixed
-
-    @property
-    def rows_in_step(self) -> int:
-        """How many rows a fixed product for dWeight may sum up in one step of an order of its own."""
-        return SEGMENT if self.weight.is_cuda else values_in_step(self.rows_dtype)
 
     def logits(self, hidden: Tensor, out: Tensor) -> Tensor:
         """[n, H] -> [n, V], written into ``out``; with an adapter [n, H + r]."""

@@ -67,7 +67,7 @@ def _(
     needs: RequiresGrad,
     skip: bool,
 ) -> HeadGradients:
-    return HeadGradients.fake(operands, needs)
+    return HeadGradients.fake(operands, needs, normalised=False)
 
 
 class LinearTokenLogprobsFunction(torch.autograd.Function):
@@ -105,4 +105,4 @@ class LinearTokenLogprobsFunction(torch.autograd.Function):
             needs,
             ctx.skip,
         )
-        return (*needs.select(gradients), *nothing)
+        return (*needs.select(gradients.hidden, gradients.weight, gradients.bias), *nothing)

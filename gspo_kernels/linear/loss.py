@@ -18,16 +18,16 @@ from gspo_kernels.evaluate import PolicyStep, evaluate, metric_names
 from gspo_kernels.linear.call import Call, Chunk, LinearOperands, as_index
 from gspo_kernels.linear.gradients import (
     Gradients,
-    SavedGradients,
+    HeadGradients,
     is_active,
     recompute,
     save_gradients,
     take_gradients,
 )
-from gspo_kernels.linear.groups import CoefficientGroups, PreparedPart, known_coefficients, token_terms
+from gspo_kernels.linear.groups import CoefficientGroups, known_coefficients, token_terms
 from gspo_kernels.linear.head import Head
 from gspo_kernels.linear.schedule import plan_parts
-from gspo_kernels.linear.scores import Projected, Scores
+from gspo_kernels.linear.scores import Scores
 from gspo_kernels.linear.sums import HeadSums, times
 from gspo_kernels.ops.library import can_bypass_dispatcher, operator
 from gspo_kernels.ops.logprobs import RowGradients, ScoredRows, logprobs_backward, save_rows, saved_rows
@@ -46,7 +46,7 @@ class LinearLoss(NamedTuple):
     metrics: Tensor
     logprobs: Tensor
     entropy: Tensor
-    gradients: SavedGradients
+    gradients: HeadGradients
 
 
 @operator
@@ -59,8 +59,7 @@ def linear_policy(operands: LinearOperands, terms: Terms, plan: Plan) -> LinearL
     else:
         run.by_parts()
     step, scored = run.whole_step(), ScoredRows.of(run.scores.stats)
-    gradients = SavedGradients.of(run.gradients)
-    return LinearLoss(step.loss, step.metrics, scored.logprobs, scored.entropy, gradients)
+    return LinearLoss(step.loss, step.metrics, scored.logprobs, scored.entropy, run.gradients.result())
 
 
 @linear_policy.register_fake
@@ -72,7 +71,7 @@ def _(operands: LinearOperands, terms: Terms, plan: Plan) -> LinearLoss:
         scored.logprobs.new_empty(len(metric_names(terms, entropy)), dtype=sums),
         scored.logprobs,
         scored.entropy,
-        SavedGradients.fake(operands, plan.requires_grad),
+        HeadGradients.fake(operands, plan.requires_grad, normalised=True),
     )
 
 
@@ -102,6 +101,8 @@ class Run:
         self.call, self.terms, self.plan = call, terms, plan
         self.scores = Scores(call, plan.entropy)
         self.gradients = Gradients(call, plan.requires_grad, normalised=True)
+        # log-probs that come along with the rows may differ in their last bits, which a ratio would show
+        self.no_ratio = terms.old_logprobs is None and terms.ref_logprobs is None
         # where other ranks have tokens of the same sequences, or sums over sequences must have one order
         self.at_once = bool(terms.cp_group) or (call.head.fixed and plan.depends_on in ("group", "batch"))
         self._step: PolicyStep | None = None
@@ -121,7 +122,9 @@ class Run:
                 self.scores.forward(index[call.index(grads[index] == 0, len(index) - len(keep))])
                 where = index[keep]
             for chunk in call.chunks(where):
-                self.gradients.add(self.project(chunk, False), chunk, grads[chunk.where], None, False)
+                projected = self.scores.project(chunk, self.plan.entropy, self.no_ratio)
+                self.gradients.add(projected, chunk, grads[chunk.where], None, False)
+                del projected
             return
         per_token = token_terms(call.labels, terms, self.plan.backend)
         form = self.plan.ratio
@@ -142,19 +145,20 @@ class Run:
                 kl_beta=None if beta is None else shares * beta,
             )
         for chunk in call.chunks(where):
-            projected = self.project(chunk, skip)
+            projected = self.scores.project(chunk, self.plan.entropy, self.no_ratio and not skip)
             rows, (logprobs, _, entropy) = chunk.where, projected.stats
+            # the chunk is a row of tokens, or, for PyTorch, each token a sequence of its own
+            across = 0 if in_one_launch else 1
+            chunk_terms = per_token.each(lambda _, value: value.flatten()[rows].unsqueeze(across))  # noqa: B023
             if in_one_launch:
-                chunk_terms = per_token.each(lambda _, value: value.flatten()[rows].unsqueeze(0))  # noqa: B023
                 step = evaluate_objective(
-                    logprobs.unsqueeze(0), None, chunk_terms, self.plan.backend, form, want_metrics=False
+                    logprobs, None, chunk_terms, self.plan.backend, form, want_metrics=False
                 )
             else:
-                # every token is a sequence of its own
-                chunk_terms = per_token.each(lambda _, value: value.flatten()[rows].unsqueeze(1))  # noqa: B023
-                entropy = None if entropy is None else entropy.unsqueeze(1)
-                step = evaluate(logprobs.unsqueeze(1), entropy, chunk_terms, want_metrics=False)
-            self.gradients.add(projected, chunk, *_flat(step), skip)
+                entropy = None if entropy is None else entropy.t()
+                step = evaluate(logprobs.t(), entropy, chunk_terms, want_metrics=False)
+            grad_entropy = step.grad_entropy.flatten() if step.grad_entropy.numel() else None
+            self.gradients.add(projected, chunk, step.grad_logprobs.flatten(), grad_entropy, skip)
             del projected
 
     def by_parts(self) -> None:
@@ -166,65 +170,66 @@ class Run:
         if self.at_once:
             # the one evaluation, of all tokens on all ranks, follows the last projection
             parts.sort(key=lambda part: part.schedule != "forward")
-        total = Aggregation.of(call.labels, self.terms).total
-        schedules = {
-            "aligned": self.aligned,
-            "deferred": self.deferred,
-            "frozen": self.frozen,
-            "two_pass": self.two_pass,
-        }
-        for part in groups.prepare(parts, total):
+        total = Aggregation(call.labels, self.terms).total
+        for part, where, labels, terms in groups.prepare(parts, total):
             if part.schedule == "forward":
-                self.scores.forward(part.where)
+                self.scores.forward(where)
+            elif part.schedule == "aligned":
+                self.aligned(call.chunk(where, labels), terms)
+            elif part.schedule == "deferred":
+                self.deferred(where, terms)
+            elif part.schedule == "frozen":
+                self.frozen(where, terms)
             else:
-                schedules[part.schedule](part)
+                self.two_pass(where, terms)
 
-    def aligned(self, part: PreparedPart) -> None:
+    def aligned(self, chunk: Chunk, terms: Terms) -> None:
         """A chunk holds whole groups: log-probs, coefficients and gradient of the same logits."""
-        chunk = self.call.chunk(part.where, part.labels)
-        projected = self.project(chunk, self.plan.leaves_out)
-        self.gradients.add(projected, chunk, *self.coefficients(part, projected.stats), self.plan.leaves_out)
+        skip = self.plan.leaves_out
+        projected = self.scores.project(chunk, self.plan.entropy, self.no_ratio and not skip)
+        grad, grad_entropy = self.coefficients(chunk.where, terms, projected.stats)
+        self.gradients.add(projected, chunk, grad, grad_entropy, skip)
 
-    def deferred(self, part: PreparedPart) -> None:
+    def deferred(self, where: slice | Tensor, terms: Terms) -> None:
         """A sequence longer than a chunk, with one coefficient: its sums take it when the sequence ends."""
-        call, gradients, factors = self.call, self.gradients, part.terms.token_weights
+        call, gradients, factors = self.call, self.gradients, terms.token_weights
         if self._sequence_sums is None:
             self._sequence_sums = HeadSums(call.head, self.plan.requires_grad, self.plan.backend)
         sums = self._sequence_sums
         sums.clear()
-        counted = call.counted.flatten()[part.where]
-        weights = gradients.one.expand(part.rows)
+        counted = call.counted.flatten()[where]
+        weights = gradients.one.expand(counted.shape)
         if factors is not None:
             weights = torch.where(counted, factors[0].to(gradients.dtype), 0.0)
         done = 0
-        for chunk in call.chunks(part.where):
-            projected = self.project(chunk, skip=False)
+        for chunk in call.chunks(where):
+            projected = self.scores.project(chunk, self.plan.entropy, self.no_ratio)
             unit = weights[done : done + chunk.size]
             done += chunk.size
             active = None if call.chunking.compact else call.counted.flatten()[chunk.where]
-            gradients.add_rows(gradients.rows(projected, chunk, unit, active), chunk, sums)
+            gradients.add_rows(gradients.rows(projected, chunk, unit, None, active), chunk, sums)
             del projected
-        grad, _ = self.coefficients(part)
+        grad, _ = self.coefficients(where, terms)
         # one number for the sequence, taken where rounding matters least
         most = torch.where(counted, weights.abs(), -1.0).argmax()
         weight, whole = weights.take(most), grad.take(most)  # an index in brackets would be read by the host
         coefficient = torch.where(weight == 0, 0.0, whole / weight)
-        gradients.scale(part.where, coefficient.expand(part.rows))
+        gradients.scale(where, coefficient.expand(counted.shape))
         gradients.sums.add_sums(sums, coefficient)
 
-    def frozen(self, part: PreparedPart) -> None:
+    def frozen(self, where: slice | Tensor, terms: Terms) -> None:
         """The head has no gradient: rows of dHidden wait for their coefficients."""
-        for chunk in self.call.chunks(part.where):
-            projected = self.project(chunk, skip=False)
+        for chunk in self.call.chunks(where):
+            projected = self.scores.project(chunk, self.plan.entropy, self.no_ratio)
             self.gradients.add_rows(self.gradients.rows(projected, chunk), chunk)
             del projected
-        self.gradients.scale(part.where, self.coefficients(part)[0])
+        self.gradients.scale(where, self.coefficients(where, terms)[0])
 
-    def two_pass(self, part: PreparedPart) -> None:
+    def two_pass(self, where: slice | Tensor, terms: Terms) -> None:
         """The logits of rows with a gradient are computed once more."""
-        head, where = self.call.head, part.where
+        head = self.call.head
         self.scores.forward(where)
-        grad, grad_entropy = self.coefficients(part)
+        grad, grad_entropy = self.coefficients(where, terms)
         keep = self.call.index(is_active(grad, grad_entropy)) if self.plan.leaves_out else None
         chosen = keep if isinstance(keep, Tensor) else None
         if chosen is not None:
@@ -237,24 +242,19 @@ class Run:
         new_stats = isinstance(keep, Tensor) and head.shows_other_rows
         recompute(self.scores, self.gradients, where, new_stats, grad, grad_entropy)
 
-    def project(self, chunk: Chunk, skip: bool) -> Projected:
-        """Project a chunk and keep its statistics; ``skip`` says that they may leave rows out."""
-        # log-probs that come along with the rows may differ in their last bits, which a ratio would show
-        alone = self.terms.old_logprobs is None and self.terms.ref_logprobs is None
-        projected = self.scores.project(chunk, self.plan.entropy, not skip and alone)
-        self.scores.keep(projected.stats, chunk)
-        return projected
-
-    def coefficients(self, part: PreparedPart, stats: RowStats | None = None) -> tuple[Tensor, Tensor | None]:
+    def coefficients(
+        self, where: slice | Tensor, terms: Terms, stats: RowStats | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """dLoss/dlogprobs and dLoss/dentropy of a part's rows, [n] each; ``stats`` may have been taken."""
         if self.at_once:
-            grad, grad_entropy = _flat(self.whole_step())
-            return grad[part.where], None if grad_entropy is None else grad_entropy[part.where]
-        logprobs, _, entropy = self.scores.at(part.where) if stats is None else stats
-        entropy = None if entropy is None else entropy.unsqueeze(0)
-        backend, ratio = self.plan.backend, self.plan.ratio
-        logprobs = logprobs.unsqueeze(0)
-        return _flat(evaluate_objective(logprobs, entropy, part.terms, backend, ratio, want_metrics=False))
+            step = self.whole_step()
+        else:
+            logprobs, _, entropy = self.scores.at(where) if stats is None else stats
+            backend, ratio = self.plan.backend, self.plan.ratio
+            step = evaluate_objective(logprobs, entropy, terms, backend, ratio, want_metrics=False)
+            where = slice(None)
+        grad_entropy = step.grad_entropy.flatten()[where] if step.grad_entropy.numel() else None
+        return step.grad_logprobs.flatten()[where], grad_entropy
 
     def whole_step(self) -> PolicyStep:
         """Loss and metrics of the whole call, once all its log-probs are there."""
@@ -262,10 +262,6 @@ class Run:
             logprobs, _, entropy = self.scores.stats
             self._step = evaluate_objective(logprobs, entropy, self.terms, self.plan.backend, self.plan.ratio)
         return self._step
-
-
-def _flat(step: PolicyStep) -> tuple[Tensor, Tensor | None]:
-    return step.grad_logprobs.flatten(), step.grad_entropy.flatten() if step.grad_entropy.numel() else None
 
 
 SMALL_BYTES = 2**20

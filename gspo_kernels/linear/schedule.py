@@ -54,7 +54,7 @@ def unsupported(objective: Objective, terms: Terms, plan: Plan, invariant: bool)
     if terms.entropy_coef is not None:
         for schedule in ("deferred", "frozen"):
             reasons[schedule] = "entropy_coef adds a gradient that is no multiple of the log-prob's"
-    if plan.requires_grad.head:
+    if plan.requires_grad.weight or plan.requires_grad.bias:
         reasons.setdefault("frozen", "the lm_head's weight or bias needs a gradient")
     if terms.cp_group:
         for schedule in ("aligned", "deferred"):

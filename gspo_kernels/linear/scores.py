@@ -10,46 +10,30 @@ from torch import Tensor
 from gspo_kernels.linear.call import Call, Chunk
 from gspo_kernels.ops.backends import FoldingBackend, OnePassBackend
 from gspo_kernels.ops.memory import used_memory
-from gspo_kernels.types import RowStats
+from gspo_kernels.types import RowStats, stats_dtype
 
 
-class CompactedRows(NamedTuple):
-    """Some rows of a chunk, in an order that moves few: those in front stay, those behind fill gaps. Or in
-    their first order.
+def compacted(keep: Tensor, in_order: bool = False) -> tuple[Tensor, Tensor] | None:
+    """The rows where ``keep`` [n] holds, None where it holds for all; looks once at the device.
 
+    They are in an order that moves few: those in front stay, those behind fill gaps. Or in their first order.
     Either way a row that moves lies behind all places that are already filled, also where rows move a few at
     a time.
 
-    Attributes:
-        rows: [k], the index of each.
-        gaps: positions among them to which another row moves.
+    Returns:
+        The index of each row, [k], and the positions among them to which another row moves.
     """
-
-    rows: Tensor
-    gaps: Tensor
-
-    @classmethod
-    def of(cls, keep: Tensor, in_order: bool = False) -> CompactedRows | None:
-        """The rows where ``keep`` [n] holds, None where it holds for all; looks once at the device."""
-        before = keep.cumsum(0)
-        # how many are kept, and how many of these have their place already
-        count, stay = torch.cat([before[-1:], before.take(before[-1:] - 1)]).tolist()
-        if count == keep.numel():
-            return None
-        kept = keep.nonzero_static(size=count).squeeze(1)
-        rows = torch.arange(count, device=keep.device)
-        if in_order:
-            return cls(kept, (kept != rows).nonzero().squeeze(1))
-        gaps = (~keep[:count]).nonzero_static(size=count - stay).squeeze(1)
-        return cls(rows.index_copy(0, gaps, kept[stay:]), gaps)
-
-    def compact(self, values: Tensor) -> Tensor:
-        """The rows of [n, V], in the same memory, moved a few at a time."""
-        step = max(1, values.shape[0] // 32, 2**20 // (values.shape[1] * values.element_size()))
-        for start in range(0, self.gaps.numel(), step):
-            gaps = self.gaps[start : start + step]
-            values[gaps] = values[self.rows[gaps]]
-        return values[: self.rows.numel()]
+    before = keep.cumsum(0)
+    # how many are kept, and how many of these have their place already
+    count, stay = torch.cat([before[-1:], before.take(before[-1:] - 1)]).tolist()
+    if count == keep.numel():
+        return None
+    kept = keep.nonzero_static(size=count).squeeze(1)
+    rows = torch.arange(count, device=keep.device)
+    if in_order:
+        return kept, (kept != rows).nonzero().squeeze(1)
+    gaps = (~keep[:count]).nonzero_static(size=count - stay).squeeze(1)
+    return rows.index_copy(0, gaps, kept[stay:]), gaps
 
 
 class Projected(NamedTuple):
@@ -57,7 +41,7 @@ class Projected(NamedTuple):
 
     Attributes:
         values: [n, V], the logits, or what enters the gradient products in their stead.
-        stats: [n] each.
+        stats: [1, n] each.
         written: whether ``values`` are rows d logprob/dlogits already, but for a factor of each.
         factors: [n] in the statistics' dtype; None: 1.
     """
@@ -67,11 +51,16 @@ class Projected(NamedTuple):
     written: bool = False
     factors: Tensor | None = None
 
-    def select(self, kept: CompactedRows) -> Projected:
-        """Some of the rows, in the same memory."""
-        factors = None if self.factors is None else self.factors[kept.rows]
-        stats = self.stats.each(lambda stat: stat[kept.rows])
-        return Projected(kept.compact(self.values), stats, self.written, factors)
+    def select(self, rows: Tensor, gaps: Tensor) -> Projected:
+        """Some of the rows, see ``compacted``, in the same memory: they move a few at a time."""
+        values = self.values
+        step = max(1, values.shape[0] // 32, 2**20 // (values.shape[1] * values.element_size()))
+        for start in range(0, gaps.numel(), step):
+            some = gaps[start : start + step]
+            values[some] = values[rows[some]]
+        factors = None if self.factors is None else self.factors[rows]
+        stats = self.stats.each(lambda stat: stat[:, rows])
+        return Projected(values[: rows.numel()], stats, self.written, factors)
 
 
 class Scores:
@@ -87,8 +76,12 @@ class Scores:
         """``known`` are the statistics of an earlier pass."""
         self.call = call
         if known is None:
+            shape, dtype = call.labels.shape, stats_dtype(call.hidden.dtype)
+            new = call.hidden.new_zeros
             known = RowStats(
-                call.new_rows(), call.new_rows(torch.float64), call.new_rows() if entropy else None
+                new(shape, dtype=dtype),
+                new(shape, dtype=torch.float64),
+                new(shape, dtype=dtype) if entropy else None,
             )
         self.stats = known
         self.most_rows = min(call.chunk_rows, call.labels.numel())
@@ -107,7 +100,7 @@ class Scores:
         head, entropy = self.call.head, self.stats.entropy is not None
         for chunk in self.call.chunks(where, forward_only=True):
             if not self.call.folds:
-                self.keep(self._statistics(self.logits(chunk), chunk, entropy), chunk)
+                self._keep(self._statistics(self.logits(chunk), chunk, entropy), chunk)
                 continue
             # the logits are never written, the bits are the same
             sums = cast(FoldingBackend, self.call.backend).folds(
@@ -119,11 +112,9 @@ class Scores:
                 entropy=entropy,
             )
             head.fold_logits(chunk.hidden, sums)
-            self.keep(sums.statistics().each(lambda stat: stat.squeeze(0)), chunk)
+            self._keep(sums.statistics(), chunk)
 
-    def project(
-        self, chunk: Chunk, entropy: bool, all_rows_active: bool, known: RowStats | None = None
-    ) -> Projected:
+    def project(self, chunk: Chunk, entropy: bool, all_rows_active: bool, keep: bool = True) -> Projected:
         """Project a chunk whose gradient is wanted, too.
 
         Where one pass makes statistics and the rows of the gradient products, it writes the rows into the
@@ -135,42 +126,42 @@ class Scores:
             entropy: whether the entropy is wanted.
             all_rows_active: no row is left out because of its statistics, and nobody compares the log-probs
                 with others.
-            known: the statistics [n] of an earlier pass.
+            keep: whether ``stats`` get the chunk's; those of an earlier pass stay without.
         """
         call, logits = self.call, self.logits(chunk)
-        if known is not None:
-            return Projected(logits, known)
         head, backend = call.head, cast(OnePassBackend, call.backend)
         one_pass = not entropy and not head.fixed and hasattr(backend, "logprobs_and_rows")
-        if not one_pass or not backend.one_pass_pays(
+        if one_pass and backend.one_pass_pays(
             head.vocabulary, head.dtype, call.options.transform, head.weight.device, all_rows_active
         ):
-            return Projected(logits, self._statistics(logits, chunk, entropy))
-        rows = call.rows_memory(logits)
-        stats, factors = backend.logprobs_and_rows(
-            logits.unsqueeze(0),
-            chunk.labels,
-            chunk.transform,
-            ignore_index=call.options.ignore_index,
-            out=rows.unsqueeze(0),
-        )
-        factors = None if factors is None else factors.squeeze(0)
-        return Projected(rows, stats.each(lambda stat: stat.squeeze(0)), True, factors)
+            rows = call.rows_memory(logits)
+            stats, factors = backend.logprobs_and_rows(
+                logits.unsqueeze(0),
+                chunk.labels,
+                chunk.transform,
+                ignore_index=call.options.ignore_index,
+                out=rows.unsqueeze(0),
+            )
+            projected = Projected(rows, stats, True, None if factors is None else factors.squeeze(0))
+        else:
+            projected = Projected(logits, self._statistics(logits, chunk, entropy))
+        if keep:
+            self._keep(projected.stats, chunk)
+        return projected
 
     def _statistics(self, logits: Tensor, chunk: Chunk, entropy: bool) -> RowStats:
-        """Of a chunk's logits, [n] each."""
+        """Of a chunk's logits, [1, n] each."""
         ignore_index = self.call.options.ignore_index
-        stats = self.call.backend.logprobs_forward(
+        return self.call.backend.logprobs_forward(
             logits.unsqueeze(0), chunk.labels, chunk.transform, ignore_index=ignore_index, entropy=entropy
         )
-        return stats.each(lambda stat: stat.squeeze(0))
 
-    def keep(self, stats: RowStats, chunk: Chunk) -> None:
+    def _keep(self, stats: RowStats, chunk: Chunk) -> None:
         """Put a chunk's statistics where they belong."""
         for all_rows, part in zip(self.stats, stats, strict=True):
             if all_rows is not None and part is not None:
                 all_rows.view(-1)[chunk.where] = part
 
     def at(self, where: slice | Tensor) -> RowStats:
-        """The statistics of some rows, [n] each."""
-        return self.stats.each(lambda stat: stat.view(-1)[where])
+        """The statistics of some rows, [1, n] each."""
+        return self.stats.each(lambda stat: stat.view(1, -1)[:, where])

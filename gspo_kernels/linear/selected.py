@@ -13,13 +13,7 @@ from gspo_kernels.linear.scores import Scores
 from gspo_kernels.linear.sums import GradientRows, power_of_two
 from gspo_kernels.ops.library import operator
 from gspo_kernels.ops.logprobs import save_rows, saved_rows
-from gspo_kernels.ops.selected import (
-    SelectedGradients,
-    SelectedRows,
-    fake_rows,
-    score,
-    write_gradient,
-)
+from gspo_kernels.ops.selected import SelectedGradients, SelectedRows, fake_rows, score, write_gradient
 from gspo_kernels.plan import RequiresGrad
 
 
@@ -102,7 +96,7 @@ def _(
     needs: RequiresGrad,
     within: bool,
 ) -> HeadGradients:
-    return HeadGradients.fake(operands, needs)
+    return HeadGradients.fake(operands, needs, normalised=False)
 
 
 class LinearSelectedLogprobsFunction(torch.autograd.Function):
@@ -138,4 +132,4 @@ class LinearSelectedLogprobsFunction(torch.autograd.Function):
             needs,
             ctx.within,
         )
-        return (*needs.select(gradients), *nothing)
+        return (*needs.select(gradients.hidden, gradients.weight, gradients.bias), *nothing)

@@ -11,7 +11,7 @@ from torch import Tensor
 from gspo_kernels.linear.head import Head
 from gspo_kernels.ops.backends import launches_of, load
 from gspo_kernels.ops.memory import used_memory
-from gspo_kernels.ops.products import SEGMENT, fixed_product, multiply, transposed_product
+from gspo_kernels.ops.products import SEGMENT, fixed_product, multiply, transposed_product, values_in_step
 from gspo_kernels.plan import RequiresGrad
 from gspo_kernels.types import stats_dtype
 
@@ -45,15 +45,17 @@ class HeadSums:
         weight = head.trained
         dtype, device = stats_dtype(weight.dtype), weight.device
         self._head, self._backend, self._launches = head, load(backend), launches_of(backend)
-        self._dtype, self._power = dtype, None
+        self._dtype = dtype
+        self._power: Tensor | None = None
         # a sum that is rounded to be the gradient is given up by the end of the backward
         memory = torch.empty if dtype == weight.dtype else used_memory
         self._weight = memory(weight.shape, dtype=dtype, device=device) if needs.weight else None
         self._bias = torch.zeros(head.vocabulary, dtype=dtype, device=device) if needs.bias else None
         self._empty = True
-        self._segments = Segments(head.rows_in_step) if head.fixed else None
-
-    _power: Tensor | None
+        self._segments: Segments | None = None
+        if head.fixed:
+            # how many rows a product may sum up in one step of an order of its own
+            self._segments = Segments(SEGMENT if weight.is_cuda else values_in_step(head.rows_dtype))
 
     def clear(self) -> None:
         """Begin anew."""
@@ -74,7 +76,8 @@ class HeadSums:
         factors = None
         if self._launches is None or self._bias is not None or self._segments is not None:
             # what multiplies the rows, [n] in the sums' dtype
-            factors = bounded_for_sums(rows.coefficients.to(self._dtype))
+            most = MOST_IN_SUMS[self._dtype]
+            factors = rows.coefficients.to(self._dtype).clamp(-most, most)
             factors = factors if rows.factors is None else times(rows.factors, factors)
         if self._segments is not None:
             assert ranks is not None and factors is not None
@@ -159,7 +162,8 @@ class HeadSums:
         for total, other in zip((self._weight, self._bias), sums.result(), strict=True):
             if total is None or other is None:
                 continue
-            factor = bounded_for_sums(coefficient.to(total.dtype))
+            most = MOST_IN_SUMS[total.dtype]
+            factor = coefficient.to(total.dtype).clamp(-most, most)
             if self._empty and total is self._weight:
                 torch.mul(other, factor, out=total)
             else:
@@ -298,9 +302,3 @@ def times_(values: Tensor, factor: Tensor) -> Tensor:
 
 MOST_IN_SUMS = {dtype: torch.finfo(dtype).max * 2.0**-24 for dtype in _EXPONENT}
 """A bound of coefficients with which no product overflows: infinities of both signs would add to NaN."""
-
-
-def bounded_for_sums(coefficients: Tensor) -> Tensor:
-    """Coefficients within ``MOST_IN_SUMS``."""
-    most = MOST_IN_SUMS[coefficients.dtype]
-    return coefficients.clamp(-most, most)

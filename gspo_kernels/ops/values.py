@@ -55,22 +55,17 @@ def _merged(loss_mask: Tensor, labels: Tensor | None, ignore_index: int) -> tupl
     result, backend = None, load(resolve("auto", loss_mask.device))
     if hasattr(backend, "merge_mask"):
         result = cast(MaskBackend, backend).merge_mask(loss_mask, labels, ignore_index)
-    counted, merged, binary = result or _merged_in_torch(loss_mask, labels, ignore_index)
+    if result is not None:
+        counted, merged, binary = result
+    else:
+        counted, merged = loss_mask != 0, None
+        binary = not checked_values(loss_mask.device) or torch.equal(counted.to(loss_mask.dtype), loss_mask)
+        if labels is not None:
+            merged = torch.where(counted, labels, ignore_index).contiguous()
+            counted = merged != ignore_index
     if not binary:
         raise ValueError(MASK_VALUES)
     return counted, merged
-
-
-def _merged_in_torch(
-    loss_mask: Tensor, labels: Tensor | None, ignore_index: int
-) -> tuple[Tensor, Tensor | None, bool]:
-    """The same, and whether the mask holds only 0 and 1, where that is to be looked at."""
-    counted = loss_mask != 0
-    binary = not checked_values(loss_mask.device) or torch.equal(counted.to(loss_mask.dtype), loss_mask)
-    if labels is None:
-        return counted, None, binary
-    merged = torch.where(counted, labels, ignore_index).contiguous()
-    return merged != ignore_index, merged, binary
 
 
 def check_lengths(lengths: Tensor | None, counts: Tensor) -> None:
