@@ -183,6 +183,7 @@ def test_nan_loners_and_equal_rewards_have_no_advantage(name):
     for value in (NAN, 0.0, 0.1, 1.0, -3.3, 1e30):
         same = torch.full((14,), value, dtype=torch.float64)  # whose sums round
         assert (estimate(same, group_size=7) == 0).all()
+        assert (gk.advantages.reinforce_plus_plus(same) == 0).all()
         if name not in ("gdpo", "reinforce_plus_plus"):
             mixed = estimate(torch.cat([same[:7], torch.arange(7.0)]), group_size=7)
             assert (mixed[:7] == 0).all() and mixed.isfinite().all()
