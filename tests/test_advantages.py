@@ -1,17 +1,13 @@
-"""Advantages against plain loops, and against verl's own code where it is."""
+"""Advantages against plain loops over groups."""
 
-import collections
 import math
-from types import SimpleNamespace
 
-import numpy
 import pytest
 import torch
 
 import gspo_kernels as gk
 from gspo_kernels.advantages import class_normalized, gdpo, group_normalized, turn_normalized
 from tests.cases import generator, offsets
-from tests.integrations import peers
 
 NAN = math.nan
 SCALES = ("group", "batch", "none")
@@ -28,15 +24,11 @@ def mean_and_variance(values, weights=None):
     return mean, squares / max(total - 1, 1)
 
 
-def members_of(ids, rewards):
-    """Indices of each group's rewards that are there."""
-    return [[i for i, g in enumerate(ids) if g == group and not math.isnan(rewards[i])] for group in set(ids)]
-
-
 def by_groups(rewards, ids, advantage):
     """``advantage`` takes the indices of a group's rewards, of two at least, and one of them."""
     out = [NAN if math.isnan(reward) else 0.0 for reward in rewards]
-    for members in members_of(ids, rewards):
+    for group in set(ids):
+        members = [i for i, other in enumerate(ids) if other == group and not math.isnan(rewards[i])]
         if len(members) > 1:
             for i in members:
                 out[i] = advantage(members, i)
@@ -55,45 +47,12 @@ def normalized_loop(rewards, ids, scale="group", eps=1e-4):
     return by_groups(rewards, ids, advantage)
 
 
-def leave_one_out_loop(rewards, ids):
-    def advantage(members, i):
-        return rewards[i] - sum(rewards[j] for j in members if j != i) / (len(members) - 1)
-
-    return by_groups(rewards, ids, advantage)
-
-
-def optimal_baseline_loop(rewards, ids, lengths):
-    def advantage(members, i):
-        return rewards[i] - sum(lengths[j] * rewards[j] for j in members) / sum(lengths[j] for j in members)
-
-    return by_groups(rewards, ids, advantage)
-
-
-def whitened(values, divisor, weights=None):
+def whitened(values, lengths=None, divisor=lambda variance: math.sqrt(variance + 1e-8)):
+    """Less their mean, by what ``divisor`` makes of their variance; over tokens with ``lengths``."""
     there = [i for i, value in enumerate(values) if not math.isnan(value)]
-    weights = None if weights is None else [weights[i] for i in there]
-    mean, variance = mean_and_variance([values[i] for i in there], weights)
+    lengths = None if lengths is None else [lengths[i] for i in there]
+    mean, variance = mean_and_variance([values[i] for i in there], lengths)
     return [(value - mean) / divisor(variance) for value in values]
-
-
-def gdpo_loop(columns, ids, weights, eps=1e-4, lengths=None):
-    total = [0.0] * len(ids)
-    for weight, rewards in zip(weights, columns, strict=True):
-        each = normalized_loop(rewards, ids, "group", eps)
-        total = [a + (0.0 if math.isnan(b) else weight * b) for a, b in zip(total, each, strict=True)]
-    for i, rewards in enumerate(zip(*columns, strict=True)):
-        total[i] = NAN if all(map(math.isnan, rewards)) else total[i]
-    if lengths is not None:
-        return whitened(total, lambda variance: math.sqrt(variance + 1e-8), lengths)
-    return whitened(total, lambda variance: math.sqrt(variance) + eps)
-
-
-def reinforce_loop(rewards, ids, lengths=None):
-    if ids is not None:
-        rewards = by_groups(
-            rewards, ids, lambda members, i: rewards[i] - sum(rewards[j] for j in members) / len(members)
-        )
-    return whitened(rewards, lambda variance: math.sqrt(variance + 1e-8), lengths)
 
 
 def assert_equal(got, loop):
@@ -105,41 +64,60 @@ def assert_equal(got, loop):
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("size", [1, 2, 5, 20])
 def test_group_normalized(size, scale):
-    rewards = torch.randn(20, generator=generator(size), dtype=torch.float64)
+    rewards = torch.randn(20, 2, generator=generator(size), dtype=torch.float64)[:, 0]
     rewards[3], rewards[7] = NAN, NAN
     ids = [i // size for i in range(20)]
     for eps in (1e-4, 0.0, 0.5):
         got = group_normalized(rewards, group_size=size, scale=scale, eps=eps)
         assert_equal(got, normalized_loop(rewards.tolist(), ids, scale, eps))
-    assert torch.equal(
-        got,
-        group_normalized(torch.stack([rewards, -rewards], 1)[:, 0], group_size=size, scale=scale, eps=eps),
-    )
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_the_other_estimators(size):
+def test_estimators_with_a_baseline_of_the_group(size):
     rng = generator(0)
-    rewards = torch.randn(12, 3, generator=rng, dtype=torch.float64)
+    first = torch.randn(12, generator=rng, dtype=torch.float64)
+    first[5] = first[7] = NAN
+    lengths = torch.randint(1, 50, (12,), generator=rng)
+    values, counts, ids, groups = (
+        first.tolist(),
+        lengths.tolist(),
+        [i // size for i in range(12)],
+        {"group_size": size},
+    )
+
+    def others(members, i):
+        return values[i] - sum(values[j] for j in members if j != i) / (len(members) - 1)
+
+    def by_length(members, i):
+        return values[i] - sum(counts[j] * values[j] for j in members) / sum(counts[j] for j in members)
+
+    assert_equal(gk.advantages.leave_one_out(first, **groups), by_groups(values, ids, others))
+    got = gk.advantages.optimal_baseline(first, lengths, **groups)
+    assert_equal(got, by_groups(values, ids, by_length))
+    centred = normalized_loop(values, ids, "none")
+    for expected, options in ((values, {}), (centred, groups)):
+        assert_equal(gk.advantages.reinforce_plus_plus(first, **options), whitened(expected))
+        got = gk.advantages.reinforce_plus_plus(first, lengths=lengths, **options)
+        assert_equal(got, whitened(expected, counts))
+
+
+@pytest.mark.parametrize(("weights", "eps"), [(None, 1e-4), ([0.5, 2.0, -1.0], 0.3)])
+def test_gdpo(weights, eps):
+    rng, ids = generator(0), [i // 4 for i in range(12)]
+    rewards = torch.randn(12, 3, generator=rng, dtype=torch.float64) * torch.tensor([1.0, 30.0, 0.01])
     rewards[5, 0] = rewards[2, 1] = NAN
     rewards[7] = NAN
     lengths = torch.randint(1, 50, (12,), generator=rng)
-    first, columns, counts = rewards[:, 0], rewards.T.tolist(), lengths.tolist()
-    values, ids, groups = first.tolist(), [i // size for i in range(12)], {"group_size": size}
-    assert_equal(gk.advantages.leave_one_out(first, **groups), leave_one_out_loop(values, ids))
-    got = gk.advantages.optimal_baseline(first, lengths, **groups)
-    assert_equal(got, optimal_baseline_loop(values, ids, counts))
-    for weights, eps in (([1.0] * 3, 1e-4), ([0.5, 2.0, -1.0], 0.3)):
-        options = groups | {"eps": eps, "weights": None if eps == 1e-4 else torch.tensor(weights)}
-        assert_equal(gdpo(rewards, **options), gdpo_loop(columns, ids, weights, eps))
-        got = gdpo(rewards, **options, lengths=lengths)
-        assert_equal(got, gdpo_loop(columns, ids, weights, eps, counts))
-    for baseline in (None, ids):
-        options = {} if baseline is None else groups
-        got = gk.advantages.reinforce_plus_plus(first, **options)
-        assert_equal(got, reinforce_loop(values, baseline))
-        got = gk.advantages.reinforce_plus_plus(first, lengths=lengths, **options)
-        assert_equal(got, reinforce_loop(values, baseline, counts))
+    options = {"group_size": 4, "eps": eps, "weights": None if weights is None else torch.tensor(weights)}
+    columns = [normalized_loop(column, ids, "group", eps) for column in rewards.T.tolist()]
+    total = (
+        torch.tensor(columns, dtype=torch.float64).nan_to_num(0.0).T
+        @ torch.tensor(weights or [1.0] * 3).double()
+    )
+    total = total.masked_fill(rewards.isnan().all(1), NAN).tolist()
+    expected = whitened(total, divisor=lambda variance: math.sqrt(variance) + eps)
+    assert_equal(gdpo(rewards, **options), expected)
+    assert_equal(gdpo(rewards, **options, lengths=lengths), whitened(total, lengths.tolist()))
 
 
 @pytest.mark.parametrize("scale", SCALES)
@@ -175,32 +153,6 @@ def test_class_normalized_takes_the_classes_for_a_group():
         assert torch.equal(class_normalized(rewards, **options), expected)
 
 
-def test_gdpo_over_tokens_is_verls_own_code():
-    """verl's functions themselves, in fp32 as it runs them, each judged by fp64."""
-    means = peers.source("verl", "utils/torch_functional.py")
-    names = ("masked_sum", "masked_mean", "masked_var", "masked_whiten")
-    verl = peers.extract(
-        peers.source("verl", "trainer/ppo/core_algos.py"), "compute_grpo_outcome_advantage",
-        "compute_gdpo_outcome_advantage", np=numpy, defaultdict=collections.defaultdict, AlgoConfig=dict,
-        verl_F=SimpleNamespace(**peers.extract(means, *names)),
-    )  # fmt: skip
-    rng, weights = generator(5), [0.5, 2.0, 1.0]
-    rewards = torch.randn(12, 3, generator=rng) * torch.tensor([1.0, 30.0, 0.01])
-    lengths = torch.randint(1, 50, (12,), generator=rng)
-    mask = torch.arange(int(lengths.max())) < lengths.unsqueeze(1)
-    got = gdpo(rewards, group_size=4, weights=torch.tensor(weights), lengths=lengths, eps=1e-6)
-    theirs = verl["compute_gdpo_outcome_advantage"](
-        torch.zeros(mask.shape), mask.float(), numpy.arange(12) // 4,
-        config={"gdpo_reward_keys": ["a", "b", "c"], "gdpo_reward_weights": weights},
-        non_tensor_batch={name: rewards[:, k].numpy() for k, name in enumerate("abc")},
-        batch={"prompts": torch.zeros(12, 0), "attention_mask": mask.long()},
-    )[0]  # fmt: skip
-    columns, ids = rewards.double().T.tolist(), [i // 4 for i in range(12)]
-    expected = torch.tensor(gdpo_loop(columns, ids, weights, 1e-6, lengths.tolist()))
-    assert (theirs - expected.unsqueeze(1) * mask).norm() / (expected.unsqueeze(1) * mask).norm() < 1e-5
-    assert (got - expected).norm() / expected.norm() <= 2**-23
-
-
 # --- what all of them promise
 
 ESTIMATORS = {
@@ -231,6 +183,7 @@ def test_nan_loners_and_equal_rewards_have_no_advantage(name):
     for value in (NAN, 0.0, 0.1, 1.0, -3.3, 1e30):
         same = torch.full((14,), value, dtype=torch.float64)  # whose sums round
         assert (estimate(same, group_size=7) == 0).all()
+        assert (gk.advantages.reinforce_plus_plus(same) == 0).all()
         if name not in ("gdpo", "reinforce_plus_plus"):
             mixed = estimate(torch.cat([same[:7], torch.arange(7.0)]), group_size=7)
             assert (mixed[:7] == 0).all() and mixed.isfinite().all()

@@ -203,29 +203,18 @@ CHANGES = [
     *itertools.product([FUSED], [left_padded]),
     *itertools.product([ROWS, FUSED, LINEAR], [with_strides("gaps")]),
     *itertools.product([FUSED, LINEAR], [with_strides("reversed axes"), expanded, ignoring(7)]),
-]
-CHANGES_ON_CPU = [
     *itertools.product([LINEAR_ROWS], [with_strides("gaps"), with_strides("reversed axes")]),
     *itertools.product(FUSED_ENTRIES, [ignoring(0), ignoring(-1)]),
     *itertools.product([FUSED], map(with_mask_of, MASKS)),
 ]
 
 
-def check_changed(entry, change, backend="auto"):
+@pytest.mark.parametrize(("entry", "change"), CHANGES)
+def test_arguments_in_another_form(entry, change, backend):
     """The same call with the arguments in another form."""
     terms = "all" if change.__qualname__.startswith("with_strides") else "holes"
     case = change(make_case(KIND[entry], "padded", terms, lengths=BRIEF, padding=1))
     assert_equals_oracle(run(case, entry, gk.GSPO(), backend), case, gk.GSPO())
-
-
-@pytest.mark.parametrize(("entry", "change"), CHANGES)
-def test_arguments_in_another_form(entry, change, backend):
-    check_changed(entry, change, backend)
-
-
-@pytest.mark.parametrize(("entry", "change"), CHANGES_ON_CPU)
-def test_arguments_in_another_form_on_the_cpu(entry, change):
-    check_changed(entry, change)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

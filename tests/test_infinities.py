@@ -154,6 +154,14 @@ def test_rows_of_logits(entry, vocabulary, dtype, backend):
             assert_is(got[0, i], want, dtype)
 
 
+def test_an_infinite_upstream_gradient_leaves_zeros_of_the_reference_alone():
+    """Of a banned token, and of a token that is certain."""
+    rows = torch.tensor([[[1.0, -INF, 0.5], [0.0, -INF, -INF]]], requires_grad=True)
+    logprobs = gk.token_logprobs(rows, torch.zeros(1, 2, dtype=torch.int64), backend="reference").logprobs
+    logprobs.backward(torch.full((1, 2), INF))
+    assert rows.grad.tolist() == [[[INF, 0.0, -INF], [0.0, 0.0, 0.0]]]
+
+
 @pytest.mark.parametrize("dtype", OPTIONS, ids=str)
 @pytest.mark.parametrize("entry", ["linear_token_logprobs", "fused_linear_policy_loss"])
 @pytest.mark.parametrize("line", MAKERS)

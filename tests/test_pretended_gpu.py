@@ -199,123 +199,85 @@ def test_objectives_that_look_at_the_device_are_those_that_the_page_names(gpu, n
     assert bool(gpu.looks) == (f"`{name}`" in sentence)
 
 
-# small launches of forward and backward in four chunks ("deferred": eight sequences of one), the package's,
-# and looks at the device; with everything active and nothing masked
-FROM_HIDDEN = {
-    ("aligned", "none"): (42, 22, 0),
-    ("aligned", "backward"): (70, 22, 5),
-    ("deferred", "none"): (163, 42, 0),
-    ("deferred", "backward"): (171, 42, 1),
-    ("two_pass", "none"): (23, 17, 0),
-    ("two_pass", "backward"): (29, 17, 2),
-    ("known", "none"): (27, 19, 0),
-    ("known", "backward"): (31, 19, 2),
-}
+HOLES = torch.ones(B, 2).index_fill(1, torch.tensor([1]), 0.0)
+ON_POLICY, PER_TOKEN = {"old_logprobs": None}, {"objective": gk.GRPO(0.999, 1e9)}
+FROM_HIDDEN = [
+    ("aligned", "none", {}, (42, 22, 0)),
+    ("aligned", "backward", {}, (70, 22, 5)),
+    ("deferred", "none", {}, (163, 42, 0)),
+    ("deferred", "backward", {}, (171, 42, 1)),
+    ("two_pass", "none", {}, (23, 17, 0)),
+    ("two_pass", "backward", {}, (29, 17, 2)),
+    ("known", "none", ON_POLICY, (27, 19, 0)),
+    ("known", "backward", ON_POLICY, (31, 19, 2)),
+    # what dWeight counts in, and dWeight in that
+    ("aligned", "none", {"dtype": torch.float16}, (42, 30, 0)),
+    ("aligned", "none", {"loss_mask": HOLES}, (42, 22, 0)),
+    ("aligned", "backward", {"loss_mask": HOLES}, (58, 12, 3)),
+    ("aligned", "none", REFERENCE, (43, 22, 0)),
+    # rows that stay on the chip
+    ("known", "none", ON_POLICY | {"vocabulary": 64}, (27, 15, 0)),
+    ("known", "none", ON_POLICY | REFERENCE, (57, 23, 0)),
+    ("known", "none", PER_TOKEN, (50, 22, 0)),
+    ("known", "none", PER_TOKEN | REFERENCE, (52, 22, 0)),
+    ("known", "backward", PER_TOKEN, (72, 22, 5)),
+    ("known", "none", ON_POLICY | {"objective": gk.GRPO()}, (27, 19, 0)),
+]
+"""Schedule, what it skips, terms; small launches of forward and backward in four chunks ("deferred": eight
+sequences of one), the package's, and looks at the device.
+"""
 
 
-def from_hidden(gpu, dtype, terms, options, chunks, vocabulary=V):
-    """A loss and its gradients, of a batch that is cut in so many chunks."""
-    leaves, labels, old, advantages = problem(dtype, vocabulary=vocabulary)
-    terms = {"old_logprobs": old, "advantages": advantages.abs() + 1, "normalizer": 8.0} | terms
-    terms = {"objective": gk.GSPO(clip_low=0.999, clip_high=1e9), "loss_mask": torch.ones(B, 2)} | terms
-    budget = B * 2 // chunks * vocabulary * 4
-    with gpu:
-        out = gk.fused_linear_policy_loss(*leaves, labels, **terms, **options, max_chunk_bytes=budget)
-        out.loss.backward()
-
-
-@pytest.mark.parametrize(("schedule", "skip"), FROM_HIDDEN)
-def test_from_hidden_states_nothing_is_looked_at_that_need_not_be(gpu, schedule, skip):
+@pytest.mark.parametrize(("schedule", "skip", "terms", "most"), FROM_HIDDEN)
+def test_from_hidden_states_few_launches_and_no_look_that_need_not_be(gpu, schedule, skip, terms, most):
     """Lengths are one look a call, a chunk's rows with a gradient one more; with "none" there is none."""
-    small, kernels, looks = FROM_HIDDEN[schedule, skip]
-    terms = {"old_logprobs": None} if schedule == "known" else {}
-    from_hidden(gpu, torch.bfloat16, terms, {"schedule": schedule, "skip_inactive": skip}, 4)
+    given = {"dtype": torch.bfloat16, "vocabulary": V} | terms
+    dtype, vocabulary = given.pop("dtype"), given.pop("vocabulary")
+    leaves, labels, old, advantages = problem(dtype, vocabulary=vocabulary)
+    terms = {"old_logprobs": old, "advantages": advantages.abs() + 1, "normalizer": 8.0}
+    terms |= {"objective": gk.GSPO(clip_low=0.999, clip_high=1e9), "loss_mask": torch.ones(B, 2)} | given
+    options = {"schedule": schedule, "skip_inactive": skip, "max_chunk_bytes": B * 2 // 4 * vocabulary * 4}
+    with gpu:
+        gk.fused_linear_policy_loss(*leaves, labels, **terms, **options).loss.backward()
+    small, kernels, looks = most
     assert gpu.looks.total() == looks
     assert gpu.small.total() <= small and gpu.kernels.total() <= kernels
 
 
-HOLES = torch.ones(B, 2).index_fill(1, torch.tensor([1]), 0.0)
-IN_A_CHUNK = {
-    "GSPO": ("aligned", {}, 9),
-    # what dWeight counts in, and dWeight in that
-    "GSPO in fp16": ("aligned", {"dtype": torch.float16}, 11),
-    "GSPO with holes": ("aligned", {"loss_mask": HOLES}, 9),
-    "GSPO with KL": ("aligned", REFERENCE, 9),
-    "GSPO on-policy": ("known", {"old_logprobs": None}, 6),
-    "GSPO on-policy, held": ("known", {"old_logprobs": None, "vocabulary": 64}, 5),
-    "GSPO on-policy with KL": ("known", {"old_logprobs": None} | REFERENCE, 10),
-    "GRPO": ("known", {"objective": gk.GRPO(0.999, 1e9)}, 10),
-    "GRPO with KL": ("known", {"objective": gk.GRPO(0.999, 1e9)} | REFERENCE, 10),
-    "GRPO on-policy": ("known", {"objective": gk.GRPO(), "old_logprobs": None}, 6),
-}
-"""Schedule, terms, and the launches of a chunk: small ones and the package's, but no products."""
-
-
-@pytest.mark.parametrize(
-    ("name", "skip"),
-    [*((name, "none") for name in IN_A_CHUNK), ("GSPO with holes", "backward"), ("GRPO", "backward")],
-)
-def test_a_chunk_takes_few_launches(gpu, name, skip):
-    """Those of four chunks less those of two. Leaving rows out takes six more and a look."""
-    schedule, terms, most = IN_A_CHUNK[name]
-    given = {"dtype": torch.bfloat16, "vocabulary": V} | terms
-    dtype, vocabulary = given.pop("dtype"), given.pop("vocabulary")
-    terms, most = {key: terms[key] for key in terms if key in given}, most + 6 * (skip == "backward")
-    counts = []
-    for chunks in (2, 4):
-        gpu.small.clear(), gpu.kernels.clear(), gpu.looks.clear()
-        options = {"schedule": schedule, "skip_inactive": skip}
-        from_hidden(gpu, dtype, terms, options, chunks, vocabulary)
-        launches = gpu.small.total() + gpu.kernels.total()
-        scored = gpu.kernels["on_chip_row_kernel" if vocabulary == 64 else "logprobs_forward_kernel"]
-        counts.append((scored, launches, gpu.looks.total()))
-    chunks, launches, looks = (more - some for some, more in zip(*counts, strict=True))
-    assert chunks and launches <= most * chunks <= 16 * chunks
-    assert looks == (chunks if skip == "backward" else 0)
-
-
 # --- rows that stay on the chip, of vocabularies that come in 16-byte pieces
 
-ON_POLICY = {"lengths": (3, 0, 4, 2, 1), "advantages": (1.0, -0.4, 0.0, -1.3, 0.5), "vocabulary": 64}
+ROWS = {"lengths": (3, 0, 4, 2, 1), "advantages": (1.0, -0.4, 0.0, -1.3, 0.5), "vocabulary": 64}
+ON_CHIP = [
+    ("on_policy", "auto", "backward", 3, 2),
+    ("on_policy", "known", "none", 3, 0),
+    ("on_policy", "deferred", "backward", 3, 2),
+    ("on_policy", "aligned", "none", 4, 0),
+    # statistics are taken anew of rows that are projected once more, beside other ones
+    ("holes", "two_pass", "backward", 4, 3),
+]
+"""Terms, schedule, what it skips, rows of a chunk, and chunks whose log-probs alone are taken."""
 
 
 @pytest.mark.parametrize("dtype", NARROW)
-def test_rows_of_on_policy_calls_stay_on_the_chip(gpu, dtype):
-    """Whatever the schedule; log-probs alone are taken of rows that are known to have no gradient."""
-    case = make_case("linear", "packed", "on_policy", dtype=dtype, **ON_POLICY)
-    chunks = {"max_chunk_bytes": 3 * 64 * 4, "backend": "triton"}
-    for schedule, skip, chunk, forward in (
-        ("auto", "backward", 3, 2),
-        ("known", "none", 3, 0),
-        ("deferred", "backward", 3, 2),
-        ("aligned", "none", 4, 0),
-    ):
-        gpu.kernels.clear()
-        options = {"schedule": schedule, "skip_inactive": skip, "max_chunk_bytes": chunk * 64 * 4}
-        with gpu:
-            got = run(case, ENTRY, gk.GSPO(), "triton", **options)
-        assert gpu.kernels["on_chip_row_kernel"] >= 2, schedule
-        assert gpu.kernels["logprobs_forward_kernel"] == forward, (schedule, skip, gpu.kernels)
-        assert not gpu.kernels["logprobs_backward_kernel"], schedule
-        assert_equals_oracle(got, case, gk.GSPO())
-    with gpu:
-        case = replace(case, frozen=("weight", "bias"))
-        frozen = run(case, ENTRY, gk.GSPO(), schedule="frozen", **chunks)
-    torch.testing.assert_close(frozen.logprobs[case.counted], got.logprobs[case.counted])
-    torch.testing.assert_close(
-        frozen.grads["hidden"], got.grads["hidden"], rtol=2 * torch.finfo(dtype).eps, atol=1e-7
+@pytest.mark.parametrize(("terms", "schedule", "skip", "rows", "forward"), ON_CHIP)
+def test_rows_stay_on_the_chip(gpu, dtype, terms, schedule, skip, rows, forward):
+    """Log-probs alone are taken of rows that are known to have no gradient, or have none yet."""
+    dtype = torch.float32 if schedule == "two_pass" else dtype
+    case = make_case(
+        "linear", "packed", terms, dtype=dtype, **ROWS if terms == "on_policy" else {"vocabulary": 64}
     )
-
-
-def test_rows_that_are_projected_again_for_their_gradient_stay_on_the_chip(gpu):
-    """In fp32, which shows that they were projected beside other rows before: statistics are taken anew."""
-    case = make_case("linear", "packed", "holes", vocabulary=64)
-    options = {"schedule": "two_pass", "max_chunk_bytes": 4 * 64 * 4}
+    options = {"schedule": schedule, "skip_inactive": skip, "max_chunk_bytes": rows * 64 * 4}
     with gpu:
         got = run(case, ENTRY, gk.GSPO(), "triton", **options)
-    assert gpu.kernels["on_chip_row_kernel"] and gpu.kernels["logprobs_forward_kernel"]
+    assert gpu.kernels["on_chip_row_kernel"]
+    assert gpu.kernels["logprobs_forward_kernel"] == forward
     assert not gpu.kernels["logprobs_backward_kernel"]
     assert_equals_oracle(got, case, gk.GSPO())
+    if schedule == "known":
+        with gpu:
+            case = replace(case, frozen=("weight", "bias"))
+            frozen = run(case, ENTRY, gk.GSPO(), "triton", schedule="frozen", max_chunk_bytes=3 * 64 * 4)
+        assert_equals_oracle(frozen, case, gk.GSPO())
 
 
 READ_TWICE = {

@@ -130,6 +130,8 @@ def test_bits_of_scores_are_those_of_written_logits(library, dtype, monkeypatch)
         assert all(torch.equal(each.logprobs, folded[0].logprobs) for each in folded[12:14])
     with monkeypatch.context() as patch:
         patch.setattr(Head, "logits", None)
+        if library == "cpp" and dtype in (FP32, BF16):
+            patch.setattr(Head, "_slabs", None)  # the product and its folding are one operation
         leaf = hidden.nan_to_num().requires_grad_()
         new = gk.linear_token_logprobs(leaf, weight, labels)
         assert torch.equal(new.logprobs, folded[0].logprobs)

@@ -98,11 +98,9 @@ def test_the_tests_run_where_there_is_no_triton(tmp_path):
     """On macOS: what needs Triton is skipped, and nothing else."""
     (tmp_path / "hide_triton.py").write_text("import sys\n\nsys.modules['triton'] = None\n")
     path = os.pathsep.join((str(tmp_path), str(ROOT)))
-    command = [
-        sys.executable,
-        *["-m", "pytest", "-p", "hide_triton", "-p", "no:xdist", "tests/test_normalizer.py"],
-    ]
+    options = ["-m", "pytest", "-p", "hide_triton", "-p", "no:xdist", "tests/test_normalizer.py"]
+    environment = os.environ | {"PYTHONPATH": path}
     result = subprocess.run(
-        command, cwd=ROOT, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True
+        [sys.executable, *options], cwd=ROOT, env=environment, capture_output=True, text=True
     )
     assert re.search(r"^\d+ passed in", result.stdout, re.MULTILINE), result.stdout + result.stderr
