@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gspo_kernels.exact import exact_sum, segment_reduce
+
 
 class Layout(ABC):
     """Which sequence a token belongs to, and who has the tokens."""
@@ -117,13 +119,13 @@ def segment_ids(cu_seqlens: Tensor, tokens: int) -> Tensor:
 def _segment_sum(tokens: Tensor, offsets: Tensor) -> Tensor:
     if tokens.numel() == 0:
         return tokens.new_zeros(offsets.numel() - 1)
-    return torch.segment_reduce(tokens.flatten(), "sum", offsets=offsets, unsafe=True, initial=0)
+    return segment_reduce(tokens.flatten(), "sum", offsets)
 
 
 def _row_sum(tokens: Tensor) -> Tensor:
     rows, length = tokens.shape
     if not tokens.is_cpu or not tokens.numel():
-        return tokens.sum(dim=1)
+        return exact_sum(tokens)
     return _segment_sum(tokens, torch.arange(0, rows * length + 1, length))
 
 

@@ -7,6 +7,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
+from gspo_kernels.exact import exact_dtype
 from gspo_kernels.linear.call import Call, Chunk
 from gspo_kernels.ops.backends import FoldingBackend, OnePassBackend
 from gspo_kernels.ops.memory import used_memory
@@ -87,9 +88,8 @@ class Scores:
         """``known`` are the statistics of an earlier pass."""
         self.call = call
         if known is None:
-            known = RowStats(
-                call.new_rows(), call.new_rows(torch.float64), call.new_rows() if entropy else None
-            )
+            lse = call.new_rows(exact_dtype(call.labels.device))
+            known = RowStats(call.new_rows(), lse, call.new_rows() if entropy else None)
         self.stats = known
         self.most_rows = min(call.chunk_rows, call.labels.numel())
         self._logits: Tensor | None = None
