@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gspo_kernels import checks
+from gspo_kernels.exact import exact, exact_dtype, segment_reduce
 from gspo_kernels.layout import layout_of
 from gspo_kernels.objectives.finite import difference
 from gspo_kernels.ops.library import checked_values
@@ -138,10 +139,10 @@ def gdpo(
         checks.floats("weights", weights, (kinds,), "[K], one per reward", rewards.device)
     groups = _Groups(rewards.sum(1), group_size, group_ids)
     tokens = None if lengths is None else _check_lengths(lengths, rewards)
-    total = torch.zeros(rewards.shape[0], dtype=torch.float64, device=rewards.device)
+    total = torch.zeros(rewards.shape[0], dtype=exact_dtype(rewards.device), device=rewards.device)
     for kind in range(kinds):
         each = _normalized(_values(rewards[:, kind]), groups, "group", eps)
-        total += each if weights is None else weights[kind].detach().to(torch.float64) * each
+        total += each if weights is None else exact(weights[kind].detach()) * each
     absent = rewards.detach().isnan().all(1)
     total = total.masked_fill(absent, torch.nan)
     whitened = _whitened(total, eps) if tokens is None else _whitened(total, 1e-8, tokens, squared=True)
@@ -235,7 +236,7 @@ def turn_normalized(
     columns = [_normalized(values[:, turn], groups, within, eps) for turn in range(turns)]
     if scale == "batch":
         columns = [column / (_std(values.flatten()) + eps) for column in columns]
-    nothing = torch.zeros(sequences, 1, dtype=torch.float64, device=rewards.device)
+    nothing = torch.zeros(sequences, 1, dtype=exact_dtype(rewards.device), device=rewards.device)
     table = torch.cat([*(column.unsqueeze(1) for column in columns), nothing], 1)
 
     ids = (turn_ids.unsqueeze(0) if packed else turn_ids).to(torch.int64)
@@ -294,7 +295,7 @@ def reverse_kl(
     shape, device = tuple(logprobs.shape), logprobs.device
     checks.floats("teacher_logprobs", teacher_logprobs, shape, "the shape of logprobs", device)
     checks.number("coef", coef, positive=True)
-    student, teacher = (each.detach().to(torch.float64) for each in (logprobs, teacher_logprobs))
+    student, teacher = (exact(each.detach()) for each in (logprobs, teacher_logprobs))
     found = coef * difference(teacher, student)
     if loss_mask is not None:
         checks.tensor("loss_mask", loss_mask, shape, "the shape of logprobs", device)
@@ -314,22 +315,20 @@ class _Groups:
     def reduce(self, values: Tensor, how: str) -> Tensor:
         if values.numel() == 0:
             return values
-        sums = torch.segment_reduce(
-            values[self.order], how, offsets=self.offsets, unsafe=True, initial=0 if how == "sum" else None
-        )
+        sums = segment_reduce(values[self.order], how, self.offsets)
         result = torch.empty_like(values)
         result[self.order] = sums[self.members]
         return result
 
     def count(self, values: Tensor) -> Tensor:
         """For each value, how many values of its group are not NaN."""
-        return self.reduce((~values.isnan()).to(torch.float64), "sum")
+        return self.reduce(exact(~values.isnan()), "sum")
 
     def centred(self, values: Tensor, weights: Tensor | None = None) -> Tensor:
         """Values less their group's (weighted) mean: 0 where NaN, and exactly 0 where all are equal."""
         present = ~values.isnan()
         kept = torch.where(present, values, 0.0)
-        share = present.to(torch.float64)
+        share = exact(present)
         if weights is not None:
             share = torch.where(present, weights, 0.0)
         total = self.reduce(share, "sum")
@@ -373,7 +372,7 @@ def _whitened(values: Tensor, eps: float, weights: Tensor | None = None, squared
 
 
 def _values(rewards: Tensor) -> Tensor:
-    return rewards.detach().to(torch.float64)
+    return exact(rewards.detach())
 
 
 def _check_rewards(rewards: Tensor, shape: str) -> None:
@@ -387,7 +386,7 @@ def _check_lengths(lengths: Tensor, rewards: Tensor) -> Tensor:
     checks.dtype("lengths", lengths, (*checks.FLOATS, *checks.INTEGERS))
     if checked_values(lengths.device) and not bool((lengths >= 0).all()):
         raise ValueError("lengths: expected no negative number")
-    return lengths.detach().to(torch.float64)
+    return exact(lengths.detach())
 
 
 def _groups(rewards: Tensor, group_size: int | None, group_ids: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from gspo_kernels import checks
+from gspo_kernels.exact import exact, exact_dtype
 from gspo_kernels.layout import as_rows
 from gspo_kernels.objectives.base import Objective, from_spec
 from gspo_kernels.ops.library import operator
@@ -22,7 +23,7 @@ if TYPE_CHECKING:  # not every build of PyTorch has it
 
 def selected(values: Tensor | None, mask: Tensor) -> Tensor | None:
     """As fp64, zeros outside the mask; what stands there may be anything."""
-    return None if values is None else torch.where(mask, values.to(torch.float64), 0.0)
+    return None if values is None else torch.where(mask, exact(values), 0.0)
 
 
 class Aggregation:
@@ -47,24 +48,24 @@ class Aggregation:
 
             layout = AcrossRanks(layout, terms.cp_group)
         self.layout, self.mask = layout, mask
-        counts = layout.sum(mask.to(torch.float64))
+        counts = layout.sum(exact(mask))
         self.nonempty = counts > 0
-        lengths = counts if terms.lengths is None else terms.lengths.to(torch.float64)
+        lengths = counts if terms.lengths is None else exact(terms.lengths)
         self.lengths = torch.where(self.nonempty, lengths, 1.0)
         self._per_sequence = objective.aggregation == "sequence_mean"
         what, scale = objective.outer_divisor()
         if terms.normalizer is not None:
-            divisor = terms.normalizer.to(mask.device, torch.float64)
+            divisor = terms.normalizer.to(mask.device, exact_dtype(mask.device))
         elif what == "tokens":
             divisor = torch.where(self.nonempty, lengths, 0.0).sum()
         elif what == "sequences":
-            divisor = self.nonempty.sum().to(torch.float64)
+            divisor = exact(self.nonempty.sum())
         elif what == "pairs":
             advantages = self.selected(terms.advantages)
             assert advantages is not None and terms.group_ids is not None
             divisor = objective.count_pairs(advantages, terms.group_ids, self.nonempty)
         else:
-            divisor = torch.ones((), dtype=torch.float64, device=mask.device)
+            divisor = torch.ones((), dtype=exact_dtype(mask.device), device=mask.device)
         self.counted = divisor
         self.total = torch.where(divisor == 0, 1.0, divisor)
         self.divisor = self.total * scale
@@ -98,7 +99,7 @@ def token_shares(tokens: Tensor, terms: Terms) -> Tensor:
 
 @token_shares.register_fake
 def _(tokens: Tensor, terms: Terms) -> Tensor:
-    return tokens.new_empty(tokens.shape, dtype=torch.float64)
+    return tokens.new_empty(tokens.shape, dtype=exact_dtype(tokens.device))
 
 
 def normalizer(

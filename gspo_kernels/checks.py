@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gspo_kernels.exact import exact_dtype
+
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = (torch.int64, torch.int32)
 
@@ -124,8 +126,8 @@ def broadcastable(name: str, value: object, shape: tuple[int, ...], device: torc
 
 
 def filled(value: float, device: torch.device) -> Tensor:
-    """0-d fp64, written by the device: copied there, it would keep the host waiting for all work before."""
-    return torch.full((), value, dtype=torch.float64, device=device)
+    """0-d in ``exact_dtype``, written by the device: a copy would keep the host waiting for work before."""
+    return torch.full((), value, dtype=exact_dtype(device), device=device)
 
 
 def scalar(name: str, value: object, device: torch.device) -> Tensor:

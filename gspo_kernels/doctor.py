@@ -12,6 +12,7 @@ import torch
 
 from gspo_kernels import integrations
 from gspo_kernels.cpp.products import best_instructions, multiplies
+from gspo_kernels.exact import exact_dtype
 from gspo_kernels.integrations.errors import IntegrationError, require_package
 from gspo_kernels.invariance import is_batch_invariant
 from gspo_kernels.ops import backends
@@ -118,18 +119,22 @@ def report() -> str:
     ]
     devices = [torch.device("cpu")]
     devices += [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    if torch.backends.mps.is_available():
+        devices.append(torch.device("mps"))
     for device in devices:
-        detail = (
-            f"{torch.get_num_threads()} threads"
-            if device.type == "cpu"
-            else torch.cuda.get_device_name(device)
-        )
+        if device.type == "cuda":
+            detail = torch.cuda.get_device_name(device)
+        else:
+            detail = f"{torch.get_num_threads()} threads" if device.type == "cpu" else platform.machine()
         lines.append(f"{device} ({detail}): backend 'auto' is {backends.resolve('auto', device)!r}")
         for name in backends.BACKENDS:
             reason = backends.why_not(name, device)
             lines.append(f"  {name:<10} {'ready' if reason is None else 'not here: ' + reason}")
         if device.type == "cpu":
             lines += _products()
-    if len(devices) == 1:
+        if exact_dtype(device) == torch.float32:
+            lines.append("  products by PyTorch")
+            lines.append("  no fp64 on this device: statistics and losses in fp32, with compensated sums")
+    if not torch.cuda.device_count():
         lines.append("no CUDA device: torch.cuda.is_available() is False")
     return "\n".join(lines)

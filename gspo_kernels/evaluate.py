@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from gspo_kernels.aggregation import Aggregation, selected
+from gspo_kernels.exact import exact, exact_sum
 from gspo_kernels.layout import Layout
 from gspo_kernels.objectives import finite
 from gspo_kernels.objectives.base import ObjectiveLoss, PolicyBatch, from_spec
@@ -50,7 +51,7 @@ def kl_penalty(log_ratio: Tensor, estimator: str) -> Tensor:
 
 def _weighted_sum(values: Tensor, shares: Tensor) -> Tensor:
     # selected, not multiplied: values without a share may be anything
-    return torch.where(shares != 0, values, 0.0).mul(shares).sum()
+    return exact_sum(torch.where(shares != 0, values, 0.0).mul(shares).flatten())
 
 
 def evaluate(logprobs: Tensor, entropy: Tensor | None, terms: Terms, want_metrics: bool = True) -> PolicyStep:
@@ -110,7 +111,7 @@ def _evaluate(logprobs: Tensor, entropy: Tensor | None, terms: Terms, want_metri
     layout, mask = aggregation.layout, aggregation.mask
     present = mask if terms.skipped is None else mask & ~layout.expand(terms.skipped)
 
-    logp = torch.where(present, logprobs.to(torch.float64), 0.0).requires_grad_()
+    logp = torch.where(present, exact(logprobs), 0.0).requires_grad_()
     old = selected(terms.old_logprobs, present)
     old = logp.detach() if old is None else old
     log_ratio = finite.difference(logp, old)
@@ -169,12 +170,12 @@ def _evaluate(logprobs: Tensor, entropy: Tensor | None, terms: Terms, want_metri
 
 
 def _times(values: Tensor, factor: Tensor) -> Tensor:
-    return finite.mul(values, factor.to(values.device, torch.float64).expand_as(values))
+    return finite.mul(values, factor.to(values.device, values.dtype).expand_as(values))
 
 
 def token_mean(values: Tensor, mask: Tensor) -> Tensor:
     """Mean of the tokens in the mask, 0-d fp64; 0 where there is none."""
-    return torch.where(mask, values.detach().double(), 0.0).sum() / mask.sum().clamp(min=1)
+    return exact_sum(torch.where(mask, exact(values.detach()), 0.0).flatten()) / mask.sum().clamp(min=1)
 
 
 def _means(
@@ -187,10 +188,10 @@ def _means(
 
     def inside(value: Tensor) -> Tensor:
         among = tokens if value.ndim == tokens.ndim else sequences
-        return torch.where(among, value.to(torch.float64), 0.0).sum()
+        return exact_sum(torch.where(among, exact(value), 0.0).flatten())
 
     of_tokens = [inside(value) for value in values if value.ndim == tokens.ndim]
-    count = tokens.sum().to(torch.float64)
+    count = exact(tokens.sum())
     count, *rest = layout.over_ranks(torch.stack([count, *of_tokens])).unbind()
     means, left = [], iter(rest)
     for value in values:
@@ -225,7 +226,7 @@ def _metrics(
         high,
         batch.per_token(low) | batch.per_token(high),
         -log_ratio.detach(),
-        layout.sum(active.to(torch.float64)) > 0,
+        layout.sum(exact(active)) > 0,
         *(value.detach() for value in (kl, entropy) if value is not None),
     ]
     (mean, *others), count = _means(values, present, layout)

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gspo_kernels.exact import exact_sum, segment_reduce
+
 
 class Layout(ABC):
     """Which sequence a token belongs to, and who has the tokens."""
@@ -61,7 +63,10 @@ class Padded(Layout):
         # where autograd does not look on, its function would take longer than a small sum
         if tokens.requires_grad and torch.is_grad_enabled():
             return _Sum.apply(tokens, self)
-        return _sums(tokens)
+        if not tokens.is_cpu or not tokens.numel():
+            return exact_sum(tokens)
+        offsets = torch.arange(0, tokens.numel() + 1, self.length)
+        return segment_reduce(tokens.flatten(), "sum", offsets)
 
     def expand(self, values: Tensor) -> Tensor:
         """[B] -> [B, T], without copying."""
@@ -86,7 +91,7 @@ class Packed(Layout):
         """[1, N] -> [B]."""
         if tokens.requires_grad and torch.is_grad_enabled():
             return _Sum.apply(tokens, self)
-        return _sums(tokens, self.offsets)
+        return segment_reduce(tokens.flatten(), "sum", self.offsets)
 
     def expand(self, values: Tensor) -> Tensor:
         """[B] -> [1, N]."""
@@ -116,18 +121,6 @@ def segment_ids(cu_seqlens: Tensor, tokens: int) -> Tensor:
     """[B + 1] offsets -> [N] index of each token's sequence; int64, no host synchronisation."""
     positions = torch.arange(tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     return torch.searchsorted(cu_seqlens[1:].contiguous(), positions, right=True)
-
-
-def _sums(tokens: Tensor, offsets: Tensor | None = None) -> Tensor:
-    """[B]: sums over the segments that ``offsets`` cut, or over rows."""
-    if offsets is None:
-        rows, length = tokens.shape
-        if not tokens.is_cpu or not tokens.numel():
-            return tokens.sum(dim=1)
-        offsets = torch.arange(0, rows * length + 1, length)
-    if tokens.numel() == 0:
-        return tokens.new_zeros(offsets.numel() - 1)
-    return torch.segment_reduce(tokens.flatten(), "sum", offsets=offsets, unsafe=True, initial=0)
 
 
 class _Sum(torch.autograd.Function):

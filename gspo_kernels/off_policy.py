@@ -7,6 +7,7 @@ from torch import Tensor
 
 from gspo_kernels import checks
 from gspo_kernels.evaluate import kl_penalty
+from gspo_kernels.exact import exact
 from gspo_kernels.layout import Layout, layout_of
 from gspo_kernels.objectives import finite
 from gspo_kernels.ops.values import check_cu_seqlens, check_mask
@@ -90,7 +91,7 @@ def rollout_weights(
         if by_token:
             measured = layout.expand(measured)
         else:
-            weights, counted = measured, layout.sum(counted.to(torch.float64)) > 0
+            weights, counted = measured, layout.sum(exact(counted)) > 0
     if mode == "truncate":
         weights = weights.clamp(min=low, max=high)
     else:
@@ -127,7 +128,7 @@ def without_rejected(loss_mask: Tensor, weights: Tensor, *, cu_seqlens: Tensor |
     per_sequence = _per_sequence("weights", weights, sequences, loss_mask, "loss_mask")
     check_cu_seqlens(cu_seqlens, loss_mask)
     check_mask(loss_mask)
-    packed, kept = cu_seqlens is not None, (weights.detach() != 0).to(torch.float64)
+    packed, kept = cu_seqlens is not None, exact(weights.detach() != 0)
     counted = _rows(loss_mask, packed) != 0
     counted = counted & (
         (layout_of(counted, cu_seqlens).expand(kept) if per_sequence else _rows(kept, packed)) != 0
@@ -179,15 +180,15 @@ def weight_metrics(
     packed = cu_seqlens is not None
     counted = _rows(mask, packed) != 0
     layout = layout_of(counted, cu_seqlens)
-    counts = layout.sum(counted.to(torch.float64))
+    counts = layout.sum(exact(counted))
 
     def tokens(values: Tensor) -> Tensor:
         per_sequence = values.shape == (sequences,)
-        values = values.detach().to(torch.float64)
+        values = exact(values.detach())
         values = layout.expand(values) if per_sequence else _rows(values, packed)
         return torch.where(counted, values, 0.0)
 
-    each = weights.detach().to(torch.float64)
+    each = exact(weights.detach())
     per_sequence = weights.shape == (sequences,)
     kept = each[counts > 0] if per_sequence else _rows(each, packed)[counted]
     kept = kept if kept.numel() else kept.new_ones(1)  # nothing is counted, and nothing changed
@@ -199,7 +200,7 @@ def weight_metrics(
         "weights/mean": kept.mean(),
         "weights/min": kept.min(),
         "weights/max": kept.max(),
-        "weights/zero": (kept == 0).to(torch.float64).mean(),
+        "weights/zero": exact(kept == 0).mean(),
         "weights/ess": torch.where(
             squares > 0, kept.sum().square() / (kept.numel() * torch.where(squares > 0, squares, 1.0)), 0.0
         ),
@@ -251,7 +252,7 @@ def off_policy_mask(
     packed = cu_seqlens is not None
     gap, counted = _log_ratio(old_logprobs, logprobs, loss_mask, packed)
     layout = layout_of(gap, cu_seqlens)
-    counts = layout.sum(counted.to(torch.float64))
+    counts = layout.sum(exact(counted))
     far = (layout.sum(gap) / counts.clamp(min=1.0) > delta) & (counts > 0)
     negative = advantages.detach() < 0
     if per_sequence:
@@ -300,7 +301,7 @@ def _reduced(layout: Layout, values: Tensor, counted: Tensor, reduce: str) -> Te
         values = torch.where(counted, values, -torch.inf).flatten()
         return values.new_full((layout.sequences,), -torch.inf).scatter_reduce(0, rows, values, "amax")
     total = layout.sum(values)
-    return total if reduce == "sum" else total / layout.sum(counted.to(torch.float64)).clamp(min=1.0)
+    return total if reduce == "sum" else total / layout.sum(exact(counted)).clamp(min=1.0)
 
 
 def _per_sequence(name: str, values: Tensor, sequences: int, tokens: Tensor, tokens_name: str) -> bool:
@@ -338,4 +339,4 @@ def _log_ratio(one: Tensor, other: Tensor, loss_mask: Tensor | None, packed: boo
     """``one - other`` in fp64, 0 where not counted, and the mask of what counts: [B, T] or [1, N]."""
     one, other = _rows(one, packed), _rows(other, packed)
     counted = torch.ones_like(one, dtype=torch.bool) if loss_mask is None else _rows(loss_mask, packed) != 0
-    return torch.where(counted, finite.difference(one.double(), other.double()), 0.0), counted
+    return torch.where(counted, finite.difference(exact(one), exact(other)), 0.0), counted

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gspo_kernels import bits, checks
+from gspo_kernels.exact import exact, exact_dtype
 from gspo_kernels.logits import check_scores
 from gspo_kernels.ops.library import checked_values
 from gspo_kernels.types import stats_dtype
@@ -92,7 +93,7 @@ def sampling_mask(
         heat = temperature.view(-1, *(1,) * (len(shape) - 1)).expand(shape).reshape(-1, 1)
     else:
         heat = logits.new_full(
-            (), checks.number("temperature", temperature, positive=True), dtype=torch.float64
+            (), checks.number("temperature", temperature, positive=True), dtype=exact_dtype(logits.device)
         )
     rows = logits.reshape(-1, vocabulary)
     looks = checked_values(logits.device)
@@ -149,7 +150,7 @@ def _least_kept(z: Tensor, rules: _Rules) -> Tensor:
 
 def _least_by_top_p(z: Tensor, bound: Tensor, highest: Tensor, rules: _Rules) -> Tensor:
     """The least logit that top-p keeps of those from ``bound`` on."""
-    left = torch.where(z >= bound, (z - highest).exp(), 0.0).sum(-1, keepdim=True, dtype=torch.float64)
+    left = exact(torch.where(z >= bound, (z - highest).exp(), 0.0)).sum(-1, keepdim=True)
     V, wanted = z.shape[-1], rules.top_p * left
     count = rules.top_k or min(_CANDIDATES, V)
     least, decided = _last_within(z.topk(count, sorted=True).values, highest, wanted)
@@ -171,7 +172,7 @@ def _likeliest(z: Tensor, count: int) -> Tensor:
 
 def _last_within(descending: Tensor, highest: Tensor, mass: Tensor) -> tuple[Tensor, Tensor]:
     """[n, 1], the last of some logits before which there is less than a mass; [n], whether one is beyond."""
-    weights = (descending - highest).to(torch.float64).exp()
+    weights = exact(descending - highest).exp()
     inside = weights.cumsum(-1) - weights < mass
     count = inside.sum(-1, keepdim=True)
     return descending.gather(-1, (count - 1).clamp(min=0)), ~inside[:, -1]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gspo_kernels.aggregation import Aggregation
+from gspo_kernels.exact import exact, exact_dtype
 from gspo_kernels.layout import layout_of
 from gspo_kernels.objectives import GSPO
 from gspo_kernels.ops.backends import RatioBackend, load
@@ -40,8 +41,8 @@ class RatioOperands(NamedTuple):
         assert terms.advantages is not None
         if level == "sequence" and weights is not None and weights.ndim == 2:
             layout, counted = terms.layout(tokens), terms.counted(tokens)
-            counts = layout.sum(counted.to(torch.float64)).clamp(min=1)
-            weights = layout.sum(torch.where(counted, weights.double(), 0.0)) / counts
+            counts = layout.sum(exact(counted)).clamp(min=1)
+            weights = layout.sum(torch.where(counted, exact(weights), 0.0)) / counts
         if terms.skipped is not None:
             # they have no log-probs, but they are in the divisor
             normalizer = Aggregation(tokens, terms).total
@@ -69,7 +70,7 @@ def sequence_ratio(
     if operands.normalizer is not None:
         check_normalizer(operands.normalizer)
     if operands.lengths is not None:
-        counted = (labels != options.ignore_index).to(torch.float64)
+        counted = exact(labels != options.ignore_index)
         check_lengths(operands.lengths, layout_of(labels, operands.cu_seqlens).sum(counted))
     looks = checked_values(labels.device)
     doubt = functools.partial(_check_logprobs, labels, operands, options) if looks else None
@@ -112,7 +113,7 @@ def _(
     def new(*shape: int) -> Tensor:
         return logits.new_empty(shape, dtype=stats_dtype(logits.dtype))
 
-    lse = logits.new_empty(labels.shape, dtype=torch.float64)
+    lse = logits.new_empty(labels.shape, dtype=exact_dtype(logits.device))
     return SequenceRatioStats(
         new(), new(*labels.shape), lse, new(*operands.advantages.shape), new(), new(len(METRICS))
     )

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from gspo_kernels import checks
+from gspo_kernels.exact import exact
 from gspo_kernels.layout import Layout, layout_of
 from gspo_kernels.objectives.base import Objective, from_spec
 from gspo_kernels.ops import values
@@ -253,7 +254,7 @@ def check_values(
     if terms.normalizer is not None:
         values.check_normalizer(terms.normalizer)
     if terms.lengths is not None:
-        counts = terms.layout(tokens).sum(terms.counted(tokens).to(torch.float64))
+        counts = terms.layout(tokens).sum(exact(terms.counted(tokens)))
         values.check_lengths(terms.lengths, counts)
     if terms.group_ids is not None and checked_values(terms.group_ids.device):
         _check_groups(terms.group_ids)
@@ -306,7 +307,7 @@ def check_logprobs(tokens: Tensor, terms: Terms, logprobs: Tensor | None = None)
     if advantages is not None and advantages.numel() and math.isnan(float(advantages.max())):
         counted = terms.counted(tokens)
         if advantages.ndim == 1:
-            counted = terms.layout(tokens).sum(counted.to(torch.float64)) > 0
+            counted = terms.layout(tokens).sum(exact(counted)) > 0
         wrong = counted & advantages.isnan()
         if bool(wrong.any()):
             raise ValueError(f"advantages: got NaN at {_first_place(wrong, terms)}, expected numbers")
@@ -355,7 +356,7 @@ def may_move(tokens: Tensor, terms: Terms) -> Tensor:
         elif scope == "token":
             moving = moving & (factor != 0)
         elif not terms.cp_group:  # there its other tokens are elsewhere
-            some = layout.sum((moving & (factor != 0)).to(torch.float64)) > 0
+            some = layout.sum(exact(moving & (factor != 0))) > 0
             moving = moving & layout.expand(some)
     return moving
 
@@ -407,7 +408,7 @@ def inactive_sequences(tokens: Tensor, terms: Terms) -> Tensor | None:
     if terms.cp_group:
         return None
     moving = (terms.advantages != 0) & terms.counted(tokens)
-    return terms.layout(tokens).sum(moving.to(torch.float64)) == 0
+    return terms.layout(tokens).sum(exact(moving)) == 0
 
 
 def leave_out_inactive(row_labels: Tensor, terms: Terms, ignore_index: int) -> tuple[Tensor, Terms]:

@@ -305,6 +305,6 @@ def stats_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def pair_dtypes(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
+def pair_dtypes(dtype: torch.dtype, exact: torch.dtype = torch.float64) -> tuple[torch.dtype, ...]:
     """Of the fields of ``PairStats``, where statistics are of ``dtype``."""
-    return torch.float64, torch.float64, dtype, dtype
+    return exact, exact, dtype, dtype

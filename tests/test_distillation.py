@@ -98,7 +98,9 @@ class Problem:
 def check(backend, *, dtype=torch.float32, packed=False, call=None, forms=None, **kind):
     """As exact as plain PyTorch in the statistics' dtype, over a few draws."""
     for form in [{"beta": beta} for beta in BETAS] if forms is None else forms:
-        problems = [Problem(dtype=dtype, draw=i, **kind) for i in range(2 if backend == "triton" else 4)]
+        # in one draw of about twenty a row's rounding is ten times its usual size
+        draws = range(8 if "top_k" in form else 32)
+        problems = [Problem(dtype=dtype, draw=i, **kind) for i in draws]
         pairs = [
             (
                 functools.partial(problem.formulas, **form),
@@ -106,7 +108,7 @@ def check(backend, *, dtype=torch.float32, packed=False, call=None, forms=None, 
             )
             for problem in problems
         ]
-        assert_draws_as_exact(pairs, dtype)
+        assert_draws_as_exact(pairs, dtype, compared=2 if backend == "triton" else 4)
 
 
 CHUNKS = {"max_chunk_bytes": 4 * 613 * 4}  # both sides' logits of two tokens at once

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from gspo_kernels import checks, objectives
+from gspo_kernels.exact import exact
 from gspo_kernels.integrations.errors import IntegrationError, require_package
 from gspo_kernels.layout import layout_of
 from gspo_kernels.objectives.base import Objective
@@ -112,11 +113,11 @@ def fitting_advantages(
     values = advantages.detach().unsqueeze(0) if packed else advantages.detach()
     layout = layout_of(values, cu_seqlens)
     counts = torch.ones_like(values, dtype=torch.bool) if mask is None else (mask != 0).view(values.shape)
-    exact = torch.where(counts, values.to(torch.float64), 0.0)
-    means = layout.sum(exact) / layout.sum(counts.to(torch.float64)).clamp(min=1.0)
+    known = torch.where(counts, exact(values), 0.0)
+    means = layout.sum(known) / layout.sum(exact(counts)).clamp(min=1.0)
     if not average:
-        spread = torch.where(counts, exact - layout.expand(means), 0.0).abs()
-        if bool((spread > ROUNDING * torch.finfo(advantages.dtype).eps * exact.abs().max()).any()):
+        spread = torch.where(counts, known - layout.expand(means), 0.0).abs()
+        if bool((spread > ROUNDING * torch.finfo(advantages.dtype).eps * known.abs().max()).any()):
             raise ValueError(
                 f"advantages: differ within a sequence, but {type(objective).__name__} takes one per "
                 "sequence; keep a KL penalty out of the reward, or take one with token advantages, such as "
@@ -133,11 +134,11 @@ def count(counted: str, mask: Tensor, cu_seqlens: Tensor | None = None) -> Tenso
         mask: [B, T], or [N] with ``cu_seqlens``.
         cu_seqlens: [B + 1].
     """
-    tokens = (mask != 0).to(torch.float64)
+    tokens = exact(mask != 0)
     if counted == "tokens":
         return tokens.sum()
     tokens = tokens if cu_seqlens is None else tokens.unsqueeze(0)
-    return (layout_of(tokens, cu_seqlens).sum(tokens) > 0).sum().to(torch.float64)
+    return exact((layout_of(tokens, cu_seqlens).sum(tokens) > 0).sum())
 
 
 @dataclass(frozen=True)

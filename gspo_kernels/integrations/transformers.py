@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from gspo_kernels import checks
+from gspo_kernels.exact import exact
 from gspo_kernels.integrations.errors import IntegrationError, require_package
 from gspo_kernels.integrations.lm_head import (
     LMHead,
@@ -66,7 +67,8 @@ def _output_class() -> Any:
             metrics: detached 0-d tensors by name, of the policy loss.
             aux_loss: the MoE auxiliary loss, unweighted, where the model computes one.
             logits: always None.
-            hidden_states, attentions, router_logits, past_key_values: as the model's own forward.
+            hidden_states, attentions, router_logits: as the model's own forward.
+            past_key_values: the same; ``cache`` from transformers 5.24 on.
         """
 
         loss: Tensor | None = None
@@ -75,7 +77,10 @@ def _output_class() -> Any:
         metrics: dict[str, Tensor] | None = None
         aux_loss: Tensor | None = None
         logits: Tensor | None = None
-        past_key_values: Any = None
+        if hasattr(ModelOutput, "past_key_values"):  # an alias of cache, from transformers 5.24 on
+            cache: Any = None
+        else:
+            past_key_values: Any = None
         hidden_states: Any = None
         attentions: Any = None
         router_logits: Any = None
@@ -234,7 +239,8 @@ def _forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         per_token = [None if x is None else x.unsqueeze(0) for x in per_token]
     logprobs, entropy = (None if x is None else x[:, virtual:] for x in per_token)
     aux_loss = getattr(outputs, "aux_loss", None)
-    others = ("past_key_values", "hidden_states", "attentions", "router_logits")
+    cache = "cache" if hasattr(outputs, "cache") else "past_key_values"
+    others = (cache, "hidden_states", "attentions", "router_logits")
     return _output_class()(
         loss=None if loss is None else _with_aux_loss(model, loss, aux_loss, aux_weight),
         logprobs=logprobs,
@@ -274,7 +280,7 @@ def _check_options(options: dict[str, Any], scores: bool) -> None:
 def _virtual_tokens(state: _FusedState, options: dict[str, Any], kwargs: dict[str, Any]) -> int:
     """How many positions PEFT's prompt learning has put before the labels' own."""
     embeddings, shifted = kwargs.get("inputs_embeds"), kwargs.get("shift_labels")
-    prefixed = kwargs.get("past_key_values") is not None
+    prefixed = any(kwargs.get(name) is not None for name in ("cache", "past_key_values"))
     if not state.virtual_tokens or (embeddings is None and not prefixed):
         return 0
     if options.get("cu_seqlens") is not None:
@@ -423,7 +429,7 @@ def _check_packing(model: Any, forward: Any, device: torch.device) -> None:
     finally:
         for module in training:
             module.training = True
-    packed, alone = (x.double() for x in (hidden[0][:, 3:], hidden[1]))
+    packed, alone = (exact(x) for x in (hidden[0][:, 3:], hidden[1]))
     # more than rounding is refused; at 16 bits a router may send a token to another expert
     tolerance = 0.1 if hidden[0].dtype in _LOW_PRECISION else 1e-3
     difference = float((packed - alone).norm() / alone.norm())
@@ -616,7 +622,7 @@ def _compare_product(
 
 
 def _compare_logits(lm_head: LMHead, raw_logits: Tensor, logits: Tensor) -> None:
-    expected = lm_head.transform(raw_logits.double())
+    expected = lm_head.transform(exact(raw_logits))
     same = logits.shape == expected.shape
     if not same or not (logits - expected).abs().max() <= 1e-4 * expected.abs().max():
         raise IntegrationError(

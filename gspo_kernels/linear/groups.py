@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gspo_kernels.aggregation import Aggregation
+from gspo_kernels.exact import exact, exact_dtype
 from gspo_kernels.layout import Padded
 from gspo_kernels.linear.call import Call, as_index
 from gspo_kernels.linear.schedule import Part
@@ -25,7 +26,7 @@ def without_logprobs(tokens: Tensor, terms: Terms) -> tuple[Tensor, Terms]:
     ``tokens`` gives the shape.
     """
     alone = terms._replace(old_logprobs=None, ref_logprobs=None, kl_beta=None, entropy_coef=None)
-    return torch.zeros_like(tokens, dtype=torch.float64), alone
+    return torch.zeros_like(tokens, dtype=exact_dtype(tokens.device)), alone
 
 
 def known_coefficients(tokens: Tensor, terms: Terms, backend: str) -> Tensor:
@@ -75,7 +76,7 @@ class CoefficientGroups:
         asked: dict[str, Tensor] = {}
         if not equal:
             present = call.counted if compact else torch.ones_like(call.counted)
-            asked["counts"] = layout.sum(present.to(torch.float64))
+            asked["counts"] = layout.sum(exact(present))
         inactive = inactive_sequences(call.labels, terms) if skip else None
         if inactive is not None:
             asked["inactive"] = inactive

@@ -115,7 +115,7 @@ class Head:
         if memory is None:
             # rows a power of two apart would share a few lines of a cache
             width = min(self.vocabulary, LOGITS_SLAB) + 16
-            memory = torch.empty(hidden.shape[0], width, dtype=stats_dtype(dtype))
+            memory = hidden.new_empty(hidden.shape[0], width, dtype=stats_dtype(dtype))
         for first in range(0, self.vocabulary, LOGITS_SLAB):
             slab = slice(first, min(first + LOGITS_SLAB, self.vocabulary))
             columns = memory[:, : slab.stop - first] if out is None else memory[:, slab]

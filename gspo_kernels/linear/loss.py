@@ -58,8 +58,9 @@ def linear_policy(operands: LinearOperands, terms: Terms, plan: Plan) -> LinearL
         run.known()
     else:
         run.by_parts()
-    step, scored = run.whole_step(), ScoredRows.of(run.scores.stats)
-    return LinearLoss(step.loss, step.metrics, scored.logprobs, scored.entropy, run.gradients.result())
+    step, (logprobs, _, entropy) = run.whole_step(), run.scores.stats
+    entropy = logprobs.new_empty(0) if entropy is None else entropy
+    return LinearLoss(step.loss, step.metrics, logprobs, entropy, run.gradients.result())
 
 
 @linear_policy.register_fake

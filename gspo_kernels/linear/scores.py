@@ -7,6 +7,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
+from gspo_kernels.exact import exact_dtype
 from gspo_kernels.linear.call import Call, Chunk
 from gspo_kernels.ops.backends import FoldingBackend, OnePassBackend
 from gspo_kernels.ops.memory import used_memory
@@ -80,7 +81,7 @@ class Scores:
             new = call.hidden.new_zeros
             known = RowStats(
                 new(shape, dtype=dtype),
-                new(shape, dtype=torch.float64),
+                new(shape, dtype=exact_dtype(call.labels.device)),
                 new(shape, dtype=dtype) if entropy else None,
             )
         self.stats = known

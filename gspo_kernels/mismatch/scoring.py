@@ -186,7 +186,7 @@ def score(load: Load, samples: Samples, setting: Setting, budget: int) -> Tensor
             assert samples.masks is not None
             masks = SamplingMask.concatenate([samples.masks[row] for row in rows]).to(device)
             kept = masks.bitmask(head.matrix.shape[0])
-        scored = _head_logprobs(hidden, head, torch.cat(completions), setting, kept).double().cpu()
+        scored = _head_logprobs(hidden, head, torch.cat(completions), setting, kept).cpu().double()
         logprobs |= dict(zip(rows, scored.split([len(c) for c in completions]), strict=True))
     return torch.cat([logprobs[row] for row in range(len(pairs))])
 

@@ -9,6 +9,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from gspo_kernels.exact import exact
 from gspo_kernels.objectives import finite
 from gspo_kernels.objectives.base import Objective, ObjectiveLoss, PolicyBatch
 
@@ -32,7 +33,7 @@ class Groups:
     def of(cls, batch: PolicyBatch) -> Groups:
         """The groups of a batch."""
         assert batch.group_ids is not None
-        return cls(batch.group_ids, batch.layout.sum(batch.mask.to(torch.float64)) > 0)
+        return cls(batch.group_ids, batch.layout.sum(exact(batch.mask)) > 0)
 
     def table(self, values: Tensor) -> Tensor:
         """[B] -> [groups, size], zeros in places without a sequence."""
@@ -106,7 +107,7 @@ class Pairwise(Objective):
     def count_pairs(self, advantages: Tensor, group_ids: Tensor, nonempty: Tensor) -> Tensor:
         """How many pairs the call has."""
         groups = Groups(group_ids, nonempty)
-        return self._pairs(groups, groups.table(advantages)).sum().to(torch.float64)
+        return exact(self._pairs(groups, groups.table(advantages)).sum())
 
     def paired(self, advantages: Tensor, group_ids: Tensor, nonempty: Tensor) -> Tensor:
         """[B] bool: the sequences that are in a pair."""

@@ -315,6 +315,7 @@ def rows_of(options: RowOptions) -> RowBackend:
     return ShardedRows(rows, options.shard) if options.shard.group else rows
 
 
+@functools.cache
 def launches_of(name: str) -> HiddenBackend | None:
     """The backend called ``name`` where it is a ``HiddenBackend``."""
     backend = load(name)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from gspo_kernels.exact import exact, exact_dtype, exact_sum
 from gspo_kernels.ops.library import inplace_operator, operator
 from gspo_kernels.ops.logprobs import check_rows, save_rows, saved_rows, scale_
 from gspo_kernels.ops.memory import used_memory
@@ -18,10 +19,9 @@ from gspo_kernels.types import PairStats, RowOptions, pair_dtypes, stats_dtype
 
 
 def summed(divergences: Tensor, shares: Tensor) -> Tensor:
-    """The loss, in fp64; what has no share may be anything."""
-    return (
-        torch.where(shares != 0, divergences.to(torch.float64), 0.0).mul(shares).sum().to(divergences.dtype)
-    )
+    """The loss; what has no share may be anything."""
+    counted = torch.where(shares != 0, exact(divergences), 0.0).mul(shares)
+    return exact_sum(counted.flatten()).to(divergences.dtype)
 
 
 def _checked(pair: Pair, options: RowOptions) -> None:
@@ -38,7 +38,7 @@ def divergence_forward(pair: Pair, options: RowOptions) -> PairStats:
 
 def _fake_pair(labels: Tensor, dtype: torch.dtype) -> PairStats:
     """Empty ones for logits of ``dtype``."""
-    kinds = pair_dtypes(stats_dtype(dtype))
+    kinds = pair_dtypes(stats_dtype(dtype), exact_dtype(labels.device))
     return PairStats(*(labels.new_empty(labels.shape, dtype=kind) for kind in kinds))
 
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from gspo_kernels.exact import exact_dtype
 from gspo_kernels.ops.backends import load, rows_of
 from gspo_kernels.ops.library import checked_values, inplace_operator, operator
 from gspo_kernels.ops.memory import used_memory
@@ -39,7 +40,7 @@ class ScoredRows(NamedTuple):
         kind = stats_dtype(dtype)
         return cls(
             labels.new_empty(labels.shape, dtype=kind),
-            labels.new_empty(labels.shape, dtype=torch.float64),
+            labels.new_empty(labels.shape, dtype=exact_dtype(labels.device)),
             labels.new_empty(labels.shape if entropy else (0,), dtype=kind),
         )
 

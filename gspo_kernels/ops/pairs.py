@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from gspo_kernels import bits, checks, divergences
+from gspo_kernels.exact import exact, exact_dtype
 from gspo_kernels.layout import as_rows
 from gspo_kernels.ops.backends import rows_of
 from gspo_kernels.ops.selected import (
@@ -138,8 +139,8 @@ def _of_teacher(pair: Pair, ids: Tensor, counts: Tensor, options: RowOptions) ->
     if teacher.logprobs is None:
         assert teacher.logits is not None
         rows = score(teacher.logits, ids, options.backend, teacher.transform, within, options.shard)
-        return torch.where(counts, rows.logprobs.to(torch.float64), -torch.inf), rows.tail.to(torch.float64)
-    log_q = torch.where(counts, teacher.logprobs.to(torch.float64), -torch.inf)
+        return torch.where(counts, exact(rows.logprobs), -torch.inf), exact(rows.tail)
+    log_q = torch.where(counts, exact(teacher.logprobs), -torch.inf)
     mass = log_q.logsumexp(-1)
     left = torch.log(-torch.expm1(mass.clamp(max=LEAST_LOG_MASS)))
     return (log_q - mass.unsqueeze(-1) if within else log_q), left
@@ -166,9 +167,9 @@ def _over_ids(
     log_q, left = _of_teacher(pair, ids, counts, options)
     within = not form.tail
     student = score(pair.logits, ids, options.backend, transform, within, options.shard)
-    log_p = torch.where(counts, student.logprobs.to(torch.float64), -torch.inf)
+    log_p = torch.where(counts, exact(student.logprobs), -torch.inf)
     if form.tail:
-        log_p = torch.cat([log_p, student.tail.to(torch.float64).unsqueeze(-1)], -1)
+        log_p = torch.cat([log_p, exact(student.tail).unsqueeze(-1)], -1)
         log_q = torch.cat([log_q, left.unsqueeze(-1)], -1)
         counts = torch.cat([counts, counts.any(-1, keepdim=True)], -1)
         log_p, log_q = (torch.where(counts, each, -torch.inf) for each in (log_p, log_q))
@@ -176,7 +177,7 @@ def _over_ids(
     broken = torch.stack([(each.isnan() & counts).any(-1) for each in (log_p, log_q)]).any(0)
     total = torch.where(counts, value, 0.0).sum(-1).masked_fill(broken, torch.nan)
     if out is not None and grad is not None:
-        coefficients = grad.to(torch.float64)
+        coefficients = exact(grad)
         inactive = (coefficients == 0).unsqueeze(-1)
         weighted = torch.where(inactive | ~counts, 0.0, slope * coefficients.unsqueeze(-1))
         lost = broken if form.beta == 0 else ~total.isfinite()
@@ -188,7 +189,7 @@ def _over_ids(
         )
     # an operator's outputs may not be the same tensor
     nothing = torch.zeros(3, *total.shape, dtype=total.dtype, device=total.device)
-    kinds = pair_dtypes(stats_dtype(pair.logits.dtype))
+    kinds = pair_dtypes(stats_dtype(pair.logits.dtype), exact_dtype(pair.logits.device))
     outputs = (nothing[0], nothing[1], total, nothing[2])
     return PairStats(*(each.to(kind, copy=True) for each, kind in zip(outputs, kinds, strict=True)))
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from gspo_kernels import bits
+from gspo_kernels.exact import exact, exact_dtype, segment_reduce
 from gspo_kernels.ops.backends import load
 from gspo_kernels.ops.library import checked_values, inplace_operator, operator
 from gspo_kernels.ops.logprobs import check_rows, save_rows, saved_rows
@@ -118,7 +119,7 @@ class _IdSet:
         starts = torch.searchsorted(group.contiguous(), groups)
         starts += K * torch.arange(len(group), device=values.device).unsqueeze(1)
         offsets = torch.nn.functional.pad(starts.flatten(), (0, 1), value=values.numel())
-        totals = torch.segment_reduce(ordered.flatten(), "sum", offsets=offsets, unsafe=True, initial=0)
+        totals = segment_reduce(ordered.flatten(), "sum", offsets)
         return torch.zeros_like(values).scatter_(
             -1, self._order, totals.view(values.shape).gather(-1, self._group)
         )
@@ -152,8 +153,8 @@ def _transformed(raw: Tensor, transform: LogitTransform) -> tuple[Tensor, Tensor
     """Raw logits [B, T, K] as z, and dz/dx; in fp64."""
     heat: Tensor | float = transform.temperature
     if transform.row_temperature is not None:
-        heat = transform.row_temperature.to(torch.float64).unsqueeze(-1)
-    z = raw.to(torch.float64) * transform.logit_scale
+        heat = exact(transform.row_temperature).unsqueeze(-1)
+    z = exact(raw) * transform.logit_scale
     slope = torch.full_like(z, transform.logit_scale)
     if transform.softcap:
         bent = torch.tanh(z / transform.softcap)
@@ -191,7 +192,7 @@ def score(
     V = logits.shape[-1]
     here = _LocalIds(ids, V, transform.kept, _columns(V, shard)[0])
     if within:
-        rest = torch.full(ids.shape[:-1], -torch.inf, dtype=torch.float64, device=ids.device)
+        rest = torch.full(ids.shape[:-1], -torch.inf, dtype=exact_dtype(ids.device), device=ids.device)
     else:
         labels, others = _rest(ids, here, V, transform)
         rest = load(backend).logprobs_forward(logits, labels, others, ignore_index=-1, entropy=False).lse
@@ -242,15 +243,15 @@ def write_gradient(
     unique = _IdSet(ids, present)
     _, slope = _transformed(logits.gather(-1, here.index), transform)
     logp, g = (
-        rows.logprobs.to(torch.float64),
-        torch.where(unique.present, grads.logprobs, 0.0).to(torch.float64),
+        exact(rows.logprobs),
+        exact(torch.where(unique.present, grads.logprobs, 0.0)),
     )
-    g_tail = g.new_zeros(()) if grads.tail is None else grads.tail.to(torch.float64)
+    g_tail = g.new_zeros(()) if grads.tail is None else exact(grads.tail)
     inactive = (g == 0).all(-1) & (g_tail == 0)
     if within:
         out.zero_()
     else:
-        tail, rest = rows.tail.to(torch.float64), rows.rest
+        tail, rest = exact(rows.tail), rows.rest
         outside = g_tail * -torch.expm1(tail) - g.sum(-1) * tail.exp()
         # nothing is left where the set is everything, and then no column is there to take it
         outside = torch.where((rest == -torch.inf) & ~tail.isnan(), 0.0, outside)
@@ -285,7 +286,7 @@ def fake_rows(ids: Tensor, dtype: torch.dtype) -> SelectedRows:
     return SelectedRows(
         ids.new_empty(ids.shape, dtype=kind),
         ids.new_empty(rows, dtype=kind),
-        ids.new_empty(rows, dtype=torch.float64),
+        ids.new_empty(rows, dtype=exact_dtype(ids.device)),
     )
 
 

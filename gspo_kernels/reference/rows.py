@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gspo_kernels import bits, divergences
+from gspo_kernels.exact import exact
 from gspo_kernels.torch_internals import inner_autograd
 from gspo_kernels.types import (
     LogitTransform,
@@ -61,7 +62,7 @@ def token_statistics(
     p = logp.exp()
     # selected before the product, whose gradient would multiply 0 by infinity
     entropy = -(p * torch.where(p > 0, logp, 0.0)).sum(-1)
-    lse = torch.logsumexp(z.detach().to(torch.float64), dim=-1)
+    lse = torch.logsumexp(exact(z.detach()), dim=-1)
     return RowStats(*(stat.masked_fill(ignored, 0.0) for stat in (logprobs, lse, entropy)))
 
 
@@ -176,7 +177,7 @@ def divergence(
         z = _counted_columns(leaf, ignored, transform)
         teacher_z = _counted_columns(teacher_logits.detach().to(wide), ignored, theirs)
         if known is None:
-            sides = (each.detach().double().logsumexp(-1) for each in (z, teacher_z))
+            sides = (exact(each.detach()).logsumexp(-1) for each in (z, teacher_z))
             known = Normalizers(*(lse.masked_fill(ignored, 0.0) for lse in sides))
         log_p, log_q = (
             _log_softmax(z.detach(), known.lse),
@@ -208,4 +209,4 @@ def divergence(
 def _log_softmax(z: Tensor, lse: Tensor) -> Tensor:
     """Log p of rows, or of some columns of rows, whose log-sum-exp is known; NaN without a softmax."""
     lse = torch.where(lse.isfinite(), lse, torch.nan).unsqueeze(-1)
-    return (z.to(torch.float64) - lse).to(z.dtype)
+    return (exact(z) - lse).to(z.dtype)

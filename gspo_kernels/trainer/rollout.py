@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gspo_kernels import bits
+from gspo_kernels.exact import exact
 from gspo_kernels.sampling import sampling_mask
 from gspo_kernels.trainer.config import InputError, RolloutConfig
 
@@ -238,9 +239,9 @@ def draw(logits: Tensor, sampling: Sampling, uniforms: Tensor) -> tuple[Tensor, 
         if sampling.return_mask:
             sets = kept.nonzero()[:, 1].to("cpu", torch.int32).split(kept.sum(-1).tolist())
     probs = logits.softmax(-1)
-    cumulative = probs.cumsum(-1, dtype=torch.float64)
+    cumulative = exact(probs).cumsum(-1)
     # The factor keeps the product below the total where it would round up to it.
-    shares = uniforms.double() * cumulative[:, -1:] * (1.0 - 2.0**-40)
+    shares = exact(uniforms) * cumulative[:, -1:] * (1.0 - max(2.0**-40, torch.finfo(cumulative.dtype).eps))
     # To the right: the first sum above the share, so never a token of probability 0; NaN goes beyond the end.
     tokens = torch.searchsorted(cumulative, shares, right=True).clamp(max=logits.shape[1] - 1)
     probs = probs.gather(-1, tokens) / cumulative[:, -1:]

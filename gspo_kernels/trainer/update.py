@@ -27,6 +27,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim.lr_scheduler import LambdaLR
 
 import gspo_kernels as gk
+from gspo_kernels.exact import exact
 from gspo_kernels.trainer.batch import Batch, micro_batches
 from gspo_kernels.trainer.checkpoint import load_tensors
 from gspo_kernels.trainer.config import InputError, OffPolicyConfig, TrainConfig, UpdateConfig, near_matches
@@ -464,7 +465,7 @@ def sampling_mismatch(logprobs: Tensor, sampling_logprobs: Tensor, mask: Tensor)
     Of the tokens in the mask, bool of the same shape: "mismatch/mean" and "mismatch/max" of the absolute
     differences, in nats, and "mismatch/ratio", the mean of exp(training - sampling). NaN if there is none.
     """
-    difference = logprobs[mask].double() - sampling_logprobs[mask].double()
+    difference = exact(logprobs[mask]) - exact(sampling_logprobs[mask])
     size = difference.abs()
     largest = float(size.max()) if size.numel() else math.nan
     ratio = float(difference.exp().mean())

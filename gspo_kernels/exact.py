@@ -1,0 +1,61 @@
+"""What numbers per token and per sequence are computed in: fp64, or fp32 with compensated sums on a device
+without fp64 (Apple's MPS).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def exact_dtype(device: torch.device) -> torch.dtype:
+    """fp64 where the device has it, otherwise fp32."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def exact(values: Tensor) -> Tensor:
+    """The values in ``exact_dtype`` of their device."""
+    return values.to(exact_dtype(values.device))
+
+
+def exact_sum(values: Tensor) -> Tensor:
+    """[..., N] -> [...]: sums over the last dimension; compensated where the device has no fp64."""
+    if exact_dtype(values.device) == torch.float64 or not values.shape[-1]:
+        return values.sum(-1)
+    return compensated_sum(values)
+
+
+def compensated_sum(values: Tensor) -> Tensor:
+    """[..., N] -> [...]: halves are added until one is left, and what each addition rounds off is kept.
+
+    Knuth's TwoSum gives it exactly. The gradient is that of a plain sum.
+    """
+    kept = torch.zeros_like(values)
+    while values.shape[-1] > 1:
+        odd = values.shape[-1] % 2
+        one, other = torch.nn.functional.pad(values, (0, odd)).chunk(2, -1)
+        values = one + other
+        with torch.no_grad():
+            added = values - one
+            lost = (one - (values - added)) + (other - added)
+            kept = lost + sum(torch.nn.functional.pad(kept, (0, odd)).chunk(2, -1))
+    # infinities and NaN are what they are: nothing was rounded off
+    return (values + kept.masked_fill(~values.isfinite(), 0.0)).squeeze(-1)
+
+
+def segment_reduce(values: Tensor, how: str, offsets: Tensor) -> Tensor:
+    """[N] -> [B]: "sum", "max" or "min" of the values between offsets [B + 1]; the sum of none is 0."""
+    if how == "sum" and not values.numel():
+        return values.new_zeros(offsets.numel() - 1)
+    if exact_dtype(values.device) == torch.float64:
+        initial = 0 if how == "sum" else None
+        return torch.segment_reduce(values, how, offsets=offsets, unsafe=True, initial=initial)
+    # MPS has no segment_reduce: rows as long as the longest segment take its place
+    lengths = offsets.diff().unsqueeze(1)
+    places = torch.arange(int(lengths.max()) if lengths.numel() else 0, device=values.device)
+    index = (offsets[:-1].unsqueeze(1) + places).clamp(max=values.numel() - 1)
+    nothing = {"sum": 0.0, "max": -torch.inf, "min": torch.inf}[how]
+    table = values[index].masked_fill(places >= lengths, nothing)
+    if how == "sum":
+        return exact_sum(table)
+    return table.amax(1) if how == "max" else table.amin(1)
