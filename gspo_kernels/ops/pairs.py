@@ -14,20 +14,9 @@ from torch import Tensor
 from gspo_kernels import bits, checks, divergences
 from gspo_kernels.layout import as_rows
 from gspo_kernels.ops.backends import rows_of
-from gspo_kernels.ops.selected import (
-    SelectedGradients,
-    first_places,
-    score,
-    write_gradient,
-)
+from gspo_kernels.ops.selected import SelectedGradients, first_places, score, write_gradient
 from gspo_kernels.ops.shards import leading_of_all
-from gspo_kernels.types import (
-    LogitTransform,
-    PairStats,
-    RowOptions,
-    pair_dtypes,
-    stats_dtype,
-)
+from gspo_kernels.types import LogitTransform, PairStats, RowOptions, RowPair, pair_dtypes, stats_dtype
 
 LEAST_LOG_MASS = -(2.0**-24)
 """The log of the most that log-probs which an engine has rounded leave nothing of."""
@@ -118,18 +107,9 @@ class Pair(NamedTuple):
         if self.teacher.ids is not None or self.form.top_k:
             return _over_ids(self, options, transform, grad, out)
         assert self.teacher.logits is not None
-        return rows_of(options).divergence(
-            self.logits,
-            self.teacher.logits,
-            self.labels,
-            transform,
-            self.teacher.transform,
-            self.form.beta,
-            ignore_index=options.ignore_index,
-            known=known,
-            grad=grad,
-            out=out,
-        )
+        sides = (self.logits, self.teacher.logits, self.labels, transform, self.teacher.transform)
+        rows = RowPair(*sides, self.form.beta, options.ignore_index)
+        return rows_of(options).divergence(rows, known, grad, out)
 
 
 def _of_teacher(pair: Pair, ids: Tensor, counts: Tensor, options: RowOptions) -> tuple[Tensor, Tensor]:
