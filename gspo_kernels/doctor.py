@@ -17,15 +17,7 @@ from gspo_kernels.invariance import is_batch_invariant
 from gspo_kernels.ops import backends
 from gspo_kernels.ops.products import fp32_library
 
-_PACKAGES = (
-    "gspo_kernels",
-    "torch",
-    "triton",
-    "numpy",
-    "accelerate",
-    "datasets",
-    "flash-attn",
-)
+_PACKAGES = ("gspo_kernels", "torch", "triton", "numpy", "accelerate", "datasets", "flash-attn")
 
 
 class _Framework(NamedTuple):
@@ -119,16 +111,13 @@ def report() -> str:
     devices = [torch.device("cpu")]
     devices += [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     for device in devices:
-        detail = (
-            f"{torch.get_num_threads()} threads"
-            if device.type == "cpu"
-            else torch.cuda.get_device_name(device)
-        )
+        on_cpu = device.type == "cpu"
+        detail = f"{torch.get_num_threads()} threads" if on_cpu else torch.cuda.get_device_name(device)
         lines.append(f"{device} ({detail}): backend 'auto' is {backends.resolve('auto', device)!r}")
         for name in backends.BACKENDS:
             reason = backends.why_not(name, device)
             lines.append(f"  {name:<10} {'ready' if reason is None else 'not here: ' + reason}")
-        if device.type == "cpu":
+        if on_cpu:
             lines += _products()
     if len(devices) == 1:
         lines.append("no CUDA device: torch.cuda.is_available() is False")

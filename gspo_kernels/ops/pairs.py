@@ -11,8 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gspo_kernels import bits, checks, divergences
-from gspo_kernels.layout import as_rows
+from gspo_kernels import bits, divergences
 from gspo_kernels.ops.backends import rows_of
 from gspo_kernels.ops.selected import SelectedGradients, first_places, score, write_gradient
 from gspo_kernels.ops.shards import leading_of_all
@@ -69,14 +68,6 @@ class TeacherRows(NamedTuple):
             logprobs=here(self.logprobs),
             row_temperature=here(self.row_temperature),
         )
-
-    def with_logits(self, teacher_logits: Tensor | None, logits: Tensor, packed: bool) -> TeacherRows:
-        """With the teacher's logits, as the caller passed them along with the student's."""
-        if teacher_logits is None:
-            return self
-        shape = tuple(logits.shape)
-        checks.floats("teacher_logits", teacher_logits, shape, "the shape of logits", logits.device)
-        return self._replace(logits=as_rows(teacher_logits.detach(), packed))
 
     @property
     def transform(self) -> LogitTransform:
