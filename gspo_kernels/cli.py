@@ -24,24 +24,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=_version())
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    commands.add_parser("train", help="train a model; gspo train --help lists all options", add_help=False)
-    commands.add_parser("demo", help="make a tiny model, train it and show what it learned", add_help=False)
-    commands.add_parser("export", help="write the model of a run's checkpoint", add_help=False)
-    commands.add_parser("plot", help="draw the metrics that a run has written so far", add_help=False)
-    commands.add_parser(
-        "mismatch", help="compare the log-probs of sampling and training, and find the cause", add_help=False
-    )
-    commands.add_parser("doctor", help="say what works here, and why the rest does not", add_help=False)
+    known: dict[str, tuple[Callable[[list[str]], None], str]] = {
+        "train": (train, "train a model; gspo train --help lists all options"),
+        "demo": (_demo, "make a tiny model, train it and show what it learned"),
+        "export": (_export, "write the model of a run's checkpoint"),
+        "plot": (_plot, "draw the metrics that a run has written so far"),
+        "mismatch": (_mismatch, "compare the log-probs of sampling and training, and find the cause"),
+        "doctor": (_doctor, "say what works here, and why the rest does not"),
+    }
+    for name, (_, what) in known.items():
+        commands.add_parser(name, help=what, add_help=False)
     command = parser.parse_args(arguments[:1]).command
-    run_command = {
-        "train": _train,
-        "demo": _demo,
-        "export": _export,
-        "plot": _plot,
-        "mismatch": _mismatch,
-        "doctor": _doctor,
-    }[command]
-    return _exit_status(f"gspo {command}", lambda: run_command(arguments[1:]))
+    return _exit_status(f"gspo {command}", lambda: known[command][0](arguments[1:]))
 
 
 def _exit_status(prog: str, command: Callable[[], None]) -> int:
@@ -80,10 +74,6 @@ def _doctor(arguments: list[str]) -> None:
     from gspo_kernels.doctor import report
 
     print(report())
-
-
-def _train(arguments: list[str]) -> None:
-    train(arguments)
 
 
 def train(

@@ -13,11 +13,7 @@ from gspo_kernels.layout import as_rows, from_rows
 from gspo_kernels.linear.call import LinearOperands
 from gspo_kernels.linear.distillation import LinearDistillationFunction
 from gspo_kernels.linear.inputs import ProductArguments, check_inputs, check_teachers_head
-from gspo_kernels.logits import (
-    LogitArguments,
-    check_inplace,
-    check_scores,
-)
+from gspo_kernels.logits import LogitArguments, check_inplace, check_scores
 from gspo_kernels.objectives import Linear
 from gspo_kernels.ops.divergence import DivergenceFunction, KnownDivergenceFunction, summed
 from gspo_kernels.ops.pairs import DivergenceForm, TeacherRows
@@ -25,7 +21,7 @@ from gspo_kernels.ops.selected import checked_ids
 from gspo_kernels.ops.shards import columns_of
 from gspo_kernels.parallel.groups import Parallel
 from gspo_kernels.parallel.placements import local_tensors
-from gspo_kernels.ranks import comparing
+from gspo_kernels.ranks import RankComparison, comparing
 from gspo_kernels.terms import Terms, merge_mask, normalize_terms
 from gspo_kernels.types import DistillationOutput, LoRAHead, RowOptions
 
@@ -118,15 +114,7 @@ class TeacherArguments(NamedTuple):
         except (TypeError, ValueError) as error:
             raise type(error)(f"teacher_{error}") from None
         ids, logprobs = self._of_ids(tokens, cu_seqlens is not None, width, options)
-        return TeacherRows(
-            None,
-            ids,
-            logprobs,
-            theirs.logit_scale,
-            theirs.softcap,
-            theirs.temperature,
-            theirs.row_temperature,
-        )
+        return TeacherRows(None, ids, logprobs, *theirs.transform[:4])
 
     def _of_ids(
         self, tokens: Tensor, packed: bool, width: int, options: RowOptions
@@ -150,13 +138,6 @@ class TeacherArguments(NamedTuple):
         return checked_ids(as_rows(ids, packed), width, options), as_rows(logprobs.detach(), packed)
 
 
-def vocabulary_of(width: int, options: RowOptions) -> int:
-    """The size of the whole vocabulary, 0 where the ``width`` columns of this process don't say it."""
-    shard = options.shard
-    total = columns_of(shard, width)[1] if shard.group else width
-    return total
-
-
 class _DistillationCall(NamedTuple):
     """What both losses make of their arguments: rows, and the options of both sides."""
 
@@ -175,14 +156,16 @@ def _normalize(
     teacher: TeacherArguments,
     divergence: DivergenceArguments,
     passed: Terms,
-    objective: Linear,
+    aggregation: tuple[str, float | None],
     parallel: Parallel,
+    ranks: RankComparison | None,
 ) -> _DistillationCall:
-    """Check what both losses take, and bring it into rows.
+    """Check what both losses take, compare it with other ranks, and bring it into rows.
 
-    ``tokens`` has the tokens' shape, ``dtype`` and ``width`` are the logits', ``objective`` says how tokens
-    become one loss.
+    ``tokens`` has the tokens' shape, ``dtype`` and ``width`` are the logits', ``aggregation`` is the caller's
+    with its constant.
     """
+    objective = Linear(aggregation=aggregation[0], aggregation_constant=aggregation[1])
     if parallel.cp_group is not None:
         raise ValueError(
             "logits or hidden: is a DTensor cut over tokens, expected Replicate() over these ranks"
@@ -191,8 +174,12 @@ def _normalize(
     terms = normalize_terms(passed, tokens, objective)
     labels, terms = merge_mask(as_rows(tokens, packed), terms, how.ignore_index)
     options = how.normalize(tokens, passed.cu_seqlens, dtype, width, parallel)
-    form = divergence.normalize(vocabulary_of(width, options), teacher.ids)
+    # 0 where the columns of this process don't say how many there are of all
+    vocabulary = columns_of(options.shard, width)[1] if options.shard.group else width
+    form = divergence.normalize(vocabulary, teacher.ids)
     rows = teacher.normalize(tokens, how, options, passed.cu_seqlens, dtype, width)
+    if ranks is not None:
+        ranks.compare(labels, terms, options, width, teacher_temperature=rows.row_temperature)
     return _DistillationCall(labels, options, rows, form, terms)
 
 
@@ -293,7 +280,10 @@ def distillation_loss(
         check_scores("logits", logits, tokens, "V")
         teacher.check_source("teacher_logits", teacher_logits)
         check_inplace(logits, inplace_backward)
-        objective = Linear(aggregation=aggregation, aggregation_constant=aggregation_constant)
+        if teacher_logits is not None:
+            shape = tuple(logits.shape)
+            checks.floats("teacher_logits", teacher_logits, shape, "the shape of logits", logits.device)
+        summed_as = (aggregation, aggregation_constant)
         call = _normalize(
             tokens,
             logits.dtype,
@@ -302,14 +292,13 @@ def distillation_loss(
             teacher,
             divergence,
             passed,
-            objective,
+            summed_as,
             parallel,
+            ranks,
         )
-        packed, heat = cu_seqlens is not None, call.teacher.row_temperature
-        teacher_rows = call.teacher.with_logits(teacher_logits, logits, packed)
-        if ranks is not None:
-            width = logits.shape[-1]
-            ranks.compare(call.labels, call.terms, call.options, width, teacher_temperature=heat)
+    packed, teacher_rows = cu_seqlens is not None, call.teacher
+    if teacher_logits is not None:
+        teacher_rows = teacher_rows._replace(logits=as_rows(teacher_logits.detach(), packed))
     shares = token_shares(call.labels, call.terms)
     arguments = (as_rows(logits, packed), teacher_rows, call.labels, call.form, call.options)
     learns = torch.is_grad_enabled() and logits.requires_grad
@@ -423,7 +412,7 @@ def fused_linear_distillation_loss(
         teacher.check_source("teacher_hidden", teacher_hidden)
         theirs = (teacher_hidden, teacher_weight, teacher_bias)
         rows, their_weight, their_bias = check_teachers_head(*theirs, tokens, weight.shape[0], chunking)
-        objective = Linear(aggregation=aggregation, aggregation_constant=aggregation_constant)
+        summed_as = (aggregation, aggregation_constant)
         call = _normalize(
             tokens,
             hidden.dtype,
@@ -432,13 +421,11 @@ def fused_linear_distillation_loss(
             teacher,
             divergence,
             passed,
-            objective,
+            summed_as,
             parallel,
+            ranks,
         )
-        packed, heat = cu_seqlens is not None, call.teacher.row_temperature
-        if ranks is not None:
-            width = weight.shape[0]
-            ranks.compare(call.labels, call.terms, call.options, width, teacher_temperature=heat)
+    packed = cu_seqlens is not None
     rows = None if rows is None else as_rows(rows, packed)
     loss, each = LinearDistillationFunction.apply(
         *LinearOperands(as_rows(hidden, packed), weight, bias, call.labels, call.options, chunking, base),

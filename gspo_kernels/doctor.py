@@ -18,15 +18,7 @@ from gspo_kernels.invariance import is_batch_invariant
 from gspo_kernels.ops import backends
 from gspo_kernels.ops.products import fp32_library
 
-_PACKAGES = (
-    "gspo_kernels",
-    "torch",
-    "triton",
-    "numpy",
-    "accelerate",
-    "datasets",
-    "flash-attn",
-)
+_PACKAGES = ("gspo_kernels", "torch", "triton", "numpy", "accelerate", "datasets", "flash-attn")
 
 
 class _Framework(NamedTuple):

@@ -121,18 +121,10 @@ def without_rejected(loss_mask: Tensor, weights: Tensor, *, cu_seqlens: Tensor |
     Raises:
         TypeError, ValueError: a wrong argument, named in the message.
     """
-    checks.tensor("loss_mask", loss_mask, None, "[B, T], or [N] with cu_seqlens", None)
-    checks.layout("loss_mask", loss_mask, cu_seqlens)
-    checks.floats("weights", weights, None, "[B] or the shape of loss_mask", loss_mask.device)
-    sequences = loss_mask.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    per_sequence = _per_sequence("weights", weights, sequences, loss_mask, "loss_mask")
-    check_cu_seqlens(cu_seqlens, loss_mask)
-    check_mask(loss_mask)
+    counted, layout = _counted(loss_mask, cu_seqlens, weights=weights)
     packed, kept = cu_seqlens is not None, exact(weights.detach() != 0)
-    counted = _rows(loss_mask, packed) != 0
-    counted = counted & (
-        (layout_of(counted, cu_seqlens).expand(kept) if per_sequence else _rows(kept, packed)) != 0
-    )
+    per_sequence = weights.shape == (layout.sequences,)
+    counted = counted & ((layout.expand(kept) if per_sequence else _rows(kept, packed)) != 0)
     return counted.squeeze(0) if packed else counted
 
 
@@ -168,18 +160,8 @@ def weight_metrics(
     Raises:
         TypeError, ValueError: a wrong argument, named in the message.
     """
-    mask = checks.tensor("loss_mask", loss_mask, None, "[B, T], or [N] with cu_seqlens", None)
-    checks.layout("loss_mask", mask, cu_seqlens)
-    sequences = mask.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    for name, given in (("weights", weights), ("advantages", advantages)):
-        checks.floats(name, given, None, "[B] or the shape of loss_mask", mask.device)
-        _per_sequence(name, given, sequences, mask, "loss_mask")
-    check_cu_seqlens(cu_seqlens, mask)
-    check_mask(mask)
-
-    packed = cu_seqlens is not None
-    counted = _rows(mask, packed) != 0
-    layout = layout_of(counted, cu_seqlens)
+    counted, layout = _counted(loss_mask, cu_seqlens, weights=weights, advantages=advantages)
+    packed, sequences = cu_seqlens is not None, layout.sequences
     counts = layout.sum(exact(counted))
 
     def tokens(values: Tensor) -> Tensor:
@@ -313,6 +295,20 @@ def _per_sequence(name: str, values: Tensor, sequences: int, tokens: Tensor, tok
             f"{tuple(tokens.shape)}"
         )
     return shape == (sequences,)
+
+
+def _counted(loss_mask: Tensor, cu_seqlens: Tensor | None, **values: Tensor) -> tuple[Tensor, Layout]:
+    """Check a mask and values, [B] or per token; return the mask as bool [B, T] or [1, N], and its layout."""
+    mask = checks.tensor("loss_mask", loss_mask, None, "[B, T], or [N] with cu_seqlens", None)
+    checks.layout("loss_mask", mask, cu_seqlens)
+    sequences = mask.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    for name, given in values.items():
+        checks.floats(name, given, None, "[B] or the shape of loss_mask", mask.device)
+        _per_sequence(name, given, sequences, mask, "loss_mask")
+    check_cu_seqlens(cu_seqlens, mask)
+    check_mask(mask)
+    counted = _rows(mask, cu_seqlens is not None) != 0
+    return counted, layout_of(counted, cu_seqlens)
 
 
 def _check_tokens(

@@ -22,16 +22,12 @@ from gspo_kernels.ops.logprobs import check_ranges, check_rows, range_of
 from gspo_kernels.ops.values import check_temperature
 from gspo_kernels.parallel.agreement import Member, compare, digest
 from gspo_kernels.parallel.groups import Parallel, group_name
+from gspo_kernels.parallel.placements import VOCABULARY, groups_of
 from gspo_kernels.parallel.tokens import ScatteredTokens
 from gspo_kernels.terms import SPECS, Terms, check_values
 from gspo_kernels.types import RowOptions
 
-_VOCABULARY = {
-    "logits": -1, "teacher_logits": -1,
-    "weight": 0, "teacher_weight": 0,
-    "bias": 0, "teacher_bias": 0,
-    "B": 0,  # of a LoRAHead
-}  # fmt: skip
+_VOCABULARY = {**VOCABULARY, "B": 0}  # B: of a LoRAHead
 """Arguments of which ranks may have parts of the vocabulary, and the dimension that this is."""
 _HIDDEN = ("hidden", "teacher_hidden")
 _OF_TOKENS = ("labels", "ids", "cu_seqlens", "kept_ids", "kept_mask")
@@ -167,8 +163,6 @@ def _groups(arguments: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
                 facts[argument] = group_name(argument, arguments[argument]), share
     placed = {name: value for name, value in arguments.items() if hasattr(value, "device_mesh")}
     if placed:
-        from gspo_kernels.parallel.placements import groups_of
-
         known = {group for group, _ in facts.values()}
         facts |= {name: pair for name, pair in groups_of(placed).items() if pair[0] not in known}
     order = (*shares.values(), "")

@@ -176,6 +176,26 @@ class LogitTransform(NamedTuple):
         return self._replace(row_temperature=temperature, kept=kept)
 
 
+class RowPair(NamedTuple):
+    """Rows of a student and of a teacher over the same columns, whose divergences are asked for.
+
+    Attributes:
+        logits, teacher_logits: [B, T, V], each with strides and a dtype of its own.
+        labels: [B, T], which only say by ``ignore_index`` which rows are ignored.
+        transform, teacher_transform: of either side; what ``transform.kept`` cuts is cut on both.
+        beta: which divergence: see ``divergences``.
+        ignore_index: the label of ignored rows.
+    """
+
+    logits: Tensor
+    teacher_logits: Tensor
+    labels: Tensor
+    transform: LogitTransform
+    teacher_transform: LogitTransform
+    beta: float
+    ignore_index: int
+
+
 class Shard(NamedTuple):
     """Which columns of the whole logits a process has.
 
@@ -308,3 +328,13 @@ def stats_dtype(dtype: torch.dtype) -> torch.dtype:
 def pair_dtypes(dtype: torch.dtype, exact: torch.dtype = torch.float64) -> tuple[torch.dtype, ...]:
     """Of the fields of ``PairStats``, where statistics are of ``dtype``."""
     return exact, exact, dtype, dtype
+
+
+def allocate_pair_stats(logits: Tensor, known: Normalizers | PairStats | None = None) -> PairStats:
+    """What is known of rows of logits [B, T, V], contiguous and in its dtypes, and memory for the rest."""
+    given = () if known is None else known
+    kinds = pair_dtypes(stats_dtype(logits.dtype))
+    return PairStats(
+        *(each.to(kind).contiguous() for each, kind in zip(given, kinds, strict=False)),
+        *(torch.empty(logits.shape[:2], dtype=kind, device=logits.device) for kind in kinds[len(given) :]),
+    )

@@ -20,9 +20,10 @@ from gspo_kernels.types import (
     PairStats,
     RatioClip,
     RatioStep,
+    RowPair,
     RowStats,
     SequenceRatioStats,
-    pair_dtypes,
+    allocate_pair_stats,
     stats_dtype,
 )
 
@@ -149,39 +150,15 @@ _PIECE = 2**22
 
 
 def divergence(
-    logits: Tensor,
-    teacher_logits: Tensor,
-    labels: Tensor,
-    transform: LogitTransform,
-    teacher_transform: LogitTransform,
-    beta: float,
-    *,
-    ignore_index: int,
-    known: Normalizers | PairStats | None,
-    grad: Tensor | None,
-    out: Tensor | None,
+    rows: RowPair, known: Normalizers | PairStats | None, grad: Tensor | None, out: Tensor | None
 ) -> PairStats:
     """See ``ops.backends.RowBackend.divergence``."""
+    logits, teacher_logits, labels, transform, teacher_transform, beta, ignore_index = rows
     if out is not None:
         _check_out(logits, out)
     if logits.dtype != teacher_logits.dtype:
-        return _divergence_of_two_dtypes(
-            logits,
-            teacher_logits,
-            labels,
-            transform,
-            teacher_transform,
-            beta,
-            ignore_index,
-            known,
-            grad,
-            out,
-        )
-    shape, dtype = logits.shape[:2], stats_dtype(logits.dtype)
-    if known is None:
-        stats = PairStats(*(torch.empty(shape, dtype=kind) for kind in pair_dtypes(dtype)))
-    else:
-        stats = PairStats(*(each.contiguous() for each in _pair(known, dtype)))
+        return _divergence_of_two_dtypes(rows, known, grad, out)
+    stats = allocate_pair_stats(logits, known)
     _operators().divergence(
         *_row_arguments(logits, labels, transform, ignore_index),
         teacher_logits.detach(),
@@ -197,52 +174,32 @@ def divergence(
     return stats
 
 
-def _pair(known: Normalizers | PairStats, dtype: torch.dtype) -> PairStats:
-    """What is known in the dtypes of rows, and memory for what is not."""
-    kinds = pair_dtypes(dtype)
-    known_values = (value.to(kind) for value, kind in zip(known, kinds, strict=False))
-    missing = (torch.empty_like(known.lse, dtype=kind) for kind in kinds[len(known) :])
-    return PairStats(*known_values, *missing)
-
-
 def _divergence_of_two_dtypes(
-    logits: Tensor,
-    teacher_logits: Tensor,
-    labels: Tensor,
-    transform: LogitTransform,
-    teacher_transform: LogitTransform,
-    beta: float,
-    ignore_index: int,
-    known: Normalizers | PairStats | None,
-    grad: Tensor | None,
-    out: Tensor | None,
+    rows: RowPair, known: Normalizers | PairStats | None, grad: Tensor | None, out: Tensor | None
 ) -> PairStats:
     """A few rows at a time in the dtype that holds both."""
-    B, T, V = logits.shape
-    wide = torch.promote_types(logits.dtype, teacher_logits.dtype)
-    stats = PairStats(*(torch.empty(B, T, dtype=kind) for kind in pair_dtypes(stats_dtype(logits.dtype))))
+    B, T, V = rows.logits.shape
+    wide = torch.promote_types(rows.logits.dtype, rows.teacher_logits.dtype)
+    stats = allocate_pair_stats(rows.logits)
     step = max(1, _PIECE // max(V, 1))
     for b in range(B):
         for start in range(0, T, step):
             at = (slice(b, b + 1), slice(start, start + step))
-            student, teacher = (
-                each.rows(lambda rows: rows[at])  # noqa: B023
-                for each in (transform, teacher_transform)
+            here = rows._replace(
+                logits=rows.logits[at].to(wide),
+                teacher_logits=rows.teacher_logits[at].to(wide),
+                labels=rows.labels[at],
+                transform=rows.transform.rows(lambda values: values[at]),  # noqa: B023
+                teacher_transform=rows.teacher_transform.rows(lambda values: values[at]),  # noqa: B023
             )
-            here = divergence(
-                logits[at].to(wide),
-                teacher_logits[at].to(wide),
-                labels[at],
-                student,
-                teacher,
-                beta,
-                ignore_index=ignore_index,
-                known=None if known is None else type(known)(*(each[at] for each in known)),
-                grad=None if grad is None else grad[at],
-                out=None if out is None else out[at],
+            part = divergence(
+                here,
+                None if known is None else type(known)(*(each[at] for each in known)),
+                None if grad is None else grad[at],
+                None if out is None else out[at],
             )
-            for whole, part in zip(stats, here, strict=True):
-                whole[at] = part
+            for whole, values in zip(stats, part, strict=True):
+                whole[at] = values
     return stats
 
 

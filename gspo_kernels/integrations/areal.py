@@ -7,14 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from gspo_kernels.integrations.hooks import (
-    RolloutCorrection,
-    check_correction,
-    check_objective,
-    count,
-    fitting_advantages,
-    refuse_other_versions,
-)
+from gspo_kernels.integrations import hooks
+from gspo_kernels.integrations.hooks import RolloutCorrection
 from gspo_kernels.losses import policy_loss
 from gspo_kernels.objectives import GSPO
 from gspo_kernels.objectives.base import Objective
@@ -53,9 +47,9 @@ class PolicyLoss:
         correction: RolloutCorrection | None = None,
         log: Callable[[dict[str, float]], object] | None = None,
     ) -> None:
-        refuse_other_versions("areal", SUPPORTED)
-        self.objective = check_objective(objective, "AReaL", divides_by=("sequences", "tokens"))
-        self.correction = check_correction(correction)
+        hooks.refuse_other_versions("areal", SUPPORTED)
+        self.objective = hooks.check_objective(objective, "AReaL", divides_by=("sequences", "tokens"))
+        self.correction = hooks.check_correction(correction)
         if log is not None and not callable(log):
             raise TypeError(f"log: got {type(log).__name__}, expected a function or None")
         self.log = log
@@ -89,7 +83,9 @@ class PolicyLoss:
         out = policy_loss(
             logprobs,
             rollout if proximal is None else proximal,
-            fitting_advantages(self.objective, input_data["advantages"], mask, cu_seqlens, average=True),
+            hooks.fitting_advantages(
+                self.objective, input_data["advantages"], mask, cu_seqlens, average=True
+            ),
             loss_mask=mask,
             cu_seqlens=cu_seqlens,
             rollout_weights=weights,
@@ -106,4 +102,4 @@ class PolicyLoss:
     def weight(self, input_data: Mapping[str, Any]) -> Tensor:
         """How many sequences or tokens of a micro-batch the loss is a mean over, 0-d; AReaL sums them up."""
         counted, _ = self.objective.outer_divisor()
-        return count(counted, input_data["loss_mask"], input_data.get("cu_seqlens")).float()
+        return hooks.count(counted, input_data["loss_mask"], input_data.get("cu_seqlens")).float()

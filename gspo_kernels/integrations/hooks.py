@@ -170,15 +170,7 @@ class RolloutCorrection:
     ) -> Tensor:
         """The weights, by ``gspo_kernels.rollout_weights`` with these options."""
         return rollout_weights(
-            old_logprobs,
-            rollout_logprobs,
-            loss_mask=loss_mask,
-            cu_seqlens=cu_seqlens,
-            level=self.level,
-            reduce=self.reduce,
-            mode=self.mode,
-            low=self.low,
-            high=self.high,
+            old_logprobs, rollout_logprobs, loss_mask=loss_mask, cu_seqlens=cu_seqlens, **vars(self)
         )
 
 

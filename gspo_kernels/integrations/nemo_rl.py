@@ -10,15 +10,9 @@ import torch
 from torch import Tensor
 
 from gspo_kernels import checks
+from gspo_kernels.integrations import hooks
 from gspo_kernels.integrations.errors import IntegrationError
-from gspo_kernels.integrations.hooks import (
-    RolloutCorrection,
-    check_correction,
-    check_objective,
-    count,
-    fitting_advantages,
-    refuse_other_versions,
-)
+from gspo_kernels.integrations.hooks import RolloutCorrection
 from gspo_kernels.losses import policy_loss
 from gspo_kernels.objectives import GSPO
 from gspo_kernels.objectives.base import Objective
@@ -62,12 +56,12 @@ class PolicyLoss:
         correction: RolloutCorrection | None = None,
         on_policy: bool = False,
     ) -> None:
-        self.objective = check_objective(objective, "NeMo-RL", divides_by=("sequences", "tokens"))
+        self.objective = hooks.check_objective(objective, "NeMo-RL", divides_by=("sequences", "tokens"))
         self.reference_policy_kl_penalty = checks.number("kl_beta", kl_beta)
         self.kl_estimator = checks.choice("kl_estimator", kl_estimator, KL_ESTIMATORS)
-        self.correction = check_correction(correction)
+        self.correction = hooks.check_correction(correction)
         self.on_policy = checks.flag("on_policy", on_policy)
-        refuse_other_versions("nemo-rl", SUPPORTED)
+        hooks.refuse_other_versions("nemo-rl", SUPPORTED)
         try:
             from nemo_rl.algorithms.loss.interfaces import LossInputType, LossType
         except ImportError as error:
@@ -123,7 +117,7 @@ class PolicyLoss:
         out = policy_loss(
             logprobs,
             old,
-            fitting_advantages(self.objective, data["advantages"][:, 1:], mask),
+            hooks.fitting_advantages(self.objective, data["advantages"][:, 1:], mask),
             loss_mask=mask,
             ref_logprobs=reference,
             kl_beta=self.reference_policy_kl_penalty,
@@ -132,8 +126,9 @@ class PolicyLoss:
             normalizer=global_valid_toks if counted == "tokens" else global_valid_seqs,
             objective=self.objective,
         )
-        tokens = count("tokens", mask)
-        of_tokens, of_sequences = tokens / global_valid_toks, count("sequences", mask) / global_valid_seqs
+        tokens = hooks.count("tokens", mask)
+        of_tokens = tokens / global_valid_toks
+        of_sequences = hooks.count("sequences", mask) / global_valid_seqs
         mean = out.metrics
         metrics = {
             "loss": out.loss.detach(),

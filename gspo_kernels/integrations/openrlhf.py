@@ -7,13 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gspo_kernels.integrations.hooks import (
-    RolloutCorrection,
-    check_correction,
-    check_objective,
-    fitting_advantages,
-    refuse_other_versions,
-)
+from gspo_kernels.integrations import hooks
+from gspo_kernels.integrations.hooks import RolloutCorrection
 from gspo_kernels.losses import policy_loss
 from gspo_kernels.objectives import GSPO
 from gspo_kernels.objectives.base import Objective
@@ -61,9 +56,9 @@ class PolicyLoss(torch.nn.Module):
 
     def __init__(self, objective: Objective = GSPO(), *, correction: RolloutCorrection | None = None) -> None:
         super().__init__()
-        refuse_other_versions("openrlhf", SUPPORTED)
-        self.objective = check_objective(objective, "OpenRLHF", divides_by=("sequences", "tokens"))
-        self.correction = check_correction(correction)
+        hooks.refuse_other_versions("openrlhf", SUPPORTED)
+        self.objective = hooks.check_objective(objective, "OpenRLHF", divides_by=("sequences", "tokens"))
+        self.correction = hooks.check_correction(correction)
         self.metrics: dict[str, Tensor] = {}
 
     def forward(
@@ -103,7 +98,7 @@ class PolicyLoss(torch.nn.Module):
         out = policy_loss(
             log_probs,
             old_log_probs,
-            fitting_advantages(self.objective, advantages, action_mask),
+            hooks.fitting_advantages(self.objective, advantages, action_mask),
             loss_mask=action_mask,
             rollout_weights=weights,
             normalizer=None if total is None else total / dp_size,

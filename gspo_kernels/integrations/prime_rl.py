@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from gspo_kernels import checks
-from gspo_kernels.integrations.hooks import check_objective, fitting_advantages, refuse_other_versions
+from gspo_kernels.integrations import hooks
 from gspo_kernels.losses import policy_loss
 from gspo_kernels.objectives import GSPO
 from gspo_kernels.objectives.base import Objective
@@ -61,8 +61,8 @@ class PolicyLoss:
         kl_beta: float = 0.0,
         kl_estimator: str = "k3",
     ) -> None:
-        refuse_other_versions("prime-rl", SUPPORTED)
-        self.objective = check_objective(objective, "prime-rl", divides_by=("tokens",))
+        hooks.refuse_other_versions("prime-rl", SUPPORTED)
+        self.objective = hooks.check_objective(objective, "prime-rl", divides_by=("tokens",))
         self.kl_beta = checks.number("kl_beta", kl_beta)
         self.kl_estimator = checks.choice("kl_estimator", kl_estimator, KL_ESTIMATORS)
 
@@ -79,7 +79,7 @@ class PolicyLoss:
         out = policy_loss(
             inputs.trainer_logprobs[None],
             inputs.inference_logprobs[None],
-            fitting_advantages(self.objective, advantages, mask),
+            hooks.fitting_advantages(self.objective, advantages, mask),
             loss_mask=mask,
             ref_logprobs=None if reference is None else reference[None],
             kl_beta=self.kl_beta if weights is None or self.kl_beta == 0 else self.kl_beta * weights[None],

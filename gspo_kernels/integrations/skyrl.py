@@ -22,13 +22,6 @@ from torch import Tensor
 from gspo_kernels import checks, objectives
 from gspo_kernels.integrations import hooks
 from gspo_kernels.integrations.errors import IntegrationError, require_package
-from gspo_kernels.integrations.hooks import (
-    Reads,
-    check_objective,
-    clip_range_options,
-    fitting_advantages,
-    read,
-)
 from gspo_kernels.losses import policy_loss
 from gspo_kernels.objectives.base import Objective
 
@@ -47,28 +40,28 @@ UNBOUNDED = math.exp(20.0)
 
 
 def _low(config: Any) -> float:
-    return float(read(config, "eps_clip_low"))
+    return float(hooks.read(config, "eps_clip_low"))
 
 
 def _high(config: Any) -> float:
-    return float(read(config, "eps_clip_high"))
+    return float(hooks.read(config, "eps_clip_high"))
 
 
-_TAU: Reads = {
-    "tau_positive": lambda config: read(config, "sapo.tau_pos"),
-    "tau_negative": lambda config: read(config, "sapo.tau_neg"),
+_TAU: hooks.Reads = {
+    "tau_positive": lambda config: hooks.read(config, "sapo.tau_pos"),
+    "tau_negative": lambda config: hooks.read(config, "sapo.tau_neg"),
 }
 
-OPTIONS: dict[type[Objective], Reads] = {
-    **clip_range_options(_low, _high),
+OPTIONS: dict[type[Objective], hooks.Reads] = {
+    **hooks.clip_range_options(_low, _high),
     objectives.CISPO: {
-        "min_ratio": lambda config: 1.0 - read(config, "cispo.cispo_eps_clip_low"),
-        "max_ratio": lambda config: 1.0 + read(config, "cispo.cispo_eps_clip_high"),
+        "min_ratio": lambda config: 1.0 - hooks.read(config, "cispo.cispo_eps_clip_low"),
+        "max_ratio": lambda config: 1.0 + hooks.read(config, "cispo.cispo_eps_clip_high"),
     },
     objectives.DPPO: {
-        "divergence": lambda config: read(config, "dppo.dppo_type").removeprefix("binary_"),
-        "bound_low": lambda config: read(config, "dppo.delta_low"),
-        "bound_high": lambda config: read(config, "dppo.delta_high"),
+        "divergence": lambda config: hooks.read(config, "dppo.dppo_type").removeprefix("binary_"),
+        "bound_low": lambda config: hooks.read(config, "dppo.delta_low"),
+        "bound_high": lambda config: hooks.read(config, "dppo.delta_high"),
         "max_ratio": lambda config: UNBOUNDED,
     },
     objectives.SAPO: _TAU,
@@ -128,7 +121,7 @@ class SkyRLPolicyLoss:
             IntegrationError: a config that can't be served; the message says why.
         """
         checks.tensor("old_log_probs", old_log_probs, tuple(log_probs.shape), "[B, T]", log_probs.device)
-        reduction = read(config, "loss_reduction")
+        reduction = hooks.read(config, "loss_reduction")
         if REDUCTIONS.get(reduction) != self.objective.aggregation:
             hooks.warn_once(
                 f"{self.name}: SkyRL's advantages come scaled by loss_reduction={reduction!r}, while the "
@@ -139,7 +132,7 @@ class SkyRLPolicyLoss:
         output = policy_loss(
             log_probs,
             old_log_probs,
-            fitting_advantages(objective, advantages, loss_mask),
+            hooks.fitting_advantages(objective, advantages, loss_mask),
             loss_mask=loss_mask,
             rollout_weights=weights,
             objective=objective,
@@ -166,7 +159,7 @@ def _summing(objective: Objective) -> Objective:
     """The objective as a plain sum, if it is proportional to the advantages."""
     checks.objective(objective, Objective)
     whole: Any = dataclasses.replace(objective, aggregation="sum", aggregation_constant=None)
-    check_objective(whole, "SkyRL", divides_by=("one",))
+    hooks.check_objective(whole, "SkyRL", divides_by=("one",))
     if not whole.zero_advantage_is_inactive:
         raise IntegrationError(
             f"objective: {type(whole).__name__} is not proportional to its advantages, but SkyRL's carry the "

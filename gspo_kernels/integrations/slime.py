@@ -10,14 +10,9 @@ import torch
 from torch import Tensor
 
 from gspo_kernels import checks
+from gspo_kernels.integrations import hooks
 from gspo_kernels.integrations.errors import IntegrationError
-from gspo_kernels.integrations.hooks import (
-    RolloutCorrection,
-    check_correction,
-    check_objective,
-    fitting_advantages,
-    refuse_other_versions,
-)
+from gspo_kernels.integrations.hooks import RolloutCorrection
 from gspo_kernels.integrations.layouts import offsets_of, response_predictions
 from gspo_kernels.layout import layout_of
 from gspo_kernels.losses import fused_policy_loss
@@ -75,9 +70,9 @@ class PolicyLoss:
         inplace_backward: bool = False,
         backend: str = "auto",
     ) -> None:
-        refuse_other_versions("slime", SUPPORTED)
-        self.objective = check_objective(objective, "slime", divides_by=("sequences", "tokens"))
-        self.correction = check_correction(correction)
+        hooks.refuse_other_versions("slime", SUPPORTED)
+        self.objective = hooks.check_objective(objective, "slime", divides_by=("sequences", "tokens"))
+        self.correction = hooks.check_correction(correction)
         self.inplace_backward = checks.flag("inplace_backward", inplace_backward)
         self.backend = checks.choice("backend", backend, ("auto", *BACKENDS))
 
@@ -132,7 +127,7 @@ class PolicyLoss:
             logits[0],
             labels,
             old_logprobs,
-            fitting_advantages(self.objective, rows("advantages"), mask, cu_seqlens),
+            hooks.fitting_advantages(self.objective, rows("advantages"), mask, cu_seqlens),
             loss_mask=mask,
             cu_seqlens=cu_seqlens,
             ref_logprobs=rows("ref_log_probs") if args.use_kl_loss else None,

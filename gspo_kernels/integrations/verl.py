@@ -25,13 +25,6 @@ from torch import Tensor
 from gspo_kernels import checks, objectives
 from gspo_kernels.integrations import hooks
 from gspo_kernels.integrations.errors import IntegrationError, require_package
-from gspo_kernels.integrations.hooks import (
-    Reads,
-    check_objective,
-    clip_range_options,
-    fitting_advantages,
-    read,
-)
 from gspo_kernels.losses import policy_loss
 from gspo_kernels.objectives.base import Objective
 
@@ -50,30 +43,30 @@ _TOTALS = {"token_mean": "batch_num_tokens", "sum": None}
 
 
 def _low(config: Any) -> float:
-    return float(read(config, "clip_ratio_low", getattr(config, "clip_ratio", None)))
+    return float(hooks.read(config, "clip_ratio_low", getattr(config, "clip_ratio", None)))
 
 
 def _high(config: Any) -> float:
-    return float(read(config, "clip_ratio_high", getattr(config, "clip_ratio", None)))
+    return float(hooks.read(config, "clip_ratio_high", getattr(config, "clip_ratio", None)))
 
 
 def _dual(config: Any) -> float:
-    return float(read(config, "clip_ratio_c", 3.0))
+    return float(hooks.read(config, "clip_ratio_c", 3.0))
 
 
-_TAU: Reads = {
-    "tau_positive": lambda config: read(config, "tau_pos", 1.0),
-    "tau_negative": lambda config: read(config, "tau_neg", 1.05),
+_TAU: hooks.Reads = {
+    "tau_positive": lambda config: hooks.read(config, "tau_pos", 1.0),
+    "tau_negative": lambda config: hooks.read(config, "tau_neg", 1.05),
 }
 
-OPTIONS: dict[type[Objective], Reads] = {
-    **clip_range_options(_low, _high),
+OPTIONS: dict[type[Objective], hooks.Reads] = {
+    **hooks.clip_range_options(_low, _high),
     objectives.CISPO: {
         "min_ratio": lambda config: 1.0 - _low(config),
         "max_ratio": lambda config: 1.0 + _high(config),
     },
     objectives.DPPO: {"bound_low": _low, "bound_high": _high, "max_ratio": _dual},
-    objectives.DRO: {"beta": lambda config: read(config, "policy_loss.dro_beta")},
+    objectives.DRO: {"beta": lambda config: hooks.read(config, "policy_loss.dro_beta")},
     objectives.GRPO: {"clip_low": _low, "clip_high": _high, "dual_clip": _dual},
     objectives.SAPO: _TAU,
     objectives.SSPO: _TAU,
@@ -140,7 +133,7 @@ class VerlPolicyLoss:
         _check(objective)
         terms: dict[str, Any] = {
             "old_logprobs": old_log_prob,
-            "advantages": fitting_advantages(objective, advantages, response_mask),
+            "advantages": hooks.fitting_advantages(objective, advantages, response_mask),
             "loss_mask": response_mask,
             "rollout_weights": rollout_is_weights,
             "normalizer": _normalizer(objective, info),
@@ -169,7 +162,7 @@ class VerlPolicyLoss:
 
 
 def _check(objective: Objective) -> None:
-    check_objective(objective, "verl", divides_by=("sequences", "tokens", "one"))
+    hooks.check_objective(objective, "verl", divides_by=("sequences", "tokens", "one"))
 
 
 def _mode(aggregation: str) -> str:

@@ -11,19 +11,11 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from gspo_kernels.kernels.columns import (
-    decode,
-    decode_float,
-    decode_wide,
-    element,
-    load_columns,
-    row_pointer,
-)
+from gspo_kernels.kernels.columns import decode, decode_float, decode_wide, element, load_columns, row_pointer
 from gspo_kernels.kernels.launch import (
     DIVERGENCE,
     RowConstants,
@@ -47,7 +39,7 @@ from gspo_kernels.kernels.rows import (
     transformed,
 )
 from gspo_kernels.kernels.sampling_mask import is_kept
-from gspo_kernels.types import LogitTransform, Normalizers, PairStats, pair_dtypes, stats_dtype
+from gspo_kernels.types import Normalizers, PairStats, RowPair, allocate_pair_stats
 
 
 class PairConstants(NamedTuple):
@@ -266,26 +258,12 @@ def divergence_kernel(
 
 
 def divergence(
-    logits: Tensor,
-    teacher_logits: Tensor,
-    labels: Tensor,
-    transform: LogitTransform,
-    teacher_transform: LogitTransform,
-    beta: float,
-    *,
-    ignore_index: int,
-    known: Normalizers | PairStats | None,
-    grad: Tensor | None,
-    out: Tensor | None,
+    rows: RowPair, known: Normalizers | PairStats | None, grad: Tensor | None, out: Tensor | None
 ) -> PairStats:
     """See ``ops.backends.RowBackend.divergence``; raises as ``logprobs_backward``."""
+    logits, teacher_logits, labels, transform, teacher_transform, beta, ignore_index = rows
     B, T, _ = logits.shape
-    dtypes = pair_dtypes(stats_dtype(logits.dtype))
-    first = () if known is None else known
-    stats = PairStats(
-        *(each.to(dtype).contiguous() for each, dtype in zip(first, dtypes, strict=False)),
-        *(torch.empty(B, T, dtype=dtype, device=logits.device) for dtype in dtypes[len(first) :]),
-    )
+    stats = allocate_pair_stats(logits, known)
     tensors = (logits, teacher_logits) if out is None else (logits, teacher_logits, out)
     mixed = 0 < beta < 1
     tile = without_spills(DIVERGENCE[max(each.element_size() for each in tensors)], mixed)

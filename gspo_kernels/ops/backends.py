@@ -20,6 +20,7 @@ from gspo_kernels.types import (
     RatioClip,
     RatioStep,
     RowOptions,
+    RowPair,
     RowStats,
     SequenceRatioStats,
 )
@@ -84,30 +85,20 @@ class RowBackend(Protocol):
 
     def divergence(
         self,
-        logits: Tensor,
-        teacher_logits: Tensor,
-        labels: Tensor,
-        transform: LogitTransform,
-        teacher_transform: LogitTransform,
-        beta: float,
-        *,
-        ignore_index: int,
+        rows: RowPair,
         known: Normalizers | PairStats | None,
         grad: Tensor | None,
         out: Tensor | None,
     ) -> PairStats:
-        """How far each row's softmax is from the teacher's in nats, see ``divergences`` for ``beta``. Labels
-        only say which rows are ignored.
-
-        ``teacher_logits`` are [B, T, V], with strides and a dtype of their own; what ``transform.kept`` cuts
-        is cut on both sides. A row whose logits have no softmax, on either side, has a divergence of NaN.
+        """How far each row's softmax is from the teacher's in nats. A row whose logits have no softmax, on
+        either side, has a divergence of NaN.
 
         What is ``known`` is returned as it is and not computed again: all of it, or ``Normalizers``. Those
         may be of wider rows; divergences and centres are then sums over the columns here.
 
         ``grad``, [B, T] floats with any strides, and ``out`` come together or not at all; then ``out``, as in
         ``logprobs_backward``, becomes d/dlogits of ``sum(grad * divergences)``. A divergence of +inf, from a
-        column that one side rules out, has a gradient of NaN unless ``beta`` is 0.
+        column that one side rules out, has a gradient of NaN unless ``rows.beta`` is 0.
         """
 
     def scale_(self, values: Tensor, factor: Tensor) -> None:

@@ -11,24 +11,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gspo_kernels import bits, checks, divergences
+from gspo_kernels import bits, divergences
 from gspo_kernels.exact import exact, exact_dtype
-from gspo_kernels.layout import as_rows
 from gspo_kernels.ops.backends import rows_of
-from gspo_kernels.ops.selected import (
-    SelectedGradients,
-    first_places,
-    score,
-    write_gradient,
-)
+from gspo_kernels.ops.selected import SelectedGradients, first_places, score, write_gradient
 from gspo_kernels.ops.shards import leading_of_all
-from gspo_kernels.types import (
-    LogitTransform,
-    PairStats,
-    RowOptions,
-    pair_dtypes,
-    stats_dtype,
-)
+from gspo_kernels.types import LogitTransform, PairStats, RowOptions, RowPair, pair_dtypes, stats_dtype
 
 LEAST_LOG_MASS = -(2.0**-24)
 """The log of the most that log-probs which an engine has rounded leave nothing of."""
@@ -82,14 +70,6 @@ class TeacherRows(NamedTuple):
             row_temperature=here(self.row_temperature),
         )
 
-    def with_logits(self, teacher_logits: Tensor | None, logits: Tensor, packed: bool) -> TeacherRows:
-        """With the teacher's logits, as the caller passed them along with the student's."""
-        if teacher_logits is None:
-            return self
-        shape = tuple(logits.shape)
-        checks.floats("teacher_logits", teacher_logits, shape, "the shape of logits", logits.device)
-        return self._replace(logits=as_rows(teacher_logits.detach(), packed))
-
     @property
     def transform(self) -> LogitTransform:
         """From its raw logits to z."""
@@ -119,18 +99,9 @@ class Pair(NamedTuple):
         if self.teacher.ids is not None or self.form.top_k:
             return _over_ids(self, options, transform, grad, out)
         assert self.teacher.logits is not None
-        return rows_of(options).divergence(
-            self.logits,
-            self.teacher.logits,
-            self.labels,
-            transform,
-            self.teacher.transform,
-            self.form.beta,
-            ignore_index=options.ignore_index,
-            known=known,
-            grad=grad,
-            out=out,
-        )
+        sides = (self.logits, self.teacher.logits, self.labels, transform, self.teacher.transform)
+        rows = RowPair(*sides, self.form.beta, options.ignore_index)
+        return rows_of(options).divergence(rows, known, grad, out)
 
 
 def _of_teacher(pair: Pair, ids: Tensor, counts: Tensor, options: RowOptions) -> tuple[Tensor, Tensor]:

@@ -20,13 +20,7 @@ from torch import Tensor
 
 from gspo_kernels import bits
 from gspo_kernels.parallel.groups import gathered, rank_and_size
-from gspo_kernels.types import (
-    LogitTransform,
-    Normalizers,
-    PairStats,
-    RowStats,
-    Shard,
-)
+from gspo_kernels.types import LogitTransform, Normalizers, PairStats, RowPair, RowStats, Shard
 
 if TYPE_CHECKING:  # which has these rows in its table
     from gspo_kernels.ops.backends import RowBackend
@@ -120,14 +114,7 @@ class ShardedRows:
 
     def divergence(
         self,
-        logits: Tensor,
-        teacher_logits: Tensor,
-        labels: Tensor,
-        transform: LogitTransform,
-        teacher_transform: LogitTransform,
-        beta: float,
-        *,
-        ignore_index: int,
+        rows: RowPair,
         known: Normalizers | PairStats | None,
         grad: Tensor | None,
         out: Tensor | None,
@@ -135,37 +122,23 @@ class ShardedRows:
         """See ``ops.backends.RowBackend.divergence``; two gathers for the log-sum-exps, and one for the
         sums.
         """
-        local = self._local(labels, logits.shape[-1], ignore_index)
-
-        def of_shard(known: Normalizers | PairStats, grad: Tensor | None, out: Tensor | None) -> PairStats:
-            return self._inner.divergence(
-                logits,
-                teacher_logits,
-                local,
-                transform,
-                teacher_transform,
-                beta,
-                ignore_index=IGNORED,
-                known=known,
-                grad=grad,
-                out=out,
-            )
-
+        local = self._local(rows.labels, rows.logits.shape[-1], rows.ignore_index)
+        of_shard = rows._replace(labels=local, ignore_index=IGNORED)
         if known is None:
-            theirs = teacher_transform._replace(kept=transform.kept)
+            theirs = rows.teacher_transform._replace(kept=rows.transform.kept)
             student, teacher = (
-                self.logprobs_forward(values, labels, how, ignore_index=ignore_index, entropy=False)
-                for values, how in ((logits, transform), (teacher_logits, theirs))
+                self.logprobs_forward(values, rows.labels, how, ignore_index=rows.ignore_index, entropy=False)
+                for values, how in ((rows.logits, rows.transform), (rows.teacher_logits, theirs))
             )
             known = Normalizers(student.lse, teacher.lse)
         if not isinstance(known, PairStats):
-            here = of_shard(known, None, None)
+            here = self._inner.divergence(of_shard, known, None, None)
             sums = gathered(
                 self._shard.group, torch.stack([here.divergences, here.centres]).to(torch.float64)
             ).sum(0)
             # an operator's outputs may not share memory
             known = PairStats(*known, *(each.to(here.centres.dtype, copy=True) for each in sums))
-        return known if grad is None else of_shard(known, grad, out)
+        return known if grad is None else self._inner.divergence(of_shard, known, grad, out)
 
     def scale_(self, values: Tensor, factor: Tensor) -> None:
         """See ``ops.backends.RowBackend.scale_``."""

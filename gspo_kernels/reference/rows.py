@@ -12,13 +12,7 @@ from torch import Tensor
 from gspo_kernels import bits, divergences
 from gspo_kernels.exact import exact
 from gspo_kernels.torch_internals import inner_autograd
-from gspo_kernels.types import (
-    LogitTransform,
-    Normalizers,
-    PairStats,
-    RowStats,
-    stats_dtype,
-)
+from gspo_kernels.types import LogitTransform, Normalizers, PairStats, RowPair, RowStats, stats_dtype
 
 
 def unavailable(device: torch.device) -> str | None:
@@ -156,19 +150,10 @@ def logprobs_and_grad(
 
 
 def divergence(
-    logits: Tensor,
-    teacher_logits: Tensor,
-    labels: Tensor,
-    transform: LogitTransform,
-    teacher_transform: LogitTransform,
-    beta: float,
-    *,
-    ignore_index: int,
-    known: Normalizers | PairStats | None,
-    grad: Tensor | None,
-    out: Tensor | None,
+    rows: RowPair, known: Normalizers | PairStats | None, grad: Tensor | None, out: Tensor | None
 ) -> PairStats:
     """See ``ops.backends.RowBackend.divergence``."""
+    logits, teacher_logits, labels, transform, teacher_transform, beta, ignore_index = rows
     ignored = labels == ignore_index
     theirs = teacher_transform._replace(kept=transform.kept)
     wide = torch.promote_types(teacher_logits.dtype, stats_dtype(logits.dtype))

@@ -26,7 +26,7 @@ from benchmarks.machine_code import (
 from benchmarks.static import KERNELS, record
 from gspo_kernels import kernels
 from gspo_kernels.kernels import one_pass, products
-from gspo_kernels.types import KLPenalty, LogitTransform, PairStats, RatioClip, RowStats, stats_dtype
+from gspo_kernels.types import KLPenalty, LogitTransform, PairStats, RatioClip, RowPair, RowStats, stats_dtype
 
 SHARED_MEMORY = {"sm_80": 166912, "sm_90": 232448, "sm_100": 232448, "sm_120": 101376, "gfx942": 65536}
 BOTH = ("sm_90", "gfx942")
@@ -90,14 +90,14 @@ def compare(
     """The launcher of divergences; ``write`` says where the gradient goes."""
     logits, labels = torch.empty(2, 3, V, dtype=dtype), torch.zeros(2, 3, dtype=torch.int64)
     floats = torch.zeros(2, 3)
-    pair = logits, torch.empty_like(logits), labels, transform, transform, beta
+    pair = RowPair(logits, torch.empty_like(logits), labels, transform, transform, beta, ignore_index=-100)
     out = {"in place": logits, "narrower": logits.view(torch.bfloat16)[..., :V], "nowhere": None}[write]
     grad = None if out is None else floats
-    kernels.divergence(*pair, ignore_index=-100, known=None, grad=grad, out=out)
+    kernels.divergence(pair, None, grad, out)
     if out is not None:
         floats = floats.to(stats_dtype(dtype))
         known = PairStats(floats.double(), floats.double(), floats, floats)
-        kernels.divergence(*pair, ignore_index=-100, known=known, grad=floats, out=out)
+        kernels.divergence(pair, known, floats, out)
 
 
 def backward_of_shards(B: int, T: int, V: int, dtype: torch.dtype) -> None:

@@ -21,7 +21,7 @@ from gspo_kernels.kernels import columns, gradients, sequence_ratio, sequences
 from gspo_kernels.kernels import steps as step_kernels
 from gspo_kernels.kernels.columns import element
 from gspo_kernels.ops.selected import SelectedGradients, score, write_gradient
-from gspo_kernels.types import KLPenalty, RatioClip, Shard
+from gspo_kernels.types import KLPenalty, RatioClip, RowPair, Shard
 from tests.draws import shifted_seed
 from tests.gpu.calls import CALLS, Scale
 from tests.kernels.accesses import backwards, counted, order_of_programs, rebuilt, shuffle, without_races
@@ -185,13 +185,13 @@ def test_both_sides_of_a_divergence_are_read_once_in_the_backward(batch, beta):
     """The forward's second walk is meant for the cache."""
     logits, labels = batch
     teacher, out = logits.flip(0).clone(), torch.empty_like(logits)
-    pair = (logits, teacher, labels, PLAIN, PLAIN, beta)
+    pair = RowPair(logits, teacher, labels, PLAIN, PLAIN, beta, IGNORE)
     with counted(logits, teacher) as traffic:
-        known = kernels.divergence(*pair, ignore_index=IGNORE, known=None, grad=None, out=None)
+        known = kernels.divergence(pair, None, None, None)
     twice = [2 * row for row in COUNTED]
     assert [traffic.per_row(traffic.reads, side) for side in range(2)] == [twice, twice]
     with counted(logits, teacher, out) as traffic:
-        kernels.divergence(*pair, ignore_index=IGNORE, known=known, grad=GRAD, out=out)
+        kernels.divergence(pair, known, GRAD, out)
     assert [traffic.per_row(traffic.reads, side) for side in range(2)] == [[1, 0, 0, 1, 0, 1]] * 2
     assert traffic.per_row(traffic.writes, 2) == [1] * 6
 
