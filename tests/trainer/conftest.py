@@ -10,9 +10,11 @@ from gspo_kernels.trainer.config import TrainConfig, from_mapping
 from tests.draws import shifted_seed
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def one_thread():
-    """The models are so small that a second thread only makes them wait when the machine is busy."""
+    """A second thread makes models so small only wait. Runs that a module shares have one as well: bits
+    may differ with the number of threads.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
