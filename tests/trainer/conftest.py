@@ -1,6 +1,5 @@
 """A tiny model, a toy task and a small configuration for the trainer's tests."""
 
-import json
 from contextlib import contextmanager
 
 import pytest
@@ -90,11 +89,6 @@ def odd_share(completion_ids):
     return [sum(i % 2 for i in ids) / len(ids) for ids in completion_ids]
 
 
-@pytest.fixture
-def reward():
-    return odd_share
-
-
 def merged_config(values, sections, kind=TrainConfig) -> TrainConfig:
     """The values with changes to whole options and to options of sections."""
     for name, changes in sections.items():
@@ -164,10 +158,3 @@ def same(found, expected):
 def ids_of(completions):
     """What an engine returned, as lists of token ids."""
     return [completion.ids.tolist() for completion in completions]
-
-
-@pytest.fixture
-def jsonl(tmp_path, rows):
-    path = tmp_path / "prompts.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
