@@ -54,14 +54,10 @@ def test_a_run_of_any_local_model_goes_on_and_is_exported(
     line += ["--checkpoint.every", "1"] + ["--lora.rank", "2"] * adapters
     assert cli.main(["train", *line]) == 0
     assert "held-out accuracy" in capsys.readouterr().out
-    # the run goes on from its configuration, with other settings only by force
+    assert cli.main(["train", *line]) == 1
+    assert "--resume" in capsys.readouterr().err
+    # the run goes on from its configuration
     longer = ["train", "--resume", "--output", str(run), "--update.steps", "3"]
-    for words, wrong in (
-        ("--resume", ["train", *line]),
-        ("update.learning_rate: 0.001 -> 0.01", [*longer, "--update.learning_rate", "1e-2"]),
-    ):
-        assert cli.main(wrong) == 1
-        assert words in capsys.readouterr().err
     assert cli.main([*longer, "--update.learning_rate", "1e-2", "--force"]) == 0
     assert [record["step"] for record in read_metrics(run / "metrics.jsonl")] == [0, 1, 2, 3]
     for name, flags in (("newest", []), ("first", ["--step", "2"]), ("half", ["--dtype", "bf16"])):

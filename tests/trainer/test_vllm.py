@@ -215,8 +215,7 @@ class LocalModule:
             yield SimpleNamespace(outputs=[output])
 
     def collective_rpc(self, method, kwargs):
-        assert method == "reload_weights"
-        self.stand_in.reload(**kwargs)
+        self.stand_in.reload({"method": method, "kwargs": kwargs})
 
     def reset_prefix_cache(self):
         self.stand_in.cached.clear()
