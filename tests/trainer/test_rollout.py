@@ -43,7 +43,7 @@ def assert_logprobs_are_exact(model, prompts, completions):
     assert (torch.cat([each.logprobs for each in completions]) - exact).abs().max() <= budget
 
 
-@pytest.mark.parametrize("rules", [{"top_p": 0.8}, {"top_k": 20}, {"top_p": 0.9, "top_k": 50, "min_p": 0.05}])
+@pytest.mark.parametrize("rules", [{"top_p": 0.8}, {"top_k": 20}, {"top_p": 0.9, "top_k": 50, "min_p": 0.3}])
 @torch.no_grad()
 def test_a_mask_is_what_was_drawn_from(tokenizer, rules):
     """The sets of `gk.sampling_mask`; log-probs among them are those that the engine gave."""
