@@ -1,6 +1,5 @@
 """A tiny model, a toy task and a small configuration for the trainer's tests."""
 
-import json
 from contextlib import contextmanager
 
 import pytest
@@ -10,9 +9,11 @@ from gspo_kernels.trainer.config import TrainConfig, from_mapping
 from tests.draws import shifted_seed
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def one_thread():
-    """The models are so small that a second thread only makes them wait when the machine is busy."""
+    """A second thread makes models so small only wait. Runs that a module shares have one as well: bits
+    may differ with the number of threads.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -88,11 +89,6 @@ def odd_share(completion_ids):
     return [sum(i % 2 for i in ids) / len(ids) for ids in completion_ids]
 
 
-@pytest.fixture
-def reward():
-    return odd_share
-
-
 def merged_config(values, sections, kind=TrainConfig) -> TrainConfig:
     """The values with changes to whole options and to options of sections."""
     for name, changes in sections.items():
@@ -162,10 +158,3 @@ def same(found, expected):
 def ids_of(completions):
     """What an engine returned, as lists of token ids."""
     return [completion.ids.tolist() for completion in completions]
-
-
-@pytest.fixture
-def jsonl(tmp_path, rows):
-    path = tmp_path / "prompts.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path

@@ -1,19 +1,18 @@
 """Rows of several sequences against each sequence alone; who sees whom; what is refused; micro-batches."""
 
 import copy
-from itertools import pairwise
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.nn.functional import scaled_dot_product_attention
 
 from gspo_kernels.trainer.batch import (
     RowMask,
     Segment,
     check_rows_of,
     packed_hidden_states,
+    packed_inputs,
     shared_prefix_hidden_states,
     token_budget_batches,
 )
@@ -100,14 +99,9 @@ def test_through_a_lora_adapter_with_gradient_checkpointing(layout):
         for name, parameter in model.named_parameters():
             if "lora_" in name:
                 parameter.normal_(std=0.3)
-    base = model.get_base_model()
-    base.gradient_checkpointing_enable({"use_reentrant": False})
+    model.get_base_model().gradient_checkpointing_enable({"use_reentrant": False})
     model.train()
-    calls, run = [], LAYOUTS[layout]
-    handle = base.model.layers[0].input_layernorm.register_forward_hook(lambda *args: calls.append(1))
-    values_and_gradients(model, lambda m: run(m, prompts, completions).hidden)
-    assert len(calls) == 2
-    handle.remove()
+    run = LAYOUTS[layout]
     assert_as_exact(
         model,
         lambda m: run(m, prompts, completions).hidden,
@@ -131,12 +125,13 @@ def test_the_row_has_no_padding_and_the_call_goes_through_the_model_itself():
     assert seen[1]["input_ids"].shape == (1, 9 + 1 + 4 + sum(len(c) - 1 for c in completions))
 
 
-def test_completions_that_branch_are_a_tree():
+@pytest.mark.parametrize("family", ["qwen3", "mistral"])
+def test_completions_that_branch_are_a_tree(family):
     """Turns that several completions share go through the model once, at any depth, and count for each."""
     a, b, c, d, e = (torch.arange(first, first + 3) for first in (3, 10, 17, 24, 31))
     prompts = [a, a, a, a, a[:2], b]
     completions = [torch.cat(parts) for parts in ((b, c, d), (b, c, e), (b, e), (b, c, d), (e,), (a,))]
-    model, seen = build("qwen3"), []
+    model, seen = build(family), []
     handle = model.register_forward_pre_hook(lambda m, args, kwargs: seen.append(kwargs), with_kwargs=True)
     shared_prefix_hidden_states(model, prompts, completions)
     handle.remove()
@@ -149,72 +144,20 @@ def test_completions_that_branch_are_a_tree():
     )
 
 
-def flash_stand_in(module, query, key, value, attention_mask, scaling=None, **kwargs):
-    """What flash-attention computes from its offsets, one sequence after the other."""
-    assert attention_mask is None
-    assert torch.equal(kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"])
-    bounds = kwargs["cu_seq_lens_q"].tolist()
-    assert kwargs["max_length_q"] == kwargs["max_length_k"] == max(b - a for a, b in pairwise(bounds))
-    options = {"is_causal": True, "scale": scaling, "enable_gqa": True}
-    parts = [
-        scaled_dot_product_attention(*(x[:, :, a:b] for x in (query, key, value)), **options)
-        for a, b in pairwise(bounds)
-    ]
-    return torch.cat(parts, dim=2).transpose(1, 2), None
-
-
-def test_flash_attention_gets_the_offsets_and_no_mask(monkeypatch):
-    from transformers import AttentionInterface
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, flash_attention_mask
-
-    monkeypatch.setitem(AttentionInterface._global_mapping, "flash_stand_in", flash_stand_in)
-    monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, "flash_stand_in", flash_attention_mask)
-    prompts, completions = sequences()
-    model = build("qwen3").double()
-    reference = packed_hidden_states(model, prompts, completions).hidden
-    model.config._attn_implementation = "flash_stand_in"
-    ours = packed_hidden_states(model, prompts, completions).hidden
-    bound = 16 * torch.finfo(torch.float64).eps * reference.abs().max().item()
-    assert (ours - reference).abs().max().item() <= bound
-    with pytest.raises(InputError, match=r"update.shared_prefix: flash_stand_in takes no mask.*sdpa"):
+def test_flash_attention_gets_the_offsets_and_no_mask():
+    model = build("qwen3")
+    model.config._attn_implementation = "flash_attention_2"
+    inputs = packed_inputs(model, *sequences())
+    lengths = [5 + 3, 3 + 5, 9 + 0, 3 + 7]  # the last token of each is left out
+    assert inputs["position_ids"].tolist() == [[place for length in lengths for place in range(length)]]
+    for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
+        assert inputs[name].tolist() == [0, 8, 16, 25, 35] and inputs[name].dtype == torch.int32
+    assert inputs["max_length_q"] == inputs["max_length_k"] == 10
+    assert inputs.keys() - {"input_ids", "position_ids"} == {
+        *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+    }
+    with pytest.raises(InputError, match=r"update.shared_prefix: flash_attention_2 takes no mask.*sdpa"):
         check_rows_of(model, shared_prefix=True)
-
-
-ROWS = {
-    "packed": [Segment(-1, length) for length in (3, 1, 6, 6)],
-    "shared": [Segment(*each) for each in ((-1, 4), (0, 2), (0, 5), (0, 5), (-1, 1), (4, 3), (-1, 2))],
-    "tree": [Segment(*each) for each in ((-1, 2), (0, 3), (1, 4), (1, 4), (0, 1), (3, 2), (-1, 5), (5, 1))],
-}
-
-
-def dense_mask(segments, window):
-    """[T, T] bool by the definition: a token sees its path from the root, at most window back."""
-    paths, first = [], 0
-    for parent, length in segments:
-        path = [] if parent < 0 else paths[sum(s.length for s in segments[: parent + 1]) - 1]
-        for place in range(first, first + length):
-            path = [*path, place]
-            paths.append(path)
-        first += length
-    dense = torch.zeros(first, first, dtype=torch.bool)
-    for place, path in enumerate(paths):
-        dense[place, path[-window:] if window else path] = True
-    return dense
-
-
-@pytest.mark.parametrize("segments", ROWS.values(), ids=ROWS)
-@pytest.mark.parametrize("window", [None, 3])
-def test_a_row_mask_is_the_dense_mask(segments, window):
-    mask, dense = RowMask(segments, window, torch.device("cpu")), dense_mask(segments, window)
-    assert mask.shape[-2:] == dense.shape and mask.dtype == torch.bool
-    generator = torch.Generator().manual_seed(shifted_seed(0))
-    qkv = torch.randn(3, 1, 2, len(dense), 4, generator=generator, dtype=torch.float64, requires_grad=True)
-    results = []
-    for each in (mask, dense):
-        output = scaled_dot_product_attention(*qkv, attn_mask=each, scale=0.7)
-        (gradient,) = torch.autograd.grad(output.square().sum(), qkv)
-        results.append(torch.cat([output.detach().flatten(), gradient.flatten()]))
-    assert (results[0] - results[1]).norm() <= 1e-14 * results[1].norm()
 
 
 def test_a_model_that_cannot_be_packed_is_refused():

@@ -10,7 +10,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from gspo_kernels import cli
 from gspo_kernels.trainer import demo
 from gspo_kernels.trainer.report import read_metrics
-from tests.trainer.conftest import same, tiny_model, weights
+from tests.trainer.conftest import ROWS, same, tiny_model, weights
+
+
+@pytest.fixture
+def jsonl(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return path
 
 
 @pytest.fixture
@@ -47,14 +54,10 @@ def test_a_run_of_any_local_model_goes_on_and_is_exported(
     line += ["--checkpoint.every", "1"] + ["--lora.rank", "2"] * adapters
     assert cli.main(["train", *line]) == 0
     assert "held-out accuracy" in capsys.readouterr().out
-    # the run goes on from its configuration, with other settings only by force
+    assert cli.main(["train", *line]) == 1
+    assert "--resume" in capsys.readouterr().err
+    # the run goes on from its configuration
     longer = ["train", "--resume", "--output", str(run), "--update.steps", "3"]
-    for words, wrong in (
-        ("--resume", ["train", *line]),
-        ("update.learning_rate: 0.001 -> 0.01", [*longer, "--update.learning_rate", "1e-2"]),
-    ):
-        assert cli.main(wrong) == 1
-        assert words in capsys.readouterr().err
     assert cli.main([*longer, "--update.learning_rate", "1e-2", "--force"]) == 0
     assert [record["step"] for record in read_metrics(run / "metrics.jsonl")] == [0, 1, 2, 3]
     for name, flags in (("newest", []), ("first", ["--step", "2"]), ("half", ["--dtype", "bf16"])):
@@ -88,11 +91,9 @@ def test_errors_are_one_line_that_says_what_to_change(tmp_path, llama, jsonl, re
         ("--eval_dataset", "no/such/file.jsonl", "there is no dataset file no/such/file.jsonl"),
         ("--reward", "math:sqrt", "reward function sqrt cannot be called"),
         ("--update.minibatches", "9", "update.minibatches must be at most the 8"),
-        ("--rollout.max-new-tokens", "64", "leaves no room for a prompt"),
         ("--rollout.max-new-tokens", "61", "row 4: the prompt has 4 tokens"),
         ("--reward", None, "reward is missing"),
         ("--attn_implementation", "eager", "'eager'; load it with sdpa"),
-        ("--lr", "1e-4", "unknown option --lr"),
     ):
         line = options(llama, jsonl, reward_file, tmp_path / "run")
         position = line.index(key) if key in line else len(line)

@@ -13,7 +13,6 @@ from gspo_kernels.trainer.update import check_config, make_objective
 MINIBATCHES = {"update": {"minibatches": 9}, "rollout": {"prompts_per_rollout": 1, "group_size": 8}}
 KEPT = {"top_p": 0.9, "keep_sampling_mask": True}
 WRONG = [
-    ({"rollot": {}}, ["unknown key rollot", "rollout"]),
     ({"group_size": 4}, ["unknown key group_size", "did you mean", "rollout.group_size"]),
     ({"rollout": {"gruop_size": 4}}, ["unknown key rollout.gruop_size", "rollout.group_size"]),
     ({"update": {"lr": 1e-4}}, ["unknown key update.lr", "update.learning_rate"]),
@@ -24,7 +23,6 @@ WRONG = [
     ({"rollout": {"temperature": 0.0}}, ["rollout.temperature", "above 0"]),
     ({"rollout": {"temperature": "nan"}}, ["rollout.temperature", "finite"]),
     ({"rollout": {"top_p": 1.5}}, ["rollout.top_p", "at most 1"]),
-    ({"rollout": {"truncated": "drop"}}, ["rollout.truncated", "'keep' or 'mask'"]),
     ({"rollout": {"keep_sampling_mask": True}}, ["rollout.keep_sampling_mask", "top_p"]),
     ({"update": {"gradient_checkpointing": "perhaps"}}, ["update.gradient_checkpointing", "'perhaps'"]),
     ({"update": {"learning_rate": "fast"}}, ["update.learning_rate", "a number", "'fast'"]),
@@ -33,10 +31,7 @@ WRONG = [
     ({"engine": {"url": "http://localhost:8000/v1"}}, ["engine.url", "without a path"]),
     ({"engine": {"weights": "shared"}}, ["engine.weights", "engine.url"]),
     ({"engine": {"url": "http://localhost:1"}, "rollout": KEPT}, ["rollout.top_k must be above 0"]),
-    ({"output": 5}, ["output", "valid string", "5"]),
     ({"reward": ["a:b"], "reward_weights": [1.0, 2.0]}, ["reward_weights", "1 rewards"]),
-    ({"reward_timeout": 0}, ["reward_timeout", "above 0"]),
-    ({"advantages": "grpo"}, ["advantages", "group_normalized", "gdpo"]),
     ({"advantages": "gdpo", "advantage_scale": "batch"}, ["advantage_scale", "gdpo"]),
     ({"off_policy": {"level": "token", "mode": "mask"}}, ["off_policy", "at least one bound"]),
     ({"off_policy": {"level": "token", "mode": "drop"}}, ["off_policy", "mode", "'truncate'"]),

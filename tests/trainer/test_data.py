@@ -30,9 +30,7 @@ def test_rows_keep_their_columns_and_another_one_may_be_the_prompt(tmp_path):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (None, ["there is no dataset file"]),
-        ("", ["is empty"]),
-        ("\n\n", ["is empty"]),
+        ("\n", ["is empty"]),
         ('{"prompt": "a"}\n{"prompt":\n', ["line 2", "not valid JSON"]),
         (b'{"prompt": "a"}\r\n{"prompt": "\xe9"}\n', ["line 2: not valid UTF-8"]),
         ('["a"]\n', ["line 1", "list"]),
@@ -48,8 +46,7 @@ def test_rows_keep_their_columns_and_another_one_may_be_the_prompt(tmp_path):
 )
 def test_what_is_not_a_dataset_is_refused(tmp_path, text, words):
     path = tmp_path / "data.jsonl"
-    if text is not None:
-        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(InputError) as caught:
         load_prompts(path)
     assert all(word in str(caught.value) for word in ["data.jsonl", *words]), caught.value

@@ -56,13 +56,9 @@ def test_a_reward_gets_what_its_signature_takes_and_the_total_is_weighted():
 
 WRONG = [
     ([1.0], ["1 values for 2 completions"]),
-    ([1.0, 2.0, 3.0], ["3 values for 2 completions"]),
-    (1.0, ["must return a list", "float"]),
-    (None, ["must return a list", "NoneType"]),
     ("ab", ["must return a list", "str"]),
     (["a", 1.0], ["'a'", "completion 'x' of prompt 'p'"]),
     ([1.0, math.nan], ["nan", "completion 'yy' of prompt 'q'"]),
-    ([1.0, math.inf], ["inf", "completion 'yy'"]),
     ([1.0, [2.0]], ["[2.0]", "completion 'yy'"]),
     ([10**400, 1.0], ["completion 'x'", "finite fp32 number"]),
     ([0.0, 1e39], ["1e+39", "completion 'yy'", "finite fp32 number"]),
@@ -244,13 +240,13 @@ def test_loading_from_a_module_and_from_a_file(tmp_path, monkeypatch):
         assert spec in str(caught.value) and words in str(caught.value)
 
 
-@pytest.mark.parametrize("method", typing.get_args(Method))
-def test_advantages_are_those_of_their_name(method):
+def test_advantages_are_those_of_their_name():
     """tests/test_advantages.py compares each formula with a loop in fp64."""
     nan = math.nan  # two rewards of two groups of four
     table = torch.tensor([[1.0, 2.0, 4.0, 0.0, 0.0, 0.0, 3.0, 1.0], [0.5, nan, 0.0, 1.0, 2.0, 2.0, 2.0, 2.0]])
     lengths, weights = torch.arange(1.0, 9.0), torch.tensor([1.0, 0.5])
     total = table[0] + 0.5 * table[1].nan_to_num(0.0)
+    rewards = Rewards(total, {"a": table[0], "b": table[1]}, {"b": 0.5})
     expected = {
         "group_normalized": advantages.group_normalized(total, group_size=4),
         "leave_one_out": advantages.leave_one_out(total, group_size=4),
@@ -259,12 +255,12 @@ def test_advantages_are_those_of_their_name(method):
         "reinforce_plus_plus_baseline": advantages.reinforce_plus_plus(total, group_size=4),
         "gdpo": advantages.gdpo(table.T, group_size=4, weights=weights),
     }
-    rewards = Rewards(total, {"a": table[0], "b": table[1]}, {"b": 0.5})
-    found = advantages_of(rewards, group_size=4, method=method, lengths=lengths)
-    assert found.dtype == torch.float32 and torch.equal(found, expected[method])
-    for scale in ("none", "batch") if method == "group_normalized" else ():
-        found = advantages_of(rewards, group_size=4, method=method, scale=scale)
-        assert torch.equal(found, advantages.group_normalized(total, group_size=4, scale=scale))
+    assert expected.keys() == set(typing.get_args(Method))
+    for method, values in expected.items():
+        found = advantages_of(rewards, group_size=4, method=method, lengths=lengths)
+        assert found.dtype == torch.float32 and torch.equal(found, values), method
+    found = advantages_of(rewards, group_size=4, method="group_normalized", scale="none")
+    assert torch.equal(found, advantages.group_normalized(total, group_size=4, scale="none"))
 
 
 def test_ranks_and_groups_that_differ():

@@ -32,7 +32,7 @@ class StandIn:
     def __init__(self, model):
         self.model, self.dtype = model.eval(), torch.float32  # and what it computes in after a reload
         self.names, self.key, self.seconds = ["policy"], None, 0.0  # models that it lists; how long it waits
-        self.developing, self.stale = True, False  # whether it reloads weights, and only says so
+        self.developing = True  # whether it reloads weights
         self.spoil = lambda answer: answer  # changes an answer before it is sent
         self.reloads, self.cached = [], {}  # directories that it loaded; scores by prefix
         self.lock = threading.Lock()
@@ -44,20 +44,13 @@ class StandIn:
         if (method, path) == ("GET", "/v1/models"):
             listed = [{"id": name, "parent": None} for name in self.names]
             return {"object": "list", "data": [*listed, {"id": "an adapter", "parent": "policy"}]}
-        if (method, path) == ("POST", "/v1/completions"):
-            with self.lock:
-                return self.spoil(self.complete(body))
-        if (method, path) == ("POST", "/inference/v1/generate"):
-            with self.lock:
-                return self.spoil(self.generate(body))
-        if self.developing and (method, path) == ("POST", "/collective_rpc"):
-            assert body["method"] == "reload_weights"
-            with self.lock:
-                return self.reload(**body["kwargs"])
-        if self.developing and (method, path) == ("POST", "/reset_prefix_cache"):
-            self.cached.clear()
-            return None
-        raise Refused(404, '{"detail":"Not Found"}')
+        posted = {"/v1/completions": self.complete, "/inference/v1/generate": self.generate}
+        if self.developing:
+            posted |= {"/collective_rpc": self.reload, "/reset_prefix_cache": self.forget}
+        if method != "POST" or path not in posted:
+            raise Refused(404, '{"detail":"Not Found"}')
+        with self.lock:
+            return self.spoil(posted[path](body))
 
     def complete(self, body):
         if unknown := body.keys() - {"model", "prompt", "return_token_ids"} - OPTIONS:
@@ -127,7 +120,9 @@ class StandIn:
             self.cached[tuple(ids)] = self.model(torch.tensor([ids])).logits[0, -1].float()
         return self.cached[tuple(ids)].clone()
 
-    def reload(self, weights_path):
+    def reload(self, body):
+        assert body["method"] == "reload_weights"
+        weights_path = body["kwargs"]["weights_path"]
         if not Path(weights_path).is_dir():
             raise Refused(500, f"no such directory {weights_path}")
         loaded = AutoModelForCausalLM.from_pretrained(weights_path, dtype=self.dtype).eval()
@@ -135,9 +130,11 @@ class StandIn:
         if mine != new:
             raise Refused(500, "AssertionError: shapes of weights")
         self.reloads.append(weights_path)
-        if not self.stale:
-            self.model = loaded
+        self.model = loaded
         return {"results": [None]}
+
+    def forget(self, body):
+        self.cached.clear()
 
 
 @contextlib.contextmanager
