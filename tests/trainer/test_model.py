@@ -4,44 +4,29 @@ import dataclasses
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from gspo_kernels.trainer import model as model_module
 from gspo_kernels.trainer.config import InputError
 from gspo_kernels.trainer.model import check_head, end_token_ids, head_of, load_model, padding_token_id
+from tests.integrations.tiny_models import tiny
 from tests.trainer.conftest import tiny_model, tiny_qwen3
-
-HEADS = {
-    "llama": {},
-    "granite": {"logits_scaling": 0.25},
-    "cohere": {"logit_scale": 4.0},
-    "phi": {},  # its head has a bias
-    "gemma3_text": {"final_logit_softcapping": 0.05},
-}
-
-
-def build(family):
-    model = tiny_model(family, **HEADS[family])
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(3.0)
-        if model.get_output_embeddings().bias is not None:
-            model.get_output_embeddings().bias.normal_()
-    return model
 
 
 @pytest.mark.parametrize(
-    ("family", "field", "value"),
+    ("name", "field", "value"),
     [
-        ("llama", "logit_scale", 2.0),
+        ("Llama", "logit_scale", 2.0),
         ("gemma3_text", "softcap", None),
-        ("granite", "logit_scale", 1.0),
-        ("cohere", "logit_scale", 1.0),
-        ("phi", "bias", None),
+        ("Granite, divides", "logit_scale", 1.0),
+        ("Cohere, multiplies", "logit_scale", 1.0),
+        ("Phi, bias", "bias", None),
     ],
 )
-def test_the_heads_of_the_field_are_understood_and_others_refused(monkeypatch, family, field, value):
-    model = build(family)
+def test_the_heads_of_the_field_are_understood_and_others_refused(monkeypatch, name, field, value):
+    if name == "gemma3_text":
+        model = tiny_model(name, final_logit_softcapping=0.05, initializer_range=0.06)
+    else:
+        model = tiny(name)
     check_head(model)
     wrong = lambda model: dataclasses.replace(head_of(model), **{field: value})  # noqa: E731
     monkeypatch.setattr(model_module, "head_of", wrong)
