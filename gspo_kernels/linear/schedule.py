@@ -52,13 +52,13 @@ def unsupported(objective: Objective, terms: Terms, plan: Plan, invariant: bool)
     elif terms.rollout_weights is not None and terms.rollout_weights.ndim == 2 and objective.level == "token":
         reasons["deferred"] = f"rollout_weights per token give {name} coefficients per token"
     if terms.entropy_coef is not None:
-        for schedule in ("deferred", "frozen"):
-            reasons[schedule] = "entropy_coef adds a gradient that is no multiple of the log-prob's"
+        why = "entropy_coef adds a gradient that is no multiple of the log-prob's"
+        reasons |= dict.fromkeys(("deferred", "frozen"), why)
     if plan.requires_grad.weight or plan.requires_grad.bias:
         reasons.setdefault("frozen", "the lm_head's weight or bias needs a gradient")
     if terms.cp_group:
-        for schedule in ("aligned", "deferred"):
-            reasons[schedule] = "cp_group has tokens of the same sequences on other ranks"
+        why = "cp_group has tokens of the same sequences on other ranks"
+        reasons |= dict.fromkeys(("aligned", "deferred"), why)
     if invariant:
         reasons.setdefault("deferred", "batch-invariant mode sums dWeight in segments, not in sequences")
         if depends_on == "token":
@@ -66,13 +66,11 @@ def unsupported(objective: Objective, terms: Terms, plan: Plan, invariant: bool)
                 "known", "batch-invariant mode takes coefficients from whole sequences, as other schedules do"
             )
         if depends_on in ("group", "batch"):
-            for schedule in ("aligned", "frozen"):
-                reasons[schedule] = (
-                    f"batch-invariant mode evaluates coefficients that depend on the {depends_on} all at once"
-                )
+            why = f"batch-invariant mode evaluates coefficients that depend on the {depends_on} all at once"
+            reasons |= dict.fromkeys(("aligned", "frozen"), why)
     if terms.skipped is not None and depends_on in ("group", "batch"):
-        for schedule in ("aligned", "frozen"):
-            reasons[schedule] = f"skip_inactive='all' leaves out sequences that {name}'s coefficients look at"
+        why = f"skip_inactive='all' leaves out sequences that {name}'s coefficients look at"
+        reasons |= dict.fromkeys(("aligned", "frozen"), why)
     return reasons
 
 
