@@ -7,10 +7,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+WITHOUT_FP64 = ("mps",)
+"""Types of devices."""
+
 
 def exact_dtype(device: torch.device) -> torch.dtype:
     """fp64 where the device has it, otherwise fp32."""
-    return torch.float32 if device.type == "mps" else torch.float64
+    return torch.float32 if device.type in WITHOUT_FP64 else torch.float64
 
 
 def exact(values: Tensor) -> Tensor:
