@@ -415,9 +415,9 @@ def nemo_loss(options):
         peers.source("nemo_rl", "nemo_rl/algorithms/utils.py"), "masked_mean", "calculate_kl"
     )
     names = peers.extract(
-        peers.source("nemo_rl", "nemo_rl/algorithms/loss/loss_functions.py"), "ClippedPGLossConfig", "ClippedPGLossFn",
-        LossFunction=object, LossType=LossType, LossInputType=LossInputType, BaseModel=BaseModel,
-        masked_mean=utils["masked_mean"], calculate_kl=utils["calculate_kl"],
+        peers.source("nemo_rl", "nemo_rl/algorithms/loss/loss_functions.py"), "ClippedPGLossConfig",
+        "ClippedPGLossFn", LossFunction=object, LossType=LossType, LossInputType=LossInputType,
+        BaseModel=BaseModel, masked_mean=utils["masked_mean"], calculate_kl=utils["calculate_kl"],
     )  # fmt: skip
     bounds = {"truncated_importance_sampling_ratio": 1.2, "truncated_importance_sampling_ratio_min": 0.9}
     if "truncated_importance_sampling_type" in options:
