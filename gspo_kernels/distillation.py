@@ -114,7 +114,7 @@ class TeacherArguments(NamedTuple):
         except (TypeError, ValueError) as error:
             raise type(error)(f"teacher_{error}") from None
         ids, logprobs = self._of_ids(tokens, cu_seqlens is not None, width, options)
-        return TeacherRows(None, ids, logprobs, *theirs.transform[:4])
+        return TeacherRows(None, ids, logprobs, theirs.transform)
 
     def _of_ids(
         self, tokens: Tensor, packed: bool, width: int, options: RowOptions
@@ -174,12 +174,10 @@ def _normalize(
     terms = normalize_terms(passed, tokens, objective)
     labels, terms = merge_mask(as_rows(tokens, packed), terms, how.ignore_index)
     options = how.normalize(tokens, passed.cu_seqlens, dtype, width, parallel)
-    # 0 where the columns of this process don't say how many there are of all
-    vocabulary = columns_of(options.shard, width)[1] if options.shard.group else width
-    form = divergence.normalize(vocabulary, teacher.ids)
+    form = divergence.normalize(columns_of(options.shard, width)[1], teacher.ids)
     rows = teacher.normalize(tokens, how, options, passed.cu_seqlens, dtype, width)
     if ranks is not None:
-        ranks.compare(labels, terms, options, width, teacher_temperature=rows.row_temperature)
+        ranks.compare(labels, terms, options, width, teacher_temperature=rows.transform.row_temperature)
     return _DistillationCall(labels, options, rows, form, terms)
 
 

@@ -28,7 +28,7 @@ def linear_selected_forward(operands: LinearOperands, ids: Tensor, within: bool)
     for chunk in call.chunks(call.projected):
         chunk_ids = ids.flatten(0, 1)[chunk.where].unsqueeze(0)
         logits = scores.logits(chunk).unsqueeze(0)
-        rows = score(logits, chunk_ids, call.options.backend, chunk.transform, within, call.options.shard)
+        rows = score(logits, chunk_ids, chunk.options, within)
         for all_rows, values in zip(result, rows, strict=True):
             all_rows.flatten(0, 1)[chunk.where] = values.squeeze(0)
     return result
@@ -76,10 +76,8 @@ def linear_selected_backward(
             here(ids),
             SelectedRows(*(here(values) for values in rows)),
             chunk_grads,
-            call.options.backend,
-            chunk.transform,
+            chunk.options,
             within,
-            call.options.shard,
         )
         active = (largest != 0).squeeze(0)
         gradients.add_rows(GradientRows(out, scale.squeeze(0), None, active), chunk)
