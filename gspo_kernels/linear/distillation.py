@@ -35,13 +35,13 @@ class LinearDistilled(NamedTuple):
 @operator
 def linear_distillation(
     operands: LinearOperands,
+    needs: RequiresGrad,
     teacher_hidden: Tensor | None,
     teacher_weight: Tensor | None,
     teacher_bias: Tensor | None,
     teacher: TeacherRows,
     form: DivergenceForm,
     shares: Tensor,
-    needs: RequiresGrad,
 ) -> LinearDistilled:
     """Loss, divergences and gradients; the labels of rows that are left out are negative.
 
@@ -100,16 +100,7 @@ def linear_distillation(
 
 
 @linear_distillation.register_fake
-def _(
-    operands: LinearOperands,
-    teacher_hidden: Tensor | None,
-    teacher_weight: Tensor | None,
-    teacher_bias: Tensor | None,
-    teacher: TeacherRows,
-    form: DivergenceForm,
-    shares: Tensor,
-    needs: RequiresGrad,
-) -> LinearDistilled:
+def _(operands: LinearOperands, needs: RequiresGrad, *_: Any) -> LinearDistilled:
     sums = stats_dtype(operands.hidden.dtype)
     return LinearDistilled(
         operands.hidden.new_empty((), dtype=sums),
@@ -127,7 +118,7 @@ class LinearDistillationFunction(torch.autograd.Function):
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
         needs = RequiresGrad(*ctx.needs_input_grad[:3])
         operands, (*rest, traced) = LinearOperands(*arguments[:7]), arguments[7:]
-        call = (operands, *rest, needs)
+        call = (operands, needs, *rest)
         result = linear_distillation(*call)
         save_gradients(ctx, result.gradients, needs, linear_distillation, call, traced)
         ctx.mark_non_differentiable(result.divergences)
