@@ -42,28 +42,25 @@ def record(what: str, dtype: str, vocabulary: int, temperature: float, blocks: i
     """The recorded launch of a kernel; see ``Recorder``. In a process without TRITON_INTERPRET."""
     from benchmarks.machine_code import Recorder
     from gspo_kernels import kernels
-    from gspo_kernels.types import LogitTransform, RatioClip, RowStats
+    from gspo_kernels.types import LogitRows, LogitTransform, RatioClip, RatioOperands, RowGradients, RowStats
 
     recorder, transform = Recorder(blocks), LogitTransform(temperature=temperature)
     logits = torch.empty(2, 3, vocabulary, dtype={"bf16": torch.bfloat16, "fp32": torch.float32}[dtype])
     labels, floats = torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2, 3)
+    rows = LogitRows(logits, labels, transform, -100)
     if what == "ratio":
         form = RatioClip(math.log(0.8), math.log(1.2), math.inf, False, "sequences", 1.0)
-        options = dict.fromkeys(("weights", "lengths", "normalizer", "cu_seqlens"))
-        terms = (logits, labels, floats, torch.zeros(2), form, transform)
-        kernels.sequence_ratio_forward(*terms, ignore_index=-100, **options)
+        kernels.sequence_ratio_forward(rows, RatioOperands(floats, torch.zeros(2)), form)
     elif what in ("logprobs", "entropy"):
-        kernels.logprobs_forward(logits, labels, transform, ignore_index=-100, entropy=what == "entropy")
+        kernels.logprobs_forward(rows, what == "entropy")
     elif what == "backward":
-        stats, scale = RowStats(floats, floats.double(), None), torch.ones(())
-        kernels.logprobs_backward(
-            logits, labels, stats, floats, None, scale, transform, ignore_index=-100, out=logits
-        )
+        stats, grads = RowStats(floats, floats.double(), None), RowGradients(floats, None, torch.ones(()))
+        kernels.logprobs_backward(rows, stats, grads, logits)
     elif what == "rows":
         narrow = logits.view(torch.bfloat16)[..., :vocabulary]
-        kernels.logprobs_and_rows(logits, labels, transform, ignore_index=-100, out=narrow)
+        kernels.logprobs_and_rows(rows, narrow)
     else:
-        kernels.logprobs_and_grad(logits, labels, floats, transform, ignore_index=-100, out=logits)
+        kernels.logprobs_and_grad(rows, floats, logits)
     return recorder.calls[-1]
 
 

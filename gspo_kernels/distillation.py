@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -93,7 +93,7 @@ class TeacherArguments(NamedTuple):
         dtype: torch.dtype,
         width: int,
     ) -> TeacherRows:
-        """What there is of the teacher, but for its logits.
+        """What there is of the teacher in rows, but for its logits.
 
         Args:
             tokens: what has the tokens' shape, as the caller passed it.
@@ -113,74 +113,87 @@ class TeacherArguments(NamedTuple):
             theirs = how.normalize(tokens, cu_seqlens, dtype, width, Parallel())
         except (TypeError, ValueError) as error:
             raise type(error)(f"teacher_{error}") from None
-        ids, logprobs = self._of_ids(tokens, cu_seqlens is not None, width, options)
-        return TeacherRows(None, ids, logprobs, *theirs.transform[:4])
-
-    def _of_ids(
-        self, tokens: Tensor, packed: bool, width: int, options: RowOptions
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """The teacher's ids and their log-probs, in rows."""
-        if self.ids is None or self.teacher_logprobs is None:
-            return None, None
-        ids = checks.tensor("ids", self.ids, None, "[B, T, K] or [N, K]", tokens.device, checks.INTEGERS)
+        if self.ids is None:
+            return TeacherRows(None, None, None, theirs.transform)
+        device, packed = tokens.device, cu_seqlens is not None
+        ids = checks.tensor("ids", self.ids, None, "[B, T, K] or [N, K]", device, checks.INTEGERS)
         if ids.shape[:-1] != tokens.shape or ids.shape[-1] == 0:
             raise ValueError(
                 f"ids: got shape {tuple(ids.shape)}, expected {(*tokens.shape, 'K')} with K >= 1"
             )
-        logprobs = checks.tensor(
-            "teacher_logprobs",
-            self.teacher_logprobs,
-            tuple(ids.shape),
-            "the shape of ids",
-            tokens.device,
-            checks.FLOATS,
-        )
-        return checked_ids(as_rows(ids, packed), width, options), as_rows(logprobs.detach(), packed)
+        shape, given = tuple(ids.shape), self.teacher_logprobs
+        logprobs = checks.floats("teacher_logprobs", given, shape, "the shape of ids", device).detach()
+        ids = checked_ids(as_rows(ids, packed), width, options)
+        return TeacherRows(None, ids, as_rows(logprobs, packed), theirs.transform)
 
 
-class _DistillationCall(NamedTuple):
-    """What both losses make of their arguments: rows, and the options of both sides."""
+class DistillationRows(NamedTuple):
+    """What both losses make of their arguments.
+
+    Attributes:
+        labels: [B, T], of which only ``ignore_index`` matters.
+        options: of the student's logits.
+        teacher: what there is of it, without its logits.
+        form: which divergence.
+        shares: [B, T] fp64, d loss / d divergence of each token.
+    """
 
     labels: Tensor
     options: RowOptions
     teacher: TeacherRows
     form: DivergenceForm
+    shares: Tensor
+
+
+class DistillationArguments(NamedTuple):
+    """What both losses take, as the caller passed it."""
+
+    student: LogitArguments
+    teacher: TeacherArguments
+    divergence: DivergenceArguments
     terms: Terms
+    aggregation: str
+    aggregation_constant: float | None
+
+    def normalize(
+        self, tokens: Tensor, dtype: torch.dtype, width: int, parallel: Parallel, ranks: RankComparison | None
+    ) -> DistillationRows:
+        """Check the arguments, compare them with other ranks', and bring them into rows.
+
+        Args:
+            tokens: zeros of the tokens' shape.
+            dtype: of the student's logits.
+            width: how many columns of logits this process has.
+            parallel: who has the others.
+            ranks: the comparison, if there is one.
+        """
+        objective = Linear(aggregation=self.aggregation, aggregation_constant=self.aggregation_constant)
+        if parallel.cp_group is not None:
+            raise ValueError(
+                "logits or hidden: is a DTensor cut over tokens, expected Replicate() over these ranks"
+            )
+        cu_seqlens = checks.layout("loss_mask or the tokens", tokens, self.terms.cu_seqlens)
+        terms = normalize_terms(self.terms, tokens, objective)
+        rows = as_rows(tokens, cu_seqlens is not None)
+        labels, terms = merge_mask(rows, terms, self.student.ignore_index)
+        options = self.student.normalize(tokens, cu_seqlens, dtype, width, parallel)
+        form = self.divergence.normalize(columns_of(options.shard, width)[1], self.teacher.ids)
+        teacher = self.teacher.normalize(tokens, self.student, options, cu_seqlens, dtype, width)
+        if ranks is not None:
+            row_temperature = teacher.transform.row_temperature
+            ranks.compare(labels, terms, options, width, teacher_temperature=row_temperature)
+        return DistillationRows(labels, options, teacher, form, token_shares(labels, terms))
 
 
-def _normalize(
-    tokens: Tensor,
-    dtype: torch.dtype,
-    width: int,
-    how: LogitArguments,
-    teacher: TeacherArguments,
-    divergence: DivergenceArguments,
-    passed: Terms,
-    aggregation: tuple[str, float | None],
-    parallel: Parallel,
-    ranks: RankComparison | None,
-) -> _DistillationCall:
-    """Check what both losses take, compare it with other ranks, and bring it into rows.
-
-    ``tokens`` has the tokens' shape, ``dtype`` and ``width`` are the logits', ``aggregation`` is the caller's
-    with its constant.
-    """
-    objective = Linear(aggregation=aggregation[0], aggregation_constant=aggregation[1])
-    if parallel.cp_group is not None:
-        raise ValueError(
-            "logits or hidden: is a DTensor cut over tokens, expected Replicate() over these ranks"
-        )
-    packed = checks.layout("loss_mask or the tokens", tokens, passed.cu_seqlens) is not None
-    terms = normalize_terms(passed, tokens, objective)
-    labels, terms = merge_mask(as_rows(tokens, packed), terms, how.ignore_index)
-    options = how.normalize(tokens, passed.cu_seqlens, dtype, width, parallel)
-    # 0 where the columns of this process don't say how many there are of all
-    vocabulary = columns_of(options.shard, width)[1] if options.shard.group else width
-    form = divergence.normalize(vocabulary, teacher.ids)
-    rows = teacher.normalize(tokens, how, options, passed.cu_seqlens, dtype, width)
-    if ranks is not None:
-        ranks.compare(labels, terms, options, width, teacher_temperature=rows.row_temperature)
-    return _DistillationCall(labels, options, rows, form, terms)
+def _terms(loss_mask: Any, cu_seqlens: Any, token_weights: Any, lengths: Any, normalizer: Any) -> Terms:
+    """The terms of a sum over tokens, as the caller passed them."""
+    return Terms(
+        loss_mask=loss_mask,
+        cu_seqlens=cu_seqlens,
+        token_weights=token_weights,
+        lengths=lengths,
+        normalizer=normalizer,
+    )
 
 
 def distillation_loss(
@@ -210,8 +223,7 @@ def distillation_loss(
     backend: str = "auto",
     parallel: Parallel = Parallel(),
 ) -> DistillationOutput:
-    """Divergence of a student from a teacher as a loss, from logits: both are read, and one gradient is
-    written.
+    """Divergence of a student from a teacher as a loss, from logits: both are read, one gradient is written.
 
     ``loss = agg(token_weights * D(student, teacher))``. With p the student's softmax and q the teacher's, D
     is by ``beta``, as in GKD (arXiv 2306.13649), TRL and Liger: 0 the forward KL(q || p), 1 the reverse KL(p
@@ -232,17 +244,11 @@ def distillation_loss(
             One that is there twice counts once. A token without any is left at 0.
         teacher_logprobs: like ``ids``: log-probs in nats over the whole vocabulary, as an engine returns
             them.
-        loss_mask: the tokens' shape, bool or 0/1: tokens that count, holes allowed. None: all.
-        cu_seqlens: int32 or int64 [B + 1], offsets of packed sequences.
+        loss_mask, cu_seqlens, lengths, normalizer: as in ``policy_loss``.
         aggregation: "token_mean", "sequence_mean", "sequence_mean_token_sum", "constant" or "sum", as in the
-            objectives.
-        aggregation_constant: for "constant".
+            objectives; "constant" needs an ``aggregation_constant``.
         token_weights: the tokens' shape: factors on divergences.
-        lengths: [B], |y_i| where it is not the number of counted tokens.
-        normalizer: number or 0-d tensor that replaces the outer divisor (for gradient accumulation: the whole
-            batch's).
-        temperature, logit_scale, softcap: the student's, as in ``token_logprobs``; a temperature [B] is one
-            per sequence.
+        temperature, logit_scale, softcap: the student's, as in ``fused_policy_loss``.
         teacher_temperature, teacher_logit_scale, teacher_softcap: the teacher's; a temperature of None is the
             student's.
         inplace_backward: the backward overwrites the student's logits with their gradient.
@@ -257,59 +263,56 @@ def distillation_loss(
         TypeError, ValueError: a wrong argument, named in the message.
         RuntimeError: the backend can't serve the tensors' device.
     """
-    passed = Terms(
-        loss_mask=loss_mask, cu_seqlens=cu_seqlens, token_weights=token_weights, lengths=lengths,
-        normalizer=normalizer,  # type: ignore[arg-type] # a number becomes a tensor
-    )  # fmt: skip
-    how = LogitArguments(temperature, logit_scale, softcap, backend=backend)
-    teacher = TeacherArguments(
-        teacher_temperature, teacher_logit_scale, teacher_softcap, ids, teacher_logprobs
+    passed = DistillationArguments(
+        LogitArguments(temperature, logit_scale, softcap, backend=backend),
+        TeacherArguments(teacher_temperature, teacher_logit_scale, teacher_softcap, ids, teacher_logprobs),
+        DivergenceArguments(beta, top_k, top_k_of, add_tail),
+        _terms(loss_mask, cu_seqlens, token_weights, lengths, normalizer),
+        aggregation,
+        aggregation_constant,
     )
-    divergence = DivergenceArguments(beta, top_k, top_k_of, add_tail)
+    rows, call = _normalize_logits(logits, teacher_logits, passed, inplace_backward, parallel)
+    arguments = (rows, call.teacher, call.labels, call.form, call.options)
+    # In fp16 a loss scale decides what is representable, and only the backward knows it.
+    late = inplace_backward or rows.dtype == torch.float16 or torch.compiler.is_compiling()
+    if torch.is_grad_enabled() and rows.requires_grad and not late:
+        loss, each = KnownDivergenceFunction.apply(*arguments, call.shares)
+    else:
+        each = DivergenceFunction.apply(*arguments, inplace_backward)
+        loss = summed(each, call.shares)
+    return DistillationOutput(loss, from_rows(each.detach(), cu_seqlens is not None))
+
+
+def _normalize_logits(
+    logits: Tensor,
+    teacher_logits: Tensor | None,
+    passed: DistillationArguments,
+    inplace_backward: bool,
+    parallel: Parallel,
+) -> tuple[Tensor, DistillationRows]:
+    """The student's logits in rows, and all else with the teacher's; compared with other ranks'."""
     with comparing(
-        "distillation_loss", logits=logits, teacher_logits=teacher_logits, logit_arguments=how,
-        teacher_arguments=teacher, divergence_arguments=divergence, terms=passed, aggregation=aggregation,
-        aggregation_constant=aggregation_constant, inplace_backward=inplace_backward, parallel=parallel,
+        "distillation_loss", logits=logits, teacher_logits=teacher_logits, **passed._asdict(),
+        inplace_backward=inplace_backward, parallel=parallel,
     ) as ranks:  # fmt: skip
         parallel.check("distillation_loss", ("tp_group", "vocab_range"))
         (logits, teacher_logits), parallel = local_tensors(
-            parallel, passed, logits=logits, teacher_logits=teacher_logits
+            parallel, passed.terms, logits=logits, teacher_logits=teacher_logits
         )
-        checks.tensor("logits", logits, None, "[B, T, V], or [N, V] with cu_seqlens", None, checks.FLOATS)
+        checks.floats("logits", logits, None, "[B, T, V], or [N, V] with cu_seqlens", None)
         tokens = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)
         check_scores("logits", logits, tokens, "V")
-        teacher.check_source("teacher_logits", teacher_logits)
+        passed.teacher.check_source("teacher_logits", teacher_logits)
         check_inplace(logits, inplace_backward)
         if teacher_logits is not None:
             shape = tuple(logits.shape)
             checks.floats("teacher_logits", teacher_logits, shape, "the shape of logits", logits.device)
-        summed_as = (aggregation, aggregation_constant)
-        call = _normalize(
-            tokens,
-            logits.dtype,
-            logits.shape[-1],
-            how,
-            teacher,
-            divergence,
-            passed,
-            summed_as,
-            parallel,
-            ranks,
-        )
-    packed, teacher_rows = cu_seqlens is not None, call.teacher
+        call = passed.normalize(tokens, logits.dtype, logits.shape[-1], parallel, ranks)
+    packed = passed.terms.cu_seqlens is not None
     if teacher_logits is not None:
-        teacher_rows = teacher_rows._replace(logits=as_rows(teacher_logits.detach(), packed))
-    shares = token_shares(call.labels, call.terms)
-    arguments = (as_rows(logits, packed), teacher_rows, call.labels, call.form, call.options)
-    learns = torch.is_grad_enabled() and logits.requires_grad
-    # In fp16 a loss scale decides what is representable, and only the backward knows it.
-    narrow = logits.dtype == torch.float16
-    if learns and not (inplace_backward or narrow or torch.compiler.is_compiling()):
-        loss, each = KnownDivergenceFunction.apply(*arguments, shares)
-    else:
-        each = DivergenceFunction.apply(*arguments, inplace_backward)
-        loss = summed(each, shares)
-    return DistillationOutput(loss, from_rows(each.detach(), packed))
+        teacher = call.teacher._replace(logits=as_rows(teacher_logits.detach(), packed))
+        call = call._replace(teacher=teacher)
+    return as_rows(logits, packed), call
 
 
 def fused_linear_distillation_loss(
@@ -360,16 +363,14 @@ def fused_linear_distillation_loss(
         teacher_hidden: [B, T, H of the teacher] or [N, H of the teacher], in a dtype of its own. None:
             ``ids`` and ``teacher_logprobs`` say what is known of the teacher.
         teacher_weight: [V, H of the teacher].
-        bias: [V] or None.
-        teacher_bias: [V] or None.
+        bias, teacher_bias: [V] or None.
         beta, top_k, top_k_of, add_tail, ids, teacher_logprobs: as in ``distillation_loss``.
         loss_mask, cu_seqlens: as there. Tokens that don't count are never projected.
         aggregation, aggregation_constant, token_weights, lengths, normalizer: as there.
         temperature, logit_scale, softcap: as there, the student's.
         teacher_temperature, teacher_logit_scale, teacher_softcap: as there.
-        logits_dtype, backend: as in ``linear_token_logprobs``.
+        logits_dtype, batch_invariant, backend: as in ``linear_token_logprobs``.
         max_chunk_bytes: of logits at once, both sides together; None: by the device's memory.
-        batch_invariant: as in ``linear_token_logprobs``.
         parallel: ``tp_group``, ``vocab_range`` and ``reduce_hidden_grad`` of ``Parallel``; both weights and
             biases are cut in the same places.
 
@@ -380,61 +381,53 @@ def fused_linear_distillation_loss(
         TypeError, ValueError: a wrong argument, named in the message.
         RuntimeError: the backend can't serve the tensors' device.
     """
-    passed = Terms(
-        loss_mask=loss_mask, cu_seqlens=cu_seqlens, token_weights=token_weights, lengths=lengths,
-        normalizer=normalizer,  # type: ignore[arg-type] # a number becomes a tensor
-    )  # fmt: skip
-    how = LogitArguments(temperature, logit_scale, softcap, backend=backend)
-    teacher = TeacherArguments(
-        teacher_temperature, teacher_logit_scale, teacher_softcap, ids, teacher_logprobs
+    passed = DistillationArguments(
+        LogitArguments(temperature, logit_scale, softcap, backend=backend),
+        TeacherArguments(teacher_temperature, teacher_logit_scale, teacher_softcap, ids, teacher_logprobs),
+        DivergenceArguments(beta, top_k, top_k_of, add_tail),
+        _terms(loss_mask, cu_seqlens, token_weights, lengths, normalizer),
+        aggregation,
+        aggregation_constant,
     )
-    divergence = DivergenceArguments(beta, top_k, top_k_of, add_tail)
     products = ProductArguments(logits_dtype, max_chunk_bytes, batch_invariant)
-    with comparing(
-        "fused_linear_distillation_loss", hidden=hidden, weight=weight, teacher_hidden=teacher_hidden,
-        teacher_weight=teacher_weight, bias=bias, teacher_bias=teacher_bias, logit_arguments=how,
-        teacher_arguments=teacher, divergence_arguments=divergence, product_arguments=products, terms=passed,
-        aggregation=aggregation, aggregation_constant=aggregation_constant, parallel=parallel,
-    ) as ranks:  # fmt: skip
-        usable = ("tp_group", "vocab_range", "reduce_hidden_grad")
-        parallel.check("fused_linear_distillation_loss", usable, batch_invariant)
-        sides, parallel = local_tensors(
-            parallel, passed, batch_invariant, hidden=hidden, weight=weight, bias=bias,
-            teacher_hidden=teacher_hidden, teacher_weight=teacher_weight, teacher_bias=teacher_bias,
-        )  # fmt: skip
-        hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias = sides
+    operands, teachers_head, call = _normalize_hidden(
+        (hidden, weight, bias), (teacher_hidden, teacher_weight, teacher_bias), passed, products, parallel
+    )
+    rest = (call.teacher, call.form, call.shares, torch.compiler.is_compiling())
+    loss, each = LinearDistillationFunction.apply(*operands, *teachers_head, *rest)
+    return DistillationOutput(loss, from_rows(each.detach(), cu_seqlens is not None))
+
+
+def _normalize_hidden(
+    student: tuple[Tensor, Tensor | LoRAHead, Tensor | None],
+    teacher: tuple[Tensor | None, Tensor | None, Tensor | None],
+    passed: DistillationArguments,
+    products: ProductArguments,
+    parallel: Parallel,
+) -> tuple[LinearOperands, tuple[Tensor | None, Tensor | None, Tensor | None], DistillationRows]:
+    """Hidden states, weight and bias of either side, the student's as operands, and all else; compared with
+    other ranks'.
+    """
+    name, invariant = "fused_linear_distillation_loss", products.batch_invariant
+    sides: dict[str, Any] = dict(zip(("hidden", "weight", "bias"), student, strict=True))
+    sides |= dict(zip(("teacher_hidden", "teacher_weight", "teacher_bias"), teacher, strict=True))
+    with comparing(name, **sides, **passed._asdict(), product_arguments=products, parallel=parallel) as ranks:
+        parallel.check(name, ("tp_group", "vocab_range", "reduce_hidden_grad"), invariant)
+        local, parallel = local_tensors(parallel, passed.terms, invariant, **sides)
+        hidden, weight, bias, their_hidden, their_weight, their_bias = local
         chunking = products.normalize(compact=True, parallel=parallel)
         if chunking.scattered:
             raise ValueError("hidden: is sharded over tokens, expected a DTensor with placement Replicate()")
-        checks.tensor("hidden", hidden, None, "[B, T, H], or [N, H] with cu_seqlens", None, checks.FLOATS)
+        checks.floats("hidden", hidden, None, "[B, T, H], or [N, H] with cu_seqlens", None)
         tokens = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
         hidden, weight, bias, base = check_inputs(hidden, weight, bias, tokens, chunking)
-        teacher.check_source("teacher_hidden", teacher_hidden)
-        theirs = (teacher_hidden, teacher_weight, teacher_bias)
-        rows, their_weight, their_bias = check_teachers_head(*theirs, tokens, weight.shape[0], chunking)
-        summed_as = (aggregation, aggregation_constant)
-        call = _normalize(
-            tokens,
-            hidden.dtype,
-            weight.shape[0],
-            how,
-            teacher,
-            divergence,
-            passed,
-            summed_as,
-            parallel,
-            ranks,
+        passed.teacher.check_source("teacher_hidden", their_hidden)
+        their_rows, their_weight, their_bias = check_teachers_head(
+            their_hidden, their_weight, their_bias, tokens, weight.shape[0], chunking
         )
-    packed = cu_seqlens is not None
-    rows = None if rows is None else as_rows(rows, packed)
-    loss, each = LinearDistillationFunction.apply(
-        *LinearOperands(as_rows(hidden, packed), weight, bias, call.labels, call.options, chunking, base),
-        rows,
-        their_weight,
-        their_bias,
-        call.teacher,
-        call.form,
-        token_shares(call.labels, call.terms),
-        torch.compiler.is_compiling(),
-    )
-    return DistillationOutput(loss, from_rows(each.detach(), packed))
+        call = passed.normalize(tokens, hidden.dtype, weight.shape[0], parallel, ranks)
+    packed = passed.terms.cu_seqlens is not None
+    their_rows = None if their_rows is None else as_rows(their_rows, packed)
+    hidden = as_rows(hidden, packed)
+    operands = LinearOperands(hidden, weight, bias, call.labels, call.options, chunking, base)
+    return operands, (their_rows, their_weight, their_bias), call

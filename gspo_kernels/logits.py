@@ -12,9 +12,9 @@ from gspo_kernels.invariance import in_force, refuse_backend
 from gspo_kernels.layout import segment_ids
 from gspo_kernels.objectives.base import Objective
 from gspo_kernels.ops.backends import resolve
-from gspo_kernels.ops.values import mask_of_ids, mask_of_shard
+from gspo_kernels.ops.values import mask_of_shard
 from gspo_kernels.parallel.groups import Parallel, group_name
-from gspo_kernels.types import RowOptions, Shard, stats_dtype
+from gspo_kernels.types import LogitTransform, RowOptions, Shard, stats_dtype
 
 
 class LogitArguments(NamedTuple):
@@ -74,7 +74,8 @@ class LogitArguments(NamedTuple):
         kept = None
         if self.kept_ids is not None or self.kept_mask is not None:
             kept = self._kept(labels, width, shard)
-        return RowOptions(scale, cap, scalar, row_temperature, kept, self.ignore_index, backend, shard)
+        transform = LogitTransform(scale, cap, scalar, row_temperature, kept)
+        return RowOptions(transform, self.ignore_index, backend, shard)
 
     def _kept(self, labels: Tensor, width: int, shard: Shard) -> Tensor:
         """The sampling mask of this process's columns, in rows."""
@@ -105,10 +106,8 @@ class LogitArguments(NamedTuple):
             mask = checks.tensor(
                 "kept_mask", mask, (*shape, bits.words(width)), meaning, device, (torch.int32,)
             )
-        if shard.group:
+        if shard.group or ids is not None:
             mask = mask_of_shard(ids, mask, shard, width)
-        elif ids is not None:
-            mask = mask_of_ids(ids, width)
         assert mask is not None
         mask = mask.contiguous()
         return mask.unsqueeze(0) if labels.ndim == 1 else mask

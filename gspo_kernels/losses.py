@@ -25,7 +25,7 @@ from gspo_kernels.parallel.groups import Parallel
 from gspo_kernels.parallel.placements import local_tensors
 from gspo_kernels.plan import Plan, RequiresGrad, coefficients_depend_on, ratio_of
 from gspo_kernels.ranks import comparing
-from gspo_kernels.sequence_ratio import RatioOperands, SequenceRatioFunction
+from gspo_kernels.sequence_ratio import SequenceRatioFunction, ratio_operands
 from gspo_kernels.step import PolicyLossFunction, output_of, policy_step
 from gspo_kernels.terms import Terms, leave_out_inactive, merge_mask, validate_terms
 from gspo_kernels.types import LoRAHead, LossOutput
@@ -285,7 +285,7 @@ def fused_policy_loss(
         return output_of(carrier + step.loss, step.metrics, logprobs, None, terms)
     has_given_logprobs = terms.old_logprobs is not None and terms.ref_logprobs is None
     if plan.ratio.level == "sequence" and has_given_logprobs and not with_entropy and not options.shard.group:
-        operands = RatioOperands.of(row_labels, terms)
+        operands = ratio_operands(row_labels, terms)
         loss, logprobs, metrics = SequenceRatioFunction.apply(
             rows, row_labels, inplace_backward, options, operands, plan.ratio
         )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -18,37 +18,38 @@ from gspo_kernels.layout import layout_of
 from gspo_kernels.objectives import GSPO
 from gspo_kernels.ops.backends import RatioBackend, load
 from gspo_kernels.ops.library import checked_values, operator
-from gspo_kernels.ops.logprobs import RowGradients, check_rows, gradient_of_logits, save_rows, saved_rows
+from gspo_kernels.ops.logprobs import check_rows, gradient_of_logits, save_rows, saved_rows
 from gspo_kernels.ops.values import check_cu_seqlens, check_lengths, check_normalizer, check_temperature
 from gspo_kernels.terms import Terms, check_logprobs
-from gspo_kernels.types import METRICS, RatioClip, RowOptions, RowStats, SequenceRatioStats, stats_dtype
+from gspo_kernels.types import (
+    METRICS,
+    LogitRows,
+    RatioClip,
+    RatioOperands,
+    RowGradients,
+    RowOptions,
+    RowStats,
+    SequenceRatioStats,
+    stats_dtype,
+)
 
 
-class RatioOperands(NamedTuple):
-    """What the backend takes besides log-probs and mask, in its order."""
-
-    old_logprobs: Tensor | None
-    advantages: Tensor
-    weights: Tensor | None
-    lengths: Tensor | None
-    normalizer: Tensor | None
-    cu_seqlens: Tensor | None
-
-    @classmethod
-    def of(cls, tokens: Tensor, terms: Terms, level: str = "sequence") -> RatioOperands:
-        """From the terms of a call for ratios of a level; ``tokens`` gives shape and device."""
-        weights, normalizer = terms.rollout_weights, terms.normalizer
-        assert terms.advantages is not None
-        if level == "sequence" and weights is not None and weights.ndim == 2:
-            layout, counted = terms.layout(tokens), terms.counted(tokens)
-            counts = layout.sum(exact(counted)).clamp(min=1)
-            weights = layout.sum(torch.where(counted, exact(weights), 0.0)) / counts
-        if terms.skipped is not None:
-            # they have no log-probs, but they are in the divisor
-            normalizer = Aggregation(tokens, terms).total
-        if normalizer is not None:
-            normalizer = normalizer.to(tokens.device)
-        return cls(terms.old_logprobs, terms.advantages, weights, terms.lengths, normalizer, terms.cu_seqlens)
+def ratio_operands(tokens: Tensor, terms: Terms, level: str = "sequence") -> RatioOperands:
+    """What a clipped ratio of a level takes of the terms of a call; ``tokens`` gives shape and device."""
+    weights, normalizer = terms.rollout_weights, terms.normalizer
+    assert terms.advantages is not None
+    if level == "sequence" and weights is not None and weights.ndim == 2:
+        layout, counted = terms.layout(tokens), terms.counted(tokens)
+        counts = layout.sum(exact(counted)).clamp(min=1)
+        weights = layout.sum(torch.where(counted, exact(weights), 0.0)) / counts
+    if terms.skipped is not None:
+        # they have no log-probs, but they are in the divisor
+        normalizer = Aggregation(tokens, terms).total
+    if normalizer is not None:
+        normalizer = normalizer.to(tokens.device)
+    return RatioOperands(
+        terms.old_logprobs, terms.advantages, weights, terms.lengths, normalizer, terms.cu_seqlens
+    )
 
 
 _RATIO_MEAN = METRICS.index("ratio/mean")
@@ -56,15 +57,11 @@ _RATIO_MEAN = METRICS.index("ratio/mean")
 
 @operator
 def sequence_ratio(
-    logits: Tensor,
-    labels: Tensor,
-    options: RowOptions,
-    operands: RatioOperands,
-    form: RatioClip,
+    logits: Tensor, labels: Tensor, options: RowOptions, operands: RatioOperands, form: RatioClip
 ) -> SequenceRatioStats:
     """From logits to loss; see ``ops.backends.RatioBackend``."""
-    if options.row_temperature is not None:
-        check_temperature(options.row_temperature)
+    if options.transform.row_temperature is not None:
+        check_temperature(options.transform.row_temperature)
     if operands.cu_seqlens is not None:
         check_cu_seqlens(operands.cu_seqlens, labels)
     if operands.normalizer is not None:
@@ -74,15 +71,8 @@ def sequence_ratio(
         check_lengths(operands.lengths, layout_of(labels, operands.cu_seqlens).sum(counted))
     looks = checked_values(labels.device)
     doubt = functools.partial(_check_logprobs, labels, operands, options) if looks else None
-    stats = cast(RatioBackend, load(options.backend)).sequence_ratio_forward(
-        logits,
-        labels,
-        form=form,
-        transform=options.transform,
-        ignore_index=options.ignore_index,
-        **operands._asdict(),
-        doubt=doubt,
-    )
+    rows = LogitRows(logits, labels, options.transform, options.ignore_index)
+    stats = cast(RatioBackend, load(options.backend)).sequence_ratio_forward(rows, operands, form, doubt)
     # the log-prob of a label that is no column is NaN: where no ratio is, no label needs a look
     if looks and math.isnan(stats.metrics.tolist()[_RATIO_MEAN]):
         check_rows(labels, logits.shape[-1], options)
@@ -104,11 +94,7 @@ def _check_logprobs(labels: Tensor, operands: RatioOperands, options: RowOptions
 
 @sequence_ratio.register_fake
 def _(
-    logits: Tensor,
-    labels: Tensor,
-    options: RowOptions,
-    operands: RatioOperands,
-    form: RatioClip,
+    logits: Tensor, labels: Tensor, options: RowOptions, operands: RatioOperands, form: RatioClip
 ) -> SequenceRatioStats:
     def new(*shape: int) -> Tensor:
         return logits.new_empty(shape, dtype=stats_dtype(logits.dtype))

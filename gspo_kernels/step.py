@@ -7,7 +7,6 @@ A clipped ratio per sequence or per token, with a KL penalty or without, takes o
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -16,10 +15,10 @@ from torch import Tensor
 from gspo_kernels.evaluate import PolicyStep, evaluate, metric_names, token_mean
 from gspo_kernels.ops.backends import RatioBackend, load
 from gspo_kernels.ops.library import checked_values, operator
-from gspo_kernels.sequence_ratio import RatioOperands
+from gspo_kernels.sequence_ratio import ratio_operands
 from gspo_kernels.terms import Terms, check_logprobs, check_values
 from gspo_kernels.torch_internals import is_last_backward
-from gspo_kernels.types import NO_RATIO, STATS_DTYPES, KLPenalty, LossOutput, RatioClip, stats_dtype
+from gspo_kernels.types import NO_RATIO, STATS_DTYPES, Doubt, KLPenalty, LossOutput, RatioClip, stats_dtype
 
 
 def evaluate_objective(
@@ -29,7 +28,7 @@ def evaluate_objective(
     backend: str,
     ratio: RatioClip,
     want_metrics: bool = True,
-    doubt: Callable[[], None] | None = None,
+    doubt: Doubt = None,
 ) -> PolicyStep:
     """Loss, coefficients and metrics of these terms; only in operators, which have checked values.
 
@@ -48,14 +47,12 @@ def evaluate_objective(
     if terms.skipped is not None:
         present = present & ~terms.layout(logprobs).expand(terms.skipped)
     logprobs = (logprobs if logprobs.dtype in STATS_DTYPES else logprobs.float()).contiguous()
-    operands = RatioOperands.of(logprobs, terms, ratio.level)
+    operands = ratio_operands(logprobs, terms, ratio.level)
     kl = None
     if terms.ref_logprobs is not None:
         beta = None if terms.kl_beta is None else terms.kl_beta.to(logprobs.device)
         kl = KLPenalty(terms.ref_logprobs, beta, terms.kl_estimator)
-    step = cast(RatioBackend, load(backend)).ratio_step(
-        logprobs, present, form=ratio, **operands._asdict(), kl=kl, doubt=doubt
-    )
+    step = cast(RatioBackend, load(backend)).ratio_step(logprobs, present, operands, ratio, kl, doubt)
     metrics = step.metrics
     if entropy is not None and want_metrics:
         metrics = torch.cat([metrics, token_mean(entropy, present).to(metrics.dtype).reshape(1)])

@@ -14,6 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+Doubt = Callable[[], None] | None
+"""A look at values that callers pass, which raises where one is wrong; None where values aren't looked at."""
+
 METRICS = (
     "ratio/mean",
     "ratio/min",
@@ -176,6 +179,37 @@ class LogitTransform(NamedTuple):
         return self._replace(row_temperature=temperature, kept=kept)
 
 
+class LogitRows(NamedTuple):
+    """Rows of logits with their labels, as backends take them: see ``ops.backends.RowBackend``.
+
+    Attributes:
+        logits: [B, T, V] with any strides (0 and overlapping included), fp16, bf16, fp32 or fp64; packed rows
+            come as [1, N, V].
+        labels: int64 or int32 [B, T], any strides.
+        transform: from the logits to z.
+        ignore_index: the label of *ignored* rows: their logits are never read.
+    """
+
+    logits: Tensor
+    labels: Tensor
+    transform: LogitTransform
+    ignore_index: int
+
+
+class RowGradients(NamedTuple):
+    """What multiplies d logprob/dlogits and d entropy/dlogits of each row.
+
+    Attributes:
+        grad_logprobs: [B, T], any float dtype and strides.
+        grad_entropy: the same, or None.
+        grad_scale: 0-d factor on both, or None for 1.
+    """
+
+    grad_logprobs: Tensor
+    grad_entropy: Tensor | None = None
+    grad_scale: Tensor | None = None
+
+
 class RowPair(NamedTuple):
     """Rows of a student and of a teacher over the same columns, whose divergences are asked for.
 
@@ -212,27 +246,16 @@ class RowOptions(NamedTuple):
     """How logits become log-probs and who computes them: the options of every entry that has labels, checked.
 
     Attributes:
-        logit_scale, softcap, temperature, row_temperature, kept: the fields of ``LogitTransform``.
+        transform: from raw logits to z.
         ignore_index: the label of rows that are left out.
         backend: the name of one that can serve the tensors' device.
         shard: which columns there are; labels are ids of the whole vocabulary.
     """
 
-    logit_scale: float
-    softcap: float
-    temperature: float
-    row_temperature: Tensor | None
-    kept: Tensor | None
+    transform: LogitTransform
     ignore_index: int
     backend: str
     shard: Shard = Shard()
-
-    @property
-    def transform(self) -> LogitTransform:
-        """From raw logits to z."""
-        return LogitTransform(
-            self.logit_scale, self.softcap, self.temperature, self.row_temperature, self.kept
-        )
 
 
 class RatioClip(NamedTuple):
@@ -265,6 +288,27 @@ class RatioClip(NamedTuple):
 
 NO_RATIO = RatioClip(0.0, 0.0, 0.0, False, "", 0.0, "")
 """Says that a loss has no such form; its ``level`` is empty."""
+
+
+class RatioOperands(NamedTuple):
+    """What a clipped ratio takes besides log-probs and the tokens that count.
+
+    Attributes:
+        old_logprobs: like the log-probs, any strides and float dtype; None where they are the log-probs
+            themselves.
+        advantages: [B], or like the log-probs for ratios of tokens.
+        weights: of policy terms, the same shapes, or None for 1.
+        lengths: [B], L of each sequence; None: its number of counted tokens.
+        normalizer: 0-d on the device, replaces what ``RatioClip.divisor`` counts, or None.
+        cu_seqlens: int32 or int64 [B + 1] of packed tokens, or None.
+    """
+
+    old_logprobs: Tensor | None
+    advantages: Tensor
+    weights: Tensor | None = None
+    lengths: Tensor | None = None
+    normalizer: Tensor | None = None
+    cu_seqlens: Tensor | None = None
 
 
 class KLPenalty(NamedTuple):

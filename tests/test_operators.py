@@ -105,7 +105,7 @@ def operands():
         losses()
         selected_ids()
         teachers()
-        mask_of_shard(torch.tensor([[[0, 6, 2]]]), None, Shard("", 2), 3)  # in a process group
+        mask_of_shard(torch.tensor([[[0, 6, 2]]]), None, Shard("a group", 2), 3)
     return {name: list(forms.values()) for name, forms in found.items()}
 
 

@@ -345,9 +345,9 @@ def test_rows_come_with_the_statistics_where_they_can(schedule, terms, rows, mon
     """The results are the same either way, so only counting shows it; an entropy bonus needs the logits."""
     found, one_pass = [], cpp.logprobs_and_rows
 
-    def counted(logits, *args, **kwargs):
-        found.append(logits.shape[1])
-        return one_pass(logits, *args, **kwargs)
+    def counted(rows, out):
+        found.append(rows.logits.shape[1])
+        return one_pass(rows, out)
 
     monkeypatch.setattr(cpp, "logprobs_and_rows", counted)
     run(make_case("linear", "packed", terms), ENTRY, GSPO, "cpp", schedule=schedule)

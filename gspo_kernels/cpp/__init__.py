@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +13,16 @@ from torch import Tensor
 from gspo_kernels.types import (
     MASK_VALUES,
     METRICS,
+    Doubt,
     KLPenalty,
+    LogitRows,
     LogitTransform,
     Normalizers,
     PairStats,
     RatioClip,
+    RatioOperands,
     RatioStep,
+    RowGradients,
     RowPair,
     RowStats,
     SequenceRatioStats,
@@ -55,93 +58,56 @@ def unavailable(device: torch.device) -> str | None:
     return _why_not_loaded()
 
 
-def logprobs_forward(
-    logits: Tensor, labels: Tensor, transform: LogitTransform, *, ignore_index: int, entropy: bool
-) -> RowStats:
+def logprobs_forward(rows: LogitRows, entropy: bool) -> RowStats:
     """See ``ops.backends.RowBackend.logprobs_forward``."""
-    stats = _empty_stats(logits, labels, entropy)
-    _operators().logprobs_forward(*_row_arguments(logits, labels, transform, ignore_index), *stats)
+    stats = _empty_stats(rows, entropy)
+    _operators().logprobs_forward(*_row_arguments(rows), *stats)
     return stats
 
 
 def logprobs_backward(
-    logits: Tensor,
-    labels: Tensor,
-    stats: RowStats,
-    grad_logprobs: Tensor,
-    grad_entropy: Tensor | None,
-    grad_scale: Tensor | None,
-    transform: LogitTransform,
-    *,
-    ignore_index: int,
-    out: Tensor,
-    sharded: bool = False,
+    rows: LogitRows, stats: RowStats, grads: RowGradients, out: Tensor, sharded: bool = False
 ) -> None:
     """See ``ops.backends.RowBackend.logprobs_backward``."""
-    if grad_entropy is not None and stats.entropy is None:
+    if grads.grad_entropy is not None and stats.entropy is None:
         raise ValueError("stats.entropy: got None, expected a tensor because grad_entropy is given")
-    _check_out(logits, out)
-    dtype = stats_dtype(logits.dtype)
+    _check_out(rows.logits, out)
+    dtype = stats_dtype(rows.logits.dtype)
     _operators().logprobs_backward(
-        *_row_arguments(logits, labels, transform, ignore_index),
-        stats.logprobs.detach().to(dtype).contiguous(),
+        *_row_arguments(rows),
+        _vector(stats.logprobs, rows.logits),
         stats.lse.contiguous(),
-        None if stats.entropy is None else _vector(stats.entropy, logits),
-        *[
-            None if grad is None else grad.detach().to(dtype)
-            for grad in (grad_logprobs, grad_entropy, grad_scale)
-        ],
+        _vector(stats.entropy, rows.logits),
+        *[None if grad is None else grad.detach().to(dtype) for grad in grads],
         sharded,
         out,
     )
 
 
-def logprobs_and_grad(
-    logits: Tensor,
-    labels: Tensor,
-    coefficients: Tensor,
-    transform: LogitTransform,
-    *,
-    ignore_index: int,
-    out: Tensor,
-) -> RowStats:
+def logprobs_and_grad(rows: LogitRows, coefficients: Tensor, out: Tensor) -> RowStats:
     """See ``ops.backends.RowBackend.logprobs_and_grad``."""
-    _check_out(logits, out)
-    stats = _empty_stats(logits, labels, entropy=False)
+    _check_out(rows.logits, out)
+    stats = _empty_stats(rows, entropy=False)
     _operators().logprobs_and_grad(
-        *_row_arguments(logits, labels, transform, ignore_index),
-        _vector(coefficients, logits),
-        stats.logprobs,
-        stats.lse,
-        out,
+        *_row_arguments(rows), _vector(coefficients, rows.logits), stats.logprobs, stats.lse, out
     )
     return stats
 
 
-def one_pass_pays(
-    vocabulary: int,
-    dtype: torch.dtype,
-    transform: LogitTransform,
-    device: torch.device,
-    all_rows_active: bool,
-) -> bool:
+def one_pass_pays(rows: LogitRows, all_rows_active: bool) -> bool:
     """See ``ops.backends.OnePassBackend.one_pass_pays``: always, and the bits are the same."""
     return True
 
 
-def logprobs_and_rows(
-    logits: Tensor, labels: Tensor, transform: LogitTransform, *, ignore_index: int, out: Tensor
-) -> tuple[RowStats, Tensor]:
+def logprobs_and_rows(rows: LogitRows, out: Tensor) -> tuple[RowStats, Tensor]:
     """See ``ops.backends.OnePassBackend.logprobs_and_rows``."""
-    _check_out(logits, out)
-    wide = stats_dtype(logits.dtype)
+    _check_out(rows.logits, out)
+    wide = stats_dtype(rows.logits.dtype)
     if out.dtype not in ((wide, torch.bfloat16) if wide == torch.float32 else (wide,)):
         raise TypeError(f"out: got {out.dtype}, expected {wide}, as the statistics, or bf16 from fp32 ones")
-    stats = _empty_stats(logits, labels, entropy=False)
+    stats = _empty_stats(rows, entropy=False)
     factors = torch.empty_like(stats.logprobs)
-    _operators().logprobs_and_rows(
-        *_row_arguments(logits, labels, transform, ignore_index), stats.logprobs, stats.lse, factors, out
-    )
+    _operators().logprobs_and_rows(*_row_arguments(rows), stats.logprobs, stats.lse, factors, out)
     return stats, factors
 
 
@@ -153,18 +119,18 @@ def divergence(
     rows: RowPair, known: Normalizers | PairStats | None, grad: Tensor | None, out: Tensor | None
 ) -> PairStats:
     """See ``ops.backends.RowBackend.divergence``."""
-    logits, teacher_logits, labels, transform, teacher_transform, beta, ignore_index = rows
+    logits, teacher_logits, teacher_transform = rows.logits, rows.teacher_logits, rows.teacher_transform
     if out is not None:
         _check_out(logits, out)
     if logits.dtype != teacher_logits.dtype:
         return _divergence_of_two_dtypes(rows, known, grad, out)
     stats = allocate_pair_stats(logits, known)
     _operators().divergence(
-        *_row_arguments(logits, labels, transform, ignore_index),
+        *_row_arguments(rows),
         teacher_logits.detach(),
         _vector(teacher_transform.row_temperature, logits),
         *teacher_transform[:3],
-        beta,
+        rows.beta,
         known is not None,
         isinstance(known, PairStats),
         _vector(grad, logits),
@@ -210,16 +176,10 @@ _NO_MASK, _DOUBTFUL = range(2)
 def ratio_step(
     logprobs: Tensor,
     mask: Tensor,
-    old_logprobs: Tensor | None,
-    advantages: Tensor,
+    operands: RatioOperands,
     form: RatioClip,
-    *,
-    weights: Tensor | None,
-    lengths: Tensor | None,
-    normalizer: Tensor | None,
-    cu_seqlens: Tensor | None,
     kl: KLPenalty | None = None,
-    doubt: Callable[[], None] | None = None,
+    doubt: Doubt = None,
 ) -> RatioStep:
     """See ``ops.backends.RatioBackend.ratio_step``."""
     new = logprobs.new_empty
@@ -228,7 +188,7 @@ def ratio_step(
     verdict = _operators().ratio_step(
         logprobs.detach() if logprobs.requires_grad else logprobs,
         mask.contiguous(),
-        *_sequence_arguments(old_logprobs, cu_seqlens, advantages, weights, lengths, normalizer, form),
+        *_sequence_arguments(operands, form),
         None if kl is None else _numbers(kl.ref_logprobs),
         _numbers(beta),
         0 if kl is None else int(kl.estimator[1:]),
@@ -247,35 +207,18 @@ def reads_mask(mask: Tensor) -> bool:
 
 
 def sequence_ratio_forward(
-    logits: Tensor,
-    labels: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    form: RatioClip,
-    transform: LogitTransform,
-    *,
-    ignore_index: int,
-    weights: Tensor | None,
-    lengths: Tensor | None,
-    normalizer: Tensor | None,
-    cu_seqlens: Tensor | None,
-    doubt: Callable[[], None] | None = None,
+    rows: LogitRows, operands: RatioOperands, form: RatioClip, doubt: Doubt = None
 ) -> SequenceRatioStats:
     """See ``ops.backends.RatioBackend.sequence_ratio_forward``."""
-    rows = _empty_stats(logits, labels, entropy=False)
-    new = rows.logprobs.new_empty
-    loss, *others = new(()), new(advantages.shape), new(()), new(len(METRICS))
+    stats = _empty_stats(rows, entropy=False)
+    new = stats.logprobs.new_empty
+    loss, *others = new(()), new(operands.advantages.shape), new(()), new(len(METRICS))
     plausible = _operators().sequence_ratio_forward(
-        *_row_arguments(logits, labels, transform, ignore_index),
-        *_sequence_arguments(old_logprobs, cu_seqlens, advantages, weights, lengths, normalizer, form),
-        rows.logprobs,
-        rows.lse,
-        loss,
-        *others,
+        *_row_arguments(rows), *_sequence_arguments(operands, form), *stats[:2], loss, *others
     )
     if not plausible and doubt is not None:
         doubt()
-    return SequenceRatioStats(loss, rows.logprobs, rows.lse, *others)
+    return SequenceRatioStats(loss, stats.logprobs, stats.lse, *others)
 
 
 _MASKS = frozenset((torch.bool, torch.float32, torch.float64, torch.int32, torch.int64))
@@ -299,16 +242,15 @@ def merge_mask(
 def folds(
     labels: Tensor,
     transform: LogitTransform,
+    ignore_index: int,
     vocabulary: int,
     dtype: torch.dtype,
-    *,
-    ignore_index: int,
     entropy: bool,
 ) -> Folds:
     """See ``ops.backends.FoldingBackend.folds``."""
     from gspo_kernels.cpp.folding import Folds
 
-    return Folds(labels, transform, vocabulary, dtype, ignore_index=ignore_index, entropy=entropy)
+    return Folds(labels, transform, ignore_index, vocabulary, dtype, entropy)
 
 
 def scale_(values: Tensor, factor: Tensor) -> None:
@@ -325,10 +267,10 @@ def _operators() -> torch._ops._OpNamespace:
     return torch.ops.gspo_kernels_cpp
 
 
-def _empty_stats(logits: Tensor, labels: Tensor, entropy: bool) -> RowStats:
+def _empty_stats(rows: LogitRows, entropy: bool) -> RowStats:
     # in half of the time that a shape takes
-    like = functools.partial(torch.empty_like, labels, memory_format=torch.contiguous_format)
-    kind = stats_dtype(logits.dtype)
+    like = functools.partial(torch.empty_like, rows.labels, memory_format=torch.contiguous_format)
+    kind = stats_dtype(rows.logits.dtype)
     return RowStats(like(dtype=kind), like(dtype=torch.float64), like(dtype=kind) if entropy else None)
 
 
@@ -346,22 +288,12 @@ def _numbers(values: Tensor | None) -> Tensor | None:
     return values.detach() if values.requires_grad else values
 
 
-def _sequence_arguments(
-    old_logprobs: Tensor | None,
-    cu_seqlens: Tensor | None,
-    advantages: Tensor,
-    weights: Tensor | None,
-    lengths: Tensor | None,
-    normalizer: Tensor | None,
-    form: RatioClip,
-) -> tuple[Any, ...]:
+def _sequence_arguments(operands: RatioOperands, form: RatioClip) -> tuple[Any, ...]:
+    old_logprobs, *of_sequences, cu_seqlens = operands
     return (
         _numbers(old_logprobs),
         None if cu_seqlens is None else cu_seqlens.to(torch.int64).contiguous(),
-        _numbers(advantages),
-        _numbers(weights),
-        _numbers(lengths),
-        _numbers(normalizer),
+        *[_numbers(values) for values in of_sequences],
         *form[:4],
         _DIVISORS.index(form.divisor),
         form.divisor_scale,
@@ -369,12 +301,11 @@ def _sequence_arguments(
     )
 
 
-def _row_arguments(
-    logits: Tensor, labels: Tensor, transform: LogitTransform, ignore_index: int
-) -> tuple[Tensor | float | None, ...]:
+def _row_arguments(rows: LogitRows | RowPair) -> tuple[Tensor | float | None, ...]:
+    logits, labels = rows.logits, rows.labels
     if labels.shape != logits.shape[:2]:
         raise ValueError(f"labels: got shape {tuple(labels.shape)}, expected {tuple(logits.shape[:2])}")
-    options = _row_options(transform, ignore_index, stats_dtype(logits.dtype))
+    options = _row_options(rows.transform, rows.ignore_index, stats_dtype(logits.dtype))
     return (logits.detach(), labels.to(torch.int64).contiguous(), *options)
 
 

@@ -20,10 +20,9 @@ class Folds:
         self,
         labels: Tensor,
         transform: LogitTransform,
+        ignore_index: int,
         vocabulary: int,
         dtype: torch.dtype,
-        *,
-        ignore_index: int,
         entropy: bool,
     ):
         self._dtype, self._vocabulary, self._entropy = stats_dtype(dtype), vocabulary, entropy

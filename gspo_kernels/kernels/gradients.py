@@ -37,7 +37,7 @@ from gspo_kernels.kernels.rows import (
     transformed,
 )
 from gspo_kernels.kernels.sampling_mask import in_row, is_kept, mask_gradient
-from gspo_kernels.types import LogitTransform, RowStats
+from gspo_kernels.types import LogitRows, RowGradients, RowStats
 
 
 @triton.jit
@@ -199,37 +199,25 @@ def logprobs_backward_kernel(
 
 
 def logprobs_backward(
-    logits: Tensor,
-    labels: Tensor,
-    stats: RowStats,
-    grad_logprobs: Tensor,
-    grad_entropy: Tensor | None,
-    grad_scale: Tensor | None,
-    transform: LogitTransform,
-    *,
-    ignore_index: int,
-    out: Tensor,
-    sharded: bool = False,
+    rows: LogitRows, stats: RowStats, grads: RowGradients, out: Tensor, sharded: bool = False
 ) -> None:
     """See ``ops.backends.RowBackend.logprobs_backward``.
 
     Raises:
         ValueError: ``out`` overlaps the logits in any other way.
     """
+    (logits, labels, transform, _), (grad, grad_entropy, _) = rows, grads
     B, T, V = logits.shape
     if V == 0:
         return
     tile = BACKWARD[max(logits.element_size(), out.element_size())]
     tile = without_spills(tile, transform.softcap > 0)
-    rows = RowNumbers.of(
-        logits, labels, transform, ignore_index, out=out, grad=grad_logprobs, grad_entropy=grad_entropy
-    )
     launch(
         logprobs_backward_kernel, B * T, logits.device, tile,
         logits, labels, transform.row_temperature, transform.kept,
         stats.logprobs.contiguous(), stats.lse.contiguous(),
         None if grad_entropy is None or stats.entropy is None else stats.entropy.contiguous(),
-        grad_logprobs, grad_entropy, grad_scale, out, rows,
+        *grads, out, RowNumbers.of(*rows, out=out, grad=grad, grad_entropy=grad_entropy),
         SHARDED=sharded,
         ROW=RowConstants.of(logits, transform, tile, out),
     )  # fmt: skip

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import torch
 import triton.language as tl
-from torch import Tensor
 
 from gspo_kernels.kernels.columns import decode, decode_wide, element, row_pointer
 from gspo_kernels.kernels.launch import FORWARD, RowConstants, RowNumbers, launch, row_kernel, without_spills
 from gspo_kernels.kernels.rows import add_hi_lo, online_logsumexp, row_label, row_slopes
 from gspo_kernels.kernels.sampling_mask import in_row
-from gspo_kernels.types import LogitTransform, RowStats, stats_dtype
+from gspo_kernels.types import LogitRows, RowStats, stats_dtype
 
 
 @row_kernel
@@ -48,10 +47,9 @@ def logprobs_forward_kernel(
         tl.store(entropy_ptr + n, tl.where(counted, entropy, 0.0))
 
 
-def logprobs_forward(
-    logits: Tensor, labels: Tensor, transform: LogitTransform, *, ignore_index: int, entropy: bool
-) -> RowStats:
+def logprobs_forward(rows: LogitRows, entropy: bool) -> RowStats:
     """See ``ops.backends.RowBackend.logprobs_forward``."""
+    logits, labels, transform, _ = rows
     B, T, _ = logits.shape
     logprobs = torch.empty(B, T, dtype=stats_dtype(logits.dtype), device=logits.device)
     lse = torch.empty_like(logprobs, dtype=torch.float64)
@@ -61,7 +59,7 @@ def logprobs_forward(
         logprobs_forward_kernel, B * T, logits.device, tile,
         logits, labels, transform.row_temperature, transform.kept,
         *stats,
-        RowNumbers.of(logits, labels, transform, ignore_index),
+        RowNumbers.of(*rows),
         ROW=RowConstants.of(logits, transform, tile),
     )  # fmt: skip
     return stats

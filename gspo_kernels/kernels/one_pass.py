@@ -41,7 +41,7 @@ from gspo_kernels.kernels.rows import (
     transformed,
 )
 from gspo_kernels.kernels.sampling_mask import in_row
-from gspo_kernels.types import LogitTransform, RowStats, stats_dtype
+from gspo_kernels.types import LogitRows, LogitTransform, RowStats, stats_dtype
 
 _CLUSTERS_FROM = (3, 8)
 """The first Triton that compiles reductions over the blocks of a cluster."""
@@ -230,25 +230,20 @@ def logprobs_and_grad_kernel(
     write_gradient(row, out_row, stride_v, column, V, mask, slopes, active, stats, grads, False, ROW)
 
 
-def _in_one_pass(
-    logits: Tensor,
-    labels: Tensor,
-    coefficients: Tensor | None,
-    transform: LogitTransform,
-    *,
-    ignore_index: int,
-    out: Tensor,
-) -> RowStats:
-    """``logprobs_and_grad``; without coefficients they are 1."""
+def logprobs_and_grad(rows: LogitRows, coefficients: Tensor | None, out: Tensor) -> RowStats:
+    """See ``ops.backends.RowBackend.logprobs_and_grad``; raises as ``logprobs_backward``. Coefficients that
+    are None are 1.
+    """
+    logits, labels, transform, _ = rows
     B, T, V = logits.shape
     logprobs = torch.empty(B, T, dtype=stats_dtype(logits.dtype), device=logits.device)
     stats = RowStats(logprobs, torch.empty_like(logprobs, dtype=torch.float64), None)
     results = (stats.logprobs, stats.lse, out)
-    rows = RowNumbers.of(logits, labels, transform, ignore_index, out=out, grad=coefficients)
+    numbers = RowNumbers.of(*rows, out=out, grad=coefficients)
     if (tile := on_chip_tile(logits, out, transform)) is not None:
         launch(
             on_chip_row_kernel, B * T, logits.device, tile,
-            logits, labels, transform.row_temperature, coefficients, *results, rows,
+            logits, labels, transform.row_temperature, coefficients, *results, numbers,
             PIECES=triton.cdiv(V, tile.block),
             ROW=RowConstants.of(logits, transform, tile, out),
         )  # fmt: skip
@@ -259,41 +254,22 @@ def _in_one_pass(
         tile = tile._replace(block=tile.block // 2, registers=128)
     launch(
         logprobs_and_grad_kernel, B * T, logits.device, tile,
-        logits, labels, transform.row_temperature, transform.kept, coefficients, *results, rows,
+        logits, labels, transform.row_temperature, transform.kept, coefficients, *results, numbers,
         ROW=RowConstants.of(logits, transform, tile, out),
     )  # fmt: skip
     return stats
 
 
-def logprobs_and_grad(
-    logits: Tensor,
-    labels: Tensor,
-    coefficients: Tensor,
-    transform: LogitTransform,
-    *,
-    ignore_index: int,
-    out: Tensor,
-) -> RowStats:
-    """See ``ops.backends.RowBackend.logprobs_and_grad``; raises as ``logprobs_backward``."""
-    return _in_one_pass(logits, labels, coefficients, transform, ignore_index=ignore_index, out=out)
-
-
-def logprobs_and_rows(
-    logits: Tensor, labels: Tensor, transform: LogitTransform, *, ignore_index: int, out: Tensor
-) -> tuple[RowStats, None]:
+def logprobs_and_rows(rows: LogitRows, out: Tensor) -> tuple[RowStats, None]:
     """See ``ops.backends.OnePassBackend.logprobs_and_rows``; raises as ``logprobs_backward``."""
-    return _in_one_pass(logits, labels, None, transform, ignore_index=ignore_index, out=out), None
+    return logprobs_and_grad(rows, None, out), None
 
 
-def one_pass_pays(
-    vocabulary: int,
-    dtype: torch.dtype,
-    transform: LogitTransform,
-    device: torch.device,
-    all_rows_active: bool,
-) -> bool:
+def one_pass_pays(rows: LogitRows, all_rows_active: bool) -> bool:
     """See ``ops.backends.OnePassBackend.one_pass_pays``: where rows stay on the chip. Their sums have another
     order than those of ``logprobs_forward``, and a row that nothing multiplies need not be written.
     """
-    aligned = vocabulary % ALIGNED_COLUMNS == 0
-    return all_rows_active and aligned and _tile(vocabulary, dtype.itemsize, transform, device) is not None
+    logits, vocabulary = rows.logits, rows.logits.shape[2]
+    if not all_rows_active or vocabulary % ALIGNED_COLUMNS:
+        return False
+    return _tile(vocabulary, logits.element_size(), rows.transform, logits.device) is not None

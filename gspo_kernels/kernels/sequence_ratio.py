@@ -10,11 +10,8 @@ reduction runs over memory in a fixed order, so the order of programs leaves no 
 # ruff: noqa: SIM108 - in Triton, branches choose code.
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import triton.language as tl
-from torch import Tensor
 
 from gspo_kernels.kernels.columns import decode, decode_float, decode_wide, element, row_pointer
 from gspo_kernels.kernels.launch import (
@@ -43,7 +40,15 @@ from gspo_kernels.kernels.sequences import (
     store_sequence,
     sum_sequence,
 )
-from gspo_kernels.types import METRICS, LogitTransform, RatioClip, SequenceRatioStats, stats_dtype
+from gspo_kernels.types import (
+    METRICS,
+    Doubt,
+    LogitRows,
+    RatioClip,
+    RatioOperands,
+    SequenceRatioStats,
+    stats_dtype,
+)
 
 # What is reduced at a time, per thread: with more, the reductions would take more registers than a row
 # does, and leave room for fewer programs.
@@ -117,23 +122,13 @@ def sequence_ratio_kernel(
 
 
 def sequence_ratio_forward(
-    logits: Tensor,
-    labels: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    form: RatioClip,
-    transform: LogitTransform,
-    *,
-    ignore_index: int,
-    weights: Tensor | None,
-    lengths: Tensor | None,
-    normalizer: Tensor | None,
-    cu_seqlens: Tensor | None,
-    doubt: Callable[[], None] | None = None,
+    rows: LogitRows, operands: RatioOperands, form: RatioClip, doubt: Doubt = None
 ) -> SequenceRatioStats:
     """See ``ops.backends.RatioBackend.sequence_ratio_forward``."""
+    logits, labels, transform, _ = rows
+    *ratio_tensors, cu_seqlens = operands
     B, T, _ = logits.shape
-    sequences = advantages.shape[0]
+    sequences = operands.advantages.shape[0]
     logprobs = torch.empty(B, T, dtype=stats_dtype(logits.dtype), device=logits.device)
     stats = SequenceRatioStats(
         loss=logprobs.new_empty(()),
@@ -144,7 +139,7 @@ def sequence_ratio_forward(
         metrics=logprobs.new_empty(len(METRICS)),
     )
     if sequences == 0:
-        fill_without_sequences(form, normalizer, stats.loss, stats.divisor, stats.metrics)
+        fill_without_sequences(form, operands.normalizer, stats.loss, stats.divisor, stats.metrics)
         stats.logprobs.zero_()
         stats.lse.zero_()
         return stats
@@ -155,18 +150,14 @@ def sequence_ratio_forward(
     launch(
         sequence_ratio_kernel, B * T + sequences, logits.device, tile,
         logits, labels, transform.row_temperature, transform.kept,
-        old_logprobs, advantages, weights, lengths, normalizer,
-        None if cu_seqlens is None else cu_seqlens.contiguous(),
+        *ratio_tensors, None if cu_seqlens is None else cu_seqlens.contiguous(),
         RatioOutputs(
             stats.logprobs, stats.lse, stats.coefficients, stats.loss, stats.divisor, stats.metrics,
             torch.empty(SCRATCH_ROWS * sequences, dtype=torch.float64, device=logits.device),
             torch.zeros(sequences + 1, dtype=torch.int32, device=logits.device),
         ),
-        RowNumbers.of(logits, labels, transform, ignore_index),
-        RatioNumbers.of(
-            form, T, B * T, sequences, False,
-            None, old_logprobs, advantages, weights, lengths, None, None,
-        ),
+        RowNumbers.of(*rows),
+        RatioNumbers.of(form, T, B * T, sequences, False, None, *ratio_tensors[:4], None, None),
         ROW=RowConstants.of(logits, transform, tile),
         RATIO=RatioConstants(
             STATS=stats_type(logits.dtype),

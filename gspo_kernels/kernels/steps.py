@@ -7,8 +7,6 @@ known only then, so that gradients are still to be divided by it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import triton
 import triton.language as tl
@@ -37,7 +35,7 @@ from gspo_kernels.kernels.sequences import (
     store_sequence,
     sum_sequence,
 )
-from gspo_kernels.types import METRICS, KLPenalty, RatioClip, RatioStep
+from gspo_kernels.types import METRICS, Doubt, KLPenalty, RatioClip, RatioOperands, RatioStep
 
 _TOKENS_PER_THREAD = 4
 _STEP = Tile(1024, 8)
@@ -180,18 +178,14 @@ def ratio_step_kernel(
 def ratio_step(
     logprobs: Tensor,
     mask: Tensor,
-    old_logprobs: Tensor | None,
-    advantages: Tensor,
+    operands: RatioOperands,
     form: RatioClip,
-    *,
-    weights: Tensor | None,
-    lengths: Tensor | None,
-    normalizer: Tensor | None,
-    cu_seqlens: Tensor | None,
     kl: KLPenalty | None = None,
-    doubt: Callable[[], None] | None = None,
+    doubt: Doubt = None,
 ) -> RatioStep:
     """See ``ops.backends.RatioBackend.ratio_step``."""
+    old, advantages, weights, lengths, normalizer, cu_seqlens = operands
+    old = logprobs if old is None else old
     B, T = logprobs.shape
     sequences = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     new = logprobs.new_empty
@@ -200,7 +194,6 @@ def ratio_step(
     if sequences == 0:
         fill_without_sequences(form, normalizer, loss, divisor, metrics)
         return RatioStep(loss, metrics, torch.zeros_like(logprobs))
-    old = logprobs if old_logprobs is None else old_logprobs
     reference = None if kl is None else kl.ref_logprobs
     beta = None if kl is None or kl.beta is None else kl.beta.expand(logprobs.shape)
     gradient = torch.empty_like(logprobs, dtype=torch.float64)

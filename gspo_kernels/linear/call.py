@@ -18,7 +18,7 @@ from gspo_kernels.ops.memory import chunk_rows
 from gspo_kernels.ops.products import SEGMENT
 from gspo_kernels.parallel.groups import gathered_numbers
 from gspo_kernels.parallel.tokens import ScatteredTokens
-from gspo_kernels.types import LogitTransform, RowOptions
+from gspo_kernels.types import LogitRows, RowOptions
 
 FOLDED_ROWS = 4096
 """Rows whose logits are never written are projected at a time: enough that reading the weight costs nothing
@@ -74,21 +74,27 @@ class Chunk(NamedTuple):
         where: their positions among the flattened rows of the call.
         hidden: [n, H].
         labels: [1, n].
-        transform: of these rows, [1, n].
+        options: the call's, with the transform of these rows, [1, n].
         size: n.
     """
 
     where: slice | Tensor
     hidden: Tensor
     labels: Tensor
-    transform: LogitTransform
+    options: RowOptions
     size: int
+
+    def rows(self, logits: Tensor) -> LogitRows:
+        """Logits [n, V] of the chunk, as backends take them."""
+        options = self.options
+        return LogitRows(logits.unsqueeze(0), self.labels, options.transform, options.ignore_index)
 
     def select(self, keep: Tensor) -> Chunk:
         """Some of the rows, by index."""
-        transform = self.transform.rows(lambda rows: rows[:, keep])
+        transform = self.options.transform.rows(lambda rows: rows[:, keep])
+        options = self.options._replace(transform=transform)
         where = as_index(self.where, keep.device)[keep]
-        return Chunk(where, self.hidden[keep], self.labels[:, keep], transform, keep.numel())
+        return Chunk(where, self.hidden[keep], self.labels[:, keep], options, keep.numel())
 
 
 class Call:
@@ -209,7 +215,8 @@ class Call:
             index = as_index(where, self.labels.device)
             hidden = self.hidden[index // self.labels.shape[1], index % self.labels.shape[1]]
         transform = self.options.transform.rows(lambda rows: rows.flatten(0, 1)[where].unsqueeze(0))
-        return Chunk(where, hidden, labels.unsqueeze(0), transform, labels.numel())
+        options = self.options._replace(transform=transform)
+        return Chunk(where, hidden, labels.unsqueeze(0), options, labels.numel())
 
     def rows_memory(self, logits: Tensor) -> Tensor:
         """Memory for the rows that come from logits [n, V]: that of the logits where they fit."""

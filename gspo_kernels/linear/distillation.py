@@ -35,13 +35,13 @@ class LinearDistilled(NamedTuple):
 @operator
 def linear_distillation(
     operands: LinearOperands,
+    needs: RequiresGrad,
     teacher_hidden: Tensor | None,
     teacher_weight: Tensor | None,
     teacher_bias: Tensor | None,
     teacher: TeacherRows,
     form: DivergenceForm,
     shares: Tensor,
-    needs: RequiresGrad,
 ) -> LinearDistilled:
     """Loss, divergences and gradients; the labels of rows that are left out are negative.
 
@@ -49,7 +49,7 @@ def linear_distillation(
     ids, in ``teacher``, which has no logits. ``shares`` are [B, T], fp64.
     """
     call, theirs = Call(operands), None
-    check_temperature(teacher.row_temperature)
+    check_temperature(teacher.transform.row_temperature)
     head, device = call.head, call.hidden.device
     if teacher_hidden is not None and teacher_weight is not None:
         theirs = Call(
@@ -79,20 +79,20 @@ def linear_distillation(
         teacher_rows = teacher.at(chunk.where, teacher_logits)
         pair = Pair(logits.unsqueeze(0), teacher_rows, chunk.labels, form)
         if not any(needs):
-            stats = pair.evaluate(call.options, transform=chunk.transform)
+            stats = pair.evaluate(chunk.options)
             divergences.view(-1)[chunk.where] = stats.divergences
             continue
         share = shares.flatten()[chunk.where].unsqueeze(0)
         out, known = call.rows_memory(logits), None
         units, scale = (share != 0).to(gradients.dtype), share
         if out.dtype == torch.float16:
-            known = pair.evaluate(call.options, transform=chunk.transform)
+            known = pair.evaluate(chunk.options)
             # a student near its teacher has rows as small as the square root of what divides them: powers
             # of two divide them so that fp16 can hold them
             divided_by = known.divergences.sqrt().nan_to_num(1.0, 1.0).clamp(2.0**-12, 1.0)
             scale = power_of_two(share.abs().to(divided_by.dtype) * divided_by)
             units = share / scale
-        stats = pair.evaluate(call.options, known, units, out.unsqueeze(0), chunk.transform)
+        stats = pair.evaluate(chunk.options, known, units, out.unsqueeze(0))
         divergences.view(-1)[chunk.where] = stats.divergences
         active = share.squeeze(0) != 0
         gradients.add_rows(GradientRows(out, scale.squeeze(0), None, active), chunk)
@@ -100,16 +100,7 @@ def linear_distillation(
 
 
 @linear_distillation.register_fake
-def _(
-    operands: LinearOperands,
-    teacher_hidden: Tensor | None,
-    teacher_weight: Tensor | None,
-    teacher_bias: Tensor | None,
-    teacher: TeacherRows,
-    form: DivergenceForm,
-    shares: Tensor,
-    needs: RequiresGrad,
-) -> LinearDistilled:
+def _(operands: LinearOperands, needs: RequiresGrad, *_: Any) -> LinearDistilled:
     sums = stats_dtype(operands.hidden.dtype)
     return LinearDistilled(
         operands.hidden.new_empty((), dtype=sums),
@@ -127,7 +118,7 @@ class LinearDistillationFunction(torch.autograd.Function):
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
         needs = RequiresGrad(*ctx.needs_input_grad[:3])
         operands, (*rest, traced) = LinearOperands(*arguments[:7]), arguments[7:]
-        call = (operands, *rest, needs)
+        call = (operands, needs, *rest)
         result = linear_distillation(*call)
         save_gradients(ctx, result.gradients, needs, linear_distillation, call, traced)
         ctx.mark_non_differentiable(result.divergences)

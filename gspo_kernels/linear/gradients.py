@@ -16,7 +16,7 @@ from gspo_kernels.ops.library import Operator
 from gspo_kernels.ops.logprobs import scale_
 from gspo_kernels.parallel.groups import begin_sum_
 from gspo_kernels.plan import RequiresGrad
-from gspo_kernels.types import stats_dtype
+from gspo_kernels.types import RowGradients, stats_dtype
 
 if TYPE_CHECKING:  # not every build of PyTorch has it
     from torch.distributed import Work
@@ -122,17 +122,8 @@ class Gradients:
             of_logprobs, of_entropy = coefficients / scale, (grad_entropy / scale).unsqueeze(0)
             coefficients = scale
         values = self.call.rows_memory(projected.values)
-        self.call.backend.logprobs_backward(
-            projected.values.unsqueeze(0),
-            chunk.labels,
-            projected.stats,
-            of_logprobs.unsqueeze(0),
-            of_entropy,
-            None,
-            chunk.transform,
-            ignore_index=self.call.options.ignore_index,
-            out=values.unsqueeze(0),
-        )
+        grads, rows = RowGradients(of_logprobs.unsqueeze(0), of_entropy), chunk.rows(projected.values)
+        self.call.backend.logprobs_backward(rows, projected.stats, grads, values.unsqueeze(0))
         return GradientRows(values, coefficients, None, active)
 
     def add_rows(self, rows: GradientRows, chunk: Chunk, sums: HeadSums | None = None) -> None:

@@ -33,10 +33,10 @@ def _(operands: LinearOperands, entropy: bool) -> ScoredRows:
 @operator
 def linear_logprobs_backward(
     operands: LinearOperands,
+    needs: RequiresGrad,
     stats: RowStats,
     grad_logprobs: Tensor,
     grad_entropy: Tensor | None,
-    needs: RequiresGrad,
     skip: bool,
 ) -> HeadGradients:
     """Gradients of hidden, weight and bias, recomputing logits chunk by chunk.
@@ -59,14 +59,7 @@ def linear_logprobs_backward(
 
 
 @linear_logprobs_backward.register_fake
-def _(
-    operands: LinearOperands,
-    stats: RowStats,
-    grad_logprobs: Tensor,
-    grad_entropy: Tensor | None,
-    needs: RequiresGrad,
-    skip: bool,
-) -> HeadGradients:
+def _(operands: LinearOperands, needs: RequiresGrad, *_: Any) -> HeadGradients:
     return HeadGradients.fake(operands, needs, normalised=False)
 
 
@@ -99,10 +92,10 @@ class LinearTokenLogprobsFunction(torch.autograd.Function):
         needs = RequiresGrad(*ctx.needs_input_grad[:3])
         gradients = linear_logprobs_backward(
             LinearOperands(hidden, weight, bias, labels, options, ctx.chunking, base),
+            needs,
             RowStats(logprobs, lse, entropy if ctx.entropy else None),
             grad_logprobs,
             grad_entropy,
-            needs,
             ctx.skip,
         )
         return (*needs.select(gradients.hidden, gradients.weight, gradients.bias), *nothing)

@@ -30,13 +30,20 @@ from gspo_kernels.linear.schedule import plan_parts
 from gspo_kernels.linear.scores import Scores
 from gspo_kernels.linear.sums import HeadSums, times
 from gspo_kernels.ops.library import can_bypass_dispatcher, operator
-from gspo_kernels.ops.logprobs import RowGradients, ScoredRows, logprobs_backward, save_rows, saved_rows
+from gspo_kernels.ops.logprobs import ScoredRows, logprobs_backward, save_rows, saved_rows
 from gspo_kernels.ops.products import transposed_product
 from gspo_kernels.plan import Plan, RequiresGrad
-from gspo_kernels.sequence_ratio import RatioOperands, sequence_ratio
+from gspo_kernels.sequence_ratio import ratio_operands, sequence_ratio
 from gspo_kernels.step import evaluate_objective
 from gspo_kernels.terms import Terms, check_values
-from gspo_kernels.types import NO_RATIO, RowOptions, RowStats, SequenceRatioStats, stats_dtype
+from gspo_kernels.types import (
+    NO_RATIO,
+    RowGradients,
+    RowOptions,
+    RowStats,
+    SequenceRatioStats,
+    stats_dtype,
+)
 
 
 class LinearLoss(NamedTuple):
@@ -301,7 +308,7 @@ def small_loss(
     rows = hidden.detach().reshape(-1, hidden.shape[-1])
     logits = head.logits(rows, rows.new_empty(rows.shape[0], weight.shape[0]))
     logits = logits.view(*labels.shape, weight.shape[0])
-    stats = sequence_ratio(logits, labels, options, RatioOperands.of(labels, terms), plan.ratio)
+    stats = sequence_ratio(logits, labels, options, ratio_operands(labels, terms), plan.ratio)
     coefficients = stats.coefficients / stats.divisor
     # hidden states that aren't finite show here, also where a zero advantage hides them from the loss
     finite = math.isfinite(stats.lse.sum().item())
@@ -336,8 +343,8 @@ class SmallLossFunction(torch.autograd.Function):
         (hidden, labels, logits, logprobs, lse, each, weight, bias), options = saved_rows(ctx)
         needs = ctx.needs
         head = Head(weight, bias, "float32")  # small calls are fp32 or fp64, where logits have no other dtype
-        grads = RowGradients(each, None, None)
-        rows = logprobs_backward(logits, labels, RowStats(logprobs, lse, None), grads, options)
+        stats = RowStats(logprobs, lse, None)
+        rows = logprobs_backward(logits, labels, stats, RowGradients(each), options)
         rows = rows.view(-1, rows.shape[-1])
         gradients: tuple[Tensor | None, ...] = (
             head.grad_hidden(rows).view(hidden.shape) if needs.hidden else None,

@@ -98,20 +98,15 @@ class Scores:
 
     def forward(self, where: slice | Tensor) -> None:
         """Project rows of which only the statistics are wanted."""
-        head, entropy = self.call.head, self.stats.entropy is not None
-        for chunk in self.call.chunks(where, forward_only=True):
-            if not self.call.folds:
-                self._keep(self._statistics(self.logits(chunk), chunk, entropy), chunk)
+        call, head, entropy = self.call, self.call.head, self.stats.entropy is not None
+        for chunk in call.chunks(where, forward_only=True):
+            if not call.folds:
+                self._keep(call.backend.logprobs_forward(chunk.rows(self.logits(chunk)), entropy), chunk)
                 continue
             # the logits are never written, the bits are the same
-            sums = cast(FoldingBackend, self.call.backend).folds(
-                chunk.labels,
-                chunk.transform,
-                head.vocabulary,
-                head.dtype,
-                ignore_index=self.call.options.ignore_index,
-                entropy=entropy,
-            )
+            backend, transform = cast(FoldingBackend, call.backend), chunk.options.transform
+            ignore_index = call.options.ignore_index
+            sums = backend.folds(chunk.labels, transform, ignore_index, head.vocabulary, head.dtype, entropy)
             head.fold_logits(chunk.hidden, sums)
             self._keep(sums.statistics(), chunk)
 
@@ -130,32 +125,17 @@ class Scores:
             keep: whether ``stats`` get the chunk's; those of an earlier pass stay without.
         """
         call, logits = self.call, self.logits(chunk)
-        head, backend = call.head, cast(OnePassBackend, call.backend)
-        one_pass = not entropy and not head.fixed and hasattr(backend, "logprobs_and_rows")
-        if one_pass and backend.one_pass_pays(
-            head.vocabulary, head.dtype, call.options.transform, head.weight.device, all_rows_active
-        ):
-            rows = call.rows_memory(logits)
-            stats, factors = backend.logprobs_and_rows(
-                logits.unsqueeze(0),
-                chunk.labels,
-                chunk.transform,
-                ignore_index=call.options.ignore_index,
-                out=rows.unsqueeze(0),
-            )
-            projected = Projected(rows, stats, True, None if factors is None else factors.squeeze(0))
+        backend, rows = cast(OnePassBackend, call.backend), chunk.rows(logits)
+        one_pass = not entropy and not call.head.fixed and hasattr(backend, "logprobs_and_rows")
+        if one_pass and backend.one_pass_pays(rows, all_rows_active):
+            out = call.rows_memory(logits)
+            stats, factors = backend.logprobs_and_rows(rows, out.unsqueeze(0))
+            projected = Projected(out, stats, True, None if factors is None else factors.squeeze(0))
         else:
-            projected = Projected(logits, self._statistics(logits, chunk, entropy))
+            projected = Projected(logits, backend.logprobs_forward(rows, entropy))
         if keep:
             self._keep(projected.stats, chunk)
         return projected
-
-    def _statistics(self, logits: Tensor, chunk: Chunk, entropy: bool) -> RowStats:
-        """Of a chunk's logits, [1, n] each."""
-        ignore_index = self.call.options.ignore_index
-        return self.call.backend.logprobs_forward(
-            logits.unsqueeze(0), chunk.labels, chunk.transform, ignore_index=ignore_index, entropy=entropy
-        )
 
     def _keep(self, stats: RowStats, chunk: Chunk) -> None:
         """Put a chunk's statistics where they belong."""

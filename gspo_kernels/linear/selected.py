@@ -28,7 +28,7 @@ def linear_selected_forward(operands: LinearOperands, ids: Tensor, within: bool)
     for chunk in call.chunks(call.projected):
         chunk_ids = ids.flatten(0, 1)[chunk.where].unsqueeze(0)
         logits = scores.logits(chunk).unsqueeze(0)
-        rows = score(logits, chunk_ids, call.options.backend, chunk.transform, within, call.options.shard)
+        rows = score(logits, chunk_ids, chunk.options, within)
         for all_rows, values in zip(result, rows, strict=True):
             all_rows.flatten(0, 1)[chunk.where] = values.squeeze(0)
     return result
@@ -42,10 +42,10 @@ def _(operands: LinearOperands, ids: Tensor, within: bool) -> SelectedRows:
 @operator
 def linear_selected_backward(
     operands: LinearOperands,
+    needs: RequiresGrad,
     ids: Tensor,
     rows: SelectedRows,
     grads: SelectedGradients,
-    needs: RequiresGrad,
     within: bool,
 ) -> HeadGradients:
     """Gradients of hidden, weight and bias, recomputing logits chunk by chunk, by the same products."""
@@ -56,18 +56,13 @@ def linear_selected_backward(
         def here(values: Tensor) -> Tensor:
             return values.flatten(0, 1)[chunk.where].unsqueeze(0)  # noqa: B023
 
-        chunk_grads = SelectedGradients(
-            here(grads.logprobs), None if grads.tail is None else here(grads.tail)
-        )
-        largest = chunk_grads.logprobs.abs().amax(-1)
-        if chunk_grads.tail is not None:
-            largest = torch.maximum(largest, chunk_grads.tail.abs())
+        of_ids, of_tail = here(grads.logprobs), None if grads.tail is None else here(grads.tail)
+        largest = of_ids.abs().amax(-1)
+        if of_tail is not None:
+            largest = torch.maximum(largest, of_tail.abs())
         # K coefficients of a row go into the row itself, so divided that 16 bits can hold them
         scale = power_of_two(largest.to(gradients.dtype))
-        chunk_grads = SelectedGradients(
-            chunk_grads.logprobs / scale.unsqueeze(-1),
-            None if chunk_grads.tail is None else chunk_grads.tail / scale,
-        )
+        of_tail = None if of_tail is None else of_tail / scale
         logits = scores.logits(chunk)
         out = call.rows_memory(logits)
         write_gradient(
@@ -75,11 +70,9 @@ def linear_selected_backward(
             logits.unsqueeze(0),
             here(ids),
             SelectedRows(*(here(values) for values in rows)),
-            chunk_grads,
-            call.options.backend,
-            chunk.transform,
+            SelectedGradients(of_ids / scale.unsqueeze(-1), of_tail),
+            chunk.options,
             within,
-            call.options.shard,
         )
         active = (largest != 0).squeeze(0)
         gradients.add_rows(GradientRows(out, scale.squeeze(0), None, active), chunk)
@@ -88,14 +81,7 @@ def linear_selected_backward(
 
 
 @linear_selected_backward.register_fake
-def _(
-    operands: LinearOperands,
-    ids: Tensor,
-    rows: SelectedRows,
-    grads: SelectedGradients,
-    needs: RequiresGrad,
-    within: bool,
-) -> HeadGradients:
+def _(operands: LinearOperands, needs: RequiresGrad, *_: Any) -> HeadGradients:
     return HeadGradients.fake(operands, needs, normalised=False)
 
 
@@ -126,10 +112,10 @@ class LinearSelectedLogprobsFunction(torch.autograd.Function):
         needs = RequiresGrad(*ctx.needs_input_grad[:3])
         gradients = linear_selected_backward(
             LinearOperands(hidden, weight, bias, labels, options, ctx.chunking, base),
+            needs,
             ids,
             SelectedRows(*rows),
             SelectedGradients(grad_logprobs, grad_tail),
-            needs,
             ctx.within,
         )
         return (*needs.select(gradients.hidden, gradients.weight, gradients.bias), *nothing)

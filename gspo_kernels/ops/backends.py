@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
 from typing import Protocol, cast
 
 import torch
@@ -13,12 +12,16 @@ from torch import Tensor
 from gspo_kernels.ops.shards import ShardedRows
 from gspo_kernels.torch_internals import constant_when_traced
 from gspo_kernels.types import (
+    Doubt,
     KLPenalty,
+    LogitRows,
     LogitTransform,
     Normalizers,
     PairStats,
     RatioClip,
+    RatioOperands,
     RatioStep,
+    RowGradients,
     RowOptions,
     RowPair,
     RowStats,
@@ -29,66 +32,36 @@ from gspo_kernels.types import (
 class RowBackend(Protocol):
     """What a backend module offers. All functions run without autograd and never modify inputs but ``out``.
 
-    Logits are [B, T, V] with any strides (0 and overlapping included), fp16, bf16, fp32 or fp64; packed rows
-    come as [1, N, V]. Labels are int64 or int32 [B, T], any strides. A row whose label is ``ignore_index`` is
-    *ignored*: its logits are never read, its statistics are 0.0, its gradient row is zero. Any other label
-    outside [0, V), or of a column that ``transform.kept`` cuts, makes the row's log-prob NaN; none outside is
-    used as an address. Statistics are fp32, fp64 for fp64 logits.
+    The statistics of an ignored row are 0.0, its gradient row is zero. Any other label outside [0, V), or of
+    a column that ``transform.kept`` cuts, makes the row's log-prob NaN; none outside is used as an address.
+    Statistics are fp32, fp64 for fp64 logits.
     """
 
     def unavailable(self, device: torch.device) -> str | None:
         """None where the backend can serve tensors on ``device``, otherwise the reason why not."""
 
-    def logprobs_forward(
-        self, logits: Tensor, labels: Tensor, transform: LogitTransform, *, ignore_index: int, entropy: bool
-    ) -> RowStats:
+    def logprobs_forward(self, rows: LogitRows, entropy: bool) -> RowStats:
         """Log-prob of the label, log-sum-exp and, where asked for, entropy of each row."""
 
     def logprobs_backward(
-        self,
-        logits: Tensor,
-        labels: Tensor,
-        stats: RowStats,
-        grad_logprobs: Tensor,
-        grad_entropy: Tensor | None,
-        grad_scale: Tensor | None,
-        transform: LogitTransform,
-        *,
-        ignore_index: int,
-        out: Tensor,
-        sharded: bool = False,
+        self, rows: LogitRows, stats: RowStats, grads: RowGradients, out: Tensor, sharded: bool = False
     ) -> None:
         """Write d/dlogits of ``grad_scale * sum(grad_logprobs * logprobs + grad_entropy * entropy)`` into
         ``out``.
 
-        ``grad_logprobs`` and ``grad_entropy`` are [B, T] floats with any strides, ``grad_scale`` a 0-d float
-        tensor or None for 1. ``out`` is [B, T, V], a float dtype of its own, vocabulary stride 1; it may be
-        ``logits`` itself, or a narrower dtype in their memory, each row from its row's address.
-        Every element is written; a row whose gradients are zero, or that is ignored, gets zeros without being
-        read.
+        ``out`` is [B, T, V], a float dtype of its own, vocabulary stride 1; it may be the logits themselves,
+        or a narrower dtype in their memory, each row from its row's address. Every element is written; a row
+        whose gradients are zero, or that is ignored, gets zeros without being read.
 
         ``sharded``: the logits are some columns of wider rows, ``stats`` those of the whole rows, and a label
         outside [0, V) lies among the other columns.
         """
 
-    def logprobs_and_grad(
-        self,
-        logits: Tensor,
-        labels: Tensor,
-        coefficients: Tensor,
-        transform: LogitTransform,
-        *,
-        ignore_index: int,
-        out: Tensor,
-    ) -> RowStats:
+    def logprobs_and_grad(self, rows: LogitRows, coefficients: Tensor, out: Tensor) -> RowStats:
         """Forward and backward in one go, for coefficients dLoss/dlogprobs [B, T] known beforehand."""
 
     def divergence(
-        self,
-        rows: RowPair,
-        known: Normalizers | PairStats | None,
-        grad: Tensor | None,
-        out: Tensor | None,
+        self, rows: RowPair, known: Normalizers | PairStats | None, grad: Tensor | None, out: Tensor | None
     ) -> PairStats:
         """How far each row's softmax is from the teacher's in nats. A row whose logits have no softmax, on
         either side, has a divergence of NaN.
@@ -108,24 +81,15 @@ class RowBackend(Protocol):
 class OnePassBackend(RowBackend, Protocol):
     """A backend that can write the rows of gradient products along with the statistics."""
 
-    def one_pass_pays(
-        self,
-        vocabulary: int,
-        dtype: torch.dtype,
-        transform: LogitTransform,
-        device: torch.device,
-        all_rows_active: bool,
-    ) -> bool:
-        """Whether that is less work than first statistics, then rows, for contiguous logits of ``dtype``.
+    def one_pass_pays(self, rows: LogitRows, all_rows_active: bool) -> bool:
+        """Whether that is less work than first statistics, then rows, for contiguous logits.
 
         ``all_rows_active``: every row will enter the products, and nobody will see whether log-probs have
         the bits of ``logprobs_forward``. Otherwise rows come along only where they cost nothing and bits
         are the same.
         """
 
-    def logprobs_and_rows(
-        self, logits: Tensor, labels: Tensor, transform: LogitTransform, *, ignore_index: int, out: Tensor
-    ) -> tuple[RowStats, Tensor | None]:
+    def logprobs_and_rows(self, rows: LogitRows, out: Tensor) -> tuple[RowStats, Tensor | None]:
         """The forward, and in ``out`` d logprob/dlogits but for a factor per row, returned as [B, T]; or None
         where the factors are 1.
 
@@ -207,10 +171,9 @@ class FoldingBackend(RowBackend, Protocol):
         self,
         labels: Tensor,
         transform: LogitTransform,
+        ignore_index: int,
         vocabulary: int,
         dtype: torch.dtype,
-        *,
-        ignore_index: int,
         entropy: bool,
     ) -> OnlineSoftmax:
         """Begin rows [1, n], whose logits will be of ``dtype``."""
@@ -236,27 +199,10 @@ class RatioBackend(RowBackend, Protocol):
     """A backend that also has clipped ratios in one launch: per sequence from logits, and from log-probs."""
 
     def sequence_ratio_forward(
-        self,
-        logits: Tensor,
-        labels: Tensor,
-        old_logprobs: Tensor,
-        advantages: Tensor,
-        form: RatioClip,
-        transform: LogitTransform,
-        *,
-        ignore_index: int,
-        weights: Tensor | None,
-        lengths: Tensor | None,
-        normalizer: Tensor | None,
-        cu_seqlens: Tensor | None,
-        doubt: Callable[[], None] | None = None,
+        self, rows: LogitRows, operands: RatioOperands, form: RatioClip, doubt: Doubt = None
     ) -> SequenceRatioStats:
-        """Loss, coefficients and metrics of a clipped sequence ratio, straight from the logits.
-
-        ``old_logprobs`` is [B, T] (any strides and float dtype), ``advantages``, ``weights`` and
-        ``lengths`` are [B]; L is ``lengths`` where given, otherwise the number of rows that are not ignored.
-        ``normalizer`` is a 0-d tensor on the device that replaces what ``form.divisor`` counts. Packed calls
-        have B=1 in the logits' layout and int32 ``cu_seqlens`` [sequences + 1].
+        """Loss, coefficients and metrics of a clipped sequence ratio, straight from the logits. Old log-probs
+        are given, advantages and weights are one per sequence, ``cu_seqlens`` is int32.
 
         ``doubt`` looks at the values that callers pass, and raises where one is wrong. A backend calls it at
         the end, but may leave that out where it has seen itself that no counted log-prob, of whichever
@@ -267,23 +213,15 @@ class RatioBackend(RowBackend, Protocol):
         self,
         logprobs: Tensor,
         mask: Tensor,
-        old_logprobs: Tensor | None,
-        advantages: Tensor,
+        operands: RatioOperands,
         form: RatioClip,
-        *,
-        weights: Tensor | None,
-        lengths: Tensor | None,
-        normalizer: Tensor | None,
-        cu_seqlens: Tensor | None,
         kl: KLPenalty | None = None,
-        doubt: Callable[[], None] | None = None,
+        doubt: Doubt = None,
     ) -> RatioStep:
         """The same from log-probs [B, T] or [1, N], fp32 or fp64 and contiguous, per sequence or token.
 
         Everything is computed in fp64. ``mask`` is of the same shape: rows that are not ignored. It is bool,
         or what ``reads_mask`` says yes to, and then ValueError says where it isn't only 0 and 1.
-        ``old_logprobs`` is None where they are the log-probs themselves. ``advantages`` and ``weights`` are
-        [B], or like the log-probs for ratios of tokens. ``cu_seqlens`` may be int64.
         """
 
 

@@ -25,7 +25,7 @@ def summed(divergences: Tensor, shares: Tensor) -> Tensor:
 
 
 def _checked(pair: Pair, options: RowOptions) -> None:
-    check_temperature(pair.teacher.row_temperature)
+    check_temperature(pair.teacher.transform.row_temperature)
     check_rows(pair.labels, pair.logits.shape[-1], options)
 
 
@@ -74,19 +74,6 @@ def divergence_backward_(
     Pair(logits, teacher, labels, form).evaluate(options, known, grad, logits)
 
 
-@divergence_backward_.register_fake
-def _(
-    logits: Tensor,
-    teacher: TeacherRows,
-    labels: Tensor,
-    form: DivergenceForm,
-    options: RowOptions,
-    known: PairStats,
-    grad: Tensor,
-) -> None:
-    return None
-
-
 class PairWithGradient(NamedTuple):
     """The fields of ``PairStats``, and the gradient of the student's logits, in their dtype."""
 
@@ -112,17 +99,17 @@ def _(pair: Pair, options: RowOptions, grad: Tensor) -> PairWithGradient:
 
 
 def _save(ctx: Any, pair: Pair, options: RowOptions, *tensors: Tensor) -> None:
-    teacher = pair.teacher
-    of_teacher = (teacher.logits, teacher.ids, teacher.logprobs, teacher.row_temperature)
-    save_rows(ctx, options, pair.logits, pair.labels, *of_teacher, *tensors)
-    ctx.teacher = teacher._replace(logits=None, ids=None, logprobs=None, row_temperature=None)
-    ctx.form = pair.form
+    *of_teacher, transform = pair.teacher
+    row_temperature = transform.row_temperature
+    save_rows(ctx, options, pair.logits, pair.labels, *of_teacher, row_temperature, *tensors)
+    ctx.teacher_transform, ctx.form = transform._replace(row_temperature=None), pair.form
 
 
 def _saved(ctx: Any) -> tuple[Pair, RowOptions, tuple[Tensor, ...]]:
-    (logits, labels, *tensors), options = saved_rows(ctx)
-    named = dict(zip(("logits", "ids", "logprobs", "row_temperature"), tensors, strict=False))
-    return Pair(logits, ctx.teacher._replace(**named), labels, ctx.form), options, tuple(tensors[4:])
+    (logits, labels, teacher_logits, ids, logprobs, row_temperature, *others), options = saved_rows(ctx)
+    transform = ctx.teacher_transform._replace(row_temperature=row_temperature)
+    teacher = TeacherRows(teacher_logits, ids, logprobs, transform)
+    return Pair(logits, teacher, labels, ctx.form), options, tuple(others)
 
 
 class DivergenceFunction(torch.autograd.Function):

@@ -129,6 +129,8 @@ class Operator:
         _LIBRARY.define(f"{self.name}({written}) -> {returned}")
         _LIBRARY.impl(self.name, self._from_operands, "CompositeExplicitAutograd")
         self.default = getattr(getattr(torch.ops, NAMESPACE), self.name).default
+        if self._mutates:
+            self.register_fake(lambda *_: None)
 
     def _from_operands(self, *operands: Any) -> Any:
         with _isolation([operand for operand in operands if isinstance(operand, Tensor)]):

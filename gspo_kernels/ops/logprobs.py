@@ -18,7 +18,7 @@ from gspo_kernels.ops.memory import used_memory
 from gspo_kernels.ops.shards import columns_of
 from gspo_kernels.ops.values import check_kept, check_temperature
 from gspo_kernels.parallel.groups import gathered_numbers
-from gspo_kernels.types import RowOptions, RowStats, stats_dtype
+from gspo_kernels.types import LogitRows, RowGradients, RowOptions, RowStats, stats_dtype
 
 
 class ScoredRows(NamedTuple):
@@ -60,8 +60,8 @@ def check_rows(labels: Tensor, vocabulary: int, options: RowOptions) -> None:
     if options.shard.group:
         check_shards(labels, vocabulary, options)
         return
-    if options.row_temperature is not None:
-        check_temperature(options.row_temperature)
+    if options.transform.row_temperature is not None:
+        check_temperature(options.transform.row_temperature)
     if not checked_values(labels.device) or not labels.numel():
         return
     lowest, highest = labels.aminmax()
@@ -69,8 +69,8 @@ def check_rows(labels: Tensor, vocabulary: int, options: RowOptions) -> None:
         wrong = (labels != options.ignore_index) & ((labels < 0) | (labels >= vocabulary))
         if bool(wrong.any()):
             raise wrong_label(int(labels[wrong][0]), vocabulary, options)
-    if options.kept is not None:
-        check_kept(labels, options.kept, labels != options.ignore_index)
+    if options.transform.kept is not None:
+        check_kept(labels, options.transform.kept, labels != options.ignore_index)
 
 
 def wrong_label(value: int, vocabulary: int, options: RowOptions) -> ValueError:
@@ -89,15 +89,15 @@ def range_of(labels: Tensor, width: int, options: RowOptions) -> tuple[int, int,
     Raises:
         ValueError: on this rank.
     """
-    check_temperature(options.row_temperature)
+    check_temperature(options.transform.row_temperature)
     start, total = columns_of(options.shard, width)
     counted = labels[labels != options.ignore_index] if checked_values(labels.device) else labels[:0]
     lowest, highest = (int(x) for x in counted.aminmax()) if counted.numel() else (0, 0)
     if lowest < 0 or (total and highest >= total):
         raise wrong_label(lowest if lowest < 0 else highest, total, options)
-    if options.kept is not None:
+    if options.transform.kept is not None:
         here = (labels != options.ignore_index) & (labels >= start) & (labels < start + width)
-        check_kept(labels, options.kept, here, start)
+        check_kept(labels, options.transform.kept, here, start)
     return start, width, lowest, highest
 
 
@@ -137,29 +137,13 @@ def check_shards(labels: Tensor, width: int, options: RowOptions) -> None:
 def logprobs_forward(logits: Tensor, labels: Tensor, options: RowOptions, entropy: bool) -> ScoredRows:
     """Log-probs, log-sum-exp and entropy of logits [B, T, V] at labels [B, T]."""
     check_rows(labels, logits.shape[-1], options)
-    stats = rows_of(options).logprobs_forward(
-        logits, labels, options.transform, ignore_index=options.ignore_index, entropy=entropy
-    )
-    return ScoredRows.of(stats)
+    rows = LogitRows(logits, labels, options.transform, options.ignore_index)
+    return ScoredRows.of(rows_of(options).logprobs_forward(rows, entropy))
 
 
 @logprobs_forward.register_fake
 def _(logits: Tensor, labels: Tensor, options: RowOptions, entropy: bool) -> ScoredRows:
     return ScoredRows.fake(labels, logits.dtype, entropy)
-
-
-class RowGradients(NamedTuple):
-    """What multiplies d logprob/dlogits and d entropy/dlogits of each row.
-
-    Attributes:
-        grad_logprobs: [B, T], any strides.
-        grad_entropy: the same, or None.
-        grad_scale: 0-d factor on both, or None for 1.
-    """
-
-    grad_logprobs: Tensor
-    grad_entropy: Tensor | None
-    grad_scale: Tensor | None
 
 
 @operator
@@ -168,9 +152,8 @@ def logprobs_backward(
 ) -> Tensor:
     """The logits' gradient in their dtype, contiguous."""
     out = used_memory(logits.shape, logits.dtype, logits.device)
-    rows_of(options).logprobs_backward(
-        logits, labels, stats, *grads, options.transform, ignore_index=options.ignore_index, out=out
-    )
+    rows = LogitRows(logits, labels, options.transform, options.ignore_index)
+    rows_of(options).logprobs_backward(rows, stats, grads, out)
     return out
 
 
@@ -184,14 +167,8 @@ def logprobs_backward_(
     logits: Tensor, labels: Tensor, stats: RowStats, grads: RowGradients, options: RowOptions
 ) -> None:
     """The same, written over the logits."""
-    rows_of(options).logprobs_backward(
-        logits, labels, stats, *grads, options.transform, ignore_index=options.ignore_index, out=logits
-    )
-
-
-@logprobs_backward_.register_fake
-def _(logits: Tensor, labels: Tensor, stats: RowStats, grads: RowGradients, options: RowOptions) -> None:
-    return None
+    rows = LogitRows(logits, labels, options.transform, options.ignore_index)
+    rows_of(options).logprobs_backward(rows, stats, grads, logits)
 
 
 def gradient_of_logits(
@@ -216,9 +193,8 @@ def logprobs_and_grad(
     """Log-probs and the logits' gradient for coefficients dLoss/dlogprobs [B, T] known beforehand."""
     check_rows(labels, logits.shape[-1], options)
     out = used_memory(logits.shape, logits.dtype, logits.device)
-    stats = rows_of(options).logprobs_and_grad(
-        logits, labels, coefficients, options.transform, ignore_index=options.ignore_index, out=out
-    )
+    rows = LogitRows(logits, labels, options.transform, options.ignore_index)
+    stats = rows_of(options).logprobs_and_grad(rows, coefficients, out)
     return LogitGradient(stats.logprobs, stats.lse, out)
 
 
@@ -254,25 +230,23 @@ class TokenLogprobsFunction(torch.autograd.Function):
                 return (None, *nothing)
             grad_logprobs = grad_entropy.new_zeros(()).expand(labels.shape)
         stats = RowStats(logprobs, lse, entropy if ctx.entropy else None)
-        grads = RowGradients(grad_logprobs, grad_entropy, None)
+        grads = RowGradients(grad_logprobs, grad_entropy)
         return (gradient_of_logits(logits, labels, stats, grads, options, ctx.inplace), *nothing)
 
 
 def save_rows(ctx: Any, options: RowOptions, *tensors: Tensor | None) -> None:
     """Save tensors and row options, two of which are tensors or None, for the backward."""
-    ctx.options = options
-    if options.row_temperature is not None or options.kept is not None:
-        ctx.options = options._replace(row_temperature=None, kept=None)
-    ctx.save_for_backward(*tensors, options.row_temperature, options.kept)
+    transform = options.transform
+    ctx.options = options._replace(transform=transform._replace(row_temperature=None, kept=None))
+    ctx.save_for_backward(*tensors, transform.row_temperature, transform.kept)
 
 
 def saved_rows(ctx: Any) -> tuple[tuple[Tensor, ...], RowOptions]:
     """What ``save_rows`` saved."""
     *tensors, row_temperature, kept = ctx.saved_tensors
     options: RowOptions = ctx.options
-    if row_temperature is not None or kept is not None:
-        options = options._replace(row_temperature=row_temperature, kept=kept)
-    return tuple(tensors), options
+    transform = options.transform._replace(row_temperature=row_temperature, kept=kept)
+    return tuple(tensors), options._replace(transform=transform)
 
 
 class KnownCoefficientsFunction(torch.autograd.Function):
@@ -310,8 +284,3 @@ class KnownCoefficientsFunction(torch.autograd.Function):
 def scale_(values: Tensor, factor: Tensor, backend: str) -> None:
     """Multiply in place by a 0-d tensor; costs nothing where that is 1."""
     load(backend).scale_(values, factor)
-
-
-@scale_.register_fake
-def _(values: Tensor, factor: Tensor, backend: str) -> None:
-    return None

@@ -46,34 +46,26 @@ class TeacherRows(NamedTuple):
         logits: [B, T, V], or None.
         ids: int64 [B, T, K], ``bits.NO_ID`` where there are fewer, or None.
         logprobs: like the ids, over the whole vocabulary.
-        logit_scale, softcap, temperature, row_temperature: of its ``LogitTransform``.
+        transform: from its raw logits to z, without a mask.
     """
 
     logits: Tensor | None
     ids: Tensor | None
     logprobs: Tensor | None
-    logit_scale: float = 1.0
-    softcap: float = 0.0
-    temperature: float = 1.0
-    row_temperature: Tensor | None = None
+    transform: LogitTransform
 
     def at(self, where: slice | Tensor, logits: Tensor | None) -> TeacherRows:
         """What there is of some of the rows, [1, n], without their logits [n, V]."""
 
-        def here(values: Tensor | None) -> Tensor | None:
-            return None if values is None else values.flatten(0, 1)[where].unsqueeze(0)
+        def here(values: Tensor) -> Tensor:
+            return values.flatten(0, 1)[where].unsqueeze(0)
 
-        return self._replace(
-            logits=None if logits is None else logits.unsqueeze(0),
-            ids=here(self.ids),
-            logprobs=here(self.logprobs),
-            row_temperature=here(self.row_temperature),
+        return TeacherRows(
+            None if logits is None else logits.unsqueeze(0),
+            None if self.ids is None else here(self.ids),
+            None if self.logprobs is None else here(self.logprobs),
+            self.transform.rows(here),
         )
-
-    @property
-    def transform(self) -> LogitTransform:
-        """From its raw logits to z."""
-        return LogitTransform(self.logit_scale, self.softcap, self.temperature, self.row_temperature)
 
 
 class Pair(NamedTuple):
@@ -92,14 +84,12 @@ class Pair(NamedTuple):
         known: PairStats | None = None,
         grad: Tensor | None = None,
         out: Tensor | None = None,
-        transform: LogitTransform | None = None,
     ) -> PairStats:
-        """See ``RowBackend.divergence``; ``transform`` is these rows', if they are some of a call's."""
-        transform = options.transform if transform is None else transform
+        """See ``RowBackend.divergence``; the options are the student's."""
         if self.teacher.ids is not None or self.form.top_k:
-            return _over_ids(self, options, transform, grad, out)
+            return _over_ids(self, options, grad, out)
         assert self.teacher.logits is not None
-        sides = (self.logits, self.teacher.logits, self.labels, transform, self.teacher.transform)
+        sides = (self.logits, self.teacher.logits, self.labels, options.transform, self.teacher.transform)
         rows = RowPair(*sides, self.form.beta, options.ignore_index)
         return rows_of(options).divergence(rows, known, grad, out)
 
@@ -109,7 +99,7 @@ def _of_teacher(pair: Pair, ids: Tensor, counts: Tensor, options: RowOptions) ->
     teacher, within = pair.teacher, not pair.form.tail
     if teacher.logprobs is None:
         assert teacher.logits is not None
-        rows = score(teacher.logits, ids, options.backend, teacher.transform, within, options.shard)
+        rows = score(teacher.logits, ids, options._replace(transform=teacher.transform), within)
         return torch.where(counts, exact(rows.logprobs), -torch.inf), exact(rows.tail)
     log_q = torch.where(counts, exact(teacher.logprobs), -torch.inf)
     mass = log_q.logsumexp(-1)
@@ -117,27 +107,18 @@ def _of_teacher(pair: Pair, ids: Tensor, counts: Tensor, options: RowOptions) ->
     return (log_q - mass.unsqueeze(-1) if within else log_q), left
 
 
-def _over_ids(
-    pair: Pair,
-    options: RowOptions,
-    transform: LogitTransform,
-    grad: Tensor | None,
-    out: Tensor | None,
-) -> PairStats:
+def _over_ids(pair: Pair, options: RowOptions, grad: Tensor | None, out: Tensor | None) -> PairStats:
     form, ids = pair.form, pair.teacher.ids
     if ids is None:
         assert pair.teacher.logits is not None
-        leading, scale = (
-            (pair.logits, transform.logit_scale)
-            if form.top_k_of_student
-            else (pair.teacher.logits, pair.teacher.logit_scale)
-        )
-        ids = _leading_ids(leading, form.top_k, scale >= 0, options)
+        sides = (pair.teacher.logits, pair.teacher.transform), (pair.logits, options.transform)
+        leading, transform = sides[form.top_k_of_student]
+        ids = _leading_ids(leading, form.top_k, transform.logit_scale >= 0, options)
     ids = ids.masked_fill((pair.labels == options.ignore_index).unsqueeze(-1), bits.NO_ID)
     counts = first_places(ids, None if options.shard.group else pair.logits.shape[-1])
     log_q, left = _of_teacher(pair, ids, counts, options)
     within = not form.tail
-    student = score(pair.logits, ids, options.backend, transform, within, options.shard)
+    student = score(pair.logits, ids, options, within)
     log_p = torch.where(counts, exact(student.logprobs), -torch.inf)
     if form.tail:
         log_p = torch.cat([log_p, exact(student.tail).unsqueeze(-1)], -1)
@@ -155,9 +136,7 @@ def _over_ids(
         weighted = torch.where(lost.unsqueeze(-1) & counts & ~inactive, torch.nan, weighted)
         K = ids.shape[-1]
         grads = SelectedGradients(weighted[..., :K], weighted[..., K] if form.tail else None)
-        write_gradient(
-            out, pair.logits, ids, student, grads, options.backend, transform, within, options.shard
-        )
+        write_gradient(out, pair.logits, ids, student, grads, options, within)
     # an operator's outputs may not be the same tensor
     nothing = torch.zeros(3, *total.shape, dtype=total.dtype, device=total.device)
     kinds = pair_dtypes(stats_dtype(pair.logits.dtype), exact_dtype(pair.logits.device))

@@ -27,7 +27,8 @@ from gspo_kernels.ops.library import checked_values, inplace_operator, operator
 from gspo_kernels.ops.logprobs import check_rows, save_rows, saved_rows
 from gspo_kernels.ops.memory import used_memory
 from gspo_kernels.ops.shards import columns_of, selected_of_all
-from gspo_kernels.types import LogitTransform, RowOptions, RowStats, Shard, stats_dtype
+from gspo_kernels.ops.values import check_ids
+from gspo_kernels.types import LogitRows, LogitTransform, RowGradients, RowOptions, RowStats, stats_dtype
 
 
 class SelectedRows(NamedTuple):
@@ -52,40 +53,24 @@ def checked_ids(ids: Tensor, vocabulary: int, options: RowOptions) -> Tensor:
     """A copy of ids [B, T, K] as int64, after checking that each is ``bits.NO_ID`` or in the vocabulary, and
     in the row's sampling mask. Of a shard, ``vocabulary`` is how many columns are here.
     """
-    if checked_values(ids.device):
-        _check_ids(ids, *_columns(vocabulary, options.shard), vocabulary, options)
+    first, whole = columns_of(options.shard, vocabulary)
+    check_ids("ids", ids, whole)
+    kept = options.transform.kept
+    if kept is not None and checked_values(ids.device):
+        here = (ids >= first) & (ids < first + vocabulary)
+        cut = here & ~_are_kept(kept, torch.where(here, ids - first, 0))
+        if bool(cut.any()):
+            b, t, k = cut.nonzero()[0].tolist()
+            raise ValueError(
+                f"ids: got {int(ids[b, t, k])} at position [{b}, {t}], which the sampling mask there cuts; "
+                "expected ids that could be drawn"
+            )
     return ids.to(torch.int64, copy=True)
 
 
 @checked_ids.register_fake
 def _(ids: Tensor, vocabulary: int, options: RowOptions) -> Tensor:
     return torch.empty_like(ids, dtype=torch.int64)
-
-
-def _columns(width: int, shard: Shard) -> tuple[int, int]:
-    """See ``shards.columns_of``."""
-    return columns_of(shard, width) if shard.group else (0, width)
-
-
-def _check_ids(ids: Tensor, first: int, vocabulary: int, width: int, options: RowOptions) -> None:
-    present = ids != bits.NO_ID
-    beyond = ids >= vocabulary if vocabulary else torch.zeros_like(present)
-    wrong = present & ((ids < 0) | beyond)
-    if bool(wrong.any()):
-        most = vocabulary or "the vocabulary's size"
-        raise ValueError(
-            f"ids: got {int(ids[wrong][0])}, expected 0 <= id < {most}, or {bits.NO_ID} for none"
-        )
-    if options.kept is None:
-        return
-    here = present & (ids >= first) & (ids < first + width)
-    cut = here & ~_are_kept(options.kept, torch.where(here, ids - first, 0))
-    if bool(cut.any()):
-        b, t, k = cut.nonzero()[0].tolist()
-        raise ValueError(
-            f"ids: got {int(ids[b, t, k])} at position [{b}, {t}], which the sampling mask there cuts; "
-            "expected ids that could be drawn"
-        )
 
 
 def _are_kept(kept: Tensor, ids: Tensor) -> Tensor:
@@ -167,35 +152,27 @@ def _softplus(x: Tensor) -> Tensor:
     return torch.logaddexp(x, torch.zeros_like(x))
 
 
-def _rest(
-    ids: Tensor, here: _LocalIds, width: int, transform: LogitTransform
-) -> tuple[Tensor, LogitTransform]:
-    """Labels and transform of the pass over what is not selected; rows without ids have the label -1."""
+def _rest(logits: Tensor, ids: Tensor, here: _LocalIds, transform: LogitTransform) -> LogitRows:
+    """The rows without what is selected; those without ids are ignored."""
+    width = logits.shape[-1]
     others = ~bits.packed_ids(torch.where(here.present, here.index, bits.NO_ID), width)
     if transform.kept is not None:
         others &= transform.kept
-    return torch.where((ids != bits.NO_ID).any(-1), width, -1), transform._replace(kept=others)
+    labels = torch.where((ids != bits.NO_ID).any(-1), width, -1)
+    return LogitRows(logits, labels, transform._replace(kept=others), -1)
 
 
-def score(
-    logits: Tensor,
-    ids: Tensor,
-    backend: str,
-    transform: LogitTransform,
-    within: bool,
-    shard: Shard,
-) -> SelectedRows:
+def score(logits: Tensor, ids: Tensor, options: RowOptions, within: bool) -> SelectedRows:
     """Log-probs of ids [B, T, K] and what is left; each logit is read once, or only theirs (``within``).
 
     Of a shard of the columns, 2 K + 1 numbers a row are gathered from all ranks.
     """
-    V = logits.shape[-1]
-    here = _LocalIds(ids, V, transform.kept, _columns(V, shard)[0])
+    V, transform, shard = logits.shape[-1], options.transform, options.shard
+    here = _LocalIds(ids, V, transform.kept, columns_of(shard, V)[0])
     if within:
         rest = torch.full(ids.shape[:-1], -torch.inf, dtype=exact_dtype(ids.device), device=ids.device)
     else:
-        labels, others = _rest(ids, here, V, transform)
-        rest = load(backend).logprobs_forward(logits, labels, others, ignore_index=-1, entropy=False).lse
+        rest = load(options.backend).logprobs_forward(_rest(logits, ids, here, transform), False).lse
     z, _ = _transformed(logits.gather(-1, here.index), transform)
     present = here.present
     if shard.group:
@@ -227,25 +204,20 @@ def write_gradient(
     ids: Tensor,
     rows: SelectedRows,
     grads: SelectedGradients,
-    backend: str,
-    transform: LogitTransform,
+    options: RowOptions,
     within: bool,
-    shard: Shard,
 ) -> None:
     """d/dlogits of ``sum(grads * (log-probs, tail))`` into ``out``, see ``RowBackend.logprobs_backward``."""
-    V = logits.shape[-1]
-    here = _LocalIds(ids, V, transform.kept, _columns(V, shard)[0])
+    V, transform = logits.shape[-1], options.transform
+    here = _LocalIds(ids, V, transform.kept, columns_of(options.shard, V)[0])
     present = here.present
-    if shard.group:
+    if options.shard.group:
         # an id that no rank has, or that is cut, has a log-prob of NaN in a row that has a softmax
         nobodys = rows.logprobs.isnan() & ~rows.tail.isnan().unsqueeze(-1)
         present = (ids != bits.NO_ID) & ~nobodys
     unique = _IdSet(ids, present)
     _, slope = _transformed(logits.gather(-1, here.index), transform)
-    logp, g = (
-        exact(rows.logprobs),
-        exact(torch.where(unique.present, grads.logprobs, 0.0)),
-    )
+    logp, g = exact(rows.logprobs), exact(torch.where(unique.present, grads.logprobs, 0.0))
     g_tail = g.new_zeros(()) if grads.tail is None else exact(grads.tail)
     inactive = (g == 0).all(-1) & (g_tail == 0)
     if within:
@@ -256,11 +228,9 @@ def write_gradient(
         # nothing is left where the set is everything, and then no column is there to take it
         outside = torch.where((rest == -torch.inf) & ~tail.isnan(), 0.0, outside)
         outside = outside.masked_fill(inactive, 0.0).to(rows.tail.dtype)
-        labels, others = _rest(ids, here, V, transform)
+        others = _rest(logits, ids, here, transform)
         stats = RowStats(torch.zeros_like(rows.tail), rest, None)
-        load(backend).logprobs_backward(
-            logits, labels, stats, -outside, None, None, others, ignore_index=-1, out=out, sharded=True
-        )
+        load(options.backend).logprobs_backward(others, stats, RowGradients(-outside), out, sharded=True)
     every, per_id = g.sum(-1, keepdim=True) + g_tail.unsqueeze(-1), unique.sums(g)
     at_ids = (per_id * -torch.expm1(logp) - (every - per_id) * logp.exp()) * slope
     at_ids = at_ids.masked_fill(inactive.unsqueeze(-1), 0.0)
@@ -277,7 +247,7 @@ def write_gradient(
 def selected_forward(logits: Tensor, ids: Tensor, options: RowOptions, within: bool) -> SelectedRows:
     """See ``score``."""
     check_rows(ids.amax(-1), logits.shape[-1], options)
-    return score(logits, ids, options.backend, options.transform, within, options.shard)
+    return score(logits, ids, options, within)
 
 
 def fake_rows(ids: Tensor, dtype: torch.dtype) -> SelectedRows:
@@ -304,19 +274,12 @@ class SelectedOperands(NamedTuple):
     options: RowOptions
     within: bool
 
-    def write_into(self, out: Tensor, logits: Tensor) -> None:
-        """The gradient, into memory of its own or over the logits."""
-        ids, rows, grads, options, within = self
-        write_gradient(
-            out, logits, ids, rows, grads, options.backend, options.transform, within, options.shard
-        )
-
 
 @operator
 def selected_backward(logits: Tensor, operands: SelectedOperands) -> Tensor:
     """The logits' gradient in their dtype, contiguous."""
     out = used_memory(logits.shape, logits.dtype, logits.device)
-    operands.write_into(out, logits)
+    write_gradient(out, logits, *operands)
     return out
 
 
@@ -328,12 +291,7 @@ def _(logits: Tensor, operands: SelectedOperands) -> Tensor:
 @inplace_operator
 def selected_backward_(logits: Tensor, operands: SelectedOperands) -> None:
     """The same, written over the logits."""
-    operands.write_into(logits, logits)
-
-
-@selected_backward_.register_fake
-def _(logits: Tensor, operands: SelectedOperands) -> None:
-    return None
+    write_gradient(logits, logits, *operands)
 
 
 class SelectedLogprobsFunction(torch.autograd.Function):

@@ -13,18 +13,19 @@ shard needs no other: its columns, and the statistics of the whole row.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
 
 from gspo_kernels import bits
 from gspo_kernels.parallel.groups import gathered, rank_and_size
-from gspo_kernels.types import LogitTransform, Normalizers, PairStats, RowPair, RowStats, Shard
+from gspo_kernels.types import LogitRows, Normalizers, PairStats, RowGradients, RowPair, RowStats, Shard
 
 if TYPE_CHECKING:  # which has these rows in its table
     from gspo_kernels.ops.backends import RowBackend
 
+Rows = TypeVar("Rows", LogitRows, RowPair)
 IGNORED, ELSEWHERE = -1, -2
 """Labels within a shard: of rows that are left out, and where the label is another shard's, or nobody's."""
 LEAST = torch.finfo(torch.float64).min
@@ -38,9 +39,11 @@ def first_column(shard: Shard, width: int) -> int:
 
 
 def columns_of(shard: Shard, width: int) -> tuple[int, int]:
-    """The token id of the first of a shard's columns; and the size of the whole vocabulary, 0 where the shard
-    alone doesn't say it.
+    """The token id of the first of a process's ``width`` columns; and the size of the whole vocabulary, 0
+    where the shard alone doesn't say it.
     """
+    if not shard.group:
+        return 0, width
     total = 0 if shard.start >= 0 else width * rank_and_size(shard.group)[1]
     return first_column(shard, width), total
 
@@ -57,80 +60,38 @@ class ShardedRows:
         """See ``ops.backends.RowBackend.unavailable``."""
         return self._inner.unavailable(device)
 
-    def logprobs_forward(
-        self, logits: Tensor, labels: Tensor, transform: LogitTransform, *, ignore_index: int, entropy: bool
-    ) -> RowStats:
+    def logprobs_forward(self, rows: LogitRows, entropy: bool) -> RowStats:
         """See ``ops.backends.RowBackend.logprobs_forward``; one gather of 12 to 16 bytes a row."""
-        local = self._local(labels, logits.shape[-1], ignore_index)
-        stats = self._inner.logprobs_forward(logits, local, transform, ignore_index=IGNORED, entropy=entropy)
-        return self._whole(stats, local)
+        local = self._local(rows)
+        return self._whole(self._inner.logprobs_forward(local, entropy), local.labels)
 
     def logprobs_backward(
-        self,
-        logits: Tensor,
-        labels: Tensor,
-        stats: RowStats,
-        grad_logprobs: Tensor,
-        grad_entropy: Tensor | None,
-        grad_scale: Tensor | None,
-        transform: LogitTransform,
-        *,
-        ignore_index: int,
-        out: Tensor,
-        sharded: bool = True,
+        self, rows: LogitRows, stats: RowStats, grads: RowGradients, out: Tensor, sharded: bool = True
     ) -> None:
         """See ``ops.backends.RowBackend.logprobs_backward``; nothing is communicated."""
         # without a label in the vocabulary the log-prob is NaN and depends on no logit
         constant = stats.logprobs.isnan() & stats.lse.isfinite()
-        self._inner.logprobs_backward(
-            logits,
-            self._local(labels, logits.shape[-1], ignore_index),
-            stats,
-            grad_logprobs.masked_fill(constant, 0.0),
-            grad_entropy,
-            grad_scale,
-            transform,
-            ignore_index=IGNORED,
-            out=out,
-            sharded=sharded,
-        )
+        grads = grads._replace(grad_logprobs=grads.grad_logprobs.masked_fill(constant, 0.0))
+        self._inner.logprobs_backward(self._local(rows), stats, grads, out, sharded)
 
-    def logprobs_and_grad(
-        self,
-        logits: Tensor,
-        labels: Tensor,
-        coefficients: Tensor,
-        transform: LogitTransform,
-        *,
-        ignore_index: int,
-        out: Tensor,
-    ) -> RowStats:
+    def logprobs_and_grad(self, rows: LogitRows, coefficients: Tensor, out: Tensor) -> RowStats:
         """See ``ops.backends.RowBackend.logprobs_and_grad``; the gather stands between its two halves."""
-        stats = self.logprobs_forward(logits, labels, transform, ignore_index=ignore_index, entropy=False)
-        self.logprobs_backward(
-            logits, labels, stats, coefficients, None, None, transform, ignore_index=ignore_index, out=out
-        )
+        stats = self.logprobs_forward(rows, False)
+        self.logprobs_backward(rows, stats, RowGradients(coefficients), out)
         return stats
 
     def divergence(
-        self,
-        rows: RowPair,
-        known: Normalizers | PairStats | None,
-        grad: Tensor | None,
-        out: Tensor | None,
+        self, rows: RowPair, known: Normalizers | PairStats | None, grad: Tensor | None, out: Tensor | None
     ) -> PairStats:
         """See ``ops.backends.RowBackend.divergence``; two gathers for the log-sum-exps, and one for the
         sums.
         """
-        local = self._local(rows.labels, rows.logits.shape[-1], rows.ignore_index)
-        of_shard = rows._replace(labels=local, ignore_index=IGNORED)
+        of_shard = self._local(rows)
         if known is None:
+            student = LogitRows(rows.logits, rows.labels, rows.transform, rows.ignore_index)
             theirs = rows.teacher_transform._replace(kept=rows.transform.kept)
-            student, teacher = (
-                self.logprobs_forward(values, rows.labels, how, ignore_index=rows.ignore_index, entropy=False)
-                for values, how in ((rows.logits, rows.transform), (rows.teacher_logits, theirs))
-            )
-            known = Normalizers(student.lse, teacher.lse)
+            teacher = student._replace(logits=rows.teacher_logits, transform=theirs)
+            known = Normalizers(*(self.logprobs_forward(side, False).lse for side in (student, teacher)))
         if not isinstance(known, PairStats):
             here = self._inner.divergence(of_shard, known, None, None)
             sums = gathered(
@@ -144,11 +105,13 @@ class ShardedRows:
         """See ``ops.backends.RowBackend.scale_``."""
         self._inner.scale_(values, factor)
 
-    def _local(self, labels: Tensor, width: int, ignore_index: int) -> Tensor:
-        """Labels as columns of the shard, ``IGNORED`` or ``ELSEWHERE``."""
-        columns = labels.to(torch.int64) - first_column(self._shard, width)
+    def _local(self, rows: Rows) -> Rows:
+        """The rows with labels as columns of the shard, ``IGNORED`` or ``ELSEWHERE``."""
+        width = rows.logits.shape[-1]
+        columns = rows.labels.to(torch.int64) - first_column(self._shard, width)
         columns = torch.where((columns >= 0) & (columns < width), columns, ELSEWHERE)
-        return columns.masked_fill_(labels == ignore_index, IGNORED)
+        columns.masked_fill_(rows.labels == rows.ignore_index, IGNORED)
+        return rows._replace(labels=columns, ignore_index=IGNORED)
 
     def _whole(self, stats: RowStats, local: Tensor) -> RowStats:
         """The statistics of whole rows, from those of this shard and the other ranks'."""

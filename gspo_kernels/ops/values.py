@@ -108,27 +108,22 @@ def check_kept(labels: Tensor, kept: Tensor, counted: Tensor, first: int = 0) ->
         )
 
 
-@operator
-def mask_of_ids(kept_ids: Tensor, vocabulary: int) -> Tensor:
-    """The bitmask of ids [..., K], after checking that each is in the vocabulary or ``bits.NO_ID``."""
-    if checked_values(kept_ids.device):
-        wrong = (kept_ids != bits.NO_ID) & ((kept_ids < 0) | (kept_ids >= vocabulary))
-        if bool(wrong.any()):
-            raise ValueError(
-                f"kept_ids: got {int(kept_ids[wrong][0])}, expected 0 <= id < {vocabulary}, "
-                f"or {bits.NO_ID} for none"
-            )
-    return bits.packed_ids(kept_ids, vocabulary)
-
-
-@mask_of_ids.register_fake
-def _(kept_ids: Tensor, vocabulary: int) -> Tensor:
-    return kept_ids.new_empty((*kept_ids.shape[:-1], bits.words(vocabulary)), dtype=torch.int32)
+def check_ids(name: str, ids: Tensor, vocabulary: int) -> None:
+    """Every id must be ``bits.NO_ID`` or in the vocabulary; 0 is one of unknown size."""
+    if not checked_values(ids.device):
+        return
+    most = vocabulary - 1 if vocabulary else torch.iinfo(ids.dtype).max
+    wrong = (ids != bits.NO_ID) & ((ids < 0) | (ids > most))
+    if bool(wrong.any()):
+        size = vocabulary or "the vocabulary's size"
+        raise ValueError(
+            f"{name}: got {int(ids[wrong][0])}, expected 0 <= id < {size}, or {bits.NO_ID} for none"
+        )
 
 
 @operator
 def mask_of_shard(kept_ids: Tensor | None, kept_mask: Tensor | None, shard: Shard, width: int) -> Tensor:
-    """The bitmask of a shard's ``width`` columns, from what is given of the whole vocabulary's ids."""
+    """The bitmask of this process's ``width`` columns, from ids or a bitmask of the whole vocabulary."""
     first, total = columns_of(shard, width)
     if kept_mask is not None:
         if total and kept_mask.shape[-1] != bits.words(total):
@@ -138,14 +133,7 @@ def mask_of_shard(kept_ids: Tensor | None, kept_mask: Tensor | None, shard: Shar
             )
         return bits.part(kept_mask, first, width)
     assert kept_ids is not None
-    if checked_values(kept_ids.device):
-        beyond = kept_ids >= total if total else torch.zeros_like(kept_ids, dtype=torch.bool)
-        wrong = (kept_ids != bits.NO_ID) & ((kept_ids < 0) | beyond)
-        if bool(wrong.any()):
-            raise ValueError(
-                f"kept_ids: got {int(kept_ids[wrong][0])}, expected 0 <= id < the vocabulary's size, or "
-                f"{bits.NO_ID} for none"
-            )
+    check_ids("kept_ids", kept_ids, total)
     return bits.packed_ids(torch.where(kept_ids >= 0, kept_ids - first, -1), width)
 
 

@@ -12,7 +12,16 @@ from torch import Tensor
 from gspo_kernels import bits, divergences
 from gspo_kernels.exact import exact
 from gspo_kernels.torch_internals import inner_autograd
-from gspo_kernels.types import LogitTransform, Normalizers, PairStats, RowPair, RowStats, stats_dtype
+from gspo_kernels.types import (
+    LogitRows,
+    LogitTransform,
+    Normalizers,
+    PairStats,
+    RowGradients,
+    RowPair,
+    RowStats,
+    stats_dtype,
+)
 
 
 def unavailable(device: torch.device) -> str | None:
@@ -40,10 +49,9 @@ def _counted_columns(logits: Tensor, ignored: Tensor, transform: LogitTransform)
     return z.masked_fill(cut & ~ignored, -torch.inf)
 
 
-def token_statistics(
-    logits: Tensor, labels: Tensor, transform: LogitTransform, ignore_index: int
-) -> RowStats:
-    """Differentiable log-prob, log-sum-exp and entropy of each row; logits [..., V], labels [...]."""
+def token_statistics(rows: LogitRows) -> RowStats:
+    """Differentiable log-prob, log-sum-exp and entropy of each row."""
+    logits, labels, transform, ignore_index = rows
     vocabulary = logits.shape[-1]
     ignored = labels == ignore_index
     in_range = (labels >= 0) & (labels < vocabulary)
@@ -60,39 +68,26 @@ def token_statistics(
     return RowStats(*(stat.masked_fill(ignored, 0.0) for stat in (logprobs, lse, entropy)))
 
 
-def logprobs_forward(
-    logits: Tensor, labels: Tensor, transform: LogitTransform, *, ignore_index: int, entropy: bool
-) -> RowStats:
+def logprobs_forward(rows: LogitRows, entropy: bool) -> RowStats:
     """See ``ops.backends.RowBackend.logprobs_forward``."""
-    stats = token_statistics(logits, labels, transform, ignore_index)
+    stats = token_statistics(rows)
     return stats if entropy else stats._replace(entropy=None)
 
 
 def logprobs_backward(
-    logits: Tensor,
-    labels: Tensor,
-    stats: RowStats,
-    grad_logprobs: Tensor,
-    grad_entropy: Tensor | None,
-    grad_scale: Tensor | None,
-    transform: LogitTransform,
-    *,
-    ignore_index: int,
-    out: Tensor,
-    sharded: bool = False,
+    rows: LogitRows, stats: RowStats, grads: RowGradients, out: Tensor, sharded: bool = False
 ) -> None:
     """See ``ops.backends.RowBackend.logprobs_backward``."""
+    grad_logprobs, grad_entropy, grad_scale = grads
     with inner_autograd():
-        leaf = logits.detach().to(stats_dtype(logits.dtype)).requires_grad_()
-        if sharded:
-            outputs = _of_wider_rows(leaf, labels, stats, transform, ignore_index)
-        else:
-            outputs = token_statistics(leaf, labels, transform, ignore_index)
+        leaf = rows.logits.detach().to(stats_dtype(rows.logits.dtype)).requires_grad_()
+        rows = rows._replace(logits=leaf)
+        outputs = _of_wider_rows(rows, stats) if sharded else token_statistics(rows)
         assert outputs.entropy is not None
         given = [(outputs.logprobs, grad_logprobs)]
         if grad_entropy is not None:
             given.append((outputs.entropy, grad_entropy))
-        inactive = labels == ignore_index
+        inactive = rows.labels == rows.ignore_index
         inactive = inactive | torch.stack([grad == 0 for _, grad in given]).all(0)
         grad_logits = torch.zeros_like(leaf)
         for output, grad in given:
@@ -103,12 +98,11 @@ def logprobs_backward(
     out.copy_(grad_logits.masked_fill(inactive.unsqueeze(-1), 0.0))
 
 
-def _of_wider_rows(
-    logits: Tensor, labels: Tensor, whole: RowStats, transform: LogitTransform, ignore_index: int
-) -> RowStats:
+def _of_wider_rows(rows: LogitRows, whole: RowStats) -> RowStats:
     """Numbers whose derivatives by some columns of wider rows are those of the rows' own statistics:
     dlogp/dz_v = onehot_v - p_v and dH/dz_v = -p_v (log p_v + H).
     """
+    logits, labels, transform, ignore_index = rows
     z = _counted_columns(logits, labels == ignore_index, transform)
     log_p = (z.detach() - whole.lse.unsqueeze(-1)).to(z.dtype)
     p = torch.where(whole.lse.isfinite().unsqueeze(-1), log_p.exp(), float("nan"))
@@ -132,20 +126,10 @@ def scale_(values: Tensor, factor: Tensor) -> None:
         values.mul_(factor)
 
 
-def logprobs_and_grad(
-    logits: Tensor,
-    labels: Tensor,
-    coefficients: Tensor,
-    transform: LogitTransform,
-    *,
-    ignore_index: int,
-    out: Tensor,
-) -> RowStats:
+def logprobs_and_grad(rows: LogitRows, coefficients: Tensor, out: Tensor) -> RowStats:
     """See ``ops.backends.RowBackend.logprobs_and_grad``."""
-    stats = logprobs_forward(logits, labels, transform, ignore_index=ignore_index, entropy=False)
-    logprobs_backward(
-        logits, labels, stats, coefficients, None, None, transform, ignore_index=ignore_index, out=out
-    )
+    stats = logprobs_forward(rows, False)
+    logprobs_backward(rows, stats, RowGradients(coefficients), out)
     return stats
 
 

@@ -12,11 +12,10 @@ import gspo_kernels as gk
 from benchmarks import problem as gspo
 from benchmarks.measure import synchronize
 from gspo_kernels.ops import backends
-from gspo_kernels.types import LogitTransform
+from gspo_kernels.types import LogitRows, LogitTransform, RowGradients
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
-PLAIN, IGNORE = LogitTransform(), {"ignore_index": -100}
 
 
 @pytest.fixture
@@ -37,15 +36,11 @@ def timed(request, benchmark):
 
 
 KERNELS = {
-    "logprobs_forward": lambda kernel, rows, stats, c, out: kernel(*rows, PLAIN, **IGNORE, entropy=False),
-    "logprobs_forward with entropy": lambda kernel, rows, stats, c, out: kernel(
-        *rows, PLAIN, **IGNORE, entropy=True
-    ),
-    "logprobs_backward": lambda kernel, rows, stats, c, out: kernel(
-        *rows, stats, c, None, None, PLAIN, **IGNORE, out=out
-    ),
-    "logprobs_and_grad": lambda kernel, rows, stats, c, out: kernel(*rows, c, PLAIN, **IGNORE, out=out),
-    "scale_": lambda kernel, rows, stats, c, out: kernel(rows[0], torch.tensor(0.5, device=DEVICE)),
+    "logprobs_forward": lambda kernel, rows, stats, c, out: kernel(rows, False),
+    "logprobs_forward with entropy": lambda kernel, rows, stats, c, out: kernel(rows, True),
+    "logprobs_backward": lambda kernel, rows, stats, c, out: kernel(rows, stats, RowGradients(c), out),
+    "logprobs_and_grad": lambda kernel, rows, stats, c, out: kernel(rows, c, out),
+    "scale_": lambda kernel, rows, stats, c, out: kernel(rows.logits, torch.tensor(0.5, device=DEVICE)),
 }
 
 
@@ -59,9 +54,10 @@ def test_kernel(timed, name, dtype):
     logits = torch.randn(1, N, V, generator=generator, device=DEVICE).to(dtype)
     labels = torch.randint(V, (1, N), generator=generator, device=DEVICE)
     c, out = torch.randn(1, N, generator=generator, device=DEVICE), torch.zeros_like(logits)
-    stats = backend.logprobs_forward(logits, labels, PLAIN, **IGNORE, entropy=False)
+    rows = LogitRows(logits, labels, LogitTransform(), -100)
+    stats = backend.logprobs_forward(rows, False)
     kernel = getattr(backend, name.split()[0])
-    run(lambda: KERNELS[name](kernel, (logits, labels), stats, c, out))
+    run(lambda: KERNELS[name](kernel, rows, stats, c, out))
     assert out.isfinite().all() and logits.isfinite().all()
 
 

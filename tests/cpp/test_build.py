@@ -128,7 +128,7 @@ def test_calls_without_the_extension_raise_its_reason(monkeypatch):
     assert cpp.unavailable(CPU) == "the reason"
     logits, labels = torch.zeros(1, 1, 2), torch.zeros(1, 1, dtype=torch.int64)
     with pytest.raises(RuntimeError, match="the reason"):
-        cpp.logprobs_forward(logits, labels, cpp.LogitTransform(), ignore_index=-100, entropy=False)
+        cpp.logprobs_forward(cpp.LogitRows(logits, labels, cpp.LogitTransform(), -100), False)
 
 
 def test_extension_is_stable_abi_and_needs_no_openmp_of_its_own():

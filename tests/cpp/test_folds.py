@@ -33,7 +33,7 @@ def transforms(rows, vocabulary):
 
 
 def folds(labels, transform, vocabulary, dtype=torch.float32, entropy=True):
-    return cpp.folds(labels, transform, vocabulary, dtype, ignore_index=IGNORE, entropy=entropy)
+    return cpp.folds(labels, transform, IGNORE, vocabulary, dtype, entropy)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

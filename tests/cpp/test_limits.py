@@ -31,9 +31,9 @@ def test_bits_depend_neither_on_threads_nor_on_the_run(threads, dtype):
     rng, size = generator(0), (64, 4096)  # several times the tokens that one thread takes at once
     logprobs = -torch.rand(size, generator=rng)
     old = logprobs + 1e-3 * torch.randn(size, generator=rng)
-    sequences = logprobs, torch.rand(size, generator=rng) < 0.9, old, torch.randn(64, generator=rng)
+    mask = torch.rand(size, generator=rng) < 0.9
+    operands = cpp.RatioOperands(old, torch.randn(64, generator=rng))
     form = RatioClip(-1e-3, 1e-3, 1.0, False, "sequences", 1.0)
-    options = dict.fromkeys(("weights", "lengths", "normalizer", "cu_seqlens"))
 
     def everything():
         stats = ROWS.forward(logits, labels)
@@ -41,7 +41,7 @@ def test_bits_depend_neither_on_threads_nor_on_the_run(threads, dtype):
         with_rows, *rest = ROWS.and_rows(logits, labels)
         of_rows = *stats, *known[:2], both, *with_rows[:2], *rest
         gradient = ROWS.backward(logits, labels, stats, grad, grad_entropy)
-        return *of_rows, gradient, *cpp.ratio_step(*sequences, form, **options)
+        return *of_rows, gradient, *cpp.ratio_step(logprobs, mask, operands, form)
 
     threads(1)
     want = everything()

@@ -26,7 +26,18 @@ from benchmarks.machine_code import (
 from benchmarks.static import KERNELS, record
 from gspo_kernels import kernels
 from gspo_kernels.kernels import one_pass, products
-from gspo_kernels.types import KLPenalty, LogitTransform, PairStats, RatioClip, RowPair, RowStats, stats_dtype
+from gspo_kernels.types import (
+    KLPenalty,
+    LogitRows,
+    LogitTransform,
+    PairStats,
+    RatioClip,
+    RatioOperands,
+    RowGradients,
+    RowPair,
+    RowStats,
+    stats_dtype,
+)
 
 SHARED_MEMORY = {"sm_80": 166912, "sm_90": 232448, "sm_100": 232448, "sm_120": 101376, "gfx942": 65536}
 BOTH = ("sm_90", "gfx942")
@@ -43,14 +54,14 @@ def call_all(B: int, T: int, V: int, dtype: torch.dtype, transform: LogitTransfo
     labels, floats = torch.zeros(B, T, dtype=torch.int64), torch.zeros(B, T)
 
     def backward(grad_entropy: Any, scale: Any, out: torch.Tensor) -> None:
-        rows = logits, labels, stats, floats, grad_entropy, scale, transform
-        kernels.logprobs_backward(*rows, ignore_index=-100, out=out)
+        kernels.logprobs_backward(rows, stats, RowGradients(floats, grad_entropy, scale), out)
 
     def both(out: torch.Tensor) -> None:
-        kernels.logprobs_and_grad(logits, labels, floats, transform, ignore_index=-100, out=out)
+        kernels.logprobs_and_grad(rows, floats, out)
 
+    rows = LogitRows(logits, labels, transform, -100)
     for entropy in (False, True):
-        stats = kernels.logprobs_forward(logits, labels, transform, ignore_index=-100, entropy=entropy)
+        stats = kernels.logprobs_forward(rows, entropy)
         backward(floats if entropy else None, torch.ones(()), logits)
     both(logits)
     if dtype == torch.float32:
@@ -68,8 +79,9 @@ def call_all(B: int, T: int, V: int, dtype: torch.dtype, transform: LogitTransfo
     for options, shape in ((without, (B, T)), (with_all, (1, B * T))):
         packed = options is with_all
         form = FORM._replace(count_tokens=True, divisor="tokens") if packed else FORM
-        rows = logits.view(*shape, V), labels.view(shape), floats.view(shape), torch.zeros(B), form, transform
-        kernels.sequence_ratio_forward(*rows, ignore_index=-100, **options)
+        shaped = LogitRows(logits.view(*shape, V), labels.view(shape), transform, -100)
+        operands = RatioOperands(floats.view(shape), torch.zeros(B), **options)
+        kernels.sequence_ratio_forward(shaped, operands, form)
         numbers = floats.to(stats_dtype(dtype)).view(shape)
         # each level and each estimator, between the two layouts
         for level, estimator in (
@@ -77,11 +89,13 @@ def call_all(B: int, T: int, V: int, dtype: torch.dtype, transform: LogitTransfo
         ):
             beta = None if estimator == "k1" else torch.zeros(())
             advantages = numbers if level == "token" and packed else torch.zeros(B)
-            kernels.ratio_step(
-                numbers, torch.ones(shape, dtype=torch.bool), numbers if packed else None, advantages,
-                form._replace(level=level), kl=KLPenalty(numbers, beta, estimator) if estimator else None,
+            operands = RatioOperands(
+                numbers if packed else None, advantages,
                 **options | {"weights": advantages if packed else None},
             )  # fmt: skip
+            kl = KLPenalty(numbers, beta, estimator) if estimator else None
+            mask = torch.ones(shape, dtype=torch.bool)
+            kernels.ratio_step(numbers, mask, operands, form._replace(level=level), kl)
 
 
 def compare(
@@ -106,9 +120,8 @@ def backward_of_shards(B: int, T: int, V: int, dtype: torch.dtype) -> None:
     floats = torch.zeros(B, T, dtype=stats_dtype(dtype))
     stats = RowStats(floats, floats.double(), floats)
     for entropy in (None, floats):
-        kernels.logprobs_backward(
-            logits, labels, stats, floats, entropy, None, PLAIN, ignore_index=-100, out=logits, sharded=True
-        )
+        rows = LogitRows(logits, labels, PLAIN, -100)
+        kernels.logprobs_backward(rows, stats, RowGradients(floats, entropy), logits, sharded=True)
 
 
 def around_products(dtype: torch.dtype, width: int, everything: bool) -> None:
@@ -155,7 +168,7 @@ def hold(target: str) -> list[Any]:
     ):
         logits, labels = torch.empty(2, 3, V, dtype=dtype), torch.zeros(2, 3, dtype=torch.int64)
         out = logits.view(torch.bfloat16)[..., :V] if dtype == torch.float32 else logits
-        kernels.logprobs_and_grad(logits, labels, torch.zeros(2, 3), transform, ignore_index=-100, out=out)
+        kernels.logprobs_and_grad(LogitRows(logits, labels, transform, -100), torch.zeros(2, 3), out)
     recorder.calls.append(record(*KERNELS["rows from hidden states, fp32 to bf16, held"], blocks))
     return recorder.calls
 
@@ -285,7 +298,7 @@ def main() -> None:
     around_products(torch.float64, 1009, False)
     strided = torch.empty(2, 3, 4096, 2, dtype=torch.float16)[..., 0]
     labels = torch.zeros(2, 3, dtype=torch.int64)
-    kernels.logprobs_forward(strided, labels, PLAIN, ignore_index=-100, entropy=False)
+    kernels.logprobs_forward(LogitRows(strided, labels, PLAIN, -100), False)
     rest.calls += [record(*KERNELS[name]) for name in KERNELS if "rows anywhere" in name]
     report += compile_calls(rest.calls, [target for target in targets if target in BOTH])
     for target in targets:

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from gspo_kernels.ops.backends import load
-from gspo_kernels.types import LogitTransform, RowStats, stats_dtype
+from gspo_kernels.types import LogitRows, LogitTransform, RowGradients, RowStats, stats_dtype
 from tests.cases import device_of, generator
 from tests.kernels.row_oracle import PLAIN, Judge, exact, neighbour, plain
 
@@ -28,21 +28,19 @@ class Rows:
         """A tensor on the backend's device; anything else as it is."""
         return value.to(self.device) if isinstance(value, Tensor) else value
 
+    def rows(self, logits, labels, transform, ignore_index=IGNORE) -> LogitRows:
+        return LogitRows(self.there(logits), self.there(labels), transform.rows(self.there), ignore_index)
+
     def forward(self, logits, labels, transform=PLAIN, *, entropy=True, ignore_index=IGNORE) -> RowStats:
-        stats = self.functions.logprobs_forward(
-            self.there(logits), self.there(labels), transform.rows(self.there),
-            ignore_index=ignore_index, entropy=entropy,
-        )  # fmt: skip
-        return stats.each(Tensor.cpu)
+        rows = self.rows(logits, labels, transform, ignore_index)
+        return self.functions.logprobs_forward(rows, entropy).each(Tensor.cpu)
 
     def backward(
         self, logits, labels, stats, grad, grad_entropy=None, transform=PLAIN, *, scale=None, out=None
     ) -> Tensor:
-        there, out = self.there(logits), self._out(logits, logits.dtype, out)
-        self.functions.logprobs_backward(
-            there, self.there(labels), stats.each(self.there), self.there(grad), self.there(grad_entropy),
-            self.there(scale), transform.rows(self.there), ignore_index=IGNORE, out=out,
-        )  # fmt: skip
+        rows, out = self.rows(logits, labels, transform), self._out(logits, logits.dtype, out)
+        grads = RowGradients(self.there(grad), self.there(grad_entropy), self.there(scale))
+        self.functions.logprobs_backward(rows, stats.each(self.there), grads, out)
         return out.cpu()
 
     def and_grad(
@@ -53,18 +51,14 @@ class Rows:
         with pytest.MonkeyPatch.context() as patch:
             if not held:
                 patch.setattr("gspo_kernels.kernels.one_pass.on_chip_tile", lambda *_: None)
-            stats = self.functions.logprobs_and_grad(
-                self.there(logits), self.there(labels), self.there(coefficients), transform.rows(self.there),
-                ignore_index=IGNORE, out=out,
-            )  # fmt: skip
+            rows = self.rows(logits, labels, transform)
+            stats = self.functions.logprobs_and_grad(rows, self.there(coefficients), out)
         return stats.each(Tensor.cpu), out.cpu()
 
     def and_rows(self, logits, labels, transform=PLAIN, *, out=None) -> tuple[RowStats, Tensor, Tensor]:
         """Statistics, rows, and the factors that make them d logprob/dlogits."""
         out = self._out(logits, stats_dtype(logits.dtype), out)
-        stats, factors = self.functions.logprobs_and_rows(
-            self.there(logits), self.there(labels), transform.rows(self.there), ignore_index=IGNORE, out=out
-        )
+        stats, factors = self.functions.logprobs_and_rows(self.rows(logits, labels, transform), out)
         factors = torch.ones_like(stats.logprobs) if factors is None else factors
         return stats.each(Tensor.cpu), out.cpu(), factors.cpu()
 

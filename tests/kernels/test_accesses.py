@@ -21,7 +21,7 @@ from gspo_kernels.kernels import columns, gradients, sequence_ratio, sequences
 from gspo_kernels.kernels import steps as step_kernels
 from gspo_kernels.kernels.columns import element
 from gspo_kernels.ops.selected import SelectedGradients, score, write_gradient
-from gspo_kernels.types import KLPenalty, RatioClip, RowPair, Shard
+from gspo_kernels.types import KLPenalty, LogitRows, RatioClip, RatioOperands, RowOptions, RowPair
 from tests.draws import shifted_seed
 from tests.gpu.calls import CALLS, Scale
 from tests.kernels.accesses import backwards, counted, order_of_programs, rebuilt, shuffle, without_races
@@ -30,6 +30,7 @@ from tests.kernels.row_oracle import PLAIN
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="accesses are seen under the interpreter")
 ROWS = Rows("triton")
+OF_TRITON = RowOptions(PLAIN, IGNORE, "triton")
 GSPO = RatioClip(math.log(1 - 3e-4), math.log(1 + 4e-4), math.inf, False, "sequences", 1.0)
 OPTIONS = dict.fromkeys(("weights", "lengths", "normalizer", "cu_seqlens"))
 
@@ -43,7 +44,8 @@ def steps(packed, level="sequence"):
     options = OPTIONS | {"cu_seqlens": ends}
     if level == "token":
         options |= {"weights": rows[0].exp(), "kl": KLPenalty(rows[0] + 0.2, torch.tensor(0.1), "k3")}
-    return kernels.ratio_step(*rows, torch.randn(4), form, **options)
+    kl, (logprobs, mask, old) = options.pop("kl", None), rows
+    return kernels.ratio_step(logprobs, mask, RatioOperands(old, torch.randn(4), **options), form, kl)
 
 
 def scaled():
@@ -142,15 +144,15 @@ def test_forwards_read_each_counted_logit_once(batch):
     for call, rows in (
         (lambda: ROWS.forward(logits, labels), COUNTED),
         (lambda: ROWS.forward(logits, labels, masked), COUNTED),
-        (lambda: score(logits, ids, "triton", PLAIN, False, Shard()), [1, 1, 0, 1, 1, 0]),
+        (lambda: score(logits, ids, OF_TRITON, False), [1, 1, 0, 1, 1, 0]),
     ):
         with counted(logits) as traffic:
             call()
         assert walks(traffic) == rows and traffic.per_row(traffic.writes, 0) == [0] * 6
     old = torch.zeros(2, 3)
-    terms = logits, labels, old, torch.ones(2), GSPO, PLAIN
+    rows, operands = LogitRows(logits, labels, PLAIN, IGNORE), RatioOperands(old, torch.ones(2))
     with counted(logits, old) as traffic:
-        kernels.sequence_ratio_forward(*terms, ignore_index=IGNORE, **OPTIONS)
+        kernels.sequence_ratio_forward(rows, operands, GSPO)
     assert walks(traffic) == traffic.reads[1].tolist() == COUNTED
     assert traffic.per_row(traffic.writes, 0) == [0] * 6
 
@@ -172,10 +174,10 @@ def test_gradients_read_rows_once_and_write_them_once(batch, in_place):
         ROWS.and_grad(logits, labels, GRAD, out=out)
     assert walks(traffic, gradients=moving) == COUNTED and traffic.per_row(traffic.writes, 1) == [1] * 6
     ids = torch.randint(0, V, (2, 3, 20))
-    found = score(logits, ids, "triton", PLAIN, False, Shard())
+    found = score(logits, ids, OF_TRITON, False)
     grads = SelectedGradients(torch.ones(2, 3, 20), torch.ones(2, 3))
     with counted(logits, out) as traffic:
-        write_gradient(out, logits, ids, found, grads, "triton", PLAIN, False, Shard())
+        write_gradient(out, logits, ids, found, grads, OF_TRITON, False)
     if not in_place:  # K gradients are added besides
         assert traffic.per_row(traffic.reads, 0) == traffic.per_row(traffic.writes, 1) == [1] * 6
 

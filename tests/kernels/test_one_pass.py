@@ -134,14 +134,15 @@ def test_each_logit_is_read_once_and_no_order_is_needed(coefficients, out_dtype)
 
 
 def test_rows_come_along_only_where_that_is_less_work():
-    assert kernels.one_pass_pays(4096, FP32, PLAIN, ROWS.device, True)
-    assert not kernels.one_pass_pays(4096, FP32, PLAIN, ROWS.device, False)
+    rows = ROWS.rows(empty(4096, FP32)[0], None, PLAIN)
+    assert kernels.one_pass_pays(rows, True)
+    assert not kernels.one_pass_pays(rows, False)
     logits = torch.empty(1, 2, 4096, dtype=BF16)
     assert on_chip_tile(logits, logits, PLAIN) is not None
     for V, dtype, transform in (
         (4104, FP32, PLAIN), (4096, FP64, PLAIN), (0, FP32, PLAIN), (4096, FP32, SOFT), (4096, FP32, KEPT)
     ):  # fmt: skip
-        assert not kernels.one_pass_pays(V, dtype, transform, ROWS.device, True)
+        assert not kernels.one_pass_pays(ROWS.rows(empty(V, dtype)[0], None, transform), True)
         assert on_chip_tile(*empty(V, dtype), transform) is None
     assert on_chip_tile(logits, torch.empty(1, 2, 4096 + 1, dtype=BF16)[..., 1:], PLAIN) is None
     # a launch that is asked for all the same reads rows twice

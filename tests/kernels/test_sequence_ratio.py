@@ -12,7 +12,15 @@ from gspo_kernels import cpp
 from gspo_kernels.layout import layout_of
 from gspo_kernels.ops.backends import load, why_not
 from gspo_kernels.reference import rows as reference_rows
-from gspo_kernels.types import METRICS, LogitTransform, RatioClip, SequenceRatioStats, stats_dtype
+from gspo_kernels.types import (
+    METRICS,
+    LogitRows,
+    LogitTransform,
+    RatioClip,
+    RatioOperands,
+    SequenceRatioStats,
+    stats_dtype,
+)
 from tests.cases import device_of, generator, offsets
 
 IGNORE = -100
@@ -106,21 +114,19 @@ class Way:
 
     def rows(self, logits, labels, entropy=False):
         backend = self.backend if self.source == "logits" else reference_rows
-        stats = backend.logprobs_forward(
-            self.move(logits), self.move(labels), LogitTransform(), ignore_index=IGNORE, entropy=entropy
-        )
-        return stats.each(torch.Tensor.cpu)
+        rows = LogitRows(self.move(logits), self.move(labels), LogitTransform(), IGNORE)
+        return backend.logprobs_forward(rows, entropy).each(torch.Tensor.cpu)
 
     def __call__(self, logits, labels, old, advantages, form=GSPO, cu=None, **given):
         """``given``: some of weights, lengths and normalizer."""
         terms = {name: self.move(given.get(name)) for name in OPTIONS} | {"cu_seqlens": self.move(cu)}
-        old, advantages = self.move(old), self.move(advantages)
+        operands = RatioOperands(self.move(old), self.move(advantages), **terms)
         if self.source == "logits":
-            arguments = self.move(logits), self.move(labels), old, advantages, form, LogitTransform()
-            stats = self.backend.sequence_ratio_forward(*arguments, ignore_index=IGNORE, **terms)
+            rows = LogitRows(self.move(logits), self.move(labels), LogitTransform(), IGNORE)
+            stats = self.backend.sequence_ratio_forward(rows, operands, form)
             return type(stats)(*(value.cpu() for value in stats))
         rows, mask = self.rows(logits, labels).each(self.move), self.move(labels) != IGNORE
-        step = self.backend.ratio_step(rows.logprobs, mask, old, advantages, form, **terms)
+        step = self.backend.ratio_step(rows.logprobs, mask, operands, form)
         layout = layout_of(mask, terms["cu_seqlens"])
         counts = layout.sum(mask.double())
         sizes = counts if terms["lengths"] is None else terms["lengths"].double()
@@ -348,10 +354,10 @@ def tokens(length, dtype, old_dtype):
 @pytest.mark.parametrize("old_dtype", (torch.float32, torch.float64), ids=str)
 def test_only_counted_tokens_are_summed_up_in_cpp(dtype, old_dtype):
     """In sums of any length, to which padding behind a sequence adds no bit."""
-    options, eps = dict.fromkeys((*OPTIONS, "cu_seqlens")), torch.finfo(dtype).eps
+    eps = torch.finfo(dtype).eps
     for length in (1, 2, 15, 16, 17, 127, 128, 129, 160, 1000):
-        given = logprobs, mask, old, ones = tokens(length, dtype, old_dtype)
-        step = cpp.ratio_step(*given, OPEN, **options)
+        logprobs, mask, old, ones = tokens(length, dtype, old_dtype)
+        step = cpp.ratio_step(logprobs, mask, RatioOperands(old, ones), OPEN)
         exact = torch.where(mask, logprobs.double() - old.double(), 0.0)
         exact[0, -1] = 0.0
         mean = exact.sum() / mask.sum()
@@ -360,8 +366,8 @@ def test_only_counted_tokens_are_summed_up_in_cpp(dtype, old_dtype):
         torch.testing.assert_close(step.loss.double(), -mean.exp(), rtol=4 * eps, atol=0)
         want = torch.where(mask, (-mean.exp() / mask.sum()).to(dtype), 0.0)
         torch.testing.assert_close(step.grad_logprobs, want, rtol=4 * eps, atol=0)
-        longer = (torch.nn.functional.pad(each, (0, 75)) for each in (logprobs, mask, old))
-        padded = cpp.ratio_step(*longer, ones, OPEN, **options)
+        longer = [torch.nn.functional.pad(each, (0, 75)) for each in (logprobs, mask, old)]
+        padded = cpp.ratio_step(*longer[:2], RatioOperands(longer[2], ones), OPEN)
         assert torch.equal(step.loss, padded.loss) and torch.equal(step.metrics, padded.metrics)
         assert torch.equal(step.grad_logprobs, padded.grad_logprobs[:, :length])
 
@@ -369,14 +375,14 @@ def test_only_counted_tokens_are_summed_up_in_cpp(dtype, old_dtype):
 @pytest.mark.parametrize("length", (5, 70_000))
 def test_masks_of_numbers_are_read_as_they_are_in_cpp(length):
     logprobs, mask, *rest = tokens(length, torch.float32, torch.float32)
-    options = dict.fromkeys((*OPTIONS, "cu_seqlens"))
-    want = cpp.ratio_step(logprobs, mask, *rest, OPEN, **options)
+    operands = RatioOperands(*rest)
+    want = cpp.ratio_step(logprobs, mask, operands, OPEN)
     for dtype in (torch.int32, torch.int64, torch.float32, torch.float64):
         numbers = mask.to(dtype)
         assert cpp.reads_mask(numbers)
-        got = cpp.ratio_step(logprobs, numbers, *rest, OPEN, **options)
+        got = cpp.ratio_step(logprobs, numbers, operands, OPEN)
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
         numbers[1, -1] = 2
         with pytest.raises(ValueError, match="loss_mask: expected only 0 and 1"):
-            cpp.ratio_step(logprobs, numbers, *rest, OPEN, **options)
+            cpp.ratio_step(logprobs, numbers, operands, OPEN)
     assert cpp.reads_mask(mask) and not cpp.reads_mask(mask.to(torch.float16))

@@ -7,7 +7,7 @@ import torch
 
 from gspo_kernels.ops.backends import load
 from gspo_kernels.ops.shards import ELSEWHERE, IGNORED, put_together
-from gspo_kernels.types import LogitTransform
+from gspo_kernels.types import LogitRows, LogitTransform, RowGradients
 from tests.cases import device_of
 from tests.draws import shifted_seed
 from tests.kernels.row_oracle import PLAIN, Judge, exact, neighbour, plain
@@ -34,15 +34,15 @@ def in_shards(backend, logits, labels, transform, grad_logprobs, grad_entropy):
     pieces = [(x.to(device), y.to(device)) for x, y in shards(logits, labels)]
     found = []
     for x, y in pieces:
-        own = rows.logprobs_forward(x, y, transform, ignore_index=IGNORED, entropy=True)
+        own = rows.logprobs_forward(LogitRows(x, y, transform, IGNORED), True)
         found.append(own._replace(logprobs=own.logprobs.masked_fill(y == ELSEWHERE, 1.0)))
     fields = ("lse", "logprobs", "entropy")
     whole = put_together(*(torch.stack([getattr(own, field) for own in found]) for field in fields))
     grads = []
     for x, y in pieces:
         out = torch.full(x.shape, float("nan"), dtype=x.dtype, device=device)
-        arguments = (grad_logprobs.to(device), grad_entropy.to(device), None, transform)
-        rows.logprobs_backward(x, y, whole, *arguments, ignore_index=IGNORED, out=out, sharded=True)
+        given = RowGradients(grad_logprobs.to(device), grad_entropy.to(device))
+        rows.logprobs_backward(LogitRows(x, y, transform, IGNORED), whole, given, out, sharded=True)
         grads.append(out.cpu())
     return (*(each.cpu() for each in whole), torch.cat(grads, -1))
 
