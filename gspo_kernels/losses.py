@@ -28,7 +28,7 @@ from gspo_kernels.ranks import comparing
 from gspo_kernels.sequence_ratio import SequenceRatioFunction, ratio_operands
 from gspo_kernels.step import PolicyLossFunction, output_of, policy_step
 from gspo_kernels.terms import Terms, leave_out_inactive, merge_mask, validate_terms
-from gspo_kernels.types import LoRAHead, LossOutput
+from gspo_kernels.types import LoRAHead, LossOutput, RatioClip, RowOptions
 
 _ALL = ("tp_group", "vocab_range", "reduce_hidden_grad", "sequence_parallel", "cp_group")
 
@@ -228,13 +228,12 @@ def fused_policy_loss(
     Args:
         logits: [B, T, V], or [N, V] with ``cu_seqlens``; fp16, bf16, fp32 or fp64, any strides.
         labels: [B, T] or [N], int64 or int32: the token that each position predicts (not shifted here).
-        old_logprobs, advantages, and all terms from loss_mask to normalizer: as in ``policy_loss``; a token
-            is also left out where its label is ``ignore_index``.
+        old_logprobs, advantages, objective, and all terms from loss_mask to normalizer: as in
+            ``policy_loss``; a token is also left out where its label is ``ignore_index``.
         temperature: a number, or a tensor [B] with one per sequence.
         logit_scale, softcap, ignore_index, inplace_backward, backend: as in ``token_logprobs``.
         kept_ids, kept_mask: as there. Old and reference log-probs must be over the same ids.
         return_entropy: also return the entropy, detached; an entropy bonus computes it anyway.
-        objective: as in ``policy_loss``.
         parallel: ``tp_group``, ``vocab_range`` and ``cp_group`` of ``Parallel``.
 
     Returns:
@@ -251,49 +250,57 @@ def fused_policy_loss(
     passed = Terms(*arguments)
     how = LogitArguments(temperature, logit_scale, softcap, kept_ids, kept_mask, ignore_index, backend)
     with comparing(
-        "fused_policy_loss", logits=logits, labels=labels, terms=passed, logit_arguments=how,
-        return_entropy=return_entropy, inplace_backward=inplace_backward, objective=objective,
-        parallel=parallel,
+        "fused_policy_loss", logits=logits, labels=labels, inplace_backward=inplace_backward, terms=passed,
+        logit_arguments=how, return_entropy=return_entropy, objective=objective, parallel=parallel,
     ) as ranks:  # fmt: skip
         parallel.check("fused_policy_loss", ("tp_group", "vocab_range", "cp_group"))
         (logits,), parallel = local_tensors(parallel, passed, logits=logits)
         check_scores("logits", logits, labels, "V")
-        packed = checks.layout("labels", labels, cu_seqlens) is not None
+        packed, vocabulary = checks.layout("labels", labels, cu_seqlens) is not None, logits.shape[-1]
         if inplace_backward is not False:
             check_inplace(logits, inplace_backward)
         with_entropy = wants_entropy(return_entropy, entropy_coef, objective)
         terms = validate_terms(passed, labels, objective, with_entropy, parallel)
         rows, row_labels = (x.unsqueeze(0) if packed else x for x in (logits, labels))
         row_labels, terms = merge_mask(row_labels, terms, checks.integer("ignore_index", ignore_index))
-        vocabulary = logits.shape[-1]
         options = how.normalize(labels, cu_seqlens, logits.dtype, vocabulary, parallel)
         if ranks is not None:
             ranks.compare(row_labels, terms, options, vocabulary)
-    backend = options.backend
-    plan = Plan(backend, coefficients_depend_on(objective, terms), ratio_of(terms, backend))
-    learns = torch.is_grad_enabled() and logits.requires_grad
+    ratio = ratio_of(terms, options.backend)
+    given_logprobs = terms.old_logprobs is not None and terms.ref_logprobs is None
     # In fp16 a loss scale decides what is representable, and only the backward knows it.
-    late = with_entropy or inplace_backward or logits.dtype == torch.float16
-    if plan.depends_on == "nothing" and learns and not late and not torch.compiler.is_compiling():
-        # the gradient is written in the pass that takes the log-probs
-        zeros, alone = without_logprobs(row_labels, terms)
-        with torch.no_grad():
-            ratio = ratio_of(alone, plan.backend)
-            coefficients = policy_step(zeros, None, alone, plan.backend, ratio, False).grad_logprobs
-        carrier, logprobs = KnownCoefficientsFunction.apply(rows, row_labels, coefficients, options)
-        step = policy_step(logprobs, None, terms, plan.backend, plan.ratio, True)
-        return output_of(carrier + step.loss, step.metrics, logprobs, None, terms)
-    has_given_logprobs = terms.old_logprobs is not None and terms.ref_logprobs is None
-    if plan.ratio.level == "sequence" and has_given_logprobs and not with_entropy and not options.shard.group:
-        operands = ratio_operands(row_labels, terms)
+    late = with_entropy or inplace_backward or rows.dtype == torch.float16 or torch.compiler.is_compiling()
+    learns = torch.is_grad_enabled() and rows.requires_grad
+    if learns and not late and coefficients_depend_on(objective, terms) == "nothing":
+        return _with_known_coefficients(rows, row_labels, terms, options, ratio)
+    if ratio.level == "sequence" and given_logprobs and not with_entropy and not options.shard.group:
         loss, logprobs, metrics = SequenceRatioFunction.apply(
-            rows, row_labels, inplace_backward, options, operands, plan.ratio
+            rows, row_labels, inplace_backward, options, ratio_operands(row_labels, terms), ratio
         )
         return output_of(loss, metrics, logprobs, None, terms)
-    logprobs, entropy = TokenLogprobsFunction.apply(rows, row_labels, with_entropy, inplace_backward, options)
-    shown = entropy if with_entropy else None
-    loss, metrics = PolicyLossFunction.apply(logprobs, shown, terms, plan.backend, plan.ratio)
-    return output_of(loss, metrics, logprobs, shown, terms)
+    scored = TokenLogprobsFunction.apply(rows, row_labels, with_entropy, inplace_backward, options)
+    return _of_scored_rows(scored, with_entropy, terms, options.backend, ratio)
+
+
+def _of_scored_rows(
+    scored: tuple[Tensor, Tensor], with_entropy: bool, terms: Terms, backend: str, ratio: RatioClip
+) -> LossOutput:
+    """The loss of log-probs, and of the entropy beside them if that was computed."""
+    logprobs, entropy = scored[0], scored[1] if with_entropy else None
+    loss, metrics = PolicyLossFunction.apply(logprobs, entropy, terms, backend, ratio)
+    return output_of(loss, metrics, logprobs, entropy, terms)
+
+
+def _with_known_coefficients(
+    rows: Tensor, labels: Tensor, terms: Terms, options: RowOptions, ratio: RatioClip
+) -> LossOutput:
+    """The loss where the gradient is written in the pass that takes the log-probs."""
+    zeros, alone = without_logprobs(labels, terms)
+    form = ratio_of(alone, options.backend)
+    coefficients = policy_step(zeros, None, alone, options.backend, form, False).grad_logprobs
+    carrier, logprobs = KnownCoefficientsFunction.apply(rows, labels, coefficients, options)
+    step = policy_step(logprobs, None, terms, options.backend, ratio, True)
+    return output_of(carrier + step.loss, step.metrics, logprobs, None, terms)
 
 
 def fused_linear_policy_loss(
@@ -340,36 +347,20 @@ def fused_linear_policy_loss(
     Args:
         hidden: [B, T, H], or [N, H] with ``cu_seqlens``; fp16, bf16, fp32 or fp64, any strides.
         weight: [V, H], the lm_head's, or a ``LoRAHead``; hidden's dtype, or any under autocast.
-        labels: [B, T] or [N], int64 or int32: the token that each position predicts (not shifted here).
         bias: [V] or None.
-        old_logprobs, advantages, and all terms from loss_mask to normalizer: as in ``policy_loss``; a token
-            is also left out where its label is ``ignore_index``.
-        temperature: a number, or a tensor [B] with one per sequence.
-        logit_scale, softcap, ignore_index, logits_dtype, backend: as in ``linear_token_logprobs``.
-        max_chunk_bytes, batch_invariant: as there.
-        kept_ids, kept_mask: as there. Old and reference log-probs must be over the same ids.
-        return_entropy: also return the entropy, detached; an entropy bonus computes it anyway.
-        objective: as in ``policy_loss``.
+        labels, old_logprobs, advantages, all terms from loss_mask to normalizer, temperature, kept_ids,
+            kept_mask, return_entropy, objective: as in ``fused_policy_loss``.
+        logit_scale, softcap, ignore_index, logits_dtype, max_chunk_bytes, batch_invariant, backend: as in
+            ``linear_token_logprobs``.
+        schedule, skip_inactive: how the batch is cut into chunks and products, which all give the same
+            result, and which rows without gradient enter none; see ``explain_schedule``.
         parallel: see ``Parallel``.
-        schedule: "auto", "known", "frozen", "aligned", "deferred" or "two_pass": how the batch is cut into
-            chunks and products. All give the same result; one that can't is refused with the reason. "auto"
-            is the first of them that is exact for the call: "known" where a token's coefficient is known or
-            its own, "frozen" where the lm_head has no gradient, "aligned" for sequences (groups) that fit in
-            a chunk, "deferred" for longer ones; see ``explain_schedule``. All but "two_pass"
-            compute the gradient along with the loss; so does "auto", but on the CPU logits of up to 1 MiB
-            stay until the backward.
-        skip_inactive: "backward": rows without gradient enter no gradient product, where the schedule knows
-            them in time ("deferred" and "frozen" don't, but for zero advantages). "all": sequences whose
-            gradient is known to be zero beforehand (zero advantage, no KL or entropy term) enter no product
-            at all; their log-probs are NaN and metrics cover the rest. "none": nothing is left out, no look
-            at the device (of packed calls, "aligned", "deferred" and "frozen" by name look at the lengths).
 
     Returns:
         LossOutput(loss, logprobs, entropy, metrics).
 
     Raises:
-        TypeError, ValueError: a wrong argument, named in the message; a schedule that is not exact for the
-            call.
+        TypeError, ValueError: a wrong argument, or a schedule that is not exact, named in the message.
         RuntimeError: the backend can't serve the tensors' device.
     """
     arguments: Any = (
@@ -385,32 +376,22 @@ def fused_linear_policy_loss(
         skip_inactive=skip_inactive, objective=objective, parallel=parallel,
     ) as ranks:  # fmt: skip
         parallel.check("fused_linear_policy_loss", _ALL, batch_invariant)
-        (hidden, weight, bias), parallel = local_tensors(
-            parallel, passed, batch_invariant, hidden=hidden, weight=weight, bias=bias
-        )
         with_entropy = wants_entropy(return_entropy, entropy_coef, objective)
         operands, terms, plan, _ = _normalize_linear(
             hidden, weight, bias, labels, passed, how, products, objective, parallel, with_entropy, schedule,
             skip_inactive,
         )  # fmt: skip
         if ranks is not None:
-            width = operands.weight.shape[0]
-            ranks.compare(operands.labels, terms, operands.options, width, operands.scattered)
+            ranks.compare(operands.labels, terms, operands.options, len(operands.weight), operands.scattered)
     # batch-invariant gradients of all schedules are multiplied by the upstream gradient at the same place
-    invariant = operands.chunking.batch_invariant
-    if plan.schedule == "two_pass" and not (invariant and any(plan.requires_grad)):
-        logprobs, entropy = LinearTokenLogprobsFunction.apply(*operands, with_entropy, plan.leaves_out)
-        shown = entropy if with_entropy else None
-        loss, metrics = PolicyLossFunction.apply(logprobs, shown, terms, plan.backend, plan.ratio)
-        return output_of(loss, metrics, logprobs, shown, terms)
-    may_be_small = plan.schedule == "auto" and not with_entropy
-    small = small_loss(operands, terms, plan) if may_be_small else None
-    if small is not None:
+    if plan.schedule == "two_pass" and not (operands.chunking.batch_invariant and any(plan.requires_grad)):
+        scored = LinearTokenLogprobsFunction.apply(*operands, with_entropy, plan.leaves_out)
+        return _of_scored_rows(scored, with_entropy, terms, plan.backend, plan.ratio)
+    if (small := small_loss(operands, terms, plan)) is not None:
         loss, metrics, logprobs = SmallLossFunction.apply(*operands[:5], terms, *small)
         return output_of(loss, metrics, logprobs, None, terms)
-    loss, metrics, logprobs, entropy = LinearPolicyFunction.apply(
-        *operands, terms, plan, torch.compiler.is_compiling()
-    )
+    traced = torch.compiler.is_compiling()
+    loss, metrics, logprobs, entropy = LinearPolicyFunction.apply(*operands, terms, plan, traced)
     return output_of(loss, metrics, logprobs, entropy if with_entropy else None, terms)
 
 
@@ -448,6 +429,19 @@ def explain_schedule(
     Arguments of the loss that can't change the plan are left out here. Which inputs need a gradient does, so
     call it under the same grad mode. Sequence lengths are read from the device.
 
+    Args:
+        schedule: how the batch is cut into chunks and products. All give the same result; one that can't is
+            refused with the reason. "auto" is the first of them that is exact for the call: "known" where a
+            token's coefficient is known or its own, "frozen" where the lm_head has no gradient, "aligned" for
+            sequences (groups) that fit in a chunk, "deferred" for longer ones. All but "two_pass" compute the
+            gradient along with the loss; so does "auto", but on the CPU logits of up to 1 MiB stay until the
+            backward.
+        skip_inactive: "backward": rows without gradient enter no gradient product, where the schedule knows
+            them in time ("deferred" and "frozen" don't, but for zero advantages). "all": sequences whose
+            gradient is known to be zero beforehand (zero advantage, no KL or entropy term) enter no product
+            at all; their log-probs are NaN and metrics cover the rest. "none": nothing is left out, no look
+            at the device (of packed calls, "aligned", "deferred" and "frozen" by name look at the lengths).
+
     Raises:
         TypeError, ValueError: as the loss itself.
     """
@@ -459,9 +453,6 @@ def explain_schedule(
     how = LogitArguments(ignore_index=ignore_index)
     products = ProductArguments(logits_dtype, max_chunk_bytes, batch_invariant)
     parallel.check("explain_schedule", _ALL, batch_invariant)
-    (hidden, weight, bias), parallel = local_tensors(
-        parallel, passed, batch_invariant, hidden=hidden, weight=weight, bias=bias
-    )
     operands, terms, plan, reason = _normalize_linear(
         hidden, weight, bias, labels, passed, how, products, objective, parallel, True, schedule,
         skip_inactive,
@@ -486,6 +477,9 @@ def _normalize_linear(
     """Check the arguments of a loss over hidden states, bring them into rows, and choose the schedule; the
     last is the reason for it.
     """
+    (hidden, weight, bias), parallel = local_tensors(
+        parallel, passed, products.batch_invariant, hidden=hidden, weight=weight, bias=bias
+    )
     checks.choice("skip_inactive", skip_inactive, ("backward", "all", "none"))
     chunking = products.normalize(skip_inactive != "none", parallel)
     hidden, weight, bias, base = check_inputs(hidden, weight, bias, labels, chunking)

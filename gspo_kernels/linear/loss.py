@@ -291,6 +291,8 @@ def small_loss(
     operators.
     """
     hidden, weight, bias, labels, options, chunking, base = operands
+    if plan.schedule != "auto" or plan.entropy:
+        return None
     if base is not None or chunking.batch_invariant or options.shard.group:
         return None
     if not can_bypass_dispatcher([hidden, weight, labels]):
