@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal
 
 import torch
 
@@ -31,8 +30,8 @@ class ABCGRPO(Objective):
     negative_low: float = 0.2
     negative_high: float = 0.2
 
-    coefficient_scope: ClassVar[Literal["token"]] = "token"
-    level: ClassVar[Literal["token"]] = "token"
+    coefficient_scope = "token"
+    level = "token"
 
     def __post_init__(self) -> None:
         super().__post_init__()

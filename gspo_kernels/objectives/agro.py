@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
 
 import torch
 
@@ -28,13 +27,13 @@ class AGRO(Objective):
 
     beta: float = 0.1
 
-    coefficient_scope: ClassVar[Literal["group"]] = "group"
-    level: ClassVar[Literal["sequence"]] = "sequence"
-    advantages_are: ClassVar[Literal["rewards"]] = "rewards"
-    needs: ClassVar[tuple[str, ...]] = ("ref_logprobs", "group_ids")
-    takes_token_advantages: ClassVar[bool] = False
-    zero_advantage_is_inactive: ClassVar[bool] = False
-    ratio_only: ClassVar[bool] = False
+    coefficient_scope = "group"
+    level = "sequence"
+    advantages_are = "rewards"
+    needs = ("ref_logprobs", "group_ids")
+    takes_token_advantages = False
+    zero_advantage_is_inactive = False
+    ratio_only = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import KW_ONLY, dataclass
-from typing import ClassVar, Literal
 
+from gspo_kernels import checks
 from gspo_kernels.objectives import finite
 from gspo_kernels.objectives.base import Objective, ObjectiveLoss, PolicyBatch, require_numbers
 from gspo_kernels.objectives.parts import policy_gradient
@@ -32,15 +32,13 @@ class CISPO(Objective):
     _: KW_ONLY
     aggregation: str = "token_mean"
 
-    coefficient_scope: ClassVar[Literal["token"]] = "token"
-    level: ClassVar[Literal["token"]] = "token"
+    coefficient_scope = "token"
+    level = "token"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_numbers(0.0, 1.0, min_ratio=self.min_ratio)
-        require_numbers(self.min_ratio, max_ratio=self.max_ratio)
-        if self.max_ratio == 0:
-            raise ValueError("max_ratio: got 0, expected a positive number")
+        checks.number("max_ratio", self.max_ratio, positive=True, minimum=self.min_ratio)
 
     def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
         """One value per token."""

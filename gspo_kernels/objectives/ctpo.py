@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import KW_ONLY, dataclass
-from typing import ClassVar, Literal
 
 from gspo_kernels.objectives import finite
 from gspo_kernels.objectives.base import Objective, ObjectiveLoss, PolicyBatch, log_clip, require_numbers
@@ -33,9 +32,9 @@ class CTPO(Objective):
     power: float = 0.5
     log_dual_clip: float | None = None
 
-    coefficient_scope: ClassVar[Literal["sequence"]] = "sequence"
-    level: ClassVar[Literal["token"]] = "token"
-    needs_token_order: ClassVar[bool] = True
+    coefficient_scope = "sequence"
+    level = "token"
+    needs_token_order = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
-from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -44,8 +43,8 @@ class DHPO(Objective):
     sequence_clip_low: float = 3e-4
     sequence_clip_high: float = 4e-4
 
-    coefficient_scope: ClassVar[Literal["sequence"]] = "sequence"
-    level: ClassVar[Literal["token"]] = "token"
+    coefficient_scope = "sequence"
+    level = "token"
 
     def __post_init__(self) -> None:
         super().__post_init__()

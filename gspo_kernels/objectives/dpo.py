@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -32,8 +31,8 @@ class DPO(Pairwise):
     beta: float = 0.1
     min_gap: float = 0.0
 
-    advantages_are: ClassVar[Literal["levels"]] = "levels"
-    needs: ClassVar[tuple[str, ...]] = ("ref_logprobs", "group_ids")
+    advantages_are = "levels"
+    needs = ("ref_logprobs", "group_ids")
 
     def __post_init__(self) -> None:
         super().__post_init__()

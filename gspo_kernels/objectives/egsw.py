@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
-from typing import ClassVar, Literal
 
+from gspo_kernels import checks
 from gspo_kernels.objectives import finite
 from gspo_kernels.objectives.base import (
     Objective,
@@ -40,19 +40,18 @@ class EGSW(Objective):
     alpha: float = 1.0
     temperature: float = 1.0
 
-    coefficient_scope: ClassVar[Literal["group"]] = "group"
-    level: ClassVar[Literal["token"]] = "token"
-    needs: ClassVar[tuple[str, ...]] = ("entropy", "group_ids")
+    coefficient_scope = "group"
+    level = "token"
+    needs = ("entropy", "group_ids")
     # a sequence without advantage still enters the weights of the others
-    zero_advantage_is_inactive: ClassVar[bool] = False
-    ratio_only: ClassVar[bool] = False
+    zero_advantage_is_inactive = False
+    ratio_only = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_clip_range(self.clip_low, self.clip_high, self.dual_clip)
-        require_numbers(alpha=self.alpha, temperature=self.temperature)
-        if self.temperature == 0:
-            raise ValueError("temperature: got 0, expected a positive number")
+        require_numbers(alpha=self.alpha)
+        checks.number("temperature", self.temperature, positive=True)
 
     def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
         """One value per token."""
@@ -60,7 +59,7 @@ class EGSW(Objective):
         groups = Groups.of(batch)
         merit = batch.per_sequence(batch.advantages) + self.alpha * batch.per_sequence(batch.entropy)
         weights = groups.flat(groups.softmax(groups.table(merit.detach() / self.temperature)))
-        advantages = batch.per_token(batch.advantages)
+        advantages = batch.token_advantages()
         loss, low, high = ppo_clip(batch.log_ratio, advantages, self.clip_low, self.clip_high, self.dual_clip)
         loss = finite.mul(batch.per_token(weights), loss)
         return ObjectiveLoss(batch.weighted(loss), batch.log_ratio, low, high)

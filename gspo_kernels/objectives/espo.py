@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
-from typing import ClassVar
 
 from gspo_kernels.objectives import finite
 from gspo_kernels.objectives.base import ObjectiveLoss, PolicyBatch, require_numbers
@@ -33,9 +32,9 @@ class ESPO(GSPO):
     _: KW_ONLY
     elbo_kl_beta: float = 0.01
 
-    needs: ClassVar[tuple[str, ...]] = ("token_weights", "lengths", "ref_logprobs")
-    zero_advantage_is_inactive: ClassVar[bool] = False
-    ratio_only: ClassVar[bool] = False
+    needs = ("token_weights", "lengths", "ref_logprobs")
+    zero_advantage_is_inactive = False
+    ratio_only = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
 
 from gspo_kernels.objectives.base import Objective, ObjectiveLoss, PolicyBatch, log_clip, require_numbers
 
@@ -29,10 +28,10 @@ class FSPO(Objective):
     log_clip_low: float = 0.03
     log_clip_high: float = 0.03
 
-    coefficient_scope: ClassVar[Literal["sequence"]] = "sequence"
-    level: ClassVar[Literal["sequence"]] = "sequence"
-    takes_token_advantages: ClassVar[bool] = False
-    factorizes: ClassVar[bool] = True
+    coefficient_scope = "sequence"
+    level = "sequence"
+    takes_token_advantages = False
+    factorizes = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
 
 import torch
 
@@ -20,9 +19,9 @@ class GPG(Objective):
 
     aggregation: str = "token_mean"
 
-    coefficient_scope: ClassVar[Literal["nothing"]] = "nothing"
-    level: ClassVar[Literal["token"]] = "token"
-    factorizes: ClassVar[bool] = True
+    coefficient_scope = "nothing"
+    level = "token"
+    factorizes = True
 
     def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:
         """One value per token."""

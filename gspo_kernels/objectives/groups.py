@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -77,12 +77,12 @@ class Pairwise(Objective):
     make of it, and its rollout weight is the mean of the two.
     """
 
-    coefficient_scope: ClassVar[Literal["group"]] = "group"
-    level: ClassVar[Literal["sequence"]] = "sequence"
+    coefficient_scope = "group"
+    level = "sequence"
     needs: ClassVar[tuple[str, ...]] = ("group_ids",)
-    takes_token_advantages: ClassVar[bool] = False
-    zero_advantage_is_inactive: ClassVar[bool] = False
-    ratio_only: ClassVar[bool] = False
+    takes_token_advantages = False
+    zero_advantage_is_inactive = False
+    ratio_only = False
 
     @abstractmethod
     def score(self, batch: PolicyBatch) -> Tensor:

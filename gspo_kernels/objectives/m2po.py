@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
 
 import torch
 
@@ -34,8 +33,8 @@ class M2PO(Objective):
     one_sided: bool = True
     aggregation: str = "token_mean"
 
-    coefficient_scope: ClassVar[Literal["batch"]] = "batch"
-    level: ClassVar[Literal["token"]] = "token"
+    coefficient_scope = "batch"
+    level = "token"
 
     def __post_init__(self) -> None:
         super().__post_init__()

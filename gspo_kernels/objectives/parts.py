@@ -13,6 +13,7 @@ from gspo_kernels.objectives.base import (
     Objective,
     ObjectiveLoss,
     PolicyBatch,
+    log_bounds,
     ppo_clip,
     refuse_multipliers,
     require_clip_range,
@@ -39,7 +40,7 @@ class ClippedRatio(Objective):
     dual_clip: float | None = None
 
     ratio_level: ClassVar[Literal["token", "turn", "sequence"]]
-    level: ClassVar[Literal["token"]] = "token"
+    level: ClassVar[Literal["token", "sequence"]] = "token"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -55,9 +56,15 @@ class ClippedRatio(Objective):
 
     def ratio_form(self) -> RatioClip | None:
         """The clipped ratio per token; None for longer segments, and for subclasses with another loss."""
-        if self.ratio_level != "token":
+        return self.clip_form(ClippedRatio) if self.ratio_level == "token" else None
+
+    def clip_form(self, cls: type[Objective]) -> RatioClip | None:
+        """The clipped ratio at this level, with this aggregation, where ``evaluate`` is that of ``cls``."""
+        if type(self).evaluate is not cls.evaluate:
             return None
-        return self.clip_form(ClippedRatio, self.clip_low, self.clip_high, self.dual_clip)
+        bounds = log_bounds(self.clip_low, self.clip_high, self.dual_clip)
+        divisor, scale = self.outer_divisor()
+        return RatioClip(*bounds, self.aggregation != "sequence_mean", divisor, scale, self.level)
 
 
 def by_sign(batch: PolicyBatch, positive: float, negative: float) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -28,8 +27,8 @@ class REBEL(Pairwise):
 
     eta: float = 1.0
 
-    advantages_are: ClassVar[Literal["rewards"]] = "rewards"
-    ratio_only: ClassVar[bool] = True
+    advantages_are = "rewards"
+    ratio_only = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

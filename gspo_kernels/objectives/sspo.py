@@ -4,19 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
+from gspo_kernels import checks
 from gspo_kernels.objectives import finite
-from gspo_kernels.objectives.base import (
-    Objective,
-    ObjectiveLoss,
-    PolicyBatch,
-    require_choice,
-    require_numbers,
-)
+from gspo_kernels.objectives.base import Objective, ObjectiveLoss, PolicyBatch, require_numbers
 from gspo_kernels.objectives.parts import by_sign, surrogate
 
 
@@ -51,13 +45,13 @@ class SSPO(Objective):
     tau_positive: float = 1.0
     tau_negative: float = 1.05
 
-    coefficient_scope: ClassVar[Literal["sequence"]] = "sequence"
-    level: ClassVar[Literal["sequence"]] = "sequence"
-    takes_token_advantages: ClassVar[bool] = False
+    coefficient_scope = "sequence"
+    level = "sequence"
+    takes_token_advantages = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_choice("gate", self.gate, tuple(LOG_GATES))
+        checks.choice("gate", self.gate, tuple(LOG_GATES))
         require_numbers(1e-6, tau_positive=self.tau_positive, tau_negative=self.tau_negative)
 
     def evaluate(self, batch: PolicyBatch) -> ObjectiveLoss:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
 
 from gspo_kernels.objectives.parts import ClippedRatio
 
@@ -31,6 +30,6 @@ class TLGRPO(ClippedRatio):
     clip_low: float = 3e-4
     clip_high: float = 4e-4
 
-    ratio_level: ClassVar[Literal["turn"]] = "turn"
-    coefficient_scope: ClassVar[Literal["turn"]] = "turn"
-    needs: ClassVar[tuple[str, ...]] = ("turn_ids",)
+    ratio_level = "turn"
+    coefficient_scope = "turn"
+    needs = ("turn_ids",)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal
 
 import torch
 
@@ -36,9 +35,9 @@ class VESPO(Objective):
     lambda_negative: float = 2.0
     aggregation: str = "token_mean"
 
-    coefficient_scope: ClassVar[Literal["sequence"]] = "sequence"
-    level: ClassVar[Literal["token"]] = "token"
-    factorizes: ClassVar[bool] = True
+    coefficient_scope = "sequence"
+    level = "token"
+    factorizes = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
