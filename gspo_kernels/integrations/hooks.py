@@ -40,16 +40,13 @@ def refuse_other_versions(distribution: str, specifier: str) -> None:
     require_package(distribution, specifier)
 
 
-def check_objective(
-    objective: Objective, hook: str, *, divides_by: tuple[str, ...], passes: tuple[str, ...] = ()
-) -> Objective:
+def check_objective(objective: Objective, hook: str, *, divides_by: tuple[str, ...]) -> Objective:
     """Return ``objective`` if a hook can serve it.
 
     Args:
         objective: an instance.
         hook: its name, for the message.
         divides_by: what the hook can divide by over the whole batch: "sequences", "tokens".
-        passes: the optional arguments of the losses that the hook has values for.
 
     Raises:
         TypeError: not an instance of an objective.
@@ -58,11 +55,9 @@ def check_objective(
     """
     checks.objective(objective, Objective)
     name = type(objective).__name__
-    missing = [each for each in objective.needs if each not in passes]
-    if missing:
-        raise IntegrationError(
-            f"objective: {name} needs {' and '.join(missing)}, which {hook} does not pass to a loss"
-        )
+    if objective.needs:
+        needs = " and ".join(objective.needs)
+        raise IntegrationError(f"objective: {name} needs {needs}, which {hook} does not pass to a loss")
     if objective.advantages_are != "advantages":
         raise IntegrationError(
             f"objective: {name} takes {objective.advantages_are} in the place of advantages, which {hook} "
@@ -199,15 +194,18 @@ def named_objectives() -> dict[str, type[Objective]]:
     return {"gk_" + cls.__module__.rpartition(".")[2]: cls for cls in classes}
 
 
-def clip_range_options(
-    low: Callable[[Any], float], high: Callable[[Any], float]
+def shared_options(
+    low: Read, high: Read, tau_positive: Read, tau_negative: Read
 ) -> dict[type[Objective], Reads]:
-    """The options of all objectives that clip a ratio at 1 - ``low`` and 1 + ``high``."""
+    """The options of all objectives that clip a ratio at 1 - ``low`` and 1 + ``high``, or gate it softly."""
     clip: Reads = {"clip_low": low, "clip_high": high}
     two: Reads = {"positive_low": low, "positive_high": high, "negative_low": low, "negative_high": high}
-    same = (objectives.DHPO, objectives.GRPO, objectives.GSPO, objectives.GSPOToken)
+    clipped = (objectives.DHPO, objectives.GRPO, objectives.GSPO, objectives.GSPOToken)
+    gate: Reads = {"tau_positive": tau_positive, "tau_negative": tau_negative}
     return {
-        **dict.fromkeys(same, clip),
+        **dict.fromkeys(clipped, clip),
+        objectives.SAPO: gate,
+        objectives.SSPO: gate,
         objectives.ABCGRPO: two,
         objectives.GMPO: {"log_clip_low": low, "log_clip_high": high},
     }
@@ -224,18 +222,43 @@ def read(config: Any, path: str, default: Any = None) -> Any:
     return value
 
 
-def read_options(
-    objective: type[Objective], table: Mapping[type[Objective], Reads], config: Any
-) -> dict[str, Any]:
-    """The options that ``table`` has for the objective, or for a class that it derives from."""
+def from_config(
+    name: str,
+    objective: type[Objective],
+    table: Mapping[type[Objective], Reads],
+    config: Any,
+    words: tuple[str, str],
+    **more: Any,
+) -> Objective:
+    """The objective with the options that ``table`` has for it, or for a class that it derives from.
+
+    It warns where an objective of sequence ratios gets a clip range that is meant for token ratios.
+
+    Args:
+        name: of the loss, for messages.
+        objective: its class.
+        table: how options are read from the config, by objective.
+        config: the framework's.
+        words: what the framework calls the clip range below and above 1.
+        more: options that do not come from the config.
+
+    Raises:
+        IntegrationError: the objective refuses an option; the message has what the config says.
+    """
     reads: Reads = {}
     for cls in reversed(objective.__mro__):
         reads.update(table.get(cls, {}))
-    return {name: option(config) for name, option in reads.items()}
-
-
-def build(name: str, objective: type[Objective], **options: Any) -> Objective:
-    """The objective; where it refuses an option, the message has what the config says."""
+    options = {option: from_this(config) for option, from_this in reads.items()}
+    defaults: Any = objective  # a dataclass: they are attributes of the class
+    if "clip_high" in options and defaults.clip_high <= SEQUENCE_RANGE:
+        widest = max(options["clip_low"], options["clip_high"])
+        if widest > SEQUENCE_RANGE:
+            low, high = words
+            warn_once(
+                f"{name}: a clip range of {widest:g} hardly ever clips a sequence's ratio; its paper has "
+                f"{low}={defaults.clip_low}, {high}={defaults.clip_high}"
+            )
+    options = {**more, **options}
     try:
         return objective(**options)
     except (TypeError, ValueError) as error:
@@ -243,22 +266,9 @@ def build(name: str, objective: type[Objective], **options: Any) -> Objective:
         raise IntegrationError(f"{name}: {error} (the config has {values})") from None
 
 
-def warn_wide_range(
-    name: str, objective: type[Objective], options: Mapping[str, Any], low: str, high: str
-) -> None:
-    """Warn where an objective of sequence ratios gets a clip range that is meant for token ratios.
-
-    ``low`` and ``high`` are the framework's words for the range.
-    """
-    defaults: Any = objective  # a dataclass: they are attributes of the class
-    if "clip_high" not in options or defaults.clip_high > SEQUENCE_RANGE:
-        return
-    widest = max(options["clip_low"], options["clip_high"])
-    if widest > SEQUENCE_RANGE:
-        warn_once(
-            f"{name}: a clip range of {widest:g} hardly ever clips a sequence's ratio; its paper has "
-            f"{low}={defaults.clip_low}, {high}={defaults.clip_high}"
-        )
+def floats(metrics: Mapping[str, Tensor]) -> dict[str, float]:
+    """0-d tensors as numbers, in one copy from the device."""
+    return dict(zip(metrics, torch.stack([*metrics.values()]).tolist(), strict=True))
 
 
 @functools.cache
