@@ -20,9 +20,9 @@ from gspo_kernels.objectives.base import Objective
 from gspo_kernels.ops.backends import resolve
 from gspo_kernels.ops.logprobs import check_ranges, check_rows, range_of
 from gspo_kernels.ops.values import check_temperature
-from gspo_kernels.parallel.agreement import Member, compare, digest
+from gspo_kernels.parallel.agreement import check_agreement, digest, exchange
 from gspo_kernels.parallel.groups import Parallel, group_name
-from gspo_kernels.parallel.placements import VOCABULARY, groups_of
+from gspo_kernels.parallel.placements import VOCABULARY, mesh_groups
 from gspo_kernels.parallel.tokens import ScatteredTokens
 from gspo_kernels.terms import SPECS, Terms, check_values
 from gspo_kernels.types import RowOptions
@@ -123,14 +123,29 @@ class RankComparison:
         numbers: tuple[int, ...] = (),
         judge: Callable[[list[tuple[int, ...]]], None] | None = None,
     ) -> None:
-        """See ``agreement.compare``; ``numbers`` and ``judge`` are for ranks that share the vocabulary."""
-        members = []
+        """Meet the other ranks of each group, in the same order on all of them: all go on, or all raise.
+
+        What the ranks of one group have learnt goes along into the next: in a grid of ranks all learn of an
+        error, whichever rank has it.
+
+        Args:
+            refused: why this rank refuses the call; it is not raised here.
+            numbers: what may differ between ranks that share the vocabulary.
+            judge: raises where these numbers of all ranks together are wrong.
+        """
+        self.met, verdict = True, refused
         for argument, (group, share) in self.groups.items():
             same = {} if refused is not None else _placements(self.arguments) | _SAME[share](self.arguments)
-            of_rank = (numbers, judge) if share == "vocabulary" else ((), None)
-            members.append(Member(argument, group, same, *of_rank))
-        self.met = True
-        compare(members, self.device, refused)
+            every = exchange(group, self.device, same, numbers, verdict)
+            if verdict is None:
+                try:
+                    check_agreement(argument, every)
+                    if judge is not None and share == "vocabulary":
+                        judge([tuple(message["numbers"]) for message in every])
+                except Exception as error:
+                    verdict = error
+        if verdict is not None and verdict is not refused:
+            raise verdict
 
 
 def _flat(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -164,7 +179,9 @@ def _groups(arguments: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
     placed = {name: value for name, value in arguments.items() if hasattr(value, "device_mesh")}
     if placed:
         known = {group for group, _ in facts.values()}
-        facts |= {name: pair for name, pair in groups_of(placed).items() if pair[0] not in known}
+        for each in mesh_groups(placed):
+            if each.group.size() > 1 and each.group.group_name not in known:
+                facts[each.argument] = each.group.group_name, each.share
     order = (*shares.values(), "")
     return dict(sorted(facts.items(), key=lambda item: order.index(item[1][1])))
 
